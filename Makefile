@@ -1,0 +1,141 @@
+# Everything a newcomer needs, in .venv/ and build/ of this folder: `make help`.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+# Can be overridden, as in `make build PYTHON=python3.12 CUDA=OFF`.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+# Kernels for GPUs take many minutes to compile: only where there is a GPU, or on request.
+CUDA ?= $(if $(shell command -v nvidia-smi),AUTO,OFF)
+ARGS ?=
+
+# Warnings are errors where the compiler is known (CI), not on every newcomer's machine.
+WERROR := $(if $(CI),ON,OFF)
+
+COMPILER := $(if $(filter default undefined,$(origin CXX)),c++,$(CXX))
+BIN := $(CURDIR)/.venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+STAMPS := .venv/.stamps
+CMAKE_OPTIONS = -D FLASH_DMATTN_WERROR=$(WERROR) -D GTest_ROOT=$(CURDIR)/build/googletest/usr
+
+export PATH := $(BIN):$(PATH)
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
+export CMAKE_CXX_COMPILER_LAUNCHER ?= ccache
+
+PACKAGE_SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE cmake include src \
+  bindings python -type f -not -name '*.pyc' 2>/dev/null)
+CXX_FILES = $(shell find include src bindings tests benchmarks examples -type f \
+  -regex '.*\.\(h\|cpp\|cu\|cuh\)' 2>/dev/null)
+
+.PHONY: help
+help: ## this list
+	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1|\2/p' Makefile | column -t -s '|'
+
+.PHONY: build
+build: $(STAMPS)/package ## build the library and install the Python package into .venv
+
+.PHONY: demo
+demo: $(STAMPS)/package $(STAMPS)/demo ## train a small Doge model on the CPU (options: ARGS="--help")
+	$(BIN)/python -m flash_dmattn demo $(ARGS)
+
+.PHONY: bench
+bench: $(STAMPS)/package $(STAMPS)/demo ## measure against PyTorch on this machine (options: ARGS=...)
+	$(BIN)/python benchmarks/bench.py --record cpu $(ARGS)
+
+.PHONY: test
+test: check-format test-cpp test-sanitize test-python test-transformers-4 ## everything a change has to pass
+
+.PHONY: test-cpp
+test-cpp: $(STAMPS)/tools build/googletest/ready ## C++ tests, on every instruction set of this machine
+	cmake --preset cpu -D FLASH_DMATTN_TESTS=ON $(CMAKE_OPTIONS)
+	cmake --build --preset cpu --target all all_verify_interface_header_sets
+	ctest --preset cpu
+	@tools/list_skipped.sh build/cpu
+
+.PHONY: test-sanitize
+test-sanitize: $(STAMPS)/tools build/googletest/ready ## C++ tests under AddressSanitizer and UBSan
+	cmake --preset dev $(CMAKE_OPTIONS)
+	cmake --build --preset dev
+	ctest --preset dev
+	@tools/list_skipped.sh build/dev
+
+.PHONY: test-python
+test-python: $(STAMPS)/package $(STAMPS)/test ## Python tests, on the installed package
+	$(BIN)/python -m pytest $(ARGS)
+
+# What runs on transformers 5 in test-python, once more on the newest 4.
+TRANSFORMERS_TESTS := tests/python/test_doge.py tests/python/test_integrations.py
+
+.PHONY: test-transformers-4
+test-transformers-4: $(STAMPS)/package $(STAMPS)/test build/transformers-4/ready ## Python tests of the integration, on transformers 4.x
+	PYTHONPATH=build/transformers-4 $(BIN)/python -m pytest $(TRANSFORMERS_TESTS) $(ARGS)
+
+.PHONY: format
+format: $(STAMPS)/tools ## format every file
+	clang-format -i $(CXX_FILES)
+	ruff check --fix --quiet .
+	ruff format --quiet .
+
+.PHONY: check-format
+check-format: $(STAMPS)/tools ## check the format of every file, change nothing
+	clang-format --dry-run -Werror $(CXX_FILES)
+	ruff format --check .
+	ruff check .
+
+.PHONY: clean
+clean: ## remove build/ (and leave .venv/)
+	rm -rf build
+
+# ---- Set-up: a stamp is newer than what it was made from -------------------------------------------
+
+.PHONY: compiler
+compiler:
+	@command -v $(firstword $(COMPILER)) >/dev/null || { \
+	  echo "No C++ compiler found ($(COMPILER)): install one (Debian, Ubuntu: apt install g++) or set CXX." >&2; \
+	  exit 1; }
+
+$(STAMPS)/venv: | compiler
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "No $(PYTHON) found: install Python 3.10 or newer, or set PYTHON." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "$$($(PYTHON) --version) is too old: Python 3.10 or newer is needed; set PYTHON to one." >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments: install its venv module (Debian, Ubuntu: apt install python3-venv)." >&2; \
+	  exit 1; }
+	$(PYTHON) -m venv .venv
+	$(PIP) install 'pip>=25.1'
+	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/tools: pyproject.toml $(STAMPS)/venv
+	$(PIP) install --group tools
+	@touch $@
+
+# Before everything that depends on it, so that nothing else chooses the version.
+$(STAMPS)/torch: Makefile $(STAMPS)/venv
+	$(PIP) install $(TORCH)
+	@touch $@
+
+$(STAMPS)/demo $(STAMPS)/test: $(STAMPS)/%: pyproject.toml $(STAMPS)/torch
+	$(PIP) install $(TORCH) --group $*
+	@touch $@
+
+$(STAMPS)/package: $(PACKAGE_SOURCES) $(STAMPS)/tools $(STAMPS)/torch | compiler
+	$(PIP) install --no-build-isolation --no-deps --force-reinstall . \
+	  -C build-dir=build/wheel -C cmake.define.FLASH_DMATTN_WERROR=$(WERROR) \
+	  -C cmake.define.FLASH_DMATTN_CUDA=$(CUDA)
+	@touch $@
+
+build/transformers-4/ready: pyproject.toml $(STAMPS)/venv
+	rm -rf $(@D)
+	$(PIP) install --no-deps --target $(@D) --group transformers-4
+	@touch $@
+
+build/googletest/ready: | compiler
+	tools/googletest.sh $(@D) $(COMPILER)
+	@touch $@

@@ -1,0 +1,120 @@
+#include "arguments.h"
+
+#include <algorithm>
+
+namespace flash_dmattn::binding {
+namespace {
+
+std::string shape_text(const std::array<std::int64_t, 4>& shape) {
+  std::string text = "[";
+  for (std::size_t d = 0; d < shape.size(); ++d) {
+    text += (d == 0 ? "" : ", ") + std::to_string(shape[d]);
+  }
+  return text + "]";
+}
+
+std::array<std::int64_t, 4> strides_of(const Tensor& tensor) {
+  std::array<std::int64_t, 4> strides;
+  for (std::size_t d = 0; d < 4; ++d) strides[d] = tensor.stride(static_cast<std::int64_t>(d));
+  // The stride over a single element has no meaning, and torch lets it be anything.
+  if (tensor.size(3) <= 1) strides[3] = 1;
+  return strides;
+}
+
+void run_on_torch_threads(void*, int workers, void (*body)(void* argument, int worker),
+                          void* argument) {
+  torch::stable::parallel_for(0, workers, 1, [=](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t worker = begin; worker < end; ++worker) {
+      body(argument, static_cast<int>(worker));
+    }
+  });
+}
+
+}  // namespace
+
+std::string shape_text(const Tensor& tensor) {
+  std::string text = "[";
+  for (std::int64_t d = 0; d < tensor.dim(); ++d) {
+    text += (d == 0 ? "" : ", ") + std::to_string(tensor.size(d));
+  }
+  return text + "]";
+}
+
+DType dtype_of(const Tensor& tensor, std::string_view argument) {
+  switch (const ScalarType type = tensor.scalar_type()) {
+    case ScalarType::Float: return DType::f32;
+    case ScalarType::BFloat16: return DType::bf16;
+    case ScalarType::Half: return DType::f16;
+    case ScalarType::Double: return DType::f64;
+    default:
+      throw InvalidArgument(argument, torch::headeronly::toString(type),
+                            "float32, bfloat16, float16 or float64");
+  }
+}
+
+void expect_like(const Tensor& tensor, std::string_view argument,
+                 const std::array<std::int64_t, 4>& shape, const Tensor& like) {
+  bool same = tensor.dim() == 4;
+  for (std::size_t d = 0; same && d < 4; ++d) {
+    same = tensor.size(static_cast<std::int64_t>(d)) == shape[d];
+  }
+  if (!same) throw InvalidArgument(argument, shape_text(tensor), "shape " + shape_text(shape));
+  if (tensor.scalar_type() != like.scalar_type()) {
+    throw InvalidArgument(
+        argument, torch::headeronly::toString(tensor.scalar_type()),
+        std::string("the dtype of q, ") + torch::headeronly::toString(like.scalar_type()));
+  }
+  if (tensor.device() != like.device()) {
+    throw InvalidArgument(argument, "another device", "the device of q");
+  }
+}
+
+Tensor with_dense_rows(const Tensor& tensor) {
+  const std::int64_t last = tensor.dim() - 1;
+  if (tensor.size(last) <= 1 || tensor.stride(last) == 1) return tensor;
+  return torch::stable::contiguous(tensor);
+}
+
+ConstTensor4 view4(const Tensor& tensor) { return {tensor.const_data_ptr(), strides_of(tensor)}; }
+
+Tensor4 mutable_view4(const Tensor& tensor) {
+  return {tensor.mutable_data_ptr(), strides_of(tensor)};
+}
+
+Broadcast broadcast_argument(const Tensor& tensor, std::string_view argument, bool merge_expanded) {
+  if (tensor.dim() != 4) throw InvalidArgument(argument, shape_text(tensor), "4 dimensions");
+  const auto expanded = [&](std::int64_t d) { return merge_expanded && tensor.stride(d) == 0; };
+  Broadcast result{expanded(3) ? tensor : with_dense_rows(tensor), {}, {}};
+  std::array<std::int64_t, 4> strides;
+  for (std::size_t d = 0; d < 4; ++d) {
+    const auto dim = static_cast<std::int64_t>(d);
+    const bool one = tensor.size(dim) == 1 || (tensor.size(dim) > 0 && expanded(dim));
+    result.shape[d] = one ? 1 : tensor.size(dim);
+    strides[d] = one ? 0 : result.tensor.stride(dim);
+  }
+  result.view = {result.tensor.const_data_ptr(), strides};
+  return result;
+}
+
+Execution torch_execution(std::int64_t work) {
+  constexpr std::int64_t grain = 32768;  // operations per thread; torch's own loops use the same
+  const auto threads = static_cast<std::int64_t>(torch::stable::get_num_threads());
+  Execution execution;
+  execution.workers = static_cast<int>(
+      std::clamp<std::int64_t>(work / grain, 1, std::max<std::int64_t>(threads, 1)));
+  execution.parallel_for = run_on_torch_threads;
+  return execution;
+}
+
+Tensor allocate_bytes(std::size_t bytes, const Tensor& like) {
+  return torch::stable::new_empty(like, {static_cast<std::int64_t>(bytes)}, ScalarType::Byte);
+}
+
+Tensor give_workspace(Execution& execution, std::size_t bytes, const Tensor& like) {
+  Tensor storage = allocate_bytes(bytes, like);
+  execution.workspace = storage.mutable_data_ptr();
+  execution.workspace_bytes = bytes;
+  return storage;
+}
+
+}  // namespace flash_dmattn::binding

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "flash_dmattn/flash_dmattn.h"
+
+// torch tensors as arguments of the C++ API. What is looked at here is what the API cannot see, because
+// it has only pointers and strides: that shapes, dtypes and devices agree with one another.
+namespace flash_dmattn::binding {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+std::string shape_text(const Tensor& tensor);
+
+// The dtype of `tensor`; throws InvalidArgument where the library has no such type.
+DType dtype_of(const Tensor& tensor, std::string_view argument);
+
+// Throws InvalidArgument unless the tensor has this shape, and the dtype and device of `like`.
+void expect_like(const Tensor& tensor, std::string_view argument,
+                 const std::array<std::int64_t, 4>& shape, const Tensor& like);
+
+// `tensor` itself, or a copy where its last dimension is not dense.
+Tensor with_dense_rows(const Tensor& tensor);
+
+// Pointer and strides of a 4-d tensor with dense rows.
+ConstTensor4 view4(const Tensor& tensor);
+Tensor4 mutable_view4(const Tensor& tensor);
+
+// A 4-d mask or bias: dimensions of size 1 get stride 0. With `merge_expanded`, a dimension of stride 0
+// (torch's expand) counts as size 1, so that an expanded per-key mask is still known as one.
+struct Broadcast {
+  Tensor tensor;  // keeps the memory that `view` points to
+  BroadcastShape shape;
+  ConstTensor4 view;
+};
+Broadcast broadcast_argument(const Tensor& tensor, std::string_view argument, bool merge_expanded);
+
+// An Execution on torch's own threads: as many as torch.get_num_threads() says, or fewer where `work`
+// elementary operations are not worth waking them.
+Execution torch_execution(std::int64_t work);
+
+// Uninitialised memory that lives as long as the returned tensor.
+Tensor allocate_bytes(std::size_t bytes, const Tensor& like);
+
+// Gives `execution` a workspace that lives as long as the returned tensor.
+[[nodiscard]] Tensor give_workspace(Execution& execution, std::size_t bytes, const Tensor& like);
+
+}  // namespace flash_dmattn::binding

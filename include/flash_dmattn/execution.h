@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+namespace flash_dmattn {
+
+// Runs body(argument, worker) once for every worker in [0, workers), on any threads and in any order,
+// and returns when all have returned. `context` is Execution::parallel_context. The library's bodies
+// do not throw, and results do not depend on how many of them run at the same time.
+using ParallelFor = void (*)(void* context, int workers, void (*body)(void* argument, int worker),
+                             void* argument);
+
+// What a call may use. The caller owns all of it; the library allocates nothing and starts no thread.
+struct Execution {
+  int workers = 1;                     // >= 1; the workspace size depends on it
+  ParallelFor parallel_for = nullptr;  // null: the calling thread runs every worker in turn
+  void* parallel_context = nullptr;
+  void* workspace = nullptr;  // aligned to workspace_alignment; its content need not be initialised
+  std::size_t workspace_bytes = 0;  // at least what the matching *_workspace_size said
+  void* stream = nullptr;           // cudaStream_t of the CUDA backend; unused on the CPU
+};
+
+inline constexpr std::size_t workspace_alignment = 64;
+
+// The built-in pool, for callers without threads of their own. Nothing else in the library starts one.
+class ThreadPool {
+ public:
+  // Starts threads - 1 threads (the caller of parallel_for is one of the workers); threads >= 1, and
+  // 0 takes the hardware's concurrency. Throws InvalidArgument and std::system_error.
+  explicit ThreadPool(int threads = 0);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int threads() const noexcept;
+
+  // An Execution that runs on this pool; the workspace is still the caller's to set. Calls that share
+  // one pool take turns.
+  Execution execution() noexcept;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace flash_dmattn

@@ -1,0 +1,113 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "flash_dmattn/execution.h"
+#include "flash_dmattn/types.h"
+
+// Which keys a query sees, as one interval of queries per key, and the plan a kernel works from.
+//
+// The score of dynamic mask attention belongs to the key, not to the pair. Under causal per-query
+// top-w selection key j is visible to a query at position t >= j while fewer than w of the keys at
+// positions 0..t beat it. The number of keys that beat it only grows with t, so every key is visible
+// in one interval of queries, and two integers per key replace the Sq x Sk mask. Sliding windows,
+// prefixes, padding and packed documents have the same form.
+namespace flash_dmattn {
+
+// Key j is visible to query i exactly when first <= i < last, with i counted in rows of q: query i
+// stands at key position i + Sk - Sq. first >= last: never visible.
+struct KeyInterval {
+  std::int32_t first;
+  std::int32_t last;
+};
+
+// [B|1, Hkv|1, Sk] intervals; strides in KeyInterval elements, 0 for a dimension of size 1, keys
+// contiguous. Null data: every key is visible to every query.
+struct KeyIntervals {
+  const KeyInterval* data = nullptr;
+  std::int64_t stride_batch = 0;
+  std::int64_t stride_head = 0;
+};
+
+enum class Selection : std::uint8_t {
+  per_query,  // query i sees the w best among the keys it may see
+  global,     // the w best keys of the row, the same for all queries (then causal)
+};
+
+// Arguments of select_key_intervals. A key beats another when its score is higher, or equal and the
+// key is more recent (larger j). A NaN score and a masked key are never chosen and beat nobody.
+// window >= the number of visible keys keeps them all. Without `causal`, every query may see every
+// key, and per_query equals global.
+struct SelectionArgs {
+  std::int64_t batch = 0;     // B of the result
+  std::int64_t heads = 0;     // Hkv of the result, or 1
+  std::int64_t seqlen_q = 0;  // Sq; intervals are clipped to [0, Sq)
+  std::int64_t seqlen_k = 0;  // Sk, below 2^31 as Sq is
+  std::int64_t window = 0;    // w >= 0
+  Selection selection = Selection::per_query;
+  bool causal = true;  // aligned to the bottom right corner: key j from query j - (Sk - Sq) on
+
+  const void* scores = nullptr;  // [B, Hkv, Sk]; compared as stored, so -0 and +0 tie
+  DType scores_dtype = DType::f32;
+  std::array<std::int64_t, 3> scores_stride{};
+
+  const std::uint8_t* key_mask = nullptr;  // [B, Hkv, Sk], 0 = masked; null: no key is masked
+  std::array<std::int64_t, 3> key_mask_stride{};
+
+  KeyInterval* intervals = nullptr;  // out: [B, Hkv, Sk] dense
+};
+
+std::size_t select_workspace_size(const SelectionArgs& args, const Execution& execution);
+
+// Writes every interval; never-visible keys get {0, 0}. O(Sk log w) time per row, rows in parallel.
+// Throws InvalidArgument.
+void select_key_intervals(const SelectionArgs& args, const Execution& execution);
+
+// The plan of a problem: for each tile of `tile_rows` consecutive queries, the keys that at least one
+// of them sees. A tile lists its *full* keys first (visible to all its rows), then its *partial* ones,
+// each group by ascending position. O(number of entries) memory.
+struct Plan {
+  std::int64_t tile_rows = 0;  // queries of a tile; the last one may have fewer
+  std::int64_t tiles = 0;      // ceil(Sq / tile_rows)
+  // Both [B|1, Hkv|1, tiles]: the list of tile t of (b, h) is keys[begin[.., t]] .. keys[begin[.., t] +
+  // count[.., t]], of which the first full[.., t] are full. Dense strides, 0 for a dimension of size 1.
+  const std::int64_t* begin = nullptr;
+  const std::int32_t* count = nullptr;
+  const std::int32_t* full = nullptr;
+  const std::int32_t* keys = nullptr;  // [entries]
+  std::int64_t stride_batch = 0;
+  std::int64_t stride_head = 0;
+};
+
+// Arguments of build_plan; the plan has the batch and heads of the intervals.
+struct PlanArgs {
+  std::int64_t batch = 0;  // B or 1
+  std::int64_t heads = 0;  // Hkv or 1
+  std::int64_t seqlen_q = 0;
+  std::int64_t seqlen_k = 0;
+  std::int64_t tile_rows = 0;  // see query_tile_rows in attention.h
+  bool causal = false;         // clips every interval to queries at or after the key
+  KeyIntervals intervals;
+};
+
+// Where build_plan writes; the caller allocates it.
+struct PlanBuffers {
+  std::int64_t* begin = nullptr;  // [batch, heads, tiles]
+  std::int32_t* count = nullptr;  // [batch, heads, tiles]
+  std::int32_t* full = nullptr;   // [batch, heads, tiles]
+  std::int32_t* keys = nullptr;   // [plan_entries]
+};
+
+std::size_t plan_workspace_size(const PlanArgs& args, const Execution& execution);
+
+// The number of keys in all lists together: what PlanBuffers::keys must hold. Reads the intervals;
+// O(Sk + tiles) per row.
+std::int64_t plan_entries(const PlanArgs& args, const Execution& execution);
+
+// Builds the plan into `buffers` and returns the view of it. O(entries + Sk) time, in parallel; the
+// result does not depend on the number of workers. Throws InvalidArgument.
+Plan build_plan(const PlanArgs& args, const PlanBuffers& buffers, const Execution& execution);
+
+}  // namespace flash_dmattn

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string_view>
+
+// Plain value types that describe data in memory. Nothing here owns memory.
+namespace flash_dmattn {
+
+// f64 is served by the reference backend alone: it exists for oracles and finite differences.
+enum class DType : std::uint8_t { f32, bf16, f16, f64 };
+
+// Bytes of one element.
+constexpr std::int64_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::f64: return 8;
+    case DType::f32: return 4;
+    default: return 2;
+  }
+}
+
+constexpr std::string_view name_of(DType dtype) {
+  switch (dtype) {
+    case DType::f64: return "f64";
+    case DType::f32: return "f32";
+    case DType::bf16: return "bf16";
+    default: return "f16";
+  }
+}
+
+// A bias at or below this value masks its pair: probability exactly 0, gradient exactly 0. It depends
+// on the dtype of q, k and v (not the bias's own), so the customary finfo.min and -inf fills all mask.
+constexpr double mask_value(DType dtype) {
+  switch (dtype) {
+    case DType::f64: return -1.7976931348623157e308;
+    case DType::f32: return -3.4028234663852886e38;
+    case DType::bf16: return -1e30;
+    default: return -1e4;
+  }
+}
+
+// A strided 4-d array. Strides are in elements and may be 0 or negative; the last one must be 1
+// wherever the dimension it steps over is a contiguous one (see each use). `data` may be null where
+// the array is optional or has no elements.
+struct Tensor4 {
+  void* data = nullptr;
+  std::array<std::int64_t, 4> stride{};
+};
+
+// The same for inputs.
+struct ConstTensor4 {
+  const void* data = nullptr;
+  std::array<std::int64_t, 4> stride{};
+
+  constexpr ConstTensor4() = default;
+  constexpr ConstTensor4(const void* data_, std::array<std::int64_t, 4> stride_)
+      : data(data_), stride(stride_) {}
+  constexpr ConstTensor4(const Tensor4& tensor) : data(tensor.data), stride(tensor.stride) {}
+};
+
+// The element strides of a dense row-major array.
+constexpr std::array<std::int64_t, 4> contiguous_strides(const std::array<std::int64_t, 4>& shape) {
+  return {shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1};
+}
+
+}  // namespace flash_dmattn

@@ -1,0 +1,52 @@
+"""Dynamic mask attention: exact attention over the keys that a learned score chooses, in O(N w)."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from .availability import backends, get_available_backends, is_available
+from .flash_dmattn_flex import flex_dmattn_func
+from .flash_dmattn_interface import (
+    flash_dmattn_func,
+    flash_dmattn_func_auto,
+    flash_dmattn_varlen_func,
+)
+from .flash_dmattn_triton import triton_dmattn_func
+from .key_intervals import (
+    KeyIntervals,
+    from_padding,
+    intersect,
+    packed_documents,
+    prefix_lm,
+    select_key_intervals,
+    sliding_window,
+)
+
+try:
+    __version__ = version("flash-dmattn")
+except PackageNotFoundError:  # used from a source tree
+    __version__ = "0+source"
+
+CPU_AVAILABLE = is_available("cpu")
+CUDA_AVAILABLE = is_available("cuda")
+TRITON_AVAILABLE = is_available("triton")
+FLEX_AVAILABLE = is_available("flex")
+
+__all__ = [
+    "CPU_AVAILABLE",
+    "CUDA_AVAILABLE",
+    "FLEX_AVAILABLE",
+    "KeyIntervals",
+    "TRITON_AVAILABLE",
+    "backends",
+    "flash_dmattn_func",
+    "flash_dmattn_func_auto",
+    "flash_dmattn_varlen_func",
+    "flex_dmattn_func",
+    "from_padding",
+    "get_available_backends",
+    "intersect",
+    "packed_documents",
+    "prefix_lm",
+    "select_key_intervals",
+    "sliding_window",
+    "triton_dmattn_func",
+]

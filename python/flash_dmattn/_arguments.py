@@ -1,0 +1,155 @@
+"""Checks and normal forms of the arguments that the functions share."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+# A bias at or below this masks its pair; see mask_value in include/flash_dmattn/types.h.
+MASK_VALUE = {
+    torch.float64: torch.finfo(torch.float64).min,
+    torch.float32: torch.finfo(torch.float32).min,
+    torch.bfloat16: -1e30,
+    torch.float16: -1e4,
+}
+
+
+def attention_inputs(
+    query: Tensor, key: Tensor, value: Tensor, layout: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Checks query, key and value, and casts them as torch.autocast wants.
+
+    A bias is not cast: one in fp32 beside low precision inputs is welcome.
+    layout: "B, S, H, D", or "total, H, D" for packed sequences.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+    device_type = query.device.type
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        query, key, value = (
+            t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
+            for t in (query, key, value)
+        )
+    _check_attention_inputs(query, key, value, layout)
+    return query, key, value
+
+
+def _check_attention_inputs(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None:
+    dims = layout.count(",") + 1
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != dims:
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected [{layout}]")
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            raise TypeError(
+                f"{name}: got {tensor.dtype} on {tensor.device}, expected that of query, "
+                f"{query.dtype} on {query.device}"
+            )
+    if query.dtype not in DTYPES:
+        raise TypeError(f"query: got {query.dtype}, expected float32, bfloat16, float16 or float64")
+    if query.device.type not in ("cpu", "meta"):
+        raise RuntimeError(
+            f"flash_dmattn: no backend of this build runs on {query.device}; "
+            "`python -m flash_dmattn info` says which backends there are and why others are not"
+        )
+    *_, heads_q, head_dim = query.shape
+    heads_kv = key.shape[-2]
+    if value.shape != key.shape:
+        raise ValueError(
+            f"value: got shape {tuple(value.shape)}, expected that of key, {tuple(key.shape)}"
+        )
+    if key.shape[-1] != head_dim or (dims == 4 and key.shape[0] != query.shape[0]):
+        raise ValueError(
+            f"key: got shape {tuple(key.shape)}, expected batch and head dimension of query, "
+            f"{tuple(query.shape)}"
+        )
+    if heads_kv == 0 or heads_q % heads_kv != 0:
+        raise ValueError(
+            f"key: got {heads_kv} heads, expected a divisor of the {heads_q} heads of query"
+        )
+    if not 1 <= head_dim <= 256:
+        raise ValueError(f"query: got head dimension {head_dim}, expected 1 to 256")
+
+
+def resolve_scale(scale: float | None, softmax_scale: float | None, head_dim: int) -> float:
+    if scale is not None and softmax_scale is not None:
+        raise ValueError(
+            f"scale, softmax_scale: got {scale} and {softmax_scale}, "
+            "expected one of them: they are two names of one thing"
+        )
+    scale = softmax_scale if scale is None else scale
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: got {scale}, expected a finite number")
+    return float(scale)
+
+
+def resolve_softcap(softcap: float | None) -> float:
+    softcap = 0.0 if softcap is None else float(softcap)
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"softcap: got {softcap}, expected 0 (none) or a positive finite number")
+    return softcap
+
+
+def resolve_nonfinite(nonfinite: str) -> bool:
+    """Whether non-finite values saturate."""
+    if nonfinite not in ("saturate", "propagate"):
+        raise ValueError(f"nonfinite: got {nonfinite!r}, expected 'saturate' or 'propagate'")
+    return nonfinite == "saturate"
+
+
+def broadcast_argument(
+    tensor: Tensor | None, name: str, query: Tensor, key: Tensor
+) -> Tensor | None:
+    """The 4-d view of a mask or bias: [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1], nothing expanded.
+
+    2-d is [B, Sk] and 3-d is [B, H, Sk], the same for every query.
+    """
+    if tensor is None:
+        return None
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+    shape = tuple(tensor.shape)
+    if tensor.dim() == 2:
+        tensor = tensor[:, None, None]
+    elif tensor.dim() == 3:
+        tensor = tensor[:, :, None]
+    batch, seqlen_q, heads_q, _ = query.shape
+    seqlen_k, heads_kv = key.shape[1:3]
+    allowed = ((batch, 1), (heads_q, heads_kv, 1), (seqlen_q, 1), (seqlen_k, 1))
+    fits = tensor.dim() == 4 and all(
+        size in sizes for size, sizes in zip(tensor.shape, allowed, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"{name}: got shape {shape}, expected [B, Sk], [B, H, Sk] or [B, H, Sq, Sk] with B = {batch}, "
+            f"H = {heads_q} or {heads_kv}, Sq = {seqlen_q}, Sk = {seqlen_k}, any of them 1"
+        )
+    if tensor.device != query.device:
+        raise TypeError(f"{name}: got a tensor on {tensor.device}, expected {query.device}")
+    return tensor
+
+
+def mask_argument(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    mask = broadcast_argument(mask, "attn_mask", query, key)
+    if mask is not None and mask.dtype != torch.bool:
+        raise TypeError(
+            f"attn_mask: got {mask.dtype}, expected torch.bool (True: visible); "
+            "additive masks go into attn_bias"
+        )
+    return mask
+
+
+def bias_argument(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    bias = broadcast_argument(bias, "attn_bias", query, key)
+    if bias is None or bias.dtype in (query.dtype, torch.float32):
+        return bias
+    if not bias.is_floating_point():
+        raise TypeError(f"attn_bias: got {bias.dtype}, expected {query.dtype} or torch.float32")
+    return bias.float()

@@ -1,0 +1,102 @@
+"""The C++ operators of torch.ops.flash_dmattn: loading, shape inference, derivatives."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+
+def _load_library() -> None:
+    """Loads _C.so of this package, or what FLASH_DMATTN_LIBRARY names (a build that is not installed)."""
+    named = os.environ.get("FLASH_DMATTN_LIBRARY")
+    folders = sys.modules[__package__].__path__
+    candidates = [Path(named)] if named else [Path(folder) / "_C.so" for folder in folders]
+    for path in candidates:
+        if path.is_file():
+            torch.ops.load_library(str(path))
+            return
+    raise ImportError(
+        f"flash_dmattn: the compiled operators are missing ({', '.join(map(str, candidates))}). "
+        "Install the package with `pip install .`, or set FLASH_DMATTN_LIBRARY to a built _C.so."
+    )
+
+
+_load_library()
+forward = torch.ops.flash_dmattn.forward.default
+backward = torch.ops.flash_dmattn.backward.default
+select_key_intervals = torch.ops.flash_dmattn.select_key_intervals.default
+select_key_intervals_varlen = torch.ops.flash_dmattn.select_key_intervals_varlen.default
+backends = torch.ops.flash_dmattn.backends.default
+
+
+# ---- Shapes, dtypes and strides of the results -------------------------------------------------------
+
+
+@torch.library.register_fake("flash_dmattn::forward")
+def _forward_fake(
+    q, k, v, mask, bias, key_intervals, is_causal, scale, softcap, saturate, deterministic, backend
+):
+    batch, seqlen_q, heads_q, _ = q.shape
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = q.new_empty((batch, heads_q, seqlen_q), dtype=lse_dtype)
+    return q.new_empty(q.shape), lse, torch.empty_like(lse)
+
+
+@torch.library.register_fake("flash_dmattn::backward")
+def _backward_fake(
+    dout, q, k, v, mask, bias, key_intervals, out, lse, lse_low, is_causal, scale, softcap, saturate,
+    deterministic, backend, need_dq, need_dk, need_dv, need_dbias,
+):  # fmt: skip
+    def gradient(needed, tensor):
+        return tensor.new_empty(tensor.shape if needed else (0,))
+
+    dbias = gradient(need_dbias, q if bias is None else bias)
+    return gradient(need_dq, q), gradient(need_dk, k), gradient(need_dv, v), dbias
+
+
+@torch.library.register_fake("flash_dmattn::select_key_intervals")
+def _select_fake(scores, key_mask, window, selection, is_causal, query_length):
+    return scores.new_empty((*scores.shape, 2), dtype=torch.int32)
+
+
+@torch.library.register_fake("flash_dmattn::select_key_intervals_varlen")
+def _select_varlen_fake(
+    scores, cu_seqlens_q, cu_seqlens_k, window, selection, is_causal, query_length
+):
+    return scores.new_empty((*scores.shape, 2), dtype=torch.int32)
+
+
+# ---- Derivatives -------------------------------------------------------------------------------------
+
+
+def _setup_context(ctx, inputs, output):
+    tensors, ctx.options = inputs[:6], inputs[6:]
+    _, lse, lse_low = output
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(lse, lse_low)
+    ctx.set_materialize_grads(False)
+
+
+def _forward_derivative(ctx, dout, dlse, dlse_low):
+    if dout is None:
+        return (None,) * 12
+    wanted = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4)]
+    gradients = backward(dout, *ctx.saved_tensors, *ctx.options, *wanted)
+    dq, dk, dv, dbias = (g if w else None for g, w in zip(gradients, wanted, strict=True))
+    return dq, dk, dv, None, dbias, *(None,) * 7
+
+
+def _backward_derivative(ctx, *gradients):
+    raise RuntimeError(
+        "flash_dmattn: a second derivative was asked for (create_graph=True), but attention has only the "
+        "first one. For double backward use torch's math attention."
+    )
+
+
+torch.library.register_autograd(
+    "flash_dmattn::forward", _forward_derivative, setup_context=_setup_context
+)
+torch.library.register_autograd("flash_dmattn::backward", _backward_derivative)

@@ -1,0 +1,157 @@
+"""Masks with a query dimension as key intervals, and the per-query choice among the keys they allow.
+
+The masks of language models (causal, padded, packed, prefix, sliding window) show every key to one run
+of queries: `KeyIntervals` say all of it.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ._arguments import MASK_VALUE
+from .key_intervals import KeyIntervals, select_key_intervals
+
+# Mask elements looked at together: what recognising a mask needs in memory.
+_BLOCK_ELEMENTS = 1 << 22
+
+# mask -> (its version, its intervals): one reading serves all layers of a model.
+_recognised = WeakTensorKeyDictionary()
+
+
+def intervals_of_mask(mask: torch.Tensor) -> KeyIntervals | None:
+    """The key intervals of a mask [B, H, Sq, Sk], or None when it is not made of them.
+
+    Every element is read (a sample would prove nothing), in blocks of rows, so the extra memory is
+    O(B H Sk). A second call with the same unchanged tensor reads nothing.
+
+    Args:
+        mask: bool, or additive floating point where 0 allows and anything at or below -1e30 (bfloat16),
+            -1e4 (float16) or finfo.min masks. Dimensions expanded with stride 0 are read once.
+
+    Returns:
+        None also when an additive mask holds other values.
+    """
+    tracked = not mask.is_inference()  # an inference tensor does not count its changes
+    version = mask._version if tracked else None
+    if tracked and mask in _recognised and _recognised[mask][0] == version:
+        return _recognised[mask][1]
+    distinct = mask
+    for dim in (0, 1):
+        if distinct.shape[dim] > 1 and distinct.stride(dim) == 0:
+            distinct = distinct.narrow(dim, 0, 1)
+    intervals = intervals_of_rows(
+        lambda start, stop: _allowed_block(distinct[:, :, start:stop]), distinct.shape, mask.device
+    )
+    if tracked:
+        _recognised[mask] = (version, intervals)
+    return intervals
+
+
+def intervals_of_rows(
+    rows: Callable[[int, int], torch.Tensor | None], shape: torch.Size, device: torch.device
+) -> KeyIntervals | None:
+    """The key intervals of a mask of `shape` [B, H, Sq, Sk] that is given a block of rows at a time.
+
+    Args:
+        rows: (start, stop) -> bool [B, H, stop - start, Sk], or None to give up.
+
+    Returns:
+        None when a key is visible to two separate runs of queries.
+    """
+    batch, heads, query_length, key_length = shape
+    first = torch.full((batch, heads, key_length), query_length, dtype=torch.int32, device=device)
+    last = torch.zeros_like(first)
+    count = torch.zeros_like(first)
+    step = max(1, _BLOCK_ELEMENTS // max(1, batch * heads * key_length))
+    for start in range(0, query_length, step):
+        stop = min(start + step, query_length)
+        block = rows(start, stop)
+        if block is None:
+            return None
+        row = torch.arange(start, stop, dtype=torch.int32, device=device)[:, None]
+        first = torch.minimum(first, torch.where(block, row, query_length).amin(2))
+        last = torch.maximum(last, torch.where(block, row + 1, 0).amax(2))
+        count += block.sum(2, dtype=torch.int32)
+        if (count < last - first).any():
+            return None
+    intervals = torch.stack([torch.minimum(first, last), last], dim=-1)
+    return KeyIntervals(intervals, query_length)
+
+
+def visible_counts(allowed: KeyIntervals) -> torch.Tensor:
+    """How many keys every query sees: int32 [B, H, Sq]."""
+    batch, heads = allowed.intervals.shape[:2]
+    first, last = allowed.intervals.long().unbind(-1)
+    change = allowed.intervals.new_zeros(batch, heads, allowed.query_length + 1)
+    one = change.new_ones(()).expand(first.shape)
+    change.scatter_add_(-1, first, one).scatter_add_(-1, last, -one)
+    return change.cumsum(-1, dtype=torch.int32)[..., :-1]
+
+
+def select_among(
+    scores: torch.Tensor, allowed: KeyIntervals, keep_window_size: int
+) -> KeyIntervals | None:
+    """The `keep_window_size` best allowed keys of every query, as intervals where that is possible.
+
+    Why it usually is: while a key is visible, ever more keys that beat it appear, so once it is out it
+    stays out, provided that no key that beats it leaves. So keys must appear in the order of their
+    position and leave together (causal, padding, prefix), or leave in groups, each before the next
+    appears (packed documents).
+
+    Args:
+        scores: float [B or 1, H or 1, Sk]; higher is better, equal scores: the later key; NaN: never.
+        allowed: [B or 1, H or 1, Sk, 2].
+        keep_window_size: at least 1.
+
+    Returns:
+        None when the choice does not make intervals (a sliding window wider than `keep_window_size`,
+        for one).
+    """
+    if 0 in allowed.intervals.shape or allowed.query_length == 0:
+        return allowed
+    if visible_counts(allowed).max() <= keep_window_size and not scores.isnan().any():
+        return allowed
+    first, last = allowed.intervals.unbind(-1)
+    visible = last > first
+    appears = torch.where(visible, first, 0).cummax(-1).values
+    left_before = F.pad(last.cummax(-1).values[..., :-1], (1, 0))
+    in_order = (first == appears) & ((last == left_before) | (first >= left_before))
+    if not (in_order | ~visible).all():
+        return None
+
+    document = (visible & (last > left_before)).cumsum(-1)
+    scores = scores.detach().expand(torch.broadcast_shapes(scores.shape, first.shape))
+    if document.max() > 1:
+        scores = _rank_by_document(scores, document)
+    scores = torch.where(visible, scores, float("nan"))
+    # Chosen as if every key appeared with a query of its own: row t is the moment when key t appears.
+    moments = select_key_intervals(scores, keep_window_size).intervals
+    row_of_moment = F.pad(appears, (0, 1), value=allowed.query_length)
+    beaten_at = row_of_moment.expand(*scores.shape[:2], -1).gather(-1, moments[..., 1].long())
+    last = torch.where(moments[..., 1] > moments[..., 0], torch.minimum(last, beaten_at), 0)
+    first, last = torch.broadcast_tensors(first, last)
+    intervals = torch.stack([first, last], dim=-1) * (last > first).unsqueeze(-1)
+    return KeyIntervals(intervals, allowed.query_length)
+
+
+def _rank_by_document(scores: torch.Tensor, document: torch.Tensor) -> torch.Tensor:
+    """Scores whose order is the old one inside a document, and above every earlier document.
+
+    A key is then never beaten by one of a document that ended before it appeared.
+    """
+    order = scores.argsort(dim=-1, stable=True)
+    by_document = document.expand(scores.shape).gather(-1, order).argsort(dim=-1, stable=True)
+    order = order.gather(-1, by_document)
+    rank = torch.empty_like(order)
+    rank.scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand(order.shape))
+    return rank.float().masked_fill(scores.isnan(), float("nan"))
+
+
+def _allowed_block(block: torch.Tensor) -> torch.Tensor | None:
+    """The allowed pairs of a few rows of a bool or additive mask; None when it adds other values."""
+    if not block.is_floating_point():
+        return block.bool()
+    allowed = block == 0
+    return allowed if (allowed | (block <= MASK_VALUE[block.dtype])).all() else None

@@ -1,0 +1,26 @@
+"""What can be chosen about the demo."""
+
+import argparse
+from pathlib import Path
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Adds the demo's options to its parser."""
+    add = parser.add_argument
+    add("--steps", type=_positive, default=160, help="training steps")
+    add(
+        "--seconds", type=_positive, default=100, help="training ends after this time at the latest"
+    )
+    add("--context", type=_positive, default=2048, help="bytes per sequence")
+    add("--window", type=_positive, default=256, metavar="W", help="keys that a query keeps")
+    add("--batch-size", type=_positive, default=1, metavar="B", help="sequences per step")
+    add("--device", default="cpu", help="where to train")
+    add("--output", type=Path, default=Path("demo-output"), help="folder for text and pictures")
+    add("--seed", type=int, default=0, help="of initial weights, batches and generated text")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {value}, expected 1 or more")
+    return value

@@ -1,0 +1,123 @@
+"""The three pictures of the demo."""
+
+from pathlib import Path
+
+import matplotlib
+import torch
+import torch.nn.functional as F
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.ticker import ScalarFormatter  # noqa: E402
+
+from ..key_intervals import KeyIntervals, select_key_intervals  # noqa: E402
+from .cost import Cost  # noqa: E402
+
+_OURS, _EAGER, _HELD_OUT = "#1f5fa8", "#c8553d", "#2f7d4f"
+_KEPT, _DROPPED = torch.tensor([31, 95, 168]) / 255, torch.tensor([226, 230, 236]) / 255
+_IMAGE_PIXELS = 512
+
+plt.rcParams.update(
+    {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
+)
+
+
+def draw_loss(path: Path, training: list[float], before: float, after: float) -> None:
+    """Bits per byte of every step's batch, and of the held-out files before and after."""
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(range(1, len(training) + 1), training, color=_OURS, lw=1.2, label="training batch")
+    axes.plot(
+        [0, len(training)], [before, after], "o", color=_HELD_OUT, ms=7, label="held-out files"
+    )
+    for x, y, align in ((0, before, "left"), (len(training), after, "right")):
+        axes.annotate(f"{y:.2f}", (x, y), (0, 8), textcoords="offset points", ha=align)
+    axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
+    axes.set_title("A byte-level Doge model on the Python standard library")
+    axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def draw_keys(path: Path, model: torch.nn.Module, ids: torch.Tensor) -> None:
+    """Which keys each query of a sequence [N] kept: one column per layer, one row per key head."""
+    kept = kept_keys(model, ids)
+    heads, length = kept[0].intervals.shape[1:3]
+    figure, grid = plt.subplots(
+        heads, len(kept), figsize=(2.6 * len(kept) + 0.6, 2.8 * heads + 0.6), sharex=True,
+        sharey=True, squeeze=False, layout="constrained",
+    )  # fmt: skip
+    for layer, intervals in enumerate(kept):
+        for head in range(heads):
+            one_head = KeyIntervals(intervals.intervals[:, head : head + 1], length)
+            axes = grid[head][layer]
+            axes.imshow(_shade(one_head.to_mask()[0, 0]).numpy(), extent=(0, length, length, 0))
+            axes.grid(False)
+            axes.set_title(f"layer {layer + 1}, key head {head + 1}", fontsize=10)
+    figure.supxlabel("key")
+    figure.supylabel("query")
+    figure.suptitle("Kept keys (blue) among those a query may see (grey)", fontsize=12)
+    _save(figure, path)
+
+
+def draw_cost(path: Path, costs: dict[str, list[Cost]], window: int) -> None:
+    """Time and peak memory of a training step of one layer, against the length of the sequence."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    names = {
+        "eager": ("eager, N × N", _EAGER),
+        "flash_dmattn": (f"flash_dmattn, w = {window}", _OURS),
+    }
+    for implementation, points in costs.items():
+        label, color = names[implementation]
+        lengths = [p.length for p in points]
+        style = {"marker": "o", "ms": 4, "color": color, "label": label}
+        left.plot(lengths, [p.seconds for p in points], **style)
+        right.plot(lengths, [max(p.mebibytes, 1) for p in points], **style)
+    left.set(ylabel="seconds", title="forward + backward, one layer")
+    right.set(ylabel="MiB", title="peak memory")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.set_xlabel("sequence length N")
+    left.legend(frameon=False)
+    _save(figure, path)
+
+
+@torch.no_grad()
+def kept_keys(model: torch.nn.Module, ids: torch.Tensor) -> list[KeyIntervals]:
+    """The choice of every layer for a sequence [N]: intervals [1, Hkv, N, 2] each."""
+    kept = []
+
+    def choose(attention, step: torch.Tensor) -> None:
+        scores = torch.exp(attention.A * F.softplus(step)).transpose(-1, -2)
+        kept.append(select_key_intervals(scores.cpu(), attention.keep_window_size))
+
+    layers = [layer.self_attn for layer in model.model.layers]
+    hooks = [
+        attention.dt_proj.register_forward_hook(
+            lambda _, __, step, attention=attention: choose(attention, step)
+        )
+        for attention in layers
+    ]
+    try:
+        model.eval()(ids[None], use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return kept
+
+
+def _shade(mask: torch.Tensor) -> torch.Tensor:
+    """bool [N, N] -> colours [pixels, pixels, 3]: the share of kept, dropped and future keys."""
+    step = max(1, len(mask) // _IMAGE_PIXELS)
+
+    def share(pairs: torch.Tensor) -> torch.Tensor:
+        return F.avg_pool2d(pairs[None].float(), step)[0, :, :, None]
+
+    past = share(torch.ones_like(mask).tril())
+    kept = share(mask)
+    return 1 - past * (1 - _DROPPED) + kept * (_KEPT - _DROPPED)
+
+
+def _save(figure: plt.Figure, path: Path) -> None:
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

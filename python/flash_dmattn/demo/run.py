@@ -1,0 +1,97 @@
+"""The demo from beginning to end."""
+
+import argparse
+import logging
+
+import torch
+
+from .corpus import even_batch, standard_library
+from .cost import Cost, measure
+from .pictures import draw_cost, draw_keys, draw_loss
+from .training import held_out_bits_per_byte, make_model, train, write_text
+
+_PROMPT = "import os\n\n\ndef "
+_SAMPLE_BYTES = 400
+_COST_SECONDS = 15  # for each implementation
+
+
+def run(options: argparse.Namespace) -> None:
+    """Trains, measures, draws and prints; see `options`."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.manual_seed(options.seed)
+    output = options.output
+    output.mkdir(parents=True, exist_ok=True)
+
+    corpus = standard_library()
+    model = make_model(options.context, options.window).to(options.device)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(
+        f"{corpus.files} files of the Python standard library: {len(corpus.training) / 1e6:.1f} MB to "
+        f"train on, {len(corpus.held_out) / 1e6:.1f} MB held out\n"
+        f"a Doge model of {parameters / 1e6:.1f} million parameters, context {options.context}, "
+        f"every query keeps {options.window} keys"
+    )
+    before = held_out_bits_per_byte(model, corpus, options.context)
+    print(f"held out before training: {before:.3f} bits per byte")
+    history = train(
+        model,
+        corpus,
+        steps=options.steps,
+        seconds=options.seconds,
+        context=options.context,
+        batch_size=options.batch_size,
+        seed=options.seed,
+    )
+    after = held_out_bits_per_byte(model, corpus, options.context)
+    print(f"held out after training: {after:.3f} bits per byte")
+
+    sample = write_text(model, _PROMPT, min(_SAMPLE_BYTES, options.context), options.seed)
+    (output / "sample.txt").write_text(sample)
+    draw_loss(output / "loss.png", history.bits_per_byte, before, after)
+    held_out = even_batch(corpus.held_out, 1, options.context)[0]
+    draw_keys(output / "keys.png", model, held_out.to(options.device))
+
+    costs = {}
+    for implementation in ("eager", "flash_dmattn"):
+        print(f"measuring one training step as N grows: {implementation}")
+        costs[implementation] = measure(implementation, options.window, _COST_SECONDS, options.seed)
+    draw_cost(output / "cost.png", costs, options.window)
+
+    _print_table(
+        [
+            ("held-out bits per byte", f"{before:.3f} -> {after:.3f}"),
+            ("steps, bytes", f"{len(history.bits_per_byte)}, {history.bytes_seen:,}"),
+            ("training", f"{history.seconds:.0f} s, {history.bytes_per_second:,.0f} tokens/s"),
+            ("gradients", f"{history.gradients_checked:,} checked, all finite"),
+            *_cost_rows(costs),
+            ("files", ", ".join(f"{output / f}" for f in _FILES)),
+        ]
+    )
+
+
+_FILES = ("sample.txt", "loss.png", "keys.png", "cost.png")
+
+
+def _cost_rows(costs: dict[str, list[Cost]]) -> list[tuple[str, str]]:
+    """The longest sequence that eager attention reached, and the longest of ours."""
+    eager, ours = ({c.length: c for c in costs[name]} for name in ("eager", "flash_dmattn"))
+    rows = []
+    shared = max(eager.keys() & ours.keys(), default=None)
+    if shared is not None:
+        a, b = eager[shared], ours[shared]
+        rows.append((f"one layer, N = {shared}", f"eager {_cost(a)}; flash_dmattn {_cost(b)}"))
+    longest = max(ours, default=None)
+    if longest not in (None, shared):
+        rows.append((f"one layer, N = {longest}", f"flash_dmattn {_cost(ours[longest])}"))
+    return rows
+
+
+def _cost(cost: Cost) -> str:
+    return f"{cost.seconds:.2f} s, {cost.mebibytes:,.0f} MiB"
+
+
+def _print_table(rows: list[tuple[str, str]]) -> None:
+    width = max(len(name) for name, _ in rows)
+    print()
+    for name, value in rows:
+        print(f"  {name:<{width}}   {value}")

@@ -1,0 +1,318 @@
+"""Dynamic mask attention on torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from . import _ops
+from ._arguments import (
+    MASK_VALUE,
+    attention_inputs,
+    bias_argument,
+    mask_argument,
+    resolve_nonfinite,
+    resolve_scale,
+    resolve_softcap,
+)
+from .allowed_keys import intervals_of_mask, select_among
+from .availability import unavailable_reason
+from .key_intervals import (
+    SELECTIONS,
+    KeyIntervals,
+    intersect,
+    packed_documents,
+    prefix_lm,
+    select_key_intervals,
+)
+from .utils.mask import topk_mask
+
+
+def flash_dmattn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    return_attn_probs: bool | None = None,
+    *,
+    scale: float | None = None,
+    keep_window_size: int | None = None,
+    selection: str = "per_query",
+    selection_scores: Tensor | None = None,
+    key_intervals: KeyIntervals | None = None,
+    nonfinite: str = "saturate",
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """Exact softmax attention over the visible keys, with an additive bias.
+
+    query: [B, Sq, Hq, D]; key, value: [B, Sk, Hkv, D], Hq a multiple of Hkv; D from 1 to 256; float32,
+        bfloat16, float16 (float64 through the slow reference backend); any strides.
+    attn_mask: bool, True where visible: [B, Sk] (padding), [B, H, Sk] (the same for every query) or
+        [B, H, Sq, Sk]; H is Hq, Hkv or 1, every dimension may be 1.
+    attn_bias: added to the scaled scores; shapes as attn_mask; dtype of query or float32. Values at or below
+        -1e30 (bfloat16), -1e4 (float16) or finfo.min (float32) mask. Its gradient has its own shape.
+    softmax_scale, scale: the factor on query . key, 1 / sqrt(D) by default. Two names of one thing.
+    is_causal: query i sees keys up to i + Sk - Sq.
+    softcap: c > 0 replaces a scaled score s by c * tanh(s / c).
+    deterministic: gradients that are bit-identical from run to run. Always so on the CPU.
+    return_attn_probs: also return the log-sum-exp of the scores (which is not differentiable).
+    keep_window_size: every query keeps this many keys, those with the highest scores.
+    selection: "per_query": the best among the keys the query may see; "global": the best of the row, the
+        same for all queries. Of equal scores the more recent key wins.
+    selection_scores: what keep_window_size chooses by, one value per key: [B, H, Sk] or [B, H, 1, Sk]. By
+        default the bias, which then must have one of these shapes. The choice has no gradient. With more
+        heads than key has (H = Hq), every query head chooses for itself, and key and value are repeated.
+    key_intervals: visible query rows of each key, instead of a mask or together with it.
+    nonfinite: "saturate": gradients are finite, whatever comes; "propagate": inf and NaN stay visible, as
+        GradScaler needs it.
+
+    Returns out [B, Sq, Hq, D], or (out, softmax_lse [B, Hq, Sq], None) with return_attn_probs. A query that
+    sees no key has out = 0 and softmax_lse = -inf.
+    """
+    return _attention(
+        query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap, deterministic,
+        return_attn_probs, scale=scale, keep_window_size=keep_window_size, selection=selection,
+        selection_scores=selection_scores, key_intervals=key_intervals, nonfinite=nonfinite,
+    )  # fmt: skip
+
+
+def _attention(
+    query, key, value, attn_mask=None, attn_bias=None, softmax_scale=None, is_causal=None, softcap=None,
+    deterministic=None, return_attn_probs=None, *, scale=None, keep_window_size=None,
+    selection="per_query", selection_scores=None, key_intervals=None, nonfinite="saturate", backend="",
+):  # fmt: skip
+    """flash_dmattn_func on one named backend; "" takes the first one that supports the problem."""
+    query, key, value = attention_inputs(query, key, value, "B, S, H, D")
+    mask = mask_argument(attn_mask, query, key)
+    bias = bias_argument(attn_bias, query, key)
+    is_causal = bool(is_causal)
+    intervals = None
+    if key_intervals is not None:
+        intervals = _check_intervals(key_intervals, query, key)
+    if keep_window_size is not None:
+        if intervals is not None:
+            raise ValueError(
+                "key_intervals: got them together with keep_window_size, expected one of the two; "
+                "keep_window_size chooses among all keys. Combine them with select_key_intervals and "
+                "intersect, or use flash_dmattn_varlen_func for packed documents"
+            )
+        mask, intervals, is_causal = _select(
+            query, key, mask, bias, is_causal, keep_window_size, selection, selection_scores
+        )
+        heads = 1 if intervals is None else intervals.shape[1]
+        if heads not in (1, key.shape[2]):
+            key, value, mask, bias = _key_head_for_every_query_head(query, key, value, mask, bias)
+    out, lse, _ = _ops.forward(
+        query, key, value, mask, bias, intervals, is_causal,
+        resolve_scale(scale, softmax_scale, query.shape[3]), resolve_softcap(softcap),
+        resolve_nonfinite(nonfinite), bool(deterministic), backend,
+    )  # fmt: skip
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_dmattn_varlen_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    return_attn_probs: bool | None = None,
+    block_table: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    attn_bias: Tensor | None = None,
+    keep_window_size: int | None = None,
+    selection: str = "per_query",
+    nonfinite: str = "saturate",
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """flash_dmattn_func for sequences of different lengths, packed one after the other.
+
+    query: [total_q, Hq, D]; key, value: [total_k, Hkv, D].
+    cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], where each sequence begins in the packed dimension,
+        and the total at the end. Sequence lengths may differ between query and key and may be 0; causality
+        is aligned to the bottom right corner of each sequence.
+    max_seqlen_q, max_seqlen_k: accepted for compatibility; nothing depends on them.
+    attn_bias: [total_k, H], one value per key, added to its scores; H is Hq, Hkv or 1.
+    keep_window_size: chooses by attn_bias within each sequence.
+    block_table: not supported.
+
+    Returns out [total_q, Hq, D], or (out, softmax_lse [Hq, total_q], None) with return_attn_probs.
+    """
+    if block_table is not None:
+        raise ValueError(
+            "block_table: got a paged key cache, expected None; gather the pages into packed keys and values"
+        )
+    query, key, value = attention_inputs(query, key, value, "total, H, D")
+    cu_seqlens_q = _check_offsets(cu_seqlens_q, "cu_seqlens_q")
+    cu_seqlens_k = _check_offsets(cu_seqlens_k, "cu_seqlens_k")
+    total_q, total_k = query.shape[0], key.shape[0]
+    query, key, value = query[None], key[None], value[None]
+    bias = None
+    if attn_bias is not None:
+        if attn_bias.dim() != 2:
+            raise ValueError(
+                f"attn_bias: got shape {tuple(attn_bias.shape)}, expected [total_k, H]"
+            )
+        bias = bias_argument(attn_bias.t()[None], query, key)
+
+    if keep_window_size is None or keep_window_size >= total_k:
+        intervals = packed_documents(
+            cu_seqlens_k, cu_seqlens_q, is_causal=bool(is_causal), key_length=total_k,
+            query_length=total_q,
+        ).intervals  # fmt: skip
+    else:
+        _check_selection(keep_window_size, selection)
+        if bias is None:
+            raise ValueError(
+                "keep_window_size: got no attn_bias, which has the scores to choose by"
+            )
+        intervals = _ops.select_key_intervals_varlen(
+            bias.detach()[:, :, 0], cu_seqlens_q, cu_seqlens_k, keep_window_size, selection,
+            bool(is_causal), total_q,
+        )  # fmt: skip
+        if intervals.shape[1] not in (1, key.shape[2]):
+            key, value, _, bias = _key_head_for_every_query_head(query, key, value, None, bias)
+    out, lse, _ = _ops.forward(
+        query, key, value, None, bias, intervals, False,
+        resolve_scale(scale, softmax_scale, query.shape[3]), resolve_softcap(softcap),
+        resolve_nonfinite(nonfinite), bool(deterministic), "",
+    )  # fmt: skip
+    return (out[0], lse[0], None) if return_attn_probs else out[0]
+
+
+def flash_dmattn_func_auto(backend: str | None = None, **options) -> Callable:
+    """The attention function of a backend (see get_available_backends), by default of the best one.
+
+    Keyword arguments become defaults of the function. RuntimeError says why a backend cannot run.
+    """
+    if backend is None:
+        return partial(flash_dmattn_func, **options) if options else flash_dmattn_func
+    reason = unavailable_reason(backend)
+    if reason:
+        raise RuntimeError(f"flash_dmattn: the backend {backend!r} cannot run: {reason}")
+    return partial(_attention, backend=backend, **options)
+
+
+def _check_intervals(key_intervals, query, key) -> Tensor:
+    if not isinstance(key_intervals, KeyIntervals):
+        raise TypeError(f"key_intervals: got {type(key_intervals).__name__}, expected KeyIntervals")
+    batch, seqlen_q = query.shape[:2]
+    seqlen_k, heads_kv = key.shape[1:3]
+    shape = key_intervals.intervals.shape
+    fits = shape[0] in (1, batch) and shape[1] in (1, heads_kv) and shape[2] == seqlen_k
+    if not fits or key_intervals.query_length != seqlen_q:
+        raise ValueError(
+            f"key_intervals: got intervals of shape {tuple(shape)} for query length "
+            f"{key_intervals.query_length}, expected [{batch} or 1, {heads_kv} or 1, {seqlen_k}, 2] for "
+            f"{seqlen_q}"
+        )
+    return key_intervals.intervals
+
+
+def _check_offsets(offsets: Tensor, name: str) -> Tensor:
+    if offsets.dim() != 1 or offsets.is_floating_point():
+        raise ValueError(
+            f"{name}: got {offsets.dtype} of shape {tuple(offsets.shape)}, "
+            "expected int32 of shape [sequences + 1]"
+        )
+    return offsets.to(torch.int32).contiguous()
+
+
+def _check_selection(keep_window_size: int, selection: str) -> None:
+    if keep_window_size < 0:
+        raise ValueError(f"keep_window_size: got {keep_window_size}, expected 0 or more")
+    if selection not in SELECTIONS:
+        raise ValueError(f"selection: got {selection!r}, expected one of {SELECTIONS}")
+
+
+def _select(query, key, mask, bias, is_causal, keep_window_size, selection, selection_scores):
+    """The mask, intervals and causality that together show each query its best keys."""
+    _check_selection(keep_window_size, selection)
+    if keep_window_size >= key.shape[1]:
+        return mask, None, is_causal
+    scores, allowed = _scores_and_allowed(query, key, mask, bias, selection_scores)
+    key_mask, remaining_mask = None, None  # remaining: what the intervals do not say
+    if allowed is not None and allowed.shape[2] == 1:
+        key_mask = allowed[:, :, 0]
+    elif allowed is not None and selection == "global":
+        key_mask, remaining_mask = allowed.any(dim=2), mask
+    elif allowed is not None:
+        return *_select_per_query(scores, keep_window_size, allowed, is_causal), False
+    chosen = select_key_intervals(
+        scores, keep_window_size, selection=selection, is_causal=is_causal, key_mask=key_mask,
+        query_length=query.shape[1],
+    )  # fmt: skip
+    return remaining_mask, chosen.intervals, False
+
+
+def _select_per_query(scores, keep_window_size, allowed, is_causal):
+    """Mask and intervals of the best keys among those that a mask with a query dimension allows.
+
+    They are intervals under the masks met in practice, which are recognised by reading the mask. What that
+    finds cannot be compiled; then, and under any other mask, they are a mask of the size of the given one.
+    """
+    seqlen_q, seqlen_k = allowed.shape[2:]
+    past = prefix_lm(seqlen_k, 0, query_length=seqlen_q, device=scores.device)
+    shown = None if torch.compiler.is_compiling() else intervals_of_mask(allowed)
+    if shown is not None:
+        shown = intersect(shown, past) if is_causal else shown
+        chosen = select_among(scores, shown, keep_window_size)
+        if chosen is not None:
+            return None, chosen.intervals
+    allowed = allowed & past.to_mask() if is_causal else allowed
+    return topk_mask(scores[:, :, None], allowed, keep_window_size, -torch.inf), None
+
+
+def _scores_and_allowed(query, key, mask, bias, selection_scores):
+    """Scores [B, H, Sk], and what a query may see besides causality: [B, H, Sq or 1, Sk] or None."""
+    seqlen_k, heads_kv = key.shape[1:3]
+    name, scores = "attn_bias", bias
+    masking_bias = None  # not needed when it is the score: the keys it masks are the worst ones
+    if selection_scores is not None:
+        name, scores = "selection_scores", bias_argument(selection_scores.detach(), query, key)
+        masking_bias = bias
+    if scores is None or scores.shape[2] != 1 or scores.shape[3] != seqlen_k:
+        got = "no scores" if scores is None else f"{name} of shape {tuple(scores.shape)}"
+        raise ValueError(
+            f"keep_window_size: got {got}, expected one score per key in attn_bias or selection_scores: "
+            f"[B, H, {seqlen_k}] or [B, H, 1, {seqlen_k}]. For scores per pair, build a mask with "
+            "flash_dmattn.utils.mask.create_mask"
+        )
+    parts = (scores, mask, masking_bias)
+    if any(part is not None and part.shape[1] not in (1, heads_kv) for part in parts):
+        parts = (_repeat_heads(part, query, key) for part in parts)
+    scores, allowed, masking_bias = parts
+    if masking_bias is not None:
+        unmasked = masking_bias > MASK_VALUE[query.dtype]
+        allowed = unmasked if allowed is None else allowed & unmasked
+    if allowed is not None:
+        allowed = allowed.expand(-1, -1, -1, seqlen_k)
+    return scores.detach()[:, :, 0], allowed
+
+
+def _repeat_heads(tensor, query, key):
+    """Repeats what a mask or bias has for a key head for every query head of its group."""
+    heads_q, heads_kv = query.shape[2], key.shape[2]
+    if tensor is None or tensor.shape[1] in (1, heads_q):
+        return tensor
+    return tensor.repeat_interleave(heads_q // heads_kv, 1)
+
+
+def _key_head_for_every_query_head(query, key, value, mask, bias):
+    """What attention takes when every query head chose for itself."""
+    mask, bias = (_repeat_heads(t, query, key) for t in (mask, bias))
+    group = query.shape[2] // key.shape[2]
+    return key.repeat_interleave(group, 2), value.repeat_interleave(group, 2), mask, bias

@@ -1,0 +1,1 @@
+"""Adapters for other libraries. Nothing here is imported by `import flash_dmattn`."""

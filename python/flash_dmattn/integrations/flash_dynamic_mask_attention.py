@@ -1,0 +1,98 @@
+"""The attention function that models call: tensors as [B, H, S, D], settings from the module."""
+
+import warnings
+
+import torch
+
+from ..key_intervals import KeyIntervals
+from .modeling_flash_dynamic_mask_attention_utils import _flash_dynamic_mask_attention_forward
+
+
+def flash_dynamic_mask_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | KeyIntervals | None,
+    attention_bias: torch.Tensor | None = None,
+    scaling: float | None = None,
+    window_size: int | None = None,
+    softcap: float | None = None,
+    *,
+    position_bias: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Dynamic mask attention in the form of transformers' attention functions.
+
+    Args:
+        module: the attention layer. Where arguments say nothing, `module.is_causal` (default True)
+            and `module.keep_window_size` or `module.window_size` do.
+        query: [B, Hq, Sq, D].
+        key, value: [B, Hkv, Sk, D].
+        attention_mask: see `_flash_dynamic_mask_attention_forward`. One with a query dimension says
+            everything; without one, `is_causal` is applied beside it.
+        attention_bias: [B, H, Sk] or [B, H, Sq, Sk]; `position_bias` is another name of it.
+        scaling: factor of the scores; default 1/sqrt(D).
+        window_size: how many keys a query keeps, by their bias.
+        softcap: c > 0 turns scores x into c tanh(x/c).
+        dropout: only 0 is possible.
+        kwargs: `position_ids`, `cu_seq_lens_q` and so on for packed sequences; others are ignored.
+
+    Returns:
+        output [B, Sq, Hq, D], and None in the place of the attention probabilities.
+
+    Raises:
+        ValueError: a query without elements, dropout, or two different biases.
+    """
+    if kwargs.get("output_attentions") or kwargs.get("head_mask") is not None:
+        warnings.warn(
+            "flash_dmattn has neither output_attentions nor head_mask; use attn_implementation='eager'",
+            stacklevel=2,
+        )
+    if query.numel() == 0:
+        raise ValueError(f"query has shape {tuple(query.shape)}; expected no dimension of 0")
+    if dropout:
+        raise ValueError(f"dropout is {dropout}; flash_dmattn has no attention dropout, expected 0")
+    if attention_bias is not None and position_bias is not None:
+        raise ValueError("attention_bias and position_bias are two names of one thing; give one")
+    if attention_bias is None:
+        attention_bias = position_bias
+    if window_size is None:
+        window_size = getattr(module, "keep_window_size", getattr(module, "window_size", None))
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    mask_is_complete = isinstance(attention_mask, KeyIntervals) or (
+        attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[2] > 1
+    )
+    out = _flash_dynamic_mask_attention_forward(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attention_mask,
+        attention_bias,
+        query_length=query.shape[2],
+        key_length=key.shape[2],
+        is_causal=is_causal and not mask_is_complete,
+        softmax_scale=scaling,
+        softcap=softcap,
+        keep_window_size=window_size,
+        target_dtype=_target_dtype(module, query),
+        **kwargs,
+    )
+    return out, None
+
+
+def _target_dtype(module: torch.nn.Module, query: torch.Tensor) -> torch.dtype | None:
+    """What a float32 query should have been: the dtype of autocast, or of the layer's weights."""
+    if query.dtype != torch.float32:
+        return None
+    device_type = query.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    config = getattr(module, "config", None)
+    if hasattr(config, "_pre_quantization_dtype"):
+        return config._pre_quantization_dtype
+    weights = (m.weight for m in module.modules() if isinstance(m, torch.nn.Linear))
+    return next((w.dtype for w in weights if w.is_floating_point()), None)

@@ -1,0 +1,266 @@
+"""Dynamic mask attention behind the calling convention of transformers' attention functions."""
+
+import torch
+
+from .._arguments import MASK_VALUE
+from ..allowed_keys import intervals_of_mask, select_among
+from ..flash_dmattn_interface import flash_dmattn_func, flash_dmattn_varlen_func
+from ..key_intervals import KeyIntervals, intersect, prefix_lm, select_key_intervals
+from ..utils.mask import topk_mask
+
+
+def fdma_peft_integration_check(
+    q: torch.Tensor | None,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    target_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Casts float32 tensors back to the dtype of the model.
+
+    PEFT keeps layer norms in float32 for stability, which silently turns what follows into float32.
+
+    Args:
+        q, k, v, bias: tensors of any shape; None stays None, and so do tensors of another dtype.
+        target_dtype: what float32 becomes; None leaves everything as it is.
+    """
+    if target_dtype is None:
+        return q, k, v, bias
+    return tuple(
+        t.to(target_dtype) if t is not None and t.dtype == torch.float32 else t
+        for t in (q, k, v, bias)
+    )
+
+
+def _flash_dynamic_mask_attention_forward(
+    query_states: torch.Tensor,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    attention_mask: torch.Tensor | KeyIntervals | None,
+    attention_bias: torch.Tensor | None,
+    query_length: int,
+    key_length: int,
+    is_causal: bool,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    keep_window_size: int | None = None,
+    deterministic: bool | None = None,
+    target_dtype: torch.dtype | None = None,
+    implementation: str | None = None,
+    *,
+    window_size: int | None = None,
+    position_ids: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **kwargs,
+) -> torch.Tensor:
+    """Attention in which every query sees the `keep_window_size` keys with the highest bias.
+
+    The choice is made when there are more keys than that, among allowed keys only, and no gradient
+    flows through it. What decides is whether anything has a query dimension:
+
+    | mask                        | bias       | choice                                        |
+    |-----------------------------|------------|-----------------------------------------------|
+    | None, [B, Sk], [B, H, Sk]   | [B, H, Sk] | one for all queries; causality is applied after |
+    | [B, H, Sq, Sk] or intervals | [B, H, Sk] | per query; the bias stays 3-d                 |
+    | any                         | 4-d        | per query                                     |
+
+    A 3-d bias costs O(N) memory with every mask that shows each key to one run of queries: causal,
+    padded, packed. Such a 4-d mask is recognised by reading it (see `allowed_keys`).
+
+    Args:
+        query_states: [B, Sq, Hq, D]; float32, bfloat16 or float16.
+        key_states, value_states: [B, Sk, Hkv, D].
+        attention_mask: bool, True = allowed, every dimension but the last may be 1; or, when 4-d,
+            additive floating point; or `KeyIntervals`, or their tensor, int32 [B, H, Sk, 2].
+        attention_bias: added to the scaled scores; heads Hq, Hkv or 1.
+        query_length, key_length: Sq and Sk.
+        is_causal: hide keys that come after the query (last query = last key), beside the mask.
+        keep_window_size: how many keys a query keeps; `window_size` is another name of it.
+        target_dtype: see `fdma_peft_integration_check`.
+        implementation: accepted for compatibility; there is one.
+        position_ids, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: without a mask, several
+            sequences packed in one; int [1, Sq] with restarts, or int32 [sequences + 1] and lengths.
+
+    Returns:
+        [B, Sq, Hq, D]; a query that sees no key gets 0.
+
+    Raises:
+        ValueError: both names of the window given and different; shapes that do not fit; packed
+            sequences with a 4-d bias.
+    """
+    if keep_window_size is not None and window_size not in (None, keep_window_size):
+        raise ValueError(
+            f"window_size is {window_size} and keep_window_size is {keep_window_size}; give one"
+        )
+    keep = keep_window_size if keep_window_size is not None else window_size
+    attend = {
+        "is_causal": is_causal and query_length > 1,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "deterministic": deterministic,
+    }
+    states = (query_states, key_states, value_states)
+    if attention_mask is None:
+        packed = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        if any(length is None for length in packed):
+            packed = _packed_lengths(position_ids, query_states, key_states)
+        if packed is not None:
+            states = fdma_peft_integration_check(*states, attention_bias, target_dtype)
+            return _attend_packed(*states, packed, keep, attend)
+
+    visible, bias = _normalize_mask(attention_mask, attention_bias, query_length, key_length)
+    if attention_bias is not None and keep is not None and key_length > keep:
+        scores = attention_bias.detach()
+        visible = _choose(visible, scores, query_length, key_length, keep, attend["is_causal"])
+    query, key, value, bias = fdma_peft_integration_check(*states, bias, target_dtype)
+    if not isinstance(visible, KeyIntervals):
+        return flash_dmattn_func(query, key, value, attn_mask=visible, attn_bias=bias, **attend)
+    heads = visible.intervals.shape[1]
+    if heads > key.shape[2]:
+        # Lists of keys per query head need keys per query head.
+        key, value = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (key, value))
+        if bias is not None and bias.shape[1] > 1:
+            bias = bias.repeat_interleave(heads // bias.shape[1], dim=1)
+    return flash_dmattn_func(query, key, value, attn_bias=bias, key_intervals=visible, **attend)
+
+
+def as_key_intervals(
+    mask: torch.Tensor | KeyIntervals | None, query_length: int
+) -> KeyIntervals | None:
+    """The intervals that a model passed along as its mask, int32 [B, H, Sk, 2]; None for other masks."""
+    if isinstance(mask, torch.Tensor):
+        compact = mask.dim() == 4 and mask.dtype == torch.int32 and mask.shape[3] == 2
+        return KeyIntervals(mask, query_length) if compact else None
+    return mask
+
+
+def _normalize_mask(
+    mask: torch.Tensor | KeyIntervals | None,
+    bias: torch.Tensor | None,
+    query_length: int,
+    key_length: int,
+) -> tuple[torch.Tensor | KeyIntervals | None, torch.Tensor | None]:
+    """The mask as intervals, as bool [B, H, Sk], or, when it is nothing less, bool [B, H, Sq, Sk].
+
+    An additive mask that does more than to allow and to mask is split into a mask and a bias.
+    """
+    intervals = as_key_intervals(mask, query_length)
+    if mask is None or intervals is not None:
+        return intervals, bias
+    if mask.shape[-1] != key_length:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; expected {key_length} keys last"
+        )
+    if mask.dim() < 4:
+        return mask.bool() if mask.dim() == 3 else mask.bool()[:, None], bias
+    if mask.shape[2] > 1:
+        intervals = intervals_of_mask(mask)
+        if intervals is not None:
+            return intervals, bias
+    if mask.is_floating_point():
+        allowed = mask > MASK_VALUE[mask.dtype]
+        if torch.where(allowed, mask, 0).any():
+            bias = mask if bias is None else mask + _per_pair(bias)
+        mask = allowed
+    return mask.bool() if mask.shape[2] > 1 else mask.bool().squeeze(2), bias
+
+
+def _choose(
+    mask: torch.Tensor | KeyIntervals | None,
+    scores: torch.Tensor,
+    query_length: int,
+    key_length: int,
+    keep: int,
+    is_causal: bool,
+) -> torch.Tensor | KeyIntervals:
+    """The best allowed keys of every query, as intervals or, when it is nothing less, as a mask."""
+    if scores.dim() == 4 and scores.shape[2] == 1:
+        scores = scores.squeeze(2)
+    mask, scores = _match_heads(mask, scores)
+    one_per_key = scores.dim() == 3
+    if one_per_key and (mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 3)):
+        if mask is not None:
+            scores = torch.where(mask, scores, float("nan"))
+        return select_key_intervals(
+            scores, keep, selection="global", is_causal=is_causal, query_length=query_length
+        )
+
+    past = prefix_lm(key_length, 0, query_length=query_length, device=scores.device)
+    if isinstance(mask, KeyIntervals):
+        allowed = intersect(mask, past) if is_causal else mask
+        chosen = select_among(scores, allowed, keep) if one_per_key else None
+        if chosen is not None:
+            return chosen
+        mask = allowed.to_mask()
+    elif is_causal:
+        mask = past.to_mask() if mask is None else past.to_mask() & _per_pair(mask)
+    return topk_mask(scores, mask, keep, MASK_VALUE[scores.dtype])
+
+
+def _match_heads(
+    mask: torch.Tensor | KeyIntervals | None, scores: torch.Tensor
+) -> tuple[torch.Tensor | KeyIntervals | None, torch.Tensor]:
+    """Repeats what is given per key head, when the other is given per query head."""
+    shown = mask.intervals if isinstance(mask, KeyIntervals) else mask
+    if shown is None or 1 in (shown.shape[1], scores.shape[1]):
+        return mask, scores
+    heads = max(shown.shape[1], scores.shape[1])
+    shown, scores = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (shown, scores))
+    return KeyIntervals(shown, mask.query_length) if isinstance(
+        mask, KeyIntervals
+    ) else shown, scores
+
+
+def _per_pair(t: torch.Tensor) -> torch.Tensor:
+    """[B, H, Sk] as [B, H, 1, Sk]; 4-d as it is."""
+    return t[:, :, None] if t.dim() == 3 else t
+
+
+def _packed_lengths(
+    position_ids: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int, int] | None:
+    """Where positions restart inside the one row of a batch: cumulative lengths and the longest."""
+    length = query.shape[1]
+    if position_ids is None or query.shape[0] != 1 or key.shape[1] != length or length == 1:
+        return None
+    starts = (position_ids.reshape(-1).diff() != 1).nonzero().reshape(-1) + 1
+    if len(starts) == 0:
+        return None
+    ends = torch.nn.functional.pad(starts, (1, 1))
+    ends[-1] = length
+    longest = int(ends.diff().max())
+    return ends.int(), ends.int(), longest, longest
+
+
+def _attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    packed: tuple[torch.Tensor, torch.Tensor, int, int],
+    keep: int | None,
+    attend: dict,
+) -> torch.Tensor:
+    """Attention inside every packed sequence; one choice of keys for each."""
+    if bias is not None:
+        if bias.dim() != 3:
+            raise ValueError(
+                f"attention_bias has shape {tuple(bias.shape)}; packed sequences take [B, H, Sk]"
+            )
+        bias = bias.transpose(1, 2).flatten(0, 1)
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed
+    out = flash_dmattn_varlen_func(
+        *(t.flatten(0, 1) for t in (query, key, value)),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        int(max_seqlen_q),
+        int(max_seqlen_k),
+        attn_bias=bias,
+        keep_window_size=None if bias is None else keep,
+        selection="global",
+        **attend,
+    )
+    return out.view(query.shape)

@@ -1,0 +1,252 @@
+"""Which keys a query sees, as one interval of queries per key.
+
+Key j is visible to row i of the query exactly when ``first[j] <= i < last[j]``. Row i stands at key
+position ``i + key_length - query_length`` (the last query sees the last key). Two integers per key stand
+for the whole query_length x key_length mask, and every constructor here takes O(key_length) time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from . import _ops
+
+SELECTIONS = ("per_query", "global")
+
+
+@dataclass(frozen=True, eq=False)
+class KeyIntervals:
+    """Intervals of query rows, one per key.
+
+    intervals: int32 [B or 1, Hkv or 1, key_length, 2]; the last dimension is (first, last). A key whose
+        first >= last is never visible.
+    query_length: the number of query rows that the intervals refer to.
+    """
+
+    intervals: Tensor
+    query_length: int
+
+    def __post_init__(self):
+        shape = tuple(self.intervals.shape)
+        if len(shape) != 4 or shape[3] != 2 or self.intervals.dtype != torch.int32:
+            raise ValueError(
+                f"intervals: got {self.intervals.dtype} of shape {shape}, "
+                "expected int32 of shape [B or 1, Hkv or 1, key_length, 2]"
+            )
+
+    @property
+    def key_length(self) -> int:
+        return self.intervals.shape[2]
+
+    def to(self, device) -> KeyIntervals:
+        return KeyIntervals(self.intervals.to(device), self.query_length)
+
+    def to_mask(self) -> Tensor:
+        """The mask that the intervals stand for: bool [B or 1, Hkv or 1, query_length, key_length].
+
+        For looking at and for tests: this is the quadratic array that the intervals avoid.
+        """
+        rows = torch.arange(self.query_length, device=self.intervals.device)[:, None]
+        first, last = self.intervals[:, :, None].unbind(-1)
+        return (first <= rows) & (rows < last)
+
+
+# So that intervals pass through torch.compile, checkpointing and the like as the tensor they hold.
+_pytree.register_pytree_node(
+    KeyIntervals,
+    lambda value: ([value.intervals], value.query_length),
+    lambda leaves, query_length: _restore(leaves[0], query_length),
+    serialized_type_name="flash_dmattn.KeyIntervals",
+)
+
+
+def _restore(leaf, query_length) -> KeyIntervals:
+    # A pytree's leaves may be anything while it is being mapped over, so nothing is checked.
+    value = object.__new__(KeyIntervals)
+    object.__setattr__(value, "intervals", leaf)
+    object.__setattr__(value, "query_length", query_length)
+    return value
+
+
+def select_key_intervals(
+    scores: Tensor,
+    keep_window_size: int,
+    *,
+    selection: str = "per_query",
+    is_causal: bool = True,
+    key_mask: Tensor | None = None,
+    query_length: int | None = None,
+) -> KeyIntervals:
+    """The keys with the highest scores, for every query.
+
+    scores: [B, H, key_length] (or [B, H, 1, key_length], or [B, key_length]), any floating dtype. The
+        choice is not differentiable: no gradient flows to the scores.
+    keep_window_size: how many keys a query keeps.
+    selection: "per_query": query i keeps the best among the keys it may see; "global": the best of the
+        row, the same for all queries (then causal).
+    is_causal: query row i may see keys up to i + key_length - query_length.
+    key_mask: bool, False hides the key: [B, key_length] or [B, H, key_length].
+    query_length: defaults to key_length.
+
+    Higher scores win; of equal ones the more recent key. NaN and hidden keys are never chosen. Returns
+    intervals of shape [B, H, key_length, 2], is_causal included. O(key_length log keep_window_size).
+    """
+    if selection not in SELECTIONS:
+        raise ValueError(f"selection: got {selection!r}, expected one of {SELECTIONS}")
+    if keep_window_size < 0:
+        raise ValueError(f"keep_window_size: got {keep_window_size}, expected 0 or more")
+    scores = _per_key(scores, "scores").detach()
+    if not scores.is_floating_point():
+        raise TypeError(f"scores: got {scores.dtype}, expected a floating dtype")
+    if key_mask is not None:
+        key_mask = _per_key(key_mask, "key_mask")
+        if key_mask.dtype != torch.bool:
+            raise TypeError(f"key_mask: got {key_mask.dtype}, expected torch.bool")
+        shape = _broadcast(scores.shape, key_mask.shape, "key_mask")
+        scores, key_mask = scores.expand(shape), key_mask.expand(shape)
+    if query_length is None:
+        query_length = scores.shape[2]
+    return KeyIntervals(
+        _ops.select_key_intervals(
+            scores, key_mask, keep_window_size, selection, is_causal, query_length
+        ),
+        query_length,
+    )
+
+
+def sliding_window(
+    key_length: int,
+    window: int,
+    *,
+    lookahead: int = 0,
+    query_length: int | None = None,
+    device: torch.device | str | None = None,
+) -> KeyIntervals:
+    """Every query sees its own position, the `window` - 1 before it and the `lookahead` after it."""
+    if window < 0 or lookahead < 0:
+        raise ValueError(f"window, lookahead: got {window}, {lookahead}, expected 0 or more")
+    query_length = key_length if query_length is None else query_length
+    diagonal = _diagonal(key_length, query_length, device)
+    return _clipped(diagonal - lookahead, diagonal + window, query_length)
+
+
+def prefix_lm(
+    key_length: int,
+    prefix_length: int | Tensor,
+    *,
+    query_length: int | None = None,
+    device: torch.device | str | None = None,
+) -> KeyIntervals:
+    """The first `prefix_length` keys are visible to every query, the others causally.
+
+    prefix_length: an int, or an integer tensor [B].
+    """
+    query_length = key_length if query_length is None else query_length
+    prefix = torch.as_tensor(prefix_length, device=device).reshape(-1, 1, 1)
+    keys = torch.arange(key_length, device=prefix.device)
+    first = torch.where(keys < prefix, 0, _diagonal(key_length, query_length, prefix.device))
+    return _clipped(first, torch.full_like(first, query_length), query_length)
+
+
+def packed_documents(
+    cu_seqlens_k: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    *,
+    is_causal: bool = True,
+    key_length: int | None = None,
+    query_length: int | None = None,
+) -> KeyIntervals:
+    """Documents packed one after the other: a query sees the keys of its own document only.
+
+    cu_seqlens_k, cu_seqlens_q: integer [documents + 1], where each document begins, and the total at the
+        end; rising from 0. cu_seqlens_q defaults to cu_seqlens_k. Empty documents are allowed.
+    is_causal: aligned to the bottom right corner of each document.
+    key_length, query_length: the packed lengths, by default the last offsets (reading them synchronises
+        with a GPU). Keys past the last document are never visible.
+    """
+    cu_k = cu_seqlens_k.long()
+    cu_q = cu_k if cu_seqlens_q is None else cu_seqlens_q.long()
+    if cu_k.dim() != 1 or cu_k.shape != cu_q.shape or cu_k.shape[0] < 1:
+        raise ValueError(
+            f"cu_seqlens_k, cu_seqlens_q: got shapes {tuple(cu_k.shape)}, {tuple(cu_q.shape)}, "
+            "expected [documents + 1] both"
+        )
+    key_length = int(cu_k[-1]) if key_length is None else key_length
+    query_length = int(cu_q[-1]) if query_length is None else query_length
+    keys = torch.arange(key_length, device=cu_k.device)
+    document = torch.searchsorted(cu_k[1:].contiguous(), keys, right=True)
+    past_the_end = cu_q[-1:]  # an empty interval for keys after the last document
+    first = torch.cat([cu_q[:-1], past_the_end])[document]
+    last = torch.cat([cu_q[1:], past_the_end])[document]
+    if is_causal:
+        # Counted from their ends, query and key have the same position in a document.
+        end_k = torch.cat([cu_k[1:], cu_k[-1:]])[document]
+        first = torch.maximum(first, keys - end_k + last)
+    return _clipped(first[None, None], last[None, None], query_length)
+
+
+def from_padding(key_mask: Tensor, query_length: int | None = None) -> KeyIntervals:
+    """Hides padding from every query. key_mask: bool [B, key_length], False for padding on any side."""
+    if key_mask.dim() != 2 or key_mask.dtype != torch.bool:
+        raise ValueError(
+            f"key_mask: got {key_mask.dtype} of shape {tuple(key_mask.shape)}, "
+            "expected bool of shape [B, key_length]"
+        )
+    query_length = key_mask.shape[1] if query_length is None else query_length
+    last = key_mask[:, None] * query_length
+    return _clipped(torch.zeros_like(last), last, query_length)
+
+
+def intersect(*parts: KeyIntervals) -> KeyIntervals:
+    """What all parts show. Batch and head dimensions broadcast."""
+    if not parts:
+        raise ValueError("intersect: got no intervals, expected one or more")
+    lengths = {(part.query_length, part.key_length) for part in parts}
+    if len(lengths) != 1:
+        raise ValueError(
+            f"intersect: got (query_length, key_length) {sorted(lengths)}, expected all equal"
+        )
+    first = reduce(torch.maximum, (part.intervals[..., 0] for part in parts))
+    last = reduce(torch.minimum, (part.intervals[..., 1] for part in parts))
+    return _clipped(first, last, parts[0].query_length)
+
+
+def _diagonal(key_length: int, query_length: int, device) -> Tensor:
+    """[1, 1, key_length]: the query row that stands at each key's position; may lie outside the rows."""
+    keys = torch.arange(key_length, device=device)
+    return (keys - (key_length - query_length))[None, None]
+
+
+def _clipped(first: Tensor, last: Tensor, query_length: int) -> KeyIntervals:
+    """Clips to the query rows; an empty interval becomes (0, 0)."""
+    first, last = first.clamp(min=0), last.clamp(max=query_length)
+    intervals = torch.stack([first, last], dim=-1) * (first < last).unsqueeze(-1)
+    return KeyIntervals(intervals.to(torch.int32), query_length)
+
+
+def _per_key(tensor: Tensor, argument: str) -> Tensor:
+    """[B, H, key_length] of a tensor with one value per key."""
+    if tensor.dim() == 2:
+        return tensor[:, None]
+    if tensor.dim() == 3:
+        return tensor
+    if tensor.dim() == 4 and tensor.shape[2] == 1:
+        return tensor[:, :, 0]
+    raise ValueError(
+        f"{argument}: got shape {tuple(tensor.shape)}, expected one value per key: [B, H, key_length], "
+        "[B, H, 1, key_length] or [B, key_length]"
+    )
+
+
+def _broadcast(a: torch.Size, b: torch.Size, argument: str) -> torch.Size:
+    try:
+        return torch.broadcast_shapes(a, b)
+    except RuntimeError:
+        raise ValueError(
+            f"{argument}: got shape {tuple(b)}, expected one that broadcasts with {tuple(a)}"
+        ) from None

@@ -1,0 +1,39 @@
+"""Between padded batches [B, S, ...] and packed tokens [total, ...], as flash_attn.bert_padding does it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Packs the tokens that a mask keeps.
+
+    hidden_states: [B, S, ...].
+    attention_mask: [B, S], nonzero (True) for tokens.
+    unused_mask: [B, S], nonzero for tokens that are packed as well but are not counted as used.
+
+    Returns
+        packed: [total, ...];
+        indices: int64 [total], where each packed token stands in the flattened [B * S];
+        cu_seqlens: int32 [B + 1], where each sequence begins among the packed tokens;
+        max_seqlen: the longest packed sequence;
+        used_seqlens: int32 [B], how many tokens attention_mask keeps in each sequence.
+    """
+    used = attention_mask != 0
+    packed_mask = used if unused_mask is None else used | (unused_mask != 0)
+    seqlens = packed_mask.sum(dim=-1, dtype=torch.int32)
+    indices = packed_mask.flatten().nonzero().flatten()
+    cu_seqlens = F.pad(seqlens.cumsum(dim=0, dtype=torch.int32), (1, 0))
+    max_seqlen = int(seqlens.max()) if seqlens.numel() else 0
+    packed = hidden_states.flatten(0, 1).index_select(0, indices)
+    return packed, indices, cu_seqlens, max_seqlen, used.sum(dim=-1, dtype=torch.int32)
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """Undoes unpad_input: [total, ...] -> [batch, seqlen, ...], zero where there is no token."""
+    padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+    return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))

@@ -1,0 +1,123 @@
+#include "check_finite.h"
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <limits>
+#include <string>
+#include <string_view>
+
+#include "flash_dmattn/error.h"
+#include "float_types.h"
+
+namespace flash_dmattn {
+namespace {
+
+using Shape4 = std::array<std::int64_t, 4>;
+
+enum class Accept : std::uint8_t { finite, finite_and_minus_inf };
+
+std::string index_text(const std::int64_t* index, int rank) {
+  std::string result = "[";
+  for (int i = 0; i < rank; ++i) result += (i > 0 ? ", " : "") + std::to_string(index[i]);
+  return result + "]";
+}
+
+std::string value_text(double value) {
+  if (std::isnan(value)) return "nan";
+  return value > 0 ? "inf" : "-inf";
+}
+
+// The checks of one stage: "forward input", ...
+struct Stage {
+  std::string_view name;
+  const Problem& problem;
+
+  // In the order of the indices. `rank` of them are shown, the first ones being of size 1 if it is
+  // less than 4.
+  void check(std::string_view tensor_name, const ConstTensor4& tensor, const Shape4& shape,
+             DType dtype, Accept accept = Accept::finite, int rank = 4) const {
+    if (tensor.data == nullptr) return;
+    Shape4 index{};
+    const auto& stride = tensor.stride;
+    for (index[0] = 0; index[0] < shape[0]; ++index[0]) {
+      for (index[1] = 0; index[1] < shape[1]; ++index[1]) {
+        for (index[2] = 0; index[2] < shape[2]; ++index[2]) {
+          for (index[3] = 0; index[3] < shape[3]; ++index[3]) {
+            const double value = load(tensor.data, dtype,
+                                      index[0] * stride[0] + index[1] * stride[1] +
+                                          index[2] * stride[2] + index[3] * stride[3]);
+            if (std::isfinite(value)) continue;
+            if (accept == Accept::finite_and_minus_inf &&
+                value == -std::numeric_limits<double>::infinity()) {
+              continue;
+            }
+            throw NonFiniteError(std::string(name) + " " + std::string(tensor_name) +
+                                 index_text(index.data() + 4 - rank, rank) + " is " +
+                                 value_text(value));
+          }
+        }
+      }
+    }
+  }
+
+  void check_query(std::string_view tensor_name, const ConstTensor4& tensor) const {
+    const Problem& p = problem;
+    check(tensor_name, tensor, {p.batch, p.seqlen_q, p.heads_q, p.head_dim}, p.dtype);
+  }
+
+  void check_key(std::string_view tensor_name, const ConstTensor4& tensor) const {
+    const Problem& p = problem;
+    check(tensor_name, tensor, {p.batch, p.seqlen_k, p.heads_kv, p.head_dim}, p.dtype);
+  }
+
+  void check_lse(const float* lse) const {
+    const Problem& p = problem;
+    const Shape4 shape = {1, p.batch, p.heads_q, p.seqlen_q};
+    check("lse", {lse, contiguous_strides(shape)}, shape,
+          p.dtype == DType::f64 ? DType::f64 : DType::f32, Accept::finite_and_minus_inf, 3);
+  }
+
+  void check_shared(const Inputs& in) const {
+    check_query("q", in.q);
+    check_key("k", in.k);
+    check_key("v", in.v);
+    check("bias", in.bias, problem.bias_shape, problem.bias_dtype, Accept::finite_and_minus_inf);
+  }
+};
+
+}  // namespace
+
+bool check_finite_enabled() {
+  const char* value = std::getenv("FLASH_DMATTN_CHECK_FINITE");
+  return value != nullptr && std::string_view(value) == "1";
+}
+
+void check_inputs_finite(const ForwardArgs& args) {
+  Stage{"forward input", args.problem}.check_shared(args.in);
+}
+
+void check_outputs_finite(const ForwardArgs& args) {
+  const Stage stage{"forward output", args.problem};
+  stage.check_query("out", args.out);
+  stage.check_lse(args.lse);
+}
+
+void check_inputs_finite(const BackwardArgs& args) {
+  const Stage stage{"backward input", args.problem};
+  stage.check_shared(args.in);
+  stage.check_query("out", args.out);
+  stage.check_lse(args.lse);
+  stage.check_query("dout", args.dout);
+}
+
+void check_outputs_finite(const BackwardArgs& args) {
+  const Stage stage{"backward output", args.problem};
+  stage.check_query("dq", args.dq);
+  stage.check_key("dk", args.dk);
+  stage.check_key("dv", args.dv);
+  stage.check("dbias", args.dbias, args.problem.bias_shape, args.problem.bias_dtype);
+}
+
+}  // namespace flash_dmattn

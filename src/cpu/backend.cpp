@@ -1,0 +1,445 @@
+#include "backend.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <iterator>
+#include <string>
+
+#include "cpu/cpuid.h"
+#include "cpu/task.h"
+#include "flash_dmattn/error.h"
+#include "float_types.h"
+#include "selection/tasks.h"
+
+// From arguments to tasks: picks the instruction set, resolves shapes and strides, lays out the
+// workspace and hands items to the workers. Compiled for the baseline, like all but the kernels.
+namespace flash_dmattn::cpu {
+
+namespace {
+
+struct Candidate {
+  InstructionSet isa;
+  const Kernels* kernels;
+};
+
+// What this build has, in ascending order.
+constexpr Candidate candidates[] = {
+    {InstructionSet::generic, &generic_kernels},
+#ifdef FLASH_DMATTN_HAVE_AVX2
+    {InstructionSet::avx2, &avx2_kernels},
+#endif
+#ifdef FLASH_DMATTN_HAVE_AVX512
+    {InstructionSet::avx512, &avx512_kernels},
+#endif
+#ifdef FLASH_DMATTN_HAVE_AVX512_BF16
+    {InstructionSet::avx512_bf16, &avx512_bf16_kernels},
+#endif
+#ifdef FLASH_DMATTN_HAVE_AMX_BF16
+    {InstructionSet::amx_bf16, &amx_bf16_kernels},
+#endif
+};
+
+// FLASH_DMATTN_MAX_ISA caps the choice, so that smaller sets can be tested on a larger machine.
+InstructionSet largest_allowed() {
+  const char* cap = std::getenv("FLASH_DMATTN_MAX_ISA");
+  const InstructionSet detected = detect_instruction_set();
+  if (cap == nullptr || *cap == '\0') return detected;
+  std::string known;
+  for (std::size_t i = 0; i < std::size(instruction_set_names); ++i) {
+    if (cap == instruction_set_names[i]) return std::min(detected, static_cast<InstructionSet>(i));
+    known += (i == 0 ? "" : ", ") + std::string(instruction_set_names[i]);
+  }
+  throw InvalidArgument("FLASH_DMATTN_MAX_ISA", cap, "one of " + known);
+}
+
+const Candidate& chosen() {
+  const InstructionSet allowed = largest_allowed();
+  const Candidate* best = candidates;
+  for (const Candidate& candidate : candidates) {
+    if (candidate.isa <= allowed) best = &candidate;
+  }
+  return *best;
+}
+
+// ---- Tasks ---------------------------------------------------------------------------------------
+
+// Rows of a tile, all heads of the group together: enough to make the packing of a block of keys
+// (read once for all of them) cheap, few enough for their sums to stay in the second-level cache.
+constexpr std::int64_t target_rows = 96;
+constexpr std::int64_t least_queries = 8;
+
+std::int64_t wanted_tile_rows(const Problem& p) {
+  const std::int64_t group = p.heads_kv == 0 ? 1 : p.heads_q / p.heads_kv;
+  return std::max(least_queries, target_rows / std::max<std::int64_t>(group, 1));
+}
+
+Rows rows_of(const ConstTensor4& tensor) {
+  return {const_cast<void*>(tensor.data), tensor.stride[0], tensor.stride[1], tensor.stride[2]};
+}
+
+Term term_of(const ConstTensor4& tensor, DType dtype, const Problem& p,
+             const BroadcastShape& shape) {
+  if (tensor.data == nullptr) return {};
+  const std::int64_t group = p.heads_q / p.heads_kv;
+  Term term{.data = const_cast<void*>(tensor.data), .dtype = dtype};
+  term.batch = shape[0] == 1 ? 0 : tensor.stride[0];
+  if (shape[1] != 1) {
+    const bool per_query_head = shape[1] == p.heads_q;
+    term.kv_head = tensor.stride[1] * (per_query_head ? group : 1);
+    term.group_head = per_query_head && group > 1 ? tensor.stride[1] : 0;
+  }
+  term.query = shape[2] == 1 ? 0 : tensor.stride[2];
+  term.key = shape[3] == 1 ? 0 : tensor.stride[3];
+  return term;
+}
+
+Task task_of(const Problem& p, const Inputs& in) {
+  Task t{};
+  t.batch = p.batch;
+  t.heads_kv = p.heads_kv;
+  t.group = p.heads_q / p.heads_kv;
+  t.seqlen_q = p.seqlen_q;
+  t.seqlen_k = p.seqlen_k;
+  t.head_dim = static_cast<int>(p.head_dim);
+  t.head_dim_padded = (t.head_dim + 15) / 16 * 16;
+  t.dtype = p.dtype;
+  t.scale = p.scale;
+  t.softcap = p.softcap;
+  t.mask_value = static_cast<float>(mask_value(p.dtype));
+  t.causal = p.causal;
+  t.saturate = p.nonfinite == NonFinite::saturate;
+  t.q = rows_of(in.q);
+  t.k = rows_of(in.k);
+  t.v = rows_of(in.v);
+  t.mask = term_of(in.mask, DType::f32, p, p.mask_shape);
+  t.bias = term_of(in.bias, p.bias_dtype, p, p.bias_shape);
+  t.intervals = in.intervals;
+  t.plan = in.plan;
+  t.tile_queries =
+      static_cast<int>(in.plan.begin != nullptr ? in.plan.tile_rows : wanted_tile_rows(p));
+  t.tiles = (p.seqlen_q + t.tile_queries - 1) / t.tile_queries;
+  return t;
+}
+
+bool is_empty(const Problem& p) { return p.batch == 0 || p.heads_q == 0 || p.heads_kv == 0; }
+
+// Hands out the workspace front to back; without one it only counts.
+class Workspace {
+ public:
+  explicit Workspace(void* begin) : begin_(static_cast<char*>(begin)) {}
+
+  template <class T>
+  T* take(std::int64_t count) {
+    const std::int64_t at = used_;
+    const auto alignment = static_cast<std::int64_t>(workspace_alignment);
+    used_ += (count * static_cast<std::int64_t>(sizeof(T)) + alignment - 1) / alignment * alignment;
+    return begin_ == nullptr ? nullptr : reinterpret_cast<T*>(begin_ + at);
+  }
+  std::size_t used() const { return static_cast<std::size_t>(used_); }
+
+ private:
+  char* begin_;
+  std::int64_t used_ = 0;
+};
+
+// ---- Forward -------------------------------------------------------------------------------------
+
+std::size_t forward_workspace_size(const ForwardArgs& args, const Execution& execution) {
+  if (is_empty(args.problem)) return 0;
+  const Task t = task_of(args.problem, args.in);
+  return static_cast<std::size_t>(execution.workers * chosen().kernels->forward_scratch(t));
+}
+
+void forward(const ForwardArgs& args, const Execution& execution) {
+  if (is_empty(args.problem)) return;
+  const Kernels& kernels = *chosen().kernels;
+  const ForwardTask t{task_of(args.problem, args.in), rows_of(args.out), args.lse, args.lse_low};
+  const std::int64_t scratch = kernels.forward_scratch(t);
+  auto* const begin = static_cast<char*>(execution.workspace);
+  selection::for_each_task(
+      execution, t.batch * t.heads_kv * t.tiles,
+      [&](std::int64_t item, int worker) { kernels.forward(t, item, begin + worker * scratch); });
+}
+
+// ---- Backward ------------------------------------------------------------------------------------
+
+// The gradient of a bias that several heads or batch elements share is not one unit's to write.
+DbiasKind dbias_kind(const Task& t, const Term& dbias) {
+  if (dbias.data == nullptr) return DbiasKind::none;
+  if (dbias.query == 0 && dbias.key != 0) return DbiasKind::per_key;
+  if (dbias.key == 0) return DbiasKind::per_query;
+  const bool owned = (dbias.batch != 0 || t.batch == 1) &&
+                     (dbias.kv_head != 0 || t.heads_kv == 1) &&
+                     (dbias.group_head != 0 || t.group == 1);
+  return owned ? DbiasKind::dense : DbiasKind::dense_shared;
+}
+
+// Enough units for this many workers, whatever the number there is: results do not depend on it.
+constexpr std::int64_t target_units = 16;
+
+// Cuts the tiles into ranges of about the same work: under a causal mask without intervals that grows
+// with the square of the position.
+void cut_segments(BackwardTask& t) {
+  const std::int64_t heads = t.batch * t.heads_kv;
+  const std::int64_t wanted = (target_units + heads - 1) / heads;
+  t.segments = static_cast<int>(
+      std::clamp<std::int64_t>(std::min<std::int64_t>(wanted, t.tiles), 1, max_segments));
+  const bool grows = t.causal && t.plan.begin == nullptr;
+  for (int i = 0; i <= t.segments; ++i) {
+    const double share = static_cast<double>(i) / t.segments;
+    t.segment_tile[i] = static_cast<std::int64_t>(
+        static_cast<double>(t.tiles) * (grows ? std::sqrt(share) : share) + 0.5);
+  }
+}
+
+// Calls take(key) for every key that a query of the unit may see, in ascending order.
+template <class Take>
+void for_each_key(const BackwardTask& t, std::int64_t unit, const Take& take) {
+  const std::int64_t segment = unit / (t.batch * t.heads_kv);
+  const std::int64_t begin = t.segment_tile[segment] * t.tile_queries;
+  const std::int64_t end = std::min(t.segment_tile[segment + 1] * t.tile_queries, t.seqlen_q);
+  const KeyInterval* intervals = t.intervals.data +
+                                 unit / t.heads_kv % t.batch * t.intervals.stride_batch +
+                                 unit % t.heads_kv * t.intervals.stride_head;
+  for (std::int64_t key = 0; key < t.seqlen_k; ++key) {
+    std::int64_t first = std::max<std::int64_t>(intervals[key].first, begin);
+    if (t.causal) first = std::max(first, key - (t.seqlen_k - t.seqlen_q));
+    if (first < std::min<std::int64_t>(intervals[key].last, end)) take(key);
+  }
+}
+
+std::int64_t unit_slots(const BackwardTask& t, std::int64_t unit) {
+  if (t.intervals.data != nullptr) {
+    std::int64_t count = 0;
+    for_each_key(t, unit, [&](std::int64_t) { ++count; });
+    return count;
+  }
+  if (!t.causal) return t.seqlen_k;
+  const std::int64_t segment = unit / (t.batch * t.heads_kv);
+  const std::int64_t end = std::min(t.segment_tile[segment + 1] * t.tile_queries, t.seqlen_q);
+  return std::clamp<std::int64_t>(end + t.seqlen_k - t.seqlen_q, 0, t.seqlen_k);
+}
+
+struct BackwardLayout {
+  BackwardTask task;
+  std::int64_t* slot_begin;
+  std::int64_t* slot_count;
+  std::int32_t* slot_keys;
+  char* scratch;
+  std::int64_t scratch_bytes;
+  std::size_t bytes;
+
+  std::int64_t units() const { return task.segments * task.batch * task.heads_kv; }
+};
+
+// Lays out `workspace`; a null one is only measured.
+BackwardLayout lay_out(const BackwardArgs& args, const Execution& execution, void* workspace) {
+  const Problem& p = args.problem;
+  BackwardLayout layout{};
+  BackwardTask& t = layout.task;
+  static_cast<Task&>(t) = task_of(p, args.in);
+  t.out = rows_of(args.out);
+  t.dout = rows_of(args.dout);
+  t.lse = args.lse;
+  t.lse_low = args.lse_low;
+  t.dq = rows_of(args.dq);
+  t.dk = rows_of(args.dk);
+  t.dv = rows_of(args.dv);
+  t.dbias = term_of(args.dbias, p.bias_dtype, p, p.bias_shape);
+  t.dbias_kind = dbias_kind(t, t.dbias);
+  cut_segments(t);
+
+  Workspace space(workspace);
+  const std::int64_t units = layout.units();
+  layout.slot_begin = space.take<std::int64_t>(units + 1);
+  layout.slot_count = space.take<std::int64_t>(units);
+  std::int64_t slots = 0;
+  for (std::int64_t unit = 0; unit < units; ++unit) {
+    const std::int64_t count = unit_slots(t, unit);
+    if (workspace != nullptr) {
+      layout.slot_begin[unit] = slots;
+      layout.slot_count[unit] = count;
+    }
+    slots += count;
+  }
+  t.slot_begin = layout.slot_begin;
+  t.slot_count = layout.slot_count;
+  static constexpr std::int32_t some_keys =
+      0;  // while measuring: that there are slots is all that counts
+  layout.slot_keys = space.take<std::int32_t>(t.intervals.data == nullptr ? 0 : slots);
+  t.slot_keys = t.intervals.data == nullptr ? nullptr
+                : workspace == nullptr      ? &some_keys
+                                            : layout.slot_keys;
+  t.dk_sums = space.take<float>(slots * t.head_dim_padded);
+  t.dv_sums = space.take<float>(slots * t.head_dim_padded);
+  t.dk_shift = space.take<int>(units);
+  t.dv_shift = space.take<int>(units);
+  t.key_sum_heads = t.dbias.group_head != 0 ? static_cast<int>(t.group) : 1;
+  t.key_sums = space.take<float>(t.dbias_kind == DbiasKind::per_key ? slots * t.key_sum_heads : 0);
+  t.query_sums = space.take<float>(
+      t.dbias_kind == DbiasKind::per_query ? t.batch * t.heads_kv * t.group * t.seqlen_q : 0);
+  layout.scratch_bytes = chosen().kernels->backward_scratch(t);
+  layout.scratch = space.take<char>(layout.scratch_bytes * execution.workers);
+  layout.bytes = space.used();
+  return layout;
+}
+
+std::size_t backward_workspace_size(const BackwardArgs& args, const Execution& execution) {
+  return is_empty(args.problem) ? 0 : lay_out(args, execution, nullptr).bytes;
+}
+
+// ---- The gradient of a bias without a key or without a query dimension -----------------------------
+
+std::int64_t find_slot(const BackwardTask& t, std::int64_t unit, std::int64_t key) {
+  const std::int64_t count = t.slot_count[unit];
+  if (t.slot_keys == nullptr) return key < count ? key : -1;
+  const std::int32_t* begin = t.slot_keys + t.slot_begin[unit];
+  const std::int32_t* found =
+      std::lower_bound(begin, begin + count, static_cast<std::int32_t>(key));
+  return found != begin + count && *found == key ? found - begin : -1;
+}
+
+float sum_of_key(const BackwardTask& t, std::int64_t b, std::int64_t h, std::int64_t g,
+                 std::int64_t key) {
+  float sum = 0;
+  for (int segment = 0; segment < t.segments; ++segment) {
+    const std::int64_t unit = (segment * t.batch + b) * t.heads_kv + h;
+    const std::int64_t slot = find_slot(t, unit, key);
+    if (slot < 0) continue;
+    sum += t.key_sums[t.slot_begin[unit] * t.key_sum_heads + g * t.slot_count[unit] + slot];
+  }
+  return sum;
+}
+
+float sum_of_query(const BackwardTask& t, std::int64_t b, std::int64_t h, std::int64_t g,
+                   std::int64_t i) {
+  return t.query_sums[((b * t.heads_kv + h) * t.group + g) * t.seqlen_q + i];
+}
+
+void store_dbias(const BackwardTask& t, std::int64_t at, float value) {
+  if (t.saturate) {
+    const float limit = t.dbias.dtype == DType::bf16  ? 0x1.fep126f
+                        : t.dbias.dtype == DType::f16 ? 65504.0f
+                                                      : 0x1.fffffep127f;
+    value = value < limit ? std::max(value, -limit) : limit;
+  }
+  store(t.dbias.data, t.dbias.dtype, at, static_cast<double>(value));
+}
+
+// Adds up what the broadcast dimensions of the bias share, one element of dbias at a time.
+void reduce_dbias(const BackwardTask& t, const Execution& execution) {
+  const bool per_key = t.dbias_kind == DbiasKind::per_key;
+  const Term& d = t.dbias;
+  const std::int64_t batches = d.batch != 0 ? t.batch : 1;
+  const std::int64_t heads = d.kv_head != 0 ? t.heads_kv : 1;
+  const std::int64_t members = d.group_head != 0 ? t.group : 1;
+  const std::int64_t stride = per_key ? d.key : d.query;
+  const std::int64_t length = per_key ? t.seqlen_k : t.seqlen_q;
+  const std::int64_t elements = stride != 0 ? length : 1;
+  // Without a dimension of their own, the elements of a row are one sum.
+  constexpr std::int64_t chunk = 1024;
+  const std::int64_t chunks = (elements + chunk - 1) / chunk;
+  selection::for_each_task(
+      execution, batches * heads * members * chunks, [&](std::int64_t item, int) {
+        const std::int64_t own_g = item / chunks % members;
+        const std::int64_t own_h = item / chunks / members % heads;
+        const std::int64_t own_b = item / chunks / members / heads;
+        const std::int64_t begin = item % chunks * chunk;
+        for (std::int64_t e = begin; e < std::min(begin + chunk, elements); ++e) {
+          float sum = 0;
+          for (std::int64_t b = own_b; b < t.batch; b += batches) {
+            for (std::int64_t h = own_h; h < t.heads_kv; h += heads) {
+              if (per_key) {
+                for (std::int64_t g = own_g; g < t.key_sum_heads; g += members) {
+                  sum += sum_of_key(t, b, h, g, e);
+                }
+                continue;
+              }
+              for (std::int64_t g = own_g; g < t.group; g += members) {
+                for (std::int64_t i = e; i < length; i += elements)
+                  sum += sum_of_query(t, b, h, g, i);
+              }
+            }
+          }
+          store_dbias(t, own_b * d.batch + own_h * d.kv_head + own_g * d.group_head + e * stride,
+                      sum);
+        }
+      });
+}
+
+void store_zeros(const Tensor4& tensor, DType dtype, const std::array<std::int64_t, 4>& shape) {
+  if (tensor.data == nullptr) return;
+  for (std::int64_t i0 = 0; i0 < shape[0]; ++i0) {
+    for (std::int64_t i1 = 0; i1 < shape[1]; ++i1) {
+      for (std::int64_t i2 = 0; i2 < shape[2]; ++i2) {
+        for (std::int64_t i3 = 0; i3 < shape[3]; ++i3) {
+          const auto& stride = tensor.stride;
+          store(tensor.data, dtype,
+                i0 * stride[0] + i1 * stride[1] + i2 * stride[2] + i3 * stride[3], 0);
+        }
+      }
+    }
+  }
+}
+
+void backward(const BackwardArgs& args, const Execution& execution) {
+  if (const Problem& p = args.problem; is_empty(p)) {
+    const std::array<std::int64_t, 4> key_shape{p.batch, p.seqlen_k, p.heads_kv, p.head_dim};
+    store_zeros(args.dk, p.dtype, key_shape);
+    store_zeros(args.dv, p.dtype, key_shape);
+    store_zeros(args.dbias, p.bias_dtype, p.bias_shape);
+    return;
+  }
+  const Kernels& kernels = *chosen().kernels;
+  const BackwardLayout layout = lay_out(args, execution, execution.workspace);
+  const BackwardTask& t = layout.task;
+  const std::int64_t units = layout.units();
+  const auto scratch_of = [&](int worker) {
+    return layout.scratch + worker * layout.scratch_bytes;
+  };
+  selection::for_each_task(execution, units, [&](std::int64_t item, int worker) {
+    const std::int64_t unit = units - 1 - item;  // under a causal mask the last ones take longest
+    if (t.slot_keys != nullptr) {
+      std::int32_t* to = layout.slot_keys + layout.slot_begin[unit];
+      for_each_key(t, unit, [&](std::int64_t key) { *to++ = static_cast<std::int32_t>(key); });
+    }
+    kernels.backward(t, unit, scratch_of(worker));
+  });
+  if (t.dbias_kind == DbiasKind::dense_shared) {
+    const std::int64_t slabs =
+        (t.dbias.batch != 0 ? t.batch : 1) * (t.dbias.kv_head != 0 ? t.heads_kv : 1);
+    selection::for_each_task(execution, slabs * t.tiles, [&](std::int64_t item, int worker) {
+      kernels.shared_dbias(t, item / slabs, item % slabs, scratch_of(worker));
+    });
+  } else if (t.dbias_kind == DbiasKind::per_key || t.dbias_kind == DbiasKind::per_query) {
+    reduce_dbias(t, execution);
+  }
+  const std::int64_t blocks = (t.seqlen_k + block_keys - 1) / block_keys;
+  selection::for_each_task(execution, t.batch * t.heads_kv * blocks,
+                           [&](std::int64_t item, int) { kernels.reduce(t, item); });
+}
+
+}  // namespace
+}  // namespace flash_dmattn::cpu
+
+namespace flash_dmattn {
+
+const Backend cpu_backend = {
+    .name = "cpu",
+    .info = [] { return BackendInfo{"cpu", true, std::string(name_of(cpu::chosen().isa))}; },
+    .supports =
+        [](const Problem& p) {
+          return p.dtype == DType::f64 ? std::string("f64 is computed by the reference backend")
+                                       : std::string();
+        },
+    .query_tile_rows = cpu::wanted_tile_rows,
+    .forward_workspace_size = cpu::forward_workspace_size,
+    .backward_workspace_size = cpu::backward_workspace_size,
+    .forward = cpu::forward,
+    .backward = cpu::backward,
+    .needs_plan = true,
+};
+
+}  // namespace flash_dmattn

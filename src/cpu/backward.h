@@ -1,0 +1,496 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/keys.h"
+#include "cpu/magnitude.h"
+#include "cpu/math.h"
+#include "cpu/multiply.h"
+#include "cpu/pack.h"
+#include "cpu/score.h"
+#include "cpu/scratch.h"
+#include "cpu/task.h"
+
+// Backward: one unit goes through a range of query tiles of one kv head, block of keys by block. Strip
+// by strip of rows s = q k^T and dp = dout v^T become p and ds, and dq += ds k; then, over all rows of
+// the tile, dv += p^T dout and dk += ds^T q into the unit's own sums. (Dao, arXiv 2307.08691.)
+namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
+
+// Rows of q or dout of a tile in the two layouts that products need.
+template <class Element, class In>
+struct RowFactors {
+  Factor row_major;  // a of s = q k^T and dp = dout v^T
+  Panels panels;     // b of dk = ds^T q and dv = p^T dout
+  typename In::Storage* staged;
+  std::int32_t* exponents;  // rows were packed times 2^-exponent
+  bool large = false;       // some exponent is not 0
+  bool nonfinite = false;   // the panels have zeros for elements that are not finite
+
+  void take(const Shape<Element>& shape, const Task& t, Arena& arena) {
+    row_major = shape.take_row_major(arena);
+    panels = shape.take_row_panels(arena);
+    staged = arena.take<typename In::Storage>(std::int64_t{shape.padded_rows} * t.head_dim);
+    exponents = arena.take<std::int32_t>(shape.padded_rows);
+  }
+
+  template <class RowAt>
+  void pack(const Shape<Element>& shape, const Task& t, const RowAt& row, int rows,
+            NonFiniteInput inputs) {
+    for (int r = 0; r < shape.padded_rows; ++r) exponents[r] = 0;
+    large = nonfinite = false;
+    if (!is_large(pack_row_major(shape, t, row, rows))) {
+      pack_panels<In, Element>(row, rows, shape.padded_rows, t.head_dim, panels);
+      return;
+    }
+    const auto from = staged_rows(staged, t.head_dim);
+    large = stage_rows<In>(row, rows, t.head_dim, inputs, staged, exponents) > 0;
+    nonfinite = is_nonfinite(pack_row_major(shape, t, from, rows));
+    if (nonfinite) stage_rows<In>(row, rows, t.head_dim, NonFiniteInput::drop, staged, exponents);
+    pack_panels<In, Element>(from, rows, shape.padded_rows, t.head_dim, panels);
+  }
+
+ private:
+  template <class RowAt>
+  Int pack_row_major(const Shape<Element>& shape, const Task& t, const RowAt& row, int rows) {
+    return pack_rows<In, Element>(row, rows, shape.padded_rows, t.head_dim,
+                                  const_cast<float*>(row_major.words), shape.head_ld);
+  }
+};
+
+template <class In, class Element>
+struct BackwardUnit {
+  static constexpr int strip = Element::strip_rows;
+  static constexpr int key_words = Shape<Element>::key_words;
+  using Storage = typename In::Storage;
+
+  const BackwardTask& t;
+  const Shape<Element> shape;
+  RowFactors<Element, In> q, dout;
+  Panels k_transposed, k_panels, v_transposed;
+  float *s, *dp, *slope;          // [strip, block_keys]
+  float* ds_rows;                 // [strip, key_words] words: a of dq += ds k
+  float *p_columns, *ds_columns;  // [row_words, block_keys] words: a of the products over rows
+  float* pair;                    // [2, block_keys]
+  float* dq;                      // [padded_rows, head_columns]
+  float* product;                 // [block_keys, head_columns]
+  float *lse, *lse_low;           // [padded_rows]
+  double* delta;                  // [padded_rows]
+  float* row_sums;                // [padded_rows]
+  float* column_sums;             // [key_sum_heads, block_keys]
+  Storage* staged;                // [block_keys, head_dim]
+  std::int32_t *k_exponents, *v_exponents;  // [block_keys]
+  std::int32_t* slot_of_key;                // [Sk]; only where the unit's slots are not the keys
+  KeyTerms terms;
+
+  std::int64_t first_slot = 0, slots = 0;
+  int dq_shift = 0, dk_shift = 0, dv_shift = 0;
+  float* dense_sums =
+      nullptr;  // [queries, dense_heads, Sk]: ds is added here and nothing else is done
+  int dense_heads = 1;
+
+  BackwardUnit(const BackwardTask& task, Arena& arena) : t(task), shape(task) {
+    q.take(shape, t, arena);
+    dout.take(shape, t, arena);
+    k_transposed = shape.take_transposed(arena);
+    k_panels = shape.take_key_panels(arena);
+    v_transposed = shape.take_transposed(arena);
+    s = arena.take<float>(strip * block_keys);
+    dp = arena.take<float>(strip * block_keys);
+    slope = arena.take<float>(strip * block_keys);
+    ds_rows = arena.take<float>(strip * key_words);
+    p_columns = arena.take<float>(std::int64_t{shape.row_words} * block_keys);
+    ds_columns = arena.take<float>(std::int64_t{shape.row_words} * block_keys);
+    pair = arena.take<float>(2 * block_keys);
+    dq = arena.take<float>(std::int64_t{shape.padded_rows} * shape.head_columns);
+    product = arena.take<float>(std::int64_t{block_keys} * shape.head_columns);
+    lse = arena.take<float>(shape.padded_rows);
+    lse_low = arena.take<float>(shape.padded_rows);
+    delta = arena.take<double>(shape.padded_rows);
+    row_sums = arena.take<float>(shape.padded_rows);
+    column_sums = arena.take<float>(t.group * block_keys);
+    staged = arena.take<Storage>(std::int64_t{block_keys} * t.head_dim);
+    k_exponents = arena.take<std::int32_t>(block_keys);
+    v_exponents = arena.take<std::int32_t>(block_keys);
+    slot_of_key = arena.take<std::int32_t>(t.slot_keys == nullptr ? 0 : t.seqlen_k);
+    terms.columns = arena.take<float>(t.group * block_keys);
+  }
+
+  void run(std::int64_t unit) {
+    const std::int64_t head = unit % t.heads_kv;
+    const std::int64_t batch = unit / t.heads_kv % t.batch;
+    const std::int64_t segment = unit / (t.heads_kv * t.batch);
+    first_slot = t.slot_begin[unit];
+    slots = t.slot_count[unit];
+    dk_shift = dv_shift = 0;
+    clear(dk_sums(0), slots * t.head_dim_padded);
+    clear(dv_sums(0), slots * t.head_dim_padded);
+    if (t.dbias_kind == DbiasKind::per_key) {
+      clear(t.key_sums + first_slot * t.key_sum_heads, slots * t.key_sum_heads);
+    }
+    if (t.slot_keys != nullptr) {
+      for (std::int64_t i = 0; i < slots; ++i) {
+        slot_of_key[t.slot_keys[first_slot + i]] = static_cast<std::int32_t>(i);
+      }
+    }
+    for (std::int64_t i = t.segment_tile[segment]; i < t.segment_tile[segment + 1]; ++i) {
+      const Tile tile(t, batch, head, i);
+      load_tile(tile);
+      KeyBlock block;
+      for (KeyWalk keys(t, tile, i, KeySource::plan); keys.next(block);) add_block(tile, block);
+      store_tile(tile);
+    }
+    t.dk_shift[unit] = dk_shift;
+    t.dv_shift[unit] = dv_shift;
+  }
+
+  static void clear(float* data, std::int64_t count) {
+    __builtin_memset(data, 0, sizeof(float) * static_cast<std::size_t>(count));
+  }
+  float* dk_sums(std::int64_t slot) const {
+    return t.dk_sums + (first_slot + slot) * t.head_dim_padded;
+  }
+  float* dv_sums(std::int64_t slot) const {
+    return t.dv_sums + (first_slot + slot) * t.head_dim_padded;
+  }
+  std::int64_t slot_of(std::int64_t key) const {
+    return t.slot_keys == nullptr ? key : slot_of_key[key];
+  }
+
+  // ---- Rows -------------------------------------------------------------------------------------
+
+  std::int64_t row_index(const Tile& tile, int r) const {
+    const std::int64_t head = tile.head * t.group + r % t.group;
+    return (tile.batch * t.heads_kv * t.group + head) * t.seqlen_q + tile.first_query + r / t.group;
+  }
+
+  void load_tile(const Tile& tile) {
+    const auto dout_rows = tile_rows<In>(t, t.dout, tile);
+    const auto out_rows = tile_rows<In>(t, t.out, tile);
+    q.pack(shape, t, tile_rows<In>(t, t.q, tile), tile.rows, NonFiniteInput::keep);
+    dout.pack(shape, t, dout_rows, tile.rows,
+              t.saturate ? NonFiniteInput::drop : NonFiniteInput::keep);
+    for (int r = 0; r < shape.padded_rows; ++r) {
+      // A row without keys, like one behind the end, has p = exp(s - inf) = 0.
+      const float row_lse = r < tile.rows ? t.lse[row_index(tile, r)] : -infinity;
+      lse[r] = row_lse == -infinity ? infinity : row_lse;
+      lse_low[r] = r < tile.rows && t.lse_low != nullptr ? t.lse_low[row_index(tile, r)] : 0.0f;
+      delta[r] = r < tile.rows ? row_delta(dout_rows(r), out_rows(r)) : 0.0;
+      row_sums[r] = 0;
+    }
+    dq_shift = 0;
+    if (dense_sums != nullptr) return;
+    clear(dq, std::int64_t{shape.padded_rows} * shape.head_columns);
+    if (q.large) enter_large(dk_shift, t.dk_sums);
+    if (dout.large) enter_large(dv_shift, t.dv_sums);
+    if (t.dbias_kind == DbiasKind::dense) {
+      for (int r = 0; r < tile.rows; ++r) {
+        for (std::int64_t key = 0; key < t.seqlen_k; ++key) store_dense(tile, r, key, 0.0f);
+      }
+    }
+  }
+
+  double row_delta(const Storage* dout_row, const Storage* out_row) const {
+    Vec total{};
+    for (int d = 0; d < t.head_dim; d += lanes) {
+      Vec element = load_widened<In>(dout_row + d, t.head_dim - d);
+      if (t.saturate) element = finite_or_zero(element);
+      total = fma(element, load_widened<In>(out_row + d, t.head_dim - d), total);
+    }
+    const float in_range = reduce_add(total);
+    if (in_range - in_range == 0) return static_cast<double>(in_range);
+    double sum = 0;
+    for (int d = 0; d < t.head_dim; ++d) {
+      const float element = load_scalar<In>(dout_row, d);
+      if (t.saturate && element - element != 0) continue;
+      sum += static_cast<double>(element) * static_cast<double>(load_scalar<In>(out_row, d));
+    }
+    return sum;
+  }
+
+  // From here on the unit's sums are in units of 2^sum_unit.
+  void enter_large(int& shift, float* sums) {
+    if (shift != 0) return;
+    shift = sum_unit;
+    scale_by_power(sums + first_slot * t.head_dim_padded, slots * t.head_dim_padded, -shift);
+  }
+
+  void store_tile(const Tile& tile) {
+    if (t.dbias_kind == DbiasKind::per_query) {
+      for (int r = 0; r < tile.rows; ++r) t.query_sums[row_index(tile, r)] = row_sums[r];
+    }
+    if (t.dq.data == nullptr) return;
+    const auto rows = tile_rows<In>(t, t.dq, tile);
+    for (int r = 0; r < tile.rows; ++r) {
+      store_gradient(dq + std::int64_t{r} * shape.head_columns, t.scale, dq_shift,
+                     const_cast<Storage*>(rows(r)));
+    }
+  }
+
+  void store_gradient(const float* sum, float scale, int shift, Storage* to) const {
+    for (int d = 0; d < t.head_dim; d += lanes) {
+      Vec value = load(sum + d) * splat(scale);
+      if (shift != 0) value = value * splat(power_of_two(shift));
+      if (t.saturate) value = saturated(value, In::gradient_limit);
+      store_narrowed<In>(to + d, value, t.head_dim - d);
+    }
+  }
+
+  // ---- Blocks -----------------------------------------------------------------------------------
+
+  struct BlockScale {
+    ScoreExponents score;
+    bool v_large = false;
+    bool long_dp() const { return v_large; }
+  };
+
+  ScoreExponents load_keys(const Tile& tile, const KeyBlock& block, int padded) {
+    const auto rows = key_rows<In>(t.k, tile, block);
+    ScoreExponents exponents;
+    if (q.large) exponents.queries = q.exponents;
+    for (int n = 0; n < block_keys; ++n) k_exponents[n] = 0;
+    if (is_large(pack_transposed<In, Element>(rows, block.count, t.head_dim, k_transposed))) {
+      stage_rows<In>(rows, block.count, t.head_dim, NonFiniteInput::keep, staged, k_exponents);
+      const auto from = staged_rows(staged, t.head_dim);
+      pack_transposed<In, Element>(from, block.count, t.head_dim, k_transposed);
+      pack_panels<In, Element>(from, block.count, padded, t.head_dim, k_panels);
+      exponents.keys = k_exponents;
+      if (dq_shift == 0 && dense_sums == nullptr) {
+        dq_shift = sum_unit;
+        scale_by_power(dq, std::int64_t{shape.padded_rows} * shape.head_columns, -dq_shift);
+      }
+    } else {
+      pack_panels<In, Element>(rows, block.count, padded, t.head_dim, k_panels);
+    }
+    return exponents;
+  }
+
+  bool load_values(const Tile& tile, const KeyBlock& block) {
+    const auto rows = key_rows<In>(t.v, tile, block);
+    for (int n = 0; n < block_keys; ++n) v_exponents[n] = 0;
+    if (!is_large(pack_transposed<In, Element>(rows, block.count, t.head_dim, v_transposed))) {
+      return false;
+    }
+    stage_rows<In>(rows, block.count, t.head_dim, NonFiniteInput::keep, staged, v_exponents);
+    pack_transposed<In, Element>(staged_rows(staged, t.head_dim), block.count, t.head_dim,
+                                 v_transposed);
+    return true;
+  }
+
+  void add_block(const Tile& tile, const KeyBlock& block) {
+    prepare_terms(t, tile, block, terms);
+    if (terms.empty()) return;
+    const int padded = depth_words<Element>(block.count) * Element::per_word;
+    const ScoreExponents exponents = load_keys(tile, block, padded);
+    const bool long_dp = load_values(tile, block) || dout.large;
+    const bool general = needs_score_rows(t, terms, exponents);
+    const int columns = round_up(block.count, panel_columns);
+    const int row_begin = terms.row_begin / strip * strip;
+    const int row_end = round_up(terms.row_end, strip);
+    clear(column_sums, std::int64_t{t.key_sum_heads} * block_keys);
+    for (int row = row_begin; row < row_end; row += strip) {
+      float* const s_rows = Element::per_word == 1 ? column_words(p_columns, row) : s;
+      float* const dp_rows = Element::per_word == 1 ? column_words(ds_columns, row) : dp;
+      multiply<Element, Layout::row_major, Store::replace>(
+          row_words(q, row), k_transposed, {s_rows, block_keys}, strip, columns, shape.head_words);
+      if (general) {
+        score_rows(t, tile, block, terms, exponents, row, strip, columns, s_rows,
+                   t.softcap > 0 ? slope : nullptr);
+      }
+      multiply<Element, Layout::row_major, Store::replace>(row_words(dout, row), v_transposed,
+                                                           {dp_rows, block_keys}, strip, columns,
+                                                           shape.head_words);
+      for (int r = 0; r < strip; ++r) {
+        pair_row(tile, block, row + r, r, columns, {t.scale, general}, long_dp,
+                 s_rows + r * block_keys, dp_rows + r * block_keys);
+      }
+      if (dense_sums != nullptr) continue;
+      if constexpr (Element::per_word != 1) {
+        Element::store_columns(s, strip, columns, block_keys, column_words(p_columns, row));
+        Element::store_columns(dp, strip, columns, block_keys, column_words(ds_columns, row));
+      }
+      multiply<Element, Layout::row_major, Store::add>(
+          {ds_rows, key_words}, k_panels,
+          {dq + std::int64_t{row} * shape.head_columns, shape.head_columns}, strip,
+          shape.head_columns, depth_words<Element>(block.count));
+    }
+    if (dense_sums != nullptr) return;
+    const std::int64_t first_word = row_begin / Element::per_word;
+    const std::int64_t words = (row_end - row_begin) / Element::per_word;
+    multiply_columns(block, p_columns, dout.panels, first_word, words);
+    if (dout.nonfinite) add_nonfinite_dout(tile, block);
+    add_product(block, t.dv_sums);
+    multiply_columns(block, ds_columns, q.panels, first_word, words);
+    add_product(block, t.dk_sums);
+    if (t.dbias_kind == DbiasKind::per_key) add_column_sums(block);
+  }
+
+  static Factor row_words(const RowFactors<Element, In>& rows, int row) {
+    return {rows.row_major.words + std::int64_t{row} * rows.row_major.ld, rows.row_major.ld};
+  }
+  static float* column_words(float* words, int row) {
+    return words + std::int64_t{row / Element::per_word} * block_keys;
+  }
+
+  // product = a^T b, over words of rows.
+  void multiply_columns(const KeyBlock& block, const float* a, const Panels& b,
+                        std::int64_t first_word, std::int64_t words) {
+    multiply<Element, Layout::transposed, Store::replace>(
+        {a + first_word * block_keys, block_keys},
+        {b.words + first_word * panel_columns, b.panel_stride}, {product, shape.head_columns},
+        round_up(block.count, strip), shape.head_columns, words);
+  }
+
+  void add_nonfinite_dout(const Tile& tile, const KeyBlock& block) {
+    const auto probability = [this, &tile](int n, int row) {
+      if (row < terms.row_begin || row >= terms.row_end || row >= tile.rows) return 0.0f;
+      constexpr int per_word = Element::per_word;
+      return Element::element(p_columns,
+                              (row / per_word * block_keys + n) * per_word + row % per_word);
+    };
+    add_nonfinite<In>(probability, tile_rows<In>(t, t.dout, tile), block.count, tile.rows,
+                      t.head_dim, {product, shape.head_columns});
+  }
+
+  // sums[slot of key n] += product[n]
+  void add_product(const KeyBlock& block, float* sums) {
+    for (int n = 0; n < block.count; ++n) {
+      float* to = sums + (first_slot + slot_of(block.key(n))) * t.head_dim_padded;
+      const float* from = product + std::int64_t{n} * shape.head_columns;
+      for (int d = 0; d < shape.head_columns; d += lanes)
+        store(to + d, load(to + d) + load(from + d));
+    }
+  }
+
+  void add_column_sums(const KeyBlock& block) {
+    for (int g = 0; g < t.key_sum_heads; ++g) {
+      float* sums = t.key_sums + first_slot * t.key_sum_heads + g * slots;
+      for (int n = 0; n < block.count; ++n) {
+        sums[slot_of(block.key(n))] += column_sums[g * block_keys + n];
+      }
+    }
+  }
+
+  // One row of pairs: in, q . k (or the score) and dout . v; out, p and ds as factors of dv and dk,
+  // and ds as a factor of dq.
+  void pair_row(const Tile& tile, const KeyBlock& block, int row, int strip_row, int columns,
+                const ScoreForm& form, bool long_dp, float* s_row, float* dp_row) {
+    const float* column = terms.columns_of(row);
+    const Vec row_lse = splat(lse[row]);
+    const Vec row_low = splat(lse_low[row]);
+    const Vec row_delta = splat(static_cast<float>(delta[row]));
+    float* sums = column_sums + row % t.key_sum_heads * std::int64_t{block_keys};
+    Vec total{};
+    for (int n = 0; n < columns; n += 2 * lanes) {
+      Vec words[2];
+      for (int half = 0; half < 2; ++half) {
+        const int at = n + half * lanes;
+        const Vec p =
+            min(exp((score(form, s_row + at, column + at) - row_lse) - row_low), splat(1.0f));
+        Vec ds = long_dp ? long_ds(row, at, p, dp_row + at) : p * (load(dp_row + at) - row_delta);
+        ds = p > Vec{} ? ds : Vec{};
+        if (t.saturate) ds = saturated(ds, float_max);
+        store(sums + at, load(sums + at) + ds);
+        total = total + ds;
+        store(pair + at, ds);
+        if (t.softcap > 0) ds = ds * load(slope + std::int64_t{strip_row} * block_keys + at);
+        if (t.saturate) ds = saturated(ds, In::gradient_limit);
+        words[half] = ds;
+        store(s_row + at, dv_shift == 0 ? p : p * splat(row_factor(dout, row, dv_shift)));
+        store(dp_row + at, dk_shift == 0 ? ds : limited(ds * splat(row_factor(q, row, dk_shift))));
+        if (dq_shift != 0) {
+          for (int i = 0; i < lanes; ++i) {
+            words[half][i] = scaled(words[half][i], k_exponents[at + i] - dq_shift);
+          }
+          words[half] = limited(words[half]);
+        }
+      }
+      Element::store_row(ds_rows + strip_row * key_words, n, words[0], words[1]);
+    }
+    if (t.dbias_kind == DbiasKind::per_query) row_sums[row] += reduce_add(total);
+    if (row >= tile.rows) return;
+    if (dense_sums != nullptr) {
+      float* to = dense_sums + (row / t.group * dense_heads + row % dense_heads) * t.seqlen_k;
+      for (int n = 0; n < block.count; ++n) to[block.key(n)] += pair[n];
+    } else if (t.dbias_kind == DbiasKind::dense) {
+      for (int n = 0; n < block.count; ++n) store_dense(tile, row, block.key(n), pair[n]);
+    }
+  }
+
+  // Finite stays finite: what saturates at 2^127 before it was scaled does so after.
+  Vec limited(Vec v) const { return t.saturate ? saturated(v, In::gradient_limit) : v; }
+
+  float row_factor(const RowFactors<Element, In>& rows, int row, int shift) const {
+    return power_of_two(rows.exponents[row] - shift);
+  }
+
+  // p (dp - delta) in double, which holds what fp32 cannot.
+  Vec long_ds(int row, int at, Vec p, const float* dp_at) const {
+    Vec ds{};
+    for (int i = 0; i < lanes; ++i) {
+      const int exponent = dout.exponents[row] + v_exponents[at + i];
+      const double dp_true = __builtin_ldexp(static_cast<double>(dp_at[i]), exponent);
+      const double value = static_cast<double>(p[i]) * (dp_true - delta[row]);
+      const double limit = 0x1.fffffep127;
+      ds[i] = static_cast<float>(!t.saturate     ? value
+                                 : value < limit ? (value > -limit ? value : -limit)
+                                                 : limit);
+    }
+    return ds;
+  }
+
+  void store_dense(const Tile& tile, int row, std::int64_t key, float ds) const {
+    const std::int64_t at = tile.batch * t.dbias.batch + tile.head * t.dbias.kv_head +
+                            row % t.group * t.dbias.group_head +
+                            (tile.first_query + row / t.group) * t.dbias.query;
+    store_scalar(t.dbias.data, t.dbias.dtype, at + key * t.dbias.key, ds, t.saturate);
+  }
+};
+
+template <class In, class Element>
+std::int64_t backward_scratch(const BackwardTask& task) {
+  Arena arena(nullptr);
+  BackwardUnit<In, Element> whole(task, arena);
+  if (task.dbias_kind == DbiasKind::dense_shared) {
+    arena.take<float>(task.tile_queries * task.group * task.seqlen_k);
+  }
+  return arena.used();
+}
+
+template <class In, class Element>
+void backward_unit(const BackwardTask& task, std::int64_t unit, void* scratch) {
+  Arena arena(scratch);
+  BackwardUnit<In, Element>(task, arena).run(unit);
+}
+
+// dbias of the queries of a tile, for all the heads and batch elements that share it, in their order.
+// slab = (b, hkv) of the bias, of which those of a broadcast dimension are one.
+template <class In, class Element>
+void shared_dbias_tile(const BackwardTask& t, std::int64_t tile_index, std::int64_t slab,
+                       void* scratch) {
+  Arena arena(scratch);
+  BackwardUnit<In, Element> unit(t, arena);
+  unit.dense_heads = t.dbias.group_head != 0 ? static_cast<int>(t.group) : 1;
+  unit.dense_sums = arena.take<float>(t.tile_queries * t.group * t.seqlen_k);
+  const std::int64_t heads = t.dbias.kv_head != 0 ? t.heads_kv : 1;
+  const std::int64_t batches = t.dbias.batch != 0 ? t.batch : 1;
+  const Tile first(t, slab / heads, slab % heads, tile_index);
+  unit.clear(unit.dense_sums, std::int64_t{first.queries} * unit.dense_heads * t.seqlen_k);
+  for (std::int64_t b = first.batch; b < t.batch; b += batches) {
+    for (std::int64_t h = first.head; h < t.heads_kv; h += heads) {
+      const Tile tile(t, b, h, tile_index);
+      unit.load_tile(tile);
+      KeyBlock block;
+      for (KeyWalk keys(t, tile, tile_index, KeySource::plan); keys.next(block);) {
+        unit.add_block(tile, block);
+      }
+    }
+  }
+  for (int r = 0; r < first.queries * unit.dense_heads; ++r) {
+    const int row = r / unit.dense_heads * static_cast<int>(t.group) + r % unit.dense_heads;
+    for (std::int64_t key = 0; key < t.seqlen_k; ++key) {
+      unit.store_dense(first, row, key, unit.dense_sums[r * t.seqlen_k + key]);
+    }
+  }
+}
+
+}  // namespace flash_dmattn::cpu::FLASH_DMATTN_ISA

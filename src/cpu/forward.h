@@ -1,0 +1,234 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/keys.h"
+#include "cpu/magnitude.h"
+#include "cpu/math.h"
+#include "cpu/multiply.h"
+#include "cpu/pack.h"
+#include "cpu/score.h"
+#include "cpu/scratch.h"
+#include "cpu/task.h"
+
+// Forward: one item is a tile of queries of one kv head, all heads of its group stacked. For each
+// block of keys, strip by strip of rows: s = q k^T, the online softmax, out += p v.
+// (Milakov, Gimelshein, arXiv 1805.02867; Dao, arXiv 2307.08691.)
+namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
+
+template <class In, class Element>
+struct ForwardTile {
+  static constexpr int strip = Element::strip_rows;
+  using Storage = typename In::Storage;
+
+  const ForwardTask& t;
+  const Shape<Element> shape;
+  Factor q;
+  Panels k;  // transposed
+  Panels v;
+  float* s;        // [strip, block_keys]
+  float* p;        // [strip, key_words] words; s itself where a word is an fp32
+  float* out;      // [padded_rows, head_columns]
+  float* row_max;  // [padded_rows]
+  float* row_sum;  // [padded_rows, lanes]: partial sums
+  Storage* staged;
+  std::int32_t* q_exponents;  // [padded_rows]
+  std::int32_t* k_exponents;  // [block_keys]
+  std::int32_t* v_exponents;  // [block_keys]
+  KeyTerms terms;
+  bool q_large = false;
+  int out_shift = 0;  // out is in units of 2^out_shift
+
+  ForwardTile(const ForwardTask& task, Arena& arena) : t(task), shape(task) {
+    q = shape.take_row_major(arena);
+    k = shape.take_transposed(arena);
+    v = shape.take_key_panels(arena);
+    s = arena.take<float>(strip * block_keys);
+    p = Element::per_word == 1 ? s : arena.take<float>(strip * Shape<Element>::key_words);
+    out = arena.take<float>(std::int64_t{shape.padded_rows} * shape.head_columns);
+    row_max = arena.take<float>(shape.padded_rows);
+    row_sum = arena.take<float>(std::int64_t{shape.padded_rows} * lanes);
+    staged = arena.take<Storage>(std::int64_t{shape.rows > block_keys ? shape.rows : block_keys} *
+                                 t.head_dim);
+    q_exponents = arena.take<std::int32_t>(shape.padded_rows);
+    k_exponents = arena.take<std::int32_t>(block_keys);
+    v_exponents = arena.take<std::int32_t>(block_keys);
+    terms.columns = arena.take<float>(t.group * block_keys);
+  }
+
+  void run(const Tile& tile, std::int64_t tile_index) {
+    load_queries(tile);
+    KeyBlock block;
+    for (KeyWalk keys(t, tile, tile_index, KeySource::plan); keys.next(block);) {
+      prepare_terms(t, tile, block, terms);
+      if (terms.empty()) continue;
+      const ScoreExponents exponents = load_keys(tile, block);
+      const bool v_large = load_values(tile, block);
+      const bool general = needs_score_rows(t, terms, exponents);
+      const int columns = round_up(block.count, panel_columns);
+      for (int row = terms.row_begin / strip * strip; row < terms.row_end; row += strip) {
+        multiply<Element, Layout::row_major, Store::replace>(
+            {q.words + std::int64_t{row} * q.ld, q.ld}, k, {s, block_keys}, strip, columns,
+            shape.head_words);
+        if (general) {
+          score_rows(t, tile, block, terms, exponents, row, strip, columns, s, nullptr);
+        }
+        softmax(row, columns, {t.scale, general});
+        const Product out_rows{out + std::int64_t{row} * shape.head_columns, shape.head_columns};
+        if (v_large) add_nonfinite_values(tile, block, out_rows);
+        multiply<Element, Layout::row_major, Store::add>({p, Shape<Element>::key_words}, v,
+                                                         out_rows, strip, shape.head_columns,
+                                                         depth_words<Element>(block.count));
+      }
+    }
+    finish(tile);
+  }
+
+  void load_queries(const Tile& tile) {
+    const auto rows = tile_rows<In>(t, t.q, tile);
+    float* words = const_cast<float*>(q.words);
+    const int ld = shape.head_ld;
+    q_large =
+        is_large(pack_rows<In, Element>(rows, tile.rows, shape.padded_rows, t.head_dim, words, ld));
+    if (q_large) {
+      stage_rows<In>(rows, tile.rows, t.head_dim, NonFiniteInput::keep, staged, q_exponents);
+      pack_rows<In, Element>(staged_rows(staged, t.head_dim), tile.rows, shape.padded_rows,
+                             t.head_dim, words, ld);
+    }
+    for (int r = 0; r < shape.padded_rows; ++r) row_max[r] = -infinity;
+    __builtin_memset(row_sum, 0, sizeof(float) * lanes * static_cast<unsigned>(shape.padded_rows));
+    __builtin_memset(out, 0,
+                     sizeof(float) * static_cast<unsigned>(shape.padded_rows) *
+                         static_cast<unsigned>(shape.head_columns));
+    out_shift = 0;
+  }
+
+  ScoreExponents load_keys(const Tile& tile, const KeyBlock& block) {
+    const auto rows = key_rows<In>(t.k, tile, block);
+    ScoreExponents exponents;
+    if (q_large) exponents.queries = q_exponents;
+    if (is_large(pack_transposed<In, Element>(rows, block.count, t.head_dim, k))) {
+      stage_rows<In>(rows, block.count, t.head_dim, NonFiniteInput::keep, staged, k_exponents);
+      for (int n = block.count; n < block_keys; ++n) k_exponents[n] = 0;
+      pack_transposed<In, Element>(staged_rows(staged, t.head_dim), block.count, t.head_dim, k);
+      exponents.keys = k_exponents;
+    }
+    return exponents;
+  }
+
+  bool load_values(const Tile& tile, const KeyBlock& block) {
+    const auto rows = key_rows<In>(t.v, tile, block);
+    const int padded = depth_words<Element>(block.count) * Element::per_word;
+    for (int n = 0; n < block_keys; ++n) v_exponents[n] = 0;
+    const bool large = is_large(pack_panels<In, Element>(rows, block.count, padded, t.head_dim, v));
+    if (large) {
+      stage_rows<In>(rows, block.count, t.head_dim, NonFiniteInput::drop, staged, v_exponents);
+      pack_panels<In, Element>(staged_rows(staged, t.head_dim), block.count, padded, t.head_dim, v);
+      if (out_shift == 0) {
+        out_shift = sum_unit;
+        scale_by_power(out, std::int64_t{shape.padded_rows} * shape.head_columns, -out_shift);
+      }
+    }
+    return large;
+  }
+
+  // p = exp(s - max) for a strip; earlier sums are brought to the new maximum.
+  void softmax(int row, int columns, const ScoreForm& form) {
+    for (int r = 0; r < strip; ++r) {
+      const float* s_row = s + r * block_keys;
+      const float* column = terms.columns_of(row + r);
+      Vec largest = splat(row_max[row + r]);
+      for (int n = 0; n < columns; n += lanes) {
+        largest = max(largest, score(form, s_row + n, column + n));
+      }
+      const float new_max = reduce(largest, [](Vec a, Vec b) { return max(a, b); });
+      // A row that has seen no key yet has no maximum; every p is then 0.
+      const float subtracted = new_max == -infinity ? 0.0f : new_max;
+      if (new_max > row_max[row + r]) rescale(row + r, row_max[row + r] - subtracted);
+      row_max[row + r] = new_max;
+
+      float* sum = row_sum + std::int64_t{row + r} * lanes;
+      Vec total = load(sum);
+      for (int n = 0; n < columns; n += panel_columns) {
+        const Vec left = exp(score(form, s_row + n, column + n) - splat(subtracted));
+        const Vec right =
+            exp(score(form, s_row + n + lanes, column + n + lanes) - splat(subtracted));
+        total = total + (left + right);
+        store_probabilities(r, n, left, right);
+      }
+      store(sum, total);
+    }
+  }
+
+  void store_probabilities(int r, int n, Vec left, Vec right) {
+    if (out_shift != 0) {
+      for (int i = 0; i < lanes; ++i) {
+        left[i] = scaled(left[i], v_exponents[n + i] - out_shift);
+        right[i] = scaled(right[i], v_exponents[n + lanes + i] - out_shift);
+      }
+    }
+    Element::store_row(p + r * Shape<Element>::key_words, n, left, right);
+  }
+
+  // exp(old max - new max) times the sums of a row.
+  void rescale(int row, float difference) {
+    const Vec factor = exp(splat(difference));
+    float* sum = row_sum + std::int64_t{row} * lanes;
+    store(sum, load(sum) * factor);
+    float* out_row = out + std::int64_t{row} * shape.head_columns;
+    for (int d = 0; d < shape.head_columns; d += lanes) {
+      store(out_row + d, load(out_row + d) * factor);
+    }
+  }
+
+  void add_nonfinite_values(const Tile& tile, const KeyBlock& block, Product out_rows) const {
+    add_nonfinite<In>([this](int r, int n) { return Element::element(p, r * block_keys + n); },
+                      key_rows<In>(t.v, tile, block), strip, block.count, t.head_dim, out_rows);
+  }
+
+  void finish(const Tile& tile) {
+    const auto rows = tile_rows<In>(t, t.out, tile);
+    for (int r = 0; r < tile.rows; ++r) {
+      const float sum = reduce_add(load(row_sum + std::int64_t{r} * lanes));
+      const bool empty = row_max[r] == -infinity;
+      const float* from = out + std::int64_t{r} * shape.head_columns;
+      const Vec factor = splat(empty ? 0.0f : 1.0f / sum);
+      Storage* to = const_cast<Storage*>(rows(r));
+      for (int d = 0; d < t.head_dim; d += lanes) {
+        Vec value = load(from + d) * factor;
+        if (out_shift != 0) value = value * splat(power_of_two(out_shift));
+        if (t.saturate) value = saturated(value, In::largest);
+        store_narrowed<In>(to + d, value, t.head_dim - d);
+      }
+      const std::int64_t head = tile.head * t.group + r % t.group;
+      const std::int64_t index =
+          (tile.batch * t.heads_kv * t.group + head) * t.seqlen_q + tile.first_query + r / t.group;
+      const double log_sum = empty ? 0 : __builtin_log(static_cast<double>(sum));
+      t.lse[index] = row_max[r] + static_cast<float>(log_sum);
+      if (t.lse_low != nullptr) {
+        const double rest = static_cast<double>(row_max[r]) - static_cast<double>(t.lse[index]);
+        t.lse_low[index] = empty ? 0.0f : static_cast<float>(rest + log_sum);
+      }
+    }
+  }
+};
+
+template <class In, class Element>
+std::int64_t forward_scratch(const Task& task) {
+  Arena arena(nullptr);
+  const ForwardTask whole{task, {}, nullptr, nullptr};
+  ForwardTile<In, Element> tile(whole, arena);
+  return arena.used();
+}
+
+// Tiles of a head from last to first: under a causal mask the last one takes longest.
+template <class In, class Element>
+void forward_item(const ForwardTask& task, std::int64_t item, void* scratch) {
+  const std::int64_t index = task.tiles - 1 - item % task.tiles;
+  const std::int64_t head = item / task.tiles;
+  Arena arena(scratch);
+  ForwardTile<In, Element> tile(task, arena);
+  tile.run(Tile(task, head / task.heads_kv, head % task.heads_kv, index), index);
+}
+
+}  // namespace flash_dmattn::cpu::FLASH_DMATTN_ISA

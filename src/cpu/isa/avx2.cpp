@@ -1,0 +1,13 @@
+#define FLASH_DMATTN_ISA avx2
+#include "cpu/isa/avx2.h"
+#include "cpu/element.h"
+
+namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
+using Bf16Element = Single;  // what bf16 arrays are multiplied as
+}
+
+#include "cpu/kernels.h"
+
+namespace flash_dmattn::cpu {
+const Kernels avx2_kernels = FLASH_DMATTN_ISA::kernels;
+}

@@ -1,0 +1,76 @@
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "cpu/element.h"
+
+// Factors in bf16: a word is two elements that are neighbours along the depth of a product.
+namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
+
+struct Pair {
+  static constexpr int per_word = 2;
+  static constexpr int depth_step = 1;  // words
+  static constexpr int strip_rows = vector_strip_rows;
+
+  static Vec dot(Vec sum, Vec a, Vec b) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+  }
+
+  // `lanes` words of a row; `count` elements are left in it.
+  template <class In>
+  static Vec load_words(const std::uint16_t* p, int count) {
+    return count >= 2 * lanes ? load_as<Vec>(p) : load_bytes<Vec>(p, 2 * count);
+  }
+  // The words (first[i], second[i]); second is null behind the end.
+  template <class In>
+  static Vec load_interleaved(const std::uint16_t* first, const std::uint16_t* second, int count) {
+    Int words = __builtin_convertvector(load_packed<In>(first, count), Int);
+    if (second != nullptr) {
+      words |= __builtin_convertvector(load_packed<In>(second, count), Int) << 16;
+    }
+    return from_bits(words);
+  }
+  // The largest magnitude of a pair as the bits of an fp32, per lane.
+  static Int magnitude(Vec words) {
+    const Int low = (bits(words) & 0x7fff) << 16;
+    const Int high = bits(words) & 0x7fff0000;
+    return low > high ? low : high;
+  }
+
+  // Elements [n, n + 2 * lanes) of a row of words.
+  static void store_row(float* row, int n, Vec left, Vec right) {
+    store(row + n / 2, row_words(left, right));
+  }
+  static float element(const float* words, int index) { return load_scalar<Bf16>(words, index); }
+
+  // 2 * lanes elements of a row, in order.
+  static Vec row_words(Vec left, Vec right) {
+    return reinterpret_cast<Vec>(_mm512_cvtne2ps_pbh(right, left));
+  }
+  // The words (first[i], second[i]) of `lanes` columns of two rows.
+  static Vec interleaved_words(Vec first, Vec second) {
+    return from_bits(interleave(row_words(first, second)));
+  }
+
+  // Rows of fp32 [rows, ld] as the words of pairs of rows, [rows / 2, ld].
+  static void store_columns(const float* rows, int count, int columns, int ld, float* words) {
+    for (int r = 0; r < count; r += 2) {
+      for (int n = 0; n < columns; n += lanes) {
+        store(words + r / 2 * ld + n,
+              interleaved_words(load(rows + r * ld + n), load(rows + (r + 1) * ld + n)));
+      }
+    }
+  }
+
+ private:
+  static Int interleave(Vec words) {
+    const __m512i order =
+        _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                         21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return reinterpret_cast<Int>(_mm512_permutexvar_epi16(order, reinterpret_cast<__m512i>(words)));
+  }
+};
+
+}  // namespace flash_dmattn::cpu::FLASH_DMATTN_ISA

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/backward.h"
+#include "cpu/forward.h"
+#include "cpu/reduce.h"
+
+// The functions of this instruction set, one instance per dtype of the arrays and element of products.
+namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
+
+// Calls f<In, Element>() for the dtype of a task.
+template <class Function>
+auto dispatch(const Task& t, const Function& f) {
+  switch (t.dtype) {
+    case DType::bf16: return f.template operator()<Bf16, Bf16Element>();
+    case DType::f16: return f.template operator()<F16, Single>();
+    default: return f.template operator()<F32, Single>();
+  }
+}
+
+inline constexpr Kernels kernels = {
+    .forward_scratch =
+        [](const Task& t) {
+          return dispatch(
+              t, [&]<class In, class Element>() { return forward_scratch<In, Element>(t); });
+        },
+    .backward_scratch =
+        [](const BackwardTask& t) {
+          return dispatch(
+              t, [&]<class In, class Element>() { return backward_scratch<In, Element>(t); });
+        },
+    .forward =
+        [](const ForwardTask& t, std::int64_t item, void* scratch) {
+          dispatch(t,
+                   [&]<class In, class Element>() { forward_item<In, Element>(t, item, scratch); });
+        },
+    .backward =
+        [](const BackwardTask& t, std::int64_t unit, void* scratch) {
+          dispatch(
+              t, [&]<class In, class Element>() { backward_unit<In, Element>(t, unit, scratch); });
+        },
+    .shared_dbias =
+        [](const BackwardTask& t, std::int64_t tile, std::int64_t slab, void* scratch) {
+          dispatch(t, [&]<class In, class Element>() {
+            shared_dbias_tile<In, Element>(t, tile, slab, scratch);
+          });
+        },
+    .reduce =
+        [](const BackwardTask& t, std::int64_t item) {
+          dispatch(t, [&]<class In, class>() { reduce_item<In>(t, item); });
+        },
+};
+
+}  // namespace flash_dmattn::cpu::FLASH_DMATTN_ISA

@@ -1,0 +1,225 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/element.h"
+#include "cpu/task.h"
+
+// Which keys a tile of queries meets, block by block, and what every query of the tile has in common
+// with regard to them.
+namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
+
+struct Tile {
+  std::int64_t batch, head;  // of k and v
+  std::int64_t first_query;
+  int queries;
+  int rows;                    // queries * G
+  std::int64_t causal_offset;  // the last key that query i sees is i + causal_offset
+
+  Tile(const Task& t, std::int64_t batch_, std::int64_t head_, std::int64_t tile)
+      : batch(batch_), head(head_), first_query(tile * t.tile_queries) {
+    const std::int64_t left = t.seqlen_q - first_query;
+    queries = left < t.tile_queries ? static_cast<int>(left) : t.tile_queries;
+    rows = queries * static_cast<int>(t.group);
+    causal_offset = t.seqlen_k - t.seqlen_q;
+  }
+};
+
+// Up to block_keys keys: index[0 .. count), or start, start + 1, ... where index is null.
+struct KeyBlock {
+  const std::int32_t* index = nullptr;
+  std::int64_t start = 0;
+  int count = 0;
+  bool partial = false;  // some query of the tile does not see some key: test every pair
+
+  std::int64_t key(int n) const { return index != nullptr ? index[n] : start + n; }
+};
+
+enum class KeySource : std::uint8_t { plan, all };
+
+class KeyWalk {
+ public:
+  KeyWalk(const Task& t, const Tile& tile, std::int64_t tile_index, KeySource source) {
+    const std::int64_t last = tile.first_query + tile.queries - 1;
+    if (source == KeySource::plan && t.plan.begin != nullptr) {
+      const std::int64_t list =
+          tile.batch * t.plan.stride_batch + tile.head * t.plan.stride_head + tile_index;
+      index_ = t.plan.keys + t.plan.begin[list];
+      end_ = t.plan.count[list];
+      full_ = t.plan.full[list];
+      return;
+    }
+    end_ = t.seqlen_k;
+    if (t.causal && last + tile.causal_offset + 1 < end_) end_ = last + tile.causal_offset + 1;
+    full_ = t.causal ? tile.first_query + tile.causal_offset + 1 : t.seqlen_k;
+    if (t.intervals.data != nullptr) full_ = 0;
+  }
+
+  bool next(KeyBlock& block) {
+    if (position_ >= end_) return false;
+    const std::int64_t left = end_ - position_;
+    block.count = left < block_keys ? static_cast<int>(left) : block_keys;
+    block.index = index_ == nullptr ? nullptr : index_ + position_;
+    block.start = position_;
+    position_ += block.count;
+    block.partial = position_ > full_;
+    return true;
+  }
+
+ private:
+  const std::int32_t* index_ = nullptr;
+  std::int64_t position_ = 0;
+  std::int64_t end_ = 0;
+  std::int64_t full_ = 0;  // keys before this one are seen by every query
+};
+
+// Terms of the score that depend on the key alone, and the rows of the tile that see any key of the
+// block. A key that is masked for every query has the column term -inf, as have the columns behind the
+// block's last key.
+struct KeyTerms {
+  std::int32_t first[block_keys];  // query i sees key n when first[n] <= i < last[n]
+  std::int32_t last[block_keys];
+  float* columns;    // [column_heads, block_keys]
+  int column_heads;  // 1, or G where the heads of a group differ
+  bool test_intervals;
+  bool test_mask;
+  int row_begin, row_end;  // rows outside see none of the keys
+
+  const float* columns_of(int row) const {
+    return columns + row % column_heads * std::int64_t{block_keys};
+  }
+  bool empty() const { return row_begin >= row_end; }
+};
+
+inline const std::uint8_t* mask_at(const Task& t, const Tile& tile, int group_head,
+                                   std::int64_t query) {
+  return static_cast<const std::uint8_t*>(t.mask.data) + tile.batch * t.mask.batch +
+         tile.head * t.mask.kv_head + group_head * t.mask.group_head + query * t.mask.query;
+}
+
+inline std::int64_t bias_at(const Task& t, const Tile& tile, int group_head, std::int64_t query) {
+  return tile.batch * t.bias.batch + tile.head * t.bias.kv_head + group_head * t.bias.group_head +
+         query * t.bias.query;
+}
+
+// A mask or bias without a query dimension is a column term; one with it is tested pair by pair.
+inline bool is_per_pair(const Term& term) { return term.data != nullptr && term.query != 0; }
+inline bool is_per_key(const Term& term) { return term.data != nullptr && term.query == 0; }
+
+inline int column_heads(const Task& t) {
+  const bool differ = (is_per_key(t.bias) && t.bias.group_head != 0) ||
+                      (is_per_key(t.mask) && t.mask.group_head != 0);
+  return differ ? static_cast<int>(t.group) : 1;
+}
+
+// A bias as it enters a score: one that masks becomes -inf, and +inf the largest number.
+inline Vec bias_term(Vec bias, float mask_value) {
+  return bias > splat(mask_value) ? min(bias, splat(float_max)) : splat(-infinity);
+}
+
+inline void column_terms(const Task& t, const Tile& tile, const KeyBlock& block, KeyTerms& terms) {
+  for (int g = 0; g < terms.column_heads; ++g) {
+    float* column = terms.columns + std::int64_t{g} * block_keys;
+    const bool with_bias = is_per_key(t.bias);
+    const std::int64_t bias = bias_at(t, tile, g, 0);
+    for (int n = 0; n < block_keys; ++n) {
+      column[n] = n >= block.count ? -infinity
+                  : with_bias
+                      ? load_scalar(t.bias.data, t.bias.dtype, bias + block.key(n) * t.bias.key)
+                      : 0.0f;
+    }
+    if (with_bias) {
+      for (int n = 0; n < block_keys; n += lanes) {
+        store(column + n, bias_term(load(column + n), t.mask_value));
+      }
+    }
+    if (is_per_key(t.mask)) {
+      const std::uint8_t* mask = mask_at(t, tile, g, 0);
+      for (int n = 0; n < block.count; ++n) {
+        if (mask[block.key(n) * t.mask.key] == 0) column[n] = -infinity;
+      }
+    }
+  }
+}
+
+inline void interval_terms(const Task& t, const Tile& tile, const KeyBlock& block,
+                           KeyTerms& terms) {
+  const KeyInterval* intervals = t.intervals.data == nullptr
+                                     ? nullptr
+                                     : t.intervals.data + tile.batch * t.intervals.stride_batch +
+                                           tile.head * t.intervals.stride_head;
+  std::int64_t begin = tile.first_query + tile.queries;
+  std::int64_t end = tile.first_query;
+  for (int n = 0; n < block.count; ++n) {
+    const std::int64_t key = block.key(n);
+    std::int64_t first = intervals == nullptr ? 0 : intervals[key].first;
+    const std::int64_t last = intervals == nullptr ? t.seqlen_q : intervals[key].last;
+    if (t.causal && key - tile.causal_offset > first) first = key - tile.causal_offset;
+    terms.first[n] = static_cast<std::int32_t>(first < t.seqlen_q ? first : t.seqlen_q);
+    terms.last[n] = static_cast<std::int32_t>(last);
+    if (first >= last) continue;
+    if (first < begin) begin = first;
+    if (last > end) end = last;
+  }
+  for (int n = block.count; n < block_keys; ++n) terms.first[n] = terms.last[n] = 0;
+  const std::int64_t low = begin > tile.first_query ? begin - tile.first_query : 0;
+  const std::int64_t high =
+      end - tile.first_query < tile.queries ? end - tile.first_query : tile.queries;
+  terms.row_begin = static_cast<int>(low * t.group);
+  terms.row_end = static_cast<int>(high * t.group);
+}
+
+struct MaskContent {
+  bool some_visible = false;
+  bool some_masked = false;
+
+  void add(const std::uint8_t* mask, const KeyBlock& block, std::int64_t stride) {
+    std::uint8_t all = 1;
+    std::uint8_t some = 0;
+    if (block.index == nullptr && stride == 1) {
+      for (int n = 0; n < block.count; ++n) {
+        const std::uint8_t visible = mask[block.start + n] != 0;
+        all = all & visible;
+        some = some | visible;
+      }
+    } else {
+      for (int n = 0; n < block.count; ++n) {
+        const std::uint8_t visible = mask[block.key(n) * stride] != 0;
+        all = all & visible;
+        some = some | visible;
+      }
+    }
+    some_visible = some_visible || some != 0;
+    some_masked = some_masked || all == 0;
+  }
+};
+
+// Looks at the tile of a mask with a query dimension: nothing else is done for an empty one, and a
+// full one is not looked at again.
+inline void mask_terms(const Task& t, const Tile& tile, const KeyBlock& block, KeyTerms& terms) {
+  const int group = static_cast<int>(t.group);
+  MaskContent content;
+  for (int g = 0; g < (t.mask.group_head != 0 ? group : 1); ++g) {
+    for (int i = terms.row_begin / group; i < (terms.row_end + group - 1) / group; ++i) {
+      content.add(mask_at(t, tile, g, tile.first_query + i), block, t.mask.key);
+      if (content.some_visible && content.some_masked) {
+        terms.test_mask = true;
+        return;
+      }
+    }
+  }
+  if (!content.some_visible) terms.row_end = terms.row_begin;
+}
+
+inline void prepare_terms(const Task& t, const Tile& tile, const KeyBlock& block, KeyTerms& terms) {
+  terms.column_heads = column_heads(t);
+  terms.row_begin = 0;
+  terms.row_end = tile.rows;
+  terms.test_intervals = block.partial;
+  terms.test_mask = false;
+  if (block.partial) interval_terms(t, tile, block, terms);
+  if (!terms.empty() && is_per_pair(t.mask)) mask_terms(t, tile, block, terms);
+  if (!terms.empty()) column_terms(t, tile, block, terms);
+}
+
+}  // namespace flash_dmattn::cpu::FLASH_DMATTN_ISA

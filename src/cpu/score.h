@@ -1,0 +1,127 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/keys.h"
+#include "cpu/magnitude.h"
+#include "cpu/math.h"
+
+// From q . k to the score. Most blocks need one multiply-add per pair, scale * (q . k) + column term,
+// and get it inside the softmax; all others go through score_rows first.
+namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
+
+// Powers of two that rows of q and k were packed with; null: none.
+struct ScoreExponents {
+  const std::int32_t* queries = nullptr;  // [rows of the tile]
+  const std::int32_t* keys = nullptr;     // [block_keys]
+
+  bool any() const { return queries != nullptr || keys != nullptr; }
+};
+
+// A score before the softmax: multiplier * s + columns[n].
+struct ScoreForm {
+  float multiplier;
+  bool final;  // score_rows has been there: multiplier 1 and no column term
+};
+
+inline Vec score(const ScoreForm& form, const float* s, const float* columns) {
+  return form.final ? load(s) : fma(load(s), splat(form.multiplier), load(columns));
+}
+
+// Whether the pairs of a block take score_rows. q . k is below 2^64 where no exponents are given, and
+// 2^38 times that cannot overflow, not even with the largest bias.
+inline bool needs_score_rows(const Task& t, const KeyTerms& terms,
+                             const ScoreExponents& exponents) {
+  const bool huge_scale = !(t.scale < 0x1p38f && t.scale > -0x1p38f);
+  return terms.test_intervals || terms.test_mask || is_per_pair(t.bias) || t.softcap > 0 ||
+         exponents.any() || huge_scale;
+}
+
+inline Vec pair_bias(const Task& t, std::int64_t row, const KeyBlock& block, int n) {
+  if (block.index == nullptr && t.bias.key == 1 && n + lanes <= block.count) {
+    const std::int64_t at = row + block.start + n;
+    switch (t.bias.dtype) {
+      case DType::bf16:
+        return load_widened<Bf16>(static_cast<const std::uint16_t*>(t.bias.data) + at, lanes);
+      case DType::f16:
+        return load_widened<F16>(static_cast<const std::uint16_t*>(t.bias.data) + at, lanes);
+      default: return load_widened<F32>(static_cast<const float*>(t.bias.data) + at, lanes);
+    }
+  }
+  Vec bias{};
+  for (int i = 0; i < lanes && n + i < block.count; ++i) {
+    bias[i] = load_scalar(t.bias.data, t.bias.dtype, row + block.key(n + i) * t.bias.key);
+  }
+  return bias;
+}
+
+inline Int pair_mask(const Task& t, const std::uint8_t* row, const KeyBlock& block, int n) {
+  Int visible{};
+  for (int i = 0; i < lanes && n + i < block.count; ++i) {
+    visible[i] = row[block.key(n + i) * t.mask.key] != 0 ? -1 : 0;
+  }
+  return visible;
+}
+
+// Rows [row, row + rows) of the tile: q . k in s [rows, block_keys] becomes the score, -inf where the
+// pair is masked. slope, where it is not null, becomes the derivative of the softcap.
+inline void score_rows(const Task& t, const Tile& tile, const KeyBlock& block,
+                       const KeyTerms& terms, const ScoreExponents& exponents, int row, int rows,
+                       int columns, float* s, float* slope) {
+  for (int r = row; r < row + rows; ++r, s += block_keys) {
+    const bool is_padding = r >= tile.rows;
+    const int group_head = static_cast<int>(r % t.group);
+    const std::int64_t query = is_padding ? 0 : tile.first_query + r / t.group;
+    const float* column = terms.columns_of(r);
+    const Int position = Int{} + static_cast<std::int32_t>(query);
+    for (int n = 0; n < columns; n += lanes) {
+      if (is_padding) {
+        store(s + n, splat(-infinity));
+        if (slope != nullptr) store(slope + std::int64_t{r - row} * block_keys + n, Vec{});
+        continue;
+      }
+      Vec x = load(s + n);
+      const Vec column_term = load(column + n);
+      if (exponents.any() || t.softcap > 0) {
+        x = x * splat(t.scale);
+        if (exponents.any()) {
+          for (int i = 0; i < lanes; ++i) {
+            const int exponent = (exponents.queries == nullptr ? 0 : exponents.queries[r]) +
+                                 (exponents.keys == nullptr ? 0 : exponents.keys[n + i]);
+            if (exponent != 0) x[i] = scaled(x[i], exponent);
+          }
+        }
+        if (t.softcap > 0) {
+          const Vec capped = tanh(x / splat(t.softcap));
+          if (slope != nullptr) {
+            store(slope + std::int64_t{r - row} * block_keys + n, splat(1.0f) - capped * capped);
+          }
+          x = capped * splat(t.softcap);
+        }
+        x = x + column_term;
+      } else {
+        x = fma(x, splat(t.scale), column_term);
+      }
+      Int visible = column_term > splat(-infinity);
+      if (is_per_pair(t.bias)) {
+        const Vec bias =
+            bias_term(pair_bias(t, bias_at(t, tile, group_head, query), block, n), t.mask_value);
+        x = x + bias;
+        visible &= bias > splat(-infinity);
+      }
+      if (terms.test_mask) {
+        visible &= pair_mask(t, mask_at(t, tile, group_head, query), block, n);
+      }
+      if (terms.test_intervals) {
+        const Int first = load_as<Int>(terms.first + n);
+        const Int last = load_as<Int>(terms.last + n);
+        visible &= (first <= position) & (position < last);
+      }
+      // A NaN becomes the lower limit.
+      x = min(max(x, splat(-float_max)), splat(float_max));
+      store(s + n, visible ? x : splat(-infinity));
+    }
+  }
+}
+
+}  // namespace flash_dmattn::cpu::FLASH_DMATTN_ISA

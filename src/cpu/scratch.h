@@ -1,0 +1,94 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/keys.h"
+#include "cpu/multiply.h"
+#include "cpu/pack.h"
+
+// The scratch memory of a worker, handed out front to back in pieces aligned to 64 bytes. Without
+// memory it only counts.
+namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
+
+class Arena {
+ public:
+  explicit Arena(void* begin) : begin_(static_cast<char*>(begin)) {}
+
+  template <class T>
+  T* take(std::int64_t count) {
+    const std::int64_t at = used_;
+    used_ = round_up(used_ + count * static_cast<std::int64_t>(sizeof(T)), std::int64_t{64});
+    return begin_ == nullptr ? nullptr : reinterpret_cast<T*>(begin_ + at);
+  }
+  std::int64_t used() const { return used_; }
+
+ private:
+  char* begin_;
+  std::int64_t used_ = 0;
+};
+
+// The sizes that follow from a task and an element.
+template <class Element>
+struct Shape {
+  static constexpr int key_words = block_keys / Element::per_word;
+
+  int rows;          // of a whole tile
+  int padded_rows;   // to whole strips
+  int row_words;     // depth of a product over the rows
+  int head_words;    // depth of a product over the head dimension
+  int head_ld;       // words between rows of that depth
+  int head_columns;  // columns of a product into the head dimension
+  int head_panels;
+  std::int64_t transposed_stride, key_stride, row_stride;  // of panels over each depth
+
+  explicit Shape(const Task& t)
+      : rows(t.tile_queries * static_cast<int>(t.group)),
+        padded_rows(round_up(rows, Element::strip_rows)),
+        row_words(padded_rows / Element::per_word),
+        head_words(depth_words<Element>(t.head_dim)),
+        head_ld(round_up(head_words, lanes)),
+        head_columns(round_up(t.head_dim, lanes)),
+        head_panels(round_up(head_columns, panel_columns) / panel_columns),
+        transposed_stride(std::int64_t{head_words} * panel_columns),
+        key_stride(std::int64_t{key_words} * panel_columns),
+        row_stride(std::int64_t{row_words} * panel_columns) {}
+
+  Panels take_transposed(Arena& arena) const {
+    return {arena.take<float>(block_keys / panel_columns * transposed_stride), transposed_stride};
+  }
+  Panels take_key_panels(Arena& arena) const {
+    return {arena.take<float>(head_panels * key_stride), key_stride};
+  }
+  Panels take_row_panels(Arena& arena) const {
+    return {arena.take<float>(head_panels * row_stride), row_stride};
+  }
+  Factor take_row_major(Arena& arena) const {
+    return {arena.take<float>(std::int64_t{padded_rows} * head_ld), head_ld};
+  }
+};
+
+// Address of the row of `rows` that row r of a tile stands for: query r / G, head r % G of the group.
+template <class In>
+auto tile_rows(const Task& t, const Rows& rows, const Tile& tile) {
+  return [&t, &rows, &tile](int r) {
+    return static_cast<const typename In::Storage*>(rows.data) + tile.batch * rows.batch +
+           (tile.first_query + r / t.group) * rows.row +
+           (tile.head * t.group + r % t.group) * rows.head;
+  };
+}
+
+// Address of the row of k or v of key n of a block.
+template <class In>
+auto key_rows(const Rows& rows, const Tile& tile, const KeyBlock& block) {
+  const auto* head = static_cast<const typename In::Storage*>(rows.data) + tile.batch * rows.batch +
+                     tile.head * rows.head;
+  return [head, &rows, &block](int n) { return head + block.key(n) * rows.row; };
+}
+
+// Rows staged by stage_rows.
+template <class Storage>
+auto staged_rows(const Storage* rows, int head_dim) {
+  return [rows, head_dim](int r) { return rows + std::int64_t{r} * head_dim; };
+}
+
+}  // namespace flash_dmattn::cpu::FLASH_DMATTN_ISA

@@ -1,0 +1,113 @@
+#pragma once
+
+#include <cstdint>
+
+#include "flash_dmattn/selection.h"
+#include "flash_dmattn/types.h"
+
+// What backend.cpp hands to the kernels of an instruction set: plain data, resolved once, so that no
+// inline function of another header gets compiled with the flags of an instruction set.
+namespace flash_dmattn::cpu {
+
+// Keys of a block: one step of the loop over keys. A multiple of the strip and panel sizes of every
+// instruction set (12, 32, 6 rows; 32, 16, 8 columns), so that only a list's last block has tails.
+inline constexpr int block_keys = 96;
+
+// [B, S, H, D], D contiguous; strides in elements.
+struct Rows {
+  void* data = nullptr;
+  std::int64_t batch = 0;
+  std::int64_t row = 0;
+  std::int64_t head = 0;
+};
+
+// A mask, a bias or its gradient. Strides in elements, 0 where it broadcasts.
+struct Term {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  std::int64_t batch = 0;
+  std::int64_t kv_head = 0;     // from one group of query heads to the next
+  std::int64_t group_head = 0;  // within a group
+  std::int64_t query = 0;
+  std::int64_t key = 0;
+};
+
+// Both directions. G = heads_q / heads_kv query heads share a kv head; a tile is tile_queries queries
+// of all of them, stacked into rows: row r is query r / G, head r % G of the group.
+struct Task {
+  std::int64_t batch, heads_kv, group, seqlen_q, seqlen_k;
+  int head_dim;
+  int head_dim_padded;  // columns of fp32 rows in the workspace: a multiple of 16
+  DType dtype;
+  float scale, softcap;
+  float mask_value;
+  bool causal, saturate;
+
+  Rows q, k, v;
+  Term mask, bias;
+  KeyIntervals intervals;
+  Plan plan;  // begin is null without intervals
+  int tile_queries;
+  std::int64_t tiles;
+};
+
+struct ForwardTask : Task {
+  Rows out;
+  float* lse;      // [B, Hq, Sq]
+  float* lse_low;  // the same, may be null
+};
+
+enum class DbiasKind : std::uint8_t {
+  none,
+  per_key,       // no query dimension: column sums per unit and head
+  per_query,     // no key dimension: row sums
+  dense,         // written from ds, every element by the one kv head that owns it
+  dense_shared,  // dense, but shared by kv heads or batch elements: a pass of its own
+};
+
+// The range of tiles one worker goes through with its own dk and dv accumulators.
+inline constexpr int max_segments = 16;
+inline constexpr int max_head_dim = 256;
+
+// A unit is (segment, b, kv head): unit = (segment * B + b) * Hkv + h. It adds dk and dv into rows of
+// its own, one row ("slot") per key that it can see.
+struct BackwardTask : Task {
+  Rows out, dout;
+  const float* lse;
+  const float* lse_low;  // may be null
+  Rows dq, dk, dv;       // null data: not wanted
+  Term dbias;
+  DbiasKind dbias_kind;
+
+  int segments;
+  std::int64_t segment_tile[max_segments + 1];
+  const std::int64_t* slot_begin;  // [units + 1]
+  const std::int64_t* slot_count;  // [units]; the unit's rows beyond are padding
+  const std::int32_t* slot_keys;   // [slots]: the key of each, ascending; null: slot = key
+  float* dk_sums;                  // [slots, head_dim_padded]
+  float* dv_sums;
+  int* dk_shift;      // [units]: the sums are in units of 2^shift
+  int* dv_shift;      // [units]
+  int key_sum_heads;  // 1, or G where dbias tells the heads of a group apart
+  float* key_sums;    // per_key: [slots * key_sum_heads]; of a unit: [heads, slots]
+  float* query_sums;  // per_query: [B, Hq, Sq]
+};
+
+// The functions of one instruction set. Items are independent of each other and of who runs them.
+struct Kernels {
+  std::int64_t (*forward_scratch)(const Task&);  // bytes of a worker, a multiple of 64
+  std::int64_t (*backward_scratch)(const BackwardTask&);
+  void (*forward)(const ForwardTask&, std::int64_t item, void* scratch);  // B * Hkv * tiles items
+  void (*backward)(const BackwardTask&, std::int64_t unit, void* scratch);
+  void (*shared_dbias)(const BackwardTask&, std::int64_t tile, std::int64_t slab, void* scratch);
+  void (*reduce)(const BackwardTask&, std::int64_t item);  // B * Hkv * ceil(Sk / block_keys) items
+};
+
+// One translation unit each, src/cpu/isa/<name>.cpp.
+extern const Kernels generic_kernels;
+extern const Kernels avx2_kernels;
+extern const Kernels avx512_kernels;
+extern const Kernels avx512_bf16_kernels;
+extern const Kernels amx_bf16_kernels;
+
+}  // namespace flash_dmattn::cpu

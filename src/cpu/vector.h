@@ -1,0 +1,102 @@
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+// Vectors of `lanes` 32-bit lanes as compiler vectors, and what can be said about them without naming
+// an instruction. The instruction set's header defines `lanes` before it includes this file, and adds
+// the operations that compilers do not find by themselves.
+//
+// Everything of an instruction set lives in its own namespace: an inline function shared by two
+// translation units with different flags would be one function, of whichever the linker kept.
+namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
+
+using Vec [[gnu::vector_size(4 * lanes), gnu::may_alias]] = float;
+using Int [[gnu::vector_size(4 * lanes), gnu::may_alias]] = std::int32_t;
+using Half [[gnu::vector_size(2 * lanes), gnu::may_alias]] = std::uint16_t;
+
+inline constexpr float infinity = __builtin_inff();
+inline constexpr float float_max = 0x1.fffffep127f;
+
+inline Int bits(Vec v) { return reinterpret_cast<Int>(v); }
+inline Vec from_bits(Int v) { return reinterpret_cast<Vec>(v); }
+
+template <class T>
+T load_as(const void* p) {
+  T v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+inline Vec load(const float* p) { return load_as<Vec>(p); }
+inline void store(float* p, Vec v) { __builtin_memcpy(p, &v, sizeof v); }
+
+template <int... I>
+Vec splat(float x, std::integer_sequence<int, I...>) {
+  return Vec{(static_cast<void>(I), x)...};
+}
+inline Vec splat(float x) { return splat(x, std::make_integer_sequence<int, lanes>()); }
+
+template <int... I>
+Int lane_numbers(std::integer_sequence<int, I...>) {
+  return Int{I...};
+}
+inline Int lane_numbers() { return lane_numbers(std::make_integer_sequence<int, lanes>()); }
+
+template <int Step, int... I>
+Vec swap_lanes(Vec v, std::integer_sequence<int, I...>) {
+  return __builtin_shuffle(v, Int{(I ^ Step)...});
+}
+
+// Folds a vector with an associative operation into one lane.
+template <int Step = lanes / 2, class Fold>
+float reduce(Vec v, const Fold& fold) {
+  v = fold(v, swap_lanes<Step>(v, std::make_integer_sequence<int, lanes>()));
+  if constexpr (Step > 1) {
+    return reduce<Step / 2>(v, fold);
+  } else {
+    return v[0];
+  }
+}
+inline float reduce_add(Vec v) {
+  return reduce(v, [](Vec a, Vec b) { return a + b; });
+}
+
+inline bool any(Int mask) {
+  std::int32_t found = 0;
+  for (int i = 0; i < lanes; ++i) found |= mask[i];
+  return found != 0;
+}
+
+// Exchanges the off-diagonal quarters of every 2 Step x 2 Step block.
+template <int Step, int... I>
+void transpose_step(Vec* rows, std::integer_sequence<int, I...>) {
+#pragma GCC unroll 16
+  for (int i = 0; i < lanes; ++i) {
+    if ((i & Step) != 0) continue;
+    const Vec a = rows[i];
+    const Vec b = rows[i + Step];
+    rows[i] = __builtin_shuffle(a, b, Int{((I & Step) != 0 ? lanes + I - Step : I)...});
+    rows[i + Step] = __builtin_shuffle(a, b, Int{((I & Step) != 0 ? lanes + I : I + Step)...});
+  }
+}
+
+// Transposes lanes x lanes words.
+template <int Step = lanes / 2>
+void transpose(Vec* rows) {
+  transpose_step<Step>(rows, std::make_integer_sequence<int, lanes>());
+  if constexpr (Step > 1) transpose<Step / 2>(rows);
+}
+
+// ---- bf16 -----------------------------------------------------------------------------------------
+
+inline Vec from_bf16(Half v) { return from_bits(__builtin_convertvector(v, Int) << 16); }
+
+// Round to nearest even; NaN stays NaN, overflow becomes inf.
+inline Half to_bf16(Vec v) {
+  const Int b = bits(v);
+  const Int rounded = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
+  const Int result = v == v ? rounded : (b >> 16) | 0x40;
+  return __builtin_convertvector(result, Half);
+}
+
+}  // namespace flash_dmattn::cpu::FLASH_DMATTN_ISA

@@ -1,0 +1,417 @@
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "backend.h"
+#include "float_types.h"
+#include "selection/tasks.h"
+
+// The definition in attention.h as plain loops in double: the oracle of the tests, and the backend
+// that runs everything.
+//
+// Where double can hold what the dtypes cannot, the limits of attention.h apply where they are stated:
+//   scores     to the range of fp32 (of double for f64); a NaN score to its lower end
+//   ds         saturate: to the range of fp32 (of double), as it enters dbias
+//   dt         saturate: to the gradient limit of the dtype, as it enters dq and dk
+//   gradients  saturate: to the gradient limit of their dtype, on store
+//   out        saturate: to the maximum of the dtype, on store
+// A pair with p = 0 contributes to nothing in the backward, whatever dout and v hold, and neither does
+// a pair that is not visible in either direction.
+namespace flash_dmattn {
+namespace {
+
+constexpr std::int64_t max_head_dim = 256;
+constexpr double infinity = std::numeric_limits<double>::infinity();
+
+using HeadVector = double[max_head_dim];  // one row of q, dq, out or dout
+
+// ---- Limits --------------------------------------------------------------------------------------
+
+double largest(DType dtype) {
+  switch (dtype) {
+    case DType::f64: return std::numeric_limits<double>::max();
+    case DType::f32: return 0x1.fffffep127;
+    case DType::bf16: return 0x1.fep127;
+    default: return 65504;
+  }
+}
+
+double gradient_limit(DType dtype) {
+  return dtype == DType::bf16 ? largest(dtype) / 2 : largest(dtype);
+}
+
+// The dtype of scores, lse and ds inside a computation in `dtype`.
+DType softmax_dtype(DType dtype) { return dtype == DType::f64 ? DType::f64 : DType::f32; }
+
+// A NaN becomes the upper limit.
+double saturated(double value, double limit) {
+  return value < limit ? std::max(value, -limit) : limit;
+}
+
+// A NaN becomes the lower limit.
+double clamped_score(double score, double limit) {
+  return score > -limit ? std::min(score, limit) : -limit;
+}
+
+void store_limited(const Tensor4& tensor, DType dtype, NonFinite nonfinite, double limit,
+                   std::int64_t offset, double value) {
+  store(tensor.data, dtype, offset,
+        nonfinite == NonFinite::saturate ? saturated(value, limit) : value);
+}
+
+// ---- Access --------------------------------------------------------------------------------------
+
+std::int64_t offset_of(const std::array<std::int64_t, 4>& stride, std::int64_t i0, std::int64_t i1,
+                       std::int64_t i2, std::int64_t i3 = 0) {
+  return i0 * stride[0] + i1 * stride[1] + i2 * stride[2] + i3 * stride[3];
+}
+
+double dot(const double* a, const double* b, std::int64_t size) {
+  double sum = 0;
+  for (std::int64_t d = 0; d < size; ++d) sum += a[d] * b[d];
+  return sum;
+}
+
+void load_row(const ConstTensor4& tensor, DType dtype, std::int64_t offset, std::int64_t size,
+              double* row) {
+  for (std::int64_t d = 0; d < size; ++d) row[d] = load(tensor.data, dtype, offset + d);
+}
+
+// The rows of one (batch, kv head) of k or v, [Sk, D].
+void load_head(const Problem& p, const ConstTensor4& tensor, std::int64_t batch, std::int64_t head,
+               double* rows) {
+  for (std::int64_t j = 0; j < p.seqlen_k; ++j) {
+    load_row(tensor, p.dtype, offset_of(tensor.stride, batch, j, head), p.head_dim,
+             rows + j * p.head_dim);
+  }
+}
+
+// ---- Scores --------------------------------------------------------------------------------------
+
+struct Row {
+  std::int64_t batch;
+  std::int64_t head;     // of q
+  std::int64_t kv_head;  // head / G
+  std::int64_t query;
+};
+
+// The head index of a mask or a bias for a row, of a shape with Hq, Hkv or 1 heads.
+std::int64_t broadcast_head(const Problem& p, const BroadcastShape& shape, const Row& row) {
+  if (shape[1] == 1) return 0;
+  return shape[1] == p.heads_q ? row.head : row.kv_head;
+}
+
+std::int64_t mask_offset(const Problem& p, const Inputs& in, const Row& row, std::int64_t key) {
+  return offset_of(in.mask.stride, row.batch, broadcast_head(p, p.mask_shape, row), row.query, key);
+}
+
+std::int64_t bias_offset(const Problem& p, const Inputs& in, const Row& row, std::int64_t key) {
+  return offset_of(in.bias.stride, row.batch, broadcast_head(p, p.bias_shape, row), row.query, key);
+}
+
+// vis_ij but for the bias.
+bool allowed(const Problem& p, const Inputs& in, const Row& row, std::int64_t key) {
+  if (p.causal && key > row.query + p.seqlen_k - p.seqlen_q) return false;
+  if (in.mask.data != nullptr &&
+      static_cast<const std::uint8_t*>(in.mask.data)[mask_offset(p, in, row, key)] == 0) {
+    return false;
+  }
+  if (in.intervals.data == nullptr) return true;
+  const KeyInterval interval = in.intervals.data[row.batch * in.intervals.stride_batch +
+                                                 row.kv_head * in.intervals.stride_head + key];
+  return interval.first <= row.query && row.query < interval.last;
+}
+
+// scores[j] = s_ij, -inf where key j is not visible; slopes[j] = 1 - tanh^2(scale q_i . k_j / c), 1
+// without softcap. Both [Sk].
+void score_row(const Problem& p, const Inputs& in, const Row& row, const double* q, const double* k,
+               double* scores, double* slopes) {
+  const double scale = static_cast<double>(p.scale);
+  const double softcap = static_cast<double>(p.softcap);
+  const double limit = largest(softmax_dtype(p.dtype));
+  for (std::int64_t j = 0; j < p.seqlen_k; ++j) {
+    scores[j] = -infinity;
+    slopes[j] = 1;
+    if (!allowed(p, in, row, j)) continue;
+    double bias = 0;
+    if (in.bias.data != nullptr) {
+      bias = load(in.bias.data, p.bias_dtype, bias_offset(p, in, row, j));
+      if (!(bias > mask_value(p.dtype))) continue;
+    }
+    double score = scale * dot(q, k + j * p.head_dim, p.head_dim);
+    if (softcap > 0) {
+      const double tanh = std::tanh(score / softcap);
+      score = softcap * tanh;
+      slopes[j] = 1 - tanh * tanh;
+    }
+    scores[j] = clamped_score(score + bias, limit);
+  }
+}
+
+// ---- Parallel shape ------------------------------------------------------------------------------
+
+// The heads of a problem in `batch` x `heads` units of work that write to different places: unit
+// (ub, uh) is made of the (b, hkv) with b = ub mod batch and hkv = uh mod heads, computed in ascending
+// order by one worker. The sums are the same for any number of workers.
+struct Units {
+  std::int64_t batch;
+  std::int64_t heads;
+
+  int workers(const Execution& execution) const {
+    return static_cast<int>(std::min<std::int64_t>(execution.workers, batch * heads));
+  }
+};
+
+Units forward_units(const Problem& p) { return {p.batch, p.heads_kv}; }
+
+// Heads that share elements of the bias add to the same dbias.
+Units backward_units(const Problem& p) {
+  const bool has_bias = p.bias_shape != BroadcastShape{};
+  return {has_bias && p.bias_shape[0] == 1 ? std::min<std::int64_t>(p.batch, 1) : p.batch,
+          has_bias && p.bias_shape[1] == 1 ? std::min<std::int64_t>(p.heads_kv, 1) : p.heads_kv};
+}
+
+// Calls body(batch, kv_head, worker) for all of them.
+template <class Body>
+void for_each_kv_head(const Problem& p, Units units, const Execution& execution, const Body& body) {
+  selection::for_each_task(
+      execution, units.batch * units.heads, [&](std::int64_t unit, int worker) {
+        for (std::int64_t b = unit / units.heads; b < p.batch; b += units.batch) {
+          for (std::int64_t h = unit % units.heads; h < p.heads_kv; h += units.heads)
+            body(b, h, worker);
+        }
+      });
+}
+
+// Calls body(row) for every query row of every head that uses one kv head.
+template <class Body>
+void for_each_row(const Problem& p, std::int64_t batch, std::int64_t kv_head, const Body& body) {
+  const std::int64_t group = p.heads_q / p.heads_kv;
+  for (std::int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
+    for (std::int64_t i = 0; i < p.seqlen_q; ++i) body(Row{batch, h, kv_head, i});
+  }
+}
+
+std::size_t doubles(std::int64_t count) { return static_cast<std::size_t>(count) * sizeof(double); }
+
+// ---- Forward -------------------------------------------------------------------------------------
+
+// Doubles of a worker: k and v [Sk, D], scores and slopes [Sk].
+std::int64_t forward_scratch(const Problem& p) { return p.seqlen_k * (2 * p.head_dim + 2); }
+
+void forward_row(const ForwardArgs& args, const Row& row, const double* k, const double* v,
+                 double* weights, double* slopes) {
+  const Problem& p = args.problem;
+  HeadVector q;
+  load_row(args.in.q, p.dtype, offset_of(args.in.q.stride, row.batch, row.query, row.head),
+           p.head_dim, q);
+  score_row(p, args.in, row, q, k, weights, slopes);
+
+  const double max = p.seqlen_k > 0 ? *std::max_element(weights, weights + p.seqlen_k) : -infinity;
+  const bool empty = max == -infinity;
+  double sum = 0;
+  for (std::int64_t j = 0; j < p.seqlen_k; ++j) {
+    weights[j] = empty ? 0 : std::exp(weights[j] - max);
+    sum += weights[j];
+  }
+  HeadVector out = {};
+  for (std::int64_t j = 0; j < p.seqlen_k; ++j) {
+    if (weights[j] == 0) continue;
+    const double probability = weights[j] / sum;
+    for (std::int64_t d = 0; d < p.head_dim; ++d) out[d] += probability * v[j * p.head_dim + d];
+  }
+
+  const std::int64_t out_offset = offset_of(args.out.stride, row.batch, row.query, row.head);
+  for (std::int64_t d = 0; d < p.head_dim; ++d) {
+    store_limited(args.out, p.dtype, p.nonfinite, largest(p.dtype), out_offset + d, out[d]);
+  }
+  const DType lse_dtype = softmax_dtype(p.dtype);
+  const std::int64_t index = (row.batch * p.heads_q + row.head) * p.seqlen_q + row.query;
+  store(args.lse, lse_dtype, index, empty ? -infinity : max + std::log(sum));
+  if (args.lse_low == nullptr) return;
+  // max - lse is exact where the two are close, which is where lse has lost something.
+  const double low = empty ? 0 : (max - load(args.lse, lse_dtype, index)) + std::log(sum);
+  store(args.lse_low, lse_dtype, index, low);
+}
+
+std::size_t forward_workspace_size(const ForwardArgs& args, const Execution& execution) {
+  const int workers = forward_units(args.problem).workers(execution);
+  return doubles(workers * forward_scratch(args.problem));
+}
+
+void forward(const ForwardArgs& args, const Execution& execution) {
+  const Problem& p = args.problem;
+  for_each_kv_head(p, forward_units(p), execution, [&](std::int64_t b, std::int64_t h, int worker) {
+    double* const k = static_cast<double*>(execution.workspace) + worker * forward_scratch(p);
+    double* const v = k + p.seqlen_k * p.head_dim;
+    double* const scores = v + p.seqlen_k * p.head_dim;
+    load_head(p, args.in.k, b, h, k);
+    load_head(p, args.in.v, b, h, v);
+    for_each_row(p, b, h, [&](const Row& row) {
+      forward_row(args, row, k, v, scores, scores + p.seqlen_k);
+    });
+  });
+}
+
+// ---- Backward ------------------------------------------------------------------------------------
+
+// The scratch of a worker.
+struct BackwardScratch {
+  double* k;  // [Sk, D], as are the next three
+  double* v;
+  double* dk;  // sums, of dk / scale
+  double* dv;
+  double* scores;  // [Sk]
+  double* slopes;  // [Sk]
+
+  static std::int64_t size(const Problem& p) { return p.seqlen_k * (4 * p.head_dim + 2); }
+
+  BackwardScratch(const Problem& p, double* begin) {
+    const std::int64_t head = p.seqlen_k * p.head_dim;
+    k = begin;
+    v = k + head;
+    dk = v + head;
+    dv = dk + head;
+    scores = dv + head;
+    slopes = scores + p.seqlen_k;
+  }
+};
+
+// Elements of the bias, each of which has a sum in the workspace, in the order of a dense array.
+std::int64_t bias_elements(const Problem& p) {
+  return p.bias_shape[0] * p.bias_shape[1] * p.bias_shape[2] * p.bias_shape[3];
+}
+
+double& dbias_sum(const Problem& p, const Row& row, std::int64_t key, double* sums) {
+  const BroadcastShape& shape = p.bias_shape;
+  const std::int64_t b = shape[0] == 1 ? 0 : row.batch;
+  const std::int64_t i = shape[2] == 1 ? 0 : row.query;
+  const std::int64_t j = shape[3] == 1 ? 0 : key;
+  const std::int64_t h = broadcast_head(p, shape, row);
+  return sums[((b * shape[1] + h) * shape[2] + i) * shape[3] + j];
+}
+
+void load_dout(const BackwardArgs& args, const Row& row, double* dout) {
+  const Problem& p = args.problem;
+  load_row(args.dout, p.dtype, offset_of(args.dout.stride, row.batch, row.query, row.head),
+           p.head_dim, dout);
+  if (p.nonfinite == NonFinite::propagate) return;
+  for (std::int64_t d = 0; d < p.head_dim; ++d) {
+    if (!std::isfinite(dout[d])) dout[d] = 0;
+  }
+}
+
+void store_gradient_row(const Problem& p, const Tensor4& tensor, std::int64_t offset, double factor,
+                        const double* row) {
+  if (tensor.data == nullptr) return;
+  for (std::int64_t d = 0; d < p.head_dim; ++d) {
+    store_limited(tensor, p.dtype, p.nonfinite, gradient_limit(p.dtype), offset + d,
+                  factor * row[d]);
+  }
+}
+
+// Writes one row of dq and adds to the sums of dk, dv and dbias; dbias_sums is null without a bias.
+void backward_row(const BackwardArgs& args, const Row& row, const BackwardScratch& scratch,
+                  double* dbias_sums) {
+  const Problem& p = args.problem;
+  const bool saturate = p.nonfinite == NonFinite::saturate;
+  const DType lse_dtype = softmax_dtype(p.dtype);
+  HeadVector q, out, dout;
+  HeadVector dq = {};
+  load_row(args.in.q, p.dtype, offset_of(args.in.q.stride, row.batch, row.query, row.head),
+           p.head_dim, q);
+  load_row(args.out, p.dtype, offset_of(args.out.stride, row.batch, row.query, row.head),
+           p.head_dim, out);
+  load_dout(args, row, dout);
+  score_row(p, args.in, row, q, scratch.k, scratch.scores, scratch.slopes);
+
+  const std::int64_t index = (row.batch * p.heads_q + row.head) * p.seqlen_q + row.query;
+  const double lse = load(args.lse, lse_dtype, index);
+  const double lse_low = args.lse_low == nullptr ? 0 : load(args.lse_low, lse_dtype, index);
+  const double delta = dot(dout, out, p.head_dim);
+  for (std::int64_t j = 0; j < p.seqlen_k; ++j) {
+    if (scratch.scores[j] == -infinity) continue;
+    const double probability = std::exp((scratch.scores[j] - lse) - lse_low);
+    if (probability == 0) continue;
+    const std::int64_t key = j * p.head_dim;
+    double ds = probability * (dot(dout, scratch.v + key, p.head_dim) - delta);
+    if (saturate) ds = saturated(ds, largest(lse_dtype));
+    if (dbias_sums != nullptr) dbias_sum(p, row, j, dbias_sums) += ds;
+    double dt = ds * scratch.slopes[j];
+    if (saturate) dt = saturated(dt, gradient_limit(p.dtype));
+    for (std::int64_t d = 0; d < p.head_dim; ++d) {
+      dq[d] += dt * scratch.k[key + d];
+      scratch.dk[key + d] += dt * q[d];
+      scratch.dv[key + d] += probability * dout[d];
+    }
+  }
+  store_gradient_row(p, args.dq, offset_of(args.dq.stride, row.batch, row.query, row.head),
+                     static_cast<double>(p.scale), dq);
+}
+
+void store_dbias(const BackwardArgs& args, const double* sums) {
+  const Problem& p = args.problem;
+  const BroadcastShape& shape = p.bias_shape;
+  const double limit = gradient_limit(p.bias_dtype);
+  for (std::int64_t b = 0; b < shape[0]; ++b) {
+    for (std::int64_t h = 0; h < shape[1]; ++h) {
+      for (std::int64_t i = 0; i < shape[2]; ++i) {
+        for (std::int64_t j = 0; j < shape[3]; ++j) {
+          store_limited(args.dbias, p.bias_dtype, p.nonfinite, limit,
+                        offset_of(args.dbias.stride, b, h, i, j), *sums++);
+        }
+      }
+    }
+  }
+}
+
+std::size_t backward_workspace_size(const BackwardArgs& args, const Execution& execution) {
+  const Problem& p = args.problem;
+  const int workers = backward_units(p).workers(execution);
+  return doubles(bias_elements(p) + workers * BackwardScratch::size(p));
+}
+
+void backward(const BackwardArgs& args, const Execution& execution) {
+  const Problem& p = args.problem;
+  double* const dbias_sums =
+      args.dbias.data == nullptr ? nullptr : static_cast<double*>(execution.workspace);
+  if (dbias_sums != nullptr) std::fill_n(dbias_sums, bias_elements(p), 0.0);
+  double* const workers_begin = static_cast<double*>(execution.workspace) + bias_elements(p);
+
+  const double scale = static_cast<double>(p.scale);
+  for_each_kv_head(
+      p, backward_units(p), execution, [&](std::int64_t b, std::int64_t h, int worker) {
+        const BackwardScratch scratch(p, workers_begin + worker * BackwardScratch::size(p));
+        load_head(p, args.in.k, b, h, scratch.k);
+        load_head(p, args.in.v, b, h, scratch.v);
+        std::fill_n(scratch.dk, p.seqlen_k * p.head_dim, 0.0);
+        std::fill_n(scratch.dv, p.seqlen_k * p.head_dim, 0.0);
+        for_each_row(p, b, h,
+                     [&](const Row& row) { backward_row(args, row, scratch, dbias_sums); });
+        for (std::int64_t j = 0; j < p.seqlen_k; ++j) {
+          store_gradient_row(p, args.dk, offset_of(args.dk.stride, b, j, h), scale,
+                             scratch.dk + j * p.head_dim);
+          store_gradient_row(p, args.dv, offset_of(args.dv.stride, b, j, h), 1,
+                             scratch.dv + j * p.head_dim);
+        }
+      });
+  if (dbias_sums != nullptr) store_dbias(args, dbias_sums);
+}
+
+}  // namespace
+
+const Backend reference_backend = {
+    .name = "reference",
+    .info = [] { return BackendInfo{"reference", true, "loops in double"}; },
+    .supports = [](const Problem&) { return std::string(); },
+    .query_tile_rows = [](const Problem&) -> std::int64_t { return 64; },
+    .forward_workspace_size = forward_workspace_size,
+    .backward_workspace_size = backward_workspace_size,
+    .forward = forward,
+    .backward = backward,
+    .needs_plan = false,
+};
+
+}  // namespace flash_dmattn

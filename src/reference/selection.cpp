@@ -1,0 +1,83 @@
+#include "reference/selection.h"
+
+#include <cmath>
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+
+#include "float_types.h"
+
+namespace flash_dmattn::reference {
+namespace {
+
+struct Key {
+  double score;
+  bool eligible;  // not masked, and its score is a number
+};
+
+std::vector<Key> load_keys(const SelectionArgs& args, std::int64_t batch, std::int64_t head) {
+  std::vector<Key> keys;
+  for (std::int64_t j = 0; j < args.seqlen_k; ++j) {
+    const auto offset = [&](const std::array<std::int64_t, 3>& stride) {
+      return batch * stride[0] + head * stride[1] + j * stride[2];
+    };
+    const double score = load(args.scores, args.scores_dtype, offset(args.scores_stride));
+    const bool masked =
+        args.key_mask != nullptr && args.key_mask[offset(args.key_mask_stride)] == 0;
+    keys.push_back({score, !masked && !std::isnan(score)});
+  }
+  return keys;
+}
+
+}  // namespace
+
+std::vector<std::uint8_t> visible_pairs(const SelectionArgs& args, std::int64_t batch,
+                                        std::int64_t head) {
+  const std::vector<Key> keys = load_keys(args, batch, head);
+  const std::size_t count = keys.size();
+  const auto beats = [&](std::size_t a, std::size_t b) {
+    return keys[a].score > keys[b].score || (keys[a].score == keys[b].score && a > b);
+  };
+  std::vector<std::uint8_t> visible;
+  for (std::int64_t i = 0; i < args.seqlen_q; ++i) {
+    const std::int64_t position = i + args.seqlen_k - args.seqlen_q;
+    const auto in_past = [&](std::size_t j) {
+      return !args.causal || static_cast<std::int64_t>(j) <= position;
+    };
+    // What the choice is among. `global` chooses for the whole row and hides the future afterwards.
+    const auto candidate = [&](std::size_t j) {
+      return keys[j].eligible && (args.selection == Selection::global || in_past(j));
+    };
+    for (std::size_t j = 0; j < count; ++j) {
+      std::int64_t beaten_by = 0;
+      for (std::size_t other = 0; other < count; ++other) {
+        if (candidate(other) && beats(other, j)) ++beaten_by;
+      }
+      visible.push_back(candidate(j) && in_past(j) && beaten_by < args.window);
+    }
+  }
+  return visible;
+}
+
+std::vector<KeyInterval> select_key_intervals(const SelectionArgs& args, std::int64_t batch,
+                                              std::int64_t head) {
+  const std::vector<std::uint8_t> visible = visible_pairs(args, batch, head);
+  std::vector<KeyInterval> intervals;
+  for (std::int64_t j = 0; j < args.seqlen_k; ++j) {
+    KeyInterval interval{0, 0};
+    for (std::int64_t i = 0; i < args.seqlen_q; ++i) {
+      if (visible[static_cast<std::size_t>(i * args.seqlen_k + j)] == 0) continue;
+      const auto query = static_cast<std::int32_t>(i);
+      if (interval.last == 0) interval = {query, query};
+      if (interval.last != query) {
+        throw std::logic_error("key " + std::to_string(j) + " is visible to query " +
+                               std::to_string(query) + " but not to the one before it");
+      }
+      ++interval.last;
+    }
+    intervals.push_back(interval);
+  }
+  return intervals;
+}
+
+}  // namespace flash_dmattn::reference

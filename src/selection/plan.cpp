@@ -1,0 +1,216 @@
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "flash_dmattn/selection.h"
+#include "selection/arguments.h"
+#include "selection/tasks.h"
+
+// Two passes over the intervals of a row. The first counts the keys of each tile: a key touches a
+// range of tiles and fills a range within it, so both counts are running sums of +1 where a range
+// begins and -1 where it ends. The second drops every key into the lists of its tiles, in ascending
+// order, behind one cursor for full keys and one for partial ones.
+namespace flash_dmattn {
+namespace {
+
+// Tiles [touched_begin, touched_end) see the key; for [full_begin, full_end) all rows do.
+struct TileRanges {
+  std::int64_t touched_begin = 0;
+  std::int64_t touched_end = 0;
+  std::int64_t full_begin = 0;
+  std::int64_t full_end = 0;
+};
+
+// Where the next key of a tile goes.
+struct Cursors {
+  std::int64_t full;
+  std::int64_t partial;
+};
+
+// The intervals of one (b, h), in tiles.
+class Row {
+ public:
+  Row(const PlanArgs& args, std::int64_t row)
+      : seqlen_q_(args.seqlen_q),
+        shift_(args.seqlen_k - args.seqlen_q),
+        tile_rows_(static_cast<std::uint32_t>(std::min(args.tile_rows, args.seqlen_q))),
+        causal_(args.causal) {
+    if (args.intervals.data == nullptr) return;
+    const std::int64_t b = row / args.heads;
+    const std::int64_t h = row % args.heads;
+    intervals_ =
+        args.intervals.data + b * args.intervals.stride_batch + h * args.intervals.stride_head;
+  }
+
+  // The queries [first, last) that see a key, within [0, Sq); last <= first if none does.
+  KeyInterval queries_of(std::int64_t key) const {
+    std::int64_t first = 0;
+    std::int64_t last = seqlen_q_;
+    if (intervals_ != nullptr) {
+      first = std::max<std::int64_t>(intervals_[key].first, 0);
+      last = std::min<std::int64_t>(intervals_[key].last, seqlen_q_);
+    }
+    if (causal_) first = std::max(first, key - shift_);
+    return {static_cast<std::int32_t>(first), static_cast<std::int32_t>(last)};
+  }
+
+  TileRanges tiles_of(KeyInterval queries) const {
+    if (queries.first >= queries.last) return {};
+    const auto first = static_cast<std::uint32_t>(queries.first);  // 32-bit divisions are cheaper
+    const auto last = static_cast<std::uint32_t>(queries.last);
+    TileRanges tiles;
+    tiles.touched_begin = first / tile_rows_;
+    tiles.touched_end = (last - 1) / tile_rows_ + std::int64_t{1};
+    // The last tile may be short: a key seen by all the rows it has fills it.
+    tiles.full_begin = tiles.touched_begin + (first % tile_rows_ != 0 ? 1 : 0);
+    tiles.full_end = queries.last == seqlen_q_ ? tiles.touched_end : last / tile_rows_;
+    tiles.full_end = std::max(tiles.full_begin, tiles.full_end);
+    return tiles;
+  }
+
+ private:
+  const KeyInterval* intervals_ = nullptr;
+  std::int64_t seqlen_q_;
+  std::int64_t shift_;  // position of query 0
+  std::uint32_t tile_rows_;
+  bool causal_;
+};
+
+std::int64_t tile_count(const PlanArgs& args) {
+  return args.seqlen_q / args.tile_rows + (args.seqlen_q % args.tile_rows != 0 ? 1 : 0);
+}
+
+void add_range(std::int32_t* differences, std::int64_t tiles, std::int64_t begin,
+               std::int64_t end) {
+  if (begin >= end) return;
+  ++differences[begin];
+  if (end < tiles) --differences[end];
+}
+
+void count_row(const PlanArgs& args, std::int64_t row, const PlanBuffers& buffers) {
+  const std::int64_t tiles = tile_count(args);
+  std::int32_t* count = buffers.count + row * tiles;
+  std::int32_t* full = buffers.full + row * tiles;
+  std::fill(count, count + tiles, 0);
+  std::fill(full, full + tiles, 0);
+  const Row intervals(args, row);
+  for (std::int64_t key = 0; key < args.seqlen_k; ++key) {
+    const TileRanges ranges = intervals.tiles_of(intervals.queries_of(key));
+    add_range(count, tiles, ranges.touched_begin, ranges.touched_end);
+    add_range(full, tiles, ranges.full_begin, ranges.full_end);
+  }
+  for (std::int64_t t = 1; t < tiles; ++t) {
+    count[t] += count[t - 1];
+    full[t] += full[t - 1];
+  }
+}
+
+// Fills the lists of tiles [begin, end) of a row. `cursors` has one entry for each tile of the row.
+void fill_tiles(const PlanArgs& args, std::int64_t row, std::int64_t begin, std::int64_t end,
+                const PlanBuffers& buffers, Cursors* cursors) {
+  const std::int64_t tiles = tile_count(args);
+  for (std::int64_t t = begin; t < end; ++t) {
+    const std::int64_t start = buffers.begin[row * tiles + t];
+    cursors[t] = {start, start + buffers.full[row * tiles + t]};
+  }
+  const Row intervals(args, row);
+  for (std::int64_t key = 0; key < args.seqlen_k; ++key) {
+    const KeyInterval queries = intervals.queries_of(key);
+    if (queries.last <= begin * args.tile_rows || queries.first >= end * args.tile_rows) continue;
+    const TileRanges ranges = intervals.tiles_of(queries);
+    const auto clip = [&](std::int64_t tile) { return std::clamp(tile, begin, end); };
+    const auto value = static_cast<std::int32_t>(key);
+    const std::int64_t full_begin = clip(ranges.full_begin);
+    const std::int64_t full_end = clip(ranges.full_end);
+    const std::int64_t touched_end = clip(ranges.touched_end);
+    std::int64_t t = clip(ranges.touched_begin);
+    for (; t < full_begin; ++t) buffers.keys[cursors[t].partial++] = value;
+    for (; t < full_end; ++t) buffers.keys[cursors[t].full++] = value;
+    for (; t < touched_end; ++t) buffers.keys[cursors[t].partial++] = value;
+  }
+}
+
+// Rows are split when there are too few to keep the workers busy; every segment reads all intervals
+// of its row again, so no further than two tasks a worker.
+std::int64_t segments_per_row(const PlanArgs& args, const Execution& execution) {
+  const std::int64_t rows = args.batch * args.heads;
+  const std::int64_t wanted = execution.workers == 1 ? 1 : 2 * std::int64_t{execution.workers};
+  return std::clamp<std::int64_t>((wanted + rows - 1) / rows, 1, tile_count(args));
+}
+
+void validate(const PlanArgs& args, const Execution& execution) {
+  selection::require_length("batch", args.batch);
+  selection::require_length("heads", args.heads);
+  selection::require_length("seqlen_q", args.seqlen_q);
+  selection::require_length("seqlen_k", args.seqlen_k);
+  selection::require_workers(execution);
+  if (args.tile_rows < 1) {
+    throw InvalidArgument("tile_rows", std::to_string(args.tile_rows), "at least 1");
+  }
+}
+
+}  // namespace
+
+std::size_t plan_workspace_size(const PlanArgs& args, const Execution& execution) {
+  validate(args, execution);
+  return static_cast<std::size_t>(args.batch * args.heads * tile_count(args)) * sizeof(Cursors);
+}
+
+std::int64_t plan_entries(const PlanArgs& args, const Execution& execution) {
+  validate(args, execution);
+  std::atomic<std::int64_t> total{0};
+  selection::for_each_task(execution, args.batch * args.heads, [&](std::int64_t row, int) {
+    const Row intervals(args, row);
+    std::int64_t entries = 0;
+    for (std::int64_t key = 0; key < args.seqlen_k; ++key) {
+      const TileRanges ranges = intervals.tiles_of(intervals.queries_of(key));
+      entries += ranges.touched_end - ranges.touched_begin;
+    }
+    total.fetch_add(entries, std::memory_order_relaxed);
+  });
+  return total.load();
+}
+
+Plan build_plan(const PlanArgs& args, const PlanBuffers& buffers, const Execution& execution) {
+  const std::size_t bytes = plan_workspace_size(args, execution);
+  const std::int64_t rows = args.batch * args.heads;
+  const std::int64_t tiles = tile_count(args);
+  const bool has_tiles = rows * tiles > 0;
+  selection::require_pointer("begin", buffers.begin, has_tiles);
+  selection::require_pointer("count", buffers.count, has_tiles);
+  selection::require_pointer("full", buffers.full, has_tiles);
+  selection::require_pointer("keys", buffers.keys,
+                             buffers.keys == nullptr && plan_entries(args, execution) > 0);
+  selection::require_workspace(execution, bytes);
+
+  const Plan plan{.tile_rows = args.tile_rows,
+                  .tiles = tiles,
+                  .begin = buffers.begin,
+                  .count = buffers.count,
+                  .full = buffers.full,
+                  .keys = buffers.keys,
+                  .stride_batch = args.batch == 1 ? 0 : args.heads * tiles,
+                  .stride_head = args.heads == 1 ? 0 : tiles};
+  if (!has_tiles) return plan;
+
+  selection::for_each_task(execution, rows,
+                           [&](std::int64_t row, int) { count_row(args, row, buffers); });
+  std::int64_t entries = 0;
+  for (std::int64_t t = 0; t < rows * tiles; ++t) {
+    buffers.begin[t] = entries;
+    entries += buffers.count[t];
+  }
+
+  auto* cursors = static_cast<Cursors*>(execution.workspace);
+  const std::int64_t segments = segments_per_row(args, execution);
+  selection::for_each_task(execution, rows * segments, [&](std::int64_t task, int) {
+    const std::int64_t row = task / segments;
+    const std::int64_t segment = task % segments;
+    fill_tiles(args, row, tiles * segment / segments, tiles * (segment + 1) / segments, buffers,
+               cursors + row * tiles);
+  });
+  return plan;
+}
+
+}  // namespace flash_dmattn

@@ -1,0 +1,168 @@
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <compare>
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "flash_dmattn/selection.h"
+#include "float_types.h"
+#include "selection/arguments.h"
+#include "selection/tasks.h"
+
+// One sweep over the positions of a row with a heap of the w best keys so far, the worst on top. A key
+// that arrives enters if it beats the top, which leaves. Under causal per-query selection the position
+// of the arrival is where the interval of the key that leaves ends; under global selection the keys
+// still in the heap at the end are the choice.
+namespace flash_dmattn {
+namespace {
+
+// A key's rank as one comparable value: its score above its position, so that of equal scores the
+// more recent is the better. No two keys of a row are equal.
+using NarrowRank = std::uint64_t;  // 32 bits of score, 32 of position
+
+struct WideRank {
+  std::uint64_t score;
+  std::uint32_t position;
+  auto operator<=>(const WideRank&) const = default;
+};
+
+// Maps scores to unsigned integers in the same order. Adding 0 makes -0 a +0.
+NarrowRank rank_of(float score, std::int64_t position) {
+  const auto bits = std::bit_cast<std::uint32_t>(score + 0.0f);
+  const std::uint32_t ordered = bits ^ ((bits >> 31) != 0 ? ~0u : 1u << 31);
+  return std::uint64_t{ordered} << 32 | static_cast<std::uint32_t>(position);
+}
+
+WideRank rank_of(double score, std::int64_t position) {
+  const auto bits = std::bit_cast<std::uint64_t>(score + 0.0);
+  return {bits ^ ((bits >> 63) != 0 ? ~std::uint64_t{0} : std::uint64_t{1} << 63),
+          static_cast<std::uint32_t>(position)};
+}
+
+std::uint32_t position_of(NarrowRank rank) { return static_cast<std::uint32_t>(rank); }
+std::uint32_t position_of(WideRank rank) { return rank.position; }
+
+// Puts `rank` in the place of the top of a min-heap.
+template <class Rank>
+void replace_top(Rank* heap, std::int64_t size, Rank rank) {
+  std::int64_t hole = 0;
+  for (std::int64_t child = 1; child < size; child = 2 * hole + 1) {
+    if (child + 1 < size) child += heap[child + 1] < heap[child] ? 1 : 0;
+    if (rank < heap[child]) break;
+    heap[hole] = heap[child];
+    hole = child;
+  }
+  heap[hole] = rank;
+}
+
+std::size_t heap_bytes(const SelectionArgs& args) {
+  const std::size_t rank_bytes =
+      args.scores_dtype == DType::f64 ? sizeof(WideRank) : sizeof(NarrowRank);
+  const std::int64_t size = std::min(args.window, args.seqlen_k);
+  return selection::align_up(static_cast<std::size_t>(size) * rank_bytes);
+}
+
+// The sweep over one row. read(j) is the score of key j, a float or a double.
+template <class Rank, class Read>
+void select_row(const SelectionArgs& args, const Read& read, const std::uint8_t* key_mask,
+                Rank* heap, KeyInterval* intervals) {
+  const std::int64_t capacity = std::min(args.window, args.seqlen_k);
+  const std::int64_t rows = args.seqlen_q;
+  const std::int64_t shift = args.seqlen_k - args.seqlen_q;  // position of query 0
+  const bool closes = args.causal && args.selection == Selection::per_query;
+  std::int64_t size = 0;
+  for (std::int64_t j = 0; j < args.seqlen_k; ++j) {
+    intervals[j] = {0, 0};
+    if (key_mask != nullptr && key_mask[j * args.key_mask_stride[2]] == 0) continue;
+    const auto score = read(j);
+    if (std::isnan(score) || capacity == 0) continue;
+    const Rank rank = rank_of(score, j);
+    if (size < capacity) {
+      heap[size++] = rank;
+      if (size == capacity) std::make_heap(heap, heap + size, std::greater<>());
+    } else if (rank < heap[0]) {
+      continue;
+    } else {
+      KeyInterval& beaten = intervals[position_of(heap[0])];
+      const auto last =
+          static_cast<std::int32_t>(closes ? std::clamp(j - shift, std::int64_t{0}, rows) : 0);
+      beaten = beaten.first < last ? KeyInterval{beaten.first, last} : KeyInterval{0, 0};
+      replace_top(heap, size, rank);
+    }
+    const std::int64_t first = args.causal ? std::max(j - shift, std::int64_t{0}) : 0;
+    intervals[j] = {static_cast<std::int32_t>(first), static_cast<std::int32_t>(rows)};
+  }
+}
+
+void select_row(const SelectionArgs& args, std::int64_t b, std::int64_t h, void* heap) {
+  const auto& stride = args.scores_stride;
+  const std::int64_t offset = b * stride[0] + h * stride[1];
+  const std::uint8_t* key_mask =
+      args.key_mask == nullptr
+          ? nullptr
+          : args.key_mask + b * args.key_mask_stride[0] + h * args.key_mask_stride[1];
+  KeyInterval* intervals = args.intervals + (b * args.heads + h) * args.seqlen_k;
+  const auto sweep = [&]<class Stored>(const Stored* stored, const auto& widen) {
+    const auto read = [=](std::int64_t j) { return widen(stored[offset + j * stride[2]]); };
+    using Rank = decltype(rank_of(read(0), 0));
+    select_row(args, read, key_mask, static_cast<Rank*>(heap), intervals);
+  };
+  switch (args.scores_dtype) {
+    case DType::f32:
+      return sweep(static_cast<const float*>(args.scores), [](float x) { return x; });
+    case DType::f64:
+      return sweep(static_cast<const double*>(args.scores), [](double x) { return x; });
+    case DType::bf16:
+      return sweep(static_cast<const std::uint16_t*>(args.scores),
+                   [](std::uint16_t bits) { return bf16_to_float(bits); });
+    case DType::f16:
+      return sweep(static_cast<const std::uint16_t*>(args.scores),
+                   [](std::uint16_t bits) { return f16_to_float(bits); });
+  }
+}
+
+void validate(const SelectionArgs& args, const Execution& execution) {
+  selection::require_length("batch", args.batch);
+  selection::require_length("heads", args.heads);
+  selection::require_length("seqlen_q", args.seqlen_q);
+  selection::require_length("seqlen_k", args.seqlen_k);
+  selection::require_workers(execution);
+  if (args.window < 0) {
+    throw InvalidArgument("window", std::to_string(args.window), "at least 0");
+  }
+  if (args.selection != Selection::per_query && args.selection != Selection::global) {
+    throw InvalidArgument("selection", std::to_string(static_cast<int>(args.selection)),
+                          "per_query or global");
+  }
+  if (args.scores_dtype > DType::f64) {
+    throw InvalidArgument("scores_dtype", std::to_string(static_cast<int>(args.scores_dtype)),
+                          "f32, bf16, f16 or f64");
+  }
+}
+
+}  // namespace
+
+std::size_t select_workspace_size(const SelectionArgs& args, const Execution& execution) {
+  validate(args, execution);
+  return static_cast<std::size_t>(execution.workers) * heap_bytes(args);
+}
+
+void select_key_intervals(const SelectionArgs& args, const Execution& execution) {
+  const std::size_t bytes = select_workspace_size(args, execution);
+  const std::int64_t rows = args.batch * args.heads;
+  const bool has_keys = rows > 0 && args.seqlen_k > 0;
+  selection::require_pointer("scores", args.scores, has_keys);
+  selection::require_pointer("intervals", args.intervals, has_keys);
+  if (!has_keys) return;
+  selection::require_workspace(execution, bytes);
+
+  auto* heaps = static_cast<char*>(execution.workspace);
+  selection::for_each_task(execution, rows, [&](std::int64_t row, int worker) {
+    void* heap = heaps + static_cast<std::size_t>(worker) * heap_bytes(args);
+    select_row(args, row / args.heads, row % args.heads, heap);
+  });
+}
+
+}  // namespace flash_dmattn

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "flash_dmattn/attention.h"
+#include "support/tensor.h"
+
+namespace flash_dmattn::testing {
+
+// A row of tests/cases/attention.csv. The comment on top of that file says what the words mean; the
+// fills stay words here and get their meaning in data.cpp.
+struct Case {
+  std::string name;
+  Problem problem;  // whole, with the shapes of mask, bias and intervals
+  std::string mask_fill;
+  std::string bias_fill;
+  std::string intervals;  // the kind of intervals; "none"
+  std::int64_t window = 0;
+  std::string inputs;
+  Layout layout = Layout::contiguous;
+  std::uint64_t seed = 0;
+  bool slow = false;
+};
+
+// A row as column name -> word. Columns that are not there have the table's defaults, so a test can
+// write down only what is special about its case.
+using CaseWords = std::map<std::string, std::string>;
+Case case_from(const CaseWords& words);
+
+// The whole table, in its order. Throws std::runtime_error naming the line that is not one.
+const std::vector<Case>& attention_cases();
+const Case& attention_case(const std::string& name);
+
+std::ostream& operator<<(std::ostream& stream, const Case& c);
+
+}  // namespace flash_dmattn::testing

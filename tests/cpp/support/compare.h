@@ -1,0 +1,36 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include "support/run.h"
+#include "support/yardstick.h"
+
+namespace flash_dmattn::testing {
+
+// The largest and the mean distance of the finite elements of `expected`.
+struct Errors {
+  double max = 0;
+  double mean = 0;
+  Index worst{};
+};
+Errors errors(const Tensor& actual, const Tensor& expected);
+
+// Every element is infinite or NaN exactly where the expected one is, with the same sign.
+::testing::AssertionResult same_nonfinite(const Tensor& actual, const Tensor& expected);
+
+// Non-finite elements first; then the largest and the mean error within
+//   2 * (error of the yardstick) + one unit in the last place of `expected` + noise.
+// A yardstick that is not finite bounds nothing: then only the non-finite elements are compared.
+::testing::AssertionResult within_bound(const Tensor& actual, const Tensor& expected,
+                                        const Tensor& yardstick, const Noise& noise);
+
+bool all_finite(const Tensor& tensor);
+
+// The exact results of a problem, in f64, by the reference: limited as the dtype limits them.
+Results oracle(const Data& data);
+
+// Expects the outputs that were wanted within their bounds.
+void expect_close(const Data& data, const Results& actual, const Results& expected,
+                  const Yardstick& yardstick, const Wanted& wanted = {});
+
+}  // namespace flash_dmattn::testing

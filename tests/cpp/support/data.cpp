@@ -1,0 +1,252 @@
+#include "support/data.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+
+#include "support/buffer.h"
+#include "support/random.h"
+
+namespace flash_dmattn::testing {
+namespace {
+
+double largest(Element element) {
+  switch (element) {
+    case Element::f16: return 65504;
+    case Element::bf16: return 0x1.fep127;
+    case Element::f32: return std::numeric_limits<float>::max();
+    default: return std::numeric_limits<double>::max();
+  }
+}
+
+std::runtime_error unknown(const std::string& column, const std::string& word) {
+  return std::runtime_error("no " + column + " '" + word + "'");
+}
+
+// The first key of batch b that padding leaves.
+std::int64_t padding(const Problem& p, std::int64_t b) { return (b + 1) * p.seqlen_k / 7; }
+
+void fill_inputs(const Case& c, Random& random, Data& data) {
+  const auto normal = [&](double factor) {
+    return [&random, factor](const Index&) { return factor * random.normal(); };
+  };
+  const double range = largest(data.q.element());
+  const auto uniform = [&](const Index&) { return range * (2 * random.uniform() - 1); };
+  const auto zero = [](const Index&) { return 0.0; };
+  data.dout.fill(normal(1));
+  data.v.fill(normal(1));
+  if (c.inputs == "normal" || c.inputs == "equal") {
+    data.q.fill(normal(1));
+    data.k.fill(normal(1));
+  } else if (c.inputs == "extreme") {
+    data.q.fill(normal(30));
+    data.k.fill(normal(30));
+  } else if (c.inputs == "limits") {
+    for (Tensor* tensor : {&data.q, &data.k, &data.v}) tensor->fill(uniform);
+  } else if (c.inputs == "zero") {
+    for (Tensor* tensor : {&data.q, &data.k, &data.v}) tensor->fill(zero);
+  } else {
+    throw unknown("inputs", c.inputs);
+  }
+  if (c.inputs == "equal") {
+    data.k.fill([&](const Index& i) { return data.k.get({i[0], 0, i[2], i[3]}); });
+  }
+}
+
+// The value of mask element `i` for the fills that decide each on its own.
+double mask_value_at(const Case& c, Random& random, const Index& i) {
+  if (c.mask_fill == "full") return 1;
+  if (c.mask_fill == "none") return 0;
+  if (c.mask_fill == "random") return random.uniform() < 0.6;
+  if (c.mask_fill == "rows") return random.uniform() < 0.6 && i[2] % 3 != 1;
+  if (c.mask_fill == "padding_left") return i[3] >= padding(c.problem, i[0]);
+  if (c.mask_fill == "padding_right") return i[3] < c.problem.seqlen_k - padding(c.problem, i[0]);
+  if (c.mask_fill == "topk") return 0;
+  if (c.mask_fill != "blocks") throw unknown("mask_fill", c.mask_fill);
+  const std::int64_t block = i[0] + i[1] + i[2] / 128 + i[3] / 128;
+  return Random(c.seed + static_cast<std::uint64_t>(block)).uniform() < 0.5;
+}
+
+void fill_mask(const Case& c, Random& random, Data& data) {
+  data.mask.fill([&](const Index& i) { return mask_value_at(c, random, i); });
+  const Shape& shape = data.mask.shape();
+  if (c.mask_fill == "blocks") {
+    data.mask.set({random.below(shape[0]), random.below(shape[1]), random.below(shape[2]),
+                   random.below(shape[3])},
+                  1);
+  }
+  if (c.mask_fill != "topk") return;
+  for (std::int64_t row = 0; row < shape[0] * shape[1] * shape[2]; ++row) {
+    for (std::int64_t n = 0; n < c.window; ++n) {
+      data.mask.set({row / shape[2] / shape[1], row / shape[2] % shape[1], row % shape[2],
+                     random.below(shape[3])},
+                    1);
+    }
+  }
+}
+
+void fill_bias(const Case& c, Random& random, Data& data) {
+  constexpr double infinity = std::numeric_limits<double>::infinity();
+  const double lowest = -largest(data.bias.element());
+  const auto with = [&](double special) {
+    return [&random, special](const Index&) {
+      const double value = random.normal();
+      return random.uniform() < 0.3 ? special : value;
+    };
+  };
+  if (c.bias_fill == "normal") {
+    data.bias.fill([&](const Index&) { return random.normal(); });
+  } else if (c.bias_fill == "equal") {
+    data.bias.fill([](const Index&) { return 0.5; });
+  } else if (c.bias_fill == "large") {
+    data.bias.fill([&](const Index&) { return 1000 * random.normal(); });
+  } else if (c.bias_fill == "finfo_min") {
+    data.bias.fill(with(lowest));
+  } else if (c.bias_fill == "inf") {
+    data.bias.fill(with(-infinity));
+  } else if (c.bias_fill == "nan") {
+    data.bias.fill(with(std::numeric_limits<double>::quiet_NaN()));
+  } else if (c.bias_fill == "all_masked") {
+    data.bias.fill([&](const Index&) { return lowest; });
+  } else {
+    throw unknown("bias_fill", c.bias_fill);
+  }
+}
+
+void select(const Case& c, Random& random, Data& data) {
+  const Problem& p = c.problem;
+  std::vector<float> scores(data.intervals.size());
+  for (float& score : scores) score = static_cast<float>(random.below(64)) / 16;
+  SelectionArgs args;
+  args.batch = p.intervals_shape[0];
+  args.heads = p.intervals_shape[1];
+  args.seqlen_q = p.seqlen_q;
+  args.seqlen_k = p.seqlen_k;
+  args.window = c.window;
+  args.selection = c.intervals == "global" ? Selection::global : Selection::per_query;
+  args.causal = p.causal;
+  args.scores = scores.data();
+  args.scores_stride = {args.heads * p.seqlen_k, p.seqlen_k, 1};
+  args.intervals = data.intervals.data();
+  Execution execution;
+  GuardedBuffer workspace(select_workspace_size(args, execution), "selection workspace");
+  execution.workspace = workspace.data();
+  execution.workspace_bytes = workspace.size();
+  select_key_intervals(args, execution);
+}
+
+void fill_intervals(const Case& c, Random& random, Data& data) {
+  const Problem& p = c.problem;
+  if (c.intervals == "per_query" || c.intervals == "global") return select(c, random, data);
+  const std::int64_t shift = p.seqlen_k - p.seqlen_q;  // position of query 0
+  for (std::size_t n = 0; n < data.intervals.size(); ++n) {
+    const std::int64_t j = static_cast<std::int64_t>(n) % p.seqlen_k;
+    const std::int64_t b = static_cast<std::int64_t>(n) / p.seqlen_k / p.intervals_shape[1];
+    std::int64_t first = 0;
+    std::int64_t last = p.seqlen_q;
+    if (c.intervals == "sliding") {
+      first = j - shift;
+      last = j + c.window - shift;
+    } else if (c.intervals == "packed") {
+      first = j / c.window * c.window - shift;
+      last = first + c.window;
+    } else if (c.intervals == "prefix") {
+      first = j < c.window ? 0 : j - shift;
+    } else if (c.intervals == "padding_left") {
+      if (j < padding(p, b)) last = 0;
+    } else if (c.intervals == "random") {
+      first = random.below(p.seqlen_q + 1);
+      last = random.below(p.seqlen_q + 1);
+    } else {
+      throw unknown("intervals", c.intervals);
+    }
+    data.intervals[n] = {static_cast<std::int32_t>(std::clamp<std::int64_t>(first, 0, p.seqlen_q)),
+                         static_cast<std::int32_t>(std::clamp<std::int64_t>(last, 0, p.seqlen_q))};
+  }
+}
+
+}  // namespace
+
+Data::Data(const Problem& p, Layout data_layout)
+    : problem(p),
+      layout(data_layout),
+      q("q", element_of(p.dtype), {p.batch, p.seqlen_q, p.heads_q, p.head_dim}, layout),
+      k("k", element_of(p.dtype), {p.batch, p.seqlen_k, p.heads_kv, p.head_dim}, layout),
+      v("v", element_of(p.dtype), {p.batch, p.seqlen_k, p.heads_kv, p.head_dim}, layout),
+      mask("mask", Element::u8, p.mask_shape, layout, true),
+      bias("bias", element_of(p.bias_dtype), p.bias_shape, layout, true),
+      dout("dout", element_of(p.dtype), {p.batch, p.seqlen_q, p.heads_q, p.head_dim}, layout),
+      intervals(
+          static_cast<std::size_t>(p.intervals_shape[0] * p.intervals_shape[1] * p.seqlen_k)) {}
+
+Data::Data(const Case& c) : Data(c.problem, c.layout) {
+  Random random(c.seed);
+  fill_inputs(c, random, *this);
+  if (has_mask()) fill_mask(c, random, *this);
+  if (has_bias()) fill_bias(c, random, *this);
+  if (has_intervals()) fill_intervals(c, random, *this);
+}
+
+KeyIntervals Data::intervals_view() const {
+  if (!has_intervals()) return {};
+  const auto [batch, heads] = problem.intervals_shape;
+  return {intervals.data(), batch == 1 ? 0 : heads * problem.seqlen_k,
+          heads == 1 ? 0 : problem.seqlen_k};
+}
+
+Inputs Data::inputs() const {
+  Inputs in;
+  in.q = q.const_view();
+  in.k = k.const_view();
+  in.v = v.const_view();
+  if (has_mask()) in.mask = mask.const_view();
+  if (has_bias()) in.bias = bias.const_view();
+  in.intervals = intervals_view();
+  return in;
+}
+
+double Data::broadcast(const Tensor& tensor, std::int64_t batch, std::int64_t head,
+                       std::int64_t query, std::int64_t key) const {
+  const bool per_query_head = tensor.shape()[1] == problem.heads_q;
+  const std::int64_t group = problem.heads_q / problem.heads_kv;
+  return tensor.get_broadcast({batch, per_query_head ? head : head / group, query, key});
+}
+
+bool Data::visible(std::int64_t batch, std::int64_t head, std::int64_t query,
+                   std::int64_t key) const {
+  const std::int64_t position = query + problem.seqlen_k - problem.seqlen_q;
+  if (problem.causal && key > position) return false;
+  if (has_mask() && broadcast(mask, batch, head, query, key) == 0) return false;
+  if (has_bias() && !(broadcast(bias, batch, head, query, key) > mask_value(problem.dtype))) {
+    return false;
+  }
+  if (!has_intervals()) return true;
+  const KeyIntervals view = intervals_view();
+  const std::int64_t kv_head = head / (problem.heads_q / problem.heads_kv);
+  const KeyInterval interval =
+      view.data[batch * view.stride_batch + kv_head * view.stride_head + key];
+  return interval.first <= query && query < interval.last;
+}
+
+Data Data::to_f64() const {
+  Problem wide = problem;
+  wide.dtype = DType::f64;
+  wide.bias_dtype = DType::f64;
+  Data result(wide);
+  const auto copy = [](const Tensor& from) {
+    return [&from](const Index& index) { return from.get(index); };
+  };
+  result.q.fill(copy(q));
+  result.k.fill(copy(k));
+  result.v.fill(copy(v));
+  result.dout.fill(copy(dout));
+  result.mask.fill(copy(mask));
+  result.bias.fill([&](const Index& index) {
+    const double value = bias.get(index);
+    return value > mask_value(problem.dtype) ? value : -std::numeric_limits<double>::infinity();
+  });
+  result.intervals = intervals;
+  return result;
+}
+
+}  // namespace flash_dmattn::testing

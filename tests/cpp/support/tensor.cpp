@@ -1,0 +1,171 @@
+#include "support/tensor.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "float_types.h"
+
+namespace flash_dmattn::testing {
+namespace {
+
+std::int64_t bytes_of(Element element) {
+  switch (element) {
+    case Element::f64: return 8;
+    case Element::f32: return 4;
+    case Element::u8: return 1;
+    default: return 2;
+  }
+}
+
+struct Placement {
+  Shape stride{};
+  std::int64_t origin = 0;
+  std::int64_t span = 0;  // elements of storage
+};
+
+Placement place(const Shape& shape, Layout layout, bool broadcast) {
+  const bool padded = layout == Layout::padded;
+  std::array<int, 4> order{0, 1, 2, 3};  // from the outermost in memory
+  if (layout == Layout::permuted) std::swap(order[1], order[2]);
+  Placement place;
+  std::int64_t step = 1;
+  for (int axis = 3; axis >= 0; --axis) {
+    const auto dim = static_cast<std::size_t>(order[static_cast<std::size_t>(axis)]);
+    const bool zero = (broadcast && shape[dim] == 1) || (layout == Layout::expanded && dim == 2);
+    place.stride[dim] = zero ? 0 : step;
+    if (!zero) step = step * shape[dim] + (padded ? 3 + 2 * axis : 0);
+  }
+  place.origin = padded ? 1 : 0;
+  place.span = place.origin + step;
+  if (layout == Layout::reversed) {
+    for (std::size_t dim = 0; dim < 3; ++dim) {
+      place.origin += place.stride[dim] * std::max<std::int64_t>(shape[dim] - 1, 0);
+      place.stride[dim] = -place.stride[dim];
+    }
+  }
+  return place;
+}
+
+// Calls visit(index) for every element in row-major order.
+template <class Visit>
+void for_each_index(const Shape& shape, const Visit& visit) {
+  Index i{};
+  for (i[0] = 0; i[0] < shape[0]; ++i[0]) {
+    for (i[1] = 0; i[1] < shape[1]; ++i[1]) {
+      for (i[2] = 0; i[2] < shape[2]; ++i[2]) {
+        for (i[3] = 0; i[3] < shape[3]; ++i[3]) visit(i);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+Element element_of(DType dtype) {
+  switch (dtype) {
+    case DType::f64: return Element::f64;
+    case DType::f32: return Element::f32;
+    case DType::bf16: return Element::bf16;
+    default: return Element::f16;
+  }
+}
+
+double round_to(Element element, double value) {
+  switch (element) {
+    case Element::f64: return value;
+    case Element::f32: return static_cast<double>(static_cast<float>(value));
+    case Element::bf16:
+      return static_cast<double>(bf16_to_float(float_to_bf16(static_cast<float>(value))));
+    case Element::f16:
+      return static_cast<double>(f16_to_float(float_to_f16(static_cast<float>(value))));
+    default: return value != 0 ? 1 : 0;
+  }
+}
+
+Tensor::Tensor(std::string_view name, Element element, const Shape& shape, Layout layout,
+               bool broadcast)
+    : name_(name),
+      element_(element),
+      shape_(shape),
+      stride_(place(shape, layout, broadcast).stride),
+      origin_(place(shape, layout, broadcast).origin),
+      buffer_(static_cast<std::size_t>(place(shape, layout, broadcast).span * bytes_of(element)),
+              name) {}
+
+std::int64_t Tensor::offset_of(const Index& index) const {
+  std::int64_t offset = origin_;
+  for (std::size_t dim = 0; dim < 4; ++dim) offset += index[dim] * stride_[dim];
+  return offset;
+}
+
+double Tensor::get(const Index& index) const {
+  const std::int64_t offset = offset_of(index);
+  switch (element_) {
+    case Element::f64: return load(buffer_.data(), DType::f64, offset);
+    case Element::f32: return load(buffer_.data(), DType::f32, offset);
+    case Element::bf16: return load(buffer_.data(), DType::bf16, offset);
+    case Element::f16: return load(buffer_.data(), DType::f16, offset);
+    default: return static_cast<double>(buffer_.data()[offset]);
+  }
+}
+
+double Tensor::get_broadcast(const Index& index) const {
+  Index clipped = index;
+  for (std::size_t dim = 0; dim < 4; ++dim) {
+    if (shape_[dim] == 1) clipped[dim] = 0;
+  }
+  return get(clipped);
+}
+
+void Tensor::set(const Index& index, double value) {
+  std::byte* target = buffer_.data() + offset_of(index) * bytes_of(element_);
+  const auto store = [&](auto stored) { std::memcpy(target, &stored, sizeof stored); };
+  switch (element_) {
+    case Element::f64: return store(value);
+    case Element::f32: return store(static_cast<float>(value));
+    case Element::bf16: return store(float_to_bf16(static_cast<float>(value)));
+    case Element::f16: return store(float_to_f16(static_cast<float>(value)));
+    default: return store(static_cast<std::uint8_t>(value != 0 ? 1 : 0));
+  }
+}
+
+void Tensor::fill(const std::function<double(const Index&)>& value) {
+  for_each_index(shape_, [&](const Index& index) { set(index, value(index)); });
+}
+
+void Tensor::for_each(const std::function<void(const Index&, double)>& visit) const {
+  for_each_index(shape_, [&](const Index& index) { visit(index, get(index)); });
+}
+
+bool Tensor::gaps_intact() const {
+  std::vector<bool> is_element(buffer_.size(), false);
+  for_each_index(shape_, [&](const Index& index) {
+    const auto offset = static_cast<std::ptrdiff_t>(offset_of(index) * bytes_of(element_));
+    std::fill_n(is_element.begin() + offset, bytes_of(element_), true);
+  });
+  for (std::size_t byte = 0; byte < buffer_.size(); ++byte) {
+    if (!is_element[byte] && buffer_.data()[byte] != std::byte{0xFF}) return false;
+  }
+  return true;
+}
+
+bool Tensor::same_bits(const Tensor& other) const {
+  if (shape_ != other.shape_ || element_ != other.element_) return false;
+  bool same = true;
+  for_each_index(shape_, [&](const Index& index) {
+    const auto size = static_cast<std::size_t>(bytes_of(element_));
+    const std::byte* mine = buffer_.data() + offset_of(index) * bytes_of(element_);
+    const std::byte* theirs = other.buffer_.data() + other.offset_of(index) * bytes_of(element_);
+    same = same && std::memcmp(mine, theirs, size) == 0;
+  });
+  return same;
+}
+
+Tensor4 Tensor::view() { return {buffer_.data() + origin_ * bytes_of(element_), stride_}; }
+
+ConstTensor4 Tensor::const_view() const {
+  return {buffer_.data() + origin_ * bytes_of(element_), stride_};
+}
+
+}  // namespace flash_dmattn::testing

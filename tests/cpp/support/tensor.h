@@ -1,0 +1,76 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+
+#include "flash_dmattn/types.h"
+#include "support/buffer.h"
+
+namespace flash_dmattn::testing {
+
+using Shape = std::array<std::int64_t, 4>;
+using Index = std::array<std::int64_t, 4>;
+
+enum class Element : std::uint8_t { f32, bf16, f16, f64, u8 };
+Element element_of(DType dtype);
+
+// How the elements of a tensor lie in memory. What lies between them stays poisoned.
+enum class Layout : std::uint8_t {
+  contiguous,
+  permuted,  // the two middle dimensions swapped: [B, H, S, D] memory behind a [B, S, H, D] view
+  padded,    // gaps after every row, matrix and batch, and a start off any vector alignment
+  reversed,  // the first three dimensions run backwards
+  expanded,  // stride 0 over dimension 2: all heads are one (inputs only)
+};
+
+// Rounds to the element's format and back; overflow becomes inf.
+double round_to(Element element, double value);
+
+class Tensor {
+ public:
+  // Dimensions of size 1 get stride 0 when `broadcast`, as masks and biases need.
+  explicit Tensor(std::string_view name = "tensor", Element element = Element::f32,
+                  const Shape& shape = {}, Layout layout = Layout::contiguous,
+                  bool broadcast = false);
+
+  const Shape& shape() const { return shape_; }
+  const Shape& stride() const { return stride_; }
+  Element element() const { return element_; }
+  std::string_view name() const { return name_; }
+  std::int64_t elements() const { return shape_[0] * shape_[1] * shape_[2] * shape_[3]; }
+
+  double get(const Index& index) const;
+  // Indices of size-1 dimensions are taken as 0.
+  double get_broadcast(const Index& index) const;
+  void set(const Index& index, double value);
+  void fill(const std::function<double(const Index&)>& value);
+  void for_each(const std::function<void(const Index&, double)>& visit) const;
+
+  void poison() { buffer_.poison(); }
+  // True when every byte between the elements still is poison.
+  bool gaps_intact() const;
+  // The same elements, bit for bit, whatever the layout.
+  bool same_bits(const Tensor& other) const;
+
+  Tensor4 view();
+  ConstTensor4 const_view() const;
+  template <class T>
+  T* data() {
+    return reinterpret_cast<T*>(buffer_.data());
+  }
+
+ private:
+  std::int64_t offset_of(const Index& index) const;  // in elements
+
+  std::string_view name_;
+  Element element_;
+  Shape shape_;
+  Shape stride_{};
+  std::int64_t origin_ = 0;  // offset of element {0, 0, 0, 0}
+  GuardedBuffer buffer_;
+};
+
+}  // namespace flash_dmattn::testing

@@ -1,0 +1,282 @@
+#include "support/yardstick.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+namespace flash_dmattn::testing {
+namespace {
+
+using Vector = std::vector<float>;
+
+constexpr float infinity = std::numeric_limits<float>::infinity();
+
+std::size_t index(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+double square(double x) { return x * x; }
+
+double norm(const float* x, std::int64_t size, std::int64_t stride) {
+  double sum = 0;
+  for (std::int64_t n = 0; n < size; ++n) sum += square(double{x[n * stride]});
+  return std::sqrt(sum);
+}
+
+// One kv head of k or v, [D, Sk]: keys innermost, so that the compiler can vectorise over them.
+struct Keys {
+  std::int64_t count, dim;
+  Vector values, gradient;
+  double largest_norm = 0;
+  double largest_value = 0;
+
+  Keys(const Tensor& tensor, std::int64_t batch, std::int64_t head)
+      : count(tensor.shape()[1]), dim(tensor.shape()[3]) {
+    values.resize(index(count * dim));
+    gradient.resize(index(count * dim), 0.0f);
+    for (std::int64_t j = 0; j < count; ++j) {
+      for (std::int64_t d = 0; d < dim; ++d) {
+        values[index(d * count + j)] = static_cast<float>(tensor.get({batch, j, head, d}));
+      }
+      largest_norm = std::max(largest_norm, norm(values.data() + j, dim, count));
+    }
+    for (const float x : values) largest_value = std::max(largest_value, std::abs(double{x}));
+  }
+
+  // result_j = row . key_j
+  void dot(const Vector& row, Vector& result) const {
+    std::fill(result.begin(), result.end(), 0.0f);
+    for (std::int64_t d = 0; d < dim; ++d) {
+      const float x = row[index(d)];
+      const float* keys = values.data() + d * count;
+      for (std::int64_t j = 0; j < count; ++j) result[index(j)] += x * keys[j];
+    }
+  }
+
+  // result = sum_j weight_j key_j
+  void sum(const Vector& weights, Vector& result) const {
+    for (std::int64_t d = 0; d < dim; ++d) {
+      const float* keys = values.data() + d * count;
+      float sum = 0;
+      for (std::int64_t j = 0; j < count; ++j) sum += weights[index(j)] * keys[j];
+      result[index(d)] = sum;
+    }
+  }
+
+  void add_to_gradient(const Vector& weights, const Vector& row) {
+    for (std::int64_t d = 0; d < dim; ++d) {
+      const float x = row[index(d)];
+      float* keys = gradient.data() + d * count;
+      for (std::int64_t j = 0; j < count; ++j) keys[j] += weights[index(j)] * x;
+    }
+  }
+
+  void store_gradient(std::int64_t batch, std::int64_t head, Tensor& tensor) const {
+    for (std::int64_t j = 0; j < count; ++j) {
+      for (std::int64_t d = 0; d < dim; ++d) {
+        tensor.set({batch, j, head, d}, static_cast<double>(gradient[index(d * count + j)]));
+      }
+    }
+  }
+};
+
+class Computation {
+ public:
+  Computation(const Data& data, Yardstick& yardstick)
+      : data_(data),
+        p_(data.problem),
+        element_(data.q.element()),
+        y_(yardstick),
+        scores_(index(p_.seqlen_k)),
+        slopes_(index(p_.seqlen_k)),
+        probabilities_(index(p_.seqlen_k)),
+        ds_(index(p_.seqlen_k)),
+        dbias_(index(data.bias.elements())),
+        dbias_variance_(index(data.bias.elements())) {}
+
+  void run() {
+    const std::int64_t group = p_.heads_kv == 0 ? 0 : p_.heads_q / p_.heads_kv;
+    for (std::int64_t b = 0; b < p_.batch; ++b) {
+      for (std::int64_t h = 0; h < p_.heads_kv; ++h) {
+        Keys k(data_.k, b, h);
+        Keys v(data_.v, b, h);
+        dk_variance_.assign(index(p_.seqlen_k), 0);
+        dv_variance_.assign(index(p_.seqlen_k), 0);
+        for (std::int64_t g = 0; g < group; ++g) {
+          for (std::int64_t i = 0; i < p_.seqlen_q; ++i) row(b, h * group + g, i, k, v);
+        }
+        k.store_gradient(b, h, y_.results.dk);
+        v.store_gradient(b, h, y_.results.dv);
+        for (const double variance : dk_variance_) y_.dk.add(std::sqrt(variance));
+        for (const double variance : dv_variance_) y_.dv.add(std::sqrt(variance));
+      }
+    }
+    y_.results.dbias.fill([&](const Index& i) { return double{dbias_[bias_index(i)]}; });
+    for (const double variance : dbias_variance_) y_.dbias.add(std::sqrt(variance));
+  }
+
+ private:
+  float round(float x) const {
+    return element_ == Element::f32
+               ? x
+               : static_cast<float>(round_to(element_, static_cast<double>(x)));
+  }
+
+  // Scores added to a wider bias are as wide.
+  float round_score(float x) const {
+    return data_.has_bias() && data_.bias.element() == Element::f32 ? x : round(x);
+  }
+
+  std::size_t bias_index(const Index& i) const {
+    const Shape& shape = data_.bias.shape();
+    Index at{};
+    for (std::size_t dim = 0; dim < 4; ++dim) at[dim] = shape[dim] == 1 ? 0 : i[dim];
+    return index(((at[0] * shape[1] + at[1]) * shape[2] + at[2]) * shape[3] + at[3]);
+  }
+
+  Vector load_row(const Tensor& tensor, std::int64_t b, std::int64_t h, std::int64_t i) const {
+    Vector row(index(p_.head_dim));
+    for (std::int64_t d = 0; d < p_.head_dim; ++d) {
+      row[index(d)] = static_cast<float>(tensor.get({b, i, h, d}));
+    }
+    return row;
+  }
+
+  void store_row(Tensor& tensor, std::int64_t b, std::int64_t h, std::int64_t i,
+                 const Vector& row) const {
+    for (std::int64_t d = 0; d < p_.head_dim; ++d) {
+      tensor.set({b, i, h, d}, static_cast<double>(row[index(d)]));
+    }
+  }
+
+  // scores_ with -inf where a key is not visible, and slopes_.
+  void score(std::int64_t b, std::int64_t h, std::int64_t i) {
+    for (std::int64_t j = 0; j < p_.seqlen_k; ++j) {
+      float s = round(round(scores_[index(j)]) * p_.scale);
+      float slope = 1;
+      if (p_.softcap > 0) {
+        const float tanh = round(std::tanh(round(s / p_.softcap)));
+        slope = round(1 - tanh * tanh);
+        s = round(tanh * p_.softcap);
+      }
+      if (data_.has_bias()) {
+        s = round_score(s + static_cast<float>(data_.broadcast(data_.bias, b, h, i, j)));
+      }
+      scores_[index(j)] = data_.visible(b, h, i, j) ? s : -infinity;
+      slopes_[index(j)] = slope;
+    }
+  }
+
+  void row(std::int64_t b, std::int64_t h, std::int64_t i, Keys& k, Keys& v) {
+    const Vector q = load_row(data_.q, b, h, i);
+    k.dot(q, scores_);
+    score(b, h, i);
+    float max = -infinity;
+    for (const float s : scores_) max = std::max(max, s);
+    const bool empty = max == -infinity;
+    float sum = 0;
+    for (std::size_t j = 0; j < scores_.size(); ++j) {
+      probabilities_[j] = empty ? 0 : std::exp(scores_[j] - max);
+      sum += probabilities_[j];
+    }
+    const float lse = empty ? -infinity : max + std::log(sum);
+    for (float& probability : probabilities_) probability = empty ? 0 : round(probability / sum);
+    Vector out(index(p_.head_dim));
+    v.sum(probabilities_, out);
+    store_row(y_.results.out, b, h, i, out);
+    y_.results.lse.set({b, h, i, 0}, static_cast<double>(lse));
+
+    const Vector dout = load_row(data_.dout, b, h, i);
+    v.dot(dout, ds_);
+    float delta = 0;
+    for (std::size_t j = 0; j < ds_.size(); ++j) {
+      ds_[j] = round(ds_[j]);
+      delta += probabilities_[j] * ds_[j];
+    }
+    v.add_to_gradient(probabilities_, dout);
+    for (std::size_t j = 0; j < ds_.size(); ++j) {
+      ds_[j] = round_score(probabilities_[j] * (ds_[j] - delta));
+    }
+    add_noise(b, h, i, q, dout, out, k, v, lse);
+    for (std::int64_t j = 0; j < p_.seqlen_k; ++j) {
+      float& ds = ds_[index(j)];
+      if (data_.has_bias()) dbias_[index_of_pair(b, h, i, j)] += ds;
+      ds = round(round(ds * slopes_[index(j)]) * p_.scale);
+    }
+    k.add_to_gradient(ds_, q);
+    Vector dq(index(p_.head_dim));
+    k.sum(ds_, dq);
+    store_row(y_.results.dq, b, h, i, dq);
+  }
+
+  std::size_t index_of_pair(std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j) const {
+    const bool per_query_head = p_.bias_shape[1] == p_.heads_q;
+    return bias_index({b, per_query_head ? h : h / (p_.heads_q / p_.heads_kv), i, j});
+  }
+
+  // The errors of one row to first order, independent ones added by their squares. A score is a sum
+  // of products in fp32 and perturbs its probability by as much relatively; ds = p (dp - delta)
+  // cancels two such sums, and delta comes from an `out` that was rounded to the dtype, an error that
+  // all keys of the row share.
+  void add_noise(std::int64_t b, std::int64_t h, std::int64_t i, const Vector& q,
+                 const Vector& dout, const Vector& out, const Keys& k, const Keys& v, float lse) {
+    const double scale = std::abs(double{p_.scale});
+    const double dims = std::sqrt(static_cast<double>(p_.head_dim));
+    const double score = scale * norm(q.data(), p_.head_dim, 1) * k.largest_norm / dims +
+                         (std::isfinite(lse) ? std::abs(double{lse}) : 0);
+    const double relative = 2 * unit_roundoff(Element::f32) * (1 + score);
+    Vector products(dout.size());
+    for (std::size_t d = 0; d < dout.size(); ++d) products[d] = dout[d] * out[d];
+    const double ds = 2 * relative * norm(dout.data(), p_.head_dim, 1) * v.largest_norm / dims +
+                      unit_roundoff(element_) * norm(products.data(), p_.head_dim, 1);
+    double largest_q = 0;
+    double largest_dout = 0;
+    for (const float x : q) largest_q = std::max(largest_q, std::abs(double{x}));
+    for (const float x : dout) largest_dout = std::max(largest_dout, std::abs(double{x}));
+    const double weight = norm(probabilities_.data(), p_.seqlen_k, 1);
+    y_.out.add(relative * weight * v.largest_value);
+    y_.lse.add(relative);
+    Vector mean_key(dout.size());
+    k.sum(probabilities_, mean_key);
+    const double shared = norm(mean_key.data(), p_.head_dim, 1);
+    y_.dq.add(ds * scale * std::max(weight * k.largest_value, shared));
+    const bool bias_per_key = p_.bias_shape[3] > 1;
+    if (data_.has_bias() && !bias_per_key) {
+      dbias_variance_[index_of_pair(b, h, i, 0)] += square(ds);
+    }
+    for (std::int64_t j = 0; j < p_.seqlen_k; ++j) {
+      const double probability = double{probabilities_[index(j)]};
+      dk_variance_[index(j)] += square(probability * ds * scale * largest_q);
+      dv_variance_[index(j)] += square(probability * relative * largest_dout);
+      if (bias_per_key) dbias_variance_[index_of_pair(b, h, i, j)] += square(probability * ds);
+    }
+  }
+
+  const Data& data_;
+  const Problem& p_;
+  Element element_;
+  Yardstick& y_;
+  Vector scores_, slopes_, probabilities_, ds_;  // [Sk]; ds_ holds dp first
+  Vector dbias_;                                 // as a dense array
+  std::vector<double> dk_variance_, dv_variance_, dbias_variance_;
+};
+
+}  // namespace
+
+void Noise::add(double noise) {
+  max = std::max(max, noise);
+  sum += noise;
+  ++count;
+}
+
+Yardstick::Yardstick(const Data& data) : results(data) { Computation(data, *this).run(); }
+
+double unit_roundoff(Element element) {
+  switch (element) {
+    case Element::bf16: return 0x1p-8;
+    case Element::f16: return 0x1p-11;
+    case Element::f32: return 0x1p-24;
+    default: return 0x1p-53;
+  }
+}
+
+}  // namespace flash_dmattn::testing

@@ -1,0 +1,446 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "flash_dmattn/flash_dmattn.h"
+#include "support/cases.h"
+#include "support/data.h"
+#include "support/run.h"
+
+// What every backend's calls have in common: the backend table, the argument checks, check mode.
+namespace flash_dmattn::testing {
+namespace {
+
+constexpr float infinity = std::numeric_limits<float>::infinity();
+constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+
+// A correct call of forward and of backward, to be spoiled.
+struct Call {
+  Data data;
+  Results results;
+  OwnedPlan plan;
+  ForwardArgs forward_args;
+  BackwardArgs backward_args;
+  Execution execution;
+  GuardedBuffer workspace;
+  std::string_view backend;
+
+  explicit Call(std::string_view name = "cpu", const CaseWords& words = {})
+      : data(case_from(with_defaults(words))), results(data), backend(name) {
+    const Problem& p = data.problem;
+    PlanArgs plan_args;
+    plan_args.batch = p.intervals_shape[0];
+    plan_args.heads = p.intervals_shape[1];
+    plan_args.seqlen_q = p.seqlen_q;
+    plan_args.seqlen_k = p.seqlen_k;
+    plan_args.tile_rows = query_tile_rows(p, backend);
+    plan_args.causal = p.causal;
+    plan_args.intervals = data.intervals_view();
+    plan = make_plan(plan_args, in_turn(1));
+
+    forward_args.problem = p;
+    forward_args.in = data.inputs();
+    forward_args.in.plan = plan.plan;
+    forward_args.out = results.out.view();
+    forward_args.lse = results.lse.data<float>();
+    backward_args.problem = p;
+    backward_args.in = forward_args.in;
+    backward_args.out = results.out.const_view();
+    backward_args.lse = results.lse.data<float>();
+    backward_args.dout = data.dout.const_view();
+    backward_args.dq = results.dq.view();
+    backward_args.dk = results.dk.view();
+    backward_args.dv = results.dv.view();
+    backward_args.dbias = results.dbias.view();
+
+    execution = in_turn(2);
+    workspace = GuardedBuffer(
+        std::max({forward_workspace_size(forward_args, execution, backend),
+                  backward_workspace_size(backward_args, execution, backend), workspace_alignment}),
+        "workspace");
+    execution.workspace = workspace.data();
+    execution.workspace_bytes = workspace.size();
+  }
+
+  static CaseWords with_defaults(CaseWords words) {
+    words.merge(CaseWords{{"batch", "2"},
+                          {"heads_q", "4"},
+                          {"heads_kv", "2"},
+                          {"seqlen_q", "5"},
+                          {"seqlen_k", "7"},
+                          {"head_dim", "8"},
+                          {"mask", "b11k"},
+                          {"mask_fill", "random"},
+                          {"bias", "bv1k"},
+                          {"bias_fill", "normal"},
+                          {"intervals", "sliding"},
+                          {"intervals_shape", "b1"},
+                          {"window", "3"},
+                          {"causal", "1"}});
+    return words;
+  }
+
+  void run_forward() { forward(forward_args, execution, backend); }
+  void run_backward() { backward(backward_args, execution, backend); }
+
+  void expect_nothing_written(bool backward_only = false) {
+    const Results poisoned(data);
+    if (!backward_only) {
+      EXPECT_TRUE(results.out.same_bits(poisoned.out));
+      EXPECT_TRUE(results.lse.same_bits(poisoned.lse));
+    }
+    EXPECT_TRUE(results.dq.same_bits(poisoned.dq));
+    EXPECT_TRUE(results.dk.same_bits(poisoned.dk));
+    EXPECT_TRUE(results.dv.same_bits(poisoned.dv));
+    EXPECT_TRUE(results.dbias.same_bits(poisoned.dbias));
+  }
+};
+
+// Calls `action`, which has to throw InvalidArgument for `argument` with exactly this text after it.
+void expect_invalid(const std::function<void()>& action, const std::string& argument,
+                    const std::string& message) {
+  try {
+    action();
+    ADD_FAILURE() << "nothing thrown for " << argument;
+  } catch (const InvalidArgument& error) {
+    EXPECT_EQ(error.argument(), argument);
+    EXPECT_EQ(error.what(), argument + ": " + message);
+  }
+}
+
+// ---- Backends ------------------------------------------------------------------------------------
+
+TEST(Backends, AreListedInOrderOfPreference) {
+  const std::vector<BackendInfo> infos = backends();
+  ASSERT_EQ(infos.size(), 2u);
+  EXPECT_EQ(infos[0].name, "cpu");
+  EXPECT_EQ(infos[1].name, "reference");
+  for (const BackendInfo& info : infos) {
+    EXPECT_TRUE(info.available);
+    EXPECT_FALSE(info.reason.empty());
+  }
+}
+
+TEST(Backends, SayWhetherTheySupportAProblem) {
+  Problem p = Call().data.problem;
+  EXPECT_EQ(supports(p), "");
+  EXPECT_EQ(supports(p, "cpu"), "");
+  EXPECT_EQ(supports(p, "reference"), "");
+  p.dtype = DType::f64;
+  p.bias_dtype = DType::f64;
+  EXPECT_EQ(supports(p), "");
+  EXPECT_EQ(supports(p, "reference"), "");
+  const std::string reason = supports(p, "cpu");
+  EXPECT_NE(reason.find("f64"), std::string::npos) << reason;
+  expect_invalid([&] { query_tile_rows(p, "cpu"); }, "backend",
+                 "got \"cpu\", expected one that supports the problem (" + reason + ")");
+  EXPECT_GT(query_tile_rows(p), 0);
+}
+
+TEST(Backends, UnknownNamesAreErrors) {
+  Call call;
+  call.backend = "gpu";
+  const std::string message =
+      "got \"gpu\", expected \"cpu\", \"reference\", or \"\" for the first that can";
+  expect_invalid([&] { supports(call.data.problem, "gpu"); }, "backend", message);
+  expect_invalid([&] { call.run_forward(); }, "backend", message);
+  expect_invalid([&] { call.run_backward(); }, "backend", message);
+  call.expect_nothing_written();
+}
+
+// ---- Bad arguments -------------------------------------------------------------------------------
+
+struct BadProblem {
+  std::string argument;
+  std::string message;
+  void (*spoil)(Problem&);
+};
+
+const std::vector<BadProblem> bad_problems = {
+    {"problem.batch", "got -1, expected a length in [0, 2^31)", [](Problem& p) { p.batch = -1; }},
+    {"problem.heads_q", "got -4, expected a length in [0, 2^31)",
+     [](Problem& p) { p.heads_q = -4; }},
+    {"problem.heads_kv", "got -2, expected a length in [0, 2^31)",
+     [](Problem& p) { p.heads_kv = -2; }},
+    {"problem.seqlen_q", "got 2147483648, expected a length in [0, 2^31)",
+     [](Problem& p) { p.seqlen_q = std::int64_t{1} << 31; }},
+    {"problem.seqlen_k", "got -7, expected a length in [0, 2^31)",
+     [](Problem& p) { p.seqlen_k = -7; }},
+    {"problem.head_dim", "got 0, expected 1 to 256", [](Problem& p) { p.head_dim = 0; }},
+    {"problem.head_dim", "got 257, expected 1 to 256", [](Problem& p) { p.head_dim = 257; }},
+    {"problem.heads_q", "got 3, expected a multiple of problem.heads_kv = 2",
+     [](Problem& p) { p.heads_q = 3; }},
+    {"problem.heads_q", "got 4, expected a multiple of problem.heads_kv = 0",
+     [](Problem& p) { p.heads_kv = 0; }},
+    {"problem",
+     "got batch, heads_q, seqlen_q, seqlen_k, head_dim (2000000000, 4, 2000000000, 7, 8), expected "
+     "tensors of at most 2^56 elements",
+     [](Problem& p) { p.batch = p.seqlen_q = 2000000000; }},
+    {"problem.scale", "got inf, expected a finite number", [](Problem& p) { p.scale = infinity; }},
+    {"problem.scale", "got nan, expected a finite number", [](Problem& p) { p.scale = nan; }},
+    {"problem.softcap", "got -0.5, expected a finite number >= 0 (0 = none)",
+     [](Problem& p) { p.softcap = -0.5f; }},
+    {"problem.softcap", "got nan, expected a finite number >= 0 (0 = none)",
+     [](Problem& p) { p.softcap = nan; }},
+    {"problem.mask_shape",
+     "got (2, 3, 1, 7), expected ({2|1}, {4|2|1}, {5|1}, {7|1}), or all zero for none",
+     [](Problem& p) { p.mask_shape = {2, 3, 1, 7}; }},
+    {"problem.bias_shape",
+     "got (2, 2, 1, 5), expected ({2|1}, {4|2|1}, {5|1}, {7|1}), or all zero for none",
+     [](Problem& p) { p.bias_shape = {2, 2, 1, 5}; }},
+    {"problem.bias_dtype", "got f16, expected f32 with problem.dtype f32",
+     [](Problem& p) { p.bias_dtype = DType::f16; }},
+    {"problem.bias_dtype", "got f16, expected bf16 or f32 with problem.dtype bf16",
+     [](Problem& p) { p.dtype = DType::bf16, p.bias_dtype = DType::f16; }},
+    {"problem.bias_dtype", "got f32, expected f64 with problem.dtype f64",
+     [](Problem& p) { p.dtype = DType::f64; }},
+    {"problem.intervals_shape", "got (2, 4), expected ({2|1}, {2|1}), or all zero for none",
+     [](Problem& p) { p.intervals_shape = {2, 4}; }},
+};
+
+TEST(InvalidArguments, OfTheProblem) {
+  for (const auto& [argument, message, spoil] : bad_problems) {
+    SCOPED_TRACE(argument + ": " + message);
+    Call call;
+    spoil(call.forward_args.problem);
+    spoil(call.backward_args.problem);
+    const Execution& execution = call.execution;
+    expect_invalid([&] { supports(call.forward_args.problem); }, argument, message);
+    expect_invalid([&] { query_tile_rows(call.forward_args.problem); }, argument, message);
+    expect_invalid([&] { forward_workspace_size(call.forward_args, execution); }, argument,
+                   message);
+    expect_invalid([&] { backward_workspace_size(call.backward_args, execution); }, argument,
+                   message);
+    expect_invalid([&] { call.run_forward(); }, argument, message);
+    expect_invalid([&] { call.run_backward(); }, argument, message);
+    call.expect_nothing_written();
+  }
+}
+
+struct BadInput {
+  std::string argument;
+  std::string message;
+  void (*spoil)(Problem&, Inputs&);
+};
+
+// Against backend "cpu", which needs a plan.
+const std::vector<BadInput> bad_inputs = {
+    {"q", "got null data, expected data of shape (2, 5, 4, 8)",
+     [](Problem&, Inputs& in) { in.q.data = nullptr; }},
+    {"k", "got strides (112, 16, 8, 2), expected a last dimension that is contiguous (stride 1)",
+     [](Problem&, Inputs& in) { in.k.stride[3] = 2; }},
+    {"v",
+     "got strides (9223372036854775807, 16, 8, 1) for shape (2, 7, 2, 8), expected a span of at "
+     "most "
+     "2^56 elements",
+     [](Problem&, Inputs& in) { in.v.stride[0] = std::numeric_limits<std::int64_t>::max(); }},
+    {"q",
+     "got strides (160, -9223372036854775808, 8, 1) for shape (2, 5, 4, 8), expected a span of at "
+     "most "
+     "2^56 elements",
+     [](Problem&, Inputs& in) { in.q.stride[1] = std::numeric_limits<std::int64_t>::min(); }},
+    {"mask", "got null data, expected data of shape (2, 1, 1, 7)",
+     [](Problem&, Inputs& in) { in.mask.data = nullptr; }},
+    {"mask", "got strides (7, 0, 0, 0), expected a last dimension that is contiguous (stride 1)",
+     [](Problem&, Inputs& in) { in.mask.stride[3] = 0; }},
+    {"mask", "got data, expected null data while problem.mask_shape is all zero",
+     [](Problem& p, Inputs&) { p.mask_shape = {}; }},
+    {"bias", "got null data, expected data of shape (2, 2, 1, 7)",
+     [](Problem&, Inputs& in) { in.bias = {}; }},
+    {"intervals", "got null data, expected data of shape (2, 1, 1, 7)",
+     [](Problem&, Inputs& in) { in.intervals = {}; }},
+    {"intervals", "got data, expected null data while problem.intervals_shape is all zero",
+     [](Problem& p, Inputs&) { p.intervals_shape = {}; }},
+    {"plan", "got a plan, expected none without intervals",
+     [](Problem& p, Inputs& in) { p.intervals_shape = {}, in.intervals = {}; }},
+    {"plan.begin", "got null data, expected data of shape (2, 1, 1, 1)",
+     [](Problem&, Inputs& in) { in.plan.begin = nullptr; }},
+    {"plan.count", "got null data, expected data of shape (2, 1, 1, 1)",
+     [](Problem&, Inputs& in) { in.plan.count = nullptr; }},
+    {"plan.full", "got null data, expected data of shape (2, 1, 1, 1)",
+     [](Problem&, Inputs& in) { in.plan.full = nullptr; }},
+    {"plan.tiles", "got 2, expected 1 = ceil(problem.seqlen_q / plan.tile_rows)",
+     [](Problem&, Inputs& in) { in.plan.tiles = 2; }},
+};
+
+TEST(InvalidArguments, OfTheInputs) {
+  for (const auto& [argument, message, spoil] : bad_inputs) {
+    SCOPED_TRACE(argument + ": " + message);
+    Call call("cpu");
+    spoil(call.forward_args.problem, call.forward_args.in);
+    spoil(call.backward_args.problem, call.backward_args.in);
+    const Execution& execution = call.execution;
+    expect_invalid([&] { forward_workspace_size(call.forward_args, execution, "cpu"); }, argument,
+                   message);
+    expect_invalid([&] { backward_workspace_size(call.backward_args, execution, "cpu"); }, argument,
+                   message);
+    expect_invalid([&] { call.run_forward(); }, argument, message);
+    expect_invalid([&] { call.run_backward(); }, argument, message);
+    call.expect_nothing_written();
+  }
+}
+
+TEST(InvalidArguments, OfAPlanForAnotherTileHeight) {
+  Call call("cpu");
+  const std::string rows = std::to_string(query_tile_rows(call.data.problem, "cpu"));
+  call.forward_args.in.plan.tile_rows = 3;
+  expect_invalid([&] { call.run_forward(); }, "plan.tile_rows",
+                 "got 3, expected " + rows + " (query_tile_rows)");
+  call.forward_args.in.plan = {};
+  expect_invalid([&] { call.run_forward(); }, "plan",
+                 "got none, expected the plan of the intervals, as backend \"cpu\" needs it, with "
+                 "tile_rows " +
+                     rows);
+  call.expect_nothing_written();
+  call.backend = "reference";  // needs none
+  EXPECT_NO_THROW(call.run_forward());
+}
+
+struct BadOutput {
+  std::string argument;
+  std::string message;
+  void (*spoil)(BackwardArgs&);
+};
+
+TEST(InvalidArguments, OfForwardOutputs) {
+  Call call;
+  call.forward_args.out.data = nullptr;
+  expect_invalid([&] { call.run_forward(); }, "out",
+                 "got null data, expected data of shape (2, 5, 4, 8)");
+  call.forward_args.out = call.results.out.view();
+  call.forward_args.out.stride[2] = 0;
+  expect_invalid(
+      [&] { call.run_forward(); }, "out",
+      "got strides (160, 32, 0, 1) for shape (2, 5, 4, 8), expected an output whose elements "
+      "do not overlap");
+  call.forward_args.out = call.results.out.view();
+  call.forward_args.lse = nullptr;
+  expect_invalid([&] { call.run_forward(); }, "lse",
+                 "got null data, expected data of shape (2, 4, 5)");
+  call.expect_nothing_written();
+}
+
+TEST(InvalidArguments, OfBackward) {
+  const std::vector<BadOutput> cases = {
+      {"out", "got null data, expected data of shape (2, 5, 4, 8)",
+       [](BackwardArgs& args) { args.out.data = nullptr; }},
+      {"lse", "got null data, expected data of shape (2, 4, 5)",
+       [](BackwardArgs& args) { args.lse = nullptr; }},
+      {"dout", "got null data, expected data of shape (2, 5, 4, 8)",
+       [](BackwardArgs& args) { args.dout.data = nullptr; }},
+      {"dq", "got strides (160, 32, 8, 4), expected a last dimension that is contiguous (stride 1)",
+       [](BackwardArgs& args) { args.dq.stride[3] = 4; }},
+      {"dk",
+       "got strides (0, 16, 8, 1) for shape (2, 7, 2, 8), expected an output whose elements do not "
+       "overlap",
+       [](BackwardArgs& args) { args.dk.stride[0] = 0; }},
+      {"dv", "got strides (112, 16, 8, 0), expected a last dimension that is contiguous (stride 1)",
+       [](BackwardArgs& args) { args.dv.stride[3] = 0; }},
+      {"dbias",
+       "got strides (14, 0, 0, 1) for shape (2, 2, 1, 7), expected an output whose elements do not "
+       "overlap",
+       [](BackwardArgs& args) { args.dbias.stride[1] = 0; }},
+      {"dbias", "got data, expected null data while problem.bias_shape is all zero",
+       [](BackwardArgs& args) { args.problem.bias_shape = {}, args.in.bias = {}; }},
+  };
+  for (const auto& [argument, message, spoil] : cases) {
+    SCOPED_TRACE(argument + ": " + message);
+    Call call;
+    spoil(call.backward_args);
+    expect_invalid([&] { call.run_backward(); }, argument, message);
+    call.expect_nothing_written();
+  }
+}
+
+TEST(InvalidArguments, OfTheExecution) {
+  Call call("reference");
+  const std::size_t needed = forward_workspace_size(call.forward_args, call.execution, "reference");
+  ASSERT_GT(needed, 0u);
+
+  call.execution.workspace_bytes = needed - 1;
+  expect_invalid(
+      [&] { call.run_forward(); }, "execution.workspace_bytes",
+      "got " + std::to_string(needed - 1) + ", expected at least " + std::to_string(needed));
+  call.execution.workspace_bytes = needed;
+  call.execution.workspace = nullptr;
+  expect_invalid([&] { call.run_forward(); }, "execution.workspace",
+                 "got null, expected a pointer");
+  call.execution.workspace = call.workspace.data() + 8;
+  expect_invalid([&] { call.run_forward(); }, "execution.workspace",
+                 "got an address 8 bytes off alignment, expected an address aligned to 64 bytes");
+  call.execution.workers = 0;
+  expect_invalid([&] { call.run_forward(); }, "execution.workers", "got 0, expected at least 1");
+  expect_invalid([&] { forward_workspace_size(call.forward_args, call.execution); },
+                 "execution.workers", "got 0, expected at least 1");
+  expect_invalid([&] { call.run_backward(); }, "execution.workers", "got 0, expected at least 1");
+  call.expect_nothing_written();
+}
+
+// ---- What is legal -------------------------------------------------------------------------------
+
+TEST(LegalArguments, StridesOfSizeOneAreNotUsed) {
+  for (const char* backend : {"cpu", "reference"}) {
+    Call expected(backend, {{"bias", "1v1k"}, {"mask", "11q1"}, {"intervals_shape", "11"}});
+    expected.run_forward();
+    expected.run_backward();
+    Call call(backend, {{"bias", "1v1k"}, {"mask", "11q1"}, {"intervals_shape", "11"}});
+    for (Inputs* in : {&call.forward_args.in, &call.backward_args.in}) {
+      in->bias.stride[0] = in->bias.stride[2] = 1 << 20;
+      in->mask.stride[0] = in->mask.stride[1] = in->mask.stride[3] = 1 << 20;
+      in->intervals.stride_batch = in->intervals.stride_head = 1 << 20;
+      in->plan.stride_batch = in->plan.stride_head = 1 << 20;
+    }
+    call.backward_args.dbias.stride[0] = call.backward_args.dbias.stride[2] = 1 << 20;
+    call.run_forward();
+    call.run_backward();
+    EXPECT_TRUE(call.results.out.same_bits(expected.results.out));
+    EXPECT_TRUE(call.results.dq.same_bits(expected.results.dq));
+    EXPECT_TRUE(call.results.dbias.same_bits(expected.results.dbias));
+  }
+}
+
+// All outputs that have elements are written, with zeros (lse: -inf).
+TEST(LegalArguments, EmptyDimensions) {
+  const std::vector<CaseWords> empties = {{{"batch", "0"}},
+                                          {{"batch", "0"}, {"bias", "1v1k"}},
+                                          {{"heads_q", "0"}},
+                                          {{"heads_q", "0"}, {"heads_kv", "0"}, {"bias", "b11k"}},
+                                          {{"seqlen_q", "0"}},
+                                          {{"seqlen_k", "0"}, {"bias", "bvq1"}},
+                                          {{"seqlen_q", "0"}, {"seqlen_k", "0"}, {"bias", "1111"}}};
+  for (const char* backend : {"cpu", "reference"}) {
+    for (CaseWords words : empties) {
+      words.merge(CaseWords{{"intervals", "none"}, {"mask", "none"}});
+      std::string trace = backend;
+      for (const auto& [column, word] : words) trace += " " + column + "=" + word;
+      SCOPED_TRACE(trace);
+      const Data data(case_from(Call::with_defaults(words)));
+      RunOptions options;
+      options.backend = backend;
+      const Results results = run(data, options);
+      const auto expect_all = [](const Tensor& tensor, double expected) {
+        tensor.for_each(
+            [&](const Index&, double value) { EXPECT_EQ(value, expected) << tensor.name(); });
+      };
+      expect_all(results.out, 0);
+      expect_all(results.lse, -std::numeric_limits<double>::infinity());
+      for (const Tensor* tensor : {&results.dq, &results.dk, &results.dv, &results.dbias}) {
+        expect_all(*tensor, 0);
+      }
+    }
+  }
+}
+
+TEST(LegalArguments, DefaultScale) {
+  EXPECT_EQ(default_scale(64), 0.125f);
+  EXPECT_FLOAT_EQ(default_scale(80), 1 / std::sqrt(80.0f));
+}
+
+}  // namespace
+}  // namespace flash_dmattn::testing

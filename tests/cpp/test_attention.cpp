@@ -1,0 +1,263 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <initializer_list>
+#include <string>
+
+#include "support/cases.h"
+#include "support/compare.h"
+#include "support/data.h"
+#include "support/run.h"
+#include "support/yardstick.h"
+
+// The backend "cpu" against the reference, over the case table and a few problems whose result is
+// known exactly. FLASH_DMATTN_MAX_ISA decides which instruction set runs (main.cpp).
+namespace flash_dmattn {
+namespace {
+
+using testing::Case;
+using testing::case_from;
+using testing::Data;
+using testing::Index;
+using testing::Results;
+using testing::RunOptions;
+using testing::Tensor;
+using testing::Wanted;
+using testing::Yardstick;
+
+constexpr double infinity = std::numeric_limits<double>::infinity();
+
+bool is_quick_run() { return std::getenv("FLASH_DMATTN_QUICK_TESTS") != nullptr; }
+
+void expect_same_bits(const Results& actual, const Results& expected) {
+  EXPECT_TRUE(actual.out.same_bits(expected.out)) << "out";
+  EXPECT_TRUE(actual.lse.same_bits(expected.lse)) << "lse";
+  EXPECT_TRUE(actual.lse_low.same_bits(expected.lse_low)) << "lse_low";
+  EXPECT_TRUE(actual.dq.same_bits(expected.dq)) << "dq";
+  EXPECT_TRUE(actual.dk.same_bits(expected.dk)) << "dk";
+  EXPECT_TRUE(actual.dv.same_bits(expected.dv)) << "dv";
+  EXPECT_TRUE(actual.dbias.same_bits(expected.dbias)) << "dbias";
+}
+
+// ---- The case table --------------------------------------------------------------------------------
+
+class AttentionTable : public ::testing::TestWithParam<Case> {};
+
+TEST_P(AttentionTable, IsWithinItsBounds) {
+  const Case& c = GetParam();
+  if (c.slow && is_quick_run()) GTEST_SKIP() << "slow, and FLASH_DMATTN_QUICK_TESTS is set";
+  const std::string reason = supports(c.problem, "cpu");
+  ASSERT_EQ(reason, "");
+  const Data data(c);
+  const Results actual = testing::run(data, {.execution = testing::on_pool()});
+  testing::expect_close(data, actual, testing::oracle(data), Yardstick(data));
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, AttentionTable, ::testing::ValuesIn(testing::attention_cases()),
+                         [](const auto& test) { return test.param.name; });
+
+// ---- The same result whoever computes it -----------------------------------------------------------
+
+class AttentionWorkers : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(AttentionWorkers, DoNotChangeABit) {
+  const Data data(testing::attention_case(GetParam()));
+  const Results expected = testing::run(data, {.execution = testing::in_turn(1)});
+  for (const Execution& execution :
+       {testing::in_turn(1), testing::in_turn(3), testing::on_threads(2), testing::on_threads(7),
+        testing::on_threads(40), testing::on_pool()}) {
+    SCOPED_TRACE(std::to_string(execution.workers) + " workers");
+    expect_same_bits(testing::run(data, {.execution = execution}), expected);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, AttentionWorkers,
+                         ::testing::Values("group_1_f32", "group_4_bf16", "group_8_f16",
+                                           "per_query_f32", "per_query_bf16",
+                                           "per_query_heads_shared", "bias_111k", "bias_b1q1",
+                                           "mask_b1qk_bias_bv1k_bf16", "mask_bhqk_bias_bhqk_f32",
+                                           "mask_rows_bf16", "size_1x799_bf16", "size_256x256_f16",
+                                           "random_intervals_f16", "bias_11qk"),
+                         [](const auto& test) { return std::string(test.param); });
+
+// ---- Any subset of the gradients -------------------------------------------------------------------
+
+class AttentionGradients : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(AttentionGradients, ComeInAnySubset) {
+  const Data data(testing::attention_case(GetParam()));
+  const Results expected = testing::oracle(data);
+  const Yardstick yardstick(data);
+  for (int subset = 0; subset < 16; ++subset) {
+    SCOPED_TRACE("subset " + std::to_string(subset));
+    const Wanted wanted{.dq = (subset & 1) != 0,
+                        .dk = (subset & 2) != 0,
+                        .dv = (subset & 4) != 0,
+                        .dbias = (subset & 8) != 0};
+    const Results actual = testing::run(data, {.wanted = wanted});
+    testing::expect_close(data, actual, expected, yardstick, wanted);
+  }
+}
+
+TEST_P(AttentionGradients, NeedNoLowPartOfLse) {
+  const Data data(testing::attention_case(GetParam()));
+  const Results actual = testing::run(data, {.lse_low = false});
+  testing::expect_close(data, actual, testing::oracle(data), Yardstick(data));
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, AttentionGradients,
+                         ::testing::Values("group_4_f32", "group_4_bf16", "group_4_f16",
+                                           "mask_bhqk_bias_bhqk_f32", "mask_b1qk_bias_bv1k_bf16",
+                                           "layout_padded_f16", "random_intervals_bf16"),
+                         [](const auto& test) { return std::string(test.param); });
+
+// ---- Layouts ---------------------------------------------------------------------------------------
+
+TEST(Attention, LayoutsDoNotChangeABit) {
+  for (const char* intervals : {"none", "per_query"}) {
+    for (const char* dtype : {"f32", "bf16", "f16"}) {
+      const auto in_layout = [&](const char* layout) {
+        const Data data(case_from({{"name", "layouts"},
+                                   {"batch", "2"},
+                                   {"heads_q", "4"},
+                                   {"heads_kv", "2"},
+                                   {"head_dim", "40"},
+                                   {"causal", "1"},
+                                   {"dtype", dtype},
+                                   {"bias", "bv1k"},
+                                   {"bias_fill", "normal"},
+                                   {"intervals", intervals},
+                                   {"intervals_shape", "bv"},
+                                   {"window", "30"},
+                                   {"layout", layout}}));
+        return testing::run(data, {});
+      };
+      const Results contiguous = in_layout("contiguous");
+      for (const char* layout : {"permuted", "padded", "reversed"}) {
+        SCOPED_TRACE(std::string(layout) + " " + dtype + ", intervals " + intervals);
+        expect_same_bits(in_layout(layout), contiguous);
+      }
+    }
+  }
+}
+
+// ---- Results that are known exactly ----------------------------------------------------------------
+
+void expect_all(const Tensor& tensor, double expected) {
+  tensor.for_each([&](const Index& i, double value) {
+    ASSERT_EQ(value, expected) << tensor.name() << " [" << i[0] << ", " << i[1] << ", " << i[2]
+                               << ", " << i[3] << "]";
+  });
+}
+
+class AttentionExact : public ::testing::TestWithParam<const char*> {
+ protected:
+  Case with(testing::CaseWords words) const {
+    words["name"] = "exact";
+    words["dtype"] = GetParam();
+    return case_from(words);
+  }
+};
+
+TEST_P(AttentionExact, OneVisibleKeyIsCopied) {
+  // Query i sees key i alone, so p = 1: out is v, ds = 0.
+  Data data(with({{"seqlen_q", "150"},
+                  {"seqlen_k", "150"},
+                  {"heads_q", "1"},
+                  {"intervals", "packed"},
+                  {"intervals_shape", "11"},
+                  {"window", "1"},
+                  {"bias", "bhqk"},
+                  {"bias_fill", "normal"}}));
+  // Few significant bits, so that no sum of products rounds and delta equals dp to the bit.
+  const auto few_bits = [](const Index& i) {
+    return static_cast<double>((i[1] * 7 + i[3] * 5) % 9 - 4) / 4;
+  };
+  data.v.fill(few_bits);
+  data.dout.fill(few_bits);
+  const Results actual = testing::run(data, {});
+  EXPECT_TRUE(actual.out.same_bits(data.v));
+  EXPECT_TRUE(actual.dv.same_bits(data.dout));
+  expect_all(actual.dq, 0);
+  expect_all(actual.dk, 0);
+  expect_all(actual.dbias, 0);
+}
+
+TEST_P(AttentionExact, EqualScoresAverage) {
+  // q = 0: all 2^n visible keys have the same probability.
+  Data data(with({{"seqlen_q", "70"}, {"seqlen_k", "128"}, {"inputs", "zero"}}));
+  data.v.fill([](const Index& i) { return static_cast<double>(i[1] % 2); });
+  const Results actual = testing::run(data, {});
+  expect_all(actual.out, 0.5);
+  actual.lse.for_each([](const Index&, double lse) { ASSERT_NEAR(lse, std::log(128.0), 1e-6); });
+}
+
+TEST_P(AttentionExact, NothingVisibleIsZero) {
+  for (const char* fill : {"none", "full"}) {
+    Data data(with({{"mask", "b1qk"},
+                    {"mask_fill", fill},
+                    {"bias", "bhqk"},
+                    {"bias_fill", fill == std::string("none") ? "normal" : "all_masked"}}));
+    const Results actual = testing::run(data, {});
+    expect_all(actual.out, 0);
+    expect_all(actual.lse, -infinity);
+    for (const Tensor* gradient : {&actual.dq, &actual.dk, &actual.dv, &actual.dbias}) {
+      expect_all(*gradient, 0);
+    }
+  }
+}
+
+TEST_P(AttentionExact, NoKeysAreLikeNothingVisible) {
+  const Data data(with({{"seqlen_k", "0"}}));
+  const Results actual = testing::run(data, {});
+  expect_all(actual.out, 0);
+  expect_all(actual.lse, -infinity);
+  expect_all(actual.dq, 0);
+}
+
+TEST_P(AttentionExact, NoQueriesLeaveZeroGradients) {
+  const Data data(with({{"seqlen_q", "0"}, {"bias", "b11k"}, {"bias_fill", "normal"}}));
+  const Results actual = testing::run(data, {});
+  expect_all(actual.dk, 0);
+  expect_all(actual.dv, 0);
+  expect_all(actual.dbias, 0);
+}
+
+TEST_P(AttentionExact, IntervalsAndMaskOfTheSamePairsAgree) {
+  const Data intervals(with({{"heads_q", "4"},
+                             {"heads_kv", "2"},
+                             {"seqlen_q", "203"},
+                             {"causal", "1"},
+                             {"intervals", "per_query"},
+                             {"intervals_shape", "bv"},
+                             {"window", "40"}}));
+  Data mask(with({{"heads_q", "4"},
+                  {"heads_kv", "2"},
+                  {"seqlen_q", "203"},
+                  {"mask", "bvqk"},
+                  {"mask_fill", "full"}}));
+  mask.mask.fill([&](const Index& i) { return intervals.visible(i[0], 2 * i[1], i[2], i[3]); });
+  const Results expected = testing::oracle(intervals);
+  for (const Data* data : {&intervals, static_cast<const Data*>(&mask)}) {
+    testing::expect_close(*data, testing::run(*data, {}), expected, Yardstick(*data));
+  }
+}
+
+TEST_P(AttentionExact, LowPartOfLseIsWhatRoundingTook) {
+  // A bias of 1000 leaves lse six of fp32's 24 bits fewer.
+  Data data(with({{"inputs", "zero"}, {"bias", "1111"}, {"bias_fill", "equal"}}));
+  data.bias.fill([](const Index&) { return 1000; });
+  const Results actual = testing::run(data, {});
+  actual.lse.for_each([&](const Index& i, double lse) {
+    const double exact = 1000 + std::log(203.0);
+    ASSERT_NEAR(lse, exact, 4e-5);
+    ASSERT_NEAR(lse + actual.lse_low.get(i), exact, 2e-6);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Dtypes, AttentionExact, ::testing::Values("f32", "bf16", "f16"),
+                         [](const auto& test) { return std::string(test.param); });
+
+}  // namespace
+}  // namespace flash_dmattn

@@ -1,0 +1,127 @@
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <functional>
+#include <limits>
+#include <string>
+
+#include "flash_dmattn/flash_dmattn.h"
+#include "support/cases.h"
+#include "support/data.h"
+#include "support/run.h"
+
+// Check mode (FLASH_DMATTN_CHECK_FINITE=1) on both backends.
+namespace flash_dmattn::testing {
+namespace {
+
+constexpr double infinity = std::numeric_limits<double>::infinity();
+constexpr double nan = std::numeric_limits<double>::quiet_NaN();
+
+class CheckFinite : public ::testing::TestWithParam<const char*> {
+ protected:
+  CheckFinite()
+      : data(case_from({{"batch", "2"},
+                        {"heads_q", "4"},
+                        {"heads_kv", "2"},
+                        {"seqlen_q", "5"},
+                        {"seqlen_k", "7"},
+                        {"head_dim", "8"},
+                        {"bias", "bv1k"},
+                        {"bias_fill", "inf"},  // -inf here and there, which is no error
+                        {"mask", "11q1"},
+                        {"mask_fill", "full"},
+                        {"layout", "padded"},
+                        {"nonfinite", "propagate"}})),
+        results(data) {
+    options.backend = GetParam();
+    data.mask.set({0, 0, 3, 0}, 0);  // lse is -inf for query 3
+    enable("1");
+  }
+  ~CheckFinite() override { unsetenv("FLASH_DMATTN_CHECK_FINITE"); }
+
+  static void enable(const char* value) { setenv("FLASH_DMATTN_CHECK_FINITE", value, 1); }
+
+  void forward() { run_forward(data, options, results); }
+  void backward() { run_backward(data, options, results); }
+
+  static void expect_error(const std::function<void()>& action, const std::string& message) {
+    try {
+      action();
+      ADD_FAILURE() << "nothing thrown, expected: " << message;
+    } catch (const NonFiniteError& error) {
+      EXPECT_EQ(error.what(), message);
+    }
+  }
+
+  // Puts `value` into `tensor` and back.
+  void expect_forward_error(Tensor& tensor, const Index& index, double value,
+                            const std::string& message) {
+    const double before = tensor.get(index);
+    tensor.set(index, value);
+    expect_error([&] { forward(); }, message);
+    tensor.set(index, before);
+  }
+
+  Data data;
+  Results results;
+  RunOptions options;
+};
+
+TEST_P(CheckFinite, PassesFiniteCalls) {
+  EXPECT_NO_THROW(forward());
+  EXPECT_NO_THROW(backward());
+}
+
+TEST_P(CheckFinite, NamesTheInput) {
+  expect_forward_error(data.q, {1, 4, 3, 7}, infinity, "forward input q[1, 4, 3, 7] is inf");
+  expect_forward_error(data.k, {0, 6, 1, 2}, nan, "forward input k[0, 6, 1, 2] is nan");
+  expect_forward_error(data.v, {0, 0, 0, 0}, -infinity, "forward input v[0, 0, 0, 0] is -inf");
+  expect_forward_error(data.bias, {1, 1, 0, 5}, infinity, "forward input bias[1, 1, 0, 5] is inf");
+  expect_forward_error(data.bias, {0, 1, 0, 5}, nan, "forward input bias[0, 1, 0, 5] is nan");
+  EXPECT_TRUE(results.out.same_bits(Results(data).out)) << "written in spite of a bad input";
+  forward();
+  data.dout.set({0, 1, 2, 3}, nan);
+  expect_error([&] { backward(); }, "backward input dout[0, 1, 2, 3] is nan");
+  EXPECT_TRUE(results.dq.same_bits(Results(data).dq)) << "written in spite of a bad input";
+  results.lse.set({1, 2, 4, 0}, infinity);
+  expect_error([&] { backward(); }, "backward input lse[1, 2, 4] is inf");
+  results.out.set({1, 0, 0, 4}, nan);
+  expect_error([&] { backward(); }, "backward input out[1, 0, 0, 4] is nan");
+}
+
+TEST_P(CheckFinite, NamesTheFirst) {
+  data.k.set({1, 0, 0, 1}, nan);
+  data.k.set({0, 5, 1, 1}, infinity);
+  data.v.set({0, 0, 0, 0}, nan);
+  expect_error([&] { forward(); }, "forward input k[0, 5, 1, 1] is inf");
+}
+
+// One visible key, and gradients that are beyond f32: two queries' dout on it.
+TEST_P(CheckFinite, NamesTheOutput) {
+  data = Data(case_from({{"heads_q", "1"},
+                         {"seqlen_q", "2"},
+                         {"seqlen_k", "1"},
+                         {"head_dim", "8"},
+                         {"nonfinite", "propagate"}}));
+  results = Results(data);
+  data.dout.fill([](const Index& index) { return index[3] == 5 ? 3e38 : 0.0; });
+  data.v.fill([](const Index&) { return 0.0; });
+  forward();
+  expect_error([&] { backward(); }, "backward output dv[0, 0, 0, 5] is inf");
+}
+
+TEST_P(CheckFinite, IsReadAtEveryCall) {
+  data.k.set({0, 5, 1, 1}, nan);
+  for (const char* off : {"0", "", "yes"}) {
+    enable(off);
+    EXPECT_NO_THROW(forward()) << off;
+  }
+  enable("1");
+  EXPECT_THROW(forward(), NonFiniteError);
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, CheckFinite, ::testing::Values("cpu", "reference"),
+                         [](const auto& test) { return std::string(test.param); });
+
+}  // namespace
+}  // namespace flash_dmattn::testing

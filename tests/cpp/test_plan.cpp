@@ -1,0 +1,263 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "flash_dmattn/error.h"
+#include "flash_dmattn/selection.h"
+#include "support/random.h"
+#include "support/run.h"
+
+namespace flash_dmattn {
+namespace {
+
+using testing::GuardedBuffer;
+using testing::OwnedPlan;
+using testing::Random;
+
+// Intervals [batch, heads, Sk] and the arguments that read them.
+struct Intervals {
+  PlanArgs args;
+  std::vector<KeyInterval> data;
+
+  Intervals(std::int64_t batch, std::int64_t heads, std::int64_t seqlen_q, std::int64_t seqlen_k,
+            std::int64_t tile_rows, bool causal = false)
+      : data(static_cast<std::size_t>(batch * heads * seqlen_k)) {
+    args.batch = batch;
+    args.heads = heads;
+    args.seqlen_q = seqlen_q;
+    args.seqlen_k = seqlen_k;
+    args.tile_rows = tile_rows;
+    args.causal = causal;
+    args.intervals = {data.data(), batch == 1 ? 0 : heads * seqlen_k, heads == 1 ? 0 : seqlen_k};
+  }
+
+  // interval(j) for key j of every row.
+  template <class Interval>
+  void fill(const Interval& interval) {
+    for (std::size_t n = 0; n < data.size(); ++n) {
+      const auto [first, last] = interval(static_cast<std::int64_t>(n) % args.seqlen_k);
+      data[n] = {static_cast<std::int32_t>(first), static_cast<std::int32_t>(last)};
+    }
+  }
+};
+
+using Pair = std::pair<std::int64_t, std::int64_t>;
+
+// The keys of a tile by asking every pair: the full ones, then the partial ones.
+struct TileKeys {
+  std::vector<std::int32_t> full, partial;
+};
+
+TileKeys keys_of(const PlanArgs& args, std::int64_t b, std::int64_t h, std::int64_t tile) {
+  TileKeys keys;
+  const std::int64_t begin = tile * args.tile_rows;
+  const std::int64_t end = std::min(begin + args.tile_rows, args.seqlen_q);
+  for (std::int64_t j = 0; j < args.seqlen_k; ++j) {
+    std::int64_t seen = 0;
+    for (std::int64_t i = begin; i < end; ++i) {
+      const KeyInterval* interval = args.intervals.data;
+      bool visible = !args.causal || j <= i + args.seqlen_k - args.seqlen_q;
+      if (interval != nullptr) {
+        interval += b * args.intervals.stride_batch + h * args.intervals.stride_head + j;
+        visible = visible && interval->first <= i && i < interval->last;
+      }
+      seen += visible ? 1 : 0;
+    }
+    if (seen > 0) (seen == end - begin ? keys.full : keys.partial).push_back(std::int32_t(j));
+  }
+  return keys;
+}
+
+void expect_as_defined(const PlanArgs& args) {
+  const OwnedPlan owned = testing::make_plan(args, testing::in_turn(1));
+  const Plan& plan = owned.plan;
+  ASSERT_EQ(plan.tile_rows, args.tile_rows);
+  ASSERT_EQ(plan.tiles, (args.seqlen_q + args.tile_rows - 1) / args.tile_rows);
+  std::int64_t entries = 0;
+  for (std::int64_t b = 0; b < args.batch; ++b) {
+    for (std::int64_t h = 0; h < args.heads; ++h) {
+      for (std::int64_t t = 0; t < plan.tiles; ++t) {
+        const TileKeys expected = keys_of(args, b, h, t);
+        const std::int64_t at = b * plan.stride_batch + h * plan.stride_head + t;
+        const std::int32_t* keys = plan.keys + plan.begin[at];
+        const std::string where = "batch " + std::to_string(b) + ", head " + std::to_string(h) +
+                                  ", tile " + std::to_string(t);
+        ASSERT_EQ(plan.begin[at], entries) << where;
+        ASSERT_EQ(std::vector<std::int32_t>(keys, keys + plan.full[at]), expected.full) << where;
+        ASSERT_EQ(std::vector<std::int32_t>(keys + plan.full[at], keys + plan.count[at]),
+                  expected.partial)
+            << where;
+        entries += plan.count[at];
+      }
+    }
+  }
+  EXPECT_EQ(plan_entries(args, testing::in_turn(1)), entries);
+}
+
+TEST(Plan, RandomIntervals) {
+  Random random(1);
+  for (int round = 0; round < 400; ++round) {
+    const std::int64_t seqlen_q = random.below(70);
+    const std::int64_t seqlen_k = random.below(70);
+    Intervals intervals(1 + random.below(2), 1 + random.below(3), seqlen_q, seqlen_k,
+                        1 + random.below(20), random.below(2) == 0);
+    // Beyond [0, Sq) too, empty and the wrong way round.
+    for (KeyInterval& interval : intervals.data) {
+      interval = {static_cast<std::int32_t>(random.below(seqlen_q + 20) - 10),
+                  static_cast<std::int32_t>(random.below(seqlen_q + 20) - 10)};
+    }
+    expect_as_defined(intervals.args);
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST(Plan, IntervalsMadeByHand) {
+  for (const std::int64_t tile_rows : {1, 5, 16, 64, 100, 1000}) {
+    for (const bool causal : {false, true}) {
+      for (const auto& [seqlen_q, seqlen_k] : {Pair{100, 100}, Pair{33, 100}, Pair{100, 33}}) {
+        SCOPED_TRACE(std::to_string(tile_rows) + " rows a tile, " + std::to_string(seqlen_q) +
+                     " queries, " + std::to_string(seqlen_k) + " keys, causal " +
+                     std::to_string(causal));
+        Intervals intervals(1, 2, seqlen_q, seqlen_k, tile_rows, causal);
+        const std::int64_t rows = seqlen_q;
+        const std::int64_t shift = seqlen_k - seqlen_q;
+        const auto check = [&](auto interval) {
+          intervals.fill(interval);
+          expect_as_defined(intervals.args);
+        };
+        check([&](std::int64_t) { return Pair{0, rows}; });                     // all visible
+        check([&](std::int64_t) { return Pair{0, 0}; });                        // none
+        check([&](std::int64_t j) { return Pair{j - shift, j - shift + 9}; });  // sliding window
+        check([&](std::int64_t j) { return Pair{j < 20 ? 0 : j - shift, rows}; });   // prefix
+        check([&](std::int64_t j) { return Pair{j / 13 * 13, j / 13 * 13 + 13}; });  // packed
+        check([&](std::int64_t j) { return Pair{0, j < 7 ? 0 : rows}; });            // padding
+        check([&](std::int64_t j) { return Pair{rows - j, rows}; });                 // first falls
+        check([&](std::int64_t j) { return Pair{j % 3 * 10, j % 5 * 20}; });         // repeated
+        check([&](std::int64_t j) { return Pair{j, j + 1}; });  // one query each
+        intervals.args.intervals = {};                          // no intervals
+        expect_as_defined(intervals.args);
+      }
+    }
+  }
+}
+
+TEST(Plan, KeySeenByAllRowsOfAShortTileIsFull) {
+  Intervals intervals(1, 1, 10, 1, 8);
+  intervals.fill([](std::int64_t) { return Pair{8, 10}; });
+  const OwnedPlan owned = testing::make_plan(intervals.args, testing::in_turn(1));
+  EXPECT_EQ(owned.plan.count[0], 0);
+  EXPECT_EQ(owned.plan.count[1], 1);
+  EXPECT_EQ(owned.plan.full[1], 1);
+}
+
+TEST(Plan, SharedRowsHaveStrideZero) {
+  Intervals intervals(1, 1, 10, 10, 4);
+  const OwnedPlan shared = testing::make_plan(intervals.args, testing::in_turn(1));
+  EXPECT_EQ(shared.plan.stride_batch, 0);
+  EXPECT_EQ(shared.plan.stride_head, 0);
+  Intervals many(2, 3, 10, 10, 4);
+  const OwnedPlan separate = testing::make_plan(many.args, testing::in_turn(1));
+  EXPECT_EQ(separate.plan.stride_batch, 9);
+  EXPECT_EQ(separate.plan.stride_head, 3);
+}
+
+bool same_bytes(const GuardedBuffer& a, const GuardedBuffer& b) {
+  return a.size() == b.size() && std::equal(a.data(), a.data() + a.size(), b.data());
+}
+
+TEST(Plan, SameForAnyNumberOfWorkers) {
+  Random random(2);
+  for (const std::int64_t heads : {1, 3, 8}) {
+    Intervals intervals(1, heads, 1000, 900, 17, true);
+    for (KeyInterval& interval : intervals.data) {
+      interval = {static_cast<std::int32_t>(random.below(1000)),
+                  static_cast<std::int32_t>(random.below(1000))};
+    }
+    const OwnedPlan expected = testing::make_plan(intervals.args, testing::in_turn(1));
+    for (const Execution& execution : {testing::in_turn(5), testing::on_threads(2),
+                                       testing::on_threads(23), testing::on_pool()}) {
+      const OwnedPlan actual = testing::make_plan(intervals.args, execution);
+      EXPECT_TRUE(same_bytes(actual.begin, expected.begin));
+      EXPECT_TRUE(same_bytes(actual.count, expected.count));
+      EXPECT_TRUE(same_bytes(actual.full, expected.full));
+      EXPECT_TRUE(same_bytes(actual.keys, expected.keys));
+    }
+  }
+}
+
+TEST(Plan, SlidingWindowTouchesFewKeysPerTile) {
+  Intervals intervals(1, 1, 4096, 4096, 64);
+  intervals.fill([](std::int64_t j) { return Pair{j, j + 512}; });
+  const OwnedPlan owned = testing::make_plan(intervals.args, testing::in_turn(1));
+  for (std::int64_t t = 0; t < owned.plan.tiles; ++t) EXPECT_LE(owned.plan.count[t], 512 + 64 - 1);
+}
+
+class PlanArguments : public ::testing::Test {
+ protected:
+  PlanArguments() {
+    intervals_.fill([](std::int64_t) { return Pair{0, 6}; });
+    execution_.workspace = workspace_.data();
+    execution_.workspace_bytes = workspace_.size();
+  }
+
+  void expect_rejected(const std::string& argument) {
+    try {
+      build_plan(args_, buffers_, execution_);
+      FAIL() << "accepted a bad " << argument;
+    } catch (const InvalidArgument& error) {
+      EXPECT_EQ(error.argument(), argument) << error.what();
+    }
+    EXPECT_EQ(begin_[0], -7);
+    EXPECT_EQ(count_[0], -7);
+    EXPECT_EQ(full_[0], -7);
+    EXPECT_EQ(keys_[0], -7);
+  }
+
+  Intervals intervals_{1, 1, 6, 5, 4};
+  std::int64_t begin_[2] = {-7, -7};
+  std::int32_t count_[2] = {-7, -7};
+  std::int32_t full_[2] = {-7, -7};
+  std::int32_t keys_[10] = {-7};
+  PlanArgs args_ = intervals_.args;
+  PlanBuffers buffers_{begin_, count_, full_, keys_};
+  GuardedBuffer workspace_{4096, "workspace"};
+  Execution execution_;
+};
+
+TEST_F(PlanArguments, AreChecked) {
+  const PlanArgs good = args_;
+  const PlanBuffers good_buffers = buffers_;
+  const Execution good_execution = execution_;
+  const auto with = [&](auto change, const std::string& argument) {
+    args_ = good;
+    buffers_ = good_buffers;
+    execution_ = good_execution;
+    change();
+    expect_rejected(argument);
+  };
+  with([&] { args_.tile_rows = 0; }, "tile_rows");
+  with([&] { args_.batch = -1; }, "batch");
+  with([&] { args_.heads = -1; }, "heads");
+  with([&] { args_.seqlen_q = -1; }, "seqlen_q");
+  with([&] { args_.seqlen_k = std::int64_t{1} << 31; }, "seqlen_k");
+  with([&] { buffers_.begin = nullptr; }, "begin");
+  with([&] { buffers_.count = nullptr; }, "count");
+  with([&] { buffers_.full = nullptr; }, "full");
+  with([&] { buffers_.keys = nullptr; }, "keys");
+  with([&] { execution_.workers = 0; }, "execution.workers");
+  with([&] { execution_.workspace_bytes = 1; }, "execution.workspace_bytes");
+  with([&] { execution_.workspace = nullptr; }, "execution.workspace");
+}
+
+TEST_F(PlanArguments, KeysMayBeNullWhenNothingIsVisible) {
+  intervals_.fill([](std::int64_t) { return Pair{0, 0}; });
+  buffers_.keys = nullptr;
+  build_plan(args_, buffers_, execution_);
+  EXPECT_EQ(count_[0], 0);
+}
+
+}  // namespace
+}  // namespace flash_dmattn

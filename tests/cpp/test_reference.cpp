@@ -1,0 +1,377 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "flash_dmattn/flash_dmattn.h"
+#include "reference/selection.h"
+#include "support/cases.h"
+#include "support/data.h"
+#include "support/random.h"
+#include "support/run.h"
+#include "support/small.h"
+
+// The reference backend and the reference selection against what does not need them: finite differences
+// and results known by hand.
+namespace flash_dmattn::testing {
+namespace {
+
+constexpr double infinity = std::numeric_limits<double>::infinity();
+constexpr double nan = std::numeric_limits<double>::quiet_NaN();
+// ---- Finite differences --------------------------------------------------------------------------
+
+// sum out * dout, whose gradients are dq, dk, dv and dbias.
+double loss(const Data& data) {
+  Results results(data);
+  run_forward(data, reference(), results);
+  double sum = 0;
+  results.out.for_each(
+      [&](const Index& index, double value) { sum += value * data.dout.get(index); });
+  return sum;
+}
+
+void expect_slopes(Data& data, Tensor& input, const Tensor& gradient) {
+  constexpr double step = 0x1p-17;  // error: step^2 of the truncation, 2^-53 / step of the rounding
+  gradient.for_each([&](const Index& index, double slope) {
+    const double value = input.get(index);
+    input.set(index, value + step);
+    const double above = loss(data);
+    input.set(index, value - step);
+    const double below = loss(data);
+    input.set(index, value);
+    EXPECT_NEAR(slope, (above - below) / (2 * step), 2e-8 * (1 + std::abs(slope)))
+        << gradient.name() << " [" << index[0] << ", " << index[1] << ", " << index[2] << ", "
+        << index[3] << "]";
+  });
+}
+
+class FiniteDifferences : public ::testing::TestWithParam<CaseWords> {};
+
+TEST_P(FiniteDifferences, EqualTheGradients) {
+  CaseWords words = {{"batch", "2"},    {"heads_q", "4"},  {"heads_kv", "2"}, {"seqlen_q", "5"},
+                     {"seqlen_k", "7"}, {"head_dim", "3"}, {"dtype", "f64"}};
+  for (const auto& [column, word] : GetParam()) words[column] = word;
+  Data data(case_from(words));
+  const Results results = run(data, reference());
+  expect_slopes(data, data.q, results.dq);
+  expect_slopes(data, data.k, results.dk);
+  expect_slopes(data, data.v, results.dv);
+  if (data.has_bias()) expect_slopes(data, data.bias, results.dbias);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Cases, FiniteDifferences,
+    ::testing::Values(
+        CaseWords{{"name", "grouped_queries"}}, CaseWords{{"name", "one_group"}, {"heads_kv", "1"}},
+        CaseWords{{"name", "causal_more_keys"}, {"causal", "1"}},
+        CaseWords{
+            {"name", "causal_more_queries"}, {"causal", "1"}, {"seqlen_q", "8"}, {"seqlen_k", "6"}},
+        CaseWords{{"name", "softcap"}, {"softcap", "0.75"}, {"scale", "1.5"}},
+        CaseWords{
+            {"name", "softcap_bias"}, {"softcap", "2"}, {"bias", "bhqk"}, {"bias_fill", "normal"}},
+        CaseWords{{"name", "mask_full"}, {"mask", "bhqk"}, {"mask_fill", "rows"}},
+        CaseWords{
+            {"name", "mask_kv_heads"}, {"mask", "1vqk"}, {"mask_fill", "random"}, {"causal", "1"}},
+        CaseWords{{"name", "mask_padding"}, {"mask", "b11k"}, {"mask_fill", "padding_left"}},
+        CaseWords{{"name", "mask_queries"}, {"mask", "11q1"}, {"mask_fill", "random"}},
+        CaseWords{{"name", "all_masked"},
+                  {"mask", "1111"},
+                  {"mask_fill", "none"},
+                  {"bias", "bh1k"},
+                  {"bias_fill", "normal"}},
+        CaseWords{{"name", "bias_full"}, {"bias", "bhqk"}, {"bias_fill", "inf"}},
+        CaseWords{
+            {"name", "bias_per_key"}, {"bias", "bv1k"}, {"bias_fill", "normal"}, {"causal", "1"}},
+        CaseWords{{"name", "bias_per_query_head"}, {"bias", "1h1k"}, {"bias_fill", "inf"}},
+        CaseWords{{"name", "bias_shared_heads"}, {"bias", "b1qk"}, {"bias_fill", "normal"}},
+        CaseWords{{"name", "bias_shared_batch"}, {"bias", "1vqk"}, {"bias_fill", "normal"}},
+        CaseWords{{"name", "bias_scalar"}, {"bias", "1111"}, {"bias_fill", "normal"}},
+        CaseWords{{"name", "bias_per_query"}, {"bias", "bhq1"}, {"bias_fill", "normal"}},
+        CaseWords{{"name", "intervals_random"}, {"intervals", "random"}, {"intervals_shape", "bv"}},
+        CaseWords{{"name", "intervals_sliding"},
+                  {"intervals", "sliding"},
+                  {"intervals_shape", "11"},
+                  {"window", "3"},
+                  {"causal", "1"}},
+        CaseWords{{"name", "everything"},
+                  {"intervals", "per_query"},
+                  {"intervals_shape", "1v"},
+                  {"window", "3"},
+                  {"causal", "1"},
+                  {"mask", "b1qk"},
+                  {"mask_fill", "random"},
+                  {"bias", "bv1k"},
+                  {"bias_fill", "normal"},
+                  {"softcap", "3"},
+                  {"layout", "padded"}}),
+    [](const auto& test) { return test.param.at("name"); });
+
+// ---- Results known by hand -----------------------------------------------------------------------
+
+TEST(Reference, OneVisibleKeyIsCopied) {
+  for (const DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
+    SCOPED_TRACE(name_of(dtype));
+    Data data = small(1, 3, 2, dtype, {}, {1, 1, 1, 3});
+    set_row(data.q, 0, {0.5, -2});
+    set_row(data.k, 1, {3, 0.25});
+    set_row(data.v, 1, {1.5, -7});
+    set_row(data.v, 2, {infinity, nan});  // not visible
+    data.mask.set({0, 0, 0, 0}, 0);
+    data.mask.set({0, 0, 0, 2}, 0);
+    set_row(data.dout, 0, {2, 4});
+    const Results results = run(data, reference());
+    EXPECT_EQ(values_of(results.out), (Values{1.5, -7}));
+    EXPECT_EQ(values_of(results.lse), Values{1});  // its score
+    EXPECT_EQ(values_of(results.lse_low), Values{0});
+    EXPECT_EQ(values_of(results.dq), (Values{0, 0}));
+    EXPECT_EQ(values_of(results.dk), (Values{0, 0, 0, 0, 0, 0}));
+    EXPECT_EQ(values_of(results.dv), (Values{0, 0, 2, 4, 0, 0}));
+  }
+}
+
+TEST(Reference, EqualScoresGiveTheMean) {
+  for (const std::int64_t keys : {1, 2, 8, 64}) {
+    Data data = small(1, keys, 1);
+    for (std::int64_t j = 0; j < keys; ++j) {
+      set_row(data.k, j, {3});
+      set_row(data.v, j, {static_cast<double>(2 * j + 1)});
+    }
+    set_row(data.q, 0, {1});
+    set_row(data.dout, 0, {1});
+    const Results results = run(data, reference());
+    EXPECT_EQ(values_of(results.out), Values{static_cast<double>(keys)});
+    EXPECT_FLOAT_EQ(static_cast<float>(results.lse.get({0, 0, 0, 0})),
+                    3 + std::log(static_cast<float>(keys)));
+    for (const double value : values_of(results.dv)) {
+      EXPECT_NEAR(value, 1.0 / static_cast<double>(keys), 1e-7);
+    }
+  }
+}
+
+// p = (1/4, 3/4): dp = (4, 8), delta = 7, ds = (-3/4, 3/4).
+TEST(Reference, TwoKeysByHand) {
+  Data data = small(1, 2, 1, DType::f64, {1, 1, 1, 2});
+  data.problem.scale = 0.5;
+  set_row(data.q, 0, {2});
+  set_row(data.k, 0, {0});
+  set_row(data.k, 1, {1});
+  set_row(data.v, 0, {4});
+  set_row(data.v, 1, {8});
+  data.bias.set({0, 0, 0, 1}, std::log(3) - 1);  // on a score of 1
+  set_row(data.dout, 0, {1});
+  const Results results = run(data, reference());
+  const auto expect_near = [](const Tensor& tensor, const Values& expected) {
+    const Values values = values_of(tensor);
+    ASSERT_EQ(values.size(), expected.size());
+    for (std::size_t i = 0; i < values.size(); ++i) EXPECT_NEAR(values[i], expected[i], 1e-14);
+  };
+  expect_near(results.out, {7});
+  expect_near(results.lse, {std::log(4)});
+  expect_near(results.dbias, {-0.75, 0.75});
+  expect_near(results.dq, {0.375});
+  expect_near(results.dk, {-0.75, 0.75});
+  expect_near(results.dv, {0.25, 0.75});
+}
+
+TEST(Reference, RowsThatSeeNothing) {
+  Data data = small(2, 2, 1, DType::bf16, {1, 1, 1, 2}, {1, 1, 2, 1});
+  data.q.fill([](const Index&) { return 1.0; });
+  data.k.fill([](const Index&) { return 2.0; });
+  data.v.fill([](const Index&) { return 3.0; });
+  data.dout.fill([](const Index&) { return infinity; });
+  data.problem.nonfinite = NonFinite::propagate;
+  data.mask.fill([](const Index&) { return 0.0; });
+  const Results results = run(data, reference());
+  EXPECT_EQ(values_of(results.out), (Values{0, 0}));
+  EXPECT_EQ(values_of(results.lse), (Values{-infinity, -infinity}));
+  EXPECT_EQ(values_of(results.lse_low), (Values{0, 0}));
+  for (const Tensor* tensor : {&results.dq, &results.dk, &results.dv, &results.dbias}) {
+    EXPECT_EQ(values_of(*tensor), (Values{0, 0})) << tensor->name();
+  }
+}
+
+TEST(Reference, NoKeysNoQueriesNoBatches) {
+  Data no_keys = small(2, 0, 2, DType::f32, {1, 1, 2, 1});
+  Results results = run(no_keys, reference());
+  EXPECT_EQ(values_of(results.out), (Values{0, 0, 0, 0}));
+  EXPECT_EQ(values_of(results.lse), (Values{-infinity, -infinity}));
+  EXPECT_EQ(values_of(results.dq), (Values{0, 0, 0, 0}));
+  EXPECT_EQ(values_of(results.dbias), (Values{0, 0}));
+
+  Data no_queries = small(0, 2, 1, DType::f32, {1, 1, 1, 2});
+  results = run(no_queries, reference());
+  EXPECT_EQ(values_of(results.dk), (Values{0, 0}));
+  EXPECT_EQ(values_of(results.dv), (Values{0, 0}));
+  EXPECT_EQ(values_of(results.dbias), (Values{0, 0}));
+
+  Problem p = no_queries.problem;
+  p.batch = 0;
+  p.seqlen_q = 3;
+  Data no_batches(p);
+  no_batches.bias.fill([](const Index&) { return 1.0; });
+  results = run(no_batches, reference(2));
+  EXPECT_EQ(values_of(results.dbias), (Values{0, 0}));
+}
+
+TEST(Reference, ABiasAtTheMaskValueMasks) {
+  for (const DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
+    SCOPED_TRACE(name_of(dtype));
+    for (const double masking : {mask_value(dtype), -infinity, nan}) {
+      Data data = small(1, 2, 1, dtype, {1, 1, 1, 2});
+      set_row(data.v, 0, {5});
+      set_row(data.v, 1, {3});
+      set_row(data.dout, 0, {1});
+      data.bias.set({0, 0, 0, 0}, masking);
+      const Results results = run(data, reference());
+      EXPECT_EQ(values_of(results.out), Values{3});
+      EXPECT_EQ(values_of(results.dv), (Values{0, 1}));
+      EXPECT_EQ(values_of(results.dbias), (Values{0, 0}));
+    }
+    // Just above it a key is visible, however weak: alone it has all of the weight.
+    Data data = small(1, 1, 1, dtype, {1, 1, 1, 1});
+    set_row(data.v, 0, {5});
+    data.bias.set({0, 0, 0, 0}, 0.75 * mask_value(dtype));
+    EXPECT_EQ(values_of(run(data, reference()).out), Values{5});
+  }
+}
+
+// lse is 1e30 + log 4, of which f32 keeps 1e30: without lse_low every p would be 1.
+TEST(Reference, LseLowKeepsTheBackwardNormalised) {
+  Data data = small(1, 4, 1, DType::f32, {1, 1, 1, 1});
+  data.bias.set({0, 0, 0, 0}, 1e30);
+  set_row(data.dout, 0, {1});
+  RunOptions options = reference();
+  Results results = run(data, options);
+  EXPECT_EQ(results.lse_low.get({0, 0, 0, 0}),
+            static_cast<double>(static_cast<float>(std::log(4))));
+  for (const double value : values_of(results.dv)) EXPECT_NEAR(value, 0.25, 1e-7);
+  options.lse_low = false;
+  results = run(data, options);
+  EXPECT_EQ(values_of(results.dv), (Values{1, 1, 1, 1}));
+}
+
+TEST(Reference, UnwantedGradientsStayUnwritten) {
+  Data data(case_from({{"bias", "bv1k"}, {"bias_fill", "normal"}}));
+  const Results all = run(data, reference());
+  RunOptions options = reference();
+  options.wanted = {.dq = false, .dk = true, .dv = false, .dbias = false};
+  const Results one = run(data, options);
+  EXPECT_TRUE(one.dk.same_bits(all.dk));
+  const Results poisoned(data);
+  EXPECT_TRUE(one.dq.same_bits(poisoned.dq));
+  EXPECT_TRUE(one.dv.same_bits(poisoned.dv));
+  EXPECT_TRUE(one.dbias.same_bits(poisoned.dbias));
+}
+
+TEST(Reference, WorkersDoNotChangeABit) {
+  for (const char* shape : {"bhqk", "bv1k", "1vqk", "b11k", "111k"}) {
+    const Data data(case_from({{"batch", "3"},
+                               {"heads_q", "6"},
+                               {"heads_kv", "3"},
+                               {"seqlen_q", "9"},
+                               {"seqlen_k", "11"},
+                               {"head_dim", "8"},
+                               {"dtype", "bf16"},
+                               {"bias", shape},
+                               {"bias_fill", "normal"}}));
+    const Results expected = run(data, reference());
+    for (const int workers : {2, 5, 100}) {
+      RunOptions options = reference();
+      options.execution = on_threads(workers);
+      const Results results = run(data, options);
+      EXPECT_TRUE(results.out.same_bits(expected.out));
+      EXPECT_TRUE(results.dq.same_bits(expected.dq));
+      EXPECT_TRUE(results.dk.same_bits(expected.dk));
+      EXPECT_TRUE(results.dv.same_bits(expected.dv));
+      EXPECT_TRUE(results.dbias.same_bits(expected.dbias)) << shape;
+    }
+  }
+}
+
+// ---- Selection -----------------------------------------------------------------------------------
+
+struct Scores {
+  std::vector<float> scores;
+  std::vector<std::uint8_t> key_mask;
+  SelectionArgs args;
+
+  Scores(std::vector<float> values, std::int64_t seqlen_q, std::int64_t window)
+      : scores(std::move(values)), key_mask(scores.size(), 1) {
+    args.batch = 1;
+    args.heads = 1;
+    args.seqlen_q = seqlen_q;
+    args.seqlen_k = static_cast<std::int64_t>(scores.size());
+    args.window = window;
+    args.scores = scores.data();
+    args.scores_stride = {0, 0, 1};
+    args.key_mask = key_mask.data();
+    args.key_mask_stride = {0, 0, 1};
+  }
+
+  std::string visible() const {
+    std::string rows;
+    const auto pairs = reference::visible_pairs(args, 0, 0);
+    for (std::size_t n = 0; n < pairs.size(); ++n) {
+      if (n > 0 && n % scores.size() == 0) rows += ' ';
+      rows += pairs[n] != 0 ? 'x' : '.';
+    }
+    return rows;
+  }
+};
+
+TEST(ReferenceSelection, ByHand) {
+  Scores scores({5, 1, 3, 4, 2}, 5, 2);
+  EXPECT_EQ(scores.visible(), "x.... xx... x.x.. x..x. x..x.");
+  scores.args.selection = Selection::global;
+  EXPECT_EQ(scores.visible(), "x.... x.... x.... x..x. x..x.");
+  scores.args.causal = false;
+  EXPECT_EQ(scores.visible(), "x..x. x..x. x..x. x..x. x..x.");
+  scores.args.selection = Selection::per_query;
+  EXPECT_EQ(scores.visible(), "x..x. x..x. x..x. x..x. x..x.");
+}
+
+TEST(ReferenceSelection, TheMoreRecentOfEqualKeys) {
+  EXPECT_EQ(Scores({1, 1, 1, 1}, 4, 2).visible(), "x... xx.. .xx. ..xx");
+  EXPECT_EQ(Scores({0.0f, -0.0f, 0.0f}, 3, 1).visible(), "x.. .x. ..x");
+}
+
+TEST(ReferenceSelection, NanAndMaskedKeysAreNeverChosenAndBeatNobody) {
+  Scores scores({std::numeric_limits<float>::quiet_NaN(), 1, 9, 2}, 4, 2);
+  scores.key_mask[2] = 0;
+  EXPECT_EQ(scores.visible(), ".... .x.. .x.. .x.x");
+}
+
+TEST(ReferenceSelection, QueriesStandAtTheEnd) {
+  EXPECT_EQ(Scores({5, 1, 3, 4, 2}, 2, 2).visible(), "x..x. x..x.");
+  EXPECT_EQ(Scores({2, 1}, 4, 2).visible(), ".. .. x. xx");
+}
+
+TEST(ReferenceSelection, Windows) {
+  EXPECT_EQ(Scores({2, 1, 3}, 3, 0).visible(), "... ... ...");
+  EXPECT_EQ(Scores({2, 1, 3}, 3, 100).visible(), "x.. xx. xxx");
+}
+
+TEST(ReferenceSelection, AlwaysFormsIntervals) {
+  Random random(1);
+  for (int round = 0; round < 500; ++round) {
+    std::vector<float> values(static_cast<std::size_t>(random.below(12) + 1));
+    for (float& value : values) value = static_cast<float>(random.below(5));
+    Scores scores(values, random.below(15) + 1, random.below(6));
+    for (auto& element : scores.key_mask) element = random.uniform() < 0.8;
+    scores.args.causal = round % 3 != 0;
+    scores.args.selection = round % 2 == 0 ? Selection::per_query : Selection::global;
+    const auto intervals = reference::select_key_intervals(scores.args, 0, 0);  // throws otherwise
+    const auto pairs = reference::visible_pairs(scores.args, 0, 0);
+    for (std::size_t n = 0; n < pairs.size(); ++n) {
+      const KeyInterval interval = intervals[n % values.size()];
+      const auto query = static_cast<std::int64_t>(n / values.size());
+      ASSERT_EQ(pairs[n] != 0, interval.first <= query && query < interval.last);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flash_dmattn::testing

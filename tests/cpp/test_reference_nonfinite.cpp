@@ -1,0 +1,182 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "flash_dmattn/flash_dmattn.h"
+#include "support/cases.h"
+#include "support/data.h"
+#include "support/run.h"
+#include "support/small.h"
+
+// The rules of attention.h for what is not finite or out of range, in the reference backend.
+namespace flash_dmattn::testing {
+namespace {
+
+constexpr double infinity = std::numeric_limits<double>::infinity();
+constexpr double nan = std::numeric_limits<double>::quiet_NaN();
+constexpr double float_max = std::numeric_limits<float>::max();
+
+TEST(NonFiniteReference, ScoresSaturateAtTheRangeOfFp32) {
+  Data data = small(2, 2, 2);
+  set_row(data.q, 0, {3e38, 0});
+  set_row(data.q, 1, {-3e38, 0});
+  set_row(data.k, 0, {3e38, 0});
+  set_row(data.k, 1, {1, 0});
+  set_row(data.v, 0, {1, 2});
+  set_row(data.v, 1, {5, 6});
+  set_row(data.dout, 0, {1, 1});
+  set_row(data.dout, 1, {1, 1});
+  const Results results = run(data, reference());
+  EXPECT_EQ(values_of(results.out), (Values{1, 2, 5, 6}));
+  // Both scores of query 1 are beyond -3e38, but only one of them is beyond the range.
+  EXPECT_EQ(values_of(results.lse), (Values{float_max, -static_cast<double>(3e38f)}));
+  EXPECT_EQ(values_of(results.dv), (Values{1, 1, 1, 1}));
+  EXPECT_EQ(values_of(results.dq), (Values{0, 0, 0, 0}));
+}
+
+TEST(NonFiniteReference, ANanScoreIsTheLowest) {
+  for (const NonFinite nonfinite : {NonFinite::saturate, NonFinite::propagate}) {
+    Data data = small(1, 2, 1);
+    data.problem.nonfinite = nonfinite;
+    set_row(data.q, 0, {1});
+    set_row(data.k, 0, {nan});
+    set_row(data.v, 0, {4});
+    set_row(data.v, 1, {8});
+    const Results results = run(data, reference());
+    EXPECT_EQ(values_of(results.out), Values{8});
+    EXPECT_EQ(values_of(results.lse), Values{0});
+  }
+}
+
+TEST(NonFiniteReference, NonFiniteDoutCountsAsZeroOrPropagates) {
+  for (const double bad : {infinity, -infinity, nan}) {
+    Data data = small(2, 2, 2, DType::f32, {1, 1, 1, 2}, {1, 1, 2, 2});
+    data.mask.set({0, 0, 0, 1}, 0);  // query 0 sees key 0 only
+    data.q.fill([](const Index&) { return 1.0; });
+    data.k.fill([](const Index&) { return 1.0; });
+    data.v.fill([](const Index&) { return 1.0; });
+    data.bias.set({0, 0, 0, 1}, 1.0);
+    set_row(data.dout, 0, {bad, 3});
+    set_row(data.dout, 1, {0, 0});
+
+    const Results saturated = run(data, reference());
+    EXPECT_EQ(values_of(saturated.dv), (Values{0, 3, 0, 0}));
+    EXPECT_EQ(values_of(saturated.dq), (Values{0, 0, 0, 0}));
+
+    data.problem.nonfinite = NonFinite::propagate;
+    const Results propagated = run(data, reference());
+    const Values dv = values_of(propagated.dv);
+    EXPECT_TRUE(std::isnan(bad) ? std::isnan(dv[0]) : dv[0] == bad);
+    EXPECT_EQ(dv[1], 3);
+    EXPECT_EQ(dv[2], 0);  // masked for query 0, whatever its dout is
+    EXPECT_EQ(dv[3], 0);
+    const Values dq = values_of(propagated.dq);
+    EXPECT_TRUE(std::isnan(dq[0]) && std::isnan(dq[1]));
+    EXPECT_EQ(dq[2], 0);
+    EXPECT_EQ(dq[3], 0);
+    const Values dbias = values_of(propagated.dbias);
+    EXPECT_TRUE(std::isnan(dbias[0]));
+    EXPECT_EQ(dbias[1], 0);
+  }
+}
+
+TEST(NonFiniteReference, NothingFlowsWhereTheProbabilityIsZero) {
+  Data data = small(1, 2, 1, DType::f32, {1, 1, 1, 2});
+  data.problem.nonfinite = NonFinite::propagate;
+  data.bias.set({0, 0, 0, 0}, -1e6);  // visible, but exp(-1e6) is 0
+  set_row(data.dout, 0, {infinity});
+  set_row(data.v, 0, {nan});
+  set_row(data.v, 1, {1});
+  const Results results = run(data, reference());
+  EXPECT_EQ(values_of(results.out), Values{1});
+  EXPECT_EQ(values_of(results.dv), (Values{0, infinity}));
+  EXPECT_EQ(results.dbias.get({0, 0, 0, 0}), 0);
+  EXPECT_EQ(results.dk.get({0, 0, 0, 0}), 0);
+}
+
+struct Limit {
+  DType dtype;
+  double input;     // two of them added exceed the range
+  double gradient;  // what a gradient saturates at
+};
+
+class GradientLimit : public ::testing::TestWithParam<Limit> {};
+
+TEST_P(GradientLimit, OfTheDtype) {
+  const auto [dtype, input, limit] = GetParam();
+  Data data = small(2, 1, 2, dtype);
+  set_row(data.dout, 0, {input, -input});
+  set_row(data.dout, 1, {input, -input});
+  EXPECT_EQ(values_of(run(data, reference()).dv), (Values{limit, -limit}));
+  data.problem.nonfinite = NonFinite::propagate;
+  EXPECT_EQ(values_of(run(data, reference()).dv), (Values{infinity, -infinity}));
+}
+
+INSTANTIATE_TEST_SUITE_P(Dtypes, GradientLimit,
+                         ::testing::Values(Limit{DType::f64, 1.5e308, 0x1.fffffffffffffp1023},
+                                           Limit{DType::f32, 3e38, float_max},
+                                           Limit{DType::bf16, 0x1.8p127, 0x1.fep126},
+                                           Limit{DType::f16, 60000, 65504}),
+                         [](const auto& test) { return std::string(name_of(test.param.dtype)); });
+
+// ds = +-50000 * 50000 / 2 here: it is limited as it enters dq and dk, but not in dbias, which is f32.
+TEST(NonFiniteReference, DsSaturatesBeforeItIsMultiplied) {
+  Data data = small(1, 2, 1, DType::f16, {1, 1, 1, 2});
+  set_row(data.v, 0, {50000});
+  set_row(data.v, 1, {-50000});
+  set_row(data.dout, 0, {50000});
+  set_row(data.q, 0, {0x1p-10});
+  set_row(data.k, 0, {0});
+  set_row(data.k, 1, {0});
+  const double ds = data.v.get({0, 0, 0, 0}) * data.dout.get({0, 0, 0, 0}) / 2;
+  const Results results = run(data, reference());
+  EXPECT_EQ(values_of(results.dbias), (Values{ds, -ds}));
+  EXPECT_EQ(values_of(results.dk), (Values{65504 * 0x1p-10, -65504 * 0x1p-10}));
+}
+
+TEST(NonFiniteReference, OutReachesTheMaximumOfItsDtype) {
+  for (const auto& [dtype, largest] :
+       {std::pair{DType::f32, float_max}, std::pair{DType::bf16, 0x1.fep127},
+        std::pair{DType::f16, 65504.0}}) {
+    SCOPED_TRACE(name_of(dtype));
+    Data data = small(1, 3, 1, dtype);
+    data.v.fill([value = largest](const Index&) { return value; });
+    EXPECT_EQ(values_of(run(data, reference()).out), Values{largest});
+    data.v.set({0, 1, 0, 0}, infinity);
+    EXPECT_EQ(values_of(run(data, reference()).out), Values{largest});
+    data.problem.nonfinite = NonFinite::propagate;
+    EXPECT_EQ(values_of(run(data, reference()).out), Values{infinity});
+  }
+}
+
+// Finite inputs, however large, in every dtype and under both policies of scores and weights.
+TEST(NonFiniteReference, FiniteInputsGiveFiniteResults) {
+  for (const char* dtype : {"f64", "f32", "bf16", "f16"}) {
+    for (const char* softcap : {"0", "30"}) {
+      SCOPED_TRACE(std::string(dtype) + " softcap " + softcap);
+      Data data(case_from({{"seqlen_q", "9"},
+                           {"seqlen_k", "13"},
+                           {"head_dim", "8"},
+                           {"causal", "1"},
+                           {"dtype", dtype},
+                           {"inputs", "limits"},
+                           {"softcap", softcap},
+                           {"bias", "bhqk"},
+                           {"bias_fill", "finfo_min"}}));
+      data.dout.fill([&](const Index& index) { return data.q.get(index); });
+      const Results results = run(data, reference());
+      for (const Tensor* tensor :
+           {&results.out, &results.dq, &results.dk, &results.dv, &results.dbias}) {
+        tensor->for_each([&](const Index&, double value) {
+          ASSERT_TRUE(std::isfinite(value)) << tensor->name();
+        });
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flash_dmattn::testing

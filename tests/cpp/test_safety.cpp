@@ -1,0 +1,393 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <limits>
+#include <string>
+
+#include "support/cases.h"
+#include "support/compare.h"
+#include "support/data.h"
+#include "support/random.h"
+#include "support/run.h"
+#include "support/yardstick.h"
+
+// What must hold whatever the numbers are: finite inputs give finite results, what is masked has no
+// say, and nothing is read that nobody wrote. Every run here poisons outputs and workspace, guards all
+// buffers, and checks what lies between the elements (support/run.h).
+namespace flash_dmattn {
+namespace {
+
+using testing::Case;
+using testing::case_from;
+using testing::CaseWords;
+using testing::Data;
+using testing::Index;
+using testing::Random;
+using testing::Results;
+using testing::Tensor;
+using testing::Yardstick;
+
+constexpr double infinity = std::numeric_limits<double>::infinity();
+constexpr double nan = std::numeric_limits<double>::quiet_NaN();
+
+double largest(DType dtype) {
+  return dtype == DType::f16    ? 65504
+         : dtype == DType::bf16 ? 0x1.fep127
+                                : double{std::numeric_limits<float>::max()};
+}
+
+double gradient_limit(DType dtype) {
+  return dtype == DType::bf16 ? largest(dtype) / 2 : largest(dtype);
+}
+
+void expect_all(const Tensor& tensor, double expected) {
+  tensor.for_each([&](const Index& i, double value) {
+    ASSERT_EQ(value, expected) << tensor.name() << " [" << i[0] << ", " << i[1] << ", " << i[2]
+                               << ", " << i[3] << "]";
+  });
+}
+
+void expect_finite(const Results& results) {
+  for (const Tensor* tensor :
+       {&results.out, &results.dq, &results.dk, &results.dv, &results.dbias}) {
+    EXPECT_TRUE(testing::all_finite(*tensor)) << tensor->name();
+  }
+  results.lse.for_each([](const Index&, double lse) { ASSERT_TRUE(lse < infinity) << lse; });
+}
+
+void expect_same_gradients(const Results& actual, const Results& expected) {
+  EXPECT_TRUE(actual.dq.same_bits(expected.dq)) << "dq";
+  EXPECT_TRUE(actual.dk.same_bits(expected.dk)) << "dk";
+  EXPECT_TRUE(actual.dv.same_bits(expected.dv)) << "dv";
+  EXPECT_TRUE(actual.dbias.same_bits(expected.dbias)) << "dbias";
+}
+
+void expect_within_bounds(const Data& data) {
+  testing::expect_close(data, testing::run(data, {}), testing::oracle(data), Yardstick(data));
+}
+
+// Words shared by the tests of a dtype.
+class Safety : public ::testing::TestWithParam<const char*> {
+ protected:
+  Case with(CaseWords words) const {
+    words.insert({"name", "safety"});
+    words["dtype"] = GetParam();
+    return case_from(words);
+  }
+
+  // The two paths: key intervals with a bias for each key, and a dense mask and bias.
+  static constexpr int paths = 2;
+  Case with_path(int path, CaseWords words) const {
+    const CaseWords intervals = {{"bias", "bv1k"},           {"bias_fill", "normal"},
+                                 {"intervals", "per_query"}, {"intervals_shape", "bv"},
+                                 {"window", "30"},           {"causal", "1"}};
+    const CaseWords dense = {
+        {"mask", "b1qk"}, {"mask_fill", "random"}, {"bias", "bhqk"}, {"bias_fill", "normal"}};
+    for (const auto& [column, word] : path == 0 ? intervals : dense) {
+      words.insert({column, word});
+    }
+    return with(words);
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Dtypes, Safety, ::testing::Values("f32", "bf16", "f16"),
+                         [](const auto& test) { return std::string(test.param); });
+
+// ---- Tails -----------------------------------------------------------------------------------------
+
+TEST_P(Safety, LanesBeyondTheTailsStayOut) {
+  // Gaps after every row hold NaN, so that one lane too many is enough to spoil a sum.
+  for (const char* head_dim : {"1", "7", "9", "17", "31", "33", "80"}) {
+    for (const char* seqlen_k : {"1", "15", "17", "63", "65", "192"}) {
+      for (int path = 0; path < paths; ++path) {
+        SCOPED_TRACE(std::string(head_dim) + " dims, " + seqlen_k + " keys");
+        expect_within_bounds(Data(with_path(path, {{"layout", "padded"},
+                                                   {"head_dim", head_dim},
+                                                   {"seqlen_k", seqlen_k},
+                                                   {"seqlen_q", "19"}})));
+      }
+    }
+  }
+}
+
+TEST_P(Safety, WorkspaceNeedsNoInitialisation) {
+  for (int path = 0; path < paths; ++path) {
+    const Data data(with_path(path, {{"seqlen_q", "203"}}));
+    const Results expected = testing::run(data, {.workspace_fill = std::byte{0}});
+    for (const int fill : {0xFF, 0x7F, 0x55}) {
+      const Results actual = testing::run(data, {.workspace_fill = static_cast<std::byte>(fill)});
+      EXPECT_TRUE(actual.out.same_bits(expected.out));
+      EXPECT_TRUE(actual.lse.same_bits(expected.lse));
+      expect_same_gradients(actual, expected);
+    }
+  }
+}
+
+// ---- Limits of the dtypes --------------------------------------------------------------------------
+
+TEST_P(Safety, FiniteInputsGiveFiniteResults) {
+  // Every element of every input at the largest magnitude, in several patterns of signs.
+  for (int pattern = 0; pattern < 6; ++pattern) {
+    for (const char* softcap : {"0", "20"}) {
+      for (int path = 0; path < paths; ++path) {
+        SCOPED_TRACE("pattern " + std::to_string(pattern) + ", softcap " + softcap);
+        Data data(with_path(path, {{"softcap", softcap}, {"heads_q", "4"}, {"heads_kv", "2"}}));
+        const double limit = largest(data.problem.dtype);
+        Random random(static_cast<std::uint64_t>(pattern));
+        for (Tensor* tensor : {&data.q, &data.k, &data.v, &data.dout}) {
+          const bool same_sign = random.below(2) == 0;
+          tensor->fill(
+              [&](const Index&) { return same_sign || random.below(2) == 0 ? limit : -limit; });
+        }
+        expect_finite(testing::run(data, {}));
+      }
+    }
+  }
+}
+
+TEST_P(Safety, LargeBiasesStayFinite) {
+  for (const char* shape : {"bv1k", "bhqk", "b1q1"}) {
+    Data data(with({{"bias", shape}, {"bias_fill", "normal"}, {"causal", "1"}}));
+    const double limit = largest(data.problem.dtype);
+    Random random(1);
+    data.bias.fill([&](const Index&) { return (2 * random.uniform() - 1) * limit; });
+    expect_finite(testing::run(data, {}));
+  }
+}
+
+TEST_P(Safety, GradientsSaturateAtTheLimitOfTheirDtype) {
+  // One key, which all queries see with p = 1: dv is the sum of dout.
+  for (const double sign : {1.0, -1.0}) {
+    Data data(with({{"seqlen_q", "239"}, {"seqlen_k", "1"}, {"heads_q", "1"}}));
+    const double limit = largest(data.problem.dtype);
+    data.v.fill([](const Index&) { return 0.0; });
+    data.dout.fill([&](const Index&) { return sign * limit; });
+    expect_all(testing::run(data, {}).dv, sign * gradient_limit(data.problem.dtype));
+    data.problem.nonfinite = NonFinite::propagate;
+    expect_all(testing::run(data, {}).dv, sign * infinity);
+  }
+}
+
+TEST_P(Safety, GradientsAtTheLimitAreKept) {
+  // bf16 loses the upper half of its range, the others nothing.
+  Data data(with({{"seqlen_q", "1"}, {"seqlen_k", "1"}, {"heads_q", "1"}}));
+  const double limit = largest(data.problem.dtype);
+  data.v.fill([](const Index&) { return 0.0; });
+  data.dout.fill([&](const Index&) { return limit; });
+  expect_all(testing::run(data, {}).dv, gradient_limit(data.problem.dtype));
+  data.problem.nonfinite = NonFinite::propagate;
+  expect_all(testing::run(data, {}).dv, limit);
+}
+
+// ---- Scores beyond fp32 ----------------------------------------------------------------------------
+
+// A problem whose score of query i and key j is 1e60 * sign(j).
+template <class Sign>
+Data huge_scores(const Case& c, const Sign& sign) {
+  Data data(c);
+  data.q.fill([](const Index& i) { return i[3] == 0 ? 1e30 : 0.0; });
+  data.k.fill([&](const Index& i) { return i[3] == 0 ? 1e30 * sign(i[1]) : 0.0; });
+  return data;
+}
+
+TEST_P(Safety, ScoresBeyondFp32Saturate) {
+  if (GetParam() == std::string("f16")) return;  // 65504^2 * 256 is within fp32
+  const Case c = with({{"heads_q", "1"}, {"seqlen_k", "130"}});
+  const double fp32_max = double{std::numeric_limits<float>::max()};
+
+  const Data one = huge_scores(c, [](std::int64_t j) { return j == 77 ? 1.0 : 0.0; });
+  const Results winner = testing::run(one, {});
+  winner.out.for_each(
+      [&](const Index& i, double out) { ASSERT_EQ(out, one.v.get({0, 77, 0, i[3]})); });
+  expect_all(winner.lse, fp32_max);
+  expect_finite(winner);
+
+  Data all = huge_scores(c, [](std::int64_t) { return 1.0; });
+  all.v.fill([](const Index& i) { return static_cast<double>(i[1] % 2); });
+  const Results ties = testing::run(all, {});
+  ties.out.for_each([](const Index&, double out) { ASSERT_NEAR(out, 0.5, 1e-6); });
+  expect_finite(ties);
+
+  const Data none = huge_scores(c, [](std::int64_t j) { return j < 2 ? 0.0 : -1.0; });
+  const Results losers = testing::run(none, {});
+  losers.lse.for_each([](const Index&, double lse) { ASSERT_NEAR(lse, std::log(2.0), 1e-6); });
+  expect_finite(losers);
+
+  const Data lowest = huge_scores(c, [](std::int64_t) { return -1.0; });
+  const Results low = testing::run(lowest, {});
+  expect_all(low.lse, -fp32_max);
+  expect_finite(low);
+}
+
+// ---- Zero probability ------------------------------------------------------------------------------
+
+TEST_P(Safety, ZeroProbabilityGivesZeroGradientWhateverDpIs) {
+  // dp is infinite or NaN for the odd keys, which are masked, or lost in a score 1000 below.
+  for (const bool masked : {true, false}) {
+    for (const NonFinite nonfinite : {NonFinite::saturate, NonFinite::propagate}) {
+      SCOPED_TRACE(masked ? "masked" : "lost");
+      Data data(with({{"bias", "b11k"},
+                      {"bias_fill", "equal"},
+                      {"mask", "b11k"},
+                      {"mask_fill", "full"},
+                      {"seqlen_q", "70"}}));
+      data.problem.nonfinite = nonfinite;
+      Data harmless(with({{"bias", "b11k"},
+                          {"bias_fill", "equal"},
+                          {"mask", "b11k"},
+                          {"mask_fill", "full"},
+                          {"seqlen_q", "70"}}));
+      harmless.problem.nonfinite = nonfinite;
+      const double limit = largest(data.problem.dtype);
+      for (Data* each : {&data, &harmless}) {
+        each->mask.fill([&](const Index& i) { return !masked || i[3] % 2 == 0; });
+        each->bias.fill([&](const Index& i) { return masked || i[3] % 2 == 0 ? 0.0 : -1000.0; });
+        each->dout.fill([](const Index& i) { return i[3] % 3 == 0 ? 50.0 : -20.0; });
+        const bool has_limits = each == &data;
+        each->v.fill([&](const Index& i) {
+          const double small = static_cast<double>((i[1] + i[3]) % 5) / 4;
+          return i[1] % 2 == 0 || !has_limits ? small : (i[3] % 4 < 2 ? limit : -limit);
+        });
+      }
+      const Results actual = testing::run(data, {});
+      EXPECT_TRUE(actual.out.same_bits(testing::run(harmless, {}).out));
+      expect_same_gradients(actual, testing::run(harmless, {}));
+      actual.dbias.for_each([](const Index& i, double dbias) {
+        if (i[3] % 2 == 1) {
+          ASSERT_EQ(dbias, 0);
+        }
+      });
+      actual.dk.for_each([](const Index& i, double dk) {
+        if (i[1] % 2 == 1) {
+          ASSERT_EQ(dk, 0);
+        }
+      });
+    }
+  }
+}
+
+TEST_P(Safety, KeysOfNoIntervalMayHoldNan) {
+  Data data(with({{"intervals", "padding_left"}, {"intervals_shape", "b1"}, {"causal", "1"}}));
+  const std::int64_t padded = data.problem.seqlen_k / 7;
+  for (Tensor* tensor : {&data.k, &data.v}) {
+    tensor->fill([&](const Index& i) { return i[1] < padded ? nan : tensor->get(i); });
+  }
+  expect_finite(testing::run(data, {}));
+}
+
+// ---- Fills that mask -------------------------------------------------------------------------------
+
+TEST_P(Safety, MaskingBiasesGiveExactlyZero) {
+  for (const char* fill : {"finfo_min", "inf", "nan"}) {
+    for (const char* bias_dtype : {"same", "f32"}) {
+      SCOPED_TRACE(std::string(fill) + ", bias " + bias_dtype);
+      Data data(with({{"bias", "bhqk"}, {"bias_fill", fill}, {"bias_dtype", bias_dtype}}));
+      // Key 3 is masked for all.
+      data.bias.fill([&](const Index& i) { return i[3] == 3 ? -infinity : data.bias.get(i); });
+      const Results actual = testing::run(data, {});
+      expect_finite(actual);
+      actual.dbias.for_each([&](const Index& i, double dbias) {
+        if (!data.visible(i[0], i[1], i[2], i[3])) {
+          ASSERT_EQ(dbias, 0);
+        }
+      });
+      for (const Tensor* gradient : {&actual.dk, &actual.dv}) {
+        gradient->for_each([](const Index& i, double value) {
+          if (i[1] == 3) {
+            ASSERT_EQ(value, 0);
+          }
+        });
+      }
+      expect_within_bounds(data);
+    }
+  }
+}
+
+TEST_P(Safety, MaskValueMasksAndWhatIsAboveDoesNot) {
+  Data data(with({{"seqlen_q", "3"},
+                  {"seqlen_k", "2"},
+                  {"bias", "b11k"},
+                  {"bias_fill", "equal"},
+                  {"bias_dtype", "f32"}}));
+  const auto threshold = static_cast<float>(mask_value(data.problem.dtype));
+  data.bias.fill([&](const Index&) { return double{threshold}; });
+  expect_all(testing::run(data, {}).lse, -infinity);
+  data.bias.fill([&](const Index&) { return double{std::nextafter(threshold, 0.0f)}; });
+  testing::run(data, {}).lse.for_each(
+      [](const Index&, double lse) { ASSERT_TRUE(std::isfinite(lse)); });
+}
+
+TEST_P(Safety, QueriesThatSeeNothingTakeNoPart) {
+  // Bottom-right causal with more queries than keys: the first 90 queries come before every key.
+  for (const char* intervals : {"none", "per_query"}) {
+    Data data(with({{"seqlen_q", "203"},
+                    {"seqlen_k", "113"},
+                    {"causal", "1"},
+                    {"intervals", intervals},
+                    {"intervals_shape", "bv"},
+                    {"window", "20"}}));
+    data.dout.fill(
+        [&](const Index& i) { return i[1] < 90 ? largest(data.problem.dtype) : data.dout.get(i); });
+    const Results actual = testing::run(data, {});
+    for (const Tensor* tensor : {&actual.out, &actual.dq}) {
+      tensor->for_each([](const Index& i, double value) {
+        if (i[1] < 90) {
+          ASSERT_EQ(value, 0);
+        }
+      });
+    }
+    actual.lse.for_each([](const Index& i, double lse) { ASSERT_EQ(lse == -infinity, i[2] < 90); });
+    expect_finite(actual);
+    testing::expect_close(data, actual, testing::oracle(data), Yardstick(data));
+  }
+}
+
+// ---- dout that is not finite -----------------------------------------------------------------------
+
+TEST_P(Safety, NonFiniteDoutCountsAsZero) {
+  for (int path = 0; path < paths; ++path) {
+    for (const double value : {infinity, -infinity, nan}) {
+      Data data(with_path(path, {}));
+      Data zeroed(with_path(path, {}));
+      for (const Index& i : {Index{0, 0, 0, 0}, Index{0, 50, 1, 7}, Index{0, 112, 1, 63}}) {
+        data.dout.set(i, value);
+        zeroed.dout.set(i, 0);
+      }
+      const Results actual = testing::run(data, {});
+      expect_finite(actual);
+      expect_same_gradients(actual, testing::run(zeroed, {}));
+    }
+  }
+}
+
+TEST_P(Safety, NonFiniteDoutPropagatesToWhatItTouches) {
+  for (int path = 0; path < paths; ++path) {
+    for (const double value : {infinity, -infinity, nan}) {
+      SCOPED_TRACE("path " + std::to_string(path) + ", " + std::to_string(value));
+      Data data(with_path(path, {{"nonfinite", "propagate"}}));
+      data.dout.set({0, 50, 1, 7}, value);
+      const Results actual = testing::run(data, {});
+      Results expected(data);
+      const testing::RunOptions reference{.backend = "reference"};
+      testing::run_forward(data, reference, expected);
+      testing::run_backward(data, reference, expected);
+      const auto expect_same_positions = [](const Tensor& a, const Tensor& e) {
+        e.for_each([&](const Index& i, double x) {
+          ASSERT_EQ(std::isfinite(a.get(i)), std::isfinite(x))
+              << a.name() << " [" << i[0] << ", " << i[1] << ", " << i[2] << ", " << i[3] << "]";
+        });
+      };
+      expect_same_positions(actual.dq, expected.dq);
+      expect_same_positions(actual.dk, expected.dk);
+      expect_same_positions(actual.dv, expected.dv);
+      expect_same_positions(actual.dbias, expected.dbias);
+      EXPECT_FALSE(testing::all_finite(actual.dq));
+      EXPECT_FALSE(testing::all_finite(actual.dv));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flash_dmattn

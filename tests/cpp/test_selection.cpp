@@ -1,0 +1,305 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "flash_dmattn/error.h"
+#include "flash_dmattn/selection.h"
+#include "float_types.h"
+#include "reference/selection.h"
+#include "support/buffer.h"
+#include "support/random.h"
+#include "support/run.h"
+#include "support/tensor.h"
+
+namespace flash_dmattn {
+namespace {
+
+using testing::Element;
+using testing::GuardedBuffer;
+using testing::Layout;
+using testing::Random;
+using testing::Tensor;
+
+constexpr double infinity = std::numeric_limits<double>::infinity();
+
+// How scores repeat: from all different to all equal, and with every special value.
+enum class Scores { distinct, few, signed_zeros, special, equal, rising, falling };
+constexpr Scores all_scores[] = {Scores::distinct, Scores::few,   Scores::signed_zeros,
+                                 Scores::special,  Scores::equal, Scores::rising,
+                                 Scores::falling};
+
+double score(Scores kind, Random& random, std::int64_t j) {
+  constexpr double special[] = {infinity, -infinity, std::numeric_limits<double>::quiet_NaN(),
+                                0.0,      -0.0,      1e30};
+  switch (kind) {
+    case Scores::distinct: return random.normal();
+    case Scores::few: return static_cast<double>(random.below(4));
+    case Scores::signed_zeros: return random.below(2) == 0 ? 0.0 : -0.0;
+    case Scores::special: return special[random.below(6)];
+    case Scores::equal: return 0.25;
+    case Scores::rising: return static_cast<double>(j) / 8;
+    default: return -static_cast<double>(j) / 8;
+  }
+}
+
+// Scores, key mask and intervals of one selection.
+struct SelectionProblem {
+  SelectionArgs args;
+  Tensor scores, key_mask;
+  GuardedBuffer intervals;
+
+  SelectionProblem(const SelectionArgs& shape, Scores kind, bool masked, Layout layout,
+                   Random& random)
+      : args(shape),
+        scores("scores", testing::element_of(args.scores_dtype),
+               {args.batch, args.heads, args.seqlen_k, 1}, layout),
+        key_mask("key_mask", Element::u8, scores.shape(), layout),
+        intervals(static_cast<std::size_t>(scores.elements()) * sizeof(KeyInterval), "intervals") {
+    scores.fill([&](const testing::Index& i) { return score(kind, random, i[2]); });
+    key_mask.fill([&](const testing::Index&) { return random.below(4) != 0; });
+    args.scores = scores.const_view().data;
+    args.scores_stride = {scores.stride()[0], scores.stride()[1], scores.stride()[2]};
+    if (masked) args.key_mask = static_cast<const std::uint8_t*>(key_mask.const_view().data);
+    args.key_mask_stride = {key_mask.stride()[0], key_mask.stride()[1], key_mask.stride()[2]};
+    args.intervals = result();
+  }
+
+  KeyInterval* result() { return reinterpret_cast<KeyInterval*>(intervals.data()); }
+
+  void select(Execution execution) {
+    intervals.poison();
+    GuardedBuffer workspace(select_workspace_size(args, execution), "workspace");
+    execution.workspace = workspace.data();
+    execution.workspace_bytes = workspace.size();
+    select_key_intervals(args, execution);
+  }
+};
+
+void expect_as_defined(SelectionProblem& problem, const std::string& what) {
+  const SelectionArgs& args = problem.args;
+  problem.select(testing::in_turn(1));
+  for (std::int64_t b = 0; b < args.batch; ++b) {
+    for (std::int64_t h = 0; h < args.heads; ++h) {
+      const auto expected = reference::select_key_intervals(args, b, h);
+      const KeyInterval* actual = problem.result() + (b * args.heads + h) * args.seqlen_k;
+      for (std::int64_t j = 0; j < args.seqlen_k; ++j) {
+        const KeyInterval& e = expected[static_cast<std::size_t>(j)];
+        ASSERT_TRUE(actual[j].first == e.first && actual[j].last == e.last)
+            << what << ", batch " << b << ", head " << h << ", key " << j << ": expected ["
+            << e.first << ", " << e.last << "), actual [" << actual[j].first << ", "
+            << actual[j].last << ")";
+      }
+    }
+  }
+}
+
+SelectionArgs shape_of(std::int64_t seqlen_q, std::int64_t seqlen_k, std::int64_t window) {
+  SelectionArgs args;
+  args.batch = 1;
+  args.heads = 1;
+  args.seqlen_q = seqlen_q;
+  args.seqlen_k = seqlen_k;
+  args.window = window;
+  return args;
+}
+
+std::vector<KeyInterval> select(SelectionArgs args, const std::vector<float>& scores) {
+  std::vector<KeyInterval> intervals(scores.size());
+  args.scores = scores.data();
+  args.scores_stride = {0, 0, 1};
+  args.intervals = intervals.data();
+  Execution execution;
+  GuardedBuffer workspace(select_workspace_size(args, execution), "workspace");
+  execution.workspace = workspace.data();
+  execution.workspace_bytes = workspace.size();
+  select_key_intervals(args, execution);
+  return intervals;
+}
+
+void expect_intervals(const std::vector<KeyInterval>& actual,
+                      const std::vector<KeyInterval>& expected) {
+  ASSERT_EQ(actual.size(), expected.size());
+  for (std::size_t j = 0; j < actual.size(); ++j) {
+    EXPECT_EQ(actual[j].first, expected[j].first) << "key " << j;
+    EXPECT_EQ(actual[j].last, expected[j].last) << "key " << j;
+  }
+}
+
+TEST(Selection, ThousandsOfRandomRows) {
+  Random random(1);
+  int rows = 0;
+  for (int round = 0; round < 60; ++round) {
+    for (const Scores kind : all_scores) {
+      for (const Selection selection : {Selection::per_query, Selection::global}) {
+        for (const bool causal : {true, false}) {
+          SelectionArgs args = shape_of(random.below(24), random.below(24), random.below(28));
+          args.batch = 2;
+          args.heads = 1 + random.below(3);
+          args.selection = selection;
+          args.causal = causal;
+          args.scores_dtype = static_cast<DType>(random.below(4));
+          const auto layout = static_cast<Layout>(random.below(4));
+          SelectionProblem problem(args, kind, random.below(2) == 0, layout, random);
+          expect_as_defined(problem, "round " + std::to_string(round) + ", scores " +
+                                         std::to_string(static_cast<int>(kind)) + ", window " +
+                                         std::to_string(args.window) + ", " +
+                                         std::to_string(args.seqlen_q) + " queries, " +
+                                         std::to_string(args.seqlen_k) + " keys, causal " +
+                                         std::to_string(causal));
+          if (HasFatalFailure()) return;
+          rows += static_cast<int>(args.batch * args.heads);
+        }
+      }
+    }
+  }
+  EXPECT_GT(rows, 3000);
+}
+
+TEST(Selection, LongRowsOfEveryDtype) {
+  Random random(2);
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16, DType::f64}) {
+    for (const Scores kind : all_scores) {
+      SelectionArgs args = shape_of(130, 200, 1 + random.below(199));
+      args.scores_dtype = dtype;
+      SelectionProblem problem(args, kind, random.below(2) == 0, Layout::contiguous, random);
+      expect_as_defined(problem, std::string(name_of(dtype)));
+    }
+  }
+}
+
+TEST(Selection, SquareOfEveryWindow) {
+  Random random(3);
+  for (std::int64_t window = 0; window <= 70; ++window) {
+    SelectionProblem problem(shape_of(64, 64, window), Scores::few, false, Layout::contiguous,
+                             random);
+    expect_as_defined(problem, "window " + std::to_string(window));
+  }
+}
+
+TEST(Selection, DoubleScoresAreNotRounded) {
+  SelectionArgs args = shape_of(2, 2, 1);
+  args.scores_dtype = DType::f64;
+  Random random(4);
+  SelectionProblem problem(args, Scores::equal, false, Layout::contiguous, random);
+  problem.scores.set({0, 0, 0, 0}, 1 + 0x1p-50);
+  problem.scores.set({0, 0, 1, 0}, 1);
+  expect_as_defined(problem, "scores that differ beyond fp32");
+  EXPECT_EQ(problem.result()[0].last, 2);
+}
+
+TEST(Selection, EqualScoresAreASlidingWindow) {
+  const auto intervals = select(shape_of(6, 6, 2), std::vector<float>(6, 0.5f));
+  expect_intervals(intervals, {{0, 2}, {1, 3}, {2, 4}, {3, 5}, {4, 6}, {5, 6}});
+}
+
+TEST(Selection, KeyBeatenOnArrivalIsNeverVisible) {
+  const auto intervals = select(shape_of(4, 4, 2), {3, 2, 1, 4});
+  expect_intervals(intervals, {{0, 4}, {1, 3}, {0, 0}, {3, 4}});
+}
+
+TEST(Selection, QueriesBeforeTheFirstKeySeeNothing) {
+  const auto intervals = select(shape_of(5, 3, 1), {1, 2, 0});
+  expect_intervals(intervals, {{2, 3}, {3, 5}, {0, 0}});
+}
+
+TEST(Selection, DecodingSeesWhatTrainingSaw) {
+  Random random(5);
+  std::vector<float> scores(97);
+  for (float& x : scores) x = static_cast<float>(random.below(20));
+  const auto whole = select(shape_of(97, 97, 11), scores);
+  for (std::int64_t length = 1; length <= 97; ++length) {
+    const std::vector<float> seen(scores.begin(), scores.begin() + length);
+    const auto last_query = select(shape_of(1, length, 11), seen);
+    for (std::size_t j = 0; j < seen.size(); ++j) {
+      const bool expected = whole[j].first <= length - 1 && length - 1 < whole[j].last;
+      ASSERT_EQ(last_query[j].first < last_query[j].last, expected) << length << ", key " << j;
+    }
+  }
+}
+
+TEST(Selection, WindowKeepsAllWhenItHoldsAll) {
+  const auto intervals = select(shape_of(3, 3, 3), {1, NAN, 2});
+  expect_intervals(intervals, {{0, 3}, {0, 0}, {2, 3}});
+}
+
+TEST(Selection, SameForAnyNumberOfWorkers) {
+  Random random(6);
+  SelectionArgs args = shape_of(500, 700, 90);
+  args.batch = 3;
+  args.heads = 5;
+  SelectionProblem problem(args, Scores::few, true, Layout::padded, random);
+  problem.select(testing::in_turn(1));
+  const std::vector<std::byte> expected(problem.intervals.data(),
+                                        problem.intervals.data() + problem.intervals.size());
+  for (const Execution& execution :
+       {testing::in_turn(4), testing::on_threads(3), testing::on_threads(31), testing::on_pool()}) {
+    problem.select(execution);
+    EXPECT_TRUE(std::equal(expected.begin(), expected.end(), problem.intervals.data()));
+  }
+}
+
+TEST(Selection, EmptyProblemsNeedNothing) {
+  SelectionArgs no_keys = shape_of(4, 0, 2);
+  select_key_intervals(no_keys, Execution{});
+  SelectionArgs no_batch = shape_of(4, 4, 2);
+  no_batch.batch = 0;
+  select_key_intervals(no_batch, Execution{});
+}
+
+class SelectionArguments : public ::testing::Test {
+ protected:
+  SelectionArguments() {
+    args_.scores = scores_;
+    args_.scores_stride = {0, 0, 1};
+    args_.intervals = intervals_;
+    execution_.workspace = workspace_.data();
+    execution_.workspace_bytes = workspace_.size();
+  }
+
+  void expect_rejected(const std::string& argument) {
+    try {
+      select_key_intervals(args_, execution_);
+      FAIL() << "accepted a bad " << argument;
+    } catch (const InvalidArgument& error) {
+      EXPECT_EQ(error.argument(), argument) << error.what();
+    }
+    for (const KeyInterval& interval : intervals_) EXPECT_EQ(interval.first, -7);
+  }
+
+  float scores_[3] = {1, 2, 3};
+  KeyInterval intervals_[3] = {{-7, -7}, {-7, -7}, {-7, -7}};
+  SelectionArgs args_ = shape_of(3, 3, 2);
+  GuardedBuffer workspace_{4096, "workspace"};
+  Execution execution_;
+};
+
+TEST_F(SelectionArguments, AreChecked) {
+  const SelectionArgs good = args_;
+  const Execution good_execution = execution_;
+  const auto with = [&](auto change, const std::string& argument) {
+    args_ = good;
+    execution_ = good_execution;
+    change();
+    expect_rejected(argument);
+  };
+  with([&] { args_.window = -1; }, "window");
+  with([&] { args_.batch = -1; }, "batch");
+  with([&] { args_.heads = -1; }, "heads");
+  with([&] { args_.seqlen_q = -1; }, "seqlen_q");
+  with([&] { args_.seqlen_k = std::int64_t{1} << 31; }, "seqlen_k");
+  with([&] { args_.scores = nullptr; }, "scores");
+  with([&] { args_.intervals = nullptr; }, "intervals");
+  with([&] { args_.selection = static_cast<Selection>(9); }, "selection");
+  with([&] { args_.scores_dtype = static_cast<DType>(9); }, "scores_dtype");
+  with([&] { execution_.workers = 0; }, "execution.workers");
+  with([&] { execution_.workspace_bytes = 0; }, "execution.workspace_bytes");
+  with([&] { execution_.workspace = nullptr; }, "execution.workspace");
+  with([&] { execution_.workspace = workspace_.data() + 1; }, "execution.workspace");
+}
+
+}  // namespace
+}  // namespace flash_dmattn

@@ -1,0 +1,206 @@
+"""Names, defaults, errors and the helpers beside the attention functions."""
+
+import inspect
+
+import pytest
+import torch
+
+import flash_dmattn
+from flash_dmattn import flash_dmattn_func, select_key_intervals, sliding_window
+from flash_dmattn.utils.padding import pad_input, unpad_input
+
+
+def qkv(dtype=torch.float32):
+    return [torch.randn(2, 9, heads, 8, dtype=dtype) for heads in (4, 2, 2)]
+
+
+# ---- Names -------------------------------------------------------------------------------------------
+
+
+def test_names_that_other_programs_use():
+    from flash_dmattn.flash_dmattn_flex import flex_dmattn_func
+    from flash_dmattn.flash_dmattn_interface import flash_dmattn_func, flash_dmattn_varlen_func
+    from flash_dmattn.flash_dmattn_triton import triton_dmattn_func
+
+    for function in (
+        flash_dmattn_func, flash_dmattn_varlen_func, triton_dmattn_func, flex_dmattn_func
+    ):  # fmt: skip
+        assert getattr(flash_dmattn, function.__name__) is function
+    assert flash_dmattn.CPU_AVAILABLE
+    for name in ("CPU", "CUDA", "TRITON", "FLEX"):
+        assert getattr(flash_dmattn, f"{name}_AVAILABLE") == (
+            name.lower() in flash_dmattn.get_available_backends()
+        )
+    assert all(hasattr(flash_dmattn, name) for name in flash_dmattn.__all__)
+
+
+def test_positional_arguments_keep_their_order():
+    parameters = list(inspect.signature(flash_dmattn_func).parameters)
+    assert parameters[:10] == [
+        "query", "key", "value", "attn_mask", "attn_bias", "softmax_scale", "is_causal", "softcap",
+        "deterministic", "return_attn_probs",
+    ]  # fmt: skip
+    parameters = list(inspect.signature(flash_dmattn.flash_dmattn_varlen_func).parameters)
+    assert parameters[:13] == [
+        "query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
+        "softmax_scale", "is_causal", "softcap", "deterministic", "return_attn_probs", "block_table",
+    ]  # fmt: skip
+
+
+# ---- Backends ----------------------------------------------------------------------------------------
+
+
+def test_available_backends_run_and_the_others_say_why_not():
+    names = flash_dmattn.get_available_backends()
+    assert names[0] != "reference" and names[-1] == "reference"
+    q, k, v = qkv()
+    expected = flash_dmattn_func(q, k, v, is_causal=True)
+    for backend in flash_dmattn.backends():
+        assert backend.reason
+        if backend.available:
+            assert backend.name in names
+            function = flash_dmattn.flash_dmattn_func_auto(backend=backend.name, is_causal=True)
+            torch.testing.assert_close(function(q, k, v), expected, rtol=1e-5, atol=1e-6)
+        else:
+            with pytest.raises(RuntimeError, match=backend.name):
+                flash_dmattn.flash_dmattn_func_auto(backend=backend.name)
+
+
+def test_auto_takes_the_best_backend():
+    q, k, v = qkv()
+    expected = flash_dmattn_func(q, k, v, is_causal=True)
+    assert torch.equal(flash_dmattn.flash_dmattn_func_auto()(q, k, v, is_causal=True), expected)
+    assert torch.equal(flash_dmattn.flash_dmattn_func_auto(is_causal=True)(q, k, v), expected)
+    with pytest.raises(ValueError, match="backend: got 'abacus'"):
+        flash_dmattn.flash_dmattn_func_auto("abacus")
+
+
+@pytest.mark.parametrize("name", ["triton_dmattn_func", "flex_dmattn_func"])
+def test_functions_of_missing_backends_say_so(name):
+    with pytest.raises(RuntimeError, match="flash_dmattn_func instead"):
+        getattr(flash_dmattn, name)(*qkv())
+
+
+def test_a_backend_that_declines_says_why():
+    q, k, v = qkv(torch.float64)
+    with pytest.raises((ValueError, RuntimeError), match="cpu.*f64"):
+        flash_dmattn.flash_dmattn_func_auto("cpu")(q, k, v)
+
+
+# ---- Errors ------------------------------------------------------------------------------------------
+
+VALUE_ERRORS = {
+    "query: got shape (9, 4, 8)": lambda q, k, v: (q[0], k, v, {}),
+    "key: got 3 heads": lambda q, k, v: (q, k[:, :, :1].repeat(1, 1, 3, 1), v[:, :, :1].repeat(1, 1, 3, 1), {}),
+    "value: got shape (2, 8, 2, 8)": lambda q, k, v: (q, k, v[:, 1:], {}),
+    "key: got shape (1, 9, 2, 8)": lambda q, k, v: (q, k[:1], v[:1], {}),
+    "query: got head dimension 257": lambda q, k, v: (*(t[..., :1].repeat(1, 1, 1, 257) for t in (q, k, v)), {}),
+    "scale, softmax_scale": lambda q, k, v: (q, k, v, {"scale": 1.0, "softmax_scale": 1.0}),
+    "scale": lambda q, k, v: (q, k, v, {"scale": float("nan")}),
+    "softcap: got -1.0": lambda q, k, v: (q, k, v, {"softcap": -1}),
+    "nonfinite: got 'ignore'": lambda q, k, v: (q, k, v, {"nonfinite": "ignore"}),
+    "attn_mask: got shape (2, 4, 9, 8)": lambda q, k, v: (q, k, v, {"attn_mask": torch.ones(2, 4, 9, 8).bool()}),
+    "attn_bias: got shape (9,)": lambda q, k, v: (q, k, v, {"attn_bias": torch.ones(9)}),
+    "attn_bias: got shape (2, 3, 9)": lambda q, k, v: (q, k, v, {"attn_bias": torch.ones(2, 3, 9)}),
+    "keep_window_size: got no scores": lambda q, k, v: (q, k, v, {"keep_window_size": 3}),
+    "keep_window_size: got attn_bias of shape (2, 4, 9, 9)": lambda q, k, v: (
+        q, k, v, {"keep_window_size": 3, "attn_bias": torch.ones(2, 4, 9, 9)}),
+    "keep_window_size: got -1": lambda q, k, v: (q, k, v, {"keep_window_size": -1}),
+    "selection: got 'best'": lambda q, k, v: (
+        q, k, v, {"keep_window_size": 3, "selection": "best", "attn_bias": torch.ones(2, 2, 9)}),
+    "key_intervals: got them together": lambda q, k, v: (
+        q, k, v, {"keep_window_size": 3, "attn_bias": torch.ones(2, 2, 9), "key_intervals": sliding_window(9, 2)}),
+    "key_intervals: got intervals of shape": lambda q, k, v: (q, k, v, {"key_intervals": sliding_window(10, 2)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", VALUE_ERRORS)
+def test_bad_values_are_named(message):
+    q, k, v, options = VALUE_ERRORS[message](*qkv())
+    with pytest.raises(ValueError) as caught:
+        flash_dmattn_func(q, k, v, **options)
+    assert message in str(caught.value) and "expected" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "message, change",
+    [
+        ("key: got torch.float64", {"key": torch.zeros(2, 9, 2, 8, dtype=torch.float64)}),
+        ("query: got torch.int64", {n: torch.zeros(2, 9, 2, 8).long() for n in ("query", "key", "value")}),
+        ("query: got list", {"query": [1]}),
+        ("attn_mask: got torch.float32", {"attn_mask": torch.zeros(2, 9)}),
+        ("attn_mask: got list", {"attn_mask": [True]}),
+        ("attn_bias: got torch.int64", {"attn_bias": torch.zeros(2, 2, 9).long()}),
+        ("attn_bias: got a tensor on meta", {"attn_bias": torch.zeros(2, 2, 9, device="meta")}),
+        ("key_intervals: got Tensor", {"key_intervals": torch.zeros(1, 1, 9, 2, dtype=torch.int32)}),
+    ],
+)  # fmt: skip
+def test_bad_types_are_named(message, change):
+    arguments = {**dict(zip(("query", "key", "value"), qkv(), strict=True)), **change}
+    with pytest.raises(TypeError) as caught:
+        flash_dmattn_func(**arguments)
+    assert message in str(caught.value)
+
+
+def test_selection_names_bad_arguments():
+    scores = torch.randn(1, 2, 9)
+    for arguments, options, error, message in [
+        ((scores, -1), {}, ValueError, "keep_window_size: got -1"),
+        ((scores, 3), {"selection": "best"}, ValueError, "selection: got 'best'"),
+        ((scores.long(), 3), {}, TypeError, "scores: got torch.int64"),
+        ((scores[0, 0], 3), {}, ValueError, "scores: got shape"),
+        ((scores, 3), {"key_mask": torch.ones(1, 2, 8).bool()}, ValueError, "key_mask: got shape"),
+        ((scores, 3), {"key_mask": torch.ones(1, 2, 9)}, TypeError, "key_mask: got torch.float32"),
+    ]:
+        with pytest.raises(error, match=message):
+            select_key_intervals(*arguments, **options)
+
+
+def test_operators_check_what_they_are_given():
+    """The operators themselves, called by someone else than this package.
+
+    Errors of the C++ library arrive as ValueError or RuntimeError, depending on the version of torch.
+    """
+    ops = torch.ops.flash_dmattn
+    q, k, v = qkv()
+    options = (False, 1.0, 0.0, True, False, "")
+    intervals = torch.zeros(1, 1, 9, 2, dtype=torch.int32)
+    with pytest.raises((ValueError, RuntimeError), match="v: got"):
+        ops.forward(q, k, v[:, 1:], None, None, None, *options)
+    with pytest.raises((ValueError, RuntimeError), match="k: got Double"):
+        ops.forward(q, k.double(), v, None, None, None, *options)
+    with pytest.raises((ValueError, RuntimeError), match="key_intervals: got"):
+        ops.forward(q, k, v, None, None, intervals[:, :, 1:], *options)
+    with pytest.raises((ValueError, RuntimeError), match="mask: got"):
+        ops.forward(q, k, v, q, None, None, *options)
+    with pytest.raises((ValueError, RuntimeError), match="mask"):
+        ops.forward(q, k, v, torch.ones(1, 3, 9, 9).bool(), None, None, *options)
+    with pytest.raises((ValueError, RuntimeError), match="scores: got"):
+        ops.select_key_intervals(torch.zeros(9), None, 3, "global", True, 9)
+    with pytest.raises((ValueError, RuntimeError), match="selection"):
+        ops.select_key_intervals(torch.zeros(1, 1, 9), None, 3, "best", True, 9)
+
+
+# ---- Padding -----------------------------------------------------------------------------------------
+
+
+def test_unpad_and_pad():
+    mask = torch.tensor([[1, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]])
+    states = torch.randn(3, 4, 5, 2, requires_grad=True)
+    packed, indices, cu_seqlens, longest, used = unpad_input(states, mask)
+    assert torch.equal(packed, states[mask.bool()])
+    assert indices.tolist() == [0, 1, 2, 5]
+    assert cu_seqlens.tolist() == [0, 3, 4, 4] and cu_seqlens.dtype == torch.int32
+    assert longest == 3 and used.tolist() == [3, 1, 0] and used.dtype == torch.int32
+    padded = pad_input(packed, indices, 3, 4)
+    assert torch.equal(padded, states * mask[..., None, None])
+    padded.sum().backward()
+    assert torch.equal(states.grad, mask[..., None, None].expand_as(states).float())
+
+
+def test_unpad_with_unused_tokens():
+    mask = torch.tensor([[1, 0, 0], [1, 1, 0]])
+    unused = torch.tensor([[0, 1, 0], [0, 0, 0]])
+    packed, indices, cu_seqlens, longest, used = unpad_input(torch.randn(2, 3, 1), mask, unused)
+    assert indices.tolist() == [0, 1, 3, 4] and cu_seqlens.tolist() == [0, 2, 4]
+    assert longest == 2 and used.tolist() == [1, 2] and len(packed) == 4

@@ -1,0 +1,148 @@
+"""Derivatives: which are computed, from what strides, and that they are derivatives."""
+
+import itertools
+
+import pytest
+import torch
+
+from compare import assert_matches_oracle
+from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, prefix_lm
+from oracle import Problem, Result
+
+
+def inputs(seqlen_q=29, seqlen_k=37, dtype=torch.float32, bias_shape=(2, 2, 37)):
+    shapes = [(2, seqlen_q, 4, 16), (2, seqlen_k, 2, 16), (2, seqlen_k, 2, 16), bias_shape]
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def attend(q, k, v, bias, **options):
+    return flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, **options)
+
+
+@pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=4)))
+def test_any_subset_of_inputs_may_require_gradients(wanted):
+    leaves = inputs()
+    dout = torch.randn(2, 29, 4, 16)
+    attend(*leaves, keep_window_size=7).backward(dout)
+    chosen = [t.detach().clone().requires_grad_(w) for t, w in zip(leaves, wanted, strict=True)]
+    out = attend(*chosen, keep_window_size=7)
+    assert out.requires_grad == any(wanted)
+    if any(wanted):
+        out.backward(dout)
+    for leaf, one, w in zip(leaves, chosen, wanted, strict=True):
+        assert torch.equal(one.grad, leaf.grad) if w else one.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_output_gradients_of_any_strides(dtype):
+    leaves = inputs(dtype=dtype)
+    dense = torch.randn(2, 29, 4, 16, dtype=dtype)
+    gaps = torch.full((2, 29, 5, 40), torch.nan, dtype=dtype)
+    gaps[:, :, :4, 1:17] = dense
+    forms = [dense, dense.transpose(1, 2).contiguous().transpose(1, 2), gaps[:, :, :4, 1:17],
+             dense.mT.contiguous().mT]  # fmt: skip
+    grads = [torch.autograd.grad(attend(*leaves), leaves, form) for form in forms]
+    for other in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
+
+
+def test_sum_gives_an_expanded_output_gradient():
+    leaves = inputs()
+    expanded = torch.autograd.grad(attend(*leaves).sum(), leaves)
+    dense = torch.autograd.grad(attend(*leaves), leaves, torch.ones(2, 29, 4, 16))
+    assert all(torch.equal(a, b) for a, b in zip(expanded, dense, strict=True))
+
+
+@pytest.mark.parametrize(
+    "shape", [(37,), (1, 37), (2, 37), (2, 1, 37), (1, 4, 37), (2, 4, 29, 37), (1, 2, 29, 1), (2, 1, 29, 37)]
+)  # fmt: skip
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
+def test_bias_gradient_has_the_shape_and_dtype_of_the_bias(shape, bias_dtype):
+    if len(shape) == 1:
+        shape = (1, *shape)
+    q, k, v, _ = inputs(dtype=torch.bfloat16)
+    bias = torch.randn(shape, dtype=bias_dtype, requires_grad=True)
+    dout = torch.randn(2, 29, 4, 16, dtype=torch.bfloat16)
+    out = flash_dmattn_func(q, k, v, attn_bias=bias)
+    out.backward(dout)
+    assert bias.grad.shape == bias.shape and bias.grad.dtype == bias_dtype
+    four = {2: lambda t: t[:, None, None], 3: lambda t: t[:, :, None], 4: lambda t: t}[len(shape)]
+    lse = flash_dmattn_func(q, k, v, attn_bias=bias, return_attn_probs=True)[1]
+    actual = Result(out, lse, q.grad, k.grad, v.grad, four(bias.grad))
+    assert_matches_oracle(actual, Problem(q, k, v, dout, bias=four(bias.detach())))
+
+
+def test_gradient_of_an_expanded_bias_is_its_sum():
+    q, k, v, bias = inputs()
+    dout = torch.randn(2, 29, 4, 16)
+    (kept,) = torch.autograd.grad(attend(q, k, v, bias), bias, dout)
+    expanded = bias[:, :, None].expand(2, 2, 29, 37)
+    (summed,) = torch.autograd.grad(attend(q, k, v, expanded), bias, dout)
+    torch.testing.assert_close(summed, kept, rtol=1e-4, atol=1e-5)
+
+
+def test_the_choice_of_keys_has_no_gradient():
+    q, k, v, bias = inputs()
+    scores = torch.randn(2, 2, 37, requires_grad=True)
+    attend(q, k, v, bias, keep_window_size=5, selection_scores=scores).sum().backward()
+    assert scores.grad is None and bias.grad is not None
+
+
+def test_softmax_lse_is_not_differentiable():
+    q, k, v, bias = inputs()
+    out, lse, _ = attend(q, k, v, bias, return_attn_probs=True)
+    assert out.requires_grad and not lse.requires_grad
+
+
+def test_two_runs_are_bit_identical():
+    leaves = inputs(seqlen_q=300, seqlen_k=300, bias_shape=(2, 2, 300), dtype=torch.bfloat16)
+    dout = torch.randn(2, 300, 4, 16, dtype=torch.bfloat16)
+
+    def run():
+        out = attend(*leaves, keep_window_size=50, deterministic=True)
+        return [out, *torch.autograd.grad(out, leaves, dout)]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+def test_second_derivatives_say_that_there_are_none():
+    leaves = inputs()
+    grads = torch.autograd.grad(attend(*leaves).square().sum(), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        grads[0].sum().backward()
+
+
+GRADCHECKS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "softcap": {"is_causal": True, "softcap": 1.5, "scale": 0.7},
+    "per_query": {"is_causal": True, "keep_window_size": 3},
+    "global": {"keep_window_size": 4, "selection": "global"},
+    "intervals": {"key_intervals": prefix_lm(7, 2, query_length=5)},
+    "mask": {"attn_mask": torch.tensor([[1, 1, 0, 1, 0, 1, 1]], dtype=torch.bool)},
+}
+
+
+@pytest.mark.parametrize("bias_shape", [(1, 2, 7), (2, 1, 5, 7)])
+@pytest.mark.parametrize("name", GRADCHECKS)
+def test_gradcheck(name, bias_shape):
+    options = GRADCHECKS[name]
+    if len(bias_shape) == 4 and "keep_window_size" in options:
+        options = {**options, "selection_scores": torch.randn(1, 2, 7, dtype=torch.float64)}
+    shapes = [(2, 5, 4, 3), (2, 7, 2, 3), (2, 7, 2, 3), bias_shape]
+    leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    torch.autograd.gradcheck(
+        lambda q, k, v, bias: flash_dmattn_func(q, k, v, attn_bias=bias, **options), leaves
+    )
+
+
+def test_gradcheck_varlen():
+    shapes = [(9, 4, 3), (11, 2, 3), (11, 2, 3), (11, 2)]
+    leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    offsets_q, offsets_k = torch.tensor([0, 4, 4, 9]), torch.tensor([0, 3, 6, 11])
+    torch.autograd.gradcheck(
+        lambda q, k, v, bias: flash_dmattn_varlen_func(
+            q, k, v, offsets_q, offsets_k, attn_bias=bias, is_causal=True, keep_window_size=2
+        ),
+        leaves,
+    )

@@ -1,0 +1,232 @@
+"""torch.compile, opcheck, autocast, checkpointing: the operators as torch sees them."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from flash_dmattn import (
+    KeyIntervals,
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+    select_key_intervals,
+    sliding_window,
+)
+
+ops = torch.ops.flash_dmattn
+
+
+def tensors(*, seqlen=33, heads=(4, 2), head_dim=16, dtype=torch.float32, requires_grad=True):
+    heads_q, heads_kv = heads
+    shapes = [(2, seqlen, h, head_dim) for h in (heads_q, heads_kv, heads_kv)]
+    made = [torch.randn(shape, dtype=dtype) for shape in (*shapes, (2, heads_kv, seqlen))]
+    return [t.requires_grad_(requires_grad) for t in made]
+
+
+def gradients(function, inputs):
+    leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    out = function(*leaves)
+    (out.float() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    return [out.detach(), *(t.grad for t in leaves)]
+
+
+def assert_same(actual, expected):
+    for got, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+FUNCTIONS = {
+    "causal": lambda q, k, v, b: flash_dmattn_func(q, k, v, attn_bias=b, is_causal=True),
+    "per_query": lambda q, k, v, b: flash_dmattn_func(
+        q, k, v, attn_bias=b, is_causal=True, keep_window_size=5
+    ),
+    "global": lambda q, k, v, b: flash_dmattn_func(
+        q, k, v, attn_bias=b, is_causal=True, keep_window_size=5, selection="global", softcap=3.0
+    ),
+    "padding": lambda q, k, v, b: flash_dmattn_func(
+        q, k, v, torch.arange(q.shape[1]) >= torch.tensor([[3], [0]]), b, keep_window_size=9
+    ),
+    "mask_4d": lambda q, k, v, b: flash_dmattn_func(
+        q, k, v, torch.ones(1, 1, q.shape[1], q.shape[1], dtype=torch.bool).tril(), b,
+        keep_window_size=9,
+    ),
+    "own_intervals": lambda q, k, v, b: flash_dmattn_func(
+        q, k, v, attn_bias=b, key_intervals=sliding_window(q.shape[1], 7)
+    ),
+    "varlen": lambda q, k, v, b: flash_dmattn_varlen_func(
+        q[0], k[0], v[0], torch.tensor([0, 10, q.shape[1]]), torch.tensor([0, 10, q.shape[1]]),
+        attn_bias=b[0].t(), is_causal=True, keep_window_size=4,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_compiles_without_graph_breaks(name):
+    torch._dynamo.reset()
+    inputs = tensors()
+    compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend="aot_eager")
+    assert_same(gradients(compiled, inputs), gradients(FUNCTIONS[name], inputs))
+
+
+def test_compiles_with_inductor():
+    torch._dynamo.reset()
+
+    def block(q, k, v, b):
+        return flash_dmattn_func(
+            q * 2, k, v.relu(), attn_bias=b - 1, is_causal=True, keep_window_size=5
+        ).relu()
+
+    inputs = tensors()
+    compiled = torch.compile(block, fullgraph=True)
+    for got, wanted in zip(gradients(compiled, inputs), gradients(block, inputs), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_compiles_with_dynamic_lengths():
+    torch._dynamo.reset()
+    function = FUNCTIONS["per_query"]
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for seqlen in (33, 40, 17):
+        inputs = tensors(seqlen=seqlen)
+        assert_same(gradients(compiled, inputs), gradients(function, inputs))
+
+
+def test_intervals_cross_the_border_of_a_compiled_function():
+    torch._dynamo.reset()
+    q, k, v, bias = tensors()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def choose(scores):
+        return select_key_intervals(scores, 5)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(q, k, v, bias, intervals):
+        return flash_dmattn_func(q, k, v, attn_bias=bias, key_intervals=intervals)
+
+    intervals = choose(bias)
+    assert isinstance(intervals, KeyIntervals)
+    expected = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, keep_window_size=5)
+    torch.testing.assert_close(attend(q, k, v, bias, intervals), expected, rtol=0, atol=0)
+
+
+def test_intervals_are_a_pytree():
+    intervals = sliding_window(9, 3)
+    leaves, structure = torch.utils._pytree.tree_flatten({"a": intervals})
+    assert len(leaves) == 1
+    restored = torch.utils._pytree.tree_unflatten(leaves, structure)["a"]
+    assert restored.query_length == 9 and restored.intervals is intervals.intervals
+
+
+FORWARD_CASES = {
+    "plain": {},
+    "bias": {"bias": (2, 2, 1, 33)},
+    "dense_bias": {"bias": (1, 4, 33, 33)},
+    "float32_bias": {"bias": (2, 1, 1, 33), "dtype": torch.bfloat16},
+    "intervals": {"bias": (2, 2, 1, 33), "window": 5},
+    "mask": {"mask": (2, 1, 33, 33)},
+    "transposed": {"transposed": True, "bias": (2, 2, 1, 33)},
+    "half": {"dtype": torch.float16, "requires_grad": False},
+}
+
+
+@pytest.mark.parametrize("name", FORWARD_CASES)
+def test_opcheck_forward(name):
+    case = FORWARD_CASES[name]
+    requires_grad = case.get("requires_grad", True)
+    q, k, v, scores = tensors(dtype=case.get("dtype", torch.float32), requires_grad=requires_grad)
+    if case.get("transposed"):
+        q, k, v = (
+            t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+            for t in (q, k, v)
+        )
+    bias = torch.randn(case["bias"]).requires_grad_() if "bias" in case else None
+    mask = torch.rand(case["mask"]) < 0.7 if "mask" in case else None
+    intervals = select_key_intervals(scores, case["window"]).intervals if "window" in case else None
+    options = (True, 0.25, 0.0, True, False, "")
+    torch.library.opcheck(ops.forward.default, (q, k, v, mask, bias, intervals, *options))
+
+
+@pytest.mark.parametrize("needs", [(1, 1, 1, 1), (1, 0, 1, 0), (0, 0, 0, 1)])
+def test_opcheck_backward(needs):
+    q, k, v, scores = tensors(requires_grad=False)
+    bias = scores[:, :, None]
+    options = (True, 0.25, 0.0, True, False, "")
+    results = ops.forward(q, k, v, None, bias, None, *options)
+    arguments = (torch.randn_like(q), q, k, v, None, bias, None, *results, *options)
+    torch.library.opcheck(ops.backward.default, (*arguments, *map(bool, needs)))
+
+
+def test_opcheck_selection():
+    scores = torch.randn(2, 3, 50)
+    for key_mask in (None, torch.rand(2, 1, 50) < 0.7):
+        arguments = (scores, key_mask, 7, "per_query", True, 20)
+        torch.library.opcheck(ops.select_key_intervals.default, arguments)
+    offsets = torch.tensor([0, 20, 20, 50], dtype=torch.int32)
+    arguments = (scores[:1], offsets, offsets, 7, "global", True, 50)
+    torch.library.opcheck(ops.select_key_intervals_varlen.default, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast(dtype, compiled):
+    torch._dynamo.reset()
+    inputs = tensors()
+
+    def attend(q, k, v, bias):
+        with torch.autocast("cpu", dtype=dtype):
+            out = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, keep_window_size=5)
+        assert out.dtype == dtype
+        return out
+
+    function = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
+    out, *grads = gradients(function, inputs)
+    q, k, v, bias = inputs
+    low = [q.to(dtype), k.to(dtype), v.to(dtype)]
+    expected = flash_dmattn_func(*low, attn_bias=bias, is_causal=True, keep_window_size=5)
+    torch.testing.assert_close(out, expected.detach(), rtol=0, atol=0)
+    assert all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(use_reentrant):
+    inputs = tensors()
+    intervals = sliding_window(33, 7)
+
+    def attend(q, k, v, bias):
+        return flash_dmattn_func(q, k, v, attn_bias=bias, key_intervals=intervals)
+
+    def checkpointed(*args):
+        return checkpoint(attend, *args, use_reentrant=use_reentrant)
+
+    assert_same(gradients(checkpointed, inputs), gradients(attend, inputs))
+
+
+def test_compiled_checkpointing():
+    torch._dynamo.reset()
+    inputs = tensors()
+
+    def checkpointed(*args):
+        return checkpoint(FUNCTIONS["per_query"], *args, use_reentrant=False)
+
+    compiled = torch.compile(checkpointed, fullgraph=True, backend="aot_eager")
+    assert_same(gradients(compiled, inputs), gradients(FUNCTIONS["per_query"], inputs))
+
+
+def test_runs_on_meta_tensors():
+    q, k, v, bias = (t.detach().to("meta") for t in tensors())
+    out, lse, _ = flash_dmattn_func(
+        q, k, v, attn_bias=bias, is_causal=True, keep_window_size=5, return_attn_probs=True
+    )
+    assert out.shape == q.shape and out.device.type == "meta" and lse.shape == (2, 4, 33)
+
+
+def test_results_do_not_depend_on_threads():
+    inputs = tensors(seqlen=200)
+    function = FUNCTIONS["per_query"]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = gradients(function, inputs)
+        torch.set_num_threads(3)
+        assert_same(gradients(function, inputs), expected)
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,79 @@
+"""`python -m flash_dmattn`, at a size where nothing is learnt."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import flash_dmattn
+from flash_dmattn.__main__ import main
+
+for needed in ("matplotlib", "tqdm", "transformers"):
+    pytest.importorskip(needed)
+
+from flash_dmattn.demo import corpus, cost, training  # noqa: E402
+
+TINY = ["demo", "--context", "48", "--window", "8", "--seed", "3"]
+
+
+def test_info_says_what_runs_and_why_the_rest_does_not(capsys):
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert f"flash_dmattn {flash_dmattn.__version__}" in printed
+    assert "instruction sets" in printed
+    for backend in flash_dmattn.backends():
+        assert backend.name in printed and backend.reason in printed
+
+
+def test_the_demo_from_beginning_to_end(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cost, "LENGTHS", {"eager": (32, 64), "flash_dmattn": (32, 64, 128)})
+    assert main([*TINY, "--steps", "2", "--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    for line in ("held-out bits per byte", "all finite", "one layer, N = 64", "one layer, N = 128"):
+        assert line in printed
+    for name in ("loss.png", "keys.png", "cost.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "sample.txt").read_text().startswith("import os")
+
+
+def test_an_interrupt_is_clean(tmp_path):
+    command = [sys.executable, "-m", "flash_dmattn", *TINY, "--output", str(tmp_path)]
+    command += ["--steps", "1000000", "--seconds", "600"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as demo:
+        progress = b""
+        while b"tokens/s" not in progress:
+            read = demo.stderr.read1()
+            assert read, progress.decode()
+            progress += read
+        demo.send_signal(signal.SIGINT)
+        last_words = demo.stderr.read().decode()
+        assert demo.wait() == 130
+    assert "Traceback" not in last_words
+    assert last_words.rstrip().endswith(f"Interrupted. What is finished is in {tmp_path}/.")
+
+
+def test_bad_options_are_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["demo", "--steps", "0"])
+    assert "--steps: got 0, expected 1 or more" in capsys.readouterr().err
+
+
+def test_a_gradient_that_is_not_finite_stops_the_training():
+    model = torch.nn.Linear(2, 2)
+    model(torch.randn(1, 2)).sum().backward()
+    assert training.check_gradients(model, 0) == 2
+    model.bias.grad[1] = float("inf")
+    with pytest.raises(FloatingPointError, match="step 7: the gradient of bias is not finite"):
+        training.check_gradients(model, 7)
+
+
+def test_held_out_text_comes_from_other_files():
+    text = corpus.standard_library()
+    assert len(text.training) > 10 * len(text.held_out) > 10_000
+    files = [set(bytes(part.tolist()).split(b"\0")) for part in (text.training, text.held_out)]
+    assert len(files[0] & files[1] - {b""}) == 0
+    batch = corpus.random_batch(text.training, 3, 50, torch.Generator().manual_seed(0))
+    assert batch.shape == (3, 50) and batch.dtype == torch.int64
+    assert corpus.even_batch(text.held_out, 4, 50).shape == (4, 50)

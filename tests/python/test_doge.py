@@ -1,0 +1,274 @@
+"""transformers' Doge model with key intervals, against its eager attention."""
+
+import copy
+
+import pytest
+import torch
+
+from largest_tensor import LargestTensor
+
+transformers = pytest.importorskip("transformers")
+from transformers import DogeConfig, DogeForCausalLM  # noqa: E402
+
+from flash_dmattn.integrations.transformers import (  # noqa: E402
+    enable_flash_dmattn,
+    key_interval_mask,
+)
+
+B, S, KEEP, VOCABULARY = 2, 40, 9, 397
+
+
+def make_model(**options):
+    """A small eager model whose scores differ from key to key."""
+    config = DogeConfig(
+        **{
+            "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "max_position_embeddings": 256, "keep_window_size": KEEP, "pad_token_id": 0, **options,
+        }
+    )  # fmt: skip
+    model = DogeForCausalLM._from_config(config, attn_implementation="eager")
+    for name, parameter in model.named_parameters():
+        if name.endswith(".A"):
+            torch.nn.init.normal_(parameter)
+        elif parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.5 if "dt_proj" in name else 0.15)
+    return model
+
+
+def make_ids(batch=B, length=S):
+    """No token twice in a row: equal tokens have equal scores, and eager's choice is then open."""
+    return torch.stack([torch.randperm(VOCABULARY - 1)[:length] + 1 for _ in range(batch)])
+
+
+def padding(side):
+    mask = torch.ones(B, S, dtype=torch.long)
+    if side == "left":
+        mask[0, :13] = 0
+    else:
+        mask[0, -13:] = 0
+    return mask
+
+
+def enabled(model):
+    return enable_flash_dmattn(copy.deepcopy(model))
+
+
+def assert_same_training(eager, ours, ids, labels, **inputs):
+    """Loss, logits and the gradient of every parameter."""
+    results = [model(ids, labels=labels, **inputs) for model in (eager, ours)]
+    for result in results:
+        result.loss.backward()
+    torch.testing.assert_close(results[1].loss, results[0].loss, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(results[1].logits, results[0].logits, atol=2e-4, rtol=2e-4)
+    largest = max(p.grad.abs().max() for p in eager.parameters() if p.grad is not None)
+    for (name, expected), actual in zip(eager.named_parameters(), ours.parameters(), strict=True):
+        if expected.grad is None:
+            assert actual.grad is None, name
+            continue
+        error = (actual.grad - expected.grad).abs().max()
+        assert error <= 2e-4 * expected.grad.abs().max() + 2e-6 * largest, (name, error)
+
+
+@pytest.mark.parametrize("pad", [None, "left", "right"])
+@pytest.mark.parametrize("keep", [KEEP, S, 2048])
+def test_same_loss_and_gradients(pad, keep):
+    model, ids = make_model(keep_window_size=keep), make_ids()
+    mask = None if pad is None else padding(pad)
+    labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
+    assert_same_training(model, enabled(model), ids, labels, attention_mask=mask)
+
+
+@pytest.mark.parametrize("window", [5, 20])
+def test_sliding_window_layers(window):
+    model, ids = make_model(sliding_window=window), make_ids()
+    assert_same_training(model, enabled(model), ids, ids)
+
+
+def test_packed_sequences():
+    model, ids = make_model(), make_ids()
+    positions = torch.cat([torch.arange(15), torch.arange(25)])[None].expand(B, -1)
+    assert_same_training(model, enabled(model), ids, ids, position_ids=positions)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("kind", ["prefix", "arbitrary", "one row"])
+def test_four_dimensional_masks(kind, additive):
+    model, ids = make_model(), make_ids()
+    allowed = torch.ones(S, S, dtype=torch.bool).tril()
+    if kind == "prefix":
+        allowed = allowed | (torch.arange(S) < 12)
+    elif kind == "arbitrary":
+        allowed = allowed & (torch.rand(B, 1, S, S) > 0.5) | torch.eye(S, dtype=torch.bool)
+    else:
+        allowed = (torch.arange(S) % 3 > 0)[None]
+    allowed = allowed.expand(B, 1, -1, S)
+    mask = torch.where(allowed, 0.0, -1.0) if additive else allowed
+    assert_same_training(model, enabled(model), ids, ids, attention_mask=mask)
+
+
+@pytest.mark.skipif(
+    transformers.__version__ < "5", reason="DogeCDMoE of transformers 4 fails itself"
+)
+@pytest.mark.parametrize("pad", ["left", "right"])
+def test_mixture_of_experts(pad):
+    model, ids = make_model(is_moe=True, num_experts=16, num_experts_per_tok=4), make_ids()
+    mask = padding(pad)
+    labels = ids.masked_fill(mask == 0, -100)
+    options = {"attention_mask": mask, "output_router_logits": True}
+    assert_same_training(model, enabled(model), ids, labels, **options)
+
+
+def test_gradient_checkpointing():
+    model, ids = make_model(), make_ids()
+    ours = enabled(model).train()
+    ours.gradient_checkpointing_enable({"use_reentrant": False})
+    labels = ids.masked_fill(padding("left") == 0, -100)
+    assert_same_training(model, ours, ids, labels, attention_mask=padding("left"))
+
+
+@pytest.mark.parametrize("enable_first", [True, False])
+def test_lora(enable_first):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "v_proj", "dt_proj"], init_lora_weights=False
+    )
+    base, ids = make_model(), make_ids()
+    eager = peft.get_peft_model(copy.deepcopy(base), config)
+    ours = peft.get_peft_model(enabled(base) if enable_first else base, config)
+    if not enable_first:
+        ours = enable_flash_dmattn(ours)
+    ours.load_state_dict(eager.state_dict())
+    assert ours.config._attn_implementation == "flash_dmattn"
+    assert_same_training(eager, ours, ids, ids)
+
+
+def test_gradients_reach_the_scores():
+    """A and dt_proj learn, though the choice itself has no gradient."""
+    model = enabled(make_model())
+    ids = make_ids()
+    model(ids, labels=ids).loss.backward()
+    for layer in model.model.layers:
+        for parameter in (layer.self_attn.A, layer.self_attn.dt_proj.weight):
+            assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 0
+
+
+def test_a_fresh_model_learns_its_scores():
+    """A is 0 at first, which makes all scores equal: a sliding window, and A has a gradient."""
+    torch.manual_seed(0)
+    model = enable_flash_dmattn(DogeForCausalLM(copy.deepcopy(make_model().config)))
+    ids = make_ids()
+    assert all((layer.self_attn.A == 0).all() for layer in model.model.layers)
+    model(ids, labels=ids).loss.backward()
+    assert all(layer.self_attn.A.grad.abs().min() > 0 for layer in model.model.layers)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cache_implementation": "static"},
+        {"num_beams": 3},
+        {"use_cache": False},
+        {"prefill_chunk_size": 16},
+    ],
+    ids=lambda options: "-".join(map(str, options)) or "greedy",
+)
+@pytest.mark.parametrize("pad", [None, "left"])
+def test_same_generation(pad, options):
+    model, ids = make_model().eval(), make_ids()
+    mask = torch.ones_like(ids) if pad is None else padding(pad)
+    options = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False, **options}
+    expected, actual = (m.generate(ids, **options) for m in (model, enabled(model)))
+    assert torch.equal(actual, expected)
+
+
+def test_the_cache_changes_nothing():
+    """Token by token as all at once: the same keys are chosen."""
+    model, ids = enabled(make_model()).eval(), make_ids()
+    with torch.no_grad():
+        whole = model(ids).logits
+        cache, parts = None, []
+        for part in ids.split([17, 1, 5, 1, 16], dim=1):
+            step = model(part, past_key_values=cache, use_cache=True)
+            cache = step.past_key_values
+            parts.append(step.logits)
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-4, rtol=1e-4)
+
+
+def test_bfloat16_and_autocast():
+    model, ids = make_model(), make_ids()
+    with torch.autocast("cpu", torch.bfloat16):
+        eager, ours = (m(ids, labels=ids) for m in (model, enabled(model)))
+    assert abs(eager.loss - ours.loss) < 0.02 * eager.loss
+    half = copy.deepcopy(model).bfloat16()
+    eager, ours = (m(ids, labels=ids) for m in (half, enabled(half)))
+    ours.loss.backward()
+    assert abs(eager.loss - ours.loss) < 0.02 * eager.loss
+
+
+def test_sixteen_thousand_tokens_train_without_a_pair_tensor():
+    length = 16384
+    model = enable_flash_dmattn(
+        make_model(num_hidden_layers=1, keep_window_size=64, max_position_embeddings=length)
+    )
+    ids = torch.randint(1, VOCABULARY, (1, length))
+    with LargestTensor() as largest:
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+    assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters())
+    assert largest.elements <= length * VOCABULARY  # the logits
+
+
+def test_switching_back_and_forth():
+    model, ids = make_model(), make_ids()
+    expected = model(ids).logits
+    for name in ("flash_dmattn", "eager", "flash_dmattn"):
+        model.set_attn_implementation(name)
+        assert model.config._attn_implementation == name
+        torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    named = DogeForCausalLM._from_config(
+        copy.deepcopy(model.config), attn_implementation="flash_dmattn"
+    )
+    named.load_state_dict(model.state_dict())
+    torch.testing.assert_close(named(ids).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_dispatched_by_accelerate():
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, ids = make_model(), make_ids()
+    expected = model(ids).logits
+    for layer in model.model.layers:
+        hooks.add_hook_to_module(layer.self_attn, hooks.ModelHook())
+    torch.testing.assert_close(
+        enable_flash_dmattn(model)(ids).logits, expected, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_what_cannot_be_done_is_said():
+    with pytest.raises(ValueError, match="Linear without any DogeAttention layer"):
+        enable_flash_dmattn(torch.nn.Linear(2, 2))
+    model = enabled(make_model(attention_dropout=0.1))
+    model.eval()(make_ids())
+    with pytest.raises(ValueError, match="dropout is 0.1"):
+        model.train()(make_ids())
+
+
+@pytest.mark.parametrize("pad", [None, "left", "right"])
+def test_masks_are_made_as_intervals(pad):
+    """What transformers' own function makes, in O(N)."""
+    mask = None if pad is None else padding(pad).bool()
+    positions = {"cache_position": torch.arange(S)}
+    if transformers.__version__ >= "5":
+        positions = {"q_length": S, "q_offset": 0}
+    made = key_interval_mask(batch_size=B, kv_length=S, attention_mask=mask, **positions)
+    if pad is None:
+        assert made is None
+        return
+    assert made.dtype == torch.int32 and made.shape == (B, 1, S, 2)
+    expected = transformers.masking_utils.sdpa_mask(
+        batch_size=B, kv_length=S, attention_mask=mask, allow_is_causal_skip=False, **positions
+    )
+    rows = torch.arange(S)[:, None]
+    shown = (made[:, :, None, :, 0] <= rows) & (rows < made[:, :, None, :, 1])
+    assert torch.equal(shown, expected)

@@ -1,0 +1,159 @@
+"""What the forward pass has to give exactly, and the shapes and names of its arguments."""
+
+import math
+
+import pytest
+import torch
+
+from compare import assert_close
+from flash_dmattn import flash_dmattn_func, sliding_window
+from oracle import Problem, attention
+
+LOW_AND_FULL = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def qkv(batch=2, seqlen_q=17, seqlen_k=23, heads_q=4, heads_kv=2, head_dim=16, dtype=torch.float32):
+    query = torch.randn(batch, seqlen_q, heads_q, head_dim, dtype=dtype)
+    key = torch.randn(batch, seqlen_k, heads_kv, head_dim, dtype=dtype)
+    return query, key, torch.randn_like(key)
+
+
+@pytest.mark.parametrize("dtype", LOW_AND_FULL)
+def test_one_visible_key_is_copied(dtype):
+    q, k, v = qkv(dtype=dtype)
+    chosen = torch.randint(23, (2, 2, 17))
+    mask = torch.nn.functional.one_hot(chosen, 23).bool()
+    out, lse, _ = flash_dmattn_func(q, k, v, mask, return_attn_probs=True)
+    for b in range(2):
+        for h in range(4):
+            assert torch.equal(out[b, :, h], v[b, chosen[b, h // 2], h // 2])
+    expected = attention(Problem(q, k, v, mask=mask))
+    assert_close("lse", lse, expected.lse, expected.lse.float())
+
+
+@pytest.mark.parametrize("dtype", LOW_AND_FULL)
+def test_equal_scores_give_the_mean(dtype):
+    q, _, _ = qkv(dtype=dtype)
+    k = torch.zeros(2, 16, 2, 16, dtype=dtype)
+    v = torch.randint(-8, 8, (2, 16, 2, 16)).to(dtype)
+    out, lse, _ = flash_dmattn_func(q, k, v, return_attn_probs=True)
+    mean = v.double().mean(1, keepdim=True).repeat_interleave(2, 2).expand_as(q)
+    torch.testing.assert_close(out.double(), mean, rtol=0, atol=1e-6)
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(16)))
+
+
+@pytest.mark.parametrize("dtype", LOW_AND_FULL)
+def test_rows_that_see_nothing(dtype):
+    q, k, v = qkv(dtype=dtype)
+    mask = torch.ones(1, 1, 17, 23, dtype=torch.bool)
+    mask[..., 3:6, :] = False
+    out, lse, _ = flash_dmattn_func(q, k, v, mask, return_attn_probs=True)
+    assert (out[:, 3:6] == 0).all() and (lse[..., 3:6] == -torch.inf).all()
+    assert out.isfinite().all() and lse[..., :3].isfinite().all() and lse[..., 6:].isfinite().all()
+
+
+def test_more_queries_than_keys_and_causal():
+    q, k, v = qkv(seqlen_q=9, seqlen_k=4)
+    out, lse, _ = flash_dmattn_func(q, k, v, is_causal=True, return_attn_probs=True)
+    assert (out[:, :5] == 0).all() and (lse[..., :5] == -torch.inf).all()
+    expected = attention(Problem(q, k, v, causal=True))
+    assert_close("out", out, expected.out, expected.out.float())
+
+
+def test_all_forms_of_one_mask_and_bias_agree():
+    q, k, v = qkv()
+    mask, bias = torch.rand(2, 23) < 0.6, torch.randn(2, 1, 23)
+    full = (2, 4, 17, 23)
+    expected = flash_dmattn_func(
+        q, k, v, mask[:, None, None].expand(full).contiguous(),
+        bias[:, :, None].expand(full).contiguous(),
+    )  # fmt: skip
+    masks = [mask, mask[:, None], mask[:, None, None], mask[:, None, None].expand(full)]
+    biases = [
+        bias[:, 0],
+        bias,
+        bias[:, :, None],
+        bias.expand(2, 2, 23),
+        bias[:, :, None].expand(full),
+    ]
+    for m, b in [(m, biases[0]) for m in masks] + [(masks[0], b) for b in biases]:
+        torch.testing.assert_close(flash_dmattn_func(q, k, v, m, b), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_strided_masks_and_biases_are_read_where_they_are():
+    q, k, v = qkv()
+    mask, bias = (torch.rand(23, 17, 4, 2) < 0.6), torch.randn(23, 17, 4, 2)
+    out = flash_dmattn_func(q, k, v, mask.permute(3, 2, 1, 0), bias.permute(3, 2, 1, 0))
+    expected = flash_dmattn_func(
+        q, k, v, mask.permute(3, 2, 1, 0).contiguous(), bias.permute(3, 2, 1, 0).contiguous()
+    )
+    assert torch.equal(out, expected)
+    per_key = torch.randn(2, 23, 2)  # [B, Sk, H], as a projection of the values leaves it
+    out = flash_dmattn_func(q, k, v, attn_bias=per_key.transpose(1, 2))
+    expected = flash_dmattn_func(q, k, v, attn_bias=per_key.transpose(1, 2).contiguous())
+    assert torch.equal(out, expected)
+
+
+def test_inputs_with_a_strided_head_dimension():
+    q, k, v = (t.mT.contiguous().mT for t in qkv())
+    expected = flash_dmattn_func(q.contiguous(), k.contiguous(), v.contiguous())
+    assert torch.equal(flash_dmattn_func(q, k, v), expected)
+
+
+def test_inputs_are_views_of_one_projection():
+    packed = torch.randn(2, 23, 3, 2, 16)
+    q, k, v = packed.unbind(2)
+    expected = flash_dmattn_func(q.contiguous(), k.contiguous(), v.contiguous(), is_causal=True)
+    assert torch.equal(flash_dmattn_func(q, k, v, is_causal=True), expected)
+
+
+@pytest.mark.parametrize("length", [(0, 5), (5, 0), (0, 0)])
+def test_empty_sequences(length):
+    q, k, v = (t.requires_grad_() for t in qkv(seqlen_q=length[0], seqlen_k=length[1]))
+    bias = torch.randn(2, 2, length[1], requires_grad=True)
+    out, lse, _ = flash_dmattn_func(
+        q, k, v, attn_bias=bias, is_causal=True, keep_window_size=3, return_attn_probs=True
+    )
+    assert out.shape == q.shape and (out == 0).all() and (lse == -torch.inf).all()
+    out.sum().backward()
+    for t in (q, k, v, bias):
+        assert t.grad.shape == t.shape and (t.grad == 0).all()
+
+
+def test_empty_batch():
+    q, k, v = qkv(batch=0)
+    assert flash_dmattn_func(q, k, v).shape == q.shape
+
+
+def test_scale_and_softmax_scale_are_one_thing():
+    q, k, v = qkv()
+    expected = attention(Problem(q, k, v, scale=0.3)).out.float()
+    for arguments in ({"scale": 0.3}, {"softmax_scale": 0.3}):
+        torch.testing.assert_close(flash_dmattn_func(q, k, v, **arguments), expected)
+
+
+def test_intervals_and_causal_both_apply():
+    q, k, v = qkv(seqlen_q=23)
+    both = sliding_window(23, 5, lookahead=4)
+    out = flash_dmattn_func(q, k, v, is_causal=True, key_intervals=both)
+    torch.testing.assert_close(out, flash_dmattn_func(q, k, v, key_intervals=sliding_window(23, 5)))
+
+
+def test_one_query_against_a_cache_equals_the_last_row():
+    q, k, v = qkv(seqlen_q=23)
+    bias = torch.randn(2, 2, 23)
+    options = {"attn_bias": bias, "is_causal": True, "keep_window_size": 6}
+    whole = flash_dmattn_func(q, k, v, **options)
+    last = flash_dmattn_func(q[:, -1:], k, v, **options)
+    torch.testing.assert_close(last, whole[:, -1:], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", LOW_AND_FULL)
+def test_float32_bias_beside_low_precision_inputs(dtype):
+    q, k, v = qkv(dtype=dtype)
+    bias = torch.randn(2, 2, 23)
+    problem = Problem(q, k, v, bias=bias[:, :, None])
+    expected, yardstick = attention(problem), attention(problem, dtype)
+    assert_close("out", flash_dmattn_func(q, k, v, attn_bias=bias), expected.out, yardstick.out)
+    out = flash_dmattn_func(q, k, v, attn_bias=bias.double())  # taken as float32
+    assert_close("out", out, expected.out, yardstick.out)

@@ -1,0 +1,40 @@
+"""A part of the case table on every instruction set that this machine has."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = """
+import sys
+import torch
+from cases import CASES, make_case, run
+from compare import assert_matches_oracle
+from flash_dmattn import backends
+
+torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is allocated with NaN
+print(next(backend.reason for backend in backends() if backend.name == "cpu"), flush=True)
+for name in [name for name, row in CASES.items() if row["slow"] != "1"][::3]:
+    case = make_case(CASES[name])
+    try:
+        assert_matches_oracle(run(case), case.problem, case.nonfinite == "saturate")
+    except Exception as error:
+        raise AssertionError(f"case {name}: {error}") from error
+"""
+
+
+@pytest.mark.parametrize("name", ["generic", "avx2", "avx512", "avx512_bf16", "amx_bf16"])
+def test_cases_on_instruction_set(name):
+    run = subprocess.run(
+        [sys.executable, "-c", RUN],
+        cwd=Path(__file__).parent,
+        env={**os.environ, "FLASH_DMATTN_MAX_ISA": name},
+        capture_output=True,
+        text=True,
+    )
+    reason = run.stdout.strip()
+    if reason and name not in reason.split():
+        pytest.skip(f"this machine and build run {reason}, not {name}")
+    assert run.returncode == 0, run.stdout + run.stderr

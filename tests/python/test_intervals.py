@@ -1,0 +1,264 @@
+"""Key intervals: the constructors, and selection against its definition."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash_dmattn import (
+    KeyIntervals,
+    flash_dmattn_func,
+    from_padding,
+    intersect,
+    packed_documents,
+    prefix_lm,
+    select_key_intervals,
+    sliding_window,
+)
+from oracle import causal_pairs, select
+
+# Few different values, so that ties are the rule; and values that compare in unusual ways.
+SCORE_VALUES = [-1e38, -1.5, -0.0, 0.0, 0.25, 0.5, 3e38, -torch.inf, torch.inf, torch.nan]
+
+
+@st.composite
+def selection_problems(draw):
+    seqlen_k = draw(st.integers(1, 40))
+    seqlen_q = draw(st.integers(1, 44))
+    batch, heads = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    if draw(st.booleans()):
+        values = torch.tensor(
+            draw(st.lists(st.sampled_from(SCORE_VALUES), min_size=1, max_size=10))
+        )
+        picks = torch.randint(len(values), (batch, heads, seqlen_k), generator=generator)
+        scores = values[picks]
+    else:
+        scores = torch.randn(batch, heads, seqlen_k, generator=generator)
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
+    mask = None
+    if draw(st.booleans()):
+        shape = (draw(st.sampled_from([1, batch])), draw(st.sampled_from([1, heads])), seqlen_k)
+        mask = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.2, 0.8]))
+    return scores.to(dtype), mask, draw(st.integers(0, seqlen_k + 2)), seqlen_q
+
+
+@settings(max_examples=400, deadline=None)
+@given(selection_problems(), st.sampled_from(["per_query", "global"]), st.booleans())
+def test_selection_is_its_definition(problem, selection, is_causal):
+    scores, mask, window, seqlen_q = problem
+    seqlen_k = scores.shape[-1]
+    intervals = select_key_intervals(
+        scores, window, selection=selection, is_causal=is_causal, key_mask=mask,
+        query_length=seqlen_q,
+    )  # fmt: skip
+    causal = (
+        causal_pairs(seqlen_q, seqlen_k) if is_causal else torch.ones(seqlen_q, seqlen_k).bool()
+    )
+    keys = torch.ones(scores.shape, dtype=torch.bool) if mask is None else mask.expand_as(scores)
+    keys = keys[:, :, None].expand(-1, -1, seqlen_q, -1)
+    if selection == "per_query":
+        expected = select(scores, window, keys & causal)
+    else:
+        expected = select(scores, window, keys) & causal
+    assert torch.equal(intervals.to_mask(), expected)
+
+
+def test_equal_scores_make_a_sliding_window():
+    chosen = select_key_intervals(torch.zeros(1, 1, 50), 8)
+    assert torch.equal(chosen.to_mask(), sliding_window(50, 8).to_mask())
+
+
+def test_selection_of_a_prefix_does_not_depend_on_what_follows():
+    scores = torch.randn(1, 2, 300)
+    whole = select_key_intervals(scores, 20).to_mask()
+    part = select_key_intervals(scores[..., :200], 20).to_mask()
+    assert torch.equal(whole[:, :, :200, :200], part)
+    last = select_key_intervals(scores, 20, query_length=1).to_mask()
+    assert torch.equal(whole[:, :, -1:], last)
+
+
+def test_selection_reads_strided_scores():
+    scores = torch.randn(60, 3, 2).permute(2, 1, 0)
+    expected = select_key_intervals(scores.contiguous(), 9).intervals
+    assert torch.equal(select_key_intervals(scores, 9).intervals, expected)
+    assert torch.equal(select_key_intervals(scores[:, :, None], 9).intervals, expected)
+
+
+# ---- Constructors ------------------------------------------------------------------------------------
+
+LENGTHS = [(1, 1), (7, 7), (5, 12), (12, 5)]
+
+
+def positions(seqlen_q, seqlen_k):
+    return torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q, torch.arange(seqlen_k)
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", LENGTHS)
+@pytest.mark.parametrize("window, lookahead", [(1, 0), (3, 0), (3, 2), (0, 2), (50, 50)])
+def test_sliding_window(seqlen_q, seqlen_k, window, lookahead):
+    query, key = positions(seqlen_q, seqlen_k)
+    expected = (key > query - window) & (key <= query + lookahead)
+    actual = sliding_window(seqlen_k, window, lookahead=lookahead, query_length=seqlen_q)
+    assert torch.equal(actual.to_mask()[0, 0], expected)
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", LENGTHS)
+@pytest.mark.parametrize("prefix", [0, 3, torch.tensor([0, 2, 40])])
+def test_prefix_lm(seqlen_q, seqlen_k, prefix):
+    query, key = positions(seqlen_q, seqlen_k)
+    actual = prefix_lm(seqlen_k, prefix, query_length=seqlen_q).to_mask()
+    for row, length in zip(actual, torch.as_tensor(prefix).reshape(-1), strict=True):
+        assert torch.equal(row[0], (key < length) | (key <= query))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "lengths_k, lengths_q",
+    [([3, 5, 1], None), ([3, 0, 4], [3, 0, 4]), ([4, 2, 6], [2, 5, 6]), ([0], [3]), ([3], [0]), ([], [])],
+)  # fmt: skip
+def test_packed_documents(lengths_k, lengths_q, is_causal):
+    cu_k = torch.tensor([0, *lengths_k]).cumsum(0).int()
+    cu_q = None if lengths_q is None else torch.tensor([0, *lengths_q]).cumsum(0).int()
+    lengths_q = lengths_k if lengths_q is None else lengths_q
+    blocks = [
+        causal_pairs(q, k) if is_causal else torch.ones(q, k, dtype=torch.bool)
+        for q, k in zip(lengths_q, lengths_k, strict=True)
+    ]
+    total_q, total_k = sum(lengths_q), sum(lengths_k)
+    expected = torch.zeros(total_q, total_k + 2, dtype=torch.bool)
+    if blocks:
+        expected[:, :total_k] = torch.block_diag(*(block.int() for block in blocks)).bool()
+    actual = packed_documents(cu_k, cu_q, is_causal=is_causal)
+    assert torch.equal(actual.to_mask()[0, 0], expected[:, :total_k])
+    actual = packed_documents(cu_k, cu_q, is_causal=is_causal, key_length=total_k + 2)
+    assert torch.equal(actual.to_mask()[0, 0], expected)
+
+
+def test_from_padding_and_intersect():
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]], dtype=torch.bool)
+    padding = from_padding(mask, query_length=4)
+    assert torch.equal(padding.to_mask(), mask[:, None, None].expand(3, 1, 4, 5))
+    window = sliding_window(5, 2, query_length=4)
+    both = intersect(padding, window)
+    assert torch.equal(both.to_mask(), padding.to_mask() & window.to_mask())
+    empty = both.intervals[..., 0] >= both.intervals[..., 1]
+    assert (both.intervals[empty] == 0).all()
+    with pytest.raises(ValueError, match="intersect"):
+        intersect(padding, sliding_window(5, 2))
+    with pytest.raises(ValueError, match="intersect"):
+        intersect()
+
+
+def test_key_intervals_check_what_they_hold():
+    with pytest.raises(ValueError, match="int32"):
+        KeyIntervals(torch.zeros(1, 1, 4, 2), 4)
+    with pytest.raises(ValueError, match="shape"):
+        KeyIntervals(torch.zeros(4, 2, dtype=torch.int32), 4)
+
+
+# ---- keep_window_size in the attention function ------------------------------------------------------
+
+
+def attend_by_mask(q, k, v, bias, shown):
+    return flash_dmattn_func(q, k, v, shown, bias)
+
+
+@pytest.mark.parametrize("selection", ["per_query", "global"])
+@pytest.mark.parametrize(
+    "mask_kind",
+    ["none", "padding", "causal_4d", "left_4d", "packed_4d", "prefix_4d", "random_4d", "window_4d"],
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_keeps_what_the_definition_keeps(selection, mask_kind, is_causal):
+    seqlen = 40
+    q, k, v = (torch.randn(2, seqlen, heads, 16) for heads in (4, 2, 2))
+    bias = torch.randint(6, (2, 2, seqlen)).float()
+    causal = causal_pairs(seqlen, seqlen)
+    padding = torch.arange(seqlen) >= torch.tensor([[7], [0]])
+    mask = {
+        "none": None,
+        "padding": padding,
+        "causal_4d": causal[None, None],
+        "left_4d": causal & padding[:, None, None],
+        "random_4d": torch.rand(2, 1, seqlen, seqlen) < 0.5,
+        "packed_4d": packed_documents(torch.tensor([0, 11, 30, seqlen])).to_mask(),
+        "prefix_4d": prefix_lm(seqlen, 15).to_mask(),
+        "window_4d": sliding_window(seqlen, 13).to_mask(),
+    }[mask_kind]
+    allowed = torch.ones(2, 2, seqlen, seqlen, dtype=torch.bool)
+    if mask is not None:
+        allowed = allowed & (mask[:, None, None] if mask.dim() == 2 else mask)
+    if selection == "per_query":
+        shown = select(bias, 9, allowed & causal if is_causal else allowed)
+    else:
+        keys = allowed.any(2, keepdim=True).expand_as(allowed)
+        shown = select(bias, 9, keys) & allowed
+        shown = shown & causal if is_causal else shown
+    actual = flash_dmattn_func(
+        q, k, v, mask, bias, is_causal=is_causal, keep_window_size=9, selection=selection
+    )
+    torch.testing.assert_close(actual, attend_by_mask(q, k, v, bias, shown), rtol=1e-5, atol=1e-6)
+
+
+def test_every_query_head_chooses_for_itself():
+    seqlen = 40
+    q, k, v = (torch.randn(2, seqlen, heads, 16) for heads in (4, 2, 2))
+    bias = torch.randn(2, 4, seqlen)
+    shown = select(bias, 9, causal_pairs(seqlen, seqlen).expand(2, 4, -1, -1))
+    actual = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, keep_window_size=9)
+    torch.testing.assert_close(actual, attend_by_mask(q, k, v, bias, shown), rtol=1e-5, atol=1e-6)
+    # Scores of query heads beside a bias and a mask of key heads.
+    small = torch.randn(2, 2, seqlen)
+    actual = flash_dmattn_func(
+        q, k, v, attn_bias=small, is_causal=True, keep_window_size=9, selection_scores=bias
+    )
+    torch.testing.assert_close(actual, attend_by_mask(q, k, v, small, shown), rtol=1e-5, atol=1e-6)
+
+
+def test_masks_of_heads_beside_scores_of_all_heads():
+    q, k, v = (torch.randn(2, 40, heads, 16) for heads in (4, 2, 2))
+    packed = [packed_documents(torch.tensor([0, end, 40])).to_mask() for end in (11, 25)]
+    causal = causal_pairs(40, 40)
+    for mask in (torch.cat(packed, 1), torch.cat(packed, 0), torch.rand(1, 2, 40, 40) < 0.5):
+        for shape in [(1, 1, 40), (2, 1, 40), (1, 2, 40)]:
+            bias = torch.randn(shape)
+            allowed = (mask & causal).expand(2, 2, 40, 40)
+            shown = select(bias.expand(2, 2, 40), 9, allowed)
+            actual = flash_dmattn_func(q, k, v, mask, bias, is_causal=True, keep_window_size=9)
+            expected = attend_by_mask(q, k, v, bias, shown)
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_keys_that_the_bias_masks_are_not_chosen():
+    seqlen = 40
+    q, k, v = (torch.randn(1, seqlen, 2, 16) for _ in range(3))
+    for dims in (3, 4):
+        bias = torch.randn(1, 2, seqlen) if dims == 3 else torch.randn(1, 2, seqlen, seqlen)
+        bias = bias.masked_fill(torch.rand_like(bias) < 0.5, torch.finfo(torch.float32).min)
+        scores = torch.randn(1, 2, seqlen)
+        allowed = bias > torch.finfo(torch.float32).min
+        allowed = allowed[:, :, None] if dims == 3 else allowed
+        shown = select(scores, 5, allowed & causal_pairs(seqlen, seqlen))
+        actual = flash_dmattn_func(
+            q, k, v, attn_bias=bias, is_causal=True, keep_window_size=5, selection_scores=scores
+        )
+        expected = attend_by_mask(q, k, v, bias, shown)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [40, 1000])
+def test_a_window_of_all_keys_selects_nothing(window):
+    q, k, v = (torch.randn(1, 40, 2, 16) for _ in range(3))
+    bias = torch.randn(1, 1, 40)
+    actual = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, keep_window_size=window)
+    assert torch.equal(actual, flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True))
+
+
+@pytest.mark.parametrize(
+    "mask", [None, torch.ones(1, 1, 40, 40).bool(), torch.rand(1, 1, 40, 40) < 0.5]
+)
+def test_a_window_of_no_keys_shows_nothing(mask):
+    q, k, v = (torch.randn(1, 40, 2, 16) for _ in range(3))
+    out = flash_dmattn_func(q, k, v, mask, torch.randn(1, 1, 40), keep_window_size=0)
+    assert (out == 0).all()

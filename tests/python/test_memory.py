@@ -1,0 +1,28 @@
+"""The memory of long sequences: O(N w), measured on a process of its own."""
+
+import subprocess
+import sys
+
+LONG_SEQUENCE = """
+import resource
+import torch
+from flash_dmattn import flash_dmattn_func
+
+length, heads, head_dim, window = 131072, 2, 64, 512
+q, k, v = (torch.randn(1, length, heads, head_dim, requires_grad=True) for _ in range(3))
+bias = torch.randn(1, heads, length, requires_grad=True)
+out = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, keep_window_size=window)
+out.sum().backward()
+for tensor in (q.grad, k.grad, v.grad, bias.grad):
+    assert tensor.isfinite().all()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # Linux counts in KiB
+"""
+
+
+def test_forward_and_backward_of_131072_keys_stay_below_1_5_gigabytes():
+    run = subprocess.run(
+        [sys.executable, "-c", LONG_SEQUENCE], capture_output=True, text=True, check=True
+    )
+    peak = int(run.stdout)
+    print(f"peak {peak / 1e9:.2f} GB")
+    assert peak < 1.5e9
