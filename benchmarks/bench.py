@@ -24,8 +24,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-import flash_dmattn
 from flash_dmattn import flash_dmattn_func, select_key_intervals
+from flash_dmattn.availability import backends
 
 RECORDS = pathlib.Path(__file__).parent / "records"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -143,7 +143,7 @@ def machine() -> dict:
     return {
         "cpu": fields.get("model name", "unknown"),
         "family_model": f"{fields.get('cpu family', '?')}/{fields.get('model', '?')}",
-        "isa": flash_dmattn.cpu_isa(),
+        "isa": next(backend.reason for backend in backends() if backend.name == "cpu"),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }

@@ -66,13 +66,16 @@ const Candidate& chosen() {
 // ---- Tasks ---------------------------------------------------------------------------------------
 
 // Rows of a tile, all heads of the group together: enough to make the packing of a block of keys
-// (read once for all of them) cheap, few enough for their sums to stay in the second-level cache.
-constexpr std::int64_t target_rows = 96;
+// (once for all of them) cheap, few enough for their sums to stay in the second-level cache. With
+// intervals the keys that a tile meets grow with its queries.
+constexpr std::int64_t dense_rows = 384;
+constexpr std::int64_t interval_rows = 96;
 constexpr std::int64_t least_queries = 8;
 
 std::int64_t wanted_tile_rows(const Problem& p) {
   const std::int64_t group = p.heads_kv == 0 ? 1 : p.heads_q / p.heads_kv;
-  return std::max(least_queries, target_rows / std::max<std::int64_t>(group, 1));
+  const std::int64_t rows = p.intervals_shape[0] != 0 ? interval_rows : dense_rows;
+  return std::max(least_queries, rows / std::max<std::int64_t>(group, 1));
 }
 
 Rows rows_of(const ConstTensor4& tensor) {

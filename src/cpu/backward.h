@@ -189,15 +189,17 @@ struct BackwardUnit {
     }
   }
 
+  // dout . out, summed in the order of a product in fp32: where a query sees one key, out = v, and
+  // dp - delta is exactly 0.
   double row_delta(const Storage* dout_row, const Storage* out_row) const {
-    Vec total{};
+    Vec in_range{};
     for (int d = 0; d < t.head_dim; d += lanes) {
       Vec element = load_widened<In>(dout_row + d, t.head_dim - d);
       if (t.saturate) element = finite_or_zero(element);
-      total = fma(element, load_widened<In>(out_row + d, t.head_dim - d), total);
+      const Vec factor = load_widened<In>(out_row + d, t.head_dim - d);
+      for (int i = 0; i < lanes; ++i) in_range = fma(splat(element[i]), splat(factor[i]), in_range);
     }
-    const float in_range = reduce_add(total);
-    if (in_range - in_range == 0) return static_cast<double>(in_range);
+    if (in_range[0] - in_range[0] == 0) return static_cast<double>(in_range[0]);
     double sum = 0;
     for (int d = 0; d < t.head_dim; ++d) {
       const float element = load_scalar<In>(dout_row, d);
@@ -316,6 +318,7 @@ struct BackwardUnit {
     if (dense_sums != nullptr) return;
     const std::int64_t first_word = row_begin / Element::per_word;
     const std::int64_t words = (row_end - row_begin) / Element::per_word;
+    clear_columns(columns, round_up(block.count, strip), first_word, words);
     multiply_columns(block, p_columns, dout.panels, first_word, words);
     if (dout.nonfinite) add_nonfinite_dout(tile, block);
     add_product(block, t.dv_sums);
@@ -329,6 +332,14 @@ struct BackwardUnit {
   }
   static float* column_words(float* words, int row) {
     return words + std::int64_t{row / Element::per_word} * block_keys;
+  }
+
+  // Whole strips of keys may reach behind the columns that have been written.
+  void clear_columns(int begin, int end, std::int64_t first_word, std::int64_t words) {
+    for (std::int64_t w = first_word; begin < end && w < first_word + words; ++w) {
+      clear(p_columns + w * block_keys + begin, end - begin);
+      clear(ds_columns + w * block_keys + begin, end - begin);
+    }
   }
 
   // product = a^T b, over words of rows.
@@ -459,6 +470,7 @@ std::int64_t backward_scratch(const BackwardTask& task) {
 template <class In, class Element>
 void backward_unit(const BackwardTask& task, std::int64_t unit, void* scratch) {
   Arena arena(scratch);
+  [[maybe_unused]] const typename Element::Session session;
   BackwardUnit<In, Element>(task, arena).run(unit);
 }
 
@@ -469,6 +481,7 @@ void shared_dbias_tile(const BackwardTask& t, std::int64_t tile_index, std::int6
                        void* scratch) {
   Arena arena(scratch);
   BackwardUnit<In, Element> unit(t, arena);
+  [[maybe_unused]] const typename Element::Session session;
   unit.dense_heads = t.dbias.group_head != 0 ? static_cast<int>(t.group) : 1;
   unit.dense_sums = arena.take<float>(t.tile_queries * t.group * t.seqlen_k);
   const std::int64_t heads = t.dbias.kv_head != 0 ? t.heads_kv : 1;

@@ -102,6 +102,7 @@ struct Single {
   static constexpr int per_word = 1;
   static constexpr int depth_step = 1;  // words
   static constexpr int strip_rows = vector_strip_rows;
+  struct Session {};  // what products need to be set up for: nothing
 
   static Vec dot(Vec sum, Vec a, Vec b) { return fma(a, b, sum); }
 

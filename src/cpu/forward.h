@@ -228,6 +228,7 @@ void forward_item(const ForwardTask& task, std::int64_t item, void* scratch) {
   const std::int64_t head = item / task.tiles;
   Arena arena(scratch);
   ForwardTile<In, Element> tile(task, arena);
+  [[maybe_unused]] const typename Element::Session session;
   tile.run(Tile(task, head / task.heads_kv, head % task.heads_kv, index), index);
 }
 

@@ -67,6 +67,11 @@ template <class Element, Layout layout, Store mode, int Rows, int Vectors>
 // rows: rounded up to whole strips. columns: a multiple of lanes.
 template <class Element, Layout layout, Store mode>
 void multiply(Factor a, Panels b, Product c, int rows, int columns, std::int64_t depth) {
+  if constexpr (requires {
+                  Element::template multiply<layout, mode>(a, b, c, rows, columns, depth);
+                }) {
+    return Element::template multiply<layout, mode>(a, b, c, rows, columns, depth);
+  }
   constexpr int strip = Element::strip_rows;
   for (int column = 0; column < columns; column += panel_columns) {
     const float* panel = b.words + column / panel_columns * b.panel_stride;

@@ -1,9 +1,8 @@
 #define FLASH_DMATTN_ISA amx_bf16
-#include "cpu/isa/avx512.h"
-#include "cpu/isa/bf16_pairs.h"
+#include "cpu/isa/amx_tiles.h"
 
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
-using Bf16Element = Pair;  // what bf16 arrays are multiplied as
+using Bf16Element = TilePair;  // what bf16 arrays are multiplied as
 }
 
 #include "cpu/kernels.h"

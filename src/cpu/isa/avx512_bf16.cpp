@@ -1,5 +1,4 @@
 #define FLASH_DMATTN_ISA avx512_bf16
-#include "cpu/isa/avx512.h"
 #include "cpu/isa/bf16_pairs.h"
 
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {

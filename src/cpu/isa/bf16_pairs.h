@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "cpu/isa/avx512.h"
+
 #include "cpu/element.h"
 
 // Factors in bf16: a word is two elements that are neighbours along the depth of a product.
@@ -13,6 +15,7 @@ struct Pair {
   static constexpr int per_word = 2;
   static constexpr int depth_step = 1;  // words
   static constexpr int strip_rows = vector_strip_rows;
+  struct Session {};
 
   static Vec dot(Vec sum, Vec a, Vec b) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));

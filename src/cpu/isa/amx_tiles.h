@@ -1,0 +1,120 @@
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "cpu/isa/bf16_pairs.h"
+#include "cpu/multiply.h"
+
+// Pairs of bf16 multiplied in the tile registers of AMX: 16 rows of 16 words each, eight of them. A tile
+// of b is 16 words of depth by 16 columns, which is how panels lie in memory.
+namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
+
+struct TilePair : Pair {
+  static constexpr int depth_step = 16;  // words
+  static constexpr int strip_rows = 32;
+
+  // The shape of the tiles is a state of the thread; its owner releases the registers again.
+  struct Session {
+    Session() {
+      struct alignas(64) {
+        std::uint8_t palette = 1;
+        std::uint8_t start_row = 0;
+        std::uint8_t reserved[14] = {};
+        std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+      } shape;
+      _tile_loadconfig(&shape);
+    }
+    ~Session() { _tile_release(); }
+    Session(const Session&) = delete;
+    Session& operator=(const Session&) = delete;
+  };
+
+  // multiply() of multiply.h. rows: rounded up to strips; columns: a multiple of 16; depth: of 16.
+  template <Layout layout, Store mode>
+  static void multiply(Factor a, Panels b, Product c, int rows, int columns, std::int64_t depth) {
+    if constexpr (layout == Layout::row_major) {
+      for (int row = 0; row < rows; row += strip_rows) {
+        multiply_strip<mode>({a.words + row * a.ld, a.ld}, b, {c.data + row * c.ld, c.ld}, columns,
+                             depth);
+      }
+    } else {
+      alignas(64) float strip[strip_rows * transposed_depth];
+      for (int row = 0; row < rows; row += strip_rows) {
+        const Product c_strip{c.data + row * c.ld, c.ld};
+        for (std::int64_t k = 0; k < depth; k += transposed_depth) {
+          const std::int64_t left = depth - k < transposed_depth ? depth - k : transposed_depth;
+          transpose_strip({a.words + k * a.ld + row, a.ld}, left, strip);
+          const Factor factor{strip, transposed_depth};
+          const Panels panels{b.words + k * panel_columns, b.panel_stride};
+          if (mode == Store::add || k > 0) {
+            multiply_strip<Store::add>(factor, panels, c_strip, columns, left);
+          } else {
+            multiply_strip<Store::replace>(factor, panels, c_strip, columns, left);
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  // Words of depth that are transposed at a time: 8 KiB.
+  static constexpr std::int64_t transposed_depth = 64;
+
+  static void transpose_strip(Factor a, std::int64_t depth, float* strip) {
+    for (std::int64_t k = 0; k < depth; k += lanes) {
+      for (int row = 0; row < strip_rows; row += lanes) {
+        Vec words[lanes];
+        for (int i = 0; i < lanes; ++i) words[i] = load(a.words + (k + i) * a.ld + row);
+        transpose(words);
+        for (int i = 0; i < lanes; ++i) store(strip + (row + i) * transposed_depth + k, words[i]);
+      }
+    }
+  }
+
+  // 32 rows of c, 32 columns at a time: tiles 0..3 are c, 4 and 5 a, 6 and 7 b.
+  template <Store mode>
+  static void multiply_strip(Factor a, Panels b, Product c, int columns, std::int64_t depth) {
+    constexpr int tile = 16;
+    constexpr int word_bytes = 4;
+    const std::int64_t a_stride = a.ld * word_bytes;
+    const std::int64_t c_stride = c.ld * word_bytes;
+    for (int column = 0; column < columns; column += panel_columns) {
+      const float* panel = b.words + column / panel_columns * b.panel_stride;
+      const bool both = columns - column > tile;
+      float* const top = c.data + column;
+      float* const bottom = top + tile * c.ld;
+      if constexpr (mode == Store::add) {
+        _tile_loadd(0, top, c_stride);
+        _tile_loadd(2, bottom, c_stride);
+        if (both) _tile_loadd(1, top + tile, c_stride);
+        if (both) _tile_loadd(3, bottom + tile, c_stride);
+      } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+      }
+      for (std::int64_t k = 0; k < depth; k += tile) {
+        const float* words = panel + k * panel_columns;
+        _tile_loadd(4, a.words + k, a_stride);
+        _tile_loadd(6, words, panel_columns * word_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, a.words + tile * a.ld + k, a_stride);
+        _tile_dpbf16ps(2, 5, 6);
+        if (!both) continue;
+        _tile_loadd(7, words + tile, panel_columns * word_bytes);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      _tile_stored(0, top, c_stride);
+      _tile_stored(2, bottom, c_stride);
+      if (both) _tile_stored(1, top + tile, c_stride);
+      if (both) _tile_stored(3, bottom + tile, c_stride);
+    }
+  }
+};
+
+}  // namespace flash_dmattn::cpu::FLASH_DMATTN_ISA
