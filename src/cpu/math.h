@@ -17,7 +17,7 @@ inline Vec exp(Vec x) {
   p = fma(p, r, splat(0.24022647738456726f));
   p = fma(p, r, splat(0.6931471824645996f));
   p = fma(p, r, splat(1.0f));
-  const Vec result = from_bits(bits(p) + (bits(shifted) << 23));
+  const Vec result = from_bits(wrapping_add(bits(p), bits(shifted) << 23));
   return x > splat(-86.6f) ? result : Vec{};
 }
 

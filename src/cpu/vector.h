@@ -21,6 +21,12 @@ inline constexpr float float_max = 0x1.fffffep127f;
 inline Int bits(Vec v) { return reinterpret_cast<Int>(v); }
 inline Vec from_bits(Int v) { return reinterpret_cast<Vec>(v); }
 
+// Modulo 2^32: a lane whose result is thrown away may overflow.
+inline Int wrapping_add(Int a, Int b) {
+  using Unsigned [[gnu::vector_size(4 * lanes), gnu::may_alias]] = std::uint32_t;
+  return reinterpret_cast<Int>(reinterpret_cast<Unsigned>(a) + reinterpret_cast<Unsigned>(b));
+}
+
 template <class T>
 T load_as(const void* p) {
   T v;
@@ -94,7 +100,7 @@ inline Vec from_bf16(Half v) { return from_bits(__builtin_convertvector(v, Int) 
 // Round to nearest even; NaN stays NaN, overflow becomes inf.
 inline Half to_bf16(Vec v) {
   const Int b = bits(v);
-  const Int rounded = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
+  const Int rounded = wrapping_add(b, 0x7fff + ((b >> 16) & 1)) >> 16;
   const Int result = v == v ? rounded : (b >> 16) | 0x40;
   return __builtin_convertvector(result, Half);
 }

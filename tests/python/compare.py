@@ -11,11 +11,14 @@ from oracle import Problem, Result, attention
 GRADIENT_LIMIT = {torch.bfloat16: torch.finfo(torch.bfloat16).max / 2, torch.float16: 65504.0}
 
 
-def assert_close(name: str, actual: Tensor, expected: Tensor, yardstick: Tensor) -> None:
-    """Maximum and mean error at most twice the yardstick's, plus one unit in the last place.
+def assert_close(
+    name: str, actual: Tensor, expected: Tensor, yardstick: Tensor, largest_score: float = 1.0
+) -> None:
+    """Maximum and mean error at most twice the yardstick's, plus what may be luck of the yardstick.
 
-    expected: in double. yardstick: the same mathematics in the precision of `actual`. Non-finite values
-    must be the same and in the same places.
+    expected: in double. yardstick: the same mathematics in the precision of `actual`. That luck is one unit
+    in the last place of the result, and what two units in the last place of an fp32 score do to it.
+    Non-finite values must be the same and in the same places; a yardstick that overflows measures nothing.
     """
     assert actual.shape == expected.shape, f"{name}: shape {actual.shape}, not {expected.shape}"
     if actual.numel() == 0:
@@ -31,16 +34,14 @@ def assert_close(name: str, actual: Tensor, expected: Tensor, yardstick: Tensor)
             f"({int((~same_nonfinite).sum())} non-finite values differ)"
         )
     finite = expected.isfinite()
-    if not finite.any():
+    if not (yardstick.isfinite() | ~finite).all() or not finite.any():
         return
-    unit = torch.finfo(actual.dtype).eps
+    unit = torch.finfo(actual.dtype).eps + 2 * torch.finfo(torch.float32).eps * largest_score
     magnitude = torch.where(finite, expected.abs(), 0)
     error = torch.where(finite, (got - expected).abs(), 0)
-    reference_error = torch.where(
-        finite & yardstick.isfinite(), (yardstick.double() - expected).abs(), 0
-    )
+    yardstick_error = torch.where(finite, (yardstick.double() - expected).abs(), 0)
     for kind, measure in (("maximum", torch.amax), ("mean", torch.mean)):
-        bound = 2 * measure(reference_error) + unit * measure(magnitude)
+        bound = 2 * measure(yardstick_error) + unit * measure(magnitude)
         if measure(error) > bound:
             worst = tuple(int(i) for i in (error == error.amax()).nonzero()[0])
             raise AssertionError(
@@ -61,7 +62,7 @@ def assert_matches_oracle(actual: Result, problem: Problem, saturate: bool = Tru
         wanted = getattr(expected, name)
         if name != "lse":
             wanted = _rounded_range(wanted, got.dtype, saturate, gradient=name != "out")
-        assert_close(name, got, wanted, getattr(yardstick, name))
+        assert_close(name, got, wanted, getattr(yardstick, name), expected.largest_score)
 
 
 def _rounded_range(expected: Tensor, dtype: torch.dtype, saturate: bool, gradient: bool) -> Tensor:

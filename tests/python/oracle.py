@@ -45,6 +45,7 @@ class Result:
     dk: Tensor | None = None
     dv: Tensor | None = None
     dbias: Tensor | None = None
+    largest_score: float = 0.0  # magnitude; what rounding a score costs grows with it
 
 
 def per_head(tensor: Tensor, problem: Problem) -> Tensor:
@@ -97,7 +98,9 @@ def attention(problem: Problem, dtype: torch.dtype = torch.float64) -> Result:
         scores, slope = problem.softcap * squashed, 1 - squashed * squashed
     if problem.bias is not None:
         scores = scores + per_head(problem.bias.detach().to(wide), problem)
-    scores = scores.clamp(-FLOAT32_MAX, FLOAT32_MAX).masked_fill(~visible, -torch.inf)
+    scores = scores.clamp(-FLOAT32_MAX, FLOAT32_MAX)
+    largest_score = scores[visible].abs().max().item() if visible.any() else 0.0
+    scores = scores.masked_fill(~visible, -torch.inf)
 
     highest = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.sum(-1, keepdim=True)
     highest = highest.masked_fill(~visible.any(-1, keepdim=True), 0)
@@ -106,7 +109,7 @@ def attention(problem: Problem, dtype: torch.dtype = torch.float64) -> Result:
     lse = (highest + total.log())[..., 0]
     p /= total.masked_fill(total == 0, 1)
     out = (p.to(dtype) @ v).to(wide)
-    result = Result(out.transpose(1, 2).to(dtype), lse)
+    result = Result(out.transpose(1, 2).to(dtype), lse, largest_score=largest_score)
     if problem.dout is None:
         return result
 

@@ -67,7 +67,7 @@ def assert_same_training(eager, ours, ids, labels, **inputs):
             assert actual.grad is None, name
             continue
         error = (actual.grad - expected.grad).abs().max()
-        assert error <= 2e-4 * expected.grad.abs().max() + 2e-6 * largest, (name, error)
+        assert error <= 5e-4 * expected.grad.abs().max() + 5e-6 * largest, (name, error)
 
 
 @pytest.mark.parametrize("pad", [None, "left", "right"])

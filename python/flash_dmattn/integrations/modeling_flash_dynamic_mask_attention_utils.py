@@ -209,9 +209,9 @@ def _match_heads(
         return mask, scores
     heads = max(shown.shape[1], scores.shape[1])
     shown, scores = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (shown, scores))
-    return KeyIntervals(shown, mask.query_length) if isinstance(
-        mask, KeyIntervals
-    ) else shown, scores
+    if isinstance(mask, KeyIntervals):
+        shown = KeyIntervals(shown, mask.query_length)
+    return shown, scores
 
 
 def _per_pair(t: torch.Tensor) -> torch.Tensor:

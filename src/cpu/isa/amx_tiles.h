@@ -25,7 +25,9 @@ struct TilePair : Pair {
         std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
         std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
       } shape;
-      _tile_loadconfig(&shape);
+      // GCC's _tile_loadconfig names only the first 8 bytes as read, and the others are not stored
+      // then (seen with 12.2).
+      __asm__ volatile("ldtilecfg %0" ::"m"(shape));
     }
     ~Session() { _tile_release(); }
     Session(const Session&) = delete;
@@ -81,6 +83,8 @@ struct TilePair : Pair {
     constexpr int word_bytes = 4;
     const std::int64_t a_stride = a.ld * word_bytes;
     const std::int64_t c_stride = c.ld * word_bytes;
+    // Nor does GCC's _tile_loadd say that it reads memory: what it reads has to be stored by now.
+    __asm__ volatile("" ::: "memory");
     for (int column = 0; column < columns; column += panel_columns) {
       const float* panel = b.words + column / panel_columns * b.panel_stride;
       const bool both = columns - column > tile;
