@@ -11,8 +11,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
-# Kernels for GPUs take many minutes to compile: only where there is a GPU, or on request.
-CUDA ?= $(if $(shell command -v nvidia-smi),AUTO,OFF)
+CUDA ?= OFF
 ARGS ?=
 
 # Warnings are errors where the compiler is known (CI), not on every newcomer's machine.

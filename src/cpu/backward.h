@@ -7,6 +7,7 @@
 #include "cpu/math.h"
 #include "cpu/multiply.h"
 #include "cpu/pack.h"
+#include "cpu/row_factors.h"
 #include "cpu/score.h"
 #include "cpu/scratch.h"
 #include "cpu/task.h"
@@ -15,47 +16,6 @@
 // by strip of rows s = q k^T and dp = dout v^T become p and ds, and dq += ds k; then, over all rows of
 // the tile, dv += p^T dout and dk += ds^T q into the unit's own sums. (Dao, arXiv 2307.08691.)
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
-
-// Rows of q or dout of a tile in the two layouts that products need.
-template <class Element, class In>
-struct RowFactors {
-  Factor row_major;  // a of s = q k^T and dp = dout v^T
-  Panels panels;     // b of dk = ds^T q and dv = p^T dout
-  typename In::Storage* staged;
-  std::int32_t* exponents;  // rows were packed times 2^-exponent
-  bool large = false;       // some exponent is not 0
-  bool nonfinite = false;   // the panels have zeros for elements that are not finite
-
-  void take(const Shape<Element>& shape, const Task& t, Arena& arena) {
-    row_major = shape.take_row_major(arena);
-    panels = shape.take_row_panels(arena);
-    staged = arena.take<typename In::Storage>(std::int64_t{shape.padded_rows} * t.head_dim);
-    exponents = arena.take<std::int32_t>(shape.padded_rows);
-  }
-
-  template <class RowAt>
-  void pack(const Shape<Element>& shape, const Task& t, const RowAt& row, int rows,
-            NonFiniteInput inputs) {
-    for (int r = 0; r < shape.padded_rows; ++r) exponents[r] = 0;
-    large = nonfinite = false;
-    if (!is_large(pack_row_major(shape, t, row, rows))) {
-      pack_panels<In, Element>(row, rows, shape.padded_rows, t.head_dim, panels);
-      return;
-    }
-    const auto from = staged_rows(staged, t.head_dim);
-    large = stage_rows<In>(row, rows, t.head_dim, inputs, staged, exponents) > 0;
-    nonfinite = is_nonfinite(pack_row_major(shape, t, from, rows));
-    if (nonfinite) stage_rows<In>(row, rows, t.head_dim, NonFiniteInput::drop, staged, exponents);
-    pack_panels<In, Element>(from, rows, shape.padded_rows, t.head_dim, panels);
-  }
-
- private:
-  template <class RowAt>
-  Int pack_row_major(const Shape<Element>& shape, const Task& t, const RowAt& row, int rows) {
-    return pack_rows<In, Element>(row, rows, shape.padded_rows, t.head_dim,
-                                  const_cast<float*>(row_major.words), shape.head_ld);
-  }
-};
 
 template <class In, class Element>
 struct BackwardUnit {
@@ -70,7 +30,7 @@ struct BackwardUnit {
   float *s, *dp, *slope;          // [strip, block_keys]
   float* ds_rows;                 // [strip, key_words] words: a of dq += ds k
   float *p_columns, *ds_columns;  // [row_words, block_keys] words: a of the products over rows
-  float* pair;                    // [2, block_keys]
+  float* pair;                    // [block_keys]: ds of a row
   float* dq;                      // [padded_rows, head_columns]
   float* product;                 // [block_keys, head_columns]
   float *lse, *lse_low;           // [padded_rows]
@@ -100,7 +60,7 @@ struct BackwardUnit {
     ds_rows = arena.take<float>(strip * key_words);
     p_columns = arena.take<float>(std::int64_t{shape.row_words} * block_keys);
     ds_columns = arena.take<float>(std::int64_t{shape.row_words} * block_keys);
-    pair = arena.take<float>(2 * block_keys);
+    pair = arena.take<float>(block_keys);
     dq = arena.take<float>(std::int64_t{shape.padded_rows} * shape.head_columns);
     product = arena.take<float>(std::int64_t{block_keys} * shape.head_columns);
     lse = arena.take<float>(shape.padded_rows);
@@ -238,12 +198,6 @@ struct BackwardUnit {
   }
 
   // ---- Blocks -----------------------------------------------------------------------------------
-
-  struct BlockScale {
-    ScoreExponents score;
-    bool v_large = false;
-    bool long_dp() const { return v_large; }
-  };
 
   ScoreExponents load_keys(const Tile& tile, const KeyBlock& block, int padded) {
     const auto rows = key_rows<In>(t.k, tile, block);
@@ -472,38 +426,6 @@ void backward_unit(const BackwardTask& task, std::int64_t unit, void* scratch) {
   Arena arena(scratch);
   [[maybe_unused]] const typename Element::Session session;
   BackwardUnit<In, Element>(task, arena).run(unit);
-}
-
-// dbias of the queries of a tile, for all the heads and batch elements that share it, in their order.
-// slab = (b, hkv) of the bias, of which those of a broadcast dimension are one.
-template <class In, class Element>
-void shared_dbias_tile(const BackwardTask& t, std::int64_t tile_index, std::int64_t slab,
-                       void* scratch) {
-  Arena arena(scratch);
-  BackwardUnit<In, Element> unit(t, arena);
-  [[maybe_unused]] const typename Element::Session session;
-  unit.dense_heads = t.dbias.group_head != 0 ? static_cast<int>(t.group) : 1;
-  unit.dense_sums = arena.take<float>(t.tile_queries * t.group * t.seqlen_k);
-  const std::int64_t heads = t.dbias.kv_head != 0 ? t.heads_kv : 1;
-  const std::int64_t batches = t.dbias.batch != 0 ? t.batch : 1;
-  const Tile first(t, slab / heads, slab % heads, tile_index);
-  unit.clear(unit.dense_sums, std::int64_t{first.queries} * unit.dense_heads * t.seqlen_k);
-  for (std::int64_t b = first.batch; b < t.batch; b += batches) {
-    for (std::int64_t h = first.head; h < t.heads_kv; h += heads) {
-      const Tile tile(t, b, h, tile_index);
-      unit.load_tile(tile);
-      KeyBlock block;
-      for (KeyWalk keys(t, tile, tile_index, KeySource::plan); keys.next(block);) {
-        unit.add_block(tile, block);
-      }
-    }
-  }
-  for (int r = 0; r < first.queries * unit.dense_heads; ++r) {
-    const int row = r / unit.dense_heads * static_cast<int>(t.group) + r % unit.dense_heads;
-    for (std::int64_t key = 0; key < t.seqlen_k; ++key) {
-      unit.store_dense(first, row, key, unit.dense_sums[r * t.seqlen_k + key]);
-    }
-  }
 }
 
 }  // namespace flash_dmattn::cpu::FLASH_DMATTN_ISA

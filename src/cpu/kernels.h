@@ -5,6 +5,7 @@
 #include "cpu/backward.h"
 #include "cpu/forward.h"
 #include "cpu/reduce.h"
+#include "cpu/shared_dbias.h"
 
 // The functions of this instruction set, one instance per dtype of the arrays and element of products.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {

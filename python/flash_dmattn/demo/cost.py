@@ -1,6 +1,6 @@
 """Time and memory of one training step as the sequence grows, for eager attention and for ours.
 
-Each implementation runs in a process of its own, since the peak memory of a process never falls:
+Each implementation runs in a process of its own, so that neither sees the memory of the other:
 
     python -m flash_dmattn.demo.cost eager 512 1024 2048 --window 256
 """
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 LENGTHS = {
     "eager": (512, 1024, 2048, 4096, 8192),
@@ -25,7 +26,7 @@ class Cost:
 
     length: int
     seconds: float
-    mebibytes: float  # peak memory beyond what the process needed before
+    mebibytes: float  # peak memory beyond what the process held before
 
 
 def measure(implementation: str, window: int, seconds: float, seed: int) -> list[Cost]:
@@ -69,22 +70,28 @@ def main() -> None:
         return time.perf_counter() - began
 
     step(options.window // 2)
-    before = _peak_mebibytes()
     took = growth = 0.0
     for length in options.lengths:
         # Doubling the length costs at most four times as much: stop before it is too much.
         too_long = time.perf_counter() + 2 * 4 * took > deadline
         if too_long or 4 * growth > 0.7 * _available_mebibytes():
             break
+        _forget_peak()
+        before = _mebibytes("VmRSS")
         took = min(step(length) for _ in range(2))
-        growth = _peak_mebibytes() - before
+        growth = _mebibytes("VmHWM") - before
         print(json.dumps(vars(Cost(length, took, growth))), flush=True)
 
 
-def _peak_mebibytes() -> float:
-    import resource
+def _forget_peak() -> None:
+    """Lets the peak of this process's memory begin anew (man 5 proc, clear_refs)."""
+    Path("/proc/self/clear_refs").write_text("5")
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+def _mebibytes(field: str) -> float:
+    """VmRSS: the memory of this process now; VmHWM: its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
 
 
 def _available_mebibytes() -> float:

@@ -11,7 +11,7 @@ from transformers import DogeConfig, DogeForCausalLM
 from ..integrations.transformers import enable_flash_dmattn
 from .corpus import Corpus, even_batch, random_batch
 
-_LEARNING_RATE = 3e-3
+_LEARNING_RATE = 2e-3
 _WARMUP_STEPS = 10
 _HELD_OUT_SEQUENCES = 8
 
@@ -27,6 +27,7 @@ def make_model(context: int, window: int, layers: int = 4) -> DogeForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=context,
         keep_window_size=window,
+        initializer_range=0.06,  # 1 / sqrt(hidden_size): learns faster in so few steps than 0.02
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,

@@ -1,0 +1,41 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/backward.h"
+
+namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
+
+// dbias of the queries of a tile, for all the heads and batch elements that share it, in their order.
+// slab = (b, hkv) of the bias, of which those of a broadcast dimension are one.
+template <class In, class Element>
+void shared_dbias_tile(const BackwardTask& t, std::int64_t tile_index, std::int64_t slab,
+                       void* scratch) {
+  Arena arena(scratch);
+  BackwardUnit<In, Element> unit(t, arena);
+  [[maybe_unused]] const typename Element::Session session;
+  unit.dense_heads = t.dbias.group_head != 0 ? static_cast<int>(t.group) : 1;
+  unit.dense_sums = arena.take<float>(t.tile_queries * t.group * t.seqlen_k);
+  const std::int64_t heads = t.dbias.kv_head != 0 ? t.heads_kv : 1;
+  const std::int64_t batches = t.dbias.batch != 0 ? t.batch : 1;
+  const Tile first(t, slab / heads, slab % heads, tile_index);
+  unit.clear(unit.dense_sums, std::int64_t{first.queries} * unit.dense_heads * t.seqlen_k);
+  for (std::int64_t b = first.batch; b < t.batch; b += batches) {
+    for (std::int64_t h = first.head; h < t.heads_kv; h += heads) {
+      const Tile tile(t, b, h, tile_index);
+      unit.load_tile(tile);
+      KeyBlock block;
+      for (KeyWalk keys(t, tile, tile_index, KeySource::plan); keys.next(block);) {
+        unit.add_block(tile, block);
+      }
+    }
+  }
+  for (int r = 0; r < first.queries * unit.dense_heads; ++r) {
+    const int row = r / unit.dense_heads * static_cast<int>(t.group) + r % unit.dense_heads;
+    for (std::int64_t key = 0; key < t.seqlen_k; ++key) {
+      unit.store_dense(first, row, key, unit.dense_sums[r * t.seqlen_k + key]);
+    }
+  }
+}
+
+}  // namespace flash_dmattn::cpu::FLASH_DMATTN_ISA

@@ -1,0 +1,335 @@
+#include "cuda/backend.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+
+#include "cuda/common/gradients.cuh"
+#include "cuda/common/launch.h"
+#include "cuda/policy.h"
+#include "cuda/sm80/launch.h"
+
+namespace flash_dmattn {
+namespace cuda {
+namespace {
+
+// ---- Device -------------------------------------------------------------------------------------
+
+struct Device {
+  std::string reason;  // why there is none; "" = there is one
+  std::string name;
+};
+
+Device find_device() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // leave no error behind for the caller's own calls
+    return {std::string("no CUDA device: ") + cudaGetErrorString(error), ""};
+  }
+  if (count == 0) return {"no CUDA device", ""};
+  int device = 0;
+  cudaDeviceProp properties;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+  const std::string version =
+      std::to_string(properties.major) + "." + std::to_string(properties.minor);
+  const std::string name = std::string(properties.name) + ", compute capability " + version;
+  if (properties.major < 8) return {name + " is older than 8.0", ""};
+  return {"", name};
+}
+
+// FLASH_DMATTN_MAX_SHARED_KB caps what a device offers, so that all policies can be run on one
+// device.
+SharedClass shared_class() {
+  int device = 0;
+  int bytes = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+        "cudaDeviceGetAttribute");
+  if (const char* cap = std::getenv("FLASH_DMATTN_MAX_SHARED_KB"); cap != nullptr) {
+    bytes = std::min(bytes, std::atoi(cap) * 1024);
+  }
+  return bytes >= 163 * 1024 ? SharedClass::kb163 : SharedClass::kb99;
+}
+
+// ---- Arguments -> parameters --------------------------------------------------------------------
+
+Shape shape_of(const Problem& p) {
+  const auto narrow = [](std::int64_t value) { return static_cast<int>(value); };
+  return {narrow(p.batch),    narrow(p.heads_q),  narrow(p.heads_kv),
+          narrow(p.seqlen_q), narrow(p.seqlen_k), narrow(p.head_dim)};
+}
+
+HeadRows rows_of(const ConstTensor4& tensor) {
+  HeadRows rows;
+  rows.data = static_cast<std::byte*>(const_cast<void*>(tensor.data));
+  rows.batch = tensor.stride[0] * 2;
+  rows.row = tensor.stride[1] * 2;
+  rows.head = tensor.stride[2] * 2;
+  const auto address = reinterpret_cast<std::intptr_t>(tensor.data);
+  rows.aligned = (address | rows.batch | rows.row | rows.head) % 16 == 0 &&
+                 std::abs(rows.row) <= std::numeric_limits<std::int32_t>::max();
+  rows.row_step = static_cast<int>(rows.row);
+  return rows;
+}
+
+bool has(const BroadcastShape& shape) { return shape != BroadcastShape{}; }
+
+Broadcast broadcast_of(const Problem& p, const BroadcastShape& shape, const void* data,
+                       const std::array<std::int64_t, 4>& stride, std::int64_t element_bytes) {
+  const bool f32 = element_bytes == 4;
+  Broadcast b;
+  if (!has(shape) || data == nullptr) return b;
+  const auto step = [&](std::size_t i) { return shape[i] == 1 ? 0 : stride[i]; };
+  b.data = static_cast<std::byte*>(const_cast<void*>(data));
+  b.batch = step(0);
+  (shape[1] == p.heads_q ? b.head_q : b.head_kv) = step(1);
+  b.query = step(2);
+  b.key = step(3);
+  b.per_query = shape[2] > 1;
+  b.f32 = f32;
+  const auto address = reinterpret_cast<std::intptr_t>(data);
+  b.in_pairs = b.key == 1 && (b.batch | b.head_q | b.head_kv | b.query) % 2 == 0 &&
+               address % (2 * element_bytes) == 0;
+  return b;
+}
+
+ScoreParams score_of(const Problem& p, const Inputs& in) {
+  ScoreParams score;
+  score.scale = p.scale;
+  score.softcap = p.softcap;
+  if (p.softcap > 0) {
+    score.form = ScoreForm::capped;
+    score.inner = 2 * log2e * p.scale / p.softcap;
+    score.factor = p.softcap * log2e;
+  } else if (p.scale > 0) {
+    score.factor = p.scale * log2e;
+  } else {
+    score.form = ScoreForm::scaled;
+    score.inner = p.scale * log2e;
+    score.factor = 1;
+  }
+  score.mask_value = static_cast<float>(mask_value(p.dtype));
+  score.mask = broadcast_of(p, p.mask_shape, in.mask.data, in.mask.stride, 1);
+  score.bias = broadcast_of(p, p.bias_shape, in.bias.data, in.bias.stride, size_of(p.bias_dtype));
+  score.intervals = in.intervals;
+  score.causal = p.causal;
+  return score;
+}
+
+// Calls body.template operator()<T, D>() for the dtype and the head-dim bucket of a problem.
+template <class Body>
+void dispatch(const Problem& p, const Body& body) {
+  const auto with_dtype = [&]<class T>() {
+    switch (head_dim_bucket(static_cast<int>(p.head_dim))) {
+      case 64: return body.template operator()<T, 64>();
+      case 128: return body.template operator()<T, 128>();
+      default: return body.template operator()<T, 256>();
+    }
+  };
+  if (p.dtype == DType::bf16) {
+    with_dtype.template operator()<__nv_bfloat16>();
+  } else {
+    with_dtype.template operator()<__half>();
+  }
+}
+
+// ---- Forward ------------------------------------------------------------------------------------
+
+void forward(const ForwardArgs& args, const Execution& execution) {
+  ForwardParams params;
+  params.shape = shape_of(args.problem);
+  params.score = score_of(args.problem, args.in);
+  params.q = rows_of(args.in.q);
+  params.k = rows_of(args.in.k);
+  params.v = rows_of(args.in.v);
+  params.out = rows_of(args.out);
+  params.plan = args.in.plan;
+  params.lse = args.lse;
+  params.lse_low = args.lse_low;
+  params.saturate = args.problem.nonfinite == NonFinite::saturate;
+  const auto stream = static_cast<cudaStream_t>(execution.stream);
+  const SharedClass shared = shared_class();
+  dispatch(args.problem,
+           [&]<class T, int D>() { sm80::launch_forward<T, D>(params, shared, stream); });
+}
+
+// ---- Backward -----------------------------------------------------------------------------------
+
+// dbias can be stored where it is made when every pair has an element of its own.
+bool adds_bias(const Problem& p) {
+  return p.bias_shape != BroadcastShape{p.batch, p.heads_q, p.seqlen_q, p.seqlen_k} ||
+         p.seqlen_q == 1;
+}
+
+std::int64_t elements(const BroadcastShape& shape) {
+  return shape[0] * shape[1] * shape[2] * shape[3];
+}
+
+// Hands out aligned pieces of the workspace; with a null base it only counts.
+class Carver {
+ public:
+  explicit Carver(void* base) : base_(static_cast<std::byte*>(base)) {}
+
+  template <class U>
+  U* take(std::int64_t count) {
+    const std::size_t at = used_;
+    used_ += (static_cast<std::size_t>(count) * sizeof(U) + 255) / 256 * 256;
+    return base_ == nullptr ? nullptr : reinterpret_cast<U*>(base_ + at);
+  }
+
+  std::size_t used() const { return used_; }
+
+ private:
+  std::byte* base_;
+  std::size_t used_ = 0;
+};
+
+struct BackwardWorkspace {
+  float* lse2;
+  float* lse2_low;
+  float* delta;
+  // Zeroed before the main loop, together.
+  std::uint32_t* flags;
+  float* dk_sum;
+  float* dv_sum;
+  float* dbias_sum;
+  std::size_t zeroed_bytes;
+  std::size_t bytes;
+
+  BackwardWorkspace(const Problem& p, void* base) {
+    Carver carver(base);
+    const std::int64_t rows = p.batch * p.heads_q * p.seqlen_q;
+    lse2 = carver.take<float>(rows);
+    lse2_low = carver.take<float>(rows);
+    delta = carver.take<float>(rows);
+    const std::size_t zeroed_begin = carver.used();
+    const std::int64_t sums =
+        p.batch * p.heads_kv * p.seqlen_k * sum_columns(static_cast<int>(p.head_dim));
+    flags = carver.take<std::uint32_t>(1);
+    dk_sum = carver.take<float>(sums);
+    dv_sum = carver.take<float>(sums);
+    dbias_sum = carver.take<float>(has(p.bias_shape) && adds_bias(p) ? elements(p.bias_shape) : 0);
+    zeroed_bytes = carver.used() - zeroed_begin;
+    bytes = carver.used();
+  }
+};
+
+template <class T>
+void store_bias(const BackwardArgs& args, const float* sums, cudaStream_t stream) {
+  StoreBias<T> store;
+  for (std::size_t i = 0; i < 4; ++i) {
+    store.shape[i] = args.problem.bias_shape[i];
+    store.stride[i] = args.dbias.stride[i];
+  }
+  store.to = static_cast<std::byte*>(args.dbias.data);
+  store.sums = sums;
+  store.f32 = args.problem.bias_dtype == DType::f32;
+  store.saturate = args.problem.nonfinite == NonFinite::saturate;
+  for_each(store.items(), store, stream);
+}
+
+template <class T>
+void store_rows(const Shape& shape, const float* sums, const Tensor4& to, float scale,
+                bool saturate, cudaStream_t stream) {
+  if (to.data == nullptr) return;
+  const StoreRows<T> store{shape, sums, rows_of(to), scale, saturate};
+  for_each(store.items(), store, stream);
+}
+
+void backward(const BackwardArgs& args, const Execution& execution) {
+  const Problem& p = args.problem;
+  const auto stream = static_cast<cudaStream_t>(execution.stream);
+  const BackwardWorkspace workspace(p, execution.workspace);
+
+  BackwardParams params;
+  params.shape = shape_of(p);
+  params.score = score_of(p, args.in);
+  params.q = rows_of(args.in.q);
+  params.k = rows_of(args.in.k);
+  params.v = rows_of(args.in.v);
+  params.out = rows_of(args.out);
+  params.dout = rows_of(args.dout);
+  params.dq = rows_of(args.dq);
+  params.dk = rows_of(args.dk);
+  params.dv = rows_of(args.dv);
+  params.plan = args.in.plan;
+  params.lse = args.lse;
+  params.lse_low = args.lse_low;
+  params.saturate = p.nonfinite == NonFinite::saturate;
+  params.lse2 = workspace.lse2;
+  params.lse2_low = workspace.lse2_low;
+  params.delta = workspace.delta;
+  params.flags = workspace.flags;
+  if (args.dk.data != nullptr) params.dk_sum = workspace.dk_sum;
+  if (args.dv.data != nullptr) params.dv_sum = workspace.dv_sum;
+  const bool wants_bias = has(p.bias_shape) && args.dbias.data != nullptr;
+  params.dbias_add = adds_bias(p);
+  if (wants_bias) {
+    params.dbias = params.dbias_add ? broadcast_of(p, p.bias_shape, workspace.dbias_sum,
+                                                   contiguous_strides(p.bias_shape), 4)
+                                    : broadcast_of(p, p.bias_shape, args.dbias.data,
+                                                   args.dbias.stride, size_of(p.bias_dtype));
+  }
+  const SharedClass shared = shared_class();
+
+  check(cudaMemsetAsync(workspace.flags, 0, workspace.zeroed_bytes, stream), "cudaMemsetAsync");
+  dispatch(p, [&]<class T, int D>() {
+    // The main loop clears what it does not visit, unless it follows a list.
+    if (wants_bias && !params.dbias_add && params.plan.keys != nullptr) {
+      store_bias<T>(args, nullptr, stream);
+    }
+    using Statistics = RowStatisticsKernel<T>;
+    launch<Statistics>(Statistics::blocks(params), params, stream);
+    sm80::launch_backward<T, D>(params, shared, stream);
+    store_rows<T>(params.shape, workspace.dk_sum, args.dk, p.scale, params.saturate, stream);
+    store_rows<T>(params.shape, workspace.dv_sum, args.dv, 1, params.saturate, stream);
+    if (wants_bias && params.dbias_add) store_bias<T>(args, workspace.dbias_sum, stream);
+  });
+}
+
+// ---- Table --------------------------------------------------------------------------------------
+
+BackendInfo info() {
+  const Device device = find_device();
+  const bool available = device.reason.empty();
+  return {"cuda", available, available ? device.name : device.reason};
+}
+
+std::string supports(const Problem& p) {
+  if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "cuda computes in bf16 and f16";
+  if (p.head_dim % 8 != 0) return "cuda needs a head_dim that is a multiple of 8";
+  if (p.deterministic) return "cuda adds gradients in an order that changes from run to run";
+  if (std::max({p.seqlen_q, p.seqlen_k, p.batch * p.heads_q * ((p.seqlen_q + 31) / 32)}) >
+      std::numeric_limits<std::int32_t>::max() / 2) {
+    return "cuda counts rows and tiles in 31 bits";
+  }
+  return find_device().reason;
+}
+
+std::int64_t query_tile_rows(const Problem&) { return plan_tile_rows; }
+
+std::size_t forward_workspace_size(const ForwardArgs&, const Execution&) { return 0; }
+
+std::size_t backward_workspace_size(const BackwardArgs& args, const Execution&) {
+  return BackwardWorkspace(args.problem, nullptr).bytes;
+}
+
+}  // namespace
+}  // namespace cuda
+
+const Backend cuda_backend = {
+    .name = "cuda",
+    .info = cuda::info,
+    .supports = cuda::supports,
+    .query_tile_rows = cuda::query_tile_rows,
+    .forward_workspace_size = cuda::forward_workspace_size,
+    .backward_workspace_size = cuda::backward_workspace_size,
+    .forward = cuda::forward,
+    .backward = cuda::backward,
+    .needs_plan = false,
+};
+
+}  // namespace flash_dmattn

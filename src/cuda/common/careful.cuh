@@ -1,0 +1,125 @@
+#pragma once
+
+#include "cuda/common/score.cuh"
+
+// Scores and rows in double, straight from the definition, for what overflows fp32. The main loops
+// hand over the rows whose result is not finite or whose weights vanished, and the pairs whose
+// score is not finite. Rare, so it is short rather than quick.
+namespace flash_dmattn::cuda {
+
+template <class T>
+__device__ inline const T* row_of(const HeadRows& rows, int batch, int row, int head) {
+  return reinterpret_cast<const T*>(rows.data + batch * rows.batch + row * rows.row +
+                                    head * rows.head);
+}
+
+// The score of a pair in natural units; -inf where the key is not visible.
+template <class T>
+__device__ __noinline__ double careful_score(const ScoreParams& score, const Shape& shape,
+                                             const HeadRows& q, const HeadRows& k, int batch,
+                                             int head, int kv_head, int row, int key) {
+  const double invisible = -__builtin_huge_val();
+  const auto index = [&](const Broadcast& b) {
+    return batch * b.batch + head * b.head_q + kv_head * b.head_kv + row * b.query + key * b.key;
+  };
+  if (score.causal && key > row + shape.seqlen_k - shape.seqlen_q) return invisible;
+  if (score.mask.data != nullptr &&
+      reinterpret_cast<const std::uint8_t*>(score.mask.data)[index(score.mask)] == 0) {
+    return invisible;
+  }
+  if (score.intervals.data != nullptr) {
+    const KeyInterval interval = score.intervals.data[batch * score.intervals.stride_batch +
+                                                      kv_head * score.intervals.stride_head + key];
+    if (row < interval.first || row >= interval.last) return invisible;
+  }
+  double bias = 0;
+  if (score.bias.data != nullptr) {
+    const float value = load_bias<T>(score.bias, index(score.bias));
+    if (!(value > score.mask_value)) return invisible;
+    bias = static_cast<double>(value);
+  }
+  const T* query = row_of<T>(q, batch, row, head);
+  const T* keys = row_of<T>(k, batch, key, kv_head);
+  double dot = 0;
+  for (int d = 0; d < shape.head_dim; ++d) {
+    dot += static_cast<double>(Element<T>::widen(query[d])) *
+           static_cast<double>(Element<T>::widen(keys[d]));
+  }
+  double s = static_cast<double>(score.scale) * dot;
+  const double c = static_cast<double>(score.softcap);
+  if (c > 0) s = c * tanh(s / c);
+  s += bias;
+  const double limit = 3.4028234663852886e38;
+  return s > -limit ? fmin(s, limit) : -limit;
+}
+
+// The probability of a pair, for the backward.
+template <class T>
+__device__ __noinline__ float careful_probability(const BackwardParams& p, int batch, int head,
+                                                  int kv_head, int row, int key) {
+  const double score = careful_score<T>(p.score, p.shape, p.q, p.k, batch, head, kv_head, row, key);
+  const std::int64_t index =
+      (static_cast<std::int64_t>(batch) * p.shape.heads_q + head) * p.shape.seqlen_q + row;
+  const double low = p.lse_low == nullptr ? 0 : static_cast<double>(p.lse_low[index]);
+  return static_cast<float>(exp((score - static_cast<double>(p.lse[index])) - low));
+}
+
+// The output and lse of a row, by one warp.
+template <class T>
+__device__ __noinline__ void careful_row(const ForwardParams& p, int batch, int head, int kv_head,
+                                         int row) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const double invisible = -__builtin_huge_val();
+  const auto score = [&](int key) {
+    return careful_score<T>(p.score, p.shape, p.q, p.k, batch, head, kv_head, row, key);
+  };
+  double max = invisible;
+  double sum = 0;
+  for (int key = lane; key < p.shape.seqlen_k; key += 32) {
+    const double s = score(key);
+    if (s == invisible) continue;
+    const double larger = fmax(max, s);
+    sum = sum * exp(max - larger) + exp(s - larger);
+    max = larger;
+  }
+  for (int step = 1; step < 32; step *= 2) {
+    const double other_max = __shfl_xor_sync(0xffffffffu, max, step);
+    const double other_sum = __shfl_xor_sync(0xffffffffu, sum, step);
+    const double larger = fmax(max, other_max);
+    if (larger == invisible) continue;
+    sum = sum * exp(max - larger) + other_sum * exp(other_max - larger);
+    max = larger;
+  }
+  const bool empty = !(sum > 0);
+
+  double out[8] = {};  // columns lane + 32 i
+  for (int begin = 0; begin < p.shape.seqlen_k && !empty; begin += 32) {
+    const int mine = begin + lane;
+    const double weight = mine < p.shape.seqlen_k ? exp(score(mine) - max) / sum : 0;
+    for (int i = 0; i < 32 && begin + i < p.shape.seqlen_k; ++i) {
+      const double w = __shfl_sync(0xffffffffu, weight, i);
+      if (w == 0) continue;
+      const T* v = row_of<T>(p.v, batch, begin + i, kv_head);
+      for (int c = 0; lane + 32 * c < p.shape.head_dim; ++c) {
+        out[c] += w * static_cast<double>(Element<T>::widen(v[lane + 32 * c]));
+      }
+    }
+  }
+
+  auto* const to =
+      reinterpret_cast<std::uint16_t*>(const_cast<T*>(row_of<T>(p.out, batch, row, head)));
+  for (int c = 0; lane + 32 * c < p.shape.head_dim; ++c) {
+    to[lane + 32 * c] =
+        static_cast<std::uint16_t>(pack_output<T>(static_cast<float>(out[c]), 0, p.saturate));
+  }
+  if (lane != 0) return;
+  const std::int64_t index =
+      (static_cast<std::int64_t>(batch) * p.shape.heads_q + head) * p.shape.seqlen_q + row;
+  const float lse = empty ? negative_infinity : static_cast<float>(max + log(sum));
+  p.lse[index] = lse;
+  if (p.lse_low != nullptr) {
+    p.lse_low[index] = empty ? 0 : static_cast<float>((max - static_cast<double>(lse)) + log(sum));
+  }
+}
+
+}  // namespace flash_dmattn::cuda

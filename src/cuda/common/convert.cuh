@@ -1,0 +1,69 @@
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "flash_dmattn/types.h"
+
+// Conversions between fp32 and the 16-bit dtypes, with the saturation that attention.h promises.
+namespace flash_dmattn::cuda {
+
+template <class T>
+struct Element;
+
+template <>
+struct Element<__nv_bfloat16> {
+  using Pair = __nv_bfloat162;
+  static constexpr DType dtype = DType::bf16;
+  static constexpr std::uint32_t max_pair = 0x7f7f7f7fu;       // 3.39e38, twice
+  static constexpr std::uint32_t gradient_pair = 0x7eff7effu;  // 1.69e38, twice
+  static constexpr std::uint32_t exponent_mask = 0x7f80u;
+  static __device__ Pair pack(float x, float y) { return __floats2bfloat162_rn(x, y); }
+  static __device__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+};
+
+template <>
+struct Element<__half> {
+  using Pair = __half2;
+  static constexpr DType dtype = DType::f16;
+  static constexpr std::uint32_t max_pair = 0x7bff7bffu;  // 65504, twice
+  static constexpr std::uint32_t gradient_pair = 0x7bff7bffu;
+  static constexpr std::uint32_t exponent_mask = 0x7c00u;
+  static __device__ Pair pack(float x, float y) { return __floats2half2_rn(x, y); }
+  static __device__ float widen(__half x) { return __half2float(x); }
+};
+
+template <class T>
+__device__ inline std::uint32_t pack(float x, float y) {
+  auto pair = Element<T>::pack(x, y);
+  return reinterpret_cast<const std::uint32_t&>(pair);
+}
+
+// Limits both halves to +-limit; a NaN becomes the positive limit, as min returns its other
+// operand.
+template <class T>
+__device__ inline std::uint32_t clamp_pair(std::uint32_t bits, std::uint32_t limit) {
+  using Pair = typename Element<T>::Pair;
+  const std::uint32_t negative = limit | 0x80008000u;
+  const Pair upper = reinterpret_cast<const Pair&>(limit);
+  const Pair lower = reinterpret_cast<const Pair&>(negative);
+  const Pair clamped = __hmax2(__hmin2(reinterpret_cast<const Pair&>(bits), upper), lower);
+  return reinterpret_cast<const std::uint32_t&>(clamped);
+}
+
+// A gradient, or ds before it is multiplied.
+template <class T>
+__device__ inline std::uint32_t pack_gradient(float x, float y, bool saturate) {
+  const std::uint32_t bits = pack<T>(x, y);
+  return saturate ? clamp_pair<T>(bits, Element<T>::gradient_pair) : bits;
+}
+
+template <class T>
+__device__ inline std::uint32_t pack_output(float x, float y, bool saturate) {
+  const std::uint32_t bits = pack<T>(x, y);
+  return saturate ? clamp_pair<T>(bits, Element<T>::max_pair) : bits;
+}
+
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,26 @@
+#pragma once
+
+namespace flash_dmattn::cuda {
+
+inline constexpr float log2e = 1.4426950408889634f;
+inline constexpr float negative_infinity = -__builtin_huge_valf();
+
+// 2^x to 2 ulp; 0 for -inf and for results below the normal range.
+__device__ inline float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// tanh(x), given 2 log2 e x. Its absolute error is 1e-7, which softcap needs; tanh.approx's is
+// 5e-4.
+__device__ inline float tanh_from_log2(float x) { return 1 - __fdividef(2.0f, exp2_approx(x) + 1); }
+
+// A NaN in either makes the result NaN.
+__device__ inline float max_or_nan(float x, float y) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
+  return larger;
+}
+
+}  // namespace flash_dmattn::cuda

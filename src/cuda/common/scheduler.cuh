@@ -1,0 +1,45 @@
+#pragma once
+
+#include "cuda/params.h"
+
+namespace flash_dmattn::cuda {
+
+// The (batch, head, query tile) of a block. Rows of k and v are shared through the L2: the heads of
+// a group are neighbours, and blocks go through as many kv heads at a time as the L2 can hold.
+// Among these the last tiles come first, so that with a causal mask the long ones do.
+struct QueryTile {
+  static constexpr std::int64_t section_bytes = 24 << 20;  // of k and v; half of an H200's L2
+
+  int batch;
+  int head;
+  int kv_head;
+  int row;  // first query
+
+  static long count(const Shape& shape, int rows) {
+    const long tiles = (shape.seqlen_q + rows - 1) / rows;
+    return tiles * shape.heads_q * shape.batch;
+  }
+
+  __device__ QueryTile(const Shape& shape, int rows) {
+    const int group = shape.heads_q / shape.heads_kv;
+    const int tiles = (shape.seqlen_q + rows - 1) / rows;
+    const int pairs = shape.batch * shape.heads_kv;  // (batch, kv head)
+    const std::int64_t pair_bytes = 4 * static_cast<std::int64_t>(shape.seqlen_k) * shape.head_dim;
+    const int section =
+        max(1, min(pairs, static_cast<int>(section_bytes / max(pair_bytes, std::int64_t{1}))));
+
+    int work = static_cast<int>(blockIdx.x);
+    const int first = work / (section * group * tiles) * section;
+    const int size = min(section, pairs - first);
+    work -= first * group * tiles;
+    const int member = work % group;
+    work /= group;
+    const int pair = first + work % size;
+    row = (tiles - 1 - work / size) * rows;
+    kv_head = pair % shape.heads_kv;
+    head = kv_head * group + member;
+    batch = pair / shape.heads_kv;
+  }
+};
+
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,115 @@
+#pragma once
+
+#include "cuda/common/score.cuh"
+
+namespace flash_dmattn::cuda {
+
+// log2 of the factor that probabilities are kept small by. Weights of up to 2^-24 times values of
+// up to 2^128 can be summed over any number of keys without overflow; the weights themselves stay
+// far above bf16's smallest normal number. f16 has no such range below 1, and its values no such
+// size.
+template <class T>
+inline constexpr float weight_shift = 0;
+template <>
+inline constexpr float weight_shift<__nv_bfloat16> = 24;
+
+// The running maximum and sum of a lane's rows: 2 for each m16 block. The four lanes that share a
+// row agree on its maximum; each keeps the sum of its own columns until the end.
+template <class T, int M16>
+struct OnlineSoftmax {
+  float max[M16][2];
+  float sum[M16][2];
+
+  __device__ OnlineSoftmax() {
+#pragma unroll
+    for (int m = 0; m < M16; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        max[m][h] = negative_infinity;
+        sum[m][h] = 0;
+      }
+    }
+  }
+
+  // Turns scores into weights 2^(factor s - factor max - shift) and scales `out` to the new
+  // maximum.
+  template <int N8, int D8>
+  __device__ void update(float (&s)[M16][N8][4], float factor, float (&out)[M16][D8][4]) {
+    float rescale[M16][2];
+    bool moved = false;
+#pragma unroll
+    for (int m = 0; m < M16; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float row_max = max[m][h];
+#pragma unroll
+        for (int n = 0; n < N8; ++n)
+          row_max = fmaxf(row_max, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
+        row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 1));
+        row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 2));
+        rescale[m][h] = exp2_approx(fmaf(max[m][h], factor, -offset_of(row_max, factor)));
+        moved = moved || row_max != max[m][h];
+        max[m][h] = row_max;
+      }
+    }
+    // After the first tiles a maximum rarely moves; then nothing of the warp is rescaled.
+    if (__any_sync(0xffffffffu, moved)) {
+#pragma unroll
+      for (int m = 0; m < M16; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          sum[m][h] *= rescale[m][h];
+#pragma unroll
+          for (int d = 0; d < D8; ++d) {
+            out[m][d][2 * h] *= rescale[m][h];
+            out[m][d][2 * h + 1] *= rescale[m][h];
+          }
+        }
+      }
+    }
+    float offset[M16][2];
+#pragma unroll
+    for (int m = 0; m < M16; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) offset[m][h] = offset_of(max[m][h], factor) + weight_shift<T>;
+    }
+    // Columns outermost: the sums of the rows are chains of additions that run side by side.
+#pragma unroll
+    for (int n = 0; n < N8; ++n) {
+#pragma unroll
+      for (int m = 0; m < M16; ++m) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          s[m][n][e] = exp2_approx(fmaf(s[m][n][e], factor, -offset[m][e / 2]));
+          sum[m][e / 2] += s[m][n][e];
+        }
+      }
+    }
+  }
+
+  __device__ void add_lanes() {
+#pragma unroll
+    for (int m = 0; m < M16; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        sum[m][h] += __shfl_xor_sync(0xffffffffu, sum[m][h], 1);
+        sum[m][h] += __shfl_xor_sync(0xffffffffu, sum[m][h], 2);
+      }
+    }
+  }
+
+  // log sum exp of a row, natural, in double: lse and what rounding took from it.
+  __device__ double log_sum_exp(int m, int h, float factor) const {
+    const double log2_sum = static_cast<double>(__log2f(sum[m][h])) + weight_shift<T>;
+    const double log2_max = static_cast<double>(max[m][h] * factor);
+    return (log2_max + log2_sum) * 0.6931471805599453;
+  }
+
+ private:
+  // A row that has seen nothing subtracts 0, never -inf from -inf.
+  static __device__ float offset_of(float max, float factor) {
+    return max == negative_infinity ? 0 : max * factor;
+  }
+};
+
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,107 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "flash_dmattn/selection.h"
+
+// What the kernels are given: plain values, all pointers to device memory.
+namespace flash_dmattn::cuda {
+
+// A [B, S, H, D] tensor of 16-bit elements. Strides in bytes.
+struct HeadRows {
+  std::byte* data = nullptr;
+  std::int64_t batch = 0;
+  std::int64_t row = 0;
+  std::int64_t head = 0;
+  bool aligned = false;  // every row begins at a multiple of 16 bytes, and `row` fits into:
+  int row_step = 0;      // `row`, so that an address is one multiply-add
+};
+
+// A mask or a bias, ({B|1}, {Hq|Hkv|1}, {Sq|1}, {Sk|1}). Strides in elements, 0 where it
+// broadcasts; the head's is split in two, one of which is 0, so that no kernel asks what kind of
+// head it has.
+struct Broadcast {
+  std::byte* data = nullptr;
+  std::int64_t batch = 0;
+  std::int64_t head_q = 0;
+  std::int64_t head_kv = 0;
+  std::int64_t query = 0;
+  std::int64_t key = 0;
+  bool per_query = false;  // has a query dimension
+  bool in_pairs = false;   // elements 2 i and 2 i + 1 of every row lie in one aligned word
+  bool f32 = false;        // of a bias: fp32 elements, else 16-bit ones
+};
+
+// What happens to q . k before the bias is added.
+enum class ScoreForm : std::uint8_t {
+  product,  // s = factor x
+  scaled,  // x is multiplied by `inner` first: a factor that is not positive may not follow the max
+  capped,  // x becomes tanh(x scale / c) first
+};
+
+// Scores are kept in units of log 2, so that exp is a single ex2: log2 e is inside all of these.
+struct ScoreParams {
+  ScoreForm form = ScoreForm::product;
+  float inner = 0;       // scaled: scale log2 e; capped: 2 log2 e scale / c
+  float factor = 0;      // > 0: scale log2 e, 1 or c log2 e
+  float mask_value = 0;  // of a bias
+  Broadcast mask;
+  Broadcast bias;
+  KeyIntervals intervals;
+  bool causal = false;
+  // For the careful path, which computes in natural units.
+  float scale = 0;
+  float softcap = 0;
+};
+
+struct Shape {
+  int batch = 0;
+  int heads_q = 0;
+  int heads_kv = 0;
+  int seqlen_q = 0;
+  int seqlen_k = 0;
+  int head_dim = 0;
+};
+
+struct ForwardParams {
+  Shape shape;
+  ScoreParams score;
+  HeadRows q, k, v, out;
+  Plan plan;  // without keys: every key is walked
+  float* lse = nullptr;
+  float* lse_low = nullptr;  // may be null
+  bool saturate = true;
+};
+
+// What the statistics of the rows found somewhere; rare, and the main loop then takes more care.
+enum BackwardFlag : std::uint32_t {
+  dout_not_finite = 1,
+  lse_has_low = 2,     // lse2_low matters
+  lse_is_extreme = 4,  // scores may have overflowed
+};
+
+struct BackwardParams {
+  Shape shape;
+  ScoreParams score;
+  HeadRows q, k, v, out, dout, dq, dk, dv;
+  Plan plan;
+  const float* lse = nullptr;
+  const float* lse_low = nullptr;  // may be null
+  Broadcast dbias;                 // where ds is stored or added in fp32; null data: not wanted
+  bool dbias_add = false;          // several pairs share an element of dbias: add, in fp32
+  bool saturate = true;
+
+  // Workspace.
+  float* lse2 = nullptr;           // [B, Hq, Sq] lse log2 e, +inf for a row that sees nothing
+  float* lse2_low = nullptr;       // [B, Hq, Sq] what rounding took from lse2
+  float* delta = nullptr;          // [B, Hq, Sq]
+  float* dk_sum = nullptr;         // [B, Hkv, Sk, sum_columns] fp32, columns in accumulator order
+  float* dv_sum = nullptr;         // the same
+  std::uint32_t* flags = nullptr;  // [1] BackwardFlag
+};
+
+// Columns of a row of dk_sum: head_dim rounded up to the 16 of a pair of accumulator blocks.
+constexpr int sum_columns(int head_dim) { return (head_dim + 15) / 16 * 16; }
+
+}  // namespace flash_dmattn::cuda

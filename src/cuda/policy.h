@@ -1,0 +1,101 @@
+#pragma once
+
+#include <cstdint>
+
+// Tile policies as data: one entry for each head-dim bucket and shared-memory class.
+namespace flash_dmattn::cuda {
+
+// What a block may have of shared memory. sm_86, sm_89 and sm_120 have 99 KB; sm_80 has 163 KB and
+// sm_90 has 227 KB, and one policy serves both.
+enum class SharedClass : std::uint8_t { kb99, kb163 };
+
+constexpr unsigned shared_bytes(SharedClass shared) {
+  return (shared == SharedClass::kb99 ? 99 : 163) * 1024;
+}
+
+// A forward block computes warps * warp_rows queries against tiles of `keys` keys, two in flight.
+struct ForwardPolicy {
+  int warps;
+  int warp_rows;
+  int keys;
+  int min_blocks;  // per multiprocessor, for the register limit
+
+  constexpr int rows() const { return warps * warp_rows; }
+};
+
+// `pairs`: with a mask or a bias that has a query dimension, whose elements need registers.
+constexpr ForwardPolicy forward_policy(int head_dim_bucket, SharedClass shared, bool pairs) {
+  if (head_dim_bucket <= 128) {
+    const int blocks = head_dim_bucket == 64 || !pairs ? 2 : 1;
+    if (pairs) return {.warps = 8, .warp_rows = 16, .keys = 64, .min_blocks = blocks};
+    return {.warps = 4, .warp_rows = 32, .keys = 64, .min_blocks = blocks};
+  }
+  if (shared == SharedClass::kb99)
+    return {.warps = 4, .warp_rows = 16, .keys = 32, .min_blocks = 1};
+  return {.warps = 8, .warp_rows = 16, .keys = 32, .min_blocks = 1};
+}
+
+// A backward block computes `rows` queries against tiles of `keys` keys. Its warps split the score
+// tile [rows, keys], the dk and dv tiles [keys, D] and the dq tile [rows, D] in grids that have
+// score_warps, key_warps and query_warps rows of warps.
+struct BackwardPolicy {
+  int warps;
+  int rows;
+  int keys;
+  int stages;  // K/V tiles in shared memory
+  int score_warps;
+  int key_warps;
+  int query_warps;
+  int min_blocks;
+};
+
+constexpr BackwardPolicy backward_policy(int head_dim_bucket, SharedClass shared) {
+  const bool small = shared == SharedClass::kb99;
+  if (head_dim_bucket == 64) {
+    return {.warps = 8,
+            .rows = 128,
+            .keys = 64,
+            .stages = 2,
+            .score_warps = 4,
+            .key_warps = 2,
+            .query_warps = 4,
+            .min_blocks = 1};
+  }
+  if (head_dim_bucket == 128 && !small) {
+    return {.warps = 8,
+            .rows = 128,
+            .keys = 64,
+            .stages = 2,
+            .score_warps = 4,
+            .key_warps = 2,
+            .query_warps = 4,
+            .min_blocks = 1};
+  }
+  if (head_dim_bucket == 128 || !small) {
+    return {.warps = 8,
+            .rows = 64,
+            .keys = 32,
+            .stages = 2,
+            .score_warps = 4,
+            .key_warps = 2,
+            .query_warps = 4,
+            .min_blocks = 1};
+  }
+  return {.warps = 4,
+          .rows = 32,
+          .keys = 32,
+          .stages = 1,
+          .score_warps = 2,
+          .key_warps = 2,
+          .query_warps = 2,
+          .min_blocks = 1};
+}
+
+// Queries per tile of a plan: every policy's rows divide it.
+constexpr int plan_tile_rows = 128;
+
+constexpr int head_dim_bucket(int head_dim) {
+  return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
+}
+
+}  // namespace flash_dmattn::cuda

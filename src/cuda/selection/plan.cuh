@@ -1,0 +1,167 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/selection/plan_lists.cuh"
+
+// Building a plan by splitting lists of keys down a tree of tile ranges. A node lists the keys that
+// its tiles' queries see; a CTA reads that list and deals every key to the children that see it, up
+// to 32 lists at a time and in order: the lists of lower nodes, or at the bottom two for each tile,
+// of full and of partial keys. Every entry is read once for all the children.
+//
+// A lane holds a key and makes a word of it, with one bit for each list the key goes to.
+// Transposing the words of a warp gives lane b the keys of list b as a bit for each lane: its
+// population count is what the list grows by, and a key's place in it follows from the bits below
+// the key's.
+namespace flash_dmattn::cuda::plan {
+
+// The next keys of a warp and what goes where, transposed: lane b has the keys of list b.
+template <int Steps>
+struct Batch {
+  int2 entry[Steps];
+  unsigned keys_of_list[Steps];
+
+  // The warp's part of items [begin, end).
+  template <class Items, class Children>
+  __device__ Batch(const Items& items, const Node& node, const Children& children, int begin,
+                   int end) {
+    const int lane = lane_of_thread();
+    const int steps = min(ceil_div(end - begin, threads), Steps);  // as many for every warp
+    const int first = begin + warp_of_thread() * steps * warp_size + lane;
+#pragma unroll
+    for (int k = 0; k < Steps; ++k) {
+      const int i = first + k * warp_size;
+      entry[k] = k < steps && i < end ? items[i].stored() : make_int2(0, 0);
+    }
+#pragma unroll
+    for (int k = 0; k < Steps; ++k) {
+      keys_of_list[k] = 0;
+      if (k >= steps) continue;
+      const HalfTiles tiles = Entry(entry[k]).within(node.first_tile, node.end_tile);
+      keys_of_list[k] = transpose_bits(children.lists_of(tiles), lane);
+    }
+  }
+
+  __device__ int count() const {
+    int sum = 0;
+#pragma unroll
+    for (int k = 0; k < Steps; ++k) sum += __popc(keys_of_list[k]);
+    return sum;
+  }
+};
+
+// A long list is split by several CTAs, each a part of it. They run twice: first to count what each
+// list gets of each part, then to store.
+struct Parts {
+  int parts = 1;          // of every list
+  int items = 0;          // of a part
+  int* counts = nullptr;  // [rows, parts, max_lists] for the root; null: one part
+};
+
+// What the warps before this one put into list `lane`; `total` becomes what all do.
+__device__ inline int count_before_warp(const int (&counts)[warps][max_lists], int& total) {
+  const int lane = lane_of_thread();
+  int before = 0;
+  total = 0;
+#pragma unroll
+  for (int w = 0; w < warps; ++w) {
+    if (w == warp_of_thread()) before = total;
+    total += counts[w][lane];
+  }
+  return before;
+}
+
+// What each list gets of a row's part.
+template <int Steps, class Children>
+__global__ void __launch_bounds__(threads)
+    count_part(AllKeys parent, Children children, Parts parts) {
+  __shared__ int counts[max_lists];
+  const int row = static_cast<int>(blockIdx.x) / parts.parts;
+  const int part = static_cast<int>(blockIdx.x) % parts.parts;
+  const Node node = parent.node(row, 0);
+  const auto items = parent.items(row, 0);
+  const int end = min((part + 1) * parts.items, items.size());
+  if (threadIdx.x < max_lists) counts[threadIdx.x] = 0;
+  __syncthreads();
+  int count = 0;
+  for (int i = part * parts.items; i < end; i += threads * Steps) {
+    count += Batch<Steps>(items, node, children, i, end).count();
+  }
+  if (count != 0) atomicAdd(&counts[lane_of_thread()], count);
+  __syncthreads();
+  if (threadIdx.x < max_lists) {
+    const auto list = static_cast<std::int64_t>(threadIdx.x);
+    parts.counts[std::int64_t{blockIdx.x} * max_lists + list] = counts[list];
+  }
+}
+
+// Deals the keys of each of the parent's nodes, or of a part of a row, to the children.
+template <int Steps, class Parent, class Children>
+__global__ void __launch_bounds__(threads)
+    deal_keys(Parent parent, Children children, Parts parts) {
+  __shared__ int counts[2][warps][max_lists];
+  __shared__ int before_part[max_lists];
+  __shared__ int lengths[max_lists];
+  const int lane = lane_of_thread();
+  const int warp = warp_of_thread();
+  const int part = static_cast<int>(blockIdx.x) % parts.parts;
+  const int list = static_cast<int>(blockIdx.x) / parts.parts;
+  const int row = list / parent.nodes();
+  const Node node = parent.node(row, list % parent.nodes());
+  const auto items = parent.items(row, list % parent.nodes());
+  const int begin = part * parts.items;
+  const int end = min(begin + parts.items, items.size());
+  const bool one_batch = parts.counts == nullptr && end <= threads * Steps;
+
+  // What the parts before this one put into a list, and what all do.
+  if (threadIdx.x < max_lists) before_part[lane] = lengths[lane] = 0;
+  if (!one_batch) __syncthreads();
+  if (parts.counts != nullptr) {
+    const int* const row_counts = parts.counts + std::int64_t{row} * parts.parts * max_lists;
+    int mine = 0;
+    int all = 0;
+#pragma unroll 4
+    for (int p = warp; p < parts.parts; p += warps) {
+      const int count = row_counts[p * max_lists + lane];
+      all += count;
+      mine += p < part ? count : 0;
+    }
+    if (mine != 0) atomicAdd(&before_part[lane], mine);
+    if (all != 0) atomicAdd(&lengths[lane], all);
+  } else if (!one_batch) {  // the lengths take a pass of their own
+    int count = 0;
+    for (int i = begin; i < end; i += threads * Steps) {
+      count += Batch<Steps>(items, node, children, i, end).count();
+    }
+    if (count != 0) atomicAdd(&lengths[lane], count);
+  }
+
+  int stored = 0;  // by the batches before
+  int length = 0;
+  int parity = 0;
+  for (int i = begin; i < end; i += threads * Steps) {
+    const Batch<Steps> batch(items, node, children, i, end);
+    counts[parity][warp][lane] = batch.count();
+    __syncthreads();  // one barrier a batch: the counts alternate between two arrays
+    int total = 0;
+    int next = before_part[lane] + stored + count_before_warp(counts[parity], total);
+    length = one_batch ? total : lengths[lane];
+    next += children.first_place(length);
+#pragma unroll
+    for (int k = 0; k < Steps; ++k) {
+      if (!__any_sync(all_lanes, batch.keys_of_list[k] != 0)) continue;
+      children.store(node, batch.keys_of_list[k], next, Entry(batch.entry[k]));
+      next += __popc(batch.keys_of_list[k]);
+    }
+    stored += total;
+    parity ^= 1;
+  }
+  if (part != parts.parts - 1) return;
+  if (begin >= end) {  // an empty part has not met a barrier since the lengths were summed
+    __syncthreads();
+    length = lengths[lane];
+  }
+  children.finish(node, length);
+}
+
+}  // namespace flash_dmattn::cuda::plan

@@ -1,0 +1,264 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/selection/device.cuh"
+#include "flash_dmattn/selection.h"
+
+// The tree of key lists that a plan is built through (plan.cuh): its root, its levels, its tiles.
+namespace flash_dmattn::cuda::plan {
+
+inline constexpr int threads = 512;
+inline constexpr int warps = threads / warp_size;
+inline constexpr int max_lists = warp_size;
+inline constexpr int max_tiles = 0x7fff;  // their halves are numbered with 16 bits
+
+// The queries that see a key, counted in half tiles: [begin, end), where an odd begin is one inside
+// tile begin / 2, and an odd end one inside tile end / 2. (Both may be the same odd number.) A key
+// that no query sees has 0 and 0.
+struct HalfTiles {
+  int begin;
+  int end;
+
+  __device__ int first_touched() const { return begin >> 1; }
+  __device__ int end_touched() const { return (end + 1) >> 1; }
+  __device__ int first_full() const { return (begin + 1) >> 1; }
+  __device__ int end_full() const { return end >> 1; }
+};
+
+// A key and its half tiles, from the first of the row.
+struct Entry {
+  int key;
+  unsigned range;
+
+  __device__ Entry(int key_, const HalfTiles& tiles)
+      : key(key_),
+        range(static_cast<unsigned>(tiles.end) << 16 | static_cast<unsigned>(tiles.begin)) {}
+  __device__ explicit Entry(int2 stored) : key(stored.x), range(static_cast<unsigned>(stored.y)) {}
+
+  __device__ int2 stored() const { return make_int2(key, static_cast<int>(range)); }
+  // What lies inside tiles [first, end), from the first of them.
+  __device__ HalfTiles within(int first, int end) const {
+    return {max(static_cast<int>(range & 0xffffu), 2 * first) - 2 * first,
+            min(static_cast<int>(range >> 16), 2 * end) - 2 * first};
+  }
+};
+
+// The tiles below a node of a row.
+struct Node {
+  int row;
+  int first_tile;
+  int end_tile;
+};
+
+// The root: every key of a row, with its interval.
+class AllKeys {
+ public:
+  explicit AllKeys(const PlanArgs& args)
+      : intervals_(reinterpret_cast<const int2*>(args.intervals.data)),
+        stride_batch_(args.intervals.stride_batch),
+        stride_head_(args.intervals.stride_head),
+        inverse_(args.tile_rows == 1
+                     ? 0
+                     : ~std::uint64_t{0} / static_cast<std::uint64_t>(args.tile_rows) + 1),
+        heads_(static_cast<int>(args.heads)),
+        tile_rows_(static_cast<int>(args.tile_rows)),
+        seqlen_q_(static_cast<int>(args.seqlen_q)),
+        seqlen_k_(static_cast<int>(args.seqlen_k)),
+        shift_(static_cast<int>(args.seqlen_k - args.seqlen_q)),
+        causal_(args.causal) {}
+
+  class Items {
+   public:
+    __device__ Items(const AllKeys& all, int row) : all_(all), intervals_(all.intervals_) {
+      if (intervals_ != nullptr) {
+        intervals_ += row / all.heads_ * all.stride_batch_ + row % all.heads_ * all.stride_head_;
+      }
+    }
+    __device__ int size() const { return all_.seqlen_k_; }
+    __device__ Entry operator[](int key) const {
+      int2 interval = intervals_ == nullptr ? make_int2(0, all_.seqlen_q_) : intervals_[key];
+      if (all_.causal_) interval.x = max(interval.x, key - all_.shift_);
+      const int first = max(interval.x, 0);
+      const int last = min(interval.y, all_.seqlen_q_);
+      if (first >= last) return {key, {0, 0}};
+      const int first_tile = all_.tile_of(first);
+      const int last_tile = all_.tile_of(last - 1);
+      // The last tile may be short: a key that all its queries see fills it.
+      const bool ends_tile = last == all_.seqlen_q_ || last == (last_tile + 1) * all_.tile_rows_;
+      return {key,
+              {2 * first_tile + (first == first_tile * all_.tile_rows_ ? 0 : 1),
+               2 * last_tile + (ends_tile ? 2 : 1)}};
+    }
+
+   private:
+    const AllKeys& all_;
+    const int2* intervals_;
+  };
+
+  __device__ Items items(int row, int) const { return {*this, row}; }
+  __host__ __device__ int nodes() const { return 1; }
+  __device__ Node node(int row, int) const {
+    return {row, 0, seqlen_q_ == 0 ? 0 : tile_of(seqlen_q_ - 1) + 1};
+  }
+
+ private:
+  // Exact: 2^64 / tile_rows rounded up is off by less than 1, and a query has 31 bits.
+  __device__ int tile_of(int query) const {
+    if (inverse_ == 0) return query;
+    return static_cast<int>(__umul64hi(static_cast<std::uint64_t>(query), inverse_));
+  }
+
+  const int2* intervals_;
+  std::int64_t stride_batch_;
+  std::int64_t stride_head_;
+  std::uint64_t inverse_;
+  int heads_;
+  int tile_rows_;
+  int seqlen_q_;
+  int seqlen_k_;
+  int shift_;  // position of query 0
+  bool causal_;
+};
+
+// The lists of one level of nodes.
+class Level {
+ public:
+  Level() = default;
+  // Nodes of 2^tile_bits tiles.
+  Level(int tile_bits, int tiles, int capacity)
+      : tile_bits_(tile_bits), tiles_(tiles), capacity_(capacity) {}
+
+  void carve(std::int64_t rows, Carver& workspace) {
+    entries_ = workspace.take<int2>(rows * nodes() * capacity_);
+    counts_ = workspace.take<int>(rows * nodes());
+  }
+
+  __host__ __device__ int nodes() const { return ((tiles_ - 1) >> tile_bits_) + 1; }
+
+  // As a parent.
+  class Items {
+   public:
+    __device__ Items(const int2* entries, int size) : entries_(entries), size_(size) {}
+    __device__ int size() const { return size_; }
+    __device__ Entry operator[](int i) const { return Entry(entries_[i]); }
+
+   private:
+    const int2* entries_;
+    int size_;
+  };
+  __device__ Items items(int row, int node) const {
+    return {entries_ + at(row, node) * capacity_, counts_[at(row, node)]};
+  }
+  __device__ Node node(int row, int node) const {
+    return {row, node << tile_bits_, min((node + 1) << tile_bits_, tiles_)};
+  }
+
+  // As children of `parent`: list b is that of its b-th child.
+  __device__ unsigned lists_of(const HalfTiles& tiles) const {
+    if (tiles.first_touched() >= tiles.end_touched()) return 0;
+    return bit_range(tiles.first_touched() >> tile_bits_,
+                     ((tiles.end_touched() - 1) >> tile_bits_) + 1);
+  }
+  __device__ int first_place(int) const { return 0; }
+  __device__ void store(const Node& parent, unsigned keys_of_list, int next,
+                        const Entry& entry) const {
+    const int lane = lane_of_thread();
+    int2* const list = entries_ + at(parent.row, parent.first_tile >> tile_bits_) * capacity_;
+    for (unsigned rest = __ballot_sync(all_lanes, keys_of_list != 0); rest != 0; rest &= rest - 1) {
+      const int b = __ffs(static_cast<int>(rest)) - 1;
+      const unsigned keys = __shfl_sync(all_lanes, keys_of_list, b);
+      const int place = __shfl_sync(all_lanes, next, b) + count_before(keys, lane);
+      if ((keys >> lane & 1u) != 0 && place < capacity_) {
+        list[std::int64_t{b} * capacity_ + place] = entry.stored();
+      }
+    }
+  }
+  // By all threads of the CTA that stores last; lane b of every warp has the length of list b.
+  __device__ void finish(const Node& parent, int length) const {
+    const int child = (parent.first_tile >> tile_bits_) + static_cast<int>(threadIdx.x);
+    if (threadIdx.x < max_lists && child << tile_bits_ < parent.end_tile) {
+      counts_[at(parent.row, child)] = min(length, capacity_);
+    }
+  }
+
+ private:
+  __device__ std::int64_t at(int row, int node) const {
+    return static_cast<std::int64_t>(row) * nodes() + node;
+  }
+
+  int2* entries_ = nullptr;
+  int* counts_ = nullptr;
+  int tile_bits_ = 0;
+  int tiles_ = 0;
+  int capacity_ = 0;
+};
+
+// The tiles themselves, up to NodeTiles to a parent: list b holds the full keys of its b-th tile,
+// list NodeTiles + b the partial ones, and both share one stretch of memory, full keys first.
+template <int NodeTiles>
+struct Tiles {
+  static_assert(2 * NodeTiles <= max_lists);
+
+  int tiles = 0;
+  int padding = 1;
+  int capacity = 0;
+  std::int64_t* begin = nullptr;
+  std::int32_t* count = nullptr;
+  std::int32_t* full = nullptr;
+  std::int32_t* keys = nullptr;
+
+  __device__ unsigned lists_of(const HalfTiles& range) const {
+    const unsigned touched = bit_range(range.first_touched(), range.end_touched());
+    const unsigned filled = bit_range(range.first_full(), range.end_full());
+    return filled | (touched & ~filled) << NodeTiles;
+  }
+  // Of lane b's list, given its length.
+  __device__ int first_place(int length) const {
+    const int full_length = __shfl_sync(all_lanes, length, lane_of_thread() % NodeTiles);
+    return lane_of_thread() < NodeTiles ? 0 : full_length;
+  }
+  __device__ void store(const Node& parent, unsigned keys_of_list, int next,
+                        const Entry& entry) const {
+    const int lane = lane_of_thread();
+    const unsigned own = 1u << lane;
+    std::int32_t* list = keys + at(parent, 0) * capacity;
+#pragma unroll
+    for (int b = 0; b < NodeTiles; ++b, list += capacity) {
+      const unsigned filling = __shfl_sync(all_lanes, keys_of_list, b);
+      const unsigned touching = __shfl_sync(all_lanes, keys_of_list, b + NodeTiles);
+      const int next_full = __shfl_sync(all_lanes, next, b);
+      const int next_partial = __shfl_sync(all_lanes, next, b + NodeTiles);
+      const bool fills = (filling & own) != 0;
+      const int place =
+          (fills ? next_full : next_partial) + __popc((fills ? filling : touching) & (own - 1u));
+      if (((filling | touching) & own) != 0 && place < capacity) list[place] = entry.key;
+    }
+  }
+  // By all threads of the CTA that stores last; lane b of every warp has the length of list b.
+  __device__ void finish(const Node& parent, int length) const {
+    const int lane = lane_of_thread();
+    const int tile_count = parent.end_tile - parent.first_tile;
+    for (int b = warp_of_thread(); b < tile_count; b += warps) {
+      const int full_length = __shfl_sync(all_lanes, length, b);
+      const int all = full_length + __shfl_sync(all_lanes, length, b + NodeTiles);
+      const int stored = min(all, capacity);
+      const std::int64_t tile = at(parent, b);
+      if (lane == 0) {
+        begin[tile] = tile * capacity;
+        count[tile] = stored;
+        full[tile] = min(full_length, stored);
+      }
+      const int padded = ceil_div(stored, padding) * padding;
+      std::int32_t* const list = keys + tile * capacity;
+      for (int i = stored + lane; i < padded; i += warp_size) list[i] = 0;
+    }
+  }
+
+ private:
+  __device__ std::int64_t at(const Node& parent, int b) const {
+    return static_cast<std::int64_t>(parent.row) * tiles + parent.first_tile + b;
+  }
+};
+
+}  // namespace flash_dmattn::cuda::plan

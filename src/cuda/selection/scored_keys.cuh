@@ -1,0 +1,73 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/selection/device.cuh"
+#include "flash_dmattn/selection.h"
+
+namespace flash_dmattn::cuda {
+
+// The scores of all rows as unsigned integers in the same order. A row is one (batch, kv head).
+struct ScoredKeys {
+  const void* scores = nullptr;
+  const std::uint8_t* mask = nullptr;  // null: no key is masked
+  DType dtype = DType::f32;
+  int heads = 1;
+  std::int64_t stride[3] = {};
+  std::int64_t mask_stride[3] = {};
+
+  // NaN and masked keys; no valid score has this code, since it would be that of a negative NaN.
+  static constexpr std::uint32_t never = 0;
+
+  // 0 for a key that must not be chosen, else a code that is higher for a higher score.
+  __device__ std::uint32_t code(int row, int key) const {
+    const std::int64_t b = row / heads;
+    const std::int64_t h = row % heads;
+    if (mask != nullptr &&
+        mask[b * mask_stride[0] + h * mask_stride[1] + key * mask_stride[2]] == 0) {
+      return never;
+    }
+    const std::int64_t at = b * stride[0] + h * stride[1] + key * stride[2];
+    if (dtype == DType::f32) {
+      return ordered(static_cast<const std::uint32_t*>(scores)[at], 0x80000000u, 0x7f800000u);
+    }
+    return ordered(static_cast<const std::uint16_t*>(scores)[at], 0x8000u,
+                   dtype == DType::bf16 ? 0x7f80u : 0x7c00u);
+  }
+
+ private:
+  // Works on the bits, so that subnormal scores keep their order in every compilation mode.
+  __device__ static std::uint32_t ordered(std::uint32_t bits, std::uint32_t sign,
+                                          std::uint32_t infinity) {
+    const std::uint32_t magnitude = bits & (sign - 1u);
+    if (magnitude > infinity) return never;
+    if (magnitude == 0) return sign;  // -0 and +0 tie
+    return (bits & sign) != 0 ? (sign - 1u) - magnitude : sign + magnitude;
+  }
+};
+
+// Where queries stand among the keys: turns positions into intervals of queries.
+struct QueryRange {
+  int seqlen_q = 0;
+  int shift = 0;  // position of query 0: Sk - Sq
+  bool causal = true;
+
+  // Key `position`, visible to queries at positions below `end`.
+  __device__ KeyInterval until(int position, int end) const {
+    const int last = min(max(end - shift, 0), seqlen_q);
+    const int first = first_query(position);
+    return first < last ? KeyInterval{first, last} : KeyInterval{0, 0};
+  }
+
+  __device__ KeyInterval forever(int position) const { return {first_query(position), seqlen_q}; }
+
+ private:
+  __device__ int first_query(int position) const { return causal ? max(position - shift, 0) : 0; }
+};
+
+// One 8-byte store.
+__device__ inline void store(KeyInterval* to, KeyInterval interval) {
+  *reinterpret_cast<int2*>(to) = make_int2(interval.first, interval.last);
+}
+
+}  // namespace flash_dmattn::cuda

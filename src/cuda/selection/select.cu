@@ -1,0 +1,244 @@
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include <cub/device/device_radix_sort.cuh>
+
+#include "cuda/selection/device.cuh"
+#include "cuda/selection/global.cuh"
+#include "cuda/selection/rank_walk.cuh"
+#include "cuda/selection/selection.h"
+#include "selection/arguments.h"
+
+namespace flash_dmattn::cuda {
+namespace {
+
+// Rows are sorted in batches of this many keys, which bounds the workspace to 16 bytes for each.
+// 8 rows of 524288 keys are one batch.
+constexpr std::int64_t batch_keys = std::int64_t{1} << 22;
+constexpr std::int64_t batch_rows = 1024;
+
+int score_bits(const SelectionArgs& args) { return args.scores_dtype == DType::f32 ? 32 : 16; }
+
+// The way a selection is computed. Without causality, or with a single query, all queries may see
+// the same keys and the choice is global.
+enum class Method : std::uint8_t { none, keep_valid, global, per_query };
+
+Method method_of(const SelectionArgs& args) {
+  if (args.window == 0) return Method::none;
+  if (args.window >= args.seqlen_k) return Method::keep_valid;
+  const bool per_query = args.selection == Selection::per_query && args.causal && args.seqlen_q > 1;
+  return per_query ? Method::per_query : Method::global;
+}
+
+std::int64_t rows_per_batch(const SelectionArgs& args) {
+  const std::int64_t fitting = batch_keys / std::max<std::int64_t>(args.seqlen_k, 1);
+  return std::clamp<std::int64_t>(std::min(fitting, args.batch * args.heads), 1, batch_rows);
+}
+
+void validate(const SelectionArgs& args) {
+  selection::require_length("batch", args.batch);
+  selection::require_length("heads", args.heads);
+  selection::require_length("seqlen_q", args.seqlen_q);
+  selection::require_length("seqlen_k", args.seqlen_k);
+  selection::require_length("batch * heads", args.batch * args.heads);
+  if (args.seqlen_k > per_query::max_keys) {
+    throw InvalidArgument("seqlen_k", std::to_string(args.seqlen_k),
+                          "at most " + std::to_string(per_query::max_keys) + " on a GPU");
+  }
+  if (args.window < 0) {
+    throw InvalidArgument("window", std::to_string(args.window), "at least 0");
+  }
+  if (args.selection != Selection::per_query && args.selection != Selection::global) {
+    throw InvalidArgument("selection", std::to_string(static_cast<int>(args.selection)),
+                          "per_query or global");
+  }
+  if (args.scores_dtype > DType::f16) {
+    throw InvalidArgument("scores_dtype", std::to_string(static_cast<int>(args.scores_dtype)),
+                          "f32, bf16 or f16 on a GPU");
+  }
+}
+
+ScoredKeys scored_keys(const SelectionArgs& args) {
+  ScoredKeys keys;
+  keys.scores = args.scores;
+  keys.mask = args.key_mask;
+  keys.dtype = args.scores_dtype;
+  keys.heads = static_cast<int>(args.heads);
+  std::copy(args.scores_stride.begin(), args.scores_stride.end(), keys.stride);
+  std::copy(args.key_mask_stride.begin(), args.key_mask_stride.end(), keys.mask_stride);
+  return keys;
+}
+
+QueryRange query_range(const SelectionArgs& args) {
+  return {.seqlen_q = static_cast<int>(args.seqlen_q),
+          .shift = static_cast<int>(args.seqlen_k - args.seqlen_q),
+          .causal = args.causal};
+}
+
+// Calls enqueue() for every batch of rows, which it describes in `rows`.
+template <class Rows, class Enqueue>
+void for_each_batch(Rows& rows, std::int64_t all_rows, const Enqueue& enqueue) {
+  const std::int64_t step = rows.rows;
+  for (std::int64_t row = 0; row < all_rows; row += step) {
+    rows.first_row = static_cast<int>(row);
+    rows.rows = static_cast<int>(std::min(step, all_rows - row));
+    enqueue();
+  }
+}
+
+// ---- Global -------------------------------------------------------------------------------------
+
+global::Rows global_rows(const SelectionArgs& args, Carver& workspace) {
+  global::Rows rows;
+  rows.keys = scored_keys(args);
+  rows.queries = query_range(args);
+  rows.intervals = args.intervals;
+  rows.rows = static_cast<int>(rows_per_batch(args));
+  rows.seqlen_k = static_cast<int>(args.seqlen_k);
+  rows.window = static_cast<int>(std::min(args.window, args.seqlen_k));
+  rows.position_bits = bits_for(args.seqlen_k);
+  rows.number_bits = rows.position_bits + score_bits(args);
+  if (method_of(args) == Method::global) {
+    const std::int64_t row_digits = std::int64_t{rows.digits()} * rows.rows;
+    rows.histograms = workspace.take<std::uint32_t>(row_digits * global::bins);
+    rows.found = workspace.take<global::Found>(row_digits);
+  }
+  return rows;
+}
+
+void select_global(const global::Rows& rows, cudaStream_t stream) {
+  const std::int64_t ctas = std::int64_t{rows.rows} * rows.ctas_per_row();
+  const std::size_t histogram_bytes =
+      sizeof(std::uint32_t) * global::bins * static_cast<std::size_t>(rows.digits() * rows.rows);
+  check(cudaMemsetAsync(rows.histograms, 0, histogram_bytes, stream), "clearing histograms");
+  for (int digit = 0; digit < rows.digits(); ++digit) {
+    launch_grid(global::count_digit, ctas, global::threads, stream, rows, digit);
+  }
+  launch_grid(global::keep_best, ctas, global::threads, stream, rows);
+}
+
+// ---- Per query ----------------------------------------------------------------------------------
+
+struct PerQuery {
+  per_query::Rows rows;
+  ScoredKeys keys;
+  std::uint64_t* packed =
+      nullptr;  // [rows, Sk], twice: what is sorted, and the sort's other buffer
+  std::uint64_t* other = nullptr;
+  void* sort_workspace = nullptr;
+  std::size_t sort_bytes = 0;
+};
+
+// Sorts the packed keys; `buffers` says where the result is. The positions in the low bits come in
+// order and stay so among equals, the sort being stable. With a null workspace it only sets
+// `bytes`.
+void sort(const per_query::Rows& rows, cub::DoubleBuffer<std::uint64_t>& buffers, void* workspace,
+          std::size_t& bytes, cudaStream_t stream) {
+  const int begin_bit = rows.layout.position_bits;
+  const int end_bit = begin_bit + rows.layout.score_bits + bits_for(rows.rows);
+  check(cub::DeviceRadixSort::SortKeys(workspace, bytes, buffers, rows.rows * rows.seqlen_k,
+                                       begin_bit, end_bit, stream),
+        "sorting scores");
+}
+
+PerQuery per_query_rows(const SelectionArgs& args, Carver& workspace) {
+  PerQuery work;
+  per_query::Rows& rows = work.rows;
+  rows.rows = static_cast<int>(rows_per_batch(args));
+  rows.seqlen_k = static_cast<int>(args.seqlen_k);
+  rows.window = static_cast<int>(args.window);
+  rows.layout = {.position_bits = bits_for(args.seqlen_k),
+                 .score_bits = score_bits(args),
+                 .seqlen_k = rows.seqlen_k};
+  rows.queries = query_range(args);
+  rows.intervals = args.intervals;
+  rows.chunks =
+      1 + ceil_div(rows.seqlen_k - rows.window % per_query::chunk_ranks, per_query::chunk_ranks);
+  // A walk sums over the groups before its own: few, unless that would leave the GPU idle.
+  rows.group_chunks = std::min(ceil_div(rows.chunks, 64), per_query::max_group_chunks);
+  rows.groups = ceil_div(rows.chunks, rows.group_chunks);
+  rows.blocks = ceil_div(rows.seqlen_k, per_query::block_positions);
+  work.keys = scored_keys(args);
+
+  const std::int64_t keys = std::int64_t{rows.rows} * rows.seqlen_k;
+  work.packed = workspace.take<std::uint64_t>(keys);
+  work.other = workspace.take<std::uint64_t>(keys);
+  const std::int64_t blocks = std::int64_t{rows.rows} * rows.blocks;
+  rows.before = workspace.take<std::uint16_t>(blocks * rows.chunks);
+  rows.totals = workspace.take<std::uint16_t>(blocks * rows.groups);
+  cub::DoubleBuffer<std::uint64_t> buffers(work.packed, work.other);
+  sort(rows, buffers, nullptr, work.sort_bytes, nullptr);
+  work.sort_workspace = workspace.take<char>(static_cast<std::int64_t>(work.sort_bytes));
+  return work;
+}
+
+void select_per_query(const PerQuery& work, cudaStream_t stream) {
+  per_query::Rows rows = work.rows;
+  const int pack_ctas = ceil_div(rows.seqlen_k, per_query::pack_threads * per_query::pack_keys);
+  launch_grid(per_query::pack_keys_of_rows, std::int64_t{rows.rows} * pack_ctas,
+              per_query::pack_threads, stream, work.keys, rows, work.packed);
+  cub::DoubleBuffer<std::uint64_t> buffers(work.packed, work.other);
+  std::size_t bytes = work.sort_bytes;
+  sort(rows, buffers, work.sort_workspace, bytes, stream);
+  rows.sorted = buffers.Current();
+  rows.rank_of = reinterpret_cast<std::int32_t*>(buffers.Alternate());  // free after the sort
+  launch_grid(per_query::place_ranks, std::int64_t{rows.rows} * rows.groups, per_query::threads,
+              stream, rows);
+  launch_grid(per_query::walk_ranks, std::int64_t{rows.rows} * (rows.chunks - rows.first_walked()),
+              per_query::threads, stream, rows);
+}
+
+}  // namespace
+
+std::size_t select_workspace_size(const SelectionArgs& args) {
+  validate(args);
+  Carver workspace(nullptr);
+  if (args.batch * args.heads * args.seqlen_k == 0) return 0;
+  if (method_of(args) == Method::global) global_rows(args, workspace);
+  if (method_of(args) == Method::per_query) per_query_rows(args, workspace);
+  return workspace.used();
+}
+
+void select_key_intervals(const SelectionArgs& args, const Execution& execution) {
+  const std::size_t bytes = select_workspace_size(args);
+  const std::int64_t all_rows = args.batch * args.heads;
+  if (all_rows * args.seqlen_k == 0) return;
+  selection::require_pointer("scores", args.scores, true);
+  selection::require_pointer("intervals", args.intervals, true);
+  if (reinterpret_cast<std::uintptr_t>(args.intervals) % sizeof(KeyInterval) != 0) {
+    throw InvalidArgument("intervals", "a misaligned address", "an address aligned to 8 bytes");
+  }
+  selection::require_workspace(execution, bytes);
+
+  const auto stream = static_cast<cudaStream_t>(execution.stream);
+  const Method method = method_of(args);
+  if (method == Method::none) {
+    const auto count = static_cast<std::size_t>(all_rows * args.seqlen_k);
+    check(cudaMemsetAsync(args.intervals, 0, count * sizeof(KeyInterval), stream),
+          "clearing intervals");
+    return;
+  }
+  Carver workspace(execution.workspace);
+  if (method == Method::per_query) {
+    PerQuery work = per_query_rows(args, workspace);
+    for_each_batch(work.rows, all_rows, [&] { select_per_query(work, stream); });
+    return;
+  }
+  global::Rows rows = global_rows(args, workspace);
+  for_each_batch(rows, all_rows, [&] {
+    if (method == Method::global) {
+      select_global(rows, stream);
+    } else {
+      launch_grid(global::keep_valid, std::int64_t{rows.rows} * rows.ctas_per_row(),
+                  global::threads, stream, rows);
+    }
+  });
+}
+
+KeyBound key_bound(const SelectionArgs& args) {
+  const bool arriving = args.causal && args.selection == Selection::per_query;
+  return {.base = std::min(args.window, args.seqlen_k), .per_query = arriving ? 1 : 0};
+}
+
+}  // namespace flash_dmattn::cuda

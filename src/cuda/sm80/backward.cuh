@@ -1,0 +1,394 @@
+#pragma once
+
+#include "cuda/common/careful.cuh"
+#include "cuda/common/gradients.cuh"
+#include "cuda/common/scheduler.cuh"
+#include "cuda/policy.h"
+#include "cuda/sm80/epilogue.cuh"
+#include "cuda/sm80/score_tile.cuh"
+
+namespace flash_dmattn::cuda::sm80 {
+
+// A block holds a tile of queries of one head and walks the key tiles that the forward walked. dq
+// stays in its accumulators; the rows of dk and dv that a key tile receives are complete over the
+// block's queries and are added in fp32 to sums in memory, where the heads of a group and the query
+// tiles meet. `Pairs`: the mask or the bias has a query dimension.
+template <class T, int D, BackwardPolicy P, bool Pairs>
+struct BackwardKernel {
+  using Params = BackwardParams;
+  static constexpr int threads = P.warps * 32;
+  static constexpr int min_blocks = P.min_blocks;
+
+  using QueryRows = SharedTile<P.rows, D>;
+  using Scores = SharedTile<P.rows, P.keys>;
+  using Stream = KeyStream<T, D, P.keys, P.stages, threads>;
+  using KeyRows = typename Stream::RowTile;
+
+  struct SharedStorage {
+    alignas(1024) std::byte q[QueryRows::bytes];
+    alignas(1024) std::byte dout[QueryRows::bytes];
+    alignas(1024) std::byte p[Scores::bytes];
+    alignas(1024) std::byte dt[Scores::bytes];
+    typename Stream::Storage stream;
+  };
+
+  // A warp's part of an M x N tile that is split over a grid of warps with `Rows` rows.
+  template <int M, int N, int Rows>
+  struct WarpTile {
+    static constexpr int m = M / Rows;
+    static constexpr int n = N / (P.warps / Rows);
+    using Accumulators = Accumulator<m, n>;
+    static __device__ int row() { return static_cast<int>(threadIdx.x / 32) % Rows * m; }
+    static __device__ int column() { return static_cast<int>(threadIdx.x / 32) / Rows * n; }
+  };
+  using ScoreTile = WarpTile<P.rows, P.keys, P.score_warps>;
+  using KeyTile = WarpTile<P.keys, D, P.key_warps>;
+  using QueryTilePart = WarpTile<P.rows, D, P.query_warps>;
+  static constexpr int m16 = ScoreTile::m / 16;
+  static constexpr int n8 = ScoreTile::n / 8;
+
+  static long blocks(const Params& p) { return QueryTile::count(p.shape, P.rows); }
+
+  __device__ void operator()(const Params& p, SharedStorage& shared) const {
+    const QueryTile tile(p.shape, P.rows);
+    const int row_end = min(tile.row + P.rows, p.shape.seqlen_q);
+    const std::uint32_t q_tile = shared_address(shared.q);
+    const std::uint32_t dout_tile = shared_address(shared.dout);
+    const std::uint32_t p_tile = shared_address(shared.p);
+    const std::uint32_t dt_tile = shared_address(shared.dt);
+
+    const auto query = [&](int r) { return tile.row + r; };
+    copy_rows<QueryRows, threads>(
+        RowSource<QueryRows>(p.q, tile.batch, tile.head, p.shape.head_dim), q_tile,
+        row_end - tile.row, query);
+    copy_rows<QueryRows, threads>(
+        RowSource<QueryRows>(p.dout, tile.batch, tile.head, p.shape.head_dim), dout_tile,
+        row_end - tile.row, query);
+    Stream stream(
+        shared.stream,
+        KeyList(p.plan, p.shape, p.score.causal, tile.batch, tile.kv_head, tile.row, row_end),
+        RowSource<KeyRows>(p.k, tile.batch, tile.kv_head, p.shape.head_dim),
+        RowSource<KeyRows>(p.v, tile.batch, tile.kv_head, p.shape.head_dim),
+        ColumnLoader<T>(p.score, p.shape, tile.batch, tile.head, tile.kv_head), tile.row, row_end);
+    stream.start();
+    const std::uint32_t flags = *p.flags;
+    if (p.saturate && (flags & dout_not_finite) != 0) clear_non_finite(dout_tile);
+
+    typename QueryTilePart::Accumulators dq;
+    clear(dq);
+    const RowStatistics rows(p, flags, tile, tile.row + ScoreTile::row(), row_end);
+    const LanePosition position =
+        LanePosition::of(tile.row + ScoreTile::row(), ScoreTile::column());
+
+    for (int n = 0; n < stream.tiles(); ++n) {
+      stream.advance(n);
+      const std::uint32_t state = stream.columns(n).tile_state();
+      if ((state & ColumnTile<P.keys>::touched) != 0) {
+        score_step(p, tile, shared, stream, n, state, rows, position);
+        __syncthreads();
+        const SumRows sum_rows(p, tile, stream, n);
+        add_rows(p, p.dv_sum, sum_rows, p_tile, dout_tile);
+        add_rows(p, p.dk_sum, sum_rows, dt_tile, q_tile);
+        multiply<T, P.keys>(
+            dq, OperandA<Scores, Major::k>(dt_tile, QueryTilePart::row()),
+            OperandB<KeyRows, Major::mn>(stream.k_tile(n), QueryTilePart::column()));
+      } else {
+        clear_pair_gradients(p, tile, row_end, n * P.keys, n * P.keys + stream.size(n));
+      }
+      stream.finish(n);
+    }
+    cp_async_wait_all();
+    clear_pair_gradients(p, tile, row_end, stream.keys_walked(), p.shape.seqlen_k);
+    if (p.dq.data == nullptr) return;
+    __syncthreads();  // all have read q
+    stage_accumulators<QueryRows>(
+        dq, q_tile, QueryTilePart::row(), QueryTilePart::column(), [&](float x, float y, int, int) {
+          return pack_gradient<T>(x * p.score.scale, y * p.score.scale, p.saturate);
+        });
+    __syncthreads();
+    write_rows<QueryRows>(q_tile, 0, row_end - tile.row, tile.row, p.dq, tile.batch, tile.head,
+                          p.shape.head_dim, static_cast<int>(threadIdx.x), threads);
+  }
+
+ private:
+  // lse and delta of the rows of a lane's score accumulators.
+  struct RowStatistics {
+    float lse2[m16][2];
+    float low[m16][2];
+    float delta[m16][2];
+    bool has_low;
+    bool extreme;
+
+    __device__ RowStatistics(const Params& p, std::uint32_t flags, const QueryTile& tile,
+                             int warp_row, int row_end)
+        : has_low((flags & lse_has_low) != 0), extreme((flags & lse_is_extreme) != 0) {
+      const std::int64_t begin =
+          (static_cast<std::int64_t>(tile.batch) * p.shape.heads_q + tile.head) * p.shape.seqlen_q;
+#pragma unroll
+      for (int m = 0; m < m16; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int row = warp_row + 16 * m + 8 * h + static_cast<int>(threadIdx.x % 32) / 4;
+          const bool exists = row < row_end;
+          lse2[m][h] = exists ? p.lse2[begin + row] : -negative_infinity;
+          low[m][h] = exists && has_low ? p.lse2_low[begin + row] : 0;
+          delta[m][h] = exists ? p.delta[begin + row] : 0;
+        }
+      }
+    }
+  };
+
+  // What is not finite in dout counts as 0.
+  static __device__ void clear_non_finite(std::uint32_t tile) {
+    const auto clean = [](std::uint32_t pair) {
+      constexpr std::uint32_t exponent = Element<T>::exponent_mask;
+      if ((pair & exponent) == exponent) pair &= 0xffff0000u;
+      if ((pair >> 16 & exponent) == exponent) pair &= 0x0000ffffu;
+      return pair;
+    };
+    for (int i = static_cast<int>(threadIdx.x); i < QueryRows::bytes / 16; i += threads) {
+      const std::uint32_t address = tile + static_cast<std::uint32_t>(i) * 16;
+      const uint4 value = load_shared_16(address);
+      store_shared_16(address, {clean(value.x), clean(value.y), clean(value.z), clean(value.w)});
+    }
+  }
+
+  // Probabilities and dt of the score tile, to shared memory; ds to dbias on the way.
+  static __device__ void score_step(const Params& p, const QueryTile& tile, SharedStorage& shared,
+                                    const Stream& stream, int n, std::uint32_t state,
+                                    const RowStatistics& rows, LanePosition position) {
+    const auto& columns = stream.columns(n);
+    typename ScoreTile::Accumulators x;
+    clear(x);
+    multiply<T, D>(x, OperandA<QueryRows, Major::k>(shared_address(shared.q), ScoreTile::row()),
+                   OperandB<KeyRows, Major::k>(stream.k_tile(n), ScoreTile::column()));
+    shape_scores(p.score, x);
+    typename ScoreTile::Accumulators slope;
+    const bool capped = p.score.form == ScoreForm::capped;
+    if (capped) {
+      for_each_element(x, [&](float& t, int m, int k, int e) { slope[m][k][e] = 1 - t * t; });
+    }
+    const bool biased = p.score.bias.data != nullptr;
+    if (biased && !(Pairs && p.score.bias.per_query)) {
+      add_column_bias(p.score.factor, columns, position, x);
+    }
+    if constexpr (Pairs) {
+      PairScores<T>(p.score, tile, p.shape.seqlen_q, p.plan.keys == nullptr, stream.size(n),
+                    stream.keys(n))
+          .apply(columns, position, x);
+    }
+    if ((state & columns.partial) != 0) mask_columns(columns, position, x);
+    // The forward's instructions in the forward's order, so that s and lse fit together.
+    const float factor = biased ? 1.0f : p.score.factor;
+    if (rows.has_low) {
+      for_each_element(x, [&](float& s, int m, int k, int e) {
+        const int row = position.row + 16 * m + 8 * (e / 2);
+        const int column = position.column + 8 * k + e % 2;
+        if (rows.extreme && !(fabsf(s * factor) < 1e37f) && row < p.shape.seqlen_q &&
+            column < stream.size(n)) {
+          s = careful_probability<T>(p, tile.batch, tile.head, tile.kv_head, row,
+                                     stream.keys(n)[column]);
+        } else {
+          s = exp2_approx(fmaf(s, factor, -rows.lse2[m][e / 2]) - rows.low[m][e / 2]);
+        }
+      });
+    } else {
+      for_each_element(x, [&](float& s, int m, int, int e) {
+        s = exp2_approx(fmaf(s, factor, -rows.lse2[m][e / 2]));
+      });
+    }
+    // At most 1; a NaN, of a score that overflowed far below the maximum, becomes 0.
+    for_each_element(x, [&](float& s, int, int, int) { s = __saturatef(s); });
+    stage_accumulators<Scores>(x, shared_address(shared.p), ScoreTile::row(), ScoreTile::column(),
+                               [](float a, float b, int, int) { return pack<T>(a, b); });
+
+    typename ScoreTile::Accumulators ds;
+    clear(ds);
+    multiply<T, D>(ds, OperandA<QueryRows, Major::k>(shared_address(shared.dout), ScoreTile::row()),
+                   OperandB<KeyRows, Major::k>(stream.v_tile(n), ScoreTile::column()));
+    for_each_element(ds, [&](float& s, int m, int k, int e) {
+      const float probability = x[m][k][e];
+      s = probability == 0 ? 0.0f : probability * (s - rows.delta[m][e / 2]);
+    });
+    if (p.dbias.data != nullptr) {
+      if (Pairs && p.dbias.per_query) {
+        store_pair_gradients(p, tile, stream.keys(n), stream.size(n), position, ds);
+      } else {
+        add_column_gradients(p, tile, stream, n, position, ds);
+      }
+    }
+    if (capped) {
+      for_each_element(ds, [&](float& s, int m, int k, int e) { s *= slope[m][k][e]; });
+    }
+    stage_accumulators<Scores>(
+        ds, shared_address(shared.dt), ScoreTile::row(), ScoreTile::column(),
+        [&](float a, float b, int, int) { return pack_gradient<T>(a, b, p.saturate); });
+  }
+
+  static __device__ std::int64_t dbias_begin(const Params& p, const QueryTile& tile) {
+    return tile.batch * p.dbias.batch + tile.head * p.dbias.head_q + tile.kv_head * p.dbias.head_kv;
+  }
+
+  // The gradient of a per-key bias: column sums over the warp's rows, added in memory.
+  static __device__ void add_column_gradients(const Params& p, const QueryTile& tile,
+                                              const Stream& stream, int n, LanePosition position,
+                                              const typename ScoreTile::Accumulators& ds) {
+    // Sums of this lane's columns over its rows, then over the eight lanes that share the columns:
+    // at each step a lane passes on one half of its sums and keeps the other.
+    constexpr int count = 2 * n8;
+    float sum[count];
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      sum[i] = 0;
+#pragma unroll
+      for (int m = 0; m < m16; ++m) sum[i] += ds[m][i / 2][i % 2] + ds[m][i / 2][i % 2 + 2];
+    }
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    int held = 0;  // sum[0] is of the lane's column number `held`
+    int left = count;
+#pragma unroll
+    for (int step = 16; step >= 4; step /= 2) {
+      const bool upper = (lane & step) != 0;
+      if (left > 1) {
+        left /= 2;
+#pragma unroll
+        for (int i = 0; i < count / 2; ++i) {
+          if (i >= left) break;
+          const float kept = upper ? sum[i + left] : sum[i];
+          const float passed = upper ? sum[i] : sum[i + left];
+          sum[i] = kept + __shfl_xor_sync(0xffffffffu, passed, step);
+        }
+        held += upper ? left : 0;
+      } else {
+        sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], step);
+      }
+    }
+    // With fewer columns than lanes to share them, several lanes hold the same sum.
+    constexpr int sharing = count < 8 ? 8 / count : 1;
+    const int* keys = stream.keys(n);
+    float* const sums = reinterpret_cast<float*>(p.dbias.data) + dbias_begin(p, tile);
+#pragma unroll
+    for (int i = 0; i < (count + 7) / 8; ++i) {
+      const int column = position.column + (held + i) / 2 * 8 + (held + i) % 2;
+      if (lane / 4 % sharing == 0 && column < stream.size(n) && sum[i] != 0) {
+        atomicAdd(sums + keys[column] * p.dbias.key, sum[i]);
+      }
+    }
+  }
+
+  // The gradient of a bias with a query dimension, of every pair of the tile.
+  static __device__ void store_pair_gradients(const Params& p, const QueryTile& tile,
+                                              const int* keys, int size, LanePosition position,
+                                              typename ScoreTile::Accumulators& ds) {
+    const std::int64_t begin = dbias_begin(p, tile);
+#pragma unroll
+    for (int m = 0; m < m16; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = position.row + 16 * m + 8 * h;
+        if (row >= p.shape.seqlen_q) continue;
+        const std::int64_t row_begin = begin + row * p.dbias.query;
+#pragma unroll
+        for (int k = 0; k < n8; ++k) {
+          const int column = position.column + 8 * k;
+          const float first = ds[m][k][2 * h];
+          const float second = ds[m][k][2 * h + 1];
+          if (p.dbias.in_pairs && p.plan.keys == nullptr && !p.dbias_add && column + 1 < size) {
+            store_gradient_pair<T>(p.dbias, row_begin + keys[column], first, second, p.saturate);
+          } else {
+            if (column < size) {
+              store_gradient<T>(p.dbias, row_begin + keys[column] * p.dbias.key, first, p.dbias_add,
+                                p.saturate);
+            }
+            if (column + 1 < size) {
+              store_gradient<T>(p.dbias, row_begin + keys[column + 1] * p.dbias.key, second,
+                                p.dbias_add, p.saturate);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // Zeros in dbias for keys [begin, end) and the block's rows, where no tile is computed.
+  static __device__ void clear_pair_gradients(const Params& p, const QueryTile& tile, int row_end,
+                                              int begin, int end) {
+    if (!Pairs || p.dbias.data == nullptr || !p.dbias.per_query || p.dbias_add ||
+        p.plan.keys != nullptr) {
+      return;
+    }
+    const std::int64_t first = dbias_begin(p, tile);
+    for (int row = tile.row + static_cast<int>(threadIdx.x / 32); row < row_end; row += P.warps) {
+      for (int key = begin + static_cast<int>(threadIdx.x % 32); key < end; key += 32) {
+        store_gradient<T>(p.dbias, first + row * p.dbias.query + key * p.dbias.key, 0, false, true);
+      }
+    }
+  }
+
+  // Where the rows of a lane's accumulators lie in the sums; the same for dk and dv.
+  struct SumRows {
+    static constexpr int m16 = KeyTile::m / 16;
+    std::int64_t offset[m16][2];
+    bool exists[m16][2];
+    bool whole;
+
+    __device__ SumRows(const Params& p, const QueryTile& tile, const Stream& stream, int n) {
+      const int lane = static_cast<int>(threadIdx.x % 32);
+      const int columns = sum_columns(p.shape.head_dim);
+      whole = stream.size(n) >= P.keys && columns == D;
+      const std::int64_t head =
+          (static_cast<std::int64_t>(tile.batch) * p.shape.heads_kv + tile.kv_head) *
+              p.shape.seqlen_k * columns +
+          KeyTile::column() + 4 * (lane % 4);
+#pragma unroll
+      for (int m = 0; m < m16; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int row = KeyTile::row() + 16 * m + 8 * h + lane / 4;
+          exists[m][h] = row < stream.size(n);
+          offset[m][h] = head + static_cast<std::int64_t>(stream.keys(n)[row]) * columns;
+        }
+      }
+    }
+  };
+
+  // Adds left^T right, [keys, D], to the sums of the key tile's rows.
+  static __device__ void add_rows(const Params& p, float* sums, const SumRows& rows,
+                                  std::uint32_t left, std::uint32_t right) {
+    if (sums == nullptr) return;
+    typename KeyTile::Accumulators c;
+    clear(c);
+    multiply<T, P.rows>(c, OperandA<Scores, Major::mn>(left, KeyTile::row()),
+                        OperandB<QueryRows, Major::mn>(right, KeyTile::column()));
+    if (rows.whole) {
+      add_accumulators<true>(sums, rows, D, c);
+    } else {
+      add_accumulators<false>(sums, rows, sum_columns(p.shape.head_dim), c);
+    }
+  }
+
+  // Whole: all rows and columns exist. Without branches the moves that line operands up for one
+  // addition do not wait for the one before to have read its own.
+  template <bool Whole>
+  static __device__ void add_accumulators(float* sums, const SumRows& rows, int columns,
+                                          const typename KeyTile::Accumulators& c) {
+#pragma unroll
+    for (int m = 0; m < KeyTile::m / 16; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (!Whole && !rows.exists[m][h]) continue;
+        float* const to = sums + rows.offset[m][h];
+#pragma unroll
+        for (int d = 0; d < KeyTile::n / 8; d += 2) {
+          // A lane's four columns of two accumulator blocks lie side by side in the sums.
+          if (Whole || KeyTile::column() + 8 * d < columns) {
+            reduce_add(to + 8 * d, c[m][d][2 * h], c[m][d][2 * h + 1], c[m][d + 1][2 * h],
+                       c[m][d + 1][2 * h + 1]);
+          }
+        }
+      }
+    }
+  }
+};
+
+}  // namespace flash_dmattn::cuda::sm80

@@ -1,0 +1,55 @@
+#pragma once
+
+#include "cuda/sm80/key_stream.cuh"
+
+namespace flash_dmattn::cuda::sm80 {
+
+// Puts a warp's accumulators, packed by pack(x, y, m, h), into rows [warp_row, ..) and columns
+// [warp_column, ..) of a shared tile.
+template <class Tile, int M16, int N8, class Pack>
+__device__ inline void stage_accumulators(const float (&c)[M16][N8][4], std::uint32_t tile,
+                                          int warp_row, int warp_column, const Pack& pack) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+#pragma unroll
+  for (int m = 0; m < M16; ++m) {
+#pragma unroll
+    for (int n = 0; n < N8; ++n) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = warp_row + 16 * m + 8 * h + lane / 4;
+        store_shared_4(tile + Tile::offset(row, warp_column / 8 + n) + 4 * (lane % 4),
+                       pack(c[m][n][2 * h], c[m][n][2 * h + 1], m, h));
+      }
+    }
+  }
+}
+
+// Writes rows [begin, end) of a shared tile, whose row 0 is row `first` of the head, with `lanes`
+// threads of which this is number `lane`.
+template <class Tile>
+__device__ inline void write_rows(std::uint32_t tile, int begin, int end, int first,
+                                  const HeadRows& to, int batch, int head, int head_dim, int lane,
+                                  int lanes) {
+  std::byte* const data = to.data + batch * to.batch + head * to.head;
+  const int chunks = head_dim / 8;
+  for (int i = lane; i < (end - begin) * Tile::chunks; i += lanes) {
+    const int row = begin + i / Tile::chunks;
+    const int chunk = i % Tile::chunks;
+    if (chunk >= chunks) continue;
+    const uint4 value = load_shared_16(tile + Tile::offset(row, chunk));
+    std::byte* const destination = data + (first + row) * to.row + chunk * 16;
+    if (to.aligned) {
+      *reinterpret_cast<uint4*>(destination) = value;
+    } else {
+      auto* const halves = reinterpret_cast<std::uint16_t*>(destination);
+      const std::uint32_t words[4] = {value.x, value.y, value.z, value.w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        halves[2 * w] = static_cast<std::uint16_t>(words[w]);
+        halves[2 * w + 1] = static_cast<std::uint16_t>(words[w] >> 16);
+      }
+    }
+  }
+}
+
+}  // namespace flash_dmattn::cuda::sm80

@@ -1,0 +1,313 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "cuda/selection/selection.h"
+#include "device.h"
+#include "flash_dmattn/error.h"
+#include "float_types.h"
+#include "plan_comparison.h"
+#include "support/random.h"
+
+// Selection and plan on the device against those of the CPU, bit for bit.
+namespace flash_dmattn {
+namespace {
+
+using testing::check_cuda;
+using testing::DeviceBuffer;
+using testing::expect_same_plan;
+using testing::HostWorkspace;
+using testing::Random;
+
+class SmallCudaSelection : public testing::OnDevice {};
+class CudaSelection : public testing::OnDevice {};
+
+enum class Scores { normal, equal, falling, rising, few, with_nan, drifting, infinite, two_ramps };
+constexpr int score_kinds = 9;
+
+float score(Scores kind, Random& random, std::int64_t j, std::int64_t seqlen_k) {
+  const auto t = static_cast<float>(j);
+  const auto normal = [&] { return static_cast<float>(random.normal()); };
+  switch (kind) {
+    case Scores::normal: return normal();
+    case Scores::equal: return 0.25f;
+    case Scores::falling: return -t;
+    case Scores::rising: return t;
+    case Scores::few: return static_cast<float>(random.below(7)) - 3;
+    case Scores::with_nan:
+      if (random.below(4) != 0) return normal();
+      return random.below(2) != 0 ? std::nanf("") : -std::nanf("");
+    case Scores::drifting: return 1e-3f * t + normal();
+    case Scores::infinite:
+      if (random.below(3) == 0) return -std::numeric_limits<float>::infinity();
+      return random.below(2) == 0 ? 0.0f : -0.0f;
+    default: return j < seqlen_k / 3 ? 3e4f - t : t;
+  }
+}
+
+struct Layout {
+  std::int64_t key_stride = 1;
+  std::int64_t padding = 0;
+  int mask_one_in = 0;  // this many keys are masked; 0: there is no mask
+  bool mask_per_batch = false;
+};
+
+std::string describe(const SelectionArgs& args, Scores kind) {
+  return "scores " + std::to_string(static_cast<int>(kind)) + " " +
+         std::string(name_of(args.scores_dtype)) + ", B " + std::to_string(args.batch) + ", H " +
+         std::to_string(args.heads) + ", Sq " + std::to_string(args.seqlen_q) + ", Sk " +
+         std::to_string(args.seqlen_k) + ", w " + std::to_string(args.window) + ", selection " +
+         std::to_string(static_cast<int>(args.selection)) + ", causal " +
+         std::to_string(args.causal);
+}
+
+// One selection and its plan, on the host and on the device.
+class Comparison {
+ public:
+  Comparison(const SelectionArgs& shape, Scores kind, const Layout& layout, Random& random)
+      : args_(shape), kind_(kind), layout_(layout) {
+    const std::int64_t row = (args_.seqlen_k + layout.padding) * layout.key_stride;
+    const std::int64_t rows = args_.batch * args_.heads;
+    args_.scores_stride = {args_.heads * row, row, layout.key_stride};
+    scores_.resize(static_cast<std::size_t>(rows * row));
+    mask_.resize(static_cast<std::size_t>(rows * args_.seqlen_k), 1);
+    if (layout.mask_one_in > 0) {
+      for (auto& visible : mask_) visible = random.below(layout.mask_one_in) != 0;
+    }
+    args_.key_mask_stride = {args_.heads * args_.seqlen_k,
+                             layout.mask_per_batch ? 0 : args_.seqlen_k, 1};
+    refill(random);
+  }
+
+  void refill(Random& random) {
+    for (std::size_t i = 0; i < scores_.size(); ++i) {
+      const auto j = static_cast<std::int64_t>(i) % args_.scores_stride[1] / layout_.key_stride;
+      scores_[i] = score(kind_, random, j, args_.seqlen_k);
+    }
+    narrow_.clear();
+    for (const float x : scores_) {
+      narrow_.push_back(args_.scores_dtype == DType::f16 ? float_to_f16(x) : float_to_bf16(x));
+    }
+  }
+
+  const void* scores() const {
+    if (args_.scores_dtype == DType::f32) return scores_.data();
+    return narrow_.data();
+  }
+  std::size_t scores_bytes() const {
+    return scores_.size() * static_cast<std::size_t>(size_of(args_.scores_dtype));
+  }
+
+  void expect_same() {
+    DeviceBuffer scores(scores_bytes());
+    DeviceBuffer mask(mask_.size());
+    DeviceBuffer intervals(mask_.size() * sizeof(KeyInterval));
+    scores.upload(this->scores());
+    mask.upload(mask_.data());
+    SelectionArgs on_device = args_;
+    on_device.scores = scores.data();
+    if (layout_.mask_one_in > 0) {
+      on_device.key_mask = reinterpret_cast<const std::uint8_t*>(mask.data());
+    }
+    on_device.intervals = reinterpret_cast<KeyInterval*>(intervals.data());
+    const std::size_t bytes = cuda::select_workspace_size(on_device);
+    DeviceBuffer workspace(bytes);
+    Execution execution;
+    execution.workspace = workspace.data();
+    execution.workspace_bytes = bytes;
+    cuda::select_key_intervals(on_device, execution);
+    compare_intervals(intervals);
+    if (!::testing::Test::HasFatalFailure() && tile_rows > 0) compare_plan(on_device.intervals);
+  }
+
+  void compare_intervals(const DeviceBuffer& actual_intervals) {
+    std::vector<KeyInterval> actual(mask_.size());
+    if (!actual.empty()) actual_intervals.download(actual.data());
+    expected_.assign(mask_.size(), KeyInterval{-1, -1});
+    SelectionArgs on_host = args_;
+    on_host.scores = scores();
+    if (layout_.mask_one_in > 0) on_host.key_mask = mask_.data();
+    on_host.intervals = expected_.data();
+    Execution execution;
+    HostWorkspace workspace(select_workspace_size(on_host, execution));
+    execution.workspace = workspace.data();
+    execution.workspace_bytes = workspace.size();
+    select_key_intervals(on_host, execution);
+    for (std::size_t i = 0; i < actual.size(); ++i) {
+      ASSERT_TRUE(actual[i].first == expected_[i].first && actual[i].last == expected_[i].last)
+          << describe(args_, kind_) << ": key " << i << ": expected [" << expected_[i].first << ", "
+          << expected_[i].last << "), actual [" << actual[i].first << ", " << actual[i].last << ")";
+    }
+  }
+
+  // On the device from the device's intervals, on the host from the host's.
+  void compare_plan(const KeyInterval* intervals) {
+    PlanArgs plan_args;
+    plan_args.batch = args_.batch;
+    plan_args.heads = args_.heads;
+    plan_args.seqlen_q = args_.seqlen_q;
+    plan_args.seqlen_k = args_.seqlen_k;
+    plan_args.tile_rows = tile_rows;
+    plan_args.causal = args_.causal;
+    plan_args.intervals = {intervals, args_.heads * args_.seqlen_k, args_.seqlen_k};
+    expect_same_plan(plan_args, cuda::key_bound(args_), expected_);
+  }
+
+  std::int64_t tile_rows = 0;  // 0: no plan
+
+ private:
+  SelectionArgs args_;
+  Scores kind_;
+  Layout layout_;
+  std::vector<float> scores_;
+  std::vector<std::uint16_t> narrow_;
+  std::vector<std::uint8_t> mask_;
+  std::vector<KeyInterval> expected_;
+};
+
+SelectionArgs shape_of(std::int64_t rows, std::int64_t seqlen, std::int64_t window) {
+  SelectionArgs args;
+  args.batch = 1;
+  args.heads = rows;
+  args.seqlen_q = seqlen;
+  args.seqlen_k = seqlen;
+  args.window = window;
+  return args;
+}
+
+void compare_random(std::uint64_t seed, int rounds, std::int64_t longest) {
+  Random random(seed);
+  for (int round = 0; round < rounds; ++round) {
+    SelectionArgs args = shape_of(1 + random.below(3), 1 + random.below(longest), 0);
+    args.batch = 1 + random.below(2);
+    if (random.below(3) == 0) args.seqlen_q = random.below(args.seqlen_k + 100);
+    args.window = random.below(args.seqlen_k + 3);
+    if (random.below(2) == 0) args.window = random.below(args.seqlen_k / 4 + 2);
+    if (random.below(10) == 0) args.window = 512 * random.below(4);
+    args.selection = random.below(3) == 0 ? Selection::global : Selection::per_query;
+    args.causal = random.below(6) != 0;
+    args.scores_dtype = static_cast<DType>(random.below(3));
+    Layout layout;
+    layout.key_stride = random.below(4) == 0 ? 2 : 1;
+    layout.padding = random.below(4);
+    layout.mask_one_in = random.below(2) == 0 ? 0 : static_cast<int>(1 + random.below(6));
+    layout.mask_per_batch = random.below(2) == 0;
+    Comparison comparison(args, static_cast<Scores>(random.below(score_kinds)), layout, random);
+    constexpr std::int64_t tile_rows[] = {1, 3, 16, 64, 100, 128};
+    comparison.tile_rows = tile_rows[longest > 30000 ? 2 + random.below(4) : random.below(6)];
+    comparison.expect_same();
+    if (::testing::Test::HasFatalFailure()) return;
+  }
+}
+
+TEST_F(SmallCudaSelection, Random) { compare_random(1, 12, 1500); }
+TEST_F(CudaSelection, RandomShort) { compare_random(2, 300, 600); }
+TEST_F(CudaSelection, RandomMiddle) { compare_random(3, 150, 9000); }
+TEST_F(CudaSelection, RandomLong) { compare_random(4, 20, 70000); }
+
+TEST_F(CudaSelection, EveryKindOfScoresAtFullSize) {
+  Random random(5);
+  for (int kind = 0; kind < score_kinds; ++kind) {
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      SelectionArgs args = shape_of(2, 32768, 2048);
+      args.scores_dtype = dtype;
+      Comparison comparison(args, static_cast<Scores>(kind), {}, random);
+      comparison.tile_rows = 128;
+      comparison.expect_same();
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_F(CudaSelection, MillionKeys) {
+  Random random(6);
+  for (const Scores kind : {Scores::normal, Scores::equal, Scores::two_ramps}) {
+    for (const Selection selection : {Selection::per_query, Selection::global}) {
+      SelectionArgs args = shape_of(1, (1 << 20) - 3, 1000);
+      args.selection = selection;
+      Comparison comparison(args, kind, {}, random);
+      comparison.tile_rows = 512;
+      comparison.expect_same();
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// More rows than a batch of the sort holds.
+TEST_F(CudaSelection, ThousandsOfRows) {
+  Random random(7);
+  for (const Selection selection : {Selection::per_query, Selection::global}) {
+    SelectionArgs args = shape_of(3000, 700, 100);
+    args.selection = selection;
+    args.scores_dtype = DType::bf16;
+    Comparison comparison(args, Scores::normal, {}, random);
+    comparison.tile_rows = 128;
+    comparison.expect_same();
+    if (HasFatalFailure()) return;
+  }
+}
+
+// Scores change between replays; the graph's own stream is not the default one.
+TEST_F(CudaSelection, ReplaysFromAGraph) {
+  Random random(8);
+  SelectionArgs args = shape_of(4, 5000, 300);
+  Comparison comparison(args, Scores::normal, {}, random);
+  DeviceBuffer scores(comparison.scores_bytes());
+  DeviceBuffer intervals(4 * 5000 * sizeof(KeyInterval));
+  args.scores = scores.data();
+  args.scores_stride = {4 * 5000, 5000, 1};
+  args.intervals = reinterpret_cast<KeyInterval*>(intervals.data());
+  const std::size_t bytes = cuda::select_workspace_size(args);
+  DeviceBuffer workspace(bytes);
+  cudaStream_t stream = nullptr;
+  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  Execution execution;
+  execution.workspace = workspace.data();
+  execution.workspace_bytes = bytes;
+  execution.stream = stream;
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t replay = nullptr;
+  check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+  cuda::select_key_intervals(args, execution);
+  check_cuda(cudaStreamEndCapture(stream, &graph));
+  check_cuda(cudaGraphInstantiate(&replay, graph, 0));
+  for (int i = 0; i < 3; ++i) {
+    comparison.refill(random);
+    scores.upload(comparison.scores());
+    check_cuda(cudaGraphLaunch(replay, stream));
+    check_cuda(cudaStreamSynchronize(stream));
+    comparison.compare_intervals(intervals);
+    if (HasFatalFailure()) break;
+  }
+  check_cuda(cudaGraphExecDestroy(replay));
+  check_cuda(cudaGraphDestroy(graph));
+  check_cuda(cudaStreamDestroy(stream));
+}
+
+TEST_F(CudaSelection, BadArgumentsAreNamed) {
+  const SelectionArgs good = shape_of(1, 100, 10);
+  const auto rejected = [](const SelectionArgs& args) -> std::string {
+    try {
+      cuda::select_key_intervals(args, Execution{});
+    } catch (const InvalidArgument& error) {
+      return error.argument();
+    }
+    return "nothing";
+  };
+  SelectionArgs args = good;
+  args.window = -1;
+  EXPECT_EQ(rejected(args), "window");
+  args = good;
+  args.scores_dtype = DType::f64;
+  EXPECT_EQ(rejected(args), "scores_dtype");
+  args = good;
+  args.seqlen_k = std::int64_t{1} << 24;
+  EXPECT_EQ(rejected(args), "seqlen_k");
+  EXPECT_EQ(rejected(good), "scores");
+}
+
+}  // namespace
+}  // namespace flash_dmattn
