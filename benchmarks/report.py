@@ -41,6 +41,7 @@ def table(records: list[tuple[str, dict]]) -> str:
             "|---|---|---|---|---|",
         ]
         rows = [row for row in record["rows"] if "torch_ms" in row]
+        seen = set()  # a row of work that two cases share is listed once
         for forward, backward in zip(rows[::2], rows[1::2], strict=True):
             window = f" w{forward['window']}" if forward["window"] else ""
             name = f"{forward['case']} N{forward['seqlen']} D{forward['head_dim']}{window}"
@@ -48,9 +49,9 @@ def table(records: list[tuple[str, dict]]) -> str:
                 f"{forward[key]:.{digits}f} / {backward[key]:.{digits}f}"
                 for key, digits in (("ours_ms", 0), ("torch_ms", 0), ("ratio", 1))
             )
-            line = f"| {name} | {forward['dtype']} | {' | '.join(cells)} |"
-            if line.split("|")[1:3] not in [other.split("|")[1:3] for other in lines]:
-                lines.append(line)
+            if (name, forward["dtype"]) not in seen:
+                lines.append(f"| {name} | {forward['dtype']} | {' | '.join(cells)} |")
+            seen.add((name, forward["dtype"]))
         lines.append("")
     return "\n".join(lines)
 
@@ -82,7 +83,10 @@ def draw_cost(axes: plt.Axes, record: dict) -> None:
             axes.loglog(*zip(*points, strict=True), marker=marker, color=colour, label=label)
     axes.set(xlabel="sequence length N", ylabel="seconds, forward + backward")
     axes.set_title("w = 1024, 8 heads, D 64, 2 threads")
-    axes.legend(fontsize=7)
+    lengths = sorted({row["seqlen"] for row in record["rows"] if row["window"]})
+    axes.set_xticks(lengths, [f"{n // 1024}k" for n in lengths])
+    axes.minorticks_off()
+    axes.legend(fontsize=7, loc="lower right")
     axes.grid(alpha=0.3)
 
 
