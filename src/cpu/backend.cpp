@@ -75,7 +75,8 @@ constexpr std::int64_t least_queries = 8;
 std::int64_t wanted_tile_rows(const Problem& p) {
   const std::int64_t group = p.heads_kv == 0 ? 1 : p.heads_q / p.heads_kv;
   const std::int64_t rows = p.intervals_shape[0] != 0 ? interval_rows : dense_rows;
-  return std::max(least_queries, rows / std::max<std::int64_t>(group, 1));
+  const std::int64_t queries = std::max(least_queries, rows / std::max<std::int64_t>(group, 1));
+  return std::clamp<std::int64_t>(p.seqlen_q, 1, queries);
 }
 
 Rows rows_of(const ConstTensor4& tensor) {
