@@ -67,7 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"The demo needs {missing.name}: pip install 'flash-dmattn[demo]'.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"\nInterrupted. What is finished is in {parsed.output}/.", file=sys.stderr)
+        kept = f" What is finished is in {parsed.output}/." if parsed.output.is_dir() else ""
+        print(f"\nInterrupted.{kept}", file=sys.stderr)
         return 130
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -18,6 +19,11 @@ MASK_VALUE = {
 }
 
 
+# What may stand for a number: also those of numpy, of torch.compile, and tensors of one element.
+_NUMBERS = (Real, torch.SymFloat, torch.SymInt, Tensor)
+_INTEGERS = (Integral, torch.SymInt)
+
+
 def attention_inputs(
     query: Tensor, key: Tensor, value: Tensor, layout: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,6 +35,13 @@ def attention_inputs(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            layout_of = "nested" if tensor.is_nested else tensor.layout
+            raise TypeError(
+                f"{name}: got a {layout_of} tensor, expected a dense one; sequences of different lengths "
+                "go packed into flash_dmattn_varlen_func"
+            )
+        _refuse_tangent(tensor, name)
     device_type = query.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
@@ -38,6 +51,17 @@ def attention_inputs(
         )
     _check_attention_inputs(query, key, value, layout)
     return query, key, value
+
+
+def _refuse_tangent(tensor: Tensor, name: str) -> None:
+    """Forward-mode derivatives do not exist, and torch would silently make them 0."""
+    if torch.compiler.is_compiling():
+        return
+    if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+        raise RuntimeError(
+            f"{name}: got a tensor with a tangent (forward-mode differentiation, torch.func.jvp), expected "
+            "one without: attention has reverse-mode derivatives only"
+        )
 
 
 def _check_attention_inputs(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None:
@@ -85,13 +109,19 @@ def resolve_scale(scale: float | None, softmax_scale: float | None, head_dim: in
     scale = softmax_scale if scale is None else scale
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, bool) or not isinstance(scale, _NUMBERS):
+        # True is most often is_causal in the place of softmax_scale.
+        raise TypeError(f"scale: got {scale!r}, expected a number")
     if not math.isfinite(scale):
         raise ValueError(f"scale: got {scale}, expected a finite number")
     return float(scale)
 
 
 def resolve_softcap(softcap: float | None) -> float:
-    softcap = 0.0 if softcap is None else float(softcap)
+    softcap = 0.0 if softcap is None else softcap
+    if isinstance(softcap, bool) or not isinstance(softcap, _NUMBERS):
+        raise TypeError(f"softcap: got {softcap!r}, expected a number")
+    softcap = float(softcap)
     if not 0.0 <= softcap < math.inf:
         raise ValueError(f"softcap: got {softcap}, expected 0 (none) or a positive finite number")
     return softcap
@@ -148,8 +178,18 @@ def mask_argument(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | N
 
 def bias_argument(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     bias = broadcast_argument(bias, "attn_bias", query, key)
+    if bias is not None:
+        _refuse_tangent(bias, "attn_bias")
     if bias is None or bias.dtype in (query.dtype, torch.float32):
         return bias
     if not bias.is_floating_point():
-        raise TypeError(f"attn_bias: got {bias.dtype}, expected {query.dtype} or torch.float32")
+        masks = "; boolean masks go into attn_mask" if bias.dtype == torch.bool else ""
+        raise TypeError(f"attn_bias: got {bias.dtype}, expected a floating dtype{masks}")
     return bias.float()
+
+
+def check_window(keep_window_size: int) -> None:
+    if isinstance(keep_window_size, bool) or not isinstance(keep_window_size, _INTEGERS):
+        raise TypeError(f"keep_window_size: got {keep_window_size!r}, expected an integer")
+    if keep_window_size < 0:
+        raise ValueError(f"keep_window_size: got {keep_window_size}, expected 0 or more")

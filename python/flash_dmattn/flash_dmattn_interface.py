@@ -13,6 +13,7 @@ from ._arguments import (
     MASK_VALUE,
     attention_inputs,
     bias_argument,
+    check_window,
     mask_argument,
     resolve_nonfinite,
     resolve_scale,
@@ -156,9 +157,9 @@ def flash_dmattn_varlen_func(
             "block_table: got a paged key cache, expected None; gather the pages into packed keys and values"
         )
     query, key, value = attention_inputs(query, key, value, "total, H, D")
-    cu_seqlens_q = _check_offsets(cu_seqlens_q, "cu_seqlens_q")
-    cu_seqlens_k = _check_offsets(cu_seqlens_k, "cu_seqlens_k")
     total_q, total_k = query.shape[0], key.shape[0]
+    cu_seqlens_q = _check_offsets(cu_seqlens_q, "cu_seqlens_q", total_q)
+    cu_seqlens_k = _check_offsets(cu_seqlens_k, "cu_seqlens_k", total_k)
     query, key, value = query[None], key[None], value[None]
     bias = None
     if attn_bias is not None:
@@ -222,18 +223,30 @@ def _check_intervals(key_intervals, query, key) -> Tensor:
     return key_intervals.intervals
 
 
-def _check_offsets(offsets: Tensor, name: str) -> Tensor:
+def _check_offsets(offsets: Tensor, name: str, total: int) -> Tensor:
+    """int32 offsets. Their values are looked at on the CPU only: on a GPU that would wait for it."""
+    if not isinstance(offsets, Tensor):
+        raise TypeError(f"{name}: got {type(offsets).__name__}, expected a torch.Tensor")
     if offsets.dim() != 1 or offsets.is_floating_point():
         raise ValueError(
             f"{name}: got {offsets.dtype} of shape {tuple(offsets.shape)}, "
             "expected int32 of shape [sequences + 1]"
         )
+    if (
+        type(offsets) is Tensor
+        and offsets.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+    ):
+        values = offsets.tolist()
+        if not values or values[0] != 0 or values != sorted(values) or values[-1] > total:
+            raise ValueError(
+                f"{name}: got {values}, expected offsets that begin at 0, never fall and end at {total}"
+            )
     return offsets.to(torch.int32).contiguous()
 
 
 def _check_selection(keep_window_size: int, selection: str) -> None:
-    if keep_window_size < 0:
-        raise ValueError(f"keep_window_size: got {keep_window_size}, expected 0 or more")
+    check_window(keep_window_size)
     if selection not in SELECTIONS:
         raise ValueError(f"selection: got {selection!r}, expected one of {SELECTIONS}")
 

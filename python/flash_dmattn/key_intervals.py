@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from . import _ops
+from ._arguments import check_window
 
 SELECTIONS = ("per_query", "global")
 
@@ -98,8 +99,7 @@ def select_key_intervals(
     """
     if selection not in SELECTIONS:
         raise ValueError(f"selection: got {selection!r}, expected one of {SELECTIONS}")
-    if keep_window_size < 0:
-        raise ValueError(f"keep_window_size: got {keep_window_size}, expected 0 or more")
+    check_window(keep_window_size)
     scores = _per_key(scores, "scores").detach()
     if not scores.is_floating_point():
         raise TypeError(f"scores: got {scores.dtype}, expected a floating dtype")
@@ -130,6 +130,8 @@ def sliding_window(
     """Every query sees its own position, the `window` - 1 before it and the `lookahead` after it."""
     if window < 0 or lookahead < 0:
         raise ValueError(f"window, lookahead: got {window}, {lookahead}, expected 0 or more")
+    if key_length < 0:
+        raise ValueError(f"key_length: got {key_length}, expected 0 or more")
     query_length = key_length if query_length is None else query_length
     diagonal = _diagonal(key_length, query_length, device)
     return _clipped(diagonal - lookahead, diagonal + window, query_length)

@@ -132,6 +132,11 @@ def test_bad_values_are_named(message):
         ("attn_mask: got list", {"attn_mask": [True]}),
         ("attn_bias: got torch.int64", {"attn_bias": torch.zeros(2, 2, 9).long()}),
         ("attn_bias: got a tensor on meta", {"attn_bias": torch.zeros(2, 2, 9, device="meta")}),
+        ("attn_bias: got torch.bool", {"attn_bias": torch.zeros(2, 2, 9).bool()}),
+        ("query: got a torch.sparse_coo tensor", {"query": torch.zeros(2, 9, 4, 8).to_sparse()}),
+        ("scale: got True", {"softmax_scale": True}),
+        ("softcap: got '3'", {"softcap": "3"}),
+        ("keep_window_size: got 4.5", {"attn_bias": torch.zeros(2, 2, 9), "keep_window_size": 4.5}),
         ("key_intervals: got Tensor", {"key_intervals": torch.zeros(1, 1, 9, 2, dtype=torch.int32)}),
     ],
 )  # fmt: skip
@@ -140,6 +145,15 @@ def test_bad_types_are_named(message, change):
     with pytest.raises(TypeError) as caught:
         flash_dmattn_func(**arguments)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("offsets", [[0, 4, 10], [0, 7, 4, 9], [1, 9], []])
+def test_bad_offsets_are_named(offsets):
+    q, k, v = (t[0] for t in qkv())
+    with pytest.raises(ValueError, match="cu_seqlens_q: got .* expected"):
+        flash_dmattn.flash_dmattn_varlen_func(
+            q, k, v, torch.tensor(offsets, dtype=torch.int32), torch.tensor([0, 9])
+        )
 
 
 def test_selection_names_bad_arguments():

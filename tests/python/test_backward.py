@@ -112,6 +112,17 @@ def test_second_derivatives_say_that_there_are_none():
         grads[0].sum().backward()
 
 
+@pytest.mark.parametrize("index, name", list(enumerate(["query", "key", "value", "attn_bias"])))
+def test_forward_mode_says_that_there_is_none(index, name):
+    leaves = [t.detach() for t in inputs()]
+
+    def of_one(tensor):
+        return attend(*leaves[:index], tensor, *leaves[index + 1 :])
+
+    with pytest.raises(RuntimeError, match=f"{name}: got a tensor with a tangent"):
+        torch.func.jvp(of_one, (leaves[index],), (leaves[index],))
+
+
 GRADCHECKS = {
     "plain": {},
     "causal": {"is_causal": True},

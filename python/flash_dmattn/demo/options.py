@@ -8,7 +8,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's options to its parser."""
     add = parser.add_argument
     add("--steps", type=_positive, default=400, help="training steps")
-    add("--seconds", type=_positive, default=150, help="training ends after this time at the latest")
+    add(
+        "--seconds", type=_positive, default=150, help="training ends after this time at the latest"
+    )
     add("--context", type=_positive, default=2048, help="bytes per sequence")
     add("--window", type=_positive, default=256, metavar="W", help="keys that a query keeps")
     add("--batch-size", type=_positive, default=1, metavar="B", help="sequences per step")
