@@ -18,9 +18,8 @@ namespace {
 
 using Shape4 = std::array<std::int64_t, 4>;
 
-// Elements of a tensor, and the span of one in elements. Leaves room for any buffer that holds a few
-// doubles per element to have a size in bytes.
-constexpr std::int64_t max_elements = std::int64_t{1} << 56;
+using selection::max_elements;
+using selection::product_fits;
 
 std::string text(float value) {
   std::ostringstream stream;
@@ -42,16 +41,6 @@ std::string choice(std::initializer_list<std::int64_t> sizes) {
   std::string result;
   for (const std::int64_t size : sizes) result += std::to_string(size) + "|";
   return "{" + result + "1}";
-}
-
-bool product_fits(std::initializer_list<std::int64_t> factors) {
-  if (std::find(factors.begin(), factors.end(), 0) != factors.end()) return true;
-  std::int64_t product = 1;
-  for (const std::int64_t factor : factors) {
-    if (product > max_elements / factor) return false;
-    product *= factor;
-  }
-  return true;
 }
 
 template <std::size_t Size>
@@ -242,6 +231,14 @@ void validate(const Problem& p) {
         "batch, heads_q, seqlen_q, seqlen_k, head_dim " +
             text(std::array{p.batch, p.heads_q, p.seqlen_q, p.seqlen_k, p.head_dim}),
         "tensors of at most 2^56 elements");
+  }
+  if (p.dtype > DType::f64) {
+    throw InvalidArgument("problem.dtype", std::to_string(static_cast<int>(p.dtype)),
+                          "f32, bf16, f16 or f64");
+  }
+  if (p.nonfinite > NonFinite::propagate) {
+    throw InvalidArgument("problem.nonfinite", std::to_string(static_cast<int>(p.nonfinite)),
+                          "saturate or propagate");
   }
   if (!std::isfinite(p.scale)) {
     throw InvalidArgument("problem.scale", text(p.scale), "a finite number");

@@ -36,7 +36,8 @@ class ThreadPool {
   int threads() const noexcept;
 
   // An Execution that runs on this pool; the workspace is still the caller's to set. Calls that share
-  // one pool take turns.
+  // one pool take turns. A body that calls the pool it runs on does its workers itself; one that gets
+  // there through the bodies of another pool waits for its own call to end, forever.
   Execution execution() noexcept;
 
  private:

@@ -127,6 +127,17 @@ Task task_of(const Problem& p, const Inputs& in) {
   return t;
 }
 
+// Rows of a tile and what they need in scratch memory are counted in int, in units of the group.
+constexpr std::int64_t largest_group = 1 << 16;
+
+std::string why_not(const Problem& p) {
+  if (p.dtype == DType::f64) return "f64 is computed by the reference backend";
+  if (p.heads_kv > 0 && p.heads_q / p.heads_kv > largest_group) {
+    return "more than " + std::to_string(largest_group) + " query heads share a kv head";
+  }
+  return "";
+}
+
 bool is_empty(const Problem& p) { return p.batch == 0 || p.heads_q == 0 || p.heads_kv == 0; }
 
 // Hands out the workspace front to back; without one it only counts.
@@ -433,11 +444,7 @@ namespace flash_dmattn {
 const Backend cpu_backend = {
     .name = "cpu",
     .info = [] { return BackendInfo{"cpu", true, std::string(name_of(cpu::chosen().isa))}; },
-    .supports =
-        [](const Problem& p) {
-          return p.dtype == DType::f64 ? std::string("f64 is computed by the reference backend")
-                                       : std::string();
-        },
+    .supports = cpu::why_not,
     .query_tile_rows = cpu::wanted_tile_rows,
     .forward_workspace_size = cpu::forward_workspace_size,
     .backward_workspace_size = cpu::backward_workspace_size,

@@ -1,7 +1,9 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
 #include <string>
 #include <string_view>
@@ -12,10 +14,33 @@
 // The checks that select_key_intervals and build_plan share.
 namespace flash_dmattn::selection {
 
+// Elements of an array, and the span of one in elements. Leaves room for any buffer that holds a few
+// doubles per element to have a size in bytes.
+inline constexpr std::int64_t max_elements = std::int64_t{1} << 56;
+
+inline bool product_fits(std::initializer_list<std::int64_t> factors) {
+  if (std::find(factors.begin(), factors.end(), 0) != factors.end()) return true;
+  std::int64_t product = 1;
+  for (const std::int64_t factor : factors) {
+    if (product > max_elements / factor) return false;
+    product *= factor;
+  }
+  return true;
+}
+
 inline void require_length(std::string_view argument, std::int64_t value) {
   if (value < 0 || value > std::numeric_limits<std::int32_t>::max()) {
     throw InvalidArgument(argument, std::to_string(value), "a length in [0, 2^31)");
   }
+}
+
+// Rows [batch, heads] of `length` elements each.
+inline void require_rows(std::int64_t batch, std::int64_t heads, std::int64_t length) {
+  if (product_fits({batch, heads, length})) return;
+  throw InvalidArgument("batch",
+                        std::to_string(batch) + " with " + std::to_string(heads) + " heads of " +
+                            std::to_string(length) + " elements",
+                        "at most 2^56 elements");
 }
 
 inline void require_pointer(std::string_view argument, const void* pointer, bool needed) {

@@ -144,6 +144,7 @@ void validate(const PlanArgs& args, const Execution& execution) {
   selection::require_length("heads", args.heads);
   selection::require_length("seqlen_q", args.seqlen_q);
   selection::require_length("seqlen_k", args.seqlen_k);
+  selection::require_rows(args.batch, args.heads, std::max(args.seqlen_q, args.seqlen_k));
   selection::require_workers(execution);
   if (args.tile_rows < 1) {
     throw InvalidArgument("tile_rows", std::to_string(args.tile_rows), "at least 1");

@@ -128,6 +128,7 @@ void validate(const SelectionArgs& args, const Execution& execution) {
   selection::require_length("heads", args.heads);
   selection::require_length("seqlen_q", args.seqlen_q);
   selection::require_length("seqlen_k", args.seqlen_k);
+  selection::require_rows(args.batch, args.heads, args.seqlen_k);
   selection::require_workers(execution);
   if (args.window < 0) {
     throw InvalidArgument("window", std::to_string(args.window), "at least 0");
@@ -146,7 +147,9 @@ void validate(const SelectionArgs& args, const Execution& execution) {
 
 std::size_t select_workspace_size(const SelectionArgs& args, const Execution& execution) {
   validate(args, execution);
-  return static_cast<std::size_t>(execution.workers) * heap_bytes(args);
+  // A heap for every row in progress, of which there are no more than rows.
+  const std::int64_t heaps = std::min<std::int64_t>(execution.workers, args.batch * args.heads);
+  return static_cast<std::size_t>(heaps) * heap_bytes(args);
 }
 
 void select_key_intervals(const SelectionArgs& args, const Execution& execution) {

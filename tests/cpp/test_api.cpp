@@ -143,6 +143,24 @@ TEST(Backends, SayWhetherTheySupportAProblem) {
   EXPECT_GT(query_tile_rows(p), 0);
 }
 
+TEST(Backends, HeadsThatATileCannotCountGoToTheReference) {
+  Problem p = Call().data.problem;
+  p.mask_shape = p.bias_shape = {};
+  p.heads_kv = 1;
+  p.heads_q = 1 << 16;
+  EXPECT_EQ(supports(p, "cpu"), "");
+  p.heads_q = std::numeric_limits<std::int32_t>::max();
+  EXPECT_EQ(supports(p, "cpu"), "cpu: more than 65536 query heads share a kv head");
+  EXPECT_EQ(supports(p), "");
+  // In fp32 2^31 rows of a tile need more bytes than an int counts.
+  ForwardArgs args;
+  args.problem = p;
+  args.problem.intervals_shape = {};
+  float one = 0;
+  args.in.q = args.in.k = args.in.v = {&one, {0, 0, 0, 1}};
+  EXPECT_LT(forward_workspace_size(args, in_turn(1)), std::size_t{1} << 20);
+}
+
 TEST(Backends, UnknownNamesAreErrors) {
   Call call;
   call.backend = "gpu";
@@ -182,6 +200,10 @@ const std::vector<BadProblem> bad_problems = {
      "got batch, heads_q, seqlen_q, seqlen_k, head_dim (2000000000, 4, 2000000000, 7, 8), expected "
      "tensors of at most 2^56 elements",
      [](Problem& p) { p.batch = p.seqlen_q = 2000000000; }},
+    {"problem.dtype", "got 9, expected f32, bf16, f16 or f64",
+     [](Problem& p) { p.dtype = p.bias_dtype = static_cast<DType>(9); }},
+    {"problem.nonfinite", "got 9, expected saturate or propagate",
+     [](Problem& p) { p.nonfinite = static_cast<NonFinite>(9); }},
     {"problem.scale", "got inf, expected a finite number", [](Problem& p) { p.scale = infinity; }},
     {"problem.scale", "got nan, expected a finite number", [](Problem& p) { p.scale = nan; }},
     {"problem.softcap", "got -0.5, expected a finite number >= 0 (0 = none)",

@@ -243,6 +243,8 @@ TEST_F(PlanArguments, AreChecked) {
   with([&] { args_.heads = -1; }, "heads");
   with([&] { args_.seqlen_q = -1; }, "seqlen_q");
   with([&] { args_.seqlen_k = std::int64_t{1} << 31; }, "seqlen_k");
+  constexpr std::int64_t longest = (std::int64_t{1} << 31) - 1;
+  with([&] { args_.batch = args_.heads = args_.seqlen_q = longest, args_.tile_rows = 1; }, "batch");
   with([&] { buffers_.begin = nullptr; }, "begin");
   with([&] { buffers_.count = nullptr; }, "count");
   with([&] { buffers_.full = nullptr; }, "full");

@@ -250,6 +250,17 @@ TEST(Selection, EmptyProblemsNeedNothing) {
   select_key_intervals(no_batch, Execution{});
 }
 
+TEST(Selection, WorkspaceGrowsWithTheRowsInProgress) {
+  constexpr std::int64_t longest = (std::int64_t{1} << 31) - 1;
+  SelectionArgs args = shape_of(longest, longest, longest);
+  args.scores_dtype = DType::f64;
+  Execution execution;
+  const std::size_t one_heap = select_workspace_size(args, execution);
+  EXPECT_GE(one_heap, std::size_t{16} * longest);
+  execution.workers = std::numeric_limits<int>::max();
+  EXPECT_EQ(select_workspace_size(args, execution), one_heap);
+}
+
 class SelectionArguments : public ::testing::Test {
  protected:
   SelectionArguments() {
@@ -291,6 +302,8 @@ TEST_F(SelectionArguments, AreChecked) {
   with([&] { args_.heads = -1; }, "heads");
   with([&] { args_.seqlen_q = -1; }, "seqlen_q");
   with([&] { args_.seqlen_k = std::int64_t{1} << 31; }, "seqlen_k");
+  constexpr std::int64_t longest = (std::int64_t{1} << 31) - 1;
+  with([&] { args_.batch = args_.heads = args_.seqlen_k = longest; }, "batch");
   with([&] { args_.scores = nullptr; }, "scores");
   with([&] { args_.intervals = nullptr; }, "intervals");
   with([&] { args_.selection = static_cast<Selection>(9); }, "selection");
