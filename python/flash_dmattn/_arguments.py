@@ -92,7 +92,7 @@ def _check_attention_inputs(query: Tensor, key: Tensor, value: Tensor, layout: s
             f"key: got shape {tuple(key.shape)}, expected batch and head dimension of query, "
             f"{tuple(query.shape)}"
         )
-    if heads_kv == 0 or heads_q % heads_kv != 0:
+    if heads_q % heads_kv != 0 if heads_kv > 0 else heads_q > 0:
         raise ValueError(
             f"key: got {heads_kv} heads, expected a divisor of the {heads_q} heads of query"
         )
@@ -180,12 +180,12 @@ def bias_argument(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | N
     bias = broadcast_argument(bias, "attn_bias", query, key)
     if bias is not None:
         _refuse_tangent(bias, "attn_bias")
-    if bias is None or bias.dtype in (query.dtype, torch.float32):
+    if bias is None or bias.dtype == query.dtype:
         return bias
     if not bias.is_floating_point():
         masks = "; boolean masks go into attn_mask" if bias.dtype == torch.bool else ""
         raise TypeError(f"attn_bias: got {bias.dtype}, expected a floating dtype{masks}")
-    return bias.float()
+    return bias.to(torch.promote_types(query.dtype, torch.float32))
 
 
 def check_window(keep_window_size: int) -> None:

@@ -35,10 +35,18 @@ backends = torch.ops.flash_dmattn.backends.default
 # ---- Shapes, dtypes and strides of the results -------------------------------------------------------
 
 
+def _require_device_of(first, **others):
+    """torch takes these functions when any argument is a meta tensor, even if the result is not one."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != first.device:
+            raise TypeError(f"{name}: got a tensor on {tensor.device}, expected {first.device}")
+
+
 @torch.library.register_fake("flash_dmattn::forward")
 def _forward_fake(
     q, k, v, mask, bias, key_intervals, is_causal, scale, softcap, saturate, deterministic, backend
 ):
+    _require_device_of(q, k=k, v=v, mask=mask, bias=bias, key_intervals=key_intervals)
     batch, seqlen_q, heads_q, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty((batch, heads_q, seqlen_q), dtype=lse_dtype)
@@ -59,6 +67,7 @@ def _backward_fake(
 
 @torch.library.register_fake("flash_dmattn::select_key_intervals")
 def _select_fake(scores, key_mask, window, selection, is_causal, query_length):
+    _require_device_of(scores, key_mask=key_mask)
     return scores.new_empty((*scores.shape, 2), dtype=torch.int32)
 
 
@@ -66,6 +75,7 @@ def _select_fake(scores, key_mask, window, selection, is_causal, query_length):
 def _select_varlen_fake(
     scores, cu_seqlens_q, cu_seqlens_k, window, selection, is_causal, query_length
 ):
+    _require_device_of(scores, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return scores.new_empty((*scores.shape, 2), dtype=torch.int32)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._arguments import MASK_VALUE
@@ -31,8 +32,10 @@ def intervals_of_mask(mask: torch.Tensor) -> KeyIntervals | None:
             -1e4 (float16) or finfo.min masks. Dimensions expanded with stride 0 are read once.
 
     Returns:
-        None also when an additive mask holds other values.
+        None also when an additive mask holds other values, and for a tensor without values (on meta).
     """
+    if mask.is_meta or isinstance(mask, FakeTensor):
+        return None
     tracked = not mask.is_inference()  # an inference tensor does not count its changes
     version = mask._version if tracked else None
     if tracked and mask in _recognised and _recognised[mask][0] == version:

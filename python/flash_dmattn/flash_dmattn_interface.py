@@ -254,8 +254,8 @@ def _check_selection(keep_window_size: int, selection: str) -> None:
 def _select(query, key, mask, bias, is_causal, keep_window_size, selection, selection_scores):
     """The mask, intervals and causality that together show each query its best keys."""
     _check_selection(keep_window_size, selection)
-    if keep_window_size >= key.shape[1]:
-        return mask, None, is_causal
+    if keep_window_size >= key.shape[1] and selection_scores is None:
+        return mask, None, is_causal  # a key whose bias is NaN is masked by it
     scores, allowed = _scores_and_allowed(query, key, mask, bias, selection_scores)
     key_mask, remaining_mask = None, None  # remaining: what the intervals do not say
     if allowed is not None and allowed.shape[2] == 1:
@@ -286,7 +286,7 @@ def _select_per_query(scores, keep_window_size, allowed, is_causal):
         if chosen is not None:
             return None, chosen.intervals
     allowed = allowed & past.to_mask() if is_causal else allowed
-    return topk_mask(scores[:, :, None], allowed, keep_window_size, -torch.inf), None
+    return topk_mask(scores[:, :, None], allowed, keep_window_size, None), None
 
 
 def _scores_and_allowed(query, key, mask, bias, selection_scores):

@@ -178,6 +178,8 @@ def packed_documents(
             f"cu_seqlens_k, cu_seqlens_q: got shapes {tuple(cu_k.shape)}, {tuple(cu_q.shape)}, "
             "expected [documents + 1] both"
         )
+    if cu_q.device != cu_k.device:
+        raise TypeError(f"cu_seqlens_q: got a tensor on {cu_q.device}, expected {cu_k.device}")
     key_length = int(cu_k[-1]) if key_length is None else key_length
     query_length = int(cu_q[-1]) if query_length is None else query_length
     keys = torch.arange(key_length, device=cu_k.device)

@@ -137,6 +137,7 @@ def test_bad_values_are_named(message):
         ("scale: got True", {"softmax_scale": True}),
         ("softcap: got '3'", {"softcap": "3"}),
         ("keep_window_size: got 4.5", {"attn_bias": torch.zeros(2, 2, 9), "keep_window_size": 4.5}),
+        ("key_intervals: got a tensor on meta", {"key_intervals": sliding_window(9, 2).to("meta")}),
         ("key_intervals: got Tensor", {"key_intervals": torch.zeros(1, 1, 9, 2, dtype=torch.int32)}),
     ],
 )  # fmt: skip
@@ -156,6 +157,14 @@ def test_bad_offsets_are_named(offsets):
         )
 
 
+def test_offsets_on_another_device_are_named():
+    q, k, v = (t[0] for t in qkv())
+    offsets = torch.tensor([0, 9])
+    for options in ({}, {"keep_window_size": 3, "attn_bias": torch.zeros(9, 2)}):
+        with pytest.raises(TypeError, match="got a tensor on meta"):
+            flash_dmattn.flash_dmattn_varlen_func(q, k, v, offsets, offsets.to("meta"), **options)
+
+
 def test_selection_names_bad_arguments():
     scores = torch.randn(1, 2, 9)
     for arguments, options, error, message in [
@@ -165,7 +174,8 @@ def test_selection_names_bad_arguments():
         ((scores[0, 0], 3), {}, ValueError, "scores: got shape"),
         ((scores, 3), {"key_mask": torch.ones(1, 2, 8).bool()}, ValueError, "key_mask: got shape"),
         ((scores, 3), {"key_mask": torch.ones(1, 2, 9)}, TypeError, "key_mask: got torch.float32"),
-    ]:
+        ((scores, 3), {"key_mask": torch.ones(1, 2, 9, device="meta").bool()}, TypeError, "key_mask: got a tensor on meta"),
+    ]:  # fmt: skip
         with pytest.raises(error, match=message):
             select_key_intervals(*arguments, **options)
 

@@ -125,6 +125,15 @@ def test_empty_batch():
     assert flash_dmattn_func(q, k, v).shape == q.shape
 
 
+def test_no_heads():
+    q, k, v = (t.requires_grad_() for t in qkv(heads_q=0, heads_kv=0))
+    bias = torch.randn(2, 1, 23, requires_grad=True)
+    out = flash_dmattn_func(q, k, v, attn_bias=bias, keep_window_size=3)
+    assert out.shape == q.shape
+    out.sum().backward()
+    assert k.grad.shape == k.shape and (bias.grad == 0).all()
+
+
 def test_scale_and_softmax_scale_are_one_thing():
     q, k, v = qkv()
     expected = attention(Problem(q, k, v, scale=0.3)).out.float()
@@ -146,6 +155,25 @@ def test_one_query_against_a_cache_equals_the_last_row():
     whole = flash_dmattn_func(q, k, v, **options)
     last = flash_dmattn_func(q[:, -1:], k, v, **options)
     torch.testing.assert_close(last, whole[:, -1:], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bias_beside_float64_inputs(dtype):
+    q, k, v = qkv(dtype=torch.float64)
+    bias = torch.randn(2, 2, 23).to(dtype)
+    expected = attention(Problem(q, k, v, bias=bias[:, :, None])).out
+    torch.testing.assert_close(
+        flash_dmattn_func(q, k, v, attn_bias=bias), expected, rtol=1e-6, atol=1e-6
+    )
+
+
+def test_shapes_on_meta():
+    """Masks have no values there, and nothing may ask for them."""
+    q, k, v = (t.to("meta") for t in qkv())
+    mask = torch.ones(2, 1, 17, 23, dtype=torch.bool, device="meta")
+    bias = torch.randn(2, 2, 23, device="meta")
+    out = flash_dmattn_func(q, k, v, mask, bias, is_causal=True, keep_window_size=5)
+    assert out.is_meta and out.shape == q.shape
 
 
 @pytest.mark.parametrize("dtype", LOW_AND_FULL)

@@ -247,6 +247,29 @@ def test_keys_that_the_bias_masks_are_not_chosen():
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("window", [3, 30, 40])
+@pytest.mark.parametrize("mask", [None, "padding", "causal", "random"])
+def test_scores_that_are_not_finite(mask, window):
+    """-inf is the worst score and still one; NaN is none. Whatever the window, and whatever form it takes."""
+    q, k, v = (torch.randn(1, 40, 2, 16) for _ in range(3))
+    values = torch.tensor([-torch.inf, -torch.inf, torch.nan, torch.inf, 1.0, 2.0])
+    scores = values[torch.randint(len(values), (1, 2, 40))]
+    causal = causal_pairs(40, 40)
+    given = {
+        None: None,
+        "padding": torch.arange(40)[None] >= 4,
+        "causal": causal[None, None],
+        "random": torch.rand(1, 1, 40, 40) < 0.8,
+    }[mask]
+    allowed = causal if given is None else causal & given.view(1, 1, -1, 40)
+    shown = select(scores, window, allowed.expand(1, 2, 40, 40))
+    actual = flash_dmattn_func(
+        q, k, v, given, is_causal=True, keep_window_size=window, selection_scores=scores
+    )
+    expected = flash_dmattn_func(q, k, v, shown)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("window", [40, 1000])
 def test_a_window_of_all_keys_selects_nothing(window):
     q, k, v = (torch.randn(1, 40, 2, 16) for _ in range(3))

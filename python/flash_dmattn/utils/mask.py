@@ -32,7 +32,7 @@ def topk_mask(
     attention_bias: torch.Tensor,
     attention_mask: torch.Tensor | None,
     window_size: int,
-    min_dtype: float,
+    min_dtype: float | None,
     block_size: int | None = None,
     **kwargs,
 ) -> torch.Tensor:
@@ -43,7 +43,7 @@ def topk_mask(
         attention_mask: allowed keys, bool, broadcastable against the scores after 3-d shapes got a
             query dimension of 1; None allows all.
         window_size: how many keys a row keeps. Equal scores: the more recent key wins.
-        min_dtype: a score at or below it, and NaN, is never kept.
+        min_dtype: a score at or below it is never kept; None: no score is too low. NaN is never kept.
         block_size: when given, blocks of so many neighbouring keys are kept or dropped together, by
             majority; a key that is not allowed stays out.
 
@@ -58,7 +58,8 @@ def topk_mask(
         some_scores, some_allowed = (
             t[..., start : start + step, :] if t.shape[-2] > 1 else t for t in (scores, allowed)
         )
-        some_allowed = some_allowed & (some_scores > min_dtype)
+        numbers = ~some_scores.isnan() if min_dtype is None else some_scores > min_dtype
+        some_allowed = some_allowed & numbers
         some_kept = _keep_best(some_scores, some_allowed, window_size)
         if block_size is not None:
             some_kept = _keep_by_block(some_kept, block_size) & some_allowed
