@@ -6,7 +6,9 @@ namespace flash_dmattn::cuda {
 
 // The (batch, head, query tile) of a block. Rows of k and v are shared through the L2: the heads of
 // a group are neighbours, and blocks go through as many kv heads at a time as the L2 can hold.
-// Among these the last tiles come first, so that with a causal mask the long ones do.
+// Where later tiles have more keys (`rising`: causal, without lists) the long tiles of all heads come
+// first instead: the blocks that run together then read the same keys at the same time, and no long
+// tile is left for the end (12 % of the time of 16 heads of 8192 queries).
 struct QueryTile {
   static constexpr std::int64_t section_bytes = 24 << 20;  // of k and v; half of an H200's L2
 
@@ -20,13 +22,13 @@ struct QueryTile {
     return tiles * shape.heads_q * shape.batch;
   }
 
-  __device__ QueryTile(const Shape& shape, int rows) {
+  __device__ QueryTile(const Shape& shape, int rows, bool rising) {
     const int group = shape.heads_q / shape.heads_kv;
     const int tiles = (shape.seqlen_q + rows - 1) / rows;
     const int pairs = shape.batch * shape.heads_kv;  // (batch, kv head)
     const std::int64_t pair_bytes = 4 * static_cast<std::int64_t>(shape.seqlen_k) * shape.head_dim;
-    const int section =
-        max(1, min(pairs, static_cast<int>(section_bytes / max(pair_bytes, std::int64_t{1}))));
+    const std::int64_t fitting = section_bytes / max(pair_bytes, std::int64_t{1});
+    const int section = rising || fitting > pairs ? pairs : max(1, static_cast<int>(fitting));
 
     int work = static_cast<int>(blockIdx.x);
     const int first = work / (section * group * tiles) * section;

@@ -40,12 +40,6 @@ struct ColumnTile {
   alignas(16) float bias[N];           // log2 e times the bias
   std::uint32_t state[(N + 31) / 32];  // for each 32 columns
 
-  // The ranges and biases are not read then.
-  __device__ void set_all_visible() {
-#pragma unroll
-    for (int i = 0; i < (N + 31) / 32; ++i) state[i] = touched;
-  }
-
   __device__ std::uint32_t tile_state() const {
     std::uint32_t all = state[0];
 #pragma unroll

@@ -50,7 +50,7 @@ struct BackwardKernel {
   static long blocks(const Params& p) { return QueryTile::count(p.shape, P.rows); }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
-    const QueryTile tile(p.shape, P.rows);
+    const QueryTile tile(p.shape, P.rows, p.score.causal && p.plan.keys == nullptr);
     const int row_end = min(tile.row + P.rows, p.shape.seqlen_q);
     const std::uint32_t q_tile = shared_address(shared.q);
     const std::uint32_t dout_tile = shared_address(shared.dout);
@@ -69,7 +69,8 @@ struct BackwardKernel {
         KeyList(p.plan, p.shape, p.score.causal, tile.batch, tile.kv_head, tile.row, row_end),
         RowSource<KeyRows>(p.k, tile.batch, tile.kv_head, p.shape.head_dim),
         RowSource<KeyRows>(p.v, tile.batch, tile.kv_head, p.shape.head_dim),
-        ColumnLoader<T>(p.score, p.shape, tile.batch, tile.head, tile.kv_head), tile.row, row_end);
+        ColumnLoader<T>(p.score, p.shape, tile.batch, tile.head, tile.kv_head), tile.row, row_end,
+        Pairs);
     stream.start();
     const std::uint32_t flags = *p.flags;
     if (p.saturate && (flags & dout_not_finite) != 0) clear_non_finite(dout_tile);
@@ -82,7 +83,7 @@ struct BackwardKernel {
 
     for (int n = 0; n < stream.tiles(); ++n) {
       stream.advance(n);
-      const std::uint32_t state = stream.columns(n).tile_state();
+      const std::uint32_t state = stream.state(n);
       if ((state & ColumnTile<P.keys>::touched) != 0) {
         score_step(p, tile, shared, stream, n, state, rows, position);
         __syncthreads();
@@ -187,7 +188,7 @@ struct BackwardKernel {
         if (rows.extreme && !(fabsf(s * factor) < 1e37f) && row < p.shape.seqlen_q &&
             column < stream.size(n)) {
           s = careful_probability<T>(p, tile.batch, tile.head, tile.kv_head, row,
-                                     stream.keys(n)[column]);
+                                     stream.key(n, column));
         } else {
           s = exp2_approx(fmaf(s, factor, -rows.lse2[m][e / 2]) - rows.low[m][e / 2]);
         }
@@ -265,13 +266,12 @@ struct BackwardKernel {
     }
     // With fewer columns than lanes to share them, several lanes hold the same sum.
     constexpr int sharing = count < 8 ? 8 / count : 1;
-    const int* keys = stream.keys(n);
     float* const sums = reinterpret_cast<float*>(p.dbias.data) + dbias_begin(p, tile);
 #pragma unroll
     for (int i = 0; i < (count + 7) / 8; ++i) {
       const int column = position.column + (held + i) / 2 * 8 + (held + i) % 2;
       if (lane / 4 % sharing == 0 && column < stream.size(n) && sum[i] != 0) {
-        atomicAdd(sums + keys[column] * p.dbias.key, sum[i]);
+        atomicAdd(sums + stream.key(n, column) * p.dbias.key, sum[i]);
       }
     }
   }
@@ -346,7 +346,7 @@ struct BackwardKernel {
         for (int h = 0; h < 2; ++h) {
           const int row = KeyTile::row() + 16 * m + 8 * h + lane / 4;
           exists[m][h] = row < stream.size(n);
-          offset[m][h] = head + static_cast<std::int64_t>(stream.keys(n)[row]) * columns;
+          offset[m][h] = head + static_cast<std::int64_t>(stream.key(n, row)) * columns;
         }
       }
     }

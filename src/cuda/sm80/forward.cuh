@@ -32,7 +32,7 @@ struct ForwardKernel {
   static long blocks(const Params& p) { return QueryTile::count(p.shape, rows); }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
-    const QueryTile tile(p.shape, rows);
+    const QueryTile tile(p.shape, rows, p.score.causal && p.plan.keys == nullptr);
     const int row_end = min(tile.row + rows, p.shape.seqlen_q);
     const int warp_row = static_cast<int>(threadIdx.x / 32) * P.warp_rows;
     const std::uint32_t q_tile = shared_address(shared.q);
@@ -46,7 +46,8 @@ struct ForwardKernel {
         KeyList(p.plan, p.shape, p.score.causal, tile.batch, tile.kv_head, tile.row, row_end),
         RowSource<KeyRows>(p.k, tile.batch, tile.kv_head, p.shape.head_dim),
         RowSource<KeyRows>(p.v, tile.batch, tile.kv_head, p.shape.head_dim),
-        ColumnLoader<T>(p.score, p.shape, tile.batch, tile.head, tile.kv_head), tile.row, row_end);
+        ColumnLoader<T>(p.score, p.shape, tile.batch, tile.head, tile.kv_head), tile.row, row_end,
+        Pairs);
     stream.start();
 
     Accumulator<P.warp_rows, D> out;
@@ -60,7 +61,7 @@ struct ForwardKernel {
     for (int n = 0; n < stream.tiles(); ++n) {
       stream.advance(n);
       const auto& columns = stream.columns(n);
-      const std::uint32_t state = columns.tile_state();
+      const std::uint32_t state = stream.state(n);
       if ((state & columns.touched) != 0) {
         Accumulator<P.warp_rows, P.keys> scores;
         clear(scores);

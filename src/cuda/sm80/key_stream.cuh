@@ -36,45 +36,84 @@ struct RowSource {
   }
 };
 
+// How the threads of a block share the rows of a tile.
+template <class Tile, int Threads>
+struct CopySteps {
+  static constexpr int rows_at_once = Threads / Tile::chunks;
+  static constexpr int steps = Tile::rows / rows_at_once;
+
+  static __device__ int row() { return static_cast<int>(threadIdx.x) / Tile::chunks; }
+
+  // Where this thread's chunk of row row() + i rows_at_once belongs; `base` is that of i = 0. Rows a
+  // multiple of 8 apart have the same swizzle.
+  static __device__ std::uint32_t to(std::uint32_t tile, std::uint32_t base, int chunk, int i) {
+    const int r = i * rows_at_once;
+    return rows_at_once % 8 == 0 ? base + static_cast<std::uint32_t>(r * Tile::row_bytes)
+                                 : tile + Tile::offset(row() + r, chunk);
+  }
+};
+
 // Brings rows to a tile: row r of the tile is row index(r) of the head, zeros where not r < size.
 // index(r) is the number of a row for every r.
 template <class Tile, int Threads, class Index>
 __device__ inline void copy_rows(const RowSource<Tile>& source, std::uint32_t tile, int size,
                                  const Index& index) {
-  constexpr int rows_at_once = Threads / Tile::chunks;
-  constexpr int steps = Tile::rows / rows_at_once;
-  const int row = static_cast<int>(threadIdx.x) / Tile::chunks;
+  using Steps = CopySteps<Tile, Threads>;
+  const int row = Steps::row();
+  const int chunk = source.chunk();
   if (source.aligned) {
-    const std::uint32_t to = tile + Tile::offset(row, source.chunk());
-    // Rows a multiple of 8 apart have the same swizzle.
-    const auto address = [&](int i) {
-      const int r = i * rows_at_once;
-      return rows_at_once % 8 == 0 ? to + static_cast<std::uint32_t>(r * Tile::row_bytes)
-                                   : tile + Tile::offset(row + r, source.chunk());
-    };
-    int indices[steps];
+    const std::uint32_t base = tile + Tile::offset(row, chunk);
 #pragma unroll
-    for (int i = 0; i < steps; ++i) indices[i] = index(row + i * rows_at_once);
-    const auto from = [&](int i) {
-      return source.data + static_cast<std::int64_t>(indices[i]) * source.row_step;
-    };
-    if (source.all_exist && size >= Tile::rows) {
-#pragma unroll
-      for (int i = 0; i < steps; ++i) cp_async_16(address(i), from(i));
-    } else {
-#pragma unroll
-      for (int i = 0; i < steps; ++i) {
-        const bool valid = source.exists && row + i * rows_at_once < size;
-        cp_async_16(address(i), valid ? from(i) : source.data, valid);
-      }
+    for (int i = 0; i < Steps::steps; ++i) {
+      const int r = row + i * Steps::rows_at_once;
+      const bool valid = source.exists && r < size;
+      const std::byte* from = source.data + static_cast<std::int64_t>(index(r)) * source.row_step;
+      cp_async_16(Steps::to(tile, base, chunk, i), valid ? from : source.data, valid);
     }
   } else {
 #pragma unroll 1
-    for (int r = row; r < Tile::rows; r += rows_at_once) {
+    for (int r = row; r < Tile::rows; r += Steps::rows_at_once) {
       const bool valid = source.exists && r < size;
-      store_shared_16(tile + Tile::offset(r, source.chunk()),
+      store_shared_16(tile + Tile::offset(r, chunk),
                       valid ? source.load_elements(index(r)) : uint4{0, 0, 0, 0});
     }
+  }
+}
+
+// The same for aligned rows that all exist, of a run of consecutive rows: each address is one
+// multiply-add with constants.
+template <class Tile, int Threads>
+__device__ inline void copy_run(const RowSource<Tile>& source, std::uint32_t tile, int first) {
+  using Steps = CopySteps<Tile, Threads>;
+  const std::uint32_t base = tile + Tile::offset(Steps::row(), source.chunk());
+  const std::byte* const from =
+      source.data + static_cast<std::int64_t>(first + Steps::row()) * source.row_step;
+#pragma unroll
+  for (int i = 0; i < Steps::steps; ++i) {
+    cp_async_16(Steps::to(tile, base, source.chunk(), i),
+                from + static_cast<std::int64_t>(source.row_step) * (i * Steps::rows_at_once));
+  }
+}
+
+// The same for rows from anywhere, of two tensors at once: an index is read once for both.
+template <class Tile, int Threads>
+__device__ inline void gather_rows(const RowSource<Tile>& a, std::uint32_t a_tile,
+                                   const RowSource<Tile>& b, std::uint32_t b_tile,
+                                   const int* indices) {
+  using Steps = CopySteps<Tile, Threads>;
+  const std::uint32_t offset = Tile::offset(Steps::row(), a.chunk());
+  int index[Steps::steps];
+#pragma unroll
+  for (int i = 0; i < Steps::steps; ++i) index[i] = indices[Steps::row() + i * Steps::rows_at_once];
+#pragma unroll
+  for (int i = 0; i < Steps::steps; ++i) {
+    cp_async_16(Steps::to(a_tile, a_tile + offset, a.chunk(), i),
+                a.data + static_cast<std::int64_t>(index[i]) * a.row_step);
+  }
+#pragma unroll
+  for (int i = 0; i < Steps::steps; ++i) {
+    cp_async_16(Steps::to(b_tile, b_tile + offset, b.chunk(), i),
+                b.data + static_cast<std::int64_t>(index[i]) * b.row_step);
   }
 }
 
@@ -121,16 +160,22 @@ class KeyStream {
   using Storage = KeyStreamStorage<T, D, N, Stages>;
   using RowTile = typename Storage::RowTile;
 
+  // `list_positions`: keys() is asked for even where the keys are consecutive.
   __device__ KeyStream(Storage& storage, const KeyList& list, const RowSource<RowTile>& k,
                        const RowSource<RowTile>& v, const ColumnLoader<T>& loader, int row_begin,
-                       int row_end)
+                       int row_end, bool list_positions)
       : storage_(storage),
         list_(list),
         k_(k),
         v_(v),
         loader_(loader),
         row_begin_(row_begin),
-        row_end_(row_end) {}
+        row_end_(row_end),
+        listed_(list.keys != nullptr || list_positions),
+        whole_rows_(k.aligned && v.aligned && k.all_exist),
+        plain_tiles_(list.keys == nullptr && !loader.has_columns()
+                         ? max(loader.visible_to(row_begin), 0) / N
+                         : 0) {}
 
   __device__ int tiles() const { return (list_.count + N - 1) / N; }
 
@@ -155,10 +200,10 @@ class KeyStream {
     }
     cp_async_wait_all();
     __syncthreads();
-    if constexpr (Stages == 2) {
-      if (n + 1 < tiles()) copy_tile(n + 1);
+    if (n + 1 < tiles()) {
+      if constexpr (Stages == 2) copy_tile(n + 1);
+      load_column(n + 1);
     }
-    if (n + 1 < tiles() && !all_visible(n + 1)) load_column(n + 1);
     if (n + 2 < tiles()) list_keys(n + 2);
   }
 
@@ -173,15 +218,20 @@ class KeyStream {
   __device__ std::uint32_t v_tile(int n) const {
     return shared_address(storage_.stage[n % Stages].v);
   }
+  // Of columns(n), which are not there for a tile that is known to be visible to every row.
+  __device__ std::uint32_t state(int n) const {
+    return n < plain_tiles_ ? ColumnTile<N>::touched : columns(n).tile_state();
+  }
   __device__ const ColumnTile<N>& columns(int n) const { return storage_.columns[n % 2]; }
   __device__ const int* keys(int n) const { return storage_.keys[n % Storage::key_stages]; }
+  __device__ int key(int n, int i) const { return listed_ ? keys(n)[i] : n * N + i; }
   // Keys of tile n that exist.
   __device__ int size(int n) const { return min(list_.count - n * N, N); }
 
  private:
   __device__ void list_keys(int n) {
     const int i = static_cast<int>(threadIdx.x);
-    if (i >= N) return;
+    if (!listed_ || i >= N) return;
     int& key = storage_.keys[n % Storage::key_stages][i];
     const int position = n * N + i;
     if (list_.keys == nullptr) {
@@ -193,28 +243,28 @@ class KeyStream {
   }
 
   __device__ void copy_tile(int n) {
-    const int* keys = this->keys(n);
-    const auto key = [&](int r) { return keys[r]; };
-    copy_rows<RowTile, Threads>(k_, k_tile(n), size(n), key);
-    copy_rows<RowTile, Threads>(v_, v_tile(n), size(n), key);
-  }
-
-  // Known without a look at the columns: there is nothing but causality and the end of the keys.
-  __device__ bool all_visible(int n) const {
-    return list_.keys == nullptr && !loader_.has_columns() &&
-           n * N + N <= loader_.visible_to(row_begin_);
+    if (whole_rows_ && n * N + N <= list_.count) {
+      if (list_.keys == nullptr) {
+        copy_run<RowTile, Threads>(k_, k_tile(n), n * N);
+        copy_run<RowTile, Threads>(v_, v_tile(n), n * N);
+      } else {
+        gather_rows<RowTile, Threads>(k_, k_tile(n), v_, v_tile(n), keys(n));
+      }
+    } else {
+      const auto index = [&](int r) { return key(n, r); };
+      copy_rows<RowTile, Threads>(k_, k_tile(n), size(n), index);
+      copy_rows<RowTile, Threads>(v_, v_tile(n), size(n), index);
+    }
   }
 
   __device__ void load_column(int n) {
     const int i = static_cast<int>(threadIdx.x);
-    if (i < N) loader_.load(keys(n)[i], i < size(n));
+    if (n >= plain_tiles_ && i < N) loader_.load(key(n, i), i < size(n));
   }
 
   __device__ void store_column(int n) {
     const int i = static_cast<int>(threadIdx.x);
-    if (all_visible(n)) {
-      if (i == 0) storage_.columns[n % 2].set_all_visible();
-    } else if (i < N) {
+    if (n >= plain_tiles_ && i < N) {
       loader_.store(storage_.columns[n % 2], i, row_begin_, row_end_);
     }
   }
@@ -226,6 +276,9 @@ class KeyStream {
   ColumnLoader<T> loader_;
   int row_begin_;
   int row_end_;
+  bool listed_;
+  bool whole_rows_;
+  int plain_tiles_;  // the first ones: of consecutive keys without columns, visible to every row
 };
 
 }  // namespace flash_dmattn::cuda::sm80
