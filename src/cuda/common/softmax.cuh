@@ -31,38 +31,39 @@ struct OnlineSoftmax {
     }
   }
 
-  // Turns scores into weights 2^(factor s - factor max - shift) and scales `out` to the new
-  // maximum.
+  // Turns scores into weights 2^(factor s - factor max - shift). `max` follows the maximum only when
+  // that has outgrown it by 2^max_growth, which it rarely does after the first tiles: then nothing
+  // of the warp is rescaled, and weights up to 2^max_growth are as precise as those up to 1.
   template <int N8, int D8>
   __device__ void update(float (&s)[M16][N8][4], float factor, float (&out)[M16][D8][4]) {
-    float rescale[M16][2];
-    bool moved = false;
+    float row_max[M16][2];
+    bool outgrown = false;
 #pragma unroll
     for (int m = 0; m < M16; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float row_max = max[m][h];
+        float top = max[m][h];
 #pragma unroll
-        for (int n = 0; n < N8; ++n)
-          row_max = fmaxf(row_max, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
-        row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 1));
-        row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 2));
-        rescale[m][h] = exp2_approx(fmaf(max[m][h], factor, -offset_of(row_max, factor)));
-        moved = moved || row_max != max[m][h];
-        max[m][h] = row_max;
+        for (int n = 0; n < N8; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+        row_max[m][h] = top;
+        outgrown = outgrown || (top - max[m][h]) * factor > max_growth;
       }
     }
-    // After the first tiles a maximum rarely moves; then nothing of the warp is rescaled.
-    if (__any_sync(0xffffffffu, moved)) {
+    if (__any_sync(0xffffffffu, outgrown)) {
 #pragma unroll
       for (int m = 0; m < M16; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          sum[m][h] *= rescale[m][h];
+          const float rescale =
+              exp2_approx(fmaf(max[m][h], factor, -offset_of(row_max[m][h], factor)));
+          max[m][h] = row_max[m][h];
+          sum[m][h] *= rescale;
 #pragma unroll
           for (int d = 0; d < D8; ++d) {
-            out[m][d][2 * h] *= rescale[m][h];
-            out[m][d][2 * h + 1] *= rescale[m][h];
+            out[m][d][2 * h] *= rescale;
+            out[m][d][2 * h + 1] *= rescale;
           }
         }
       }
@@ -106,6 +107,8 @@ struct OnlineSoftmax {
   }
 
  private:
+  static constexpr float max_growth = 8;  // log2
+
   // A row that has seen nothing subtracts 0, never -inf from -inf.
   static __device__ float offset_of(float max, float factor) {
     return max == negative_infinity ? 0 : max * factor;
