@@ -16,6 +16,7 @@ from flash_dmattn.integrations.transformers import (  # noqa: E402
 )
 
 B, S, KEEP, VOCABULARY = 2, 40, 9, 397
+EPS = torch.finfo(torch.float32).eps
 
 
 def make_model(**options):
@@ -55,19 +56,34 @@ def enabled(model):
 
 
 def assert_same_training(eager, ours, ids, labels, **inputs):
-    """Loss, logits and the gradient of every parameter."""
-    results = [model(ids, labels=labels, **inputs) for model in (eager, ours)]
+    """Loss, logits and the gradient of every parameter, as near to eager in float64 as eager in float32 is.
+
+    Gradients of few elements (A) cancel, and what is left of them is rounding noise of larger numbers:
+    hence what is allowed beyond twice eager's own error, in units of float32.
+    """
+    exact = copy.deepcopy(eager).double()
+    results = [model(ids, labels=labels, **inputs) for model in (eager, ours, exact)]
     for result in results:
         result.loss.backward()
-    torch.testing.assert_close(results[1].loss, results[0].loss, atol=2e-5, rtol=2e-5)
-    torch.testing.assert_close(results[1].logits, results[0].logits, atol=2e-4, rtol=2e-4)
-    largest = max(p.grad.abs().max() for p in eager.parameters() if p.grad is not None)
-    for (name, expected), actual in zip(eager.named_parameters(), ours.parameters(), strict=True):
-        if expected.grad is None:
+    if not results[
+        2
+    ].loss.isfinite():  # eager adds two fills with the lowest float64 under left padding
+        exact, results[2] = eager, results[0]
+    by_eager, by_ours, expected = results
+    assert (by_ours.loss - expected.loss).abs() <= 16 * EPS * expected.loss
+    torch.testing.assert_close(
+        by_ours.logits.double(), expected.logits.double(), atol=2e-5, rtol=2e-5
+    )
+    named = dict(exact.named_parameters())
+    largest = max(p.grad.abs().max() for p in named.values() if p.grad is not None)
+    for (name, theirs), actual in zip(eager.named_parameters(), ours.parameters(), strict=True):
+        wanted = named[name].grad
+        if wanted is None:
             assert actual.grad is None, name
             continue
-        error = (actual.grad - expected.grad).abs().max()
-        assert error <= 5e-4 * expected.grad.abs().max() + 5e-6 * largest, (name, error)
+        error, yardstick = ((p.grad - wanted).abs().max() for p in (actual, theirs))
+        bound = 2 * yardstick + EPS * (256 * wanted.abs().max() + 16 * largest)
+        assert error <= bound, (name, error, bound)
 
 
 @pytest.mark.parametrize("pad", [None, "left", "right"])
