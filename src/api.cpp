@@ -6,11 +6,11 @@
 #include <string_view>
 #include <vector>
 
+#include "arguments.h"
 #include "backend.h"
 #include "check_finite.h"
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/error.h"
-#include "selection/arguments.h"
 #include "validate.h"
 
 namespace flash_dmattn {
@@ -64,7 +64,8 @@ const Backend& choose_backend(const Problem& problem, std::string_view name) {
 float default_scale(std::int64_t head_dim) { return 1 / std::sqrt(static_cast<float>(head_dim)); }
 
 std::span<const Backend* const> backend_table() {
-  static constexpr std::array<const Backend*, 2> table = {&cpu_backend, &reference_backend};
+  static constexpr std::array<const Backend*, 3> table = {&cuda_backend, &cpu_backend,
+                                                          &reference_backend};
   return table;
 }
 
@@ -85,7 +86,7 @@ std::int64_t query_tile_rows(const Problem& problem, std::string_view name) {
 std::size_t forward_workspace_size(const ForwardArgs& args, const Execution& execution,
                                    std::string_view name) {
   const Backend& backend = choose_backend(args.problem, name);
-  selection::require_workers(execution);
+  require_workers(execution);
   ForwardArgs checked = args;
   checked.in = validated(args.problem, args.in, backend);
   return backend.forward_workspace_size(checked, execution);
@@ -94,7 +95,7 @@ std::size_t forward_workspace_size(const ForwardArgs& args, const Execution& exe
 std::size_t backward_workspace_size(const BackwardArgs& args, const Execution& execution,
                                     std::string_view name) {
   const Backend& backend = choose_backend(args.problem, name);
-  selection::require_workers(execution);
+  require_workers(execution);
   BackwardArgs checked = args;
   checked.in = validated(args.problem, args.in, backend);
   return backend.backward_workspace_size(checked, execution);
@@ -102,24 +103,24 @@ std::size_t backward_workspace_size(const BackwardArgs& args, const Execution& e
 
 void forward(const ForwardArgs& args, const Execution& execution, std::string_view name) {
   const Backend& backend = choose_backend(args.problem, name);
-  selection::require_workers(execution);
+  require_workers(execution);
   const ForwardArgs checked = validated(args, backend);
-  selection::require_workspace(execution, backend.forward_workspace_size(checked, execution));
+  require_workspace(execution, backend.forward_workspace_size(checked, execution));
   const bool check_finite = check_finite_enabled();
-  if (check_finite) check_inputs_finite(checked);
+  if (check_finite) check_inputs_finite(checked, execution);
   backend.forward(checked, execution);
-  if (check_finite) check_outputs_finite(checked);
+  if (check_finite) check_outputs_finite(checked, execution);
 }
 
 void backward(const BackwardArgs& args, const Execution& execution, std::string_view name) {
   const Backend& backend = choose_backend(args.problem, name);
-  selection::require_workers(execution);
+  require_workers(execution);
   const BackwardArgs checked = validated(args, backend);
-  selection::require_workspace(execution, backend.backward_workspace_size(checked, execution));
+  require_workspace(execution, backend.backward_workspace_size(checked, execution));
   const bool check_finite = check_finite_enabled();
-  if (check_finite) check_inputs_finite(checked);
+  if (check_finite) check_inputs_finite(checked, execution);
   backend.backward(checked, execution);
-  if (check_finite) check_outputs_finite(checked);
+  if (check_finite) check_outputs_finite(checked, execution);
 }
 
 }  // namespace flash_dmattn

@@ -25,6 +25,19 @@ struct Backend {
   bool needs_plan;  // where there are intervals, of query_tile_rows() queries per tile
 };
 
+// "" when the problem's memory is where a backend computes, else why it declines.
+inline std::string decline_other_device(const Problem& problem, std::string_view backend,
+                                        Device device) {
+  if (problem.device == device) return "";
+  return std::string(backend) + " computes in " + std::string(name_of(device)) +
+         " memory, and the problem's is " + std::string(name_of(problem.device));
+}
+
+// src/cuda/backend.cu, or absent.cpp in a build without CUDA. Every pointer of its arguments, the plan's
+// included, is to memory of the current device, of which Execution::stream is a cudaStream_t. Calls only
+// enqueue work: no synchronisation, no allocation, capturable in a graph. Key intervals without a plan
+// are right but walk every key.
+extern const Backend cuda_backend;
 extern const Backend cpu_backend;        // src/cpu/backend.cpp
 extern const Backend reference_backend;  // src/reference/attention.cpp
 

@@ -4,10 +4,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
-#include <limits>
 #include <string>
 #include <string_view>
 
+#include "cuda/check_finite.h"
 #include "flash_dmattn/error.h"
 #include "float_types.h"
 
@@ -29,37 +29,60 @@ std::string value_text(double value) {
   return value > 0 ? "inf" : "-inf";
 }
 
+struct Found {
+  bool exists = false;
+  Shape4 index{};
+  double value = 0;
+};
+
+// In the order of the indices.
+Found first_nonfinite(const ConstTensor4& tensor, const Shape4& shape, DType dtype,
+                      bool minus_inf) {
+  Shape4 index{};
+  const auto& stride = tensor.stride;
+  for (index[0] = 0; index[0] < shape[0]; ++index[0]) {
+    for (index[1] = 0; index[1] < shape[1]; ++index[1]) {
+      for (index[2] = 0; index[2] < shape[2]; ++index[2]) {
+        for (index[3] = 0; index[3] < shape[3]; ++index[3]) {
+          const double value = load(tensor.data, dtype,
+                                    index[0] * stride[0] + index[1] * stride[1] +
+                                        index[2] * stride[2] + index[3] * stride[3]);
+          if (std::isfinite(value) || (minus_inf && value < 0)) continue;  // a NaN is not below 0
+          return {true, index, value};
+        }
+      }
+    }
+  }
+  return {};
+}
+
+Found at_index(const cuda::NonFiniteElement& element, const Shape4& shape) {
+  if (element.index < 0) return {};
+  Found found{true, {}, element.value};
+  std::int64_t rest = element.index;
+  for (std::size_t d = shape.size(); d-- > 0; rest /= shape[d]) found.index[d] = rest % shape[d];
+  return found;
+}
+
 // The checks of one stage: "forward input", ...
 struct Stage {
   std::string_view name;
   const Problem& problem;
+  const Execution& execution;
 
-  // In the order of the indices. `rank` of them are shown, the first ones being of size 1 if it is
-  // less than 4.
+  // `rank` of the indices are shown, the first ones being of size 1 if it is less than 4.
   void check(std::string_view tensor_name, const ConstTensor4& tensor, const Shape4& shape,
              DType dtype, Accept accept = Accept::finite, int rank = 4) const {
     if (tensor.data == nullptr) return;
-    Shape4 index{};
-    const auto& stride = tensor.stride;
-    for (index[0] = 0; index[0] < shape[0]; ++index[0]) {
-      for (index[1] = 0; index[1] < shape[1]; ++index[1]) {
-        for (index[2] = 0; index[2] < shape[2]; ++index[2]) {
-          for (index[3] = 0; index[3] < shape[3]; ++index[3]) {
-            const double value = load(tensor.data, dtype,
-                                      index[0] * stride[0] + index[1] * stride[1] +
-                                          index[2] * stride[2] + index[3] * stride[3]);
-            if (std::isfinite(value)) continue;
-            if (accept == Accept::finite_and_minus_inf &&
-                value == -std::numeric_limits<double>::infinity()) {
-              continue;
-            }
-            throw NonFiniteError(std::string(name) + " " + std::string(tensor_name) +
-                                 index_text(index.data() + 4 - rank, rank) + " is " +
-                                 value_text(value));
-          }
-        }
-      }
-    }
+    const bool minus_inf = accept == Accept::finite_and_minus_inf;
+    const Found found =
+        problem.device == Device::cpu
+            ? first_nonfinite(tensor, shape, dtype, minus_inf)
+            : at_index(cuda::first_nonfinite(tensor, shape, dtype, minus_inf, execution), shape);
+    if (!found.exists) return;
+    throw NonFiniteError(std::string(name) + " " + std::string(tensor_name) +
+                         index_text(found.index.data() + 4 - rank, rank) + " is " +
+                         value_text(found.value));
   }
 
   void check_query(std::string_view tensor_name, const ConstTensor4& tensor) const {
@@ -94,26 +117,26 @@ bool check_finite_enabled() {
   return value != nullptr && std::string_view(value) == "1";
 }
 
-void check_inputs_finite(const ForwardArgs& args) {
-  Stage{"forward input", args.problem}.check_shared(args.in);
+void check_inputs_finite(const ForwardArgs& args, const Execution& execution) {
+  Stage{"forward input", args.problem, execution}.check_shared(args.in);
 }
 
-void check_outputs_finite(const ForwardArgs& args) {
-  const Stage stage{"forward output", args.problem};
+void check_outputs_finite(const ForwardArgs& args, const Execution& execution) {
+  const Stage stage{"forward output", args.problem, execution};
   stage.check_query("out", args.out);
   stage.check_lse(args.lse);
 }
 
-void check_inputs_finite(const BackwardArgs& args) {
-  const Stage stage{"backward input", args.problem};
+void check_inputs_finite(const BackwardArgs& args, const Execution& execution) {
+  const Stage stage{"backward input", args.problem, execution};
   stage.check_shared(args.in);
   stage.check_query("out", args.out);
   stage.check_lse(args.lse);
   stage.check_query("dout", args.dout);
 }
 
-void check_outputs_finite(const BackwardArgs& args) {
-  const Stage stage{"backward output", args.problem};
+void check_outputs_finite(const BackwardArgs& args, const Execution& execution) {
+  const Stage stage{"backward output", args.problem, execution};
   stage.check_query("dq", args.dq);
   stage.check_key("dk", args.dk);
   stage.check_key("dv", args.dv);

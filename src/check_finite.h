@@ -3,7 +3,7 @@
 #include "flash_dmattn/attention.h"
 
 // Check mode: FLASH_DMATTN_CHECK_FINITE=1 makes every call name the first non-finite element of its
-// inputs, before it computes, and of its outputs, after. For tensors in host memory.
+// inputs, before it computes, and of its outputs, after. On a GPU it waits for the device each time.
 namespace flash_dmattn {
 
 // Reads the environment, so that check mode can be switched between calls.
@@ -11,9 +11,9 @@ bool check_finite_enabled();
 
 // Each throws NonFiniteError, as "forward input k[0, 12, 3, 7] is nan". A bias of -inf masks, and an
 // lse of -inf belongs to a query that sees no key: neither is reported.
-void check_inputs_finite(const ForwardArgs& args);
-void check_outputs_finite(const ForwardArgs& args);
-void check_inputs_finite(const BackwardArgs& args);
-void check_outputs_finite(const BackwardArgs& args);
+void check_inputs_finite(const ForwardArgs& args, const Execution& execution);
+void check_outputs_finite(const ForwardArgs& args, const Execution& execution);
+void check_inputs_finite(const BackwardArgs& args, const Execution& execution);
+void check_outputs_finite(const BackwardArgs& args, const Execution& execution);
 
 }  // namespace flash_dmattn

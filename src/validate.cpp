@@ -10,8 +10,8 @@
 #include <string>
 #include <string_view>
 
+#include "arguments.h"
 #include "flash_dmattn/error.h"
-#include "selection/arguments.h"
 
 namespace flash_dmattn {
 namespace {
@@ -212,11 +212,11 @@ Shape4 key_shape(const Problem& p) { return {p.batch, p.seqlen_k, p.heads_kv, p.
 }  // namespace
 
 void validate(const Problem& p) {
-  selection::require_length("problem.batch", p.batch);
-  selection::require_length("problem.heads_q", p.heads_q);
-  selection::require_length("problem.heads_kv", p.heads_kv);
-  selection::require_length("problem.seqlen_q", p.seqlen_q);
-  selection::require_length("problem.seqlen_k", p.seqlen_k);
+  require_length("problem.batch", p.batch);
+  require_length("problem.heads_q", p.heads_q);
+  require_length("problem.heads_kv", p.heads_kv);
+  require_length("problem.seqlen_q", p.seqlen_q);
+  require_length("problem.seqlen_k", p.seqlen_k);
   if (p.head_dim < 1 || p.head_dim > 256) {
     throw InvalidArgument("problem.head_dim", std::to_string(p.head_dim), "1 to 256");
   }

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/backend.h"
+#include "backend.h"
 #include "cuda/common/launch.h"
 
 // Times the CUDA backend's forward and backward and checks sampled rows of the same run against

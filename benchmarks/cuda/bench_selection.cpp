@@ -76,7 +76,6 @@ class Arena {
 struct Problem {
   SelectionArgs select;
   PlanArgs plan;
-  cuda::KeyBound bound;
   PlanBuffers buffers;
   cuda::SlotSchedule slots;
   Execution execution;
@@ -96,27 +95,27 @@ struct Problem {
     plan.tile_rows = 128;
     plan.causal = true;
     plan.intervals = {select.intervals, 0, c.seqlen};
-    bound = cuda::key_bound(select);
+    plan.bound = key_bound(select);
     const std::int64_t tiles = c.rows * ((c.seqlen + 127) / 128);
     buffers.begin = arena.take<std::int64_t>(tiles);
     buffers.count = arena.take<std::int32_t>(tiles);
     buffers.full = arena.take<std::int32_t>(tiles);
-    buffers.keys = arena.take<std::int32_t>(tiles * cuda::plan_capacity(plan, bound));
-    slots.slots = static_cast<int>(cuda::plan_capacity(plan, bound));
+    buffers.keys = arena.take<std::int32_t>(tiles * cuda::plan_capacity(plan));
+    slots.slots = static_cast<int>(cuda::plan_capacity(plan));
     slots.segments = 4;
     slots.arrivals = arena.take<std::int32_t>(c.rows * c.seqlen);
     slots.successor = arena.take<std::int32_t>(c.rows * c.seqlen);
     slots.count = arena.take<std::int32_t>(c.rows);
     slots.starts = arena.take<std::int32_t>(c.rows * slots.segments * slots.slots);
     execution.workspace_bytes =
-        std::max({cuda::select_workspace_size(select), cuda::plan_workspace_size(plan, bound),
+        std::max({cuda::select_workspace_size(select), cuda::plan_workspace_size(plan),
                   cuda::slot_workspace_size(plan)});
     execution.workspace = arena.take<char>(static_cast<std::int64_t>(execution.workspace_bytes));
     fill_scores(c, arena);
   }
 
   void run_select() const { cuda::select_key_intervals(select, execution); }
-  void run_plan() const { cuda::build_plan(plan, bound, buffers, execution); }
+  void run_plan() const { cuda::build_plan(plan, buffers, execution); }
   void run_slots() const { cuda::assign_slots(plan, slots, execution); }
 
  private:

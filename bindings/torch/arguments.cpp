@@ -1,7 +1,5 @@
 #include "arguments.h"
 
-#include <algorithm>
-
 namespace flash_dmattn::binding {
 namespace {
 
@@ -13,21 +11,18 @@ std::string shape_text(const std::array<std::int64_t, 4>& shape) {
   return text + "]";
 }
 
+std::string device_text(const Tensor& tensor) {
+  const torch::stable::Device device = tensor.device();
+  if (tensor.is_cpu()) return "cpu";
+  return (device.is_cuda() ? "cuda:" : "another device, ") + std::to_string(device.index());
+}
+
 std::array<std::int64_t, 4> strides_of(const Tensor& tensor) {
   std::array<std::int64_t, 4> strides;
   for (std::size_t d = 0; d < 4; ++d) strides[d] = tensor.stride(static_cast<std::int64_t>(d));
   // The stride over a single element has no meaning, and torch lets it be anything.
   if (tensor.size(3) <= 1) strides[3] = 1;
   return strides;
-}
-
-void run_on_torch_threads(void*, int workers, void (*body)(void* argument, int worker),
-                          void* argument) {
-  torch::stable::parallel_for(0, workers, 1, [=](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t worker = begin; worker < end; ++worker) {
-      body(argument, static_cast<int>(worker));
-    }
-  });
 }
 
 }  // namespace
@@ -64,9 +59,14 @@ void expect_like(const Tensor& tensor, std::string_view argument,
         argument, torch::headeronly::toString(tensor.scalar_type()),
         std::string("the dtype of q, ") + torch::headeronly::toString(like.scalar_type()));
   }
-  if (tensor.device() != like.device()) {
-    throw InvalidArgument(argument, "another device", "the device of q");
-  }
+  expect_on_device_of(tensor, argument, like, "q");
+}
+
+void expect_on_device_of(const Tensor& tensor, std::string_view argument, const Tensor& other,
+                         std::string_view other_argument) {
+  if (tensor.device() == other.device()) return;
+  throw InvalidArgument(argument, device_text(tensor),
+                        "the device of " + std::string(other_argument) + ", " + device_text(other));
 }
 
 Tensor with_dense_rows(const Tensor& tensor) {
@@ -94,16 +94,6 @@ Broadcast broadcast_argument(const Tensor& tensor, std::string_view argument, bo
   }
   result.view = {result.tensor.const_data_ptr(), strides};
   return result;
-}
-
-Execution torch_execution(std::int64_t work) {
-  constexpr std::int64_t grain = 32768;  // operations per thread; torch's own loops use the same
-  const auto threads = static_cast<std::int64_t>(torch::stable::get_num_threads());
-  Execution execution;
-  execution.workers = static_cast<int>(
-      std::clamp<std::int64_t>(work / grain, 1, std::max<std::int64_t>(threads, 1)));
-  execution.parallel_for = run_on_torch_threads;
-  return execution;
 }
 
 Tensor allocate_bytes(std::size_t bytes, const Tensor& like) {

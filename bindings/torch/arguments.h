@@ -29,6 +29,10 @@ DType dtype_of(const Tensor& tensor, std::string_view argument);
 void expect_like(const Tensor& tensor, std::string_view argument,
                  const std::array<std::int64_t, 4>& shape, const Tensor& like);
 
+// Throws InvalidArgument unless both tensors are on one device.
+void expect_on_device_of(const Tensor& tensor, std::string_view argument, const Tensor& other,
+                         std::string_view other_argument);
+
 // `tensor` itself, or a copy where its last dimension is not dense.
 Tensor with_dense_rows(const Tensor& tensor);
 
@@ -44,10 +48,6 @@ struct Broadcast {
   ConstTensor4 view;
 };
 Broadcast broadcast_argument(const Tensor& tensor, std::string_view argument, bool merge_expanded);
-
-// An Execution on torch's own threads: as many as torch.get_num_threads() says, or fewer where `work`
-// elementary operations are not worth waking them.
-Execution torch_execution(std::int64_t work);
 
 // Uninitialised memory that lives as long as the returned tensor.
 Tensor allocate_bytes(std::size_t bytes, const Tensor& like);

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "arguments.h"
+#include "device.h"
 
 // The torch operators. Each one checks its tensors, makes the structs of the C++ API, allocates outputs
 // and workspace from torch, and calls. Derivatives and shape inference are in python/flash_dmattn/_ops.py.
@@ -11,10 +12,13 @@ namespace {
 
 // What forward and backward have in common.
 struct Attention {
+  CallDevice device;
   Problem problem;
   Inputs in;
   Execution execution;
   std::vector<Tensor> owned;  // memory that `in` points to
+
+  explicit Attention(const Tensor& q) : device(q) {}
 
   const void* own(const Tensor& tensor) {
     owned.push_back(tensor);
@@ -23,6 +27,7 @@ struct Attention {
 };
 
 struct Options {
+  const std::vector<std::int64_t>& key_bound;  // base and per_query of a KeyBound, or nothing
   bool causal;
   double scale;
   double softcap;
@@ -46,8 +51,9 @@ ConstTensor4 take_rows(Attention& call, const Tensor& tensor) {
   return view4(dense);
 }
 
-void take_intervals(Attention& call, const Tensor& intervals) {
+void take_intervals(Attention& call, const Tensor& intervals, const Tensor& q) {
   const Problem& p = call.problem;
+  expect_on_device_of(intervals, "key_intervals", q, "q");
   if (intervals.dim() != 4 || intervals.size(2) != p.seqlen_k || intervals.size(3) != 2 ||
       intervals.scalar_type() != ScalarType::Int) {
     throw InvalidArgument(
@@ -62,18 +68,44 @@ void take_intervals(Attention& call, const Tensor& intervals) {
                        .stride_head = heads == 1 ? 0 : p.seqlen_k};
 }
 
+KeyBound bound_of(const PlanArgs& args, const std::vector<std::int64_t>& given, Execution execution,
+                  const Tensor& like) {
+  if (given.size() == 2) return {given[0], given[1]};
+  if (!given.empty()) {
+    throw InvalidArgument("key_bound", std::to_string(given.size()) + " numbers",
+                          "base and per_query, or none when unknown");
+  }
+  const Tensor workspace = give_workspace(execution, measure_workspace_size(args, execution), like);
+  return measure_key_bound(args, execution);
+}
+
+// Not where lists of all keys would take more than this: intervals as wide as the keys (a prefix, padding)
+// leave little to skip, and the GPU can also walk all keys and look at each one's interval.
+bool is_worth_a_plan(const PlanArgs& args, const Execution& execution) {
+  constexpr std::int64_t most_entries = std::int64_t{1} << 24;
+  const std::int64_t entries = plan_entries(args, execution);
+  const std::int64_t tiles = (args.seqlen_q + args.tile_rows - 1) / args.tile_rows;
+  return entries <= most_entries || entries < args.batch * args.heads * tiles * args.seqlen_k;
+}
+
 // The plan lives as long as one call. Keeping it from forward to backward would save its construction,
 // which is a small part of either, and cost its memory in every layer of a model in between.
-void take_plan(Attention& call, const Tensor& like, std::string_view backend) {
+void take_plan(Attention& call, const Tensor& like, const Options& options) {
   const Problem& p = call.problem;
-  PlanArgs args{.batch = p.intervals_shape[0],
+  PlanArgs args{.device = p.device,
+                .batch = p.intervals_shape[0],
                 .heads = p.intervals_shape[1],
                 .seqlen_q = p.seqlen_q,
                 .seqlen_k = p.seqlen_k,
-                .tile_rows = query_tile_rows(p, backend),
+                .tile_rows = query_tile_rows(p, options.backend),
                 .causal = p.causal,
-                .intervals = call.in.intervals};
+                .intervals = call.in.intervals,
+                .bound = {}};
   Execution execution = call.execution;
+  if (p.device == Device::cuda) {
+    args.bound = bound_of(args, options.key_bound, execution, like);
+    if (!is_worth_a_plan(args, execution)) return;
+  }
   const Tensor workspace = give_workspace(execution, plan_workspace_size(args, execution), like);
   const std::int64_t entries = plan_entries(args, execution);
   const std::int64_t tiles = (p.seqlen_q + args.tile_rows - 1) / args.tile_rows;
@@ -96,8 +128,9 @@ Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
                   const Options& options, bool bias_needs_gradient) {
   if (q.dim() != 4) throw InvalidArgument("q", shape_text(q), "shape [B, Sq, Hq, D]");
   if (k.dim() != 4) throw InvalidArgument("k", shape_text(k), "shape [B, Sk, Hkv, D]");
-  Attention call;
+  Attention call(q);
   Problem& p = call.problem;
+  p.device = call.device.device();
   p.batch = q.size(0);
   p.seqlen_q = q.size(1);
   p.heads_q = q.size(2);
@@ -111,7 +144,7 @@ Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
   p.deterministic = options.deterministic;
   p.nonfinite = options.saturate ? NonFinite::saturate : NonFinite::propagate;
 
-  call.execution = torch_execution(q.numel() * p.seqlen_k);
+  call.execution = call.device.execution(q.numel() * p.seqlen_k);
 
   expect_like(k, "k", key_shape(p), q);
   expect_like(v, "v", key_shape(p), q);
@@ -122,12 +155,14 @@ Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
     if (mask->scalar_type() != ScalarType::Bool) {
       throw InvalidArgument("mask", torch::headeronly::toString(mask->scalar_type()), "bool");
     }
+    expect_on_device_of(*mask, "mask", q, "q");
     const Broadcast m = broadcast_argument(*mask, "mask", true);
     call.own(m.tensor);
     call.in.mask = m.view;
     p.mask_shape = m.shape;
   }
   if (bias) {
+    expect_on_device_of(*bias, "bias", q, "q");
     const Broadcast b = broadcast_argument(*bias, "bias", !bias_needs_gradient);
     call.own(b.tensor);
     call.in.bias = b.view;
@@ -135,8 +170,8 @@ Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
     p.bias_dtype = dtype_of(*bias, "bias");
   }
   if (key_intervals) {
-    take_intervals(call, *key_intervals);
-    take_plan(call, q, options.backend);
+    take_intervals(call, *key_intervals, q);
+    take_plan(call, q, options);
   }
   return call;
 }
@@ -144,10 +179,11 @@ Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
 std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& q, const Tensor& k, const Tensor& v,
                                               const OptionalTensor& mask,
                                               const OptionalTensor& bias,
-                                              const OptionalTensor& key_intervals, bool is_causal,
+                                              const OptionalTensor& key_intervals,
+                                              std::vector<std::int64_t> key_bound, bool is_causal,
                                               double scale, double softcap, bool saturate,
                                               bool deterministic, std::string backend) {
-  const Options options{is_causal, scale, softcap, saturate, deterministic, backend};
+  const Options options{key_bound, is_causal, scale, softcap, saturate, deterministic, backend};
   const Attention call = prepare(q, k, v, mask, bias, key_intervals, options, false);
   const Problem& p = call.problem;
   const ScalarType lse_type = p.dtype == DType::f64 ? ScalarType::Double : ScalarType::Float;
@@ -170,10 +206,11 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& q, const Tensor& k, 
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
     const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_intervals,
-    const Tensor& out, const Tensor& lse, const Tensor& lse_low, bool is_causal, double scale,
-    double softcap, bool saturate, bool deterministic, std::string backend, bool need_dq,
-    bool need_dk, bool need_dv, bool need_dbias) {
-  const Options options{is_causal, scale, softcap, saturate, deterministic, backend};
+    const Tensor& out, const Tensor& lse, const Tensor& lse_low,
+    std::vector<std::int64_t> key_bound, bool is_causal, double scale, double softcap,
+    bool saturate, bool deterministic, std::string backend, bool need_dq, bool need_dk,
+    bool need_dv, bool need_dbias) {
+  const Options options{key_bound, is_causal, scale, softcap, saturate, deterministic, backend};
   Attention call = prepare(q, k, v, mask, bias, key_intervals, options, need_dbias);
   const Problem& p = call.problem;
   expect_like(dout, "dout", query_shape(p), q);
@@ -240,6 +277,7 @@ SelectionArgs selection_args(const Tensor& scores, const OptionalTensor& key_mas
     args.scores_stride[d] = scores.stride(static_cast<std::int64_t>(d));
   }
   if (!key_mask) return args;
+  expect_on_device_of(*key_mask, "key_mask", scores, "scores");
   if (key_mask->dim() != 3 || key_mask->scalar_type() != ScalarType::Bool) {
     throw InvalidArgument("key_mask", shape_text(*key_mask), "bool of shape [B or 1, H or 1, Sk]");
   }
@@ -258,16 +296,41 @@ SelectionArgs selection_args(const Tensor& scores, const OptionalTensor& key_mas
 
 Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask, std::int64_t window,
                  std::string selection, bool is_causal, std::int64_t query_length) {
+  const CallDevice device(scores);
   SelectionArgs args = selection_args(scores, key_mask, window, selection, is_causal);
+  args.device = device.device();
   args.seqlen_q = query_length;
   const Tensor intervals =
       torch::stable::new_empty(scores, {args.batch, args.heads, args.seqlen_k, 2}, ScalarType::Int);
   args.intervals = static_cast<KeyInterval*>(intervals.mutable_data_ptr());
-  Execution execution = torch_execution(scores.numel());
+  Execution execution = device.execution(scores.numel());
   const Tensor workspace =
       give_workspace(execution, select_workspace_size(args, execution), scores);
   select_key_intervals(args, execution);
   return intervals;
+}
+
+// {base, per_query} of intervals [B, H, Sk, 2].
+std::vector<std::int64_t> measure_op(const Tensor& key_intervals, std::int64_t query_length) {
+  if (key_intervals.dim() != 4 || key_intervals.size(3) != 2 ||
+      key_intervals.scalar_type() != ScalarType::Int) {
+    throw InvalidArgument("key_intervals", shape_text(key_intervals), "int32 of shape [B, H, Sk, 2]");
+  }
+  const CallDevice device(key_intervals);
+  const Tensor dense = torch::stable::contiguous(key_intervals);
+  PlanArgs args;
+  args.device = device.device();
+  args.batch = dense.size(0);
+  args.heads = dense.size(1);
+  args.seqlen_k = dense.size(2);
+  args.seqlen_q = query_length;
+  args.tile_rows = 128;  // of the GPU's plans
+  args.intervals = {.data = static_cast<const KeyInterval*>(dense.const_data_ptr()),
+                    .stride_batch = args.heads * args.seqlen_k,
+                    .stride_head = args.seqlen_k};
+  const Execution execution = device.execution(dense.numel());
+  const KeyBound bound = bound_of(args, {}, execution, dense);
+  return {bound.base, bound.per_query};
 }
 
 // Offsets of packed documents: int32, non-decreasing from 0, the last one at most `total`.
@@ -290,7 +353,8 @@ const std::int32_t* offsets_of(const Tensor& cu_seqlens, std::string_view argume
   return offsets;
 }
 
-// Selection within each of the documents packed into one row; scores and intervals [1, H, total_k].
+// Selection within each of the documents packed into one row; scores and intervals [1, H, total_k]. On a
+// GPU, where the offsets cannot be read, it is in python/flash_dmattn/packed.py.
 Tensor select_varlen_op(const Tensor& scores, const Tensor& cu_seqlens_q,
                         const Tensor& cu_seqlens_k, std::int64_t window, std::string selection,
                         bool is_causal, std::int64_t query_length) {
@@ -311,7 +375,7 @@ Tensor select_varlen_op(const Tensor& scores, const Tensor& cu_seqlens_q,
   for (std::int64_t d = 0; d < documents; ++d) {
     longest = std::max<std::int64_t>(longest, begin_k[d + 1] - begin_k[d]);
   }
-  Execution execution = torch_execution(scores.numel());
+  Execution execution = CallDevice(scores).execution(scores.numel());
   args.seqlen_k = longest;
   args.seqlen_q = query_length;
   const Tensor workspace =
@@ -350,11 +414,13 @@ std::string backends_op() {
 STABLE_TORCH_LIBRARY(flash_dmattn, m) {
   m.def(
       "forward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? key_intervals, "
-      "bool is_causal, float scale, float softcap, bool saturate, bool deterministic, str backend) "
+      "int[] key_bound, bool is_causal, float scale, float softcap, bool saturate, bool "
+      "deterministic, str backend) "
       "-> (Tensor out, Tensor lse, Tensor lse_low)");
   m.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, "
-      "Tensor? key_intervals, Tensor out, Tensor lse, Tensor lse_low, bool is_causal, float scale, "
+      "Tensor? key_intervals, Tensor out, Tensor lse, Tensor lse_low, int[] key_bound, bool "
+      "is_causal, float scale, "
       "float softcap, bool saturate, bool deterministic, str backend, bool need_dq, bool need_dk, "
       "bool need_dv, bool need_dbias) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
   m.def(
@@ -363,6 +429,7 @@ STABLE_TORCH_LIBRARY(flash_dmattn, m) {
   m.def(
       "select_key_intervals_varlen(Tensor scores, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
       "int window, str selection, bool is_causal, int query_length) -> Tensor");
+  m.def("measure_key_bound(Tensor key_intervals, int query_length) -> int[]");
   m.def("backends() -> str");
 }
 
@@ -370,7 +437,15 @@ STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) {
   m.impl("forward", TORCH_BOX(&forward_op));
   m.impl("backward", TORCH_BOX(&backward_op));
   m.impl("select_key_intervals", TORCH_BOX(&select_op));
+  m.impl("measure_key_bound", TORCH_BOX(&measure_op));
   m.impl("select_key_intervals_varlen", TORCH_BOX(&select_varlen_op));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) {
+  m.impl("forward", TORCH_BOX(&forward_op));
+  m.impl("backward", TORCH_BOX(&backward_op));
+  m.impl("select_key_intervals", TORCH_BOX(&select_op));
+  m.impl("measure_key_bound", TORCH_BOX(&measure_op));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CompositeExplicitAutograd, m) {

@@ -51,8 +51,9 @@ struct Problem {
   std::int64_t heads_kv = 0;
   std::int64_t seqlen_q = 0;  // any length may be 0
   std::int64_t seqlen_k = 0;
-  std::int64_t head_dim = 0;  // 1..256
-  DType dtype = DType::f32;   // of q, k, v, out and their gradients
+  std::int64_t head_dim = 0;    // 1..256
+  DType dtype = DType::f32;     // of q, k, v, out and their gradients
+  Device device = Device::cpu;  // of every pointer of the call, workspace included
 
   float scale = 0;    // the factor on q . k; default_scale(head_dim) is customary
   float softcap = 0;  // c; 0 = none
@@ -107,8 +108,8 @@ struct BackwardArgs {
   Tensor4 dbias;  // bias_shape, bias_dtype: summed in fp32 over the dimensions that were broadcast
 };
 
-// A backend by name: "cpu", "reference". Empty: the first in order of preference that supports the
-// problem.
+// A backend by name: "cuda", "cpu", "reference". Empty: the first in order of preference that supports
+// the problem. A build without a backend lists it too, and says so.
 struct BackendInfo {
   std::string_view name;
   bool available;
@@ -132,6 +133,7 @@ std::size_t backward_workspace_size(const BackwardArgs& args, const Execution& e
 
 // Every element of every output is written. All check their arguments first and throw InvalidArgument
 // with nothing written; with FLASH_DMATTN_CHECK_FINITE=1 in the environment they throw NonFiniteError.
+// On a GPU they only enqueue work on execution.stream, except that the finite check waits for it.
 void forward(const ForwardArgs& args, const Execution& execution, std::string_view backend = {});
 void backward(const BackwardArgs& args, const Execution& execution, std::string_view backend = {});
 

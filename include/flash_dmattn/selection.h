@@ -41,11 +41,12 @@ enum class Selection : std::uint8_t {
 // window >= the number of visible keys keeps them all. Without `causal`, every query may see every
 // key, and per_query equals global.
 struct SelectionArgs {
-  std::int64_t batch = 0;     // B of the result
-  std::int64_t heads = 0;     // Hkv of the result, or 1
-  std::int64_t seqlen_q = 0;  // Sq; intervals are clipped to [0, Sq)
-  std::int64_t seqlen_k = 0;  // Sk, below 2^31 as Sq is
-  std::int64_t window = 0;    // w >= 0
+  Device device = Device::cpu;  // of scores, key_mask, intervals and workspace
+  std::int64_t batch = 0;       // B of the result
+  std::int64_t heads = 0;       // Hkv of the result, or 1
+  std::int64_t seqlen_q = 0;    // Sq; intervals are clipped to [0, Sq)
+  std::int64_t seqlen_k = 0;    // Sk, below 2^31 as Sq is
+  std::int64_t window = 0;      // w >= 0
   Selection selection = Selection::per_query;
   bool causal = true;  // aligned to the bottom right corner: key j from query j - (Sk - Sq) on
 
@@ -62,8 +63,26 @@ struct SelectionArgs {
 std::size_t select_workspace_size(const SelectionArgs& args, const Execution& execution);
 
 // Writes every interval; never-visible keys get {0, 0}. O(Sk log w) time per row, rows in parallel.
-// Throws InvalidArgument.
+// Throws InvalidArgument. On a GPU: scores f32, bf16 or f16, Sk <= 2^23, `intervals` aligned to 8 bytes;
+// the call only enqueues work on execution.stream.
 void select_key_intervals(const SelectionArgs& args, const Execution& execution);
+
+// What the caller knows about intervals without reading them: any n consecutive queries together see at
+// most base + per_query * n keys (and never more than Sk). A GPU needs it, because what it allocates has
+// to be known before the intervals are.
+//   selection of w keys              key_bound(args): {w, causal and per query ? 1 : 0}
+//   sliding window of w              {w, 1}
+//   packed documents of length <= l  {2 l, 1}
+//   anything                         {Sk, 0}, or measure_key_bound
+struct KeyBound {
+  std::int64_t base = -1;  // negative: unknown
+  std::int64_t per_query = 0;
+
+  constexpr bool known() const { return base >= 0; }
+};
+
+// Of the intervals that select_key_intervals would write.
+KeyBound key_bound(const SelectionArgs& args);
 
 // The plan of a problem: for each tile of `tile_rows` consecutive queries, the keys that at least one
 // of them sees. A tile lists its *full* keys first (visible to all its rows), then its *partial* ones,
@@ -83,13 +102,15 @@ struct Plan {
 
 // Arguments of build_plan; the plan has the batch and heads of the intervals.
 struct PlanArgs {
-  std::int64_t batch = 0;  // B or 1
-  std::int64_t heads = 0;  // Hkv or 1
+  Device device = Device::cpu;  // of the intervals, the plan and the workspace
+  std::int64_t batch = 0;       // B or 1
+  std::int64_t heads = 0;       // Hkv or 1
   std::int64_t seqlen_q = 0;
   std::int64_t seqlen_k = 0;
   std::int64_t tile_rows = 0;  // see query_tile_rows in attention.h
   bool causal = false;         // clips every interval to queries at or after the key
   KeyIntervals intervals;
+  KeyBound bound;  // must be known on a GPU, is not used on the CPU
 };
 
 // Where build_plan writes; the caller allocates it.
@@ -102,12 +123,22 @@ struct PlanBuffers {
 
 std::size_t plan_workspace_size(const PlanArgs& args, const Execution& execution);
 
-// The number of keys in all lists together: what PlanBuffers::keys must hold. Reads the intervals;
-// O(Sk + tiles) per row.
+// What PlanBuffers::keys must hold. On the CPU the number of keys in all lists together: reads the
+// intervals, O(Sk + tiles) per row. On a GPU every list has the same capacity, which follows from the
+// bound; nothing is read.
 std::int64_t plan_entries(const PlanArgs& args, const Execution& execution);
 
 // Builds the plan into `buffers` and returns the view of it. O(entries + Sk) time, in parallel; the
-// result does not depend on the number of workers. Throws InvalidArgument.
+// result does not depend on the number of workers. Throws InvalidArgument. On a GPU the call only
+// enqueues work, tiles may number up to 32767, and keys beyond the capacity of a list are dropped:
+// intervals that break their bound make a wrong plan, but nothing is written outside the buffers.
 Plan build_plan(const PlanArgs& args, const PlanBuffers& buffers, const Execution& execution);
+
+std::size_t measure_workspace_size(const PlanArgs& args, const Execution& execution);
+
+// A bound that holds for the intervals over runs of whole tiles, which is all that a plan needs. On a GPU
+// this is the one function that waits for the device: it counts there, then synchronises
+// execution.stream. Throws InvalidArgument, and std::runtime_error while the stream is being captured.
+KeyBound measure_key_bound(const PlanArgs& args, const Execution& execution);
 
 }  // namespace flash_dmattn

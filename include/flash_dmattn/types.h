@@ -10,6 +10,11 @@ namespace flash_dmattn {
 // f64 is served by the reference backend alone: it exists for oracles and finite differences.
 enum class DType : std::uint8_t { f32, bf16, f16, f64 };
 
+// Where memory lives: all pointers of one call point to the same. `cuda` is the current CUDA device.
+enum class Device : std::uint8_t { cpu, cuda };
+
+constexpr std::string_view name_of(Device device) { return device == Device::cpu ? "cpu" : "cuda"; }
+
 // Bytes of one element.
 constexpr std::int64_t size_of(DType dtype) {
   switch (dtype) {

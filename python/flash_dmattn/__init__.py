@@ -25,10 +25,17 @@ try:
 except PackageNotFoundError:  # used from a source tree
     __version__ = "0+source"
 
-CPU_AVAILABLE = is_available("cpu")
-CUDA_AVAILABLE = is_available("cuda")
-TRITON_AVAILABLE = is_available("triton")
-FLEX_AVAILABLE = is_available("flex")
+
+def __getattr__(name: str):
+    """CPU_AVAILABLE, CUDA_AVAILABLE, TRITON_AVAILABLE, FLEX_AVAILABLE: asked of the machine when used.
+
+    Not at import: once a process has asked CUDA anything, its forked children cannot use the GPU.
+    """
+    backend, found, rest = name.partition("_AVAILABLE")
+    if found and not rest and backend in ("CPU", "CUDA", "TRITON", "FLEX"):
+        return is_available(backend.lower())
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "CPU_AVAILABLE",

@@ -8,7 +8,10 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
+from .availability import unavailable_reason
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+GPU_DTYPES = (torch.bfloat16, torch.float16)
 
 # A bias at or below this masks its pair; see mask_value in include/flash_dmattn/types.h.
 MASK_VALUE = {
@@ -76,11 +79,20 @@ def _check_attention_inputs(query: Tensor, key: Tensor, value: Tensor, layout: s
             )
     if query.dtype not in DTYPES:
         raise TypeError(f"query: got {query.dtype}, expected float32, bfloat16, float16 or float64")
-    if query.device.type not in ("cpu", "meta"):
+    device = query.device
+    if device.type not in ("cpu", "cuda", "meta"):
         raise RuntimeError(
-            f"flash_dmattn: no backend of this build runs on {query.device}; "
-            "`python -m flash_dmattn info` says which backends there are and why others are not"
+            f"flash_dmattn: no backend runs on {device}, only on the CPU and on CUDA GPUs"
         )
+    if device.type == "cuda":
+        reason = "" if torch.compiler.is_compiling() else unavailable_reason("cuda")
+        if reason:
+            raise RuntimeError(f"flash_dmattn: cannot run on {device}: {reason}")
+        if query.dtype not in GPU_DTYPES:
+            raise TypeError(
+                f"query: got {query.dtype} on {device}, expected bfloat16 or float16 (convert with .to(), or "
+                'compute under torch.autocast("cuda", torch.bfloat16))'
+            )
     *_, heads_q, head_dim = query.shape
     heads_kv = key.shape[-2]
     if value.shape != key.shape:

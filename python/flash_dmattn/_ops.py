@@ -29,6 +29,7 @@ forward = torch.ops.flash_dmattn.forward.default
 backward = torch.ops.flash_dmattn.backward.default
 select_key_intervals = torch.ops.flash_dmattn.select_key_intervals.default
 select_key_intervals_varlen = torch.ops.flash_dmattn.select_key_intervals_varlen.default
+measure_key_bound = torch.ops.flash_dmattn.measure_key_bound.default
 backends = torch.ops.flash_dmattn.backends.default
 
 
@@ -44,8 +45,9 @@ def _require_device_of(first, **others):
 
 @torch.library.register_fake("flash_dmattn::forward")
 def _forward_fake(
-    q, k, v, mask, bias, key_intervals, is_causal, scale, softcap, saturate, deterministic, backend
-):
+    q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap, saturate, deterministic,
+    backend,
+):  # fmt: skip
     _require_device_of(q, k=k, v=v, mask=mask, bias=bias, key_intervals=key_intervals)
     batch, seqlen_q, heads_q, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -55,8 +57,8 @@ def _forward_fake(
 
 @torch.library.register_fake("flash_dmattn::backward")
 def _backward_fake(
-    dout, q, k, v, mask, bias, key_intervals, out, lse, lse_low, is_causal, scale, softcap, saturate,
-    deterministic, backend, need_dq, need_dk, need_dv, need_dbias,
+    dout, q, k, v, mask, bias, key_intervals, out, lse, lse_low, key_bound, is_causal, scale, softcap,
+    saturate, deterministic, backend, need_dq, need_dk, need_dv, need_dbias,
 ):  # fmt: skip
     def gradient(needed, tensor):
         return tensor.new_empty(tensor.shape if needed else (0,))
@@ -92,11 +94,11 @@ def _setup_context(ctx, inputs, output):
 
 def _forward_derivative(ctx, dout, dlse, dlse_low):
     if dout is None:
-        return (None,) * 12
+        return (None,) * 13
     wanted = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4)]
     gradients = backward(dout, *ctx.saved_tensors, *ctx.options, *wanted)
     dq, dk, dv, dbias = (g if w else None for g, w in zip(gradients, wanted, strict=True))
-    return dq, dk, dv, None, dbias, *(None,) * 7
+    return dq, dk, dv, None, dbias, *(None,) * 8
 
 
 def _backward_derivative(ctx, *gradients):

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._arguments import MASK_VALUE
 from .key_intervals import KeyIntervals, select_key_intervals
+from .packed import rank_by_document
 
 # Mask elements looked at together: what recognising a mask needs in memory.
 _BLOCK_ELEMENTS = 1 << 22
@@ -80,7 +81,7 @@ def intervals_of_rows(
         if (count < last - first).any():
             return None
     intervals = torch.stack([torch.minimum(first, last), last], dim=-1)
-    return KeyIntervals(intervals, query_length)
+    return KeyIntervals(intervals, query_length).measured()
 
 
 def visible_counts(allowed: KeyIntervals) -> torch.Tensor:
@@ -127,7 +128,7 @@ def select_among(
     document = (visible & (last > left_before)).cumsum(-1)
     scores = scores.detach().expand(torch.broadcast_shapes(scores.shape, first.shape))
     if document.max() > 1:
-        scores = _rank_by_document(scores, document)
+        scores = rank_by_document(scores, document)
     scores = torch.where(visible, scores, float("nan"))
     # Chosen as if every key appeared with a query of its own: row t is the moment when key t appears.
     moments = select_key_intervals(scores, keep_window_size).intervals
@@ -136,20 +137,7 @@ def select_among(
     last = torch.where(moments[..., 1] > moments[..., 0], torch.minimum(last, beaten_at), 0)
     first, last = torch.broadcast_tensors(first, last)
     intervals = torch.stack([first, last], dim=-1) * (last > first).unsqueeze(-1)
-    return KeyIntervals(intervals, allowed.query_length)
-
-
-def _rank_by_document(scores: torch.Tensor, document: torch.Tensor) -> torch.Tensor:
-    """Scores whose order is the old one inside a document, and above every earlier document.
-
-    A key is then never beaten by one of a document that ended before it appeared.
-    """
-    order = scores.argsort(dim=-1, stable=True)
-    by_document = document.expand(scores.shape).gather(-1, order).argsort(dim=-1, stable=True)
-    order = order.gather(-1, by_document)
-    rank = torch.empty_like(order)
-    rank.scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand(order.shape))
-    return rank.float().masked_fill(scores.isnan(), float("nan"))
+    return KeyIntervals(intervals, allowed.query_length).measured()
 
 
 def _allowed_block(block: torch.Tensor) -> torch.Tensor | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+import torch
+
 from . import _ops
 
 
@@ -18,7 +20,6 @@ class Backend:
 
 
 _NOT_IN_THIS_VERSION = {
-    "cuda": "this build has no CUDA backend",
     "triton": "this version has no Triton backend",
     "flex": "this version has no FlexAttention backend",
 }
@@ -30,6 +31,8 @@ def backends() -> tuple[Backend, ...]:
     built = []
     for line in _ops.backends().splitlines():
         name, available, reason = line.split("\t")
+        if name == "cuda" and available == "1" and not torch.cuda.is_available():
+            available, reason = "0", f"torch {torch.__version__} cannot use the GPU ({reason})"
         built.append(Backend(name, available == "1", reason))
     names = {backend.name for backend in built}
     missing = [Backend(n, False, why) for n, why in _NOT_IN_THIS_VERSION.items() if n not in names]

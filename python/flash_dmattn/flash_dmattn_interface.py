@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import _ops
@@ -53,8 +54,8 @@ def flash_dmattn_func(
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """Exact softmax attention over the visible keys, with an additive bias.
 
-    query: [B, Sq, Hq, D]; key, value: [B, Sk, Hkv, D], Hq a multiple of Hkv; D from 1 to 256; float32,
-        bfloat16, float16 (float64 through the slow reference backend); any strides.
+    query: [B, Sq, Hq, D]; key, value: [B, Sk, Hkv, D], Hq a multiple of Hkv; D from 1 to 256; bfloat16 or
+        float16, on the CPU float32 too (and float64 through the slow reference backend); any strides.
     attn_mask: bool, True where visible: [B, Sk] (padding), [B, H, Sk] (the same for every query) or
         [B, H, Sq, Sk]; H is Hq, Hkv or 1, every dimension may be 1.
     attn_bias: added to the scaled scores; shapes as attn_mask; dtype of query or float32. Values at or below
@@ -96,7 +97,8 @@ def _attention(
     is_causal = bool(is_causal)
     intervals = None
     if key_intervals is not None:
-        intervals = _check_intervals(key_intervals, query, key)
+        _check_intervals(key_intervals, query, key)
+        intervals = key_intervals
     if keep_window_size is not None:
         if intervals is not None:
             raise ValueError(
@@ -107,15 +109,36 @@ def _attention(
         mask, intervals, is_causal = _select(
             query, key, mask, bias, is_causal, keep_window_size, selection, selection_scores
         )
-        heads = 1 if intervals is None else intervals.shape[1]
+        heads = 1 if intervals is None else intervals.intervals.shape[1]
         if heads not in (1, key.shape[2]):
             key, value, mask, bias = _key_head_for_every_query_head(query, key, value, mask, bias)
-    out, lse, _ = _ops.forward(
-        query, key, value, mask, bias, intervals, is_causal,
-        resolve_scale(scale, softmax_scale, query.shape[3]), resolve_softcap(softcap),
-        resolve_nonfinite(nonfinite), bool(deterministic), backend,
+    scale = resolve_scale(scale, softmax_scale, query.shape[3])
+    out, lse = _forward(
+        query, key, value, mask, bias, intervals, is_causal, scale, softcap, nonfinite, deterministic,
+        backend,
     )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out
+
+
+def _forward(
+    query, key, value, mask, bias, intervals, is_causal, scale, softcap, nonfinite, deterministic,
+    backend="",
+):  # fmt: skip
+    """out and lse of the operator."""
+    head_dim = query.shape[3]
+    padding = (
+        -head_dim % 8 if query.device.type == "cuda" else 0
+    )  # its kernels load 16 bytes at a time
+    if padding:
+        query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
+    out, lse, _ = _ops.forward(
+        query, key, value, mask, bias,
+        None if intervals is None else intervals.intervals,
+        [] if intervals is None or intervals.bound is None else list(intervals.bound),
+        is_causal, scale, resolve_softcap(softcap), resolve_nonfinite(nonfinite), bool(deterministic),
+        backend,
+    )  # fmt: skip
+    return out[..., :head_dim] if padding else out, lse
 
 
 def flash_dmattn_varlen_func(
@@ -145,7 +168,8 @@ def flash_dmattn_varlen_func(
     cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], where each sequence begins in the packed dimension,
         and the total at the end. Sequence lengths may differ between query and key and may be 0; causality
         is aligned to the bottom right corner of each sequence.
-    max_seqlen_q, max_seqlen_k: accepted for compatibility; nothing depends on them.
+    max_seqlen_q, max_seqlen_k: the longest sequences. On a GPU max_seqlen_k saves a wait for the device
+        when cu_seqlens_q is cu_seqlens_k and keep_window_size is not given; it must not be too small then.
     attn_bias: [total_k, H], one value per key, added to its scores; H is Hq, Hkv or 1.
     keep_window_size: chooses by attn_bias within each sequence.
     block_table: not supported.
@@ -157,6 +181,7 @@ def flash_dmattn_varlen_func(
             "block_table: got a paged key cache, expected None; gather the pages into packed keys and values"
         )
     query, key, value = attention_inputs(query, key, value, "total, H, D")
+    same_offsets = cu_seqlens_q is cu_seqlens_k
     total_q, total_k = query.shape[0], key.shape[0]
     cu_seqlens_q = _check_offsets(cu_seqlens_q, "cu_seqlens_q", total_q)
     cu_seqlens_k = _check_offsets(cu_seqlens_k, "cu_seqlens_k", total_k)
@@ -172,26 +197,39 @@ def flash_dmattn_varlen_func(
     if keep_window_size is None or keep_window_size >= total_k:
         intervals = packed_documents(
             cu_seqlens_k, cu_seqlens_q, is_causal=bool(is_causal), key_length=total_k,
-            query_length=total_q,
-        ).intervals  # fmt: skip
+            query_length=total_q, max_length=max_seqlen_k,
+        )  # fmt: skip
     else:
         _check_selection(keep_window_size, selection)
         if bias is None:
             raise ValueError(
                 "keep_window_size: got no attn_bias, which has the scores to choose by"
             )
-        intervals = _ops.select_key_intervals_varlen(
-            bias.detach()[:, :, 0], cu_seqlens_q, cu_seqlens_k, keep_window_size, selection,
-            bool(is_causal), total_q,
+        intervals = KeyIntervals(
+            _ops.select_key_intervals_varlen(
+                bias.detach()[:, :, 0], cu_seqlens_q, cu_seqlens_k, keep_window_size, selection,
+                bool(is_causal), total_q,
+            ),
+            total_q,
+            _packed_bound(keep_window_size, selection, bool(is_causal), same_offsets),
         )  # fmt: skip
-        if intervals.shape[1] not in (1, key.shape[2]):
+        if intervals.intervals.shape[1] not in (1, key.shape[2]):
             key, value, _, bias = _key_head_for_every_query_head(query, key, value, None, bias)
-    out, lse, _ = _ops.forward(
-        query, key, value, None, bias, intervals, False,
-        resolve_scale(scale, softmax_scale, query.shape[3]), resolve_softcap(softcap),
-        resolve_nonfinite(nonfinite), bool(deterministic), "",
-    )  # fmt: skip
+    scale = resolve_scale(scale, softmax_scale, query.shape[3])
+    out, lse = _forward(
+        query, key, value, None, bias, intervals, False, scale, softcap, nonfinite, deterministic
+    )
     return (out[0], lse[0], None) if return_attn_probs else out[0]
+
+
+def _packed_bound(keep_window_size, selection, is_causal, same_offsets):
+    """KeyIntervals.bound of a selection within packed sequences, where it follows from the window."""
+    if not same_offsets:
+        return None  # every query may be of another sequence and see keys of its own
+    # Of the sequences that n queries meet, the first and the last show what they keep, those between no
+    # more keys than they have queries; and where keys are kept per query, each query brings one at most.
+    arriving = is_causal and selection == "per_query"
+    return (keep_window_size if arriving else 2 * keep_window_size, 1)
 
 
 def flash_dmattn_func_auto(backend: str | None = None, **options) -> Callable:
@@ -207,7 +245,7 @@ def flash_dmattn_func_auto(backend: str | None = None, **options) -> Callable:
     return partial(_attention, backend=backend, **options)
 
 
-def _check_intervals(key_intervals, query, key) -> Tensor:
+def _check_intervals(key_intervals, query, key) -> None:
     if not isinstance(key_intervals, KeyIntervals):
         raise TypeError(f"key_intervals: got {type(key_intervals).__name__}, expected KeyIntervals")
     batch, seqlen_q = query.shape[:2]
@@ -220,7 +258,10 @@ def _check_intervals(key_intervals, query, key) -> Tensor:
             f"{key_intervals.query_length}, expected [{batch} or 1, {heads_kv} or 1, {seqlen_k}, 2] for "
             f"{seqlen_q}"
         )
-    return key_intervals.intervals
+    if key_intervals.intervals.device != query.device:
+        raise TypeError(
+            f"key_intervals: got a tensor on {key_intervals.intervals.device}, expected {query.device}"
+        )
 
 
 def _check_offsets(offsets: Tensor, name: str, total: int) -> Tensor:
@@ -268,7 +309,7 @@ def _select(query, key, mask, bias, is_causal, keep_window_size, selection, sele
         scores, keep_window_size, selection=selection, is_causal=is_causal, key_mask=key_mask,
         query_length=query.shape[1],
     )  # fmt: skip
-    return remaining_mask, chosen.intervals, False
+    return remaining_mask, chosen, False
 
 
 def _select_per_query(scores, keep_window_size, allowed, is_causal):
@@ -284,7 +325,7 @@ def _select_per_query(scores, keep_window_size, allowed, is_causal):
         shown = intersect(shown, past) if is_causal else shown
         chosen = select_among(scores, shown, keep_window_size)
         if chosen is not None:
-            return None, chosen.intervals
+            return None, chosen
     allowed = allowed & past.to_mask() if is_causal else allowed
     return topk_mask(scores[:, :, None], allowed, keep_window_size, None), None
 

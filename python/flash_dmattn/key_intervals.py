@@ -27,10 +27,15 @@ class KeyIntervals:
     intervals: int32 [B or 1, Hkv or 1, key_length, 2]; the last dimension is (first, last). A key whose
         first >= last is never visible.
     query_length: the number of query rows that the intervals refer to.
+    bound: (base, per_query), when it is known that any n consecutive queries together see at most
+        base + per_query * n keys. From it a GPU knows how much memory its lists of keys need. Without one it
+        has to count first, which waits for the GPU at every call (and a CUDA graph cannot be captured);
+        `measured` does that once. Too small a bound loses keys.
     """
 
     intervals: Tensor
     query_length: int
+    bound: tuple[int, int] | None = None
 
     def __post_init__(self):
         shape = tuple(self.intervals.shape)
@@ -45,7 +50,14 @@ class KeyIntervals:
         return self.intervals.shape[2]
 
     def to(self, device) -> KeyIntervals:
-        return KeyIntervals(self.intervals.to(device), self.query_length)
+        return KeyIntervals(self.intervals.to(device), self.query_length, self.bound)
+
+    def measured(self) -> KeyIntervals:
+        """The same intervals with a known bound."""
+        if self.bound is not None:
+            return self
+        bound = _ops.measure_key_bound(self.intervals, self.query_length)
+        return KeyIntervals(self.intervals, self.query_length, tuple(bound))
 
     def to_mask(self) -> Tensor:
         """The mask that the intervals stand for: bool [B or 1, Hkv or 1, query_length, key_length].
@@ -60,17 +72,18 @@ class KeyIntervals:
 # So that intervals pass through torch.compile, checkpointing and the like as the tensor they hold.
 _pytree.register_pytree_node(
     KeyIntervals,
-    lambda value: ([value.intervals], value.query_length),
-    lambda leaves, query_length: _restore(leaves[0], query_length),
+    lambda value: ([value.intervals], (value.query_length, value.bound)),
+    lambda leaves, context: _restore(leaves[0], *context),
     serialized_type_name="flash_dmattn.KeyIntervals",
 )
 
 
-def _restore(leaf, query_length) -> KeyIntervals:
+def _restore(leaf, query_length, bound) -> KeyIntervals:
     # A pytree's leaves may be anything while it is being mapped over, so nothing is checked.
     value = object.__new__(KeyIntervals)
     object.__setattr__(value, "intervals", leaf)
     object.__setattr__(value, "query_length", query_length)
+    object.__setattr__(value, "bound", bound)
     return value
 
 
@@ -111,12 +124,11 @@ def select_key_intervals(
         scores, key_mask = scores.expand(shape), key_mask.expand(shape)
     if query_length is None:
         query_length = scores.shape[2]
-    return KeyIntervals(
-        _ops.select_key_intervals(
-            scores, key_mask, keep_window_size, selection, is_causal, query_length
-        ),
-        query_length,
+    intervals = _ops.select_key_intervals(
+        scores, key_mask, keep_window_size, selection, is_causal, query_length
     )
+    arriving = is_causal and selection == "per_query"
+    return KeyIntervals(intervals, query_length, (keep_window_size, int(arriving)))
 
 
 def sliding_window(
@@ -134,7 +146,8 @@ def sliding_window(
         raise ValueError(f"key_length: got {key_length}, expected 0 or more")
     query_length = key_length if query_length is None else query_length
     diagonal = _diagonal(key_length, query_length, device)
-    return _clipped(diagonal - lookahead, diagonal + window, query_length)
+    bound = (window + lookahead, 1)
+    return _clipped(diagonal - lookahead, diagonal + window, query_length, bound)
 
 
 def prefix_lm(
@@ -152,7 +165,8 @@ def prefix_lm(
     prefix = torch.as_tensor(prefix_length, device=device).reshape(-1, 1, 1)
     keys = torch.arange(key_length, device=prefix.device)
     first = torch.where(keys < prefix, 0, _diagonal(key_length, query_length, prefix.device))
-    return _clipped(first, torch.full_like(first, query_length), query_length)
+    bound = (key_length, 0)
+    return _clipped(first, torch.full_like(first, query_length), query_length, bound)
 
 
 def packed_documents(
@@ -162,6 +176,7 @@ def packed_documents(
     is_causal: bool = True,
     key_length: int | None = None,
     query_length: int | None = None,
+    max_length: int | None = None,
 ) -> KeyIntervals:
     """Documents packed one after the other: a query sees the keys of its own document only.
 
@@ -170,7 +185,12 @@ def packed_documents(
     is_causal: aligned to the bottom right corner of each document.
     key_length, query_length: the packed lengths, by default the last offsets (reading them synchronises
         with a GPU). Keys past the last document are never visible.
+    max_length: the number of keys of the longest document, where it is known. For documents that have as
+        many queries as keys (cu_seqlens_q is not given, or is cu_seqlens_k) it makes the `bound`.
     """
+    bound = None
+    if max_length is not None and (cu_seqlens_q is None or cu_seqlens_q is cu_seqlens_k):
+        bound = (max_length if is_causal else 2 * max_length, 1)
     cu_k = cu_seqlens_k.long()
     cu_q = cu_k if cu_seqlens_q is None else cu_seqlens_q.long()
     if cu_k.dim() != 1 or cu_k.shape != cu_q.shape or cu_k.shape[0] < 1:
@@ -191,7 +211,7 @@ def packed_documents(
         # Counted from their ends, query and key have the same position in a document.
         end_k = torch.cat([cu_k[1:], cu_k[-1:]])[document]
         first = torch.maximum(first, keys - end_k + last)
-    return _clipped(first[None, None], last[None, None], query_length)
+    return _clipped(first[None, None], last[None, None], query_length, bound)
 
 
 def from_padding(key_mask: Tensor, query_length: int | None = None) -> KeyIntervals:
@@ -203,7 +223,7 @@ def from_padding(key_mask: Tensor, query_length: int | None = None) -> KeyInterv
         )
     query_length = key_mask.shape[1] if query_length is None else query_length
     last = key_mask[:, None] * query_length
-    return _clipped(torch.zeros_like(last), last, query_length)
+    return _clipped(torch.zeros_like(last), last, query_length, (key_mask.shape[1], 0))
 
 
 def intersect(*parts: KeyIntervals) -> KeyIntervals:
@@ -217,7 +237,10 @@ def intersect(*parts: KeyIntervals) -> KeyIntervals:
         )
     first = reduce(torch.maximum, (part.intervals[..., 0] for part in parts))
     last = reduce(torch.minimum, (part.intervals[..., 1] for part in parts))
-    return _clipped(first, last, parts[0].query_length)
+    bounds = [part.bound for part in parts if part.bound is not None]
+    tile = 128  # queries that a GPU lists the keys of together
+    bound = min(bounds, key=lambda b: b[0] + tile * b[1], default=None)
+    return _clipped(first, last, parts[0].query_length, bound)
 
 
 def _diagonal(key_length: int, query_length: int, device) -> Tensor:
@@ -226,11 +249,13 @@ def _diagonal(key_length: int, query_length: int, device) -> Tensor:
     return (keys - (key_length - query_length))[None, None]
 
 
-def _clipped(first: Tensor, last: Tensor, query_length: int) -> KeyIntervals:
+def _clipped(
+    first: Tensor, last: Tensor, query_length: int, bound: tuple[int, int] | None
+) -> KeyIntervals:
     """Clips to the query rows; an empty interval becomes (0, 0)."""
     first, last = first.clamp(min=0), last.clamp(max=query_length)
     intervals = torch.stack([first, last], dim=-1) * (first < last).unsqueeze(-1)
-    return KeyIntervals(intervals.to(torch.int32), query_length)
+    return KeyIntervals(intervals.to(torch.int32), query_length, bound)
 
 
 def _per_key(tensor: Tensor, argument: str) -> Tensor:

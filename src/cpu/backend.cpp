@@ -11,7 +11,7 @@
 #include "cpu/task.h"
 #include "flash_dmattn/error.h"
 #include "float_types.h"
-#include "selection/tasks.h"
+#include "tasks.h"
 
 // From arguments to tasks: picks the instruction set, resolves shapes and strides, lays out the
 // workspace and hands items to the workers. Compiled for the baseline, like all but the kernels.
@@ -135,7 +135,7 @@ std::string why_not(const Problem& p) {
   if (p.heads_kv > 0 && p.heads_q / p.heads_kv > largest_group) {
     return "more than " + std::to_string(largest_group) + " query heads share a kv head";
   }
-  return "";
+  return decline_other_device(p, "cpu", Device::cpu);
 }
 
 bool is_empty(const Problem& p) { return p.batch == 0 || p.heads_q == 0 || p.heads_kv == 0; }
@@ -173,9 +173,9 @@ void forward(const ForwardArgs& args, const Execution& execution) {
   const ForwardTask t{task_of(args.problem, args.in), rows_of(args.out), args.lse, args.lse_low};
   const std::int64_t scratch = kernels.forward_scratch(t);
   auto* const begin = static_cast<char*>(execution.workspace);
-  selection::for_each_task(
-      execution, t.batch * t.heads_kv * t.tiles,
-      [&](std::int64_t item, int worker) { kernels.forward(t, item, begin + worker * scratch); });
+  for_each_task(execution, t.batch * t.heads_kv * t.tiles, [&](std::int64_t item, int worker) {
+    kernels.forward(t, item, begin + worker * scratch);
+  });
 }
 
 // ---- Backward ------------------------------------------------------------------------------------
@@ -356,32 +356,29 @@ void reduce_dbias(const BackwardTask& t, const Execution& execution) {
   // Without a dimension of their own, the elements of a row are one sum.
   constexpr std::int64_t chunk = 1024;
   const std::int64_t chunks = (elements + chunk - 1) / chunk;
-  selection::for_each_task(
-      execution, batches * heads * members * chunks, [&](std::int64_t item, int) {
-        const std::int64_t own_g = item / chunks % members;
-        const std::int64_t own_h = item / chunks / members % heads;
-        const std::int64_t own_b = item / chunks / members / heads;
-        const std::int64_t begin = item % chunks * chunk;
-        for (std::int64_t e = begin; e < std::min(begin + chunk, elements); ++e) {
-          float sum = 0;
-          for (std::int64_t b = own_b; b < t.batch; b += batches) {
-            for (std::int64_t h = own_h; h < t.heads_kv; h += heads) {
-              if (per_key) {
-                for (std::int64_t g = own_g; g < t.key_sum_heads; g += members) {
-                  sum += sum_of_key(t, b, h, g, e);
-                }
-                continue;
-              }
-              for (std::int64_t g = own_g; g < t.group; g += members) {
-                for (std::int64_t i = e; i < length; i += elements)
-                  sum += sum_of_query(t, b, h, g, i);
-              }
+  for_each_task(execution, batches * heads * members * chunks, [&](std::int64_t item, int) {
+    const std::int64_t own_g = item / chunks % members;
+    const std::int64_t own_h = item / chunks / members % heads;
+    const std::int64_t own_b = item / chunks / members / heads;
+    const std::int64_t begin = item % chunks * chunk;
+    for (std::int64_t e = begin; e < std::min(begin + chunk, elements); ++e) {
+      float sum = 0;
+      for (std::int64_t b = own_b; b < t.batch; b += batches) {
+        for (std::int64_t h = own_h; h < t.heads_kv; h += heads) {
+          if (per_key) {
+            for (std::int64_t g = own_g; g < t.key_sum_heads; g += members) {
+              sum += sum_of_key(t, b, h, g, e);
             }
+            continue;
           }
-          store_dbias(t, own_b * d.batch + own_h * d.kv_head + own_g * d.group_head + e * stride,
-                      sum);
+          for (std::int64_t g = own_g; g < t.group; g += members) {
+            for (std::int64_t i = e; i < length; i += elements) sum += sum_of_query(t, b, h, g, i);
+          }
         }
-      });
+      }
+      store_dbias(t, own_b * d.batch + own_h * d.kv_head + own_g * d.group_head + e * stride, sum);
+    }
+  });
 }
 
 void store_zeros(const Tensor4& tensor, DType dtype, const std::array<std::int64_t, 4>& shape) {
@@ -414,7 +411,7 @@ void backward(const BackwardArgs& args, const Execution& execution) {
   const auto scratch_of = [&](int worker) {
     return layout.scratch + worker * layout.scratch_bytes;
   };
-  selection::for_each_task(execution, units, [&](std::int64_t item, int worker) {
+  for_each_task(execution, units, [&](std::int64_t item, int worker) {
     const std::int64_t unit = units - 1 - item;  // under a causal mask the last ones take longest
     if (t.slot_keys != nullptr) {
       std::int32_t* to = layout.slot_keys + layout.slot_begin[unit];
@@ -425,15 +422,15 @@ void backward(const BackwardArgs& args, const Execution& execution) {
   if (t.dbias_kind == DbiasKind::dense_shared) {
     const std::int64_t slabs =
         (t.dbias.batch != 0 ? t.batch : 1) * (t.dbias.kv_head != 0 ? t.heads_kv : 1);
-    selection::for_each_task(execution, slabs * t.tiles, [&](std::int64_t item, int worker) {
+    for_each_task(execution, slabs * t.tiles, [&](std::int64_t item, int worker) {
       kernels.shared_dbias(t, item / slabs, item % slabs, scratch_of(worker));
     });
   } else if (t.dbias_kind == DbiasKind::per_key || t.dbias_kind == DbiasKind::per_query) {
     reduce_dbias(t, execution);
   }
   const std::int64_t blocks = (t.seqlen_k + block_keys - 1) / block_keys;
-  selection::for_each_task(execution, t.batch * t.heads_kv * blocks,
-                           [&](std::int64_t item, int) { kernels.reduce(t, item); });
+  for_each_task(execution, t.batch * t.heads_kv * blocks,
+                [&](std::int64_t item, int) { kernels.reduce(t, item); });
 }
 
 }  // namespace

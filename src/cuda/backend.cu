@@ -1,4 +1,4 @@
-#include "cuda/backend.h"
+#include "backend.h"
 
 #include <algorithm>
 #include <cmath>
@@ -16,38 +16,43 @@ namespace {
 
 // ---- Device -------------------------------------------------------------------------------------
 
-struct Device {
-  std::string reason;  // why there is none; "" = there is one
-  std::string name;
-};
+int attribute(cudaDeviceAttr which) {
+  int device = 0;
+  int value = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
+  return value;
+}
 
-Device find_device() {
+// Why the current device cannot be used; "" = it can. Asked before every call, so nothing slow.
+std::string decline_device() {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess) {
     cudaGetLastError();  // leave no error behind for the caller's own calls
-    return {std::string("no CUDA device: ") + cudaGetErrorString(error), ""};
+    int driver = 0;
+    if (cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0) return "no NVIDIA driver";
+    return std::string("no CUDA device: ") + cudaGetErrorString(error);
   }
-  if (count == 0) return {"no CUDA device", ""};
+  if (count == 0) return "no CUDA device";
+  const int major = attribute(cudaDevAttrComputeCapabilityMajor);
+  if (major >= 8) return "";
+  return "the GPU's compute capability, " + std::to_string(major) + ".x, is older than 8.0";
+}
+
+std::string device_name() {
   int device = 0;
   cudaDeviceProp properties;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
-  const std::string version =
-      std::to_string(properties.major) + "." + std::to_string(properties.minor);
-  const std::string name = std::string(properties.name) + ", compute capability " + version;
-  if (properties.major < 8) return {name + " is older than 8.0", ""};
-  return {"", name};
+  return std::string(properties.name) + ", compute capability " + std::to_string(properties.major) +
+         "." + std::to_string(properties.minor);
 }
 
 // FLASH_DMATTN_MAX_SHARED_KB caps what a device offers, so that all policies can be run on one
 // device.
 SharedClass shared_class() {
-  int device = 0;
-  int bytes = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-        "cudaDeviceGetAttribute");
+  int bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   if (const char* cap = std::getenv("FLASH_DMATTN_MAX_SHARED_KB"); cap != nullptr) {
     bytes = std::min(bytes, std::atoi(cap) * 1024);
   }
@@ -293,12 +298,12 @@ void backward(const BackwardArgs& args, const Execution& execution) {
 // ---- Table --------------------------------------------------------------------------------------
 
 BackendInfo info() {
-  const Device device = find_device();
-  const bool available = device.reason.empty();
-  return {"cuda", available, available ? device.name : device.reason};
+  const std::string reason = decline_device();
+  return {"cuda", reason.empty(), reason.empty() ? device_name() : reason};
 }
 
 std::string supports(const Problem& p) {
+  if (p.device != Device::cuda) return decline_other_device(p, "cuda", Device::cuda);
   if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "cuda computes in bf16 and f16";
   if (p.head_dim % 8 != 0) return "cuda needs a head_dim that is a multiple of 8";
   if (p.deterministic) return "cuda adds gradients in an order that changes from run to run";
@@ -306,7 +311,7 @@ std::string supports(const Problem& p) {
       std::numeric_limits<std::int32_t>::max() / 2) {
     return "cuda counts rows and tiles in 31 bits";
   }
-  return find_device().reason;
+  return decline_device();
 }
 
 std::int64_t query_tile_rows(const Problem&) { return plan_tile_rows; }

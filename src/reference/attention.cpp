@@ -6,7 +6,7 @@
 
 #include "backend.h"
 #include "float_types.h"
-#include "selection/tasks.h"
+#include "tasks.h"
 
 // The definition in attention.h as plain loops in double: the oracle of the tests, and the backend
 // that runs everything.
@@ -176,13 +176,12 @@ Units backward_units(const Problem& p) {
 // Calls body(batch, kv_head, worker) for all of them.
 template <class Body>
 void for_each_kv_head(const Problem& p, Units units, const Execution& execution, const Body& body) {
-  selection::for_each_task(
-      execution, units.batch * units.heads, [&](std::int64_t unit, int worker) {
-        for (std::int64_t b = unit / units.heads; b < p.batch; b += units.batch) {
-          for (std::int64_t h = unit % units.heads; h < p.heads_kv; h += units.heads)
-            body(b, h, worker);
-        }
-      });
+  for_each_task(execution, units.batch * units.heads, [&](std::int64_t unit, int worker) {
+    for (std::int64_t b = unit / units.heads; b < p.batch; b += units.batch) {
+      for (std::int64_t h = unit % units.heads; h < p.heads_kv; h += units.heads)
+        body(b, h, worker);
+    }
+  });
 }
 
 // Calls body(row) for every query row of every head that uses one kv head.
@@ -405,7 +404,7 @@ void backward(const BackwardArgs& args, const Execution& execution) {
 const Backend reference_backend = {
     .name = "reference",
     .info = [] { return BackendInfo{"reference", true, "loops in double"}; },
-    .supports = [](const Problem&) { return std::string(); },
+    .supports = [](const Problem& p) { return decline_other_device(p, "reference", Device::cpu); },
     .query_tile_rows = [](const Problem&) -> std::int64_t { return 64; },
     .forward_workspace_size = forward_workspace_size,
     .backward_workspace_size = backward_workspace_size,

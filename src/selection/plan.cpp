@@ -3,15 +3,15 @@
 #include <cstdint>
 #include <string>
 
-#include "flash_dmattn/selection.h"
-#include "selection/arguments.h"
-#include "selection/tasks.h"
+#include "arguments.h"
+#include "selection/selection.h"
+#include "tasks.h"
 
 // Two passes over the intervals of a row. The first counts the keys of each tile: a key touches a
 // range of tiles and fills a range within it, so both counts are running sums of +1 where a range
 // begins and -1 where it ends. The second drops every key into the lists of its tiles, in ascending
 // order, behind one cursor for full keys and one for partial ones.
-namespace flash_dmattn {
+namespace flash_dmattn::cpu {
 namespace {
 
 // Tiles [touched_begin, touched_end) see the key; for [full_begin, full_end) all rows do.
@@ -131,6 +131,46 @@ void fill_tiles(const PlanArgs& args, std::int64_t row, std::int64_t begin, std:
   }
 }
 
+// Keys of a row that become visible in a tile, and those that no longer are when it begins.
+struct Change {
+  std::int64_t entered;
+  std::int64_t left;
+};
+
+// The most keys that are visible before a tile's own queries bring new ones, and the most of those.
+struct Most {
+  std::int64_t before;
+  std::int64_t entered;
+};
+
+// Keys visible from query 0 on are there before the first tile.
+Most measure_row(const PlanArgs& args, std::int64_t row, Change* changes) {
+  const std::int64_t tiles = tile_count(args);
+  std::fill(changes, changes + tiles, Change{0, 0});
+  const Row intervals(args, row);
+  std::int64_t before = 0;
+  for (std::int64_t key = 0; key < args.seqlen_k; ++key) {
+    const KeyInterval queries = intervals.queries_of(key);
+    const TileRanges ranges = intervals.tiles_of(queries);
+    if (ranges.touched_begin == ranges.touched_end) continue;
+    ++(queries.first == 0 ? before : changes[ranges.touched_begin].entered);
+    if (ranges.touched_end < tiles) ++changes[ranges.touched_end].left;
+  }
+  Most most{0, 0};
+  for (std::int64_t t = 0; t < tiles; ++t) {
+    before -= changes[t].left;
+    most = {std::max(most.before, before), std::max(most.entered, changes[t].entered)};
+    before += changes[t].entered;
+  }
+  return most;
+}
+
+void raise(std::atomic<std::int64_t>& most, std::int64_t value) {
+  std::int64_t seen = most.load(std::memory_order_relaxed);
+  while (seen < value && !most.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
+  }
+}
+
 // Rows are split when there are too few to keep the workers busy; every segment reads all intervals
 // of its row again, so no further than two tasks a worker.
 std::int64_t segments_per_row(const PlanArgs& args, const Execution& execution) {
@@ -140,12 +180,12 @@ std::int64_t segments_per_row(const PlanArgs& args, const Execution& execution) 
 }
 
 void validate(const PlanArgs& args, const Execution& execution) {
-  selection::require_length("batch", args.batch);
-  selection::require_length("heads", args.heads);
-  selection::require_length("seqlen_q", args.seqlen_q);
-  selection::require_length("seqlen_k", args.seqlen_k);
-  selection::require_rows(args.batch, args.heads, std::max(args.seqlen_q, args.seqlen_k));
-  selection::require_workers(execution);
+  require_length("batch", args.batch);
+  require_length("heads", args.heads);
+  require_length("seqlen_q", args.seqlen_q);
+  require_length("seqlen_k", args.seqlen_k);
+  require_rows(args.batch, args.heads, std::max(args.seqlen_q, args.seqlen_k));
+  require_workers(execution);
   if (args.tile_rows < 1) {
     throw InvalidArgument("tile_rows", std::to_string(args.tile_rows), "at least 1");
   }
@@ -161,7 +201,7 @@ std::size_t plan_workspace_size(const PlanArgs& args, const Execution& execution
 std::int64_t plan_entries(const PlanArgs& args, const Execution& execution) {
   validate(args, execution);
   std::atomic<std::int64_t> total{0};
-  selection::for_each_task(execution, args.batch * args.heads, [&](std::int64_t row, int) {
+  for_each_task(execution, args.batch * args.heads, [&](std::int64_t row, int) {
     const Row intervals(args, row);
     std::int64_t entries = 0;
     for (std::int64_t key = 0; key < args.seqlen_k; ++key) {
@@ -174,16 +214,16 @@ std::int64_t plan_entries(const PlanArgs& args, const Execution& execution) {
 }
 
 Plan build_plan(const PlanArgs& args, const PlanBuffers& buffers, const Execution& execution) {
-  const std::size_t bytes = plan_workspace_size(args, execution);
+  const std::size_t bytes = cpu::plan_workspace_size(args, execution);
   const std::int64_t rows = args.batch * args.heads;
   const std::int64_t tiles = tile_count(args);
   const bool has_tiles = rows * tiles > 0;
-  selection::require_pointer("begin", buffers.begin, has_tiles);
-  selection::require_pointer("count", buffers.count, has_tiles);
-  selection::require_pointer("full", buffers.full, has_tiles);
-  selection::require_pointer("keys", buffers.keys,
-                             buffers.keys == nullptr && plan_entries(args, execution) > 0);
-  selection::require_workspace(execution, bytes);
+  require_pointer("begin", buffers.begin, has_tiles);
+  require_pointer("count", buffers.count, has_tiles);
+  require_pointer("full", buffers.full, has_tiles);
+  require_pointer("keys", buffers.keys,
+                  buffers.keys == nullptr && cpu::plan_entries(args, execution) > 0);
+  require_workspace(execution, bytes);
 
   const Plan plan{.tile_rows = args.tile_rows,
                   .tiles = tiles,
@@ -195,8 +235,7 @@ Plan build_plan(const PlanArgs& args, const PlanBuffers& buffers, const Executio
                   .stride_head = args.heads == 1 ? 0 : tiles};
   if (!has_tiles) return plan;
 
-  selection::for_each_task(execution, rows,
-                           [&](std::int64_t row, int) { count_row(args, row, buffers); });
+  for_each_task(execution, rows, [&](std::int64_t row, int) { count_row(args, row, buffers); });
   std::int64_t entries = 0;
   for (std::int64_t t = 0; t < rows * tiles; ++t) {
     buffers.begin[t] = entries;
@@ -205,7 +244,7 @@ Plan build_plan(const PlanArgs& args, const PlanBuffers& buffers, const Executio
 
   auto* cursors = static_cast<Cursors*>(execution.workspace);
   const std::int64_t segments = segments_per_row(args, execution);
-  selection::for_each_task(execution, rows * segments, [&](std::int64_t task, int) {
+  for_each_task(execution, rows * segments, [&](std::int64_t task, int) {
     const std::int64_t row = task / segments;
     const std::int64_t segment = task % segments;
     fill_tiles(args, row, tiles * segment / segments, tiles * (segment + 1) / segments, buffers,
@@ -214,4 +253,25 @@ Plan build_plan(const PlanArgs& args, const PlanBuffers& buffers, const Executio
   return plan;
 }
 
-}  // namespace flash_dmattn
+std::size_t measure_workspace_size(const PlanArgs& args, const Execution& execution) {
+  validate(args, execution);
+  return static_cast<std::size_t>(args.batch * args.heads * tile_count(args)) * sizeof(Change);
+}
+
+KeyBound measure_key_bound(const PlanArgs& args, const Execution& execution) {
+  require_workspace(execution, cpu::measure_workspace_size(args, execution));
+  const std::int64_t tiles = tile_count(args);
+  if (tiles == 0) return {0, 0};
+  auto* changes = static_cast<Change*>(execution.workspace);
+  std::atomic<std::int64_t> before{0};
+  std::atomic<std::int64_t> entered{0};
+  for_each_task(execution, args.batch * args.heads, [&](std::int64_t row, int) {
+    const Most most = measure_row(args, row, changes + row * tiles);
+    raise(before, most.before);
+    raise(entered, most.entered);
+  });
+  return {.base = before.load(),
+          .per_query = (entered.load() + args.tile_rows - 1) / args.tile_rows};
+}
+
+}  // namespace flash_dmattn::cpu

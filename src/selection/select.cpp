@@ -6,16 +6,16 @@
 #include <functional>
 #include <string>
 
-#include "flash_dmattn/selection.h"
+#include "arguments.h"
 #include "float_types.h"
-#include "selection/arguments.h"
-#include "selection/tasks.h"
+#include "selection/selection.h"
+#include "tasks.h"
 
 // One sweep over the positions of a row with a heap of the w best keys so far, the worst on top. A key
 // that arrives enters if it beats the top, which leaves. Under causal per-query selection the position
 // of the arrival is where the interval of the key that leaves ends; under global selection the keys
 // still in the heap at the end are the choice.
-namespace flash_dmattn {
+namespace flash_dmattn::cpu {
 namespace {
 
 // A key's rank as one comparable value: its score above its position, so that of equal scores the
@@ -61,7 +61,7 @@ std::size_t heap_bytes(const SelectionArgs& args) {
   const std::size_t rank_bytes =
       args.scores_dtype == DType::f64 ? sizeof(WideRank) : sizeof(NarrowRank);
   const std::int64_t size = std::min(args.window, args.seqlen_k);
-  return selection::align_up(static_cast<std::size_t>(size) * rank_bytes);
+  return align_up(static_cast<std::size_t>(size) * rank_bytes);
 }
 
 // The sweep over one row. read(j) is the score of key j, a float or a double.
@@ -124,12 +124,12 @@ void select_row(const SelectionArgs& args, std::int64_t b, std::int64_t h, void*
 }
 
 void validate(const SelectionArgs& args, const Execution& execution) {
-  selection::require_length("batch", args.batch);
-  selection::require_length("heads", args.heads);
-  selection::require_length("seqlen_q", args.seqlen_q);
-  selection::require_length("seqlen_k", args.seqlen_k);
-  selection::require_rows(args.batch, args.heads, args.seqlen_k);
-  selection::require_workers(execution);
+  require_length("batch", args.batch);
+  require_length("heads", args.heads);
+  require_length("seqlen_q", args.seqlen_q);
+  require_length("seqlen_k", args.seqlen_k);
+  require_rows(args.batch, args.heads, args.seqlen_k);
+  require_workers(execution);
   if (args.window < 0) {
     throw InvalidArgument("window", std::to_string(args.window), "at least 0");
   }
@@ -153,19 +153,19 @@ std::size_t select_workspace_size(const SelectionArgs& args, const Execution& ex
 }
 
 void select_key_intervals(const SelectionArgs& args, const Execution& execution) {
-  const std::size_t bytes = select_workspace_size(args, execution);
+  const std::size_t bytes = cpu::select_workspace_size(args, execution);
   const std::int64_t rows = args.batch * args.heads;
   const bool has_keys = rows > 0 && args.seqlen_k > 0;
-  selection::require_pointer("scores", args.scores, has_keys);
-  selection::require_pointer("intervals", args.intervals, has_keys);
+  require_pointer("scores", args.scores, has_keys);
+  require_pointer("intervals", args.intervals, has_keys);
   if (!has_keys) return;
-  selection::require_workspace(execution, bytes);
+  require_workspace(execution, bytes);
 
   auto* heaps = static_cast<char*>(execution.workspace);
-  selection::for_each_task(execution, rows, [&](std::int64_t row, int worker) {
+  for_each_task(execution, rows, [&](std::int64_t row, int worker) {
     void* heap = heaps + static_cast<std::size_t>(worker) * heap_bytes(args);
     select_row(args, row / args.heads, row % args.heads, heap);
   });
 }
 
-}  // namespace flash_dmattn
+}  // namespace flash_dmattn::cpu

@@ -118,13 +118,22 @@ void expect_invalid(const std::function<void()>& action, const std::string& argu
 
 TEST(Backends, AreListedInOrderOfPreference) {
   const std::vector<BackendInfo> infos = backends();
-  ASSERT_EQ(infos.size(), 2u);
-  EXPECT_EQ(infos[0].name, "cpu");
-  EXPECT_EQ(infos[1].name, "reference");
-  for (const BackendInfo& info : infos) {
-    EXPECT_TRUE(info.available);
-    EXPECT_FALSE(info.reason.empty());
-  }
+  ASSERT_EQ(infos.size(), 3u);
+  EXPECT_EQ(infos[0].name, "cuda");  // available where there is a GPU and the build has its kernels
+  EXPECT_EQ(infos[1].name, "cpu");
+  EXPECT_EQ(infos[2].name, "reference");
+  for (const BackendInfo& info : infos) EXPECT_FALSE(info.reason.empty());
+  EXPECT_TRUE(infos[1].available);
+  EXPECT_TRUE(infos[2].available);
+}
+
+TEST(Backends, DeclineMemoryOfAnotherDevice) {
+  Problem p = Call().data.problem;
+  EXPECT_NE(supports(p, "cuda"), "");
+  p.device = Device::cuda;
+  EXPECT_NE(supports(p, "cpu").find("cpu computes in cpu memory, and the problem's is cuda"),
+            std::string::npos);
+  EXPECT_NE(supports(p, "reference").find("reference computes in cpu memory"), std::string::npos);
 }
 
 TEST(Backends, SayWhetherTheySupportAProblem) {
@@ -165,7 +174,7 @@ TEST(Backends, UnknownNamesAreErrors) {
   Call call;
   call.backend = "gpu";
   const std::string message =
-      "got \"gpu\", expected \"cpu\", \"reference\", or \"\" for the first that can";
+      "got \"gpu\", expected \"cuda\", \"cpu\", \"reference\", or \"\" for the first that can";
   expect_invalid([&] { supports(call.data.problem, "gpu"); }, "backend", message);
   expect_invalid([&] { call.run_forward(); }, "backend", message);
   expect_invalid([&] { call.run_backward(); }, "backend", message);

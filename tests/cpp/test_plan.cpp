@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -97,6 +98,29 @@ void expect_as_defined(const PlanArgs& args) {
   EXPECT_EQ(plan_entries(args, testing::in_turn(1)), entries);
 }
 
+// The measured bound holds for every run of whole tiles.
+void expect_bound(const PlanArgs& args) {
+  Execution execution = testing::in_turn(2);
+  GuardedBuffer workspace(measure_workspace_size(args, execution), "workspace");
+  execution.workspace = workspace.data();
+  execution.workspace_bytes = workspace.size();
+  const KeyBound bound = measure_key_bound(args, execution);
+  ASSERT_TRUE(bound.known());
+  const OwnedPlan owned = testing::make_plan(args, testing::in_turn(1));
+  const Plan& plan = owned.plan;
+  for (std::int64_t row = 0; row < args.batch * args.heads; ++row) {
+    for (std::int64_t first = 0; first < plan.tiles; ++first) {
+      std::set<std::int32_t> seen;
+      for (std::int64_t t = first; t < plan.tiles; ++t) {
+        const std::int64_t at = row * plan.tiles + t;
+        seen.insert(plan.keys + plan.begin[at], plan.keys + plan.begin[at] + plan.count[at]);
+        ASSERT_LE(static_cast<std::int64_t>(seen.size()),
+                  bound.base + bound.per_query * (t + 1 - first) * plan.tile_rows);
+      }
+    }
+  }
+}
+
 TEST(Plan, RandomIntervals) {
   Random random(1);
   for (int round = 0; round < 400; ++round) {
@@ -110,8 +134,21 @@ TEST(Plan, RandomIntervals) {
                   static_cast<std::int32_t>(random.below(seqlen_q + 20) - 10)};
     }
     expect_as_defined(intervals.args);
+    expect_bound(intervals.args);
     if (HasFatalFailure()) return;
   }
+}
+
+TEST(Plan, MeasuredBoundOfASlidingWindowIsTight) {
+  Intervals intervals(1, 1, 640, 640, 64, false);
+  intervals.fill([](std::int64_t j) { return Pair{j, j + 100}; });
+  Execution execution = testing::in_turn(1);
+  GuardedBuffer workspace(measure_workspace_size(intervals.args, execution), "workspace");
+  execution.workspace = workspace.data();
+  execution.workspace_bytes = workspace.size();
+  const KeyBound bound = measure_key_bound(intervals.args, execution);
+  EXPECT_EQ(bound.base, 99);
+  EXPECT_EQ(bound.per_query, 1);
 }
 
 TEST(Plan, IntervalsMadeByHand) {

@@ -43,12 +43,32 @@ std::vector<T> download(const DeviceBuffer& buffer, std::int64_t count) {
   return host;
 }
 
+// What measure_key_bound finds on the device, which has to be what it finds on the host.
+inline KeyBound measured_on_both(const PlanArgs& args,
+                                 const std::vector<KeyInterval>& host_intervals) {
+  const DeviceBuffer workspace(cuda::measure_workspace_size(args));
+  Execution execution;
+  execution.workspace = workspace.data();
+  execution.workspace_bytes = cuda::measure_workspace_size(args);
+  const KeyBound bound = cuda::measure_key_bound(args, execution);
+
+  PlanArgs on_host = args;
+  on_host.device = Device::cpu;
+  if (args.intervals.data != nullptr) on_host.intervals.data = host_intervals.data();
+  HostWorkspace host_workspace(measure_workspace_size(on_host, {}));
+  execution.workspace = host_workspace.data();
+  execution.workspace_bytes = host_workspace.size();
+  const KeyBound expected = measure_key_bound(on_host, execution);
+  EXPECT_EQ(bound.base, expected.base);
+  EXPECT_EQ(bound.per_query, expected.per_query);
+  return bound;
+}
+
 // The plan of the device's intervals against the host's plan of the host's.
-inline void expect_same_plan(const PlanArgs& args, const cuda::KeyBound& bound,
-                             const std::vector<KeyInterval>& host_intervals) {
+inline void expect_same_plan(const PlanArgs& args, const std::vector<KeyInterval>& host_intervals) {
   const std::int64_t tiles = (args.seqlen_q + args.tile_rows - 1) / args.tile_rows;
   const std::int64_t lists = args.batch * args.heads * tiles;
-  const std::int64_t capacity = cuda::plan_capacity(args, bound);
+  const std::int64_t capacity = cuda::plan_capacity(args);
   const auto bytes = [](std::int64_t count, std::size_t size) {
     return static_cast<std::size_t>(count) * size;
   };
@@ -56,7 +76,7 @@ inline void expect_same_plan(const PlanArgs& args, const cuda::KeyBound& bound,
   DeviceBuffer count(bytes(lists, 4));
   DeviceBuffer full(bytes(lists, 4));
   DeviceBuffer keys(bytes(lists * capacity, 4));
-  const std::size_t workspace_bytes = cuda::plan_workspace_size(args, bound);
+  const std::size_t workspace_bytes = cuda::plan_workspace_size(args);
   DeviceBuffer workspace(workspace_bytes);
   Execution execution;
   execution.workspace = workspace.data();
@@ -64,9 +84,10 @@ inline void expect_same_plan(const PlanArgs& args, const cuda::KeyBound& bound,
   const PlanBuffers buffers{
       reinterpret_cast<std::int64_t*>(begin.data()), reinterpret_cast<std::int32_t*>(count.data()),
       reinterpret_cast<std::int32_t*>(full.data()), reinterpret_cast<std::int32_t*>(keys.data())};
-  cuda::build_plan(args, bound, buffers, execution);
+  cuda::build_plan(args, buffers, execution);
 
   PlanArgs on_host = args;
+  on_host.device = Device::cpu;
   if (args.intervals.data != nullptr) on_host.intervals.data = host_intervals.data();
   execution = {};
   HostWorkspace host_workspace(plan_workspace_size(on_host, execution));

@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "cuda/backend.h"
+#include "backend.h"
 #include "device.h"
 #include "support/cases.h"
 #include "support/compare.h"
@@ -47,6 +47,11 @@ struct DevicePlan {
   }
 };
 
+Problem on_device(Problem problem) {
+  problem.device = Device::cuda;
+  return problem;
+}
+
 testing::OwnedPlan plan_of(const Data& data, bool wanted) {
   if (!data.has_intervals() || !wanted) return {};
   PlanArgs args;
@@ -54,7 +59,7 @@ testing::OwnedPlan plan_of(const Data& data, bool wanted) {
   args.heads = data.problem.intervals_shape[1];
   args.seqlen_q = data.problem.seqlen_q;
   args.seqlen_k = data.problem.seqlen_k;
-  args.tile_rows = cuda_backend.query_tile_rows(data.problem);
+  args.tile_rows = query_tile_rows(on_device(data.problem), "cuda");
   args.causal = data.problem.causal;
   args.intervals = data.intervals_view();
   return testing::make_plan(args, testing::in_turn(1));
@@ -82,16 +87,16 @@ Results run(Data& data, bool with_plan = true) {
   }
   in.plan = plan.view();
 
-  ForwardArgs forward{.problem = data.problem,
+  ForwardArgs forward{.problem = on_device(data.problem),
                       .in = in,
                       .out = out.view(),
                       .lse = lse.data<float>(),
                       .lse_low = lse_low.data<float>()};
   Execution execution;
-  cuda_backend.forward(forward, execution);
+  flash_dmattn::forward(forward, execution);
   testing::check_cuda(cudaDeviceSynchronize());
 
-  BackwardArgs backward{.problem = data.problem,
+  BackwardArgs backward{.problem = on_device(data.problem),
                         .in = in,
                         .out = out.view(),
                         .lse = lse.data<float>(),
@@ -102,10 +107,10 @@ Results run(Data& data, bool with_plan = true) {
                         .dv = dv.view(),
                         .dbias = {}};
   if (data.has_bias()) backward.dbias = dbias.view();
-  execution.workspace_bytes = cuda_backend.backward_workspace_size(backward, execution);
+  execution.workspace_bytes = backward_workspace_size(backward, execution);
   const DeviceBuffer workspace(execution.workspace_bytes);
   execution.workspace = workspace.data();
-  cuda_backend.backward(backward, execution);
+  flash_dmattn::backward(backward, execution);
   testing::check_cuda(cudaDeviceSynchronize());
 
   for (DeviceTensor* tensor : {&out, &lse, &lse_low, &dq, &dk, &dv, &dbias}) tensor->download();
@@ -134,7 +139,7 @@ TEST_P(CudaTable, IsWithinItsBounds) {
   }
   const BackendInfo info = cuda_backend.info();
   if (!info.available) GTEST_SKIP() << info.reason;
-  ASSERT_EQ(cuda_backend.supports(c.problem), "");
+  ASSERT_EQ(supports(on_device(c.problem), "cuda"), "");
   Data data(c);
   const Results expected = testing::oracle(data);
   const Yardstick yardstick(data);

@@ -15,6 +15,7 @@ namespace {
 using testing::DeviceBuffer;
 using testing::download;
 using testing::expect_same_plan;
+using testing::measured_on_both;
 using testing::Random;
 
 class SmallCudaPlan : public testing::OnDevice {};
@@ -48,16 +49,19 @@ TEST_F(SmallCudaPlan, HandMadeIntervals) {
       if (kind == 1) intervals[i] = {query, query + static_cast<std::int32_t>(window)};
       if (kind == 2) intervals[i] = {document, document + static_cast<std::int32_t>(window)};
     }
-    cuda::KeyBound bound{args.seqlen_k, 0};
-    if (kind == 1) bound = {window, 1};
-    if (kind == 2) bound = {2 * window, 1};
+    args.bound = {args.seqlen_k, 0};
+    if (kind == 1) args.bound = {window, 1};
+    if (kind == 2) args.bound = {2 * window, 1};
     DeviceBuffer on_device(intervals.size() * sizeof(KeyInterval));
     on_device.upload(intervals.data());
     if (kind != 3) {
       args.intervals = {reinterpret_cast<const KeyInterval*>(on_device.data()),
                         args.heads * args.seqlen_k, args.seqlen_k};
     }
-    expect_same_plan(args, bound, intervals);
+    expect_same_plan(args, intervals);
+    if (HasFatalFailure()) return;
+    args.bound = measured_on_both(args, intervals);
+    expect_same_plan(args, intervals);
     if (HasFatalFailure()) return;
   }
 }
@@ -70,20 +74,20 @@ TEST_F(SmallCudaPlan, BrokenBoundStaysInsideTheBuffers) {
   args.seqlen_q = 10000;
   args.seqlen_k = 10000;
   args.tile_rows = 128;
-  const cuda::KeyBound bound{10, 0};
+  args.bound = {10, 0};
   const std::int64_t tiles = 79;
-  const std::int64_t capacity = cuda::plan_capacity(args, bound);
+  const std::int64_t capacity = cuda::plan_capacity(args);
   DeviceBuffer begin(tiles * 8);
   DeviceBuffer count(tiles * 4);
   DeviceBuffer full(tiles * 4);
   DeviceBuffer keys(static_cast<std::size_t>(tiles * capacity) * 4);
-  const std::size_t bytes = cuda::plan_workspace_size(args, bound);
+  const std::size_t bytes = cuda::plan_workspace_size(args);
   DeviceBuffer workspace(bytes);
   Execution execution;
   execution.workspace = workspace.data();
   execution.workspace_bytes = bytes;
   cuda::build_plan(
-      args, bound,
+      args,
       {reinterpret_cast<std::int64_t*>(begin.data()), reinterpret_cast<std::int32_t*>(count.data()),
        reinterpret_cast<std::int32_t*>(full.data()), reinterpret_cast<std::int32_t*>(keys.data())},
       execution);
@@ -158,15 +162,15 @@ void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest) {
       const std::int64_t life = round % 2 == 0 ? longest_life : random.below(longest_life + 1);
       intervals[i] = {static_cast<std::int32_t>(first), static_cast<std::int32_t>(first + life)};
     }
-    cuda::KeyBound bound{args.seqlen_k, 0};
-    if (round % 2 == 0) bound = {longest_life, 1};
+    args.bound = {args.seqlen_k, 0};
+    if (round % 2 == 0) args.bound = {longest_life, 1};
     DeviceBuffer on_device(intervals.size() * sizeof(KeyInterval));
     on_device.upload(intervals.data());
     args.intervals = {reinterpret_cast<const KeyInterval*>(on_device.data()),
                       args.heads * args.seqlen_k, args.seqlen_k};
 
     cuda::SlotSchedule schedule;
-    schedule.slots = static_cast<int>(cuda::plan_capacity(args, bound));
+    schedule.slots = static_cast<int>(cuda::plan_capacity(args));
     schedule.segments = static_cast<int>(1 + random.below(5));
     const std::int64_t starts_count = rows * schedule.segments * schedule.slots;
     DeviceBuffer arrivals(intervals.size() * 4);

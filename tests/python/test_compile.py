@@ -145,7 +145,8 @@ def test_opcheck_forward(name):
     bias = torch.randn(case["bias"]).requires_grad_() if "bias" in case else None
     mask = torch.rand(case["mask"]) < 0.7 if "mask" in case else None
     intervals = select_key_intervals(scores, case["window"]).intervals if "window" in case else None
-    options = (True, 0.25, 0.0, True, False, "")
+    bound = [case["window"], 1] if "window" in case else []
+    options = (bound, True, 0.25, 0.0, True, False, "")
     torch.library.opcheck(ops.forward.default, (q, k, v, mask, bias, intervals, *options))
 
 
@@ -153,7 +154,7 @@ def test_opcheck_forward(name):
 def test_opcheck_backward(needs):
     q, k, v, scores = tensors(requires_grad=False)
     bias = scores[:, :, None]
-    options = (True, 0.25, 0.0, True, False, "")
+    options = ([], True, 0.25, 0.0, True, False, "")
     results = ops.forward(q, k, v, None, bias, None, *options)
     arguments = (torch.randn_like(q), q, k, v, None, bias, None, *results, *options)
     torch.library.opcheck(ops.backward.default, (*arguments, *map(bool, needs)))

@@ -47,7 +47,9 @@ def draw_keys(path: Path, model: torch.nn.Module, ids: torch.Tensor) -> None:
     )  # fmt: skip
     for layer, intervals in enumerate(kept):
         for head in range(heads):
-            one_head = KeyIntervals(intervals.intervals[:, head : head + 1], length)
+            one_head = KeyIntervals(
+                intervals.intervals[:, head : head + 1], length, intervals.bound
+            )
             axes = grid[head][layer]
             axes.imshow(_shade(one_head.to_mask()[0, 0]).numpy(), extent=(0, length, length, 0))
             axes.grid(False)

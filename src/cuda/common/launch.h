@@ -19,6 +19,15 @@ inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw CudaError(error, what);
 }
 
+// For calls that have to wait for the device, which a stream that is being captured cannot.
+inline void refuse_capture(cudaStream_t stream, const char* why) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  if (status != cudaStreamCaptureStatusNone) {
+    throw std::runtime_error(std::string("CUDA graph capture: ") + why);
+  }
+}
+
 // A kernel is a functor with Params, `threads`, `min_blocks` (per multiprocessor) and
 // SharedStorage.
 template <class Kernel>

@@ -24,14 +24,19 @@ constexpr int row_steps = 1;
 constexpr std::int64_t max_parts = 128;
 
 // Keys that `queries` consecutive queries see at most.
-std::int64_t max_keys(const PlanArgs& args, const KeyBound& bound, std::int64_t queries) {
-  return std::min(args.seqlen_k, bound.base + bound.per_query * std::min(queries, args.seqlen_q));
+std::int64_t max_keys(const PlanArgs& args, std::int64_t queries) {
+  return std::min(args.seqlen_k,
+                  args.bound.base +
+                      args.bound.per_query * std::min(queries, args.tile_rows * tile_count(args)));
 }
 
-void validate(const PlanArgs& args, const KeyBound& bound) {
+void validate(const PlanArgs& args) {
   validate_plan_args(args);
-  selection::require_length("bound.base", bound.base);
-  selection::require_length("bound.per_query", bound.per_query);
+  if (!args.bound.known()) {
+    throw InvalidArgument("bound", "unknown", "what key_bound or measure_key_bound says");
+  }
+  require_length("bound.base", args.bound.base);
+  require_length("bound.per_query", args.bound.per_query);
 }
 
 plan::Parts row_parts(const PlanArgs& args) {
@@ -52,7 +57,7 @@ struct Tree {
   std::size_t bytes = 0;
 };
 
-Tree make_tree(const PlanArgs& args, const KeyBound& bound, void* workspace) {
+Tree make_tree(const PlanArgs& args, void* workspace) {
   Tree tree;
   Carver carver(workspace);
   const std::int64_t rows = args.batch * args.heads;
@@ -62,8 +67,8 @@ Tree make_tree(const PlanArgs& args, const KeyBound& bound, void* workspace) {
     const int tile_bits = node_tile_bits[tree.count];
     const std::int64_t queries = args.tile_rows << tile_bits;
     plan::Level& level = tree.levels[tree.count];
-    level = plan::Level(tile_bits, static_cast<int>(tiles),
-                        static_cast<int>(max_keys(args, bound, queries)));
+    level =
+        plan::Level(tile_bits, static_cast<int>(tiles), static_cast<int>(max_keys(args, queries)));
     level.carve(rows, carver);
     children = level.nodes();
   }
@@ -96,26 +101,29 @@ void deal_nodes(const PlanArgs& args, const plan::Level& parent, const Children&
 
 }  // namespace
 
-std::int64_t plan_capacity(const PlanArgs& args, const KeyBound& bound) {
-  validate(args, bound);
-  return ceil_div(max_keys(args, bound, args.tile_rows), plan_block) * plan_block;
+std::int64_t plan_capacity(const PlanArgs& args) {
+  validate(args);
+  return ceil_div(max_keys(args, args.tile_rows), plan_block) * plan_block;
 }
 
-std::size_t plan_workspace_size(const PlanArgs& args, const KeyBound& bound) {
-  validate(args, bound);
-  return make_tree(args, bound, nullptr).bytes;
+std::size_t plan_workspace_size(const PlanArgs& args) {
+  validate(args);
+  return make_tree(args, nullptr).bytes;
 }
 
-Plan build_plan(const PlanArgs& args, const KeyBound& bound, const PlanBuffers& buffers,
-                const Execution& execution) {
-  const std::int64_t capacity = plan_capacity(args, bound);
+std::int64_t plan_entries(const PlanArgs& args) {
+  return args.batch * args.heads * tile_count(args) * plan_capacity(args);
+}
+
+Plan build_plan(const PlanArgs& args, const PlanBuffers& buffers, const Execution& execution) {
+  const std::int64_t capacity = plan_capacity(args);
   const std::int64_t rows = args.batch * args.heads;
   const std::int64_t tiles = tile_count(args);
   const bool has_tiles = rows * tiles > 0;
-  selection::require_pointer("begin", buffers.begin, has_tiles);
-  selection::require_pointer("count", buffers.count, has_tiles);
-  selection::require_pointer("full", buffers.full, has_tiles);
-  selection::require_pointer("keys", buffers.keys, has_tiles && capacity > 0);
+  require_pointer("begin", buffers.begin, has_tiles);
+  require_pointer("count", buffers.count, has_tiles);
+  require_pointer("full", buffers.full, has_tiles);
+  require_pointer("keys", buffers.keys, has_tiles && capacity > 0);
   const Plan result{.tile_rows = args.tile_rows,
                     .tiles = tiles,
                     .begin = buffers.begin,
@@ -125,10 +133,10 @@ Plan build_plan(const PlanArgs& args, const KeyBound& bound, const PlanBuffers& 
                     .stride_batch = args.batch == 1 ? 0 : args.heads * tiles,
                     .stride_head = args.heads == 1 ? 0 : tiles};
   if (!has_tiles) return result;
-  selection::require_workspace(execution, plan_workspace_size(args, bound));
+  require_workspace(execution, plan_workspace_size(args));
 
   const auto stream = static_cast<cudaStream_t>(execution.stream);
-  const Tree tree = make_tree(args, bound, execution.workspace);
+  const Tree tree = make_tree(args, execution.workspace);
   const auto tiles_of_node = [&]<int NodeTiles>() {
     return plan::Tiles<NodeTiles>{.tiles = static_cast<int>(tiles),
                                   .padding = static_cast<int>(plan_block),

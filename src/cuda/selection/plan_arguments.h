@@ -3,9 +3,9 @@
 #include <cstdint>
 #include <string>
 
+#include "arguments.h"
 #include "cuda/selection/device.cuh"
 #include "cuda/selection/plan_lists.cuh"
-#include "selection/arguments.h"
 
 // What build_plan and assign_slots ask of their arguments.
 namespace flash_dmattn::cuda {
@@ -15,11 +15,11 @@ inline std::int64_t tile_count(const PlanArgs& args) {
 }
 
 inline void validate_plan_args(const PlanArgs& args) {
-  selection::require_length("batch", args.batch);
-  selection::require_length("heads", args.heads);
-  selection::require_length("batch * heads", args.batch * args.heads);
-  selection::require_length("seqlen_q", args.seqlen_q);
-  selection::require_length("seqlen_k", args.seqlen_k);
+  require_length("batch", args.batch);
+  require_length("heads", args.heads);
+  require_length("batch * heads", args.batch * args.heads);
+  require_length("seqlen_q", args.seqlen_q);
+  require_length("seqlen_k", args.seqlen_k);
   if (args.tile_rows < 1) {
     throw InvalidArgument("tile_rows", std::to_string(args.tile_rows), "at least 1");
   }

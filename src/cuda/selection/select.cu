@@ -4,11 +4,11 @@
 
 #include <cub/device/device_radix_sort.cuh>
 
+#include "arguments.h"
 #include "cuda/selection/device.cuh"
 #include "cuda/selection/global.cuh"
 #include "cuda/selection/rank_walk.cuh"
 #include "cuda/selection/selection.h"
-#include "selection/arguments.h"
 
 namespace flash_dmattn::cuda {
 namespace {
@@ -37,11 +37,11 @@ std::int64_t rows_per_batch(const SelectionArgs& args) {
 }
 
 void validate(const SelectionArgs& args) {
-  selection::require_length("batch", args.batch);
-  selection::require_length("heads", args.heads);
-  selection::require_length("seqlen_q", args.seqlen_q);
-  selection::require_length("seqlen_k", args.seqlen_k);
-  selection::require_length("batch * heads", args.batch * args.heads);
+  require_length("batch", args.batch);
+  require_length("heads", args.heads);
+  require_length("seqlen_q", args.seqlen_q);
+  require_length("seqlen_k", args.seqlen_k);
+  require_length("batch * heads", args.batch * args.heads);
   if (args.seqlen_k > per_query::max_keys) {
     throw InvalidArgument("seqlen_k", std::to_string(args.seqlen_k),
                           "at most " + std::to_string(per_query::max_keys) + " on a GPU");
@@ -204,12 +204,12 @@ void select_key_intervals(const SelectionArgs& args, const Execution& execution)
   const std::size_t bytes = select_workspace_size(args);
   const std::int64_t all_rows = args.batch * args.heads;
   if (all_rows * args.seqlen_k == 0) return;
-  selection::require_pointer("scores", args.scores, true);
-  selection::require_pointer("intervals", args.intervals, true);
+  require_pointer("scores", args.scores, true);
+  require_pointer("intervals", args.intervals, true);
   if (reinterpret_cast<std::uintptr_t>(args.intervals) % sizeof(KeyInterval) != 0) {
     throw InvalidArgument("intervals", "a misaligned address", "an address aligned to 8 bytes");
   }
-  selection::require_workspace(execution, bytes);
+  require_workspace(execution, bytes);
 
   const auto stream = static_cast<cudaStream_t>(execution.stream);
   const Method method = method_of(args);
@@ -234,11 +234,6 @@ void select_key_intervals(const SelectionArgs& args, const Execution& execution)
                   global::threads, stream, rows);
     }
   });
-}
-
-KeyBound key_bound(const SelectionArgs& args) {
-  const bool arriving = args.causal && args.selection == Selection::per_query;
-  return {.base = std::min(args.window, args.seqlen_k), .per_query = arriving ? 1 : 0};
 }
 
 }  // namespace flash_dmattn::cuda

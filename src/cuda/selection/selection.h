@@ -9,8 +9,8 @@
 // Selection and plan on the GPU: the results of the functions of the same names in
 // flash_dmattn/selection.h, from and to device memory. Every call enqueues kernels on
 // execution.stream and returns: nothing is allocated, nothing waits for the device, and all of it
-// can be captured in a CUDA graph. All sizes follow from shapes. Bad arguments throw
-// InvalidArgument, failures of the CUDA runtime std::runtime_error.
+// can be captured in a CUDA graph. All sizes follow from shapes and PlanArgs::bound. Bad arguments
+// throw InvalidArgument, failures of the CUDA runtime std::runtime_error.
 namespace flash_dmattn::cuda {
 
 // ---- Selection ----------------------------------------------------------------------------------
@@ -20,19 +20,6 @@ std::size_t select_workspace_size(const SelectionArgs& args);
 void select_key_intervals(const SelectionArgs& args, const Execution& execution);
 
 // ---- Plan ---------------------------------------------------------------------------------------
-
-// What the caller knows about intervals without reading them: any n consecutive queries together
-// see at most base + per_query * n keys (and never more than Sk).
-//   selection of w keys              key_bound(args): {w, causal and per query ? 1 : 0}
-//   sliding window of w              {w, 1}
-//   packed documents of length <= l  {2 l, 1}
-//   anything                         {Sk, 0}
-struct KeyBound {
-  std::int64_t base = 0;
-  std::int64_t per_query = 0;
-};
-
-KeyBound key_bound(const SelectionArgs& args);
 
 // Length of a tile's list in PlanBuffers::keys, a multiple of plan_block. The list of tile t of row
 // r begins at (r * tiles + t) * plan_capacity.
@@ -44,15 +31,20 @@ KeyBound key_bound(const SelectionArgs& args);
 // exactly when keys[n - 1] - keys[0] == n - 1: sliding windows and packed documents need no search
 // for runs.
 inline constexpr std::int64_t plan_block = 128;
-std::int64_t plan_capacity(const PlanArgs& args, const KeyBound& bound);
+std::int64_t plan_capacity(const PlanArgs& args);
+
+// batch * heads * tiles * plan_capacity.
+std::int64_t plan_entries(const PlanArgs& args);
 
 // A plan has at most 32767 tiles.
-std::size_t plan_workspace_size(const PlanArgs& args, const KeyBound& bound);
+std::size_t plan_workspace_size(const PlanArgs& args);
 
-// PlanBuffers::keys holds batch * heads * tiles * plan_capacity entries. If the intervals break the
-// bound, lists lose keys, but nothing outside the buffers is written.
-Plan build_plan(const PlanArgs& args, const KeyBound& bound, const PlanBuffers& buffers,
-                const Execution& execution);
+// If the intervals break the bound, lists lose keys, but nothing outside the buffers is written.
+Plan build_plan(const PlanArgs& args, const PlanBuffers& buffers, const Execution& execution);
+
+// The one function here that waits for the device.
+std::size_t measure_workspace_size(const PlanArgs& args);
+KeyBound measure_key_bound(const PlanArgs& args, const Execution& execution);
 
 // ---- Slots --------------------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@
 
 #include <cub/device/device_radix_sort.cuh>
 
+#include "arguments.h"
 #include "cuda/selection/plan_arguments.h"
-#include "selection/arguments.h"
 
 namespace flash_dmattn::cuda {
 namespace {
@@ -74,11 +74,11 @@ void assign_slots(const PlanArgs& args, const SlotSchedule& schedule, const Exec
   if (schedule.segments < 1) {
     throw InvalidArgument("segments", std::to_string(schedule.segments), "at least 1");
   }
-  selection::require_pointer("count", schedule.count, rows > 0);
-  selection::require_pointer("arrivals", schedule.arrivals, has_keys);
-  selection::require_pointer("successor", schedule.successor, has_keys);
-  selection::require_pointer("starts", schedule.starts, has_keys);
-  selection::require_workspace(execution, bytes);
+  require_pointer("count", schedule.count, rows > 0);
+  require_pointer("arrivals", schedule.arrivals, has_keys);
+  require_pointer("successor", schedule.successor, has_keys);
+  require_pointer("starts", schedule.starts, has_keys);
+  require_workspace(execution, bytes);
 
   const auto stream = static_cast<cudaStream_t>(execution.stream);
   if (!has_keys) {

@@ -11,8 +11,8 @@
 #include "flash_dmattn/error.h"
 #include "flash_dmattn/execution.h"
 
-// The checks that select_key_intervals and build_plan share.
-namespace flash_dmattn::selection {
+// The checks of arguments that several functions share.
+namespace flash_dmattn {
 
 // Elements of an array, and the span of one in elements. Leaves room for any buffer that holds a few
 // doubles per element to have a size in bytes.
@@ -72,4 +72,4 @@ constexpr std::size_t align_up(std::size_t bytes) {
   return (bytes + workspace_alignment - 1) / workspace_alignment * workspace_alignment;
 }
 
-}  // namespace flash_dmattn::selection
+}  // namespace flash_dmattn

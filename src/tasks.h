@@ -6,7 +6,7 @@
 
 #include "flash_dmattn/execution.h"
 
-namespace flash_dmattn::selection {
+namespace flash_dmattn {
 
 // Runs task(index, worker) once for every index in [0, count). Workers pull indices from a counter,
 // so a slow one holds up nobody; tasks must not depend on who runs them or when.
@@ -33,4 +33,4 @@ void for_each_task(const Execution& execution, std::int64_t count, const Task& t
   }
 }
 
-}  // namespace flash_dmattn::selection
+}  // namespace flash_dmattn

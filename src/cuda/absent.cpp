@@ -1,0 +1,49 @@
+#include "backend.h"
+#include "cuda/check_finite.h"
+#include "cuda/selection/selection.h"
+#include "flash_dmattn/error.h"
+
+// The place of the CUDA backend in a build without one: everything declines in the same words.
+namespace flash_dmattn {
+namespace cuda {
+namespace {
+
+constexpr const char* reason = "this build has no CUDA backend";
+
+[[noreturn]] void decline() {
+  throw InvalidArgument("device", "cuda", std::string("cpu: ") + reason);
+}
+
+}  // namespace
+
+std::size_t select_workspace_size(const SelectionArgs&) { decline(); }
+void select_key_intervals(const SelectionArgs&, const Execution&) { decline(); }
+std::int64_t plan_entries(const PlanArgs&) { decline(); }
+std::size_t plan_workspace_size(const PlanArgs&) { decline(); }
+Plan build_plan(const PlanArgs&, const PlanBuffers&, const Execution&) { decline(); }
+std::size_t measure_workspace_size(const PlanArgs&) { decline(); }
+KeyBound measure_key_bound(const PlanArgs&, const Execution&) { decline(); }
+NonFiniteElement first_nonfinite(const ConstTensor4&, const std::array<std::int64_t, 4>&, DType,
+                                 bool, const Execution&) {
+  decline();
+}
+
+}  // namespace cuda
+
+const Backend cuda_backend = {
+    .name = "cuda",
+    .info = [] { return BackendInfo{"cuda", false, cuda::reason}; },
+    .supports = [](const Problem&) { return std::string(cuda::reason); },
+    .query_tile_rows = [](const Problem&) -> std::int64_t { cuda::decline(); },
+    .forward_workspace_size = [](const ForwardArgs&, const Execution&) -> std::size_t {
+      cuda::decline();
+    },
+    .backward_workspace_size = [](const BackwardArgs&, const Execution&) -> std::size_t {
+      cuda::decline();
+    },
+    .forward = [](const ForwardArgs&, const Execution&) { cuda::decline(); },
+    .backward = [](const BackwardArgs&, const Execution&) { cuda::decline(); },
+    .needs_plan = false,
+};
+
+}  // namespace flash_dmattn
