@@ -59,7 +59,7 @@ def per_head(tensor: Tensor, problem: Problem) -> Tensor:
 def visible_pairs(problem: Problem) -> Tensor:
     batch, seqlen_q, heads_q, _ = problem.q.shape
     seqlen_k = problem.k.shape[1]
-    visible = torch.ones(batch, heads_q, seqlen_q, seqlen_k, dtype=torch.bool)
+    visible = problem.q.new_ones((batch, heads_q, seqlen_q, seqlen_k), dtype=torch.bool)
     if problem.causal:
         visible = visible.tril(seqlen_k - seqlen_q)
     for part in (problem.mask, problem.shown):

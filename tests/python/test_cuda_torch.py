@@ -1,0 +1,259 @@
+"""The CUDA backend as torch sees it: streams, devices, graphs, torch.compile, autocast, memory."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from flash_dmattn import (
+    KeyIntervals,
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+    select_key_intervals,
+    sliding_window,
+)
+from gpu import needs_gpu
+
+pytestmark = needs_gpu
+
+ops = torch.ops.flash_dmattn
+
+
+def leaves(seqlen=300, heads=(4, 2), head_dim=64, dtype=torch.bfloat16, device="cuda", batch=2):
+    heads_q, heads_kv = heads
+    shapes = [(batch, seqlen, h, head_dim) for h in (heads_q, heads_kv, heads_kv)]
+    made = [
+        torch.randn(s, dtype=dtype, device=device) for s in (*shapes, (batch, heads_kv, seqlen))
+    ]
+    return [t.requires_grad_() for t in made]
+
+
+def attend(q, k, v, bias, **options):
+    return flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, **options)
+
+
+def gradients(function, inputs):
+    copies = [t.detach().clone().requires_grad_() for t in inputs]
+    out = function(*copies)
+    weight = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
+    (out.float() * weight).sum().backward()
+    return [out.detach(), *(t.grad for t in copies)]
+
+
+def assert_close(actual, expected):
+    """Gradients may be added in another order from run to run."""
+    for got, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+
+
+FUNCTIONS = {
+    "causal": attend,
+    "per_query": lambda *t: attend(*t, keep_window_size=50),
+    "global": lambda *t: attend(*t, keep_window_size=50, selection="global", softcap=3.0),
+    "padding": lambda q, k, v, b: flash_dmattn_func(
+        q, k, v, torch.arange(q.shape[1], device=q.device)[None] >= 30, b, keep_window_size=90
+    ),
+    "own_intervals": lambda q, k, v, b: flash_dmattn_func(
+        q, k, v, attn_bias=b, key_intervals=sliding_window(q.shape[1], 70, device=q.device)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_nothing_waits_for_the_device(name):
+    inputs = leaves()
+    gradients(FUNCTIONS[name], inputs)  # kernels are loaded at their first use
+    out = torch.ones((), device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        copies = [t.detach().clone().requires_grad_() for t in inputs]
+        out = FUNCTIONS[name](*copies)
+        out.backward(torch.ones_like(out))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_cuda_graph_of_forward_and_backward(name):
+    static = leaves()
+    dout = torch.randn(static[0].shape, dtype=torch.bfloat16, device="cuda")
+
+    def step():
+        return torch.autograd.grad(FUNCTIONS[name](*static), static, dout)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        with torch.no_grad():
+            for t in static:
+                t.normal_()
+        graph.replay()
+        assert_close(captured, step())
+
+
+def test_unknown_bound_is_measured_and_refused_in_a_graph():
+    q, k, v, bias = leaves()
+    known = select_key_intervals(bias, 50)
+    unknown = KeyIntervals(known.intervals, known.query_length)
+    out = flash_dmattn_func(q, k, v, attn_bias=bias, key_intervals=unknown)
+    expected = flash_dmattn_func(q, k, v, attn_bias=bias, key_intervals=known)
+    assert torch.equal(out, expected)
+    measured = unknown.measured()
+    assert measured.bound is not None and sum(measured.bound) <= 51
+    with pytest.raises(RuntimeError, match="bound"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        flash_dmattn_func(q, k, v, attn_bias=bias, key_intervals=unknown)
+
+
+def test_other_streams():
+    inputs = leaves(seqlen=2000)
+    expected = gradients(FUNCTIONS["per_query"], inputs)
+    stream = torch.cuda.Stream()
+    busy = torch.randn(4096, 4096, device="cuda")
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(20):
+            busy = busy @ busy
+            busy = busy / busy.norm()
+        scaled = [
+            (t.detach() + 0 * busy[0, 0]).to(t.dtype) for t in inputs
+        ]  # only ready after `busy`
+        actual = gradients(FUNCTIONS["per_query"], scaled)
+    stream.synchronize()
+    assert_close(actual, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has fewer than 2 GPUs")
+def test_other_devices():
+    first = leaves()
+    second = [t.detach().to("cuda:1").requires_grad_() for t in first]
+    expected = gradients(FUNCTIONS["per_query"], first)
+    actual = gradients(FUNCTIONS["per_query"], second)
+    assert actual[0].device == torch.device("cuda:1") and torch.cuda.current_device() == 0
+    assert_close([t.to("cuda:0") for t in actual], expected)
+
+
+def test_tensors_on_different_devices_are_named():
+    q, k, v, bias = (t.detach() for t in leaves())
+    with pytest.raises(TypeError, match="attn_bias: got a tensor on cpu"):
+        flash_dmattn_func(q, k, v, attn_bias=bias.cpu())
+    with pytest.raises(TypeError, match="key: got .* on cpu"):
+        flash_dmattn_func(q, k.cpu(), v)
+    with pytest.raises(TypeError, match="key_intervals: got a tensor on cpu"):
+        flash_dmattn_func(q, k, v, key_intervals=sliding_window(300, 9))
+    options = ([], True, 0.25, 0.0, True, False, "")
+    with pytest.raises((ValueError, RuntimeError), match="mask: got cpu, expected the device of q"):
+        ops.forward(q, k, v, torch.ones(1, 1, 1, 300).bool(), None, None, *options)
+
+
+@pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=4)))
+def test_any_subset_of_inputs_may_require_gradients(wanted):
+    inputs = leaves()
+    dout = torch.randn(inputs[0].shape, dtype=torch.bfloat16, device="cuda")
+    expected = torch.autograd.grad(attend(*inputs, keep_window_size=50), inputs, dout)
+    chosen = [t.detach().clone().requires_grad_(w) for t, w in zip(inputs, wanted, strict=True)]
+    out = attend(*chosen, keep_window_size=50)
+    assert out.requires_grad == any(wanted)
+    if any(wanted):
+        out.backward(dout)
+    for gradient, one, w in zip(expected, chosen, wanted, strict=True):
+        assert (one.grad is not None) == w
+        if w:
+            assert_close([one.grad], [gradient])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_compiles_without_graph_breaks(name):
+    torch._dynamo.reset()
+    inputs = leaves()
+    compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend="aot_eager")
+    assert_close(gradients(compiled, inputs), gradients(FUNCTIONS[name], inputs))
+
+
+def test_compiles_varlen():
+    torch._dynamo.reset()
+    q, k, v, bias = (t.detach() for t in leaves(batch=1))
+    offsets = torch.tensor([0, 40, 300], dtype=torch.int32, device="cuda")
+
+    def function(q, k, v, bias, offsets):
+        return flash_dmattn_varlen_func(
+            q[0], k[0], v[0], offsets, offsets, 260, 260, attn_bias=bias[0].t(), is_causal=True,
+            keep_window_size=30,
+        )  # fmt: skip
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v, bias, offsets), function(q, k, v, bias, offsets))
+
+
+@pytest.mark.parametrize("bound", [[], [50, 1]])
+def test_opcheck(bound):
+    q, k, v, bias = leaves()
+    intervals = select_key_intervals(bias, 50).intervals
+    options = (bound, True, 0.125, 0.0, True, False, "")
+    arguments = (q, k, v, None, bias[:, :, None].detach().requires_grad_(), intervals)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(ops.forward.default, (*arguments, *options), test_utils=checks)
+    detached = [t if t is None else t.detach() for t in arguments]
+    results = ops.forward(*detached, *options)
+    dout = torch.randn_like(results[0])
+    needs = (True, True, True, True)
+    torch.library.opcheck(
+        ops.backward.default, (dout, *detached, *results, *options, *needs), test_utils=checks
+    )
+    torch.library.opcheck(
+        ops.select_key_intervals.default, (bias.detach(), None, 50, "per_query", True, 300)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    inputs = leaves(dtype=torch.float32)
+
+    def under_autocast(*t):
+        with torch.autocast("cuda", dtype):
+            return FUNCTIONS["per_query"](*t)
+
+    actual = gradients(under_autocast, inputs)
+    assert actual[0].dtype == dtype and all(t.dtype == torch.float32 for t in actual[1:])
+    q, k, v, bias = inputs
+    expected = gradients(
+        lambda q, k, v, b: FUNCTIONS["per_query"](q.to(dtype), k.to(dtype), v.to(dtype), b), inputs
+    )
+    assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(use_reentrant):
+    inputs = leaves()
+    function = FUNCTIONS["per_query"]
+    actual = gradients(lambda *t: checkpoint(function, *t, use_reentrant=use_reentrant), inputs)
+    assert_close(actual, gradients(function, inputs))
+
+
+def test_check_mode_names_the_element(monkeypatch):
+    monkeypatch.setenv("FLASH_DMATTN_CHECK_FINITE", "1")
+    q, k, v, bias = (t.detach() for t in leaves())
+    attend(q, k, v, bias, keep_window_size=50)
+    k[1, 7, 1, 3] = torch.nan
+    k[1, 200, 0, 0] = torch.inf
+    with pytest.raises(RuntimeError, match=r"forward input k\[1, 7, 1, 3\] is nan"):
+        attend(q, k, v, bias)
+    k[1, 7, 1, 3], k[1, 200, 0, 0] = 0, 0
+    bias[0, 1, 5] = torch.inf
+    bias[0, 0, 5] = -torch.inf
+    with pytest.raises(RuntimeError, match=r"forward input bias\[0, 1, 0, 5\] is inf"):
+        attend(q, k, v, bias)
+    bias[0, 1, 5] = 0
+    q.requires_grad_()
+    out = attend(q, k, v, bias)
+    dout = torch.zeros_like(out)
+    dout[1, 2, 3, 4] = -torch.inf
+    with pytest.raises(RuntimeError, match=r"backward input dout\[1, 2, 3, 4\] is -inf"):
+        out.backward(dout)
