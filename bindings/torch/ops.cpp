@@ -314,7 +314,8 @@ Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask, std::int6
 std::vector<std::int64_t> measure_op(const Tensor& key_intervals, std::int64_t query_length) {
   if (key_intervals.dim() != 4 || key_intervals.size(3) != 2 ||
       key_intervals.scalar_type() != ScalarType::Int) {
-    throw InvalidArgument("key_intervals", shape_text(key_intervals), "int32 of shape [B, H, Sk, 2]");
+    throw InvalidArgument("key_intervals", shape_text(key_intervals),
+                          "int32 of shape [B, H, Sk, 2]");
   }
   const CallDevice device(key_intervals);
   const Tensor dense = torch::stable::contiguous(key_intervals);

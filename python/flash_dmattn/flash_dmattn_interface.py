@@ -181,10 +181,12 @@ def flash_dmattn_varlen_func(
             "block_table: got a paged key cache, expected None; gather the pages into packed keys and values"
         )
     query, key, value = attention_inputs(query, key, value, "total, H, D")
-    same_offsets = cu_seqlens_q is cu_seqlens_k
     total_q, total_k = query.shape[0], key.shape[0]
+    same_offsets = cu_seqlens_q is cu_seqlens_k
     cu_seqlens_q = _check_offsets(cu_seqlens_q, "cu_seqlens_q", total_q)
     cu_seqlens_k = _check_offsets(cu_seqlens_k, "cu_seqlens_k", total_k)
+    if same_offsets:
+        cu_seqlens_q = cu_seqlens_k
     query, key, value = query[None], key[None], value[None]
     bias = None
     if attn_bias is not None:
