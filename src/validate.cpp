@@ -18,9 +18,6 @@ namespace {
 
 using Shape4 = std::array<std::int64_t, 4>;
 
-using selection::max_elements;
-using selection::product_fits;
-
 std::string text(float value) {
   std::ostringstream stream;
   stream << value;
@@ -235,6 +232,10 @@ void validate(const Problem& p) {
   if (p.dtype > DType::f64) {
     throw InvalidArgument("problem.dtype", std::to_string(static_cast<int>(p.dtype)),
                           "f32, bf16, f16 or f64");
+  }
+  if (p.device > Device::cuda) {
+    throw InvalidArgument("problem.device", std::to_string(static_cast<int>(p.device)),
+                          "cpu or cuda");
   }
   if (p.nonfinite > NonFinite::propagate) {
     throw InvalidArgument("problem.nonfinite", std::to_string(static_cast<int>(p.nonfinite)),
