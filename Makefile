@@ -11,7 +11,8 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
-CUDA ?= OFF
+# Compiling the CUDA kernels takes minutes on few cores: by default only where there is a GPU to run them.
+CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
 ARGS ?=
 
 # Warnings are errors where the compiler is known (CI), not on every newcomer's machine.
@@ -26,6 +27,7 @@ CMAKE_OPTIONS = -D FLASH_DMATTN_WERROR=$(WERROR) -D GTest_ROOT=$(CURDIR)/build/g
 export PATH := $(BIN):$(PATH)
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 export CMAKE_CXX_COMPILER_LAUNCHER ?= ccache
+export CMAKE_CUDA_COMPILER_LAUNCHER ?= ccache
 
 PACKAGE_SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE cmake include src \
   bindings python -type f -not -name '*.pyc' 2>/dev/null)
@@ -37,10 +39,10 @@ help: ## this list
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1|\2/p' Makefile | column -t -s '|'
 
 .PHONY: build
-build: $(STAMPS)/package ## build the library and install the Python package into .venv
+build: $(STAMPS)/package ## build the library and install the Python package into .venv (CUDA=AUTO|ON|OFF, by default OFF without a GPU)
 
 .PHONY: demo
-demo: $(STAMPS)/package $(STAMPS)/demo ## train a small Doge model on the CPU (options: ARGS="--help")
+demo: $(STAMPS)/package $(STAMPS)/demo ## train a small Doge model on the GPU or the CPU (options: ARGS="--help")
 	$(BIN)/python -m flash_dmattn demo $(ARGS)
 
 .PHONY: bench
@@ -48,7 +50,7 @@ bench: $(STAMPS)/package $(STAMPS)/demo ## measure against PyTorch on this machi
 	$(BIN)/python benchmarks/bench.py --record cpu $(ARGS)
 
 .PHONY: test
-test: check-format test-cpp test-sanitize test-python test-transformers-4 ## everything a change has to pass
+test: check-format test-cpp test-sanitize test-python test-transformers-4 test-cuda-build ## everything a change has to pass
 
 .PHONY: test-cpp
 test-cpp: $(STAMPS)/tools build/googletest/ready ## C++ tests, on every instruction set of this machine
@@ -67,6 +69,24 @@ test-sanitize: $(STAMPS)/tools build/googletest/ready ## C++ tests under Address
 .PHONY: test-python
 test-python: $(STAMPS)/package $(STAMPS)/test ## Python tests, on the installed package
 	$(BIN)/python -m pytest $(ARGS)
+
+# Two of the architectures that a release has: one of each kind of shared memory.
+CUDA_TEST_ARCHITECTURES ?= 80-real;90-real
+NVCC := $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
+
+.PHONY: test-cuda-build
+ifeq ($(NVCC),)
+test-cuda-build: ## compile the CUDA kernels, load them, and run their tests where there is a GPU (needs nvcc)
+	@echo "SKIPPED test-cuda-build: there is no nvcc on the PATH or in /usr/local/cuda/bin"
+else
+test-cuda-build: $(STAMPS)/tools $(STAMPS)/test build/googletest/ready
+	CUDACXX=$(NVCC) cmake --preset cuda -D FLASH_DMATTN_TORCH=ON -D FLASH_DMATTN_TESTS=ON \
+	  -D Python_EXECUTABLE=$(BIN)/python -D "FLASH_DMATTN_CUDA_ARCHITECTURES=$(CUDA_TEST_ARCHITECTURES)" $(CMAKE_OPTIONS)
+	cmake --build --preset cuda --target flash_dmattn_torch test_cuda_attention test_cuda_plan test_cuda_selection
+	ctest --test-dir build/cuda --label-regex cuda --output-on-failure
+	PYTHONPATH=python FLASH_DMATTN_LIBRARY=$(CURDIR)/build/cuda/bindings/torch/_C.so FLASH_DMATTN_TEST_CUDA_BUILD=1 \
+	  $(BIN)/python -m pytest tests/python/test_availability.py tests/python/test_cuda_attention.py tests/python/test_cuda_torch.py
+endif
 
 # What runs on transformers 5 in test-python, once more on the newest 4.
 TRANSFORMERS_TESTS := tests/python/test_doge.py tests/python/test_integrations.py

@@ -14,9 +14,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 LENGTHS = {
     "eager": (512, 1024, 2048, 4096, 8192),
     "flash_dmattn": (512, 1024, 2048, 4096, 8192, 16384),
+}
+LENGTHS_ON_GPU = {
+    "eager": (1024, 2048, 4096, 8192, 16384),
+    "flash_dmattn": (1024, 2048, 4096, 8192, 16384, 32768, 65536),
 }
 
 
@@ -26,13 +32,15 @@ class Cost:
 
     length: int
     seconds: float
-    mebibytes: float  # peak memory beyond what the process held before
+    mebibytes: float  # peak memory beyond what the process (on a GPU, torch) held before
 
 
-def measure(implementation: str, window: int, seconds: float, seed: int) -> list[Cost]:
+def measure(implementation: str, window: int, seconds: float, seed: int, device: str) -> list[Cost]:
     """The costs of one implementation in a new process: of all its lengths, or as far as `seconds` go."""
-    command = [sys.executable, "-m", __name__, implementation, *map(str, LENGTHS[implementation])]
+    lengths = (LENGTHS if device == "cpu" else LENGTHS_ON_GPU)[implementation]
+    command = [sys.executable, "-m", __name__, implementation, *map(str, lengths)]
     command += ["--window", str(window), "--seconds", str(seconds), "--seed", str(seed)]
+    command += ["--device", device]
     # A session of its own, so that an interrupt at the keyboard reaches this process alone.
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -45,9 +53,7 @@ def measure(implementation: str, window: int, seconds: float, seed: int) -> list
 
 
 def main() -> None:
-    import torch
-
-    from .training import make_model
+    from .training import make_model, precision_of
 
     parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}", description=__doc__)
     parser.add_argument("implementation", choices=LENGTHS)
@@ -55,18 +61,24 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=15)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     deadline = time.perf_counter() + options.seconds
 
     torch.manual_seed(options.seed)
     model = make_model(max(options.lengths), options.window, layers=1)
+    model.to(options.device)
+    memory = _DeviceMemory() if model.device.type == "cuda" else _ProcessMemory()
     torch.nn.init.normal_(model.model.layers[0].self_attn.A)
     model.set_attn_implementation(options.implementation)
 
     def step(length: int) -> float:
-        ids = torch.randint(256, (1, length))
+        ids = torch.randint(256, (1, length), device=model.device)
         began = time.perf_counter()
-        model(ids, labels=ids).loss.backward()
+        with precision_of(model.device):
+            loss = model(ids, labels=ids).loss
+        loss.backward()
+        model.lm_head.weight.grad.sum().item()  # waits for a GPU
         return time.perf_counter() - began
 
     step(options.window // 2)
@@ -74,28 +86,50 @@ def main() -> None:
     for length in options.lengths:
         # Doubling the length costs at most four times as much: stop before it is too much.
         too_long = time.perf_counter() + 2 * 4 * took > deadline
-        if too_long or 4 * growth > 0.7 * _available_mebibytes():
+        if too_long or 4 * growth > 0.7 * memory.available():
             break
-        _forget_peak()
-        before = _mebibytes("VmRSS")
+        memory.forget_peak()
+        before = memory.now()
         took = min(step(length) for _ in range(2))
-        growth = _mebibytes("VmHWM") - before
+        growth = memory.peak() - before
         print(json.dumps(vars(Cost(length, took, growth))), flush=True)
 
 
-def _forget_peak() -> None:
-    """Lets the peak of this process's memory begin anew (man 5 proc, clear_refs)."""
-    Path("/proc/self/clear_refs").write_text("5")
+class _ProcessMemory:
+    """Of this process, in MiB."""
+
+    def forget_peak(self) -> None:
+        """Lets the peak begin anew (man 5 proc, clear_refs)."""
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def now(self) -> float:
+        return self._status("VmRSS")
+
+    def peak(self) -> float:
+        return self._status("VmHWM")
+
+    def available(self) -> float:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    def _status(self, field: str) -> float:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
 
 
-def _mebibytes(field: str) -> float:
-    """VmRSS: the memory of this process now; VmHWM: its peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
+class _DeviceMemory:
+    """Of torch on the GPU, in MiB."""
 
+    def forget_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
 
-def _available_mebibytes() -> float:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20
+    def now(self) -> float:
+        return torch.cuda.memory_allocated() / 2**20
+
+    def peak(self) -> float:
+        return torch.cuda.max_memory_allocated() / 2**20
+
+    def available(self) -> float:
+        return torch.cuda.mem_get_info()[0] / 2**20
 
 
 if __name__ == "__main__":

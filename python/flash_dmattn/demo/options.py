@@ -14,7 +14,11 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--context", type=_positive, default=2048, help="bytes per sequence")
     add("--window", type=_positive, default=256, metavar="W", help="keys that a query keeps")
     add("--batch-size", type=_positive, default=1, metavar="B", help="sequences per step")
-    add("--device", default="cpu", help="where to train")
+    add(
+        "--device",
+        default="auto",
+        help="where to train: a device of torch; auto is the GPU where there is one (in bfloat16)",
+    )
     add("--output", type=Path, default=Path("demo-output"), help="folder for text and pictures")
     add("--seed", type=int, default=0, help="of initial weights, batches and generated text")
 

@@ -12,6 +12,7 @@ from matplotlib.ticker import ScalarFormatter  # noqa: E402
 
 from ..key_intervals import KeyIntervals, select_key_intervals  # noqa: E402
 from .cost import Cost  # noqa: E402
+from .training import precision_of  # noqa: E402
 
 _OURS, _EAGER, _HELD_OUT = "#1f5fa8", "#c8553d", "#2f7d4f"
 _KEPT, _DROPPED = torch.tensor([31, 95, 168]) / 255, torch.tensor([226, 230, 236]) / 255
@@ -101,7 +102,8 @@ def kept_keys(model: torch.nn.Module, ids: torch.Tensor) -> list[KeyIntervals]:
         for attention in layers
     ]
     try:
-        model.eval()(ids[None], use_cache=False)
+        with precision_of(ids.device):
+            model.eval()(ids[None], use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()

@@ -5,6 +5,7 @@ import logging
 
 import torch
 
+from ..availability import is_available
 from .corpus import even_batch, standard_library
 from .cost import Cost, measure
 from .pictures import draw_cost, draw_keys, draw_loss
@@ -23,13 +24,16 @@ def run(options: argparse.Namespace) -> None:
     output.mkdir(parents=True, exist_ok=True)
 
     corpus = standard_library()
-    model = make_model(options.context, options.window).to(options.device)
+    device = options.device
+    if device == "auto":
+        device = "cuda" if is_available("cuda") else "cpu"
+    model = make_model(options.context, options.window).to(device)
     parameters = sum(p.numel() for p in model.parameters())
     print(
         f"{corpus.files} files of the Python standard library: {len(corpus.training) / 1e6:.1f} MB to "
         f"train on, {len(corpus.held_out) / 1e6:.1f} MB held out\n"
         f"a Doge model of {parameters / 1e6:.1f} million parameters, context {options.context}, "
-        f"every query keeps {options.window} keys"
+        f"every query keeps {options.window} keys, on {device}"
     )
     before = held_out_bits_per_byte(model, corpus, options.context)
     print(f"held out before training: {before:.3f} bits per byte")
@@ -49,12 +53,14 @@ def run(options: argparse.Namespace) -> None:
     (output / "sample.txt").write_text(sample)
     draw_loss(output / "loss.png", history.bits_per_byte, before, after)
     held_out = even_batch(corpus.held_out, 1, options.context)[0]
-    draw_keys(output / "keys.png", model, held_out.to(options.device))
+    draw_keys(output / "keys.png", model, held_out.to(device))
 
     costs = {}
     for implementation in ("eager", "flash_dmattn"):
         print(f"measuring one training step as N grows: {implementation}")
-        costs[implementation] = measure(implementation, options.window, _COST_SECONDS, options.seed)
+        costs[implementation] = measure(
+            implementation, options.window, _COST_SECONDS, options.seed, model.device.type
+        )
     draw_cost(output / "cost.png", costs, options.window)
 
     _print_table(

@@ -2,6 +2,7 @@
 
 import math
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -81,7 +82,9 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = _LEARNING_RATE * _schedule(step, progress)
             batch = random_batch(corpus.training, batch_size, context, generator)
-            loss = model(batch.to(model.device), labels=batch.to(model.device)).loss
+            batch = batch.to(model.device)
+            with precision_of(model.device):
+                loss = model(batch, labels=batch).loss
             loss.backward()
             history.gradients_checked += check_gradients(model, step)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -98,6 +101,13 @@ def train(
     return history
 
 
+def precision_of(device: torch.device) -> AbstractContextManager:
+    """Products in bfloat16 on a GPU, whose attention kernels take no float32."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.autocast("cuda", torch.bfloat16)
+
+
 def check_gradients(model: torch.nn.Module, step: int) -> int:
     """How many gradients there are; FloatingPointError when one is not finite."""
     named = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
@@ -111,10 +121,11 @@ def check_gradients(model: torch.nn.Module, step: int) -> int:
 def held_out_bits_per_byte(model: DogeForCausalLM, corpus: Corpus, context: int) -> float:
     """The mean over sequences spread evenly over the held-out files."""
     model.eval()
-    losses = [
-        model(ids[None], labels=ids[None]).loss.item()
-        for ids in even_batch(corpus.held_out, _HELD_OUT_SEQUENCES, context).to(model.device)
-    ]
+    with precision_of(model.device):
+        losses = [
+            model(ids[None], labels=ids[None]).loss.item()
+            for ids in even_batch(corpus.held_out, _HELD_OUT_SEQUENCES, context).to(model.device)
+        ]
     return sum(losses) / len(losses) / math.log(2)
 
 
@@ -123,14 +134,15 @@ def write_text(model: DogeForCausalLM, prompt: str, length: int, seed: int) -> s
     model.eval()
     torch.manual_seed(seed)
     ids = torch.tensor([list(prompt.encode())], device=model.device)
-    written = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=length,
-        do_sample=True,
-        temperature=0.8,
-        top_k=40,
-    )
+    with precision_of(model.device):
+        written = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=length,
+            do_sample=True,
+            temperature=0.8,
+            top_k=40,
+        )
     return bytes(written[0].tolist()).decode(errors="replace")
 
 

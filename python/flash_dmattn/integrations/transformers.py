@@ -22,7 +22,7 @@ from transformers.models.doge import modeling_doge
 from transformers.models.doge.modeling_doge import DogeAttention
 
 from ..allowed_keys import intervals_of_mask, intervals_of_rows, visible_counts
-from ..key_intervals import KeyIntervals, prefix_lm
+from ..key_intervals import KeyIntervals, select_key_intervals
 from .flash_dynamic_mask_attention import flash_dynamic_mask_attention_forward
 from .modeling_flash_dynamic_mask_attention_utils import as_key_intervals
 
@@ -182,8 +182,10 @@ def _doge_attention_forward(
     scores = torch.exp(self.A * F.softplus(step)).transpose(-1, -2)
 
     mask = _doge_mask(attention_mask, query.shape[2], key.shape[2])
-    if mask is None and key.shape[2] > self.keep_window_size:
-        mask = prefix_lm(key.shape[2], 0, query_length=query.shape[2], device=key.device)
+    window = self.keep_window_size
+    if mask is None and key.shape[2] > window:
+        mask = select_key_intervals(scores, window, query_length=query.shape[2])
+        window = key.shape[2]  # chosen already
     out, _ = flash_dynamic_mask_attention_forward(
         self,
         query,
@@ -192,7 +194,7 @@ def _doge_attention_forward(
         mask,
         scores,
         scaling=self.scaling,
-        window_size=self.keep_window_size,
+        window_size=window,
         dropout=self.attention_dropout if self.training else 0.0,
         output_attentions=kwargs.get("output_attentions"),
     )

@@ -1,0 +1,57 @@
+"""What the package says about its backends, with and without CUDA in the build and in the machine."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import flash_dmattn
+
+CUDA = next(backend for backend in flash_dmattn.backends() if backend.name == "cuda")
+
+
+def test_constants_and_list_agree():
+    available = flash_dmattn.get_available_backends()
+    assert available[-1] == "reference" and "cpu" in available
+    for name in ("cpu", "cuda", "triton", "flex"):
+        assert getattr(flash_dmattn, f"{name.upper()}_AVAILABLE") == (name in available)
+    with pytest.raises(AttributeError, match="TPU_AVAILABLE"):
+        _ = flash_dmattn.TPU_AVAILABLE
+
+
+def test_importing_asks_nothing_of_cuda():
+    """A process that has asked CUDA anything cannot use the GPU in forked children."""
+    program = (
+        "import flash_dmattn.availability as availability\n"
+        "assert availability.backends.cache_info().currsize == 0"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.skipif(CUDA.available, reason="CUDA is available here")
+def test_without_cuda_everything_else_works_and_the_reason_is_given():
+    assert CUDA.reason
+    with pytest.raises(RuntimeError, match="the backend 'cuda' cannot run"):
+        flash_dmattn.flash_dmattn_func_auto("cuda")
+    q = torch.randn(1, 9, 2, 16)
+    assert flash_dmattn.flash_dmattn_func(q, q, q, is_causal=True).isfinite().all()
+
+
+@pytest.mark.skipif(
+    "FLASH_DMATTN_TEST_CUDA_BUILD" not in os.environ, reason="not the build of make test-cuda-build"
+)
+def test_a_build_with_cuda_loads_anywhere_and_keeps_its_symbols():
+    assert CUDA.available or "build" not in CUDA.reason, CUDA.reason
+    if shutil.which("nm") is None:
+        pytest.skip("no nm to list symbols with")
+    library = next(iter(torch.ops.loaded_libraries))
+    listed = subprocess.run(
+        ["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True
+    )
+    names = [line.split()[-1] for line in listed.stdout.splitlines()]
+    assert not [
+        n for n in names if "cuda" in n.lower() or "flash_dmattn" in n or n.startswith("cu")
+    ]
