@@ -39,7 +39,7 @@ help: ## this list
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1|\2/p' Makefile | column -t -s '|'
 
 .PHONY: build
-build: $(STAMPS)/package ## build the library and install the Python package into .venv (CUDA=AUTO|ON|OFF, by default OFF without a GPU)
+build: $(STAMPS)/package ## build the library and install the Python package into .venv (CUDA=ON builds the GPU kernels too; the default where there is a GPU)
 
 .PHONY: demo
 demo: $(STAMPS)/package $(STAMPS)/demo ## train a small Doge model on the GPU or the CPU (options: ARGS="--help")

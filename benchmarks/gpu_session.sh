@@ -1,0 +1,106 @@
+#!/usr/bin/env bash
+# Everything that proves the CUDA backend on a GPU, built on one machine and run on another that has torch
+# and no compiler:
+#
+#   benchmarks/gpu_session.sh pack FOLDER [BUILD]      collects what is needed (BUILD: build/cuda)
+#   benchmarks/gpu_session.sh run FOLDER RESULTS [STEP...]
+#
+# BUILD is a build folder with FLASH_DMATTN_CUDA, FLASH_DMATTN_TORCH and FLASH_DMATTN_TESTS on. Steps:
+#   correctness   C++ and Python tests             4 minutes
+#   sanitizers    compute-sanitizer, small cases   3 minutes, beside the tests
+#   speed         times, memory, rivals, training  3 minutes, alone
+# RESULTS gets a log of each part and record.json, whose place is benchmarks/records/<machine>/<date>-torch.json.
+set -euo pipefail
+
+pack() {
+  local folder=$1 build=${2:-build/cuda} root python test
+  root=$(cd "$(dirname "$0")/.." && pwd)
+  cd "$root"
+  rm -rf "$folder"
+  mkdir -p "$folder/bin" "$folder/site"
+  for test in test_cuda_attention test_cuda_plan test_cuda_selection; do
+    strip -o "$folder/bin/$test" "$build/tests/cuda/$test"
+  done
+  strip -o "$folder/bin/_C.so" "$build/bindings/torch/_C.so"
+  cp -r python tests benchmarks pyproject.toml "$folder/"
+  python=$(command -v python)
+  # pytest and what it needs are plain Python: they run under another version too.
+  "$python" - "$folder/site" <<'PYTHON'
+import importlib.util, shutil, sys
+from pathlib import Path
+for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"):
+    place = Path(importlib.util.find_spec(name).origin).parent
+    shutil.copytree(place, Path(sys.argv[1]) / name, ignore=shutil.ignore_patterns("__pycache__"))
+PYTHON
+  find "$folder" -name __pycache__ -prune -exec rm -rf {} +
+  rm -rf "$folder/benchmarks/records"
+  git rev-parse --short HEAD >"$folder/commit"
+  du -sh "$folder"
+}
+
+# part NAME COMMAND...: runs in RESULTS/NAME.log; remembers how it ended and how long it took.
+part() {
+  local name=$1 began=$SECONDS status=0
+  shift
+  timeout 300 "$@" >"$results/$name.log" 2>&1 || status=$?
+  printf '%s\t%s\t%s s\t%s\n' "$name" "$([ $status = 0 ] && echo passed || echo "FAILED ($status)")" \
+    $((SECONDS - began)) "$(grep -aE 'PASSED|FAILED|passed|failed|ERROR SUMMARY|RACECHECK SUMMARY' "$results/$name.log" | tail -1)" \
+    >>"$results/table.tsv"
+}
+
+correctness() {
+  local test
+  part test_cuda_attention "$folder/bin/test_cuda_attention" --gtest_brief=1 &
+  (for test in test_cuda_plan test_cuda_selection; do part $test "$folder/bin/$test" --gtest_brief=1; done) &
+  part python python3 -m pytest -q -p no:cacheprovider --rootdir "$folder" "$folder/tests/python/test_cuda_torch.py" \
+    "$folder/tests/python/test_cuda_attention.py" "$folder/tests/python/test_availability.py" &
+  wait
+}
+
+# Every kernel at a small size: dtypes, head-dim buckets, with and without a list, pairs, tails.
+small_attention='*/plain_bf16:*/plain_f16:*/dim_24_bf16:*/dim_80_f16:*/dim_128_bf16:*/dim_256_bf16:*/dim_256_f16:*/group_4_bf16:*/per_query_bf16:*/global_f16:*/mask_bhqk_bias_bhqk_bf16:*/mask_b1qk_bias_bv1k_f16:*/size_1x1_bf16:*/size_7x5_f16:*/softcap_bf16:*/layout_padded_bf16:*/propagate_bf16'
+
+sanitizers() {
+  local tool
+  for tool in memcheck racecheck synccheck initcheck; do
+    part "${tool}_attention" compute-sanitizer --tool $tool --error-exitcode 9 "$folder/bin/test_cuda_attention" \
+      --gtest_brief=1 "--gtest_filter=$small_attention" &
+    part "${tool}_selection" compute-sanitizer --tool $tool --error-exitcode 9 "$folder/bin/test_cuda_selection" \
+      --gtest_brief=1 '--gtest_filter=Small*' &
+    part "${tool}_plan" compute-sanitizer --tool $tool --error-exitcode 9 "$folder/bin/test_cuda_plan" \
+      --gtest_brief=1 '--gtest_filter=Small*' &
+  done
+  wait
+}
+
+speed() {
+  part through_torch python3 "$folder/benchmarks/cuda/through_torch.py" --commit "$(cat "$folder/commit")" \
+    --record "$results/record.json"
+}
+
+run() {
+  folder=$(cd "$1" && pwd)
+  results=$2
+  shift 2
+  [ $# -gt 0 ] || set -- correctness sanitizers speed
+  mkdir -p "$results"
+  : >"$results/table.tsv"
+  export PYTHONPATH="$folder/python:$folder/site" FLASH_DMATTN_LIBRARY="$folder/bin/_C.so" PYTHONDONTWRITEBYTECODE=1
+  export FLASH_DMATTN_CASES_DIR="$folder/tests/cases"
+  local step background=()
+  for step in "$@"; do
+    if [ "$step" = speed ]; then
+      wait "${background[@]}"
+      speed
+    else
+      "$step" &
+      background+=($!)
+    fi
+  done
+  wait
+  grep -ahE 'ours|flash-attention|cudnn|extra_mb|on_top|bits_per_byte_of' "$results/through_torch.log" 2>/dev/null || true
+  column -t -s $'\t' "$results/table.tsv"
+  ! grep -q FAILED "$results/table.tsv"
+}
+
+"$@"
