@@ -1,8 +1,6 @@
 """The calling convention of transformers' attention functions, against N x N maths."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils impor
 )
 from flash_dmattn.utils.mask import topk_mask
 from largest_tensor import LargestTensor
+from peak_memory import run_measured
 
 B, S, HQ, HKV, D, KEEP = 2, 37, 4, 2, 16, 9
 LOWEST = torch.finfo(torch.float32).min
@@ -304,14 +303,13 @@ def test_topk_gradient_safety():
 
 
 MEMORY = """
-import resource, sys, torch
+import torch
 from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
     _flash_dynamic_mask_attention_forward as attend,
 )
 
 N, H, D, KEEP = 6144, 4, 16, 128
 torch.set_num_threads(2)
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 def step(length, mask):
     q, k, v = (torch.randn(1, length, H, D, requires_grad=True) for _ in range(3))
@@ -330,11 +328,10 @@ for mask in (None, three_d, four_d):
 
 def test_memory_of_the_three_shape_scenarios():
     """A 3-d bias with no mask, a 3-d and a 4-d mask: nothing of N x N is made, per head or at all."""
-    result = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    growth = [float(line) for line in result.stdout.split()]
-    pairs = 6144 * 6144 / 2**20  # MiB of one byte per pair, for one head
-    assert len(growth) == 3 and max(growth) < 2.5 * pairs, growth
+    no_mask, three_d, four_d = run_measured(MEMORY)
+    pairs = 6144 * 6144  # bytes of one mask for all heads
+    assert no_mask < pairs and three_d < pairs, (no_mask, three_d)
+    assert four_d < 2 * pairs, four_d  # the mask is given, and read in blocks of 4 MB
 
     states = [torch.randn(1, 2048, HKV, D) for _ in range(3)]
     bias = torch.randn(1, HKV, 2048)

@@ -1,10 +1,8 @@
 """The memory of long sequences: O(N w), measured on a process of its own."""
 
-import subprocess
-import sys
+from peak_memory import run_measured
 
 LONG_SEQUENCE = """
-import resource
 import torch
 from flash_dmattn import flash_dmattn_func
 
@@ -15,14 +13,10 @@ out = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, keep_window_siz
 out.sum().backward()
 for tensor in (q.grad, k.grad, v.grad, bias.grad):
     assert tensor.isfinite().all()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # Linux counts in KiB
+print(peak())
 """
 
 
 def test_forward_and_backward_of_131072_keys_stay_below_1_5_gigabytes():
-    run = subprocess.run(
-        [sys.executable, "-c", LONG_SEQUENCE], capture_output=True, text=True, check=True
-    )
-    peak = int(run.stdout)
-    print(f"peak {peak / 1e9:.2f} GB")
-    assert peak < 1.5e9
+    (peak,) = run_measured(LONG_SEQUENCE)
+    assert peak < 1.5e9, f"{peak / 1e9:.2f} GB"
