@@ -28,7 +28,7 @@ struct BenchCase {
   int batch, heads_q, heads_kv, seqlen, head_dim, window;  // window 0: dense
   bool sliding;     // else per-query selection of random scores
   bool bias;        // per key, with its gradient
-  int pair_window;  // > 0: a mask and a bias with a query dimension, this many keys of a row visible
+  int pair_window;  // > 0: mask and bias [B, Hkv, N, N], this many keys of a row visible
 };
 
 constexpr BenchCase cases[] = {
@@ -143,7 +143,8 @@ struct Run {
 };
 
 std::size_t bias_size(const BenchCase& c) {
-  if (c.pair_window > 0) return static_cast<std::size_t>(c.batch) * c.heads_q * c.seqlen * c.seqlen;
+  if (c.pair_window > 0)
+    return static_cast<std::size_t>(c.batch) * c.heads_kv * c.seqlen * c.seqlen;
   return c.bias ? static_cast<std::size_t>(c.batch) * c.heads_kv * c.seqlen : 0;
 }
 
@@ -283,7 +284,7 @@ Samples check_samples(const Run& run) {
   std::vector<std::uint8_t> mask_row(static_cast<std::size_t>(n), 1);
   std::vector<Bf16> bias_row(static_cast<std::size_t>(n));
   const auto load_pair_row = [&](int b, int h, int i) {
-    const std::size_t at = ((static_cast<std::size_t>(b) * c.heads_q + h) * n + i) * n;
+    const std::size_t at = ((static_cast<std::size_t>(b) * c.heads_kv + h / group) * n + i) * n;
     check(cudaMemcpy(mask_row.data(), run.mask.data() + at, n, cudaMemcpyDeviceToHost), "copy");
     check(cudaMemcpy(bias_row.data(), run.bias.data() + at, n * 2, cudaMemcpyDeviceToHost), "copy");
   };
@@ -394,7 +395,7 @@ void bench(const BenchCase& c) {
   if (bias_size(c) > 0) {
     p.bias_dtype = DType::bf16;
     p.bias_shape = c.bias ? BroadcastShape{p.batch, p.heads_kv, 1, p.seqlen_k}
-                          : BroadcastShape{p.batch, p.heads_q, p.seqlen_q, p.seqlen_k};
+                          : BroadcastShape{p.batch, p.heads_kv, p.seqlen_q, p.seqlen_k};
     auto strides = contiguous_strides(p.bias_shape);
     if (c.bias) strides[2] = 0;
     in.bias = {run.bias.data(), strides};
@@ -433,7 +434,8 @@ void bench(const BenchCase& c) {
                               .dv = tensor(run.dv, c.heads_kv),
                               .dbias = dbias};
   Execution execution;
-  execution.workspace_bytes = cuda_backend.backward_workspace_size(backward, execution);
+  execution.workspace_bytes = std::max(cuda_backend.forward_workspace_size(forward, execution),
+                                       cuda_backend.backward_workspace_size(backward, execution));
   const DeviceArray<std::byte> workspace(execution.workspace_bytes);
   execution.workspace = workspace.data();
 

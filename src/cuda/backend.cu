@@ -7,6 +7,7 @@
 
 #include "cuda/common/gradients.cuh"
 #include "cuda/common/launch.h"
+#include "cuda/common/packed_mask.cuh"
 #include "cuda/policy.h"
 #include "cuda/sm80/launch.h"
 
@@ -96,8 +97,9 @@ Broadcast broadcast_of(const Problem& p, const BroadcastShape& shape, const void
   b.per_query = shape[2] > 1;
   b.f32 = f32;
   const auto address = reinterpret_cast<std::intptr_t>(data);
-  b.in_pairs = b.key == 1 && (b.batch | b.head_q | b.head_kv | b.query) % 2 == 0 &&
-               address % (2 * element_bytes) == 0;
+  const std::int64_t steps = b.batch | b.head_q | b.head_kv | b.query;
+  b.in_pairs = b.key == 1 && steps % 2 == 0 && address % (2 * element_bytes) == 0;
+  b.in_words = b.key == 1 && steps % 8 == 0 && address % 16 == 0 && element_bytes == 2;
   return b;
 }
 
@@ -116,9 +118,11 @@ ScoreParams score_of(const Problem& p, const Inputs& in) {
     score.inner = p.scale * log2e;
     score.factor = 1;
   }
+  score.pair_factor = p.softcap > 0 ? p.softcap : p.scale > 0 ? p.scale : 1 / log2e;
   score.mask_value = static_cast<float>(mask_value(p.dtype));
   score.mask = broadcast_of(p, p.mask_shape, in.mask.data, in.mask.stride, 1);
   score.bias = broadcast_of(p, p.bias_shape, in.bias.data, in.bias.stride, size_of(p.bias_dtype));
+  score.exponent = score.bias.data == nullptr ? score.factor : score.bias.per_query ? log2e : 1;
   score.intervals = in.intervals;
   score.causal = p.causal;
   return score;
@@ -141,38 +145,6 @@ void dispatch(const Problem& p, const Body& body) {
   }
 }
 
-// ---- Forward ------------------------------------------------------------------------------------
-
-void forward(const ForwardArgs& args, const Execution& execution) {
-  ForwardParams params;
-  params.shape = shape_of(args.problem);
-  params.score = score_of(args.problem, args.in);
-  params.q = rows_of(args.in.q);
-  params.k = rows_of(args.in.k);
-  params.v = rows_of(args.in.v);
-  params.out = rows_of(args.out);
-  params.plan = args.in.plan;
-  params.lse = args.lse;
-  params.lse_low = args.lse_low;
-  params.saturate = args.problem.nonfinite == NonFinite::saturate;
-  const auto stream = static_cast<cudaStream_t>(execution.stream);
-  const SharedClass shared = shared_class();
-  dispatch(args.problem,
-           [&]<class T, int D>() { sm80::launch_forward<T, D>(params, shared, stream); });
-}
-
-// ---- Backward -----------------------------------------------------------------------------------
-
-// dbias can be stored where it is made when every pair has an element of its own.
-bool adds_bias(const Problem& p) {
-  return p.bias_shape != BroadcastShape{p.batch, p.heads_q, p.seqlen_q, p.seqlen_k} ||
-         p.seqlen_q == 1;
-}
-
-std::int64_t elements(const BroadcastShape& shape) {
-  return shape[0] * shape[1] * shape[2] * shape[3];
-}
-
 // Hands out aligned pieces of the workspace; with a null base it only counts.
 class Carver {
  public:
@@ -191,6 +163,77 @@ class Carver {
   std::byte* base_;
   std::size_t used_ = 0;
 };
+
+// ---- Forward ------------------------------------------------------------------------------------
+
+// The mask is packed where the kernels walk all keys; with a list they look at single elements.
+PackedMask carve_packed_mask(const Problem& p, bool planned, Carver& workspace) {
+  PackedMask packed;
+  const BroadcastShape& shape = p.mask_shape;
+  if (planned || !has(shape) || shape[2] <= 1) return packed;
+  const std::int64_t words = (p.seqlen_k + PackedMask::side - 1) / PackedMask::side;
+  const std::int64_t matrices = shape[0] * shape[1];
+  const std::int64_t row_tiles = (p.seqlen_q + PackedMask::side - 1) / PackedMask::side;
+  packed.bits = workspace.take<std::uint64_t>(matrices * p.seqlen_q * words);
+  packed.states = workspace.take<std::uint8_t>(matrices * row_tiles * words);
+  packed.words = static_cast<int>(words);
+  packed.batch = shape[0] > 1 ? static_cast<int>(shape[1]) : 0;
+  if (shape[1] > 1) (shape[1] == p.heads_q ? packed.head_q : packed.head_kv) = 1;
+  return packed;
+}
+
+void pack_mask(const Problem& p, const Broadcast& mask, const PackedMask& packed,
+               cudaStream_t stream) {
+  if (packed.bits == nullptr) return;
+  PackMaskParams params;
+  params.mask = mask;
+  params.mask_head = mask.head_q + mask.head_kv;
+  params.packed = packed;
+  params.heads = static_cast<int>(p.mask_shape[1]);
+  params.rows = static_cast<int>(p.seqlen_q);
+  params.keys = static_cast<int>(p.seqlen_k);
+  const auto address = reinterpret_cast<std::intptr_t>(mask.data);
+  params.aligned =
+      mask.key == 1 && (address | mask.batch | params.mask_head | mask.query) % 16 == 0;
+  params.causal = p.causal;
+  params.shift = static_cast<int>(p.seqlen_k - p.seqlen_q);
+  const std::int64_t matrices = p.mask_shape[0] * p.mask_shape[1];
+  launch<PackMaskKernel>(PackMaskKernel::blocks(params, matrices), params, stream);
+}
+
+void forward(const ForwardArgs& args, const Execution& execution) {
+  Carver workspace(execution.workspace);
+  ForwardParams params;
+  params.shape = shape_of(args.problem);
+  params.score = score_of(args.problem, args.in);
+  params.score.packed_mask =
+      carve_packed_mask(args.problem, args.in.plan.keys != nullptr, workspace);
+  params.q = rows_of(args.in.q);
+  params.k = rows_of(args.in.k);
+  params.v = rows_of(args.in.v);
+  params.out = rows_of(args.out);
+  params.plan = args.in.plan;
+  params.lse = args.lse;
+  params.lse_low = args.lse_low;
+  params.saturate = args.problem.nonfinite == NonFinite::saturate;
+  const auto stream = static_cast<cudaStream_t>(execution.stream);
+  const SharedClass shared = shared_class();
+  pack_mask(args.problem, params.score.mask, params.score.packed_mask, stream);
+  dispatch(args.problem,
+           [&]<class T, int D>() { sm80::launch_forward<T, D>(params, shared, stream); });
+}
+
+// ---- Backward -----------------------------------------------------------------------------------
+
+// dbias can be stored where it is made when every pair has an element of its own.
+bool adds_bias(const Problem& p) {
+  return p.bias_shape != BroadcastShape{p.batch, p.heads_q, p.seqlen_q, p.seqlen_k} ||
+         p.seqlen_q == 1;
+}
+
+std::int64_t elements(const BroadcastShape& shape) {
+  return shape[0] * shape[1] * shape[2] * shape[3];
+}
 
 struct BackwardWorkspace {
   float* lse2;
@@ -316,7 +359,11 @@ std::string supports(const Problem& p) {
 
 std::int64_t query_tile_rows(const Problem&) { return plan_tile_rows; }
 
-std::size_t forward_workspace_size(const ForwardArgs&, const Execution&) { return 0; }
+std::size_t forward_workspace_size(const ForwardArgs& args, const Execution&) {
+  Carver workspace(nullptr);
+  carve_packed_mask(args.problem, args.in.plan.keys != nullptr, workspace);
+  return workspace.used();
+}
 
 std::size_t backward_workspace_size(const BackwardArgs& args, const Execution&) {
   return BackwardWorkspace(args.problem, nullptr).bytes;

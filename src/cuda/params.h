@@ -30,7 +30,24 @@ struct Broadcast {
   std::int64_t key = 0;
   bool per_query = false;  // has a query dimension
   bool in_pairs = false;   // elements 2 i and 2 i + 1 of every row lie in one aligned word
+  bool in_words = false;   // 16-bit elements 8 i ... 8 i + 7 do, of 16 bytes
   bool f32 = false;        // of a bias: fp32 elements, else 16-bit ones
+};
+
+// A mask with a query dimension, packed by PackMaskKernel (common/packed_mask.cuh) to a bit for each
+// pair, with a state for each tile of 64 x 64 pairs. Matrices are [B|1, H|1]; their strides count
+// matrices, the head's split as in Broadcast.
+struct PackedMask {
+  static constexpr int side = 64;
+  static constexpr std::uint8_t some = 1;  // some pair of the tile is visible
+  static constexpr std::uint8_t all = 2;   // every one that exists is
+
+  std::uint64_t* bits = nullptr;   // [matrices, Sq, words]: bit j of word w is key 64 w + j
+  std::uint8_t* states = nullptr;  // [matrices, ceil(Sq / 64), words]
+  int words = 0;                   // ceil(Sk / 64)
+  int batch = 0;
+  int head_q = 0;
+  int head_kv = 0;
 };
 
 // What happens to q . k before the bias is added.
@@ -43,10 +60,13 @@ enum class ScoreForm : std::uint8_t {
 // Scores are kept in units of log 2, so that exp is a single ex2: log2 e is inside all of these.
 struct ScoreParams {
   ScoreForm form = ScoreForm::product;
-  float inner = 0;       // scaled: scale log2 e; capped: 2 log2 e scale / c
-  float factor = 0;      // > 0: scale log2 e, 1 or c log2 e
+  float inner = 0;        // scaled: scale log2 e; capped: 2 log2 e scale / c
+  float factor = 0;       // > 0: scale log2 e, 1 or c log2 e
+  float pair_factor = 0;  // the same without log2 e, for a bias of pairs, which is added as it is
+  float exponent = 0;    // what a finished score has yet to be multiplied by: factor without a bias
   float mask_value = 0;  // of a bias
   Broadcast mask;
+  PackedMask packed_mask;  // of a mask with a query dimension, where there is no plan
   Broadcast bias;
   KeyIntervals intervals;
   bool causal = false;

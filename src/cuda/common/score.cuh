@@ -59,8 +59,8 @@ class ColumnLoader {
 
   // Whether anything but its position decides who sees a column and what bias it has.
   __device__ bool has_columns() const {
-    return score_.intervals.data != nullptr || score_.mask.data != nullptr ||
-           score_.bias.data != nullptr;
+    return score_.intervals.data != nullptr ||
+           (score_.mask.data != nullptr && !score_.mask.per_query) || has_bias();
   }
 
   // Where there are no columns: the keys before this one are visible to query `row`.

@@ -67,7 +67,7 @@ struct BackwardKernel {
     Stream stream(
         shared.stream,
         KeyList(p.plan, p.shape, p.score.causal, tile.batch, tile.kv_head, tile.row, row_end),
-        RowSource<KeyRows>(p.k, tile.batch, tile.kv_head, p.shape.head_dim),
+        EveryTile(), RowSource<KeyRows>(p.k, tile.batch, tile.kv_head, p.shape.head_dim),
         RowSource<KeyRows>(p.v, tile.batch, tile.kv_head, p.shape.head_dim),
         ColumnLoader<T>(p.score, p.shape, tile.batch, tile.head, tile.kv_head), tile.row, row_end,
         Pairs);
@@ -81,7 +81,7 @@ struct BackwardKernel {
     const LanePosition position =
         LanePosition::of(tile.row + ScoreTile::row(), ScoreTile::column());
 
-    for (int n = 0; n < stream.tiles(); ++n) {
+    for (int n = 0; stream.has(n); ++n) {
       stream.advance(n);
       const std::uint32_t state = stream.state(n);
       if ((state & ColumnTile<P.keys>::touched) != 0) {
@@ -176,11 +176,11 @@ struct BackwardKernel {
     if constexpr (Pairs) {
       PairScores<T>(p.score, tile, p.shape.seqlen_q, p.plan.keys == nullptr, stream.size(n),
                     stream.keys(n))
-          .apply(columns, position, x);
+          .apply(columns, (state & columns.partial) != 0, position, x);
     }
     if ((state & columns.partial) != 0) mask_columns(columns, position, x);
     // The forward's instructions in the forward's order, so that s and lse fit together.
-    const float factor = biased ? 1.0f : p.score.factor;
+    const float factor = p.score.exponent;
     if (rows.has_low) {
       for_each_element(x, [&](float& s, int m, int k, int e) {
         const int row = position.row + 16 * m + 8 * (e / 2);

@@ -1,10 +1,13 @@
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/common/careful.cuh"
 #include "cuda/common/scheduler.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/policy.h"
 #include "cuda/sm80/epilogue.cuh"
+#include "cuda/sm80/pair_tile.cuh"
 #include "cuda/sm80/score_tile.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -21,7 +24,9 @@ struct ForwardKernel {
   static constexpr int m16 = P.warp_rows / 16;
 
   using QueryRows = SharedTile<rows, D>;
-  using Stream = KeyStream<T, D, P.keys, 2, threads>;
+  using Order = std::conditional_t<Pairs, EightByLane, InOrder>;
+  using Walk = std::conditional_t<Pairs, MaskedTiles, EveryTile>;
+  using Stream = KeyStream<T, D, P.keys, 2, threads, Order, Walk>;
   using KeyRows = typename Stream::RowTile;
 
   struct SharedStorage {
@@ -41,28 +46,40 @@ struct ForwardKernel {
     copy_rows<QueryRows, threads>(
         RowSource<QueryRows>(p.q, tile.batch, tile.head, p.shape.head_dim), q_tile,
         row_end - tile.row, query);
-    Stream stream(
-        shared.stream,
-        KeyList(p.plan, p.shape, p.score.causal, tile.batch, tile.kv_head, tile.row, row_end),
-        RowSource<KeyRows>(p.k, tile.batch, tile.kv_head, p.shape.head_dim),
-        RowSource<KeyRows>(p.v, tile.batch, tile.kv_head, p.shape.head_dim),
-        ColumnLoader<T>(p.score, p.shape, tile.batch, tile.head, tile.kv_head), tile.row, row_end,
-        Pairs);
+    const KeyList list(p.plan, p.shape, p.score.causal, tile.batch, tile.kv_head, tile.row,
+                       row_end);
+    Stream stream(shared.stream, list, walk(p, tile, list.count),
+                  RowSource<KeyRows>(p.k, tile.batch, tile.kv_head, p.shape.head_dim),
+                  RowSource<KeyRows>(p.v, tile.batch, tile.kv_head, p.shape.head_dim),
+                  ColumnLoader<T>(p.score, p.shape, tile.batch, tile.head, tile.kv_head), tile.row,
+                  row_end, Pairs);
     stream.start();
 
     Accumulator<P.warp_rows, D> out;
     clear(out);
     OnlineSoftmax<T, m16> softmax;
     const bool biased = p.score.bias.data != nullptr;
-    const float factor = biased ? 1.0f : p.score.factor;
+    const float factor = p.score.exponent;
     const OperandA<QueryRows, Major::k> q(q_tile, warp_row);
     const LanePosition position = LanePosition::of(tile.row + warp_row, 0);
 
-    for (int n = 0; n < stream.tiles(); ++n) {
+    [[maybe_unused]] const bool by_word = p.plan.keys == nullptr && row_end == tile.row + rows &&
+                                          (!p.score.bias.per_query || p.score.bias.in_words);
+    PairTile<T, m16, P.keys> pairs(p.score, tile, p.shape.seqlen_q, position.row);
+
+    for (int n = 0; stream.has(n); ++n) {
       stream.advance(n);
       const auto& columns = stream.columns(n);
       const std::uint32_t state = stream.state(n);
       if ((state & columns.touched) != 0) {
+        [[maybe_unused]] const bool words = by_word && stream.size(n) == P.keys;
+        if constexpr (Pairs) {
+          // On their way during the first product.
+          if (words) {
+            pairs.load(p.score, stream.first(n),
+                       p.score.mask.per_query && !stream.walk().current_is_full());
+          }
+        }
         Accumulator<P.warp_rows, P.keys> scores;
         clear(scores);
         multiply<T, D>(scores, q, OperandB<KeyRows, Major::k>(stream.k_tile(n), 0));
@@ -71,9 +88,12 @@ struct ForwardKernel {
           add_column_bias(p.score.factor, columns, position, scores);
         }
         if constexpr (Pairs) {
-          PairScores<T>(p.score, tile, p.shape.seqlen_q, p.plan.keys == nullptr, stream.size(n),
-                        stream.keys(n))
-              .apply(columns, position, scores);
+          if (words) {
+            pairs.apply(p.score, scores);
+          } else {
+            PairScores<T>(p.score, tile, p.shape.seqlen_q, false, stream.size(n), stream.keys(n))
+                .apply(columns, (state & columns.partial) != 0, position, scores);
+          }
         }
         if ((state & columns.partial) != 0) mask_columns(columns, position, scores);
         softmax.update(scores, factor, out);
@@ -100,6 +120,14 @@ struct ForwardKernel {
   }
 
  private:
+  static __device__ Walk walk(const Params& p, const QueryTile& tile, int end) {
+    if constexpr (Pairs) {
+      return MaskedTiles(p.score.packed_mask, tile, p.shape.seqlen_q, rows, end, P.keys);
+    } else {
+      return {};
+    }
+  }
+
   static __device__ void store(const Params& p, const QueryTile& tile, int row_end, int warp_row,
                                std::uint32_t q_tile, float factor,
                                const OnlineSoftmax<T, m16>& softmax,

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "cuda/common/scheduler.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/sm80/tile.cuh"
 
@@ -53,11 +54,11 @@ struct CopySteps {
   }
 };
 
-// Brings rows to a tile: row r of the tile is row index(r) of the head, zeros where not r < size.
+// Brings rows to a tile: row r of the tile is row index(r) of the head, zeros where not exists(r).
 // index(r) is the number of a row for every r.
-template <class Tile, int Threads, class Index>
-__device__ inline void copy_rows(const RowSource<Tile>& source, std::uint32_t tile, int size,
-                                 const Index& index) {
+template <class Tile, int Threads, class Exists, class Index>
+__device__ inline void copy_rows(const RowSource<Tile>& source, std::uint32_t tile,
+                                 const Exists& exists, const Index& index) {
   using Steps = CopySteps<Tile, Threads>;
   const int row = Steps::row();
   const int chunk = source.chunk();
@@ -66,32 +67,41 @@ __device__ inline void copy_rows(const RowSource<Tile>& source, std::uint32_t ti
 #pragma unroll
     for (int i = 0; i < Steps::steps; ++i) {
       const int r = row + i * Steps::rows_at_once;
-      const bool valid = source.exists && r < size;
+      const bool valid = source.exists && exists(r);
       const std::byte* from = source.data + static_cast<std::int64_t>(index(r)) * source.row_step;
       cp_async_16(Steps::to(tile, base, chunk, i), valid ? from : source.data, valid);
     }
   } else {
 #pragma unroll 1
     for (int r = row; r < Tile::rows; r += Steps::rows_at_once) {
-      const bool valid = source.exists && r < size;
+      const bool valid = source.exists && exists(r);
       store_shared_16(tile + Tile::offset(r, chunk),
                       valid ? source.load_elements(index(r)) : uint4{0, 0, 0, 0});
     }
   }
 }
 
-// The same for aligned rows that all exist, of a run of consecutive rows: each address is one
-// multiply-add with constants.
-template <class Tile, int Threads>
+// Zeros where not r < size.
+template <class Tile, int Threads, class Index>
+__device__ inline void copy_rows(const RowSource<Tile>& source, std::uint32_t tile, int size,
+                                 const Index& index) {
+  copy_rows<Tile, Threads>(source, tile, [&](int r) { return r < size; }, index);
+}
+
+// The same for aligned rows that all exist: row r of the tile is row first + Order::key(r), each
+// address one multiply-add with constants.
+template <class Tile, int Threads, class Order>
 __device__ inline void copy_run(const RowSource<Tile>& source, std::uint32_t tile, int first) {
   using Steps = CopySteps<Tile, Threads>;
   const std::uint32_t base = tile + Tile::offset(Steps::row(), source.chunk());
   const std::byte* const from =
-      source.data + static_cast<std::int64_t>(first + Steps::row()) * source.row_step;
+      source.data + static_cast<std::int64_t>(first + Order::key(Steps::row())) * source.row_step;
 #pragma unroll
   for (int i = 0; i < Steps::steps; ++i) {
-    cp_async_16(Steps::to(tile, base, source.chunk(), i),
-                from + static_cast<std::int64_t>(source.row_step) * (i * Steps::rows_at_once));
+    // Order::key permutes bits, and those of the two terms do not meet.
+    cp_async_16(
+        Steps::to(tile, base, source.chunk(), i),
+        from + static_cast<std::int64_t>(source.row_step) * Order::key(i * Steps::rows_at_once));
   }
 }
 
@@ -116,6 +126,104 @@ __device__ inline void gather_rows(const RowSource<Tile>& a, std::uint32_t a_til
                 b.data + static_cast<std::int64_t>(index[i]) * b.row_step);
   }
 }
+
+// Which key of a tile its column (and its row of K and V in shared memory) holds.
+struct InOrder {
+  static __device__ constexpr int key(int column) { return column; }
+};
+
+// So that the columns of a lane's accumulators, 8 n + 2 (l % 4) + {0, 1}, are eight neighbouring
+// keys for each four n: their masks are a byte, their 16-bit biases a word of 16 bytes.
+struct EightByLane {
+  static __device__ constexpr int key(int column) {
+    const int n = column / 8;
+    return n / 4 * 32 + column % 8 / 2 * 8 + n % 4 * 2 + column % 2;
+  }
+};
+
+// The tiles of consecutive keys that are visited, in order: the n-th, and where nothing of it is
+// masked.
+struct EveryTile {
+  __device__ int at(int n) const { return n; }
+  __device__ void move_to(int) {}
+};
+
+// Those that the packed mask does not leave empty. Only the current one and the next two are known.
+class MaskedTiles {
+ public:
+  // Of the keys [0, end) in tiles of `keys`, a divisor of the mask's, for `rows` queries, up to two
+  // tiles of the mask. Without a packed mask every tile is visited and none is full.
+  __device__ MaskedTiles(const PackedMask& mask, const QueryTile& tile, int seqlen_q, int rows,
+                         int end, int keys)
+      : keys_(keys), tiles_((end + keys - 1) / keys) {
+    if (mask.states != nullptr) {
+      const std::int64_t matrix =
+          tile.batch * mask.batch + tile.head * mask.head_q + tile.kv_head * mask.head_kv;
+      const int row_tiles = (seqlen_q + PackedMask::side - 1) / PackedMask::side;
+      const int row_tile = tile.row / PackedMask::side;
+      states_ = mask.states + (matrix * row_tiles + row_tile) * mask.words;
+      const bool two = rows > PackedMask::side && row_tile + 1 < row_tiles;
+      more_states_ = two ? states_ + mask.words : states_;
+    }
+    ahead_[0] = after(-1);
+    ahead_[1] = after(ahead_[0].tile);
+    ahead_[2] = after(ahead_[1].tile);
+  }
+
+  __device__ int at(int n) const {
+    return n == current_ ? ahead_[0].tile : n == current_ + 1 ? ahead_[1].tile : ahead_[2].tile;
+  }
+  __device__ bool current_is_full() const { return ahead_[0].full; }
+
+  __device__ void move_to(int n) {
+    if (n == current_) return;
+    current_ = n;
+    ahead_[0] = ahead_[1];
+    ahead_[1] = ahead_[2];
+    ahead_[2] = after(ahead_[1].tile);
+  }
+
+ private:
+  struct Tile {
+    int tile;
+    bool full;
+  };
+
+  __device__ Tile after(int tile) {
+    for (++tile; tile < tiles_; tile = (tile / 32 + 1) * 32) {
+      if (tile / 32 != window_) load(tile / 32);
+      const std::uint32_t left = some_ >> (tile % 32);
+      if (left == 0) continue;
+      tile += __ffs(static_cast<int>(left)) - 1;
+      return {tile, (all_ >> (tile % 32) & 1) != 0};
+    }
+    return {tiles_, false};
+  }
+
+  __device__ void load(int window) {
+    window_ = window;
+    const int tile = window * 32 + static_cast<int>(threadIdx.x) % 32;
+    std::uint32_t one = PackedMask::some;
+    std::uint32_t two = 0;
+    if (states_ != nullptr && tile < tiles_) {
+      const int state = tile * keys_ / PackedMask::side;
+      one = __ldg(states_ + state);
+      two = __ldg(more_states_ + state);
+    }
+    some_ = __ballot_sync(0xffffffffu, ((one | two) & PackedMask::some) != 0);
+    all_ = __ballot_sync(0xffffffffu, (one & two & PackedMask::all) != 0);
+  }
+
+  const std::uint8_t* states_ = nullptr;
+  const std::uint8_t* more_states_ = nullptr;
+  int keys_;
+  int tiles_;
+  int window_ = -1;
+  std::uint32_t some_ = 0;
+  std::uint32_t all_ = 0;
+  int current_ = 0;
+  Tile ahead_[3];
+};
 
 // Keys of a query tile: those of the plan's list, else [0, end).
 struct KeyList {
@@ -153,19 +261,22 @@ struct KeyStreamStorage {
 
 // While tile n is computed, the rows of tile n + 1 are on their way to shared memory, the columns
 // of n + 1 to registers, and the list of n + 2 to shared memory. With one stage the rows come when
-// the tile is due.
-template <class T, int D, int N, int Stages, int Threads>
+// the tile is due. `Walk` chooses among tiles of consecutive keys, `Order` orders the keys of each.
+template <class T, int D, int N, int Stages, int Threads, class Order = InOrder,
+          class Walk = EveryTile>
 class KeyStream {
  public:
   using Storage = KeyStreamStorage<T, D, N, Stages>;
   using RowTile = typename Storage::RowTile;
 
   // `list_positions`: keys() is asked for even where the keys are consecutive.
-  __device__ KeyStream(Storage& storage, const KeyList& list, const RowSource<RowTile>& k,
-                       const RowSource<RowTile>& v, const ColumnLoader<T>& loader, int row_begin,
-                       int row_end, bool list_positions)
+  __device__ KeyStream(Storage& storage, const KeyList& list, const Walk& walk,
+                       const RowSource<RowTile>& k, const RowSource<RowTile>& v,
+                       const ColumnLoader<T>& loader, int row_begin, int row_end,
+                       bool list_positions)
       : storage_(storage),
         list_(list),
+        walk_(walk),
         k_(k),
         v_(v),
         loader_(loader),
@@ -177,7 +288,7 @@ class KeyStream {
                          ? max(loader.visible_to(row_begin), 0) / N
                          : 0) {}
 
-  __device__ int tiles() const { return (list_.count + N - 1) / N; }
+  __device__ bool has(int n) const { return walk_.at(n) < tiles(); }
 
   __device__ int keys_walked() const { return list_.count; }
 
@@ -194,22 +305,23 @@ class KeyStream {
 
   // Makes tile n ready and sends for the next ones.
   __device__ void advance(int n) {
+    walk_.move_to(n);
     if constexpr (Stages == 1) {
       __syncthreads();  // all are done with the tile before
       copy_tile(n);
     }
     cp_async_wait_all();
     __syncthreads();
-    if (n + 1 < tiles()) {
+    if (has(n + 1)) {
       if constexpr (Stages == 2) copy_tile(n + 1);
       load_column(n + 1);
     }
-    if (n + 2 < tiles()) list_keys(n + 2);
+    list_keys(n + 2);
   }
 
   // After the work on tile n.
   __device__ void finish(int n) {
-    if (n + 1 < tiles()) store_column(n + 1);
+    if (has(n + 1)) store_column(n + 1);
   }
 
   __device__ std::uint32_t k_tile(int n) const {
@@ -220,20 +332,26 @@ class KeyStream {
   }
   // Of columns(n), which are not there for a tile that is known to be visible to every row.
   __device__ std::uint32_t state(int n) const {
-    return n < plain_tiles_ ? ColumnTile<N>::touched : columns(n).tile_state();
+    return plain(n) ? ColumnTile<N>::touched : columns(n).tile_state();
   }
   __device__ const ColumnTile<N>& columns(int n) const { return storage_.columns[n % 2]; }
   __device__ const int* keys(int n) const { return storage_.keys[n % Storage::key_stages]; }
-  __device__ int key(int n, int i) const { return listed_ ? keys(n)[i] : n * N + i; }
-  // Keys of tile n that exist.
-  __device__ int size(int n) const { return min(list_.count - n * N, N); }
+  // Of column i of tile n.
+  __device__ int key(int n, int i) const { return listed_ ? keys(n)[i] : first(n) + Order::key(i); }
+  // The first key of tile n, where keys are consecutive.
+  __device__ int first(int n) const { return walk_.at(n) * N; }
+  // Keys of tile n that exist: columns i with Order::key(i) < size(n).
+  __device__ int size(int n) const { return min(list_.count - first(n), N); }
+  __device__ const Walk& walk() const { return walk_; }
 
  private:
+  __device__ int tiles() const { return (list_.count + N - 1) / N; }
+
   __device__ void list_keys(int n) {
     const int i = static_cast<int>(threadIdx.x);
-    if (!listed_ || i >= N) return;
+    if (!listed_ || i >= N || !has(n)) return;
     int& key = storage_.keys[n % Storage::key_stages][i];
-    const int position = n * N + i;
+    const int position = first(n) + Order::key(i);
     if (list_.keys == nullptr) {
       key = position;
     } else {
@@ -243,34 +361,36 @@ class KeyStream {
   }
 
   __device__ void copy_tile(int n) {
-    if (whole_rows_ && n * N + N <= list_.count) {
+    if (whole_rows_ && size(n) == N) {
       if (list_.keys == nullptr) {
-        copy_run<RowTile, Threads>(k_, k_tile(n), n * N);
-        copy_run<RowTile, Threads>(v_, v_tile(n), n * N);
+        copy_run<RowTile, Threads, Order>(k_, k_tile(n), first(n));
+        copy_run<RowTile, Threads, Order>(v_, v_tile(n), first(n));
       } else {
         gather_rows<RowTile, Threads>(k_, k_tile(n), v_, v_tile(n), keys(n));
       }
     } else {
+      const auto exists = [&](int r) { return Order::key(r) < size(n); };
       const auto index = [&](int r) { return key(n, r); };
-      copy_rows<RowTile, Threads>(k_, k_tile(n), size(n), index);
-      copy_rows<RowTile, Threads>(v_, v_tile(n), size(n), index);
+      copy_rows<RowTile, Threads>(k_, k_tile(n), exists, index);
+      copy_rows<RowTile, Threads>(v_, v_tile(n), exists, index);
     }
   }
 
+  __device__ bool plain(int n) const { return walk_.at(n) < plain_tiles_; }
+
   __device__ void load_column(int n) {
     const int i = static_cast<int>(threadIdx.x);
-    if (n >= plain_tiles_ && i < N) loader_.load(key(n, i), i < size(n));
+    if (!plain(n) && i < N) loader_.load(key(n, i), Order::key(i) < size(n));
   }
 
   __device__ void store_column(int n) {
     const int i = static_cast<int>(threadIdx.x);
-    if (n >= plain_tiles_ && i < N) {
-      loader_.store(storage_.columns[n % 2], i, row_begin_, row_end_);
-    }
+    if (!plain(n) && i < N) loader_.store(storage_.columns[n % 2], i, row_begin_, row_end_);
   }
 
   Storage& storage_;
   KeyList list_;
+  Walk walk_;
   RowSource<RowTile> k_;
   RowSource<RowTile> v_;
   ColumnLoader<T> loader_;

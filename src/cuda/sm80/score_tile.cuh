@@ -99,9 +99,10 @@ class PairScores {
     bias_ = begin(score.bias);
   }
 
-  // s = factor x + bias (x without a bias of pairs), -inf where masked.
+  // x = scale x + bias (x without a bias of pairs), -inf where masked. `partial`: of the columns, which
+  // are not there otherwise.
   template <int M16, int N8, class Columns>
-  __device__ void apply(const Columns& columns, LanePosition position,
+  __device__ void apply(const Columns& columns, bool partial, LanePosition position,
                         float (&x)[M16][N8][4]) const {
     const bool in_pairs = consecutive_ && size_ == Columns::size &&
                           (!score_.mask.per_query || score_.mask.in_pairs) &&
@@ -111,8 +112,10 @@ class PairScores {
       for (int m = 0; m < M16; ++m) apply_pairs(position.row + 16 * m, position.column, x[m]);
     } else {
       for_each_element(x, [&](float& s, int m, int n, int e) {
-        apply_element(columns, position.row + 16 * m + 8 * (e / 2), position.column + 8 * n + e % 2,
-                      s);
+        const int row = position.row + 16 * m + 8 * (e / 2);
+        const int column = position.column + 8 * n + e % 2;
+        // Where the column does not see the row, mask_columns will see to it.
+        if (!partial || columns.range[column].sees(row)) apply_element(row, column, s);
       });
     }
   }
@@ -150,10 +153,7 @@ class PairScores {
     }
   }
 
-  template <class Columns>
-  __device__ void apply_element(const Columns& columns, std::int64_t row, int column,
-                                float& s) const {
-    if (!columns.range[column].sees(static_cast<int>(row))) return;  // mask_columns will see to it
+  __device__ void apply_element(std::int64_t row, int column, float& s) const {
     const std::int64_t key = keys_[column];
     bool visible = true;
     if (score_.mask.per_query) {
@@ -170,7 +170,7 @@ class PairScores {
   __device__ void add(float bias, bool visible, float& s) const {
     if (score_.bias.per_query) {
       visible = visible && bias > score_.mask_value;
-      s = fmaf(s, score_.factor, fminf(bias * log2e, 3.0e38f));
+      s = fmaf(s, score_.pair_factor, bias);
     }
     if (!visible) s = negative_infinity;
   }

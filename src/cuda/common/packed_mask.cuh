@@ -1,0 +1,124 @@
+#pragma once
+
+#include "cuda/common/scheduler.cuh"
+#include "cuda/params.h"
+
+// A mask with a query dimension, read once and packed to a bit for each pair.
+namespace flash_dmattn::cuda {
+
+struct PackMaskParams {
+  Broadcast mask;
+  std::int64_t mask_head;  // elements from one head of the mask to the next
+  PackedMask packed;
+  int heads;  // of the mask
+  int rows;
+  int keys;
+  bool aligned;  // every 16 keys of a row are one aligned word
+  bool causal;   // keys that are not visible anyway are not read
+  int shift;     // query r is at key r + shift
+};
+
+// A block packs 64 rows x 512 keys, a lane 16 keys of a row at a time.
+struct PackMaskKernel {
+  using Params = PackMaskParams;
+  static constexpr int warps = 8;
+  static constexpr int threads = warps * 32;
+  static constexpr int min_blocks = 4;
+  static constexpr int block_words = 8;
+  static constexpr int side = PackedMask::side;
+  static constexpr int warp_rows = side / warps;
+
+  struct SharedStorage {
+    std::uint8_t some[warps][block_words];
+    std::uint8_t all[warps][block_words];
+  };
+
+  static std::int64_t blocks(const Params& p, std::int64_t matrices) {
+    return matrices * row_tiles(p) * key_blocks(p);
+  }
+
+  __device__ void operator()(const Params& p, SharedStorage& shared) const {
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int key_block = static_cast<int>(blockIdx.x) % key_blocks(p);
+    const int row_block = static_cast<int>(blockIdx.x) / key_blocks(p);
+    const int row_tile = row_block % row_tiles(p);
+    const int matrix = row_block / row_tiles(p);
+    const int chunk = key_block * block_words * 4 + lane;  // of 16 keys
+    const int first_row = row_tile * side + warp * warp_rows;
+    const std::int64_t row_words = static_cast<std::int64_t>(p.packed.words) * 4;
+    const std::uint8_t* from = reinterpret_cast<const std::uint8_t*>(p.mask.data) +
+                               matrix / p.heads * p.mask.batch + matrix % p.heads * p.mask_head +
+                               first_row * p.mask.query;
+    auto* const to = reinterpret_cast<std::uint16_t*>(p.packed.bits) +
+                     (static_cast<std::int64_t>(matrix) * p.rows + first_row) * row_words + chunk;
+    // Keys that do not exist do not keep a tile from being full.
+    const int existing = max(min(p.keys - chunk * 16, 16), 0);
+    const std::uint32_t missing = ~((1u << existing) - 1) & 0xffffu;
+
+    std::uint32_t bits[warp_rows];
+#pragma unroll
+    for (int i = 0; i < warp_rows; ++i) {
+      const int row = first_row + i;
+      const bool seen = row < p.rows && (!p.causal || chunk * 16 <= row + p.shift);
+      bits[i] = seen ? load(p, from + i * p.mask.query, chunk * 16, existing) : 0;
+    }
+    std::uint32_t some = 0;
+    std::uint32_t all = 0xffff;
+#pragma unroll
+    for (int i = 0; i < warp_rows; ++i) {
+      if (first_row + i >= p.rows) break;
+      some |= bits[i];
+      all &= bits[i] | missing;
+      if (chunk < p.packed.words * 4) {
+        to[i * row_words] = static_cast<std::uint16_t>(bits[i]);
+      }
+    }
+    const unsigned some_lanes = __ballot_sync(0xffffffffu, some != 0);
+    const unsigned all_lanes = __ballot_sync(0xffffffffu, all == 0xffffu);
+    if (lane < block_words) {
+      shared.some[warp][lane] = (some_lanes >> (4 * lane) & 0xf) != 0;
+      shared.all[warp][lane] = (all_lanes >> (4 * lane) & 0xf) == 0xf;
+    }
+    __syncthreads();
+    const int mine = static_cast<int>(threadIdx.x);
+    if (mine >= block_words || key_block * block_words + mine >= p.packed.words) return;
+    std::uint8_t any_row = 0;
+    std::uint8_t every_row = 1;
+    for (int w = 0; w < warps; ++w) {
+      any_row |= shared.some[w][mine];
+      every_row &= shared.all[w][mine];
+    }
+    p.packed.states[static_cast<std::int64_t>(row_block) * p.packed.words +
+                    key_block * block_words + mine] =
+        static_cast<std::uint8_t>((any_row != 0 ? PackedMask::some : 0) |
+                                  (every_row != 0 ? PackedMask::all : 0));
+  }
+
+ private:
+  static __host__ __device__ int row_tiles(const Params& p) { return (p.rows + side - 1) / side; }
+  static __host__ __device__ int key_blocks(const Params& p) {
+    return (p.packed.words + block_words - 1) / block_words;
+  }
+
+  // Keys [key, key + existing) of a row, a bit for each.
+  static __device__ std::uint32_t load(const Params& p, const std::uint8_t* row, int key,
+                                       int existing) {
+    std::uint32_t bits = 0;
+    if (p.aligned && existing == 16) {
+      const uint4 bytes = __ldg(reinterpret_cast<const uint4*>(row + key));
+      const auto gather = [](std::uint32_t four) {
+        // The highest bit of every byte that is not 0; multiplying moves that of byte i to 28 + i.
+        const std::uint32_t set = (((four & 0x7f7f7f7fu) + 0x7f7f7f7fu) | four) & 0x80808080u;
+        return set * 0x00204081u >> 28;
+      };
+      return gather(bytes.x) | gather(bytes.y) << 4 | gather(bytes.z) << 8 | gather(bytes.w) << 12;
+    }
+    for (int i = 0; i < existing; ++i) {
+      bits |= (row[(key + i) * p.mask.key] != 0 ? 1u : 0u) << i;
+    }
+    return bits;
+  }
+};
+
+}  // namespace flash_dmattn::cuda
