@@ -93,6 +93,9 @@ Results run(Data& data, bool with_plan = true) {
                       .lse = lse.data<float>(),
                       .lse_low = lse_low.data<float>()};
   Execution execution;
+  execution.workspace_bytes = forward_workspace_size(forward, execution);
+  const DeviceBuffer forward_workspace(execution.workspace_bytes);
+  execution.workspace = forward_workspace.data();
   flash_dmattn::forward(forward, execution);
   testing::check_cuda(cudaDeviceSynchronize());
 
@@ -108,8 +111,8 @@ Results run(Data& data, bool with_plan = true) {
                         .dbias = {}};
   if (data.has_bias()) backward.dbias = dbias.view();
   execution.workspace_bytes = backward_workspace_size(backward, execution);
-  const DeviceBuffer workspace(execution.workspace_bytes);
-  execution.workspace = workspace.data();
+  const DeviceBuffer backward_workspace(execution.workspace_bytes);
+  execution.workspace = backward_workspace.data();
   flash_dmattn::backward(backward, execution);
   testing::check_cuda(cudaDeviceSynchronize());
 

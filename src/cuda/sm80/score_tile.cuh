@@ -115,7 +115,8 @@ class PairScores {
         const int row = position.row + 16 * m + 8 * (e / 2);
         const int column = position.column + 8 * n + e % 2;
         // Where the column does not see the row, mask_columns will see to it.
-        if (!partial || columns.range[column].sees(row)) apply_element(row, column, s);
+        const bool exists = row <= last_row_;
+        if (exists && (!partial || columns.range[column].sees(row))) apply_element(row, column, s);
       });
     }
   }
