@@ -1,4 +1,4 @@
-"""Writes README's table and picture from the newest records, so that neither is ever typed by hand.
+"""Writes README's tables and picture from the newest records, so that neither is ever typed by hand.
 
 python benchmarks/report.py
 """
@@ -19,7 +19,6 @@ from flash_dmattn import select_key_intervals
 
 ROOT = pathlib.Path(__file__).parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
-MARKERS = re.compile(r"(<!-- cpu table -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def newest_records(suffix: str) -> list[tuple[str, dict]]:
@@ -54,6 +53,40 @@ def table(records: list[tuple[str, dict]]) -> str:
             seen.add((name, forward["dtype"]))
         lines.append("")
     return "\n".join(lines)
+
+
+def gpu_table(records: list[tuple[str, dict]]) -> str:
+    """A Markdown row per case, ours beside the rivals of the same run, a block per machine."""
+    lines = []
+    for path, record in records:
+        cases: dict[str, dict[str, dict]] = {}
+        for row in record["speed"]:
+            if "forward_ms" in row:
+                cases.setdefault(row["case"], {})[row["who"]] = row
+        rivals = sorted({who for case in cases.values() for who in case} - {"ours"})
+        lines += [
+            f"{record['machine']}, bf16, torch {record['torch']}, commit `{record['commit']}` "
+            f"([record]({path})); ms, forward / backward, with selection, plan and the bias's gradient:",
+            "",
+            f"| case | ours | useful TFLOP/s | {' | '.join(rivals)} |",
+            f"|---|---|---|{'---|' * len(rivals)}",
+        ]
+        for name, case in cases.items():
+            times = [_both(case[who], "ms", 2) if who in case else "" for who in ("ours", *rivals)]
+            rate = _both(case["ours"], "useful_tflops", 0)
+            lines.append(f"| {name} | {times[0]} | {rate} | {' | '.join(times[1:])} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _both(row: dict, unit: str, digits: int) -> str:
+    return " / ".join(f"{row[f'{way}_{unit}']:.{digits}f}" for way in ("forward", "backward"))
+
+
+def put_between_markers(text: str, name: str, content: str) -> str:
+    """Replaces what stands between `<!-- name -->` and the next `<!-- end -->`."""
+    markers = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+    return markers.sub(lambda found: found[1] + content + found[2], text)
 
 
 def draw_intervals(axes: plt.Axes) -> None:
@@ -93,8 +126,9 @@ def draw_cost(axes: plt.Axes, record: dict) -> None:
 def main() -> None:
     records = newest_records("cpu")
     readme = ROOT / "README.md"
-    text = readme.read_text()
-    readme.write_text(MARKERS.sub(lambda m: m[1] + table(records) + m[2], text))
+    text = put_between_markers(readme.read_text(), "cpu table", table(records))
+    text = put_between_markers(text, "gpu table", gpu_table(newest_records("torch")))
+    readme.write_text(text)
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     draw_intervals(axes[0])
     draw_cost(axes[1], records[0][1])
