@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> None:
     print(f"held out after training: {after:.3f} bits per byte")
 
     sample = write_text(model, _PROMPT, min(_SAMPLE_BYTES, options.context), options.seed)
-    (output / "sample.txt").write_text(sample)
+    (output / "sample.txt").write_text(sample, encoding="utf-8")
     draw_loss(output / "loss.png", history.bits_per_byte, before, after)
     held_out = even_batch(corpus.held_out, 1, options.context)[0]
     draw_keys(output / "keys.png", model, held_out.to(device))
