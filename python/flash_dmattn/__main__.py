@@ -1,4 +1,4 @@
-"""python -m flash_dmattn {info,demo}"""
+"""python -m flash_dmattn {info,check,demo}"""
 
 import argparse
 import os
@@ -10,6 +10,7 @@ import torch
 
 import flash_dmattn
 
+from .check import options as check_options
 from .demo import options as demo_options
 
 _INSTRUCTION_SETS = (
@@ -55,10 +56,20 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo_options.add_to(demo)
+    check = commands.add_parser(
+        "check",
+        help="compare this installation with double precision",
+        epilog=check_options.EXIT_STATUS,
+    )
+    check_options.add_to(check)
     parsed = parser.parse_args(arguments)
     if parsed.command == "info":
         info()
         return 0
+    if parsed.command == "check":
+        from .check.run import check as run_check
+
+        return run_check(parsed)
     try:
         from .demo.run import run
 

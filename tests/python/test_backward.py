@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from compare import assert_matches_oracle
 from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, prefix_lm
-from oracle import Problem, Result
+from flash_dmattn.check.compare import assert_matches_oracle
+from flash_dmattn.check.oracle import Problem, Result
 
 
 def inputs(seqlen_q=29, seqlen_k=37, dtype=torch.float32, bias_shape=(2, 2, 37)):

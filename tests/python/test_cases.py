@@ -2,8 +2,8 @@
 
 import pytest
 
-from cases import CASES, make_case, run
-from compare import assert_matches_oracle
+from flash_dmattn.check.cases import CASES, make_case, run
+from flash_dmattn.check.compare import assert_matches_oracle
 
 
 @pytest.mark.parametrize(

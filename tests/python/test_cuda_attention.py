@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from cases import CASES, make_case, run
-from compare import assert_close, assert_matches_oracle
 from flash_dmattn import (
     flash_dmattn_func,
     flash_dmattn_func_auto,
@@ -12,9 +10,11 @@ from flash_dmattn import (
     packed_documents,
     select_key_intervals,
 )
+from flash_dmattn.check.cases import CASES, make_case, run
+from flash_dmattn.check.compare import assert_close, assert_matches_oracle
+from flash_dmattn.check.oracle import Problem, Result, attention, causal_pairs, select
+from flash_dmattn.check.situations import forward_and_backward
 from gpu import needs_gpu, on_gpu
-from oracle import Problem, Result, attention, causal_pairs, select
-from test_original_situations import forward_and_backward
 
 pytestmark = needs_gpu
 

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from compare import assert_close
 from flash_dmattn import flash_dmattn_func, sliding_window
-from oracle import Problem, attention
+from flash_dmattn.check.compare import assert_close
+from flash_dmattn.check.oracle import Problem, attention
 
 LOW_AND_FULL = [torch.float32, torch.bfloat16, torch.float16]
 

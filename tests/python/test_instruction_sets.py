@@ -10,8 +10,8 @@ import pytest
 RUN = """
 import sys
 import torch
-from cases import CASES, make_case, run
-from compare import assert_matches_oracle
+from flash_dmattn.check.cases import CASES, make_case, run
+from flash_dmattn.check.compare import assert_matches_oracle
 from flash_dmattn import backends
 
 torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is allocated with NaN

@@ -15,7 +15,7 @@ from flash_dmattn import (
     select_key_intervals,
     sliding_window,
 )
-from oracle import causal_pairs, select
+from flash_dmattn.check.oracle import causal_pairs, select
 
 # Few different values, so that ties are the rule; and values that compare in unusual ways.
 SCORE_VALUES = [-1e38, -1.5, -0.0, 0.0, 0.25, 0.5, 3e38, -torch.inf, torch.inf, torch.nan]

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from compare import GRADIENT_LIMIT, assert_matches_oracle
 from flash_dmattn import flash_dmattn_func
-from oracle import Problem, Result
+from flash_dmattn.check.compare import GRADIENT_LIMIT, assert_matches_oracle
+from flash_dmattn.check.oracle import Problem, Result
 
 LOW = [torch.bfloat16, torch.float16]
 ALL = [torch.float32, *LOW]

@@ -1,0 +1,245 @@
+"""The case table that the C++ tests, the Python tests and the check share (tests/cases/attention.csv)."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..flash_dmattn_interface import flash_dmattn_func
+from ..key_intervals import KeyIntervals, select_key_intervals
+from .oracle import Problem, Result
+
+_INSTALLED = Path(__file__).with_name("attention.csv")
+_IN_SOURCE_TREE = Path(__file__).parents[3] / "tests" / "cases" / "attention.csv"
+TABLE = _INSTALLED if _INSTALLED.is_file() else _IN_SOURCE_TREE
+DTYPES = {
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "f64": torch.float64,
+}
+
+
+def read_table(path: Path = TABLE) -> list[dict[str, str]]:
+    """All cases; an empty word takes that of the first row, which is no case itself."""
+    with path.open() as file:
+        lines = [line for line in file if line.strip() and not line.startswith("#")]
+    columns, *rows = ([word.strip() for word in row] for row in csv.reader(lines))
+    rows = [dict(zip(columns, row + [""] * len(columns), strict=False)) for row in rows]
+    defaults = rows[0]
+    return [{key: word or defaults[key] for key, word in row.items()} for row in rows[1:]]
+
+
+CASES = {row["name"]: row for row in read_table()}
+
+
+@dataclass
+class Case:
+    problem: Problem
+    key_intervals: KeyIntervals | None
+    nonfinite: str
+
+
+def make_case(row: dict[str, str]) -> Case:
+    """Draws the tensors of a case. What the words mean is written at the head of the table."""
+    return _Maker(row).case()
+
+
+def to_device(value, device):
+    """A copy in the memory of `device`: of tensors with their strides, of problems and cases with all they hold."""
+    if isinstance(value, Tensor):
+        storage = torch.empty(0, dtype=value.dtype).set_(value.detach().untyped_storage())
+        copy = storage.to(device).as_strided(value.shape, value.stride(), value.storage_offset())
+        return copy.requires_grad_(value.requires_grad)
+    if isinstance(value, KeyIntervals):
+        return value.to(device)
+    if isinstance(value, (Problem, Case)):
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+        kinds = (Tensor, KeyIntervals, Problem)
+        return replace(
+            value, **{n: to_device(p, device) for n, p in parts.items() if isinstance(p, kinds)}
+        )
+    raise TypeError(type(value).__name__)
+
+
+def run(case: Case, function=flash_dmattn_func, **options) -> Result:
+    """Forward and backward of the library. All inputs require gradients."""
+    p = case.problem
+    q, k, v, bias = (
+        t if t is None else t.detach().requires_grad_() for t in (p.q, p.k, p.v, p.bias)
+    )
+    out, lse, _ = function(
+        q,
+        k,
+        v,
+        attn_mask=_in_fewest_dims(p.mask),
+        attn_bias=_in_fewest_dims(bias),
+        scale=p.scale,
+        is_causal=p.causal,
+        softcap=p.softcap,
+        key_intervals=case.key_intervals,
+        nonfinite=case.nonfinite,
+        return_attn_probs=True,
+        **options,
+    )
+    out.backward(p.dout)
+    return Result(out, lse, q.grad, k.grad, v.grad, None if bias is None else bias.grad)
+
+
+def _in_fewest_dims(tensor: Tensor | None) -> Tensor | None:
+    """The 3-d form where a mask or bias is the same for all queries, and 2-d where for all heads too."""
+    if tensor is None or tensor.shape[2] != 1:
+        return tensor
+    return tensor[:, 0, 0] if tensor.shape[1] == 1 else tensor[:, :, 0]
+
+
+class _Maker:
+    def __init__(self, row: dict[str, str]):
+        self.row = row
+        self.generator = torch.Generator().manual_seed(int(row["seed"]))
+        names = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "window")
+        (self.batch, self.heads_q, self.heads_kv, self.seqlen_q, self.seqlen_k, self.head_dim,
+         self.window) = (int(row[name]) for name in names)  # fmt: skip
+        self.dtype = DTYPES[row["dtype"]]
+        self.causal = row["causal"] == "1"
+
+    def case(self) -> Case:
+        row = self.row
+        q, k, v, dout = self._inputs()
+        intervals = self._intervals() if row["intervals"] != "none" else None
+        problem = Problem(
+            *(self._lay_out(t, head_dim=2) for t in (q, k, v)),
+            dout=self._lay_out(dout, head_dim=None),
+            mask=self._lay_out(self._mask(), None) if row["mask"] != "none" else None,
+            bias=self._lay_out(self._bias(), None) if row["bias"] != "none" else None,
+            shown=None if intervals is None else intervals.to_mask(),
+            causal=self.causal,
+            scale=None if row["scale"] == "default" else float(row["scale"]),
+            softcap=float(row["softcap"]),
+        )
+        return Case(problem, intervals, row["nonfinite"])
+
+    def _normal(self, *shape: int, factor: float = 1.0) -> Tensor:
+        return factor * torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    def _uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64)
+
+    def _below(self, end: int, *shape: int) -> Tensor:
+        return torch.randint(end, shape, generator=self.generator)
+
+    def _shape(self, word: str) -> tuple[int, ...]:
+        sizes = {"1": 1, "b": self.batch, "h": self.heads_q, "v": self.heads_kv,
+                 "q": self.seqlen_q, "k": self.seqlen_k}  # fmt: skip
+        return tuple(sizes[letter] for letter in word)
+
+    def _inputs(self) -> tuple[Tensor, ...]:
+        kind = self.row["inputs"]
+        query = (self.batch, self.seqlen_q, self.heads_q, self.head_dim)
+        key = (self.batch, self.seqlen_k, self.heads_kv, self.head_dim)
+        q, k, v, dout = (self._normal(*shape) for shape in (query, key, key, query))
+        if kind == "equal":
+            k = k[:, :1].expand_as(k)
+        elif kind == "extreme":
+            q, k = 30 * q, 30 * k
+        elif kind == "limits":
+            largest = torch.finfo(self.dtype).max
+            q, k, v = (largest * (2 * self._uniform(*t.shape) - 1) for t in (q, k, v))
+        elif kind == "zero":
+            q, k, v = (torch.zeros_like(t) for t in (q, k, v))
+        elif kind != "normal":
+            raise ValueError(f"inputs: no {kind!r}")
+        return tuple(t.to(self.dtype) for t in (q, k, v, dout))
+
+    def _padding(self) -> Tensor:
+        """[B, 1, 1, 1]: how many keys padding takes from each batch."""
+        return ((torch.arange(self.batch) + 1) * self.seqlen_k // 7)[:, None, None, None]
+
+    def _mask(self) -> Tensor:
+        shape = self._shape(self.row["mask"])
+        kind = self.row["mask_fill"]
+        queries = torch.arange(shape[2])[:, None]
+        keys = torch.arange(shape[3])
+        if kind in ("none", "full"):
+            return torch.full(shape, kind == "full")
+        if kind in ("random", "rows"):
+            mask = self._uniform(*shape) < 0.6
+            return mask if kind == "random" else mask & (queries % 3 != 1)
+        if kind == "padding_left":
+            return (keys >= self._padding()).expand(shape)
+        if kind == "padding_right":
+            return (keys < self.seqlen_k - self._padding()).expand(shape)
+        if kind == "blocks":
+            blocks = [(size + 127) // 128 for size in shape[2:]]
+            mask = self._uniform(*shape[:2], *blocks) < 0.5
+            mask = mask.repeat_interleave(128, 2)[:, :, : shape[2]]
+            mask = mask.repeat_interleave(128, 3)[..., : shape[3]].clone()
+            mask.view(-1)[self._below(mask.numel(), 1)] = True
+            return mask
+        if kind == "topk":
+            chosen = self._below(shape[3], *shape[:3], self.window)
+            return torch.zeros(shape, dtype=torch.bool).scatter_(3, chosen, True)
+        raise ValueError(f"mask_fill: no {kind!r}")
+
+    def _bias(self) -> Tensor:
+        shape = self._shape(self.row["bias"])
+        dtype = self.dtype if self.row["bias_dtype"] == "same" else DTYPES[self.row["bias_dtype"]]
+        kind = self.row["bias_fill"]
+        lowest = torch.finfo(dtype).min
+        special = {"finfo_min": lowest, "inf": -torch.inf, "nan": torch.nan}
+        if kind == "equal":
+            return torch.full(shape, 0.5, dtype=dtype)
+        if kind == "all_masked":
+            return torch.full(shape, lowest, dtype=dtype)
+        bias = self._normal(*shape, factor=1000.0 if kind == "large" else 1.0).to(dtype)
+        if kind in special:
+            bias = bias.masked_fill(self._uniform(*shape) < 0.3, special[kind])
+        elif kind not in ("normal", "large"):
+            raise ValueError(f"bias_fill: no {kind!r}")
+        return bias
+
+    def _intervals(self) -> KeyIntervals:
+        kind = self.row["intervals"]
+        batch, heads = self._shape(self.row["intervals_shape"])
+        if kind in ("per_query", "global"):
+            scores = self._below(64, batch, heads, self.seqlen_k) / 16
+            return select_key_intervals(
+                scores, self.window, selection=kind, is_causal=self.causal,
+                query_length=self.seqlen_q,
+            )  # fmt: skip
+        shift = self.seqlen_k - self.seqlen_q
+        keys = torch.arange(self.seqlen_k).expand(batch, heads, -1)
+        first, last = torch.zeros_like(keys), torch.full_like(keys, self.seqlen_q)
+        if kind == "sliding":
+            first, last = keys - shift, keys + self.window - shift
+        elif kind == "packed":
+            first = keys // self.window * self.window - shift
+            last = first + self.window
+        elif kind == "prefix":
+            first = torch.where(keys < self.window, 0, keys - shift)
+        elif kind == "padding_left":
+            last = last * (keys >= self._padding()[..., 0])
+        elif kind == "random":
+            first = self._below(self.seqlen_q + 1, *keys.shape)
+            last = self._below(self.seqlen_q + 1, *keys.shape)
+        else:
+            raise ValueError(f"intervals: no {kind!r}")
+        intervals = torch.stack([first, last], -1).clamp(0, self.seqlen_q)
+        return KeyIntervals(intervals.int(), self.seqlen_q)
+
+    def _lay_out(self, tensor: Tensor, head_dim: int | None) -> Tensor:
+        layout = self.row["layout"]
+        if layout == "permuted":
+            return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+        if layout == "padded":  # the gaps are poisoned
+            filler = True if tensor.dtype == torch.bool else torch.nan
+            gaps = torch.full([size + 3 for size in tensor.shape], filler, dtype=tensor.dtype)
+            view = gaps[tuple(slice(1, size + 1) for size in tensor.shape)]
+            return view.copy_(tensor)
+        if layout == "expanded" and head_dim is not None and tensor.numel():
+            return tensor.narrow(head_dim, 0, 1).expand_as(tensor)
+        return tensor.contiguous()  # torch has no negative strides, so "reversed" is this as well

@@ -1,0 +1,33 @@
+"""The memory of a call: the peak of what torch's allocators gave out while it ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+
+def peak_bytes(call: Callable[[], object], device: str) -> tuple[int, object]:
+    """The peak beyond what was allocated before, and what the call returned."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        kept = call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before, kept
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        kept = call()
+    events = profile.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    now = peak = 0
+    for _, change in sorted(changes, key=lambda entry: entry[0]):
+        now += change
+        peak = max(peak, now)
+    return peak, kept
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)

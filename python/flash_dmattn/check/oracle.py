@@ -1,0 +1,143 @@
+"""Attention and selection straight from their definitions, with every pair held in memory.
+
+In double precision this is what checks and tests compare with. In a low precision it is the yardstick: what
+a careful user gets from plain torch, every matrix product rounded to the dtype, the softmax in fp32.
+It shares no code with the library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+MASK_VALUE = {
+    torch.float64: torch.finfo(torch.float64).min,
+    torch.float32: torch.finfo(torch.float32).min,
+    torch.bfloat16: -1e30,
+    torch.float16: -1e4,
+}
+
+
+@dataclass
+class Problem:
+    """Tensors as the library gets them; mask and bias 4-d, `shown` bool [B, Hkv or Hq or 1, Sq, Sk]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor | None = None
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    shown: Tensor | None = None
+    causal: bool = False
+    scale: float | None = None
+    softcap: float = 0.0
+
+
+@dataclass
+class Result:
+    out: Tensor
+    lse: Tensor
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    dbias: Tensor | None = None
+    largest_score: float = 0.0  # magnitude; what rounding a score costs grows with it
+
+
+def per_head(tensor: Tensor, problem: Problem) -> Tensor:
+    """[B or 1, H, Sq or 1, Sk or 1] -> [B, Hq, Sq, Sk], every query head with what its group shares."""
+    batch, seqlen_q, heads_q, _ = problem.q.shape
+    if tensor.shape[1] not in (1, heads_q):
+        tensor = tensor.repeat_interleave(heads_q // tensor.shape[1], 1)
+    return tensor.expand(batch, heads_q, seqlen_q, problem.k.shape[1])
+
+
+def visible_pairs(problem: Problem) -> Tensor:
+    batch, seqlen_q, heads_q, _ = problem.q.shape
+    seqlen_k = problem.k.shape[1]
+    visible = problem.q.new_ones((batch, heads_q, seqlen_q, seqlen_k), dtype=torch.bool)
+    if problem.causal:
+        visible = visible.tril(seqlen_k - seqlen_q)
+    for part in (problem.mask, problem.shown):
+        if part is not None:
+            visible = visible & per_head(part, problem)
+    if problem.bias is not None:
+        limit = MASK_VALUE[problem.q.dtype]
+        visible = visible & (per_head(problem.bias.detach().double(), problem) > limit)
+    return visible
+
+
+def sum_to_shape(tensor: Tensor, shape: torch.Size, heads_kv: int) -> Tensor:
+    """Undoes per_head: sums over the heads of a group and over what was broadcast."""
+    if shape[1] not in (1, tensor.shape[1]):
+        tensor = tensor.unflatten(1, (heads_kv, -1)).sum(2)
+    return tensor.sum_to_size(shape)
+
+
+def attention(problem: Problem, dtype: torch.dtype = torch.float64) -> Result:
+    """Forward and, when the problem has dout, backward, with products rounded to `dtype`."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    visible = visible_pairs(problem)
+    group = problem.q.shape[2] // problem.k.shape[2]
+    heads_kv = problem.k.shape[2]
+    scale = problem.q.shape[3] ** -0.5 if problem.scale is None else problem.scale
+
+    q = problem.q.detach().to(dtype).transpose(1, 2)
+    k, v = (
+        t.detach().to(dtype).transpose(1, 2).repeat_interleave(group, 1)
+        for t in (problem.k, problem.v)
+    )
+    scores = scale * (q @ k.mT).to(wide)
+    slope = 1.0
+    if problem.softcap:
+        squashed = torch.tanh(scores / problem.softcap)
+        scores, slope = problem.softcap * squashed, 1 - squashed * squashed
+    if problem.bias is not None:
+        scores = scores + per_head(problem.bias.detach().to(wide), problem)
+    scores = scores.clamp(-FLOAT32_MAX, FLOAT32_MAX)
+    largest_score = scores[visible].abs().max().item() if visible.any() else 0.0
+    scores = scores.masked_fill(~visible, -torch.inf)
+
+    highest = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.sum(-1, keepdim=True)
+    highest = highest.masked_fill(~visible.any(-1, keepdim=True), 0)
+    p = scores.sub_(highest).exp_()
+    total = p.sum(-1, keepdim=True)
+    lse = (highest + total.log())[..., 0]
+    p /= total.masked_fill(total == 0, 1)
+    out = (p.to(dtype) @ v).to(wide)
+    result = Result(out.transpose(1, 2).to(dtype), lse, largest_score=largest_score)
+    if problem.dout is None:
+        return result
+
+    dout = problem.dout.detach().to(dtype).transpose(1, 2)
+    dp = (dout @ v.mT).to(wide)
+    delta = (dout.to(wide) * out).sum(-1, keepdim=True)
+    ds = dp.sub_(delta).mul_(p).masked_fill_(p == 0, 0)
+    dt = (ds * slope).to(dtype)
+    dk = scale * (dt.mT @ q).to(wide)
+    dv = (p.to(dtype).mT @ dout).to(wide)
+    result.dq = (scale * (dt @ k).to(wide)).transpose(1, 2).to(dtype)
+    result.dk, result.dv = (
+        t.unflatten(1, (heads_kv, group)).sum(2).transpose(1, 2).to(dtype) for t in (dk, dv)
+    )
+    if problem.bias is not None:
+        rounded = problem.bias.dtype if dtype != torch.float64 else dtype
+        result.dbias = sum_to_shape(ds, problem.bias.shape, heads_kv).to(rounded)
+    return result
+
+
+def select(scores: Tensor, window: int, allowed: Tensor) -> Tensor:
+    """Count who beats whom. scores [B, H, Sk]; allowed bool [B, H, Sq, Sk] -> bool [B, H, Sq, Sk]."""
+    position = torch.arange(scores.shape[-1], device=scores.device)
+    a, b = scores[..., :, None], scores[..., None, :]
+    beats = (a > b) | ((a == b) & (position[:, None] > position))  # [.., j beats, j is beaten]
+    candidates = allowed & ~scores.isnan()[:, :, None]
+    return candidates & (candidates.float() @ beats.float() < window)
+
+
+def causal_pairs(seqlen_q: int, seqlen_k: int) -> Tensor:
+    return torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).tril(seqlen_k - seqlen_q)

@@ -1,0 +1,160 @@
+"""`python -m flash_dmattn check`: from the options to the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ..availability import backends
+from ..flash_dmattn_interface import flash_dmattn_func_auto
+from ..progress import progress
+from . import report
+from .cases import CASES, DTYPES, make_case, run, to_device
+from .compare import Verdict, judge_all
+from .report import Row
+from .situations import SITUATIONS, Setting, all_finite
+
+QUICK_ONE_IN = 6
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Step:
+    backend: str
+    case: str
+    dtype: str
+    verdicts: Callable[[], Iterable[Verdict]]
+
+
+def check(options: argparse.Namespace) -> int:
+    """Runs what `options` ask for and prints it. Returns the exit status; see `options`."""
+    asked = {"all": None}.get(options.backend, options.backend)
+    for backend in backends():
+        if backend.available or asked not in (None, backend.name) or backend.name == "reference":
+            continue
+        print(f"{backend.name} cannot run here: {backend.reason}", file=sys.stderr)
+        if asked is not None:
+            return 2
+    names = [b.name for b in backends() if b.available and b.name != "reference"]
+    steps = [
+        step
+        for name in (names if asked is None else [asked])
+        for step in steps_of(name, options.dtype, options.full, options.tensors)
+    ]
+    rows: list[Row] = []
+    interrupted = False
+    bar = progress(steps, "checking", "case")
+    try:
+        with poisoned_memory():
+            for step in bar:
+                found = examine(step)
+                if options.tensors:
+                    found = [row for row in found if row.tensor in (*options.tensors, "-")]
+                rows += found
+                if found:
+                    bar.write(report.line(found))
+    except KeyboardInterrupt:
+        interrupted = True
+    if rows:
+        print("\n" + "\n".join(report.summary(rows)))
+    wrong = [row for row in rows if row.verdict == report.FAIL]
+    for row in wrong:
+        print(f"\nFAILED {row.backend} {row.dtype} {row.case}\n  {row.message}")
+    if options.json:
+        report.write(options.json, rows, complete=not interrupted)
+        print(f"\nwrote {options.json}")
+    if interrupted:
+        print(f"\nInterrupted after {len(rows)} comparisons.", file=sys.stderr)
+        return INTERRUPTED
+    return int(report.failed(rows))
+
+
+def steps_of(
+    backend: str, dtypes: list[str] | None, full: bool, tensors: list[str] | None
+) -> Iterator[Step]:
+    """Every case of the table (a sixth of them unless `full`) and every situation."""
+    function = flash_dmattn_func_auto(backend)
+    device = device_of(backend)
+    for dtype in dtypes or dtypes_of(backend):
+        names = [n for n, row in CASES.items() if row["dtype"] == dtype]
+        if not full:
+            names = [n for n in names if CASES[n]["slow"] != "1"][::QUICK_ONE_IN]
+        for name in names:
+            yield Step(
+                backend, name, dtype, lambda name=name: case_verdicts(name, function, device)
+            )
+        if tensors:
+            continue
+        setting = Setting(function, device, DTYPES[dtype], full)
+        for name, situation in SITUATIONS.items():
+
+            def verdicts(situation=situation, setting=setting):
+                torch.manual_seed(0)
+                return situation(setting)
+
+            yield Step(backend, name, dtype, verdicts)
+
+
+def case_verdicts(name: str, function: Callable, device: str) -> Iterator[Verdict]:
+    case = to_device(make_case(CASES[name]), device)
+    result = run(case, function)
+    saturate = case.nonfinite == "saturate"
+    yield from judge_all(result, case.problem, saturate)
+    if saturate:
+        yield from all_finite(result, "finite inputs, nonfinite='saturate'")
+
+
+def device_of(backend: str) -> str:
+    on_gpu = backend not in ("cpu", "reference") and torch.cuda.is_available()
+    return "cuda" if on_gpu else "cpu"
+
+
+def dtypes_of(backend: str) -> tuple[str, ...]:
+    if backend == "cuda":
+        return ("bf16", "f16")
+    if backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
+        return ("f32", "f16")  # the interpreter multiplies bf16 wrongly
+    return ("f32", "bf16", "f16")
+
+
+def examine(step: Step) -> list[Row]:
+    try:
+        return report.worst_rows(step.backend, step.case, step.dtype, step.verdicts())
+    except Exception as error:
+        verdict = report.DECLINED if declines(error) else report.FAIL
+        message = f"{type(error).__name__}: {error}"
+        return [Row(step.backend, step.case, step.dtype, "-", verdict, message=message)]
+
+
+def declines(error: Exception) -> bool:
+    """Whether a backend says that it does not do this, rather than failing at it.
+
+    An error of the C++ library is a ValueError or a RuntimeError, depending on the version of torch.
+    """
+    if isinstance(error, (NotImplementedError, TypeError, ValueError)):
+        return True
+    return isinstance(error, RuntimeError) and "expected one that supports" in str(error)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fills all that torch allocates without initialising it with NaN: what nobody wrote then shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic")
+            yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)

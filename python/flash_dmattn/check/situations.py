@@ -1,0 +1,190 @@
+"""The situations in which other implementations of dynamic mask attention failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..flash_dmattn_interface import flash_dmattn_func
+from ..integrations.modeling_flash_dynamic_mask_attention_utils import fdma_peft_integration_check
+from .compare import Verdict, judge_all
+from .memory import bytes_of, peak_bytes
+from .oracle import Problem, Result, causal_pairs, select
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is checked: the attention function of a backend, on a device, at what size."""
+
+    function: Callable
+    device: str
+    dtype: torch.dtype
+    full: bool
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device).to(self.dtype)
+
+    def problem(self, seqlen_q, seqlen_k, head_dim, heads=(2, 1), batch=1, **parts) -> Problem:
+        heads_q, heads_kv = heads
+        q, dout = (self.normal(batch, seqlen_q, heads_q, head_dim) for _ in range(2))
+        k, v = (self.normal(batch, seqlen_k, heads_kv, head_dim) for _ in range(2))
+        return Problem(q, k, v, dout, causal=True, **parts)
+
+
+def forward_and_backward(
+    problem: Problem, function: Callable = flash_dmattn_func, **options
+) -> Result:
+    """All inputs require gradients; mask and bias are passed in the 4-d form that the problem has."""
+    q, k, v = (t.detach().requires_grad_() for t in (problem.q, problem.k, problem.v))
+    bias = None if problem.bias is None else problem.bias.detach().requires_grad_()
+    out, lse, _ = function(
+        q, k, v, attn_mask=problem.mask, attn_bias=bias, is_causal=problem.causal,
+        return_attn_probs=True, **options,
+    )  # fmt: skip
+    out.backward(problem.dout)
+    return Result(out, lse, q.grad, k.grad, v.grad, None if bias is None else bias.grad)
+
+
+def wide_mask_and_bias(setting: Setting) -> Iterator[Verdict]:
+    """Length 4096, window 2048, head dim 128, a 4-d mask and a 4-d bias: results differed there."""
+    length = 4096 if setting.full or setting.device != "cpu" else 1024
+    bias = setting.normal(1, 1, length, length)
+    causal = causal_pairs(length, length).to(setting.device)
+    best = bias.masked_fill(~causal, -torch.inf).topk(length // 2, dim=-1).indices
+    mask = torch.zeros_like(bias, dtype=torch.bool).scatter_(-1, best, True) & causal
+    problem = setting.problem(length, length, 128, mask=mask, bias=bias)
+    yield from judge_all(forward_and_backward(problem, setting.function), problem)
+
+
+_JUDGED_SEEDS = 12
+_SIZES = ((256, 256, 64), (256, 192, 64), (192, 192, 64), (256, 256, 80), (100, 192, 80))
+
+
+def tails(setting: Setting) -> Iterator[Verdict]:
+    """Lengths and head dims that fill no tile: dV held NaN and inf there, for some seeds."""
+    seeds = 200 if setting.full else _JUDGED_SEEDS
+    for seqlen_q, seqlen_k, head_dim in _SIZES:
+        for seed in range(seeds):
+            torch.manual_seed(seed)
+            problem = setting.problem(seqlen_q, seqlen_k, head_dim)
+            result = forward_and_backward(problem, setting.function)
+            yield from all_finite(
+                result, f"Sq {seqlen_q}, Sk {seqlen_k}, D {head_dim}, seed {seed}"
+            )
+            if seed < _JUDGED_SEEDS:
+                yield from judge_all(result, problem)
+
+
+def all_finite(result: Result, where: str) -> Iterator[Verdict]:
+    """One verdict for each gradient that is not finite."""
+    for name in ("dq", "dk", "dv", "dbias"):
+        gradient = getattr(result, name)
+        if gradient is None or gradient.isfinite().all():
+            continue
+        worst = tuple(int(i) for i in (~gradient.isfinite()).nonzero()[0])
+        message = (
+            f"{name}{list(worst)}: got {gradient[worst].item()}, expected a finite number ({where})"
+        )
+        yield Verdict(name, message=message)
+
+
+def choice_of_keys(setting: Setting) -> Iterator[Verdict]:
+    """keep_window_size: the gradient went through the top-k, and through the padding's fill, as NaN."""
+    length, window, padding = 300, 32, 40
+    bias = setting.normal(2, 2, length)
+    bias[0, :, :padding] = torch.finfo(setting.dtype).min  # padding, as other code fills it
+    allowed = causal_pairs(length, length).to(setting.device)
+    allowed = allowed & (bias > torch.finfo(setting.dtype).min)[:, :, None]
+    problem = setting.problem(length, length, 32, heads=(2, 2), batch=2, bias=bias[:, :, None])
+    problem.shown = select(bias, window, allowed)
+    result = forward_and_backward(problem, setting.function, keep_window_size=window)
+    yield from judge_all(result, problem)
+    yield from all_finite(result, "padding filled with finfo.min")
+    leak = result.dbias[0, :, :, :padding].abs().max().item()
+    yield Verdict("dbias", leak, 0.0, f"dbias of padding: got {leak}, expected 0" if leak else "")
+
+
+def cast_of_peft(setting: Setting) -> Iterator[Verdict]:
+    """PEFT leaves float32 inputs beside low precision ones; None has to stay None."""
+    problem = setting.problem(64, 64, 32)
+    wide = (problem.q.float(), problem.k.float(), problem.v.float(), None)
+    *cast, none = fdma_peft_integration_check(*wide, setting.dtype)
+    same = none is None and all(
+        t.dtype == setting.dtype and torch.equal(t, kept)
+        for t, kept in zip(cast, (problem.q, problem.k, problem.v), strict=True)
+    )
+    yield Verdict("cast", message="" if same else f"cast: got {[t.dtype for t in cast]}, {none}")
+    problem.q, problem.k, problem.v = cast
+    yield from judge_all(forward_and_backward(problem, setting.function), problem)
+
+
+def determinism(setting: Setting) -> Iterator[Verdict]:
+    """Two runs with deterministic=True agree bit for bit."""
+    bias = setting.normal(1, 2, 1, 500)
+    problem = setting.problem(500, 500, 64, heads=(4, 2), bias=bias)
+    for window in (None, 100):
+        runs = [
+            forward_and_backward(
+                problem, setting.function, keep_window_size=window, deterministic=True
+            )
+            for _ in range(2)
+        ]
+        for name in ("out", "dq", "dk", "dv", "dbias"):
+            one, two = (getattr(run, name) for run in runs)
+            differ = int((one != two).sum())
+            message = f"{name}: {differ} of {one.numel()} values differ from run to run"
+            yield Verdict(name, message=message if differ else "")
+
+
+def memory(setting: Setting) -> Iterator[Verdict]:
+    """No mask, a 3-d mask and a 4-d mask beside a 3-d bias: nothing of the size N x N is built.
+
+    What a step may take beside inputs, results and gradients: the gradients once more in float32, one bit
+    for every pair (a packed mask) and a mebibyte per thread for tiles.
+    """
+    batch, heads, heads_kv, length, head_dim, window = 1, 4, 2, 8192, 64, 256
+    if setting.device != "cpu" and setting.full:
+        batch, heads, heads_kv, length, head_dim, window = 2, 32, 32, 4096, 128, 2048
+    keys = torch.arange(length, device=setting.device)
+    masks = {
+        "no mask": None,
+        "3-d mask": (keys >= length // 7).expand(batch, heads_kv, length),
+        "4-d mask": (keys <= keys[:, None])[None, None],
+    }
+    q = setting.normal(batch, length, heads, head_dim).requires_grad_()
+    k, v = (setting.normal(batch, length, heads_kv, head_dim).requires_grad_() for _ in range(2))
+    bias = setting.normal(batch, heads_kv, length).requires_grad_()
+    dout = torch.ones_like(q)
+    leaves = (q, k, v, bias)
+    bound = 4 * sum(t.numel() for t in leaves) + length * length // 8
+    bound += 2**20 * (torch.get_num_threads() if setting.device == "cpu" else 1)
+    for name, mask in masks.items():
+
+        def step(mask=mask):
+            out, lse, _ = setting.function(
+                q, k, v, attn_mask=mask, attn_bias=bias, is_causal=True, keep_window_size=window,
+                return_attn_probs=True,
+            )  # fmt: skip
+            return out, lse, *torch.autograd.grad(out, leaves, dout)
+
+        step()  # what is loaded at first use is not of the step
+        peak, kept = peak_bytes(step, setting.device)
+        extra = peak - bytes_of(kept)
+        message = (
+            f"{name}: {extra / 1e6:.1f} MB beside inputs, results and gradients, expected at most "
+            f"{bound / 1e6:.1f} (one N x N mask of bytes: {length * length / 1e6:.1f})"
+        )
+        yield Verdict(name, extra, bound, message if extra > bound else "")
+
+
+SITUATIONS: dict[str, Callable[[Setting], Iterator[Verdict]]] = {
+    "4-d mask and bias": wide_mask_and_bias,
+    "tails": tails,
+    "choice of keys": choice_of_keys,
+    "PEFT cast": cast_of_peft,
+    "determinism": determinism,
+    "memory, MB": memory,
+}

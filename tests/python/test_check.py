@@ -1,0 +1,124 @@
+"""`python -m flash_dmattn check`: what it says about a right backend, a wrong one and a missing one."""
+
+import json
+
+import pytest
+import torch
+
+import flash_dmattn
+from flash_dmattn import flash_dmattn_func
+from flash_dmattn.__main__ import main
+from flash_dmattn.check import run as check_run
+from flash_dmattn.check.cases import CASES
+from flash_dmattn.check.situations import choice_of_keys, determinism
+
+NAMES = ("plain_f32", "plain_bf16", "per_query_f32", "bias_nan_f16", "propagate_select_bf16")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(check_run, "CASES", {name: CASES[name] for name in NAMES})
+    monkeypatch.setattr(check_run, "QUICK_ONE_IN", 1)
+    few = {"choice of keys": choice_of_keys, "determinism": determinism}
+    monkeypatch.setattr(check_run, "SITUATIONS", few)
+
+
+def check_of(function, monkeypatch, *arguments):
+    """The exit status with `function` in the place of the CPU backend."""
+    monkeypatch.setattr(check_run, "flash_dmattn_func_auto", lambda backend: function)
+    return main(["check", "--backend", "cpu", *arguments])
+
+
+def test_a_right_backend_passes(small, capsys, tmp_path):
+    file = tmp_path / "check.json"
+    assert main(["check", "--backend", "cpu", "--quick", "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "cpu: " in printed and " 0 failed" in printed and "dbias" in printed
+    found = json.loads(file.read_text())
+    assert found["complete"] and not found["failed"]
+    assert found["environment"]["torch"] == torch.__version__
+    assert {row["case"] for row in found["rows"]} == {*NAMES, "choice of keys", "determinism"}
+    for row in found["rows"]:
+        assert row["verdict"] == "pass" and (row["error"] is None or row["error"] <= row["bound"])
+
+
+class Spoilt(torch.autograd.Function):
+    """A gradient with one wrong element."""
+
+    @staticmethod
+    def forward(ctx, tensor, value):
+        ctx.value = value
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        gradient[0, 7, 0, 3] = ctx.value
+        return gradient, None
+
+
+@pytest.mark.parametrize("value, words", [(40.0, "maximum error"), (torch.nan, "got nan")])
+def test_a_wrong_backend_fails(small, capsys, monkeypatch, tmp_path, value, words):
+    file = tmp_path / "check.json"
+
+    def spoilt(q, k, v, **options):
+        return flash_dmattn_func(q, k, Spoilt.apply(v, value), **options)
+
+    assert check_of(spoilt, monkeypatch, "--dtype", "f32", "--json", str(file)) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED cpu f32 plain_f32" in printed and words in printed
+    assert "[0, 7, 0, 3]" in printed and "expected" in printed
+    wrong = [row for row in json.loads(file.read_text())["rows"] if row["verdict"] == "FAIL"]
+    assert {row["tensor"] for row in wrong} == {"dv"}, wrong
+
+
+def test_results_that_change_from_run_to_run_fail(small, capsys, monkeypatch):
+    def noisy(q, k, v, **options):
+        out, *rest = flash_dmattn_func(q, k, v, **options)
+        return out * (1 + 1e-7 * torch.rand_like(out)), *rest
+
+    assert check_of(noisy, monkeypatch, "--dtype", "f32") == 1
+    assert "values differ from run to run" in capsys.readouterr().out
+
+
+def test_a_backend_that_declines_everything_proves_nothing(small, capsys, monkeypatch):
+    def declines(*args, **kwargs):
+        raise NotImplementedError("not today")
+
+    assert check_of(declines, monkeypatch, "--dtype", "f32") == 1
+    assert "declined: NotImplementedError: not today" in capsys.readouterr().out
+
+
+def test_an_error_that_is_no_refusal_is_a_failure(small, capsys, monkeypatch):
+    def breaks(*args, **kwargs):
+        raise RuntimeError("illegal memory access")
+
+    assert check_of(breaks, monkeypatch, "--dtype", "f32") == 1
+    assert (
+        "FAILED cpu f32 plain_f32\n  RuntimeError: illegal memory access" in capsys.readouterr().out
+    )
+
+
+def test_an_interrupt_keeps_what_is_finished(small, capsys, monkeypatch, tmp_path):
+    calls = []
+
+    def interrupted(*args, **options):
+        calls.append(options)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return flash_dmattn_func(*args, **options)
+
+    file = tmp_path / "check.json"
+    assert check_of(interrupted, monkeypatch, "--json", str(file)) == 130
+    assert "Interrupted after" in capsys.readouterr().err
+    found = json.loads(file.read_text())
+    assert not found["complete"] and {row["case"] for row in found["rows"]} == {"plain_f32"}
+
+
+def test_a_missing_backend_says_why(capsys):
+    missing = [b for b in flash_dmattn.backends() if not b.available]
+    for backend in missing:
+        assert main(["check", "--backend", backend.name]) == 2
+        assert f"{backend.name} cannot run here: {backend.reason}" in capsys.readouterr().err
+    if not missing:
+        pytest.skip("every backend runs on this machine")
