@@ -85,7 +85,7 @@ test-cuda-build: $(STAMPS)/tools $(STAMPS)/test build/googletest/ready
 	cmake --build --preset cuda --target flash_dmattn_torch test_cuda_attention test_cuda_plan test_cuda_selection
 	ctest --test-dir build/cuda --label-regex cuda --output-on-failure
 	PYTHONPATH=python FLASH_DMATTN_LIBRARY=$(CURDIR)/build/cuda/bindings/torch/_C.so FLASH_DMATTN_TEST_CUDA_BUILD=1 \
-	  $(BIN)/python -m pytest tests/python/test_availability.py tests/python/test_cuda_attention.py tests/python/test_cuda_torch.py
+	  $(BIN)/python -m pytest tests/python/test_availability.py tests/python/test_cuda_*.py
 endif
 
 # What runs on transformers 5 in test-python, once more on the newest 4.

@@ -13,6 +13,10 @@
 // a backend only says what it cannot do, in words.
 namespace flash_dmattn {
 
+// What becomes of a plan, of query_tile_rows() queries per tile. It is needed only where there are
+// intervals, and may replace them only where it is used without being needed.
+enum class PlanUse : std::uint8_t { unused, used, needed };
+
 struct Backend {
   std::string_view name;
   BackendInfo (*info)();
@@ -22,7 +26,7 @@ struct Backend {
   std::size_t (*backward_workspace_size)(const BackwardArgs&, const Execution&);
   void (*forward)(const ForwardArgs&, const Execution&);
   void (*backward)(const BackwardArgs&, const Execution&);
-  bool needs_plan;  // where there are intervals, of query_tile_rows() queries per tile
+  PlanUse plan_use;
 };
 
 // "" when the problem's memory is where a backend computes, else why it declines.

@@ -149,12 +149,15 @@ ConstTensor4 validated_broadcast(std::string_view argument, const ConstTensor4& 
 
 // ---- Intervals and plan --------------------------------------------------------------------------
 
-KeyIntervals validated_intervals(const Problem& p, const KeyIntervals& intervals) {
+KeyIntervals validated_intervals(const Problem& p, const Inputs& in, const Backend& backend) {
+  const KeyIntervals& intervals = in.intervals;
   const auto [batch, heads] = p.intervals_shape;
   if (!is_given(p.intervals_shape)) {
     check_absent("intervals", intervals.data, "problem.intervals_shape");
     return {};
   }
+  const bool plan_alone = intervals.data == nullptr && in.plan.begin != nullptr;
+  if (plan_alone && backend.plan_use == PlanUse::used) return {};
   check_input("intervals", {intervals.data, {intervals.stride_batch, intervals.stride_head, 0, 1}},
               {batch, heads, 1, p.seqlen_k});
   return {intervals.data, batch == 1 ? 0 : intervals.stride_batch,
@@ -167,7 +170,8 @@ Plan validated_plan(const Problem& p, const Plan& plan, const Backend& backend) 
     if (has_plan) throw InvalidArgument("plan", "a plan", "none without intervals");
     return {};
   }
-  if (!backend.needs_plan) return plan;
+  if (backend.plan_use == PlanUse::unused) return plan;
+  if (backend.plan_use == PlanUse::used && !has_plan) return {};
 
   const std::int64_t tile_rows = backend.query_tile_rows(p);
   if (!has_plan) {
@@ -266,7 +270,7 @@ Inputs validated(const Problem& p, const Inputs& in, const Backend& backend) {
   Inputs result = in;
   result.mask = validated_broadcast("mask", in.mask, p.mask_shape);
   result.bias = validated_broadcast("bias", in.bias, p.bias_shape);
-  result.intervals = validated_intervals(p, in.intervals);
+  result.intervals = validated_intervals(p, in, backend);
   result.plan = validated_plan(p, in.plan, backend);
   return result;
 }

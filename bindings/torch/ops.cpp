@@ -27,6 +27,8 @@ struct Attention {
 };
 
 struct Options {
+  const OptionalTensor& key_list;  // instead of key_intervals
+  const OptionalTensor& key_count;
   const std::vector<std::int64_t>& key_bound;  // base and per_query of a KeyBound, or nothing
   bool causal;
   double scale;
@@ -68,6 +70,26 @@ void take_intervals(Attention& call, const Tensor& intervals, const Tensor& q) {
                        .stride_head = heads == 1 ? 0 : p.seqlen_k};
 }
 
+// Ascending keys [B, H, n] and how many of them there are [B, H].
+KeyList take_key_list(Attention& call, const Tensor& keys, const OptionalTensor& count,
+                      const Tensor& q) {
+  const bool fits = keys.dim() == 3 && keys.scalar_type() == ScalarType::Int && count &&
+                    count->dim() == 2 && count->scalar_type() == ScalarType::Int &&
+                    count->size(0) == keys.size(0) && count->size(1) == keys.size(1);
+  if (!fits) {
+    throw InvalidArgument(
+        "key_list", shape_text(keys),
+        "int32 of shape [B or 1, Hkv or 1, n], and key_count of [B or 1, Hkv or 1]");
+  }
+  expect_on_device_of(keys, "key_list", q, "q");
+  expect_on_device_of(*count, "key_count", q, "q");
+  const Tensor dense = torch::stable::contiguous(keys);
+  call.problem.intervals_shape = {keys.size(0), keys.size(1)};
+  return {.keys = static_cast<const std::int32_t*>(call.own(dense)),
+          .count = static_cast<const std::int32_t*>(call.own(torch::stable::contiguous(*count))),
+          .stride = keys.size(2)};
+}
+
 KeyBound bound_of(const PlanArgs& args, const std::vector<std::int64_t>& given, Execution execution,
                   const Tensor& like) {
   if (given.size() == 2) return {given[0], given[1]};
@@ -90,7 +112,7 @@ bool is_worth_a_plan(const PlanArgs& args, const Execution& execution) {
 
 // The plan lives as long as one call. Keeping it from forward to backward would save its construction,
 // which is a small part of either, and cost its memory in every layer of a model in between.
-void take_plan(Attention& call, const Tensor& like, const Options& options) {
+void take_plan(Attention& call, const Tensor& like, const KeyList& list, const Options& options) {
   const Problem& p = call.problem;
   PlanArgs args{.device = p.device,
                 .batch = p.intervals_shape[0],
@@ -100,9 +122,10 @@ void take_plan(Attention& call, const Tensor& like, const Options& options) {
                 .tile_rows = query_tile_rows(p, options.backend),
                 .causal = p.causal,
                 .intervals = call.in.intervals,
-                .bound = {}};
+                .bound = {},
+                .list = list};
   Execution execution = call.execution;
-  if (p.device == Device::cuda) {
+  if (p.device == Device::cuda && list.keys == nullptr) {
     args.bound = bound_of(args, options.key_bound, execution, like);
     if (!is_worth_a_plan(args, execution)) return;
   }
@@ -171,19 +194,20 @@ Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
   }
   if (key_intervals) {
     take_intervals(call, *key_intervals, q);
-    take_plan(call, q, options);
+    take_plan(call, q, {}, options);
+  } else if (options.key_list) {
+    take_plan(call, q, take_key_list(call, *options.key_list, options.key_count, q), options);
   }
   return call;
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& q, const Tensor& k, const Tensor& v,
-                                              const OptionalTensor& mask,
-                                              const OptionalTensor& bias,
-                                              const OptionalTensor& key_intervals,
-                                              std::vector<std::int64_t> key_bound, bool is_causal,
-                                              double scale, double softcap, bool saturate,
-                                              bool deterministic, std::string backend) {
-  const Options options{key_bound, is_causal, scale, softcap, saturate, deterministic, backend};
+std::tuple<Tensor, Tensor, Tensor> forward_op(
+    const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
+    const OptionalTensor& bias, const OptionalTensor& key_intervals, const OptionalTensor& key_list,
+    const OptionalTensor& key_count, std::vector<std::int64_t> key_bound, bool is_causal,
+    double scale, double softcap, bool saturate, bool deterministic, std::string backend) {
+  const Options options{key_list, key_count, key_bound,     is_causal, scale,
+                        softcap,  saturate,  deterministic, backend};
   const Attention call = prepare(q, k, v, mask, bias, key_intervals, options, false);
   const Problem& p = call.problem;
   const ScalarType lse_type = p.dtype == DType::f64 ? ScalarType::Double : ScalarType::Float;
@@ -206,11 +230,12 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& q, const Tensor& k, 
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
     const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_intervals,
-    const Tensor& out, const Tensor& lse, const Tensor& lse_low,
-    std::vector<std::int64_t> key_bound, bool is_causal, double scale, double softcap,
-    bool saturate, bool deterministic, std::string backend, bool need_dq, bool need_dk,
-    bool need_dv, bool need_dbias) {
-  const Options options{key_bound, is_causal, scale, softcap, saturate, deterministic, backend};
+    const OptionalTensor& key_list, const OptionalTensor& key_count, const Tensor& out,
+    const Tensor& lse, const Tensor& lse_low, std::vector<std::int64_t> key_bound, bool is_causal,
+    double scale, double softcap, bool saturate, bool deterministic, std::string backend,
+    bool need_dq, bool need_dk, bool need_dv, bool need_dbias) {
+  const Options options{key_list, key_count, key_bound,     is_causal, scale,
+                        softcap,  saturate,  deterministic, backend};
   Attention call = prepare(q, k, v, mask, bias, key_intervals, options, need_dbias);
   const Problem& p = call.problem;
   expect_like(dout, "dout", query_shape(p), q);
@@ -308,6 +333,22 @@ Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask, std::int6
       give_workspace(execution, select_workspace_size(args, execution), scores);
   select_key_intervals(args, execution);
   return intervals;
+}
+
+// Ascending keys [B, H, n] of a global selection and how many they are [B, H].
+std::tuple<Tensor, Tensor> select_list_op(const Tensor& scores, const OptionalTensor& key_mask,
+                                          std::int64_t window) {
+  const CallDevice device(scores);
+  SelectionArgs args = selection_args(scores, key_mask, window, "global", false);
+  args.device = device.device();
+  const Tensor keys = torch::stable::new_empty(
+      scores, {args.batch, args.heads, key_list_stride(args)}, ScalarType::Int);
+  const Tensor count = torch::stable::new_empty(scores, {args.batch, args.heads}, ScalarType::Int);
+  Execution execution = device.execution(scores.numel());
+  const Tensor workspace = give_workspace(execution, select_list_workspace_size(args), scores);
+  select_key_list(args, static_cast<std::int32_t*>(keys.mutable_data_ptr()),
+                  static_cast<std::int32_t*>(count.mutable_data_ptr()), execution);
+  return {keys, count};
 }
 
 // {base, per_query} of intervals [B, H, Sk, 2].
@@ -415,12 +456,14 @@ std::string backends_op() {
 STABLE_TORCH_LIBRARY(flash_dmattn, m) {
   m.def(
       "forward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? key_intervals, "
-      "int[] key_bound, bool is_causal, float scale, float softcap, bool saturate, bool "
+      "Tensor? key_list, Tensor? key_count, int[] key_bound, bool is_causal, float scale, float "
+      "softcap, bool saturate, bool "
       "deterministic, str backend) "
       "-> (Tensor out, Tensor lse, Tensor lse_low)");
   m.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, "
-      "Tensor? key_intervals, Tensor out, Tensor lse, Tensor lse_low, int[] key_bound, bool "
+      "Tensor? key_intervals, Tensor? key_list, Tensor? key_count, Tensor out, Tensor lse, Tensor "
+      "lse_low, int[] key_bound, bool "
       "is_causal, float scale, "
       "float softcap, bool saturate, bool deterministic, str backend, bool need_dq, bool need_dk, "
       "bool need_dv, bool need_dbias) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
@@ -430,6 +473,9 @@ STABLE_TORCH_LIBRARY(flash_dmattn, m) {
   m.def(
       "select_key_intervals_varlen(Tensor scores, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
       "int window, str selection, bool is_causal, int query_length) -> Tensor");
+  m.def(
+      "select_key_list(Tensor scores, Tensor? key_mask, int window) -> (Tensor keys, Tensor "
+      "count)");
   m.def("measure_key_bound(Tensor key_intervals, int query_length) -> int[]");
   m.def("backends() -> str");
 }
@@ -446,6 +492,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) {
   m.impl("forward", TORCH_BOX(&forward_op));
   m.impl("backward", TORCH_BOX(&backward_op));
   m.impl("select_key_intervals", TORCH_BOX(&select_op));
+  m.impl("select_key_list", TORCH_BOX(&select_list_op));
   m.impl("measure_key_bound", TORCH_BOX(&measure_op));
 }
 

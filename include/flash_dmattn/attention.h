@@ -65,7 +65,7 @@ struct Problem {
   BroadcastShape bias_shape{};
   DType bias_dtype = DType::f32;  // dtype, or f32; dbias has it too
 
-  // [B|1, Hkv|1] of the key intervals; all zero: there are none.
+  // [B|1, Hkv|1] of the key intervals or of the key list; all zero: there are none.
   std::array<std::int64_t, 2> intervals_shape{};
 };
 
@@ -81,7 +81,8 @@ struct Inputs {
   ConstTensor4 bias;  // bias_shape, bias_dtype
   KeyIntervals intervals;
   Plan plan;  // of the intervals, `causal` as in the problem; the reference backend needs none.
-              // Without intervals there is none.
+  // Without intervals_shape there is none. On a GPU null interval data and the plan of a
+  // KeyList mean that the lists say everything but causality.
 };
 
 struct ForwardArgs {

@@ -31,6 +31,15 @@ struct KeyIntervals {
   std::int64_t stride_head = 0;
 };
 
+// [B|1, Hkv|1, n] keys in ascending order, of which every query sees all (or with `causal`, those in its
+// past). What a `global` selection comes to, in half the memory of intervals or less. GPU only.
+struct KeyList {
+  const std::int32_t* keys =
+      nullptr;  // rows of `stride` entries; beyond count, any keys of [0, Sk)
+  const std::int32_t* count = nullptr;  // [B|1, Hkv|1] dense
+  std::int64_t stride = 0;              // a multiple of 4, and the keys aligned to 16 bytes
+};
+
 enum class Selection : std::uint8_t {
   per_query,  // query i sees the w best among the keys it may see
   global,     // the w best keys of the row, the same for all queries (then causal)
@@ -66,6 +75,17 @@ std::size_t select_workspace_size(const SelectionArgs& args, const Execution& ex
 // Throws InvalidArgument. On a GPU: scores f32, bf16 or f16, Sk <= 2^23, `intervals` aligned to 8 bytes;
 // the call only enqueues work on execution.stream.
 void select_key_intervals(const SelectionArgs& args, const Execution& execution);
+
+// Entries that select_key_list writes for each row.
+std::int64_t key_list_stride(const SelectionArgs& args);
+
+std::size_t select_list_workspace_size(const SelectionArgs& args);
+
+// A global selection as a list: keys [batch, heads, key_list_stride], count [batch, heads]. Neither
+// `causal` nor `intervals` nor seqlen_q of the arguments is used; a device that is not a GPU is refused.
+// The call only enqueues work.
+KeyList select_key_list(const SelectionArgs& args, std::int32_t* keys, std::int32_t* count,
+                        const Execution& execution);
 
 // What the caller knows about intervals without reading them: any n consecutive queries together see at
 // most base + per_query * n keys (and never more than Sk). A GPU needs it, because what it allocates has
@@ -111,6 +131,9 @@ struct PlanArgs {
   bool causal = false;         // clips every interval to queries at or after the key
   KeyIntervals intervals;
   KeyBound bound;  // must be known on a GPU, is not used on the CPU
+  // Instead of intervals, on a GPU. The plan's lists are then the beginnings of these, and need no memory:
+  // plan_entries is 0, and PlanBuffers::keys is not used. (From a list's count on there are more keys.)
+  KeyList list;
 };
 
 // Where build_plan writes; the caller allocates it.

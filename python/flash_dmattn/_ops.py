@@ -29,6 +29,7 @@ forward = torch.ops.flash_dmattn.forward.default
 backward = torch.ops.flash_dmattn.backward.default
 select_key_intervals = torch.ops.flash_dmattn.select_key_intervals.default
 select_key_intervals_varlen = torch.ops.flash_dmattn.select_key_intervals_varlen.default
+select_key_list = torch.ops.flash_dmattn.select_key_list.default
 measure_key_bound = torch.ops.flash_dmattn.measure_key_bound.default
 backends = torch.ops.flash_dmattn.backends.default
 
@@ -45,8 +46,8 @@ def _require_device_of(first, **others):
 
 @torch.library.register_fake("flash_dmattn::forward")
 def _forward_fake(
-    q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap, saturate, deterministic,
-    backend,
+    q, k, v, mask, bias, key_intervals, key_list, key_count, key_bound, is_causal, scale, softcap,
+    saturate, deterministic, backend,
 ):  # fmt: skip
     _require_device_of(q, k=k, v=v, mask=mask, bias=bias, key_intervals=key_intervals)
     batch, seqlen_q, heads_q, _ = q.shape
@@ -57,7 +58,7 @@ def _forward_fake(
 
 @torch.library.register_fake("flash_dmattn::backward")
 def _backward_fake(
-    dout, q, k, v, mask, bias, key_intervals, out, lse, lse_low, key_bound, is_causal, scale, softcap,
+    dout, q, k, v, mask, bias, key_intervals, key_list, key_count, out, lse, lse_low, key_bound, is_causal, scale, softcap,
     saturate, deterministic, backend, need_dq, need_dk, need_dv, need_dbias,
 ):  # fmt: skip
     def gradient(needed, tensor):
@@ -81,11 +82,20 @@ def _select_varlen_fake(
     return scores.new_empty((*scores.shape, 2), dtype=torch.int32)
 
 
+@torch.library.register_fake("flash_dmattn::select_key_list")
+def _select_list_fake(scores, key_mask, window):
+    _require_device_of(scores, key_mask=key_mask)
+    batch, heads, key_length = scores.shape
+    stride = -(-min(window, key_length) // 128) * 128  # of a plan's lists
+    keys = scores.new_empty((batch, heads, stride), dtype=torch.int32)
+    return keys, scores.new_empty((batch, heads), dtype=torch.int32)
+
+
 # ---- Derivatives -------------------------------------------------------------------------------------
 
 
 def _setup_context(ctx, inputs, output):
-    tensors, ctx.options = inputs[:6], inputs[6:]
+    tensors, ctx.options = inputs[:8], inputs[8:]
     _, lse, lse_low = output
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(lse, lse_low)
@@ -94,11 +104,11 @@ def _setup_context(ctx, inputs, output):
 
 def _forward_derivative(ctx, dout, dlse, dlse_low):
     if dout is None:
-        return (None,) * 13
+        return (None,) * 15
     wanted = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4)]
     gradients = backward(dout, *ctx.saved_tensors, *ctx.options, *wanted)
     dq, dk, dv, dbias = (g if w else None for g, w in zip(gradients, wanted, strict=True))
-    return dq, dk, dv, None, dbias, *(None,) * 8
+    return dq, dk, dv, None, dbias, *(None,) * 10
 
 
 def _backward_derivative(ctx, *gradients):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -109,7 +110,7 @@ def _attention(
         mask, intervals, is_causal = _select(
             query, key, mask, bias, is_causal, keep_window_size, selection, selection_scores
         )
-        heads = 1 if intervals is None else intervals.intervals.shape[1]
+        heads = 1 if intervals is None else intervals.heads
         if heads not in (1, key.shape[2]):
             key, value, mask, bias = _key_head_for_every_query_head(query, key, value, mask, bias)
     scale = resolve_scale(scale, softmax_scale, query.shape[3])
@@ -126,19 +127,25 @@ def _forward(
 ):  # fmt: skip
     """out and lse of the operator."""
     head_dim = query.shape[3]
-    padding = (
-        -head_dim % 8 if query.device.type == "cuda" else 0
-    )  # its kernels load 16 bytes at a time
+    # The GPU's kernels load 16 bytes at a time.
+    padding = -head_dim % 8 if query.device.type == "cuda" else 0
     if padding:
         query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
     out, lse, _ = _ops.forward(
         query, key, value, mask, bias,
-        None if intervals is None else intervals.intervals,
-        [] if intervals is None or intervals.bound is None else list(intervals.bound),
-        is_causal, scale, resolve_softcap(softcap), resolve_nonfinite(nonfinite), bool(deterministic),
+        *_choice_operands(intervals), is_causal, scale, resolve_softcap(softcap), resolve_nonfinite(nonfinite), bool(deterministic),
         backend,
     )  # fmt: skip
     return out[..., :head_dim] if padding else out, lse
+
+
+def _choice_operands(choice):
+    """key_intervals, key_list, key_count and key_bound of the operator."""
+    if isinstance(choice, _KeyList):
+        return None, choice.keys, choice.count, []
+    if choice is None:
+        return None, None, None, []
+    return choice.intervals, None, None, [] if choice.bound is None else list(choice.bound)
 
 
 def flash_dmattn_varlen_func(
@@ -215,7 +222,7 @@ def flash_dmattn_varlen_func(
             total_q,
             _packed_bound(keep_window_size, selection, bool(is_causal), same_offsets),
         )  # fmt: skip
-        if intervals.intervals.shape[1] not in (1, key.shape[2]):
+        if intervals.heads not in (1, key.shape[2]):
             key, value, _, bias = _key_head_for_every_query_head(query, key, value, None, bias)
     scale = resolve_scale(scale, softmax_scale, query.shape[3])
     out, lse = _forward(
@@ -307,11 +314,34 @@ def _select(query, key, mask, bias, is_causal, keep_window_size, selection, sele
         key_mask, remaining_mask = allowed.any(dim=2), mask
     elif allowed is not None:
         return *_select_per_query(scores, keep_window_size, allowed, is_causal), False
+    if selection == "global" and scores.device.type == "cuda" and keep_window_size > 0:
+        return remaining_mask, _select_list(scores, key_mask, keep_window_size), is_causal
     chosen = select_key_intervals(
         scores, keep_window_size, selection=selection, is_causal=is_causal, key_mask=key_mask,
         query_length=query.shape[1],
     )  # fmt: skip
     return remaining_mask, chosen, False
+
+
+class _KeyList(NamedTuple):
+    """The keys that every query sees (or with causality, those of them in its past), in ascending order.
+
+    What a global selection comes to on a GPU: less memory than intervals, and much less for its plan.
+    """
+
+    keys: Tensor  # int32 [B or 1, Hkv or 1, n]
+    count: Tensor  # int32 [B or 1, Hkv or 1]: how many of them there are
+
+    @property
+    def heads(self) -> int:
+        return self.keys.shape[1]
+
+
+def _select_list(scores, key_mask, keep_window_size) -> _KeyList:
+    if key_mask is not None:
+        shape = torch.broadcast_shapes(scores.shape, key_mask.shape)
+        scores, key_mask = scores.expand(shape), key_mask.expand(shape)
+    return _KeyList(*_ops.select_key_list(scores, key_mask, keep_window_size))
 
 
 def _select_per_query(scores, keep_window_size, allowed, is_causal):

@@ -49,6 +49,10 @@ class KeyIntervals:
     def key_length(self) -> int:
         return self.intervals.shape[2]
 
+    @property
+    def heads(self) -> int:
+        return self.intervals.shape[1]
+
     def to(self, device) -> KeyIntervals:
         return KeyIntervals(self.intervals.to(device), self.query_length, self.bound)
 

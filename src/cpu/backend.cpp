@@ -447,7 +447,7 @@ const Backend cpu_backend = {
     .backward_workspace_size = cpu::backward_workspace_size,
     .forward = cpu::forward,
     .backward = cpu::backward,
-    .needs_plan = true,
+    .plan_use = PlanUse::needed,
 };
 
 }  // namespace flash_dmattn

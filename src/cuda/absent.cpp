@@ -18,6 +18,11 @@ constexpr const char* reason = "this build has no CUDA backend";
 
 std::size_t select_workspace_size(const SelectionArgs&) { decline(); }
 void select_key_intervals(const SelectionArgs&, const Execution&) { decline(); }
+std::int64_t key_list_stride(const SelectionArgs&) { decline(); }
+std::size_t select_list_workspace_size(const SelectionArgs&) { decline(); }
+KeyList select_key_list(const SelectionArgs&, std::int32_t*, std::int32_t*, const Execution&) {
+  decline();
+}
 std::int64_t plan_entries(const PlanArgs&) { decline(); }
 std::size_t plan_workspace_size(const PlanArgs&) { decline(); }
 Plan build_plan(const PlanArgs&, const PlanBuffers&, const Execution&) { decline(); }
@@ -43,7 +48,7 @@ const Backend cuda_backend = {
     },
     .forward = [](const ForwardArgs&, const Execution&) { cuda::decline(); },
     .backward = [](const BackwardArgs&, const Execution&) { cuda::decline(); },
-    .needs_plan = false,
+    .plan_use = PlanUse::used,
 };
 
 }  // namespace flash_dmattn

@@ -381,7 +381,7 @@ const Backend cuda_backend = {
     .backward_workspace_size = cuda::backward_workspace_size,
     .forward = cuda::forward,
     .backward = cuda::backward,
-    .needs_plan = false,
+    .plan_use = PlanUse::used,
 };
 
 }  // namespace flash_dmattn

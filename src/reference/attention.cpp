@@ -410,7 +410,7 @@ const Backend reference_backend = {
     .backward_workspace_size = backward_workspace_size,
     .forward = forward,
     .backward = backward,
-    .needs_plan = false,
+    .plan_use = PlanUse::unused,
 };
 
 }  // namespace flash_dmattn

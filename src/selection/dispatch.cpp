@@ -17,6 +17,10 @@ bool on_gpu(Device device) {
   return device == Device::cuda;
 }
 
+void require_gpu(Device device) {
+  if (!on_gpu(device)) throw InvalidArgument("device", name_of(device), "cuda, for key lists");
+}
+
 }  // namespace
 
 KeyBound key_bound(const SelectionArgs& args) {
@@ -32,6 +36,22 @@ std::size_t select_workspace_size(const SelectionArgs& args, const Execution& ex
 void select_key_intervals(const SelectionArgs& args, const Execution& execution) {
   on_gpu(args.device) ? cuda::select_key_intervals(args, execution)
                       : cpu::select_key_intervals(args, execution);
+}
+
+std::int64_t key_list_stride(const SelectionArgs& args) {
+  require_gpu(args.device);
+  return cuda::key_list_stride(args);
+}
+
+std::size_t select_list_workspace_size(const SelectionArgs& args) {
+  require_gpu(args.device);
+  return cuda::select_list_workspace_size(args);
+}
+
+KeyList select_key_list(const SelectionArgs& args, std::int32_t* keys, std::int32_t* count,
+                        const Execution& execution) {
+  require_gpu(args.device);
+  return cuda::select_key_list(args, keys, count, execution);
 }
 
 std::size_t plan_workspace_size(const PlanArgs& args, const Execution& execution) {

@@ -189,6 +189,9 @@ void validate(const PlanArgs& args, const Execution& execution) {
   if (args.tile_rows < 1) {
     throw InvalidArgument("tile_rows", std::to_string(args.tile_rows), "at least 1");
   }
+  if (args.list.keys != nullptr) {
+    throw InvalidArgument("list", "a key list", "key intervals, on the CPU");
+  }
 }
 
 }  // namespace

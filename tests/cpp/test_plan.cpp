@@ -276,6 +276,7 @@ TEST_F(PlanArguments, AreChecked) {
     expect_rejected(argument);
   };
   with([&] { args_.tile_rows = 0; }, "tile_rows");
+  with([&] { args_.list.keys = keys_; }, "list");
   with([&] { args_.batch = -1; }, "batch");
   with([&] { args_.heads = -1; }, "heads");
   with([&] { args_.seqlen_q = -1; }, "seqlen_q");

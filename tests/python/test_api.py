@@ -187,7 +187,7 @@ def test_operators_check_what_they_are_given():
     """
     ops = torch.ops.flash_dmattn
     q, k, v = qkv()
-    options = ([], False, 1.0, 0.0, True, False, "")
+    options = (None, None, [], False, 1.0, 0.0, True, False, "")
     intervals = torch.zeros(1, 1, 9, 2, dtype=torch.int32)
     with pytest.raises((ValueError, RuntimeError), match="v: got"):
         ops.forward(q, k, v[:, 1:], None, None, None, *options)

@@ -147,7 +147,9 @@ def test_opcheck_forward(name):
     intervals = select_key_intervals(scores, case["window"]).intervals if "window" in case else None
     bound = [case["window"], 1] if "window" in case else []
     options = (bound, True, 0.25, 0.0, True, False, "")
-    torch.library.opcheck(ops.forward.default, (q, k, v, mask, bias, intervals, *options))
+    torch.library.opcheck(
+        ops.forward.default, (q, k, v, mask, bias, intervals, None, None, *options)
+    )
 
 
 @pytest.mark.parametrize("needs", [(1, 1, 1, 1), (1, 0, 1, 0), (0, 0, 0, 1)])
@@ -155,8 +157,8 @@ def test_opcheck_backward(needs):
     q, k, v, scores = tensors(requires_grad=False)
     bias = scores[:, :, None]
     options = ([], True, 0.25, 0.0, True, False, "")
-    results = ops.forward(q, k, v, None, bias, None, *options)
-    arguments = (torch.randn_like(q), q, k, v, None, bias, None, *results, *options)
+    results = ops.forward(q, k, v, None, bias, None, None, None, *options)
+    arguments = (torch.randn_like(q), q, k, v, None, bias, None, None, None, *results, *options)
     torch.library.opcheck(ops.backward.default, (*arguments, *map(bool, needs)))
 
 

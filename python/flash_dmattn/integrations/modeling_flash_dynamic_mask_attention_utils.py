@@ -5,7 +5,7 @@ import torch
 from .._arguments import MASK_VALUE
 from ..allowed_keys import intervals_of_mask, select_among
 from ..flash_dmattn_interface import flash_dmattn_func, flash_dmattn_varlen_func
-from ..key_intervals import KeyIntervals, intersect, prefix_lm, select_key_intervals
+from ..key_intervals import KeyIntervals, intersect, prefix_lm
 from ..utils.mask import topk_mask
 
 
@@ -114,6 +114,13 @@ def _flash_dynamic_mask_attention_forward(
     visible, bias = _normalize_mask(attention_mask, attention_bias, query_length, key_length)
     if attention_bias is not None and keep is not None and key_length > keep:
         scores = attention_bias.detach()
+        per_key_mask = visible is None or (isinstance(visible, torch.Tensor) and visible.dim() == 3)
+        if per_key_mask and (scores.dim() == 3 or scores.shape[2] == 1):
+            query, key, value, bias = fdma_peft_integration_check(*states, bias, target_dtype)
+            return flash_dmattn_func(
+                query, key, value, attn_mask=visible, attn_bias=bias, keep_window_size=keep,
+                selection="global", selection_scores=scores, **attend,
+            )  # fmt: skip
         visible = _choose(visible, scores, query_length, key_length, keep, attend["is_causal"])
     query, key, value, bias = fdma_peft_integration_check(*states, bias, target_dtype)
     if not isinstance(visible, KeyIntervals):
@@ -176,18 +183,14 @@ def _choose(
     keep: int,
     is_causal: bool,
 ) -> torch.Tensor | KeyIntervals:
-    """The best allowed keys of every query, as intervals or, when it is nothing less, as a mask."""
+    """The best allowed keys of every query, as intervals or, when it is nothing less, as a mask.
+
+    Something, mask or scores, has a query dimension.
+    """
     if scores.dim() == 4 and scores.shape[2] == 1:
         scores = scores.squeeze(2)
     mask, scores = _match_heads(mask, scores)
     one_per_key = scores.dim() == 3
-    if one_per_key and (mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 3)):
-        if mask is not None:
-            scores = torch.where(mask, scores, float("nan"))
-        return select_key_intervals(
-            scores, keep, selection="global", is_causal=is_causal, query_length=query_length
-        )
-
     past = prefix_lm(key_length, 0, query_length=query_length, device=scores.device)
     if isinstance(mask, KeyIntervals):
         allowed = intersect(mask, past) if is_causal else mask

@@ -32,6 +32,7 @@ std::int64_t max_keys(const PlanArgs& args, std::int64_t queries) {
 
 void validate(const PlanArgs& args) {
   validate_plan_args(args);
+  if (args.list.keys != nullptr) return;
   if (!args.bound.known()) {
     throw InvalidArgument("bound", "unknown", "what key_bound or measure_key_bound says");
   }
@@ -99,6 +100,73 @@ void deal_nodes(const PlanArgs& args, const plan::Level& parent, const Children&
               whole);
 }
 
+Plan plan_view(const PlanArgs& args, const PlanBuffers& buffers, const std::int32_t* keys) {
+  const std::int64_t tiles = tile_count(args);
+  return {.tile_rows = args.tile_rows,
+          .tiles = tiles,
+          .begin = buffers.begin,
+          .count = buffers.count,
+          .full = buffers.full,
+          .keys = keys,
+          .stride_batch = args.batch == 1 ? 0 : args.heads * tiles,
+          .stride_head = args.heads == 1 ? 0 : tiles};
+}
+
+// Keys of an ascending list before `end`.
+__device__ int keys_before(const std::int32_t* keys, int count, int end) {
+  int low = 0;
+  while (low < count) {
+    const int middle = (low + count) / 2;
+    if (keys[middle] < end) {
+      low = middle + 1;
+    } else {
+      count = middle;
+    }
+  }
+  return low;
+}
+
+// The tiles of a key list: every one has the beginning of its row's.
+struct TilesOfList {
+  KeyList list;
+  PlanBuffers buffers;
+  int tiles;
+  int tile_rows;
+  int seqlen_q;
+  int shift;  // position of query 0
+  bool causal;
+
+  __device__ void operator()(long i) const {
+    const long row = i / tiles;
+    const int first_query = static_cast<int>(i % tiles) * tile_rows;
+    const int last_query = min(first_query + tile_rows, seqlen_q) - 1;
+    const std::int32_t* const keys = list.keys + row * list.stride;
+    const int all = list.count[row];
+    buffers.begin[i] = row * list.stride;
+    buffers.count[i] = causal ? keys_before(keys, all, last_query + shift + 1) : all;
+    buffers.full[i] = causal ? keys_before(keys, all, first_query + shift + 1) : all;
+  }
+};
+
+Plan plan_of_list(const PlanArgs& args, const PlanBuffers& buffers, const Execution& execution) {
+  validate(args);
+  const std::int64_t tiles = tile_count(args);
+  const std::int64_t lists = args.batch * args.heads * tiles;
+  require_pointer("list.count", args.list.count, lists > 0);
+  require_pointer("begin", buffers.begin, lists > 0);
+  require_pointer("count", buffers.count, lists > 0);
+  require_pointer("full", buffers.full, lists > 0);
+  const TilesOfList body{.list = args.list,
+                         .buffers = buffers,
+                         .tiles = static_cast<int>(tiles),
+                         .tile_rows = static_cast<int>(std::min(args.tile_rows, args.seqlen_q)),
+                         .seqlen_q = static_cast<int>(args.seqlen_q),
+                         .shift = static_cast<int>(args.seqlen_k - args.seqlen_q),
+                         .causal = args.causal};
+  for_each(lists, body, static_cast<cudaStream_t>(execution.stream));
+  return plan_view(args, buffers, args.list.keys);
+}
+
 }  // namespace
 
 std::int64_t plan_capacity(const PlanArgs& args) {
@@ -108,14 +176,17 @@ std::int64_t plan_capacity(const PlanArgs& args) {
 
 std::size_t plan_workspace_size(const PlanArgs& args) {
   validate(args);
-  return make_tree(args, nullptr).bytes;
+  return args.list.keys != nullptr ? 0 : make_tree(args, nullptr).bytes;
 }
 
 std::int64_t plan_entries(const PlanArgs& args) {
+  validate(args);
+  if (args.list.keys != nullptr) return 0;
   return args.batch * args.heads * tile_count(args) * plan_capacity(args);
 }
 
 Plan build_plan(const PlanArgs& args, const PlanBuffers& buffers, const Execution& execution) {
+  if (args.list.keys != nullptr) return plan_of_list(args, buffers, execution);
   const std::int64_t capacity = plan_capacity(args);
   const std::int64_t rows = args.batch * args.heads;
   const std::int64_t tiles = tile_count(args);
@@ -124,14 +195,7 @@ Plan build_plan(const PlanArgs& args, const PlanBuffers& buffers, const Executio
   require_pointer("count", buffers.count, has_tiles);
   require_pointer("full", buffers.full, has_tiles);
   require_pointer("keys", buffers.keys, has_tiles && capacity > 0);
-  const Plan result{.tile_rows = args.tile_rows,
-                    .tiles = tiles,
-                    .begin = buffers.begin,
-                    .count = buffers.count,
-                    .full = buffers.full,
-                    .keys = buffers.keys,
-                    .stride_batch = args.batch == 1 ? 0 : args.heads * tiles,
-                    .stride_head = args.heads == 1 ? 0 : tiles};
+  const Plan result = plan_view(args, buffers, buffers.keys);
   if (!has_tiles) return result;
   require_workspace(execution, plan_workspace_size(args));
 

@@ -19,13 +19,18 @@ namespace flash_dmattn::cuda {
 std::size_t select_workspace_size(const SelectionArgs& args);
 void select_key_intervals(const SelectionArgs& args, const Execution& execution);
 
+std::int64_t key_list_stride(const SelectionArgs& args);
+std::size_t select_list_workspace_size(const SelectionArgs& args);
+KeyList select_key_list(const SelectionArgs& args, std::int32_t* keys, std::int32_t* count,
+                        const Execution& execution);
+
 // ---- Plan ---------------------------------------------------------------------------------------
 
 // Length of a tile's list in PlanBuffers::keys, a multiple of plan_block. The list of tile t of row
 // r begins at (r * tiles + t) * plan_capacity.
 //
-// From count up to the next multiple of plan_block a list is filled with key 0, so that blocks of
-// keys can be loaded without a test of each index.
+// From count up to the next multiple of plan_block a list is filled with key 0 (in the plan of a
+// KeyList, with other keys), so that blocks of keys can be loaded without a test of each index.
 //
 // Both groups of a list ascend, so n entries of one group are a run of consecutive positions
 // exactly when keys[n - 1] - keys[0] == n - 1: sliding windows and packed documents need no search
