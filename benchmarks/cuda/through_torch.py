@@ -239,7 +239,7 @@ def training(steps=200, context=2048, window=256):
         torch.manual_seed(int("other" in name))
         model = make_model(context, window).cuda()
         for layer in model.model.layers:  # no ties, of which eager attention keeps any
-            torch.nn.init.normal_(layer.self_attn.A)
+            torch.nn.init.normal_(layer.self_attn.A, std=0.1)
         model.set_attn_implementation(name.split(",")[0])
         history = train(
             model, corpus, steps=steps, seconds=600, context=context, batch_size=2, seed=0

@@ -108,21 +108,21 @@ def _flash_dynamic_mask_attention_forward(
         if any(length is None for length in packed):
             packed = _packed_lengths(position_ids, query_states, key_states)
         if packed is not None:
-            states = fdma_peft_integration_check(*states, attention_bias, target_dtype)
-            return _attend_packed(*states, packed, keep, attend)
+            states = _cast(states, target_dtype)
+            return _attend_packed(*states, attention_bias, packed, keep, attend)
 
     visible, bias = _normalize_mask(attention_mask, attention_bias, query_length, key_length)
     if attention_bias is not None and keep is not None and key_length > keep:
         scores = attention_bias.detach()
         per_key_mask = visible is None or (isinstance(visible, torch.Tensor) and visible.dim() == 3)
         if per_key_mask and (scores.dim() == 3 or scores.shape[2] == 1):
-            query, key, value, bias = fdma_peft_integration_check(*states, bias, target_dtype)
+            query, key, value = _cast(states, target_dtype)
             return flash_dmattn_func(
                 query, key, value, attn_mask=visible, attn_bias=bias, keep_window_size=keep,
                 selection="global", selection_scores=scores, **attend,
             )  # fmt: skip
         visible = _choose(visible, scores, query_length, key_length, keep, attend["is_causal"])
-    query, key, value, bias = fdma_peft_integration_check(*states, bias, target_dtype)
+    query, key, value = _cast(states, target_dtype)
     if not isinstance(visible, KeyIntervals):
         return flash_dmattn_func(query, key, value, attn_mask=visible, attn_bias=bias, **attend)
     heads = visible.intervals.shape[1]
@@ -132,6 +132,13 @@ def _flash_dynamic_mask_attention_forward(
         if bias is not None and bias.shape[1] > 1:
             bias = bias.repeat_interleave(heads // bias.shape[1], dim=1)
     return flash_dmattn_func(query, key, value, attn_bias=bias, key_intervals=visible, **attend)
+
+
+def _cast(
+    states: tuple[torch.Tensor, ...], target_dtype: torch.dtype | None
+) -> tuple[torch.Tensor, ...]:
+    """Query, key and value in the model's dtype. A float32 bias stays: rounded, it would move the scores."""
+    return fdma_peft_integration_check(*states, None, target_dtype)[:3]
 
 
 def as_key_intervals(
