@@ -64,6 +64,22 @@ __device__ __noinline__ float careful_probability(const BackwardParams& p, int b
   return static_cast<float>(exp((score - static_cast<double>(p.lse[index])) - low));
 }
 
+// The keys that a row may see: of its tile's list, where there is one.
+struct KeysOfRow {
+  const std::int32_t* listed = nullptr;
+  int count;
+
+  __device__ KeysOfRow(const ForwardParams& p, int batch, int kv_head, int row)
+      : count(p.shape.seqlen_k) {
+    if (p.plan.keys == nullptr) return;
+    const std::int64_t tile = batch * p.plan.stride_batch + kv_head * p.plan.stride_head +
+                              row / static_cast<int>(p.plan.tile_rows);
+    listed = p.plan.keys + p.plan.begin[tile];
+    count = p.plan.count[tile];
+  }
+  __device__ int operator[](int i) const { return listed == nullptr ? i : listed[i]; }
+};
+
 // The output and lse of a row, by one warp.
 template <class T>
 __device__ __noinline__ void careful_row(const ForwardParams& p, int batch, int head, int kv_head,
@@ -75,8 +91,9 @@ __device__ __noinline__ void careful_row(const ForwardParams& p, int batch, int 
   };
   double max = invisible;
   double sum = 0;
-  for (int key = lane; key < p.shape.seqlen_k; key += 32) {
-    const double s = score(key);
+  const KeysOfRow keys(p, batch, kv_head, row);
+  for (int i = lane; i < keys.count; i += 32) {
+    const double s = score(keys[i]);
     if (s == invisible) continue;
     const double larger = fmax(max, s);
     sum = sum * exp(max - larger) + exp(s - larger);
@@ -93,13 +110,13 @@ __device__ __noinline__ void careful_row(const ForwardParams& p, int batch, int 
   const bool empty = !(sum > 0);
 
   double out[8] = {};  // columns lane + 32 i
-  for (int begin = 0; begin < p.shape.seqlen_k && !empty; begin += 32) {
+  for (int begin = 0; begin < keys.count && !empty; begin += 32) {
     const int mine = begin + lane;
-    const double weight = mine < p.shape.seqlen_k ? exp(score(mine) - max) / sum : 0;
-    for (int i = 0; i < 32 && begin + i < p.shape.seqlen_k; ++i) {
+    const double weight = mine < keys.count ? exp(score(keys[mine]) - max) / sum : 0;
+    for (int i = 0; i < 32 && begin + i < keys.count; ++i) {
       const double w = __shfl_sync(0xffffffffu, weight, i);
       if (w == 0) continue;
-      const T* v = row_of<T>(p.v, batch, begin + i, kv_head);
+      const T* v = row_of<T>(p.v, batch, keys[begin + i], kv_head);
       for (int c = 0; lane + 32 * c < p.shape.head_dim; ++c) {
         out[c] += w * static_cast<double>(Element<T>::widen(v[lane + 32 * c]));
       }
