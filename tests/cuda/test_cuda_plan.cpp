@@ -15,6 +15,7 @@ namespace {
 using testing::DeviceBuffer;
 using testing::download;
 using testing::expect_same_plan;
+using testing::HostWorkspace;
 using testing::measured_on_both;
 using testing::Random;
 
@@ -93,6 +94,84 @@ TEST_F(SmallCudaPlan, BrokenBoundStaysInsideTheBuffers) {
       execution);
   for (const std::int32_t stored : download<std::int32_t>(count, tiles)) {
     EXPECT_LE(stored, capacity);
+  }
+}
+
+// The plan of a key list against the host's plan of the intervals of the same selection.
+TEST_F(SmallCudaPlan, KeyList) {
+  Random random(31);
+  for (int round = 0; round < 12; ++round) {
+    SelectionArgs select;
+    select.batch = 1 + random.below(2);
+    select.heads = 1 + random.below(3);
+    select.seqlen_q = 1 + random.below(700);
+    select.seqlen_k = 1 + random.below(1500);
+    select.window = 1 + random.below(select.seqlen_k);
+    select.selection = Selection::global;
+    select.causal = round % 3 != 0;
+    select.scores_stride = {select.heads * select.seqlen_k, select.seqlen_k, 1};
+    const std::int64_t rows = select.batch * select.heads;
+    std::vector<float> scores(static_cast<std::size_t>(rows * select.seqlen_k));
+    for (float& score : scores) score = static_cast<float>(random.below(50));
+    std::vector<KeyInterval> intervals(scores.size());
+    select.scores = scores.data();
+    select.intervals = intervals.data();
+    Execution on_host;
+    HostWorkspace select_workspace(select_workspace_size(select, on_host));
+    on_host.workspace = select_workspace.data();
+    on_host.workspace_bytes = select_workspace.size();
+    select_key_intervals(select, on_host);
+
+    DeviceBuffer device_scores(scores.size() * sizeof(float));
+    device_scores.upload(scores.data());
+    SelectionArgs on_device = select;
+    on_device.device = Device::cuda;
+    on_device.scores = device_scores.data();
+    const std::int64_t stride = key_list_stride(on_device);
+    DeviceBuffer keys(static_cast<std::size_t>(rows * stride) * 4);
+    DeviceBuffer sizes(static_cast<std::size_t>(rows) * 4);
+    DeviceBuffer workspace(select_list_workspace_size(on_device));
+    Execution execution;
+    execution.workspace = workspace.data();
+    execution.workspace_bytes = select_list_workspace_size(on_device);
+
+    PlanArgs args;
+    args.batch = select.batch;
+    args.heads = select.heads;
+    args.seqlen_q = select.seqlen_q;
+    args.seqlen_k = select.seqlen_k;
+    args.tile_rows = 1 + random.below(200);
+    args.causal = select.causal;
+    args.intervals = {intervals.data(), args.heads * args.seqlen_k, args.seqlen_k};
+    const testing::OwnedPlan expected = testing::make_plan(args, testing::in_turn(1));
+    const std::int64_t lists = rows * expected.plan.tiles;
+    DeviceBuffer begin(static_cast<std::size_t>(lists) * 8);
+    DeviceBuffer count(static_cast<std::size_t>(lists) * 4);
+    DeviceBuffer full(static_cast<std::size_t>(lists) * 4);
+    PlanArgs list_args = args;
+    list_args.device = Device::cuda;
+    list_args.intervals = {};
+    list_args.list = select_key_list(on_device, reinterpret_cast<std::int32_t*>(keys.data()),
+                                     reinterpret_cast<std::int32_t*>(sizes.data()), execution);
+    EXPECT_EQ(plan_entries(list_args, execution), 0);
+    build_plan(list_args,
+               {reinterpret_cast<std::int64_t*>(begin.data()),
+                reinterpret_cast<std::int32_t*>(count.data()),
+                reinterpret_cast<std::int32_t*>(full.data()), nullptr},
+               execution);
+
+    const auto actual_begin = download<std::int64_t>(begin, lists);
+    const auto actual_count = download<std::int32_t>(count, lists);
+    const auto actual_full = download<std::int32_t>(full, lists);
+    const auto actual_keys = download<std::int32_t>(keys, rows * stride);
+    for (std::int64_t t = 0; t < lists; ++t) {
+      const auto i = static_cast<std::size_t>(t);
+      ASSERT_EQ(actual_count[i], expected.plan.count[t]) << "list " << t;
+      ASSERT_EQ(actual_full[i], expected.plan.full[t]) << "list " << t;
+      const std::int32_t* actual = actual_keys.data() + actual_begin[i];
+      const std::int32_t* wanted = expected.plan.keys + expected.plan.begin[t];
+      ASSERT_TRUE(std::equal(actual, actual + actual_count[i], wanted)) << "list " << t;
+    }
   }
 }
 
