@@ -238,7 +238,7 @@ def training(steps=200, context=2048, window=256):
     for name in ("flash_dmattn", "eager", "eager, other weights"):
         torch.manual_seed(int("other" in name))
         model = make_model(context, window).cuda()
-        for layer in model.model.layers:  # no ties, of which eager attention keeps any
+        for layer in model.model.layers:  # else all scores tie, and eager keeps any of them
             torch.nn.init.normal_(layer.self_attn.A, std=0.1)
         model.set_attn_implementation(name.split(",")[0])
         history = train(

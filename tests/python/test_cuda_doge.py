@@ -17,7 +17,7 @@ LENGTH, WINDOW = 700, 64
 @pytest.fixture
 def model():
     model = make_model(LENGTH, WINDOW, layers=2).cuda()
-    for layer in model.model.layers:  # no ties, of which eager attention keeps any
+    for layer in model.model.layers:  # else all scores tie, and eager keeps any of them
         torch.nn.init.normal_(layer.self_attn.A)
     return model
 
