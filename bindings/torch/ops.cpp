@@ -1,9 +1,9 @@
-#include <algorithm>
 #include <tuple>
 #include <vector>
 
 #include "arguments.h"
 #include "device.h"
+#include "selection_ops.h"
 
 // The torch operators. Each one checks its tensors, makes the structs of the C++ API, allocates outputs
 // and workspace from torch, and calls. Derivatives and shape inference are in python/flash_dmattn/_ops.py.
@@ -88,17 +88,6 @@ KeyList take_key_list(Attention& call, const Tensor& keys, const OptionalTensor&
   return {.keys = static_cast<const std::int32_t*>(call.own(dense)),
           .count = static_cast<const std::int32_t*>(call.own(torch::stable::contiguous(*count))),
           .stride = keys.size(2)};
-}
-
-KeyBound bound_of(const PlanArgs& args, const std::vector<std::int64_t>& given, Execution execution,
-                  const Tensor& like) {
-  if (given.size() == 2) return {given[0], given[1]};
-  if (!given.empty()) {
-    throw InvalidArgument("key_bound", std::to_string(given.size()) + " numbers",
-                          "base and per_query, or none when unknown");
-  }
-  const Tensor workspace = give_workspace(execution, measure_workspace_size(args, execution), like);
-  return measure_key_bound(args, execution);
 }
 
 // Not where lists of all keys would take more than this: intervals as wide as the keys (a prefix, padding)
@@ -278,167 +267,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
       give_workspace(execution, backward_workspace_size(args, execution, backend), q);
   flash_dmattn::backward(args, execution, backend);
   return {dq, dk, dv, dbias};
-}
-
-Selection selection_of(const std::string& name) {
-  if (name == "per_query") return Selection::per_query;
-  if (name == "global") return Selection::global;
-  throw InvalidArgument("selection", "\"" + name + "\"", "\"per_query\" or \"global\"");
-}
-
-SelectionArgs selection_args(const Tensor& scores, const OptionalTensor& key_mask,
-                             std::int64_t window, const std::string& selection, bool is_causal) {
-  if (scores.dim() != 3) throw InvalidArgument("scores", shape_text(scores), "shape [B, H, Sk]");
-  SelectionArgs args;
-  args.batch = scores.size(0);
-  args.heads = scores.size(1);
-  args.seqlen_k = scores.size(2);
-  args.window = window;
-  args.selection = selection_of(selection);
-  args.causal = is_causal;
-  args.scores = scores.const_data_ptr();
-  args.scores_dtype = dtype_of(scores, "scores");
-  for (std::size_t d = 0; d < 3; ++d) {
-    args.scores_stride[d] = scores.stride(static_cast<std::int64_t>(d));
-  }
-  if (!key_mask) return args;
-  expect_on_device_of(*key_mask, "key_mask", scores, "scores");
-  if (key_mask->dim() != 3 || key_mask->scalar_type() != ScalarType::Bool) {
-    throw InvalidArgument("key_mask", shape_text(*key_mask), "bool of shape [B or 1, H or 1, Sk]");
-  }
-  args.key_mask = static_cast<const std::uint8_t*>(key_mask->const_data_ptr());
-  for (std::size_t d = 0; d < 3; ++d) {
-    const auto dim = static_cast<std::int64_t>(d);
-    const bool one = d < 2 && key_mask->size(dim) == 1;
-    if (!one && key_mask->size(dim) != scores.size(dim)) {
-      throw InvalidArgument("key_mask", shape_text(*key_mask),
-                            "bool that broadcasts to " + shape_text(scores));
-    }
-    args.key_mask_stride[d] = one ? 0 : key_mask->stride(dim);
-  }
-  return args;
-}
-
-Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask, std::int64_t window,
-                 std::string selection, bool is_causal, std::int64_t query_length) {
-  const CallDevice device(scores);
-  SelectionArgs args = selection_args(scores, key_mask, window, selection, is_causal);
-  args.device = device.device();
-  args.seqlen_q = query_length;
-  const Tensor intervals =
-      torch::stable::new_empty(scores, {args.batch, args.heads, args.seqlen_k, 2}, ScalarType::Int);
-  args.intervals = static_cast<KeyInterval*>(intervals.mutable_data_ptr());
-  Execution execution = device.execution(scores.numel());
-  const Tensor workspace =
-      give_workspace(execution, select_workspace_size(args, execution), scores);
-  select_key_intervals(args, execution);
-  return intervals;
-}
-
-// Ascending keys [B, H, n] of a global selection and how many they are [B, H].
-std::tuple<Tensor, Tensor> select_list_op(const Tensor& scores, const OptionalTensor& key_mask,
-                                          std::int64_t window) {
-  const CallDevice device(scores);
-  SelectionArgs args = selection_args(scores, key_mask, window, "global", false);
-  args.device = device.device();
-  const Tensor keys = torch::stable::new_empty(
-      scores, {args.batch, args.heads, key_list_stride(args)}, ScalarType::Int);
-  const Tensor count = torch::stable::new_empty(scores, {args.batch, args.heads}, ScalarType::Int);
-  Execution execution = device.execution(scores.numel());
-  const Tensor workspace = give_workspace(execution, select_list_workspace_size(args), scores);
-  select_key_list(args, static_cast<std::int32_t*>(keys.mutable_data_ptr()),
-                  static_cast<std::int32_t*>(count.mutable_data_ptr()), execution);
-  return {keys, count};
-}
-
-// {base, per_query} of intervals [B, H, Sk, 2].
-std::vector<std::int64_t> measure_op(const Tensor& key_intervals, std::int64_t query_length) {
-  if (key_intervals.dim() != 4 || key_intervals.size(3) != 2 ||
-      key_intervals.scalar_type() != ScalarType::Int) {
-    throw InvalidArgument("key_intervals", shape_text(key_intervals),
-                          "int32 of shape [B, H, Sk, 2]");
-  }
-  const CallDevice device(key_intervals);
-  const Tensor dense = torch::stable::contiguous(key_intervals);
-  PlanArgs args;
-  args.device = device.device();
-  args.batch = dense.size(0);
-  args.heads = dense.size(1);
-  args.seqlen_k = dense.size(2);
-  args.seqlen_q = query_length;
-  args.tile_rows = 128;  // of the GPU's plans
-  args.intervals = {.data = static_cast<const KeyInterval*>(dense.const_data_ptr()),
-                    .stride_batch = args.heads * args.seqlen_k,
-                    .stride_head = args.seqlen_k};
-  const Execution execution = device.execution(dense.numel());
-  const KeyBound bound = bound_of(args, {}, execution, dense);
-  return {bound.base, bound.per_query};
-}
-
-// Offsets of packed documents: int32, non-decreasing from 0, the last one at most `total`.
-const std::int32_t* offsets_of(const Tensor& cu_seqlens, std::string_view argument,
-                               std::int64_t total) {
-  const bool right_type = cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1 &&
-                          cu_seqlens.scalar_type() == ScalarType::Int && cu_seqlens.is_contiguous();
-  if (!right_type) {
-    throw InvalidArgument(argument, shape_text(cu_seqlens),
-                          "contiguous int32 of shape [documents + 1]");
-  }
-  const auto* offsets = static_cast<const std::int32_t*>(cu_seqlens.const_data_ptr());
-  const std::int64_t documents = cu_seqlens.size(0) - 1;
-  bool rising = offsets[0] == 0;
-  for (std::int64_t i = 0; i < documents; ++i) rising = rising && offsets[i] <= offsets[i + 1];
-  if (!rising || offsets[documents] > total) {
-    throw InvalidArgument(argument, "last offset " + std::to_string(offsets[documents]),
-                          "offsets that rise from 0 to at most " + std::to_string(total));
-  }
-  return offsets;
-}
-
-// Selection within each of the documents packed into one row; scores and intervals [1, H, total_k]. On a
-// GPU, where the offsets cannot be read, it is in python/flash_dmattn/packed.py.
-Tensor select_varlen_op(const Tensor& scores, const Tensor& cu_seqlens_q,
-                        const Tensor& cu_seqlens_k, std::int64_t window, std::string selection,
-                        bool is_causal, std::int64_t query_length) {
-  SelectionArgs args = selection_args(scores, std::nullopt, window, selection, is_causal);
-  const std::int64_t total_k = args.seqlen_k;
-  const std::int64_t documents = cu_seqlens_k.size(0) - 1;
-  if (args.batch != 1 || cu_seqlens_q.numel() != cu_seqlens_k.numel()) {
-    throw InvalidArgument("cu_seqlens_q", shape_text(cu_seqlens_q),
-                          "the shape of cu_seqlens_k, and scores of shape [1, H, total_k]");
-  }
-  const std::int32_t* begin_q = offsets_of(cu_seqlens_q, "cu_seqlens_q", query_length);
-  const std::int32_t* begin_k = offsets_of(cu_seqlens_k, "cu_seqlens_k", total_k);
-  const Tensor intervals =
-      torch::stable::new_zeros(scores, {1, args.heads, total_k, 2}, ScalarType::Int);
-  auto* const packed = static_cast<KeyInterval*>(intervals.mutable_data_ptr());
-
-  std::int64_t longest = 0;
-  for (std::int64_t d = 0; d < documents; ++d) {
-    longest = std::max<std::int64_t>(longest, begin_k[d + 1] - begin_k[d]);
-  }
-  Execution execution = CallDevice(scores).execution(scores.numel());
-  args.seqlen_k = longest;
-  args.seqlen_q = query_length;
-  const Tensor workspace =
-      give_workspace(execution, select_workspace_size(args, execution), scores);
-  const Tensor scratch =
-      allocate_bytes(static_cast<std::size_t>(args.heads * longest) * sizeof(KeyInterval), scores);
-  args.intervals = static_cast<KeyInterval*>(scratch.mutable_data_ptr());
-  for (std::int64_t d = 0; d < documents; ++d) {
-    args.seqlen_q = begin_q[d + 1] - begin_q[d];
-    args.seqlen_k = begin_k[d + 1] - begin_k[d];
-    args.scores = static_cast<const char*>(scores.const_data_ptr()) +
-                  begin_k[d] * args.scores_stride[2] * size_of(args.scores_dtype);
-    select_key_intervals(args, execution);
-    for (std::int64_t h = 0; h < args.heads; ++h) {
-      for (std::int64_t j = 0; j < args.seqlen_k; ++j) {
-        const KeyInterval own = args.intervals[h * args.seqlen_k + j];
-        packed[h * total_k + begin_k[d] + j] = {own.first + begin_q[d], own.last + begin_q[d]};
-      }
-    }
-  }
-  return intervals;
 }
 
 // One line for each backend: name, 1 or 0, reason; separated by tabs.

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "arguments.h"
+
+// The operators of selection; registered in ops.cpp.
+namespace flash_dmattn::binding {
+
+// What key_bound says, or else what is measured.
+KeyBound bound_of(const PlanArgs& args, const std::vector<std::int64_t>& given, Execution execution,
+                  const Tensor& like);
+
+Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask, std::int64_t window,
+                 std::string selection, bool is_causal, std::int64_t query_length);
+std::tuple<Tensor, Tensor> select_list_op(const Tensor& scores, const OptionalTensor& key_mask,
+                                          std::int64_t window);
+Tensor select_varlen_op(const Tensor& scores, const Tensor& cu_seqlens_q,
+                        const Tensor& cu_seqlens_k, std::int64_t window, std::string selection,
+                        bool is_causal, std::int64_t query_length);
+std::vector<std::int64_t> measure_op(const Tensor& key_intervals, std::int64_t query_length);
+
+}  // namespace flash_dmattn::binding
