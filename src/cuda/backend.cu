@@ -235,6 +235,22 @@ std::int64_t elements(const BroadcastShape& shape) {
   return shape[0] * shape[1] * shape[2] * shape[3];
 }
 
+// Keys that are no list are walked by the kernel that owns keys, but for a softcap's slope, which
+// its warps would have to hand over with P, and for elements of pairs, which lie by query.
+bool is_key_major(const Problem& p, const Inputs& in, SharedClass shared) {
+  const bool pairs =
+      (has(p.mask_shape) && p.mask_shape[2] > 1) || (has(p.bias_shape) && p.bias_shape[2] > 1);
+  return has_key_major_backward(head_dim_bucket(static_cast<int>(p.head_dim)), shared) && !pairs &&
+         p.softcap <= 0 && in.plan.keys == nullptr;
+}
+
+std::int64_t query_sum_floats(const Shape& shape) {
+  switch (head_dim_bucket(shape.head_dim)) {
+    case 64: return QuerySumTile<64>::count(shape) * QuerySumTile<64>::floats;
+    default: return QuerySumTile<128>::count(shape) * QuerySumTile<128>::floats;
+  }
+}
+
 struct BackwardWorkspace {
   float* lse2;
   float* lse2_low;
@@ -243,22 +259,25 @@ struct BackwardWorkspace {
   std::uint32_t* flags;
   float* dk_sum;
   float* dv_sum;
+  float* dq_sum;
   float* dbias_sum;
   std::size_t zeroed_bytes;
   std::size_t bytes;
 
-  BackwardWorkspace(const Problem& p, void* base) {
+  BackwardWorkspace(const Problem& p, bool key_major, void* base) {
     Carver carver(base);
     const std::int64_t rows = p.batch * p.heads_q * p.seqlen_q;
     lse2 = carver.take<float>(rows);
     lse2_low = carver.take<float>(rows);
     delta = carver.take<float>(rows);
     const std::size_t zeroed_begin = carver.used();
-    const std::int64_t sums =
-        p.batch * p.heads_kv * p.seqlen_k * sum_columns(static_cast<int>(p.head_dim));
+    const std::int64_t key_sums =
+        key_major ? 0
+                  : p.batch * p.heads_kv * p.seqlen_k * sum_columns(static_cast<int>(p.head_dim));
     flags = carver.take<std::uint32_t>(1);
-    dk_sum = carver.take<float>(sums);
-    dv_sum = carver.take<float>(sums);
+    dk_sum = carver.take<float>(key_sums);
+    dv_sum = carver.take<float>(key_sums);
+    dq_sum = carver.take<float>(key_major ? query_sum_floats(shape_of(p)) : 0);
     dbias_sum = carver.take<float>(has(p.bias_shape) && adds_bias(p) ? elements(p.bias_shape) : 0);
     zeroed_bytes = carver.used() - zeroed_begin;
     bytes = carver.used();
@@ -287,12 +306,23 @@ void store_rows(const Shape& shape, const float* sums, const Tensor4& to, float 
   for_each(store.items(), store, stream);
 }
 
+template <class T, int D>
+void store_query_rows(const BackwardParams& params, cudaStream_t stream) {
+  if (params.dq.data == nullptr) return;
+  const StoreQueryRows<T, D> store{params.shape, params.dq_sum, params.dq, params.score.scale,
+                                   params.saturate};
+  for_each(store.items(), store, stream);
+}
+
 void backward(const BackwardArgs& args, const Execution& execution) {
   const Problem& p = args.problem;
   const auto stream = static_cast<cudaStream_t>(execution.stream);
-  const BackwardWorkspace workspace(p, execution.workspace);
+  const SharedClass shared = shared_class();
+  const bool key_major = is_key_major(p, args.in, shared);
+  const BackwardWorkspace workspace(p, key_major, execution.workspace);
 
   BackwardParams params;
+  params.key_major = key_major;
   params.shape = shape_of(p);
   params.score = score_of(p, args.in);
   params.q = rows_of(args.in.q);
@@ -313,6 +343,7 @@ void backward(const BackwardArgs& args, const Execution& execution) {
   params.flags = workspace.flags;
   if (args.dk.data != nullptr) params.dk_sum = workspace.dk_sum;
   if (args.dv.data != nullptr) params.dv_sum = workspace.dv_sum;
+  if (args.dq.data != nullptr) params.dq_sum = workspace.dq_sum;
   const bool wants_bias = has(p.bias_shape) && args.dbias.data != nullptr;
   params.dbias_add = adds_bias(p);
   if (wants_bias) {
@@ -321,7 +352,6 @@ void backward(const BackwardArgs& args, const Execution& execution) {
                                     : broadcast_of(p, p.bias_shape, args.dbias.data,
                                                    args.dbias.stride, size_of(p.bias_dtype));
   }
-  const SharedClass shared = shared_class();
 
   check(cudaMemsetAsync(workspace.flags, 0, workspace.zeroed_bytes, stream), "cudaMemsetAsync");
   dispatch(p, [&]<class T, int D>() {
@@ -332,8 +362,12 @@ void backward(const BackwardArgs& args, const Execution& execution) {
     using Statistics = RowStatisticsKernel<T>;
     launch<Statistics>(Statistics::blocks(params), params, stream);
     sm80::launch_backward<T, D>(params, shared, stream);
-    store_rows<T>(params.shape, workspace.dk_sum, args.dk, p.scale, params.saturate, stream);
-    store_rows<T>(params.shape, workspace.dv_sum, args.dv, 1, params.saturate, stream);
+    if (key_major) {
+      if constexpr (D <= 128) store_query_rows<T, D>(params, stream);
+    } else {
+      store_rows<T>(params.shape, workspace.dk_sum, args.dk, p.scale, params.saturate, stream);
+      store_rows<T>(params.shape, workspace.dv_sum, args.dv, 1, params.saturate, stream);
+    }
     if (wants_bias && params.dbias_add) store_bias<T>(args, workspace.dbias_sum, stream);
   });
 }
@@ -366,7 +400,8 @@ std::size_t forward_workspace_size(const ForwardArgs& args, const Execution&) {
 }
 
 std::size_t backward_workspace_size(const BackwardArgs& args, const Execution&) {
-  return BackwardWorkspace(args.problem, nullptr).bytes;
+  const bool key_major = is_key_major(args.problem, args.in, shared_class());
+  return BackwardWorkspace(args.problem, key_major, nullptr).bytes;
 }
 
 }  // namespace

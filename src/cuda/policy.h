@@ -95,6 +95,13 @@ constexpr BackwardPolicy backward_policy(int head_dim_bucket, SharedClass shared
           .min_blocks = 1};
 }
 
+// Whether there is a backward kernel that owns keys: its accumulators of dk and dv, 128 keys of D
+// columns, must fit into the registers of 8 warps and K, V and two stages of q and dout into shared
+// memory (163 KB at D 128, 99 KB at D 64).
+constexpr bool has_key_major_backward(int head_dim_bucket, SharedClass shared) {
+  return head_dim_bucket == 64 || (head_dim_bucket == 128 && shared != SharedClass::kb99);
+}
+
 // Queries per tile of a plan: every policy's rows divide it.
 constexpr int plan_tile_rows = 128;
 

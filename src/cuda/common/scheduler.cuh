@@ -44,4 +44,39 @@ struct QueryTile {
   }
 };
 
+// The (batch, kv head, key tile) of a block that owns keys. What the blocks of a head share is q,
+// dout and the sums of dq of its group; blocks go through as many kv heads at a time as the L2 can
+// hold. Among these the first tiles come first, so that with a causal mask the long ones do.
+struct KeyTile {
+  static constexpr std::int64_t section_bytes = 32 << 20;
+
+  int batch;
+  int kv_head;
+  int key;  // first key
+
+  static long count(const Shape& shape, int keys) {
+    const long tiles = (shape.seqlen_k + keys - 1) / keys;
+    return tiles * shape.heads_kv * shape.batch;
+  }
+
+  __device__ KeyTile(const Shape& shape, int keys) {
+    const int group = shape.heads_q / shape.heads_kv;
+    const int tiles = (shape.seqlen_k + keys - 1) / keys;
+    const int pairs = shape.batch * shape.heads_kv;  // (batch, kv head)
+    const std::int64_t pair_bytes =
+        8 * static_cast<std::int64_t>(group) * shape.seqlen_q * shape.head_dim;
+    const int section =
+        max(1, min(pairs, static_cast<int>(section_bytes / max(pair_bytes, std::int64_t{1}))));
+
+    int work = static_cast<int>(blockIdx.x);
+    const int first = work / (section * tiles) * section;
+    const int size = min(section, pairs - first);
+    work -= first * tiles;
+    const int pair = first + work % size;
+    key = work / size * keys;
+    kv_head = pair % shape.heads_kv;
+    batch = pair / shape.heads_kv;
+  }
+};
+
 }  // namespace flash_dmattn::cuda

@@ -2,6 +2,7 @@
 
 #include "cuda/common/launch.h"
 #include "cuda/sm80/backward.cuh"
+#include "cuda/sm80/backward_keys.cuh"
 #include "cuda/sm80/launch.h"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -13,8 +14,22 @@ void launch_backward_kernel(const BackwardParams& params, cudaStream_t stream) {
   launch<Kernel>(Kernel::blocks(params), params, stream);
 }
 
+template <class T, int D, SharedClass S>
+void launch_key_major_kernel(const BackwardParams& params, cudaStream_t stream) {
+  if constexpr (has_key_major_backward(D, S)) {
+    using Kernel = KeyMajorBackwardKernel<T, D>;
+    static_assert(sizeof(typename Kernel::SharedStorage) <= shared_bytes(S));
+    launch<Kernel>(Kernel::blocks(params), params, stream);
+  }
+}
+
 template <class T, int D>
 void launch_backward(const BackwardParams& params, SharedClass shared, cudaStream_t stream) {
+  if (params.key_major) {
+    shared == SharedClass::kb99 ? launch_key_major_kernel<T, D, SharedClass::kb99>(params, stream)
+                                : launch_key_major_kernel<T, D, SharedClass::kb163>(params, stream);
+    return;
+  }
   const bool pairs = params.score.mask.per_query || params.score.bias.per_query;
   if (shared == SharedClass::kb99) {
     pairs ? launch_backward_kernel<T, D, SharedClass::kb99, true>(params, stream)

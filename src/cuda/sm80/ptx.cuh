@@ -93,6 +93,16 @@ __device__ inline void store_shared_4(std::uint32_t to, std::uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
 }
 
+// Barriers among the warps that name the same one; 0 is also __syncthreads. Both order memory.
+__device__ inline void barrier_wait(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Is counted without waiting.
+__device__ inline void barrier_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // Adds four consecutive floats, 16-byte aligned, in the L2. The vector form is of sm_90.
 __device__ inline void reduce_add(float* to, float x, float y, float z, float w) {
 #if __CUDA_ARCH__ >= 900

@@ -1,0 +1,481 @@
+#pragma once
+
+#include "cuda/common/careful.cuh"
+#include "cuda/common/scheduler.cuh"
+#include "cuda/sm80/epilogue.cuh"
+#include "cuda/sm80/score_tile.cuh"
+
+namespace flash_dmattn::cuda::sm80 {
+
+// A block owns 128 keys of a kv head and walks the query tiles, of all heads of the group, that can
+// see them. dk, dv and the gradient of a per-key bias stay in accumulators and are complete at the
+// end; dq is added to fp32 sums in memory.
+//
+// Scores are transposed, [keys, queries], so that what a warp makes of them is an operand of its
+// next product where it is. Two kinds of warps share the five products; warp w of either kind has
+// keys [32 w, 32 w + 32):
+//   value warps  S = K q^T, P = exp2(S - lse) --P--> shared,     dv += P dout
+//   key warps    dP = V dout^T, shared --P--> dS = P (dP - delta) --dS--> shared, dk += dS q
+// and all of them, a query tile later, dq += dS^T K. While one kind makes exponentials, the other
+// has products to do. A pair of warps meets at a barrier of its own over P; the block meets once
+// for each query tile.
+template <class T, int D>
+struct KeyMajorBackwardKernel {
+  using Params = BackwardParams;
+  static constexpr int warps = 8;
+  static constexpr int threads = warps * 32;
+  static constexpr int min_blocks = 1;
+  static constexpr int keys = 128;
+  static constexpr int warp_keys = 32;
+
+  using SumTile = QuerySumTile<D>;
+  static constexpr int rows = SumTile::rows;
+  using QueryRows = SharedTile<rows, D>;
+  using KeyRows = SharedTile<keys, D>;
+  using Scores = SharedTile<keys, rows>;
+
+  struct SharedStorage {
+    struct Stage {
+      alignas(1024) std::byte q[QueryRows::bytes];
+      alignas(1024) std::byte dout[QueryRows::bytes];
+    };
+    alignas(1024) std::byte k[KeyRows::bytes];
+    alignas(1024) std::byte v[KeyRows::bytes];
+    Stage stage[2];
+    // P on its way from a value warp to a key warp, then dS, in the same bytes.
+    alignas(1024) std::byte scores[2][Scores::bytes];
+    alignas(16) float lse2[2][rows];
+    alignas(16) float delta[2][rows];
+    ColumnTile<keys> columns;
+  };
+
+  static long blocks(const Params& p) { return KeyTile::count(p.shape, keys); }
+
+  __device__ void operator()(const Params& p, SharedStorage& shared) const {
+    if (threadIdx.x < threads / 2) {
+      Worker<Kind::value>(p, shared).run();
+    } else {
+      Worker<Kind::key>(p, shared).run();
+    }
+  }
+
+ private:
+  enum class Kind : std::uint8_t { value, key };
+
+  // A lane's part of the score tile of a warp, [warp_keys, rows], and the same in 16 bits: an A
+  // operand of a product over the queries.
+  static constexpr int m16 = warp_keys / 16;
+  static constexpr int n8 = rows / 8;
+  using ScoreAccumulator = Accumulator<warp_keys, rows>;
+  using ScoreOperand = std::uint32_t[m16][n8 / 2][4];
+
+  // Query tile of a walk.
+  struct Place {
+    int head;
+    int row;
+  };
+
+  // The queries that the keys of the block see: some keys those of `touched`, all keys those of
+  // `full`.
+  struct Bounds {
+    int touched_begin = 0x7fffffff;
+    int touched_end = 0;
+    int full_begin = 0;
+    int full_end = 0x7fffffff;
+
+    __device__ explicit Bounds(const ColumnTile<keys>& columns) {
+#pragma unroll
+      for (int i = 0; i < keys / 32; ++i) {
+        const ColumnRange range = columns.range[threadIdx.x % 32 + 32 * i];
+        const bool seen = range.length > 0;
+        const int end = range.first + range.length;
+        touched_begin = min(touched_begin, seen ? range.first : 0x7fffffff);
+        touched_end = max(touched_end, seen ? end : 0);
+        full_begin = max(full_begin, range.first);
+        full_end = min(full_end, seen ? end : 0);
+      }
+      touched_begin = __reduce_min_sync(0xffffffffu, touched_begin);
+      touched_end = __reduce_max_sync(0xffffffffu, touched_end);
+      full_begin = __reduce_max_sync(0xffffffffu, full_begin);
+      full_end = __reduce_min_sync(0xffffffffu, full_end);
+    }
+
+    __device__ bool all_seen() const { return full_end > 0; }
+  };
+
+  template <Kind kKind>
+  class Worker {
+   public:
+    __device__ Worker(const Params& params, SharedStorage& storage)
+        : p(params),
+          shared(storage),
+          tile(p.shape, keys),
+          lane(static_cast<int>(threadIdx.x % 32)),
+          warp(static_cast<int>(threadIdx.x / 32)),
+          pair(warp % (warps / 2)),
+          flags(*p.flags) {
+      clear(sum);
+    }
+
+    __device__ void run() {
+      const int group = p.shape.heads_q / p.shape.heads_kv;
+      // The heads of a group see the same columns, unless the mask or the bias tells them apart.
+      const bool apart = p.score.mask.head_q != 0 || p.score.bias.head_q != 0;
+      const int heads = apart ? 1 : group;
+      for (int member = 0; member < group; member += heads)
+        walk(tile.kv_head * group + member, heads);
+      store();
+    }
+
+   private:
+    static constexpr bool is_value = kKind == Kind::value;
+
+    __device__ void walk(int first_head, int heads) {
+      barrier_wait(0, threads);  // all are done with the heads before
+      const auto key = [&](int r) { return tile.key + r; };
+      copy_rows<KeyRows, threads>(
+          RowSource<KeyRows>(p.k, tile.batch, tile.kv_head, p.shape.head_dim),
+          shared_address(shared.k), p.shape.seqlen_k - tile.key, key);
+      copy_rows<KeyRows, threads>(
+          RowSource<KeyRows>(p.v, tile.batch, tile.kv_head, p.shape.head_dim),
+          shared_address(shared.v), p.shape.seqlen_k - tile.key, key);
+      if (is_value) load_columns(first_head);
+      barrier_wait(0, threads);
+      const Bounds bounds(shared.columns);
+      if (!bounds.all_seen()) clear_unseen_keys();
+
+      const int begin = bounds.touched_begin / rows * rows;
+      const int end = bounds.touched_end;
+      const int tiles = end > 0 ? (end - begin + rows - 1) / rows : 0;
+      const int count = tiles * heads;
+      Place next{first_head, begin};
+      Place previous = next;
+      if (count > 0) copy_queries(next, 0);
+      for (int n = 0; n < count; ++n) {
+        const Place place = next;
+        const int stage = n % 2;
+        cp_async_wait_all();
+        barrier_wait(0, threads);
+        if (p.saturate && (flags & dout_not_finite) != 0) {
+          clear_non_finite(stage);
+          barrier_wait(0, threads);
+        }
+        if (n + 1 < count) {
+          next.row += rows;
+          if (next.row >= end) next = {place.head + 1, begin};
+          copy_queries(next, 1 - stage);
+        }
+        if constexpr (is_value) {
+          value_step(place, stage, bounds);
+          if (n > 0) add_queries(previous, 1 - stage);
+        } else {
+          if (n > 0) add_queries(previous, 1 - stage);
+          key_step(stage);
+        }
+        previous = place;
+      }
+      barrier_wait(0, threads);
+      if (count > 0) add_queries(previous, (count - 1) % 2);
+      if (!is_value && p.dbias.data != nullptr) add_bias(first_head);
+    }
+
+    __device__ void load_columns(int head) {
+      ColumnLoader<T> loader(p.score, p.shape, tile.batch, head, tile.kv_head);
+      const int column = static_cast<int>(threadIdx.x);
+      const int key = tile.key + column;
+      loader.load(key, key < p.shape.seqlen_k);
+      loader.store(shared.columns, column, 0, p.shape.seqlen_q);
+    }
+
+    // What is not finite in a row of K would meet the zeros of dS.
+    __device__ void clear_unseen_keys() {
+      cp_async_wait_all();
+      barrier_wait(0, threads);
+      for (int i = static_cast<int>(threadIdx.x); i < keys * KeyRows::chunks; i += threads) {
+        const int row = i / KeyRows::chunks;
+        if (shared.columns.range[row].length == 0) {
+          store_shared_16(shared_address(shared.k) + KeyRows::offset(row, i % KeyRows::chunks),
+                          {0, 0, 0, 0});
+        }
+      }
+    }
+
+    // Zeros past the end; no key sees these rows.
+    __device__ void copy_queries(Place place, int stage) {
+      const auto query = [&](int r) { return place.row + r; };
+      const int size = p.shape.seqlen_q - place.row;
+      copy_rows<QueryRows, threads>(
+          RowSource<QueryRows>(p.q, tile.batch, place.head, p.shape.head_dim),
+          shared_address(shared.stage[stage].q), size, query);
+      copy_rows<QueryRows, threads>(
+          RowSource<QueryRows>(p.dout, tile.batch, place.head, p.shape.head_dim),
+          shared_address(shared.stage[stage].dout), size, query);
+      const int i = static_cast<int>(threadIdx.x) % rows;
+      const std::int64_t from = row_index(place) + (i < size ? i : 0);
+      if (threadIdx.x < rows) {
+        cp_async_4(shared_address(&shared.lse2[stage][i]), p.lse2 + from, i < size);
+      } else if (threadIdx.x < 2 * rows) {
+        cp_async_4(shared_address(&shared.delta[stage][i]), p.delta + from, i < size);
+      }
+    }
+
+    __device__ std::int64_t row_index(Place place) const {
+      return (static_cast<std::int64_t>(tile.batch) * p.shape.heads_q + place.head) *
+                 p.shape.seqlen_q +
+             place.row;
+    }
+
+    // What is not finite in dout counts as 0.
+    __device__ void clear_non_finite(int stage) {
+      const auto clean = [](std::uint32_t pair) {
+        constexpr std::uint32_t exponent = Element<T>::exponent_mask;
+        if ((pair & exponent) == exponent) pair &= 0xffff0000u;
+        if ((pair >> 16 & exponent) == exponent) pair &= 0x0000ffffu;
+        return pair;
+      };
+      const std::uint32_t dout = shared_address(shared.stage[stage].dout);
+      for (int i = static_cast<int>(threadIdx.x); i < QueryRows::bytes / 16; i += threads) {
+        const std::uint32_t address = dout + static_cast<std::uint32_t>(i) * 16;
+        const uint4 value = load_shared_16(address);
+        store_shared_16(address, {clean(value.x), clean(value.y), clean(value.z), clean(value.w)});
+      }
+    }
+
+    __device__ void value_step(Place place, int stage, const Bounds& bounds) {
+      ScoreAccumulator s;
+      clear(s);
+      multiply<T, D>(s, OperandA<KeyRows, Major::k>(shared_address(shared.k), pair * warp_keys),
+                     OperandB<QueryRows, Major::k>(shared_address(shared.stage[stage].q), 0));
+      shape_scores(p.score, s);
+      const bool biased = p.score.bias.data != nullptr;
+      if (biased) add_row_bias(s);
+      if (place.row < bounds.full_begin || place.row + rows > bounds.full_end)
+        mask_rows(place.row, s);
+      // The forward's instructions in the forward's order, so that s and lse fit together.
+      const float factor = biased ? 1.0f : p.score.factor;
+      const float* const lse2 = shared.lse2[stage] + 2 * (lane % 4);
+      if ((flags & lse_has_low) != 0) {
+        make_careful_probabilities(place, factor, lse2, s);
+      } else {
+#pragma unroll
+        for (int n = 0; n < n8; ++n) {
+          const float2 of_query = *reinterpret_cast<const float2*>(lse2 + 8 * n);
+#pragma unroll
+          for (int m = 0; m < m16; ++m) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              const float minus = e % 2 == 0 ? -of_query.x : -of_query.y;
+              s[m][n][e] = exp2_approx(fmaf(s[m][n][e], factor, minus));
+            }
+          }
+        }
+      }
+      ScoreOperand weights;
+#pragma unroll
+      for (int m = 0; m < m16; ++m) {
+#pragma unroll
+        for (int k = 0; k < n8 / 2; ++k) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            // At most 1; a NaN, of a score that overflowed far below the maximum, becomes 0.
+            weights[m][k][i] = pack<T>(__saturatef(s[m][2 * k + i / 2][2 * (i % 2)]),
+                                       __saturatef(s[m][2 * k + i / 2][2 * (i % 2) + 1]));
+          }
+          store_shared_16(handover(stage, m, k),
+                          {weights[m][k][0], weights[m][k][1], weights[m][k][2], weights[m][k][3]});
+        }
+      }
+      barrier_arrive(pair_barrier(), 64);
+      multiply<T, rows>(
+          sum, weights,
+          OperandB<QueryRows, Major::mn>(shared_address(shared.stage[stage].dout), 0));
+    }
+
+    __device__ void key_step(int stage) {
+      ScoreAccumulator ds;
+      clear(ds);
+      multiply<T, D>(ds, OperandA<KeyRows, Major::k>(shared_address(shared.v), pair * warp_keys),
+                     OperandB<QueryRows, Major::k>(shared_address(shared.stage[stage].dout), 0));
+      const float* const delta = shared.delta[stage] + 2 * (lane % 4);
+      ScoreOperand operand;
+      barrier_wait(pair_barrier(), 64);
+#pragma unroll
+      for (int k = 0; k < n8 / 2; ++k) {
+        const float2 of_query[2] = {*reinterpret_cast<const float2*>(delta + 16 * k),
+                                    *reinterpret_cast<const float2*>(delta + 16 * k + 8)};
+#pragma unroll
+        for (int m = 0; m < m16; ++m) {
+          const uint4 given = load_shared_16(handover(stage, m, k));
+          const std::uint32_t weights[4] = {given.x, given.y, given.z, given.w};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const auto weight = reinterpret_cast<const typename Element<T>::Pair&>(weights[i]);
+            const auto gradient = [&](float probability, float dp, float of_query) {
+              return probability == 0 ? 0.0f : probability * (dp - of_query);
+            };
+            const float (&dp)[4] = ds[m][2 * k + i / 2];
+            const float x =
+                gradient(Element<T>::widen(weight.x), dp[2 * (i % 2)], of_query[i / 2].x);
+            const float y =
+                gradient(Element<T>::widen(weight.y), dp[2 * (i % 2) + 1], of_query[i / 2].y);
+            bias_sum[m][i % 2] += x + y;
+            operand[m][k][i] = pack_gradient<T>(x, y, p.saturate);
+          }
+        }
+      }
+      __syncwarp();  // all lanes have read P
+#pragma unroll
+      for (int m = 0; m < m16; ++m) {
+#pragma unroll
+        for (int k = 0; k < n8 / 2; ++k) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int row = pair * warp_keys + 16 * m + 8 * (i % 2) + lane / 4;
+            store_shared_4(shared_address(shared.scores[stage]) +
+                               Scores::offset(row, 2 * k + i / 2) + 4 * (lane % 4),
+                           operand[m][k][i]);
+          }
+        }
+      }
+      multiply<T, rows>(sum, operand,
+                        OperandB<QueryRows, Major::mn>(shared_address(shared.stage[stage].q), 0));
+    }
+
+    // dq of a query tile whose dS is complete.
+    __device__ void add_queries(Place place, int stage) {
+      if (p.dq_sum == nullptr) return;
+      Accumulator<SumTile::warp_rows, SumTile::warp_columns> dq;
+      clear(dq);
+      const int column = warp / SumTile::row_warps * SumTile::warp_columns;
+      multiply<T, keys>(dq,
+                        OperandA<Scores, Major::mn>(shared_address(shared.scores[stage]),
+                                                    warp % SumTile::row_warps * SumTile::warp_rows),
+                        OperandB<KeyRows, Major::mn>(shared_address(shared.k), column));
+      const int tiles = (p.shape.seqlen_q + rows - 1) / rows;
+      const std::int64_t index =
+          (static_cast<std::int64_t>(tile.batch) * p.shape.heads_q + place.head) * tiles +
+          place.row / rows;
+      float* const to = p.dq_sum + index * SumTile::floats;
+#pragma unroll
+      for (int n = 0; n < SumTile::column_blocks; ++n) {
+        if (column + 8 * n >= p.shape.head_dim) break;
+#pragma unroll
+        for (int m = 0; m < SumTile::row_blocks; ++m) {
+          reduce_add(to + SumTile::offset(warp, m, n, lane), dq[m][n][0], dq[m][n][1], dq[m][n][2],
+                     dq[m][n][3]);
+        }
+      }
+    }
+
+    __device__ int pair_barrier() const { return 1 + pair; }
+
+    // Where a lane's four words of block (m, k) of P pass from its value warp to its key warp.
+    __device__ std::uint32_t handover(int stage, int m, int k) const {
+      return shared_address(shared.scores[stage]) +
+             static_cast<std::uint32_t>(pair * warp_keys * Scores::row_bytes +
+                                        ((m * (n8 / 2) + k) * 32 + lane) * 16);
+    }
+
+    // The lane's key of accumulator rows (m, h), in the block.
+    __device__ int key_of(int m, int h) const {
+      return pair * warp_keys + 16 * m + 8 * h + lane / 4;
+    }
+
+    __device__ void add_row_bias(ScoreAccumulator& s) const {
+#pragma unroll
+      for (int m = 0; m < m16; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float bias = shared.columns.bias[key_of(m, h)];
+#pragma unroll
+          for (int n = 0; n < n8; ++n) {
+            s[m][n][2 * h] = fmaf(s[m][n][2 * h], p.score.factor, bias);
+            s[m][n][2 * h + 1] = fmaf(s[m][n][2 * h + 1], p.score.factor, bias);
+          }
+        }
+      }
+    }
+
+    __device__ void mask_rows(int first_row, ScoreAccumulator& s) const {
+#pragma unroll
+      for (int m = 0; m < m16; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const ColumnRange range = shared.columns.range[key_of(m, h)];
+#pragma unroll
+          for (int n = 0; n < n8; ++n) {
+            const int row = first_row + 8 * n + 2 * (lane % 4);
+            if (!range.sees(row)) s[m][n][2 * h] = negative_infinity;
+            if (!range.sees(row + 1)) s[m][n][2 * h + 1] = negative_infinity;
+          }
+        }
+      }
+    }
+
+    // Where lse needs more than one float or scores may have overflowed; rare.
+    __device__ void make_careful_probabilities(Place place, float factor, const float* lse2,
+                                               ScoreAccumulator& s) const {
+      const float* const low = p.lse2_low + row_index(place);
+      for_each_element(s, [&](float& x, int m, int n, int e) {
+        const int column = 8 * n + e % 2;
+        const int row = 2 * (lane % 4) + column;
+        const bool exists = place.row + row < p.shape.seqlen_q;
+        const int key = tile.key + key_of(m, e / 2);
+        if ((flags & lse_is_extreme) != 0 && !(fabsf(x * factor) < 1e37f) && exists &&
+            key < p.shape.seqlen_k) {
+          x = careful_probability<T>(p, tile.batch, place.head, tile.kv_head, place.row + row, key);
+        } else {
+          x = exp2_approx(fmaf(x, factor, -lse2[column]) - (exists ? low[row] : 0.0f));
+        }
+      });
+    }
+
+    // Sums of the lanes that share a key.
+    __device__ void add_bias(int head) {
+      float* const sums = reinterpret_cast<float*>(p.dbias.data) + tile.batch * p.dbias.batch +
+                          head * p.dbias.head_q + tile.kv_head * p.dbias.head_kv;
+#pragma unroll
+      for (int m = 0; m < m16; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float& value = bias_sum[m][h];
+          value += __shfl_xor_sync(0xffffffffu, value, 1);
+          value += __shfl_xor_sync(0xffffffffu, value, 2);
+          const int key = tile.key + key_of(m, h);
+          if (lane % 4 == 0 && key < p.shape.seqlen_k && value != 0) {
+            atomicAdd(sums + key * p.dbias.key, value);
+          }
+          value = 0;
+        }
+      }
+    }
+
+    // dv, over the rows of V, or dk, over those of K.
+    __device__ void store() {
+      const HeadRows& to = is_value ? p.dv : p.dk;
+      barrier_wait(0, threads);  // all have read K and V
+      if (to.data == nullptr) return;
+      const std::uint32_t staged = shared_address(is_value ? shared.v : shared.k);
+      const float scale = is_value ? 1.0f : p.score.scale;
+      const int begin = pair * warp_keys;
+      stage_accumulators<KeyRows>(sum, staged, begin, 0, [&](float x, float y, int, int) {
+        return pack_gradient<T>(x * scale, y * scale, p.saturate);
+      });
+      __syncwarp();
+      write_rows<KeyRows>(staged, begin, min(begin + warp_keys, p.shape.seqlen_k - tile.key),
+                          tile.key, to, tile.batch, tile.kv_head, p.shape.head_dim, lane, 32);
+    }
+
+    const Params& p;
+    SharedStorage& shared;
+    const KeyTile tile;
+    const int lane;
+    const int warp;
+    const int pair;
+    const std::uint32_t flags;
+    Accumulator<warp_keys, D> sum;  // dv or dk
+    float bias_sum[m16][2] = {};    // of the lane's keys
+  };
+};
+
+}  // namespace flash_dmattn::cuda::sm80
