@@ -52,16 +52,10 @@ struct KeyMajorBackwardKernel {
   static long blocks(const Params& p) { return KeyTile::count(p.shape, keys); }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
-    if (threadIdx.x < threads / 2) {
-      Worker<Kind::value>(p, shared).run();
-    } else {
-      Worker<Kind::key>(p, shared).run();
-    }
+    Worker(p, shared).run();
   }
 
  private:
-  enum class Kind : std::uint8_t { value, key };
-
   // A lane's part of the score tile of a warp, [warp_keys, rows], and the same in 16 bits: an A
   // operand of a product over the queries.
   static constexpr int m16 = warp_keys / 16;
@@ -103,7 +97,6 @@ struct KeyMajorBackwardKernel {
     __device__ bool all_seen() const { return full_end > 0; }
   };
 
-  template <Kind kKind>
   class Worker {
    public:
     __device__ Worker(const Params& params, SharedStorage& storage)
@@ -113,6 +106,8 @@ struct KeyMajorBackwardKernel {
           lane(static_cast<int>(threadIdx.x % 32)),
           warp(static_cast<int>(threadIdx.x / 32)),
           pair(warp % (warps / 2)),
+          is_value(warp >= warps / 2),
+          copies_whole_rows(p.q.aligned && p.dout.aligned && p.shape.head_dim == D),
           flags(*p.flags) {
       clear(sum);
     }
@@ -128,8 +123,6 @@ struct KeyMajorBackwardKernel {
     }
 
    private:
-    static constexpr bool is_value = kKind == Kind::value;
-
     __device__ void walk(int first_head, int heads) {
       barrier_wait(0, threads);  // all are done with the heads before
       const auto key = [&](int r) { return tile.key + r; };
@@ -139,7 +132,7 @@ struct KeyMajorBackwardKernel {
       copy_rows<KeyRows, threads>(
           RowSource<KeyRows>(p.v, tile.batch, tile.kv_head, p.shape.head_dim),
           shared_address(shared.v), p.shape.seqlen_k - tile.key, key);
-      if (is_value) load_columns(first_head);
+      if (threadIdx.x < keys) load_columns(first_head);
       barrier_wait(0, threads);
       const Bounds bounds(shared.columns);
       if (!bounds.all_seen()) clear_unseen_keys();
@@ -149,8 +142,8 @@ struct KeyMajorBackwardKernel {
       const int tiles = end > 0 ? (end - begin + rows - 1) / rows : 0;
       const int count = tiles * heads;
       Place next{first_head, begin};
-      Place previous = next;
-      if (count > 0) copy_queries(next, 0);
+      std::int64_t previous = 0;
+      if (!is_value && count > 0) copy_queries(next, 0);
       for (int n = 0; n < count; ++n) {
         const Place place = next;
         const int stage = n % 2;
@@ -163,16 +156,14 @@ struct KeyMajorBackwardKernel {
         if (n + 1 < count) {
           next.row += rows;
           if (next.row >= end) next = {place.head + 1, begin};
-          copy_queries(next, 1 - stage);
         }
-        if constexpr (is_value) {
-          value_step(place, stage, bounds);
+        if (!is_value) {
+          if (n + 1 < count) copy_queries(next, 1 - stage);
           if (n > 0) add_queries(previous, 1 - stage);
-        } else {
-          if (n > 0) add_queries(previous, 1 - stage);
-          key_step(stage);
         }
-        previous = place;
+        step(place, stage, bounds);
+        if (is_value && n > 0) add_queries(previous, 1 - stage);
+        previous = query_tile(place);
       }
       barrier_wait(0, threads);
       if (count > 0) add_queries(previous, (count - 1) % 2);
@@ -200,23 +191,49 @@ struct KeyMajorBackwardKernel {
       }
     }
 
-    // Zeros past the end; no key sees these rows.
+    // By the key warps, which wait for the value warps later on. Zeros past the end; no key sees
+    // these rows.
     __device__ void copy_queries(Place place, int stage) {
-      const auto query = [&](int r) { return place.row + r; };
       const int size = p.shape.seqlen_q - place.row;
-      copy_rows<QueryRows, threads>(
-          RowSource<QueryRows>(p.q, tile.batch, place.head, p.shape.head_dim),
-          shared_address(shared.stage[stage].q), size, query);
-      copy_rows<QueryRows, threads>(
-          RowSource<QueryRows>(p.dout, tile.batch, place.head, p.shape.head_dim),
-          shared_address(shared.stage[stage].dout), size, query);
+      copy_query_rows(p.q, place, size, shared_address(shared.stage[stage].q));
+      copy_query_rows(p.dout, place, size, shared_address(shared.stage[stage].dout));
       const int i = static_cast<int>(threadIdx.x) % rows;
       const std::int64_t from = row_index(place) + (i < size ? i : 0);
       if (threadIdx.x < rows) {
         cp_async_4(shared_address(&shared.lse2[stage][i]), p.lse2 + from, i < size);
-      } else if (threadIdx.x < 2 * rows) {
+      } else {
         cp_async_4(shared_address(&shared.delta[stage][i]), p.delta + from, i < size);
       }
+    }
+
+    __device__ void copy_query_rows(const HeadRows& from, Place place, int size,
+                                    std::uint32_t to) const {
+      if (copies_whole_rows && size >= rows) {
+        constexpr int rows_at_once = threads / 2 / QueryRows::chunks;
+        static_assert(rows_at_once % 8 == 0);  // these have the same swizzle
+        const int row = static_cast<int>(threadIdx.x) / QueryRows::chunks;
+        const int chunk = static_cast<int>(threadIdx.x) % QueryRows::chunks;
+        const std::byte* data = from.data + tile.batch * from.batch + place.head * from.head +
+                                static_cast<std::int64_t>(place.row + row) * from.row_step +
+                                chunk * 16;
+        to += QueryRows::offset(row, chunk);
+#pragma unroll
+        for (int i = 0; i < rows / rows_at_once; ++i) {
+          cp_async_16(to + static_cast<std::uint32_t>(i * rows_at_once * QueryRows::row_bytes),
+                      data + static_cast<std::int64_t>(i * rows_at_once) * from.row_step);
+        }
+      } else {
+        copy_rows<QueryRows, threads / 2>(
+            RowSource<QueryRows>(from, tile.batch, place.head, p.shape.head_dim), to, size,
+            [&](int r) { return place.row + r; });
+      }
+    }
+
+    // Of the tiles of p.dq_sum.
+    __device__ std::int64_t query_tile(Place place) const {
+      const int tiles = (p.shape.seqlen_q + rows - 1) / rows;
+      return (static_cast<std::int64_t>(tile.batch) * p.shape.heads_q + place.head) * tiles +
+             place.row / rows;
     }
 
     __device__ std::int64_t row_index(Place place) const {
@@ -241,11 +258,28 @@ struct KeyMajorBackwardKernel {
       }
     }
 
-    __device__ void value_step(Place place, int stage, const Bounds& bounds) {
-      ScoreAccumulator s;
-      clear(s);
-      multiply<T, D>(s, OperandA<KeyRows, Major::k>(shared_address(shared.k), pair * warp_keys),
-                     OperandB<QueryRows, Major::k>(shared_address(shared.stage[stage].q), 0));
+    // Both kinds of warps make the same two products, of different tiles.
+    __device__ void step(Place place, int stage, const Bounds& bounds) {
+      const std::uint32_t q = shared_address(shared.stage[stage].q);
+      const std::uint32_t dout = shared_address(shared.stage[stage].dout);
+      ScoreAccumulator x;
+      clear(x);
+      multiply<T, D>(x,
+                     OperandA<KeyRows, Major::k>(shared_address(is_value ? shared.k : shared.v),
+                                                 pair * warp_keys),
+                     OperandB<QueryRows, Major::k>(is_value ? q : dout, 0));
+      ScoreOperand operand;
+      if (is_value) {
+        make_probabilities(place, stage, bounds, x, operand);
+      } else {
+        make_gradients(stage, x, operand);
+      }
+      multiply<T, rows>(sum, operand, OperandB<QueryRows, Major::mn>(is_value ? dout : q, 0));
+    }
+
+    // P of scores, for this warp's product and for its key warp.
+    __device__ void make_probabilities(Place place, int stage, const Bounds& bounds,
+                                       ScoreAccumulator& s, ScoreOperand& weights) {
       shape_scores(p.score, s);
       const bool biased = p.score.bias.data != nullptr;
       if (biased) add_row_bias(s);
@@ -270,7 +304,6 @@ struct KeyMajorBackwardKernel {
           }
         }
       }
-      ScoreOperand weights;
 #pragma unroll
       for (int m = 0; m < m16; ++m) {
 #pragma unroll
@@ -286,18 +319,12 @@ struct KeyMajorBackwardKernel {
         }
       }
       barrier_arrive(pair_barrier(), 64);
-      multiply<T, rows>(
-          sum, weights,
-          OperandB<QueryRows, Major::mn>(shared_address(shared.stage[stage].dout), 0));
     }
 
-    __device__ void key_step(int stage) {
-      ScoreAccumulator ds;
-      clear(ds);
-      multiply<T, D>(ds, OperandA<KeyRows, Major::k>(shared_address(shared.v), pair * warp_keys),
-                     OperandB<QueryRows, Major::k>(shared_address(shared.stage[stage].dout), 0));
+    // dS of dP, for this warp's product and for dq.
+    __device__ void make_gradients(int stage, const ScoreAccumulator& dp_tile,
+                                   ScoreOperand& operand) {
       const float* const delta = shared.delta[stage] + 2 * (lane % 4);
-      ScoreOperand operand;
       barrier_wait(pair_barrier(), 64);
 #pragma unroll
       for (int k = 0; k < n8 / 2; ++k) {
@@ -310,19 +337,16 @@ struct KeyMajorBackwardKernel {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const auto weight = reinterpret_cast<const typename Element<T>::Pair&>(weights[i]);
-            const auto gradient = [&](float probability, float dp, float of_query) {
-              return probability == 0 ? 0.0f : probability * (dp - of_query);
-            };
-            const float (&dp)[4] = ds[m][2 * k + i / 2];
-            const float x =
-                gradient(Element<T>::widen(weight.x), dp[2 * (i % 2)], of_query[i / 2].x);
-            const float y =
-                gradient(Element<T>::widen(weight.y), dp[2 * (i % 2) + 1], of_query[i / 2].y);
-            bias_sum[m][i % 2] += x + y;
-            operand[m][k][i] = pack_gradient<T>(x, y, p.saturate);
+            const float (&dp)[4] = dp_tile[m][2 * k + i / 2];
+            const float x = Element<T>::widen(weight.x) * (dp[2 * (i % 2)] - of_query[i / 2].x);
+            const float y = Element<T>::widen(weight.y) * (dp[2 * (i % 2) + 1] - of_query[i / 2].y);
+            // No probability, no gradient, not even that of a dp that is not finite.
+            operand[m][k][i] =
+                pack_gradient<T>(x, y, p.saturate) & __hne2_mask(weight, zero_pair());
           }
         }
       }
+      if (p.dbias.data != nullptr) sum_queries(operand);
       __syncwarp();  // all lanes have read P
 #pragma unroll
       for (int m = 0; m < m16; ++m) {
@@ -337,12 +361,26 @@ struct KeyMajorBackwardKernel {
           }
         }
       }
-      multiply<T, rows>(sum, operand,
-                        OperandB<QueryRows, Major::mn>(shared_address(shared.stage[stage].q), 0));
+    }
+
+    static __device__ typename Element<T>::Pair zero_pair() { return Element<T>::pack(0, 0); }
+
+    // Sums over the queries, as a product with ones.
+    __device__ void sum_queries(const ScoreOperand& operand) {
+      const std::uint32_t ones = pack<T>(1, 1);
+#pragma unroll
+      for (int m = 0; m < m16; ++m) {
+        // All columns are equal; the second of a lane is not kept.
+        float c[4] = {bias_sum[m][0], 0, bias_sum[m][1], 0};
+#pragma unroll
+        for (int k = 0; k < n8 / 2; ++k) mma_m16n8k16<T>(c, operand[m][k], ones, ones);
+        bias_sum[m][0] = c[0];
+        bias_sum[m][1] = c[2];
+      }
     }
 
     // dq of a query tile whose dS is complete.
-    __device__ void add_queries(Place place, int stage) {
+    __device__ void add_queries(std::int64_t query_tile, int stage) {
       if (p.dq_sum == nullptr) return;
       Accumulator<SumTile::warp_rows, SumTile::warp_columns> dq;
       clear(dq);
@@ -351,18 +389,16 @@ struct KeyMajorBackwardKernel {
                         OperandA<Scores, Major::mn>(shared_address(shared.scores[stage]),
                                                     warp % SumTile::row_warps * SumTile::warp_rows),
                         OperandB<KeyRows, Major::mn>(shared_address(shared.k), column));
-      const int tiles = (p.shape.seqlen_q + rows - 1) / rows;
-      const std::int64_t index =
-          (static_cast<std::int64_t>(tile.batch) * p.shape.heads_q + place.head) * tiles +
-          place.row / rows;
-      float* const to = p.dq_sum + index * SumTile::floats;
+      float* const to = p.dq_sum + query_tile * SumTile::floats + SumTile::offset(warp, 0, 0, lane);
 #pragma unroll
-      for (int n = 0; n < SumTile::column_blocks; ++n) {
-        if (column + 8 * n >= p.shape.head_dim) break;
+      for (int m = 0; m < SumTile::row_blocks; ++m) {
 #pragma unroll
-        for (int m = 0; m < SumTile::row_blocks; ++m) {
-          reduce_add(to + SumTile::offset(warp, m, n, lane), dq[m][n][0], dq[m][n][1], dq[m][n][2],
-                     dq[m][n][3]);
+        for (int n = 0; n < SumTile::column_blocks; ++n) {
+          // Whole rows without branches.
+          if (p.shape.head_dim == D || column + 8 * n < p.shape.head_dim) {
+            reduce_add(to + SumTile::offset(0, m, n, 0), dq[m][n][0], dq[m][n][1], dq[m][n][2],
+                       dq[m][n][3]);
+          }
         }
       }
     }
@@ -430,7 +466,6 @@ struct KeyMajorBackwardKernel {
       });
     }
 
-    // Sums of the lanes that share a key.
     __device__ void add_bias(int head) {
       float* const sums = reinterpret_cast<float*>(p.dbias.data) + tile.batch * p.dbias.batch +
                           head * p.dbias.head_q + tile.kv_head * p.dbias.head_kv;
@@ -438,14 +473,11 @@ struct KeyMajorBackwardKernel {
       for (int m = 0; m < m16; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          float& value = bias_sum[m][h];
-          value += __shfl_xor_sync(0xffffffffu, value, 1);
-          value += __shfl_xor_sync(0xffffffffu, value, 2);
           const int key = tile.key + key_of(m, h);
-          if (lane % 4 == 0 && key < p.shape.seqlen_k && value != 0) {
-            atomicAdd(sums + key * p.dbias.key, value);
+          if (lane % 4 == 0 && key < p.shape.seqlen_k && bias_sum[m][h] != 0) {
+            atomicAdd(sums + key * p.dbias.key, bias_sum[m][h]);
           }
-          value = 0;
+          bias_sum[m][h] = 0;
         }
       }
     }
@@ -472,6 +504,8 @@ struct KeyMajorBackwardKernel {
     const int lane;
     const int warp;
     const int pair;
+    const bool is_value;
+    const bool copies_whole_rows;
     const std::uint32_t flags;
     Accumulator<warp_keys, D> sum;  // dv or dk
     float bias_sum[m16][2] = {};    // of the lane's keys
