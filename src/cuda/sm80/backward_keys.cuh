@@ -106,7 +106,7 @@ struct KeyMajorBackwardKernel {
           lane(static_cast<int>(threadIdx.x % 32)),
           warp(static_cast<int>(threadIdx.x / 32)),
           pair(warp % (warps / 2)),
-          is_value(warp >= warps / 2),
+          is_value(warp < warps / 2),
           copies_whole_rows(p.q.aligned && p.dout.aligned && p.shape.head_dim == D),
           flags(*p.flags) {
       clear(sum);
@@ -143,7 +143,7 @@ struct KeyMajorBackwardKernel {
       const int count = tiles * heads;
       Place next{first_head, begin};
       std::int64_t previous = 0;
-      if (!is_value && count > 0) copy_queries(next, 0);
+      if (is_value && count > 0) copy_queries(next, 0);
       for (int n = 0; n < count; ++n) {
         const Place place = next;
         const int stage = n % 2;
@@ -157,11 +157,8 @@ struct KeyMajorBackwardKernel {
           next.row += rows;
           if (next.row >= end) next = {place.head + 1, begin};
         }
-        if (!is_value) {
-          if (n + 1 < count) copy_queries(next, 1 - stage);
-          if (n > 0) add_queries(previous, 1 - stage);
-        }
-        step(place, stage, bounds);
+        if (!is_value && n > 0) add_queries(previous, 1 - stage);
+        step(place, stage, bounds, next, n + 1 < count);
         if (is_value && n > 0) add_queries(previous, 1 - stage);
         previous = query_tile(place);
       }
@@ -191,8 +188,8 @@ struct KeyMajorBackwardKernel {
       }
     }
 
-    // By the key warps, which wait for the value warps later on. Zeros past the end; no key sees
-    // these rows.
+    // By the value warps, once they have handed P over: the key warps have more to do. Zeros past
+    // the end; no key sees these rows.
     __device__ void copy_queries(Place place, int stage) {
       const int size = p.shape.seqlen_q - place.row;
       copy_query_rows(p.q, place, size, shared_address(shared.stage[stage].q));
@@ -259,7 +256,7 @@ struct KeyMajorBackwardKernel {
     }
 
     // Both kinds of warps make the same two products, of different tiles.
-    __device__ void step(Place place, int stage, const Bounds& bounds) {
+    __device__ void step(Place place, int stage, const Bounds& bounds, Place next, bool has_next) {
       const std::uint32_t q = shared_address(shared.stage[stage].q);
       const std::uint32_t dout = shared_address(shared.stage[stage].dout);
       ScoreAccumulator x;
@@ -271,6 +268,7 @@ struct KeyMajorBackwardKernel {
       ScoreOperand operand;
       if (is_value) {
         make_probabilities(place, stage, bounds, x, operand);
+        if (has_next) copy_queries(next, 1 - stage);
       } else {
         make_gradients(stage, x, operand);
       }
