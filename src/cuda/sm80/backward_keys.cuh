@@ -124,7 +124,7 @@ struct KeyMajorBackwardKernel {
 
    private:
     __device__ void walk(int first_head, int heads) {
-      barrier_wait(0, threads);  // all are done with the heads before
+      __syncthreads();  // all are done with the heads before
       const auto key = [&](int r) { return tile.key + r; };
       copy_rows<KeyRows, threads>(
           RowSource<KeyRows>(p.k, tile.batch, tile.kv_head, p.shape.head_dim),
@@ -133,7 +133,7 @@ struct KeyMajorBackwardKernel {
           RowSource<KeyRows>(p.v, tile.batch, tile.kv_head, p.shape.head_dim),
           shared_address(shared.v), p.shape.seqlen_k - tile.key, key);
       if (threadIdx.x < keys) load_columns(first_head);
-      barrier_wait(0, threads);
+      __syncthreads();
       const Bounds bounds(shared.columns);
       if (!bounds.all_seen()) clear_unseen_keys();
 
@@ -144,26 +144,24 @@ struct KeyMajorBackwardKernel {
       Place next{first_head, begin};
       std::int64_t previous = 0;
       if (is_value && count > 0) copy_queries(next, 0);
-      for (int n = 0; n < count; ++n) {
+      for (int n = 0; n <= count; ++n) {
         const Place place = next;
         const int stage = n % 2;
         cp_async_wait_all();
-        barrier_wait(0, threads);
-        if (p.saturate && (flags & dout_not_finite) != 0) {
-          clear_non_finite(stage);
-          barrier_wait(0, threads);
-        }
-        if (n + 1 < count) {
+        __syncthreads();
+        if (!is_value && n > 0) add_queries(previous, 1 - stage);
+        if (n < count) {
+          if (p.saturate && (flags & dout_not_finite) != 0) {
+            clear_non_finite(stage);
+            __syncthreads();
+          }
           next.row += rows;
           if (next.row >= end) next = {place.head + 1, begin};
+          step(place, stage, bounds, next, n + 1 < count);
         }
-        if (!is_value && n > 0) add_queries(previous, 1 - stage);
-        step(place, stage, bounds, next, n + 1 < count);
         if (is_value && n > 0) add_queries(previous, 1 - stage);
         previous = query_tile(place);
       }
-      barrier_wait(0, threads);
-      if (count > 0) add_queries(previous, (count - 1) % 2);
       if (!is_value && p.dbias.data != nullptr) add_bias(first_head);
     }
 
@@ -178,7 +176,7 @@ struct KeyMajorBackwardKernel {
     // What is not finite in a row of K would meet the zeros of dS.
     __device__ void clear_unseen_keys() {
       cp_async_wait_all();
-      barrier_wait(0, threads);
+      __syncthreads();
       for (int i = static_cast<int>(threadIdx.x); i < keys * KeyRows::chunks; i += threads) {
         const int row = i / KeyRows::chunks;
         if (shared.columns.range[row].length == 0) {
@@ -483,7 +481,7 @@ struct KeyMajorBackwardKernel {
     // dv, over the rows of V, or dk, over those of K.
     __device__ void store() {
       const HeadRows& to = is_value ? p.dv : p.dk;
-      barrier_wait(0, threads);  // all have read K and V
+      __syncthreads();  // all have read K and V
       if (to.data == nullptr) return;
       const std::uint32_t staged = shared_address(is_value ? shared.v : shared.k);
       const float scale = is_value ? 1.0f : p.score.scale;

@@ -93,7 +93,7 @@ __device__ inline void store_shared_4(std::uint32_t to, std::uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
 }
 
-// Barriers among the warps that name the same one; 0 is also __syncthreads. Both order memory.
+// Barriers 1 to 15 among the warps that name the same one; 0 is __syncthreads. Both order memory.
 __device__ inline void barrier_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
