@@ -8,6 +8,7 @@ import torch
 import flash_dmattn
 from flash_dmattn import flash_dmattn_func
 from flash_dmattn.__main__ import main
+from flash_dmattn.check import equivalence
 from flash_dmattn.check import run as check_run
 from flash_dmattn.check.cases import CASES
 from flash_dmattn.check.situations import choice_of_keys, determinism
@@ -122,3 +123,13 @@ def test_a_missing_backend_says_why(capsys):
         assert f"{backend.name} cannot run here: {backend.reason}" in capsys.readouterr().err
     if not missing:
         pytest.skip("every backend runs on this machine")
+
+
+def test_the_equivalence_of_some_results(small, capsys):
+    arguments = ["--test-type", "cpu", "--dtype", "f32"]
+    with pytest.raises(SystemExit) as finished:
+        equivalence.main("out and lse", ("out", "lse"), arguments)
+    assert finished.value.code == 0
+    printed = capsys.readouterr().out
+    assert "plain_f32" in printed and "lse" in printed
+    assert "dq" not in printed and "determinism" not in printed
