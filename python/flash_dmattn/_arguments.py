@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
 from numbers import Integral, Real
 
 import torch
@@ -28,12 +30,13 @@ _INTEGERS = (Integral, torch.SymInt)
 
 
 def attention_inputs(
-    query: Tensor, key: Tensor, value: Tensor, layout: str
+    query: Tensor, key: Tensor, value: Tensor, layout: str, backend: str = ""
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Checks query, key and value, and casts them as torch.autocast wants.
 
     A bias is not cast: one in fp32 beside low precision inputs is welcome.
     layout: "B, S, H, D", or "total, H, D" for packed sequences.
+    backend: its name where one is named.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
@@ -52,7 +55,7 @@ def attention_inputs(
             t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
             for t in (query, key, value)
         )
-    _check_attention_inputs(query, key, value, layout)
+    _check_attention_inputs(query, key, value, layout, backend)
     return query, key, value
 
 
@@ -67,7 +70,9 @@ def _refuse_tangent(tensor: Tensor, name: str) -> None:
         )
 
 
-def _check_attention_inputs(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None:
+def _check_attention_inputs(
+    query: Tensor, key: Tensor, value: Tensor, layout: str, backend: str
+) -> None:
     dims = layout.count(",") + 1
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != dims:
@@ -79,20 +84,7 @@ def _check_attention_inputs(query: Tensor, key: Tensor, value: Tensor, layout: s
             )
     if query.dtype not in DTYPES:
         raise TypeError(f"query: got {query.dtype}, expected float32, bfloat16, float16 or float64")
-    device = query.device
-    if device.type not in ("cpu", "cuda", "meta"):
-        raise RuntimeError(
-            f"flash_dmattn: no backend runs on {device}, only on the CPU and on CUDA GPUs"
-        )
-    if device.type == "cuda":
-        reason = "" if torch.compiler.is_compiling() else unavailable_reason("cuda")
-        if reason:
-            raise RuntimeError(f"flash_dmattn: cannot run on {device}: {reason}")
-        if query.dtype not in GPU_DTYPES:
-            raise TypeError(
-                f"query: got {query.dtype} on {device}, expected bfloat16 or float16 (convert with .to(), or "
-                'compute under torch.autocast("cuda", torch.bfloat16))'
-            )
+    _check_device(query, backend)
     *_, heads_q, head_dim = query.shape
     heads_kv = key.shape[-2]
     if value.shape != key.shape:
@@ -110,6 +102,38 @@ def _check_attention_inputs(query: Tensor, key: Tensor, value: Tensor, layout: s
         )
     if not 1 <= head_dim <= 256:
         raise ValueError(f"query: got head dimension {head_dim}, expected 1 to 256")
+
+
+def _runs_on_cpu(backend: str) -> bool:
+    if backend == "flex":
+        return True
+    return (
+        importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+    )
+
+
+def _check_device(query: Tensor, backend: str) -> None:
+    device = query.device
+    if backend in ("triton", "flex"):
+        # On the CPU: Triton interpreted, and the forward of FlexAttention, which say themselves what is missing.
+        allowed = torch.compiler.is_compiling() or (device.type == "cpu" and _runs_on_cpu(backend))
+        reason = "" if allowed else unavailable_reason(backend)
+        if reason:
+            raise RuntimeError(f"{backend}_dmattn_func: {reason}. Use flash_dmattn_func instead.")
+        return
+    if device.type not in ("cpu", "cuda", "meta"):
+        raise RuntimeError(
+            f"flash_dmattn: no backend runs on {device}, only on the CPU and on CUDA GPUs"
+        )
+    if device.type == "cuda":
+        reason = "" if torch.compiler.is_compiling() else unavailable_reason("cuda")
+        if reason:
+            raise RuntimeError(f"flash_dmattn: cannot run on {device}: {reason}")
+        if query.dtype not in GPU_DTYPES:
+            raise TypeError(
+                f"query: got {query.dtype} on {device}, expected bfloat16 or float16 (convert with .to(), or "
+                'compute under torch.autocast("cuda", torch.bfloat16))'
+            )
 
 
 def resolve_scale(scale: float | None, softmax_scale: float | None, head_dim: int) -> float:

@@ -19,24 +19,53 @@ class Backend:
     reason: str
 
 
-_NOT_IN_THIS_VERSION = {
-    "triton": "this version has no Triton backend",
-    "flex": "this version has no FlexAttention backend",
-}
+_ON_GPU = ("cuda", "triton", "flex", "cpu", "reference")
+_ON_CPU = ("cpu", "flex", "triton", "cuda", "reference")
+
+
+def _gpu() -> str | None:
+    """The kind of GPU that torch can use, "cuda" or "xpu"."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator and accelerator.type in ("cuda", "xpu") else None
+
+
+def _triton() -> Backend:
+    try:
+        import triton
+    except ImportError as error:
+        return Backend("triton", False, f"triton cannot be imported: {error}")
+    version = f"triton {triton.__version__}"
+    if triton.knobs.runtime.interpret:
+        return Backend(
+            "triton", False, f"{version} is interpreted (TRITON_INTERPRET), for tests only"
+        )
+    if _gpu() is None:
+        missing = "needs a GPU that torch can use (for tests, TRITON_INTERPRET=1)"
+        return Backend("triton", False, f"{version} {missing}")
+    return Backend("triton", True, f"{version} on {_gpu()}")
+
+
+def _flex() -> Backend:
+    try:
+        import torch.nn.attention.flex_attention  # noqa: F401
+    except ImportError as error:
+        return Backend("flex", False, f"torch {torch.__version__} has no FlexAttention: {error}")
+    if _gpu() is None:
+        return Backend("flex", False, "FlexAttention has no backward without a GPU")
+    return Backend("flex", True, f"torch {torch.__version__} on {_gpu()}")
 
 
 @cache
 def backends() -> tuple[Backend, ...]:
     """All backends, those that run first and in order of preference."""
-    built = []
+    found = [_triton(), _flex()]
     for line in _ops.backends().splitlines():
         name, available, reason = line.split("\t")
         if name == "cuda" and available == "1" and not torch.cuda.is_available():
             available, reason = "0", f"torch {torch.__version__} cannot use the GPU ({reason})"
-        built.append(Backend(name, available == "1", reason))
-    names = {backend.name for backend in built}
-    missing = [Backend(n, False, why) for n, why in _NOT_IN_THIS_VERSION.items() if n not in names]
-    return tuple(sorted((*built, *missing), key=lambda backend: not backend.available))
+        found.append(Backend(name, available == "1", reason))
+    order = _ON_CPU if _gpu() is None else _ON_GPU
+    return tuple(sorted(found, key=lambda b: (not b.available, order.index(b.name))))
 
 
 def get_available_backends() -> list[str]:

@@ -1,10 +1,223 @@
-"""The FlexAttention backend's function."""
+"""The FlexAttention backend: torch.nn.attention.flex_attention with our masks and biases."""
 
-from .availability import unavailable_reason
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._arguments import MASK_VALUE
+from .flash_dmattn_interface import _attention
+from .key_intervals import KeyIntervals
+
+_BLOCK = 128  # queries and keys of a block of the BlockMask
+_RECOMPILATIONS = (
+    256  # beyond torch's limit of 8 per function, flex would quietly make N x N tensors
+)
 
 
-def flex_dmattn_func(*args, **kwargs):
-    """Takes the arguments of flash_dmattn_func. This version has no such backend: it always raises."""
-    raise RuntimeError(
-        f"flex_dmattn_func: {unavailable_reason('flex')}. Use flash_dmattn_func instead."
+def flex_dmattn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    is_causal: bool | None = None,
+    softmax_scale: float | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    keep_window_size: int | None = None,
+    selection: str = "per_query",
+    selection_scores: Tensor | None = None,
+    key_intervals: KeyIntervals | None = None,
+    deterministic: bool | None = None,
+    nonfinite: str = "saturate",
+    return_attn_probs: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """flash_dmattn_func by torch's FlexAttention, compiled for each new shape. The arguments mean what they
+    mean there; is_causal=None is False.
+
+    It skips blocks of 128 x 128 pairs that nobody sees, so with scattered keys it does the work of dense
+    attention. Numbers beyond fp32 inside a score are torch's affair: finite inputs as large as the dtype
+    allows can give NaN. Sequences may not be empty. On the CPU torch has neither a backward of it nor the
+    log-sum-exp, which is None there.
+    """
+    return _attention(
+        query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap, deterministic,
+        return_attn_probs, scale=scale, keep_window_size=keep_window_size, selection=selection,
+        selection_scores=selection_scores, key_intervals=key_intervals, nonfinite=nonfinite,
+        backend="flex",
+    )  # fmt: skip
+
+
+def forward(
+    q, k, v, mask, bias, intervals, is_causal, scale, softcap, saturate, deterministic
+) -> tuple[Tensor, Tensor | None]:
+    """out and lse; arguments in normal form, as the operators take them."""
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
+    _refuse(q, k, v, bias, deterministic)
+    head_dim = q.shape[3]
+    heads_q, heads_kv = q.shape[2], k.shape[2]
+    if saturate:
+        q, k, v = (_SaturatedGradient.apply(t) for t in (q, k, v))
+        bias = None if bias is None else _SaturatedGradient.apply(bias)
+    padding = max(16, 1 << (head_dim - 1).bit_length()) - head_dim  # flex wants powers of 2
+    q, k, v = (F.pad(t, (0, padding)).transpose(1, 2) for t in (q, k, v))
+    score_mod, mask_mod = _modifications(q, k, mask, bias, intervals, is_causal, softcap)
+    block_mask = BlockMask.from_kv_blocks(
+        *_blocks(q, k, mask, bias, intervals, is_causal),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=mask_mod,
+        seq_lengths=(q.shape[2], k.shape[2]),
     )
+    with torch._dynamo.config.patch(
+        recompile_limit=_RECOMPILATIONS, fail_on_recompile_limit_hit=True
+    ):
+        out, aux = _flex()(
+            q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale,
+            enable_gqa=heads_q > heads_kv, return_aux=AuxRequest(lse=q.device.type != "cpu"),
+        )  # fmt: skip
+    out = out.transpose(1, 2)[..., :head_dim]
+    return (_SanitisedOutput.apply(out) if saturate else out), aux.lse
+
+
+def _refuse(q, k, v, bias, deterministic) -> None:
+    wanted = [t is not None and t.requires_grad for t in (q, k, v, bias)]
+    if q.device.type == "cpu" and torch.is_grad_enabled() and any(wanted):
+        raise RuntimeError(
+            "flex_dmattn_func: torch's FlexAttention has no backward on the CPU; use flash_dmattn_func there, "
+            "or torch.no_grad()"
+        )
+    if q.dtype == torch.float64:
+        raise TypeError("query: got float64, expected float32, bfloat16 or float16")
+    if 0 in q.shape or 0 in k.shape:
+        raise ValueError(
+            f"query, key: got shapes {tuple(q.shape)}, {tuple(k.shape)}: flex wants no empty ones"
+        )
+    if deterministic and wanted[3]:
+        raise RuntimeError(
+            "flex_dmattn_func: torch adds the gradients of a bias in an order that varies; expected "
+            "deterministic=False, or a bias that needs no gradient"
+        )
+
+
+class _SaturatedGradient(torch.autograd.Function):
+    """The identity, whose gradient saturates."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        limit = torch.finfo(gradient.dtype).max
+        limit = limit / 2 if gradient.dtype == torch.bfloat16 else limit
+        return gradient.nan_to_num(limit, limit, -limit).clamp(-limit, limit)
+
+
+class _SanitisedOutput(torch.autograd.Function):
+    """The identity, to which gradients that are not finite count as 0."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.nan_to_num(0, 0, 0)
+
+
+@cache
+def _flex():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _modifications(q, k, mask, bias, intervals, is_causal, softcap):
+    """score_mod and mask_mod."""
+    heads_q, heads_kv, seqlen_q, seqlen_k = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+    group, reach = heads_q // heads_kv, seqlen_k - seqlen_q
+    mask_value = MASK_VALUE[q.dtype]
+    hiding_bias = None if bias is None else bias.detach()
+
+    def element(tensor, b, h, i, j):
+        """Of a tensor that may broadcast: [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
+        head = h if tensor.shape[1] == heads_q else h // group
+        return tensor[
+            b if tensor.shape[0] > 1 else 0,
+            head if tensor.shape[1] > 1 else 0,
+            i if tensor.shape[2] > 1 else 0,
+            j if tensor.shape[3] > 1 else 0,
+        ]
+
+    def visible(b, h, i, j):
+        shown = (i < seqlen_q) & (j < seqlen_k)
+        if is_causal:
+            shown = shown & (j <= i + reach)
+        if mask is not None:
+            shown = shown & element(mask, b, h, i, j)
+        if hiding_bias is not None:
+            shown = shown & (element(hiding_bias, b, h, i, j) > mask_value)
+        if intervals is not None:
+            row = b if intervals.shape[0] > 1 else 0
+            head = h // group if intervals.shape[1] > 1 else 0
+            shown = shown & (intervals[row, head, j, 0] <= i) & (i < intervals[row, head, j, 1])
+        return shown
+
+    def score_mod(score, b, h, i, j):
+        if softcap > 0:
+            score = softcap * torch.tanh(score / softcap)
+        if bias is not None:
+            score = score + element(bias, b, h, i, j)
+        return score
+
+    return score_mod if softcap > 0 or bias is not None else None, visible
+
+
+def _blocks(q, k, mask, bias, intervals, is_causal):
+    """The four tensors of a BlockMask: which blocks of pairs are partly and which are wholly visible, from
+    causality and intervals alone; masks and biases make visible blocks partial ones. O((N / 128)^2)."""
+    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+    rows, columns = math.ceil(seqlen_q / _BLOCK), math.ceil(seqlen_k / _BLOCK)
+    row_begin = torch.arange(rows, device=q.device)[:, None] * _BLOCK
+    row_end = (row_begin + _BLOCK).clamp(max=seqlen_q)
+    column_begin = torch.arange(columns, device=q.device) * _BLOCK
+    shown = torch.ones(1, 1, rows, columns, dtype=torch.bool, device=q.device)
+    # A block that reaches past the end has pairs that do not exist.
+    whole = shown & (row_begin + _BLOCK <= seqlen_q) & (column_begin + _BLOCK <= seqlen_k)
+    if is_causal:
+        reach = seqlen_k - seqlen_q
+        shown = shown & (column_begin <= row_end - 1 + reach)
+        whole = whole & (column_begin + _BLOCK - 1 <= row_begin + reach)
+    if intervals is not None:
+        padding = columns * _BLOCK - seqlen_k
+        empty = intervals[..., 0] >= intervals[..., 1]
+        first = intervals[..., 0].masked_fill(empty, seqlen_q)
+        last = intervals[..., 1].masked_fill(empty, 0)
+        first = F.pad(first, (0, padding), value=seqlen_q).unflatten(-1, (columns, _BLOCK))
+        last = F.pad(last, (0, padding), value=0).unflatten(-1, (columns, _BLOCK))
+        earliest, latest = first.amin(-1)[:, :, None], last.amax(-1)[:, :, None]
+        shown = shown & (earliest < row_end) & (latest > row_begin)
+        whole = (
+            whole
+            & (first.amax(-1)[:, :, None] <= row_begin)
+            & (last.amin(-1)[:, :, None] >= row_end)
+        )
+        if intervals.shape[1] > 1:
+            group = q.shape[1] // intervals.shape[1]
+            shown, whole = (t.repeat_interleave(group, 1) for t in (shown, whole))
+    if mask is not None or bias is not None:
+        whole = torch.zeros_like(shown)
+    return *_indices(shown & ~whole), *_indices(shown & whole)
+
+
+def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of each row are set, and their columns first."""
+    columns = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), columns.int()

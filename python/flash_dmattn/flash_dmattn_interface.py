@@ -92,7 +92,7 @@ def _attention(
     selection="per_query", selection_scores=None, key_intervals=None, nonfinite="saturate", backend="",
 ):  # fmt: skip
     """flash_dmattn_func on one named backend; "" takes the first one that supports the problem."""
-    query, key, value = attention_inputs(query, key, value, "B, S, H, D")
+    query, key, value = attention_inputs(query, key, value, "B, S, H, D", backend)
     mask = mask_argument(attn_mask, query, key)
     bias = bias_argument(attn_bias, query, key)
     is_causal = bool(is_causal)
@@ -108,7 +108,15 @@ def _attention(
                 "intersect, or use flash_dmattn_varlen_func for packed documents"
             )
         mask, intervals, is_causal = _select(
-            query, key, mask, bias, is_causal, keep_window_size, selection, selection_scores
+            query,
+            key,
+            mask,
+            bias,
+            is_causal,
+            keep_window_size,
+            selection,
+            selection_scores,
+            may_list=backend not in ("triton", "flex"),
         )
         heads = 1 if intervals is None else intervals.heads
         if heads not in (1, key.shape[2]):
@@ -126,6 +134,22 @@ def _forward(
     backend="",
 ):  # fmt: skip
     """out and lse of the operator."""
+    softcap, saturate = resolve_softcap(softcap), resolve_nonfinite(nonfinite)
+    if backend == "triton":
+        shown, _, _, bound = _choice_operands(intervals)
+        from .triton.ops import forward  # imports triton, which not everyone has
+
+        out, lse, *_ = forward(
+            query, key, value, mask, bias, shown, bound, is_causal, scale, softcap, saturate
+        )
+        return out, lse
+    if backend == "flex":
+        shown = None if intervals is None else intervals.intervals
+        from .flash_dmattn_flex import forward
+
+        return forward(
+            query, key, value, mask, bias, shown, is_causal, scale, softcap, saturate, deterministic
+        )
     head_dim = query.shape[3]
     # The GPU's kernels load 16 bytes at a time.
     padding = -head_dim % 8 if query.device.type == "cuda" else 0
@@ -133,8 +157,7 @@ def _forward(
         query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
     out, lse, _ = _ops.forward(
         query, key, value, mask, bias,
-        *_choice_operands(intervals), is_causal, scale, resolve_softcap(softcap), resolve_nonfinite(nonfinite), bool(deterministic),
-        backend,
+        *_choice_operands(intervals), is_causal, scale, softcap, saturate, bool(deterministic), backend,
     )  # fmt: skip
     return out[..., :head_dim] if padding else out, lse
 
@@ -301,8 +324,11 @@ def _check_selection(keep_window_size: int, selection: str) -> None:
         raise ValueError(f"selection: got {selection!r}, expected one of {SELECTIONS}")
 
 
-def _select(query, key, mask, bias, is_causal, keep_window_size, selection, selection_scores):
-    """The mask, intervals and causality that together show each query its best keys."""
+def _select(
+    query, key, mask, bias, is_causal, keep_window_size, selection, selection_scores, may_list=True
+):
+    """The mask, intervals (or list, if the backend knows them) and causality that together show each query
+    its best keys."""
     _check_selection(keep_window_size, selection)
     if keep_window_size >= key.shape[1] and selection_scores is None:
         return mask, None, is_causal  # a key whose bias is NaN is masked by it
@@ -314,7 +340,7 @@ def _select(query, key, mask, bias, is_causal, keep_window_size, selection, sele
         key_mask, remaining_mask = allowed.any(dim=2), mask
     elif allowed is not None:
         return *_select_per_query(scores, keep_window_size, allowed, is_causal), False
-    if selection == "global" and scores.device.type == "cuda" and keep_window_size > 0:
+    if may_list and selection == "global" and scores.device.type == "cuda" and keep_window_size > 0:
         return remaining_mask, _select_list(scores, key_mask, keep_window_size), is_causal
     chosen = select_key_intervals(
         scores, keep_window_size, selection=selection, is_causal=is_causal, key_mask=key_mask,

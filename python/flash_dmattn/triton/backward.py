@@ -1,0 +1,219 @@
+"""The backward kernels.
+
+dq and the row sums of ds come from a loop over keys as in the forward; dk, dv and the key sums of ds from a
+loop over queries that begins and ends where the block of keys is seen. Each sum has one owner, which adds in
+a fixed order: no atomics, and two runs agree to the bit. The price is that scores are computed twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .forward import key_range, key_tile, position_visible
+from .range_check import out_of_range
+from .tiles import (
+    FLOAT32_MAX,
+    LOG2_E,
+    add_product,
+    broadcast_head,
+    head_rows,
+    load_rows,
+    matmul,
+    saturated,
+    scores,
+    store_rows,
+    weight,
+)
+
+
+class Statistics(NamedTuple):
+    """What the forward and delta_kernel say of every query row: fp32 [B, Hq, Sq], dense."""
+
+    lse: Any
+    lse_low: Any
+    delta: Any
+
+
+class BiasSums(NamedTuple):
+    """Sums of ds, fp32 and dense: over queries [B, Hq, Sk], over keys [B, Hq, Sq]."""
+
+    keys: Any
+    rows: Any
+
+
+@triton.jit
+def load_dout(head, dout, rows, exists, shape, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
+              SATURATE: tl.constexpr, CAREFUL: tl.constexpr):  # fmt: skip
+    """dout, its non-finite elements as 0 when they shall not spread; the plain kernels meet none."""
+    tile = load_rows(head, dout, rows, exists, shape, BLOCK_D, EVEN_D, CAREFUL)
+    if CAREFUL and SATURATE:
+        tile = tl.where(tl.abs(tile) < float("inf"), tile, 0.0)
+    return tile
+
+
+@triton.jit
+def delta_kernel(
+    dout, out, delta, flags, shape, M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr
+):
+    """delta = dout . out [B, Hq, Sq], and the check that dout is fit for the plain kernels."""
+    blocks = tl.cdiv(shape.seqlen_q, M)
+    rows = tl.program_id(0) % blocks * M + tl.arange(0, M)
+    batch = tl.program_id(0) // blocks // shape.heads_q
+    head = tl.program_id(0) // blocks % shape.heads_q
+    exists = rows < shape.seqlen_q
+    gradient = load_rows(
+        head_rows(dout, batch, head), dout, rows, exists, shape, BLOCK_D, EVEN_D, False
+    )
+    result = load_rows(
+        head_rows(out, batch, head), out, rows, exists, shape, BLOCK_D, EVEN_D, False
+    )
+    total = tl.sum(gradient.to(tl.float32) * result.to(tl.float32), 1)
+    index = (batch * shape.heads_q + head).to(tl.int64) * shape.seqlen_q + rows
+    tl.store(delta + index, total, mask=exists)
+    if out_of_range(gradient):
+        heads_kv = shape.heads_q // shape.group
+        tl.atomic_or(flags + batch * heads_kv + head // shape.group, 1)
+
+
+@triton.jit
+def row_statistics(statistics, batch, head, rows, shape, CAREFUL: tl.constexpr):
+    """lse (in units of log 2 if plain), what rounding took from it, and delta. Rows past the end and
+    rows that see nothing get an lse that makes all their weights 0."""
+    index = (batch * shape.heads_q + head).to(tl.int64) * shape.seqlen_q + rows
+    exists = rows < shape.seqlen_q
+    lse = tl.load(statistics.lse + index, mask=exists, other=-float("inf"))
+    lse = tl.where(lse == -float("inf"), float("inf"), lse)
+    low = tl.load(statistics.lse_low + index, mask=exists, other=0.0)
+    delta = tl.load(statistics.delta + index, mask=exists, other=0.0)
+    if not CAREFUL:
+        lse = lse * LOG2_E
+    return lse, low, delta
+
+
+@triton.jit
+def gradients_of_scores(
+    score, slope, dp, lse, lse_low, delta, dt_limit, SATURATE: tl.constexpr, CAREFUL: tl.constexpr
+):
+    """p, ds and dt (ds before softcap) of a tile; score is -inf where a pair is not visible."""
+    if CAREFUL:
+        p = weight((score - lse.to(tl.float64)) - lse_low.to(tl.float64), True)
+        ds = tl.where(p == 0, 0.0, p * (dp - delta))
+        if SATURATE:
+            ds = saturated(ds, FLOAT32_MAX)
+    else:
+        p = weight(score - lse, False)
+        ds = p * (dp - delta)
+    dt = ds * slope
+    if SATURATE:
+        dt = saturated(dt, dt_limit)
+    return p, ds, dt
+
+
+@triton.jit
+def careful_delta(
+    gradient, out_head, out, rows, exists, shape, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr
+):
+    result = load_rows(out_head, out, rows, exists, shape, BLOCK_D, EVEN_D, True)
+    return tl.sum(gradient * result, 1)
+
+
+@triton.jit
+def query_gradient_tiles(
+    dq, row_sum, query, gradient, rows, lse, lse_low, delta, keys, begin, end, count, k_head, v_head,
+    mask_head, bias_head, k, v, mask, bias, intervals, batch, head_kv, shape, dt_limit,
+    PARTIAL: tl.constexpr, PLANNED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, SUM_ROWS: tl.constexpr, SATURATE: tl.constexpr, CAREFUL: tl.constexpr,
+    N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
+):  # fmt: skip
+    for start in range(begin, end, N):
+        index, exists = key_tile(keys, start, count, PLANNED, PARTIAL, N)
+        key = load_rows(k_head, k, index, exists, shape, BLOCK_D, EVEN_D, CAREFUL)
+        value = load_rows(v_head, v, index, exists, shape, BLOCK_D, EVEN_D, CAREFUL)
+        products = matmul(query, tl.trans(key), CAREFUL)
+        dp = matmul(gradient, tl.trans(value), CAREFUL)
+        score, slope = scores(
+            products, rows[:, None], index[None, :], mask, bias, mask_head, bias_head, shape,
+            MASK, BIAS, SOFTCAP, CAREFUL,
+        )  # fmt: skip
+        if PARTIAL:
+            visible = position_visible(
+                rows, index, exists, intervals, batch, head_kv, shape, PLANNED
+            )
+            score = tl.where(visible, score, -float("inf"))
+        _, ds, dt = gradients_of_scores(
+            score,
+            slope,
+            dp,
+            lse[:, None],
+            lse_low[:, None],
+            delta[:, None],
+            dt_limit,
+            SATURATE,
+            CAREFUL,
+        )
+        if SUM_ROWS:
+            row_sum += tl.sum(ds, 1)
+        dq = add_product(dq, dt, key, CAREFUL)
+    return dq, row_sum
+
+
+@triton.jit
+def query_gradient_kernel(
+    q, k, v, mask, bias, intervals, plan, out, dout, statistics, dq, bias_sums, flags, shape,
+    dt_limit, gradient_limit,
+    PLANNED: tl.constexpr, PLAN_ROWS: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, SUM_ROWS: tl.constexpr, SATURATE: tl.constexpr, CAREFUL: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
+):  # fmt: skip
+    """dq of one query tile and head, and the sums of its ds over the keys (SUM_ROWS)."""
+    tiles = tl.cdiv(shape.seqlen_q, M)
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    batch = tl.program_id(0) // tiles // shape.heads_q
+    head = tl.program_id(0) // tiles % shape.heads_q
+    head_kv = head // shape.group
+    heads_kv = shape.heads_q // shape.group
+    if (tl.load(flags + batch * heads_kv + head_kv) != 0) != CAREFUL:
+        return
+    rows = tile * M + tl.arange(0, M)
+    exists = rows < shape.seqlen_q
+    query = load_rows(head_rows(q, batch, head), q, rows, exists, shape, BLOCK_D, EVEN_D, CAREFUL)
+    gradient = load_dout(
+        head_rows(dout, batch, head), dout, rows, exists, shape, BLOCK_D, EVEN_D, SATURATE, CAREFUL
+    )
+    lse, lse_low, delta = row_statistics(statistics, batch, head, rows, shape, CAREFUL)
+    if CAREFUL:
+        delta = careful_delta(
+            gradient, head_rows(out, batch, head), out, rows, exists, shape, BLOCK_D, EVEN_D
+        )
+    k_head, v_head = head_rows(k, batch, head_kv), head_rows(v, batch, head_kv)
+    mask_head = broadcast_head(mask, batch, head, shape.group)
+    bias_head = broadcast_head(bias, batch, head, shape.group)
+
+    WIDE: tl.constexpr = tl.float64 if CAREFUL else tl.float32
+    # Of bf16 and fp32 the plain kernels' ds stays within the limits; see LARGEST_PLAIN.
+    SATURATE_DT: tl.constexpr = SATURATE and (CAREFUL or q.data.dtype.element_ty == tl.float16)
+    sums = tl.zeros((M, BLOCK_D), WIDE)
+    row_sum = tl.zeros((M,), WIDE)
+    keys, count, full = key_range(tile, plan, batch, head_kv, shape, PLANNED, PLAN_ROWS, M, N)
+    sums, row_sum = query_gradient_tiles(
+        sums, row_sum, query, gradient, rows, lse, lse_low, delta, keys, 0, full, count, k_head, v_head,
+        mask_head, bias_head, k, v, mask, bias, intervals, batch, head_kv, shape, dt_limit,
+        False, PLANNED, MASK, BIAS, SOFTCAP, SUM_ROWS, SATURATE_DT, CAREFUL, N, BLOCK_D, EVEN_D,
+    )  # fmt: skip
+    sums, row_sum = query_gradient_tiles(
+        sums, row_sum, query, gradient, rows, lse, lse_low, delta, keys, full, count, count, k_head,
+        v_head, mask_head, bias_head, k, v, mask, bias, intervals, batch, head_kv, shape, dt_limit,
+        True, PLANNED, MASK, BIAS, SOFTCAP, SUM_ROWS, SATURATE_DT, CAREFUL, N, BLOCK_D, EVEN_D,
+    )  # fmt: skip
+    store_rows(
+        head_rows(dq, batch, head), dq, rows, exists, sums * shape.scale, shape, gradient_limit,
+        BLOCK_D, SATURATE,
+    )  # fmt: skip
+    if SUM_ROWS:
+        if SATURATE:
+            row_sum = saturated(row_sum, FLOAT32_MAX)
+        index = (batch * shape.heads_q + head).to(tl.int64) * shape.seqlen_q + rows
+        tl.store(bias_sums.rows + index, row_sum.to(tl.float32), mask=exists)

@@ -1,0 +1,124 @@
+"""The gradient of a bias that has an entry for every pair."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .backward import careful_delta, gradients_of_scores, load_dout, row_statistics
+from .tiles import (
+    FLOAT32_MAX,
+    PAIR,
+    broadcast_head,
+    head_rows,
+    load_interval,
+    load_rows,
+    matmul,
+    saturated,
+    scores,
+)
+
+
+@triton.jit
+def bias_gradient_kernel(
+    q, k, v, mask, bias, intervals, out, dout, statistics, dbias, flags, shape, batch_count,
+    bias_batches, bias_heads, gradient_limit,
+    BY_INTERVALS: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, SATURATE: tl.constexpr,
+    CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
+):  # fmt: skip
+    """CHUNK keys of M rows of dbias [.., .., Sq, Sk], summed over all (batch, head) that share the bias.
+
+    A kernel of its own, so that heads which share a bias are summed without atomics and in a fixed order.
+    Tiles of keys and the heads of a tile are one loop, whose loads run ahead of its products.
+    """
+    chunks = tl.cdiv(shape.seqlen_k, CHUNK)
+    tiles_q = tl.cdiv(shape.seqlen_q, M)
+    chunk = tl.program_id(0) % chunks
+    tile_q = tl.program_id(0) // chunks % tiles_q
+    bias_head = tl.program_id(0) // chunks // tiles_q % bias_heads
+    bias_batch = tl.program_id(0) // chunks // tiles_q // bias_heads
+    batches = batch_count // bias_batches
+    heads = shape.heads_q // bias_heads
+    heads_kv = shape.heads_q // shape.group
+    members = batches * heads
+    needs_care = 0
+    for member in range(0, members):
+        batch = bias_batch * batches + member // heads
+        head = bias_head * heads + member % heads
+        needs_care = needs_care | tl.load(flags + batch * heads_kv + head // shape.group)
+    if (needs_care != 0) != CAREFUL:
+        return
+
+    WIDE: tl.constexpr = tl.float64 if CAREFUL else tl.float32
+    rows = tile_q * M + tl.arange(0, M)
+    row_exists = rows < shape.seqlen_q
+    head_at = (bias_batch * bias_heads + bias_head).to(tl.int64) * shape.seqlen_q
+    row_pointers = dbias + (head_at + rows) * shape.seqlen_k
+    begin = chunk * CHUNK
+    # Keys past this are not visible to any row, as far as causality goes.
+    visible_end = tl.minimum(shape.seqlen_k, tile_q * M + M + shape.reach)
+    tiles = tl.cdiv(tl.maximum(tl.minimum(begin + CHUNK, visible_end) - begin, 0), N)
+    total = tl.zeros((M, N), WIDE)
+    for step in range(0, tiles * members):
+        member = step % members
+        index = begin + step // members * N + tl.arange(0, N)
+        exists = index < shape.seqlen_k
+        batch = bias_batch * batches + member // heads
+        head = bias_head * heads + member % heads
+        head_kv = head // shape.group
+        query = load_rows(
+            head_rows(q, batch, head), q, rows, row_exists, shape, BLOCK_D, EVEN_D, CAREFUL
+        )
+        gradient = load_dout(
+            head_rows(dout, batch, head),
+            dout,
+            rows,
+            row_exists,
+            shape,
+            BLOCK_D,
+            EVEN_D,
+            SATURATE,
+            CAREFUL,
+        )
+        key = load_rows(
+            head_rows(k, batch, head_kv), k, index, exists, shape, BLOCK_D, EVEN_D, CAREFUL
+        )
+        value = load_rows(
+            head_rows(v, batch, head_kv), v, index, exists, shape, BLOCK_D, EVEN_D, CAREFUL
+        )
+        lse, lse_low, delta = row_statistics(statistics, batch, head, rows, shape, CAREFUL)
+        if CAREFUL:
+            out_head = head_rows(out, batch, head)
+            delta = careful_delta(gradient, out_head, out, rows, row_exists, shape, BLOCK_D, EVEN_D)
+        products = matmul(query, tl.trans(key), CAREFUL)
+        dp = matmul(gradient, tl.trans(value), CAREFUL)
+        score, slope = scores(
+            products, rows[:, None], index[None, :], mask, bias,
+            broadcast_head(mask, batch, head, shape.group),
+            broadcast_head(bias, batch, head, shape.group), shape, MASK, PAIR, SOFTCAP, CAREFUL,
+        )  # fmt: skip
+        visible = exists[None, :] & (index[None, :] <= rows[:, None] + shape.reach)
+        if BY_INTERVALS:
+            first, last = load_interval(intervals, batch, head_kv, index, exists)
+            visible = visible & (rows[:, None] >= first[None, :]) & (rows[:, None] < last[None, :])
+        score = tl.where(visible, score, -float("inf"))
+        _, ds, _ = gradients_of_scores(
+            score, slope, dp, lse[:, None], lse_low[:, None], delta[:, None], 0.0, False, CAREFUL
+        )
+        if CAREFUL and SATURATE:
+            ds = saturated(ds, FLOAT32_MAX)
+        total = ds + tl.where(member == 0, 0.0, total)
+        summed = tl.full((N,), 0, tl.int32) + member == members - 1  # over all members
+        limited = saturated(total, gradient_limit) if SATURATE else total
+        tl.store(
+            row_pointers[:, None] + index[None, :],
+            limited.to(tl.float32).to(dbias.dtype.element_ty),
+            mask=row_exists[:, None] & (exists & summed)[None, :],
+        )
+    nothing = tl.zeros((M, N), dbias.dtype.element_ty)
+    end = tl.minimum(begin + CHUNK, shape.seqlen_k)
+    for start in range(begin + tl.where(members == 0, 0, tiles) * N, end, N):
+        index = start + tl.arange(0, N)
+        inside = row_exists[:, None] & (index < end)[None, :]
+        tl.store(row_pointers[:, None] + index[None, :], nothing, mask=inside)

@@ -1,0 +1,160 @@
+"""The forward kernel: a block of queries of one head meets its keys tile by tile."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .range_check import LARGEST_PLAIN_LSE
+from .tiles import (
+    LN_2,
+    add_product,
+    broadcast_head,
+    head_rows,
+    load_interval,
+    load_rows,
+    matmul,
+    scores,
+    store_rows,
+    weight,
+)
+
+
+@triton.jit
+def key_range(
+    tile, plan, batch, head_kv, shape,
+    PLANNED: tl.constexpr, PLAN_ROWS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The keys of a query tile: their list (or none), how many, and how many of them, in whole tiles of
+    N, are visible to all rows as far as position decides."""
+    rows_begin = tile * M
+    rows_end = tl.minimum(rows_begin + M, shape.seqlen_q)
+    if PLANNED:
+        tiles = tl.cdiv(shape.seqlen_q, PLAN_ROWS)
+        row = batch * plan.batch + head_kv * plan.head
+        index = row.to(tl.int64) * tiles + rows_begin // PLAN_ROWS
+        keys = plan.keys + index * plan.capacity
+        count = tl.load(plan.count + index)
+        full = tl.load(plan.full + index)
+    else:
+        keys = plan.keys
+        count = tl.maximum(tl.minimum(shape.seqlen_k, rows_end + shape.reach), 0)
+        full = tl.maximum(tl.minimum(shape.seqlen_k, rows_begin + shape.reach + 1), 0)
+    return keys, count, full // N * N
+
+
+@triton.jit
+def key_tile(keys, start, count, PLANNED: tl.constexpr, PARTIAL: tl.constexpr, N: tl.constexpr):
+    """The keys at [start, start + N) of a query tile's range, and which of them exist."""
+    index = start + tl.arange(0, N)
+    exists = (index < count) if PARTIAL else (index >= 0)
+    if PLANNED:
+        index = tl.load(keys + index, mask=exists, other=0)
+    return index, exists
+
+
+@triton.jit
+def position_visible(rows, index, exists, intervals, batch, head_kv, shape, PLANNED: tl.constexpr):
+    """[rows, keys]: what tails, causality and intervals show."""
+    if PLANNED:
+        first, last = load_interval(intervals, batch, head_kv, index, exists)
+        return (rows[:, None] >= first[None, :]) & (rows[:, None] < last[None, :])
+    return exists[None, :] & (index[None, :] <= rows[:, None] + shape.reach)
+
+
+@triton.jit
+def forward_tiles(
+    out, largest, total, query, rows, keys, begin, end, count, k_head, v_head, mask_head, bias_head,
+    k, v, mask, bias, intervals, batch, head_kv, shape,
+    PARTIAL: tl.constexpr, PLANNED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, CAREFUL: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr,
+    EVEN_D: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over the keys [begin, end) of a query tile's range."""
+    for start in range(begin, end, N):
+        index, exists = key_tile(keys, start, count, PLANNED, PARTIAL, N)
+        key = load_rows(k_head, k, index, exists, shape, BLOCK_D, EVEN_D, CAREFUL)
+        products = matmul(query, tl.trans(key), CAREFUL)
+        score, _ = scores(
+            products, rows[:, None], index[None, :], mask, bias, mask_head, bias_head, shape,
+            MASK, BIAS, SOFTCAP, CAREFUL,
+        )  # fmt: skip
+        if PARTIAL:
+            visible = position_visible(
+                rows, index, exists, intervals, batch, head_kv, shape, PLANNED
+            )
+            score = tl.where(visible, score, -float("inf"))
+        larger = tl.maximum(largest, tl.max(score, 1))
+        # Of a row that has seen nothing yet: no inf - inf.
+        base = tl.where(larger == -float("inf"), 0.0, larger)
+        rescale = weight(largest - base, CAREFUL)
+        weights = weight(score - base[:, None], CAREFUL)
+        total = total * rescale + tl.sum(weights, 1)
+        out = out * rescale[:, None]
+        if CAREFUL:  # inf * 0: the rows that held it have no weight any more
+            out = tl.where((rescale == 0)[:, None], 0.0, out)
+        value = load_rows(v_head, v, index, exists, shape, BLOCK_D, EVEN_D, CAREFUL)
+        out = add_product(out, weights, value, CAREFUL)
+        largest = larger
+    return out, largest, total
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, mask, bias, intervals, plan, out, lse, lse_low, flags, shape, out_limit,
+    PLANNED: tl.constexpr, PLAN_ROWS: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, SATURATE: tl.constexpr, CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
+):  # fmt: skip
+    """One program per query tile and head; tiles with many keys first."""
+    tiles = tl.cdiv(shape.seqlen_q, M)
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    batch = tl.program_id(0) // tiles // shape.heads_q
+    head = tl.program_id(0) // tiles % shape.heads_q
+    head_kv = head // shape.group
+    heads_kv = shape.heads_q // shape.group
+    flag = flags + batch * heads_kv + head_kv
+    if (tl.load(flag) != 0) != CAREFUL:
+        return
+    rows = tile * M + tl.arange(0, M)
+    exists = rows < shape.seqlen_q
+    query = load_rows(head_rows(q, batch, head), q, rows, exists, shape, BLOCK_D, EVEN_D, CAREFUL)
+    k_head, v_head = head_rows(k, batch, head_kv), head_rows(v, batch, head_kv)
+    mask_head = broadcast_head(mask, batch, head, shape.group)
+    bias_head = broadcast_head(bias, batch, head, shape.group)
+
+    WIDE: tl.constexpr = tl.float64 if CAREFUL else tl.float32
+    sums = tl.zeros((M, BLOCK_D), WIDE)
+    largest = tl.full((M,), -float("inf"), WIDE)
+    total = tl.zeros((M,), WIDE)
+    keys, count, full = key_range(tile, plan, batch, head_kv, shape, PLANNED, PLAN_ROWS, M, N)
+    sums, largest, total = forward_tiles(
+        sums, largest, total, query, rows, keys, 0, full, count, k_head, v_head, mask_head, bias_head,
+        k, v, mask, bias, intervals, batch, head_kv, shape,
+        False, PLANNED, MASK, BIAS, SOFTCAP, CAREFUL, N, BLOCK_D, EVEN_D,
+    )  # fmt: skip
+    sums, largest, total = forward_tiles(
+        sums, largest, total, query, rows, keys, full, count, count, k_head, v_head, mask_head,
+        bias_head, k, v, mask, bias, intervals, batch, head_kv, shape,
+        True, PLANNED, MASK, BIAS, SOFTCAP, CAREFUL, N, BLOCK_D, EVEN_D,
+    )  # fmt: skip
+
+    empty = total == 0
+    total = tl.where(empty, 1.0, total)
+    # In fp16 the rounding of the weights alone can carry a mean past the largest number.
+    store_rows(
+        head_rows(out, batch, head), out, rows, exists, sums / total[:, None], shape, out_limit,
+        BLOCK_D, SATURATE or not CAREFUL,
+    )  # fmt: skip
+    index = (batch * shape.heads_q + head).to(tl.int64) * shape.seqlen_q + rows
+    largest = tl.where(empty, 0.0, largest)
+    if CAREFUL:
+        high = (largest + tl.log(total)).to(tl.float32)
+        low = ((largest - high.to(tl.float64)) + tl.log(total)).to(tl.float32)
+    else:
+        high = (largest + tl.log2(total)) * LN_2
+        low = tl.zeros_like(high)
+        if tl.max(tl.where(exists & (tl.abs(high) > LARGEST_PLAIN_LSE), 1, 0)) != 0:
+            tl.atomic_or(flag, 1)
+    tl.store(lse + index, tl.where(empty, -float("inf"), high), mask=exists)
+    tl.store(lse_low + index, tl.where(empty, 0.0, low), mask=exists)

@@ -1,0 +1,241 @@
+"""Launches of the kernels on torch tensors."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from .._arguments import MASK_VALUE
+from . import configs
+from .backward import BiasSums, Statistics, delta_kernel, query_gradient_kernel
+from .backward_bias import bias_gradient_kernel
+from .backward_keys import key_gradient_kernel
+from .forward import forward_kernel
+from .plan import Plan, build_plan, lifetime_order
+from .range_check import LARGEST_PLAIN, range_kernel
+from .tiles import Broadcast, Intervals, Rows, Shape
+
+_ROWS_AT_ONCE = 64  # of the kernels that only read rows
+_BIAS_CHUNK = 2048  # keys of a row of dbias for one program: enough programs, long enough a loop
+# Where gradients saturate; bf16 at half of its maximum, so that a sum of two is still finite.
+_GRADIENT_LIMIT = {torch.bfloat16: torch.finfo(torch.bfloat16).max / 2}
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def gradient_limit(dtype: torch.dtype) -> float:
+    return _GRADIENT_LIMIT.get(dtype, torch.finfo(dtype).max)
+
+
+class Problem:
+    """The arguments of a call as the kernels take them."""
+
+    def __init__(self, q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap):
+        batch, seqlen_q, heads_q, head_dim = q.shape
+        seqlen_k, heads_kv = k.shape[1:3]
+        self.batch, self.heads_kv, self.dtype, self.device = batch, heads_kv, q.dtype, q.device
+        self.q, self.k, self.v = rows(q), rows(k), rows(v)
+        causal_reach = seqlen_k - seqlen_q
+        self.intervals, self.key_bound = None, key_bound
+        if key_intervals is not None:
+            self.intervals = key_intervals.contiguous()
+            if is_causal:
+                self.intervals = _from_the_diagonal(self.intervals, causal_reach)
+        self.shape = Shape(
+            seqlen_q, seqlen_k, heads_q, heads_q // heads_kv, head_dim,
+            causal_reach if is_causal and key_intervals is None else seqlen_k,
+            scale, softcap, MASK_VALUE[q.dtype],
+        )  # fmt: skip
+        self.mask = self.bias = Broadcast(q, 0, 0, 0, 0, 0)
+        self.mask_kind = self.bias_kind = 0
+        if mask is not None:
+            self.mask, self.mask_kind = broadcast(mask.view(torch.uint8), q, k)
+        if bias is not None:
+            self.bias, self.bias_kind = broadcast(bias, q, k)
+        block_d = max(16, triton.next_power_of_2(head_dim))
+        self.block_d = {"BLOCK_D": block_d, "EVEN_D": block_d == head_dim}
+        self.options = {
+            "MASK": self.mask_kind, "BIAS": self.bias_kind, "SOFTCAP": softcap > 0,
+        }  # fmt: skip
+
+    def interval_view(self) -> Intervals:
+        """Without intervals something to point to that is not read."""
+        if self.intervals is None:
+            return Intervals(self.q.data, 0, 0)
+        batch, heads, seqlen_k, _ = self.intervals.shape
+        return Intervals(
+            self.intervals,
+            heads * seqlen_k * 2 if batch > 1 else 0,
+            seqlen_k * 2 if heads > 1 else 0,
+        )
+
+    def plan(self, kernel: str) -> tuple[Plan, dict]:
+        """The plan of both forms of a kernel, and its keywords of their launches."""
+        tile_rows = configs.choose(kernel, self.dtype, self.block_d["BLOCK_D"]).queries
+        keywords = {"PLANNED": self.intervals is not None, "PLAN_ROWS": tile_rows}
+        if self.intervals is None:
+            return Plan(self.q.data, self.q.data, self.q.data, 0, 0, 0), keywords
+        view = self.interval_view()
+        seqlen_q = self.shape.seqlen_q
+        return build_plan(self.intervals, seqlen_q, self.key_bound, tile_rows, view), keywords
+
+    def forms(self, kernel: str):
+        """(configuration, keywords of the launch) of the plain and the careful form of a kernel."""
+        for careful in (False, True):
+            config = configs.choose(kernel, self.dtype, self.block_d["BLOCK_D"], careful)
+            options = {**self.options, **self.block_d}
+            if careful:  # the most general form will do: fewer kernels to compile
+                options |= {"EVEN_D": False}
+                options |= {name: 2 for name in ("MASK", "BIAS") if options[name]}
+            yield config, options | {
+                "CAREFUL": careful, "M": config.queries, "N": config.keys, "num_warps": config.warps,
+                "num_stages": config.stages,
+            }  # fmt: skip
+
+
+def rows(tensor: Tensor) -> Rows:
+    return Rows(tensor, *tensor.stride())
+
+
+def broadcast(tensor: Tensor, q: Tensor, k: Tensor) -> tuple[Broadcast, int]:
+    """The view of a mask or bias, and whether it is one per key (1) or per pair (2)."""
+    batch, head, query, key = (
+        0 if size == 1 else stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    per_query_head = tensor.shape[1] == q.shape[2]
+    view = Broadcast(
+        tensor, batch, head if per_query_head else 0, 0 if per_query_head else head, query, key
+    )
+    return view, 1 if tensor.shape[2] == 1 else 2
+
+
+def _from_the_diagonal(intervals: Tensor, reach: int) -> Tensor:
+    """Intersects with causality: key j from row j - reach on."""
+    first, last = intervals.unbind(-1)
+    diagonal = torch.arange(first.shape[-1], device=first.device, dtype=torch.int32) - reach
+    return torch.stack([torch.maximum(first, diagonal), last], dim=-1)
+
+
+def range_flags(problem: Problem, *tensors: tuple[Rows, int]) -> Tensor:
+    """int32 [B, Hkv]: 1 where the careful kernels compute. tensors: (rows, sequence length)."""
+    shape = problem.shape
+    # Of the two factors of a score, the kernels check q . k.
+    factor = shape.scale / shape.softcap if shape.softcap > 0 else shape.scale
+    all_careful = abs(factor) > LARGEST_PLAIN.value or shape.softcap > LARGEST_PLAIN.value
+    flags = torch.full(
+        (problem.batch, problem.heads_kv),
+        int(all_careful),
+        dtype=torch.int32,
+        device=problem.device,
+    )
+    for x, seqlen in tensors:
+        heads = x.data.shape[2]
+        blocks = problem.batch * heads * triton.cdiv(seqlen, _ROWS_AT_ONCE)
+        if blocks:
+            range_kernel[(blocks,)](
+                x, seqlen, heads, heads // problem.heads_kv, flags, shape, BLOCK=_ROWS_AT_ONCE,
+                **problem.block_d,
+            )  # fmt: skip
+    return flags
+
+
+def forward(problem: Problem, saturate: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, lse, lse_low, and the flags of the heads that were computed carefully."""
+    p, shape = problem, problem.shape
+    out = torch.empty(p.q.data.shape, dtype=p.dtype, device=p.device)
+    lse = out.new_empty((p.batch, shape.heads_q, shape.seqlen_q), dtype=torch.float32)
+    lse_low = torch.empty_like(lse)
+    flags = range_flags(p, (p.q, shape.seqlen_q), (p.k, shape.seqlen_k), (p.v, shape.seqlen_k))
+    heads = p.batch * shape.heads_q
+    if heads and shape.seqlen_q:
+        plan, planned = p.plan("forward")
+        for config, keywords in p.forms("forward"):
+            forward_kernel[(heads * triton.cdiv(shape.seqlen_q, config.queries),)](
+                p.q, p.k, p.v, p.mask, p.bias, p.interval_view(), plan, rows(out),
+                lse, lse_low, flags, shape, torch.finfo(p.dtype).max,
+                SATURATE=saturate, **planned, **keywords,
+            )  # fmt: skip
+    return out, lse, lse_low, flags
+
+
+def backward(problem, dout, out, lse, lse_low, flags, saturate, needs) -> list[Tensor | None]:
+    """The gradients of q, k, v and bias, None where not needed."""
+    p, shape = problem, problem.shape
+    need_dq, need_dk, need_dv, need_dbias = needs
+    bias = p.bias.data if need_dbias else None
+    by_rows = need_dbias and bias.shape[2] > 1 and bias.shape[3] == 1
+    by_keys = need_dbias and bias.shape[2] == 1
+    by_pairs = need_dbias and not by_rows and not by_keys
+    heads = p.batch * shape.heads_q
+
+    delta = torch.empty_like(lse)
+    flags = flags.clone()
+    statistics = Statistics(lse, lse_low, delta)
+    if heads and shape.seqlen_q:
+        delta_kernel[(heads * triton.cdiv(shape.seqlen_q, _ROWS_AT_ONCE),)](
+            rows(dout), rows(out), delta, flags, shape, M=_ROWS_AT_ONCE, **p.block_d
+        )
+
+    dq = torch.empty(p.q.data.shape, dtype=p.dtype, device=p.device)
+    dk = dq.new_empty(p.k.data.shape)
+    dv = torch.empty_like(dk)
+    sums = BiasSums(
+        lse.new_empty((p.batch, shape.heads_q, shape.seqlen_k) if by_keys else 1),
+        lse.new_empty(lse.shape if by_rows else 1),
+    )
+    inputs = (p.q, p.k, p.v, p.mask, p.bias, p.interval_view())
+    limits = (gradient_limit(p.dtype), gradient_limit(p.dtype))
+    if (need_dq or by_rows) and heads and shape.seqlen_q:
+        plan, planned = p.plan("dq")
+        for config, keywords in p.forms("dq"):
+            query_gradient_kernel[(heads * triton.cdiv(shape.seqlen_q, config.queries),)](
+                *inputs, plan, rows(out), rows(dout), statistics, rows(dq), sums,
+                flags, shape, *limits, SUM_ROWS=by_rows, SATURATE=saturate, **planned, **keywords,
+            )  # fmt: skip
+    heads_kv = p.batch * p.heads_kv
+    if (need_dk or need_dv or by_keys) and heads_kv and shape.seqlen_k:
+        order = p.q.data if p.intervals is None else lifetime_order(p.intervals)
+        for config, keywords in p.forms("dkdv"):
+            key_gradient_kernel[(heads_kv * triton.cdiv(shape.seqlen_k, config.keys),)](
+                *inputs, order, rows(out), rows(dout), statistics, rows(dk), rows(dv), sums, flags,
+                shape, *limits, BY_INTERVALS=p.intervals is not None, SUM_KEYS=by_keys,
+                SATURATE=saturate, **keywords,
+            )  # fmt: skip
+    dbias = None
+    if by_keys or by_rows:
+        total = sums.keys[:, :, None] if by_keys else sums.rows[..., None]
+        dbias = _summed(total, bias, p.heads_kv, saturate)
+    elif by_pairs:
+        dbias = _bias_gradient(p, inputs, dout, out, statistics, flags, saturate)
+    return [dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, dbias]
+
+
+def _summed(total: Tensor, bias: Tensor, heads_kv: int, saturate: bool) -> Tensor:
+    """fp32 sums of all heads, [B, Hq, ., .], to the shape and dtype of the bias."""
+    if bias.shape[1] not in (1, total.shape[1]):
+        total = total.unflatten(1, (heads_kv, -1)).sum(2)
+    total = total.sum_to_size(bias.shape)
+    if saturate:
+        limit = gradient_limit(bias.dtype)
+        total = total.nan_to_num(limit, limit, -limit).clamp(-limit, limit)
+    return total.to(bias.dtype)
+
+
+def _bias_gradient(p: Problem, inputs, dout, out, statistics, flags, saturate) -> Tensor:
+    shape, bias = p.shape, p.bias.data
+    dbias = torch.empty(bias.shape, dtype=bias.dtype, device=p.device)
+    for config, keywords in p.forms("dbias"):
+        chunks = triton.cdiv(shape.seqlen_k, _BIAS_CHUNK)
+        blocks = (
+            bias.shape[0] * bias.shape[1] * triton.cdiv(shape.seqlen_q, config.queries) * chunks
+        )
+        if blocks == 0:
+            return dbias
+        keywords.pop("BIAS")
+        bias_gradient_kernel[(blocks,)](
+            *inputs, rows(out), rows(dout), statistics, dbias, flags, shape, p.batch, bias.shape[0],
+            bias.shape[1], gradient_limit(bias.dtype), BY_INTERVALS=p.intervals is not None,
+            SATURATE=saturate, CHUNK=_BIAS_CHUNK, **keywords,
+        )  # fmt: skip
+    return dbias

@@ -1,0 +1,87 @@
+"""The FlexAttention backend within what torch's FlexAttention supports: on the CPU that is the forward."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from flash_dmattn import KeyIntervals, flex_dmattn_func, select_key_intervals
+from flash_dmattn.check.cases import CASES, make_case, run
+from flash_dmattn.check.compare import assert_close, assert_matches_oracle
+from flash_dmattn.check.oracle import Problem, Result, attention
+from gpu import on_gpu
+from largest_tensor import LargestTensor
+
+ON_GPU = torch.cuda.is_available()
+needs_gpu = pytest.mark.skipif(
+    not ON_GPU, reason="torch's FlexAttention has its backward on GPUs only"
+)
+
+
+# Every case takes torch a quarter of a minute to compile on the CPU.
+@pytest.mark.parametrize("intervals", [True, False])
+def test_forward(intervals):
+    q, k, v = (torch.randn(2, n, h, 40) for n, h in ((140, 4), (210, 2), (210, 2)))
+    bias = torch.randn(2, 2, 210)
+    bias[:, :, 7:20] = torch.finfo(torch.float32).min
+    chosen = select_key_intervals(bias, 30, query_length=140) if intervals else None
+    mask = None if intervals else torch.rand(1, 4, 140, 210) < 0.6
+    problem = Problem(
+        q, k, v, mask=mask, bias=bias[:, :, None], causal=not intervals,
+        shown=chosen.to_mask() if intervals else None, softcap=0.0 if intervals else 2.0,
+    )  # fmt: skip
+    with torch.no_grad():
+        out = flex_dmattn_func(
+            q, k, v, mask, bias, is_causal=problem.causal, softcap=problem.softcap,
+            key_intervals=chosen,
+        )  # fmt: skip
+    expected, yardstick = attention(problem), attention(problem, torch.float32)
+    assert_close("out", out, expected.out, yardstick.out, expected.largest_score)
+
+
+@pytest.mark.skipif(ON_GPU, reason="GPUs have the backward")
+def test_no_backward_on_the_cpu_is_said():
+    q = torch.randn(1, 20, 2, 16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="no backward on the CPU"):
+        flex_dmattn_func(q, q, q)
+
+
+def test_what_flex_cannot_do_is_said():
+    q = torch.randn(1, 20, 2, 16, device="cuda" if ON_GPU else "cpu")
+    with pytest.raises(TypeError, match="float64"):
+        flex_dmattn_func(*(q.double(),) * 3)
+    with pytest.raises(ValueError, match="empty"):
+        flex_dmattn_func(q, q[:, :0], q[:, :0])
+
+
+def test_the_block_mask_is_made_without_a_quadratic_tensor():
+    from flash_dmattn.flash_dmattn_flex import _blocks
+
+    length = 2000
+    q = torch.empty(1, 2, length, 16)
+    intervals = select_key_intervals(torch.randn(1, 1, length), 50).intervals
+    with LargestTensor() as largest:
+        partial_count, partial, full_count, full = _blocks(q, q, None, None, intervals, False)
+    assert largest.elements <= 2 * length
+    shown = KeyIntervals(intervals, length).to_mask()[0, 0]
+    for row, pairs in enumerate(shown.split(128)):
+        for column, block in enumerate(pairs.split(128, dim=1)):
+            listed_partial = column in partial[0, 0, row, : partial_count[0, 0, row]]
+            listed_full = column in full[0, 0, row, : full_count[0, 0, row]]
+            whole = block.all() and block.shape == (128, 128)
+            assert listed_full == whole and (listed_partial or listed_full or not block.any())
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "name",
+    ["plain_bf16", "size_113x203_f16", "dim_80_bf16", "group_4_bf16", "mask_1hqk", "bias_bvqk",
+     "bias_b11k", "mask_rows_bf16", "bias_finfo_min_bf16", "softcap_bf16", "per_query_bf16",
+     "global_f16", "random_intervals_bf16", "intervals_and_mask_4d_bf16", "layout_permuted_bf16"],
+)  # fmt: skip
+def test_case_on_the_gpu(name):
+    case = make_case(CASES[name])
+    result = run(on_gpu(case), flex_dmattn_func)
+    tensors = {f.name: getattr(result, f.name) for f in dataclasses.fields(Result)}
+    moved = {n: t.cpu() if isinstance(t, torch.Tensor) else t for n, t in tensors.items()}
+    assert_matches_oracle(Result(**moved), case.problem)

@@ -1,0 +1,161 @@
+"""What the Triton kernels must not read, and what non-finite numbers must not reach; each proven by poison."""
+
+import pytest
+import torch
+from torch.utils import deterministic
+
+from largest_tensor import LargestTensor
+
+triton = pytest.importorskip("triton")
+
+from flash_dmattn import sliding_window, triton_dmattn_func  # noqa: E402
+
+# What numpy says of inf and NaN in the interpreter.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
+WAYS = {
+    "dense": {"is_causal": True},
+    "intervals": {"is_causal": True, "keep_window_size": 9},
+    "not causal": {},
+}
+
+
+def leaves(dtype, seqlen_q=37, seqlen_k=45, head_dim=20, bias=(1, 2, 45)):
+    shapes = [(1, seqlen_q, 4, head_dim), *[(1, seqlen_k, 2, head_dim)] * 2, bias]
+    return [torch.randn(shape).to(DEVICE, dtype).requires_grad_() for shape in shapes]
+
+
+def attend(tensors, dout=None, **options):
+    """out, dq, dk, dv, dbias"""
+    out = triton_dmattn_func(*tensors[:3], attn_bias=tensors[3], **options)
+    dout = torch.ones_like(out) if dout is None else dout
+    return [out, *torch.autograd.grad(out, tensors, dout)]
+
+
+def assert_equal(results, expected):
+    for name, a, b in zip(("out", "dq", "dk", "dv", "dbias"), results, expected, strict=True):
+        assert a.isfinite().all() and torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_unwritten_is_read(dtype, way):
+    """Memory from the allocator full of NaN (torch fills it, and all that is freed and given again)."""
+    tensors = leaves(dtype)
+    assert deterministic.fill_uninitialized_memory  # by the fixture of conftest.py
+    filled = attend(tensors, **WAYS[way])
+    try:
+        deterministic.fill_uninitialized_memory = False
+        assert_equal(attend(tensors, **WAYS[way]), filled)
+    finally:
+        deterministic.fill_uninitialized_memory = True
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_past_the_end_is_read(dtype, way):
+    """Inputs inside NaN-filled memory."""
+
+    def inside(tensor):
+        memory = torch.full([s + 9 for s in tensor.shape], torch.nan, dtype=dtype, device=DEVICE)
+        view = memory[tuple(slice(3, 3 + size) for size in tensor.shape)]
+        return view.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+    tensors = leaves(dtype)
+    dout = torch.randn_like(tensors[0]).detach()
+    surrounded = attend([inside(t) for t in tensors], inside(dout), **WAYS[way])
+    assert_equal(surrounded, attend(tensors, dout, **WAYS[way]))
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nonfinite_output_gradients_count_as_zero(dtype, value):
+    tensors = leaves(dtype)
+    dout = torch.randn_like(tensors[0]).detach()
+    hit = torch.rand(dout.shape, device=DEVICE) < 0.02
+    results = attend(tensors, dout.masked_fill(hit, value), is_causal=True)
+    expected = attend(tensors, dout.masked_fill(hit, 0), is_causal=True)
+    for a, b in zip(results, expected, strict=True):
+        assert a.isfinite().all()  # one was computed in fp64
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 if dtype != torch.float32 else 1e-5)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_nonfinite_output_gradients_stay_visible_when_propagated(value):
+    tensors = leaves(torch.float32, 37, 37, bias=(1, 2, 37))
+    dout = torch.randn_like(tensors[0]).detach()
+    dout[0, 20, 0, 3] = value
+    _, dq, dk, dv, _ = attend(tensors, dout, is_causal=True, nonfinite="propagate")
+    for gradient in (dq, dk, dv):
+        assert not gradient.isfinite().all()
+    for gradient in (dq[:, :20], dq[:, 21:], dk[:, 21:], dv[:, 21:]):  # what row 20 cannot reach
+        assert gradient.isfinite().all()
+    assert not dv[0, :21, 0, 3].isfinite().any()
+
+
+@pytest.mark.parametrize("nonfinite", ["saturate", "propagate"])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_hidden_keys_may_hold_anything(value, nonfinite):
+    tensors = leaves(torch.float32)
+    mask = torch.ones(1, 45, dtype=torch.bool, device=DEVICE)
+    mask[:, 5:9] = False
+    expected = attend(tensors, attn_mask=mask)
+    with torch.no_grad():
+        tensors[1][:, 5:9] = value
+        tensors[2][:, 5:9] = value
+    results = attend(tensors, attn_mask=mask, nonfinite=nonfinite)
+    for a, b in zip(results, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 9])
+def test_inputs_at_the_limit_of_the_dtype(dtype, window):
+    tensors = leaves(dtype)
+    edge = torch.finfo(dtype).max
+    with torch.no_grad():
+        for t in tensors[:3]:
+            t.copy_(torch.where(torch.rand(t.shape, device=DEVICE) < 0.5, edge, -edge))
+    dout = torch.full_like(tensors[0], edge).detach()
+    for result in attend(tensors, dout, is_causal=True, keep_window_size=window):
+        assert result.isfinite().all()
+
+
+def test_two_runs_are_bit_identical():
+    tensors = leaves(torch.float16)
+    runs = [attend(tensors, is_causal=True, keep_window_size=9) for _ in range(2)]
+    assert_equal(*runs)
+
+
+def test_intervals_make_no_quadratic_tensor():
+    length = 300
+    tensors = leaves(torch.float32, length, length, 16, (1, 1, length))
+    with LargestTensor() as largest:
+        attend(tensors, key_intervals=sliding_window(length, 7, device=DEVICE))
+    assert largest.elements < length * length / 2
+
+
+def test_wrong_dtypes_and_second_derivatives_are_refused():
+    tensors = leaves(torch.float32)
+    with pytest.raises(TypeError, match="float64"):
+        triton_dmattn_func(*(t.double() for t in tensors[:3]))
+    out = triton_dmattn_func(*tensors[:3])
+    (dq,) = torch.autograd.grad(out.sum(), tensors[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        dq.sum().backward()
+
+
+def test_compiles_without_graph_breaks():
+    tensors = leaves(torch.float32)
+
+    def attention(q, k, v, bias):
+        return triton_dmattn_func(q, k, v, attn_bias=bias, is_causal=True)
+
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    for function in (attention, compiled):
+        out = function(*tensors)
+        results = [out, *torch.autograd.grad(out.sum(), tensors)]
+        if function is attention:
+            expected = results
+    assert_equal(results, expected)
