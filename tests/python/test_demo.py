@@ -42,7 +42,11 @@ def test_the_demo_from_beginning_to_end(tmp_path, capsys, monkeypatch):
 def test_an_interrupt_is_clean(tmp_path):
     command = [sys.executable, "-m", "flash_dmattn", *TINY, "--output", str(tmp_path)]
     command += ["--steps", "1000000", "--seconds", "600"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as demo:
+    # Run in the background, these tests ignore SIGINT, and what they start would do so too.
+    heeding = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **heeding
+    ) as demo:
         progress = b""
         while b"tokens/s" not in progress:
             read = demo.stderr.read1()
