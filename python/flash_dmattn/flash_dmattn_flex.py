@@ -17,6 +17,9 @@ _BLOCK = 128  # queries and keys of a block of the BlockMask
 _RECOMPILATIONS = (
     256  # beyond torch's limit of 8 per function, flex would quietly make N x N tensors
 )
+# Below 128 queries torch 2.10 to 2.13 take their decoding kernel, which has no tiles for lengths that are no
+# power of 2 and then raises.
+_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 
 
 def flex_dmattn_func(
@@ -81,6 +84,7 @@ def forward(
         out, aux = _flex()(
             q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale,
             enable_gqa=heads_q > heads_kv, return_aux=AuxRequest(lse=q.device.type != "cpu"),
+            kernel_options=_OPTIONS,
         )  # fmt: skip
     out = out.transpose(1, 2)[..., :head_dim]
     return (_SanitisedOutput.apply(out) if saturate else out), aux.lse
@@ -89,7 +93,7 @@ def forward(
 def _refuse(q, k, v, bias, deterministic) -> None:
     wanted = [t is not None and t.requires_grad for t in (q, k, v, bias)]
     if q.device.type == "cpu" and torch.is_grad_enabled() and any(wanted):
-        raise RuntimeError(
+        raise NotImplementedError(
             "flex_dmattn_func: torch's FlexAttention has no backward on the CPU; use flash_dmattn_func there, "
             "or torch.no_grad()"
         )
@@ -100,7 +104,7 @@ def _refuse(q, k, v, bias, deterministic) -> None:
             f"query, key: got shapes {tuple(q.shape)}, {tuple(k.shape)}: flex wants no empty ones"
         )
     if deterministic and wanted[3]:
-        raise RuntimeError(
+        raise NotImplementedError(
             "flex_dmattn_func: torch adds the gradients of a bias in an order that varies; expected "
             "deterministic=False, or a bias that needs no gradient"
         )
