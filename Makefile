@@ -47,7 +47,7 @@ demo: $(STAMPS)/package $(STAMPS)/demo ## train a small Doge model on the GPU or
 
 .PHONY: bench
 bench: $(STAMPS)/package $(STAMPS)/demo ## measure against PyTorch on this machine (options: ARGS=...)
-	$(BIN)/python benchmarks/bench.py --record cpu $(ARGS)
+	$(BIN)/python benchmarks/bench.py --record cpu --device cpu --threads 2 $(ARGS)
 
 .PHONY: test
 test: check-format test-cpp test-sanitize test-python test-transformers-4 test-cuda-build ## everything a change has to pass

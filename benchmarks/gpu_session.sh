@@ -99,7 +99,7 @@ run() {
     fi
   done
   wait
-  grep -ahE 'ours|flash-attention|cudnn|extra_mb|on_top|bits_per_byte_of' "$results/through_torch.log" 2>/dev/null || true
+  grep -ahE ' cuda | fa2 | cudnn |extra_mb|on_top|bits_per_byte_of' "$results/through_torch.log" 2>/dev/null || true
   awk -F '\t' '{ printf "%-24s %-12s %6s  %s\n", $1, $2, $3, $4 }' "$results/table.tsv"
   ! grep -q FAILED "$results/table.tsv"
 }

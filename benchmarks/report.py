@@ -1,86 +1,66 @@
-"""Writes README's tables and picture from the newest records, so that neither is ever typed by hand.
+"""Writes README's tables and pictures from the newest records, so that neither is ever typed by hand.
 
 python benchmarks/report.py
 """
 
 from __future__ import annotations
 
-import json
-import pathlib
 import re
-
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
-import torch
+from pathlib import Path
 
 from flash_dmattn import select_key_intervals
+from flash_dmattn.benchmark import pictures
+from flash_dmattn.benchmark.record import read
 
-ROOT = pathlib.Path(__file__).parent.parent
+# After pictures, which chooses how matplotlib draws.
+import matplotlib.pyplot as plt  # isort: skip
+import torch
+
+ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
+IMAGES = ROOT / "docs" / "images"
+NAMES = {
+    "cuda": "ours", "cpu": "ours", "triton": "our Triton backend", "sdpa": "torch SDPA", "flex": "flex_attention",
+    "fa2": "FlashAttention-2", "cudnn": "cuDNN",
+}  # fmt: skip
 
 
 def newest_records(suffix: str) -> list[tuple[str, dict]]:
     """The newest `*-<suffix>.json` of every machine, as (path, record)."""
     newest = {path.parent: path for path in sorted(RECORDS.glob(f"*/*-{suffix}.json"))}
-    return [(str(p.relative_to(ROOT)), json.loads(p.read_text())) for p in newest.values()]
+    return [(str(p.relative_to(ROOT)), read(p)) for p in newest.values()]
 
 
 def table(records: list[tuple[str, dict]]) -> str:
-    """A Markdown row per case and dtype, forward / backward in one cell, a block per machine."""
+    """A block per machine, a Markdown row per case and dtype: ours, and the rivals of the same run."""
     lines = []
     for path, record in records:
+        rows = [row for row in record["speed"] if "forward_ms" in row]
+        sides = list(dict.fromkeys(row["who"] for row in rows))
+        work: dict[tuple[str, str], dict[str, dict]] = {}
+        for row in rows:
+            work.setdefault((row["case"], row["dtype"]), {})[row["who"]] = row
         about = record["machine"]
+        threads = f" ({about['isa']}), {about['threads']} threads" if "threads" in about else ""
         lines += [
-            f"{about['cpu']} ({about['isa']}), {about['threads']} threads, torch {about['torch']}, "
-            f"commit `{record['commit']}` ([record]({path})):",
+            f"{about['name']}{threads}, torch {record['torch']}, commit `{record['commit']}` ([record]({path})); "
+            "ms, forward / backward:",
             "",
-            "| B1 H8, forward / backward | dtype | ours, ms | torch SDPA, ms | ratio |",
-            "|---|---|---|---|---|",
+            f"| work | dtype | {' | '.join(NAMES[who] for who in sides)} | ours, useful TFLOP/s |",
+            f"|---|---|{'---|' * len(sides)}---|",
         ]
-        rows = [row for row in record["rows"] if "torch_ms" in row]
-        seen = set()  # a row of work that two cases share is listed once
-        for forward, backward in zip(rows[::2], rows[1::2], strict=True):
-            window = f" w{forward['window']}" if forward["window"] else ""
-            name = f"{forward['case']} N{forward['seqlen']} D{forward['head_dim']}{window}"
-            cells = (
-                f"{forward[key]:.{digits}f} / {backward[key]:.{digits}f}"
-                for key, digits in (("ours_ms", 0), ("torch_ms", 0), ("ratio", 1))
-            )
-            if (name, forward["dtype"]) not in seen:
-                lines.append(f"| {name} | {forward['dtype']} | {' | '.join(cells)} |")
-            seen.add((name, forward["dtype"]))
+        for (case, dtype), found in work.items():
+            times = [_both(found[who], "ms") if who in found else "" for who in sides]
+            rate = _both(found[sides[0]], "useful_tflops")
+            lines.append(f"| {case} | {dtype} | {' | '.join(times)} | {rate} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def gpu_table(records: list[tuple[str, dict]]) -> str:
-    """A Markdown row per case, ours beside the rivals of the same run, a block per machine."""
-    lines = []
-    for path, record in records:
-        cases: dict[str, dict[str, dict]] = {}
-        for row in record["speed"]:
-            if "forward_ms" in row:
-                cases.setdefault(row["case"], {})[row["who"]] = row
-        rivals = sorted({who for case in cases.values() for who in case} - {"ours"})
-        lines += [
-            f"{record['machine']}, bf16, torch {record['torch']}, commit `{record['commit']}` "
-            f"([record]({path})); ms, forward / backward, with selection, plan and the bias's gradient:",
-            "",
-            f"| case | ours | useful TFLOP/s | {' | '.join(rivals)} |",
-            f"|---|---|---|{'---|' * len(rivals)}",
-        ]
-        for name, case in cases.items():
-            times = [_both(case[who], "ms", 2) if who in case else "" for who in ("ours", *rivals)]
-            rate = _both(case["ours"], "useful_tflops", 0)
-            lines.append(f"| {name} | {times[0]} | {rate} | {' | '.join(times[1:])} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _both(row: dict, unit: str, digits: int) -> str:
-    return " / ".join(f"{row[f'{way}_{unit}']:.{digits}f}" for way in ("forward", "backward"))
+def _both(row: dict, unit: str) -> str:
+    """Three digits of either direction."""
+    values = (row[f"{way}_{unit}"] for way in ("forward", "backward"))
+    return " / ".join(f"{x:.0f}" if x >= 100 else f"{x:.3g}" for x in values)
 
 
 def put_between_markers(text: str, name: str, content: str) -> str:
@@ -94,46 +74,29 @@ def draw_intervals(axes: plt.Axes) -> None:
     torch.manual_seed(3)
     n = 96
     scores = torch.randn(1, 1, n) + 3 * (torch.rand(1, 1, n) < 0.06)
-    first, last = select_key_intervals(scores, 16).intervals[0, 0].unbind(-1)
-    row = torch.arange(n)[:, None]
-    seen = (first <= row) & (row < last)
+    seen = select_key_intervals(scores, 16).to_mask()[0, 0]
     axes.imshow(seen, cmap="Blues", vmin=0, vmax=1.4, interpolation="nearest")
     axes.set(xlabel="key", ylabel="query", title="16 best keys of every query:\none interval a key")
 
 
-def draw_cost(axes: plt.Axes, record: dict) -> None:
-    """Forward + backward time against N at fixed w, log-log."""
-    for dtype, marker in (("float32", "o"), ("bfloat16", "s")):
-        for side, colour in (("torch", "tab:gray"), ("ours", "tab:blue")):
-            total: dict[int, float] = {}
-            for row in record["rows"]:
-                key = f"{side}_ms"
-                if row["window"] and row["dtype"] == dtype and key in row:
-                    ways = total.setdefault(row["seqlen"], {})
-                    ways[row["direction"]] = row[key] / 1e3
-            points = sorted((n, sum(ways.values())) for n, ways in total.items())
-            label = f"{'flash_dmattn' if side == 'ours' else 'torch SDPA, N×N mask'} {dtype}"
-            axes.loglog(*zip(*points, strict=True), marker=marker, color=colour, label=label)
-    axes.set(xlabel="sequence length N", ylabel="seconds, forward + backward")
-    axes.set_title("w = 1024, 8 heads, D 64, 2 threads")
-    lengths = sorted({row["seqlen"] for row in record["rows"] if row["window"]})
-    axes.set_xticks(lengths, [f"{n // 1024}k" for n in lengths])
-    axes.minorticks_off()
-    axes.legend(fontsize=7, loc="lower right")
-    axes.grid(alpha=0.3)
+def draw_overview(record: dict, path: Path) -> None:
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    draw_intervals(axes[0])
+    rows = pictures.sweep(record["speed"], "seqlen")
+    pictures.draw_sweep(axes[1], rows, "seqlen", pictures.seconds)
+    axes[1].legend(fontsize=7, loc="lower right")
+    pictures.save(figure, path)
 
 
 def main() -> None:
-    records = newest_records("cpu")
+    on_cpus, on_gpus = newest_records("cpu"), newest_records("torch")
     readme = ROOT / "README.md"
-    text = put_between_markers(readme.read_text(), "cpu table", table(records))
-    text = put_between_markers(text, "gpu table", gpu_table(newest_records("torch")))
+    text = put_between_markers(readme.read_text(), "cpu table", table(on_cpus))
+    text = put_between_markers(text, "gpu table", table(on_gpus))
     readme.write_text(text)
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    draw_intervals(axes[0])
-    draw_cost(axes[1], records[0][1])
-    plt.rcParams["svg.hashsalt"] = "flash_dmattn"
-    figure.savefig(ROOT / "docs" / "images" / "overview.svg", metadata={"Date": None})
+    draw_overview(on_cpus[0][1], IMAGES / "overview.svg")
+    for _, record in newest_records("sweeps"):
+        pictures.draw(record["speed"], IMAGES / "cost.svg")
 
 
 if __name__ == "__main__":

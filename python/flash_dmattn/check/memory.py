@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 
 import torch
@@ -17,6 +18,9 @@ def peak_bytes(call: Callable[[], object], device: str) -> tuple[int, object]:
         kept = call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before, kept
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "5"
+    )  # torch would print a line at every start and stop
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         kept = call()

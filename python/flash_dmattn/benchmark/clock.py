@@ -1,0 +1,82 @@
+"""Milliseconds of a call, on the processor or on the GPU, and the peak of its memory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..check.memory import peak_bytes
+
+_CYCLES_AHEAD = (
+    2_000_000  # about a millisecond, in which Python gets ahead of the GPU, as it is in training
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A forward, what it is differentiated by, and the gradient of its output."""
+
+    forward: Callable[[], Tensor]
+    leaves: list[Tensor]
+    dout: Tensor
+    mask_bytes: int = 0  # of a mask that was made for this side alone
+
+    def backward(self, out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, self.leaves, self.dout)
+
+
+@dataclass(frozen=True)
+class Cost:
+    forward_ms: float
+    backward_ms: float
+    peak_bytes: int  # of forward and backward together, beyond queries, keys, values and biases
+
+
+def timed(call: Callable, device: str, *arguments: object) -> tuple[float, object]:
+    """Milliseconds of one call, and what it returned."""
+    if device == "cpu":
+        start = time.perf_counter()
+        result = call(*arguments)
+        return (time.perf_counter() - start) * 1e3, result
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_CYCLES_AHEAD)
+    begin.record()
+    result = call(*arguments)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end), result
+
+
+def median_ms(call: Callable[[], object], device: str, repeats: int) -> float:
+    """After one call that warms up."""
+    call()
+    return statistics.median(timed(call, device)[0] for _ in range(repeats))
+
+
+def costs(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Cost]:
+    """Of every side. They take turns, so that a drifting clock favours none; medians of `repeats` turns."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    for turn in range(repeats + 1):  # the first one warms up
+        for name, step in steps.items():
+            forward, out = timed(step.forward, device)
+            backward, _ = timed(step.backward, device, out)
+            del out
+            if turn:
+                times[name].append((forward, backward))
+    medians = {name: map(statistics.median, zip(*t, strict=True)) for name, t in times.items()}
+    return {name: Cost(*medians[name], peak_of(steps[name], device)) for name in steps}
+
+
+def peak_of(step: Step, device: str) -> int:
+    """Outputs, gradients, all that is needed in between, and the mask."""
+
+    def run():
+        out = step.forward()
+        return out, *step.backward(out)
+
+    return peak_bytes(run, device)[0] + step.mask_bytes

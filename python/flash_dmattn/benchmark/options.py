@@ -1,0 +1,66 @@
+"""What can be chosen about the benchmark."""
+
+import argparse
+from pathlib import Path
+
+# Here, so that the command's help needs neither a GPU nor the backends.
+BACKENDS = ("cuda", "triton", "flex", "cpu")
+RIVALS = ("sdpa", "fa2", "cudnn", "flex")
+CASES = ("dense", "dma", "groups", "scaling", "windows", "global", "sliding", "pairs")
+DTYPES = ("float32", "bfloat16", "float16")
+DEFAULT_CASES = ("dense", "dma", "scaling")
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--case", "--cases", nargs="+", choices=CASES, default=DEFAULT_CASES, metavar="CASE",
+        help=f"any of {', '.join(CASES)}; default: {' '.join(DEFAULT_CASES)}")  # fmt: skip
+    add("--backend", nargs="+", choices=BACKENDS, help="ours; default: the best one that runs here")
+    add("--against", type=_rivals, metavar="RIVALS",
+        help=f"of {','.join(RIVALS)}, or none; default: those that run here without compiling (not flex)")  # fmt: skip
+    add(
+        "--dtype",
+        "--dtypes",
+        nargs="+",
+        choices=DTYPES,
+        help="default: bfloat16, on the CPU float32 too",
+    )
+    add("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
+    add(
+        "--length",
+        nargs="+",
+        type=_positive,
+        metavar="N",
+        help="instead of the lengths of the cases",
+    )
+    add(
+        "--window",
+        nargs="+",
+        type=_positive,
+        metavar="W",
+        help="instead of the windows of the cases",
+    )
+    add(
+        "--repeats", type=_positive, default=5, help="turns, of which the median counts; default: 5"
+    )
+    add("--threads", type=_positive, help="of the CPU; default: torch's")
+    add("--json", type=Path, metavar="FILE", help="write all results there")
+    add("--commit", default="unknown", help="of the sources; written into the file")
+    add("--plot", type=Path, metavar="FILE", help="draw time and memory against N and against w")
+    add("--from", dest="records", nargs="+", type=Path, metavar="RECORD",
+        help="measure nothing; show and draw what --json wrote")  # fmt: skip
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {number}, expected 1 or more")
+    return number
+
+
+def _rivals(text: str) -> list[str]:
+    names = [] if text == "none" else text.split(",")
+    for name in names:
+        if name not in RIVALS:
+            raise argparse.ArgumentTypeError(f"got {name!r}, expected any of {','.join(RIVALS)}")
+    return names

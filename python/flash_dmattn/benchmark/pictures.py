@@ -1,0 +1,99 @@
+"""Time and memory against the length and against the window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+_COLOURS = {
+    "cuda": "tab:blue", "cpu": "tab:blue", "triton": "tab:cyan", "sdpa": "tab:gray", "flex": "tab:orange",
+    "fa2": "tab:green", "cudnn": "tab:olive",
+}  # fmt: skip
+_LABELS = {
+    "cuda": "flash_dmattn, CUDA", "cpu": "flash_dmattn, CPU", "triton": "flash_dmattn, Triton",
+    "sdpa": "torch SDPA, N×N mask", "flex": "flex_attention", "fa2": "FlashAttention-2, dense",
+    "cudnn": "cuDNN, dense",
+}  # fmt: skip
+_STYLES = {"bfloat16": ("s", "-"), "float32": ("o", "--"), "float16": ("^", ":")}
+_AXES = {"seqlen": "sequence length N", "window": "window w"}
+_FIXED = ("kind", "batch", "heads_q", "heads_kv", "head_dim")
+
+
+def seconds(row: dict) -> float:
+    return (row["forward_ms"] + row["backward_ms"]) / 1e3
+
+
+def memory(row: dict) -> float | None:
+    return row["peak_mb"] / 1e3 if "peak_mb" in row else None
+
+
+def sweep(rows: Iterable[dict], along: str) -> list[dict]:
+    """Rows of one kind of work that differ in `along` alone: the largest such set with several values."""
+    other = "window" if along == "seqlen" else "seqlen"
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        if row.get("window"):
+            groups.setdefault(tuple(row[key] for key in (*_FIXED, other)), []).append(row)
+    sizes = {key: len({row[along] for row in group}) for key, group in groups.items()}
+    best = max(groups, key=lambda key: sizes[key], default=None)
+    return groups[best] if best is not None and sizes[best] > 1 else []
+
+
+def draw_sweep(
+    axes: plt.Axes, rows: list[dict], along: str, value: Callable[[dict], float | None]
+) -> None:
+    """A line for every side and dtype, log-log."""
+    for who, dtype in dict.fromkeys((row["who"], row["dtype"]) for row in rows):
+        mine = [row for row in rows if (row["who"], row["dtype"]) == (who, dtype)]
+        points = {row[along]: value(row) for row in mine if value(row) is not None}
+        if not points:
+            continue
+        marker, style = _STYLES[dtype]
+        axes.loglog(
+            *zip(*sorted(points.items()), strict=True), marker=marker, linestyle=style, markersize=4,
+            color=_COLOURS[who], label=f"{_LABELS[who]}, {dtype}",
+        )  # fmt: skip
+    ticks = sorted({row[along] for row in rows})
+    axes.set_xticks(ticks, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel(_AXES[along])
+    axes.set_ylabel(
+        "seconds, forward + backward" if value is seconds else "GB beyond q, k, v and bias"
+    )
+    one = rows[0]
+    fixed = f"w = {one['window']}" if along == "seqlen" else f"N = {one['seqlen']}"
+    axes.set_title(
+        f"{fixed}, B{one['batch']} H{one['heads_q']} Hkv{one['heads_kv']} D{one['head_dim']}",
+        fontsize=9,
+    )
+    axes.grid(alpha=0.3)
+
+
+def draw(rows: list[dict], path: Path) -> bool:
+    """Time and memory, a row of panels for each of N and w that the rows vary. False if they vary neither."""
+    sweeps = {along: sweep(rows, along) for along in _AXES}
+    sweeps = {along: found for along, found in sweeps.items() if found}
+    if not sweeps:
+        return False
+    figure, panels = plt.subplots(
+        len(sweeps), 2, figsize=(9, 3.4 * len(sweeps)), layout="constrained", squeeze=False
+    )
+    for (along, found), (left, right) in zip(sweeps.items(), panels, strict=True):
+        draw_sweep(left, found, along, seconds)
+        draw_sweep(right, found, along, memory)
+        left.legend(fontsize=7)
+    save(figure, path)
+    return True
+
+
+def save(figure: plt.Figure, path: Path) -> None:
+    """The same numbers give the same file."""
+    plt.rcParams["svg.hashsalt"] = "flash_dmattn"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)

@@ -1,0 +1,97 @@
+"""What was measured, as rows, as lines of a table and as a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from ..availability import backends
+from .cases import Case
+from .clock import Cost
+
+HEADER = (
+    f"{'case':<42} {'dtype':<9}{'who':<7}{'forward':>10}{'backward':>10} ms"
+    f"{'forward':>11}{'backward':>10} useful TFLOP/s{'peak':>9} MB"
+)
+
+
+def row_of(case: Case, dtype: str, who: str, cost: Cost) -> dict:
+    """Times in ms; the peak of memory beyond queries, keys, values and biases in MB."""
+    flops = {way: case.useful_flops(way) for way in ("forward", "backward")}
+    return {
+        "case": str(case),
+        **dataclasses.asdict(case),
+        "dtype": dtype,
+        "who": who,
+        "forward_ms": round(cost.forward_ms, 3),
+        "backward_ms": round(cost.backward_ms, 3),
+        "forward_useful_tflops": round(flops["forward"] / cost.forward_ms * 1e-9, 3),
+        "backward_useful_tflops": round(flops["backward"] / cost.backward_ms * 1e-9, 3),
+        "peak_mb": round(cost.peak_bytes / 1e6, 1),
+    }
+
+
+def line(row: dict) -> str:
+    peak = f"{row['peak_mb']:>9.1f}" if "peak_mb" in row else f"{'-':>9}"
+    return (
+        f"{row['case']:<42} {row['dtype']:<9}{row['who']:<7}{row['forward_ms']:>10.2f}"
+        f"{row['backward_ms']:>10.2f}   {row['forward_useful_tflops']:>11.3g}"
+        f"{row['backward_useful_tflops']:>10.3g}               {peak}"
+    )
+
+
+def machine(device: str) -> dict:
+    """What times depend on."""
+    if device == "cuda":
+        query = "--query-gpu=driver_version,clocks.sm,clocks.mem,clocks.max.sm"
+        return {
+            "name": torch.cuda.get_device_name(),
+            "driver, SM and memory clock now, highest SM clock": _output(
+                "nvidia-smi", query, "--format=csv,noheader"
+            ),
+        }
+    cpuinfo = Path("/proc/cpuinfo")
+    fields = dict(
+        [part.strip() for part in text.split(":", 1)]
+        for text in (cpuinfo.read_text().splitlines() if cpuinfo.exists() else [])
+        if ":" in text
+    )
+    return {
+        "name": fields.get("model name", "unknown"),
+        "family_model": f"{fields.get('cpu family', '?')}/{fields.get('model', '?')}",
+        "isa": next(backend.reason for backend in backends() if backend.name == "cpu"),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def about(device: str, commit: str, repeats: int) -> dict:
+    return {
+        "machine": machine(device),
+        "commit": commit,
+        "torch": torch.__version__,
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "method": f"medians of {repeats} turns, in which the sides alternate; whole calls, selection and plan "
+        "included, a rival's mask made before; of a GPU by events, launches ahead, L2 not flushed",
+    }
+
+
+def write(path: Path, record: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text())

@@ -1,0 +1,118 @@
+"""`python -m flash_dmattn bench`: from the options to the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from ..availability import get_available_backends
+from ..progress import progress
+from . import record, sides
+from .cases import Case, cases_of
+from .clock import costs
+
+INTERRUPTED = 130
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Measures what `options` ask for and prints it. Returns the exit status."""
+    if options.plot is not None:
+        try:
+            from . import pictures
+        except ModuleNotFoundError as missing:
+            print(f"--plot needs {missing.name}: pip install 'flash-dmattn[demo]'", file=sys.stderr)
+            return 2
+    if not options.records and not cases_of(device_of(options), options.case):
+        names = " ".join(options.case)
+        print(f"--case: got {names}, which has no work for a {device_of(options)}", file=sys.stderr)
+        return 2
+    interrupted = False
+    if options.records:
+        rows = [row for path in options.records for row in record.read(path)["speed"]]
+        print("\n".join([record.HEADER, *map(record.line, rows)]))
+    else:
+        rows = []
+        try:
+            for row in measured(options):
+                rows.append(row)
+        except KeyboardInterrupt:
+            interrupted = True
+            print(f"\nInterrupted after {len(rows)} rows.", file=sys.stderr)
+    if options.json and rows:
+        about = record.about(device_of(options), options.commit, options.repeats)
+        record.write(options.json, {**about, "speed": rows})
+        print(f"wrote {options.json}")
+    if options.plot and rows:
+        if not pictures.draw(rows, options.plot):
+            print(
+                "--plot: got no case at several lengths or windows, expected one: --case scaling windows, or "
+                "--length with several numbers",
+                file=sys.stderr,
+            )
+            return 2
+        print(f"wrote {options.plot}")
+    return INTERRUPTED if interrupted else int(not rows)
+
+
+def device_of(options: argparse.Namespace) -> str:
+    return options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def dtypes_of(options: argparse.Namespace) -> list[str]:
+    """bfloat16 is what is trained in; the CPU has float32 as well."""
+    if options.dtype:
+        return options.dtype
+    return ["bfloat16"] if device_of(options) == "cuda" else ["float32", "bfloat16"]
+
+
+def names_of(options: argparse.Namespace) -> list[str]:
+    """Ours, then the rivals."""
+    device = device_of(options)
+    if options.backend:
+        ours = options.backend
+    else:
+        usable = [n for n in get_available_backends() if n in sides.OURS]
+        ours = ["cpu"] if device == "cpu" else usable[:1]
+    rivals = options.against
+    if rivals is None:
+        rivals = ["sdpa"] if device == "cpu" else ["sdpa", "fa2", "cudnn"]
+    return list(dict.fromkeys([*ours, *rivals]))
+
+
+def measured(options: argparse.Namespace) -> Iterator[dict]:
+    """A row for every case, dtype and side, printed as it is found."""
+    device = device_of(options)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    about = record.machine(device)
+    threads = f", {about['threads']} threads" if "threads" in about else ""
+    print(f"{about['name']}{threads}, torch {torch.__version__}\n{record.HEADER}", flush=True)
+    cases = cases_of(device, options.case, options.length, options.window)
+    work = [(case, dtype) for case in cases for dtype in dtypes_of(options)]
+    bar = progress(work, "measuring", "case")
+    for case, dtype in bar:
+        for row in measure(case, dtype, device, names_of(options), options.repeats, bar.write):
+            bar.write(record.line(row))
+            yield row
+
+
+def measure(
+    case: Case, dtype: str, device: str, names: list[str], repeats: int, say=print
+) -> list[dict]:
+    """The rows of one case; `say` is told why a side has none."""
+    inputs = sides.draw(case, getattr(torch, dtype), device)
+    steps = {}
+    for name in names:
+        try:
+            step = sides.build(name, inputs)
+            step.backward(step.forward())  # compiles, and says whether it can
+            steps[name] = step
+        except (sides.Declined, RuntimeError, TypeError, ValueError) as reason:
+            text = str(reason).splitlines()[0] if str(reason) else type(reason).__name__
+            say(f"{case!s:<42} {dtype:<9}{name:<7}  declined: {text}")
+    found = costs(steps, device, repeats) if steps else {}
+    return [record.row_of(case, dtype, name, cost) for name, cost in found.items()]

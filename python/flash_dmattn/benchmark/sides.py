@@ -1,0 +1,155 @@
+"""Who is measured: our backends, and the rivals that torch has. All get the same numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..availability import get_available_backends
+from ..check.memory import bytes_of
+from ..flash_dmattn_interface import flash_dmattn_func_auto
+from ..key_intervals import KeyIntervals, select_key_intervals, sliding_window
+from .cases import DENSE, PAIRS, SLIDING, Case
+from .clock import Step
+
+OURS = ("cuda", "triton", "flex", "cpu")
+
+
+class Declined(Exception):
+    """Why a side does not run a case."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    case: Case
+    q: Tensor  # [B, N, Hq, D]
+    k: Tensor  # [B, N, Hkv, D]
+    v: Tensor
+    dout: Tensor  # as q
+    bias: Tensor | None = None  # [B, Hkv, N], with PAIRS [B, Hkv, N, N]
+    mask: Tensor | None = None  # [B, Hkv, N, N]
+    intervals: KeyIntervals | None = None
+
+
+def draw(case: Case, dtype: torch.dtype, device: str) -> Inputs:
+    batch, n, heads, heads_kv = case.batch, case.seqlen, case.heads_q, case.heads_kv
+
+    def normal(*shape):
+        return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
+
+    q, dout = (normal(batch, n, heads, case.head_dim) for _ in range(2))
+    k, v = (normal(batch, n, heads_kv, case.head_dim) for _ in range(2))
+    if case.kind == DENSE:
+        return Inputs(case, q, k, v, dout)
+    if case.kind == SLIDING:
+        return Inputs(case, q, k, v, dout, intervals=sliding_window(n, case.window, device=device))
+    if case.kind != PAIRS:
+        return Inputs(case, q, k, v, dout, bias=normal(batch, heads_kv, n))
+    bias = torch.empty(batch, heads_kv, n, n, device=device, dtype=dtype).normal_()
+    mask = torch.empty(bias.shape, device=device, dtype=torch.bool)
+    seen = torch.arange(1, n + 1, device=device)[:, None]
+    for of_head in mask.flatten(0, 1):  # random keys, so that no tile is empty
+        of_head.copy_((torch.rand(n, n, device=device) * seen < case.window).tril())
+    return Inputs(case, q, k, v, dout, bias, mask)
+
+
+def _leaves(*tensors: Tensor | None) -> list[Tensor]:
+    return [t.detach().requires_grad_() for t in tensors if t is not None]
+
+
+def _our(backend: str, inputs: Inputs) -> Step:
+    """The whole call as a user makes it: with selection, plan, and the gradient of the bias."""
+    case, attention = inputs.case, flash_dmattn_func_auto(backend)
+    leaves = _leaves(inputs.q, inputs.k, inputs.v, inputs.bias)
+    q, k, v, *bias = leaves
+    options = {"attn_bias": bias[0] if bias else None, "is_causal": True}
+    if case.kind == PAIRS:
+        options["attn_mask"] = inputs.mask
+    elif case.kind == SLIDING:
+        options = {"key_intervals": inputs.intervals}
+    elif case.kind != DENSE:
+        options |= {"keep_window_size": case.window, "selection": case.kind}
+    return Step(lambda: attention(q, k, v, **options), leaves, inputs.dout)
+
+
+def _torchs(inputs: Inputs, mask: Tensor | None = None, backend: SDPBackend | None = None) -> Step:
+    """scaled_dot_product_attention, causal or with a mask that is ready before the clock starts."""
+    case = inputs.case
+    q, k, v = _leaves(*(t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)))
+    leaves = [q, k, v] if mask is None or not mask.requires_grad else [q, k, v, mask]
+    options = {"enable_gqa": case.heads_q != case.heads_kv}
+    options |= {"is_causal": True} if mask is None else {"attn_mask": mask}
+
+    def forward():
+        if backend is None:
+            return F.scaled_dot_product_attention(q, k, v, **options)
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, **options)
+
+    mask_bytes = 0 if mask is None else bytes_of([mask])
+    return Step(forward, leaves, inputs.dout.transpose(1, 2), mask_bytes)
+
+
+def _per_query_head(mask: Tensor, case: Case) -> Tensor:
+    """What torch wants of grouped heads."""
+    if mask.shape[1] in (1, case.heads_q):
+        return mask
+    return mask.repeat_interleave(case.heads_q // mask.shape[1], 1)
+
+
+def _sdpa(inputs: Inputs) -> Step:
+    """Whichever implementation torch chooses for a mask of N x N."""
+    case = inputs.case
+    if case.kind == DENSE:
+        return _torchs(inputs)
+    heads = 1 if case.kind == SLIDING else case.heads_q
+    needed = 5 * case.batch * heads * case.seqlen**2  # torch makes numbers of its bits
+    if needed > _memory(inputs.q.device) // 2:
+        raise Declined(f"its mask takes {needed / 1e9:.0f} GB")
+    if case.kind == PAIRS:  # mask and bias are one to it, and have one gradient
+        both = inputs.bias.masked_fill(~inputs.mask, -torch.inf)
+        return _torchs(inputs, _per_query_head(both, case).requires_grad_())
+    intervals = inputs.intervals
+    if intervals is None:
+        intervals = select_key_intervals(inputs.bias, case.window, selection=case.kind)
+    return _torchs(inputs, _per_query_head(intervals.to_mask(), case))
+
+
+def _dense_only(backend: SDPBackend) -> Callable[[Inputs], Step]:
+    def build(inputs: Inputs) -> Step:
+        if inputs.case.kind != DENSE:
+            raise Declined("has no masks")
+        if inputs.q.device.type != "cuda":
+            raise Declined("needs a GPU")
+        return _torchs(inputs, backend=backend)
+
+    return build
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+RIVALS: dict[str, Callable[[Inputs], Step]] = {
+    "sdpa": _sdpa,
+    "fa2": _dense_only(SDPBackend.FLASH_ATTENTION),
+    "cudnn": _dense_only(SDPBackend.CUDNN_ATTENTION),
+    "flex": lambda inputs: _our("flex", inputs),
+}
+
+
+def build(name: str, inputs: Inputs) -> Step:
+    """The step of a side. Declined where it does not run this."""
+    if name in OURS and name not in get_available_backends():
+        raise Declined(f"the backend {name} does not run here")
+    if name in RIVALS:
+        return RIVALS[name](inputs)
+    return _our(name, inputs)

@@ -1,0 +1,134 @@
+"""`python -m flash_dmattn bench`: what it measures and says; never how fast anything is."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from flash_dmattn.__main__ import main
+from flash_dmattn.benchmark import options, run
+from flash_dmattn.benchmark.cases import (
+    DENSE,
+    GLOBAL,
+    NAMES,
+    PAIRS,
+    PER_QUERY,
+    SLIDING,
+    Case,
+    cases_of,
+)
+from flash_dmattn.benchmark.clock import peak_of
+from flash_dmattn.benchmark.sides import RIVALS, build, draw
+from flash_dmattn.check.oracle import causal_pairs
+
+SMALL = ["--length", "64", "96", "--window", "16", "--repeats", "1", "--device", "cpu"]
+KINDS = (DENSE, PER_QUERY, GLOBAL, SLIDING, PAIRS)
+
+
+def test_every_case_and_rival_can_be_named():
+    assert set(options.CASES) == set(NAMES)
+    assert set(options.RIVALS) == set(RIVALS)
+
+
+def test_rows_table_file_and_picture(capsys, tmp_path):
+    file, picture = tmp_path / "bench.json", tmp_path / "bench.svg"
+    wanted = ["--case", "dense", "scaling", "pairs", "--dtype", "float32"]
+    assert main(["bench", *wanted, *SMALL, "--json", str(file), "--plot", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert "per_query B1 H8 N96 D64 w16" in printed and "useful TFLOP/s" in printed
+    record = json.loads(file.read_text())
+    assert record["machine"]["name"] and record["torch"] == torch.__version__
+    assert {(row["kind"], row["seqlen"], row["who"]) for row in record["speed"]} == {
+        (kind, n, who)
+        for kind in (DENSE, PER_QUERY, PAIRS)
+        for n in (64, 96)
+        for who in ("cpu", "sdpa")
+    }
+    for row in record["speed"]:
+        assert row["forward_ms"] > 0 and row["backward_ms"] > 0 and row["peak_mb"] > 0
+    assert "sequence length N" in picture.read_text()
+
+    again = tmp_path / "again.svg"  # from the record, with nothing measured
+    assert main(["bench", "--from", str(file), "--plot", str(again)]) == 0
+    assert "per_query B1 H8 N96 D64 w16" in capsys.readouterr().out
+    assert again.read_text() == picture.read_text()
+
+
+def test_windows_are_a_second_row_of_panels(tmp_path):
+    picture = tmp_path / "bench.svg"
+    arguments = ["bench", "--case", "windows", "--dtype", "float32", "--against", "none", *SMALL]
+    assert main([*arguments, "--window", "8", "16", "--plot", str(picture)]) == 0
+    assert "sequence length N" in picture.read_text() and "window w" in picture.read_text()
+
+
+def test_nothing_to_plot_is_said(capsys, tmp_path):
+    arguments = ["--case", "dense", "--length", "32", "--repeats", "1", "--dtype", "float32"]
+    picture = tmp_path / "bench.png"
+    status = main(["bench", *arguments, "--device", "cpu", "--plot", str(picture)])
+    assert status == 2 and not picture.exists()
+    assert "--plot: got no case at several lengths or windows" in capsys.readouterr().err
+
+
+def test_who_cannot_run_a_case_says_so(capsys):
+    arguments = ["--case", "dense", "--length", "32", "--repeats", "1", "--dtype", "float32"]
+    assert main(["bench", *arguments, "--device", "cpu", "--against", "fa2,cudnn"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("declined: needs a GPU") == 2
+    with pytest.raises(SystemExit):
+        main(["bench", "--against", "fa9"])
+    assert "expected any of" in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_what_is_finished(capsys, monkeypatch, tmp_path):
+    measure = run.measure
+
+    def interrupted(case, *rest):
+        if case.seqlen == 96:
+            raise KeyboardInterrupt
+        return measure(case, *rest)
+
+    monkeypatch.setattr(run, "measure", interrupted)
+    file = tmp_path / "bench.json"
+    arguments = ["--case", "dense", "--dtype", "float32", *SMALL, "--json", str(file)]
+    assert main(["bench", *arguments]) == 130
+    assert "Interrupted after 2 rows" in capsys.readouterr().err
+    assert {row["seqlen"] for row in json.loads(file.read_text())["speed"]} == {64}
+
+
+@pytest.mark.parametrize("window", [None, 5, 40, 100])
+def test_useful_work_counts_visible_pairs(window):
+    case = Case(PER_QUERY, 64, 16, window, heads_q=4, heads_kv=2, batch=3)
+    visible = causal_pairs(64, 64).sum(-1).clamp(max=window or 64).sum().item()
+    assert case.pairs == 3 * 4 * visible
+    assert case.useful_flops("forward") == 4 * 16 * case.pairs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ours_and_torchs_compute_the_same(kind):
+    """What is timed side by side is the same attention, but for the bias, which torch's side only chooses by."""
+    window = None if kind == DENSE else 16
+    inputs = draw(Case(kind, 96, 16, window, heads_q=4, heads_kv=2, batch=2), torch.float32, "cpu")
+    if kind in (PER_QUERY, GLOBAL):
+        inputs = dataclasses.replace(inputs, bias=1e-6 * inputs.bias)
+    ours, torchs = build("cpu", inputs), build("sdpa", inputs)
+    out, expected = ours.forward(), torchs.forward()
+    seen = expected.isfinite().all(-1)  # torch has NaN for a query that sees nothing
+    assert seen.float().mean() > 0.9
+    torch.testing.assert_close(out.transpose(1, 2)[seen], expected[seen], rtol=1e-4, atol=1e-5)
+    if seen.all():
+        for a, b in zip(ours.backward(out)[:3], torchs.backward(expected)[:3], strict=True):
+            torch.testing.assert_close(a.transpose(1, 2), b, rtol=1e-4, atol=1e-4)
+
+
+def test_the_peak_counts_the_mask_that_a_rival_needs():
+    inputs = draw(Case(PER_QUERY, 256, 16, 16, heads_q=2, heads_kv=2), torch.float32, "cpu")
+    step = build("sdpa", inputs)
+    assert step.mask_bytes == 2 * 256 * 256
+    assert peak_of(step, "cpu") > step.mask_bytes
+
+
+def test_lengths_and_windows_replace_those_of_the_cases():
+    cases = cases_of("cpu", ["scaling", "dma"], seqlens=[128], windows=[32, 64])
+    assert [(case.seqlen, case.window) for case in cases] == [(128, 32), (128, 64)]
+    assert [case.window for case in cases_of("cpu", ["dense"], [128], [32, 64])] == [None]
