@@ -305,6 +305,9 @@ STABLE_TORCH_LIBRARY(flash_dmattn, m) {
       "select_key_list(Tensor scores, Tensor? key_mask, int window) -> (Tensor keys, Tensor "
       "count)");
   m.def("measure_key_bound(Tensor key_intervals, int query_length) -> int[]");
+  m.def(
+      "build_key_plan(Tensor key_intervals, int tile_rows, int query_length, int[] key_bound) "
+      "-> (Tensor keys, Tensor begin, Tensor count, Tensor full)");
   m.def("backends() -> str");
 }
 
@@ -313,6 +316,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) {
   m.impl("backward", TORCH_BOX(&backward_op));
   m.impl("select_key_intervals", TORCH_BOX(&select_op));
   m.impl("measure_key_bound", TORCH_BOX(&measure_op));
+  m.impl("build_key_plan", TORCH_BOX(&plan_op));
   m.impl("select_key_intervals_varlen", TORCH_BOX(&select_varlen_op));
 }
 
@@ -322,6 +326,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) {
   m.impl("select_key_intervals", TORCH_BOX(&select_op));
   m.impl("select_key_list", TORCH_BOX(&select_list_op));
   m.impl("measure_key_bound", TORCH_BOX(&measure_op));
+  m.impl("build_key_plan", TORCH_BOX(&plan_op));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CompositeExplicitAutograd, m) {

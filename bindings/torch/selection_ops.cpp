@@ -111,28 +111,72 @@ std::tuple<Tensor, Tensor> select_list_op(const Tensor& scores, const OptionalTe
   return {keys, count};
 }
 
-// {base, per_query} of intervals [B, H, Sk, 2].
-std::vector<std::int64_t> measure_op(const Tensor& key_intervals, std::int64_t query_length) {
-  if (key_intervals.dim() != 4 || key_intervals.size(3) != 2 ||
-      key_intervals.scalar_type() != ScalarType::Int) {
-    throw InvalidArgument("key_intervals", shape_text(key_intervals),
-                          "int32 of shape [B, H, Sk, 2]");
-  }
-  const CallDevice device(key_intervals);
-  const Tensor dense = torch::stable::contiguous(key_intervals);
+namespace {
+
+// What a plan of intervals [B, H, Sk, 2] is made from. `dense` must outlive it.
+PlanArgs plan_args(const CallDevice& device, const Tensor& dense, std::int64_t tile_rows,
+                   std::int64_t query_length) {
   PlanArgs args;
   args.device = device.device();
   args.batch = dense.size(0);
   args.heads = dense.size(1);
   args.seqlen_k = dense.size(2);
   args.seqlen_q = query_length;
-  args.tile_rows = 128;  // of the GPU's plans
+  args.tile_rows = tile_rows;
   args.intervals = {.data = static_cast<const KeyInterval*>(dense.const_data_ptr()),
                     .stride_batch = args.heads * args.seqlen_k,
                     .stride_head = args.seqlen_k};
-  const Execution execution = device.execution(dense.numel());
-  const KeyBound bound = bound_of(args, {}, execution, dense);
+  return args;
+}
+
+void expect_intervals(const Tensor& key_intervals) {
+  if (key_intervals.dim() != 4 || key_intervals.size(3) != 2 ||
+      key_intervals.scalar_type() != ScalarType::Int) {
+    throw InvalidArgument("key_intervals", shape_text(key_intervals),
+                          "int32 of shape [B, H, Sk, 2]");
+  }
+}
+
+}  // namespace
+
+// {base, per_query} of intervals [B, H, Sk, 2].
+std::vector<std::int64_t> measure_op(const Tensor& key_intervals, std::int64_t query_length) {
+  expect_intervals(key_intervals);
+  const CallDevice device(key_intervals);
+  const Tensor dense = torch::stable::contiguous(key_intervals);
+  const PlanArgs args = plan_args(device, dense, 128, query_length);  // 128: of the GPU's plans
+  const KeyBound bound = bound_of(args, {}, device.execution(dense.numel()), dense);
   return {bound.base, bound.per_query};
+}
+
+// Keys [entries], and begin, count and full [B, H, tiles] of a Plan.
+std::tuple<Tensor, Tensor, Tensor, Tensor> plan_op(const Tensor& key_intervals,
+                                                   std::int64_t tile_rows,
+                                                   std::int64_t query_length,
+                                                   std::vector<std::int64_t> key_bound) {
+  expect_intervals(key_intervals);
+  const CallDevice device(key_intervals);
+  const Tensor dense = torch::stable::contiguous(key_intervals);
+  PlanArgs args = plan_args(device, dense, tile_rows, query_length);
+  Execution execution = device.execution(dense.numel());
+  if (args.device == Device::cuda) args.bound = bound_of(args, key_bound, execution, dense);
+  const Tensor workspace = give_workspace(execution, plan_workspace_size(args, execution), dense);
+  const std::int64_t tiles = tile_rows > 0 ? (query_length + tile_rows - 1) / tile_rows : 0;
+  const auto lists = [&](ScalarType type) {
+    return torch::stable::new_empty(dense, {args.batch, args.heads, tiles}, type);
+  };
+  const Tensor begin = lists(ScalarType::Long);
+  const Tensor count = lists(ScalarType::Int);
+  const Tensor full = lists(ScalarType::Int);
+  const Tensor keys =
+      torch::stable::new_empty(dense, {plan_entries(args, execution)}, ScalarType::Int);
+  build_plan(args,
+             {.begin = static_cast<std::int64_t*>(begin.mutable_data_ptr()),
+              .count = static_cast<std::int32_t*>(count.mutable_data_ptr()),
+              .full = static_cast<std::int32_t*>(full.mutable_data_ptr()),
+              .keys = static_cast<std::int32_t*>(keys.mutable_data_ptr())},
+             execution);
+  return {keys, begin, count, full};
 }
 
 // Selection within each of the documents packed into one row; scores and intervals [1, H, total_k]. On a

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -31,7 +32,20 @@ select_key_intervals = torch.ops.flash_dmattn.select_key_intervals.default
 select_key_intervals_varlen = torch.ops.flash_dmattn.select_key_intervals_varlen.default
 select_key_list = torch.ops.flash_dmattn.select_key_list.default
 measure_key_bound = torch.ops.flash_dmattn.measure_key_bound.default
+build_key_plan = torch.ops.flash_dmattn.build_key_plan.default
 backends = torch.ops.flash_dmattn.backends.default
+
+
+@torch.compiler.assume_constant_result
+@cache
+def _has_cuda() -> bool:
+    lines = (line.split("\t") for line in backends().splitlines())
+    return any(name == "cuda" and available == "1" for name, available, _ in lines)
+
+
+def has_kernels_for(tensor: torch.Tensor) -> bool:
+    """Whether selection and plan are the library's on the device of `tensor`; else they are in portable.py."""
+    return tensor.device.type in ("cpu", "meta") or (tensor.device.type == "cuda" and _has_cuda())
 
 
 # ---- Shapes, dtypes and strides of the results -------------------------------------------------------

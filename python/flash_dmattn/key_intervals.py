@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from . import _ops
+from . import _ops, portable
 from ._arguments import check_window
 
 SELECTIONS = ("per_query", "global")
@@ -57,8 +57,8 @@ class KeyIntervals:
         return KeyIntervals(self.intervals.to(device), self.query_length, self.bound)
 
     def measured(self) -> KeyIntervals:
-        """The same intervals with a known bound."""
-        if self.bound is not None:
+        """The same intervals with a known bound; without it where the library has no kernels for the device."""
+        if self.bound is not None or not _ops.has_kernels_for(self.intervals):
             return self
         bound = _ops.measure_key_bound(self.intervals, self.query_length)
         return KeyIntervals(self.intervals, self.query_length, tuple(bound))
@@ -128,7 +128,8 @@ def select_key_intervals(
         scores, key_mask = scores.expand(shape), key_mask.expand(shape)
     if query_length is None:
         query_length = scores.shape[2]
-    intervals = _ops.select_key_intervals(
+    library = _ops if _ops.has_kernels_for(scores) else portable
+    intervals = library.select_key_intervals(
         scores, key_mask, keep_window_size, selection, is_causal, query_length
     )
     arriving = is_causal and selection == "per_query"

@@ -117,12 +117,23 @@ def test_an_interrupt_keeps_what_is_finished(small, capsys, monkeypatch, tmp_pat
 
 
 def test_a_missing_backend_says_why(capsys):
-    missing = [b for b in flash_dmattn.backends() if not b.available]
+    backends = flash_dmattn.backends()
+    missing = [b for b in backends if not b.available and not check_run.interpreted(b.name)]
     for backend in missing:
         assert main(["check", "--backend", backend.name]) == 2
         assert f"{backend.name} cannot run here: {backend.reason}" in capsys.readouterr().err
     if not missing:
         pytest.skip("every backend runs on this machine")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_triton_is_checked_in_its_interpreter(small, capsys):
+    pytest.importorskip("triton")
+    assert main(["check", "--backend", "triton", "--dtype", "f32"]) == 0
+    printed = capsys.readouterr().out
+    assert "triton is interpreted: small cases" in printed and " 0 failed" in printed
+    assert "per_query_f32" in printed and "determinism" in printed
 
 
 def test_the_equivalence_of_some_results(small, capsys):

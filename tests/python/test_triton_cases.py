@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from flash_dmattn.check.cases import CASES, Case, make_case, run
+from flash_dmattn import _ops
+from flash_dmattn.check.cases import CASES, Case, make_case, run, shrunk
 from flash_dmattn.check.compare import assert_matches_oracle
 from flash_dmattn.check.oracle import Problem, Result, select
 from gpu import on_gpu
@@ -39,16 +40,19 @@ def results_on_cpu(case: Case) -> Result:
     return Result(**{n: t.cpu() if isinstance(t, torch.Tensor) else t for n, t in tensors.items()})
 
 
-def small(row: dict[str, str]) -> dict[str, str]:
-    """The case with at most 37 queries and 45 keys: two tiles and a tail each way."""
-    shrunk = {"seqlen_q": 37, "seqlen_k": 45, "window": 13, "batch": 2}
-    return row | {name: str(min(int(row[name]), most)) for name, most in shrunk.items()}
-
-
 @pytest.mark.parametrize("name", CASES if ON_GPU else INTERPRETED)
 def test_case(name):
-    case = make_case(CASES[name] if ON_GPU else small(CASES[name]))
+    case = make_case(CASES[name] if ON_GPU else shrunk(CASES[name]))
     assert_matches_oracle(results_on_cpu(case), case.problem, saturate=case.nonfinite == "saturate")
+
+
+@pytest.mark.parametrize(
+    "name", ["per_query_f32", "global_f16", "random_intervals_f16", "size_5x0"]
+)
+def test_case_without_the_librarys_selection_and_plan(name, monkeypatch):
+    """As on GPUs that the library has no kernels for."""
+    monkeypatch.setattr(_ops, "has_kernels_for", lambda tensor: False)
+    test_case(name)
 
 
 @pytest.mark.parametrize("seed", range(200 if ON_GPU else 2))

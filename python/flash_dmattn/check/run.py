@@ -14,9 +14,10 @@ import torch
 
 from ..availability import backends
 from ..flash_dmattn_interface import flash_dmattn_func_auto
+from ..flash_dmattn_triton import triton_dmattn_func
 from ..progress import progress
 from . import report
-from .cases import CASES, DTYPES, make_case, run, to_device
+from .cases import CASES, DTYPES, make_case, run, shrunk, to_device
 from .compare import Verdict, judge_all
 from .report import Row
 from .situations import SITUATIONS, Setting, all_finite
@@ -37,6 +38,9 @@ def check(options: argparse.Namespace) -> int:
     """Runs what `options` ask for and prints it. Returns the exit status; see `options`."""
     asked = {"all": None}.get(options.backend, options.backend)
     for backend in backends():
+        if backend.name == asked == "triton" and interpreted(asked):
+            print("triton is interpreted: small cases, without bfloat16")
+            continue
         if backend.available or asked not in (None, backend.name) or backend.name == "reference":
             continue
         print(f"{backend.name} cannot run here: {backend.reason}", file=sys.stderr)
@@ -80,7 +84,8 @@ def steps_of(
     backend: str, dtypes: list[str] | None, full: bool, tensors: list[str] | None
 ) -> Iterator[Step]:
     """Every case of the table (a sixth of them unless `full`) and every situation."""
-    function = flash_dmattn_func_auto(backend)
+    small = interpreted(backend)
+    function = triton_dmattn_func if small else flash_dmattn_func_auto(backend)
     device = device_of(backend)
     for dtype in dtypes or dtypes_of(backend):
         names = [n for n, row in CASES.items() if row["dtype"] == dtype]
@@ -88,11 +93,11 @@ def steps_of(
             names = [n for n in names if CASES[n]["slow"] != "1"][::QUICK_ONE_IN]
         for name in names:
             yield Step(
-                backend, name, dtype, lambda name=name: case_verdicts(name, function, device)
+                backend, name, dtype, lambda name=name: case_verdicts(name, function, device, small)
             )
         if tensors:
             continue
-        setting = Setting(function, device, DTYPES[dtype], full)
+        setting = Setting(function, device, DTYPES[dtype], full, small)
         for name, situation in SITUATIONS.items():
 
             def verdicts(situation=situation, setting=setting):
@@ -102,8 +107,11 @@ def steps_of(
             yield Step(backend, name, dtype, verdicts)
 
 
-def case_verdicts(name: str, function: Callable, device: str) -> Iterator[Verdict]:
-    case = to_device(make_case(CASES[name]), device)
+def case_verdicts(
+    name: str, function: Callable, device: str, small: bool = False
+) -> Iterator[Verdict]:
+    row = shrunk(CASES[name]) if small else CASES[name]
+    case = to_device(make_case(row), device)
     result = run(case, function)
     saturate = case.nonfinite == "saturate"
     yield from judge_all(result, case.problem, saturate)
@@ -112,16 +120,25 @@ def case_verdicts(name: str, function: Callable, device: str) -> Iterator[Verdic
 
 
 def device_of(backend: str) -> str:
-    on_gpu = backend not in ("cpu", "reference") and torch.cuda.is_available()
+    on_gpu = (
+        backend not in ("cpu", "reference")
+        and torch.cuda.is_available()
+        and not interpreted(backend)
+    )
     return "cuda" if on_gpu else "cpu"
 
 
 def dtypes_of(backend: str) -> tuple[str, ...]:
     if backend == "cuda":
         return ("bf16", "f16")
-    if backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
+    if interpreted(backend):
         return ("f32", "f16")  # the interpreter multiplies bf16 wrongly
     return ("f32", "bf16", "f16")
+
+
+def interpreted(backend: str) -> bool:
+    """Triton's kernels run on the CPU with TRITON_INTERPRET=1, about a thousand pairs a second: small cases."""
+    return backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def examine(step: Step) -> list[Row]:

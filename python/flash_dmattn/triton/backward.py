@@ -164,7 +164,7 @@ def query_gradient_tiles(
 def query_gradient_kernel(
     q, k, v, mask, bias, intervals, plan, out, dout, statistics, dq, bias_sums, flags, shape,
     dt_limit, gradient_limit,
-    PLANNED: tl.constexpr, PLAN_ROWS: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+    PLANNED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, SUM_ROWS: tl.constexpr, SATURATE: tl.constexpr, CAREFUL: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
@@ -197,7 +197,7 @@ def query_gradient_kernel(
     SATURATE_DT: tl.constexpr = SATURATE and (CAREFUL or q.data.dtype.element_ty == tl.float16)
     sums = tl.zeros((M, BLOCK_D), WIDE)
     row_sum = tl.zeros((M,), WIDE)
-    keys, count, full = key_range(tile, plan, batch, head_kv, shape, PLANNED, PLAN_ROWS, M, N)
+    keys, count, full = key_range(tile, plan, batch, head_kv, shape, PLANNED, M, N)
     sums, row_sum = query_gradient_tiles(
         sums, row_sum, query, gradient, rows, lse, lse_low, delta, keys, 0, full, count, k_head, v_head,
         mask_head, bias_head, k, v, mask, bias, intervals, batch, head_kv, shape, dt_limit,

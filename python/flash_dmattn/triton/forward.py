@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .plan import PLAN_ROWS as _PLAN_ROWS
 from .range_check import LARGEST_PLAIN_LSE
 from .tiles import (
     LN_2,
@@ -19,11 +20,13 @@ from .tiles import (
     weight,
 )
 
+PLAN_ROWS = tl.constexpr(_PLAN_ROWS)
+
 
 @triton.jit
 def key_range(
     tile, plan, batch, head_kv, shape,
-    PLANNED: tl.constexpr, PLAN_ROWS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    PLANNED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The keys of a query tile: their list (or none), how many, and how many of them, in whole tiles of
     N, are visible to all rows as far as position decides."""
@@ -33,7 +36,7 @@ def key_range(
         tiles = tl.cdiv(shape.seqlen_q, PLAN_ROWS)
         row = batch * plan.batch + head_kv * plan.head
         index = row.to(tl.int64) * tiles + rows_begin // PLAN_ROWS
-        keys = plan.keys + index * plan.capacity
+        keys = plan.keys + tl.load(plan.begin + index)
         count = tl.load(plan.count + index)
         full = tl.load(plan.full + index)
     else:
@@ -102,7 +105,7 @@ def forward_tiles(
 @triton.jit
 def forward_kernel(
     q, k, v, mask, bias, intervals, plan, out, lse, lse_low, flags, shape, out_limit,
-    PLANNED: tl.constexpr, PLAN_ROWS: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+    PLANNED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, SATURATE: tl.constexpr, CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
@@ -127,7 +130,7 @@ def forward_kernel(
     sums = tl.zeros((M, BLOCK_D), WIDE)
     largest = tl.full((M,), -float("inf"), WIDE)
     total = tl.zeros((M,), WIDE)
-    keys, count, full = key_range(tile, plan, batch, head_kv, shape, PLANNED, PLAN_ROWS, M, N)
+    keys, count, full = key_range(tile, plan, batch, head_kv, shape, PLANNED, M, N)
     sums, largest, total = forward_tiles(
         sums, largest, total, query, rows, keys, 0, full, count, k_head, v_head, mask_head, bias_head,
         k, v, mask, bias, intervals, batch, head_kv, shape,

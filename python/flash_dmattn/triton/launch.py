@@ -69,15 +69,12 @@ class Problem:
             seqlen_k * 2 if heads > 1 else 0,
         )
 
-    def plan(self, kernel: str) -> tuple[Plan, dict]:
-        """The plan of both forms of a kernel, and its keywords of their launches."""
-        tile_rows = configs.choose(kernel, self.dtype, self.block_d["BLOCK_D"]).queries
-        keywords = {"PLANNED": self.intervals is not None, "PLAN_ROWS": tile_rows}
+    def plan(self) -> tuple[Plan, dict]:
+        """The plan, and its keyword of a launch. Without intervals something to point to that is not read."""
+        keywords = {"PLANNED": self.intervals is not None}
         if self.intervals is None:
-            return Plan(self.q.data, self.q.data, self.q.data, 0, 0, 0), keywords
-        view = self.interval_view()
-        seqlen_q = self.shape.seqlen_q
-        return build_plan(self.intervals, seqlen_q, self.key_bound, tile_rows, view), keywords
+            return Plan(*(self.q.data,) * 4, 0, 0), keywords
+        return build_plan(self.intervals, self.shape.seqlen_q, self.key_bound), keywords
 
     def forms(self, kernel: str):
         """(configuration, keywords of the launch) of the plain and the careful form of a kernel."""
@@ -149,7 +146,7 @@ def forward(problem: Problem, saturate: bool) -> tuple[Tensor, Tensor, Tensor, T
     flags = range_flags(p, (p.q, shape.seqlen_q), (p.k, shape.seqlen_k), (p.v, shape.seqlen_k))
     heads = p.batch * shape.heads_q
     if heads and shape.seqlen_q:
-        plan, planned = p.plan("forward")
+        plan, planned = p.plan()
         for config, keywords in p.forms("forward"):
             forward_kernel[(heads * triton.cdiv(shape.seqlen_q, config.queries),)](
                 p.q, p.k, p.v, p.mask, p.bias, p.interval_view(), plan, rows(out),
@@ -187,7 +184,7 @@ def backward(problem, dout, out, lse, lse_low, flags, saturate, needs) -> list[T
     inputs = (p.q, p.k, p.v, p.mask, p.bias, p.interval_view())
     limits = (gradient_limit(p.dtype), gradient_limit(p.dtype))
     if (need_dq or by_rows) and heads and shape.seqlen_q:
-        plan, planned = p.plan("dq")
+        plan, planned = p.plan()
         for config, keywords in p.forms("dq"):
             query_gradient_kernel[(heads * triton.cdiv(shape.seqlen_q, config.queries),)](
                 *inputs, plan, rows(out), rows(dout), statistics, rows(dq), sums,

@@ -4,99 +4,37 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-import triton
-import triton.language as tl
-from torch import Tensor
+from torch import Tensor, frexp
 
-from .tiles import load_interval
+from .. import _ops, portable
 
-_KEYS_AT_ONCE = 1024
+PLAN_ROWS = 128  # queries of a plan's tile, a multiple of those of every kernel's
 
 
 class Plan(NamedTuple):
-    """Of every tile of queries, the keys that one of them sees: first those that all see (`full`)."""
+    """Of every PLAN_ROWS queries the keys that one of them sees: first those that all see (`full`).
 
-    keys: Any  # int32 [rows, tiles, capacity]
+    Tile t of (b, h) has keys[begin[.., t]] to keys[begin[.., t] + count[.., t]].
+    """
+
+    keys: Any  # int32 [entries]
+    begin: Any  # int64 [rows, tiles]
     count: Any  # int32 [rows, tiles]
     full: Any  # int32 [rows, tiles]
     batch: int  # strides in rows; a row is one [Sk] of intervals
     head: int
-    capacity: int
 
 
-@triton.jit
-def plan_kernel(
-    intervals, keys, count, full, heads, seqlen_q, seqlen_k, capacity,
-    M: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Counts the keys of one query tile, and lists them where WRITE."""
-    tiles = tl.cdiv(seqlen_q, M)
-    tile = tl.program_id(0) % tiles
-    row = tl.program_id(0) // tiles
-    begin = tile * M
-    end = tl.minimum(begin + M, seqlen_q)
-    full_count = tl.zeros((), tl.int32)
-    touched_count = tl.zeros((), tl.int32)
-    for start in range(0, seqlen_k, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        first, last = load_interval(intervals, row // heads, row % heads, index, index < seqlen_k)
-        touched = (first < end) & (last > begin) & (first < last)
-        touched_count += tl.sum(touched.to(tl.int32))
-        full_count += tl.sum((touched & (first <= begin) & (last >= end)).to(tl.int32))
-    at = tl.program_id(0).to(tl.int64)
-    # Intervals that break their bound make a wrong plan, not a write outside of it.
-    tl.store(count + at, tl.minimum(touched_count, capacity))
-    tl.store(full + at, tl.minimum(full_count, capacity))
-    if WRITE:
-        next_full = tl.zeros((), tl.int32)
-        next_partial = full_count
-        for start in range(0, seqlen_k, BLOCK):
-            index = start + tl.arange(0, BLOCK)
-            first, last = load_interval(
-                intervals, row // heads, row % heads, index, index < seqlen_k
-            )
-            touched = (first < end) & (last > begin) & (first < last)
-            seen_by_all = touched & (first <= begin) & (last >= end)
-            partial = touched & ~seen_by_all
-            place_full = next_full + tl.cumsum(seen_by_all.to(tl.int32), 0) - 1
-            place_partial = next_partial + tl.cumsum(partial.to(tl.int32), 0) - 1
-            place = tl.where(seen_by_all, place_full, place_partial)
-            tl.store(keys + at * capacity + place, index, mask=touched & (place < capacity))
-            next_full += tl.sum(seen_by_all.to(tl.int32))
-            next_partial += tl.sum(partial.to(tl.int32))
-
-
-def build_plan(intervals: Tensor, seqlen_q: int, bound: list[int], tile_rows: int, view) -> Plan:
-    """intervals: int32 [B or 1, Hkv or 1, Sk, 2], dense. view: the same as Intervals.
+def build_plan(intervals: Tensor, seqlen_q: int, bound: list[int]) -> Plan:
+    """intervals: int32 [B or 1, Hkv or 1, Sk, 2].
 
     bound: (base, per_query) where n consecutive queries together see at most base + per_query n keys; or
-    nothing, and then the keys are counted first, which waits for the device. Every tile looks at every
-    interval: Sq Sk / tile_rows tests, which the attention's own work hides up to millions of keys.
+    nothing, and then the keys are counted first, which waits for the device.
     """
-    batch, heads, seqlen_k, _ = intervals.shape
-    tiles = triton.cdiv(seqlen_q, tile_rows)
-    rows = batch * heads
-    count, full = (
-        torch.empty((rows, tiles), dtype=torch.int32, device=intervals.device) for _ in range(2)
-    )
-    per_row = view._replace(batch=heads * seqlen_k * 2, head=seqlen_k * 2)
-
-    def launch(keys, capacity, write):
-        plan_kernel[(rows * tiles,)](
-            per_row, keys, count, full, heads, seqlen_q, seqlen_k, capacity,
-            M=tile_rows, WRITE=write, BLOCK=_KEYS_AT_ONCE,
-        )  # fmt: skip
-
-    if bound:
-        capacity = min(seqlen_k, bound[0] + bound[1] * tile_rows)
-    else:
-        launch(count, seqlen_k, False)
-        capacity = int(count.max()) if rows * tiles else 0
-    keys = torch.empty((rows, tiles, max(capacity, 1)), dtype=torch.int32, device=count.device)
-    if rows * tiles:
-        launch(keys, keys.shape[2], True)
-    return Plan(keys, count, full, heads if batch > 1 else 0, 1 if heads > 1 else 0, keys.shape[2])
+    build = _ops.build_key_plan if _ops.has_kernels_for(intervals) else portable.build_key_plan
+    keys, begin, count, full = build(intervals, PLAN_ROWS, seqlen_q, bound)
+    batch, heads = intervals.shape[:2]
+    return Plan(keys, begin, count, full, heads if batch > 1 else 0, 1 if heads > 1 else 0)
 
 
 def lifetime_order(intervals: Tensor) -> Tensor:
@@ -108,6 +46,6 @@ def lifetime_order(intervals: Tensor) -> Tensor:
     """
     first, last = intervals.unbind(-1)
     lifetime = (last - first).clamp(min=0)
-    octave = torch.frexp(lifetime.float()).exponent  # 0 for keys that nobody sees
+    octave = frexp(lifetime.float()).exponent  # 0 for keys that nobody sees
     rank = octave.long() << 32 | first.clamp(min=0).long()
     return rank.sort(dim=-1, stable=True).indices.int()

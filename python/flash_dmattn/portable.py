@@ -1,0 +1,127 @@
+"""Selection and plan in torch's own operators, for GPUs that the C++ library has no kernels for.
+
+Nothing here is of the size Sq x Sk: time O(Sk log Sk) and O(entries log entries), no loop over keys.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MOST_ENTRIES = 2**24  # of lists whose sizes are not known; beyond that they are counted first
+
+
+def select_key_intervals(
+    scores: Tensor, key_mask: Tensor | None, window: int, selection: str, is_causal: bool, query_length: int,
+) -> Tensor:  # fmt: skip
+    """The operator of that name: int32 [B, H, Sk, 2] of scores [B, H, Sk]."""
+    key_length = scores.shape[-1]
+    eligible = ~scores.isnan()
+    if key_mask is not None:
+        eligible = eligible & key_mask
+    ranked = _positions_by_rank(scores, eligible)
+    rank = torch.arange(key_length, device=scores.device)
+    shift = key_length - query_length  # of rows to positions
+    first = ranked - shift if is_causal else torch.zeros_like(ranked)
+    last = torch.where(rank < window, query_length, 0).expand_as(ranked)
+    if is_causal and selection == "per_query" and 0 < window < key_length:
+        # Where the window-th key that beats this one stands, this one is out for good.
+        out_at = _kth_smallest_before(ranked, window - 1)
+        last = torch.where(rank < window, last, out_at - shift)
+    first, last = first.clamp(min=0), last.clamp(max=query_length)
+    visible = (first < last) & eligible.gather(-1, ranked)
+    by_rank = torch.stack([first, last], -1) * visible[..., None]
+    by_position = torch.empty_like(by_rank).scatter_(
+        2, ranked[..., None].expand_as(by_rank), by_rank
+    )
+    return by_position.int()
+
+
+def _positions_by_rank(scores: Tensor, eligible: Tensor) -> Tensor:
+    """int64 [B, H, Sk]: the best key first, of equal ones the more recent; at the end those not eligible."""
+    last = scores.shape[-1] - 1
+    ranked = last - (scores + 0.0).flip(-1).argsort(dim=-1, descending=True, stable=True)  # -0 is 0
+    return ranked.gather(
+        -1, eligible.gather(-1, ranked).logical_not().int().argsort(dim=-1, stable=True)
+    )
+
+
+def _kth_smallest_before(values: Tensor, k: int) -> Tensor:
+    """[.., n] for a permutation of 0..n - 1 in each row: at r the k-th smallest (from 0) of values[: r].
+    Undefined where r <= k.
+
+    A wavelet matrix: bit by bit from the highest, every r counts how many of its values have a 0 there, goes
+    to the half with the one it looks for, and the values are partitioned by that bit, stably.
+    """
+    n = values.shape[-1]
+    index = torch.arange(n, device=values.device).expand_as(values)
+    begin, end = torch.zeros_like(values), index
+    remaining, found = torch.full_like(values, k), torch.zeros_like(values)
+    for bit in reversed(range(max(n - 1, 1).bit_length())):
+        ones = values >> bit & 1
+        zeros_before = F.pad((1 - ones).cumsum(-1), (1, 0))
+        zeros = zeros_before[..., -1:]
+        zeros_begin, zeros_end = zeros_before.gather(-1, begin), zeros_before.gather(-1, end)
+        zeros_inside = zeros_end - zeros_begin
+        to_ones = remaining >= zeros_inside
+        remaining = torch.where(to_ones, remaining - zeros_inside, remaining)
+        found = found + (to_ones.long() << bit)
+        begin = torch.where(to_ones, zeros + begin - zeros_begin, zeros_begin)
+        end = torch.where(to_ones, zeros + end - zeros_end, zeros_end)
+        zeros_before = zeros_before[..., :-1]
+        place = torch.where(ones == 1, zeros + index - zeros_before, zeros_before)
+        values = torch.empty_like(values).scatter_(-1, place, values)
+    return found
+
+
+def build_key_plan(
+    intervals: Tensor, tile_rows: int, query_length: int, bound: list[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The operator of that name: keys [entries], and begin, count and full [B, H, tiles].
+
+    bound: where it is given and small, the memory is taken by it, and nothing waits for the device.
+    """
+    batch, heads, key_length, _ = intervals.shape
+    tiles = -(-query_length // tile_rows)
+    lists = batch * heads * tiles
+    first, last = intervals.long().unbind(-1)
+    first, last = first.clamp(min=0), last.clamp(max=query_length)
+    seen = first < last
+    tile_begin = torch.where(seen, first // tile_rows, 0)
+    tile_end = torch.where(seen, -(-last // tile_rows), 0)
+    full_begin = -(-first // tile_rows)
+    full_end = torch.where(last == query_length, tiles, last // tile_rows)
+    wide = seen & (full_begin < full_end)
+    count = _covering(tile_begin, tile_end, tiles)
+    full = _covering(torch.where(wide, full_begin, 0), torch.where(wide, full_end, 0), tiles)
+    begin = F.pad(count.flatten().cumsum(0), (1, 0))[:-1]
+
+    capacity = min(key_length, bound[0] + bound[1] * tile_rows) * lists if bound else None
+    if capacity is None or capacity > MOST_ENTRIES:
+        capacity = int(count.sum())  # waits for the device
+    # Key by key, the tiles it touches; then the entries by tile, those of full keys first.
+    entries_before = (tile_end - tile_begin).flatten().cumsum(0)
+    entry = torch.arange(capacity, device=intervals.device)
+    key = torch.searchsorted(entries_before, entry, right=True)
+    exists = key < entries_before.shape[0]
+    key = key.clamp(max=max(entries_before.shape[0] - 1, 0))
+    at = entry - (entries_before - (tile_end - tile_begin).flatten())[key] if capacity else entry
+    tile = tile_begin.flatten()[key] + at
+    is_full = (full_begin.flatten()[key] <= tile) & (tile < full_end.flatten()[key])
+    order = 2 * (key // max(key_length, 1) * tiles + tile) + is_full.logical_not()
+    order = torch.where(exists, order, 2 * lists).argsort(stable=True)
+    keys = (key % max(key_length, 1))[order].int()
+    shape = (batch, heads, tiles)
+    # Intervals that break their bound lose keys, and nothing outside of `keys` is read.
+    count = count.flatten().minimum((capacity - begin).clamp(min=0))
+    full = full.flatten().minimum(count)
+    return keys, begin.view(shape), count.int().view(shape), full.int().view(shape)
+
+
+def _covering(begin: Tensor, end: Tensor, tiles: int) -> Tensor:
+    """[B, H, tiles]: of how many of the ranges [begin, end) each tile is part."""
+    changes = begin.new_zeros((*begin.shape[:2], tiles + 1))
+    one = torch.ones_like(begin)
+    changes.scatter_add_(2, begin, one).scatter_add_(2, end, -one)
+    return changes.cumsum(2)[..., :tiles]

@@ -1,1 +1,0 @@
-from flash_dmattn.check.cases import *  # noqa: F403

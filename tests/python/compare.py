@@ -1,1 +1,0 @@
-from flash_dmattn.check.compare import *  # noqa: F403

@@ -1,1 +1,0 @@
-from flash_dmattn.check.oracle import *  # noqa: F403

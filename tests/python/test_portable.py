@@ -1,0 +1,97 @@
+"""Selection and plan in torch's operators, which GPUs without kernels of the library use: the same as the library's."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash_dmattn import KeyIntervals, _ops, portable, select_key_intervals
+from flash_dmattn.check.oracle import causal_pairs, select
+from largest_tensor import LargestTensor
+
+DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 70)),
+    query_length=st.integers(1, 80),
+    window=st.integers(0, 75),
+    levels=st.sampled_from([2, 9, 10**6]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    special=st.sampled_from([None, torch.nan, -torch.inf, torch.inf, -0.0]),
+    masked=st.booleans(),
+    selection=st.sampled_from(["per_query", "global"]),
+    is_causal=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_selection_is_the_librarys(
+    shape, query_length, window, levels, dtype, special, masked, selection, is_causal, seed
+):  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randint(-levels, levels + 1, shape, generator=generator).to(dtype)
+    if special is not None:
+        scores[torch.rand(shape, generator=generator) < 0.3] = special
+    key_mask = torch.rand(1, *shape[1:], generator=generator) < 0.7 if masked else None
+    arguments = (scores, key_mask, window, selection, is_causal, query_length)
+    expected = _ops.select_key_intervals(*arguments)
+    assert torch.equal(portable.select_key_intervals(*arguments), expected)
+
+
+def test_selection_by_its_definition():
+    scores = torch.randint(6, (2, 3, 90)).float()
+    found = portable.select_key_intervals(scores, None, 11, "per_query", True, 90)
+    assert torch.equal(KeyIntervals(found, 90).to_mask(), select(scores, 11, causal_pairs(90, 90)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 70)),
+    query_length=st.integers(1, 80),
+    tile_rows=st.sampled_from([1, 3, 16, 128]),
+    bound_known=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_plan_is_the_librarys(shape, query_length, tile_rows, bound_known, seed):
+    generator = torch.Generator().manual_seed(seed)
+    intervals = torch.randint(0, query_length + 1, (*shape, 2), generator=generator).int()
+    bound = [shape[2], 0] if bound_known else []
+    expected = _ops.build_key_plan(intervals, tile_rows, query_length, [])
+    assert_same_plan(portable.build_key_plan(intervals, tile_rows, query_length, bound), expected)
+
+
+def assert_same_plan(plan, expected):
+    for found, wanted in zip(plan[2:], expected[2:], strict=True):
+        assert torch.equal(found, wanted)
+    for one, other in zip(lists_of(plan), lists_of(expected), strict=True):
+        assert torch.equal(one, other)
+
+
+def lists_of(plan):
+    keys, begin, count, _ = plan
+    return [keys[b : b + n] for b, n in zip(begin.flatten(), count.flatten(), strict=True)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_plan_of_a_selection(device):
+    scores = torch.randn(1, 2, 1000, device=device)
+    chosen = select_key_intervals(scores, 60)
+    arguments = (chosen.intervals, 128, 1000, list(chosen.bound))
+    assert_same_plan(portable.build_key_plan(*arguments), _ops.build_key_plan(*arguments))
+
+
+def test_a_broken_bound_loses_keys_and_reads_nothing_else():
+    intervals = torch.tensor([0, 300]).expand(1, 1, 400, 2).int()
+    keys, begin, count, full = portable.build_key_plan(intervals, 128, 300, [10, 0])
+    assert keys.shape[0] == 30 and (full <= count).all()
+    assert ((begin + count)[count > 0] <= 30).all()
+    assert ((keys >= 0) & (keys < 400)).all()
+
+
+def test_nothing_is_quadratic():
+    length, window = 4096, 64
+    scores = torch.randn(1, 1, length)
+    with LargestTensor() as largest:
+        intervals = portable.select_key_intervals(scores, None, window, "per_query", True, length)
+        portable.build_key_plan(intervals, 128, length, [window, 1])
+    assert largest.elements <= 2 * length * (1 + window // 128 + 2)
