@@ -32,8 +32,9 @@ def _gpu() -> str | None:
 def _triton() -> Backend:
     try:
         import triton
-    except ImportError as error:
-        return Backend("triton", False, f"triton cannot be imported: {error}")
+    except Exception as error:  # a broken installation fails in ways of its own
+        reason = f"triton cannot be imported: {type(error).__name__}: {error}"
+        return Backend("triton", False, reason)
     version = f"triton {triton.__version__}"
     if triton.knobs.runtime.interpret:
         return Backend(
@@ -48,8 +49,9 @@ def _triton() -> Backend:
 def _flex() -> Backend:
     try:
         import torch.nn.attention.flex_attention  # noqa: F401
-    except ImportError as error:
-        return Backend("flex", False, f"torch {torch.__version__} has no FlexAttention: {error}")
+    except Exception as error:
+        reason = f"torch {torch.__version__} has no FlexAttention: {type(error).__name__}: {error}"
+        return Backend("flex", False, reason)
     if _gpu() is None:
         return Backend("flex", False, "FlexAttention has no backward without a GPU")
     return Backend("flex", True, f"torch {torch.__version__} on {_gpu()}")

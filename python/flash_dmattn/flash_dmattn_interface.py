@@ -22,7 +22,7 @@ from ._arguments import (
     resolve_softcap,
 )
 from .allowed_keys import intervals_of_mask, select_among
-from .availability import unavailable_reason
+from .availability import get_available_backends, unavailable_reason
 from .key_intervals import (
     SELECTIONS,
     KeyIntervals,
@@ -265,10 +265,13 @@ def _packed_bound(keep_window_size, selection, is_causal, same_offsets):
 
 
 def flash_dmattn_func_auto(backend: str | None = None, **options) -> Callable:
-    """The attention function of a backend (see get_available_backends), by default of the best one.
+    """The attention function of a backend (see get_available_backends), by default of the best one: cuda,
+    triton, flex, cpu.
 
     Keyword arguments become defaults of the function. RuntimeError says why a backend cannot run.
     """
+    if backend is None and get_available_backends()[0] in ("triton", "flex"):
+        backend = get_available_backends()[0]  # a GPU that the library has no kernels for
     if backend is None:
         return partial(flash_dmattn_func, **options) if options else flash_dmattn_func
     reason = unavailable_reason(backend)

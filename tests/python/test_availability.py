@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import flash_dmattn
+from flash_dmattn import availability
+from flash_dmattn import flash_dmattn_interface as interface
 
 CUDA = next(backend for backend in flash_dmattn.backends() if backend.name == "cuda")
 
@@ -29,6 +31,26 @@ def test_importing_asks_nothing_of_cuda():
         "assert availability.backends.cache_info().currsize == 0"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_broken_triton_is_reported(tmp_path, monkeypatch):
+    (tmp_path / "triton.py").write_text("raise OSError('libcuda.so.1: wrong ELF class')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    found = availability._triton()
+    assert not found.available and "OSError: libcuda.so.1: wrong ELF class" in found.reason
+
+
+@pytest.mark.parametrize("best", ["triton", "flex", "cuda", "cpu"])
+def test_the_default_is_the_best_backend(best, monkeypatch):
+    """Triton and flex where a GPU is not the library's; else the library, which takes tensors of both."""
+    monkeypatch.setattr(interface, "get_available_backends", lambda: [best, "cpu", "reference"])
+    monkeypatch.setattr(interface, "unavailable_reason", lambda name: "")
+    function = flash_dmattn.flash_dmattn_func_auto()
+    if best in ("triton", "flex"):
+        assert function.keywords["backend"] == best
+    else:
+        assert function is flash_dmattn.flash_dmattn_func
 
 
 @pytest.mark.skipif(CUDA.available, reason="CUDA is available here")
