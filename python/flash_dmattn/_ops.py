@@ -36,11 +36,16 @@ build_key_plan = torch.ops.flash_dmattn.build_key_plan.default
 backends = torch.ops.flash_dmattn.backends.default
 
 
-@torch.compiler.assume_constant_result
 @cache
-def _has_cuda() -> bool:
+def _cuda_is_available() -> bool:
     lines = (line.split("\t") for line in backends().splitlines())
     return any(name == "cuda" and available == "1" for name, available, _ in lines)
+
+
+# torch.compile would look into a cached function, and cannot trace an operator that returns text.
+@torch.compiler.assume_constant_result
+def _has_cuda() -> bool:
+    return _cuda_is_available()
 
 
 def has_kernels_for(tensor: torch.Tensor) -> bool:

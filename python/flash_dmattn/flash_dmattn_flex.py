@@ -20,6 +20,9 @@ _RECOMPILATIONS = (
 # Below 128 queries torch 2.10 to 2.13 take their decoding kernel, which has no tiles for lengths that are no
 # power of 2 and then raises.
 _OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
+# Of a tile's masks and biases per pair torch keeps as many in shared memory as of its keys: 278 KB of an H200's
+# 227 at head dimension 128.
+_PAIR_OPTIONS = _OPTIONS | {"bwd_num_stages": 1}
 
 
 def flex_dmattn_func(
@@ -78,13 +81,14 @@ def forward(
         mask_mod=mask_mod,
         seq_lengths=(q.shape[2], k.shape[2]),
     )
+    pairs = any(t is not None and t.shape[2] > 1 and t.shape[3] > 1 for t in (mask, bias))
     with torch._dynamo.config.patch(
         recompile_limit=_RECOMPILATIONS, fail_on_recompile_limit_hit=True
     ):
         out, aux = _flex()(
             q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale,
             enable_gqa=heads_q > heads_kv, return_aux=AuxRequest(lse=q.device.type != "cpu"),
-            kernel_options=_OPTIONS,
+            kernel_options=_PAIR_OPTIONS if pairs else _OPTIONS,
         )  # fmt: skip
     out = out.transpose(1, 2)[..., :head_dim]
     return (_SanitisedOutput.apply(out) if saturate else out), aux.lse

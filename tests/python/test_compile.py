@@ -6,6 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_dmattn import (
     KeyIntervals,
+    _ops,
     flash_dmattn_func,
     flash_dmattn_varlen_func,
     select_key_intervals,
@@ -237,3 +238,9 @@ def test_results_do_not_depend_on_threads():
         assert_same(gradients(function, inputs), expected)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_whether_the_library_has_cuda_is_a_constant():
+    """On a GPU every selection asks."""
+    compiled = torch.compile(lambda x: x + _ops._has_cuda(), backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(1)) == _ops._has_cuda()
