@@ -15,8 +15,8 @@
 // Times the CUDA backend's forward and backward and checks sampled rows of the same run against
 // double:
 //   bench_attention [substring of case names]
-// A line per case: milliseconds (median), useful TFLOP/s, the largest relative error of the
-// samples.
+// A line per case: milliseconds (median), useful TFLOP/s, the backward once more with deterministic
+// gradients, the largest relative error of the samples.
 namespace flash_dmattn {
 namespace {
 
@@ -213,20 +213,36 @@ Run::Run(const BenchCase& bench)
   visible *= c.heads_q / c.heads_kv;
 }
 
-struct DevicePlan {
+struct HostPlan {
   std::vector<std::int64_t> begin;
   std::vector<std::int32_t> count, full, keys;
   Plan plan;
 };
 
-DevicePlan host_plan(const Run& run) {
-  DevicePlan result;
+struct DevicePlan {
+  DeviceArray<std::int64_t> begin;
+  DeviceArray<std::int32_t> count, full, keys;
+  Plan plan;
+
+  explicit DevicePlan(const HostPlan& host)
+      : begin(host.begin), count(host.count), full(host.full), keys(host.keys), plan(host.plan) {
+    if (plan.keys == nullptr) return;
+    plan.begin = begin.data();
+    plan.count = count.data();
+    plan.full = full.data();
+    plan.keys = keys.data();
+  }
+};
+
+HostPlan host_plan(const Run& run, bool by_position) {
+  HostPlan result;
   PlanArgs args;
   args.batch = run.c.batch;
   args.heads = run.c.heads_kv;
   args.seqlen_q = args.seqlen_k = run.c.seqlen;
   args.tile_rows = cuda_backend.query_tile_rows({});
   args.causal = true;
+  args.by_position = by_position;
   args.intervals = {run.host_intervals.data(),
                     static_cast<std::int64_t>(run.c.heads_kv) * run.c.seqlen, run.c.seqlen};
   Execution execution;
@@ -405,18 +421,12 @@ void bench(const BenchCase& c) {
       in.mask = {run.mask.data(), strides};
     }
   }
-  const DevicePlan plan = c.window > 0 ? host_plan(run) : DevicePlan{};
+  const DevicePlan plan(c.window > 0 ? host_plan(run, false) : HostPlan{});
   const DeviceArray<KeyInterval> intervals(run.host_intervals);
-  const DeviceArray<std::int64_t> begin(plan.begin);
-  const DeviceArray<std::int32_t> count(plan.count), full(plan.full), keys(plan.keys);
   if (c.window > 0) {
     p.intervals_shape = {p.batch, p.heads_kv};
     in.intervals = {intervals.data(), p.heads_kv * p.seqlen_k, p.seqlen_k};
     in.plan = plan.plan;
-    in.plan.begin = begin.data();
-    in.plan.count = count.data();
-    in.plan.full = full.data();
-    in.plan.keys = keys.data();
   }
   const ForwardArgs forward{.problem = p,
                             .in = in,
@@ -437,23 +447,32 @@ void bench(const BenchCase& c) {
                               .dk = tensor(run.dk, c.heads_kv),
                               .dv = tensor(run.dv, c.heads_kv),
                               .dbias = dbias};
+  const DevicePlan plan_by_position(c.window > 0 ? host_plan(run, true) : HostPlan{});
+  BackwardArgs deterministic = backward;
+  deterministic.problem.deterministic = true;
+  if (backward_in.plan.keys != nullptr) deterministic.in.plan = plan_by_position.plan;
   Execution execution;
-  execution.workspace_bytes = std::max(cuda_backend.forward_workspace_size(forward, execution),
-                                       cuda_backend.backward_workspace_size(backward, execution));
+  execution.workspace_bytes =
+      std::max({cuda_backend.forward_workspace_size(forward, execution),
+                cuda_backend.backward_workspace_size(backward, execution),
+                cuda_backend.backward_workspace_size(deterministic, execution)});
   const DeviceArray<std::byte> workspace(execution.workspace_bytes);
   execution.workspace = workspace.data();
 
   const int repeats = run.visible > 2e9 ? 5 : 15;
   const double forward_ms = time_ms(repeats, [&] { cuda_backend.forward(forward, execution); });
   const double backward_ms = time_ms(repeats, [&] { cuda_backend.backward(backward, execution); });
+  const double deterministic_ms =
+      time_ms(repeats, [&] { cuda_backend.backward(deterministic, execution); });
   const Samples s = check_samples(run);
   const double flops = 4.0 * c.head_dim * run.visible;
   std::printf(
-      "%-36s fwd %8.3f ms %6.1f  bwd %8.3f ms %6.1f  err out %.4f lse %.1e dq %.4f dk %.4f dv %.4f "
+      "%-36s fwd %8.3f ms %6.1f  bwd %8.3f ms %6.1f  deterministic %8.3f ms  err out %.4f lse %.1e "
+      "dq %.4f dk %.4f dv %.4f "
       "dbias %.4f\n",
       c.name, forward_ms, flops / forward_ms * 1e-9, backward_ms, 2.5 * flops / backward_ms * 1e-9,
-      s.out.relative(), s.lse.relative(), s.dq.relative(), s.dk.relative(), s.dv.relative(),
-      s.dbias.relative());
+      deterministic_ms, s.out.relative(), s.lse.relative(), s.dq.relative(), s.dk.relative(),
+      s.dv.relative(), s.dbias.relative());
   std::fflush(stdout);
 }
 

@@ -36,6 +36,7 @@ struct Options {
   bool saturate;
   bool deterministic;
   const std::string& backend;
+  bool plan_by_position = false;
 };
 
 std::array<std::int64_t, 4> query_shape(const Problem& p) {
@@ -110,6 +111,7 @@ void take_plan(Attention& call, const Tensor& like, const KeyList& list, const O
                 .seqlen_k = p.seqlen_k,
                 .tile_rows = query_tile_rows(p, options.backend),
                 .causal = p.causal,
+                .by_position = options.plan_by_position,
                 .intervals = call.in.intervals,
                 .bound = {},
                 .list = list};
@@ -224,7 +226,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
     double scale, double softcap, bool saturate, bool deterministic, std::string backend,
     bool need_dq, bool need_dk, bool need_dv, bool need_dbias) {
   const Options options{key_list, key_count, key_bound,     is_causal, scale,
-                        softcap,  saturate,  deterministic, backend};
+                        softcap,  saturate,  deterministic, backend,   deterministic};
   Attention call = prepare(q, k, v, mask, bias, key_intervals, options, need_dbias);
   const Problem& p = call.problem;
   expect_like(dout, "dout", query_shape(p), q);

@@ -106,7 +106,8 @@ KeyBound key_bound(const SelectionArgs& args);
 
 // The plan of a problem: for each tile of `tile_rows` consecutive queries, the keys that at least one
 // of them sees. A tile lists its *full* keys first (visible to all its rows), then its *partial* ones,
-// each group by ascending position. O(number of entries) memory.
+// each group by ascending position; or all by position, and counts none as full. O(number of entries)
+// memory.
 struct Plan {
   std::int64_t tile_rows = 0;  // queries of a tile; the last one may have fewer
   std::int64_t tiles = 0;      // ceil(Sq / tile_rows)
@@ -129,6 +130,9 @@ struct PlanArgs {
   std::int64_t seqlen_k = 0;
   std::int64_t tile_rows = 0;  // see query_tile_rows in attention.h
   bool causal = false;         // clips every interval to queries at or after the key
+  // Lists every tile's keys by position. Either kind of plan gives the same results; this kind is what
+  // deterministic gradients on a GPU are quick with.
+  bool by_position = false;
   KeyIntervals intervals;
   KeyBound bound;  // must be known on a GPU, is not used on the CPU
   // Instead of intervals, on a GPU. The plan's lists are then the beginnings of these, and need no memory:

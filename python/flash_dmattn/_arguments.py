@@ -163,6 +163,14 @@ def resolve_softcap(softcap: float | None) -> float:
     return softcap
 
 
+def resolve_deterministic(deterministic: bool | None) -> bool:
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        if deterministic is None
+        else bool(deterministic)
+    )
+
+
 def resolve_nonfinite(nonfinite: str) -> bool:
     """Whether non-finite values saturate."""
     if nonfinite not in ("saturate", "propagate"):

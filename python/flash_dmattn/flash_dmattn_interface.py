@@ -17,6 +17,7 @@ from ._arguments import (
     bias_argument,
     check_window,
     mask_argument,
+    resolve_deterministic,
     resolve_nonfinite,
     resolve_scale,
     resolve_softcap,
@@ -64,7 +65,8 @@ def flash_dmattn_func(
     softmax_scale, scale: the factor on query . key, 1 / sqrt(D) by default. Two names of one thing.
     is_causal: query i sees keys up to i + Sk - Sq.
     softcap: c > 0 replaces a scaled score s by c * tanh(s / c).
-    deterministic: gradients that are bit-identical from run to run. Always so on the CPU.
+    deterministic: gradients that are bit-identical from run to run; by default what
+        torch.use_deterministic_algorithms says. Always so on the CPU.
     return_attn_probs: also return the log-sum-exp of the scores (which is not differentiable).
     keep_window_size: every query keeps this many keys, those with the highest scores.
     selection: "per_query": the best among the keys the query may see; "global": the best of the row, the
@@ -157,7 +159,8 @@ def _forward(
         query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
     out, lse, _ = _ops.forward(
         query, key, value, mask, bias,
-        *_choice_operands(intervals), is_causal, scale, softcap, saturate, bool(deterministic), backend,
+        *_choice_operands(intervals), is_causal, scale, softcap, saturate,
+        resolve_deterministic(deterministic), backend,
     )  # fmt: skip
     return out[..., :head_dim] if padding else out, lse
 

@@ -8,6 +8,7 @@
 #include "cuda/common/gradients.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/packed_mask.cuh"
+#include "cuda/common/scheduler.cuh"
 #include "cuda/policy.h"
 #include "cuda/sm80/launch.h"
 
@@ -235,13 +236,32 @@ std::int64_t elements(const BroadcastShape& shape) {
   return shape[0] * shape[1] * shape[2] * shape[3];
 }
 
+bool has_pairs(const BroadcastShape& shape) { return has(shape) && shape[2] > 1; }
+
 // Keys that are no list are walked by the kernel that owns keys, but for a softcap's slope, which
 // its warps would have to hand over with P, and for elements of pairs, which lie by query.
 bool is_key_major(const Problem& p, const Inputs& in, SharedClass shared) {
-  const bool pairs =
-      (has(p.mask_shape) && p.mask_shape[2] > 1) || (has(p.bias_shape) && p.bias_shape[2] > 1);
+  const bool pairs = has_pairs(p.mask_shape) || has_pairs(p.bias_shape);
   return has_key_major_backward(head_dim_bucket(static_cast<int>(p.head_dim)), shared) && !pairs &&
          p.softcap <= 0 && in.plan.keys == nullptr;
+}
+
+// What the fp32 sums of dbias are of. Heads and batch elements have sums of their own where these are
+// not pairs: then no two blocks add to the same one in an order that varies.
+BroadcastShape bias_sum_shape(const Problem& p) {
+  const BroadcastShape& bias = p.bias_shape;
+  if (bias[2] <= 1) {
+    return {p.batch, bias[1] == p.heads_q ? p.heads_q : p.heads_kv, 1, p.seqlen_k};
+  }
+  if (bias[3] <= 1) return {p.batch, p.heads_q, p.seqlen_q, 1};
+  return bias;
+}
+
+// Blocks of the main loop.
+std::int64_t backward_blocks(const Problem& p, bool key_major, SharedClass shared) {
+  const int bucket = head_dim_bucket(static_cast<int>(p.head_dim));
+  return key_major ? KeyTile::count(shape_of(p), owned_keys)
+                   : QueryTile::count(shape_of(p), backward_policy(bucket, shared).rows);
 }
 
 std::int64_t query_sum_floats(const Shape& shape) {
@@ -257,6 +277,7 @@ struct BackwardWorkspace {
   float* delta;
   // Zeroed before the main loop, together.
   std::uint32_t* flags;
+  Turns turns;
   float* dk_sum;
   float* dv_sum;
   float* dq_sum;
@@ -264,7 +285,7 @@ struct BackwardWorkspace {
   std::size_t zeroed_bytes;
   std::size_t bytes;
 
-  BackwardWorkspace(const Problem& p, bool key_major, void* base) {
+  BackwardWorkspace(const Problem& p, bool key_major, SharedClass shared, void* base) {
     Carver carver(base);
     const std::int64_t rows = p.batch * p.heads_q * p.seqlen_q;
     lse2 = carver.take<float>(rows);
@@ -275,10 +296,17 @@ struct BackwardWorkspace {
         key_major ? 0
                   : p.batch * p.heads_kv * p.seqlen_k * sum_columns(static_cast<int>(p.head_dim));
     flags = carver.take<std::uint32_t>(1);
+    if (p.deterministic) {
+      turns.started = carver.take<int>(1);
+      turns.passed = carver.take<int>(backward_blocks(p, key_major, shared));
+      turns.across_heads = has_pairs(p.bias_shape) && p.bias_shape[3] > 1 &&
+                           (p.bias_shape[0] < p.batch || p.bias_shape[1] < p.heads_kv);
+    }
     dk_sum = carver.take<float>(key_sums);
     dv_sum = carver.take<float>(key_sums);
     dq_sum = carver.take<float>(key_major ? query_sum_floats(shape_of(p)) : 0);
-    dbias_sum = carver.take<float>(has(p.bias_shape) && adds_bias(p) ? elements(p.bias_shape) : 0);
+    dbias_sum =
+        carver.take<float>(has(p.bias_shape) && adds_bias(p) ? elements(bias_sum_shape(p)) : 0);
     zeroed_bytes = carver.used() - zeroed_begin;
     bytes = carver.used();
   }
@@ -295,7 +323,15 @@ void store_bias(const BackwardArgs& args, const float* sums, cudaStream_t stream
   store.sums = sums;
   store.f32 = args.problem.bias_dtype == DType::f32;
   store.saturate = args.problem.nonfinite == NonFinite::saturate;
-  for_each(store.items(), store, stream);
+  if (store.items() == 0) return;
+  const BroadcastShape sum_shape = bias_sum_shape(args.problem);
+  if (sums == nullptr || sum_shape == args.problem.bias_shape) {
+    for_each(store.items(), store, stream);
+    return;
+  }
+  StoreSummedBias<T> summed{.whole = store, .parts = {}};
+  for (std::size_t i = 0; i < 4; ++i) summed.parts[i] = sum_shape[i] / args.problem.bias_shape[i];
+  for_each(summed.items(), summed, stream);
 }
 
 template <class T>
@@ -319,7 +355,7 @@ void backward(const BackwardArgs& args, const Execution& execution) {
   const auto stream = static_cast<cudaStream_t>(execution.stream);
   const SharedClass shared = shared_class();
   const bool key_major = is_key_major(p, args.in, shared);
-  const BackwardWorkspace workspace(p, key_major, execution.workspace);
+  const BackwardWorkspace workspace(p, key_major, shared, execution.workspace);
 
   BackwardParams params;
   params.key_major = key_major;
@@ -344,11 +380,12 @@ void backward(const BackwardArgs& args, const Execution& execution) {
   if (args.dk.data != nullptr) params.dk_sum = workspace.dk_sum;
   if (args.dv.data != nullptr) params.dv_sum = workspace.dv_sum;
   if (args.dq.data != nullptr) params.dq_sum = workspace.dq_sum;
+  if (!key_major || args.dq.data != nullptr) params.turns = workspace.turns;
   const bool wants_bias = has(p.bias_shape) && args.dbias.data != nullptr;
   params.dbias_add = adds_bias(p);
   if (wants_bias) {
-    params.dbias = params.dbias_add ? broadcast_of(p, p.bias_shape, workspace.dbias_sum,
-                                                   contiguous_strides(p.bias_shape), 4)
+    params.dbias = params.dbias_add ? broadcast_of(p, bias_sum_shape(p), workspace.dbias_sum,
+                                                   contiguous_strides(bias_sum_shape(p)), 4)
                                     : broadcast_of(p, p.bias_shape, args.dbias.data,
                                                    args.dbias.stride, size_of(p.bias_dtype));
   }
@@ -383,7 +420,6 @@ std::string supports(const Problem& p) {
   if (p.device != Device::cuda) return decline_other_device(p, "cuda", Device::cuda);
   if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "cuda computes in bf16 and f16";
   if (p.head_dim % 8 != 0) return "cuda needs a head_dim that is a multiple of 8";
-  if (p.deterministic) return "cuda adds gradients in an order that changes from run to run";
   if (std::max({p.seqlen_q, p.seqlen_k, p.batch * p.heads_q * ((p.seqlen_q + 31) / 32)}) >
       std::numeric_limits<std::int32_t>::max() / 2) {
     return "cuda counts rows and tiles in 31 bits";
@@ -400,8 +436,9 @@ std::size_t forward_workspace_size(const ForwardArgs& args, const Execution&) {
 }
 
 std::size_t backward_workspace_size(const BackwardArgs& args, const Execution&) {
-  const bool key_major = is_key_major(args.problem, args.in, shared_class());
-  return BackwardWorkspace(args.problem, key_major, nullptr).bytes;
+  const SharedClass shared = shared_class();
+  const bool key_major = is_key_major(args.problem, args.in, shared);
+  return BackwardWorkspace(args.problem, key_major, shared, nullptr).bytes;
 }
 
 }  // namespace

@@ -94,6 +94,13 @@ struct ForwardParams {
   bool saturate = true;
 };
 
+// Of blocks that add to memory in a fixed order (common/turns.cuh). Null: in any order.
+struct Turns {
+  int* started = nullptr;     // [1] blocks so far
+  int* passed = nullptr;      // [blocks] the place that each has passed
+  bool across_heads = false;  // blocks of other kv heads add to a query's elements too
+};
+
 // What the statistics of the rows found somewhere; rare, and the main loop then takes more care.
 enum BackwardFlag : std::uint32_t {
   dout_not_finite = 1,
@@ -112,6 +119,7 @@ struct BackwardParams {
   bool dbias_add = false;          // several pairs share an element of dbias: add, in fp32
   bool saturate = true;
   bool key_major = false;  // dq is added in memory, else dk and dv are
+  Turns turns;             // of these additions
 
   // Workspace.
   float* lse2 = nullptr;           // [B, Hq, Sq] lse log2 e, +inf for a row that sees nothing

@@ -95,6 +95,9 @@ constexpr BackwardPolicy backward_policy(int head_dim_bucket, SharedClass shared
           .min_blocks = 1};
 }
 
+// Keys of a block of the backward kernel that owns keys.
+constexpr int owned_keys = 128;
+
 // Whether there is a backward kernel that owns keys: its accumulators of dk and dv, 128 keys of D
 // columns, must fit into the registers of 8 warps and K, V and two stages of q and dout into shared
 // memory (163 KB at D 128, 99 KB at D 64).

@@ -35,7 +35,8 @@ class Row {
       : seqlen_q_(args.seqlen_q),
         shift_(args.seqlen_k - args.seqlen_q),
         tile_rows_(static_cast<std::uint32_t>(std::min(args.tile_rows, args.seqlen_q))),
-        causal_(args.causal) {
+        causal_(args.causal),
+        by_position_(args.by_position) {
     if (args.intervals.data == nullptr) return;
     const std::int64_t b = row / args.heads;
     const std::int64_t h = row % args.heads;
@@ -66,6 +67,7 @@ class Row {
     tiles.full_begin = tiles.touched_begin + (first % tile_rows_ != 0 ? 1 : 0);
     tiles.full_end = queries.last == seqlen_q_ ? tiles.touched_end : last / tile_rows_;
     tiles.full_end = std::max(tiles.full_begin, tiles.full_end);
+    if (by_position_) tiles.full_begin = tiles.full_end = tiles.touched_end;
     return tiles;
   }
 
@@ -75,6 +77,7 @@ class Row {
   std::int64_t shift_;  // position of query 0
   std::uint32_t tile_rows_;
   bool causal_;
+  bool by_position_;
 };
 
 std::int64_t tile_count(const PlanArgs& args) {

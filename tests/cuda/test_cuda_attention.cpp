@@ -52,8 +52,11 @@ Problem on_device(Problem problem) {
   return problem;
 }
 
-testing::OwnedPlan plan_of(const Data& data, bool wanted) {
-  if (!data.has_intervals() || !wanted) return {};
+// What a run takes beside the data.
+enum class PlanKind : std::uint8_t { none, full_first, by_position };
+
+testing::OwnedPlan plan_of(const Data& data, PlanKind kind) {
+  if (!data.has_intervals() || kind == PlanKind::none) return {};
   PlanArgs args;
   args.batch = data.problem.intervals_shape[0];
   args.heads = data.problem.intervals_shape[1];
@@ -61,19 +64,20 @@ testing::OwnedPlan plan_of(const Data& data, bool wanted) {
   args.seqlen_k = data.problem.seqlen_k;
   args.tile_rows = query_tile_rows(on_device(data.problem), "cuda");
   args.causal = data.problem.causal;
+  args.by_position = kind == PlanKind::by_position;
   args.intervals = data.intervals_view();
   return testing::make_plan(args, testing::in_turn(1));
 }
 
 // Forward and backward on the device.
-Results run(Data& data, bool with_plan = true) {
+Results run(Data& data, PlanKind kind = PlanKind::full_first) {
   Results results(data);
   DeviceTensor q(data.q), k(data.k), v(data.v), mask(data.mask), bias(data.bias), dout(data.dout);
   DeviceTensor out(results.out), lse(results.lse), lse_low(results.lse_low);
   DeviceTensor dq(results.dq), dk(results.dk), dv(results.dv), dbias(results.dbias);
   DeviceBuffer intervals(data.intervals.size() * sizeof(KeyInterval));
   intervals.upload(data.intervals.data());
-  const DevicePlan plan(plan_of(data, with_plan));
+  const DevicePlan plan(plan_of(data, kind));
 
   Inputs in;
   in.q = q.view();
@@ -124,6 +128,14 @@ Results run(Data& data, bool with_plan = true) {
   return results;
 }
 
+void expect_same_bits(const Results& a, const Results& b) {
+  EXPECT_TRUE(a.out.same_bits(b.out)) << "out";
+  EXPECT_TRUE(a.dq.same_bits(b.dq)) << "dq";
+  EXPECT_TRUE(a.dk.same_bits(b.dk)) << "dk";
+  EXPECT_TRUE(a.dv.same_bits(b.dv)) << "dv";
+  EXPECT_TRUE(a.dbias.same_bits(b.dbias)) << "dbias";
+}
+
 std::vector<Case> supported_cases() {
   std::vector<Case> cases;
   for (const Case& c : testing::attention_cases()) {
@@ -152,7 +164,15 @@ TEST_P(CudaTable, IsWithinItsBounds) {
   }
   if (data.has_intervals()) {
     SCOPED_TRACE("without a plan");
-    testing::expect_close(data, run(data, false), expected, yardstick);
+    testing::expect_close(data, run(data, PlanKind::none), expected, yardstick);
+  }
+  data.problem.deterministic = true;
+  for (const PlanKind kind : {PlanKind::by_position, PlanKind::full_first, PlanKind::none}) {
+    SCOPED_TRACE("deterministic, plan " + std::to_string(static_cast<int>(kind)));
+    const Results first = run(data, kind);
+    testing::expect_close(data, first, expected, yardstick);
+    expect_same_bits(first, run(data, kind));
+    if (!data.has_intervals()) break;
   }
 }
 
@@ -193,6 +213,63 @@ TEST(CudaGradients, AreFiniteAtKeyLength192AndHeadDim80) {
                            {"head_dim", "80"},
                            {"causal", "1"}});
 }
+
+// ---- Deterministic gradients, where many blocks add to the same elements ------------------------------
+
+struct DeterminismCase {
+  const char* name;
+  testing::CaseWords words;
+};
+
+class CudaDeterminism : public ::testing::TestWithParam<DeterminismCase> {};
+
+TEST_P(CudaDeterminism, GivesTheSameBitsInTwentyRuns) {
+  const BackendInfo info = cuda_backend.info();
+  if (!info.available) GTEST_SKIP() << info.reason;
+  testing::CaseWords words = GetParam().words;
+  words.merge(testing::CaseWords{{"name", GetParam().name},
+                                 {"dtype", "bf16"},
+                                 {"batch", "2"},
+                                 {"heads_q", "8"},
+                                 {"heads_kv", "4"},
+                                 {"seqlen_q", "1500"},
+                                 {"seqlen_k", "1500"},
+                                 {"mask_fill", "blocks"},
+                                 {"bias_fill", "normal"},
+                                 {"causal", "1"}});
+  Data data(testing::case_from(words));
+  data.problem.deterministic = true;
+  for (const PlanKind kind : {PlanKind::by_position, PlanKind::full_first, PlanKind::none}) {
+    const Results first = run(data, kind);
+    for (int repeat = 1; repeat < 20; ++repeat) expect_same_bits(first, run(data, kind));
+    if (!data.has_intervals()) break;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Situations, CudaDeterminism,
+    ::testing::Values(DeterminismCase{"plain", {}}, DeterminismCase{"full", {{"causal", "0"}}},
+                      DeterminismCase{"head_dim_128", {{"head_dim", "128"}}},
+                      DeterminismCase{"head_dim_256", {{"head_dim", "256"}}},
+                      DeterminismCase{"softcap", {{"softcap", "20"}}},
+                      DeterminismCase{"bias_of_all", {{"bias", "111k"}}},
+                      DeterminismCase{"bias_of_heads", {{"bias", "1h11"}, {"softcap", "20"}}},
+                      DeterminismCase{"bias_of_queries", {{"bias", "11q1"}}},
+                      DeterminismCase{"bias_of_pairs", {{"bias", "11qk"}}},
+                      DeterminismCase{"bias_of_pairs_and_heads",
+                                      {{"bias", "1vqk"}, {"head_dim", "128"}}},
+                      DeterminismCase{"mask_of_pairs", {{"mask", "b1qk"}}},
+                      DeterminismCase{"selection",
+                                      {{"bias", "bv1k"},
+                                       {"intervals", "per_query"},
+                                       {"intervals_shape", "bv"},
+                                       {"window", "300"}}},
+                      DeterminismCase{"sliding",
+                                      {{"bias", "1vqk"},
+                                       {"intervals", "sliding"},
+                                       {"intervals_shape", "11"},
+                                       {"window", "200"}}}),
+    [](const auto& test) { return std::string(test.param.name); });
 
 }  // namespace
 }  // namespace flash_dmattn

@@ -35,6 +35,7 @@ TEST_F(SmallCudaPlan, HandMadeIntervals) {
     constexpr std::int64_t tile_rows[] = {4, 16, 37, 128};
     args.tile_rows = tile_rows[random.below(4)];
     args.causal = random.below(2) == 0;
+    args.by_position = random.below(3) == 0;
     const std::int64_t window = 1 + random.below(300);
     const int kind = round % 4;
     std::vector<KeyInterval> intervals(

@@ -1,6 +1,9 @@
 """The CUDA backend as torch sees it: streams, devices, graphs, torch.compile, autocast, memory."""
 
 import itertools
+import sys
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from flash_dmattn import (
     select_key_intervals,
     sliding_window,
 )
+from flash_dmattn._arguments import resolve_deterministic
 from gpu import needs_gpu
 
 pytestmark = needs_gpu
@@ -97,6 +101,32 @@ def test_cuda_graph_of_forward_and_backward(name):
                 t.normal_()
         graph.replay()
         assert_close(captured, step())
+
+
+def bits(tensors):
+    return [t.contiguous().view(torch.int16) for t in tensors]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_deterministic_gradients_repeat_bit_for_bit(name):
+    def function(*t):
+        with torch_is_deterministic():
+            return FUNCTIONS[name](*t)
+
+    inputs = leaves(seqlen=2000, heads=(8, 4))
+    first = bits(gradients(function, inputs))
+    for _ in range(19):
+        assert all(map(torch.equal, bits(gradients(function, inputs)), first))
+    assert_close([t.view(torch.bfloat16) for t in first], gradients(FUNCTIONS[name], inputs))
+
+
+@contextmanager
+def torch_is_deterministic():
+    """What the tests' poisoned memory takes away: attention listens to torch's switch."""
+    interface = sys.modules["flash_dmattn.flash_dmattn_interface"]
+    with mock.patch.object(interface, "resolve_deterministic", resolve_deterministic):
+        assert resolve_deterministic(None)
+        yield
 
 
 def test_unknown_bound_is_measured_and_refused_in_a_graph():

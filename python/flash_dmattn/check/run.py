@@ -9,9 +9,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 
+from .. import flash_dmattn_interface
 from ..availability import backends
 from ..flash_dmattn_interface import flash_dmattn_func_auto
 from ..flash_dmattn_triton import triton_dmattn_func
@@ -168,8 +170,10 @@ def poisoned_memory() -> Iterator[None]:
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+    # torch fills memory only while it is deterministic. Attention is what it would be otherwise.
+    undecided = mock.patch.object(flash_dmattn_interface, "resolve_deterministic", bool)
     try:
-        with warnings.catch_warnings():
+        with undecided, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*deterministic")
             yield
     finally:

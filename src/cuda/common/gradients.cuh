@@ -199,7 +199,7 @@ struct StoreQueryRows {
   }
 };
 
-// Strided elements of dbias: from dense fp32 sums, or zeros when there are none.
+// Strided elements of dbias: from dense fp32 sums of their shape, or zeros when there are none.
 template <class T>
 struct StoreBias {
   std::int64_t shape[4];
@@ -211,14 +211,15 @@ struct StoreBias {
 
   long items() const { return static_cast<long>(shape[0] * shape[1] * shape[2] * shape[3]); }
 
-  __device__ void operator()(long item) const {
+  __device__ void operator()(long item) const { store(item, sums == nullptr ? 0 : sums[item]); }
+
+  __device__ void store(long item, float sum) const {
     std::int64_t rest = item;
     std::int64_t index = 0;
     for (int i = 3; i >= 0; --i) {
       index += rest % shape[i] * stride[i];
       rest /= shape[i];
     }
-    const float sum = sums == nullptr ? 0 : sums[item];
     if (f32) {
       const float limit = 3.4028235e38f;
       reinterpret_cast<float*>(to)[index] = saturate ? fmaxf(fminf(sum, limit), -limit) : sum;
@@ -226,6 +227,39 @@ struct StoreBias {
       reinterpret_cast<std::uint16_t*>(to)[index] =
           static_cast<std::uint16_t>(pack_gradient<T>(sum, 0, saturate));
     }
+  }
+};
+
+// The same from sums of `parts` x the shape in each dimension, which a warp adds up for each element
+// in a fixed order.
+template <class T>
+struct StoreSummedBias {
+  StoreBias<T> whole;
+  std::int64_t parts[4];
+
+  long items() const { return whole.items() * 32; }
+
+  __device__ void operator()(long item) const {
+    const long element = item / 32;
+    const long count = static_cast<long>(parts[0] * parts[1] * parts[2] * parts[3]);
+    float sum = 0;
+    for (long part = item % 32; part < count; part += 32) sum += whole.sums[index(element, part)];
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    if (item % 32 == 0) whole.store(element, sum);
+  }
+
+ private:
+  // Where the sums have part `part` of an element.
+  __device__ std::int64_t index(std::int64_t element, std::int64_t part) const {
+    std::int64_t index = 0;
+    std::int64_t stride = 1;
+    for (int i = 3; i >= 0; --i) {
+      index += (element % whole.shape[i] * parts[i] + part % parts[i]) * stride;
+      stride *= whole.shape[i] * parts[i];
+      element /= whole.shape[i];
+      part /= parts[i];
+    }
+    return index;
   }
 };
 

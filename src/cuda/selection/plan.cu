@@ -203,6 +203,7 @@ Plan build_plan(const PlanArgs& args, const PlanBuffers& buffers, const Executio
   const Tree tree = make_tree(args, execution.workspace);
   const auto tiles_of_node = [&]<int NodeTiles>() {
     return plan::Tiles<NodeTiles>{.tiles = static_cast<int>(tiles),
+                                  .by_position = args.by_position,
                                   .padding = static_cast<int>(plan_block),
                                   .capacity = static_cast<int>(capacity),
                                   .begin = buffers.begin,

@@ -201,6 +201,7 @@ struct Tiles {
   static_assert(2 * NodeTiles <= max_lists);
 
   int tiles = 0;
+  bool by_position = false;  // all keys count as partial
   int padding = 1;
   int capacity = 0;
   std::int64_t* begin = nullptr;
@@ -210,7 +211,7 @@ struct Tiles {
 
   __device__ unsigned lists_of(const HalfTiles& range) const {
     const unsigned touched = bit_range(range.first_touched(), range.end_touched());
-    const unsigned filled = bit_range(range.first_full(), range.end_full());
+    const unsigned filled = by_position ? 0 : bit_range(range.first_full(), range.end_full());
     return filled | (touched & ~filled) << NodeTiles;
   }
   // Of lane b's list, given its length.

@@ -3,6 +3,7 @@
 #include "cuda/common/careful.cuh"
 #include "cuda/common/gradients.cuh"
 #include "cuda/common/scheduler.cuh"
+#include "cuda/common/turns.cuh"
 #include "cuda/policy.h"
 #include "cuda/sm80/epilogue.cuh"
 #include "cuda/sm80/score_tile.cuh"
@@ -12,8 +13,9 @@ namespace flash_dmattn::cuda::sm80 {
 // A block holds a tile of queries of one head and walks the key tiles that the forward walked. dq
 // stays in its accumulators; the rows of dk and dv that a key tile receives are complete over the
 // block's queries and are added in fp32 to sums in memory, where the heads of a group and the query
-// tiles meet. `Pairs`: the mask or the bias has a query dimension.
-template <class T, int D, BackwardPolicy P, bool Pairs>
+// tiles meet. `Pairs`: the mask or the bias has a query dimension. `Ordered`: the blocks take turns at
+// adding, so that the sums are the same in every run.
+template <class T, int D, BackwardPolicy P, bool Pairs, bool Ordered>
 struct BackwardKernel {
   using Params = BackwardParams;
   static constexpr int threads = P.warps * 32;
@@ -21,7 +23,8 @@ struct BackwardKernel {
 
   using QueryRows = SharedTile<P.rows, D>;
   using Scores = SharedTile<P.rows, P.keys>;
-  using Stream = KeyStream<T, D, P.keys, P.stages, threads>;
+  using Stream = KeyStream<T, D, P.keys, P.stages, threads, InOrder, EveryTile,
+                           typename Turn<Ordered>::Storage>;
   using KeyRows = typename Stream::RowTile;
 
   struct SharedStorage {
@@ -50,7 +53,8 @@ struct BackwardKernel {
   static long blocks(const Params& p) { return QueryTile::count(p.shape, P.rows); }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
-    const QueryTile tile(p.shape, P.rows, p.score.causal && p.plan.keys == nullptr);
+    const QueryTile tile(p.shape, P.rows, Ordered || (p.score.causal && p.plan.keys == nullptr),
+                         Turn<Ordered>::take(p.turns, shared.stream.rest));
     const int row_end = min(tile.row + P.rows, p.shape.seqlen_q);
     const std::uint32_t q_tile = shared_address(shared.q);
     const std::uint32_t dout_tile = shared_address(shared.dout);
@@ -81,8 +85,14 @@ struct BackwardKernel {
     const LanePosition position =
         LanePosition::of(tile.row + ScoreTile::row(), ScoreTile::column());
 
+    const Turn<Ordered> turn(p.turns, shared.stream.rest, tile.before_of_keys,
+                             p.turns.across_heads ? tile.before_of_rows : -1);
+    const bool in_places = Ordered && has_ascending_keys(p.plan, tile);
     for (int n = 0; stream.has(n); ++n) {
+      const int place = in_places ? stream.key(n, stream.size(n) - 1) : last_place;
+      turn.wait(place);
       stream.advance(n);
+      if (in_places) turn.begin(place);
       const std::uint32_t state = stream.state(n);
       if ((state & ColumnTile<P.keys>::touched) != 0) {
         score_step(p, tile, shared, stream, n, state, rows, position);
@@ -99,6 +109,7 @@ struct BackwardKernel {
       stream.finish(n);
     }
     cp_async_wait_all();
+    turn.finish();
     clear_pair_gradients(p, tile, row_end, stream.keys_walked(), p.shape.seqlen_k);
     if (p.dq.data == nullptr) return;
     __syncthreads();  // all have read q
@@ -112,6 +123,26 @@ struct BackwardKernel {
   }
 
  private:
+  // Whether the keys that the block walks are its places (common/turns.cuh): the full and the partial
+  // keys of a plan ascend, each by themselves.
+  static __device__ bool has_ascending_keys(const Plan& plan, const QueryTile& tile) {
+    if (plan.keys == nullptr) return true;
+    const std::int64_t list = tile.batch * plan.stride_batch + tile.kv_head * plan.stride_head +
+                              tile.row / static_cast<int>(plan.tile_rows);
+    const int* const keys = plan.keys + plan.begin[list];
+    const int full = plan.full[list];
+    return full == 0 || full == plan.count[list] || keys[full - 1] < keys[full];
+  }
+
+  // Calls body() in all warps: in those of number 0 first, then 1, ... `count` - 1 if order matters.
+  template <class Body>
+  static __device__ void one_by_one(int number, int count, const Body& body) {
+    for (int i = 0; i < (Ordered ? count : 1); ++i) {
+      if (!Ordered || i == number) body();
+      if (Ordered) __syncthreads();
+    }
+  }
+
   // lse and delta of the rows of a lane's score accumulators.
   struct RowStatistics {
     float lse2[m16][2];
@@ -212,7 +243,9 @@ struct BackwardKernel {
       s = probability == 0 ? 0.0f : probability * (s - rows.delta[m][e / 2]);
     });
     if (p.dbias.data != nullptr) {
-      if (Pairs && p.dbias.per_query) {
+      if (Pairs && p.dbias.per_query && p.dbias.key == 0 && p.dbias_add) {
+        add_row_gradients(p, tile, position, ds);
+      } else if (Pairs && p.dbias.per_query) {
         store_pair_gradients(p, tile, stream.keys(n), stream.size(n), position, ds);
       } else {
         add_column_gradients(p, tile, stream, n, position, ds);
@@ -267,13 +300,47 @@ struct BackwardKernel {
     // With fewer columns than lanes to share them, several lanes hold the same sum.
     constexpr int sharing = count < 8 ? 8 / count : 1;
     float* const sums = reinterpret_cast<float*>(p.dbias.data) + dbias_begin(p, tile);
+    one_by_one(ScoreTile::row() / ScoreTile::m, P.score_warps, [&] {
 #pragma unroll
-    for (int i = 0; i < (count + 7) / 8; ++i) {
-      const int column = position.column + (held + i) / 2 * 8 + (held + i) % 2;
-      if (lane / 4 % sharing == 0 && column < stream.size(n) && sum[i] != 0) {
-        atomicAdd(sums + stream.key(n, column) * p.dbias.key, sum[i]);
+      for (int i = 0; i < (count + 7) / 8; ++i) {
+        const int column = position.column + (held + i) / 2 * 8 + (held + i) % 2;
+        if (lane / 4 % sharing == 0 && column < stream.size(n) && sum[i] != 0) {
+          atomicAdd(sums + stream.key(n, column) * p.dbias.key, sum[i]);
+        }
+      }
+    });
+  }
+
+  // The gradient of a bias that all keys of a query share: row sums over the warp's columns.
+  static __device__ void add_row_gradients(const Params& p, const QueryTile& tile,
+                                           LanePosition position,
+                                           const typename ScoreTile::Accumulators& ds) {
+    float* const sums = reinterpret_cast<float*>(p.dbias.data) + dbias_begin(p, tile);
+    float sum[m16][2];
+#pragma unroll
+    for (int m = 0; m < m16; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        sum[m][h] = 0;
+#pragma unroll
+        for (int k = 0; k < n8; ++k) sum[m][h] += ds[m][k][2 * h] + ds[m][k][2 * h + 1];
+        sum[m][h] += __shfl_xor_sync(0xffffffffu, sum[m][h], 1);
+        sum[m][h] += __shfl_xor_sync(0xffffffffu, sum[m][h], 2);
       }
     }
+    constexpr int warp_columns = P.warps / P.score_warps;
+    one_by_one(ScoreTile::column() / ScoreTile::n, warp_columns, [&] {
+#pragma unroll
+      for (int m = 0; m < m16; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int row = position.row + 16 * m + 8 * h;
+          if (threadIdx.x % 4 == 0 && row < p.shape.seqlen_q && sum[m][h] != 0) {
+            atomicAdd(sums + row * p.dbias.query, sum[m][h]);
+          }
+        }
+      }
+    });
   }
 
   // The gradient of a bias with a query dimension, of every pair of the tile.

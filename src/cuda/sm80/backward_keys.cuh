@@ -2,6 +2,8 @@
 
 #include "cuda/common/careful.cuh"
 #include "cuda/common/scheduler.cuh"
+#include "cuda/common/turns.cuh"
+#include "cuda/policy.h"
 #include "cuda/sm80/epilogue.cuh"
 #include "cuda/sm80/score_tile.cuh"
 
@@ -18,14 +20,14 @@ namespace flash_dmattn::cuda::sm80 {
 //   key warps    dP = V dout^T, shared --P--> dS = P (dP - delta) --dS--> shared, dk += dS q
 // and all of them, a query tile later, dq += dS^T K. While one kind makes exponentials, the other
 // has products to do. A pair of warps meets at a barrier of its own over P; the block meets once
-// for each query tile.
-template <class T, int D>
+// for each query tile. `Ordered`: the blocks take turns at adding to dq.
+template <class T, int D, bool Ordered>
 struct KeyMajorBackwardKernel {
   using Params = BackwardParams;
   static constexpr int warps = 8;
   static constexpr int threads = warps * 32;
   static constexpr int min_blocks = 1;
-  static constexpr int keys = 128;
+  static constexpr int keys = owned_keys;
   static constexpr int warp_keys = 32;
 
   using SumTile = QuerySumTile<D>;
@@ -47,6 +49,7 @@ struct KeyMajorBackwardKernel {
     alignas(16) float lse2[2][rows];
     alignas(16) float delta[2][rows];
     ColumnTile<keys> columns;
+    typename Turn<Ordered>::Storage turn;
   };
 
   static long blocks(const Params& p) { return KeyTile::count(p.shape, keys); }
@@ -102,7 +105,8 @@ struct KeyMajorBackwardKernel {
     __device__ Worker(const Params& params, SharedStorage& storage)
         : p(params),
           shared(storage),
-          tile(p.shape, keys),
+          tile(p.shape, keys, Ordered, Turn<Ordered>::take(p.turns, storage.turn)),
+          turn(p.turns, storage.turn, tile.before),
           lane(static_cast<int>(threadIdx.x % 32)),
           warp(static_cast<int>(threadIdx.x / 32)),
           pair(warp % (warps / 2)),
@@ -119,6 +123,7 @@ struct KeyMajorBackwardKernel {
       const int heads = apart ? 1 : group;
       for (int member = 0; member < group; member += heads)
         walk(tile.kv_head * group + member, heads);
+      turn.finish();
       store();
     }
 
@@ -148,7 +153,9 @@ struct KeyMajorBackwardKernel {
         const Place place = next;
         const int stage = n % 2;
         cp_async_wait_all();
+        if (n > 0) turn.wait(static_cast<int>(previous));
         __syncthreads();
+        if (n > 0) turn.begin(static_cast<int>(previous));
         if (!is_value && n > 0) add_queries(previous, 1 - stage);
         if (n < count) {
           if (p.saturate && (flags & dout_not_finite) != 0) {
@@ -497,6 +504,7 @@ struct KeyMajorBackwardKernel {
     const Params& p;
     SharedStorage& shared;
     const KeyTile tile;
+    const Turn<Ordered> turn;  // at adding to dq
     const int lane;
     const int warp;
     const int pair;

@@ -244,7 +244,8 @@ struct KeyList {
   }
 };
 
-template <class T, int D, int N, int Stages>
+// `Rest`: what else the kernel keeps, in the bytes that alignment leaves.
+template <class T, int D, int N, int Stages, class Rest>
 struct KeyStreamStorage {
   using RowTile = SharedTile<N, D>;
   // Keys of three tiles: in use, being gathered, being listed.
@@ -257,16 +258,19 @@ struct KeyStreamStorage {
   Stage stage[Stages];
   ColumnTile<N> columns[2];
   int keys[key_stages][N];
+  Rest rest;
 };
+
+struct NoStorage {};
 
 // While tile n is computed, the rows of tile n + 1 are on their way to shared memory, the columns
 // of n + 1 to registers, and the list of n + 2 to shared memory. With one stage the rows come when
 // the tile is due. `Walk` chooses among tiles of consecutive keys, `Order` orders the keys of each.
 template <class T, int D, int N, int Stages, int Threads, class Order = InOrder,
-          class Walk = EveryTile>
+          class Walk = EveryTile, class Rest = NoStorage>
 class KeyStream {
  public:
-  using Storage = KeyStreamStorage<T, D, N, Stages>;
+  using Storage = KeyStreamStorage<T, D, N, Stages, Rest>;
   using RowTile = typename Storage::RowTile;
 
   // `list_positions`: keys() is asked for even where the keys are consecutive.
