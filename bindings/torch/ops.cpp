@@ -29,14 +29,14 @@ struct Attention {
 struct Options {
   const OptionalTensor& key_list;  // instead of key_intervals
   const OptionalTensor& key_count;
-  const std::vector<std::int64_t>& key_bound;  // base and per_query of a KeyBound, or nothing
+  const std::vector<std::int64_t>& key_bound;  // the members of a KeyBound, or nothing
   bool causal;
   double scale;
   double softcap;
   bool saturate;
   bool deterministic;
   const std::string& backend;
-  bool plan_by_position = false;
+  bool is_backward;
 };
 
 std::array<std::int64_t, 4> query_shape(const Problem& p) {
@@ -111,13 +111,14 @@ void take_plan(Attention& call, const Tensor& like, const KeyList& list, const O
                 .seqlen_k = p.seqlen_k,
                 .tile_rows = query_tile_rows(p, options.backend),
                 .causal = p.causal,
-                .by_position = options.plan_by_position,
+                .by_position = options.is_backward && p.deterministic,
                 .intervals = call.in.intervals,
                 .bound = {},
                 .list = list};
   Execution execution = call.execution;
   if (p.device == Device::cuda && list.keys == nullptr) {
     args.bound = bound_of(args, options.key_bound, execution, like);
+    if (options.is_backward && !backward_wants_plan(p, args.bound, options.backend)) return;
     if (!is_worth_a_plan(args, execution)) return;
   }
   const Tensor workspace = give_workspace(execution, plan_workspace_size(args, execution), like);
@@ -198,7 +199,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(
     const OptionalTensor& key_count, std::vector<std::int64_t> key_bound, bool is_causal,
     double scale, double softcap, bool saturate, bool deterministic, std::string backend) {
   const Options options{key_list, key_count, key_bound,     is_causal, scale,
-                        softcap,  saturate,  deterministic, backend};
+                        softcap,  saturate,  deterministic, backend,   false};
   const Attention call = prepare(q, k, v, mask, bias, key_intervals, options, false);
   const Problem& p = call.problem;
   const ScalarType lse_type = p.dtype == DType::f64 ? ScalarType::Double : ScalarType::Float;
@@ -226,7 +227,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
     double scale, double softcap, bool saturate, bool deterministic, std::string backend,
     bool need_dq, bool need_dk, bool need_dv, bool need_dbias) {
   const Options options{key_list, key_count, key_bound,     is_causal, scale,
-                        softcap,  saturate,  deterministic, backend,   deterministic};
+                        softcap,  saturate,  deterministic, backend,   true};
   Attention call = prepare(q, k, v, mask, bias, key_intervals, options, need_dbias);
   const Problem& p = call.problem;
   expect_like(dout, "dout", query_shape(p), q);

@@ -70,10 +70,12 @@ const std::int32_t* offsets_of(const Tensor& cu_seqlens, std::string_view argume
 
 KeyBound bound_of(const PlanArgs& args, const std::vector<std::int64_t>& given, Execution execution,
                   const Tensor& like) {
-  if (given.size() == 2) return {given[0], given[1]};
+  if (given.size() == 2 || given.size() == 3) {
+    return {given[0], given[1], given.size() == 3 && given[2] != 0};
+  }
   if (!given.empty()) {
     throw InvalidArgument("key_bound", std::to_string(given.size()) + " numbers",
-                          "base and per_query, or none when unknown");
+                          "base, per_query and perhaps consecutive, or none when unknown");
   }
   const Tensor workspace = give_workspace(execution, measure_workspace_size(args, execution), like);
   return measure_key_bound(args, execution);

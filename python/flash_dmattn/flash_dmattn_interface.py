@@ -171,7 +171,8 @@ def _choice_operands(choice):
         return None, choice.keys, choice.count, []
     if choice is None:
         return None, None, None, []
-    return choice.intervals, None, None, [] if choice.bound is None else list(choice.bound)
+    bound = [] if choice.bound is None else [*choice.bound, int(choice.consecutive)]
+    return choice.intervals, None, None, bound
 
 
 def flash_dmattn_varlen_func(

@@ -31,11 +31,14 @@ class KeyIntervals:
         base + per_query * n keys. From it a GPU knows how much memory its lists of keys need. Without one it
         has to count first, which waits for the GPU at every call (and a CUDA graph cannot be captured);
         `measured` does that once. Too small a bound loses keys.
+    consecutive: every query sees consecutive keys, or nearly, as in windows and packed documents. It changes
+        no result: a GPU computes gradients quicker for such keys when it is told, and slower for others.
     """
 
     intervals: Tensor
     query_length: int
     bound: tuple[int, int] | None = None
+    consecutive: bool = False
 
     def __post_init__(self):
         shape = tuple(self.intervals.shape)
@@ -54,14 +57,18 @@ class KeyIntervals:
         return self.intervals.shape[1]
 
     def to(self, device) -> KeyIntervals:
-        return KeyIntervals(self.intervals.to(device), self.query_length, self.bound)
+        return self.with_intervals(self.intervals.to(device))
+
+    def with_intervals(self, intervals: Tensor) -> KeyIntervals:
+        """Other intervals of which the same is known."""
+        return KeyIntervals(intervals, self.query_length, self.bound, self.consecutive)
 
     def measured(self) -> KeyIntervals:
         """The same intervals with a known bound; without it where the library has no kernels for the device."""
         if self.bound is not None or not _ops.has_kernels_for(self.intervals):
             return self
         bound = _ops.measure_key_bound(self.intervals, self.query_length)
-        return KeyIntervals(self.intervals, self.query_length, tuple(bound))
+        return KeyIntervals(self.intervals, self.query_length, tuple(bound), self.consecutive)
 
     def to_mask(self) -> Tensor:
         """The mask that the intervals stand for: bool [B or 1, Hkv or 1, query_length, key_length].
@@ -76,18 +83,19 @@ class KeyIntervals:
 # So that intervals pass through torch.compile, checkpointing and the like as the tensor they hold.
 _pytree.register_pytree_node(
     KeyIntervals,
-    lambda value: ([value.intervals], (value.query_length, value.bound)),
+    lambda value: ([value.intervals], (value.query_length, value.bound, value.consecutive)),
     lambda leaves, context: _restore(leaves[0], *context),
     serialized_type_name="flash_dmattn.KeyIntervals",
 )
 
 
-def _restore(leaf, query_length, bound) -> KeyIntervals:
+def _restore(leaf, query_length, bound, consecutive) -> KeyIntervals:
     # A pytree's leaves may be anything while it is being mapped over, so nothing is checked.
     value = object.__new__(KeyIntervals)
     object.__setattr__(value, "intervals", leaf)
     object.__setattr__(value, "query_length", query_length)
     object.__setattr__(value, "bound", bound)
+    object.__setattr__(value, "consecutive", consecutive)
     return value
 
 
@@ -245,7 +253,8 @@ def intersect(*parts: KeyIntervals) -> KeyIntervals:
     bounds = [part.bound for part in parts if part.bound is not None]
     tile = 128  # queries that a GPU lists the keys of together
     bound = min(bounds, key=lambda b: b[0] + tile * b[1], default=None)
-    return _clipped(first, last, parts[0].query_length, bound)
+    consecutive = all(part.consecutive for part in parts)
+    return _clipped(first, last, parts[0].query_length, bound, consecutive)
 
 
 def _diagonal(key_length: int, query_length: int, device) -> Tensor:
@@ -255,12 +264,16 @@ def _diagonal(key_length: int, query_length: int, device) -> Tensor:
 
 
 def _clipped(
-    first: Tensor, last: Tensor, query_length: int, bound: tuple[int, int] | None
+    first: Tensor,
+    last: Tensor,
+    query_length: int,
+    bound: tuple[int, int] | None,
+    consecutive: bool = True,
 ) -> KeyIntervals:
     """Clips to the query rows; an empty interval becomes (0, 0)."""
     first, last = first.clamp(min=0), last.clamp(max=query_length)
     intervals = torch.stack([first, last], dim=-1) * (first < last).unsqueeze(-1)
-    return KeyIntervals(intervals.to(torch.int32), query_length, bound)
+    return KeyIntervals(intervals.to(torch.int32), query_length, bound, consecutive)
 
 
 def _per_key(tensor: Tensor, argument: str) -> Tensor:

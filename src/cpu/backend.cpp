@@ -443,6 +443,7 @@ const Backend cpu_backend = {
     .info = [] { return BackendInfo{"cpu", true, std::string(name_of(cpu::chosen().isa))}; },
     .supports = cpu::why_not,
     .query_tile_rows = cpu::wanted_tile_rows,
+    .backward_wants_plan = [](const Problem&, const KeyBound&) { return true; },
     .forward_workspace_size = cpu::forward_workspace_size,
     .backward_workspace_size = cpu::backward_workspace_size,
     .forward = cpu::forward,

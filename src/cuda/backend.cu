@@ -429,6 +429,10 @@ std::string supports(const Problem& p) {
 
 std::int64_t query_tile_rows(const Problem&) { return plan_tile_rows; }
 
+bool backward_wants_plan(const Problem& p, const KeyBound& bound) {
+  return !bound.consecutive || !is_key_major(p, {}, shared_class());
+}
+
 std::size_t forward_workspace_size(const ForwardArgs& args, const Execution&) {
   Carver workspace(nullptr);
   carve_packed_mask(args.problem, args.in.plan.keys != nullptr, workspace);
@@ -449,6 +453,7 @@ const Backend cuda_backend = {
     .info = cuda::info,
     .supports = cuda::supports,
     .query_tile_rows = cuda::query_tile_rows,
+    .backward_wants_plan = cuda::backward_wants_plan,
     .forward_workspace_size = cuda::forward_workspace_size,
     .backward_workspace_size = cuda::backward_workspace_size,
     .forward = cuda::forward,

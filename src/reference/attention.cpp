@@ -406,6 +406,7 @@ const Backend reference_backend = {
     .info = [] { return BackendInfo{"reference", true, "loops in double"}; },
     .supports = [](const Problem& p) { return decline_other_device(p, "reference", Device::cpu); },
     .query_tile_rows = [](const Problem&) -> std::int64_t { return 64; },
+    .backward_wants_plan = [](const Problem&, const KeyBound&) { return false; },
     .forward_workspace_size = forward_workspace_size,
     .backward_workspace_size = backward_workspace_size,
     .forward = forward,

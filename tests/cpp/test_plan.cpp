@@ -67,7 +67,9 @@ TileKeys keys_of(const PlanArgs& args, std::int64_t b, std::int64_t h, std::int6
       }
       seen += visible ? 1 : 0;
     }
-    if (seen > 0) (seen == end - begin ? keys.full : keys.partial).push_back(std::int32_t(j));
+    if (seen == 0) continue;
+    const bool counts_as_full = seen == end - begin && !args.by_position;
+    (counts_as_full ? keys.full : keys.partial).push_back(std::int32_t(j));
   }
   return keys;
 }
@@ -135,6 +137,8 @@ TEST(Plan, RandomIntervals) {
     }
     expect_as_defined(intervals.args);
     expect_bound(intervals.args);
+    intervals.args.by_position = true;
+    expect_as_defined(intervals.args);
     if (HasFatalFailure()) return;
   }
 }

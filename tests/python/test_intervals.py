@@ -150,6 +150,20 @@ def test_from_padding_and_intersect():
         intersect()
 
 
+def test_what_is_known_of_intervals_travels_with_them():
+    window = sliding_window(9, 4)
+    chosen = select_key_intervals(torch.randn(1, 1, 9), 4)
+    assert window.consecutive and not chosen.consecutive
+    assert intersect(window, prefix_lm(9, 2)).consecutive
+    assert not intersect(window, chosen).consecutive
+    for known in (window, chosen):
+        mapped = torch.utils._pytree.tree_map(torch.clone, known)
+        for other in (mapped, known.to("cpu"), known.measured()):
+            assert (other.bound, other.consecutive) == (known.bound, known.consecutive)
+    unknown = KeyIntervals(window.intervals, 9, consecutive=True)
+    assert unknown.bound is None and unknown.measured().consecutive
+
+
 def test_key_intervals_check_what_they_hold():
     with pytest.raises(ValueError, match="int32"):
         KeyIntervals(torch.zeros(1, 1, 4, 2), 4)

@@ -220,7 +220,7 @@ def _match_heads(
     heads = max(shown.shape[1], scores.shape[1])
     shown, scores = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (shown, scores))
     if isinstance(mask, KeyIntervals):
-        shown = KeyIntervals(shown, mask.query_length, mask.bound)
+        shown = mask.with_intervals(shown)
     return shown, scores
 
 
