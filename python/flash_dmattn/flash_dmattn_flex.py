@@ -64,7 +64,7 @@ def forward(
     q, k, v, mask, bias, intervals, is_causal, scale, softcap, saturate, deterministic
 ) -> tuple[Tensor, Tensor | None]:
     """out and lse; arguments in normal form, as the operators take them."""
-    from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+    from torch.nn.attention.flex_attention import AuxRequest
 
     _refuse(q, k, v, bias, deterministic)
     head_dim = q.shape[3]
@@ -74,6 +74,18 @@ def forward(
         bias = None if bias is None else _SaturatedGradient.apply(bias)
     padding = max(16, 1 << (head_dim - 1).bit_length()) - head_dim  # flex wants powers of 2
     q, k, v = (F.pad(t, (0, padding)).transpose(1, 2) for t in (q, k, v))
+    out, aux = compiled_flex(
+        q, k, v, **masking(q, k, mask, bias, intervals, is_causal, softcap), scale=scale,
+        enable_gqa=heads_q > heads_kv, return_aux=AuxRequest(lse=q.device.type != "cpu"),
+    )  # fmt: skip
+    out = out.transpose(1, 2)[..., :head_dim]
+    return (_SanitisedOutput.apply(out) if saturate else out), aux.lse
+
+
+def masking(q, k, mask, bias, intervals, is_causal, softcap=0.0) -> dict[str, object]:
+    """Keyword arguments of flex_attention. q, k: [B, H, S, D]; the others in normal form."""
+    from torch.nn.attention.flex_attention import BlockMask
+
     score_mod, mask_mod = _modifications(q, k, mask, bias, intervals, is_causal, softcap)
     block_mask = BlockMask.from_kv_blocks(
         *_blocks(q, k, mask, bias, intervals, is_causal),
@@ -82,16 +94,15 @@ def forward(
         seq_lengths=(q.shape[2], k.shape[2]),
     )
     pairs = any(t is not None and t.shape[2] > 1 and t.shape[3] > 1 for t in (mask, bias))
+    options = _PAIR_OPTIONS if pairs else _OPTIONS
+    return {"score_mod": score_mod, "block_mask": block_mask, "kernel_options": options}
+
+
+def compiled_flex(*arguments, **options):
     with torch._dynamo.config.patch(
         recompile_limit=_RECOMPILATIONS, fail_on_recompile_limit_hit=True
     ):
-        out, aux = _flex()(
-            q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale,
-            enable_gqa=heads_q > heads_kv, return_aux=AuxRequest(lse=q.device.type != "cpu"),
-            kernel_options=_PAIR_OPTIONS if pairs else _OPTIONS,
-        )  # fmt: skip
-    out = out.transpose(1, 2)[..., :head_dim]
-    return (_SanitisedOutput.apply(out) if saturate else out), aux.lse
+        return _flex()(*arguments, **options)
 
 
 def _refuse(q, k, v, bias, deterministic) -> None:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 # Here, so that the command's help needs neither a GPU nor the backends.
-BACKENDS = ("cuda", "triton", "flex", "cpu")
+BACKENDS = ("cuda", "triton", "cpu")
 RIVALS = ("sdpa", "fa2", "cudnn", "flex")
 CASES = ("dense", "dma", "groups", "scaling", "windows", "global", "sliding", "pairs")
 DTYPES = ("float32", "bfloat16", "float16")
