@@ -54,7 +54,7 @@ correctness() {
   part test_cuda_attention "$folder/bin/test_cuda_attention" --gtest_brief=1 &
   (for test in test_cuda_plan test_cuda_selection; do part $test "$folder/bin/$test" --gtest_brief=1; done) &
   part python python3 -m pytest -q -p no:cacheprovider --rootdir "$folder" "$folder/tests/python/test_cuda_torch.py" \
-    "$folder/tests/python/test_cuda_attention.py" "$folder/tests/python/test_cuda_doge.py" "$folder/tests/python/test_availability.py" &
+    "$folder/tests/python/test_cuda_devices.py" "$folder/tests/python/test_cuda_attention.py" "$folder/tests/python/test_cuda_doge.py" "$folder/tests/python/test_availability.py" &
   wait
 }
 
