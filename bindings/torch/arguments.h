@@ -49,6 +49,10 @@ struct Broadcast {
 };
 Broadcast broadcast_argument(const Tensor& tensor, std::string_view argument, bool merge_expanded);
 
+// An uninitialised tensor on the device of `like`.
+Tensor allocate(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarType type,
+                const Tensor& like);
+
 // Uninitialised memory that lives as long as the returned tensor.
 Tensor allocate_bytes(std::size_t bytes, const Tensor& like);
 

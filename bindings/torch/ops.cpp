@@ -203,9 +203,9 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(
   const Attention call = prepare(q, k, v, mask, bias, key_intervals, options, false);
   const Problem& p = call.problem;
   const ScalarType lse_type = p.dtype == DType::f64 ? ScalarType::Double : ScalarType::Float;
-  const Tensor out = torch::stable::new_empty(q, query_shape(p));
-  const Tensor lse = torch::stable::new_empty(q, {p.batch, p.heads_q, p.seqlen_q}, lse_type);
-  const Tensor lse_low = torch::stable::new_empty(q, {p.batch, p.heads_q, p.seqlen_q}, lse_type);
+  const Tensor out = allocate(query_shape(p), q.scalar_type(), q);
+  const Tensor lse = allocate({p.batch, p.heads_q, p.seqlen_q}, lse_type, q);
+  const Tensor lse_low = allocate({p.batch, p.heads_q, p.seqlen_q}, lse_type, q);
 
   const ForwardArgs args{.problem = p,
                          .in = call.in,
@@ -236,8 +236,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
   // An unwanted gradient is an empty tensor here and null data there.
   const auto gradient = [&](bool needed, const std::array<std::int64_t, 4>& shape,
                             ScalarType type) {
-    return needed ? torch::stable::new_empty(q, shape, type)
-                  : torch::stable::new_empty(q, {0}, type);
+    return needed ? allocate(shape, type, q) : allocate({0}, type, q);
   };
   const ScalarType type = q.scalar_type();
   const Tensor dq = gradient(need_dq, query_shape(p), type);

@@ -127,6 +127,12 @@ Task task_of(const Problem& p, const Inputs& in) {
   return t;
 }
 
+// Without intervals every tile of a head meets the same blocks of keys. With one tile there is nothing
+// to share, and the scratch of a worker is smaller.
+bool shares_keys(const Task& t) { return t.intervals.data == nullptr && t.tiles > 1; }
+
+std::int64_t all_key_blocks(const Task& t) { return t.batch * t.heads_kv * t.key_blocks(); }
+
 // Rows of a tile and what they need in scratch memory are counted in int, in units of the group.
 constexpr std::int64_t largest_group = 1 << 16;
 
@@ -161,20 +167,45 @@ class Workspace {
 
 // ---- Forward -------------------------------------------------------------------------------------
 
+struct ForwardLayout {
+  ForwardTask task;
+  char* scratch;
+  std::int64_t scratch_bytes;
+  std::size_t bytes;
+};
+
+// Lays out `workspace`; a null one is only measured.
+ForwardLayout lay_out(const ForwardArgs& args, const Execution& execution, void* workspace) {
+  const Kernels& kernels = *chosen().kernels;
+  ForwardLayout layout{};
+  ForwardTask& t = layout.task;
+  t = {task_of(args.problem, args.in), rows_of(args.out), args.lse, args.lse_low};
+  Workspace space(workspace);
+  if (shares_keys(t)) {
+    t.packed_block_bytes = kernels.forward_block_bytes(t);
+    t.packed_keys = space.take<char>(all_key_blocks(t) * t.packed_block_bytes);
+  }
+  layout.scratch_bytes = kernels.forward_scratch(t);
+  layout.scratch = space.take<char>(layout.scratch_bytes * execution.workers);
+  layout.bytes = space.used();
+  return layout;
+}
+
 std::size_t forward_workspace_size(const ForwardArgs& args, const Execution& execution) {
-  if (is_empty(args.problem)) return 0;
-  const Task t = task_of(args.problem, args.in);
-  return static_cast<std::size_t>(execution.workers * chosen().kernels->forward_scratch(t));
+  return is_empty(args.problem) ? 0 : lay_out(args, execution, nullptr).bytes;
 }
 
 void forward(const ForwardArgs& args, const Execution& execution) {
   if (is_empty(args.problem)) return;
   const Kernels& kernels = *chosen().kernels;
-  const ForwardTask t{task_of(args.problem, args.in), rows_of(args.out), args.lse, args.lse_low};
-  const std::int64_t scratch = kernels.forward_scratch(t);
-  auto* const begin = static_cast<char*>(execution.workspace);
+  const ForwardLayout layout = lay_out(args, execution, execution.workspace);
+  const ForwardTask& t = layout.task;
+  if (t.packed_keys != nullptr) {
+    for_each_task(execution, all_key_blocks(t),
+                  [&](std::int64_t item, int) { kernels.pack_forward(t, item); });
+  }
   for_each_task(execution, t.batch * t.heads_kv * t.tiles, [&](std::int64_t item, int worker) {
-    kernels.forward(t, item, begin + worker * scratch);
+    kernels.forward(t, item, layout.scratch + worker * layout.scratch_bytes);
   });
 }
 
@@ -277,7 +308,9 @@ BackwardLayout lay_out(const BackwardArgs& args, const Execution& execution, voi
       layout.slot_begin[unit] = slots;
       layout.slot_count[unit] = count;
     }
-    slots += count;
+    // Without intervals products add to whole blocks of slots.
+    slots +=
+        t.intervals.data != nullptr ? count : (count + block_keys - 1) / block_keys * block_keys;
   }
   t.slot_begin = layout.slot_begin;
   t.slot_count = layout.slot_count;
@@ -295,7 +328,12 @@ BackwardLayout lay_out(const BackwardArgs& args, const Execution& execution, voi
   t.key_sums = space.take<float>(t.dbias_kind == DbiasKind::per_key ? slots * t.key_sum_heads : 0);
   t.query_sums = space.take<float>(
       t.dbias_kind == DbiasKind::per_query ? t.batch * t.heads_kv * t.group * t.seqlen_q : 0);
-  layout.scratch_bytes = chosen().kernels->backward_scratch(t);
+  const Kernels& kernels = *chosen().kernels;
+  if (shares_keys(t)) {
+    t.packed_block_bytes = kernels.backward_block_bytes(t);
+    t.packed_keys = space.take<char>(all_key_blocks(t) * t.packed_block_bytes);
+  }
+  layout.scratch_bytes = kernels.backward_scratch(t);
   layout.scratch = space.take<char>(layout.scratch_bytes * execution.workers);
   layout.bytes = space.used();
   return layout;
@@ -411,6 +449,10 @@ void backward(const BackwardArgs& args, const Execution& execution) {
   const auto scratch_of = [&](int worker) {
     return layout.scratch + worker * layout.scratch_bytes;
   };
+  if (t.packed_keys != nullptr) {
+    for_each_task(execution, all_key_blocks(t),
+                  [&](std::int64_t item, int) { kernels.pack_backward(t, item); });
+  }
   for_each_task(execution, units, [&](std::int64_t item, int worker) {
     const std::int64_t unit = units - 1 - item;  // under a causal mask the last ones take longest
     if (t.slot_keys != nullptr) {
@@ -428,8 +470,7 @@ void backward(const BackwardArgs& args, const Execution& execution) {
   } else if (t.dbias_kind == DbiasKind::per_key || t.dbias_kind == DbiasKind::per_query) {
     reduce_dbias(t, execution);
   }
-  const std::int64_t blocks = (t.seqlen_k + block_keys - 1) / block_keys;
-  for_each_task(execution, t.batch * t.heads_kv * blocks,
+  for_each_task(execution, all_key_blocks(t),
                 [&](std::int64_t item, int) { kernels.reduce(t, item); });
 }
 

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "cpu/key_factors.h"
 #include "cpu/keys.h"
 #include "cpu/magnitude.h"
 #include "cpu/math.h"
@@ -26,18 +27,19 @@ struct BackwardUnit {
   const BackwardTask& t;
   const Shape<Element> shape;
   RowFactors<Element, In> q, dout;
-  Panels k_transposed, k_panels, v_transposed;
-  float *s, *dp, *slope;          // [strip, block_keys]
-  float* ds_rows;                 // [strip, key_words] words: a of dq += ds k
-  float *p_columns, *ds_columns;  // [row_words, block_keys] words: a of the products over rows
-  float* pair;                    // [block_keys]: ds of a row
-  float* dq;                      // [padded_rows, head_columns]
-  float* product;                 // [block_keys, head_columns]
-  float *lse, *lse_low;           // [padded_rows]
-  double* delta;                  // [padded_rows]
-  float* row_sums;                // [padded_rows]
-  float* column_sums;             // [key_sum_heads, block_keys]
-  Storage* staged;                // [block_keys, head_dim]
+  BackwardKeys<In, Element> own_keys;  // packed by this unit
+  BackwardKeys<In, Element> keys;      // of the block at hand
+  float *s, *dp, *slope;               // [strip, block_keys]
+  float* ds_rows;                      // [strip, key_words] words: a of dq += ds k
+  float *p_columns, *ds_columns;       // [row_words, block_keys] words: a of the products over rows
+  float* pair;                         // [block_keys]: ds of a row
+  float* dq;                           // [padded_rows, head_columns]
+  float* product;                      // [block_keys, head_columns]; only for gathered keys
+  float *lse, *lse_low;                // [padded_rows]
+  double* delta;                       // [padded_rows]
+  float* row_sums;                     // [padded_rows]
+  float* column_sums;                  // [key_sum_heads, block_keys]
+  Storage* staged;                     // [block_keys, head_dim]
   std::int32_t *k_exponents, *v_exponents;  // [block_keys]
   std::int32_t* slot_of_key;                // [Sk]; only where the unit's slots are not the keys
   KeyTerms terms;
@@ -48,12 +50,10 @@ struct BackwardUnit {
       nullptr;  // [queries, dense_heads, Sk]: ds is added here and nothing else is done
   int dense_heads = 1;
 
-  BackwardUnit(const BackwardTask& task, Arena& arena) : t(task), shape(task) {
+  BackwardUnit(const BackwardTask& task, Arena& arena)
+      : t(task), shape(task), own_keys(shape, arena), keys(own_keys) {
     q.take(shape, t, arena);
     dout.take(shape, t, arena);
-    k_transposed = shape.take_transposed(arena);
-    k_panels = shape.take_key_panels(arena);
-    v_transposed = shape.take_transposed(arena);
     s = arena.take<float>(strip * block_keys);
     dp = arena.take<float>(strip * block_keys);
     slope = arena.take<float>(strip * block_keys);
@@ -62,7 +62,7 @@ struct BackwardUnit {
     ds_columns = arena.take<float>(std::int64_t{shape.row_words} * block_keys);
     pair = arena.take<float>(block_keys);
     dq = arena.take<float>(std::int64_t{shape.padded_rows} * shape.head_columns);
-    product = arena.take<float>(std::int64_t{block_keys} * shape.head_columns);
+    product = arena.take<float>(gathered() ? std::int64_t{block_keys} * shape.head_columns : 0);
     lse = arena.take<float>(shape.padded_rows);
     lse_low = arena.take<float>(shape.padded_rows);
     delta = arena.take<double>(shape.padded_rows);
@@ -96,7 +96,7 @@ struct BackwardUnit {
       const Tile tile(t, batch, head, i);
       load_tile(tile);
       KeyBlock block;
-      for (KeyWalk keys(t, tile, i, KeySource::plan); keys.next(block);) add_block(tile, block);
+      for (KeyWalk walk(t, tile, i, KeySource::plan); walk.next(block);) add_block(tile, block);
       store_tile(tile);
     }
     t.dk_shift[unit] = dk_shift;
@@ -134,9 +134,10 @@ struct BackwardUnit {
       const float row_lse = r < tile.rows ? t.lse[row_index(tile, r)] : -infinity;
       lse[r] = row_lse == -infinity ? infinity : row_lse;
       lse_low[r] = r < tile.rows && t.lse_low != nullptr ? t.lse_low[row_index(tile, r)] : 0.0f;
-      delta[r] = r < tile.rows ? row_delta(dout_rows(r), out_rows(r)) : 0.0;
       row_sums[r] = 0;
     }
+    for (int r = 0; r < tile.rows; r += lanes) row_deltas(r, tile.rows, dout_rows, out_rows);
+    for (int r = tile.rows; r < shape.padded_rows; ++r) delta[r] = 0;
     dq_shift = 0;
     if (dense_sums != nullptr) return;
     clear(dq, std::int64_t{shape.padded_rows} * shape.head_columns);
@@ -149,17 +150,31 @@ struct BackwardUnit {
     }
   }
 
-  // dout . out, summed in the order of a product in fp32: where a query sees one key, out = v, and
-  // dp - delta is exactly 0.
-  double row_delta(const Storage* dout_row, const Storage* out_row) const {
-    Vec in_range{};
+  // dout . out of `lanes` rows, a row per lane, summed in the order of a product in fp32: where a query
+  // sees one key, out = v, and dp - delta is exactly 0.
+  template <class DoutRow, class OutRow>
+  void row_deltas(int row, int rows, const DoutRow& dout_row, const OutRow& out_row) {
+    const int count = rows - row < lanes ? rows - row : lanes;
+    Vec sums{};
     for (int d = 0; d < t.head_dim; d += lanes) {
-      Vec element = load_widened<In>(dout_row + d, t.head_dim - d);
-      if (t.saturate) element = finite_or_zero(element);
-      const Vec factor = load_widened<In>(out_row + d, t.head_dim - d);
-      for (int i = 0; i < lanes; ++i) in_range = fma(splat(element[i]), splat(factor[i]), in_range);
+      Vec elements[lanes] = {}, factors[lanes] = {};
+      for (int i = 0; i < count; ++i) {
+        elements[i] = load_widened<In>(dout_row(row + i) + d, t.head_dim - d);
+        if (t.saturate) elements[i] = finite_or_zero(elements[i]);
+        factors[i] = load_widened<In>(out_row(row + i) + d, t.head_dim - d);
+      }
+      transpose(elements);
+      transpose(factors);
+      for (int i = 0; i < lanes; ++i) sums = fma(elements[i], factors[i], sums);
     }
-    if (in_range[0] - in_range[0] == 0) return static_cast<double>(in_range[0]);
+    for (int i = 0; i < count; ++i) {
+      delta[row + i] = sums[i] - sums[i] == 0 ? static_cast<double>(sums[i])
+                                              : long_delta(dout_row(row + i), out_row(row + i));
+    }
+  }
+
+  // The same where it leaves fp32.
+  double long_delta(const Storage* dout_row, const Storage* out_row) const {
     double sum = 0;
     for (int d = 0; d < t.head_dim; ++d) {
       const float element = load_scalar<In>(dout_row, d);
@@ -199,64 +214,66 @@ struct BackwardUnit {
 
   // ---- Blocks -----------------------------------------------------------------------------------
 
-  ScoreExponents load_keys(const Tile& tile, const KeyBlock& block, int padded) {
-    const auto rows = key_rows<In>(t.k, tile, block);
+  // Sets `keys` to the factors of the block and returns what its scores have to be multiplied with.
+  ScoreExponents load_keys(const Tile& tile, const KeyBlock& block) {
     ScoreExponents exponents;
     if (q.large) exponents.queries = q.exponents;
-    for (int n = 0; n < block_keys; ++n) k_exponents[n] = 0;
-    if (is_large(pack_transposed<In, Element>(rows, block.count, t.head_dim, k_transposed))) {
-      stage_rows<In>(rows, block.count, t.head_dim, NonFiniteInput::keep, staged, k_exponents);
-      const auto from = staged_rows(staged, t.head_dim);
-      pack_transposed<In, Element>(from, block.count, t.head_dim, k_transposed);
-      pack_panels<In, Element>(from, block.count, padded, t.head_dim, k_panels);
+    for (int n = 0; n < block_keys; ++n) k_exponents[n] = v_exponents[n] = 0;
+    if (t.packed_keys != nullptr) {
+      keys = shared_keys<BackwardKeys<In, Element>, Element>(t, shape, tile.batch, tile.head,
+                                                             block.start);
+      if (!keys.large->any()) return exponents;
+    }
+    keys = own_keys;
+    const auto k_rows = key_rows<In>(t.k, tile.batch, tile.head, block);
+    const auto v_rows = key_rows<In>(t.v, tile.batch, tile.head, block);
+    keys.pack(t, k_rows, v_rows, block.count);
+    const auto from = staged_rows(staged, t.head_dim);
+    if (keys.large->k != 0) {
+      stage_rows<In>(k_rows, block.count, t.head_dim, NonFiniteInput::keep, staged, k_exponents);
+      pack_transposed<In, Element>(from, block.count, t.head_dim, keys.k_transposed);
+      pack_panels<In, Element>(from, block.count, padded_depth<Element>(block.count), t.head_dim,
+                               keys.k_panels);
       exponents.keys = k_exponents;
       if (dq_shift == 0 && dense_sums == nullptr) {
         dq_shift = sum_unit;
         scale_by_power(dq, std::int64_t{shape.padded_rows} * shape.head_columns, -dq_shift);
       }
-    } else {
-      pack_panels<In, Element>(rows, block.count, padded, t.head_dim, k_panels);
+    }
+    if (keys.large->v != 0) {
+      stage_rows<In>(v_rows, block.count, t.head_dim, NonFiniteInput::keep, staged, v_exponents);
+      pack_transposed<In, Element>(from, block.count, t.head_dim, keys.v_transposed);
     }
     return exponents;
-  }
-
-  bool load_values(const Tile& tile, const KeyBlock& block) {
-    const auto rows = key_rows<In>(t.v, tile, block);
-    for (int n = 0; n < block_keys; ++n) v_exponents[n] = 0;
-    if (!is_large(pack_transposed<In, Element>(rows, block.count, t.head_dim, v_transposed))) {
-      return false;
-    }
-    stage_rows<In>(rows, block.count, t.head_dim, NonFiniteInput::keep, staged, v_exponents);
-    pack_transposed<In, Element>(staged_rows(staged, t.head_dim), block.count, t.head_dim,
-                                 v_transposed);
-    return true;
   }
 
   void add_block(const Tile& tile, const KeyBlock& block) {
     prepare_terms(t, tile, block, terms);
     if (terms.empty()) return;
-    const int padded = depth_words<Element>(block.count) * Element::per_word;
-    const ScoreExponents exponents = load_keys(tile, block, padded);
-    const bool long_dp = load_values(tile, block) || dout.large;
+    const ScoreExponents exponents = load_keys(tile, block);
+    const bool long_dp = keys.large->v != 0 || dout.large;
     const bool general = needs_score_rows(t, terms, exponents);
-    const int columns = round_up(block.count, panel_columns);
+    const int keys_padded = round_up(block.count, Element::strip_rows);
     const int row_begin = terms.row_begin / strip * strip;
     const int row_end = round_up(terms.row_end, strip);
     clear(column_sums, std::int64_t{t.key_sum_heads} * block_keys);
     for (int row = row_begin; row < row_end; row += strip) {
+      const int visible = visible_keys(t, tile, block, row + strip - 1);
+      const int columns = round_up(visible, panel_columns);
       float* const s_rows = Element::per_word == 1 ? column_words(p_columns, row) : s;
       float* const dp_rows = Element::per_word == 1 ? column_words(ds_columns, row) : dp;
-      multiply<Element, Layout::row_major, Store::replace>(
-          row_words(q, row), k_transposed, {s_rows, block_keys}, strip, columns, shape.head_words);
+      multiply<Element, Layout::row_major, Store::replace>(row_words(q, row), keys.k_transposed,
+                                                           {s_rows, block_keys}, strip, columns,
+                                                           shape.head_words);
       if (general) {
         score_rows(t, tile, block, terms, exponents, row, strip, columns, s_rows,
                    t.softcap > 0 ? slope : nullptr);
       }
-      multiply<Element, Layout::row_major, Store::replace>(row_words(dout, row), v_transposed,
+      multiply<Element, Layout::row_major, Store::replace>(row_words(dout, row), keys.v_transposed,
                                                            {dp_rows, block_keys}, strip, columns,
                                                            shape.head_words);
       for (int r = 0; r < strip; ++r) {
-        pair_row(tile, block, row + r, r, columns, {t.scale, general}, long_dp,
+        pair_row(tile, block, row + r, r, visible, {t.scale, general}, long_dp,
                  s_rows + r * block_keys, dp_rows + r * block_keys);
       }
       if (dense_sums != nullptr) continue;
@@ -265,19 +282,20 @@ struct BackwardUnit {
         Element::store_columns(dp, strip, columns, block_keys, column_words(ds_columns, row));
       }
       multiply<Element, Layout::row_major, Store::add>(
-          {ds_rows, key_words}, k_panels,
+          {ds_rows, key_words}, keys.k_panels,
           {dq + std::int64_t{row} * shape.head_columns, shape.head_columns}, strip,
-          shape.head_columns, depth_words<Element>(block.count));
+          shape.head_columns, depth_words<Element>(visible));
+      clear_columns(columns, keys_padded, row);
     }
     if (dense_sums != nullptr) return;
     const std::int64_t first_word = row_begin / Element::per_word;
     const std::int64_t words = (row_end - row_begin) / Element::per_word;
-    clear_columns(columns, round_up(block.count, strip), first_word, words);
-    multiply_columns(block, p_columns, dout.panels, first_word, words);
-    if (dout.nonfinite) add_nonfinite_dout(tile, block);
-    add_product(block, t.dv_sums);
-    multiply_columns(block, ds_columns, q.panels, first_word, words);
-    add_product(block, t.dk_sums);
+    const Product dv =
+        multiply_columns(block, p_columns, dout.panels, first_word, words, t.dv_sums);
+    if (dout.nonfinite) add_nonfinite_dout(tile, block, dv);
+    if (gathered()) add_product(block, t.dv_sums);
+    multiply_columns(block, ds_columns, q.panels, first_word, words, t.dk_sums);
+    if (gathered()) add_product(block, t.dk_sums);
     if (t.dbias_kind == DbiasKind::per_key) add_column_sums(block);
   }
 
@@ -288,24 +306,36 @@ struct BackwardUnit {
     return words + std::int64_t{row / Element::per_word} * block_keys;
   }
 
-  // Whole strips of keys may reach behind the columns that have been written.
-  void clear_columns(int begin, int end, std::int64_t first_word, std::int64_t words) {
-    for (std::int64_t w = first_word; begin < end && w < first_word + words; ++w) {
-      clear(p_columns + w * block_keys + begin, end - begin);
-      clear(ds_columns + w * block_keys + begin, end - begin);
+  // The products over rows read whole strips of keys, of which some have not been written.
+  void clear_columns(int begin, int end, int row) {
+    for (int w = 0; begin < end && w < strip / Element::per_word; ++w) {
+      clear(column_words(p_columns, row) + w * block_keys + begin, end - begin);
+      clear(column_words(ds_columns, row) + w * block_keys + begin, end - begin);
     }
   }
 
-  // product = a^T b, over words of rows.
-  void multiply_columns(const KeyBlock& block, const float* a, const Panels& b,
-                        std::int64_t first_word, std::int64_t words) {
-    multiply<Element, Layout::transposed, Store::replace>(
-        {a + first_word * block_keys, block_keys},
-        {b.words + first_word * panel_columns, b.panel_stride}, {product, shape.head_columns},
-        round_up(block.count, strip), shape.head_columns, words);
+  bool gathered() const { return t.slot_keys != nullptr; }
+
+  // a^T b, over words of rows: in `product` where the keys of a block have slots all over the unit,
+  // added to the sums where they follow each other. Returns where.
+  Product multiply_columns(const KeyBlock& block, const float* a, const Panels& b,
+                           std::int64_t first_word, std::int64_t words, float* sums) {
+    const Factor columns{a + first_word * block_keys, block_keys};
+    const Panels panels{b.words + first_word * panel_columns, b.panel_stride};
+    const int keys_padded = round_up(block.count, Element::strip_rows);
+    if (gathered()) {
+      const Product to{product, shape.head_columns};
+      multiply<Element, Layout::transposed, Store::replace>(columns, panels, to, keys_padded,
+                                                            shape.head_columns, words);
+      return to;
+    }
+    const Product to{sums + (first_slot + block.start) * t.head_dim_padded, t.head_dim_padded};
+    multiply<Element, Layout::transposed, Store::add>(columns, panels, to, keys_padded,
+                                                      shape.head_columns, words);
+    return to;
   }
 
-  void add_nonfinite_dout(const Tile& tile, const KeyBlock& block) {
+  void add_nonfinite_dout(const Tile& tile, const KeyBlock& block, Product dv) {
     const auto probability = [this, &tile](int n, int row) {
       if (row < terms.row_begin || row >= terms.row_end || row >= tile.rows) return 0.0f;
       constexpr int per_word = Element::per_word;
@@ -313,7 +343,7 @@ struct BackwardUnit {
                               (row / per_word * block_keys + n) * per_word + row % per_word);
     };
     add_nonfinite<In>(probability, tile_rows<In>(t, t.dout, tile), block.count, tile.rows,
-                      t.head_dim, {product, shape.head_columns});
+                      t.head_dim, dv);
   }
 
   // sums[slot of key n] += product[n]
@@ -337,8 +367,9 @@ struct BackwardUnit {
 
   // One row of pairs: in, q . k (or the score) and dout . v; out, p and ds as factors of dv and dk,
   // and ds as a factor of dq.
-  void pair_row(const Tile& tile, const KeyBlock& block, int row, int strip_row, int columns,
+  void pair_row(const Tile& tile, const KeyBlock& block, int row, int strip_row, int visible,
                 const ScoreForm& form, bool long_dp, float* s_row, float* dp_row) {
+    const int columns = round_up(visible, panel_columns);
     const float* column = terms.columns_of(row);
     const Vec row_lse = splat(lse[row]);
     const Vec row_low = splat(lse_low[row]);
@@ -363,10 +394,7 @@ struct BackwardUnit {
         store(s_row + at, dv_shift == 0 ? p : p * splat(row_factor(dout, row, dv_shift)));
         store(dp_row + at, dk_shift == 0 ? ds : limited(ds * splat(row_factor(q, row, dk_shift))));
         if (dq_shift != 0) {
-          for (int i = 0; i < lanes; ++i) {
-            words[half][i] = scaled(words[half][i], k_exponents[at + i] - dq_shift);
-          }
-          words[half] = limited(words[half]);
+          words[half] = limited(scaled(ds, k_exponents + at, dq_shift));
         }
       }
       Element::store_row(ds_rows + strip_row * key_words, n, words[0], words[1]);
@@ -375,9 +403,9 @@ struct BackwardUnit {
     if (row >= tile.rows) return;
     if (dense_sums != nullptr) {
       float* to = dense_sums + (row / t.group * dense_heads + row % dense_heads) * t.seqlen_k;
-      for (int n = 0; n < block.count; ++n) to[block.key(n)] += pair[n];
+      for (int n = 0; n < visible; ++n) to[block.key(n)] += pair[n];
     } else if (t.dbias_kind == DbiasKind::dense) {
-      for (int n = 0; n < block.count; ++n) store_dense(tile, row, block.key(n), pair[n]);
+      for (int n = 0; n < visible; ++n) store_dense(tile, row, block.key(n), pair[n]);
     }
   }
 

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "cpu/key_factors.h"
 #include "cpu/keys.h"
 #include "cpu/magnitude.h"
 #include "cpu/math.h"
@@ -24,13 +25,13 @@ struct ForwardTile {
   const ForwardTask& t;
   const Shape<Element> shape;
   Factor q;
-  Panels k;  // transposed
-  Panels v;
-  float* s;        // [strip, block_keys]
-  float* p;        // [strip, key_words] words; s itself where a word is an fp32
-  float* out;      // [padded_rows, head_columns]
-  float* row_max;  // [padded_rows]
-  float* row_sum;  // [padded_rows, lanes]: partial sums
+  ForwardKeys<In, Element> own_keys;  // packed by this tile
+  ForwardKeys<In, Element> keys;      // of the block at hand
+  float* s;                           // [strip, block_keys]
+  float* p;                           // [strip, key_words] words; s itself where a word is an fp32
+  float* out;                         // [padded_rows, head_columns]
+  float* row_max;                     // [padded_rows]
+  float* row_sum;                     // [padded_rows, lanes]: partial sums
   Storage* staged;
   std::int32_t* q_exponents;  // [padded_rows]
   std::int32_t* k_exponents;  // [block_keys]
@@ -39,10 +40,9 @@ struct ForwardTile {
   bool q_large = false;
   int out_shift = 0;  // out is in units of 2^out_shift
 
-  ForwardTile(const ForwardTask& task, Arena& arena) : t(task), shape(task) {
+  ForwardTile(const ForwardTask& task, Arena& arena)
+      : t(task), shape(task), own_keys(shape, arena), keys(own_keys) {
     q = shape.take_row_major(arena);
-    k = shape.take_transposed(arena);
-    v = shape.take_key_panels(arena);
     s = arena.take<float>(strip * block_keys);
     p = Element::per_word == 1 ? s : arena.take<float>(strip * Shape<Element>::key_words);
     out = arena.take<float>(std::int64_t{shape.padded_rows} * shape.head_columns);
@@ -59,26 +59,26 @@ struct ForwardTile {
   void run(const Tile& tile, std::int64_t tile_index) {
     load_queries(tile);
     KeyBlock block;
-    for (KeyWalk keys(t, tile, tile_index, KeySource::plan); keys.next(block);) {
+    for (KeyWalk walk(t, tile, tile_index, KeySource::plan); walk.next(block);) {
       prepare_terms(t, tile, block, terms);
       if (terms.empty()) continue;
       const ScoreExponents exponents = load_keys(tile, block);
-      const bool v_large = load_values(tile, block);
       const bool general = needs_score_rows(t, terms, exponents);
-      const int columns = round_up(block.count, panel_columns);
       for (int row = terms.row_begin / strip * strip; row < terms.row_end; row += strip) {
+        const int visible = visible_keys(t, tile, block, row + strip - 1);
+        const int columns = round_up(visible, panel_columns);
         multiply<Element, Layout::row_major, Store::replace>(
-            {q.words + std::int64_t{row} * q.ld, q.ld}, k, {s, block_keys}, strip, columns,
+            {q.words + std::int64_t{row} * q.ld, q.ld}, keys.k, {s, block_keys}, strip, columns,
             shape.head_words);
         if (general) {
           score_rows(t, tile, block, terms, exponents, row, strip, columns, s, nullptr);
         }
         softmax(row, columns, {t.scale, general});
         const Product out_rows{out + std::int64_t{row} * shape.head_columns, shape.head_columns};
-        if (v_large) add_nonfinite_values(tile, block, out_rows);
-        multiply<Element, Layout::row_major, Store::add>({p, Shape<Element>::key_words}, v,
+        if (keys.large->v != 0) add_nonfinite_values(tile, block, visible, out_rows);
+        multiply<Element, Layout::row_major, Store::add>({p, Shape<Element>::key_words}, keys.v,
                                                          out_rows, strip, shape.head_columns,
-                                                         depth_words<Element>(block.count));
+                                                         depth_words<Element>(visible));
       }
     }
     finish(tile);
@@ -103,33 +103,37 @@ struct ForwardTile {
     out_shift = 0;
   }
 
+  // Sets `keys` to the factors of the block and returns what its scores have to be multiplied with.
   ScoreExponents load_keys(const Tile& tile, const KeyBlock& block) {
-    const auto rows = key_rows<In>(t.k, tile, block);
     ScoreExponents exponents;
     if (q_large) exponents.queries = q_exponents;
-    if (is_large(pack_transposed<In, Element>(rows, block.count, t.head_dim, k))) {
-      stage_rows<In>(rows, block.count, t.head_dim, NonFiniteInput::keep, staged, k_exponents);
+    for (int n = 0; n < block_keys; ++n) v_exponents[n] = 0;
+    if (t.packed_keys != nullptr) {
+      keys = shared_keys<ForwardKeys<In, Element>, Element>(t, shape, tile.batch, tile.head,
+                                                            block.start);
+      if (!keys.large->any()) return exponents;
+    }
+    keys = own_keys;
+    const auto k_rows = key_rows<In>(t.k, tile.batch, tile.head, block);
+    const auto v_rows = key_rows<In>(t.v, tile.batch, tile.head, block);
+    keys.pack(t, k_rows, v_rows, block.count);
+    const auto from = staged_rows(staged, t.head_dim);
+    if (keys.large->k != 0) {
       for (int n = block.count; n < block_keys; ++n) k_exponents[n] = 0;
-      pack_transposed<In, Element>(staged_rows(staged, t.head_dim), block.count, t.head_dim, k);
+      stage_rows<In>(k_rows, block.count, t.head_dim, NonFiniteInput::keep, staged, k_exponents);
+      pack_transposed<In, Element>(from, block.count, t.head_dim, keys.k);
       exponents.keys = k_exponents;
     }
-    return exponents;
-  }
-
-  bool load_values(const Tile& tile, const KeyBlock& block) {
-    const auto rows = key_rows<In>(t.v, tile, block);
-    const int padded = depth_words<Element>(block.count) * Element::per_word;
-    for (int n = 0; n < block_keys; ++n) v_exponents[n] = 0;
-    const bool large = is_large(pack_panels<In, Element>(rows, block.count, padded, t.head_dim, v));
-    if (large) {
-      stage_rows<In>(rows, block.count, t.head_dim, NonFiniteInput::drop, staged, v_exponents);
-      pack_panels<In, Element>(staged_rows(staged, t.head_dim), block.count, padded, t.head_dim, v);
+    if (keys.large->v != 0) {
+      stage_rows<In>(v_rows, block.count, t.head_dim, NonFiniteInput::drop, staged, v_exponents);
+      pack_panels<In, Element>(from, block.count, padded_depth<Element>(block.count), t.head_dim,
+                               keys.v);
       if (out_shift == 0) {
         out_shift = sum_unit;
         scale_by_power(out, std::int64_t{shape.padded_rows} * shape.head_columns, -out_shift);
       }
     }
-    return large;
+    return exponents;
   }
 
   // p = exp(s - max) for a strip; earlier sums are brought to the new maximum.
@@ -137,11 +141,13 @@ struct ForwardTile {
     for (int r = 0; r < strip; ++r) {
       const float* s_row = s + r * block_keys;
       const float* column = terms.columns_of(row + r);
-      Vec largest = splat(row_max[row + r]);
-      for (int n = 0; n < columns; n += lanes) {
-        largest = max(largest, score(form, s_row + n, column + n));
+      Vec left_max = splat(row_max[row + r]), right_max = left_max;
+      for (int n = 0; n < columns; n += panel_columns) {
+        left_max = max(left_max, score(form, s_row + n, column + n));
+        right_max = max(right_max, score(form, s_row + n + lanes, column + n + lanes));
       }
-      const float new_max = reduce(largest, [](Vec a, Vec b) { return max(a, b); });
+      const float new_max =
+          reduce(max(left_max, right_max), [](Vec a, Vec b) { return max(a, b); });
       // A row that has seen no key yet has no maximum; every p is then 0.
       const float subtracted = new_max == -infinity ? 0.0f : new_max;
       if (new_max > row_max[row + r]) rescale(row + r, row_max[row + r] - subtracted);
@@ -162,10 +168,8 @@ struct ForwardTile {
 
   void store_probabilities(int r, int n, Vec left, Vec right) {
     if (out_shift != 0) {
-      for (int i = 0; i < lanes; ++i) {
-        left[i] = scaled(left[i], v_exponents[n + i] - out_shift);
-        right[i] = scaled(right[i], v_exponents[n + lanes + i] - out_shift);
-      }
+      left = scaled(left, v_exponents + n, out_shift);
+      right = scaled(right, v_exponents + n + lanes, out_shift);
     }
     Element::store_row(p + r * Shape<Element>::key_words, n, left, right);
   }
@@ -181,9 +185,11 @@ struct ForwardTile {
     }
   }
 
-  void add_nonfinite_values(const Tile& tile, const KeyBlock& block, Product out_rows) const {
+  void add_nonfinite_values(const Tile& tile, const KeyBlock& block, int visible,
+                            Product out_rows) const {
     add_nonfinite<In>([this](int r, int n) { return Element::element(p, r * block_keys + n); },
-                      key_rows<In>(t.v, tile, block), strip, block.count, t.head_dim, out_rows);
+                      key_rows<In>(t.v, tile.batch, tile.head, block), strip, visible, t.head_dim,
+                      out_rows);
   }
 
   void finish(const Tile& tile) {

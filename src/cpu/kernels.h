@@ -31,6 +31,30 @@ inline constexpr Kernels kernels = {
           return dispatch(
               t, [&]<class In, class Element>() { return backward_scratch<In, Element>(t); });
         },
+    .forward_block_bytes =
+        [](const Task& t) {
+          return dispatch(t, [&]<class In, class Element>() {
+            return key_block_bytes<ForwardKeys<In, Element>, Element>(t);
+          });
+        },
+    .backward_block_bytes =
+        [](const Task& t) {
+          return dispatch(t, [&]<class In, class Element>() {
+            return key_block_bytes<BackwardKeys<In, Element>, Element>(t);
+          });
+        },
+    .pack_forward =
+        [](const Task& t, std::int64_t item) {
+          dispatch(t, [&]<class In, class Element>() {
+            pack_key_block<ForwardKeys<In, Element>, In, Element>(t, item);
+          });
+        },
+    .pack_backward =
+        [](const Task& t, std::int64_t item) {
+          dispatch(t, [&]<class In, class Element>() {
+            pack_key_block<BackwardKeys<In, Element>, In, Element>(t, item);
+          });
+        },
     .forward =
         [](const ForwardTask& t, std::int64_t item, void* scratch) {
           dispatch(t,

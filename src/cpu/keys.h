@@ -91,6 +91,16 @@ struct KeyTerms {
   bool empty() const { return row_begin >= row_end; }
 };
 
+// Keys of the block, counted from its first, that some row up to `last_row` may see: on the diagonal of
+// a causal mask fewer than it has.
+inline int visible_keys(const Task& t, const Tile& tile, const KeyBlock& block, int last_row) {
+  if (!t.causal || block.index != nullptr) return block.count;
+  const int row = last_row < tile.rows ? last_row : tile.rows - 1;
+  const std::int64_t visible =
+      tile.first_query + row / t.group + tile.causal_offset + 1 - block.start;
+  return visible < block.count ? static_cast<int>(visible) : block.count;
+}
+
 inline const std::uint8_t* mask_at(const Task& t, const Tile& tile, int group_head,
                                    std::int64_t query) {
   return static_cast<const std::uint8_t*>(t.mask.data) + tile.batch * t.mask.batch +

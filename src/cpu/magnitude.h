@@ -37,6 +37,13 @@ inline float scaled(float v, int exponent) {
   return v * power_of_two(exponent);
 }
 
+// v[i] * 2^(exponents[i] - shift). Rare: inlined, it would only spill what the loops around it hold in
+// registers.
+[[gnu::noinline]] inline Vec scaled(Vec v, const std::int32_t* exponents, int shift) {
+  for (int i = 0; i < lanes; ++i) v[i] = scaled(v[i], exponents[i] - shift);
+  return v;
+}
+
 enum class NonFiniteInput : std::uint8_t { keep, drop };
 
 // Writes rows times 2^-exponent[r] as a dense [rows, head_dim] array, with exponents >= 0 that bring

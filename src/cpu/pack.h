@@ -24,6 +24,12 @@ int depth_words(int elements) {
   return round_up(round_up(elements, Element::per_word) / Element::per_word, Element::depth_step);
 }
 
+// The rows of a factor of that depth, those behind the elements included.
+template <class Element>
+int padded_depth(int elements) {
+  return depth_words<Element>(elements) * Element::per_word;
+}
+
 // As a row-major factor: `rows` rows of head_dim elements, with zeros up to padded_rows and ld words
 // (a multiple of lanes).
 template <class In, class Element, class RowAt>

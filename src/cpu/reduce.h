@@ -52,7 +52,7 @@ void reduce_rows(const BackwardTask& t, std::int64_t batch, std::int64_t head, s
 // Items are blocks of keys of a kv head.
 template <class In>
 void reduce_item(const BackwardTask& t, std::int64_t item) {
-  const std::int64_t blocks = (t.seqlen_k + block_keys - 1) / block_keys;
+  const std::int64_t blocks = t.key_blocks();
   const std::int64_t head = item / blocks % t.heads_kv;
   const std::int64_t batch = item / blocks / t.heads_kv;
   const std::int64_t begin = item % blocks * block_keys;

@@ -79,10 +79,10 @@ auto tile_rows(const Task& t, const Rows& rows, const Tile& tile) {
 
 // Address of the row of k or v of key n of a block.
 template <class In>
-auto key_rows(const Rows& rows, const Tile& tile, const KeyBlock& block) {
-  const auto* head = static_cast<const typename In::Storage*>(rows.data) + tile.batch * rows.batch +
-                     tile.head * rows.head;
-  return [head, &rows, &block](int n) { return head + block.key(n) * rows.row; };
+auto key_rows(const Rows& rows, std::int64_t batch, std::int64_t head, const KeyBlock& block) {
+  const auto* first =
+      static_cast<const typename In::Storage*>(rows.data) + batch * rows.batch + head * rows.head;
+  return [first, &rows, &block](int n) { return first + block.key(n) * rows.row; };
 }
 
 // Rows staged by stage_rows.

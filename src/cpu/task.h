@@ -11,7 +11,7 @@ namespace flash_dmattn::cpu {
 
 // Keys of a block: one step of the loop over keys. A multiple of the strip and panel sizes of every
 // instruction set (12, 32, 6 rows; 32, 16, 8 columns), so that only a list's last block has tails.
-inline constexpr int block_keys = 96;
+inline constexpr int block_keys = 192;
 
 // [B, S, H, D], D contiguous; strides in elements.
 struct Rows {
@@ -49,6 +49,13 @@ struct Task {
   Plan plan;  // begin is null without intervals
   int tile_queries;
   std::int64_t tiles;
+
+  // Without intervals: k and v of all blocks in the layouts of products, [B, Hkv, blocks of keys] of
+  // packed_block_bytes. Null: every tile packs what it meets.
+  char* packed_keys;
+  std::int64_t packed_block_bytes;
+
+  std::int64_t key_blocks() const { return (seqlen_k + block_keys - 1) / block_keys; }
 };
 
 struct ForwardTask : Task {
@@ -97,10 +104,14 @@ struct BackwardTask : Task {
 struct Kernels {
   std::int64_t (*forward_scratch)(const Task&);  // bytes of a worker, a multiple of 64
   std::int64_t (*backward_scratch)(const BackwardTask&);
+  std::int64_t (*forward_block_bytes)(const Task&);  // Task::packed_block_bytes
+  std::int64_t (*backward_block_bytes)(const Task&);
+  void (*pack_forward)(const Task&, std::int64_t item);  // B * Hkv * key_blocks items
+  void (*pack_backward)(const Task&, std::int64_t item);
   void (*forward)(const ForwardTask&, std::int64_t item, void* scratch);  // B * Hkv * tiles items
   void (*backward)(const BackwardTask&, std::int64_t unit, void* scratch);
   void (*shared_dbias)(const BackwardTask&, std::int64_t tile, std::int64_t slab, void* scratch);
-  void (*reduce)(const BackwardTask&, std::int64_t item);  // B * Hkv * ceil(Sk / block_keys) items
+  void (*reduce)(const BackwardTask&, std::int64_t item);  // B * Hkv * key_blocks items
 };
 
 // One translation unit each, src/cpu/isa/<name>.cpp.

@@ -38,10 +38,7 @@ struct TilePair : Pair {
   template <Layout layout, Store mode>
   static void multiply(Factor a, Panels b, Product c, int rows, int columns, std::int64_t depth) {
     if constexpr (layout == Layout::row_major) {
-      for (int row = 0; row < rows; row += strip_rows) {
-        multiply_strip<mode>({a.words + row * a.ld, a.ld}, b, {c.data + row * c.ld, c.ld}, columns,
-                             depth);
-      }
+      multiply_panels<mode>(a, b, c, rows, columns, depth);
     } else {
       alignas(64) float strip[strip_rows * transposed_depth];
       for (int row = 0; row < rows; row += strip_rows) {
@@ -52,9 +49,9 @@ struct TilePair : Pair {
           const Factor factor{strip, transposed_depth};
           const Panels panels{b.words + k * panel_columns, b.panel_stride};
           if (mode == Store::add || k > 0) {
-            multiply_strip<Store::add>(factor, panels, c_strip, columns, left);
+            multiply_panels<Store::add>(factor, panels, c_strip, strip_rows, columns, left);
           } else {
-            multiply_strip<Store::replace>(factor, panels, c_strip, columns, left);
+            multiply_panels<Store::replace>(factor, panels, c_strip, strip_rows, columns, left);
           }
         }
       }
@@ -62,6 +59,8 @@ struct TilePair : Pair {
   }
 
  private:
+  static constexpr int tile = 16;  // rows, and words of a row
+  static constexpr int word_bytes = 4;
   // Words of depth that are transposed at a time: 8 KiB.
   static constexpr std::int64_t transposed_depth = 64;
 
@@ -76,48 +75,56 @@ struct TilePair : Pair {
     }
   }
 
-  // 32 rows of c, 32 columns at a time: tiles 0..3 are c, 4 and 5 a, 6 and 7 b.
+  // A panel of b stays in the first-level cache for all rows.
   template <Store mode>
-  static void multiply_strip(Factor a, Panels b, Product c, int columns, std::int64_t depth) {
-    constexpr int tile = 16;
-    constexpr int word_bytes = 4;
-    const std::int64_t a_stride = a.ld * word_bytes;
-    const std::int64_t c_stride = c.ld * word_bytes;
-    // Nor does GCC's _tile_loadd say that it reads memory: what it reads has to be stored by now.
+  static void multiply_panels(Factor a, Panels b, Product c, int rows, int columns,
+                              std::int64_t depth) {
+    // GCC's _tile_loadd does not say that it reads memory: what it reads has to be stored by now.
     __asm__ volatile("" ::: "memory");
     for (int column = 0; column < columns; column += panel_columns) {
       const float* panel = b.words + column / panel_columns * b.panel_stride;
-      const bool both = columns - column > tile;
-      float* const top = c.data + column;
-      float* const bottom = top + tile * c.ld;
-      if constexpr (mode == Store::add) {
-        _tile_loadd(0, top, c_stride);
-        _tile_loadd(2, bottom, c_stride);
-        if (both) _tile_loadd(1, top + tile, c_stride);
-        if (both) _tile_loadd(3, bottom + tile, c_stride);
-      } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+      for (int row = 0; row < rows; row += strip_rows) {
+        multiply_tiles<mode>({a.words + row * a.ld, a.ld}, panel,
+                             {c.data + row * c.ld + column, c.ld}, columns - column > tile, depth);
       }
-      for (std::int64_t k = 0; k < depth; k += tile) {
-        const float* words = panel + k * panel_columns;
-        _tile_loadd(4, a.words + k, a_stride);
-        _tile_loadd(6, words, panel_columns * word_bytes);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, a.words + tile * a.ld + k, a_stride);
-        _tile_dpbf16ps(2, 5, 6);
-        if (!both) continue;
-        _tile_loadd(7, words + tile, panel_columns * word_bytes);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
-      }
-      _tile_stored(0, top, c_stride);
-      _tile_stored(2, bottom, c_stride);
-      if (both) _tile_stored(1, top + tile, c_stride);
-      if (both) _tile_stored(3, bottom + tile, c_stride);
     }
+  }
+
+  // 32 rows of c and 32 columns, or 16: tiles 0..3 are c, 4 and 5 a, 6 and 7 b.
+  template <Store mode>
+  static void multiply_tiles(Factor a, const float* panel, Product c, bool both,
+                             std::int64_t depth) {
+    const std::int64_t a_stride = a.ld * word_bytes;
+    const std::int64_t c_stride = c.ld * word_bytes;
+    float* const top = c.data;
+    float* const bottom = top + tile * c.ld;
+    if constexpr (mode == Store::add) {
+      _tile_loadd(0, top, c_stride);
+      _tile_loadd(2, bottom, c_stride);
+      if (both) _tile_loadd(1, top + tile, c_stride);
+      if (both) _tile_loadd(3, bottom + tile, c_stride);
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (std::int64_t k = 0; k < depth; k += tile) {
+      const float* words = panel + k * panel_columns;
+      _tile_loadd(4, a.words + k, a_stride);
+      _tile_loadd(6, words, panel_columns * word_bytes);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(5, a.words + tile * a.ld + k, a_stride);
+      _tile_dpbf16ps(2, 5, 6);
+      if (!both) continue;
+      _tile_loadd(7, words + tile, panel_columns * word_bytes);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, top, c_stride);
+    _tile_stored(2, bottom, c_stride);
+    if (both) _tile_stored(1, top + tile, c_stride);
+    if (both) _tile_stored(3, bottom + tile, c_stride);
   }
 };
 

@@ -1,0 +1,95 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/magnitude.h"
+#include "cpu/multiply.h"
+#include "cpu/pack.h"
+#include "cpu/scratch.h"
+#include "cpu/task.h"
+
+// k and v of a block of keys in the layouts that products need: in the scratch of a worker, which
+// packs what its tile meets, or in the workspace, packed once for all tiles of a head. Tails of the
+// block are zeros.
+namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
+
+// Which of the two have elements beyond what magnitude.h allows; they are packed as they are then, and
+// have to be packed again, with exponents.
+struct LargeKeys {
+  std::int32_t k, v;
+
+  bool any() const { return (k | v) != 0; }
+};
+
+template <class In, class Element>
+struct ForwardKeys {
+  Panels k;  // transposed: b of s = q k^T
+  Panels v;  // b of out += p v
+  LargeKeys* large;
+
+  ForwardKeys(const Shape<Element>& shape, Arena& arena)
+      : k(shape.take_transposed(arena)),
+        v(shape.take_key_panels(arena)),
+        large(arena.take<LargeKeys>(1)) {}
+
+  template <class RowAt>
+  void pack(const Task& t, const RowAt& k_row, const RowAt& v_row, int count) const {
+    large->k = is_large(pack_transposed<In, Element>(k_row, count, t.head_dim, k));
+    large->v = is_large(
+        pack_panels<In, Element>(v_row, count, padded_depth<Element>(count), t.head_dim, v));
+  }
+};
+
+template <class In, class Element>
+struct BackwardKeys {
+  Panels k_transposed;  // b of s = q k^T
+  Panels k_panels;      // b of dq += ds k
+  Panels v_transposed;  // b of dp = dout v^T
+  LargeKeys* large;
+
+  BackwardKeys(const Shape<Element>& shape, Arena& arena)
+      : k_transposed(shape.take_transposed(arena)),
+        k_panels(shape.take_key_panels(arena)),
+        v_transposed(shape.take_transposed(arena)),
+        large(arena.take<LargeKeys>(1)) {}
+
+  template <class RowAt>
+  void pack(const Task& t, const RowAt& k_row, const RowAt& v_row, int count) const {
+    large->k = is_large(pack_transposed<In, Element>(k_row, count, t.head_dim, k_transposed));
+    pack_panels<In, Element>(k_row, count, padded_depth<Element>(count), t.head_dim, k_panels);
+    large->v = is_large(pack_transposed<In, Element>(v_row, count, t.head_dim, v_transposed));
+  }
+};
+
+// Bytes of a block.
+template <class Keys, class Element>
+std::int64_t key_block_bytes(const Task& t) {
+  Arena arena(nullptr);
+  Keys(Shape<Element>(t), arena);
+  return arena.used();
+}
+
+// The block of t.packed_keys that begins with key `start` of a kv head.
+template <class Keys, class Element>
+Keys shared_keys(const Task& t, const Shape<Element>& shape, std::int64_t batch, std::int64_t head,
+                 std::int64_t start) {
+  const std::int64_t index = (batch * t.heads_kv + head) * t.key_blocks() + start / block_keys;
+  Arena arena(t.packed_keys + index * t.packed_block_bytes);
+  return Keys(shape, arena);
+}
+
+// Fills t.packed_keys; items are blocks of keys of a kv head.
+template <class Keys, class In, class Element>
+void pack_key_block(const Task& t, std::int64_t item) {
+  const std::int64_t blocks = t.key_blocks();
+  const std::int64_t head = item / blocks % t.heads_kv;
+  const std::int64_t batch = item / blocks / t.heads_kv;
+  KeyBlock block{.start = item % blocks * block_keys};
+  const std::int64_t left = t.seqlen_k - block.start;
+  block.count = left < block_keys ? static_cast<int>(left) : block_keys;
+  shared_keys<Keys, Element>(t, Shape<Element>(t), batch, head, block.start)
+      .pack(t, key_rows<In>(t.k, batch, head, block), key_rows<In>(t.v, batch, head, block),
+            block.count);
+}
+
+}  // namespace flash_dmattn::cpu::FLASH_DMATTN_ISA
