@@ -33,9 +33,9 @@ namespace flash_dmattn {
 // What becomes of non-finite values. Finite inputs give finite results either way up to overflow.
 enum class NonFinite : std::uint8_t {
   // Non-finite elements of dout count as 0. Gradients saturate on conversion: bf16 at +-1.69e38 (half
-  // its maximum), f16 at +-65504, f32 at its maximum; a NaN becomes the positive limit. dt saturates
-  // in the same way before it is multiplied in low precision; dbias sums ds in fp32. out saturates at
-  // its dtype's maximum.
+  // its maximum), f16 at +-65504, f32 at its maximum; a NaN becomes the positive limit. On a GPU dt
+  // saturates in the same way before it is multiplied in low precision; on the CPU nothing is limited
+  // but what is stored. out saturates at its dtype's maximum.
   saturate,
   // inf and NaN pass through, as GradScaler and the hunt for a divergence need them.
   propagate,

@@ -322,11 +322,10 @@ BackwardLayout lay_out(const BackwardArgs& args, const Execution& execution, voi
                                             : layout.slot_keys;
   t.dk_sums = space.take<float>(slots * t.head_dim_padded);
   t.dv_sums = space.take<float>(slots * t.head_dim_padded);
-  t.dk_shift = space.take<int>(units);
-  t.dv_shift = space.take<int>(units);
+  t.slot_forms = space.take<SlotForm>(slots);
   t.key_sum_heads = t.dbias.group_head != 0 ? static_cast<int>(t.group) : 1;
-  t.key_sums = space.take<float>(t.dbias_kind == DbiasKind::per_key ? slots * t.key_sum_heads : 0);
-  t.query_sums = space.take<float>(
+  t.key_sums = space.take<double>(t.dbias_kind == DbiasKind::per_key ? slots * t.key_sum_heads : 0);
+  t.query_sums = space.take<double>(
       t.dbias_kind == DbiasKind::per_query ? t.batch * t.heads_kv * t.group * t.seqlen_q : 0);
   const Kernels& kernels = *chosen().kernels;
   if (shares_keys(t)) {
@@ -354,9 +353,9 @@ std::int64_t find_slot(const BackwardTask& t, std::int64_t unit, std::int64_t ke
   return found != begin + count && *found == key ? found - begin : -1;
 }
 
-float sum_of_key(const BackwardTask& t, std::int64_t b, std::int64_t h, std::int64_t g,
-                 std::int64_t key) {
-  float sum = 0;
+double sum_of_key(const BackwardTask& t, std::int64_t b, std::int64_t h, std::int64_t g,
+                  std::int64_t key) {
+  double sum = 0;
   for (int segment = 0; segment < t.segments; ++segment) {
     const std::int64_t unit = (segment * t.batch + b) * t.heads_kv + h;
     const std::int64_t slot = find_slot(t, unit, key);
@@ -366,19 +365,19 @@ float sum_of_key(const BackwardTask& t, std::int64_t b, std::int64_t h, std::int
   return sum;
 }
 
-float sum_of_query(const BackwardTask& t, std::int64_t b, std::int64_t h, std::int64_t g,
-                   std::int64_t i) {
+double sum_of_query(const BackwardTask& t, std::int64_t b, std::int64_t h, std::int64_t g,
+                    std::int64_t i) {
   return t.query_sums[((b * t.heads_kv + h) * t.group + g) * t.seqlen_q + i];
 }
 
-void store_dbias(const BackwardTask& t, std::int64_t at, float value) {
+void store_dbias(const BackwardTask& t, std::int64_t at, double value) {
   if (t.saturate) {
-    const float limit = t.dbias.dtype == DType::bf16  ? 0x1.fep126f
-                        : t.dbias.dtype == DType::f16 ? 65504.0f
-                                                      : 0x1.fffffep127f;
+    const double limit = t.dbias.dtype == DType::bf16  ? 0x1.fep126
+                         : t.dbias.dtype == DType::f16 ? 65504.0
+                                                       : 0x1.fffffep127;
     value = value < limit ? std::max(value, -limit) : limit;
   }
-  store(t.dbias.data, t.dbias.dtype, at, static_cast<double>(value));
+  store(t.dbias.data, t.dbias.dtype, at, value);
 }
 
 // Adds up what the broadcast dimensions of the bias share, one element of dbias at a time.
@@ -400,7 +399,7 @@ void reduce_dbias(const BackwardTask& t, const Execution& execution) {
     const std::int64_t own_b = item / chunks / members / heads;
     const std::int64_t begin = item % chunks * chunk;
     for (std::int64_t e = begin; e < std::min(begin + chunk, elements); ++e) {
-      float sum = 0;
+      double sum = 0;
       for (std::int64_t b = own_b; b < t.batch; b += batches) {
         for (std::int64_t h = own_h; h < t.heads_kv; h += heads) {
           if (per_key) {

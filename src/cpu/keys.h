@@ -101,6 +101,13 @@ inline int visible_keys(const Task& t, const Tile& tile, const KeyBlock& block, 
   return visible < block.count ? static_cast<int>(visible) : block.count;
 }
 
+// The first row that a causal mask lets see key n of a block of consecutive keys, and all after it.
+inline int first_row(const Task& t, const Tile& tile, const KeyBlock& block, int n) {
+  if (!t.causal) return 0;
+  const std::int64_t query = block.start + n - tile.causal_offset - tile.first_query;
+  return query < 0 ? 0 : query < tile.queries ? static_cast<int>(query * t.group) : tile.rows;
+}
+
 inline const std::uint8_t* mask_at(const Task& t, const Tile& tile, int group_head,
                                    std::int64_t query) {
   return static_cast<const std::uint8_t*>(t.mask.data) + tile.batch * t.mask.batch +

@@ -6,15 +6,14 @@
 #include "cpu/multiply.h"
 
 // What keeps products of large numbers in range. Elements up to 2^28 need nothing: the longest chain,
-// dk = sum (dout . v) k, stays below 2^(28 + 28 + 8 + 28 + 31). A larger element, an inf or a NaN sends
-// its tile or block the long way: rows are packed times a power of two that brings their largest
-// element below 2^28, and the factors are put back where the sums can bear it.
+// dk = sum (dout . v) q, stays below 2^(28 + 28 + 8 + 28 + 31). A larger element, an inf or a NaN sends
+// its tile or block the long way. For scores and out, rows are packed times a power of two that brings
+// their largest element below 2^28, and the factors are put back where the sums can bear it; what the
+// backward adds up is added in double (large_block.h).
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 inline constexpr int safe_exponent = 28;
-// dp and delta are compared in units of 2^dp_unit on the long way.
-inline constexpr int dp_unit = 64;
-// out and dv are summed in units of 2^sum_unit where v or dout is large.
+// out is summed in units of 2^sum_unit where v is large.
 inline constexpr int sum_unit = 40;
 
 inline bool is_nonfinite(Int magnitude) { return any(magnitude >= 0x7f800000); }
@@ -73,6 +72,17 @@ int stage_rows(const RowAt& row, int rows, int head_dim, NonFiniteInput nonfinit
     }
   }
   return largest;
+}
+
+// Writes rows as a dense [rows, head_dim] array with 0 for inf and NaN.
+template <class In, class RowAt>
+void drop_nonfinite(const RowAt& row, int rows, int head_dim, typename In::Storage* to) {
+  for (int r = 0; r < rows; ++r) {
+    for (int d = 0; d < head_dim; d += lanes) {
+      const Vec v = finite_or_zero(load_widened<In>(row(r) + d, head_dim - d));
+      store_narrowed<In>(to + std::int64_t{r} * head_dim + d, v, head_dim - d);
+    }
+  }
 }
 
 // c[r] += sum_k a(r, k) b[k] over the non-finite elements of b alone, where a(r, k) is not 0: the

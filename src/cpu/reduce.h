@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "cpu/element.h"
-#include "cpu/magnitude.h"
+#include "cpu/large_block.h"
 #include "cpu/task.h"
 
 // The last step of the backward: dk and dv of a block of keys from the sums of all units that saw
@@ -27,23 +27,31 @@ inline std::int64_t find_slot(const BackwardTask& t, std::int64_t unit, std::int
 
 template <class In>
 void reduce_rows(const BackwardTask& t, std::int64_t batch, std::int64_t head, std::int64_t key,
-                 const float* sums, const int* shift, float scale, const Rows& rows) {
+                 const float* sums, float scale, const Rows& rows) {
   if (rows.data == nullptr) return;
   alignas(64) float total[max_head_dim] = {};
+  alignas(64) double large_total[max_head_dim] = {};
+  bool large = false;
   for (int segment = 0; segment < t.segments; ++segment) {
     const std::int64_t unit = (segment * t.batch + batch) * t.heads_kv + head;
     const std::int64_t slot = find_slot(t, unit, key);
     if (slot < 0) continue;
     const float* from = sums + (t.slot_begin[unit] + slot) * t.head_dim_padded;
-    const Vec unit_scale = splat(power_of_two(shift[unit]));
+    const SlotForm form = t.slot_forms[t.slot_begin[unit] + slot];
+    if (form != SlotForm::addable) {
+      add_sums(from, form, t.head_dim, large_total);
+      large = true;
+      continue;
+    }
     for (int d = 0; d < t.head_dim_padded; d += lanes) {
-      store(total + d, fma(load(from + d), unit_scale, load(total + d)));
+      store(total + d, load(total + d) + load(from + d));
     }
   }
   auto* to = static_cast<typename In::Storage*>(rows.data) + batch * rows.batch + key * rows.row +
              head * rows.head;
   for (int d = 0; d < t.head_dim; d += lanes) {
-    Vec value = load(total + d) * splat(scale);
+    const Vec sum = load(total + d);
+    Vec value = large ? scaled_sum(sum, large_total + d, scale) : sum * splat(scale);
     if (t.saturate) value = saturated(value, In::gradient_limit);
     store_narrowed<In>(to + d, value, t.head_dim - d);
   }
@@ -58,8 +66,8 @@ void reduce_item(const BackwardTask& t, std::int64_t item) {
   const std::int64_t begin = item % blocks * block_keys;
   const std::int64_t end = begin + block_keys < t.seqlen_k ? begin + block_keys : t.seqlen_k;
   for (std::int64_t key = begin; key < end; ++key) {
-    reduce_rows<In>(t, batch, head, key, t.dk_sums, t.dk_shift, t.scale, t.dk);
-    reduce_rows<In>(t, batch, head, key, t.dv_sums, t.dv_shift, 1.0f, t.dv);
+    reduce_rows<In>(t, batch, head, key, t.dk_sums, t.scale, t.dk);
+    reduce_rows<In>(t, batch, head, key, t.dv_sums, 1.0f, t.dv);
   }
 }
 

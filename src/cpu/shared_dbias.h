@@ -15,7 +15,7 @@ void shared_dbias_tile(const BackwardTask& t, std::int64_t tile_index, std::int6
   BackwardUnit<In, Element> unit(t, arena);
   [[maybe_unused]] const typename Element::Session session;
   unit.dense_heads = t.dbias.group_head != 0 ? static_cast<int>(t.group) : 1;
-  unit.dense_sums = arena.take<float>(t.tile_queries * t.group * t.seqlen_k);
+  unit.dense_sums = arena.take<double>(t.tile_queries * t.group * t.seqlen_k);
   const std::int64_t heads = t.dbias.kv_head != 0 ? t.heads_kv : 1;
   const std::int64_t batches = t.dbias.batch != 0 ? t.batch : 1;
   const Tile first(t, slab / heads, slab % heads, tile_index);

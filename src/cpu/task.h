@@ -72,6 +72,13 @@ enum class DbiasKind : std::uint8_t {
   dense_shared,  // dense, but shared by kv heads or batch elements: a pass of its own
 };
 
+// What the rows of a slot hold.
+enum class SlotForm : std::uint8_t {
+  addable,  // sums to which fp32 products may be added
+  single,   // fp32 sums near its limits
+  halves,   // the upper halves of doubles: their exponents, and 20 bits of their mantissas
+};
+
 // The range of tiles one worker goes through with its own dk and dv accumulators.
 inline constexpr int max_segments = 16;
 inline constexpr int max_head_dim = 256;
@@ -93,11 +100,10 @@ struct BackwardTask : Task {
   const std::int32_t* slot_keys;   // [slots]: the key of each, ascending; null: slot = key
   float* dk_sums;                  // [slots, head_dim_padded]
   float* dv_sums;
-  int* dk_shift;      // [units]: the sums are in units of 2^shift
-  int* dv_shift;      // [units]
-  int key_sum_heads;  // 1, or G where dbias tells the heads of a group apart
-  float* key_sums;    // per_key: [slots * key_sum_heads]; of a unit: [heads, slots]
-  float* query_sums;  // per_query: [B, Hq, Sq]
+  SlotForm* slot_forms;  // [slots]
+  int key_sum_heads;     // 1, or G where dbias tells the heads of a group apart
+  double* key_sums;      // per_key: [slots * key_sum_heads]; of a unit: [heads, slots]
+  double* query_sums;    // per_query: [B, Hq, Sq]
 };
 
 // The functions of one instruction set. Items are independent of each other and of who runs them.

@@ -315,7 +315,6 @@ void store_gradient_row(const Problem& p, const Tensor4& tensor, std::int64_t of
 void backward_row(const BackwardArgs& args, const Row& row, const BackwardScratch& scratch,
                   double* dbias_sums) {
   const Problem& p = args.problem;
-  const bool saturate = p.nonfinite == NonFinite::saturate;
   const DType lse_dtype = softmax_dtype(p.dtype);
   HeadVector q, out, dout;
   HeadVector dq = {};
@@ -335,11 +334,9 @@ void backward_row(const BackwardArgs& args, const Row& row, const BackwardScratc
     const double probability = std::exp((scratch.scores[j] - lse) - lse_low);
     if (probability == 0) continue;
     const std::int64_t key = j * p.head_dim;
-    double ds = probability * (dot(dout, scratch.v + key, p.head_dim) - delta);
-    if (saturate) ds = saturated(ds, largest(lse_dtype));
+    const double ds = probability * (dot(dout, scratch.v + key, p.head_dim) - delta);
     if (dbias_sums != nullptr) dbias_sum(p, row, j, dbias_sums) += ds;
-    double dt = ds * scratch.slopes[j];
-    if (saturate) dt = saturated(dt, gradient_limit(p.dtype));
+    const double dt = ds * scratch.slopes[j];
     for (std::int64_t d = 0; d < p.head_dim; ++d) {
       dq[d] += dt * scratch.k[key + d];
       scratch.dk[key + d] += dt * q[d];

@@ -122,19 +122,19 @@ INSTANTIATE_TEST_SUITE_P(Dtypes, GradientLimit,
                                            Limit{DType::f16, 60000, 65504}),
                          [](const auto& test) { return std::string(name_of(test.param.dtype)); });
 
-// ds = +-50000 * 50000 / 2 here: it is limited as it enters dq and dk, but not in dbias, which is f32.
-TEST(NonFiniteReference, DsSaturatesBeforeItIsMultiplied) {
+// ds = +-2^29 here: no limit of f16 applies to it, only to what is stored.
+TEST(NonFiniteReference, DsIsNotLimited) {
   Data data = small(1, 2, 1, DType::f16, {1, 1, 1, 2});
-  set_row(data.v, 0, {50000});
-  set_row(data.v, 1, {-50000});
-  set_row(data.dout, 0, {50000});
-  set_row(data.q, 0, {0x1p-10});
+  set_row(data.v, 0, {0x1p15});
+  set_row(data.v, 1, {-0x1p15});
+  set_row(data.dout, 0, {0x1p15});
+  set_row(data.q, 0, {0x1p-20});
   set_row(data.k, 0, {0});
   set_row(data.k, 1, {0});
   const double ds = data.v.get({0, 0, 0, 0}) * data.dout.get({0, 0, 0, 0}) / 2;
   const Results results = run(data, reference());
   EXPECT_EQ(values_of(results.dbias), (Values{ds, -ds}));
-  EXPECT_EQ(values_of(results.dk), (Values{65504 * 0x1p-10, -65504 * 0x1p-10}));
+  EXPECT_EQ(values_of(results.dk), (Values{ds * 0x1p-20, -ds * 0x1p-20}));
 }
 
 TEST(NonFiniteReference, OutReachesTheMaximumOfItsDtype) {

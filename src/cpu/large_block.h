@@ -1,0 +1,189 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/keys.h"
+#include "cpu/math.h"
+#include "cpu/multiply.h"
+#include "cpu/score.h"
+#include "cpu/scratch.h"
+
+// Blocks of the backward whose sums fp32 may not hold: ds alone reaches 2^265 when every input is near
+// 2^128. Scores are formed as ever, since p has to be the forward's; all that follows is in double,
+// pair by pair, at about a sixth of the speed.
+namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
+
+// What a tile and a block need in double, and the rows of the block in fp32.
+struct LargeSums {
+  double* dq;        // [padded_rows, head_columns]; on top of the sums in fp32
+  double *dk, *dv;   // [block_keys, head_columns]
+  float *k, *v;      // the same
+  double *q, *dout;  // [head_columns]: of the row at hand
+  bool has_dq = false;
+
+  template <class Shape>
+  void take(const Shape& shape, Arena& arena) {
+    const std::int64_t keys = std::int64_t{block_keys} * shape.head_columns;
+    dq = arena.take<double>(std::int64_t{shape.padded_rows} * shape.head_columns);
+    dk = arena.take<double>(keys);
+    dv = arena.take<double>(keys);
+    k = arena.take<float>(keys);
+    v = arena.take<float>(keys);
+    q = arena.take<double>(shape.head_columns);
+    dout = arena.take<double>(shape.head_columns);
+  }
+};
+
+// scale * (sum + more[i]), in double before it is rounded.
+inline Vec scaled_sum(Vec sum, const double* more, float scale) {
+  for (int i = 0; i < lanes; ++i) {
+    const double total = static_cast<double>(sum[i]) + more[i];
+    sum[i] = static_cast<float>(total * static_cast<double>(scale));
+  }
+  return sum;
+}
+
+inline double from_upper_half(float half) {
+  const std::int64_t word = std::int64_t{load_as<std::int32_t>(&half)} << 32;
+  return load_as<double>(&word);
+}
+inline float to_upper_half(double value) {
+  const auto word = load_as<std::uint64_t>(&value) + 0x80000000u;  // rounds
+  const auto half = static_cast<std::uint32_t>(word >> 32);
+  return load_as<float>(&half);
+}
+
+// totals[d] += the sums of a slot.
+inline void add_sums(const float* sums, SlotForm form, int columns, double* totals) {
+  for (int d = 0; d < columns; ++d) {
+    totals[d] += form == SlotForm::halves ? from_upper_half(sums[d]) : static_cast<double>(sums[d]);
+  }
+}
+inline void store_sums(const double* totals, SlotForm form, int columns, float* sums) {
+  for (int d = 0; d < columns; ++d) {
+    sums[d] = form == SlotForm::halves ? to_upper_half(totals[d]) : static_cast<float>(totals[d]);
+  }
+}
+
+// The form that can hold the totals.
+inline SlotForm form_of(const double* totals, int columns) {
+  bool addable = true;
+  bool single = true;
+  for (int d = 0; d < columns; ++d) {
+    const double magnitude = totals[d] < 0 ? -totals[d] : totals[d];
+    addable = addable && magnitude < 0x1p100;  // products stay below 2^124
+    single = single && magnitude <= 0x1.fffffep127;
+  }
+  return addable ? SlotForm::addable : single ? SlotForm::single : SlotForm::halves;
+}
+
+// A row in fp32, with zeros up to whole vectors.
+template <class In>
+void load_row(const typename In::Storage* from, int head_dim, float* to) {
+  for (int d = 0; d < head_dim; d += lanes) {
+    store(to + d, load_widened<In>(from + d, head_dim - d));
+  }
+}
+
+// In an order of its own, which is the same for all rows.
+inline double dot(const double* a, const float* b, int columns) {
+  double sums[lanes] = {};
+  for (int d = 0; d < columns; d += lanes) {
+    for (int i = 0; i < lanes; ++i) sums[i] += a[d + i] * static_cast<double>(b[d + i]);
+  }
+  double sum = 0;
+  for (int i = 0; i < lanes; ++i) sum += sums[i];
+  return sum;
+}
+
+// The pairs of one row. s_row: q . k, or the score.
+template <class In, class Unit>
+void add_large_row(Unit& u, const Tile& tile, const KeyBlock& block, const ScoreForm& form, int row,
+                   int strip_row, int visible, const float* s_row) {
+  const BackwardTask& t = u.t;
+  const int columns = u.shape.head_columns;
+  alignas(64) float out[max_head_dim];
+  alignas(64) float dout[max_head_dim];
+  alignas(64) float q[max_head_dim];
+  load_row<In>(tile_rows<In>(t, t.q, tile)(row), t.head_dim, q);
+  load_row<In>(tile_rows<In>(t, t.out, tile)(row), t.head_dim, out);
+  load_row<In>(tile_rows<In>(t, t.dout, tile)(row), t.head_dim, dout);
+  for (int d = 0; d < columns; d += lanes) {
+    if (t.saturate) store(dout + d, finite_or_zero(load(dout + d)));
+  }
+  for (int d = 0; d < columns; ++d) {
+    u.large.q[d] = static_cast<double>(q[d]);
+    u.large.dout[d] = static_cast<double>(dout[d]);
+  }
+  // As dp below: where a query sees one key, out = v, and their difference is exactly 0.
+  const double delta = dot(u.large.dout, out, columns);
+  for (int n = 0; n < visible; n += lanes) {
+    store(u.pair + n, u.probability(form, row, n, s_row, u.terms.columns_of(row)));
+  }
+  double* const dq = u.large.dq + std::int64_t{row} * columns;
+  for (int n = 0; n < visible; ++n) {
+    const auto p = static_cast<double>(u.pair[n]);
+    if (p == 0) continue;
+    const std::int64_t key = std::int64_t{n} * columns;
+    double ds = p * (dot(u.large.dout, u.large.v + key, columns) - delta);
+    switch (t.dbias_kind) {
+      case DbiasKind::none: break;
+      case DbiasKind::per_key: u.key_sum(row % t.key_sum_heads, block.key(n)) += ds; break;
+      case DbiasKind::per_query: u.row_sums[row] += ds; break;
+      case DbiasKind::dense: u.store_dense(tile, row, block.key(n), ds); break;
+      case DbiasKind::dense_shared:
+        if (u.dense_sums != nullptr) u.add_shared(row, block.key(n), ds);
+        break;
+    }
+    if (u.dense_sums != nullptr) continue;
+    if (t.softcap > 0) ds *= static_cast<double>(u.slope[strip_row * block_keys + n]);
+    for (int d = 0; d < columns; ++d) {
+      dq[d] += ds * static_cast<double>(u.large.k[key + d]);
+      u.large.dk[key + d] += ds * u.large.q[d];
+      u.large.dv[key + d] += p * u.large.dout[d];
+    }
+  }
+}
+
+template <class In, class Element, class Unit>
+void add_large_block(Unit& u, const Tile& tile, const KeyBlock& block,
+                     const ScoreExponents& exponents, const ScoreForm& form) {
+  const BackwardTask& t = u.t;
+  const int columns = u.shape.head_columns;
+  u.clear(u.large.dk, std::int64_t{block.count} * columns);
+  u.clear(u.large.dv, std::int64_t{block.count} * columns);
+  if (!u.large.has_dq) u.clear(u.large.dq, std::int64_t{u.shape.padded_rows} * columns);
+  u.large.has_dq = true;
+  const auto k_row = key_rows<In>(t.k, tile.batch, tile.head, block);
+  const auto v_row = key_rows<In>(t.v, tile.batch, tile.head, block);
+  for (int n = 0; n < block.count; ++n) {
+    load_row<In>(k_row(n), t.head_dim, u.large.k + std::int64_t{n} * columns);
+    load_row<In>(v_row(n), t.head_dim, u.large.v + std::int64_t{n} * columns);
+  }
+  constexpr int strip = Element::strip_rows;
+  for (int row = u.terms.row_begin / strip * strip; row < u.terms.row_end; row += strip) {
+    const int visible = visible_keys(t, tile, block, row + strip - 1);
+    u.multiply_scores(tile, block, exponents, form.final, row, round_up(visible, panel_columns),
+                      u.s);
+    for (int r = 0; r < strip && row + r < tile.rows; ++r) {
+      add_large_row<In>(u, tile, block, form, row + r, r, visible, u.s + r * block_keys);
+    }
+  }
+  if (u.dense_sums != nullptr) return;
+  for (int n = 0; n < block.count; ++n) {
+    const std::int64_t slot = u.slot_of(block.key(n));
+    double* const dk = u.large.dk + std::int64_t{n} * columns;
+    double* const dv = u.large.dv + std::int64_t{n} * columns;
+    SlotForm& form_now = t.slot_forms[u.first_slot + slot];
+    add_sums(u.dk_sums(slot), form_now, t.head_dim, dk);
+    add_sums(u.dv_sums(slot), form_now, t.head_dim, dv);
+    const SlotForm dk_form = form_of(dk, t.head_dim);
+    const SlotForm dv_form = form_of(dv, t.head_dim);
+    form_now = dk_form > dv_form ? dk_form : dv_form;
+    store_sums(dk, form_now, t.head_dim, u.dk_sums(slot));
+    store_sums(dv, form_now, t.head_dim, u.dv_sums(slot));
+    u.some_large_slot = u.some_large_slot || form_now != SlotForm::addable;
+  }
+}
+
+}  // namespace flash_dmattn::cpu::FLASH_DMATTN_ISA

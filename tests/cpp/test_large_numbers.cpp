@@ -1,0 +1,222 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "support/cases.h"
+#include "support/compare.h"
+#include "support/data.h"
+#include "support/random.h"
+#include "support/run.h"
+#include "support/yardstick.h"
+
+// Gradients of inputs so large that sums leave fp32 on their way: ds alone reaches 2^265. Each element
+// has to be within rounding of its exact value, or saturated with the sign of it, where rounding is
+// measured by the magnitude of the terms that cancel.
+namespace flash_dmattn {
+namespace {
+
+using testing::Case;
+using testing::case_from;
+using testing::CaseWords;
+using testing::Data;
+using testing::Index;
+using testing::Random;
+using testing::Results;
+using testing::Tensor;
+
+double largest(DType dtype) {
+  return dtype == DType::bf16 ? 0x1.fep127 : double{std::numeric_limits<float>::max()};
+}
+double gradient_limit(DType dtype) {
+  return dtype == DType::bf16 ? largest(dtype) / 2 : largest(dtype);
+}
+
+// A sum and the sum of the magnitudes of what it was made from.
+struct Sum {
+  double value = 0;
+  double magnitude = 0;
+
+  void add(double factor, const Sum& term) {
+    value += factor * term.value;
+    magnitude += std::abs(factor) * term.magnitude;
+  }
+};
+
+// dq, dk, dv and dbias in double for problems without a mask, whose bias, if any, is [B, Hkv, 1, Sk].
+struct Exact {
+  std::vector<Sum> dq, dk, dv, dbias;
+
+  explicit Exact(const Data& data) : p(data.problem) {
+    dq.resize(static_cast<std::size_t>(p.batch * p.seqlen_q * p.heads_q * p.head_dim));
+    dk.resize(static_cast<std::size_t>(p.batch * p.seqlen_k * p.heads_kv * p.head_dim));
+    dv.resize(dk.size());
+    dbias.resize(static_cast<std::size_t>(p.batch * p.heads_kv * p.seqlen_k));
+    for (std::int64_t b = 0; b < p.batch; ++b) {
+      for (std::int64_t h = 0; h < p.heads_q; ++h) {
+        for (std::int64_t i = 0; i < p.seqlen_q; ++i) add_row(data, b, h, i);
+      }
+    }
+  }
+
+  static std::size_t at(const Index& i, std::int64_t rows, std::int64_t heads, std::int64_t dim) {
+    return static_cast<std::size_t>(((i[0] * rows + i[1]) * heads + i[2]) * dim + i[3]);
+  }
+
+ private:
+  const Problem& p;
+
+  void add_row(const Data& data, std::int64_t b, std::int64_t h, std::int64_t i) {
+    const std::int64_t kv = h / (p.heads_q / p.heads_kv);
+    const std::int64_t last = p.causal ? i + p.seqlen_k - p.seqlen_q : p.seqlen_k - 1;
+    std::vector<double> scores;
+    std::vector<Sum> dp;
+    for (std::int64_t j = 0; j <= last; ++j) {
+      double score = 0;
+      Sum product;
+      for (std::int64_t d = 0; d < p.head_dim; ++d) {
+        score += data.q.get({b, i, h, d}) * data.k.get({b, j, kv, d});
+        const double term = data.dout.get({b, i, h, d}) * data.v.get({b, j, kv, d});
+        product.add(1, {term, std::abs(term)});
+      }
+      score = score * double{p.scale} + (data.has_bias() ? data.bias.get({b, kv, 0, j}) : 0.0);
+      scores.push_back(std::clamp(score, -largest(DType::f32), largest(DType::f32)));
+      dp.push_back(product);
+    }
+    const double max = *std::max_element(scores.begin(), scores.end());
+    double sum = 0;
+    for (double& score : scores) sum += score = std::exp(score - max);
+    Sum delta;
+    for (std::size_t j = 0; j < dp.size(); ++j) delta.add(scores[j] / sum, dp[j]);
+    for (std::size_t j = 0; j < dp.size(); ++j) {
+      const auto key = static_cast<std::int64_t>(j);
+      const double probability = scores[j] / sum;
+      Sum ds;
+      ds.add(probability, dp[j]);
+      ds.add(-probability, delta);
+      dbias[at({b, kv, 0, key}, p.heads_kv, 1, p.seqlen_k)].add(1, ds);
+      for (std::int64_t d = 0; d < p.head_dim; ++d) {
+        const double dout = data.dout.get({b, i, h, d});
+        const std::size_t to = at({b, key, kv, d}, p.seqlen_k, p.heads_kv, p.head_dim);
+        dv[to].add(probability, {dout, std::abs(dout)});
+        dk[to].add(data.q.get({b, i, h, d}) * double{p.scale}, ds);
+        dq[at({b, i, h, d}, p.seqlen_q, p.heads_q, p.head_dim)].add(
+            data.k.get({b, key, kv, d}) * double{p.scale}, ds);
+      }
+    }
+  }
+};
+
+// Returns how many elements saturate.
+std::int64_t expect_within_rounding(const Tensor& actual, const std::vector<Sum>& exact,
+                                    std::int64_t rows, std::int64_t heads, std::int64_t dim,
+                                    double rounding) {
+  const DType dtype = actual.element() == testing::Element::bf16 ? DType::bf16 : DType::f32;
+  const double limit = gradient_limit(dtype);
+  std::int64_t saturated = 0;
+  actual.for_each([&](const Index& i, double value) {
+    const Sum& sum = exact[Exact::at(i, rows, heads, dim)];
+    const double error = rounding * sum.magnitude;
+    ASSERT_GE(value, std::clamp(sum.value - error, -limit, limit))
+        << actual.name() << " [" << i[0] << ", " << i[1] << ", " << i[2] << ", " << i[3]
+        << "], exactly " << sum.value << " of terms of " << sum.magnitude;
+    ASSERT_LE(value, std::clamp(sum.value + error, -limit, limit))
+        << actual.name() << " [" << i[0] << ", " << i[1] << ", " << i[2] << ", " << i[3]
+        << "], exactly " << sum.value << " of terms of " << sum.magnitude;
+    if (std::abs(sum.value) - error > limit) ++saturated;
+  });
+  return saturated;
+}
+
+class LargeNumbers : public ::testing::TestWithParam<const char*> {
+ protected:
+  // q and k stay such that scores are of order 1, whose rounding does not decide about p.
+  static Data data_of(const char* dtype, int pattern, bool per_key_bias, bool intervals) {
+    CaseWords words = {{"name", "large"},   {"dtype", dtype},   {"seqlen_q", "130"},
+                       {"seqlen_k", "230"}, {"head_dim", "40"}, {"heads_q", "4"},
+                       {"heads_kv", "2"},   {"causal", "1"}};
+    if (per_key_bias) words.insert({{"bias", "bv1k"}, {"bias_fill", "normal"}});
+    if (intervals)
+      words.insert({{"intervals", "sliding"}, {"intervals_shape", "11"}, {"window", "1000"}});
+    Data data(case_from(words));
+    fill(data, pattern);
+    return data;
+  }
+
+  static void fill(Data& data, int pattern) {
+    const double limit = largest(data.problem.dtype);
+    Random random(static_cast<std::uint64_t>(pattern));
+    const auto sign = [&] { return random.below(2) == 0 ? 1.0 : -1.0; };
+    const auto all = [&](Tensor& tensor) {
+      tensor.fill([&](const Index&) { return sign() * limit; });
+    };
+    switch (pattern) {
+      case 0:  // ds near 2^260, everywhere
+        all(data.v);
+        all(data.dout);
+        break;
+      case 1:  // some rows of each, beside ordinary ones
+        for (Tensor* tensor : {&data.v, &data.dout}) {
+          tensor->fill([&](const Index& i) {
+            const double value = tensor->get(i);
+            return i[1] % 5 == 3 ? sign() * limit : value;
+          });
+        }
+        break;
+      case 2:  // every magnitude beside every other
+        for (Tensor* tensor : {&data.v, &data.dout}) {
+          tensor->fill([&](const Index&) { return sign() * std::exp2(127 * random.uniform()); });
+        }
+        break;
+      case 3:  // dk of large and of ordinary elements of q in one row
+        all(data.v);
+        all(data.dout);
+        data.q.fill([&](const Index& i) { return i[3] % 2 == 0 ? sign() * 0x1p120 : sign(); });
+        data.k.fill([&](const Index& i) { return i[3] % 2 == 0 ? sign() * 0x1p-121 : sign() / 8; });
+        break;
+      default:  // one element in a tensor of ordinary ones
+        data.dout.set({0, 77, 1, 5}, limit);
+        data.v.set({0, 150, 0, 5}, -limit);
+    }
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Dtypes, LargeNumbers, ::testing::Values("f32", "bf16"),
+                         [](const auto& test) { return std::string(test.param); });
+
+TEST_P(LargeNumbers, GradientsAreRightOrSaturateWithTheirSign) {
+  for (int pattern = 0; pattern < 5; ++pattern) {
+    for (const bool bias : {false, true}) {
+      for (const bool intervals : {false, true}) {
+        SCOPED_TRACE("pattern " + std::to_string(pattern) + (bias ? ", bias" : "") +
+                     (intervals ? ", intervals" : ""));
+        const Data data = data_of(GetParam(), pattern, bias, intervals);
+        const Problem& p = data.problem;
+        const Exact exact(data);
+        const Results actual = testing::run(data, {});
+        // Scores, p and, in bf16, out are rounded before the terms are formed.
+        const double rounding = std::max(4 * testing::unit_roundoff(data.q.element()), 2e-6);
+        std::int64_t saturated = 0;
+        saturated += expect_within_rounding(actual.dq, exact.dq, p.seqlen_q, p.heads_q, p.head_dim,
+                                            rounding);
+        saturated += expect_within_rounding(actual.dk, exact.dk, p.seqlen_k, p.heads_kv, p.head_dim,
+                                            rounding);
+        saturated += expect_within_rounding(actual.dv, exact.dv, p.seqlen_k, p.heads_kv, p.head_dim,
+                                            rounding);
+        if (bias) {
+          saturated += expect_within_rounding(actual.dbias, exact.dbias, p.heads_kv, 1, p.seqlen_k,
+                                              rounding);
+        }
+        EXPECT_GT(saturated, 0);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flash_dmattn
