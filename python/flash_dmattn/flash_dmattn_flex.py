@@ -23,6 +23,7 @@ _OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 # Of a tile's masks and biases per pair torch keeps as many in shared memory as of its keys: 278 KB of an H200's
 # 227 at head dimension 128.
 _PAIR_OPTIONS = _OPTIONS | {"bwd_num_stages": 1}
+_NARROW_PAIR_OPTIONS = _PAIR_OPTIONS | {"fwd_num_stages": 2}  # and forward up to head dimension 64
 
 
 def flex_dmattn_func(
@@ -94,7 +95,8 @@ def masking(q, k, mask, bias, intervals, is_causal, softcap=0.0) -> dict[str, ob
         seq_lengths=(q.shape[2], k.shape[2]),
     )
     pairs = any(t is not None and t.shape[2] > 1 and t.shape[3] > 1 for t in (mask, bias))
-    options = _PAIR_OPTIONS if pairs else _OPTIONS
+    pair_options = _NARROW_PAIR_OPTIONS if q.shape[3] <= 64 else _PAIR_OPTIONS
+    options = pair_options if pairs else _OPTIONS
     return {"score_mod": score_mod, "block_mask": block_mask, "kernel_options": options}
 
 

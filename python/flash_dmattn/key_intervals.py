@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import reduce
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree
 
@@ -18,6 +19,7 @@ from . import _ops, portable
 from ._arguments import check_window
 
 SELECTIONS = ("per_query", "global")
+_NEVER = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,11 +66,13 @@ class KeyIntervals:
         return KeyIntervals(intervals, self.query_length, self.bound, self.consecutive)
 
     def measured(self) -> KeyIntervals:
-        """The same intervals with a known bound; without it where the library has no kernels for the device."""
+        """The same intervals with a known bound, and known to be consecutive where they are; unchanged where
+        the library has no kernels for the device."""
         if self.bound is not None or not _ops.has_kernels_for(self.intervals):
             return self
         bound = _ops.measure_key_bound(self.intervals, self.query_length)
-        return KeyIntervals(self.intervals, self.query_length, tuple(bound), self.consecutive)
+        consecutive = self.consecutive or _are_consecutive(self.intervals)
+        return KeyIntervals(self.intervals, self.query_length, tuple(bound), consecutive)
 
     def to_mask(self) -> Tensor:
         """The mask that the intervals stand for: bool [B or 1, Hkv or 1, query_length, key_length].
@@ -78,6 +82,23 @@ class KeyIntervals:
         rows = torch.arange(self.query_length, device=self.intervals.device)[:, None]
         first, last = self.intervals[:, :, None].unbind(-1)
         return (first <= rows) & (rows < last)
+
+
+def _are_consecutive(intervals: Tensor) -> bool:
+    """Whether blocks of neighbouring keys meet few more queries than lists of keys would; waits for a GPU.
+
+    A kernel has blocks of 128 keys or tiles of 128 queries: it executes what the keys of a block see together,
+    or for each key what it sees, rounded up. The first takes three quarters of the time for the same work.
+    """
+    block = 128
+    first, last = intervals.long().unbind(-1)
+    seen = first < last
+    with_lists = (last - first + block - 1)[seen].sum()
+    padding = (0, -intervals.shape[2] % block)
+    first = F.pad(torch.where(seen, first, _NEVER), padding, value=_NEVER)
+    last = F.pad(torch.where(seen, last, 0), padding)
+    together = last.unflatten(-1, (-1, block)).amax(-1) - first.unflatten(-1, (-1, block)).amin(-1)
+    return bool(block * together.clamp(min=0).sum() <= 4 / 3 * with_lists)
 
 
 # So that intervals pass through torch.compile, checkpointing and the like as the tensor they hold.

@@ -164,6 +164,22 @@ def test_what_is_known_of_intervals_travels_with_them():
     assert unknown.bound is None and unknown.measured().consecutive
 
 
+@pytest.mark.parametrize(
+    "make, consecutive",
+    [
+        (lambda: sliding_window(1000, 200), True),
+        (lambda: sliding_window(700, 5, query_length=300), True),
+        (lambda: packed_documents(torch.tensor([0, 400, 410, 1000])), True),
+        (lambda: from_padding(torch.arange(900)[None] >= 100), True),
+        (lambda: select_key_intervals(torch.randn(2, 2, 2000), 100), False),
+        (lambda: select_key_intervals(torch.randn(1, 1, 0), 5), True),
+    ],
+)
+def test_measured_intervals_know_whether_they_are_consecutive(make, consecutive):
+    known = make()
+    assert KeyIntervals(known.intervals, known.query_length).measured().consecutive == consecutive
+
+
 def test_key_intervals_check_what_they_hold():
     with pytest.raises(ValueError, match="int32"):
         KeyIntervals(torch.zeros(1, 1, 4, 2), 4)
