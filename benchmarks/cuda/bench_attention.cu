@@ -41,6 +41,7 @@ constexpr BenchCase cases[] = {
     {"dma N4096 D128 B2 H32 w2048", 2, 32, 32, 4096, 128, 2048, false, true, 0},
     {"sliding N32768 D128 H16 Hkv8 w2048", 1, 16, 8, 32768, 128, 2048, true, false, 0},
     {"pairs N32768 D64 H2 Hkv1 w1024", 1, 2, 1, 32768, 64, 0, false, false, 1024},
+    {"pairs N32768 D64 H2 Hkv2 w1024", 1, 2, 2, 32768, 64, 0, false, false, 1024},
     {"pairs N4096 D128 H8 w2048", 1, 8, 8, 4096, 128, 0, false, false, 2048},
 };
 
@@ -322,6 +323,26 @@ Samples check_samples(const Run& run) {
     return s;
   };
   Samples samples;
+  // A row of the gradient of a bias of pairs, summed over the heads of the group.
+  const auto check_pair_gradients = [&](int b, int hk, int i) {
+    std::vector<double> gradient(n);
+    for (int h = hk * group; h < (hk + 1) * group; ++h) {
+      const Bf16* go = row(dout, b, i, h, c.heads_q);
+      const double delta = dot(go, row(out, b, i, h, c.heads_q));
+      const double row_lse =
+          static_cast<double>(lse[(static_cast<std::size_t>(b) * c.heads_q + h) * n + i]);
+      for (int j = 0; j <= i; ++j) {
+        const double s = score(b, h, i, j);
+        if (s == -INFINITY) continue;
+        gradient[j] += std::exp(s - row_lse) * (dot(go, row(v, b, j, hk, c.heads_kv)) - delta);
+      }
+    }
+    std::vector<Bf16> actual(static_cast<std::size_t>(n));
+    const std::size_t at = ((static_cast<std::size_t>(b) * c.heads_kv + hk) * n + i) * n;
+    check(cudaMemcpy(actual.data(), run.dbias.data() + at, n * 2, cudaMemcpyDeviceToHost), "copy");
+    for (int j = 0; j < n; ++j)
+      samples.dbias.add(static_cast<double>(__bfloat162float(actual[j])), gradient[j]);
+  };
   for (int sample = 0; sample < 12; ++sample) {
     const int b = sample % c.batch, h = sample * 5 % c.heads_q;
     const int i = sample == 0 ? 0 : static_cast<int>(mix(sample) % n);
@@ -330,6 +351,7 @@ Samples check_samples(const Run& run) {
     double max = -INFINITY, sum = 0;
     for (int j = 0; j <= i; ++j) max = std::max(max, p[j] = score(b, h, i, j));
     for (int j = 0; j <= i; ++j) sum += p[j] = max == -INFINITY ? 0 : std::exp(p[j] - max);
+    if (c.pair_window > 0) check_pair_gradients(b, h / group, i);
     std::vector<double> o(d), g(d);
     const Bf16* go = row(dout, b, i, h, c.heads_q);
     const double delta = dot(go, row(out, b, i, h, c.heads_q));

@@ -100,6 +100,8 @@ Broadcast broadcast_of(const Problem& p, const BroadcastShape& shape, const void
   const auto address = reinterpret_cast<std::intptr_t>(data);
   const std::int64_t steps = b.batch | b.head_q | b.head_kv | b.query;
   b.in_pairs = b.key == 1 && steps % 2 == 0 && address % (2 * element_bytes) == 0;
+  b.in_fours = b.key == 1 && steps % 4 == 0 && address % (4 * element_bytes) == 0 &&
+               std::abs(b.query) <= std::numeric_limits<std::int32_t>::max() / 2;
   b.in_words = b.key == 1 && steps % 8 == 0 && address % 16 == 0 && element_bytes == 2;
   return b;
 }
@@ -226,25 +228,11 @@ void forward(const ForwardArgs& args, const Execution& execution) {
 
 // ---- Backward -----------------------------------------------------------------------------------
 
-// dbias can be stored where it is made when every pair has an element of its own.
-bool adds_bias(const Problem& p) {
-  return p.bias_shape != BroadcastShape{p.batch, p.heads_q, p.seqlen_q, p.seqlen_k} ||
-         p.seqlen_q == 1;
-}
-
 std::int64_t elements(const BroadcastShape& shape) {
   return shape[0] * shape[1] * shape[2] * shape[3];
 }
 
 bool has_pairs(const BroadcastShape& shape) { return has(shape) && shape[2] > 1; }
-
-// Keys that are no list are walked by the kernel that owns keys, but for a softcap's slope, which
-// its warps would have to hand over with P, and for elements of pairs, which lie by query.
-bool is_key_major(const Problem& p, const Inputs& in, SharedClass shared) {
-  const bool pairs = has_pairs(p.mask_shape) || has_pairs(p.bias_shape);
-  return has_key_major_backward(head_dim_bucket(static_cast<int>(p.head_dim)), shared) && !pairs &&
-         p.softcap <= 0 && in.plan.keys == nullptr;
-}
 
 // What the fp32 sums of dbias are of. Heads and batch elements have sums of their own where these are
 // not pairs: then no two blocks add to the same one in an order that varies.
@@ -256,6 +244,44 @@ BroadcastShape bias_sum_shape(const Problem& p) {
   if (bias[3] <= 1) return {p.batch, p.heads_q, p.seqlen_q, 1};
   return bias;
 }
+
+// Whether the elements of the bias and of its gradient, if wanted, lie in fours.
+bool bias_in_fours(const BackwardArgs& args) {
+  const Problem& p = args.problem;
+  const auto in_fours = [&](const void* data, const std::array<std::int64_t, 4>& stride) {
+    return broadcast_of(p, p.bias_shape, data, stride, size_of(p.bias_dtype)).in_fours;
+  };
+  return in_fours(args.in.bias.data, args.in.bias.stride) &&
+         (args.dbias.data == nullptr || in_fours(args.dbias.data, args.dbias.stride));
+}
+
+// Which kernel makes the gradients. It follows from shapes, but for elements of pairs that do not
+// lie in fours.
+struct BackwardRoute {
+  bool key_major;  // the kernel that owns keys
+  bool adds_bias;  // several pairs share an element of dbias: fp32 sums in memory
+
+  // `fours`: the elements of pairs lie in fours, as far as alignment goes.
+  BackwardRoute(const Problem& p, bool planned, SharedClass shared, bool fours) {
+    const int bucket = head_dim_bucket(static_cast<int>(p.head_dim));
+    const bool pairs = has_pairs(p.mask_shape) || has_pairs(p.bias_shape);
+    const bool bias_in_fours =
+        !has_pairs(p.bias_shape) || (fours && p.bias_shape[3] > 1 && size_of(p.bias_dtype) == 2);
+    // Not with a list, nor with a softcap's slope, which its warps would have to hand over with P, nor
+    // where its additions to the gradient of a bias of pairs would have to take turns.
+    key_major = has_key_major_backward(bucket, shared) && p.softcap <= 0 && !planned &&
+                (!pairs || (!p.deterministic && p.seqlen_k % 4 == 0 && bias_in_fours));
+    // The two heads of a group are walked together, unless their keys are seen by different queries.
+    const bool apart = has(p.mask_shape) && !has_pairs(p.mask_shape) &&
+                       p.mask_shape[1] == p.heads_q && p.heads_q > 1;
+    const bool sums_heads =
+        key_major && sums_pair_gradients(bucket) && p.heads_q == 2 * p.heads_kv && !apart;
+    const BroadcastShape& bias = p.bias_shape;
+    const bool own_element = bias[0] == p.batch && bias[2] == p.seqlen_q && bias[3] == p.seqlen_k &&
+                             (bias[1] == p.heads_q || (bias[1] == p.heads_kv && sums_heads));
+    adds_bias = !own_element || p.seqlen_q == 1;
+  }
+};
 
 // Blocks of the main loop.
 std::int64_t backward_blocks(const Problem& p, bool key_major, SharedClass shared) {
@@ -283,31 +309,33 @@ struct BackwardWorkspace {
   float* dq_sum;
   float* dbias_sum;
   std::size_t zeroed_bytes;
+  PackedMask packed_mask;
   std::size_t bytes;
 
-  BackwardWorkspace(const Problem& p, bool key_major, SharedClass shared, void* base) {
+  BackwardWorkspace(const Problem& p, BackwardRoute route, SharedClass shared, void* base) {
     Carver carver(base);
     const std::int64_t rows = p.batch * p.heads_q * p.seqlen_q;
     lse2 = carver.take<float>(rows);
     lse2_low = carver.take<float>(rows);
     delta = carver.take<float>(rows);
     const std::size_t zeroed_begin = carver.used();
-    const std::int64_t key_sums =
-        key_major ? 0
-                  : p.batch * p.heads_kv * p.seqlen_k * sum_columns(static_cast<int>(p.head_dim));
+    const std::int64_t key_sums = route.key_major ? 0
+                                                  : p.batch * p.heads_kv * p.seqlen_k *
+                                                        sum_columns(static_cast<int>(p.head_dim));
     flags = carver.take<std::uint32_t>(1);
     if (p.deterministic) {
       turns.started = carver.take<int>(1);
-      turns.passed = carver.take<int>(backward_blocks(p, key_major, shared));
+      turns.passed = carver.take<int>(backward_blocks(p, route.key_major, shared));
       turns.across_heads = has_pairs(p.bias_shape) && p.bias_shape[3] > 1 &&
                            (p.bias_shape[0] < p.batch || p.bias_shape[1] < p.heads_kv);
     }
     dk_sum = carver.take<float>(key_sums);
     dv_sum = carver.take<float>(key_sums);
-    dq_sum = carver.take<float>(key_major ? query_sum_floats(shape_of(p)) : 0);
+    dq_sum = carver.take<float>(route.key_major ? query_sum_floats(shape_of(p)) : 0);
     dbias_sum =
-        carver.take<float>(has(p.bias_shape) && adds_bias(p) ? elements(bias_sum_shape(p)) : 0);
+        carver.take<float>(has(p.bias_shape) && route.adds_bias ? elements(bias_sum_shape(p)) : 0);
     zeroed_bytes = carver.used() - zeroed_begin;
+    packed_mask = carve_packed_mask(p, !route.key_major, carver);
     bytes = carver.used();
   }
 };
@@ -354,13 +382,14 @@ void backward(const BackwardArgs& args, const Execution& execution) {
   const Problem& p = args.problem;
   const auto stream = static_cast<cudaStream_t>(execution.stream);
   const SharedClass shared = shared_class();
-  const bool key_major = is_key_major(p, args.in, shared);
-  const BackwardWorkspace workspace(p, key_major, shared, execution.workspace);
-
   BackwardParams params;
-  params.key_major = key_major;
   params.shape = shape_of(p);
   params.score = score_of(p, args.in);
+  const bool wants_bias = has(p.bias_shape) && args.dbias.data != nullptr;
+  const BackwardRoute route(p, args.in.plan.keys != nullptr, shared, bias_in_fours(args));
+  const BackwardWorkspace workspace(p, route, shared, execution.workspace);
+  params.key_major = route.key_major;
+  params.score.packed_mask = workspace.packed_mask;
   params.q = rows_of(args.in.q);
   params.k = rows_of(args.in.k);
   params.v = rows_of(args.in.v);
@@ -380,9 +409,8 @@ void backward(const BackwardArgs& args, const Execution& execution) {
   if (args.dk.data != nullptr) params.dk_sum = workspace.dk_sum;
   if (args.dv.data != nullptr) params.dv_sum = workspace.dv_sum;
   if (args.dq.data != nullptr) params.dq_sum = workspace.dq_sum;
-  if (!key_major || args.dq.data != nullptr) params.turns = workspace.turns;
-  const bool wants_bias = has(p.bias_shape) && args.dbias.data != nullptr;
-  params.dbias_add = adds_bias(p);
+  if (!route.key_major || args.dq.data != nullptr) params.turns = workspace.turns;
+  params.dbias_add = route.adds_bias;
   if (wants_bias) {
     params.dbias = params.dbias_add ? broadcast_of(p, bias_sum_shape(p), workspace.dbias_sum,
                                                    contiguous_strides(bias_sum_shape(p)), 4)
@@ -391,6 +419,7 @@ void backward(const BackwardArgs& args, const Execution& execution) {
   }
 
   check(cudaMemsetAsync(workspace.flags, 0, workspace.zeroed_bytes, stream), "cudaMemsetAsync");
+  pack_mask(p, params.score.mask, params.score.packed_mask, stream);
   dispatch(p, [&]<class T, int D>() {
     // The main loop clears what it does not visit, unless it follows a list.
     if (wants_bias && !params.dbias_add && params.plan.keys != nullptr) {
@@ -399,7 +428,7 @@ void backward(const BackwardArgs& args, const Execution& execution) {
     using Statistics = RowStatisticsKernel<T>;
     launch<Statistics>(Statistics::blocks(params), params, stream);
     sm80::launch_backward<T, D>(params, shared, stream);
-    if (key_major) {
+    if (route.key_major) {
       if constexpr (D <= 128) store_query_rows<T, D>(params, stream);
     } else {
       store_rows<T>(params.shape, workspace.dk_sum, args.dk, p.scale, params.saturate, stream);
@@ -430,7 +459,8 @@ std::string supports(const Problem& p) {
 std::int64_t query_tile_rows(const Problem&) { return plan_tile_rows; }
 
 bool backward_wants_plan(const Problem& p, const KeyBound& bound) {
-  return !bound.consecutive || !is_key_major(p, {}, shared_class());
+  // How a bias lies is not known here.
+  return !bound.consecutive || !BackwardRoute(p, false, shared_class(), false).key_major;
 }
 
 std::size_t forward_workspace_size(const ForwardArgs& args, const Execution&) {
@@ -441,8 +471,11 @@ std::size_t forward_workspace_size(const ForwardArgs& args, const Execution&) {
 
 std::size_t backward_workspace_size(const BackwardArgs& args, const Execution&) {
   const SharedClass shared = shared_class();
-  const bool key_major = is_key_major(args.problem, args.in, shared);
-  return BackwardWorkspace(args.problem, key_major, shared, nullptr).bytes;
+  const auto bytes = [&](bool fours) {
+    const BackwardRoute route(args.problem, args.in.plan.keys != nullptr, shared, fours);
+    return BackwardWorkspace(args.problem, route, shared, nullptr).bytes;
+  };
+  return bias_in_fours(args) ? bytes(true) : std::max(bytes(true), bytes(false));
 }
 
 }  // namespace

@@ -30,6 +30,7 @@ struct Broadcast {
   std::int64_t key = 0;
   bool per_query = false;  // has a query dimension
   bool in_pairs = false;   // elements 2 i and 2 i + 1 of every row lie in one aligned word
+  bool in_fours = false;   // elements 4 i ... 4 i + 3 of every row do; `query` fits into 31 bits
   bool in_words = false;   // 16-bit elements 8 i ... 8 i + 7 do, of 16 bytes
   bool f32 = false;        // of a bias: fp32 elements, else 16-bit ones
 };

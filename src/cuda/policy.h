@@ -26,12 +26,10 @@ struct ForwardPolicy {
 // `pairs`: with a mask or a bias that has a query dimension, whose elements need registers.
 constexpr ForwardPolicy forward_policy(int head_dim_bucket, SharedClass shared, bool pairs) {
   if (head_dim_bucket <= 128) {
-    // Narrow blocks hide the latency of masks and biases behind each other: 8 warps of 16 rows take
-    // 10 to 15 % longer, 4 of 32 spill and take 30 to 150 % longer.
-    if (pairs) {
-      const int blocks = shared == SharedClass::kb163 && head_dim_bucket == 64 ? 3 : 2;
-      return {.warps = 4, .warp_rows = 16, .keys = 64, .min_blocks = blocks};
-    }
+    // D 128: warps of 32 rows spill and take 2.4 times as long, 8 warps of 16 rows 10 % longer. D 64:
+    // 3 blocks of 4 warps of 16 rows take 13 % longer; two of 32 do not fit into 99 KB.
+    if (pairs && (head_dim_bucket == 128 || shared == SharedClass::kb99))
+      return {.warps = 4, .warp_rows = 16, .keys = 64, .min_blocks = 2};
     return {.warps = 4, .warp_rows = 32, .keys = 64, .min_blocks = 2};
   }
   if (shared == SharedClass::kb99)
@@ -104,6 +102,10 @@ constexpr int owned_keys = 128;
 constexpr bool has_key_major_backward(int head_dim_bucket, SharedClass shared) {
   return head_dim_bucket == 64 || (head_dim_bucket == 128 && shared != SharedClass::kb99);
 }
+
+// Whether that kernel sums the gradients of a bias of pairs over the two heads of a group: 32
+// registers, which accumulators of 128 columns do not leave.
+constexpr bool sums_pair_gradients(int head_dim_bucket) { return head_dim_bucket == 64; }
 
 // Queries per tile of a plan: every policy's rows divide it.
 constexpr int plan_tile_rows = 128;

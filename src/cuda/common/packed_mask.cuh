@@ -44,6 +44,11 @@ struct PackMaskKernel {
     const int row_block = static_cast<int>(blockIdx.x) / key_blocks(p);
     const int row_tile = row_block % row_tiles(p);
     const int matrix = row_block / row_tiles(p);
+    // Nobody reads the bits of an empty tile unless its neighbour of an aligned pair is not empty.
+    if (p.causal && key_block * block_words * side > (row_tile | 1) * side + side - 1 + p.shift) {
+      store_state(p, row_block, key_block, 0);
+      return;
+    }
     const int chunk = key_block * block_words * 4 + lane;  // of 16 keys
     const int first_row = row_tile * side + warp * warp_rows;
     const std::int64_t row_words = static_cast<std::int64_t>(p.packed.words) * 4;
@@ -82,23 +87,31 @@ struct PackMaskKernel {
     }
     __syncthreads();
     const int mine = static_cast<int>(threadIdx.x);
-    if (mine >= block_words || key_block * block_words + mine >= p.packed.words) return;
+    if (mine >= block_words) return;
     std::uint8_t any_row = 0;
     std::uint8_t every_row = 1;
     for (int w = 0; w < warps; ++w) {
       any_row |= shared.some[w][mine];
       every_row &= shared.all[w][mine];
     }
-    p.packed.states[static_cast<std::int64_t>(row_block) * p.packed.words +
-                    key_block * block_words + mine] =
-        static_cast<std::uint8_t>((any_row != 0 ? PackedMask::some : 0) |
-                                  (every_row != 0 ? PackedMask::all : 0));
+    store_state(p, row_block, key_block,
+                (any_row != 0 ? PackedMask::some : 0) | (every_row != 0 ? PackedMask::all : 0));
   }
 
  private:
   static __host__ __device__ int row_tiles(const Params& p) { return (p.rows + side - 1) / side; }
   static __host__ __device__ int key_blocks(const Params& p) {
     return (p.packed.words + block_words - 1) / block_words;
+  }
+
+  // The state of word threadIdx.x of a block.
+  static __device__ void store_state(const Params& p, int row_block, int key_block, int state) {
+    const int mine = static_cast<int>(threadIdx.x);
+    const int word = key_block * block_words + mine;
+    if (mine < block_words && word < p.packed.words) {
+      p.packed.states[static_cast<std::int64_t>(row_block) * p.packed.words + word] =
+          static_cast<std::uint8_t>(state);
+    }
   }
 
   // Keys [key, key + existing) of a row, a bit for each.

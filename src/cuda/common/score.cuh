@@ -82,7 +82,7 @@ class ColumnLoader {
       const int2 interval = __ldg(reinterpret_cast<const int2*>(intervals) + key);
       interval_ = {interval.x, interval.y};
     }
-    if (score_.mask.data != nullptr && !score_.mask.per_query) {
+    if (has_mask()) {
       allowed_ = __ldg(reinterpret_cast<const std::uint8_t*>(score_.mask.data) +
                        index_of(score_.mask, key)) != 0;
     }
@@ -110,6 +110,7 @@ class ColumnLoader {
   }
 
  private:
+  __device__ bool has_mask() const { return score_.mask.data != nullptr && !score_.mask.per_query; }
   __device__ bool has_bias() const { return score_.bias.data != nullptr && !score_.bias.per_query; }
 
   __device__ std::int64_t index_of(const Broadcast& b, int key) const {

@@ -8,6 +8,7 @@
 #include "cuda/selection/device.cuh"
 #include "cuda/selection/global.cuh"
 #include "cuda/selection/rank_walk.cuh"
+#include "cuda/selection/row_sort.cuh"
 #include "cuda/selection/selection.h"
 
 namespace flash_dmattn::cuda {
@@ -130,6 +131,17 @@ struct PerQuery {
   std::size_t sort_bytes = 0;
 };
 
+using ShortRowSort = per_query::RowSort<512>;
+using LongRowSort = per_query::RowSort<1024>;
+
+bool sorts_by_row(const per_query::Rows& rows) { return rows.seqlen_k <= LongRowSort::max_keys; }
+
+template <class RowSort>
+void sort_rows(const PerQuery& work, cudaStream_t stream) {
+  launch_grid(per_query::sort_row<RowSort::threads>, work.rows.rows, RowSort::threads, stream,
+              work.keys, work.rows, work.packed);
+}
+
 // Sorts the packed keys; `buffers` says where the result is. The positions in the low bits come in
 // order and stay so among equals, the sort being stable. With a null workspace it only sets
 // `bytes`.
@@ -167,20 +179,27 @@ PerQuery per_query_rows(const SelectionArgs& args, Carver& workspace) {
   const std::int64_t blocks = std::int64_t{rows.rows} * rows.blocks;
   rows.before = workspace.take<std::uint16_t>(blocks * rows.chunks);
   rows.totals = workspace.take<std::uint16_t>(blocks * rows.groups);
-  cub::DoubleBuffer<std::uint64_t> buffers(work.packed, work.other);
-  sort(rows, buffers, nullptr, work.sort_bytes, nullptr);
-  work.sort_workspace = workspace.take<char>(static_cast<std::int64_t>(work.sort_bytes));
+  if (!sorts_by_row(rows)) {
+    cub::DoubleBuffer<std::uint64_t> buffers(work.packed, work.other);
+    sort(rows, buffers, nullptr, work.sort_bytes, nullptr);
+    work.sort_workspace = workspace.take<char>(static_cast<std::int64_t>(work.sort_bytes));
+  }
   return work;
 }
 
 void select_per_query(const PerQuery& work, cudaStream_t stream) {
   per_query::Rows rows = work.rows;
-  const int pack_ctas = ceil_div(rows.seqlen_k, per_query::pack_threads * per_query::pack_keys);
-  launch_grid(per_query::pack_keys_of_rows, std::int64_t{rows.rows} * pack_ctas,
-              per_query::pack_threads, stream, work.keys, rows, work.packed);
   cub::DoubleBuffer<std::uint64_t> buffers(work.packed, work.other);
-  std::size_t bytes = work.sort_bytes;
-  sort(rows, buffers, work.sort_workspace, bytes, stream);
+  if (sorts_by_row(rows)) {
+    rows.seqlen_k <= ShortRowSort::max_keys ? sort_rows<ShortRowSort>(work, stream)
+                                            : sort_rows<LongRowSort>(work, stream);
+  } else {
+    const int pack_ctas = ceil_div(rows.seqlen_k, per_query::pack_threads * per_query::pack_keys);
+    launch_grid(per_query::pack_keys_of_rows, std::int64_t{rows.rows} * pack_ctas,
+                per_query::pack_threads, stream, work.keys, rows, work.packed);
+    std::size_t bytes = work.sort_bytes;
+    sort(rows, buffers, work.sort_workspace, bytes, stream);
+  }
   rows.sorted = buffers.Current();
   rows.rank_of = reinterpret_cast<std::int32_t*>(buffers.Alternate());  // free after the sort
   launch_grid(per_query::place_ranks, std::int64_t{rows.rows} * rows.groups, per_query::threads,

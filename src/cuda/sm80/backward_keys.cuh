@@ -5,6 +5,8 @@
 #include "cuda/common/turns.cuh"
 #include "cuda/policy.h"
 #include "cuda/sm80/epilogue.cuh"
+#include "cuda/sm80/pair_gradients.cuh"
+#include "cuda/sm80/pair_rows.cuh"
 #include "cuda/sm80/score_tile.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -20,8 +22,12 @@ namespace flash_dmattn::cuda::sm80 {
 //   key warps    dP = V dout^T, shared --P--> dS = P (dP - delta) --dS--> shared, dk += dS q
 // and all of them, a query tile later, dq += dS^T K. While one kind makes exponentials, the other
 // has products to do. A pair of warps meets at a barrier of its own over P; the block meets once
-// for each query tile. `Ordered`: the blocks take turns at adding to dq.
-template <class T, int D, bool Ordered>
+// for each query tile.
+//
+// `Pairs`: the mask or the bias has a query dimension. The value warps read them, the key warps write
+// the gradient of the bias, each lane of four neighbouring keys at a time (FourByLane). `Ordered`: the
+// blocks take turns at adding to dq.
+template <class T, int D, bool Pairs, bool Ordered>
 struct KeyMajorBackwardKernel {
   using Params = BackwardParams;
   static constexpr int warps = 8;
@@ -35,6 +41,7 @@ struct KeyMajorBackwardKernel {
   using QueryRows = SharedTile<rows, D>;
   using KeyRows = SharedTile<keys, D>;
   using Scores = SharedTile<keys, rows>;
+  using Order = std::conditional_t<Pairs, FourByLane, InOrder>;
 
   struct SharedStorage {
     struct Stage {
@@ -66,10 +73,11 @@ struct KeyMajorBackwardKernel {
   using ScoreAccumulator = Accumulator<warp_keys, rows>;
   using ScoreOperand = std::uint32_t[m16][n8 / 2][4];
 
-  // Query tile of a walk.
-  struct Place {
-    int head;
-    int row;
+  using Place = QueryPlace;
+
+  struct Nothing {
+    template <class... Arguments>
+    __device__ explicit Nothing(const Arguments&...) {}
   };
 
   // The queries that the keys of the block see: some keys those of `touched`, all keys those of
@@ -112,14 +120,17 @@ struct KeyMajorBackwardKernel {
           pair(warp % (warps / 2)),
           is_value(warp < warps / 2),
           copies_whole_rows(p.q.aligned && p.dout.aligned && p.shape.head_dim == D),
-          flags(*p.flags) {
+          flags(*p.flags),
+          pair_rows(p.score, p.shape, tile, tile.key + pair * warp_keys),
+          pair_gradients(p, tile, tile.key + pair * warp_keys) {
       clear(sum);
     }
 
     __device__ void run() {
       const int group = p.shape.heads_q / p.shape.heads_kv;
       // The heads of a group see the same columns, unless the mask or the bias tells them apart.
-      const bool apart = p.score.mask.head_q != 0 || p.score.bias.head_q != 0;
+      const auto of_query_head = [](const Broadcast& b) { return !b.per_query && b.head_q != 0; };
+      const bool apart = of_query_head(p.score.mask) || of_query_head(p.score.bias);
       const int heads = apart ? 1 : group;
       for (int member = 0; member < group; member += heads)
         walk(tile.kv_head * group + member, heads);
@@ -130,13 +141,14 @@ struct KeyMajorBackwardKernel {
    private:
     __device__ void walk(int first_head, int heads) {
       __syncthreads();  // all are done with the heads before
-      const auto key = [&](int r) { return tile.key + r; };
+      const auto key = [&](int r) { return tile.key + Order::key(r); };
+      const auto exists = [&](int r) { return key(r) < p.shape.seqlen_k; };
       copy_rows<KeyRows, threads>(
           RowSource<KeyRows>(p.k, tile.batch, tile.kv_head, p.shape.head_dim),
-          shared_address(shared.k), p.shape.seqlen_k - tile.key, key);
+          shared_address(shared.k), exists, key);
       copy_rows<KeyRows, threads>(
           RowSource<KeyRows>(p.v, tile.batch, tile.kv_head, p.shape.head_dim),
-          shared_address(shared.v), p.shape.seqlen_k - tile.key, key);
+          shared_address(shared.v), exists, key);
       if (threadIdx.x < keys) load_columns(first_head);
       __syncthreads();
       const Bounds bounds(shared.columns);
@@ -144,38 +156,73 @@ struct KeyMajorBackwardKernel {
 
       const int begin = bounds.touched_begin / rows * rows;
       const int end = bounds.touched_end;
-      const int tiles = end > 0 ? (end - begin + rows - 1) / rows : 0;
-      const int count = tiles * heads;
-      Place next{first_head, begin};
+      auto queries = walk_of(first_head, heads, begin, end);
       std::int64_t previous = 0;
-      if (is_value && count > 0) copy_queries(next, 0);
-      for (int n = 0; n <= count; ++n) {
-        const Place place = next;
+      if (is_value && queries.has()) {
+        load_pairs(queries.place());
+        copy_queries(queries.place(), 0);
+      }
+      clear_passed(queries, first_head, heads, -1);
+      for (int n = 0;; ++n) {
+        const bool has_tile = queries.has();
+        const Place place = queries.place();
         const int stage = n % 2;
         cp_async_wait_all();
         if (n > 0) turn.wait(static_cast<int>(previous));
         __syncthreads();
         if (n > 0) turn.begin(static_cast<int>(previous));
         if (!is_value && n > 0) add_queries(previous, 1 - stage);
-        if (n < count) {
+        if (has_tile) {
           if (p.saturate && (flags & dout_not_finite) != 0) {
             clear_non_finite(stage);
             __syncthreads();
           }
-          next.row += rows;
-          if (next.row >= end) next = {place.head + 1, begin};
-          step(place, stage, bounds, next, n + 1 < count);
+          const int number = queries.number();
+          queries.advance();
+          clear_passed(queries, first_head, heads, number);
+          if (is_value && queries.has()) prefetch_pairs(queries.place());
+          step(place, stage, bounds, queries.place(), queries.has());
         }
-        if (is_value && n > 0) add_queries(previous, 1 - stage);
+        if (is_value) {
+          if (n > 0) add_queries(previous, 1 - stage);
+          if (queries.has()) load_pairs(queries.place());
+        }
+        if (!has_tile) break;
         previous = query_tile(place);
       }
-      if (!is_value && p.dbias.data != nullptr) add_bias(first_head);
+      if (!is_value && p.dbias.data != nullptr && !p.dbias.per_query) add_bias(first_head);
+    }
+
+    __device__ auto walk_of(int first_head, int heads, int begin, int end) const {
+      if constexpr (Pairs) {
+        return MaskedQueryTiles(p.score.packed_mask, tile, p.shape.seqlen_q, first_head, heads,
+                                begin, end);
+      } else {
+        return EveryQueryTile(first_head, heads, begin, end, rows);
+      }
+    }
+
+    __device__ void load_pairs(Place place) {
+      if constexpr (Pairs) pair_rows.load(place);
+    }
+
+    __device__ void prefetch_pairs(Place place) const {
+      if constexpr (Pairs) pair_rows.prefetch(place);
+    }
+
+    // The gradient of a bias of pairs in the tiles that a walk passed after tile `number`.
+    template <class Walk>
+    __device__ void clear_passed(const Walk& queries, int first_head, int heads, int number) const {
+      if constexpr (Pairs) {
+        if (pair_gradients.wanted())
+          pair_gradients.clear(first_head, heads, number, queries.number());
+      }
     }
 
     __device__ void load_columns(int head) {
       ColumnLoader<T> loader(p.score, p.shape, tile.batch, head, tile.kv_head);
       const int column = static_cast<int>(threadIdx.x);
-      const int key = tile.key + column;
+      const int key = tile.key + Order::key(column);
       loader.load(key, key < p.shape.seqlen_k);
       loader.store(shared.columns, column, 0, p.shape.seqlen_q);
     }
@@ -275,7 +322,8 @@ struct KeyMajorBackwardKernel {
         make_probabilities(place, stage, bounds, x, operand);
         if (has_next) copy_queries(next, 1 - stage);
       } else {
-        make_gradients(stage, x, operand);
+        // The heads' tiles of the same queries are visited one after the other.
+        make_gradients(place, stage, !has_next || next.row != place.row, x, operand);
       }
       multiply<T, rows>(sum, operand, OperandB<QueryRows, Major::mn>(is_value ? dout : q, 0));
     }
@@ -285,32 +333,33 @@ struct KeyMajorBackwardKernel {
                                        ScoreAccumulator& s, ScoreOperand& weights) {
       shape_scores(p.score, s);
       const bool biased = p.score.bias.data != nullptr;
-      if (biased) add_row_bias(s);
+      if (biased && !(Pairs && p.score.bias.per_query)) add_row_bias(s);
+      if constexpr (Pairs) pair_rows.apply(place, s);
       if (place.row < bounds.full_begin || place.row + rows > bounds.full_end)
         mask_rows(place.row, s);
       // The forward's instructions in the forward's order, so that s and lse fit together.
-      const float factor = biased ? 1.0f : p.score.factor;
+      const float factor = p.score.exponent;
       const float* const lse2 = shared.lse2[stage] + 2 * (lane % 4);
-      if ((flags & lse_has_low) != 0) {
-        make_careful_probabilities(place, factor, lse2, s);
-      } else {
+      const bool careful = (flags & lse_has_low) != 0;
+      if (careful) make_careful_probabilities(place, factor, lse2, s);
 #pragma unroll
-        for (int n = 0; n < n8; ++n) {
-          const float2 of_query = *reinterpret_cast<const float2*>(lse2 + 8 * n);
+      for (int k = 0; k < n8 / 2; ++k) {
+        if (!careful) {
 #pragma unroll
-          for (int m = 0; m < m16; ++m) {
+          for (int n = 2 * k; n < 2 * k + 2; ++n) {
+            const float2 of_query = *reinterpret_cast<const float2*>(lse2 + 8 * n);
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              const float minus = e % 2 == 0 ? -of_query.x : -of_query.y;
-              s[m][n][e] = exp2_approx(fmaf(s[m][n][e], factor, minus));
+            for (int m = 0; m < m16; ++m) {
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                const float minus = e % 2 == 0 ? -of_query.x : -of_query.y;
+                s[m][n][e] = exp2_approx(fmaf(s[m][n][e], factor, minus));
+              }
             }
           }
         }
-      }
 #pragma unroll
-      for (int m = 0; m < m16; ++m) {
-#pragma unroll
-        for (int k = 0; k < n8 / 2; ++k) {
+        for (int m = 0; m < m16; ++m) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             // At most 1; a NaN, of a score that overflowed far below the maximum, becomes 0.
@@ -321,12 +370,12 @@ struct KeyMajorBackwardKernel {
                           {weights[m][k][0], weights[m][k][1], weights[m][k][2], weights[m][k][3]});
         }
       }
-      barrier_arrive(pair_barrier(), 64);
+      barrier_wait(pair_barrier(), 64);
     }
 
     // dS of dP, for this warp's product and for dq.
-    __device__ void make_gradients(int stage, const ScoreAccumulator& dp_tile,
-                                   ScoreOperand& operand) {
+    __device__ void make_gradients(Place place, int stage, bool last_head,
+                                   const ScoreAccumulator& dp_tile, ScoreOperand& operand) {
       const float* const delta = shared.delta[stage] + 2 * (lane % 4);
       barrier_wait(pair_barrier(), 64);
 #pragma unroll
@@ -349,7 +398,10 @@ struct KeyMajorBackwardKernel {
           }
         }
       }
-      if (p.dbias.data != nullptr) sum_queries(operand);
+      if (p.dbias.data != nullptr && !(Pairs && p.dbias.per_query)) sum_queries(operand);
+      if constexpr (Pairs) {
+        if (pair_gradients.wanted()) pair_gradients.add(place, operand, last_head);
+      }
       __syncwarp();  // all lanes have read P
 #pragma unroll
       for (int m = 0; m < m16; ++m) {
@@ -415,7 +467,7 @@ struct KeyMajorBackwardKernel {
                                         ((m * (n8 / 2) + k) * 32 + lane) * 16);
     }
 
-    // The lane's key of accumulator rows (m, h), in the block.
+    // The row of scores, and of shared columns, of accumulator rows (m, h) of the lane.
     __device__ int key_of(int m, int h) const {
       return pair * warp_keys + 16 * m + 8 * h + lane / 4;
     }
@@ -459,7 +511,7 @@ struct KeyMajorBackwardKernel {
         const int column = 8 * n + e % 2;
         const int row = 2 * (lane % 4) + column;
         const bool exists = place.row + row < p.shape.seqlen_q;
-        const int key = tile.key + key_of(m, e / 2);
+        const int key = tile.key + Order::key(key_of(m, e / 2));
         if ((flags & lse_is_extreme) != 0 && !(fabsf(x * factor) < 1e37f) && exists &&
             key < p.shape.seqlen_k) {
           x = careful_probability<T>(p, tile.batch, place.head, tile.kv_head, place.row + row, key);
@@ -476,7 +528,7 @@ struct KeyMajorBackwardKernel {
       for (int m = 0; m < m16; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int key = tile.key + key_of(m, h);
+          const int key = tile.key + Order::key(key_of(m, h));
           if (lane % 4 == 0 && key < p.shape.seqlen_k && bias_sum[m][h] != 0) {
             atomicAdd(sums + key * p.dbias.key, bias_sum[m][h]);
           }
@@ -493,7 +545,7 @@ struct KeyMajorBackwardKernel {
       const std::uint32_t staged = shared_address(is_value ? shared.v : shared.k);
       const float scale = is_value ? 1.0f : p.score.scale;
       const int begin = pair * warp_keys;
-      stage_accumulators<KeyRows>(sum, staged, begin, 0, [&](float x, float y, int, int) {
+      stage_accumulators<KeyRows, Order>(sum, staged, begin, 0, [&](float x, float y, int, int) {
         return pack_gradient<T>(x * scale, y * scale, p.saturate);
       });
       __syncwarp();
@@ -513,6 +565,8 @@ struct KeyMajorBackwardKernel {
     const std::uint32_t flags;
     Accumulator<warp_keys, D> sum;  // dv or dk
     float bias_sum[m16][2] = {};    // of the lane's keys
+    std::conditional_t<Pairs, PairRows<T, D>, Nothing> pair_rows;
+    std::conditional_t<Pairs, PairGradients<T, D>, Nothing> pair_gradients;
   };
 };
 

@@ -5,8 +5,8 @@
 namespace flash_dmattn::cuda::sm80 {
 
 // Puts a warp's accumulators, packed by pack(x, y, m, h), into rows [warp_row, ..) and columns
-// [warp_column, ..) of a shared tile.
-template <class Tile, int M16, int N8, class Pack>
+// [warp_column, ..) of a shared tile; `Order` says where among the warp's rows.
+template <class Tile, class Order = InOrder, int M16, int N8, class Pack>
 __device__ inline void stage_accumulators(const float (&c)[M16][N8][4], std::uint32_t tile,
                                           int warp_row, int warp_column, const Pack& pack) {
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -16,7 +16,7 @@ __device__ inline void stage_accumulators(const float (&c)[M16][N8][4], std::uin
     for (int n = 0; n < N8; ++n) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int row = warp_row + 16 * m + 8 * h + lane / 4;
+        const int row = warp_row + Order::key(16 * m + 8 * h + lane / 4);
         store_shared_4(tile + Tile::offset(row, warp_column / 8 + n) + 4 * (lane % 4),
                        pack(c[m][n][2 * h], c[m][n][2 * h + 1], m, h));
       }

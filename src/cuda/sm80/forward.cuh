@@ -47,13 +47,15 @@ struct ForwardKernel {
     copy_rows<QueryRows, threads>(
         RowSource<QueryRows>(p.q, tile.batch, tile.head, p.shape.head_dim), q_tile,
         row_end - tile.row, query);
+    [[maybe_unused]] const bool by_word = p.plan.keys == nullptr && row_end == tile.row + rows &&
+                                          (!p.score.bias.per_query || p.score.bias.in_words);
     const KeyList list(p.plan, p.shape, p.score.causal, tile.batch, tile.kv_head, tile.row,
                        row_end);
     Stream stream(shared.stream, list, walk(p, tile, list.count),
                   RowSource<KeyRows>(p.k, tile.batch, tile.kv_head, p.shape.head_dim),
                   RowSource<KeyRows>(p.v, tile.batch, tile.kv_head, p.shape.head_dim),
                   ColumnLoader<T>(p.score, p.shape, tile.batch, tile.head, tile.kv_head), tile.row,
-                  row_end, Pairs);
+                  row_end, Pairs && !by_word);
     stream.start();
 
     Accumulator<P.warp_rows, D> out;
@@ -64,8 +66,6 @@ struct ForwardKernel {
     const OperandA<QueryRows, Major::k> q(q_tile, warp_row);
     const LanePosition position = LanePosition::of(tile.row + warp_row, 0);
 
-    [[maybe_unused]] const bool by_word = p.plan.keys == nullptr && row_end == tile.row + rows &&
-                                          (!p.score.bias.per_query || p.score.bias.in_words);
     PairTile<T, m16, P.keys> pairs(p.score, tile, p.shape.seqlen_q, position.row);
 
     for (int n = 0; stream.has(n); ++n) {

@@ -258,6 +258,13 @@ struct KeyStreamStorage {
   Stage stage[Stages];
   ColumnTile<N> columns[2];
   int keys[key_stages][N];
+  // Where chunk i of row 0 of K and V lies: the main loops have no registers to keep it in, and
+  // forming it anew takes longer than reading it.
+  struct alignas(16) Chunk {
+    const std::byte* k;
+    const std::byte* v;
+  };
+  Chunk chunks[RowTile::chunks];
   Rest rest;
 };
 
@@ -273,7 +280,8 @@ class KeyStream {
   using Storage = KeyStreamStorage<T, D, N, Stages, Rest>;
   using RowTile = typename Storage::RowTile;
 
-  // `list_positions`: keys() is asked for even where the keys are consecutive.
+  // `list_positions`: keys() is asked for even where the keys are consecutive. The last tile has
+  // them in any case, unless it is whole.
   __device__ KeyStream(Storage& storage, const KeyList& list, const Walk& walk,
                        const RowSource<RowTile>& k, const RowSource<RowTile>& v,
                        const ColumnLoader<T>& loader, int row_begin, int row_end,
@@ -298,6 +306,7 @@ class KeyStream {
 
   // Before the first tile. The caller's own copies to shared memory are waited for with these.
   __device__ void start() {
+    if (threadIdx.x < RowTile::chunks) storage_.chunks[threadIdx.x] = {k_.data, v_.data};
     list_keys(0);
     list_keys(1);
     cp_async_wait_all();
@@ -353,7 +362,7 @@ class KeyStream {
 
   __device__ void list_keys(int n) {
     const int i = static_cast<int>(threadIdx.x);
-    if (!listed_ || i >= N || !has(n)) return;
+    if (i >= N || !has(n) || !(listed_ || size(n) < N)) return;
     int& key = storage_.keys[n % Storage::key_stages][i];
     const int position = first(n) + Order::key(i);
     if (list_.keys == nullptr) {
@@ -365,6 +374,9 @@ class KeyStream {
   }
 
   __device__ void copy_tile(int n) {
+    const auto chunk = storage_.chunks[k_.chunk()];
+    k_.data = chunk.k;
+    v_.data = chunk.v;
     if (whole_rows_ && size(n) == N) {
       if (list_.keys == nullptr) {
         copy_run<RowTile, Threads, Order>(k_, k_tile(n), first(n));

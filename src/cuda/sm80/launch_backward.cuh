@@ -14,10 +14,10 @@ void launch_backward_kernel(const BackwardParams& params, cudaStream_t stream) {
   launch<Kernel>(Kernel::blocks(params), params, stream);
 }
 
-template <class T, int D, SharedClass S, bool Ordered>
+template <class T, int D, SharedClass S, bool Pairs, bool Ordered>
 void launch_key_major_kernel(const BackwardParams& params, cudaStream_t stream) {
   if constexpr (has_key_major_backward(D, S)) {
-    using Kernel = KeyMajorBackwardKernel<T, D, Ordered>;
+    using Kernel = KeyMajorBackwardKernel<T, D, Pairs, Ordered>;
     static_assert(sizeof(typename Kernel::SharedStorage) <= shared_bytes(S));
     launch<Kernel>(Kernel::blocks(params), params, stream);
   }
@@ -34,7 +34,10 @@ void launch_backward_of_class(const BackwardParams& params, cudaStream_t stream)
   const bool pairs = params.score.mask.per_query || params.score.bias.per_query;
   with_constant(params.turns.started != nullptr, [&]<bool Ordered>() {
     if (params.key_major) {
-      launch_key_major_kernel<T, D, S, Ordered>(params, stream);
+      with_constant(pairs, [&]<bool Pairs>() {
+        // Pairs whose additions take turns go by queries.
+        launch_key_major_kernel<T, D, S, Pairs, Ordered && !Pairs>(params, stream);
+      });
     } else {
       with_constant(pairs, [&]<bool Pairs>() {
         launch_backward_kernel<T, D, S, Pairs, Ordered>(params, stream);

@@ -56,12 +56,13 @@ class PairTile {
       });
       return;
     }
-    const float factor = score.pair_factor;
-    const float mask_value = score.mask_value;
     for_each_element(x, [&](float& s, int m, int n, int e) {
-      const float bias = bias_of(m, n, e);
-      const float sum = fmaf(s, factor, bias);
-      s = unmasked(m, n, e) && bias > mask_value ? sum : negative_infinity;
+      s = fmaf(s, score.pair_factor, bias_of(m, n, e));
+      if (!unmasked(m, n, e)) s = negative_infinity;
+    });
+    if (!__any_sync(0xffffffffu, some_bias_masks(score.mask_value))) return;
+    for_each_element(x, [&](float& s, int m, int n, int e) {
+      if (!(bias_of(m, n, e) > score.mask_value)) s = negative_infinity;
     });
   }
 
@@ -78,6 +79,23 @@ class PairTile {
                                             : four.w;
     const auto pair = reinterpret_cast<const typename Element<T>::Pair&>(word);
     return Element<T>::widen(e % 2 == 0 ? pair.x : pair.y);
+  }
+
+  __device__ bool some_bias_masks(float mask_value) const {
+    using Pair = typename Element<T>::Pair;
+    const auto pair = [](const std::uint32_t& bits) { return reinterpret_cast<const Pair&>(bits); };
+    Pair least = pair(bias_[0][0].x);
+#pragma unroll
+    for (int r = 0; r < 2 * M16; ++r) {
+#pragma unroll
+      for (int j = 0; j < words; ++j) {
+        const uint4& four = bias_[r][j];
+        least = __hmin2_nan(least, __hmin2_nan(__hmin2_nan(pair(four.x), pair(four.y)),
+                                               __hmin2_nan(pair(four.z), pair(four.w))));
+      }
+    }
+    // A NaN is not greater either.
+    return !(Element<T>::widen(least.x) > mask_value && Element<T>::widen(least.y) > mask_value);
   }
 
   const std::byte* mask_from_;

@@ -71,6 +71,11 @@ __device__ inline void cp_async_4(std::uint32_t to, const void* from, bool valid
                : "memory");
 }
 
+// Asks for the line of an address to be brought to the L2.
+__device__ inline void prefetch_l2(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}
+
 // Waits for all of this thread's cp.async.
 __device__ inline void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
@@ -93,14 +98,9 @@ __device__ inline void store_shared_4(std::uint32_t to, std::uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
 }
 
-// Barriers 1 to 15 among the warps that name the same one; 0 is __syncthreads. Both order memory.
+// Barriers 1 to 15 among the warps that name the same one; 0 is __syncthreads. It orders memory.
 __device__ inline void barrier_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-// Is counted without waiting.
-__device__ inline void barrier_arrive(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Adds four consecutive floats, 16-byte aligned, in the L2. The vector form is of sm_90.
