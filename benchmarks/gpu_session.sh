@@ -9,8 +9,11 @@
 #   correctness   C++ and Python tests
 #   sanitizers    compute-sanitizer, small cases; beside the tests
 #   speed         times, memory, rivals, training; alone
-# All of it takes one minute on an H200 with 16 processor cores.
-# RESULTS gets a log of each part and record.json, whose place is benchmarks/records/<machine>/<date>-torch.json.
+#   portable      only on request, as it compiles for two minutes: tests of the Triton and FlexAttention backends
+#   rivals        only on request, for as long: all cases of `python -m flash_dmattn bench`, FlexAttention too; alone
+# The first three take one minute on an H200 with 16 processor cores.
+# RESULTS gets a log of each part and record.json, whose place is benchmarks/records/<machine>/<date>-torch.json;
+# rivals: triton.json and sweeps.json.
 set -euo pipefail
 
 pack() {
@@ -74,6 +77,18 @@ sanitizers() {
   wait
 }
 
+# Every test compiles kernels of its own: as many processes as there are cores.
+portable() {
+  part portable bash -c 'cd "$1" && python3 -m pytest --collect-only -q tests/python/test_triton_*.py tests/python/test_flex.py |
+    grep :: | xargs -d "\n" -P "$(nproc)" -n 12 python3 -m pytest -q -p no:cacheprovider' - "$folder"
+}
+
+rivals() {
+  local bench=(python3 -m flash_dmattn bench --backend cuda triton --commit "$(cat "$folder/commit")")
+  part bench_triton "${bench[@]}" --case dense dma sliding pairs --against fa2,cudnn,sdpa,flex --json "$results/triton.json"
+  part bench_sweeps "${bench[@]}" --case scaling windows --against sdpa,flex --json "$results/sweeps.json"
+}
+
 speed() {
   part through_torch python3 "$folder/benchmarks/cuda/through_torch.py" --commit "$(cat "$folder/commit")" \
     --record "$results/record.json"
@@ -90,16 +105,16 @@ run() {
   export FLASH_DMATTN_CASES_DIR="$folder/tests/cases"
   local step background=()
   for step in "$@"; do
-    if [ "$step" = speed ]; then
+    if [ "$step" = speed ] || [ "$step" = rivals ]; then
       wait "${background[@]}"
-      speed
+      "$step"
     else
       "$step" &
       background+=($!)
     fi
   done
   wait
-  grep -ahE ' cuda | fa2 | cudnn |extra_mb|on_top|bits_per_byte_of' "$results/through_torch.log" 2>/dev/null || true
+  grep -ahE ' cuda | fa2 | cudnn |selection|extra_mb|on_top|bits_per_byte_of' "$results/through_torch.log" 2>/dev/null || true
   awk -F '\t' '{ printf "%-24s %-12s %6s  %s\n", $1, $2, $3, $4 }' "$results/table.tsv"
   ! grep -q FAILED "$results/table.tsv"
 }

@@ -83,14 +83,20 @@ def _torchs(inputs: Inputs, mask: Tensor | None = None, backend: SDPBackend | No
     case = inputs.case
     q, k, v = _leaves(*(t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)))
     leaves = [q, k, v] if mask is None or not mask.requires_grad else [q, k, v, mask]
-    options = {"enable_gqa": case.heads_q != case.heads_kv}
-    options |= {"is_causal": True} if mask is None else {"attn_mask": mask}
+    group = case.heads_q // case.heads_kv
+    options = {"attn_mask": mask}
+    if mask is None:
+        options, group = {"is_causal": True, "enable_gqa": group > 1}, 1
 
     def forward():
+        # With enable_gqa and a mask torch would hold the N x N scores: it repeats keys here, as its users do.
+        keys, values = k, v
+        if group > 1:
+            keys, values = (t.repeat_interleave(group, 1) for t in (k, v))
         if backend is None:
-            return F.scaled_dot_product_attention(q, k, v, **options)
+            return F.scaled_dot_product_attention(q, keys, values, **options)
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, **options)
+            return F.scaled_dot_product_attention(q, keys, values, **options)
 
     mask_bytes = 0 if mask is None else bytes_of([mask])
     return Step(forward, leaves, inputs.dout.transpose(1, 2), mask_bytes)

@@ -1,6 +1,6 @@
 """Tile sizes: one table, chosen by what is known before a launch, so that results never depend on timing.
 
-queries, keys: rows of a tile. Measured on one H200 (benchmarks/records/h200); the losers are named.
+queries, keys: rows of a tile. Measured on one H200, with times in ms; docs/kernels/triton.md says what binds.
 """
 
 from __future__ import annotations
@@ -18,15 +18,25 @@ class Config:
     stages: int
 
 
-# {kernel: {largest head dimension: configuration}} for 16-bit dtypes.
+# {kernel: {largest head dimension: configuration}} for 16-bit dtypes. Two blocks of 4 warps fit on an SM and hide
+# each other's softmax and barriers, where one of 8 waits for itself: that decides most rows at 128.
 _LOW_PRECISION = {
-    "forward": {64: Config(128, 64, 4, 3), 128: Config(128, 64, 8, 3), 256: Config(64, 32, 4, 2)},
-    # K and V of a tile are both read in two directions: no third stage fits at 128.
-    "dq": {64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 2), 256: Config(64, 32, 8, 1)},
-    # dk and dv are accumulators of keys x D fp32 each. With pairs at 64: 10.2 ms; 64 x 128 x 8 warps 10.9,
-    # 32 x 128 11.0 (whole backward).
-    "dkdv": {64: Config(64, 64, 4, 2), 128: Config(64, 128, 8, 2), 256: Config(32, 64, 8, 1)},
-    # With pairs at 64: 10.1 ms; 2 stages 10.4, 64 x 128 10.5, 128 x 64 x 8 warps 10.9, 64 x 32 10.9.
+    # N8192 H16 D128: 0.72; 128 x 64 with 8 warps 0.77, with 4 (whose sums spill) 1.05; 128 x 128 x 8 0.79.
+    "forward": {64: Config(128, 64, 4, 3), 128: Config(64, 64, 4, 3), 256: Config(64, 32, 4, 2)},
+    # N32768 H16 Hkv8 D128 w2048, whole forward: 2.00; 128 x 64 x 8 2.48, 64 x 64 x 4 2.40. Fewer tiles gather
+    # fewer rows.
+    "forward by list": {
+        64: Config(128, 64, 4, 3),
+        128: Config(128, 64, 4, 3),
+        256: Config(64, 32, 4, 2),
+    },
+    # Whole backward, N8192 D128: 2.03; 128 x 64 x 8 2.22, 128 x 32 and 64 x 128 x 8 2.66. At 64: 1.23, with 8
+    # warps 1.30, and with 2 stages 1.51.
+    "dq": {64: Config(128, 64, 4, 3), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 8, 1)},
+    # dk and dv are accumulators of keys x D fp32 each. Whole backward, N32768 w2048 D128: 8.7; 64 x 128 x 8 11.7,
+    # 32 x 128 x 8 10.6, 128 x 64 x 8 19.7 (spills). Smaller blocks of keys also hold fewer pairs that nobody sees.
+    "dkdv": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(32, 64, 8, 1)},
+    # With pairs at 64: 10.1; 2 stages 10.4, 64 x 128 10.5, 128 x 64 x 8 warps 10.9, 64 x 32 10.9.
     "dbias": {64: Config(64, 64, 4, 3), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
 }
 # fp32 products are not done by tensor cores (their 10-bit mantissa would show): unrolled multiply-adds,
@@ -37,7 +47,7 @@ _CAREFUL = {256: Config(16, 16, 4, 1)}
 
 
 def choose(kernel: str, dtype: torch.dtype, block_d: int, careful: bool = False) -> Config:
-    """The configuration of "forward", "dq", "dkdv" or "dbias"."""
+    """The configuration of a kernel: a name of the table."""
     if careful:
         table = _CAREFUL
     elif dtype == torch.float32:

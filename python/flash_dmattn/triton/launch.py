@@ -147,7 +147,7 @@ def forward(problem: Problem, saturate: bool) -> tuple[Tensor, Tensor, Tensor, T
     heads = p.batch * shape.heads_q
     if heads and shape.seqlen_q:
         plan, planned = p.plan()
-        for config, keywords in p.forms("forward"):
+        for config, keywords in p.forms("forward" if p.intervals is None else "forward by list"):
             forward_kernel[(heads * triton.cdiv(shape.seqlen_q, config.queries),)](
                 p.q, p.k, p.v, p.mask, p.bias, p.interval_view(), plan, rows(out),
                 lse, lse_low, flags, shape, torch.finfo(p.dtype).max,
