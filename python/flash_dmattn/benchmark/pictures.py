@@ -60,7 +60,7 @@ def draw_sweep(
         )  # fmt: skip
     ticks = sorted({row[along] for row in rows})
     axes.set_xticks(ticks, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in ticks])
-    axes.minorticks_off()
+    axes.xaxis.minorticks_off()
     axes.set_xlabel(_AXES[along])
     axes.set_ylabel(
         "seconds, forward + backward" if value is seconds else "GB beyond q, k, v and bias"

@@ -94,6 +94,8 @@ def steps_of(
         if not full:
             names = [n for n in names if CASES[n]["slow"] != "1"][::QUICK_ONE_IN]
         for name in names:
+            if backend == "flex" and CASES[name]["inputs"] == "limits":
+                continue  # numbers beyond fp32 inside a score: flex_dmattn_func promises nothing
             yield Step(
                 backend, name, dtype, lambda name=name: case_verdicts(name, function, device, small)
             )

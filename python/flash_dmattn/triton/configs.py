@@ -21,20 +21,22 @@ class Config:
 # {kernel: {largest head dimension: configuration}} for 16-bit dtypes. Two blocks of 4 warps fit on an SM and hide
 # each other's softmax and barriers, where one of 8 waits for itself: that decides most rows at 128.
 _LOW_PRECISION = {
-    # N8192 H16 D128: 0.72; 128 x 64 with 8 warps 0.77, with 4 (whose sums spill) 1.05; 128 x 128 x 8 0.79.
-    "forward": {64: Config(128, 64, 4, 3), 128: Config(64, 64, 4, 3), 256: Config(64, 32, 4, 2)},
-    # N32768 H16 Hkv8 D128 w2048, whole forward: 2.00; 128 x 64 x 8 2.48, 64 x 64 x 4 2.40. Fewer tiles gather
-    # fewer rows.
+    # N8192 H16 D128: 0.72; 128 x 64 with 8 warps 0.77, with 4 (whose sums spill) 1.05; 64 x 64 with 2 stages 0.80.
+    # At 64 with pairs, N16384 H2: 0.46; with 4 warps 1.02.
+    "forward": {64: Config(128, 64, 8, 3), 128: Config(64, 64, 4, 3), 256: Config(64, 32, 4, 2)},
+    # N32768 H16 Hkv8 w2048, whole forward, D128: 2.00; 128 x 64 x 8 2.48, 64 x 64 x 4 2.40. Fewer tiles gather
+    # fewer rows. D64: 1.44; with 8 warps 2.03.
     "forward by list": {
         64: Config(128, 64, 4, 3),
         128: Config(128, 64, 4, 3),
         256: Config(64, 32, 4, 2),
     },
-    # Whole backward, N8192 D128: 2.03; 128 x 64 x 8 2.22, 128 x 32 and 64 x 128 x 8 2.66. At 64: 1.23, with 8
-    # warps 1.30, and with 2 stages 1.51.
-    "dq": {64: Config(128, 64, 4, 3), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 8, 1)},
-    # dk and dv are accumulators of keys x D fp32 each. Whole backward, N32768 w2048 D128: 8.7; 64 x 128 x 8 11.7,
-    # 32 x 128 x 8 10.6, 128 x 64 x 8 19.7 (spills). Smaller blocks of keys also hold fewer pairs that nobody sees.
+    # Whole backward, N8192 D128: 2.00; 3 stages 2.17, 64 x 32 2.14, 128 x 64 x 8 2.22, 128 x 32 x 8 2.66. At 64 with
+    # pairs, N16384 H2: 3.0, with 4 warps 3.6; without, 4 warps would be 6 % better.
+    "dq": {64: Config(128, 64, 8, 3), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 8, 1)},
+    # dk and dv are accumulators of keys x D fp32 each. Whole backward, N32768 w2048 D128: 8.5; 32 x 64 x 4 9.1,
+    # 64 x 32 x 4 11.4, 64 x 128 x 8 11.7, 128 x 64 x 8 19.7 (spills). Smaller blocks of keys also hold fewer pairs
+    # that nobody sees.
     "dkdv": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(32, 64, 8, 1)},
     # With pairs at 64: 10.1; 2 stages 10.4, 64 x 128 10.5, 128 x 64 x 8 warps 10.9, 64 x 32 10.9.
     "dbias": {64: Config(64, 64, 4, 3), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
