@@ -31,8 +31,11 @@ def newest_records(suffix: str) -> list[tuple[str, dict]]:
     return [(str(p.relative_to(ROOT)), read(p)) for p in newest.values()]
 
 
-def table(records: list[tuple[str, dict]]) -> str:
-    """A block per machine, a Markdown row per case and dtype: ours, and the rivals of the same run."""
+def table(records: list[tuple[str, dict]], to_root: str = "") -> str:
+    """A block per machine, a Markdown row per case and dtype: ours, and the rivals of the same run.
+
+    to_root: the way from the document to the records.
+    """
     lines = []
     for path, record in records:
         rows = [row for row in record["speed"] if "forward_ms" in row]
@@ -43,10 +46,10 @@ def table(records: list[tuple[str, dict]]) -> str:
         about = record["machine"]
         threads = f" ({about['isa']}), {about['threads']} threads" if "threads" in about else ""
         lines += [
-            f"{about['name']}{threads}, torch {record['torch']}, commit `{record['commit']}` ([record]({path})); "
+            f"{about['name']}{threads}, torch {record['torch']}, commit `{record['commit']}` ([record]({to_root}{path})); "
             "ms, forward / backward:",
             "",
-            f"| work | dtype | {' | '.join(NAMES[who] for who in sides)} | ours, useful TFLOP/s |",
+            f"| work | dtype | {' | '.join(NAMES[who] for who in sides)} | {NAMES[sides[0]]}, useful TFLOP/s |",
             f"|---|---|{'---|' * len(sides)}---|",
         ]
         for (case, dtype), found in work.items():
@@ -88,12 +91,18 @@ def draw_overview(record: dict, path: Path) -> None:
     pictures.save(figure, path)
 
 
+def write_tables(document: Path, tables: dict[str, str]) -> None:
+    text = document.read_text()
+    for name, content in tables.items():
+        text = put_between_markers(text, name, content)
+    document.write_text(text)
+
+
 def main() -> None:
     on_cpus, on_gpus = newest_records("cpu"), newest_records("torch")
-    readme = ROOT / "README.md"
-    text = put_between_markers(readme.read_text(), "cpu table", table(on_cpus))
-    text = put_between_markers(text, "gpu table", table(on_gpus))
-    readme.write_text(text)
+    write_tables(ROOT / "README.md", {"cpu table": table(on_cpus), "gpu table": table(on_gpus)})
+    triton = table(newest_records("triton"), to_root="../../")
+    write_tables(ROOT / "docs" / "kernels" / "triton.md", {"triton table": triton})
     draw_overview(on_cpus[0][1], IMAGES / "overview.svg")
     for _, record in newest_records("sweeps"):
         pictures.draw(record["speed"], IMAGES / "cost.svg")

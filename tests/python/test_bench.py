@@ -80,6 +80,21 @@ def test_who_cannot_run_a_case_says_so(capsys):
     assert "expected any of" in capsys.readouterr().err
 
 
+def test_the_file_has_every_row_as_soon_as_it_is_known(monkeypatch, tmp_path):
+    file = tmp_path / "bench.json"
+    arguments = ["--case", "dense", "--dtype", "float32", *SMALL, "--json", str(file)]
+    written = []
+    measure = run.measure
+
+    def watched(*rest):
+        written.append(len(json.loads(file.read_text())["speed"]) if file.exists() else 0)
+        return measure(*rest)
+
+    monkeypatch.setattr(run, "measure", watched)
+    assert main(["bench", *arguments]) == 0
+    assert written == [0, 2]
+
+
 def test_an_interrupt_keeps_what_is_finished(capsys, monkeypatch, tmp_path):
     measure = run.measure
 

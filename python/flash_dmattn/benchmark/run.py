@@ -30,6 +30,7 @@ def bench(options: argparse.Namespace) -> int:
         print(f"--case: got {names}, which has no work for a {device_of(options)}", file=sys.stderr)
         return 2
     interrupted = False
+    about = record.about(device_of(options), options.commit, options.repeats)
     if options.records:
         rows = [row for path in options.records for row in record.read(path)["speed"]]
         print("\n".join([record.HEADER, *map(record.line, rows)]))
@@ -38,11 +39,12 @@ def bench(options: argparse.Namespace) -> int:
         try:
             for row in measured(options):
                 rows.append(row)
+                if options.json:  # at once: whoever does not wait for the rest loses nothing
+                    record.write(options.json, {**about, "speed": rows})
         except KeyboardInterrupt:
             interrupted = True
             print(f"\nInterrupted after {len(rows)} rows.", file=sys.stderr)
     if options.json and rows:
-        about = record.about(device_of(options), options.commit, options.repeats)
         record.write(options.json, {**about, "speed": rows})
         print(f"wrote {options.json}")
     if options.plot and rows:
