@@ -79,7 +79,8 @@ def test_cuda_graph_of_another_device():
             step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # torch's own stream for captures is of the device that was current at the first one.
+        with torch.cuda.graph(graph, stream=side):
             captured = step()
         graph.replay()
         assert_close(captured, step())

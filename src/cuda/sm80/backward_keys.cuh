@@ -318,12 +318,13 @@ struct KeyMajorBackwardKernel {
                                                  pair * warp_keys),
                      OperandB<QueryRows, Major::k>(is_value ? q : dout, 0));
       ScoreOperand operand;
-      if (is_value) {
-        make_probabilities(place, stage, bounds, x, operand);
-        if (has_next) copy_queries(next, 1 - stage);
-      } else {
+      if (is_value) make_probabilities(place, stage, bounds, x, operand);
+      barrier_wait(1 + pair, 64);  // P of this pair of warps is there
+      if (!is_value) {
         // The heads' tiles of the same queries are visited one after the other.
         make_gradients(place, stage, !has_next || next.row != place.row, x, operand);
+      } else if (has_next) {
+        copy_queries(next, 1 - stage);
       }
       multiply<T, rows>(sum, operand, OperandB<QueryRows, Major::mn>(is_value ? dout : q, 0));
     }
@@ -370,14 +371,12 @@ struct KeyMajorBackwardKernel {
                           {weights[m][k][0], weights[m][k][1], weights[m][k][2], weights[m][k][3]});
         }
       }
-      barrier_wait(pair_barrier(), 64);
     }
 
     // dS of dP, for this warp's product and for dq.
     __device__ void make_gradients(Place place, int stage, bool last_head,
                                    const ScoreAccumulator& dp_tile, ScoreOperand& operand) {
       const float* const delta = shared.delta[stage] + 2 * (lane % 4);
-      barrier_wait(pair_barrier(), 64);
 #pragma unroll
       for (int k = 0; k < n8 / 2; ++k) {
         const float2 of_query[2] = {*reinterpret_cast<const float2*>(delta + 16 * k),
@@ -457,8 +456,6 @@ struct KeyMajorBackwardKernel {
         }
       }
     }
-
-    __device__ int pair_barrier() const { return 1 + pair; }
 
     // Where a lane's four words of block (m, k) of P pass from its value warp to its key warp.
     __device__ std::uint32_t handover(int stage, int m, int k) const {
