@@ -59,7 +59,8 @@ class Turn {
     }
   }
 
-  // After that barrier: all have done what they had to add at places before.
+  // After a barrier that all additions of the step before precede; this step adds at places up to
+  // `place`.
   __device__ void begin(int place) const {
     if (threadIdx.x != announcing_thread) return;
     if (storage_.adding > 0) announce(storage_.adding);

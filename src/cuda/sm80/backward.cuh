@@ -90,12 +90,12 @@ struct BackwardKernel {
     const bool in_places = Ordered && has_ascending_keys(p.plan, tile);
     for (int n = 0; stream.has(n); ++n) {
       const int place = in_places ? stream.key(n, stream.size(n) - 1) : last_place;
-      turn.wait(place);
       stream.advance(n);
       if (in_places) turn.begin(place);
       const std::uint32_t state = stream.state(n);
       if ((state & ColumnTile<P.keys>::touched) != 0) {
-        score_step(p, tile, shared, stream, n, state, rows, position);
+        score_step(p, tile, shared, stream, n, state, rows, position, turn, place);
+        turn.wait(place);
         __syncthreads();
         const SumRows sum_rows(p, tile, stream, n);
         add_rows(p, p.dv_sum, sum_rows, p_tile, dout_tile);
@@ -104,6 +104,7 @@ struct BackwardKernel {
             dq, OperandA<Scores, Major::k>(dt_tile, QueryTilePart::row()),
             OperandB<KeyRows, Major::mn>(stream.k_tile(n), QueryTilePart::column()));
       } else {
+        turn.wait(place);
         clear_pair_gradients(p, tile, row_end, n * P.keys, n * P.keys + stream.size(n));
       }
       stream.finish(n);
@@ -188,7 +189,8 @@ struct BackwardKernel {
   // Probabilities and dt of the score tile, to shared memory; ds to dbias on the way.
   static __device__ void score_step(const Params& p, const QueryTile& tile, SharedStorage& shared,
                                     const Stream& stream, int n, std::uint32_t state,
-                                    const RowStatistics& rows, LanePosition position) {
+                                    const RowStatistics& rows, LanePosition position,
+                                    const Turn<Ordered>& turn, int place) {
     const auto& columns = stream.columns(n);
     typename ScoreTile::Accumulators x;
     clear(x);
@@ -243,6 +245,10 @@ struct BackwardKernel {
       s = probability == 0 ? 0.0f : probability * (s - rows.delta[m][e / 2]);
     });
     if (p.dbias.data != nullptr) {
+      if (Ordered && p.dbias_add) {
+        turn.wait(place);
+        __syncthreads();
+      }
       if (Pairs && p.dbias.per_query && p.dbias.key == 0 && p.dbias_add) {
         add_row_gradients(p, tile, position, ds);
       } else if (Pairs && p.dbias.per_query) {
