@@ -22,7 +22,7 @@ from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils impor
 )
 
 SPEED_CASES = ("dense", "dma", "groups", "sliding", "pairs")
-SIDES = ("cuda", "fa2", "cudnn")
+SIDES = ("cuda", "fa2", "cudnn", "flex")
 REPEATS = 9
 
 
