@@ -170,11 +170,12 @@ def _modifications(q, k, mask, bias, intervals, is_causal, softcap):
     def element(tensor, b, h, i, j):
         """Of a tensor that may broadcast: [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
         head = h if tensor.shape[1] == heads_q else h // group
+        zero = 0 * b  # torch 2.10 does not know integers beside tensors as indices
         return tensor[
-            b if tensor.shape[0] > 1 else 0,
-            head if tensor.shape[1] > 1 else 0,
-            i if tensor.shape[2] > 1 else 0,
-            j if tensor.shape[3] > 1 else 0,
+            b if tensor.shape[0] > 1 else zero,
+            head if tensor.shape[1] > 1 else zero,
+            i if tensor.shape[2] > 1 else zero,
+            j if tensor.shape[3] > 1 else zero,
         ]
 
     def visible(b, h, i, j):
@@ -186,9 +187,11 @@ def _modifications(q, k, mask, bias, intervals, is_causal, softcap):
         if hiding_bias is not None:
             shown = shown & (element(hiding_bias, b, h, i, j) > mask_value)
         if intervals is not None:
-            row = b if intervals.shape[0] > 1 else 0
-            head = h // group if intervals.shape[1] > 1 else 0
-            shown = shown & (intervals[row, head, j, 0] <= i) & (i < intervals[row, head, j, 1])
+            zero = 0 * b
+            row = b if intervals.shape[0] > 1 else zero
+            head = h // group if intervals.shape[1] > 1 else zero
+            first, last = intervals[row, head, j, zero], intervals[row, head, j, zero + 1]
+            shown = shown & (first <= i) & (i < last)
         return shown
 
     def score_mod(score, b, h, i, j):
