@@ -18,11 +18,10 @@ def peak_bytes(call: Callable[[], object], device: str) -> tuple[int, object]:
         kept = call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before, kept
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "5"
-    )  # torch would print a line at every start and stop
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    # torch would print a line at every start and stop, and about events of cycles that there are none of.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
         kept = call()
     events = profile.profiler.kineto_results.events()
     changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
