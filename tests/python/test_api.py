@@ -1,5 +1,6 @@
 """Names, defaults, errors and the helpers beside the attention functions."""
 
+import importlib
 import inspect
 
 import pytest
@@ -34,17 +35,41 @@ def test_names_that_other_programs_use():
     assert all(hasattr(flash_dmattn, name) for name in flash_dmattn.__all__)
 
 
-def test_positional_arguments_keep_their_order():
-    parameters = list(inspect.signature(flash_dmattn_func).parameters)
-    assert parameters[:10] == [
-        "query", "key", "value", "attn_mask", "attn_bias", "softmax_scale", "is_causal", "softcap",
-        "deterministic", "return_attn_probs",
-    ]  # fmt: skip
-    parameters = list(inspect.signature(flash_dmattn.flash_dmattn_varlen_func).parameters)
-    assert parameters[:13] == [
-        "query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
-        "softmax_scale", "is_causal", "softcap", "deterministic", "return_attn_probs", "block_table",
-    ]  # fmt: skip
+SIGNATURES = [
+    ("flash_dmattn_interface", "flash_dmattn_func",
+     "query key value attn_mask attn_bias softmax_scale is_causal softcap deterministic return_attn_probs",
+     "scale keep_window_size selection selection_scores key_intervals nonfinite"),
+    ("flash_dmattn_interface", "flash_dmattn_varlen_func",
+     "query key value cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale is_causal softcap "
+     "deterministic return_attn_probs block_table",
+     "attn_bias keep_window_size selection nonfinite"),
+    ("key_intervals", "select_key_intervals",
+     "scores keep_window_size", "selection is_causal key_mask query_length"),
+    ("utils.mask", "create_mask",
+     "attention_bias attention_mask batch_size query_len key_len window_size min_dtype block_size type", ""),
+    ("utils.mask", "topk_indices", "attention_bias window_size", ""),
+    ("utils.mask", "topk_mask", "attention_bias attention_mask window_size min_dtype block_size", ""),
+    ("utils.mask", "relu_mask", "attention_bias attention_mask min_dtype block_size", ""),
+    ("utils.padding", "pad_input", "hidden_states indices batch seqlen", ""),
+    ("utils.padding", "unpad_input", "hidden_states attention_mask", ""),
+    ("integrations.import_utils", "is_flash_dmattn_available", "", ""),
+    ("integrations.modeling_flash_dynamic_mask_attention_utils", "_flash_dynamic_mask_attention_forward",
+     "query_states key_states value_states attention_mask attention_bias query_length key_length is_causal "
+     "softmax_scale softcap keep_window_size deterministic target_dtype implementation", "window_size"),
+    ("integrations.modeling_flash_dynamic_mask_attention_utils", "fdma_peft_integration_check",
+     "q k v bias target_dtype", ""),
+    ("integrations.flash_dynamic_mask_attention", "flash_dynamic_mask_attention_forward",
+     "module query key value attention_mask attention_bias scaling window_size softcap", "position_bias"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("module, name, in_order, by_name", SIGNATURES)
+def test_arguments_keep_their_names_and_order(module, name, in_order, by_name):
+    function = getattr(importlib.import_module(f"flash_dmattn.{module}"), name)
+    parameters = inspect.signature(function).parameters.values()
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional[: len(in_order.split())] == in_order.split()
+    assert set(by_name.split()) <= {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 # ---- Backends ----------------------------------------------------------------------------------------
