@@ -58,7 +58,10 @@ def load_dout(head, dout, rows, exists, shape, BLOCK_D: tl.constexpr, EVEN_D: tl
 def delta_kernel(
     dout, out, delta, flags, shape, M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr
 ):
-    """delta = dout . out [B, Hq, Sq], and the check that dout is fit for the plain kernels."""
+    """delta = dout . out [B, Hq, Sq], and the check that dout is fit for the plain kernels.
+
+    In fp32 summed as dp = dout . v is, so that ds of a row that sees one key alone is exactly 0.
+    """
     blocks = tl.cdiv(shape.seqlen_q, M)
     rows = tl.program_id(0) % blocks * M + tl.arange(0, M)
     batch = tl.program_id(0) // blocks // shape.heads_q
@@ -70,7 +73,12 @@ def delta_kernel(
     result = load_rows(
         head_rows(out, batch, head), out, rows, exists, shape, BLOCK_D, EVEN_D, False
     )
-    total = tl.sum(gradient.to(tl.float32) * result.to(tl.float32), 1)
+    if gradient.dtype == tl.float32:
+        products = matmul(gradient, tl.trans(result), False)
+        on_diagonal = tl.arange(0, M)[:, None] == tl.arange(0, M)[None, :]
+        total = tl.sum(tl.where(on_diagonal, products, 0.0), 1)
+    else:
+        total = tl.sum(gradient.to(tl.float32) * result.to(tl.float32), 1)
     index = (batch * shape.heads_q + head).to(tl.int64) * shape.seqlen_q + rows
     tl.store(delta + index, total, mask=exists)
     if out_of_range(gradient):

@@ -34,6 +34,8 @@ _LOW_PRECISION = {
     # Whole backward, N8192 D128: 2.00; 3 stages 2.17, 64 x 32 2.14, 128 x 64 x 8 2.22, 128 x 32 x 8 2.66. At 64 with
     # pairs, N16384 H2: 3.0, with 4 warps 3.6; without, 4 warps would be 6 % better.
     "dq": {64: Config(128, 64, 8, 3), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 8, 1)},
+    # Reads each row once: any tile will do.
+    "delta": {256: Config(64, 64, 4, 2)},
     # dk and dv are accumulators of keys x D fp32 each. Whole backward, N32768 w2048 D128: 8.5; 32 x 64 x 4 9.1,
     # 64 x 32 x 4 11.4, 64 x 128 x 8 11.7, 128 x 64 x 8 19.7 (spills). Smaller blocks of keys also hold fewer pairs
     # that nobody sees.

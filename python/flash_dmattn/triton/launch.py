@@ -42,7 +42,7 @@ class Problem:
             if is_causal:
                 self.intervals = _from_the_diagonal(self.intervals, causal_reach)
         self.shape = Shape(
-            seqlen_q, seqlen_k, heads_q, heads_q // heads_kv, head_dim,
+            seqlen_q, seqlen_k, heads_q, heads_q // max(heads_kv, 1), head_dim,
             causal_reach if is_causal and key_intervals is None else seqlen_k,
             scale, softcap, MASK_VALUE[q.dtype],
         )  # fmt: skip
@@ -165,13 +165,17 @@ def backward(problem, dout, out, lse, lse_low, flags, saturate, needs) -> list[T
     by_keys = need_dbias and bias.shape[2] == 1
     by_pairs = need_dbias and not by_rows and not by_keys
     heads = p.batch * shape.heads_q
+    if heads == 0:
+        parts = (p.q.data, p.k.data, p.v.data, bias)
+        return [torch.zeros_like(t) if n else None for t, n in zip(parts, needs, strict=True)]
 
     delta = torch.empty_like(lse)
     flags = flags.clone()
     statistics = Statistics(lse, lse_low, delta)
-    if heads and shape.seqlen_q:
-        delta_kernel[(heads * triton.cdiv(shape.seqlen_q, _ROWS_AT_ONCE),)](
-            rows(dout), rows(out), delta, flags, shape, M=_ROWS_AT_ONCE, **p.block_d
+    if shape.seqlen_q:
+        config = configs.choose("delta", p.dtype, p.block_d["BLOCK_D"])
+        delta_kernel[(heads * triton.cdiv(shape.seqlen_q, config.queries),)](
+            rows(dout), rows(out), delta, flags, shape, M=config.queries, **p.block_d
         )
 
     dq = torch.empty(p.q.data.shape, dtype=p.dtype, device=p.device)
@@ -183,18 +187,17 @@ def backward(problem, dout, out, lse, lse_low, flags, saturate, needs) -> list[T
     )
     inputs = (p.q, p.k, p.v, p.mask, p.bias, p.interval_view())
     limits = (gradient_limit(p.dtype), gradient_limit(p.dtype))
-    if (need_dq or by_rows) and heads and shape.seqlen_q:
+    if (need_dq or by_rows) and shape.seqlen_q:
         plan, planned = p.plan()
         for config, keywords in p.forms("dq"):
             query_gradient_kernel[(heads * triton.cdiv(shape.seqlen_q, config.queries),)](
                 *inputs, plan, rows(out), rows(dout), statistics, rows(dq), sums,
                 flags, shape, *limits, SUM_ROWS=by_rows, SATURATE=saturate, **planned, **keywords,
             )  # fmt: skip
-    heads_kv = p.batch * p.heads_kv
-    if (need_dk or need_dv or by_keys) and heads_kv and shape.seqlen_k:
+    if (need_dk or need_dv or by_keys) and shape.seqlen_k:
         order = p.q.data if p.intervals is None else lifetime_order(p.intervals)
         for config, keywords in p.forms("dkdv"):
-            key_gradient_kernel[(heads_kv * triton.cdiv(shape.seqlen_k, config.keys),)](
+            key_gradient_kernel[(p.batch * p.heads_kv * triton.cdiv(shape.seqlen_k, config.keys),)](
                 *inputs, order, rows(out), rows(dout), statistics, rows(dk), rows(dv), sums, flags,
                 shape, *limits, BY_INTERVALS=p.intervals is not None, SUM_KEYS=by_keys,
                 SATURATE=saturate, **keywords,

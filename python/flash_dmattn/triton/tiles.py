@@ -114,6 +114,18 @@ def broadcast_head(part, batch, head, group):
 
 
 @triton.jit
+def load_broadcast(part, head, rows, keys, shape, KIND: tl.constexpr):
+    """What a mask or bias says of pairs, 0 of those that do not exist. rows and keys broadcast."""
+    if KIND == KEY:
+        found = tl.load(head + keys.to(tl.int64) * part.key, mask=keys < shape.seqlen_k, other=0)
+    else:
+        exists = (rows < shape.seqlen_q) & (keys < shape.seqlen_k)
+        offsets = rows.to(tl.int64) * part.query + keys.to(tl.int64) * part.key
+        found = tl.load(head + offsets, mask=exists, other=0)
+    return found
+
+
+@triton.jit
 def load_interval(intervals, batch, head_kv, keys, exists):
     """First and last query of the keys; (0, 0), which is never visible, where a key does not exist."""
     data = intervals.data + batch.to(tl.int64) * intervals.batch
@@ -143,16 +155,8 @@ def scores(
         slope = 1.0 - tanh * tanh
     else:
         score = products * (shape.scale * unit)
-    exists = (rows < shape.seqlen_q) & (keys < shape.seqlen_k)
     if BIAS != NONE:
-        if BIAS == KEY:
-            value = tl.load(
-                bias_head + keys.to(tl.int64) * bias.key, mask=keys < shape.seqlen_k, other=0.0
-            )
-        else:
-            offsets = rows.to(tl.int64) * bias.query + keys.to(tl.int64) * bias.key
-            value = tl.load(bias_head + offsets, mask=exists, other=0.0)
-        value = value.to(products.dtype)
+        value = load_broadcast(bias, bias_head, rows, keys, shape, BIAS).to(products.dtype)
         shown = value > shape.mask_value  # not for a NaN
         if CAREFUL:
             score += tl.where(shown, value, 0.0)
@@ -164,13 +168,7 @@ def scores(
     if BIAS != NONE:
         score = tl.where(shown, score, -float("inf"))
     if MASK != NONE:
-        if MASK == KEY:
-            allowed = tl.load(
-                mask_head + keys.to(tl.int64) * mask.key, mask=keys < shape.seqlen_k, other=0
-            )
-        else:
-            offsets = rows.to(tl.int64) * mask.query + keys.to(tl.int64) * mask.key
-            allowed = tl.load(mask_head + offsets, mask=exists, other=0)
+        allowed = load_broadcast(mask, mask_head, rows, keys, shape, MASK)
         score = tl.where(allowed != 0, score, -float("inf"))
     return score, slope
 
