@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _ops
+from . import _ops, check_finite
 from ._arguments import (
     MASK_VALUE,
     attention_inputs,
@@ -137,21 +137,11 @@ def _forward(
 ):  # fmt: skip
     """out and lse of the operator."""
     softcap, saturate = resolve_softcap(softcap), resolve_nonfinite(nonfinite)
-    if backend == "triton":
-        shown, _, _, bound = _choice_operands(intervals)
-        from .triton.ops import forward  # imports triton, which not everyone has
-
-        out, lse, *_ = forward(
-            query, key, value, mask, bias, shown, bound, is_causal, scale, softcap, saturate
-        )
-        return out, lse
-    if backend == "flex":
-        shown = None if intervals is None else intervals.intervals
-        from .flash_dmattn_flex import forward
-
-        return forward(
-            query, key, value, mask, bias, shown, is_causal, scale, softcap, saturate, deterministic
-        )
+    if backend in ("triton", "flex"):
+        return _forward_in_python(
+            query, key, value, mask, bias, intervals, is_causal, scale, softcap, saturate,
+            deterministic, backend,
+        )  # fmt: skip
     head_dim = query.shape[3]
     # The GPU's kernels load 16 bytes at a time.
     padding = -head_dim % 8 if query.device.type == "cuda" else 0
@@ -163,6 +153,30 @@ def _forward(
         resolve_deterministic(deterministic), backend,
     )  # fmt: skip
     return out[..., :head_dim] if padding else out, lse
+
+
+def _forward_in_python(
+    query, key, value, mask, bias, intervals, is_causal, scale, softcap, saturate, deterministic, backend,
+):  # fmt: skip
+    """out and lse of the backends that are not the library's."""
+    checked = check_finite.enabled()
+    if checked:
+        query, key, value, bias = check_finite.inputs(q=query, k=key, v=value, bias=bias)
+    shown, _, _, bound = _choice_operands(intervals)
+    if backend == "triton":
+        from .triton.ops import forward  # imports triton, which not everyone has
+
+        out, lse, *_ = forward(
+            query, key, value, mask, bias, shown, bound, is_causal, scale, softcap, saturate
+        )
+    else:
+        from .flash_dmattn_flex import forward
+
+        out, lse = forward(
+            query, key, value, mask, bias, shown, is_causal, scale, softcap, saturate,
+            resolve_deterministic(deterministic),
+        )  # fmt: skip
+    return check_finite.outputs(out, lse) if checked else (out, lse)
 
 
 def _choice_operands(choice):

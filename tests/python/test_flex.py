@@ -54,6 +54,23 @@ def test_what_flex_cannot_do_is_said():
         flex_dmattn_func(q, q[:, :0], q[:, :0])
 
 
+def test_check_mode_names_the_first_nonfinite_value(monkeypatch):
+    monkeypatch.setenv("FLASH_DMATTN_CHECK_FINITE", "1")
+    q, k = (torch.randn(1, 20, 2, 16, device="cuda" if ON_GPU else "cpu") for _ in range(2))
+    k[0, 9, 1, 4] = torch.nan
+    with pytest.raises(RuntimeError, match=r"forward input k\[0, 9, 1, 4\] is nan"):
+        flex_dmattn_func(q, k, k)
+
+
+@needs_gpu
+def test_check_mode_names_an_output_gradient(monkeypatch):
+    monkeypatch.setenv("FLASH_DMATTN_CHECK_FINITE", "1")
+    q = torch.randn(1, 20, 2, 16, device="cuda", requires_grad=True)
+    dout = torch.ones_like(q).index_fill(1, torch.tensor([3], device="cuda"), torch.inf)
+    with pytest.raises(RuntimeError, match=r"backward input dout\[0, 3, 0, 0\] is inf"):
+        flex_dmattn_func(q, q, q).backward(dout)
+
+
 def test_the_block_mask_is_made_without_a_quadratic_tensor():
     from flash_dmattn.flash_dmattn_flex import _blocks
 
