@@ -42,10 +42,14 @@ def _cuda_is_available() -> bool:
     return any(name == "cuda" and available == "1" for name, available, _ in lines)
 
 
-# torch.compile would look into a cached function, and cannot trace an operator that returns text.
-@torch.compiler.assume_constant_result
 def _has_cuda() -> bool:
     return _cuda_is_available()
+
+
+# torch.compile would look into a cached function, and cannot trace an operator that returns text. This is
+# torch.compiler.assume_constant_result without its import of the compiler: two seconds, and an error of its
+# own where Triton is broken.
+_has_cuda._dynamo_marked_constant = True
 
 
 def has_kernels_for(tensor: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,11 +20,12 @@ class Backend:
     reason: str
 
 
+_OLDEST_TRITON = (3, 6)  # of those that have compiled the kernels: 3.6 and 3.9
 _ON_GPU = ("cuda", "triton", "flex", "cpu", "reference")
 _ON_CPU = ("cpu", "flex", "triton", "cuda", "reference")
 
 
-def _gpu() -> str | None:
+def gpu() -> str | None:
     """The kind of GPU that torch can use, "cuda" or "xpu"."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator and accelerator.type in ("cuda", "xpu") else None
@@ -32,29 +34,37 @@ def _gpu() -> str | None:
 def _triton() -> Backend:
     try:
         import triton
+
+        return _usable(triton)
     except Exception as error:  # a broken installation fails in ways of its own
         reason = f"triton cannot be imported: {type(error).__name__}: {error}"
         return Backend("triton", False, reason)
+
+
+def _usable(triton) -> Backend:
     version = f"triton {triton.__version__}"
+    if tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < _OLDEST_TRITON:
+        oldest = ".".join(map(str, _OLDEST_TRITON))
+        return Backend("triton", False, f"{version} is too old, expected {oldest} or newer")
     if triton.knobs.runtime.interpret:
         return Backend(
             "triton", False, f"{version} is interpreted (TRITON_INTERPRET), for tests only"
         )
-    if _gpu() is None:
+    if gpu() is None:
         missing = "needs a GPU that torch can use (for tests, TRITON_INTERPRET=1)"
         return Backend("triton", False, f"{version} {missing}")
-    return Backend("triton", True, f"{version} on {_gpu()}")
+    return Backend("triton", True, f"{version} on {gpu()}")
 
 
 def _flex() -> Backend:
     try:
-        import torch.nn.attention.flex_attention  # noqa: F401
+        from torch.nn.attention import flex_attention  # noqa: F401
     except Exception as error:
         reason = f"torch {torch.__version__} has no FlexAttention: {type(error).__name__}: {error}"
         return Backend("flex", False, reason)
-    if _gpu() is None:
+    if gpu() is None:
         return Backend("flex", False, "FlexAttention has no backward without a GPU")
-    return Backend("flex", True, f"torch {torch.__version__} on {_gpu()}")
+    return Backend("flex", True, f"torch {torch.__version__} on {gpu()}")
 
 
 @cache
@@ -66,7 +76,7 @@ def backends() -> tuple[Backend, ...]:
         if name == "cuda" and available == "1" and not torch.cuda.is_available():
             available, reason = "0", f"torch {torch.__version__} cannot use the GPU ({reason})"
         found.append(Backend(name, available == "1", reason))
-    order = _ON_CPU if _gpu() is None else _ON_GPU
+    order = _ON_CPU if gpu() is None else _ON_GPU
     return tuple(sorted(found, key=lambda b: (not b.available, order.index(b.name))))
 
 

@@ -33,12 +33,58 @@ def test_importing_asks_nothing_of_cuda():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_a_broken_triton_is_reported(tmp_path, monkeypatch):
-    (tmp_path / "triton.py").write_text("raise OSError('libcuda.so.1: wrong ELF class')")
+@pytest.mark.parametrize(
+    "module, words",
+    [
+        (
+            "raise OSError('libcuda.so.1: wrong ELF class')",
+            "OSError: libcuda.so.1: wrong ELF class",
+        ),
+        ("", "AttributeError"),  # a folder of that name, say
+        ("__version__ = '3.2.0'", "triton 3.2.0 is too old, expected 3.6 or newer"),
+    ],
+)
+def test_a_broken_triton_is_reported(module, words, tmp_path, monkeypatch):
+    (tmp_path / "triton.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     found = availability._triton()
-    assert not found.available and "OSError: libcuda.so.1: wrong ELF class" in found.reason
+    assert not found.available and words in found.reason
+
+
+def test_a_torch_without_flex_attention_is_reported(monkeypatch):
+    monkeypatch.delattr(torch.nn.attention, "flex_attention", raising=False)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.flex_attention", None)
+    found = availability._flex()
+    assert not found.available and "has no FlexAttention" in found.reason
+
+
+def test_everything_works_beside_a_broken_triton(tmp_path):
+    """In a process of its own: info, the list, the constants and the functions agree."""
+    (tmp_path / "triton.py").write_text("raise OSError('no such driver')")
+    program = (
+        "import torch, flash_dmattn\n"
+        "from flash_dmattn.__main__ import main\n"
+        "main(['info'])\n"
+        "assert not flash_dmattn.TRITON_AVAILABLE\n"
+        "assert 'triton' not in flash_dmattn.get_available_backends()\n"
+        "q = torch.randn(1, 9, 2, 16)\n"
+        "assert flash_dmattn.flash_dmattn_func_auto()(q, q, q, is_causal=True).isfinite().all()\n"
+        "try:\n"
+        "    flash_dmattn.triton_dmattn_func(q, q, q)\n"
+        "except RuntimeError as error:\n"
+        "    print(error)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    reason = "triton cannot be imported: OSError: no such driver"
+    assert f"triton     no   {reason}" in done.stdout
+    assert f"triton_dmattn_func: {reason}" in done.stdout
 
 
 @pytest.mark.parametrize("best", ["triton", "flex", "cuda", "cpu"])
