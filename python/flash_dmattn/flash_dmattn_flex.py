@@ -74,7 +74,9 @@ def forward(
         q, k, v = (_SaturatedGradient.apply(t) for t in (q, k, v))
         bias = None if bias is None else _SaturatedGradient.apply(bias)
     padding = max(16, 1 << (head_dim - 1).bit_length()) - head_dim  # flex wants powers of 2
-    q, k, v = (F.pad(t, (0, padding)).transpose(1, 2) for t in (q, k, v))
+    if padding:
+        q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     out, aux = compiled_flex(
         q, k, v, **masking(q, k, mask, bias, intervals, is_causal, softcap), scale=scale,
         enable_gqa=heads_q > heads_kv, return_aux=AuxRequest(lse=q.device.type != "cpu"),
@@ -138,7 +140,7 @@ class _SaturatedGradient(torch.autograd.Function):
     def backward(ctx, gradient):
         limit = torch.finfo(gradient.dtype).max
         limit = limit / 2 if gradient.dtype == torch.bfloat16 else limit
-        return gradient.nan_to_num(limit, limit, -limit).clamp(-limit, limit)
+        return gradient.nan_to_num(limit, limit, -limit).clamp_(-limit, limit)
 
 
 class _SanitisedOutput(torch.autograd.Function):

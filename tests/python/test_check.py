@@ -90,14 +90,20 @@ def test_a_backend_that_declines_everything_proves_nothing(small, capsys, monkey
     assert "declined: NotImplementedError: not today" in capsys.readouterr().out
 
 
-def test_an_error_that_is_no_refusal_is_a_failure(small, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("illegal memory access"),
+        TypeError("f() got an unexpected keyword argument 'x'"),
+    ],
+)
+def test_an_error_that_is_no_refusal_is_a_failure(small, capsys, monkeypatch, error):
     def breaks(*args, **kwargs):
-        raise RuntimeError("illegal memory access")
+        raise error
 
     assert check_of(breaks, monkeypatch, "--dtype", "f32") == 1
-    assert (
-        "FAILED cpu f32 plain_f32\n  RuntimeError: illegal memory access" in capsys.readouterr().out
-    )
+    expected = f"FAILED cpu f32 plain_f32\n  {type(error).__name__}: {error}"
+    assert expected in capsys.readouterr().out
 
 
 def test_an_interrupt_keeps_what_is_finished(small, capsys, monkeypatch, tmp_path):
@@ -116,14 +122,29 @@ def test_an_interrupt_keeps_what_is_finished(small, capsys, monkeypatch, tmp_pat
     assert not found["complete"] and {row["case"] for row in found["rows"]} == {"plain_f32"}
 
 
-def test_a_missing_backend_says_why(capsys):
-    backends = flash_dmattn.backends()
+def test_a_missing_backend_says_why(capsys, tmp_path):
+    backends, file = flash_dmattn.backends(), tmp_path / "check.json"
     missing = [b for b in backends if not b.available and not check_run.interpreted(b.name)]
     for backend in missing:
-        assert main(["check", "--backend", backend.name]) == 2
+        assert main(["check", "--backend", backend.name, "--json", str(file)]) == 2
         assert f"{backend.name} cannot run here: {backend.reason}" in capsys.readouterr().err
+        found = json.loads(file.read_text())
+        assert found["failed"] and backend.reason in json.dumps(found["environment"])
     if not missing:
         pytest.skip("every backend runs on this machine")
+
+
+@pytest.mark.parametrize("found", ["cuda", "xpu"])
+def test_backends_are_checked_where_they_run(found, monkeypatch):
+    monkeypatch.setattr(check_run, "gpu", lambda: found)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert [check_run.device_of(name) for name in ("cpu", "flex", "triton")] == [
+        "cpu",
+        found,
+        found,
+    ]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert check_run.device_of("triton") == "cpu"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here")

@@ -11,13 +11,14 @@ from torch import Tensor
 
 def peak_bytes(call: Callable[[], object], device: str) -> tuple[int, object]:
     """The peak beyond what was allocated before, and what the call returned."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+    if torch.device(device).type != "cpu":
+        gpu = torch.get_device_module(torch.device(device))
+        gpu.synchronize()
+        before = gpu.memory_allocated()
+        gpu.reset_peak_memory_stats()
         kept = call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before, kept
+        gpu.synchronize()
+        return gpu.max_memory_allocated() - before, kept
     # torch would print a line at every start and stop, and about events of cycles that there are none of.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     cpu = [torch.profiler.ProfilerActivity.CPU]

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-BACKENDS = ("cuda", "triton", "flex", "cpu", "reference")
+BACKENDS = ("cuda", "triton", "flex", "cpu")
 DTYPES = ("f32", "bf16", "f16")
 EXIT_STATUS = "Exit status: 0 all passed, 1 something failed, 2 the named backend cannot run here, 130 interrupted."
 

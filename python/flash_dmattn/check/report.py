@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..availability import backends
+from ..availability import backends, gpu
 from .compare import Verdict
 
 PASS, FAIL, DECLINED = "pass", "FAIL", "declined"
@@ -107,7 +107,7 @@ def environment() -> dict:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": torch.get_device_module(gpu()).get_device_name() if gpu() else None,
         "backends": [dataclasses.asdict(backend) for backend in backends()],
     }
 

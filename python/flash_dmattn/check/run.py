@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from .. import flash_dmattn_interface
-from ..availability import backends
+from ..availability import backends, gpu
 from ..flash_dmattn_interface import flash_dmattn_func_auto
 from ..flash_dmattn_triton import triton_dmattn_func
 from ..progress import progress
@@ -47,6 +47,8 @@ def check(options: argparse.Namespace) -> int:
             continue
         print(f"{backend.name} cannot run here: {backend.reason}", file=sys.stderr)
         if asked is not None:
+            if options.json:
+                report.write(options.json, [], complete=False)
             return 2
     names = [b.name for b in backends() if b.available and b.name != "reference"]
     steps = [
@@ -124,12 +126,7 @@ def case_verdicts(
 
 
 def device_of(backend: str) -> str:
-    on_gpu = (
-        backend not in ("cpu", "reference")
-        and torch.cuda.is_available()
-        and not interpreted(backend)
-    )
-    return "cuda" if on_gpu else "cpu"
+    return "cpu" if backend == "cpu" or interpreted(backend) else gpu() or "cpu"
 
 
 def dtypes_of(backend: str) -> tuple[str, ...]:
@@ -157,10 +154,13 @@ def examine(step: Step) -> list[Row]:
 def declines(error: Exception) -> bool:
     """Whether a backend says that it does not do this, rather than failing at it.
 
-    An error of the C++ library is a ValueError or a RuntimeError, depending on the version of torch.
+    It names the argument: "query: got ...". An error of the C++ library is a ValueError or a RuntimeError,
+    depending on the version of torch.
     """
-    if isinstance(error, (NotImplementedError, TypeError, ValueError)):
+    if isinstance(error, NotImplementedError):
         return True
+    if isinstance(error, (TypeError, ValueError)):
+        return ": got " in str(error)
     return isinstance(error, RuntimeError) and "expected one that supports" in str(error)
 
 
