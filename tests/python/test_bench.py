@@ -62,6 +62,16 @@ def test_windows_are_a_second_row_of_panels(tmp_path):
     assert "sequence length N" in picture.read_text() and "window w" in picture.read_text()
 
 
+def test_dense_attention_is_drawn_against_the_length(tmp_path):
+    picture = tmp_path / "bench.svg"
+    assert (
+        main(["bench", "--case", "dense", "--dtype", "float32", *SMALL, "--plot", str(picture)])
+        == 0
+    )
+    drawn = picture.read_text()
+    assert "dense causal" in drawn and "torch SDPA, float32" in drawn and "window w" not in drawn
+
+
 def test_nothing_to_plot_is_said(capsys, tmp_path):
     arguments = ["--case", "dense", "--length", "32", "--repeats", "1", "--dtype", "float32"]
     picture = tmp_path / "bench.png"

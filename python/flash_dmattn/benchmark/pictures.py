@@ -16,7 +16,7 @@ _COLOURS = {
 }  # fmt: skip
 _LABELS = {
     "cuda": "flash_dmattn, CUDA", "cpu": "flash_dmattn, CPU", "triton": "flash_dmattn, Triton",
-    "sdpa": "torch SDPA, N×N mask", "flex": "flex_attention", "fa2": "FlashAttention-2, dense",
+    "sdpa": "torch SDPA", "flex": "flex_attention", "fa2": "FlashAttention-2, dense",
     "cudnn": "cuDNN, dense",
 }  # fmt: skip
 _STYLES = {"bfloat16": ("s", "-"), "float32": ("o", "--"), "float16": ("^", ":")}
@@ -37,17 +37,23 @@ def sweep(rows: Iterable[dict], along: str) -> list[dict]:
     other = "window" if along == "seqlen" else "seqlen"
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
-        if row.get("window"):
+        if row.get(along):  # dense attention has no window
             groups.setdefault(tuple(row[key] for key in (*_FIXED, other)), []).append(row)
     sizes = {key: len({row[along] for row in group}) for key, group in groups.items()}
     best = max(groups, key=lambda key: sizes[key], default=None)
     return groups[best] if best is not None and sizes[best] > 1 else []
 
 
+def _label(who: str, row: dict) -> str:
+    masked = who == "sdpa" and row["window"]
+    return _LABELS[who] + (", N×N mask" if masked else "")
+
+
 def draw_sweep(
     axes: plt.Axes, rows: list[dict], along: str, value: Callable[[dict], float | None]
 ) -> None:
     """A line for every side and dtype, log-log."""
+    one = rows[0]
     for who, dtype in dict.fromkeys((row["who"], row["dtype"]) for row in rows):
         mine = [row for row in rows if (row["who"], row["dtype"]) == (who, dtype)]
         points = {row[along]: value(row) for row in mine if value(row) is not None}
@@ -56,7 +62,7 @@ def draw_sweep(
         marker, style = _STYLES[dtype]
         axes.loglog(
             *zip(*sorted(points.items()), strict=True), marker=marker, linestyle=style, markersize=4,
-            color=_COLOURS[who], label=f"{_LABELS[who]}, {dtype}",
+            color=_COLOURS[who], label=f"{_label(who, one)}, {dtype}",
         )  # fmt: skip
     ticks = sorted({row[along] for row in rows})
     axes.set_xticks(ticks, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in ticks])
@@ -65,8 +71,9 @@ def draw_sweep(
     axes.set_ylabel(
         "seconds, forward + backward" if value is seconds else "GB beyond q, k, v and bias"
     )
-    one = rows[0]
-    fixed = f"w = {one['window']}" if along == "seqlen" else f"N = {one['seqlen']}"
+    fixed = f"N = {one['seqlen']}"
+    if along == "seqlen":
+        fixed = f"w = {one['window']}" if one["window"] else one["kind"]
     axes.set_title(
         f"{fixed}, B{one['batch']} H{one['heads_q']} Hkv{one['heads_kv']} D{one['head_dim']}",
         fontsize=9,
