@@ -4,11 +4,14 @@ import pytest
 import torch
 from torch.utils import deterministic
 
+from flash_dmattn import _ops
+from guarded_memory import GuardedMemory
 from largest_tensor import LargestTensor
 
 triton = pytest.importorskip("triton")
 
-from flash_dmattn import sliding_window, triton_dmattn_func  # noqa: E402
+from flash_dmattn import select_key_intervals, sliding_window, triton_dmattn_func  # noqa: E402
+from flash_dmattn.triton import launch  # noqa: E402
 
 # What numpy says of inf and NaN in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -54,7 +57,7 @@ def test_nothing_unwritten_is_read(dtype, way):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_past_the_end_is_read(dtype, way):
+def test_nothing_past_the_end_is_read(dtype, way, monkeypatch):
     """Inputs inside NaN-filled memory."""
 
     def inside(tensor):
@@ -62,10 +65,18 @@ def test_nothing_past_the_end_is_read(dtype, way):
         view = memory[tuple(slice(3, 3 + size) for size in tensor.shape)]
         return view.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
 
+    flags = []
+
+    def watched(*arguments, find=launch.range_flags):
+        flags.append(find(*arguments))
+        return flags[-1]
+
+    monkeypatch.setattr(launch, "range_flags", watched)
     tensors = leaves(dtype)
     dout = torch.randn_like(tensors[0]).detach()
     surrounded = attend([inside(t) for t in tensors], inside(dout), **WAYS[way])
     assert_equal(surrounded, attend(tensors, dout, **WAYS[way]))
+    assert flags and not torch.stack(flags).any()  # the careful kernels would forgive such a read
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
@@ -128,12 +139,66 @@ def test_two_runs_are_bit_identical():
     assert_equal(*runs)
 
 
-def test_intervals_make_no_quadratic_tensor():
-    length = 300
+def launched(tensors, dout, key_intervals=None, key_bound=()):
+    """The gradients, causal, without the operators: a mode of torch does not see what happens in them."""
+    q, k, v, bias = (t.detach() for t in tensors)
+    bias = bias[:, :, None] if bias.dim() == 3 else bias
+    arguments = (None, bias, key_intervals, list(key_bound), True, 0.25, 0.0)
+    problem = launch.Problem(q, k, v, *arguments)
+    out, *rest = launch.forward(problem, True)
+    return launch.backward(problem, dout, out, *rest, True, [True] * 4)
+
+
+@pytest.mark.parametrize("bias", [(1, 2, 45), (1, 2, 37, 1), (1, 2, 37, 45)], ids=str)
+@pytest.mark.parametrize("by_intervals", [False, True])
+def test_nothing_past_the_end_is_written(bias, by_intervals):
+    tensors = leaves(torch.float16, bias=bias)
+    dout = torch.randn_like(tensors[0]).detach()
+    shown = sliding_window(45, 9, query_length=37, device=DEVICE).intervals
+    with GuardedMemory() as guards:
+        gradients = launched(tensors, dout, shown if by_intervals else None)
+    guards.assert_untouched()
+    for gradient in gradients:
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_selection_makes_no_quadratic_tensor(hidden, monkeypatch):
+    """Also where selection and plan are not the library's, as on GPUs that it has no kernels for."""
+    if hidden:
+        monkeypatch.setattr(_ops, "has_kernels_for", lambda tensor: False)
+    length, window = 300, 7
     tensors = leaves(torch.float32, length, length, 16, (1, 1, length))
     with LargestTensor() as largest:
-        attend(tensors, key_intervals=sliding_window(length, 7, device=DEVICE))
-    assert largest.elements < length * length / 2
+        chosen = select_key_intervals(tensors[3].detach(), window)
+        launched(tensors, tensors[0].detach(), chosen.intervals, chosen.bound)
+    assert largest.elements < length * length
+
+
+def test_check_mode_names_the_first_nonfinite_value(monkeypatch):
+    monkeypatch.setenv("FLASH_DMATTN_CHECK_FINITE", "1")
+    tensors = leaves(torch.float16)
+    with torch.no_grad():
+        tensors[3][0, 1, 7] = -torch.inf  # a mask
+    dout = torch.randn_like(tensors[0]).detach()
+    for result in attend(tensors, dout):
+        assert result.isfinite().all()
+    hit = dout.clone()
+    hit[0, 2, 3, 5] = torch.inf
+    with pytest.raises(RuntimeError, match=r"backward input dout\[0, 2, 3, 5\] is inf"):
+        attend(tensors, hit)
+    with torch.no_grad():
+        tensors[1][0, 9, 1, 4] = torch.nan
+    with pytest.raises(RuntimeError, match=r"forward input k\[0, 9, 1, 4\] is nan"):
+        attend(tensors)
+
+
+def test_check_mode_names_what_is_made_here(monkeypatch):
+    monkeypatch.setenv("FLASH_DMATTN_CHECK_FINITE", "1")
+    tensors = leaves(torch.float16)
+    dout = torch.full_like(tensors[0], 6e4).detach()
+    with pytest.raises(RuntimeError, match=r"backward output d\w+\[0, .*\] is -?(inf|nan)"):
+        attend(tensors, dout, nonfinite="propagate")
 
 
 def test_wrong_dtypes_and_second_derivatives_are_refused():
