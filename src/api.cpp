@@ -22,12 +22,16 @@ std::string quoted(std::string_view name) {
 }
 
 void require_known(std::string_view name) {
-  std::string known;
   for (const Backend* backend : backend_table()) {
     if (backend->name == name) return;
-    known += quoted(backend->name) + ", ";
   }
+  std::string known;
+  for (const Backend* backend : backend_table()) known += quoted(backend->name) + ", ";
   throw InvalidArgument("backend", quoted(name), known + "or \"\" for the first that can");
+}
+
+Device device_of(const Backend& backend) {
+  return &backend == &cuda_backend ? Device::cuda : Device::cpu;
 }
 
 struct Choice {
@@ -39,13 +43,17 @@ struct Choice {
 Choice find_backend(const Problem& problem, std::string_view name) {
   validate(problem);
   if (!name.empty()) require_known(name);
+  const auto asked = [&](const Backend& backend) { return name.empty() || backend.name == name; };
+  // A reason takes memory, so those that compute elsewhere are asked for theirs only when none can.
+  for (const Backend* backend : backend_table()) {
+    const bool here = device_of(*backend) == problem.device;
+    if (asked(*backend) && here && backend->supports(problem).empty()) return {backend, ""};
+  }
   Choice choice;
   for (const Backend* backend : backend_table()) {
-    if (!name.empty() && backend->name != name) continue;
-    const std::string reason = backend->supports(problem);
-    if (reason.empty()) return {backend, ""};
-    choice.reasons +=
-        (choice.reasons.empty() ? "" : "; ") + std::string(backend->name) + ": " + reason;
+    if (!asked(*backend)) continue;
+    choice.reasons += (choice.reasons.empty() ? "" : "; ") + std::string(backend->name) + ": " +
+                      backend->supports(problem);
   }
   return choice;
 }

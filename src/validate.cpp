@@ -138,9 +138,9 @@ Shape4 broadcast_strides(const Shape4& stride, const BroadcastShape& shape) {
 }
 
 ConstTensor4 validated_broadcast(std::string_view argument, const ConstTensor4& tensor,
-                                 const BroadcastShape& shape) {
+                                 std::string_view shape_argument, const BroadcastShape& shape) {
   if (!is_given(shape)) {
-    check_absent(argument, tensor.data, "problem." + std::string(argument) + "_shape");
+    check_absent(argument, tensor.data, shape_argument);
     return {};
   }
   check_input(argument, tensor, shape);
@@ -268,8 +268,8 @@ Inputs validated(const Problem& p, const Inputs& in, const Backend& backend) {
   check_input("k", in.k, key_shape(p));
   check_input("v", in.v, key_shape(p));
   Inputs result = in;
-  result.mask = validated_broadcast("mask", in.mask, p.mask_shape);
-  result.bias = validated_broadcast("bias", in.bias, p.bias_shape);
+  result.mask = validated_broadcast("mask", in.mask, "problem.mask_shape", p.mask_shape);
+  result.bias = validated_broadcast("bias", in.bias, "problem.bias_shape", p.bias_shape);
   result.intervals = validated_intervals(p, in, backend);
   result.plan = validated_plan(p, in.plan, backend);
   return result;

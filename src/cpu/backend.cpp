@@ -46,11 +46,12 @@ InstructionSet largest_allowed() {
   const char* cap = std::getenv("FLASH_DMATTN_MAX_ISA");
   const InstructionSet detected = detect_instruction_set();
   if (cap == nullptr || *cap == '\0') return detected;
-  std::string known;
   for (std::size_t i = 0; i < std::size(instruction_set_names); ++i) {
     if (cap == instruction_set_names[i]) return std::min(detected, static_cast<InstructionSet>(i));
-    known += (i == 0 ? "" : ", ") + std::string(instruction_set_names[i]);
   }
+  std::string known;
+  for (const auto& name : instruction_set_names)
+    known += (known.empty() ? "" : ", ") + std::string(name);
   throw InvalidArgument("FLASH_DMATTN_MAX_ISA", cap, "one of " + known);
 }
 

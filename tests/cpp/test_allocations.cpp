@@ -1,0 +1,172 @@
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "support/cases.h"
+#include "support/data.h"
+#include "support/random.h"
+#include "support/run.h"
+
+// The library allocates nothing: everything it needs is in the workspace. Counted in operator new, on all
+// threads, while it works.
+namespace {
+
+std::atomic<bool> counting{false};
+std::atomic<int> allocations{0};
+
+void* allocate(std::size_t bytes, std::size_t alignment) {
+  if (counting) ++allocations;
+  const std::size_t rounded = (bytes + alignment - 1) / alignment * alignment;
+  void* memory = std::aligned_alloc(alignment, rounded == 0 ? alignment : rounded);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+
+// Inlined, GCC takes it for a mismatch with operator new.
+[[gnu::noinline]] void release(void* memory) { std::free(memory); }
+
+}  // namespace
+
+void* operator new(std::size_t bytes) { return allocate(bytes, alignof(std::max_align_t)); }
+void* operator new(std::size_t bytes, std::align_val_t alignment) {
+  return allocate(bytes, static_cast<std::size_t>(alignment));
+}
+void operator delete(void* memory) noexcept { release(memory); }
+void operator delete(void* memory, std::size_t) noexcept { release(memory); }
+void operator delete(void* memory, std::align_val_t) noexcept { release(memory); }
+void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { release(memory); }
+
+namespace flash_dmattn {
+namespace {
+
+using testing::Case;
+using testing::Data;
+using testing::OwnedPlan;
+using testing::Results;
+
+template <class Function>
+int allocations_of(const Function& function) {
+  allocations = 0;
+  counting = true;
+  function();
+  counting = false;
+  return allocations;
+}
+
+// An execution with a workspace of its own.
+struct WithWorkspace {
+  testing::GuardedBuffer buffer;
+  Execution execution;
+
+  WithWorkspace(std::size_t bytes, const Execution& without)
+      : buffer(bytes, "workspace"), execution(without) {
+    execution.workspace = buffer.data();
+    execution.workspace_bytes = buffer.size();
+  }
+};
+
+TEST(Allocations, AreSeen) {
+  EXPECT_EQ(allocations_of([] { delete new int(0); }), 1);
+}
+
+class AllocationsOfAttention : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(AllocationsOfAttention, AreNone) {
+  const Execution execution = testing::on_pool();
+  const std::size_t step = std::string(GetParam()) == "reference" ? 8 : 1;  // it takes its time
+  for (std::size_t i = 0; i < testing::attention_cases().size(); i += step) {
+    const Case& c = testing::attention_cases()[i];
+    if (c.slow || !supports(c.problem, GetParam()).empty()) continue;
+    const Data data(c);
+    Results results(data);
+    ForwardArgs forward_args{.problem = data.problem, .in = data.inputs()};
+    OwnedPlan plan;
+    if (data.has_intervals()) {
+      PlanArgs args;
+      args.batch = data.problem.intervals_shape[0];
+      args.heads = data.problem.intervals_shape[1];
+      args.seqlen_q = data.problem.seqlen_q;
+      args.seqlen_k = data.problem.seqlen_k;
+      args.tile_rows = query_tile_rows(data.problem, GetParam());
+      args.causal = data.problem.causal;
+      args.intervals = data.intervals_view();
+      plan = testing::make_plan(args, testing::in_turn(1));
+      forward_args.in.plan = plan.plan;
+    }
+    forward_args.out = results.out.view();
+    forward_args.lse = results.lse.data<float>();
+    forward_args.lse_low = results.lse_low.data<float>();
+    BackwardArgs backward_args{.problem = data.problem, .in = forward_args.in};
+    backward_args.out = results.out.const_view();
+    backward_args.lse = results.lse.data<float>();
+    backward_args.lse_low = results.lse_low.data<float>();
+    backward_args.dout = data.dout.const_view();
+    backward_args.dq = results.dq.view();
+    backward_args.dk = results.dk.view();
+    backward_args.dv = results.dv.view();
+    if (data.has_bias()) backward_args.dbias = results.dbias.view();
+
+    std::size_t forward_bytes = 0, backward_bytes = 0;
+    EXPECT_EQ(allocations_of([&] {
+                forward_bytes = forward_workspace_size(forward_args, execution, GetParam());
+                backward_bytes = backward_workspace_size(backward_args, execution, GetParam());
+              }),
+              0)
+        << c.name;
+    const WithWorkspace forward_space(forward_bytes, execution);
+    const WithWorkspace backward_space(backward_bytes, execution);
+    EXPECT_EQ(allocations_of([&] {
+                forward(forward_args, forward_space.execution, GetParam());
+                backward(backward_args, backward_space.execution, GetParam());
+              }),
+              0)
+        << c.name;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, AllocationsOfAttention,
+                         ::testing::Values("cpu", "reference", ""));
+
+TEST(Allocations, NoneOfSelectionAndPlan) {
+  constexpr std::int64_t heads = 3, seqlen = 700;
+  const Execution execution = testing::on_pool();
+  testing::Random random(5);
+  std::vector<float> scores(heads * seqlen);
+  for (float& score : scores) score = static_cast<float>(random.normal());
+  std::vector<KeyInterval> intervals(scores.size());
+  for (const Selection kind : {Selection::per_query, Selection::global}) {
+    SelectionArgs args{.heads = heads, .seqlen_q = seqlen, .seqlen_k = seqlen, .window = 60};
+    args.batch = 1;
+    args.selection = kind;
+    args.scores = scores.data();
+    args.scores_stride = {heads * seqlen, seqlen, 1};
+    args.intervals = intervals.data();
+    const WithWorkspace space(select_workspace_size(args, execution), execution);
+    EXPECT_EQ(allocations_of([&] { select_key_intervals(args, space.execution); }), 0);
+
+    PlanArgs plan{.batch = 1, .heads = heads, .seqlen_q = seqlen, .seqlen_k = seqlen};
+    plan.tile_rows = 96;
+    plan.causal = true;
+    plan.intervals = {intervals.data(), heads * seqlen, seqlen};
+    const WithWorkspace plan_space(plan_workspace_size(plan, execution), execution);
+    const std::size_t lists = heads * ((seqlen + 95) / 96);
+    std::vector<std::int64_t> begin(lists);
+    std::vector<std::int32_t> count(lists), full(lists);
+    std::vector<std::int32_t> keys(
+        static_cast<std::size_t>(plan_entries(plan, plan_space.execution)));
+    EXPECT_EQ(allocations_of([&] {
+                build_plan(plan, {begin.data(), count.data(), full.data(), keys.data()},
+                           plan_space.execution);
+              }),
+              0);
+  }
+}
+
+}  // namespace
+}  // namespace flash_dmattn
