@@ -149,6 +149,9 @@ ConstTensor4 validated_broadcast(std::string_view argument, const ConstTensor4& 
 
 // ---- Intervals and plan --------------------------------------------------------------------------
 
+// Without queries or keys a plan may have no tiles and point nowhere.
+bool is_given(const Plan& plan) { return plan.tile_rows != 0 || plan.begin != nullptr; }
+
 KeyIntervals validated_intervals(const Problem& p, const Inputs& in, const Backend& backend) {
   const KeyIntervals& intervals = in.intervals;
   const auto [batch, heads] = p.intervals_shape;
@@ -156,7 +159,7 @@ KeyIntervals validated_intervals(const Problem& p, const Inputs& in, const Backe
     check_absent("intervals", intervals.data, "problem.intervals_shape");
     return {};
   }
-  const bool plan_alone = intervals.data == nullptr && in.plan.begin != nullptr;
+  const bool plan_alone = intervals.data == nullptr && is_given(in.plan);
   if (plan_alone && backend.plan_use == PlanUse::used) return {};
   check_input("intervals", {intervals.data, {intervals.stride_batch, intervals.stride_head, 0, 1}},
               {batch, heads, 1, p.seqlen_k});
@@ -165,7 +168,7 @@ KeyIntervals validated_intervals(const Problem& p, const Inputs& in, const Backe
 }
 
 Plan validated_plan(const Problem& p, const Plan& plan, const Backend& backend) {
-  const bool has_plan = plan.tile_rows != 0 || plan.begin != nullptr;
+  const bool has_plan = is_given(plan);
   if (!is_given(p.intervals_shape)) {
     if (has_plan) throw InvalidArgument("plan", "a plan", "none without intervals");
     return {};

@@ -1,0 +1,228 @@
+"""Every shape and layout that the CUDA backend takes: head dims, broadcasts, nothing at all, rows that lie anywhere."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, select_key_intervals
+from flash_dmattn.check.compare import assert_matches_oracle
+from flash_dmattn.check.oracle import Problem, causal_pairs, select
+from flash_dmattn.check.situations import forward_and_backward
+from gpu import needs_gpu
+
+pytestmark = needs_gpu
+
+BATCH, HEADS_Q, HEADS_KV = 2, 4, 2
+
+
+def normal(*shape, dtype=torch.bfloat16):
+    return torch.randn(shape, dtype=dtype, device="cuda")
+
+
+def problem_of(head_dim, seqlen_q=70, seqlen_k=131, dtype=torch.bfloat16, **options):
+    q, dout = (normal(BATCH, seqlen_q, HEADS_Q, head_dim, dtype=dtype) for _ in range(2))
+    k, v = (normal(BATCH, seqlen_k, HEADS_KV, head_dim, dtype=dtype) for _ in range(2))
+    return Problem(q, k, v, dout, causal=True, **options)
+
+
+# ---- Head dimensions: every multiple of 8, and some that the binding pads ------------------------------
+
+HEAD_DIMS = [*range(8, 257, 8), 1, 3, 33, 65, 100, 127, 129, 250]
+
+
+@pytest.mark.parametrize("route", ["one for each key", "selection", "pairs"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_head_dim(head_dim, route):
+    dtype = torch.float16 if head_dim % 16 == 0 else torch.bfloat16
+    seqlen_k = 132 if route == "pairs" else 131  # of pairs in fours, a kernel of their own
+    problem = problem_of(head_dim, seqlen_k=seqlen_k, dtype=dtype)
+    options = {}
+    if route == "pairs":
+        problem.mask = torch.rand(BATCH, 1, 70, seqlen_k, device="cuda") < 0.7
+        problem.bias = normal(BATCH, HEADS_KV, 70, seqlen_k, dtype=dtype)
+    else:
+        problem.bias = normal(BATCH, HEADS_KV, 1, seqlen_k, dtype=dtype)
+    if route == "selection":
+        options["keep_window_size"] = 20
+        allowed = causal_pairs(70, seqlen_k).cuda().expand(BATCH, HEADS_KV, -1, -1)
+        problem.shown = select(problem.bias[:, :, 0].float(), 20, allowed)
+    assert_matches_oracle(forward_and_backward(problem, **options), problem)
+
+
+# ---- Broadcasts: every shape of a mask and of a bias, with and without a list of keys ------------------
+
+SHAPES = list(product("b1", "hv1", "q1", "k1"))
+
+
+def sizes(shape, seqlen_q, seqlen_k):
+    named = {"b": BATCH, "h": HEADS_Q, "v": HEADS_KV, "q": seqlen_q, "k": seqlen_k, "1": 1}
+    return [named[letter] for letter in shape]
+
+
+def with_list(problem):
+    """Keys chosen by other scores than the bias; what the call takes beside the problem."""
+    seqlen_q, seqlen_k = problem.q.shape[1], problem.k.shape[1]
+    intervals = select_key_intervals(normal(BATCH, HEADS_KV, seqlen_k), 50, query_length=seqlen_q)
+    problem.shown = intervals.to_mask()
+    return {"key_intervals": intervals}
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids="".join)
+def test_mask(shape, listed):
+    problem = problem_of(40, 67, 133, torch.float16 if listed else torch.bfloat16)
+    problem.mask = torch.rand(sizes(shape, 67, 133), device="cuda") < 0.6
+    options = with_list(problem) if listed else {}
+    assert_matches_oracle(forward_and_backward(problem, **options), problem)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("bias_dtype", ["same", "f32"])
+@pytest.mark.parametrize("shape", SHAPES, ids="".join)
+def test_bias(shape, bias_dtype, listed):
+    dtype = torch.bfloat16 if listed else torch.float16
+    for seqlen_k in (133, 136):  # odd rows; rows whose elements lie in eights
+        problem = problem_of(40, 67, seqlen_k, dtype)
+        wide = torch.float32 if bias_dtype == "f32" else dtype
+        problem.bias = normal(*sizes(shape, 67, seqlen_k), dtype=wide)
+        options = with_list(problem) if listed else {}
+        result = forward_and_backward(problem, **options)
+        assert result.dbias.shape == problem.bias.shape and result.dbias.dtype == wide
+        if "k" not in shape:
+            # What all keys of a row share changes nothing: 0, but for the rounding of the rows' outputs.
+            rows = BATCH * HEADS_Q * 67 / problem.bias.numel()
+            assert result.dbias.abs().max() <= 2 * torch.finfo(dtype).eps * rows**0.5
+            result.dbias = None
+        assert_matches_oracle(result, problem)
+
+
+# ---- Nothing: dimensions without elements ----------------------------------------------------------------
+
+EMPTY = {
+    "batch": (0, 5, 7, 4, 2),
+    "queries": (2, 0, 7, 4, 2),
+    "keys": (2, 5, 0, 4, 2),
+    "queries and keys": (2, 0, 0, 4, 2),
+    "heads": (2, 5, 7, 0, 0),
+}
+
+
+@pytest.mark.parametrize("options", ["plain", "selection", "global", "pairs"])
+@pytest.mark.parametrize("name", EMPTY)
+def test_nothing(name, options):
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv = EMPTY[name]
+    q = normal(batch, seqlen_q, heads_q, 64).requires_grad_()
+    k, v = (normal(batch, seqlen_k, heads_kv, 64).requires_grad_() for _ in range(2))
+    bias = normal(batch, heads_kv, seqlen_k).requires_grad_()
+    mask, keep = None, {}
+    if options == "pairs":
+        bias = normal(batch, heads_q, seqlen_q, seqlen_k).requires_grad_()
+        mask = torch.ones(batch, 1, seqlen_q, seqlen_k, dtype=torch.bool, device="cuda")
+    elif options != "plain":
+        selection = "global" if options == "global" else "per_query"
+        keep = {"keep_window_size": 3, "selection": selection}
+    out, lse, _ = flash_dmattn_func(
+        q, k, v, mask, bias, is_causal=True, return_attn_probs=True, **keep
+    )
+    assert out.shape == q.shape and (out == 0).all()
+    assert lse.shape == (batch, heads_q, seqlen_q) and (lse == -torch.inf).all()
+    out.backward(torch.ones_like(out))
+    for tensor in (q, k, v, bias):
+        assert tensor.grad.shape == tensor.shape and (tensor.grad == 0).all()
+    torch.cuda.synchronize()
+
+
+def test_nothing_packed():
+    q, k, v = (normal(0, 4, 64).requires_grad_() for _ in range(3))
+    offsets = torch.zeros(3, dtype=torch.int32, device="cuda")
+    out = flash_dmattn_varlen_func(q, k, v, offsets, offsets, 0, 0, is_causal=True)
+    out.backward(torch.ones_like(out))
+    assert out.shape == q.shape and q.grad.shape == q.shape
+
+
+# ---- Layouts ---------------------------------------------------------------------------------------------
+
+
+def surrounded(tensor, odd):
+    """The same values in memory full of NaN; `odd`: in rows that do not begin at multiples of 16 bytes."""
+    space = 9 if odd else 16
+    memory = torch.full(
+        [n + space for n in tensor.shape], torch.nan, dtype=tensor.dtype, device="cuda"
+    )
+    begin = 3 if odd else 8
+    view = memory[tuple(slice(begin, begin + n) for n in tensor.shape)]
+    return view.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+def with_order(tensor, *order):
+    """The same values, the dimensions in another order in memory."""
+    back = [order.index(d) for d in range(tensor.dim())]
+    return tensor.detach().permute(order).contiguous().permute(back).requires_grad_()
+
+
+LAYOUTS = {
+    "rows of 16 bytes apart": lambda t: surrounded(t, odd=False),
+    "rows at odd addresses": lambda t: surrounded(t, odd=True),
+    "heads first": lambda t: with_order(t, 0, 2, 1, 3),
+    "lengths first": lambda t: with_order(t, 1, 2, 0, 3),
+    "columns apart": lambda t: t.detach().repeat_interleave(2, -1)[..., ::2].requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("head_dim", [24, 64, 80, 128, 256])
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_changes_no_bit(layout, window, head_dim):
+    q, k, v, dout = (
+        normal(2, 200, h, head_dim).requires_grad_() for h in (HEADS_Q, HEADS_KV, HEADS_KV, HEADS_Q)
+    )
+    bias = normal(2, HEADS_KV, 1, 200).requires_grad_()
+    results = []
+    for change in (lambda t: t, LAYOUTS[layout]):
+        tensors = [change(t) for t in (q, k, v, bias)]
+        out = flash_dmattn_func(
+            *tensors[:3], attn_bias=tensors[3], is_causal=True, keep_window_size=window,
+            deterministic=True,
+        )  # fmt: skip
+        results.append([out, *torch.autograd.grad(out, tensors, change(dout).detach())])
+    for plain, changed in zip(*results, strict=True):
+        assert plain.isfinite().all() and torch.equal(plain, changed)
+
+
+@pytest.mark.parametrize("shape", ["mask", "bias", "both"])
+def test_layout_of_pairs(shape):
+    """Masks and biases of pairs whose rows lie anywhere: every width of load, and the slow path."""
+    problem = problem_of(64, 130, 264)
+    mask = torch.rand(BATCH, HEADS_KV, 130, 264, device="cuda") < 0.6
+    bias = normal(BATCH, HEADS_KV, 130, 264)
+    problem.mask = None if shape == "bias" else mask
+    problem.bias = None if shape == "mask" else bias
+    for begin, space in ((0, 0), (8, 8), (4, 4), (2, 2), (1, 1), (0, 3), (1, 7)):
+
+        def moved(tensor, begin=begin, space=space):
+            if tensor is None:
+                return None
+            fill = torch.ones((), dtype=tensor.dtype, device="cuda")
+            fill = fill if tensor.dtype == torch.bool else fill * torch.nan
+            memory = fill.expand(*tensor.shape[:3], 264 + begin + space).clone()
+            memory[..., begin : begin + 264] = tensor
+            return memory[..., begin : begin + 264]
+
+        placed = Problem(problem.q, problem.k, problem.v, problem.dout, moved(problem.mask),
+                         moved(problem.bias), causal=True)  # fmt: skip
+        assert_matches_oracle(forward_and_backward(placed), problem)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_strides_of_zero(dim):
+    """One batch element, one row or one head behind many."""
+
+    def shared(heads):
+        shape = [2, 150, heads, 64]
+        shape[dim] = 1
+        return normal(*shape).expand(2, 150, heads, 64)
+
+    problem = Problem(*(shared(heads) for heads in (4, 2, 2, 4)), causal=True)
+    assert problem.q.stride(dim) == 0
+    assert_matches_oracle(forward_and_backward(problem), problem)
