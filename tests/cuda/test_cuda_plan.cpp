@@ -68,6 +68,24 @@ TEST_F(SmallCudaPlan, HandMadeIntervals) {
   }
 }
 
+// So many tiles that the lists are split at every level of the tree.
+TEST_F(SmallCudaPlan, ThousandsOfTiles) {
+  PlanArgs args;
+  args.batch = 1;
+  args.heads = 1;
+  args.seqlen_q = 8500;
+  args.seqlen_k = 8500;
+  args.tile_rows = 1;
+  args.bound = {20, 1};
+  std::vector<KeyInterval> intervals;
+  for (std::int32_t j = 0; j < 8500; ++j) intervals.push_back({j, j + 1 + j % 20});
+  DeviceBuffer on_device(intervals.size() * sizeof(KeyInterval));
+  on_device.upload(intervals.data());
+  args.intervals = {reinterpret_cast<const KeyInterval*>(on_device.data()), args.seqlen_k,
+                    args.seqlen_k};
+  expect_same_plan(args, intervals);
+}
+
 // The guards of the buffers say whether anything was written outside.
 TEST_F(SmallCudaPlan, BrokenBoundStaysInsideTheBuffers) {
   PlanArgs args;

@@ -205,6 +205,20 @@ void compare_random(std::uint64_t seed, int rounds, std::int64_t longest) {
 }
 
 TEST_F(SmallCudaSelection, Random) { compare_random(1, 12, 1500); }
+
+// Rows of each kind of sort: a block for each, a larger one, the whole device.
+TEST_F(SmallCudaSelection, EveryWayToSort) {
+  Random random(11);
+  for (const std::int64_t seqlen : {700, 5000, 9000}) {
+    SelectionArgs args = shape_of(2, seqlen, 150);
+    args.scores_dtype = DType::bf16;
+    Comparison comparison(args, Scores::normal, {}, random);
+    comparison.tile_rows = 128;
+    comparison.expect_same();
+    if (HasFatalFailure()) return;
+  }
+}
+
 TEST_F(CudaSelection, RandomShort) { compare_random(2, 300, 600); }
 TEST_F(CudaSelection, RandomMiddle) { compare_random(3, 150, 9000); }
 TEST_F(CudaSelection, RandomLong) { compare_random(4, 20, 70000); }

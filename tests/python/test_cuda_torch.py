@@ -129,6 +129,23 @@ def torch_is_deterministic():
         yield
 
 
+@pytest.mark.parametrize(
+    "shape", [(2, 2, 1, 1500), (1, 1, 1, 1500), (2, 4, 1500, 1500), (2, 2, 1500, 1500)]
+)
+def test_bias_gradients_repeat_where_blocks_own_them(shape):
+    """Without being asked to: those of a bias per key, and of pairs that nothing shares but two heads of a group."""
+    q, k, v, _ = leaves(seqlen=1500)
+    bias = torch.randn(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    dout = torch.randn_like(q)
+
+    def gradient():
+        return torch.autograd.grad(attend(q, k, v, bias, deterministic=False), bias, dout)[0]
+
+    first = gradient()
+    for _ in range(19):
+        assert torch.equal(gradient(), first)
+
+
 def test_unknown_bound_is_measured_and_refused_in_a_graph():
     q, k, v, bias = leaves()
     known = select_key_intervals(bias, 50)
@@ -195,6 +212,18 @@ def test_compiles_without_graph_breaks(name):
     inputs = leaves()
     compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend="aot_eager")
     assert_close(gradients(compiled, inputs), gradients(FUNCTIONS[name], inputs))
+
+
+def test_compiles_with_inductor():
+    """The default compiler, which replaces everything around the operators by kernels of its own."""
+    torch._dynamo.reset()
+
+    def function(q, k, v, bias):
+        return 2 * FUNCTIONS["per_query"](q * 0.5, k, v, bias.exp())
+
+    inputs = leaves()
+    compiled = torch.compile(function, fullgraph=True)
+    assert_close(gradients(compiled, inputs), gradients(function, inputs))
 
 
 def test_compiles_varlen():
@@ -295,3 +324,6 @@ def test_check_mode_names_the_element(monkeypatch):
     dout[1, 2, 3, 4] = -torch.inf
     with pytest.raises(RuntimeError, match=r"backward input dout\[1, 2, 3, 4\] is -inf"):
         out.backward(dout)
+    out = attend(q.detach() * 0, k, v.requires_grad_(), bias.zero_(), nonfinite="propagate")
+    with pytest.raises(RuntimeError, match=r"backward output dv\[0, 0, 0, 0\] is inf"):
+        out.backward(torch.full_like(out, 0.9 * torch.finfo(out.dtype).max))

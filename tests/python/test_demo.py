@@ -28,10 +28,12 @@ def test_info_says_what_runs_and_why_the_rest_does_not(capsys):
 
 
 def test_the_demo_from_beginning_to_end(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cost, "LENGTHS", {"eager": (32, 64), "flash_dmattn": (32, 64, 128)})
+    for lengths in ("LENGTHS", "LENGTHS_ON_GPU"):
+        monkeypatch.setattr(cost, lengths, {"eager": (32, 64), "flash_dmattn": (32, 64, 128)})
     monkeypatch.setattr(run, "_COST_SECONDS", 600)  # so that a busy machine measures them all
     assert main([*TINY, "--steps", "2", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
+    assert ("on cuda" if flash_dmattn.is_available("cuda") else "on cpu") in printed
     for line in ("held-out bits per byte", "all finite", "one layer, N = 64", "one layer, N = 128"):
         assert line in printed
     for name in ("loss.png", "keys.png", "cost.png"):

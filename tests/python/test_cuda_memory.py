@@ -1,0 +1,71 @@
+"""What a step on the GPU allocates beside inputs, results, gradients and their fp32 sums."""
+
+import pytest
+import torch
+
+from flash_dmattn import flash_dmattn_func
+from flash_dmattn.check.memory import bytes_of, peak_bytes
+from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
+    _flash_dynamic_mask_attention_forward,
+)
+from gpu import needs_gpu
+
+pytestmark = needs_gpu
+
+
+def leaves_of(batch, heads_q, heads_kv, length, head_dim):
+    shapes = [(batch, length, h, head_dim) for h in (heads_q, heads_kv, heads_kv)]
+    return [
+        torch.randn(s, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        for s in (*shapes, (batch, heads_kv, length))
+    ]
+
+
+@pytest.mark.parametrize("mask_dims", [None, 3, 4])
+def test_masks(mask_dims):
+    batch, heads, length, window = 2, 32, 4096, 2048
+    q, k, v, bias = leaves = leaves_of(batch, heads, heads, length, 128)
+    dout = torch.randn_like(q)
+    mask = None
+    if mask_dims == 3:
+        mask = torch.rand(batch, heads, length, device="cuda") < 0.9
+    elif mask_dims == 4:
+        mask = torch.ones(batch, 1, length, length, dtype=torch.bool, device="cuda").tril_()
+
+    def step():
+        out = _flash_dynamic_mask_attention_forward(
+            q, k, v, mask, bias, length, length, is_causal=True, keep_window_size=window
+        )
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    step()  # what is loaded at first use is not of the step
+    peak, kept = peak_bytes(step, "cuda")
+    rest = peak - bytes_of(kept) - 4 * bias.numel()
+    # The backward adds in fp32 to dk and dv, or where blocks own keys to dq.
+    sums = 4 * (k.numel() + v.numel())
+    rest -= sums if rest >= sums else 4 * q.numel()
+    # lse and what rounding took from it, as the forward saves them and as the backward's exponents take them.
+    extra = rest - 4 * (4 * batch * heads * length)
+    bound = 2e6
+    if mask_dims == 4:
+        lists = 4 * batch * heads * (length // 128) * (window + 128)
+        packed_bits = batch * length * length // 8
+        bound += lists + packed_bits
+    assert 0 <= extra <= bound, f"{extra / 1e6:.2f} MB, expected at most {bound / 1e6:.2f}"
+
+
+def test_long_sequence():
+    length, window = 131072, 2048
+    leaves = leaves_of(1, 16, 8, length, 128)
+    q, k, v, bias = leaves
+    dout = torch.randn_like(q)
+
+    def step():
+        out = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, keep_window_size=window)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    step()
+    peak, kept = peak_bytes(step, "cuda")
+    own = bytes_of([*leaves, dout, *kept]) + 4 * 16 * length  # and lse
+    on_top = (peak + bytes_of([*leaves, dout])) / own - 1
+    assert on_top <= 0.45, f"{100 * on_top:.1f} % on top of inputs, results and gradients"

@@ -1,0 +1,147 @@
+"""What is not finite, and what is just finite, on the GPU: saturate and propagate on every route."""
+
+import pytest
+import torch
+
+from flash_dmattn import flash_dmattn_func
+from flash_dmattn.check.compare import GRADIENT_LIMIT
+from gpu import needs_gpu
+
+pytestmark = needs_gpu
+
+LENGTH = 200
+# Head dim and what else a call takes: the kernels that own keys, and those that own queries.
+ROUTES = {
+    "keys": (64, {}),
+    "keys, D 128": (128, {}),
+    "list": (64, {"keep_window_size": 30}),
+    "global list": (128, {"keep_window_size": 30, "selection": "global"}),
+    "softcap": (64, {"softcap": 20.0}),
+    "D 256": (256, {}),
+    "pairs": (64, {"pairs": True}),
+    "pairs, softcap": (64, {"pairs": True, "softcap": 20.0}),
+}
+DTYPES = [torch.bfloat16, torch.float16]
+routes = pytest.mark.parametrize("route", ROUTES)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "f16"])
+
+
+class Setting:
+    """q, k, v, a bias and dout of a route."""
+
+    def __init__(self, route, dtype):
+        head_dim, options = ROUTES[route]
+        self.options = {**options, "is_causal": True}
+        pairs = self.options.pop("pairs", False)
+        shapes = [(1, LENGTH, h, head_dim) for h in (4, 2, 2)]
+        shapes += [(1, 2, LENGTH, LENGTH) if pairs else (1, 2, LENGTH)]
+        self.leaves = [torch.randn(s, device="cuda").to(dtype).requires_grad_() for s in shapes]
+        self.mask = torch.rand(1, 1, LENGTH, LENGTH, device="cuda") < 0.8 if pairs else None
+        if pairs:
+            self.mask |= torch.eye(LENGTH, dtype=torch.bool, device="cuda")
+        self.dout = torch.randn(shapes[0], device="cuda").to(dtype)
+
+    def gradients(self, dout=None, mask=None, **options):
+        """out, dq, dk, dv, dbias"""
+        q, k, v, bias = self.leaves
+        mask = self.mask if mask is None else mask
+        out = flash_dmattn_func(q, k, v, mask, bias, **self.options, **options)
+        dout = self.dout if dout is None else dout
+        return [out.detach(), *torch.autograd.grad(out, self.leaves, dout)]
+
+
+@routes
+@dtypes
+@pytest.mark.parametrize("largest", ["all", "q", "v", "dout"])
+def test_inputs_at_the_limit_of_the_dtype(route, dtype, largest):
+    setting = Setting(route, dtype)
+    edge = torch.finfo(dtype).max
+    q, k, v, bias = setting.leaves
+    with torch.no_grad():
+        for name, tensor in {"q": q, "k": k, "v": v, "dout": setting.dout}.items():
+            if largest in (name, "all"):
+                tensor.copy_(torch.where(torch.rand_like(tensor.float()) < 0.5, edge, -edge))
+    out, *gradients = setting.gradients()
+    assert out.isfinite().all()
+    for gradient in gradients:
+        assert gradient.isfinite().all()
+        assert gradient.abs().max().double() <= GRADIENT_LIMIT[dtype]
+
+
+@routes
+@dtypes
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_nonfinite_output_gradients_count_as_zero(route, dtype, value):
+    setting = Setting(route, dtype)
+    hit = torch.rand(setting.dout.shape, device="cuda") < 0.01
+    bad, cleaned = (setting.dout.masked_fill(hit, x) for x in (value, 0))
+    actual = setting.gradients(bad, deterministic=True)
+    expected = setting.gradients(cleaned, deterministic=True)
+    for got, wanted in zip(actual, expected, strict=True):
+        assert wanted.isfinite().all() and torch.equal(got, wanted)
+
+
+@routes
+@dtypes
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_nonfinite_output_gradients_stay_visible_when_propagated(route, dtype, value):
+    setting = Setting(route, dtype)
+    row, column = 100, 3
+    setting.dout[0, row, 0, column] = value
+    _, dq, dk, dv, dbias = setting.gradients(nonfinite="propagate")
+    for gradient in (dq, dk, dv, dbias):
+        assert not gradient.isfinite().all()
+    assert not dq[:, row, 0].isfinite().any()
+    assert dq[:, :row].isfinite().all() and dq[:, row + 1 :].isfinite().all()
+    assert dq[:, :, 1:].isfinite().all()
+    # What the row cannot reach: other heads, other columns of dv, keys after it. A zero of P meets the value
+    # within a tile of 128 keys, though.
+    assert dk[:, :, 1].isfinite().all() and dv[:, :, 1].isfinite().all()
+    assert dk[:, row + 1 :].isfinite().all() and dv[:, 128:].isfinite().all()
+    others = [c for c in range(dv.shape[3]) if c != column]
+    assert dv[..., others].isfinite().all()
+
+
+@routes
+@dtypes
+def test_gradients_saturate_or_overflow(route, dtype):
+    setting = Setting(route, dtype)
+    with torch.no_grad():
+        setting.leaves[0].zero_()  # every key has the same weight
+    setting.dout.fill_(0.9 * torch.finfo(dtype).max)
+    dv = setting.gradients()[3]  # two heads and many queries
+    assert dv.isfinite().all() and (dv.double() == GRADIENT_LIMIT[dtype]).any()
+    dv = setting.gradients(nonfinite="propagate")[3]
+    assert (dv == torch.inf).any()
+
+
+@dtypes
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.parametrize("route", ["keys", "keys, D 128", "list", "global list"])
+def test_hidden_keys_may_hold_anything(route, dtype, value):
+    """Padding that nobody wrote. Selection never chooses it; without a choice the kernel that owns keys clears it."""
+    setting = Setting(route, dtype)
+    mask = torch.ones(1, LENGTH, dtype=torch.bool, device="cuda")
+    mask[:, 60:90] = False
+    expected = setting.gradients(mask=mask, deterministic=True)
+    with torch.no_grad():
+        for tensor in setting.leaves[1:3]:
+            tensor[:, 60:90] = value
+    actual = setting.gradients(mask=mask, deterministic=True)
+    for got, wanted in zip(actual, expected, strict=True):
+        assert wanted.isfinite().all() and got.isfinite().all()
+        # Not the same bits: rows of such tiles are computed again, in double.
+        torch.testing.assert_close(got, wanted, rtol=4e-2, atol=4e-2)
+
+
+@routes
+def test_rows_that_see_nothing_get_and_give_no_gradient(route):
+    setting = Setting(route, torch.bfloat16)
+    with torch.no_grad():
+        setting.leaves[3][..., :20] = torch.finfo(torch.bfloat16).min  # queries 0 to 19 see nothing
+    setting.dout.zero_()
+    setting.dout[:, :20] = torch.finfo(torch.bfloat16).max
+    out, *gradients = setting.gradients()
+    assert (out[:, :20] == 0).all()
+    for gradient in gradients:
+        assert (gradient == 0).all()
