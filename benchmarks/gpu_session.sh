@@ -11,7 +11,7 @@
 #   speed         times, memory, rivals, training; alone
 #   portable      only on request, as it compiles for two minutes: tests of the Triton and FlexAttention backends
 #   rivals        only on request, for as long: all cases of `python -m flash_dmattn bench`, FlexAttention too; alone
-# The first three take one minute on an H200 with 16 processor cores.
+# The first three take two and a half minutes on an H200 with 32 processor cores.
 # RESULTS gets a log of each part and record.json, whose place is benchmarks/records/<machine>/<date>-torch.json;
 # rivals: triton.json and sweeps.json.
 set -euo pipefail
@@ -39,6 +39,11 @@ PYTHON
   find "$folder" -name __pycache__ -prune -exec rm -rf {} +
   rm -rf "$folder/benchmarks/records"
   git rev-parse --short HEAD >"$folder/commit"
+  # Flags: the compiler, its options and the architectures.
+  {
+    "$(sed -n 's/^CMAKE_CUDA_COMPILER:.*=//p' "$build/CMakeCache.txt")" --version | sed -n 's/.*release.*, V/nvcc /p'
+    sed -nE 's/^(CMAKE_CUDA_FLAGS_RELEASE|FLASH_DMATTN_CUDA_ARCHITECTURES):[A-Z]*=//p' "$build/CMakeCache.txt"
+  } | paste -sd, - >"$folder/build"
   du -sh "$folder"
 }
 
@@ -56,24 +61,36 @@ correctness() {
   local test
   part test_cuda_attention "$folder/bin/test_cuda_attention" --gtest_brief=1 &
   (for test in test_cuda_plan test_cuda_selection; do part $test "$folder/bin/$test" --gtest_brief=1; done) &
-  part python python3 -m pytest -q -p no:cacheprovider --rootdir "$folder" "$folder/tests/python/test_cuda_torch.py" \
-    "$folder/tests/python/test_cuda_devices.py" "$folder/tests/python/test_cuda_attention.py" "$folder/tests/python/test_cuda_doge.py" "$folder/tests/python/test_availability.py" &
+  (
+    # Four processes where pytest-xdist is there, which do not spin on each other's cores.
+    local pytest=(env OMP_NUM_THREADS=2 python3 -m pytest -q -p no:cacheprovider --rootdir "$folder")
+    local many=()
+    if python3 -c 'import xdist' 2>/dev/null; then many=(-n 4); fi
+    part python "${pytest[@]}" "${many[@]}" --ignore="$folder/tests/python/test_cuda_large.py" \
+      "$folder"/tests/python/test_cuda_*.py "$folder/tests/python/test_availability.py" "$folder/tests/python/test_demo.py"
+    part python_large "${pytest[@]}" "$folder/tests/python/test_cuda_large.py"
+  ) &
   wait
 }
 
-# Every kernel at a small size: dtypes, head-dim buckets, with and without a list, pairs, tails.
-small_attention='*/plain_bf16:*/plain_f16:*/dim_24_bf16:*/dim_80_f16:*/dim_128_bf16:*/dim_256_bf16:*/dim_256_f16:*/group_4_bf16:*/per_query_bf16:*/global_f16:*/mask_bhqk_bias_bhqk_bf16:*/mask_b1qk_bias_bv1k_f16:*/size_1x1_bf16:*/size_7x5_f16:*/softcap_bf16:*/layout_padded_bf16:*/propagate_bf16'
+# Every kernel at a small size: dtypes, head-dim buckets, with and without a list, pairs that lie in fours and others, tails.
+small_attention='*/plain_bf16:*/plain_f16:*/dim_24_bf16:*/dim_80_f16:*/dim_128_bf16:*/dim_256_bf16:*/dim_256_f16:*/group_4_bf16:*/per_query_bf16:*/global_f16:*/mask_bhqk_bias_bhqk_bf16:*/mask_b1qk_bias_bv1k_f16:*/fours_bvqk_bf16:*/fours_bhqk_dim_128_bf16:*/fours_bhqk_dim_80_f16:*/size_1x1_bf16:*/size_7x5_f16:*/softcap_bf16:*/layout_padded_bf16:*/propagate_bf16'
 
 sanitizers() {
   local tool
   for tool in memcheck racecheck synccheck initcheck; do
     part "${tool}_attention" compute-sanitizer --tool $tool --error-exitcode 9 "$folder/bin/test_cuda_attention" \
       --gtest_brief=1 "--gtest_filter=$small_attention" &
+    part "${tool}_attention_99kb" env FLASH_DMATTN_MAX_SHARED_KB=99 compute-sanitizer --tool $tool --error-exitcode 9 \
+      "$folder/bin/test_cuda_attention" --gtest_brief=1 \
+      '--gtest_filter=*/dim_128_bf16:*/dim_256_f16:*/fours_bvqk_bf16:*/fours_bhqk_dim_128_bf16:*/per_query_bf16' &
     part "${tool}_selection" compute-sanitizer --tool $tool --error-exitcode 9 "$folder/bin/test_cuda_selection" \
       --gtest_brief=1 '--gtest_filter=Small*' &
     part "${tool}_plan" compute-sanitizer --tool $tool --error-exitcode 9 "$folder/bin/test_cuda_plan" \
       --gtest_brief=1 '--gtest_filter=Small*' &
   done
+  part memcheck_check_mode env FLASH_DMATTN_CHECK_FINITE=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
+    "$folder/bin/test_cuda_attention" --gtest_brief=1 '--gtest_filter=*/plain_bf16:*/group_4_bf16' &
   wait
 }
 
@@ -92,6 +109,21 @@ rivals() {
 speed() {
   part through_torch python3 "$folder/benchmarks/cuda/through_torch.py" --commit "$(cat "$folder/commit")" \
     --record "$results/record.json"
+}
+
+# What was built and what the tests and sanitizers said, beside the times.
+add_to_record() {
+  python3 - "$results" "$folder/build" <<'PYTHON'
+import json, sys
+from pathlib import Path
+results, build = map(Path, sys.argv[1:])
+record = json.loads((results / "record.json").read_text())
+record["build"] = build.read_text().strip()
+names = ("part", "result", "took", "last_words")
+rows = (results / "table.tsv").read_text().splitlines()
+record["tests"] = [dict(zip(names, row.split("\t"), strict=True)) for row in rows]
+(results / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+PYTHON
 }
 
 run() {
@@ -114,6 +146,7 @@ run() {
     fi
   done
   wait
+  if [ -e "$results/record.json" ]; then add_to_record; fi
   grep -ahE ' cuda | fa2 | cudnn |selection|extra_mb|on_top|bits_per_byte_of' "$results/through_torch.log" 2>/dev/null || true
   awk -F '\t' '{ printf "%-24s %-12s %6s  %s\n", $1, $2, $3, $4 }' "$results/table.tsv"
   ! grep -q FAILED "$results/table.tsv"
