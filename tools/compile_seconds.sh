@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# compile_seconds.sh BUILD_FOLDER: how long each CUDA file took when it was compiled last (out of ccache: nothing), the
+# slowest first.
+set -euo pipefail
+
+awk -F '\t' '$4 ~ /flash_dmattn_cuda\.dir\// { seconds[$4] = ($2 - $1) / 1000 }
+  END { for (file in seconds) { name = file; sub(/.*_cuda\.dir\//, "", name); sub(/\.o$/, "", name)
+        printf "%7.1f s  %s\n", seconds[file], name } }' "$1/.ninja_log" | sort -rn
