@@ -1,12 +1,13 @@
 """The CUDA backend as PyTorch users meet it: time, memory and training, written as one JSON file.
 
-    python benchmarks/cuda/through_torch.py [speed] [memory] [training] --record FILE
+    python benchmarks/cuda/through_torch.py [speed] [clock_under_load] [memory] [training] --record FILE
 
 Times are those of `python -m flash_dmattn bench`.
 """
 
 import argparse
 import json
+import subprocess
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from flash_dmattn.benchmark.cases import cases_of
 from flash_dmattn.benchmark.clock import median_ms
 from flash_dmattn.benchmark.record import HEADER, about, line, write
 from flash_dmattn.benchmark.run import measure
-from flash_dmattn.check.memory import peak_bytes
+from flash_dmattn.check.memory import bytes_of, peak_bytes
 from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
     _flash_dynamic_mask_attention_forward,
 )
@@ -55,6 +56,20 @@ def speed():
     return rows
 
 
+def clock_under_load():
+    """The SM clock in MHz while dense attention runs, which draws the most power."""
+    q, k, v = inputs(1, 16, 16, 32768, 128)
+    with torch.no_grad():
+        for _ in range(150):  # two seconds, of which asking takes a part
+            flash_dmattn_func(q, k, v, is_causal=True)
+    device = str(torch.cuda.get_device_properties(0).uuid)
+    query = ["nvidia-smi", "-i", f"GPU-{device}", "--query-gpu=clocks.sm", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    torch.cuda.synchronize()
+    print(f"SM clock under load: {answer}", flush=True)
+    return answer
+
+
 # ---- Memory ------------------------------------------------------------------------------------------
 
 
@@ -65,7 +80,11 @@ def peak_of(body):
 
 
 def mask_scenarios():
-    """Peak of forward and backward with a mask and a choice, beyond that of plain causal attention."""
+    """What forward and backward allocate with a mask and a choice, and what of it is neither result nor sum.
+
+    As in tests/python/test_cuda_memory.py: beside out, gradients, their fp32 sums (of dk and dv, or where blocks
+    own keys of dq) and lse in its four forms.
+    """
     batch, heads, length, head_dim, window = 2, 32, 4096, 128, 2048
     q, k, v = inputs(batch, heads, heads, length, head_dim)
     bias = normal(batch, heads, length)
@@ -75,26 +94,23 @@ def mask_scenarios():
         "3-d + 3-d": torch.rand(batch, heads, length, device="cuda") < 0.9,
         "4-d + 3-d": torch.ones(batch, 1, length, length, dtype=torch.bool, device="cuda").tril(),
     }
-
-    # With a softcap the backward goes by queries, as with a list of keys, and has the same fp32 sums.
-    def plain():
-        out = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, softcap=30.0)
-        torch.autograd.grad(out, (q, k, v, bias), dout)
-
-    base = peak_of(plain)
-    results = [{"scenario": "causal, bias, no choice", "peak_mb": round(base / 1e6, 3)}]
+    results = []
     for name, mask in masks.items():
 
         def scenario(mask=mask):
             out = _flash_dynamic_mask_attention_forward(
                 q, k, v, mask, bias, length, length, is_causal=True, keep_window_size=window
             )
-            torch.autograd.grad(out, (q, k, v, bias), dout)
+            return out, *torch.autograd.grad(out, (q, k, v, bias), dout)
 
-        peak = peak_of(scenario)
+        scenario()
+        peak, kept = peak_bytes(scenario, "cuda")
+        rest = peak - bytes_of(kept) - 4 * bias.numel() - 16 * batch * heads * length
+        sums = 4 * (k.numel() + v.numel())
+        rest -= sums if rest >= sums else 4 * q.numel()
         results.append(
-            {"scenario": name, "peak_mb": round(peak / 1e6, 3), "extra_mb": round((peak - base) / 1e6, 3)}
-        )  # fmt: skip
+            {"scenario": name, "peak_mb": round(peak / 1e6, 3), "extra_mb": round(rest / 1e6, 3)}
+        )
     return results
 
 
@@ -163,7 +179,12 @@ def training(steps=200, context=2048, window=256):
     return result
 
 
-PARTS = {"speed": speed, "memory": memory, "training": training}
+PARTS = {
+    "speed": speed,
+    "clock_under_load": clock_under_load,
+    "memory": memory,
+    "training": training,
+}
 
 
 def main():
