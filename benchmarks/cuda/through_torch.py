@@ -7,7 +7,6 @@ Times are those of `python -m flash_dmattn bench`.
 
 import argparse
 import json
-import subprocess
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from flash_dmattn import flash_dmattn_func, select_key_intervals
 from flash_dmattn.benchmark.cases import cases_of
 from flash_dmattn.benchmark.clock import median_ms
-from flash_dmattn.benchmark.record import HEADER, about, line, write
+from flash_dmattn.benchmark.record import HEADER, about, line, output_of, write
 from flash_dmattn.benchmark.run import measure
 from flash_dmattn.check.memory import bytes_of, peak_bytes
 from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
@@ -62,9 +61,8 @@ def clock_under_load():
     with torch.no_grad():
         for _ in range(150):  # two seconds, of which asking takes a part
             flash_dmattn_func(q, k, v, is_causal=True)
-    device = str(torch.cuda.get_device_properties(0).uuid)
-    query = ["nvidia-smi", "-i", f"GPU-{device}", "--query-gpu=clocks.sm", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    answer = output_of("nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader")
+    answer = ", ".join(answer.splitlines())  # of each GPU
     torch.cuda.synchronize()
     print(f"SM clock under load: {answer}", flush=True)
     return answer

@@ -51,7 +51,7 @@ def machine(device: str) -> dict:
         query = "--query-gpu=driver_version,clocks.sm,clocks.mem,clocks.max.sm"
         return {
             "name": torch.cuda.get_device_name(),
-            "driver, SM and memory clock now, highest SM clock": _output(
+            "driver, SM and memory clock now, highest SM clock": output_of(
                 "nvidia-smi", query, "--format=csv,noheader"
             ),
         }
@@ -69,7 +69,7 @@ def machine(device: str) -> dict:
     }
 
 
-def _output(*command: str) -> str:
+def output_of(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
