@@ -177,7 +177,7 @@ PackedMask carve_packed_mask(const Problem& p, bool planned, Carver& workspace) 
   const std::int64_t words = (p.seqlen_k + PackedMask::side - 1) / PackedMask::side;
   const std::int64_t matrices = shape[0] * shape[1];
   const std::int64_t row_tiles = (p.seqlen_q + PackedMask::side - 1) / PackedMask::side;
-  packed.bits = workspace.take<std::uint64_t>(matrices * p.seqlen_q * words);
+  packed.bits = workspace.take<std::uint64_t>(matrices * row_tiles * PackedMask::side * words);
   packed.states = workspace.take<std::uint8_t>(matrices * row_tiles * words);
   packed.words = static_cast<int>(words);
   packed.batch = shape[0] > 1 ? static_cast<int>(shape[1]) : 0;

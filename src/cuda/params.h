@@ -43,7 +43,8 @@ struct PackedMask {
   static constexpr std::uint8_t some = 1;  // some pair of the tile is visible
   static constexpr std::uint8_t all = 2;   // every one that exists is
 
-  std::uint64_t* bits = nullptr;   // [matrices, Sq, words]: bit j of word w is key 64 w + j
+  // [matrices, ceil(Sq / 64), words, 64 queries]: bit j of word w is key 64 w + j
+  std::uint64_t* bits = nullptr;
   std::uint8_t* states = nullptr;  // [matrices, ceil(Sq / 64), words]
   int words = 0;                   // ceil(Sk / 64)
   int batch = 0;

@@ -23,17 +23,26 @@ struct ForwardPolicy {
   constexpr int rows() const { return warps * warp_rows; }
 };
 
-// `pairs`: with a mask or a bias that has a query dimension, whose elements need registers.
-constexpr ForwardPolicy forward_policy(int head_dim_bucket, SharedClass shared, bool pairs) {
-  if (head_dim_bucket <= 128) {
-    // D 128: warps of 32 rows spill and take 2.4 times as long, 8 warps of 16 rows 10 % longer. D 64:
-    // 3 blocks of 4 warps of 16 rows take 13 % longer; two of 32 do not fit into 99 KB.
-    if (pairs && (head_dim_bucket == 128 || shared == SharedClass::kb99))
-      return {.warps = 4, .warp_rows = 16, .keys = 64, .min_blocks = 2};
-    return {.warps = 4, .warp_rows = 32, .keys = 64, .min_blocks = 2};
-  }
+constexpr ForwardPolicy forward_policy(int head_dim_bucket, SharedClass shared) {
+  if (head_dim_bucket <= 128) return {.warps = 4, .warp_rows = 32, .keys = 64, .min_blocks = 2};
   if (shared == SharedClass::kb99)
     return {.warps = 4, .warp_rows = 16, .keys = 32, .min_blocks = 1};
+  return {.warps = 8, .warp_rows = 16, .keys = 32, .min_blocks = 1};
+}
+
+// The same with a mask or a bias that has a query dimension, whose tile is in shared memory, too: at D
+// 128 and 32 rows of a warp it leaves no place for a second block. D 64: three blocks of 4 warps of 16
+// rows take 20 % longer, 8 warps of 16 rows or tiles of 32 keys as well.
+constexpr ForwardPolicy forward_pairs_policy(int head_dim_bucket, SharedClass shared) {
+  if (head_dim_bucket == 64) return {.warps = 4, .warp_rows = 32, .keys = 64, .min_blocks = 2};
+  if (head_dim_bucket == 128) {
+    return {.warps = 4,
+            .warp_rows = 16,
+            .keys = shared == SharedClass::kb99 ? 32 : 64,
+            .min_blocks = 2};
+  }
+  if (shared == SharedClass::kb99)
+    return {.warps = 2, .warp_rows = 16, .keys = 32, .min_blocks = 1};
   return {.warps = 8, .warp_rows = 16, .keys = 32, .min_blocks = 1};
 }
 

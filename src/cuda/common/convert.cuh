@@ -22,6 +22,9 @@ struct Element<__nv_bfloat16> {
   static constexpr std::uint32_t exponent_mask = 0x7f80u;
   static __device__ Pair pack(float x, float y) { return __floats2bfloat162_rn(x, y); }
   static __device__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+  static __device__ float2 widen_pair(std::uint32_t bits) {
+    return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
+  }
 };
 
 template <>
@@ -33,6 +36,9 @@ struct Element<__half> {
   static constexpr std::uint32_t exponent_mask = 0x7c00u;
   static __device__ Pair pack(float x, float y) { return __floats2half2_rn(x, y); }
   static __device__ float widen(__half x) { return __half2float(x); }
+  static __device__ float2 widen_pair(std::uint32_t bits) {
+    return __half22float2(reinterpret_cast<const Pair&>(bits));
+  }
 };
 
 template <class T>

@@ -25,8 +25,7 @@ namespace flash_dmattn::cuda::sm80 {
 // for each query tile.
 //
 // `Pairs`: the mask or the bias has a query dimension. The value warps read them, the key warps write
-// the gradient of the bias, each lane of four neighbouring keys at a time (FourByLane). `Ordered`: the
-// blocks take turns at adding to dq.
+// the gradient of the bias, a query tile later. `Ordered`: the blocks take turns at adding to dq.
 template <class T, int D, bool Pairs, bool Ordered>
 struct KeyMajorBackwardKernel {
   using Params = BackwardParams;
@@ -57,6 +56,7 @@ struct KeyMajorBackwardKernel {
     alignas(16) float delta[2][rows];
     ColumnTile<keys> columns;
     typename Turn<Ordered>::Storage turn;
+    std::conditional_t<Pairs, MaskedQueryTiles::Storage, NoStorage> walk;
   };
 
   static long blocks(const Params& p) { return KeyTile::count(p.shape, keys); }
@@ -122,7 +122,7 @@ struct KeyMajorBackwardKernel {
           copies_whole_rows(p.q.aligned && p.dout.aligned && p.shape.head_dim == D),
           flags(*p.flags),
           pair_rows(p.score, p.shape, tile, tile.key + pair * warp_keys),
-          pair_gradients(p, tile, tile.key + pair * warp_keys) {
+          pair_gradients(p, tile, pair) {
       clear(sum);
     }
 
@@ -158,6 +158,8 @@ struct KeyMajorBackwardKernel {
       const int end = bounds.touched_end;
       auto queries = walk_of(first_head, heads, begin, end);
       std::int64_t previous = 0;
+      [[maybe_unused]] Place previous_place{};
+      [[maybe_unused]] bool previous_is_last = false;  // of the heads' tiles of the same queries
       if (is_value && queries.has()) {
         load_pairs(queries.place());
         copy_queries(queries.place(), 0);
@@ -171,7 +173,10 @@ struct KeyMajorBackwardKernel {
         if (n > 0) turn.wait(static_cast<int>(previous));
         __syncthreads();
         if (n > 0) turn.begin(static_cast<int>(previous));
-        if (!is_value && n > 0) add_queries(previous, 1 - stage);
+        if (!is_value && n > 0) {
+          add_queries(previous, 1 - stage);
+          add_pairs(previous_place, previous_is_last, 1 - stage);
+        }
         if (has_tile) {
           if (p.saturate && (flags & dout_not_finite) != 0) {
             clear_non_finite(stage);
@@ -180,23 +185,22 @@ struct KeyMajorBackwardKernel {
           const int number = queries.number();
           queries.advance();
           clear_passed(queries, first_head, heads, number);
-          if (is_value && queries.has()) prefetch_pairs(queries.place());
           step(place, stage, bounds, queries.place(), queries.has());
         }
-        if (is_value) {
-          if (n > 0) add_queries(previous, 1 - stage);
-          if (queries.has()) load_pairs(queries.place());
-        }
+        if (is_value && n > 0) add_queries(previous, 1 - stage);
         if (!has_tile) break;
         previous = query_tile(place);
+        previous_place = place;
+        // The heads' tiles of the same queries are visited one after the other.
+        previous_is_last = !queries.has() || queries.place().row != place.row;
       }
       if (!is_value && p.dbias.data != nullptr && !p.dbias.per_query) add_bias(first_head);
     }
 
-    __device__ auto walk_of(int first_head, int heads, int begin, int end) const {
+    __device__ auto walk_of(int first_head, int heads, int begin, int end) {
       if constexpr (Pairs) {
-        return MaskedQueryTiles(p.score.packed_mask, tile, p.shape.seqlen_q, first_head, heads,
-                                begin, end);
+        return MaskedQueryTiles(shared.walk, p.score.packed_mask, tile, p.shape.seqlen_q,
+                                first_head, heads, begin, end, warp == warps / 2);
       } else {
         return EveryQueryTile(first_head, heads, begin, end, rows);
       }
@@ -206,15 +210,11 @@ struct KeyMajorBackwardKernel {
       if constexpr (Pairs) pair_rows.load(place);
     }
 
-    __device__ void prefetch_pairs(Place place) const {
-      if constexpr (Pairs) pair_rows.prefetch(place);
-    }
-
     // The gradient of a bias of pairs in the tiles that a walk passed after tile `number`.
     template <class Walk>
     __device__ void clear_passed(const Walk& queries, int first_head, int heads, int number) const {
       if constexpr (Pairs) {
-        if (pair_gradients.wanted())
+        if (!is_value && pair_gradients.wanted())
           pair_gradients.clear(first_head, heads, number, queries.number());
       }
     }
@@ -313,6 +313,9 @@ struct KeyMajorBackwardKernel {
       const std::uint32_t dout = shared_address(shared.stage[stage].dout);
       ScoreAccumulator x;
       clear(x);
+      if constexpr (Pairs) {
+        if (is_value) pair_rows.send(place, handover(stage));
+      }
       multiply<T, D>(x,
                      OperandA<KeyRows, Major::k>(shared_address(is_value ? shared.k : shared.v),
                                                  pair * warp_keys),
@@ -321,10 +324,10 @@ struct KeyMajorBackwardKernel {
       if (is_value) make_probabilities(place, stage, bounds, x, operand);
       barrier_wait(1 + pair, 64);  // P of this pair of warps is there
       if (!is_value) {
-        // The heads' tiles of the same queries are visited one after the other.
-        make_gradients(place, stage, !has_next || next.row != place.row, x, operand);
+        make_gradients(stage, x, operand);
       } else if (has_next) {
         copy_queries(next, 1 - stage);
+        load_pairs(next);
       }
       multiply<T, rows>(sum, operand, OperandB<QueryRows, Major::mn>(is_value ? dout : q, 0));
     }
@@ -335,7 +338,7 @@ struct KeyMajorBackwardKernel {
       shape_scores(p.score, s);
       const bool biased = p.score.bias.data != nullptr;
       if (biased && !(Pairs && p.score.bias.per_query)) add_row_bias(s);
-      if constexpr (Pairs) pair_rows.apply(place, s);
+      if constexpr (Pairs) pair_rows.apply(place, handover(stage), s);
       if (place.row < bounds.full_begin || place.row + rows > bounds.full_end)
         mask_rows(place.row, s);
       // The forward's instructions in the forward's order, so that s and lse fit together.
@@ -380,8 +383,8 @@ struct KeyMajorBackwardKernel {
     }
 
     // dS of dP, for this warp's product and for dq.
-    __device__ void make_gradients(Place place, int stage, bool last_head,
-                                   const ScoreAccumulator& dp_tile, ScoreOperand& operand) {
+    __device__ void make_gradients(int stage, const ScoreAccumulator& dp_tile,
+                                   ScoreOperand& operand) {
       const float* const delta = shared.delta[stage] + 2 * (lane % 4);
 #pragma unroll
       for (int k = 0; k < n8 / 2; ++k) {
@@ -404,9 +407,6 @@ struct KeyMajorBackwardKernel {
         }
       }
       if (p.dbias.data != nullptr && !(Pairs && p.dbias.per_query)) sum_queries(operand);
-      if constexpr (Pairs) {
-        if (pair_gradients.wanted()) pair_gradients.add(place, operand, last_head);
-      }
       __syncwarp();  // all lanes have read P
 #pragma unroll
       for (int m = 0; m < m16; ++m) {
@@ -436,6 +436,14 @@ struct KeyMajorBackwardKernel {
         for (int k = 0; k < n8 / 2; ++k) mma_m16n8k16<T>(c, operand[m][k], ones, ones);
         bias_sum[m][0] = c[0];
         bias_sum[m][1] = c[2];
+      }
+    }
+
+    // The gradient of a bias of pairs, of a tile whose dS is complete.
+    __device__ void add_pairs(Place place, bool last_head, int stage) {
+      if constexpr (Pairs) {
+        if (pair_gradients.wanted())
+          pair_gradients.add(place, shared_address(shared.scores[stage]), last_head);
       }
     }
 
@@ -469,11 +477,15 @@ struct KeyMajorBackwardKernel {
         add([&](int first) { return whole_rows || first < p.shape.head_dim; });
     }
 
-    // Where a lane's four words of block (m, k) of P pass from its value warp to its key warp.
-    __device__ std::uint32_t handover(int stage, int m, int k) const {
+    // Where P passes from a value warp to its key warp. Until then the biases of pairs lie there.
+    __device__ std::uint32_t handover(int stage) const {
+      static_assert(warp_keys * Scores::row_bytes == WarpBiasTile::bytes);
       return shared_address(shared.scores[stage]) +
-             static_cast<std::uint32_t>(pair * warp_keys * Scores::row_bytes +
-                                        ((m * (n8 / 2) + k) * 32 + lane) * 16);
+             static_cast<std::uint32_t>(pair * warp_keys * Scores::row_bytes);
+    }
+    // The same of a lane's four words of block (m, k).
+    __device__ std::uint32_t handover(int stage, int m, int k) const {
+      return handover(stage) + static_cast<std::uint32_t>(((m * (n8 / 2) + k) * 32 + lane) * 16);
     }
 
     // The row of scores, and of shared columns, of accumulator rows (m, h) of the lane.
@@ -574,7 +586,7 @@ struct KeyMajorBackwardKernel {
     const std::uint32_t flags;
     Accumulator<warp_keys, D> sum;  // dv or dk
     float bias_sum[m16][2] = {};    // of the lane's keys
-    std::conditional_t<Pairs, PairRows<T, D>, Nothing> pair_rows;
+    std::conditional_t<Pairs, PairRows<T>, Nothing> pair_rows;
     std::conditional_t<Pairs, PairGradients<T, D>, Nothing> pair_gradients;
   };
 };

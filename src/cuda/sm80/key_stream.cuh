@@ -141,8 +141,7 @@ struct EightByLane {
   }
 };
 
-// The tiles of consecutive keys that are visited, in order: the n-th, and where nothing of it is
-// masked.
+// The tiles of consecutive keys that are visited, in order: the n-th.
 struct EveryTile {
   __device__ int at(int n) const { return n; }
   __device__ void move_to(int) {}
@@ -152,7 +151,7 @@ struct EveryTile {
 class MaskedTiles {
  public:
   // Of the keys [0, end) in tiles of `keys`, a divisor of the mask's, for `rows` queries, up to two
-  // tiles of the mask. Without a packed mask every tile is visited and none is full.
+  // tiles of the mask. Without a packed mask every tile is visited.
   __device__ MaskedTiles(const PackedMask& mask, const QueryTile& tile, int seqlen_q, int rows,
                          int end, int keys)
       : keys_(keys), tiles_((end + keys - 1) / keys) {
@@ -166,52 +165,41 @@ class MaskedTiles {
       more_states_ = two ? states_ + mask.words : states_;
     }
     ahead_[0] = after(-1);
-    ahead_[1] = after(ahead_[0].tile);
-    ahead_[2] = after(ahead_[1].tile);
+    ahead_[1] = after(ahead_[0]);
+    ahead_[2] = after(ahead_[1]);
   }
 
   __device__ int at(int n) const {
-    return n == current_ ? ahead_[0].tile : n == current_ + 1 ? ahead_[1].tile : ahead_[2].tile;
+    return n == current_ ? ahead_[0] : n == current_ + 1 ? ahead_[1] : ahead_[2];
   }
-  __device__ bool current_is_full() const { return ahead_[0].full; }
 
   __device__ void move_to(int n) {
     if (n == current_) return;
     current_ = n;
     ahead_[0] = ahead_[1];
     ahead_[1] = ahead_[2];
-    ahead_[2] = after(ahead_[1].tile);
+    ahead_[2] = after(ahead_[1]);
   }
 
  private:
-  struct Tile {
-    int tile;
-    bool full;
-  };
-
-  __device__ Tile after(int tile) {
+  __device__ int after(int tile) {
     for (++tile; tile < tiles_; tile = (tile / 32 + 1) * 32) {
       if (tile / 32 != window_) load(tile / 32);
       const std::uint32_t left = some_ >> (tile % 32);
-      if (left == 0) continue;
-      tile += __ffs(static_cast<int>(left)) - 1;
-      return {tile, (all_ >> (tile % 32) & 1) != 0};
+      if (left != 0) return tile + __ffs(static_cast<int>(left)) - 1;
     }
-    return {tiles_, false};
+    return tiles_;
   }
 
   __device__ void load(int window) {
     window_ = window;
     const int tile = window * 32 + static_cast<int>(threadIdx.x) % 32;
-    std::uint32_t one = PackedMask::some;
-    std::uint32_t two = 0;
+    std::uint32_t states = PackedMask::some;
     if (states_ != nullptr && tile < tiles_) {
       const int state = tile * keys_ / PackedMask::side;
-      one = __ldg(states_ + state);
-      two = __ldg(more_states_ + state);
+      states = __ldg(states_ + state) | __ldg(more_states_ + state);
     }
-    some_ = __ballot_sync(0xffffffffu, ((one | two) & PackedMask::some) != 0);
-    all_ = __ballot_sync(0xffffffffu, (one & two & PackedMask::all) != 0);
+    some_ = __ballot_sync(0xffffffffu, (states & PackedMask::some) != 0);
   }
 
   const std::uint8_t* states_ = nullptr;
@@ -220,9 +208,8 @@ class MaskedTiles {
   int tiles_;
   int window_ = -1;
   std::uint32_t some_ = 0;
-  std::uint32_t all_ = 0;
   int current_ = 0;
-  Tile ahead_[3];
+  int ahead_[3];
 };
 
 // Keys of a query tile: those of the plan's list, else [0, end).
@@ -355,7 +342,6 @@ class KeyStream {
   __device__ int first(int n) const { return walk_.at(n) * N; }
   // Keys of tile n that exist: columns i with Order::key(i) < size(n).
   __device__ int size(int n) const { return min(list_.count - first(n), N); }
-  __device__ const Walk& walk() const { return walk_; }
 
  private:
   __device__ int tiles() const { return (list_.count + N - 1) / N; }

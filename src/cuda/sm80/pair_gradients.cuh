@@ -5,61 +5,61 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// The gradient of a bias with a query dimension, out of the dS of warps that have 32 keys each in
-// FourByLane order. Every element is written once: that of a tile which is visited when its dS, or
-// the sum of those of the heads that share the bias, is there, the others as zeros when the walk has
-// passed them. Two heads are summed in 16 bits, which rounds no more often than a sum in fp32 that is
-// then stored; where more share an element it is added to in fp32 in memory.
+// The gradient of a bias with a query dimension, out of the dS of a block in shared memory, [128 keys
+// in FourByLane order][64 queries]; each of 4 warps takes 16 queries, a lane 8 neighbouring keys of
+// two of them in every 32. Every element is written once: that of a tile which is visited when its dS, or the sum
+// of those of the heads that share the bias, is there, the others as zeros when the walk has passed
+// them. Two heads are summed in 16 bits, which rounds no more often than a sum in fp32 that is then
+// stored; where more share an element it is added to in fp32 in memory.
 template <class T, int D>
 class PairGradients {
  public:
-  static constexpr int n8 = 8;
-  static constexpr int rows = 8 * n8;
+  static constexpr int rows = 64;
+  static constexpr int keys = 128;
   static constexpr bool can_sum = sums_pair_gradients(D);
-  using Gradients = std::uint32_t[2][n8 / 2][4];  // dS as an A operand
 
-  // `first_key`: the first of the lane's warp; `heads`: that are walked together.
-  __device__ PairGradients(const BackwardParams& p, const KeyTile& tile, int first_key)
-      : p_(p),
-        tile_(tile),
-        key_(first_key + static_cast<int>(threadIdx.x) % 32 / 4 * 4),
-        query_(static_cast<int>(threadIdx.x) % 4 * 2) {
-    if constexpr (can_sum) clear_sums();
-  }
+  // `warp`: of four.
+  __device__ PairGradients(const BackwardParams& p, const KeyTile& tile, int warp)
+      : p_(p), tile_(tile), lane_(static_cast<int>(threadIdx.x) % 32), warp_(warp) {}
 
   __device__ bool wanted() const { return p_.dbias.data != nullptr && p_.dbias.per_query; }
 
-  // dS of a tile. `last`: of the heads that share the bias.
-  __device__ void add(QueryPlace place, const Gradients& ds, bool last) {
-    const auto four = [&](int n, int e) {
-      const auto of_block = [&](int m) {
-        return __byte_perm(ds[m][n / 2][n % 2 * 2], ds[m][n / 2][n % 2 * 2 + 1],
-                           e == 0 ? 0x5410 : 0x7632);
-      };
-      return uint2{of_block(0), of_block(1)};
-    };
-    if (p_.dbias_add) {
-      for_each_query(place,
-                     [&](std::int64_t index, int n, int e) { add_in_memory(index, four(n, e)); });
-    } else if (!can_sum || p_.shape.heads_q == p_.shape.heads_kv || !shared_by_group()) {
-      for_each_query(place, [&](std::int64_t index, int n, int e) { write(index, four(n, e)); });
-    } else if constexpr (can_sum) {
+  // `ds`: of a tile, a SharedTile<keys, rows>. `last`: of the heads that share the bias.
+  __device__ void add(QueryPlace place, std::uint32_t ds, bool last) {
+    if constexpr (can_sum) {
+      if (sums() && !last) {
+        for_each_block([&](int half, int i) { load(first_head_[half][i], ds, half, i); });
+        has_first_head_ = true;
+        return;
+      }
+    }
+    const bool whole = p_.dbias.in_words && place.row + rows <= p_.shape.seqlen_q &&
+                       tile_.key + keys <= p_.shape.seqlen_k;
+    for_each_block([&](int half, int i) {
+      std::uint32_t block[4];
+      load(block, ds, half, i);
+      if constexpr (can_sum) {
+        if (has_first_head_) {
 #pragma unroll
-      for (int n = 0; n < n8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const uint2 more = four(n, e);
-          sums_[n][e] = {add_pair(sums_[n][e].x, more.x), add_pair(sums_[n][e].y, more.y)};
+          for (int b = 0; b < 4; ++b) block[b] = add_pair(first_head_[half][i][b], block[b]);
         }
       }
-      if (!last) return;
-      for_each_query(place, [&](std::int64_t index, int n, int e) { write(index, sums_[n][e]); });
-      clear_sums();
-    }
+      const int query = 16 * warp_ + 8 * half + lane_ / 4;
+      const int key = tile_.key + 32 * i + lane_ % 4 * 8;
+      const std::int64_t to = index(place) + query * p_.dbias.query + key;
+      const uint4 eight = in_order(block);
+      if (whole && !p_.dbias_add) {
+        *reinterpret_cast<uint4*>(p_.dbias.data + 2 * to) = eight;
+      } else {
+        const int count = place.row + query < p_.shape.seqlen_q ? p_.shape.seqlen_k - key : 0;
+        p_.dbias_add ? add_in_memory(to, eight, count) : write(to, eight, count);
+      }
+    });
+    has_first_head_ = false;
   }
 
   // Zeros for the tiles that a walk of `heads` heads passes after tile `number` and before tile
-  // `next`, by the whole block.
+  // `next`; by all four warps.
   __device__ void clear(int first_head, int heads, int number, int next) const {
     if (p_.dbias_add || next <= number + 1) return;
     const int together = shared_by_group() ? heads : 1;
@@ -67,12 +67,10 @@ class PairGradients {
     for (int i = begin; i < next / together; ++i) {
       const int tile = i * together;
       const QueryPlace place{first_head + tile % heads, tile / heads * rows, false};
-      const int key = tile_.key + static_cast<int>(threadIdx.x) % 32 * 4;
-      if (key >= p_.shape.seqlen_k) continue;
+      const int key = tile_.key + lane_ % 16 * 8;
       const int end = min(rows, p_.shape.seqlen_q - place.row);
-      for (int r = static_cast<int>(threadIdx.x) / 32; r < end;
-           r += static_cast<int>(blockDim.x) / 32) {
-        write(index(place) + r * p_.dbias.query + key, {0, 0});
+      for (int r = 2 * warp_ + lane_ / 16; r < end; r += 8) {
+        write(index(place) + r * p_.dbias.query + key, {0, 0, 0, 0}, p_.shape.seqlen_k - key);
       }
     }
   }
@@ -86,39 +84,51 @@ class PairGradients {
            place.row * b.query;
   }
 
-  // Calls body(element of the lane's first key, n, e) for its queries.
+  // Whether two heads of a group share the elements.
+  __device__ bool sums() const {
+    return !p_.dbias_add && p_.shape.heads_q != p_.shape.heads_kv && shared_by_group();
+  }
+
+  // Calls body(half, i) for both halves of the warp's queries and every 32 keys.
   template <class Body>
-  __device__ void for_each_query(QueryPlace place, const Body& body) const {
-    const int left = key_ < p_.shape.seqlen_k ? p_.shape.seqlen_q - place.row - query_ : 0;
-    const int step = static_cast<int>(p_.dbias.query);
-    const std::int64_t begin = index(place) + key_ + static_cast<std::int64_t>(query_) * step;
+  static __device__ void for_each_block(const Body& body) {
 #pragma unroll
-    for (int n = 0; n < n8; ++n) {
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        if (8 * n + e < left) body(begin + static_cast<std::int64_t>(8 * n + e) * step, n, e);
-      }
+      for (int i = 0; i < keys / 32; ++i) body(half, i);
     }
   }
 
-  __device__ void write(std::int64_t index, uint2 four) const {
-    *reinterpret_cast<uint2*>(p_.dbias.data + 2 * index) = four;
+  // Of the lane's query and its eight keys: word b has keys b and 4 + b.
+  __device__ void load(std::uint32_t (&block)[4], std::uint32_t ds, int half, int i) const {
+    ldmatrix_x4_trans(block, ds + SharedTile<keys, rows>::offset(32 * i + lane_, 2 * warp_ + half));
   }
 
-  __device__ void add_in_memory(std::int64_t index, uint2 four) const {
-    if (((four.x | four.y) & 0x7fff7fffu) == 0) return;
-    float sums[4] = {};
-    add_to(sums, four);
-    reduce_add(reinterpret_cast<float*>(p_.dbias.data) + index, sums[0], sums[1], sums[2], sums[3]);
+  static __device__ uint4 in_order(const std::uint32_t (&block)[4]) {
+    return {__byte_perm(block[0], block[1], 0x5410), __byte_perm(block[2], block[3], 0x5410),
+            __byte_perm(block[0], block[1], 0x7632), __byte_perm(block[2], block[3], 0x7632)};
   }
 
-  static __device__ void add_to(float (&sums)[4], uint2 four) {
-    const auto low = reinterpret_cast<const typename Element<T>::Pair&>(four.x);
-    const auto high = reinterpret_cast<const typename Element<T>::Pair&>(four.y);
-    sums[0] += Element<T>::widen(low.x);
-    sums[1] += Element<T>::widen(low.y);
-    sums[2] += Element<T>::widen(high.x);
-    sums[3] += Element<T>::widen(high.y);
+  // The first `count` elements, a multiple of four.
+  __device__ void write(std::int64_t index, uint4 eight, int count) const {
+    std::byte* const to = p_.dbias.data + 2 * index;
+    if (count >= 8 && p_.dbias.in_words) {
+      *reinterpret_cast<uint4*>(to) = eight;
+    } else {
+      if (count > 0) *reinterpret_cast<uint2*>(to) = {eight.x, eight.y};
+      if (count > 4) *reinterpret_cast<uint2*>(to + 8) = {eight.z, eight.w};
+    }
+  }
+
+  __device__ void add_in_memory(std::int64_t index, uint4 eight, int count) const {
+    const auto add = [&](std::int64_t to, std::uint32_t low, std::uint32_t high) {
+      if (((low | high) & 0x7fff7fffu) == 0) return;
+      const float2 x = Element<T>::widen_pair(low);
+      const float2 y = Element<T>::widen_pair(high);
+      reduce_add(reinterpret_cast<float*>(p_.dbias.data) + to, x.x, x.y, y.x, y.y);
+    };
+    if (count > 0) add(index, eight.x, eight.y);
+    if (count > 4) add(index + 4, eight.z, eight.w);
   }
 
   __device__ std::uint32_t add_pair(std::uint32_t x, std::uint32_t y) const {
@@ -128,19 +138,13 @@ class PairGradients {
     return p_.saturate ? clamp_pair<T>(bits, Element<T>::gradient_pair) : bits;
   }
 
-  __device__ void clear_sums() {
-#pragma unroll
-    for (int n = 0; n < n8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) sums_[n][e] = {0, 0};
-    }
-  }
-
   const BackwardParams& p_;
   KeyTile tile_;
-  int key_;
-  int query_;
-  uint2 sums_[can_sum ? n8 : 1][2];
+  int lane_;
+  int warp_;
+  // dS of the first of two heads, until that of the second is there.
+  std::uint32_t first_head_[2][can_sum ? keys / 32 : 1][4];
+  bool has_first_head_ = false;
 };
 
 }  // namespace flash_dmattn::cuda::sm80

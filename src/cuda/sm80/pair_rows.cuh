@@ -49,62 +49,77 @@ class EveryQueryTile {
 
 // Those that the packed mask does not leave empty; all heads' tiles of the same queries one after
 // the other, so that their gradients of a bias they share can be summed. Tiles are numbered
-// row / 64 * heads + head.
+// row / 64 * heads + head. One warp goes ahead, by a tile and a barrier of the block, and leaves in
+// shared memory what it found: the others have neither time nor registers for it.
 class MaskedQueryTiles {
  public:
   static constexpr int rows = PackedMask::side;
 
-  // Of queries [begin, end).
-  __device__ MaskedQueryTiles(const PackedMask& mask, const KeyTile& tile, int seqlen_q,
-                              int first_head, int heads, int begin, int end)
-      : mask_(mask),
+  struct Storage {
+    int4 places[2];  // head, row, masked, number
+    // Of the warp that goes ahead: the states of 32 tiles.
+    int window;
+    std::uint32_t some;
+    std::uint32_t all;
+  };
+
+  // Of queries [begin, end). `goes_ahead`: one warp of the block.
+  __device__ MaskedQueryTiles(Storage& storage, const PackedMask& mask, const KeyTile& tile,
+                              int seqlen_q, int first_head, int heads, int begin, int end,
+                              bool goes_ahead)
+      : storage_(storage),
+        mask_(mask),
         tile_(tile),
         row_tiles_((seqlen_q + rows - 1) / rows),
         first_head_(first_head),
         heads_(heads),
         end_(end > begin ? (end + rows - 1) / rows * heads : 0),
-        all_tiles_(row_tiles_ * heads) {
-    move_to(find(end > begin ? begin / rows * heads : 0));
+        goes_ahead_(goes_ahead) {
+    if (goes_ahead_) {
+      if (lane() == 0) storage_.window = -1;
+      __syncwarp();
+      find(0, end > begin ? begin / rows * heads : 0);
+      find(1, storage_.places[0].w + 1);
+    }
+    __syncthreads();
+    place_ = storage_.places[0];
   }
 
-  __device__ bool has() const { return number_ < end_; }
+  __device__ bool has() const { return place_.w < end_; }
   // After the last one, the number of all tiles.
-  __device__ int number() const { return number_; }
-  __device__ QueryPlace place() const {
-    return {first_head_ + member_, row_,
-            mask_.states != nullptr && (all_ >> (number_ % 32) & 1) == 0};
+  __device__ int number() const { return place_.w; }
+  __device__ QueryPlace place() const { return {place_.x, place_.y, place_.z != 0}; }
+  // Once between two barriers of the block.
+  __device__ void advance() {
+    at_ = 1 - at_;
+    place_ = storage_.places[at_];
+    if (goes_ahead_) find(1 - at_, place_.w + 1);
   }
-  __device__ void advance() { move_to(find(number_ + 1)); }
 
  private:
-  // Mostly to the next one, without a division.
-  __device__ void move_to(int number) {
-    const int step = number - number_;
-    number_ = number;
-    member_ += step;
-    if (member_ >= 2 * heads_) {
-      row_ += member_ / heads_ * rows;
-      member_ %= heads_;
-    } else if (member_ >= heads_) {
-      row_ += rows;
-      member_ -= heads_;
-    }
-  }
+  static __device__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
 
-  // The first tile from `number` on that is not empty.
-  __device__ int find(int number) {
+  // Leaves the first tile from `number` on that is not empty.
+  __device__ void find(int at, int number) {
+    int found = row_tiles_ * heads_;
     for (; number < end_; number = (number / 32 + 1) * 32) {
-      if (number / 32 != window_) load(number / 32);
-      const std::uint32_t left = some_ >> (number % 32);
-      if (left != 0) return number + __ffs(static_cast<int>(left)) - 1;
+      if (number / 32 != storage_.window) load(number / 32);
+      const std::uint32_t left = storage_.some >> (number % 32);
+      if (left == 0) continue;
+      found = number + __ffs(static_cast<int>(left)) - 1;
+      break;
     }
-    return all_tiles_;
+    const bool masked = mask_.states != nullptr && (storage_.all >> (found % 32) & 1) == 0;
+    if (lane() == 0) {
+      storage_.places[at] = {first_head_ + found % heads_, found / heads_ * rows, masked ? 1 : 0,
+                             found};
+    }
+    __syncwarp();
   }
 
   // The states of 32 tiles, one for each lane.
   __device__ void load(int window) {
-    window_ = window;
-    const int number = window * 32 + static_cast<int>(threadIdx.x) % 32;
+    const int number = window * 32 + lane();
     std::uint32_t some = number < end_ ? PackedMask::some : 0u;
     std::uint32_t all = 0;
     if (mask_.states != nullptr && number < end_) {
@@ -119,28 +134,45 @@ class MaskedQueryTiles {
       some = (one | two) & PackedMask::some;
       all = one & two & PackedMask::all;
     }
-    some_ = __ballot_sync(0xffffffffu, some != 0);
-    all_ = __ballot_sync(0xffffffffu, all != 0);
+    some = __ballot_sync(0xffffffffu, some != 0);
+    all = __ballot_sync(0xffffffffu, all != 0);
+    __syncwarp();  // all lanes have read the last window
+    if (lane() == 0) {
+      storage_.window = window;
+      storage_.some = some;
+      storage_.all = all;
+    }
+    __syncwarp();
   }
 
+  Storage& storage_;
   const PackedMask& mask_;
   KeyTile tile_;
   int row_tiles_;
   int first_head_;
   int heads_;
   int end_;
-  int all_tiles_;
-  int window_ = -1;
-  std::uint32_t some_ = 0;
-  std::uint32_t all_ = 0;
-  int number_ = 0;
-  int member_ = 0;  // number_ % heads_
-  int row_ = 0;     // number_ / heads_ * rows
+  bool goes_ahead_;
+  int at_ = 0;
+  int4 place_;
+};
+
+// The biases of a warp's 32 keys and 64 queries in shared memory, [queries][keys]. Two rows are 128
+// bytes; the 16 lanes of a step of an 8-byte load have 32 bytes each of four of these, which have to
+// lie in different banks.
+struct WarpBiasTile {
+  static constexpr int bytes = 4096;
+  static constexpr int row_bytes = 64;
+
+  static __device__ std::uint32_t offset(int row, int chunk) {
+    return static_cast<std::uint32_t>(row / 2 * 128 +
+                                      (((row % 2 * 4 + chunk) ^ (row / 2 % 4 * 2)) << 4));
+  }
 };
 
 // What a lane of a block of 128 keys and tiles of 64 queries does with the elements of pairs: its four
 // keys, and queries 8 n + 2 (l % 4) + {0, 1} of a tile. The bias lies in_fours, keys come in fours.
-template <class T, int D>
+template <class T>
 class PairRows {
  public:
   static constexpr int n8 = 8;
@@ -154,128 +186,118 @@ class PairRows {
         tile_(tile),
         lane_(static_cast<int>(threadIdx.x) % 32),
         warp_key_(first_key),
-        key_(first_key + lane_ / 4 * 4),
         query_(lane_ % 4 * 2) {}
 
-  // Has the elements of a tile brought to the L2, a tile ahead; by 128 threads, two for each query.
-  __device__ void prefetch(QueryPlace place) const {
-    const int row = static_cast<int>(threadIdx.x) % 128 / 2;
-    const int key = tile_.key + static_cast<int>(threadIdx.x) % 2 * 64;
-    if (place.row + row >= shape_.seqlen_q || key >= shape_.seqlen_k) return;
-    if (score_.bias.per_query) {
-      prefetch_l2(score_.bias.data + 2 * (bias_index(place) + row * score_.bias.query + key));
-    }
-    if (place.masked && key == tile_.key) {
-      prefetch_l2(score_.packed_mask.bits + mask_row(place, row) + key / PackedMask::side);
-    }
-  }
-
-  // Loads what apply() will want.
+  // Loads the mask of a tile to come.
   __device__ void load(QueryPlace place) {
     if (place.masked) load_mask(place);
-    if (batches == 1 && score_.bias.per_query) load_bias(place, 0);
   }
 
-  // x = scale x + bias (x without a bias of pairs), -inf where masked.
-  __device__ void apply(QueryPlace place, Scores& x) {
-    if (score_.bias.per_query) {
+  // Sends for the biases of a tile: to a WarpBiasTile of the warp's own.
+  __device__ void send(QueryPlace place, std::uint32_t to) const {
+    if (!score_.bias.per_query) return;
+    const int row = lane_ / 4;
+    const int chunk = lane_ % 4;
+    const std::int64_t step = 2 * score_.bias.query;
+    const std::byte* const from =
+        score_.bias.data + 2 * (bias_index(place) + warp_key_ + 8 * chunk) + row * step;
+    to += WarpBiasTile::offset(row, chunk);
+    const auto address = [&](int i) {
+      return to + static_cast<std::uint32_t>(i * 8 * WarpBiasTile::row_bytes);
+    };
+    if (score_.bias.in_words && place.row + 8 * n8 <= shape_.seqlen_q &&
+        warp_key_ + 32 <= shape_.seqlen_k) {
 #pragma unroll
-      for (int batch = 0; batch < batches; ++batch) {
-        if constexpr (batches > 1) load_bias(place, batch);
-        add_bias(batch, x);
-      }
+      for (int i = 0; i < n8; ++i) cp_async_16(address(i), from + 8 * i * step);
+      return;
     }
+    const int left = shape_.seqlen_k - warp_key_ - 8 * chunk;
+#pragma unroll 1
+    for (int i = 0; i < n8; ++i) {
+      const bool exists = place.row + row + 8 * i < shape_.seqlen_q;
+      const std::byte* const source = exists && left > 0 ? from + 8 * i * step : score_.bias.data;
+      cp_async_8(address(i), source, exists && left > 0);
+      cp_async_8(address(i) + 8, left > 4 ? source + 8 : source, exists && left > 4);
+    }
+  }
+
+  // x = scale x + bias (x without a bias of pairs), -inf where masked; the bias as sent to `bias`,
+  // whose bytes are free afterwards.
+  __device__ void apply(QueryPlace place, std::uint32_t bias, Scores& x) const {
+    if (score_.bias.per_query) add_bias(bias, x);
     if (place.masked) mask(x);
   }
 
  private:
-  // Beside the accumulators of 128 columns there are registers for half of a tile's bias only. Then
-  // it is loaded when it is due, out of the L2.
-  static constexpr int batches = D <= 64 ? 1 : 2;
-  static constexpr int batch_n8 = n8 / batches;
-
   __device__ std::int64_t bias_index(QueryPlace place) const {
     const Broadcast& bias = score_.bias;
     return tile_.batch * bias.batch + place.head * bias.head_q + tile_.kv_head * bias.head_kv +
            place.row * bias.query;
   }
 
-  // Instead of what does not exist something else is read; no key sees those queries, no query
-  // those keys.
-  __device__ void load_bias(QueryPlace place, int batch) {
-    const int first = min(query_ + 8 * batch * batch_n8, shape_.seqlen_q - 1 - place.row);
-    const int left = shape_.seqlen_q - place.row - first;
-    const int step = static_cast<int>(2 * score_.bias.query);
-    const std::byte* const from = score_.bias.data +
-                                  2 * (bias_index(place) + min(key_, shape_.seqlen_k - 4)) +
-                                  static_cast<std::int64_t>(first) * step;
-#pragma unroll
-    for (int n = 0; n < batch_n8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int query = 8 * n + e < left ? 8 * n + e : 0;
-        bias_[n][e] =
-            __ldg(reinterpret_cast<const uint2*>(from + static_cast<std::int64_t>(query) * step));
-      }
-    }
-  }
-
-  __device__ void add_bias(int batch, Scores& x) const {
+  __device__ void add_bias(std::uint32_t bias, Scores& x) const {
     using Pair = typename Element<T>::Pair;
     const float factor = score_.pair_factor;
     const float mask_value = score_.mask_value;
-    Pair least = pair_of(bias_[0][0].x);
-    for_each_word(batch, x, [&](Pair bias, float& low, float& high) {
-      least = __hmin2_nan(least, bias);
-      low = fmaf(low, factor, Element<T>::widen(bias.x));
-      high = fmaf(high, factor, Element<T>::widen(bias.y));
+    cp_async_wait_all();
+    __syncwarp();
+    const std::uint32_t zero = 0;
+    Pair least = reinterpret_cast<const Pair&>(zero);
+    for_each_word(bias, x, [&](std::uint32_t word, float& low, float& high) {
+      least = __hmin2_nan(least, reinterpret_cast<const Pair&>(word));
+      const float2 of_key = Element<T>::widen_pair(word);
+      low = fmaf(low, factor, of_key.x);
+      high = fmaf(high, factor, of_key.y);
     });
     // Rarely is a bias a mask, too.
-    if (Element<T>::widen(least.x) > mask_value && Element<T>::widen(least.y) > mask_value) return;
-    for_each_word(batch, x, [&](Pair bias, float& low, float& high) {
-      if (!(Element<T>::widen(bias.x) > mask_value)) low = negative_infinity;
-      if (!(Element<T>::widen(bias.y) > mask_value)) high = negative_infinity;
-    });
-  }
-
-  static __device__ typename Element<T>::Pair pair_of(std::uint32_t word) {
-    return reinterpret_cast<const typename Element<T>::Pair&>(word);
+    const bool some_masks =
+        !(Element<T>::widen(least.x) > mask_value && Element<T>::widen(least.y) > mask_value);
+    if (__any_sync(0xffffffffu, some_masks)) {
+      for_each_word(bias, x, [&](std::uint32_t word, float& low, float& high) {
+        const float2 of_key = Element<T>::widen_pair(word);
+        if (!(of_key.x > mask_value)) low = negative_infinity;
+        if (!(of_key.y > mask_value)) high = negative_infinity;
+      });
+    }
+    __syncwarp();
   }
 
   // Calls body(the biases of two neighbouring keys, their scores).
   template <class Body>
-  __device__ void for_each_word(int batch, Scores& x, const Body& body) const {
+  __device__ void for_each_word(std::uint32_t bias, Scores& x, const Body& body) const {
+    const std::uint32_t from = bias + WarpBiasTile::offset(query_, lane_ / 8) + lane_ / 4 % 2 * 8;
 #pragma unroll
-    for (int n = 0; n < batch_n8; ++n) {
+    for (int n = 0; n < n8; ++n) {
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float (&s)[4] = x[m][batch * batch_n8 + n];
-          body(pair_of(m == 0 ? bias_[n][e].x : bias_[n][e].y), s[e], s[2 + e]);
-        }
+      for (int e = 0; e < 2; ++e) {
+        const uint2 four =
+            load_shared_8((from ^ static_cast<std::uint32_t>(64 * e)) +
+                          static_cast<std::uint32_t>(n * 8 * WarpBiasTile::row_bytes));
+        body(four.x, x[0][n][e], x[0][n][2 + e]);
+        body(four.y, x[1][n][e], x[1][n][2 + e]);
       }
     }
   }
 
-  // The word at which row `row` of a tile begins.
-  __device__ std::int64_t mask_row(QueryPlace place, int row) const {
+  // Row 0 of a tile in the first of the block's two words.
+  __device__ const std::uint64_t* mask_tile(QueryPlace place) const {
     const PackedMask& mask = score_.packed_mask;
+    const int row_tiles = (shape_.seqlen_q + PackedMask::side - 1) / PackedMask::side;
     const std::int64_t matrix =
         tile_.batch * mask.batch + place.head * mask.head_q + tile_.kv_head * mask.head_kv;
-    return (matrix * shape_.seqlen_q + place.row + row) * mask.words;
+    const std::int64_t tile = (matrix * row_tiles + place.row / PackedMask::side) * mask.words +
+                              tile_.key / PackedMask::side;
+    return mask.bits + tile * PackedMask::side;
   }
 
   // A lane holds the bits of queries l and l + 32 and the warp's 32 keys.
   __device__ void load_mask(QueryPlace place) {
+    const int word = (warp_key_ - tile_.key) / PackedMask::side;
     const auto* const from =
-        reinterpret_cast<const std::uint32_t*>(score_.packed_mask.bits + mask_row(place, lane_));
+        reinterpret_cast<const std::uint32_t*>(mask_tile(place) + word * PackedMask::side + lane_) +
+        warp_key_ / 32 % 2;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const bool exists =
-          place.row + lane_ + 32 * i < shape_.seqlen_q && warp_key_ < shape_.seqlen_k;
-      mask_[i] = exists ? __ldg(from + 64 * i * score_.packed_mask.words + warp_key_ / 32) : 0;
-    }
+    for (int i = 0; i < 2; ++i) mask_[i] = warp_key_ < shape_.seqlen_k ? __ldg(from + 64 * i) : 0;
   }
 
   __device__ void mask(Scores& x) const {
@@ -301,9 +323,7 @@ class PairRows {
   KeyTile tile_;
   int lane_;
   int warp_key_;
-  int key_;
   int query_;
-  uint2 bias_[batch_n8][2];
   std::uint32_t mask_[2];
 };
 

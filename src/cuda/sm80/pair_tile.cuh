@@ -1,107 +1,104 @@
 #pragma once
 
-#include "cuda/common/scheduler.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/sm80/score_tile.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
 
-// The mask and the bias of a warp's score tile, M16 x 16 queries x N keys in EightByLane order: a
-// byte of the packed mask and 16 bytes of the bias for each row and 32 keys of a lane.
+// A tile of 16-bit biases in shared memory, [Rows][N]. The 8 lanes of a step of a 16-byte load have
+// four chunks each of two neighbouring rows, which have to lie in different banks.
+template <int Rows, int N>
+struct BiasTile {
+  static constexpr int chunks = N / 8;
+  static constexpr int row_bytes = N * 2;
+  static constexpr int bytes = Rows * row_bytes;
+
+  static __device__ std::uint32_t offset(int row, int chunk) {
+    const int swizzle = chunks == 8 ? row % 2 * 4 : 0;
+    return static_cast<std::uint32_t>(row * row_bytes + ((chunk ^ swizzle) << 4));
+  }
+};
+
+// What the mask and the bias do to a warp's score tile, M16 x 16 queries x N keys in EightByLane
+// order: a byte of the packed mask and 16 bytes of the bias for each row and 32 keys of a lane.
 template <class T, int M16, int N>
 class PairTile {
  public:
-  static constexpr int words = N / 32;
-
-  // Of the rows from `row` on that the accumulators of a lane belong to. All rows and keys that are
-  // loaded have to exist, and a bias has to be in_words.
-  __device__ PairTile(const ScoreParams& score, const QueryTile& tile, int seqlen_q, int row) {
-    const int quarter = static_cast<int>(threadIdx.x) % 4;
-    const PackedMask& mask = score.packed_mask;
-    const std::int64_t matrix =
-        tile.batch * mask.batch + tile.head * mask.head_q + tile.kv_head * mask.head_kv;
-    mask_from_ = reinterpret_cast<const std::byte*>(mask.bits) +
-                 (matrix * seqlen_q + row) * mask.words * 8 + quarter;
-    const Broadcast& bias = score.bias;
-    bias_from_ = bias.data + 2 * (tile.batch * bias.batch + tile.head * bias.head_q +
-                                  tile.kv_head * bias.head_kv + row * bias.query + 8 * quarter);
+  // Shared addresses of the tiles, that of the mask at its byte of row 0.
+  __device__ PairTile(std::uint32_t bias, std::uint32_t mask, int warp_row) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int row = warp_row + lane / 4;
+    bias_ = bias + Bias::offset(row, lane % 4);
+    mask_ = mask + static_cast<std::uint32_t>(row * 8 + lane % 4);
   }
 
-  // Sends for keys [key, key + N).
-  __device__ void load(const ScoreParams& score, int key, bool masked) {
-    const std::int64_t mask_step = 8 * 8 * static_cast<std::int64_t>(score.packed_mask.words);
-    const std::int64_t bias_step = 8 * 2 * score.bias.query;
+  // x = factor x + bias; -inf where the bias masks.
+  template <int N8>
+  __device__ void add_bias(const ScoreParams& score, float (&x)[M16][N8][4]) const {
+    using Pair = typename Element<T>::Pair;
+    const float factor = score.pair_factor;
+    std::uint32_t first = 0;
+    Pair least = reinterpret_cast<const Pair&>(first);
+    for_each_word(x, [&](std::uint32_t word, float& low, float& high) {
+      least = __hmin2_nan(least, reinterpret_cast<const Pair&>(word));
+      const float2 bias = Element<T>::widen_pair(word);
+      low = fmaf(low, factor, bias.x);
+      high = fmaf(high, factor, bias.y);
+    });
+    // Rarely is a bias a mask, too. A NaN is one.
+    const float mask_value = score.mask_value;
+    const bool some_masks =
+        !(Element<T>::widen(least.x) > mask_value && Element<T>::widen(least.y) > mask_value);
+    if (!__any_sync(0xffffffffu, some_masks)) return;
+    for_each_word(x, [&](std::uint32_t word, float& low, float& high) {
+      const float2 bias = Element<T>::widen_pair(word);
+      if (!(bias.x > mask_value)) low = negative_infinity;
+      if (!(bias.y > mask_value)) high = negative_infinity;
+    });
+  }
+
+  // -inf where masked.
+  template <int N8>
+  __device__ void mask(float (&x)[M16][N8][4]) const {
 #pragma unroll
     for (int r = 0; r < 2 * M16; ++r) {
-      const std::byte* const mask = mask_from_ + key / 8 + r * mask_step;
 #pragma unroll
       for (int j = 0; j < words; ++j) {
-        mask_[r][j] = masked ? __ldg(reinterpret_cast<const std::uint8_t*>(mask + 4 * j)) : 0xff;
-      }
-      if (score.bias.per_query) {
-        const std::byte* const from = bias_from_ + 2 * key + r * bias_step;
+        const std::uint32_t bits =
+            load_shared_1(mask_ + static_cast<std::uint32_t>(r * 64 + 4 * j));
 #pragma unroll
-        for (int j = 0; j < words; ++j)
-          bias_[r][j] = __ldg(reinterpret_cast<const uint4*>(from + 64 * j));
+        for (int i = 0; i < 8; ++i) {
+          if ((bits & 1u << i) == 0) x[r / 2][4 * j + i / 2][r % 2 * 2 + i % 2] = negative_infinity;
+        }
       }
     }
-  }
-
-  // x = scale x + bias (x without a bias of pairs), -inf where masked.
-  template <int N8>
-  __device__ void apply(const ScoreParams& score, float (&x)[M16][N8][4]) const {
-    if (!score.bias.per_query) {
-      for_each_element(x, [&](float& s, int m, int n, int e) {
-        if (!unmasked(m, n, e)) s = negative_infinity;
-      });
-      return;
-    }
-    for_each_element(x, [&](float& s, int m, int n, int e) {
-      s = fmaf(s, score.pair_factor, bias_of(m, n, e));
-      if (!unmasked(m, n, e)) s = negative_infinity;
-    });
-    if (!__any_sync(0xffffffffu, some_bias_masks(score.mask_value))) return;
-    for_each_element(x, [&](float& s, int m, int n, int e) {
-      if (!(bias_of(m, n, e) > score.mask_value)) s = negative_infinity;
-    });
   }
 
  private:
-  __device__ bool unmasked(int m, int n, int e) const {
-    return (mask_[2 * m + e / 2][n / 4] & 1u << (n % 4 * 2 + e % 2)) != 0;
-  }
+  using Bias = BiasTile<16 * M16, N>;
+  static constexpr int words = N / 32;
 
-  __device__ float bias_of(int m, int n, int e) const {
-    const uint4& four = bias_[2 * m + e / 2][n / 4];
-    const std::uint32_t word = n % 4 == 0   ? four.x
-                               : n % 4 == 1 ? four.y
-                               : n % 4 == 2 ? four.z
-                                            : four.w;
-    const auto pair = reinterpret_cast<const typename Element<T>::Pair&>(word);
-    return Element<T>::widen(e % 2 == 0 ? pair.x : pair.y);
-  }
-
-  __device__ bool some_bias_masks(float mask_value) const {
-    using Pair = typename Element<T>::Pair;
-    const auto pair = [](const std::uint32_t& bits) { return reinterpret_cast<const Pair&>(bits); };
-    Pair least = pair(bias_[0][0].x);
+  // Calls body(biases of two neighbouring keys, their scores).
+  template <int N8, class Body>
+  __device__ void for_each_word(float (&x)[M16][N8][4], const Body& body) const {
 #pragma unroll
     for (int r = 0; r < 2 * M16; ++r) {
 #pragma unroll
       for (int j = 0; j < words; ++j) {
-        const uint4& four = bias_[r][j];
-        least = __hmin2_nan(least, __hmin2_nan(__hmin2_nan(pair(four.x), pair(four.y)),
-                                               __hmin2_nan(pair(four.z), pair(four.w))));
+        const uint4 four = load_shared_16((bias_ ^ static_cast<std::uint32_t>(64 * j)) +
+                                          static_cast<std::uint32_t>(r * 8 * Bias::row_bytes));
+        const std::uint32_t word[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float (&s)[4] = x[r / 2][4 * j + i];
+          body(word[i], s[r % 2 * 2], s[r % 2 * 2 + 1]);
+        }
       }
     }
-    // A NaN is not greater either.
-    return !(Element<T>::widen(least.x) > mask_value && Element<T>::widen(least.y) > mask_value);
   }
 
-  const std::byte* mask_from_;
-  const std::byte* bias_from_;
-  std::uint32_t mask_[2 * M16][words];
-  uint4 bias_[2 * M16][words];
+  std::uint32_t bias_;
+  std::uint32_t mask_;
 };
 
 }  // namespace flash_dmattn::cuda::sm80

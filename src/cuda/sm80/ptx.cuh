@@ -65,6 +65,18 @@ __device__ inline void cp_async_16(std::uint32_t to, const void* from, bool vali
                : "memory");
 }
 
+// The same of the first `bytes` bytes, which may be 0; zeros after them.
+__device__ inline void cp_async_part(std::uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+               : "memory");
+}
+
+__device__ inline void cp_async_8(std::uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from),
+               "r"(valid ? 8 : 0)
+               : "memory");
+}
+
 __device__ inline void cp_async_4(std::uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
                "r"(valid ? 4 : 0)
@@ -91,6 +103,21 @@ __device__ inline uint4 load_shared_16(std::uint32_t from) {
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                : "r"(from)
                : "memory");
+  return value;
+}
+
+__device__ inline uint2 load_shared_8(std::uint32_t from) {
+  uint2 value;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "r"(from)
+               : "memory");
+  return value;
+}
+
+__device__ inline std::uint32_t load_shared_1(std::uint32_t from) {
+  std::uint32_t value;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
   return value;
 }
 

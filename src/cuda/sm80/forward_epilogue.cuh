@@ -1,0 +1,89 @@
+#pragma once
+
+#include "cuda/common/careful.cuh"
+#include "cuda/common/softmax.cuh"
+#include "cuda/sm80/epilogue.cuh"
+
+// What follows the softmax of the forward kernels.
+namespace flash_dmattn::cuda::sm80 {
+
+// out += weights V.
+template <class T, int M16, int N8, int D8, class Values>
+__device__ inline void add_values(const float (&weights)[M16][N8][4], const Values& values,
+                                  float (&out)[M16][D8][4]) {
+  std::uint32_t packed[M16][N8 / 2][4];
+#pragma unroll
+  for (int m = 0; m < M16; ++m) {
+#pragma unroll
+    for (int k = 0; k < N8 / 2; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        packed[m][k][i] = pack<T>(weights[m][2 * k + i / 2][2 * (i % 2)],
+                                  weights[m][2 * k + i / 2][2 * (i % 2) + 1]);
+      }
+    }
+  }
+  multiply<T, N8 * 8>(out, packed, values);
+}
+
+// Stores the output and lse of a warp's rows. The tile of q is overwritten.
+template <class QueryRows, int WarpRows, int D, class T>
+__device__ inline void store_output(const ForwardParams& p, const QueryTile& tile, int row_end,
+                                    int warp_row, std::uint32_t q_tile, float factor,
+                                    const OnlineSoftmax<T, WarpRows / 16>& softmax,
+                                    const Accumulator<WarpRows, D>& out) {
+  constexpr int m16 = WarpRows / 16;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  float inverse[m16][2];
+#pragma unroll
+  for (int m = 0; m < m16; ++m) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) inverse[m][h] = softmax.sum[m][h] > 0 ? 1 / softmax.sum[m][h] : 0;
+  }
+  // A warp's rows of q are its own: they can be overwritten without a barrier.
+  __syncwarp();
+  stage_accumulators<QueryRows>(out, q_tile, warp_row, 0, [&](float x, float y, int m, int h) {
+    return pack_output<T>(x * inverse[m][h], y * inverse[m][h], p.saturate);
+  });
+  __syncwarp();
+  write_rows<QueryRows>(q_tile, warp_row, min(warp_row + WarpRows, row_end - tile.row), tile.row,
+                        p.out, tile.batch, tile.head, p.shape.head_dim, lane, 32);
+
+  const std::int64_t lse_row =
+      (static_cast<std::int64_t>(tile.batch) * p.shape.heads_q + tile.head) * p.shape.seqlen_q;
+#pragma unroll
+  for (int m = 0; m < m16; ++m) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float largest = 0;
+#pragma unroll
+      for (int d = 0; d < D / 8; ++d) {
+        largest =
+            max_or_nan(largest, max_or_nan(fabsf(out[m][d][2 * h]), fabsf(out[m][d][2 * h + 1])));
+      }
+      largest = max_or_nan(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = max_or_nan(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      const float sum = softmax.sum[m][h];
+      const bool ordinary = sum > 0 && isfinite(sum) && isfinite(largest) &&
+                            fabsf(softmax.max[m][h] * factor) < 1e38f;
+      const int row = tile.row + warp_row + 16 * m + 8 * h + lane / 4;
+      if (ordinary && lane % 4 == 0 && row < row_end) {
+        const double lse = softmax.log_sum_exp(m, h, factor);
+        p.lse[lse_row + row] = static_cast<float>(lse);
+        if (p.lse_low != nullptr) {
+          p.lse_low[lse_row + row] =
+              static_cast<float>(lse - static_cast<double>(static_cast<float>(lse)));
+        }
+      }
+      __syncwarp();  // write_rows is done in all lanes
+      unsigned careful = __ballot_sync(0xffffffffu, !ordinary && row < row_end) & 0x11111111u;
+      for (; careful != 0; careful &= careful - 1) {
+        const int source = __ffs(static_cast<int>(careful)) - 1;
+        careful_row<T>(p, tile.batch, tile.head, tile.kv_head,
+                       tile.row + warp_row + 16 * m + 8 * h + source / 4);
+      }
+    }
+  }
+}
+
+}  // namespace flash_dmattn::cuda::sm80
