@@ -56,14 +56,14 @@ test: check-format test-cpp test-sanitize test-python test-transformers-4 test-c
 test-cpp: $(STAMPS)/tools build/googletest/ready ## C++ tests, on every instruction set of this machine
 	cmake --preset cpu -D FLASH_DMATTN_TESTS=ON $(CMAKE_OPTIONS)
 	cmake --build --preset cpu --target all all_verify_interface_header_sets
-	ctest --preset cpu
+	ctest --preset cpu --parallel $(JOBS)
 	@tools/list_skipped.sh build/cpu
 
 .PHONY: test-sanitize
 test-sanitize: $(STAMPS)/tools build/googletest/ready ## C++ tests under AddressSanitizer and UBSan
 	cmake --preset dev $(CMAKE_OPTIONS)
 	cmake --build --preset dev
-	ctest --preset dev
+	ctest --preset dev --parallel $(JOBS)
 	@tools/list_skipped.sh build/dev
 
 .PHONY: test-python
