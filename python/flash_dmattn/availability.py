@@ -20,7 +20,8 @@ class Backend:
     reason: str
 
 
-_OLDEST_TRITON = (3, 6)  # of those that have compiled the kernels: 3.6 and 3.9
+# Of those that have compiled the kernels, 3.6 and 3.9. For AMD 3.6 does not compile fp64 products.
+_OLDEST_TRITON, _OLDEST_TRITON_OF_AMD = (3, 6), (3, 9)
 _ON_GPU = ("cuda", "triton", "flex", "cpu", "reference")
 _ON_CPU = ("cpu", "flex", "triton", "cuda", "reference")
 
@@ -43,9 +44,14 @@ def _triton() -> Backend:
 
 def _usable(triton) -> Backend:
     version = f"triton {triton.__version__}"
-    if tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < _OLDEST_TRITON:
-        oldest = ".".join(map(str, _OLDEST_TRITON))
-        return Backend("triton", False, f"{version} is too old, expected {oldest} or newer")
+    oldest, where = _OLDEST_TRITON, ""
+    if torch.version.hip is not None:
+        oldest, where = _OLDEST_TRITON_OF_AMD, " on AMD's GPUs"
+    if tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < oldest:
+        expected = ".".join(map(str, oldest))
+        return Backend(
+            "triton", False, f"{version} is too old, expected {expected} or newer{where}"
+        )
     if triton.knobs.runtime.interpret:
         return Backend(
             "triton", False, f"{version} is interpreted (TRITON_INTERPRET), for tests only"

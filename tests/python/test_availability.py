@@ -52,6 +52,16 @@ def test_a_broken_triton_is_reported(module, words, tmp_path, monkeypatch):
     assert not found.available and words in found.reason
 
 
+def test_a_triton_too_old_for_amd_is_reported(tmp_path, monkeypatch):
+    (tmp_path / "triton.py").write_text("__version__ = '3.6.0'")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    found = availability._triton()
+    assert not found.available
+    assert "triton 3.6.0 is too old, expected 3.9 or newer on AMD's GPUs" in found.reason
+
+
 def test_a_torch_without_flex_attention_is_reported(monkeypatch):
     monkeypatch.delattr(torch.nn.attention, "flex_attention", raising=False)
     monkeypatch.setitem(sys.modules, "torch.nn.attention.flex_attention", None)
