@@ -5,12 +5,9 @@ queries, keys: rows of a tile. Measured on one H200, with times in ms; docs/kern
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from functools import cache
 
 import torch
-import triton
 
 
 @dataclass(frozen=True)
@@ -46,46 +43,19 @@ _LOW_PRECISION = {
     # With pairs at 64: 10.1; 2 stages 10.4, 64 x 128 10.5, 128 x 64 x 8 warps 10.9, 64 x 32 10.9.
     "dbias": {64: Config(64, 64, 4, 3), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
 }
-# For less shared memory than an A100's 163 KB: GeForce's 99 KB, AMD's 64 KB. Counted, not timed: compiled for sm_86 and
-# gfx942, with a mask and a bias of every pair, each of these fits, and several of those above do not.
-_LOW_PRECISION_IN_64_KB = _LOW_PRECISION | {
-    "forward": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
-    "dq": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 8, 1)},
-    "dkdv": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(32, 32, 4, 1)},
-    "dbias": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 1), 256: Config(64, 32, 4, 1)},
-}
 # fp32 products are not done by tensor cores (their 10-bit mantissa would show): unrolled multiply-adds,
 # whose code grows with the tile.
 _FLOAT32 = {64: Config(32, 32, 4, 2), 256: Config(32, 32, 8, 1)}
-_FLOAT32_IN_64_KB = {64: Config(32, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 4, 1)}
 # fp64, for what fp32 cannot hold. Rare: small tiles compile quickly.
 _CAREFUL = {256: Config(16, 16, 4, 1)}
 
 
-@cache
-def has_little_shared_memory(device: torch.device) -> bool:
-    """Less than an A100 has. FLASH_DMATTN_MAX_SHARED_KB lowers it, as it does for the CUDA kernels."""
-    if device.type == "cpu":  # interpreted
-        return False
-    index = (
-        torch.get_device_module(device).current_device() if device.index is None else device.index
-    )
-    found = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
-    return min(found, 1024 * int(os.environ.get("FLASH_DMATTN_MAX_SHARED_KB", "1024"))) < 160 * 1024
-
-
-def choose(
-    kernel: str,
-    dtype: torch.dtype,
-    block_d: int,
-    careful: bool = False,
-    little_shared: bool = False,
-) -> Config:
+def choose(kernel: str, dtype: torch.dtype, block_d: int, careful: bool = False) -> Config:
     """The configuration of a kernel: a name of the table."""
     if careful:
         table = _CAREFUL
     elif dtype == torch.float32:
-        table = _FLOAT32_IN_64_KB if little_shared else _FLOAT32
+        table = _FLOAT32
     else:
-        table = (_LOW_PRECISION_IN_64_KB if little_shared else _LOW_PRECISION)[kernel]
+        table = _LOW_PRECISION[kernel]
     return next(config for largest, config in table.items() if block_d <= largest)

@@ -76,15 +76,10 @@ class Problem:
             return Plan(*(self.q.data,) * 4, 0, 0), keywords
         return build_plan(self.intervals, self.shape.seqlen_q, self.key_bound), keywords
 
-    def config(self, kernel: str, careful: bool = False) -> configs.Config:
-        little_shared = configs.has_little_shared_memory(self.device)
-        block_d = self.block_d["BLOCK_D"]
-        return configs.choose(kernel, self.dtype, block_d, careful, little_shared)
-
     def forms(self, kernel: str):
         """(configuration, keywords of the launch) of the plain and the careful form of a kernel."""
         for careful in (False, True):
-            config = self.config(kernel, careful)
+            config = configs.choose(kernel, self.dtype, self.block_d["BLOCK_D"], careful)
             options = {**self.options, **self.block_d}
             if careful:  # the most general form will do: fewer kernels to compile
                 options |= {"EVEN_D": False}
@@ -178,7 +173,7 @@ def backward(problem, dout, out, lse, lse_low, flags, saturate, needs) -> list[T
     flags = flags.clone()
     statistics = Statistics(lse, lse_low, delta)
     if shape.seqlen_q:
-        config = p.config("delta")
+        config = configs.choose("delta", p.dtype, p.block_d["BLOCK_D"])
         delta_kernel[(heads * triton.cdiv(shape.seqlen_q, config.queries),)](
             rows(dout), rows(out), delta, flags, shape, M=config.queries, **p.block_d
         )

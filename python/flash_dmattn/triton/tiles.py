@@ -155,25 +155,21 @@ def scores(
         slope = 1.0 - tanh * tanh
     else:
         score = products * (shape.scale * unit)
-    # What hides a pair is added: AMD's compiler cannot bring the bits of a choice into another layout.
-    veil = 0.0
     if BIAS != NONE:
         value = load_broadcast(bias, bias_head, rows, keys, shape, BIAS).to(products.dtype)
         shown = value > shape.mask_value  # not for a NaN
         if CAREFUL:
             score += tl.where(shown, value, 0.0)
-            veil = tl.where(shown, 0.0, -float("inf"))
         else:
             # Biases near the end of fp32 do not overflow here; their rows are computed again carefully.
-            limited = tl.minimum(tl.maximum(value * unit, -3e38), 3e38)
-            veil = tl.where(shown, limited, -float("inf"))
-    if MASK != NONE:
-        allowed = load_broadcast(mask, mask_head, rows, keys, shape, MASK)
-        veil = tl.where(allowed != 0, veil, -float("inf"))
+            score += tl.minimum(tl.maximum(value * unit, -3e38), 3e38)
     if CAREFUL:  # a NaN goes to the lower end
         score = tl.where(score > -FLOAT32_MAX, tl.minimum(score, FLOAT32_MAX), -FLOAT32_MAX)
-    if BIAS != NONE or MASK != NONE:
-        score += veil
+    if BIAS != NONE:
+        score = tl.where(shown, score, -float("inf"))
+    if MASK != NONE:
+        allowed = load_broadcast(mask, mask_head, rows, keys, shape, MASK)
+        score = tl.where(allowed != 0, score, -float("inf"))
     return score, slope
 
 
