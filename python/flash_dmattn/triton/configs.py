@@ -20,6 +20,7 @@ class Config:
 
 # {kernel: {largest head dimension: configuration}} for 16-bit dtypes. Two blocks of 4 warps fit on an SM and hide
 # each other's softmax and barriers, where one of 8 waits for itself: that decides most rows at 128.
+# At 256 nothing was compared: halves of the tiles at 128, whose fp32 sums fit into the registers.
 _LOW_PRECISION = {
     # N8192 H16 D128: 0.72; 128 x 64 with 8 warps 0.77, with 4 (whose sums spill) 1.05; 64 x 64 with 2 stages 0.80.
     # At 64 with pairs, N16384 H2: 0.46; with 4 warps 1.02.
