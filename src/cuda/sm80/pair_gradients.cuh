@@ -33,28 +33,26 @@ class PairGradients {
         return;
       }
     }
+    const int query = 16 * warp_ + lane_ / 4;
+    const int key = tile_.key + lane_ % 4 * 8;
+    const std::int64_t first = index(place) + query * p_.dbias.query + key;
+    const auto element = [&](int half, int i) {
+      return first + 8 * half * p_.dbias.query + 32 * i;
+    };
     const bool whole = p_.dbias.in_words && place.row + rows <= p_.shape.seqlen_q &&
                        tile_.key + keys <= p_.shape.seqlen_k;
-    for_each_block([&](int half, int i) {
-      std::uint32_t block[4];
-      load(block, ds, half, i);
-      if constexpr (can_sum) {
-        if (has_first_head_) {
-#pragma unroll
-          for (int b = 0; b < 4; ++b) block[b] = add_pair(first_head_[half][i][b], block[b]);
-        }
-      }
-      const int query = 16 * warp_ + 8 * half + lane_ / 4;
-      const int key = tile_.key + 32 * i + lane_ % 4 * 8;
-      const std::int64_t to = index(place) + query * p_.dbias.query + key;
-      const uint4 eight = in_order(block);
-      if (whole && !p_.dbias_add) {
-        *reinterpret_cast<uint4*>(p_.dbias.data + 2 * to) = eight;
-      } else {
-        const int count = place.row + query < p_.shape.seqlen_q ? p_.shape.seqlen_k - key : 0;
-        p_.dbias_add ? add_in_memory(to, eight, count) : write(to, eight, count);
-      }
-    });
+    if (whole && !p_.dbias_add) {
+      for_each_block([&](int half, int i) {
+        *reinterpret_cast<uint4*>(p_.dbias.data + 2 * element(half, i)) = eight(ds, half, i);
+      });
+    } else {
+      for_each_block([&](int half, int i) {
+        const bool exists = place.row + query + 8 * half < p_.shape.seqlen_q;
+        const int count = exists ? p_.shape.seqlen_k - key - 32 * i : 0;
+        p_.dbias_add ? add_in_memory(element(half, i), eight(ds, half, i), count)
+                     : write(element(half, i), eight(ds, half, i), count);
+      });
+    }
     has_first_head_ = false;
   }
 
@@ -104,7 +102,16 @@ class PairGradients {
     ldmatrix_x4_trans(block, ds + SharedTile<keys, rows>::offset(32 * i + lane_, 2 * warp_ + half));
   }
 
-  static __device__ uint4 in_order(const std::uint32_t (&block)[4]) {
+  // The same in order, with what waits of the first head.
+  __device__ uint4 eight(std::uint32_t ds, int half, int i) const {
+    std::uint32_t block[4];
+    load(block, ds, half, i);
+    if constexpr (can_sum) {
+      if (has_first_head_) {
+#pragma unroll
+        for (int b = 0; b < 4; ++b) block[b] = add_pair(first_head_[half][i][b], block[b]);
+      }
+    }
     return {__byte_perm(block[0], block[1], 0x5410), __byte_perm(block[2], block[3], 0x5410),
             __byte_perm(block[0], block[1], 0x7632), __byte_perm(block[2], block[3], 0x7632)};
   }
