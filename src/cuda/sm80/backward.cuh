@@ -6,6 +6,7 @@
 #include "cuda/common/turns.cuh"
 #include "cuda/policy.h"
 #include "cuda/sm80/epilogue.cuh"
+#include "cuda/sm80/query_tile.cuh"
 #include "cuda/sm80/score_tile.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -77,7 +78,8 @@ struct BackwardKernel {
         Pairs);
     stream.start();
     const std::uint32_t flags = *p.flags;
-    if (p.saturate && (flags & dout_not_finite) != 0) clear_non_finite(dout_tile);
+    if (p.saturate && (flags & dout_not_finite) != 0)
+      clear_non_finite<T, QueryRows, threads>(dout_tile);
 
     typename QueryTilePart::Accumulators dq;
     clear(dq);
@@ -170,21 +172,6 @@ struct BackwardKernel {
       }
     }
   };
-
-  // What is not finite in dout counts as 0.
-  static __device__ void clear_non_finite(std::uint32_t tile) {
-    const auto clean = [](std::uint32_t pair) {
-      constexpr std::uint32_t exponent = Element<T>::exponent_mask;
-      if ((pair & exponent) == exponent) pair &= 0xffff0000u;
-      if ((pair >> 16 & exponent) == exponent) pair &= 0x0000ffffu;
-      return pair;
-    };
-    for (int i = static_cast<int>(threadIdx.x); i < QueryRows::bytes / 16; i += threads) {
-      const std::uint32_t address = tile + static_cast<std::uint32_t>(i) * 16;
-      const uint4 value = load_shared_16(address);
-      store_shared_16(address, {clean(value.x), clean(value.y), clean(value.z), clean(value.w)});
-    }
-  }
 
   // Probabilities and dt of the score tile, to shared memory; ds to dbias on the way.
   static __device__ void score_step(const Params& p, const QueryTile& tile, SharedStorage& shared,

@@ -5,8 +5,10 @@
 #include "cuda/common/turns.cuh"
 #include "cuda/policy.h"
 #include "cuda/sm80/epilogue.cuh"
+#include "cuda/sm80/key_rows.cuh"
 #include "cuda/sm80/pair_gradients.cuh"
 #include "cuda/sm80/pair_rows.cuh"
+#include "cuda/sm80/query_tile.cuh"
 #include "cuda/sm80/score_tile.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -80,34 +82,6 @@ struct KeyMajorBackwardKernel {
     __device__ explicit Nothing(const Arguments&...) {}
   };
 
-  // The queries that the keys of the block see: some keys those of `touched`, all keys those of
-  // `full`.
-  struct Bounds {
-    int touched_begin = 0x7fffffff;
-    int touched_end = 0;
-    int full_begin = 0;
-    int full_end = 0x7fffffff;
-
-    __device__ explicit Bounds(const ColumnTile<keys>& columns) {
-#pragma unroll
-      for (int i = 0; i < keys / 32; ++i) {
-        const ColumnRange range = columns.range[threadIdx.x % 32 + 32 * i];
-        const bool seen = range.length > 0;
-        const int end = range.first + range.length;
-        touched_begin = min(touched_begin, seen ? range.first : 0x7fffffff);
-        touched_end = max(touched_end, seen ? end : 0);
-        full_begin = max(full_begin, range.first);
-        full_end = min(full_end, seen ? end : 0);
-      }
-      touched_begin = __reduce_min_sync(0xffffffffu, touched_begin);
-      touched_end = __reduce_max_sync(0xffffffffu, touched_end);
-      full_begin = __reduce_max_sync(0xffffffffu, full_begin);
-      full_end = __reduce_min_sync(0xffffffffu, full_end);
-    }
-
-    __device__ bool all_seen() const { return full_end > 0; }
-  };
-
   class Worker {
    public:
     __device__ Worker(const Params& params, SharedStorage& storage)
@@ -151,7 +125,7 @@ struct KeyMajorBackwardKernel {
           shared_address(shared.v), exists, key);
       if (threadIdx.x < keys) load_columns(first_head);
       __syncthreads();
-      const Bounds bounds(shared.columns);
+      const QueryBounds bounds(shared.columns);
       if (!bounds.all_seen()) clear_unseen_keys();
 
       const int begin = bounds.touched_begin / rows * rows;
@@ -179,7 +153,7 @@ struct KeyMajorBackwardKernel {
         }
         if (has_tile) {
           if (p.saturate && (flags & dout_not_finite) != 0) {
-            clear_non_finite(stage);
+            clear_non_finite<T, QueryRows, threads>(shared_address(shared.stage[stage].dout));
             __syncthreads();
           }
           const int number = queries.number();
@@ -244,37 +218,17 @@ struct KeyMajorBackwardKernel {
     // the end; no key sees these rows.
     __device__ void copy_queries(Place place, int stage) {
       const int size = p.shape.seqlen_q - place.row;
-      copy_query_rows(p.q, place, size, shared_address(shared.stage[stage].q));
-      copy_query_rows(p.dout, place, size, shared_address(shared.stage[stage].dout));
+      copy_query_rows<QueryRows, threads / 2>(p.q, tile.batch, p.shape.head_dim, copies_whole_rows,
+                                              place, size, shared_address(shared.stage[stage].q));
+      copy_query_rows<QueryRows, threads / 2>(p.dout, tile.batch, p.shape.head_dim,
+                                              copies_whole_rows, place, size,
+                                              shared_address(shared.stage[stage].dout));
       const int i = static_cast<int>(threadIdx.x) % rows;
       const std::int64_t from = row_index(place) + (i < size ? i : 0);
       if (threadIdx.x < rows) {
         cp_async_4(shared_address(&shared.lse2[stage][i]), p.lse2 + from, i < size);
       } else {
         cp_async_4(shared_address(&shared.delta[stage][i]), p.delta + from, i < size);
-      }
-    }
-
-    __device__ void copy_query_rows(const HeadRows& from, Place place, int size,
-                                    std::uint32_t to) const {
-      if (copies_whole_rows && size >= rows) {
-        constexpr int rows_at_once = threads / 2 / QueryRows::chunks;
-        static_assert(rows_at_once % 8 == 0);  // these have the same swizzle
-        const int row = static_cast<int>(threadIdx.x) / QueryRows::chunks;
-        const int chunk = static_cast<int>(threadIdx.x) % QueryRows::chunks;
-        const std::byte* data = from.data + tile.batch * from.batch + place.head * from.head +
-                                static_cast<std::int64_t>(place.row + row) * from.row_step +
-                                chunk * 16;
-        to += QueryRows::offset(row, chunk);
-#pragma unroll
-        for (int i = 0; i < rows / rows_at_once; ++i) {
-          cp_async_16(to + static_cast<std::uint32_t>(i * rows_at_once * QueryRows::row_bytes),
-                      data + static_cast<std::int64_t>(i * rows_at_once) * from.row_step);
-        }
-      } else {
-        copy_rows<QueryRows, threads / 2>(
-            RowSource<QueryRows>(from, tile.batch, place.head, p.shape.head_dim), to, size,
-            [&](int r) { return place.row + r; });
       }
     }
 
@@ -291,24 +245,9 @@ struct KeyMajorBackwardKernel {
              place.row;
     }
 
-    // What is not finite in dout counts as 0.
-    __device__ void clear_non_finite(int stage) {
-      const auto clean = [](std::uint32_t pair) {
-        constexpr std::uint32_t exponent = Element<T>::exponent_mask;
-        if ((pair & exponent) == exponent) pair &= 0xffff0000u;
-        if ((pair >> 16 & exponent) == exponent) pair &= 0x0000ffffu;
-        return pair;
-      };
-      const std::uint32_t dout = shared_address(shared.stage[stage].dout);
-      for (int i = static_cast<int>(threadIdx.x); i < QueryRows::bytes / 16; i += threads) {
-        const std::uint32_t address = dout + static_cast<std::uint32_t>(i) * 16;
-        const uint4 value = load_shared_16(address);
-        store_shared_16(address, {clean(value.x), clean(value.y), clean(value.z), clean(value.w)});
-      }
-    }
-
     // Both kinds of warps make the same two products, of different tiles.
-    __device__ void step(Place place, int stage, const Bounds& bounds, Place next, bool has_next) {
+    __device__ void step(Place place, int stage, const QueryBounds& bounds, Place next,
+                         bool has_next) {
       const std::uint32_t q = shared_address(shared.stage[stage].q);
       const std::uint32_t dout = shared_address(shared.stage[stage].dout);
       ScoreAccumulator x;
@@ -333,14 +272,15 @@ struct KeyMajorBackwardKernel {
     }
 
     // P of scores, for this warp's product and for its key warp.
-    __device__ void make_probabilities(Place place, int stage, const Bounds& bounds,
+    __device__ void make_probabilities(Place place, int stage, const QueryBounds& bounds,
                                        ScoreAccumulator& s, ScoreOperand& weights) {
       shape_scores(p.score, s);
       const bool biased = p.score.bias.data != nullptr;
-      if (biased && !(Pairs && p.score.bias.per_query)) add_row_bias(s);
+      if (biased && !(Pairs && p.score.bias.per_query))
+        add_key_bias(p.score.factor, shared.columns, pair * warp_keys, lane, s);
       if constexpr (Pairs) pair_rows.apply(place, handover(stage), s);
       if (place.row < bounds.full_begin || place.row + rows > bounds.full_end)
-        mask_rows(place.row, s);
+        mask_keys(shared.columns, pair * warp_keys, lane, place.row, s);
       // The forward's instructions in the forward's order, so that s and lse fit together.
       const float factor = p.score.exponent;
       const float* const lse2 = shared.lse2[stage] + 2 * (lane % 4);
@@ -491,37 +431,6 @@ struct KeyMajorBackwardKernel {
     // The row of scores, and of shared columns, of accumulator rows (m, h) of the lane.
     __device__ int key_of(int m, int h) const {
       return pair * warp_keys + 16 * m + 8 * h + lane / 4;
-    }
-
-    __device__ void add_row_bias(ScoreAccumulator& s) const {
-#pragma unroll
-      for (int m = 0; m < m16; ++m) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float bias = shared.columns.bias[key_of(m, h)];
-#pragma unroll
-          for (int n = 0; n < n8; ++n) {
-            s[m][n][2 * h] = fmaf(s[m][n][2 * h], p.score.factor, bias);
-            s[m][n][2 * h + 1] = fmaf(s[m][n][2 * h + 1], p.score.factor, bias);
-          }
-        }
-      }
-    }
-
-    __device__ void mask_rows(int first_row, ScoreAccumulator& s) const {
-#pragma unroll
-      for (int m = 0; m < m16; ++m) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const ColumnRange range = shared.columns.range[key_of(m, h)];
-#pragma unroll
-          for (int n = 0; n < n8; ++n) {
-            const int row = first_row + 8 * n + 2 * (lane % 4);
-            if (!range.sees(row)) s[m][n][2 * h] = negative_infinity;
-            if (!range.sees(row + 1)) s[m][n][2 * h + 1] = negative_infinity;
-          }
-        }
-      }
     }
 
     // Where lse needs more than one float or scores may have overflowed; rare.

@@ -2,6 +2,7 @@
 
 #include "cuda/common/scheduler.cuh"
 #include "cuda/common/score.cuh"
+#include "cuda/sm80/query_tile.cuh"
 #include "cuda/sm80/score_tile.cuh"
 
 // Masks and biases with a query dimension for kernels whose scores are transposed, [keys, queries].
@@ -13,41 +14,7 @@ struct FourByLane {
   static __device__ constexpr int key(int row) { return row / 32 * 32 + row % 8 * 4 + row / 8 % 4; }
 };
 
-// Query tile of a walk.
-struct QueryPlace {
-  int head;
-  int row;
-  bool masked;  // by the packed mask, somewhere
-};
-
-// The tiles of `rows` queries that a block of 128 keys visits: those of one head after those of the
-// other.
-class EveryQueryTile {
- public:
-  __device__ EveryQueryTile(int first_head, int heads, int begin, int end, int rows)
-      : heads_end_(first_head + heads),
-        begin_(begin),
-        end_(end),
-        rows_(rows),
-        place_{end > begin ? first_head : heads_end_, begin, false} {}
-
-  __device__ bool has() const { return place_.head < heads_end_; }
-  __device__ int number() const { return 0; }  // it passes no tile
-  __device__ QueryPlace place() const { return place_; }
-  __device__ void advance() {
-    place_.row += rows_;
-    if (place_.row >= end_) place_ = {place_.head + 1, begin_, false};
-  }
-
- private:
-  int heads_end_;
-  int begin_;
-  int end_;
-  int rows_;
-  QueryPlace place_;
-};
-
-// Those that the packed mask does not leave empty; all heads' tiles of the same queries one after
+// The query tiles that the packed mask does not leave empty; all heads' tiles of the same queries one after
 // the other, so that their gradients of a bias they share can be summed. Tiles are numbered
 // row / 64 * heads + head. One warp goes ahead, by a tile and a barrier of the block, and leaves in
 // shared memory what it found: the others have neither time nor registers for it.

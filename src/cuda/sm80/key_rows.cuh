@@ -1,0 +1,75 @@
+#pragma once
+
+#include "cuda/common/score.cuh"
+#include "cuda/sm80/tile.cuh"
+
+// What the columns of a block's own keys say about transposed score tiles, [keys, queries].
+namespace flash_dmattn::cuda::sm80 {
+
+// The queries that the keys of a block see: some keys those of `touched`, all keys those of `full`.
+struct QueryBounds {
+  int touched_begin = 0x7fffffff;
+  int touched_end = 0;
+  int full_begin = 0;
+  int full_end = 0x7fffffff;
+
+  // By all lanes of a warp.
+  template <int Keys>
+  __device__ explicit QueryBounds(const ColumnTile<Keys>& columns) {
+#pragma unroll
+    for (int i = 0; i < Keys / 32; ++i) {
+      const ColumnRange range = columns.range[threadIdx.x % 32 + 32 * i];
+      const bool seen = range.length > 0;
+      const int end = range.first + range.length;
+      touched_begin = min(touched_begin, seen ? range.first : 0x7fffffff);
+      touched_end = max(touched_end, seen ? end : 0);
+      full_begin = max(full_begin, range.first);
+      full_end = min(full_end, seen ? end : 0);
+    }
+    touched_begin = __reduce_min_sync(0xffffffffu, touched_begin);
+    touched_end = __reduce_max_sync(0xffffffffu, touched_end);
+    full_begin = __reduce_max_sync(0xffffffffu, full_begin);
+    full_end = __reduce_min_sync(0xffffffffu, full_end);
+  }
+
+  __device__ bool all_seen() const { return full_end > 0; }
+};
+
+// x = factor x + bias of its key, for a warp that has the rows from `begin` on.
+template <int Keys, int M16, int N8>
+__device__ inline void add_key_bias(float factor, const ColumnTile<Keys>& columns, int begin,
+                                    int lane, float (&x)[M16][N8][4]) {
+#pragma unroll
+  for (int m = 0; m < M16; ++m) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float bias = columns.bias[begin + 16 * m + 8 * h + lane / 4];
+#pragma unroll
+      for (int n = 0; n < N8; ++n) {
+        x[m][n][2 * h] = fmaf(x[m][n][2 * h], factor, bias);
+        x[m][n][2 * h + 1] = fmaf(x[m][n][2 * h + 1], factor, bias);
+      }
+    }
+  }
+}
+
+// -inf where the key is not seen. `first_query`: of the tile.
+template <int Keys, int M16, int N8>
+__device__ inline void mask_keys(const ColumnTile<Keys>& columns, int begin, int lane,
+                                 int first_query, float (&x)[M16][N8][4]) {
+#pragma unroll
+  for (int m = 0; m < M16; ++m) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const ColumnRange range = columns.range[begin + 16 * m + 8 * h + lane / 4];
+#pragma unroll
+      for (int n = 0; n < N8; ++n) {
+        const int query = first_query + 8 * n + 2 * (lane % 4);
+        if (!range.sees(query)) x[m][n][2 * h] = negative_infinity;
+        if (!range.sees(query + 1)) x[m][n][2 * h + 1] = negative_infinity;
+      }
+    }
+  }
+}
+
+}  // namespace flash_dmattn::cuda::sm80
