@@ -30,10 +30,6 @@ void require_known(std::string_view name) {
   throw InvalidArgument("backend", quoted(name), known + "or \"\" for the first that can");
 }
 
-Device device_of(const Backend& backend) {
-  return &backend == &cuda_backend ? Device::cuda : Device::cpu;
-}
-
 struct Choice {
   const Backend* backend = nullptr;  // null: none can, for these reasons
   std::string reasons;
@@ -46,7 +42,7 @@ Choice find_backend(const Problem& problem, std::string_view name) {
   const auto asked = [&](const Backend& backend) { return name.empty() || backend.name == name; };
   // A reason takes memory, so those that compute elsewhere are asked for theirs only when none can.
   for (const Backend* backend : backend_table()) {
-    const bool here = device_of(*backend) == problem.device;
+    const bool here = backend->device == problem.device;
     if (asked(*backend) && here && backend->supports(problem).empty()) return {backend, ""};
   }
   Choice choice;

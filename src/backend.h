@@ -19,6 +19,7 @@ enum class PlanUse : std::uint8_t { unused, used, needed };
 
 struct Backend {
   std::string_view name;
+  Device device;  // where it computes
   BackendInfo (*info)();
   std::string (*supports)(const Problem&);  // "" = yes, else why not
   std::int64_t (*query_tile_rows)(const Problem&);

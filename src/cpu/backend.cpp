@@ -481,6 +481,7 @@ namespace flash_dmattn {
 
 const Backend cpu_backend = {
     .name = "cpu",
+    .device = Device::cpu,
     .info = [] { return BackendInfo{"cpu", true, std::string(name_of(cpu::chosen().isa))}; },
     .supports = cpu::why_not,
     .query_tile_rows = cpu::wanted_tile_rows,

@@ -37,6 +37,7 @@ NonFiniteElement first_nonfinite(const ConstTensor4&, const std::array<std::int6
 
 const Backend cuda_backend = {
     .name = "cuda",
+    .device = Device::cuda,
     .info = [] { return BackendInfo{"cuda", false, cuda::reason}; },
     .supports = [](const Problem&) { return std::string(cuda::reason); },
     .query_tile_rows = [](const Problem&) -> std::int64_t { cuda::decline(); },

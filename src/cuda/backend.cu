@@ -483,6 +483,7 @@ std::size_t backward_workspace_size(const BackwardArgs& args, const Execution&) 
 
 const Backend cuda_backend = {
     .name = "cuda",
+    .device = Device::cuda,
     .info = cuda::info,
     .supports = cuda::supports,
     .query_tile_rows = cuda::query_tile_rows,

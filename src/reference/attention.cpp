@@ -400,6 +400,7 @@ void backward(const BackwardArgs& args, const Execution& execution) {
 
 const Backend reference_backend = {
     .name = "reference",
+    .device = Device::cpu,
     .info = [] { return BackendInfo{"reference", true, "loops in double"}; },
     .supports = [](const Problem& p) { return decline_other_device(p, "reference", Device::cpu); },
     .query_tile_rows = [](const Problem&) -> std::int64_t { return 64; },

@@ -25,17 +25,12 @@ using testing::Case;
 using testing::case_from;
 using testing::CaseWords;
 using testing::Data;
+using testing::gradient_limit;
 using testing::Index;
+using testing::largest;
 using testing::Random;
 using testing::Results;
 using testing::Tensor;
-
-double largest(DType dtype) {
-  return dtype == DType::bf16 ? 0x1.fep127 : double{std::numeric_limits<float>::max()};
-}
-double gradient_limit(DType dtype) {
-  return dtype == DType::bf16 ? largest(dtype) / 2 : largest(dtype);
-}
 
 // A sum and the sum of the magnitudes of what it was made from.
 struct Sum {

@@ -23,7 +23,9 @@ using testing::Case;
 using testing::case_from;
 using testing::CaseWords;
 using testing::Data;
+using testing::gradient_limit;
 using testing::Index;
+using testing::largest;
 using testing::Random;
 using testing::Results;
 using testing::Tensor;
@@ -31,16 +33,6 @@ using testing::Yardstick;
 
 constexpr double infinity = std::numeric_limits<double>::infinity();
 constexpr double nan = std::numeric_limits<double>::quiet_NaN();
-
-double largest(DType dtype) {
-  return dtype == DType::f16    ? 65504
-         : dtype == DType::bf16 ? 0x1.fep127
-                                : double{std::numeric_limits<float>::max()};
-}
-
-double gradient_limit(DType dtype) {
-  return dtype == DType::bf16 ? largest(dtype) / 2 : largest(dtype);
-}
 
 void expect_all(const Tensor& tensor, double expected) {
   tensor.for_each([&](const Index& i, double value) {

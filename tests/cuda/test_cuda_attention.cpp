@@ -128,14 +128,6 @@ Results run(Data& data, PlanKind kind = PlanKind::full_first) {
   return results;
 }
 
-void expect_same_bits(const Results& a, const Results& b) {
-  EXPECT_TRUE(a.out.same_bits(b.out)) << "out";
-  EXPECT_TRUE(a.dq.same_bits(b.dq)) << "dq";
-  EXPECT_TRUE(a.dk.same_bits(b.dk)) << "dk";
-  EXPECT_TRUE(a.dv.same_bits(b.dv)) << "dv";
-  EXPECT_TRUE(a.dbias.same_bits(b.dbias)) << "dbias";
-}
-
 std::vector<Case> supported_cases() {
   std::vector<Case> cases;
   for (const Case& c : testing::attention_cases()) {
@@ -171,7 +163,7 @@ TEST_P(CudaTable, IsWithinItsBounds) {
     SCOPED_TRACE("deterministic, plan " + std::to_string(static_cast<int>(kind)));
     const Results first = run(data, kind);
     testing::expect_close(data, first, expected, yardstick);
-    expect_same_bits(first, run(data, kind));
+    testing::expect_same_bits(first, run(data, kind));
     if (!data.has_intervals()) break;
   }
 }
@@ -241,7 +233,7 @@ TEST_P(CudaDeterminism, GivesTheSameBitsInTwentyRuns) {
   data.problem.deterministic = true;
   for (const PlanKind kind : {PlanKind::by_position, PlanKind::full_first, PlanKind::none}) {
     const Results first = run(data, kind);
-    for (int repeat = 1; repeat < 20; ++repeat) expect_same_bits(first, run(data, kind));
+    for (int repeat = 1; repeat < 20; ++repeat) testing::expect_same_bits(first, run(data, kind));
     if (!data.has_intervals()) break;
   }
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from flash_dmattn import backends
 from flash_dmattn.check.cases import to_device
@@ -16,3 +17,17 @@ needs_gpu = pytest.mark.skipif(
 def on_gpu(value, device="cuda"):
     """A copy in GPU memory: of tensors with their strides, of problems and cases with all they hold."""
     return to_device(value, device)
+
+
+def capture(step):
+    """A graph of `step` on the current device, run once before, and what it will write."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # torch's own stream for captures is of the device that was current at the first one.
+    with torch.cuda.graph(graph, stream=side):
+        captured = step()
+    return graph, captured

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flash_dmattn import KeyIntervals, flash_dmattn_func, select_key_intervals
-from gpu import needs_gpu
+from gpu import capture, needs_gpu
 from test_cuda_torch import FUNCTIONS, assert_close, gradients, leaves
 
 pytestmark = [
@@ -73,15 +73,7 @@ def test_cuda_graph_of_another_device():
         return torch.autograd.grad(FUNCTIONS["per_query"](*inputs), inputs, dout)
 
     with torch.cuda.device(1):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # torch's own stream for captures is of the device that was current at the first one.
-        with torch.cuda.graph(graph, stream=side):
-            captured = step()
+        graph, captured = capture(step)
         graph.replay()
         assert_close(captured, step())
 

@@ -17,7 +17,7 @@ from flash_dmattn import (
     sliding_window,
 )
 from flash_dmattn._arguments import resolve_deterministic
-from gpu import needs_gpu
+from gpu import capture, needs_gpu
 
 pytestmark = needs_gpu
 
@@ -87,14 +87,7 @@ def test_cuda_graph_of_forward_and_backward(name):
     def step():
         return torch.autograd.grad(FUNCTIONS[name](*static), static, dout)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for _ in range(3):
         with torch.no_grad():
             for t in static:

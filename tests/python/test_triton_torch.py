@@ -11,6 +11,7 @@ from flash_dmattn import _ops
 triton = pytest.importorskip("triton")
 
 from flash_dmattn import triton_dmattn_func  # noqa: E402
+from gpu import capture  # noqa: E402
 
 # What numpy says of inf and NaN in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -156,14 +157,7 @@ def test_cuda_graphs(hidden, monkeypatch):
     if hidden:
         monkeypatch.setattr(_ops, "has_kernels_for", lambda tensor: False)
     tensors = leaves(torch.bfloat16)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        results(tensors, keep_window_size=WINDOW)  # compiles
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = results(tensors, keep_window_size=WINDOW)
+    graph, found = capture(lambda: results(tensors, keep_window_size=WINDOW))
     with torch.no_grad():
         for tensor in tensors:
             tensor.normal_()

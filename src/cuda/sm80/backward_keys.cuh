@@ -346,7 +346,8 @@ struct KeyMajorBackwardKernel {
           }
         }
       }
-      if (p.dbias.data != nullptr && !(Pairs && p.dbias.per_query)) sum_queries(operand);
+      if (p.dbias.data != nullptr && !(Pairs && p.dbias.per_query))
+        add_query_sums<T>(operand, bias_sum);
       __syncwarp();  // all lanes have read P
 #pragma unroll
       for (int m = 0; m < m16; ++m) {
@@ -364,20 +365,6 @@ struct KeyMajorBackwardKernel {
     }
 
     static __device__ typename Element<T>::Pair zero_pair() { return Element<T>::pack(0, 0); }
-
-    // Sums over the queries, as a product with ones.
-    __device__ void sum_queries(const ScoreOperand& operand) {
-      const std::uint32_t ones = pack<T>(1, 1);
-#pragma unroll
-      for (int m = 0; m < m16; ++m) {
-        // All columns are equal; the second of a lane is not kept.
-        float c[4] = {bias_sum[m][0], 0, bias_sum[m][1], 0};
-#pragma unroll
-        for (int k = 0; k < n8 / 2; ++k) mma_m16n8k16<T>(c, operand[m][k], ones, ones);
-        bias_sum[m][0] = c[0];
-        bias_sum[m][1] = c[2];
-      }
-    }
 
     // The gradient of a bias of pairs, of a tile whose dS is complete.
     __device__ void add_pairs(Place place, bool last_head, int stage) {

@@ -26,7 +26,8 @@ __device__ inline void add_values(const float (&weights)[M16][N8][4], const Valu
   multiply<T, N8 * 8>(out, packed, values);
 }
 
-// Stores the output and lse of a warp's rows. The tile of q is overwritten.
+// Stores the output and lse of a warp's rows. The tile of q is overwritten: the block has waited for
+// all copies to it.
 template <class QueryRows, int WarpRows, int D, class T>
 __device__ inline void store_output(const ForwardParams& p, const QueryTile& tile, int row_end,
                                     int warp_row, std::uint32_t q_tile, float factor,

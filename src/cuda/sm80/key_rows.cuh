@@ -72,4 +72,21 @@ __device__ inline void mask_keys(const ColumnTile<Keys>& columns, int begin, int
   }
 }
 
+// Adds to the sums of the lane's keys those of an A operand [keys, queries] over its queries: a
+// product with ones.
+template <class T, int M16, int K16>
+__device__ inline void add_query_sums(const std::uint32_t (&operand)[M16][K16][4],
+                                      float (&sums)[M16][2]) {
+  const std::uint32_t ones = pack<T>(1, 1);
+#pragma unroll
+  for (int m = 0; m < M16; ++m) {
+    // All columns are equal; the second of a lane is not kept.
+    float c[4] = {sums[m][0], 0, sums[m][1], 0};
+#pragma unroll
+    for (int k = 0; k < K16; ++k) mma_m16n8k16<T>(c, operand[m][k], ones, ones);
+    sums[m][0] = c[0];
+    sums[m][1] = c[2];
+  }
+}
+
 }  // namespace flash_dmattn::cuda::sm80

@@ -58,17 +58,14 @@ __device__ inline void cp_async_16(std::uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// The same; zeros when not `valid`, and then the source is not read.
-__device__ inline void cp_async_16(std::uint32_t to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "r"(valid ? 16 : 0)
-               : "memory");
-}
-
-// The same of the first `bytes` bytes, which may be 0; zeros after them.
+// The same of the first `bytes` bytes, which may be 0; zeros after them. What is not copied is not read.
 __device__ inline void cp_async_part(std::uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
+}
+
+__device__ inline void cp_async_16(std::uint32_t to, const void* from, bool valid) {
+  cp_async_part(to, from, valid ? 16 : 0);
 }
 
 __device__ inline void cp_async_8(std::uint32_t to, const void* from, bool valid) {
@@ -81,11 +78,6 @@ __device__ inline void cp_async_4(std::uint32_t to, const void* from, bool valid
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
                "r"(valid ? 4 : 0)
                : "memory");
-}
-
-// Asks for the line of an address to be brought to the L2.
-__device__ inline void prefetch_l2(const void* from) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
 
 // Waits for all of this thread's cp.async.

@@ -118,13 +118,18 @@ Results oracle(const Data& data) {
   const RunOptions options{.backend = "reference", .execution = on_pool()};
   Results results = run(wide, options);
   const Problem& p = data.problem;
-  const double largest = p.dtype == DType::f16    ? 65504
-                         : p.dtype == DType::bf16 ? 0x1.fep127
-                                                  : double{std::numeric_limits<float>::max()};
-  const double gradient = p.dtype == DType::bf16 ? largest / 2 : largest;
-  limit(p, largest, results.out);
-  for (Tensor* tensor : {&results.dq, &results.dk, &results.dv}) limit(p, gradient, *tensor);
+  limit(p, largest(p.dtype), results.out);
+  for (Tensor* tensor : {&results.dq, &results.dk, &results.dv})
+    limit(p, gradient_limit(p.dtype), *tensor);
   return results;
+}
+
+void expect_same_bits(const Results& actual, const Results& expected) {
+  EXPECT_TRUE(actual.out.same_bits(expected.out)) << "out";
+  EXPECT_TRUE(actual.dq.same_bits(expected.dq)) << "dq";
+  EXPECT_TRUE(actual.dk.same_bits(expected.dk)) << "dk";
+  EXPECT_TRUE(actual.dv.same_bits(expected.dv)) << "dv";
+  EXPECT_TRUE(actual.dbias.same_bits(expected.dbias)) << "dbias";
 }
 
 void expect_close(const Data& data, const Results& actual, const Results& expected,

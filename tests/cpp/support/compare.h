@@ -29,6 +29,9 @@ bool all_finite(const Tensor& tensor);
 // The exact results of a problem, in f64, by the reference: limited as the dtype limits them.
 Results oracle(const Data& data);
 
+// Expects bit-identical out and gradients.
+void expect_same_bits(const Results& actual, const Results& expected);
+
 // Expects the outputs that were wanted within their bounds.
 void expect_close(const Data& data, const Results& actual, const Results& expected,
                   const Yardstick& yardstick, const Wanted& wanted = {});

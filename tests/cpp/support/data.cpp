@@ -10,15 +10,6 @@
 namespace flash_dmattn::testing {
 namespace {
 
-double largest(Element element) {
-  switch (element) {
-    case Element::f16: return 65504;
-    case Element::bf16: return 0x1.fep127;
-    case Element::f32: return std::numeric_limits<float>::max();
-    default: return std::numeric_limits<double>::max();
-  }
-}
-
 std::runtime_error unknown(const std::string& column, const std::string& word) {
   return std::runtime_error("no " + column + " '" + word + "'");
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "float_types.h"
@@ -69,6 +70,19 @@ Element element_of(DType dtype) {
     case DType::bf16: return Element::bf16;
     default: return Element::f16;
   }
+}
+
+double largest(Element element) {
+  switch (element) {
+    case Element::f16: return 65504;
+    case Element::bf16: return 0x1.fep127;
+    case Element::f32: return std::numeric_limits<float>::max();
+    default: return std::numeric_limits<double>::max();
+  }
+}
+
+double gradient_limit(DType dtype) {
+  return dtype == DType::bf16 ? largest(dtype) / 2 : largest(dtype);
 }
 
 double round_to(Element element, double value) {
