@@ -144,7 +144,7 @@ def query_gradient_tiles(
         dp = matmul(gradient, tl.trans(value), CAREFUL)
         score, slope = scores(
             products, rows[:, None], index[None, :], mask, bias, mask_head, bias_head, shape,
-            MASK, BIAS, SOFTCAP, CAREFUL,
+            MASK, BIAS, SOFTCAP, CAREFUL, VEIL=False,
         )  # fmt: skip
         if PARTIAL:
             visible = position_visible(

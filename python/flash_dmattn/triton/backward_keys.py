@@ -42,9 +42,10 @@ def key_gradient_tiles(
             delta = careful_delta(gradient, out_head, out, rows, row_exists, shape, BLOCK_D, EVEN_D)
         products = matmul(key, tl.trans(query), CAREFUL)
         dp = matmul(value, tl.trans(gradient), CAREFUL)
+        # Chosen here, AMD's compiler could not bring the bits of the choice into the layout of the transposed tile.
         score, slope = scores(
             products, rows[None, :], index[:, None], mask, bias, mask_head, bias_head, shape,
-            MASK, BIAS, SOFTCAP, CAREFUL,
+            MASK, BIAS, SOFTCAP, CAREFUL, VEIL=not CAREFUL,
         )  # fmt: skip
         if PARTIAL:
             if BY_INTERVALS:

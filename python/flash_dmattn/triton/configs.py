@@ -5,9 +5,12 @@ queries, keys: rows of a tile. Measured on one H200, with times in ms; docs/kern
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from functools import cache
 
 import torch
+import triton
 
 
 @dataclass(frozen=True)
@@ -41,22 +44,53 @@ _LOW_PRECISION = {
     # 64 x 32 x 4 11.4, 64 x 128 x 8 11.7, 128 x 64 x 8 19.7 (spills). Smaller blocks of keys also hold fewer pairs
     # that nobody sees.
     "dkdv": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(32, 64, 8, 1)},
-    # With pairs at 64: 10.1; 2 stages 10.4, 64 x 128 10.5, 128 x 64 x 8 warps 10.9, 64 x 32 10.9.
-    "dbias": {64: Config(64, 64, 4, 3), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
+    # Whole backward with pairs, N32768 H2 at 64: 10.1; 2 stages 10.4, 64 x 128 10.5, 128 x 64 x 8 warps 10.9, 64 x 32
+    # 10.9. N4096 H8 at 128: 1.11; 2 stages 1.18.
+    "dbias": {64: Config(64, 64, 4, 3), 128: Config(64, 64, 4, 1), 256: Config(64, 32, 4, 1)},
+}
+# For little shared memory: 64 KB of an MI300, 99 KB of a GeForce RTX. Compiled for these two with a mask and a bias per
+# pair all of them fit, where several of those above do not. On an H200 with pairs at 64 forward 1.85 instead of 1.76.
+_LOW_PRECISION_LITTLE_SHARED = {
+    "forward": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
+    "forward by list": _LOW_PRECISION["forward by list"],
+    "dq": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 8, 1)},
+    "delta": _LOW_PRECISION["delta"],
+    "dkdv": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(32, 32, 4, 1)},
+    "dbias": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 1), 256: Config(64, 32, 4, 1)},
 }
 # fp32 products are not done by tensor cores (their 10-bit mantissa would show): unrolled multiply-adds,
 # whose code grows with the tile.
 _FLOAT32 = {64: Config(32, 32, 4, 2), 256: Config(32, 32, 8, 1)}
+_FLOAT32_LITTLE_SHARED = {
+    64: Config(32, 32, 4, 1),
+    128: Config(32, 32, 8, 1),
+    256: Config(16, 16, 4, 1),
+}
 # fp64, for what fp32 cannot hold. Rare: small tiles compile quickly.
 _CAREFUL = {256: Config(16, 16, 4, 1)}
 
 
-def choose(kernel: str, dtype: torch.dtype, block_d: int, careful: bool = False) -> Config:
+@cache
+def has_little_shared_memory(device: torch.device) -> bool:
+    """Less than the 163 KB of an A100. FLASH_DMATTN_MAX_SHARED_KB caps it, as it does for the CUDA kernels."""
+    if device.type == "cpu":  # interpreted
+        return False
+    index = (
+        torch.get_device_module(device).current_device() if device.index is None else device.index
+    )
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    cap = 1024 * int(os.environ.get("FLASH_DMATTN_MAX_SHARED_KB", "1024"))
+    return min(properties["max_shared_mem"], cap) < 163 * 1024
+
+
+def choose(
+    kernel: str, dtype: torch.dtype, block_d: int, *, careful: bool, little_shared: bool
+) -> Config:
     """The configuration of a kernel: a name of the table."""
     if careful:
         table = _CAREFUL
     elif dtype == torch.float32:
-        table = _FLOAT32
+        table = _FLOAT32_LITTLE_SHARED if little_shared else _FLOAT32
     else:
-        table = _LOW_PRECISION[kernel]
+        table = (_LOW_PRECISION_LITTLE_SHARED if little_shared else _LOW_PRECISION)[kernel]
     return next(config for largest, config in table.items() if block_d <= largest)

@@ -80,7 +80,7 @@ def forward_tiles(
         products = matmul(query, tl.trans(key), CAREFUL)
         score, _ = scores(
             products, rows[:, None], index[None, :], mask, bias, mask_head, bias_head, shape,
-            MASK, BIAS, SOFTCAP, CAREFUL,
+            MASK, BIAS, SOFTCAP, CAREFUL, VEIL=False,
         )  # fmt: skip
         if PARTIAL:
             visible = position_visible(

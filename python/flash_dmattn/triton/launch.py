@@ -53,7 +53,10 @@ class Problem:
         if bias is not None:
             self.bias, self.bias_kind = broadcast(bias, q, k)
         block_d = max(16, triton.next_power_of_2(head_dim))
-        self.block_d = {"BLOCK_D": block_d, "EVEN_D": block_d == head_dim}
+        # Of every launch. Triton 3.9 warns that the next one will not contract products and sums unless told to.
+        self.common = {
+            "BLOCK_D": block_d, "EVEN_D": block_d == head_dim, "enable_fp_fusion": True,
+        }  # fmt: skip
         self.options = {
             "MASK": self.mask_kind, "BIAS": self.bias_kind, "SOFTCAP": softcap > 0,
         }  # fmt: skip
@@ -76,11 +79,17 @@ class Problem:
             return Plan(*(self.q.data,) * 4, 0, 0), keywords
         return build_plan(self.intervals, self.shape.seqlen_q, self.key_bound), keywords
 
+    def config(self, kernel: str, careful: bool = False) -> configs.Config:
+        return configs.choose(
+            kernel, self.dtype, self.common["BLOCK_D"], careful=careful,
+            little_shared=configs.has_little_shared_memory(self.device),
+        )  # fmt: skip
+
     def forms(self, kernel: str):
         """(configuration, keywords of the launch) of the plain and the careful form of a kernel."""
         for careful in (False, True):
-            config = configs.choose(kernel, self.dtype, self.block_d["BLOCK_D"], careful)
-            options = {**self.options, **self.block_d}
+            config = self.config(kernel, careful)
+            options = {**self.options, **self.common}
             if careful:  # the most general form will do: fewer kernels to compile
                 options |= {"EVEN_D": False}
                 options |= {name: 2 for name in ("MASK", "BIAS") if options[name]}
@@ -132,7 +141,7 @@ def range_flags(problem: Problem, *tensors: tuple[Rows, int]) -> Tensor:
         if blocks:
             range_kernel[(blocks,)](
                 x, seqlen, heads, heads // problem.heads_kv, flags, shape, BLOCK=_ROWS_AT_ONCE,
-                **problem.block_d,
+                **problem.common,
             )  # fmt: skip
     return flags
 
@@ -173,9 +182,9 @@ def backward(problem, dout, out, lse, lse_low, flags, saturate, needs) -> list[T
     flags = flags.clone()
     statistics = Statistics(lse, lse_low, delta)
     if shape.seqlen_q:
-        config = configs.choose("delta", p.dtype, p.block_d["BLOCK_D"])
+        config = p.config("delta")
         delta_kernel[(heads * triton.cdiv(shape.seqlen_q, config.queries),)](
-            rows(dout), rows(out), delta, flags, shape, M=config.queries, **p.block_d
+            rows(dout), rows(out), delta, flags, shape, M=config.queries, **p.common
         )
 
     dq = torch.empty(p.q.data.shape, dtype=p.dtype, device=p.device)

@@ -139,11 +139,14 @@ def load_interval(intervals, batch, head_kv, keys, exists):
 def scores(
     products, rows, keys, mask, bias, mask_head, bias_head, shape,
     MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CAREFUL: tl.constexpr,
+    VEIL: tl.constexpr,
 ):  # fmt: skip
     """Scores and the slope of softcap from q . k; -inf where mask or bias hides the pair.
 
     In units of log 2, so that a weight is exp2 of a difference; in natural units when careful.
     rows, keys: of a shape that broadcasts to that of products.
+    VEIL, in plain kernels: bias and mask are one addend, -inf where they hide, instead of -inf being chosen in the
+        place of the score; docs/kernels/triton.md has the times of both.
     """
     unit = 1.0 if CAREFUL else LOG2_E
     slope = 1.0
@@ -155,21 +158,33 @@ def scores(
         slope = 1.0 - tanh * tanh
     else:
         score = products * (shape.scale * unit)
+    veil = 0.0
     if BIAS != NONE:
         value = load_broadcast(bias, bias_head, rows, keys, shape, BIAS).to(products.dtype)
         shown = value > shape.mask_value  # not for a NaN
         if CAREFUL:
-            score += tl.where(shown, value, 0.0)
+            value = tl.where(shown, value, 0.0)
         else:
             # Biases near the end of fp32 do not overflow here; their rows are computed again carefully.
-            score += tl.minimum(tl.maximum(value * unit, -3e38), 3e38)
-    if CAREFUL:  # a NaN goes to the lower end
-        score = tl.where(score > -FLOAT32_MAX, tl.minimum(score, FLOAT32_MAX), -FLOAT32_MAX)
-    if BIAS != NONE:
-        score = tl.where(shown, score, -float("inf"))
+            value = tl.minimum(tl.maximum(value * unit, -3e38), 3e38)
+        if VEIL:
+            veil = tl.where(shown, value, -float("inf"))
+        else:
+            score += value
     if MASK != NONE:
-        allowed = load_broadcast(mask, mask_head, rows, keys, shape, MASK)
-        score = tl.where(allowed != 0, score, -float("inf"))
+        allowed = load_broadcast(mask, mask_head, rows, keys, shape, MASK) != 0
+    if VEIL:
+        if MASK != NONE:
+            veil = tl.where(allowed, veil, -float("inf"))
+        if MASK != NONE or BIAS != NONE:
+            score += veil
+    else:
+        if CAREFUL:  # a NaN goes to the lower end
+            score = tl.where(score > -FLOAT32_MAX, tl.minimum(score, FLOAT32_MAX), -FLOAT32_MAX)
+        if BIAS != NONE:
+            score = tl.where(shown, score, -float("inf"))
+        if MASK != NONE:
+            score = tl.where(allowed, score, -float("inf"))
     return score, slope
 
 

@@ -1,0 +1,52 @@
+"""Compiles the Triton kernels for a GPU that is not here: python compiled_triton.py hip gfx942 64 bfloat16 128
+
+Prints the name of every kernel and the bytes of shared memory that it takes. In a process of its own, because Triton
+decides on import whether kernels are interpreted, and asks one driver for the GPU.
+"""
+
+import sys
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from flash_dmattn import sliding_window
+from flash_dmattn.triton import configs, launch
+
+LENGTH = 256
+
+
+class Driver:
+    """What Triton asks of a driver to compile."""
+
+    def __init__(self, target):
+        self.get_current_target = lambda: target
+        self.get_current_device = self.get_current_stream = lambda *device: 0
+
+
+def main(kind, architecture, warp, dtype, head_dim):
+    architecture = int(architecture) if kind == "cuda" else architecture
+    driver.set_active(Driver(GPUTarget(kind, architecture, int(warp))))
+    launch_kernel = JITFunction.run
+
+    def compile_alone(self, *arguments, **options):
+        kernel = launch_kernel(self, *arguments, **options | {"warmup": True})
+        print(self.fn.__name__, kernel.metadata.shared, flush=True)
+        return kernel
+
+    JITFunction.run = compile_alone
+    configs.has_little_shared_memory = lambda device: True
+    q = torch.randn(1, LENGTH, 2, int(head_dim)).to(getattr(torch, dtype))
+    k = q[:, :, :1].contiguous()
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
+    bias = torch.zeros(mask.shape, dtype=q.dtype)
+    # The backward's tiles are the same with intervals, and take no more memory.
+    for key_intervals in (sliding_window(LENGTH, 64).intervals, None):
+        problem = launch.Problem(q, k, k.clone(), mask, bias, key_intervals, [], True, 0.1, 1.0)
+        out, *rest = launch.forward(problem, True)
+    launch.backward(problem, q, out, *rest, True, [True] * 4)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,35 @@
+"""The Triton kernels compile for other GPUs, and fit into their shared memory; nothing runs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+TARGETS = {"MI300": ("hip", "gfx942", "64", 64), "RTX 30": ("cuda", "86", "32", 99)}  # KB last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "gpu, dtype, head_dim", [("MI300", "bfloat16", 128), ("RTX 30", "float16", 256)]
+)
+def test_kernels_compile_and_fit(gpu, dtype, head_dim):
+    *target, kilobytes = TARGETS[gpu]
+    script = Path(__file__).with_name("compiled_triton.py")
+    environment = {**os.environ}
+    for name in ("TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, script, *target, dtype, str(head_dim)],
+        env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr[-3000:]
+    shared = [line.split() for line in done.stdout.splitlines()]
+    assert {name for name, _ in shared} == {
+        "range_kernel", "forward_kernel", "delta_kernel", "query_gradient_kernel",
+        "key_gradient_kernel", "bias_gradient_kernel",
+    }  # fmt: skip
+    for name, size in shared:
+        assert int(size) <= 1024 * kilobytes, f"{name}: {size} bytes"
