@@ -73,6 +73,9 @@ def forward(
     if saturate:
         q, k, v = (_SaturatedGradient.apply(t) for t in (q, k, v))
         bias = None if bias is None else _SaturatedGradient.apply(bias)
+    if bias is not None and bias.requires_grad and bias.shape[2] == bias.shape[3] == 1:
+        # torch's kernels do not compile the gradient of a number per head: it becomes one per query, of two at least.
+        bias = bias.expand(-1, -1, max(2, q.shape[1]), 1).contiguous()
     padding = max(16, 1 << (head_dim - 1).bit_length()) - head_dim  # flex wants powers of 2
     if padding:
         q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))

@@ -9,6 +9,7 @@ from flash_dmattn import KeyIntervals, flex_dmattn_func, select_key_intervals
 from flash_dmattn.check.cases import CASES, make_case, run
 from flash_dmattn.check.compare import assert_close, assert_matches_oracle
 from flash_dmattn.check.oracle import Problem, Result, attention
+from flash_dmattn.check.run import declines
 from gpu import on_gpu
 from largest_tensor import LargestTensor
 
@@ -89,15 +90,16 @@ def test_the_block_mask_is_made_without_a_quadratic_tensor():
             assert listed_full == whole and (listed_partial or listed_full or not block.any())
 
 
+# Numbers beyond fp32 inside a score are torch's affair.
 @needs_gpu
-@pytest.mark.parametrize(
-    "name",
-    ["plain_bf16", "size_113x203_f16", "dim_80_bf16", "group_4_bf16", "mask_1hqk", "bias_bvqk",
-     "bias_b11k", "mask_rows_bf16", "bias_finfo_min_bf16", "softcap_bf16", "per_query_bf16",
-     "global_f16", "random_intervals_bf16", "intervals_and_mask_4d_bf16", "layout_permuted_bf16"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", [n for n, row in CASES.items() if row["inputs"] != "limits"])
 def test_case_on_the_gpu(name):
-    assert_case(CASES[name])
+    try:
+        assert_case(CASES[name])
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if not declines(error):
+            raise
+        pytest.skip(str(error))
 
 
 @needs_gpu
@@ -112,4 +114,4 @@ def assert_case(row):
     result = run(on_gpu(case), flex_dmattn_func)
     tensors = {f.name: getattr(result, f.name) for f in dataclasses.fields(Result)}
     moved = {n: t.cpu() if isinstance(t, torch.Tensor) else t for n, t in tensors.items()}
-    assert_matches_oracle(Result(**moved), case.problem)
+    assert_matches_oracle(Result(**moved), case.problem, saturate=case.nonfinite == "saturate")
