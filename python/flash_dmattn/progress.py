@@ -24,4 +24,5 @@ def progress(steps: list, description: str, unit: str):
         from tqdm import tqdm
     except ImportError:
         return _Quiet(steps)
-    return tqdm(steps, desc=description, unit=unit, dynamic_ncols=True)
+    # disable=None: no bar in a file or a pipe.
+    return tqdm(steps, desc=description, unit=unit, dynamic_ncols=True, disable=None)
