@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -59,10 +60,13 @@ def median_ms(call: Callable[[], object], device: str, repeats: int) -> float:
 
 
 def costs(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Cost]:
-    """Of every side. They take turns, so that a drifting clock favours none; medians of `repeats` turns."""
+    """Of every side. They take turns in an order drawn anew each time, so that neither a drifting clock nor the
+    side before favours one; medians of `repeats` turns."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    draw = random.Random(0)
     for turn in range(repeats + 1):  # the first one warms up
-        for name, step in steps.items():
+        for name in draw.sample(list(steps), len(steps)):
+            step = steps[name]
             forward, out = timed(step.forward, device)
             backward, _ = timed(step.backward, device, out)
             del out

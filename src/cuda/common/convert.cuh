@@ -59,6 +59,36 @@ __device__ inline std::uint32_t clamp_pair(std::uint32_t bits, std::uint32_t lim
   return reinterpret_cast<const std::uint32_t&>(clamped);
 }
 
+// Both halves to [0, 1]; a NaN becomes 0.
+template <class T>
+__device__ inline std::uint32_t saturate_pair(std::uint32_t bits) {
+  using Pair = typename Element<T>::Pair;
+  const Pair saturated = __hmin2(
+      __hmax2(reinterpret_cast<const Pair&>(bits), Element<T>::pack(0, 0)), Element<T>::pack(1, 1));
+  return reinterpret_cast<const std::uint32_t&>(saturated);
+}
+
+// Whether a half has a magnitude of 2 or more, or is negative or a NaN. Of the bits of many pairs,
+// whether one of them has.
+__device__ inline bool exceeds_probability(std::uint32_t bits) { return (bits & 0xc000c000u) != 0; }
+
+// A sum that is_finite_pair as long as no half has a magnitude that pack_gradient limits: squares in
+// bf16, which ends at 1.8e19 instead of 1.69e38; in f16 the largest number is the limit.
+template <class T>
+__device__ inline std::uint32_t add_magnitude(std::uint32_t sum, std::uint32_t pair) {
+  using Pair = typename Element<T>::Pair;
+  const Pair x = reinterpret_cast<const Pair&>(pair);
+  const Pair y = Element<T>::dtype == DType::bf16 ? x : Element<T>::pack(0, 0);
+  const Pair result = __hfma2(x, y, reinterpret_cast<const Pair&>(sum));
+  return reinterpret_cast<const std::uint32_t&>(result);
+}
+
+template <class T>
+__device__ inline bool is_finite_pair(std::uint32_t bits) {
+  constexpr std::uint32_t exponent = Element<T>::exponent_mask;
+  return (bits & exponent) != exponent && (bits >> 16 & exponent) != exponent;
+}
+
 // A gradient, or ds before it is multiplied.
 template <class T>
 __device__ inline std::uint32_t pack_gradient(float x, float y, bool saturate) {

@@ -274,7 +274,8 @@ struct KeyMajorBackwardKernel {
     // P of scores, for this warp's product and for its key warp.
     __device__ void make_probabilities(Place place, int stage, const QueryBounds& bounds,
                                        ScoreAccumulator& s, ScoreOperand& weights) {
-      shape_scores(p.score, s);
+      if (p.score.form == ScoreForm::scaled)
+        for_each_element(s, [&](float& x, int, int, int) { x *= p.score.inner; });
       const bool biased = p.score.bias.data != nullptr;
       if (biased && !(Pairs && p.score.bias.per_query))
         add_key_bias(p.score.factor, shared.columns, pair * warp_keys, lane, s);
@@ -288,6 +289,7 @@ struct KeyMajorBackwardKernel {
       if (careful) make_careful_probabilities(place, factor, lse2, s);
       const auto lse_of = [&](int n) { return *reinterpret_cast<const float2*>(lse2 + 8 * n); };
       float2 next[2] = {lse_of(0), lse_of(1)};
+      std::uint32_t bits = 0;  // of all weights
 #pragma unroll
       for (int k = 0; k < n8 / 2; ++k) {
         const float2 of_query[2] = {next[0], next[1]};
@@ -312,10 +314,25 @@ struct KeyMajorBackwardKernel {
         for (int m = 0; m < m16; ++m) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            // At most 1; a NaN, of a score that overflowed far below the maximum, becomes 0.
-            weights[m][k][i] = pack<T>(__saturatef(s[m][2 * k + i / 2][2 * (i % 2)]),
-                                       __saturatef(s[m][2 * k + i / 2][2 * (i % 2) + 1]));
+            weights[m][k][i] =
+                pack<T>(s[m][2 * k + i / 2][2 * (i % 2)], s[m][2 * k + i / 2][2 * (i % 2) + 1]);
+            bits |= weights[m][k][i];
           }
+          store_shared_16(handover(stage, m, k),
+                          {weights[m][k][0], weights[m][k][1], weights[m][k][2], weights[m][k][3]});
+        }
+      }
+      if (__any_sync(0xffffffffu, exceeds_probability(bits))) limit_probabilities(stage, weights);
+    }
+
+    // At most 1; a NaN, of a score that overflowed far below the maximum, becomes 0. Rare.
+    __device__ void limit_probabilities(int stage, ScoreOperand& weights) const {
+#pragma unroll
+      for (int m = 0; m < m16; ++m) {
+#pragma unroll
+        for (int k = 0; k < n8 / 2; ++k) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) weights[m][k][i] = saturate_pair<T>(weights[m][k][i]);
           store_shared_16(handover(stage, m, k),
                           {weights[m][k][0], weights[m][k][1], weights[m][k][2], weights[m][k][3]});
         }
@@ -325,6 +342,7 @@ struct KeyMajorBackwardKernel {
     // dS of dP, for this warp's product and for dq.
     __device__ void make_gradients(int stage, const ScoreAccumulator& dp_tile,
                                    ScoreOperand& operand) {
+      std::uint32_t magnitude = 0;
       const float* const delta = shared.delta[stage] + 2 * (lane % 4);
 #pragma unroll
       for (int k = 0; k < n8 / 2; ++k) {
@@ -336,16 +354,15 @@ struct KeyMajorBackwardKernel {
           const std::uint32_t weights[4] = {given.x, given.y, given.z, given.w};
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const auto weight = reinterpret_cast<const typename Element<T>::Pair&>(weights[i]);
+            const float2 weight = Element<T>::widen_pair(weights[i]);
             const float (&dp)[4] = dp_tile[m][2 * k + i / 2];
-            const float x = Element<T>::widen(weight.x) * (dp[2 * (i % 2)] - of_query[i / 2].x);
-            const float y = Element<T>::widen(weight.y) * (dp[2 * (i % 2) + 1] - of_query[i / 2].y);
-            // No probability, no gradient, not even that of a dp that is not finite.
-            operand[m][k][i] =
-                pack_gradient<T>(x, y, p.saturate) & __hne2_mask(weight, zero_pair());
+            operand[m][k][i] = pack<T>(weight.x * (dp[2 * (i % 2)] - of_query[i / 2].x),
+                                       weight.y * (dp[2 * (i % 2) + 1] - of_query[i / 2].y));
+            magnitude = add_magnitude<T>(magnitude, operand[m][k][i]);
           }
         }
       }
+      if (__any_sync(0xffffffffu, !is_finite_pair<T>(magnitude))) limit_gradients(stage, operand);
       if (p.dbias.data != nullptr && !(Pairs && p.dbias.per_query))
         add_query_sums<T>(operand, bias_sum);
       __syncwarp();  // all lanes have read P
@@ -353,12 +370,27 @@ struct KeyMajorBackwardKernel {
       for (int m = 0; m < m16; ++m) {
 #pragma unroll
         for (int k = 0; k < n8 / 2; ++k) {
+          store_block<Scores>(
+              shared_address(shared.scores[stage]),
+              [&](int r) { return pair * warp_keys + 16 * m + r; }, 16 * k, operand[m][k]);
+        }
+      }
+    }
+
+    // No probability, no gradient, not even that of a dp that is not finite. Rare.
+    __device__ void limit_gradients(int stage, ScoreOperand& operand) const {
+#pragma unroll
+      for (int m = 0; m < m16; ++m) {
+#pragma unroll
+        for (int k = 0; k < n8 / 2; ++k) {
+          const uint4 given = load_shared_16(handover(stage, m, k));
+          const std::uint32_t weights[4] = {given.x, given.y, given.z, given.w};
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const int row = pair * warp_keys + 16 * m + 8 * (i % 2) + lane / 4;
-            store_shared_4(shared_address(shared.scores[stage]) +
-                               Scores::offset(row, 2 * k + i / 2) + 4 * (lane % 4),
-                           operand[m][k][i]);
+            const auto weight = reinterpret_cast<const typename Element<T>::Pair&>(weights[i]);
+            std::uint32_t& gradient = operand[m][k][i];
+            if (p.saturate) gradient = clamp_pair<T>(gradient, Element<T>::gradient_pair);
+            gradient &= __hne2_mask(weight, zero_pair());
           }
         }
       }
@@ -420,11 +452,19 @@ struct KeyMajorBackwardKernel {
       return pair * warp_keys + 16 * m + 8 * h + lane / 4;
     }
 
-    // Where lse needs more than one float or scores may have overflowed; rare.
+    // Where lse needs more than one float or scores may have overflowed. Rare: by a loop over local
+    // memory, for unrolled it is a third of the program.
     __device__ void make_careful_probabilities(Place place, float factor, const float* lse2,
                                                ScoreAccumulator& s) const {
       const float* const low = p.lse2_low + row_index(place);
-      for_each_element(s, [&](float& x, int m, int n, int e) {
+      float all[m16][n8][4];
+      for_each_element(s, [&](float& x, int m, int n, int e) { all[m][n][e] = x; });
+#pragma unroll 1
+      for (int i = 0; i < m16 * n8 * 4; ++i) {
+        const int m = i / (n8 * 4);
+        const int n = i / 4 % n8;
+        const int e = i % 4;
+        float& x = all[m][n][e];
         const int column = 8 * n + e % 2;
         const int row = 2 * (lane % 4) + column;
         const bool exists = place.row + row < p.shape.seqlen_q;
@@ -435,7 +475,9 @@ struct KeyMajorBackwardKernel {
         } else {
           x = exp2_approx(fmaf(x, factor, -lse2[column]) - (exists ? low[row] : 0.0f));
         }
-      });
+        x = __saturatef(x);
+      }
+      for_each_element(s, [&](float& x, int m, int n, int e) { x = all[m][n][e]; });
     }
 
     __device__ void add_bias(int head) {

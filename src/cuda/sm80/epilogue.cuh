@@ -9,17 +9,19 @@ namespace flash_dmattn::cuda::sm80 {
 template <class Tile, class Order = InOrder, int M16, int N8, class Pack>
 __device__ inline void stage_accumulators(const float (&c)[M16][N8][4], std::uint32_t tile,
                                           int warp_row, int warp_column, const Pack& pack) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
   for (int m = 0; m < M16; ++m) {
 #pragma unroll
-    for (int n = 0; n < N8; ++n) {
+    for (int n = 0; n < N8; n += 2) {
+      std::uint32_t block[4];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = warp_row + Order::key(16 * m + 8 * h + lane / 4);
-        store_shared_4(tile + Tile::offset(row, warp_column / 8 + n) + 4 * (lane % 4),
-                       pack(c[m][n][2 * h], c[m][n][2 * h + 1], m, h));
+      for (int i = 0; i < 4; ++i) {
+        const float (&pair)[4] = c[m][n + i / 2];
+        block[i] = pack(pair[2 * (i % 2)], pair[2 * (i % 2) + 1], m, i % 2);
       }
+      store_block<Tile>(
+          tile, [&](int r) { return warp_row + Order::key(16 * m + r); }, warp_column + 8 * n,
+          block);
     }
   }
 }

@@ -117,6 +117,15 @@ __device__ inline void store_shared_4(std::uint32_t to, std::uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
 }
 
+#if __CUDA_ARCH__ >= 900
+// Four 8x8 matrices in the layout of accumulators, to 32 rows of 16 bytes whose addresses the lanes give.
+__device__ inline void stmatrix_x4(std::uint32_t to, const std::uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+#endif
+
 // Barriers 1 to 15 among the warps that name the same one; 0 is __syncthreads. It orders memory.
 __device__ inline void barrier_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

@@ -72,6 +72,24 @@ using OperandA = Operand<Tile, kMajor, true>;
 template <class Tile, Major kMajor>
 using OperandB = Operand<Tile, kMajor, false>;
 
+// Puts a 16x16 block in the layout of an A operand, packed pairs of accumulators, into columns
+// [column, column + 16) of rows row(0) ... row(15) of a shared tile. One instruction on sm_90.
+template <class Tile, class Row>
+__device__ inline void store_block(std::uint32_t tile, const Row& row, int column,
+                                   const std::uint32_t (&block)[4]) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+#if __CUDA_ARCH__ >= 900
+  stmatrix_x4(tile + Tile::offset(row(lane % 16), column / 8 + lane / 16), block);
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    store_shared_4(
+        tile + Tile::offset(row(lane / 4 + 8 * (i % 2)), column / 8 + i / 2) + 4 * (lane % 4),
+        block[i]);
+  }
+#endif
+}
+
 // fp32 accumulators of a warp's M x N tile: [m16][n8][4] in mma's layout.
 template <int M, int N>
 using Accumulator = float[M / 16][N / 8][4];
@@ -94,25 +112,32 @@ template <class T, int K, int M16, int N8, class A, class B>
 __device__ inline void multiply(float (&c)[M16][N8][4], const A& a, const B& b) {
   constexpr int columns = N8 / 2;
   constexpr int steps = K / 16 * columns;
+#ifndef XDEPTH
+#define XDEPTH 1
+#endif
+  constexpr int ahead = XDEPTH;
   std::uint32_t left[2][M16][4];
-  std::uint32_t right[2][4];
+  std::uint32_t right[ahead + 1][4];
 #pragma unroll
   for (int m = 0; m < M16; ++m) a.load(left[0][m], m * 16, 0);
-  b.load(right[0], 0, 0);
+#pragma unroll
+  for (int i = 0; i < ahead; ++i) b.load(right[i], i % columns * 16, i / columns * 16);
 #pragma unroll
   for (int step = 0; step < steps; ++step) {
     const int k = step / columns;
     const int n = step % columns;
-    if (step + 1 < steps)
-      b.load(right[(step + 1) % 2], (step + 1) % columns * 16, (step + 1) / columns * 16);
+    const int next = step + ahead;
+    if (next < steps) b.load(right[next % (ahead + 1)], next % columns * 16, next / columns * 16);
     if (n == columns - 1 && step + 1 < steps) {
 #pragma unroll
       for (int m = 0; m < M16; ++m) a.load(left[(k + 1) % 2][m], m * 16, (k + 1) * 16);
     }
 #pragma unroll
     for (int m = 0; m < M16; ++m) {
-      mma_m16n8k16<T>(c[m][2 * n], left[k % 2][m], right[step % 2][0], right[step % 2][1]);
-      mma_m16n8k16<T>(c[m][2 * n + 1], left[k % 2][m], right[step % 2][2], right[step % 2][3]);
+      mma_m16n8k16<T>(c[m][2 * n], left[k % 2][m], right[step % (ahead + 1)][0],
+                      right[step % (ahead + 1)][1]);
+      mma_m16n8k16<T>(c[m][2 * n + 1], left[k % 2][m], right[step % (ahead + 1)][2],
+                      right[step % (ahead + 1)][3]);
     }
   }
 }
@@ -124,18 +149,22 @@ __device__ inline void multiply(float (&c)[M16][N8][4], const std::uint32_t (&a)
                                 const B& b) {
   constexpr int columns = N8 / 2;
   constexpr int steps = K / 16 * columns;
-  std::uint32_t right[2][4];
-  b.load(right[0], 0, 0);
+  constexpr int ahead = XDEPTH;
+  std::uint32_t right[ahead + 1][4];
+#pragma unroll
+  for (int i = 0; i < ahead; ++i) b.load(right[i], i % columns * 16, i / columns * 16);
 #pragma unroll
   for (int step = 0; step < steps; ++step) {
     const int k = step / columns;
     const int n = step % columns;
-    if (step + 1 < steps)
-      b.load(right[(step + 1) % 2], (step + 1) % columns * 16, (step + 1) / columns * 16);
+    const int next = step + ahead;
+    if (next < steps) b.load(right[next % (ahead + 1)], next % columns * 16, next / columns * 16);
 #pragma unroll
     for (int m = 0; m < M16; ++m) {
-      mma_m16n8k16<T>(c[m][2 * n], a[m][k], right[step % 2][0], right[step % 2][1]);
-      mma_m16n8k16<T>(c[m][2 * n + 1], a[m][k], right[step % 2][2], right[step % 2][3]);
+      mma_m16n8k16<T>(c[m][2 * n], a[m][k], right[step % (ahead + 1)][0],
+                      right[step % (ahead + 1)][1]);
+      mma_m16n8k16<T>(c[m][2 * n + 1], a[m][k], right[step % (ahead + 1)][2],
+                      right[step % (ahead + 1)][3]);
     }
   }
 }
