@@ -83,8 +83,8 @@ def about(device: str, commit: str, repeats: int) -> dict:
         "commit": commit,
         "torch": torch.__version__,
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "method": f"medians of {repeats} turns, in which the sides alternate; whole calls, selection and plan "
-        "included, a rival's mask made before; of a GPU by events, launches ahead, L2 not flushed",
+        "method": f"medians of {repeats} turns of all sides, in an order drawn each time; whole calls, "
+        "selection and plan included, a rival's mask made before; of a GPU by events, launches ahead, L2 not flushed",
     }
 
 
