@@ -206,7 +206,7 @@ void compare_random(std::uint64_t seed, int rounds, std::int64_t longest) {
 
 TEST_F(SmallCudaSelection, Random) { compare_random(1, 12, 1500); }
 
-// Rows of each kind of sort: a block for each, a larger one, the whole device.
+// Rows of each kind of sort: a block for each, a larger one, digit by digit.
 TEST_F(SmallCudaSelection, EveryWayToSort) {
   Random random(11);
   for (const std::int64_t seqlen : {700, 5000, 9000}) {
@@ -268,12 +268,12 @@ TEST_F(CudaSelection, ThousandsOfRows) {
 // Scores change between replays; the graph's own stream is not the default one.
 TEST_F(CudaSelection, ReplaysFromAGraph) {
   Random random(8);
-  SelectionArgs args = shape_of(4, 5000, 300);
+  SelectionArgs args = shape_of(4, 20000, 300);
   Comparison comparison(args, Scores::normal, {}, random);
   DeviceBuffer scores(comparison.scores_bytes());
-  DeviceBuffer intervals(4 * 5000 * sizeof(KeyInterval));
+  DeviceBuffer intervals(4 * 20000 * sizeof(KeyInterval));
   args.scores = scores.data();
-  args.scores_stride = {4 * 5000, 5000, 1};
+  args.scores_stride = {4 * 20000, 20000, 1};
   args.intervals = reinterpret_cast<KeyInterval*>(intervals.data());
   const std::size_t bytes = cuda::select_workspace_size(args);
   DeviceBuffer workspace(bytes);

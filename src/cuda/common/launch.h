@@ -2,9 +2,14 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 // How a kernel is started: one generic __global__ function and one checked call serve the library.
 namespace flash_dmattn::cuda {
@@ -28,17 +33,83 @@ inline void refuse_capture(cudaStream_t stream, const char* why) {
   }
 }
 
+// ---- Kernels that follow each other -----------------------------------------------------------------
+//
+// Since sm_90 the next kernel of a stream may be brought to the multiprocessors while this one still
+// runs: from when all blocks of this one have allowed it, or have ended. It then waits for the end of
+// this one. All kernels here wait before they touch memory, so that the launch is hidden and nothing
+// else changes.
+
+// At the start of every kernel: the kernels before are done, and what they wrote is there.
+__device__ inline void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// By short kernels: blocks of the next one, while they wait, keep the place of none that computes.
+__device__ inline void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Whether the code of the current device waits. One kernel stands for all, which are compiled alike.
+inline bool kernels_wait(const void* kernel) {
+  static std::array<std::atomic<int>, 64> known{};  // of each device: 0 not asked, 1 no, 2 yes
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  std::atomic<int>& answer = known[static_cast<std::size_t>(device) % known.size()];
+  if (answer == 0) {
+    int major = 0;
+    cudaFuncAttributes code;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+          "cudaDeviceGetAttribute");
+    check(cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes");
+    answer = major >= 9 && code.ptxVersion >= 90 ? 2 : 1;
+  }
+  return answer == 2;
+}
+
+struct Grid {
+  std::int64_t blocks;
+  int threads;
+  std::size_t shared_bytes = 0;
+};
+
+// Starts a one-dimensional grid; nothing is started for an empty one.
+template <class... Parameters, class... Arguments>
+void launch_grid(void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream,
+                 Arguments&&... arguments) {
+  if (grid.blocks == 0) return;
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+  config.dynamicSmemBytes = grid.shared_bytes;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = kernels_wait(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, Parameters(std::forward<Arguments>(arguments))...),
+        "kernel launch");
+}
+
+// ---- Kernels ----------------------------------------------------------------------------------------
+
 // A kernel is a functor with Params, `threads`, `min_blocks` (per multiprocessor) and
 // SharedStorage.
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::threads, Kernel::min_blocks)
     entry(const __grid_constant__ typename Kernel::Params params) {
   extern __shared__ __align__(1024) std::byte shared[];
+  wait_for_previous_kernel();
   Kernel()(params, *reinterpret_cast<typename Kernel::SharedStorage*>(shared));
 }
 
 template <class Kernel>
-void launch(long blocks, const typename Kernel::Params& params, cudaStream_t stream) {
+void launch(std::int64_t blocks, const typename Kernel::Params& params, cudaStream_t stream) {
   if (blocks == 0) return;
   constexpr std::size_t bytes = sizeof(typename Kernel::SharedStorage);
   if constexpr (bytes > 48 * 1024) {
@@ -46,14 +117,15 @@ void launch(long blocks, const typename Kernel::Params& params, cudaStream_t str
                                static_cast<int>(bytes)),
           "cudaFuncSetAttribute");
   }
-  entry<Kernel><<<static_cast<unsigned>(blocks), Kernel::threads, bytes, stream>>>(params);
-  check(cudaGetLastError(), "kernel launch");
+  launch_grid(entry<Kernel>, {blocks, Kernel::threads, bytes}, stream, params);
 }
 
 // For kernels without shared memory: one thread per item.
 template <class Body>
 __global__ void __launch_bounds__(256)
     for_each_entry(long items, const __grid_constant__ Body body) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   const long step = static_cast<long>(gridDim.x) * blockDim.x;
   for (long i = static_cast<long>(blockIdx.x) * blockDim.x + threadIdx.x; i < items; i += step)
     body(i);
@@ -61,11 +133,8 @@ __global__ void __launch_bounds__(256)
 
 template <class Body>
 void for_each(long items, const Body& body, cudaStream_t stream) {
-  if (items == 0) return;
-  const long blocks = (items + 255) / 256;
-  for_each_entry<<<static_cast<unsigned>(blocks < 65536 ? blocks : 65536), 256, 0, stream>>>(items,
-                                                                                             body);
-  check(cudaGetLastError(), "kernel launch");
+  const long blocks = std::min((items + 255) / 256, 65536l);
+  launch_grid(for_each_entry<Body>, {blocks, 256}, stream, items, body);
 }
 
 }  // namespace flash_dmattn::cuda

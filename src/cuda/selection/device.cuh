@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <utility>
 
 #include <cuda_runtime.h>
 
@@ -14,19 +13,6 @@ namespace flash_dmattn::cuda {
 
 inline constexpr int warp_size = 32;
 inline constexpr unsigned all_lanes = 0xffffffffu;
-
-// Starts a one-dimensional grid; nothing is started for an empty one.
-template <class... Parameters, class... Arguments>
-void launch_grid(void (*kernel)(Parameters...), std::int64_t blocks, int threads,
-                 cudaStream_t stream, Arguments&&... arguments) {
-  if (blocks == 0) return;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.stream = stream;
-  check(cudaLaunchKernelEx(&config, kernel, Parameters(std::forward<Arguments>(arguments))...),
-        "selection kernel launch");
-}
 
 // Hands out consecutive aligned pieces of the caller's workspace. With a null base it only counts.
 class Carver {

@@ -40,6 +40,8 @@ struct Counts {
 
 __global__ void __launch_bounds__(threads)
     count_keys(plan::AllKeys all, Counts counts, int seqlen_k, int ctas_per_row) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   const int row = static_cast<int>(blockIdx.x) / ctas_per_row;
   const int key =
       static_cast<int>(blockIdx.x) % ctas_per_row * threads + static_cast<int>(threadIdx.x);
@@ -52,6 +54,8 @@ __global__ void __launch_bounds__(threads)
 }
 
 __global__ void __launch_bounds__(threads) find_most(Counts counts) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   using Scan = cub::BlockScan<int, threads>;
   using Reduce = cub::BlockReduce<int, threads>;
   __shared__ typename Scan::TempStorage scan;
@@ -101,9 +105,9 @@ KeyBound measure_key_bound(const PlanArgs& args, const Execution& execution) {
   const Counts counts(args, execution.workspace);
   check(cudaMemsetAsync(counts.entered, 0, bytes, stream), "clearing counts");
   const auto ctas_per_row = static_cast<int>(ceil_div<std::int64_t>(args.seqlen_k, threads));
-  launch_grid(count_keys, rows * ctas_per_row, threads, stream, plan::AllKeys(args), counts,
+  launch_grid(count_keys, {rows * ctas_per_row, threads}, stream, plan::AllKeys(args), counts,
               static_cast<int>(args.seqlen_k), ctas_per_row);
-  launch_grid(find_most, rows, threads, stream, counts);
+  launch_grid(find_most, {rows, threads}, stream, counts);
   Most most;
   check(cudaMemcpyAsync(&most, counts.most, sizeof(most), cudaMemcpyDeviceToHost, stream),
         "reading the bound");

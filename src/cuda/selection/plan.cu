@@ -79,25 +79,30 @@ Tree make_tree(const PlanArgs& args, void* workspace) {
   return tree;
 }
 
+// By a CTA for each of the parent's nodes.
+template <class Parent, class Children>
+void deal_nodes(const PlanArgs& args, const Parent& parent, const Children& children,
+                cudaStream_t stream) {
+  plan::Parts whole;
+  whole.items = std::numeric_limits<int>::max();
+  launch_grid(plan::deal_keys<node_steps, Parent, Children>,
+              {args.batch * args.heads * parent.nodes(), plan::threads}, stream, parent, children,
+              whole);
+}
+
 template <class Children>
 void deal_rows(const PlanArgs& args, const Tree& tree, const Children& children,
                cudaStream_t stream) {
   const plan::AllKeys all(args);
+  if (args.seqlen_k <= plan::threads * node_steps) {  // a batch, which is counted as it is stored
+    deal_nodes(args, all, children, stream);
+    return;
+  }
   const std::int64_t ctas = args.batch * args.heads * tree.parts.parts;
-  launch_grid(plan::count_part<row_steps, Children>, ctas, plan::threads, stream, all, children,
+  launch_grid(plan::count_part<row_steps, Children>, {ctas, plan::threads}, stream, all, children,
               tree.parts);
-  launch_grid(plan::deal_keys<row_steps, plan::AllKeys, Children>, ctas, plan::threads, stream, all,
-              children, tree.parts);
-}
-
-template <class Children>
-void deal_nodes(const PlanArgs& args, const plan::Level& parent, const Children& children,
-                cudaStream_t stream) {
-  plan::Parts whole;
-  whole.items = std::numeric_limits<int>::max();
-  launch_grid(plan::deal_keys<node_steps, plan::Level, Children>,
-              args.batch * args.heads * parent.nodes(), plan::threads, stream, parent, children,
-              whole);
+  launch_grid(plan::deal_keys<row_steps, plan::AllKeys, Children>, {ctas, plan::threads}, stream,
+              all, children, tree.parts);
 }
 
 Plan plan_view(const PlanArgs& args, const PlanBuffers& buffers, const std::int32_t* keys) {

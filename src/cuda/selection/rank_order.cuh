@@ -68,6 +68,10 @@ struct Rows {
     return chunk == 0 ? 0 : window % chunk_ranks + (chunk - 1) * chunk_ranks;
   }
   __device__ int chunk_end(int chunk) const { return min(chunk_begin(chunk + 1), seqlen_k); }
+  __device__ int chunk_of(int rank) const {
+    const int first = window % chunk_ranks;
+    return rank < first ? 0 : (rank - first) / chunk_ranks + 1;
+  }
   // The first chunk that needs a walk.
   __host__ __device__ int first_walked() const { return window / chunk_ranks + 1; }
   __device__ const std::uint64_t* sorted_row(int row) const {
@@ -90,16 +94,34 @@ inline constexpr int pack_keys = 4;  // of a thread
 // The sort keys of a batch in the order of falling positions.
 __global__ void __launch_bounds__(pack_threads)
     pack_keys_of_rows(ScoredKeys keys, Rows rows, std::uint64_t* packed) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   const int blocks_per_row = ceil_div(rows.seqlen_k, pack_threads * pack_keys);
   const int row = static_cast<int>(blockIdx.x) / blocks_per_row;
   const int begin = static_cast<int>(blockIdx.x) % blocks_per_row * pack_threads * pack_keys;
+  int position[pack_keys];  // negative past the end
+  std::uint32_t code[pack_keys];
+#pragma unroll
+  for (int i = 0; i < pack_keys; ++i)
+    position[i] = rows.seqlen_k - 1 - (begin + i * pack_threads + static_cast<int>(threadIdx.x));
+  keys.codes(rows.first_row + row, position, code);
 #pragma unroll
   for (int i = 0; i < pack_keys; ++i) {
-    const int at = begin + i * pack_threads + static_cast<int>(threadIdx.x);
-    if (at >= rows.seqlen_k) return;
-    const int position = rows.seqlen_k - 1 - at;
-    packed[static_cast<std::int64_t>(row) * rows.seqlen_k + at] =
-        rows.layout.pack(row, keys.code(rows.first_row + row, position), position);
+    if (position[i] < 0) return;
+    packed[static_cast<std::int64_t>(row) * rows.seqlen_k + rows.seqlen_k - 1 - position[i]] =
+        rows.layout.pack(row, code[i], position[i]);
+  }
+}
+
+// A key's rank by its position, and its interval where that needs no walk: of the w best keys and of the
+// keys never chosen.
+__device__ inline void place_rank(const Rows& rows, int row, int rank, int position, bool valid) {
+  rows.rank_row(row)[position] = valid ? rank : rows.seqlen_k;
+  KeyInterval* const interval = rows.intervals_row(row) + position;
+  if (!valid) {
+    store(interval, {0, 0});
+  } else if (rank < rows.window) {
+    store(interval, rows.queries.forever(position));
   }
 }
 
@@ -107,6 +129,8 @@ __global__ void __launch_bounds__(pack_threads)
 // and writes the intervals that need no walk: those of the w best keys and of the keys never
 // chosen.
 __global__ void __launch_bounds__(threads) place_ranks(Rows rows) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   __shared__ int counts[max_blocks];
   const int row = static_cast<int>(blockIdx.x) / rows.groups;
   const int group = static_cast<int>(blockIdx.x) % rows.groups;
@@ -128,14 +152,8 @@ __global__ void __launch_bounds__(threads) place_ranks(Rows rows) {
       const std::uint64_t key = sorted[rank];
       const int position = rows.layout.position(key);
       const bool valid = rows.layout.valid(key);
-      rows.rank_row(row)[position] = valid ? rank : rows.seqlen_k;
+      place_rank(rows, row, rank, position, valid);
       if (valid) atomicAdd(&counts[position / block_positions], 1);
-      KeyInterval* interval = rows.intervals_row(row) + position;
-      if (!valid) {
-        store(interval, {0, 0});
-      } else if (rank < rows.window) {
-        store(interval, rows.queries.forever(position));
-      }
     }
   }
   __syncthreads();

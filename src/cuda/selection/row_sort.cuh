@@ -16,36 +16,60 @@ struct RowSort {
   static constexpr int thread_keys = 8;
   static constexpr int max_keys = threads * thread_keys;
   static_assert(max_keys <= 0x10000, "a place is 16 bits wide");
+  static constexpr int max_chunks = max_keys / chunk_ranks + 2;
+  static constexpr int max_blocks = (max_keys + block_positions - 1) / block_positions;
   using Sort = cub::BlockRadixSort<std::uint32_t, threads, thread_keys, std::uint16_t>;
 };
 
-// sorted [rows, Sk], the best first. Keys enter in the order of falling positions, which the sort,
-// being stable, keeps among equals; places past the end are worse than or equal to all and come last.
+// sorted [rows, Sk], the best first, and what place_ranks would make of it. Keys enter in the order of
+// falling positions, which the sort, being stable, keeps among equals; places past the end are worse than
+// or equal to all and come last.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     sort_row(ScoredKeys keys, Rows rows, std::uint64_t* sorted) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   using Policy = RowSort<Threads>;
   __shared__ typename Policy::Sort::TempStorage storage;
+  __shared__ int counts[Policy::max_blocks]
+                       [Policy::max_chunks];  // of positions, by block and chunk
+  constexpr int all_counts = Policy::max_blocks * Policy::max_chunks;
   const int row = static_cast<int>(blockIdx.x);
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < all_counts) counts[0][thread] = 0;
   const std::uint32_t all = ~std::uint32_t{0} >> (32 - rows.layout.score_bits);
   std::uint32_t worse[Policy::thread_keys];
   std::uint16_t place[Policy::thread_keys];
+  int position[Policy::thread_keys];  // negative past the end
 #pragma unroll
   for (int i = 0; i < Policy::thread_keys; ++i) {
-    const int at = static_cast<int>(threadIdx.x) * Policy::thread_keys + i;
+    const int at = thread * Policy::thread_keys + i;
     place[i] = static_cast<std::uint16_t>(at);
-    worse[i] =
-        at < rows.seqlen_k ? ~keys.code(rows.first_row + row, rows.seqlen_k - 1 - at) & all : all;
+    position[i] = rows.seqlen_k - 1 - at;
   }
+  keys.codes(rows.first_row + row, position, worse);
+#pragma unroll
+  for (int i = 0; i < Policy::thread_keys; ++i) worse[i] = ~worse[i] & all;
   typename Policy::Sort(storage).SortBlockedToStriped(worse, place, 0, rows.layout.score_bits);
 #pragma unroll
   for (int i = 0; i < Policy::thread_keys; ++i) {
-    const int rank = i * Threads + static_cast<int>(threadIdx.x);
-    if (rank < rows.seqlen_k) {
-      sorted[static_cast<std::int64_t>(row) * rows.seqlen_k + rank] =
-          rows.layout.pack(row, ~worse[i], rows.seqlen_k - 1 - place[i]);
-    }
+    const int rank = i * Threads + thread;
+    if (rank >= rows.seqlen_k) break;
+    const int at = rows.seqlen_k - 1 - place[i];
+    const std::uint64_t key = rows.layout.pack(row, ~worse[i], at);
+    const bool valid = rows.layout.valid(key);
+    sorted[static_cast<std::int64_t>(row) * rows.seqlen_k + rank] = key;
+    place_rank(rows, row, rank, at, valid);
+    if (valid) atomicAdd(&counts[at / block_positions][rows.chunk_of(rank)], 1);
   }
+  __syncthreads();
+  const int block = thread / Policy::max_chunks;
+  const int chunk = thread % Policy::max_chunks;
+  if (block >= rows.blocks || chunk >= rows.chunks) return;
+  // Every chunk is a group.
+  rows.before[rows.block_of_row(row, block) * rows.chunks + chunk] = 0;
+  rows.totals[rows.block_of_row(row, block) * rows.groups + chunk] =
+      static_cast<std::uint16_t>(counts[block][chunk]);
 }
 
 }  // namespace flash_dmattn::cuda::per_query

@@ -28,14 +28,44 @@ struct ScoredKeys {
       return never;
     }
     const std::int64_t at = b * stride[0] + h * stride[1] + key * stride[2];
+    return of_bits(dtype == DType::f32 ? static_cast<const std::uint32_t*>(scores)[at]
+                                       : static_cast<const std::uint16_t*>(scores)[at]);
+  }
+
+  // Those of several keys, whose loads are in flight together; `never` where a key is negative.
+  template <int Count>
+  __device__ void codes(int row, const int (&key)[Count], std::uint32_t (&code)[Count]) const {
+    const std::int64_t b = row / heads;
+    const std::int64_t h = row % heads;
+    const std::int64_t begin = b * stride[0] + h * stride[1];
+    const auto* const wide = static_cast<const std::uint32_t*>(scores) + begin;
+    const auto* const narrow = static_cast<const std::uint16_t*>(scores) + begin;
     if (dtype == DType::f32) {
-      return ordered(static_cast<const std::uint32_t*>(scores)[at], 0x80000000u, 0x7f800000u);
+#pragma unroll
+      for (int i = 0; i < Count; ++i) code[i] = key[i] < 0 ? 0 : wide[key[i] * stride[2]];
+    } else {
+#pragma unroll
+      for (int i = 0; i < Count; ++i) code[i] = key[i] < 0 ? 0 : narrow[key[i] * stride[2]];
     }
-    return ordered(static_cast<const std::uint16_t*>(scores)[at], 0x8000u,
-                   dtype == DType::bf16 ? 0x7f80u : 0x7c00u);
+    bool shown[Count];
+#pragma unroll
+    for (int i = 0; i < Count; ++i) shown[i] = key[i] >= 0;
+    if (mask != nullptr) {
+      const std::uint8_t* const row_mask = mask + b * mask_stride[0] + h * mask_stride[1];
+#pragma unroll
+      for (int i = 0; i < Count; ++i)
+        shown[i] = key[i] >= 0 && row_mask[key[i] * mask_stride[2]] != 0;
+    }
+#pragma unroll
+    for (int i = 0; i < Count; ++i) code[i] = shown[i] ? of_bits(code[i]) : never;
   }
 
  private:
+  __device__ std::uint32_t of_bits(std::uint32_t bits) const {
+    if (dtype == DType::f32) return ordered(bits, 0x80000000u, 0x7f800000u);
+    return ordered(bits, 0x8000u, dtype == DType::bf16 ? 0x7f80u : 0x7c00u);
+  }
+
   // Works on the bits, so that subnormal scores keep their order in every compilation mode.
   __device__ static std::uint32_t ordered(std::uint32_t bits, std::uint32_t sign,
                                           std::uint32_t infinity) {

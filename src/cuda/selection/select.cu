@@ -8,6 +8,7 @@
 #include "cuda/selection/device.cuh"
 #include "cuda/selection/global.cuh"
 #include "cuda/selection/rank_walk.cuh"
+#include "cuda/selection/row_passes.cuh"
 #include "cuda/selection/row_sort.cuh"
 #include "cuda/selection/selection.h"
 
@@ -114,9 +115,9 @@ void select_global(const global::Rows& rows, cudaStream_t stream) {
       sizeof(std::uint32_t) * global::bins * static_cast<std::size_t>(rows.digits() * rows.rows);
   check(cudaMemsetAsync(rows.histograms, 0, histogram_bytes, stream), "clearing histograms");
   for (int digit = 0; digit < rows.digits(); ++digit) {
-    launch_grid(global::count_digit, ctas, global::threads, stream, rows, digit);
+    launch_grid(global::count_digit, {ctas, global::threads}, stream, rows, digit);
   }
-  launch_grid(global::keep_best, ctas, global::threads, stream, rows);
+  launch_grid(global::keep_best, {ctas, global::threads}, stream, rows);
 }
 
 // ---- Per query ----------------------------------------------------------------------------------
@@ -127,6 +128,7 @@ struct PerQuery {
   std::uint64_t* packed =
       nullptr;  // [rows, Sk], twice: what is sorted, and the sort's other buffer
   std::uint64_t* other = nullptr;
+  per_query::RowPasses passes;
   void* sort_workspace = nullptr;
   std::size_t sort_bytes = 0;
 };
@@ -134,12 +136,30 @@ struct PerQuery {
 using ShortRowSort = per_query::RowSort<512>;
 using LongRowSort = per_query::RowSort<1024>;
 
-bool sorts_by_row(const per_query::Rows& rows) { return rows.seqlen_k <= LongRowSort::max_keys; }
+// How the keys are sorted: a CTA for each row, kernels that sort all rows by a digit, or CUB.
+enum class Sort : std::uint8_t { rows, digits, device };
+
+Sort sort_of(const per_query::Rows& rows) {
+  if (rows.seqlen_k <= LongRowSort::max_keys) return Sort::rows;
+  return rows.seqlen_k <= per_query::RowPasses::max_keys ? Sort::digits : Sort::device;
+}
 
 template <class RowSort>
-void sort_rows(const PerQuery& work, cudaStream_t stream) {
-  launch_grid(per_query::sort_row<RowSort::threads>, work.rows.rows, RowSort::threads, stream,
-              work.keys, work.rows, work.packed);
+void sort_rows(const PerQuery& work, const per_query::Rows& rows, cudaStream_t stream) {
+  launch_grid(per_query::sort_row<RowSort::threads>, {rows.rows, RowSort::threads}, stream,
+              work.keys, rows, work.packed);
+}
+
+void sort_digits(const PerQuery& work, cub::DoubleBuffer<std::uint64_t>& buffers,
+                 cudaStream_t stream) {
+  const Grid grid{std::int64_t{work.rows.rows} * work.passes.tiles, per_query::RowPasses::threads};
+  launch_grid(per_query::pack_and_count, grid, stream, work.keys, work.rows, work.passes,
+              buffers.Current());
+  for (int pass = 0; pass < work.passes.passes; ++pass) {
+    launch_grid(per_query::sort_digit, grid, stream, work.rows, work.passes, pass,
+                buffers.Current(), buffers.Alternate());
+    buffers.selector ^= 1;
+  }
 }
 
 // Sorts the packed keys; `buffers` says where the result is. The positions in the low bits come in
@@ -179,7 +199,14 @@ PerQuery per_query_rows(const SelectionArgs& args, Carver& workspace) {
   const std::int64_t blocks = std::int64_t{rows.rows} * rows.blocks;
   rows.before = workspace.take<std::uint16_t>(blocks * rows.chunks);
   rows.totals = workspace.take<std::uint16_t>(blocks * rows.groups);
-  if (!sorts_by_row(rows)) {
+  if (sort_of(rows) == Sort::digits) {
+    work.passes.tiles = ceil_div(rows.seqlen_k, per_query::RowPasses::tile_keys);
+    work.passes.passes = rows.layout.score_bits / per_query::RowPasses::digit_bits;
+    const std::int64_t counts = std::int64_t{work.passes.passes} * rows.rows * work.passes.tiles *
+                                per_query::RowPasses::digits;
+    work.passes.counts = workspace.take<std::uint32_t>(counts);
+    work.passes.announced = workspace.take<std::uint32_t>(counts);
+  } else if (sort_of(rows) == Sort::device) {
     cub::DoubleBuffer<std::uint64_t> buffers(work.packed, work.other);
     sort(rows, buffers, nullptr, work.sort_bytes, nullptr);
     work.sort_workspace = workspace.take<char>(static_cast<std::int64_t>(work.sort_bytes));
@@ -187,25 +214,39 @@ PerQuery per_query_rows(const SelectionArgs& args, Carver& workspace) {
   return work;
 }
 
-void select_per_query(const PerQuery& work, cudaStream_t stream) {
-  per_query::Rows rows = work.rows;
+// By the CTAs that sort the rows.
+void sort_and_place(const PerQuery& work, per_query::Rows& rows, cudaStream_t stream) {
+  rows.sorted = work.packed;
+  rows.rank_of = reinterpret_cast<std::int32_t*>(work.other);
+  rows.seqlen_k <= ShortRowSort::max_keys ? sort_rows<ShortRowSort>(work, rows, stream)
+                                          : sort_rows<LongRowSort>(work, rows, stream);
+}
+
+void sort_then_place(const PerQuery& work, per_query::Rows& rows, cudaStream_t stream) {
   cub::DoubleBuffer<std::uint64_t> buffers(work.packed, work.other);
-  if (sorts_by_row(rows)) {
-    rows.seqlen_k <= ShortRowSort::max_keys ? sort_rows<ShortRowSort>(work, stream)
-                                            : sort_rows<LongRowSort>(work, stream);
+  if (sort_of(rows) == Sort::digits) {
+    sort_digits(work, buffers, stream);
   } else {
     const int pack_ctas = ceil_div(rows.seqlen_k, per_query::pack_threads * per_query::pack_keys);
-    launch_grid(per_query::pack_keys_of_rows, std::int64_t{rows.rows} * pack_ctas,
-                per_query::pack_threads, stream, work.keys, rows, work.packed);
+    launch_grid(per_query::pack_keys_of_rows,
+                {std::int64_t{rows.rows} * pack_ctas, per_query::pack_threads}, stream, work.keys,
+                rows, work.packed);
     std::size_t bytes = work.sort_bytes;
     sort(rows, buffers, work.sort_workspace, bytes, stream);
   }
   rows.sorted = buffers.Current();
   rows.rank_of = reinterpret_cast<std::int32_t*>(buffers.Alternate());  // free after the sort
-  launch_grid(per_query::place_ranks, std::int64_t{rows.rows} * rows.groups, per_query::threads,
+  launch_grid(per_query::place_ranks, {std::int64_t{rows.rows} * rows.groups, per_query::threads},
               stream, rows);
-  launch_grid(per_query::walk_ranks, std::int64_t{rows.rows} * (rows.chunks - rows.first_walked()),
-              per_query::threads, stream, rows);
+}
+
+void select_per_query(const PerQuery& work, cudaStream_t stream) {
+  per_query::Rows rows = work.rows;
+  sort_of(rows) == Sort::rows ? sort_and_place(work, rows, stream)
+                              : sort_then_place(work, rows, stream);
+  launch_grid(per_query::walk_ranks,
+              {std::int64_t{rows.rows} * (rows.chunks - rows.first_walked()), per_query::threads},
+              stream, rows);
 }
 
 }  // namespace
@@ -249,8 +290,8 @@ void select_key_intervals(const SelectionArgs& args, const Execution& execution)
     if (method == Method::global) {
       select_global(rows, stream);
     } else {
-      launch_grid(global::keep_valid, std::int64_t{rows.rows} * rows.ctas_per_row(),
-                  global::threads, stream, rows);
+      launch_grid(global::keep_valid,
+                  {std::int64_t{rows.rows} * rows.ctas_per_row(), global::threads}, stream, rows);
     }
   });
 }

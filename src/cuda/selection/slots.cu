@@ -91,13 +91,14 @@ void assign_slots(const PlanArgs& args, const SlotSchedule& schedule, const Exec
   Work work = carve(args, schedule, workspace);
   work.rows.events = work.unsorted;
   const std::int64_t key_ctas = rows * work.rows.ctas_per_row;
-  launch_grid(slots::list_events, key_ctas, slots::threads, stream, plan::AllKeys(args), work.rows);
+  launch_grid(slots::list_events, {key_ctas, slots::threads}, stream, plan::AllKeys(args),
+              work.rows);
   cub::DoubleBuffer<std::uint64_t> events(work.unsorted, work.other);
   sort(args, work.rows.layout, events, work.sort_workspace, work.sort_bytes, stream);
   work.rows.events = events.Current();
-  launch_grid(slots::number_events, key_ctas, slots::threads, stream, work.rows);
-  launch_grid(slots::follow_slots, rows * ceil_div(schedule.slots, slots::threads), slots::threads,
-              stream, work.rows);
+  launch_grid(slots::number_events, {key_ctas, slots::threads}, stream, work.rows);
+  launch_grid(slots::follow_slots,
+              {rows * ceil_div(schedule.slots, slots::threads), slots::threads}, stream, work.rows);
 }
 
 }  // namespace flash_dmattn::cuda
