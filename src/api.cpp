@@ -87,8 +87,8 @@ std::int64_t query_tile_rows(const Problem& problem, std::string_view name) {
   return choose_backend(problem, name).query_tile_rows(problem);
 }
 
-bool backward_wants_plan(const Problem& problem, const KeyBound& bound, std::string_view name) {
-  return choose_backend(problem, name).backward_wants_plan(problem, bound);
+bool wants_plan(const Problem& problem, const KeyBound& bound, std::string_view name) {
+  return choose_backend(problem, name).wants_plan(problem, bound);
 }
 
 std::size_t forward_workspace_size(const ForwardArgs& args, const Execution& execution,

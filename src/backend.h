@@ -23,7 +23,7 @@ struct Backend {
   BackendInfo (*info)();
   std::string (*supports)(const Problem&);  // "" = yes, else why not
   std::int64_t (*query_tile_rows)(const Problem&);
-  bool (*backward_wants_plan)(const Problem&, const KeyBound&);
+  bool (*wants_plan)(const Problem&, const KeyBound&);
   std::size_t (*forward_workspace_size)(const ForwardArgs&, const Execution&);
   std::size_t (*backward_workspace_size)(const BackwardArgs&, const Execution&);
   void (*forward)(const ForwardArgs&, const Execution&);

@@ -16,17 +16,19 @@ namespace flash_dmattn::benchmark {
 namespace {
 
 constexpr BenchCase cases[] = {
-    {"dense N8192 D128 H16", 1, 16, 16, 8192, 128, 0, false, false, 0},
-    {"dense N32768 D128 H16", 1, 16, 16, 32768, 128, 0, false, false, 0},
-    {"dense N32768 D64 H16", 1, 16, 16, 32768, 64, 0, false, false, 0},
-    {"dma N32768 D128 H16 Hkv8 w2048", 1, 16, 8, 32768, 128, 2048, false, true, 0},
-    {"dma N32768 D128 H16 Hkv16 w2048", 1, 16, 16, 32768, 128, 2048, false, true, 0},
-    {"dma N32768 D128 H16 Hkv2 w2048", 1, 16, 2, 32768, 128, 2048, false, true, 0},
-    {"dma N4096 D128 B2 H32 w2048", 2, 32, 32, 4096, 128, 2048, false, true, 0},
-    {"sliding N32768 D128 H16 Hkv8 w2048", 1, 16, 8, 32768, 128, 2048, true, false, 0},
-    {"pairs N32768 D64 H2 Hkv1 w1024", 1, 2, 1, 32768, 64, 0, false, false, 1024},
-    {"pairs N32768 D64 H2 Hkv2 w1024", 1, 2, 2, 32768, 64, 0, false, false, 1024},
-    {"pairs N4096 D128 H8 w2048", 1, 8, 8, 4096, 128, 0, false, false, 2048},
+    {"dense N8192 D128 H16", 1, 16, 16, 8192, 128, Shown::all, 0, false, 0},
+    {"dense N32768 D128 H16", 1, 16, 16, 32768, 128, Shown::all, 0, false, 0},
+    {"dense N32768 D64 H16", 1, 16, 16, 32768, 64, Shown::all, 0, false, 0},
+    {"dma N32768 D128 H16 Hkv8 w2048", 1, 16, 8, 32768, 128, Shown::selection, 2048, true, 0},
+    {"dma N32768 D128 H16 Hkv16 w2048", 1, 16, 16, 32768, 128, Shown::selection, 2048, true, 0},
+    {"dma N32768 D128 H16 Hkv2 w2048", 1, 16, 2, 32768, 128, Shown::selection, 2048, true, 0},
+    {"dma N4096 D128 B2 H32 w2048", 2, 32, 32, 4096, 128, Shown::selection, 2048, true, 0},
+    {"sliding N32768 D128 H16 Hkv8 w2048", 1, 16, 8, 32768, 128, Shown::sliding, 2048, false, 0},
+    {"documents N32768 D128 H16 Hkv8 of 2048", 1, 16, 8, 32768, 128, Shown::documents, 2048, false,
+     0},
+    {"pairs N32768 D64 H2 Hkv1 w1024", 1, 2, 1, 32768, 64, Shown::all, 0, false, 1024},
+    {"pairs N32768 D64 H2 Hkv2 w1024", 1, 2, 2, 32768, 64, Shown::all, 0, false, 1024},
+    {"pairs N4096 D128 H8 w2048", 1, 8, 8, 4096, 128, Shown::all, 0, false, 2048},
 };
 
 double median(std::vector<float> times) {
@@ -86,9 +88,11 @@ void bench(const BenchCase& c) {
       in.mask = {run.mask.data(), strides};
     }
   }
-  const DevicePlan plan(c.window > 0 ? host_plan(run, false) : HostPlan{});
+  // Who knows that the intervals of neighbours are alike leaves the plan out.
+  const bool planned = c.shown == Shown::selection;
+  const DevicePlan plan(planned ? host_plan(run, false) : HostPlan{});
   const DeviceArray<KeyInterval> intervals(run.host_intervals);
-  if (c.window > 0) {
+  if (c.shown != Shown::all) {
     p.intervals_shape = {p.batch, p.heads_kv};
     in.intervals = {intervals.data(), p.heads_kv * p.seqlen_k, p.seqlen_k};
     in.plan = plan.plan;
@@ -98,12 +102,8 @@ void bench(const BenchCase& c) {
                             .out = tensor(run.out, c.heads_q),
                             .lse = run.lse.data(),
                             .lse_low = run.lse_low.data()};
-  // Who knows that the intervals of neighbours are alike leaves the plan out: blocks of consecutive
-  // keys then walk the queries that see them.
-  Inputs backward_in = in;
-  if (c.sliding) backward_in.plan = {};
   const BackwardArgs backward{.problem = p,
-                              .in = backward_in,
+                              .in = in,
                               .out = tensor(run.out, c.heads_q),
                               .lse = run.lse.data(),
                               .lse_low = run.lse_low.data(),
@@ -112,10 +112,10 @@ void bench(const BenchCase& c) {
                               .dk = tensor(run.dk, c.heads_kv),
                               .dv = tensor(run.dv, c.heads_kv),
                               .dbias = dbias};
-  const DevicePlan plan_by_position(c.window > 0 ? host_plan(run, true) : HostPlan{});
+  const DevicePlan plan_by_position(planned ? host_plan(run, true) : HostPlan{});
   BackwardArgs deterministic = backward;
   deterministic.problem.deterministic = true;
-  if (backward_in.plan.keys != nullptr) deterministic.in.plan = plan_by_position.plan;
+  if (planned) deterministic.in.plan = plan_by_position.plan;
   Execution execution;
   execution.workspace_bytes =
       std::max({cuda_backend.forward_workspace_size(forward, execution),

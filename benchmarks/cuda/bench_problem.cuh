@@ -16,10 +16,15 @@ namespace flash_dmattn::benchmark {
 using cuda::check;
 using Bf16 = __nv_bfloat16;
 
+// What key intervals come from: a selection of `window` keys by random scores, a sliding window,
+// documents of `window` keys one after the other.
+enum class Shown : std::uint8_t { all, selection, sliding, documents };
+
 struct BenchCase {
   const char* name;
-  int batch, heads_q, heads_kv, seqlen, head_dim, window;  // window 0: dense
-  bool sliding;     // else per-query selection of random scores
+  int batch, heads_q, heads_kv, seqlen, head_dim;
+  Shown shown;
+  int window;
   bool bias;        // per key, with its gradient
   int pair_window;  // > 0: mask and bias [B, Hkv, N, N], this many keys of a row visible
 };
@@ -136,12 +141,13 @@ inline Run::Run(const BenchCase& bench)
     const double w = c.pair_window;
     visible = (n * w - w * (w - 1) / 2) * c.batch * c.heads_q;
   }
-  if (c.window == 0) return;
+  if (c.shown == Shown::all) return;
   host_intervals.resize(static_cast<std::size_t>(rows_k));
-  if (c.sliding) {
+  if (c.shown != Shown::selection) {
     for (std::size_t i = 0; i < host_intervals.size(); ++i) {
       const int j = static_cast<int>(i % static_cast<std::size_t>(c.seqlen));
-      host_intervals[i] = {j, std::min(j + c.window, c.seqlen)};
+      const int last = c.shown == Shown::sliding ? j + c.window : (j / c.window + 1) * c.window;
+      host_intervals[i] = {j, std::min(last, c.seqlen)};
     }
   } else {
     std::vector<float> scores(host_intervals.size());

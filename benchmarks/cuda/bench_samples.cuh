@@ -54,7 +54,7 @@ inline Samples check_samples(const Run& run) {
   const auto score = [&](int b, int h, int i, int j) {
     if (j > i) return -INFINITY + 0.0;
     double s = scale * dot(row(q, b, i, h, c.heads_q), row(k, b, j, h / group, c.heads_kv));
-    if (c.window > 0) {
+    if (c.shown != Shown::all) {
       const KeyInterval interval =
           run.host_intervals[(static_cast<std::size_t>(b) * c.heads_kv + h / group) * n + j];
       if (i < interval.first || i >= interval.last) return -INFINITY + 0.0;

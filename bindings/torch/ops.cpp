@@ -117,8 +117,9 @@ void take_plan(Attention& call, const Tensor& like, const KeyList& list, const O
                 .list = list};
   Execution execution = call.execution;
   if (p.device == Device::cuda && list.keys == nullptr) {
-    args.bound = bound_of(args, options.key_bound, execution, like);
-    if (options.is_backward && !backward_wants_plan(p, args.bound, options.backend)) return;
+    args.bound = given_bound(options.key_bound);
+    if (!wants_plan(p, args.bound, options.backend)) return;
+    args.bound = known_bound(args.bound, args, execution, like);
     if (!is_worth_a_plan(args, execution)) return;
   }
   const Tensor workspace = give_workspace(execution, plan_workspace_size(args, execution), like);

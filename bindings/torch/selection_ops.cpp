@@ -68,15 +68,18 @@ const std::int32_t* offsets_of(const Tensor& cu_seqlens, std::string_view argume
 
 }  // namespace
 
-KeyBound bound_of(const PlanArgs& args, const std::vector<std::int64_t>& given, Execution execution,
-                  const Tensor& like) {
-  if (given.size() == 2 || given.size() == 3) {
-    return {given[0], given[1], given.size() == 3 && given[2] != 0};
-  }
-  if (!given.empty()) {
+KeyBound given_bound(const std::vector<std::int64_t>& given) {
+  if (given.empty()) return {};
+  if (given.size() != 2 && given.size() != 3) {
     throw InvalidArgument("key_bound", std::to_string(given.size()) + " numbers",
-                          "base, per_query and perhaps consecutive, or none when unknown");
+                          "base (-1: unknown), per_query and perhaps consecutive, or none");
   }
+  return {given[0], given[1], given.size() == 3 && given[2] != 0};
+}
+
+KeyBound known_bound(const KeyBound& bound, const PlanArgs& args, Execution execution,
+                     const Tensor& like) {
+  if (bound.known()) return bound;
   const Tensor workspace = give_workspace(execution, measure_workspace_size(args, execution), like);
   return measure_key_bound(args, execution);
 }
@@ -147,7 +150,7 @@ std::vector<std::int64_t> measure_op(const Tensor& key_intervals, std::int64_t q
   const CallDevice device(key_intervals);
   const Tensor dense = torch::stable::contiguous(key_intervals);
   const PlanArgs args = plan_args(device, dense, 128, query_length);  // 128: of the GPU's plans
-  const KeyBound bound = bound_of(args, {}, device.execution(dense.numel()), dense);
+  const KeyBound bound = known_bound({}, args, device.execution(dense.numel()), dense);
   return {bound.base, bound.per_query};
 }
 
@@ -161,7 +164,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_op(const Tensor& key_intervals,
   const Tensor dense = torch::stable::contiguous(key_intervals);
   PlanArgs args = plan_args(device, dense, tile_rows, query_length);
   Execution execution = device.execution(dense.numel());
-  if (args.device == Device::cuda) args.bound = bound_of(args, key_bound, execution, dense);
+  if (args.device == Device::cuda)
+    args.bound = known_bound(given_bound(key_bound), args, execution, dense);
   const Tensor workspace = give_workspace(execution, plan_workspace_size(args, execution), dense);
   const std::int64_t tiles = tile_rows > 0 ? (query_length + tile_rows - 1) / tile_rows : 0;
   const auto lists = [&](ScalarType type) {

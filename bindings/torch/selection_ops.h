@@ -10,9 +10,11 @@
 // The operators of selection; registered in ops.cpp.
 namespace flash_dmattn::binding {
 
-// What key_bound says, or else what is measured.
-KeyBound bound_of(const PlanArgs& args, const std::vector<std::int64_t>& given, Execution execution,
-                  const Tensor& like);
+// What key_bound says.
+KeyBound given_bound(const std::vector<std::int64_t>& given);
+// The same, measured where it is unknown.
+KeyBound known_bound(const KeyBound& bound, const PlanArgs& args, Execution execution,
+                     const Tensor& like);
 
 Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask, std::int64_t window,
                  std::string selection, bool is_causal, std::int64_t query_length);

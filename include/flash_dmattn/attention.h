@@ -125,11 +125,10 @@ std::string supports(const Problem& problem, std::string_view backend = {});
 // Queries per tile that the backend wants of a plan.
 std::int64_t query_tile_rows(const Problem& problem, std::string_view backend = {});
 
-// Whether the backward is quicker with the plan of the problem's intervals than without, as far as
-// `bound` tells. Where the keys of a query are consecutive, neighbouring keys are seen by nearly the same
-// queries; a GPU then need not list them. Where this is false the plan may be left out.
-bool backward_wants_plan(const Problem& problem, const KeyBound& bound,
-                         std::string_view backend = {});
+// Whether forward and backward are quicker with the plan of the problem's intervals than without, as far
+// as `bound` tells. Where the keys of a query are consecutive a GPU need not list them: it walks from the
+// first to the last. Where this is false the plan may be left out.
+bool wants_plan(const Problem& problem, const KeyBound& bound, std::string_view backend = {});
 
 // Workspace bytes of a call. The arguments are those of the call; outputs need not be set, and the CPU
 // backends read the plan.

@@ -97,8 +97,7 @@ KeyList select_key_list(const SelectionArgs& args, std::int32_t* keys, std::int3
 struct KeyBound {
   std::int64_t base = -1;  // negative: unknown
   std::int64_t per_query = 0;
-  bool consecutive =
-      false;  // what one query sees are consecutive keys, or nearly (see backward_wants_plan)
+  bool consecutive = false;  // what one query sees are consecutive keys, or nearly (see wants_plan)
 
   constexpr bool known() const { return base >= 0; }
 };

@@ -162,7 +162,8 @@ def _forward_in_python(
     checked = check_finite.enabled()
     if checked:
         query, key, value, bias = check_finite.inputs(q=query, k=key, v=value, bias=bias)
-    shown, _, _, bound = _choice_operands(intervals)
+    shown = None if intervals is None else intervals.intervals
+    bound = [] if intervals is None or intervals.bound is None else [*intervals.bound]
     if backend == "triton":
         from .triton.ops import forward  # imports triton, which not everyone has
 
@@ -185,8 +186,8 @@ def _choice_operands(choice):
         return None, choice.keys, choice.count, []
     if choice is None:
         return None, None, None, []
-    bound = [] if choice.bound is None else [*choice.bound, int(choice.consecutive)]
-    return choice.intervals, None, None, bound
+    bound = (-1, 0) if choice.bound is None else choice.bound  # -1: unknown
+    return choice.intervals, None, None, [*bound, int(choice.consecutive)]
 
 
 def flash_dmattn_varlen_func(

@@ -34,7 +34,8 @@ class KeyIntervals:
         has to count first, which waits for the GPU at every call (and a CUDA graph cannot be captured);
         `measured` does that once. Too small a bound loses keys.
     consecutive: every query sees consecutive keys, or nearly, as in windows and packed documents. It changes
-        no result: a GPU computes gradients quicker for such keys when it is told, and slower for others.
+        no result: a GPU then makes no lists and needs no bound. It is quicker for such keys, and slower for
+        others.
     """
 
     intervals: Tensor

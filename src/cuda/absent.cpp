@@ -41,7 +41,7 @@ const Backend cuda_backend = {
     .info = [] { return BackendInfo{"cuda", false, cuda::reason}; },
     .supports = [](const Problem&) { return std::string(cuda::reason); },
     .query_tile_rows = [](const Problem&) -> std::int64_t { cuda::decline(); },
-    .backward_wants_plan = [](const Problem&, const KeyBound&) -> bool { cuda::decline(); },
+    .wants_plan = [](const Problem&, const KeyBound&) -> bool { cuda::decline(); },
     .forward_workspace_size = [](const ForwardArgs&, const Execution&) -> std::size_t {
       cuda::decline();
     },

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "cuda/common/gradients.cuh"
+#include "cuda/common/key_runs.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/packed_mask.cuh"
 #include "cuda/common/scheduler.cuh"
@@ -167,6 +168,45 @@ class Carver {
   std::size_t used_ = 0;
 };
 
+// ---- Key runs -----------------------------------------------------------------------------------
+
+// What query tiles walk where there are intervals and no lists of keys.
+struct KeyRunsWorkspace {
+  KeyBlock* blocks = nullptr;
+  KeyRun* runs = nullptr;
+
+  KeyRunsWorkspace() = default;
+  KeyRunsWorkspace(const Problem& p, const Inputs& in, Carver& carver) {
+    if (in.intervals.data == nullptr || in.plan.keys != nullptr) return;
+    const std::int64_t rows = p.intervals_shape[0] * p.intervals_shape[1];
+    const KeyRunsParams sizes = params(p, in);
+    blocks = carver.take<KeyBlock>(rows * sizes.key_blocks());
+    runs = carver.take<KeyRun>(rows * sizes.query_tiles());
+  }
+
+  KeyRunsParams params(const Problem& p, const Inputs& in) const {
+    return {.intervals = in.intervals,
+            .heads = static_cast<int>(p.intervals_shape[1]),
+            .seqlen_q = static_cast<int>(p.seqlen_q),
+            .seqlen_k = static_cast<int>(p.seqlen_k),
+            .causal = p.causal,
+            .blocks = blocks,
+            .runs = runs};
+  }
+};
+
+KeyRuns find_key_runs(const Problem& p, const Inputs& in, const KeyRunsWorkspace& workspace,
+                      cudaStream_t stream) {
+  if (workspace.runs == nullptr) return {};
+  const KeyRunsParams params = workspace.params(p, in);
+  const auto [batch, heads] = p.intervals_shape;
+  launch<SumKeyBlocksKernel>(SumKeyBlocksKernel::blocks(params, batch * heads), params, stream);
+  launch<FindKeyRunsKernel>(FindKeyRunsKernel::blocks(params, batch * heads), params, stream);
+  return {.data = params.runs,
+          .batch = batch > 1 ? static_cast<int>(heads) * params.query_tiles() : 0,
+          .head = heads > 1 ? params.query_tiles() : 0};
+}
+
 // ---- Forward ------------------------------------------------------------------------------------
 
 // The mask is packed where the kernels walk all keys; with a list they look at single elements.
@@ -211,6 +251,7 @@ void forward(const ForwardArgs& args, const Execution& execution) {
   params.score = score_of(args.problem, args.in);
   params.score.packed_mask =
       carve_packed_mask(args.problem, args.in.plan.keys != nullptr, workspace);
+  const KeyRunsWorkspace runs(args.problem, args.in, workspace);
   params.q = rows_of(args.in.q);
   params.k = rows_of(args.in.k);
   params.v = rows_of(args.in.v);
@@ -222,6 +263,7 @@ void forward(const ForwardArgs& args, const Execution& execution) {
   const auto stream = static_cast<cudaStream_t>(execution.stream);
   const SharedClass shared = shared_class();
   pack_mask(args.problem, params.score.mask, params.score.packed_mask, stream);
+  params.runs = find_key_runs(args.problem, args.in, runs, stream);
   dispatch(args.problem,
            [&]<class T, int D>() { sm80::launch_forward<T, D>(params, shared, stream); });
 }
@@ -310,9 +352,11 @@ struct BackwardWorkspace {
   float* dbias_sum;
   std::size_t zeroed_bytes;
   PackedMask packed_mask;
+  KeyRunsWorkspace runs;
   std::size_t bytes;
 
-  BackwardWorkspace(const Problem& p, BackwardRoute route, SharedClass shared, void* base) {
+  BackwardWorkspace(const Problem& p, const Inputs& in, BackwardRoute route, SharedClass shared,
+                    void* base) {
     Carver carver(base);
     const std::int64_t rows = p.batch * p.heads_q * p.seqlen_q;
     lse2 = carver.take<float>(rows);
@@ -336,6 +380,7 @@ struct BackwardWorkspace {
         carver.take<float>(has(p.bias_shape) && route.adds_bias ? elements(bias_sum_shape(p)) : 0);
     zeroed_bytes = carver.used() - zeroed_begin;
     packed_mask = carve_packed_mask(p, !route.key_major, carver);
+    if (!route.key_major) runs = KeyRunsWorkspace(p, in, carver);
     bytes = carver.used();
   }
 };
@@ -387,7 +432,7 @@ void backward(const BackwardArgs& args, const Execution& execution) {
   params.score = score_of(p, args.in);
   const bool wants_bias = has(p.bias_shape) && args.dbias.data != nullptr;
   const BackwardRoute route(p, args.in.plan.keys != nullptr, shared, bias_in_fours(args));
-  const BackwardWorkspace workspace(p, route, shared, execution.workspace);
+  const BackwardWorkspace workspace(p, args.in, route, shared, execution.workspace);
   params.key_major = route.key_major;
   params.score.packed_mask = workspace.packed_mask;
   params.q = rows_of(args.in.q);
@@ -420,6 +465,7 @@ void backward(const BackwardArgs& args, const Execution& execution) {
 
   check(cudaMemsetAsync(workspace.flags, 0, workspace.zeroed_bytes, stream), "cudaMemsetAsync");
   pack_mask(p, params.score.mask, params.score.packed_mask, stream);
+  params.runs = find_key_runs(p, args.in, workspace.runs, stream);
   dispatch(p, [&]<class T, int D>() {
     // The main loop clears what it does not visit, unless it follows a list.
     if (wants_bias && !params.dbias_add && params.plan.keys != nullptr) {
@@ -458,14 +504,12 @@ std::string supports(const Problem& p) {
 
 std::int64_t query_tile_rows(const Problem&) { return plan_tile_rows; }
 
-bool backward_wants_plan(const Problem& p, const KeyBound& bound) {
-  // How a bias lies is not known here.
-  return !bound.consecutive || !BackwardRoute(p, false, shared_class(), false).key_major;
-}
+bool wants_plan(const Problem&, const KeyBound& bound) { return !bound.consecutive; }
 
 std::size_t forward_workspace_size(const ForwardArgs& args, const Execution&) {
   Carver workspace(nullptr);
   carve_packed_mask(args.problem, args.in.plan.keys != nullptr, workspace);
+  KeyRunsWorkspace(args.problem, args.in, workspace);
   return workspace.used();
 }
 
@@ -473,7 +517,7 @@ std::size_t backward_workspace_size(const BackwardArgs& args, const Execution&) 
   const SharedClass shared = shared_class();
   const auto bytes = [&](bool fours) {
     const BackwardRoute route(args.problem, args.in.plan.keys != nullptr, shared, fours);
-    return BackwardWorkspace(args.problem, route, shared, nullptr).bytes;
+    return BackwardWorkspace(args.problem, args.in, route, shared, nullptr).bytes;
   };
   return bias_in_fours(args) ? bytes(true) : std::max(bytes(true), bytes(false));
 }
@@ -487,7 +531,7 @@ const Backend cuda_backend = {
     .info = cuda::info,
     .supports = cuda::supports,
     .query_tile_rows = cuda::query_tile_rows,
-    .backward_wants_plan = cuda::backward_wants_plan,
+    .wants_plan = cuda::wants_plan,
     .forward_workspace_size = cuda::forward_workspace_size,
     .backward_workspace_size = cuda::backward_workspace_size,
     .forward = cuda::forward,

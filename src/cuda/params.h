@@ -52,6 +52,23 @@ struct PackedMask {
   int head_kv = 0;
 };
 
+// The keys that a tile of plan_tile_rows queries walks where there are key intervals and no list: between
+// the first and the last that any query sees (common/key_runs.cuh). All are multiples of `keys`, but for the
+// end of the sequence.
+struct alignas(16) KeyRun {
+  static constexpr int keys = 64;
+
+  int begin, end;
+  int whole_begin,
+      whole_end;  // of these, keys that every query sees, unless a mask or a bias hides them
+};
+
+struct KeyRuns {
+  const KeyRun* data = nullptr;  // [batch, heads, tiles]
+  int batch = 0;                 // strides in runs
+  int head = 0;
+};
+
 // What happens to q . k before the bias is added.
 enum class ScoreForm : std::uint8_t {
   product,  // s = factor x
@@ -90,7 +107,8 @@ struct ForwardParams {
   Shape shape;
   ScoreParams score;
   HeadRows q, k, v, out;
-  Plan plan;  // without keys: every key is walked
+  Plan plan;     // without keys:
+  KeyRuns runs;  // these are walked; without them every key
   float* lse = nullptr;
   float* lse_low = nullptr;  // may be null
   bool saturate = true;
@@ -115,6 +133,7 @@ struct BackwardParams {
   ScoreParams score;
   HeadRows q, k, v, out, dout, dq, dk, dv;
   Plan plan;
+  KeyRuns runs;  // of a kernel that owns queries, where there is no plan
   const float* lse = nullptr;
   const float* lse_low = nullptr;  // may be null
   Broadcast dbias;                 // where ds is stored or added in fp32; null data: not wanted

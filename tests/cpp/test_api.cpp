@@ -141,8 +141,8 @@ TEST(Backends, SayWhetherTheySupportAProblem) {
   EXPECT_EQ(supports(p), "");
   EXPECT_EQ(supports(p, "cpu"), "");
   EXPECT_EQ(supports(p, "reference"), "");
-  EXPECT_TRUE(backward_wants_plan(p, {}, "cpu"));
-  EXPECT_FALSE(backward_wants_plan(p, {}, "reference"));
+  EXPECT_TRUE(wants_plan(p, {}, "cpu"));
+  EXPECT_FALSE(wants_plan(p, {}, "reference"));
   p.dtype = DType::f64;
   p.bias_dtype = DType::f64;
   EXPECT_EQ(supports(p), "");

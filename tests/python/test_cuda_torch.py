@@ -152,6 +152,20 @@ def test_unknown_bound_is_measured_and_refused_in_a_graph():
         flash_dmattn_func(q, k, v, attn_bias=bias, key_intervals=unknown)
 
 
+def test_consecutive_keys_need_neither_bound_nor_list():
+    inputs = leaves(seqlen=700, heads=(4, 2))
+    window = sliding_window(700, 200, device="cuda")
+    listed = KeyIntervals(window.intervals, 700, window.bound)
+    unbound = KeyIntervals(window.intervals, 700, consecutive=True)
+
+    def step(shown=unbound):
+        return gradients(lambda *t: attend(*t, key_intervals=shown), inputs)
+
+    graph, captured = capture(step)
+    graph.replay()
+    assert_close(captured, step(listed))
+
+
 def test_other_streams():
     inputs = leaves(seqlen=2000)
     expected = gradients(FUNCTIONS["per_query"], inputs)

@@ -57,17 +57,8 @@ class ColumnLoader {
                           int kv_head)
       : score_(score), shape_(shape), batch_(batch), head_(head), kv_head_(kv_head) {}
 
-  // Whether anything but its position decides who sees a column and what bias it has.
-  __device__ bool has_columns() const {
-    return score_.intervals.data != nullptr ||
-           (score_.mask.data != nullptr && !score_.mask.per_query) || has_bias();
-  }
-
-  // Where there are no columns: the keys before this one are visible to query `row`.
-  __device__ int visible_to(int row) const {
-    const int position = row + shape_.seqlen_k - shape_.seqlen_q;
-    return score_.causal ? min(position + 1, shape_.seqlen_k) : shape_.seqlen_k;
-  }
+  // Whether a column has more to it than who sees it by position and interval.
+  __device__ bool has_values() const { return has_mask() || has_bias(); }
 
   __device__ void load(int key, bool valid) {
     interval_ = {0, shape_.seqlen_q};

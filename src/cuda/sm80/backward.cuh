@@ -24,7 +24,7 @@ struct BackwardKernel {
 
   using QueryRows = SharedTile<P.rows, D>;
   using Scores = SharedTile<P.rows, P.keys>;
-  using Stream = KeyStream<T, D, P.keys, P.stages, threads, InOrder, EveryTile,
+  using Stream = KeyStream<T, D, P.keys, P.stages, threads, KeySource::either, EveryTile,
                            typename Turn<Ordered>::Storage>;
   using KeyRows = typename Stream::RowTile;
 
@@ -54,7 +54,7 @@ struct BackwardKernel {
   static long blocks(const Params& p) { return QueryTile::count(p.shape, P.rows); }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
-    const QueryTile tile(p.shape, P.rows, Ordered || (p.score.causal && p.plan.keys == nullptr),
+    const QueryTile tile(p.shape, P.rows, Ordered || walks_neighbours(p),
                          Turn<Ordered>::take(p.turns, shared.stream.rest));
     const int row_end = min(tile.row + P.rows, p.shape.seqlen_q);
     const std::uint32_t q_tile = shared_address(shared.q);
@@ -69,13 +69,11 @@ struct BackwardKernel {
     copy_rows<QueryRows, threads>(
         RowSource<QueryRows>(p.dout, tile.batch, tile.head, p.shape.head_dim), dout_tile,
         row_end - tile.row, query);
-    Stream stream(
-        shared.stream,
-        KeyList(p.plan, p.shape, p.score.causal, tile.batch, tile.kv_head, tile.row, row_end),
-        EveryTile(), RowSource<KeyRows>(p.k, tile.batch, tile.kv_head, p.shape.head_dim),
-        RowSource<KeyRows>(p.v, tile.batch, tile.kv_head, p.shape.head_dim),
-        ColumnLoader<T>(p.score, p.shape, tile.batch, tile.head, tile.kv_head), tile.row, row_end,
-        Pairs);
+    Stream stream(shared.stream, KeyList(p, tile, row_end), EveryTile(),
+                  RowSource<KeyRows>(p.k, tile.batch, tile.kv_head, p.shape.head_dim),
+                  RowSource<KeyRows>(p.v, tile.batch, tile.kv_head, p.shape.head_dim),
+                  ColumnLoader<T>(p.score, p.shape, tile.batch, tile.head, tile.kv_head), tile.row,
+                  row_end, Pairs);
     stream.start();
     const std::uint32_t flags = *p.flags;
     if (p.saturate && (flags & dout_not_finite) != 0)
@@ -90,7 +88,8 @@ struct BackwardKernel {
     const Turn<Ordered> turn(p.turns, shared.stream.rest, tile.before_of_keys,
                              p.turns.across_heads ? tile.before_of_rows : -1);
     const bool in_places = Ordered && has_ascending_keys(p.plan, tile);
-    for (int n = 0; stream.has(n); ++n) {
+    clear_pair_gradients(p, tile, row_end, 0, stream.begin() * P.keys);
+    for (int n = stream.begin(); stream.has(n); ++n) {
       const int place = in_places ? stream.key(n, stream.size(n) - 1) : last_place;
       stream.advance(n);
       if (in_places) turn.begin(place);

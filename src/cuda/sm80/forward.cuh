@@ -14,7 +14,7 @@ namespace flash_dmattn::cuda::sm80 {
 // the score tile and of the output, so that the softmax stays inside a warp. `Pairs`: the mask or
 // the bias has a query dimension and is read by single elements; what lies in words has a kernel of
 // its own, forward_pairs.cuh.
-template <class T, int D, ForwardPolicy P, bool Pairs>
+template <class T, int D, ForwardPolicy P, KeySource Source, bool Pairs>
 struct ForwardKernel {
   using Params = ForwardParams;
   static constexpr int threads = P.warps * 32;
@@ -24,7 +24,7 @@ struct ForwardKernel {
 
   using QueryRows = SharedTile<rows, D>;
   using Walk = std::conditional_t<Pairs, MaskedTiles, EveryTile>;
-  using Stream = KeyStream<T, D, P.keys, 2, threads, InOrder, Walk>;
+  using Stream = KeyStream<T, D, P.keys, 2, threads, Source, Walk>;
   using KeyRows = typename Stream::RowTile;
 
   struct SharedStorage {
@@ -35,8 +35,7 @@ struct ForwardKernel {
   static long blocks(const Params& p) { return QueryTile::count(p.shape, rows); }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
-    const QueryTile tile(p.shape, rows, p.score.causal && p.plan.keys == nullptr,
-                         static_cast<int>(blockIdx.x));
+    const QueryTile tile(p.shape, rows, walks_neighbours(p), static_cast<int>(blockIdx.x));
     const int row_end = min(tile.row + rows, p.shape.seqlen_q);
     const int warp_row = static_cast<int>(threadIdx.x / 32) * P.warp_rows;
     const std::uint32_t q_tile = shared_address(shared.q);
@@ -45,9 +44,8 @@ struct ForwardKernel {
     copy_rows<QueryRows, threads>(
         RowSource<QueryRows>(p.q, tile.batch, tile.head, p.shape.head_dim), q_tile,
         row_end - tile.row, query);
-    const KeyList list(p.plan, p.shape, p.score.causal, tile.batch, tile.kv_head, tile.row,
-                       row_end);
-    Stream stream(shared.stream, list, walk(p, tile, list.count),
+    const KeyList list(p, tile, row_end);
+    Stream stream(shared.stream, list, walk(p, tile, list),
                   RowSource<KeyRows>(p.k, tile.batch, tile.kv_head, p.shape.head_dim),
                   RowSource<KeyRows>(p.v, tile.batch, tile.kv_head, p.shape.head_dim),
                   ColumnLoader<T>(p.score, p.shape, tile.batch, tile.head, tile.kv_head), tile.row,
@@ -62,7 +60,7 @@ struct ForwardKernel {
     const OperandA<QueryRows, Major::k> q(q_tile, warp_row);
     const LanePosition position = LanePosition::of(tile.row + warp_row, 0);
 
-    for (int n = 0; stream.has(n); ++n) {
+    for (int n = stream.begin(); stream.has(n); ++n) {
       stream.advance(n);
       const auto& columns = stream.columns(n);
       const std::uint32_t state = stream.state(n);
@@ -92,9 +90,9 @@ struct ForwardKernel {
   }
 
  private:
-  static __device__ Walk walk(const Params& p, const QueryTile& tile, int end) {
+  static __device__ Walk walk(const Params& p, const QueryTile& tile, const KeyList& list) {
     if constexpr (Pairs) {
-      return MaskedTiles(p.score.packed_mask, tile, p.shape.seqlen_q, rows, end, P.keys);
+      return MaskedTiles(p.score.packed_mask, tile, p.shape.seqlen_q, rows, list, P.keys);
     } else {
       return {};
     }

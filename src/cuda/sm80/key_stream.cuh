@@ -2,6 +2,7 @@
 
 #include "cuda/common/scheduler.cuh"
 #include "cuda/common/score.cuh"
+#include "cuda/policy.h"
 #include "cuda/sm80/tile.cuh"
 
 // The key tiles a query tile visits, brought to shared memory ahead of their use.
@@ -141,6 +142,42 @@ struct EightByLane {
   }
 };
 
+// Keys of a query tile: places [begin, end) of the plan's list, else consecutive keys.
+struct KeyList {
+  const int* keys = nullptr;  // null: consecutive keys
+  int begin = 0;              // a multiple of every tile's keys
+  int end = 0;
+  // Consecutive keys, known to be visible to every row by position and interval.
+  int whole_begin = 0;
+  int whole_end = 0;
+
+  template <class Params>
+  __device__ KeyList(const Params& p, const QueryTile& tile, int row_end) {
+    const Shape& shape = p.shape;
+    const int query_tile = tile.row / plan_tile_rows;
+    if (p.plan.keys != nullptr) {
+      const std::int64_t list =
+          tile.batch * p.plan.stride_batch + tile.kv_head * p.plan.stride_head + query_tile;
+      keys = p.plan.keys + p.plan.begin[list];
+      end = p.plan.count[list];
+    } else if (p.runs.data != nullptr) {
+      const int4 run = __ldg(reinterpret_cast<const int4*>(
+          p.runs.data + tile.batch * p.runs.batch + tile.kv_head * p.runs.head + query_tile));
+      begin = run.x;
+      end = run.y;
+      whole_begin = run.z;
+      whole_end = run.w;
+    } else {
+      const int shift = shape.seqlen_k - shape.seqlen_q;
+      const auto visible = [&](int position) {
+        return p.score.causal ? max(min(position + 1, shape.seqlen_k), 0) : shape.seqlen_k;
+      };
+      end = visible(row_end - 1 + shift);
+      if (p.score.intervals.data == nullptr) whole_end = visible(tile.row + shift);
+    }
+  }
+};
+
 // The tiles of consecutive keys that are visited, in order: the n-th.
 struct EveryTile {
   __device__ int at(int n) const { return n; }
@@ -150,11 +187,11 @@ struct EveryTile {
 // Those that the packed mask does not leave empty. Only the current one and the next two are known.
 class MaskedTiles {
  public:
-  // Of the keys [0, end) in tiles of `keys`, a divisor of the mask's, for `rows` queries, up to two
+  // Of the keys of `list` in tiles of `keys`, a divisor of the mask's, for `rows` queries, up to two
   // tiles of the mask. Without a packed mask every tile is visited.
   __device__ MaskedTiles(const PackedMask& mask, const QueryTile& tile, int seqlen_q, int rows,
-                         int end, int keys)
-      : keys_(keys), tiles_((end + keys - 1) / keys) {
+                         const KeyList& list, int keys)
+      : keys_(keys), tiles_((list.end + keys - 1) / keys), current_(list.begin / keys) {
     if (mask.states != nullptr) {
       const std::int64_t matrix =
           tile.batch * mask.batch + tile.head * mask.head_q + tile.kv_head * mask.head_kv;
@@ -164,7 +201,7 @@ class MaskedTiles {
       const bool two = rows > PackedMask::side && row_tile + 1 < row_tiles;
       more_states_ = two ? states_ + mask.words : states_;
     }
-    ahead_[0] = after(-1);
+    ahead_[0] = after(current_ - 1);
     ahead_[1] = after(ahead_[0]);
     ahead_[2] = after(ahead_[1]);
   }
@@ -208,28 +245,12 @@ class MaskedTiles {
   int tiles_;
   int window_ = -1;
   std::uint32_t some_ = 0;
-  int current_ = 0;
+  int current_;
   int ahead_[3];
 };
 
-// Keys of a query tile: those of the plan's list, else [0, end).
-struct KeyList {
-  const int* keys = nullptr;  // null: consecutive keys
-  int count = 0;
-
-  __device__ KeyList(const Plan& plan, const Shape& shape, bool causal, int batch, int kv_head,
-                     int row_begin, int row_end) {
-    if (plan.keys != nullptr) {
-      const std::int64_t tile = batch * plan.stride_batch + kv_head * plan.stride_head +
-                                row_begin / static_cast<int>(plan.tile_rows);
-      keys = plan.keys + plan.begin[tile];
-      count = plan.count[tile];
-    } else {
-      count = shape.seqlen_k;
-      if (causal) count = max(min(count, row_end + shape.seqlen_k - shape.seqlen_q), 0);
-    }
-  }
-};
+// Whether keys come by a list, which is not asked at every tile where it is known.
+enum class KeySource : std::uint8_t { list, consecutive, either };
 
 // `Rest`: what else the kernel keeps, in the bytes that alignment leaves.
 template <class T, int D, int N, int Stages, class Rest>
@@ -259,8 +280,8 @@ struct NoStorage {};
 
 // While tile n is computed, the rows of tile n + 1 are on their way to shared memory, the columns
 // of n + 1 to registers, and the list of n + 2 to shared memory. With one stage the rows come when
-// the tile is due. `Walk` chooses among tiles of consecutive keys, `Order` orders the keys of each.
-template <class T, int D, int N, int Stages, int Threads, class Order = InOrder,
+// the tile is due. `Walk` chooses among tiles of consecutive keys.
+template <class T, int D, int N, int Stages, int Threads, KeySource Source = KeySource::either,
           class Walk = EveryTile, class Rest = NoStorage>
 class KeyStream {
  public:
@@ -283,24 +304,26 @@ class KeyStream {
         row_end_(row_end),
         listed_(list.keys != nullptr || list_positions),
         whole_rows_(k.aligned && v.aligned && k.all_exist),
-        plain_tiles_(list.keys == nullptr && !loader.has_columns()
-                         ? max(loader.visible_to(row_begin), 0) / N
-                         : 0) {}
+        plain_begin_(list.whole_begin / N),
+        plain_tiles_(loader.has_values() ? 0 : list.whole_end / N - plain_begin_) {}
 
+  // The number of the first tile.
+  __device__ int begin() const { return static_cast<int>(static_cast<unsigned>(list_.begin) / N); }
   __device__ bool has(int n) const { return walk_.at(n) < tiles(); }
 
-  __device__ int keys_walked() const { return list_.count; }
+  __device__ int keys_walked() const { return list_.end; }
 
   // Before the first tile. The caller's own copies to shared memory are waited for with these.
   __device__ void start() {
     if (threadIdx.x < RowTile::chunks) storage_.chunks[threadIdx.x] = {k_.data, v_.data};
-    list_keys(0);
-    list_keys(1);
+    const int n = begin();
+    list_keys(n);
+    list_keys(n + 1);
     cp_async_wait_all();
     __syncthreads();
-    if constexpr (Stages == 2) copy_tile(0);
-    load_column(0);
-    store_column(0);
+    if constexpr (Stages == 2) copy_tile(n);
+    load_column(n);
+    store_column(n);
   }
 
   // Makes tile n ready and sends for the next ones.
@@ -325,36 +348,55 @@ class KeyStream {
   }
 
   __device__ std::uint32_t k_tile(int n) const {
-    return shared_address(storage_.stage[n % Stages].k);
+    return shared_address(storage_.stage[in_turn<Stages>(n)].k);
   }
   __device__ std::uint32_t v_tile(int n) const {
-    return shared_address(storage_.stage[n % Stages].v);
+    return shared_address(storage_.stage[in_turn<Stages>(n)].v);
   }
   // Of columns(n), which are not there for a tile that is known to be visible to every row.
   __device__ std::uint32_t state(int n) const {
     return plain(n) ? ColumnTile<N>::touched : columns(n).tile_state();
   }
-  __device__ const ColumnTile<N>& columns(int n) const { return storage_.columns[n % 2]; }
-  __device__ const int* keys(int n) const { return storage_.keys[n % Storage::key_stages]; }
+  __device__ const ColumnTile<N>& columns(int n) const { return storage_.columns[in_turn<2>(n)]; }
+  __device__ const int* keys(int n) const { return storage_.keys[in_turn<Storage::key_stages>(n)]; }
   // Of column i of tile n.
-  __device__ int key(int n, int i) const { return listed_ ? keys(n)[i] : first(n) + Order::key(i); }
+  __device__ int key(int n, int i) const { return listed() ? keys(n)[i] : first(n) + i; }
   // The first key of tile n, where keys are consecutive.
   __device__ int first(int n) const { return walk_.at(n) * N; }
-  // Keys of tile n that exist: columns i with Order::key(i) < size(n).
-  __device__ int size(int n) const { return min(list_.count - first(n), N); }
+  // Keys of tile n that exist: columns i with i < size(n).
+  __device__ int size(int n) const { return min(list_.end - first(n), N); }
 
  private:
-  __device__ int tiles() const { return (list_.count + N - 1) / N; }
+  // That no number is negative saves instructions.
+  __device__ int tiles() const {
+    return static_cast<int>((static_cast<unsigned>(list_.end) + N - 1) / N);
+  }
+  template <int Count>
+  static __device__ int in_turn(int n) {
+    return static_cast<int>(static_cast<unsigned>(n) % Count);
+  }
+
+  __device__ bool has_list() const {
+    return Source == KeySource::list || (Source == KeySource::either && list_.keys != nullptr);
+  }
+  __device__ bool listed() const {
+    return Source == KeySource::list || (Source == KeySource::either && listed_);
+  }
+
+  __device__ bool plain(int n) const {
+    return Source != KeySource::list &&
+           static_cast<unsigned>(walk_.at(n) - plain_begin_) < static_cast<unsigned>(plain_tiles_);
+  }
 
   __device__ void list_keys(int n) {
     const int i = static_cast<int>(threadIdx.x);
-    if (i >= N || !has(n) || !(listed_ || size(n) < N)) return;
-    int& key = storage_.keys[n % Storage::key_stages][i];
-    const int position = first(n) + Order::key(i);
-    if (list_.keys == nullptr) {
+    if (i >= N || !has(n) || !(listed() || size(n) < N)) return;
+    int& key = storage_.keys[in_turn<Storage::key_stages>(n)][i];
+    const int position = first(n) + i;
+    if (!has_list()) {
       key = position;
     } else {
-      const bool valid = position < list_.count;
+      const bool valid = position < list_.end;
       cp_async_4(shared_address(&key), list_.keys + (valid ? position : 0), valid);
     }
   }
@@ -364,30 +406,28 @@ class KeyStream {
     k_.data = chunk.k;
     v_.data = chunk.v;
     if (whole_rows_ && size(n) == N) {
-      if (list_.keys == nullptr) {
-        copy_run<RowTile, Threads, Order>(k_, k_tile(n), first(n));
-        copy_run<RowTile, Threads, Order>(v_, v_tile(n), first(n));
+      if (!has_list()) {
+        copy_run<RowTile, Threads, InOrder>(k_, k_tile(n), first(n));
+        copy_run<RowTile, Threads, InOrder>(v_, v_tile(n), first(n));
       } else {
         gather_rows<RowTile, Threads>(k_, k_tile(n), v_, v_tile(n), keys(n));
       }
     } else {
-      const auto exists = [&](int r) { return Order::key(r) < size(n); };
+      const auto exists = [&](int r) { return r < size(n); };
       const auto index = [&](int r) { return key(n, r); };
       copy_rows<RowTile, Threads>(k_, k_tile(n), exists, index);
       copy_rows<RowTile, Threads>(v_, v_tile(n), exists, index);
     }
   }
 
-  __device__ bool plain(int n) const { return walk_.at(n) < plain_tiles_; }
-
   __device__ void load_column(int n) {
     const int i = static_cast<int>(threadIdx.x);
-    if (!plain(n) && i < N) loader_.load(key(n, i), Order::key(i) < size(n));
+    if (!plain(n) && i < N) loader_.load(key(n, i), i < size(n));
   }
 
   __device__ void store_column(int n) {
     const int i = static_cast<int>(threadIdx.x);
-    if (!plain(n) && i < N) loader_.store(storage_.columns[n % 2], i, row_begin_, row_end_);
+    if (!plain(n) && i < N) loader_.store(storage_.columns[in_turn<2>(n)], i, row_begin_, row_end_);
   }
 
   Storage& storage_;
@@ -400,7 +440,9 @@ class KeyStream {
   int row_end_;
   bool listed_;
   bool whole_rows_;
-  int plain_tiles_;  // the first ones: of consecutive keys without columns, visible to every row
+  // Tiles without columns: consecutive keys that every row is known to see.
+  int plain_begin_;
+  int plain_tiles_;
 };
 
 }  // namespace flash_dmattn::cuda::sm80

@@ -16,14 +16,21 @@ void launch_forward_kernel(const ForwardParams& params, cudaStream_t stream) {
 template <class T, int D, SharedClass S>
 void launch_forward_of_class(const ForwardParams& params, cudaStream_t stream) {
   if (!params.score.mask.per_query && !params.score.bias.per_query) {
-    launch_forward_kernel<ForwardKernel<T, D, forward_policy(D, S), false>, S>(params, stream);
+    constexpr ForwardPolicy policy = forward_policy(D, S);
+    if (params.plan.keys != nullptr) {
+      launch_forward_kernel<ForwardKernel<T, D, policy, KeySource::list, false>, S>(params, stream);
+    } else {
+      launch_forward_kernel<ForwardKernel<T, D, policy, KeySource::consecutive, false>, S>(params,
+                                                                                           stream);
+    }
     return;
   }
   using Words = ForwardPairsKernel<T, D, forward_pairs_policy(D, S)>;
   if (Words::takes(params)) {
     launch_forward_kernel<Words, S>(params, stream);
   } else {
-    launch_forward_kernel<ForwardKernel<T, D, forward_policy(D, S), true>, S>(params, stream);
+    launch_forward_kernel<ForwardKernel<T, D, forward_policy(D, S), KeySource::either, true>, S>(
+        params, stream);
   }
 }
 

@@ -46,8 +46,9 @@ class PairStream {
         v_(p.v, tile.batch, tile.kv_head, p.shape.head_dim),
         row_begin_(tile.row),
         row_end_(row_end),
-        keys_(KeyList(p.plan, p.shape, p.score.causal, 0, 0, 0, row_end).count),
-        plain_keys_(loader_.has_columns() ? 0 : max(loader_.visible_to(tile.row), 0)) {
+        keys_(p, tile, row_end),
+        has_values_(loader_.has_values()),
+        window_(keys_.begin / N - TileList::window) {
     const Broadcast& bias = p.score.bias;
     bias_ = bias.data +
             2 * (tile.batch * bias.batch + tile.head * bias.head_q + tile.kv_head * bias.head_kv +
@@ -64,7 +65,7 @@ class PairStream {
   // Lists the next tiles and sends for the first; false when there are no more.
   __device__ bool next_window() {
     window_ += TileList::window;
-    if (window_ * N >= keys_) return false;
+    if (window_ * N >= keys_.end) return false;
     __syncthreads();  // all are done with the window before
     if (threadIdx.x < 32) list_tiles();
     __syncthreads();
@@ -126,13 +127,16 @@ class PairStream {
 
   __device__ typename Storage::Stage& stage(int n) const { return storage_.stage[n % 2]; }
   __device__ int first_key(int entry) const { return (window_ + entry % TileList::full) * N; }
-  __device__ bool plain(int entry) const { return first_key(entry) + N <= plain_keys_; }
+  __device__ bool plain(int entry) const {
+    const int first = first_key(entry);
+    return !has_values_ && first >= keys_.whole_begin && first + N <= keys_.whole_end;
+  }
 
   // By one warp.
   __device__ void list_tiles() {
     const int lane = static_cast<int>(threadIdx.x);
     const PackedMask& mask = p_.score.packed_mask;
-    const int end = min((keys_ + N - 1) / N - window_, TileList::window);
+    const int end = min((keys_.end + N - 1) / N - window_, TileList::window);
     int count = 0;
     for (int begin = 0; begin < end; begin += 32) {
       const int tile = begin + lane;
@@ -229,9 +233,9 @@ class PairStream {
   bool two_row_tiles_;
   int row_begin_;
   int row_end_;
-  int keys_;        // that are walked
-  int plain_keys_;  // the first ones: without columns, visible to every row
-  int window_ = -TileList::window;
+  KeyList keys_;
+  bool has_values_;
+  int window_;
   int count_ = 0;
   int entry_ = 0;  // of the current tile
   int next_ = 0;   // of the one on its way
