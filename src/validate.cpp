@@ -81,6 +81,26 @@ void check_bias_dtype(const Problem& p) {
   }
 }
 
+void check_rank_shapes(const Problem& p) {
+  if (!is_given(p.rank_shape) && !is_given(p.limit_shape)) return;
+  check_broadcast_shape("problem.rank_shape", p, p.rank_shape);
+  check_broadcast_shape("problem.limit_shape", p, p.limit_shape);
+  if (p.rank_shape[2] != 1 || p.rank_shape[3] != p.seqlen_k) {
+    throw InvalidArgument("problem.rank_shape", text(p.rank_shape),
+                          "one rank for each of " + std::to_string(p.seqlen_k) +
+                              " keys, and problem.limit_shape with it");
+  }
+  if (p.limit_shape[2] != p.seqlen_q || p.limit_shape[3] != 1) {
+    throw InvalidArgument("problem.limit_shape", text(p.limit_shape),
+                          "one limit for each of " + std::to_string(p.seqlen_q) +
+                              " queries, and problem.rank_shape with it");
+  }
+  if (!is_given(p.mask_shape) || is_given(p.intervals_shape)) {
+    throw InvalidArgument("problem.rank_shape", text(p.rank_shape),
+                          "ranks only with a mask and without intervals");
+  }
+}
+
 // ---- Tensors -------------------------------------------------------------------------------------
 
 void check_span(std::string_view argument, const ConstTensor4& tensor, const Shape4& shape) {
@@ -264,6 +284,7 @@ void validate(const Problem& p) {
         "problem.intervals_shape", text(p.intervals_shape),
         "(" + choice({p.batch}) + ", " + choice({p.heads_kv}) + "), or all zero for none");
   }
+  check_rank_shapes(p);
 }
 
 Inputs validated(const Problem& p, const Inputs& in, const Backend& backend) {
@@ -273,6 +294,10 @@ Inputs validated(const Problem& p, const Inputs& in, const Backend& backend) {
   Inputs result = in;
   result.mask = validated_broadcast("mask", in.mask, "problem.mask_shape", p.mask_shape);
   result.bias = validated_broadcast("bias", in.bias, "problem.bias_shape", p.bias_shape);
+  result.key_rank =
+      validated_broadcast("key_rank", in.key_rank, "problem.rank_shape", p.rank_shape);
+  result.rank_limit =
+      validated_broadcast("rank_limit", in.rank_limit, "problem.limit_shape", p.limit_shape);
   result.intervals = validated_intervals(p, in, backend);
   result.plan = validated_plan(p, in.plan, backend);
   return result;

@@ -29,6 +29,8 @@ struct Attention {
 struct Options {
   const OptionalTensor& key_list;  // instead of key_intervals
   const OptionalTensor& key_count;
+  const OptionalTensor& key_rank;
+  const OptionalTensor& rank_limit;
   const std::vector<std::int64_t>& key_bound;  // the members of a KeyBound, or nothing
   bool causal;
   double scale;
@@ -89,6 +91,24 @@ KeyList take_key_list(Attention& call, const Tensor& keys, const OptionalTensor&
   return {.keys = static_cast<const std::int32_t*>(call.own(dense)),
           .count = static_cast<const std::int32_t*>(call.own(torch::stable::contiguous(*count))),
           .stride = keys.size(2)};
+}
+
+// Ranks [B or 1, H or 1, 1, Sk] and limits [B or 1, H or 1, Sq, 1].
+void take_ranks(Attention& call, const OptionalTensor& key_rank, const OptionalTensor& rank_limit,
+                const Tensor& q) {
+  const auto take = [&](const OptionalTensor& given, const char* name, BroadcastShape& shape) {
+    if (!given) throw InvalidArgument(name, "none", "key_rank and rank_limit together");
+    if (given->dim() != 4 || given->scalar_type() != ScalarType::Int) {
+      throw InvalidArgument(name, shape_text(*given), "int32 of 4 dimensions");
+    }
+    expect_on_device_of(*given, name, q, "q");
+    const Tensor dense = torch::stable::contiguous(*given);
+    call.own(dense);
+    for (std::size_t d = 0; d < 4; ++d) shape[d] = dense.size(static_cast<std::int64_t>(d));
+    return view4(dense);
+  };
+  call.in.key_rank = take(key_rank, "key_rank", call.problem.rank_shape);
+  call.in.rank_limit = take(rank_limit, "rank_limit", call.problem.limit_shape);
 }
 
 // Not where lists of all keys would take more than this: intervals as wide as the keys (a prefix, padding)
@@ -185,6 +205,9 @@ Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
     p.bias_shape = b.shape;
     p.bias_dtype = dtype_of(*bias, "bias");
   }
+  if (options.key_rank || options.rank_limit) {
+    take_ranks(call, options.key_rank, options.rank_limit, q);
+  }
   if (key_intervals) {
     take_intervals(call, *key_intervals, q);
     take_plan(call, q, {}, options);
@@ -197,10 +220,11 @@ Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
 std::tuple<Tensor, Tensor, Tensor> forward_op(
     const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
     const OptionalTensor& bias, const OptionalTensor& key_intervals, const OptionalTensor& key_list,
-    const OptionalTensor& key_count, std::vector<std::int64_t> key_bound, bool is_causal,
+    const OptionalTensor& key_count, const OptionalTensor& key_rank,
+    const OptionalTensor& rank_limit, std::vector<std::int64_t> key_bound, bool is_causal,
     double scale, double softcap, bool saturate, bool deterministic, std::string backend) {
-  const Options options{key_list, key_count, key_bound,     is_causal, scale,
-                        softcap,  saturate,  deterministic, backend,   false};
+  const Options options{key_list, key_count, key_rank, rank_limit,    key_bound, is_causal,
+                        scale,    softcap,   saturate, deterministic, backend,   false};
   const Attention call = prepare(q, k, v, mask, bias, key_intervals, options, false);
   const Problem& p = call.problem;
   const ScalarType lse_type = p.dtype == DType::f64 ? ScalarType::Double : ScalarType::Float;
@@ -223,12 +247,13 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
     const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_intervals,
-    const OptionalTensor& key_list, const OptionalTensor& key_count, const Tensor& out,
-    const Tensor& lse, const Tensor& lse_low, std::vector<std::int64_t> key_bound, bool is_causal,
-    double scale, double softcap, bool saturate, bool deterministic, std::string backend,
-    bool need_dq, bool need_dk, bool need_dv, bool need_dbias) {
-  const Options options{key_list, key_count, key_bound,     is_causal, scale,
-                        softcap,  saturate,  deterministic, backend,   true};
+    const OptionalTensor& key_list, const OptionalTensor& key_count, const OptionalTensor& key_rank,
+    const OptionalTensor& rank_limit, const Tensor& out, const Tensor& lse, const Tensor& lse_low,
+    std::vector<std::int64_t> key_bound, bool is_causal, double scale, double softcap,
+    bool saturate, bool deterministic, std::string backend, bool need_dq, bool need_dk,
+    bool need_dv, bool need_dbias) {
+  const Options options{key_list, key_count, key_rank, rank_limit,    key_bound, is_causal,
+                        scale,    softcap,   saturate, deterministic, backend,   true};
   Attention call = prepare(q, k, v, mask, bias, key_intervals, options, need_dbias);
   const Problem& p = call.problem;
   expect_like(dout, "dout", query_shape(p), q);
@@ -287,16 +312,15 @@ std::string backends_op() {
 STABLE_TORCH_LIBRARY(flash_dmattn, m) {
   m.def(
       "forward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? key_intervals, "
-      "Tensor? key_list, Tensor? key_count, int[] key_bound, bool is_causal, float scale, float "
-      "softcap, bool saturate, bool "
-      "deterministic, str backend) "
+      "Tensor? key_list, Tensor? key_count, Tensor? key_rank, Tensor? rank_limit, int[] key_bound, "
+      "bool is_causal, float scale, float softcap, bool saturate, bool deterministic, str backend) "
       "-> (Tensor out, Tensor lse, Tensor lse_low)");
   m.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, "
-      "Tensor? key_intervals, Tensor? key_list, Tensor? key_count, Tensor out, Tensor lse, Tensor "
-      "lse_low, int[] key_bound, bool "
-      "is_causal, float scale, "
-      "float softcap, bool saturate, bool deterministic, str backend, bool need_dq, bool need_dk, "
+      "Tensor? key_intervals, Tensor? key_list, Tensor? key_count, Tensor? key_rank, "
+      "Tensor? rank_limit, Tensor out, Tensor lse, Tensor lse_low, int[] key_bound, "
+      "bool is_causal, float scale, float softcap, bool saturate, bool deterministic, str backend, "
+      "bool need_dq, bool need_dk, "
       "bool need_dv, bool need_dbias) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
   m.def(
       "select_key_intervals(Tensor scores, Tensor? key_mask, int window, str selection, "
@@ -307,6 +331,9 @@ STABLE_TORCH_LIBRARY(flash_dmattn, m) {
   m.def(
       "select_key_list(Tensor scores, Tensor? key_mask, int window) -> (Tensor keys, Tensor "
       "count)");
+  m.def(
+      "rank_keys(Tensor scores, Tensor mask, int window, bool is_causal) "
+      "-> (Tensor key_rank, Tensor rank_limit)");
   m.def("measure_key_bound(Tensor key_intervals, int query_length) -> int[]");
   m.def(
       "build_key_plan(Tensor key_intervals, int tile_rows, int query_length, int[] key_bound) "
@@ -328,6 +355,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) {
   m.impl("backward", TORCH_BOX(&backward_op));
   m.impl("select_key_intervals", TORCH_BOX(&select_op));
   m.impl("select_key_list", TORCH_BOX(&select_list_op));
+  m.impl("rank_keys", TORCH_BOX(&rank_op));
   m.impl("measure_key_bound", TORCH_BOX(&measure_op));
   m.impl("build_key_plan", TORCH_BOX(&plan_op));
 }

@@ -116,6 +116,55 @@ std::tuple<Tensor, Tensor> select_list_op(const Tensor& scores, const OptionalTe
   return {keys, count};
 }
 
+// Ranks [B or 1, H or 1, 1, Sk] of the scores and limits [B, H, Sq, 1] of the queries, for scores
+// [B or 1, H or 1, Sk] and a mask [B or 1, H or 1, Sq, Sk]. Where both have heads, one may have several
+// for each of the other's.
+std::tuple<Tensor, Tensor> rank_op(const Tensor& scores, const Tensor& mask, std::int64_t window,
+                                   bool is_causal) {
+  const CallDevice device(scores);
+  if (scores.dim() != 3) {
+    throw InvalidArgument("scores", shape_text(scores), "shape [B or 1, H or 1, Sk]");
+  }
+  if (mask.dim() != 4 || mask.scalar_type() != ScalarType::Bool || mask.size(3) != scores.size(2)) {
+    throw InvalidArgument(
+        "mask", shape_text(mask),
+        "bool of shape [B or 1, H or 1, Sq, " + std::to_string(scores.size(2)) + "]");
+  }
+  expect_on_device_of(mask, "mask", scores, "scores");
+  RankArgs args;
+  args.device = device.device();
+  args.seqlen_q = mask.size(2);
+  args.seqlen_k = mask.size(3);
+  args.window = window;
+  args.causal = is_causal;
+  args.scores = scores.const_data_ptr();
+  args.scores_dtype = dtype_of(scores, "scores");
+  args.scores_shape = {scores.size(0), scores.size(1)};
+  args.mask = static_cast<const std::uint8_t*>(mask.const_data_ptr());
+  args.mask_shape = {mask.size(0), mask.size(1)};
+  for (std::size_t d = 0; d < 4; ++d) {
+    args.mask_stride[d] = mask.stride(static_cast<std::int64_t>(d));
+  }
+  for (std::size_t d = 0; d < 3; ++d) {
+    args.scores_stride[d] = scores.stride(static_cast<std::int64_t>(d));
+  }
+  const auto broadcast = [](std::int64_t a, std::int64_t b) {
+    return a == 0 || b == 0 ? 0 : std::max(a, b);
+  };
+  args.batch = broadcast(scores.size(0), mask.size(0));
+  args.heads = broadcast(scores.size(1), mask.size(1));
+  const Tensor key_rank = allocate({args.scores_shape[0], args.scores_shape[1], 1, args.seqlen_k},
+                                   ScalarType::Int, scores);
+  const Tensor rank_limit =
+      allocate({args.batch, args.heads, args.seqlen_q, 1}, ScalarType::Int, scores);
+  args.key_rank = static_cast<std::int32_t*>(key_rank.mutable_data_ptr());
+  args.rank_limit = static_cast<std::int32_t*>(rank_limit.mutable_data_ptr());
+  Execution execution = device.execution(scores.numel());
+  const Tensor workspace = give_workspace(execution, rank_workspace_size(args), scores);
+  rank_keys(args, execution);
+  return {key_rank, rank_limit};
+}
+
 namespace {
 
 // What a plan of intervals [B, H, Sk, 2] is made from. `dense` must outlive it.

@@ -15,6 +15,7 @@
 //
 //   s_ij   = clamp(softcap(scale * q_i . k_j) + bias_ij)       softcap(x) = c tanh(x / c) for c > 0
 //   vis_ij = mask_ij and interval_j contains i and (not causal or j <= i + Sk - Sq)
+//            and key_rank_j < rank_limit_i                     a choice among the keys of a mask
 //            and bias_ij > mask_value(dtype)                   a NaN bias masks
 //   p_ij   = exp(s_ij - lse_i) where visible, else 0           lse_i = log sum_j exp s_ij
 //   out_i  = sum_j p_ij v_j
@@ -65,6 +66,11 @@ struct Problem {
   BroadcastShape bias_shape{};
   DType bias_dtype = DType::f32;  // dtype, or f32; dbias has it too
 
+  // Of Inputs::key_rank and Inputs::rank_limit, ({B|1}, {Hq|Hkv|1}, 1, Sk) and ({B|1}, {Hq|Hkv|1}, Sq, 1).
+  // Given together, with a mask and without intervals. All zero: there are none.
+  BroadcastShape rank_shape{};
+  BroadcastShape limit_shape{};
+
   // [B|1, Hkv|1] of the key intervals or of the key list; all zero: there are none.
   std::array<std::int64_t, 2> intervals_shape{};
 };
@@ -74,11 +80,13 @@ float default_scale(std::int64_t head_dim);
 
 // The inputs both directions share. Strides in elements; that of a dimension of size 1 is not used.
 struct Inputs {
-  ConstTensor4 q;     // [B, Sq, Hq, D]   D contiguous, here and below
-  ConstTensor4 k;     // [B, Sk, Hkv, D]
-  ConstTensor4 v;     // [B, Sk, Hkv, D]
-  ConstTensor4 mask;  // mask_shape, one byte each, 0 = masked
-  ConstTensor4 bias;  // bias_shape, bias_dtype
+  ConstTensor4 q;           // [B, Sq, Hq, D]   D contiguous, here and below
+  ConstTensor4 k;           // [B, Sk, Hkv, D]
+  ConstTensor4 v;           // [B, Sk, Hkv, D]
+  ConstTensor4 mask;        // mask_shape, one byte each, 0 = masked
+  ConstTensor4 bias;        // bias_shape, bias_dtype
+  ConstTensor4 key_rank;    // rank_shape, int32, the keys contiguous
+  ConstTensor4 rank_limit;  // limit_shape, int32
   KeyIntervals intervals;
   Plan plan;  // of the intervals, `causal` as in the problem; the reference backend needs none.
   // Without intervals_shape there is none. On a GPU null interval data and the plan of a

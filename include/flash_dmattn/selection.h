@@ -87,6 +87,37 @@ std::size_t select_list_workspace_size(const SelectionArgs& args);
 KeyList select_key_list(const SelectionArgs& args, std::int32_t* keys, std::int32_t* count,
                         const Execution& execution);
 
+// A choice per query among the keys that a mask with a query dimension allows, where no intervals express
+// it. The keys of a row have ranks, 0 for the best one; query i keeps the allowed keys whose rank is below
+// its limit, and these are its `window` best ones. Two vectors thus stand for a second mask. GPU only.
+struct RankArgs {
+  Device device = Device::cuda;  // of all pointers and the workspace
+  std::int64_t batch = 0;        // of the limits
+  std::int64_t heads = 0;
+  std::int64_t seqlen_q = 0;
+  std::int64_t seqlen_k = 0;
+  std::int64_t window = 0;
+  bool causal = true;  // what is after the query is not allowed either
+
+  const void* scores = nullptr;  // [scores_shape, Sk], compared as in SelectionArgs
+  DType scores_dtype = DType::f32;
+  std::array<std::int64_t, 2> scores_shape{};  // {batch|1, heads or a divisor of them}
+  std::array<std::int64_t, 3> scores_stride{};
+
+  const std::uint8_t* mask = nullptr;         // [mask_shape, Sq, Sk], 0 = masked
+  std::array<std::int64_t, 2> mask_shape{};   // as scores_shape
+  std::array<std::int64_t, 4> mask_stride{};  // 0 for a dimension that broadcasts
+
+  std::int32_t* key_rank = nullptr;    // out: [scores_shape, Sk] dense; Sk for a key never chosen
+  std::int32_t* rank_limit = nullptr;  // out: [batch, heads, Sq] dense
+};
+
+std::size_t rank_workspace_size(const RankArgs& args);
+
+// O(Sk log Sk) for each row of scores and O(Sq Sk / 32) for each of the limits; an eighth of the mask's
+// bytes in workspace. The call only enqueues work.
+void rank_keys(const RankArgs& args, const Execution& execution);
+
 // What the caller knows about intervals without reading them: any n consecutive queries together see at
 // most base + per_query * n keys (and never more than Sk). A GPU needs it, because what it allocates has
 // to be known before the intervals are.

@@ -31,6 +31,7 @@ backward = torch.ops.flash_dmattn.backward.default
 select_key_intervals = torch.ops.flash_dmattn.select_key_intervals.default
 select_key_intervals_varlen = torch.ops.flash_dmattn.select_key_intervals_varlen.default
 select_key_list = torch.ops.flash_dmattn.select_key_list.default
+rank_keys = torch.ops.flash_dmattn.rank_keys.default
 measure_key_bound = torch.ops.flash_dmattn.measure_key_bound.default
 build_key_plan = torch.ops.flash_dmattn.build_key_plan.default
 backends = torch.ops.flash_dmattn.backends.default
@@ -69,10 +70,13 @@ def _require_device_of(first, **others):
 
 @torch.library.register_fake("flash_dmattn::forward")
 def _forward_fake(
-    q, k, v, mask, bias, key_intervals, key_list, key_count, key_bound, is_causal, scale, softcap,
-    saturate, deterministic, backend,
+    q, k, v, mask, bias, key_intervals, key_list, key_count, key_rank, rank_limit, key_bound, is_causal,
+    scale, softcap, saturate, deterministic, backend,
 ):  # fmt: skip
-    _require_device_of(q, k=k, v=v, mask=mask, bias=bias, key_intervals=key_intervals)
+    _require_device_of(
+        q, k=k, v=v, mask=mask, bias=bias, key_intervals=key_intervals, key_rank=key_rank,
+        rank_limit=rank_limit,
+    )  # fmt: skip
     batch, seqlen_q, heads_q, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty((batch, heads_q, seqlen_q), dtype=lse_dtype)
@@ -81,8 +85,9 @@ def _forward_fake(
 
 @torch.library.register_fake("flash_dmattn::backward")
 def _backward_fake(
-    dout, q, k, v, mask, bias, key_intervals, key_list, key_count, out, lse, lse_low, key_bound, is_causal, scale, softcap,
-    saturate, deterministic, backend, need_dq, need_dk, need_dv, need_dbias,
+    dout, q, k, v, mask, bias, key_intervals, key_list, key_count, key_rank, rank_limit, out, lse, lse_low,
+    key_bound, is_causal, scale, softcap, saturate, deterministic, backend, need_dq, need_dk, need_dv,
+    need_dbias,
 ):  # fmt: skip
     def gradient(needed, tensor):
         return tensor.new_empty(tensor.shape if needed else (0,))
@@ -114,11 +119,20 @@ def _select_list_fake(scores, key_mask, window):
     return keys, scores.new_empty((batch, heads), dtype=torch.int32)
 
 
+@torch.library.register_fake("flash_dmattn::rank_keys")
+def _rank_fake(scores, mask, window, is_causal):
+    _require_device_of(scores, mask=mask)
+    sizes = zip(scores.shape[:2], mask.shape[:2], strict=True)
+    batch, heads = (0 if 0 in pair else max(pair) for pair in sizes)
+    rank = scores.new_empty((*scores.shape[:2], 1, scores.shape[2]), dtype=torch.int32)
+    return rank, scores.new_empty((batch, heads, mask.shape[2], 1), dtype=torch.int32)
+
+
 # ---- Derivatives -------------------------------------------------------------------------------------
 
 
 def _setup_context(ctx, inputs, output):
-    tensors, ctx.options = inputs[:8], inputs[8:]
+    tensors, ctx.options = inputs[:10], inputs[10:]
     _, lse, lse_low = output
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(lse, lse_low)
@@ -127,11 +141,11 @@ def _setup_context(ctx, inputs, output):
 
 def _forward_derivative(ctx, dout, dlse, dlse_low):
     if dout is None:
-        return (None,) * 15
+        return (None,) * 17
     wanted = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4)]
     gradients = backward(dout, *ctx.saved_tensors, *ctx.options, *wanted)
     dq, dk, dv, dbias = (g if w else None for g, w in zip(gradients, wanted, strict=True))
-    return dq, dk, dv, None, dbias, *(None,) * 10
+    return dq, dk, dv, None, dbias, *(None,) * 12
 
 
 def _backward_derivative(ctx, *gradients):

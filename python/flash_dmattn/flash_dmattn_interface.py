@@ -118,10 +118,10 @@ def _attention(
             keep_window_size,
             selection,
             selection_scores,
-            may_list=backend not in ("triton", "flex"),
+            by_library=backend not in ("triton", "flex"),
         )
-        heads = 1 if intervals is None else intervals.heads
-        if heads not in (1, key.shape[2]):
+        of_key_heads = intervals is not None and not isinstance(intervals, _KeyRanks)
+        if of_key_heads and intervals.heads not in (1, key.shape[2]):
             key, value, mask, bias = _key_head_for_every_query_head(query, key, value, mask, bias)
     scale = resolve_scale(scale, softmax_scale, query.shape[3])
     out, lse = _forward(
@@ -181,13 +181,15 @@ def _forward_in_python(
 
 
 def _choice_operands(choice):
-    """key_intervals, key_list, key_count and key_bound of the operator."""
+    """key_intervals, key_list, key_count, key_rank, rank_limit and key_bound of the operator."""
     if isinstance(choice, _KeyList):
-        return None, choice.keys, choice.count, []
+        return None, choice.keys, choice.count, None, None, []
+    if isinstance(choice, _KeyRanks):
+        return None, None, None, choice.rank, choice.limit, []
     if choice is None:
-        return None, None, None, []
+        return None, None, None, None, None, []
     bound = (-1, 0) if choice.bound is None else choice.bound  # -1: unknown
-    return choice.intervals, None, None, [*bound, int(choice.consecutive)]
+    return choice.intervals, None, None, None, None, [*bound, int(choice.consecutive)]
 
 
 def flash_dmattn_varlen_func(
@@ -347,22 +349,31 @@ def _check_selection(keep_window_size: int, selection: str) -> None:
 
 
 def _select(
-    query, key, mask, bias, is_causal, keep_window_size, selection, selection_scores, may_list=True
+    query,
+    key,
+    mask,
+    bias,
+    is_causal,
+    keep_window_size,
+    selection,
+    selection_scores,
+    by_library=True,
 ):
-    """The mask, intervals (or list, if the backend knows them) and causality that together show each query
-    its best keys."""
+    """The mask, the choice (intervals, or what the library's backends know besides) and the causality that
+    together show each query its best keys."""
     _check_selection(keep_window_size, selection)
     if keep_window_size >= key.shape[1] and selection_scores is None:
         return mask, None, is_causal  # a key whose bias is NaN is masked by it
     scores, allowed = _scores_and_allowed(query, key, mask, bias, selection_scores)
-    key_mask, remaining_mask = None, None  # remaining: what the intervals do not say
-    if allowed is not None and allowed.shape[2] == 1:
-        key_mask = allowed[:, :, 0]
-    elif allowed is not None and selection == "global":
-        key_mask, remaining_mask = allowed.any(dim=2), mask
-    elif allowed is not None:
-        return *_select_per_query(scores, keep_window_size, allowed, is_causal), False
-    if may_list and selection == "global" and scores.device.type == "cuda" and keep_window_size > 0:
+    on_gpu = by_library and scores.device.type == "cuda"
+    if allowed is not None and allowed.shape[2] > 1 and selection == "per_query":
+        return _select_per_query(query, key, scores, keep_window_size, allowed, is_causal, on_gpu)
+    key_mask, remaining_mask = None, None  # remaining: what the choice does not say
+    if allowed is not None:
+        key_mask = allowed.any(dim=2)
+        remaining_mask = mask if allowed.shape[2] > 1 else None
+        scores, key_mask = _match_heads(query, key, scores, key_mask)
+    if on_gpu and selection == "global" and keep_window_size > 0:
         return remaining_mask, _select_list(scores, key_mask, keep_window_size), is_causal
     chosen = select_key_intervals(
         scores, keep_window_size, selection=selection, is_causal=is_causal, key_mask=key_mask,
@@ -392,32 +403,56 @@ def _select_list(scores, key_mask, keep_window_size) -> _KeyList:
     return _KeyList(*_ops.select_key_list(scores, key_mask, keep_window_size))
 
 
-def _select_per_query(scores, keep_window_size, allowed, is_causal):
-    """Mask and intervals of the best keys among those that a mask with a query dimension allows.
+class _KeyRanks(NamedTuple):
+    """A choice under a mask: query i keeps the allowed keys whose rank is below its limit."""
+
+    rank: Tensor  # int32 [B or 1, H or 1, 1, Sk]
+    limit: Tensor  # int32 [B or 1, H or 1, Sq, 1]
+
+
+def _select_per_query(query, key, scores, keep_window_size, allowed, is_causal, by_rank):
+    """Mask, choice and causality of the best keys among those that a mask with a query dimension allows.
 
     They are intervals under the masks met in practice, which are recognised by reading the mask. What that
-    finds cannot be compiled; then, and under any other mask, they are a mask of the size of the given one.
+    finds can neither be compiled nor captured in a CUDA graph; then, and under any other mask, they are ranks
+    beside the mask, or without the GPU's kernels a mask of the size of the given one.
     """
     seqlen_q, seqlen_k = allowed.shape[2:]
-    past = prefix_lm(seqlen_k, 0, query_length=seqlen_q, device=scores.device)
-    shown = None if torch.compiler.is_compiling() else intervals_of_mask(allowed)
+
+    def past():
+        return prefix_lm(seqlen_k, 0, query_length=seqlen_q, device=scores.device)
+
+    shown = intervals_of_mask(allowed) if _may_wait_for(allowed) else None
     if shown is not None:
-        shown = intersect(shown, past) if is_causal else shown
-        chosen = select_among(scores, shown, keep_window_size)
+        shown = intersect(shown, past()) if is_causal else shown
+        scores_of_heads, intervals = _match_heads(query, key, scores, shown.intervals)
+        chosen = select_among(scores_of_heads, shown.with_intervals(intervals), keep_window_size)
         if chosen is not None:
-            return None, chosen
-    allowed = allowed & past.to_mask() if is_causal else allowed
-    return topk_mask(scores[:, :, None], allowed, keep_window_size, None), None
+            return None, chosen, False
+    if by_rank:
+        once = allowed  # what is expanded is read once
+        for dim in (0, 1):
+            if once.shape[dim] > 1 and once.stride(dim) == 0:
+                once = once.narrow(dim, 0, 1)
+        ranks = _KeyRanks(*_ops.rank_keys(scores, once, keep_window_size, is_causal))
+        return allowed, ranks, is_causal
+    scores, allowed = _match_heads(query, key, scores, allowed)
+    allowed = allowed & past().to_mask() if is_causal else allowed
+    return topk_mask(scores[:, :, None], allowed, keep_window_size, None), None, False
+
+
+def _may_wait_for(tensor: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def _scores_and_allowed(query, key, mask, bias, selection_scores):
     """Scores [B, H, Sk], and what a query may see besides causality: [B, H, Sq or 1, Sk] or None."""
-    seqlen_k, heads_kv = key.shape[1:3]
-    name, scores = "attn_bias", bias
-    masking_bias = None  # not needed when it is the score: the keys it masks are the worst ones
+    seqlen_k = key.shape[1]
+    name, scores, allowed = "attn_bias", bias, mask
     if selection_scores is not None:
         name, scores = "selection_scores", bias_argument(selection_scores.detach(), query, key)
-        masking_bias = bias
     if scores is None or scores.shape[2] != 1 or scores.shape[3] != seqlen_k:
         got = "no scores" if scores is None else f"{name} of shape {tuple(scores.shape)}"
         raise ValueError(
@@ -425,16 +460,28 @@ def _scores_and_allowed(query, key, mask, bias, selection_scores):
             f"[B, H, {seqlen_k}] or [B, H, 1, {seqlen_k}]. For scores per pair, build a mask with "
             "flash_dmattn.utils.mask.create_mask"
         )
-    parts = (scores, mask, masking_bias)
-    if any(part is not None and part.shape[1] not in (1, heads_kv) for part in parts):
-        parts = (_repeat_heads(part, query, key) for part in parts)
-    scores, allowed, masking_bias = parts
-    if masking_bias is not None:
-        unmasked = masking_bias > MASK_VALUE[query.dtype]
-        allowed = unmasked if allowed is None else allowed & unmasked
-    if allowed is not None:
+    scores = scores.detach()
+    # A bias that masks hides its keys from the choice. Where it is the score, these are the worst keys anyway.
+    if selection_scores is not None and bias is not None:
+        unmasked = bias.detach() > MASK_VALUE[query.dtype]
+        if bias.shape[2] == 1:
+            scores, unmasked = _match_heads(query, key, scores, unmasked)
+            scores = torch.where(unmasked, scores, float("nan"))
+        elif allowed is None:
+            allowed = unmasked
+        else:
+            allowed, unmasked = _match_heads(query, key, allowed, unmasked)
+            allowed = allowed & unmasked
+    if allowed is not None and allowed.shape[3] != seqlen_k:
         allowed = allowed.expand(-1, -1, -1, seqlen_k)
-    return scores.detach()[:, :, 0], allowed
+    return scores[:, :, 0], allowed
+
+
+def _match_heads(query, key, *parts):
+    """The parts for every query head, unless all of them are one for each key head or for all."""
+    if all(part.shape[1] in (1, key.shape[2]) for part in parts):
+        return parts
+    return tuple(_repeat_heads(part, query, key) for part in parts)
 
 
 def _repeat_heads(tensor, query, key):

@@ -23,6 +23,8 @@ std::size_t select_list_workspace_size(const SelectionArgs&) { decline(); }
 KeyList select_key_list(const SelectionArgs&, std::int32_t*, std::int32_t*, const Execution&) {
   decline();
 }
+std::size_t rank_workspace_size(const RankArgs&) { decline(); }
+void rank_keys(const RankArgs&, const Execution&) { decline(); }
 std::int64_t plan_entries(const PlanArgs&) { decline(); }
 std::size_t plan_workspace_size(const PlanArgs&) { decline(); }
 Plan build_plan(const PlanArgs&, const PlanBuffers&, const Execution&) { decline(); }

@@ -126,6 +126,9 @@ ScoreParams score_of(const Problem& p, const Inputs& in) {
   score.mask_value = static_cast<float>(mask_value(p.dtype));
   score.mask = broadcast_of(p, p.mask_shape, in.mask.data, in.mask.stride, 1);
   score.bias = broadcast_of(p, p.bias_shape, in.bias.data, in.bias.stride, size_of(p.bias_dtype));
+  score.key_rank = broadcast_of(p, p.rank_shape, in.key_rank.data, in.key_rank.stride, 4);
+  score.rank_limit = broadcast_of(p, p.limit_shape, in.rank_limit.data, in.rank_limit.stride, 4);
+  if (has(p.limit_shape)) score.mask.per_query = true;
   score.exponent = score.bias.data == nullptr ? score.factor : score.bias.per_query ? log2e : 1;
   score.intervals = in.intervals;
   score.causal = p.causal;
@@ -209,11 +212,24 @@ KeyRuns find_key_runs(const Problem& p, const Inputs& in, const KeyRunsWorkspace
 
 // ---- Forward ------------------------------------------------------------------------------------
 
+bool has_pairs(const BroadcastShape& shape) { return has(shape) && shape[2] > 1; }
+
+bool masks_pairs(const Problem& p) { return has_pairs(p.mask_shape) || has(p.limit_shape); }
+
+// Batch and heads of the packed mask: of the mask and the ranks together.
+std::array<std::int64_t, 2> packed_shape(const Problem& p) {
+  std::array<std::int64_t, 2> shape{p.mask_shape[0], p.mask_shape[1]};
+  for (const BroadcastShape& other : {p.rank_shape, p.limit_shape}) {
+    for (std::size_t i = 0; i < 2; ++i) shape[i] = std::max(shape[i], other[i]);
+  }
+  return shape;
+}
+
 // The mask is packed where the kernels walk all keys; with a list they look at single elements.
 PackedMask carve_packed_mask(const Problem& p, bool planned, Carver& workspace) {
   PackedMask packed;
-  const BroadcastShape& shape = p.mask_shape;
-  if (planned || !has(shape) || shape[2] <= 1) return packed;
+  if (planned || !masks_pairs(p)) return packed;
+  const auto shape = packed_shape(p);
   const std::int64_t words = (p.seqlen_k + PackedMask::side - 1) / PackedMask::side;
   const std::int64_t matrices = shape[0] * shape[1];
   const std::int64_t row_tiles = (p.seqlen_q + PackedMask::side - 1) / PackedMask::side;
@@ -225,23 +241,31 @@ PackedMask carve_packed_mask(const Problem& p, bool planned, Carver& workspace) 
   return packed;
 }
 
-void pack_mask(const Problem& p, const Broadcast& mask, const PackedMask& packed,
-               cudaStream_t stream) {
-  if (packed.bits == nullptr) return;
+void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream) {
+  if (score.packed_mask.bits == nullptr || p.batch * p.heads_q == 0) return;
+  const auto [batch, heads] = packed_shape(p);
+  const Broadcast& mask = score.mask;
   PackMaskParams params;
   params.mask = mask;
-  params.mask_head = mask.head_q + mask.head_kv;
-  params.packed = packed;
-  params.heads = static_cast<int>(p.mask_shape[1]);
+  params.key_rank = score.key_rank;
+  params.rank_limit = score.rank_limit;
+  params.packed = score.packed_mask;
+  params.heads = static_cast<int>(heads);
+  params.group = heads == p.heads_q ? static_cast<int>(p.heads_q / p.heads_kv) : 1;
   params.rows = static_cast<int>(p.seqlen_q);
   params.keys = static_cast<int>(p.seqlen_k);
   const auto address = reinterpret_cast<std::intptr_t>(mask.data);
-  params.aligned =
-      mask.key == 1 && (address | mask.batch | params.mask_head | mask.query) % 16 == 0;
+  const bool ranked = has(p.limit_shape);
+  params.aligned = mask.key == 1 &&
+                   (address | mask.batch | mask.head_q | mask.head_kv | mask.query) % 16 == 0 &&
+                   (!ranked || score.key_rank.in_fours);
   params.causal = p.causal;
   params.shift = static_cast<int>(p.seqlen_k - p.seqlen_q);
-  const std::int64_t matrices = p.mask_shape[0] * p.mask_shape[1];
-  launch<PackMaskKernel>(PackMaskKernel::blocks(params, matrices), params, stream);
+  const auto launch_kernel = [&]<bool Ranked>() {
+    using Kernel = PackMaskKernel<Ranked>;
+    launch<Kernel>(Kernel::blocks(params, batch * heads), params, stream);
+  };
+  ranked ? launch_kernel.template operator()<true>() : launch_kernel.template operator()<false>();
 }
 
 void forward(const ForwardArgs& args, const Execution& execution) {
@@ -262,7 +286,7 @@ void forward(const ForwardArgs& args, const Execution& execution) {
   params.saturate = args.problem.nonfinite == NonFinite::saturate;
   const auto stream = static_cast<cudaStream_t>(execution.stream);
   const SharedClass shared = shared_class();
-  pack_mask(args.problem, params.score.mask, params.score.packed_mask, stream);
+  pack_mask(args.problem, params.score, stream);
   params.runs = find_key_runs(args.problem, args.in, runs, stream);
   dispatch(args.problem,
            [&]<class T, int D>() { sm80::launch_forward<T, D>(params, shared, stream); });
@@ -273,8 +297,6 @@ void forward(const ForwardArgs& args, const Execution& execution) {
 std::int64_t elements(const BroadcastShape& shape) {
   return shape[0] * shape[1] * shape[2] * shape[3];
 }
-
-bool has_pairs(const BroadcastShape& shape) { return has(shape) && shape[2] > 1; }
 
 // What the fp32 sums of dbias are of. Heads and batch elements have sums of their own where these are
 // not pairs: then no two blocks add to the same one in an order that varies.
@@ -306,7 +328,7 @@ struct BackwardRoute {
   // `fours`: the elements of pairs lie in fours, as far as alignment goes.
   BackwardRoute(const Problem& p, bool planned, SharedClass shared, bool fours) {
     const int bucket = head_dim_bucket(static_cast<int>(p.head_dim));
-    const bool pairs = has_pairs(p.mask_shape) || has_pairs(p.bias_shape);
+    const bool pairs = masks_pairs(p) || has_pairs(p.bias_shape);
     const bool bias_in_fours =
         !has_pairs(p.bias_shape) || (fours && p.bias_shape[3] > 1 && size_of(p.bias_dtype) == 2);
     // Not with a list, nor with a softcap's slope, which its warps would have to hand over with P, nor
@@ -314,8 +336,8 @@ struct BackwardRoute {
     key_major = has_key_major_backward(bucket, shared) && p.softcap <= 0 && !planned &&
                 (!pairs || (!p.deterministic && p.seqlen_k % 4 == 0 && bias_in_fours));
     // The two heads of a group are walked together, unless their keys are seen by different queries.
-    const bool apart = has(p.mask_shape) && !has_pairs(p.mask_shape) &&
-                       p.mask_shape[1] == p.heads_q && p.heads_q > 1;
+    const bool apart =
+        has(p.mask_shape) && !masks_pairs(p) && p.mask_shape[1] == p.heads_q && p.heads_q > 1;
     const bool sums_heads =
         key_major && sums_pair_gradients(bucket) && p.heads_q == 2 * p.heads_kv && !apart;
     const BroadcastShape& bias = p.bias_shape;
@@ -464,7 +486,7 @@ void backward(const BackwardArgs& args, const Execution& execution) {
   }
 
   check(cudaMemsetAsync(workspace.flags, 0, workspace.zeroed_bytes, stream), "cudaMemsetAsync");
-  pack_mask(p, params.score.mask, params.score.packed_mask, stream);
+  pack_mask(p, params.score, stream);
   params.runs = find_key_runs(p, args.in, workspace.runs, stream);
   dispatch(p, [&]<class T, int D>() {
     // The main loop clears what it does not visit, unless it follows a list.

@@ -36,8 +36,8 @@ struct Broadcast {
 };
 
 // A mask with a query dimension, packed by PackMaskKernel (common/packed_mask.cuh) to a bit for each
-// pair, with a state for each tile of 64 x 64 pairs. Matrices are [B|1, H|1]; their strides count
-// matrices, the head's split as in Broadcast.
+// pair (where there are ranks, of the pairs that they choose), with a state for each tile of 64 x 64
+// pairs. Matrices are [B|1, H|1]; their strides count matrices, the head's split as in Broadcast.
 struct PackedMask {
   static constexpr int side = 64;
   static constexpr std::uint8_t some = 1;  // some pair of the tile is visible
@@ -85,7 +85,9 @@ struct ScoreParams {
   float exponent = 0;    // what a finished score has yet to be multiplied by: factor without a bias
   float mask_value = 0;  // of a bias
   Broadcast mask;
-  PackedMask packed_mask;  // of a mask with a query dimension, where there is no plan
+  Broadcast key_rank;      // int32; with it the mask counts as one with a query dimension
+  Broadcast rank_limit;    // int32
+  PackedMask packed_mask;  // of a mask with a query dimension and the ranks, where there is no plan
   Broadcast bias;
   KeyIntervals intervals;
   bool causal = false;

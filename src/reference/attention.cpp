@@ -111,6 +111,16 @@ std::int64_t bias_offset(const Problem& p, const Inputs& in, const Row& row, std
   return offset_of(in.bias.stride, row.batch, broadcast_head(p, p.bias_shape, row), row.query, key);
 }
 
+// Whether the rank of the key is below the limit of the query.
+bool chosen(const Problem& p, const Inputs& in, const Row& row, std::int64_t key) {
+  const auto load = [&](const ConstTensor4& tensor, const BroadcastShape& shape) {
+    const std::int64_t at =
+        offset_of(tensor.stride, row.batch, broadcast_head(p, shape, row), row.query, key);
+    return static_cast<const std::int32_t*>(tensor.data)[at];
+  };
+  return load(in.key_rank, p.rank_shape) < load(in.rank_limit, p.limit_shape);
+}
+
 // vis_ij but for the bias.
 bool allowed(const Problem& p, const Inputs& in, const Row& row, std::int64_t key) {
   if (p.causal && key > row.query + p.seqlen_k - p.seqlen_q) return false;
@@ -118,6 +128,7 @@ bool allowed(const Problem& p, const Inputs& in, const Row& row, std::int64_t ke
       static_cast<const std::uint8_t*>(in.mask.data)[mask_offset(p, in, row, key)] == 0) {
     return false;
   }
+  if (in.key_rank.data != nullptr && !chosen(p, in, row, key)) return false;
   if (in.intervals.data == nullptr) return true;
   const KeyInterval interval = in.intervals.data[row.batch * in.intervals.stride_batch +
                                                  row.kv_head * in.intervals.stride_head + key];

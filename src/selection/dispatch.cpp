@@ -17,8 +17,10 @@ bool on_gpu(Device device) {
   return device == Device::cuda;
 }
 
-void require_gpu(Device device) {
-  if (!on_gpu(device)) throw InvalidArgument("device", name_of(device), "cuda, for key lists");
+void require_gpu(Device device, const char* what) {
+  if (!on_gpu(device)) {
+    throw InvalidArgument("device", name_of(device), std::string("cuda, for ") + what);
+  }
 }
 
 }  // namespace
@@ -39,19 +41,29 @@ void select_key_intervals(const SelectionArgs& args, const Execution& execution)
 }
 
 std::int64_t key_list_stride(const SelectionArgs& args) {
-  require_gpu(args.device);
+  require_gpu(args.device, "key lists");
   return cuda::key_list_stride(args);
 }
 
 std::size_t select_list_workspace_size(const SelectionArgs& args) {
-  require_gpu(args.device);
+  require_gpu(args.device, "key lists");
   return cuda::select_list_workspace_size(args);
 }
 
 KeyList select_key_list(const SelectionArgs& args, std::int32_t* keys, std::int32_t* count,
                         const Execution& execution) {
-  require_gpu(args.device);
+  require_gpu(args.device, "key lists");
   return cuda::select_key_list(args, keys, count, execution);
+}
+
+std::size_t rank_workspace_size(const RankArgs& args) {
+  require_gpu(args.device, "ranks of keys");
+  return cuda::rank_workspace_size(args);
+}
+
+void rank_keys(const RankArgs& args, const Execution& execution) {
+  require_gpu(args.device, "ranks of keys");
+  cuda::rank_keys(args, execution);
 }
 
 std::size_t plan_workspace_size(const PlanArgs& args, const Execution& execution) {

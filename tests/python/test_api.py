@@ -221,7 +221,7 @@ def test_operators_check_what_they_are_given():
     """
     ops = torch.ops.flash_dmattn
     q, k, v = qkv()
-    options = (None, None, [], False, 1.0, 0.0, True, False, "")
+    options = (None, None, None, None, [], False, 1.0, 0.0, True, False, "")
     intervals = torch.zeros(1, 1, 9, 2, dtype=torch.int32)
     with pytest.raises((ValueError, RuntimeError), match="v: got"):
         ops.forward(q, k, v[:, 1:], None, None, None, *options)
@@ -233,10 +233,44 @@ def test_operators_check_what_they_are_given():
         ops.forward(q, k, v, q, None, None, *options)
     with pytest.raises((ValueError, RuntimeError), match="mask"):
         ops.forward(q, k, v, torch.ones(1, 3, 9, 9).bool(), None, None, *options)
+    rank = torch.zeros(1, 1, 1, 9, dtype=torch.int32)
+    mask = torch.ones(1, 1, 9, 9).bool()
+    for of_mask, ranks, message in [
+        (mask, (rank, None), "rank_limit: got none"),
+        (mask, (rank, rank.long().mT), "rank_limit: got"),
+        (mask, (rank, rank), "problem.limit_shape: got"),
+        (mask, (rank.mT, rank.mT), "problem.rank_shape: got"),
+        (None, (rank, rank.mT), "problem.rank_shape: got .* expected ranks only with a mask"),
+    ]:
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            ops.forward(q, k, v, of_mask, None, None, None, None, *ranks, *options[4:])
+    with pytest.raises((ValueError, RuntimeError), match="cpu takes a choice as a mask"):
+        ops.forward(q, k, v, mask, None, None, None, None, rank, rank.mT, *options[4:-1], "cpu")
     with pytest.raises((ValueError, RuntimeError), match="scores: got"):
         ops.select_key_intervals(torch.zeros(9), None, 3, "global", True, 9)
     with pytest.raises((ValueError, RuntimeError), match="selection"):
         ops.select_key_intervals(torch.zeros(1, 1, 9), None, 3, "best", True, 9)
+
+
+def test_ranks_and_limits_choose_among_what_the_mask_shows():
+    """On the reference backend; GPUs have them from rank_keys."""
+    ops = torch.ops.flash_dmattn
+    q, k, v = (torch.randn(2, 5, h, 8) for h in (4, 2, 2))
+    mask = torch.rand(2, 1, 5, 5) < 0.7
+    rank = torch.randint(0, 5, (2, 2, 1, 5), dtype=torch.int32)
+    limit = torch.randint(0, 6, (1, 4, 5, 1), dtype=torch.int32)
+    options = ([], False, 1.0, 0.0, True, False, "reference")
+    nothing = (None,) * 4
+    results = ops.forward(q, k, v, mask, *nothing, rank, limit, *options)
+    chosen = mask & (rank.repeat_interleave(2, 1) < limit)
+    expected = ops.forward(q, k, v, chosen, *nothing, None, None, *options)
+    assert all(map(torch.equal, results, expected))
+    wanted = (True, True, True, False)
+    of_ranks, of_mask = (
+        ops.backward(q, q, k, v, shown, *nothing, *ranks, *results, *options, *wanted)
+        for shown, ranks in [(mask, (rank, limit)), (chosen, (None, None))]
+    )
+    assert all(map(torch.equal, of_ranks, of_mask))
 
 
 # ---- Padding -----------------------------------------------------------------------------------------

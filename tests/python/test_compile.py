@@ -149,7 +149,7 @@ def test_opcheck_forward(name):
     bound = [case["window"], 1] if "window" in case else []
     options = (bound, True, 0.25, 0.0, True, False, "")
     torch.library.opcheck(
-        ops.forward.default, (q, k, v, mask, bias, intervals, None, None, *options)
+        ops.forward.default, (q, k, v, mask, bias, intervals, *(None,) * 4, *options)
     )
 
 
@@ -158,8 +158,8 @@ def test_opcheck_backward(needs):
     q, k, v, scores = tensors(requires_grad=False)
     bias = scores[:, :, None]
     options = ([], True, 0.25, 0.0, True, False, "")
-    results = ops.forward(q, k, v, None, bias, None, None, None, *options)
-    arguments = (torch.randn_like(q), q, k, v, None, bias, None, None, None, *results, *options)
+    results = ops.forward(q, k, v, None, bias, *(None,) * 5, *options)
+    arguments = (torch.randn_like(q), q, k, v, None, bias, *(None,) * 5, *results, *options)
     torch.library.opcheck(ops.backward.default, (*arguments, *map(bool, needs)))
 
 

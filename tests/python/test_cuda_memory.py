@@ -21,7 +21,7 @@ def leaves_of(batch, heads_q, heads_kv, length, head_dim):
     ]
 
 
-@pytest.mark.parametrize("mask_dims", [None, 3, 4])
+@pytest.mark.parametrize("mask_dims", [None, 3, 4, "any"])
 def test_masks(mask_dims):
     batch, heads, length, window = 2, 32, 4096, 2048
     q, k, v, bias = leaves = leaves_of(batch, heads, heads, length, 128)
@@ -31,6 +31,10 @@ def test_masks(mask_dims):
         mask = torch.rand(batch, heads, length, device="cuda") < 0.9
     elif mask_dims == 4:
         mask = torch.ones(batch, 1, length, length, dtype=torch.bool, device="cuda").tril_()
+    elif mask_dims == "any":  # in which keys come and go
+        mask = torch.empty(batch, 1, length, length, dtype=torch.bool, device="cuda").bernoulli_(
+            0.9
+        )
 
     def step():
         out = _flash_dynamic_mask_attention_forward(
@@ -43,7 +47,8 @@ def test_masks(mask_dims):
     rest = peak - bytes_of(kept) - 4 * bias.numel()
     # The backward adds in fp32 to dk and dv, or where blocks own keys to dq.
     sums = 4 * (k.numel() + v.numel())
-    rest -= sums if rest >= sums else 4 * q.numel()
+    by_keys = mask_dims == "any" or rest < sums
+    rest -= 4 * q.numel() if by_keys else sums
     # lse and what rounding took from it, as the forward saves them and as the backward's exponents take them.
     extra = rest - 4 * (4 * batch * heads * length)
     bound = 2e6
@@ -51,6 +56,8 @@ def test_masks(mask_dims):
         lists = 4 * batch * heads * (length // 128) * (window + 128)
         packed_bits = batch * length * length // 8
         bound += lists + packed_bits
+    elif mask_dims == "any":
+        bound += batch * heads * length * length // 8 + 2 * 4 * batch * heads * length
     assert 0 <= extra <= bound, f"{extra / 1e6:.2f} MB, expected at most {bound / 1e6:.2f}"
 
 

@@ -68,7 +68,8 @@ def _flash_dynamic_mask_attention_forward(
     | any                         | 4-d        | per query                                     |
 
     A 3-d bias costs O(N) memory with every mask that shows each key to one run of queries: causal,
-    padded, packed. Such a 4-d mask is recognised by reading it (see `allowed_keys`).
+    padded, packed. Such a 4-d mask is recognised by reading it (see `allowed_keys`). Under any other mask
+    a GPU needs a bit for each pair beside it.
 
     Args:
         query_states: [B, Sq, Hq, D]; float32, bfloat16 or float16.
@@ -114,14 +115,20 @@ def _flash_dynamic_mask_attention_forward(
     visible, bias = _normalize_mask(attention_mask, attention_bias, query_length, key_length)
     if attention_bias is not None and keep is not None and key_length > keep:
         scores = attention_bias.detach()
+        if scores.dim() == 4 and scores.shape[2] == 1:
+            scores = scores.squeeze(2)
         per_key_mask = visible is None or (isinstance(visible, torch.Tensor) and visible.dim() == 3)
-        if per_key_mask and (scores.dim() == 3 or scores.shape[2] == 1):
+        is_bool = isinstance(attention_mask, torch.Tensor) and attention_mask.dtype == torch.bool
+        visible = _choose(
+            visible, scores, query_length, key_length, keep, attend["is_causal"],
+            attention_mask if is_bool else None,
+        )  # fmt: skip
+        if scores.dim() == 3 and not isinstance(visible, KeyIntervals):
             query, key, value = _cast(states, target_dtype)
             return flash_dmattn_func(
                 query, key, value, attn_mask=visible, attn_bias=bias, keep_window_size=keep,
-                selection="global", selection_scores=scores, **attend,
+                selection="global" if per_key_mask else "per_query", selection_scores=scores, **attend,
             )  # fmt: skip
-        visible = _choose(visible, scores, query_length, key_length, keep, attend["is_causal"])
     query, key, value = _cast(states, target_dtype)
     if not isinstance(visible, KeyIntervals):
         return flash_dmattn_func(query, key, value, attn_mask=visible, attn_bias=bias, **attend)
@@ -189,23 +196,28 @@ def _choose(
     key_length: int,
     keep: int,
     is_causal: bool,
-) -> torch.Tensor | KeyIntervals:
-    """The best allowed keys of every query, as intervals or, when it is nothing less, as a mask.
+    bool_mask: torch.Tensor | None,
+) -> torch.Tensor | KeyIntervals | None:
+    """The best allowed keys of every query, as intervals or, for scores per pair, as a mask.
 
-    Something, mask or scores, has a query dimension.
+    Scores per key [B, H, Sk] under a mask, or under intervals that the choice does not leave as intervals:
+    the mask to choose under, `bool_mask` where it is given.
     """
-    if scores.dim() == 4 and scores.shape[2] == 1:
-        scores = scores.squeeze(2)
-    mask, scores = _match_heads(mask, scores)
-    one_per_key = scores.dim() == 3
+    if scores.dim() == 3 and not isinstance(mask, KeyIntervals):
+        return mask
     past = prefix_lm(key_length, 0, query_length=query_length, device=scores.device)
     if isinstance(mask, KeyIntervals):
-        allowed = intersect(mask, past) if is_causal else mask
-        chosen = select_among(scores, allowed, keep) if one_per_key else None
-        if chosen is not None:
-            return chosen
-        mask = allowed.to_mask()
-    elif is_causal:
+        matched, of_heads = _match_heads(mask, scores)
+        allowed = intersect(matched, past) if is_causal else matched
+        if scores.dim() == 3:
+            chosen = select_among(of_heads, allowed, keep)
+            if chosen is not None:
+                return chosen
+        mask = mask.to_mask() if bool_mask is None else bool_mask
+        if scores.dim() == 3:
+            return mask
+    mask, scores = _match_heads(mask, scores)
+    if is_causal:
         mask = past.to_mask() if mask is None else past.to_mask() & _per_pair(mask)
     return topk_mask(scores, mask, keep, MASK_VALUE[scores.dtype])
 

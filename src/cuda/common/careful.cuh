@@ -13,8 +13,9 @@ __device__ inline const T* row_of(const HeadRows& rows, int batch, int row, int 
                                     head * rows.head);
 }
 
-// The score of a pair in natural units; -inf where the key is not visible.
-template <class T>
+// The score of a pair in natural units; -inf where the key is not visible. `Pairs`: the mask or the bias may
+// have a query dimension, and then there may be ranks.
+template <class T, bool Pairs>
 __device__ __noinline__ double careful_score(const ScoreParams& score, const Shape& shape,
                                              const HeadRows& q, const HeadRows& k, int batch,
                                              int head, int kv_head, int row, int key) {
@@ -22,6 +23,11 @@ __device__ __noinline__ double careful_score(const ScoreParams& score, const Sha
   const auto index = [&](const Broadcast& b) {
     return batch * b.batch + head * b.head_q + kv_head * b.head_kv + row * b.query + key * b.key;
   };
+  if (Pairs && score.key_rank.data != nullptr &&
+      reinterpret_cast<const std::int32_t*>(score.key_rank.data)[index(score.key_rank)] >=
+          reinterpret_cast<const std::int32_t*>(score.rank_limit.data)[index(score.rank_limit)]) {
+    return invisible;
+  }
   if (score.causal && key > row + shape.seqlen_k - shape.seqlen_q) return invisible;
   if (score.mask.data != nullptr &&
       reinterpret_cast<const std::uint8_t*>(score.mask.data)[index(score.mask)] == 0) {
@@ -54,10 +60,11 @@ __device__ __noinline__ double careful_score(const ScoreParams& score, const Sha
 }
 
 // The probability of a pair, for the backward.
-template <class T>
+template <class T, bool Pairs>
 __device__ __noinline__ float careful_probability(const BackwardParams& p, int batch, int head,
                                                   int kv_head, int row, int key) {
-  const double score = careful_score<T>(p.score, p.shape, p.q, p.k, batch, head, kv_head, row, key);
+  const double score =
+      careful_score<T, Pairs>(p.score, p.shape, p.q, p.k, batch, head, kv_head, row, key);
   const std::int64_t index =
       (static_cast<std::int64_t>(batch) * p.shape.heads_q + head) * p.shape.seqlen_q + row;
   const double low = p.lse_low == nullptr ? 0 : static_cast<double>(p.lse_low[index]);
@@ -81,13 +88,13 @@ struct KeysOfRow {
 };
 
 // The output and lse of a row, by one warp.
-template <class T>
+template <class T, bool Pairs>
 __device__ __noinline__ void careful_row(const ForwardParams& p, int batch, int head, int kv_head,
                                          int row) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const double invisible = -__builtin_huge_val();
   const auto score = [&](int key) {
-    return careful_score<T>(p.score, p.shape, p.q, p.k, batch, head, kv_head, row, key);
+    return careful_score<T, Pairs>(p.score, p.shape, p.q, p.k, batch, head, kv_head, row, key);
   };
   double max = invisible;
   double sum = 0;

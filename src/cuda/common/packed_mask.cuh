@@ -3,24 +3,35 @@
 #include "cuda/common/scheduler.cuh"
 #include "cuda/params.h"
 
-// A mask with a query dimension, read once and packed to a bit for each pair.
+// A mask with a query dimension, read once and packed to a bit for each pair. Where keys are chosen by
+// rank, the bits are those of the chosen pairs.
 namespace flash_dmattn::cuda {
 
 struct PackMaskParams {
   Broadcast mask;
-  std::int64_t mask_head;  // elements from one head of the mask to the next
+  Broadcast key_rank;
+  Broadcast rank_limit;
   PackedMask packed;
-  int heads;  // of the mask
+  int heads;  // of the packed mask
+  int group;  // of them share a kv head
   int rows;
   int keys;
-  bool aligned;  // every 16 keys of a row are one aligned word
+  bool aligned;  // every 16 keys of a row are one aligned word, and every 4 ranks
   bool causal;   // keys that are not visible anyway are not read
   int shift;     // query r is at key r + shift
+
+  // The first element of a matrix.
+  __device__ std::int64_t begin(const Broadcast& b, int matrix) const {
+    const int head = matrix % heads;
+    const int kv_head = b.head_kv == 0 || group == 1 ? head : head / group;
+    return matrix / heads * b.batch + head * b.head_q + kv_head * b.head_kv;
+  }
 };
 
 // A block packs 64 rows x 1024 keys: a warp 4 rows, a lane two pieces of 16 keys of each. All its loads
 // are on their way at once, which pays with 1 KB of a row (3.6 TB/s on an H200) and does not with
 // half of that (1.1; 2.2 one after the other).
+template <bool Ranked>
 struct PackMaskKernel {
   using Params = PackMaskParams;
   static constexpr int warps = 16;
@@ -58,8 +69,16 @@ struct PackMaskKernel {
     const int first_row = row_tile * side + warp * warp_rows;
     const int rows = min(p.rows - first_row, warp_rows);
     const std::uint8_t* const from = reinterpret_cast<const std::uint8_t*>(p.mask.data) +
-                                     matrix / p.heads * p.mask.batch +
-                                     matrix % p.heads * p.mask_head + first_row * p.mask.query;
+                                     p.begin(p.mask, matrix) + first_row * p.mask.query;
+    int limits[warp_rows];  // of ranks
+    if constexpr (Ranked) {
+      const auto* const of_rows = reinterpret_cast<const std::int32_t*>(p.rank_limit.data) +
+                                  p.begin(p.rank_limit, matrix) + first_row * p.rank_limit.query;
+#pragma unroll
+      for (int i = 0; i < warp_rows; ++i) {
+        limits[i] = i < rows ? __ldg(of_rows + i * p.rank_limit.query) : 0;
+      }
+    }
     const auto chunk_of = [&](int j) { return (key_block * pieces + j) * 32 + lane; };  // 16 keys
     const auto seen = [&](int i, int j) {
       return i < rows && (!p.causal || chunk_of(j) * 16 <= first_row + i + p.shift);
@@ -82,6 +101,8 @@ struct PackMaskKernel {
       // Keys that do not exist do not keep a tile from being full.
       const int existing = max(min(p.keys - chunk_of(j) * 16, 16), 0);
       const std::uint32_t missing = ~((1u << existing) - 1) & 0xffffu;
+      int ranks[16];
+      if constexpr (Ranked) load_ranks(p, matrix, chunk_of(j) * 16, existing, whole, ranks);
       std::uint32_t some = 0;
       std::uint32_t all = 0xffff;
 #pragma unroll
@@ -92,6 +113,7 @@ struct PackMaskKernel {
         } else if (seen(i, j)) {
           bits = load_bits(p, from + i * p.mask.query, chunk_of(j) * 16, existing);
         }
+        if constexpr (Ranked) bits &= bits_below(ranks, limits[i]);
         some |= bits;
         if (i < rows) all &= bits | missing;
         std::byte* const to =
@@ -151,7 +173,34 @@ struct PackMaskKernel {
     return gather(bytes.x) | gather(bytes.y) << 4 | gather(bytes.z) << 8 | gather(bytes.w) << 12;
   }
 
-  // The same of keys [key, key + existing) of a row.
+  // Of keys [key, key + existing); the bits of the others are not set anyway.
+  static __device__ void load_ranks(const Params& p, int matrix, int key, int existing, bool whole,
+                                    int (&ranks)[16]) {
+    const auto* const from =
+        reinterpret_cast<const std::int32_t*>(p.key_rank.data) + p.begin(p.key_rank, matrix) + key;
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) {
+      if (whole) {
+        const int4 four = __ldg(reinterpret_cast<const int4*>(from + i));
+        ranks[i] = four.x;
+        ranks[i + 1] = four.y;
+        ranks[i + 2] = four.z;
+        ranks[i + 3] = four.w;
+      } else {
+#pragma unroll
+        for (int e = i; e < i + 4; ++e) ranks[e] = e < existing ? __ldg(from + e) : 0;
+      }
+    }
+  }
+
+  static __device__ std::uint32_t bits_below(const int (&ranks)[16], int limit) {
+    std::uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) bits |= (ranks[i] < limit ? 1u : 0u) << i;
+    return bits;
+  }
+
+  // The keys of [key, key + existing) of a row that are not 0.
   static __device__ std::uint32_t load_bits(const Params& p, const std::uint8_t* row, int key,
                                             int existing) {
     std::uint32_t bits = 0;

@@ -163,4 +163,25 @@ __global__ void __launch_bounds__(threads) place_ranks(Rows rows) {
   }
 }
 
+inline constexpr int order_threads = 256;
+
+// The order of the keys of all batches and its inverse, both [rows, Sk]: the key of each rank, -1 from the
+// first one that is never chosen, and the rank of each key, Sk where it is never chosen.
+__global__ void __launch_bounds__(order_threads)
+    store_order(Rows rows, std::int32_t* key_of_rank, std::int32_t* rank_of_key) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  const int blocks = ceil_div(rows.seqlen_k, order_threads);
+  const int row = static_cast<int>(blockIdx.x) / blocks;
+  const int rank =
+      static_cast<int>(blockIdx.x) % blocks * order_threads + static_cast<int>(threadIdx.x);
+  if (rank >= rows.seqlen_k) return;
+  const std::uint64_t key = rows.sorted_row(row)[rank];
+  const int position = rows.layout.position(key);
+  const bool valid = rows.layout.valid(key);
+  const std::int64_t at = static_cast<std::int64_t>(rows.first_row + row) * rows.seqlen_k;
+  key_of_rank[at + rank] = valid ? position : -1;
+  rank_of_key[at + position] = valid ? rank : rows.seqlen_k;
+}
+
 }  // namespace flash_dmattn::cuda::per_query

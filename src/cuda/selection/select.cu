@@ -38,6 +38,8 @@ std::int64_t rows_per_batch(const SelectionArgs& args) {
   return std::clamp<std::int64_t>(std::min(fitting, args.batch * args.heads), 1, batch_rows);
 }
 
+}  // namespace
+
 void validate(const SelectionArgs& args) {
   require_length("batch", args.batch);
   require_length("heads", args.heads);
@@ -60,6 +62,8 @@ void validate(const SelectionArgs& args) {
                           "f32, bf16 or f16 on a GPU");
   }
 }
+
+namespace {
 
 ScoredKeys scored_keys(const SelectionArgs& args) {
   ScoredKeys keys;
@@ -195,7 +199,9 @@ PerQuery per_query_rows(const SelectionArgs& args, Carver& workspace) {
 
   const std::int64_t keys = std::int64_t{rows.rows} * rows.seqlen_k;
   work.packed = workspace.take<std::uint64_t>(keys);
-  work.other = workspace.take<std::uint64_t>(keys);
+  // Ranks come here, in rows rounded up to 4.
+  const std::int64_t ranks = std::int64_t{rows.rows} * ceil_div(rows.seqlen_k, 4) * 4;
+  work.other = workspace.take<std::uint64_t>(std::max(keys, ranks / 2));
   const std::int64_t blocks = std::int64_t{rows.rows} * rows.blocks;
   rows.before = workspace.take<std::uint16_t>(blocks * rows.chunks);
   rows.totals = workspace.take<std::uint16_t>(blocks * rows.groups);
@@ -240,10 +246,16 @@ void sort_then_place(const PerQuery& work, per_query::Rows& rows, cudaStream_t s
               stream, rows);
 }
 
-void select_per_query(const PerQuery& work, cudaStream_t stream) {
+// The batch with its sorted keys, their ranks placed.
+per_query::Rows sort_keys(const PerQuery& work, cudaStream_t stream) {
   per_query::Rows rows = work.rows;
   sort_of(rows) == Sort::rows ? sort_and_place(work, rows, stream)
                               : sort_then_place(work, rows, stream);
+  return rows;
+}
+
+void select_per_query(const PerQuery& work, cudaStream_t stream) {
+  const per_query::Rows rows = sort_keys(work, stream);
   launch_grid(per_query::walk_ranks,
               {std::int64_t{rows.rows} * (rows.chunks - rows.first_walked()), per_query::threads},
               stream, rows);
@@ -293,6 +305,44 @@ void select_key_intervals(const SelectionArgs& args, const Execution& execution)
       launch_grid(global::keep_valid,
                   {std::int64_t{rows.rows} * rows.ctas_per_row(), global::threads}, stream, rows);
     }
+  });
+}
+
+// ---- The order alone ----------------------------------------------------------------------------
+
+namespace {
+
+// As for a choice of one key, whose intervals nobody reads.
+PerQuery ordered_rows(const SelectionArgs& args, Carver& workspace) {
+  SelectionArgs of_one = args;
+  of_one.window = 1;
+  of_one.intervals = workspace.take<KeyInterval>(args.batch * args.heads * args.seqlen_k);
+  return per_query_rows(of_one, workspace);
+}
+
+}  // namespace
+
+std::size_t order_workspace_size(const SelectionArgs& args) {
+  validate(args);
+  Carver workspace(nullptr);
+  if (args.batch * args.heads * args.seqlen_k > 0) ordered_rows(args, workspace);
+  return workspace.used();
+}
+
+void order_keys(const SelectionArgs& args, std::int32_t* key_of_rank, std::int32_t* rank_of_key,
+                const Execution& execution) {
+  const std::int64_t all_rows = args.batch * args.heads;
+  require_workspace(execution, order_workspace_size(args));
+  if (all_rows * args.seqlen_k == 0) return;
+  const auto stream = static_cast<cudaStream_t>(execution.stream);
+  Carver workspace(execution.workspace);
+  PerQuery work = ordered_rows(args, workspace);
+  for_each_batch(work.rows, all_rows, [&] {
+    const per_query::Rows rows = sort_keys(work, stream);
+    const int blocks = ceil_div(rows.seqlen_k, per_query::order_threads);
+    launch_grid(per_query::store_order,
+                {std::int64_t{rows.rows} * blocks, per_query::order_threads}, stream, rows,
+                key_of_rank, rank_of_key);
   });
 }
 

@@ -15,6 +15,9 @@ namespace flash_dmattn::cuda {
 
 // ---- Selection ----------------------------------------------------------------------------------
 
+// Throws InvalidArgument unless the scores are such as a GPU sorts.
+void validate(const SelectionArgs& args);
+
 // Scores f32, bf16 or f16; Sk <= 2^23; `intervals` aligned to 8 bytes.
 std::size_t select_workspace_size(const SelectionArgs& args);
 void select_key_intervals(const SelectionArgs& args, const Execution& execution);
@@ -23,6 +26,15 @@ std::int64_t key_list_stride(const SelectionArgs& args);
 std::size_t select_list_workspace_size(const SelectionArgs& args);
 KeyList select_key_list(const SelectionArgs& args, std::int32_t* keys, std::int32_t* count,
                         const Execution& execution);
+
+// The keys of all rows of scores in their order, [batch, heads, Sk], and its inverse: -1 and Sk for keys that
+// are never chosen.
+std::size_t order_workspace_size(const SelectionArgs& args);
+void order_keys(const SelectionArgs& args, std::int32_t* key_of_rank, std::int32_t* rank_of_key,
+                const Execution& execution);
+
+std::size_t rank_workspace_size(const RankArgs& args);
+void rank_keys(const RankArgs& args, const Execution& execution);
 
 // ---- Plan ---------------------------------------------------------------------------------------
 

@@ -206,7 +206,7 @@ struct BackwardKernel {
         const int column = position.column + 8 * k + e % 2;
         if (rows.extreme && !(fabsf(s * factor) < 1e37f) && row < p.shape.seqlen_q &&
             column < stream.size(n)) {
-          s = careful_probability<T>(p, tile.batch, tile.head, tile.kv_head, row,
+          s = careful_probability<T, Pairs>(p, tile.batch, tile.head, tile.kv_head, row,
                                      stream.key(n, column));
         } else {
           s = exp2_approx(fmaf(s, factor, -rows.lse2[m][e / 2]) - rows.low[m][e / 2]);

@@ -471,7 +471,8 @@ struct KeyMajorBackwardKernel {
         const int key = tile.key + Order::key(key_of(m, e / 2));
         if ((flags & lse_is_extreme) != 0 && !(fabsf(x * factor) < 1e37f) && exists &&
             key < p.shape.seqlen_k) {
-          x = careful_probability<T>(p, tile.batch, place.head, tile.kv_head, place.row + row, key);
+          x = careful_probability<T, Pairs>(p, tile.batch, place.head, tile.kv_head,
+                                            place.row + row, key);
         } else {
           x = exp2_approx(fmaf(x, factor, -lse2[column]) - (exists ? low[row] : 0.0f));
         }

@@ -85,8 +85,8 @@ struct ForwardKernel {
     }
     cp_async_wait_all();
     softmax.add_lanes();
-    store_output<QueryRows, P.warp_rows, D>(p, tile, row_end, warp_row, q_tile, factor, softmax,
-                                            out);
+    store_output<QueryRows, P.warp_rows, D, Pairs>(p, tile, row_end, warp_row, q_tile, factor,
+                                                   softmax, out);
   }
 
  private:

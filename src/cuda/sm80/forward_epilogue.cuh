@@ -28,7 +28,7 @@ __device__ inline void add_values(const float (&weights)[M16][N8][4], const Valu
 
 // Stores the output and lse of a warp's rows. The tile of q is overwritten: the block has waited for
 // all copies to it.
-template <class QueryRows, int WarpRows, int D, class T>
+template <class QueryRows, int WarpRows, int D, bool Pairs, class T>
 __device__ inline void store_output(const ForwardParams& p, const QueryTile& tile, int row_end,
                                     int warp_row, std::uint32_t q_tile, float factor,
                                     const OnlineSoftmax<T, WarpRows / 16>& softmax,
@@ -80,8 +80,8 @@ __device__ inline void store_output(const ForwardParams& p, const QueryTile& til
       unsigned careful = __ballot_sync(0xffffffffu, !ordinary && row < row_end) & 0x11111111u;
       for (; careful != 0; careful &= careful - 1) {
         const int source = __ffs(static_cast<int>(careful)) - 1;
-        careful_row<T>(p, tile.batch, tile.head, tile.kv_head,
-                       tile.row + warp_row + 16 * m + 8 * h + source / 4);
+        careful_row<T, Pairs>(p, tile.batch, tile.head, tile.kv_head,
+                              tile.row + warp_row + 16 * m + 8 * h + source / 4);
       }
     }
   }

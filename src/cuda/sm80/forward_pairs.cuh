@@ -78,8 +78,8 @@ struct ForwardPairsKernel {
     cp_async_wait_all();
     __syncthreads();  // where no tile is visited, nobody has waited for the others' copies of q
     softmax.add_lanes();
-    store_output<QueryRows, P.warp_rows, D>(p, tile, row_end, warp_row, q_tile, factor, softmax,
-                                            out);
+    store_output<QueryRows, P.warp_rows, D, true>(p, tile, row_end, warp_row, q_tile, factor,
+                                                  softmax, out);
   }
 };
 

@@ -97,6 +97,8 @@ class PairScores {
     };
     mask_ = begin(score.mask);
     bias_ = begin(score.bias);
+    key_rank_ = begin(score.key_rank);
+    rank_limit_ = begin(score.rank_limit);
   }
 
   // x = scale x + bias (x without a bias of pairs), -inf where masked. `partial`: of the columns, which
@@ -119,6 +121,17 @@ class PairScores {
         if (exists && (!partial || columns.range[column].sees(row))) apply_element(row, column, s);
       });
     }
+    if (score_.key_rank.data == nullptr) return;
+    const auto* ranks = reinterpret_cast<const int*>(score_.key_rank.data) + key_rank_;
+    const auto* limits = reinterpret_cast<const int*>(score_.rank_limit.data) + rank_limit_;
+    for_each_element(x, [&](float& s, int m, int n, int e) {
+      const std::int64_t row = position.row + 16 * m + 8 * (e / 2);
+      const int column = position.column + 8 * n + e % 2;
+      const bool exists = row <= last_row_ && column < size_;
+      if (exists && __ldg(ranks + keys_[column]) >= __ldg(limits + row * score_.rank_limit.query)) {
+        s = negative_infinity;
+      }
+    });
   }
 
  private:
@@ -180,6 +193,8 @@ class PairScores {
   const int* keys_;
   std::int64_t mask_;
   std::int64_t bias_;
+  std::int64_t key_rank_;
+  std::int64_t rank_limit_;
   int last_row_;
   bool consecutive_;
   int size_;

@@ -1,0 +1,172 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "cuda/selection/selection.h"
+#include "device.h"
+#include "flash_dmattn/error.h"
+#include "plan_comparison.h"
+#include "support/random.h"
+
+// Ranks of keys and limits of queries against the choice made by sorting.
+namespace flash_dmattn {
+namespace {
+
+using testing::DeviceBuffer;
+using testing::download;
+using testing::Random;
+
+class SmallCudaRanks : public testing::OnDevice {};
+class CudaRanks : public testing::OnDevice {};
+
+struct Shape {
+  std::array<std::int64_t, 2> scores;
+  std::array<std::int64_t, 2> mask;
+  std::int64_t seqlen_q;
+  std::int64_t seqlen_k;
+  std::int64_t window;
+  std::int64_t mask_padding;  // of its rows
+};
+
+RankArgs args_of(const Shape& shape, bool causal) {
+  RankArgs args;
+  args.batch = std::max(shape.scores[0], shape.mask[0]);
+  args.heads = std::max(shape.scores[1], shape.mask[1]);
+  args.seqlen_q = shape.seqlen_q;
+  args.seqlen_k = shape.seqlen_k;
+  args.window = shape.window;
+  args.causal = causal;
+  args.scores_shape = shape.scores;
+  args.scores_stride = {shape.scores[1] * shape.seqlen_k, shape.seqlen_k, 1};
+  args.mask_shape = shape.mask;
+  const std::int64_t row = shape.seqlen_k + shape.mask_padding;
+  args.mask_stride = {shape.mask[1] * shape.seqlen_q * row, shape.seqlen_q * row, row, 1};
+  return args;
+}
+
+float score(Random& random) {
+  switch (random.below(8)) {
+    case 0: return std::nanf("");
+    case 1: return -std::numeric_limits<float>::infinity();
+    case 2: return random.below(2) == 0 ? 0.0f : -0.0f;
+    default: return static_cast<float>(random.below(20)) - 10;
+  }
+}
+
+// Keys of a row, the best first, without those that are never chosen.
+std::vector<std::int64_t> sorted_keys(const float* scores, std::int64_t seqlen_k) {
+  std::vector<std::int64_t> keys(static_cast<std::size_t>(seqlen_k));
+  std::iota(keys.begin(), keys.end(), 0);
+  std::erase_if(keys, [&](std::int64_t j) { return std::isnan(scores[j]); });
+  std::sort(keys.begin(), keys.end(), [&](std::int64_t a, std::int64_t b) {
+    return scores[a] != scores[b] ? scores[a] > scores[b] : a > b;
+  });
+  return keys;
+}
+
+void expect_the_choice(const Shape& shape, bool causal, Random& random) {
+  RankArgs args = args_of(shape, causal);
+  const std::int64_t score_rows = shape.scores[0] * shape.scores[1];
+  std::vector<float> scores(static_cast<std::size_t>(score_rows * shape.seqlen_k));
+  for (float& x : scores) x = score(random);
+  std::vector<std::uint8_t> mask(static_cast<std::size_t>(shape.mask[0] * args.mask_stride[0]));
+  for (auto& visible : mask) visible = random.below(3) != 0 ? 2 : 0;
+
+  DeviceBuffer device_scores(scores.size() * sizeof(float));
+  DeviceBuffer device_mask(mask.size());
+  device_scores.upload(scores.data());
+  device_mask.upload(mask.data());
+  const std::int64_t limits = args.batch * args.heads * shape.seqlen_q;
+  DeviceBuffer rank(scores.size() * sizeof(std::int32_t));
+  DeviceBuffer limit(static_cast<std::size_t>(limits) * sizeof(std::int32_t));
+  args.scores = device_scores.data();
+  args.mask = reinterpret_cast<const std::uint8_t*>(device_mask.data());
+  args.key_rank = reinterpret_cast<std::int32_t*>(rank.data());
+  args.rank_limit = reinterpret_cast<std::int32_t*>(limit.data());
+  Execution execution;
+  execution.workspace_bytes = cuda::rank_workspace_size(args);
+  DeviceBuffer workspace(execution.workspace_bytes);
+  execution.workspace = workspace.data();
+  cuda::rank_keys(args, execution);
+
+  const auto ranks = download<std::int32_t>(rank, score_rows * shape.seqlen_k);
+  const auto queries = download<std::int32_t>(limit, limits);
+  for (std::int64_t row = 0; row < args.batch * args.heads; ++row) {
+    const std::int64_t b = row / args.heads, h = row % args.heads;
+    const auto row_of = [&](const std::array<std::int64_t, 2>& of) {
+      return (of[0] == 1 ? 0 : b) * of[1] + h * of[1] / args.heads;
+    };
+    const std::int64_t first = row_of(shape.scores) * shape.seqlen_k;
+    const auto keys = sorted_keys(scores.data() + first, shape.seqlen_k);
+    for (std::int64_t i = 0; i < shape.seqlen_q; ++i) {
+      const auto* allowed =
+          mask.data() + row_of(shape.mask) * args.mask_stride[1] + i * args.mask_stride[2];
+      std::vector<bool> expected(static_cast<std::size_t>(shape.seqlen_k));
+      const auto sees = [&](std::int64_t j) {
+        return allowed[j] != 0 && (!causal || j <= i + shape.seqlen_k - shape.seqlen_q);
+      };
+      std::int64_t kept = 0;
+      for (const std::int64_t j : keys) {
+        if (sees(j) && kept < shape.window) expected[static_cast<std::size_t>(j)] = ++kept > 0;
+      }
+      const std::int32_t below = queries[static_cast<std::size_t>(row * shape.seqlen_q + i)];
+      for (std::int64_t j = 0; j < shape.seqlen_k; ++j) {
+        const bool chosen = sees(j) && ranks[static_cast<std::size_t>(first + j)] < below;
+        ASSERT_EQ(chosen, expected[static_cast<std::size_t>(j)])
+            << "row " << row << ", query " << i << ", key " << j;
+      }
+    }
+  }
+}
+
+TEST_F(SmallCudaRanks, AreTheChoice) {
+  Random random(1);
+  const std::vector<Shape> shapes = {
+      {{7, 9}, {1, 1}, 5, 1, 1, 0},    {{2, 2}, {2, 1}, 65, 132, 20, 4},
+      {{1, 4}, {2, 2}, 40, 67, 9, 0},  {{2, 1}, {1, 3}, 100, 36, 36, 3},
+      {{1, 2}, {1, 2}, 33, 200, 0, 0}, {{1, 1}, {1, 1}, 70, 700, 1000, 0},
+      {{1, 1}, {1, 1}, 0, 3, 1, 0},    {{1, 1}, {1, 1}, 3, 0, 1, 0},
+  };
+  for (const Shape& shape : shapes) {
+    for (const bool causal : {false, true}) {
+      expect_the_choice(shape, causal, random);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_F(CudaRanks, OfRowsThatAreSortedDeviceWide) {
+  Random random(2);
+  expect_the_choice({{2, 3}, {2, 1}, 70, 9000, 700, 0}, true, random);
+}
+
+TEST_F(CudaRanks, BadArgumentsAreNamed) {
+  const RankArgs good = args_of({{2, 2}, {1, 4}, 5, 7, 3, 0}, true);
+  const auto rejected = [](const RankArgs& args) -> std::string {
+    try {
+      cuda::rank_keys(args, Execution{});
+    } catch (const InvalidArgument& error) {
+      return error.argument();
+    }
+    return "nothing";
+  };
+  RankArgs args = good;
+  args.scores_shape = {2, 3};
+  EXPECT_EQ(rejected(args), "scores_shape");
+  args = good;
+  args.mask_shape = {3, 4};
+  EXPECT_EQ(rejected(args), "mask_shape");
+  args = good;
+  args.window = -1;
+  EXPECT_EQ(rejected(args), "window");
+  EXPECT_EQ(rejected(good), "execution.workspace_bytes");
+}
+
+}  // namespace
+}  // namespace flash_dmattn

@@ -1,0 +1,211 @@
+"""A choice per query under a mask of pairs, on the GPU: as ranks of keys beside the mask, never as a second
+mask. What it must equal is the mask that torch makes of it on the CPU."""
+
+import itertools
+
+import pytest
+import torch
+
+from flash_dmattn import flash_dmattn_func
+from flash_dmattn.utils.mask import topk_mask
+from gpu import capture, needs_gpu
+
+pytestmark = needs_gpu
+
+ops = torch.ops.flash_dmattn
+
+
+def random_mask(*shape, share=0.6):
+    return torch.rand(shape) < share
+
+
+def past(length_q, length_k):
+    return torch.ones(length_q, length_k, dtype=torch.bool).tril(length_k - length_q)
+
+
+SCORES = {
+    "normal": lambda shape: torch.randn(shape),
+    "ties": lambda shape: torch.randint(-2, 3, shape) * 0.5,
+    "equal": lambda shape: torch.zeros(shape) * torch.randn(shape).sign(),  # of both signs
+    "special": lambda shape: torch.tensor([0.0, 1.0, float("inf"), float("-inf"), float("nan")])[
+        torch.randint(0, 5, shape)
+    ],
+}
+SHAPES = [  # scores' batch and heads, the mask's, lengths
+    ((2, 3), (2, 1), (128, 128)),
+    ((1, 3), (2, 3), (130, 67)),
+    ((2, 2), (1, 4), (33, 1030)),
+    ((2, 4), (2, 2), (1100, 96)),
+    ((1, 1), (1, 2), (1, 5)),
+    ((3, 1), (1, 1), (50, 9000)),
+]
+
+
+@pytest.mark.parametrize("fill", SCORES)
+@pytest.mark.parametrize(("of_scores", "of_mask", "lengths"), SHAPES)
+def test_ranks_and_limits_are_the_choice(of_scores, of_mask, lengths, fill):
+    length_q, length_k = lengths
+    heads = max(of_scores[1], of_mask[1])
+    mask = random_mask(*of_mask, *lengths)
+    mask[..., length_q // 2, :] = False
+    windows = {0, 1, length_k // 3, length_k - 1, length_k, length_k + 5}
+    types = (torch.float32, torch.bfloat16, torch.float16)
+    for dtype, window, causal in itertools.product(types, windows, (False, True)):
+        scores = SCORES[fill]((*of_scores, length_k)).to(dtype)
+        rank, limit = ops.rank_keys(scores.cuda(), mask.cuda(), window, causal)
+        assert rank.shape == (*of_scores, 1, length_k)
+        assert limit.shape == (max(of_scores[0], of_mask[0]), heads, length_q, 1)
+        of_heads = [t.repeat_interleave(heads // t.shape[1], 1) for t in (scores, rank.cpu(), mask)]
+        allowed = of_heads[2] & past(*lengths) if causal else of_heads[2]
+        expected = topk_mask(of_heads[0][:, :, None], allowed, window, None)
+        actual = allowed & (of_heads[1] < limit.cpu())
+        assert torch.equal(actual, expected), (dtype, window, causal)
+
+
+def test_ranks_with_any_strides_and_without_elements():
+    scores, mask = torch.randn(2, 2, 300), random_mask(2, 1, 70, 300)
+    expected = ops.rank_keys(scores.cuda(), mask.cuda(), 40, True)
+    strided = torch.empty(2, 300, 2).transpose(1, 2).copy_(scores)
+    shifted = torch.empty(2, 1, 300, 71, dtype=torch.bool)[..., 1:].transpose(2, 3).copy_(mask)
+    for some_scores, some_mask in [(strided, mask), (scores, shifted), (strided, shifted)]:
+        # .cuda() keeps strides of dense tensors only
+        on_gpu = torch.empty_strided(
+            some_mask.shape, some_mask.stride(), dtype=torch.bool, device="cuda"
+        ).copy_(some_mask)
+        actual = ops.rank_keys(some_scores.cuda(), on_gpu, 40, True)
+        assert all(map(torch.equal, actual, expected))
+    for batch, heads, length_q, length_k in [
+        (0, 1, 4, 4),
+        (1, 0, 4, 4),
+        (1, 1, 0, 4),
+        (1, 1, 4, 0),
+    ]:
+        rank, limit = ops.rank_keys(
+            torch.zeros(batch, heads, length_k, device="cuda"),
+            torch.zeros(batch, heads, length_q, length_k, device="cuda").bool(), 2, True,
+        )  # fmt: skip
+        assert rank.shape == (batch, heads, 1, length_k)
+        assert torch.equal(limit, torch.full_like(limit, length_k))
+
+
+def tensors(lengths, heads, head_dim, dtype=torch.bfloat16, batch=2, score_heads=None):
+    (length_q, length_k), (heads_q, heads_kv) = lengths, heads
+    q = torch.randn(batch, length_q, heads_q, head_dim, dtype=dtype)
+    k, v = (torch.randn(batch, length_k, heads_kv, head_dim, dtype=dtype) for _ in range(2))
+    bias = torch.randn(batch, score_heads or heads_kv, length_k, dtype=dtype)
+    return [t.cuda().requires_grad_() for t in (q, k, v, bias)]
+
+
+def step(inputs, mask, **options):
+    q, k, v, bias = inputs
+    out, lse, _ = flash_dmattn_func(q, k, v, mask, bias, return_attn_probs=True, **options)
+    weight = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
+    return out, lse, *torch.autograd.grad((out.float() * weight).sum(), inputs)
+
+
+SITUATIONS = {
+    "heads of keys": {},
+    "words": {"lengths": (1100, 2048), "window": 500},
+    "causal": {"is_causal": True, "lengths": (300, 300)},
+    "one mask": {"mask": (1, 1)},
+    "mask of query heads": {"mask": (2, 4)},
+    "choice of query heads": {"score_heads": 4, "mask": (2, 2)},
+    "one choice": {"score_heads": 1},
+    "D128": {"head_dim": 128, "dtype": torch.float16, "is_causal": True},
+    "D80": {"head_dim": 80},
+    "D256": {"head_dim": 256},
+    "softcap": {"softcap": 5.0},
+    "odd keys": {"lengths": (190, 333)},
+    "fewer keys": {"lengths": (333, 190), "is_causal": True},
+    "one query head": {"heads": (2, 2)},
+}
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_attention_is_that_of_the_chosen_pairs(name):
+    options = dict(SITUATIONS[name])
+    lengths, window = options.pop("lengths", (200, 264)), options.pop("window", 50)
+    heads, score_heads = options.pop("heads", (4, 2)), options.pop("score_heads", None)
+    inputs = tensors(
+        lengths, heads, options.pop("head_dim", 64), options.pop("dtype", torch.bfloat16),
+        score_heads=score_heads,
+    )  # fmt: skip
+    mask = random_mask(*options.pop("mask", (2, heads[1])), *lengths)
+    is_causal = options.get("is_causal", False)
+    matched = max(mask.shape[1], inputs[3].shape[1])
+    scores, allowed = (
+        t.repeat_interleave(matched // t.shape[1], 1) for t in (inputs[3].detach().cpu(), mask)
+    )
+    allowed = allowed & past(*lengths) if is_causal else allowed
+    chosen = topk_mask(scores[:, :, None], allowed, window, None).cuda()
+    for deterministic in (True, False):
+        actual = step(
+            inputs, mask.cuda(), keep_window_size=window, deterministic=deterministic, **options
+        )
+        expected = step(inputs, chosen, deterministic=deterministic, **options)
+        for got, wanted in zip(actual, expected, strict=True):
+            if deterministic:  # the same pairs in the same tiles
+                assert torch.equal(got, wanted)
+            else:
+                torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_where_scores_overflow():
+    """Rows that are computed in double look at ranks too."""
+    inputs = tensors((96, 160), (2, 2), 64)
+    with torch.no_grad():
+        for t in inputs[:2]:
+            t.mul_(1e19)
+    mask = random_mask(2, 1, 96, 160)
+    chosen = topk_mask(inputs[3].detach().cpu()[:, :, None], mask, 20, None)
+    actual = step(inputs, mask.cuda(), keep_window_size=20, deterministic=True)
+    expected = step(inputs, chosen.cuda(), deterministic=True)
+    assert all(map(torch.equal, actual, expected))
+
+
+def test_selection_scores_under_a_bias_that_masks():
+    q, k, v, scores = tensors((130, 130), (2, 2), 64)
+    bias = torch.randn(2, 2, 130, device="cuda", dtype=torch.bfloat16)
+    bias[..., ::3] = float("-inf")
+    mask = random_mask(2, 1, 130, 130)
+    seen = (mask.cuda() & (bias > -1e30)[:, :, None]).cpu()
+    chosen = topk_mask(scores.detach().cpu()[:, :, None], seen, 20, None)
+    for some_bias in (bias, bias[:, :, None].expand(-1, -1, 130, -1).contiguous()):
+        actual = flash_dmattn_func(
+            q, k, v, mask.cuda(), some_bias, keep_window_size=20, selection_scores=scores
+        )
+        assert torch.equal(actual, flash_dmattn_func(q, k, v, chosen.cuda(), some_bias))
+
+
+def test_graph_compile_and_opcheck():
+    inputs = tensors((160, 160), (4, 2), 64)
+    mask = random_mask(2, 1, 160, 160).cuda()
+    options = {"keep_window_size": 30, "is_causal": True, "deterministic": True}
+    graph, captured = capture(lambda: step(inputs, mask, **options))
+    graph.replay()
+    expected = step(inputs, mask, **options)
+    assert all(map(torch.equal, captured, expected))
+    compiled = torch.compile(step, fullgraph=False)(inputs, mask, **options)
+    assert all(map(torch.equal, compiled[:2], expected[:2]))
+    scores = inputs[3].detach()
+    torch.library.opcheck(ops.rank_keys.default, (scores, mask, 30, True))
+    rank, limit = ops.rank_keys(scores, mask, 30, True)
+    arguments = (*inputs[:3], mask, scores[:, :, None], None, None, None, rank, limit)
+    of_call = ([], True, 0.125, 0.0, True, True, "")
+    torch.library.opcheck(ops.forward.default, (*arguments, *of_call))
+    detached = [t if t is None else t.detach() for t in arguments]
+    results = ops.forward(*detached, *of_call)
+    needs = (True, True, True, True)
+    dout = torch.randn_like(results[0])
+    torch.library.opcheck(ops.backward.default, (dout, *detached, *results, *of_call, *needs))
+
+
+def test_compiled_forward_is_one_graph():
+    q, k, v, bias = (t.detach() for t in tensors((160, 160), (4, 2), 64))
+    mask = random_mask(2, 1, 160, 160).cuda()
+
+    def forward(q, k, v, mask, bias):
+        return flash_dmattn_func(q, k, v, mask, bias, keep_window_size=30, is_causal=True)
+
+    compiled = torch.compile(forward, fullgraph=True)(q, k, v, mask, bias)
+    assert torch.equal(compiled, forward(q, k, v, mask, bias))
