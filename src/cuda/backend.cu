@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <limits>
 
+#include "cuda/common/careful_queries.cuh"
 #include "cuda/common/gradients.cuh"
 #include "cuda/common/key_runs.cuh"
 #include "cuda/common/launch.h"
@@ -440,8 +441,8 @@ void store_rows(const Shape& shape, const float* sums, const Tensor4& to, float 
 template <class T, int D>
 void store_query_rows(const BackwardParams& params, cudaStream_t stream) {
   if (params.dq.data == nullptr) return;
-  const StoreQueryRows<T, D> store{params.shape, params.dq_sum, params.dq, params.score.scale,
-                                   params.saturate};
+  const StoreQueryRows<T, D> store{params.shape,       params.dq_sum,   params.dq,
+                                   params.score.scale, params.saturate, params.flags};
   for_each(store.items(), store, stream);
 }
 
@@ -501,6 +502,10 @@ void backward(const BackwardArgs& args, const Execution& execution) {
     } else {
       store_rows<T>(params.shape, workspace.dk_sum, args.dk, p.scale, params.saturate, stream);
       store_rows<T>(params.shape, workspace.dv_sum, args.dv, 1, params.saturate, stream);
+    }
+    if (params.dq.data != nullptr) {
+      using Careful = CarefulQueriesKernel<T>;
+      launch<Careful>(Careful::blocks(params), params, stream);
     }
     if (wants_bias && params.dbias_add) store_bias<T>(args, workspace.dbias_sum, stream);
   });

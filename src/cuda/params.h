@@ -123,11 +123,13 @@ struct Turns {
   bool across_heads = false;  // blocks of other kv heads add to a query's elements too
 };
 
-// What the statistics of the rows found somewhere; rare, and the main loop then takes more care.
+// What the statistics of the rows found somewhere, and then the main loop takes more care; or what came
+// out of that (common/careful_queries.cuh). Rare.
 enum BackwardFlag : std::uint32_t {
   dout_not_finite = 1,
   lse_has_low = 2,     // lse2_low matters
   lse_is_extreme = 4,  // scores may have overflowed
+  dq_not_finite = 8,   // before it was converted
 };
 
 struct BackwardParams {

@@ -13,6 +13,17 @@ __device__ inline const T* row_of(const HeadRows& rows, int batch, int row, int 
                                     head * rows.head);
 }
 
+template <class T>
+__device__ inline double careful_dot(const T* a, const T* b, int head_dim) {
+  double dot = 0;
+#pragma unroll 1  // registers that the main loops would have to leave to it
+  for (int d = 0; d < head_dim; ++d) {
+    dot +=
+        static_cast<double>(Element<T>::widen(a[d])) * static_cast<double>(Element<T>::widen(b[d]));
+  }
+  return dot;
+}
+
 // The score of a pair in natural units; -inf where the key is not visible. `Pairs`: the mask or the bias may
 // have a query dimension, and then there may be ranks.
 template <class T, bool Pairs>
@@ -44,13 +55,8 @@ __device__ __noinline__ double careful_score(const ScoreParams& score, const Sha
     if (!(value > score.mask_value)) return invisible;
     bias = static_cast<double>(value);
   }
-  const T* query = row_of<T>(q, batch, row, head);
-  const T* keys = row_of<T>(k, batch, key, kv_head);
-  double dot = 0;
-  for (int d = 0; d < shape.head_dim; ++d) {
-    dot += static_cast<double>(Element<T>::widen(query[d])) *
-           static_cast<double>(Element<T>::widen(keys[d]));
-  }
+  const double dot = careful_dot(row_of<T>(q, batch, row, head), row_of<T>(k, batch, key, kv_head),
+                                 shape.head_dim);
   double s = static_cast<double>(score.scale) * dot;
   const double c = static_cast<double>(score.softcap);
   if (c > 0) s = c * tanh(s / c);
@@ -76,8 +82,8 @@ struct KeysOfRow {
   const std::int32_t* listed = nullptr;
   int count;
 
-  __device__ KeysOfRow(const ForwardParams& p, int batch, int kv_head, int row)
-      : count(p.shape.seqlen_k) {
+  template <class Params>
+  __device__ KeysOfRow(const Params& p, int batch, int kv_head, int row) : count(p.shape.seqlen_k) {
     if (p.plan.keys == nullptr) return;
     const std::int64_t tile = batch * p.plan.stride_batch + kv_head * p.plan.stride_head +
                               row / static_cast<int>(p.plan.tile_rows);

@@ -37,6 +37,9 @@ __device__ inline void store_gradient_pair(const Broadcast& dbias, std::int64_t 
   }
 }
 
+// Else NaN, which is not equal to 0.
+__device__ inline float zero_if_finite(float x, float y) { return fmaf(x, 0.0f, y * 0.0f); }
+
 // delta = dout . out and lse in units of log 2, for every query row. 16 lanes to a row.
 template <class T>
 struct RowStatisticsKernel {
@@ -169,6 +172,7 @@ struct StoreQueryRows {
   HeadRows to;
   float scale;
   bool saturate;
+  std::uint32_t* flags;
 
   long items() const { return static_cast<long>(Tile::count(shape)) * (Tile::rows / 2) * chunks; }
 
@@ -186,11 +190,14 @@ struct StoreQueryRows {
         Tile::offset(warp, row % Tile::warp_rows / 16, chunk % Tile::column_blocks, row % 8 * 4);
     std::uint32_t upper[4];
     std::uint32_t lower[4];
+    float check = 0;
     for (int i = 0; i < 4; ++i) {
       const float4 sum = __ldg(reinterpret_cast<const float4*>(from) + i);
+      check += zero_if_finite(sum.x, sum.y) + zero_if_finite(sum.z, sum.w);
       upper[i] = pack_gradient<T>(sum.x * scale, sum.y * scale, saturate);
       lower[i] = pack_gradient<T>(sum.z * scale, sum.w * scale, saturate);
     }
+    if (check != 0) atomicOr(flags, dq_not_finite);
     const std::int64_t head = tile / tiles;
     std::byte* const rows =
         to.data + head / shape.heads_q * to.batch + head % shape.heads_q * to.head + chunk * 16;

@@ -115,10 +115,13 @@ struct BackwardKernel {
     clear_pair_gradients(p, tile, row_end, stream.keys_walked(), p.shape.seqlen_k);
     if (p.dq.data == nullptr) return;
     __syncthreads();  // all have read q
+    float check = 0;
     stage_accumulators<QueryRows>(
         dq, q_tile, QueryTilePart::row(), QueryTilePart::column(), [&](float x, float y, int, int) {
+          check += zero_if_finite(x, y);
           return pack_gradient<T>(x * p.score.scale, y * p.score.scale, p.saturate);
         });
+    if (check != 0) atomicOr(p.flags, dq_not_finite);
     __syncthreads();
     write_rows<QueryRows>(q_tile, 0, row_end - tile.row, tile.row, p.dq, tile.batch, tile.head,
                           p.shape.head_dim, static_cast<int>(threadIdx.x), threads);
@@ -186,7 +189,10 @@ struct BackwardKernel {
     typename ScoreTile::Accumulators slope;
     const bool capped = p.score.form == ScoreForm::capped;
     if (capped) {
-      for_each_element(x, [&](float& t, int m, int k, int e) { slope[m][k][e] = 1 - t * t; });
+      // At least 0; 0 instead of a NaN, which would meet the zeros of ds.
+      for_each_element(x, [&](float& t, int m, int k, int e) {
+        slope[m][k][e] = __saturatef(fmaf(-t, t, 1.0f));
+      });
     }
     const bool biased = p.score.bias.data != nullptr;
     if (biased && !(Pairs && p.score.bias.per_query)) {
@@ -207,7 +213,7 @@ struct BackwardKernel {
         if (rows.extreme && !(fabsf(s * factor) < 1e37f) && row < p.shape.seqlen_q &&
             column < stream.size(n)) {
           s = careful_probability<T, Pairs>(p, tile.batch, tile.head, tile.kv_head, row,
-                                     stream.key(n, column));
+                                            stream.key(n, column));
         } else {
           s = exp2_approx(fmaf(s, factor, -rows.lse2[m][e / 2]) - rows.low[m][e / 2]);
         }
