@@ -9,8 +9,8 @@
 #   correctness   C++ and Python tests
 #   sanitizers    compute-sanitizer, small cases; beside the tests
 #   speed         times, memory, rivals, training; alone
-#   portable      only on request, as it compiles for four minutes on 32 cores: tests of the Triton and FlexAttention backends
-#   rivals        only on request, for two minutes: all cases of `python -m flash_dmattn bench`, FlexAttention too; alone
+#   portable      only on request, as it compiles for minutes: tests of the Triton and FlexAttention backends
+#   rivals        only on request, for as long: all cases of `python -m flash_dmattn bench`, FlexAttention too; alone
 # The first three take two and a half minutes on an H200 with 32 processor cores.
 # RESULTS gets a log of each part and record.json, whose place is benchmarks/records/<machine>/<date>-torch.json;
 # rivals: triton.json and sweeps.json.
@@ -102,18 +102,7 @@ portable() {
     grep :: | xargs -d "\n" -P "$(nproc)" -n 12 python3 -m pytest -q -p no:cacheprovider' - "$folder"
 }
 
-# What rivals() will measure, once and all at the same time: Triton and torch's compiler keep on disk what they compile.
-compile_rivals() {
-  local work
-  for work in "dense --length 8192" "dense --length 32768" pairs dma sliding "scaling --length "{4096,8192,16384,65536} \
-    "windows --window "{256,512,1024,4096,8192}; do
-    OMP_NUM_THREADS=2 timeout 120 python3 -m flash_dmattn bench --backend triton --against flex --repeats 1 --case $work &
-  done
-  wait
-}
-
 rivals() {
-  part compile_rivals bash "$folder/benchmarks/gpu_session.sh" compile_rivals
   local bench=(python3 -m flash_dmattn bench --backend cuda triton --commit "$(cat "$folder/commit")")
   part bench_triton "${bench[@]}" --case dense dma sliding pairs --against fa2,cudnn,sdpa,flex --json "$results/triton.json"
   part bench_sweeps "${bench[@]}" --case scaling windows --against sdpa,flex --json "$results/sweeps.json"
