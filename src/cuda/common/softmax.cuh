@@ -1,5 +1,6 @@
 #pragma once
 
+#include "cuda/common/math.cuh"
 #include "cuda/common/score.cuh"
 
 namespace flash_dmattn::cuda {
@@ -17,6 +18,9 @@ inline constexpr float weight_shift<__nv_bfloat16> = 24;
 // row agree on its maximum; each keeps the sum of its own columns until the end.
 template <class T, int M16>
 struct OnlineSoftmax {
+  // Of weights ahead of their maximum: what T can hold with some room for values.
+  static constexpr float largest_sum_ahead = weight_shift<T> > 0 ? 0x1p60f : 0x1p15f;
+
   float max[M16][2];
   float sum[M16][2];
 
@@ -36,6 +40,63 @@ struct OnlineSoftmax {
   // of the warp is rescaled, and weights up to 2^max_growth are as precise as those up to 1.
   template <int N8, int D8>
   __device__ void update(float (&s)[M16][N8][4], float factor, float (&out)[M16][D8][4]) {
+    follow(s, factor, out);
+    weigh(s, factor, sum);
+  }
+
+  // The same without `max` following. The largest of a lane's sums of these weights: above
+  // largest_sum_ahead, or NaN, they may not be used.
+  template <int N8>
+  __device__ float update_ahead(float (&s)[M16][N8][4], float factor) {
+    float added[M16][2] = {};
+    weigh(s, factor, added);
+    float largest = 0;
+#pragma unroll
+    for (int m = 0; m < M16; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        sum[m][h] += added[m][h];
+        largest = max_or_nan(largest, added[m][h]);
+      }
+    }
+    return largest;
+  }
+
+  // Whether every row of the warp has seen a key.
+  __device__ bool has_begun() const {
+    float least = max[0][0];
+#pragma unroll
+    for (int m = 0; m < M16; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) least = fminf(least, max[m][h]);
+    }
+    return __all_sync(0xffffffffu, least > negative_infinity);
+  }
+
+  __device__ void add_lanes() {
+#pragma unroll
+    for (int m = 0; m < M16; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        sum[m][h] += __shfl_xor_sync(0xffffffffu, sum[m][h], 1);
+        sum[m][h] += __shfl_xor_sync(0xffffffffu, sum[m][h], 2);
+      }
+    }
+  }
+
+  // log sum exp of a row, natural, in double: lse and what rounding took from it.
+  __device__ double log_sum_exp(int m, int h, float factor) const {
+    const double log2_sum = static_cast<double>(__log2f(sum[m][h])) + weight_shift<T>;
+    const double log2_max = static_cast<double>(max[m][h] * factor);
+    return (log2_max + log2_sum) * 0.6931471805599453;
+  }
+
+ private:
+  static constexpr float max_growth = 8;  // log2
+
+  // Rescales what is summed where the maximum has outgrown `max`.
+  template <int N8, int D8>
+  __device__ void follow(const float (&s)[M16][N8][4], float factor, float (&out)[M16][D8][4]) {
     float row_max[M16][2];
     bool outgrown = false;
 #pragma unroll
@@ -68,6 +129,11 @@ struct OnlineSoftmax {
         }
       }
     }
+  }
+
+  // Turns scores into weights, which are added to a lane's `sums`.
+  template <int N8>
+  __device__ void weigh(float (&s)[M16][N8][4], float factor, float (&sums)[M16][2]) const {
     float offset[M16][2];
 #pragma unroll
     for (int m = 0; m < M16; ++m) {
@@ -82,32 +148,11 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           s[m][n][e] = exp2_approx(fmaf(s[m][n][e], factor, -offset[m][e / 2]));
-          sum[m][e / 2] += s[m][n][e];
+          sums[m][e / 2] += s[m][n][e];
         }
       }
     }
   }
-
-  __device__ void add_lanes() {
-#pragma unroll
-    for (int m = 0; m < M16; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        sum[m][h] += __shfl_xor_sync(0xffffffffu, sum[m][h], 1);
-        sum[m][h] += __shfl_xor_sync(0xffffffffu, sum[m][h], 2);
-      }
-    }
-  }
-
-  // log sum exp of a row, natural, in double: lse and what rounding took from it.
-  __device__ double log_sum_exp(int m, int h, float factor) const {
-    const double log2_sum = static_cast<double>(__log2f(sum[m][h])) + weight_shift<T>;
-    const double log2_max = static_cast<double>(max[m][h] * factor);
-    return (log2_max + log2_sum) * 0.6931471805599453;
-  }
-
- private:
-  static constexpr float max_growth = 8;  // log2
 
   // A row that has seen nothing subtracts 0, never -inf from -inf.
   static __device__ float offset_of(float max, float factor) {

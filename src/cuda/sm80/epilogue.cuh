@@ -26,24 +26,23 @@ __device__ inline void stage_accumulators(const float (&c)[M16][N8][4], std::uin
   }
 }
 
-// Writes rows [begin, end) of a shared tile, whose row 0 is row `first` of the head, with `lanes`
-// threads of which this is number `lane`.
-template <class Tile>
-__device__ inline void write_rows(std::uint32_t tile, int begin, int end, int first,
-                                  const HeadRows& to, int batch, int head, int head_dim, int lane,
-                                  int lanes) {
-  std::byte* const data = to.data + batch * to.batch + head * to.head;
+// Writes rows [begin, end) of a shared tile with `lanes` threads of which this is number `lane`: row r
+// to destination(r), unless that is null.
+template <class Tile, class Destination>
+__device__ inline void write_rows(std::uint32_t tile, int begin, int end, bool aligned,
+                                  int head_dim, int lane, int lanes,
+                                  const Destination& destination) {
   const int chunks = head_dim / 8;
   for (int i = lane; i < (end - begin) * Tile::chunks; i += lanes) {
     const int row = begin + i / Tile::chunks;
     const int chunk = i % Tile::chunks;
-    if (chunk >= chunks) continue;
+    std::byte* const to = destination(row);
+    if (chunk >= chunks || to == nullptr) continue;
     const uint4 value = load_shared_16(tile + Tile::offset(row, chunk));
-    std::byte* const destination = data + (first + row) * to.row + chunk * 16;
-    if (to.aligned) {
-      *reinterpret_cast<uint4*>(destination) = value;
+    if (aligned) {
+      *reinterpret_cast<uint4*>(to + chunk * 16) = value;
     } else {
-      auto* const halves = reinterpret_cast<std::uint16_t*>(destination);
+      auto* const halves = reinterpret_cast<std::uint16_t*>(to + chunk * 16);
       const std::uint32_t words[4] = {value.x, value.y, value.z, value.w};
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
@@ -52,6 +51,16 @@ __device__ inline void write_rows(std::uint32_t tile, int begin, int end, int fi
       }
     }
   }
+}
+
+// The same, with row `first` of the head in the tile's row 0.
+template <class Tile>
+__device__ inline void write_rows(std::uint32_t tile, int begin, int end, int first,
+                                  const HeadRows& to, int batch, int head, int head_dim, int lane,
+                                  int lanes) {
+  std::byte* const data = to.data + batch * to.batch + head * to.head;
+  write_rows<Tile>(tile, begin, end, to.aligned, head_dim, lane, lanes,
+                   [&](int row) { return data + (first + row) * to.row; });
 }
 
 }  // namespace flash_dmattn::cuda::sm80

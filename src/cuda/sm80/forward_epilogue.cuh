@@ -3,6 +3,7 @@
 #include "cuda/common/careful.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/sm80/epilogue.cuh"
+#include "cuda/sm80/row_order.cuh"
 
 // What follows the softmax of the forward kernels.
 namespace flash_dmattn::cuda::sm80 {
@@ -26,9 +27,9 @@ __device__ inline void add_values(const float (&weights)[M16][N8][4], const Valu
   multiply<T, N8 * 8>(out, packed, values);
 }
 
-// Stores the output and lse of a warp's rows. The tile of q is overwritten: the block has waited for
-// all copies to it.
-template <class QueryRows, int WarpRows, int D, bool Pairs, class T>
+// Stores the output and lse of a warp's rows; `tile` has the first of their heads. The tile of q is
+// overwritten: the block has waited for all copies to it.
+template <class QueryRows, int WarpRows, int D, bool Pairs, class Order = RowOrder<1>, class T>
 __device__ inline void store_output(const ForwardParams& p, const QueryTile& tile, int row_end,
                                     int warp_row, std::uint32_t q_tile, float factor,
                                     const OnlineSoftmax<T, WarpRows / 16>& softmax,
@@ -47,11 +48,13 @@ __device__ inline void store_output(const ForwardParams& p, const QueryTile& til
     return pack_output<T>(x * inverse[m][h], y * inverse[m][h], p.saturate);
   });
   __syncwarp();
-  write_rows<QueryRows>(q_tile, warp_row, min(warp_row + WarpRows, row_end - tile.row), tile.row,
-                        p.out, tile.batch, tile.head, p.shape.head_dim, lane, 32);
+  std::byte* const to = p.out.data + tile.batch * p.out.batch + tile.head * p.out.head;
+  write_rows<QueryRows>(
+      q_tile, warp_row, warp_row + WarpRows, p.out.aligned, p.shape.head_dim, lane, 32, [&](int r) {
+        const int row = tile.row + Order::query(r);
+        return row < row_end ? to + Order::head(r) * p.out.head + row * p.out.row : nullptr;
+      });
 
-  const std::int64_t lse_row =
-      (static_cast<std::int64_t>(tile.batch) * p.shape.heads_q + tile.head) * p.shape.seqlen_q;
 #pragma unroll
   for (int m = 0; m < m16; ++m) {
 #pragma unroll
@@ -67,7 +70,11 @@ __device__ inline void store_output(const ForwardParams& p, const QueryTile& til
       const float sum = softmax.sum[m][h];
       const bool ordinary = sum > 0 && isfinite(sum) && isfinite(largest) &&
                             fabsf(softmax.max[m][h] * factor) < 1e38f;
-      const int row = tile.row + warp_row + 16 * m + 8 * h + lane / 4;
+      const int block_row = warp_row + 16 * m + 8 * h;  // of the tile, and of 8 lanes in fours
+      const int head = tile.head + Order::head(block_row);
+      const int row = tile.row + Order::query(block_row) + lane / 4;
+      const std::int64_t lse_row =
+          (static_cast<std::int64_t>(tile.batch) * p.shape.heads_q + head) * p.shape.seqlen_q;
       if (ordinary && lane % 4 == 0 && row < row_end) {
         const double lse = softmax.log_sum_exp(m, h, factor);
         p.lse[lse_row + row] = static_cast<float>(lse);
@@ -80,8 +87,8 @@ __device__ inline void store_output(const ForwardParams& p, const QueryTile& til
       unsigned careful = __ballot_sync(0xffffffffu, !ordinary && row < row_end) & 0x11111111u;
       for (; careful != 0; careful &= careful - 1) {
         const int source = __ffs(static_cast<int>(careful)) - 1;
-        careful_row<T, Pairs>(p, tile.batch, tile.head, tile.kv_head,
-                              tile.row + warp_row + 16 * m + 8 * h + source / 4);
+        careful_row<T, Pairs>(p, tile.batch, head, tile.kv_head,
+                              tile.row + Order::query(block_row) + source / 4);
       }
     }
   }

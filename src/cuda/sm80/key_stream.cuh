@@ -12,9 +12,10 @@ namespace flash_dmattn::cuda::sm80 {
 // zero.
 template <class Tile>
 struct RowSource {
-  const std::byte* data;  // of this thread's chunk
-  std::int64_t row;       // bytes
-  int row_step;           // the same, where aligned
+  const std::byte* data;   // of this thread's chunk
+  std::int64_t row;        // bytes
+  std::int64_t head_step;  // bytes
+  int row_step;            // `row`, where aligned
   bool aligned;
   bool exists;     // the chunk is one of the row's
   bool all_exist;  // every chunk is
@@ -22,12 +23,20 @@ struct RowSource {
   __device__ RowSource(const HeadRows& rows, int batch, int head, int head_dim)
       : data(rows.data + batch * rows.batch + head * rows.head + chunk() * 16),
         row(rows.row),
+        head_step(rows.head),
         row_step(rows.row_step),
         aligned(rows.aligned),
         exists(chunk() < head_dim / 8),
         all_exist(head_dim == Tile::columns) {}
 
   static __device__ int chunk() { return static_cast<int>(threadIdx.x) % Tile::chunks; }
+
+  // The same chunk of the n-th head after this one.
+  __device__ RowSource of_head(int n) const {
+    RowSource other = *this;
+    other.data += n * head_step;
+    return other;
+  }
 
   __device__ uint4 load_elements(int index) const {
     const auto* from = reinterpret_cast<const std::uint16_t*>(data + index * row);
@@ -55,11 +64,11 @@ struct CopySteps {
   }
 };
 
-// Brings rows to a tile: row r of the tile is row index(r) of the head, zeros where not exists(r).
-// index(r) is the number of a row for every r.
-template <class Tile, int Threads, class Exists, class Index>
+// Brings rows to a tile: row r of the tile is row index(r) of a head, source.of_head(head(r)), zeros
+// where not exists(r). index(r) is the number of a row for every r.
+template <class Tile, int Threads, class Exists, class Index, class Head>
 __device__ inline void copy_rows(const RowSource<Tile>& source, std::uint32_t tile,
-                                 const Exists& exists, const Index& index) {
+                                 const Exists& exists, const Index& index, const Head& head) {
   using Steps = CopySteps<Tile, Threads>;
   const int row = Steps::row();
   const int chunk = source.chunk();
@@ -69,7 +78,8 @@ __device__ inline void copy_rows(const RowSource<Tile>& source, std::uint32_t ti
     for (int i = 0; i < Steps::steps; ++i) {
       const int r = row + i * Steps::rows_at_once;
       const bool valid = source.exists && exists(r);
-      const std::byte* from = source.data + static_cast<std::int64_t>(index(r)) * source.row_step;
+      const std::byte* from =
+          source.of_head(head(r)).data + static_cast<std::int64_t>(index(r)) * source.row_step;
       cp_async_16(Steps::to(tile, base, chunk, i), valid ? from : source.data, valid);
     }
   } else {
@@ -77,9 +87,15 @@ __device__ inline void copy_rows(const RowSource<Tile>& source, std::uint32_t ti
     for (int r = row; r < Tile::rows; r += Steps::rows_at_once) {
       const bool valid = source.exists && exists(r);
       store_shared_16(tile + Tile::offset(r, chunk),
-                      valid ? source.load_elements(index(r)) : uint4{0, 0, 0, 0});
+                      valid ? source.of_head(head(r)).load_elements(index(r)) : uint4{0, 0, 0, 0});
     }
   }
+}
+
+template <class Tile, int Threads, class Exists, class Index>
+__device__ inline void copy_rows(const RowSource<Tile>& source, std::uint32_t tile,
+                                 const Exists& exists, const Index& index) {
+  copy_rows<Tile, Threads>(source, tile, exists, index, [](int) { return 0; });
 }
 
 // Zeros where not r < size.
@@ -89,21 +105,26 @@ __device__ inline void copy_rows(const RowSource<Tile>& source, std::uint32_t ti
   copy_rows<Tile, Threads>(source, tile, [&](int r) { return r < size; }, index);
 }
 
-// The same for aligned rows that all exist: row r of the tile is row first + Order::key(r), each
-// address one multiply-add with constants.
+// The same for aligned rows that all exist: row r of the tile is row Order::key(r) from the tile's
+// first, each address one multiply-add with constants. `from`: of the thread's own first row.
 template <class Tile, int Threads, class Order>
-__device__ inline void copy_run(const RowSource<Tile>& source, std::uint32_t tile, int first) {
+__device__ inline void copy_run(const std::byte* from, int row_step, std::uint32_t tile) {
   using Steps = CopySteps<Tile, Threads>;
-  const std::uint32_t base = tile + Tile::offset(Steps::row(), source.chunk());
-  const std::byte* const from =
-      source.data + static_cast<std::int64_t>(first + Order::key(Steps::row())) * source.row_step;
+  const int chunk = RowSource<Tile>::chunk();
+  const std::uint32_t base = tile + Tile::offset(Steps::row(), chunk);
 #pragma unroll
   for (int i = 0; i < Steps::steps; ++i) {
     // Order::key permutes bits, and those of the two terms do not meet.
-    cp_async_16(
-        Steps::to(tile, base, source.chunk(), i),
-        from + static_cast<std::int64_t>(source.row_step) * Order::key(i * Steps::rows_at_once));
+    cp_async_16(Steps::to(tile, base, chunk, i),
+                from + static_cast<std::int64_t>(row_step) * Order::key(i * Steps::rows_at_once));
   }
+}
+
+template <class Tile, int Threads, class Order>
+__device__ inline void copy_run(const RowSource<Tile>& source, std::uint32_t tile, int first) {
+  const int row = first + Order::key(CopySteps<Tile, Threads>::row());
+  copy_run<Tile, Threads, Order>(source.data + static_cast<std::int64_t>(row) * source.row_step,
+                                 source.row_step, tile);
 }
 
 // The same for rows from anywhere, of two tensors at once: an index is read once for both.

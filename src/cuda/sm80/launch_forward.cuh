@@ -25,9 +25,17 @@ void launch_forward_of_class(const ForwardParams& params, cudaStream_t stream) {
     }
     return;
   }
-  using Words = ForwardPairsKernel<T, D, forward_pairs_policy(D, S)>;
-  if (Words::takes(params)) {
-    launch_forward_kernel<Words, S>(params, stream);
+  constexpr ForwardPolicy policy = forward_pairs_policy(D, S);
+  using OneHead = ForwardPairsKernel<T, D, policy, 1>;
+  if constexpr (D <= 128) {
+    using TwoHeads = ForwardPairsKernel<T, D, policy, 2>;
+    if (TwoHeads::takes(params)) {
+      launch_forward_kernel<TwoHeads, S>(params, stream);
+      return;
+    }
+  }
+  if (OneHead::takes(params)) {
+    launch_forward_kernel<OneHead, S>(params, stream);
   } else {
     launch_forward_kernel<ForwardKernel<T, D, forward_policy(D, S), KeySource::either, true>, S>(
         params, stream);

@@ -7,10 +7,13 @@ namespace flash_dmattn::cuda::sm80 {
 
 // Which tiles of consecutive keys a block visits, out of the states of the packed mask.
 struct TileList {
-  static constexpr int window = 256;    // tiles that are listed at a time
-  static constexpr int full = 1 << 15;  // of an entry: nothing of the tile is masked
+  static constexpr int window = 256;  // tiles that are listed at a time
+  // Of an entry, beside the tile's number in the window: nothing of the tile is masked.
+  static constexpr std::uint32_t full = 1 << 15;
+  // Neither it nor the next one has columns, and the next one is copied as a run.
+  static constexpr std::uint32_t simple = 1 << 14;
 
-  std::uint16_t entries[window];  // tile of the window, and `full`
+  std::uint16_t entries[window + 1];  // the last one twice
   int count;
 };
 
@@ -30,25 +33,33 @@ struct PairStreamStorage {
 
 // KeyStream for a query tile with a mask or a bias of pairs: the tiles are a list made once, and
 // with the rows of K and V come those of the bias and of the packed mask. A bias lies in_words.
+// Addresses move from tile to tile: what follows from the block's position and the number of a tile
+// the compiler computes anew at each, 150 instructions with 64-bit products.
 template <class T, int D, int Rows, int N, int Threads>
 class PairStream {
  public:
   using Storage = PairStreamStorage<T, D, Rows, N>;
   using RowTile = typename Storage::RowTile;
+  using Stage = typename Storage::Stage;
   using Order = EightByLane;
 
+  // For queries [tile.row, row_end), up to Rows.
   __device__ PairStream(Storage& storage, const ForwardParams& p, const QueryTile& tile,
                         int row_end)
       : storage_(storage),
         p_(p),
         loader_(p.score, p.shape, tile.batch, tile.head, tile.kv_head),
-        k_(p.k, tile.batch, tile.kv_head, p.shape.head_dim),
-        v_(p.v, tile.batch, tile.kv_head, p.shape.head_dim),
         row_begin_(tile.row),
         row_end_(row_end),
         keys_(p, tile, row_end),
         has_values_(loader_.has_values()),
-        window_(keys_.begin / N - TileList::window) {
+        window_(before_first()),
+        batch_(tile.batch),
+        kv_head_(tile.kv_head),
+        current_(shared_address(&storage.stage[0])),
+        coming_(shared_address(&storage.stage[1])),
+        k_(first_row(p.k)),
+        v_(first_row(p.v)) {
     const Broadcast& bias = p.score.bias;
     bias_ = bias.data +
             2 * (tile.batch * bias.batch + tile.head * bias.head_q + tile.kv_head * bias.head_kv +
@@ -58,22 +69,28 @@ class PairStream {
     const std::int64_t matrix =
         tile.batch * mask.batch + tile.head * mask.head_q + tile.kv_head * mask.head_kv;
     const int row_tile = tile.row / PackedMask::side;
-    state_row_ = (matrix * row_tiles + row_tile) * mask.words;
+    states_ = mask.states + (matrix * row_tiles + row_tile) * mask.words;
     two_row_tiles_ = Rows > PackedMask::side && row_tile + 1 < row_tiles;
+    const int row = tile.row + mask_row();
+    mask_rows_exist_ = row / PackedMask::side < row_tiles;
+    const std::int64_t first_word =
+        (matrix * row_tiles + (mask_rows_exist_ ? row / PackedMask::side : 0)) * mask.words;
+    mask_ = mask.bits + first_word * PackedMask::side + row % PackedMask::side;
   }
 
-  // Lists the next tiles and sends for the first; false when there are no more.
-  __device__ bool next_window() {
+  // Lists the next tiles and sends for the first; false when there are no more, or when a thread of the
+  // block has `failed`, which all then know.
+  __device__ bool next_window(int& failed) {
+    cp_async_wait_all();
+    failed = __syncthreads_or(failed);  // all are done with the window before
     window_ += TileList::window;
-    if (window_ * N >= keys_.end) return false;
-    __syncthreads();  // all are done with the window before
+    if (failed != 0 || window_ * N >= keys_.end) return false;
     if (threadIdx.x < 32) list_tiles();
     __syncthreads();
     count_ = storage_.list.count;
     if (count_ > 0) {
       next_ = storage_.list.entries[0];
-      copy_tile(0);
-      load_column();
+      send();
       store_column(0);
     }
     return true;
@@ -81,32 +98,53 @@ class PairStream {
 
   __device__ int count() const { return count_; }
 
-  // Makes tile n of the window ready and sends for the next one.
-  __device__ void advance(int n) {
+  // To the first tile again.
+  __device__ void restart() { window_ = before_first(); }
+
+  // Makes tile n of the window the current one; the next one has to be sent for. Now and then, twice as
+  // far each time, the block asks whether a thread has `failed`: then false.
+  __device__ bool advance(int n, int failed) {
     entry_ = next_;
+    next_ = storage_.list.entries[n + 1];
+    const std::uint32_t free = current_;
+    current_ = coming_;
+    coming_ = free;
     cp_async_wait_all();
+    if ((n & (n - 1)) == 0) return __syncthreads_or(failed) == 0;
     __syncthreads();
-    if (n + 1 < count_) {
-      next_ = storage_.list.entries[n + 1];
-      copy_tile(n + 1);
-      load_column();
-    }
+    return true;
   }
 
-  // After the work on tile n.
+  // Whether the current tile has no columns and send_run() may send for the next.
+  __device__ bool simple() const { return (entry_ & TileList::simple) != 0; }
+
+  // Sends for the next tile without a branch; there is a bias. After the last tile of a window that one
+  // is sent for again.
+  __device__ void send_run() {
+    move();
+    copy_run<RowTile, Threads, Order>(k_, p_.k.row_step, part(coming_, offsetof(Stage, k)));
+    copy_run<RowTile, Threads, Order>(v_, p_.v.row_step, part(coming_, offsetof(Stage, v)));
+    copy_bias_run();
+    copy_mask();
+  }
+
+  // The same for any tile, if there is one after tile n; finish(n) follows after the work on tile n.
+  __device__ void send_after(int n) {
+    if (n + 1 < count_) send();
+  }
   __device__ void finish(int n) {
     if (n + 1 < count_) store_column(n + 1);
   }
 
-  __device__ std::uint32_t k_tile(int n) const { return shared_address(stage(n).k); }
-  __device__ std::uint32_t v_tile(int n) const { return shared_address(stage(n).v); }
-  // Of a warp's rows.
-  template <int M16>
-  __device__ PairTile<T, M16, N> pairs(int n, int warp_row) const {
-    constexpr int halves = PackedMask::side / N;
-    return {shared_address(stage(n).bias),
-            shared_address(stage(n).mask) + static_cast<std::uint32_t>(entry_ % halves * 4),
-            warp_row};
+  // Of the current tile.
+  __device__ std::uint32_t k_tile() const { return part(current_, offsetof(Stage, k)); }
+  __device__ std::uint32_t v_tile() const { return part(current_, offsetof(Stage, v)); }
+  // Of a warp's scores from a query and a key on.
+  template <int M16, int Keys, class QueryOrder>
+  __device__ PairTile<T, M16, N, Keys, QueryOrder> pairs(int first_query, int first_key) const {
+    constexpr unsigned halves = PackedMask::side / N;
+    return {part(current_, offsetof(Stage, bias)),
+            part(current_, offsetof(Stage, mask)) + entry_ % halves * 4, first_query, first_key};
   }
   __device__ bool masked() const {
     return p_.score.packed_mask.bits != nullptr && (entry_ & TileList::full) == 0;
@@ -114,23 +152,23 @@ class PairStream {
 
   // Of columns(n), which are not there for a tile that is known to be visible to every row.
   __device__ std::uint32_t state(int n) const {
-    return plain(entry_) ? ColumnTile<N>::touched : columns(n).tile_state();
+    return is_plain(number(entry_)) ? ColumnTile<N>::touched : columns(n).tile_state();
   }
   __device__ const ColumnTile<N>& columns(int n) const { return storage_.columns[n % 2]; }
 
  private:
   using Bias = BiasTile<Rows, N>;
+  static constexpr int tiles_of_mask = PackedMask::side / N;
   static constexpr int bias_rows_at_once = Threads / Bias::chunks;
+  static constexpr int bias_steps = Rows / bias_rows_at_once;
 
+  static __device__ std::uint32_t part(std::uint32_t stage, std::size_t offset) {
+    return stage + static_cast<std::uint32_t>(offset);
+  }
   static __device__ int bias_row() { return static_cast<int>(threadIdx.x) / Bias::chunks; }
   static __device__ int bias_chunk() { return static_cast<int>(threadIdx.x) % Bias::chunks; }
-
-  __device__ typename Storage::Stage& stage(int n) const { return storage_.stage[n % 2]; }
-  __device__ int first_key(int entry) const { return (window_ + entry % TileList::full) * N; }
-  __device__ bool plain(int entry) const {
-    const int first = first_key(entry);
-    return !has_values_ && first >= keys_.whole_begin && first + N <= keys_.whole_end;
-  }
+  // Of the two that a thread copies; threads for rows past the last copy nothing.
+  static __device__ int mask_row() { return 2 * static_cast<int>(threadIdx.x) % Rows; }
 
   // By one warp.
   __device__ void list_tiles() {
@@ -143,102 +181,165 @@ class PairStream {
       std::uint32_t one = tile < end ? PackedMask::some : 0u;
       std::uint32_t two = one;
       if (mask.states != nullptr && tile < end) {
-        const std::uint8_t* const from =
-            mask.states + state_row_ + (window_ + tile) * N / PackedMask::side;
+        const std::uint8_t* const from = states_ + (window_ + tile) * N / PackedMask::side;
         one = __ldg(from);
         two = two_row_tiles_ ? __ldg(from + mask.words) : one;
       }
       const bool visited = ((one | two) & PackedMask::some) != 0;
       const unsigned lanes = __ballot_sync(0xffffffffu, visited);
       if (visited) {
-        storage_.list.entries[count + __popc(lanes & ((1u << lane) - 1))] =
-            static_cast<std::uint16_t>(tile |
-                                       ((one & two & PackedMask::all) != 0 ? TileList::full : 0));
+        // After the last of 32 the next one is not known: as late as it can be.
+        const unsigned later = lanes & ~((2u << lane) - 1);
+        const int next = later != 0 ? begin + __ffs(static_cast<int>(later)) - 1 : end - 1;
+        const std::uint32_t entry =
+            static_cast<std::uint32_t>(tile) |
+            ((one & two & PackedMask::all) != 0 ? TileList::full : 0) |
+            (is_simple(window_ + tile, window_ + next) ? TileList::simple : 0);
+        const int place = count + __popc(lanes & ((1u << lane) - 1));
+        storage_.list.entries[place] = static_cast<std::uint16_t>(entry);
+        if (later == 0) storage_.list.entries[place + 1] = static_cast<std::uint16_t>(entry);
       }
+      __syncwarp();
       count += __popc(lanes);
     }
     if (lane == 0) storage_.list.count = count;
   }
 
-  // Of entry next_.
-  __device__ void copy_tile(int n) {
-    const int first = first_key(next_);
-    const int size = min(p_.shape.seqlen_k - first, N);
-    const bool whole = size == N && row_end_ == row_begin_ + Rows;
-    if (whole && k_.aligned && v_.aligned && k_.all_exist) {
-      copy_run<RowTile, Threads, Order>(k_, k_tile(n), first);
-      copy_run<RowTile, Threads, Order>(v_, v_tile(n), first);
+  // Of the thread's part of a tile that is copied as a run.
+  __device__ const std::byte* first_row(const HeadRows& rows) const {
+    const RowSource<RowTile> source(rows, batch_, kv_head_, p_.shape.head_dim);
+    return source.data + static_cast<std::int64_t>(rows.row_step) *
+                             Order::key(CopySteps<RowTile, Threads>::row());
+  }
+
+  static __device__ int number_in_window(std::uint32_t entry) {
+    return static_cast<int>(entry % TileList::simple);
+  }
+  __device__ int number(std::uint32_t entry) const { return window_ + number_in_window(entry); }
+  // Whether a tile has no columns.
+  __device__ bool is_plain(int tile) const {
+    return !has_values_ && tile * N >= keys_.whole_begin && (tile + 1) * N <= keys_.whole_end;
+  }
+  // Whether tiles without columns lie from one tile to another.
+  __device__ bool is_simple(int tile, int next) const {
+    return is_run() && is_plain(tile) && is_plain(next);
+  }
+  // The window before that of the first key.
+  __device__ int before_first() const { return keys_.begin / N - TileList::window; }
+  // Whether tiles without a tail are copied as runs.
+  __device__ bool is_run() const {
+    return row_end_ == row_begin_ + Rows && p_.k.aligned && p_.v.aligned && p_.shape.head_dim == D;
+  }
+
+  // To entry next_.
+  __device__ void move() {
+    const int tile = number(next_);
+    const int keys = (tile - tile_) * N;
+    k_ += static_cast<std::int64_t>(keys) * p_.k.row_step;
+    v_ += static_cast<std::int64_t>(keys) * p_.v.row_step;
+    bias_ += 2 * keys;
+    mask_ += (tile / tiles_of_mask - tile_ / tiles_of_mask) * PackedMask::side;
+    tile_ = tile;
+  }
+
+  __device__ void send() {
+    move();
+    const std::uint32_t k_tile = part(coming_, offsetof(Stage, k));
+    const std::uint32_t v_tile = part(coming_, offsetof(Stage, v));
+    const int size = min(p_.shape.seqlen_k - tile_ * N, N);
+    const bool whole = size == N && is_run();
+    if (whole) {
+      copy_run<RowTile, Threads, Order>(k_, p_.k.row_step, k_tile);
+      copy_run<RowTile, Threads, Order>(v_, p_.v.row_step, v_tile);
     } else {
       const auto exists = [&](int r) { return Order::key(r) < size; };
-      const auto index = [&](int r) { return first + Order::key(r); };
-      copy_rows<RowTile, Threads>(k_, k_tile(n), exists, index);
-      copy_rows<RowTile, Threads>(v_, v_tile(n), exists, index);
+      const auto index = [&](int r) { return tile_ * N + Order::key(r); };
+      const auto source = [&](const HeadRows& rows) {
+        return RowSource<RowTile>(rows, batch_, kv_head_, p_.shape.head_dim);
+      };
+      copy_rows<RowTile, Threads>(source(p_.k), k_tile, exists, index);
+      copy_rows<RowTile, Threads>(source(p_.v), v_tile, exists, index);
     }
-    if (p_.score.bias.per_query) copy_bias(n, first, whole);
-    if (p_.score.packed_mask.bits != nullptr && (next_ & TileList::full) == 0) copy_mask(n, first);
+    if (p_.score.bias.per_query) whole ? copy_bias_run() : copy_bias(size);
+    copy_mask();
+    load_column();
   }
 
-  __device__ void copy_bias(int n, int first, bool whole) {
-    const std::uint32_t to = shared_address(stage(n).bias) + Bias::offset(bias_row(), bias_chunk());
-    const std::byte* const from = bias_ + 2 * first;
-    const std::int64_t step = 2 * bias_rows_at_once * p_.score.bias.query;
-    const auto address = [&](int i) {
-      return to + static_cast<std::uint32_t>(i * bias_rows_at_once * Bias::row_bytes);
-    };
-    constexpr int steps = Rows / bias_rows_at_once;
-    if (whole) {
+  __device__ std::uint32_t bias_place() const {
+    return part(coming_, offsetof(Stage, bias)) + Bias::offset(bias_row(), bias_chunk());
+  }
+  __device__ const std::byte* bias_of_step(int i) const {
+    return bias_ + i * (2 * bias_rows_at_once * p_.score.bias.query);
+  }
+
+  __device__ void copy_bias_run() {
+    const std::uint32_t to = bias_place();
 #pragma unroll
-      for (int i = 0; i < steps; ++i) cp_async_16(address(i), from + i * step);
-      return;
-    }
-    const int bytes = min(2 * (p_.shape.seqlen_k - first) - 16 * bias_chunk(), 16);
-#pragma unroll 1
-    for (int i = 0; i < steps; ++i) {
-      const bool exists = bytes > 0 && row_begin_ + bias_row() + i * bias_rows_at_once < row_end_;
-      cp_async_part(address(i), exists ? from + i * step : p_.score.bias.data, exists ? bytes : 0);
+    for (int i = 0; i < bias_steps; ++i) {
+      cp_async_16(to + static_cast<std::uint32_t>(i * bias_rows_at_once * Bias::row_bytes),
+                  bias_of_step(i));
     }
   }
 
-  // Two rows for each thread.
-  __device__ void copy_mask(int n, int first) {
-    const int row = 2 * static_cast<int>(threadIdx.x);
-    if (row >= Rows) return;
-    const PackedMask& mask = p_.score.packed_mask;
-    const int row_tile = row / PackedMask::side;
-    const bool exists = row_tile == 0 || two_row_tiles_;
-    const std::int64_t tile =
-        state_row_ + (exists ? row_tile : 0) * mask.words + first / PackedMask::side;
-    cp_async_16(shared_address(stage(n).mask) + static_cast<std::uint32_t>(row * 8),
-                mask.bits + tile * PackedMask::side + row % PackedMask::side, exists);
+  // Of `size` keys.
+  __device__ void copy_bias(int size) {
+    const std::uint32_t to = bias_place();
+    const int bytes = min(2 * size - 16 * bias_chunk(), 16);
+#pragma unroll 1
+    for (int i = 0; i < bias_steps; ++i) {
+      const bool exists = bytes > 0 && row_begin_ + bias_row() + i * bias_rows_at_once < row_end_;
+      cp_async_part(to + static_cast<std::uint32_t>(i * bias_rows_at_once * Bias::row_bytes),
+                    exists ? bias_of_step(i) : p_.score.bias.data, exists ? bytes : 0);
+    }
+  }
+
+  // Unless it is full.
+  __device__ void copy_mask() {
+    const bool wanted = p_.score.packed_mask.bits != nullptr && (next_ & TileList::full) == 0;
+    if (!wanted || 2 * static_cast<int>(threadIdx.x) >= Rows) return;
+    cp_async_16(part(coming_, offsetof(Stage, mask)) + static_cast<std::uint32_t>(mask_row() * 8),
+                mask_, mask_rows_exist_);
   }
 
   __device__ void load_column() {
     const int i = static_cast<int>(threadIdx.x);
-    const int key = first_key(next_) + Order::key(i);
-    if (!plain(next_) && i < N) loader_.load(key, key < p_.shape.seqlen_k);
+    const int key = tile_ * N + Order::key(i);
+    if (!is_plain(tile_) && i < N) loader_.load(key, key < p_.shape.seqlen_k);
   }
 
   __device__ void store_column(int n) {
     const int i = static_cast<int>(threadIdx.x);
-    if (!plain(next_) && i < N) loader_.store(storage_.columns[n % 2], i, row_begin_, row_end_);
+    if (!is_plain(tile_) && i < N) loader_.store(storage_.columns[n % 2], i, row_begin_, row_end_);
   }
 
   Storage& storage_;
   const ForwardParams& p_;
   ColumnLoader<T> loader_;
-  RowSource<RowTile> k_;
-  RowSource<RowTile> v_;
-  const std::byte* bias_;  // of this thread's first row and chunk
-  std::int64_t state_row_;
-  bool two_row_tiles_;
   int row_begin_;
   int row_end_;
   KeyList keys_;
   bool has_values_;
   int window_;
+  const std::uint8_t* states_;
+  bool two_row_tiles_;
+  bool mask_rows_exist_;
   int count_ = 0;
-  int entry_ = 0;  // of the current tile
-  int next_ = 0;   // of the one on its way
+
+  int batch_;
+  int kv_head_;
+
+  // The current tile.
+  std::uint32_t current_;  // its stage's shared address
+  std::uint32_t entry_ = 0;
+
+  // The one on its way.
+  std::uint32_t coming_;
+  std::uint32_t next_ = 0;  // entry
+  int tile_ = 0;            // its number, which these are of:
+  const std::byte* k_;      // this thread's first row and chunk
+  const std::byte* v_;
+  const std::byte* bias_;
+  const std::uint64_t* mask_;  // this thread's rows and the 64 keys
 };
 
 }  // namespace flash_dmattn::cuda::sm80

@@ -2,6 +2,7 @@
 
 #include "cuda/common/scheduler.cuh"
 #include "cuda/common/score.cuh"
+#include "cuda/sm80/row_order.cuh"
 #include "cuda/sm80/tile.cuh"
 
 // The score policy on a warp's accumulators: element (m, n, e) of a lane is the pair of query
@@ -60,7 +61,7 @@ __device__ inline void add_column_bias(float factor, const Columns& columns, Lan
 }
 
 // -inf where the column does not see the row.
-template <int M16, int N8, class Columns>
+template <class Order = RowOrder<1>, int M16, int N8, class Columns>
 __device__ inline void mask_columns(const Columns& columns, LanePosition position,
                                     float (&x)[M16][N8][4]) {
 #pragma unroll
@@ -71,7 +72,8 @@ __device__ inline void mask_columns(const Columns& columns, LanePosition positio
     for (int m = 0; m < M16; ++m) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        if (!range[e % 2].sees(position.row + 16 * m + 8 * (e / 2))) x[m][n][e] = negative_infinity;
+        const int row = position.row + Order::query(16 * m + 8 * (e / 2));
+        if (!range[e % 2].sees(row)) x[m][n][e] = negative_infinity;
       }
     }
   }

@@ -1,0 +1,19 @@
+#pragma once
+
+namespace flash_dmattn::cuda::sm80 {
+
+// What the rows of a query tile are: the same queries of `Heads` neighbouring heads. With two, eight
+// queries of one head and of the other alternate, so that a lane's rows 16 m + l / 4 and 8 further of
+// an accumulator are one query: what belongs to the pair of a query and a key is needed once for both.
+template <int Heads>
+struct RowOrder {
+  static_assert(Heads == 1 || Heads == 2);
+  static constexpr int heads = Heads;
+
+  static __device__ constexpr int head(int row) { return Heads == 1 ? 0 : row / 8 % 2; }
+  static __device__ constexpr int query(int row) {
+    return Heads == 1 ? row : row / 16 * 8 + row % 8;
+  }
+};
+
+}  // namespace flash_dmattn::cuda::sm80
