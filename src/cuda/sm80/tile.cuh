@@ -112,32 +112,25 @@ template <class T, int K, int M16, int N8, class A, class B>
 __device__ inline void multiply(float (&c)[M16][N8][4], const A& a, const B& b) {
   constexpr int columns = N8 / 2;
   constexpr int steps = K / 16 * columns;
-#ifndef XDEPTH
-#define XDEPTH 1
-#endif
-  constexpr int ahead = XDEPTH;
   std::uint32_t left[2][M16][4];
-  std::uint32_t right[ahead + 1][4];
+  std::uint32_t right[2][4];
 #pragma unroll
   for (int m = 0; m < M16; ++m) a.load(left[0][m], m * 16, 0);
-#pragma unroll
-  for (int i = 0; i < ahead; ++i) b.load(right[i], i % columns * 16, i / columns * 16);
+  b.load(right[0], 0, 0);
 #pragma unroll
   for (int step = 0; step < steps; ++step) {
     const int k = step / columns;
     const int n = step % columns;
-    const int next = step + ahead;
-    if (next < steps) b.load(right[next % (ahead + 1)], next % columns * 16, next / columns * 16);
+    if (step + 1 < steps)
+      b.load(right[(step + 1) % 2], (step + 1) % columns * 16, (step + 1) / columns * 16);
     if (n == columns - 1 && step + 1 < steps) {
 #pragma unroll
       for (int m = 0; m < M16; ++m) a.load(left[(k + 1) % 2][m], m * 16, (k + 1) * 16);
     }
 #pragma unroll
     for (int m = 0; m < M16; ++m) {
-      mma_m16n8k16<T>(c[m][2 * n], left[k % 2][m], right[step % (ahead + 1)][0],
-                      right[step % (ahead + 1)][1]);
-      mma_m16n8k16<T>(c[m][2 * n + 1], left[k % 2][m], right[step % (ahead + 1)][2],
-                      right[step % (ahead + 1)][3]);
+      mma_m16n8k16<T>(c[m][2 * n], left[k % 2][m], right[step % 2][0], right[step % 2][1]);
+      mma_m16n8k16<T>(c[m][2 * n + 1], left[k % 2][m], right[step % 2][2], right[step % 2][3]);
     }
   }
 }
@@ -149,22 +142,18 @@ __device__ inline void multiply(float (&c)[M16][N8][4], const std::uint32_t (&a)
                                 const B& b) {
   constexpr int columns = N8 / 2;
   constexpr int steps = K / 16 * columns;
-  constexpr int ahead = XDEPTH;
-  std::uint32_t right[ahead + 1][4];
-#pragma unroll
-  for (int i = 0; i < ahead; ++i) b.load(right[i], i % columns * 16, i / columns * 16);
+  std::uint32_t right[2][4];
+  b.load(right[0], 0, 0);
 #pragma unroll
   for (int step = 0; step < steps; ++step) {
     const int k = step / columns;
     const int n = step % columns;
-    const int next = step + ahead;
-    if (next < steps) b.load(right[next % (ahead + 1)], next % columns * 16, next / columns * 16);
+    if (step + 1 < steps)
+      b.load(right[(step + 1) % 2], (step + 1) % columns * 16, (step + 1) / columns * 16);
 #pragma unroll
     for (int m = 0; m < M16; ++m) {
-      mma_m16n8k16<T>(c[m][2 * n], a[m][k], right[step % (ahead + 1)][0],
-                      right[step % (ahead + 1)][1]);
-      mma_m16n8k16<T>(c[m][2 * n + 1], a[m][k], right[step % (ahead + 1)][2],
-                      right[step % (ahead + 1)][3]);
+      mma_m16n8k16<T>(c[m][2 * n], a[m][k], right[step % 2][0], right[step % 2][1]);
+      mma_m16n8k16<T>(c[m][2 * n + 1], a[m][k], right[step % 2][2], right[step % 2][3]);
     }
   }
 }
