@@ -28,6 +28,7 @@ constexpr BenchCase cases[] = {
      0},
     {"pairs N32768 D64 H2 Hkv1 w1024", 1, 2, 1, 32768, 64, Shown::all, 0, false, 1024},
     {"pairs N32768 D64 H2 Hkv2 w1024", 1, 2, 2, 32768, 64, Shown::all, 0, false, 1024},
+    {"pairs N8192 D128 H8 Hkv4 w2048", 1, 8, 4, 8192, 128, Shown::all, 0, false, 2048},
     {"pairs N4096 D128 H8 w2048", 1, 8, 8, 4096, 128, Shown::all, 0, false, 2048},
 };
 

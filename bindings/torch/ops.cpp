@@ -320,8 +320,8 @@ STABLE_TORCH_LIBRARY(flash_dmattn, m) {
       "Tensor? key_intervals, Tensor? key_list, Tensor? key_count, Tensor? key_rank, "
       "Tensor? rank_limit, Tensor out, Tensor lse, Tensor lse_low, int[] key_bound, "
       "bool is_causal, float scale, float softcap, bool saturate, bool deterministic, str backend, "
-      "bool need_dq, bool need_dk, "
-      "bool need_dv, bool need_dbias) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+      "bool need_dq, bool need_dk, bool need_dv, bool need_dbias) -> (Tensor dq, Tensor dk, Tensor "
+      "dv, Tensor dbias)");
   m.def(
       "select_key_intervals(Tensor scores, Tensor? key_mask, int window, str selection, "
       "bool is_causal, int query_length) -> Tensor");

@@ -80,11 +80,12 @@ float default_scale(std::int64_t head_dim);
 
 // The inputs both directions share. Strides in elements; that of a dimension of size 1 is not used.
 struct Inputs {
-  ConstTensor4 q;           // [B, Sq, Hq, D]   D contiguous, here and below
-  ConstTensor4 k;           // [B, Sk, Hkv, D]
-  ConstTensor4 v;           // [B, Sk, Hkv, D]
-  ConstTensor4 mask;        // mask_shape, one byte each, 0 = masked
-  ConstTensor4 bias;        // bias_shape, bias_dtype
+  ConstTensor4 q;     // [B, Sq, Hq, D]   D contiguous, here and below
+  ConstTensor4 k;     // [B, Sk, Hkv, D]
+  ConstTensor4 v;     // [B, Sk, Hkv, D]
+  ConstTensor4 mask;  // mask_shape, one byte each, 0 = masked
+  ConstTensor4 bias;  // bias_shape, bias_dtype
+  // The backends cuda and reference know ranks.
   ConstTensor4 key_rank;    // rank_shape, int32, the keys contiguous
   ConstTensor4 rank_limit;  // limit_shape, int32
   KeyIntervals intervals;

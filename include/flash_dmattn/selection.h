@@ -89,7 +89,8 @@ KeyList select_key_list(const SelectionArgs& args, std::int32_t* keys, std::int3
 
 // A choice per query among the keys that a mask with a query dimension allows, where no intervals express
 // it. The keys of a row have ranks, 0 for the best one; query i keeps the allowed keys whose rank is below
-// its limit, and these are its `window` best ones. Two vectors thus stand for a second mask. GPU only.
+// its limit, and these are its `window` best ones. Two vectors thus stand for a second mask. GPU only. The
+// limit is 0 for a window of 0, and Sk where fewer than `window` keys are allowed.
 struct RankArgs {
   Device device = Device::cuda;  // of all pointers and the workspace
   std::int64_t batch = 0;        // of the limits
@@ -99,7 +100,7 @@ struct RankArgs {
   std::int64_t window = 0;
   bool causal = true;  // what is after the query is not allowed either
 
-  const void* scores = nullptr;  // [scores_shape, Sk], compared as in SelectionArgs
+  const void* scores = nullptr;  // [scores_shape, Sk], f32, bf16 or f16; as in SelectionArgs
   DType scores_dtype = DType::f32;
   std::array<std::int64_t, 2> scores_shape{};  // {batch|1, heads or a divisor of them}
   std::array<std::int64_t, 3> scores_stride{};
@@ -115,7 +116,9 @@ struct RankArgs {
 std::size_t rank_workspace_size(const RankArgs& args);
 
 // O(Sk log Sk) for each row of scores and O(Sq Sk / 32) for each of the limits; an eighth of the mask's
-// bytes in workspace. The call only enqueues work.
+// bytes in workspace. The call only enqueues work. The results are Inputs::key_rank as [.., .., 1, Sk] and
+// Inputs::rank_limit as [.., .., Sq, 1], with the same mask and causality. Throws InvalidArgument for shapes
+// that do not fit each other, more than 2^23 keys, a negative window, null data or too small a workspace.
 void rank_keys(const RankArgs& args, const Execution& execution);
 
 // What the caller knows about intervals without reading them: any n consecutive queries together see at

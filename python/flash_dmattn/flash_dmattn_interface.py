@@ -73,7 +73,8 @@ def flash_dmattn_func(
         same for all queries. Of equal scores the more recent key wins.
     selection_scores: what keep_window_size chooses by, one value per key: [B, H, Sk] or [B, H, 1, Sk]. By
         default the bias, which then must have one of these shapes. The choice has no gradient. With more
-        heads than key has (H = Hq), every query head chooses for itself, and key and value are repeated.
+        heads than key has (H = Hq), every query head chooses for itself; key and value are then repeated,
+        unless a mask with a query dimension makes the choice one of ranks.
     key_intervals: visible query rows of each key, instead of a mask or together with it.
     nonfinite: "saturate": gradients are finite, whatever comes; "propagate": inf and NaN stay visible, as
         GradScaler needs it.

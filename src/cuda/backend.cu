@@ -1,7 +1,6 @@
 #include "backend.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <limits>
 
@@ -10,9 +9,8 @@
 #include "cuda/common/key_runs.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/packed_mask.cuh"
-#include "cuda/common/scheduler.cuh"
-#include "cuda/policy.h"
 #include "cuda/sm80/launch.h"
+#include "cuda/workspace.cuh"
 
 namespace flash_dmattn {
 namespace cuda {
@@ -63,78 +61,7 @@ SharedClass shared_class() {
   return bytes >= 163 * 1024 ? SharedClass::kb163 : SharedClass::kb99;
 }
 
-// ---- Arguments -> parameters --------------------------------------------------------------------
-
-Shape shape_of(const Problem& p) {
-  const auto narrow = [](std::int64_t value) { return static_cast<int>(value); };
-  return {narrow(p.batch),    narrow(p.heads_q),  narrow(p.heads_kv),
-          narrow(p.seqlen_q), narrow(p.seqlen_k), narrow(p.head_dim)};
-}
-
-HeadRows rows_of(const ConstTensor4& tensor) {
-  HeadRows rows;
-  rows.data = static_cast<std::byte*>(const_cast<void*>(tensor.data));
-  rows.batch = tensor.stride[0] * 2;
-  rows.row = tensor.stride[1] * 2;
-  rows.head = tensor.stride[2] * 2;
-  const auto address = reinterpret_cast<std::intptr_t>(tensor.data);
-  rows.aligned = (address | rows.batch | rows.row | rows.head) % 16 == 0 &&
-                 std::abs(rows.row) <= std::numeric_limits<std::int32_t>::max();
-  rows.row_step = static_cast<int>(rows.row);
-  return rows;
-}
-
-bool has(const BroadcastShape& shape) { return shape != BroadcastShape{}; }
-
-Broadcast broadcast_of(const Problem& p, const BroadcastShape& shape, const void* data,
-                       const std::array<std::int64_t, 4>& stride, std::int64_t element_bytes) {
-  const bool f32 = element_bytes == 4;
-  Broadcast b;
-  if (!has(shape) || data == nullptr) return b;
-  const auto step = [&](std::size_t i) { return shape[i] == 1 ? 0 : stride[i]; };
-  b.data = static_cast<std::byte*>(const_cast<void*>(data));
-  b.batch = step(0);
-  (shape[1] == p.heads_q ? b.head_q : b.head_kv) = step(1);
-  b.query = step(2);
-  b.key = step(3);
-  b.per_query = shape[2] > 1;
-  b.f32 = f32;
-  const auto address = reinterpret_cast<std::intptr_t>(data);
-  const std::int64_t steps = b.batch | b.head_q | b.head_kv | b.query;
-  b.in_pairs = b.key == 1 && steps % 2 == 0 && address % (2 * element_bytes) == 0;
-  b.in_fours = b.key == 1 && steps % 4 == 0 && address % (4 * element_bytes) == 0 &&
-               std::abs(b.query) <= std::numeric_limits<std::int32_t>::max() / 2;
-  b.in_words = b.key == 1 && steps % 8 == 0 && address % 16 == 0 && element_bytes == 2;
-  return b;
-}
-
-ScoreParams score_of(const Problem& p, const Inputs& in) {
-  ScoreParams score;
-  score.scale = p.scale;
-  score.softcap = p.softcap;
-  if (p.softcap > 0) {
-    score.form = ScoreForm::capped;
-    score.inner = 2 * log2e * p.scale / p.softcap;
-    score.factor = p.softcap * log2e;
-  } else if (p.scale > 0) {
-    score.factor = p.scale * log2e;
-  } else {
-    score.form = ScoreForm::scaled;
-    score.inner = p.scale * log2e;
-    score.factor = 1;
-  }
-  score.pair_factor = p.softcap > 0 ? p.softcap : p.scale > 0 ? p.scale : 1 / log2e;
-  score.mask_value = static_cast<float>(mask_value(p.dtype));
-  score.mask = broadcast_of(p, p.mask_shape, in.mask.data, in.mask.stride, 1);
-  score.bias = broadcast_of(p, p.bias_shape, in.bias.data, in.bias.stride, size_of(p.bias_dtype));
-  score.key_rank = broadcast_of(p, p.rank_shape, in.key_rank.data, in.key_rank.stride, 4);
-  score.rank_limit = broadcast_of(p, p.limit_shape, in.rank_limit.data, in.rank_limit.stride, 4);
-  if (has(p.limit_shape)) score.mask.per_query = true;
-  score.exponent = score.bias.data == nullptr ? score.factor : score.bias.per_query ? log2e : 1;
-  score.intervals = in.intervals;
-  score.causal = p.causal;
-  return score;
-}
+// ---- Kernels of a problem -----------------------------------------------------------------------
 
 // Calls body.template operator()<T, D>() for the dtype and the head-dim bucket of a problem.
 template <class Body>
@@ -153,52 +80,6 @@ void dispatch(const Problem& p, const Body& body) {
   }
 }
 
-// Hands out aligned pieces of the workspace; with a null base it only counts.
-class Carver {
- public:
-  explicit Carver(void* base) : base_(static_cast<std::byte*>(base)) {}
-
-  template <class U>
-  U* take(std::int64_t count) {
-    const std::size_t at = used_;
-    used_ += (static_cast<std::size_t>(count) * sizeof(U) + 255) / 256 * 256;
-    return base_ == nullptr ? nullptr : reinterpret_cast<U*>(base_ + at);
-  }
-
-  std::size_t used() const { return used_; }
-
- private:
-  std::byte* base_;
-  std::size_t used_ = 0;
-};
-
-// ---- Key runs -----------------------------------------------------------------------------------
-
-// What query tiles walk where there are intervals and no lists of keys.
-struct KeyRunsWorkspace {
-  KeyBlock* blocks = nullptr;
-  KeyRun* runs = nullptr;
-
-  KeyRunsWorkspace() = default;
-  KeyRunsWorkspace(const Problem& p, const Inputs& in, Carver& carver) {
-    if (in.intervals.data == nullptr || in.plan.keys != nullptr) return;
-    const std::int64_t rows = p.intervals_shape[0] * p.intervals_shape[1];
-    const KeyRunsParams sizes = params(p, in);
-    blocks = carver.take<KeyBlock>(rows * sizes.key_blocks());
-    runs = carver.take<KeyRun>(rows * sizes.query_tiles());
-  }
-
-  KeyRunsParams params(const Problem& p, const Inputs& in) const {
-    return {.intervals = in.intervals,
-            .heads = static_cast<int>(p.intervals_shape[1]),
-            .seqlen_q = static_cast<int>(p.seqlen_q),
-            .seqlen_k = static_cast<int>(p.seqlen_k),
-            .causal = p.causal,
-            .blocks = blocks,
-            .runs = runs};
-  }
-};
-
 KeyRuns find_key_runs(const Problem& p, const Inputs& in, const KeyRunsWorkspace& workspace,
                       cudaStream_t stream) {
   if (workspace.runs == nullptr) return {};
@@ -212,35 +93,6 @@ KeyRuns find_key_runs(const Problem& p, const Inputs& in, const KeyRunsWorkspace
 }
 
 // ---- Forward ------------------------------------------------------------------------------------
-
-bool has_pairs(const BroadcastShape& shape) { return has(shape) && shape[2] > 1; }
-
-bool masks_pairs(const Problem& p) { return has_pairs(p.mask_shape) || has(p.limit_shape); }
-
-// Batch and heads of the packed mask: of the mask and the ranks together.
-std::array<std::int64_t, 2> packed_shape(const Problem& p) {
-  std::array<std::int64_t, 2> shape{p.mask_shape[0], p.mask_shape[1]};
-  for (const BroadcastShape& other : {p.rank_shape, p.limit_shape}) {
-    for (std::size_t i = 0; i < 2; ++i) shape[i] = std::max(shape[i], other[i]);
-  }
-  return shape;
-}
-
-// The mask is packed where the kernels walk all keys; with a list they look at single elements.
-PackedMask carve_packed_mask(const Problem& p, bool planned, Carver& workspace) {
-  PackedMask packed;
-  if (planned || !masks_pairs(p)) return packed;
-  const auto shape = packed_shape(p);
-  const std::int64_t words = (p.seqlen_k + PackedMask::side - 1) / PackedMask::side;
-  const std::int64_t matrices = shape[0] * shape[1];
-  const std::int64_t row_tiles = (p.seqlen_q + PackedMask::side - 1) / PackedMask::side;
-  packed.bits = workspace.take<std::uint64_t>(matrices * row_tiles * PackedMask::side * words);
-  packed.states = workspace.take<std::uint8_t>(matrices * row_tiles * words);
-  packed.words = static_cast<int>(words);
-  packed.batch = shape[0] > 1 ? static_cast<int>(shape[1]) : 0;
-  if (shape[1] > 1) (shape[1] == p.heads_q ? packed.head_q : packed.head_kv) = 1;
-  return packed;
-}
 
 void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream) {
   if (score.packed_mask.bits == nullptr || p.batch * p.heads_q == 0) return;
@@ -294,119 +146,6 @@ void forward(const ForwardArgs& args, const Execution& execution) {
 }
 
 // ---- Backward -----------------------------------------------------------------------------------
-
-std::int64_t elements(const BroadcastShape& shape) {
-  return shape[0] * shape[1] * shape[2] * shape[3];
-}
-
-// What the fp32 sums of dbias are of. Heads and batch elements have sums of their own where these are
-// not pairs: then no two blocks add to the same one in an order that varies.
-BroadcastShape bias_sum_shape(const Problem& p) {
-  const BroadcastShape& bias = p.bias_shape;
-  if (bias[2] <= 1) {
-    return {p.batch, bias[1] == p.heads_q ? p.heads_q : p.heads_kv, 1, p.seqlen_k};
-  }
-  if (bias[3] <= 1) return {p.batch, p.heads_q, p.seqlen_q, 1};
-  return bias;
-}
-
-// Whether the elements of the bias and of its gradient, if wanted, lie in fours.
-bool bias_in_fours(const BackwardArgs& args) {
-  const Problem& p = args.problem;
-  const auto in_fours = [&](const void* data, const std::array<std::int64_t, 4>& stride) {
-    return broadcast_of(p, p.bias_shape, data, stride, size_of(p.bias_dtype)).in_fours;
-  };
-  return in_fours(args.in.bias.data, args.in.bias.stride) &&
-         (args.dbias.data == nullptr || in_fours(args.dbias.data, args.dbias.stride));
-}
-
-// Which kernel makes the gradients. It follows from shapes, but for elements of pairs that do not
-// lie in fours.
-struct BackwardRoute {
-  bool key_major;  // the kernel that owns keys
-  bool adds_bias;  // several pairs share an element of dbias: fp32 sums in memory
-
-  // `fours`: the elements of pairs lie in fours, as far as alignment goes.
-  BackwardRoute(const Problem& p, bool planned, SharedClass shared, bool fours) {
-    const int bucket = head_dim_bucket(static_cast<int>(p.head_dim));
-    const bool pairs = masks_pairs(p) || has_pairs(p.bias_shape);
-    const bool bias_in_fours =
-        !has_pairs(p.bias_shape) || (fours && p.bias_shape[3] > 1 && size_of(p.bias_dtype) == 2);
-    // Not with a list, nor with a softcap's slope, which its warps would have to hand over with P, nor
-    // where its additions to the gradient of a bias of pairs would have to take turns.
-    key_major = has_key_major_backward(bucket, shared) && p.softcap <= 0 && !planned &&
-                (!pairs || (!p.deterministic && p.seqlen_k % 4 == 0 && bias_in_fours));
-    // The two heads of a group are walked together, unless their keys are seen by different queries.
-    const bool apart =
-        has(p.mask_shape) && !masks_pairs(p) && p.mask_shape[1] == p.heads_q && p.heads_q > 1;
-    const bool sums_heads =
-        key_major && sums_pair_gradients(bucket) && p.heads_q == 2 * p.heads_kv && !apart;
-    const BroadcastShape& bias = p.bias_shape;
-    const bool own_element = bias[0] == p.batch && bias[2] == p.seqlen_q && bias[3] == p.seqlen_k &&
-                             (bias[1] == p.heads_q || (bias[1] == p.heads_kv && sums_heads));
-    adds_bias = !own_element || p.seqlen_q == 1;
-  }
-};
-
-// Blocks of the main loop.
-std::int64_t backward_blocks(const Problem& p, bool key_major, SharedClass shared) {
-  const int bucket = head_dim_bucket(static_cast<int>(p.head_dim));
-  return key_major ? KeyTile::count(shape_of(p), owned_keys)
-                   : QueryTile::count(shape_of(p), backward_policy(bucket, shared).rows);
-}
-
-std::int64_t query_sum_floats(const Shape& shape) {
-  switch (head_dim_bucket(shape.head_dim)) {
-    case 64: return QuerySumTile<64>::count(shape) * QuerySumTile<64>::floats;
-    default: return QuerySumTile<128>::count(shape) * QuerySumTile<128>::floats;
-  }
-}
-
-struct BackwardWorkspace {
-  float* lse2;
-  float* lse2_low;
-  float* delta;
-  // Zeroed before the main loop, together.
-  std::uint32_t* flags;
-  Turns turns;
-  float* dk_sum;
-  float* dv_sum;
-  float* dq_sum;
-  float* dbias_sum;
-  std::size_t zeroed_bytes;
-  PackedMask packed_mask;
-  KeyRunsWorkspace runs;
-  std::size_t bytes;
-
-  BackwardWorkspace(const Problem& p, const Inputs& in, BackwardRoute route, SharedClass shared,
-                    void* base) {
-    Carver carver(base);
-    const std::int64_t rows = p.batch * p.heads_q * p.seqlen_q;
-    lse2 = carver.take<float>(rows);
-    lse2_low = carver.take<float>(rows);
-    delta = carver.take<float>(rows);
-    const std::size_t zeroed_begin = carver.used();
-    const std::int64_t key_sums = route.key_major ? 0
-                                                  : p.batch * p.heads_kv * p.seqlen_k *
-                                                        sum_columns(static_cast<int>(p.head_dim));
-    flags = carver.take<std::uint32_t>(1);
-    if (p.deterministic) {
-      turns.started = carver.take<int>(1);
-      turns.passed = carver.take<int>(backward_blocks(p, route.key_major, shared));
-      turns.across_heads = has_pairs(p.bias_shape) && p.bias_shape[3] > 1 &&
-                           (p.bias_shape[0] < p.batch || p.bias_shape[1] < p.heads_kv);
-    }
-    dk_sum = carver.take<float>(key_sums);
-    dv_sum = carver.take<float>(key_sums);
-    dq_sum = carver.take<float>(route.key_major ? query_sum_floats(shape_of(p)) : 0);
-    dbias_sum =
-        carver.take<float>(has(p.bias_shape) && route.adds_bias ? elements(bias_sum_shape(p)) : 0);
-    zeroed_bytes = carver.used() - zeroed_begin;
-    packed_mask = carve_packed_mask(p, !route.key_major, carver);
-    if (!route.key_major) runs = KeyRunsWorkspace(p, in, carver);
-    bytes = carver.used();
-  }
-};
 
 template <class T>
 void store_bias(const BackwardArgs& args, const float* sums, cudaStream_t stream) {

@@ -141,7 +141,7 @@ TEST_F(SmallCudaRanks, AreTheChoice) {
   }
 }
 
-TEST_F(CudaRanks, OfRowsThatAreSortedDeviceWide) {
+TEST_F(CudaRanks, OfRowsThatAreSortedDigitByDigit) {
   Random random(2);
   expect_the_choice({{2, 3}, {2, 1}, 70, 9000, 700, 0}, true, random);
 }

@@ -69,7 +69,7 @@ def _flash_dynamic_mask_attention_forward(
 
     A 3-d bias costs O(N) memory with every mask that shows each key to one run of queries: causal,
     padded, packed. Such a 4-d mask is recognised by reading it (see `allowed_keys`). Under any other mask
-    a GPU needs a bit for each pair beside it.
+    a GPU needs a bit for each pair and head of the choice beside it.
 
     Args:
         query_states: [B, Sq, Hq, D]; float32, bfloat16 or float16.

@@ -13,8 +13,9 @@ __device__ inline bool walks_neighbours(const Params& p) {
 
 // The (batch, head, query tile) of a block. Rows of k and v are shared through the L2: the heads of
 // a group are neighbours, and blocks go through as many kv heads at a time as the L2 can hold.
-// Where tiles walk neighbours the long ones of all heads come first instead, in one section: the blocks that run together then read the same keys at the same time, and
-// no long tile is left for the end (12 % of the time of 16 heads of 8192 queries). Blocks that take
+// Where tiles walk neighbours the long ones of all heads come first instead, in one section: the
+// blocks that run together then read the same keys at the same time, and no long tile is left for the
+// end (12 % of the time of 16 heads of 8192 queries). Blocks that take
 // turns are in one section too: those of a head follow each other, so that it takes many heads.
 struct QueryTile {
   static constexpr std::int64_t section_bytes = 24 << 20;  // of k and v; half of an H200's L2

@@ -1,38 +1,17 @@
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include <cuda_runtime.h>
 
+#include "cuda/common/carver.h"
 #include "cuda/common/launch.h"
-#include "flash_dmattn/execution.h"
 
 // What the kernels of selection and plan share: launching, warp arithmetic, carving the workspace.
 namespace flash_dmattn::cuda {
 
 inline constexpr int warp_size = 32;
 inline constexpr unsigned all_lanes = 0xffffffffu;
-
-// Hands out consecutive aligned pieces of the caller's workspace. With a null base it only counts.
-class Carver {
- public:
-  explicit Carver(void* base) : base_(static_cast<char*>(base)) {}
-
-  template <class T>
-  T* take(std::int64_t count) {
-    char* piece = base_ == nullptr ? nullptr : base_ + used_;
-    const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
-    used_ += (bytes + workspace_alignment - 1) / workspace_alignment * workspace_alignment;
-    return reinterpret_cast<T*>(piece);
-  }
-
-  std::size_t used() const { return used_; }
-
- private:
-  char* base_;
-  std::size_t used_ = 0;
-};
 
 template <class T>
 __host__ __device__ constexpr T ceil_div(T a, T b) {

@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(walk_warps* warp_size) find_limits(Walk p) {
     for (int i = 0; i < walk_steps; ++i) {
       const int at = rank + i * warp_size + lane;
       const int key = at < keys ? order[at] : -1;
-      met[i] = key >= 0 ? __ldg(words + key) : 0;
+      met[i] = key >= 0 ? words[key] : 0;
     }
 #pragma unroll
     for (int i = 0; i < walk_steps; ++i) {

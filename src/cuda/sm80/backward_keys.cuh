@@ -325,7 +325,8 @@ struct KeyMajorBackwardKernel {
       if (__any_sync(0xffffffffu, exceeds_probability(bits))) limit_probabilities(stage, weights);
     }
 
-    // At most 1; a NaN, of a score that overflowed far below the maximum, becomes 0. Rare.
+    // To [0, 1]; a NaN, of a score that overflowed far below the maximum, becomes 0. Rare: where one is 2 or
+    // more, negative or a NaN. What is above 1 and below 2 is rounding.
     __device__ void limit_probabilities(int stage, ScoreOperand& weights) const {
 #pragma unroll
       for (int m = 0; m < m16; ++m) {

@@ -8,7 +8,7 @@ namespace flash_dmattn::cuda::sm80 {
 
 // ForwardKernel for a mask or a bias with a query dimension, without a list of keys: the mask is
 // packed, the bias lies in_words, and both come to shared memory with the keys. `Heads`: a block's rows
-// are of one head or of two that have the same mask and bias.
+// are of one head or of two that have the same mask, ranks and bias.
 template <class T, int D, ForwardPolicy P, int Heads>
 struct ForwardPairsKernel {
   using Params = ForwardParams;
@@ -33,9 +33,11 @@ struct ForwardPairsKernel {
   // Whether the kernel can compute a problem that has pairs.
   static bool takes(const Params& p) {
     const int group = p.shape.heads_kv > 0 ? p.shape.heads_q / p.shape.heads_kv : 0;
-    const bool shared = group % Heads == 0 && p.score.mask.head_q == 0 && p.score.bias.head_q == 0;
+    // Packed, a mask may differ between heads whose ranks do.
+    const bool heads_share = group % Heads == 0 && p.score.mask.head_q == 0 &&
+                             p.score.packed_mask.head_q == 0 && p.score.bias.head_q == 0;
     return p.plan.keys == nullptr && p.score.form != ScoreForm::capped &&
-           (!p.score.bias.per_query || p.score.bias.in_words) && (Heads == 1 || shared);
+           (!p.score.bias.per_query || p.score.bias.in_words) && (Heads == 1 || heads_share);
   }
   static long blocks(const Params& p) { return QueryTile::count(blocks_of_heads(p), queries); }
 

@@ -1,0 +1,100 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "cuda/params.h"
+#include "flash_dmattn/attention.h"
+
+// A problem and its tensors as the kernels' parameters.
+namespace flash_dmattn::cuda {
+
+inline Shape shape_of(const Problem& p) {
+  const auto narrow = [](std::int64_t value) { return static_cast<int>(value); };
+  return {narrow(p.batch),    narrow(p.heads_q),  narrow(p.heads_kv),
+          narrow(p.seqlen_q), narrow(p.seqlen_k), narrow(p.head_dim)};
+}
+
+inline HeadRows rows_of(const ConstTensor4& tensor) {
+  HeadRows rows;
+  rows.data = static_cast<std::byte*>(const_cast<void*>(tensor.data));
+  rows.batch = tensor.stride[0] * 2;
+  rows.row = tensor.stride[1] * 2;
+  rows.head = tensor.stride[2] * 2;
+  const auto address = reinterpret_cast<std::intptr_t>(tensor.data);
+  rows.aligned = (address | rows.batch | rows.row | rows.head) % 16 == 0 &&
+                 std::abs(rows.row) <= std::numeric_limits<std::int32_t>::max();
+  rows.row_step = static_cast<int>(rows.row);
+  return rows;
+}
+
+inline bool has(const BroadcastShape& shape) { return shape != BroadcastShape{}; }
+
+inline Broadcast broadcast_of(const Problem& p, const BroadcastShape& shape, const void* data,
+                              const std::array<std::int64_t, 4>& stride,
+                              std::int64_t element_bytes) {
+  const bool f32 = element_bytes == 4;
+  Broadcast b;
+  if (!has(shape) || data == nullptr) return b;
+  const auto step = [&](std::size_t i) { return shape[i] == 1 ? 0 : stride[i]; };
+  b.data = static_cast<std::byte*>(const_cast<void*>(data));
+  b.batch = step(0);
+  (shape[1] == p.heads_q ? b.head_q : b.head_kv) = step(1);
+  b.query = step(2);
+  b.key = step(3);
+  b.per_query = shape[2] > 1;
+  b.f32 = f32;
+  const auto address = reinterpret_cast<std::intptr_t>(data);
+  const std::int64_t steps = b.batch | b.head_q | b.head_kv | b.query;
+  b.in_pairs = b.key == 1 && steps % 2 == 0 && address % (2 * element_bytes) == 0;
+  b.in_fours = b.key == 1 && steps % 4 == 0 && address % (4 * element_bytes) == 0 &&
+               std::abs(b.query) <= std::numeric_limits<std::int32_t>::max() / 2;
+  b.in_words = b.key == 1 && steps % 8 == 0 && address % 16 == 0 && element_bytes == 2;
+  return b;
+}
+
+inline ScoreParams score_of(const Problem& p, const Inputs& in) {
+  ScoreParams score;
+  score.scale = p.scale;
+  score.softcap = p.softcap;
+  if (p.softcap > 0) {
+    score.form = ScoreForm::capped;
+    score.inner = 2 * log2e * p.scale / p.softcap;
+    score.factor = p.softcap * log2e;
+  } else if (p.scale > 0) {
+    score.factor = p.scale * log2e;
+  } else {
+    score.form = ScoreForm::scaled;
+    score.inner = p.scale * log2e;
+    score.factor = 1;
+  }
+  score.pair_factor = p.softcap > 0 ? p.softcap : p.scale > 0 ? p.scale : 1 / log2e;
+  score.mask_value = static_cast<float>(mask_value(p.dtype));
+  score.mask = broadcast_of(p, p.mask_shape, in.mask.data, in.mask.stride, 1);
+  score.bias = broadcast_of(p, p.bias_shape, in.bias.data, in.bias.stride, size_of(p.bias_dtype));
+  score.key_rank = broadcast_of(p, p.rank_shape, in.key_rank.data, in.key_rank.stride, 4);
+  score.rank_limit = broadcast_of(p, p.limit_shape, in.rank_limit.data, in.rank_limit.stride, 4);
+  if (has(p.limit_shape)) score.mask.per_query = true;
+  score.exponent = score.bias.data == nullptr ? score.factor : score.bias.per_query ? log2e : 1;
+  score.intervals = in.intervals;
+  score.causal = p.causal;
+  return score;
+}
+
+inline bool has_pairs(const BroadcastShape& shape) { return has(shape) && shape[2] > 1; }
+
+inline bool masks_pairs(const Problem& p) { return has_pairs(p.mask_shape) || has(p.limit_shape); }
+
+// Batch and heads of the packed mask: of the mask and the ranks together.
+inline std::array<std::int64_t, 2> packed_shape(const Problem& p) {
+  std::array<std::int64_t, 2> shape{p.mask_shape[0], p.mask_shape[1]};
+  for (const BroadcastShape& other : {p.rank_shape, p.limit_shape}) {
+    for (std::size_t i = 0; i < 2; ++i) shape[i] = std::max(shape[i], other[i]);
+  }
+  return shape;
+}
+
+}  // namespace flash_dmattn::cuda
