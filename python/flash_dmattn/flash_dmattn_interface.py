@@ -111,16 +111,9 @@ def _attention(
                 "intersect, or use flash_dmattn_varlen_func for packed documents"
             )
         mask, intervals, is_causal = _select(
-            query,
-            key,
-            mask,
-            bias,
-            is_causal,
-            keep_window_size,
-            selection,
-            selection_scores,
+            query, key, mask, bias, is_causal, keep_window_size, selection, selection_scores,
             by_library=backend not in ("triton", "flex"),
-        )
+        )  # fmt: skip
         of_key_heads = intervals is not None and not isinstance(intervals, _KeyRanks)
         if of_key_heads and intervals.heads not in (1, key.shape[2]):
             key, value, mask, bias = _key_head_for_every_query_head(query, key, value, mask, bias)
@@ -350,16 +343,8 @@ def _check_selection(keep_window_size: int, selection: str) -> None:
 
 
 def _select(
-    query,
-    key,
-    mask,
-    bias,
-    is_causal,
-    keep_window_size,
-    selection,
-    selection_scores,
-    by_library=True,
-):
+    query, key, mask, bias, is_causal, keep_window_size, selection, selection_scores, by_library=True
+):  # fmt: skip
     """The mask, the choice (intervals, or what the library's backends know besides) and the causality that
     together show each query its best keys."""
     _check_selection(keep_window_size, selection)

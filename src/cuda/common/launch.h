@@ -54,6 +54,12 @@ __device__ inline void let_next_kernel_start() {
 #endif
 }
 
+// At the start of a short kernel.
+__device__ inline void begin_short_kernel() {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+}
+
 // Whether the code of the current device waits. One kernel stands for all, which are compiled alike.
 inline bool kernels_wait(const void* kernel) {
   static std::array<std::atomic<int>, 64> known{};  // of each device: 0 not asked, 1 no, 2 yes
@@ -124,8 +130,7 @@ void launch(std::int64_t blocks, const typename Kernel::Params& params, cudaStre
 template <class Body>
 __global__ void __launch_bounds__(256)
     for_each_entry(long items, const __grid_constant__ Body body) {
-  let_next_kernel_start();
-  wait_for_previous_kernel();
+  begin_short_kernel();
   const long step = static_cast<long>(gridDim.x) * blockDim.x;
   for (long i = static_cast<long>(blockIdx.x) * blockDim.x + threadIdx.x; i < items; i += step)
     body(i);

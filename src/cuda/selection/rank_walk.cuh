@@ -333,8 +333,7 @@ struct LaneThresholds {
 
 // One CTA for each chunk of ranks from w on.
 __global__ void __launch_bounds__(threads, 2) walk_ranks(Rows rows) {
-  let_next_kernel_start();
-  wait_for_previous_kernel();
+  begin_short_kernel();
   __shared__ WalkStorage shared;
   const int walked = rows.chunks - rows.first_walked();
   Walk walk;

@@ -37,8 +37,7 @@ inline constexpr int thread_keys = 4;
 
 // A thread has four keys, and 32 loads on their way.
 __global__ void __launch_bounds__(pack_threads) pack_queries(QueryWords p) {
-  let_next_kernel_start();
-  wait_for_previous_kernel();
+  begin_short_kernel();
   const int blocks = ceil_div(p.seqlen_k, pack_threads * thread_keys);
   const int part = static_cast<int>(blockIdx.x) % blocks;
   const int tile = static_cast<int>(blockIdx.x) / blocks % p.tiles();
@@ -102,8 +101,7 @@ inline constexpr int walk_warps = 8;
 inline constexpr int walk_steps = 4;  // whose loads are on their way together
 
 __global__ void __launch_bounds__(walk_warps* warp_size) find_limits(Walk p) {
-  let_next_kernel_start();
-  wait_for_previous_kernel();
+  begin_short_kernel();
   const std::int64_t mine = std::int64_t{blockIdx.x} * walk_warps + warp_of_thread();
   if (mine >= p.warps()) return;
   const int lane = lane_of_thread();

@@ -27,8 +27,7 @@ struct RowSort {
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     sort_row(ScoredKeys keys, Rows rows, std::uint64_t* sorted) {
-  let_next_kernel_start();
-  wait_for_previous_kernel();
+  begin_short_kernel();
   using Policy = RowSort<Threads>;
   __shared__ typename Policy::Sort::TempStorage storage;
   __shared__ int counts[Policy::max_blocks]
@@ -36,6 +35,7 @@ __global__ void __launch_bounds__(Threads)
   constexpr int all_counts = Policy::max_blocks * Policy::max_chunks;
   const int row = static_cast<int>(blockIdx.x);
   const int thread = static_cast<int>(threadIdx.x);
+  static_assert(all_counts <= Threads);
   if (thread < all_counts) counts[0][thread] = 0;
   const std::uint32_t all = ~std::uint32_t{0} >> (32 - rows.layout.score_bits);
   std::uint32_t worse[Policy::thread_keys];

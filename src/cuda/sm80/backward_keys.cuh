@@ -1,6 +1,5 @@
 #pragma once
 
-#include "cuda/common/careful.cuh"
 #include "cuda/common/scheduler.cuh"
 #include "cuda/common/turns.cuh"
 #include "cuda/policy.h"
@@ -9,6 +8,7 @@
 #include "cuda/sm80/pair_gradients.cuh"
 #include "cuda/sm80/pair_rows.cuh"
 #include "cuda/sm80/query_tile.cuh"
+#include "cuda/sm80/rare_scores.cuh"
 #include "cuda/sm80/score_tile.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -286,7 +286,11 @@ struct KeyMajorBackwardKernel {
       const float factor = p.score.exponent;
       const float* const lse2 = shared.lse2[stage] + 2 * (lane % 4);
       const bool careful = (flags & lse_has_low) != 0;
-      if (careful) make_careful_probabilities(place, factor, lse2, s);
+      if (careful) {
+        make_careful_probabilities<T, Pairs>(
+            p, {tile.batch, place.head, tile.kv_head}, place.row, flags, lse2,
+            [&](int m, int h) { return tile.key + Order::key(key_of(m, h)); }, s);
+      }
       const auto lse_of = [&](int n) { return *reinterpret_cast<const float2*>(lse2 + 8 * n); };
       float2 next[2] = {lse_of(0), lse_of(1)};
       std::uint32_t bits = 0;  // of all weights
@@ -322,22 +326,8 @@ struct KeyMajorBackwardKernel {
                           {weights[m][k][0], weights[m][k][1], weights[m][k][2], weights[m][k][3]});
         }
       }
-      if (__any_sync(0xffffffffu, exceeds_probability(bits))) limit_probabilities(stage, weights);
-    }
-
-    // To [0, 1]; a NaN, of a score that overflowed far below the maximum, becomes 0. Rare: where one is 2 or
-    // more, negative or a NaN. What is above 1 and below 2 is rounding.
-    __device__ void limit_probabilities(int stage, ScoreOperand& weights) const {
-#pragma unroll
-      for (int m = 0; m < m16; ++m) {
-#pragma unroll
-        for (int k = 0; k < n8 / 2; ++k) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) weights[m][k][i] = saturate_pair<T>(weights[m][k][i]);
-          store_shared_16(handover(stage, m, k),
-                          {weights[m][k][0], weights[m][k][1], weights[m][k][2], weights[m][k][3]});
-        }
-      }
+      if (__any_sync(0xffffffffu, exceeds_probability(bits)))
+        limit_probabilities<T>(handover(stage, 0, 0), weights);
     }
 
     // dS of dP, for this warp's product and for dq.
@@ -363,7 +353,8 @@ struct KeyMajorBackwardKernel {
           }
         }
       }
-      if (__any_sync(0xffffffffu, !is_finite_pair<T>(magnitude))) limit_gradients(stage, operand);
+      if (__any_sync(0xffffffffu, !is_finite_pair<T>(magnitude)))
+        limit_gradients<T>(handover(stage, 0, 0), p.saturate, operand);
       if (p.dbias.data != nullptr && !(Pairs && p.dbias.per_query))
         add_query_sums<T>(operand, bias_sum);
       __syncwarp();  // all lanes have read P
@@ -377,27 +368,6 @@ struct KeyMajorBackwardKernel {
         }
       }
     }
-
-    // No probability, no gradient, not even that of a dp that is not finite. Rare.
-    __device__ void limit_gradients(int stage, ScoreOperand& operand) const {
-#pragma unroll
-      for (int m = 0; m < m16; ++m) {
-#pragma unroll
-        for (int k = 0; k < n8 / 2; ++k) {
-          const uint4 given = load_shared_16(handover(stage, m, k));
-          const std::uint32_t weights[4] = {given.x, given.y, given.z, given.w};
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const auto weight = reinterpret_cast<const typename Element<T>::Pair&>(weights[i]);
-            std::uint32_t& gradient = operand[m][k][i];
-            if (p.saturate) gradient = clamp_pair<T>(gradient, Element<T>::gradient_pair);
-            gradient &= __hne2_mask(weight, zero_pair());
-          }
-        }
-      }
-    }
-
-    static __device__ typename Element<T>::Pair zero_pair() { return Element<T>::pack(0, 0); }
 
     // The gradient of a bias of pairs, of a tile whose dS is complete.
     __device__ void add_pairs(Place place, bool last_head, int stage) {
@@ -445,41 +415,13 @@ struct KeyMajorBackwardKernel {
     }
     // The same of a lane's four words of block (m, k).
     __device__ std::uint32_t handover(int stage, int m, int k) const {
-      return handover(stage) + static_cast<std::uint32_t>(((m * (n8 / 2) + k) * 32 + lane) * 16);
+      return block_of_operand<n8 / 2>(handover(stage) + static_cast<std::uint32_t>(lane * 16), m,
+                                      k);
     }
 
     // The row of scores, and of shared columns, of accumulator rows (m, h) of the lane.
     __device__ int key_of(int m, int h) const {
       return pair * warp_keys + 16 * m + 8 * h + lane / 4;
-    }
-
-    // Where lse needs more than one float or scores may have overflowed. Rare: by a loop over local
-    // memory, for unrolled it is a third of the program.
-    __device__ void make_careful_probabilities(Place place, float factor, const float* lse2,
-                                               ScoreAccumulator& s) const {
-      const float* const low = p.lse2_low + row_index(place);
-      float all[m16][n8][4];
-      for_each_element(s, [&](float& x, int m, int n, int e) { all[m][n][e] = x; });
-#pragma unroll 1
-      for (int i = 0; i < m16 * n8 * 4; ++i) {
-        const int m = i / (n8 * 4);
-        const int n = i / 4 % n8;
-        const int e = i % 4;
-        float& x = all[m][n][e];
-        const int column = 8 * n + e % 2;
-        const int row = 2 * (lane % 4) + column;
-        const bool exists = place.row + row < p.shape.seqlen_q;
-        const int key = tile.key + Order::key(key_of(m, e / 2));
-        if ((flags & lse_is_extreme) != 0 && !(fabsf(x * factor) < 1e37f) && exists &&
-            key < p.shape.seqlen_k) {
-          x = careful_probability<T, Pairs>(p, tile.batch, place.head, tile.kv_head,
-                                            place.row + row, key);
-        } else {
-          x = exp2_approx(fmaf(x, factor, -lse2[column]) - (exists ? low[row] : 0.0f));
-        }
-        x = __saturatef(x);
-      }
-      for_each_element(s, [&](float& x, int m, int n, int e) { x = all[m][n][e]; });
     }
 
     __device__ void add_bias(int head) {
