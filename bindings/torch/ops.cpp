@@ -332,8 +332,8 @@ STABLE_TORCH_LIBRARY(flash_dmattn, m) {
       "select_key_list(Tensor scores, Tensor? key_mask, int window) -> (Tensor keys, Tensor "
       "count)");
   m.def(
-      "rank_keys(Tensor scores, Tensor mask, int window, bool is_causal) "
-      "-> (Tensor key_rank, Tensor rank_limit)");
+      "rank_keys(Tensor scores, Tensor? mask, Tensor? bias, float mask_value, int window, "
+      "bool is_causal) -> (Tensor key_rank, Tensor rank_limit)");
   m.def("measure_key_bound(Tensor key_intervals, int query_length) -> int[]");
   m.def(
       "build_key_plan(Tensor key_intervals, int tile_rows, int query_length, int[] key_bound) "

@@ -116,43 +116,77 @@ std::tuple<Tensor, Tensor> select_list_op(const Tensor& scores, const OptionalTe
   return {keys, count};
 }
 
+namespace {
+
+std::int64_t broadcast_size(std::int64_t a, std::int64_t b) {
+  return a == 0 || b == 0 ? 0 : std::max(a, b);
+}
+
+// Takes the shape of a mask or bias [B or 1, H or 1, Sq or 1, Sk or 1] into that of the limits. An expanded
+// dimension counts as one of size 1.
+void take_pairs(RankArgs& args, const Tensor& pairs, const char* name, const Tensor& scores,
+                std::array<std::int64_t, 2>& shape, std::array<std::int64_t, 4>& stride) {
+  const bool fits = pairs.dim() == 4 && (pairs.size(2) == args.seqlen_q || pairs.size(2) == 1) &&
+                    (pairs.size(3) == args.seqlen_k || pairs.size(3) == 1);
+  if (!fits) {
+    throw InvalidArgument(name, shape_text(pairs),
+                          "shape [B or 1, H or 1, " + std::to_string(args.seqlen_q) + " or 1, " +
+                              std::to_string(args.seqlen_k) + " or 1]");
+  }
+  expect_on_device_of(pairs, name, scores, "scores");
+  for (std::size_t d = 0; d < 4; ++d) {
+    const auto dim = static_cast<std::int64_t>(d);
+    const bool one = pairs.size(dim) == 1 || (pairs.size(dim) > 0 && pairs.stride(dim) == 0);
+    stride[d] = one ? 0 : pairs.stride(dim);
+    if (d < 2) shape[d] = one ? 1 : pairs.size(dim);
+  }
+  args.batch = broadcast_size(args.batch, pairs.size(0));
+  args.heads = broadcast_size(args.heads, pairs.size(1));
+}
+
+}  // namespace
+
 // Ranks [B or 1, H or 1, 1, Sk] of the scores and limits [B, H, Sq, 1] of the queries, for scores
-// [B or 1, H or 1, Sk] and a mask [B or 1, H or 1, Sq, Sk]. Where both have heads, one may have several
-// for each of the other's.
-std::tuple<Tensor, Tensor> rank_op(const Tensor& scores, const Tensor& mask, std::int64_t window,
-                                   bool is_causal) {
+// [B or 1, H or 1, Sk] among the pairs that a mask shows and a bias (above mask_value) does not hide, both
+// [B or 1, H or 1, Sq or 1, Sk or 1], at least one of them given. Where they have heads, one may have several
+// for each of another's.
+std::tuple<Tensor, Tensor> rank_op(const Tensor& scores, const OptionalTensor& mask,
+                                   const OptionalTensor& bias, double mask_value,
+                                   std::int64_t window, bool is_causal) {
   const CallDevice device(scores);
   if (scores.dim() != 3) {
     throw InvalidArgument("scores", shape_text(scores), "shape [B or 1, H or 1, Sk]");
   }
-  if (mask.dim() != 4 || mask.scalar_type() != ScalarType::Bool || mask.size(3) != scores.size(2)) {
-    throw InvalidArgument(
-        "mask", shape_text(mask),
-        "bool of shape [B or 1, H or 1, Sq, " + std::to_string(scores.size(2)) + "]");
-  }
-  expect_on_device_of(mask, "mask", scores, "scores");
+  if (!mask && !bias) throw InvalidArgument("mask", "none", "a mask or a bias of pairs");
   RankArgs args;
   args.device = device.device();
-  args.seqlen_q = mask.size(2);
-  args.seqlen_k = mask.size(3);
+  for (const OptionalTensor& pairs : {mask, bias}) {
+    if (pairs && pairs->dim() == 4) args.seqlen_q = std::max(args.seqlen_q, pairs->size(2));
+  }
+  args.batch = scores.size(0);
+  args.heads = scores.size(1);
+  args.seqlen_k = scores.size(2);
   args.window = window;
   args.causal = is_causal;
   args.scores = scores.const_data_ptr();
   args.scores_dtype = dtype_of(scores, "scores");
   args.scores_shape = {scores.size(0), scores.size(1)};
-  args.mask = static_cast<const std::uint8_t*>(mask.const_data_ptr());
-  args.mask_shape = {mask.size(0), mask.size(1)};
-  for (std::size_t d = 0; d < 4; ++d) {
-    args.mask_stride[d] = mask.stride(static_cast<std::int64_t>(d));
-  }
   for (std::size_t d = 0; d < 3; ++d) {
     args.scores_stride[d] = scores.stride(static_cast<std::int64_t>(d));
   }
-  const auto broadcast = [](std::int64_t a, std::int64_t b) {
-    return a == 0 || b == 0 ? 0 : std::max(a, b);
-  };
-  args.batch = broadcast(scores.size(0), mask.size(0));
-  args.heads = broadcast(scores.size(1), mask.size(1));
+  if (mask) {
+    if (mask->scalar_type() != ScalarType::Bool) {
+      throw InvalidArgument("mask", torch::headeronly::toString(mask->scalar_type()), "bool");
+    }
+    take_pairs(args, *mask, "mask", scores, args.mask_shape, args.mask_stride);
+    args.mask = static_cast<const std::uint8_t*>(mask->const_data_ptr());
+  }
+  if (bias) {
+    args.bias_dtype = dtype_of(*bias, "bias");
+    take_pairs(args, *bias, "bias", scores, args.bias_shape, args.bias_stride);
+    args.bias = bias->const_data_ptr();
+    args.mask_value = static_cast<float>(mask_value);
+  }
   const Tensor key_rank = allocate({args.scores_shape[0], args.scores_shape[1], 1, args.seqlen_k},
                                    ScalarType::Int, scores);
   const Tensor rank_limit =

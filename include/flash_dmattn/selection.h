@@ -87,10 +87,10 @@ std::size_t select_list_workspace_size(const SelectionArgs& args);
 KeyList select_key_list(const SelectionArgs& args, std::int32_t* keys, std::int32_t* count,
                         const Execution& execution);
 
-// A choice per query among the keys that a mask with a query dimension allows, where no intervals express
-// it. The keys of a row have ranks, 0 for the best one; query i keeps the allowed keys whose rank is below
-// its limit, and these are its `window` best ones. Two vectors thus stand for a second mask. GPU only. The
-// limit is 0 for a window of 0, and Sk where fewer than `window` keys are allowed.
+// A choice per query among the keys that a mask or a bias of pairs leaves, where no intervals express it.
+// The keys of a row have ranks, 0 for the best one; query i keeps the visible keys whose rank is below its
+// limit, and these are its `window` best ones. Two vectors thus stand for a second mask. GPU only. The limit
+// is 0 for a window of 0, and Sk where fewer than `window` keys are visible.
 struct RankArgs {
   Device device = Device::cuda;  // of all pointers and the workspace
   std::int64_t batch = 0;        // of the limits
@@ -98,16 +98,23 @@ struct RankArgs {
   std::int64_t seqlen_q = 0;
   std::int64_t seqlen_k = 0;
   std::int64_t window = 0;
-  bool causal = true;  // what is after the query is not allowed either
+  bool causal = true;  // what is after the query is not visible either
 
   const void* scores = nullptr;  // [scores_shape, Sk], f32, bf16 or f16; as in SelectionArgs
   DType scores_dtype = DType::f32;
   std::array<std::int64_t, 2> scores_shape{};  // {batch|1, heads or a divisor of them}
   std::array<std::int64_t, 3> scores_stride{};
 
-  const std::uint8_t* mask = nullptr;         // [mask_shape, Sq, Sk], 0 = masked
-  std::array<std::int64_t, 2> mask_shape{};   // as scores_shape
-  std::array<std::int64_t, 4> mask_stride{};  // 0 for a dimension that broadcasts
+  // What hides pairs, [.._shape, Sq, Sk]: shapes as scores_shape, strides 0 for a dimension that
+  // broadcasts. One of them may be missing, with a shape of zeros.
+  const std::uint8_t* mask = nullptr;  // where it is 0
+  std::array<std::int64_t, 2> mask_shape{};
+  std::array<std::int64_t, 4> mask_stride{};
+  const void* bias = nullptr;  // f32, bf16 or f16; where it is not above mask_value
+  DType bias_dtype = DType::f32;
+  std::array<std::int64_t, 2> bias_shape{};
+  std::array<std::int64_t, 4> bias_stride{};
+  float mask_value = 0;
 
   std::int32_t* key_rank = nullptr;    // out: [scores_shape, Sk] dense; Sk for a key never chosen
   std::int32_t* rank_limit = nullptr;  // out: [batch, heads, Sq] dense
@@ -115,10 +122,11 @@ struct RankArgs {
 
 std::size_t rank_workspace_size(const RankArgs& args);
 
-// O(Sk log Sk) for each row of scores and O(Sq Sk / 32) for each of the limits; an eighth of the mask's
-// bytes in workspace. The call only enqueues work. The results are Inputs::key_rank as [.., .., 1, Sk] and
-// Inputs::rank_limit as [.., .., Sq, 1], with the same mask and causality. Throws InvalidArgument for shapes
-// that do not fit each other, more than 2^23 keys, a negative window, null data or too small a workspace.
+// O(Sk log Sk) for each row of scores and O(Sq Sk / 32) for each of the limits; a bit for each pair of mask
+// and bias in workspace. The call only enqueues work. The results are Inputs::key_rank as [.., .., 1, Sk] and
+// Inputs::rank_limit as [.., .., Sq, 1], with the same mask, bias and causality. Throws InvalidArgument for
+// shapes that do not fit each other, more than 2^23 keys, a negative window, null data or too small a
+// workspace.
 void rank_keys(const RankArgs& args, const Execution& execution);
 
 // What the caller knows about intervals without reading them: any n consecutive queries together see at

@@ -120,12 +120,14 @@ def _select_list_fake(scores, key_mask, window):
 
 
 @torch.library.register_fake("flash_dmattn::rank_keys")
-def _rank_fake(scores, mask, window, is_causal):
-    _require_device_of(scores, mask=mask)
-    sizes = zip(scores.shape[:2], mask.shape[:2], strict=True)
-    batch, heads = (0 if 0 in pair else max(pair) for pair in sizes)
+def _rank_fake(scores, mask, bias, mask_value, window, is_causal):
+    _require_device_of(scores, mask=mask, bias=bias)
+    pairs = [t for t in (mask, bias) if t is not None]
+    sizes = zip(scores.shape[:2], *(t.shape[:2] for t in pairs), strict=True)
+    batch, heads = (0 if 0 in size else max(size) for size in sizes)
+    seqlen_q = max(t.shape[2] for t in pairs)
     rank = scores.new_empty((*scores.shape[:2], 1, scores.shape[2]), dtype=torch.int32)
-    return rank, scores.new_empty((batch, heads, mask.shape[2], 1), dtype=torch.int32)
+    return rank, scores.new_empty((batch, heads, seqlen_q, 1), dtype=torch.int32)
 
 
 # ---- Derivatives -------------------------------------------------------------------------------------

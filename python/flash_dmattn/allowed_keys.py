@@ -5,6 +5,7 @@ of queries: `KeyIntervals` say all of it.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,61 @@ from .packed import rank_by_document
 # Mask elements looked at together: what recognising a mask needs in memory.
 _BLOCK_ELEMENTS = 1 << 22
 
-# mask -> (its version, its intervals): one reading serves all layers of a model.
-_recognised = WeakTensorKeyDictionary()
+# mask -> (its version, what was found out about it): one reading serves all layers of a model.
+_known = WeakTensorKeyDictionary()
+
+
+class AllowedPairs(NamedTuple):
+    """What queries may see besides causality: where a mask is True and a bias is above `mask_value`.
+
+    Both are [B or 1, H or 1, Sq or 1, Sk], with or without heads of their own; one of them may be None.
+    """
+
+    mask: torch.Tensor | None
+    bias: torch.Tensor | None
+    mask_value: float
+
+    @property
+    def shape(self) -> torch.Size:
+        """[B or 1, H or 1, Sq or 1, Sk]."""
+        sizes = zip(*(part.shape for part in self.parts()), strict=True)
+        return torch.Size(0 if 0 in of_dim else max(of_dim) for of_dim in sizes)
+
+    def parts(self) -> list[torch.Tensor]:
+        return [part for part in (self.mask, self.bias) if part is not None]
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """bool [B or 1, H or 1, stop - start, Sk]."""
+        heads = self.shape[1]
+        allowed = None
+        for part in self.parts():
+            block = part[:, :, start:stop] if part.shape[2] > 1 else part
+            block = block if part is self.mask else block > self.mask_value
+            if block.shape[1] not in (1, heads):
+                block = block.repeat_interleave(heads // block.shape[1], 1)
+            allowed = block if allowed is None else allowed & block
+        return allowed
+
+    def to_mask(self) -> torch.Tensor:
+        """The pairs as bool: the mask itself where it is all there is."""
+        return self.mask if self.bias is None else self.rows(0, self.shape[2])
+
+    def to_any_query(self) -> torch.Tensor:
+        """The keys that some query may see, bool [B, H, Sk]."""
+        batch, heads, seqlen_q, seqlen_k = self.shape
+        seen = self.parts()[0].new_zeros((batch, heads, seqlen_k), dtype=torch.bool)
+        step = _rows_of_block(batch * heads * seqlen_k)
+        for start in range(0, seqlen_q, step):
+            seen |= self.rows(start, min(start + step, seqlen_q)).any(2)
+        return seen
+
+    def to_intervals(self) -> KeyIntervals | None:
+        """As `intervals_of_mask`."""
+        if self.bias is None:
+            return intervals_of_mask(self.to_mask())
+        if self.bias.is_meta or isinstance(self.bias, FakeTensor):
+            return None
+        return intervals_of_rows(self.rows, self.shape, self.bias.device)
 
 
 def intervals_of_mask(mask: torch.Tensor) -> KeyIntervals | None:
@@ -37,20 +91,66 @@ def intervals_of_mask(mask: torch.Tensor) -> KeyIntervals | None:
     """
     if mask.is_meta or isinstance(mask, FakeTensor):
         return None
-    tracked = not mask.is_inference()  # an inference tensor does not count its changes
-    version = mask._version if tracked else None
-    if tracked and mask in _recognised and _recognised[mask][0] == version:
-        return _recognised[mask][1]
-    distinct = mask
-    for dim in (0, 1):
-        if distinct.shape[dim] > 1 and distinct.stride(dim) == 0:
-            distinct = distinct.narrow(dim, 0, 1)
-    intervals = intervals_of_rows(
+    return _once("intervals", mask, _find_intervals)
+
+
+def split_additive(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """The pairs that an additive mask allows, as bool, and whether it also adds other values than 0 to them.
+
+    The bool mask is made once: as long as the additive one lives unchanged, all layers of a model share it.
+    """
+    if torch.compiler.is_compiling():
+        return _split_additive(mask)
+    return _once("pairs", mask, _split_additive)
+
+
+def mask_of_intervals(allowed: KeyIntervals) -> torch.Tensor:
+    """The pairs that intervals allow, for what no intervals can say; made once, as in `split_additive`."""
+
+    def make(intervals: torch.Tensor) -> torch.Tensor:
+        mask = allowed.with_intervals(_unexpanded(intervals)).to_mask()
+        return mask.expand(*intervals.shape[:2], -1, -1)
+
+    if torch.compiler.is_compiling():
+        return make(allowed.intervals)
+    return _once(f"pairs of {allowed.query_length} queries", allowed.intervals, make)
+
+
+def _once(what: str, mask: torch.Tensor, find: Callable):
+    if mask.is_inference():  # such a tensor does not count its changes
+        return find(mask)
+    version, known = _known.get(mask, (None, None))
+    if version != mask._version:
+        known = {}
+        _known[mask] = (mask._version, known)
+    if what not in known:
+        with torch.inference_mode(False):  # what is found may be saved for a backward later
+            known[what] = find(mask)
+    return known[what]
+
+
+def _find_intervals(mask: torch.Tensor) -> KeyIntervals | None:
+    distinct = _unexpanded(mask)
+    return intervals_of_rows(
         lambda start, stop: _allowed_block(distinct[:, :, start:stop]), distinct.shape, mask.device
     )
-    if tracked:
-        _recognised[mask] = (version, intervals)
-    return intervals
+
+
+def _split_additive(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    distinct = _unexpanded(mask)
+    allowed = distinct > MASK_VALUE[mask.dtype]
+    step = _rows_of_block(distinct[:, :, 0].numel())
+    blocks = zip(distinct.split(step, 2), allowed.split(step, 2), strict=True)
+    adds = any(bool((seen & (block != 0)).any()) for block, seen in blocks)
+    return allowed.expand(mask.shape), adds
+
+
+def _unexpanded(mask: torch.Tensor) -> torch.Tensor:
+    """The mask with its batch and heads as often as they are in memory."""
+    for dim in (0, 1):
+        if mask.shape[dim] > 1 and mask.stride(dim) == 0:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
 
 
 def intervals_of_rows(
@@ -68,7 +168,7 @@ def intervals_of_rows(
     first = torch.full((batch, heads, key_length), query_length, dtype=torch.int32, device=device)
     last = torch.zeros_like(first)
     count = torch.zeros_like(first)
-    step = max(1, _BLOCK_ELEMENTS // max(1, batch * heads * key_length))
+    step = _rows_of_block(batch * heads * key_length)
     for start in range(0, query_length, step):
         stop = min(start + step, query_length)
         block = rows(start, stop)
@@ -138,6 +238,10 @@ def select_among(
     first, last = torch.broadcast_tensors(first, last)
     intervals = torch.stack([first, last], dim=-1) * (last > first).unsqueeze(-1)
     return KeyIntervals(intervals, allowed.query_length).measured()
+
+
+def _rows_of_block(row_elements: int) -> int:
+    return max(1, _BLOCK_ELEMENTS // max(1, row_elements))
 
 
 def _allowed_block(block: torch.Tensor) -> torch.Tensor | None:

@@ -22,7 +22,7 @@ from ._arguments import (
     resolve_scale,
     resolve_softcap,
 )
-from .allowed_keys import intervals_of_mask, select_among
+from .allowed_keys import AllowedPairs, select_among
 from .availability import get_available_backends, unavailable_reason
 from .key_intervals import (
     SELECTIONS,
@@ -352,13 +352,13 @@ def _select(
         return mask, None, is_causal  # a key whose bias is NaN is masked by it
     scores, allowed = _scores_and_allowed(query, key, mask, bias, selection_scores)
     on_gpu = by_library and scores.device.type == "cuda"
-    if allowed is not None and allowed.shape[2] > 1 and selection == "per_query":
+    of_pairs = allowed is not None and allowed.shape[2] > 1
+    if of_pairs and selection == "per_query":
         return _select_per_query(query, key, scores, keep_window_size, allowed, is_causal, on_gpu)
-    key_mask, remaining_mask = None, None  # remaining: what the choice does not say
+    key_mask = None
     if allowed is not None:
-        key_mask = allowed.any(dim=2)
-        remaining_mask = mask if allowed.shape[2] > 1 else None
-        scores, key_mask = _match_heads(query, key, scores, key_mask)
+        scores, key_mask = _match_heads(query, key, scores, allowed.to_any_query())
+    remaining_mask = mask if of_pairs else None  # what the choice does not say
     if on_gpu and selection == "global" and keep_window_size > 0:
         return remaining_mask, _select_list(scores, key_mask, keep_window_size), is_causal
     chosen = select_key_intervals(
@@ -403,12 +403,12 @@ def _select_per_query(query, key, scores, keep_window_size, allowed, is_causal, 
     finds can neither be compiled nor captured in a CUDA graph; then, and under any other mask, they are ranks
     beside the mask, or without the GPU's kernels a mask of the size of the given one.
     """
-    seqlen_q, seqlen_k = allowed.shape[2:]
+    seqlen_q, seqlen_k = query.shape[1], key.shape[1]
 
     def past():
         return prefix_lm(seqlen_k, 0, query_length=seqlen_q, device=scores.device)
 
-    shown = intervals_of_mask(allowed) if _may_wait_for(allowed) else None
+    shown = allowed.to_intervals() if _may_wait_for(scores) else None
     if shown is not None:
         shown = intersect(shown, past()) if is_causal else shown
         scores_of_heads, intervals = _match_heads(query, key, scores, shown.intervals)
@@ -416,15 +416,14 @@ def _select_per_query(query, key, scores, keep_window_size, allowed, is_causal, 
         if chosen is not None:
             return None, chosen, False
     if by_rank:
-        once = allowed  # what is expanded is read once
-        for dim in (0, 1):
-            if once.shape[dim] > 1 and once.stride(dim) == 0:
-                once = once.narrow(dim, 0, 1)
-        ranks = _KeyRanks(*_ops.rank_keys(scores, once, keep_window_size, is_causal))
-        return allowed, ranks, is_causal
-    scores, allowed = _match_heads(query, key, scores, allowed)
-    allowed = allowed & past().to_mask() if is_causal else allowed
-    return topk_mask(scores[:, :, None], allowed, keep_window_size, None), None, False
+        ranks = _KeyRanks(*_ops.rank_keys(scores, *allowed, keep_window_size, is_causal))
+        mask = allowed.mask
+        if mask is None:  # attention looks at its bias itself
+            mask = scores.new_ones((1, 1, 1, seqlen_k), dtype=torch.bool)
+        return mask, ranks, is_causal
+    scores, mask = _match_heads(query, key, scores, allowed.to_mask())
+    mask = mask & past().to_mask() if is_causal else mask
+    return topk_mask(scores[:, :, None], mask, keep_window_size, None), None, False
 
 
 def _may_wait_for(tensor: Tensor) -> bool:
@@ -434,9 +433,9 @@ def _may_wait_for(tensor: Tensor) -> bool:
 
 
 def _scores_and_allowed(query, key, mask, bias, selection_scores):
-    """Scores [B, H, Sk], and what a query may see besides causality: [B, H, Sq or 1, Sk] or None."""
-    seqlen_k = key.shape[1]
-    name, scores, allowed = "attn_bias", bias, mask
+    """Scores [B, H, Sk], and the pairs to choose among, or None for all."""
+    seqlen_k, mask_value = key.shape[1], MASK_VALUE[query.dtype]
+    name, scores, hiding = "attn_bias", bias, None
     if selection_scores is not None:
         name, scores = "selection_scores", bias_argument(selection_scores.detach(), query, key)
     if scores is None or scores.shape[2] != 1 or scores.shape[3] != seqlen_k:
@@ -449,18 +448,18 @@ def _scores_and_allowed(query, key, mask, bias, selection_scores):
     scores = scores.detach()
     # A bias that masks hides its keys from the choice. Where it is the score, these are the worst keys anyway.
     if selection_scores is not None and bias is not None:
-        unmasked = bias.detach() > MASK_VALUE[query.dtype]
-        if bias.shape[2] == 1:
+        if bias.shape[2] > 1:
+            hiding = bias.detach()
+        else:
+            unmasked = bias.detach() > mask_value
             scores, unmasked = _match_heads(query, key, scores, unmasked)
             scores = torch.where(unmasked, scores, float("nan"))
-        elif allowed is None:
-            allowed = unmasked
-        else:
-            allowed, unmasked = _match_heads(query, key, allowed, unmasked)
-            allowed = allowed & unmasked
-    if allowed is not None and allowed.shape[3] != seqlen_k:
-        allowed = allowed.expand(-1, -1, -1, seqlen_k)
-    return scores[:, :, 0], allowed
+    mask, hiding = (
+        t if t is None or t.shape[3] == seqlen_k else t.expand(-1, -1, -1, seqlen_k)
+        for t in (mask, hiding)
+    )
+    nothing_hides = mask is None and hiding is None
+    return scores[:, :, 0], None if nothing_hides else AllowedPairs(mask, hiding, mask_value)
 
 
 def _match_heads(query, key, *parts):

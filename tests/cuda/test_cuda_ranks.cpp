@@ -31,13 +31,45 @@ struct Shape {
   std::int64_t seqlen_q;
   std::int64_t seqlen_k;
   std::int64_t window;
-  std::int64_t mask_padding;  // of its rows
+  std::int64_t padding;  // of the rows of mask and bias
+  std::array<std::int64_t, 2> bias{};
+  DType bias_dtype = DType::f32;
+};
+
+constexpr float mask_value = -1e4f;
+
+// What a bias may hold: numbers above mask_value, then that itself (for bf16 the one below), -inf and NaN.
+constexpr int shown_values = 2;
+constexpr std::array<std::uint32_t, 5> bias_values(DType dtype) {
+  switch (dtype) {
+    case DType::bf16: return {0, 0x3f80, 0xc61d, 0xff80, 0x7fc0};
+    case DType::f16: return {0, 0x3c00, 0xf0e2, 0xfc00, 0x7e00};
+    default: return {0, 0x3f800000, 0xc61c4000, 0xff800000, 0x7fc00000};
+  }
+}
+
+// Elements and whether they show their pairs.
+struct Bias {
+  std::vector<std::byte> bytes;
+  std::vector<bool> shows;
+
+  Bias(std::int64_t elements, DType dtype, Random& random) {
+    const auto size = static_cast<std::size_t>(size_of(dtype));
+    for (std::int64_t i = 0; i < elements; ++i) {
+      const auto which =
+          static_cast<std::size_t>(random.below(3) != 0 ? random.below(2) : 2 + random.below(3));
+      const std::uint32_t bits = bias_values(dtype)[which];
+      const auto* const begin = reinterpret_cast<const std::byte*>(&bits);
+      bytes.insert(bytes.end(), begin, begin + size);
+      shows.push_back(which < shown_values);
+    }
+  }
 };
 
 RankArgs args_of(const Shape& shape, bool causal) {
   RankArgs args;
-  args.batch = std::max(shape.scores[0], shape.mask[0]);
-  args.heads = std::max(shape.scores[1], shape.mask[1]);
+  args.batch = std::max({shape.scores[0], shape.mask[0], shape.bias[0]});
+  args.heads = std::max({shape.scores[1], shape.mask[1], shape.bias[1]});
   args.seqlen_q = shape.seqlen_q;
   args.seqlen_k = shape.seqlen_k;
   args.window = shape.window;
@@ -45,8 +77,12 @@ RankArgs args_of(const Shape& shape, bool causal) {
   args.scores_shape = shape.scores;
   args.scores_stride = {shape.scores[1] * shape.seqlen_k, shape.seqlen_k, 1};
   args.mask_shape = shape.mask;
-  const std::int64_t row = shape.seqlen_k + shape.mask_padding;
+  const std::int64_t row = shape.seqlen_k + shape.padding;
   args.mask_stride = {shape.mask[1] * shape.seqlen_q * row, shape.seqlen_q * row, row, 1};
+  args.bias_shape = shape.bias;
+  args.bias_stride = {shape.bias[1] * shape.seqlen_q * row, shape.seqlen_q * row, row, 1};
+  args.bias_dtype = shape.bias_dtype;
+  args.mask_value = mask_value;
   return args;
 }
 
@@ -78,15 +114,20 @@ void expect_the_choice(const Shape& shape, bool causal, Random& random) {
   std::vector<std::uint8_t> mask(static_cast<std::size_t>(shape.mask[0] * args.mask_stride[0]));
   for (auto& visible : mask) visible = random.below(3) != 0 ? 2 : 0;
 
+  const Bias bias(shape.bias[0] * args.bias_stride[0], shape.bias_dtype, random);
+
   DeviceBuffer device_scores(scores.size() * sizeof(float));
   DeviceBuffer device_mask(mask.size());
+  DeviceBuffer device_bias(bias.bytes.size());
   device_scores.upload(scores.data());
   device_mask.upload(mask.data());
+  device_bias.upload(bias.bytes.data());
   const std::int64_t limits = args.batch * args.heads * shape.seqlen_q;
   DeviceBuffer rank(scores.size() * sizeof(std::int32_t));
   DeviceBuffer limit(static_cast<std::size_t>(limits) * sizeof(std::int32_t));
   args.scores = device_scores.data();
   args.mask = reinterpret_cast<const std::uint8_t*>(device_mask.data());
+  args.bias = device_bias.data();
   args.key_rank = reinterpret_cast<std::int32_t*>(rank.data());
   args.rank_limit = reinterpret_cast<std::int32_t*>(limit.data());
   Execution execution;
@@ -105,11 +146,16 @@ void expect_the_choice(const Shape& shape, bool causal, Random& random) {
     const std::int64_t first = row_of(shape.scores) * shape.seqlen_k;
     const auto keys = sorted_keys(scores.data() + first, shape.seqlen_k);
     for (std::int64_t i = 0; i < shape.seqlen_q; ++i) {
-      const auto* allowed =
-          mask.data() + row_of(shape.mask) * args.mask_stride[1] + i * args.mask_stride[2];
+      const auto shows = [&](const auto& pairs, const auto& of, const auto& stride,
+                             std::int64_t j) {
+        if (of[1] == 0) return true;
+        return pairs[static_cast<std::size_t>(row_of(of) * stride[1] + i * stride[2] + j)] != 0;
+      };
       std::vector<bool> expected(static_cast<std::size_t>(shape.seqlen_k));
       const auto sees = [&](std::int64_t j) {
-        return allowed[j] != 0 && (!causal || j <= i + shape.seqlen_k - shape.seqlen_q);
+        return shows(mask, shape.mask, args.mask_stride, j) &&
+               shows(bias.shows, shape.bias, args.bias_stride, j) &&
+               (!causal || j <= i + shape.seqlen_k - shape.seqlen_q);
       };
       std::int64_t kept = 0;
       for (const std::int64_t j : keys) {
@@ -128,10 +174,19 @@ void expect_the_choice(const Shape& shape, bool causal, Random& random) {
 TEST_F(SmallCudaRanks, AreTheChoice) {
   Random random(1);
   const std::vector<Shape> shapes = {
-      {{7, 9}, {1, 1}, 5, 1, 1, 0},    {{2, 2}, {2, 1}, 65, 132, 20, 4},
-      {{1, 4}, {2, 2}, 40, 67, 9, 0},  {{2, 1}, {1, 3}, 100, 36, 36, 3},
-      {{1, 2}, {1, 2}, 33, 200, 0, 0}, {{1, 1}, {1, 1}, 70, 700, 1000, 0},
-      {{1, 1}, {1, 1}, 0, 3, 1, 0},    {{1, 1}, {1, 1}, 3, 0, 1, 0},
+      {{7, 9}, {1, 1}, 5, 1, 1, 0},
+      {{2, 2}, {2, 1}, 65, 132, 20, 4},
+      {{1, 4}, {2, 2}, 40, 67, 9, 0},
+      {{2, 1}, {1, 3}, 100, 36, 36, 3},
+      {{1, 2}, {1, 2}, 33, 200, 0, 0},
+      {{1, 1}, {1, 1}, 70, 700, 1000, 0},
+      {{1, 1}, {1, 1}, 0, 3, 1, 0},
+      {{1, 1}, {1, 1}, 3, 0, 1, 0},
+      {{1, 2}, {}, 70, 132, 20, 4, {2, 4}, DType::f32},
+      {{2, 2}, {2, 1}, 70, 132, 20, 4, {1, 2}, DType::bf16},
+      {{1, 6}, {1, 3}, 40, 67, 9, 0, {2, 2}, DType::f16},
+      {{2, 1}, {2, 4}, 33, 290, 50, 0, {1, 2}, DType::bf16},
+      {{1, 1}, {}, 65, 33, 7, 1, {1, 1}, DType::bf16},
   };
   for (const Shape& shape : shapes) {
     for (const bool causal : {false, true}) {
@@ -162,6 +217,13 @@ TEST_F(CudaRanks, BadArgumentsAreNamed) {
   args = good;
   args.mask_shape = {3, 4};
   EXPECT_EQ(rejected(args), "mask_shape");
+  args.mask_shape = {};
+  EXPECT_EQ(rejected(args), "mask_shape");  // without a bias it is missed
+  args.bias_shape = {2, 3};
+  EXPECT_EQ(rejected(args), "bias_shape");
+  args.bias_shape = {2, 4};
+  args.bias_dtype = DType::f64;
+  EXPECT_EQ(rejected(args), "bias_dtype");
   args = good;
   args.window = -1;
   EXPECT_EQ(rejected(args), "window");

@@ -15,6 +15,10 @@ pytestmark = needs_gpu
 ops = torch.ops.flash_dmattn
 
 
+def rank_keys(scores, mask, window, causal, bias=None):
+    return ops.rank_keys(scores, mask, bias, -1e30, window, causal)
+
+
 def random_mask(*shape, share=0.6):
     return torch.rand(shape) < share
 
@@ -52,7 +56,7 @@ def test_ranks_and_limits_are_the_choice(of_scores, of_mask, lengths, fill):
     types = (torch.float32, torch.bfloat16, torch.float16)
     for dtype, window, causal in itertools.product(types, windows, (False, True)):
         scores = SCORES[fill]((*of_scores, length_k)).to(dtype)
-        rank, limit = ops.rank_keys(scores.cuda(), mask.cuda(), window, causal)
+        rank, limit = rank_keys(scores.cuda(), mask.cuda(), window, causal)
         assert rank.shape == (*of_scores, 1, length_k)
         assert limit.shape == (max(of_scores[0], of_mask[0]), heads, length_q, 1)
         of_heads = [t.repeat_interleave(heads // t.shape[1], 1) for t in (scores, rank.cpu(), mask)]
@@ -64,7 +68,7 @@ def test_ranks_and_limits_are_the_choice(of_scores, of_mask, lengths, fill):
 
 def test_ranks_with_any_strides_and_without_elements():
     scores, mask = torch.randn(2, 2, 300), random_mask(2, 1, 70, 300)
-    expected = ops.rank_keys(scores.cuda(), mask.cuda(), 40, True)
+    expected = rank_keys(scores.cuda(), mask.cuda(), 40, True)
     strided = torch.empty(2, 300, 2).transpose(1, 2).copy_(scores)
     shifted = torch.empty(2, 1, 300, 71, dtype=torch.bool)[..., 1:].transpose(2, 3).copy_(mask)
     for some_scores, some_mask in [(strided, mask), (scores, shifted), (strided, shifted)]:
@@ -72,7 +76,7 @@ def test_ranks_with_any_strides_and_without_elements():
         on_gpu = torch.empty_strided(
             some_mask.shape, some_mask.stride(), dtype=torch.bool, device="cuda"
         ).copy_(some_mask)
-        actual = ops.rank_keys(some_scores.cuda(), on_gpu, 40, True)
+        actual = rank_keys(some_scores.cuda(), on_gpu, 40, True)
         assert all(map(torch.equal, actual, expected))
     for batch, heads, length_q, length_k in [
         (0, 1, 4, 4),
@@ -80,7 +84,7 @@ def test_ranks_with_any_strides_and_without_elements():
         (1, 1, 0, 4),
         (1, 1, 4, 0),
     ]:
-        rank, limit = ops.rank_keys(
+        rank, limit = rank_keys(
             torch.zeros(batch, heads, length_k, device="cuda"),
             torch.zeros(batch, heads, length_q, length_k, device="cuda").bool(), 2, True,
         )  # fmt: skip
@@ -175,18 +179,98 @@ def test_where_scores_overflow():
     assert all(map(torch.equal, actual, expected))
 
 
-def test_selection_scores_under_a_bias_that_masks():
+def bias_that_masks(*shape, dtype=torch.bfloat16):
+    return torch.randn(shape, dtype=dtype).masked_fill(
+        random_mask(*shape, share=0.3), float("-inf")
+    )
+
+
+PAIR_BIASES = {  # batch and heads of the bias, of the mask, of the scores
+    "of key heads": ((2, 2), (2, 1), (2, 2)),
+    "without a mask": ((2, 2), None, (2, 2)),
+    "one for all": ((1, 1), (2, 2), (1, 2)),
+    "of query heads": ((1, 4), (2, 2), (2, 1)),
+    "scores of query heads": ((2, 2), (1, 1), (2, 4)),
+    "a mask of keys": ((2, 4), "keys", (2, 2)),
+}
+
+
+@pytest.mark.parametrize("selection", ["per_query", "global"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", PAIR_BIASES)
+def test_selection_scores_under_a_bias_of_pairs(name, dtype, selection):
+    of_bias, of_mask, of_scores = PAIR_BIASES[name]
+    lengths = (130, 264)
+    q, k, v, _ = tensors(lengths, (4, 2), 64)
+    bias, scores = bias_that_masks(*of_bias, *lengths, dtype=dtype), torch.randn(*of_scores, 264)
+    mask = None
+    if of_mask is not None:
+        mask = random_mask(2, 2, 264) if of_mask == "keys" else random_mask(*of_mask, *lengths)
+    options = {"selection": selection, "keep_window_size": 40, "is_causal": True}
+    inputs = [t.detach().cpu().float() for t in (q, k, v)]
+    # On the CPU the choice is a mask, which torch makes.
+    expected = flash_dmattn_func(*inputs, mask, bias.float(), selection_scores=scores, **options)
+    on_gpu = [t if t is None else t.cuda() for t in (mask, bias)]
+    actual = flash_dmattn_func(q, k, v, *on_gpu, selection_scores=scores.cuda(), **options)
+    torch.testing.assert_close(actual.cpu().float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_choice_under_a_bias_of_pairs_has_its_gradient():
+    q, k, v, _ = inputs = tensors((130, 264), (4, 2), 64)
+    bias = bias_that_masks(2, 2, 130, 264)
+    scores, mask = torch.randn(2, 2, 264), random_mask(2, 1, 130, 264)
+    allowed = mask & (bias > -1e30)
+    chosen = topk_mask(scores[:, :, None], allowed, 40, None).cuda()
+    inputs = [q, k, v, bias.cuda().requires_grad_()]
+    options = {"keep_window_size": 40, "selection_scores": scores.cuda()}
+    actual = step(inputs, mask.cuda(), deterministic=True, **options)
+    expected = step(inputs, chosen, deterministic=True)
+    assert all(map(torch.equal, actual, expected))
+
+
+def test_selection_scores_under_a_bias_of_keys():
     q, k, v, scores = tensors((130, 130), (2, 2), 64)
     bias = torch.randn(2, 2, 130, device="cuda", dtype=torch.bfloat16)
     bias[..., ::3] = float("-inf")
     mask = random_mask(2, 1, 130, 130)
     seen = (mask.cuda() & (bias > -1e30)[:, :, None]).cpu()
     chosen = topk_mask(scores.detach().cpu()[:, :, None], seen, 20, None)
-    for some_bias in (bias, bias[:, :, None].expand(-1, -1, 130, -1).contiguous()):
-        actual = flash_dmattn_func(
-            q, k, v, mask.cuda(), some_bias, keep_window_size=20, selection_scores=scores
-        )
-        assert torch.equal(actual, flash_dmattn_func(q, k, v, chosen.cuda(), some_bias))
+    actual = flash_dmattn_func(
+        q, k, v, mask.cuda(), bias, keep_window_size=20, selection_scores=scores
+    )
+    assert torch.equal(actual, flash_dmattn_func(q, k, v, chosen.cuda(), bias))
+
+
+def refused(argument, *wrong):
+    good = {
+        "scores": torch.zeros(2, 4, 9, device="cuda"),
+        "mask": torch.ones(2, 2, 5, 9, dtype=torch.bool, device="cuda"),
+        "bias": torch.zeros(2, 4, 5, 9, device="cuda"),
+        "mask_value": -1e30, "window": 3, "is_causal": True,
+    }  # fmt: skip
+    for value in wrong:
+        name = argument.removesuffix("_shape")
+        with pytest.raises(ValueError, match=f"{argument}: got .*expected"):
+            ops.rank_keys(**{**good, name: value})
+
+
+def test_bad_arguments_of_ranks_are_named():
+    gpu = {"device": "cuda"}
+    refused("scores", torch.zeros(2, 9, **gpu), torch.zeros(2, 2, 9, dtype=torch.int32, **gpu))
+    refused("scores_shape", torch.zeros(2, 3, 9, **gpu))
+    refused("mask", torch.ones(2, 2, 5, 9, **gpu), torch.ones(2, 5, 9, **gpu).bool())
+    refused("mask", torch.ones(2, 2, 5, 8, **gpu).bool(), torch.ones(2, 2, 5, 9).bool())
+    refused("mask_shape", torch.ones(2, 3, 5, 9, **gpu).bool())
+    refused("bias", torch.zeros(2, 2, 5, 9, **gpu).bool(), torch.zeros(2, 5, 9, **gpu))
+    refused("bias", torch.zeros(2, 2, 4, 9, **gpu), torch.zeros(2, 2, 5, 9))
+    refused("bias_shape", torch.zeros(2, 3, 5, 9, **gpu))
+    refused("bias_dtype", torch.zeros(2, 2, 5, 9, dtype=torch.float64, **gpu))
+    refused("window", -1)
+    scores = torch.zeros(1, 1, 9, **gpu)
+    with pytest.raises(ValueError, match="mask: got none, expected"):
+        ops.rank_keys(scores, None, None, 0.0, 3, True)
+    with pytest.raises(ValueError, match="scores_dtype: got"):
+        ops.rank_keys(scores.double(), torch.ones(1, 1, 5, 9, **gpu).bool(), None, 0.0, 3, True)
 
 
 def test_graph_compile_and_opcheck():
@@ -200,8 +284,10 @@ def test_graph_compile_and_opcheck():
     compiled = torch.compile(step, fullgraph=False)(inputs, mask, **options)
     assert all(map(torch.equal, compiled[:2], expected[:2]))
     scores = inputs[3].detach()
-    torch.library.opcheck(ops.rank_keys.default, (scores, mask, 30, True))
-    rank, limit = ops.rank_keys(scores, mask, 30, True)
+    bias = torch.randn(1, 4, 160, 160, device="cuda")
+    for of_mask, of_bias in [(mask, None), (mask, bias), (None, bias)]:
+        torch.library.opcheck(ops.rank_keys.default, (scores, of_mask, of_bias, 0.0, 30, True))
+    rank, limit = rank_keys(scores, mask, 30, True)
     arguments = (*inputs[:3], mask, scores[:, :, None], None, None, None, rank, limit)
     of_call = ([], True, 0.125, 0.0, True, True, "")
     torch.library.opcheck(ops.forward.default, (*arguments, *of_call))
@@ -212,12 +298,17 @@ def test_graph_compile_and_opcheck():
     torch.library.opcheck(ops.backward.default, (dout, *detached, *results, *of_call, *needs))
 
 
-def test_compiled_forward_is_one_graph():
-    q, k, v, bias = (t.detach() for t in tensors((160, 160), (4, 2), 64))
+@pytest.mark.parametrize("of_pairs", [False, True])
+def test_compiled_forward_is_one_graph(of_pairs):
+    q, k, v, scores = (t.detach() for t in tensors((160, 160), (4, 2), 64))
     mask = random_mask(2, 1, 160, 160).cuda()
+    bias = bias_that_masks(2, 2, 160, 160).cuda() if of_pairs else None
 
-    def forward(q, k, v, mask, bias):
-        return flash_dmattn_func(q, k, v, mask, bias, keep_window_size=30, is_causal=True)
+    def forward(q, k, v, mask, bias, scores):
+        return flash_dmattn_func(
+            q, k, v, mask, scores if bias is None else bias, selection_scores=scores,
+            keep_window_size=30, is_causal=True,
+        )  # fmt: skip
 
-    compiled = torch.compile(forward, fullgraph=True)(q, k, v, mask, bias)
-    assert torch.equal(compiled, forward(q, k, v, mask, bias))
+    inputs = (q, k, v, mask, bias, scores)
+    assert torch.equal(torch.compile(forward, fullgraph=True)(*inputs), forward(*inputs))

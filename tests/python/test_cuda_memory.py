@@ -21,7 +21,7 @@ def leaves_of(batch, heads_q, heads_kv, length, head_dim):
     ]
 
 
-@pytest.mark.parametrize("mask_dims", [None, 3, 4, "any"])
+@pytest.mark.parametrize("mask_dims", [None, 3, 4, "any", "additive"])
 def test_masks(mask_dims):
     batch, heads, length, window = 2, 32, 4096, 2048
     q, k, v, bias = leaves = leaves_of(batch, heads, heads, length, 128)
@@ -35,6 +35,9 @@ def test_masks(mask_dims):
         mask = torch.empty(batch, 1, length, length, dtype=torch.bool, device="cuda").bernoulli_(
             0.9
         )
+    elif mask_dims == "additive":  # which the first step turns to bool, for all layers that have it
+        shown = torch.rand(batch, 1, length, length, device="cuda") < 0.9
+        mask = torch.where(shown, 0.0, float("-inf")).bfloat16()
 
     def step():
         out = _flash_dynamic_mask_attention_forward(
@@ -47,7 +50,7 @@ def test_masks(mask_dims):
     rest = peak - bytes_of(kept) - 4 * bias.numel()
     # The backward adds in fp32 to dk and dv, or where blocks own keys to dq.
     sums = 4 * (k.numel() + v.numel())
-    by_keys = mask_dims == "any" or rest < sums
+    by_keys = mask_dims in ("any", "additive") or rest < sums
     rest -= 4 * q.numel() if by_keys else sums
     # lse and what rounding took from it, as the forward saves them and as the backward's exponents take them.
     extra = rest - 4 * (4 * batch * heads * length)
@@ -56,8 +59,30 @@ def test_masks(mask_dims):
         lists = 4 * batch * heads * (length // 128) * (window + 128)
         packed_bits = batch * length * length // 8
         bound += lists + packed_bits
-    elif mask_dims == "any":
+    elif mask_dims is not None and mask_dims != 3:
         bound += batch * heads * length * length // 8 + 2 * 4 * batch * heads * length
+    assert 0 <= extra <= bound, f"{extra / 1e6:.2f} MB, expected at most {bound / 1e6:.2f}"
+
+
+@pytest.mark.parametrize("mask_heads", [None, 1])
+def test_choice_under_a_bias_of_pairs(mask_heads):
+    """Neither a mask of the choice nor one of what the bias hides: a bit for each pair."""
+    heads, length, window = 16, 4096, 512
+    q, k, v, scores = (t.detach() for t in leaves_of(1, heads, heads, length, 128))
+    bias = torch.randn(1, heads, length, length, dtype=torch.bfloat16, device="cuda")
+    bias[..., ::7, ::5] = float("-inf")
+    mask = mask_heads and torch.rand(1, mask_heads, length, length, device="cuda") < 0.9
+
+    def step():
+        return flash_dmattn_func(
+            q, k, v, mask, bias, is_causal=True, keep_window_size=window, selection_scores=scores
+        )
+
+    step()
+    peak, kept = peak_bytes(step, "cuda")
+    extra = peak - bytes_of([kept])
+    ranks_and_lse = 4 * 4 * heads * length
+    bound = 2e6 + heads * length * length // 8 + ranks_and_lse
     assert 0 <= extra <= bound, f"{extra / 1e6:.2f} MB, expected at most {bound / 1e6:.2f}"
 
 

@@ -1,6 +1,7 @@
 """The calling convention of transformers' attention functions, against N x N maths."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_dmattn import KeyIntervals, packed_documents, prefix_lm, sliding_window
-from flash_dmattn.allowed_keys import intervals_of_mask, select_among
+from flash_dmattn.allowed_keys import (
+    intervals_of_mask,
+    mask_of_intervals,
+    select_among,
+    split_additive,
+)
 from flash_dmattn.integrations.flash_dynamic_mask_attention import (
     flash_dynamic_mask_attention_forward,
 )
@@ -240,6 +246,48 @@ def test_a_mask_is_read_once_until_it_changes():
     assert intervals_of_mask(mask) is intervals_of_mask(mask)
     mask[..., 5] = False
     assert torch.equal(intervals_of_mask(mask).to_mask(), mask)
+
+
+def test_what_inference_found_out_about_a_mask_serves_training():
+    q, k, v = (torch.randn(1, S, 2, 16, requires_grad=True) for _ in range(3))
+    bias, some = torch.randn(1, 2, S), torch.rand(1, 1, S, S) < 0.6
+    for allowed in (some, prefix_lm(S, 3).to_mask()):
+        mask = torch.where(allowed, 0.0, LOWEST)
+        call = partial(
+            _flash_dynamic_mask_attention_forward,
+            q, k, v, mask, bias, S, S, is_causal=False,
+        )  # fmt: skip
+        with torch.inference_mode():
+            expected = call()
+        out = call()
+        out.sum().backward()
+        assert torch.equal(out, expected)
+
+
+def test_an_additive_mask_becomes_bool_once_until_it_changes():
+    mask = torch.where(torch.rand(1, 1, S, S) < 0.6, 0.0, LOWEST)
+    for form in (mask, mask.expand(B, HQ, -1, -1)):
+        allowed, adds = split_additive(form)
+        assert allowed.shape == form.shape and not adds
+        assert allowed.untyped_storage().nbytes() == S * S
+        assert torch.equal(allowed, form == 0)
+        assert split_additive(form)[0] is allowed
+    mask[..., 5] = -1.0
+    mask[..., 6] = float("-inf")
+    allowed, adds = split_additive(mask)
+    assert adds and torch.equal(allowed, mask > LOWEST)
+
+
+def test_intervals_become_a_mask_once_until_they_change():
+    window = sliding_window(S, 7)
+    shared = window.with_intervals(window.intervals.clone().expand(B, -1, -1, -1))
+    for allowed in (window, shared):
+        mask = mask_of_intervals(allowed)
+        assert mask is mask_of_intervals(allowed)
+        assert mask.untyped_storage().nbytes() == S * S
+        assert torch.equal(mask, allowed.to_mask())
+    window.intervals[..., 5, :] = 0
+    assert torch.equal(mask_of_intervals(window), window.to_mask())
 
 
 @settings(max_examples=80, deadline=None)

@@ -3,7 +3,7 @@
 import torch
 
 from .._arguments import MASK_VALUE
-from ..allowed_keys import intervals_of_mask, select_among
+from ..allowed_keys import intervals_of_mask, mask_of_intervals, select_among, split_additive
 from ..flash_dmattn_interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..key_intervals import KeyIntervals, intersect, prefix_lm
 from ..utils.mask import topk_mask
@@ -182,10 +182,10 @@ def _normalize_mask(
         if intervals is not None:
             return intervals, bias
     if mask.is_floating_point():
-        allowed = mask > MASK_VALUE[mask.dtype]
-        if torch.where(allowed, mask, 0).any():
-            bias = mask if bias is None else mask + _per_pair(bias)
-        mask = allowed
+        additive = mask
+        mask, adds = split_additive(additive)
+        if adds:
+            bias = additive if bias is None else additive + _per_pair(bias)
     return mask.bool() if mask.shape[2] > 1 else mask.bool().squeeze(2), bias
 
 
@@ -213,7 +213,7 @@ def _choose(
             chosen = select_among(of_heads, allowed, keep)
             if chosen is not None:
                 return chosen
-        mask = mask.to_mask() if bool_mask is None else bool_mask
+        mask = mask_of_intervals(mask) if bool_mask is None else bool_mask
         if scores.dim() == 3:
             return mask
     mask, scores = _match_heads(mask, scores)

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from transformers.models.doge import modeling_doge
 from transformers.models.doge.modeling_doge import DogeAttention
 
-from ..allowed_keys import intervals_of_mask, intervals_of_rows, visible_counts
+from ..allowed_keys import intervals_of_mask, intervals_of_rows, split_additive, visible_counts
 from ..key_intervals import KeyIntervals, select_key_intervals
 from .flash_dynamic_mask_attention import flash_dynamic_mask_attention_forward
 from .modeling_flash_dynamic_mask_attention_utils import as_key_intervals
@@ -215,6 +215,9 @@ def _doge_mask(
     intervals = intervals_of_mask(mask) if query_length > 1 else None
     if intervals is not None:
         return intervals
+    if mask.is_floating_point():
+        allowed, adds = split_additive(mask)
+        return mask == 0 if adds else allowed
     return mask if mask.dtype == torch.bool else mask == 0
 
 

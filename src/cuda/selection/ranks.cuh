@@ -1,30 +1,31 @@
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cstdint>
 
 #include "cuda/selection/device.cuh"
 
-// A choice among the keys that a mask of pairs allows, as ranks of keys and limits of queries.
+// A choice among the keys that a mask or a bias of pairs shows, as ranks of keys and limits of queries.
 //
-// A query's best allowed keys are the first ones it meets on a walk over all keys, best first; its limit
+// A query's best visible keys are the first ones it meets on a walk over all keys, best first; its limit
 // is where it has met enough. The keys of a row come in the same order for all queries, so a warp walks
-// for 32 queries at once: the mask is turned to a word for each key, whose bits are the queries, a lane
+// for 32 queries at once: mask and bias are turned to a word for each key, whose bits are the queries, a lane
 // gathers the word of one key, and 32 x 32 bits transposed give every query the keys of a step.
 namespace flash_dmattn::cuda::ranks {
 
 inline constexpr int tile_queries = warp_size;
 
-// [mask matrices, tiles, Sk] words.
+// What queries see, [batch, heads, tiles, Sk] words.
 struct QueryWords {
-  const std::uint8_t* mask = nullptr;
-  std::int64_t stride[4] = {};  // of the mask
   std::uint32_t* words = nullptr;
-  int mask_heads = 1;
+  int batch = 1;
+  int heads = 1;
   int seqlen_q = 0;
   int seqlen_k = 0;
   int shift = 0;  // query r is at key r + shift
   bool causal = false;
-  bool in_fours = false;  // every four keys of a row are an aligned word
 
   __host__ __device__ int tiles() const { return ceil_div(seqlen_q, tile_queries); }
   __device__ std::uint32_t* of_tile(std::int64_t matrix, int tile) const {
@@ -32,12 +33,36 @@ struct QueryWords {
   }
 };
 
-inline constexpr int pack_threads = 128;
-inline constexpr int thread_keys = 4;
+// A mask (T: bytes) or a bias, [heads of the words or a divisor, Sq, Sk] for each batch element. Strides in
+// elements, 0 where it broadcasts.
+template <class T>
+struct Pairs {
+  const T* data = nullptr;
+  std::int64_t stride[4] = {};
+  int heads = 1;
+  float mask_value = 0;   // of a bias
+  bool in_words = false;  // the elements of every thread of pack_queries are an aligned word
+  bool first =
+      true;  // to be packed; else what the words have is left only where this shows it, too
 
-// A thread has four keys, and 32 loads on their way.
-__global__ void __launch_bounds__(pack_threads) pack_queries(QueryWords p) {
+  static constexpr int in_word = 4 / sizeof(T);
+
+  __device__ bool shows(T element) const {
+    if constexpr (sizeof(T) == 1) {
+      return element != 0;
+    } else {
+      return static_cast<float>(element) > mask_value;
+    }
+  }
+};
+
+inline constexpr int pack_threads = 128;
+
+// A thread has a word of every row: four keys of a mask, two or one of a bias; 32 loads on their way.
+template <class T>
+__global__ void __launch_bounds__(pack_threads) pack_queries(QueryWords p, Pairs<T> pairs) {
   begin_short_kernel();
+  constexpr int thread_keys = Pairs<T>::in_word;
   const int blocks = ceil_div(p.seqlen_k, pack_threads * thread_keys);
   const int part = static_cast<int>(blockIdx.x) % blocks;
   const int tile = static_cast<int>(blockIdx.x) / blocks % p.tiles();
@@ -47,25 +72,25 @@ __global__ void __launch_bounds__(pack_threads) pack_queries(QueryWords p) {
   const int row = tile * tile_queries;
   const int rows = min(p.seqlen_q - row, tile_queries);
   const int keys = min(p.seqlen_k - key, thread_keys);
-  const std::uint8_t* from = p.mask + matrix / p.mask_heads * p.stride[0] +
-                             matrix % p.mask_heads * p.stride[1] + row * p.stride[2] +
-                             key * p.stride[3];
+  const T* const from = pairs.data + matrix / p.heads * pairs.stride[0] +
+                        matrix % p.heads * pairs.heads / p.heads * pairs.stride[1] +
+                        row * pairs.stride[2] + key * pairs.stride[3];
   std::uint32_t word[thread_keys] = {};
   const bool seen = !p.causal || key <= row + rows - 1 + p.shift;
   if (seen) {
 #pragma unroll
     for (int i = 0; i < tile_queries; ++i) {
       if (i >= rows) continue;
-      const std::uint8_t* const of_row = from + i * p.stride[2];
-      if (p.in_fours) {
-        const std::uint32_t four = __ldg(reinterpret_cast<const std::uint32_t*>(of_row));
+      const T* const of_row = from + i * pairs.stride[2];
+      if (pairs.in_words) {
+        const std::uint32_t elements = __ldg(reinterpret_cast<const std::uint32_t*>(of_row));
 #pragma unroll
         for (int e = 0; e < thread_keys; ++e) {
-          word[e] |= ((four >> (8 * e) & 0xffu) != 0 ? 1u : 0u) << i;
+          word[e] |= (pairs.shows(reinterpret_cast<const T*>(&elements)[e]) ? 1u : 0u) << i;
         }
       } else {
         for (int e = 0; e < keys; ++e) {
-          word[e] |= (of_row[e * p.stride[3]] != 0 ? 1u : 0u) << i;
+          word[e] |= (pairs.shows(of_row[e * pairs.stride[3]]) ? 1u : 0u) << i;
         }
       }
     }
@@ -75,7 +100,8 @@ __global__ void __launch_bounds__(pack_threads) pack_queries(QueryWords p) {
   for (int e = 0; e < thread_keys; ++e) {
     if (e >= keys) break;
     const int first = p.causal ? max(key + e - p.shift - row, 0) : 0;  // query that sees the key
-    to[e] = first < tile_queries ? word[e] & (all_lanes << first) : 0;
+    const std::uint32_t shown = first < tile_queries ? word[e] & (all_lanes << first) : 0;
+    to[e] = pairs.first ? shown : shown & to[e];
   }
 }
 
@@ -87,7 +113,6 @@ struct Walk {
   std::int32_t* limit = nullptr;  // [batch, heads, Sq]
   int batch = 0;
   int heads = 0;
-  int mask_batch = 1;
   int order_batch = 1;
   int order_heads = 1;
   int window = 0;
@@ -114,8 +139,7 @@ __global__ void __launch_bounds__(walk_warps* warp_size) find_limits(Walk p) {
     return of_batch * heads + std::int64_t{head} * heads / p.heads;
   };
   const int keys = p.words.seqlen_k;
-  const std::uint32_t* const words =
-      p.words.of_tile(matrix_of(p.mask_batch, p.words.mask_heads), tile);
+  const std::uint32_t* const words = p.words.of_tile(matrix_of(p.words.batch, p.words.heads), tile);
   const std::int32_t* const order = p.order + matrix_of(p.order_batch, p.order_heads) * keys;
 
   int missing = p.window;  // keys that query `lane` has yet to meet
