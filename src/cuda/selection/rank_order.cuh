@@ -88,6 +88,20 @@ struct Rows {
   }
 };
 
+// Keys of a row as the sorts read them, in the order of falling positions: those at places first, first +
+// step, ... Positions are negative past the end.
+template <int Count>
+struct FallingKeys {
+  int position[Count];
+  std::uint32_t code[Count];
+
+  __device__ FallingKeys(const ScoredKeys& keys, const Rows& rows, int row, int first, int step) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) position[i] = rows.seqlen_k - 1 - (first + i * step);
+    keys.codes(rows.first_row + row, position, code);
+  }
+};
+
 inline constexpr int pack_threads = 256;
 inline constexpr int pack_keys = 4;  // of a thread
 
@@ -98,17 +112,14 @@ __global__ void __launch_bounds__(pack_threads)
   const int blocks_per_row = ceil_div(rows.seqlen_k, pack_threads * pack_keys);
   const int row = static_cast<int>(blockIdx.x) / blocks_per_row;
   const int begin = static_cast<int>(blockIdx.x) % blocks_per_row * pack_threads * pack_keys;
-  int position[pack_keys];  // negative past the end
-  std::uint32_t code[pack_keys];
-#pragma unroll
-  for (int i = 0; i < pack_keys; ++i)
-    position[i] = rows.seqlen_k - 1 - (begin + i * pack_threads + static_cast<int>(threadIdx.x));
-  keys.codes(rows.first_row + row, position, code);
+  const FallingKeys<pack_keys> own(keys, rows, row, begin + static_cast<int>(threadIdx.x),
+                                   pack_threads);
 #pragma unroll
   for (int i = 0; i < pack_keys; ++i) {
-    if (position[i] < 0) return;
-    packed[static_cast<std::int64_t>(row) * rows.seqlen_k + rows.seqlen_k - 1 - position[i]] =
-        rows.layout.pack(row, code[i], position[i]);
+    const int position = own.position[i];
+    if (position < 0) return;
+    packed[static_cast<std::int64_t>(row) * rows.seqlen_k + rows.seqlen_k - 1 - position] =
+        rows.layout.pack(row, own.code[i], position);
   }
 }
 

@@ -50,19 +50,14 @@ __global__ void __launch_bounds__(RowPasses::threads)
   const int thread = static_cast<int>(threadIdx.x);
   for (int pass = 0; pass < passes.passes; ++pass) counts[pass][thread] = 0;
   __syncthreads();
-  int position[RowPasses::thread_keys];  // negative past the end
-  std::uint32_t code[RowPasses::thread_keys];
+  const FallingKeys<RowPasses::thread_keys> own(
+      keys, rows, row, tile * RowPasses::tile_keys + thread, RowPasses::threads);
 #pragma unroll
   for (int i = 0; i < RowPasses::thread_keys; ++i) {
-    position[i] =
-        rows.seqlen_k - 1 - (tile * RowPasses::tile_keys + i * RowPasses::threads + thread);
-  }
-  keys.codes(rows.first_row + row, position, code);
-#pragma unroll
-  for (int i = 0; i < RowPasses::thread_keys; ++i) {
-    if (position[i] < 0) break;
-    const int at = rows.seqlen_k - 1 - position[i];
-    const std::uint64_t key = rows.layout.pack(row, code[i], position[i]);
+    const int position = own.position[i];
+    if (position < 0) break;
+    const int at = rows.seqlen_k - 1 - position;
+    const std::uint64_t key = rows.layout.pack(row, own.code[i], position);
     packed[static_cast<std::int64_t>(row) * rows.seqlen_k + at] = key;
     for (int pass = 0; pass < passes.passes; ++pass)
       atomicAdd(&counts[pass][digit_of(rows.layout, key, pass)], 1u);
@@ -86,10 +81,10 @@ __device__ inline unsigned lanes_with(int digit, unsigned lanes) {
 }
 
 // A number that says by itself whether it is there needs no other order.
-__device__ inline void announce(std::uint32_t* to, std::uint32_t value) {
+__device__ inline void store_relaxed(std::uint32_t* to, std::uint32_t value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
-__device__ inline std::uint32_t heard(const std::uint32_t* from) {
+__device__ inline std::uint32_t load_relaxed(const std::uint32_t* from) {
   std::uint32_t value;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
   return value;
@@ -109,7 +104,7 @@ __device__ inline int sum_announced(const std::uint32_t* from, int tiles) {
 #pragma unroll
       for (int i = 0; i < together; ++i) {
         const std::uint32_t value =
-            first + i < tiles ? heard(from + (first + i) * RowPasses::digits) : 1u;
+            first + i < tiles ? load_relaxed(from + (first + i) * RowPasses::digits) : 1u;
         all_there = all_there && value != 0;
         part += static_cast<int>(value) - 1;
       }
@@ -171,7 +166,7 @@ __global__ void __launch_bounds__(RowPasses::threads)
 #pragma unroll
   for (int w = 0; w < warps; ++w) of_tile += places[w][thread];
   std::uint32_t* const announced = passes.announced + counts_begin;
-  announce(announced + tile * RowPasses::digits, static_cast<std::uint32_t>(of_tile) + 1);
+  store_relaxed(announced + tile * RowPasses::digits, static_cast<std::uint32_t>(of_tile) + 1);
   int place = through - of_row;
   for (int w = 0; w < warp; ++w) place += warp_sums[w];
   place += sum_announced(announced, tile);

@@ -40,16 +40,13 @@ __global__ void __launch_bounds__(Threads)
   const std::uint32_t all = ~std::uint32_t{0} >> (32 - rows.layout.score_bits);
   std::uint32_t worse[Policy::thread_keys];
   std::uint16_t place[Policy::thread_keys];
-  int position[Policy::thread_keys];  // negative past the end
+  const int first = thread * Policy::thread_keys;
+  const FallingKeys<Policy::thread_keys> own(keys, rows, row, first, 1);
 #pragma unroll
   for (int i = 0; i < Policy::thread_keys; ++i) {
-    const int at = thread * Policy::thread_keys + i;
-    place[i] = static_cast<std::uint16_t>(at);
-    position[i] = rows.seqlen_k - 1 - at;
+    place[i] = static_cast<std::uint16_t>(first + i);
+    worse[i] = ~own.code[i] & all;
   }
-  keys.codes(rows.first_row + row, position, worse);
-#pragma unroll
-  for (int i = 0; i < Policy::thread_keys; ++i) worse[i] = ~worse[i] & all;
   typename Policy::Sort(storage).SortBlockedToStriped(worse, place, 0, rows.layout.score_bits);
 #pragma unroll
   for (int i = 0; i < Policy::thread_keys; ++i) {
