@@ -1,17 +1,12 @@
 #pragma once
 
+#include "cuda/common/rows.cuh"
 #include "cuda/common/score.cuh"
 
 // Scores and rows in double, straight from the definition, for what overflows fp32. The main loops
 // hand over the rows whose result is not finite or whose weights vanished, and the pairs whose
 // score is not finite. Rare, so it is short rather than quick.
 namespace flash_dmattn::cuda {
-
-template <class T>
-__device__ inline const T* row_of(const HeadRows& rows, int batch, int row, int head) {
-  return reinterpret_cast<const T*>(rows.data + batch * rows.batch + row * rows.row +
-                                    head * rows.head);
-}
 
 template <class T>
 __device__ inline double careful_dot(const T* a, const T* b, int head_dim) {

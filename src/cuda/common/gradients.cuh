@@ -2,6 +2,7 @@
 
 #include "cuda/common/convert.cuh"
 #include "cuda/common/math.cuh"
+#include "cuda/common/rows.cuh"
 #include "cuda/params.h"
 
 // What surrounds the backward's main loop: row statistics before it, conversions of fp32 sums after
@@ -66,8 +67,8 @@ struct RowStatisticsKernel {
       const std::int64_t row = index % p.shape.seqlen_q;
       const std::int64_t head = index / p.shape.seqlen_q % p.shape.heads_q;
       const std::int64_t batch = index / p.shape.seqlen_q / p.shape.heads_q;
-      const T* out = row_of(p.out, batch, row, head);
-      const T* dout = row_of(p.dout, batch, row, head);
+      const T* out = row_of<T>(p.out, batch, row, head);
+      const T* dout = row_of<T>(p.dout, batch, row, head);
       bool finite = true;
       for (int chunk = lane; chunk < p.shape.head_dim / 8; chunk += row_lanes) {
         T a[8];
@@ -101,12 +102,6 @@ struct RowStatisticsKernel {
   }
 
  private:
-  static __device__ const T* row_of(const HeadRows& rows, std::int64_t batch, std::int64_t row,
-                                    std::int64_t head) {
-    return reinterpret_cast<const T*>(rows.data + batch * rows.batch + row * rows.row +
-                                      head * rows.head);
-  }
-
   static __device__ void load_chunk(T (&to)[8], const T* from, bool aligned) {
     if (aligned) {
       *reinterpret_cast<uint4*>(to) = __ldg(reinterpret_cast<const uint4*>(from));

@@ -63,7 +63,7 @@ class Turn {
   // `place`.
   __device__ void begin(int place) const {
     if (threadIdx.x != announcing_thread) return;
-    if (storage_.adding > 0) announce(storage_.adding);
+    if (storage_.adding > 0) store_passed(storage_.adding);
     storage_.adding = place + 1;
   }
 
@@ -71,7 +71,7 @@ class Turn {
   __device__ void finish() const {
     wait(last_place);
     __syncthreads();
-    if (threadIdx.x == announcing_thread) announce(last_place + 1);
+    if (threadIdx.x == announcing_thread) store_passed(last_place + 1);
   }
 
  private:
@@ -79,7 +79,7 @@ class Turn {
   static constexpr unsigned announcing_thread =
       32;  // of another warp: a release waits for additions
 
-  __device__ void announce(int passed) const {
+  __device__ void store_passed(int passed) const {
     int* const to = turns_.passed + storage_.work;
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(passed) : "memory");
   }

@@ -1,0 +1,17 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/params.h"
+
+namespace flash_dmattn::cuda {
+
+// The elements of a row of a head.
+template <class T>
+__device__ inline const T* row_of(const HeadRows& rows, std::int64_t batch, std::int64_t row,
+                                  std::int64_t head) {
+  return reinterpret_cast<const T*>(rows.data + batch * rows.batch + row * rows.row +
+                                    head * rows.head);
+}
+
+}  // namespace flash_dmattn::cuda
