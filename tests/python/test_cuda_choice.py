@@ -249,7 +249,7 @@ def refused(argument, *wrong):
         "mask_value": -1e30, "window": 3, "is_causal": True,
     }  # fmt: skip
     for value in wrong:
-        name = argument.removesuffix("_shape")
+        name = argument.removesuffix("_shape").removesuffix("_dtype")
         with pytest.raises(ValueError, match=f"{argument}: got .*expected"):
             ops.rank_keys(**{**good, name: value})
 

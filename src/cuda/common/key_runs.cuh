@@ -48,7 +48,6 @@ struct SumKeyBlocksKernel {
   }
 
   __device__ void operator()(const Params& p, SharedStorage&) const {
-    let_next_kernel_start();
     const int row_blocks = (p.key_blocks() + warps - 1) / warps;
     const int row = static_cast<int>(blockIdx.x) / row_blocks;
     const int block =
@@ -95,7 +94,6 @@ struct FindKeyRunsKernel {
   }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
-    let_next_kernel_start();
     const int row_blocks = (p.query_tiles() + warps - 1) / warps;
     const int row = static_cast<int>(blockIdx.x) / row_blocks;
     const int first_tile = static_cast<int>(blockIdx.x) % row_blocks * warps;

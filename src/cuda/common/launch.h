@@ -35,29 +35,17 @@ inline void refuse_capture(cudaStream_t stream, const char* why) {
 
 // ---- Kernels that follow each other -----------------------------------------------------------------
 //
-// Since sm_90 the next kernel of a stream may be brought to the multiprocessors while this one still
-// runs: from when all blocks of this one have allowed it, or have ended. It then waits for the end of
-// this one. All kernels here wait before they touch memory, so that the launch is hidden and nothing
-// else changes.
+// Since sm_90 a kernel may be launched before all of the one before is over: as soon as its blocks have
+// ended, or have allowed it earlier, and what it wrote need not be there yet. All kernels here are launched
+// so and wait before they touch memory, which hides the launch and changes nothing else. None allows it
+// earlier: blocks that only wait take places from those that compute, and fill the multiprocessors that are
+// done first, so that their grid is spread unevenly (docs/kernels/selection.md, "Launches").
 
 // At the start of every kernel: the kernels before are done, and what they wrote is there.
 __device__ inline void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-}
-
-// By short kernels: blocks of the next one, while they wait, keep the place of none that computes.
-__device__ inline void let_next_kernel_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
-// At the start of a short kernel.
-__device__ inline void begin_short_kernel() {
-  let_next_kernel_start();
-  wait_for_previous_kernel();
 }
 
 // Whether the code of the current device waits. One kernel stands for all, which are compiled alike.
@@ -130,7 +118,7 @@ void launch(std::int64_t blocks, const typename Kernel::Params& params, cudaStre
 template <class Body>
 __global__ void __launch_bounds__(256)
     for_each_entry(long items, const __grid_constant__ Body body) {
-  begin_short_kernel();
+  wait_for_previous_kernel();
   const long step = static_cast<long>(gridDim.x) * blockDim.x;
   for (long i = static_cast<long>(blockIdx.x) * blockDim.x + threadIdx.x; i < items; i += step)
     body(i);

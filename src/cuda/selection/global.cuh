@@ -89,7 +89,7 @@ __device__ inline Found find_digits(const Rows& rows, int digit, int row) {
 }
 
 __global__ void __launch_bounds__(threads) count_digit(Rows rows, int digit) {
-  begin_short_kernel();
+  wait_for_previous_kernel();
   __shared__ std::uint32_t counts[bins];
   const int row = static_cast<int>(blockIdx.x) / rows.ctas_per_row();
   const int part = static_cast<int>(blockIdx.x) % rows.ctas_per_row();
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(threads) count_digit(Rows rows, int digit) {
 }
 
 __global__ void __launch_bounds__(threads) keep_best(Rows rows) {
-  begin_short_kernel();
+  wait_for_previous_kernel();
   const int row = static_cast<int>(blockIdx.x) / rows.ctas_per_row();
   const int part = static_cast<int>(blockIdx.x) % rows.ctas_per_row();
   const std::uint64_t last = find_digits(rows, rows.digits(), row).digits;
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(threads) keep_best(Rows rows) {
 
 // The choice when the window holds every key.
 __global__ void __launch_bounds__(threads) keep_valid(Rows rows) {
-  begin_short_kernel();
+  wait_for_previous_kernel();
   const int row = static_cast<int>(blockIdx.x) / rows.ctas_per_row();
   const int part = static_cast<int>(blockIdx.x) % rows.ctas_per_row();
   KeyInterval* intervals =

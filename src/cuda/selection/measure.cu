@@ -40,7 +40,7 @@ struct Counts {
 
 __global__ void __launch_bounds__(threads)
     count_keys(plan::AllKeys all, Counts counts, int seqlen_k, int ctas_per_row) {
-  begin_short_kernel();
+  wait_for_previous_kernel();
   const int row = static_cast<int>(blockIdx.x) / ctas_per_row;
   const int key =
       static_cast<int>(blockIdx.x) % ctas_per_row * threads + static_cast<int>(threadIdx.x);
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(threads)
 }
 
 __global__ void __launch_bounds__(threads) find_most(Counts counts) {
-  begin_short_kernel();
+  wait_for_previous_kernel();
   using Scan = cub::BlockScan<int, threads>;
   using Reduce = cub::BlockReduce<int, threads>;
   __shared__ typename Scan::TempStorage scan;

@@ -75,7 +75,7 @@ __device__ inline int count_before_warp(const int (&counts)[warps][max_lists], i
 template <int Steps, class Children>
 __global__ void __launch_bounds__(threads)
     count_part(AllKeys parent, Children children, Parts parts) {
-  begin_short_kernel();
+  wait_for_previous_kernel();
   __shared__ int counts[max_lists];
   const int row = static_cast<int>(blockIdx.x) / parts.parts;
   const int part = static_cast<int>(blockIdx.x) % parts.parts;
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(threads)
 template <int Steps, class Parent, class Children>
 __global__ void __launch_bounds__(threads)
     deal_keys(Parent parent, Children children, Parts parts) {
-  begin_short_kernel();
+  wait_for_previous_kernel();
   __shared__ int counts[2][warps][max_lists];
   __shared__ int before_part[max_lists];
   __shared__ int lengths[max_lists];

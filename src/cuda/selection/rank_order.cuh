@@ -108,7 +108,7 @@ inline constexpr int pack_keys = 4;  // of a thread
 // The sort keys of a batch in the order of falling positions.
 __global__ void __launch_bounds__(pack_threads)
     pack_keys_of_rows(ScoredKeys keys, Rows rows, std::uint64_t* packed) {
-  begin_short_kernel();
+  wait_for_previous_kernel();
   const int blocks_per_row = ceil_div(rows.seqlen_k, pack_threads * pack_keys);
   const int row = static_cast<int>(blockIdx.x) / blocks_per_row;
   const int begin = static_cast<int>(blockIdx.x) % blocks_per_row * pack_threads * pack_keys;
@@ -139,7 +139,7 @@ __device__ inline void place_rank(const Rows& rows, int row, int rank, int posit
 // and writes the intervals that need no walk: those of the w best keys and of the keys never
 // chosen.
 __global__ void __launch_bounds__(threads) place_ranks(Rows rows) {
-  begin_short_kernel();
+  wait_for_previous_kernel();
   __shared__ int counts[max_blocks];
   const int row = static_cast<int>(blockIdx.x) / rows.groups;
   const int group = static_cast<int>(blockIdx.x) % rows.groups;
@@ -178,7 +178,7 @@ inline constexpr int order_threads = 256;
 // first one that is never chosen, and the rank of each key, Sk where it is never chosen.
 __global__ void __launch_bounds__(order_threads)
     store_order(Rows rows, std::int32_t* key_of_rank, std::int32_t* rank_of_key) {
-  begin_short_kernel();
+  wait_for_previous_kernel();
   const int blocks = ceil_div(rows.seqlen_k, order_threads);
   const int row = static_cast<int>(blockIdx.x) / blocks;
   const int rank =

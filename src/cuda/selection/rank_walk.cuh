@@ -333,7 +333,7 @@ struct LaneThresholds {
 
 // One CTA for each chunk of ranks from w on.
 __global__ void __launch_bounds__(threads, 2) walk_ranks(Rows rows) {
-  begin_short_kernel();
+  wait_for_previous_kernel();
   __shared__ WalkStorage shared;
   const int walked = rows.chunks - rows.first_walked();
   Walk walk;

@@ -61,7 +61,7 @@ inline constexpr int pack_threads = 128;
 // A thread has a word of every row: four keys of a mask, two or one of a bias; 32 loads on their way.
 template <class T>
 __global__ void __launch_bounds__(pack_threads) pack_queries(QueryWords p, Pairs<T> pairs) {
-  begin_short_kernel();
+  wait_for_previous_kernel();
   constexpr int thread_keys = Pairs<T>::in_word;
   const int blocks = ceil_div(p.seqlen_k, pack_threads * thread_keys);
   const int part = static_cast<int>(blockIdx.x) % blocks;
@@ -126,7 +126,7 @@ inline constexpr int walk_warps = 8;
 inline constexpr int walk_steps = 4;  // whose loads are on their way together
 
 __global__ void __launch_bounds__(walk_warps* warp_size) find_limits(Walk p) {
-  begin_short_kernel();
+  wait_for_previous_kernel();
   const std::int64_t mine = std::int64_t{blockIdx.x} * walk_warps + warp_of_thread();
   if (mine >= p.warps()) return;
   const int lane = lane_of_thread();

@@ -43,7 +43,7 @@ __device__ inline int digit_of(const KeyLayout& layout, std::uint64_t key, int p
 // `packed` [rows, Sk] in the order of falling positions, and the counts of all passes.
 __global__ void __launch_bounds__(RowPasses::threads)
     pack_and_count(ScoredKeys keys, Rows rows, RowPasses passes, std::uint64_t* packed) {
-  begin_short_kernel();
+  wait_for_previous_kernel();
   __shared__ std::uint32_t counts[RowPasses::max_passes][RowPasses::digits];
   const int row = static_cast<int>(blockIdx.x) / passes.tiles;
   const int tile = static_cast<int>(blockIdx.x) % passes.tiles;
@@ -118,7 +118,7 @@ __device__ inline int sum_announced(const std::uint32_t* from, int tiles) {
 __global__ void __launch_bounds__(RowPasses::threads)
     sort_digit(Rows rows, RowPasses passes, int pass, const std::uint64_t* from,
                std::uint64_t* to) {
-  begin_short_kernel();
+  wait_for_previous_kernel();
   constexpr int warps = RowPasses::warps;
   __shared__ int warp_sums[warps];
   // Of a warp and a digit: keys so far, then the place of the first.

@@ -27,7 +27,7 @@ struct RowSort {
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     sort_row(ScoredKeys keys, Rows rows, std::uint64_t* sorted) {
-  begin_short_kernel();
+  wait_for_previous_kernel();
   using Policy = RowSort<Threads>;
   __shared__ typename Policy::Sort::TempStorage storage;
   __shared__ int counts[Policy::max_blocks]

@@ -57,7 +57,7 @@ struct RowKey {
 };
 
 __global__ void __launch_bounds__(threads) list_events(plan::AllKeys keys, Rows rows) {
-  begin_short_kernel();
+  wait_for_previous_kernel();
   const RowKey at(rows);
   if (at.key >= rows.seqlen_k) return;
   const plan::HalfTiles seen = keys.items(at.row, 0)[at.key].within(0, rows.tiles);
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(threads) list_events(plan::AllKeys keys, Rows 
 
 // Numbers the sorted events.
 __global__ void __launch_bounds__(threads) number_events(Rows rows) {
-  begin_short_kernel();
+  wait_for_previous_kernel();
   const RowKey at(rows);  // the n-th arrival and the n-th departure
   if (at.key >= rows.seqlen_k) return;
   const int n = at.key;
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(threads) number_events(Rows rows) {
 
 // One thread for each slot follows the keys that live in it.
 __global__ void __launch_bounds__(threads) follow_slots(Rows rows) {
-  begin_short_kernel();
+  wait_for_previous_kernel();
   const int slots = rows.schedule.slots;
   const int ctas = ceil_div(slots, threads);
   const int row = static_cast<int>(blockIdx.x) / ctas;
