@@ -277,6 +277,33 @@ def test_keys_that_the_bias_masks_are_not_chosen():
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("selection", ["per_query", "global"])
+@pytest.mark.parametrize("heads", [(2, 2, 2), (4, 1, 2), (1, 2, 4), (2, None, 1)])
+def test_a_choice_under_a_mask_and_a_bias_of_pairs(heads, selection):
+    """Heads of the bias, of the mask, and of the scores."""
+    of_bias, of_mask, of_scores = heads
+    q, k, v = (torch.randn(2, 40, h, 16) for h in (4, 2, 2))
+    bias = torch.randn(1, of_bias, 40, 40)
+    bias = bias.masked_fill(torch.rand_like(bias) < 0.3, -torch.inf)
+    mask = None if of_mask is None else torch.rand(2, of_mask, 40, 40) < 0.7
+    scores = torch.randn(2, of_scores, 40)
+    matched = [t.repeat_interleave(4 // t.shape[1], 1) for t in (bias, scores)]
+    allowed = (matched[0] > -torch.inf).expand(2, -1, -1, -1)
+    if mask is not None:
+        allowed = allowed & mask.repeat_interleave(4 // of_mask, 1)
+    causal = causal_pairs(40, 40)
+    if selection == "per_query":
+        shown = select(matched[1], 9, allowed & causal)
+    else:
+        shown = select(matched[1], 9, allowed.any(2, keepdim=True).expand_as(allowed))
+        shown = shown & allowed & causal
+    actual = flash_dmattn_func(
+        q, k, v, mask, bias, is_causal=True, keep_window_size=9, selection=selection,
+        selection_scores=scores,
+    )  # fmt: skip
+    torch.testing.assert_close(actual, attend_by_mask(q, k, v, bias, shown), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("window", [3, 30, 40])
 @pytest.mark.parametrize("mask", [None, "padding", "causal", "random"])
 def test_scores_that_are_not_finite(mask, window):
