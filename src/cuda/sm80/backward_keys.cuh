@@ -4,11 +4,11 @@
 #include "cuda/common/turns.cuh"
 #include "cuda/policy.h"
 #include "cuda/sm80/epilogue.cuh"
+#include "cuda/sm80/handed_scores.cuh"
 #include "cuda/sm80/key_rows.cuh"
 #include "cuda/sm80/pair_gradients.cuh"
 #include "cuda/sm80/pair_rows.cuh"
 #include "cuda/sm80/query_tile.cuh"
-#include "cuda/sm80/rare_scores.cuh"
 #include "cuda/sm80/score_tile.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -74,6 +74,12 @@ struct KeyMajorBackwardKernel {
   static constexpr int n8 = rows / 8;
   using ScoreAccumulator = Accumulator<warp_keys, rows>;
   using ScoreOperand = std::uint32_t[m16][n8 / 2][4];
+
+  // The scores of a tile are multiplied in two parts, queries [0, 32) and [32, 64), and no branch lies
+  // between the product of the second and what is made of the first: the compiler mixes them. Pairs
+  // have branches there; at D 128 it would also cost them registers.
+  static constexpr int parts = Pairs ? 1 : 2;
+  static constexpr int blocks_ahead = Pairs ? 1 : 3;
 
   using Place = QueryPlace;
 
@@ -251,18 +257,15 @@ struct KeyMajorBackwardKernel {
       const std::uint32_t q = shared_address(shared.stage[stage].q);
       const std::uint32_t dout = shared_address(shared.stage[stage].dout);
       ScoreAccumulator x;
-      clear(x);
+      ScoreOperand operand;
       if constexpr (Pairs) {
         if (is_value) pair_rows.send(place, handover(stage));
       }
-      multiply<T, D>(x,
-                     OperandA<KeyRows, Major::k>(shared_address(is_value ? shared.k : shared.v),
-                                                 pair * warp_keys),
-                     OperandB<QueryRows, Major::k>(is_value ? q : dout, 0));
-      ScoreOperand operand;
-      if (is_value) make_probabilities(place, stage, bounds, x, operand);
+      multiply_part<0>(is_value ? q : dout, x);
+      if (is_value) make_probabilities(place, stage, bounds, q, x, operand);
       barrier_wait(1 + pair, 64);  // P of this pair of warps is there
       if (!is_value) {
+        multiply_part<1>(dout, x);
         make_gradients(stage, x, operand);
       } else if (has_next) {
         copy_queries(next, 1 - stage);
@@ -271,90 +274,66 @@ struct KeyMajorBackwardKernel {
       multiply<T, rows>(sum, operand, OperandB<QueryRows, Major::mn>(is_value ? dout : q, 0));
     }
 
-    // P of scores, for this warp's product and for its key warp.
+    // The columns of part `Part` of K q^T or V dout^T; nothing if there is no such part.
+    template <int Part>
+    __device__ void multiply_part(std::uint32_t queries, ScoreAccumulator& x) const {
+      constexpr int columns = n8 / parts;
+      if constexpr (Part < parts) {
+        clear_columns<Part * columns, (Part + 1) * columns>(x);
+        multiply_columns<T, D, Part * columns, (Part + 1) * columns, blocks_ahead>(
+            x,
+            OperandA<KeyRows, Major::k>(shared_address(is_value ? shared.k : shared.v),
+                                        pair * warp_keys),
+            OperandB<QueryRows, Major::k>(queries, Part * rows / parts));
+      }
+    }
+
+    // P of scores, of which the last part is still to be made, for this warp's product and for its
+    // key warp.
     __device__ void make_probabilities(Place place, int stage, const QueryBounds& bounds,
-                                       ScoreAccumulator& s, ScoreOperand& weights) {
-      if (p.score.form == ScoreForm::scaled)
-        for_each_element(s, [&](float& x, int, int, int) { x *= p.score.inner; });
-      const bool biased = p.score.bias.data != nullptr;
-      if (biased && !(Pairs && p.score.bias.per_query))
-        add_key_bias(p.score.factor, shared.columns, pair * warp_keys, lane, s);
-      if constexpr (Pairs) pair_rows.apply(place, handover(stage), s);
-      if (place.row < bounds.full_begin || place.row + rows > bounds.full_end)
-        mask_keys(shared.columns, pair * warp_keys, lane, place.row, s);
-      // The forward's instructions in the forward's order, so that s and lse fit together.
-      const float factor = p.score.exponent;
-      const float* const lse2 = shared.lse2[stage] + 2 * (lane % 4);
+                                       std::uint32_t q, ScoreAccumulator& s,
+                                       ScoreOperand& weights) {
+      const bool biased = p.score.bias.data != nullptr && !(Pairs && p.score.bias.per_query);
+      const bool masked = place.row < bounds.full_begin || place.row + rows > bounds.full_end;
       const bool careful = (flags & lse_has_low) != 0;
-      if (careful) {
-        make_careful_probabilities<T, Pairs>(
-            p, {tile.batch, place.head, tile.kv_head}, place.row, flags, lse2,
-            [&](int m, int h) { return tile.key + Order::key(key_of(m, h)); }, s);
+      const auto add_bias = [&] {
+        add_key_bias(p.score.factor, shared.columns, pair * warp_keys, lane, s);
+      };
+      if (Pairs || masked || careful || p.score.form == ScoreForm::scaled) {
+        multiply_part<1>(q, s);
+        if (p.score.form == ScoreForm::scaled)
+          for_each_element(s, [&](float& x, int, int, int) { x *= p.score.inner; });
+        if (biased) add_bias();
+        if constexpr (Pairs) pair_rows.apply(place, handover(stage), s);
+        if (masked) mask_keys(shared.columns, pair * warp_keys, lane, place.row, s);
+        if (careful) {
+          make_careful_probabilities<T, Pairs>(
+              p, {tile.batch, place.head, tile.kv_head}, place.row, flags,
+              shared.lse2[stage] + 2 * (lane % 4),
+              [&](int m, int h) { return tile.key + Order::key(key_of(m, h)); }, s);
+        }
+        weigh(stage, careful, s, weights);
+      } else if (biased) {
+        multiply_part<1>(q, s);
+        add_bias();
+        weigh(stage, false, s, weights);
+      } else {
+        multiply_part<1>(q, s);
+        weigh(stage, false, s, weights);
       }
-      const auto lse_of = [&](int n) { return *reinterpret_cast<const float2*>(lse2 + 8 * n); };
-      float2 next[2] = {lse_of(0), lse_of(1)};
-      std::uint32_t bits = 0;  // of all weights
-#pragma unroll
-      for (int k = 0; k < n8 / 2; ++k) {
-        const float2 of_query[2] = {next[0], next[1]};
-        if (k + 1 < n8 / 2) {  // loaded before the stores that it would wait for
-          next[0] = lse_of(2 * k + 2);
-          next[1] = lse_of(2 * k + 3);
-        }
-        if (!careful) {
-#pragma unroll
-          for (int n = 2 * k; n < 2 * k + 2; ++n) {
-#pragma unroll
-            for (int m = 0; m < m16; ++m) {
-#pragma unroll
-              for (int e = 0; e < 4; ++e) {
-                const float minus = e % 2 == 0 ? -of_query[n % 2].x : -of_query[n % 2].y;
-                s[m][n][e] = exp2_approx(fmaf(s[m][n][e], factor, minus));
-              }
-            }
-          }
-        }
-#pragma unroll
-        for (int m = 0; m < m16; ++m) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            weights[m][k][i] =
-                pack<T>(s[m][2 * k + i / 2][2 * (i % 2)], s[m][2 * k + i / 2][2 * (i % 2) + 1]);
-            bits |= weights[m][k][i];
-          }
-          store_shared_16(handover(stage, m, k),
-                          {weights[m][k][0], weights[m][k][1], weights[m][k][2], weights[m][k][3]});
-        }
-      }
-      if (__any_sync(0xffffffffu, exceeds_probability(bits)))
-        limit_probabilities<T>(handover(stage, 0, 0), weights);
+    }
+
+    __device__ void weigh(int stage, bool careful, ScoreAccumulator& s,
+                          ScoreOperand& weights) const {
+      hand_probabilities<T>(handover(stage) + lane_words(), p.score.exponent,
+                            shared.lse2[stage] + 2 * (lane % 4), careful, s, weights);
     }
 
     // dS of dP, for this warp's product and for dq.
     __device__ void make_gradients(int stage, const ScoreAccumulator& dp_tile,
                                    ScoreOperand& operand) {
-      std::uint32_t magnitude = 0;
-      const float* const delta = shared.delta[stage] + 2 * (lane % 4);
-#pragma unroll
-      for (int k = 0; k < n8 / 2; ++k) {
-        const float2 of_query[2] = {*reinterpret_cast<const float2*>(delta + 16 * k),
-                                    *reinterpret_cast<const float2*>(delta + 16 * k + 8)};
-#pragma unroll
-        for (int m = 0; m < m16; ++m) {
-          const uint4 given = load_shared_16(handover(stage, m, k));
-          const std::uint32_t weights[4] = {given.x, given.y, given.z, given.w};
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float2 weight = Element<T>::widen_pair(weights[i]);
-            const float (&dp)[4] = dp_tile[m][2 * k + i / 2];
-            operand[m][k][i] = pack<T>(weight.x * (dp[2 * (i % 2)] - of_query[i / 2].x),
-                                       weight.y * (dp[2 * (i % 2) + 1] - of_query[i / 2].y));
-            magnitude = add_magnitude<T>(magnitude, operand[m][k][i]);
-          }
-        }
-      }
-      if (__any_sync(0xffffffffu, !is_finite_pair<T>(magnitude)))
-        limit_gradients<T>(handover(stage, 0, 0), p.saturate, operand);
+      take_gradients<T>(handover(stage) + lane_words(), shared.delta[stage] + 2 * (lane % 4),
+                        p.saturate, dp_tile, operand);
       if (p.dbias.data != nullptr && !(Pairs && p.dbias.per_query))
         add_query_sums<T>(operand, bias_sum);
       __syncwarp();  // all lanes have read P
@@ -383,10 +362,11 @@ struct KeyMajorBackwardKernel {
       Accumulator<SumTile::warp_rows, SumTile::warp_columns> dq;
       clear(dq);
       const int column = warp / SumTile::row_warps * SumTile::warp_columns;
-      multiply<T, keys>(dq,
-                        OperandA<Scores, Major::mn>(shared_address(shared.scores[stage]),
-                                                    warp % SumTile::row_warps * SumTile::warp_rows),
-                        OperandB<KeyRows, Major::mn>(shared_address(shared.k), column));
+      multiply<T, keys, blocks_ahead>(
+          dq,
+          OperandA<Scores, Major::mn>(shared_address(shared.scores[stage]),
+                                      warp % SumTile::row_warps * SumTile::warp_rows),
+          OperandB<KeyRows, Major::mn>(shared_address(shared.k), column));
       float* const to = p.dq_sum + query_tile * SumTile::floats + SumTile::offset(warp, 0, 0, lane);
       const auto add = [&](const auto& exists) {
 #pragma unroll
@@ -413,11 +393,8 @@ struct KeyMajorBackwardKernel {
       return shared_address(shared.scores[stage]) +
              static_cast<std::uint32_t>(pair * warp_keys * Scores::row_bytes);
     }
-    // The same of a lane's four words of block (m, k).
-    __device__ std::uint32_t handover(int stage, int m, int k) const {
-      return block_of_operand<n8 / 2>(handover(stage) + static_cast<std::uint32_t>(lane * 16), m,
-                                      k);
-    }
+    // A lane's words in it.
+    __device__ std::uint32_t lane_words() const { return static_cast<std::uint32_t>(lane * 16); }
 
     // The row of scores, and of shared columns, of accumulator rows (m, h) of the lane.
     __device__ int key_of(int m, int h) const {

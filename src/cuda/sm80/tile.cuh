@@ -94,45 +94,61 @@ __device__ inline void store_block(std::uint32_t tile, const Row& row, int colum
 template <int M, int N>
 using Accumulator = float[M / 16][N / 8][4];
 
-template <int M8, int N8>
-__device__ inline void clear(float (&c)[M8][N8][4]) {
+// Blocks [Begin, End) of c's columns.
+template <int Begin, int End, int M8, int N8>
+__device__ inline void clear_columns(float (&c)[M8][N8][4]) {
 #pragma unroll
   for (int m = 0; m < M8; ++m) {
 #pragma unroll
-    for (int n = 0; n < N8; ++n) {
+    for (int n = Begin; n < End; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) c[m][n][e] = 0;
     }
   }
 }
 
-// c += A B^T over k in [0, K). The blocks of the next step are on their way while those of this one
-// are multiplied.
-template <class T, int K, int M16, int N8, class A, class B>
-__device__ inline void multiply(float (&c)[M16][N8][4], const A& a, const B& b) {
-  constexpr int columns = N8 / 2;
+template <int M8, int N8>
+__device__ inline void clear(float (&c)[M8][N8][4]) {
+  clear_columns<0, N8>(c);
+}
+
+// Blocks [Begin, End) of c's columns += A B^T over k in [0, K). The blocks of B for the next `Ahead`
+// steps and those of A for the next k are on their way while those of this step are multiplied.
+template <class T, int K, int Begin, int End, int Ahead, int M16, int N8, class A, class B>
+__device__ inline void multiply_columns(float (&c)[M16][N8][4], const A& a, const B& b) {
+  constexpr int columns = (End - Begin) / 2;
   constexpr int steps = K / 16 * columns;
   std::uint32_t left[2][M16][4];
-  std::uint32_t right[2][4];
+  std::uint32_t right[Ahead + 1][4];
+  const auto load_right = [&](int step) {
+    b.load(right[step % (Ahead + 1)], step % columns * 16, step / columns * 16);
+  };
 #pragma unroll
   for (int m = 0; m < M16; ++m) a.load(left[0][m], m * 16, 0);
-  b.load(right[0], 0, 0);
+#pragma unroll
+  for (int step = 0; step < Ahead; ++step) load_right(step);
 #pragma unroll
   for (int step = 0; step < steps; ++step) {
     const int k = step / columns;
     const int n = step % columns;
-    if (step + 1 < steps)
-      b.load(right[(step + 1) % 2], (step + 1) % columns * 16, (step + 1) / columns * 16);
+    if (step + Ahead < steps) load_right(step + Ahead);
     if (n == columns - 1 && step + 1 < steps) {
 #pragma unroll
       for (int m = 0; m < M16; ++m) a.load(left[(k + 1) % 2][m], m * 16, (k + 1) * 16);
     }
+    const std::uint32_t (&block)[4] = right[step % (Ahead + 1)];
 #pragma unroll
     for (int m = 0; m < M16; ++m) {
-      mma_m16n8k16<T>(c[m][2 * n], left[k % 2][m], right[step % 2][0], right[step % 2][1]);
-      mma_m16n8k16<T>(c[m][2 * n + 1], left[k % 2][m], right[step % 2][2], right[step % 2][3]);
+      mma_m16n8k16<T>(c[m][Begin + 2 * n], left[k % 2][m], block[0], block[1]);
+      mma_m16n8k16<T>(c[m][Begin + 2 * n + 1], left[k % 2][m], block[2], block[3]);
     }
   }
+}
+
+// c += A B^T over k in [0, K).
+template <class T, int K, int Ahead = 1, int M16, int N8, class A, class B>
+__device__ inline void multiply(float (&c)[M16][N8][4], const A& a, const B& b) {
+  multiply_columns<T, K, 0, N8, Ahead>(c, a, b);
 }
 
 // The same with A in registers: the accumulator layout of two n8 blocks is the operand layout of
