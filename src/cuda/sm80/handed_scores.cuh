@@ -6,6 +6,42 @@
 // it to its key warp through shared memory, `words` being the lane's in block (0, 0).
 namespace flash_dmattn::cuda::sm80 {
 
+// Column block n of scores: exp2(factor s - lse). `lse2`: of the lane's columns of the block.
+template <int M16, int N8>
+__device__ inline void exponentiate(float factor, float2 lse2, int n, float (&s)[M16][N8][4]) {
+#pragma unroll
+  for (int m = 0; m < M16; ++m) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      s[m][n][e] = exp2_approx(fmaf(s[m][n][e], factor, e % 2 == 0 ? -lse2.x : -lse2.y));
+  }
+}
+
+// Of column blocks 2 k and 2 k + 1 of P the operand; gathers its bits.
+template <class T, int M16, int N8, int K16>
+__device__ inline void pack_columns(int k, const float (&s)[M16][N8][4],
+                                    std::uint32_t (&weights)[M16][K16][4], std::uint32_t& bits) {
+#pragma unroll
+  for (int m = 0; m < M16; ++m) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      weights[m][k][i] =
+          pack<T>(s[m][2 * k + i / 2][2 * (i % 2)], s[m][2 * k + i / 2][2 * (i % 2) + 1]);
+      bits |= weights[m][k][i];
+    }
+  }
+}
+
+template <int M16, int K16>
+__device__ inline void hand_columns(std::uint32_t words, int k,
+                                    const std::uint32_t (&weights)[M16][K16][4]) {
+#pragma unroll
+  for (int m = 0; m < M16; ++m) {
+    store_shared_16(block_of_operand<K16>(words, m, k),
+                    {weights[m][k][0], weights[m][k][1], weights[m][k][2], weights[m][k][3]});
+  }
+}
+
 // P = exp2(factor s - lse), or s itself where it has been made with care: for the warp's own product, and handed
 // over. `lse2`: of the lane's first column.
 template <class T, int M16, int N8, int K16>
@@ -25,28 +61,10 @@ __device__ inline void hand_probabilities(std::uint32_t words, float factor, con
     }
     if (!careful) {
 #pragma unroll
-      for (int n = 2 * k; n < 2 * k + 2; ++n) {
-#pragma unroll
-        for (int m = 0; m < M16; ++m) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const float minus = e % 2 == 0 ? -of_query[n % 2].x : -of_query[n % 2].y;
-            s[m][n][e] = exp2_approx(fmaf(s[m][n][e], factor, minus));
-          }
-        }
-      }
+      for (int i = 0; i < 2; ++i) exponentiate(factor, of_query[i], 2 * k + i, s);
     }
-#pragma unroll
-    for (int m = 0; m < M16; ++m) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        weights[m][k][i] =
-            pack<T>(s[m][2 * k + i / 2][2 * (i % 2)], s[m][2 * k + i / 2][2 * (i % 2) + 1]);
-        bits |= weights[m][k][i];
-      }
-      store_shared_16(block_of_operand<K16>(words, m, k),
-                      {weights[m][k][0], weights[m][k][1], weights[m][k][2], weights[m][k][3]});
-    }
+    pack_columns<T>(k, s, weights, bits);
+    hand_columns(words, k, weights);
   }
   if (__any_sync(0xffffffffu, exceeds_probability(bits))) limit_probabilities<T>(words, weights);
 }

@@ -188,61 +188,118 @@ class PairRows {
     }
   }
 
+  // Until the biases sent are there.
+  __device__ void wait() const {
+    cp_async_wait_all();
+    __syncwarp();
+  }
+
   // x = scale x + bias (x without a bias of pairs), -inf where masked; the bias as sent to `bias`,
   // whose bytes are free afterwards.
   __device__ void apply(QueryPlace place, std::uint32_t bias, Scores& x) const {
-    if (score_.bias.per_query) add_bias(bias, x);
-    if (place.masked) mask(x);
+    if (score_.bias.per_query) {
+      wait();
+      std::uint32_t least = 0;
+#pragma unroll
+      for (int n = 0; n < n8; ++n) add_bias(bias, n, x, least);
+      if (__any_sync(0xffffffffu, is_mask(least))) {
+#pragma unroll
+        for (int n = 0; n < n8; ++n) mask_by_bias(bias, n, x);
+      }
+      __syncwarp();
+    }
+    if (place.masked) {
+#pragma unroll
+      for (int n = 0; n < n8; ++n) mask(n, x);
+    }
+  }
+
+  // The same of block n of columns, step by step; biases that are masks are only noticed. `least`: two
+  // biases, for two keys of all, none of which is greater; begins as 0.
+  __device__ void add_bias(std::uint32_t bias, int n, Scores& x, std::uint32_t& least) const {
+    const float factor = score_.pair_factor;
+    for_each_word(bias, n, x, [&](std::uint32_t word, float& low, float& high) {
+      const Pair both =
+          __hmin2_nan(reinterpret_cast<const Pair&>(least), reinterpret_cast<const Pair&>(word));
+      least = reinterpret_cast<const std::uint32_t&>(both);
+      const float2 of_key = Element<T>::widen_pair(word);
+      low = fmaf(low, factor, of_key.x);
+      high = fmaf(high, factor, of_key.y);
+    });
+  }
+
+  // Rarely is a bias a mask, too.
+  __device__ bool is_mask(std::uint32_t least) const {
+    const Pair& both = reinterpret_cast<const Pair&>(least);
+    const float mask_value = score_.mask_value;
+    return !(Element<T>::widen(both.x) > mask_value && Element<T>::widen(both.y) > mask_value);
+  }
+
+  // P without the keys whose bias is a mask; all its bits.
+  __device__ std::uint32_t clear_masked(std::uint32_t bias,
+                                        std::uint32_t (&weights)[2][n8 / 2][4]) const {
+    std::uint32_t bits = 0;
+#pragma unroll
+    for (int n = 0; n < n8; ++n) {
+      float visible[2][n8][4];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) visible[i / 4][n][i % 4] = 0;
+      mask_by_bias(bias, n, visible);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&pair)[4] = visible[i / 2][n];
+        std::uint32_t& word = weights[i / 2][n / 2][n % 2 * 2 + i % 2];
+        if (pair[2 * (i % 2)] != 0) word &= 0xffff0000u;
+        if (pair[2 * (i % 2) + 1] != 0) word &= 0x0000ffffu;
+        bits |= word;
+      }
+    }
+    return bits;
+  }
+
+  __device__ void mask(int n, Scores& x) const {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const std::uint32_t bits =
+          __shfl_sync(0xffffffffu, mask_[n / 4], 8 * (n % 4) + query_ + e) >> (lane_ / 4 * 4);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if ((bits >> (2 * m + h) & 1) == 0) x[m][n][2 * h + e] = negative_infinity;
+        }
+      }
+    }
   }
 
  private:
+  using Pair = typename Element<T>::Pair;
+
   __device__ std::int64_t bias_index(QueryPlace place) const {
     const Broadcast& bias = score_.bias;
     return tile_.batch * bias.batch + place.head * bias.head_q + tile_.kv_head * bias.head_kv +
            place.row * bias.query;
   }
 
-  __device__ void add_bias(std::uint32_t bias, Scores& x) const {
-    using Pair = typename Element<T>::Pair;
-    const float factor = score_.pair_factor;
+  __device__ void mask_by_bias(std::uint32_t bias, int n, Scores& x) const {
     const float mask_value = score_.mask_value;
-    cp_async_wait_all();
-    __syncwarp();
-    const std::uint32_t zero = 0;
-    Pair least = reinterpret_cast<const Pair&>(zero);
-    for_each_word(bias, x, [&](std::uint32_t word, float& low, float& high) {
-      least = __hmin2_nan(least, reinterpret_cast<const Pair&>(word));
+    for_each_word(bias, n, x, [&](std::uint32_t word, float& low, float& high) {
       const float2 of_key = Element<T>::widen_pair(word);
-      low = fmaf(low, factor, of_key.x);
-      high = fmaf(high, factor, of_key.y);
+      if (!(of_key.x > mask_value)) low = negative_infinity;
+      if (!(of_key.y > mask_value)) high = negative_infinity;
     });
-    // Rarely is a bias a mask, too.
-    const bool some_masks =
-        !(Element<T>::widen(least.x) > mask_value && Element<T>::widen(least.y) > mask_value);
-    if (__any_sync(0xffffffffu, some_masks)) {
-      for_each_word(bias, x, [&](std::uint32_t word, float& low, float& high) {
-        const float2 of_key = Element<T>::widen_pair(word);
-        if (!(of_key.x > mask_value)) low = negative_infinity;
-        if (!(of_key.y > mask_value)) high = negative_infinity;
-      });
-    }
-    __syncwarp();
   }
 
-  // Calls body(the biases of two neighbouring keys, their scores).
+  // Calls body(the biases of two neighbouring keys, their scores) for block n of columns.
   template <class Body>
-  __device__ void for_each_word(std::uint32_t bias, Scores& x, const Body& body) const {
+  __device__ void for_each_word(std::uint32_t bias, int n, Scores& x, const Body& body) const {
     const std::uint32_t from = bias + WarpBiasTile::offset(query_, lane_ / 8) + lane_ / 4 % 2 * 8;
 #pragma unroll
-    for (int n = 0; n < n8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const uint2 four =
-            load_shared_8((from ^ static_cast<std::uint32_t>(64 * e)) +
-                          static_cast<std::uint32_t>(n * 8 * WarpBiasTile::row_bytes));
-        body(four.x, x[0][n][e], x[0][n][2 + e]);
-        body(four.y, x[1][n][e], x[1][n][2 + e]);
-      }
+    for (int e = 0; e < 2; ++e) {
+      const uint2 four = load_shared_8((from ^ static_cast<std::uint32_t>(64 * e)) +
+                                       static_cast<std::uint32_t>(n * 8 * WarpBiasTile::row_bytes));
+      body(four.x, x[0][n][e], x[0][n][2 + e]);
+      body(four.y, x[1][n][e], x[1][n][2 + e]);
     }
   }
 
@@ -265,24 +322,6 @@ class PairRows {
         warp_key_ / 32 % 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) mask_[i] = warp_key_ < shape_.seqlen_k ? __ldg(from + 64 * i) : 0;
-  }
-
-  __device__ void mask(Scores& x) const {
-#pragma unroll
-    for (int n = 0; n < n8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const std::uint32_t bits =
-            __shfl_sync(0xffffffffu, mask_[n / 4], 8 * (n % 4) + query_ + e) >> (lane_ / 4 * 4);
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            if ((bits >> (2 * m + h) & 1) == 0) x[m][n][2 * h + e] = negative_infinity;
-          }
-        }
-      }
-    }
   }
 
   const ScoreParams& score_;
