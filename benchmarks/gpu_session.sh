@@ -74,7 +74,7 @@ correctness() {
 }
 
 # Every kernel at a small size: dtypes, head-dim buckets, with and without a list, pairs that lie in fours and others, tails.
-small_attention='*/plain_bf16:*/plain_f16:*/dim_24_bf16:*/dim_80_f16:*/dim_128_bf16:*/dim_256_bf16:*/dim_256_f16:*/group_4_bf16:*/per_query_bf16:*/global_f16:*/mask_bhqk_bias_bhqk_bf16:*/mask_b1qk_bias_bv1k_f16:*/fours_bvqk_bf16:*/fours_bhqk_dim_128_bf16:*/fours_bhqk_dim_80_f16:*/fours_nothing_visible_bf16:*/size_1x1_bf16:*/size_7x5_f16:*/softcap_bf16:*/layout_padded_bf16:*/propagate_bf16'
+small_attention='*/plain_bf16:*/plain_f16:*/dim_24_bf16:*/dim_80_f16:*/dim_128_bf16:*/dim_256_bf16:*/dim_256_f16:*/group_4_bf16:*/per_query_bf16:*/global_f16:*/mask_bhqk_bias_bhqk_bf16:*/mask_b1qk_bias_bv1k_f16:*/fours_bvqk_bf16:*/fours_bhqk_dim_128_bf16:*/fours_bhqk_dim_80_f16:*/fours_nothing_visible_bf16:*/bytes_bvqk_bf16:*/bytes_bhqk_dim_128_f16:*/bytes_blocks_bf16:*/bytes_bias_masks_bf16:*/bytes_gaps_dim_128_f16:*/size_1x1_bf16:*/size_7x5_f16:*/softcap_bf16:*/layout_padded_bf16:*/propagate_bf16'
 
 sanitizers() {
   local tool

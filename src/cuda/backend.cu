@@ -8,6 +8,7 @@
 #include "cuda/common/gradients.cuh"
 #include "cuda/common/key_runs.cuh"
 #include "cuda/common/launch.h"
+#include "cuda/common/mask_tiles.cuh"
 #include "cuda/common/packed_mask.cuh"
 #include "cuda/sm80/launch.h"
 #include "cuda/workspace.cuh"
@@ -95,7 +96,7 @@ KeyRuns find_key_runs(const Problem& p, const Inputs& in, const KeyRunsWorkspace
 // ---- Forward ------------------------------------------------------------------------------------
 
 void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream) {
-  if (score.packed_mask.bits == nullptr || p.batch * p.heads_q == 0) return;
+  if (score.packed_mask.states == nullptr || p.batch * p.heads_q == 0) return;
   const auto [batch, heads] = packed_shape(p);
   const Broadcast& mask = score.mask;
   PackMaskParams params;
@@ -107,18 +108,27 @@ void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream) 
   params.group = heads == p.heads_q ? static_cast<int>(p.heads_q / p.heads_kv) : 1;
   params.rows = static_cast<int>(p.seqlen_q);
   params.keys = static_cast<int>(p.seqlen_k);
-  const auto address = reinterpret_cast<std::intptr_t>(mask.data);
   const bool ranked = has(p.limit_shape);
-  params.aligned = mask.key == 1 &&
-                   (address | mask.batch | mask.head_q | mask.head_kv | mask.query) % 16 == 0 &&
-                   (!ranked || score.key_rank.in_fours);
+  params.aligned = mask.in_words && (!ranked || score.key_rank.in_fours);
   params.causal = p.causal;
   params.shift = static_cast<int>(p.seqlen_k - p.seqlen_q);
-  const auto launch_kernel = [&]<bool Ranked>() {
-    using Kernel = PackMaskKernel<Ranked>;
+  const auto launch_kernel = [&]<class Kernel>() {
     launch<Kernel>(Kernel::blocks(params, batch * heads), params, stream);
   };
-  ranked ? launch_kernel.template operator()<true>() : launch_kernel.template operator()<false>();
+  if (score.packed_mask.has_only_states()) {
+    launch_kernel.template operator()<MaskTilesKernel>();
+  } else if (ranked) {
+    launch_kernel.template operator()<PackMaskKernel<true>>();
+  } else {
+    launch_kernel.template operator()<PackMaskKernel<false>>();
+  }
+}
+
+PackedMask carve_forward_mask(const ForwardArgs& args, Carver& workspace) {
+  const Problem& p = args.problem;
+  const Broadcast mask = broadcast_of(p, p.mask_shape, args.in.mask.data, args.in.mask.stride, 1);
+  return carve_packed_mask(p, args.in.plan.keys != nullptr,
+                           reads_mask_bytes(p, mask, shared_class()), workspace);
 }
 
 void forward(const ForwardArgs& args, const Execution& execution) {
@@ -126,8 +136,7 @@ void forward(const ForwardArgs& args, const Execution& execution) {
   ForwardParams params;
   params.shape = shape_of(args.problem);
   params.score = score_of(args.problem, args.in);
-  params.score.packed_mask =
-      carve_packed_mask(args.problem, args.in.plan.keys != nullptr, workspace);
+  params.score.packed_mask = carve_forward_mask(args, workspace);
   const KeyRunsWorkspace runs(args.problem, args.in, workspace);
   params.q = rows_of(args.in.q);
   params.k = rows_of(args.in.k);
@@ -274,7 +283,7 @@ bool wants_plan(const Problem&, const KeyBound& bound) { return !bound.consecuti
 
 std::size_t forward_workspace_size(const ForwardArgs& args, const Execution&) {
   Carver workspace(nullptr);
-  carve_packed_mask(args.problem, args.in.plan.keys != nullptr, workspace);
+  carve_forward_mask(args, workspace);
   KeyRunsWorkspace(args.problem, args.in, workspace);
   return workspace.used();
 }

@@ -31,13 +31,14 @@ struct Broadcast {
   bool per_query = false;  // has a query dimension
   bool in_pairs = false;   // elements 2 i and 2 i + 1 of every row lie in one aligned word
   bool in_fours = false;   // elements 4 i ... 4 i + 3 of every row do; `query` fits into 31 bits
-  bool in_words = false;   // 16-bit elements 8 i ... 8 i + 7 do, of 16 bytes
+  bool in_words = false;   // as many as 16 bytes have do, of 16-bit elements or bytes
   bool f32 = false;        // of a bias: fp32 elements, else 16-bit ones
 };
 
 // A mask with a query dimension, packed by PackMaskKernel (common/packed_mask.cuh) to a bit for each
 // pair (where there are ranks, of the pairs that they choose), with a state for each tile of 64 x 64
 // pairs. Matrices are [B|1, H|1]; their strides count matrices, the head's split as in Broadcast.
+// Without bits the mask is read as it is, and of the states `some` is known (common/mask_tiles.cuh).
 struct PackedMask {
   static constexpr int side = 64;
   static constexpr std::uint8_t some = 1;  // some pair of the tile is visible
@@ -50,6 +51,8 @@ struct PackedMask {
   int batch = 0;
   int head_q = 0;
   int head_kv = 0;
+
+  bool has_only_states() const { return states != nullptr && bits == nullptr; }
 };
 
 // The keys that a tile of plan_tile_rows queries walks where there are key intervals and no list: between

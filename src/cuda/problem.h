@@ -52,7 +52,7 @@ inline Broadcast broadcast_of(const Problem& p, const BroadcastShape& shape, con
   b.in_pairs = b.key == 1 && steps % 2 == 0 && address % (2 * element_bytes) == 0;
   b.in_fours = b.key == 1 && steps % 4 == 0 && address % (4 * element_bytes) == 0 &&
                std::abs(b.query) <= std::numeric_limits<std::int32_t>::max() / 2;
-  b.in_words = b.key == 1 && steps % 8 == 0 && address % 16 == 0 && element_bytes == 2;
+  b.in_words = b.key == 1 && steps * element_bytes % 16 == 0 && address % 16 == 0 && !f32;
   return b;
 }
 

@@ -246,6 +246,9 @@ class _Maker:
             gaps = torch.full([size + 3 for size in tensor.shape], filler, dtype=tensor.dtype)
             view = gaps[tuple(slice(1, size + 1) for size in tensor.shape)]
             return view.copy_(tensor)
+        if layout == "gaps":
+            size = tensor.shape[-1]
+            return torch.nn.functional.pad(tensor, (0, -size % 16))[..., :size]
         if layout == "expanded" and head_dim is not None and tensor.numel():
             return tensor.narrow(head_dim, 0, 1).expand_as(tensor)
         return tensor.contiguous()  # torch has no negative strides, so "reversed" is this as well

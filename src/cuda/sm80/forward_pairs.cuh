@@ -6,10 +6,11 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// ForwardKernel for a mask or a bias with a query dimension, without a list of keys: the mask is
-// packed, the bias lies in_words, and both come to shared memory with the keys. `Heads`: a block's rows
-// are of one head or of two that have the same mask, ranks and bias.
-template <class T, int D, ForwardPolicy P, int Heads>
+// ForwardKernel for a mask or a bias with a query dimension, without a list of keys: the bias lies
+// in_words, and both come to shared memory with the keys. `Heads`: a block's rows are of one head or of
+// two that have the same mask, ranks and bias. `Mask`: MaskBits of the packed mask, if there is a mask, or
+// MaskBytes of the mask as it is.
+template <class T, int D, ForwardPolicy P, int Heads, class Mask>
 struct ForwardPairsKernel {
   using Params = ForwardParams;
   static constexpr int threads = P.warps * 32;
@@ -19,7 +20,7 @@ struct ForwardPairsKernel {
 
   using QueryRows = SharedTile<P.rows(), D>;
   using Order = RowOrder<Heads>;
-  using Stream = PairStream<T, D, queries, P.keys, threads>;
+  using Stream = PairStream<T, D, queries, P.keys, threads, Mask>;
   using KeyRows = typename Stream::RowTile;
   using Out = Accumulator<P.warp_rows, D>;
   using Softmax = OnlineSoftmax<T, m16>;
@@ -89,13 +90,19 @@ struct ForwardPairsKernel {
                                      Softmax& softmax, Out& out) {
     const OperandA<QueryRows, Major::k> q(q_tile, warp_row);
     bool begun = false;  // every row of the warp has a maximum
-    int failed = 0;
+    LeastBias<T> least;  // of tiles weighed ahead
+    float largest = 0;
+    const auto cannot_vouch = [&] {
+      return least.masks(p.score.mask_value) || (begun && softmax.outgrown(largest));
+    };
+    bool failed = false;
     while (stream.next_window(failed)) {
       for (int n = 0; n < stream.count(); ++n) {
-        if (!stream.advance(n, failed)) return false;
+        if (!stream.advance(n, cannot_vouch)) return false;
         if (begun && stream.simple()) {
-          failed |= stream.masked() ? add_tile_ahead<true>(p, warp_row, q, stream, softmax, out)
-                                    : add_tile_ahead<false>(p, warp_row, q, stream, softmax, out);
+          stream.masked()
+              ? add_tile_ahead<true>(p, warp_row, q, stream, least, largest, softmax, out)
+              : add_tile_ahead<false>(p, warp_row, q, stream, least, largest, softmax, out);
           continue;
         }
         stream.send_after(n);
@@ -106,16 +113,18 @@ struct ForwardPairsKernel {
         }
         stream.finish(n);
       }
+      failed = cannot_vouch();
     }
-    return failed == 0;
+    return !failed;
   }
 
-  // Adds the current tile. Whether this lane cannot vouch for the result. 32 keys at a time: while one
-  // part is weighed there are products of another to do.
+  // Adds the current tile. 32 keys at a time: while one part is weighed there are products of another
+  // to do.
   template <bool Masked>
-  static __device__ int add_tile_ahead(const Params& p, int warp_row,
-                                       const OperandA<QueryRows, Major::k>& q, Stream& stream,
-                                       Softmax& softmax, Out& out) {
+  static __device__ void add_tile_ahead(const Params& p, int warp_row,
+                                        const OperandA<QueryRows, Major::k>& q, Stream& stream,
+                                        LeastBias<T>& least, float& largest, Softmax& softmax,
+                                        Out& out) {
     constexpr int parts = P.keys / 32;
     Accumulator<P.warp_rows, 32> scores[parts];
     stream.send_run();
@@ -124,18 +133,18 @@ struct ForwardPairsKernel {
       clear(scores[i]);
       multiply<T, D>(scores[i], q, OperandB<KeyRows, Major::k>(stream.k_tile(), 32 * i));
     }
-    bool failed = false;
 #pragma unroll
     for (int i = 0; i < parts; ++i) {
       const auto pairs = stream.template pairs<m16, 32, Order>(Order::query(warp_row), 32 * i);
-      failed |= pairs.template add_bias<Masked>(p.score, scores[i]);
-      const float largest_sum = softmax.update_ahead(scores[i], p.score.exponent);
-      failed |= !(largest_sum <= Softmax::largest_sum_ahead);
+      float offsets[m16][2];
+      softmax.get_offsets(p.score.exponent, offsets);
+      pairs.template exponents<Masked>(p.score, offsets, scores[i], least);
+      softmax.update_ahead(scores[i], largest);
+      __syncwarp();  // moves the compiler to spread weights among products: 2 % at D 64
       const std::uint32_t values =
           stream.v_tile() + static_cast<std::uint32_t>(32 * i * KeyRows::row_bytes);
       add_values<T>(scores[i], OperandB<KeyRows, Major::mn>(values, 0), out);
     }
-    return static_cast<int>(failed);
   }
 
   // The same, looking at its maxima. False where a bias of the warp masks: others will, too.
@@ -153,9 +162,10 @@ struct ForwardPairsKernel {
     const LanePosition position = LanePosition::of(tile.row + Order::query(warp_row), 0);
     bool bias_masks = false;
     if (p.score.bias.per_query) {
-      bias_masks = stream.masked() ? pairs.template add_bias<true>(p.score, scores)
-                                   : pairs.template add_bias<false>(p.score, scores);
-      bias_masks = __any_sync(0xffffffffu, bias_masks);
+      LeastBias<T> least;
+      stream.masked() ? pairs.template add_bias<true>(p.score.pair_factor, scores, least)
+                      : pairs.template add_bias<false>(p.score.pair_factor, scores, least);
+      bias_masks = __any_sync(0xffffffffu, least.masks(p.score.mask_value));
       if (bias_masks) pairs.mask_by_bias(p.score.mask_value, scores);
     } else {
       if (p.score.bias.data != nullptr) {

@@ -13,6 +13,25 @@ void launch_forward_kernel(const ForwardParams& params, cudaStream_t stream) {
   launch<Kernel>(Kernel::blocks(params), params, stream);
 }
 
+template <class T, int D, SharedClass S, class Mask>
+void launch_forward_of_pairs(const ForwardParams& params, cudaStream_t stream) {
+  constexpr ForwardPolicy policy = forward_pairs_policy(D, S);
+  using OneHead = ForwardPairsKernel<T, D, policy, 1, Mask>;
+  if constexpr (D <= 128) {
+    using TwoHeads = ForwardPairsKernel<T, D, policy, 2, Mask>;
+    if (TwoHeads::takes(params)) {
+      launch_forward_kernel<TwoHeads, S>(params, stream);
+      return;
+    }
+  }
+  if (OneHead::takes(params)) {
+    launch_forward_kernel<OneHead, S>(params, stream);
+  } else {
+    launch_forward_kernel<ForwardKernel<T, D, forward_policy(D, S), KeySource::either, true>, S>(
+        params, stream);
+  }
+}
+
 template <class T, int D, SharedClass S>
 void launch_forward_of_class(const ForwardParams& params, cudaStream_t stream) {
   if (!params.score.mask.per_query && !params.score.bias.per_query) {
@@ -25,21 +44,13 @@ void launch_forward_of_class(const ForwardParams& params, cudaStream_t stream) {
     }
     return;
   }
-  constexpr ForwardPolicy policy = forward_pairs_policy(D, S);
-  using OneHead = ForwardPairsKernel<T, D, policy, 1>;
-  if constexpr (D <= 128) {
-    using TwoHeads = ForwardPairsKernel<T, D, policy, 2>;
-    if (TwoHeads::takes(params)) {
-      launch_forward_kernel<TwoHeads, S>(params, stream);
-      return;
+  if (params.score.packed_mask.has_only_states()) {
+    if constexpr (forward_pairs_policy(D, S).keys == PackedMask::side) {
+      launch_forward_of_pairs<T, D, S, MaskBytes>(params, stream);
     }
+    return;
   }
-  if (OneHead::takes(params)) {
-    launch_forward_kernel<OneHead, S>(params, stream);
-  } else {
-    launch_forward_kernel<ForwardKernel<T, D, forward_policy(D, S), KeySource::either, true>, S>(
-        params, stream);
-  }
+  launch_forward_of_pairs<T, D, S, MaskBits>(params, stream);
 }
 
 template <class T, int D>

@@ -8,23 +8,24 @@ namespace flash_dmattn::cuda::sm80 {
 // Which tiles of consecutive keys a block visits, out of the states of the packed mask.
 struct TileList {
   static constexpr int window = 256;  // tiles that are listed at a time
-  // Of an entry, beside the tile's number in the window: nothing of the tile is masked.
-  static constexpr std::uint32_t full = 1 << 15;
+  // Of an entry, beside the tile's first key: nothing of the tile is masked.
+  static constexpr std::uint32_t full = 1;
   // Neither it nor the next one has columns, and the next one is copied as a run.
-  static constexpr std::uint32_t simple = 1 << 14;
+  static constexpr std::uint32_t simple = 2;
+  static constexpr std::uint32_t flags = 31;
 
-  std::uint16_t entries[window + 1];  // the last one twice
+  std::uint32_t entries[window + 1];  // the last one twice
   int count;
 };
 
-template <class T, int D, int Rows, int N>
+template <class T, int D, int Rows, int N, class Mask>
 struct PairStreamStorage {
   using RowTile = SharedTile<N, D>;
   struct Stage {
     alignas(1024) std::byte k[RowTile::bytes];
     alignas(1024) std::byte v[RowTile::bytes];
     alignas(128) std::byte bias[BiasTile<Rows, N>::bytes];
-    alignas(16) std::uint64_t mask[Rows];  // of the 64 keys that the tile is among
+    alignas(16) std::byte mask[Rows * Mask::row_bytes];  // of the 64 keys that the tile is among
   };
   Stage stage[2];
   ColumnTile<N> columns[2];
@@ -32,13 +33,13 @@ struct PairStreamStorage {
 };
 
 // KeyStream for a query tile with a mask or a bias of pairs: the tiles are a list made once, and
-// with the rows of K and V come those of the bias and of the packed mask. A bias lies in_words.
+// with the rows of K and V come those of the bias and of the mask, packed or not. A bias lies in_words.
 // Addresses move from tile to tile: what follows from the block's position and the number of a tile
 // the compiler computes anew at each, 150 instructions with 64-bit products.
-template <class T, int D, int Rows, int N, int Threads>
+template <class T, int D, int Rows, int N, int Threads, class Mask>
 class PairStream {
  public:
-  using Storage = PairStreamStorage<T, D, Rows, N>;
+  using Storage = PairStreamStorage<T, D, Rows, N, Mask>;
   using RowTile = typename Storage::RowTile;
   using Stage = typename Storage::Stage;
   using Order = EightByLane;
@@ -72,19 +73,27 @@ class PairStream {
     states_ = mask.states + (matrix * row_tiles + row_tile) * mask.words;
     two_row_tiles_ = Rows > PackedMask::side && row_tile + 1 < row_tiles;
     const int row = tile.row + mask_row();
-    mask_rows_exist_ = row / PackedMask::side < row_tiles;
-    const std::int64_t first_word =
-        (matrix * row_tiles + (mask_rows_exist_ ? row / PackedMask::side : 0)) * mask.words;
-    mask_ = mask.bits + first_word * PackedMask::side + row % PackedMask::side;
+    if constexpr (packed) {
+      mask_rows_exist_ = row / PackedMask::side < row_tiles;
+      const std::int64_t first_word =
+          (matrix * row_tiles + (mask_rows_exist_ ? row / PackedMask::side : 0)) * mask.words;
+      mask_ = reinterpret_cast<const std::byte*>(mask.bits + first_word * PackedMask::side +
+                                                 row % PackedMask::side);
+    } else {
+      const Broadcast& bytes = p.score.mask;
+      mask_ = bytes.data + tile.batch * bytes.batch + tile.head * bytes.head_q +
+              tile.kv_head * bytes.head_kv + row * bytes.query + 16 * mask_chunk();
+    }
   }
 
   // Lists the next tiles and sends for the first; false when there are no more, or when a thread of the
   // block has `failed`, which all then know.
-  __device__ bool next_window(int& failed) {
+  __device__ bool next_window(bool& failed) {
     cp_async_wait_all();
-    failed = __syncthreads_or(failed);  // all are done with the window before
+    failed =
+        __syncthreads_or(static_cast<int>(failed)) != 0;  // all are done with the window before
     window_ += TileList::window;
-    if (failed != 0 || window_ * N >= keys_.end) return false;
+    if (failed || window_ * N >= keys_.end) return false;
     if (threadIdx.x < 32) list_tiles();
     __syncthreads();
     count_ = storage_.list.count;
@@ -102,15 +111,16 @@ class PairStream {
   __device__ void restart() { window_ = before_first(); }
 
   // Makes tile n of the window the current one; the next one has to be sent for. Now and then, twice as
-  // far each time, the block asks whether a thread has `failed`: then false.
-  __device__ bool advance(int n, int failed) {
+  // far each time, the block asks whether a thread has `failed()`: then false.
+  template <class Failed>
+  __device__ bool advance(int n, const Failed& failed) {
     entry_ = next_;
     next_ = storage_.list.entries[n + 1];
     const std::uint32_t free = current_;
     current_ = coming_;
     coming_ = free;
     cp_async_wait_all();
-    if ((n & (n - 1)) == 0) return __syncthreads_or(failed) == 0;
+    if ((n & (n - 1)) == 0) return __syncthreads_or(static_cast<int>(failed())) == 0;
     __syncthreads();
     return true;
   }
@@ -125,7 +135,11 @@ class PairStream {
     copy_run<RowTile, Threads, Order>(k_, p_.k.row_step, part(coming_, offsetof(Stage, k)));
     copy_run<RowTile, Threads, Order>(v_, p_.v.row_step, part(coming_, offsetof(Stage, v)));
     copy_bias_run();
-    copy_mask();
+    if constexpr (packed) {
+      copy_mask();
+    } else {
+      copy_mask_run();
+    }
   }
 
   // The same for any tile, if there is one after tile n; finish(n) follows after the work on tile n.
@@ -141,34 +155,44 @@ class PairStream {
   __device__ std::uint32_t v_tile() const { return part(current_, offsetof(Stage, v)); }
   // Of a warp's scores from a query and a key on.
   template <int M16, int Keys, class QueryOrder>
-  __device__ PairTile<T, M16, N, Keys, QueryOrder> pairs(int first_query, int first_key) const {
+  __device__ PairTile<T, M16, N, Keys, QueryOrder, Mask> pairs(int first_query,
+                                                               int first_key) const {
     constexpr unsigned halves = PackedMask::side / N;
     return {part(current_, offsetof(Stage, bias)),
-            part(current_, offsetof(Stage, mask)) + entry_ % halves * 4, first_query, first_key};
+            part(current_, offsetof(Stage, mask)) + entry_ / N % halves * 4, first_query,
+            first_key};
   }
   __device__ bool masked() const {
-    return p_.score.packed_mask.bits != nullptr && (entry_ & TileList::full) == 0;
+    return !packed || (p_.score.packed_mask.bits != nullptr && (entry_ & TileList::full) == 0);
   }
 
   // Of columns(n), which are not there for a tile that is known to be visible to every row.
   __device__ std::uint32_t state(int n) const {
-    return is_plain(number(entry_)) ? ColumnTile<N>::touched : columns(n).tile_state();
+    return is_plain(first_key(entry_)) ? ColumnTile<N>::touched : columns(n).tile_state();
   }
   __device__ const ColumnTile<N>& columns(int n) const { return storage_.columns[n % 2]; }
 
  private:
   using Bias = BiasTile<Rows, N>;
-  static constexpr int tiles_of_mask = PackedMask::side / N;
   static constexpr int bias_rows_at_once = Threads / Bias::chunks;
   static constexpr int bias_steps = Rows / bias_rows_at_once;
+  // Whether the mask's tile is one of bits: 16 bytes for two queries. Otherwise they are a chunk of one.
+  static constexpr bool packed = std::is_same_v<Mask, MaskBits>;
+  static constexpr int mask_rows_at_once = Threads / MaskBytes::chunks;
+  static constexpr int mask_steps = Rows / mask_rows_at_once;
+  static_assert(packed || (N == PackedMask::side && mask_steps > 0));
 
   static __device__ std::uint32_t part(std::uint32_t stage, std::size_t offset) {
     return stage + static_cast<std::uint32_t>(offset);
   }
   static __device__ int bias_row() { return static_cast<int>(threadIdx.x) / Bias::chunks; }
   static __device__ int bias_chunk() { return static_cast<int>(threadIdx.x) % Bias::chunks; }
-  // Of the two that a thread copies; threads for rows past the last copy nothing.
-  static __device__ int mask_row() { return 2 * static_cast<int>(threadIdx.x) % Rows; }
+  // Of the first that a thread copies; of bits, threads for rows past the last copy nothing.
+  static __device__ int mask_row() {
+    const int thread = static_cast<int>(threadIdx.x);
+    return packed ? 2 * thread % Rows : thread / MaskBytes::chunks;
+  }
+  static __device__ int mask_chunk() { return static_cast<int>(threadIdx.x) % MaskBytes::chunks; }
 
   // By one warp.
   __device__ void list_tiles() {
@@ -192,12 +216,12 @@ class PairStream {
         const unsigned later = lanes & ~((2u << lane) - 1);
         const int next = later != 0 ? begin + __ffs(static_cast<int>(later)) - 1 : end - 1;
         const std::uint32_t entry =
-            static_cast<std::uint32_t>(tile) |
+            static_cast<std::uint32_t>((window_ + tile) * N) |
             ((one & two & PackedMask::all) != 0 ? TileList::full : 0) |
             (is_simple(window_ + tile, window_ + next) ? TileList::simple : 0);
         const int place = count + __popc(lanes & ((1u << lane) - 1));
-        storage_.list.entries[place] = static_cast<std::uint16_t>(entry);
-        if (later == 0) storage_.list.entries[place + 1] = static_cast<std::uint16_t>(entry);
+        storage_.list.entries[place] = entry;
+        if (later == 0) storage_.list.entries[place + 1] = entry;
       }
       __syncwarp();
       count += __popc(lanes);
@@ -212,17 +236,16 @@ class PairStream {
                              Order::key(CopySteps<RowTile, Threads>::row());
   }
 
-  static __device__ int number_in_window(std::uint32_t entry) {
-    return static_cast<int>(entry % TileList::simple);
+  static __device__ int first_key(std::uint32_t entry) {
+    return static_cast<int>(entry & ~TileList::flags);
   }
-  __device__ int number(std::uint32_t entry) const { return window_ + number_in_window(entry); }
-  // Whether a tile has no columns.
-  __device__ bool is_plain(int tile) const {
-    return !has_values_ && tile * N >= keys_.whole_begin && (tile + 1) * N <= keys_.whole_end;
+  // Whether the tile from a key on has no columns.
+  __device__ bool is_plain(int key) const {
+    return !has_values_ && key >= keys_.whole_begin && key + N <= keys_.whole_end;
   }
   // Whether tiles without columns lie from one tile to another.
   __device__ bool is_simple(int tile, int next) const {
-    return is_run() && is_plain(tile) && is_plain(next);
+    return is_run() && is_plain(tile * N) && is_plain(next * N);
   }
   // The window before that of the first key.
   __device__ int before_first() const { return keys_.begin / N - TileList::window; }
@@ -231,29 +254,32 @@ class PairStream {
     return row_end_ == row_begin_ + Rows && p_.k.aligned && p_.v.aligned && p_.shape.head_dim == D;
   }
 
-  // To entry next_.
+  // From entry_ to next_.
   __device__ void move() {
-    const int tile = number(next_);
-    const int keys = (tile - tile_) * N;
-    k_ += static_cast<std::int64_t>(keys) * p_.k.row_step;
-    v_ += static_cast<std::int64_t>(keys) * p_.v.row_step;
+    const int keys = first_key(next_) - first_key(entry_);
+    k_ = row_after(k_, keys, p_.k.row_step);
+    v_ = row_after(v_, keys, p_.v.row_step);
     bias_ += 2 * keys;
-    mask_ += (tile / tiles_of_mask - tile_ / tiles_of_mask) * PackedMask::side;
-    tile_ = tile;
+    if constexpr (packed) {
+      constexpr int side = PackedMask::side;
+      mask_ += (first_key(next_) / side - first_key(entry_) / side) * (side * 8);
+    } else {
+      mask_ += keys;
+    }
   }
 
   __device__ void send() {
     move();
     const std::uint32_t k_tile = part(coming_, offsetof(Stage, k));
     const std::uint32_t v_tile = part(coming_, offsetof(Stage, v));
-    const int size = min(p_.shape.seqlen_k - tile_ * N, N);
+    const int size = min(p_.shape.seqlen_k - first_key(next_), N);
     const bool whole = size == N && is_run();
     if (whole) {
       copy_run<RowTile, Threads, Order>(k_, p_.k.row_step, k_tile);
       copy_run<RowTile, Threads, Order>(v_, p_.v.row_step, v_tile);
     } else {
       const auto exists = [&](int r) { return Order::key(r) < size; };
-      const auto index = [&](int r) { return tile_ * N + Order::key(r); };
+      const auto index = [&](int r) { return first_key(next_) + Order::key(r); };
       const auto source = [&](const HeadRows& rows) {
         return RowSource<RowTile>(rows, batch_, kv_head_, p_.shape.head_dim);
       };
@@ -261,7 +287,11 @@ class PairStream {
       copy_rows<RowTile, Threads>(source(p_.v), v_tile, exists, index);
     }
     if (p_.score.bias.per_query) whole ? copy_bias_run() : copy_bias(size);
-    copy_mask();
+    if constexpr (packed) {
+      copy_mask();
+    } else {
+      whole ? copy_mask_run() : copy_mask_bytes(size);
+    }
     load_column();
   }
 
@@ -301,15 +331,43 @@ class PairStream {
                 mask_, mask_rows_exist_);
   }
 
+  __device__ std::uint32_t mask_place() const {
+    return part(coming_, offsetof(Stage, mask)) + MaskBytes::chunk_offset(mask_row(), mask_chunk());
+  }
+  __device__ const std::byte* mask_of_step(int i) const {
+    return mask_ + i * (mask_rows_at_once * p_.score.mask.query);
+  }
+
+  __device__ void copy_mask_run() {
+    const std::uint32_t to = mask_place();
+#pragma unroll
+    for (int i = 0; i < mask_steps; ++i) {
+      cp_async_16(to + i * mask_rows_at_once * MaskBytes::row_bytes, mask_of_step(i));
+    }
+  }
+
+  // Of `size` keys.
+  __device__ void copy_mask_bytes(int size) {
+    const std::uint32_t to = mask_place();
+    const int bytes = min(size - 16 * mask_chunk(), 16);
+#pragma unroll 1
+    for (int i = 0; i < mask_steps; ++i) {
+      const bool exists = bytes > 0 && row_begin_ + mask_row() + i * mask_rows_at_once < row_end_;
+      cp_async_part(to + i * mask_rows_at_once * MaskBytes::row_bytes,
+                    exists ? mask_of_step(i) : p_.score.mask.data, exists ? bytes : 0);
+    }
+  }
+
   __device__ void load_column() {
     const int i = static_cast<int>(threadIdx.x);
-    const int key = tile_ * N + Order::key(i);
-    if (!is_plain(tile_) && i < N) loader_.load(key, key < p_.shape.seqlen_k);
+    const int key = first_key(next_) + Order::key(i);
+    if (!is_plain(first_key(next_)) && i < N) loader_.load(key, key < p_.shape.seqlen_k);
   }
 
   __device__ void store_column(int n) {
     const int i = static_cast<int>(threadIdx.x);
-    if (!is_plain(tile_) && i < N) loader_.store(storage_.columns[n % 2], i, row_begin_, row_end_);
+    if (!is_plain(first_key(next_)) && i < N)
+      loader_.store(storage_.columns[n % 2], i, row_begin_, row_end_);
   }
 
   Storage& storage_;
@@ -335,11 +393,10 @@ class PairStream {
   // The one on its way.
   std::uint32_t coming_;
   std::uint32_t next_ = 0;  // entry
-  int tile_ = 0;            // its number, which these are of:
   const std::byte* k_;      // this thread's first row and chunk
   const std::byte* v_;
   const std::byte* bias_;
-  const std::uint64_t* mask_;  // this thread's rows and the 64 keys
+  const std::byte* mask_;  // this thread's rows and the 64 keys, or its chunk of them
 };
 
 }  // namespace flash_dmattn::cuda::sm80

@@ -3,6 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstddef>
 #include <cstdint>
 
 // One wrapper per instruction; the kernels speak in tiles (tile.cuh) and never in assembly.
@@ -111,6 +112,22 @@ __device__ inline std::uint32_t load_shared_1(std::uint32_t from) {
   std::uint32_t value;
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
   return value;
+}
+
+// Byte i of the result is the byte that the i-th four bits of `selector` name; the highest of them set: its
+// highest bit, eight times.
+__device__ inline std::uint32_t permute_bytes(std::uint32_t x, std::uint32_t selector) {
+  std::uint32_t result;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(result) : "r"(x), "r"(selector));
+  return result;
+}
+
+// The address `rows` rows of `step` bytes after another, in one instruction: left to itself the compiler
+// multiplies 64-bit numbers.
+__device__ inline const std::byte* row_after(const std::byte* row, int rows, int step) {
+  std::int64_t result;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(result) : "r"(rows), "r"(step), "l"(row));
+  return reinterpret_cast<const std::byte*>(result);
 }
 
 __device__ inline void store_shared_4(std::uint32_t to, std::uint32_t value) {

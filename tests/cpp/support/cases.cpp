@@ -76,6 +76,7 @@ Case parse(const CaseWords& words) {
   c.layout = one_of<Layout>(word("layout"), {{"contiguous", Layout::contiguous},
                                              {"permuted", Layout::permuted},
                                              {"padded", Layout::padded},
+                                             {"gaps", Layout::gaps},
                                              {"reversed", Layout::reversed},
                                              {"expanded", Layout::expanded}});
   c.seed = static_cast<std::uint64_t>(integer("seed"));

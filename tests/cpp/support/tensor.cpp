@@ -36,6 +36,7 @@ Placement place(const Shape& shape, Layout layout, bool broadcast) {
     const bool zero = (broadcast && shape[dim] == 1) || (layout == Layout::expanded && dim == 2);
     place.stride[dim] = zero ? 0 : step;
     if (!zero) step = step * shape[dim] + (padded ? 3 + 2 * axis : 0);
+    if (layout == Layout::gaps && axis == 3) step = (step + 15) / 16 * 16;
   }
   place.origin = padded ? 1 : 0;
   place.span = place.origin + step;

@@ -26,6 +26,7 @@ enum class Layout : std::uint8_t {
   contiguous,
   permuted,  // the two middle dimensions swapped: [B, H, S, D] memory behind a [B, S, H, D] view
   padded,    // gaps after every row, matrix and batch, and a start off any vector alignment
+  gaps,      // after every row, up to a multiple of 16 elements
   reversed,  // the first three dimensions run backwards
   expanded,  // stride 0 over dimension 2: all heads are one (inputs only)
 };
