@@ -259,7 +259,7 @@ struct KeyMajorBackwardKernel {
       ScoreAccumulator x;
       ScoreOperand operand;
       if constexpr (Pairs) {
-        if (is_value) pair_rows.send(place, handover(stage));
+        if (is_value) pair_rows.copy_bias(place, handover(stage));
       }
       multiply_part<0>(is_value ? q : dout, x);
       if (is_value) make_probabilities(place, stage, bounds, q, x, operand);

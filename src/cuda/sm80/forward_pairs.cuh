@@ -105,7 +105,7 @@ struct ForwardPairsKernel {
               : add_tile_ahead<false>(p, warp_row, q, stream, least, largest, softmax, out);
           continue;
         }
-        stream.send_after(n);
+        stream.copy_next(n);
         const std::uint32_t state = stream.state(n);
         if ((state & Columns::touched) != 0) {
           ahead &= add_tile(p, tile, warp_row, q, state, stream.columns(n), stream, softmax, out);
@@ -127,7 +127,7 @@ struct ForwardPairsKernel {
                                         Out& out) {
     constexpr int parts = P.keys / 32;
     Accumulator<P.warp_rows, 32> scores[parts];
-    stream.send_run();
+    stream.copy_next_of_run();
 #pragma unroll
     for (int i = 0; i < parts; ++i) {
       clear(scores[i]);

@@ -347,7 +347,7 @@ class KeyStream {
     store_column(n);
   }
 
-  // Makes tile n ready and sends for the next ones.
+  // Makes tile n ready and starts copies of the next ones.
   __device__ void advance(int n) {
     walk_.move_to(n);
     if constexpr (Stages == 1) {

@@ -160,8 +160,8 @@ class PairRows {
     if (place.masked) load_mask(place);
   }
 
-  // Sends for the biases of a tile: to a WarpBiasTile of the warp's own.
-  __device__ void send(QueryPlace place, std::uint32_t to) const {
+  // Starts copies of the biases of a tile to a WarpBiasTile of the warp's own.
+  __device__ void copy_bias(QueryPlace place, std::uint32_t to) const {
     if (!score_.bias.per_query) return;
     const int row = lane_ / 4;
     const int chunk = lane_ % 4;
@@ -188,13 +188,13 @@ class PairRows {
     }
   }
 
-  // Until the biases sent are there.
+  // Until the copied biases are there.
   __device__ void wait() const {
     cp_async_wait_all();
     __syncwarp();
   }
 
-  // x = scale x + bias (x without a bias of pairs), -inf where masked; the bias as sent to `bias`,
+  // x = scale x + bias (x without a bias of pairs), -inf where masked; the bias as copied to `bias`,
   // whose bytes are free afterwards.
   __device__ void apply(QueryPlace place, std::uint32_t bias, Scores& x) const {
     if (score_.bias.per_query) {

@@ -86,7 +86,7 @@ class PairStream {
     }
   }
 
-  // Lists the next tiles and sends for the first; false when there are no more, or when a thread of the
+  // Lists the next tiles and copies the first; false when there are no more, or when a thread of the
   // block has `failed`, which all then know.
   __device__ bool next_window(bool& failed) {
     cp_async_wait_all();
@@ -99,7 +99,7 @@ class PairStream {
     count_ = storage_.list.count;
     if (count_ > 0) {
       next_ = storage_.list.entries[0];
-      send();
+      copy_tile();
       store_column(0);
     }
     return true;
@@ -110,7 +110,7 @@ class PairStream {
   // To the first tile again.
   __device__ void restart() { window_ = before_first(); }
 
-  // Makes tile n of the window the current one; the next one has to be sent for. Now and then, twice as
+  // Makes tile n of the window the current one; the next one has to be copied. Now and then, twice as
   // far each time, the block asks whether a thread has `failed()`: then false.
   template <class Failed>
   __device__ bool advance(int n, const Failed& failed) {
@@ -125,12 +125,12 @@ class PairStream {
     return true;
   }
 
-  // Whether the current tile has no columns and send_run() may send for the next.
+  // Whether the current tile has no columns and copy_next_of_run() may copy the next one.
   __device__ bool simple() const { return (entry_ & TileList::simple) != 0; }
 
-  // Sends for the next tile without a branch; there is a bias. After the last tile of a window that one
-  // is sent for again.
-  __device__ void send_run() {
+  // Starts copies of the next tile without a branch; there is a bias. After the last tile of a window that one
+  // is copied again.
+  __device__ void copy_next_of_run() {
     move();
     copy_run<RowTile, Threads, Order>(k_, p_.k.row_step, part(coming_, offsetof(Stage, k)));
     copy_run<RowTile, Threads, Order>(v_, p_.v.row_step, part(coming_, offsetof(Stage, v)));
@@ -143,8 +143,8 @@ class PairStream {
   }
 
   // The same for any tile, if there is one after tile n; finish(n) follows after the work on tile n.
-  __device__ void send_after(int n) {
-    if (n + 1 < count_) send();
+  __device__ void copy_next(int n) {
+    if (n + 1 < count_) copy_tile();
   }
   __device__ void finish(int n) {
     if (n + 1 < count_) store_column(n + 1);
@@ -268,7 +268,7 @@ class PairStream {
     }
   }
 
-  __device__ void send() {
+  __device__ void copy_tile() {
     move();
     const std::uint32_t k_tile = part(coming_, offsetof(Stage, k));
     const std::uint32_t v_tile = part(coming_, offsetof(Stage, v));
