@@ -60,8 +60,10 @@ class AllowedPairs(NamedTuple):
 
     def to_any_query(self) -> torch.Tensor:
         """The keys that some query may see, bool [B, H, Sk]."""
+        if self.bias is None:
+            return self.mask.any(2)
         batch, heads, seqlen_q, seqlen_k = self.shape
-        seen = self.parts()[0].new_zeros((batch, heads, seqlen_k), dtype=torch.bool)
+        seen = self.bias.new_zeros((batch, heads, seqlen_k), dtype=torch.bool)
         step = _rows_of_block(batch * heads * seqlen_k)
         for start in range(0, seqlen_q, step):
             seen |= self.rows(start, min(start + step, seqlen_q)).any(2)
@@ -139,7 +141,7 @@ def _find_intervals(mask: torch.Tensor) -> KeyIntervals | None:
 def _split_additive(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
     distinct = _unexpanded(mask)
     allowed = distinct > MASK_VALUE[mask.dtype]
-    step = _rows_of_block(distinct[:, :, 0].numel())
+    step = _rows_of_block(distinct.numel() // max(1, distinct.shape[2]))
     blocks = zip(distinct.split(step, 2), allowed.split(step, 2), strict=True)
     adds = any(bool((seen & (block != 0)).any()) for block, seen in blocks)
     return allowed.expand(mask.shape), adds

@@ -390,7 +390,7 @@ def _select_list(scores, key_mask, keep_window_size) -> _KeyList:
 
 
 class _KeyRanks(NamedTuple):
-    """A choice under a mask: query i keeps the allowed keys whose rank is below its limit."""
+    """A choice under a mask or a bias of pairs: query i keeps the allowed keys whose rank is below its limit."""
 
     rank: Tensor  # int32 [B or 1, H or 1, 1, Sk]
     limit: Tensor  # int32 [B or 1, H or 1, Sq, 1]

@@ -42,7 +42,7 @@ struct KeyRunsWorkspace {
 inline bool reads_mask_bytes(const Problem& p, const Broadcast& mask, SharedClass shared) {
   const int bucket = head_dim_bucket(static_cast<int>(p.head_dim));
   return has_pairs(p.mask_shape) && !has(p.limit_shape) && mask.in_words &&
-         forward_pairs_policy(bucket, shared).keys == PackedMask::side;
+         can_read_mask_bytes(bucket, shared);
 }
 
 // The mask is packed, or at least its states found, where the kernels walk all keys; with a list they look

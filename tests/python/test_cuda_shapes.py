@@ -97,6 +97,23 @@ def test_bias(shape, bias_dtype, listed):
         assert_matches_oracle(result, problem)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lone_pairs(head_dim):
+    """Tiles of a mask with one visible pair, in each of its rows once, beside empty ones; any byte but 0 is True."""
+    rows, keys = torch.arange(232, device="cuda"), torch.arange(4096, device="cuda")
+    row_tile, key_tile = (rows // 64)[:, None], keys // 64
+    in_row = (rows % 64)[:, None] == (key_tile + 17 * row_tile) % torch.where(row_tile < 3, 64, 40)
+    lone = in_row & (keys % 64 == (5 * key_tile + row_tile) % 64) & (key_tile % 5 != row_tile)
+    problem = problem_of(head_dim, 232, 4096)
+    problem.causal = False
+    problem.bias = normal(BATCH, HEADS_KV, 232, 4096)
+    some_byte = torch.tensor([1, 2, 128, 255], dtype=torch.uint8, device="cuda")[keys % 4]
+    problem.mask = torch.where(lone, some_byte, 0)[None, None].view(torch.bool)
+    result = forward_and_backward(problem)
+    problem.mask = lone[None, None]
+    assert_matches_oracle(result, problem)
+
+
 # ---- Nothing: dimensions without elements ----------------------------------------------------------------
 
 EMPTY = {

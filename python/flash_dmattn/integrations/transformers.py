@@ -210,14 +210,21 @@ def _doge_mask(
     intervals = as_key_intervals(mask, query_length)
     if mask is None or intervals is not None:
         return intervals
-    if mask.shape[2:] != (query_length, key_length):
-        mask = mask[..., :key_length].expand(-1, -1, query_length, -1)
-    intervals = intervals_of_mask(mask) if query_length > 1 else None
-    if intervals is not None:
-        return intervals
-    if mask.is_floating_point():
-        allowed, adds = split_additive(mask)
-        return mask == 0 if adds else allowed
+
+    def fit(pairs: torch.Tensor) -> torch.Tensor:
+        if pairs.shape[2:] == (query_length, key_length):
+            return pairs
+        return pairs[..., :key_length].expand(-1, -1, query_length, -1)
+
+    if query_length > 1:
+        intervals = intervals_of_mask(fit(mask))
+        if intervals is not None:
+            return intervals
+        if mask.is_floating_point():
+            allowed, adds = split_additive(mask)
+            if not adds:
+                return fit(allowed)
+    mask = fit(mask)
     return mask if mask.dtype == torch.bool else mask == 0
 
 

@@ -55,7 +55,7 @@ struct OnlineSoftmax {
   }
 
   // Turns the exponents of weights, by get_offsets(), into weights without `max` following. Where T has less
-  // range than fp32 they are told by their sum at once: `largest` becomes the largest.
+  // range than fp32 a large weight must not hide in the sums of many tiles: `largest` gathers the sums of each.
   template <int N8>
   __device__ void update_ahead(float (&x)[M16][N8][4], float& largest) {
     if constexpr (has_range) {

@@ -289,7 +289,7 @@ struct KeyMajorBackwardKernel {
     }
 
     // P of scores, of which the last part is still to be made, for this warp's product and for its
-    // key warp.
+    // key warp. Each path has a product of its own: no branch may follow it.
     __device__ void make_probabilities(Place place, int stage, const QueryBounds& bounds,
                                        std::uint32_t q, ScoreAccumulator& s,
                                        ScoreOperand& weights) {

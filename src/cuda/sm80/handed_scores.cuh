@@ -48,7 +48,7 @@ template <class T, int M16, int N8, int K16>
 __device__ inline void hand_probabilities(std::uint32_t words, float factor, const float* lse2,
                                           bool careful, float (&s)[M16][N8][4],
                                           std::uint32_t (&weights)[M16][K16][4]) {
-  // The forward's instructions in the forward's order, so that s and lse fit together.
+  // In the forward's order, so that s and lse fit together; with pairs the forward may round differently.
   const auto lse_of = [&](int n) { return *reinterpret_cast<const float2*>(lse2 + 8 * n); };
   float2 next[2] = {lse_of(0), lse_of(1)};
   std::uint32_t bits = 0;  // of all weights

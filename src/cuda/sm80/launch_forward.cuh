@@ -44,11 +44,11 @@ void launch_forward_of_class(const ForwardParams& params, cudaStream_t stream) {
     }
     return;
   }
-  if (params.score.packed_mask.has_only_states()) {
-    if constexpr (forward_pairs_policy(D, S).keys == PackedMask::side) {
+  if constexpr (can_read_mask_bytes(D, S)) {
+    if (params.score.packed_mask.has_only_states()) {
       launch_forward_of_pairs<T, D, S, MaskBytes>(params, stream);
+      return;
     }
-    return;
   }
   launch_forward_of_pairs<T, D, S, MaskBits>(params, stream);
 }

@@ -241,13 +241,13 @@ class PairRows {
     std::uint32_t bits = 0;
 #pragma unroll
     for (int n = 0; n < n8; ++n) {
-      float visible[2][n8][4];
+      float hidden[2][n8][4];  // -inf where the bias masks, else 0
 #pragma unroll
-      for (int i = 0; i < 8; ++i) visible[i / 4][n][i % 4] = 0;
-      mask_by_bias(bias, n, visible);
+      for (int i = 0; i < 8; ++i) hidden[i / 4][n][i % 4] = 0;
+      mask_by_bias(bias, n, hidden);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float (&pair)[4] = visible[i / 2][n];
+        const float (&pair)[4] = hidden[i / 2][n];
         std::uint32_t& word = weights[i / 2][n / 2][n % 2 * 2 + i % 2];
         if (pair[2 * (i % 2)] != 0) word &= 0xffff0000u;
         if (pair[2 * (i % 2) + 1] != 0) word &= 0x0000ffffu;

@@ -25,7 +25,7 @@ struct PairStreamStorage {
     alignas(1024) std::byte k[RowTile::bytes];
     alignas(1024) std::byte v[RowTile::bytes];
     alignas(128) std::byte bias[BiasTile<Rows, N>::bytes];
-    alignas(16) std::byte mask[Rows * Mask::row_bytes];  // of the 64 keys that the tile is among
+    alignas(128) std::byte mask[Rows * Mask::row_bytes];  // of the 64 keys that the tile is among
   };
   Stage stage[2];
   ColumnTile<N> columns[2];
