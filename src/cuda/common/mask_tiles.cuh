@@ -21,14 +21,14 @@ struct MaskTilesKernel {
   struct SharedStorage {};
 
   static std::int64_t blocks(const Params& p, std::int64_t matrices) {
-    return matrices * row_tiles(p) * key_blocks(p);
+    return matrices * p.row_tiles() * key_blocks(p);
   }
 
   __device__ void operator()(const Params& p, SharedStorage&) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int row_block = static_cast<int>(blockIdx.x) / key_blocks(p);
-    const int row_tile = row_block % row_tiles(p);
-    const int matrix = row_block / row_tiles(p);
+    const int row_tile = row_block % p.row_tiles();
+    const int matrix = row_block / p.row_tiles();
     const int tile = (static_cast<int>(blockIdx.x) % key_blocks(p) * warps +
                       static_cast<int>(threadIdx.x) / 32) *
                          warp_tiles +
@@ -68,7 +68,6 @@ struct MaskTilesKernel {
   }
 
  private:
-  static __host__ __device__ int row_tiles(const Params& p) { return (p.rows + side - 1) / side; }
   static __host__ __device__ int key_blocks(const Params& p) {
     return (p.packed.words + warps * warp_tiles - 1) / (warps * warp_tiles);
   }

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstdint>
+
 namespace flash_dmattn::cuda {
 
 inline constexpr float log2e = 1.4426950408889634f;
@@ -15,6 +17,11 @@ __device__ inline float exp2_approx(float x) {
 // tanh(x), given 2 log2 e x. Its absolute error is 1e-7, which softcap needs; tanh.approx's is
 // 5e-4.
 __device__ inline float tanh_from_log2(float x) { return 1 - __fdividef(2.0f, exp2_approx(x) + 1); }
+
+// The highest bit of every byte that is not 0; the other bits are of no use.
+__device__ inline std::uint32_t mark_nonzero_bytes(std::uint32_t four) {
+  return ((four & 0x7f7f7f7fu) + 0x7f7f7f7fu) | four;
+}
 
 // A NaN in either makes the result NaN.
 __device__ inline float max_or_nan(float x, float y) {

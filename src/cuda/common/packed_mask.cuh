@@ -1,5 +1,6 @@
 #pragma once
 
+#include "cuda/common/math.cuh"
 #include "cuda/common/scheduler.cuh"
 #include "cuda/params.h"
 
@@ -19,6 +20,10 @@ struct PackMaskParams {
   bool aligned;  // every 16 keys of a row are one aligned word, and every 4 ranks
   bool causal;   // keys that are not visible anyway are not read
   int shift;     // query r is at key r + shift
+
+  __host__ __device__ int row_tiles() const {
+    return (rows + PackedMask::side - 1) / PackedMask::side;
+  }
 
   // The first element of a matrix.
   __device__ std::int64_t begin(const Broadcast& b, int matrix) const {
@@ -51,7 +56,7 @@ struct PackMaskKernel {
   };
 
   static std::int64_t blocks(const Params& p, std::int64_t matrices) {
-    return matrices * row_tiles(p) * key_blocks(p);
+    return matrices * p.row_tiles() * key_blocks(p);
   }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
@@ -59,8 +64,8 @@ struct PackMaskKernel {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int key_block = static_cast<int>(blockIdx.x) % key_blocks(p);
     const int row_block = static_cast<int>(blockIdx.x) / key_blocks(p);
-    const int row_tile = row_block % row_tiles(p);
-    const int matrix = row_block / row_tiles(p);
+    const int row_tile = row_block % p.row_tiles();
+    const int matrix = row_block / p.row_tiles();
     // Nobody reads the bits of an empty tile unless its neighbour of an aligned pair is not empty.
     if (p.causal && key_block * block_words * side > (row_tile | 1) * side + side - 1 + p.shift) {
       store_state(p, row_block, key_block, 0);
@@ -148,7 +153,6 @@ struct PackMaskKernel {
   }
 
  private:
-  static __host__ __device__ int row_tiles(const Params& p) { return (p.rows + side - 1) / side; }
   static __host__ __device__ int key_blocks(const Params& p) {
     return (p.packed.words + block_words - 1) / block_words;
   }
@@ -166,8 +170,8 @@ struct PackMaskKernel {
   // The keys that are not 0, a bit for each.
   static __device__ std::uint32_t bits_of(uint4 bytes) {
     const auto gather = [](std::uint32_t four) {
-      // The highest bit of every byte that is not 0; multiplying moves that of byte i to 28 + i.
-      const std::uint32_t set = (((four & 0x7f7f7f7fu) + 0x7f7f7f7fu) | four) & 0x80808080u;
+      // Multiplying moves the bit of byte i to 28 + i.
+      const std::uint32_t set = mark_nonzero_bytes(four) & 0x80808080u;
       return set * 0x00204081u >> 28;
     };
     return gather(bytes.x) | gather(bytes.y) << 4 | gather(bytes.z) << 8 | gather(bytes.w) << 12;

@@ -42,7 +42,7 @@ struct OnlineSoftmax {
   template <int N8, int D8>
   __device__ void update(float (&s)[M16][N8][4], float factor, float (&out)[M16][D8][4]) {
     follow(s, factor, out);
-    weigh(s, factor, sum);
+    weigh(s, factor);
   }
 
   // What a row's scores, times factor, lose before weights are 2 to the power of them.
@@ -155,9 +155,9 @@ struct OnlineSoftmax {
     }
   }
 
-  // Turns scores into weights, which are added to a lane's `sums`.
+  // Turns scores into weights, which are added to a lane's sums.
   template <int N8>
-  __device__ void weigh(float (&s)[M16][N8][4], float factor, float (&sums)[M16][2]) const {
+  __device__ void weigh(float (&s)[M16][N8][4], float factor) {
     float offsets[M16][2];
     get_offsets(factor, offsets);
     // Columns outermost: the sums of the rows are chains of additions that run side by side.
@@ -168,12 +168,13 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           s[m][n][e] = exp2_approx(fmaf(s[m][n][e], factor, -offsets[m][e / 2]));
-          sums[m][e / 2] += s[m][n][e];
+          sum[m][e / 2] += s[m][n][e];
         }
       }
     }
   }
 
+  // Turns exponents into weights, which are added to `sums`.
   template <int N8>
   __device__ static void exponentiate(float (&x)[M16][N8][4], float (&sums)[M16][2]) {
 #pragma unroll

@@ -36,10 +36,7 @@ template <int M16, int K16>
 __device__ inline void hand_columns(std::uint32_t words, int k,
                                     const std::uint32_t (&weights)[M16][K16][4]) {
 #pragma unroll
-  for (int m = 0; m < M16; ++m) {
-    store_shared_16(block_of_operand<K16>(words, m, k),
-                    {weights[m][k][0], weights[m][k][1], weights[m][k][2], weights[m][k][3]});
-  }
+  for (int m = 0; m < M16; ++m) hand_block(words, m, k, weights);
 }
 
 // P = exp2(factor s - lse), or s itself where it has been made with care: for the warp's own product, and handed

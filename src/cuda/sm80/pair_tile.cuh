@@ -93,8 +93,8 @@ struct MaskBytes {
 
     __device__ explicit Eight(std::uint32_t address) {
       const uint2 bytes = load_shared_8(address);
-      low = not_zero(bytes.x);
-      high = not_zero(bytes.y);
+      low = mark_nonzero_bytes(bytes.x);
+      high = mark_nonzero_bytes(bytes.y);
     }
 
     __device__ bool sees(int key) const {
@@ -113,11 +113,6 @@ struct MaskBytes {
             permute_bytes(i < 2 ? low : high, i % 2 == 0 ? 0x9988u : 0xbbaau);
         return Element<T>::widen_pair((biases & seen) | (infinities & ~seen));
       }
-    }
-
-   private:
-    static __device__ std::uint32_t not_zero(std::uint32_t four) {
-      return ((four & 0x7f7f7f7fu) + 0x7f7f7f7fu) | four;
     }
   };
 };

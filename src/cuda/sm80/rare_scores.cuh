@@ -14,6 +14,13 @@ __device__ inline std::uint32_t block_of_operand(std::uint32_t words, int m, int
   return words + static_cast<std::uint32_t>((m * K16 + k) * 32 * 16);
 }
 
+template <int M16, int K16>
+__device__ inline void hand_block(std::uint32_t words, int m, int k,
+                                  const std::uint32_t (&operand)[M16][K16][4]) {
+  store_shared_16(block_of_operand<K16>(words, m, k),
+                  {operand[m][k][0], operand[m][k][1], operand[m][k][2], operand[m][k][3]});
+}
+
 // P, which the lane has handed over at `words`, to [0, 1]; a NaN, of a score that overflowed far below the
 // maximum, becomes 0. Where one is 2 or more, negative or a NaN; what is above 1 and below 2 is rounding.
 template <class T, int M16, int K16>
@@ -25,8 +32,7 @@ __device__ inline void limit_probabilities(std::uint32_t words,
     for (int k = 0; k < K16; ++k) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) weights[m][k][i] = saturate_pair<T>(weights[m][k][i]);
-      store_shared_16(block_of_operand<K16>(words, m, k),
-                      {weights[m][k][0], weights[m][k][1], weights[m][k][2], weights[m][k][3]});
+      hand_block(words, m, k, weights);
     }
   }
 }
