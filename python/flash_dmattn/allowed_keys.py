@@ -72,8 +72,8 @@ class AllowedPairs(NamedTuple):
     def to_intervals(self) -> KeyIntervals | None:
         """As `intervals_of_mask`."""
         if self.bias is None:
-            return intervals_of_mask(self.to_mask())
-        if self.bias.is_meta or isinstance(self.bias, FakeTensor):
+            return intervals_of_mask(self.mask)
+        if _has_no_values(self.bias):
             return None
         return intervals_of_rows(self.rows, self.shape, self.bias.device)
 
@@ -91,7 +91,7 @@ def intervals_of_mask(mask: torch.Tensor) -> KeyIntervals | None:
     Returns:
         None also when an additive mask holds other values, and for a tensor without values (on meta).
     """
-    if mask.is_meta or isinstance(mask, FakeTensor):
+    if _has_no_values(mask):
         return None
     return _once("intervals", mask, _find_intervals)
 
@@ -240,6 +240,10 @@ def select_among(
     first, last = torch.broadcast_tensors(first, last)
     intervals = torch.stack([first, last], dim=-1) * (last > first).unsqueeze(-1)
     return KeyIntervals(intervals, allowed.query_length).measured()
+
+
+def _has_no_values(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def _rows_of_block(row_elements: int) -> int:
