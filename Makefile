@@ -87,11 +87,11 @@ test-cuda-build: $(STAMPS)/tools $(STAMPS)/test build/googletest/ready
 	@tools/compile_seconds.sh build/cuda
 	ctest --test-dir build/cuda --label-regex cuda --output-on-failure
 	PYTHONPATH=python FLASH_DMATTN_LIBRARY=$(CURDIR)/build/cuda/bindings/torch/_C.so FLASH_DMATTN_TEST_CUDA_BUILD=1 \
-	  $(BIN)/python -m pytest tests/python/test_availability.py tests/python/test_cuda_*.py
+	  $(BIN)/python -m pytest tests/python/api/test_availability.py tests/python/gpu
 endif
 
 # What runs on transformers 5 in test-python, once more on the newest 4.
-TRANSFORMERS_TESTS := tests/python/test_doge.py tests/python/test_integrations.py
+TRANSFORMERS_TESTS := tests/python/integrations
 
 .PHONY: test-transformers-4
 test-transformers-4: $(STAMPS)/package $(STAMPS)/test build/transformers-4/ready ## Python tests of the integration, on transformers 4.x

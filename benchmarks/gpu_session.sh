@@ -66,9 +66,9 @@ correctness() {
     local pytest=(env OMP_NUM_THREADS=2 python3 -m pytest -q -p no:cacheprovider --rootdir "$folder")
     local many=()
     if python3 -c 'import xdist' 2>/dev/null; then many=(-n 4); fi
-    part python "${pytest[@]}" "${many[@]}" --ignore="$folder/tests/python/test_cuda_large.py" \
-      "$folder"/tests/python/test_cuda_*.py "$folder/tests/python/test_availability.py" "$folder/tests/python/test_demo.py"
-    part python_large "${pytest[@]}" "$folder/tests/python/test_cuda_large.py"
+    part python "${pytest[@]}" "${many[@]}" --ignore="$folder/tests/python/gpu/test_beyond_31_bits.py" \
+      "$folder"/tests/python/{gpu,api/test_availability.py,tools/test_demo.py}
+    part python_large "${pytest[@]}" "$folder/tests/python/gpu/test_beyond_31_bits.py"
   ) &
   wait
 }
@@ -98,7 +98,7 @@ sanitizers() {
 
 # Every test compiles kernels of its own: as many processes as there are cores.
 portable() {
-  part portable bash -c 'cd "$1" && python3 -m pytest --collect-only -q tests/python/test_triton_*.py tests/python/test_flex.py |
+  part portable bash -c 'cd "$1" && python3 -m pytest --collect-only -q tests/python/backends |
     grep :: | xargs -d "\n" -P "$(nproc)" -n 12 python3 -m pytest -q -p no:cacheprovider' - "$folder"
 }
 

@@ -80,7 +80,7 @@ def peak_of(body):
 def mask_scenarios():
     """What forward and backward allocate with a mask and a choice, and what of it is neither result nor sum.
 
-    As in tests/python/test_cuda_memory.py: beside out, gradients, their fp32 sums (of dk and dv, or where blocks
+    As in tests/python/gpu/test_memory_of_a_step.py: beside out, gradients, their fp32 sums (of dk and dv, or where blocks
     own keys of dq) and lse in its four forms.
     """
     batch, heads, length, head_dim, window = 2, 32, 4096, 128, 2048

@@ -7,7 +7,7 @@ import torch
 
 from flash_dmattn import KeyIntervals, flash_dmattn_func, select_key_intervals
 from gpu import capture, needs_gpu
-from test_cuda_torch import FUNCTIONS, assert_close, gradients, leaves
+from gpu_calls import FUNCTIONS, assert_close, gradients, leaves
 
 pytestmark = [
     needs_gpu,

@@ -24,7 +24,7 @@ def test_kernels_compile_and_fit(gpu, dtype, head_dim, monkeypatch):
     found = availability._usable(triton)
     if "too old" in found.reason:
         pytest.skip(found.reason)
-    script = Path(__file__).with_name("compiled_triton.py")
+    script = Path(__file__).parents[1] / "support" / "compiled_triton.py"
     environment = {**os.environ}
     for name in ("TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION"):
         environment.pop(name, None)

@@ -1,0 +1,45 @@
+"""Calls of the CUDA backend, one of each kind, with their inputs and gradients."""
+
+import torch
+
+from flash_dmattn import flash_dmattn_func, sliding_window
+
+
+def leaves(seqlen=300, heads=(4, 2), head_dim=64, dtype=torch.bfloat16, device="cuda", batch=2):
+    heads_q, heads_kv = heads
+    shapes = [(batch, seqlen, h, head_dim) for h in (heads_q, heads_kv, heads_kv)]
+    made = [
+        torch.randn(s, dtype=dtype, device=device) for s in (*shapes, (batch, heads_kv, seqlen))
+    ]
+    return [t.requires_grad_() for t in made]
+
+
+def attend(q, k, v, bias, **options):
+    return flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, **options)
+
+
+def gradients(function, inputs):
+    copies = [t.detach().clone().requires_grad_() for t in inputs]
+    out = function(*copies)
+    weight = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
+    (out.float() * weight).sum().backward()
+    return [out.detach(), *(t.grad for t in copies)]
+
+
+def assert_close(actual, expected):
+    """Gradients may be added in another order from run to run."""
+    for got, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+
+
+FUNCTIONS = {
+    "causal": attend,
+    "per_query": lambda *t: attend(*t, keep_window_size=50),
+    "global": lambda *t: attend(*t, keep_window_size=50, selection="global", softcap=3.0),
+    "padding": lambda q, k, v, b: flash_dmattn_func(
+        q, k, v, torch.arange(q.shape[1], device=q.device)[None] >= 30, b, keep_window_size=90
+    ),
+    "own_intervals": lambda q, k, v, b: flash_dmattn_func(
+        q, k, v, attn_bias=b, key_intervals=sliding_window(q.shape[1], 70, device=q.device)
+    ),
+}  # fmt: skip
