@@ -11,6 +11,7 @@
 #include "cuda/common/mask_tiles.cuh"
 #include "cuda/common/packed_mask.cuh"
 #include "cuda/sm80/launch.h"
+#include "cuda/sm80/postprocess.cuh"
 #include "cuda/workspace.cuh"
 
 namespace flash_dmattn {
@@ -182,29 +183,24 @@ template <class T>
 void store_rows(const Shape& shape, const float* sums, const Tensor4& to, float scale,
                 bool saturate, cudaStream_t stream) {
   if (to.data == nullptr) return;
-  const StoreRows<T> store{shape, sums, rows_of(to), scale, saturate};
+  const sm80::StoreRows<T> store{shape, sums, rows_of(to), scale, saturate};
   for_each(store.items(), store, stream);
 }
 
 template <class T, int D>
-void store_query_rows(const BackwardParams& params, cudaStream_t stream) {
+void store_query_rows(const sm80::KeyMajorParams& params, cudaStream_t stream) {
   if (params.dq.data == nullptr) return;
-  const StoreQueryRows<T, D> store{params.shape,       params.dq_sum,   params.dq,
-                                   params.score.scale, params.saturate, params.flags};
+  const sm80::StoreQueryRows<T, D> store{params.shape,       params.dq_sum,   params.dq,
+                                         params.score.scale, params.saturate, params.flags};
   for_each(store.items(), store, stream);
 }
 
-void backward(const BackwardArgs& args, const Execution& execution) {
+BackwardParams params_of(const BackwardArgs& args, const BackwardRoute& route,
+                         const BackwardWorkspace& workspace) {
   const Problem& p = args.problem;
-  const auto stream = static_cast<cudaStream_t>(execution.stream);
-  const SharedClass shared = shared_class();
   BackwardParams params;
   params.shape = shape_of(p);
   params.score = score_of(p, args.in);
-  const bool wants_bias = has(p.bias_shape) && args.dbias.data != nullptr;
-  const BackwardRoute route(p, args.in.plan.keys != nullptr, shared, bias_in_fours(args));
-  const BackwardWorkspace workspace(p, args.in, route, shared, execution.workspace);
-  params.key_major = route.key_major;
   params.score.packed_mask = workspace.packed_mask;
   params.q = rows_of(args.in.q);
   params.k = rows_of(args.in.k);
@@ -222,21 +218,28 @@ void backward(const BackwardArgs& args, const Execution& execution) {
   params.lse2_low = workspace.lse2_low;
   params.delta = workspace.delta;
   params.flags = workspace.flags;
-  if (args.dk.data != nullptr) params.dk_sum = workspace.dk_sum;
-  if (args.dv.data != nullptr) params.dv_sum = workspace.dv_sum;
-  if (args.dq.data != nullptr) params.dq_sum = workspace.dq_sum;
-  if (!route.key_major || args.dq.data != nullptr) params.turns = workspace.turns;
   params.dbias_add = route.adds_bias;
-  if (wants_bias) {
-    params.dbias = params.dbias_add ? broadcast_of(p, bias_sum_shape(p), workspace.dbias_sum,
-                                                   contiguous_strides(bias_sum_shape(p)), 4)
+  if (has(p.bias_shape) && args.dbias.data != nullptr) {
+    params.dbias = params.dbias_add ? broadcast_of<void>(p, bias_sum_shape(p), workspace.dbias_sum,
+                                                         contiguous_strides(bias_sum_shape(p)), 4)
                                     : broadcast_of(p, p.bias_shape, args.dbias.data,
                                                    args.dbias.stride, size_of(p.bias_dtype));
   }
+  return params;
+}
+
+void backward(const BackwardArgs& args, const Execution& execution) {
+  const Problem& p = args.problem;
+  const auto stream = static_cast<cudaStream_t>(execution.stream);
+  const SharedClass shared = shared_class();
+  const BackwardRoute route(p, args.in.plan.keys != nullptr, shared, bias_in_fours(args));
+  const BackwardWorkspace workspace(p, args.in, route, shared, execution.workspace);
+  const BackwardParams params = params_of(args, route, workspace);
+  const bool wants_bias = params.dbias.data != nullptr;
 
   check(cudaMemsetAsync(workspace.flags, 0, workspace.zeroed_bytes, stream), "cudaMemsetAsync");
   pack_mask(p, params.score, stream);
-  params.runs = find_key_runs(p, args.in, workspace.runs, stream);
+  const KeyRuns runs = find_key_runs(p, args.in, workspace.runs, stream);
   dispatch(p, [&]<class T, int D>() {
     // The main loop clears what it does not visit, unless it follows a list.
     if (wants_bias && !params.dbias_add && params.plan.keys != nullptr) {
@@ -244,10 +247,23 @@ void backward(const BackwardArgs& args, const Execution& execution) {
     }
     using Statistics = RowStatisticsKernel<T>;
     launch<Statistics>(Statistics::blocks(params), params, stream);
-    sm80::launch_backward<T, D>(params, shared, stream);
     if (route.key_major) {
-      if constexpr (D <= 128) store_query_rows<T, D>(params, stream);
+      if constexpr (D <= 128) {
+        sm80::KeyMajorParams by_keys(params);
+        if (args.dq.data != nullptr) {
+          by_keys.turns = workspace.turns;
+          by_keys.dq_sum = workspace.dq_sum;
+        }
+        sm80::launch_backward<T, D>(by_keys, shared, stream);
+        store_query_rows<T, D>(by_keys, stream);
+      }
     } else {
+      sm80::QueryMajorParams by_queries(params);
+      by_queries.runs = runs;
+      by_queries.turns = workspace.turns;
+      if (args.dk.data != nullptr) by_queries.dk_sum = workspace.dk_sum;
+      if (args.dv.data != nullptr) by_queries.dv_sum = workspace.dv_sum;
+      sm80::launch_backward<T, D>(by_queries, shared, stream);
       store_rows<T>(params.shape, workspace.dk_sum, args.dk, p.scale, params.saturate, stream);
       store_rows<T>(params.shape, workspace.dv_sum, args.dv, 1, params.saturate, stream);
     }

@@ -8,21 +8,26 @@
 // What the kernels are given: plain values, all pointers to device memory.
 namespace flash_dmattn::cuda {
 
-// A [B, S, H, D] tensor of 16-bit elements. Strides in bytes.
-struct HeadRows {
-  std::byte* data = nullptr;
+// The rows of a [B, S, H, D] tensor of 16-bit elements: `Byte` is const where they are read. Strides in
+// bytes.
+template <class Byte>
+struct Rows {
+  Byte* data = nullptr;
   std::int64_t batch = 0;
   std::int64_t row = 0;
   std::int64_t head = 0;
   bool aligned = false;  // every row begins at a multiple of 16 bytes, and `row` fits into:
   int row_step = 0;      // `row`, so that an address is one multiply-add
 };
+using InputRows = Rows<const std::byte>;
+using OutputRows = Rows<std::byte>;
 
 // A mask or a bias, ({B|1}, {Hq|Hkv|1}, {Sq|1}, {Sk|1}). Strides in elements, 0 where it
-// broadcasts; the head's is split in two, one of which is 0, so that no kernel asks what kind of
-// head it has.
-struct Broadcast {
-  std::byte* data = nullptr;
+// broadcasts; the head's is split in two, one of which is 0, so that kernels need no branch on the
+// kind of head.
+template <class Byte>
+struct BroadcastView {
+  Byte* data = nullptr;
   std::int64_t batch = 0;
   std::int64_t head_q = 0;
   std::int64_t head_kv = 0;
@@ -34,6 +39,8 @@ struct Broadcast {
   bool in_words = false;   // as many as 16 bytes have do, of 16-bit elements or bytes
   bool f32 = false;        // of a bias: fp32 elements, else 16-bit ones
 };
+using Broadcast = BroadcastView<const std::byte>;
+using OutputBroadcast = BroadcastView<std::byte>;
 
 // A mask with a query dimension, packed by PackMaskKernel (common/packed_mask.cuh) to a bit for each
 // pair (where there are ranks, of the pairs that they choose), with a state for each tile of 64 x 64
@@ -111,7 +118,8 @@ struct Shape {
 struct ForwardParams {
   Shape shape;
   ScoreParams score;
-  HeadRows q, k, v, out;
+  InputRows q, k, v;
+  OutputRows out;
   Plan plan;     // without keys:
   KeyRuns runs;  // these are walked; without them every key
   float* lse = nullptr;
@@ -135,54 +143,24 @@ enum BackwardFlag : std::uint32_t {
   dq_not_finite = 8,   // before it was converted
 };
 
+// What every kernel of a backward is given; a main loop's own parameters derive from it.
 struct BackwardParams {
   Shape shape;
   ScoreParams score;
-  HeadRows q, k, v, out, dout, dq, dk, dv;
-  Plan plan;
-  KeyRuns runs;  // of a kernel that owns queries, where there is no plan
+  InputRows q, k, v, out, dout;
+  OutputRows dq, dk, dv;
+  Plan plan;  // the keys that a row may see; without keys: all
   const float* lse = nullptr;
   const float* lse_low = nullptr;  // may be null
-  Broadcast dbias;                 // where ds is stored or added in fp32; null data: not wanted
-  bool dbias_add = false;          // several pairs share an element of dbias: add, in fp32
+  OutputBroadcast dbias;           // where ds is stored or added in fp32; null data: not wanted
+  bool dbias_add = false;          // several elements of ds share one of dbias: add, in fp32
   bool saturate = true;
-  bool key_major = false;  // dq is added in memory, else dk and dv are
-  Turns turns;             // of these additions
 
   // Workspace.
   float* lse2 = nullptr;           // [B, Hq, Sq] lse log2 e, +inf for a row that sees nothing
   float* lse2_low = nullptr;       // [B, Hq, Sq] what rounding took from lse2
   float* delta = nullptr;          // [B, Hq, Sq]
-  float* dk_sum = nullptr;         // [B, Hkv, Sk, sum_columns] fp32, columns in accumulator order
-  float* dv_sum = nullptr;         // the same
-  float* dq_sum = nullptr;         // [B, Hq, Sq / rows rounded up] QuerySumTile
   std::uint32_t* flags = nullptr;  // [1] BackwardFlag
 };
-
-// Where a kernel that owns keys sums dq: tiles of `rows` queries in the order of its accumulators,
-// so that what a warp adds at once is 512 consecutive bytes. Each of 2 x 4 warps has a part of 16 x
-// 8 blocks; in a block a lane has columns c, c + 1 of rows r and r + 8: four floats.
-template <int D>
-struct QuerySumTile {
-  static constexpr int rows = 64;
-  static constexpr int row_warps = 2;
-  static constexpr int warp_rows = rows / row_warps;
-  static constexpr int warp_columns = D / 4;
-  static constexpr int row_blocks = warp_rows / 16;
-  static constexpr int column_blocks = warp_columns / 8;
-  static constexpr int floats = rows * D;
-
-  static constexpr std::int64_t count(const Shape& shape) {
-    return static_cast<std::int64_t>(shape.batch) * shape.heads_q *
-           ((shape.seqlen_q + rows - 1) / rows);
-  }
-  // The float at which the four of a lane begin.
-  static constexpr int offset(int warp, int row_block, int column_block, int lane) {
-    return (((warp * row_blocks + row_block) * column_blocks + column_block) * 32 + lane) * 4;
-  }
-};
-
-// Columns of a row of dk_sum: head_dim rounded up to the 16 of a pair of accumulator blocks.
-constexpr int sum_columns(int head_dim) { return (head_dim + 15) / 16 * 16; }
 
 }  // namespace flash_dmattn::cuda

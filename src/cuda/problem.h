@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "cuda/params.h"
 #include "flash_dmattn/attention.h"
@@ -18,9 +19,10 @@ inline Shape shape_of(const Problem& p) {
           narrow(p.seqlen_q), narrow(p.seqlen_k), narrow(p.head_dim)};
 }
 
-inline HeadRows rows_of(const ConstTensor4& tensor) {
-  HeadRows rows;
-  rows.data = static_cast<std::byte*>(const_cast<void*>(tensor.data));
+template <class Byte, class Tensor>
+Rows<Byte> rows_view(const Tensor& tensor) {
+  Rows<Byte> rows;
+  rows.data = static_cast<Byte*>(tensor.data);
   rows.batch = tensor.stride[0] * 2;
   rows.row = tensor.stride[1] * 2;
   rows.head = tensor.stride[2] * 2;
@@ -30,17 +32,21 @@ inline HeadRows rows_of(const ConstTensor4& tensor) {
   rows.row_step = static_cast<int>(rows.row);
   return rows;
 }
+inline InputRows rows_of(const ConstTensor4& tensor) { return rows_view<const std::byte>(tensor); }
+inline OutputRows rows_of(const Tensor4& tensor) { return rows_view<std::byte>(tensor); }
 
 inline bool has(const BroadcastShape& shape) { return shape != BroadcastShape{}; }
 
-inline Broadcast broadcast_of(const Problem& p, const BroadcastShape& shape, const void* data,
-                              const std::array<std::int64_t, 4>& stride,
-                              std::int64_t element_bytes) {
+// `Data`: void or const void.
+template <class Data>
+auto broadcast_of(const Problem& p, const BroadcastShape& shape, Data* data,
+                  const std::array<std::int64_t, 4>& stride, std::int64_t element_bytes) {
+  using Byte = std::conditional_t<std::is_const_v<Data>, const std::byte, std::byte>;
   const bool f32 = element_bytes == 4;
-  Broadcast b;
+  BroadcastView<Byte> b;
   if (!has(shape) || data == nullptr) return b;
   const auto step = [&](std::size_t i) { return shape[i] == 1 ? 0 : stride[i]; };
-  b.data = static_cast<std::byte*>(const_cast<void*>(data));
+  b.data = static_cast<Byte*>(data);
   b.batch = step(0);
   (shape[1] == p.heads_q ? b.head_q : b.head_kv) = step(1);
   b.query = step(2);

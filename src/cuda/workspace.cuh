@@ -9,6 +9,7 @@
 #include "cuda/common/scheduler.cuh"
 #include "cuda/policy.h"
 #include "cuda/problem.h"
+#include "cuda/sm80/params.h"
 
 // What a call keeps in the caller's workspace, and which kernels that follows from.
 namespace flash_dmattn::cuda {
@@ -129,8 +130,8 @@ inline std::int64_t backward_blocks(const Problem& p, bool key_major, SharedClas
 
 inline std::int64_t query_sum_floats(const Shape& shape) {
   switch (head_dim_bucket(shape.head_dim)) {
-    case 64: return QuerySumTile<64>::count(shape) * QuerySumTile<64>::floats;
-    default: return QuerySumTile<128>::count(shape) * QuerySumTile<128>::floats;
+    case 64: return sm80::QuerySumTile<64>::count(shape) * sm80::QuerySumTile<64>::floats;
+    default: return sm80::QuerySumTile<128>::count(shape) * sm80::QuerySumTile<128>::floats;
   }
 }
 
@@ -158,9 +159,10 @@ struct BackwardWorkspace {
     lse2_low = carver.take<float>(rows);
     delta = carver.take<float>(rows);
     const std::size_t zeroed_begin = carver.used();
-    const std::int64_t key_sums = route.key_major ? 0
-                                                  : p.batch * p.heads_kv * p.seqlen_k *
-                                                        sum_columns(static_cast<int>(p.head_dim));
+    const std::int64_t key_sums =
+        route.key_major
+            ? 0
+            : p.batch * p.heads_kv * p.seqlen_k * sm80::sum_columns(static_cast<int>(p.head_dim));
     flags = carver.take<std::uint32_t>(1);
     if (p.deterministic) {
       turns.started = carver.take<int>(1);

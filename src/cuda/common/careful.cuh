@@ -23,7 +23,7 @@ __device__ inline double careful_dot(const T* a, const T* b, int head_dim) {
 // have a query dimension, and then there may be ranks.
 template <class T, bool Pairs>
 __device__ __noinline__ double careful_score(const ScoreParams& score, const Shape& shape,
-                                             const HeadRows& q, const HeadRows& k, int batch,
+                                             const InputRows& q, const InputRows& k, int batch,
                                              int head, int kv_head, int row, int key) {
   const double invisible = -__builtin_huge_val();
   const auto index = [&](const Broadcast& b) {
@@ -131,8 +131,7 @@ __device__ __noinline__ void careful_row(const ForwardParams& p, int batch, int 
     }
   }
 
-  auto* const to =
-      reinterpret_cast<std::uint16_t*>(const_cast<T*>(row_of<T>(p.out, batch, row, head)));
+  auto* const to = reinterpret_cast<std::uint16_t*>(row_of<T>(p.out, batch, row, head));
   for (int c = 0; lane + 32 * c < p.shape.head_dim; ++c) {
     to[lane + 32 * c] =
         static_cast<std::uint16_t>(pack_output<T>(static_cast<float>(out[c]), 0, p.saturate));

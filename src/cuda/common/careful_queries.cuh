@@ -118,8 +118,7 @@ struct CarefulQueriesKernel {
         }
       }
     }
-    auto* const dq =
-        reinterpret_cast<std::uint16_t*>(const_cast<T*>(row_of<T>(p.dq, batch, row, head)));
+    auto* const dq = reinterpret_cast<std::uint16_t*>(row_of<T>(p.dq, batch, row, head));
     for (int c = 0; lane + 32 * c < p.shape.head_dim; ++c) {
       const auto value = static_cast<float>(sum[c] * static_cast<double>(p.score.scale));
       dq[lane + 32 * c] = static_cast<std::uint16_t>(pack_gradient<T>(value, 0, p.saturate));

@@ -30,4 +30,7 @@ __device__ inline float max_or_nan(float x, float y) {
   return larger;
 }
 
+// 0 if both are finite, else NaN.
+__device__ inline float zero_if_finite(float x, float y) { return fmaf(x, 0.0f, y * 0.0f); }
+
 }  // namespace flash_dmattn::cuda

@@ -6,6 +6,7 @@
 #include "cuda/common/turns.cuh"
 #include "cuda/policy.h"
 #include "cuda/sm80/epilogue.cuh"
+#include "cuda/sm80/params.h"
 #include "cuda/sm80/query_tile.cuh"
 #include "cuda/sm80/score_tile.cuh"
 
@@ -18,7 +19,7 @@ namespace flash_dmattn::cuda::sm80 {
 // adding, so that the sums are the same in every run.
 template <class T, int D, BackwardPolicy P, bool Pairs, bool Ordered>
 struct BackwardKernel {
-  using Params = BackwardParams;
+  using Params = QueryMajorParams;
   static constexpr int threads = P.warps * 32;
   static constexpr int min_blocks = P.min_blocks;
 

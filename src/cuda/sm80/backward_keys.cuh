@@ -8,6 +8,7 @@
 #include "cuda/sm80/key_rows.cuh"
 #include "cuda/sm80/pair_gradients.cuh"
 #include "cuda/sm80/pair_rows.cuh"
+#include "cuda/sm80/params.h"
 #include "cuda/sm80/query_tile.cuh"
 #include "cuda/sm80/score_tile.cuh"
 
@@ -30,7 +31,7 @@ namespace flash_dmattn::cuda::sm80 {
 // the gradient of the bias, a query tile later. `Ordered`: the blocks take turns at adding to dq.
 template <class T, int D, bool Pairs, bool Ordered>
 struct KeyMajorBackwardKernel {
-  using Params = BackwardParams;
+  using Params = KeyMajorParams;
   static constexpr int warps = 8;
   static constexpr int threads = warps * 32;
   static constexpr int min_blocks = 1;
@@ -453,7 +454,7 @@ struct KeyMajorBackwardKernel {
 
     // dv, over the rows of V, or dk, over those of K.
     __device__ void store() {
-      const HeadRows& to = is_value ? p.dv : p.dk;
+      const OutputRows& to = is_value ? p.dv : p.dk;
       __syncthreads();  // all have read K and V
       if (to.data == nullptr) return;
       const std::uint32_t staged = shared_address(is_value ? shared.v : shared.k);

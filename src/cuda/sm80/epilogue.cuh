@@ -56,7 +56,7 @@ __device__ inline void write_rows(std::uint32_t tile, int begin, int end, bool a
 // The same, with row `first` of the head in the tile's row 0.
 template <class Tile>
 __device__ inline void write_rows(std::uint32_t tile, int begin, int end, int first,
-                                  const HeadRows& to, int batch, int head, int head_dim, int lane,
+                                  const OutputRows& to, int batch, int head, int head_dim, int lane,
                                   int lanes) {
   std::byte* const data = to.data + batch * to.batch + head * to.head;
   write_rows<Tile>(tile, begin, end, to.aligned, head_dim, lane, lanes,

@@ -20,7 +20,7 @@ struct RowSource {
   bool exists;     // the chunk is one of the row's
   bool all_exist;  // every chunk is
 
-  __device__ RowSource(const HeadRows& rows, int batch, int head, int head_dim)
+  __device__ RowSource(const InputRows& rows, int batch, int head, int head_dim)
       : data(rows.data + batch * rows.batch + head * rows.head + chunk() * 16),
         row(rows.row),
         head_step(rows.head),

@@ -6,6 +6,7 @@
 
 #include "cuda/params.h"
 #include "cuda/policy.h"
+#include "cuda/sm80/params.h"
 
 // The kernels of one dtype and head-dim bucket D; each is instantiated in a file of instances/.
 namespace flash_dmattn::cuda::sm80 {
@@ -14,6 +15,9 @@ template <class T, int D>
 void launch_forward(const ForwardParams& params, SharedClass shared, cudaStream_t stream);
 
 template <class T, int D>
-void launch_backward(const BackwardParams& params, SharedClass shared, cudaStream_t stream);
+void launch_backward(const QueryMajorParams& params, SharedClass shared, cudaStream_t stream);
+
+template <class T, int D>
+void launch_backward(const KeyMajorParams& params, SharedClass shared, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda::sm80

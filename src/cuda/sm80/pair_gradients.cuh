@@ -2,6 +2,7 @@
 
 #include "cuda/policy.h"
 #include "cuda/sm80/pair_rows.cuh"
+#include "cuda/sm80/params.h"
 
 namespace flash_dmattn::cuda::sm80 {
 
@@ -19,7 +20,7 @@ class PairGradients {
   static constexpr bool can_sum = sums_pair_gradients(D);
 
   // `warp`: of four.
-  __device__ PairGradients(const BackwardParams& p, const KeyTile& tile, int warp)
+  __device__ PairGradients(const KeyMajorParams& p, const KeyTile& tile, int warp)
       : p_(p), tile_(tile), lane_(static_cast<int>(threadIdx.x) % 32), warp_(warp) {}
 
   __device__ bool wanted() const { return p_.dbias.data != nullptr && p_.dbias.per_query; }
@@ -77,7 +78,7 @@ class PairGradients {
   __device__ bool shared_by_group() const { return p_.dbias.head_q == 0; }
 
   __device__ std::int64_t index(QueryPlace place) const {
-    const Broadcast& b = p_.dbias;
+    const OutputBroadcast& b = p_.dbias;
     return tile_.batch * b.batch + place.head * b.head_q + tile_.kv_head * b.head_kv +
            place.row * b.query;
   }
@@ -145,7 +146,7 @@ class PairGradients {
     return p_.saturate ? clamp_pair<T>(bits, Element<T>::gradient_pair) : bits;
   }
 
-  const BackwardParams& p_;
+  const KeyMajorParams& p_;
   KeyTile tile_;
   int lane_;
   int warp_;

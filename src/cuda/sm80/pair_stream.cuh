@@ -230,7 +230,7 @@ class PairStream {
   }
 
   // Of the thread's part of a tile that is copied as a run.
-  __device__ const std::byte* first_row(const HeadRows& rows) const {
+  __device__ const std::byte* first_row(const InputRows& rows) const {
     const RowSource<RowTile> source(rows, batch_, kv_head_, p_.shape.head_dim);
     return source.data + static_cast<std::int64_t>(rows.row_step) *
                              Order::key(CopySteps<RowTile, Threads>::row());
@@ -280,7 +280,7 @@ class PairStream {
     } else {
       const auto exists = [&](int r) { return Order::key(r) < size; };
       const auto index = [&](int r) { return first_key(next_) + Order::key(r); };
-      const auto source = [&](const HeadRows& rows) {
+      const auto source = [&](const InputRows& rows) {
         return RowSource<RowTile>(rows, batch_, kv_head_, p_.shape.head_dim);
       };
       copy_rows<RowTile, Threads>(source(p_.k), k_tile, exists, index);

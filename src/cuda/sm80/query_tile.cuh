@@ -44,7 +44,7 @@ class EveryQueryTile {
 // The `size` rows of a tile at `place` that exist, by the first `Threads` threads; zeros past them.
 // `whole_rows`: they are aligned and as wide as the tile.
 template <class Rows, int Threads>
-__device__ inline void copy_query_rows(const HeadRows& from, int batch, int head_dim,
+__device__ inline void copy_query_rows(const InputRows& from, int batch, int head_dim,
                                        bool whole_rows, QueryPlace place, int size,
                                        std::uint32_t to) {
   if (whole_rows && size >= Rows::rows) {

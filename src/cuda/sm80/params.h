@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/params.h"
+
+// Parameters of this family's backward kernels, and the layout of the fp32 sums that they leave.
+namespace flash_dmattn::cuda::sm80 {
+
+// Of the kernel whose blocks own queries: dk and dv are added in memory.
+struct QueryMajorParams : BackwardParams {
+  QueryMajorParams() = default;
+  explicit QueryMajorParams(const BackwardParams& common) : BackwardParams(common) {}
+
+  KeyRuns runs;  // where there is no plan
+  Turns turns;   // of the additions
+  float* dk_sum =
+      nullptr;  // [B, Hkv, Sk, sum_columns] fp32, columns in accumulator order; null: not wanted
+  float* dv_sum = nullptr;  // the same
+};
+
+// Of the kernel whose blocks own keys: dq is added in memory.
+struct KeyMajorParams : BackwardParams {
+  KeyMajorParams() = default;
+  explicit KeyMajorParams(const BackwardParams& common) : BackwardParams(common) {}
+
+  Turns turns;              // of the additions
+  float* dq_sum = nullptr;  // [B, Hq, Sq / rows rounded up] QuerySumTile; null: not wanted
+};
+
+// Where a kernel that owns keys sums dq: tiles of `rows` queries in the order of its accumulators,
+// so that what a warp adds at once is 512 consecutive bytes. Each of 2 x 4 warps has a part of 16 x
+// 8 blocks; in a block a lane has columns c, c + 1 of rows r and r + 8: four floats.
+template <int D>
+struct QuerySumTile {
+  static constexpr int rows = 64;
+  static constexpr int row_warps = 2;
+  static constexpr int warp_rows = rows / row_warps;
+  static constexpr int warp_columns = D / 4;
+  static constexpr int row_blocks = warp_rows / 16;
+  static constexpr int column_blocks = warp_columns / 8;
+  static constexpr int floats = rows * D;
+
+  static constexpr std::int64_t count(const Shape& shape) {
+    return static_cast<std::int64_t>(shape.batch) * shape.heads_q *
+           ((shape.seqlen_q + rows - 1) / rows);
+  }
+  // The float at which the four of a lane begin.
+  static constexpr int offset(int warp, int row_block, int column_block, int lane) {
+    return (((warp * row_blocks + row_block) * column_blocks + column_block) * 32 + lane) * 4;
+  }
+};
+
+// Columns of a row of dk_sum: head_dim rounded up to the 16 of a pair of accumulator blocks.
+constexpr int sum_columns(int head_dim) { return (head_dim + 15) / 16 * 16; }
+
+}  // namespace flash_dmattn::cuda::sm80
