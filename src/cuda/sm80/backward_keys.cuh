@@ -300,12 +300,6 @@ struct KeyMajorBackwardKernel {
       const auto add_bias = [&] {
         add_key_bias(p.score.factor, shared.columns, pair * warp_keys, lane, s);
       };
-      if constexpr (Pairs && parts == 2) {
-        if (p.score.bias.per_query && !masked && !careful && p.score.form != ScoreForm::scaled) {
-          if (make_pair_probabilities(place, stage, q, s, weights)) return;
-          multiply_part<0>(q, s);
-        }
-      }
       if (Pairs || masked || careful || p.score.form == ScoreForm::scaled) {
         multiply_part<1>(q, s);
         if (p.score.form == ScoreForm::scaled)
@@ -328,34 +322,6 @@ struct KeyMajorBackwardKernel {
         multiply_part<1>(q, s);
         weigh(stage, false, s, weights);
       }
-    }
-
-    // The same with a bias of pairs, perhaps a mask of them, and nothing else. The biases lie where P is
-    // handed over: if a number is out of the ordinary nothing is, and the result is false.
-    __device__ bool make_pair_probabilities(Place place, int stage, std::uint32_t q,
-                                            ScoreAccumulator& s, ScoreOperand& weights) const {
-      std::uint32_t least = 0;  // of all biases
-      std::uint32_t bits = 0;   // of all weights
-      const auto make = [&](auto masked) {
-        multiply_part<1>(q, s);
-        const float* const lse2 = shared.lse2[stage] + 2 * (lane % 4);
-#pragma unroll
-        for (int n = 0; n < n8; ++n) {
-          pair_rows.add_bias(handover(stage), n, s, least);
-          if constexpr (masked) pair_rows.mask(n, s);
-          exponentiate(p.score.exponent, *reinterpret_cast<const float2*>(lse2 + 8 * n), n, s);
-          if (n % 2 == 1) pack_columns<T>(n / 2, s, weights, bits);
-        }
-      };
-      pair_rows.wait();
-      place.masked ? make(std::true_type{}) : make(std::false_type{});
-      if (__any_sync(0xffffffffu, pair_rows.is_mask(least)))
-        bits = pair_rows.clear_masked(handover(stage), weights);
-      if (__any_sync(0xffffffffu, exceeds_probability(bits))) return false;
-      __syncwarp();  // all lanes have read the biases
-#pragma unroll
-      for (int k = 0; k < n8 / 2; ++k) hand_columns(handover(stage) + lane_words(), k, weights);
-      return true;
     }
 
     __device__ void weigh(int stage, bool careful, ScoreAccumulator& s,

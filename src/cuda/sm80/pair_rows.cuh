@@ -235,28 +235,6 @@ class PairRows {
     return !(Element<T>::widen(both.x) > mask_value && Element<T>::widen(both.y) > mask_value);
   }
 
-  // P without the keys whose bias is a mask; all its bits.
-  __device__ std::uint32_t clear_masked(std::uint32_t bias,
-                                        std::uint32_t (&weights)[2][n8 / 2][4]) const {
-    std::uint32_t bits = 0;
-#pragma unroll
-    for (int n = 0; n < n8; ++n) {
-      float hidden[2][n8][4];  // -inf where the bias masks, else 0
-#pragma unroll
-      for (int i = 0; i < 8; ++i) hidden[i / 4][n][i % 4] = 0;
-      mask_by_bias(bias, n, hidden);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float (&pair)[4] = hidden[i / 2][n];
-        std::uint32_t& word = weights[i / 2][n / 2][n % 2 * 2 + i % 2];
-        if (pair[2 * (i % 2)] != 0) word &= 0xffff0000u;
-        if (pair[2 * (i % 2) + 1] != 0) word &= 0x0000ffffu;
-        bits |= word;
-      }
-    }
-    return bits;
-  }
-
   __device__ void mask(int n, Scores& x) const {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
