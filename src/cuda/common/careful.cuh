@@ -2,6 +2,7 @@
 
 #include "cuda/common/rows.cuh"
 #include "cuda/common/score.cuh"
+#include "cuda/common/warp.cuh"
 
 // Scores and rows in double, straight from the definition, for what overflows fp32. The main loops
 // hand over the rows whose result is not finite or whose weights vanished, and the pairs whose
@@ -92,7 +93,7 @@ struct KeysOfRow {
 template <class T, bool Pairs>
 __device__ __noinline__ void careful_row(const ForwardParams& p, int batch, int head, int kv_head,
                                          int row) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int lane = lane_id();
   const double invisible = -__builtin_huge_val();
   const auto score = [&](int key) {
     return careful_score<T, Pairs>(p.score, p.shape, p.q, p.k, batch, head, kv_head, row, key);
@@ -108,8 +109,8 @@ __device__ __noinline__ void careful_row(const ForwardParams& p, int batch, int 
     max = larger;
   }
   for (int step = 1; step < 32; step *= 2) {
-    const double other_max = __shfl_xor_sync(0xffffffffu, max, step);
-    const double other_sum = __shfl_xor_sync(0xffffffffu, sum, step);
+    const double other_max = shuffle_xor(max, step);
+    const double other_sum = shuffle_xor(sum, step);
     const double larger = fmax(max, other_max);
     if (larger == invisible) continue;
     sum = sum * exp(max - larger) + other_sum * exp(other_max - larger);
@@ -122,7 +123,7 @@ __device__ __noinline__ void careful_row(const ForwardParams& p, int batch, int 
     const int mine = begin + lane;
     const double weight = mine < keys.count ? exp(score(keys[mine]) - max) / sum : 0;
     for (int i = 0; i < 32 && begin + i < keys.count; ++i) {
-      const double w = __shfl_sync(0xffffffffu, weight, i);
+      const double w = shuffle(weight, i);
       if (w == 0) continue;
       const T* v = row_of<T>(p.v, batch, keys[begin + i], kv_head);
       for (int c = 0; lane + 32 * c < p.shape.head_dim; ++c) {

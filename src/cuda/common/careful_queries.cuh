@@ -2,6 +2,7 @@
 
 #include "cuda/common/careful.cuh"
 #include "cuda/common/convert.cuh"
+#include "cuda/common/warp.cuh"
 #include "cuda/params.h"
 
 // dq where K is not finite. The main loops multiply whole tiles, so inf or NaN in a key meets the zeros of
@@ -70,8 +71,8 @@ struct CarefulQueriesKernel {
     const int part = static_cast<int>(blockIdx.x) % parts(p);
     const int batch = unit / p.shape.heads_kv;
     const int kv_head = unit % p.shape.heads_kv;
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    const int warp = static_cast<int>(threadIdx.x / 32);
+    const int lane = lane_id();
+    const int warp = warp_id();
     bool any = false;
     for (int key = warp; key < p.shape.seqlen_k; key += warps) {
       any = any || reaches(row_of<T>(p.k, batch, key, kv_head), lane, p.shape.head_dim,
@@ -86,7 +87,7 @@ struct CarefulQueriesKernel {
       for (int row = part * warps + warp; row < p.shape.seqlen_q; row += parts(p) * warps) {
         const bool hit =
             reaches(row_of<T>(p.dq, batch, row, head), lane, p.shape.head_dim, suspect);
-        if (__any_sync(0xffffffffu, hit)) make_row(p, batch, head, kv_head, row);
+        if (warp_any(hit)) make_row(p, batch, head, kv_head, row);
       }
     }
   }
@@ -99,7 +100,7 @@ struct CarefulQueriesKernel {
   static __host__ __device__ int parts(const Params& p) { return 264 / max(kv_heads(p), 1) + 1; }
 
   static __device__ void make_row(const Params& p, int batch, int head, int kv_head, int row) {
-    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int lane = lane_id();
     const std::int64_t index =
         (static_cast<std::int64_t>(batch) * p.shape.heads_q + head) * p.shape.seqlen_q + row;
     const auto delta = static_cast<double>(p.delta[index]);
@@ -110,7 +111,7 @@ struct CarefulQueriesKernel {
       const double dt =
           mine < keys.count ? careful_dt<T>(p, batch, head, kv_head, row, keys[mine], delta) : 0;
       for (int i = 0; i < 32 && begin + i < keys.count; ++i) {
-        const double weight = __shfl_sync(0xffffffffu, dt, i);
+        const double weight = shuffle(dt, i);
         if (weight == 0) continue;
         const T* const key = row_of<T>(p.k, batch, keys[begin + i], kv_head);
         for (int c = 0; lane + 32 * c < p.shape.head_dim; ++c) {

@@ -3,6 +3,7 @@
 #include "cuda/common/convert.cuh"
 #include "cuda/common/math.cuh"
 #include "cuda/common/rows.cuh"
+#include "cuda/common/warp.cuh"
 #include "cuda/params.h"
 
 // What surrounds the backward's main loop: row statistics before it, the gradient of a bias after it.
@@ -79,8 +80,7 @@ struct RowStatisticsKernel {
       }
       if (!finite) atomicOr(p.flags, dout_not_finite);
     }
-    for (int step = 1; step < row_lanes; step *= 2)
-      delta += __shfl_xor_sync(0xffffffffu, delta, step);
+    for (int step = 1; step < row_lanes; step *= 2) delta += shuffle_xor(delta, step);
     if (!exists || lane != 0) return;
     p.delta[index] = delta;
     const double low = p.lse_low == nullptr ? 0 : static_cast<double>(p.lse_low[index]);
@@ -152,7 +152,7 @@ struct StoreSummedBias {
     const long count = static_cast<long>(parts[0] * parts[1] * parts[2] * parts[3]);
     float sum = 0;
     for (long part = item % 32; part < count; part += 32) sum += whole.sums[index(element, part)];
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    for (int step = 16; step > 0; step /= 2) sum += shuffle_xor(sum, step);
     if (item % 32 == 0) whole.store(element, sum);
   }
 

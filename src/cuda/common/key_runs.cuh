@@ -3,6 +3,7 @@
 #include <climits>
 
 #include "cuda/common/launch.h"
+#include "cuda/common/warp.cuh"
 #include "cuda/params.h"
 #include "cuda/policy.h"
 
@@ -50,8 +51,7 @@ struct SumKeyBlocksKernel {
   __device__ void operator()(const Params& p, SharedStorage&) const {
     const int row_blocks = (p.key_blocks() + warps - 1) / warps;
     const int row = static_cast<int>(blockIdx.x) / row_blocks;
-    const int block =
-        static_cast<int>(blockIdx.x) % row_blocks * warps + static_cast<int>(threadIdx.x) / 32;
+    const int block = static_cast<int>(blockIdx.x) % row_blocks * warps + warp_id();
     if (block >= p.key_blocks()) return;
     const KeyInterval* const intervals = p.intervals.data +
                                          row / p.heads * p.intervals.stride_batch +
@@ -59,7 +59,7 @@ struct SumKeyBlocksKernel {
     KeyBlock mine{INT_MAX, 0, 0, INT_MAX};
 #pragma unroll
     for (int i = 0; i < KeyRun::keys; i += 32) {
-      const int key = block * KeyRun::keys + i + static_cast<int>(threadIdx.x) % 32;
+      const int key = block * KeyRun::keys + i + lane_id();
       int2 seen = {0, 0};  // by nobody, as what does not exist
       if (key < p.seqlen_k) seen = __ldg(reinterpret_cast<const int2*>(intervals) + key);
       if (p.causal) seen.x = max(seen.x, key - (p.seqlen_k - p.seqlen_q));
@@ -69,9 +69,8 @@ struct SumKeyBlocksKernel {
       mine.whole_begin = max(mine.whole_begin, seen.x);
       mine.whole_end = min(mine.whole_end, seen.y);
     }
-    mine = {__reduce_min_sync(0xffffffffu, mine.begin), __reduce_max_sync(0xffffffffu, mine.end),
-            __reduce_max_sync(0xffffffffu, mine.whole_begin),
-            __reduce_min_sync(0xffffffffu, mine.whole_end)};
+    mine = {warp_min(mine.begin), warp_max(mine.end), warp_max(mine.whole_begin),
+            warp_min(mine.whole_end)};
     if (threadIdx.x % 32 == 0)
       p.blocks[static_cast<std::int64_t>(row) * p.key_blocks() + block] = mine;
   }
@@ -98,8 +97,8 @@ struct FindKeyRunsKernel {
     const int row = static_cast<int>(blockIdx.x) / row_blocks;
     const int first_tile = static_cast<int>(blockIdx.x) % row_blocks * warps;
     const KeyBlock* const blocks = p.blocks + static_cast<std::int64_t>(row) * p.key_blocks();
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int warp = warp_id();
+    const int lane = lane_id();
 
     // The blocks that the queries of any warp meet.
     const int rows_begin = first_tile * plan_tile_rows;
@@ -113,15 +112,15 @@ struct FindKeyRunsKernel {
       begin = min(begin, i);
       end = i + 1;
     }
-    begin = __reduce_min_sync(0xffffffffu, begin);
-    end = __reduce_max_sync(0xffffffffu, end);
+    begin = warp_min(begin);
+    end = warp_max(end);
     if (lane == 0) {
       shared.begin[warp] = begin;
       shared.end[warp] = end;
     }
     __syncthreads();
-    begin = __reduce_min_sync(0xffffffffu, shared.begin[lane % warps]);
-    end = __reduce_max_sync(0xffffffffu, shared.end[lane % warps]);
+    begin = warp_min(shared.begin[lane % warps]);
+    end = warp_max(shared.end[lane % warps]);
 
     const int tile = first_tile + warp;
     if (tile >= p.query_tiles()) return;
@@ -143,17 +142,16 @@ struct FindKeyRunsKernel {
       whole_begin = at + 1;
     };
     for (int from = begin; from < end; from += 32) {
-      const int block = from + static_cast<int>(threadIdx.x) % 32;
+      const int block = from + lane_id();
       KeyBlock seen{INT_MAX, 0, INT_MAX, 0};
       if (block < end) seen = blocks[block];
       const bool touched = seen.begin < row_end && seen.end > row_begin;
-      const unsigned touched_blocks = __ballot_sync(0xffffffffu, touched);
+      const unsigned touched_blocks = warp_ballot(touched);
       if (touched_blocks != 0) {
         first = min(first, from + __ffs(static_cast<int>(touched_blocks)) - 1);
         last = from + 31 - __clz(static_cast<int>(touched_blocks));
       }
-      unsigned partial =
-          ~__ballot_sync(0xffffffffu, seen.whole_begin <= row_begin && seen.whole_end >= row_end);
+      unsigned partial = ~warp_ballot(seen.whole_begin <= row_begin && seen.whole_end >= row_end);
       for (; partial != 0; partial &= partial - 1)
         end_whole(from + __ffs(static_cast<int>(partial)) - 1);
     }

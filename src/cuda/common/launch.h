@@ -11,6 +11,8 @@
 #include <string>
 #include <utility>
 
+#include "cuda/common/ptx.cuh"
+
 // How a kernel is started: one generic __global__ function and one checked call serve the library.
 namespace flash_dmattn::cuda {
 
@@ -39,14 +41,8 @@ inline void refuse_capture(cudaStream_t stream, const char* why) {
 // ended, or have allowed it earlier, and what it wrote need not be there yet. All kernels here are launched
 // so and wait before they touch memory, which hides the launch and changes nothing else. None allows it
 // earlier: blocks that only wait take places from those that compute, and fill the multiprocessors that are
-// done first, so that their grid is spread unevenly (docs/kernels/selection.md, "Launches").
-
-// At the start of every kernel: the kernels before are done, and what they wrote is there.
-__device__ inline void wait_for_previous_kernel() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
+// done first, so that their grid is spread unevenly (docs/kernels/selection.md, "Launches"). Every kernel
+// begins with wait_for_previous_kernel() (ptx.cuh).
 
 // Whether the code of the current device waits. One kernel stands for all, which are compiled alike.
 inline bool kernels_wait(const void* kernel) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "cuda/common/packed_mask.cuh"
+#include "cuda/common/warp.cuh"
 
 namespace flash_dmattn::cuda {
 
@@ -25,14 +26,13 @@ struct MaskTilesKernel {
   }
 
   __device__ void operator()(const Params& p, SharedStorage&) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int lane = lane_id();
     const int row_block = static_cast<int>(blockIdx.x) / key_blocks(p);
     const int row_tile = row_block % p.row_tiles();
     const int matrix = row_block / p.row_tiles();
-    const int tile = (static_cast<int>(blockIdx.x) % key_blocks(p) * warps +
-                      static_cast<int>(threadIdx.x) / 32) *
-                         warp_tiles +
-                     lane / lanes_of_tile;
+    const int tile =
+        (static_cast<int>(blockIdx.x) % key_blocks(p) * warps + warp_id()) * warp_tiles +
+        lane / lanes_of_tile;
     const int first_row = row_tile * side;
     const int rows = min(p.rows - first_row, side);
     const int key = tile * side + lane % lanes_of_tile * 16;
@@ -50,10 +50,10 @@ struct MaskTilesKernel {
       ((words[i++] = wanted && row < rows ? load(from + row * p.mask.query) : uint4{0, 0, 0, 0}),
        ...);
       for (const uint4& word : words) some |= (word.x | word.y | word.z | word.w) != 0;
-      const unsigned lanes = __ballot_sync(0xffffffffu, some);
+      const unsigned lanes = warp_ballot(some);
       constexpr unsigned mine = (1u << lanes_of_tile) - 1;
       some = (lanes >> lane / lanes_of_tile * lanes_of_tile & mine) != 0;
-      return __all_sync(0xffffffffu, some || !reached);
+      return warp_all(some || !reached);
     };
     bool known = look(0, 16, 32, 48);
 #pragma unroll 1

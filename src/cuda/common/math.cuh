@@ -2,17 +2,12 @@
 
 #include <cstdint>
 
+#include "cuda/common/ptx.cuh"
+
 namespace flash_dmattn::cuda {
 
 inline constexpr float log2e = 1.4426950408889634f;
 inline constexpr float negative_infinity = -__builtin_huge_valf();
-
-// 2^x to 2 ulp; 0 for -inf and for results below the normal range.
-__device__ inline float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // tanh(x), given 2 log2 e x. Its absolute error is 1e-7, which softcap needs; tanh.approx's is
 // 5e-4.
@@ -21,13 +16,6 @@ __device__ inline float tanh_from_log2(float x) { return 1 - __fdividef(2.0f, ex
 // The highest bit of every byte that is not 0; the other bits are of no use.
 __device__ inline std::uint32_t mark_nonzero_bytes(std::uint32_t four) {
   return ((four & 0x7f7f7f7fu) + 0x7f7f7f7fu) | four;
-}
-
-// A NaN in either makes the result NaN.
-__device__ inline float max_or_nan(float x, float y) {
-  float larger;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
-  return larger;
 }
 
 // 0 if both are finite, else NaN.

@@ -2,6 +2,7 @@
 
 #include "cuda/common/math.cuh"
 #include "cuda/common/scheduler.cuh"
+#include "cuda/common/warp.cuh"
 #include "cuda/params.h"
 
 // A mask with a query dimension, read once and packed to a bit for each pair. Where keys are chosen by
@@ -60,8 +61,8 @@ struct PackMaskKernel {
   }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int warp = warp_id();
+    const int lane = lane_id();
     const int key_block = static_cast<int>(blockIdx.x) % key_blocks(p);
     const int row_block = static_cast<int>(blockIdx.x) / key_blocks(p);
     const int row_tile = row_block % p.row_tiles();
@@ -125,8 +126,8 @@ struct PackMaskKernel {
             &shared.bits[piece_words * j + lane / 4][(warp * warp_rows + i) * 8 + lane % 4 * 2];
         *reinterpret_cast<std::uint16_t*>(to) = static_cast<std::uint16_t>(bits);
       }
-      const unsigned some_lanes = __ballot_sync(0xffffffffu, some != 0);
-      const unsigned all_lanes = __ballot_sync(0xffffffffu, all == 0xffffu);
+      const unsigned some_lanes = warp_ballot(some != 0);
+      const unsigned all_lanes = warp_ballot(all == 0xffffu);
       if (lane < piece_words) {
         shared.some[warp][piece_words * j + lane] = (some_lanes >> (4 * lane) & 0xf) != 0;
         shared.all[warp][piece_words * j + lane] = (all_lanes >> (4 * lane) & 0xf) == 0xf;

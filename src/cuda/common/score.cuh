@@ -5,6 +5,7 @@
 
 #include "cuda/common/convert.cuh"
 #include "cuda/common/math.cuh"
+#include "cuda/common/warp.cuh"
 #include "cuda/params.h"
 
 // What mask, bias, intervals, causality and tails do to a score. Whatever belongs to the key alone
@@ -92,8 +93,8 @@ class ColumnLoader {
     tile.bias[column] = visible ? fminf(bias_ * log2e, 3.0e38f) : 0.0f;
     const bool touched = first < row_end && first + length > row_begin && length > 0;
     const bool full = first <= row_begin && first + length >= row_end;
-    const bool any_touched = __any_sync(0xffffffffu, touched);
-    const bool any_partial = __any_sync(0xffffffffu, !full);
+    const bool any_touched = warp_any(touched);
+    const bool any_partial = warp_any(!full);
     if (column % 32 == 0) {
       tile.state[column / 32] =
           (any_touched ? ColumnTile<N>::touched : 0u) | (any_partial ? ColumnTile<N>::partial : 0u);

@@ -2,6 +2,7 @@
 
 #include "cuda/common/math.cuh"
 #include "cuda/common/score.cuh"
+#include "cuda/common/warp.cuh"
 
 namespace flash_dmattn::cuda {
 
@@ -94,7 +95,7 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int h = 0; h < 2; ++h) least = fminf(least, max[m][h]);
     }
-    return __all_sync(0xffffffffu, least > negative_infinity);
+    return warp_all(least > negative_infinity);
   }
 
   __device__ void add_lanes() {
@@ -102,8 +103,7 @@ struct OnlineSoftmax {
     for (int m = 0; m < M16; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        sum[m][h] += __shfl_xor_sync(0xffffffffu, sum[m][h], 1);
-        sum[m][h] += __shfl_xor_sync(0xffffffffu, sum[m][h], 2);
+        sum[m][h] = quad_sum(sum[m][h]);
       }
     }
   }
@@ -130,13 +130,11 @@ struct OnlineSoftmax {
         float top = max[m][h];
 #pragma unroll
         for (int n = 0; n < N8; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-        row_max[m][h] = top;
-        outgrown = outgrown || (top - max[m][h]) * factor > max_growth;
+        row_max[m][h] = quad_max(top);
+        outgrown = outgrown || (row_max[m][h] - max[m][h]) * factor > max_growth;
       }
     }
-    if (__any_sync(0xffffffffu, outgrown)) {
+    if (warp_any(outgrown)) {
 #pragma unroll
       for (int m = 0; m < M16; ++m) {
 #pragma unroll

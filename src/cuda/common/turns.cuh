@@ -1,5 +1,6 @@
 #pragma once
 
+#include "cuda/common/ptx.cuh"
 #include "cuda/params.h"
 
 // Sums in memory that are the same in every run. fp32 additions depend on their order, so the blocks
@@ -52,9 +53,7 @@ class Turn {
       if (storage_.before[i] < 0) continue;
       const int* const from = turns_.passed + storage_.before[i];
       while (storage_.passed[i] <= place) {
-        int passed;
-        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(passed) : "l"(from) : "memory");
-        storage_.passed[i] = passed;
+        storage_.passed[i] = load_acquire(from);
       }
     }
   }
@@ -80,8 +79,7 @@ class Turn {
       32;  // of another warp: a release waits for additions
 
   __device__ void store_passed(int passed) const {
-    int* const to = turns_.passed + storage_.work;
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(passed) : "memory");
+    store_release(turns_.passed + storage_.work, passed);
   }
 
   const Turns& turns_;

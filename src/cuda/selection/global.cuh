@@ -60,8 +60,8 @@ __device__ inline Found find_digits(const Rows& rows, int digit, int row) {
   const Found before =
       digit == 1 ? Found{0, rows.window} : rows.found[(digit - 1) * rows.rows + row];
   const std::uint32_t* histogram = rows.histogram(digit - 1, row);
-  const int lane = lane_of_thread();
-  const int warp = warp_of_thread();
+  const int lane = lane_id();
+  const int warp = warp_id();
   const int first_bin = bins - 1 - static_cast<int>(threadIdx.x) * thread_bins;  // the best first
   std::uint32_t count[thread_bins];
   int sum = 0;

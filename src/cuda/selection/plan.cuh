@@ -25,9 +25,9 @@ struct Batch {
   template <class Items, class Children>
   __device__ Batch(const Items& items, const Node& node, const Children& children, int begin,
                    int end) {
-    const int lane = lane_of_thread();
+    const int lane = lane_id();
     const int steps = min(ceil_div(end - begin, threads), Steps);  // as many for every warp
-    const int first = begin + warp_of_thread() * steps * warp_size + lane;
+    const int first = begin + warp_id() * steps * warp_size + lane;
 #pragma unroll
     for (int k = 0; k < Steps; ++k) {
       const int i = first + k * warp_size;
@@ -60,12 +60,12 @@ struct Parts {
 
 // What the warps before this one put into list `lane`; `total` becomes what all do.
 __device__ inline int count_before_warp(const int (&counts)[warps][max_lists], int& total) {
-  const int lane = lane_of_thread();
+  const int lane = lane_id();
   int before = 0;
   total = 0;
 #pragma unroll
   for (int w = 0; w < warps; ++w) {
-    if (w == warp_of_thread()) before = total;
+    if (w == warp_id()) before = total;
     total += counts[w][lane];
   }
   return before;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(threads)
   for (int i = part * parts.items; i < end; i += threads * Steps) {
     count += Batch<Steps>(items, node, children, i, end).count();
   }
-  if (count != 0) atomicAdd(&counts[lane_of_thread()], count);
+  if (count != 0) atomicAdd(&counts[lane_id()], count);
   __syncthreads();
   if (threadIdx.x < max_lists) {
     const auto list = static_cast<std::int64_t>(threadIdx.x);
@@ -104,8 +104,8 @@ __global__ void __launch_bounds__(threads)
   __shared__ int counts[2][warps][max_lists];
   __shared__ int before_part[max_lists];
   __shared__ int lengths[max_lists];
-  const int lane = lane_of_thread();
-  const int warp = warp_of_thread();
+  const int lane = lane_id();
+  const int warp = warp_id();
   const int part = static_cast<int>(blockIdx.x) % parts.parts;
   const int list = static_cast<int>(blockIdx.x) / parts.parts;
   const int row = list / parent.nodes();
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(threads)
     next += children.first_place(length);
 #pragma unroll
     for (int k = 0; k < Steps; ++k) {
-      if (!__any_sync(all_lanes, batch.keys_of_list[k] != 0)) continue;
+      if (!__any_sync(full_mask, batch.keys_of_list[k] != 0)) continue;
       children.store(node, batch.keys_of_list[k], next, Entry(batch.entry[k]));
       next += __popc(batch.keys_of_list[k]);
     }

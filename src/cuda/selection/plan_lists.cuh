@@ -163,12 +163,12 @@ class Level {
   __device__ int first_place(int) const { return 0; }
   __device__ void store(const Node& parent, unsigned keys_of_list, int next,
                         const Entry& entry) const {
-    const int lane = lane_of_thread();
+    const int lane = lane_id();
     int2* const list = entries_ + at(parent.row, parent.first_tile >> tile_bits_) * capacity_;
-    for (unsigned rest = __ballot_sync(all_lanes, keys_of_list != 0); rest != 0; rest &= rest - 1) {
+    for (unsigned rest = __ballot_sync(full_mask, keys_of_list != 0); rest != 0; rest &= rest - 1) {
       const int b = __ffs(static_cast<int>(rest)) - 1;
-      const unsigned keys = __shfl_sync(all_lanes, keys_of_list, b);
-      const int place = __shfl_sync(all_lanes, next, b) + count_before(keys, lane);
+      const unsigned keys = __shfl_sync(full_mask, keys_of_list, b);
+      const int place = __shfl_sync(full_mask, next, b) + count_before(keys, lane);
       if ((keys >> lane & 1u) != 0 && place < capacity_) {
         list[std::int64_t{b} * capacity_ + place] = entry.stored();
       }
@@ -216,20 +216,20 @@ struct Tiles {
   }
   // Of lane b's list, given its length.
   __device__ int first_place(int length) const {
-    const int full_length = __shfl_sync(all_lanes, length, lane_of_thread() % NodeTiles);
-    return lane_of_thread() < NodeTiles ? 0 : full_length;
+    const int full_length = __shfl_sync(full_mask, length, lane_id() % NodeTiles);
+    return lane_id() < NodeTiles ? 0 : full_length;
   }
   __device__ void store(const Node& parent, unsigned keys_of_list, int next,
                         const Entry& entry) const {
-    const int lane = lane_of_thread();
+    const int lane = lane_id();
     const unsigned own = 1u << lane;
     std::int32_t* list = keys + at(parent, 0) * capacity;
 #pragma unroll
     for (int b = 0; b < NodeTiles; ++b, list += capacity) {
-      const unsigned filling = __shfl_sync(all_lanes, keys_of_list, b);
-      const unsigned touching = __shfl_sync(all_lanes, keys_of_list, b + NodeTiles);
-      const int next_full = __shfl_sync(all_lanes, next, b);
-      const int next_partial = __shfl_sync(all_lanes, next, b + NodeTiles);
+      const unsigned filling = __shfl_sync(full_mask, keys_of_list, b);
+      const unsigned touching = __shfl_sync(full_mask, keys_of_list, b + NodeTiles);
+      const int next_full = __shfl_sync(full_mask, next, b);
+      const int next_partial = __shfl_sync(full_mask, next, b + NodeTiles);
       const bool fills = (filling & own) != 0;
       const int place =
           (fills ? next_full : next_partial) + __popc((fills ? filling : touching) & (own - 1u));
@@ -238,11 +238,11 @@ struct Tiles {
   }
   // By all threads of the CTA that stores last; lane b of every warp has the length of list b.
   __device__ void finish(const Node& parent, int length) const {
-    const int lane = lane_of_thread();
+    const int lane = lane_id();
     const int tile_count = parent.end_tile - parent.first_tile;
-    for (int b = warp_of_thread(); b < tile_count; b += warps) {
-      const int full_length = __shfl_sync(all_lanes, length, b);
-      const int all = full_length + __shfl_sync(all_lanes, length, b + NodeTiles);
+    for (int b = warp_id(); b < tile_count; b += warps) {
+      const int full_length = __shfl_sync(full_mask, length, b);
+      const int all = full_length + __shfl_sync(full_mask, length, b + NodeTiles);
       const int stored = min(all, capacity);
       const std::int64_t tile = at(parent, b);
       if (lane == 0) {

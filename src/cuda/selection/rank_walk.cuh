@@ -56,8 +56,8 @@ struct WalkStorage {
 
 // Fills present, top_block and above, and clears arriving.
 __device__ inline void find_top_block(const Rows& rows, const Walk& walk, WalkStorage& shared) {
-  const int lane = lane_of_thread();
-  const int warp = warp_of_thread();
+  const int lane = lane_id();
+  const int warp = warp_id();
   const int group = walk.chunk / rows.group_chunks;
   constexpr int together = 4;  // blocks whose loads are in flight at a time
   for (int first = warp; first < rows.blocks; first += together * warps) {
@@ -87,7 +87,7 @@ __device__ inline void find_top_block(const Rows& rows, const Walk& walk, WalkSt
     for (int b = lane;; b += warp_size) {
       const int count = b < rows.blocks ? shared.present[b] : 0;
       const int through = before + warp_inclusive_sum(count, lane);
-      const unsigned reached = __ballot_sync(all_lanes, through >= rows.window);
+      const unsigned reached = __ballot_sync(full_mask, through >= rows.window);
       if (reached != 0) {  // always happens: at least w ranks are present
         if (lane == __ffs(static_cast<int>(reached)) - 1) {
           shared.top_block = b;
@@ -95,7 +95,7 @@ __device__ inline void find_top_block(const Rows& rows, const Walk& walk, WalkSt
         }
         break;
       }
-      before = __shfl_sync(all_lanes, through, warp_size - 1);
+      before = __shfl_sync(full_mask, through, warp_size - 1);
     }
   }
   __syncthreads();
@@ -142,18 +142,18 @@ struct BlockRanks {
 
 // Sum of `counts` before this warp; `total` becomes the sum of all.
 __device__ inline int sum_before_warp(const int (&counts)[warps], int& total) {
-  const int lane = lane_of_thread();
+  const int lane = lane_id();
   const int through = warp_inclusive_sum(lane < warps ? counts[lane] : 0, lane);
-  total = __shfl_sync(all_lanes, through, warps - 1);
-  const int before = __shfl_sync(all_lanes, through, max(warp_of_thread() - 1, 0));
-  return warp_of_thread() == 0 ? 0 : before;
+  total = __shfl_sync(full_mask, through, warps - 1);
+  const int before = __shfl_sync(full_mask, through, max(warp_id() - 1, 0));
+  return warp_id() == 0 ? 0 : before;
 }
 
 // What the threads before this one count together; `total` becomes what all do. One barrier; calls
 // in a row alternate between the two arrays.
 __device__ inline int count_before_thread(int count, int (&warp_counts)[warps], int& total) {
-  const int through = warp_inclusive_sum(count, lane_of_thread());
-  if (lane_of_thread() == warp_size - 1) warp_counts[warp_of_thread()] = through;
+  const int through = warp_inclusive_sum(count, lane_id());
+  if (lane_id() == warp_size - 1) warp_counts[warp_id()] = through;
   __syncthreads();
   return sum_before_warp(warp_counts, total) + through - count;
 }
@@ -179,7 +179,7 @@ struct LaneRanks {
   __device__ LaneRanks(const Rows& rows, const Walk& walk) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      arrival[half] = warp_of_thread() * warp_ranks + half * warp_size + lane_of_thread();
+      arrival[half] = warp_id() * warp_ranks + half * warp_size + lane_id();
       position[half] = rows.seqlen_k;
       if (walk.begin + arrival[half] >= walk.end) continue;
       const std::uint64_t key = rows.sorted_row(walk.row)[walk.begin + arrival[half]];
@@ -198,9 +198,9 @@ __device__ inline int classify_arrivals(const LaneRanks& own, WalkStorage& share
     const bool below = own.position[half] < shared.threshold;
     shared.entry_of[own.arrival[half]] = static_cast<std::uint16_t>(below ? window_entries : 0);
     if (below) shared.arriving[own.position[half] / block_positions] = 1;
-    count += __popc(__ballot_sync(all_lanes, below));
+    count += __popc(__ballot_sync(full_mask, below));
   }
-  if (lane_of_thread() == 0) shared.counted[warp_of_thread()] = count;
+  if (lane_id() == 0) shared.counted[warp_id()] = count;
   for (int e = static_cast<int>(threadIdx.x); e < window_entries; e += threads) {
     shared.time[e] = 0xffff;  // an entry that does not exist is never present
   }
@@ -252,10 +252,10 @@ __device__ inline int gather_window(const Rows& rows, const Walk& walk, int move
 
 // Fills present_at. Lane g counts the entries of a word that are present when warp g begins.
 __device__ inline void count_times(int entries, WalkStorage& shared) {
-  const int lane = lane_of_thread();
+  const int lane = lane_id();
 #pragma unroll
   for (int i = 0; i < window_words / warps; ++i) {
-    const int word = i * warps + warp_of_thread();
+    const int word = i * warps + warp_id();
     unsigned present = 0;
     if (word * warp_size < entries) {
       const int first_warp = ceil_div<int>(shared.time[word * warp_size + lane], warp_ranks);
@@ -269,21 +269,21 @@ __device__ inline void count_times(int entries, WalkStorage& shared) {
 // T at the first rank of this warp, as an entry of the window: moved down by the arrivals below the
 // first T that came before.
 __device__ inline int first_threshold(const WalkStorage& shared) {
-  const int lane = lane_of_thread();
-  const int warp = warp_of_thread();
+  const int lane = lane_id();
+  const int warp = warp_id();
   int total = 0;
   int rest = sum_before_warp(shared.counted, total);  // present entries above T
   const int even = shared.present_at[warp][2 * lane];
   const int both = even + shared.present_at[warp][2 * lane + 1];
   const int before = warp_inclusive_sum(both, lane) - both;
-  const unsigned reached = __ballot_sync(all_lanes, before + both > rest);
+  const unsigned reached = __ballot_sync(full_mask, before + both > rest);
   const int found = max(__ffs(static_cast<int>(reached)) - 1, 0);
-  rest -= __shfl_sync(all_lanes, before, found);
-  const int even_count = __shfl_sync(all_lanes, even, found);
+  rest -= __shfl_sync(full_mask, before, found);
+  const int even_count = __shfl_sync(full_mask, even, found);
   const bool odd = rest >= even_count;
   const int word = 2 * found + (odd ? 1 : 0);
   const int time = shared.time[word * warp_size + lane];
-  const unsigned present = __ballot_sync(all_lanes, time <= warp * warp_ranks);
+  const unsigned present = __ballot_sync(full_mask, time <= warp * warp_ranks);
   return word * warp_size + select_bit(present, odd ? rest - even_count : rest);
 }
 
@@ -294,26 +294,26 @@ struct LaneThresholds {
 
   __device__ LaneThresholds(int first, int entries, const int (&arriving)[2],
                             const WalkStorage& shared) {
-    const int lane = lane_of_thread();
-    const int first_arrival = warp_of_thread() * warp_ranks;
-    const unsigned counted = __ballot_sync(all_lanes, arriving[0] > first);
-    const unsigned counted_later = __ballot_sync(all_lanes, arriving[1] > first);
+    const int lane = lane_id();
+    const int first_arrival = warp_id() * warp_ranks;
+    const unsigned counted = __ballot_sync(full_mask, arriving[0] > first);
+    const unsigned counted_later = __ballot_sync(full_mask, arriving[1] > first);
     int rest[2] = {count_before(counted, lane),
                    __popc(counted) + count_before(counted_later, lane)};
     entry[0] = entry[1] = -1;
     for (int word = first / warp_size; word * warp_size < entries; ++word) {
       const int time = shared.time[word * warp_size + lane];
-      unsigned present = __ballot_sync(all_lanes, time <= first_arrival);
-      if (word == first / warp_size) present &= all_lanes << (first % warp_size);
+      unsigned present = __ballot_sync(full_mask, time <= first_arrival);
+      if (word == first / warp_size) present &= full_mask << (first % warp_size);
       unsigned arrived[2];  // before the rank
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const bool here = arriving[half] > first && arriving[half] / warp_size == word;
         arrived[half] = here ? 1u << (arriving[half] % warp_size) : 0;
       }
-      if (__any_sync(all_lanes, (arrived[0] | arrived[1]) != 0)) {
+      if (__any_sync(full_mask, (arrived[0] | arrived[1]) != 0)) {
         const unsigned before = warp_exclusive_or(arrived[0], lane);
-        const unsigned all = __shfl_sync(all_lanes, before | arrived[0], warp_size - 1);
+        const unsigned all = __shfl_sync(full_mask, before | arrived[0], warp_size - 1);
         arrived[0] = before;
         arrived[1] = all | warp_exclusive_or(arrived[1], lane);
       }
@@ -326,7 +326,7 @@ struct LaneThresholds {
         }
         rest[half] -= count;
       }
-      if (!__any_sync(all_lanes, entry[0] < 0 || entry[1] < 0)) break;
+      if (!__any_sync(full_mask, entry[0] < 0 || entry[1] < 0)) break;
     }
   }
 };

@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(pack_threads) pack_queries(QueryWords p, Pairs
   for (int e = 0; e < thread_keys; ++e) {
     if (e >= keys) break;
     const int first = p.causal ? max(key + e - p.shift - row, 0) : 0;  // query that sees the key
-    const std::uint32_t shown = first < tile_queries ? word[e] & (all_lanes << first) : 0;
+    const std::uint32_t shown = first < tile_queries ? word[e] & (full_mask << first) : 0;
     to[e] = pairs.first ? shown : shown & to[e];
   }
 }
@@ -127,9 +127,9 @@ inline constexpr int walk_steps = 4;  // whose loads are on their way together
 
 __global__ void __launch_bounds__(walk_warps* warp_size) find_limits(Walk p) {
   wait_for_previous_kernel();
-  const std::int64_t mine = std::int64_t{blockIdx.x} * walk_warps + warp_of_thread();
+  const std::int64_t mine = std::int64_t{blockIdx.x} * walk_warps + warp_id();
   if (mine >= p.warps()) return;
-  const int lane = lane_of_thread();
+  const int lane = lane_id();
   // Neighbours have different heads of one tile: most masks are the same for all of them.
   const int head = static_cast<int>(mine % p.heads);
   const int tile = static_cast<int>(mine / p.heads % p.words.tiles());
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(walk_warps* warp_size) find_limits(Walk p) {
 
   int missing = p.window;  // keys that query `lane` has yet to meet
   int limit = p.window == 0 ? 0 : keys;
-  for (int rank = 0; rank < keys && __any_sync(all_lanes, missing > 0);
+  for (int rank = 0; rank < keys && __any_sync(full_mask, missing > 0);
        rank += walk_steps * warp_size) {
     std::uint32_t met[walk_steps];
 #pragma unroll

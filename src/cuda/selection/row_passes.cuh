@@ -74,24 +74,15 @@ __global__ void __launch_bounds__(RowPasses::threads)
 __device__ inline unsigned lanes_with(int digit, unsigned lanes) {
 #pragma unroll
   for (int bit = 0; bit < RowPasses::digit_bits; ++bit) {
-    const unsigned set = __ballot_sync(all_lanes, (digit >> bit & 1) != 0);
+    const unsigned set = __ballot_sync(full_mask, (digit >> bit & 1) != 0);
     lanes &= (digit >> bit & 1) != 0 ? set : ~set;
   }
   return lanes;
 }
 
-// A number that says by itself whether it is there needs no other order.
-__device__ inline void store_relaxed(std::uint32_t* to, std::uint32_t value) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
-}
-__device__ inline std::uint32_t load_relaxed(const std::uint32_t* from) {
-  std::uint32_t value;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-  return value;
-}
-
-// What `tiles` tiles announce of a digit. They are of blocks before this one, which have been started
-// before it, and do not wait for later ones.
+// The sum of the counts of a digit that `tiles` tiles have announced. A count is announced plus 1, so it is
+// its own ready flag (0: not yet) and relaxed order suffices. The tiles belong to blocks that started before
+// this one and that wait for no later one.
 __device__ inline int sum_announced(const std::uint32_t* from, int tiles) {
   constexpr int together = 16;  // whose loads are in flight at a time
   int sum = 0;
@@ -126,8 +117,8 @@ __global__ void __launch_bounds__(RowPasses::threads)
   const int row = static_cast<int>(blockIdx.x) / passes.tiles;
   const int tile = static_cast<int>(blockIdx.x) % passes.tiles;
   const int thread = static_cast<int>(threadIdx.x);
-  const int warp = warp_of_thread();
-  const int lane = lane_of_thread();
+  const int warp = warp_id();
+  const int lane = lane_id();
   const std::int64_t row_begin = static_cast<std::int64_t>(row) * rows.seqlen_k;
   const std::int64_t counts_begin = passes.row_begin(rows, pass, row) + thread;
 
@@ -153,7 +144,7 @@ __global__ void __launch_bounds__(RowPasses::threads)
   for (int i = 0; i < RowPasses::thread_keys; ++i) {
     const bool exists = first + i * warp_size < rows.seqlen_k;
     const int digit = digit_of(rows.layout, key[i], pass);
-    const unsigned lanes = lanes_with(digit, __ballot_sync(all_lanes, exists));
+    const unsigned lanes = lanes_with(digit, __ballot_sync(full_mask, exists));
     int& count = places[warp][digit];
     const int so_far = count;
     rank[i] = so_far + count_before(lanes, lane);

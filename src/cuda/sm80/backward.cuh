@@ -43,8 +43,8 @@ struct BackwardKernel {
     static constexpr int m = M / Rows;
     static constexpr int n = N / (P.warps / Rows);
     using Accumulators = Accumulator<m, n>;
-    static __device__ int row() { return static_cast<int>(threadIdx.x / 32) % Rows * m; }
-    static __device__ int column() { return static_cast<int>(threadIdx.x / 32) / Rows * n; }
+    static __device__ int row() { return warp_id() % Rows * m; }
+    static __device__ int column() { return warp_id() / Rows * n; }
   };
   using ScoreTile = WarpTile<P.rows, P.keys, P.score_warps>;
   using KeyTile = WarpTile<P.keys, D, P.key_warps>;
@@ -166,7 +166,7 @@ struct BackwardKernel {
       for (int m = 0; m < m16; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int row = warp_row + 16 * m + 8 * h + static_cast<int>(threadIdx.x % 32) / 4;
+          const int row = warp_row + 16 * m + 8 * h + lane_id() / 4;
           const bool exists = row < row_end;
           lse2[m][h] = exists ? p.lse2[begin + row] : -negative_infinity;
           low[m][h] = exists && has_low ? p.lse2_low[begin + row] : 0;
@@ -276,7 +276,7 @@ struct BackwardKernel {
 #pragma unroll
       for (int m = 0; m < m16; ++m) sum[i] += ds[m][i / 2][i % 2] + ds[m][i / 2][i % 2 + 2];
     }
-    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int lane = lane_id();
     int held = 0;  // sum[0] is of the lane's column number `held`
     int left = count;
 #pragma unroll
@@ -289,11 +289,11 @@ struct BackwardKernel {
           if (i >= left) break;
           const float kept = upper ? sum[i + left] : sum[i];
           const float passed = upper ? sum[i] : sum[i + left];
-          sum[i] = kept + __shfl_xor_sync(0xffffffffu, passed, step);
+          sum[i] = kept + shuffle_xor(passed, step);
         }
         held += upper ? left : 0;
       } else {
-        sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], step);
+        sum[0] += shuffle_xor(sum[0], step);
       }
     }
     // With fewer columns than lanes to share them, several lanes hold the same sum.
@@ -323,8 +323,7 @@ struct BackwardKernel {
         sum[m][h] = 0;
 #pragma unroll
         for (int k = 0; k < n8; ++k) sum[m][h] += ds[m][k][2 * h] + ds[m][k][2 * h + 1];
-        sum[m][h] += __shfl_xor_sync(0xffffffffu, sum[m][h], 1);
-        sum[m][h] += __shfl_xor_sync(0xffffffffu, sum[m][h], 2);
+        sum[m][h] = quad_sum(sum[m][h]);
       }
     }
     constexpr int warp_columns = P.warps / P.score_warps;
@@ -384,8 +383,8 @@ struct BackwardKernel {
       return;
     }
     const std::int64_t first = dbias_begin(p, tile);
-    for (int row = tile.row + static_cast<int>(threadIdx.x / 32); row < row_end; row += P.warps) {
-      for (int key = begin + static_cast<int>(threadIdx.x % 32); key < end; key += 32) {
+    for (int row = tile.row + warp_id(); row < row_end; row += P.warps) {
+      for (int key = begin + lane_id(); key < end; key += 32) {
         store_gradient<T>(p.dbias, first + row * p.dbias.query + key * p.dbias.key, 0, false, true);
       }
     }
@@ -399,7 +398,7 @@ struct BackwardKernel {
     bool whole;
 
     __device__ SumRows(const Params& p, const QueryTile& tile, const Stream& stream, int n) {
-      const int lane = static_cast<int>(threadIdx.x % 32);
+      const int lane = lane_id();
       const int columns = sum_columns(p.shape.head_dim);
       whole = stream.size(n) >= P.keys && columns == D;
       const std::int64_t head =

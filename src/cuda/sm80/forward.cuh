@@ -37,7 +37,7 @@ struct ForwardKernel {
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
     const QueryTile tile(p.shape, rows, walks_neighbours(p), static_cast<int>(blockIdx.x));
     const int row_end = min(tile.row + rows, p.shape.seqlen_q);
-    const int warp_row = static_cast<int>(threadIdx.x / 32) * P.warp_rows;
+    const int warp_row = warp_id() * P.warp_rows;
     const std::uint32_t q_tile = shared_address(shared.q);
 
     const auto query = [&](int r) { return tile.row + r; };

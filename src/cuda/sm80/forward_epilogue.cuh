@@ -35,7 +35,7 @@ __device__ inline void store_output(const ForwardParams& p, const QueryTile& til
                                     const OnlineSoftmax<T, WarpRows / 16>& softmax,
                                     const Accumulator<WarpRows, D>& out) {
   constexpr int m16 = WarpRows / 16;
-  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int lane = lane_id();
   float inverse[m16][2];
 #pragma unroll
   for (int m = 0; m < m16; ++m) {
@@ -65,8 +65,7 @@ __device__ inline void store_output(const ForwardParams& p, const QueryTile& til
         largest =
             max_or_nan(largest, max_or_nan(fabsf(out[m][d][2 * h]), fabsf(out[m][d][2 * h + 1])));
       }
-      largest = max_or_nan(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-      largest = max_or_nan(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      largest = quad_reduce(largest, [](float a, float b) { return max_or_nan(a, b); });
       const float sum = softmax.sum[m][h];
       const bool ordinary = sum > 0 && isfinite(sum) && isfinite(largest) &&
                             fabsf(softmax.max[m][h] * factor) < 1e38f;
@@ -84,7 +83,7 @@ __device__ inline void store_output(const ForwardParams& p, const QueryTile& til
         }
       }
       __syncwarp();  // write_rows is done in all lanes
-      unsigned careful = __ballot_sync(0xffffffffu, !ordinary && row < row_end) & 0x11111111u;
+      unsigned careful = warp_ballot(!ordinary && row < row_end) & 0x11111111u;
       for (; careful != 0; careful &= careful - 1) {
         const int source = __ffs(static_cast<int>(careful)) - 1;
         careful_row<T, Pairs>(p, tile.batch, head, tile.kv_head,

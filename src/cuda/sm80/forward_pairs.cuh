@@ -46,7 +46,7 @@ struct ForwardPairsKernel {
     QueryTile tile(blocks_of_heads(p), queries, walks_neighbours(p), static_cast<int>(blockIdx.x));
     tile.head *= Heads;
     const int row_end = min(tile.row + queries, p.shape.seqlen_q);
-    const int warp_row = static_cast<int>(threadIdx.x / 32) * P.warp_rows;
+    const int warp_row = warp_id() * P.warp_rows;
     const std::uint32_t q_tile = shared_address(shared.q);
     const auto query = [&](int r) { return tile.row + Order::query(r); };
     copy_rows<QueryRows, threads>(
@@ -165,7 +165,7 @@ struct ForwardPairsKernel {
       LeastBias<T> least;
       stream.masked() ? pairs.template add_bias<true>(p.score.pair_factor, scores, least)
                       : pairs.template add_bias<false>(p.score.pair_factor, scores, least);
-      bias_masks = __any_sync(0xffffffffu, least.masks(p.score.mask_value));
+      bias_masks = warp_any(least.masks(p.score.mask_value));
       if (bias_masks) pairs.mask_by_bias(p.score.mask_value, scores);
     } else {
       if (p.score.bias.data != nullptr) {

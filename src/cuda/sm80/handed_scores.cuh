@@ -63,7 +63,7 @@ __device__ inline void hand_probabilities(std::uint32_t words, float factor, con
     pack_columns<T>(k, s, weights, bits);
     hand_columns(words, k, weights);
   }
-  if (__any_sync(0xffffffffu, exceeds_probability(bits))) limit_probabilities<T>(words, weights);
+  if (warp_any(exceeds_probability(bits))) limit_probabilities<T>(words, weights);
 }
 
 // dS = P (dP - delta), of the P that was handed over. `delta`: of the lane's first column.
@@ -90,8 +90,7 @@ __device__ inline void take_gradients(std::uint32_t words, const float* delta, b
       }
     }
   }
-  if (__any_sync(0xffffffffu, !is_finite_pair<T>(magnitude)))
-    limit_gradients<T>(words, saturate, operand);
+  if (warp_any(!is_finite_pair<T>(magnitude))) limit_gradients<T>(words, saturate, operand);
 }
 
 }  // namespace flash_dmattn::cuda::sm80

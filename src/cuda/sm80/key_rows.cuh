@@ -26,10 +26,10 @@ struct QueryBounds {
       full_begin = max(full_begin, range.first);
       full_end = min(full_end, seen ? end : 0);
     }
-    touched_begin = __reduce_min_sync(0xffffffffu, touched_begin);
-    touched_end = __reduce_max_sync(0xffffffffu, touched_end);
-    full_begin = __reduce_max_sync(0xffffffffu, full_begin);
-    full_end = __reduce_min_sync(0xffffffffu, full_end);
+    touched_begin = warp_min(touched_begin);
+    touched_end = warp_max(touched_end);
+    full_begin = warp_max(full_begin);
+    full_end = warp_min(full_end);
   }
 
   __device__ bool all_seen() const { return full_end > 0; }

@@ -251,13 +251,13 @@ class MaskedTiles {
 
   __device__ void load(int window) {
     window_ = window;
-    const int tile = window * 32 + static_cast<int>(threadIdx.x) % 32;
+    const int tile = window * 32 + lane_id();
     std::uint32_t states = PackedMask::some;
     if (states_ != nullptr && tile < tiles_) {
       const int state = tile * keys_ / PackedMask::side;
       states = __ldg(states_ + state) | __ldg(more_states_ + state);
     }
-    some_ = __ballot_sync(0xffffffffu, (states & PackedMask::some) != 0);
+    some_ = warp_ballot((states & PackedMask::some) != 0);
   }
 
   const std::uint8_t* states_ = nullptr;

@@ -21,7 +21,7 @@ class PairGradients {
 
   // `warp`: of four.
   __device__ PairGradients(const KeyMajorParams& p, const KeyTile& tile, int warp)
-      : p_(p), tile_(tile), lane_(static_cast<int>(threadIdx.x) % 32), warp_(warp) {}
+      : p_(p), tile_(tile), lane_(lane_id()), warp_(warp) {}
 
   __device__ bool wanted() const { return p_.dbias.data != nullptr && p_.dbias.per_query; }
 

@@ -64,7 +64,7 @@ class MaskedQueryTiles {
   }
 
  private:
-  static __device__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  static __device__ int lane() { return lane_id(); }
 
   // Leaves the first tile from `number` on that is not empty.
   __device__ void find(int at, int number) {
@@ -101,8 +101,8 @@ class MaskedQueryTiles {
       some = (one | two) & PackedMask::some;
       all = one & two & PackedMask::all;
     }
-    some = __ballot_sync(0xffffffffu, some != 0);
-    all = __ballot_sync(0xffffffffu, all != 0);
+    some = warp_ballot(some != 0);
+    all = warp_ballot(all != 0);
     __syncwarp();  // all lanes have read the last window
     if (lane() == 0) {
       storage_.window = window;
@@ -151,7 +151,7 @@ class PairRows {
       : score_(score),
         shape_(shape),
         tile_(tile),
-        lane_(static_cast<int>(threadIdx.x) % 32),
+        lane_(lane_id()),
         warp_key_(first_key),
         query_(lane_ % 4 * 2) {}
 
@@ -202,7 +202,7 @@ class PairRows {
       std::uint32_t least = 0;
 #pragma unroll
       for (int n = 0; n < n8; ++n) add_bias(bias, n, x, least);
-      if (__any_sync(0xffffffffu, is_mask(least))) {
+      if (warp_any(is_mask(least))) {
 #pragma unroll
         for (int n = 0; n < n8; ++n) mask_by_bias(bias, n, x);
       }
@@ -238,8 +238,7 @@ class PairRows {
   __device__ void mask(int n, Scores& x) const {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const std::uint32_t bits =
-          __shfl_sync(0xffffffffu, mask_[n / 4], 8 * (n % 4) + query_ + e) >> (lane_ / 4 * 4);
+      const std::uint32_t bits = shuffle(mask_[n / 4], 8 * (n % 4) + query_ + e) >> (lane_ / 4 * 4);
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
 #pragma unroll

@@ -210,7 +210,7 @@ class PairStream {
         two = two_row_tiles_ ? __ldg(from + mask.words) : one;
       }
       const bool visited = ((one | two) & PackedMask::some) != 0;
-      const unsigned lanes = __ballot_sync(0xffffffffu, visited);
+      const unsigned lanes = warp_ballot(visited);
       if (visited) {
         // After the last of 32 the next one is not known: as late as it can be.
         const unsigned later = lanes & ~((2u << lane) - 1);

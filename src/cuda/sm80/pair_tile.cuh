@@ -138,7 +138,7 @@ class PairTile {
 
   // Shared addresses of the tiles, that of the mask at its first key of query 0; the first query and key.
   __device__ PairTile(std::uint32_t bias, std::uint32_t mask, int first_query, int first_key) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int lane = lane_id();
     const int query = first_query + lane / 4;
     const int chunk = first_key / 8 + lane % 4;
     bias_ = bias + Bias::offset(query, chunk);

@@ -73,7 +73,7 @@ __device__ inline void make_careful_probabilities(const BackwardParams& p, HeadO
                                                   int first_row, std::uint32_t flags,
                                                   const float* lse2, const Key& key_of,
                                                   float (&s)[M16][N8][4]) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int lane = lane_id();
   const float factor = p.score.exponent;
   const float* const low =
       p.lse2_low +

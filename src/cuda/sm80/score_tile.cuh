@@ -15,7 +15,7 @@ struct LanePosition {
 
   // For a warp whose accumulators begin at query `row`, column `column`.
   static __device__ LanePosition of(int warp_row, int warp_column) {
-    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int lane = lane_id();
     return {warp_row + lane / 4, warp_column + 2 * (lane % 4)};
   }
 };

@@ -1,6 +1,7 @@
 #pragma once
 
-#include "cuda/sm80/ptx.cuh"
+#include "cuda/common/ptx.cuh"
+#include "cuda/common/warp.cuh"
 
 // Tiles of 16-bit elements in shared memory, and products of them by one warp.
 namespace flash_dmattn::cuda::sm80 {
@@ -35,7 +36,7 @@ template <class Tile, Major kMajor, bool kIsA>
 class Operand {
  public:
   __device__ Operand(std::uint32_t tile, int mn) {
-    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int lane = lane_id();
     const int r = lane % 8;
     const int low = (lane / 8) % 2;
     const int high = lane / 16;
@@ -77,7 +78,7 @@ using OperandB = Operand<Tile, kMajor, false>;
 template <class Tile, class Row>
 __device__ inline void store_block(std::uint32_t tile, const Row& row, int column,
                                    const std::uint32_t (&block)[4]) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int lane = lane_id();
 #if __CUDA_ARCH__ >= 900
   stmatrix_x4(tile + Tile::offset(row(lane % 16), column / 8 + lane / 16), block);
 #else

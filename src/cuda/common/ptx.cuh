@@ -6,12 +6,14 @@
 #include <cstddef>
 #include <cstdint>
 
-// One wrapper per instruction; the kernels speak in tiles (tile.cuh) and never in assembly.
-namespace flash_dmattn::cuda::sm80 {
+// All inline assembly of the library: one wrapper for each instruction. Instructions of sm_90 are guarded here.
+namespace flash_dmattn::cuda {
 
 __device__ inline std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
+
+// ---- ldmatrix and stmatrix ----
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 // After it a lane holds elements (l / 4, 2 (l % 4)) and its right neighbour of each.
@@ -29,6 +31,17 @@ __device__ inline void ldmatrix_x4_trans(std::uint32_t (&r)[4], std::uint32_t ad
                : "r"(address)
                : "memory");
 }
+
+#if __CUDA_ARCH__ >= 900
+// Four 8x8 matrices in the layout of accumulators, to 32 rows of 16 bytes whose addresses the lanes give.
+__device__ inline void stmatrix_x4(std::uint32_t to, const std::uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+#endif
+
+// ---- mma ----
 
 // c += a b with a 16x16, b 16x8 and c 16x8. A lane holds c at rows l / 4 and l / 4 + 8, columns
 // 2 (l % 4) and the next.
@@ -53,6 +66,8 @@ __device__ inline void mma_m16n8k16<__half>(float (&c)[4], const std::uint32_t (
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+
+// ---- cp.async ----
 
 // 16 bytes from global to shared memory past the registers.
 __device__ inline void cp_async_16(std::uint32_t to, const void* from) {
@@ -84,6 +99,12 @@ __device__ inline void cp_async_4(std::uint32_t to, const void* from, bool valid
 // Waits for all of this thread's cp.async.
 __device__ inline void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// ---- Shared memory ----
+
+__device__ inline void store_shared_4(std::uint32_t to, std::uint32_t value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
+}
+
 __device__ inline void store_shared_16(std::uint32_t to, uint4 value) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y),
                "r"(value.z), "r"(value.w)
@@ -114,6 +135,75 @@ __device__ inline std::uint32_t load_shared_1(std::uint32_t from) {
   return value;
 }
 
+// ---- Global memory ----
+
+// Adds four consecutive floats, 16-byte aligned, in the L2. The vector form is of sm_90.
+__device__ inline void reduce_add(float* to, float x, float y, float z, float w) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x),
+               "f"(y), "f"(z), "f"(w)
+               : "memory");
+#else
+  atomicAdd(to, x);
+  atomicAdd(to + 1, y);
+  atomicAdd(to + 2, z);
+  atomicAdd(to + 3, w);
+#endif
+}
+
+// Loads and stores that other blocks see. A relaxed one orders nothing else; an acquire load that finds a
+// release store's value is after all that the storing thread did or saw before.
+__device__ inline std::int32_t load_acquire(const std::int32_t* from) {
+  std::int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
+__device__ inline void store_release(std::int32_t* to, std::int32_t value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
+__device__ inline std::uint32_t load_relaxed(const std::uint32_t* from) {
+  std::uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
+__device__ inline void store_relaxed(std::uint32_t* to, std::uint32_t value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
+// ---- Barriers and dependent launches ----
+
+// Barriers 1 to 15 among the warps that name the same one; 0 is __syncthreads. It orders memory.
+__device__ inline void barrier_wait(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// With programmatic dependent launch: the kernels before are done, and what they wrote is there. Before
+// sm_90 a kernel is not started earlier.
+__device__ inline void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// ---- Arithmetic ----
+
+// 2^x to 2 ulp; 0 for -inf and for results below the normal range.
+__device__ inline float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// A NaN in either makes the result NaN.
+__device__ inline float max_or_nan(float x, float y) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
+  return larger;
+}
+
 // Byte i of the result is the byte that the i-th four bits of `selector` name; the highest of them set: its
 // highest bit, eight times.
 __device__ inline std::uint32_t permute_bytes(std::uint32_t x, std::uint32_t selector) {
@@ -130,36 +220,4 @@ __device__ inline const std::byte* row_after(const std::byte* row, int rows, int
   return reinterpret_cast<const std::byte*>(result);
 }
 
-__device__ inline void store_shared_4(std::uint32_t to, std::uint32_t value) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
-}
-
-#if __CUDA_ARCH__ >= 900
-// Four 8x8 matrices in the layout of accumulators, to 32 rows of 16 bytes whose addresses the lanes give.
-__device__ inline void stmatrix_x4(std::uint32_t to, const std::uint32_t (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
-               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-               : "memory");
-}
-#endif
-
-// Barriers 1 to 15 among the warps that name the same one; 0 is __syncthreads. It orders memory.
-__device__ inline void barrier_wait(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-// Adds four consecutive floats, 16-byte aligned, in the L2. The vector form is of sm_90.
-__device__ inline void reduce_add(float* to, float x, float y, float z, float w) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x),
-               "f"(y), "f"(z), "f"(w)
-               : "memory");
-#else
-  atomicAdd(to, x);
-  atomicAdd(to + 1, y);
-  atomicAdd(to + 2, z);
-  atomicAdd(to + 3, w);
-#endif
-}
-
-}  // namespace flash_dmattn::cuda::sm80
+}  // namespace flash_dmattn::cuda
