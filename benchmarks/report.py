@@ -1,4 +1,4 @@
-"""Writes README's tables and pictures from the newest records, so that neither is ever typed by hand.
+"""Writes the tables and pictures of the documents from the newest records, so that none is ever typed by hand.
 
 python benchmarks/report.py
 """
@@ -18,11 +18,25 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
-IMAGES = ROOT / "docs" / "images"
+DOCS = ROOT / "docs"
+IMAGES = DOCS / "images"
 NAMES = {
     "cuda": "ours", "cpu": "ours", "triton": "our Triton backend", "sdpa": "torch SDPA", "flex": "flex_attention",
     "fa2": "FlashAttention-2", "cudnn": "cuDNN",
 }  # fmt: skip
+KINDS = {"per_query": "dynamic mask", "sliding": "sliding window", "pairs": "dense mask and bias"}
+# README's rows: three cases in two dtypes on a CPU, six cases in one dtype on a GPU.
+README_CASES = {
+    "dense causal B1 H8 N4096 D128",
+    "per_query B1 H8 N8192 D64 w1024",
+    "per_query B1 H8 N16384 D64 w1024",
+    "dense causal B1 H16 N8192 D128",
+    "dense causal B1 H16 N32768 D128",
+    "per_query B1 H16 Hkv8 N32768 D128 w2048",
+    "per_query B2 H32 N4096 D128 w2048",
+    "sliding B1 H16 Hkv8 N32768 D128 w2048",
+    "pairs B1 H2 Hkv1 N32768 D64 w1024",
+}
 
 
 def newest_records(suffix: str) -> list[tuple[str, dict]]:
@@ -31,14 +45,18 @@ def newest_records(suffix: str) -> list[tuple[str, dict]]:
     return [(str(p.relative_to(ROOT)), read(p)) for p in newest.values()]
 
 
-def table(records: list[tuple[str, dict]], to_root: str = "") -> str:
+def table(records: list[tuple[str, dict]], to_root: str = "", cases: set[str] | None = None) -> str:
     """A block per machine, a Markdown row per case and dtype: ours, and the rivals of the same run.
 
-    to_root: the way from the document to the records.
+    to_root: the relative path from the document to the root. cases: the rows to write; None: all.
     """
     lines = []
     for path, record in records:
-        rows = [row for row in record["speed"] if "forward_ms" in row]
+        rows = [
+            row
+            for row in record["speed"]
+            if "forward_ms" in row and (cases is None or row["case"] in cases)
+        ]
         sides = list(dict.fromkeys(row["who"] for row in rows))
         work: dict[tuple[str, str], dict[str, dict]] = {}
         for row in rows:
@@ -55,9 +73,14 @@ def table(records: list[tuple[str, dict]], to_root: str = "") -> str:
         for (case, dtype), found in work.items():
             times = [_both(found[who], "ms") if who in found else "" for who in sides]
             rate = _both(found[sides[0]], "useful_tflops")
-            lines.append(f"| {case} | {dtype} | {' | '.join(times)} | {rate} |")
+            lines.append(f"| {_title(case)} | {dtype} | {' | '.join(times)} | {rate} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _title(case: str) -> str:
+    kind, _, rest = case.partition(" ")
+    return f"{KINDS.get(kind, kind)} {rest}"
 
 
 def _both(row: dict, unit: str) -> str:
@@ -67,13 +90,13 @@ def _both(row: dict, unit: str) -> str:
 
 
 def put_between_markers(text: str, name: str, content: str) -> str:
-    """Replaces what stands between `<!-- name -->` and the next `<!-- end -->`."""
+    """Replaces the text between `<!-- name -->` and the next `<!-- end -->`."""
     markers = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
     return markers.sub(lambda found: found[1] + content + found[2], text)
 
 
 def draw_intervals(axes: plt.Axes) -> None:
-    """Which keys each query sees: n = 96, w = 16, scores with a few strong keys."""
+    """The visible keys of each query: n = 96, w = 16, scores with a few strong keys."""
     torch.manual_seed(3)
     n = 96
     scores = torch.randn(1, 1, n) + 3 * (torch.rand(1, 1, n) < 0.06)
@@ -100,9 +123,15 @@ def write_tables(document: Path, tables: dict[str, str]) -> None:
 
 def main() -> None:
     on_cpus, on_gpus = newest_records("cpu"), newest_records("torch")
-    write_tables(ROOT / "README.md", {"cpu table": table(on_cpus), "gpu table": table(on_gpus)})
-    triton = table(newest_records("triton"), to_root="../../")
-    write_tables(ROOT / "docs" / "kernels" / "triton.md", {"triton table": triton})
+    short = {
+        f"{name} table": table(found, cases=README_CASES)
+        for name, found in (("cpu", on_cpus), ("gpu", on_gpus))
+    }
+    write_tables(ROOT / "README.md", short)
+    full = {"cpu table": table(on_cpus, "../"), "gpu table": table(on_gpus, "../")}
+    write_tables(DOCS / "benchmarks.md", full)
+    triton = table(newest_records("triton"), "../../")
+    write_tables(DOCS / "kernels" / "triton.md", {"triton table": triton})
     draw_overview(on_cpus[0][1], IMAGES / "overview.svg")
     for _, record in newest_records("sweeps"):
         pictures.draw(record["speed"], IMAGES / "cost.svg")
