@@ -10,7 +10,7 @@
 set(FLASH_DMATTN_KERNEL_FLAGS
   $<$<NOT:$<CONFIG:Debug>>:-O3>
   -fno-math-errno       # sqrt and the like need not set errno
-  -fno-trapping-math)   # nobody reads the floating-point exception flags
+  -fno-trapping-math)   # the floating-point exception flags are not read
 
 set(FLASH_DMATTN_ISA_FLAGS_generic "")
 set(FLASH_DMATTN_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c)
@@ -32,7 +32,7 @@ include(CheckCXXSourceCompiles)
 set(FLASH_DMATTN_ISA_BUILT generic)
 foreach(isa IN LISTS FLASH_DMATTN_ISA_KNOWN)
   if(NOT isa STREQUAL "generic")
-    # Not a look at the flags alone: an old assembler fails only here.
+    # Compiled, not only tested for its flags: an old assembler fails only here.
     list(JOIN FLASH_DMATTN_ISA_FLAGS_${isa} " " CMAKE_REQUIRED_FLAGS)
     check_cxx_source_compiles("
       #include <immintrin.h>
@@ -50,8 +50,8 @@ foreach(isa IN LISTS FLASH_DMATTN_ISA_KNOWN)
   endif()
 endforeach()
 
-# Adds DIRECTORY/<isa>.cpp to TARGET for every set in FLASH_DMATTN_ISA_BUILT and tells DISPATCHER which
-# they are: FLASH_DMATTN_HAVE_AVX2 and so on.
+# Adds DIRECTORY/<isa>.cpp to TARGET for every set in FLASH_DMATTN_ISA_BUILT and defines
+# FLASH_DMATTN_HAVE_AVX2 and so on for DISPATCHER.
 function(flash_dmattn_add_instruction_sets target directory dispatcher)
   foreach(isa IN LISTS FLASH_DMATTN_ISA_BUILT)
     set(source ${directory}/${isa}.cpp)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# compile_seconds.sh BUILD_FOLDER: how long each CUDA file took when it was compiled last (out of ccache: nothing), the
-# slowest first.
+# compile_seconds.sh BUILD_FOLDER: the seconds of the last compilation of each CUDA file (0 from ccache), the slowest
+# first.
 set -euo pipefail
 
 awk -F '\t' '$4 ~ /flash_dmattn_cuda\.dir\// { seconds[$4] = ($2 - $1) / 1000 }

@@ -20,7 +20,7 @@ fi
 echo "No GoogleTest found: unpacking Debian's package into $folder"
 rm -f ./*.deb
 if ! apt-get -q=2 download libgtest-dev 2>/dev/null; then
-  # This machine's package lists are empty or out of date, and only root may renew them: use our own.
+  # This machine's package lists are empty or out of date, and only root may renew them: use a copy.
   mkdir -p apt/lists/partial apt/archives/partial
   own=(-o "Dir::State::lists=$PWD/apt/lists" -o "Dir::Cache=$PWD/apt")
   if ! { apt-get -q=2 "${own[@]}" update && apt-get -q=2 "${own[@]}" download libgtest-dev; }; then

@@ -1,4 +1,4 @@
-"""The CUDA backend as PyTorch users meet it: time, memory and training, written as one JSON file.
+"""The CUDA backend through PyTorch: time, memory and training, written as one JSON file.
 
     python benchmarks/cuda/through_torch.py [speed] [clock_under_load] [memory] [training] --record FILE
 
@@ -59,7 +59,7 @@ def clock_under_load():
     """The SM clock in MHz while dense attention runs, which draws the most power."""
     q, k, v = inputs(1, 16, 16, 32768, 128)
     with torch.no_grad():
-        for _ in range(150):  # two seconds, of which asking takes a part
+        for _ in range(150):  # two seconds, the query of the clock included
             flash_dmattn_func(q, k, v, is_causal=True)
     answer = output_of("nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader")
     answer = ", ".join(answer.splitlines())  # of each GPU
@@ -72,13 +72,13 @@ def clock_under_load():
 
 
 def peak_of(body):
-    """Peak bytes that `body` allocates on top of what was there."""
+    """Peak bytes that `body` allocates on top of earlier allocations."""
     body()
     return peak_bytes(body, "cuda")[0]
 
 
 def mask_scenarios():
-    """What forward and backward allocate with a mask and a choice, and what of it is neither result nor sum.
+    """Bytes that forward and backward allocate with a mask and a selection, and those of neither result nor sum.
 
     As in tests/python/gpu/test_memory_of_a_step.py: beside out, gradients, their fp32 sums (of dk and dv, or where blocks
     own keys of dq) and lse in its four forms.
@@ -157,7 +157,7 @@ def training(steps=200, context=2048, window=256):
     for name in ("flash_dmattn", "eager", "eager, other weights"):
         torch.manual_seed(int("other" in name))
         model = make_model(context, window).cuda()
-        for layer in model.model.layers:  # else all scores tie, and eager keeps any of them
+        for layer in model.model.layers:  # else all scores tie, and eager keeps arbitrary keys
             torch.nn.init.normal_(layer.self_attn.A, std=0.1)
         model.set_attn_implementation(name.split(",")[0])
         history = train(

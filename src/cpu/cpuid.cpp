@@ -9,7 +9,7 @@ namespace flash_dmattn::cpu {
 namespace {
 
 #if defined(__x86_64__)
-// Linux hands out the tile registers, 8 KiB of state a thread, only to processes that ask.
+// Linux gives the tile registers, 8 KiB of state a thread, only to processes that request them.
 bool request_tiles() {
 #if defined(__linux__)
   constexpr long arch_req_xcomp_perm = 0x1023;
@@ -21,7 +21,7 @@ bool request_tiles() {
 }
 
 InstructionSet detect() {
-  // The builtins look at what the operating system saves as well.
+  // The builtins also test whether the operating system saves the registers.
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
       !__builtin_cpu_supports("f16c")) {
     return InstructionSet::generic;

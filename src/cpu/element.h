@@ -4,8 +4,8 @@
 
 #include "flash_dmattn/types.h"
 
-// Two kinds of element. A dtype is what arrays hold; it converts to and from fp32 vectors. A factor
-// element is what products multiply; it comes in words of 32 bits.
+// Two kinds of element. A dtype is the type of the arrays; it converts to and from fp32 vectors. A factor
+// element is the type that products multiply; it comes in words of 32 bits.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 struct F32 {
@@ -102,7 +102,7 @@ struct Single {
   static constexpr int per_word = 1;
   static constexpr int depth_step = 1;  // words
   static constexpr int strip_rows = vector_strip_rows;
-  struct Session {};  // what products need to be set up for: nothing
+  struct Session {};  // products need no set-up
 
   static Vec dot(Vec sum, Vec a, Vec b) { return fma(a, b, sum); }
 
@@ -111,7 +111,8 @@ struct Single {
   static Vec load_words(const typename In::Storage* p, int count) {
     return load_widened<In>(p, count);
   }
-  // The words that pair element i of two rows where a word holds two; second is null behind the end.
+  // Words for elements i of two rows: one element each here, two where a word holds two. second is null
+  // behind the end.
   template <class In>
   static Vec load_interleaved(const typename In::Storage* first, const typename In::Storage*,
                               int count) {

@@ -8,13 +8,13 @@
 #include "cpu/scratch.h"
 #include "cpu/task.h"
 
-// k and v of a block of keys in the layouts that products need: in the scratch of a worker, which
-// packs what its tile meets, or in the workspace, packed once for all tiles of a head. Tails of the
+// k and v of a block of keys in the layouts that products need: in the scratch of a worker, which packs
+// the keys that its tile sees, or in the workspace, packed once for all tiles of a head. Tails of the
 // block are zeros.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
-// Which of the two have elements beyond what magnitude.h allows; they are packed as they are then, and
-// have to be packed again, with exponents.
+// Which of the two have elements above the limit of magnitude.h. Such a block is packed unscaled and has
+// to be packed again, with exponents.
 struct LargeKeys {
   std::int32_t k, v;
 

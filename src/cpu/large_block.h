@@ -9,16 +9,16 @@
 #include "cpu/scratch.h"
 
 // Blocks of the backward whose sums fp32 may not hold: ds alone reaches 2^265 when every input is near
-// 2^128. Scores are formed as ever, since p has to be the forward's; all that follows is in double,
-// pair by pair, at about a sixth of the speed.
+// 2^128. Scores are formed by the common path, since p has to equal the forward's; all later steps are
+// in double, element by element, at about a sixth of the speed.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
-// What a tile and a block need in double, and the rows of the block in fp32.
+// The sums of a tile and a block in double, and the rows of the block in fp32.
 struct LargeSums {
   double* dq;        // [padded_rows, head_columns]; on top of the sums in fp32
   double *dk, *dv;   // [block_keys, head_columns]
   float *k, *v;      // the same
-  double *q, *dout;  // [head_columns]: of the row at hand
+  double *q, *dout;  // [head_columns]: of the current row
   bool has_dq = false;
 
   template <class Shape>
@@ -85,7 +85,7 @@ void load_row(const typename In::Storage* from, int head_dim, float* to) {
   }
 }
 
-// In an order of its own, which is the same for all rows.
+// In a fixed order, the same for all rows.
 inline double dot(const double* a, const float* b, int columns) {
   double sums[lanes] = {};
   for (int d = 0; d < columns; d += lanes) {
@@ -96,7 +96,7 @@ inline double dot(const double* a, const float* b, int columns) {
   return sum;
 }
 
-// The pairs of one row. s_row: q . k, or the score.
+// The elements of one row. s_row: q . k, or the score.
 template <class In, class Unit>
 void add_large_row(Unit& u, const Tile& tile, const KeyBlock& block, const ScoreForm& form, int row,
                    int strip_row, int visible, const float* s_row) {

@@ -5,11 +5,11 @@
 #include "cpu/element.h"
 #include "cpu/multiply.h"
 
-// What keeps products of large numbers in range. Elements up to 2^28 need nothing: the longest chain,
+// Keeps products of large numbers in range. Elements up to 2^28 need no scaling: the longest chain,
 // dk = sum (dout . v) q, stays below 2^(28 + 28 + 8 + 28 + 31). A larger element, an inf or a NaN sends
-// its tile or block the long way. For scores and out, rows are packed times a power of two that brings
-// their largest element below 2^28, and the factors are put back where the sums can bear it; what the
-// backward adds up is added in double (large_block.h).
+// its tile or block to the slow path. For scores and out, rows are packed times a power of two that brings
+// their largest element below 2^28, and the factors return where the sums stay in range; the sums of the
+// backward are in double (large_block.h).
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 inline constexpr int safe_exponent = 28;
@@ -36,8 +36,8 @@ inline float scaled(float v, int exponent) {
   return v * power_of_two(exponent);
 }
 
-// v[i] * 2^(exponents[i] - shift). Rare: inlined, it would only spill what the loops around it hold in
-// registers.
+// v[i] * 2^(exponents[i] - shift). Not inlined: it is rare, and would spill the registers of the loops
+// around it.
 [[gnu::noinline]] inline Vec scaled(Vec v, const std::int32_t* exponents, int shift) {
   for (int i = 0; i < lanes; ++i) v[i] = scaled(v[i], exponents[i] - shift);
   return v;
@@ -86,7 +86,7 @@ void drop_nonfinite(const RowAt& row, int rows, int head_dim, typename In::Stora
 }
 
 // c[r] += sum_k a(r, k) b[k] over the non-finite elements of b alone, where a(r, k) is not 0: the
-// product itself was given zeros for them, since 0 * inf is not what a masked pair contributes.
+// product itself had zeros for them, since a masked element contributes 0 and 0 * inf is NaN.
 template <class In, class A, class RowAt>
 void add_nonfinite(const A& a, const RowAt& b, int rows, int depth, int head_dim, Product c) {
   for (int k = 0; k < depth; ++k) {

@@ -33,7 +33,7 @@ struct Product {
 enum class Layout : std::uint8_t { row_major, transposed };
 enum class Store : std::uint8_t { replace, add };
 
-// Rows x (Vectors * lanes) of c in registers, over the whole depth, which is at least 1: GCC spills the
+// Rows x (Vectors * lanes) of c in registers, over all of the depth, which is at least 1: GCC spills the
 // sums on both sides of a loop that may not run at all (4 % of the time at D = 128).
 template <class Element, Layout layout, Store mode, int Rows, int Vectors>
 [[gnu::noinline]] void multiply_block(const float* a, std::int64_t lda, const float* b, float* c,
@@ -65,7 +65,7 @@ template <class Element, Layout layout, Store mode, int Rows, int Vectors>
   }
 }
 
-// rows: rounded up to whole strips. columns: a multiple of lanes.
+// rows: rounded up to a multiple of the strip. columns: a multiple of lanes.
 template <class Element, Layout layout, Store mode>
 void multiply(Factor a, Panels b, Product c, int rows, int columns, std::int64_t depth) {
   if constexpr (requires {

@@ -4,11 +4,11 @@
 
 #include "cpu/multiply.h"
 
-// Rows of q, k, v and dout, wherever they are in memory, into the layouts of multiply.h. `row(i)` is
-// the address of row i. Tails are zeros: what a product reads was written.
+// Copies rows of q, k, v and dout, wherever they are in memory, into the layouts of multiply.h. `row(i)` is
+// the address of row i. Tails are zeros: a product reads only written words.
 //
-// Every function returns the largest magnitude it has seen (the bits of an fp32, per lane), for
-// magnitude.h to judge whether the products can be trusted not to overflow.
+// Every function returns the largest magnitude of its rows (the bits of an fp32, per lane), from which
+// magnitude.h decides whether a product could overflow.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 constexpr int round_up(int value, int step) { return (value + step - 1) / step * step; }
@@ -24,7 +24,7 @@ int depth_words(int elements) {
   return round_up(round_up(elements, Element::per_word) / Element::per_word, Element::depth_step);
 }
 
-// The rows of a factor of that depth, those behind the elements included.
+// The rows of a factor of that depth, with the padding behind the elements.
 template <class Element>
 int padded_depth(int elements) {
   return depth_words<Element>(elements) * Element::per_word;
@@ -76,7 +76,7 @@ Int pack_transposed(const RowAt& row, int rows, int head_dim, Panels to) {
 }
 
 // As panels with rows as depth and the head dimension as columns: the b of p v. Zero rows up to
-// `padded_rows`, which is a whole number of words.
+// `padded_rows`, which fills its last word.
 template <class In, class Element, class RowAt>
 Int pack_panels(const RowAt& row, int rows, int padded_rows, int head_dim, Panels to) {
   Int magnitude{};

@@ -15,7 +15,7 @@ template <class Element>
 struct RowFactors {
   Factor row_major;    // a of s = q k^T and dp = dout v^T
   Panels panels;       // b of dk = ds^T q and dv = p^T dout
-  bool large = false;  // some element is: the panels have not been written
+  bool large = false;  // some element is above the limit: the panels have not been written
 
   void take(const Shape<Element>& shape, Arena& arena) {
     row_major = shape.take_row_major(arena);

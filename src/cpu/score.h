@@ -6,8 +6,8 @@
 #include "cpu/magnitude.h"
 #include "cpu/math.h"
 
-// From q . k to the score. Most blocks need one multiply-add per pair, scale * (q . k) + column term,
-// and get it inside the softmax; all others go through score_rows first.
+// From q . k to the score. Most blocks need one multiply-add per element, scale * (q . k) + column term,
+// which the softmax contains; all others go through score_rows first.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 // Powers of two that rows of q and k were packed with; null: none.
@@ -21,15 +21,15 @@ struct ScoreExponents {
 // A score before the softmax: multiplier * s + columns[n].
 struct ScoreForm {
   float multiplier;
-  bool final;  // score_rows has been there: multiplier 1 and no column term
+  bool final;  // score_rows has run: multiplier 1 and no column term
 };
 
 inline Vec score(const ScoreForm& form, const float* s, const float* columns) {
   return form.final ? load(s) : fma(load(s), splat(form.multiplier), load(columns));
 }
 
-// Whether the pairs of a block take score_rows. q . k is below 2^64 where no exponents are given, and
-// 2^38 times that cannot overflow, not even with the largest bias.
+// Whether a block goes through score_rows. q . k is below 2^64 where no exponents are given, and 2^38 times
+// that cannot overflow, not even with the largest bias.
 inline bool needs_score_rows(const Task& t, const KeyTerms& terms,
                              const ScoreExponents& exponents) {
   const bool huge_scale = !(t.scale < 0x1p38f && t.scale > -0x1p38f);
@@ -64,7 +64,7 @@ inline Int pair_mask(const Task& t, const std::uint8_t* row, const KeyBlock& blo
 }
 
 // Rows [row, row + rows) of the tile: q . k in s [rows, block_keys] becomes the score, -inf where the
-// pair is masked. slope, where it is not null, becomes the derivative of the softcap.
+// element is masked. slope, where it is not null, becomes the derivative of the softcap.
 inline void score_rows(const Task& t, const Tile& tile, const KeyBlock& block,
                        const KeyTerms& terms, const ScoreExponents& exponents, int row, int rows,
                        int columns, float* s, float* slope) {

@@ -3,12 +3,12 @@
 #include <cstdint>
 #include <utility>
 
-// Vectors of `lanes` 32-bit lanes as compiler vectors, and what can be said about them without naming
-// an instruction. The instruction set's header defines `lanes` before it includes this file, and adds
-// the operations that compilers do not find by themselves.
+// Vectors of `lanes` 32-bit lanes as compiler vectors, and the operations on them that need no particular
+// instruction. The instruction set's header defines `lanes` before it includes this file, and adds the
+// operations that compilers do not find by themselves.
 //
-// Everything of an instruction set lives in its own namespace: an inline function shared by two
-// translation units with different flags would be one function, of whichever the linker kept.
+// Each instruction set has its own namespace: of an inline function that two translation units with
+// different flags share, the linker keeps one copy, possibly with the wrong instructions.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 using Vec [[gnu::vector_size(4 * lanes), gnu::may_alias]] = float;
@@ -21,7 +21,7 @@ inline constexpr float float_max = 0x1.fffffep127f;
 inline Int bits(Vec v) { return reinterpret_cast<Int>(v); }
 inline Vec from_bits(Int v) { return reinterpret_cast<Vec>(v); }
 
-// Modulo 2^32: a lane whose result is thrown away may overflow.
+// Modulo 2^32: a lane whose result is discarded may overflow.
 inline Int wrapping_add(Int a, Int b) {
   using Unsigned [[gnu::vector_size(4 * lanes), gnu::may_alias]] = std::uint32_t;
   return reinterpret_cast<Int>(reinterpret_cast<Unsigned>(a) + reinterpret_cast<Unsigned>(b));

@@ -7,8 +7,8 @@
 #include "cpu/isa/bf16_pairs.h"
 #include "cpu/multiply.h"
 
-// Pairs of bf16 multiplied in the tile registers of AMX: 16 rows of 16 words each, eight of them. A tile
-// of b is 16 words of depth by 16 columns, which is how panels lie in memory.
+// Products of bf16 in the eight tile registers of AMX, each 16 rows of 16 words of two elements. A tile of
+// b is 16 words of depth by 16 columns, the layout of a panel in memory.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 struct TilePair : Pair {
@@ -25,8 +25,8 @@ struct TilePair : Pair {
         std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
         std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
       } shape;
-      // GCC's _tile_loadconfig names only the first 8 bytes as read, and the others are not stored
-      // then (seen with 12.2).
+      // GCC 12.2 declares that _tile_loadconfig reads only the first 8 bytes, and removes the stores to the
+      // others.
       __asm__ volatile("ldtilecfg %0" ::"m"(shape));
     }
     ~Session() { _tile_release(); }
@@ -79,7 +79,7 @@ struct TilePair : Pair {
   template <Store mode>
   static void multiply_panels(Factor a, Panels b, Product c, int rows, int columns,
                               std::int64_t depth) {
-    // GCC's _tile_loadd does not say that it reads memory: what it reads has to be stored by now.
+    // GCC does not declare that _tile_loadd reads memory: its operands have to be stored by now.
     __asm__ volatile("" ::: "memory");
     for (int column = 0; column < columns; column += panel_columns) {
       const float* panel = b.words + column / panel_columns * b.panel_stride;

@@ -21,7 +21,7 @@ inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 
-// The first `count` bytes, zeros behind them; nothing else is touched.
+// The first `count` bytes, zeros behind them; no other byte is read.
 template <class T>
 T load_bytes(const void* p, int count) {
   const __mmask64 mask = ~std::uint64_t{0} >> (64 - count);

@@ -2,7 +2,7 @@
 #include "cpu/isa/bf16_pairs.h"
 
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
-using Bf16Element = Pair;  // what bf16 arrays are multiplied as
+using Bf16Element = Pair;  // the factor element of bf16 arrays
 }
 
 #include "cpu/kernels.h"

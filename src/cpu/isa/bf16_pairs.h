@@ -35,7 +35,7 @@ struct Pair {
     }
     return from_bits(words);
   }
-  // The largest magnitude of a pair as the bits of an fp32, per lane.
+  // The larger magnitude of a word's two elements as the bits of an fp32, per lane.
   static Int magnitude(Vec words) {
     const Int low = (bits(words) & 0x7fff) << 16;
     const Int high = bits(words) & 0x7fff0000;
@@ -57,7 +57,7 @@ struct Pair {
     return from_bits(interleave(row_words(first, second)));
   }
 
-  // Rows of fp32 [rows, ld] as the words of pairs of rows, [rows / 2, ld].
+  // Rows of fp32 [rows, ld] as words of two neighbouring rows, [rows / 2, ld].
   static void store_columns(const float* rows, int count, int columns, int ld, float* words) {
     for (int r = 0; r < count; r += 2) {
       for (int n = 0; n < columns; n += lanes) {

@@ -3,7 +3,7 @@
 #include "cpu/element.h"
 
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
-using Bf16Element = Single;  // what bf16 arrays are multiplied as
+using Bf16Element = Single;  // the factor element of bf16 arrays
 }
 
 #include "cpu/kernels.h"

@@ -1,7 +1,6 @@
 #pragma once
 
-// The baseline of the target: 16-byte vectors (SSE2, NEON) and nothing but what the compiler makes of
-// plain C++.
+// The baseline of the target: 16-byte vectors (SSE2, NEON) in portable C++, without intrinsics.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 inline constexpr int lanes = 4;
@@ -39,7 +38,7 @@ void store_bytes(void* p, T v, int count) {
   __builtin_memcpy(p, &v, static_cast<unsigned>(count));
 }
 
-// The exponents of f16 are 112 below those of f32, and a multiplication by 2^112 makes up for it, for
+// The exponents of f16 are 112 below those of f32, and a multiplication by 2^112 corrects for it, for
 // subnormal numbers too.
 inline Vec from_f16(Half v) {
   const Int wide = __builtin_convertvector(v, Int);
