@@ -8,7 +8,6 @@
 #include "cuda/common/gradients.cuh"
 #include "cuda/common/key_runs.cuh"
 #include "cuda/common/launch.h"
-#include "cuda/common/mask_tiles.cuh"
 #include "cuda/common/packed_mask.cuh"
 #include "cuda/sm80/launch.h"
 #include "cuda/sm80/postprocess.cuh"
@@ -116,20 +115,11 @@ void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream) 
   const auto launch_kernel = [&]<class Kernel>() {
     launch<Kernel>(Kernel::blocks(params, batch * heads), params, stream);
   };
-  if (score.packed_mask.has_only_states()) {
-    launch_kernel.template operator()<MaskTilesKernel>();
-  } else if (ranked) {
+  if (ranked) {
     launch_kernel.template operator()<PackMaskKernel<true>>();
   } else {
     launch_kernel.template operator()<PackMaskKernel<false>>();
   }
-}
-
-PackedMask carve_forward_mask(const ForwardArgs& args, Carver& workspace) {
-  const Problem& p = args.problem;
-  const Broadcast mask = broadcast_of(p, p.mask_shape, args.in.mask.data, args.in.mask.stride, 1);
-  return carve_packed_mask(p, args.in.plan.keys != nullptr,
-                           reads_mask_bytes(p, mask, shared_class()), workspace);
 }
 
 void forward(const ForwardArgs& args, const Execution& execution) {
@@ -137,7 +127,8 @@ void forward(const ForwardArgs& args, const Execution& execution) {
   ForwardParams params;
   params.shape = shape_of(args.problem);
   params.score = score_of(args.problem, args.in);
-  params.score.packed_mask = carve_forward_mask(args, workspace);
+  params.score.packed_mask =
+      carve_packed_mask(args.problem, args.in.plan.keys != nullptr, workspace);
   const KeyRunsWorkspace runs(args.problem, args.in, workspace);
   params.q = rows_of(args.in.q);
   params.k = rows_of(args.in.k);
@@ -299,7 +290,7 @@ bool wants_plan(const Problem&, const KeyBound& bound) { return !bound.consecuti
 
 std::size_t forward_workspace_size(const ForwardArgs& args, const Execution&) {
   Carver workspace(nullptr);
-  carve_forward_mask(args, workspace);
+  carve_packed_mask(args.problem, args.in.plan.keys != nullptr, workspace);
   KeyRunsWorkspace(args.problem, args.in, workspace);
   return workspace.used();
 }

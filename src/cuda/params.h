@@ -45,7 +45,6 @@ using OutputBroadcast = BroadcastView<std::byte>;
 // A mask with a query dimension, packed by PackMaskKernel (common/packed_mask.cuh) to a bit for each
 // pair (where there are ranks, of the pairs that they choose), with a state for each tile of 64 x 64
 // pairs. Matrices are [B|1, H|1]; their strides count matrices, the head's split as in Broadcast.
-// Without bits the mask is read as it is, and of the states `some` is known (common/mask_tiles.cuh).
 struct PackedMask {
   static constexpr int side = 64;
   static constexpr std::uint8_t some = 1;  // some pair of the tile is visible
@@ -58,8 +57,6 @@ struct PackedMask {
   int batch = 0;
   int head_q = 0;
   int head_kv = 0;
-
-  bool has_only_states() const { return states != nullptr && bits == nullptr; }
 };
 
 // The keys that a tile of plan_tile_rows queries walks where there are key intervals and no list: between

@@ -46,12 +46,6 @@ constexpr ForwardPolicy forward_pairs_policy(int head_dim_bucket, SharedClass sh
   return {.warps = 8, .warp_rows = 16, .keys = 32, .min_blocks = 1};
 }
 
-// Whether the forward can read a mask of pairs as it is, a byte for each: its tiles must have the 64 keys
-// that a state of the mask is of. At D 64 with one head in a block it then takes 99 KB to the last byte.
-constexpr bool can_read_mask_bytes(int head_dim_bucket, SharedClass shared) {
-  return forward_pairs_policy(head_dim_bucket, shared).keys == 64;
-}
-
 // A backward block computes `rows` queries against tiles of `keys` keys. Its warps split the score
 // tile [rows, keys], the dk and dv tiles [keys, D] and the dq tile [rows, D] in grids that have
 // score_warps, key_warps and query_warps rows of warps.

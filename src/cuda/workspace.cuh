@@ -39,26 +39,15 @@ struct KeyRunsWorkspace {
   }
 };
 
-// Whether the forward reads the mask as it is: a byte for each pair costs its kernels no more than a bit.
-inline bool reads_mask_bytes(const Problem& p, const Broadcast& mask, SharedClass shared) {
-  const int bucket = head_dim_bucket(static_cast<int>(p.head_dim));
-  return has_pairs(p.mask_shape) && !has(p.limit_shape) && mask.in_words &&
-         can_read_mask_bytes(bucket, shared);
-}
-
-// The mask is packed, or at least its states found, where the kernels walk all keys; with a list they look
-// at single elements.
-inline PackedMask carve_packed_mask(const Problem& p, bool planned, bool only_states,
-                                    Carver& workspace) {
+// The mask is packed where the kernels walk all keys; with a list they read single elements.
+inline PackedMask carve_packed_mask(const Problem& p, bool planned, Carver& workspace) {
   PackedMask packed;
   if (planned || !masks_pairs(p)) return packed;
   const auto shape = packed_shape(p);
   const std::int64_t words = (p.seqlen_k + PackedMask::side - 1) / PackedMask::side;
   const std::int64_t matrices = shape[0] * shape[1];
   const std::int64_t row_tiles = (p.seqlen_q + PackedMask::side - 1) / PackedMask::side;
-  if (!only_states) {
-    packed.bits = workspace.take<std::uint64_t>(matrices * row_tiles * PackedMask::side * words);
-  }
+  packed.bits = workspace.take<std::uint64_t>(matrices * row_tiles * PackedMask::side * words);
   packed.states = workspace.take<std::uint8_t>(matrices * row_tiles * words);
   packed.words = static_cast<int>(words);
   packed.batch = shape[0] > 1 ? static_cast<int>(shape[1]) : 0;
@@ -176,7 +165,7 @@ struct BackwardWorkspace {
     dbias_sum =
         carver.take<float>(has(p.bias_shape) && route.adds_bias ? elements(bias_sum_shape(p)) : 0);
     zeroed_bytes = carver.used() - zeroed_begin;
-    packed_mask = carve_packed_mask(p, !route.key_major, false, carver);
+    packed_mask = carve_packed_mask(p, !route.key_major, carver);
     if (!route.key_major) runs = KeyRunsWorkspace(p, in, carver);
     bytes = carver.used();
   }

@@ -21,6 +21,7 @@ struct Element<__nv_bfloat16> {
   static constexpr std::uint32_t gradient_pair = 0x7eff7effu;  // 1.69e38, twice
   static constexpr std::uint32_t exponent_mask = 0x7f80u;
   static __device__ Pair pack(float x, float y) { return __floats2bfloat162_rn(x, y); }
+  static __device__ __nv_bfloat16 round_down(float x) { return __float2bfloat16_rd(x); }
   static __device__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
   static __device__ float2 widen_pair(std::uint32_t bits) {
     return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
@@ -35,6 +36,7 @@ struct Element<__half> {
   static constexpr std::uint32_t gradient_pair = 0x7bff7bffu;
   static constexpr std::uint32_t exponent_mask = 0x7c00u;
   static __device__ Pair pack(float x, float y) { return __floats2half2_rn(x, y); }
+  static __device__ __half round_down(float x) { return __float2half_rd(x); }
   static __device__ float widen(__half x) { return __half2float(x); }
   static __device__ float2 widen_pair(std::uint32_t bits) {
     return __half22float2(reinterpret_cast<const Pair&>(bits));

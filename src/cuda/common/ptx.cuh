@@ -204,14 +204,6 @@ __device__ inline float max_or_nan(float x, float y) {
   return larger;
 }
 
-// Byte i of the result is the byte that the i-th four bits of `selector` name; the highest of them set: its
-// highest bit, eight times.
-__device__ inline std::uint32_t permute_bytes(std::uint32_t x, std::uint32_t selector) {
-  std::uint32_t result;
-  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(result) : "r"(x), "r"(selector));
-  return result;
-}
-
 // The address `rows` rows of `step` bytes after another, in one instruction: left to itself the compiler
 // multiplies 64-bit numbers.
 __device__ inline const std::byte* row_after(const std::byte* row, int rows, int step) {

@@ -20,6 +20,24 @@ __device__ inline float load_bias(const Broadcast& bias, std::int64_t index) {
   return Element<T>::widen(reinterpret_cast<const T*>(bias.data)[index]);
 }
 
+// The largest number of T that is a mask as a bias, twice: a bias masks unless it is greater.
+template <class T>
+__device__ inline std::uint32_t packed_mask_value(const ScoreParams& score) {
+  const T value = Element<T>::round_down(score.mask_value);
+  return reinterpret_cast<const std::uint16_t&>(value) * 0x00010001u;
+}
+
+// Two packed biases, -inf where one masks, as a NaN does.
+template <class T>
+__device__ inline std::uint32_t hide_masking_biases(std::uint32_t biases,
+                                                    std::uint32_t mask_values) {
+  using Pair = typename Element<T>::Pair;
+  const std::uint32_t visible = __hgt2_mask(reinterpret_cast<const Pair&>(biases),
+                                            reinterpret_cast<const Pair&>(mask_values));
+  constexpr std::uint32_t infinities = (Element<T>::exponent_mask | 0x8000u) * 0x00010001u;
+  return (biases & visible) | (infinities & ~visible);
+}
+
 // Queries [first, first + length) see the column.
 struct ColumnRange {
   int first;

@@ -19,10 +19,6 @@ inline constexpr float weight_shift<__nv_bfloat16> = 24;
 // row agree on its maximum; each keeps the sum of its own columns until the end.
 template <class T, int M16>
 struct OnlineSoftmax {
-  static constexpr bool has_range = weight_shift<T> > 0;  // T has that of fp32
-  // Of weights ahead of their maximum: what T can hold with some room for values.
-  static constexpr float largest_sum_ahead = has_range ? 0x1p60f : 0x1p15f;
-
   float max[M16][2];
   float sum[M16][2];
 
@@ -44,58 +40,6 @@ struct OnlineSoftmax {
   __device__ void update(float (&s)[M16][N8][4], float factor, float (&out)[M16][D8][4]) {
     follow(s, factor, out);
     weigh(s, factor);
-  }
-
-  // What a row's scores, times factor, lose before weights are 2 to the power of them.
-  __device__ void get_offsets(float factor, float (&offsets)[M16][2]) const {
-#pragma unroll
-    for (int m = 0; m < M16; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) offsets[m][h] = offset_of(max[m][h], factor) + weight_shift<T>;
-    }
-  }
-
-  // Turns the exponents of weights, by get_offsets(), into weights without `max` following. Where T has less
-  // range than fp32 a large weight must not hide in the sums of many tiles: `largest` gathers the sums of each.
-  template <int N8>
-  __device__ void update_ahead(float (&x)[M16][N8][4], float& largest) {
-    if constexpr (has_range) {
-      exponentiate(x, sum);
-    } else {
-      float added[M16][2] = {};
-      exponentiate(x, added);
-#pragma unroll
-      for (int m = 0; m < M16; ++m) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          sum[m][h] += added[m][h];
-          largest = max_or_nan(largest, added[m][h]);
-        }
-      }
-    }
-  }
-
-  // Whether weights ahead of their maximum may not be used: their sums are too large, or NaN.
-  __device__ bool outgrown(float largest) const {
-    if constexpr (has_range) {
-#pragma unroll
-      for (int m = 0; m < M16; ++m) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) largest = max_or_nan(largest, sum[m][h]);
-      }
-    }
-    return !(largest <= largest_sum_ahead);
-  }
-
-  // Whether every row of the warp has seen a key.
-  __device__ bool has_begun() const {
-    float least = max[0][0];
-#pragma unroll
-    for (int m = 0; m < M16; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) least = fminf(least, max[m][h]);
-    }
-    return warp_all(least > negative_infinity);
   }
 
   __device__ void add_lanes() {
@@ -157,7 +101,11 @@ struct OnlineSoftmax {
   template <int N8>
   __device__ void weigh(float (&s)[M16][N8][4], float factor) {
     float offsets[M16][2];
-    get_offsets(factor, offsets);
+#pragma unroll
+    for (int m = 0; m < M16; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) offsets[m][h] = offset_of(max[m][h], factor) + weight_shift<T>;
+    }
     // Columns outermost: the sums of the rows are chains of additions that run side by side.
 #pragma unroll
     for (int n = 0; n < N8; ++n) {
@@ -167,22 +115,6 @@ struct OnlineSoftmax {
         for (int e = 0; e < 4; ++e) {
           s[m][n][e] = exp2_approx(fmaf(s[m][n][e], factor, -offsets[m][e / 2]));
           sum[m][e / 2] += s[m][n][e];
-        }
-      }
-    }
-  }
-
-  // Turns exponents into weights, which are added to `sums`.
-  template <int N8>
-  __device__ static void exponentiate(float (&x)[M16][N8][4], float (&sums)[M16][2]) {
-#pragma unroll
-    for (int n = 0; n < N8; ++n) {
-#pragma unroll
-      for (int m = 0; m < M16; ++m) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          x[m][n][e] = exp2_approx(x[m][n][e]);
-          sums[m][e / 2] += x[m][n][e];
         }
       }
     }

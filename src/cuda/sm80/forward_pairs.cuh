@@ -7,10 +7,9 @@
 namespace flash_dmattn::cuda::sm80 {
 
 // ForwardKernel for a mask or a bias with a query dimension, without a list of keys: the bias lies
-// in_words, and both come to shared memory with the keys. `Heads`: a block's rows are of one head or of
-// two that have the same mask, ranks and bias. `Mask`: MaskBits of the packed mask, if there is a mask, or
-// MaskBytes of the mask as it is.
-template <class T, int D, ForwardPolicy P, int Heads, class Mask>
+// in_words, and both come to shared memory with the keys, the mask packed. `Heads`: a block's rows are of
+// one head or of two that have the same mask, ranks and bias.
+template <class T, int D, ForwardPolicy P, int Heads>
 struct ForwardPairsKernel {
   using Params = ForwardParams;
   static constexpr int threads = P.warps * 32;
@@ -20,7 +19,7 @@ struct ForwardPairsKernel {
 
   using QueryRows = SharedTile<P.rows(), D>;
   using Order = RowOrder<Heads>;
-  using Stream = PairStream<T, D, queries, P.keys, threads, Mask>;
+  using Stream = PairStream<T, D, queries, P.keys, threads>;
   using KeyRows = typename Stream::RowTile;
   using Out = Accumulator<P.warp_rows, D>;
   using Softmax = OnlineSoftmax<T, m16>;
@@ -54,15 +53,24 @@ struct ForwardPairsKernel {
         [&](int r) { return query(r) < row_end; }, query, Order::head);
 
     Out out;
+    clear(out);
     Softmax softmax;
     Stream stream(shared.stream, p, tile, row_end);
-    // Where weighing a tile ahead of its maximum can pay.
-    bool ahead = p.score.bias.per_query && p.score.form == ScoreForm::product;
-    for (;; ahead = false) {
-      clear(out);
-      softmax = Softmax();
-      if (visit_tiles(p, tile, warp_row, q_tile, ahead, stream, softmax, out)) break;
-      stream.restart();
+    const OperandA<QueryRows, Major::k> q(q_tile, warp_row);
+    while (stream.next_window()) {
+      for (int n = 0; n < stream.count(); ++n) {
+        stream.advance(n);
+        const std::uint32_t state = stream.state(n);
+        if ((state & Columns::touched) != 0) {
+          Accumulator<P.warp_rows, P.keys> scores;
+          clear(scores);
+          multiply<T, D>(scores, q, OperandB<KeyRows, Major::k>(stream.k_tile(), 0));
+          finish_scores(p, tile, warp_row, state, stream.columns(n), stream, scores);
+          softmax.update(scores, p.score.exponent, out);
+          add_values<T>(scores, OperandB<KeyRows, Major::mn>(stream.v_tile(), 0), out);
+        }
+        stream.finish(n);
+      }
     }
     cp_async_wait_all();
     __syncthreads();  // where no tile is visited, nobody has waited for the others' copies of q
@@ -78,95 +86,20 @@ struct ForwardPairsKernel {
     return shape;
   }
 
-  // Adds all tiles to `out` and `softmax`; false if they have to be visited again without `ahead`.
-  //
-  // Weights need not refer to the maximum: fp32 and bf16 have range to spare. Once every row of a warp
-  // has seen a key, a tile is weighed by the maxima so far without looking at its own (`ahead`): 100
-  // instructions less, and without a branch from the first product to the last, so that the
-  // compiler mixes both with what lies between. What shows afterwards, sums that have outgrown the range
-  // or a bias that is a mask, is rare: then the block begins again and looks at every maximum.
-  static __device__ bool visit_tiles(const Params& p, const QueryTile& tile, int warp_row,
-                                     std::uint32_t q_tile, bool ahead, Stream& stream,
-                                     Softmax& softmax, Out& out) {
-    const OperandA<QueryRows, Major::k> q(q_tile, warp_row);
-    bool begun = false;  // every row of the warp has a maximum
-    LeastBias<T> least;  // of tiles weighed ahead
-    float largest = 0;
-    const auto cannot_vouch = [&] {
-      return least.masks(p.score.mask_value) || (begun && softmax.outgrown(largest));
-    };
-    bool failed = false;
-    while (stream.next_window(failed)) {
-      for (int n = 0; n < stream.count(); ++n) {
-        if (!stream.advance(n, cannot_vouch)) return false;
-        if (begun && stream.simple()) {
-          stream.masked()
-              ? add_tile_ahead<true>(p, warp_row, q, stream, least, largest, softmax, out)
-              : add_tile_ahead<false>(p, warp_row, q, stream, least, largest, softmax, out);
-          continue;
-        }
-        stream.copy_next(n);
-        const std::uint32_t state = stream.state(n);
-        if ((state & Columns::touched) != 0) {
-          ahead &= add_tile(p, tile, warp_row, q, state, stream.columns(n), stream, softmax, out);
-          begun = ahead && softmax.has_begun();
-        }
-        stream.finish(n);
-      }
-      failed = cannot_vouch();
-    }
-    return !failed;
-  }
-
-  // Adds the current tile. 32 keys at a time: while one part is weighed there are products of another
-  // to do.
-  template <bool Masked>
-  static __device__ void add_tile_ahead(const Params& p, int warp_row,
-                                        const OperandA<QueryRows, Major::k>& q, Stream& stream,
-                                        LeastBias<T>& least, float& largest, Softmax& softmax,
-                                        Out& out) {
-    constexpr int parts = P.keys / 32;
-    Accumulator<P.warp_rows, 32> scores[parts];
-    stream.copy_next_of_run();
-#pragma unroll
-    for (int i = 0; i < parts; ++i) {
-      clear(scores[i]);
-      multiply<T, D>(scores[i], q, OperandB<KeyRows, Major::k>(stream.k_tile(), 32 * i));
-    }
-#pragma unroll
-    for (int i = 0; i < parts; ++i) {
-      const auto pairs = stream.template pairs<m16, 32, Order>(Order::query(warp_row), 32 * i);
-      float offsets[m16][2];
-      softmax.get_offsets(p.score.exponent, offsets);
-      pairs.template exponents<Masked>(p.score, offsets, scores[i], least);
-      softmax.update_ahead(scores[i], largest);
-      __syncwarp();  // moves the compiler to spread weights among products: 2 % at D 64
-      const std::uint32_t values =
-          stream.v_tile() + static_cast<std::uint32_t>(32 * i * KeyRows::row_bytes);
-      add_values<T>(scores[i], OperandB<KeyRows, Major::mn>(values, 0), out);
-    }
-  }
-
-  // The same, looking at its maxima. False where a bias of the warp masks: others will, too.
-  static __device__ bool add_tile(const Params& p, const QueryTile& tile, int warp_row,
-                                  const OperandA<QueryRows, Major::k>& q, std::uint32_t state,
-                                  const Columns& columns, const Stream& stream, Softmax& softmax,
-                                  Out& out) {
-    Accumulator<P.warp_rows, P.keys> scores;
-    clear(scores);
-    multiply<T, D>(scores, q, OperandB<KeyRows, Major::k>(stream.k_tile(), 0));
+  // Makes scores of products: scale, bias and masks.
+  static __device__ void finish_scores(const Params& p, const QueryTile& tile, int warp_row,
+                                       std::uint32_t state, const Columns& columns,
+                                       const Stream& stream,
+                                       Accumulator<P.warp_rows, P.keys>& scores) {
     if (p.score.form == ScoreForm::scaled) {
       for_each_element(scores, [&](float& s, int, int, int) { s *= p.score.inner; });
     }
-    const auto pairs = stream.template pairs<m16, P.keys, Order>(Order::query(warp_row), 0);
+    const auto pairs = stream.template pairs<m16, Order>(Order::query(warp_row));
     const LanePosition position = LanePosition::of(tile.row + Order::query(warp_row), 0);
-    bool bias_masks = false;
     if (p.score.bias.per_query) {
-      LeastBias<T> least;
-      stream.masked() ? pairs.template add_bias<true>(p.score.pair_factor, scores, least)
-                      : pairs.template add_bias<false>(p.score.pair_factor, scores, least);
-      bias_masks = warp_any(least.masks(p.score.mask_value));
-      if (bias_masks) pairs.mask_by_bias(p.score.mask_value, scores);
+      const std::uint32_t mask_values = packed_mask_value<T>(p.score);
+      stream.masked() ? pairs.template add_bias<true>(p.score.pair_factor, mask_values, scores)
+                      : pairs.template add_bias<false>(p.score.pair_factor, mask_values, scores);
     } else {
       if (p.score.bias.data != nullptr) {
         add_column_bias(p.score.factor, columns, position, scores);
@@ -174,9 +107,6 @@ struct ForwardPairsKernel {
       if (stream.masked()) pairs.mask(scores);
     }
     if ((state & Columns::partial) != 0) mask_columns<Order>(columns, position, scores);
-    softmax.update(scores, p.score.exponent, out);
-    add_values<T>(scores, OperandB<KeyRows, Major::mn>(stream.v_tile(), 0), out);
-    return !bias_masks;
   }
 };
 

@@ -13,12 +13,12 @@ void launch_forward_kernel(const ForwardParams& params, cudaStream_t stream) {
   launch<Kernel>(Kernel::blocks(params), params, stream);
 }
 
-template <class T, int D, SharedClass S, class Mask>
+template <class T, int D, SharedClass S>
 void launch_forward_of_pairs(const ForwardParams& params, cudaStream_t stream) {
   constexpr ForwardPolicy policy = forward_pairs_policy(D, S);
-  using OneHead = ForwardPairsKernel<T, D, policy, 1, Mask>;
+  using OneHead = ForwardPairsKernel<T, D, policy, 1>;
   if constexpr (D <= 128) {
-    using TwoHeads = ForwardPairsKernel<T, D, policy, 2, Mask>;
+    using TwoHeads = ForwardPairsKernel<T, D, policy, 2>;
     if (TwoHeads::takes(params)) {
       launch_forward_kernel<TwoHeads, S>(params, stream);
       return;
@@ -44,13 +44,7 @@ void launch_forward_of_class(const ForwardParams& params, cudaStream_t stream) {
     }
     return;
   }
-  if constexpr (can_read_mask_bytes(D, S)) {
-    if (params.score.packed_mask.has_only_states()) {
-      launch_forward_of_pairs<T, D, S, MaskBytes>(params, stream);
-      return;
-    }
-  }
-  launch_forward_of_pairs<T, D, S, MaskBits>(params, stream);
+  launch_forward_of_pairs<T, D, S>(params, stream);
 }
 
 template <class T, int D>

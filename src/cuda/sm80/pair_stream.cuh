@@ -10,22 +10,21 @@ struct TileList {
   static constexpr int window = 256;  // tiles that are listed at a time
   // Of an entry, beside the tile's first key: nothing of the tile is masked.
   static constexpr std::uint32_t full = 1;
-  // Neither it nor the next one has columns, and the next one is copied as a run.
-  static constexpr std::uint32_t simple = 2;
   static constexpr std::uint32_t flags = 31;
 
-  std::uint32_t entries[window + 1];  // the last one twice
+  std::uint32_t entries[window];
   int count;
 };
 
-template <class T, int D, int Rows, int N, class Mask>
+template <class T, int D, int Rows, int N>
 struct PairStreamStorage {
   using RowTile = SharedTile<N, D>;
   struct Stage {
     alignas(1024) std::byte k[RowTile::bytes];
     alignas(1024) std::byte v[RowTile::bytes];
     alignas(128) std::byte bias[BiasTile<Rows, N>::bytes];
-    alignas(128) std::byte mask[Rows * Mask::row_bytes];  // of the 64 keys that the tile is among
+    alignas(
+        128) std::byte mask[Rows * MaskBits::row_bytes];  // of the 64 keys that the tile is among
   };
   Stage stage[2];
   ColumnTile<N> columns[2];
@@ -33,13 +32,13 @@ struct PairStreamStorage {
 };
 
 // KeyStream for a query tile with a mask or a bias of pairs: the tiles are a list made once, and
-// with the rows of K and V come those of the bias and of the mask, packed or not. A bias lies in_words.
+// with the rows of K and V come those of the bias and of the packed mask. A bias lies in_words.
 // Addresses move from tile to tile: what follows from the block's position and the number of a tile
 // the compiler computes anew at each, 150 instructions with 64-bit products.
-template <class T, int D, int Rows, int N, int Threads, class Mask>
+template <class T, int D, int Rows, int N, int Threads>
 class PairStream {
  public:
-  using Storage = PairStreamStorage<T, D, Rows, N, Mask>;
+  using Storage = PairStreamStorage<T, D, Rows, N>;
   using RowTile = typename Storage::RowTile;
   using Stage = typename Storage::Stage;
   using Order = EightByLane;
@@ -73,28 +72,20 @@ class PairStream {
     states_ = mask.states + (matrix * row_tiles + row_tile) * mask.words;
     two_row_tiles_ = Rows > PackedMask::side && row_tile + 1 < row_tiles;
     const int row = tile.row + mask_row();
-    if constexpr (packed) {
-      mask_rows_exist_ = row / PackedMask::side < row_tiles;
-      const std::int64_t first_word =
-          (matrix * row_tiles + (mask_rows_exist_ ? row / PackedMask::side : 0)) * mask.words;
-      mask_ = reinterpret_cast<const std::byte*>(mask.bits + first_word * PackedMask::side +
-                                                 row % PackedMask::side);
-    } else {
-      const Broadcast& bytes = p.score.mask;
-      mask_ = bytes.data + tile.batch * bytes.batch + tile.head * bytes.head_q +
-              tile.kv_head * bytes.head_kv + row * bytes.query + 16 * mask_chunk();
-    }
+    mask_rows_exist_ = row / PackedMask::side < row_tiles;
+    const std::int64_t first_word =
+        (matrix * row_tiles + (mask_rows_exist_ ? row / PackedMask::side : 0)) * mask.words;
+    mask_ = reinterpret_cast<const std::byte*>(mask.bits + first_word * PackedMask::side +
+                                               row % PackedMask::side);
   }
 
-  // Lists the next tiles and copies the first; false when there are no more, or when a thread of the
-  // block has `failed`, which all then know.
-  __device__ bool next_window(bool& failed) {
+  // Lists the next tiles and copies the first; false when there are no more.
+  __device__ bool next_window() {
     cp_async_wait_all();
-    failed =
-        __syncthreads_or(static_cast<int>(failed)) != 0;  // all are done with the window before
+    __syncthreads();  // all are done with the window before
     window_ += TileList::window;
-    if (failed || window_ * N >= keys_.end) return false;
-    if (threadIdx.x < 32) list_tiles();
+    if (window_ * N >= keys_.end) return false;
+    if (threadIdx.x < warp_size) list_tiles();
     __syncthreads();
     count_ = storage_.list.count;
     if (count_ > 0) {
@@ -107,44 +98,19 @@ class PairStream {
 
   __device__ int count() const { return count_; }
 
-  // To the first tile again.
-  __device__ void restart() { window_ = before_first(); }
-
-  // Makes tile n of the window the current one; the next one has to be copied. Now and then, twice as
-  // far each time, the block asks whether a thread has `failed()`: then false.
-  template <class Failed>
-  __device__ bool advance(int n, const Failed& failed) {
+  // Makes tile n of the window the current one and starts copies of the next; finish(n) follows after the
+  // work on tile n.
+  __device__ void advance(int n) {
     entry_ = next_;
-    next_ = storage_.list.entries[n + 1];
     const std::uint32_t free = current_;
     current_ = coming_;
     coming_ = free;
     cp_async_wait_all();
-    if ((n & (n - 1)) == 0) return __syncthreads_or(static_cast<int>(failed())) == 0;
     __syncthreads();
-    return true;
-  }
-
-  // Whether the current tile has no columns and copy_next_of_run() may copy the next one.
-  __device__ bool simple() const { return (entry_ & TileList::simple) != 0; }
-
-  // Starts copies of the next tile without a branch; there is a bias. After the last tile of a window that one
-  // is copied again.
-  __device__ void copy_next_of_run() {
-    move();
-    copy_run<RowTile, Threads, Order>(k_, p_.k.row_step, part(coming_, offsetof(Stage, k)));
-    copy_run<RowTile, Threads, Order>(v_, p_.v.row_step, part(coming_, offsetof(Stage, v)));
-    copy_bias_run();
-    if constexpr (packed) {
-      copy_mask();
-    } else {
-      copy_mask_run();
+    if (n + 1 < count_) {
+      next_ = storage_.list.entries[n + 1];
+      copy_tile();
     }
-  }
-
-  // The same for any tile, if there is one after tile n; finish(n) follows after the work on tile n.
-  __device__ void copy_next(int n) {
-    if (n + 1 < count_) copy_tile();
   }
   __device__ void finish(int n) {
     if (n + 1 < count_) store_column(n + 1);
@@ -153,17 +119,15 @@ class PairStream {
   // Of the current tile.
   __device__ std::uint32_t k_tile() const { return part(current_, offsetof(Stage, k)); }
   __device__ std::uint32_t v_tile() const { return part(current_, offsetof(Stage, v)); }
-  // Of a warp's scores from a query and a key on.
-  template <int M16, int Keys, class QueryOrder>
-  __device__ PairTile<T, M16, N, Keys, QueryOrder, Mask> pairs(int first_query,
-                                                               int first_key) const {
+  // Of a warp's scores from a query on.
+  template <int M16, class QueryOrder>
+  __device__ PairTile<T, M16, N, QueryOrder> pairs(int first_query) const {
     constexpr unsigned halves = PackedMask::side / N;
     return {part(current_, offsetof(Stage, bias)),
-            part(current_, offsetof(Stage, mask)) + entry_ / N % halves * 4, first_query,
-            first_key};
+            part(current_, offsetof(Stage, mask)) + entry_ / N % halves * 4, first_query};
   }
   __device__ bool masked() const {
-    return !packed || (p_.score.packed_mask.bits != nullptr && (entry_ & TileList::full) == 0);
+    return p_.score.packed_mask.bits != nullptr && (entry_ & TileList::full) == 0;
   }
 
   // Of columns(n), which are not there for a tile that is known to be visible to every row.
@@ -176,23 +140,13 @@ class PairStream {
   using Bias = BiasTile<Rows, N>;
   static constexpr int bias_rows_at_once = Threads / Bias::chunks;
   static constexpr int bias_steps = Rows / bias_rows_at_once;
-  // Whether the mask's tile is one of bits: 16 bytes for two queries. Otherwise they are a chunk of one.
-  static constexpr bool packed = std::is_same_v<Mask, MaskBits>;
-  static constexpr int mask_rows_at_once = Threads / MaskBytes::chunks;
-  static constexpr int mask_steps = Rows / mask_rows_at_once;
-  static_assert(packed || (N == PackedMask::side && mask_steps > 0));
-
   static __device__ std::uint32_t part(std::uint32_t stage, std::size_t offset) {
     return stage + static_cast<std::uint32_t>(offset);
   }
   static __device__ int bias_row() { return static_cast<int>(threadIdx.x) / Bias::chunks; }
   static __device__ int bias_chunk() { return static_cast<int>(threadIdx.x) % Bias::chunks; }
-  // Of the first that a thread copies; of bits, threads for rows past the last copy nothing.
-  static __device__ int mask_row() {
-    const int thread = static_cast<int>(threadIdx.x);
-    return packed ? 2 * thread % Rows : thread / MaskBytes::chunks;
-  }
-  static __device__ int mask_chunk() { return static_cast<int>(threadIdx.x) % MaskBytes::chunks; }
+  // Of the first of two that a thread copies; threads for rows past the last copy nothing.
+  static __device__ int mask_row() { return 2 * static_cast<int>(threadIdx.x) % Rows; }
 
   // By one warp.
   __device__ void list_tiles() {
@@ -212,18 +166,10 @@ class PairStream {
       const bool visited = ((one | two) & PackedMask::some) != 0;
       const unsigned lanes = warp_ballot(visited);
       if (visited) {
-        // After the last of 32 the next one is not known: as late as it can be.
-        const unsigned later = lanes & ~((2u << lane) - 1);
-        const int next = later != 0 ? begin + __ffs(static_cast<int>(later)) - 1 : end - 1;
-        const std::uint32_t entry =
-            static_cast<std::uint32_t>((window_ + tile) * N) |
-            ((one & two & PackedMask::all) != 0 ? TileList::full : 0) |
-            (is_simple(window_ + tile, window_ + next) ? TileList::simple : 0);
-        const int place = count + __popc(lanes & ((1u << lane) - 1));
-        storage_.list.entries[place] = entry;
-        if (later == 0) storage_.list.entries[place + 1] = entry;
+        const std::uint32_t entry = static_cast<std::uint32_t>((window_ + tile) * N) |
+                                    ((one & two & PackedMask::all) != 0 ? TileList::full : 0);
+        storage_.list.entries[count + count_before(lanes, lane)] = entry;
       }
-      __syncwarp();
       count += __popc(lanes);
     }
     if (lane == 0) storage_.list.count = count;
@@ -243,10 +189,6 @@ class PairStream {
   __device__ bool is_plain(int key) const {
     return !has_values_ && key >= keys_.whole_begin && key + N <= keys_.whole_end;
   }
-  // Whether tiles without columns lie from one tile to another.
-  __device__ bool is_simple(int tile, int next) const {
-    return is_run() && is_plain(tile * N) && is_plain(next * N);
-  }
   // The window before that of the first key.
   __device__ int before_first() const { return keys_.begin / N - TileList::window; }
   // Whether tiles without a tail are copied as runs.
@@ -260,12 +202,8 @@ class PairStream {
     k_ = row_after(k_, keys, p_.k.row_step);
     v_ = row_after(v_, keys, p_.v.row_step);
     bias_ += 2 * keys;
-    if constexpr (packed) {
-      constexpr int side = PackedMask::side;
-      mask_ += (first_key(next_) / side - first_key(entry_) / side) * (side * 8);
-    } else {
-      mask_ += keys;
-    }
+    constexpr int side = PackedMask::side;
+    mask_ += (first_key(next_) / side - first_key(entry_) / side) * (side * 8);
   }
 
   __device__ void copy_tile() {
@@ -287,11 +225,7 @@ class PairStream {
       copy_rows<RowTile, Threads>(source(p_.v), v_tile, exists, index);
     }
     if (p_.score.bias.per_query) whole ? copy_bias_run() : copy_bias(size);
-    if constexpr (packed) {
-      copy_mask();
-    } else {
-      whole ? copy_mask_run() : copy_mask_bytes(size);
-    }
+    copy_mask();
     load_column();
   }
 
@@ -329,33 +263,6 @@ class PairStream {
     if (!wanted || 2 * static_cast<int>(threadIdx.x) >= Rows) return;
     cp_async_16(part(coming_, offsetof(Stage, mask)) + static_cast<std::uint32_t>(mask_row() * 8),
                 mask_, mask_rows_exist_);
-  }
-
-  __device__ std::uint32_t mask_place() const {
-    return part(coming_, offsetof(Stage, mask)) + MaskBytes::chunk_offset(mask_row(), mask_chunk());
-  }
-  __device__ const std::byte* mask_of_step(int i) const {
-    return mask_ + i * (mask_rows_at_once * p_.score.mask.query);
-  }
-
-  __device__ void copy_mask_run() {
-    const std::uint32_t to = mask_place();
-#pragma unroll
-    for (int i = 0; i < mask_steps; ++i) {
-      cp_async_16(to + i * mask_rows_at_once * MaskBytes::row_bytes, mask_of_step(i));
-    }
-  }
-
-  // Of `size` keys.
-  __device__ void copy_mask_bytes(int size) {
-    const std::uint32_t to = mask_place();
-    const int bytes = min(size - 16 * mask_chunk(), 16);
-#pragma unroll 1
-    for (int i = 0; i < mask_steps; ++i) {
-      const bool exists = bytes > 0 && row_begin_ + mask_row() + i * mask_rows_at_once < row_end_;
-      cp_async_part(to + i * mask_rows_at_once * MaskBytes::row_bytes,
-                    exists ? mask_of_step(i) : p_.score.mask.data, exists ? bytes : 0);
-    }
   }
 
   __device__ void load_column() {
@@ -396,7 +303,7 @@ class PairStream {
   const std::byte* k_;      // this thread's first row and chunk
   const std::byte* v_;
   const std::byte* bias_;
-  const std::byte* mask_;  // this thread's rows and the 64 keys, or its chunk of them
+  const std::byte* mask_;  // this thread's rows and the 64 keys
 };
 
 }  // namespace flash_dmattn::cuda::sm80
