@@ -1,4 +1,4 @@
-"""What is measured: rows of work, by name."""
+"""The measured work: rows of cases, by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Case:
     """Causal attention of `batch` sequences.
 
     kind: DENSE; PER_QUERY and GLOBAL: of every query the `window` keys with the highest bias, one bias per
-        key; SLIDING: the last `window` keys; PAIRS: a mask and a bias per pair, about `window` random keys of
+        key; SLIDING: the last `window` keys; PAIRS: a dense mask and bias, about `window` random keys of
         those a query may see.
     """
 
@@ -38,7 +38,7 @@ class Case:
         return self.batch * self.heads_q * (w * (w + 1) // 2 + (n - w) * w)
 
     def useful_flops(self, direction: str) -> int:
-        """2 products of 2 D flops a pair forward, 5 backward."""
+        """2 products of 2 D flops a (query, key) pair forward, 5 backward."""
         return {"forward": 4, "backward": 10}[direction] * self.head_dim * self.pairs
 
 
@@ -85,7 +85,7 @@ def cases_of(
     seqlens: list[int] | None = None,
     windows: list[int] | None = None,
 ) -> list[Case]:
-    """The cases of these names, each once; `seqlens` and `windows` take the place of their own."""
+    """The cases of these names, each once; `seqlens` and `windows` replace their own."""
     found = [case for name in names for case in CASES[device].get(name, [])]
     if seqlens:
         found = [dataclasses.replace(case, seqlen=n) for case in found for n in seqlens]

@@ -14,13 +14,13 @@ from torch import Tensor
 from ..check.memory import peak_bytes
 
 _CYCLES_AHEAD = (
-    2_000_000  # about a millisecond, in which Python gets ahead of the GPU, as it is in training
+    2_000_000  # about a millisecond, in which Python runs ahead of the GPU, as in training
 )
 
 
 @dataclass(frozen=True)
 class Step:
-    """A forward, what it is differentiated by, and the gradient of its output."""
+    """A forward, the inputs by which it is differentiated, and the gradient of its output."""
 
     forward: Callable[[], Tensor]
     leaves: list[Tensor]
@@ -39,7 +39,7 @@ class Cost:
 
 
 def timed(call: Callable, device: str, *arguments: object) -> tuple[float, object]:
-    """Milliseconds of one call, and what it returned."""
+    """Milliseconds of one call, and its result."""
     if device == "cpu":
         start = time.perf_counter()
         result = call(*arguments)
@@ -60,8 +60,8 @@ def median_ms(call: Callable[[], object], device: str, repeats: int) -> float:
 
 
 def costs(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Cost]:
-    """Of every side. They take turns in an order drawn anew each time, so that neither a drifting clock nor the
-    side before favours one; medians of `repeats` turns."""
+    """Of every side: medians of `repeats` rounds. The order of the sides is drawn anew for each round, so that
+    neither a drifting clock nor the side before favours one."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     draw = random.Random(0)
     for turn in range(repeats + 1):  # the first one warms up
@@ -77,7 +77,7 @@ def costs(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Cost]:
 
 
 def peak_of(step: Step, device: str) -> int:
-    """Outputs, gradients, all that is needed in between, and the mask."""
+    """Outputs, gradients, intermediate tensors, and the mask."""
 
     def run():
         out = step.forward()

@@ -1,4 +1,4 @@
-"""What can be chosen about the benchmark."""
+"""The options of the benchmark."""
 
 import argparse
 from pathlib import Path

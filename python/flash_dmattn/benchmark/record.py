@@ -1,4 +1,4 @@
-"""What was measured, as rows, as lines of a table and as a file."""
+"""Measurements as rows, as lines of a table and as a file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def line(row: dict) -> str:
 
 
 def machine(device: str) -> dict:
-    """What times depend on."""
+    """The hardware and settings on which times depend."""
     if device == "cuda":
         query = "--query-gpu=driver_version,clocks.sm,clocks.mem,clocks.max.sm"
         return {

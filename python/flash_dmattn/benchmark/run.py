@@ -18,7 +18,7 @@ INTERRUPTED = 130
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Measures what `options` ask for and prints it. Returns the exit status."""
+    """Measures the cases that `options` select and prints them. Returns the exit status."""
     if options.plot is not None:
         try:
             from . import pictures
@@ -39,7 +39,7 @@ def bench(options: argparse.Namespace) -> int:
         try:
             for row in measured(options):
                 rows.append(row)
-                if options.json:  # at once: whoever does not wait for the rest loses nothing
+                if options.json:  # at once: an interrupted run keeps its rows
                     record.write(options.json, {**about, "speed": rows})
         except KeyboardInterrupt:
             interrupted = True
@@ -64,7 +64,7 @@ def device_of(options: argparse.Namespace) -> str:
 
 
 def dtypes_of(options: argparse.Namespace) -> list[str]:
-    """bfloat16 is what is trained in; the CPU has float32 as well."""
+    """Training is in bfloat16; the CPU has float32 as well."""
     if options.dtype:
         return options.dtype
     return ["bfloat16"] if device_of(options) == "cuda" else ["float32", "bfloat16"]
@@ -105,13 +105,13 @@ def measured(options: argparse.Namespace) -> Iterator[dict]:
 def measure(
     case: Case, dtype: str, device: str, names: list[str], repeats: int, say=print
 ) -> list[dict]:
-    """The rows of one case; `say` is told why a side has none."""
+    """The rows of one case; `say` gets the reason why a side has none."""
     inputs = sides.draw(case, getattr(torch, dtype), device)
     steps = {}
     for name in names:
         try:
             step = sides.build(name, inputs)
-            step.backward(step.forward())  # compiles, and says whether it can
+            step.backward(step.forward())  # compiles, and raises where it cannot
             steps[name] = step
         except (sides.Declined, RuntimeError, TypeError, ValueError) as reason:
             text = str(reason).splitlines()[0] if str(reason) else type(reason).__name__

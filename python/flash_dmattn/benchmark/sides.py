@@ -1,4 +1,4 @@
-"""Who is measured: our backends, and the rivals that torch has. All get the same numbers."""
+"""The measured sides: our backends, and the rivals in torch. All get the same numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OURS = ("cuda", "triton", "cpu")
 
 
 class Declined(Exception):
-    """Why a side does not run a case."""
+    """A side does not run a case, for the reason in the message."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _leaves(*tensors: Tensor | None) -> list[Tensor]:
 
 
 def _our(backend: str, inputs: Inputs) -> Step:
-    """The whole call as a user makes it: with selection, plan, and the gradient of the bias."""
+    """The call as a user makes it: with selection, schedule, and the gradient of the bias."""
     case, attention = inputs.case, flash_dmattn_func_auto(backend)
     leaves = _leaves(inputs.q, inputs.k, inputs.v, inputs.bias)
     q, k, v, *bias = leaves
@@ -103,7 +103,7 @@ def _torchs(inputs: Inputs, mask: Tensor | None = None, backend: SDPBackend | No
 
 
 def _per_query_head(mask: Tensor, case: Case) -> Tensor:
-    """What torch wants of grouped heads."""
+    """Repeated to one mask per query head, as torch requires."""
     if mask.shape[1] in (1, case.heads_q):
         return mask
     return mask.repeat_interleave(case.heads_q // mask.shape[1], 1)
@@ -115,10 +115,10 @@ def _sdpa(inputs: Inputs) -> Step:
     if case.kind == DENSE:
         return _torchs(inputs)
     heads = 1 if case.kind == SLIDING else case.heads_q
-    needed = 5 * case.batch * heads * case.seqlen**2  # torch makes numbers of its bits
+    needed = 5 * case.batch * heads * case.seqlen**2  # torch converts it to numbers
     if needed > _memory(inputs.q.device) // 2:
         raise Declined(f"its mask takes {needed / 1e9:.0f} GB")
-    if case.kind == PAIRS:  # mask and bias are one to it, and have one gradient
+    if case.kind == PAIRS:  # one tensor is mask and bias, and has one gradient
         both = inputs.bias.masked_fill(~inputs.mask, -torch.inf)
         return _torchs(inputs, _per_query_head(both, case).requires_grad_())
     intervals = inputs.intervals
@@ -139,7 +139,7 @@ def _dense_only(backend: SDPBackend) -> Callable[[Inputs], Step]:
 
 
 def _flex(inputs: Inputs) -> Step:
-    """torch's FlexAttention itself; its mask, by blocks and by pairs, is ready before the clock starts."""
+    """torch's FlexAttention itself; its mask, by blocks and by elements, is ready before the clock starts."""
     from ..flash_dmattn_flex import compiled_flex, masking
 
     case, intervals = inputs.case, inputs.intervals
@@ -170,7 +170,7 @@ RIVALS: dict[str, Callable[[Inputs], Step]] = {
 
 
 def build(name: str, inputs: Inputs) -> Step:
-    """The step of a side. Declined where it does not run this."""
+    """The step of a side. Raises Declined where it does not run the case."""
     if name in OURS and name not in get_available_backends():
         raise Declined(f"the backend {name} does not run here")
     if name in RIVALS:

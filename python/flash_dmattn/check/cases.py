@@ -25,7 +25,7 @@ DTYPES = {
 
 
 def read_table(path: Path = TABLE) -> list[dict[str, str]]:
-    """All cases; an empty word takes that of the first row, which is no case itself."""
+    """All cases; an empty field takes that of the first row, which is no case itself."""
     with path.open() as file:
         lines = [line for line in file if line.strip() and not line.startswith("#")]
     columns, *rows = ([word.strip() for word in row] for row in csv.reader(lines))
@@ -51,7 +51,7 @@ class Case:
 
 
 def make_case(row: dict[str, str]) -> Case:
-    """Draws the tensors of a case. What the words mean is written at the head of the table."""
+    """Draws the tensors of a case. The head of the table explains the words."""
     return _Maker(row).case()
 
 
@@ -251,4 +251,4 @@ class _Maker:
             return torch.nn.functional.pad(tensor, (0, -size % 16))[..., :size]
         if layout == "expanded" and head_dim is not None and tensor.numel():
             return tensor.narrow(head_dim, 0, 1).expand_as(tensor)
-        return tensor.contiguous()  # torch has no negative strides, so "reversed" is this as well
+        return tensor.contiguous()  # "reversed", too: torch has no negative strides

@@ -1,4 +1,4 @@
-"""The one way checks and tests decide that a result is right (docs/numerics.md)."""
+"""The criterion by which checks and tests accept a result (docs/numerics.md)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison of one tensor found: `message` says what is wrong, and is "" when nothing is.
+    """The comparison of one tensor: `message` describes the failure, and is "" without one.
 
     error, bound: of the maximum, or of the mean where only that is exceeded; None where values are not
         comparable (no elements, non-finite ones that differ, a yardstick that overflows).
@@ -36,7 +36,7 @@ class Verdict:
 def judge(
     name: str, actual: Tensor, expected: Tensor, yardstick: Tensor, largest_score: float = 1.0
 ) -> Verdict:
-    """Maximum and mean error at most twice the yardstick's, plus what may be luck of the yardstick.
+    """Maximum and mean error at most twice the yardstick's, plus an allowance for luck of the yardstick.
 
     expected: in double. yardstick: the same mathematics in the precision of `actual`. That luck is one unit
     in the last place of the result, and what two units in the last place of an fp32 score do to it.
@@ -110,7 +110,7 @@ def assert_matches_oracle(actual: Result, problem: Problem, saturate: bool = Tru
 
 
 def _rounded_range(expected: Tensor, dtype: torch.dtype, saturate: bool, gradient: bool) -> Tensor:
-    """What is left of values beyond the range of `dtype`: the limit, or infinity."""
+    """The values that those beyond the range of `dtype` become: the limit, or infinity."""
     limit = torch.finfo(dtype).max
     if saturate:
         limit = GRADIENT_LIMIT.get(dtype, limit) if gradient else limit

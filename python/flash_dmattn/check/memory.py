@@ -1,4 +1,4 @@
-"""The memory of a call: the peak of what torch's allocators gave out while it ran."""
+"""The memory of a call: the peak of torch's allocators while it ran."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def peak_bytes(call: Callable[[], object], device: str) -> tuple[int, object]:
-    """The peak beyond what was allocated before, and what the call returned."""
+    """The peak beyond earlier allocations, and the result of the call."""
     if torch.device(device).type != "cpu":
         gpu = torch.get_device_module(torch.device(device))
         gpu.synchronize()
@@ -19,7 +19,7 @@ def peak_bytes(call: Callable[[], object], device: str) -> tuple[int, object]:
         kept = call()
         gpu.synchronize()
         return gpu.max_memory_allocated() - before, kept
-    # torch would print a line at every start and stop, and about events of cycles that there are none of.
+    # torch would print a line at every start and stop, and about events of cycles that do not exist.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:

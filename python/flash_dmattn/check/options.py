@@ -1,4 +1,4 @@
-"""What can be chosen about the check."""
+"""The options of the check."""
 
 import argparse
 from pathlib import Path

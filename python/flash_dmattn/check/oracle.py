@@ -1,4 +1,4 @@
-"""Attention and selection straight from their definitions, with every pair held in memory.
+"""Attention and selection straight from their definitions, with every (query, key) element held in memory.
 
 In double precision this is what checks and tests compare with. In a low precision it is the yardstick: what
 a careful user gets from plain torch, every matrix product rounded to the dtype, the softmax in fp32.
@@ -45,11 +45,11 @@ class Result:
     dk: Tensor | None = None
     dv: Tensor | None = None
     dbias: Tensor | None = None
-    largest_score: float = 0.0  # magnitude; what rounding a score costs grows with it
+    largest_score: float = 0.0  # magnitude; the error of rounding a score grows with it
 
 
 def per_head(tensor: Tensor, problem: Problem) -> Tensor:
-    """[B or 1, H, Sq or 1, Sk or 1] -> [B, Hq, Sq, Sk], every query head with what its group shares."""
+    """[B or 1, H, Sq or 1, Sk or 1] -> [B, Hq, Sq, Sk], every query head with the data of its group."""
     batch, seqlen_q, heads_q, _ = problem.q.shape
     if tensor.shape[1] not in (1, heads_q):
         tensor = tensor.repeat_interleave(heads_q // tensor.shape[1], 1)
@@ -72,7 +72,7 @@ def visible_pairs(problem: Problem) -> Tensor:
 
 
 def sum_to_shape(tensor: Tensor, shape: torch.Size, heads_kv: int) -> Tensor:
-    """Undoes per_head: sums over the heads of a group and over what was broadcast."""
+    """Undoes per_head: sums over the heads of a group and over broadcast dimensions."""
     if shape[1] not in (1, tensor.shape[1]):
         tensor = tensor.unflatten(1, (heads_kv, -1)).sum(2)
     return tensor.sum_to_size(shape)
@@ -131,7 +131,7 @@ def attention(problem: Problem, dtype: torch.dtype = torch.float64) -> Result:
 
 
 def select(scores: Tensor, window: int, allowed: Tensor) -> Tensor:
-    """Count who beats whom. scores [B, H, Sk]; allowed bool [B, H, Sq, Sk] -> bool [B, H, Sq, Sk]."""
+    """Counts the keys that beat each key. scores [B, H, Sk]; allowed bool [B, H, Sq, Sk] -> bool [B, H, Sq, Sk]."""
     position = torch.arange(scores.shape[-1], device=scores.device)
     a, b = scores[..., :, None], scores[..., None, :]
     beats = (a > b) | ((a == b) & (position[:, None] > position))  # [.., j beats, j is beaten]

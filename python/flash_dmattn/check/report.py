@@ -1,4 +1,4 @@
-"""What a check found: a line per case, every failure in full, and a file."""
+"""The results of a check: a line per case, every failure in full, and a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PASS, FAIL, DECLINED = "pass", "FAIL", "declined"
 
 @dataclass(frozen=True)
 class Row:
-    """The worst of one tensor of one case. `message` is that of a failure, or why the backend declines."""
+    """The worst of one tensor of one case. `message` is that of a failure, or the reason why the backend declines."""
 
     backend: str
     case: str
@@ -32,7 +32,7 @@ class Row:
 
 
 def worst_rows(backend: str, case: str, dtype: str, verdicts: Iterable[Verdict]) -> list[Row]:
-    """One row for each tensor: its first failure, or else what came closest to its bound."""
+    """One row for each tensor: its first failure, or else the result closest to its bound."""
     worst: dict[str, Verdict] = {}
     for verdict in verdicts:
         kept = worst.get(verdict.tensor)

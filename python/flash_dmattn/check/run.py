@@ -37,7 +37,7 @@ class Step:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Runs what `options` ask for and prints it. Returns the exit status; see `options`."""
+    """Runs the check that `options` select and prints it. Returns the exit status; see `options`."""
     asked = {"all": None}.get(options.backend, options.backend)
     for backend in backends():
         if backend.name == asked == "triton" and interpreted(asked):
@@ -87,7 +87,7 @@ def check(options: argparse.Namespace) -> int:
 def steps_of(
     backend: str, dtypes: list[str] | None, full: bool, tensors: list[str] | None
 ) -> Iterator[Step]:
-    """Every case of the table (a sixth of them unless `full`) and every situation."""
+    """Every case of the table (a sixth of them unless `full`) and every situation of situations.py."""
     small = interpreted(backend)
     function = triton_dmattn_func if small else flash_dmattn_func_auto(backend)
     device = device_of(backend)
@@ -97,7 +97,7 @@ def steps_of(
             names = [n for n in names if CASES[n]["slow"] != "1"][::QUICK_ONE_IN]
         for name in names:
             if backend == "flex" and CASES[name]["inputs"] == "limits":
-                continue  # numbers beyond fp32 inside a score: flex_dmattn_func promises nothing
+                continue  # numbers beyond fp32 inside a score: no promise of flex_dmattn_func
             yield Step(
                 backend, name, dtype, lambda name=name: case_verdicts(name, function, device, small)
             )
@@ -138,7 +138,7 @@ def dtypes_of(backend: str) -> tuple[str, ...]:
 
 
 def interpreted(backend: str) -> bool:
-    """Triton's kernels run on the CPU with TRITON_INTERPRET=1, about a thousand pairs a second: small cases."""
+    """Triton's kernels run on the CPU with TRITON_INTERPRET=1, about a thousand elements a second: small cases."""
     return backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -152,7 +152,7 @@ def examine(step: Step) -> list[Row]:
 
 
 def declines(error: Exception) -> bool:
-    """Whether a backend says that it does not do this, rather than failing at it.
+    """Whether a backend declines a case, rather than failing at it.
 
     It names the argument: "query: got ...". An error of the C++ library is a ValueError or a RuntimeError,
     depending on the version of torch.
@@ -166,13 +166,13 @@ def declines(error: Exception) -> bool:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fills all that torch allocates without initialising it with NaN: what nobody wrote then shows."""
+    """Fills uninitialised memory of torch with NaN, so that an element that is never written shows."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    # torch fills memory only while it is deterministic. Attention is what it would be otherwise.
+    # torch fills memory only while it is deterministic. Attention itself stays as it would be otherwise.
     undecided = mock.patch.object(flash_dmattn_interface, "resolve_deterministic", bool)
     try:
         with undecided, warnings.catch_warnings():

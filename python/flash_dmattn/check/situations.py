@@ -17,13 +17,13 @@ from .oracle import Problem, Result, causal_pairs, select
 
 @dataclass(frozen=True)
 class Setting:
-    """What is checked: the attention function of a backend, on a device, at what size."""
+    """The subject of a check: the attention function of a backend, on a device, small or not."""
 
     function: Callable
     device: str
     dtype: torch.dtype
     full: bool
-    small: bool = False  # so that an interpreter gets to the end
+    small: bool = False  # so that an interpreter finishes
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
@@ -38,7 +38,7 @@ class Setting:
 def forward_and_backward(
     problem: Problem, function: Callable = flash_dmattn_func, **options
 ) -> Result:
-    """All inputs require gradients; mask and bias are passed in the 4-d form that the problem has."""
+    """All inputs require gradients; mask and bias are passed in the 4-d form of the problem."""
     q, k, v = (t.detach().requires_grad_() for t in (problem.q, problem.k, problem.v))
     bias = None if problem.bias is None else problem.bias.detach().requires_grad_()
     out, lse, _ = function(
@@ -98,7 +98,7 @@ def choice_of_keys(setting: Setting) -> Iterator[Verdict]:
     """keep_window_size: the gradient went through the top-k, and through the padding's fill, as NaN."""
     length, window, padding = (60, 8, 10) if setting.small else (300, 32, 40)
     bias = setting.normal(2, 2, length)
-    bias[0, :, :padding] = torch.finfo(setting.dtype).min  # padding, as other code fills it
+    bias[0, :, :padding] = torch.finfo(setting.dtype).min  # the usual fill of padding
     allowed = causal_pairs(length, length).to(setting.device)
     allowed = allowed & (bias > torch.finfo(setting.dtype).min)[:, :, None]
     problem = setting.problem(length, length, 32, heads=(2, 2), batch=2, bias=bias[:, :, None])
@@ -176,7 +176,7 @@ def memory(setting: Setting) -> Iterator[Verdict]:
             )  # fmt: skip
             return out, lse, *torch.autograd.grad(out, leaves, dout)
 
-        step()  # what is loaded at first use is not of the step
+        step()  # modules loaded at first use do not count
         peak, kept = peak_bytes(step, setting.device)
         extra = peak - bytes_of(kept)
         message = (

@@ -32,11 +32,11 @@ class Cost:
 
     length: int
     seconds: float
-    mebibytes: float  # peak memory beyond what the process (on a GPU, torch) held before
+    mebibytes: float  # peak memory beyond that of the process (on a GPU, torch) before
 
 
 def measure(implementation: str, window: int, seconds: float, seed: int, device: str) -> list[Cost]:
-    """The costs of one implementation in a new process: of all its lengths, or as far as `seconds` go."""
+    """The costs of one implementation in a new process: of all its lengths, or as many as fit into `seconds`."""
     lengths = (LENGTHS if device == "cpu" else LENGTHS_ON_GPU)[implementation]
     command = [sys.executable, "-m", __name__, implementation, *map(str, lengths)]
     command += ["--window", str(window), "--seconds", str(seconds), "--seed", str(seed)]
@@ -84,7 +84,7 @@ def main() -> None:
     step(options.window // 2)
     took = growth = 0.0
     for length in options.lengths:
-        # Doubling the length costs at most four times as much: stop before it is too much.
+        # Doubling the length costs at most four times as much: stop before the time is up.
         too_long = time.perf_counter() + 2 * 4 * took > deadline
         if too_long or 4 * growth > 0.7 * memory.available():
             break
@@ -99,7 +99,7 @@ class _ProcessMemory:
     """Of this process, in MiB."""
 
     def forget_peak(self) -> None:
-        """Lets the peak begin anew (man 5 proc, clear_refs)."""
+        """Resets the peak (man 5 proc, clear_refs)."""
         Path("/proc/self/clear_refs").write_text("5")
 
     def now(self) -> float:

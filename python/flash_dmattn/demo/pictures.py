@@ -39,7 +39,7 @@ def draw_loss(path: Path, training: list[float], before: float, after: float) ->
 
 
 def draw_keys(path: Path, model: torch.nn.Module, ids: torch.Tensor) -> None:
-    """Which keys each query of a sequence [N] kept: one column per layer, one row per key head."""
+    """The keys that each query of a sequence [N] kept: one column per layer, one row per key head."""
     kept = kept_keys(model, ids)
     heads, length = kept[0].intervals.shape[1:3]
     figure, grid = plt.subplots(

@@ -1,4 +1,4 @@
-"""The model, its training and what it writes."""
+"""The model, its training and the text that it writes."""
 
 import math
 import time
@@ -39,7 +39,7 @@ def make_model(context: int, window: int, layers: int = 4) -> DogeForCausalLM:
 
 @dataclass
 class History:
-    """What happened in training."""
+    """The record of a training."""
 
     bits_per_byte: list[float] = field(default_factory=list)  # of every step's batch
     seconds: float = 0.0
@@ -109,7 +109,7 @@ def precision_of(device: torch.device) -> AbstractContextManager:
 
 
 def check_gradients(model: torch.nn.Module, step: int) -> int:
-    """How many gradients there are; FloatingPointError when one is not finite."""
+    """The number of gradients; FloatingPointError when one is not finite."""
     named = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
     for name, gradient in named:
         if not gradient.isfinite().all():

@@ -1,7 +1,7 @@
 """The backward kernels.
 
 dq and the row sums of ds come from a loop over keys as in the forward; dk, dv and the key sums of ds from a
-loop over queries that begins and ends where the block of keys is seen. Each sum has one owner, which adds in
+loop over the queries to which the block of keys is visible. Each sum has one owner, which adds in
 a fixed order: no atomics, and two runs agree to the bit. The price is that scores are computed twice.
 """
 
@@ -30,7 +30,7 @@ from .tiles import (
 
 
 class Statistics(NamedTuple):
-    """What the forward and delta_kernel say of every query row: fp32 [B, Hq, Sq], dense."""
+    """Per query row, from the forward and delta_kernel: fp32 [B, Hq, Sq], dense."""
 
     lse: Any
     lse_low: Any
@@ -47,7 +47,7 @@ class BiasSums(NamedTuple):
 @triton.jit
 def load_dout(head, dout, rows, exists, shape, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
               SATURATE: tl.constexpr, CAREFUL: tl.constexpr):  # fmt: skip
-    """dout, its non-finite elements as 0 when they shall not spread; the plain kernels meet none."""
+    """dout, its non-finite elements as 0 when they must not spread; inputs of the plain kernels have none."""
     tile = load_rows(head, dout, rows, exists, shape, BLOCK_D, EVEN_D, CAREFUL)
     if CAREFUL and SATURATE:
         tile = tl.where(tl.abs(tile) < float("inf"), tile, 0.0)
@@ -60,7 +60,7 @@ def delta_kernel(
 ):
     """delta = dout . out [B, Hq, Sq], and the check that dout is fit for the plain kernels.
 
-    In fp32 summed as dp = dout . v is, so that ds of a row that sees one key alone is exactly 0.
+    In fp32, summed in the order of dp = dout . v, so that ds of a row that sees only one key is exactly 0.
     """
     blocks = tl.cdiv(shape.seqlen_q, M)
     rows = tl.program_id(0) % blocks * M + tl.arange(0, M)
@@ -88,8 +88,8 @@ def delta_kernel(
 
 @triton.jit
 def row_statistics(statistics, batch, head, rows, shape, CAREFUL: tl.constexpr):
-    """lse (in units of log 2 if plain), what rounding took from it, and delta. Rows past the end and
-    rows that see nothing get an lse that makes all their weights 0."""
+    """lse (in units of log 2 if plain), the part that rounding removed, and delta. Rows past the end and
+    rows that see no key get an lse that makes all their weights 0."""
     index = (batch * shape.heads_q + head).to(tl.int64) * shape.seqlen_q + rows
     exists = rows < shape.seqlen_q
     lse = tl.load(statistics.lse + index, mask=exists, other=-float("inf"))
@@ -105,7 +105,7 @@ def row_statistics(statistics, batch, head, rows, shape, CAREFUL: tl.constexpr):
 def gradients_of_scores(
     score, slope, dp, lse, lse_low, delta, dt_limit, SATURATE: tl.constexpr, CAREFUL: tl.constexpr
 ):
-    """p, ds and dt (ds before softcap) of a tile; score is -inf where a pair is not visible."""
+    """p, ds and dt (ds before softcap) of a tile; score is -inf where an element is not visible."""
     if CAREFUL:
         p = weight((score - lse.to(tl.float64)) - lse_low.to(tl.float64), True)
         ds = tl.where(p == 0, 0.0, p * (dp - delta))
@@ -201,7 +201,7 @@ def query_gradient_kernel(
     bias_head = broadcast_head(bias, batch, head, shape.group)
 
     WIDE: tl.constexpr = tl.float64 if CAREFUL else tl.float32
-    # Of bf16 and fp32 the plain kernels' ds stays within the limits; see LARGEST_PLAIN.
+    # In bf16 and fp32 the ds of plain kernels stays within the limits; see LARGEST_PLAIN.
     SATURATE_DT: tl.constexpr = SATURATE and (CAREFUL or q.data.dtype.element_ty == tl.float16)
     sums = tl.zeros((M, BLOCK_D), WIDE)
     row_sum = tl.zeros((M,), WIDE)

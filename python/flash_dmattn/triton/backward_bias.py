@@ -1,4 +1,4 @@
-"""The gradient of a bias that has an entry for every pair."""
+"""The gradient of a dense bias."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def bias_gradient_kernel(
 ):  # fmt: skip
     """CHUNK keys of M rows of dbias [.., .., Sq, Sk], summed over all (batch, head) that share the bias.
 
-    A kernel of its own, so that heads which share a bias are summed without atomics and in a fixed order.
+    A kernel of its own: heads that share a bias are summed without atomics and in a fixed order.
     Tiles of keys and the heads of a tile are one loop, whose loads run ahead of its products.
     """
     chunks = tl.cdiv(shape.seqlen_k, CHUNK)
@@ -56,7 +56,7 @@ def bias_gradient_kernel(
     head_at = (bias_batch * bias_heads + bias_head).to(tl.int64) * shape.seqlen_q
     row_pointers = dbias + (head_at + rows) * shape.seqlen_k
     begin = chunk * CHUNK
-    # Keys past this are not visible to any row, as far as causality goes.
+    # Causality hides keys past this from every row.
     visible_end = tl.minimum(shape.seqlen_k, tile_q * M + M + shape.reach)
     tiles = tl.cdiv(tl.maximum(tl.minimum(begin + CHUNK, visible_end) - begin, 0), N)
     total = tl.zeros((M, N), WIDE)

@@ -29,7 +29,7 @@ def key_gradient_tiles(
     SATURATE_DT: tl.constexpr, CAREFUL: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.constexpr,
     EVEN_D: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the queries [begin, end) of one head give to a block of keys; tiles are [keys, queries]."""
+    """Adds the terms of queries [begin, end) of one head to a block of keys; tiles are [keys, queries]."""
     for start in range(begin, end, M):
         rows = start + tl.arange(0, M)
         row_exists = rows < shape.seqlen_q
@@ -42,7 +42,7 @@ def key_gradient_tiles(
             delta = careful_delta(gradient, out_head, out, rows, row_exists, shape, BLOCK_D, EVEN_D)
         products = matmul(key, tl.trans(query), CAREFUL)
         dp = matmul(value, tl.trans(gradient), CAREFUL)
-        # Chosen here, AMD's compiler could not bring the bits of the choice into the layout of the transposed tile.
+        # AMD's compiler cannot bring the bits of a `where` into the layout of the transposed tile.
         score, slope = scores(
             products, rows[None, :], index[:, None], mask, bias, mask_head, bias_head, shape,
             MASK, BIAS, SOFTCAP, CAREFUL, VEIL=not CAREFUL,

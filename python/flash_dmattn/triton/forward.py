@@ -1,4 +1,4 @@
-"""The forward kernel: a block of queries of one head meets its keys tile by tile."""
+"""The forward kernel: a block of queries of one head visits its keys tile by tile."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def key_range(
     tile, plan, batch, head_kv, shape,
     PLANNED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The keys of a query tile: their list (or none), how many, and how many of them, in whole tiles of
-    N, are visible to all rows as far as position decides."""
+    """The keys of a query tile: their list (or none), their number, and how many of them, a multiple of
+    N, causality and intervals show to all rows."""
     rows_begin = tile * M
     rows_end = tl.minimum(rows_begin + M, shape.seqlen_q)
     if PLANNED:
@@ -58,7 +58,7 @@ def key_tile(keys, start, count, PLANNED: tl.constexpr, PARTIAL: tl.constexpr, N
 
 @triton.jit
 def position_visible(rows, index, exists, intervals, batch, head_kv, shape, PLANNED: tl.constexpr):
-    """[rows, keys]: what tails, causality and intervals show."""
+    """[rows, keys]: visible by tails, causality and intervals."""
     if PLANNED:
         first, last = load_interval(intervals, batch, head_kv, index, exists)
         return (rows[:, None] >= first[None, :]) & (rows[:, None] < last[None, :])
@@ -88,13 +88,13 @@ def forward_tiles(
             )
             score = tl.where(visible, score, -float("inf"))
         larger = tl.maximum(largest, tl.max(score, 1))
-        # Of a row that has seen nothing yet: no inf - inf.
+        # Of a row that has seen no key yet: no inf - inf.
         base = tl.where(larger == -float("inf"), 0.0, larger)
         rescale = weight(largest - base, CAREFUL)
         weights = weight(score - base[:, None], CAREFUL)
         total = total * rescale + tl.sum(weights, 1)
         out = out * rescale[:, None]
-        if CAREFUL:  # inf * 0: the rows that held it have no weight any more
+        if CAREFUL:  # inf * 0: the rows that had it have no weight any more
             out = tl.where((rescale == 0)[:, None], 0.0, out)
         value = load_rows(v_head, v, index, exists, shape, BLOCK_D, EVEN_D, CAREFUL)
         out = add_product(out, weights, value, CAREFUL)
@@ -144,7 +144,7 @@ def forward_kernel(
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)
-    # In fp16 the rounding of the weights alone can carry a mean past the largest number.
+    # In fp16 the rounding of the weights alone can push a mean past the largest number.
     store_rows(
         head_rows(out, batch, head), out, rows, exists, sums / total[:, None], shape, out_limit,
         BLOCK_D, SATURATE or not CAREFUL,

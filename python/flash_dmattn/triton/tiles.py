@@ -1,8 +1,8 @@
-"""What all kernels share: views of tensors, masked loads, scores, and stores that saturate.
+"""Shared by all kernels: views of tensors, masked loads, scores, and stores that saturate.
 
 A kernel exists in two forms. The plain one computes in the inputs' dtype with fp32 sums. Where numbers may
-leave the range of fp32 (`range_check.py` finds out, per batch and key head), the careful form of the same
-kernel computes the same thing in fp64, straight from the definition in docs/numerics.md.
+leave the range of fp32 (`range_check.py` decides, per batch and key head), the form with CAREFUL computes
+the same in fp64, straight from the definition in docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
-# What a mask or a bias depends on. KEY: [B, H, 1, Sk]. PAIR: anything else, read pair by pair.
+# The shape of a mask or a bias. KEY: [B, H, 1, Sk]. PAIR: any other, a dense one, read by elements.
 NONE, KEY, PAIR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -115,7 +115,7 @@ def broadcast_head(part, batch, head, group):
 
 @triton.jit
 def load_broadcast(part, head, rows, keys, shape, KIND: tl.constexpr):
-    """What a mask or bias says of pairs, 0 of those that do not exist. rows and keys broadcast."""
+    """The elements of a mask or bias, 0 where they do not exist. rows and keys broadcast."""
     if KIND == KEY:
         found = tl.load(head + keys.to(tl.int64) * part.key, mask=keys < shape.seqlen_k, other=0)
     else:
@@ -141,12 +141,12 @@ def scores(
     MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CAREFUL: tl.constexpr,
     VEIL: tl.constexpr,
 ):  # fmt: skip
-    """Scores and the slope of softcap from q . k; -inf where mask or bias hides the pair.
+    """Scores and the slope of softcap from q . k; -inf where mask or bias hides the element.
 
-    In units of log 2, so that a weight is exp2 of a difference; in natural units when careful.
+    In units of log 2, so that a weight is exp2 of a difference; in natural units with CAREFUL.
     rows, keys: of a shape that broadcasts to that of products.
-    VEIL, in plain kernels: bias and mask are one addend, -inf where they hide, instead of -inf being chosen in the
-        place of the score; docs/kernels/triton.md has the times of both.
+    VEIL, in plain kernels: bias and mask are one addend, -inf where they hide, instead of a score replaced by
+        -inf; docs/notebook/triton.md has the times of both.
     """
     unit = 1.0 if CAREFUL else LOG2_E
     slope = 1.0
@@ -165,7 +165,7 @@ def scores(
         if CAREFUL:
             value = tl.where(shown, value, 0.0)
         else:
-            # Biases near the end of fp32 do not overflow here; their rows are computed again carefully.
+            # Biases near the limit of fp32 do not overflow here; their rows are computed again in fp64.
             value = tl.minimum(tl.maximum(value * unit, -3e38), 3e38)
         if VEIL:
             veil = tl.where(shown, value, -float("inf"))
@@ -195,7 +195,7 @@ def weight(difference, CAREFUL: tl.constexpr):
 
 @triton.jit
 def matmul(a, b, CAREFUL: tl.constexpr):
-    """a @ b, summed in fp32; in fp64 when careful."""
+    """a @ b, summed in fp32; in fp64 with CAREFUL."""
     if CAREFUL:
         # The sums over one element keep Triton 3.6 from seeing how narrow the numbers once were: from that
         # it would choose a layout of the fp64 product that it cannot compile.
@@ -207,7 +207,7 @@ def matmul(a, b, CAREFUL: tl.constexpr):
 
 @triton.jit
 def add_product(sums, weights, x, CAREFUL: tl.constexpr):
-    """sums + weights @ x. Careful: what a weight of 0 meets does not count, be it inf or NaN."""
+    """sums + weights @ x. With CAREFUL a weight of 0 times inf or NaN counts as 0."""
     if CAREFUL:
         infinity = float("inf")
         finite = tl.abs(x) < infinity  # not for a NaN
