@@ -273,10 +273,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
     return needed ? mutable_view4(tensor) : Tensor4{};
   };
 
+  const ScalarType lse_type = p.dtype == DType::f64 ? ScalarType::Double : ScalarType::Float;
   const auto lse_data = [&](const Tensor& tensor, const char* name) {
-    if (tensor.numel() != p.batch * p.heads_q * p.seqlen_q) {
-      throw InvalidArgument(name, shape_text(tensor), "what forward returned");
+    const bool fits = tensor.dim() == 3 && tensor.size(0) == p.batch &&
+                      tensor.size(1) == p.heads_q && tensor.size(2) == p.seqlen_q &&
+                      tensor.scalar_type() == lse_type;
+    if (!fits) {
+      throw InvalidArgument(name,
+                            std::string(torch::headeronly::toString(tensor.scalar_type())) +
+                                " of shape " + shape_text(tensor),
+                            "what forward returned");
     }
+    expect_on_device_of(tensor, name, q, "q");
     return static_cast<const float*>(call.own(torch::stable::contiguous(tensor)));
   };
   BackwardArgs args;
