@@ -255,7 +255,9 @@ def test_operators_check_what_they_are_given():
         ("lse: got Float of shape", (lse.flatten(), lse_low)),
     ]:
         with pytest.raises((ValueError, RuntimeError), match=name):
-            ops.backward(q, q, k, v, None, None, None, *options[:4], out, *wrong, *options[4:], *wanted)
+            ops.backward(
+                q, q, k, v, None, None, None, *options[:4], out, *wrong, *options[4:], *wanted
+            )
     with pytest.raises((ValueError, RuntimeError), match="scores: got"):
         ops.select_key_intervals(torch.zeros(9), None, 3, "global", True, 9)
     with pytest.raises((ValueError, RuntimeError), match="selection"):
