@@ -5,6 +5,7 @@
 #include <limits>
 #include <stdexcept>
 
+#include "flash_dmattn/selection.h"
 #include "support/buffer.h"
 #include "support/random.h"
 
@@ -127,7 +128,6 @@ void select(const Case& c, Random& random, Data& data) {
   args.selection = c.intervals == "global" ? Selection::global : Selection::per_query;
   args.causal = p.causal;
   args.scores = scores.data();
-  args.scores_stride = {args.heads * p.seqlen_k, p.seqlen_k, 1};
   args.intervals = data.intervals.data();
   Execution execution;
   GuardedBuffer workspace(select_workspace_size(args, execution), "selection workspace");
@@ -202,7 +202,7 @@ Inputs Data::inputs() const {
   in.v = v.const_view();
   if (has_mask()) in.mask = mask.const_view();
   if (has_bias()) in.bias = bias.const_view();
-  in.intervals = intervals_view();
+  in.visibility.intervals = intervals_view();
   return in;
 }
 

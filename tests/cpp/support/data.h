@@ -29,7 +29,7 @@ struct Data {
   bool has_intervals() const { return any(problem.intervals_shape); }
 
   KeyIntervals intervals_view() const;
-  Inputs inputs() const;  // all but the plan
+  Inputs inputs() const;
 
   // vis_ij of attention.h for query head `head`; an implementation of the definition of its own.
   bool visible(std::int64_t batch, std::int64_t head, std::int64_t query, std::int64_t key) const;
