@@ -3,6 +3,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "flash_dmattn/execution.h"
 #include "flash_dmattn/types.h"
@@ -26,7 +27,7 @@ struct SelectionArgs {
   std::int64_t heads = 0;       // Hkv of the result, or 1
   std::int64_t seqlen_q = 0;    // Sq; intervals are clipped to [0, Sq)
   std::int64_t seqlen_k = 0;    // Sk, below 2^31 as Sq is
-  std::int64_t window = 0;      // w >= 0
+  std::int64_t window = -1;     // w >= 0, to be given
   Selection selection = Selection::per_query;
   bool causal = true;  // aligned to the bottom right corner: key j from query j - (Sk - Sq) on
 
@@ -68,16 +69,16 @@ struct RankArgs {
   std::int64_t heads = 0;
   std::int64_t seqlen_q = 0;
   std::int64_t seqlen_k = 0;
-  std::int64_t window = 0;
-  bool causal = true;  // what is after the query is not visible either
+  std::int64_t window = -1;  // w >= 0, to be given
+  bool causal = true;        // what is after the query is not visible either
 
   const void* scores = nullptr;  // [scores_shape, Sk], f32, bf16 or f16; as in SelectionArgs
   DType scores_dtype = DType::f32;
   std::array<std::int64_t, 2> scores_shape{};  // {batch|1, heads or a divisor of them}
   std::array<std::int64_t, 3> scores_stride = dense_strides<3>;
 
-  // What hides pairs, [.._shape, Sq, Sk]: shapes as scores_shape, strides 0 for a dimension that
-  // broadcasts. One of them may be missing, with a shape of zeros.
+  // What hides elements of Sq x Sk, [.._shape, Sq, Sk]: shapes as scores_shape, strides 0 for a dimension
+  // that broadcasts. One of them may be missing, with a shape of zeros.
   const std::uint8_t* mask = nullptr;  // where it is 0
   std::array<std::int64_t, 2> mask_shape{};
   std::array<std::int64_t, 4> mask_stride = dense_strides<4>;
@@ -85,7 +86,7 @@ struct RankArgs {
   DType bias_dtype = DType::f32;
   std::array<std::int64_t, 2> bias_shape{};
   std::array<std::int64_t, 4> bias_stride = dense_strides<4>;
-  float mask_value = 0;
+  float mask_value = std::numeric_limits<float>::quiet_NaN();  // a number where there is a bias
 
   std::int32_t* key_rank = nullptr;    // out: [scores_shape, Sk] dense; Sk for a key never chosen
   std::int32_t* rank_limit = nullptr;  // out: [batch, heads, Sq] dense
@@ -94,8 +95,8 @@ struct RankArgs {
 std::size_t rank_workspace_size(const RankArgs& args);
 
 // O(Sk log Sk) for each row of scores and O(Sq Sk / 32) for each of the limits; a bit for each pair of mask
-// and bias in workspace. The call only enqueues work. The results are Inputs::key_rank as [.., .., 1, Sk] and
-// Inputs::rank_limit as [.., .., Sq, 1], with the same mask, bias and causality. Throws InvalidArgument for
+// and bias in workspace. The call only enqueues work. The results are KeyRanks::key_rank as [.., .., 1, Sk] and
+// KeyRanks::rank_limit as [.., .., Sq, 1], with the same mask, bias and causality. Throws InvalidArgument for
 // shapes that do not fit each other, more than 2^23 keys, a negative window, null data or too small a
 // workspace.
 void rank_keys(const RankArgs& args, const Execution& execution);
