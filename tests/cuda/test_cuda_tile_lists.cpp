@@ -6,6 +6,7 @@
 #include "cuda/selection/schedule.h"
 #include "cuda/selection/selection.h"
 #include "device.h"
+#include "flash_dmattn/error.h"
 #include "support/random.h"
 #include "tile_list_comparison.h"
 
