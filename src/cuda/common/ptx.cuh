@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/common/warp.cuh"
+
 // All inline assembly of the library: one wrapper for each instruction. Instructions of sm_90 are guarded here.
 namespace flash_dmattn::cuda {
 
@@ -32,14 +34,26 @@ __device__ inline void ldmatrix_x4_trans(std::uint32_t (&r)[4], std::uint32_t ad
                : "memory");
 }
 
+// Stores a 16x16 block of packed elements, in the layout of an A operand: columns [8 c, 8 c + 8) of its row r
+// become the 16 bytes at address(r, c). One instruction since sm_90.
+template <class Address>
+__device__ inline void store_matrix_x4(const Address& address, const std::uint32_t (&block)[4]) {
+  const int lane = lane_id();
 #if __CUDA_ARCH__ >= 900
-// Four 8x8 matrices in the layout of accumulators, to 32 rows of 16 bytes whose addresses the lanes give.
-__device__ inline void stmatrix_x4(std::uint32_t to, const std::uint32_t (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
-               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   address(lane % 16, lane / 16)),
+               "r"(block[0]), "r"(block[1]), "r"(block[2]), "r"(block[3])
                : "memory");
-}
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    asm volatile(
+        "st.shared.u32 [%0], %1;" ::"r"(address(lane / 4 + 8 * (i % 2), i / 2) + 4 * (lane % 4)),
+        "r"(block[i])
+        : "memory");
+  }
 #endif
+}
 
 // ---- mma ----
 
@@ -202,14 +216,6 @@ __device__ inline float max_or_nan(float x, float y) {
   float larger;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
   return larger;
-}
-
-// The address `rows` rows of `step` bytes after another, in one instruction: left to itself the compiler
-// multiplies 64-bit numbers.
-__device__ inline const std::byte* row_after(const std::byte* row, int rows, int step) {
-  std::int64_t result;
-  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(result) : "r"(rows), "r"(step), "l"(row));
-  return reinterpret_cast<const std::byte*>(result);
 }
 
 }  // namespace flash_dmattn::cuda

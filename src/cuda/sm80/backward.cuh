@@ -1,14 +1,16 @@
 #pragma once
 
 #include "cuda/common/careful.cuh"
+#include "cuda/common/dense_elements.cuh"
+#include "cuda/common/fragment.cuh"
 #include "cuda/common/gradients.cuh"
 #include "cuda/common/scheduler.cuh"
+#include "cuda/common/tile_copy.cuh"
 #include "cuda/common/turns.cuh"
 #include "cuda/policy.h"
-#include "cuda/sm80/epilogue.cuh"
+#include "cuda/sm80/kv_pipeline.cuh"
 #include "cuda/sm80/params.h"
 #include "cuda/sm80/query_tile.cuh"
-#include "cuda/sm80/score_tile.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
 
@@ -25,16 +27,18 @@ struct BackwardKernel {
 
   using QueryRows = SharedTile<P.rows, D>;
   using Scores = SharedTile<P.rows, P.keys>;
-  using Stream = KeyStream<T, D, P.keys, P.stages, threads, KeySource::either, EveryTile,
-                           typename Turn<Ordered>::Storage>;
-  using KeyRows = typename Stream::RowTile;
+  using Group = ThreadGroup<threads>;
+  using Iterator = KeyTileIterator<P.keys, KeySource::either, EveryTile>;
+  using Pipeline = KvPipeline<T, D, Iterator, P.stages, threads, InOrder, NoExtra,
+                              typename Turn<Ordered>::Storage>;
+  using KeyRows = typename Pipeline::RowTile;
 
   struct SharedStorage {
     alignas(1024) std::byte q[QueryRows::bytes];
     alignas(1024) std::byte dout[QueryRows::bytes];
     alignas(1024) std::byte p[Scores::bytes];
     alignas(1024) std::byte dt[Scores::bytes];
-    typename Stream::Storage stream;
+    typename Pipeline::Storage kv;
   };
 
   // A warp's part of an M x N tile that is split over a grid of warps with `Rows` rows.
@@ -56,7 +60,7 @@ struct BackwardKernel {
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
     const QueryTile tile(p.shape, P.rows, Ordered || walks_neighbours(p),
-                         Turn<Ordered>::take(p.turns, shared.stream.rest));
+                         Turn<Ordered>::take(p.turns, shared.kv.tail));
     const int row_end = min(tile.row + P.rows, p.shape.seqlen_q);
     const std::uint32_t q_tile = shared_address(shared.q);
     const std::uint32_t dout_tile = shared_address(shared.dout);
@@ -64,18 +68,19 @@ struct BackwardKernel {
     const std::uint32_t dt_tile = shared_address(shared.dt);
 
     const auto query = [&](int r) { return tile.row + r; };
-    copy_rows<QueryRows, threads>(
-        RowSource<QueryRows>(p.q, tile.batch, tile.head, p.shape.head_dim), q_tile,
-        row_end - tile.row, query);
-    copy_rows<QueryRows, threads>(
-        RowSource<QueryRows>(p.dout, tile.batch, tile.head, p.shape.head_dim), dout_tile,
-        row_end - tile.row, query);
-    Stream stream(shared.stream, KeyList(p, tile, row_end), EveryTile(),
-                  RowSource<KeyRows>(p.k, tile.batch, tile.kv_head, p.shape.head_dim),
-                  RowSource<KeyRows>(p.v, tile.batch, tile.kv_head, p.shape.head_dim),
-                  ColumnLoader<T>(p.score, p.shape, tile.batch, tile.head, tile.kv_head), tile.row,
-                  row_end, Pairs);
-    stream.start();
+    const Group block = Group::of_block();
+    const auto copy = [&](const InputRows& rows, std::uint32_t to) {
+      const RowSource<QueryRows, Group> source(block, rows, tile.batch, tile.head,
+                                               p.shape.head_dim);
+      copy_g2s(block, source, to, row_end - tile.row, query);
+    };
+    copy(p.q, q_tile);
+    copy(p.dout, dout_tile);
+    const ColumnLoader<T> key_info(p.score, p.shape, tile.batch, tile.head, tile.kv_head);
+    Pipeline kv(shared.kv, Iterator(TileKeys(p, tile, row_end), EveryTile(), key_info.has_values()),
+                typename Pipeline::Loader(block, shared.kv.loader, p, tile.batch, tile.kv_head),
+                key_info, NoExtra(), tile.row, row_end);
+    kv.start();
     const std::uint32_t flags = *p.flags;
     if (p.saturate && (flags & dout_not_finite) != 0)
       clear_non_finite<T, QueryRows, threads>(dout_tile);
@@ -86,52 +91,51 @@ struct BackwardKernel {
     const LanePosition position =
         LanePosition::of(tile.row + ScoreTile::row(), ScoreTile::column());
 
-    const Turn<Ordered> turn(p.turns, shared.stream.rest, tile.before_of_keys,
+    const Turn<Ordered> turn(p.turns, shared.kv.tail, tile.before_of_keys,
                              p.turns.across_heads ? tile.before_of_rows : -1);
     const bool in_places = Ordered && has_ascending_keys(p.plan, tile);
-    clear_pair_gradients(p, tile, row_end, 0, stream.begin() * P.keys);
-    for (int n = stream.begin(); stream.has(n); ++n) {
-      const int place = in_places ? stream.key(n, stream.size(n) - 1) : last_place;
-      stream.advance(n);
+    clear_pair_gradients(p, tile, row_end, 0, kv.begin() * P.keys);
+    for (int n = kv.begin(); kv.has(n); ++n) {
+      const int place = in_places ? kv.key(n, kv.size(n) - 1) : last_place;
+      kv.acquire(n);
       if (in_places) turn.begin(place);
-      const std::uint32_t state = stream.state(n);
+      const std::uint32_t state = kv.state(n);
       if ((state & ColumnTile<P.keys>::touched) != 0) {
-        score_step(p, tile, shared, stream, n, state, rows, position, turn, place);
+        score_step(p, tile, shared, kv, n, state, rows, position, turn, place);
         turn.wait(place);
         __syncthreads();
-        const SumRows sum_rows(p, tile, stream, n);
+        const SumRows sum_rows(p, tile, kv, n);
         add_rows(p, p.dv_sum, sum_rows, p_tile, dout_tile);
         add_rows(p, p.dk_sum, sum_rows, dt_tile, q_tile);
-        multiply<T, P.keys>(
-            dq, OperandA<Scores, Major::k>(dt_tile, QueryTilePart::row()),
-            OperandB<KeyRows, Major::mn>(stream.k_tile(n), QueryTilePart::column()));
+        multiply<T, P.keys>(dq, OperandA<Scores, Major::k>(dt_tile, QueryTilePart::row()),
+                            OperandB<KeyRows, Major::mn>(kv.k_tile(n), QueryTilePart::column()));
       } else {
         turn.wait(place);
-        clear_pair_gradients(p, tile, row_end, n * P.keys, n * P.keys + stream.size(n));
+        clear_pair_gradients(p, tile, row_end, n * P.keys, n * P.keys + kv.size(n));
       }
-      stream.finish(n);
+      kv.release(n);
     }
     cp_async_wait_all();
     turn.finish();
-    clear_pair_gradients(p, tile, row_end, stream.keys_walked(), p.shape.seqlen_k);
+    clear_pair_gradients(p, tile, row_end, kv.tiles().end(), p.shape.seqlen_k);
     if (p.dq.data == nullptr) return;
     __syncthreads();  // all have read q
     float check = 0;
-    stage_accumulators<QueryRows>(
-        dq, q_tile, QueryTilePart::row(), QueryTilePart::column(), [&](float x, float y, int, int) {
-          check += zero_if_finite(x, y);
-          return pack_gradient<T>(x * p.score.scale, y * p.score.scale, p.saturate);
-        });
+    copy_r2s<QueryRows>(dq, q_tile, QueryTilePart::row(), QueryTilePart::column(),
+                        [&](float x, float y, int, int) {
+                          check += zero_if_finite(x, y);
+                          return pack_gradient<T>(x * p.score.scale, y * p.score.scale, p.saturate);
+                        });
     if (check != 0) atomicOr(p.flags, dq_not_finite);
     __syncthreads();
-    write_rows<QueryRows>(q_tile, 0, row_end - tile.row, tile.row, p.dq, tile.batch, tile.head,
-                          p.shape.head_dim, static_cast<int>(threadIdx.x), threads);
+    copy_s2g<QueryRows>(block, q_tile, 0, row_end - tile.row, tile.row, p.dq, tile.batch, tile.head,
+                        p.shape.head_dim);
   }
 
  private:
   // Whether the keys that the block walks are its places (common/turns.cuh): the full and the partial
   // keys of a plan ascend, each by themselves.
-  static __device__ bool has_ascending_keys(const QueryTileLists& plan, const QueryTile& tile) {
+  static __device__ bool has_ascending_keys(const Plan& plan, const QueryTile& tile) {
     if (plan.keys == nullptr) return true;
     const std::int64_t list = tile.batch * plan.stride_batch + tile.kv_head * plan.stride_head +
                               tile.row / static_cast<int>(plan.tile_rows);
@@ -178,14 +182,14 @@ struct BackwardKernel {
 
   // Probabilities and dt of the score tile, to shared memory; ds to dbias on the way.
   static __device__ void score_step(const Params& p, const QueryTile& tile, SharedStorage& shared,
-                                    const Stream& stream, int n, std::uint32_t state,
+                                    const Pipeline& kv, int n, std::uint32_t state,
                                     const RowStatistics& rows, LanePosition position,
                                     const Turn<Ordered>& turn, int place) {
-    const auto& columns = stream.columns(n);
+    const auto& columns = kv.key_info(n);
     typename ScoreTile::Accumulators x;
     clear(x);
     multiply<T, D>(x, OperandA<QueryRows, Major::k>(shared_address(shared.q), ScoreTile::row()),
-                   OperandB<KeyRows, Major::k>(stream.k_tile(n), ScoreTile::column()));
+                   OperandB<KeyRows, Major::k>(kv.k_tile(n), ScoreTile::column()));
     shape_scores(p.score, x);
     typename ScoreTile::Accumulators slope;
     const bool capped = p.score.form == ScoreForm::capped;
@@ -200,9 +204,9 @@ struct BackwardKernel {
       add_column_bias(p.score.factor, columns, position, x);
     }
     if constexpr (Pairs) {
-      PairScores<T>(p.score, tile, p.shape.seqlen_q, p.plan.keys == nullptr, stream.size(n),
-                    stream.keys(n))
-          .apply(columns, (state & columns.partial) != 0, position, x);
+      DenseElements<T, typename Pipeline::Positions>(p.score, tile, p.shape.seqlen_q, kv.size(n),
+                                                     kv.positions(n))
+          .apply_x2(columns, (state & columns.partial) != 0, position, x);
     }
     if ((state & columns.partial) != 0) mask_columns(columns, position, x);
     // The forward's instructions in the forward's order, so that s and lse fit together.
@@ -212,9 +216,9 @@ struct BackwardKernel {
         const int row = position.row + 16 * m + 8 * (e / 2);
         const int column = position.column + 8 * k + e % 2;
         if (rows.extreme && !(fabsf(s * factor) < 1e37f) && row < p.shape.seqlen_q &&
-            column < stream.size(n)) {
+            column < kv.size(n)) {
           s = careful_probability<T, Pairs>(p, tile.batch, tile.head, tile.kv_head, row,
-                                            stream.key(n, column));
+                                            kv.key(n, column));
         } else {
           s = exp2_approx(fmaf(s, factor, -rows.lse2[m][e / 2]) - rows.low[m][e / 2]);
         }
@@ -226,13 +230,13 @@ struct BackwardKernel {
     }
     // At most 1; a NaN, of a score that overflowed far below the maximum, becomes 0.
     for_each_element(x, [&](float& s, int, int, int) { s = __saturatef(s); });
-    stage_accumulators<Scores>(x, shared_address(shared.p), ScoreTile::row(), ScoreTile::column(),
-                               [](float a, float b, int, int) { return pack<T>(a, b); });
+    copy_r2s<Scores>(x, shared_address(shared.p), ScoreTile::row(), ScoreTile::column(),
+                     [](float a, float b, int, int) { return pack<T>(a, b); });
 
     typename ScoreTile::Accumulators ds;
     clear(ds);
     multiply<T, D>(ds, OperandA<QueryRows, Major::k>(shared_address(shared.dout), ScoreTile::row()),
-                   OperandB<KeyRows, Major::k>(stream.v_tile(n), ScoreTile::column()));
+                   OperandB<KeyRows, Major::k>(kv.v_tile(n), ScoreTile::column()));
     for_each_element(ds, [&](float& s, int m, int k, int e) {
       const float probability = x[m][k][e];
       s = probability == 0 ? 0.0f : probability * (s - rows.delta[m][e / 2]);
@@ -245,15 +249,15 @@ struct BackwardKernel {
       if (Pairs && p.dbias.per_query && p.dbias.key == 0 && p.dbias_add) {
         add_row_gradients(p, tile, position, ds);
       } else if (Pairs && p.dbias.per_query) {
-        store_pair_gradients(p, tile, stream.keys(n), stream.size(n), position, ds);
+        store_pair_gradients(p, tile, kv.positions(n), kv.size(n), position, ds);
       } else {
-        add_column_gradients(p, tile, stream, n, position, ds);
+        add_column_gradients(p, tile, kv, n, position, ds);
       }
     }
     if (capped) {
       for_each_element(ds, [&](float& s, int m, int k, int e) { s *= slope[m][k][e]; });
     }
-    stage_accumulators<Scores>(
+    copy_r2s<Scores>(
         ds, shared_address(shared.dt), ScoreTile::row(), ScoreTile::column(),
         [&](float a, float b, int, int) { return pack_gradient<T>(a, b, p.saturate); });
   }
@@ -264,7 +268,7 @@ struct BackwardKernel {
 
   // The gradient of a per-key bias: column sums over the warp's rows, added in memory.
   static __device__ void add_column_gradients(const Params& p, const QueryTile& tile,
-                                              const Stream& stream, int n, LanePosition position,
+                                              const Pipeline& kv, int n, LanePosition position,
                                               const typename ScoreTile::Accumulators& ds) {
     // Sums of this lane's columns over its rows, then over the eight lanes that share the columns:
     // at each step a lane passes on one half of its sums and keeps the other.
@@ -303,8 +307,8 @@ struct BackwardKernel {
 #pragma unroll
       for (int i = 0; i < (count + 7) / 8; ++i) {
         const int column = position.column + (held + i) / 2 * 8 + (held + i) % 2;
-        if (lane / 4 % sharing == 0 && column < stream.size(n) && sum[i] != 0) {
-          atomicAdd(sums + stream.key(n, column) * p.dbias.key, sum[i]);
+        if (lane / 4 % sharing == 0 && column < kv.size(n) && sum[i] != 0) {
+          atomicAdd(sums + kv.key(n, column) * p.dbias.key, sum[i]);
         }
       }
     });
@@ -343,7 +347,8 @@ struct BackwardKernel {
 
   // The gradient of a bias with a query dimension, of every pair of the tile.
   static __device__ void store_pair_gradients(const Params& p, const QueryTile& tile,
-                                              const int* keys, int size, LanePosition position,
+                                              const typename Pipeline::Positions& keys, int size,
+                                              LanePosition position,
                                               typename ScoreTile::Accumulators& ds) {
     const std::int64_t begin = dbias_begin(p, tile);
 #pragma unroll
@@ -397,10 +402,10 @@ struct BackwardKernel {
     bool exists[m16][2];
     bool whole;
 
-    __device__ SumRows(const Params& p, const QueryTile& tile, const Stream& stream, int n) {
+    __device__ SumRows(const Params& p, const QueryTile& tile, const Pipeline& kv, int n) {
       const int lane = lane_id();
       const int columns = sum_columns(p.shape.head_dim);
-      whole = stream.size(n) >= P.keys && columns == D;
+      whole = kv.size(n) >= P.keys && columns == D;
       const std::int64_t head =
           (static_cast<std::int64_t>(tile.batch) * p.shape.heads_kv + tile.kv_head) *
               p.shape.seqlen_k * columns +
@@ -410,8 +415,8 @@ struct BackwardKernel {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int row = KeyTile::row() + 16 * m + 8 * h + lane / 4;
-          exists[m][h] = row < stream.size(n);
-          offset[m][h] = head + static_cast<std::int64_t>(stream.key(n, row)) * columns;
+          exists[m][h] = row < kv.size(n);
+          offset[m][h] = head + static_cast<std::int64_t>(kv.key(n, row)) * columns;
         }
       }
     }

@@ -1,16 +1,16 @@
 #pragma once
 
+#include "cuda/common/fragment.cuh"
 #include "cuda/common/scheduler.cuh"
+#include "cuda/common/tile_copy.cuh"
 #include "cuda/common/turns.cuh"
 #include "cuda/policy.h"
-#include "cuda/sm80/epilogue.cuh"
 #include "cuda/sm80/handed_scores.cuh"
 #include "cuda/sm80/key_rows.cuh"
 #include "cuda/sm80/pair_gradients.cuh"
 #include "cuda/sm80/pair_rows.cuh"
 #include "cuda/sm80/params.h"
 #include "cuda/sm80/query_tile.cuh"
-#include "cuda/sm80/score_tile.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
 
@@ -43,7 +43,7 @@ struct KeyMajorBackwardKernel {
   using QueryRows = SharedTile<rows, D>;
   using KeyRows = SharedTile<keys, D>;
   using Scores = SharedTile<keys, rows>;
-  using Order = std::conditional_t<Pairs, FourByLane, InOrder>;
+  using Order = std::conditional_t<Pairs, LaneContiguous<4>, InOrder>;
 
   struct SharedStorage {
     struct Stage {
@@ -124,12 +124,15 @@ struct KeyMajorBackwardKernel {
       __syncthreads();  // all are done with the heads before
       const auto key = [&](int r) { return tile.key + Order::key(r); };
       const auto exists = [&](int r) { return key(r) < p.shape.seqlen_k; };
-      copy_rows<KeyRows, threads>(
-          RowSource<KeyRows>(p.k, tile.batch, tile.kv_head, p.shape.head_dim),
-          shared_address(shared.k), exists, key);
-      copy_rows<KeyRows, threads>(
-          RowSource<KeyRows>(p.v, tile.batch, tile.kv_head, p.shape.head_dim),
-          shared_address(shared.v), exists, key);
+      using Group = ThreadGroup<threads>;
+      const Group block = Group::of_block();
+      const auto copy = [&](const InputRows& rows, std::byte* to) {
+        const RowSource<KeyRows, Group> source(block, rows, tile.batch, tile.kv_head,
+                                               p.shape.head_dim);
+        copy_g2s(block, source, shared_address(to), exists, key);
+      };
+      copy(p.k, shared.k);
+      copy(p.v, shared.v);
       if (threadIdx.x < keys) load_columns(first_head);
       __syncthreads();
       const QueryBounds bounds(shared.columns);
@@ -426,12 +429,13 @@ struct KeyMajorBackwardKernel {
       const std::uint32_t staged = shared_address(is_value ? shared.v : shared.k);
       const float scale = is_value ? 1.0f : p.score.scale;
       const int begin = pair * warp_keys;
-      stage_accumulators<KeyRows, Order>(sum, staged, begin, 0, [&](float x, float y, int, int) {
+      copy_r2s<KeyRows, Order>(sum, staged, begin, 0, [&](float x, float y, int, int) {
         return pack_gradient<T>(x * scale, y * scale, p.saturate);
       });
       __syncwarp();
-      write_rows<KeyRows>(staged, begin, min(begin + warp_keys, p.shape.seqlen_k - tile.key),
-                          tile.key, to, tile.batch, tile.kv_head, p.shape.head_dim, lane, 32);
+      copy_s2g<KeyRows>(ThreadGroup<warp_size>::of_warp(), staged, begin,
+                        min(begin + warp_keys, p.shape.seqlen_k - tile.key), tile.key, to,
+                        tile.batch, tile.kv_head, p.shape.head_dim);
     }
 
     const Params& p;

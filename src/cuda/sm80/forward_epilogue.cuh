@@ -1,9 +1,11 @@
 #pragma once
 
 #include "cuda/common/careful.cuh"
+#include "cuda/common/fragment.cuh"
+#include "cuda/common/row_order.cuh"
 #include "cuda/common/softmax.cuh"
-#include "cuda/sm80/epilogue.cuh"
-#include "cuda/sm80/row_order.cuh"
+#include "cuda/common/tile_copy.cuh"
+#include "cuda/sm80/tile.cuh"
 
 // What follows the softmax of the forward kernels.
 namespace flash_dmattn::cuda::sm80 {
@@ -13,23 +15,13 @@ template <class T, int M16, int N8, int D8, class Values>
 __device__ inline void add_values(const float (&weights)[M16][N8][4], const Values& values,
                                   float (&out)[M16][D8][4]) {
   std::uint32_t packed[M16][N8 / 2][4];
-#pragma unroll
-  for (int m = 0; m < M16; ++m) {
-#pragma unroll
-    for (int k = 0; k < N8 / 2; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        packed[m][k][i] = pack<T>(weights[m][2 * k + i / 2][2 * (i % 2)],
-                                  weights[m][2 * k + i / 2][2 * (i % 2) + 1]);
-      }
-    }
-  }
+  pack_operand<T>(weights, packed);
   multiply<T, N8 * 8>(out, packed, values);
 }
 
 // Stores the output and lse of a warp's rows; `tile` has the first of their heads. The tile of q is
 // overwritten: the block has waited for all copies to it.
-template <class QueryRows, int WarpRows, int D, bool Pairs, class Order = RowOrder<1>, class T>
+template <class QueryRows, int WarpRows, int D, bool HasDense, class Order = RowOrder<1>, class T>
 __device__ inline void store_output(const ForwardParams& p, const QueryTile& tile, int row_end,
                                     int warp_row, std::uint32_t q_tile, float factor,
                                     const OnlineSoftmax<T, WarpRows / 16>& softmax,
@@ -44,16 +36,17 @@ __device__ inline void store_output(const ForwardParams& p, const QueryTile& til
   }
   // A warp's rows of q are its own: they can be overwritten without a barrier.
   __syncwarp();
-  stage_accumulators<QueryRows>(out, q_tile, warp_row, 0, [&](float x, float y, int m, int h) {
+  copy_r2s<QueryRows>(out, q_tile, warp_row, 0, [&](float x, float y, int m, int h) {
     return pack_output<T>(x * inverse[m][h], y * inverse[m][h], p.saturate);
   });
   __syncwarp();
   std::byte* const to = p.out.data + tile.batch * p.out.batch + tile.head * p.out.head;
-  write_rows<QueryRows>(
-      q_tile, warp_row, warp_row + WarpRows, p.out.aligned, p.shape.head_dim, lane, 32, [&](int r) {
-        const int row = tile.row + Order::query(r);
-        return row < row_end ? to + Order::head(r) * p.out.head + row * p.out.row : nullptr;
-      });
+  copy_s2g<QueryRows>(ThreadGroup<warp_size>::of_warp(), q_tile, warp_row, warp_row + WarpRows,
+                      p.out.aligned, p.shape.head_dim, [&](int r) {
+                        const int row = tile.row + Order::query(r);
+                        return row < row_end ? to + Order::head(r) * p.out.head + row * p.out.row
+                                             : nullptr;
+                      });
 
 #pragma unroll
   for (int m = 0; m < m16; ++m) {
@@ -82,12 +75,12 @@ __device__ inline void store_output(const ForwardParams& p, const QueryTile& til
               static_cast<float>(lse - static_cast<double>(static_cast<float>(lse)));
         }
       }
-      __syncwarp();  // write_rows is done in all lanes
+      __syncwarp();  // copy_s2g is done in all lanes
       unsigned careful = warp_ballot(!ordinary && row < row_end) & 0x11111111u;
       for (; careful != 0; careful &= careful - 1) {
         const int source = __ffs(static_cast<int>(careful)) - 1;
-        careful_row<T, Pairs>(p, tile.batch, head, tile.kv_head,
-                              tile.row + Order::query(block_row) + source / 4);
+        careful_row<T, HasDense>(p, tile.batch, head, tile.kv_head,
+                                 tile.row + Order::query(block_row) + source / 4);
       }
     }
   }

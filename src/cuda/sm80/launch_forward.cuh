@@ -2,7 +2,7 @@
 
 #include "cuda/common/launch.h"
 #include "cuda/sm80/forward.cuh"
-#include "cuda/sm80/forward_pairs.cuh"
+#include "cuda/sm80/forward_dense.cuh"
 #include "cuda/sm80/launch.h"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -14,11 +14,11 @@ void launch_forward_kernel(const ForwardParams& params, cudaStream_t stream) {
 }
 
 template <class T, int D, SharedClass S>
-void launch_forward_of_pairs(const ForwardParams& params, cudaStream_t stream) {
+void launch_dense_forward(const ForwardParams& params, cudaStream_t stream) {
   constexpr ForwardPolicy policy = forward_pairs_policy(D, S);
-  using OneHead = ForwardPairsKernel<T, D, policy, 1>;
+  using OneHead = DenseForwardKernel<T, D, policy, 1>;
   if constexpr (D <= 128) {
-    using TwoHeads = ForwardPairsKernel<T, D, policy, 2>;
+    using TwoHeads = DenseForwardKernel<T, D, policy, 2>;
     if (TwoHeads::takes(params)) {
       launch_forward_kernel<TwoHeads, S>(params, stream);
       return;
@@ -44,7 +44,7 @@ void launch_forward_of_class(const ForwardParams& params, cudaStream_t stream) {
     }
     return;
   }
-  launch_forward_of_pairs<T, D, S>(params, stream);
+  launch_dense_forward<T, D, S>(params, stream);
 }
 
 template <class T, int D>

@@ -7,7 +7,7 @@
 namespace flash_dmattn::cuda::sm80 {
 
 // The gradient of a bias with a query dimension, out of the dS of a block in shared memory, [128 keys
-// in FourByLane order][64 queries]; each of 4 warps takes 16 queries, a lane 8 neighbouring keys of
+// in LaneContiguous<4> order][64 queries]; each of 4 warps takes 16 queries, a lane 8 neighbouring keys of
 // two of them in every 32. Every element is written once: that of a tile which is visited when its dS, or the sum
 // of those of the heads that share the bias, is there, the others as zeros when the walk has passed
 // them. Two heads are summed in 16 bits, which rounds no more often than a sum in fp32 that is then

@@ -1,18 +1,12 @@
 #pragma once
 
+#include "cuda/common/fragment.cuh"
 #include "cuda/common/scheduler.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/sm80/query_tile.cuh"
-#include "cuda/sm80/score_tile.cuh"
 
 // Masks and biases with a query dimension for kernels whose scores are transposed, [keys, queries].
 namespace flash_dmattn::cuda::sm80 {
-
-// Which key of a block a row of its scores holds: such that the rows of a lane's accumulators,
-// 16 m + 8 h + l / 4 in each 32, are four neighbouring keys, 2 m + h the number of each.
-struct FourByLane {
-  static __device__ constexpr int key(int row) { return row / 32 * 32 + row % 8 * 4 + row / 8 % 4; }
-};
 
 // The query tiles that the packed mask does not leave empty; all heads' tiles of the same queries one after
 // the other, so that their gradients of a bias they share can be summed. Tiles are numbered

@@ -2,6 +2,7 @@
 
 #include "cuda/common/convert.cuh"
 #include "cuda/common/scheduler.cuh"
+#include "cuda/common/tile_copy.cuh"
 #include "cuda/sm80/tile.cuh"
 
 // Query tiles that a block of keys visits, and their rows of q and dout on the way to shared memory.
@@ -61,8 +62,10 @@ __device__ inline void copy_query_rows(const InputRows& from, int batch, int hea
                   data + static_cast<std::int64_t>(i * rows_at_once) * from.row_step);
     }
   } else {
-    copy_rows<Rows, Threads>(RowSource<Rows>(from, batch, place.head, head_dim), to, size,
-                             [&](int r) { return place.row + r; });
+    using Group = ThreadGroup<Threads>;
+    const Group group = Group::of_block();
+    copy_g2s(group, RowSource<Rows, Group>(group, from, batch, place.head, head_dim), to, size,
+             [&](int r) { return place.row + r; });
   }
 }
 

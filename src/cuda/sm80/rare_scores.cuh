@@ -1,7 +1,7 @@
 #pragma once
 
 #include "cuda/common/careful.cuh"
-#include "cuda/sm80/score_tile.cuh"
+#include "cuda/common/fragment.cuh"
 
 // What the backward by keys does with P and dS where their numbers are out of the ordinary: apart from its
 // main loop, which only asks whether they are.

@@ -1,10 +1,14 @@
 #pragma once
 
+#include "cuda/common/fragment.cuh"
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/warp.cuh"
 
 // Tiles of 16-bit elements in shared memory, and products of them by one warp.
 namespace flash_dmattn::cuda::sm80 {
+
+// Shared memory of a part that needs none.
+struct NoStorage {};
 
 // [Rows][Columns]. A row is made of 16-byte chunks of 8 elements, stored at chunk ^ swizzle(row),
 // so that the 8 rows an ldmatrix reads at one chunk column lie in 8 different bank groups. The base
@@ -72,46 +76,6 @@ template <class Tile, Major kMajor>
 using OperandA = Operand<Tile, kMajor, true>;
 template <class Tile, Major kMajor>
 using OperandB = Operand<Tile, kMajor, false>;
-
-// Puts a 16x16 block in the layout of an A operand, packed pairs of accumulators, into columns
-// [column, column + 16) of rows row(0) ... row(15) of a shared tile. One instruction on sm_90.
-template <class Tile, class Row>
-__device__ inline void store_block(std::uint32_t tile, const Row& row, int column,
-                                   const std::uint32_t (&block)[4]) {
-  const int lane = lane_id();
-#if __CUDA_ARCH__ >= 900
-  stmatrix_x4(tile + Tile::offset(row(lane % 16), column / 8 + lane / 16), block);
-#else
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    store_shared_4(
-        tile + Tile::offset(row(lane / 4 + 8 * (i % 2)), column / 8 + i / 2) + 4 * (lane % 4),
-        block[i]);
-  }
-#endif
-}
-
-// fp32 accumulators of a warp's M x N tile: [m16][n8][4] in mma's layout.
-template <int M, int N>
-using Accumulator = float[M / 16][N / 8][4];
-
-// Blocks [Begin, End) of c's columns.
-template <int Begin, int End, int M8, int N8>
-__device__ inline void clear_columns(float (&c)[M8][N8][4]) {
-#pragma unroll
-  for (int m = 0; m < M8; ++m) {
-#pragma unroll
-    for (int n = Begin; n < End; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) c[m][n][e] = 0;
-    }
-  }
-}
-
-template <int M8, int N8>
-__device__ inline void clear(float (&c)[M8][N8][4]) {
-  clear_columns<0, N8>(c);
-}
 
 // Blocks [Begin, End) of c's columns += A B^T over k in [0, K). The blocks of B for the next `Ahead`
 // steps and those of A for the next k are on their way while those of this step are multiplied.

@@ -1,10 +1,10 @@
 #pragma once
 
-namespace flash_dmattn::cuda::sm80 {
+namespace flash_dmattn::cuda {
 
-// What the rows of a query tile are: the same queries of `Heads` neighbouring heads. With two, eight
+// The rows of a query tile: the same queries of `Heads` neighbouring heads. With two, eight
 // queries of one head and of the other alternate, so that a lane's rows 16 m + l / 4 and 8 further of
-// an accumulator are one query: what belongs to the pair of a query and a key is needed once for both.
+// a fragment are one query: a dense mask and bias are read once for both.
 template <int Heads>
 struct RowOrder {
   static_assert(Heads == 1 || Heads == 2);
@@ -16,4 +16,4 @@ struct RowOrder {
   }
 };
 
-}  // namespace flash_dmattn::cuda::sm80
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,139 @@
+#pragma once
+
+#include "cuda/common/fragment.cuh"
+#include "cuda/common/key_tiles.cuh"
+#include "cuda/common/scheduler.cuh"
+#include "cuda/common/score.cuh"
+
+namespace flash_dmattn::cuda {
+
+// Dense masks and biases, read element by element.
+template <class T, class Positions>
+class DenseElements {
+ public:
+  // `keys`: of the tile, TilePositions; `size` of them exist.
+  __device__ DenseElements(const ScoreParams& score, const QueryTile& tile, int seqlen_q, int size,
+                           const Positions& keys)
+      : score_(score), keys_(keys), last_row_(seqlen_q - 1), size_(size) {
+    const auto begin = [&](const Broadcast& b) {
+      return tile.batch * b.batch + tile.head * b.head_q + tile.kv_head * b.head_kv;
+    };
+    mask_ = begin(score.mask);
+    bias_ = begin(score.bias);
+    key_rank_ = begin(score.key_rank);
+    rank_limit_ = begin(score.rank_limit);
+  }
+
+  // x = scale x + bias (x without a dense bias), -inf where masked. Elements that their columns do not see are
+  // not read. `partial`: of the columns, which are not there otherwise.
+  template <int M16, int N8, class Columns>
+  __device__ void apply(const Columns& columns, bool partial, LanePosition position,
+                        float (&x)[M16][N8][4]) const {
+    for_each_element(x, [&](float& s, int m, int n, int e) {
+      const int row = position.row + 16 * m + 8 * (e / 2);
+      const int column = position.column + 8 * n + e % 2;
+      // Where the column does not see the row, mask_columns will see to it.
+      const bool exists = row <= last_row_;
+      if (exists && (!partial || columns.range[column].sees(row))) apply_element(row, column, s);
+    });
+    apply_ranks(position, x);
+  }
+
+  // The same; the elements of 16 rows are loaded two at a time and without a branch, so that all are on their
+  // way before the first is used, in a tile of consecutive keys that all exist whose elements lie in_pairs.
+  template <int M16, int N8, class Columns>
+  __device__ void apply_x2(const Columns& columns, bool partial, LanePosition position,
+                           float (&x)[M16][N8][4]) const {
+    const bool aligned_x2 = !keys_.listed() && size_ == Columns::size &&
+                            (!score_.mask.per_query || score_.mask.in_pairs) &&
+                            (!score_.bias.per_query || (score_.bias.in_pairs && !score_.bias.f32));
+    if (!aligned_x2) {
+      apply(columns, partial, position, x);
+      return;
+    }
+#pragma unroll
+    for (int m = 0; m < M16; ++m) apply_rows_x2(position.row + 16 * m, position.column, x[m]);
+    apply_ranks(position, x);
+  }
+
+ private:
+  template <int M16, int N8>
+  __device__ void apply_ranks(LanePosition position, float (&x)[M16][N8][4]) const {
+    if (score_.key_rank.data == nullptr) return;
+    const auto* ranks = reinterpret_cast<const int*>(score_.key_rank.data) + key_rank_;
+    const auto* limits = reinterpret_cast<const int*>(score_.rank_limit.data) + rank_limit_;
+    for_each_element(x, [&](float& s, int m, int n, int e) {
+      const std::int64_t row = position.row + 16 * m + 8 * (e / 2);
+      const int column = position.column + 8 * n + e % 2;
+      const bool exists = row <= last_row_ && column < size_;
+      if (exists && __ldg(ranks + keys_[column]) >= __ldg(limits + row * score_.rank_limit.query)) {
+        s = negative_infinity;
+      }
+    });
+  }
+
+  template <int N8>
+  __device__ void apply_rows_x2(int first_row, int column, float (&x)[N8][4]) const {
+    std::uint32_t mask[2][N8];
+    std::uint32_t bias[2][N8];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      // Rows past the end read the last one; their results are not stored.
+      const std::int64_t row = min(first_row + 8 * h, last_row_);
+      const std::int64_t key = keys_[0] + column;
+      const auto* masks = reinterpret_cast<const std::uint16_t*>(
+          reinterpret_cast<const std::uint8_t*>(score_.mask.data) + mask_ +
+          row * score_.mask.query + key);
+      const auto* biases = reinterpret_cast<const std::uint32_t*>(
+          score_.bias.data + 2 * (bias_ + row * score_.bias.query + key));
+#pragma unroll
+      for (int n = 0; n < N8; ++n)
+        mask[h][n] = score_.mask.per_query ? __ldg(masks + 4 * n) : 0x0101u;
+#pragma unroll
+      for (int n = 0; n < N8; ++n) bias[h][n] = score_.bias.per_query ? __ldg(biases + 4 * n) : 0;
+    }
+#pragma unroll
+    for (int n = 0; n < N8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const std::uint32_t word = bias[e / 2][n];
+        const auto two = reinterpret_cast<const typename Element<T>::Pair&>(word);
+        const std::uint32_t byte = e % 2 == 0 ? 0xffu : 0xff00u;
+        add(Element<T>::widen(e % 2 == 0 ? two.x : two.y), (mask[e / 2][n] & byte) != 0, x[n][e]);
+      }
+    }
+  }
+
+  __device__ void apply_element(std::int64_t row, int column, float& s) const {
+    const std::int64_t key = keys_[column];
+    bool visible = true;
+    if (score_.mask.per_query) {
+      visible = reinterpret_cast<const std::uint8_t*>(
+                    score_.mask.data)[mask_ + row * score_.mask.query + key * score_.mask.key] != 0;
+    }
+    float bias = 0;
+    if (score_.bias.per_query && visible) {
+      bias = load_bias<T>(score_.bias, bias_ + row * score_.bias.query + key * score_.bias.key);
+    }
+    add(bias, visible, s);
+  }
+
+  __device__ void add(float bias, bool visible, float& s) const {
+    if (score_.bias.per_query) {
+      visible = visible && bias > score_.mask_value;
+      s = fmaf(s, score_.pair_factor, bias);
+    }
+    if (!visible) s = negative_infinity;
+  }
+
+  const ScoreParams& score_;
+  Positions keys_;
+  std::int64_t mask_;
+  std::int64_t bias_;
+  std::int64_t key_rank_;
+  std::int64_t rank_limit_;
+  int last_row_;
+  int size_;
+};
+
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,179 @@
+#pragma once
+
+#include "cuda/common/integers.h"
+#include "cuda/common/scheduler.cuh"
+#include "cuda/common/tile_states.cuh"
+#include "cuda/params.h"
+#include "cuda/policy.h"
+
+// Which tiles of keys a query tile visits, and which of them need tests of their elements.
+namespace flash_dmattn::cuda {
+
+// Whether a query tile's keys come from a tile list. A kernel that is compiled for one case does not
+// test it at every tile.
+enum class KeySource : std::uint8_t { list, consecutive, either };
+
+// Keys of a query tile: places [begin, end) of its tile list, else consecutive keys.
+struct TileKeys {
+  const int* list = nullptr;  // null: consecutive keys
+  int begin = 0;              // a multiple of every tile's keys
+  int end = 0;
+  // Consecutive keys that are visible to every row by position and interval.
+  int full_begin = 0;
+  int full_end = 0;
+
+  template <class Params>
+  __device__ TileKeys(const Params& p, const QueryTile& tile, int row_end) {
+    const Shape& shape = p.shape;
+    const int query_tile = tile.row / plan_tile_rows;
+    if (p.plan.keys != nullptr) {
+      const std::int64_t index =
+          tile.batch * p.plan.stride_batch + tile.kv_head * p.plan.stride_head + query_tile;
+      list = p.plan.keys + p.plan.begin[index];
+      end = p.plan.count[index];
+    } else if (p.runs.data != nullptr) {
+      const int4 range = __ldg(reinterpret_cast<const int4*>(
+          p.runs.data + tile.batch * p.runs.batch + tile.kv_head * p.runs.head + query_tile));
+      begin = range.x;
+      end = range.y;
+      full_begin = range.z;
+      full_end = range.w;
+    } else {
+      const int shift = shape.seqlen_k - shape.seqlen_q;
+      const auto visible = [&](int position) {
+        return p.score.causal ? max(min(position + 1, shape.seqlen_k), 0) : shape.seqlen_k;
+      };
+      end = visible(row_end - 1 + shift);
+      if (p.score.intervals.data == nullptr) full_end = visible(tile.row + shift);
+    }
+  }
+};
+
+// The keys of one tile, by their place in it.
+template <KeySource Source>
+struct TilePositions {
+  const int* list;  // in shared memory; null: consecutive keys
+  int first;
+
+  __device__ bool listed() const {
+    return Source == KeySource::list || (Source == KeySource::either && list != nullptr);
+  }
+  __device__ int operator[](int i) const { return listed() ? list[i] : first + i; }
+};
+
+// Every tile is visited, in order: the n-th is tile n.
+struct EveryTile {
+  __device__ int at(int n) const { return n; }
+  __device__ bool is_unmasked(int) const { return false; }
+  __device__ void advance(int) {}
+};
+
+// The tiles of consecutive keys that the packed mask of a query tile does not leave empty. The current
+// one and the next are known. Without a packed mask every tile is visited.
+class VisibleTiles {
+ public:
+  // For tiles of `keys` keys, a divisor of the mask's, and `rows` queries, up to two tiles of the mask.
+  __device__ VisibleTiles(const PackedMask& mask, const QueryTile& tile, int seqlen_q, int rows,
+                          const TileKeys& tile_keys, int keys)
+      : keys_(keys), tiles_((tile_keys.end + keys - 1) / keys), current_(tile_keys.begin / keys) {
+    if (mask.states != nullptr) {
+      const std::int64_t matrix =
+          tile.batch * mask.batch + tile.head * mask.head_q + tile.kv_head * mask.head_kv;
+      const int row_tiles = ceil_div(seqlen_q, PackedMask::side);
+      const int row_tile = tile.row / PackedMask::side;
+      states_ = mask.states + (matrix * row_tiles + row_tile) * mask.words;
+      if (rows > PackedMask::side && row_tile + 1 < row_tiles) second_row_ = mask.words;
+    }
+    found_[0] = find(current_);
+    found_[1] = find(tile_of(found_[0]) + 1);
+  }
+
+  // Tile `n` is the current one or the next.
+  __device__ int at(int n) const { return tile_of(entry(n)); }
+  // Whether no element of it is masked.
+  __device__ bool is_unmasked(int n) const { return (entry(n) & 1) != 0; }
+
+  __device__ void advance(int n) {
+    if (n == current_) return;
+    current_ = n;
+    found_[0] = found_[1];
+    found_[1] = find(tile_of(found_[0]) + 1);
+  }
+
+ private:
+  static __device__ int tile_of(int entry) { return entry >> 1; }
+  __device__ int entry(int n) const { return n == current_ ? found_[0] : found_[1]; }
+
+  // Two times the first tile from `tile` on that is visited, plus 1 if it is unmasked.
+  __device__ int find(int tile) {
+    const int found = search_.find(tile, tiles_, [&](int i) -> std::uint32_t {
+      if (states_ == nullptr) return PackedMask::some | PackedMask::all;
+      const std::uint8_t* const state = states_ + i * keys_ / PackedMask::side;
+      return merge_states(__ldg(state), __ldg(state + second_row_));
+    });
+    return 2 * found + (search_.is_full(found) ? 1 : 0);
+  }
+
+  const std::uint8_t* states_ = nullptr;  // of the query tile's first row of mask tiles
+  int second_row_ = 0;                    // distance to those of its second one, if it has two
+  int keys_;
+  int tiles_;
+  int current_;
+  int found_[2];
+  NonEmptyTiles search_;
+};
+
+// The tiles of N keys that a query tile visits; `Tiles` chooses among those of consecutive keys.
+template <int N, KeySource kSource, class Tiles>
+class KeyTileIterator {
+ public:
+  static constexpr int keys = N;
+  static constexpr KeySource source = kSource;
+
+  // `has_key_values`: a mask or a bias belongs to single keys.
+  __device__ KeyTileIterator(const TileKeys& tile_keys, const Tiles& tiles, bool has_key_values)
+      : keys_(tile_keys),
+        tiles_(tiles),
+        full_begin_(tile_keys.full_begin / N),
+        full_tiles_(has_key_values ? 0 : tile_keys.full_end / N - full_begin_) {}
+
+  // The number of the first tile.
+  __device__ int begin() const { return static_cast<int>(static_cast<unsigned>(keys_.begin) / N); }
+  __device__ bool has(int n) const { return tiles_.at(n) < count(); }
+  __device__ void advance(int n) { tiles_.advance(n); }
+
+  // Where its keys begin in the list or the sequence.
+  __device__ int first(int n) const { return tiles_.at(n) * N; }
+  // Keys of tile n that exist: columns i with i < size(n).
+  __device__ int size(int n) const { return min(keys_.end - first(n), N); }
+  // The end of the last tile's keys.
+  __device__ int end() const { return keys_.end; }
+
+  // Full: every row sees all keys, by position and interval, and no key has a mask or a bias.
+  __device__ bool is_full(int n) const {
+    return source != KeySource::list &&
+           static_cast<unsigned>(tiles_.at(n) - full_begin_) < static_cast<unsigned>(full_tiles_);
+  }
+  // Whether the packed mask hides no element.
+  __device__ bool is_unmasked(int n) const { return tiles_.is_unmasked(n); }
+
+  __device__ bool has_list() const {
+    return source == KeySource::list || (source == KeySource::either && keys_.list != nullptr);
+  }
+  __device__ const int* list() const { return keys_.list; }
+  // Of a tile of the list, of which all are visited.
+  __device__ bool list_has(int n) const { return n < count(); }
+
+ private:
+  // That no number is negative saves instructions.
+  __device__ int count() const {
+    return static_cast<int>((static_cast<unsigned>(keys_.end) + N - 1) / N);
+  }
+
+  TileKeys keys_;
+  Tiles tiles_;
+  int full_begin_;
+  int full_tiles_;
+};
+
+}  // namespace flash_dmattn::cuda

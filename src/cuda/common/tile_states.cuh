@@ -1,0 +1,47 @@
+#pragma once
+
+#include "cuda/common/warp.cuh"
+#include "cuda/params.h"
+
+namespace flash_dmattn::cuda {
+
+// Finds the tiles of a packed mask that are not empty, in ascending order. All lanes of a warp search
+// together: they load 32 states at a time and keep a bit of each.
+class NonEmptyTiles {
+ public:
+  // The first tile in [tile, end) that is not empty; `end` if there is none. state_of(tile) is one of
+  // PackedMask's states, for tiles before `end`.
+  template <class StateOf>
+  __device__ int find(int tile, int end, const StateOf& state_of) {
+    for (; tile < end; tile = (tile / warp_size + 1) * warp_size) {
+      if (tile / warp_size != window_) load(tile / warp_size, end, state_of);
+      const std::uint32_t left = some_ >> (tile % warp_size);
+      if (left != 0) return tile + __ffs(static_cast<int>(left)) - 1;
+    }
+    return end;
+  }
+
+  // Whether no pair of the tile found last is masked.
+  __device__ bool is_full(int tile) const { return (all_ >> (tile % warp_size) & 1) != 0; }
+
+ private:
+  template <class StateOf>
+  __device__ void load(int window, int end, const StateOf& state_of) {
+    window_ = window;
+    const int tile = window * warp_size + lane_id();
+    const std::uint32_t state = tile < end ? state_of(tile) : 0u;
+    some_ = warp_ballot((state & PackedMask::some) != 0);
+    all_ = warp_ballot((state & PackedMask::all) != 0);
+  }
+
+  int window_ = -1;
+  std::uint32_t some_ = 0;
+  std::uint32_t all_ = 0;
+};
+
+// The state of two tiles together: some pair of either is visible, every pair of both is.
+__device__ inline std::uint32_t merge_states(std::uint32_t a, std::uint32_t b) {
+  return ((a | b) & PackedMask::some) | (a & b & PackedMask::all);
+}
+
+}  // namespace flash_dmattn::cuda

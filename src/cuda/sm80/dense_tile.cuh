@@ -1,0 +1,202 @@
+#pragma once
+
+#include "cuda/common/fragment.cuh"
+#include "cuda/common/integers.h"
+#include "cuda/common/row_order.cuh"
+#include "cuda/common/scheduler.cuh"
+#include "cuda/common/score.cuh"
+#include "cuda/common/tile_copy.cuh"
+
+// Dense masks and biases by way of shared memory: the mask packed, the bias aligned_16B.
+namespace flash_dmattn::cuda::sm80 {
+
+// A tile of 16-bit biases in shared memory, [Rows][N]. The 8 lanes of a step of a 16-byte load have
+// four chunks each of two neighbouring rows, which have to lie in different banks.
+template <int Rows, int N>
+struct BiasTile {
+  static constexpr int chunks = N / 8;
+  static constexpr int row_bytes = N * 2;
+  static constexpr int bytes = Rows * row_bytes;
+
+  static __device__ std::uint32_t offset(int row, int chunk) {
+    const int swizzle = chunks == 8 ? row % 2 * 4 : 0;
+    return static_cast<std::uint32_t>(row * row_bytes + ((chunk ^ swizzle) << 4));
+  }
+};
+
+// The packed mask of Rows queries in shared memory: of each the bits of 64 keys.
+template <int Rows>
+struct MaskTile {
+  static constexpr int row_bytes = 8;
+  static constexpr int bytes = Rows * row_bytes;
+};
+
+// What KvPipeline loads with the keys [first, first + N) of a tile: their biases and masks for Rows queries.
+template <int Rows, int N, class Group>
+class DenseTileLoader {
+ public:
+  struct Storage {
+    alignas(128) std::byte bias[BiasTile<Rows, N>::bytes];
+    alignas(128) std::byte mask[MaskTile<Rows>::bytes];  // of the 64 keys that the tile is among
+  };
+
+  // For queries [tile.row, row_end).
+  __device__ DenseTileLoader(Group group, const ScoreParams& score, int seqlen_q,
+                             const QueryTile& tile, int row_end)
+      : score_(score), rows_(row_end - tile.row) {
+    const Broadcast& bias = score.bias;
+    bias_ = bias.data +
+            2 * (tile.batch * bias.batch + tile.head * bias.head_q + tile.kv_head * bias.head_kv +
+                 (tile.row + bias_row(group)) * bias.query + 8 * bias_chunk(group));
+    const PackedMask& mask = score.packed_mask;
+    const int row_tiles = ceil_div(seqlen_q, PackedMask::side);
+    const std::int64_t matrix =
+        tile.batch * mask.batch + tile.head * mask.head_q + tile.kv_head * mask.head_kv;
+    const int row = tile.row + mask_row(group);
+    mask_exists_ = row / PackedMask::side < row_tiles;
+    const std::int64_t row_tile = matrix * row_tiles + (mask_exists_ ? row / PackedMask::side : 0);
+    mask_ = mask.bits + row_tile * mask.words * PackedMask::side + row % PackedMask::side;
+  }
+
+  // Starts the copies. `size` keys exist; if `unmasked` the mask is not read.
+  __device__ void load(Group group, Storage& to, int first, int size, bool unmasked) const {
+    if (score_.bias.per_query) load_bias(group, shared_address(to.bias), first, size);
+    if (!unmasked && size > 0) load_mask(group, shared_address(to.mask), first);
+  }
+
+ private:
+  using Bias = BiasTile<Rows, N>;
+  static constexpr int rows_at_once = Group::size / Bias::chunks;
+  static constexpr int steps = Rows / rows_at_once;
+
+  static __device__ int bias_row(Group group) { return group.rank / Bias::chunks; }
+  static __device__ int bias_chunk(Group group) { return group.rank % Bias::chunks; }
+  // The first of two rows that a thread copies; threads for rows past the last copy nothing.
+  static __device__ int mask_row(Group group) { return 2 * group.rank % Rows; }
+
+  __device__ void load_bias(Group group, std::uint32_t tile, int first, int size) const {
+    const std::byte* const from = bias_ + 2 * first;
+    const std::int64_t step = 2 * rows_at_once * score_.bias.query;
+    const std::uint32_t to = tile + Bias::offset(bias_row(group), bias_chunk(group));
+    if (size == N && rows_ == Rows) {
+#pragma unroll
+      for (int i = 0; i < steps; ++i) {
+        cp_async_16(to + static_cast<std::uint32_t>(i * rows_at_once * Bias::row_bytes),
+                    from + i * step);
+      }
+      return;
+    }
+    const int bytes = min(2 * size - 16 * bias_chunk(group), 16);
+#pragma unroll 1
+    for (int i = 0; i < steps; ++i) {
+      const bool exists = bytes > 0 && bias_row(group) + i * rows_at_once < rows_;
+      cp_async_part(to + static_cast<std::uint32_t>(i * rows_at_once * Bias::row_bytes),
+                    exists ? from + i * step : score_.bias.data, exists ? bytes : 0);
+    }
+  }
+
+  __device__ void load_mask(Group group, std::uint32_t tile, int first) const {
+    if (2 * group.rank >= Rows) return;
+    constexpr int side = PackedMask::side;
+    cp_async_16(tile + static_cast<std::uint32_t>(mask_row(group) * MaskTile<Rows>::row_bytes),
+                mask_ + first / side * side, mask_exists_);
+  }
+
+  const ScoreParams& score_;
+  int rows_;
+  bool mask_exists_;
+  const std::byte* bias_;      // this thread's first row and chunk, at key 0
+  const std::uint64_t* mask_;  // this thread's rows, at key 0
+};
+
+// The effect of a tile's mask and bias on a warp's scores, M16 x 16 rows x N keys in LaneContiguous<8>
+// order: of each query of a lane and 32 keys a byte of the mask and 16 bytes of the bias, which are read
+// once for both heads of an Order of two.
+template <class T, int M16, int N, class Order>
+class DenseTile {
+ public:
+  using Scores = float[M16][N / 8][4];
+
+  // `first_key`: of the tile; `first_query`: of the warp in the tile.
+  template <class Storage>
+  __device__ DenseTile(const Storage& storage, int first_key, int first_query) {
+    const int query = first_query + lane_id() / 4;
+    const int eight = lane_id() % 4;  // of eight keys
+    bias_ = shared_address(storage.bias) + Bias::offset(query, eight);
+    mask_ = shared_address(storage.mask) + static_cast<std::uint32_t>(query * mask_row_bytes) +
+            static_cast<std::uint32_t>(first_key % PackedMask::side / 8 + eight);
+  }
+
+  // x = factor x + bias; -inf where the bias masks, and where the mask does if the tile is `Masked`.
+  template <bool Masked>
+  __device__ void add_bias(float factor, std::uint32_t mask_values, Scores& x) const {
+    for_each_eight([&](int r, int j) {
+      const uint4 four = load_shared_16((bias_ ^ static_cast<std::uint32_t>(64 * j)) +
+                                        static_cast<std::uint32_t>(r * 8 * Bias::row_bytes));
+      const std::uint32_t word[4] = {four.x, four.y, four.z, four.w};
+      const std::uint32_t bits = Masked ? load_bits(r, j) : 0xff;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float2 bias = Element<T>::widen_pair(hide_masking_biases<T>(word[i], mask_values));
+        if ((bits >> (2 * i) & 1) == 0) bias.x = negative_infinity;
+        if ((bits >> (2 * i + 1) & 1) == 0) bias.y = negative_infinity;
+        for_each_head(x, r, 4 * j + i, [&](float& low, float& high) {
+          low = fmaf(low, factor, bias.x);
+          high = fmaf(high, factor, bias.y);
+        });
+      }
+    });
+  }
+
+  // -inf where masked.
+  __device__ void mask(Scores& x) const {
+    for_each_eight([&](int r, int j) {
+      const std::uint32_t bits = load_bits(r, j);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        for_each_head(x, r, 4 * j + i, [&](float& low, float& high) {
+          if ((bits >> (2 * i) & 1) == 0) low = negative_infinity;
+          if ((bits >> (2 * i + 1) & 1) == 0) high = negative_infinity;
+        });
+      }
+    });
+  }
+
+ private:
+  static constexpr int queries = 2 * M16 / Order::heads;  // of a lane, 8 apart
+  static constexpr int words = N / 32;
+  static_assert(words <= 2);
+  using Bias = BiasTile<8 * queries, N>;
+  static constexpr int mask_row_bytes = MaskTile<8 * queries>::row_bytes;
+
+  // Of the lane's query r, the eight of its keys [32 j, 32 j + 32).
+  __device__ std::uint32_t load_bits(int r, int j) const {
+    return load_shared_1(mask_ + static_cast<std::uint32_t>(r * 8 * mask_row_bytes + 4 * j));
+  }
+
+  // Calls body(r, j) for the lane's queries r and keys [32 j, 32 j + 32), of which it has eight.
+  template <class Body>
+  __device__ static void for_each_eight(const Body& body) {
+#pragma unroll
+    for (int r = 0; r < queries; ++r) {
+#pragma unroll
+      for (int j = 0; j < words; ++j) body(r, j);
+    }
+  }
+
+  // Calls body(the scores of two neighbouring keys) for the heads of query r.
+  template <class Body>
+  static __device__ void for_each_head(Scores& x, int r, int n, const Body& body) {
+#pragma unroll
+    for (int head = 0; head < Order::heads; ++head) {
+      const int half = r * Order::heads + head;  // 8 rows
+      float (&four)[4] = x[half / 2][n];
+      body(four[half % 2 * 2], four[half % 2 * 2 + 1]);
+    }
+  }
+
+  std::uint32_t bias_;
+  std::uint32_t mask_;
+};
+
+}  // namespace flash_dmattn::cuda::sm80
