@@ -82,7 +82,7 @@ else
 test-cuda-build: $(STAMPS)/tools $(STAMPS)/test build/googletest/ready
 	CUDACXX=$(NVCC) cmake --preset cuda -D FLASH_DMATTN_TORCH=ON -D FLASH_DMATTN_TESTS=ON \
 	  -D Python_EXECUTABLE=$(BIN)/python -D "FLASH_DMATTN_CUDA_ARCHITECTURES=$(CUDA_TEST_ARCHITECTURES)" $(CMAKE_OPTIONS)
-	cmake --build --preset cuda --target flash_dmattn_torch test_cuda_attention test_cuda_plan test_cuda_ranks \
+	cmake --build --preset cuda --target flash_dmattn_torch test_cuda_attention test_cuda_tile_lists test_cuda_slots test_cuda_ranks \
 	  test_cuda_selection
 	@tools/compile_seconds.sh build/cuda
 	ctest --test-dir build/cuda --label-regex cuda --output-on-failure

@@ -1,4 +1,4 @@
-// Times select, plan, forward and backward of causal dynamic mask attention (per_query selection, a
+// Times select, schedule, forward and backward of causal dynamic mask attention (per_query selection, a
 // bias of one score per key, its gradient included), without torch or Python, for profilers:
 //
 //   cmake --preset bench && cmake --build --preset bench
@@ -92,6 +92,21 @@ Elements random(std::int64_t size, fd::DType dtype, std::mt19937& generator) {
   return elements;
 }
 
+// Aligned memory that grows to the largest piece it is asked for.
+class Memory {
+ public:
+  std::span<std::byte> of(std::size_t bytes) {
+    storage_.resize(std::max(storage_.size(), bytes + fd::workspace_alignment));
+    void* aligned = storage_.data();
+    std::size_t space = storage_.size();
+    std::align(fd::workspace_alignment, bytes, aligned, space);
+    return {static_cast<std::byte*>(aligned), bytes};
+  }
+
+ private:
+  std::vector<std::byte> storage_;
+};
+
 // An Execution with as much workspace as its last call asked for.
 class Runner {
  public:
@@ -101,19 +116,16 @@ class Runner {
   fd::Execution execution() { return pool_.execution(); }
 
   fd::Execution with(std::size_t bytes) {
-    storage_.resize(std::max(storage_.size(), bytes + fd::workspace_alignment));
-    void* aligned = storage_.data();
-    std::size_t space = storage_.size();
-    std::align(fd::workspace_alignment, bytes, aligned, space);
+    const std::span<std::byte> workspace = memory_.of(bytes);
     fd::Execution execution = pool_.execution();
-    execution.workspace = aligned;
-    execution.workspace_bytes = space;
+    execution.workspace = workspace.data();
+    execution.workspace_bytes = workspace.size();
     return execution;
   }
 
  private:
   fd::ThreadPool pool_;
-  std::vector<std::byte> storage_;
+  Memory memory_;
 };
 
 // Milliseconds, the median.
@@ -158,7 +170,6 @@ void run(const Options& options) {
       .window = options.number("w"),
       .scores = bias.data(),
       .scores_dtype = dtype,
-      .scores_stride = {heads_kv * seqlen, seqlen, 1},
       .intervals = intervals.data(),
   };
   const double select_ms = measure(repeats, [&] {
@@ -187,38 +198,35 @@ void run(const Options& options) {
   const auto q_stride = fd::contiguous_strides({batch, seqlen, heads_q, head_dim});
   const auto kv_stride = fd::contiguous_strides({batch, seqlen, heads_kv, head_dim});
   const std::array<std::int64_t, 4> bias_stride = {heads_kv * seqlen, seqlen, 0, 1};
-  fd::Inputs inputs = {
+  const fd::Inputs inputs = {
       .q = {q.data(), q_stride},
       .k = {k.data(), kv_stride},
       .v = {v.data(), kv_stride},
       .bias = {bias.data(), bias_stride},
-      .intervals = {intervals.data(), heads_kv * seqlen, seqlen},
+      .visibility = {.intervals = {intervals.data()}},
   };
 
-  const fd::PlanArgs plan = {
-      .batch = batch,
-      .heads = heads_kv,
-      .seqlen_q = seqlen,
-      .seqlen_k = seqlen,
-      .tile_rows = fd::query_tile_rows(problem, backend),
-      .causal = true,
-      .intervals = inputs.intervals,
-  };
-  const auto lists =
-      static_cast<std::size_t>(batch * heads_kv * ((seqlen + plan.tile_rows - 1) / plan.tile_rows));
-  std::vector<std::int64_t> begin(lists);
-  std::vector<std::int32_t> count(lists), full(lists), keys;
-  const double plan_ms = measure(repeats, [&] {
-    const auto execution = runner.with(fd::plan_workspace_size(plan, runner.execution()));
-    keys.resize(static_cast<std::size_t>(fd::plan_entries(plan, execution)));
-    inputs.plan =
-        fd::build_plan(plan, {begin.data(), count.data(), full.data(), keys.data()}, execution);
+  // The CPU's schedule serves both directions.
+  const fd::Visibility& visibility = inputs.visibility;
+  constexpr fd::Direction direction = fd::Direction::forward;
+  Memory memory;
+  fd::Schedule schedule;
+  const double schedule_ms = measure(repeats, [&] {
+    const auto bytes =
+        fd::schedule_size(problem, visibility, direction, runner.execution(), backend);
+    const auto execution = runner.with(
+        fd::schedule_workspace_size(problem, visibility, direction, runner.execution(), backend));
+    schedule =
+        fd::build_schedule(problem, visibility, direction, memory.of(bytes), execution, backend);
   });
 
   Elements out = empty(q_size, dtype);
   std::vector<float> lse(static_cast<std::size_t>(batch * heads_q * seqlen));
-  const fd::ForwardArgs forward = {
-      .problem = problem, .in = inputs, .out = {out.data(), q_stride}, .lse = lse.data()};
+  const fd::ForwardArgs forward = {.problem = problem,
+                                   .in = inputs,
+                                   .schedule = schedule,
+                                   .out = {out.data(), q_stride},
+                                   .lse = lse.data()};
   const double forward_ms = measure(repeats, [&] {
     const auto bytes = fd::forward_workspace_size(forward, runner.execution(), backend);
     fd::forward(forward, runner.with(bytes), backend);
@@ -229,6 +237,7 @@ void run(const Options& options) {
   const fd::BackwardArgs backward = {
       .problem = problem,
       .in = inputs,
+      .schedule = schedule,
       .out = forward.out,
       .lse = lse.data(),
       .dout = {dout.data(), q_stride},
@@ -247,12 +256,12 @@ void run(const Options& options) {
   }
   const auto dense_pairs = static_cast<double>(batch * heads_kv) * static_cast<double>(seqlen) *
                            static_cast<double>(seqlen + 1) / 2;
-  std::printf("%d threads, %lld visible pairs (%.1f %% of causal), plan of %zu keys\n",
+  std::printf("%d threads, %lld visible pairs (%.1f %% of causal), schedule of %zu bytes\n",
               runner.threads(), static_cast<long long>(pairs),
-              100 * static_cast<double>(pairs) / dense_pairs, keys.size());
+              100 * static_cast<double>(pairs) / dense_pairs, schedule.bytes);
   const double flops = static_cast<double>(pairs * (heads_q / heads_kv) * head_dim);
   std::printf("select    %9.3f ms\n", select_ms);
-  std::printf("plan      %9.3f ms\n", plan_ms);
+  std::printf("schedule  %9.3f ms\n", schedule_ms);
   std::printf("forward   %9.3f ms  %.3f TFLOP/s\n", forward_ms, 4 * flops / forward_ms * 1e-9);
   std::printf("backward  %9.3f ms  %.3f TFLOP/s\n", backward_ms, 10 * flops / backward_ms * 1e-9);
 }

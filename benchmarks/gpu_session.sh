@@ -22,7 +22,7 @@ pack() {
   cd "$root"
   rm -rf "$folder"
   mkdir -p "$folder/bin" "$folder/site"
-  for test in test_cuda_attention test_cuda_plan test_cuda_ranks test_cuda_selection; do
+  for test in test_cuda_attention test_cuda_tile_lists test_cuda_slots test_cuda_ranks test_cuda_selection; do
     strip -o "$folder/bin/$test" "$build/tests/cuda/$test"
   done
   strip -o "$folder/bin/_C.so" "$build/bindings/torch/_C.so"
@@ -60,7 +60,7 @@ part() {
 correctness() {
   local test
   part test_cuda_attention "$folder/bin/test_cuda_attention" --gtest_brief=1 &
-  (for test in test_cuda_plan test_cuda_ranks test_cuda_selection; do part $test "$folder/bin/$test" --gtest_brief=1; done) &
+  (for test in test_cuda_tile_lists test_cuda_slots test_cuda_ranks test_cuda_selection; do part $test "$folder/bin/$test" --gtest_brief=1; done) &
   (
     # Four processes where pytest-xdist is there, which do not spin on each other's cores.
     local pytest=(env OMP_NUM_THREADS=2 python3 -m pytest -q -p no:cacheprovider --rootdir "$folder")
@@ -88,8 +88,10 @@ sanitizers() {
       --gtest_brief=1 '--gtest_filter=Small*' &
     part "${tool}_ranks" compute-sanitizer --tool $tool --error-exitcode 9 "$folder/bin/test_cuda_ranks" \
       --gtest_brief=1 '--gtest_filter=Small*' &
-    part "${tool}_plan" compute-sanitizer --tool $tool --error-exitcode 9 "$folder/bin/test_cuda_plan" \
-      --gtest_brief=1 '--gtest_filter=Small*' &
+    for test in tile_lists slots; do
+      part "${tool}_$test" compute-sanitizer --tool $tool --error-exitcode 9 "$folder/bin/test_cuda_$test" \
+        --gtest_brief=1 '--gtest_filter=Small*' &
+    done
   done
   part memcheck_check_mode env FLASH_DMATTN_CHECK_FINITE=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
     "$folder/bin/test_cuda_attention" --gtest_brief=1 '--gtest_filter=*/plain_bf16:*/group_4_bf16' &

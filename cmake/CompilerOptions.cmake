@@ -36,3 +36,11 @@ function(flash_dmattn_compiler_options target)
     target_link_options(${target} PUBLIC -fsanitize=address,undefined)
   endif()
 endfunction()
+
+# flash_dmattn_oracle_sources(SOURCE...): files of the calling folder that compute what results are compared with. With
+# FLASH_DMATTN_SANITIZE they are optimised and not instrumented, as otherwise the tests would spend nearly all their time in them.
+function(flash_dmattn_oracle_sources)
+  if(FLASH_DMATTN_SANITIZE)
+    set_source_files_properties(${ARGN} PROPERTIES COMPILE_OPTIONS "-O3;-fno-sanitize=all")
+  endif()
+endfunction()

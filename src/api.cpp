@@ -83,52 +83,118 @@ std::string supports(const Problem& problem, std::string_view name) {
   return find_backend(problem, name).reasons;
 }
 
-std::int64_t query_tile_rows(const Problem& problem, std::string_view name) {
-  return choose_backend(problem, name).query_tile_rows(problem);
+// ---- Schedules -----------------------------------------------------------------------------------
+
+std::size_t schedule_size(const Problem& problem, const Visibility& visibility, Direction direction,
+                          const Execution& execution, std::string_view name) {
+  const Backend& backend = choose_backend(problem, name);
+  require_workers(execution);
+  const Visibility checked = validated(problem, visibility);
+  return backend.schedule_size(problem, checked, direction, execution);
 }
 
-bool wants_plan(const Problem& problem, const KeyBound& bound, std::string_view name) {
-  return choose_backend(problem, name).wants_plan(problem, bound);
+std::size_t schedule_workspace_size(const Problem& problem, const Visibility& visibility,
+                                    Direction direction, const Execution& execution,
+                                    std::string_view name) {
+  const Backend& backend = choose_backend(problem, name);
+  require_workers(execution);
+  const Visibility checked = validated(problem, visibility);
+  return backend.schedule_workspace_size(problem, checked, direction, execution);
 }
+
+Schedule build_schedule(const Problem& problem, const Visibility& visibility, Direction direction,
+                        std::span<std::byte> memory, const Execution& execution,
+                        std::string_view name) {
+  const Backend& backend = choose_backend(problem, name);
+  require_workers(execution);
+  const Visibility checked = validated(problem, visibility);
+  require_workspace(execution,
+                    backend.schedule_workspace_size(problem, checked, direction, execution));
+  if (reinterpret_cast<std::uintptr_t>(memory.data()) % workspace_alignment != 0) {
+    throw InvalidArgument(
+        "memory", "a misaligned address",
+        "an address aligned to " + std::to_string(workspace_alignment) + " bytes");
+  }
+  return stamped(backend.build_schedule(problem, checked, direction, memory, execution), problem,
+                 backend);
+}
+
+// ---- Calls ---------------------------------------------------------------------------------------
+
+namespace {
+
+std::size_t workspace_size(const Backend& backend, const ForwardArgs& args,
+                           const Execution& execution) {
+  return backend.forward_workspace_size(args, execution);
+}
+std::size_t workspace_size(const Backend& backend, const BackwardArgs& args,
+                           const Execution& execution) {
+  return backend.backward_workspace_size(args, execution);
+}
+void compute(const Backend& backend, const ForwardArgs& args, const Execution& execution) {
+  backend.forward(args, execution);
+}
+void compute(const Backend& backend, const BackwardArgs& args, const Execution& execution) {
+  backend.backward(args, execution);
+}
+
+// Of a call whose outputs are not set yet.
+template <class Args>
+std::size_t size_alone(const Args& args, const Execution& execution, std::string_view name) {
+  const Backend& backend = choose_backend(args.problem, name);
+  require_workers(execution);
+  return workspace_size(backend, with_validated_inputs(args, backend), execution);
+}
+
+const Execution& with_workers(const Execution& execution) {
+  require_workers(execution);
+  return execution;
+}
+
+std::span<std::byte> workspace_of(const Execution& execution) {
+  return {static_cast<std::byte*>(execution.workspace), execution.workspace_bytes};
+}
+
+}  // namespace
+
+template <class Args>
+CheckedCall<Args>::CheckedCall(const Args& args, const Execution& execution, std::string_view name)
+    : backend_(&choose_backend(args.problem, name)),
+      args_(validated(args, *backend_)),
+      execution_(with_workers(execution)),
+      workspace_size_(flash_dmattn::workspace_size(*backend_, args_, execution_)) {}
+
+template <class Args>
+void CheckedCall<Args>::run(std::span<std::byte> workspace) const {
+  Execution execution = execution_;
+  execution.workspace = workspace.data();
+  execution.workspace_bytes = workspace.size();
+  require_workspace(execution, workspace_size_);
+  const bool check_finite = check_finite_enabled();
+  if (check_finite) check_inputs_finite(args_, execution);
+  compute(*backend_, args_, execution);
+  if (check_finite) check_outputs_finite(args_, execution);
+}
+
+template class CheckedCall<ForwardArgs>;
+template class CheckedCall<BackwardArgs>;
 
 std::size_t forward_workspace_size(const ForwardArgs& args, const Execution& execution,
                                    std::string_view name) {
-  const Backend& backend = choose_backend(args.problem, name);
-  require_workers(execution);
-  ForwardArgs checked = args;
-  checked.in = validated(args.problem, args.in, backend);
-  return backend.forward_workspace_size(checked, execution);
+  return size_alone(args, execution, name);
 }
 
 std::size_t backward_workspace_size(const BackwardArgs& args, const Execution& execution,
                                     std::string_view name) {
-  const Backend& backend = choose_backend(args.problem, name);
-  require_workers(execution);
-  BackwardArgs checked = args;
-  checked.in = validated(args.problem, args.in, backend);
-  return backend.backward_workspace_size(checked, execution);
+  return size_alone(args, execution, name);
 }
 
 void forward(const ForwardArgs& args, const Execution& execution, std::string_view name) {
-  const Backend& backend = choose_backend(args.problem, name);
-  require_workers(execution);
-  const ForwardArgs checked = validated(args, backend);
-  require_workspace(execution, backend.forward_workspace_size(checked, execution));
-  const bool check_finite = check_finite_enabled();
-  if (check_finite) check_inputs_finite(checked, execution);
-  backend.forward(checked, execution);
-  if (check_finite) check_outputs_finite(checked, execution);
+  ForwardCall(args, execution, name).run(workspace_of(execution));
 }
 
 void backward(const BackwardArgs& args, const Execution& execution, std::string_view name) {
-  const Backend& backend = choose_backend(args.problem, name);
-  require_workers(execution);
-  const BackwardArgs checked = validated(args, backend);
-  require_workspace(execution, backend.backward_workspace_size(checked, execution));
-  const bool check_finite = check_finite_enabled();
-  if (check_finite) check_inputs_finite(checked, execution);
-  backend.backward(checked, execution);
-  if (check_finite) check_outputs_finite(checked, execution);
+  BackwardCall(args, execution, name).run(workspace_of(execution));
 }
 
 }  // namespace flash_dmattn

@@ -1,15 +1,18 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
+#include <span>
 #include <string>
 #include <string_view>
 
 #include "flash_dmattn/error.h"
 #include "flash_dmattn/execution.h"
+#include "flash_dmattn/visibility.h"
 
 // The checks of arguments that several functions share.
 namespace flash_dmattn {
@@ -66,6 +69,34 @@ inline void require_workspace(const Execution& execution, std::size_t bytes) {
         "an address " + std::to_string(address % workspace_alignment) + " bytes off alignment",
         "an address aligned to " + std::to_string(workspace_alignment) + " bytes");
   }
+}
+
+// Memory of a schedule.
+inline void require_memory(std::span<const std::byte> memory, std::size_t bytes) {
+  if (memory.size() < bytes) {
+    throw InvalidArgument("memory", std::to_string(memory.size()) + " bytes",
+                          "at least " + std::to_string(bytes) + " (schedule_size)");
+  }
+}
+
+// Strides of a [sizes] array, those that are dense_stride resolved.
+template <std::size_t Rank>
+std::array<std::int64_t, Rank> resolved_strides(std::array<std::int64_t, Rank> stride,
+                                                const std::array<std::int64_t, Rank>& sizes) {
+  std::uint64_t dense = 1;  // sizes have yet to be checked, and may overflow it
+  for (std::size_t i = Rank; i-- > 0; dense *= static_cast<std::uint64_t>(sizes[i])) {
+    if (stride[i] == dense_stride) stride[i] = static_cast<std::int64_t>(dense);
+  }
+  return stride;
+}
+
+// Intervals [batch, heads, Sk] with the strides that a kernel multiplies by: 0 for a dimension of size 1.
+inline KeyIntervals with_resolved_strides(const KeyIntervals& intervals, std::int64_t batch,
+                                          std::int64_t heads, std::int64_t seqlen_k) {
+  if (intervals.data == nullptr) return {nullptr, 0, 0};
+  const auto stride = resolved_strides<3>({intervals.stride_batch, intervals.stride_head, 1},
+                                          {batch, heads, seqlen_k});
+  return {intervals.data, batch == 1 ? 0 : stride[0], heads == 1 ? 0 : stride[1]};
 }
 
 constexpr std::size_t align_up(std::size_t bytes) {

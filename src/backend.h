@@ -9,26 +9,26 @@
 #include "flash_dmattn/attention.h"
 
 // The one interface between the API and what computes. Arguments have been validated when a backend
-// sees them, and the stride of every dimension of size 1 of mask, bias, dbias, intervals and plan is 0;
+// sees them, and the stride of every dimension of size 1 of mask, bias, dbias and intervals is 0;
 // a backend only says what it cannot do, in words.
 namespace flash_dmattn {
-
-// What becomes of a plan, of query_tile_rows() queries per tile. It is needed only where there are
-// intervals, and may replace them only where it is used without being needed.
-enum class PlanUse : std::uint8_t { unused, used, needed };
 
 struct Backend {
   std::string_view name;
   Device device;  // where it computes
   BackendInfo (*info)();
   std::string (*supports)(const Problem&);  // "" = yes, else why not
-  std::int64_t (*query_tile_rows)(const Problem&);
-  bool (*wants_plan)(const Problem&, const KeyBound&);
+  // Of the problem's intervals or key list; see schedule.h. The API fills in what a schedule was built for.
+  std::size_t (*schedule_size)(const Problem&, const Visibility&, Direction, const Execution&);
+  std::size_t (*schedule_workspace_size)(const Problem&, const Visibility&, Direction,
+                                         const Execution&);
+  Schedule (*build_schedule)(const Problem&, const Visibility&, Direction,
+                             std::span<std::byte> memory, const Execution&);
   std::size_t (*forward_workspace_size)(const ForwardArgs&, const Execution&);
   std::size_t (*backward_workspace_size)(const BackwardArgs&, const Execution&);
   void (*forward)(const ForwardArgs&, const Execution&);
   void (*backward)(const BackwardArgs&, const Execution&);
-  PlanUse plan_use;
+  bool needs_schedule;  // where there are intervals
 };
 
 // "" when the problem's memory is where a backend computes, else why it declines.
@@ -39,10 +39,10 @@ inline std::string decline_other_device(const Problem& problem, std::string_view
          " memory, and the problem's is " + std::string(name_of(problem.device));
 }
 
-// src/cuda/backend.cu, or absent.cpp in a build without CUDA. Every pointer of its arguments, the plan's
+// src/cuda/backend.cu, or absent.cpp in a build without CUDA. Every pointer of its arguments, the schedule's
 // included, is to memory of the current device, of which Execution::stream is a cudaStream_t. Calls only
-// enqueue work: no synchronisation, no allocation, capturable in a graph. Key intervals without a plan
-// are right but walk every key.
+// enqueue work: no synchronisation, no allocation, capturable in a graph. Without a schedule of key intervals
+// it walks from the first to the last key that a tile's queries see.
 extern const Backend cuda_backend;
 extern const Backend cpu_backend;        // src/cpu/backend.cpp
 extern const Backend reference_backend;  // src/reference/attention.cpp

@@ -95,11 +95,11 @@ struct Stage {
     check(tensor_name, tensor, {p.batch, p.seqlen_k, p.heads_kv, p.head_dim}, p.dtype);
   }
 
-  void check_lse(const float* lse) const {
+  void check_lse(const ConstRowValues& lse) const {
     const Problem& p = problem;
     const Shape4 shape = {1, p.batch, p.heads_q, p.seqlen_q};
-    check("lse", {lse, contiguous_strides(shape)}, shape,
-          p.dtype == DType::f64 ? DType::f64 : DType::f32, Accept::finite_and_minus_inf, 3);
+    check("lse", {lse.data, contiguous_strides(shape)}, shape, lse.dtype,
+          Accept::finite_and_minus_inf, 3);
   }
 
   void check_shared(const Inputs& in) const {

@@ -70,6 +70,18 @@ void check_broadcast_shape(std::string_view argument, const Problem& p,
   }
 }
 
+// [B|1, Hkv|1] of intervals or of a key list.
+void check_row_shape(std::string_view argument, const Problem& p,
+                     const std::array<std::int64_t, 2>& shape) {
+  const auto [batch, heads] = shape;
+  const bool fits = (batch == p.batch || batch == 1) && (heads == p.heads_kv || heads == 1);
+  if (is_given(shape) && !fits) {
+    throw InvalidArgument(
+        argument, text(shape),
+        "(" + choice({p.batch}) + ", " + choice({p.heads_kv}) + "), or all zero for none");
+  }
+}
+
 void check_bias_dtype(const Problem& p) {
   const bool fits =
       p.bias_dtype == p.dtype || (p.bias_dtype == DType::f32 && p.dtype != DType::f64);
@@ -95,7 +107,7 @@ void check_rank_shapes(const Problem& p) {
                           "one limit for each of " + std::to_string(p.seqlen_q) +
                               " queries, and problem.rank_shape with it");
   }
-  if (!is_given(p.mask_shape) || is_given(p.intervals_shape)) {
+  if (!is_given(p.mask_shape) || is_given(p.intervals_shape) || is_given(p.key_list_shape)) {
     throw InvalidArgument("problem.rank_shape", text(p.rank_shape),
                           "ranks only with a mask and without intervals");
   }
@@ -167,67 +179,60 @@ ConstTensor4 validated_broadcast(std::string_view argument, const ConstTensor4& 
   return {tensor.data, broadcast_strides(tensor.stride, shape)};
 }
 
-// ---- Intervals and plan --------------------------------------------------------------------------
+// ---- Visibility ----------------------------------------------------------------------------------
 
-// Without queries or keys a plan may have no tiles and point nowhere.
-bool is_given(const Plan& plan) { return plan.tile_rows != 0 || plan.begin != nullptr; }
-
-KeyIntervals validated_intervals(const Problem& p, const Inputs& in, const Backend& backend) {
-  const KeyIntervals& intervals = in.intervals;
-  const auto [batch, heads] = p.intervals_shape;
+KeyIntervals validated_intervals(const Problem& p, const KeyIntervals& intervals) {
   if (!is_given(p.intervals_shape)) {
-    check_absent("intervals", intervals.data, "problem.intervals_shape");
-    return {};
+    check_absent("visibility.intervals", intervals.data, "problem.intervals_shape");
+    return {nullptr, 0, 0};
   }
-  const bool plan_alone = intervals.data == nullptr && is_given(in.plan);
-  if (plan_alone && backend.plan_use == PlanUse::used) return {};
-  check_input("intervals", {intervals.data, {intervals.stride_batch, intervals.stride_head, 0, 1}},
+  const auto [batch, heads] = p.intervals_shape;
+  const KeyIntervals result = with_resolved_strides(intervals, batch, heads, p.seqlen_k);
+  check_input("visibility.intervals",
+              {result.data, {result.stride_batch, result.stride_head, 0, 1}},
               {batch, heads, 1, p.seqlen_k});
-  return {intervals.data, batch == 1 ? 0 : intervals.stride_batch,
-          heads == 1 ? 0 : intervals.stride_head};
-}
-
-Plan validated_plan(const Problem& p, const Plan& plan, const Backend& backend) {
-  const bool has_plan = is_given(plan);
-  if (!is_given(p.intervals_shape)) {
-    if (has_plan) throw InvalidArgument("plan", "a plan", "none without intervals");
-    return {};
-  }
-  if (backend.plan_use == PlanUse::unused) return plan;
-  if (backend.plan_use == PlanUse::used && !has_plan) return {};
-
-  const std::int64_t tile_rows = backend.query_tile_rows(p);
-  if (!has_plan) {
-    throw InvalidArgument("plan", "none",
-                          "the plan of the intervals, as backend \"" + std::string(backend.name) +
-                              "\" needs it, with tile_rows " + std::to_string(tile_rows));
-  }
-  if (plan.tile_rows != tile_rows) {
-    throw InvalidArgument("plan.tile_rows", std::to_string(plan.tile_rows),
-                          std::to_string(tile_rows) + " (query_tile_rows)");
-  }
-  const std::int64_t tiles = (p.seqlen_q + tile_rows - 1) / tile_rows;
-  if (plan.tiles != tiles) {
-    throw InvalidArgument("plan.tiles", std::to_string(plan.tiles),
-                          std::to_string(tiles) + " = ceil(problem.seqlen_q / plan.tile_rows)");
-  }
-  const auto [batch, heads] = p.intervals_shape;
-  const Shape4 shape = {batch, heads, 1, tiles};
-  const Shape4 stride = {plan.stride_batch, plan.stride_head, 0, 1};
-  check_input("plan.begin", {plan.begin, stride}, shape);
-  check_input("plan.count", {plan.count, stride}, shape);
-  check_input("plan.full", {plan.full, stride}, shape);
-  Plan result = plan;
-  if (batch == 1) result.stride_batch = 0;
-  if (heads == 1) result.stride_head = 0;
   return result;
 }
 
-void check_lse(std::string_view argument, const void* data, const Problem& p) {
-  if (data == nullptr && has_elements(std::array{p.batch, p.heads_q, p.seqlen_q})) {
-    throw InvalidArgument(argument, "null data",
-                          "data of shape " + text(std::array{p.batch, p.heads_q, p.seqlen_q}));
+KeyList validated_key_list(const Problem& p, const KeyList& list) {
+  if (!is_given(p.key_list_shape)) {
+    check_absent("visibility.key_list", list.keys, "problem.key_list_shape");
+    return {};
   }
+  if (!has_elements(p.key_list_shape)) return list;
+  if (list.keys == nullptr || list.count == nullptr) {
+    throw InvalidArgument("visibility.key_list", "null data",
+                          "keys and their counts for each row of shape " + text(p.key_list_shape));
+  }
+  if (list.stride <= 0 || list.stride % 4 != 0) {
+    throw InvalidArgument("visibility.key_list.stride", std::to_string(list.stride),
+                          "a positive multiple of 4");
+  }
+  if (reinterpret_cast<std::uintptr_t>(list.keys) % 16 != 0) {
+    throw InvalidArgument("visibility.key_list", "a misaligned address",
+                          "keys aligned to 16 bytes");
+  }
+  return list;
+}
+
+// ---- Statistics of rows --------------------------------------------------------------------------
+
+void check_row_dtype(std::string_view argument, const ConstRowValues& values, const Problem& p) {
+  const DType expected = p.dtype == DType::f64 ? DType::f64 : DType::f32;
+  if (values.data != nullptr && values.dtype != expected) {
+    throw InvalidArgument(
+        argument, name_of(values.dtype),
+        std::string(name_of(expected)) + " with problem.dtype " + std::string(name_of(p.dtype)));
+  }
+}
+
+void check_lse(const ConstRowValues& lse, const ConstRowValues& lse_low, const Problem& p) {
+  const std::array shape = {p.batch, p.heads_q, p.seqlen_q};
+  if (lse.data == nullptr && has_elements(shape)) {
+    throw InvalidArgument("lse", "null data", "data of shape " + text(shape));
+  }
+  check_row_dtype("lse", lse, p);
+  check_row_dtype("lse_low", lse_low, p);
 }
 
 Shape4 query_shape(const Problem& p) { return {p.batch, p.seqlen_q, p.heads_q, p.head_dim}; }
@@ -277,47 +282,69 @@ void validate(const Problem& p) {
   check_broadcast_shape("problem.mask_shape", p, p.mask_shape);
   check_broadcast_shape("problem.bias_shape", p, p.bias_shape);
   check_bias_dtype(p);
-  const auto [batch, heads] = p.intervals_shape;
-  if (is_given(p.intervals_shape) &&
-      !((batch == p.batch || batch == 1) && (heads == p.heads_kv || heads == 1))) {
-    throw InvalidArgument(
-        "problem.intervals_shape", text(p.intervals_shape),
-        "(" + choice({p.batch}) + ", " + choice({p.heads_kv}) + "), or all zero for none");
+  check_row_shape("problem.intervals_shape", p, p.intervals_shape);
+  check_row_shape("problem.key_list_shape", p, p.key_list_shape);
+  if (is_given(p.intervals_shape) && is_given(p.key_list_shape)) {
+    throw InvalidArgument("problem.key_list_shape", text(p.key_list_shape),
+                          "all zero with problem.intervals_shape");
   }
   check_rank_shapes(p);
 }
 
-Inputs validated(const Problem& p, const Inputs& in, const Backend& backend) {
+Visibility validated(const Problem& p, const Visibility& visibility) {
+  Visibility result = visibility;
+  result.intervals = validated_intervals(p, visibility.intervals);
+  result.key_list = validated_key_list(p, visibility.key_list);
+  result.ranks.key_rank = validated_broadcast(
+      "visibility.ranks.key_rank", visibility.ranks.key_rank, "problem.rank_shape", p.rank_shape);
+  result.ranks.rank_limit =
+      validated_broadcast("visibility.ranks.rank_limit", visibility.ranks.rank_limit,
+                          "problem.limit_shape", p.limit_shape);
+  return result;
+}
+
+namespace {
+
+Inputs validated(const Problem& p, const Inputs& in) {
   check_input("q", in.q, query_shape(p));
   check_input("k", in.k, key_shape(p));
   check_input("v", in.v, key_shape(p));
   Inputs result = in;
   result.mask = validated_broadcast("mask", in.mask, "problem.mask_shape", p.mask_shape);
   result.bias = validated_broadcast("bias", in.bias, "problem.bias_shape", p.bias_shape);
-  result.key_rank =
-      validated_broadcast("key_rank", in.key_rank, "problem.rank_shape", p.rank_shape);
-  result.rank_limit =
-      validated_broadcast("rank_limit", in.rank_limit, "problem.limit_shape", p.limit_shape);
-  result.intervals = validated_intervals(p, in, backend);
-  result.plan = validated_plan(p, in.plan, backend);
+  result.visibility = validated(p, in.visibility);
+  return result;
+}
+
+}  // namespace
+
+ForwardArgs with_validated_inputs(const ForwardArgs& args, const Backend& backend) {
+  ForwardArgs result = args;
+  result.in = validated(args.problem, args.in);
+  check_schedule(args.problem, args.schedule, Direction::forward, backend);
+  return result;
+}
+
+BackwardArgs with_validated_inputs(const BackwardArgs& args, const Backend& backend) {
+  BackwardArgs result = args;
+  result.in = validated(args.problem, args.in);
+  check_schedule(args.problem, args.schedule, Direction::backward, backend);
   return result;
 }
 
 ForwardArgs validated(const ForwardArgs& args, const Backend& backend) {
   const Problem& p = args.problem;
-  ForwardArgs result = args;
-  result.in = validated(p, args.in, backend);
+  ForwardArgs result = with_validated_inputs(args, backend);
   check_output("out", args.out, query_shape(p));
-  check_lse("lse", args.lse, p);
+  check_lse(args.lse, args.lse_low, p);
   return result;
 }
 
 BackwardArgs validated(const BackwardArgs& args, const Backend& backend) {
   const Problem& p = args.problem;
-  BackwardArgs result = args;
-  result.in = validated(p, args.in, backend);
+  BackwardArgs result = with_validated_inputs(args, backend);
   check_input("out", args.out, query_shape(p));
-  check_lse("lse", args.lse, p);
+  check_lse(args.lse, args.lse_low, p);
   check_input("dout", args.dout, query_shape(p));
   check_gradient("dq", args.dq, query_shape(p));
   check_gradient("dk", args.dk, key_shape(p));
@@ -329,6 +356,71 @@ BackwardArgs validated(const BackwardArgs& args, const Backend& backend) {
     result.dbias.stride = broadcast_strides(args.dbias.stride, p.bias_shape);
   }
   return result;
+}
+
+// ---- Schedules -----------------------------------------------------------------------------------
+
+namespace {
+
+// Batch and heads of what a schedule is of; all zero: of nothing.
+std::array<std::int64_t, 2> scheduled_shape(const Problem& p) {
+  return is_given(p.key_list_shape) ? p.key_list_shape : p.intervals_shape;
+}
+
+void check_built_for(std::string_view field, const std::string& got, const std::string& expected) {
+  if (got == expected) return;
+  throw InvalidArgument("schedule", "one built for " + std::string(field) + " " + got,
+                        "one built for " + std::string(field) + " " + expected);
+}
+
+}  // namespace
+
+Schedule stamped(Schedule schedule, const Problem& p, const Backend& backend) {
+  if (schedule.empty()) return {};
+  schedule.backend = backend.name;
+  schedule.problem = p;
+  return schedule;
+}
+
+void check_schedule(const Problem& p, const Schedule& schedule, Direction direction,
+                    const Backend& backend) {
+  const std::array shape = scheduled_shape(p);
+  if (!is_given(shape)) {
+    if (schedule.empty()) return;
+    throw InvalidArgument("schedule", "a schedule", "none without intervals or a key list");
+  }
+  const bool listed = is_given(p.key_list_shape);
+  if (schedule.empty()) {
+    const bool has_tiles = has_elements(shape) && p.seqlen_q > 0;
+    if (!has_tiles || !(listed || backend.needs_schedule)) return;
+    throw InvalidArgument("schedule", "none",
+                          std::string("the schedule of the ") +
+                              (listed ? "key list" : "intervals") + ", as backend \"" +
+                              std::string(backend.name) + "\" needs it (build_schedule)");
+  }
+  check_built_for("backend", std::string(schedule.backend), std::string(backend.name));
+  if (!schedule.serves(direction)) {
+    const bool forward = direction == Direction::forward;
+    check_built_for("direction", forward ? "backward" : "forward",
+                    forward ? "forward" : "backward");
+  }
+  const Problem& built_for = schedule.problem;
+  const auto check = [](std::string_view field, std::int64_t got, std::int64_t expected) {
+    check_built_for(field, std::to_string(got), std::to_string(expected));
+  };
+  check("problem.causal", built_for.causal, p.causal);
+  check("problem.batch", built_for.batch, p.batch);
+  check("problem.heads_q", built_for.heads_q, p.heads_q);
+  check("problem.heads_kv", built_for.heads_kv, p.heads_kv);
+  check("problem.seqlen_q", built_for.seqlen_q, p.seqlen_q);
+  check("problem.seqlen_k", built_for.seqlen_k, p.seqlen_k);
+  check("problem.head_dim", built_for.head_dim, p.head_dim);
+  check_built_for("problem.dtype", std::string(name_of(built_for.dtype)),
+                  std::string(name_of(p.dtype)));
+  check_built_for("problem.intervals_shape", text(built_for.intervals_shape),
+                  text(p.intervals_shape));
+  check_built_for("problem.key_list_shape", text(built_for.key_list_shape), text(p.key_list_shape));
+  if (schedule.data == nullptr) throw InvalidArgument("schedule.data", "null", "a pointer");
 }
 
 }  // namespace flash_dmattn

@@ -11,12 +11,24 @@ namespace flash_dmattn {
 // Afterwards no product of dimensions that a tensor or a workspace is made of overflows.
 void validate(const Problem& problem);
 
-// Checks what workspace sizes depend on (the problem has been validated) and returns the inputs as
-// backends see them: a mask, a bias, intervals and a plan have stride 0 wherever their size is 1.
-Inputs validated(const Problem& problem, const Inputs& in, const Backend& backend);
+// Returns the visibility of a validated problem as backends see it: intervals and ranks have stride 0 wherever
+// their size is 1, and no stride is dense_stride.
+Visibility validated(const Problem& problem, const Visibility& visibility);
 
-// Check what is left of the arguments of a call and return them as backends see them.
+// Checks what workspace sizes depend on (the problem has been validated): the inputs and the schedule. Returns
+// the arguments as backends see them.
+ForwardArgs with_validated_inputs(const ForwardArgs& args, const Backend& backend);
+BackwardArgs with_validated_inputs(const BackwardArgs& args, const Backend& backend);
+
+// Check all arguments of a call and return them as backends see them.
 ForwardArgs validated(const ForwardArgs& args, const Backend& backend);
 BackwardArgs validated(const BackwardArgs& args, const Backend& backend);
+
+// A schedule that `backend` has built, with what it was built for.
+Schedule stamped(Schedule schedule, const Problem& problem, const Backend& backend);
+
+// Throws unless the schedule was built for this problem, direction and backend, or is empty where it may be.
+void check_schedule(const Problem& problem, const Schedule& schedule, Direction direction,
+                    const Backend& backend);
 
 }  // namespace flash_dmattn

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <span>
 #include <vector>
 
 #include "backend.h"
@@ -89,22 +90,28 @@ void bench(const BenchCase& c) {
       in.mask = {run.mask.data(), strides};
     }
   }
-  // Who knows that the intervals of neighbours are alike leaves the plan out.
-  const bool planned = c.shown == Shown::selection;
-  const DevicePlan plan(planned ? host_plan(run, false) : HostPlan{});
   const DeviceArray<KeyInterval> intervals(run.host_intervals);
   if (c.shown != Shown::all) {
     p.intervals_shape = {p.batch, p.heads_kv};
-    in.intervals = {intervals.data(), p.heads_kv * p.seqlen_k, p.seqlen_k};
-    in.plan = plan.plan;
+    in.visibility.intervals.data = intervals.data();
+    in.visibility.bound = {
+        .base = c.window, .per_query = 1, .consecutive = c.shown != Shown::selection};
   }
+  auto deterministic_problem = p;
+  deterministic_problem.deterministic = true;
+  const DeviceSchedule forward_schedule(p, in.visibility, Direction::forward);
+  const DeviceSchedule backward_schedule(p, in.visibility, Direction::backward);
+  const DeviceSchedule deterministic_schedule(deterministic_problem, in.visibility,
+                                              Direction::backward);
   const ForwardArgs forward{.problem = p,
                             .in = in,
+                            .schedule = forward_schedule.schedule,
                             .out = tensor(run.out, c.heads_q),
                             .lse = run.lse.data(),
                             .lse_low = run.lse_low.data()};
   const BackwardArgs backward{.problem = p,
                               .in = in,
+                              .schedule = backward_schedule.schedule,
                               .out = tensor(run.out, c.heads_q),
                               .lse = run.lse.data(),
                               .lse_low = run.lse_low.data(),
@@ -113,23 +120,23 @@ void bench(const BenchCase& c) {
                               .dk = tensor(run.dk, c.heads_kv),
                               .dv = tensor(run.dv, c.heads_kv),
                               .dbias = dbias};
-  const DevicePlan plan_by_position(planned ? host_plan(run, true) : HostPlan{});
   BackwardArgs deterministic = backward;
-  deterministic.problem.deterministic = true;
-  if (planned) deterministic.in.plan = plan_by_position.plan;
-  Execution execution;
-  execution.workspace_bytes =
-      std::max({cuda_backend.forward_workspace_size(forward, execution),
-                cuda_backend.backward_workspace_size(backward, execution),
-                cuda_backend.backward_workspace_size(deterministic, execution)});
-  const DeviceArray<std::byte> workspace(execution.workspace_bytes);
-  execution.workspace = workspace.data();
+  deterministic.problem = deterministic_problem;
+  deterministic.schedule = deterministic_schedule.schedule;
+  const Execution execution;
+  const ForwardCall forward_call(forward, execution, "cuda");
+  const BackwardCall backward_call(backward, execution, "cuda");
+  const BackwardCall deterministic_call(deterministic, execution, "cuda");
+  const std::size_t workspace_bytes =
+      std::max({forward_call.workspace_size(), backward_call.workspace_size(),
+                deterministic_call.workspace_size()});
+  const DeviceArray<std::byte> memory(workspace_bytes);
+  const std::span<std::byte> workspace(memory.data(), workspace_bytes);
 
   const int repeats = run.visible > 2e9 ? 5 : 15;
-  const double forward_ms = time_ms(repeats, [&] { cuda_backend.forward(forward, execution); });
-  const double backward_ms = time_ms(repeats, [&] { cuda_backend.backward(backward, execution); });
-  const double deterministic_ms =
-      time_ms(repeats, [&] { cuda_backend.backward(deterministic, execution); });
+  const double forward_ms = time_ms(repeats, [&] { forward_call.run(workspace); });
+  const double backward_ms = time_ms(repeats, [&] { backward_call.run(workspace); });
+  const double deterministic_ms = time_ms(repeats, [&] { deterministic_call.run(workspace); });
   const Samples s = check_samples(run);
   const double flops = 4.0 * c.head_dim * run.visible;
   std::printf(

@@ -43,6 +43,7 @@ class DeviceArray {
   DeviceArray& operator=(const DeviceArray&) = delete;
 
   T* data() const { return data_; }
+  std::size_t size() const { return count_; }
   std::vector<T> host() const {
     std::vector<T> result(count_);
     check(cudaMemcpy(result.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost),
@@ -174,53 +175,21 @@ inline Run::Run(const BenchCase& bench)
   visible *= c.heads_q / c.heads_kv;
 }
 
-struct HostPlan {
-  std::vector<std::int64_t> begin;
-  std::vector<std::int32_t> count, full, keys;
-  Plan plan;
-};
+// The schedule of a direction, in memory of the device.
+struct DeviceSchedule {
+  DeviceArray<std::byte> memory;
+  Schedule schedule;
 
-struct DevicePlan {
-  DeviceArray<std::int64_t> begin;
-  DeviceArray<std::int32_t> count, full, keys;
-  Plan plan;
-
-  explicit DevicePlan(const HostPlan& host)
-      : begin(host.begin), count(host.count), full(host.full), keys(host.keys), plan(host.plan) {
-    if (plan.keys == nullptr) return;
-    plan.begin = begin.data();
-    plan.count = count.data();
-    plan.full = full.data();
-    plan.keys = keys.data();
+  DeviceSchedule(const flash_dmattn::Problem& p, const Visibility& visibility, Direction direction)
+      : memory(schedule_size(p, visibility, direction, {}, "cuda")) {
+    Execution execution;
+    execution.workspace_bytes = schedule_workspace_size(p, visibility, direction, {}, "cuda");
+    const DeviceArray<std::byte> workspace(execution.workspace_bytes);
+    execution.workspace = workspace.data();
+    schedule =
+        build_schedule(p, visibility, direction, {memory.data(), memory.size()}, execution, "cuda");
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }
 };
-
-inline HostPlan host_plan(const Run& run, bool by_position) {
-  HostPlan result;
-  PlanArgs args;
-  args.batch = run.c.batch;
-  args.heads = run.c.heads_kv;
-  args.seqlen_q = args.seqlen_k = run.c.seqlen;
-  args.tile_rows = cuda_backend.query_tile_rows({});
-  args.causal = true;
-  args.by_position = by_position;
-  args.intervals = {run.host_intervals.data(),
-                    static_cast<std::int64_t>(run.c.heads_kv) * run.c.seqlen, run.c.seqlen};
-  Execution execution;
-  std::vector<AlignedBlock> workspace(plan_workspace_size(args, execution) / sizeof(AlignedBlock) +
-                                      1);
-  execution.workspace = workspace.data();
-  execution.workspace_bytes = workspace.size() * sizeof(AlignedBlock);
-  const std::size_t lists = static_cast<std::size_t>(
-      args.batch * args.heads * ((args.seqlen_q + args.tile_rows - 1) / args.tile_rows));
-  result.begin.resize(lists);
-  result.count.resize(lists);
-  result.full.resize(lists);
-  result.keys.resize(static_cast<std::size_t>(plan_entries(args, execution)));
-  result.plan = build_plan(
-      args, {result.begin.data(), result.count.data(), result.full.data(), result.keys.data()},
-      execution);
-  return result;
-}
 
 }  // namespace flash_dmattn::benchmark

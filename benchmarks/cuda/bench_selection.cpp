@@ -75,8 +75,8 @@ class Arena {
 
 struct Problem {
   SelectionArgs select;
-  PlanArgs plan;
-  PlanBuffers buffers;
+  TileListArgs lists;
+  TileListBuffers buffers;
   cuda::SlotSchedule slots;
   Execution execution;
 
@@ -89,34 +89,34 @@ struct Problem {
     select.scores_dtype = c.dtype;
     select.scores_stride = {0, c.seqlen, 1};
     select.intervals = arena.take<KeyInterval>(c.rows * c.seqlen);
-    plan.batch = 1;
-    plan.heads = c.rows;
-    plan.seqlen_q = plan.seqlen_k = c.seqlen;
-    plan.tile_rows = 128;
-    plan.causal = true;
-    plan.intervals = {select.intervals, 0, c.seqlen};
-    plan.bound = key_bound(select);
+    lists.batch = 1;
+    lists.heads = c.rows;
+    lists.seqlen_q = lists.seqlen_k = c.seqlen;
+    lists.tile_rows = 128;
+    lists.causal = true;
+    lists.intervals = {select.intervals, 0, c.seqlen};
+    lists.bound = key_bound(select);
     const std::int64_t tiles = c.rows * ((c.seqlen + 127) / 128);
     buffers.begin = arena.take<std::int64_t>(tiles);
     buffers.count = arena.take<std::int32_t>(tiles);
     buffers.full = arena.take<std::int32_t>(tiles);
-    buffers.keys = arena.take<std::int32_t>(tiles * cuda::plan_capacity(plan));
-    slots.slots = static_cast<int>(cuda::plan_capacity(plan));
+    buffers.keys = arena.take<std::int32_t>(tiles * cuda::tile_list_capacity(lists));
+    slots.slots = static_cast<int>(cuda::tile_list_capacity(lists));
     slots.segments = 4;
     slots.arrivals = arena.take<std::int32_t>(c.rows * c.seqlen);
     slots.successor = arena.take<std::int32_t>(c.rows * c.seqlen);
     slots.count = arena.take<std::int32_t>(c.rows);
     slots.starts = arena.take<std::int32_t>(c.rows * slots.segments * slots.slots);
     execution.workspace_bytes =
-        std::max({cuda::select_workspace_size(select), cuda::plan_workspace_size(plan),
-                  cuda::slot_workspace_size(plan)});
+        std::max({cuda::select_workspace_size(select), cuda::tile_lists_workspace_size(lists),
+                  cuda::slot_workspace_size(lists)});
     execution.workspace = arena.take<char>(static_cast<std::int64_t>(execution.workspace_bytes));
     fill_scores(c, arena);
   }
 
   void run_select() const { cuda::select_key_intervals(select, execution); }
-  void run_plan() const { cuda::build_plan(plan, buffers, execution); }
-  void run_slots() const { cuda::assign_slots(plan, slots, execution); }
+  void run_lists() const { cuda::build_tile_lists(lists, buffers, execution); }
+  void run_slots() const { cuda::assign_slots(lists, slots, execution); }
 
  private:
   void fill_scores(const Case& c, Arena& arena) {
@@ -211,10 +211,10 @@ void run_all(const char* json_path) {
     problem.execution.stream = stream;
     Timer timer(stream);
     const double select = timer.time_graph([&] { problem.run_select(); });
-    const double plan = timer.time_graph([&] { problem.run_plan(); });
+    const double plan = timer.time_graph([&] { problem.run_lists(); });
     const auto both = [&] {
       problem.run_select();
-      problem.run_plan();
+      problem.run_lists();
     };
     const double graph = timer.time_graph(both);
     const double direct = timer.time(both);
@@ -243,7 +243,7 @@ void run_once(const Case& c) {
   Arena arena;
   Problem problem(c, arena);
   problem.run_select();
-  problem.run_plan();
+  problem.run_lists();
   problem.run_slots();
   check(cudaDeviceSynchronize());
 }

@@ -15,8 +15,9 @@ struct Attention {
   CallDevice device;
   Problem problem;
   Inputs in;
+  Schedule schedule;
   Execution execution;
-  std::vector<Tensor> owned;  // memory that `in` points to
+  std::vector<Tensor> owned;  // memory that `in` and `schedule` point to
 
   explicit Attention(const Tensor& q) : device(q) {}
 
@@ -38,7 +39,7 @@ struct Options {
   bool saturate;
   bool deterministic;
   const std::string& backend;
-  bool is_backward;
+  Direction direction;
 };
 
 std::array<std::int64_t, 4> query_shape(const Problem& p) {
@@ -66,16 +67,13 @@ void take_intervals(Attention& call, const Tensor& intervals, const Tensor& q) {
         "int32 of shape [B or 1, Hkv or 1, " + std::to_string(p.seqlen_k) + ", 2]");
   }
   const Tensor dense = torch::stable::contiguous(intervals);
-  const std::int64_t batch = dense.size(0), heads = dense.size(1);
-  call.problem.intervals_shape = {batch, heads};
-  call.in.intervals = {.data = static_cast<const KeyInterval*>(call.own(dense)),
-                       .stride_batch = batch == 1 ? 0 : heads * p.seqlen_k,
-                       .stride_head = heads == 1 ? 0 : p.seqlen_k};
+  call.problem.intervals_shape = {dense.size(0), dense.size(1)};
+  call.in.visibility.intervals.data = static_cast<const KeyInterval*>(call.own(dense));
 }
 
 // Ascending keys [B, H, n] and how many of them there are [B, H].
-KeyList take_key_list(Attention& call, const Tensor& keys, const OptionalTensor& count,
-                      const Tensor& q) {
+void take_key_list(Attention& call, const Tensor& keys, const OptionalTensor& count,
+                   const Tensor& q) {
   const bool fits = keys.dim() == 3 && keys.scalar_type() == ScalarType::Int && count &&
                     count->dim() == 2 && count->scalar_type() == ScalarType::Int &&
                     count->size(0) == keys.size(0) && count->size(1) == keys.size(1);
@@ -87,10 +85,11 @@ KeyList take_key_list(Attention& call, const Tensor& keys, const OptionalTensor&
   expect_on_device_of(keys, "key_list", q, "q");
   expect_on_device_of(*count, "key_count", q, "q");
   const Tensor dense = torch::stable::contiguous(keys);
-  call.problem.intervals_shape = {keys.size(0), keys.size(1)};
-  return {.keys = static_cast<const std::int32_t*>(call.own(dense)),
-          .count = static_cast<const std::int32_t*>(call.own(torch::stable::contiguous(*count))),
-          .stride = keys.size(2)};
+  call.problem.key_list_shape = {keys.size(0), keys.size(1)};
+  call.in.visibility.key_list = {
+      .keys = static_cast<const std::int32_t*>(call.own(dense)),
+      .count = static_cast<const std::int32_t*>(call.own(torch::stable::contiguous(*count))),
+      .stride = keys.size(2)};
 }
 
 // Ranks [B or 1, H or 1, 1, Sk] and limits [B or 1, H or 1, Sq, 1].
@@ -107,56 +106,42 @@ void take_ranks(Attention& call, const OptionalTensor& key_rank, const OptionalT
     for (std::size_t d = 0; d < 4; ++d) shape[d] = dense.size(static_cast<std::int64_t>(d));
     return view4(dense);
   };
-  call.in.key_rank = take(key_rank, "key_rank", call.problem.rank_shape);
-  call.in.rank_limit = take(rank_limit, "rank_limit", call.problem.limit_shape);
+  call.in.visibility.ranks.key_rank = take(key_rank, "key_rank", call.problem.rank_shape);
+  call.in.visibility.ranks.rank_limit = take(rank_limit, "rank_limit", call.problem.limit_shape);
 }
 
-// Not where lists of all keys would take more than this: intervals as wide as the keys (a prefix, padding)
-// leave little to skip, and the GPU can also walk all keys and look at each one's interval.
-bool is_worth_a_plan(const PlanArgs& args, const Execution& execution) {
-  constexpr std::int64_t most_entries = std::int64_t{1} << 24;
-  const std::int64_t entries = plan_entries(args, execution);
-  const std::int64_t tiles = (args.seqlen_q + args.tile_rows - 1) / args.tile_rows;
-  return entries <= most_entries || entries < args.batch * args.heads * tiles * args.seqlen_k;
-}
-
-// The plan lives as long as one call. Keeping it from forward to backward would save its construction,
-// which is a small part of either, and cost its memory in every layer of a model in between.
-void take_plan(Attention& call, const Tensor& like, const KeyList& list, const Options& options) {
+// The bound of the intervals as given, or measured where it is unknown and a GPU needs it.
+KeyBound take_bound(const Attention& call, const Tensor& like, const Options& options) {
+  const KeyBound bound = given_bound(options.key_bound);
   const Problem& p = call.problem;
-  PlanArgs args{.device = p.device,
-                .batch = p.intervals_shape[0],
-                .heads = p.intervals_shape[1],
-                .seqlen_q = p.seqlen_q,
-                .seqlen_k = p.seqlen_k,
-                .tile_rows = query_tile_rows(p, options.backend),
-                .causal = p.causal,
-                .by_position = options.is_backward && p.deterministic,
-                .intervals = call.in.intervals,
-                .bound = {},
-                .list = list};
-  Execution execution = call.execution;
-  if (p.device == Device::cuda && list.keys == nullptr) {
-    args.bound = given_bound(options.key_bound);
-    if (!wants_plan(p, args.bound, options.backend)) return;
-    args.bound = known_bound(args.bound, args, execution, like);
-    if (!is_worth_a_plan(args, execution)) return;
-  }
-  const Tensor workspace = give_workspace(execution, plan_workspace_size(args, execution), like);
-  const std::int64_t entries = plan_entries(args, execution);
-  const std::int64_t tiles = (p.seqlen_q + args.tile_rows - 1) / args.tile_rows;
-  const auto lists = static_cast<std::size_t>(args.batch * args.heads * tiles);
+  if (p.device == Device::cpu || bound.known() || bound.consecutive) return bound;
+  return measured_bound({.device = p.device,
+                         .batch = p.intervals_shape[0],
+                         .heads = p.intervals_shape[1],
+                         .seqlen_q = p.seqlen_q,
+                         .seqlen_k = p.seqlen_k,
+                         .causal = p.causal,
+                         .intervals = call.in.visibility.intervals},
+                        call.execution, like);
+}
 
-  const Tensor storage =
-      allocate_bytes(lists * (sizeof(std::int64_t) + 2 * sizeof(std::int32_t)) +
-                         static_cast<std::size_t>(entries) * sizeof(std::int32_t),
-                     like);
-  call.own(storage);
-  auto* begin = static_cast<std::int64_t*>(storage.mutable_data_ptr());
-  auto* count = reinterpret_cast<std::int32_t*>(begin + lists);
-  const PlanBuffers buffers{
-      .begin = begin, .count = count, .full = count + lists, .keys = count + 2 * lists};
-  call.in.plan = build_plan(args, buffers, execution);
+// The schedule lives as long as one call. Keeping it from forward to backward would save its construction,
+// which is a small part of either, and cost its memory in every layer of a model in between.
+void take_schedule(Attention& call, const Tensor& like, const Options& options) {
+  const Problem& p = call.problem;
+  const Visibility& visibility = call.in.visibility;
+  Execution execution = call.execution;
+  const std::size_t bytes =
+      schedule_size(p, visibility, options.direction, execution, options.backend);
+  if (bytes == 0) return;
+  const Tensor memory = allocate_bytes(bytes, like);
+  const Tensor workspace = give_workspace(
+      execution,
+      schedule_workspace_size(p, visibility, options.direction, execution, options.backend), like);
+  call.owned.push_back(memory);
+  call.schedule = build_schedule(p, visibility, options.direction,
+                                 {static_cast<std::byte*>(memory.mutable_data_ptr()), bytes},
+                                 execution, options.backend);
 }
 
 Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
@@ -210,11 +195,30 @@ Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
   }
   if (key_intervals) {
     take_intervals(call, *key_intervals, q);
-    take_plan(call, q, {}, options);
+    call.in.visibility.bound = take_bound(call, q, options);
   } else if (options.key_list) {
-    take_plan(call, q, take_key_list(call, *options.key_list, options.key_count, q), options);
+    take_key_list(call, *options.key_list, options.key_count, q);
   }
+  if (key_intervals || options.key_list) take_schedule(call, q, options);
   return call;
+}
+
+// Of lse and lse_low.
+ScalarType row_type(const Problem& p) {
+  return p.dtype == DType::f64 ? ScalarType::Double : ScalarType::Float;
+}
+
+RowValues row_values(const Tensor& tensor) {
+  void* const data = tensor.mutable_data_ptr();
+  if (tensor.scalar_type() == ScalarType::Double) return static_cast<double*>(data);
+  return static_cast<float*>(data);
+}
+
+template <class Args>
+void run(const CheckedCall<Args>& call, const Tensor& like) {
+  const std::size_t bytes = call.workspace_size();
+  const Tensor workspace = allocate_bytes(bytes, like);
+  call.run({static_cast<std::byte*>(workspace.mutable_data_ptr()), bytes});
 }
 
 std::tuple<Tensor, Tensor, Tensor> forward_op(
@@ -223,24 +227,22 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(
     const OptionalTensor& key_count, const OptionalTensor& key_rank,
     const OptionalTensor& rank_limit, std::vector<std::int64_t> key_bound, bool is_causal,
     double scale, double softcap, bool saturate, bool deterministic, std::string backend) {
-  const Options options{key_list, key_count, key_rank, rank_limit,    key_bound, is_causal,
-                        scale,    softcap,   saturate, deterministic, backend,   false};
+  const Options options{key_list,  key_count,     key_rank, rank_limit,
+                        key_bound, is_causal,     scale,    softcap,
+                        saturate,  deterministic, backend,  Direction::forward};
   const Attention call = prepare(q, k, v, mask, bias, key_intervals, options, false);
   const Problem& p = call.problem;
-  const ScalarType lse_type = p.dtype == DType::f64 ? ScalarType::Double : ScalarType::Float;
   const Tensor out = allocate(query_shape(p), q.scalar_type(), q);
-  const Tensor lse = allocate({p.batch, p.heads_q, p.seqlen_q}, lse_type, q);
-  const Tensor lse_low = allocate({p.batch, p.heads_q, p.seqlen_q}, lse_type, q);
+  const Tensor lse = allocate({p.batch, p.heads_q, p.seqlen_q}, row_type(p), q);
+  const Tensor lse_low = allocate({p.batch, p.heads_q, p.seqlen_q}, row_type(p), q);
 
   const ForwardArgs args{.problem = p,
                          .in = call.in,
+                         .schedule = call.schedule,
                          .out = mutable_view4(out),
-                         .lse = static_cast<float*>(lse.mutable_data_ptr()),
-                         .lse_low = static_cast<float*>(lse_low.mutable_data_ptr())};
-  Execution execution = call.execution;
-  const Tensor workspace =
-      give_workspace(execution, forward_workspace_size(args, execution, backend), q);
-  flash_dmattn::forward(args, execution, backend);
+                         .lse = row_values(lse),
+                         .lse_low = row_values(lse_low)};
+  run(ForwardCall(args, call.execution, backend), q);
   return {out, lse, lse_low};
 }
 
@@ -252,8 +254,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
     std::vector<std::int64_t> key_bound, bool is_causal, double scale, double softcap,
     bool saturate, bool deterministic, std::string backend, bool need_dq, bool need_dk,
     bool need_dv, bool need_dbias) {
-  const Options options{key_list, key_count, key_rank, rank_limit,    key_bound, is_causal,
-                        scale,    softcap,   saturate, deterministic, backend,   true};
+  const Options options{key_list,  key_count,     key_rank, rank_limit,
+                        key_bound, is_causal,     scale,    softcap,
+                        saturate,  deterministic, backend,  Direction::backward};
   Attention call = prepare(q, k, v, mask, bias, key_intervals, options, need_dbias);
   const Problem& p = call.problem;
   expect_like(dout, "dout", query_shape(p), q);
@@ -273,15 +276,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
     return needed ? mutable_view4(tensor) : Tensor4{};
   };
 
-  const auto lse_data = [&](const Tensor& tensor, const char* name) {
-    if (tensor.numel() != p.batch * p.heads_q * p.seqlen_q) {
-      throw InvalidArgument(name, shape_text(tensor), "what forward returned");
+  const auto lse_data = [&](const Tensor& tensor, const char* name) -> ConstRowValues {
+    const bool fits = tensor.dim() == 3 && tensor.size(0) == p.batch &&
+                      tensor.size(1) == p.heads_q && tensor.size(2) == p.seqlen_q &&
+                      tensor.scalar_type() == row_type(p);
+    if (!fits) {
+      throw InvalidArgument(name,
+                            std::string(torch::headeronly::toString(tensor.scalar_type())) +
+                                " of shape " + shape_text(tensor),
+                            "what forward returned");
     }
-    return static_cast<const float*>(call.own(torch::stable::contiguous(tensor)));
+    expect_on_device_of(tensor, name, q, "q");
+    const Tensor dense = torch::stable::contiguous(tensor);
+    call.own(dense);
+    return row_values(dense);
   };
   BackwardArgs args;
   args.problem = p;
   args.in = call.in;
+  args.schedule = call.schedule;
   args.out = take_rows(call, out);
   args.dout = take_rows(call, dout);
   args.lse = lse_data(lse, "lse");
@@ -290,10 +303,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
   args.dk = view(need_dk, dk);
   args.dv = view(need_dv, dv);
   args.dbias = view(need_dbias, dbias);
-  Execution execution = call.execution;
-  const Tensor workspace =
-      give_workspace(execution, backward_workspace_size(args, execution, backend), q);
-  flash_dmattn::backward(args, execution, backend);
+  run(BackwardCall(args, call.execution, backend), q);
   return {dq, dk, dv, dbias};
 }
 

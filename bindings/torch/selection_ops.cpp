@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "device.h"
+#include "selection/query_tile_lists.h"
 
 namespace flash_dmattn::binding {
 namespace {
@@ -77,9 +78,7 @@ KeyBound given_bound(const std::vector<std::int64_t>& given) {
   return {given[0], given[1], given.size() == 3 && given[2] != 0};
 }
 
-KeyBound known_bound(const KeyBound& bound, const PlanArgs& args, Execution execution,
-                     const Tensor& like) {
-  if (bound.known()) return bound;
+KeyBound measured_bound(const MeasureArgs& args, Execution execution, const Tensor& like) {
   const Tensor workspace = give_workspace(execution, measure_workspace_size(args, execution), like);
   return measure_key_bound(args, execution);
 }
@@ -201,19 +200,15 @@ std::tuple<Tensor, Tensor> rank_op(const Tensor& scores, const OptionalTensor& m
 
 namespace {
 
-// What a plan of intervals [B, H, Sk, 2] is made from. `dense` must outlive it.
-PlanArgs plan_args(const CallDevice& device, const Tensor& dense, std::int64_t tile_rows,
-                   std::int64_t query_length) {
-  PlanArgs args;
+// `dense`, of intervals [B, H, Sk, 2], must outlive the result.
+MeasureArgs measure_args(const CallDevice& device, const Tensor& dense, std::int64_t query_length) {
+  MeasureArgs args;
   args.device = device.device();
   args.batch = dense.size(0);
   args.heads = dense.size(1);
   args.seqlen_k = dense.size(2);
   args.seqlen_q = query_length;
-  args.tile_rows = tile_rows;
-  args.intervals = {.data = static_cast<const KeyInterval*>(dense.const_data_ptr()),
-                    .stride_batch = args.heads * args.seqlen_k,
-                    .stride_head = args.seqlen_k};
+  args.intervals.data = static_cast<const KeyInterval*>(dense.const_data_ptr());
   return args;
 }
 
@@ -232,12 +227,13 @@ std::vector<std::int64_t> measure_op(const Tensor& key_intervals, std::int64_t q
   expect_intervals(key_intervals);
   const CallDevice device(key_intervals);
   const Tensor dense = torch::stable::contiguous(key_intervals);
-  const PlanArgs args = plan_args(device, dense, 128, query_length);  // 128: of the GPU's plans
-  const KeyBound bound = known_bound({}, args, device.execution(dense.numel()), dense);
+  const KeyBound bound = measured_bound(measure_args(device, dense, query_length),
+                                        device.execution(dense.numel()), dense);
   return {bound.base, bound.per_query};
 }
 
-// Keys [entries], and begin, count and full [B, H, tiles] of a Plan.
+// Keys [entries], and begin, count and full [B, H, tiles] of QueryTileLists, for kernels that are not the
+// library's own.
 std::tuple<Tensor, Tensor, Tensor, Tensor> plan_op(const Tensor& key_intervals,
                                                    std::int64_t tile_rows,
                                                    std::int64_t query_length,
@@ -245,26 +241,38 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_op(const Tensor& key_intervals,
   expect_intervals(key_intervals);
   const CallDevice device(key_intervals);
   const Tensor dense = torch::stable::contiguous(key_intervals);
-  PlanArgs args = plan_args(device, dense, tile_rows, query_length);
+  const MeasureArgs source = measure_args(device, dense, query_length);
+  TileListArgs args{.batch = source.batch,
+                    .heads = source.heads,
+                    .seqlen_q = query_length,
+                    .seqlen_k = source.seqlen_k,
+                    .tile_rows = tile_rows,
+                    .intervals = {.data = source.intervals.data,
+                                  .stride_batch = source.heads * source.seqlen_k,
+                                  .stride_head = source.seqlen_k},
+                    .bound = given_bound(key_bound)};
   Execution execution = device.execution(dense.numel());
-  if (args.device == Device::cuda)
-    args.bound = known_bound(given_bound(key_bound), args, execution, dense);
-  const Tensor workspace = give_workspace(execution, plan_workspace_size(args, execution), dense);
-  const std::int64_t tiles = tile_rows > 0 ? (query_length + tile_rows - 1) / tile_rows : 0;
+  if (source.device == Device::cuda && !args.bound.known()) {
+    const Tensor workspace =
+        give_workspace(execution, measure_workspace_size(source.device, args, execution), dense);
+    args.bound = measure_key_bound(source.device, args, execution);
+  }
+  const Tensor workspace =
+      give_workspace(execution, tile_lists_workspace_size(source.device, args, execution), dense);
   const auto lists = [&](ScalarType type) {
-    return torch::stable::new_empty(dense, {args.batch, args.heads, tiles}, type);
+    return torch::stable::new_empty(dense, {args.batch, args.heads, args.tiles()}, type);
   };
   const Tensor begin = lists(ScalarType::Long);
   const Tensor count = lists(ScalarType::Int);
   const Tensor full = lists(ScalarType::Int);
-  const Tensor keys =
-      torch::stable::new_empty(dense, {plan_entries(args, execution)}, ScalarType::Int);
-  build_plan(args,
-             {.begin = static_cast<std::int64_t*>(begin.mutable_data_ptr()),
-              .count = static_cast<std::int32_t*>(count.mutable_data_ptr()),
-              .full = static_cast<std::int32_t*>(full.mutable_data_ptr()),
-              .keys = static_cast<std::int32_t*>(keys.mutable_data_ptr())},
-             execution);
+  const Tensor keys = torch::stable::new_empty(
+      dense, {tile_list_entries(source.device, args, execution)}, ScalarType::Int);
+  build_tile_lists(source.device, args,
+                   {.begin = static_cast<std::int64_t*>(begin.mutable_data_ptr()),
+                    .count = static_cast<std::int32_t*>(count.mutable_data_ptr()),
+                    .full = static_cast<std::int32_t*>(full.mutable_data_ptr()),
+                    .keys = static_cast<std::int32_t*>(keys.mutable_data_ptr())},
+                   execution);
   return {keys, begin, count, full};
 }
 

@@ -12,9 +12,8 @@ namespace flash_dmattn::binding {
 
 // What key_bound says.
 KeyBound given_bound(const std::vector<std::int64_t>& given);
-// The same, measured where it is unknown.
-KeyBound known_bound(const KeyBound& bound, const PlanArgs& args, Execution execution,
-                     const Tensor& like);
+// What measure_key_bound finds.
+KeyBound measured_bound(const MeasureArgs& args, Execution execution, const Tensor& like);
 
 Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask, std::int64_t window,
                  std::string selection, bool is_causal, std::int64_t query_length);

@@ -1,16 +1,16 @@
-// Dynamic mask attention, forward and backward, on random data: scores -> key intervals -> plan ->
+// Dynamic mask attention, forward and backward, on random data: scores -> key intervals -> schedule ->
 // attention. The caller owns all memory; the library is told where to compute and where to write.
 
 #include <flash_dmattn/flash_dmattn.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <exception>
 #include <random>
+#include <span>
 #include <vector>
 
 namespace fd = flash_dmattn;
@@ -20,25 +20,28 @@ namespace {
 constexpr std::int64_t batch = 1, heads_q = 4, heads_kv = 2, seqlen = 1024, head_dim = 64;
 constexpr std::int64_t window = 128;  // keys that each query sees
 
-// Memory for one call after another; it grows to the largest of them.
-class Workspace {
+// Memory as the library needs it; it grows to the largest piece it is asked for.
+class Memory {
  public:
-  explicit Workspace(const fd::Execution& execution) : execution_(execution) {}
-
-  fd::Execution of(std::size_t bytes) {
-    buffer_.resize(std::max(buffer_.size(), (bytes + sizeof(Line) - 1) / sizeof(Line)));
-    execution_.workspace = buffer_.data();
-    execution_.workspace_bytes = buffer_.size() * sizeof(Line);
-    return execution_;
+  std::span<std::byte> of(std::size_t bytes) {
+    lines_.resize(std::max(lines_.size(), (bytes + sizeof(Line) - 1) / sizeof(Line)));
+    return std::as_writable_bytes(std::span(lines_)).first(bytes);
   }
 
  private:
   struct alignas(fd::workspace_alignment) Line {
     std::byte bytes[fd::workspace_alignment];
   };
-  fd::Execution execution_;
-  std::vector<Line> buffer_;
+  std::vector<Line> lines_;
 };
+
+// `execution` with a workspace of `bytes`.
+fd::Execution with_workspace(fd::Execution execution, Memory& memory, std::size_t bytes) {
+  const std::span<std::byte> workspace = memory.of(bytes);
+  execution.workspace = workspace.data();
+  execution.workspace_bytes = workspace.size();
+  return execution;
+}
 
 std::vector<float> random_vector(std::int64_t size, std::mt19937& generator) {
   std::normal_distribution<float> normal;
@@ -73,7 +76,7 @@ bool run() {
 
   fd::ThreadPool pool;
   const fd::Execution threads = pool.execution();
-  Workspace workspace(threads);
+  Memory workspace;
 
   // Scores -> the interval of queries in which each key is visible.
   std::vector<fd::KeyInterval> intervals(bias.size());
@@ -84,10 +87,10 @@ bool run() {
       .seqlen_k = seqlen,
       .window = window,
       .scores = bias.data(),
-      .scores_stride = {heads_kv * seqlen, seqlen, 1},
       .intervals = intervals.data(),
   };
-  fd::select_key_intervals(selection, workspace.of(fd::select_workspace_size(selection, threads)));
+  fd::select_key_intervals(
+      selection, with_workspace(threads, workspace, fd::select_workspace_size(selection, threads)));
 
   // What is computed, and the data it is computed from.
   const fd::Problem problem = {
@@ -97,54 +100,52 @@ bool run() {
       .seqlen_q = seqlen,
       .seqlen_k = seqlen,
       .head_dim = head_dim,
-      .dtype = fd::DType::f32,
       .scale = fd::default_scale(head_dim),
       .causal = true,
       .bias_shape = {batch, heads_kv, 1, seqlen},
-      .bias_dtype = fd::DType::f32,
       .intervals_shape = {batch, heads_kv},
   };
-
   const auto q_stride = fd::contiguous_strides({batch, seqlen, heads_q, head_dim});
   const auto kv_stride = fd::contiguous_strides({batch, seqlen, heads_kv, head_dim});
-  const std::array<std::int64_t, 4> bias_stride = {heads_kv * seqlen, seqlen, 0, 1};
-  fd::Inputs inputs = {
+  const auto bias_stride = fd::contiguous_strides(problem.bias_shape);
+  const fd::Inputs inputs = {
       .q = {q.data(), q_stride},
       .k = {k.data(), kv_stride},
       .v = {v.data(), kv_stride},
       .bias = {bias.data(), bias_stride},
-      .intervals = {intervals.data(), heads_kv * seqlen, seqlen},
+      .visibility = {.intervals = {intervals.data()}, .bound = fd::key_bound(selection)},
   };
 
-  // Intervals -> the plan: which keys each tile of queries needs. Forward and backward share it.
-  const fd::PlanArgs plan = {
-      .batch = batch,
-      .heads = heads_kv,
-      .seqlen_q = seqlen,
-      .seqlen_k = seqlen,
-      .tile_rows = fd::query_tile_rows(problem),
-      .causal = problem.causal,
-      .intervals = inputs.intervals,
+  // What is visible -> how it is walked, for each direction.
+  const auto schedule_in = [&](Memory& memory, fd::Direction direction) {
+    const fd::Visibility& visible = inputs.visibility;
+    return fd::build_schedule(
+        problem, visible, direction,
+        memory.of(fd::schedule_size(problem, visible, direction, threads)),
+        with_workspace(threads, workspace,
+                       fd::schedule_workspace_size(problem, visible, direction, threads)));
   };
-  const auto lists =
-      static_cast<std::size_t>(batch * heads_kv * ((seqlen + plan.tile_rows - 1) / plan.tile_rows));
-  const fd::Execution planning = workspace.of(fd::plan_workspace_size(plan, threads));
-  std::vector<std::int64_t> begin(lists);
-  std::vector<std::int32_t> count(lists), full(lists);
-  std::vector<std::int32_t> keys(static_cast<std::size_t>(fd::plan_entries(plan, planning)));
-  inputs.plan =
-      fd::build_plan(plan, {begin.data(), count.data(), full.data(), keys.data()}, planning);
+  Memory forward_memory, backward_memory;
 
   std::vector<float> out(q.size());
   std::vector<float> lse(static_cast<std::size_t>(batch * heads_q * seqlen));
   const fd::ForwardArgs forward = {
-      .problem = problem, .in = inputs, .out = {out.data(), q_stride}, .lse = lse.data()};
-  fd::forward(forward, workspace.of(fd::forward_workspace_size(forward, threads)));
+      .problem = problem,
+      .in = inputs,
+      .schedule = schedule_in(forward_memory, fd::Direction::forward),
+      .out = {out.data(), q_stride},
+      .lse = lse.data(),
+  };
+  const fd::ForwardCall forward_call(forward, threads);
+  forward_call.run(workspace.of(forward_call.workspace_size()));
 
   std::vector<float> dq(q.size()), dk(k.size()), dv(v.size()), dbias(bias.size());
   const fd::BackwardArgs backward = {
       .problem = problem,
       .in = inputs,
+      .schedule = forward.schedule.serves(fd::Direction::backward)
+                      ? forward.schedule
+                      : schedule_in(backward_memory, fd::Direction::backward),
       .out = forward.out,
       .lse = lse.data(),
       .dout = {dout.data(), q_stride},
@@ -153,14 +154,16 @@ bool run() {
       .dv = {dv.data(), kv_stride},
       .dbias = {dbias.data(), bias_stride},
   };
-  fd::backward(backward, workspace.of(fd::backward_workspace_size(backward, threads)));
+  const fd::BackwardCall backward_call(backward, threads);
+  backward_call.run(workspace.of(backward_call.workspace_size()));
 
   for (const fd::BackendInfo& backend : fd::backends()) {
     std::printf("backend %.*s: %s\n", static_cast<int>(backend.name.size()), backend.name.data(),
                 backend.reason.c_str());
   }
-  std::printf("%lld queries, %lld keys visible to each, %zu keys listed in %zu tiles\n",
-              static_cast<long long>(seqlen), static_cast<long long>(window), keys.size(), lists);
+  std::printf("%lld queries, %lld keys visible to each, a schedule of %zu bytes\n",
+              static_cast<long long>(seqlen), static_cast<long long>(window),
+              forward.schedule.bytes);
   bool finite = true;
   finite &= report("out", out);
   finite &= report("lse", lse);

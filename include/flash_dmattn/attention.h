@@ -3,13 +3,16 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "flash_dmattn/execution.h"
-#include "flash_dmattn/selection.h"
+#include "flash_dmattn/problem.h"
+#include "flash_dmattn/schedule.h"
 #include "flash_dmattn/types.h"
+#include "flash_dmattn/visibility.h"
 
 // Exact masked softmax attention with an additive bias, forward and backward:
 //
@@ -31,91 +34,62 @@
 // (Flash attention: Dao et al., arXiv 2205.14135 and 2307.08691; dynamic masks: arXiv 2508.02124.)
 namespace flash_dmattn {
 
-// What becomes of non-finite values. Finite inputs give finite results either way up to overflow.
-enum class NonFinite : std::uint8_t {
-  // Non-finite elements of dout count as 0. Gradients saturate on conversion: bf16 at +-1.69e38 (half
-  // its maximum), f16 at +-65504, f32 at its maximum; a NaN becomes the positive limit. On a GPU dt
-  // saturates in the same way before it is multiplied in low precision; on the CPU nothing is limited
-  // but what is stored. out saturates at its dtype's maximum.
-  saturate,
-  // inf and NaN pass through, as GradScaler and the hunt for a divergence need them.
-  propagate,
-};
-
-// Shape of a mask or a bias: ({B|1}, {Hq|Hkv|1}, {Sq|1}, {Sk|1}). All zero: there is none.
-using BroadcastShape = std::array<std::int64_t, 4>;
-
-// A problem without its data: what decides whether and how it can be computed.
-struct Problem {
-  std::int64_t batch = 0;
-  std::int64_t heads_q = 0;  // a multiple of heads_kv; head h uses kv head h / (heads_q / heads_kv)
-  std::int64_t heads_kv = 0;
-  std::int64_t seqlen_q = 0;  // any length may be 0
-  std::int64_t seqlen_k = 0;
-  std::int64_t head_dim = 0;    // 1..256
-  DType dtype = DType::f32;     // of q, k, v, out and their gradients
-  Device device = Device::cpu;  // of every pointer of the call, workspace included
-
-  float scale = 0;    // the factor on q . k; default_scale(head_dim) is customary
-  float softcap = 0;  // c; 0 = none
-  bool causal = false;
-  bool deterministic = false;  // the CPU backends always are
-  NonFinite nonfinite = NonFinite::saturate;
-
-  BroadcastShape mask_shape{};
-  BroadcastShape bias_shape{};
-  DType bias_dtype = DType::f32;  // dtype, or f32; dbias has it too
-
-  // Of Inputs::key_rank and Inputs::rank_limit, ({B|1}, {Hq|Hkv|1}, 1, Sk) and ({B|1}, {Hq|Hkv|1}, Sq, 1).
-  // Given together, with a mask and without intervals. All zero: there are none.
-  BroadcastShape rank_shape{};
-  BroadcastShape limit_shape{};
-
-  // [B|1, Hkv|1] of the key intervals or of the key list; all zero: there are none.
-  std::array<std::int64_t, 2> intervals_shape{};
-};
-
-// 1 / sqrt(head_dim).
-float default_scale(std::int64_t head_dim);
-
 // The inputs both directions share. Strides in elements; that of a dimension of size 1 is not used.
 struct Inputs {
-  ConstTensor4 q;     // [B, Sq, Hq, D]   D contiguous, here and below
-  ConstTensor4 k;     // [B, Sk, Hkv, D]
-  ConstTensor4 v;     // [B, Sk, Hkv, D]
-  ConstTensor4 mask;  // mask_shape, one byte each, 0 = masked
-  ConstTensor4 bias;  // bias_shape, bias_dtype
-  // The backends cuda and reference know ranks.
-  ConstTensor4 key_rank;    // rank_shape, int32, the keys contiguous
-  ConstTensor4 rank_limit;  // limit_shape, int32
-  KeyIntervals intervals;
-  Plan plan;  // of the intervals, `causal` as in the problem; the reference backend needs none.
-  // Without intervals_shape there is none. On a GPU null interval data and the plan of a
-  // KeyList mean that the lists say everything but causality.
+  ConstTensor4 q{};     // [B, Sq, Hq, D]   D contiguous, here and below
+  ConstTensor4 k{};     // [B, Sk, Hkv, D]
+  ConstTensor4 v{};     // [B, Sk, Hkv, D]
+  ConstTensor4 mask{};  // mask_shape, one byte each, 0 = masked
+  ConstTensor4 bias{};  // bias_shape, bias_dtype
+  Visibility visibility{};
+};
+
+// [B, Hq, Sq] dense numbers of rows: of double when the problem's dtype is f64, of float otherwise.
+struct RowValues {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+
+  constexpr RowValues() = default;
+  constexpr RowValues(std::nullptr_t) {}
+  constexpr RowValues(float* values) : data(values) {}
+  constexpr RowValues(double* values) : data(values), dtype(DType::f64) {}
+};
+
+struct ConstRowValues {
+  const void* data = nullptr;
+  DType dtype = DType::f32;
+
+  constexpr ConstRowValues() = default;
+  constexpr ConstRowValues(std::nullptr_t) {}
+  constexpr ConstRowValues(const float* values) : data(values) {}
+  constexpr ConstRowValues(const double* values) : data(values), dtype(DType::f64) {}
+  constexpr ConstRowValues(const RowValues& values) : data(values.data), dtype(values.dtype) {}
 };
 
 struct ForwardArgs {
-  Problem problem;
-  Inputs in;
-  Tensor4 out;           // [B, Sq, Hq, D]
-  float* lse = nullptr;  // [B, Hq, Sq] dense, natural logarithm; double* when the dtype is f64
-  // [B, Hq, Sq] dense, may be null: what rounding took from lse. With it the backward keeps its
-  // precision where |lse| is large. double* when the dtype is f64.
-  float* lse_low = nullptr;
+  Problem problem{};
+  Inputs in{};
+  Schedule schedule{};  // of in.visibility, for the forward
+  Tensor4 out{};        // [B, Sq, Hq, D]
+  RowValues lse{};      // natural logarithm
+  // What rounding took from lse; may be null. With it the backward keeps its precision where |lse| is large.
+  RowValues lse_low{};
 };
 
 struct BackwardArgs {
-  Problem problem;
-  Inputs in;
-  ConstTensor4 out;  // as forward wrote them
-  const float* lse = nullptr;
-  const float* lse_low = nullptr;  // may be null
-  ConstTensor4 dout;               // [B, Sq, Hq, D]
+  Problem problem{};
+  Inputs in{};
+  Schedule schedule{};  // of in.visibility, for the backward
+  ConstTensor4 out{};   // as forward wrote them
+  ConstRowValues lse{};
+  ConstRowValues lse_low{};  // may be null
+  ConstTensor4 dout{};       // [B, Sq, Hq, D]
   // Gradients; written, not added to. Null data: not wanted.
-  Tensor4 dq;     // [B, Sq, Hq, D]
-  Tensor4 dk;     // [B, Sk, Hkv, D]
-  Tensor4 dv;     // [B, Sk, Hkv, D]
-  Tensor4 dbias;  // bias_shape, bias_dtype: summed in fp32 over the dimensions that were broadcast
+  Tensor4 dq{};  // [B, Sq, Hq, D]
+  Tensor4 dk{};  // [B, Sk, Hkv, D]
+  Tensor4 dv{};  // [B, Sk, Hkv, D]
+  Tensor4
+      dbias{};  // bias_shape, bias_dtype: summed in fp32 over the dimensions that were broadcast
 };
 
 // A backend by name: "cuda", "cpu", "reference". Empty: the first in order of preference that supports
@@ -131,16 +105,8 @@ std::vector<BackendInfo> backends();
 // Throws InvalidArgument for a name that no backend has and for a problem that is not one.
 std::string supports(const Problem& problem, std::string_view backend = {});
 
-// Queries per tile that the backend wants of a plan.
-std::int64_t query_tile_rows(const Problem& problem, std::string_view backend = {});
-
-// Whether forward and backward are quicker with the plan of the problem's intervals than without, as far
-// as `bound` tells. Where the keys of a query are consecutive a GPU need not list them: it walks from the
-// first to the last. Where this is false the plan may be left out.
-bool wants_plan(const Problem& problem, const KeyBound& bound, std::string_view backend = {});
-
 // Workspace bytes of a call. The arguments are those of the call; outputs need not be set, and the CPU
-// backends read the plan.
+// reads the intervals.
 std::size_t forward_workspace_size(const ForwardArgs& args, const Execution& execution,
                                    std::string_view backend = {});
 std::size_t backward_workspace_size(const BackwardArgs& args, const Execution& execution,
@@ -151,5 +117,31 @@ std::size_t backward_workspace_size(const BackwardArgs& args, const Execution& e
 // On a GPU they only enqueue work on execution.stream, except that the finite check waits for it.
 void forward(const ForwardArgs& args, const Execution& execution, std::string_view backend = {});
 void backward(const BackwardArgs& args, const Execution& execution, std::string_view backend = {});
+
+struct Backend;
+
+// A call whose arguments have been checked and whose backend has been chosen, once, before the caller allocates
+// the workspace: what the functions above do anew each.
+//
+//   const ForwardCall call(args, execution);
+//   call.run(allocate(call.workspace_size()));
+template <class Args>
+class CheckedCall {
+ public:
+  CheckedCall(const Args& args, const Execution& execution, std::string_view backend = {});
+
+  std::size_t workspace_size() const noexcept { return workspace_size_; }
+  void run(std::span<std::byte> workspace) const;
+
+ private:
+  const Backend* backend_;
+  Args args_;
+  Execution execution_;
+  std::size_t workspace_size_;
+};
+using ForwardCall = CheckedCall<ForwardArgs>;
+using BackwardCall = CheckedCall<BackwardArgs>;
+extern template class CheckedCall<ForwardArgs>;
+extern template class CheckedCall<BackwardArgs>;
 
 }  // namespace flash_dmattn

@@ -2,11 +2,14 @@
 
 // The whole C++ API of flash_dmattn. The usual order of calls:
 //
-//   select_key_intervals   scores -> key intervals         (or intervals made by hand)
-//   build_plan             key intervals -> plan           (once; forward and backward share it)
+//   select_key_intervals   scores -> key intervals             (or intervals made by hand)
+//   build_schedule         what is visible -> how it is walked (for each direction)
 //   forward, backward
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/error.h"
 #include "flash_dmattn/execution.h"
+#include "flash_dmattn/problem.h"
+#include "flash_dmattn/schedule.h"
 #include "flash_dmattn/selection.h"
 #include "flash_dmattn/types.h"
+#include "flash_dmattn/visibility.h"

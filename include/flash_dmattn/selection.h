@@ -3,42 +3,14 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "flash_dmattn/execution.h"
 #include "flash_dmattn/types.h"
+#include "flash_dmattn/visibility.h"
 
-// Which keys a query sees, as one interval of queries per key, and the plan a kernel works from.
-//
-// The score of dynamic mask attention belongs to the key, not to the pair. Under causal per-query
-// top-w selection key j is visible to a query at position t >= j while fewer than w of the keys at
-// positions 0..t beat it. The number of keys that beat it only grows with t, so every key is visible
-// in one interval of queries, and two integers per key replace the Sq x Sk mask. Sliding windows,
-// prefixes, padding and packed documents have the same form.
+// Scores of keys -> which keys are visible: as intervals, as a list, or as ranks.
 namespace flash_dmattn {
-
-// Key j is visible to query i exactly when first <= i < last, with i counted in rows of q: query i
-// stands at key position i + Sk - Sq. first >= last: never visible.
-struct KeyInterval {
-  std::int32_t first;
-  std::int32_t last;
-};
-
-// [B|1, Hkv|1, Sk] intervals; strides in KeyInterval elements, 0 for a dimension of size 1, keys
-// contiguous. Null data: every key is visible to every query.
-struct KeyIntervals {
-  const KeyInterval* data = nullptr;
-  std::int64_t stride_batch = 0;
-  std::int64_t stride_head = 0;
-};
-
-// [B|1, Hkv|1, n] keys in ascending order, of which every query sees all (or with `causal`, those in its
-// past). What a `global` selection comes to, in half the memory of intervals or less. GPU only.
-struct KeyList {
-  const std::int32_t* keys =
-      nullptr;  // rows of `stride` entries; beyond count, any keys of [0, Sk)
-  const std::int32_t* count = nullptr;  // [B|1, Hkv|1] dense
-  std::int64_t stride = 0;              // a multiple of 4, and the keys aligned to 16 bytes
-};
 
 enum class Selection : std::uint8_t {
   per_query,  // query i sees the w best among the keys it may see
@@ -55,16 +27,16 @@ struct SelectionArgs {
   std::int64_t heads = 0;       // Hkv of the result, or 1
   std::int64_t seqlen_q = 0;    // Sq; intervals are clipped to [0, Sq)
   std::int64_t seqlen_k = 0;    // Sk, below 2^31 as Sq is
-  std::int64_t window = 0;      // w >= 0
+  std::int64_t window = -1;     // w >= 0, to be given
   Selection selection = Selection::per_query;
   bool causal = true;  // aligned to the bottom right corner: key j from query j - (Sk - Sq) on
 
   const void* scores = nullptr;  // [B, Hkv, Sk]; compared as stored, so -0 and +0 tie
   DType scores_dtype = DType::f32;
-  std::array<std::int64_t, 3> scores_stride{};
+  std::array<std::int64_t, 3> scores_stride = dense_strides<3>;
 
   const std::uint8_t* key_mask = nullptr;  // [B, Hkv, Sk], 0 = masked; null: no key is masked
-  std::array<std::int64_t, 3> key_mask_stride{};
+  std::array<std::int64_t, 3> key_mask_stride = dense_strides<3>;
 
   KeyInterval* intervals = nullptr;  // out: [B, Hkv, Sk] dense
 };
@@ -97,24 +69,24 @@ struct RankArgs {
   std::int64_t heads = 0;
   std::int64_t seqlen_q = 0;
   std::int64_t seqlen_k = 0;
-  std::int64_t window = 0;
-  bool causal = true;  // what is after the query is not visible either
+  std::int64_t window = -1;  // w >= 0, to be given
+  bool causal = true;        // what is after the query is not visible either
 
   const void* scores = nullptr;  // [scores_shape, Sk], f32, bf16 or f16; as in SelectionArgs
   DType scores_dtype = DType::f32;
   std::array<std::int64_t, 2> scores_shape{};  // {batch|1, heads or a divisor of them}
-  std::array<std::int64_t, 3> scores_stride{};
+  std::array<std::int64_t, 3> scores_stride = dense_strides<3>;
 
-  // What hides pairs, [.._shape, Sq, Sk]: shapes as scores_shape, strides 0 for a dimension that
-  // broadcasts. One of them may be missing, with a shape of zeros.
+  // What hides elements of Sq x Sk, [.._shape, Sq, Sk]: shapes as scores_shape, strides 0 for a dimension
+  // that broadcasts. One of them may be missing, with a shape of zeros.
   const std::uint8_t* mask = nullptr;  // where it is 0
   std::array<std::int64_t, 2> mask_shape{};
-  std::array<std::int64_t, 4> mask_stride{};
+  std::array<std::int64_t, 4> mask_stride = dense_strides<4>;
   const void* bias = nullptr;  // f32, bf16 or f16; where it is not above mask_value
   DType bias_dtype = DType::f32;
   std::array<std::int64_t, 2> bias_shape{};
-  std::array<std::int64_t, 4> bias_stride{};
-  float mask_value = 0;
+  std::array<std::int64_t, 4> bias_stride = dense_strides<4>;
+  float mask_value = std::numeric_limits<float>::quiet_NaN();  // a number where there is a bias
 
   std::int32_t* key_rank = nullptr;    // out: [scores_shape, Sk] dense; Sk for a key never chosen
   std::int32_t* rank_limit = nullptr;  // out: [batch, heads, Sq] dense
@@ -123,92 +95,31 @@ struct RankArgs {
 std::size_t rank_workspace_size(const RankArgs& args);
 
 // O(Sk log Sk) for each row of scores and O(Sq Sk / 32) for each of the limits; a bit for each pair of mask
-// and bias in workspace. The call only enqueues work. The results are Inputs::key_rank as [.., .., 1, Sk] and
-// Inputs::rank_limit as [.., .., Sq, 1], with the same mask, bias and causality. Throws InvalidArgument for
+// and bias in workspace. The call only enqueues work. The results are KeyRanks::key_rank as [.., .., 1, Sk] and
+// KeyRanks::rank_limit as [.., .., Sq, 1], with the same mask, bias and causality. Throws InvalidArgument for
 // shapes that do not fit each other, more than 2^23 keys, a negative window, null data or too small a
 // workspace.
 void rank_keys(const RankArgs& args, const Execution& execution);
 
-// What the caller knows about intervals without reading them: any n consecutive queries together see at
-// most base + per_query * n keys (and never more than Sk). A GPU needs it, because what it allocates has
-// to be known before the intervals are.
-//   selection of w keys              key_bound(args): {w, causal and per query ? 1 : 0}
-//   sliding window of w              {w, 1}
-//   packed documents of length <= l  {2 l, 1}
-//   anything                         {Sk, 0}, or measure_key_bound
-struct KeyBound {
-  std::int64_t base = -1;  // negative: unknown
-  std::int64_t per_query = 0;
-  bool consecutive = false;  // what one query sees are consecutive keys, or nearly (see wants_plan)
-
-  constexpr bool known() const { return base >= 0; }
-};
-
 // Of the intervals that select_key_intervals would write.
 KeyBound key_bound(const SelectionArgs& args);
 
-// The plan of a problem: for each tile of `tile_rows` consecutive queries, the keys that at least one
-// of them sees. A tile lists its *full* keys first (visible to all its rows), then its *partial* ones,
-// each group by ascending position; or all by position, and counts none as full. O(number of entries)
-// memory.
-struct Plan {
-  std::int64_t tile_rows = 0;  // queries of a tile; the last one may have fewer
-  std::int64_t tiles = 0;      // ceil(Sq / tile_rows)
-  // Both [B|1, Hkv|1, tiles]: the list of tile t of (b, h) is keys[begin[.., t]] .. keys[begin[.., t] +
-  // count[.., t]], of which the first full[.., t] are full. Dense strides, 0 for a dimension of size 1.
-  const std::int64_t* begin = nullptr;
-  const std::int32_t* count = nullptr;
-  const std::int32_t* full = nullptr;
-  const std::int32_t* keys = nullptr;  // [entries]
-  std::int64_t stride_batch = 0;
-  std::int64_t stride_head = 0;
-};
-
-// Arguments of build_plan; the plan has the batch and heads of the intervals.
-struct PlanArgs {
-  Device device = Device::cpu;  // of the intervals, the plan and the workspace
+// Arguments of measure_key_bound.
+struct MeasureArgs {
+  Device device = Device::cpu;  // of the intervals and the workspace
   std::int64_t batch = 0;       // B or 1
   std::int64_t heads = 0;       // Hkv or 1
   std::int64_t seqlen_q = 0;
   std::int64_t seqlen_k = 0;
-  std::int64_t tile_rows = 0;  // see query_tile_rows in attention.h
-  bool causal = false;         // clips every interval to queries at or after the key
-  // Lists every tile's keys by position. Either kind of plan gives the same results; this kind is what
-  // deterministic gradients on a GPU are quick with.
-  bool by_position = false;
-  KeyIntervals intervals;
-  KeyBound bound;  // must be known on a GPU, is not used on the CPU
-  // Instead of intervals, on a GPU. The plan's lists are then the beginnings of these, and need no memory:
-  // plan_entries is 0, and PlanBuffers::keys is not used. (From a list's count on there are more keys.)
-  KeyList list;
+  bool causal = false;  // clips every interval to queries at or after the key
+  KeyIntervals intervals{};
 };
 
-// Where build_plan writes; the caller allocates it.
-struct PlanBuffers {
-  std::int64_t* begin = nullptr;  // [batch, heads, tiles]
-  std::int32_t* count = nullptr;  // [batch, heads, tiles]
-  std::int32_t* full = nullptr;   // [batch, heads, tiles]
-  std::int32_t* keys = nullptr;   // [plan_entries]
-};
+std::size_t measure_workspace_size(const MeasureArgs& args, const Execution& execution);
 
-std::size_t plan_workspace_size(const PlanArgs& args, const Execution& execution);
-
-// What PlanBuffers::keys must hold. On the CPU the number of keys in all lists together: reads the
-// intervals, O(Sk + tiles) per row. On a GPU every list has the same capacity, which follows from the
-// bound; nothing is read.
-std::int64_t plan_entries(const PlanArgs& args, const Execution& execution);
-
-// Builds the plan into `buffers` and returns the view of it. O(entries + Sk) time, in parallel; the
-// result does not depend on the number of workers. Throws InvalidArgument. On a GPU the call only
-// enqueues work, tiles may number up to 32767, and keys beyond the capacity of a list are dropped:
-// intervals that break their bound make a wrong plan, but nothing is written outside the buffers.
-Plan build_plan(const PlanArgs& args, const PlanBuffers& buffers, const Execution& execution);
-
-std::size_t measure_workspace_size(const PlanArgs& args, const Execution& execution);
-
-// A bound that holds for the intervals over runs of whole tiles, which is all that a plan needs. On a GPU
-// this is the one function that waits for the device: it counts there, then synchronises
+// A bound that holds for the intervals over whole tiles of queries, which is all that a schedule needs. On a
+// GPU this is the one function that waits for the device: it counts there, then synchronises
 // execution.stream. Throws InvalidArgument, and std::runtime_error while the stream is being captured.
-KeyBound measure_key_bound(const PlanArgs& args, const Execution& execution);
+KeyBound measure_key_bound(const MeasureArgs& args, const Execution& execution);
 
 }  // namespace flash_dmattn

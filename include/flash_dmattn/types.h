@@ -1,7 +1,9 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string_view>
 
 // Plain value types that describe data in memory. Nothing here owns memory.
@@ -67,5 +69,19 @@ struct ConstTensor4 {
 constexpr std::array<std::int64_t, 4> contiguous_strides(const std::array<std::int64_t, 4>& shape) {
   return {shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1};
 }
+
+// As a stride: that of a dense row-major array. What array is dense is said where a field has it as default.
+inline constexpr std::int64_t dense_stride = std::numeric_limits<std::int64_t>::min();
+
+namespace detail {
+template <std::size_t Rank>
+constexpr std::array<std::int64_t, Rank> all_dense() {
+  std::array<std::int64_t, Rank> strides{};
+  for (std::int64_t& stride : strides) stride = dense_stride;
+  return strides;
+}
+}  // namespace detail
+template <std::size_t Rank>
+inline constexpr std::array<std::int64_t, Rank> dense_strides = detail::all_dense<Rank>();
 
 }  // namespace flash_dmattn

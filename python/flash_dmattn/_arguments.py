@@ -27,6 +27,7 @@ MASK_VALUE = {
 # What may stand for a number: also those of numpy, of torch.compile, and tensors of one element.
 _NUMBERS = (Real, torch.SymFloat, torch.SymInt, Tensor)
 _INTEGERS = (Integral, torch.SymInt)
+_FLOAT32_MAX = torch.finfo(torch.float32).max  # scale and softcap are float32 in the C++ library
 
 
 def attention_inputs(
@@ -39,15 +40,14 @@ def attention_inputs(
     backend: its name where one is named.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+        check_tensor(tensor, name)
         if tensor.is_nested or tensor.layout != torch.strided:
             layout_of = "nested" if tensor.is_nested else tensor.layout
             raise TypeError(
                 f"{name}: got a {layout_of} tensor, expected a dense one; sequences of different lengths "
                 "go packed into flash_dmattn_varlen_func"
             )
-        _refuse_tangent(tensor, name)
+        _refuse_transforms(tensor, name)
     device_type = query.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
@@ -59,14 +59,42 @@ def attention_inputs(
     return query, key, value
 
 
-def _refuse_tangent(tensor: Tensor, name: str) -> None:
-    """Forward-mode derivatives do not exist, and torch would silently make them 0."""
+def check_tensor(value: object, name: str) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a torch.Tensor")
+
+
+def check_count(value: object, name: str) -> None:
+    """An integer, 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, _INTEGERS):
+        raise TypeError(f"{name}: got {value!r}, expected an integer")
+    if value < 0:
+        raise ValueError(f"{name}: got {value}, expected 0 or more")
+
+
+def resolve_flag(value: object, name: str) -> bool:
+    """A bool; None is False. A text like "False" would be true."""
+    if value is None or isinstance(value, (bool, torch.SymBool)):
+        return bool(value)
+    if not isinstance(value, (str, Tensor)) and value in (0, 1):  # numpy's bool, for one
+        return bool(value)
+    raise TypeError(f"{name}: got {value!r}, expected True or False")
+
+
+def _refuse_transforms(tensor: Tensor, name: str) -> None:
+    """Forward-mode derivatives do not exist, and torch would silently make them 0. torch.func's reverse mode
+    does not look into custom operators."""
     if torch.compiler.is_compiling():
         return
     if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
         raise RuntimeError(
             f"{name}: got a tensor with a tangent (forward-mode differentiation, torch.func.jvp), expected "
             "one without: attention has reverse-mode derivatives only"
+        )
+    if torch._C._functorch.is_gradtrackingtensor(tensor):
+        raise RuntimeError(
+            f"{name}: got a tensor of torch.func.grad, vjp, jacrev or hessian, which attention does not support; "
+            "expected an ordinary one: use torch.autograd.grad or backward()"
         )
 
 
@@ -148,8 +176,8 @@ def resolve_scale(scale: float | None, softmax_scale: float | None, head_dim: in
     if isinstance(scale, bool) or not isinstance(scale, _NUMBERS):
         # True is most often is_causal in the place of softmax_scale.
         raise TypeError(f"scale: got {scale!r}, expected a number")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale: got {scale}, expected a finite number")
+    if not abs(scale) <= _FLOAT32_MAX:
+        raise ValueError(f"scale: got {scale}, expected a number within the range of float32")
     return float(scale)
 
 
@@ -158,8 +186,10 @@ def resolve_softcap(softcap: float | None) -> float:
     if isinstance(softcap, bool) or not isinstance(softcap, _NUMBERS):
         raise TypeError(f"softcap: got {softcap!r}, expected a number")
     softcap = float(softcap)
-    if not 0.0 <= softcap < math.inf:
-        raise ValueError(f"softcap: got {softcap}, expected 0 (none) or a positive finite number")
+    if not 0.0 <= softcap <= _FLOAT32_MAX:
+        raise ValueError(
+            f"softcap: got {softcap}, expected 0 (none) or a positive number within the range of float32"
+        )
     return softcap
 
 
@@ -187,8 +217,7 @@ def broadcast_argument(
     """
     if tensor is None:
         return None
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+    check_tensor(tensor, name)
     shape = tuple(tensor.shape)
     if tensor.dim() == 2:
         tensor = tensor[:, None, None]
@@ -220,20 +249,26 @@ def mask_argument(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | N
     return mask
 
 
-def bias_argument(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    bias = broadcast_argument(bias, "attn_bias", query, key)
+def bias_argument(
+    bias: Tensor | None, query: Tensor, key: Tensor, name: str = "attn_bias"
+) -> Tensor | None:
+    bias = broadcast_argument(bias, name, query, key)
     if bias is not None:
-        _refuse_tangent(bias, "attn_bias")
+        _refuse_transforms(bias, name)
     if bias is None or bias.dtype == query.dtype:
         return bias
     if not bias.is_floating_point():
         masks = "; boolean masks go into attn_mask" if bias.dtype == torch.bool else ""
-        raise TypeError(f"attn_bias: got {bias.dtype}, expected a floating dtype{masks}")
+        raise TypeError(f"{name}: got {bias.dtype}, expected a floating dtype{masks}")
     return bias.to(torch.promote_types(query.dtype, torch.float32))
 
 
+def selection_scores_argument(scores: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    if scores is not None:
+        check_tensor(scores, "selection_scores")
+        scores = scores.detach()
+    return bias_argument(scores, query, key, "selection_scores")
+
+
 def check_window(keep_window_size: int) -> None:
-    if isinstance(keep_window_size, bool) or not isinstance(keep_window_size, _INTEGERS):
-        raise TypeError(f"keep_window_size: got {keep_window_size!r}, expected an integer")
-    if keep_window_size < 0:
-        raise ValueError(f"keep_window_size: got {keep_window_size}, expected 0 or more")
+    check_count(keep_window_size, "keep_window_size")

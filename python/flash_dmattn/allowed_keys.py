@@ -82,7 +82,9 @@ def intervals_of_mask(mask: torch.Tensor) -> KeyIntervals | None:
     """The key intervals of a mask [B, H, Sq, Sk], or None when it is not made of them.
 
     Every element is read (a sample would prove nothing), in blocks of rows, so the extra memory is
-    O(B H Sk). A second call with the same unchanged tensor reads nothing.
+    O(B H Sk). A second call with the same unchanged tensor reads nothing. Changes are seen by torch's version
+    counter, which counts every operation on the tensor, but nothing that is written by other ways: through
+    `mask.data`, or by another process into shared memory. Then give a new tensor.
 
     Args:
         mask: bool, or additive floating point where 0 allows and anything at or below -1e30 (bfloat16),
@@ -119,7 +121,7 @@ def mask_of_intervals(allowed: KeyIntervals) -> torch.Tensor:
 
 
 def _once(what: str, mask: torch.Tensor, find: Callable):
-    if mask.is_inference():  # such a tensor does not count its changes
+    if not _counts_its_changes(mask):
         return find(mask)
     version, known = _known.get(mask, (None, None))
     if version != mask._version:
@@ -129,6 +131,12 @@ def _once(what: str, mask: torch.Tensor, find: Callable):
         with torch.inference_mode(False):  # what is found may be saved for a backward later
             known[what] = find(mask)
     return known[what]
+
+
+def _counts_its_changes(mask: torch.Tensor) -> bool:
+    """Not tensors of inference mode, nor those over memory of someone else (numpy, DLPack), who may write to it
+    behind torch's back."""
+    return not mask.is_inference() and mask.untyped_storage().resizable()
 
 
 def _find_intervals(mask: torch.Tensor) -> KeyIntervals | None:

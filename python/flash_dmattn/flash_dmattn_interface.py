@@ -15,18 +15,22 @@ from ._arguments import (
     MASK_VALUE,
     attention_inputs,
     bias_argument,
+    check_tensor,
     check_window,
     mask_argument,
     resolve_deterministic,
+    resolve_flag,
     resolve_nonfinite,
     resolve_scale,
     resolve_softcap,
+    selection_scores_argument,
 )
 from .allowed_keys import AllowedPairs, select_among
 from .availability import get_available_backends, unavailable_reason
 from .key_intervals import (
-    SELECTIONS,
     KeyIntervals,
+    check_offsets,
+    check_selection,
     intersect,
     packed_documents,
     prefix_lm,
@@ -98,7 +102,11 @@ def _attention(
     query, key, value = attention_inputs(query, key, value, "B, S, H, D", backend)
     mask = mask_argument(attn_mask, query, key)
     bias = bias_argument(attn_bias, query, key)
-    is_causal = bool(is_causal)
+    scores = selection_scores_argument(selection_scores, query, key)
+    check_selection(selection)
+    is_causal = resolve_flag(is_causal, "is_causal")
+    if deterministic is not None:
+        deterministic = resolve_flag(deterministic, "deterministic")
     intervals = None
     if key_intervals is not None:
         _check_intervals(key_intervals, query, key)
@@ -111,7 +119,7 @@ def _attention(
                 "intersect, or use flash_dmattn_varlen_func for packed documents"
             )
         mask, intervals, is_causal = _select(
-            query, key, mask, bias, is_causal, keep_window_size, selection, selection_scores,
+            query, key, mask, bias, is_causal, keep_window_size, selection, scores,
             by_library=backend not in ("triton", "flex"),
         )  # fmt: skip
         of_key_heads = intervals is not None and not isinstance(intervals, _KeyRanks)
@@ -122,7 +130,7 @@ def _attention(
         query, key, value, mask, bias, intervals, is_causal, scale, softcap, nonfinite, deterministic,
         backend,
     )  # fmt: skip
-    return (out, lse, None) if return_attn_probs else out
+    return (out, lse, None) if resolve_flag(return_attn_probs, "return_attn_probs") else out
 
 
 def _forward(
@@ -227,38 +235,42 @@ def flash_dmattn_varlen_func(
         )
     query, key, value = attention_inputs(query, key, value, "total, H, D")
     total_q, total_k = query.shape[0], key.shape[0]
+    is_causal = resolve_flag(is_causal, "is_causal")
+    if deterministic is not None:
+        deterministic = resolve_flag(deterministic, "deterministic")
+    check_selection(selection)
+    if keep_window_size is not None:
+        check_window(keep_window_size)
     same_offsets = cu_seqlens_q is cu_seqlens_k
-    cu_seqlens_q = _check_offsets(cu_seqlens_q, "cu_seqlens_q", total_q)
-    cu_seqlens_k = _check_offsets(cu_seqlens_k, "cu_seqlens_k", total_k)
+    cu_seqlens_q = check_offsets(cu_seqlens_q, "cu_seqlens_q", total_q).to(torch.int32).contiguous()
+    cu_seqlens_k = check_offsets(cu_seqlens_k, "cu_seqlens_k", total_k).to(torch.int32).contiguous()
     if same_offsets:
         cu_seqlens_q = cu_seqlens_k
     query, key, value = query[None], key[None], value[None]
     bias = None
     if attn_bias is not None:
+        check_tensor(attn_bias, "attn_bias")
         if attn_bias.dim() != 2:
             raise ValueError(
                 f"attn_bias: got shape {tuple(attn_bias.shape)}, expected [total_k, H]"
             )
         bias = bias_argument(attn_bias.t()[None], query, key)
 
+    if keep_window_size is not None and bias is None:
+        raise ValueError("keep_window_size: got no attn_bias, which has the scores to choose by")
     if keep_window_size is None or keep_window_size >= total_k:
         intervals = packed_documents(
-            cu_seqlens_k, cu_seqlens_q, is_causal=bool(is_causal), key_length=total_k,
+            cu_seqlens_k, cu_seqlens_q, is_causal=is_causal, key_length=total_k,
             query_length=total_q, max_length=max_seqlen_k,
         )  # fmt: skip
     else:
-        _check_selection(keep_window_size, selection)
-        if bias is None:
-            raise ValueError(
-                "keep_window_size: got no attn_bias, which has the scores to choose by"
-            )
         intervals = KeyIntervals(
             _ops.select_key_intervals_varlen(
                 bias.detach()[:, :, 0], cu_seqlens_q, cu_seqlens_k, keep_window_size, selection,
-                bool(is_causal), total_q,
+                is_causal, total_q,
             ),
             total_q,
-            _packed_bound(keep_window_size, selection, bool(is_causal), same_offsets),
+            _packed_bound(keep_window_size, selection, is_causal, same_offsets),
         )  # fmt: skip
         if intervals.heads not in (1, key.shape[2]):
             key, value, _, bias = _key_head_for_every_query_head(query, key, value, None, bias)
@@ -266,7 +278,8 @@ def flash_dmattn_varlen_func(
     out, lse = _forward(
         query, key, value, None, bias, intervals, False, scale, softcap, nonfinite, deterministic
     )
-    return (out[0], lse[0], None) if return_attn_probs else out[0]
+    return_lse = resolve_flag(return_attn_probs, "return_attn_probs")
+    return (out[0], lse[0], None) if return_lse else out[0]
 
 
 def _packed_bound(keep_window_size, selection, is_causal, same_offsets):
@@ -314,43 +327,15 @@ def _check_intervals(key_intervals, query, key) -> None:
         )
 
 
-def _check_offsets(offsets: Tensor, name: str, total: int) -> Tensor:
-    """int32 offsets. Their values are looked at on the CPU only: on a GPU that would wait for it."""
-    if not isinstance(offsets, Tensor):
-        raise TypeError(f"{name}: got {type(offsets).__name__}, expected a torch.Tensor")
-    if offsets.dim() != 1 or offsets.is_floating_point():
-        raise ValueError(
-            f"{name}: got {offsets.dtype} of shape {tuple(offsets.shape)}, "
-            "expected int32 of shape [sequences + 1]"
-        )
-    if (
-        type(offsets) is Tensor
-        and offsets.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-    ):
-        values = offsets.tolist()
-        if not values or values[0] != 0 or values != sorted(values) or values[-1] > total:
-            raise ValueError(
-                f"{name}: got {values}, expected offsets that begin at 0, never fall and end at {total}"
-            )
-    return offsets.to(torch.int32).contiguous()
-
-
-def _check_selection(keep_window_size: int, selection: str) -> None:
-    check_window(keep_window_size)
-    if selection not in SELECTIONS:
-        raise ValueError(f"selection: got {selection!r}, expected one of {SELECTIONS}")
-
-
 def _select(
     query, key, mask, bias, is_causal, keep_window_size, selection, selection_scores, by_library=True
 ):  # fmt: skip
     """The mask, the choice (intervals, or what the library's backends know besides) and the causality that
     together show each query its best keys."""
-    _check_selection(keep_window_size, selection)
+    check_window(keep_window_size)
+    scores, allowed = _scores_and_allowed(query, key, mask, bias, selection_scores)
     if keep_window_size >= key.shape[1] and selection_scores is None:
         return mask, None, is_causal  # a key whose bias is NaN is masked by it
-    scores, allowed = _scores_and_allowed(query, key, mask, bias, selection_scores)
     on_gpu = by_library and scores.device.type == "cuda"
     of_pairs = allowed is not None and allowed.shape[2] > 1
     if of_pairs and selection == "per_query":
@@ -403,6 +388,11 @@ def _select_per_query(query, key, scores, keep_window_size, allowed, is_causal, 
     finds can neither be compiled nor captured in a CUDA graph; then, and under any other mask, they are ranks
     beside the mask, or without the GPU's kernels a mask of the size of the given one.
     """
+    if any(map(torch._C._functorch.is_batchedtensor, allowed.parts())):
+        raise RuntimeError(
+            "keep_window_size: got it under torch.func.vmap over a mask with a query dimension, which attention "
+            "does not support; expected the mask's own batch dimension"
+        )
     seqlen_q, seqlen_k = query.shape[1], key.shape[1]
 
     def past():
@@ -437,7 +427,7 @@ def _scores_and_allowed(query, key, mask, bias, selection_scores):
     seqlen_k, mask_value = key.shape[1], MASK_VALUE[query.dtype]
     name, scores, hiding = "attn_bias", bias, None
     if selection_scores is not None:
-        name, scores = "selection_scores", bias_argument(selection_scores.detach(), query, key)
+        name, scores = "selection_scores", selection_scores
     if scores is None or scores.shape[2] != 1 or scores.shape[3] != seqlen_k:
         got = "no scores" if scores is None else f"{name} of shape {tuple(scores.shape)}"
         raise ValueError(

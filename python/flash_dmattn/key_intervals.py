@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from . import _ops, portable
-from ._arguments import check_window
+from ._arguments import check_count, check_tensor, check_window, resolve_flag
 
 SELECTIONS = ("per_query", "global")
 _NEVER = 2**31 - 1
@@ -44,6 +45,9 @@ class KeyIntervals:
     consecutive: bool = False
 
     def __post_init__(self):
+        check_tensor(self.intervals, "intervals")
+        check_count(self.query_length, "query_length")
+        _check_bound(self.bound)
         shape = tuple(self.intervals.shape)
         if len(shape) != 4 or shape[3] != 2 or self.intervals.dtype != torch.int32:
             raise ValueError(
@@ -144,9 +148,9 @@ def select_key_intervals(
     Higher scores win; of equal ones the more recent key. NaN and hidden keys are never chosen. Returns
     intervals of shape [B, H, key_length, 2], is_causal included. O(key_length log keep_window_size).
     """
-    if selection not in SELECTIONS:
-        raise ValueError(f"selection: got {selection!r}, expected one of {SELECTIONS}")
+    check_selection(selection)
     check_window(keep_window_size)
+    is_causal = resolve_flag(is_causal, "is_causal")
     scores = _per_key(scores, "scores").detach()
     if not scores.is_floating_point():
         raise TypeError(f"scores: got {scores.dtype}, expected a floating dtype")
@@ -156,8 +160,8 @@ def select_key_intervals(
             raise TypeError(f"key_mask: got {key_mask.dtype}, expected torch.bool")
         shape = _broadcast(scores.shape, key_mask.shape, "key_mask")
         scores, key_mask = scores.expand(shape), key_mask.expand(shape)
-    if query_length is None:
-        query_length = scores.shape[2]
+    query_length = scores.shape[2] if query_length is None else query_length
+    check_count(query_length, "query_length")
     library = _ops if _ops.has_kernels_for(scores) else portable
     intervals = library.select_key_intervals(
         scores, key_mask, keep_window_size, selection, is_causal, query_length
@@ -175,11 +179,9 @@ def sliding_window(
     device: torch.device | str | None = None,
 ) -> KeyIntervals:
     """Every query sees its own position, the `window` - 1 before it and the `lookahead` after it."""
-    if window < 0 or lookahead < 0:
-        raise ValueError(f"window, lookahead: got {window}, {lookahead}, expected 0 or more")
-    if key_length < 0:
-        raise ValueError(f"key_length: got {key_length}, expected 0 or more")
-    query_length = key_length if query_length is None else query_length
+    check_count(window, "window")
+    check_count(lookahead, "lookahead")
+    query_length = _check_lengths(key_length, query_length)
     diagonal = _diagonal(key_length, query_length, device)
     bound = (window + lookahead, 1)
     return _clipped(diagonal - lookahead, diagonal + window, query_length, bound)
@@ -196,8 +198,8 @@ def prefix_lm(
 
     prefix_length: an int, or an integer tensor [B].
     """
-    query_length = key_length if query_length is None else query_length
-    prefix = torch.as_tensor(prefix_length, device=device).reshape(-1, 1, 1)
+    query_length = _check_lengths(key_length, query_length)
+    prefix = _check_prefix(prefix_length, device).reshape(-1, 1, 1)
     keys = torch.arange(key_length, device=prefix.device)
     first = torch.where(keys < prefix, 0, _diagonal(key_length, query_length, prefix.device))
     bound = (key_length, 0)
@@ -223,12 +225,21 @@ def packed_documents(
     max_length: the number of keys of the longest document, where it is known. For documents that have as
         many queries as keys (cu_seqlens_q is not given, or is cu_seqlens_k) it makes the `bound`.
     """
+    is_causal = resolve_flag(is_causal, "is_causal")
+    if max_length is not None:
+        check_count(max_length, "max_length")
+    for name, length in (("key_length", key_length), ("query_length", query_length)):
+        if length is not None:
+            check_count(length, name)
+    check_offsets(cu_seqlens_k, "cu_seqlens_k", key_length)
+    if cu_seqlens_q is not None and cu_seqlens_q is not cu_seqlens_k:
+        check_offsets(cu_seqlens_q, "cu_seqlens_q", query_length)
     bound = None
     if max_length is not None and (cu_seqlens_q is None or cu_seqlens_q is cu_seqlens_k):
         bound = (max_length if is_causal else 2 * max_length, 1)
     cu_k = cu_seqlens_k.long()
     cu_q = cu_k if cu_seqlens_q is None else cu_seqlens_q.long()
-    if cu_k.dim() != 1 or cu_k.shape != cu_q.shape or cu_k.shape[0] < 1:
+    if cu_k.shape != cu_q.shape:
         raise ValueError(
             f"cu_seqlens_k, cu_seqlens_q: got shapes {tuple(cu_k.shape)}, {tuple(cu_q.shape)}, "
             "expected [documents + 1] both"
@@ -251,12 +262,13 @@ def packed_documents(
 
 def from_padding(key_mask: Tensor, query_length: int | None = None) -> KeyIntervals:
     """Hides padding from every query. key_mask: bool [B, key_length], False for padding on any side."""
+    check_tensor(key_mask, "key_mask")
     if key_mask.dim() != 2 or key_mask.dtype != torch.bool:
         raise ValueError(
             f"key_mask: got {key_mask.dtype} of shape {tuple(key_mask.shape)}, "
             "expected bool of shape [B, key_length]"
         )
-    query_length = key_mask.shape[1] if query_length is None else query_length
+    query_length = _check_lengths(key_mask.shape[1], query_length)
     last = key_mask[:, None] * query_length
     return _clipped(torch.zeros_like(last), last, query_length, (key_mask.shape[1], 0))
 
@@ -265,11 +277,16 @@ def intersect(*parts: KeyIntervals) -> KeyIntervals:
     """What all parts show. Batch and head dimensions broadcast."""
     if not parts:
         raise ValueError("intersect: got no intervals, expected one or more")
+    for part in parts:
+        if not isinstance(part, KeyIntervals):
+            raise TypeError(f"intersect: got {type(part).__name__}, expected KeyIntervals")
     lengths = {(part.query_length, part.key_length) for part in parts}
     if len(lengths) != 1:
         raise ValueError(
             f"intersect: got (query_length, key_length) {sorted(lengths)}, expected all equal"
         )
+    for a, b in pairwise(part.intervals for part in parts):
+        _broadcast(a.shape, b.shape, "intersect")
     first = reduce(torch.maximum, (part.intervals[..., 0] for part in parts))
     last = reduce(torch.minimum, (part.intervals[..., 1] for part in parts))
     bounds = [part.bound for part in parts if part.bound is not None]
@@ -277,6 +294,63 @@ def intersect(*parts: KeyIntervals) -> KeyIntervals:
     bound = min(bounds, key=lambda b: b[0] + tile * b[1], default=None)
     consecutive = all(part.consecutive for part in parts)
     return _clipped(first, last, parts[0].query_length, bound, consecutive)
+
+
+def check_selection(selection: str) -> None:
+    if selection not in SELECTIONS:
+        raise ValueError(f"selection: got {selection!r}, expected one of {SELECTIONS}")
+
+
+def check_offsets(offsets: Tensor, name: str, total: int | None = None) -> Tensor:
+    """Offsets of packed documents. Their values are looked at on the CPU only: on a GPU that would wait for it."""
+    check_tensor(offsets, name)
+    is_integer = not (offsets.is_floating_point() or offsets.is_complex())
+    if offsets.dim() != 1 or not is_integer or offsets.dtype == torch.bool or 0 in offsets.shape:
+        raise ValueError(
+            f"{name}: got {offsets.dtype} of shape {tuple(offsets.shape)}, "
+            "expected int32 of shape [sequences + 1]"
+        )
+    readable = type(offsets) is Tensor and offsets.device.type == "cpu"
+    if readable and not torch.compiler.is_compiling():
+        values = offsets.tolist()
+        fits = total is None or values[-1] <= total
+        if values[0] != 0 or values != sorted(values) or not fits:
+            end = "" if total is None else f" and end at {total}"
+            raise ValueError(
+                f"{name}: got {values}, expected offsets that begin at 0, never fall{end}"
+            )
+    return offsets
+
+
+def _check_bound(bound: tuple[int, int] | None) -> None:
+    if bound is None:
+        return
+    if not isinstance(bound, (tuple, list)) or len(bound) != 2:
+        raise TypeError(f"bound: got {bound!r}, expected None or two integers")
+    for value in bound:
+        check_count(value, "bound")
+
+
+def _check_lengths(key_length: int, query_length: int | None) -> int:
+    """The query length."""
+    check_count(key_length, "key_length")
+    if query_length is None:
+        return key_length
+    check_count(query_length, "query_length")
+    return query_length
+
+
+def _check_prefix(prefix_length: int | Tensor, device) -> Tensor:
+    if not isinstance(prefix_length, Tensor):
+        check_count(prefix_length, "prefix_length")
+        return torch.as_tensor(prefix_length, device=device)
+    is_integer = not (prefix_length.is_floating_point() or prefix_length.is_complex())
+    if prefix_length.dim() > 1 or not is_integer or prefix_length.dtype == torch.bool:
+        raise ValueError(
+            f"prefix_length: got {prefix_length.dtype} of shape {tuple(prefix_length.shape)}, "
+            "expected integers of shape [B]"
+        )
+    return prefix_length.to(device=device)
 
 
 def _diagonal(key_length: int, query_length: int, device) -> Tensor:
@@ -300,6 +374,7 @@ def _clipped(
 
 def _per_key(tensor: Tensor, argument: str) -> Tensor:
     """[B, H, key_length] of a tensor with one value per key."""
+    check_tensor(tensor, argument)
     if tensor.dim() == 2:
         return tensor[:, None]
     if tensor.dim() == 3:

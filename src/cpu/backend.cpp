@@ -8,10 +8,12 @@
 #include <string>
 
 #include "cpu/cpuid.h"
+#include "cpu/schedule.h"
 #include "cpu/task.h"
 #include "flash_dmattn/error.h"
 #include "float_types.h"
 #include "tasks.h"
+#include "workspace_allocator.h"
 
 // From arguments to tasks: picks the instruction set, resolves shapes and strides, lays out the
 // workspace and hands items to the workers. Compiled for the baseline, like all but the kernels.
@@ -66,20 +68,6 @@ const Candidate& chosen() {
 
 // ---- Tasks ---------------------------------------------------------------------------------------
 
-// Rows of a tile, all heads of the group together: enough to make the packing of a block of keys
-// (once for all of them) cheap, few enough for their sums to stay in the second-level cache. With
-// intervals the keys that a tile meets grow with its queries.
-constexpr std::int64_t dense_rows = 384;
-constexpr std::int64_t interval_rows = 96;
-constexpr std::int64_t least_queries = 8;
-
-std::int64_t wanted_tile_rows(const Problem& p) {
-  const std::int64_t group = p.heads_kv == 0 ? 1 : p.heads_q / p.heads_kv;
-  const std::int64_t rows = p.intervals_shape[0] != 0 ? interval_rows : dense_rows;
-  const std::int64_t queries = std::max(least_queries, rows / std::max<std::int64_t>(group, 1));
-  return std::clamp<std::int64_t>(p.seqlen_q, 1, queries);
-}
-
 Rows rows_of(const ConstTensor4& tensor) {
   return {const_cast<void*>(tensor.data), tensor.stride[0], tensor.stride[1], tensor.stride[2]};
 }
@@ -100,7 +88,7 @@ Term term_of(const ConstTensor4& tensor, DType dtype, const Problem& p,
   return term;
 }
 
-Task task_of(const Problem& p, const Inputs& in) {
+Task task_of(const Problem& p, const Inputs& in, const Schedule& schedule) {
   Task t{};
   t.batch = p.batch;
   t.heads_kv = p.heads_kv;
@@ -120,10 +108,9 @@ Task task_of(const Problem& p, const Inputs& in) {
   t.v = rows_of(in.v);
   t.mask = term_of(in.mask, DType::f32, p, p.mask_shape);
   t.bias = term_of(in.bias, p.bias_dtype, p, p.bias_shape);
-  t.intervals = in.intervals;
-  t.plan = in.plan;
-  t.tile_queries =
-      static_cast<int>(in.plan.begin != nullptr ? in.plan.tile_rows : wanted_tile_rows(p));
+  t.intervals = in.visibility.intervals;
+  t.tile_queries = static_cast<int>(tile_queries(p));
+  t.tile_lists = query_tile_lists(schedule, {}, t.tile_queries);
   t.tiles = (p.seqlen_q + t.tile_queries - 1) / t.tile_queries;
   return t;
 }
@@ -144,29 +131,13 @@ std::string why_not(const Problem& p) {
   }
   if (p.limit_shape != BroadcastShape{})
     return "cpu takes a choice as a mask, not as ranks of keys";
+  if (p.key_list_shape != std::array<std::int64_t, 2>{}) {
+    return "cpu takes key intervals, not key lists";
+  }
   return decline_other_device(p, "cpu", Device::cpu);
 }
 
 bool is_empty(const Problem& p) { return p.batch == 0 || p.heads_q == 0 || p.heads_kv == 0; }
-
-// Hands out the workspace front to back; without one it only counts.
-class Workspace {
- public:
-  explicit Workspace(void* begin) : begin_(static_cast<char*>(begin)) {}
-
-  template <class T>
-  T* take(std::int64_t count) {
-    const std::int64_t at = used_;
-    const auto alignment = static_cast<std::int64_t>(workspace_alignment);
-    used_ += (count * static_cast<std::int64_t>(sizeof(T)) + alignment - 1) / alignment * alignment;
-    return begin_ == nullptr ? nullptr : reinterpret_cast<T*>(begin_ + at);
-  }
-  std::size_t used() const { return static_cast<std::size_t>(used_); }
-
- private:
-  char* begin_;
-  std::int64_t used_ = 0;
-};
 
 // ---- Forward -------------------------------------------------------------------------------------
 
@@ -182,8 +153,9 @@ ForwardLayout lay_out(const ForwardArgs& args, const Execution& execution, void*
   const Kernels& kernels = *chosen().kernels;
   ForwardLayout layout{};
   ForwardTask& t = layout.task;
-  t = {task_of(args.problem, args.in), rows_of(args.out), args.lse, args.lse_low};
-  Workspace space(workspace);
+  t = {task_of(args.problem, args.in, args.schedule), rows_of(args.out),
+       static_cast<float*>(args.lse.data), static_cast<float*>(args.lse_low.data)};
+  WorkspaceAllocator space(workspace);
   if (shares_keys(t)) {
     t.packed_block_bytes = kernels.forward_block_bytes(t);
     t.packed_keys = space.take<char>(all_key_blocks(t) * t.packed_block_bytes);
@@ -235,7 +207,7 @@ void cut_segments(BackwardTask& t) {
   const std::int64_t wanted = (target_units + heads - 1) / heads;
   t.segments = static_cast<int>(
       std::clamp<std::int64_t>(std::min<std::int64_t>(wanted, t.tiles), 1, max_segments));
-  const bool grows = t.causal && t.plan.begin == nullptr;
+  const bool grows = t.causal && t.tile_lists.begin == nullptr;
   for (int i = 0; i <= t.segments; ++i) {
     const double share = static_cast<double>(i) / t.segments;
     t.segment_tile[i] = static_cast<std::int64_t>(
@@ -288,11 +260,11 @@ BackwardLayout lay_out(const BackwardArgs& args, const Execution& execution, voi
   const Problem& p = args.problem;
   BackwardLayout layout{};
   BackwardTask& t = layout.task;
-  static_cast<Task&>(t) = task_of(p, args.in);
+  static_cast<Task&>(t) = task_of(p, args.in, args.schedule);
   t.out = rows_of(args.out);
   t.dout = rows_of(args.dout);
-  t.lse = args.lse;
-  t.lse_low = args.lse_low;
+  t.lse = static_cast<const float*>(args.lse.data);
+  t.lse_low = static_cast<const float*>(args.lse_low.data);
   t.dq = rows_of(args.dq);
   t.dk = rows_of(args.dk);
   t.dv = rows_of(args.dv);
@@ -300,7 +272,7 @@ BackwardLayout lay_out(const BackwardArgs& args, const Execution& execution, voi
   t.dbias_kind = dbias_kind(t, t.dbias);
   cut_segments(t);
 
-  Workspace space(workspace);
+  WorkspaceAllocator space(workspace);
   const std::int64_t units = layout.units();
   layout.slot_begin = space.take<std::int64_t>(units + 1);
   layout.slot_count = space.take<std::int64_t>(units);
@@ -486,13 +458,14 @@ const Backend cpu_backend = {
     .device = Device::cpu,
     .info = [] { return BackendInfo{"cpu", true, std::string(name_of(cpu::chosen().isa))}; },
     .supports = cpu::why_not,
-    .query_tile_rows = cpu::wanted_tile_rows,
-    .wants_plan = [](const Problem&, const KeyBound&) { return true; },
+    .schedule_size = cpu::schedule_size,
+    .schedule_workspace_size = cpu::schedule_workspace_size,
+    .build_schedule = cpu::build_schedule,
     .forward_workspace_size = cpu::forward_workspace_size,
     .backward_workspace_size = cpu::backward_workspace_size,
     .forward = cpu::forward,
     .backward = cpu::backward,
-    .plan_use = PlanUse::needed,
+    .needs_schedule = true,
 };
 
 }  // namespace flash_dmattn

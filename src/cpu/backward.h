@@ -104,7 +104,8 @@ struct BackwardUnit {
       const Tile tile(t, batch, head, i);
       load_tile(tile);
       KeyBlock block;
-      for (KeyWalk walk(t, tile, i, KeySource::plan); walk.next(block);) add_block(tile, block);
+      for (KeyWalk walk(t, tile, i, KeySource::tile_list); walk.next(block);)
+        add_block(tile, block);
       store_tile(tile);
     }
   }

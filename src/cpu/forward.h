@@ -59,7 +59,7 @@ struct ForwardTile {
   void run(const Tile& tile, std::int64_t tile_index) {
     load_queries(tile);
     KeyBlock block;
-    for (KeyWalk walk(t, tile, tile_index, KeySource::plan); walk.next(block);) {
+    for (KeyWalk walk(t, tile, tile_index, KeySource::tile_list); walk.next(block);) {
       prepare_terms(t, tile, block, terms);
       if (terms.empty()) continue;
       const ScoreExponents exponents = load_keys(tile, block);

@@ -35,18 +35,19 @@ struct KeyBlock {
   std::int64_t key(int n) const { return index != nullptr ? index[n] : start + n; }
 };
 
-enum class KeySource : std::uint8_t { plan, all };
+enum class KeySource : std::uint8_t { tile_list, all };
 
 class KeyWalk {
  public:
   KeyWalk(const Task& t, const Tile& tile, std::int64_t tile_index, KeySource source) {
     const std::int64_t last = tile.first_query + tile.queries - 1;
-    if (source == KeySource::plan && t.plan.begin != nullptr) {
+    const QueryTileLists& lists = t.tile_lists;
+    if (source == KeySource::tile_list && lists.begin != nullptr) {
       const std::int64_t list =
-          tile.batch * t.plan.stride_batch + tile.head * t.plan.stride_head + tile_index;
-      index_ = t.plan.keys + t.plan.begin[list];
-      end_ = t.plan.count[list];
-      full_ = t.plan.full[list];
+          tile.batch * lists.stride_batch + tile.head * lists.stride_head + tile_index;
+      index_ = lists.keys + lists.begin[list];
+      end_ = lists.count[list];
+      full_ = lists.full[list];
       return;
     }
     end_ = t.seqlen_k;

@@ -2,8 +2,9 @@
 
 #include <cstdint>
 
-#include "flash_dmattn/selection.h"
 #include "flash_dmattn/types.h"
+#include "flash_dmattn/visibility.h"
+#include "selection/query_tile_lists.h"
 
 // What backend.cpp hands to the kernels of an instruction set: plain data, resolved once, so that no
 // inline function of another header gets compiled with the flags of an instruction set.
@@ -46,7 +47,7 @@ struct Task {
   Rows q, k, v;
   Term mask, bias;
   KeyIntervals intervals;
-  Plan plan;  // begin is null without intervals
+  QueryTileLists tile_lists;  // begin is null without intervals
   int tile_queries;
   std::int64_t tiles;
 

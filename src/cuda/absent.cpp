@@ -25,11 +25,13 @@ KeyList select_key_list(const SelectionArgs&, std::int32_t*, std::int32_t*, cons
 }
 std::size_t rank_workspace_size(const RankArgs&) { decline(); }
 void rank_keys(const RankArgs&, const Execution&) { decline(); }
-std::int64_t plan_entries(const PlanArgs&) { decline(); }
-std::size_t plan_workspace_size(const PlanArgs&) { decline(); }
-Plan build_plan(const PlanArgs&, const PlanBuffers&, const Execution&) { decline(); }
-std::size_t measure_workspace_size(const PlanArgs&) { decline(); }
-KeyBound measure_key_bound(const PlanArgs&, const Execution&) { decline(); }
+std::int64_t tile_list_capacity(const TileListArgs&) { decline(); }
+std::size_t tile_lists_workspace_size(const TileListArgs&) { decline(); }
+QueryTileLists build_tile_lists(const TileListArgs&, const TileListBuffers&, const Execution&) {
+  decline();
+}
+std::size_t measure_workspace_size(const TileListArgs&) { decline(); }
+KeyBound measure_key_bound(const TileListArgs&, const Execution&) { decline(); }
 NonFiniteElement first_nonfinite(const ConstTensor4&, const std::array<std::int64_t, 4>&, DType,
                                  bool, const Execution&) {
   decline();
@@ -42,8 +44,12 @@ const Backend cuda_backend = {
     .device = Device::cuda,
     .info = [] { return BackendInfo{"cuda", false, cuda::reason}; },
     .supports = [](const Problem&) { return std::string(cuda::reason); },
-    .query_tile_rows = [](const Problem&) -> std::int64_t { cuda::decline(); },
-    .wants_plan = [](const Problem&, const KeyBound&) -> bool { cuda::decline(); },
+    .schedule_size = [](const Problem&, const Visibility&, Direction,
+                        const Execution&) -> std::size_t { cuda::decline(); },
+    .schedule_workspace_size = [](const Problem&, const Visibility&, Direction,
+                                  const Execution&) -> std::size_t { cuda::decline(); },
+    .build_schedule = [](const Problem&, const Visibility&, Direction, std::span<std::byte>,
+                         const Execution&) -> Schedule { cuda::decline(); },
     .forward_workspace_size = [](const ForwardArgs&, const Execution&) -> std::size_t {
       cuda::decline();
     },
@@ -52,7 +58,7 @@ const Backend cuda_backend = {
     },
     .forward = [](const ForwardArgs&, const Execution&) { cuda::decline(); },
     .backward = [](const BackwardArgs&, const Execution&) { cuda::decline(); },
-    .plan_use = PlanUse::used,
+    .needs_schedule = false,
 };
 
 }  // namespace flash_dmattn

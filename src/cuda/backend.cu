@@ -9,6 +9,7 @@
 #include "cuda/common/key_runs.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/packed_mask.cuh"
+#include "cuda/selection/schedule.h"
 #include "cuda/sm80/launch.h"
 #include "cuda/sm80/postprocess.cuh"
 #include "cuda/workspace.cuh"
@@ -127,16 +128,15 @@ void forward(const ForwardArgs& args, const Execution& execution) {
   ForwardParams params;
   params.shape = shape_of(args.problem);
   params.score = score_of(args.problem, args.in);
-  params.score.packed_mask =
-      carve_packed_mask(args.problem, args.in.plan.keys != nullptr, workspace);
-  const KeyRunsWorkspace runs(args.problem, args.in, workspace);
+  params.score.packed_mask = carve_packed_mask(args.problem, !args.schedule.empty(), workspace);
+  const KeyRunsWorkspace runs(args.problem, args.in, !args.schedule.empty(), workspace);
   params.q = rows_of(args.in.q);
   params.k = rows_of(args.in.k);
   params.v = rows_of(args.in.v);
   params.out = rows_of(args.out);
-  params.plan = args.in.plan;
-  params.lse = args.lse;
-  params.lse_low = args.lse_low;
+  params.plan = query_tile_lists(args.schedule, args.in.visibility.key_list, plan_tile_rows);
+  params.lse = static_cast<float*>(args.lse.data);
+  params.lse_low = static_cast<float*>(args.lse_low.data);
   params.saturate = args.problem.nonfinite == NonFinite::saturate;
   const auto stream = static_cast<cudaStream_t>(execution.stream);
   const SharedClass shared = shared_class();
@@ -201,9 +201,9 @@ BackwardParams params_of(const BackwardArgs& args, const BackwardRoute& route,
   params.dq = rows_of(args.dq);
   params.dk = rows_of(args.dk);
   params.dv = rows_of(args.dv);
-  params.plan = args.in.plan;
-  params.lse = args.lse;
-  params.lse_low = args.lse_low;
+  params.plan = query_tile_lists(args.schedule, args.in.visibility.key_list, plan_tile_rows);
+  params.lse = static_cast<const float*>(args.lse.data);
+  params.lse_low = static_cast<const float*>(args.lse_low.data);
   params.saturate = p.nonfinite == NonFinite::saturate;
   params.lse2 = workspace.lse2;
   params.lse2_low = workspace.lse2_low;
@@ -223,8 +223,9 @@ void backward(const BackwardArgs& args, const Execution& execution) {
   const Problem& p = args.problem;
   const auto stream = static_cast<cudaStream_t>(execution.stream);
   const SharedClass shared = shared_class();
-  const BackwardRoute route(p, args.in.plan.keys != nullptr, shared, bias_in_fours(args));
-  const BackwardWorkspace workspace(p, args.in, route, shared, execution.workspace);
+  const bool planned = !args.schedule.empty();
+  const BackwardRoute route(p, planned, shared, bias_in_fours(args));
+  const BackwardWorkspace workspace(p, args.in, planned, route, shared, execution.workspace);
   const BackwardParams params = params_of(args, route, workspace);
   const bool wants_bias = params.dbias.data != nullptr;
 
@@ -284,22 +285,34 @@ std::string supports(const Problem& p) {
   return decline_device();
 }
 
-std::int64_t query_tile_rows(const Problem&) { return plan_tile_rows; }
+std::size_t schedule_size(const Problem& p, const Visibility& visibility, Direction direction,
+                          const Execution&) {
+  return tile_list_schedule_size(p, visibility, direction, plan_tile_rows);
+}
 
-bool wants_plan(const Problem&, const KeyBound& bound) { return !bound.consecutive; }
+std::size_t schedule_workspace_size(const Problem& p, const Visibility& visibility,
+                                    Direction direction, const Execution&) {
+  return tile_list_schedule_workspace_size(p, visibility, direction, plan_tile_rows);
+}
+
+Schedule build_schedule(const Problem& p, const Visibility& visibility, Direction direction,
+                        std::span<std::byte> memory, const Execution& execution) {
+  return build_tile_list_schedule(p, visibility, direction, plan_tile_rows, memory, execution);
+}
 
 std::size_t forward_workspace_size(const ForwardArgs& args, const Execution&) {
   Carver workspace(nullptr);
-  carve_packed_mask(args.problem, args.in.plan.keys != nullptr, workspace);
-  KeyRunsWorkspace(args.problem, args.in, workspace);
+  carve_packed_mask(args.problem, !args.schedule.empty(), workspace);
+  KeyRunsWorkspace(args.problem, args.in, !args.schedule.empty(), workspace);
   return workspace.used();
 }
 
 std::size_t backward_workspace_size(const BackwardArgs& args, const Execution&) {
   const SharedClass shared = shared_class();
   const auto bytes = [&](bool fours) {
-    const BackwardRoute route(args.problem, args.in.plan.keys != nullptr, shared, fours);
-    return BackwardWorkspace(args.problem, args.in, route, shared, nullptr).bytes;
+    const bool planned = !args.schedule.empty();
+    const BackwardRoute route(args.problem, planned, shared, fours);
+    return BackwardWorkspace(args.problem, args.in, planned, route, shared, nullptr).bytes;
   };
   return bias_in_fours(args) ? bytes(true) : std::max(bytes(true), bytes(false));
 }
@@ -312,13 +325,14 @@ const Backend cuda_backend = {
     .device = Device::cuda,
     .info = cuda::info,
     .supports = cuda::supports,
-    .query_tile_rows = cuda::query_tile_rows,
-    .wants_plan = cuda::wants_plan,
+    .schedule_size = cuda::schedule_size,
+    .schedule_workspace_size = cuda::schedule_workspace_size,
+    .build_schedule = cuda::build_schedule,
     .forward_workspace_size = cuda::forward_workspace_size,
     .backward_workspace_size = cuda::backward_workspace_size,
     .forward = cuda::forward,
     .backward = cuda::backward,
-    .plan_use = PlanUse::used,
+    .needs_schedule = false,
 };
 
 }  // namespace flash_dmattn

@@ -3,7 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "flash_dmattn/selection.h"
+#include "flash_dmattn/visibility.h"
+#include "selection/query_tile_lists.h"
 
 // What the kernels are given: plain values, all pointers to device memory.
 namespace flash_dmattn::cuda {
@@ -117,8 +118,8 @@ struct ForwardParams {
   ScoreParams score;
   InputRows q, k, v;
   OutputRows out;
-  Plan plan;     // without keys:
-  KeyRuns runs;  // these are walked; without them every key
+  QueryTileLists plan;  // without keys:
+  KeyRuns runs;         // these are walked; without them every key
   float* lse = nullptr;
   float* lse_low = nullptr;  // may be null
   bool saturate = true;
@@ -146,7 +147,7 @@ struct BackwardParams {
   ScoreParams score;
   InputRows q, k, v, out, dout;
   OutputRows dq, dk, dv;
-  Plan plan;  // the keys that a row may see; without keys: all
+  QueryTileLists plan;  // the keys that a row may see; without keys: all
   const float* lse = nullptr;
   const float* lse_low = nullptr;  // may be null
   OutputBroadcast dbias;           // where ds is stored or added in fp32; null data: not wanted

@@ -81,11 +81,13 @@ inline ScoreParams score_of(const Problem& p, const Inputs& in) {
   score.mask_value = static_cast<float>(mask_value(p.dtype));
   score.mask = broadcast_of(p, p.mask_shape, in.mask.data, in.mask.stride, 1);
   score.bias = broadcast_of(p, p.bias_shape, in.bias.data, in.bias.stride, size_of(p.bias_dtype));
-  score.key_rank = broadcast_of(p, p.rank_shape, in.key_rank.data, in.key_rank.stride, 4);
-  score.rank_limit = broadcast_of(p, p.limit_shape, in.rank_limit.data, in.rank_limit.stride, 4);
+  score.key_rank = broadcast_of(p, p.rank_shape, in.visibility.ranks.key_rank.data,
+                                in.visibility.ranks.key_rank.stride, 4);
+  score.rank_limit = broadcast_of(p, p.limit_shape, in.visibility.ranks.rank_limit.data,
+                                  in.visibility.ranks.rank_limit.stride, 4);
   if (has(p.limit_shape)) score.mask.per_query = true;
   score.exponent = score.bias.data == nullptr ? score.factor : score.bias.per_query ? log2e : 1;
-  score.intervals = in.intervals;
+  score.intervals = in.visibility.intervals;
   score.causal = p.causal;
   return score;
 }

@@ -20,8 +20,8 @@ struct KeyRunsWorkspace {
   KeyRun* runs = nullptr;
 
   KeyRunsWorkspace() = default;
-  KeyRunsWorkspace(const Problem& p, const Inputs& in, Carver& carver) {
-    if (in.intervals.data == nullptr || in.plan.keys != nullptr) return;
+  KeyRunsWorkspace(const Problem& p, const Inputs& in, bool planned, Carver& carver) {
+    if (in.visibility.intervals.data == nullptr || planned) return;
     const std::int64_t rows = p.intervals_shape[0] * p.intervals_shape[1];
     const KeyRunsParams sizes = params(p, in);
     blocks = carver.take<KeyBlock>(rows * sizes.key_blocks());
@@ -29,7 +29,7 @@ struct KeyRunsWorkspace {
   }
 
   KeyRunsParams params(const Problem& p, const Inputs& in) const {
-    return {.intervals = in.intervals,
+    return {.intervals = in.visibility.intervals,
             .heads = static_cast<int>(p.intervals_shape[1]),
             .seqlen_q = static_cast<int>(p.seqlen_q),
             .seqlen_k = static_cast<int>(p.seqlen_k),
@@ -140,8 +140,8 @@ struct BackwardWorkspace {
   KeyRunsWorkspace runs;
   std::size_t bytes;
 
-  BackwardWorkspace(const Problem& p, const Inputs& in, BackwardRoute route, SharedClass shared,
-                    void* base) {
+  BackwardWorkspace(const Problem& p, const Inputs& in, bool planned, BackwardRoute route,
+                    SharedClass shared, void* base) {
     Carver carver(base);
     const std::int64_t rows = p.batch * p.heads_q * p.seqlen_q;
     lse2 = carver.take<float>(rows);
@@ -166,7 +166,7 @@ struct BackwardWorkspace {
         carver.take<float>(has(p.bias_shape) && route.adds_bias ? elements(bias_sum_shape(p)) : 0);
     zeroed_bytes = carver.used() - zeroed_begin;
     packed_mask = carve_packed_mask(p, !route.key_major, carver);
-    if (!route.key_major) runs = KeyRunsWorkspace(p, in, carver);
+    if (!route.key_major) runs = KeyRunsWorkspace(p, in, planned, carver);
     bytes = carver.used();
   }
 };

@@ -118,7 +118,8 @@ bool chosen(const Problem& p, const Inputs& in, const Row& row, std::int64_t key
         offset_of(tensor.stride, row.batch, broadcast_head(p, shape, row), row.query, key);
     return static_cast<const std::int32_t*>(tensor.data)[at];
   };
-  return load(in.key_rank, p.rank_shape) < load(in.rank_limit, p.limit_shape);
+  return load(in.visibility.ranks.key_rank, p.rank_shape) <
+         load(in.visibility.ranks.rank_limit, p.limit_shape);
 }
 
 // vis_ij but for the bias.
@@ -128,10 +129,12 @@ bool allowed(const Problem& p, const Inputs& in, const Row& row, std::int64_t ke
       static_cast<const std::uint8_t*>(in.mask.data)[mask_offset(p, in, row, key)] == 0) {
     return false;
   }
-  if (in.key_rank.data != nullptr && !chosen(p, in, row, key)) return false;
-  if (in.intervals.data == nullptr) return true;
-  const KeyInterval interval = in.intervals.data[row.batch * in.intervals.stride_batch +
-                                                 row.kv_head * in.intervals.stride_head + key];
+  if (in.visibility.ranks.key_rank.data != nullptr && !chosen(p, in, row, key)) return false;
+  const KeyIntervals& intervals = in.visibility.intervals;
+  if (intervals.data == nullptr) return true;
+  const KeyInterval interval =
+      intervals
+          .data[row.batch * intervals.stride_batch + row.kv_head * intervals.stride_head + key];
   return interval.first <= row.query && row.query < interval.last;
 }
 
@@ -239,11 +242,11 @@ void forward_row(const ForwardArgs& args, const Row& row, const double* k, const
   }
   const DType lse_dtype = softmax_dtype(p.dtype);
   const std::int64_t index = (row.batch * p.heads_q + row.head) * p.seqlen_q + row.query;
-  store(args.lse, lse_dtype, index, empty ? -infinity : max + std::log(sum));
-  if (args.lse_low == nullptr) return;
+  store(args.lse.data, lse_dtype, index, empty ? -infinity : max + std::log(sum));
+  if (args.lse_low.data == nullptr) return;
   // max - lse is exact where the two are close, which is where lse has lost something.
-  const double low = empty ? 0 : (max - load(args.lse, lse_dtype, index)) + std::log(sum);
-  store(args.lse_low, lse_dtype, index, low);
+  const double low = empty ? 0 : (max - load(args.lse.data, lse_dtype, index)) + std::log(sum);
+  store(args.lse_low.data, lse_dtype, index, low);
 }
 
 std::size_t forward_workspace_size(const ForwardArgs& args, const Execution& execution) {
@@ -337,8 +340,9 @@ void backward_row(const BackwardArgs& args, const Row& row, const BackwardScratc
   score_row(p, args.in, row, q, scratch.k, scratch.scores, scratch.slopes);
 
   const std::int64_t index = (row.batch * p.heads_q + row.head) * p.seqlen_q + row.query;
-  const double lse = load(args.lse, lse_dtype, index);
-  const double lse_low = args.lse_low == nullptr ? 0 : load(args.lse_low, lse_dtype, index);
+  const double lse = load(args.lse.data, lse_dtype, index);
+  const double lse_low =
+      args.lse_low.data == nullptr ? 0 : load(args.lse_low.data, lse_dtype, index);
   const double delta = dot(dout, out, p.head_dim);
   for (std::int64_t j = 0; j < p.seqlen_k; ++j) {
     if (scratch.scores[j] == -infinity) continue;
@@ -407,20 +411,33 @@ void backward(const BackwardArgs& args, const Execution& execution) {
   if (dbias_sums != nullptr) store_dbias(args, dbias_sums);
 }
 
+std::string supports(const Problem& p) {
+  if (p.key_list_shape != std::array<std::int64_t, 2>{}) {
+    return "reference takes key intervals, not key lists";
+  }
+  return decline_other_device(p, "reference", Device::cpu);
+}
+
+std::size_t no_schedule(const Problem&, const Visibility&, Direction, const Execution&) {
+  return 0;
+}
+
 }  // namespace
 
 const Backend reference_backend = {
     .name = "reference",
     .device = Device::cpu,
     .info = [] { return BackendInfo{"reference", true, "loops in double"}; },
-    .supports = [](const Problem& p) { return decline_other_device(p, "reference", Device::cpu); },
-    .query_tile_rows = [](const Problem&) -> std::int64_t { return 64; },
-    .wants_plan = [](const Problem&, const KeyBound&) { return false; },
+    .supports = supports,
+    .schedule_size = no_schedule,
+    .schedule_workspace_size = no_schedule,
+    .build_schedule = [](const Problem&, const Visibility&, Direction, std::span<std::byte>,
+                         const Execution&) { return Schedule{}; },
     .forward_workspace_size = forward_workspace_size,
     .backward_workspace_size = backward_workspace_size,
     .forward = forward,
     .backward = backward,
-    .plan_use = PlanUse::unused,
+    .needs_schedule = false,
 };
 
 }  // namespace flash_dmattn

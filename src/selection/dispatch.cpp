@@ -1,12 +1,14 @@
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 
+#include "arguments.h"
+#include "cpu/selection/selection.h"
 #include "cuda/selection/selection.h"
 #include "flash_dmattn/error.h"
-#include "selection/selection.h"
 
-// Selection and plan where the data is.
+// Selection where the data is.
 namespace flash_dmattn {
 namespace {
 
@@ -23,6 +25,43 @@ void require_gpu(Device device, const char* what) {
   }
 }
 
+SelectionArgs with_resolved_strides(const SelectionArgs& args) {
+  SelectionArgs result = args;
+  const std::array sizes = {args.batch, args.heads, args.seqlen_k};
+  result.scores_stride = resolved_strides(args.scores_stride, sizes);
+  result.key_mask_stride = resolved_strides(args.key_mask_stride, sizes);
+  return result;
+}
+
+RankArgs with_resolved_strides(const RankArgs& args) {
+  RankArgs result = args;
+  const auto pairs = [&](const std::array<std::int64_t, 2>& shape) {
+    return std::array{shape[0], shape[1], args.seqlen_q, args.seqlen_k};
+  };
+  result.scores_stride = resolved_strides(
+      args.scores_stride, {args.scores_shape[0], args.scores_shape[1], args.seqlen_k});
+  result.mask_stride = resolved_strides(args.mask_stride, pairs(args.mask_shape));
+  result.bias_stride = resolved_strides(args.bias_stride, pairs(args.bias_shape));
+  return result;
+}
+
+constexpr std::int64_t unlimited_keys = std::numeric_limits<std::int64_t>::max();
+
+// A measured bound holds for whole tiles of this many queries, of which every schedule's tiles on a GPU are
+// made.
+constexpr std::int64_t measured_tile_rows = 128;
+
+TileListArgs tile_list_args(const MeasureArgs& args) {
+  return {
+      .batch = args.batch,
+      .heads = args.heads,
+      .seqlen_q = args.seqlen_q,
+      .seqlen_k = args.seqlen_k,
+      .tile_rows = measured_tile_rows,
+      .causal = args.causal,
+      .intervals = with_resolved_strides(args.intervals, args.batch, args.heads, args.seqlen_k)};
+}
+
 }  // namespace
 
 KeyBound key_bound(const SelectionArgs& args) {
@@ -36,8 +75,9 @@ std::size_t select_workspace_size(const SelectionArgs& args, const Execution& ex
 }
 
 void select_key_intervals(const SelectionArgs& args, const Execution& execution) {
-  on_gpu(args.device) ? cuda::select_key_intervals(args, execution)
-                      : cpu::select_key_intervals(args, execution);
+  const SelectionArgs resolved = with_resolved_strides(args);
+  on_gpu(args.device) ? cuda::select_key_intervals(resolved, execution)
+                      : cpu::select_key_intervals(resolved, execution);
 }
 
 std::int64_t key_list_stride(const SelectionArgs& args) {
@@ -53,7 +93,7 @@ std::size_t select_list_workspace_size(const SelectionArgs& args) {
 KeyList select_key_list(const SelectionArgs& args, std::int32_t* keys, std::int32_t* count,
                         const Execution& execution) {
   require_gpu(args.device, "key lists");
-  return cuda::select_key_list(args, keys, count, execution);
+  return cuda::select_key_list(with_resolved_strides(args), keys, count, execution);
 }
 
 std::size_t rank_workspace_size(const RankArgs& args) {
@@ -63,31 +103,46 @@ std::size_t rank_workspace_size(const RankArgs& args) {
 
 void rank_keys(const RankArgs& args, const Execution& execution) {
   require_gpu(args.device, "ranks of keys");
-  cuda::rank_keys(args, execution);
+  cuda::rank_keys(with_resolved_strides(args), execution);
 }
 
-std::size_t plan_workspace_size(const PlanArgs& args, const Execution& execution) {
-  return on_gpu(args.device) ? cuda::plan_workspace_size(args)
-                             : cpu::plan_workspace_size(args, execution);
+// ---- Query tiles' key lists ----------------------------------------------------------------------
+
+std::size_t tile_lists_workspace_size(Device device, const TileListArgs& args,
+                                      const Execution& execution) {
+  return on_gpu(device) ? cuda::tile_lists_workspace_size(args)
+                        : cpu::tile_lists_workspace_size(args, execution);
 }
 
-std::int64_t plan_entries(const PlanArgs& args, const Execution& execution) {
-  return on_gpu(args.device) ? cuda::plan_entries(args) : cpu::plan_entries(args, execution);
+std::int64_t tile_list_entries(Device device, const TileListArgs& args,
+                               const Execution& execution) {
+  return on_gpu(device) ? args.lists() * cuda::tile_list_capacity(args)
+                        : cpu::tile_list_entries(args, execution);
 }
 
-Plan build_plan(const PlanArgs& args, const PlanBuffers& buffers, const Execution& execution) {
-  return on_gpu(args.device) ? cuda::build_plan(args, buffers, execution)
-                             : cpu::build_plan(args, buffers, execution);
+QueryTileLists build_tile_lists(Device device, const TileListArgs& args,
+                                const TileListBuffers& buffers, const Execution& execution) {
+  return on_gpu(device) ? cuda::build_tile_lists(args, buffers, execution)
+                        : cpu::build_tile_lists(args, buffers, unlimited_keys, execution);
 }
 
-std::size_t measure_workspace_size(const PlanArgs& args, const Execution& execution) {
-  return on_gpu(args.device) ? cuda::measure_workspace_size(args)
-                             : cpu::measure_workspace_size(args, execution);
+std::size_t measure_workspace_size(Device device, const TileListArgs& args,
+                                   const Execution& execution) {
+  return on_gpu(device) ? cuda::measure_workspace_size(args)
+                        : cpu::measure_workspace_size(args, execution);
 }
 
-KeyBound measure_key_bound(const PlanArgs& args, const Execution& execution) {
-  return on_gpu(args.device) ? cuda::measure_key_bound(args, execution)
-                             : cpu::measure_key_bound(args, execution);
+KeyBound measure_key_bound(Device device, const TileListArgs& args, const Execution& execution) {
+  return on_gpu(device) ? cuda::measure_key_bound(args, execution)
+                        : cpu::measure_key_bound(args, execution);
+}
+
+std::size_t measure_workspace_size(const MeasureArgs& args, const Execution& execution) {
+  return measure_workspace_size(args.device, tile_list_args(args), execution);
+}
+
+KeyBound measure_key_bound(const MeasureArgs& args, const Execution& execution) {
+  return measure_key_bound(args.device, tile_list_args(args), execution);
 }
 
 }  // namespace flash_dmattn

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "flash_dmattn/flash_dmattn.h"
 #include "support/cases.h"
 #include "support/data.h"
 #include "support/random.h"
@@ -47,7 +48,7 @@ namespace {
 
 using testing::Case;
 using testing::Data;
-using testing::OwnedPlan;
+using testing::OwnedSchedule;
 using testing::Results;
 
 template <class Function>
@@ -86,26 +87,19 @@ TEST_P(AllocationsOfAttention, AreNone) {
     const Data data(c);
     Results results(data);
     ForwardArgs forward_args{.problem = data.problem, .in = data.inputs()};
-    OwnedPlan plan;
-    if (data.has_intervals()) {
-      PlanArgs args;
-      args.batch = data.problem.intervals_shape[0];
-      args.heads = data.problem.intervals_shape[1];
-      args.seqlen_q = data.problem.seqlen_q;
-      args.seqlen_k = data.problem.seqlen_k;
-      args.tile_rows = query_tile_rows(data.problem, GetParam());
-      args.causal = data.problem.causal;
-      args.intervals = data.intervals_view();
-      plan = testing::make_plan(args, testing::in_turn(1));
-      forward_args.in.plan = plan.plan;
-    }
+    const OwnedSchedule forward_schedule =
+        testing::make_schedule(data, Direction::forward, GetParam());
+    const OwnedSchedule backward_schedule =
+        testing::make_schedule(data, Direction::backward, GetParam());
+    forward_args.schedule = forward_schedule.schedule;
     forward_args.out = results.out.view();
-    forward_args.lse = results.lse.data<float>();
-    forward_args.lse_low = results.lse_low.data<float>();
+    forward_args.lse = testing::row_values(results.lse);
+    forward_args.lse_low = testing::row_values(results.lse_low);
     BackwardArgs backward_args{.problem = data.problem, .in = forward_args.in};
+    backward_args.schedule = backward_schedule.schedule;
     backward_args.out = results.out.const_view();
-    backward_args.lse = results.lse.data<float>();
-    backward_args.lse_low = results.lse_low.data<float>();
+    backward_args.lse = testing::row_values(results.lse);
+    backward_args.lse_low = testing::row_values(results.lse_low);
     backward_args.dout = data.dout.const_view();
     backward_args.dq = results.dq.view();
     backward_args.dk = results.dk.view();
@@ -133,7 +127,7 @@ TEST_P(AllocationsOfAttention, AreNone) {
 INSTANTIATE_TEST_SUITE_P(Backends, AllocationsOfAttention,
                          ::testing::Values("cpu", "reference", ""));
 
-TEST(Allocations, NoneOfSelectionAndPlan) {
+TEST(Allocations, NoneOfSelectionAndSchedule) {
   constexpr std::int64_t heads = 3, seqlen = 700;
   const Execution execution = testing::on_pool();
   testing::Random random(5);
@@ -145,24 +139,33 @@ TEST(Allocations, NoneOfSelectionAndPlan) {
     args.batch = 1;
     args.selection = kind;
     args.scores = scores.data();
-    args.scores_stride = {heads * seqlen, seqlen, 1};
     args.intervals = intervals.data();
     const WithWorkspace space(select_workspace_size(args, execution), execution);
     EXPECT_EQ(allocations_of([&] { select_key_intervals(args, space.execution); }), 0);
 
-    PlanArgs plan{.batch = 1, .heads = heads, .seqlen_q = seqlen, .seqlen_k = seqlen};
-    plan.tile_rows = 96;
-    plan.causal = true;
-    plan.intervals = {intervals.data(), heads * seqlen, seqlen};
-    const WithWorkspace plan_space(plan_workspace_size(plan, execution), execution);
-    const std::size_t lists = heads * ((seqlen + 95) / 96);
-    std::vector<std::int64_t> begin(lists);
-    std::vector<std::int32_t> count(lists), full(lists);
-    std::vector<std::int32_t> keys(
-        static_cast<std::size_t>(plan_entries(plan, plan_space.execution)));
+    const Problem problem{.batch = 1,
+                          .heads_q = heads,
+                          .heads_kv = heads,
+                          .seqlen_q = seqlen,
+                          .seqlen_k = seqlen,
+                          .head_dim = 64,
+                          .scale = 1,
+                          .causal = true,
+                          .intervals_shape = {1, heads}};
+    const Visibility visibility{.intervals = {.data = intervals.data()}};
+    constexpr Direction direction = Direction::forward;
+    std::size_t workspace_bytes = 0, bytes = 0;
     EXPECT_EQ(allocations_of([&] {
-                build_plan(plan, {begin.data(), count.data(), full.data(), keys.data()},
-                           plan_space.execution);
+                workspace_bytes =
+                    schedule_workspace_size(problem, visibility, direction, execution);
+                bytes = schedule_size(problem, visibility, direction, execution);
+              }),
+              0);
+    const WithWorkspace schedule_space(workspace_bytes, execution);
+    testing::GuardedBuffer memory(bytes, "schedule");
+    EXPECT_EQ(allocations_of([&] {
+                build_schedule(problem, visibility, direction, {memory.data(), memory.size()},
+                               schedule_space.execution);
               }),
               0);
   }

@@ -6,6 +6,7 @@
 #include <functional>
 #include <limits>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "flash_dmattn/flash_dmattn.h"
@@ -24,7 +25,7 @@ constexpr float nan = std::numeric_limits<float>::quiet_NaN();
 struct Call {
   Data data;
   Results results;
-  OwnedPlan plan;
+  OwnedSchedule forward_schedule, backward_schedule;
   ForwardArgs forward_args;
   BackwardArgs backward_args;
   Execution execution;
@@ -34,25 +35,19 @@ struct Call {
   explicit Call(std::string_view name = "cpu", const CaseWords& words = {})
       : data(case_from(with_defaults(words))), results(data), backend(name) {
     const Problem& p = data.problem;
-    PlanArgs plan_args;
-    plan_args.batch = p.intervals_shape[0];
-    plan_args.heads = p.intervals_shape[1];
-    plan_args.seqlen_q = p.seqlen_q;
-    plan_args.seqlen_k = p.seqlen_k;
-    plan_args.tile_rows = query_tile_rows(p, backend);
-    plan_args.causal = p.causal;
-    plan_args.intervals = data.intervals_view();
-    plan = make_plan(plan_args, in_turn(1));
+    forward_schedule = make_schedule(data, Direction::forward, backend);
+    backward_schedule = make_schedule(data, Direction::backward, backend);
 
     forward_args.problem = p;
     forward_args.in = data.inputs();
-    forward_args.in.plan = plan.plan;
+    forward_args.schedule = forward_schedule.schedule;
     forward_args.out = results.out.view();
-    forward_args.lse = results.lse.data<float>();
+    forward_args.lse = row_values(results.lse);
     backward_args.problem = p;
     backward_args.in = forward_args.in;
+    backward_args.schedule = backward_schedule.schedule;
     backward_args.out = results.out.const_view();
-    backward_args.lse = results.lse.data<float>();
+    backward_args.lse = row_values(results.lse);
     backward_args.dout = data.dout.const_view();
     backward_args.dq = results.dq.view();
     backward_args.dk = results.dk.view();
@@ -141,17 +136,22 @@ TEST(Backends, SayWhetherTheySupportAProblem) {
   EXPECT_EQ(supports(p), "");
   EXPECT_EQ(supports(p, "cpu"), "");
   EXPECT_EQ(supports(p, "reference"), "");
-  EXPECT_TRUE(wants_plan(p, {}, "cpu"));
-  EXPECT_FALSE(wants_plan(p, {}, "reference"));
+  const KeyInterval everything[2 * 7] = {};
+  const Visibility visibility{.intervals = {.data = everything}};
+  const auto size = [&](std::string_view backend) {
+    return schedule_size(p, visibility, Direction::forward, in_turn(1), backend);
+  };
+  EXPECT_GT(size("cpu"), 0u);
+  EXPECT_EQ(size("reference"), 0u);
   p.dtype = DType::f64;
   p.bias_dtype = DType::f64;
   EXPECT_EQ(supports(p), "");
   EXPECT_EQ(supports(p, "reference"), "");
   const std::string reason = supports(p, "cpu");
   EXPECT_NE(reason.find("f64"), std::string::npos) << reason;
-  expect_invalid([&] { query_tile_rows(p, "cpu"); }, "backend",
+  expect_invalid([&] { size("cpu"); }, "backend",
                  "got \"cpu\", expected one that supports the problem (" + reason + ")");
-  EXPECT_GT(query_tile_rows(p), 0);
+  EXPECT_EQ(size(""), 0u);
 }
 
 TEST(Backends, HeadsThatATileCannotCountGoToTheReference) {
@@ -247,6 +247,10 @@ const std::vector<BadProblem> bad_problems = {
      [](Problem& p) { p.rank_shape = {1, 1, 1, 7}, p.limit_shape = {1, 1, 5, 1}; }},
     {"problem.intervals_shape", "got (2, 4), expected ({2|1}, {2|1}), or all zero for none",
      [](Problem& p) { p.intervals_shape = {2, 4}; }},
+    {"problem.key_list_shape", "got (1, 1), expected all zero with problem.intervals_shape",
+     [](Problem& p) { p.key_list_shape = {1, 1}; }},
+    {"problem.key_list_shape", "got (3, 1), expected ({2|1}, {2|1}), or all zero for none",
+     [](Problem& p) { p.key_list_shape = {3, 1}; }},
 };
 
 TEST(InvalidArguments, OfTheProblem) {
@@ -257,7 +261,9 @@ TEST(InvalidArguments, OfTheProblem) {
     spoil(call.backward_args.problem);
     const Execution& execution = call.execution;
     expect_invalid([&] { supports(call.forward_args.problem); }, argument, message);
-    expect_invalid([&] { query_tile_rows(call.forward_args.problem); }, argument, message);
+    const auto& [problem, in] = std::tie(call.forward_args.problem, call.forward_args.in);
+    expect_invalid([&] { schedule_size(problem, in.visibility, Direction::forward, execution); },
+                   argument, message);
     expect_invalid([&] { forward_workspace_size(call.forward_args, execution); }, argument,
                    message);
     expect_invalid([&] { backward_workspace_size(call.backward_args, execution); }, argument,
@@ -274,7 +280,7 @@ struct BadInput {
   void (*spoil)(Problem&, Inputs&);
 };
 
-// Against backend "cpu", which needs a plan.
+// Against backend "cpu", which needs a schedule.
 const std::vector<BadInput> bad_inputs = {
     {"q", "got null data, expected data of shape (2, 5, 4, 8)",
      [](Problem&, Inputs& in) { in.q.data = nullptr; }},
@@ -298,20 +304,18 @@ const std::vector<BadInput> bad_inputs = {
      [](Problem& p, Inputs&) { p.mask_shape = {}; }},
     {"bias", "got null data, expected data of shape (2, 2, 1, 7)",
      [](Problem&, Inputs& in) { in.bias = {}; }},
-    {"intervals", "got null data, expected data of shape (2, 1, 1, 7)",
-     [](Problem&, Inputs& in) { in.intervals = {}; }},
-    {"intervals", "got data, expected null data while problem.intervals_shape is all zero",
+    {"visibility.intervals", "got null data, expected data of shape (2, 1, 1, 7)",
+     [](Problem&, Inputs& in) { in.visibility.intervals = {}; }},
+    {"visibility.intervals",
+     "got data, expected null data while problem.intervals_shape is all zero",
      [](Problem& p, Inputs&) { p.intervals_shape = {}; }},
-    {"plan", "got a plan, expected none without intervals",
-     [](Problem& p, Inputs& in) { p.intervals_shape = {}, in.intervals = {}; }},
-    {"plan.begin", "got null data, expected data of shape (2, 1, 1, 1)",
-     [](Problem&, Inputs& in) { in.plan.begin = nullptr; }},
-    {"plan.count", "got null data, expected data of shape (2, 1, 1, 1)",
-     [](Problem&, Inputs& in) { in.plan.count = nullptr; }},
-    {"plan.full", "got null data, expected data of shape (2, 1, 1, 1)",
-     [](Problem&, Inputs& in) { in.plan.full = nullptr; }},
-    {"plan.tiles", "got 2, expected 1 = ceil(problem.seqlen_q / plan.tile_rows)",
-     [](Problem&, Inputs& in) { in.plan.tiles = 2; }},
+    {"schedule", "got a schedule, expected none without intervals or a key list",
+     [](Problem& p, Inputs& in) { p.intervals_shape = {}, in.visibility.intervals = {}; }},
+    {"visibility.key_list", "got data, expected null data while problem.key_list_shape is all zero",
+     [](Problem&, Inputs& in) {
+       static constexpr std::int32_t key = 0;
+       in.visibility.key_list.keys = &key;
+     }},
 };
 
 TEST(InvalidArguments, OfTheInputs) {
@@ -331,20 +335,79 @@ TEST(InvalidArguments, OfTheInputs) {
   }
 }
 
-TEST(InvalidArguments, OfAPlanForAnotherTileHeight) {
+// A schedule built for something else, and what is expected instead.
+struct BadSchedule {
+  std::string field;
+  std::string got, expected;
+  void (*spoil)(Problem&);
+};
+
+TEST(InvalidArguments, OfAScheduleForAnotherProblem) {
+  const std::vector<BadSchedule> cases = {
+      {"problem.causal", "0", "1", [](Problem& p) { p.causal = false; }},
+      {"problem.seqlen_q", "4", "5", [](Problem& p) { p.seqlen_q = 4; }},
+      {"problem.seqlen_k", "6", "7",
+       [](Problem& p) { p.seqlen_k = 6, p.mask_shape = p.bias_shape = {}; }},
+      {"problem.heads_q", "2", "4", [](Problem& p) { p.heads_q = 2; }},
+      {"problem.head_dim", "16", "8", [](Problem& p) { p.head_dim = 16; }},
+      {"problem.dtype", "bf16", "f32", [](Problem& p) { p.dtype = DType::bf16; }},
+      {"problem.intervals_shape", "(1, 1)", "(2, 1)",
+       [](Problem& p) { p.intervals_shape = {1, 1}; }},
+  };
+  for (const auto& [field, got, expected, spoil] : cases) {
+    SCOPED_TRACE(field);
+    Call call("cpu");
+    Problem other = call.data.problem;
+    spoil(other);
+    const Visibility visibility = call.forward_args.in.visibility;
+    GuardedBuffer memory(schedule_size(other, visibility, Direction::forward, in_turn(1), "cpu"),
+                         "schedule");
+    const Schedule schedule = build_schedule(other, visibility, Direction::forward,
+                                             {memory.data(), memory.size()}, call.execution, "cpu");
+    call.forward_args.schedule = call.backward_args.schedule = schedule;
+    const std::string built_for = "one built for " + field + " ";
+    const std::string message = "got " + built_for + got + ", expected " + built_for + expected;
+    expect_invalid([&] { call.run_forward(); }, "schedule", message);
+    expect_invalid([&] { call.run_backward(); }, "schedule", message);
+    call.expect_nothing_written();
+  }
+}
+
+TEST(InvalidArguments, OfASchedule) {
   Call call("cpu");
-  const std::string rows = std::to_string(query_tile_rows(call.data.problem, "cpu"));
-  call.forward_args.in.plan.tile_rows = 3;
-  expect_invalid([&] { call.run_forward(); }, "plan.tile_rows",
-                 "got 3, expected " + rows + " (query_tile_rows)");
-  call.forward_args.in.plan = {};
-  expect_invalid([&] { call.run_forward(); }, "plan",
-                 "got none, expected the plan of the intervals, as backend \"cpu\" needs it, with "
-                 "tile_rows " +
-                     rows);
+  call.backend = "reference";
+  expect_invalid([&] { call.run_forward(); }, "schedule",
+                 "got one built for backend cpu, expected one built for backend reference");
+  call.backend = "cpu";
+  call.backward_args.schedule.serves_backward = false;
+  expect_invalid([&] { call.run_backward(); }, "schedule",
+                 "got one built for direction forward, expected one built for direction backward");
+  call.forward_args.schedule = {};
+  expect_invalid([&] { call.run_forward(); }, "schedule",
+                 "got none, expected the schedule of the intervals, as backend \"cpu\" needs it "
+                 "(build_schedule)");
   call.expect_nothing_written();
   call.backend = "reference";  // needs none
   EXPECT_NO_THROW(call.run_forward());
+}
+
+TEST(InvalidArguments, OfARowsDtype) {
+  Call call("cpu");
+  double wide = 0;
+  call.forward_args.lse = &wide;
+  expect_invalid([&] { call.run_forward(); }, "lse",
+                 "got f64, expected f32 with problem.dtype f32");
+  call.backward_args.lse_low = &wide;
+  expect_invalid([&] { call.run_backward(); }, "lse_low",
+                 "got f64, expected f32 with problem.dtype f32");
+  call.expect_nothing_written();
+}
+
+TEST(InvalidArguments, OfAForgottenScale) {
+  Call call("cpu");
+  call.forward_args.problem.scale = Problem{}.scale;
+  expect_invalid([&] { call.run_forward(); }, "problem.scale", "got nan, expected a finite number");
+  call.expect_nothing_written();
 }
 
 struct BadOutput {
@@ -438,8 +501,7 @@ TEST(LegalArguments, StridesOfSizeOneAreNotUsed) {
     for (Inputs* in : {&call.forward_args.in, &call.backward_args.in}) {
       in->bias.stride[0] = in->bias.stride[2] = 1 << 20;
       in->mask.stride[0] = in->mask.stride[1] = in->mask.stride[3] = 1 << 20;
-      in->intervals.stride_batch = in->intervals.stride_head = 1 << 20;
-      in->plan.stride_batch = in->plan.stride_head = 1 << 20;
+      in->visibility.intervals.stride_batch = in->visibility.intervals.stride_head = 1 << 20;
     }
     call.backward_args.dbias.stride[0] = call.backward_args.dbias.stride[2] = 1 << 20;
     call.run_forward();

@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <optional>
 #include <string>
 
 #include "backend.h"
@@ -20,64 +21,42 @@ using testing::DeviceTensor;
 using testing::Results;
 using testing::Yardstick;
 
-struct DevicePlan {
-  testing::OwnedPlan host;
-  DeviceBuffer begin, count, full, keys;
-
-  explicit DevicePlan(testing::OwnedPlan owned)
-      : host(std::move(owned)),
-        begin(host.begin.size()),
-        count(host.count.size()),
-        full(host.full.size()),
-        keys(host.keys.size()) {
-    begin.upload(host.begin.data());
-    count.upload(host.count.data());
-    full.upload(host.full.data());
-    keys.upload(host.keys.data());
-  }
-
-  Plan view() const {
-    Plan plan = host.plan;
-    if (plan.tiles == 0) return plan;
-    plan.begin = reinterpret_cast<std::int64_t*>(begin.data());
-    plan.count = reinterpret_cast<std::int32_t*>(count.data());
-    plan.full = reinterpret_cast<std::int32_t*>(full.data());
-    plan.keys = reinterpret_cast<std::int32_t*>(keys.data());
-    return plan;
-  }
-};
-
 Problem on_device(Problem problem) {
   problem.device = Device::cuda;
   return problem;
 }
 
-// What a run takes beside the data.
-enum class PlanKind : std::uint8_t { none, full_first, by_position };
+// How a run walks its intervals: without a schedule, or by one whose lists have full keys first or go by
+// position.
+enum class Walk : std::uint8_t { intervals, full_first, by_position };
 
-testing::OwnedPlan plan_of(const Data& data, PlanKind kind) {
-  if (!data.has_intervals() || kind == PlanKind::none) return {};
-  PlanArgs args;
-  args.batch = data.problem.intervals_shape[0];
-  args.heads = data.problem.intervals_shape[1];
-  args.seqlen_q = data.problem.seqlen_q;
-  args.seqlen_k = data.problem.seqlen_k;
-  args.tile_rows = query_tile_rows(on_device(data.problem), "cuda");
-  args.causal = data.problem.causal;
-  args.by_position = kind == PlanKind::by_position;
-  args.intervals = data.intervals_view();
-  return testing::make_plan(args, testing::in_turn(1));
-}
+// The schedule of a direction, on the device.
+struct DeviceSchedule {
+  std::optional<DeviceBuffer> memory;
+  Schedule schedule;
+
+  DeviceSchedule(Problem p, const Visibility& visibility, Direction direction, Walk walk) {
+    if (walk == Walk::intervals || visibility.intervals.data == nullptr) return;
+    p.deterministic = walk == Walk::by_position && direction == Direction::backward;
+    Execution execution;
+    execution.workspace_bytes = schedule_workspace_size(p, visibility, direction, execution);
+    const DeviceBuffer workspace(execution.workspace_bytes);
+    execution.workspace = workspace.data();
+    const std::size_t bytes = schedule_size(p, visibility, direction, execution);
+    memory.emplace(bytes);
+    schedule = build_schedule(p, visibility, direction, {memory->data(), bytes}, execution);
+    testing::check_cuda(cudaDeviceSynchronize());
+  }
+};
 
 // Forward and backward on the device.
-Results run(Data& data, PlanKind kind = PlanKind::full_first) {
+Results run(Data& data, Walk walk = Walk::full_first) {
   Results results(data);
   DeviceTensor q(data.q), k(data.k), v(data.v), mask(data.mask), bias(data.bias), dout(data.dout);
   DeviceTensor out(results.out), lse(results.lse), lse_low(results.lse_low);
   DeviceTensor dq(results.dq), dk(results.dk), dv(results.dv), dbias(results.dbias);
   DeviceBuffer intervals(data.intervals.size() * sizeof(KeyInterval));
   intervals.upload(data.intervals.data());
-  const DevicePlan plan(plan_of(data, kind));
 
   Inputs in;
   in.q = q.view();
@@ -86,13 +65,17 @@ Results run(Data& data, PlanKind kind = PlanKind::full_first) {
   if (data.has_mask()) in.mask = mask.view();
   if (data.has_bias()) in.bias = bias.view();
   if (data.has_intervals()) {
-    in.intervals = data.intervals_view();
-    in.intervals.data = reinterpret_cast<const KeyInterval*>(intervals.data());
+    in.visibility.intervals = data.intervals_view();
+    in.visibility.intervals.data = reinterpret_cast<const KeyInterval*>(intervals.data());
+    in.visibility.bound = {.base = data.problem.seqlen_k};
   }
-  in.plan = plan.view();
+  const Problem problem = on_device(data.problem);
+  const DeviceSchedule forward_schedule(problem, in.visibility, Direction::forward, walk);
+  const DeviceSchedule backward_schedule(problem, in.visibility, Direction::backward, walk);
 
-  ForwardArgs forward{.problem = on_device(data.problem),
+  ForwardArgs forward{.problem = problem,
                       .in = in,
+                      .schedule = forward_schedule.schedule,
                       .out = out.view(),
                       .lse = lse.data<float>(),
                       .lse_low = lse_low.data<float>()};
@@ -103,8 +86,9 @@ Results run(Data& data, PlanKind kind = PlanKind::full_first) {
   flash_dmattn::forward(forward, execution);
   testing::check_cuda(cudaDeviceSynchronize());
 
-  BackwardArgs backward{.problem = on_device(data.problem),
+  BackwardArgs backward{.problem = problem,
                         .in = in,
+                        .schedule = backward_schedule.schedule,
                         .out = out.view(),
                         .lse = lse.data<float>(),
                         .lse_low = lse_low.data<float>(),
@@ -151,19 +135,19 @@ TEST_P(CudaTable, IsWithinItsBounds) {
   const Results expected = testing::oracle(data);
   const Yardstick yardstick(data);
   {
-    SCOPED_TRACE("with the plan");
+    SCOPED_TRACE("with the schedule");
     testing::expect_close(data, run(data), expected, yardstick);
   }
   if (data.has_intervals()) {
-    SCOPED_TRACE("without a plan");
-    testing::expect_close(data, run(data, PlanKind::none), expected, yardstick);
+    SCOPED_TRACE("without a schedule");
+    testing::expect_close(data, run(data, Walk::intervals), expected, yardstick);
   }
   data.problem.deterministic = true;
-  for (const PlanKind kind : {PlanKind::by_position, PlanKind::full_first, PlanKind::none}) {
-    SCOPED_TRACE("deterministic, plan " + std::to_string(static_cast<int>(kind)));
-    const Results first = run(data, kind);
+  for (const Walk walk : {Walk::by_position, Walk::full_first, Walk::intervals}) {
+    SCOPED_TRACE("deterministic, walk " + std::to_string(static_cast<int>(walk)));
+    const Results first = run(data, walk);
     testing::expect_close(data, first, expected, yardstick);
-    testing::expect_same_bits(first, run(data, kind));
+    testing::expect_same_bits(first, run(data, walk));
     if (!data.has_intervals()) break;
   }
 }
@@ -231,9 +215,9 @@ TEST_P(CudaDeterminism, GivesTheSameBitsInTwentyRuns) {
                                  {"causal", "1"}});
   Data data(testing::case_from(words));
   data.problem.deterministic = true;
-  for (const PlanKind kind : {PlanKind::by_position, PlanKind::full_first, PlanKind::none}) {
-    const Results first = run(data, kind);
-    for (int repeat = 1; repeat < 20; ++repeat) testing::expect_same_bits(first, run(data, kind));
+  for (const Walk walk : {Walk::by_position, Walk::full_first, Walk::intervals}) {
+    const Results first = run(data, walk);
+    for (int repeat = 1; repeat < 20; ++repeat) testing::expect_same_bits(first, run(data, walk));
     if (!data.has_intervals()) break;
   }
 }

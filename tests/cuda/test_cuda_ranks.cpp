@@ -11,8 +11,8 @@
 #include "cuda/selection/selection.h"
 #include "device.h"
 #include "flash_dmattn/error.h"
-#include "plan_comparison.h"
 #include "support/random.h"
+#include "tile_list_comparison.h"
 
 // Ranks of keys and limits of queries against the choice made by sorting.
 namespace flash_dmattn {

@@ -9,16 +9,16 @@
 #include "device.h"
 #include "flash_dmattn/error.h"
 #include "float_types.h"
-#include "plan_comparison.h"
 #include "support/random.h"
+#include "tile_list_comparison.h"
 
-// Selection and plan on the device against those of the CPU, bit for bit.
+// Selection and tile lists on the device against those of the CPU, bit for bit.
 namespace flash_dmattn {
 namespace {
 
 using testing::check_cuda;
 using testing::DeviceBuffer;
-using testing::expect_same_plan;
+using testing::expect_same_lists;
 using testing::HostWorkspace;
 using testing::Random;
 
@@ -64,7 +64,7 @@ std::string describe(const SelectionArgs& args, Scores kind) {
          std::to_string(args.causal);
 }
 
-// One selection and its plan, on the host and on the device.
+// One selection and its tile lists, on the host and on the device.
 class Comparison {
  public:
   Comparison(const SelectionArgs& shape, Scores kind, const Layout& layout, Random& random)
@@ -145,19 +145,19 @@ class Comparison {
 
   // On the device from the device's intervals, on the host from the host's.
   void compare_plan(const KeyInterval* intervals) {
-    PlanArgs plan_args;
-    plan_args.batch = args_.batch;
-    plan_args.heads = args_.heads;
-    plan_args.seqlen_q = args_.seqlen_q;
-    plan_args.seqlen_k = args_.seqlen_k;
-    plan_args.tile_rows = tile_rows;
-    plan_args.causal = args_.causal;
-    plan_args.intervals = {intervals, args_.heads * args_.seqlen_k, args_.seqlen_k};
-    plan_args.bound = key_bound(args_);
-    expect_same_plan(plan_args, expected_);
+    TileListArgs list_args;
+    list_args.batch = args_.batch;
+    list_args.heads = args_.heads;
+    list_args.seqlen_q = args_.seqlen_q;
+    list_args.seqlen_k = args_.seqlen_k;
+    list_args.tile_rows = tile_rows;
+    list_args.causal = args_.causal;
+    list_args.intervals = {intervals, args_.heads * args_.seqlen_k, args_.seqlen_k};
+    list_args.bound = key_bound(args_);
+    expect_same_lists(list_args, expected_);
   }
 
-  std::int64_t tile_rows = 0;  // 0: no plan
+  std::int64_t tile_rows = 0;  // 0: no lists
 
  private:
   SelectionArgs args_;

@@ -38,18 +38,20 @@ def flash_dynamic_mask_attention_forward(
         window_size: how many keys a query keeps, by their bias.
         softcap: c > 0 turns scores x into c tanh(x/c).
         dropout: only 0 is possible.
-        kwargs: `position_ids`, `cu_seq_lens_q` and so on for packed sequences; others are ignored.
+        kwargs: `sliding_window`; `position_ids`, `cu_seq_lens_q` and so on for packed sequences; bookkeeping
+            of transformers. Others raise, see `keywords`.
 
     Returns:
         output [B, Sq, Hq, D], and None in the place of the attention probabilities.
 
     Raises:
-        ValueError: a query without elements, dropout, or two different biases.
+        ValueError: a query without elements, dropout, two different biases, or keywords of what attention
+            does not have.
+        TypeError: an unknown keyword.
     """
-    if kwargs.get("output_attentions") or kwargs.get("head_mask") is not None:
+    if kwargs.pop("output_attentions", None):
         warnings.warn(
-            "flash_dmattn has neither output_attentions nor head_mask; use attn_implementation='eager'",
-            stacklevel=2,
+            "flash_dmattn has no output_attentions; use attn_implementation='eager'", stacklevel=2
         )
     if query.numel() == 0:
         raise ValueError(f"query has shape {tuple(query.shape)}; expected no dimension of 0")

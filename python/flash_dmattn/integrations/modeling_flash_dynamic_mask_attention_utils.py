@@ -6,7 +6,9 @@ from .._arguments import MASK_VALUE
 from ..allowed_keys import intervals_of_mask, mask_of_intervals, select_among, split_additive
 from ..flash_dmattn_interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..key_intervals import KeyIntervals, intersect, prefix_lm
+from ..key_intervals import sliding_window as sliding_window_of
 from ..utils.mask import topk_mask
+from . import keywords
 
 
 def fdma_peft_integration_check(
@@ -54,6 +56,7 @@ def _flash_dynamic_mask_attention_forward(
     cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    sliding_window: int | None = None,
     **kwargs,
 ) -> torch.Tensor:
     """Attention in which every query sees the `keep_window_size` keys with the highest bias.
@@ -74,8 +77,8 @@ def _flash_dynamic_mask_attention_forward(
     Args:
         query_states: [B, Sq, Hq, D]; float32, bfloat16 or float16.
         key_states, value_states: [B, Sk, Hkv, D].
-        attention_mask: bool, True = allowed, every dimension but the last may be 1; or, when 4-d,
-            additive floating point; or `KeyIntervals`, or their tensor, int32 [B, H, Sk, 2].
+        attention_mask: bool or integer, nonzero = allowed, every dimension but the last may be 1; or, when
+            4-d, additive floating point; or `KeyIntervals`, or their tensor, int32 [B, H, Sk, 2].
         attention_bias: added to the scaled scores; heads Hq, Hkv or 1.
         query_length, key_length: Sq and Sk.
         is_causal: hide keys that come after the query (last query = last key), beside the mask.
@@ -84,14 +87,25 @@ def _flash_dynamic_mask_attention_forward(
         implementation: accepted for compatibility; there is one.
         position_ids, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: without a mask, several
             sequences packed in one; int [1, Sq] with restarts, or int32 [sequences + 1] and lengths.
+        sliding_window: how many keys a query sees, itself included, where there is no mask; a mask says it
+            already.
+        kwargs: see `keywords`.
 
     Returns:
         [B, Sq, Hq, D]; a query that sees no key gets 0.
 
     Raises:
         ValueError: both names of the window given and different; shapes that do not fit; packed
-            sequences with a 4-d bias.
+            sequences with a 4-d bias or a sliding window; keywords of what attention does not have.
+        TypeError: an unknown keyword; a floating point mask that is not 4-d.
     """
+    keywords.refuse(kwargs)
+    keywords.refuse_packed_by_layer(
+        cu_seq_lens_q=cu_seq_lens_q,
+        cu_seq_lens_k=cu_seq_lens_k,
+        max_length_q=max_length_q,
+        max_length_k=max_length_k,
+    )
     if keep_window_size is not None and window_size not in (None, keep_window_size):
         raise ValueError(
             f"window_size is {window_size} and keep_window_size is {keep_window_size}; give one"
@@ -108,7 +122,15 @@ def _flash_dynamic_mask_attention_forward(
         packed = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         if any(length is None for length in packed):
             packed = _packed_lengths(position_ids, query_states, key_states)
+        attention_mask = _window_mask(
+            sliding_window, is_causal, query_length, key_length, query_states.device
+        )
         if packed is not None:
+            if attention_mask is not None:
+                raise ValueError(
+                    f"sliding_window is {sliding_window} for packed sequences without a mask; expected a mask that "
+                    "says which keys are visible"
+                )
             states = _cast(states, target_dtype)
             return _attend_packed(*states, attention_bias, packed, keep, attend)
 
@@ -139,6 +161,18 @@ def _flash_dynamic_mask_attention_forward(
         if bias is not None and bias.shape[1] > 1:
             bias = bias.repeat_interleave(heads // bias.shape[1], dim=1)
     return flash_dmattn_func(query, key, value, attn_bias=bias, key_intervals=visible, **attend)
+
+
+def _window_mask(
+    window: int | None, is_causal: bool, query_length: int, key_length: int, device: torch.device
+) -> KeyIntervals | None:
+    """Where no mask says it: a causal window ends at the query, another one has the query in its middle."""
+    if window is None or key_length <= window:
+        return None
+    lookahead = 0 if is_causal else window - 1
+    return sliding_window_of(
+        key_length, window, lookahead=lookahead, query_length=query_length, device=device
+    )
 
 
 def _cast(
@@ -176,6 +210,11 @@ def _normalize_mask(
             f"attention_mask has shape {tuple(mask.shape)}; expected {key_length} keys last"
         )
     if mask.dim() < 4:
+        if mask.is_floating_point():
+            raise TypeError(
+                f"attention_mask is {mask.dtype} of shape {tuple(mask.shape)}; expected bool or integers (nonzero: "
+                "visible). An additive mask has 4 dimensions"
+            )
         return mask.bool() if mask.dim() == 3 else mask.bool()[:, None], bias
     if mask.shape[2] > 1:
         intervals = intervals_of_mask(mask)

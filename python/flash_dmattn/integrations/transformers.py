@@ -17,7 +17,13 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils, modeling_utils
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    GenerationMixin,
+    masking_utils,
+    modeling_utils,
+)
 from transformers.models.doge import modeling_doge
 from transformers.models.doge.modeling_doge import DogeAttention
 
@@ -278,7 +284,26 @@ def _skip_flash_attention_preload() -> None:
     modeling_utils.lazy_import_flash_attention = preload_others
 
 
+def _refuse_continuous_batching() -> None:
+    """At its start: an error of a layer would only be logged by its thread, and the answers be cut short."""
+    start = getattr(GenerationMixin, "init_continuous_batching", None)
+    if start is None:
+        return
+
+    @functools.wraps(start)
+    def start_others(self, *args, **kwargs):
+        if str(self.config._attn_implementation).removeprefix("paged|") == NAME:
+            raise ValueError(
+                f"attn_implementation is {self.config._attn_implementation!r}; continuous batching (generate_batch) "
+                "has a paged cache, which flash_dmattn does not support. Use generate, or another implementation"
+            )
+        return start(self, *args, **kwargs)
+
+    GenerationMixin.init_continuous_batching = start_others
+
+
 AttentionInterface.register(NAME, flash_dynamic_mask_attention_forward)
 AttentionMaskInterface.register(NAME, key_interval_mask)
 _teach_doge()
 _skip_flash_attention_preload()
+_refuse_continuous_batching()

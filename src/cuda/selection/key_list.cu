@@ -5,7 +5,7 @@
 #include "cuda/selection/device.cuh"
 #include "cuda/selection/selection.h"
 
-// A global selection as a list: the plan of the intervals of a single query that sees every key.
+// A global selection as a list: the tile list of the intervals of a single query that sees every key.
 namespace flash_dmattn::cuda {
 namespace {
 
@@ -18,23 +18,21 @@ SelectionArgs for_one_query(const SelectionArgs& args, KeyInterval* intervals) {
   return one;
 }
 
-PlanArgs plan_args(const SelectionArgs& select) {
-  return {.device = Device::cuda,
-          .batch = select.batch,
+TileListArgs list_args(const SelectionArgs& select) {
+  return {.batch = select.batch,
           .heads = select.heads,
           .seqlen_q = 1,
           .seqlen_k = select.seqlen_k,
           .tile_rows = 1,
           .causal = false,
           .intervals = {select.intervals, select.heads * select.seqlen_k, select.seqlen_k},
-          .bound = {std::min(select.window, select.seqlen_k), 0},
-          .list = {}};
+          .bound = {std::min(select.window, select.seqlen_k), 0}};
 }
 
 struct Workspace {
   KeyInterval* intervals;
-  PlanBuffers plan;
-  char* step;  // of selection, then of the plan
+  TileListBuffers lists;
+  char* step;  // of selection, then of the lists
   std::size_t step_bytes;
   std::size_t bytes;
 
@@ -42,11 +40,11 @@ struct Workspace {
     Carver carver(base);
     const std::int64_t rows = args.batch * args.heads;
     intervals = carver.take<KeyInterval>(rows * args.seqlen_k);
-    plan.begin = carver.take<std::int64_t>(rows);
-    plan.full = carver.take<std::int32_t>(rows);
+    lists.begin = carver.take<std::int64_t>(rows);
+    lists.full = carver.take<std::int32_t>(rows);
     const SelectionArgs select = for_one_query(args, nullptr);
-    step_bytes =
-        std::max(cuda::select_workspace_size(select), cuda::plan_workspace_size(plan_args(select)));
+    step_bytes = std::max(cuda::select_workspace_size(select),
+                          cuda::tile_lists_workspace_size(list_args(select)));
     step = carver.take<char>(static_cast<std::int64_t>(step_bytes));
     bytes = carver.used();
   }
@@ -55,7 +53,7 @@ struct Workspace {
 }  // namespace
 
 std::int64_t key_list_stride(const SelectionArgs& args) {
-  return plan_capacity(plan_args(for_one_query(args, nullptr)));
+  return tile_list_capacity(list_args(for_one_query(args, nullptr)));
 }
 
 std::size_t select_list_workspace_size(const SelectionArgs& args) {
@@ -71,10 +69,10 @@ KeyList select_key_list(const SelectionArgs& args, std::int32_t* keys, std::int3
   step.workspace = workspace.step;
   step.workspace_bytes = workspace.step_bytes;
   cuda::select_key_intervals(select, step);
-  PlanBuffers buffers = workspace.plan;
+  TileListBuffers buffers = workspace.lists;
   buffers.keys = keys;
   buffers.count = count;
-  cuda::build_plan(plan_args(select), buffers, step);
+  cuda::build_tile_lists(list_args(select), buffers, step);
   return {.keys = keys, .count = count, .stride = cuda::key_list_stride(args)};
 }
 

@@ -3,9 +3,9 @@
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
 
-#include "cuda/selection/plan_arguments.h"
-#include "cuda/selection/plan_lists.cuh"
+#include "cuda/selection/key_tree.cuh"
 #include "cuda/selection/selection.h"
+#include "cuda/selection/tile_list_arguments.h"
 
 // A bound measured on the intervals. Keys that are visible from query 0 on are there before the first
 // tile; of the others, `entered` says how many become visible in each tile, and `left` how many are no
@@ -28,7 +28,7 @@ struct Counts {
   int tiles;
   std::size_t bytes;
 
-  Counts(const PlanArgs& args, void* workspace) : tiles(static_cast<int>(tile_count(args))) {
+  Counts(const TileListArgs& args, void* workspace) : tiles(static_cast<int>(args.tiles())) {
     Carver carver(workspace);
     const std::int64_t lists = args.batch * args.heads * (tiles + 1);
     entered = carver.take<int>(lists);
@@ -39,13 +39,13 @@ struct Counts {
 };
 
 __global__ void __launch_bounds__(threads)
-    count_keys(plan::AllKeys all, Counts counts, int seqlen_k, int ctas_per_row) {
+    count_keys(key_tree::AllKeys all, Counts counts, int seqlen_k, int ctas_per_row) {
   wait_for_previous_kernel();
   const int row = static_cast<int>(blockIdx.x) / ctas_per_row;
   const int key =
       static_cast<int>(blockIdx.x) % ctas_per_row * threads + static_cast<int>(threadIdx.x);
   if (key >= seqlen_k) return;
-  const plan::HalfTiles tiles = all.items(row, 0)[key].within(0, counts.tiles);
+  const key_tree::HalfTiles tiles = all.items(row, 0)[key].within(0, counts.tiles);
   if (tiles.first_touched() >= tiles.end_touched()) return;
   const std::int64_t first = static_cast<std::int64_t>(row) * (counts.tiles + 1);
   atomicAdd(&counts.entered[first + (tiles.begin == 0 ? 0 : tiles.first_touched() + 1)], 1);
@@ -87,12 +87,12 @@ __global__ void __launch_bounds__(threads) find_most(Counts counts) {
 
 }  // namespace
 
-std::size_t measure_workspace_size(const PlanArgs& args) {
-  validate_plan_args(args);
+std::size_t measure_workspace_size(const TileListArgs& args) {
+  validate_tile_list_args(args);
   return Counts(args, nullptr).bytes;
 }
 
-KeyBound measure_key_bound(const PlanArgs& args, const Execution& execution) {
+KeyBound measure_key_bound(const TileListArgs& args, const Execution& execution) {
   const std::size_t bytes = measure_workspace_size(args);
   const std::int64_t rows = args.batch * args.heads;
   if (rows * args.seqlen_q * args.seqlen_k == 0) return {0, 0};
@@ -103,7 +103,7 @@ KeyBound measure_key_bound(const PlanArgs& args, const Execution& execution) {
   const Counts counts(args, execution.workspace);
   check(cudaMemsetAsync(counts.entered, 0, bytes, stream), "clearing counts");
   const auto ctas_per_row = static_cast<int>(ceil_div<std::int64_t>(args.seqlen_k, threads));
-  launch_grid(count_keys, {rows * ctas_per_row, threads}, stream, plan::AllKeys(args), counts,
+  launch_grid(count_keys, {rows * ctas_per_row, threads}, stream, key_tree::AllKeys(args), counts,
               static_cast<int>(args.seqlen_k), ctas_per_row);
   launch_grid(find_most, {rows, threads}, stream, counts);
   Most most;

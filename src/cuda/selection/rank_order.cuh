@@ -91,11 +91,12 @@ struct Rows {
 // Keys of a row as the sorts read them, in the order of falling positions: those at places first, first +
 // step, ... Positions are negative past the end.
 template <int Count>
-struct FallingKeys {
+struct KeysDescending {
   int position[Count];
   std::uint32_t code[Count];
 
-  __device__ FallingKeys(const ScoredKeys& keys, const Rows& rows, int row, int first, int step) {
+  __device__ KeysDescending(const ScoredKeys& keys, const Rows& rows, int row, int first,
+                            int step) {
 #pragma unroll
     for (int i = 0; i < Count; ++i) position[i] = rows.seqlen_k - 1 - (first + i * step);
     keys.codes(rows.first_row + row, position, code);
@@ -112,8 +113,8 @@ __global__ void __launch_bounds__(pack_threads)
   const int blocks_per_row = ceil_div(rows.seqlen_k, pack_threads * pack_keys);
   const int row = static_cast<int>(blockIdx.x) / blocks_per_row;
   const int begin = static_cast<int>(blockIdx.x) % blocks_per_row * pack_threads * pack_keys;
-  const FallingKeys<pack_keys> own(keys, rows, row, begin + static_cast<int>(threadIdx.x),
-                                   pack_threads);
+  const KeysDescending<pack_keys> own(keys, rows, row, begin + static_cast<int>(threadIdx.x),
+                                      pack_threads);
 #pragma unroll
   for (int i = 0; i < pack_keys; ++i) {
     const int position = own.position[i];

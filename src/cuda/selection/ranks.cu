@@ -1,6 +1,7 @@
 #include "cuda/selection/ranks.cuh"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <numeric>
 #include <string>
@@ -48,6 +49,9 @@ void validate(const RankArgs& args) {
   if (biased) check_shape("bias_shape", args.bias_shape);
   if (biased && args.bias_dtype > DType::f16) {
     throw InvalidArgument("bias_dtype", std::string(name_of(args.bias_dtype)), "f32, bf16 or f16");
+  }
+  if (biased && std::isnan(args.mask_value)) {
+    throw InvalidArgument("mask_value", "nan", "a number, with a bias");
   }
   cuda::validate(scores_of(args));
 }

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(RowPasses::threads)
   const int thread = static_cast<int>(threadIdx.x);
   for (int pass = 0; pass < passes.passes; ++pass) counts[pass][thread] = 0;
   __syncthreads();
-  const FallingKeys<RowPasses::thread_keys> own(
+  const KeysDescending<RowPasses::thread_keys> own(
       keys, rows, row, tile * RowPasses::tile_keys + thread, RowPasses::threads);
 #pragma unroll
   for (int i = 0; i < RowPasses::thread_keys; ++i) {

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(Threads)
   std::uint32_t worse[Policy::thread_keys];
   std::uint16_t place[Policy::thread_keys];
   const int first = thread * Policy::thread_keys;
-  const FallingKeys<Policy::thread_keys> own(keys, rows, row, first, 1);
+  const KeysDescending<Policy::thread_keys> own(keys, rows, row, first, 1);
 #pragma unroll
   for (int i = 0; i < Policy::thread_keys; ++i) {
     place[i] = static_cast<std::uint16_t>(first + i);

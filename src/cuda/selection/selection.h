@@ -5,11 +5,12 @@
 
 #include "flash_dmattn/execution.h"
 #include "flash_dmattn/selection.h"
+#include "selection/query_tile_lists.h"
 
-// Selection and plan on the GPU: the results of the functions of the same names in
-// flash_dmattn/selection.h, from and to device memory. Every call enqueues kernels on
+// Selection and tile lists on the GPU: the results of the functions of the same names in
+// flash_dmattn/selection.h and cpu/selection/selection.h, from and to device memory. Every call enqueues kernels on
 // execution.stream and returns: nothing is allocated, nothing waits for the device, and all of it
-// can be captured in a CUDA graph. All sizes follow from shapes and PlanArgs::bound. Bad arguments
+// can be captured in a CUDA graph. All sizes follow from shapes and TileListArgs::bound. Bad arguments
 // throw InvalidArgument, failures of the CUDA runtime std::runtime_error.
 namespace flash_dmattn::cuda {
 
@@ -36,32 +37,30 @@ void order_keys(const SelectionArgs& args, std::int32_t* key_of_rank, std::int32
 std::size_t rank_workspace_size(const RankArgs& args);
 void rank_keys(const RankArgs& args, const Execution& execution);
 
-// ---- Plan ---------------------------------------------------------------------------------------
+// ---- Query tiles' key lists ---------------------------------------------------------------------
 
-// Length of a tile's list in PlanBuffers::keys, a multiple of plan_block. The list of tile t of row
-// r begins at (r * tiles + t) * plan_capacity.
+// The length of a tile's list, a multiple of tile_list_block. The list of tile t of row r begins at
+// (r * tiles + t) * tile_list_capacity.
 //
-// From count up to the next multiple of plan_block a list is filled with key 0 (in the plan of a
-// KeyList, with other keys), so that blocks of keys can be loaded without a test of each index.
+// From count up to the next multiple of tile_list_block a list is filled with key 0 (where a KeyList
+// is used as it is, with other keys), so that blocks of keys can be loaded without a test of each index.
 //
 // Both groups of a list ascend, so n entries of one group are a run of consecutive positions
 // exactly when keys[n - 1] - keys[0] == n - 1: sliding windows and packed documents need no search
 // for runs.
-inline constexpr std::int64_t plan_block = 128;
-std::int64_t plan_capacity(const PlanArgs& args);
+inline constexpr std::int64_t tile_list_block = 128;
+std::int64_t tile_list_capacity(const TileListArgs& args);
 
-// batch * heads * tiles * plan_capacity.
-std::int64_t plan_entries(const PlanArgs& args);
-
-// A plan has at most 32767 tiles.
-std::size_t plan_workspace_size(const PlanArgs& args);
+// At most 32767 tiles a row.
+std::size_t tile_lists_workspace_size(const TileListArgs& args);
 
 // If the intervals break the bound, lists lose keys, but nothing outside the buffers is written.
-Plan build_plan(const PlanArgs& args, const PlanBuffers& buffers, const Execution& execution);
+QueryTileLists build_tile_lists(const TileListArgs& args, const TileListBuffers& buffers,
+                                const Execution& execution);
 
 // The one function here that waits for the device.
-std::size_t measure_workspace_size(const PlanArgs& args);
-KeyBound measure_key_bound(const PlanArgs& args, const Execution& execution);
+std::size_t measure_workspace_size(const TileListArgs& args);
+KeyBound measure_key_bound(const TileListArgs& args, const Execution& execution);
 
 // ---- Slots --------------------------------------------------------------------------------------
 
@@ -78,7 +77,7 @@ KeyBound measure_key_bound(const PlanArgs& args, const Execution& execution);
 // with arrival starts[g][s], which may have arrived before the segment or arrive within or after
 // it. A key that crosses a cut appears in both segments.
 struct SlotSchedule {
-  int slots = 0;     // plan_capacity
+  int slots = 0;     // tile_list_capacity
   int segments = 1;  // of ceil(tiles / segments) tiles
   // [batch, heads, Sk] keys, -1 after the last.
   std::int32_t* arrivals = nullptr;
@@ -90,9 +89,10 @@ struct SlotSchedule {
   std::int32_t* starts = nullptr;
 };
 
-std::size_t slot_workspace_size(const PlanArgs& args);
+std::size_t slot_workspace_size(const TileListArgs& args);
 
 // Fills the arrays of `schedule`, whose slots and segments are given.
-void assign_slots(const PlanArgs& args, const SlotSchedule& schedule, const Execution& execution);
+void assign_slots(const TileListArgs& args, const SlotSchedule& schedule,
+                  const Execution& execution);
 
 }  // namespace flash_dmattn::cuda

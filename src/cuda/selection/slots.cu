@@ -7,7 +7,7 @@
 #include <cub/device/device_radix_sort.cuh>
 
 #include "arguments.h"
-#include "cuda/selection/plan_arguments.h"
+#include "cuda/selection/tile_list_arguments.h"
 
 namespace flash_dmattn::cuda {
 namespace {
@@ -20,11 +20,11 @@ struct Work {
   std::size_t sort_bytes = 0;
 };
 
-std::int64_t row_count(const PlanArgs& args) { return args.batch * args.heads; }
+std::int64_t row_count(const TileListArgs& args) { return args.batch * args.heads; }
 
 // Keys come in order and stay so among equals, the sort being stable. With a null workspace it only
 // sets `bytes`.
-void sort(const PlanArgs& args, const slots::EventLayout& layout,
+void sort(const TileListArgs& args, const slots::EventLayout& layout,
           cub::DoubleBuffer<std::uint64_t>& events, void* workspace, std::size_t& bytes,
           cudaStream_t stream) {
   check(cub::DeviceRadixSort::SortKeys(workspace, bytes, events,
@@ -33,10 +33,10 @@ void sort(const PlanArgs& args, const slots::EventLayout& layout,
         "sorting arrivals and departures");
 }
 
-Work carve(const PlanArgs& args, const SlotSchedule& schedule, Carver& workspace) {
+Work carve(const TileListArgs& args, const SlotSchedule& schedule, Carver& workspace) {
   Work work;
   slots::Rows& rows = work.rows;
-  rows.tiles = static_cast<int>(tile_count(args));
+  rows.tiles = static_cast<int>(args.tiles());
   rows.seqlen_k = static_cast<int>(args.seqlen_k);
   rows.ctas_per_row = ceil_div(rows.seqlen_k, slots::threads);
   rows.segment_tiles = ceil_div(std::max(rows.tiles, 1), schedule.segments);
@@ -56,20 +56,21 @@ Work carve(const PlanArgs& args, const SlotSchedule& schedule, Carver& workspace
 
 }  // namespace
 
-std::size_t slot_workspace_size(const PlanArgs& args) {
-  validate_plan_args(args);
+std::size_t slot_workspace_size(const TileListArgs& args) {
+  validate_tile_list_args(args);
   if (row_count(args) * args.seqlen_k == 0) return 0;
   Carver workspace(nullptr);
   carve(args, SlotSchedule{}, workspace);
   return workspace.used();
 }
 
-void assign_slots(const PlanArgs& args, const SlotSchedule& schedule, const Execution& execution) {
+void assign_slots(const TileListArgs& args, const SlotSchedule& schedule,
+                  const Execution& execution) {
   const std::size_t bytes = slot_workspace_size(args);
   const bool has_keys = bytes > 0;
   const std::int64_t rows = row_count(args);
   if (schedule.slots < 0 || (schedule.slots == 0 && has_keys)) {
-    throw InvalidArgument("slots", std::to_string(schedule.slots), "plan_capacity");
+    throw InvalidArgument("slots", std::to_string(schedule.slots), "tile_list_capacity");
   }
   if (schedule.segments < 1) {
     throw InvalidArgument("segments", std::to_string(schedule.segments), "at least 1");
@@ -91,7 +92,7 @@ void assign_slots(const PlanArgs& args, const SlotSchedule& schedule, const Exec
   Work work = carve(args, schedule, workspace);
   work.rows.events = work.unsorted;
   const std::int64_t key_ctas = rows * work.rows.ctas_per_row;
-  launch_grid(slots::list_events, {key_ctas, slots::threads}, stream, plan::AllKeys(args),
+  launch_grid(slots::list_events, {key_ctas, slots::threads}, stream, key_tree::AllKeys(args),
               work.rows);
   cub::DoubleBuffer<std::uint64_t> events(work.unsorted, work.other);
   sort(args, work.rows.layout, events, work.sort_workspace, work.sort_bytes, stream);

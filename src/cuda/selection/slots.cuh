@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "cuda/selection/plan_lists.cuh"
+#include "cuda/selection/key_tree.cuh"
 #include "cuda/selection/selection.h"
 
 // A key's life in its slot, from tables of who comes and who goes; see SlotSchedule. Both tables
@@ -56,11 +56,11 @@ struct RowKey {
             static_cast<int>(threadIdx.x)) {}
 };
 
-__global__ void __launch_bounds__(threads) list_events(plan::AllKeys keys, Rows rows) {
+__global__ void __launch_bounds__(threads) list_events(key_tree::AllKeys keys, Rows rows) {
   wait_for_previous_kernel();
   const RowKey at(rows);
   if (at.key >= rows.seqlen_k) return;
-  const plan::HalfTiles seen = keys.items(at.row, 0)[at.key].within(0, rows.tiles);
+  const key_tree::HalfTiles seen = keys.items(at.row, 0)[at.key].within(0, rows.tiles);
   const bool never = seen.first_touched() >= seen.end_touched();
   std::uint64_t* const events = rows.events + 2 * rows.row_begin(at.row);
   events[at.key] =

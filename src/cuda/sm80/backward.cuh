@@ -135,7 +135,7 @@ struct BackwardKernel {
  private:
   // Whether the keys that the block walks are its places (common/turns.cuh): the full and the partial
   // keys of a plan ascend, each by themselves.
-  static __device__ bool has_ascending_keys(const Plan& plan, const QueryTile& tile) {
+  static __device__ bool has_ascending_keys(const QueryTileLists& plan, const QueryTile& tile) {
     if (plan.keys == nullptr) return true;
     const std::int64_t list = tile.batch * plan.stride_batch + tile.kv_head * plan.stride_head +
                               tile.row / static_cast<int>(plan.tile_rows);

@@ -1,9 +1,11 @@
 #include "support/data.h"
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <stdexcept>
 
+#include "flash_dmattn/selection.h"
 #include "support/buffer.h"
 #include "support/random.h"
 
@@ -44,22 +46,31 @@ void fill_inputs(const Case& c, Random& random, Data& data) {
   }
 }
 
-// The value of mask element `i` for the fills that decide each on its own.
-double mask_value_at(const Case& c, Random& random, const Index& i) {
-  if (c.mask_fill == "full") return 1;
-  if (c.mask_fill == "none") return 0;
-  if (c.mask_fill == "random") return random.uniform() < 0.6;
-  if (c.mask_fill == "rows") return random.uniform() < 0.6 && i[2] % 3 != 1;
-  if (c.mask_fill == "padding_left") return i[3] >= padding(c.problem, i[0]);
-  if (c.mask_fill == "padding_right") return i[3] < c.problem.seqlen_k - padding(c.problem, i[0]);
-  if (c.mask_fill == "topk") return 0;
+// The value of a mask element for the fills that decide each on its own.
+std::function<bool(const Index&)> mask_values(const Case& c, Random& random) {
+  const Problem& p = c.problem;
+  if (c.mask_fill == "full") return [](const Index&) { return true; };
+  if (c.mask_fill == "none" || c.mask_fill == "topk") return [](const Index&) { return false; };
+  if (c.mask_fill == "random") return [&](const Index&) { return random.uniform() < 0.6; };
+  if (c.mask_fill == "rows") {
+    return [&](const Index& i) { return random.uniform() < 0.6 && i[2] % 3 != 1; };
+  }
+  if (c.mask_fill == "padding_left") {
+    return [&](const Index& i) { return i[3] >= padding(p, i[0]); };
+  }
+  if (c.mask_fill == "padding_right") {
+    return [&](const Index& i) { return i[3] < p.seqlen_k - padding(p, i[0]); };
+  }
   if (c.mask_fill != "blocks") throw unknown("mask_fill", c.mask_fill);
-  const std::int64_t block = i[0] + i[1] + i[2] / 128 + i[3] / 128;
-  return Random(c.seed + static_cast<std::uint64_t>(block)).uniform() < 0.5;
+  return [&](const Index& i) {
+    const std::int64_t block = i[0] + i[1] + i[2] / 128 + i[3] / 128;
+    return Random(c.seed + static_cast<std::uint64_t>(block)).uniform() < 0.5;
+  };
 }
 
 void fill_mask(const Case& c, Random& random, Data& data) {
-  data.mask.fill([&](const Index& i) { return mask_value_at(c, random, i); });
+  const auto value = mask_values(c, random);
+  data.mask.fill([&](const Index& i) { return value(i) ? 1.0 : 0.0; });
   const Shape& shape = data.mask.shape();
   if (c.mask_fill == "blocks") {
     data.mask.set({random.below(shape[0]), random.below(shape[1]), random.below(shape[2]),
@@ -117,7 +128,6 @@ void select(const Case& c, Random& random, Data& data) {
   args.selection = c.intervals == "global" ? Selection::global : Selection::per_query;
   args.causal = p.causal;
   args.scores = scores.data();
-  args.scores_stride = {args.heads * p.seqlen_k, p.seqlen_k, 1};
   args.intervals = data.intervals.data();
   Execution execution;
   GuardedBuffer workspace(select_workspace_size(args, execution), "selection workspace");
@@ -192,7 +202,7 @@ Inputs Data::inputs() const {
   in.v = v.const_view();
   if (has_mask()) in.mask = mask.const_view();
   if (has_bias()) in.bias = bias.const_view();
-  in.intervals = intervals_view();
+  in.visibility.intervals = intervals_view();
   return in;
 }
 

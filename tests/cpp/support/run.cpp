@@ -9,20 +9,6 @@
 namespace flash_dmattn::testing {
 namespace {
 
-// The plan that `data` needs of `backend`, without buffers when there are no intervals.
-OwnedPlan plan_of(const Data& data, std::string_view backend) {
-  if (!data.has_intervals()) return {};
-  PlanArgs args;
-  args.batch = data.problem.intervals_shape[0];
-  args.heads = data.problem.intervals_shape[1];
-  args.seqlen_q = data.problem.seqlen_q;
-  args.seqlen_k = data.problem.seqlen_k;
-  args.tile_rows = query_tile_rows(data.problem, backend);
-  args.causal = data.problem.causal;
-  args.intervals = data.intervals_view();
-  return make_plan(args, in_turn(1));
-}
-
 void give(GuardedBuffer& workspace, std::byte fill, Execution& execution) {
   std::fill_n(workspace.data(), workspace.size(), fill);
   execution.workspace = workspace.data();
@@ -57,27 +43,50 @@ Execution on_pool() {
   return pool.execution();
 }
 
-OwnedPlan make_plan(PlanArgs args, Execution execution) {
+OwnedTileLists make_tile_lists(const TileListArgs& args, Execution execution) {
   const auto bytes = [](std::int64_t count, std::size_t size) {
     return static_cast<std::size_t>(count) * size;
   };
-  const std::int64_t tiles = (args.seqlen_q + args.tile_rows - 1) / args.tile_rows;
-  const std::int64_t lists = args.batch * args.heads * tiles;
-  GuardedBuffer workspace(plan_workspace_size(args, execution), "plan workspace");
+  constexpr Device cpu = Device::cpu;
+  const std::int64_t lists = args.lists();
+  GuardedBuffer workspace(tile_lists_workspace_size(cpu, args, execution), "tile list workspace");
   execution.workspace = workspace.data();
   execution.workspace_bytes = workspace.size();
-  OwnedPlan owned{.plan = {},
-                  .begin = GuardedBuffer(bytes(lists, sizeof(std::int64_t)), "plan.begin"),
-                  .count = GuardedBuffer(bytes(lists, sizeof(std::int32_t)), "plan.count"),
-                  .full = GuardedBuffer(bytes(lists, sizeof(std::int32_t)), "plan.full"),
-                  .keys = GuardedBuffer(bytes(plan_entries(args, execution), sizeof(std::int32_t)),
-                                        "plan.keys")};
-  const PlanBuffers buffers{.begin = reinterpret_cast<std::int64_t*>(owned.begin.data()),
-                            .count = reinterpret_cast<std::int32_t*>(owned.count.data()),
-                            .full = reinterpret_cast<std::int32_t*>(owned.full.data()),
-                            .keys = reinterpret_cast<std::int32_t*>(owned.keys.data())};
-  owned.plan = build_plan(args, buffers, execution);
+  OwnedTileLists owned{
+      .lists = {},
+      .begin = GuardedBuffer(bytes(lists, sizeof(std::int64_t)), "begin"),
+      .count = GuardedBuffer(bytes(lists, sizeof(std::int32_t)), "count"),
+      .full = GuardedBuffer(bytes(lists, sizeof(std::int32_t)), "full"),
+      .keys = GuardedBuffer(bytes(tile_list_entries(cpu, args, execution), sizeof(std::int32_t)),
+                            "keys")};
+  const TileListBuffers buffers{.begin = reinterpret_cast<std::int64_t*>(owned.begin.data()),
+                                .count = reinterpret_cast<std::int32_t*>(owned.count.data()),
+                                .full = reinterpret_cast<std::int32_t*>(owned.full.data()),
+                                .keys = reinterpret_cast<std::int32_t*>(owned.keys.data())};
+  owned.lists = build_tile_lists(cpu, args, buffers, execution);
   return owned;
+}
+
+OwnedSchedule make_schedule(const Data& data, Direction direction, std::string_view backend) {
+  const Problem& p = data.problem;
+  const Visibility visibility = data.inputs().visibility;
+  Execution execution = in_turn(1);
+  if (!data.has_intervals()) return {};
+  GuardedBuffer workspace(schedule_workspace_size(p, visibility, direction, execution, backend),
+                          "schedule workspace");
+  execution.workspace = workspace.data();
+  execution.workspace_bytes = workspace.size();
+  OwnedSchedule owned{.schedule = {},
+                      .memory = GuardedBuffer(
+                          schedule_size(p, visibility, direction, execution, backend), "schedule")};
+  owned.schedule = build_schedule(p, visibility, direction,
+                                  {owned.memory.data(), owned.memory.size()}, execution, backend);
+  return owned;
+}
+
+RowValues row_values(Tensor& tensor) {
+  if (tensor.element() == Element::f64) return tensor.data<double>();
+  return tensor.data<float>();
 }
 
 Results::Results(const Data& data) {
@@ -96,14 +105,14 @@ Results::Results(const Data& data) {
 }
 
 void run_forward(const Data& data, const RunOptions& options, Results& results) {
-  const OwnedPlan plan = plan_of(data, options.backend);
+  const OwnedSchedule owned = make_schedule(data, Direction::forward, options.backend);
   ForwardArgs args;
   args.problem = data.problem;
   args.in = data.inputs();
-  args.in.plan = plan.plan;
+  args.schedule = owned.schedule;
   args.out = results.out.view();
-  args.lse = results.lse.data<float>();
-  if (options.lse_low) args.lse_low = results.lse_low.data<float>();
+  args.lse = row_values(results.lse);
+  if (options.lse_low) args.lse_low = row_values(results.lse_low);
 
   Execution execution = options.execution;
   GuardedBuffer workspace(forward_workspace_size(args, execution, options.backend),
@@ -114,14 +123,14 @@ void run_forward(const Data& data, const RunOptions& options, Results& results) 
 }
 
 void run_backward(const Data& data, const RunOptions& options, Results& results) {
-  const OwnedPlan plan = plan_of(data, options.backend);
+  const OwnedSchedule owned = make_schedule(data, Direction::backward, options.backend);
   BackwardArgs args;
   args.problem = data.problem;
   args.in = data.inputs();
-  args.in.plan = plan.plan;
+  args.schedule = owned.schedule;
   args.out = results.out.const_view();
-  args.lse = results.lse.data<float>();
-  if (options.lse_low) args.lse_low = results.lse_low.data<float>();
+  args.lse = row_values(results.lse);
+  if (options.lse_low) args.lse_low = row_values(results.lse_low);
   args.dout = data.dout.const_view();
   if (options.wanted.dq) args.dq = results.dq.view();
   if (options.wanted.dk) args.dk = results.dk.view();

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "flash_dmattn/attention.h"
+#include "selection/query_tile_lists.h"
 #include "support/buffer.h"
 #include "support/data.h"
 
@@ -16,12 +17,19 @@ Execution in_turn(int workers);     // on the calling thread, one after the othe
 Execution on_threads(int workers);  // a thread for each, started in descending order
 Execution on_pool();                // the library's own pool, two threads, one for the process
 
-// A plan and what it points to, from guarded buffers.
-struct OwnedPlan {
-  Plan plan;
+// Tile lists and what they point to, from guarded buffers.
+struct OwnedTileLists {
+  QueryTileLists lists;
   GuardedBuffer begin, count, full, keys;
 };
-OwnedPlan make_plan(PlanArgs args, Execution execution);
+OwnedTileLists make_tile_lists(const TileListArgs& args, Execution execution);
+
+// The schedule of `data` for a direction, in a guarded buffer of its size.
+struct OwnedSchedule {
+  Schedule schedule;
+  GuardedBuffer memory;
+};
+OwnedSchedule make_schedule(const Data& data, Direction direction, std::string_view backend);
 
 struct Wanted {
   bool dq = true;
@@ -43,6 +51,9 @@ struct Results {
   Tensor out, lse, lse_low, dq, dk, dv, dbias;
   explicit Results(const Data& data);
 };
+
+// lse or lse_low, of the type that a problem's dtype gives them.
+RowValues row_values(Tensor& tensor);
 
 // Both fill a workspace of exactly the bytes the library asks for, and fail the running test when
 // anything outside of the outputs' elements and the workspace was written.

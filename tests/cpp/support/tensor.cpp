@@ -154,6 +154,7 @@ void Tensor::for_each(const std::function<void(const Index&, double)>& visit) co
 }
 
 bool Tensor::gaps_intact() const {
+  if (static_cast<std::size_t>(elements() * bytes_of(element_)) == buffer_.size()) return true;
   std::vector<bool> is_element(buffer_.size(), false);
   for_each_index(shape_, [&](const Index& index) {
     const auto offset = static_cast<std::ptrdiff_t>(offset_of(index) * bytes_of(element_));

@@ -5,6 +5,8 @@
 #include <limits>
 #include <vector>
 
+#include "float_types.h"
+
 namespace flash_dmattn::testing {
 namespace {
 
@@ -22,20 +24,24 @@ double norm(const float* x, std::int64_t size, std::int64_t stride) {
   return std::sqrt(sum);
 }
 
-// One kv head of k or v, [D, Sk]: keys innermost, so that the compiler can vectorise over them.
+// One kv head of k or v. Every sum runs in the order of its terms; the two layouts let the compiler
+// compute many such sums at once.
 struct Keys {
   std::int64_t count, dim;
-  Vector values, gradient;
+  Vector values, gradient;  // [D, Sk]
+  Vector rows;              // values as [Sk, D]
   double largest_norm = 0;
   double largest_value = 0;
 
   Keys(const Tensor& tensor, std::int64_t batch, std::int64_t head)
       : count(tensor.shape()[1]), dim(tensor.shape()[3]) {
     values.resize(index(count * dim));
+    rows.resize(index(count * dim));
     gradient.resize(index(count * dim), 0.0f);
     for (std::int64_t j = 0; j < count; ++j) {
       for (std::int64_t d = 0; d < dim; ++d) {
-        values[index(d * count + j)] = static_cast<float>(tensor.get({batch, j, head, d}));
+        const auto value = static_cast<float>(tensor.get({batch, j, head, d}));
+        values[index(d * count + j)] = rows[index(j * dim + d)] = value;
       }
       largest_norm = std::max(largest_norm, norm(values.data() + j, dim, count));
     }
@@ -54,11 +60,11 @@ struct Keys {
 
   // result = sum_j weight_j key_j
   void sum(const Vector& weights, Vector& result) const {
-    for (std::int64_t d = 0; d < dim; ++d) {
-      const float* keys = values.data() + d * count;
-      float sum = 0;
-      for (std::int64_t j = 0; j < count; ++j) sum += weights[index(j)] * keys[j];
-      result[index(d)] = sum;
+    std::fill(result.begin(), result.end(), 0.0f);
+    for (std::int64_t j = 0; j < count; ++j) {
+      const float weight = weights[index(j)];
+      const float* row = rows.data() + j * dim;
+      for (std::int64_t d = 0; d < dim; ++d) result[index(d)] += weight * row[d];
     }
   }
 
@@ -116,9 +122,11 @@ class Computation {
 
  private:
   float round(float x) const {
-    return element_ == Element::f32
-               ? x
-               : static_cast<float>(round_to(element_, static_cast<double>(x)));
+    switch (element_) {
+      case Element::bf16: return bf16_to_float(float_to_bf16(x));
+      case Element::f16: return f16_to_float(float_to_f16(x));
+      default: return x;
+    }
   }
 
   // Scores added to a wider bias are as wide.
@@ -197,9 +205,11 @@ class Computation {
       ds_[j] = round_score(probabilities_[j] * (ds_[j] - delta));
     }
     add_noise(b, h, i, q, dout, out, k, v, lse);
+    const std::size_t bias_row = index_of_row(b, h, i);
+    const bool bias_per_key = p_.bias_shape[3] > 1;
     for (std::int64_t j = 0; j < p_.seqlen_k; ++j) {
       float& ds = ds_[index(j)];
-      if (data_.has_bias()) dbias_[index_of_pair(b, h, i, j)] += ds;
+      if (data_.has_bias()) dbias_[bias_row + index(bias_per_key ? j : 0)] += ds;
       ds = round(round(ds * slopes_[index(j)]) * p_.scale);
     }
     k.add_to_gradient(ds_, q);
@@ -208,9 +218,11 @@ class Computation {
     store_row(y_.results.dq, b, h, i, dq);
   }
 
-  std::size_t index_of_pair(std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j) const {
+  // Where the sums of a query's bias begin, of which key j has the j-th or all keys the first.
+  std::size_t index_of_row(std::int64_t b, std::int64_t h, std::int64_t i) const {
+    if (!data_.has_bias()) return 0;
     const bool per_query_head = p_.bias_shape[1] == p_.heads_q;
-    return bias_index({b, per_query_head ? h : h / (p_.heads_q / p_.heads_kv), i, j});
+    return bias_index({b, per_query_head ? h : h / (p_.heads_q / p_.heads_kv), i, 0});
   }
 
   // The errors of one row to first order, independent ones added by their squares. A score is a sum
@@ -239,15 +251,14 @@ class Computation {
     k.sum(probabilities_, mean_key);
     const double shared = norm(mean_key.data(), p_.head_dim, 1);
     y_.dq.add(ds * scale * std::max(weight * k.largest_value, shared));
+    const std::size_t bias_row = index_of_row(b, h, i);
     const bool bias_per_key = p_.bias_shape[3] > 1;
-    if (data_.has_bias() && !bias_per_key) {
-      dbias_variance_[index_of_pair(b, h, i, 0)] += square(ds);
-    }
+    if (data_.has_bias() && !bias_per_key) dbias_variance_[bias_row] += square(ds);
     for (std::int64_t j = 0; j < p_.seqlen_k; ++j) {
       const double probability = double{probabilities_[index(j)]};
       dk_variance_[index(j)] += square(probability * ds * scale * largest_q);
       dv_variance_[index(j)] += square(probability * relative * largest_dout);
-      if (bias_per_key) dbias_variance_[index_of_pair(b, h, i, j)] += square(probability * ds);
+      if (bias_per_key) dbias_variance_[bias_row + index(j)] += square(probability * ds);
     }
   }
 

@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from flash_dmattn.allowed_keys import (
     select_among,
     split_additive,
 )
+from flash_dmattn.integrations import keywords
 from flash_dmattn.integrations.flash_dynamic_mask_attention import (
     flash_dynamic_mask_attention_forward,
 )
@@ -497,3 +499,100 @@ def test_other_models_by_name(window):
     options = {"attention_mask": padding, "max_new_tokens": 9, "do_sample": False}
     written = [m.generate(ids, pad_token_id=0, **options) for m in models]
     assert torch.equal(*written)
+
+
+@pytest.mark.parametrize("make", [torch.from_numpy, torch.from_dlpack])
+def test_masks_over_foreign_memory_are_read_at_every_call(make):
+    """Whoever owns the memory may write to it without torch's counting it."""
+    memory = np.ones((1, 1, 4, 4), dtype=np.float32)
+    mask = make(memory)
+    q, k, v = (torch.randn(1, 4, 1, 8) for _ in range(3))
+    options = {"query_length": 4, "key_length": 4, "is_causal": False}
+    memory[:] = 0
+    everything = _flash_dynamic_mask_attention_forward(q, k, v, mask, None, **options)
+    memory[..., 1:] = -np.inf
+    first_key = _flash_dynamic_mask_attention_forward(q, k, v, mask, None, **options)
+    assert not torch.equal(everything, first_key)
+    assert torch.equal(first_key, v[:, :1].expand_as(first_key))
+
+
+def heads_first():
+    return [t.transpose(1, 2) for t in make_states()]
+
+
+@pytest.mark.parametrize(
+    "error, name, value",
+    [
+        (ValueError, "cache", object()),
+        (ValueError, "block_table", torch.zeros(1, 1)),
+        (ValueError, "cu_seq_lens_k", {"full_attention": torch.zeros(2)}),
+        (ValueError, "max_length_k", {"full_attention": 3}),
+        (ValueError, "s_aux", torch.zeros(HQ)),
+        (ValueError, "sinks", torch.zeros(HQ)),
+        (ValueError, "head_mask", torch.ones(HQ)),
+        (ValueError, "block_indices", torch.zeros(1)),
+        (TypeError, "softcapp", 3.0),
+        (TypeError, "keep_windowsize", 3),
+    ],
+)
+def test_keywords_that_could_change_the_result_raise(error, name, value):
+    with pytest.raises(error, match=f"^{name}: got"):
+        flash_dynamic_mask_attention_forward(Layer(), *heads_first(), None, **{name: value})
+    lengths = {"query_length": S, "key_length": S, "is_causal": True}
+    with pytest.raises(error, match=f"^{name}: got"):
+        _flash_dynamic_mask_attention_forward(
+            *make_states(), None, None, **lengths, **{name: value}
+        )
+
+
+def test_bookkeeping_of_transformers_passes():
+    states = heads_first()
+    expected, _ = flash_dynamic_mask_attention_forward(Layer(), *states, None)
+    bookkeeping = dict.fromkeys(keywords.BOOKKEEPING, True) | {"cache": None, "s_aux": None}
+    actual, _ = flash_dynamic_mask_attention_forward(Layer(), *states, None, **bookkeeping)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_sliding_window_holds_where_no_mask_says_it(is_causal):
+    states, window = make_states(), 5
+    actual, _ = flash_dynamic_mask_attention_forward(
+        Layer(),
+        *(t.transpose(1, 2) for t in states),
+        None,
+        sliding_window=window,
+        is_causal=is_causal,
+    )
+    distance = torch.arange(S)[:, None] - torch.arange(S)
+    seen = distance.abs() < window
+    mask = (seen & (distance >= 0) if is_causal else seen).expand(B, 1, S, S)
+    assert_same(states, actual, dense_attention(*states, mask, None))
+    packed = {"position_ids": (torch.arange(S) % 20)[None], "sliding_window": window}
+    with pytest.raises(ValueError, match="sliding_window is 5 for packed sequences"):
+        flash_dynamic_mask_attention_forward(
+            Layer(), *(t[:1].transpose(1, 2) for t in states), None, **packed
+        )
+
+
+@pytest.mark.parametrize("shape", [(B, S), (B, 1, S)])
+def test_additive_masks_without_a_query_dimension_are_refused(shape):
+    with pytest.raises(TypeError, match="attention_mask is torch.float32 of shape"):
+        flash_dynamic_mask_attention_forward(Layer(), *heads_first(), torch.zeros(shape))
+
+
+@pytest.mark.parametrize("name", ["flash_dmattn", "paged|flash_dmattn"])
+@pytest.mark.parametrize("family", ["Llama", "Doge"])
+def test_continuous_batching_is_refused(family, name):
+    transformers = pytest.importorskip("transformers")
+    import flash_dmattn.integrations.transformers  # noqa: F401
+
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    if not hasattr(model, "generate_batch"):
+        pytest.skip("this version of transformers has no continuous batching")
+    model.set_attn_implementation(name)
+    with pytest.raises(ValueError, match="continuous batching"):
+        model.generate_batch(inputs=[[3, 4, 5]] * 4)

@@ -5,16 +5,12 @@
 
 #include "arguments.h"
 #include "cuda/selection/device.cuh"
-#include "cuda/selection/plan_lists.cuh"
+#include "cuda/selection/key_tree.cuh"
 
-// What build_plan and assign_slots ask of their arguments.
 namespace flash_dmattn::cuda {
 
-inline std::int64_t tile_count(const PlanArgs& args) {
-  return ceil_div(args.seqlen_q, args.tile_rows);
-}
-
-inline void validate_plan_args(const PlanArgs& args) {
+// What build_tile_lists, measure_key_bound and assign_slots require of their arguments.
+inline void validate_tile_list_args(const TileListArgs& args) {
   require_length("batch", args.batch);
   require_length("heads", args.heads);
   require_length("batch * heads", args.batch * args.heads);
@@ -23,9 +19,9 @@ inline void validate_plan_args(const PlanArgs& args) {
   if (args.tile_rows < 1) {
     throw InvalidArgument("tile_rows", std::to_string(args.tile_rows), "at least 1");
   }
-  if (tile_count(args) > plan::max_tiles) {
+  if (args.tiles() > key_tree::max_tiles) {
     throw InvalidArgument("tile_rows", std::to_string(args.tile_rows),
-                          "at most " + std::to_string(plan::max_tiles) + " tiles");
+                          "at most " + std::to_string(key_tree::max_tiles) + " tiles");
   }
   if (reinterpret_cast<std::uintptr_t>(args.intervals.data) % sizeof(KeyInterval) != 0) {
     throw InvalidArgument("intervals", "a misaligned address", "an address aligned to 8 bytes");

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "cuda/selection/plan_lists.cuh"
+#include "cuda/selection/key_tree.cuh"
 
 // Building a plan by splitting lists of keys down a tree of tile ranges. A node lists the keys that
 // its tiles' queries see; a CTA reads that list and deals every key to the children that see it, up
@@ -13,7 +13,7 @@
 // Transposing the words of a warp gives lane b the keys of list b as a bit for each lane: its
 // population count is what the list grows by, and a key's place in it follows from the bits below
 // the key's.
-namespace flash_dmattn::cuda::plan {
+namespace flash_dmattn::cuda::key_tree {
 
 // The next keys of a warp and what goes where, transposed: lane b has the keys of list b.
 template <int Steps>
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(threads)
 // Deals the keys of each of the parent's nodes, or of a part of a row, to the children.
 template <int Steps, class Parent, class Children>
 __global__ void __launch_bounds__(threads)
-    deal_keys(Parent parent, Children children, Parts parts) {
+    partition_keys(Parent parent, Children children, Parts parts) {
   wait_for_previous_kernel();
   __shared__ int counts[2][warps][max_lists];
   __shared__ int before_part[max_lists];
@@ -166,4 +166,4 @@ __global__ void __launch_bounds__(threads)
   children.finish(node, length);
 }
 
-}  // namespace flash_dmattn::cuda::plan
+}  // namespace flash_dmattn::cuda::key_tree

@@ -3,10 +3,10 @@
 #include <cstdint>
 
 #include "cuda/selection/device.cuh"
-#include "flash_dmattn/selection.h"
+#include "selection/query_tile_lists.h"
 
 // The tree of key lists that a plan is built through (plan.cuh): its root, its levels, its tiles.
-namespace flash_dmattn::cuda::plan {
+namespace flash_dmattn::cuda::key_tree {
 
 inline constexpr int threads = 512;
 inline constexpr int warps = threads / warp_size;
@@ -54,7 +54,7 @@ struct Node {
 // The root: every key of a row, with its interval.
 class AllKeys {
  public:
-  explicit AllKeys(const PlanArgs& args)
+  explicit AllKeys(const TileListArgs& args)
       : intervals_(reinterpret_cast<const int2*>(args.intervals.data)),
         stride_batch_(args.intervals.stride_batch),
         stride_head_(args.intervals.stride_head),
@@ -262,4 +262,4 @@ struct Tiles {
   }
 };
 
-}  // namespace flash_dmattn::cuda::plan
+}  // namespace flash_dmattn::cuda::key_tree

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "arguments.h"
-#include "selection/selection.h"
+#include "cpu/selection/selection.h"
 #include "tasks.h"
 
 // Two passes over the intervals of a row. The first counts the keys of each tile: a key touches a
@@ -31,7 +31,7 @@ struct Cursors {
 // The intervals of one (b, h), in tiles.
 class Row {
  public:
-  Row(const PlanArgs& args, std::int64_t row)
+  Row(const TileListArgs& args, std::int64_t row)
       : seqlen_q_(args.seqlen_q),
         shift_(args.seqlen_k - args.seqlen_q),
         tile_rows_(static_cast<std::uint32_t>(std::min(args.tile_rows, args.seqlen_q))),
@@ -80,10 +80,6 @@ class Row {
   bool by_position_;
 };
 
-std::int64_t tile_count(const PlanArgs& args) {
-  return args.seqlen_q / args.tile_rows + (args.seqlen_q % args.tile_rows != 0 ? 1 : 0);
-}
-
 void add_range(std::int32_t* differences, std::int64_t tiles, std::int64_t begin,
                std::int64_t end) {
   if (begin >= end) return;
@@ -91,8 +87,8 @@ void add_range(std::int32_t* differences, std::int64_t tiles, std::int64_t begin
   if (end < tiles) --differences[end];
 }
 
-void count_row(const PlanArgs& args, std::int64_t row, const PlanBuffers& buffers) {
-  const std::int64_t tiles = tile_count(args);
+void count_row(const TileListArgs& args, std::int64_t row, const TileListBuffers& buffers) {
+  const std::int64_t tiles = args.tiles();
   std::int32_t* count = buffers.count + row * tiles;
   std::int32_t* full = buffers.full + row * tiles;
   std::fill(count, count + tiles, 0);
@@ -110,9 +106,9 @@ void count_row(const PlanArgs& args, std::int64_t row, const PlanBuffers& buffer
 }
 
 // Fills the lists of tiles [begin, end) of a row. `cursors` has one entry for each tile of the row.
-void fill_tiles(const PlanArgs& args, std::int64_t row, std::int64_t begin, std::int64_t end,
-                const PlanBuffers& buffers, Cursors* cursors) {
-  const std::int64_t tiles = tile_count(args);
+void fill_tiles(const TileListArgs& args, std::int64_t row, std::int64_t begin, std::int64_t end,
+                const TileListBuffers& buffers, Cursors* cursors) {
+  const std::int64_t tiles = args.tiles();
   for (std::int64_t t = begin; t < end; ++t) {
     const std::int64_t start = buffers.begin[row * tiles + t];
     cursors[t] = {start, start + buffers.full[row * tiles + t]};
@@ -147,8 +143,8 @@ struct Most {
 };
 
 // Keys visible from query 0 on are there before the first tile.
-Most measure_row(const PlanArgs& args, std::int64_t row, Change* changes) {
-  const std::int64_t tiles = tile_count(args);
+Most measure_row(const TileListArgs& args, std::int64_t row, Change* changes) {
+  const std::int64_t tiles = args.tiles();
   std::fill(changes, changes + tiles, Change{0, 0});
   const Row intervals(args, row);
   std::int64_t before = 0;
@@ -176,13 +172,13 @@ void raise(std::atomic<std::int64_t>& most, std::int64_t value) {
 
 // Rows are split when there are too few to keep the workers busy; every segment reads all intervals
 // of its row again, so no further than two tasks a worker.
-std::int64_t segments_per_row(const PlanArgs& args, const Execution& execution) {
+std::int64_t segments_per_row(const TileListArgs& args, const Execution& execution) {
   const std::int64_t rows = args.batch * args.heads;
   const std::int64_t wanted = execution.workers == 1 ? 1 : 2 * std::int64_t{execution.workers};
-  return std::clamp<std::int64_t>((wanted + rows - 1) / rows, 1, tile_count(args));
+  return std::clamp<std::int64_t>((wanted + rows - 1) / rows, 1, args.tiles());
 }
 
-void validate(const PlanArgs& args, const Execution& execution) {
+void validate(const TileListArgs& args, const Execution& execution) {
   require_length("batch", args.batch);
   require_length("heads", args.heads);
   require_length("seqlen_q", args.seqlen_q);
@@ -192,19 +188,16 @@ void validate(const PlanArgs& args, const Execution& execution) {
   if (args.tile_rows < 1) {
     throw InvalidArgument("tile_rows", std::to_string(args.tile_rows), "at least 1");
   }
-  if (args.list.keys != nullptr) {
-    throw InvalidArgument("list", "a key list", "key intervals, on the CPU");
-  }
 }
 
 }  // namespace
 
-std::size_t plan_workspace_size(const PlanArgs& args, const Execution& execution) {
+std::size_t tile_lists_workspace_size(const TileListArgs& args, const Execution& execution) {
   validate(args, execution);
-  return static_cast<std::size_t>(args.batch * args.heads * tile_count(args)) * sizeof(Cursors);
+  return static_cast<std::size_t>(args.batch * args.heads * args.tiles()) * sizeof(Cursors);
 }
 
-std::int64_t plan_entries(const PlanArgs& args, const Execution& execution) {
+std::int64_t tile_list_entries(const TileListArgs& args, const Execution& execution) {
   validate(args, execution);
   std::atomic<std::int64_t> total{0};
   for_each_task(execution, args.batch * args.heads, [&](std::int64_t row, int) {
@@ -219,33 +212,23 @@ std::int64_t plan_entries(const PlanArgs& args, const Execution& execution) {
   return total.load();
 }
 
-Plan build_plan(const PlanArgs& args, const PlanBuffers& buffers, const Execution& execution) {
-  const std::size_t bytes = cpu::plan_workspace_size(args, execution);
+QueryTileLists build_tile_lists(const TileListArgs& args, const TileListBuffers& buffers,
+                                std::int64_t capacity, const Execution& execution) {
+  const std::size_t bytes = tile_lists_workspace_size(args, execution);
   const std::int64_t rows = args.batch * args.heads;
-  const std::int64_t tiles = tile_count(args);
-  const bool has_tiles = rows * tiles > 0;
-  require_pointer("begin", buffers.begin, has_tiles);
-  require_pointer("count", buffers.count, has_tiles);
-  require_pointer("full", buffers.full, has_tiles);
-  require_pointer("keys", buffers.keys,
-                  buffers.keys == nullptr && cpu::plan_entries(args, execution) > 0);
+  const std::int64_t tiles = args.tiles();
   require_workspace(execution, bytes);
-
-  const Plan plan{.tile_rows = args.tile_rows,
-                  .tiles = tiles,
-                  .begin = buffers.begin,
-                  .count = buffers.count,
-                  .full = buffers.full,
-                  .keys = buffers.keys,
-                  .stride_batch = args.batch == 1 ? 0 : args.heads * tiles,
-                  .stride_head = args.heads == 1 ? 0 : tiles};
-  if (!has_tiles) return plan;
+  if (args.lists() == 0) return view_of(buffers, args);
 
   for_each_task(execution, rows, [&](std::int64_t row, int) { count_row(args, row, buffers); });
   std::int64_t entries = 0;
   for (std::int64_t t = 0; t < rows * tiles; ++t) {
     buffers.begin[t] = entries;
     entries += buffers.count[t];
+  }
+  if (entries > capacity) {
+    throw InvalidArgument("memory", "room for " + std::to_string(capacity) + " keys",
+                          "room for " + std::to_string(entries) + " (schedule_size)");
   }
 
   auto* cursors = static_cast<Cursors*>(execution.workspace);
@@ -256,17 +239,17 @@ Plan build_plan(const PlanArgs& args, const PlanBuffers& buffers, const Executio
     fill_tiles(args, row, tiles * segment / segments, tiles * (segment + 1) / segments, buffers,
                cursors + row * tiles);
   });
-  return plan;
+  return view_of(buffers, args);
 }
 
-std::size_t measure_workspace_size(const PlanArgs& args, const Execution& execution) {
+std::size_t measure_workspace_size(const TileListArgs& args, const Execution& execution) {
   validate(args, execution);
-  return static_cast<std::size_t>(args.batch * args.heads * tile_count(args)) * sizeof(Change);
+  return static_cast<std::size_t>(args.batch * args.heads * args.tiles()) * sizeof(Change);
 }
 
-KeyBound measure_key_bound(const PlanArgs& args, const Execution& execution) {
+KeyBound measure_key_bound(const TileListArgs& args, const Execution& execution) {
   require_workspace(execution, cpu::measure_workspace_size(args, execution));
-  const std::int64_t tiles = tile_count(args);
+  const std::int64_t tiles = args.tiles();
   if (tiles == 0) return {0, 0};
   auto* changes = static_cast<Change*>(execution.workspace);
   std::atomic<std::int64_t> before{0};

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "flash_dmattn/error.h"
-#include "flash_dmattn/selection.h"
+#include "selection/query_tile_lists.h"
 #include "support/random.h"
 #include "support/run.h"
 
@@ -15,12 +15,12 @@ namespace flash_dmattn {
 namespace {
 
 using testing::GuardedBuffer;
-using testing::OwnedPlan;
+using testing::OwnedTileLists;
 using testing::Random;
 
 // Intervals [batch, heads, Sk] and the arguments that read them.
 struct Intervals {
-  PlanArgs args;
+  TileListArgs args;
   std::vector<KeyInterval> data;
 
   Intervals(std::int64_t batch, std::int64_t heads, std::int64_t seqlen_q, std::int64_t seqlen_k,
@@ -52,7 +52,7 @@ struct TileKeys {
   std::vector<std::int32_t> full, partial;
 };
 
-TileKeys keys_of(const PlanArgs& args, std::int64_t b, std::int64_t h, std::int64_t tile) {
+TileKeys keys_of(const TileListArgs& args, std::int64_t b, std::int64_t h, std::int64_t tile) {
   TileKeys keys;
   const std::int64_t begin = tile * args.tile_rows;
   const std::int64_t end = std::min(begin + args.tile_rows, args.seqlen_q);
@@ -74,56 +74,56 @@ TileKeys keys_of(const PlanArgs& args, std::int64_t b, std::int64_t h, std::int6
   return keys;
 }
 
-void expect_as_defined(const PlanArgs& args) {
-  const OwnedPlan owned = testing::make_plan(args, testing::in_turn(1));
-  const Plan& plan = owned.plan;
-  ASSERT_EQ(plan.tile_rows, args.tile_rows);
-  ASSERT_EQ(plan.tiles, (args.seqlen_q + args.tile_rows - 1) / args.tile_rows);
+void expect_as_defined(const TileListArgs& args) {
+  const OwnedTileLists owned = testing::make_tile_lists(args, testing::in_turn(1));
+  const QueryTileLists& lists = owned.lists;
+  ASSERT_EQ(lists.tile_rows, args.tile_rows);
+  ASSERT_EQ(lists.tiles, (args.seqlen_q + args.tile_rows - 1) / args.tile_rows);
   std::int64_t entries = 0;
   for (std::int64_t b = 0; b < args.batch; ++b) {
     for (std::int64_t h = 0; h < args.heads; ++h) {
-      for (std::int64_t t = 0; t < plan.tiles; ++t) {
+      for (std::int64_t t = 0; t < lists.tiles; ++t) {
         const TileKeys expected = keys_of(args, b, h, t);
-        const std::int64_t at = b * plan.stride_batch + h * plan.stride_head + t;
-        const std::int32_t* keys = plan.keys + plan.begin[at];
+        const std::int64_t at = b * lists.stride_batch + h * lists.stride_head + t;
+        const std::int32_t* keys = lists.keys + lists.begin[at];
         const std::string where = "batch " + std::to_string(b) + ", head " + std::to_string(h) +
                                   ", tile " + std::to_string(t);
-        ASSERT_EQ(plan.begin[at], entries) << where;
-        ASSERT_EQ(std::vector<std::int32_t>(keys, keys + plan.full[at]), expected.full) << where;
-        ASSERT_EQ(std::vector<std::int32_t>(keys + plan.full[at], keys + plan.count[at]),
+        ASSERT_EQ(lists.begin[at], entries) << where;
+        ASSERT_EQ(std::vector<std::int32_t>(keys, keys + lists.full[at]), expected.full) << where;
+        ASSERT_EQ(std::vector<std::int32_t>(keys + lists.full[at], keys + lists.count[at]),
                   expected.partial)
             << where;
-        entries += plan.count[at];
+        entries += lists.count[at];
       }
     }
   }
-  EXPECT_EQ(plan_entries(args, testing::in_turn(1)), entries);
+  EXPECT_EQ(tile_list_entries(Device::cpu, args, testing::in_turn(1)), entries);
 }
 
 // The measured bound holds for every run of whole tiles.
-void expect_bound(const PlanArgs& args) {
+void expect_bound(const TileListArgs& args) {
   Execution execution = testing::in_turn(2);
-  GuardedBuffer workspace(measure_workspace_size(args, execution), "workspace");
+  GuardedBuffer workspace(measure_workspace_size(Device::cpu, args, execution), "workspace");
   execution.workspace = workspace.data();
   execution.workspace_bytes = workspace.size();
-  const KeyBound bound = measure_key_bound(args, execution);
+  const KeyBound bound = measure_key_bound(Device::cpu, args, execution);
   ASSERT_TRUE(bound.known());
-  const OwnedPlan owned = testing::make_plan(args, testing::in_turn(1));
-  const Plan& plan = owned.plan;
+  const OwnedTileLists owned = testing::make_tile_lists(args, testing::in_turn(1));
+  const QueryTileLists& lists = owned.lists;
   for (std::int64_t row = 0; row < args.batch * args.heads; ++row) {
-    for (std::int64_t first = 0; first < plan.tiles; ++first) {
+    for (std::int64_t first = 0; first < lists.tiles; ++first) {
       std::set<std::int32_t> seen;
-      for (std::int64_t t = first; t < plan.tiles; ++t) {
-        const std::int64_t at = row * plan.tiles + t;
-        seen.insert(plan.keys + plan.begin[at], plan.keys + plan.begin[at] + plan.count[at]);
+      for (std::int64_t t = first; t < lists.tiles; ++t) {
+        const std::int64_t at = row * lists.tiles + t;
+        seen.insert(lists.keys + lists.begin[at], lists.keys + lists.begin[at] + lists.count[at]);
         ASSERT_LE(static_cast<std::int64_t>(seen.size()),
-                  bound.base + bound.per_query * (t + 1 - first) * plan.tile_rows);
+                  bound.base + bound.per_query * (t + 1 - first) * lists.tile_rows);
       }
     }
   }
 }
 
-TEST(Plan, RandomIntervals) {
+TEST(TileLists, RandomIntervals) {
   Random random(1);
   for (int round = 0; round < 400; ++round) {
     const std::int64_t seqlen_q = random.below(70);
@@ -143,19 +143,20 @@ TEST(Plan, RandomIntervals) {
   }
 }
 
-TEST(Plan, MeasuredBoundOfASlidingWindowIsTight) {
+TEST(TileLists, MeasuredBoundOfASlidingWindowIsTight) {
   Intervals intervals(1, 1, 640, 640, 64, false);
   intervals.fill([](std::int64_t j) { return Pair{j, j + 100}; });
   Execution execution = testing::in_turn(1);
-  GuardedBuffer workspace(measure_workspace_size(intervals.args, execution), "workspace");
+  GuardedBuffer workspace(measure_workspace_size(Device::cpu, intervals.args, execution),
+                          "workspace");
   execution.workspace = workspace.data();
   execution.workspace_bytes = workspace.size();
-  const KeyBound bound = measure_key_bound(intervals.args, execution);
+  const KeyBound bound = measure_key_bound(Device::cpu, intervals.args, execution);
   EXPECT_EQ(bound.base, 99);
   EXPECT_EQ(bound.per_query, 1);
 }
 
-TEST(Plan, IntervalsMadeByHand) {
+TEST(TileLists, IntervalsMadeByHand) {
   for (const std::int64_t tile_rows : {1, 5, 16, 64, 100, 1000}) {
     for (const bool causal : {false, true}) {
       for (const auto& [seqlen_q, seqlen_k] : {Pair{100, 100}, Pair{33, 100}, Pair{100, 33}}) {
@@ -185,31 +186,31 @@ TEST(Plan, IntervalsMadeByHand) {
   }
 }
 
-TEST(Plan, KeySeenByAllRowsOfAShortTileIsFull) {
+TEST(TileLists, KeySeenByAllRowsOfAShortTileIsFull) {
   Intervals intervals(1, 1, 10, 1, 8);
   intervals.fill([](std::int64_t) { return Pair{8, 10}; });
-  const OwnedPlan owned = testing::make_plan(intervals.args, testing::in_turn(1));
-  EXPECT_EQ(owned.plan.count[0], 0);
-  EXPECT_EQ(owned.plan.count[1], 1);
-  EXPECT_EQ(owned.plan.full[1], 1);
+  const OwnedTileLists owned = testing::make_tile_lists(intervals.args, testing::in_turn(1));
+  EXPECT_EQ(owned.lists.count[0], 0);
+  EXPECT_EQ(owned.lists.count[1], 1);
+  EXPECT_EQ(owned.lists.full[1], 1);
 }
 
-TEST(Plan, SharedRowsHaveStrideZero) {
+TEST(TileLists, SharedRowsHaveStrideZero) {
   Intervals intervals(1, 1, 10, 10, 4);
-  const OwnedPlan shared = testing::make_plan(intervals.args, testing::in_turn(1));
-  EXPECT_EQ(shared.plan.stride_batch, 0);
-  EXPECT_EQ(shared.plan.stride_head, 0);
+  const OwnedTileLists shared = testing::make_tile_lists(intervals.args, testing::in_turn(1));
+  EXPECT_EQ(shared.lists.stride_batch, 0);
+  EXPECT_EQ(shared.lists.stride_head, 0);
   Intervals many(2, 3, 10, 10, 4);
-  const OwnedPlan separate = testing::make_plan(many.args, testing::in_turn(1));
-  EXPECT_EQ(separate.plan.stride_batch, 9);
-  EXPECT_EQ(separate.plan.stride_head, 3);
+  const OwnedTileLists separate = testing::make_tile_lists(many.args, testing::in_turn(1));
+  EXPECT_EQ(separate.lists.stride_batch, 9);
+  EXPECT_EQ(separate.lists.stride_head, 3);
 }
 
 bool same_bytes(const GuardedBuffer& a, const GuardedBuffer& b) {
   return a.size() == b.size() && std::equal(a.data(), a.data() + a.size(), b.data());
 }
 
-TEST(Plan, SameForAnyNumberOfWorkers) {
+TEST(TileLists, SameForAnyNumberOfWorkers) {
   Random random(2);
   for (const std::int64_t heads : {1, 3, 8}) {
     Intervals intervals(1, heads, 1000, 900, 17, true);
@@ -217,10 +218,10 @@ TEST(Plan, SameForAnyNumberOfWorkers) {
       interval = {static_cast<std::int32_t>(random.below(1000)),
                   static_cast<std::int32_t>(random.below(1000))};
     }
-    const OwnedPlan expected = testing::make_plan(intervals.args, testing::in_turn(1));
+    const OwnedTileLists expected = testing::make_tile_lists(intervals.args, testing::in_turn(1));
     for (const Execution& execution : {testing::in_turn(5), testing::on_threads(2),
                                        testing::on_threads(23), testing::on_pool()}) {
-      const OwnedPlan actual = testing::make_plan(intervals.args, execution);
+      const OwnedTileLists actual = testing::make_tile_lists(intervals.args, execution);
       EXPECT_TRUE(same_bytes(actual.begin, expected.begin));
       EXPECT_TRUE(same_bytes(actual.count, expected.count));
       EXPECT_TRUE(same_bytes(actual.full, expected.full));
@@ -229,16 +230,17 @@ TEST(Plan, SameForAnyNumberOfWorkers) {
   }
 }
 
-TEST(Plan, SlidingWindowTouchesFewKeysPerTile) {
+TEST(TileLists, SlidingWindowTouchesFewKeysPerTile) {
   Intervals intervals(1, 1, 4096, 4096, 64);
   intervals.fill([](std::int64_t j) { return Pair{j, j + 512}; });
-  const OwnedPlan owned = testing::make_plan(intervals.args, testing::in_turn(1));
-  for (std::int64_t t = 0; t < owned.plan.tiles; ++t) EXPECT_LE(owned.plan.count[t], 512 + 64 - 1);
+  const OwnedTileLists owned = testing::make_tile_lists(intervals.args, testing::in_turn(1));
+  for (std::int64_t t = 0; t < owned.lists.tiles; ++t)
+    EXPECT_LE(owned.lists.count[t], 512 + 64 - 1);
 }
 
-class PlanArguments : public ::testing::Test {
+class TileListArguments : public ::testing::Test {
  protected:
-  PlanArguments() {
+  TileListArguments() {
     intervals_.fill([](std::int64_t) { return Pair{0, 6}; });
     execution_.workspace = workspace_.data();
     execution_.workspace_bytes = workspace_.size();
@@ -246,7 +248,7 @@ class PlanArguments : public ::testing::Test {
 
   void expect_rejected(const std::string& argument) {
     try {
-      build_plan(args_, buffers_, execution_);
+      build_tile_lists(Device::cpu, args_, buffers_, execution_);
       FAIL() << "accepted a bad " << argument;
     } catch (const InvalidArgument& error) {
       EXPECT_EQ(error.argument(), argument) << error.what();
@@ -262,44 +264,37 @@ class PlanArguments : public ::testing::Test {
   std::int32_t count_[2] = {-7, -7};
   std::int32_t full_[2] = {-7, -7};
   std::int32_t keys_[10] = {-7};
-  PlanArgs args_ = intervals_.args;
-  PlanBuffers buffers_{begin_, count_, full_, keys_};
+  TileListArgs args_ = intervals_.args;
+  TileListBuffers buffers_{begin_, count_, full_, keys_};
   GuardedBuffer workspace_{4096, "workspace"};
   Execution execution_;
 };
 
-TEST_F(PlanArguments, AreChecked) {
-  const PlanArgs good = args_;
-  const PlanBuffers good_buffers = buffers_;
+TEST_F(TileListArguments, AreChecked) {
+  const TileListArgs good = args_;
   const Execution good_execution = execution_;
   const auto with = [&](auto change, const std::string& argument) {
     args_ = good;
-    buffers_ = good_buffers;
     execution_ = good_execution;
     change();
     expect_rejected(argument);
   };
   with([&] { args_.tile_rows = 0; }, "tile_rows");
-  with([&] { args_.list.keys = keys_; }, "list");
   with([&] { args_.batch = -1; }, "batch");
   with([&] { args_.heads = -1; }, "heads");
   with([&] { args_.seqlen_q = -1; }, "seqlen_q");
   with([&] { args_.seqlen_k = std::int64_t{1} << 31; }, "seqlen_k");
   constexpr std::int64_t longest = (std::int64_t{1} << 31) - 1;
   with([&] { args_.batch = args_.heads = args_.seqlen_q = longest, args_.tile_rows = 1; }, "batch");
-  with([&] { buffers_.begin = nullptr; }, "begin");
-  with([&] { buffers_.count = nullptr; }, "count");
-  with([&] { buffers_.full = nullptr; }, "full");
-  with([&] { buffers_.keys = nullptr; }, "keys");
   with([&] { execution_.workers = 0; }, "execution.workers");
   with([&] { execution_.workspace_bytes = 1; }, "execution.workspace_bytes");
   with([&] { execution_.workspace = nullptr; }, "execution.workspace");
 }
 
-TEST_F(PlanArguments, KeysMayBeNullWhenNothingIsVisible) {
+TEST_F(TileListArguments, KeysMayBeNullWhenNothingIsVisible) {
   intervals_.fill([](std::int64_t) { return Pair{0, 0}; });
   buffers_.keys = nullptr;
-  build_plan(args_, buffers_, execution_);
+  build_tile_lists(Device::cpu, args_, buffers_, execution_);
   EXPECT_EQ(count_[0], 0);
 }
 

@@ -7,8 +7,8 @@
 #include <string>
 
 #include "arguments.h"
+#include "cpu/selection/selection.h"
 #include "float_types.h"
-#include "selection/selection.h"
 #include "tasks.h"
 
 // One sweep over the positions of a row with a heap of the w best keys so far, the worst on top. A key

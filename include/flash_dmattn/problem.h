@@ -1,0 +1,57 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <limits>
+
+#include "flash_dmattn/types.h"
+
+namespace flash_dmattn {
+
+// What becomes of non-finite values. Finite inputs give finite results either way up to overflow.
+enum class NonFinite : std::uint8_t {
+  // Non-finite elements of dout count as 0. Gradients saturate on conversion: bf16 at +-1.69e38 (half
+  // its maximum), f16 at +-65504, f32 at its maximum; a NaN becomes the positive limit. On a GPU dt
+  // saturates in the same way before it is multiplied in low precision; on the CPU nothing is limited
+  // but what is stored. out saturates at its dtype's maximum.
+  saturate,
+  // inf and NaN pass through, as GradScaler and the hunt for a divergence need them.
+  propagate,
+};
+
+// Shape of a mask or a bias: ({B|1}, {Hq|Hkv|1}, {Sq|1}, {Sk|1}). All zero: there is none.
+using BroadcastShape = std::array<std::int64_t, 4>;
+
+// A problem without its data: what decides whether and how it can be computed.
+struct Problem {
+  std::int64_t batch = 0;
+  std::int64_t heads_q = 0;  // a multiple of heads_kv; head h uses kv head h / (heads_q / heads_kv)
+  std::int64_t heads_kv = 0;
+  std::int64_t seqlen_q = 0;  // any length may be 0
+  std::int64_t seqlen_k = 0;
+  std::int64_t head_dim = 0;    // 1..256
+  DType dtype = DType::f32;     // of q, k, v, out and their gradients
+  Device device = Device::cpu;  // of every pointer of the call, workspace included
+
+  // The factor on q . k, a finite number; default_scale(head_dim) is customary.
+  float scale = std::numeric_limits<float>::quiet_NaN();
+  float softcap = 0;  // c; 0 = none
+  bool causal = false;
+  bool deterministic = false;  // the CPU backends always are
+  NonFinite nonfinite = NonFinite::saturate;
+
+  BroadcastShape mask_shape{};
+  BroadcastShape bias_shape{};
+  DType bias_dtype = DType::f32;  // dtype, or f32; dbias has it too
+
+  // Of Inputs::visibility, at most one of the three; all zero: it is not given.
+  std::array<std::int64_t, 2> intervals_shape{};  // [B|1, Hkv|1] of the key intervals
+  std::array<std::int64_t, 2> key_list_shape{};   // [B|1, Hkv|1] of the key list
+  BroadcastShape rank_shape{};   // ({B|1}, {Hq|Hkv|1}, 1, Sk) of the ranks, which go with a mask
+  BroadcastShape limit_shape{};  // ({B|1}, {Hq|Hkv|1}, Sq, 1) of their limits
+};
+
+// 1 / sqrt(head_dim).
+float default_scale(std::int64_t head_dim);
+
+}  // namespace flash_dmattn

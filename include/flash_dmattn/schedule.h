@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "flash_dmattn/execution.h"
+#include "flash_dmattn/problem.h"
+#include "flash_dmattn/visibility.h"
+
+// *What* is visible is the caller's to say (visibility.h); *how* a kernel walks it is the backend's. A schedule
+// is what a backend makes of a visibility before it computes: which keys each tile of queries meets, or which
+// queries each block of keys. It is opaque, made by the backend that is going to use it, for one direction.
+namespace flash_dmattn {
+
+enum class Direction : std::uint8_t { forward, backward };
+
+// A schedule, in memory of the caller. It may be empty: where every key is visible, where the backend needs
+// none, or where it is quicker without.
+struct Schedule {
+  const void* data = nullptr;
+  std::size_t bytes = 0;
+
+  // ---- The library's own: how `data` is read, and what it was built for, which every call checks. ----
+
+  enum class Kind : std::uint8_t {
+    none,
+    query_tile_lists,  // of each tile of queries, the keys that it meets
+    key_list_tiles,    // of each tile of queries, how much of its row's KeyList it meets
+    key_slots,         // of each block of slots, the keys that live in them one after the other
+  };
+  Kind kind = Kind::none;
+  bool serves_forward = false;
+  bool serves_backward = false;
+  std::string_view backend{};
+  Problem problem{};
+  std::int64_t tile_rows = 0;  // queries of a tile
+  std::int64_t capacity = 0;  // keys that a tile's list has room for, or slots; 0: lists are packed
+  std::int64_t segments = 1;  // of slots
+
+  constexpr bool empty() const { return kind == Kind::none; }
+
+  // Whether calls of this direction take it. Some schedules serve both.
+  constexpr bool serves(Direction direction) const {
+    return direction == Direction::forward ? serves_forward : serves_backward;
+  }
+};
+
+// Bytes of the schedule. On a GPU a closed form of shapes and the bound of the intervals, which has to be known
+// unless it is `consecutive`; the CPU reads the intervals. 0: the schedule is empty.
+std::size_t schedule_size(const Problem& problem, const Visibility& visibility, Direction direction,
+                          const Execution& execution, std::string_view backend = {});
+
+std::size_t schedule_workspace_size(const Problem& problem, const Visibility& visibility,
+                                    Direction direction, const Execution& execution,
+                                    std::string_view backend = {});
+
+// Builds the schedule into `memory`, of schedule_size bytes or more, aligned to workspace_alignment, which has
+// to live as long as the schedule is used. The result does not depend on the number of workers. Throws
+// InvalidArgument. On a GPU the call only enqueues work on execution.stream; intervals that break their bound
+// make a schedule that lacks keys, but nothing is written outside `memory`.
+Schedule build_schedule(const Problem& problem, const Visibility& visibility, Direction direction,
+                        std::span<std::byte> memory, const Execution& execution,
+                        std::string_view backend = {});
+
+}  // namespace flash_dmattn

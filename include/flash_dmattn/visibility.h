@@ -1,0 +1,71 @@
+#pragma once
+
+#include <cstdint>
+
+#include "flash_dmattn/types.h"
+
+// Which keys a query sees, beside masks, biases and causality.
+//
+// The score of dynamic mask attention belongs to the key, not to the pair. Under causal per-query
+// top-w selection key j is visible to a query at position t >= j while fewer than w of the keys at
+// positions 0..t beat it. The number of keys that beat it only grows with t, so every key is visible
+// in one interval of queries, and two integers per key replace the Sq x Sk mask. Sliding windows,
+// prefixes, padding and packed documents have the same form.
+namespace flash_dmattn {
+
+// Key j is visible to query i exactly when first <= i < last, with i counted in rows of q: query i
+// stands at key position i + Sk - Sq. first >= last: never visible.
+struct KeyInterval {
+  std::int32_t first;
+  std::int32_t last;
+};
+
+// [B|1, Hkv|1, Sk] intervals; strides in KeyInterval elements, not used for a dimension of size 1, keys
+// contiguous.
+struct KeyIntervals {
+  const KeyInterval* data = nullptr;
+  std::int64_t stride_batch = dense_stride;
+  std::int64_t stride_head = dense_stride;
+};
+
+// A bound on intervals that is known without reading them: any n consecutive queries together see at
+// most base + per_query * n keys (and never more than Sk). A GPU needs it, because what it allocates has
+// to be known before the intervals are.
+//   selection of w keys              key_bound(args): {w, causal and per query ? 1 : 0}
+//   sliding window of w              {w, 1, true}
+//   packed documents of length <= l  {2 l, 1, true}
+//   anything                         {Sk, 0}, or measure_key_bound
+struct KeyBound {
+  std::int64_t base = -1;  // negative: unknown
+  std::int64_t per_query = 0;
+  // The keys that one query sees are consecutive, or nearly: a GPU then walks from the first to the last.
+  bool consecutive = false;
+
+  constexpr bool known() const { return base >= 0; }
+};
+
+// [B|1, Hkv|1, n] keys in ascending order, of which every query sees all (or with `causal`, those in its
+// past). A `global` selection as a list takes half the memory of intervals or less. GPU only.
+struct KeyList {
+  const std::int32_t* keys =
+      nullptr;  // rows of `stride` entries; beyond count, any keys of [0, Sk)
+  const std::int32_t* count = nullptr;  // [B|1, Hkv|1] dense
+  std::int64_t stride = 0;              // a multiple of 4, and the keys aligned to 16 bytes
+};
+
+// A choice among the keys that a mask leaves: query i sees key j only if key_rank_j < rank_limit_i.
+struct KeyRanks {
+  ConstTensor4 key_rank{};    // ({B|1}, {Hq|Hkv|1}, 1, Sk) int32, the keys contiguous
+  ConstTensor4 rank_limit{};  // ({B|1}, {Hq|Hkv|1}, Sq, 1) int32
+};
+
+// One of the three, as the shapes in the problem state: intervals_shape, key_list_shape, rank_shape.
+// Without such a shape every key is visible.
+struct Visibility {
+  KeyIntervals intervals{};
+  KeyBound bound{};  // of the intervals; a GPU's schedule needs it, the CPU does not use it
+  KeyList key_list{};
+  KeyRanks ranks{};
+};
+
+}  // namespace flash_dmattn

@@ -1,0 +1,22 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "flash_dmattn/schedule.h"
+
+// The CPU's schedule: query tiles' key lists, the same for both directions.
+namespace flash_dmattn::cpu {
+
+// Queries of a tile.
+std::int64_t tile_queries(const Problem& problem);
+
+std::size_t schedule_size(const Problem& problem, const Visibility& visibility, Direction direction,
+                          const Execution& execution);
+std::size_t schedule_workspace_size(const Problem& problem, const Visibility& visibility,
+                                    Direction direction, const Execution& execution);
+Schedule build_schedule(const Problem& problem, const Visibility& visibility, Direction direction,
+                        std::span<std::byte> memory, const Execution& execution);
+
+}  // namespace flash_dmattn::cpu

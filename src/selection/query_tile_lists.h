@@ -1,0 +1,99 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "flash_dmattn/schedule.h"
+#include "flash_dmattn/visibility.h"
+
+// The schedule of kernels that go through the keys of a tile of queries.
+namespace flash_dmattn {
+
+// For each tile of `tile_rows` consecutive queries, the keys that at least one of them sees: its *full* keys
+// first (visible to all its rows), then its *partial* ones, each group by ascending position; or all of them by
+// position, of which none counts as full. O(number of entries) memory.
+struct QueryTileLists {
+  std::int64_t tile_rows = 0;  // queries of a tile; the last one may have fewer
+  std::int64_t tiles = 0;      // ceil(Sq / tile_rows)
+  // Both [B|1, Hkv|1, tiles]: the list of tile t of (b, h) is keys[begin[.., t]] .. keys[begin[.., t] +
+  // count[.., t]], of which the first full[.., t] are full. Dense strides, 0 for a dimension of size 1.
+  const std::int64_t* begin = nullptr;
+  const std::int32_t* count = nullptr;
+  const std::int32_t* full = nullptr;
+  const std::int32_t* keys = nullptr;  // [entries]
+  std::int64_t stride_batch = 0;
+  std::int64_t stride_head = 0;
+};
+
+// What tile lists are made of; they have the batch and heads of the intervals or of the key list.
+struct TileListArgs {
+  std::int64_t batch = 0;  // B or 1
+  std::int64_t heads = 0;  // Hkv or 1
+  std::int64_t seqlen_q = 0;
+  std::int64_t seqlen_k = 0;
+  std::int64_t tile_rows = 0;
+  bool causal = false;  // clips every interval to queries at or after the key
+  // All keys of a tile by position. Either order gives the same results; this one is what deterministic
+  // gradients on a GPU are quick with.
+  bool by_position = false;
+  KeyIntervals intervals{};  // strides as in memory; null data: every key is visible to every query
+  KeyBound bound{};          // must be known on a GPU, is not used on the CPU
+  // Instead of intervals, on a GPU. The tile lists are then the beginnings of these lists, and need no memory
+  // for keys. (From a list's count on there are more keys.)
+  KeyList key_list{};
+
+  std::int64_t tiles() const { return seqlen_q / tile_rows + (seqlen_q % tile_rows != 0 ? 1 : 0); }
+  std::int64_t lists() const { return batch * heads * tiles(); }
+};
+
+// Where tile lists are built.
+struct TileListBuffers {
+  std::int64_t* begin = nullptr;  // [batch, heads, tiles]
+  std::int32_t* count = nullptr;  // [batch, heads, tiles]
+  std::int32_t* full = nullptr;   // [batch, heads, tiles]
+  std::int32_t* keys = nullptr;   // [entries]
+};
+
+// Where the arrays of a schedule begin, in bytes, each aligned to workspace_alignment.
+struct TileListLayout {
+  std::size_t begin = 0;
+  std::size_t count;
+  std::size_t full;
+  std::size_t keys;
+  std::size_t bytes;
+
+  TileListLayout(std::int64_t lists, std::int64_t entries);
+  TileListBuffers buffers_in(void* memory) const;
+};
+
+// The view of the lists in `buffers`.
+QueryTileLists view_of(const TileListBuffers& buffers, const TileListArgs& args);
+
+// For the intervals or the key list of a problem.
+TileListArgs tile_list_args(const Problem& problem, const Visibility& visibility,
+                            std::int64_t tile_rows);
+
+// The lists of a schedule, nothing where it is empty. The keys of a key list are where the list is. Throws
+// InvalidArgument for tiles of other than `tile_rows` queries.
+QueryTileLists query_tile_lists(const Schedule& schedule, const KeyList& key_list,
+                                std::int64_t tile_rows);
+
+// ---- Where the data is ---------------------------------------------------------------------------
+//
+// For the tests, and for kernels that are not the library's own and walk tiles of their own size (the Triton
+// backend, through the operator build_key_plan). See cpu/selection/selection.h and cuda/selection/selection.h.
+
+std::size_t tile_lists_workspace_size(Device device, const TileListArgs& args,
+                                      const Execution& execution);
+
+// Of all lists together: on a GPU each has the same capacity, which follows from the bound.
+std::int64_t tile_list_entries(Device device, const TileListArgs& args, const Execution& execution);
+QueryTileLists build_tile_lists(Device device, const TileListArgs& args,
+                                const TileListBuffers& buffers, const Execution& execution);
+
+// A bound that holds for runs of whole tiles of args.tile_rows queries.
+std::size_t measure_workspace_size(Device device, const TileListArgs& args,
+                                   const Execution& execution);
+KeyBound measure_key_bound(Device device, const TileListArgs& args, const Execution& execution);
+
+}  // namespace flash_dmattn

@@ -1,0 +1,134 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "cuda/selection/selection.h"
+#include "device.h"
+#include "support/random.h"
+#include "tile_list_comparison.h"
+
+// Slots of hand-made intervals on the device.
+namespace flash_dmattn {
+namespace {
+
+using testing::DeviceBuffer;
+using testing::download;
+using testing::Random;
+
+class SmallCudaSlots : public testing::OnDevice {};
+class CudaSlots : public testing::OnDevice {};
+
+// Follows the slots of one row on the host and checks what SlotSchedule promises of them.
+void expect_valid_slots(const TileListArgs& args, const cuda::SlotSchedule& shape, std::int64_t row,
+                        const KeyInterval* intervals, const std::int32_t* arrivals,
+                        const std::int32_t* successor, std::int32_t count,
+                        const std::int32_t* starts) {
+  const std::int64_t tiles = (args.seqlen_q + args.tile_rows - 1) / args.tile_rows;
+  const std::int64_t segment_tiles = (tiles + shape.segments - 1) / shape.segments;
+  struct Life {
+    std::int64_t first = 0;
+    std::int64_t last = -1;  // tiles
+    bool placed = false;
+  };
+  std::vector<Life> lives(static_cast<std::size_t>(args.seqlen_k));
+  std::int64_t visible = 0;
+  for (std::int64_t j = 0; j < args.seqlen_k; ++j) {
+    std::int64_t first = std::max<std::int64_t>(intervals[j].first, 0);
+    if (args.causal) first = std::max(first, j - args.seqlen_k + args.seqlen_q);
+    const std::int64_t last = std::min<std::int64_t>(intervals[j].last, args.seqlen_q);
+    if (first >= last) continue;
+    lives[static_cast<std::size_t>(j)] = {first / args.tile_rows, (last - 1) / args.tile_rows};
+    ++visible;
+  }
+  ASSERT_EQ(count, visible) << "row " << row;
+  for (std::int32_t slot = 0; slot < shape.slots; ++slot) {
+    std::vector<std::int32_t> start(static_cast<std::size_t>(shape.segments), -1);
+    std::int64_t previous = -1;
+    for (std::int32_t n = slot < count ? slot : -1; n >= 0; n = successor[n]) {
+      Life& life = lives[static_cast<std::size_t>(arrivals[n])];
+      ASSERT_FALSE(life.placed) << "key " << arrivals[n] << " has two slots";
+      ASSERT_LT(previous, life.first) << "slot " << slot << " holds two keys";
+      life.placed = true;
+      previous = life.last;
+      for (std::size_t g = 0; g < start.size(); ++g) {
+        const auto segment_begin = static_cast<std::int64_t>(g) * segment_tiles;
+        if (start[g] < 0 && life.last >= segment_begin) start[g] = n;
+      }
+    }
+    for (std::size_t g = 0; g < start.size(); ++g) {
+      ASSERT_EQ(starts[static_cast<std::int32_t>(g) * shape.slots + slot], start[g])
+          << "slot " << slot << ", segment " << g;
+    }
+  }
+  for (const Life& life : lives) ASSERT_EQ(life.placed, life.last >= 0);
+  for (std::int64_t n = count; n < args.seqlen_k; ++n) ASSERT_EQ(arrivals[n], -1);
+}
+
+void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest) {
+  Random random(seed);
+  for (int round = 0; round < rounds; ++round) {
+    TileListArgs args;
+    args.batch = 1 + random.below(2);
+    args.heads = 1 + random.below(2);
+    args.seqlen_q = 1 + random.below(longest);
+    args.seqlen_k = random.below(2) == 0 ? args.seqlen_q : 1 + random.below(longest);
+    args.tile_rows = 1 + random.below(130);
+    args.causal = random.below(2) == 0;
+    const std::int64_t rows = args.batch * args.heads;
+    const std::int64_t longest_life = 1 + random.below(400);
+    std::vector<KeyInterval> intervals(static_cast<std::size_t>(rows * args.seqlen_k));
+    for (std::size_t i = 0; i < intervals.size(); ++i) {
+      const auto j = static_cast<std::int64_t>(i) % args.seqlen_k;
+      const std::int64_t first =
+          round % 2 == 0 ? j - args.seqlen_k + args.seqlen_q : random.below(args.seqlen_q);
+      const std::int64_t life = round % 2 == 0 ? longest_life : random.below(longest_life + 1);
+      intervals[i] = {static_cast<std::int32_t>(first), static_cast<std::int32_t>(first + life)};
+    }
+    args.bound = {args.seqlen_k, 0};
+    if (round % 2 == 0) args.bound = {longest_life, 1};
+    DeviceBuffer on_device(intervals.size() * sizeof(KeyInterval));
+    on_device.upload(intervals.data());
+    args.intervals = {reinterpret_cast<const KeyInterval*>(on_device.data()),
+                      args.heads * args.seqlen_k, args.seqlen_k};
+
+    cuda::SlotSchedule schedule;
+    schedule.slots = static_cast<int>(cuda::tile_list_capacity(args));
+    schedule.segments = static_cast<int>(1 + random.below(5));
+    const std::int64_t starts_count = rows * schedule.segments * schedule.slots;
+    DeviceBuffer arrivals(intervals.size() * 4);
+    DeviceBuffer successor(intervals.size() * 4);
+    DeviceBuffer count(static_cast<std::size_t>(rows) * 4);
+    DeviceBuffer starts(static_cast<std::size_t>(starts_count) * 4);
+    schedule.arrivals = reinterpret_cast<std::int32_t*>(arrivals.data());
+    schedule.successor = reinterpret_cast<std::int32_t*>(successor.data());
+    schedule.count = reinterpret_cast<std::int32_t*>(count.data());
+    schedule.starts = reinterpret_cast<std::int32_t*>(starts.data());
+    const std::size_t bytes = cuda::slot_workspace_size(args);
+    DeviceBuffer workspace(bytes);
+    Execution execution;
+    execution.workspace = workspace.data();
+    execution.workspace_bytes = bytes;
+    cuda::assign_slots(args, schedule, execution);
+
+    const std::int64_t keys = rows * args.seqlen_k;
+    const auto host_arrivals = download<std::int32_t>(arrivals, keys);
+    const auto host_successor = download<std::int32_t>(successor, keys);
+    const auto host_count = download<std::int32_t>(count, rows);
+    const auto host_starts = download<std::int32_t>(starts, starts_count);
+    for (std::int64_t row = 0; row < rows; ++row) {
+      const std::int64_t begin = row * args.seqlen_k;
+      expect_valid_slots(args, schedule, row, intervals.data() + begin,
+                         host_arrivals.data() + begin, host_successor.data() + begin,
+                         host_count[static_cast<std::size_t>(row)],
+                         host_starts.data() + row * schedule.segments * schedule.slots);
+      if (::testing::Test::HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_F(SmallCudaSlots, Random) { compare_slots(21, 12, 1500); }
+TEST_F(CudaSlots, RandomLong) { compare_slots(22, 60, 30000); }
+
+}  // namespace
+}  // namespace flash_dmattn
