@@ -27,9 +27,9 @@ except PackageNotFoundError:  # used from a source tree
 
 
 def __getattr__(name: str):
-    """CPU_AVAILABLE, CUDA_AVAILABLE, TRITON_AVAILABLE, FLEX_AVAILABLE: asked of the machine when used.
+    """CPU_AVAILABLE, CUDA_AVAILABLE, TRITON_AVAILABLE, FLEX_AVAILABLE: determined at first use.
 
-    Not at import: once a process has asked CUDA anything, its forked children cannot use the GPU.
+    Not at import: once a process has initialised CUDA, its forked children cannot use the GPU.
     """
     backend, found, rest = name.partition("_AVAILABLE")
     if found and not rest and backend in ("CPU", "CUDA", "TRITON", "FLEX"):

@@ -21,7 +21,7 @@ _INSTRUCTION_SETS = (
 
 
 def info() -> None:
-    """Prints the version, what can compute here, and why the rest cannot."""
+    """Prints the version, the backends that run here, and why the others do not."""
     print(f"flash_dmattn {flash_dmattn.__version__}")
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.platform()}")
     print("\nbackends, the preferred one first")
@@ -36,7 +36,7 @@ def info() -> None:
 
 
 def _instruction_sets() -> list[str]:
-    """Those of this machine that matter here, by the names of Linux."""
+    """The instruction sets of this machine that the kernels use, by the names of Linux."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return [platform.machine()]

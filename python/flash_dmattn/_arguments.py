@@ -15,7 +15,7 @@ from .availability import unavailable_reason
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 GPU_DTYPES = (torch.bfloat16, torch.float16)
 
-# A bias at or below this masks its pair; see mask_value in include/flash_dmattn/types.h.
+# A bias at or below this masks its element; see mask_value in include/flash_dmattn/types.h.
 MASK_VALUE = {
     torch.float64: torch.finfo(torch.float64).min,
     torch.float32: torch.finfo(torch.float32).min,
@@ -24,7 +24,7 @@ MASK_VALUE = {
 }
 
 
-# What may stand for a number: also those of numpy, of torch.compile, and tensors of one element.
+# The types accepted as numbers: also those of numpy, of torch.compile, and tensors of one element.
 _NUMBERS = (Real, torch.SymFloat, torch.SymInt, Tensor)
 _INTEGERS = (Integral, torch.SymInt)
 _FLOAT32_MAX = torch.finfo(torch.float32).max  # scale and softcap are float32 in the C++ library
@@ -33,7 +33,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max  # scale and softcap are float32 i
 def attention_inputs(
     query: Tensor, key: Tensor, value: Tensor, layout: str, backend: str = ""
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Checks query, key and value, and casts them as torch.autocast wants.
+    """Checks query, key and value, and casts them as torch.autocast prescribes.
 
     A bias is not cast: one in fp32 beside low precision inputs is welcome.
     layout: "B, S, H, D", or "total, H, D" for packed sequences.
@@ -143,7 +143,7 @@ def _runs_on_cpu(backend: str) -> bool:
 def _check_device(query: Tensor, backend: str) -> None:
     device = query.device
     if backend in ("triton", "flex"):
-        # On the CPU: Triton interpreted, and the forward of FlexAttention, which say themselves what is missing.
+        # On the CPU: Triton interpreted, and the forward of FlexAttention, which raise their own errors.
         allowed = torch.compiler.is_compiling() or (device.type == "cpu" and _runs_on_cpu(backend))
         reason = "" if allowed else unavailable_reason(backend)
         if reason:

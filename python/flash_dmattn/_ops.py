@@ -11,7 +11,7 @@ import torch
 
 
 def _load_library() -> None:
-    """Loads _C.so of this package, or what FLASH_DMATTN_LIBRARY names (a build that is not installed)."""
+    """Loads _C.so of this package, or the file that FLASH_DMATTN_LIBRARY names (a build that is not installed)."""
     named = os.environ.get("FLASH_DMATTN_LIBRARY")
     folders = sys.modules[__package__].__path__
     candidates = [Path(named)] if named else [Path(folder) / "_C.so" for folder in folders]
@@ -47,14 +47,14 @@ def _has_cuda() -> bool:
     return _cuda_is_available()
 
 
-# torch.compile would look into a cached function, and cannot trace an operator that returns text. This is
+# torch.compile would trace into a cached function, and cannot trace an operator that returns text. This is
 # torch.compiler.assume_constant_result without its import of the compiler: two seconds, and an error of its
 # own where Triton is broken.
 _has_cuda._dynamo_marked_constant = True
 
 
 def has_kernels_for(tensor: torch.Tensor) -> bool:
-    """Whether selection and plan are the library's on the device of `tensor`; else they are in portable.py."""
+    """Whether selection and tile lists are the library's on the device of `tensor`; else they are in portable.py."""
     return tensor.device.type in ("cpu", "meta") or (tensor.device.type == "cuda" and _has_cuda())
 
 
@@ -114,7 +114,7 @@ def _select_varlen_fake(
 def _select_list_fake(scores, key_mask, window):
     _require_device_of(scores, key_mask=key_mask)
     batch, heads, key_length = scores.shape
-    stride = -(-min(window, key_length) // 128) * 128  # of a plan's lists
+    stride = -(-min(window, key_length) // 128) * 128  # of tile lists
     keys = scores.new_empty((batch, heads, stride), dtype=torch.int32)
     return keys, scores.new_empty((batch, heads), dtype=torch.int32)
 

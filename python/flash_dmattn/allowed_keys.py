@@ -1,7 +1,7 @@
 """Masks with a query dimension as key intervals, and the per-query choice among the keys they allow.
 
-The masks of language models (causal, padded, packed, prefix, sliding window) show every key to one run
-of queries: `KeyIntervals` say all of it.
+The masks of language models (causal, padded, packed, prefix, sliding window) show every key to
+consecutive queries: `KeyIntervals` describe them exactly.
 """
 
 from collections.abc import Callable
@@ -16,15 +16,15 @@ from ._arguments import MASK_VALUE
 from .key_intervals import KeyIntervals, select_key_intervals
 from .packed import rank_by_document
 
-# Mask elements looked at together: what recognising a mask needs in memory.
+# Mask elements per step: bounds the memory for recognising a mask.
 _BLOCK_ELEMENTS = 1 << 22
 
-# mask -> (its version, what was found out about it): one reading serves all layers of a model.
+# mask -> (its version, the result of reading it): one reading serves all layers of a model.
 _known = WeakTensorKeyDictionary()
 
 
 class AllowedPairs(NamedTuple):
-    """What queries may see besides causality: where a mask is True and a bias is above `mask_value`.
+    """The keys that queries may see besides causality: where a mask is True and a bias is above `mask_value`.
 
     Both are [B or 1, H or 1, Sq or 1, Sk], with or without heads of their own; one of them may be None.
     """
@@ -55,7 +55,7 @@ class AllowedPairs(NamedTuple):
         return allowed
 
     def to_mask(self) -> torch.Tensor:
-        """The pairs as bool: the mask itself where it is all there is."""
+        """One bool mask of both: the mask itself where there is no bias."""
         return self.mask if self.bias is None else self.rows(0, self.shape[2])
 
     def to_any_query(self) -> torch.Tensor:
@@ -79,11 +79,11 @@ class AllowedPairs(NamedTuple):
 
 
 def intervals_of_mask(mask: torch.Tensor) -> KeyIntervals | None:
-    """The key intervals of a mask [B, H, Sq, Sk], or None when it is not made of them.
+    """The key intervals of a mask [B, H, Sq, Sk], or None when no intervals describe it.
 
     Every element is read (a sample would prove nothing), in blocks of rows, so the extra memory is
     O(B H Sk). A second call with the same unchanged tensor reads nothing. Changes are seen by torch's version
-    counter, which counts every operation on the tensor, but nothing that is written by other ways: through
+    counter, which counts every operation on the tensor, but not writes by other ways: through
     `mask.data`, or by another process into shared memory. Then give a new tensor.
 
     Args:
@@ -99,7 +99,7 @@ def intervals_of_mask(mask: torch.Tensor) -> KeyIntervals | None:
 
 
 def split_additive(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """The pairs that an additive mask allows, as bool, and whether it also adds other values than 0 to them.
+    """The elements that an additive mask allows, as bool, and whether it also adds other values than 0 to them.
 
     The bool mask is made once: as long as the additive one lives unchanged, all layers of a model share it.
     """
@@ -109,7 +109,7 @@ def split_additive(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 
 def mask_of_intervals(allowed: KeyIntervals) -> torch.Tensor:
-    """The pairs that intervals allow, for what no intervals can say; made once, as in `split_additive`."""
+    """The mask of intervals, for a choice that no intervals describe; made once, as in `split_additive`."""
 
     def make(intervals: torch.Tensor) -> torch.Tensor:
         mask = allowed.with_intervals(_unexpanded(intervals)).to_mask()
@@ -128,14 +128,14 @@ def _once(what: str, mask: torch.Tensor, find: Callable):
         known = {}
         _known[mask] = (mask._version, known)
     if what not in known:
-        with torch.inference_mode(False):  # what is found may be saved for a backward later
+        with torch.inference_mode(False):  # the result may be saved for a later backward
             known[what] = find(mask)
     return known[what]
 
 
 def _counts_its_changes(mask: torch.Tensor) -> bool:
-    """Not tensors of inference mode, nor those over memory of someone else (numpy, DLPack), who may write to it
-    behind torch's back."""
+    """Not tensors of inference mode, nor those over foreign memory (numpy, DLPack), whose writes torch does not
+    count."""
     return not mask.is_inference() and mask.untyped_storage().resizable()
 
 
@@ -156,7 +156,7 @@ def _split_additive(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 
 def _unexpanded(mask: torch.Tensor) -> torch.Tensor:
-    """The mask with its batch and heads as often as they are in memory."""
+    """The mask with each batch element and head that is in memory, once."""
     for dim in (0, 1):
         if mask.shape[dim] > 1 and mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, 1)
@@ -166,13 +166,13 @@ def _unexpanded(mask: torch.Tensor) -> torch.Tensor:
 def intervals_of_rows(
     rows: Callable[[int, int], torch.Tensor | None], shape: torch.Size, device: torch.device
 ) -> KeyIntervals | None:
-    """The key intervals of a mask of `shape` [B, H, Sq, Sk] that is given a block of rows at a time.
+    """The key intervals of a mask of `shape` [B, H, Sq, Sk] that is read by blocks of rows.
 
     Args:
         rows: (start, stop) -> bool [B, H, stop - start, Sk], or None to give up.
 
     Returns:
-        None when a key is visible to two separate runs of queries.
+        None when a key is visible to queries with a gap between them.
     """
     batch, heads, query_length, key_length = shape
     first = torch.full((batch, heads, key_length), query_length, dtype=torch.int32, device=device)
@@ -209,7 +209,7 @@ def select_among(
 ) -> KeyIntervals | None:
     """The `keep_window_size` best allowed keys of every query, as intervals where that is possible.
 
-    Why it usually is: while a key is visible, ever more keys that beat it appear, so once it is out it
+    It usually is, because while a key is visible, ever more keys that beat it appear, so once it is out it
     stays out, provided that no key that beats it leaves. So keys must appear in the order of their
     position and leave together (causal, padding, prefix), or leave in groups, each before the next
     appears (packed documents).
@@ -220,8 +220,8 @@ def select_among(
         keep_window_size: at least 1.
 
     Returns:
-        None when the choice does not make intervals (a sliding window wider than `keep_window_size`,
-        for one).
+        None when no intervals describe the choice (under a sliding window wider than `keep_window_size`, for
+        one).
     """
     if 0 in allowed.intervals.shape or allowed.query_length == 0:
         return allowed
@@ -259,7 +259,7 @@ def _rows_of_block(row_elements: int) -> int:
 
 
 def _allowed_block(block: torch.Tensor) -> torch.Tensor | None:
-    """The allowed pairs of a few rows of a bool or additive mask; None when it adds other values."""
+    """The allowed elements of a few rows of a bool or additive mask; None when it adds other values."""
     if not block.is_floating_point():
         return block.bool()
     allowed = block == 0

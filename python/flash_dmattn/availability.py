@@ -1,4 +1,4 @@
-"""What can compute attention here, in order of preference, and why the rest cannot."""
+"""The backends of this machine in order of preference, and the reasons why others do not run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from . import _ops
 
 @dataclass(frozen=True)
 class Backend:
-    """One backend. `reason` says what it runs on when it is available, and else why it is not."""
+    """One backend. `reason`: the hardware it runs on when it is available, else why it is not."""
 
     name: str
     available: bool
     reason: str
 
 
-# Of those that have compiled the kernels, 3.6 and 3.9. For AMD 3.6 does not compile fp64 products.
+# The versions 3.6 and 3.9 have compiled the kernels. For AMD 3.6 does not compile fp64 products.
 _OLDEST_TRITON, _OLDEST_TRITON_OF_AMD = (3, 6), (3, 9)
 _ON_GPU = ("cuda", "triton", "flex", "cpu", "reference")
 _ON_CPU = ("cpu", "flex", "triton", "cuda", "reference")
@@ -96,7 +96,7 @@ def is_available(name: str) -> bool:
 
 
 def unavailable_reason(name: str) -> str:
-    """Why the backend `name` does not run here, and what does; "" when it runs."""
+    """Why the backend `name` does not run here, and which ones do; "" when it runs."""
     for backend in backends():
         if backend.name == name:
             if backend.available:

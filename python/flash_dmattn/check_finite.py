@@ -11,7 +11,7 @@ _MINUS_INF_IS_FINE = ("bias", "lse")
 
 
 def enabled() -> bool:
-    """Not while torch.compile looks: it cannot trace what depends on a value."""
+    """False while torch.compile traces: it cannot trace a branch on a value."""
     return os.environ.get("FLASH_DMATTN_CHECK_FINITE") == "1" and not torch.compiler.is_compiling()
 
 

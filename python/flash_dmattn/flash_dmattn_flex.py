@@ -20,7 +20,7 @@ _RECOMPILATIONS = (
 # Below 128 queries torch 2.10 to 2.13 take their decoding kernel, which has no tiles for lengths that are no
 # power of 2 and then raises.
 _OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
-# Of a tile's masks and biases per pair torch keeps as many in shared memory as of its keys: 278 KB of an H200's
+# torch keeps as many tiles of dense masks and biases in shared memory as of keys: 278 KB of an H200's
 # 227 at head dimension 128.
 _PAIR_OPTIONS = _OPTIONS | {"bwd_num_stages": 1}
 _NARROW_PAIR_OPTIONS = _PAIR_OPTIONS | {"fwd_num_stages": 2}  # and forward up to head dimension 64
@@ -48,10 +48,10 @@ def flex_dmattn_func(
     """flash_dmattn_func by torch's FlexAttention, compiled for each new shape. The arguments mean what they
     mean there; is_causal=None is False.
 
-    It skips blocks of 128 x 128 pairs that nobody sees, so with scattered keys it does the work of dense
-    attention. Numbers beyond fp32 inside a score are torch's affair: finite inputs as large as the dtype
-    allows can give NaN. Sequences may not be empty. On the CPU torch has neither a backward of it nor the
-    log-sum-exp, which is None there.
+    It skips empty blocks of 128 x 128, so with scattered keys it does the work of dense attention. Numbers
+    beyond fp32 inside a score are not handled: finite inputs as large as the dtype allows can give NaN.
+    Sequences may not be empty. On the CPU torch has neither a backward of it nor the log-sum-exp, which is
+    None there.
     """
     return _attention(
         query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap, deterministic,
@@ -76,7 +76,7 @@ def forward(
     if bias is not None and bias.requires_grad and bias.shape[2] == bias.shape[3] == 1:
         # torch's kernels do not compile the gradient of a number per head: it becomes one per query, of two at least.
         bias = bias.expand(-1, -1, max(2, q.shape[1]), 1).contiguous()
-    padding = max(16, 1 << (head_dim - 1).bit_length()) - head_dim  # flex wants powers of 2
+    padding = max(16, 1 << (head_dim - 1).bit_length()) - head_dim  # flex requires powers of 2
     if padding:
         q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -147,7 +147,7 @@ class _SaturatedGradient(torch.autograd.Function):
 
 
 class _SanitisedOutput(torch.autograd.Function):
-    """The identity, to which gradients that are not finite count as 0."""
+    """The identity, whose gradients count as 0 where they are not finite."""
 
     @staticmethod
     def forward(ctx, x):
@@ -175,7 +175,7 @@ def _modifications(q, k, mask, bias, intervals, is_causal, softcap):
     def element(tensor, b, h, i, j):
         """Of a tensor that may broadcast: [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
         head = h if tensor.shape[1] == heads_q else h // group
-        zero = 0 * b  # torch 2.10 does not know integers beside tensors as indices
+        zero = 0 * b  # torch 2.10 does not support integers beside tensors as indices
         return tensor[
             b if tensor.shape[0] > 1 else zero,
             head if tensor.shape[1] > 1 else zero,
@@ -210,15 +210,15 @@ def _modifications(q, k, mask, bias, intervals, is_causal, softcap):
 
 
 def _blocks(q, k, mask, bias, intervals, is_causal):
-    """The four tensors of a BlockMask: which blocks of pairs are partly and which are wholly visible, from
-    causality and intervals alone; masks and biases make visible blocks partial ones. O((N / 128)^2)."""
+    """The four tensors of a BlockMask: the partial and the full blocks, from causality and intervals alone;
+    masks and biases make full blocks partial. O((N / 128)^2)."""
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     rows, columns = math.ceil(seqlen_q / _BLOCK), math.ceil(seqlen_k / _BLOCK)
     row_begin = torch.arange(rows, device=q.device)[:, None] * _BLOCK
     row_end = (row_begin + _BLOCK).clamp(max=seqlen_q)
     column_begin = torch.arange(columns, device=q.device) * _BLOCK
     shown = torch.ones(1, 1, rows, columns, dtype=torch.bool, device=q.device)
-    # A block that reaches past the end has pairs that do not exist.
+    # A block that reaches past the end has elements that do not exist.
     whole = shown & (row_begin + _BLOCK <= seqlen_q) & (column_begin + _BLOCK <= seqlen_k)
     if is_causal:
         reach = seqlen_k - seqlen_q

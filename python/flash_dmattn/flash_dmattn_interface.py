@@ -69,19 +69,19 @@ def flash_dmattn_func(
     softmax_scale, scale: the factor on query . key, 1 / sqrt(D) by default. Two names of one thing.
     is_causal: query i sees keys up to i + Sk - Sq.
     softcap: c > 0 replaces a scaled score s by c * tanh(s / c).
-    deterministic: gradients that are bit-identical from run to run; by default what
-        torch.use_deterministic_algorithms says. Always so on the CPU.
+    deterministic: gradients that are bit-identical from run to run; by default as set
+        by torch.use_deterministic_algorithms. Always so on the CPU.
     return_attn_probs: also return the log-sum-exp of the scores (which is not differentiable).
     keep_window_size: every query keeps this many keys, those with the highest scores.
     selection: "per_query": the best among the keys the query may see; "global": the best of the row, the
         same for all queries. Of equal scores the more recent key wins.
-    selection_scores: what keep_window_size chooses by, one value per key: [B, H, Sk] or [B, H, 1, Sk]. By
-        default the bias, which then must have one of these shapes. The choice has no gradient. With more
-        heads than key has (H = Hq), every query head chooses for itself; key and value are then repeated,
-        unless a mask with a query dimension makes the choice one of ranks.
+    selection_scores: the scores by which keep_window_size chooses, one value per key: [B, H, Sk] or
+        [B, H, 1, Sk]. By default the bias, which then must have one of these shapes. The choice has no
+        gradient. With more heads than key has (H = Hq), every query head chooses for itself; key and value are
+        then repeated, unless a mask with a query dimension makes the choice one of ranks.
     key_intervals: visible query rows of each key, instead of a mask or together with it.
-    nonfinite: "saturate": gradients are finite, whatever comes; "propagate": inf and NaN stay visible, as
-        GradScaler needs it.
+    nonfinite: "saturate": gradients are always finite; "propagate": inf and NaN stay visible, as GradScaler
+        needs them.
 
     Returns out [B, Sq, Hq, D], or (out, softmax_lse [B, Hq, Sq], None) with return_attn_probs. A query that
     sees no key has out = 0 and softmax_lse = -inf.
@@ -160,14 +160,14 @@ def _forward(
 def _forward_in_python(
     query, key, value, mask, bias, intervals, is_causal, scale, softcap, saturate, deterministic, backend,
 ):  # fmt: skip
-    """out and lse of the backends that are not the library's."""
+    """out and lse of the backends in Python."""
     checked = check_finite.enabled()
     if checked:
         query, key, value, bias = check_finite.inputs(q=query, k=key, v=value, bias=bias)
     shown = None if intervals is None else intervals.intervals
     bound = [] if intervals is None or intervals.bound is None else [*intervals.bound]
     if backend == "triton":
-        from .triton.ops import forward  # imports triton, which not everyone has
+        from .triton.ops import forward  # imports triton, which may be missing
 
         out, lse, *_ = forward(
             query, key, value, mask, bias, shown, bound, is_causal, scale, softcap, saturate
@@ -286,7 +286,7 @@ def _packed_bound(keep_window_size, selection, is_causal, same_offsets):
     """KeyIntervals.bound of a selection within packed sequences, where it follows from the window."""
     if not same_offsets:
         return None  # every query may be of another sequence and see keys of its own
-    # Of the sequences that n queries meet, the first and the last show what they keep, those between no
+    # Of the sequences of n queries, the first and the last show the keys that they keep, those between no
     # more keys than they have queries; and where keys are kept per query, each query brings one at most.
     arriving = is_causal and selection == "per_query"
     return (keep_window_size if arriving else 2 * keep_window_size, 1)
@@ -296,10 +296,11 @@ def flash_dmattn_func_auto(backend: str | None = None, **options) -> Callable:
     """The attention function of a backend (see get_available_backends), by default of the best one: cuda,
     triton, flex, cpu.
 
-    Keyword arguments become defaults of the function. RuntimeError says why a backend cannot run.
+    Keyword arguments become defaults of the function. Raises RuntimeError with the reason where a backend cannot
+    run.
     """
     if backend is None and get_available_backends()[0] in ("triton", "flex"):
-        backend = get_available_backends()[0]  # a GPU that the library has no kernels for
+        backend = get_available_backends()[0]  # a GPU without kernels of the library
     if backend is None:
         return partial(flash_dmattn_func, **options) if options else flash_dmattn_func
     reason = unavailable_reason(backend)
@@ -330,8 +331,8 @@ def _check_intervals(key_intervals, query, key) -> None:
 def _select(
     query, key, mask, bias, is_causal, keep_window_size, selection, selection_scores, by_library=True
 ):  # fmt: skip
-    """The mask, the choice (intervals, or what the library's backends know besides) and the causality that
-    together show each query its best keys."""
+    """The mask, the choice (intervals, or another form that the library's backends support) and the causality
+    that together show each query its best keys."""
     check_window(keep_window_size)
     scores, allowed = _scores_and_allowed(query, key, mask, bias, selection_scores)
     if keep_window_size >= key.shape[1] and selection_scores is None:
@@ -343,7 +344,7 @@ def _select(
     key_mask = None
     if allowed is not None:
         scores, key_mask = _match_heads(query, key, scores, allowed.to_any_query())
-    remaining_mask = mask if of_pairs else None  # what the choice does not say
+    remaining_mask = mask if of_pairs else None  # its part outside the choice
     if on_gpu and selection == "global" and keep_window_size > 0:
         return remaining_mask, _select_list(scores, key_mask, keep_window_size), is_causal
     chosen = select_key_intervals(
@@ -356,7 +357,7 @@ def _select(
 class _KeyList(NamedTuple):
     """The keys that every query sees (or with causality, those of them in its past), in ascending order.
 
-    What a global selection comes to on a GPU: less memory than intervals, and much less for its plan.
+    The form of a global selection on a GPU: less memory than intervals, and much less for its schedule.
     """
 
     keys: Tensor  # int32 [B or 1, Hkv or 1, n]
@@ -375,7 +376,7 @@ def _select_list(scores, key_mask, keep_window_size) -> _KeyList:
 
 
 class _KeyRanks(NamedTuple):
-    """A choice under a mask or a bias of pairs: query i keeps the allowed keys whose rank is below its limit."""
+    """A choice under a dense mask or bias: query i keeps the allowed keys whose rank is below its limit."""
 
     rank: Tensor  # int32 [B or 1, H or 1, 1, Sk]
     limit: Tensor  # int32 [B or 1, H or 1, Sq, 1]
@@ -384,9 +385,9 @@ class _KeyRanks(NamedTuple):
 def _select_per_query(query, key, scores, keep_window_size, allowed, is_causal, by_rank):
     """Mask, choice and causality of the best keys among those that a mask with a query dimension allows.
 
-    They are intervals under the masks met in practice, which are recognised by reading the mask. What that
-    finds can neither be compiled nor captured in a CUDA graph; then, and under any other mask, they are ranks
-    beside the mask, or without the GPU's kernels a mask of the size of the given one.
+    They are intervals under the usual masks, which are recognised by reading the mask. That can neither be compiled
+    nor captured in a CUDA graph; then, and under any other mask, they are ranks beside the mask, or without the
+    GPU's kernels a mask of the size of the given one.
     """
     if any(map(torch._C._functorch.is_batchedtensor, allowed.parts())):
         raise RuntimeError(
@@ -408,7 +409,7 @@ def _select_per_query(query, key, scores, keep_window_size, allowed, is_causal, 
     if by_rank:
         ranks = _KeyRanks(*_ops.rank_keys(scores, *allowed, keep_window_size, is_causal))
         mask = allowed.mask
-        if mask is None:  # attention looks at its bias itself
+        if mask is None:  # attention applies its bias itself
             mask = scores.new_ones((1, 1, 1, seqlen_k), dtype=torch.bool)
         return mask, ranks, is_causal
     scores, mask = _match_heads(query, key, scores, allowed.to_mask())
@@ -423,7 +424,7 @@ def _may_wait_for(tensor: Tensor) -> bool:
 
 
 def _scores_and_allowed(query, key, mask, bias, selection_scores):
-    """Scores [B, H, Sk], and the pairs to choose among, or None for all."""
+    """Scores [B, H, Sk], and the dense mask to choose under, or None for all keys."""
     seqlen_k, mask_value = key.shape[1], MASK_VALUE[query.dtype]
     name, scores, hiding = "attn_bias", bias, None
     if selection_scores is not None:
@@ -460,7 +461,7 @@ def _match_heads(query, key, *parts):
 
 
 def _repeat_heads(tensor, query, key):
-    """Repeats what a mask or bias has for a key head for every query head of its group."""
+    """Repeats the key heads of a mask or bias for every query head of their groups."""
     heads_q, heads_kv = query.shape[2], key.shape[2]
     if tensor is None or tensor.shape[1] in (1, heads_q):
         return tensor
@@ -468,7 +469,7 @@ def _repeat_heads(tensor, query, key):
 
 
 def _key_head_for_every_query_head(query, key, value, mask, bias):
-    """What attention takes when every query head chose for itself."""
+    """The inputs of attention when every query head chose for itself."""
     mask, bias = (_repeat_heads(t, query, key) for t in (mask, bias))
     group = query.shape[2] // key.shape[2]
     return key.repeat_interleave(group, 2), value.repeat_interleave(group, 2), mask, bias

@@ -31,9 +31,9 @@ def triton_dmattn_func(
 
     query, key, value: float32, bfloat16 or float16, head dimension 1 to 256, on a GPU; on the CPU with
         TRITON_INTERPRET=1, which is for tests, and multiplies bfloat16 wrongly.
-    deterministic: gradients are bit-identical from run to run whatever it says.
+    deterministic: without effect; gradients are always bit-identical from run to run.
 
-    RuntimeError says why it cannot run.
+    Raises RuntimeError with the reason where it cannot run.
     """
     return _attention(
         query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap, deterministic,

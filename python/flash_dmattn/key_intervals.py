@@ -1,8 +1,8 @@
-"""Which keys a query sees, as one interval of queries per key.
+"""The keys that a query sees, as one interval of queries per key.
 
 Key j is visible to row i of the query exactly when ``first[j] <= i < last[j]``. Row i stands at key
-position ``i + key_length - query_length`` (the last query sees the last key). Two integers per key stand
-for the whole query_length x key_length mask, and every constructor here takes O(key_length) time.
+position ``i + key_length - query_length`` (the last query sees the last key). Two integers per key replace
+the query_length x key_length mask, and every constructor here takes O(key_length) time.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class KeyIntervals:
         return self.with_intervals(self.intervals.to(device))
 
     def with_intervals(self, intervals: Tensor) -> KeyIntervals:
-        """Other intervals of which the same is known."""
+        """Other intervals with the same bound and properties."""
         return KeyIntervals(intervals, self.query_length, self.bound, self.consecutive)
 
     def measured(self) -> KeyIntervals:
@@ -82,7 +82,7 @@ class KeyIntervals:
     def to_mask(self) -> Tensor:
         """The mask that the intervals stand for: bool [B or 1, Hkv or 1, query_length, key_length].
 
-        For looking at and for tests: this is the quadratic array that the intervals avoid.
+        For display and for tests: this is the quadratic array that the intervals avoid.
         """
         rows = torch.arange(self.query_length, device=self.intervals.device)[:, None]
         first, last = self.intervals[:, :, None].unbind(-1)
@@ -90,10 +90,10 @@ class KeyIntervals:
 
 
 def _are_consecutive(intervals: Tensor) -> bool:
-    """Whether blocks of neighbouring keys meet few more queries than lists of keys would; waits for a GPU.
+    """Whether blocks of neighbouring keys execute few more queries than lists of keys would; waits for a GPU.
 
-    A kernel has blocks of 128 keys or tiles of 128 queries: it executes what the keys of a block see together,
-    or for each key what it sees, rounded up. The first takes three quarters of the time for the same work.
+    A kernel has blocks of 128 keys or tiles of 128 queries: it executes all queries that see a key of the block,
+    or for each key the queries that see it, rounded up. The first takes three quarters of the time for the same work.
     """
     block = 128
     first, last = intervals.long().unbind(-1)
@@ -106,7 +106,7 @@ def _are_consecutive(intervals: Tensor) -> bool:
     return bool(block * together.clamp(min=0).sum() <= 4 / 3 * with_lists)
 
 
-# So that intervals pass through torch.compile, checkpointing and the like as the tensor they hold.
+# So that intervals pass through torch.compile, checkpointing and the like as their tensor.
 _pytree.register_pytree_node(
     KeyIntervals,
     lambda value: ([value.intervals], (value.query_length, value.bound, value.consecutive)),
@@ -116,7 +116,7 @@ _pytree.register_pytree_node(
 
 
 def _restore(leaf, query_length, bound, consecutive) -> KeyIntervals:
-    # A pytree's leaves may be anything while it is being mapped over, so nothing is checked.
+    # Leaves of a pytree may have any type while it is being mapped over, so they are not checked.
     value = object.__new__(KeyIntervals)
     object.__setattr__(value, "intervals", leaf)
     object.__setattr__(value, "query_length", query_length)
@@ -274,7 +274,7 @@ def from_padding(key_mask: Tensor, query_length: int | None = None) -> KeyInterv
 
 
 def intersect(*parts: KeyIntervals) -> KeyIntervals:
-    """What all parts show. Batch and head dimensions broadcast."""
+    """The keys that all parts show. Batch and head dimensions broadcast."""
     if not parts:
         raise ValueError("intersect: got no intervals, expected one or more")
     for part in parts:
@@ -290,7 +290,7 @@ def intersect(*parts: KeyIntervals) -> KeyIntervals:
     first = reduce(torch.maximum, (part.intervals[..., 0] for part in parts))
     last = reduce(torch.minimum, (part.intervals[..., 1] for part in parts))
     bounds = [part.bound for part in parts if part.bound is not None]
-    tile = 128  # queries that a GPU lists the keys of together
+    tile = 128  # queries per list of keys on a GPU
     bound = min(bounds, key=lambda b: b[0] + tile * b[1], default=None)
     consecutive = all(part.consecutive for part in parts)
     return _clipped(first, last, parts[0].query_length, bound, consecutive)
@@ -302,7 +302,7 @@ def check_selection(selection: str) -> None:
 
 
 def check_offsets(offsets: Tensor, name: str, total: int | None = None) -> Tensor:
-    """Offsets of packed documents. Their values are looked at on the CPU only: on a GPU that would wait for it."""
+    """Offsets of packed documents. Their values are checked on the CPU only: on a GPU the check would wait for it."""
     check_tensor(offsets, name)
     is_integer = not (offsets.is_floating_point() or offsets.is_complex())
     if offsets.dim() != 1 or not is_integer or offsets.dtype == torch.bool or 0 in offsets.shape:

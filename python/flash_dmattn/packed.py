@@ -1,7 +1,7 @@
 """Selection within documents that are packed one after the other, in torch operations.
 
-On a GPU the offsets of the documents are in device memory. Nothing here reads them back, so nothing waits
-and all of it can be captured in a CUDA graph.
+On a GPU the offsets of the documents are in device memory. No function here reads them back, so none waits,
+and all can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from . import _ops
 
 
 def rank_by_document(scores: Tensor, document: Tensor) -> Tensor:
-    """Scores whose order is the old one inside a document, and above every earlier document.
+    """Scores with the same order inside a document, and above those of every earlier document.
 
     A key is then never beaten by one of a document that ended before it appeared. Of equal scores the
     later key has the higher rank; NaN stays NaN.
@@ -39,7 +39,7 @@ def select_packed(
 
     Keys of later documents beat all keys of earlier ones, so a causal selection over the packed row is one
     within each document for as long as the document lasts: a key still visible at the end of its own is
-    among the best of the document, and others are beaten where they are in the packed row.
+    among the best of the document, and the others are beaten at the same positions in the packed row.
     """
     keys = torch.arange(scores.shape[2], device=scores.device)
     document = torch.searchsorted(cu_seqlens_k[1:].long(), keys, right=True)

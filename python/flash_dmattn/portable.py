@@ -1,6 +1,6 @@
-"""Selection and plan in torch's own operators, for GPUs that the C++ library has no kernels for.
+"""Selection and tile lists in torch's own operators, for GPUs without kernels of the C++ library.
 
-Nothing here is of the size Sq x Sk: time O(Sk log Sk) and O(entries log entries), no loop over keys.
+No tensor here is of the size Sq x Sk: time O(Sk log Sk) and O(entries log entries), no loop over keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def select_key_intervals(
     first = ranked - shift if is_causal else torch.zeros_like(ranked)
     last = torch.where(rank < window, query_length, 0).expand_as(ranked)
     if is_causal and selection == "per_query" and 0 < window < key_length:
-        # Where the window-th key that beats this one stands, this one is out for good.
+        # From the position of the window-th key that beats this one on, it is never visible again.
         out_at = _kth_smallest_before(ranked, window - 1)
         last = torch.where(rank < window, last, out_at - shift)
     first, last = first.clamp(min=0), last.clamp(max=query_length)
@@ -52,7 +52,7 @@ def _kth_smallest_before(values: Tensor, k: int) -> Tensor:
     Undefined where r <= k.
 
     A wavelet matrix: bit by bit from the highest, every r counts how many of its values have a 0 there, goes
-    to the half with the one it looks for, and the values are partitioned by that bit, stably.
+    to the half with its value, and the values are partitioned by that bit, stably.
     """
     n = values.shape[-1]
     index = torch.arange(n, device=values.device).expand_as(values)
@@ -80,7 +80,7 @@ def build_key_plan(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The operator of that name: keys [entries], and begin, count and full [B, H, tiles].
 
-    bound: where it is given and small, the memory is taken by it, and nothing waits for the device.
+    bound: where it is given and small, it determines the memory, and the host does not wait for the device.
     """
     batch, heads, key_length, _ = intervals.shape
     tiles = -(-query_length // tile_rows)
@@ -113,7 +113,7 @@ def build_key_plan(
     order = torch.where(exists, order, 2 * lists).argsort(stable=True)
     keys = (key % max(key_length, 1))[order].int()
     shape = (batch, heads, tiles)
-    # Intervals that break their bound lose keys, and nothing outside of `keys` is read.
+    # Intervals that break their bound lose keys; no element outside of `keys` is read.
     count = count.flatten().minimum((capacity - begin).clamp(min=0))
     full = full.flatten().minimum(count)
     return keys, begin.view(shape), count.int().view(shape), full.int().view(shape)

@@ -27,12 +27,12 @@ def flash_dynamic_mask_attention_forward(
     """Dynamic mask attention in the form of transformers' attention functions.
 
     Args:
-        module: the attention layer. Where arguments say nothing, `module.is_causal` (default True)
-            and `module.keep_window_size` or `module.window_size` do.
+        module: the attention layer. `module.is_causal` (default True) and `module.keep_window_size` or
+            `module.window_size` are the defaults of the arguments.
         query: [B, Hq, Sq, D].
         key, value: [B, Hkv, Sk, D].
-        attention_mask: see `_flash_dynamic_mask_attention_forward`. One with a query dimension says
-            everything; without one, `is_causal` is applied beside it.
+        attention_mask: see `_flash_dynamic_mask_attention_forward`. One with a query dimension includes
+            causality; beside any other `is_causal` is applied.
         attention_bias: [B, H, Sk] or [B, H, Sq, Sk]; `position_bias` is another name of it.
         scaling: factor of the scores; default 1/sqrt(D).
         window_size: how many keys a query keeps, by their bias.
@@ -45,8 +45,8 @@ def flash_dynamic_mask_attention_forward(
         output [B, Sq, Hq, D], and None in the place of the attention probabilities.
 
     Raises:
-        ValueError: a query without elements, dropout, two different biases, or keywords of what attention
-            does not have.
+        ValueError: a query without elements, dropout, two different biases, or keywords of
+            unsupported features.
         TypeError: an unknown keyword.
     """
     if kwargs.pop("output_attentions", None):
@@ -87,7 +87,7 @@ def flash_dynamic_mask_attention_forward(
 
 
 def _target_dtype(module: torch.nn.Module, query: torch.Tensor) -> torch.dtype | None:
-    """What a float32 query should have been: the dtype of autocast, or of the layer's weights."""
+    """The intended dtype of a float32 query: that of autocast, or of the layer's weights."""
     if query.dtype != torch.float32:
         return None
     device_type = query.device.type

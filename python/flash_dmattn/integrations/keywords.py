@@ -39,7 +39,7 @@ _REASONS = {
 
 
 def refuse(keywords: Mapping[str, object]) -> None:
-    """Raises for what could change the result: all but bookkeeping, and what is None."""
+    """Raises for keywords that could change the result: all but bookkeeping and those that are None."""
     for name, value in keywords.items():
         if value is None or name in BOOKKEEPING:
             continue

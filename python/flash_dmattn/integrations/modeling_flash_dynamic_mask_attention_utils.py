@@ -20,11 +20,11 @@ def fdma_peft_integration_check(
 ) -> tuple[torch.Tensor | None, ...]:
     """Casts float32 tensors back to the dtype of the model.
 
-    PEFT keeps layer norms in float32 for stability, which silently turns what follows into float32.
+    PEFT keeps layer norms in float32 for stability, which silently turns later tensors into float32.
 
     Args:
         q, k, v, bias: tensors of any shape; None stays None, and so do tensors of another dtype.
-        target_dtype: what float32 becomes; None leaves everything as it is.
+        target_dtype: the dtype that replaces float32; None leaves all tensors as they are.
     """
     if target_dtype is None:
         return q, k, v, bias
@@ -62,7 +62,7 @@ def _flash_dynamic_mask_attention_forward(
     """Attention in which every query sees the `keep_window_size` keys with the highest bias.
 
     The choice is made when there are more keys than that, among allowed keys only, and no gradient
-    flows through it. What decides is whether anything has a query dimension:
+    flows through it. Its form depends on which input has a query dimension:
 
     | mask                        | bias       | choice                                        |
     |-----------------------------|------------|-----------------------------------------------|
@@ -70,9 +70,9 @@ def _flash_dynamic_mask_attention_forward(
     | [B, H, Sq, Sk] or intervals | [B, H, Sk] | per query; the bias stays 3-d                 |
     | any                         | 4-d        | per query                                     |
 
-    A 3-d bias costs O(N) memory with every mask that shows each key to one run of queries: causal,
+    A 3-d bias costs O(N) memory with every mask that shows each key to consecutive queries: causal,
     padded, packed. Such a 4-d mask is recognised by reading it (see `allowed_keys`). Under any other mask
-    a GPU needs a bit for each pair and head of the choice beside it.
+    a GPU needs a bit for each (query, key) and head of the choice beside it.
 
     Args:
         query_states: [B, Sq, Hq, D]; float32, bfloat16 or float16.
@@ -87,8 +87,8 @@ def _flash_dynamic_mask_attention_forward(
         implementation: accepted for compatibility; there is one.
         position_ids, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: without a mask, several
             sequences packed in one; int [1, Sq] with restarts, or int32 [sequences + 1] and lengths.
-        sliding_window: how many keys a query sees, itself included, where there is no mask; a mask says it
-            already.
+        sliding_window: how many keys a query sees, itself included, where there is no mask; a mask
+            already includes it.
         kwargs: see `keywords`.
 
     Returns:
@@ -96,7 +96,7 @@ def _flash_dynamic_mask_attention_forward(
 
     Raises:
         ValueError: both names of the window given and different; shapes that do not fit; packed
-            sequences with a 4-d bias or a sliding window; keywords of what attention does not have.
+            sequences with a 4-d bias or a sliding window; keywords of unsupported features.
         TypeError: an unknown keyword; a floating point mask that is not 4-d.
     """
     keywords.refuse(kwargs)
@@ -166,7 +166,7 @@ def _flash_dynamic_mask_attention_forward(
 def _window_mask(
     window: int | None, is_causal: bool, query_length: int, key_length: int, device: torch.device
 ) -> KeyIntervals | None:
-    """Where no mask says it: a causal window ends at the query, another one has the query in its middle."""
+    """The window where there is no mask: causal, it ends at the query, else the query is in its middle."""
     if window is None or key_length <= window:
         return None
     lookahead = 0 if is_causal else window - 1
@@ -198,9 +198,9 @@ def _normalize_mask(
     query_length: int,
     key_length: int,
 ) -> tuple[torch.Tensor | KeyIntervals | None, torch.Tensor | None]:
-    """The mask as intervals, as bool [B, H, Sk], or, when it is nothing less, bool [B, H, Sq, Sk].
+    """The mask as intervals, as bool [B, H, Sk], or else as bool [B, H, Sq, Sk].
 
-    An additive mask that does more than to allow and to mask is split into a mask and a bias.
+    An additive mask with other values than allowing and masking ones is split into a mask and a bias.
     """
     intervals = as_key_intervals(mask, query_length)
     if mask is None or intervals is not None:
@@ -237,7 +237,7 @@ def _choose(
     is_causal: bool,
     bool_mask: torch.Tensor | None,
 ) -> torch.Tensor | KeyIntervals | None:
-    """The best allowed keys of every query, as intervals or, for scores per pair, as a mask.
+    """The best allowed keys of every query, as intervals or, for dense scores, as a mask.
 
     Scores per key [B, H, Sk] under a mask, or under intervals that the choice does not leave as intervals:
     the mask to choose under, `bool_mask` where it is given.
@@ -264,7 +264,7 @@ def _choose(
 def _match_heads(
     mask: torch.Tensor | KeyIntervals | None, scores: torch.Tensor
 ) -> tuple[torch.Tensor | KeyIntervals | None, torch.Tensor]:
-    """Repeats what is given per key head, when the other is given per query head."""
+    """Repeats the one given per key head, when the other is given per query head."""
     shown = mask.intervals if isinstance(mask, KeyIntervals) else mask
     if shown is None or 1 in (shown.shape[1], scores.shape[1]):
         return mask, scores

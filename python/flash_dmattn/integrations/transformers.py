@@ -1,7 +1,7 @@
 """Dynamic mask attention for transformers: a named attention implementation, and Doge models.
 
 Importing this module registers the name "flash_dmattn" with transformers' attention and mask
-interfaces, and teaches `DogeAttention` what to do under that name:
+interfaces, and makes `DogeAttention` use it under that name:
 
     from flash_dmattn.integrations.transformers import enable_flash_dmattn
 
@@ -88,8 +88,8 @@ def key_interval_mask(
         use_vmap: `mask_function` is custom and takes scalars; its mask is built and then read.
 
     Returns:
-        None where the `is_causal` of the layer says it all; else int32 [B, 1, Sk, 2]; or, when the
-        mask is not made of intervals, bool [B, 1, Sq, Sk].
+        None where the `is_causal` of the layer is all of it; else int32 [B, 1, Sk, 2]; or, when no
+        intervals describe the mask, bool [B, 1, Sq, Sk].
     """
     if use_vmap:
         mask = masking_utils.sdpa_mask(
@@ -183,7 +183,7 @@ def _doge_attention_forward(
         where = () if cache_position is None else ({"cache_position": cache_position},)
         key, value = past_key_values.update(key, value, self.layer_idx, *where)
 
-    # The scores of cached keys are made anew from their values: [B, Hkv, Sk].
+    # The scores of cached keys are computed again from their values: [B, Hkv, Sk].
     step = self.dt_proj(value.transpose(1, 2).flatten(2))
     scores = torch.exp(self.A * F.softplus(step)).transpose(-1, -2)
 
@@ -212,7 +212,7 @@ def _doge_attention_forward(
 def _doge_mask(
     mask: torch.Tensor | None, query_length: int, key_length: int
 ) -> torch.Tensor | KeyIntervals | None:
-    """A mask as Doge reads it: in an additive one, anything but 0 masks."""
+    """A mask by the rule of Doge: in an additive one, every value but 0 masks."""
     intervals = as_key_intervals(mask, query_length)
     if mask is None or intervals is not None:
         return intervals
@@ -242,10 +242,10 @@ def _fill_blind_rows(
     value: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """Gives queries that may see no key what eager attention gives them: the mean of all values.
+    """Gives queries that may see no key the result of eager attention: the mean of all values.
 
-    With padding on the left there are such queries, and they are not without effect: the last one
-    predicts the first token, and Doge's mixture of experts routes by all rows. Eager's softmax runs
+    With padding on the left there are such queries, and they have an effect: the last one predicts
+    the first token, and Doge's mixture of experts routes by all rows. Eager's softmax runs
     over equal fill values there, whose derivative by the scores is still that of a softmax,
     `d out = scaling / Sk * sum_j (v_j - mean) d(q . k_j)`: one D x D matrix per head.
     """
@@ -285,7 +285,7 @@ def _skip_flash_attention_preload() -> None:
 
 
 def _refuse_continuous_batching() -> None:
-    """At its start: an error of a layer would only be logged by its thread, and the answers be cut short."""
+    """At its start: an error of a layer would only be logged by its thread, and the answers truncated."""
     start = getattr(GenerationMixin, "init_continuous_batching", None)
     if start is None:
         return

@@ -53,7 +53,7 @@ class Problem:
         if bias is not None:
             self.bias, self.bias_kind = broadcast(bias, q, k)
         block_d = max(16, triton.next_power_of_2(head_dim))
-        # Of every launch. Triton 3.9 warns that the next one will not contract products and sums unless told to.
+        # Of every launch. Triton 3.9 warns that the next one will not contract products and sums by default.
         self.common = {
             "BLOCK_D": block_d, "EVEN_D": block_d == head_dim, "enable_fp_fusion": True,
         }  # fmt: skip
@@ -62,7 +62,7 @@ class Problem:
         }  # fmt: skip
 
     def interval_view(self) -> Intervals:
-        """Without intervals something to point to that is not read."""
+        """The intervals; without them a tensor that is never read."""
         if self.intervals is None:
             return Intervals(self.q.data, 0, 0)
         batch, heads, seqlen_k, _ = self.intervals.shape
@@ -73,7 +73,7 @@ class Problem:
         )
 
     def plan(self) -> tuple[Plan, dict]:
-        """The plan, and its keyword of a launch. Without intervals something to point to that is not read."""
+        """The tile lists, and their keyword of a launch. Without intervals a tensor that is never read."""
         keywords = {"PLANNED": self.intervals is not None}
         if self.intervals is None:
             return Plan(*(self.q.data,) * 4, 0, 0), keywords
@@ -86,11 +86,11 @@ class Problem:
         )  # fmt: skip
 
     def forms(self, kernel: str):
-        """(configuration, keywords of the launch) of the plain and the careful form of a kernel."""
+        """(configuration, keywords of the launch) of the plain and the fp64 form of a kernel."""
         for careful in (False, True):
             config = self.config(kernel, careful)
             options = {**self.options, **self.common}
-            if careful:  # the most general form will do: fewer kernels to compile
+            if careful:  # the most general form: fewer kernels to compile
                 options |= {"EVEN_D": False}
                 options |= {name: 2 for name in ("MASK", "BIAS") if options[name]}
             yield config, options | {
@@ -104,7 +104,7 @@ def rows(tensor: Tensor) -> Rows:
 
 
 def broadcast(tensor: Tensor, q: Tensor, k: Tensor) -> tuple[Broadcast, int]:
-    """The view of a mask or bias, and whether it is one per key (1) or per pair (2)."""
+    """The view of a mask or bias, and whether it is one per key (1) or dense (2)."""
     batch, head, query, key = (
         0 if size == 1 else stride
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -124,7 +124,7 @@ def _from_the_diagonal(intervals: Tensor, reach: int) -> Tensor:
 
 
 def range_flags(problem: Problem, *tensors: tuple[Rows, int]) -> Tensor:
-    """int32 [B, Hkv]: 1 where the careful kernels compute. tensors: (rows, sequence length)."""
+    """int32 [B, Hkv]: 1 where the fp64 kernels compute. tensors: (rows, sequence length)."""
     shape = problem.shape
     # Of the two factors of a score, the kernels check q . k.
     factor = shape.scale / shape.softcap if shape.softcap > 0 else shape.scale
@@ -147,7 +147,7 @@ def range_flags(problem: Problem, *tensors: tuple[Rows, int]) -> Tensor:
 
 
 def forward(problem: Problem, saturate: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, lse, lse_low, and the flags of the heads that were computed carefully."""
+    """out, lse, lse_low, and the flags of the heads that were computed in fp64."""
     p, shape = problem, problem.shape
     out = torch.empty(p.q.data.shape, dtype=p.dtype, device=p.device)
     lse = out.new_empty((p.batch, shape.heads_q, shape.seqlen_q), dtype=torch.float32)

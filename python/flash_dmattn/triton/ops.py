@@ -27,7 +27,7 @@ def forward(
     key_intervals: Tensor | None, key_bound: list[int], is_causal: bool, scale: float, softcap: float,
     saturate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """out, lse, lse_low, and int32 [B, Hkv]: 1 for heads that only fp64 could hold."""
+    """out, lse, lse_low, and int32 [B, Hkv]: 1 for heads that were computed in fp64."""
     problem = _problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap)
     with _device_of(q):
         return launch.forward(problem, saturate)
@@ -40,7 +40,7 @@ def backward(
     key_bound: list[int], is_causal: bool, scale: float, softcap: float, saturate: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, dbias; empty where `needs` says that nobody asks."""
+    """dq, dk, dv, dbias; empty where `needs` is False."""
     problem = _problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap)
     with _device_of(q):
         gradients = launch.backward(problem, dout, out, lse, lse_low, careful, saturate, needs)

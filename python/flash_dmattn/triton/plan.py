@@ -1,4 +1,4 @@
-"""The order in which kernels meet the keys of key intervals."""
+"""The order in which kernels visit the keys of key intervals."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor, frexp
 
 from .. import _ops, portable
 
-PLAN_ROWS = 128  # queries of a plan's tile, a multiple of those of every kernel's
+PLAN_ROWS = 128  # queries of a list's tile, a multiple of those of every kernel's
 
 
 class Plan(NamedTuple):
-    """Of every PLAN_ROWS queries the keys that one of them sees: first those that all see (`full`).
+    """Of every PLAN_ROWS queries the keys that at least one of them sees: first those that all see (`full`).
 
     Tile t of (b, h) has keys[begin[.., t]] to keys[begin[.., t] + count[.., t]].
     """
@@ -40,12 +40,12 @@ def build_plan(intervals: Tensor, seqlen_q: int, bound: list[int]) -> Plan:
 def lifetime_order(intervals: Tensor) -> Tensor:
     """[B or 1, Hkv or 1, Sk] int32: the keys by the octave of their lifetime, then by their first query.
 
-    What a key-major kernel costs is the number of queries from the earliest `first` to the latest `last`
-    of each block of keys. In this order that is at most twice the mean lifetime, and what blocks add by
-    the spread of their firsts is at most one sequence per octave: Sq log2(Sq) in all, for any intervals.
+    The cost of a key-major kernel is the number of queries from the earliest `first` to the latest `last`
+    of each block of keys. In this order that is at most twice the mean lifetime, and the spread of their firsts adds
+    at most one sequence per octave: Sq log2(Sq) in all, for any intervals.
     """
     first, last = intervals.unbind(-1)
     lifetime = (last - first).clamp(min=0)
-    octave = frexp(lifetime.float()).exponent  # 0 for keys that nobody sees
+    octave = frexp(lifetime.float()).exponent  # 0 for keys that no query sees
     rank = octave.long() << 32 | first.clamp(min=0).long()
     return rank.sort(dim=-1, stable=True).indices.int()

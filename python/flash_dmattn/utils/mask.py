@@ -1,15 +1,15 @@
 """Boolean masks made from attention scores, for callers that want the mask itself.
 
-The attention functions need none of this: they take `keep_window_size` or key intervals, which cost
-O(N) memory. A mask made here has one element per (query, key) pair it distinguishes.
+The attention functions do not need such a mask: they take `keep_window_size` or key intervals, which cost
+O(N) memory. A mask made here has one element per (query, key) pair that it distinguishes.
 
 Every mask is a choice, not a function to differentiate: scores are detached, and no gradient flows
-through what is returned.
+through the result.
 """
 
 import torch
 
-_ROW_CHUNK_ELEMENTS = 1 << 24  # scores looked at together; bounds the temporaries of a 4-d mask
+_ROW_CHUNK_ELEMENTS = 1 << 24  # scores in one step; bounds the temporaries of a 4-d mask
 
 
 def topk_indices(attention_bias: torch.Tensor, window_size: int, **kwargs) -> torch.Tensor:
@@ -94,7 +94,7 @@ def create_mask(
     block_size: int | None = None,
     type: str = "topk",
 ) -> torch.Tensor:
-    """The mask of dynamic mask attention: which keys every query keeps.
+    """The mask of dynamic mask attention: the keys that every query keeps.
 
     | bias       | mask               | choice                                  | result       |
     |------------|--------------------|-----------------------------------------|--------------|
