@@ -9,7 +9,7 @@
 namespace flash_dmattn {
 
 // Runs task(index, worker) once for every index in [0, count). Workers pull indices from a counter,
-// so a slow one holds up nobody; tasks must not depend on who runs them or when.
+// so a slow one does not delay the others; tasks must not depend on their worker or order.
 template <class Task>
 void for_each_task(const Execution& execution, std::int64_t count, const Task& task) {
   struct Queue {

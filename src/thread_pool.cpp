@@ -38,7 +38,7 @@ struct ThreadPool::State {
   }
 
   void call(const Job& mine) {
-    // A body that calls its own pool finds it taken by the call it is part of.
+    // A body that calls its own pool finds it taken by its own call.
     if (running == this || helpers.empty()) {
       for (int worker = 0; worker < mine.workers; ++worker) mine.body(mine.argument, worker);
       return;
@@ -96,8 +96,8 @@ struct ThreadPool::State {
   static inline thread_local const State* running =
       nullptr;  // the pool whose body this thread is in
 
-  std::mutex callers;  // held for the whole of a call
-  std::mutex mutex;    // guards what follows, but for `next`
+  std::mutex callers;  // held during a call
+  std::mutex mutex;    // guards the members below, except `next`
   std::condition_variable opened;
   std::condition_variable finished;
   Job job;

@@ -24,7 +24,7 @@ std::string device_text(const Tensor& tensor) {
 std::array<std::int64_t, 4> strides_of(const Tensor& tensor) {
   std::array<std::int64_t, 4> strides;
   for (std::size_t d = 0; d < 4; ++d) strides[d] = tensor.stride(static_cast<std::int64_t>(d));
-  // The stride over a single element has no meaning, and torch lets it be anything.
+  // The stride over a single element has no meaning, and in torch may have any value.
   if (tensor.size(3) <= 1) strides[3] = 1;
   return strides;
 }
@@ -111,7 +111,7 @@ void ask_for_huge_pages([[maybe_unused]] void* begin, [[maybe_unused]] std::size
   const auto address = reinterpret_cast<std::uintptr_t>(begin);
   const std::uintptr_t first = (address + huge - 1) / huge * huge;
   const std::uintptr_t last = (address + bytes) / huge * huge;
-  // Where the system does not have them, nothing is lost.
+  // Without effect where the system has none.
   if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #endif
 }

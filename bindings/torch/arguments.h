@@ -12,8 +12,8 @@
 
 #include "flash_dmattn/flash_dmattn.h"
 
-// torch tensors as arguments of the C++ API. What is looked at here is what the API cannot see, because
-// it has only pointers and strides: that shapes, dtypes and devices agree with one another.
+// torch tensors as arguments of the C++ API. The API has only pointers and strides; whether shapes, dtypes
+// and devices agree with one another is checked here.
 namespace flash_dmattn::binding {
 
 using torch::headeronly::ScalarType;
@@ -41,7 +41,7 @@ ConstTensor4 view4(const Tensor& tensor);
 Tensor4 mutable_view4(const Tensor& tensor);
 
 // A 4-d mask or bias: dimensions of size 1 get stride 0. With `merge_expanded`, a dimension of stride 0
-// (torch's expand) counts as size 1, so that an expanded per-key mask is still known as one.
+// (torch's expand) counts as size 1, so that an expanded key mask stays one.
 struct Broadcast {
   Tensor tensor;  // keeps the memory that `view` points to
   BroadcastShape shape;

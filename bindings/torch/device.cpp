@@ -11,7 +11,7 @@ namespace flash_dmattn::binding {
 namespace {
 
 // torch's cudaStream_t (the id of a stable Stream is torch's own number, not the handle). The function is
-// in libtorch_cuda.so, which a CPU-only torch does not have and which this file must load without.
+// in libtorch_cuda.so, which a CPU-only torch lacks: this file has to load without it.
 void* current_cuda_stream(std::int32_t device_index) {
   using Function = std::int32_t (*)(std::int32_t device_index, void** stream);
   static const auto function = [] {

@@ -17,8 +17,8 @@ class CallDevice {
 
   Device device() const { return stream_ ? Device::cuda : Device::cpu; }
 
-  // On a GPU: the stream that is current in torch. On the CPU: torch's own threads, as many as
-  // torch.get_num_threads() says, or fewer where `work` elementary operations are not worth waking them.
+  // On a GPU: the stream that is current in torch. On the CPU: torch's own threads, torch.get_num_threads() of
+  // them, or fewer where `work` elementary operations are not worth waking them.
   Execution execution(std::int64_t work) const;
 
  private:

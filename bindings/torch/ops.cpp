@@ -10,7 +10,7 @@
 namespace flash_dmattn::binding {
 namespace {
 
-// What forward and backward have in common.
+// The inputs that forward and backward share.
 struct Attention {
   CallDevice device;
   Problem problem;

@@ -99,7 +99,7 @@ Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask, std::int6
   return intervals;
 }
 
-// Ascending keys [B, H, n] of a global selection and how many they are [B, H].
+// Ascending keys [B, H, n] of a global selection and their number [B, H].
 std::tuple<Tensor, Tensor> select_list_op(const Tensor& scores, const OptionalTensor& key_mask,
                                           std::int64_t window) {
   const CallDevice device(scores);
@@ -121,7 +121,7 @@ std::int64_t broadcast_size(std::int64_t a, std::int64_t b) {
   return a == 0 || b == 0 ? 0 : std::max(a, b);
 }
 
-// Takes the shape of a mask or bias [B or 1, H or 1, Sq or 1, Sk or 1] into that of the limits. An expanded
+// Broadcasts the shape of a mask or bias [B or 1, H or 1, Sq or 1, Sk or 1] into that of the limits. An expanded
 // dimension counts as one of size 1.
 void take_pairs(RankArgs& args, const Tensor& pairs, const char* name, const Tensor& scores,
                 std::array<std::int64_t, 2>& shape, std::array<std::int64_t, 4>& stride) {
@@ -146,7 +146,7 @@ void take_pairs(RankArgs& args, const Tensor& pairs, const char* name, const Ten
 }  // namespace
 
 // Ranks [B or 1, H or 1, 1, Sk] of the scores and limits [B, H, Sq, 1] of the queries, for scores
-// [B or 1, H or 1, Sk] among the pairs that a mask shows and a bias (above mask_value) does not hide, both
+// [B or 1, H or 1, Sk] among the elements that a mask shows and a bias (above mask_value) does not hide, both
 // [B or 1, H or 1, Sq or 1, Sk or 1], at least one of them given. Where they have heads, one may have several
 // for each of another's.
 std::tuple<Tensor, Tensor> rank_op(const Tensor& scores, const OptionalTensor& mask,
@@ -232,8 +232,8 @@ std::vector<std::int64_t> measure_op(const Tensor& key_intervals, std::int64_t q
   return {bound.base, bound.per_query};
 }
 
-// Keys [entries], and begin, count and full [B, H, tiles] of QueryTileLists, for kernels that are not the
-// library's own.
+// Keys [entries], and begin, count and full [B, H, tiles] of QueryTileLists, for the kernels in
+// Python.
 std::tuple<Tensor, Tensor, Tensor, Tensor> plan_op(const Tensor& key_intervals,
                                                    std::int64_t tile_rows,
                                                    std::int64_t query_length,

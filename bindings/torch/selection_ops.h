@@ -10,9 +10,9 @@
 // The operators of selection; registered in ops.cpp.
 namespace flash_dmattn::binding {
 
-// What key_bound says.
+// The result of key_bound.
 KeyBound given_bound(const std::vector<std::int64_t>& given);
-// What measure_key_bound finds.
+// The result of measure_key_bound.
 KeyBound measured_bound(const MeasureArgs& args, Execution execution, const Tensor& like);
 
 Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask, std::int64_t window,

@@ -16,7 +16,7 @@
 #include "workspace_allocator.h"
 
 // From arguments to tasks: picks the instruction set, resolves shapes and strides, lays out the
-// workspace and hands items to the workers. Compiled for the baseline, like all but the kernels.
+// workspace and runs items on the workers. Compiled for the baseline, like all but the kernels.
 namespace flash_dmattn::cpu {
 
 namespace {
@@ -26,7 +26,7 @@ struct Candidate {
   const Kernels* kernels;
 };
 
-// What this build has, in ascending order.
+// The instruction sets of this build, in ascending order.
 constexpr Candidate candidates[] = {
     {InstructionSet::generic, &generic_kernels},
 #ifdef FLASH_DMATTN_HAVE_AVX2
@@ -115,13 +115,13 @@ Task task_of(const Problem& p, const Inputs& in, const Schedule& schedule) {
   return t;
 }
 
-// Without intervals every tile of a head meets the same blocks of keys. With one tile there is nothing
+// Without intervals every tile of a head visits the same blocks of keys. With one tile there is nothing
 // to share, and the scratch of a worker is smaller.
 bool shares_keys(const Task& t) { return t.intervals.data == nullptr && t.tiles > 1; }
 
 std::int64_t all_key_blocks(const Task& t) { return t.batch * t.heads_kv * t.key_blocks(); }
 
-// Rows of a tile and what they need in scratch memory are counted in int, in units of the group.
+// Rows of a tile and their scratch memory are counted in int, in units of the group.
 constexpr std::int64_t largest_group = 1 << 16;
 
 std::string why_not(const Problem& p) {
@@ -186,7 +186,7 @@ void forward(const ForwardArgs& args, const Execution& execution) {
 
 // ---- Backward ------------------------------------------------------------------------------------
 
-// The gradient of a bias that several heads or batch elements share is not one unit's to write.
+// No single unit can write the gradient of a bias that several heads or batch elements share.
 DbiasKind dbias_kind(const Task& t, const Term& dbias) {
   if (dbias.data == nullptr) return DbiasKind::none;
   if (dbias.query == 0 && dbias.key != 0) return DbiasKind::per_key;
@@ -197,7 +197,7 @@ DbiasKind dbias_kind(const Task& t, const Term& dbias) {
   return owned ? DbiasKind::dense : DbiasKind::dense_shared;
 }
 
-// Enough units for this many workers, whatever the number there is: results do not depend on it.
+// Enough units for this many workers, however many there are: results do not depend on their number.
 constexpr std::int64_t target_units = 16;
 
 // Cuts the tiles into ranges of about the same work: under a causal mask without intervals that grows
@@ -283,14 +283,13 @@ BackwardLayout lay_out(const BackwardArgs& args, const Execution& execution, voi
       layout.slot_begin[unit] = slots;
       layout.slot_count[unit] = count;
     }
-    // Without intervals products add to whole blocks of slots.
+    // Without intervals products add to full blocks of slots.
     slots +=
         t.intervals.data != nullptr ? count : (count + block_keys - 1) / block_keys * block_keys;
   }
   t.slot_begin = layout.slot_begin;
   t.slot_count = layout.slot_count;
-  static constexpr std::int32_t some_keys =
-      0;  // while measuring: that there are slots is all that counts
+  static constexpr std::int32_t some_keys = 0;  // while measuring only the presence of slots counts
   layout.slot_keys = space.take<std::int32_t>(t.intervals.data == nullptr ? 0 : slots);
   t.slot_keys = t.intervals.data == nullptr ? nullptr
                 : workspace == nullptr      ? &some_keys
@@ -355,7 +354,7 @@ void store_dbias(const BackwardTask& t, std::int64_t at, double value) {
   store(t.dbias.data, t.dbias.dtype, at, value);
 }
 
-// Adds up what the broadcast dimensions of the bias share, one element of dbias at a time.
+// Adds up the sums over the broadcast dimensions of the bias, one element of dbias at a time.
 void reduce_dbias(const BackwardTask& t, const Execution& execution) {
   const bool per_key = t.dbias_kind == DbiasKind::per_key;
   const Term& d = t.dbias;

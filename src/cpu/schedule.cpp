@@ -11,7 +11,7 @@ namespace {
 
 // Rows of a tile, all heads of the group together: enough to make the packing of a block of keys
 // (once for all of them) cheap, few enough for their sums to stay in the second-level cache. With
-// intervals the keys that a tile meets grow with its queries.
+// intervals the keys that a tile sees grow with its queries.
 constexpr std::int64_t dense_rows = 384;
 constexpr std::int64_t interval_rows = 96;
 constexpr std::int64_t least_queries = 8;

@@ -6,7 +6,7 @@
 
 #include "flash_dmattn/schedule.h"
 
-// The CPU's schedule: query tiles' key lists, the same for both directions.
+// The CPU's schedule: query tile lists, the same for both directions.
 namespace flash_dmattn::cpu {
 
 // Queries of a tile.

@@ -6,8 +6,8 @@
 #include "cpu/multiply.h"
 #include "cpu/pack.h"
 
-// The scratch memory of a worker, handed out front to back in pieces aligned to 64 bytes. Without
-// memory it only counts.
+// Allocates the scratch memory of a worker front to back in pieces aligned to 64 bytes. Without memory it
+// only counts.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 class Arena {
@@ -32,8 +32,8 @@ template <class Element>
 struct Shape {
   static constexpr int key_words = block_keys / Element::per_word;
 
-  int rows;          // of a whole tile
-  int padded_rows;   // to whole strips
+  int rows;          // of a tile
+  int padded_rows;   // rounded up to a multiple of the strip
   int row_words;     // depth of a product over the rows
   int head_words;    // depth of a product over the head dimension
   int head_ld;       // words between rows of that depth
@@ -67,7 +67,7 @@ struct Shape {
   }
 };
 
-// Address of the row of `rows` that row r of a tile stands for: query r / G, head r % G of the group.
+// Address of the row of `rows` for row r of a tile: query r / G, head r % G of the group.
 template <class In>
 auto tile_rows(const Task& t, const Rows& rows, const Tile& tile) {
   return [&t, &rows, &tile](int r) {

@@ -6,8 +6,8 @@
 #include "flash_dmattn/visibility.h"
 #include "selection/query_tile_lists.h"
 
-// What backend.cpp hands to the kernels of an instruction set: plain data, resolved once, so that no
-// inline function of another header gets compiled with the flags of an instruction set.
+// The tasks that backend.cpp passes to the kernels of an instruction set: plain data, resolved once, so
+// that no inline function of another header is compiled with the flags of an instruction set.
 namespace flash_dmattn::cpu {
 
 // Keys of a block: one step of the loop over keys. A multiple of the strip and panel sizes of every
@@ -52,7 +52,7 @@ struct Task {
   std::int64_t tiles;
 
   // Without intervals: k and v of all blocks in the layouts of products, [B, Hkv, blocks of keys] of
-  // packed_block_bytes. Null: every tile packs what it meets.
+  // packed_block_bytes. Null: every tile packs the keys that it sees.
   char* packed_keys;
   std::int64_t packed_block_bytes;
 
@@ -73,14 +73,14 @@ enum class DbiasKind : std::uint8_t {
   dense_shared,  // dense, but shared by kv heads or batch elements: a pass of its own
 };
 
-// What the rows of a slot hold.
+// The content of the rows of a slot.
 enum class SlotForm : std::uint8_t {
   addable,  // sums to which fp32 products may be added
   single,   // fp32 sums near its limits
   halves,   // the upper halves of doubles: their exponents, and 20 bits of their mantissas
 };
 
-// The range of tiles one worker goes through with its own dk and dv accumulators.
+// The consecutive tiles that one worker computes with its own dk and dv accumulators.
 inline constexpr int max_segments = 16;
 inline constexpr int max_head_dim = 256;
 
@@ -107,7 +107,7 @@ struct BackwardTask : Task {
   double* query_sums;    // per_query: [B, Hq, Sq]
 };
 
-// The functions of one instruction set. Items are independent of each other and of who runs them.
+// The functions of one instruction set. Items depend neither on each other nor on the worker that runs them.
 struct Kernels {
   std::int64_t (*forward_scratch)(const Task&);  // bytes of a worker, a multiple of 64
   std::int64_t (*backward_scratch)(const BackwardTask&);

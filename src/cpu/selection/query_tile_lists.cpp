@@ -63,7 +63,7 @@ class Row {
     TileRanges tiles;
     tiles.touched_begin = first / tile_rows_;
     tiles.touched_end = (last - 1) / tile_rows_ + std::int64_t{1};
-    // The last tile may be short: a key seen by all the rows it has fills it.
+    // The last tile may be short: a key that all its rows see fills it.
     tiles.full_begin = tiles.touched_begin + (first % tile_rows_ != 0 ? 1 : 0);
     tiles.full_end = queries.last == seqlen_q_ ? tiles.touched_end : last / tile_rows_;
     tiles.full_end = std::max(tiles.full_begin, tiles.full_end);
@@ -136,13 +136,14 @@ struct Change {
   std::int64_t left;
 };
 
-// The most keys that are visible before a tile's own queries bring new ones, and the most of those.
+// The largest number of keys that are visible before a tile's own queries add new ones, and the largest
+// number of new ones.
 struct Most {
   std::int64_t before;
   std::int64_t entered;
 };
 
-// Keys visible from query 0 on are there before the first tile.
+// Keys visible from query 0 on count as visible before the first tile.
 Most measure_row(const TileListArgs& args, std::int64_t row, Change* changes) {
   const std::int64_t tiles = args.tiles();
   std::fill(changes, changes + tiles, Change{0, 0});

@@ -44,7 +44,7 @@ WideRank rank_of(double score, std::int64_t position) {
 std::uint32_t position_of(NarrowRank rank) { return static_cast<std::uint32_t>(rank); }
 std::uint32_t position_of(WideRank rank) { return rank.position; }
 
-// Puts `rank` in the place of the top of a min-heap.
+// Replaces the top of a min-heap by `rank`.
 template <class Rank>
 void replace_top(Rank* heap, std::int64_t size, Rank rank) {
   std::int64_t hole = 0;
@@ -147,7 +147,7 @@ void validate(const SelectionArgs& args, const Execution& execution) {
 
 std::size_t select_workspace_size(const SelectionArgs& args, const Execution& execution) {
   validate(args, execution);
-  // A heap for every row in progress, of which there are no more than rows.
+  // A heap for every row in progress; no more of them than rows.
   const std::int64_t heaps = std::min<std::int64_t>(execution.workers, args.batch * args.heads);
   return static_cast<std::size_t>(heaps) * heap_bytes(args);
 }

@@ -16,11 +16,11 @@ std::size_t tile_lists_workspace_size(const TileListArgs& args, const Execution&
 std::int64_t tile_list_entries(const TileListArgs& args, const Execution& execution);
 
 // Builds the lists one behind the other and returns the view of them. O(entries + Sk) time, in parallel; the
-// result does not depend on the number of workers. `capacity` is how many keys fit into buffers.keys.
+// result does not depend on the number of workers. `capacity` is the number of keys that fit into buffers.keys.
 QueryTileLists build_tile_lists(const TileListArgs& args, const TileListBuffers& buffers,
                                 std::int64_t capacity, const Execution& execution);
 
-// A bound that holds for runs of whole tiles.
+// A bound that holds for consecutive tiles.
 std::size_t measure_workspace_size(const TileListArgs& args, const Execution& execution);
 KeyBound measure_key_bound(const TileListArgs& args, const Execution& execution);
 
