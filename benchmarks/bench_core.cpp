@@ -4,8 +4,8 @@
 //   cmake --preset bench && cmake --build --preset bench
 //   build/bench/benchmarks/bench_core n=8192 d=64 w=1024 dtype=bf16 threads=2
 //
-// It prints the median of `repeats` runs after one warm-up. A TFLOP/s counts visible pairs only:
-// 4 D flops per pair and query head forward, 10 D backward.
+// It prints the median of `repeats` runs after one warm-up. A TFLOP/s counts visible
+// (query, key) elements only: 4 D flops for each, per query head, forward, 10 D backward.
 
 #include <algorithm>
 #include <array>
@@ -92,7 +92,7 @@ Elements random(std::int64_t size, fd::DType dtype, std::mt19937& generator) {
   return elements;
 }
 
-// Aligned memory that grows to the largest piece it is asked for.
+// Aligned memory that grows to the largest requested piece.
 class Memory {
  public:
   std::span<std::byte> of(std::size_t bytes) {
@@ -107,7 +107,7 @@ class Memory {
   std::vector<std::byte> storage_;
 };
 
-// An Execution with as much workspace as its last call asked for.
+// An Execution with the workspace of its last call.
 class Runner {
  public:
   explicit Runner(int threads) : pool_(threads) {}

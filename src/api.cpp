@@ -40,7 +40,7 @@ Choice find_backend(const Problem& problem, std::string_view name) {
   validate(problem);
   if (!name.empty()) require_known(name);
   const auto asked = [&](const Backend& backend) { return name.empty() || backend.name == name; };
-  // A reason takes memory, so those that compute elsewhere are asked for theirs only when none can.
+  // A reason takes memory, so backends of other devices give theirs only when none can compute the problem.
   for (const Backend* backend : backend_table()) {
     const bool here = backend->device == problem.device;
     if (asked(*backend) && here && backend->supports(problem).empty()) return {backend, ""};

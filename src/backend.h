@@ -8,9 +8,9 @@
 
 #include "flash_dmattn/attention.h"
 
-// The one interface between the API and what computes. Arguments have been validated when a backend
+// The one interface between the API and the backends. Arguments have been validated when a backend
 // sees them, and the stride of every dimension of size 1 of mask, bias, dbias and intervals is 0;
-// a backend only says what it cannot do, in words.
+// a backend only declines problems, in words.
 namespace flash_dmattn {
 
 struct Backend {

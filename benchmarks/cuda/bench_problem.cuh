@@ -10,13 +10,13 @@
 #include "backend.h"
 #include "cuda/common/launch.h"
 
-// What bench_attention times: tensors on the device and the plan of their intervals.
+// The problem that bench_attention times: tensors on the device and the schedule of their intervals.
 namespace flash_dmattn::benchmark {
 
 using cuda::check;
 using Bf16 = __nv_bfloat16;
 
-// What key intervals come from: a selection of `window` keys by random scores, a sliding window,
+// The origin of key intervals: a selection of `window` keys by random scores, a sliding window,
 // documents of `window` keys one after the other.
 enum class Shown : std::uint8_t { all, selection, sliding, documents };
 
@@ -74,7 +74,7 @@ struct FillNormal {
   }
 };
 
-// About `window` of the keys before each query, by a hash of the pair.
+// About `window` of the keys before each query, by a hash of (query, key).
 struct FillMask {
   std::uint8_t* to;
   int seqlen;

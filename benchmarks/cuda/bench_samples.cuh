@@ -69,7 +69,7 @@ inline Samples check_samples(const Run& run) {
     return s;
   };
   Samples samples;
-  // A row of the gradient of a bias of pairs, summed over the heads of the group.
+  // A row of the gradient of a dense bias, summed over the heads of the group.
   const auto check_pair_gradients = [&](int b, int hk, int i) {
     std::vector<double> gradient(n);
     for (int h = hk * group; h < (hk + 1) * group; ++h) {

@@ -20,7 +20,7 @@ namespace {
 constexpr std::int64_t batch = 1, heads_q = 4, heads_kv = 2, seqlen = 1024, head_dim = 64;
 constexpr std::int64_t window = 128;  // keys that each query sees
 
-// Memory as the library needs it; it grows to the largest piece it is asked for.
+// Memory as the library needs it; it grows to the largest requested piece.
 class Memory {
  public:
   std::span<std::byte> of(std::size_t bytes) {
@@ -92,7 +92,7 @@ bool run() {
   fd::select_key_intervals(
       selection, with_workspace(threads, workspace, fd::select_workspace_size(selection, threads)));
 
-  // What is computed, and the data it is computed from.
+  // The problem and its data.
   const fd::Problem problem = {
       .batch = batch,
       .heads_q = heads_q,
@@ -116,7 +116,7 @@ bool run() {
       .visibility = {.intervals = {intervals.data()}, .bound = fd::key_bound(selection)},
   };
 
-  // What is visible -> how it is walked, for each direction.
+  // The schedule of the visible keys, for each direction.
   const auto schedule_in = [&](Memory& memory, fd::Direction direction) {
     const fd::Visibility& visible = inputs.visibility;
     return fd::build_schedule(

@@ -72,7 +72,8 @@ struct ForwardArgs {
   Schedule schedule{};  // of in.visibility, for the forward
   Tensor4 out{};        // [B, Sq, Hq, D]
   RowValues lse{};      // natural logarithm
-  // What rounding took from lse; may be null. With it the backward keeps its precision where |lse| is large.
+  // The part of lse that rounding removed; may be null. With it the backward keeps its precision where |lse|
+  // is large.
   RowValues lse_low{};
 };
 
@@ -93,7 +94,7 @@ struct BackwardArgs {
 };
 
 // A backend by name: "cuda", "cpu", "reference". Empty: the first in order of preference that supports
-// the problem. A build without a backend lists it too, and says so.
+// the problem. A build without a backend lists it too, as not available.
 struct BackendInfo {
   std::string_view name;
   bool available;

@@ -11,13 +11,13 @@ namespace flash_dmattn {
 using ParallelFor = void (*)(void* context, int workers, void (*body)(void* argument, int worker),
                              void* argument);
 
-// What a call may use. The caller owns all of it; the library allocates nothing and starts no thread.
+// The resources of a call. The caller owns them; the library allocates nothing and starts no thread.
 struct Execution {
   int workers = 1;                     // >= 1; the workspace size depends on it
   ParallelFor parallel_for = nullptr;  // null: the calling thread runs every worker in turn
   void* parallel_context = nullptr;
   void* workspace = nullptr;  // aligned to workspace_alignment; its content need not be initialised
-  std::size_t workspace_bytes = 0;  // at least what the matching *_workspace_size said
+  std::size_t workspace_bytes = 0;  // at least the matching *_workspace_size
   void* stream = nullptr;           // cudaStream_t of the CUDA backend; unused on the CPU
 };
 
@@ -35,9 +35,9 @@ class ThreadPool {
 
   int threads() const noexcept;
 
-  // An Execution that runs on this pool; the workspace is still the caller's to set. Calls that share
-  // one pool take turns. A body that calls the pool it runs on does its workers itself; one that gets
-  // there through the bodies of another pool waits for its own call to end, forever.
+  // An Execution that runs on this pool; the caller still sets the workspace. Calls that share one
+  // pool run one after the other. A body that calls its own pool runs its workers itself; one that reaches
+  // its own pool through the bodies of another pool waits for its own call to end, forever.
   Execution execution() noexcept;
 
  private:

@@ -8,7 +8,7 @@
 
 namespace flash_dmattn {
 
-// What becomes of non-finite values. Finite inputs give finite results either way up to overflow.
+// The treatment of non-finite values. Finite inputs give finite results either way up to overflow.
 enum class NonFinite : std::uint8_t {
   // Non-finite elements of dout count as 0. Gradients saturate on conversion: bf16 at +-1.69e38 (half
   // its maximum), f16 at +-65504, f32 at its maximum; a NaN becomes the positive limit. On a GPU dt

@@ -9,9 +9,9 @@
 #include "flash_dmattn/problem.h"
 #include "flash_dmattn/visibility.h"
 
-// *What* is visible is the caller's to say (visibility.h); *how* a kernel walks it is the backend's. A schedule
-// is what a backend makes of a visibility before it computes: which keys each tile of queries meets, or which
-// queries each block of keys. It is opaque, made by the backend that is going to use it, for one direction.
+// The caller states *what* is visible (visibility.h), the backend *how* its kernels walk it. A backend makes a
+// schedule of a visibility before it computes: the keys that each tile of queries visits, or the queries that
+// each block of keys visits. It is opaque, made by the backend that is going to use it, for one direction.
 namespace flash_dmattn {
 
 enum class Direction : std::uint8_t { forward, backward };
@@ -26,8 +26,8 @@ struct Schedule {
 
   enum class Kind : std::uint8_t {
     none,
-    query_tile_lists,  // of each tile of queries, the keys that it meets
-    key_list_tiles,    // of each tile of queries, how much of its row's KeyList it meets
+    query_tile_lists,  // of each tile of queries, the keys that it visits
+    key_list_tiles,    // of each tile of queries, how much of its row's KeyList it visits
     key_slots,         // of each block of slots, the keys that live in them one after the other
   };
   Kind kind = Kind::none;

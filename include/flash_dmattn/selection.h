@@ -59,9 +59,9 @@ std::size_t select_list_workspace_size(const SelectionArgs& args);
 KeyList select_key_list(const SelectionArgs& args, std::int32_t* keys, std::int32_t* count,
                         const Execution& execution);
 
-// A choice per query among the keys that a mask or a bias of pairs leaves, where no intervals express it.
+// A choice per query among the keys that a dense mask or bias leaves, where no intervals express it.
 // The keys of a row have ranks, 0 for the best one; query i keeps the visible keys whose rank is below its
-// limit, and these are its `window` best ones. Two vectors thus stand for a second mask. GPU only. The limit
+// limit, and these are its `window` best ones. Two vectors thus replace a second mask. GPU only. The limit
 // is 0 for a window of 0, and Sk where fewer than `window` keys are visible.
 struct RankArgs {
   Device device = Device::cuda;  // of all pointers and the workspace
@@ -70,14 +70,14 @@ struct RankArgs {
   std::int64_t seqlen_q = 0;
   std::int64_t seqlen_k = 0;
   std::int64_t window = -1;  // w >= 0, to be given
-  bool causal = true;        // what is after the query is not visible either
+  bool causal = true;        // keys after the query are not visible either
 
   const void* scores = nullptr;  // [scores_shape, Sk], f32, bf16 or f16; as in SelectionArgs
   DType scores_dtype = DType::f32;
   std::array<std::int64_t, 2> scores_shape{};  // {batch|1, heads or a divisor of them}
   std::array<std::int64_t, 3> scores_stride = dense_strides<3>;
 
-  // What hides elements of Sq x Sk, [.._shape, Sq, Sk]: shapes as scores_shape, strides 0 for a dimension
+  // The mask and bias that hide elements, [.._shape, Sq, Sk]: shapes as scores_shape, strides 0 for a dimension
   // that broadcasts. One of them may be missing, with a shape of zeros.
   const std::uint8_t* mask = nullptr;  // where it is 0
   std::array<std::int64_t, 2> mask_shape{};
@@ -94,8 +94,8 @@ struct RankArgs {
 
 std::size_t rank_workspace_size(const RankArgs& args);
 
-// O(Sk log Sk) for each row of scores and O(Sq Sk / 32) for each of the limits; a bit for each pair of mask
-// and bias in workspace. The call only enqueues work. The results are KeyRanks::key_rank as [.., .., 1, Sk] and
+// O(Sk log Sk) for each row of scores and O(Sq Sk / 32) for each of the limits; a bit for each element of
+// mask and bias in workspace. The call only enqueues work. The results are KeyRanks::key_rank as [.., .., 1, Sk] and
 // KeyRanks::rank_limit as [.., .., Sq, 1], with the same mask, bias and causality. Throws InvalidArgument for
 // shapes that do not fit each other, more than 2^23 keys, a negative window, null data or too small a
 // workspace.
@@ -117,7 +117,7 @@ struct MeasureArgs {
 
 std::size_t measure_workspace_size(const MeasureArgs& args, const Execution& execution);
 
-// A bound that holds for the intervals over whole tiles of queries, which is all that a schedule needs. On a
+// A bound that holds for the intervals over tiles of queries, which is enough for a schedule. On a
 // GPU this is the one function that waits for the device: it counts there, then synchronises
 // execution.stream. Throws InvalidArgument, and std::runtime_error while the stream is being captured.
 KeyBound measure_key_bound(const MeasureArgs& args, const Execution& execution);

@@ -35,7 +35,7 @@ constexpr std::string_view name_of(DType dtype) {
   }
 }
 
-// A bias at or below this value masks its pair: probability exactly 0, gradient exactly 0. It depends
+// A bias at or below this value masks its element: probability exactly 0, gradient exactly 0. It depends
 // on the dtype of q, k and v (not the bias's own), so the customary finfo.min and -inf fills all mask.
 constexpr double mask_value(DType dtype) {
   switch (dtype) {
@@ -70,7 +70,7 @@ constexpr std::array<std::int64_t, 4> contiguous_strides(const std::array<std::i
   return {shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1};
 }
 
-// As a stride: that of a dense row-major array. What array is dense is said where a field has it as default.
+// As a stride: that of a dense row-major array, which the comment of the field describes.
 inline constexpr std::int64_t dense_stride = std::numeric_limits<std::int64_t>::min();
 
 namespace detail {

@@ -283,7 +283,7 @@ BackwardLayout lay_out(const BackwardArgs& args, const Execution& execution, voi
       layout.slot_begin[unit] = slots;
       layout.slot_count[unit] = count;
     }
-    // Without intervals products add to full blocks of slots.
+    // Without intervals products add to blocks of slots: their number is rounded up.
     slots +=
         t.intervals.data != nullptr ? count : (count + block_keys - 1) / block_keys * block_keys;
   }

@@ -44,7 +44,7 @@ std::vector<std::uint8_t> visible_pairs(const SelectionArgs& args, std::int64_t 
     const auto in_past = [&](std::size_t j) {
       return !args.causal || static_cast<std::int64_t>(j) <= position;
     };
-    // What the choice is among. `global` chooses for the whole row and hides the future afterwards.
+    // The candidates of the choice. `global` chooses from the row and hides the future afterwards.
     const auto candidate = [&](std::size_t j) {
       return keys[j].eligible && (args.selection == Selection::global || in_past(j));
     };

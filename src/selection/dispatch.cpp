@@ -47,8 +47,7 @@ RankArgs with_resolved_strides(const RankArgs& args) {
 
 constexpr std::int64_t unlimited_keys = std::numeric_limits<std::int64_t>::max();
 
-// A measured bound holds for whole tiles of this many queries, of which every schedule's tiles on a GPU are
-// made.
+// A measured bound holds for tiles of this many queries; every schedule's tiles on a GPU consist of them.
 constexpr std::int64_t measured_tile_rows = 128;
 
 TileListArgs tile_list_args(const MeasureArgs& args) {

@@ -25,7 +25,7 @@ struct QueryTileLists {
   std::int64_t stride_head = 0;
 };
 
-// What tile lists are made of; they have the batch and heads of the intervals or of the key list.
+// The arguments of build_tile_lists; the lists have the batch and heads of the intervals or of the key list.
 struct TileListArgs {
   std::int64_t batch = 0;  // B or 1
   std::int64_t heads = 0;  // Hkv or 1
@@ -91,7 +91,7 @@ std::int64_t tile_list_entries(Device device, const TileListArgs& args, const Ex
 QueryTileLists build_tile_lists(Device device, const TileListArgs& args,
                                 const TileListBuffers& buffers, const Execution& execution);
 
-// A bound that holds for runs of whole tiles of args.tile_rows queries.
+// A bound that holds for consecutive tiles of args.tile_rows queries.
 std::size_t measure_workspace_size(Device device, const TileListArgs& args,
                                    const Execution& execution);
 KeyBound measure_key_bound(Device device, const TileListArgs& args, const Execution& execution);

@@ -25,7 +25,7 @@ std::size_t rank(std::string_view name) {
       std::find(instruction_sets.begin(), instruction_sets.end(), name) - instruction_sets.begin());
 }
 
-// What the CPU backend runs on, FLASH_DMATTN_MAX_ISA applied.
+// The instruction set of the CPU backend, FLASH_DMATTN_MAX_ISA applied.
 std::string instruction_set_in_use() {
   for (const auto& backend : flash_dmattn::backends()) {
     if (backend.name == "cpu") return backend.reason;

@@ -14,7 +14,7 @@
 #include "support/data.h"
 #include "support/run.h"
 
-// What every backend's calls have in common: the backend table, the argument checks, check mode.
+// The common part of every backend's calls: the backend table, the argument checks, check mode.
 namespace flash_dmattn::testing {
 namespace {
 
@@ -490,7 +490,7 @@ TEST(InvalidArguments, OfTheExecution) {
   call.expect_nothing_written();
 }
 
-// ---- What is legal -------------------------------------------------------------------------------
+// ---- Legal calls ---------------------------------------------------------------------------------
 
 TEST(LegalArguments, StridesOfSizeOneAreNotUsed) {
   for (const char* backend : {"cpu", "reference"}) {

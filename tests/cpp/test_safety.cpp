@@ -13,8 +13,8 @@
 #include "support/run.h"
 #include "support/yardstick.h"
 
-// What must hold whatever the numbers are: finite inputs give finite results, what is masked has no
-// say, and nothing is read that nobody wrote. Every run here poisons outputs and workspace, guards all
+// Invariants for all numbers: finite inputs give finite results, masked elements have no effect, and
+// no unwritten memory is read. Every run here poisons outputs and workspace, guards all
 // buffers, and checks what lies between the elements (support/run.h).
 namespace flash_dmattn {
 namespace {

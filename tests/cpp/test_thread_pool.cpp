@@ -13,7 +13,7 @@
 namespace flash_dmattn {
 namespace {
 
-// Calls body(worker) for the workers of a call with as many as asked for.
+// Calls body(worker) for each of the requested workers.
 template <class Body>
 void run_workers(const Execution& execution, int workers, Body body) {
   execution.parallel_for(

@@ -47,7 +47,7 @@ struct Intervals {
 
 using Pair = std::pair<std::int64_t, std::int64_t>;
 
-// The keys of a tile by asking every pair: the full ones, then the partial ones.
+// The keys of a tile by a test of every (query, key): the full ones, then the partial ones.
 struct TileKeys {
   std::vector<std::int32_t> full, partial;
 };
@@ -100,7 +100,7 @@ void expect_as_defined(const TileListArgs& args) {
   EXPECT_EQ(tile_list_entries(Device::cpu, args, testing::in_turn(1)), entries);
 }
 
-// The measured bound holds for every run of whole tiles.
+// The measured bound holds for consecutive tiles.
 void expect_bound(const TileListArgs& args) {
   Execution execution = testing::in_turn(2);
   GuardedBuffer workspace(measure_workspace_size(Device::cpu, args, execution), "workspace");

@@ -10,7 +10,7 @@
 
 namespace flash_dmattn::testing {
 
-// A row of tests/cases/attention.csv. The comment on top of that file says what the words mean; the
+// A row of tests/cases/attention.csv. The comment on top of that file explains the words; the
 // fills stay words here and get their meaning in data.cpp.
 struct Case {
   std::string name;
@@ -30,7 +30,7 @@ struct Case {
 using CaseWords = std::map<std::string, std::string>;
 Case case_from(const CaseWords& words);
 
-// The whole table, in its order. Throws std::runtime_error naming the line that is not one.
+// The table, in its order. Throws std::runtime_error that names a malformed line.
 const std::vector<Case>& attention_cases();
 const Case& attention_case(const std::string& name);
 

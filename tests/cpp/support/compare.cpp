@@ -44,7 +44,7 @@ double smallest(Element element) {
          << expected.get(worst) << ", actual " << actual.get(worst);
 }
 
-// What a store in the dtype makes of exact values that it cannot hold.
+// Limits exact values to the range of the dtype, as a store does.
 void limit(const Problem& p, double largest, Tensor& tensor) {
   tensor.fill([&](const Index& i) {
     const double value = tensor.get(i);

@@ -33,7 +33,7 @@ struct Data {
 
   // vis_ij of attention.h for query head `head`; an implementation of the definition of its own.
   bool visible(std::int64_t batch, std::int64_t head, std::int64_t query, std::int64_t key) const;
-  // The element of `tensor`, a mask or a bias, that belongs to the pair.
+  // The element of `tensor`, a mask or a bias, of (query, key).
   double broadcast(const Tensor& tensor, std::int64_t batch, std::int64_t head, std::int64_t query,
                    std::int64_t key) const;
 

@@ -18,10 +18,10 @@ enum class Element : std::uint8_t { f32, bf16, f16, f64, u8 };
 Element element_of(DType dtype);
 double largest(Element element);  // that is finite
 inline double largest(DType dtype) { return largest(element_of(dtype)); }
-// What gradients saturate at: NonFinite::saturate in attention.h.
+// The limits of gradients: NonFinite::saturate in attention.h.
 double gradient_limit(DType dtype);
 
-// How the elements of a tensor lie in memory. What lies between them stays poisoned.
+// The layout of the elements of a tensor in memory. The gaps between them stay poisoned.
 enum class Layout : std::uint8_t {
   contiguous,
   permuted,  // the two middle dimensions swapped: [B, H, S, D] memory behind a [B, S, H, D] view

@@ -16,7 +16,7 @@ struct Noise {
   double mean() const { return count == 0 ? 0 : sum / static_cast<double>(count); }
 };
 
-// What a plain implementation in the dtype of the problem gives: matrix products that accumulate in
+// The result of a plain implementation in the dtype of the problem: matrix products that accumulate in
 // fp32, everything between them rounded to the dtype. Its error is the measure of ours.
 struct Yardstick {
   Results results;
