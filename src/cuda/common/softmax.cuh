@@ -42,6 +42,20 @@ struct OnlineSoftmax {
     weigh(s, factor);
   }
 
+  // Makes the sum of a row NaN where a product q . k is not finite, even if its score will be (-inf, or limited
+  // by a softcap): the epilogue computes such rows again and finds out which keys they see.
+  template <int N8>
+  __device__ void mark_nonfinite(const float (&products)[M16][N8][4]) {
+#pragma unroll
+    for (int m = 0; m < M16; ++m) {
+#pragma unroll
+      for (int n = 0; n < N8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[m][e / 2] = fmaf(products[m][n][e], 0.0f, sum[m][e / 2]);
+      }
+    }
+  }
+
   __device__ void add_lanes() {
 #pragma unroll
     for (int m = 0; m < M16; ++m) {

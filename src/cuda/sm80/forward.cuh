@@ -71,6 +71,7 @@ struct ForwardKernel {
         Accumulator<P.warp_rows, P.keys> scores;
         clear(scores);
         multiply<T, D>(scores, q, OperandB<KeyRows, Major::k>(kv.k_tile(n), 0));
+        if (!p.saturate) softmax.mark_nonfinite(scores);
         shape_scores(p.score, scores);
         if (biased && !(HasDense && p.score.bias.per_query)) {
           add_column_bias(p.score.factor, columns, position, scores);

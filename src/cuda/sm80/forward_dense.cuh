@@ -79,6 +79,7 @@ struct DenseForwardKernel {
         Scores scores;
         clear(scores);
         multiply<T, D>(scores, q, OperandB<KeyRows, Major::k>(kv.k_tile(n), 0));
+        if (!p.saturate) softmax.mark_nonfinite(scores);
         finish_scores(p, tile, warp_row, kv, n, state, scores);
         softmax.update(scores, factor, out);
         add_values<T>(scores, OperandB<KeyRows, Major::mn>(kv.v_tile(n), 0), out);
