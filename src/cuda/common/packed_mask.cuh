@@ -1,12 +1,13 @@
 #pragma once
 
+#include "cuda/common/integers.h"
 #include "cuda/common/math.cuh"
 #include "cuda/common/scheduler.cuh"
 #include "cuda/common/warp.cuh"
 #include "cuda/params.h"
 
-// A mask with a query dimension, read once and packed to a bit for each pair. Where keys are chosen by
-// rank, the bits are those of the chosen pairs.
+// A dense mask, read once and packed to a bit for each element. Where keys are chosen by rank, the bits of keys
+// that are not chosen are not set.
 namespace flash_dmattn::cuda {
 
 struct PackMaskParams {
@@ -19,12 +20,10 @@ struct PackMaskParams {
   int rows;
   int keys;
   bool aligned;  // every 16 keys of a row are one aligned word, and every 4 ranks
-  bool causal;   // keys that are not visible anyway are not read
+  bool causal;   // elements that are hidden anyway are not read
   int shift;     // query r is at key r + shift
 
-  __host__ __device__ int row_tiles() const {
-    return (rows + PackedMask::side - 1) / PackedMask::side;
-  }
+  __host__ __device__ int row_tiles() const { return ceil_div(rows, PackedMask::side); }
 
   // The first element of a matrix.
   __device__ std::int64_t begin(const Broadcast& b, int matrix) const {
@@ -41,13 +40,15 @@ template <bool Ranked>
 struct PackMaskKernel {
   using Params = PackMaskParams;
   static constexpr int warps = 16;
-  static constexpr int threads = warps * 32;
+  static constexpr int threads = warps * warp_size;
   static constexpr int min_blocks = 2;
   static constexpr int side = PackedMask::side;
   static constexpr int warp_rows = side / warps;
+  static constexpr int piece_keys = 16;
   static constexpr int pieces = 2;
-  static constexpr int piece_words = 8;
+  static constexpr int piece_words = 8;  // of the 32 pieces that a warp's lanes have
   static constexpr int block_words = pieces * piece_words;
+  static constexpr int block_keys = block_words * side;
   static constexpr int word_bytes = side * 8 + 16;  // 16: words lie in different banks
 
   struct SharedStorage {
@@ -61,109 +62,147 @@ struct PackMaskKernel {
   }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
-    const int warp = warp_id();
-    const int lane = lane_id();
-    const int key_block = static_cast<int>(blockIdx.x) % key_blocks(p);
-    const int row_block = static_cast<int>(blockIdx.x) / key_blocks(p);
-    const int row_tile = row_block % p.row_tiles();
-    const int matrix = row_block / p.row_tiles();
+    const Block block(p);
     // Nobody reads the bits of an empty tile unless its neighbour of an aligned pair is not empty.
-    if (p.causal && key_block * block_words * side > (row_tile | 1) * side + side - 1 + p.shift) {
-      store_state(p, row_block, key_block, 0);
+    if (p.causal && block.key > (block.row_tile | 1) * side + side - 1 + p.shift) {
+      store_state(p, block, 0);
       return;
     }
-    const int first_row = row_tile * side + warp * warp_rows;
-    const int rows = min(p.rows - first_row, warp_rows);
-    const std::uint8_t* const from = reinterpret_cast<const std::uint8_t*>(p.mask.data) +
-                                     p.begin(p.mask, matrix) + first_row * p.mask.query;
-    int limits[warp_rows];  // of ranks
-    if constexpr (Ranked) {
-      const auto* const of_rows = reinterpret_cast<const std::int32_t*>(p.rank_limit.data) +
-                                  p.begin(p.rank_limit, matrix) + first_row * p.rank_limit.query;
-#pragma unroll
-      for (int i = 0; i < warp_rows; ++i) {
-        limits[i] = i < rows ? __ldg(of_rows + i * p.rank_limit.query) : 0;
-      }
-    }
-    const auto chunk_of = [&](int j) { return (key_block * pieces + j) * 32 + lane; };  // 16 keys
-    const auto seen = [&](int i, int j) {
-      return i < rows && (!p.causal || chunk_of(j) * 16 <= first_row + i + p.shift);
-    };
-    const bool whole = p.aligned && (key_block + 1) * block_words * side <= p.keys;
+    const WarpRows rows(p, block);
     uint4 bytes[warp_rows][pieces];
-    if (whole) {
+    if (block.full) load_bytes(p, block, rows, bytes);
 #pragma unroll
-      for (int i = 0; i < warp_rows; ++i) {
-#pragma unroll
-        for (int j = 0; j < pieces; ++j) {
-          const auto* const chunk =
-              reinterpret_cast<const uint4*>(from + i * p.mask.query + chunk_of(j) * 16);
-          bytes[i][j] = seen(i, j) ? __ldg(chunk) : uint4{0, 0, 0, 0};
-        }
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < pieces; ++j) {
-      // Keys that do not exist do not keep a tile from being full.
-      const int existing = max(min(p.keys - chunk_of(j) * 16, 16), 0);
-      const std::uint32_t missing = ~((1u << existing) - 1) & 0xffffu;
-      int ranks[16];
-      if constexpr (Ranked) load_ranks(p, matrix, chunk_of(j) * 16, existing, whole, ranks);
-      std::uint32_t some = 0;
-      std::uint32_t all = 0xffff;
-#pragma unroll
-      for (int i = 0; i < warp_rows; ++i) {
-        std::uint32_t bits = 0;
-        if (whole) {
-          bits = bits_of(bytes[i][j]);
-        } else if (seen(i, j)) {
-          bits = load_bits(p, from + i * p.mask.query, chunk_of(j) * 16, existing);
-        }
-        if constexpr (Ranked) bits &= bits_below(ranks, limits[i]);
-        some |= bits;
-        if (i < rows) all &= bits | missing;
-        std::byte* const to =
-            &shared.bits[piece_words * j + lane / 4][(warp * warp_rows + i) * 8 + lane % 4 * 2];
-        *reinterpret_cast<std::uint16_t*>(to) = static_cast<std::uint16_t>(bits);
-      }
-      const unsigned some_lanes = warp_ballot(some != 0);
-      const unsigned all_lanes = warp_ballot(all == 0xffffu);
-      if (lane < piece_words) {
-        shared.some[warp][piece_words * j + lane] = (some_lanes >> (4 * lane) & 0xf) != 0;
-        shared.all[warp][piece_words * j + lane] = (all_lanes >> (4 * lane) & 0xf) == 0xf;
-      }
-    }
+    for (int j = 0; j < pieces; ++j) pack_piece(p, block, rows, j, bytes, shared);
     __syncthreads();
-    const int first_word = key_block * block_words;
-    if (first_word + warp < p.packed.words) {  // two rows of a word each
-      auto* const tiles = reinterpret_cast<uint4*>(
-          p.packed.bits +
-          (static_cast<std::int64_t>(row_block) * p.packed.words + first_word) * side);
-      tiles[threadIdx.x] = *reinterpret_cast<const uint4*>(&shared.bits[warp][lane * 16]);
-    }
-    const int mine = static_cast<int>(threadIdx.x);
-    if (mine >= block_words) return;
-    std::uint8_t any_row = 0;
-    std::uint8_t every_row = 1;
-    for (int w = 0; w < warps; ++w) {
-      any_row |= shared.some[w][mine];
-      every_row &= shared.all[w][mine];
-    }
-    store_state(p, row_block, key_block,
-                (any_row != 0 ? PackedMask::some : 0) | (every_row != 0 ? PackedMask::all : 0));
+    if (block.key / side + warp_id() < p.packed.words) store_word(p, block, shared);
+    if (threadIdx.x < block_words) store_state(p, block, merge_rows(shared));
   }
 
  private:
+  struct Block {
+    int row_block;  // of all matrices' row tiles
+    int row_tile;
+    int matrix;
+    int key;    // first key
+    bool full;  // all its keys exist and are aligned
+
+    __device__ explicit Block(const Params& p)
+        : row_block(static_cast<int>(blockIdx.x) / key_blocks(p)),
+          row_tile(row_block % p.row_tiles()),
+          matrix(row_block / p.row_tiles()),
+          key(static_cast<int>(blockIdx.x) % key_blocks(p) * block_keys),
+          full(p.aligned && key + block_keys <= p.keys) {}
+
+    // The first of a lane's 16 keys in piece j.
+    __device__ int key_of(int j) const { return key + (j * warp_size + lane_id()) * piece_keys; }
+  };
+
+  struct WarpRows {
+    int first;
+    int count;  // that exist
+    const std::uint8_t* bytes;
+    int rank_limits[warp_rows];
+
+    __device__ WarpRows(const Params& p, const Block& block)
+        : first(block.row_tile * side + warp_id() * warp_rows),
+          count(min(p.rows - first, warp_rows)),
+          bytes(reinterpret_cast<const std::uint8_t*>(p.mask.data) + p.begin(p.mask, block.matrix) +
+                first * p.mask.query) {
+      if constexpr (Ranked) {
+        const auto* const limits = reinterpret_cast<const std::int32_t*>(p.rank_limit.data) +
+                                   p.begin(p.rank_limit, block.matrix) + first * p.rank_limit.query;
+#pragma unroll
+        for (int i = 0; i < warp_rows; ++i) {
+          rank_limits[i] = i < count ? __ldg(limits + i * p.rank_limit.query) : 0;
+        }
+      }
+    }
+
+    // Whether row i sees a key from `key` on, but for the mask.
+    __device__ bool sees(const Params& p, int i, int key) const {
+      return i < count && (!p.causal || key <= first + i + p.shift);
+    }
+  };
+
   static __host__ __device__ int key_blocks(const Params& p) {
-    return (p.packed.words + block_words - 1) / block_words;
+    return ceil_div(p.packed.words, block_words);
   }
 
-  // The state of word threadIdx.x of a block.
-  static __device__ void store_state(const Params& p, int row_block, int key_block, int state) {
-    const int mine = static_cast<int>(threadIdx.x);
-    const int word = key_block * block_words + mine;
-    if (mine < block_words && word < p.packed.words) {
-      p.packed.states[static_cast<std::int64_t>(row_block) * p.packed.words + word] =
+  static __device__ void load_bytes(const Params& p, const Block& block, const WarpRows& rows,
+                                    uint4 (&bytes)[warp_rows][pieces]) {
+#pragma unroll
+    for (int i = 0; i < warp_rows; ++i) {
+#pragma unroll
+      for (int j = 0; j < pieces; ++j) {
+        const int key = block.key_of(j);
+        const auto* const from =
+            reinterpret_cast<const uint4*>(rows.bytes + i * p.mask.query + key);
+        bytes[i][j] = rows.sees(p, i, key) ? __ldg(from) : uint4{0, 0, 0, 0};
+      }
+    }
+  }
+
+  // The bits of a lane's 16 keys in piece j, and which words of the piece have some or all bits set.
+  static __device__ void pack_piece(const Params& p, const Block& block, const WarpRows& rows,
+                                    int j, const uint4 (&bytes)[warp_rows][pieces],
+                                    SharedStorage& shared) {
+    const int key = block.key_of(j);
+    const int existing = max(min(p.keys - key, piece_keys), 0);
+    // Keys that do not exist do not keep a tile from being full.
+    const std::uint32_t missing = ~((1u << existing) - 1) & 0xffffu;
+    int ranks[piece_keys];
+    if constexpr (Ranked) load_ranks(p, block.matrix, key, existing, block.full, ranks);
+    std::uint32_t some = 0;
+    std::uint32_t all = 0xffff;
+#pragma unroll
+    for (int i = 0; i < warp_rows; ++i) {
+      std::uint32_t bits = 0;
+      if (block.full) {
+        bits = bits_of(bytes[i][j]);
+      } else if (rows.sees(p, i, key)) {
+        bits = load_bits(p, rows.bytes + i * p.mask.query, key, existing);
+      }
+      if constexpr (Ranked) bits &= bits_below(ranks, rows.rank_limits[i]);
+      some |= bits;
+      if (i < rows.count) all &= bits | missing;
+      std::byte* const to = &shared.bits[piece_words * j + lane_id() / 4]
+                                        [(warp_id() * warp_rows + i) * 8 + lane_id() % 4 * 2];
+      *reinterpret_cast<std::uint16_t*>(to) = static_cast<std::uint16_t>(bits);
+    }
+    const unsigned some_lanes = warp_ballot(some != 0);
+    const unsigned full_lanes = warp_ballot(all == 0xffffu);
+    const int word = lane_id();  // four lanes have its keys
+    if (word < piece_words) {
+      shared.some[warp_id()][piece_words * j + word] = (some_lanes >> (4 * word) & 0xf) != 0;
+      shared.all[warp_id()][piece_words * j + word] = (full_lanes >> (4 * word) & 0xf) == 0xf;
+    }
+  }
+
+  // A warp stores one word of all rows, a lane two rows.
+  static __device__ void store_word(const Params& p, const Block& block,
+                                    const SharedStorage& shared) {
+    const std::int64_t first_word =
+        static_cast<std::int64_t>(block.row_block) * p.packed.words + block.key / side;
+    auto* const tiles = reinterpret_cast<uint4*>(p.packed.bits + first_word * side);
+    tiles[threadIdx.x] = *reinterpret_cast<const uint4*>(&shared.bits[warp_id()][lane_id() * 16]);
+  }
+
+  // The state of word threadIdx.x over all rows.
+  static __device__ int merge_rows(const SharedStorage& shared) {
+    std::uint8_t some = 0;
+    std::uint8_t all = 1;
+    for (int w = 0; w < warps; ++w) {
+      some |= shared.some[w][threadIdx.x];
+      all &= shared.all[w][threadIdx.x];
+    }
+    return (some != 0 ? PackedMask::some : 0) | (all != 0 ? PackedMask::all : 0);
+  }
+
+  // Of word threadIdx.x.
+  static __device__ void store_state(const Params& p, const Block& block, int state) {
+    const int word = block.key / side + static_cast<int>(threadIdx.x);
+    if (threadIdx.x < block_words && word < p.packed.words) {
+      p.packed.states[static_cast<std::int64_t>(block.row_block) * p.packed.words + word] =
           static_cast<std::uint8_t>(state);
     }
   }
@@ -179,13 +218,13 @@ struct PackMaskKernel {
   }
 
   // Of keys [key, key + existing); the bits of the others are not set anyway.
-  static __device__ void load_ranks(const Params& p, int matrix, int key, int existing, bool whole,
+  static __device__ void load_ranks(const Params& p, int matrix, int key, int existing, bool full,
                                     int (&ranks)[16]) {
     const auto* const from =
         reinterpret_cast<const std::int32_t*>(p.key_rank.data) + p.begin(p.key_rank, matrix) + key;
 #pragma unroll
     for (int i = 0; i < 16; i += 4) {
-      if (whole) {
+      if (full) {
         const int4 four = __ldg(reinterpret_cast<const int4*>(from + i));
         ranks[i] = four.x;
         ranks[i + 1] = four.y;
