@@ -115,6 +115,49 @@ def test_gradients_saturate_or_overflow(route, dtype):
     assert (dv == torch.inf).any()
 
 
+BAD_INPUTS = [(n, v) for n in ("q", "k", "v") for v in (torch.inf, -torch.inf, torch.nan)]
+BAD_INPUTS.append(("bias", torch.inf))  # -inf and NaN mask
+
+
+@routes
+@dtypes
+@pytest.mark.parametrize("name, value", BAD_INPUTS)
+def test_nonfinite_inputs_reach_the_rows_that_see_them_when_propagated(route, dtype, name, value):
+    setting = Setting(route, dtype)
+    row, key, column = 120, 70, 3
+    q, k, v, bias = (leaf.detach() for leaf in setting.leaves)
+
+    def attend(q, k, v, bias, **options):
+        return flash_dmattn_func(q, k, v, setting.mask, bias, **setting.options, **options)
+
+    if name == "bias":
+        bias[..., key] = 50  # chosen, as one of +inf is
+    probe = torch.zeros_like(v)
+    probe[:, key] = 1
+    sees = attend(q, k, probe, bias)[0, ..., 0] != 0  # [query, head]
+    sees[:, 2:] &= name == "bias"  # else only the first key head has the value
+    if name == "q":
+        sees = torch.zeros_like(sees)
+        sees[row, 0] = True
+    assert sees.any() and not sees.all()
+    expected = attend(q, k, v, bias)[0]
+
+    if name == "bias":
+        bias[..., key] = value
+    else:
+        {"q": q, "k": k, "v": v}[name][0, row if name == "q" else key, 0, column] = value
+    out = attend(q, k, v, bias, nonfinite="propagate")[0]
+    if name == "v":
+        assert torch.equal(~out[..., column].isfinite(), sees)
+        out[..., column] = expected[..., column]
+    else:
+        assert torch.equal(out.isnan().all(-1), sees)
+        out = out.masked_fill(sees[..., None], 0)
+        expected = expected.masked_fill(sees[..., None], 0)
+    # Not the same bits: rows that meet the value in a tile without seeing it are computed again, in double.
+    torch.testing.assert_close(out, expected, rtol=4e-2, atol=4e-2)
+
+
 either_order = pytest.mark.parametrize("deterministic", [False, True])
 
 
