@@ -9,7 +9,7 @@
 #include "cuda/common/launch.h"
 #include "cuda/common/warp.cuh"
 
-// Includes that the kernels of selection and plan share.
+// Includes that the kernels of selection and tile lists share.
 namespace flash_dmattn::cuda {
 
 // The number of bits that hold the values [0, count).

@@ -6,8 +6,8 @@
 
 // The w best keys of each row by radix selection. Score code above position makes one number of
 // every key, and no two are equal; the w-th largest is found from the top digit down, with one
-// histogram after the other of the keys that share the digits found so far. Everyone who needs a
-// digit derives it from the finished histogram, so no step waits for a single CTA.
+// histogram after the other of the keys that share the digits found so far. Every CTA that
+// needs a digit derives it from the finished histogram, so no step waits for a single CTA.
 namespace flash_dmattn::cuda::global {
 
 inline constexpr int threads = 512;
@@ -17,7 +17,7 @@ inline constexpr int digit_bits = 11;
 inline constexpr int bins = 1 << digit_bits;
 inline constexpr int thread_bins = bins / threads;
 
-// What the digits found so far say about the w-th largest number.
+// The digits of the w-th largest number found so far.
 struct Found {
   std::uint64_t digits;
   std::int64_t rank;  // among the numbers that begin with these digits
@@ -51,8 +51,8 @@ struct Rows {
   __host__ __device__ int ctas_per_row() const { return ceil_div(seqlen_k, cta_keys); }
 };
 
-// What is found once `digit` digits are; for digit > 0 from the histogram of the one before. All
-// threads of the CTA call it and get the same.
+// The state after `digit` digits; for digit > 0 from the histogram of the one before. All threads of the
+// CTA call it and get the same.
 __device__ inline Found find_digits(const Rows& rows, int digit, int row) {
   if (digit == 0) return {0, rows.window};
   __shared__ std::uint32_t warp_sums[threads / warp_size];

@@ -37,7 +37,7 @@ struct Entry {
   __device__ explicit Entry(int2 stored) : key(stored.x), range(static_cast<unsigned>(stored.y)) {}
 
   __device__ int2 stored() const { return make_int2(key, static_cast<int>(range)); }
-  // What lies inside tiles [first, end), from the first of them.
+  // The part inside tiles [first, end), from the first of them.
   __device__ HalfTiles within(int first, int end) const {
     return {max(static_cast<int>(range & 0xffffu), 2 * first) - 2 * first,
             min(static_cast<int>(range >> 16), 2 * end) - 2 * first};
@@ -195,7 +195,7 @@ class Level {
 };
 
 // The tiles themselves, up to NodeTiles to a parent: list b holds the full keys of its b-th tile,
-// list NodeTiles + b the partial ones, and both share one stretch of memory, full keys first.
+// list NodeTiles + b the partial ones, and both share one range of memory, full keys first.
 template <int NodeTiles>
 struct Tiles {
   static_assert(2 * NodeTiles <= max_lists);

@@ -7,22 +7,22 @@
 #include "cuda/selection/selection.h"
 #include "cuda/selection/tile_list_arguments.h"
 
-// A bound measured on the intervals. Keys that are visible from query 0 on are there before the first
-// tile; of the others, `entered` says how many become visible in each tile, and `left` how many are no
-// longer visible when it begins. A run of tiles sees what was there before it and what enters in it.
+// A bound measured on the intervals. Keys that are visible from query 0 on count before the first
+// tile; of the others, `entered` is the number that become visible in each tile, and `left` the number that
+// are no longer visible when it begins. Consecutive tiles see the keys from before them and those that enter.
 namespace flash_dmattn::cuda {
 namespace {
 
 constexpr int threads = 512;
 
-// What was there before a tile, and what entered in one, at most.
+// The largest number of keys from before a tile, and of keys that enter in one.
 struct Most {
   int before;
   int entered;
 };
 
 struct Counts {
-  int* entered;  // [rows, tiles + 1]; its first element counts what is there before the first tile
+  int* entered;  // [rows, tiles + 1]; its first element counts the keys from before the first tile
   int* left;     // [rows, tiles + 1]
   Most* most;    // [1]
   int tiles;
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(threads) find_most(Counts counts) {
   for (int begin = 0; begin < counts.tiles; begin += threads) {
     const int tile = begin + static_cast<int>(threadIdx.x);
     const bool exists = tile < counts.tiles;
-    // entered[tile] is of the tile before, or there from the start.
+    // entered[tile] counts the tile before, or the keys from the start.
     const int change = exists ? counts.entered[first + tile] - counts.left[first + tile] : 0;
     int before = 0;
     int total = 0;

@@ -5,17 +5,17 @@
 #include "cuda/selection/key_tree.cuh"
 
 // Building a plan by splitting lists of keys down a tree of tile ranges. A node lists the keys that
-// its tiles' queries see; a CTA reads that list and deals every key to the children that see it, up
+// its tiles' queries see; a CTA reads that list and copies every key to the children that see it, up
 // to 32 lists at a time and in order: the lists of lower nodes, or at the bottom two for each tile,
 // of full and of partial keys. Every entry is read once for all the children.
 //
 // A lane holds a key and makes a word of it, with one bit for each list the key goes to.
 // Transposing the words of a warp gives lane b the keys of list b as a bit for each lane: its
-// population count is what the list grows by, and a key's place in it follows from the bits below
+// population count is the growth of the list, and a key's place in it follows from the bits below
 // the key's.
 namespace flash_dmattn::cuda::key_tree {
 
-// The next keys of a warp and what goes where, transposed: lane b has the keys of list b.
+// The next keys of a warp and their lists, transposed: lane b has the keys of list b.
 template <int Steps>
 struct Batch {
   int2 entry[Steps];
@@ -50,15 +50,15 @@ struct Batch {
   }
 };
 
-// A long list is split by several CTAs, each a part of it. They run twice: first to count what each
-// list gets of each part, then to store.
+// A long list is split by several CTAs, each a part of it. They run twice: first to count the keys of
+// each list in each part, then to store.
 struct Parts {
   int parts = 1;          // of every list
   int items = 0;          // of a part
   int* counts = nullptr;  // [rows, parts, max_lists] for the root; null: one part
 };
 
-// What the warps before this one put into list `lane`; `total` becomes what all do.
+// The number of keys that the warps before this one put into list `lane`; `total` becomes that of all warps.
 __device__ inline int count_before_warp(const int (&counts)[warps][max_lists], int& total) {
   const int lane = lane_id();
   int before = 0;
@@ -71,7 +71,7 @@ __device__ inline int count_before_warp(const int (&counts)[warps][max_lists], i
   return before;
 }
 
-// What each list gets of a row's part.
+// The number of keys of each list in a row's part.
 template <int Steps, class Children>
 __global__ void __launch_bounds__(threads)
     count_part(AllKeys parent, Children children, Parts parts) {
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-// Deals the keys of each of the parent's nodes, or of a part of a row, to the children.
+// Partitions the keys of each of the parent's nodes, or of a part of a row, among the children.
 template <int Steps, class Parent, class Children>
 __global__ void __launch_bounds__(threads)
     partition_keys(Parent parent, Children children, Parts parts) {
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(threads)
   const int end = min(begin + parts.items, items.size());
   const bool one_batch = parts.counts == nullptr && end <= threads * Steps;
 
-  // What the parts before this one put into a list, and what all do.
+  // The number of keys that the parts before this one put into a list, and that of all parts.
   if (threadIdx.x < max_lists) before_part[lane] = lengths[lane] = 0;
   if (!one_batch) __syncthreads();
   if (parts.counts != nullptr) {
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(threads)
     parity ^= 1;
   }
   if (part != parts.parts - 1) return;
-  if (begin >= end) {  // an empty part has not met a barrier since the lengths were summed
+  if (begin >= end) {  // an empty part has passed no barrier since the lengths were summed
     __syncthreads();
     length = lengths[lane];
   }

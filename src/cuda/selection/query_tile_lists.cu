@@ -63,7 +63,7 @@ Tree make_tree(const TileListArgs& args, void* workspace) {
   Carver carver(workspace);
   const std::int64_t rows = args.batch * args.heads;
   const std::int64_t tiles = args.tiles();
-  // A row deals to at most 32 nodes, or to 16 tiles.
+  // A row has at most 32 nodes as children, or 16 tiles.
   for (std::int64_t children = 2 * tiles; children > key_tree::max_lists; ++tree.count) {
     const int tile_bits = node_tile_bits[tree.count];
     const std::int64_t queries = args.tile_rows << tile_bits;

@@ -4,8 +4,8 @@
 
 #include "cuda/selection/scored_keys.cuh"
 
-// The order of the keys of a row, best first, and its inverse: what the walk over ranks
-// (rank_walk.cuh) works from.
+// The order of the keys of a row, best first, and its inverse: the input of the walk over ranks
+// (rank_walk.cuh).
 namespace flash_dmattn::cuda::per_query {
 
 inline constexpr int warps = 16;
@@ -43,7 +43,7 @@ struct KeyLayout {
   }
 };
 
-// One batch of rows and where its stages keep their arrays.
+// One batch of rows and the arrays of its stages.
 struct Rows {
   int first_row = 0;  // of the batch
   int rows = 0;
@@ -60,7 +60,7 @@ struct Rows {
   int blocks = 0;                         // of positions
   const std::uint64_t* sorted = nullptr;  // [rows, Sk]
   std::int32_t* rank_of = nullptr;        // [rows, Sk rounded up to 4] by position
-  // Positions of a block that the ranks of ... hold:
+  // Positions of a block that the following ranks hold:
   std::uint16_t* before = nullptr;  // [rows, blocks, chunks] the chunks before in the group
   std::uint16_t* totals = nullptr;  // [rows, blocks, groups] the group
 

@@ -28,7 +28,7 @@ inline constexpr int thread_positions = block_positions / threads;
 static_assert(window_words == 2 * warp_size, "a lane reads two words");
 static_assert(thread_positions % 4 == 0, "ranks are loaded four at a time");
 
-// Who the threads of a walking CTA work for.
+// The row and the chunk of a CTA.
 struct Walk {
   int row;
   int chunk;
@@ -149,8 +149,8 @@ __device__ inline int sum_before_warp(const int (&counts)[warps], int& total) {
   return warp_id() == 0 ? 0 : before;
 }
 
-// What the threads before this one count together; `total` becomes what all do. One barrier; calls
-// in a row alternate between the two arrays.
+// The sum of the counts of the threads before this one; `total` becomes that of all. One barrier;
+// consecutive calls alternate between the two arrays.
 __device__ inline int count_before_thread(int count, int (&warp_counts)[warps], int& total) {
   const int through = warp_inclusive_sum(count, lane_id());
   if (lane_id() == warp_size - 1) warp_counts[warp_id()] = through;
@@ -210,7 +210,7 @@ __device__ inline int classify_arrivals(const LaneRanks& own, WalkStorage& share
   return total;
 }
 
-// The highest block below `block` that has anything to gather, -1 if there is none.
+// The highest block below `block` with positions to gather, -1 if there is none.
 __device__ inline int next_block(int block, const WalkStorage& shared) {
   do {
     --block;
@@ -341,7 +341,7 @@ __global__ void __launch_bounds__(threads, 2) walk_ranks(Rows rows) {
   walk.chunk = static_cast<int>(blockIdx.x) % walked + rows.first_walked();
   walk.begin = rows.chunk_begin(walk.chunk);
   walk.end = rows.chunk_end(walk.chunk);
-  // Keys never chosen rank last, and place_ranks has dealt with them.
+  // Keys never chosen rank last; place_ranks has written their intervals.
   if (!rows.layout.valid(rows.sorted_row(walk.row)[walk.begin])) return;
 
   const LaneRanks own(rows, walk);

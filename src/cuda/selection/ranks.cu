@@ -85,7 +85,7 @@ struct Work {
   }
 };
 
-// Packs the pairs that a mask or a bias shows, where there is one.
+// Packs the elements that a mask or a bias shows, where there is one.
 template <class T>
 void pack(const ranks::QueryWords& words, const void* data, const Matrices& shape,
           const std::array<std::int64_t, 4>& stride, ranks::Pairs<T> pairs, cudaStream_t stream) {

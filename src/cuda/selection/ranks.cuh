@@ -7,17 +7,17 @@
 
 #include "cuda/selection/device.cuh"
 
-// A choice among the keys that a mask or a bias of pairs shows, as ranks of keys and limits of queries.
+// A choice among the keys that a dense mask or bias shows, as ranks of keys and limits of queries.
 //
-// A query's best visible keys are the first ones it meets on a walk over all keys, best first; its limit
-// is where it has met enough. The keys of a row come in the same order for all queries, so a warp walks
-// for 32 queries at once: mask and bias are turned to a word for each key, whose bits are the queries, a lane
+// A query's best visible keys are the first visible ones on a walk over all keys, best first; its limit is
+// the rank at which it has enough. The keys of a row come in the same order for all queries, so a warp walks
+// for 32 queries at once: mask and bias are packed to a word for each key, whose bits are the queries, a lane
 // gathers the word of one key, and 32 x 32 bits transposed give every query the keys of a step.
 namespace flash_dmattn::cuda::ranks {
 
 inline constexpr int tile_queries = warp_size;
 
-// What queries see, [batch, heads, tiles, Sk] words.
+// The visible queries of each key, [batch, heads, tiles, Sk] words.
 struct QueryWords {
   std::uint32_t* words = nullptr;
   int batch = 1;
@@ -43,7 +43,7 @@ struct Pairs {
   float mask_value = 0;   // of a bias
   bool in_words = false;  // the elements of every thread of pack_queries are an aligned word
   bool first =
-      true;  // to be packed; else what the words have is left only where this shows it, too
+      true;  // to be packed; else the bits of the words stay only where this one shows the element, too
 
   static constexpr int in_word = 4 / sizeof(T);
 
@@ -58,7 +58,7 @@ struct Pairs {
 
 inline constexpr int pack_threads = 128;
 
-// A thread has a word of every row: four keys of a mask, two or one of a bias; 32 loads on their way.
+// A thread has a word of every row: four keys of a mask, two or one of a bias; 32 loads in flight.
 template <class T>
 __global__ void __launch_bounds__(pack_threads) pack_queries(QueryWords p, Pairs<T> pairs) {
   wait_for_previous_kernel();
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(pack_threads) pack_queries(QueryWords p, Pairs
   }
 }
 
-// Who walks: a warp for each tile of queries of each [batch, heads].
+// A warp walks for each tile of queries of each [batch, heads].
 struct Walk {
   QueryWords words;
   const std::int32_t* order =
@@ -123,7 +123,7 @@ struct Walk {
 };
 
 inline constexpr int walk_warps = 8;
-inline constexpr int walk_steps = 4;  // whose loads are on their way together
+inline constexpr int walk_steps = 4;  // whose loads are in flight together
 
 __global__ void __launch_bounds__(walk_warps* warp_size) find_limits(Walk p) {
   wait_for_previous_kernel();
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(walk_warps* warp_size) find_limits(Walk p) {
   const std::uint32_t* const words = p.words.of_tile(matrix_of(p.words.batch, p.words.heads), tile);
   const std::int32_t* const order = p.order + matrix_of(p.order_batch, p.order_heads) * keys;
 
-  int missing = p.window;  // keys that query `lane` has yet to meet
+  int missing = p.window;  // keys that query `lane` still lacks
   int limit = p.window == 0 ? 0 : keys;
   for (int rank = 0; rank < keys && __any_sync(full_mask, missing > 0);
        rank += walk_steps * warp_size) {

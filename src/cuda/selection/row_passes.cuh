@@ -5,9 +5,9 @@
 #include "cuda/selection/rank_order.cuh"
 
 // Sorting rows of some ten thousand keys, all at once: a kernel that packs the keys and one for each
-// eight bits of their scores. A CTA has a tile of a row. Where its keys go follows from how many keys
-// of each digit the row has, which the first kernel counts for all passes, and how many of them the
-// tiles before hold, which each tile announces.
+// eight bits of their scores. A CTA has a tile of a row. The place of its keys follows from the number of
+// keys of each digit in the row, which the first kernel counts for all passes, and the number of them in
+// the tiles before, which each tile publishes.
 namespace flash_dmattn::cuda::per_query {
 
 struct RowPasses {
@@ -26,7 +26,7 @@ struct RowPasses {
   int tiles = 0;   // of a row
   int passes = 0;  // score bits / digit_bits
   // Both [passes, rows, tiles, digits]: keys of a digit in a tile, before the first pass; and before this
-  // one, and 1 more, once the tile has announced it.
+  // one, and 1 more, once the tile has published it.
   std::uint32_t* counts = nullptr;
   std::uint32_t* announced = nullptr;
 
@@ -80,7 +80,7 @@ __device__ inline unsigned lanes_with(int digit, unsigned lanes) {
   return lanes;
 }
 
-// The sum of the counts of a digit that `tiles` tiles have announced. A count is announced plus 1, so it is
+// The sum of the counts of a digit that `tiles` tiles have published. A count is published plus 1, so it is
 // its own ready flag (0: not yet) and relaxed order suffices. The tiles belong to blocks that started before
 // this one and that wait for no later one.
 __device__ inline int sum_announced(const std::uint32_t* from, int tiles) {

@@ -21,7 +21,7 @@ struct RowSort {
   using Sort = cub::BlockRadixSort<std::uint32_t, threads, thread_keys, std::uint16_t>;
 };
 
-// sorted [rows, Sk], the best first, and what place_ranks would make of it. Keys enter in the order of
+// sorted [rows, Sk], the best first, and the result of place_ranks for it. Keys enter in the order of
 // falling positions, which the sort, being stable, keeps among equals; places past the end are worse than
 // or equal to all and come last.
 template <int Threads>

@@ -76,7 +76,7 @@ struct ScoredKeys {
   }
 };
 
-// Where queries stand among the keys: turns positions into intervals of queries.
+// The positions of queries among the keys: converts positions to intervals of queries.
 struct QueryRange {
   int seqlen_q = 0;
   int shift = 0;  // position of query 0: Sk - Sq

@@ -130,7 +130,7 @@ struct PerQuery {
   per_query::Rows rows;
   ScoredKeys keys;
   std::uint64_t* packed =
-      nullptr;  // [rows, Sk], twice: what is sorted, and the sort's other buffer
+      nullptr;  // [rows, Sk], twice: the sorted array, and the sort's other buffer
   std::uint64_t* other = nullptr;
   per_query::RowPasses passes;
   void* sort_workspace = nullptr;
@@ -166,7 +166,7 @@ void sort_digits(const PerQuery& work, cub::DoubleBuffer<std::uint64_t>& buffers
   }
 }
 
-// Sorts the packed keys; `buffers` says where the result is. The positions in the low bits come in
+// Sorts the packed keys; the result is where `buffers` points. The positions in the low bits come in
 // order and stay so among equals, the sort being stable. With a null workspace it only sets
 // `bytes`.
 void sort(const per_query::Rows& rows, cub::DoubleBuffer<std::uint64_t>& buffers, void* workspace,
@@ -312,7 +312,7 @@ void select_key_intervals(const SelectionArgs& args, const Execution& execution)
 
 namespace {
 
-// As for a choice of one key, whose intervals nobody reads.
+// As for a choice of one key, whose intervals are not read.
 PerQuery ordered_rows(const SelectionArgs& args, Carver& workspace) {
   SelectionArgs of_one = args;
   of_one.window = 1;
