@@ -7,9 +7,9 @@
 #include "cuda/params.h"
 #include "cuda/policy.h"
 
-// What each query tile walks where keys have intervals and there is no list of them: from the first
-// to the last block of keys that any of its queries sees. Two kernels make it, out of the intervals
-// and then out of their blocks; nothing waits for them on the host.
+// The keys that a query tile visits where there are intervals and no tile lists: from the first to the last
+// block of keys that any of its queries sees. Two kernels compute them, from the intervals to blocks of keys
+// and from these to query tiles; the host does not wait.
 namespace flash_dmattn::cuda {
 
 // Of a block of KeyRun::keys neighbouring keys. Queries [begin, end) meet a key that they see at most

@@ -88,7 +88,7 @@ __device__ inline void cp_async_16(std::uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// The same of the first `bytes` bytes, which may be 0; zeros after them. What is not copied is not read.
+// The same of the first `bytes` bytes, which may be 0; zeros after them. The other bytes are not read.
 __device__ inline void cp_async_part(std::uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");

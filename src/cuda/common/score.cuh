@@ -8,9 +8,9 @@
 #include "cuda/common/warp.cuh"
 #include "cuda/params.h"
 
-// What mask, bias, intervals, causality and tails do to a score. Whatever belongs to the key alone
-// is a *column*: an interval of queries that see it and a bias. Columns are loaded once per key
-// tile, and a tile whose columns all see every row skips the test of its elements.
+// The score policy: mask, bias, intervals, causality and tails. Key info is the part of it that belongs to a
+// key alone: the queries that see the key and its bias. It is loaded once per key tile; a tile whose keys are
+// all seen by every row needs no test of its elements.
 namespace flash_dmattn::cuda {
 
 // Element `index` of a bias.
@@ -76,7 +76,7 @@ class ColumnLoader {
                           int kv_head)
       : score_(score), shape_(shape), batch_(batch), head_(head), kv_head_(kv_head) {}
 
-  // Whether a column has more to it than who sees it by position and interval.
+  // Whether keys have a mask or a bias of their own, beside position and interval.
   __device__ bool has_values() const { return has_mask() || has_bias(); }
 
   __device__ void load(int key, bool valid) {

@@ -6,7 +6,7 @@
 
 namespace flash_dmattn::cuda {
 
-// log2 of the factor that probabilities are kept small by. Weights of up to 2^-24 times values of
+// P is scaled down by 2^weight_shift before it is divided by its sum. Weights of up to 2^-24 times values of
 // up to 2^128 can be summed over any number of keys without overflow; the weights themselves stay
 // far above bf16's smallest normal number. f16 has no such range below 1, and its values no such
 // size.
@@ -15,7 +15,7 @@ inline constexpr float weight_shift = 0;
 template <>
 inline constexpr float weight_shift<__nv_bfloat16> = 24;
 
-// The running maximum and sum of a lane's rows: 2 for each m16 block. The four lanes that share a
+// The running maximum and sum of a lane's rows in a fragment, 2 for each m16 block. The four lanes that share a
 // row agree on its maximum; each keeps the sum of its own columns until the end.
 template <class T, int M16>
 struct OnlineSoftmax {
@@ -33,13 +33,13 @@ struct OnlineSoftmax {
     }
   }
 
-  // Turns scores into weights 2^(factor s - factor max - shift). `max` follows the maximum only when
-  // that has outgrown it by 2^max_growth, which it rarely does after the first tiles: then nothing
-  // of the warp is rescaled, and weights up to 2^max_growth are as precise as those up to 1.
+  // Turns the scores of a tile into weights 2^(factor s - factor max - shift) and adds them to `sum`. `max` is
+  // raised only when a score exceeds it by max_growth in log2, which rarely happens after the first tiles:
+  // otherwise nothing is rescaled, and weights up to 2^max_growth are as precise as those up to 1.
   template <int N8, int D8>
   __device__ void update(float (&s)[M16][N8][4], float factor, float (&out)[M16][D8][4]) {
-    follow(s, factor, out);
-    weigh(s, factor);
+    raise_max(s, factor, out);
+    exponentiate(s, factor);
   }
 
   // Makes the sum of a row NaN where a product q . k is not finite, even if its score will be (-inf, or limited
@@ -76,11 +76,11 @@ struct OnlineSoftmax {
  private:
   static constexpr float max_growth = 8;  // log2
 
-  // Rescales what is summed where the maximum has outgrown `max`.
+  // Raises the maxima of a warp and rescales `sum` and `out`, if a score exceeds one by max_growth.
   template <int N8, int D8>
-  __device__ void follow(const float (&s)[M16][N8][4], float factor, float (&out)[M16][D8][4]) {
+  __device__ void raise_max(const float (&s)[M16][N8][4], float factor, float (&out)[M16][D8][4]) {
     float row_max[M16][2];
-    bool outgrown = false;
+    bool exceeded = false;
 #pragma unroll
     for (int m = 0; m < M16; ++m) {
 #pragma unroll
@@ -89,10 +89,10 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int n = 0; n < N8; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
         row_max[m][h] = quad_max(top);
-        outgrown = outgrown || (row_max[m][h] - max[m][h]) * factor > max_growth;
+        exceeded = exceeded || (row_max[m][h] - max[m][h]) * factor > max_growth;
       }
     }
-    if (warp_any(outgrown)) {
+    if (warp_any(exceeded)) {
 #pragma unroll
       for (int m = 0; m < M16; ++m) {
 #pragma unroll
@@ -113,7 +113,7 @@ struct OnlineSoftmax {
 
   // Turns scores into weights, which are added to a lane's sums.
   template <int N8>
-  __device__ void weigh(float (&s)[M16][N8][4], float factor) {
+  __device__ void exponentiate(float (&s)[M16][N8][4], float factor) {
     float offsets[M16][2];
 #pragma unroll
     for (int m = 0; m < M16; ++m) {

@@ -5,8 +5,8 @@
 #include "cuda/params.h"
 
 // Copies of rows between global memory (g), shared memory (s) and registers (r). A Tile has `rows` rows of
-// `chunks` 16-byte chunks and says by offset(row, chunk) where a chunk lies, rows a multiple of 8 apart
-// alike.
+// `chunks` 16-byte chunks, of which one lies at offset(row, chunk); rows a multiple of 8 apart have the same
+// swizzle.
 namespace flash_dmattn::cuda {
 
 // Which row of the source each row of a tile holds.

@@ -31,7 +31,7 @@ struct MaskTile {
   static constexpr int bytes = Rows * row_bytes;
 };
 
-// What KvPipeline loads with the keys [first, first + N) of a tile: their biases and masks for Rows queries.
+// Loads the biases and masks of Rows queries with the keys of a tile, as Extra of KvPipeline.
 template <int Rows, int N, class Group>
 class DenseTileLoader {
  public:

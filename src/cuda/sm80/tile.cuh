@@ -44,7 +44,7 @@ class Operand {
     const int r = lane % 8;
     const int low = (lane / 8) % 2;
     const int high = lane / 16;
-    // The order in which mma wants the four 8x8 matrices of a block: A (m0 k0)(m8 k0)(m0 k8)(m8
+    // mma's order of the four 8x8 matrices of a block: A (m0 k0)(m8 k0)(m0 k8)(m8
     // k8), B (n0 k0)(n0 k8)(n8 k0)(n8 k8).
     const int second_mn = kIsA ? low : high;
     const int second_k = kIsA ? high : low;
