@@ -248,7 +248,7 @@ struct BackwardUnit {
                                                          shape.head_words);
     if (general) {
       score_rows(t, tile, block, terms, exponents, row, strip, columns, s_rows,
-                 t.softcap > 0 ? slope : nullptr);
+                 t.softcap > 0 ? slope : nullptr, nullptr);
     }
   }
 

@@ -36,6 +36,7 @@ struct ForwardTile {
   std::int32_t* q_exponents;  // [padded_rows]
   std::int32_t* k_exponents;  // [block_keys]
   std::int32_t* v_exponents;  // [block_keys]
+  bool* unknown;              // [padded_rows]: inf or NaN made a score of the row, and shall show
   KeyTerms terms;
   bool q_large = false;
   int out_shift = 0;  // out is in units of 2^out_shift
@@ -53,6 +54,7 @@ struct ForwardTile {
     q_exponents = arena.take<std::int32_t>(shape.padded_rows);
     k_exponents = arena.take<std::int32_t>(block_keys);
     v_exponents = arena.take<std::int32_t>(block_keys);
+    unknown = arena.take<bool>(shape.padded_rows);
     terms.columns = arena.take<float>(t.group * block_keys);
   }
 
@@ -71,7 +73,8 @@ struct ForwardTile {
             {q.words + std::int64_t{row} * q.ld, q.ld}, keys.k, {s, block_keys}, strip, columns,
             shape.head_words);
         if (general) {
-          score_rows(t, tile, block, terms, exponents, row, strip, columns, s, nullptr);
+          score_rows(t, tile, block, terms, exponents, row, strip, columns, s, nullptr,
+                     t.saturate ? nullptr : unknown);
         }
         softmax(row, columns, {t.scale, general});
         const Product out_rows{out + std::int64_t{row} * shape.head_columns, shape.head_columns};
@@ -96,6 +99,7 @@ struct ForwardTile {
                              t.head_dim, words, ld);
     }
     for (int r = 0; r < shape.padded_rows; ++r) row_max[r] = -infinity;
+    __builtin_memset(unknown, 0, static_cast<unsigned>(shape.padded_rows));
     __builtin_memset(row_sum, 0, sizeof(float) * lanes * static_cast<unsigned>(shape.padded_rows));
     __builtin_memset(out, 0,
                      sizeof(float) * static_cast<unsigned>(shape.padded_rows) *
@@ -204,13 +208,14 @@ struct ForwardTile {
         Vec value = load(from + d) * factor;
         if (out_shift != 0) value = value * splat(power_of_two(out_shift));
         if (t.saturate) value = saturated(value, In::largest);
+        if (unknown[r]) value = splat(not_a_number);
         store_narrowed<In>(to + d, value, t.head_dim - d);
       }
       const std::int64_t head = tile.head * t.group + r % t.group;
       const std::int64_t index =
           (tile.batch * t.heads_kv * t.group + head) * t.seqlen_q + tile.first_query + r / t.group;
       const double log_sum = empty ? 0 : __builtin_log(static_cast<double>(sum));
-      t.lse[index] = row_max[r] + static_cast<float>(log_sum);
+      t.lse[index] = unknown[r] ? not_a_number : row_max[r] + static_cast<float>(log_sum);
       if (t.lse_low != nullptr) {
         const double rest = static_cast<double>(row_max[r]) - static_cast<double>(t.lse[index]);
         t.lse_low[index] = empty ? 0.0f : static_cast<float>(rest + log_sum);

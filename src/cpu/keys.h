@@ -84,6 +84,7 @@ struct KeyTerms {
   int column_heads;  // 1, or G where the heads of a group differ
   bool test_intervals;
   bool test_mask;
+  bool infinite_bias;      // some column term is +inf, which only NonFinite::propagate leaves there
   int row_begin, row_end;  // rows outside see none of the keys
 
   const float* columns_of(int row) const {
@@ -130,9 +131,10 @@ inline int column_heads(const Task& t) {
   return differ ? static_cast<int>(t.group) : 1;
 }
 
-// A bias as it enters a score: one that masks becomes -inf, and +inf the largest number.
-inline Vec bias_term(Vec bias, float mask_value) {
-  return bias > splat(mask_value) ? min(bias, splat(float_max)) : splat(-infinity);
+// A bias as it enters a score: one that masks becomes -inf, and +inf the largest number where it saturates.
+inline Vec bias_term(const Task& t, Vec bias) {
+  const float largest = t.saturate ? float_max : infinity;
+  return bias > splat(t.mask_value) ? min(bias, splat(largest)) : splat(-infinity);
 }
 
 inline void column_terms(const Task& t, const Tile& tile, const KeyBlock& block, KeyTerms& terms) {
@@ -148,7 +150,9 @@ inline void column_terms(const Task& t, const Tile& tile, const KeyBlock& block,
     }
     if (with_bias) {
       for (int n = 0; n < block_keys; n += lanes) {
-        store(column + n, bias_term(load(column + n), t.mask_value));
+        const Vec term = bias_term(t, load(column + n));
+        store(column + n, term);
+        terms.infinite_bias = terms.infinite_bias || any(term == splat(infinity));
       }
     }
     if (is_per_key(t.mask)) {
@@ -235,6 +239,7 @@ inline void prepare_terms(const Task& t, const Tile& tile, const KeyBlock& block
   terms.row_end = tile.rows;
   terms.test_intervals = block.partial;
   terms.test_mask = false;
+  terms.infinite_bias = false;
   if (block.partial) interval_terms(t, tile, block, terms);
   if (!terms.empty() && is_per_pair(t.mask)) mask_terms(t, tile, block, terms);
   if (!terms.empty()) column_terms(t, tile, block, terms);

@@ -117,8 +117,17 @@ void add_large_row(Unit& u, const Tile& tile, const KeyBlock& block, const Score
   }
   // As dp below: where a query sees one key, out = v, and their difference is exactly 0.
   const double delta = dot(u.large.dout, out, columns);
+  const float* const column = u.terms.columns_of(row);
+  // An inf or NaN in what makes the scores has made lse NaN, and shall show. Such a row has out = NaN, too, so
+  // that all its blocks come here.
+  const bool unknown = u.lse[row] != u.lse[row];
   for (int n = 0; n < visible; n += lanes) {
-    store(u.pair + n, u.probability(form, row, n, s_row, u.terms.columns_of(row)));
+    Vec p = u.probability(form, row, n, s_row, column);
+    if (unknown) {
+      const Int seen = score(form, s_row + n, column + n) > splat(-infinity);
+      p = seen ? splat(not_a_number) : Vec{};
+    }
+    store(u.pair + n, p);
   }
   double* const dq = u.large.dq + std::int64_t{row} * columns;
   for (int n = 0; n < visible; ++n) {

@@ -34,7 +34,7 @@ inline bool needs_score_rows(const Task& t, const KeyTerms& terms,
                              const ScoreExponents& exponents) {
   const bool huge_scale = !(t.scale < 0x1p38f && t.scale > -0x1p38f);
   return terms.test_intervals || terms.test_mask || is_per_pair(t.bias) || t.softcap > 0 ||
-         exponents.any() || huge_scale;
+         exponents.any() || huge_scale || terms.infinite_bias;
 }
 
 inline Vec pair_bias(const Task& t, std::int64_t row, const KeyBlock& block, int n) {
@@ -64,10 +64,11 @@ inline Int pair_mask(const Task& t, const std::uint8_t* row, const KeyBlock& blo
 }
 
 // Rows [row, row + rows) of the tile: q . k in s [rows, block_keys] becomes the score, -inf where the
-// element is masked. slope, where it is not null, becomes the derivative of the softcap.
+// element is masked. slope, where it is not null, becomes the derivative of the softcap. unknown [rows of the
+// tile], where it is not null, becomes true for rows that see an element whose score inf or NaN made.
 inline void score_rows(const Task& t, const Tile& tile, const KeyBlock& block,
                        const KeyTerms& terms, const ScoreExponents& exponents, int row, int rows,
-                       int columns, float* s, float* slope) {
+                       int columns, float* s, float* slope, bool* unknown) {
   for (int r = row; r < row + rows; ++r, s += block_keys) {
     const bool is_padding = r >= tile.rows;
     const int group_head = static_cast<int>(r % t.group);
@@ -82,6 +83,9 @@ inline void score_rows(const Task& t, const Tile& tile, const KeyBlock& block,
       }
       Vec x = load(s + n);
       const Vec column_term = load(column + n);
+      // q . k of finite elements is finite: packed with exponents, or small without.
+      Int nonfinite = (bits(x) & 0x7fffffff) >= 0x7f800000;
+      nonfinite |= column_term == splat(infinity);
       if (exponents.any() || t.softcap > 0) {
         x = x * splat(t.scale);
         if (exponents.any()) {
@@ -104,10 +108,10 @@ inline void score_rows(const Task& t, const Tile& tile, const KeyBlock& block,
       }
       Int visible = column_term > splat(-infinity);
       if (is_per_pair(t.bias)) {
-        const Vec bias =
-            bias_term(pair_bias(t, bias_at(t, tile, group_head, query), block, n), t.mask_value);
+        const Vec bias = bias_term(t, pair_bias(t, bias_at(t, tile, group_head, query), block, n));
         x = x + bias;
         visible &= bias > splat(-infinity);
+        nonfinite |= bias == splat(infinity);
       }
       if (terms.test_mask) {
         visible &= pair_mask(t, mask_at(t, tile, group_head, query), block, n);
@@ -117,6 +121,7 @@ inline void score_rows(const Task& t, const Tile& tile, const KeyBlock& block,
         const Int last = load_as<Int>(terms.last + n);
         visible &= (first <= position) & (position < last);
       }
+      if (unknown != nullptr && any(visible & nonfinite)) unknown[r] = true;
       // A NaN becomes the lower limit.
       x = min(max(x, splat(-float_max)), splat(float_max));
       store(s + n, visible ? x : splat(-infinity));

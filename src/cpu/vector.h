@@ -16,6 +16,7 @@ using Int [[gnu::vector_size(4 * lanes), gnu::may_alias]] = std::int32_t;
 using Half [[gnu::vector_size(2 * lanes), gnu::may_alias]] = std::uint16_t;
 
 inline constexpr float infinity = __builtin_inff();
+inline constexpr float not_a_number = __builtin_nanf("");
 inline constexpr float float_max = 0x1.fffffep127f;
 
 inline Int bits(Vec v) { return reinterpret_cast<Int>(v); }

@@ -12,7 +12,8 @@
 // that runs everything.
 //
 // Where double can hold what the dtypes cannot, the limits of attention.h apply where they are stated:
-//   scores     to the range of fp32 (of double for f64); a NaN score to its lower end
+//   scores     to the range of fp32 (of double for f64); a NaN score to its lower end; propagate: a score that
+//              an inf or NaN of q, k or bias enters is NaN, and so are out and lse of its row
 //   ds         saturate: to the range of fp32 (of double), as it enters dbias
 //   dt         saturate: to the gradient limit of the dtype, as it enters dq and dk
 //   gradients  saturate: to the gradient limit of their dtype, on store
@@ -24,6 +25,7 @@ namespace {
 
 constexpr std::int64_t max_head_dim = 256;
 constexpr double infinity = std::numeric_limits<double>::infinity();
+constexpr double not_a_number = std::numeric_limits<double>::quiet_NaN();
 
 using HeadVector = double[max_head_dim];  // one row of q, dq, out or dout
 
@@ -72,6 +74,10 @@ double dot(const double* a, const double* b, std::int64_t size) {
   double sum = 0;
   for (std::int64_t d = 0; d < size; ++d) sum += a[d] * b[d];
   return sum;
+}
+
+bool all_finite(const double* row, std::int64_t size) {
+  return std::all_of(row, row + size, [](double x) { return std::isfinite(x); });
 }
 
 void load_row(const ConstTensor4& tensor, DType dtype, std::int64_t offset, std::int64_t size,
@@ -154,13 +160,19 @@ void score_row(const Problem& p, const Inputs& in, const Row& row, const double*
       bias = load(in.bias.data, p.bias_dtype, bias_offset(p, in, row, j));
       if (!(bias > mask_value(p.dtype))) continue;
     }
-    double score = scale * dot(q, k + j * p.head_dim, p.head_dim);
+    const double* const key = k + j * p.head_dim;
+    double score = scale * dot(q, key, p.head_dim);
+    // A product of finite f64 can overflow as well.
+    const bool unknown =
+        bias == infinity ||
+        (!std::isfinite(score) && !(all_finite(q, p.head_dim) && all_finite(key, p.head_dim)));
     if (softcap > 0) {
       const double tanh = std::tanh(score / softcap);
       score = softcap * tanh;
       slopes[j] = 1 - tanh * tanh;
     }
-    scores[j] = clamped_score(score + bias, limit);
+    scores[j] = unknown && p.nonfinite == NonFinite::propagate ? not_a_number
+                                                               : clamped_score(score + bias, limit);
   }
 }
 
@@ -222,7 +234,10 @@ void forward_row(const ForwardArgs& args, const Row& row, const double* k, const
            p.head_dim, q);
   score_row(p, args.in, row, q, k, weights, slopes);
 
-  const double max = p.seqlen_k > 0 ? *std::max_element(weights, weights + p.seqlen_k) : -infinity;
+  double max = -infinity;
+  for (std::int64_t j = 0; j < p.seqlen_k && !std::isnan(max); ++j) {
+    max = weights[j] <= max ? max : weights[j];
+  }
   const bool empty = max == -infinity;
   double sum = 0;
   for (std::int64_t j = 0; j < p.seqlen_k; ++j) {

@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -37,17 +38,60 @@ TEST(NonFiniteReference, ScoresSaturateAtTheRangeOfFp32) {
   EXPECT_EQ(values_of(results.dq), (Values{0, 0, 0, 0}));
 }
 
-TEST(NonFiniteReference, ANanScoreIsTheLowest) {
-  for (const NonFinite nonfinite : {NonFinite::saturate, NonFinite::propagate}) {
-    Data data = small(1, 2, 1);
-    data.problem.nonfinite = nonfinite;
-    set_row(data.q, 0, {1});
-    set_row(data.k, 0, {nan});
-    set_row(data.v, 0, {4});
-    set_row(data.v, 1, {8});
+TEST(NonFiniteReference, ANanScoreIsTheLowestWhereItSaturates) {
+  Data data = small(1, 2, 1);
+  set_row(data.q, 0, {1});
+  set_row(data.k, 0, {nan});
+  set_row(data.v, 0, {4});
+  set_row(data.v, 1, {8});
+  const Results results = run(data, reference());
+  EXPECT_EQ(values_of(results.out), Values{8});
+  EXPECT_EQ(values_of(results.lse), Values{0});
+}
+
+// Query 0 sees key 0 alone, query 1 both.
+TEST(NonFiniteReference, WhatMakesAScoreOfAVisibleElementPropagates) {
+  const auto all_nan = [](const Values& values) {
+    return std::all_of(values.begin(), values.end(), [](double x) { return std::isnan(x); });
+  };
+  for (const double bad : {infinity, -infinity, nan}) {
+    SCOPED_TRACE(bad);
+    Data data = small(2, 2, 1, DType::f32, {1, 1, 2, 2}, {1, 1, 2, 2});
+    data.problem.nonfinite = NonFinite::propagate;
+    data.q.fill([](const Index&) { return 1.0; });
+    data.k.fill([](const Index&) { return 1.0; });
+    data.v.fill([](const Index&) { return 1.0; });
+    data.dout.fill([](const Index&) { return 1.0; });
+    data.bias.fill([](const Index&) { return 0.0; });
+    data.mask.set({0, 0, 0, 1}, 0);
+    const Results finite = run(data, reference());
+
+    data.k.set({0, 1, 0, 0}, bad);
     const Results results = run(data, reference());
-    EXPECT_EQ(values_of(results.out), Values{8});
-    EXPECT_EQ(values_of(results.lse), Values{0});
+    for (const Tensor* each : {&results.out, &results.dq}) {
+      EXPECT_EQ(each->get({0, 0, 0, 0}), each == &results.out ? 1 : 0);
+      EXPECT_TRUE(std::isnan(each->get({0, 1, 0, 0})));
+    }
+    EXPECT_TRUE(std::isnan(values_of(results.lse)[1]));
+    EXPECT_TRUE(all_nan(values_of(results.dk)) && all_nan(values_of(results.dv)));
+    EXPECT_EQ(results.dbias.get({0, 0, 0, 0}), 0);
+    EXPECT_TRUE(std::isnan(results.dbias.get({0, 0, 1, 1})));
+
+    data.mask.set({0, 0, 1, 1}, 0);  // and nobody sees key 1
+    const Results hidden = run(data, reference());
+    EXPECT_EQ(values_of(hidden.out), (Values{1, 1}));
+    EXPECT_EQ(values_of(hidden.dk), (Values{0, 0}));
+    EXPECT_EQ(values_of(hidden.dv), (Values{2, 0}));
+    data.mask.set({0, 0, 1, 1}, 1);
+    data.k.set({0, 1, 0, 0}, 1);
+
+    data.bias.set({0, 0, 1, 0}, bad);
+    const Results biased = run(data, reference());
+    EXPECT_EQ(biased.out.get({0, 0, 0, 0}), 1);
+    // A NaN and -inf mask; +inf is a value.
+    EXPECT_EQ(std::isnan(biased.out.get({0, 1, 0, 0})), bad == infinity);
+    data.bias.set({0, 0, 1, 0}, 0);
+    EXPECT_EQ(values_of(run(data, reference()).out), values_of(finite.out));
   }
 }
 

@@ -395,5 +395,46 @@ TEST_P(Safety, NonFiniteDoutPropagatesToWhatItTouches) {
   }
 }
 
+TEST_P(Safety, NonFiniteInputsPropagateToWhatTheyTouch) {
+  const auto expect_same_positions = [](const Tensor& a, const Tensor& e) {
+    e.for_each([&](const Index& i, double x) {
+      ASSERT_EQ(std::isfinite(a.get(i)), std::isfinite(x))
+          << a.name() << " [" << i[0] << ", " << i[1] << ", " << i[2] << ", " << i[3] << "]";
+    });
+  };
+  for (int path = 0; path < paths; ++path) {
+    for (const char* name : {"q", "k", "v", "bias"}) {
+      for (const double value : {infinity, -infinity, nan}) {
+        SCOPED_TRACE("path " + std::to_string(path) + ", " + name + ", " + std::to_string(value));
+        Data data(with_path(path, {{"nonfinite", "propagate"}}));
+        const std::string in = name;
+        if (in == "q") data.q.set({0, 50, 1, 7}, value);
+        if (in == "k") data.k.set({0, 30, 0, 7}, value);
+        if (in == "v") data.v.set({0, 30, 0, 7}, value);
+        if (in == "bias") {
+          const auto& shape = data.problem.bias_shape;
+          if (shape[3] == 0) continue;
+          data.bias.set({0, 0, shape[2] - 1, shape[3] > 30 ? 30 : 0}, value);
+        }
+        const Results actual = testing::run(data, {});
+        Results expected(data);
+        const testing::RunOptions reference{.backend = "reference"};
+        testing::run_forward(data, reference, expected);
+        testing::run_backward(data, reference, expected);
+        expect_same_positions(actual.out, expected.out);
+        expect_same_positions(actual.lse, expected.lse);
+        expect_same_positions(actual.dq, expected.dq);
+        expect_same_positions(actual.dk, expected.dk);
+        expect_same_positions(actual.dv, expected.dv);
+        if (data.problem.bias_shape[3] != 0) expect_same_positions(actual.dbias, expected.dbias);
+        if (in == "bias" && !(value > 0)) continue;  // it masks
+        EXPECT_FALSE(testing::all_finite(actual.out));
+        EXPECT_FALSE(testing::all_finite(actual.dq));
+        EXPECT_FALSE(testing::all_finite(actual.dk));
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace flash_dmattn

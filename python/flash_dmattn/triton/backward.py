@@ -108,6 +108,7 @@ def gradients_of_scores(
     """p, ds and dt (ds before softcap) of a tile; score is -inf where an element is not visible."""
     if CAREFUL:
         p = weight((score - lse.to(tl.float64)) - lse_low.to(tl.float64), True)
+        p = tl.where(score == -float("inf"), 0.0, p)  # also where lse is NaN
         ds = tl.where(p == 0, 0.0, p * (dp - delta))
         if SATURATE:
             ds = saturated(ds, FLOAT32_MAX)
@@ -133,8 +134,8 @@ def query_gradient_tiles(
     dq, row_sum, query, gradient, rows, lse, lse_low, delta, keys, begin, end, count, k_head, v_head,
     mask_head, bias_head, k, v, mask, bias, intervals, batch, head_kv, shape, dt_limit,
     PARTIAL: tl.constexpr, PLANNED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr, SUM_ROWS: tl.constexpr, SATURATE: tl.constexpr, CAREFUL: tl.constexpr,
-    N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
+    SOFTCAP: tl.constexpr, SUM_ROWS: tl.constexpr, SATURATE: tl.constexpr, SATURATE_DT: tl.constexpr,
+    CAREFUL: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
     for start in range(begin, end, N):
         index, exists = key_tile(keys, start, count, PLANNED, PARTIAL, N)
@@ -144,7 +145,7 @@ def query_gradient_tiles(
         dp = matmul(gradient, tl.trans(value), CAREFUL)
         score, slope = scores(
             products, rows[:, None], index[None, :], mask, bias, mask_head, bias_head, shape,
-            MASK, BIAS, SOFTCAP, CAREFUL, VEIL=False,
+            MASK, BIAS, SOFTCAP, SATURATE, CAREFUL, VEIL=False,
         )  # fmt: skip
         if PARTIAL:
             visible = position_visible(
@@ -159,7 +160,7 @@ def query_gradient_tiles(
             lse_low[:, None],
             delta[:, None],
             dt_limit,
-            SATURATE,
+            SATURATE_DT,
             CAREFUL,
         )
         if SUM_ROWS:
@@ -209,12 +210,14 @@ def query_gradient_kernel(
     sums, row_sum = query_gradient_tiles(
         sums, row_sum, query, gradient, rows, lse, lse_low, delta, keys, 0, full, count, k_head, v_head,
         mask_head, bias_head, k, v, mask, bias, intervals, batch, head_kv, shape, dt_limit,
-        False, PLANNED, MASK, BIAS, SOFTCAP, SUM_ROWS, SATURATE_DT, CAREFUL, N, BLOCK_D, EVEN_D,
+        False, PLANNED, MASK, BIAS, SOFTCAP, SUM_ROWS, SATURATE, SATURATE_DT, CAREFUL, N, BLOCK_D,
+        EVEN_D,
     )  # fmt: skip
     sums, row_sum = query_gradient_tiles(
         sums, row_sum, query, gradient, rows, lse, lse_low, delta, keys, full, count, count, k_head,
         v_head, mask_head, bias_head, k, v, mask, bias, intervals, batch, head_kv, shape, dt_limit,
-        True, PLANNED, MASK, BIAS, SOFTCAP, SUM_ROWS, SATURATE_DT, CAREFUL, N, BLOCK_D, EVEN_D,
+        True, PLANNED, MASK, BIAS, SOFTCAP, SUM_ROWS, SATURATE, SATURATE_DT, CAREFUL, N, BLOCK_D,
+        EVEN_D,
     )  # fmt: skip
     store_rows(
         head_rows(dq, batch, head), dq, rows, exists, sums * shape.scale, shape, gradient_limit,

@@ -96,8 +96,8 @@ def bias_gradient_kernel(
         score, slope = scores(
             products, rows[:, None], index[None, :], mask, bias,
             broadcast_head(mask, batch, head, shape.group),
-            broadcast_head(bias, batch, head, shape.group), shape, MASK, PAIR, SOFTCAP, CAREFUL,
-            VEIL=not CAREFUL,
+            broadcast_head(bias, batch, head, shape.group), shape, MASK, PAIR, SOFTCAP, SATURATE,
+            CAREFUL, VEIL=not CAREFUL,
         )  # fmt: skip
         visible = exists[None, :] & (index[None, :] <= rows[:, None] + shape.reach)
         if BY_INTERVALS:

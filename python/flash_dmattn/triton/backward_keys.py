@@ -45,7 +45,7 @@ def key_gradient_tiles(
         # AMD's compiler cannot bring the bits of a `where` into the layout of the transposed tile.
         score, slope = scores(
             products, rows[None, :], index[:, None], mask, bias, mask_head, bias_head, shape,
-            MASK, BIAS, SOFTCAP, CAREFUL, VEIL=not CAREFUL,
+            MASK, BIAS, SOFTCAP, SATURATE, CAREFUL, VEIL=not CAREFUL,
         )  # fmt: skip
         if PARTIAL:
             if BY_INTERVALS:

@@ -70,8 +70,8 @@ def forward_tiles(
     out, largest, total, query, rows, keys, begin, end, count, k_head, v_head, mask_head, bias_head,
     k, v, mask, bias, intervals, batch, head_kv, shape,
     PARTIAL: tl.constexpr, PLANNED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr, CAREFUL: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EVEN_D: tl.constexpr,
+    SOFTCAP: tl.constexpr, SATURATE: tl.constexpr, CAREFUL: tl.constexpr, N: tl.constexpr,
+    BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the keys [begin, end) of a query tile's range."""
     for start in range(begin, end, N):
@@ -80,13 +80,17 @@ def forward_tiles(
         products = matmul(query, tl.trans(key), CAREFUL)
         score, _ = scores(
             products, rows[:, None], index[None, :], mask, bias, mask_head, bias_head, shape,
-            MASK, BIAS, SOFTCAP, CAREFUL, VEIL=False,
+            MASK, BIAS, SOFTCAP, SATURATE, CAREFUL, VEIL=False,
         )  # fmt: skip
         if PARTIAL:
             visible = position_visible(
                 rows, index, exists, intervals, batch, head_kv, shape, PLANNED
             )
             score = tl.where(visible, score, -float("inf"))
+        if CAREFUL and not SATURATE:  # a NaN stays in the sum, and from there reaches out and lse
+            known = score == score
+            total += tl.sum(tl.where(known, 0.0, float("nan")), 1)
+            score = tl.where(known, score, -float("inf"))
         larger = tl.maximum(largest, tl.max(score, 1))
         # Of a row that has seen no key yet: no inf - inf.
         base = tl.where(larger == -float("inf"), 0.0, larger)
@@ -134,12 +138,12 @@ def forward_kernel(
     sums, largest, total = forward_tiles(
         sums, largest, total, query, rows, keys, 0, full, count, k_head, v_head, mask_head, bias_head,
         k, v, mask, bias, intervals, batch, head_kv, shape,
-        False, PLANNED, MASK, BIAS, SOFTCAP, CAREFUL, N, BLOCK_D, EVEN_D,
+        False, PLANNED, MASK, BIAS, SOFTCAP, SATURATE, CAREFUL, N, BLOCK_D, EVEN_D,
     )  # fmt: skip
     sums, largest, total = forward_tiles(
         sums, largest, total, query, rows, keys, full, count, count, k_head, v_head, mask_head,
         bias_head, k, v, mask, bias, intervals, batch, head_kv, shape,
-        True, PLANNED, MASK, BIAS, SOFTCAP, CAREFUL, N, BLOCK_D, EVEN_D,
+        True, PLANNED, MASK, BIAS, SOFTCAP, SATURATE, CAREFUL, N, BLOCK_D, EVEN_D,
     )  # fmt: skip
 
     empty = total == 0

@@ -138,10 +138,11 @@ def load_interval(intervals, batch, head_kv, keys, exists):
 @triton.jit
 def scores(
     products, rows, keys, mask, bias, mask_head, bias_head, shape,
-    MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CAREFUL: tl.constexpr,
-    VEIL: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SATURATE: tl.constexpr,
+    CAREFUL: tl.constexpr, VEIL: tl.constexpr,
 ):  # fmt: skip
     """Scores and the slope of softcap from q . k; -inf where mask or bias hides the element.
+    NaN where a non-finite number enters and shall show (careful and not SATURATE).
 
     In units of log 2, so that a weight is exp2 of a difference; in natural units with CAREFUL.
     rows, keys: of a shape that broadcasts to that of products.
@@ -149,6 +150,8 @@ def scores(
         -inf; docs/notebook/triton.md has the times of both.
     """
     unit = 1.0 if CAREFUL else LOG2_E
+    if CAREFUL and not SATURATE:
+        known = tl.abs(products) < float("inf")  # in fp64 finite elements have finite products
     slope = 1.0
     if SOFTCAP:
         x = products * (shape.scale / shape.softcap)
@@ -162,6 +165,8 @@ def scores(
     if BIAS != NONE:
         value = load_broadcast(bias, bias_head, rows, keys, shape, BIAS).to(products.dtype)
         shown = value > shape.mask_value  # not for a NaN
+        if CAREFUL and not SATURATE:
+            known = known & (value < float("inf"))
         if CAREFUL:
             value = tl.where(shown, value, 0.0)
         else:
@@ -181,6 +186,8 @@ def scores(
     else:
         if CAREFUL:  # a NaN goes to the lower end
             score = tl.where(score > -FLOAT32_MAX, tl.minimum(score, FLOAT32_MAX), -FLOAT32_MAX)
+            if not SATURATE:
+                score = tl.where(known, score, float("nan"))
         if BIAS != NONE:
             score = tl.where(shown, score, -float("inf"))
         if MASK != NONE:

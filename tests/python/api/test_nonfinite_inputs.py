@@ -1,0 +1,156 @@
+"""Where inf and NaN in q, k, v, bias and dout show, and what becomes of them where they saturate."""
+
+import pytest
+import torch
+
+from flash_dmattn import KeyIntervals, flash_dmattn_func_auto, sliding_window, triton_dmattn_func
+from flash_dmattn.flash_dmattn_interface import flash_dmattn_func
+
+SQ, HQ, HKV, D = 41, 4, 2, 16
+VALUES = [torch.inf, -torch.inf, torch.nan]
+BACKENDS = {
+    "cpu": flash_dmattn_func,
+    "reference": flash_dmattn_func_auto("reference"),
+    "triton": triton_dmattn_func,
+}
+backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def make_inputs(dtype):
+    inputs = {
+        "q": torch.randn(1, SQ, HQ, D),
+        "k": torch.randn(1, SQ, HKV, D),
+        "v": torch.randn(1, SQ, HKV, D),
+        "bias": torch.randn(1, HQ, SQ),
+        "dout": torch.randn(1, SQ, HQ, D),
+    }
+    return {name: t.to(dtype) for name, t in inputs.items()}
+
+
+def visibility(kind):
+    """Options of a call, and the pairs that they show, bool [Sq, Sk]."""
+    row, key = torch.arange(SQ)[:, None], torch.arange(SQ)
+    if kind == "causal":
+        return {"is_causal": True}, key <= row
+    if kind == "window":
+        return {"key_intervals": sliding_window(SQ, 7)}, (key <= row) & (row - key < 7)
+    mask = torch.rand(SQ, SQ) < 0.5
+    return {"attn_mask": mask[None, None], "is_causal": True}, mask & (key <= row)
+
+
+def expected_positions(inputs, shown):
+    """Of out, lse, dq, dk, dv and dbias: whether an element is to be non-finite."""
+    group = HQ // HKV
+    wrong = {name: ~t.float()[0].isfinite() for name, t in inputs.items()}
+    q, dout = (wrong[name].transpose(0, 1) for name in ("q", "dout"))  # [H, S, D]
+    k, v = (wrong[name].transpose(0, 1).repeat_interleave(group, 0) for name in ("k", "v"))
+    shown = shown & (inputs["bias"][0][:, None] > torch.finfo(torch.float16).min)  # NaN masks
+    unknown = q.any(-1)[:, :, None] | k.any(-1)[:, None] | wrong["bias"][:, None]
+    rows = (unknown & shown).any(-1)  # [H, Sq]
+
+    def meets(pairs, columns):
+        return (pairs.float() @ columns.float()) > 0
+
+    out = rows[..., None] | meets(shown, v)
+    ds = rows | out.any(-1) | dout.any(-1)
+    ds = shown & (ds[:, :, None] | v.any(-1)[:, None])
+    dq = ds.any(-1)[..., None].expand(-1, -1, D)
+    dk = ds.any(1)[..., None].expand(-1, -1, D)
+    dv = meets(shown.mT, rows[..., None] | dout)
+    dk, dv = (t.unflatten(0, (HKV, group)).any(1) for t in (dk, dv))
+    return [t.transpose(0, 1)[None] for t in (out, dq, dk, dv)] + [rows[None], ds.any(1)[None]]
+
+
+@backends
+@pytest.mark.parametrize("kind", ["causal", "window", "mask"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "dout"])
+def test_propagate_shows_what_visible_pairs_touch_and_nothing_else(name, kind, backend):
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    for dtype in dtypes[
+        : 2 if backend == "triton" else 3
+    ]:  # interpreted, Triton multiplies bf16 wrongly
+        for value in VALUES:
+            inputs = make_inputs(dtype)
+            at = (0, 1, 20) if name == "bias" else (0, 20, 1, 3)
+            inputs[name][at] = value
+            options, shown = visibility(kind)
+            q, k, v, bias = (inputs[n].requires_grad_() for n in ("q", "k", "v", "bias"))
+            out, lse, _ = BACKENDS[backend](
+                q, k, v, attn_bias=bias, nonfinite="propagate", return_attn_probs=True, **options
+            )
+            gradients = torch.autograd.grad(out, (q, k, v, bias), inputs["dout"])
+            with torch.no_grad():
+                expected = expected_positions(inputs, shown)
+            results = (out, *gradients[:3], lse, gradients[3])
+            names = ("out", "dq", "dk", "dv", "lse", "dbias")
+            for result_name, result, wrong in zip(names, results, expected, strict=True):
+                hidden = (result == -torch.inf) if result_name == "lse" else False
+                different = (~result.isfinite() & ~torch.as_tensor(hidden)) != wrong
+                assert not different.any(), (dtype, value, result_name, different.nonzero()[0])
+
+
+def saturated(backend, dtype, **changes):
+    """out, lse and the inputs; all queries see all keys."""
+    inputs = make_inputs(dtype)
+    for name, (at, value) in changes.items():
+        inputs[name][at] = value
+    q, k, v, bias = (inputs[n] for n in ("q", "k", "v", "bias"))
+    out, lse, _ = BACKENDS[backend](q, k, v, attn_bias=bias, return_attn_probs=True)
+    assert out.isfinite().all() and lse.isfinite().all()
+    hidden = torch.ones(1, HQ, SQ, dtype=torch.bool)
+    hidden[..., 20] = False
+    without, _, _ = BACKENDS[backend](q, k, v, hidden, bias, return_attn_probs=True)
+    return out, without, inputs
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_saturate_makes_of_nonfinite_inputs(dtype, backend):
+    """The table of docs/numerics.md."""
+    everywhere = slice(None)
+    tolerance = {"rtol": 1e-2, "atol": 2e-3} if dtype == torch.float16 else {}
+    key = (everywhere, 20, everywhere, 3)
+
+    out, without, _ = saturated(backend, dtype, k=(key, torch.nan))  # the lowest score
+    torch.testing.assert_close(out, without, **tolerance)
+
+    out, without, inputs = saturated(
+        backend, dtype, k=(key, torch.inf)
+    )  # the highest or the lowest
+    rises = (inputs["q"][..., 3] > 0)[..., None]
+    winner = inputs["v"][:, 20].repeat_interleave(HQ // HKV, 1)[:, None]
+    torch.testing.assert_close(out, torch.where(rises, winner, without), **tolerance)
+
+    out, _, inputs = saturated(backend, dtype, q=((everywhere, 20, everywhere, 3), torch.nan))
+    mean = inputs["v"].float().mean(1).repeat_interleave(HQ // HKV, 1)  # all scores are the lowest
+    torch.testing.assert_close(out[:, 20].float(), mean, rtol=1e-2, atol=2e-3)
+
+    for value in (torch.nan, -torch.inf):
+        out, without, _ = saturated(backend, dtype, bias=((0, everywhere, 20), value))
+        torch.testing.assert_close(out, without, **tolerance)
+    out, _, inputs = saturated(backend, dtype, bias=((0, everywhere, 20), torch.inf))
+    winner = inputs["v"][:, 20].repeat_interleave(HQ // HKV, 1)[:, None]
+    torch.testing.assert_close(out, winner.expand_as(out), **tolerance)
+
+    largest = torch.finfo(dtype).max
+    for value, limit in [(torch.nan, largest), (torch.inf, largest), (-torch.inf, -largest)]:
+        out, _, _ = saturated(backend, dtype, v=(key, value))
+        assert (out[..., 3] == limit).all()
+
+
+def test_a_pair_without_probability_multiplies_nothing():
+    q = torch.ones(1, 1, 1, 8)
+    k, v = torch.ones(2, 1, 2, 1, 8)
+    v[:, 0] = torch.nan
+    bias = torch.tensor([[[-1e6, 0.0]]])
+    for backend in ("cpu", "reference"):
+        out = BACKENDS[backend](q, k, v, attn_bias=bias, nonfinite="propagate")
+        assert torch.equal(out, torch.ones_like(out))
+
+
+def test_intervals_hide_what_nobody_sees():
+    q, k, v = (torch.randn(1, 4, 1, 8) for _ in range(3))
+    k[:, 2], v[:, 2] = torch.nan, torch.inf
+    nobody = KeyIntervals(torch.tensor([[[[0, 4], [0, 4], [0, 0], [0, 4]]]], dtype=torch.int32), 4)
+    for function in BACKENDS.values():
+        assert function(q, k, v, key_intervals=nobody, nonfinite="propagate").isfinite().all()
