@@ -24,31 +24,31 @@ class DenseElements {
     rank_limit_ = begin(score.rank_limit);
   }
 
-  // x = scale x + bias (x without a dense bias), -inf where masked. Elements that their columns do not see are
-  // not read. `partial`: of the columns, which are not there otherwise.
-  template <int M16, int N8, class Columns>
-  __device__ void apply(const Columns& columns, bool partial, LanePosition position,
+  // x = scale x + bias (x without a dense bias), -inf where masked. Elements that the key info hides
+  // are not read. `partial`: of the key info, which is not there otherwise.
+  template <int M16, int N8, class KeyInfo>
+  __device__ void apply(const KeyInfo& key_info, bool partial, LanePosition position,
                         float (&x)[M16][N8][4]) const {
     for_each_element(x, [&](float& s, int m, int n, int e) {
       const int row = position.row + 16 * m + 8 * (e / 2);
       const int column = position.column + 8 * n + e % 2;
-      // Where the column does not see the row, mask_columns will see to it.
+      // Hidden by the key info: mask_columns sets it.
       const bool exists = row <= last_row_;
-      if (exists && (!partial || columns.range[column].sees(row))) apply_element(row, column, s);
+      if (exists && (!partial || key_info.range[column].sees(row))) apply_element(row, column, s);
     });
     apply_ranks(position, x);
   }
 
   // The same; the elements of 16 rows are loaded two at a time and without a branch, so that all are on their
   // way before the first is used, in a tile of consecutive keys that all exist whose elements lie in_pairs.
-  template <int M16, int N8, class Columns>
-  __device__ void apply_x2(const Columns& columns, bool partial, LanePosition position,
+  template <int M16, int N8, class KeyInfo>
+  __device__ void apply_x2(const KeyInfo& key_info, bool partial, LanePosition position,
                            float (&x)[M16][N8][4]) const {
-    const bool aligned_x2 = !keys_.listed() && size_ == Columns::size &&
+    const bool aligned_x2 = !keys_.listed() && size_ == KeyInfo::size &&
                             (!score_.mask.per_query || score_.mask.in_pairs) &&
                             (!score_.bias.per_query || (score_.bias.in_pairs && !score_.bias.f32));
     if (!aligned_x2) {
-      apply(columns, partial, position, x);
+      apply(key_info, partial, position, x);
       return;
     }
 #pragma unroll

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "cuda/common/key_info.cuh"
 #include "cuda/common/row_order.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/warp.cuh"
@@ -68,13 +69,13 @@ __device__ inline void shape_scores(const ScoreParams& score, float (&x)[M16][N8
   }
 }
 
-// s = factor x + bias of the column.
-template <int M16, int N8, class Columns>
-__device__ inline void add_column_bias(float factor, const Columns& columns, LanePosition position,
+// x = factor x + bias of the key.
+template <int M16, int N8, class KeyInfo>
+__device__ inline void add_column_bias(float factor, const KeyInfo& key_info, LanePosition position,
                                        float (&x)[M16][N8][4]) {
 #pragma unroll
   for (int n = 0; n < N8; ++n) {
-    const float2 bias = *reinterpret_cast<const float2*>(&columns.bias[position.column + 8 * n]);
+    const float2 bias = *reinterpret_cast<const float2*>(&key_info.bias[position.column + 8 * n]);
 #pragma unroll
     for (int m = 0; m < M16; ++m) {
 #pragma unroll
@@ -84,14 +85,14 @@ __device__ inline void add_column_bias(float factor, const Columns& columns, Lan
   }
 }
 
-// -inf where the column does not see the row.
-template <class Order = RowOrder<1>, int M16, int N8, class Columns>
-__device__ inline void mask_columns(const Columns& columns, LanePosition position,
+// -inf where the row does not see the key.
+template <class Order = RowOrder<1>, int M16, int N8, class KeyInfo>
+__device__ inline void mask_columns(const KeyInfo& key_info, LanePosition position,
                                     float (&x)[M16][N8][4]) {
 #pragma unroll
   for (int n = 0; n < N8; ++n) {
-    const int4 pair = *reinterpret_cast<const int4*>(&columns.range[position.column + 8 * n]);
-    const ColumnRange range[2] = {{pair.x, pair.y}, {pair.z, pair.w}};
+    const int4 two = *reinterpret_cast<const int4*>(&key_info.range[position.column + 8 * n]);
+    const QueryRange range[2] = {{two.x, two.y}, {two.z, two.w}};
 #pragma unroll
     for (int m = 0; m < M16; ++m) {
 #pragma unroll

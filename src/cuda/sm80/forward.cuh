@@ -48,11 +48,11 @@ struct ForwardKernel {
     copy_g2s(block,
              RowSource<QueryRows, Group>(block, p.q, tile.batch, tile.head, p.shape.head_dim),
              q_tile, row_end - tile.row, query);
-    const ColumnLoader<T> key_info(p.score, p.shape, tile.batch, tile.head, tile.kv_head);
+    const KeyInfoLoader<T> key_info_loader(p.score, p.shape, tile.batch, tile.head, tile.kv_head);
     const TileKeys keys(p, tile, row_end);
-    Pipeline kv(shared.kv, Iterator(keys, tiles(p, tile, keys), key_info.has_values()),
+    Pipeline kv(shared.kv, Iterator(keys, tiles(p, tile, keys), key_info_loader.has_values()),
                 typename Pipeline::Loader(block, shared.kv.loader, p, tile.batch, tile.kv_head),
-                key_info, NoExtra(), tile.row, row_end);
+                key_info_loader, NoExtra(), tile.row, row_end);
     kv.start();
 
     Accumulator<P.warp_rows, D> out;
@@ -65,23 +65,23 @@ struct ForwardKernel {
 
     for (int n = kv.begin(); kv.has(n); ++n) {
       kv.acquire(n);
-      const auto& columns = kv.key_info(n);
+      const auto& key_info = kv.key_info(n);
       const std::uint32_t state = kv.state(n);
-      if ((state & columns.touched) != 0) {
+      if ((state & key_info.touched) != 0) {
         Accumulator<P.warp_rows, P.keys> scores;
         clear(scores);
         multiply<T, D>(scores, q, OperandB<KeyRows, Major::k>(kv.k_tile(n), 0));
         if (!p.saturate) softmax.mark_nonfinite(scores);
         shape_scores(p.score, scores);
         if (biased && !(HasDense && p.score.bias.per_query)) {
-          add_column_bias(p.score.factor, columns, position, scores);
+          add_column_bias(p.score.factor, key_info, position, scores);
         }
         if constexpr (HasDense) {
           DenseElements<T, typename Pipeline::Positions>(p.score, tile, p.shape.seqlen_q,
                                                          kv.size(n), kv.positions(n))
-              .apply(columns, (state & columns.partial) != 0, position, scores);
+              .apply(key_info, (state & key_info.partial) != 0, position, scores);
         }
-        if ((state & columns.partial) != 0) mask_columns(columns, position, scores);
+        if ((state & key_info.partial) != 0) mask_columns(key_info, position, scores);
         softmax.update(scores, factor, out);
 
         add_values<T>(scores, OperandB<KeyRows, Major::mn>(kv.v_tile(n), 0), out);

@@ -57,13 +57,13 @@ struct DenseForwardKernel {
     copy_g2s(
         block, RowSource<QueryRows, Group>(block, p.q, tile.batch, tile.head, p.shape.head_dim),
         q_tile, [&](int r) { return query(r) < row_end; }, query, Order::head);
-    const ColumnLoader<T> key_info(p.score, p.shape, tile.batch, tile.head, tile.kv_head);
+    const KeyInfoLoader<T> key_info_loader(p.score, p.shape, tile.batch, tile.head, tile.kv_head);
     const TileKeys keys(p, tile, row_end);
     const VisibleTiles tiles(p.score.packed_mask, tile, p.shape.seqlen_q, queries, keys, P.keys);
-    Pipeline kv(shared.kv, Iterator(keys, tiles, key_info.has_values()),
+    Pipeline kv(shared.kv, Iterator(keys, tiles, key_info_loader.has_values()),
                 typename Pipeline::Loader(block, shared.kv.loader, p, tile.batch, tile.kv_head),
-                key_info, DenseLoader(block, p.score, p.shape.seqlen_q, tile, row_end), tile.row,
-                row_end);
+                key_info_loader, DenseLoader(block, p.score, p.shape.seqlen_q, tile, row_end),
+                tile.row, row_end);
     kv.start();
 
     Accumulator<P.warp_rows, D> out;

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/common/score.cuh"
+#include "cuda/common/key_info.cuh"
 #include "cuda/sm80/tile.cuh"
 
 // What the columns of a block's own keys say about transposed score tiles, [keys, queries].

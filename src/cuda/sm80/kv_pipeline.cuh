@@ -1,7 +1,7 @@
 #pragma once
 
+#include "cuda/common/key_info.cuh"
 #include "cuda/common/kv_loader.cuh"
-#include "cuda/common/score.cuh"
 #include "cuda/sm80/tile.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -30,7 +30,7 @@ class KvPipeline {
   using Group = ThreadGroup<Threads>;
   using Loader = KvLoader<RowTile, Group, Order>;
   using Positions = TilePositions<Iterator::source>;
-  using KeyInfo = ColumnTile<keys_per_tile>;
+  using KeyInfo = KeyInfoTile<keys_per_tile>;
 
   struct Storage {
     // Positions of three tiles: in use, being gathered, on their way.
@@ -49,7 +49,7 @@ class KvPipeline {
 
   // For queries [row_begin, row_end).
   __device__ KvPipeline(Storage& storage, const Iterator& tiles, const Loader& loader,
-                        const ColumnLoader<T>& key_info_loader, const Extra& extra, int row_begin,
+                        const KeyInfoLoader<T>& key_info_loader, const Extra& extra, int row_begin,
                         int row_end)
       : storage_(storage),
         tiles_(tiles),
@@ -157,7 +157,7 @@ class KvPipeline {
   Storage& storage_;
   Iterator tiles_;
   Loader loader_;
-  ColumnLoader<T> key_info_loader_;
+  KeyInfoLoader<T> key_info_loader_;
   Extra extra_;
   int row_begin_;
   int row_end_;

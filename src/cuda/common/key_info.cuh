@@ -1,0 +1,123 @@
+#pragma once
+
+#include "cuda/common/integers.h"
+#include "cuda/common/math.cuh"
+#include "cuda/common/score.cuh"
+#include "cuda/common/warp.cuh"
+#include "cuda/params.h"
+
+// Key info: the part of mask, bias, intervals, causality and tails that belongs to a key alone, as the queries that
+// see the key and its bias. It is loaded once per key tile; a tile whose keys are all seen by every row needs no
+// test of its elements.
+namespace flash_dmattn::cuda {
+
+// Queries [first, first + length) see a key.
+struct QueryRange {
+  int first;
+  int length;
+
+  __device__ bool sees(int row) const {
+    return static_cast<unsigned>(row - first) < static_cast<unsigned>(length);
+  }
+};
+
+// The key info of a tile in shared memory, by column of the scores.
+template <int N>
+struct KeyInfoTile {
+  static constexpr int size = N;
+  static constexpr std::uint32_t touched = 1;  // some key is seen by some row of the query tile
+  static constexpr std::uint32_t partial = 2;  // some key is not seen by every row
+
+  alignas(16) QueryRange range[N];
+  alignas(16) float bias[N];                    // log2 e times the bias
+  std::uint32_t state[ceil_div(N, warp_size)];  // for each 32 columns
+
+  __device__ std::uint32_t tile_state() const {
+    std::uint32_t all = state[0];
+#pragma unroll
+    for (int i = 1; i < ceil_div(N, warp_size); ++i) all |= state[i];
+    return all;
+  }
+};
+
+// Loads the info of one key in two steps, between which its loads are in flight. Addresses are formed anew
+// at each load: the main loops have no registers to keep them in.
+template <class T>
+class KeyInfoLoader {
+ public:
+  __device__ KeyInfoLoader(const ScoreParams& score, const Shape& shape, int batch, int head,
+                           int kv_head)
+      : score_(score), shape_(shape), batch_(batch), head_(head), kv_head_(kv_head) {}
+
+  // Whether keys have a mask or a bias of their own, beside position and interval.
+  __device__ bool has_values() const { return has_mask() || has_bias(); }
+
+  __device__ void load(int key, bool valid) {
+    interval_ = {0, shape_.seqlen_q};
+    bias_ = 0;
+    allowed_ = valid;
+    key_ = key;
+    if (!valid) return;
+    if (score_.intervals.data != nullptr) {
+      const KeyInterval* intervals = score_.intervals.data +
+                                     batch_ * score_.intervals.stride_batch +
+                                     kv_head_ * score_.intervals.stride_head;
+      const int2 interval = __ldg(reinterpret_cast<const int2*>(intervals) + key);
+      interval_ = {interval.x, interval.y};
+    }
+    if (has_mask()) {
+      allowed_ = __ldg(reinterpret_cast<const std::uint8_t*>(score_.mask.data) +
+                       index_of(score_.mask, key)) != 0;
+    }
+    if (has_bias()) bias_ = load_bias<T>(score_.bias, index_of(score_.bias, key));
+  }
+
+  // Called by all lanes of a warp, which hold columns [32 (column / 32), + 32).
+  template <int N>
+  __device__ void store(KeyInfoTile<N>& tile, int column, int row_begin, int row_end) const {
+    const int shift = shape_.seqlen_k - shape_.seqlen_q;
+    const int first = max(interval_.first, score_.causal ? max(key_ - shift, 0) : 0);
+    const bool visible = allowed_ && (!has_bias() || bias_ > score_.mask_value);
+    const int length = visible ? max(min(interval_.last, shape_.seqlen_q) - first, 0) : 0;
+    tile.range[column] = {first, length};
+    // Finite, so that a key that no row sees cannot make a NaN.
+    tile.bias[column] = visible ? fminf(bias_ * log2e, 3.0e38f) : 0.0f;
+    const bool touched = first < row_end && first + length > row_begin && length > 0;
+    const bool full = first <= row_begin && first + length >= row_end;
+    const bool any_touched = warp_any(touched);
+    const bool any_partial = warp_any(!full);
+    if (column % warp_size == 0) {
+      tile.state[column / warp_size] = (any_touched ? KeyInfoTile<N>::touched : 0u) |
+                                       (any_partial ? KeyInfoTile<N>::partial : 0u);
+    }
+  }
+
+ private:
+  __device__ bool has_mask() const { return score_.mask.data != nullptr && !score_.mask.per_query; }
+  __device__ bool has_bias() const { return score_.bias.data != nullptr && !score_.bias.per_query; }
+
+  __device__ std::int64_t index_of(const Broadcast& b, int key) const {
+    return batch_ * b.batch + head_ * b.head_q + kv_head_ * b.head_kv + key * b.key;
+  }
+
+  const ScoreParams& score_;
+  const Shape& shape_;
+  int batch_;
+  int head_;
+  int kv_head_;
+
+  // Of the key on its way.
+  int key_ = 0;
+  KeyInterval interval_{0, 0};
+  float bias_ = 0;
+  bool allowed_ = false;
+};
+
+// The former names.
+template <int N>
+using ColumnTile = KeyInfoTile<N>;
+template <class T>
+using ColumnLoader = KeyInfoLoader<T>;
+using ColumnRange = QueryRange;
+
+}  // namespace flash_dmattn::cuda
