@@ -25,22 +25,31 @@ std::size_t rank(std::string_view name) {
       std::find(instruction_sets.begin(), instruction_sets.end(), name) - instruction_sets.begin());
 }
 
-// The instruction set of the CPU backend, FLASH_DMATTN_MAX_ISA applied.
-std::string instruction_set_in_use() {
+flash_dmattn::BackendInfo find_backend(std::string_view name) {
   for (const auto& backend : flash_dmattn::backends()) {
-    if (backend.name == "cpu") return backend.reason;
+    if (backend.name == name) return backend;
   }
-  return "no CPU backend";
+  return {name, false, "there is no such backend"};
 }
 
 }  // namespace
 
+// With FLASH_DMATTN_TEST_BACKEND the tests run where that backend does, and say why where it does not.
+//
 // With FLASH_DMATTN_TEST_ISA the tests run on that instruction set or not at all. Only a machine or a
 // compiler without it is a reason to skip: a larger set in use means that the cap does not work.
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
+  if (const char* wanted = std::getenv("FLASH_DMATTN_TEST_BACKEND")) {
+    const flash_dmattn::BackendInfo info = find_backend(wanted);
+    if (!info.available) {
+      std::printf("SKIPPED %s: %s\n", wanted, info.reason.c_str());
+      return exit_skipped;
+    }
+  }
   if (const char* wanted = std::getenv("FLASH_DMATTN_TEST_ISA")) {
-    const std::string used = instruction_set_in_use();
+    // The instruction set of the CPU backend, FLASH_DMATTN_MAX_ISA applied.
+    const std::string used = find_backend("cpu").reason;
     if (rank(used) > rank(wanted)) {
       std::printf("FAILED %s: the library runs on %s instead\n", wanted, used.c_str());
       return 1;
