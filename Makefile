@@ -68,10 +68,10 @@ test-sanitize: $(STAMPS)/tools build/googletest/ready ## C++ tests under Address
 
 .PHONY: test-python
 test-python: $(STAMPS)/package $(STAMPS)/test ## Python tests, on the installed package
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
-# Two of the architectures that a release has: one of each kind of shared memory.
-CUDA_TEST_ARCHITECTURES ?= 80-real;90-real
+# One architecture of each class of shared memory, so that every kernel is compiled once.
+CUDA_TEST_ARCHITECTURES ?= 86-real;90-real
 NVCC := $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
 
 .PHONY: test-cuda-build
@@ -82,20 +82,18 @@ else
 test-cuda-build: $(STAMPS)/tools $(STAMPS)/test build/googletest/ready
 	CUDACXX=$(NVCC) cmake --preset cuda -D FLASH_DMATTN_TORCH=ON -D FLASH_DMATTN_TESTS=ON \
 	  -D Python_EXECUTABLE=$(BIN)/python -D "FLASH_DMATTN_CUDA_ARCHITECTURES=$(CUDA_TEST_ARCHITECTURES)" $(CMAKE_OPTIONS)
-	cmake --build --preset cuda --target flash_dmattn_torch test_cuda_attention test_cuda_tile_lists test_cuda_slots test_cuda_ranks \
-	  test_cuda_selection
+	cmake --build --preset cuda --target flash_dmattn_torch cuda_tests
 	@tools/compile_seconds.sh build/cuda
-	ctest --test-dir build/cuda --label-regex cuda --output-on-failure
+	ctest --test-dir build/cuda --label-regex '^cuda$$' --output-on-failure
+	@tools/list_skipped.sh build/cuda
 	PYTHONPATH=python FLASH_DMATTN_LIBRARY=$(CURDIR)/build/cuda/bindings/torch/_C.so FLASH_DMATTN_TEST_CUDA_BUILD=1 \
 	  $(BIN)/python -m pytest tests/python/api/test_availability.py tests/python/gpu
 endif
 
-# What runs on transformers 5 in test-python, once more on the newest 4.
-TRANSFORMERS_TESTS := tests/python/integrations
-
 .PHONY: test-transformers-4
-test-transformers-4: $(STAMPS)/package $(STAMPS)/test build/transformers-4/ready ## Python tests of the integration, on transformers 4.x
-	PYTHONPATH=build/transformers-4 $(BIN)/python -m pytest $(TRANSFORMERS_TESTS) $(ARGS)
+test-transformers-4: $(STAMPS)/package $(STAMPS)/test build/transformers-4/ready ## Python tests of transformers' own models, on transformers 4.x
+	OMP_NUM_THREADS=1 PYTHONPATH=build/transformers-4 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal \
+	  -m transformers tests/python/integrations $(ARGS)
 
 .PHONY: format
 format: $(STAMPS)/tools ## format every file

@@ -15,6 +15,8 @@ from flash_dmattn.integrations.transformers import (  # noqa: E402
     key_interval_mask,
 )
 
+pytestmark = pytest.mark.transformers
+
 B, S, KEEP, VOCABULARY = 2, 40, 9, 397
 EPS = torch.finfo(torch.float32).eps
 

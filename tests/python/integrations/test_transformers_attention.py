@@ -471,6 +471,7 @@ def test_availability():
     assert is_flash_dmattn_available() is True
 
 
+@pytest.mark.transformers
 @pytest.mark.parametrize("window", [None, 7])
 def test_other_models_by_name(window):
     """attn_implementation="flash_dmattn" is exact attention for models that have no scores."""
@@ -580,6 +581,7 @@ def test_additive_masks_without_a_query_dimension_are_refused(shape):
         flash_dynamic_mask_attention_forward(Layer(), *heads_first(), torch.zeros(shape))
 
 
+@pytest.mark.transformers
 @pytest.mark.parametrize("name", ["flash_dmattn", "paged|flash_dmattn"])
 @pytest.mark.parametrize("family", ["Llama", "Doge"])
 def test_continuous_batching_is_refused(family, name):

@@ -1,4 +1,4 @@
-"""A part of the case table on every instruction set that this machine has."""
+"""The package runs on every instruction set that this machine has; the C++ tests run the whole case table on each."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ reason = next(backend.reason for backend in backends() if backend.name == "cpu")
 print(reason, flush=True)
 if sys.argv[1] not in reason.split():
     sys.exit()
-for name in [name for name, row in CASES.items() if row["slow"] != "1"][::5]:
+for name in [name for name, row in CASES.items() if row["slow"] != "1"][::25]:
     case = make_case(CASES[name])
     try:
         assert_matches_oracle(run(case), case.problem, case.nonfinite == "saturate")
