@@ -4,11 +4,13 @@
 #include <cstdlib>
 #include <limits>
 
-#include "cuda/common/careful_queries.cuh"
-#include "cuda/common/gradients.cuh"
+#include "cuda/common/bias_gradient.cuh"
+#include "cuda/common/dq_fixup.cuh"
 #include "cuda/common/key_runs.cuh"
 #include "cuda/common/launch.h"
+#include "cuda/common/nonfinite_rows.cuh"
 #include "cuda/common/packed_mask.cuh"
+#include "cuda/common/preprocess.cuh"
 #include "cuda/selection/schedule.h"
 #include "cuda/sm80/launch.h"
 #include "cuda/sm80/postprocess.cuh"
@@ -150,7 +152,7 @@ void forward(const ForwardArgs& args, const Execution& execution) {
 
 template <class T>
 void store_bias(const BackwardArgs& args, const float* sums, cudaStream_t stream) {
-  StoreBias<T> store;
+  BwdPostprocessBias<T> store;
   for (std::size_t i = 0; i < 4; ++i) {
     store.shape[i] = args.problem.bias_shape[i];
     store.stride[i] = args.dbias.stride[i];
@@ -165,7 +167,7 @@ void store_bias(const BackwardArgs& args, const float* sums, cudaStream_t stream
     for_each(store.items(), store, stream);
     return;
   }
-  StoreSummedBias<T> summed{.whole = store, .parts = {}};
+  BwdPostprocessSummedBias<T> summed{.whole = store, .parts = {}};
   for (std::size_t i = 0; i < 4; ++i) summed.parts[i] = sum_shape[i] / args.problem.bias_shape[i];
   for_each(summed.items(), summed, stream);
 }
@@ -237,8 +239,8 @@ void backward(const BackwardArgs& args, const Execution& execution) {
     if (wants_bias && !params.dbias_add && params.plan.keys != nullptr) {
       store_bias<T>(args, nullptr, stream);
     }
-    using Statistics = RowStatisticsKernel<T>;
-    launch<Statistics>(Statistics::blocks(params), params, stream);
+    using Preprocess = BwdPreprocessKernel<T>;
+    launch<Preprocess>(Preprocess::blocks(params), params, stream);
     if (route.key_major) {
       if constexpr (D <= 128) {
         sm80::KeyMajorParams by_keys(params);
@@ -260,8 +262,12 @@ void backward(const BackwardArgs& args, const Execution& execution) {
       store_rows<T>(params.shape, workspace.dv_sum, args.dv, 1, params.saturate, stream);
     }
     if (params.dq.data != nullptr) {
-      using Careful = CarefulQueriesKernel<T>;
-      launch<Careful>(Careful::blocks(params), params, stream);
+      using Fixup = DqFixupKernel<T>;
+      launch<Fixup>(Fixup::blocks(params), params, stream);
+    }
+    if (!params.saturate) {
+      using NonFiniteRows = NonFiniteRowsKernel<T>;
+      launch<NonFiniteRows>(NonFiniteRows::blocks(params), params, stream);
     }
     if (wants_bias && params.dbias_add) store_bias<T>(args, workspace.dbias_sum, stream);
   });

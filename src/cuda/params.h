@@ -125,20 +125,22 @@ struct ForwardParams {
   bool saturate = true;
 };
 
-// Of blocks that add to memory in a fixed order (common/turns.cuh). Null: in any order.
+// Of blocks that add to memory in a fixed order (common/semaphore.cuh). Null: in any order.
 struct Turns {
   int* started = nullptr;     // [1] blocks so far
   int* passed = nullptr;      // [blocks] the place that each has passed
   bool across_heads = false;  // blocks of other kv heads add to a query's elements too
 };
 
-// What the statistics of the rows found somewhere, and then the main loop takes more care; or what came
-// out of that (common/careful_queries.cuh). Rare.
+// Found by the preprocess in some row, or by a main loop. Each enables a slow path.
 enum BackwardFlag : std::uint32_t {
   dout_not_finite = 1,
   lse_has_low = 2,     // lse2_low matters
   lse_is_extreme = 4,  // scores may have overflowed
-  dq_not_finite = 8,   // before it was converted
+  dq_not_finite = 8,   // before it was converted (common/dq_fixup.cuh)
+  q_not_finite = 16,   // without `saturate`
+  row_not_finite =
+      32,  // without `saturate`: P or dS of a row that sees a key (common/nonfinite_rows.cuh)
 };
 
 // What every kernel of a backward is given; a main loop's own parameters derive from it.

@@ -113,11 +113,4 @@ class KeyInfoLoader {
   bool allowed_ = false;
 };
 
-// The former names.
-template <int N>
-using ColumnTile = KeyInfoTile<N>;
-template <class T>
-using ColumnLoader = KeyInfoLoader<T>;
-using ColumnRange = QueryRange;
-
 }  // namespace flash_dmattn::cuda

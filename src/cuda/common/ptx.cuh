@@ -194,6 +194,18 @@ __device__ inline void barrier_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+inline constexpr int block_barrier = 0;
+
+// Barrier `Barrier` of `Threads` threads, which may be the block's.
+template <int Barrier, int Threads>
+__device__ inline void barrier_sync() {
+  if constexpr (Barrier == block_barrier) {
+    __syncthreads();
+  } else {
+    barrier_wait(Barrier, Threads);
+  }
+}
+
 // With programmatic dependent launch: the kernels before are done, and what they wrote is there. Before
 // sm_90 a kernel is not started earlier.
 __device__ inline void wait_for_previous_kernel() {

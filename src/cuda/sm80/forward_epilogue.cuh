@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/common/careful.cuh"
+#include "cuda/common/fp64_fallback.cuh"
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/row_order.cuh"
 #include "cuda/common/softmax.cuh"
@@ -76,11 +76,11 @@ __device__ inline void store_output(const ForwardParams& p, const QueryTile& til
         }
       }
       __syncwarp();  // copy_s2g is done in all lanes
-      unsigned careful = warp_ballot(!ordinary && row < row_end) & 0x11111111u;
-      for (; careful != 0; careful &= careful - 1) {
-        const int source = __ffs(static_cast<int>(careful)) - 1;
-        careful_row<T, HasDense>(p, tile.batch, head, tile.kv_head,
-                                 tile.row + Order::query(block_row) + source / 4);
+      unsigned rest = warp_ballot(!ordinary && row < row_end) & 0x11111111u;
+      for (; rest != 0; rest &= rest - 1) {
+        const int source = __ffs(static_cast<int>(rest)) - 1;
+        fp64_row<T, HasDense>(p, {tile.batch, head, tile.kv_head},
+                              tile.row + Order::query(block_row) + source / 4);
       }
     }
   }

@@ -1,8 +1,8 @@
 #pragma once
 
 #include "cuda/common/launch.h"
-#include "cuda/sm80/backward.cuh"
-#include "cuda/sm80/backward_keys.cuh"
+#include "cuda/sm80/backward_key_major.cuh"
+#include "cuda/sm80/backward_query_major.cuh"
 #include "cuda/sm80/launch.h"
 
 namespace flash_dmattn::cuda::sm80 {

@@ -32,7 +32,7 @@ struct KeyMajorParams : BackwardParams {
 // so that what a warp adds at once is 512 consecutive bytes. Each of 2 x 4 warps has a part of 16 x
 // 8 blocks; in a block a lane has columns c, c + 1 of rows r and r + 8: four floats.
 template <int D>
-struct QuerySumTile {
+struct DqAccumLayout {
   static constexpr int rows = 64;
   static constexpr int row_warps = 2;
   static constexpr int warp_rows = rows / row_warps;
@@ -50,6 +50,9 @@ struct QuerySumTile {
     return (((warp * row_blocks + row_block) * column_blocks + column_block) * 32 + lane) * 4;
   }
 };
+
+template <int D>
+using QuerySumTile = DqAccumLayout<D>;
 
 // Columns of a row of dk_sum: head_dim rounded up to the 16 of a pair of accumulator blocks.
 constexpr int sum_columns(int head_dim) { return (head_dim + 15) / 16 * 16; }

@@ -1,10 +1,10 @@
 #pragma once
 
 #include "cuda/common/key_info.cuh"
-#include "cuda/sm80/tile.cuh"
+#include "cuda/common/warp.cuh"
 
-// What the columns of a block's own keys say about transposed score tiles, [keys, queries].
-namespace flash_dmattn::cuda::sm80 {
+// Visibility and biases of a block's own keys in transposed score tiles, [keys, queries].
+namespace flash_dmattn::cuda {
 
 // The queries that the keys of a block see: some keys those of `touched`, all keys those of `full`.
 struct QueryBounds {
@@ -15,10 +15,10 @@ struct QueryBounds {
 
   // By all lanes of a warp.
   template <int Keys>
-  __device__ explicit QueryBounds(const ColumnTile<Keys>& columns) {
+  __device__ explicit QueryBounds(const KeyInfoTile<Keys>& key_info) {
 #pragma unroll
     for (int i = 0; i < Keys / 32; ++i) {
-      const ColumnRange range = columns.range[threadIdx.x % 32 + 32 * i];
+      const QueryRange range = key_info.range[lane_id() + 32 * i];
       const bool seen = range.length > 0;
       const int end = range.first + range.length;
       touched_begin = min(touched_begin, seen ? range.first : 0x7fffffff);
@@ -37,13 +37,13 @@ struct QueryBounds {
 
 // x = factor x + bias of its key, for a warp that has the rows from `begin` on.
 template <int Keys, int M16, int N8>
-__device__ inline void add_key_bias(float factor, const ColumnTile<Keys>& columns, int begin,
+__device__ inline void add_key_bias(float factor, const KeyInfoTile<Keys>& key_info, int begin,
                                     int lane, float (&x)[M16][N8][4]) {
 #pragma unroll
   for (int m = 0; m < M16; ++m) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float bias = columns.bias[begin + 16 * m + 8 * h + lane / 4];
+      const float bias = key_info.bias[begin + 16 * m + 8 * h + lane / 4];
 #pragma unroll
       for (int n = 0; n < N8; ++n) {
         x[m][n][2 * h] = fmaf(x[m][n][2 * h], factor, bias);
@@ -55,13 +55,13 @@ __device__ inline void add_key_bias(float factor, const ColumnTile<Keys>& column
 
 // -inf where the key is not seen. `first_query`: of the tile.
 template <int Keys, int M16, int N8>
-__device__ inline void mask_keys(const ColumnTile<Keys>& columns, int begin, int lane,
+__device__ inline void mask_keys(const KeyInfoTile<Keys>& key_info, int begin, int lane,
                                  int first_query, float (&x)[M16][N8][4]) {
 #pragma unroll
   for (int m = 0; m < M16; ++m) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const ColumnRange range = columns.range[begin + 16 * m + 8 * h + lane / 4];
+      const QueryRange range = key_info.range[begin + 16 * m + 8 * h + lane / 4];
 #pragma unroll
       for (int n = 0; n < N8; ++n) {
         const int query = first_query + 8 * n + 2 * (lane % 4);
@@ -72,21 +72,4 @@ __device__ inline void mask_keys(const ColumnTile<Keys>& columns, int begin, int
   }
 }
 
-// Adds to the sums of the lane's keys those of an A operand [keys, queries] over its queries: a
-// product with ones.
-template <class T, int M16, int K16>
-__device__ inline void add_query_sums(const std::uint32_t (&operand)[M16][K16][4],
-                                      float (&sums)[M16][2]) {
-  const std::uint32_t ones = pack<T>(1, 1);
-#pragma unroll
-  for (int m = 0; m < M16; ++m) {
-    // All columns are equal; the second of a lane is not kept.
-    float c[4] = {sums[m][0], 0, sums[m][1], 0};
-#pragma unroll
-    for (int k = 0; k < K16; ++k) mma_m16n8k16<T>(c, operand[m][k], ones, ones);
-    sums[m][0] = c[0];
-    sums[m][1] = c[2];
-  }
-}
-
-}  // namespace flash_dmattn::cuda::sm80
+}  // namespace flash_dmattn::cuda

@@ -1,32 +1,31 @@
 #pragma once
 
 #include "cuda/policy.h"
-#include "cuda/sm80/pair_rows.cuh"
 #include "cuda/sm80/params.h"
+#include "cuda/sm80/query_tiles.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
 
-// The gradient of a bias with a query dimension, out of the dS of a block in shared memory, [128 keys
-// in LaneContiguous<4> order][64 queries]; each of 4 warps takes 16 queries, a lane 8 neighbouring keys of
-// two of them in every 32. Every element is written once: that of a tile which is visited when its dS, or the sum
-// of those of the heads that share the bias, is there, the others as zeros when the walk has passed
-// them. Two heads are summed in 16 bits, which rounds no more often than a sum in fp32 that is then
-// stored; where more share an element it is added to in fp32 in memory.
+// The gradient of a dense bias, from the dS of a block in shared memory, [128 keys in LaneContiguous<4> order]
+// [64 queries]; each of 4 warps takes 16 queries, a lane 8 neighbouring keys of two of them in every 32. Every
+// element is written once: that of a visited tile when its dS, or the sum of the dS of the heads that share the
+// bias, is complete; zeros for tiles that are skipped. Two heads are summed in 16 bits, which rounds no more often
+// than a sum in fp32 that is then stored; where more share an element it is added to in fp32 in memory.
 template <class T, int D>
-class PairGradients {
+class DenseBiasGradient {
  public:
   static constexpr int rows = 64;
   static constexpr int keys = 128;
   static constexpr bool can_sum = sums_pair_gradients(D);
 
   // `warp`: of four.
-  __device__ PairGradients(const KeyMajorParams& p, const KeyTile& tile, int warp)
+  __device__ DenseBiasGradient(const KeyMajorParams& p, const KeyTile& tile, int warp)
       : p_(p), tile_(tile), lane_(lane_id()), warp_(warp) {}
 
   __device__ bool wanted() const { return p_.dbias.data != nullptr && p_.dbias.per_query; }
 
-  // `ds`: of a tile, a SharedTile<keys, rows>. `last`: of the heads that share the bias.
-  __device__ void add(QueryPlace place, std::uint32_t ds, bool last) {
+  // Adds dS of a tile, a SharedTile<keys, rows>. `last`: of the heads that share the bias.
+  __device__ void add(QueryTilePosition at, std::uint32_t ds, bool last) {
     if constexpr (can_sum) {
       if (sums() && !last) {
         for_each_block([&](int half, int i) { load(first_head_[half][i], ds, half, i); });
@@ -36,40 +35,40 @@ class PairGradients {
     }
     const int query = 16 * warp_ + lane_ / 4;
     const int key = tile_.key + lane_ % 4 * 8;
-    const std::int64_t first = index(place) + query * p_.dbias.query + key;
+    const std::int64_t first = index(at) + query * p_.dbias.query + key;
     const auto element = [&](int half, int i) {
       return first + 8 * half * p_.dbias.query + 32 * i;
     };
-    const bool whole = p_.dbias.in_words && place.row + rows <= p_.shape.seqlen_q &&
-                       tile_.key + keys <= p_.shape.seqlen_k;
-    if (whole && !p_.dbias_add) {
+    const bool full = p_.dbias.in_words && at.row + rows <= p_.shape.seqlen_q &&
+                      tile_.key + keys <= p_.shape.seqlen_k;
+    if (full && !p_.dbias_add) {
       for_each_block([&](int half, int i) {
-        *reinterpret_cast<uint4*>(p_.dbias.data + 2 * element(half, i)) = eight(ds, half, i);
+        *reinterpret_cast<uint4*>(p_.dbias.data + 2 * element(half, i)) = eight_keys(ds, half, i);
       });
     } else {
       for_each_block([&](int half, int i) {
-        const bool exists = place.row + query + 8 * half < p_.shape.seqlen_q;
+        const bool exists = at.row + query + 8 * half < p_.shape.seqlen_q;
         const int count = exists ? p_.shape.seqlen_k - key - 32 * i : 0;
-        p_.dbias_add ? add_in_memory(element(half, i), eight(ds, half, i), count)
-                     : write(element(half, i), eight(ds, half, i), count);
+        p_.dbias_add ? add_in_memory(element(half, i), eight_keys(ds, half, i), count)
+                     : write(element(half, i), eight_keys(ds, half, i), count);
       });
     }
     has_first_head_ = false;
   }
 
-  // Zeros for the tiles that a walk of `heads` heads passes after tile `number` and before tile
-  // `next`; by all four warps.
+  // Zeros for the tiles of `heads` heads that are skipped after tile `number` and before tile `next`; by all four
+  // warps.
   __device__ void clear(int first_head, int heads, int number, int next) const {
     if (p_.dbias_add || next <= number + 1) return;
     const int together = shared_by_group() ? heads : 1;
     const int begin = number < 0 ? 0 : number / together + 1;
     for (int i = begin; i < next / together; ++i) {
       const int tile = i * together;
-      const QueryPlace place{first_head + tile % heads, tile / heads * rows, false};
+      const QueryTilePosition at{first_head + tile % heads, tile / heads * rows, false};
       const int key = tile_.key + lane_ % 16 * 8;
-      const int end = min(rows, p_.shape.seqlen_q - place.row);
+      const int end = min(rows, p_.shape.seqlen_q - at.row);
       for (int r = 2 * warp_ + lane_ / 16; r < end; r += 8) {
-        write(index(place) + r * p_.dbias.query + key, {0, 0, 0, 0}, p_.shape.seqlen_k - key);
+        write(index(at) + r * p_.dbias.query + key, {0, 0, 0, 0}, p_.shape.seqlen_k - key);
       }
     }
   }
@@ -77,10 +76,10 @@ class PairGradients {
  private:
   __device__ bool shared_by_group() const { return p_.dbias.head_q == 0; }
 
-  __device__ std::int64_t index(QueryPlace place) const {
+  __device__ std::int64_t index(QueryTilePosition at) const {
     const OutputBroadcast& b = p_.dbias;
-    return tile_.batch * b.batch + place.head * b.head_q + tile_.kv_head * b.head_kv +
-           place.row * b.query;
+    return tile_.batch * b.batch + at.head * b.head_q + tile_.kv_head * b.head_kv +
+           at.row * b.query;
   }
 
   // Whether two heads of a group share the elements.
@@ -103,14 +102,14 @@ class PairGradients {
     ldmatrix_x4_trans(block, ds + SharedTile<keys, rows>::offset(32 * i + lane_, 2 * warp_ + half));
   }
 
-  // The same in order, with what waits of the first head.
-  __device__ uint4 eight(std::uint32_t ds, int half, int i) const {
+  // The same in order, plus dS of the first head if it is kept.
+  __device__ uint4 eight_keys(std::uint32_t ds, int half, int i) const {
     std::uint32_t block[4];
     load(block, ds, half, i);
     if constexpr (can_sum) {
       if (has_first_head_) {
 #pragma unroll
-        for (int b = 0; b < 4; ++b) block[b] = add_pair(first_head_[half][i][b], block[b]);
+        for (int b = 0; b < 4; ++b) block[b] = add_packed2(first_head_[half][i][b], block[b]);
       }
     }
     return {__byte_perm(block[0], block[1], 0x5410), __byte_perm(block[2], block[3], 0x5410),
@@ -139,7 +138,7 @@ class PairGradients {
     if (count > 4) add(index + 4, eight.z, eight.w);
   }
 
-  __device__ std::uint32_t add_pair(std::uint32_t x, std::uint32_t y) const {
+  __device__ std::uint32_t add_packed2(std::uint32_t x, std::uint32_t y) const {
     using Pair = typename Element<T>::Pair;
     const Pair sum = __hadd2(reinterpret_cast<const Pair&>(x), reinterpret_cast<const Pair&>(y));
     const auto bits = reinterpret_cast<const std::uint32_t&>(sum);

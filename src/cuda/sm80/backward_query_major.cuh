@@ -1,16 +1,16 @@
 #pragma once
 
-#include "cuda/common/careful.cuh"
+#include "cuda/common/bias_gradient.cuh"
 #include "cuda/common/dense_elements.cuh"
+#include "cuda/common/fp64_fallback.cuh"
 #include "cuda/common/fragment.cuh"
-#include "cuda/common/gradients.cuh"
 #include "cuda/common/scheduler.cuh"
+#include "cuda/common/semaphore.cuh"
 #include "cuda/common/tile_copy.cuh"
-#include "cuda/common/turns.cuh"
 #include "cuda/policy.h"
 #include "cuda/sm80/kv_pipeline.cuh"
 #include "cuda/sm80/params.h"
-#include "cuda/sm80/query_tile.cuh"
+#include "cuda/sm80/query_tiles.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
 
@@ -30,8 +30,10 @@ struct BackwardKernel {
   using Group = ThreadGroup<threads>;
   using Iterator = KeyTileIterator<P.keys, KeySource::either, EveryTile>;
   using Pipeline = KvPipeline<T, D, Iterator, P.stages, threads, InOrder, NoExtra,
-                              typename Turn<Ordered>::Storage>;
+                              typename OrderSemaphore<Ordered, threads>::Storage>;
   using KeyRows = typename Pipeline::RowTile;
+
+  using Semaphore = OrderSemaphore<Ordered, threads>;
 
   struct SharedStorage {
     alignas(1024) std::byte q[QueryRows::bytes];
@@ -59,8 +61,9 @@ struct BackwardKernel {
   static long blocks(const Params& p) { return QueryTile::count(p.shape, P.rows); }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
-    const QueryTile tile(p.shape, P.rows, Ordered || walks_neighbours(p),
-                         Turn<Ordered>::take(p.turns, shared.kv.tail));
+    const QueryTile tile(
+        p.shape, P.rows, Ordered || walks_neighbours(p),
+        Semaphore::take_work(p.turns, shared.kv.tail, Semaphore::Group::of_block()));
     const int row_end = min(tile.row + P.rows, p.shape.seqlen_q);
     const std::uint32_t q_tile = shared_address(shared.q);
     const std::uint32_t dout_tile = shared_address(shared.dout);
@@ -76,14 +79,15 @@ struct BackwardKernel {
     };
     copy(p.q, q_tile);
     copy(p.dout, dout_tile);
-    const ColumnLoader<T> key_info(p.score, p.shape, tile.batch, tile.head, tile.kv_head);
-    Pipeline kv(shared.kv, Iterator(TileKeys(p, tile, row_end), EveryTile(), key_info.has_values()),
+    const KeyInfoLoader<T> key_info_loader(p.score, p.shape, tile.batch, tile.head, tile.kv_head);
+    Pipeline kv(shared.kv,
+                Iterator(TileKeys(p, tile, row_end), EveryTile(), key_info_loader.has_values()),
                 typename Pipeline::Loader(block, shared.kv.loader, p, tile.batch, tile.kv_head),
-                key_info, NoExtra(), tile.row, row_end);
+                key_info_loader, NoExtra(), tile.row, row_end);
     kv.start();
     const std::uint32_t flags = *p.flags;
-    if (p.saturate && (flags & dout_not_finite) != 0)
-      clear_non_finite<T, QueryRows, threads>(dout_tile);
+    if ((flags & dout_not_finite) != 0) clear_non_finite<T, QueryRows, threads>(dout_tile);
+    if ((flags & q_not_finite) != 0) clear_non_finite<T, QueryRows, threads>(q_tile);
 
     typename QueryTilePart::Accumulators dq;
     clear(dq);
@@ -91,18 +95,18 @@ struct BackwardKernel {
     const LanePosition position =
         LanePosition::of(tile.row + ScoreTile::row(), ScoreTile::column());
 
-    const Turn<Ordered> turn(p.turns, shared.kv.tail, tile.before_of_keys,
-                             p.turns.across_heads ? tile.before_of_rows : -1);
+    const Semaphore semaphore(p.turns, shared.kv.tail, Semaphore::Group::of_block(),
+                              tile.before_of_keys, p.turns.across_heads ? tile.before_of_rows : -1);
     const bool in_places = Ordered && has_ascending_keys(p.plan, tile);
     clear_pair_gradients(p, tile, row_end, 0, kv.begin() * P.keys);
     for (int n = kv.begin(); kv.has(n); ++n) {
-      const int place = in_places ? kv.key(n, kv.size(n) - 1) : last_place;
+      const int place = in_places ? kv.key(n, kv.size(n) - 1) : last_order_index;
       kv.acquire(n);
-      if (in_places) turn.begin(place);
+      if (in_places) semaphore.advance(place);
       const std::uint32_t state = kv.state(n);
-      if ((state & ColumnTile<P.keys>::touched) != 0) {
-        score_step(p, tile, shared, kv, n, state, rows, position, turn, place);
-        turn.wait(place);
+      if ((state & KeyInfoTile<P.keys>::touched) != 0) {
+        score_step(p, tile, shared, kv, n, state, rows, position, semaphore, place);
+        semaphore.wait(place);
         __syncthreads();
         const SumRows sum_rows(p, tile, kv, n);
         add_rows(p, p.dv_sum, sum_rows, p_tile, dout_tile);
@@ -110,13 +114,13 @@ struct BackwardKernel {
         multiply<T, P.keys>(dq, OperandA<Scores, Major::k>(dt_tile, QueryTilePart::row()),
                             OperandB<KeyRows, Major::mn>(kv.k_tile(n), QueryTilePart::column()));
       } else {
-        turn.wait(place);
+        semaphore.wait(place);
         clear_pair_gradients(p, tile, row_end, n * P.keys, n * P.keys + kv.size(n));
       }
       kv.release(n);
     }
     cp_async_wait_all();
-    turn.finish();
+    semaphore.finish();
     clear_pair_gradients(p, tile, row_end, kv.tiles().end(), p.shape.seqlen_k);
     if (p.dq.data == nullptr) return;
     __syncthreads();  // all have read q
@@ -184,8 +188,8 @@ struct BackwardKernel {
   static __device__ void score_step(const Params& p, const QueryTile& tile, SharedStorage& shared,
                                     const Pipeline& kv, int n, std::uint32_t state,
                                     const RowStatistics& rows, LanePosition position,
-                                    const Turn<Ordered>& turn, int place) {
-    const auto& columns = kv.key_info(n);
+                                    const Semaphore& semaphore, int place) {
+    const auto& key_info = kv.key_info(n);
     typename ScoreTile::Accumulators x;
     clear(x);
     multiply<T, D>(x, OperandA<QueryRows, Major::k>(shared_address(shared.q), ScoreTile::row()),
@@ -201,27 +205,24 @@ struct BackwardKernel {
     }
     const bool biased = p.score.bias.data != nullptr;
     if (biased && !(Pairs && p.score.bias.per_query)) {
-      add_column_bias(p.score.factor, columns, position, x);
+      add_column_bias(p.score.factor, key_info, position, x);
     }
     if constexpr (Pairs) {
       DenseElements<T, typename Pipeline::Positions>(p.score, tile, p.shape.seqlen_q, kv.size(n),
                                                      kv.positions(n))
-          .apply_x2(columns, (state & columns.partial) != 0, position, x);
+          .apply_x2(key_info, (state & key_info.partial) != 0, position, x);
     }
-    if ((state & columns.partial) != 0) mask_columns(columns, position, x);
+    if ((state & key_info.partial) != 0) mask_columns(key_info, position, x);
     // The forward's instructions in the forward's order, so that s and lse fit together.
     const float factor = p.score.exponent;
     if (rows.has_low) {
       for_each_element(x, [&](float& s, int m, int k, int e) {
         const int row = position.row + 16 * m + 8 * (e / 2);
         const int column = position.column + 8 * k + e % 2;
-        if (rows.extreme && !(fabsf(s * factor) < 1e37f) && row < p.shape.seqlen_q &&
-            column < kv.size(n)) {
-          s = careful_probability<T, Pairs>(p, tile.batch, tile.head, tile.kv_head, row,
-                                            kv.key(n, column));
-        } else {
-          s = exp2_approx(fmaf(s, factor, -rows.lse2[m][e / 2]) - rows.low[m][e / 2]);
-        }
+        const bool may_overflow = rows.extreme && row < p.shape.seqlen_q && column < kv.size(n);
+        s = probability_with_fallback<T, Pairs>(p, {tile.batch, tile.head, tile.kv_head}, row,
+                                                may_overflow ? kv.key(n, column) : 0, may_overflow,
+                                                s, rows.lse2[m][e / 2], rows.low[m][e / 2]);
       });
     } else {
       for_each_element(x, [&](float& s, int m, int, int e) {
@@ -243,7 +244,7 @@ struct BackwardKernel {
     });
     if (p.dbias.data != nullptr) {
       if (Ordered && p.dbias_add) {
-        turn.wait(place);
+        semaphore.wait(place);
         __syncthreads();
       }
       if (Pairs && p.dbias.per_query && p.dbias.key == 0 && p.dbias_add) {

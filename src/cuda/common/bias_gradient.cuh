@@ -1,0 +1,103 @@
+#pragma once
+
+#include "cuda/common/convert.cuh"
+#include "cuda/common/warp.cuh"
+#include "cuda/params.h"
+
+// Stores of dbias: by the main loops, and from the fp32 sums that they leave.
+namespace flash_dmattn::cuda {
+
+// Element `index` of dbias, or added to it.
+template <class T>
+__device__ inline void store_gradient(const OutputBroadcast& dbias, std::int64_t index, float value,
+                                      bool add, bool saturate) {
+  constexpr float limit = 3.4028235e38f;
+  auto* const floats = reinterpret_cast<float*>(dbias.data);
+  if (add) {
+    if (value != 0) atomicAdd(floats + index, value);
+  } else if (dbias.f32) {
+    floats[index] = saturate ? fmaxf(fminf(value, limit), -limit) : value;
+  } else {
+    reinterpret_cast<std::uint16_t*>(dbias.data)[index] =
+        static_cast<std::uint16_t>(pack_gradient<T>(value, 0, saturate));
+  }
+}
+
+// Elements `index` and the next, of a dbias that is aligned by twos.
+template <class T>
+__device__ inline void store_gradient_pair(const OutputBroadcast& dbias, std::int64_t index,
+                                           float first, float second, bool saturate) {
+  if (dbias.f32) {
+    store_gradient<T>(dbias, index, first, false, saturate);
+    store_gradient<T>(dbias, index + 1, second, false, saturate);
+  } else {
+    *reinterpret_cast<std::uint32_t*>(dbias.data + 2 * index) =
+        pack_gradient<T>(first, second, saturate);
+  }
+}
+
+// Strided elements of dbias: from dense fp32 sums of their shape, or zeros when there are none.
+template <class T>
+struct BwdPostprocessBias {
+  std::int64_t shape[4];
+  std::int64_t stride[4];
+  std::byte* to;
+  const float* sums;  // dense; null: zeros
+  bool f32;
+  bool saturate;
+
+  long items() const { return static_cast<long>(shape[0] * shape[1] * shape[2] * shape[3]); }
+
+  __device__ void operator()(long item) const { store(item, sums == nullptr ? 0 : sums[item]); }
+
+  __device__ void store(long item, float sum) const {
+    std::int64_t rest = item;
+    std::int64_t index = 0;
+    for (int i = 3; i >= 0; --i) {
+      index += rest % shape[i] * stride[i];
+      rest /= shape[i];
+    }
+    if (f32) {
+      const float limit = 3.4028235e38f;
+      reinterpret_cast<float*>(to)[index] = saturate ? fmaxf(fminf(sum, limit), -limit) : sum;
+    } else {
+      reinterpret_cast<std::uint16_t*>(to)[index] =
+          static_cast<std::uint16_t>(pack_gradient<T>(sum, 0, saturate));
+    }
+  }
+};
+
+// The same from sums of `parts` x the shape in each dimension, which a warp adds up for each element
+// in a fixed order.
+template <class T>
+struct BwdPostprocessSummedBias {
+  BwdPostprocessBias<T> whole;
+  std::int64_t parts[4];
+
+  long items() const { return whole.items() * 32; }
+
+  __device__ void operator()(long item) const {
+    const long element = item / 32;
+    const long count = static_cast<long>(parts[0] * parts[1] * parts[2] * parts[3]);
+    float sum = 0;
+    for (long part = item % 32; part < count; part += 32) sum += whole.sums[index(element, part)];
+    for (int step = 16; step > 0; step /= 2) sum += shuffle_xor(sum, step);
+    if (item % 32 == 0) whole.store(element, sum);
+  }
+
+ private:
+  // Where the sums have part `part` of an element.
+  __device__ std::int64_t index(std::int64_t element, std::int64_t part) const {
+    std::int64_t index = 0;
+    std::int64_t stride = 1;
+    for (int i = 3; i >= 0; --i) {
+      index += (element % whole.shape[i] * parts[i] + part % parts[i]) * stride;
+      stride *= whole.shape[i] * parts[i];
+      element /= whole.shape[i];
+      part /= parts[i];
+    }
+    return index;
+  }
+};
+
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,128 @@
+#pragma once
+
+#include "cuda/common/convert.cuh"
+#include "cuda/common/fp64_fallback.cuh"
+#include "cuda/common/nonfinite_rows.cuh"
+#include "cuda/params.h"
+
+// dq where K is not finite. The main loops multiply whole tiles, so inf or NaN in a key meets the zeros of
+// dS of all rows of a tile, also of those that do not see it. They leave a flag, and then such rows are
+// computed again, in double, from the keys that they see.
+//
+// The kernel is launched behind every backward that wants dq and ends at once where the flag is not set. Where
+// gradients overflow although all keys are finite, it reads the keys and does nothing else.
+namespace flash_dmattn::cuda {
+
+// Whether one of the lane's elements of a row is as large as the one with these bits, or NaN.
+template <class T>
+__device__ inline bool reaches(const T* row, int lane, int head_dim, std::uint32_t limit) {
+  const auto* const elements = reinterpret_cast<const std::uint16_t*>(row);
+  bool any = false;
+  for (int d = lane; d < head_dim; d += warp_size) any = any || (elements[d] & 0x7fffu) >= limit;
+  return any;
+}
+
+// The derivative by scale q . k of a query and a key that it sees.
+template <class T>
+__device__ __noinline__ double fp64_ds(const BackwardParams& p, QueryHead head, int row, int key,
+                                       double delta) {
+  const float probability = fp64_probability<T, true>(p, head, row, key);
+  if (!(probability > 0)) return 0;
+  const T* const dout = row_of<T>(p.dout, head.batch, row, head.head);
+  const T* const value = row_of<T>(p.v, head.batch, key, head.kv_head);
+  double dp = 0;
+  for (int d = 0; d < p.shape.head_dim; ++d) {
+    const float gradient = Element<T>::widen(dout[d]);
+    if (isfinite(gradient))
+      dp += static_cast<double>(gradient) * static_cast<double>(Element<T>::widen(value[d]));
+  }
+  double ds = static_cast<double>(fminf(probability, 1)) * (dp - delta);
+  const double c = static_cast<double>(p.score.softcap);
+  if (c > 0 && ds != 0) {
+    const double t =
+        tanh(static_cast<double>(p.score.scale) / c *
+             fp64_dot(row_of<T>(p.q, head.batch, row, head.head),
+                      row_of<T>(p.k, head.batch, key, head.kv_head), p.shape.head_dim));
+    ds *= 1 - t * t;
+  }
+  const auto limit = static_cast<double>(Element<T>::widen_pair(Element<T>::gradient_pair).x);
+  return p.saturate ? fmax(fmin(ds, limit), -limit) : ds;
+}
+
+// Some blocks have the rows of a kv head, of which a warp computes one at a time.
+template <class T>
+struct DqFixupKernel {
+  using Params = BackwardParams;
+  struct SharedStorage {};
+  static constexpr int threads = 256;
+  static constexpr int warps = threads / warp_size;
+  static constexpr int min_blocks = 1;
+
+  static long blocks(const Params& p) { return kv_heads(p) * parts(p); }
+
+  __device__ void operator()(const Params& p, SharedStorage&) const {
+    if ((*p.flags & dq_not_finite) == 0) return;
+    const int unit = static_cast<int>(blockIdx.x) / parts(p);
+    const int part = static_cast<int>(blockIdx.x) % parts(p);
+    const int batch = unit / p.shape.heads_kv;
+    const int kv_head = unit % p.shape.heads_kv;
+    bool any = false;
+    for (int key = warp_id(); key < p.shape.seqlen_k; key += warps) {
+      any = any || reaches(row_of<T>(p.k, batch, key, kv_head), lane_id(), p.shape.head_dim,
+                           Element<T>::exponent_mask);
+    }
+    if (__syncthreads_or(any) == 0) return;
+    const std::uint32_t suspect =
+        p.saturate ? Element<T>::gradient_pair & 0x7fffu : Element<T>::exponent_mask;
+    const int group = p.shape.heads_q / p.shape.heads_kv;
+    for (int g = 0; g < group; ++g) {
+      const QueryHead head{batch, kv_head * group + g, kv_head};
+      for (int row = part * warps + warp_id(); row < p.shape.seqlen_q; row += parts(p) * warps) {
+        const bool hit =
+            reaches(row_of<T>(p.dq, batch, row, head.head), lane_id(), p.shape.head_dim, suspect);
+        if (warp_any(hit)) compute_row(p, head, row);
+      }
+    }
+  }
+
+ private:
+  static __host__ __device__ int kv_heads(const Params& p) {
+    return p.shape.batch * p.shape.heads_kv;
+  }
+  // Blocks of a kv head. Together two for each of the 132 multiprocessors of the largest GPU: one block each
+  // would leave it half empty while few rows are computed, more cost time where the flag is not set.
+  static __host__ __device__ int parts(const Params& p) {
+    constexpr int all_blocks = 2 * 132;
+    return all_blocks / max(kv_heads(p), 1) + 1;
+  }
+
+  static __device__ void compute_row(const Params& p, QueryHead head, int row) {
+    const int lane = lane_id();
+    const std::int64_t index = head.row_index(p.shape, row);
+    if (!p.saturate && has_nonfinite_ds(p.lse[index], p.delta[index])) return;  // dq is to be NaN
+    const auto delta = static_cast<double>(p.delta[index]);
+    const KeysOfRow keys(p, head, row);
+    double sum[8] = {};  // columns lane + 32 c
+    for (int begin = 0; begin < keys.count; begin += warp_size) {
+      const int mine = begin + lane;
+      const bool sees =
+          mine < keys.count && is_visible<T, true>(p.score, p.shape, head, row, keys[mine]);
+      const double ds = sees ? fp64_ds<T>(p, head, row, keys[mine], delta) : 0;
+      unsigned left = warp_ballot(ds != 0);
+      for (; left != 0; left &= left - 1) {
+        const int i = __ffs(static_cast<int>(left)) - 1;
+        const double weight = shuffle(ds, i);
+        const T* const key = row_of<T>(p.k, head.batch, keys[begin + i], head.kv_head);
+        for (int c = 0; lane + warp_size * c < p.shape.head_dim; ++c)
+          sum[c] += weight * static_cast<double>(Element<T>::widen(key[lane + warp_size * c]));
+      }
+    }
+    auto* const dq = reinterpret_cast<std::uint16_t*>(row_of<T>(p.dq, head.batch, row, head.head));
+    for (int c = 0; lane + warp_size * c < p.shape.head_dim; ++c) {
+      const auto value = static_cast<float>(sum[c] * static_cast<double>(p.score.scale));
+      dq[lane + warp_size * c] = static_cast<std::uint16_t>(pack_gradient<T>(value, 0, p.saturate));
+    }
+  }
+};
+
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,386 @@
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/common/fragment.cuh"
+#include "cuda/common/scheduler.cuh"
+#include "cuda/common/semaphore.cuh"
+#include "cuda/common/tile_copy.cuh"
+#include "cuda/common/transposed_scores.cuh"
+#include "cuda/policy.h"
+#include "cuda/sm80/dense_bias_gradient.cuh"
+#include "cuda/sm80/dense_scores.cuh"
+#include "cuda/sm80/dq_accumulate.cuh"
+#include "cuda/sm80/key_bias_gradient.cuh"
+#include "cuda/sm80/p_exchange.cuh"
+#include "cuda/sm80/params.h"
+#include "cuda/sm80/query_tiles.cuh"
+
+namespace flash_dmattn::cuda::sm80 {
+
+// Which accumulators a warp of the key-major backward holds.
+enum class WarpRole : std::uint8_t { dv, dk };
+
+// The key-major backward. A block owns 128 keys of a kv head and visits the query tiles, of all heads of
+// the group, that can see them. dk, dv and the gradient of a key bias stay in accumulators and are complete
+// at the end; dq is added to fp32 sums in memory.
+//
+// Scores are transposed, [keys, queries], so that P and dS are A operands of the next product in the
+// registers that hold them. Four warps of each role share the five products; warp w of a role has keys
+// [32 w, 32 w + 32):
+//   dv   S = K q^T,  P = exp2(S - lse)  --P-->  shared memory,  dv += P dout
+//   dk   dP = V dout^T,  shared memory  --P-->  dS = P (dP - delta)  --dS-->  shared memory,  dk += dS q
+// and all of them, a query tile later, dq += dS^T K. While one role computes exponentials, the other
+// multiplies. Two warps with the same keys meet at a barrier of their own over P; the block meets once for
+// each query tile.
+//
+// `HasDense`: the mask or the bias has a query dimension. `Ordered`: dq is added in a fixed order.
+template <class T, int D, bool HasDense, bool Ordered>
+struct KeyMajorBackwardKernel {
+  static_assert(
+      !(HasDense && Ordered),
+      "with dense masks and biases gradients are added in order by the query-major kernel");
+
+  using Params = KeyMajorParams;
+  static constexpr int warps = 8;
+  static constexpr int role_warps = warps / 2;
+  static constexpr int threads = warps * warp_size;
+  static constexpr int min_blocks = 1;
+  static constexpr int keys = owned_keys;
+  static constexpr int warp_keys = keys / role_warps;
+  static constexpr int rows = DqAccumLayout<D>::rows;
+
+  using QueryRows = SharedTile<rows, D>;
+  using KeyRows = SharedTile<keys, D>;
+  using Scores = SharedTile<keys, rows>;
+  using KeyOrder = std::conditional_t<HasDense, LaneContiguous<4>, InOrder>;
+  using Block = ThreadGroup<threads>;
+  using Semaphore = OrderSemaphore<Ordered, threads>;
+  using QueryTiles = std::conditional_t<HasDense, MaskedQueryTiles, EveryQueryTile<rows>>;
+  using QueryLoader = QueryTileLoader<QueryRows, threads / 2>;
+
+  struct SharedStorage {
+    alignas(1024) std::byte k[KeyRows::bytes];
+    alignas(1024) std::byte v[KeyRows::bytes];
+    typename QueryLoader::Stage stage[2];
+    // P on its way from a dv warp to a dk warp, then dS, in the same bytes.
+    alignas(1024) std::byte scores[2][Scores::bytes];
+    alignas(16) float lse[2][rows];
+    alignas(16) float delta[2][rows];
+    KeyInfoTile<keys> key_info;
+    typename Semaphore::Storage semaphore;
+    typename QueryTiles::Storage query_tiles;
+  };
+
+  static long blocks(const Params& p) { return KeyTile::count(p.shape, keys); }
+
+  __device__ void operator()(const Params& p, SharedStorage& shared) const {
+    Mainloop mainloop(p, shared);
+    const int group = p.shape.heads_q / p.shape.heads_kv;
+    // The heads of a group see the same keys and are visited together, unless a key mask or a key bias
+    // differs among them.
+    const auto of_query_head = [](const Broadcast& b) { return !b.per_query && b.head_q != 0; };
+    const bool apart = of_query_head(p.score.mask) || of_query_head(p.score.bias);
+    const int heads = apart ? 1 : group;
+    for (int member = 0; member < group; member += heads)
+      mainloop.visit(mainloop.tile.kv_head * group + member, heads);
+    mainloop.semaphore.finish();
+    mainloop.store();
+  }
+
+ private:
+  // A lane's part of the score tile of a warp, [warp_keys, rows], and the same in 16 bits: an A
+  // operand of a product over the queries.
+  static constexpr int m16 = warp_keys / 16;
+  static constexpr int n8 = rows / 8;
+  using ScoreAccumulator = Accumulator<warp_keys, rows>;
+  using ScoreOperand = std::uint32_t[m16][n8 / 2][4];
+  using Exchange = PExchange<T, m16, n8>;
+
+  // The scores of a tile are multiplied in two parts, queries [0, 32) and [32, 64), and no branch lies
+  // between the product of the second and the exponentials of the first, so that they overlap (6 %). At
+  // D 128 the registers do not suffice for that with dense masks and biases.
+  static constexpr int parts = HasDense && D > 64 ? 1 : 2;
+  static constexpr int blocks_ahead = HasDense ? 1 : 3;  // of B, loaded before they are multiplied
+
+  struct Empty {
+    template <class... Arguments>
+    __device__ explicit Empty(const Arguments&...) {}
+  };
+
+  // A query tile whose dS is still to be added to dq.
+  struct Visit {
+    QueryTilePosition at;
+    std::int64_t index;  // among the tiles of p.dq_sum: its order index, too
+    bool last_head;      // of those whose tiles of the same queries are visited one after the other
+  };
+
+  struct Mainloop {
+    __device__ Mainloop(const Params& params, SharedStorage& storage)
+        : p(params),
+          shared(storage),
+          tile(p.shape, keys, Ordered,
+               Semaphore::take_work(p.turns, storage.semaphore, Block::of_block())),
+          semaphore(p.turns, storage.semaphore, Block::of_block(), tile.before),
+          lane(lane_id()),
+          warp(warp_id()),
+          role_warp(warp % role_warps),
+          role(warp < role_warps ? WarpRole::dv : WarpRole::dk),
+          loader(p, tile),
+          flags(*p.flags),
+          dense_scores(p.score, p.shape, tile, tile.key + role_warp * warp_keys),
+          dense_gradient(p, tile, role_warp) {
+      clear(accum);
+    }
+
+    // The query tiles of some heads. A tile's dS is added to dq and to a dense dbias during the next tile.
+    __device__ void visit(int first_head, int heads) {
+      load_keys(first_head);
+      const QueryBounds bounds(shared.key_info);
+      if (!bounds.all_seen()) clear_unseen_keys();
+      QueryTiles tiles(shared.query_tiles, p, tile, first_head, heads,
+                       bounds.touched_begin / rows * rows, bounds.touched_end, warp == role_warps);
+      if (role == WarpRole::dv && tiles.has()) load_queries(tiles.at(), 0);
+      clear_skipped(tiles, first_head, heads, -1);
+      Visit previous{};
+      for (int n = 0;; ++n) {
+        const bool has_tile = tiles.has();
+        const QueryTilePosition at = tiles.at();
+        const int stage = n % 2;
+        cp_async_wait_all();
+        if (n > 0) semaphore.wait(static_cast<int>(previous.index));
+        __syncthreads();
+        if (n > 0) semaphore.advance(static_cast<int>(previous.index));
+        if (role == WarpRole::dk && n > 0) {
+          add_dq(previous.index, 1 - stage);
+          add_dense_gradient(previous, 1 - stage);
+        }
+        if (has_tile) {
+          clean_queries(stage);
+          const int number = tiles.number();
+          tiles.advance();
+          clear_skipped(tiles, first_head, heads, number);
+          compute(at, stage, bounds, tiles.at(), tiles.has());
+        }
+        if (role == WarpRole::dv && n > 0) add_dq(previous.index, 1 - stage);
+        if (!has_tile) break;
+        previous = {at, loader.tile_index(at), !tiles.has() || tiles.at().row != at.row};
+      }
+      if (role == WarpRole::dk && p.dbias.data != nullptr && !p.dbias.per_query)
+        key_bias_gradient.store(p, tile, first_head, [&](int m, int h) { return key_of(m, h); });
+    }
+
+    // dv over the rows of V, or dk over those of K, and from there to memory.
+    __device__ void store() {
+      const bool is_dv = role == WarpRole::dv;
+      const OutputRows& to = is_dv ? p.dv : p.dk;
+      __syncthreads();  // all have read K and V
+      if (to.data == nullptr) return;
+      const std::uint32_t staged = shared_address(is_dv ? shared.v : shared.k);
+      const float scale = is_dv ? 1.0f : p.score.scale;
+      const int begin = role_warp * warp_keys;
+      copy_r2s<KeyRows, KeyOrder>(accum, staged, begin, 0, [&](float x, float y, int, int) {
+        return pack_gradient<T>(x * scale, y * scale, p.saturate);
+      });
+      __syncwarp();
+      copy_s2g<KeyRows>(ThreadGroup<warp_size>::of_warp(), staged, begin,
+                        min(begin + warp_keys, p.shape.seqlen_k - tile.key), tile.key, to,
+                        tile.batch, tile.kv_head, p.shape.head_dim);
+    }
+
+    // ---- Steps ----
+
+    // K, V and the key info of the block's keys.
+    __device__ void load_keys(int head) {
+      __syncthreads();  // all are done with the heads before
+      const auto key = [&](int r) { return tile.key + KeyOrder::key(r); };
+      const auto exists = [&](int r) { return key(r) < p.shape.seqlen_k; };
+      const Block block = Block::of_block();
+      const auto copy = [&](const InputRows& from, std::byte* to) {
+        const RowSource<KeyRows, Block> source(block, from, tile.batch, tile.kv_head,
+                                               p.shape.head_dim);
+        copy_g2s(block, source, shared_address(to), exists, key);
+      };
+      copy(p.k, shared.k);
+      copy(p.v, shared.v);
+      if (threadIdx.x < keys) {
+        KeyInfoLoader<T> key_info(p.score, p.shape, tile.batch, head, tile.kv_head);
+        const int column = static_cast<int>(threadIdx.x);
+        key_info.load(key(column), exists(column));
+        key_info.store(shared.key_info, column, 0, p.shape.seqlen_q);
+      }
+      __syncthreads();
+    }
+
+    // inf and NaN in keys that no query sees would meet the zeros of dS.
+    __device__ void clear_unseen_keys() {
+      cp_async_wait_all();
+      __syncthreads();
+      for (int i = static_cast<int>(threadIdx.x); i < keys * KeyRows::chunks; i += threads) {
+        const int row = i / KeyRows::chunks;
+        if (shared.key_info.range[row].length == 0) {
+          store_shared_16(shared_address(shared.k) + KeyRows::offset(row, i % KeyRows::chunks),
+                          {0, 0, 0, 0});
+        }
+      }
+    }
+
+    // By the dv warps, once P is in shared memory: the dk warps have more to do.
+    __device__ void load_queries(QueryTilePosition at, int stage) {
+      loader.copy(at, shared.stage[stage], shared.lse[stage], shared.delta[stage]);
+      if constexpr (HasDense) dense_scores.load_mask(at);
+    }
+
+    // Elements of q and dout that are not finite count as 0.
+    __device__ void clean_queries(int stage) {
+      if ((flags & (dout_not_finite | q_not_finite)) == 0) return;
+      auto& [q, dout] = shared.stage[stage];
+      if ((flags & dout_not_finite) != 0)
+        clear_non_finite<T, QueryRows, threads>(shared_address(dout));
+      if ((flags & q_not_finite) != 0) clear_non_finite<T, QueryRows, threads>(shared_address(q));
+      __syncthreads();
+    }
+
+    // A query tile; copies the next one. Both roles make the same two products, of different tiles.
+    __device__ void compute(QueryTilePosition at, int stage, const QueryBounds& bounds,
+                            QueryTilePosition next, bool has_next) {
+      const std::uint32_t q = shared_address(shared.stage[stage].q);
+      const std::uint32_t dout = shared_address(shared.stage[stage].dout);
+      const bool is_dv = role == WarpRole::dv;
+      const std::uint32_t first = is_dv ? q : dout;
+      const std::uint32_t second = is_dv ? dout : q;
+      ScoreAccumulator x;    // S or dP
+      ScoreOperand operand;  // P or dS
+      if constexpr (HasDense) {
+        if (is_dv) dense_scores.copy_bias(at, exchange_tile(stage));
+      }
+      multiply_part<0>(first, x);
+      if (is_dv) compute_p(at, stage, bounds, q, x, operand);
+      barrier_wait(1 + role_warp, 2 * warp_size);  // P of the two warps is in shared memory
+      if (!is_dv) {
+        multiply_part<1>(dout, x);
+        compute_ds(stage, x, operand);
+      } else if (has_next) {
+        load_queries(next, 1 - stage);
+      }
+      multiply<T, rows>(accum, operand, OperandB<QueryRows, Major::mn>(second, 0));
+    }
+
+    // The columns of part `Part` of K q^T or V dout^T; nothing if there is no such part.
+    template <int Part>
+    __device__ void multiply_part(std::uint32_t queries, ScoreAccumulator& x) const {
+      constexpr int columns = n8 / parts;
+      if constexpr (Part < parts) {
+        clear_columns<Part * columns, (Part + 1) * columns>(x);
+        multiply_columns<T, D, Part * columns, (Part + 1) * columns, blocks_ahead>(
+            x,
+            OperandA<KeyRows, Major::k>(shared_address(role == WarpRole::dv ? shared.k : shared.v),
+                                        role_warp * warp_keys),
+            OperandB<QueryRows, Major::k>(queries, Part * rows / parts));
+      }
+    }
+
+    // P from S, of which the last part is still to be multiplied. Each path multiplies it itself, for no
+    // branch may follow that product (see `parts`).
+    __device__ void compute_p(QueryTilePosition at, int stage, const QueryBounds& bounds,
+                              std::uint32_t q, ScoreAccumulator& s, ScoreOperand& p_operand) {
+      const bool key_bias = p.score.bias.data != nullptr && !(HasDense && p.score.bias.per_query);
+      const bool partial = at.row < bounds.full_begin || at.row + rows > bounds.full_end;
+      const bool fallback = (flags & lse_has_low) != 0;
+      if (HasDense || partial || fallback || p.score.form == ScoreForm::scaled) {
+        multiply_part<1>(q, s);
+        if (p.score.form == ScoreForm::scaled)
+          for_each_element(s, [&](float& x, int, int, int) { x *= p.score.inner; });
+        if (key_bias) add_key_bias(s);
+        if constexpr (HasDense) dense_scores.apply(at, exchange_tile(stage), s);
+        if (partial) mask_keys(shared.key_info, role_warp * warp_keys, lane, at.row, s);
+        if (fallback) {
+          compute_p_with_fallback<T, HasDense>(
+              p, {tile.batch, at.head, tile.kv_head}, at.row, flags,
+              shared.lse[stage] + 2 * (lane % 4), [&](int m, int h) { return key_of(m, h); }, s);
+        }
+        exchange(stage).store_p(p.score.exponent, shared.lse[stage], fallback, s, p_operand);
+      } else if (key_bias) {
+        multiply_part<1>(q, s);
+        add_key_bias(s);
+        exchange(stage).store_p(p.score.exponent, shared.lse[stage], false, s, p_operand);
+      } else {
+        multiply_part<1>(q, s);
+        exchange(stage).store_p(p.score.exponent, shared.lse[stage], false, s, p_operand);
+      }
+    }
+
+    __device__ void add_key_bias(ScoreAccumulator& s) const {
+      cuda::add_key_bias(p.score.factor, shared.key_info, role_warp * warp_keys, lane, s);
+    }
+
+    // dS from dP: an operand of this warp's product, and in shared memory for dq and a dense dbias.
+    __device__ void compute_ds(int stage, const ScoreAccumulator& dp, ScoreOperand& ds) {
+      exchange(stage).load_p_and_make_ds(shared.delta[stage], p.saturate, dp, ds);
+      if (p.dbias.data != nullptr && !(HasDense && p.dbias.per_query)) key_bias_gradient.add(ds);
+      __syncwarp();  // all lanes have read P
+#pragma unroll
+      for (int m = 0; m < m16; ++m) {
+#pragma unroll
+        for (int k = 0; k < n8 / 2; ++k) {
+          store_block<Scores>(
+              shared_address(shared.scores[stage]),
+              [&](int r) { return role_warp * warp_keys + 16 * m + r; }, 16 * k, ds[m][k]);
+        }
+      }
+    }
+
+    __device__ void add_dq(std::int64_t index, int stage) const {
+      if (p.dq_sum == nullptr) return;
+      accumulate_dq<T, D, Scores, KeyRows, blocks_ahead>(
+          p.dq_sum + index * DqAccumLayout<D>::floats, shared_address(shared.scores[stage]),
+          shared_address(shared.k), p.shape.head_dim);
+    }
+
+    __device__ void add_dense_gradient(const Visit& visit, int stage) {
+      if constexpr (HasDense) {
+        if (dense_gradient.wanted())
+          dense_gradient.add(visit.at, shared_address(shared.scores[stage]), visit.last_head);
+      }
+    }
+
+    // Zeros in a dense dbias for the tiles that are skipped between tile `number` and the current one.
+    __device__ void clear_skipped(const QueryTiles& tiles, int first_head, int heads,
+                                  int number) const {
+      if constexpr (HasDense) {
+        if (role == WarpRole::dk && dense_gradient.wanted())
+          dense_gradient.clear(first_head, heads, number, tiles.number());
+      }
+    }
+
+    // The part of the score tile through which two warps exchange P. A dense bias is copied there before.
+    __device__ std::uint32_t exchange_tile(int stage) const {
+      static_assert(warp_keys * Scores::row_bytes == DenseScores<T>::Bias::bytes);
+      return shared_address(shared.scores[stage]) +
+             static_cast<std::uint32_t>(role_warp * warp_keys * Scores::row_bytes);
+    }
+    __device__ Exchange exchange(int stage) const { return Exchange(exchange_tile(stage), lane); }
+
+    // The key of accumulator rows (m, h) of the lane.
+    __device__ int key_of(int m, int h) const {
+      return tile.key + KeyOrder::key(role_warp * warp_keys + 16 * m + 8 * h + lane / 4);
+    }
+
+    const Params& p;
+    SharedStorage& shared;
+    const KeyTile tile;
+    const Semaphore semaphore;  // of the additions to dq
+    const int lane;
+    const int warp;
+    const int role_warp;  // among those of the role
+    const WarpRole role;
+    const QueryLoader loader;
+    const std::uint32_t flags;
+    Accumulator<warp_keys, D> accum;  // dv or dk
+    KeyBiasGradient<T, m16> key_bias_gradient;
+    std::conditional_t<HasDense, DenseScores<T>, Empty> dense_scores;
+    std::conditional_t<HasDense, DenseBiasGradient<T, D>, Empty> dense_gradient;
+  };
+};
+
+}  // namespace flash_dmattn::cuda::sm80

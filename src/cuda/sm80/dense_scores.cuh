@@ -1,0 +1,160 @@
+#pragma once
+
+#include "cuda/common/fragment.cuh"
+#include "cuda/common/scheduler.cuh"
+#include "cuda/common/score.cuh"
+#include "cuda/sm80/query_tiles.cuh"
+
+// Masks and biases with a query dimension for kernels whose scores are transposed, [keys, queries].
+namespace flash_dmattn::cuda::sm80 {
+
+// The biases of a warp's 32 keys and 64 queries in shared memory, [queries][keys]. Two rows are 128
+// bytes; the 16 lanes of a step of an 8-byte load have 32 bytes each of four of these, which have to
+// lie in different banks.
+struct WarpBiasTile {
+  static constexpr int bytes = 4096;
+  static constexpr int row_bytes = 64;
+
+  static __device__ std::uint32_t offset(int row, int chunk) {
+    return static_cast<std::uint32_t>(row / 2 * 128 +
+                                      (((row % 2 * 4 + chunk) ^ (row / 2 % 4 * 2)) << 4));
+  }
+};
+
+// A dense mask and a dense bias in the scores of a warp, 32 keys x 64 queries in LaneContiguous<4> order: a lane
+// has four neighbouring keys, and queries 8 n + 2 (l % 4) + {0, 1} of a tile. Elements of a bias are aligned by
+// fours, the number of keys is a multiple of four.
+template <class T>
+class DenseScores {
+ public:
+  using Bias = WarpBiasTile;
+  static constexpr int n8 = 8;
+  using Scores = float[2][n8][4];
+
+  // `first_key`: the first of the lane's warp.
+  __device__ DenseScores(const ScoreParams& score, const Shape& shape, const KeyTile& tile,
+                         int first_key)
+      : score_(score),
+        shape_(shape),
+        tile_(tile),
+        lane_(lane_id()),
+        warp_key_(first_key),
+        query_(lane_ % 4 * 2) {}
+
+  // Loads the mask of the tile that is computed next: a lane holds the bits of queries l and l + 32 and the
+  // warp's 32 keys.
+  __device__ void load_mask(QueryTilePosition at) {
+    if (!at.masked) return;
+    const int word = (warp_key_ - tile_.key) / PackedMask::side;
+    const auto* const from =
+        reinterpret_cast<const std::uint32_t*>(mask_tile(at) + word * PackedMask::side + lane_) +
+        warp_key_ / 32 % 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) mask_[i] = warp_key_ < shape_.seqlen_k ? __ldg(from + 64 * i) : 0;
+  }
+
+  // Starts copies of the biases of a tile to the warp's own bytes `to`.
+  __device__ void copy_bias(QueryTilePosition at, std::uint32_t to) const {
+    if (!score_.bias.per_query) return;
+    const int row = lane_ / 4;
+    const int chunk = lane_ % 4;
+    const std::int64_t step = 2 * score_.bias.query;
+    const std::byte* const from =
+        score_.bias.data + 2 * (bias_index(at) + warp_key_ + 8 * chunk) + row * step;
+    to += WarpBiasTile::offset(row, chunk);
+    const auto address = [&](int i) {
+      return to + static_cast<std::uint32_t>(i * 8 * WarpBiasTile::row_bytes);
+    };
+    if (score_.bias.in_words && at.row + 8 * n8 <= shape_.seqlen_q &&
+        warp_key_ + 32 <= shape_.seqlen_k) {
+#pragma unroll
+      for (int i = 0; i < n8; ++i) cp_async_16(address(i), from + 8 * i * step);
+      return;
+    }
+    const int left = shape_.seqlen_k - warp_key_ - 8 * chunk;
+#pragma unroll 1
+    for (int i = 0; i < n8; ++i) {
+      const bool exists = at.row + row + 8 * i < shape_.seqlen_q;
+      const std::byte* const source = exists && left > 0 ? from + 8 * i * step : score_.bias.data;
+      cp_async_8(address(i), source, exists && left > 0);
+      cp_async_8(address(i) + 8, left > 4 ? source + 8 : source, exists && left > 4);
+    }
+  }
+
+  // x = scale x + bias (x without a dense bias), -inf where masked. The bias is in shared memory at `bias`, whose
+  // bytes are free afterwards.
+  __device__ void apply(QueryTilePosition at, std::uint32_t bias, Scores& x) const {
+    if (score_.bias.per_query) {
+      cp_async_wait_all();
+      __syncwarp();
+      const std::uint32_t mask_values = packed_mask_value<T>(score_);
+#pragma unroll
+      for (int n = 0; n < n8; ++n) add_bias(bias, mask_values, n, x);
+      __syncwarp();
+    }
+    if (at.masked) {
+#pragma unroll
+      for (int n = 0; n < n8; ++n) mask(n, x);
+    }
+  }
+
+ private:
+  __device__ std::int64_t bias_index(QueryTilePosition at) const {
+    const Broadcast& bias = score_.bias;
+    return tile_.batch * bias.batch + at.head * bias.head_q + tile_.kv_head * bias.head_kv +
+           at.row * bias.query;
+  }
+
+  // Row 0 of a tile in the first of the block's two words.
+  __device__ const std::uint64_t* mask_tile(QueryTilePosition at) const {
+    const PackedMask& mask = score_.packed_mask;
+    const int row_tiles = ceil_div(shape_.seqlen_q, PackedMask::side);
+    const std::int64_t matrix =
+        tile_.batch * mask.batch + at.head * mask.head_q + tile_.kv_head * mask.head_kv;
+    const std::int64_t tile = (matrix * row_tiles + at.row / PackedMask::side) * mask.words +
+                              tile_.key / PackedMask::side;
+    return mask.bits + tile * PackedMask::side;
+  }
+
+  // Of block n of columns.
+  __device__ void add_bias(std::uint32_t bias, std::uint32_t mask_values, int n, Scores& x) const {
+    const float factor = score_.pair_factor;
+    const std::uint32_t from = bias + Bias::offset(query_, lane_ / 8) + lane_ / 4 % 2 * 8;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const uint2 four_keys = load_shared_8((from ^ static_cast<std::uint32_t>(64 * e)) +
+                                            static_cast<std::uint32_t>(n * 8 * Bias::row_bytes));
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        const float2 of_keys = Element<T>::widen_pair(
+            hide_masking_biases<T>(m == 0 ? four_keys.x : four_keys.y, mask_values));
+        x[m][n][e] = fmaf(x[m][n][e], factor, of_keys.x);
+        x[m][n][2 + e] = fmaf(x[m][n][2 + e], factor, of_keys.y);
+      }
+    }
+  }
+
+  __device__ void mask(int n, Scores& x) const {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const std::uint32_t bits = shuffle(mask_[n / 4], 8 * (n % 4) + query_ + e) >> (lane_ / 4 * 4);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if ((bits >> (2 * m + h) & 1) == 0) x[m][n][2 * h + e] = negative_infinity;
+        }
+      }
+    }
+  }
+
+  const ScoreParams& score_;
+  const Shape& shape_;
+  KeyTile tile_;
+  int lane_;
+  int warp_key_;
+  int query_;
+  std::uint32_t mask_[2];
+};
+
+}  // namespace flash_dmattn::cuda::sm80

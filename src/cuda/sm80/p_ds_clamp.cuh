@@ -1,0 +1,88 @@
+#pragma once
+
+#include "cuda/common/fp64_fallback.cuh"
+#include "cuda/common/fragment.cuh"
+
+// Slow paths of the key-major backward, for P and dS whose numbers are out of the ordinary. The main loop
+// only tests whether they are needed.
+namespace flash_dmattn::cuda::sm80 {
+
+// The lane's 16 bytes of block (m, k) of an operand in shared memory, [M16][K16][32 lanes]. `words`: those of
+// block (0, 0).
+template <int K16>
+__device__ inline std::uint32_t exchange_address(std::uint32_t words, int m, int k) {
+  return words + static_cast<std::uint32_t>((m * K16 + k) * warp_size * 16);
+}
+
+template <int M16, int K16>
+__device__ inline void store_exchange_block(std::uint32_t words, int m, int k,
+                                            const std::uint32_t (&operand)[M16][K16][4]) {
+  store_shared_16(exchange_address<K16>(words, m, k),
+                  {operand[m][k][0], operand[m][k][1], operand[m][k][2], operand[m][k][3]});
+}
+
+// P, in shared memory too, to [0, 1]; a NaN, of a score that overflowed far below the maximum, becomes 0. For
+// P of 2 or more, negative or NaN; between 1 and 2 it is rounding.
+template <class T, int M16, int K16>
+__device__ inline void clamp_p(std::uint32_t words, std::uint32_t (&p)[M16][K16][4]) {
+#pragma unroll
+  for (int m = 0; m < M16; ++m) {
+#pragma unroll
+    for (int k = 0; k < K16; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p[m][k][i] = saturate_pair<T>(p[m][k][i]);
+      store_exchange_block(words, m, k, p);
+    }
+  }
+}
+
+// dS to the gradient's limit if `saturate`; 0 where P in shared memory is 0, even if dP is not finite.
+template <class T, int M16, int K16>
+__device__ inline void clamp_ds(std::uint32_t words, bool saturate,
+                                std::uint32_t (&ds)[M16][K16][4]) {
+  const auto zero = Element<T>::pack(0, 0);
+#pragma unroll
+  for (int m = 0; m < M16; ++m) {
+#pragma unroll
+    for (int k = 0; k < K16; ++k) {
+      const uint4 block = load_shared_16(exchange_address<K16>(words, m, k));
+      const std::uint32_t p[4] = {block.x, block.y, block.z, block.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const auto both = reinterpret_cast<const typename Element<T>::Pair&>(p[i]);
+        if (saturate) ds[m][k][i] = clamp_pair<T>(ds[m][k][i], Element<T>::gradient_pair);
+        ds[m][k][i] &= __hne2_mask(both, zero);
+      }
+    }
+  }
+}
+
+// P of scores [keys, queries] where lse needs more than one float or scores may have overflowed. A loop over
+// local memory: unrolled it is a third of the program. `lse`: of the lane's columns of the tile, whose first
+// query is first_row. key_of(m, h): of the lane's accumulator rows.
+template <class T, bool HasDense, int M16, int N8, class KeyOf>
+__device__ inline void compute_p_with_fallback(const BackwardParams& p, QueryHead head,
+                                               int first_row, std::uint32_t flags, const float* lse,
+                                               const KeyOf& key_of, float (&s)[M16][N8][4]) {
+  const float* const lse_low = p.lse2_low + head.row_index(p.shape, first_row);
+  float all[M16][N8][4];
+  for_each_element(s, [&](float& x, int m, int n, int e) { all[m][n][e] = x; });
+#pragma unroll 1
+  for (int i = 0; i < M16 * N8 * 4; ++i) {
+    const int m = i / (N8 * 4);
+    const int n = i / 4 % N8;
+    const int e = i % 4;
+    const int column = 8 * n + e % 2;  // after the lane's first
+    const int row = 2 * (lane_id() % 4) + column;
+    const int key = key_of(m, e / 2);
+    const bool row_exists = first_row + row < p.shape.seqlen_q;
+    const bool may_overflow = (flags & lse_is_extreme) != 0 && row_exists && key < p.shape.seqlen_k;
+    float& x = all[m][n][e];
+    x = probability_with_fallback<T, HasDense>(p, head, first_row + row, key, may_overflow, x,
+                                               lse[column], row_exists ? lse_low[row] : 0.0f);
+    x = __saturatef(x);
+  }
+  for_each_element(s, [&](float& x, int m, int n, int e) { x = all[m][n][e]; });
+}
+
+}  // namespace flash_dmattn::cuda::sm80

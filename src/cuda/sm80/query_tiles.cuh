@@ -1,0 +1,226 @@
+#pragma once
+
+#include "cuda/common/convert.cuh"
+#include "cuda/common/integers.h"
+#include "cuda/common/scheduler.cuh"
+#include "cuda/common/tile_copy.cuh"
+#include "cuda/common/tile_states.cuh"
+#include "cuda/sm80/params.h"
+#include "cuda/sm80/tile.cuh"
+
+// The query tiles that a block of the key-major backward visits, and copies of their rows to shared memory.
+namespace flash_dmattn::cuda::sm80 {
+
+struct QueryTilePosition {
+  int head;
+  int row;
+  bool masked;  // by the packed mask, somewhere
+};
+
+// All tiles of `Rows` queries of some heads, one head after the other.
+template <int Rows>
+class EveryQueryTile {
+ public:
+  struct Storage {};
+
+  // Of queries [begin, end) of heads [first_head, first_head + heads).
+  __device__ EveryQueryTile(Storage&, const KeyMajorParams&, const KeyTile&, int first_head,
+                            int heads, int begin, int end, bool)
+      : heads_end_(first_head + heads),
+        begin_(begin),
+        end_(end),
+        at_{end > begin ? first_head : heads_end_, begin, false} {}
+
+  __device__ bool has() const { return at_.head < heads_end_; }
+  __device__ int number() const { return 0; }  // no tile is skipped
+  __device__ QueryTilePosition at() const { return at_; }
+  __device__ void advance() {
+    at_.row += Rows;
+    if (at_.row >= end_) at_ = {at_.head + 1, begin_, false};
+  }
+
+ private:
+  int heads_end_;
+  int begin_;
+  int end_;
+  QueryTilePosition at_;
+};
+
+// The tiles that the packed mask does not leave empty; all heads' tiles of the same queries one after the
+// other, so that their gradients of a bias they share can be summed. Tiles are numbered row / 64 * heads +
+// head. One warp looks for the next tile, an iteration early, and publishes it in shared memory: the others
+// have neither time nor registers for it.
+class MaskedQueryTiles {
+ public:
+  static constexpr int rows = PackedMask::side;
+
+  struct Storage {
+    int4 found[2];         // head, row, masked, number: of the current tile and the next
+    NonEmptyTiles search;  // of the warp that searches
+  };
+
+  // Of queries [begin, end) of heads [first_head, first_head + heads). `searches`: one warp of the block.
+  __device__ MaskedQueryTiles(Storage& storage, const KeyMajorParams& p, const KeyTile& tile,
+                              int first_head, int heads, int begin, int end, bool searches)
+      : storage_(storage),
+        mask_(p.score.packed_mask),
+        tile_(tile),
+        row_tiles_(ceil_div(p.shape.seqlen_q, rows)),
+        first_head_(first_head),
+        heads_(heads),
+        end_(end > begin ? ceil_div(end, rows) * heads : 0),
+        searches_(searches) {
+    if (searches_) {
+      NonEmptyTiles search;
+      search = find(search, 0, end > begin ? begin / rows * heads : 0);
+      find(search, 1, storage_.found[0].w + 1);
+    }
+    __syncthreads();
+    current_ = storage_.found[0];
+  }
+
+  __device__ bool has() const { return current_.w < end_; }
+  // After the last one, the number of all tiles.
+  __device__ int number() const { return current_.w; }
+  __device__ QueryTilePosition at() const { return {current_.x, current_.y, current_.z != 0}; }
+  // Once between two barriers of the block.
+  __device__ void advance() {
+    slot_ = 1 - slot_;
+    current_ = storage_.found[slot_];
+    if (searches_) find(storage_.search, 1 - slot_, current_.w + 1);
+  }
+
+ private:
+  // Publishes the first tile from `number` on that is not empty.
+  __device__ NonEmptyTiles find(NonEmptyTiles search, int slot, int number) {
+    number = search.find(number, end_, [&](int tile) { return state(tile); });
+    const bool has_tile = number < end_;
+    if (!has_tile) number = row_tiles_ * heads_;
+    __syncwarp();  // all lanes have read the last search
+    if (lane_id() == 0) {
+      storage_.search = search;
+      storage_.found[slot] = {first_head_ + number % heads_, number / heads_ * rows,
+                              has_tile && !search.is_full(number) ? 1 : 0, number};
+    }
+    __syncwarp();
+    return search;
+  }
+
+  // Of the mask's two tiles with the block's keys.
+  __device__ std::uint32_t state(int number) const {
+    if (mask_.states == nullptr) return PackedMask::some | PackedMask::all;
+    const std::int64_t matrix = tile_.batch * mask_.batch +
+                                (first_head_ + number % heads_) * mask_.head_q +
+                                tile_.kv_head * mask_.head_kv;
+    const int word = tile_.key / PackedMask::side;
+    const std::uint8_t* from =
+        mask_.states + (matrix * row_tiles_ + number / heads_) * mask_.words + word;
+    const std::uint32_t one = __ldg(from);
+    return word + 1 < mask_.words ? merge_states(one, __ldg(from + 1)) : one;
+  }
+
+  Storage& storage_;
+  const PackedMask& mask_;
+  KeyTile tile_;
+  int row_tiles_;
+  int first_head_;
+  int heads_;
+  int end_;
+  bool searches_;
+  int slot_ = 0;
+  int4 current_;
+};
+
+// Copies rows of q and dout, lse and delta of a query tile to shared memory, by the first `Threads` threads of a
+// block. Zeros past the end; no key sees these rows.
+template <class QueryRows, int Threads>
+class QueryTileLoader {
+ public:
+  static constexpr int rows = QueryRows::rows;
+  using Group = ThreadGroup<Threads>;
+  static_assert(Threads == 2 * rows);
+
+  struct Stage {
+    alignas(1024) std::byte q[QueryRows::bytes];
+    alignas(1024) std::byte dout[QueryRows::bytes];
+  };
+
+  __device__ QueryTileLoader(const KeyMajorParams& p, const KeyTile& tile)
+      : p_(p),
+        batch_(tile.batch),
+        full_rows_(p.q.aligned && p.dout.aligned && p.shape.head_dim == QueryRows::columns) {}
+
+  __device__ void copy(QueryTilePosition at, Stage& stage, float (&lse)[rows],
+                       float (&delta)[rows]) const {
+    const int size = p_.shape.seqlen_q - at.row;
+    copy_rows_of(p_.q, at, size, shared_address(stage.q));
+    copy_rows_of(p_.dout, at, size, shared_address(stage.dout));
+    const int i = static_cast<int>(threadIdx.x) % rows;
+    const std::int64_t from = row_index(at) + (i < size ? i : 0);
+    if (threadIdx.x < rows) {
+      cp_async_4(shared_address(&lse[i]), p_.lse2 + from, i < size);
+    } else {
+      cp_async_4(shared_address(&delta[i]), p_.delta + from, i < size);
+    }
+  }
+
+  // Of the tiles of p.dq_sum.
+  __device__ std::int64_t tile_index(QueryTilePosition at) const {
+    return (static_cast<std::int64_t>(batch_) * p_.shape.heads_q + at.head) *
+               ceil_div(p_.shape.seqlen_q, rows) +
+           at.row / rows;
+  }
+
+ private:
+  // Where all rows are as wide as the tile, exist and are aligned, an address is a constant away from the
+  // lane's first.
+  __device__ void copy_rows_of(const InputRows& from, QueryTilePosition at, int size,
+                               std::uint32_t to) const {
+    if (full_rows_ && size >= rows) {
+      constexpr int rows_at_once = Threads / QueryRows::chunks;
+      static_assert(rows_at_once % 8 == 0);  // these have the same swizzle
+      const int row = static_cast<int>(threadIdx.x) / QueryRows::chunks;
+      const int chunk = static_cast<int>(threadIdx.x) % QueryRows::chunks;
+      const std::byte* data = from.data + batch_ * from.batch + at.head * from.head +
+                              static_cast<std::int64_t>(at.row + row) * from.row_step + chunk * 16;
+      to += QueryRows::offset(row, chunk);
+#pragma unroll
+      for (int i = 0; i < rows / rows_at_once; ++i) {
+        cp_async_16(to + static_cast<std::uint32_t>(i * rows_at_once * QueryRows::row_bytes),
+                    data + static_cast<std::int64_t>(i * rows_at_once) * from.row_step);
+      }
+    } else {
+      const Group group = Group::of_block();
+      const RowSource<QueryRows, Group> source(group, from, batch_, at.head, p_.shape.head_dim);
+      copy_g2s(group, source, to, size, [&](int r) { return at.row + r; });
+    }
+  }
+
+  __device__ std::int64_t row_index(QueryTilePosition at) const {
+    return (static_cast<std::int64_t>(batch_) * p_.shape.heads_q + at.head) * p_.shape.seqlen_q +
+           at.row;
+  }
+
+  const KeyMajorParams& p_;
+  int batch_;
+  bool full_rows_;
+};
+
+// inf and NaN in a tile count as 0.
+template <class T, class Rows, int Threads>
+__device__ inline void clear_non_finite(std::uint32_t tile) {
+  const auto clean = [](std::uint32_t pair) {
+    constexpr std::uint32_t exponent = Element<T>::exponent_mask;
+    if ((pair & exponent) == exponent) pair &= 0xffff0000u;
+    if ((pair >> 16 & exponent) == exponent) pair &= 0x0000ffffu;
+    return pair;
+  };
+#pragma unroll 1  // rare: small rather than fast
+  for (int i = static_cast<int>(threadIdx.x); i < Rows::bytes / 16; i += Threads) {
+    const std::uint32_t address = tile + static_cast<std::uint32_t>(i) * 16;
+    const uint4 value = load_shared_16(address);
+    store_shared_16(address, {clean(value.x), clean(value.y), clean(value.z), clean(value.w)});
+  }
+}
+
+}  // namespace flash_dmattn::cuda::sm80
