@@ -97,7 +97,7 @@ class DenseElements {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const std::uint32_t word = bias[e / 2][n];
-        const auto two = reinterpret_cast<const typename Element<T>::Pair&>(word);
+        const auto two = reinterpret_cast<const typename Element<T>::Packed2&>(word);
         const std::uint32_t byte = e % 2 == 0 ? 0xffu : 0xff00u;
         add(Element<T>::widen(e % 2 == 0 ? two.x : two.y), (mask[e / 2][n] & byte) != 0, x[n][e]);
       }

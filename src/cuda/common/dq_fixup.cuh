@@ -45,7 +45,8 @@ __device__ __noinline__ double fp64_ds(const BackwardParams& p, QueryHead head, 
                       row_of<T>(p.k, head.batch, key, head.kv_head), p.shape.head_dim));
     ds *= 1 - t * t;
   }
-  const auto limit = static_cast<double>(Element<T>::widen_pair(Element<T>::gradient_pair).x);
+  const auto limit =
+      static_cast<double>(Element<T>::widen_packed2(Element<T>::gradient_limit_packed2).x);
   return p.saturate ? fmax(fmin(ds, limit), -limit) : ds;
 }
 
@@ -73,7 +74,7 @@ struct DqFixupKernel {
     }
     if (__syncthreads_or(any) == 0) return;
     const std::uint32_t suspect =
-        p.saturate ? Element<T>::gradient_pair & 0x7fffu : Element<T>::exponent_mask;
+        p.saturate ? Element<T>::gradient_limit_packed2 & 0x7fffu : Element<T>::exponent_mask;
     const int group = p.shape.heads_q / p.shape.heads_kv;
     for (int g = 0; g < group; ++g) {
       const QueryHead head{batch, kv_head * group + g, kv_head};

@@ -28,9 +28,9 @@ __device__ inline std::uint32_t packed_mask_value(const ScoreParams& score) {
 template <class T>
 __device__ inline std::uint32_t hide_masking_biases(std::uint32_t biases,
                                                     std::uint32_t mask_values) {
-  using Pair = typename Element<T>::Pair;
-  const std::uint32_t visible = __hgt2_mask(reinterpret_cast<const Pair&>(biases),
-                                            reinterpret_cast<const Pair&>(mask_values));
+  using Packed2 = typename Element<T>::Packed2;
+  const std::uint32_t visible = __hgt2_mask(reinterpret_cast<const Packed2&>(biases),
+                                            reinterpret_cast<const Packed2&>(mask_values));
   constexpr std::uint32_t infinities = (Element<T>::exponent_mask | 0x8000u) * 0x00010001u;
   return (biases & visible) | (infinities & ~visible);
 }

@@ -130,8 +130,8 @@ class DenseBiasGradient {
   __device__ void add_in_memory(std::int64_t index, uint4 eight, int count) const {
     const auto add = [&](std::int64_t to, std::uint32_t low, std::uint32_t high) {
       if (((low | high) & 0x7fff7fffu) == 0) return;
-      const float2 x = Element<T>::widen_pair(low);
-      const float2 y = Element<T>::widen_pair(high);
+      const float2 x = Element<T>::widen_packed2(low);
+      const float2 y = Element<T>::widen_packed2(high);
       reduce_add(reinterpret_cast<float*>(p_.dbias.data) + to, x.x, x.y, y.x, y.y);
     };
     if (count > 0) add(index, eight.x, eight.y);
@@ -139,10 +139,11 @@ class DenseBiasGradient {
   }
 
   __device__ std::uint32_t add_packed2(std::uint32_t x, std::uint32_t y) const {
-    using Pair = typename Element<T>::Pair;
-    const Pair sum = __hadd2(reinterpret_cast<const Pair&>(x), reinterpret_cast<const Pair&>(y));
+    using Packed2 = typename Element<T>::Packed2;
+    const Packed2 sum =
+        __hadd2(reinterpret_cast<const Packed2&>(x), reinterpret_cast<const Packed2&>(y));
     const auto bits = reinterpret_cast<const std::uint32_t&>(sum);
-    return p_.saturate ? clamp_pair<T>(bits, Element<T>::gradient_pair) : bits;
+    return p_.saturate ? clamp_packed2<T>(bits, Element<T>::gradient_limit_packed2) : bits;
   }
 
   const KeyMajorParams& p_;

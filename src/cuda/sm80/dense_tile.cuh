@@ -137,7 +137,7 @@ class DenseTile {
       const std::uint32_t bits = Masked ? load_bits(r, j) : 0xff;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float2 bias = Element<T>::widen_pair(hide_masking_biases<T>(word[i], mask_values));
+        float2 bias = Element<T>::widen_packed2(hide_masking_biases<T>(word[i], mask_values));
         if ((bits >> (2 * i) & 1) == 0) bias.x = negative_infinity;
         if ((bits >> (2 * i + 1) & 1) == 0) bias.y = negative_infinity;
         for_each_head(x, r, 4 * j + i, [&](float& low, float& high) {

@@ -30,7 +30,7 @@ __device__ inline void clamp_p(std::uint32_t words, std::uint32_t (&p)[M16][K16]
 #pragma unroll
     for (int k = 0; k < K16; ++k) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) p[m][k][i] = saturate_pair<T>(p[m][k][i]);
+      for (int i = 0; i < 4; ++i) p[m][k][i] = saturate_packed2<T>(p[m][k][i]);
       store_exchange_block(words, m, k, p);
     }
   }
@@ -49,8 +49,9 @@ __device__ inline void clamp_ds(std::uint32_t words, bool saturate,
       const std::uint32_t p[4] = {block.x, block.y, block.z, block.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const auto both = reinterpret_cast<const typename Element<T>::Pair&>(p[i]);
-        if (saturate) ds[m][k][i] = clamp_pair<T>(ds[m][k][i], Element<T>::gradient_pair);
+        const auto both = reinterpret_cast<const typename Element<T>::Packed2&>(p[i]);
+        if (saturate)
+          ds[m][k][i] = clamp_packed2<T>(ds[m][k][i], Element<T>::gradient_limit_packed2);
         ds[m][k][i] &= __hne2_mask(both, zero);
       }
     }

@@ -53,7 +53,7 @@ class PExchange {
         const std::uint32_t p[4] = {block.x, block.y, block.z, block.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float2 p_of = Element<T>::widen_pair(p[i]);
+          const float2 p_of = Element<T>::widen_packed2(p[i]);
           const float (&dp_of)[4] = dp[m][2 * k + i / 2];
           ds[m][k][i] = pack<T>(p_of.x * (dp_of[2 * (i % 2)] - delta_of[i / 2].x),
                                 p_of.y * (dp_of[2 * (i % 2) + 1] - delta_of[i / 2].y));
@@ -61,7 +61,7 @@ class PExchange {
         }
       }
     }
-    if (warp_any(!is_finite_pair<T>(magnitude))) clamp_ds<T>(words_, saturate, ds);
+    if (warp_any(!is_finite_packed2<T>(magnitude))) clamp_ds<T>(words_, saturate, ds);
   }
 
  private:
