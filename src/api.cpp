@@ -21,9 +21,9 @@ std::string quoted(std::string_view name) {
   return result.append(name) += '"';
 }
 
-void require_known(std::string_view name) {
+const Backend& backend_named(std::string_view name) {
   for (const Backend* backend : backend_table()) {
-    if (backend->name == name) return;
+    if (backend->name == name) return *backend;
   }
   std::string known;
   for (const Backend* backend : backend_table()) known += quoted(backend->name) + ", ";
@@ -38,7 +38,7 @@ struct Choice {
 // The backend of that name, or with an empty one the first in the table, that supports the problem.
 Choice find_backend(const Problem& problem, std::string_view name) {
   validate(problem);
-  if (!name.empty()) require_known(name);
+  if (!name.empty()) backend_named(name);
   const auto asked = [&](const Backend& backend) { return name.empty() || backend.name == name; };
   // A reason takes memory, so backends of other devices give theirs only when none can compute the problem.
   for (const Backend* backend : backend_table()) {
@@ -77,6 +77,10 @@ std::vector<BackendInfo> backends() {
   std::vector<BackendInfo> result;
   for (const Backend* backend : backend_table()) result.push_back(backend->info());
   return result;
+}
+
+std::vector<std::string> kernel_names(std::string_view name) {
+  return backend_named(name).kernels();
 }
 
 std::string supports(const Problem& problem, std::string_view name) {
@@ -131,6 +135,12 @@ std::size_t workspace_size(const Backend& backend, const BackwardArgs& args,
                            const Execution& execution) {
   return backend.backward_workspace_size(args, execution);
 }
+std::string kernel_name_of(const Backend& backend, const ForwardArgs& args) {
+  return backend.forward_kernel(args);
+}
+std::string kernel_name_of(const Backend& backend, const BackwardArgs& args) {
+  return backend.backward_kernel(args);
+}
 void compute(const Backend& backend, const ForwardArgs& args, const Execution& execution) {
   backend.forward(args, execution);
 }
@@ -163,6 +173,11 @@ CheckedCall<Args>::CheckedCall(const Args& args, const Execution& execution, std
       args_(validated(args, *backend_)),
       execution_(with_workers(execution)),
       workspace_size_(flash_dmattn::workspace_size(*backend_, args_, execution_)) {}
+
+template <class Args>
+std::string CheckedCall<Args>::kernel_name() const {
+  return kernel_name_of(*backend_, args_);
+}
 
 template <class Args>
 void CheckedCall<Args>::run(std::span<std::byte> workspace) const {

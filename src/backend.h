@@ -5,6 +5,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "flash_dmattn/attention.h"
 
@@ -28,6 +29,10 @@ struct Backend {
   std::size_t (*backward_workspace_size)(const BackwardArgs&, const Execution&);
   void (*forward)(const ForwardArgs&, const Execution&);
   void (*backward)(const BackwardArgs&, const Execution&);
+  // Names of the main kernel that a call would run, and of all that can run on this machine.
+  std::string (*forward_kernel)(const ForwardArgs&);
+  std::string (*backward_kernel)(const BackwardArgs&);
+  std::vector<std::string> (*kernels)();
   bool needs_schedule;  // where there are intervals
 };
 

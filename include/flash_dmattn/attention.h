@@ -103,6 +103,11 @@ struct BackendInfo {
 };
 std::vector<BackendInfo> backends();
 
+// The main kernels that `backend` can run on this machine, on a GPU those that the build holds for the current
+// device: "sm80 forward bf16 d128 key_list 163KB". CheckedCall::kernel_name is one of them. Throws
+// InvalidArgument for a name that no backend has.
+std::vector<std::string> kernel_names(std::string_view backend);
+
 // "" when `backend` (or, with an empty name, any backend) can compute the problem, else why not.
 // Throws InvalidArgument for a name that no backend has and for a problem that is not one.
 std::string supports(const Problem& problem, std::string_view backend = {});
@@ -133,6 +138,8 @@ class CheckedCall {
   CheckedCall(const Args& args, const Execution& execution, std::string_view backend = {});
 
   std::size_t workspace_size() const noexcept { return workspace_size_; }
+  // The main kernel that `run` starts, one of kernel_names.
+  std::string kernel_name() const;
   void run(std::span<std::byte> workspace) const;
 
  private:

@@ -447,6 +447,10 @@ void backward(const BackwardArgs& args, const Execution& execution) {
                 [&](std::int64_t item, int) { kernels.reduce(t, item); });
 }
 
+std::string kernel_name(const char* direction) {
+  return "cpu " + std::string(direction) + " " + std::string(name_of(chosen().isa));
+}
+
 }  // namespace
 }  // namespace flash_dmattn::cpu
 
@@ -464,6 +468,10 @@ const Backend cpu_backend = {
     .backward_workspace_size = cpu::backward_workspace_size,
     .forward = cpu::forward,
     .backward = cpu::backward,
+    .forward_kernel = [](const ForwardArgs&) { return cpu::kernel_name("forward"); },
+    .backward_kernel = [](const BackwardArgs&) { return cpu::kernel_name("backward"); },
+    .kernels =
+        [] { return std::vector{cpu::kernel_name("forward"), cpu::kernel_name("backward")}; },
     .needs_schedule = true,
 };
 

@@ -58,6 +58,9 @@ const Backend cuda_backend = {
     },
     .forward = [](const ForwardArgs&, const Execution&) { cuda::decline(); },
     .backward = [](const BackwardArgs&, const Execution&) { cuda::decline(); },
+    .forward_kernel = [](const ForwardArgs&) -> std::string { cuda::decline(); },
+    .backward_kernel = [](const BackwardArgs&) -> std::string { cuda::decline(); },
+    .kernels = [] { return std::vector<std::string>(); },
     .needs_schedule = false,
 };
 

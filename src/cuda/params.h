@@ -60,6 +60,9 @@ struct PackedMask {
   int head_kv = 0;
 };
 
+// Queries of a tile of key lists and of key ranges. The rows of every kernel's tile divide it.
+inline constexpr int plan_tile_rows = 128;
+
 // The keys that a tile of plan_tile_rows queries walks where there are key intervals and no list: between
 // the first and the last that any query sees (common/key_runs.cuh). All are multiples of `keys`, but for the
 // end of the sequence.

@@ -7,11 +7,17 @@
 #include <limits>
 #include <type_traits>
 
+#include "cuda/common/math.cuh"
 #include "cuda/params.h"
 #include "flash_dmattn/attention.h"
 
 // A problem and its tensors as the kernels' parameters.
 namespace flash_dmattn::cuda {
+
+// Kernels are compiled for three head dims; a smaller one is padded with zeros on load.
+constexpr int head_dim_bucket(int head_dim) {
+  return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
+}
 
 inline Shape shape_of(const Problem& p) {
   const auto narrow = [](std::int64_t value) { return static_cast<int>(value); };
@@ -92,9 +98,12 @@ inline ScoreParams score_of(const Problem& p, const Inputs& in) {
   return score;
 }
 
-inline bool has_pairs(const BroadcastShape& shape) { return has(shape) && shape[2] > 1; }
+// Whether a mask or a bias is dense: it has a query dimension.
+inline bool is_dense(const BroadcastShape& shape) { return has(shape) && shape[2] > 1; }
 
-inline bool masks_pairs(const Problem& p) { return has_pairs(p.mask_shape) || has(p.limit_shape); }
+inline bool has_dense_mask(const Problem& p) {
+  return is_dense(p.mask_shape) || has(p.limit_shape);
+}
 
 // Batch and heads of the packed mask: of the mask and the ranks together.
 inline std::array<std::int64_t, 2> packed_shape(const Problem& p) {

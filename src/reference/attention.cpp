@@ -452,6 +452,9 @@ const Backend reference_backend = {
     .backward_workspace_size = backward_workspace_size,
     .forward = forward,
     .backward = backward,
+    .forward_kernel = [](const ForwardArgs&) { return std::string("reference forward"); },
+    .backward_kernel = [](const BackwardArgs&) { return std::string("reference backward"); },
+    .kernels = [] { return std::vector<std::string>{"reference forward", "reference backward"}; },
     .needs_schedule = false,
 };
 

@@ -2,7 +2,9 @@
 
 #include <cstdlib>
 #include <optional>
+#include <set>
 #include <string>
+#include <utility>
 
 #include "backend.h"
 #include "device.h"
@@ -49,68 +51,100 @@ struct DeviceSchedule {
   }
 };
 
-// Forward and backward on the device.
-Results run(Data& data, Walk walk = Walk::full_first) {
-  Results results(data);
-  DeviceTensor q(data.q), k(data.k), v(data.v), mask(data.mask), bias(data.bias), dout(data.dout);
-  DeviceTensor out(results.out), lse(results.lse), lse_low(results.lse_low);
-  DeviceTensor dq(results.dq), dk(results.dk), dv(results.dv), dbias(results.dbias);
-  DeviceBuffer intervals(data.intervals.size() * sizeof(KeyInterval));
-  intervals.upload(data.intervals.data());
-
-  Inputs in;
-  in.q = q.view();
-  in.k = k.view();
-  in.v = v.view();
-  if (data.has_mask()) in.mask = mask.view();
-  if (data.has_bias()) in.bias = bias.view();
-  if (data.has_intervals()) {
-    in.visibility.intervals = data.intervals_view();
-    in.visibility.intervals.data = reinterpret_cast<const KeyInterval*>(intervals.data());
-    in.visibility.bound = {.base = data.problem.seqlen_k};
+// A case on the device: its tensors and the arguments of both directions.
+class DeviceCase {
+ public:
+  DeviceCase(Data& data, Walk walk)
+      : results_(data),
+        q_(data.q),
+        k_(data.k),
+        v_(data.v),
+        mask_(data.mask),
+        bias_(data.bias),
+        dout_(data.dout),
+        out_(results_.out),
+        lse_(results_.lse),
+        lse_low_(results_.lse_low),
+        dq_(results_.dq),
+        dk_(results_.dk),
+        dv_(results_.dv),
+        dbias_(results_.dbias),
+        intervals_(data.intervals.size() * sizeof(KeyInterval)),
+        inputs_(inputs_of(data)),
+        forward_schedule_(on_device(data.problem), inputs_.visibility, Direction::forward, walk),
+        backward_schedule_(on_device(data.problem), inputs_.visibility, Direction::backward, walk) {
+    forward_args_ = {.problem = on_device(data.problem),
+                     .in = inputs_,
+                     .schedule = forward_schedule_.schedule,
+                     .out = out_.view(),
+                     .lse = lse_.data<float>(),
+                     .lse_low = lse_low_.data<float>()};
+    backward_args_ = {.problem = on_device(data.problem),
+                      .in = inputs_,
+                      .schedule = backward_schedule_.schedule,
+                      .out = out_.view(),
+                      .lse = lse_.data<float>(),
+                      .lse_low = lse_low_.data<float>(),
+                      .dout = dout_.view(),
+                      .dq = dq_.view(),
+                      .dk = dk_.view(),
+                      .dv = dv_.view(),
+                      .dbias = {}};
+    if (data.has_bias()) backward_args_.dbias = dbias_.view();
   }
-  const Problem problem = on_device(data.problem);
-  const DeviceSchedule forward_schedule(problem, in.visibility, Direction::forward, walk);
-  const DeviceSchedule backward_schedule(problem, in.visibility, Direction::backward, walk);
 
-  ForwardArgs forward{.problem = problem,
-                      .in = in,
-                      .schedule = forward_schedule.schedule,
-                      .out = out.view(),
-                      .lse = lse.data<float>(),
-                      .lse_low = lse_low.data<float>()};
-  Execution execution;
-  execution.workspace_bytes = forward_workspace_size(forward, execution);
-  const DeviceBuffer forward_workspace(execution.workspace_bytes);
-  execution.workspace = forward_workspace.data();
-  flash_dmattn::forward(forward, execution);
-  testing::check_cuda(cudaDeviceSynchronize());
+  std::string forward_kernel() const { return ForwardCall(forward_args_, {}).kernel_name(); }
+  std::string backward_kernel() const { return BackwardCall(backward_args_, {}).kernel_name(); }
 
-  BackwardArgs backward{.problem = problem,
-                        .in = in,
-                        .schedule = backward_schedule.schedule,
-                        .out = out.view(),
-                        .lse = lse.data<float>(),
-                        .lse_low = lse_low.data<float>(),
-                        .dout = dout.view(),
-                        .dq = dq.view(),
-                        .dk = dk.view(),
-                        .dv = dv.view(),
-                        .dbias = {}};
-  if (data.has_bias()) backward.dbias = dbias.view();
-  execution.workspace_bytes = backward_workspace_size(backward, execution);
-  const DeviceBuffer backward_workspace(execution.workspace_bytes);
-  execution.workspace = backward_workspace.data();
-  flash_dmattn::backward(backward, execution);
-  testing::check_cuda(cudaDeviceSynchronize());
-
-  for (DeviceTensor* tensor : {&out, &lse, &lse_low, &dq, &dk, &dv, &dbias}) tensor->download();
-  for (const testing::Tensor* tensor :
-       {&results.out, &results.dq, &results.dk, &results.dv, &results.dbias}) {
-    EXPECT_TRUE(tensor->gaps_intact()) << "written between the elements of " << tensor->name();
+  Results run() && {
+    run_call(ForwardCall(forward_args_, {}));
+    run_call(BackwardCall(backward_args_, {}));
+    for (DeviceTensor* tensor : {&out_, &lse_, &lse_low_, &dq_, &dk_, &dv_, &dbias_}) {
+      tensor->download();
+    }
+    for (const testing::Tensor* tensor :
+         {&results_.out, &results_.dq, &results_.dk, &results_.dv, &results_.dbias}) {
+      EXPECT_TRUE(tensor->gaps_intact()) << "written between the elements of " << tensor->name();
+    }
+    return std::move(results_);
   }
-  return results;
-}
+
+ private:
+  Inputs inputs_of(const Data& data) {
+    Inputs in;
+    in.q = q_.view();
+    in.k = k_.view();
+    in.v = v_.view();
+    if (data.has_mask()) in.mask = mask_.view();
+    if (data.has_bias()) in.bias = bias_.view();
+    if (data.has_intervals()) {
+      intervals_.upload(data.intervals.data());
+      in.visibility.intervals = data.intervals_view();
+      in.visibility.intervals.data = reinterpret_cast<const KeyInterval*>(intervals_.data());
+      in.visibility.bound = {.base = data.problem.seqlen_k};
+    }
+    return in;
+  }
+
+  template <class Call>
+  static void run_call(const Call& call) {
+    const DeviceBuffer workspace(call.workspace_size());
+    call.run({workspace.data(), call.workspace_size()});
+    testing::check_cuda(cudaDeviceSynchronize());
+  }
+
+  Results results_;
+  DeviceTensor q_, k_, v_, mask_, bias_, dout_;
+  DeviceTensor out_, lse_, lse_low_, dq_, dk_, dv_, dbias_;
+  DeviceBuffer intervals_;
+  Inputs inputs_;
+  DeviceSchedule forward_schedule_;
+  DeviceSchedule backward_schedule_;
+  ForwardArgs forward_args_;
+  BackwardArgs backward_args_;
+};
+
+Results run(Data& data, Walk walk = Walk::full_first) { return DeviceCase(data, walk).run(); }
 
 std::vector<Case> supported_cases() {
   std::vector<Case> cases;
@@ -154,6 +188,32 @@ TEST_P(CudaTable, IsWithinItsBounds) {
 
 INSTANTIATE_TEST_SUITE_P(Cases, CudaTable, ::testing::ValuesIn(supported_cases()),
                          [](const auto& test) { return test.param.name; });
+
+// ---- Kernels ----------------------------------------------------------------------------------------------
+
+// IsWithinItsBounds runs these combinations of every case.
+TEST(CudaKernels, AreAllRunBySomeCase) {
+  const BackendInfo info = cuda_backend.info();
+  if (!info.available) GTEST_SKIP() << info.reason;
+  std::set<std::string> run;
+  for (const Case& c : supported_cases()) {
+    Data data(c);
+    for (const bool deterministic : {false, true}) {
+      data.problem.deterministic = deterministic;
+      for (const Walk walk : {Walk::full_first, Walk::intervals}) {
+        const DeviceCase device_case(data, walk);
+        run.insert(device_case.forward_kernel());
+        run.insert(device_case.backward_kernel());
+        if (!data.has_intervals()) break;
+      }
+    }
+  }
+  for (const std::string& kernel : kernel_names("cuda")) {
+    EXPECT_TRUE(run.contains(kernel)) << "no case runs " << kernel;
+    run.erase(kernel);
+  }
+  EXPECT_EQ(run, std::set<std::string>()) << "kernels that kernel_names does not list";
+}
 
 // ---- Situations that have produced non-finite gradients elsewhere ------------------------------------
 

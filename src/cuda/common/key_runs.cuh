@@ -5,7 +5,6 @@
 #include "cuda/common/launch.h"
 #include "cuda/common/warp.cuh"
 #include "cuda/params.h"
-#include "cuda/policy.h"
 
 // The keys that a query tile visits where there are intervals and no tile lists: from the first to the last
 // block of keys that any of its queries sees. Two kernels compute them, from the intervals to blocks of keys

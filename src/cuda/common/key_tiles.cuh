@@ -4,7 +4,6 @@
 #include "cuda/common/scheduler.cuh"
 #include "cuda/common/tile_states.cuh"
 #include "cuda/params.h"
-#include "cuda/policy.h"
 
 // Which tiles of keys a query tile visits, and which of them need tests of their elements.
 namespace flash_dmattn::cuda {

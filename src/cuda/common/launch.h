@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -44,21 +44,38 @@ inline void refuse_capture(cudaStream_t stream, const char* why) {
 // done first, so that their grid is spread unevenly (docs/kernels/selection.md, "Launches"). Every kernel
 // begins with wait_for_previous_kernel() (ptx.cuh).
 
+// A value for each device, made at its first use there.
+template <class T>
+class PerDevice {
+ public:
+  template <class Make>
+  const T& get(const Make& make) {
+    int device = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    Slot& slot = slots_.at(static_cast<std::size_t>(device));
+    std::call_once(slot.once, [&] { slot.value = make(device); });
+    return slot.value;
+  }
+
+ private:
+  struct Slot {
+    std::once_flag once;
+    T value{};
+  };
+  std::array<Slot, 64> slots_;
+};
+
 // Whether the code of the current device waits. One kernel stands for all, which are compiled alike.
 inline bool kernels_wait(const void* kernel) {
-  static std::array<std::atomic<int>, 64> known{};  // of each device: 0 not asked, 1 no, 2 yes
-  int device = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  std::atomic<int>& answer = known[static_cast<std::size_t>(device) % known.size()];
-  if (answer == 0) {
+  static PerDevice<bool> known;
+  return known.get([&](int device) {
     int major = 0;
     cudaFuncAttributes code;
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
           "cudaDeviceGetAttribute");
     check(cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes");
-    answer = major >= 9 && code.ptxVersion >= 90 ? 2 : 1;
-  }
-  return answer == 2;
+    return major >= 9 && code.ptxVersion >= 90;
+  });
 }
 
 struct Grid {
@@ -98,14 +115,20 @@ __global__ void __launch_bounds__(Kernel::threads, Kernel::min_blocks)
   Kernel()(params, *reinterpret_cast<typename Kernel::SharedStorage*>(shared));
 }
 
+// Internal to each file, as nvcc makes the host side of a kernel template: a file sets the attribute of its own.
 template <class Kernel>
-void launch(std::int64_t blocks, const typename Kernel::Params& params, cudaStream_t stream) {
+static void launch(std::int64_t blocks, const typename Kernel::Params& params,
+                   cudaStream_t stream) {
   if (blocks == 0) return;
   constexpr std::size_t bytes = sizeof(typename Kernel::SharedStorage);
   if constexpr (bytes > 48 * 1024) {
-    check(cudaFuncSetAttribute(entry<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(bytes)),
-          "cudaFuncSetAttribute");
+    static PerDevice<bool> allowed;
+    allowed.get([](int) {
+      check(cudaFuncSetAttribute(entry<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(bytes)),
+            "cudaFuncSetAttribute");
+      return true;
+    });
   }
   launch_grid(entry<Kernel>, {blocks, Kernel::threads, bytes}, stream, params);
 }

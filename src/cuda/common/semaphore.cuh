@@ -21,7 +21,7 @@ namespace flash_dmattn::cuda {
 inline constexpr int last_order_index = 0x7ffffffe;
 
 // By `Threads` threads that share named barrier `Barrier`: a block by default. Without `Ordered` blocks add
-// in any order and nothing is compiled.
+// in any order and nothing is compiled; with it they do so where a call has no semaphore (null).
 template <bool Ordered, int Threads, int Barrier = block_barrier>
 class OrderSemaphore {
  public:
@@ -36,6 +36,7 @@ class OrderSemaphore {
 
   // The number of this block's work. By all threads of the group, before anything else.
   static __device__ int take_work(const Turns& turns, Storage& storage, Group group) {
+    if (turns.started == nullptr) return static_cast<int>(blockIdx.x);
     if (group.rank == 0) storage.work = atomicAdd(turns.started, 1);
     barrier_sync<Barrier, Threads>();
     return storage.work;
@@ -79,8 +80,10 @@ class OrderSemaphore {
  private:
   // One thread polls and one publishes: of different warps, for a release store waits until the additions
   // before it are done.
-  __device__ bool waits() const { return group_.rank == 0; }
-  __device__ bool publishes() const { return group_.rank == (Threads > warp_size ? warp_size : 0); }
+  __device__ bool waits() const { return turns_.started != nullptr && group_.rank == 0; }
+  __device__ bool publishes() const {
+    return turns_.started != nullptr && group_.rank == (Threads > warp_size ? warp_size : 0);
+  }
   __device__ void publish(int index) const { store_release(turns_.passed + storage_.work, index); }
 
   const Turns& turns_;

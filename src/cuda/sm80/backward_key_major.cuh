@@ -7,13 +7,13 @@
 #include "cuda/common/semaphore.cuh"
 #include "cuda/common/tile_copy.cuh"
 #include "cuda/common/transposed_scores.cuh"
-#include "cuda/policy.h"
 #include "cuda/sm80/dense_bias_gradient.cuh"
 #include "cuda/sm80/dense_scores.cuh"
 #include "cuda/sm80/dq_accumulate.cuh"
 #include "cuda/sm80/key_bias_gradient.cuh"
 #include "cuda/sm80/p_exchange.cuh"
 #include "cuda/sm80/params.h"
+#include "cuda/sm80/policy.h"
 #include "cuda/sm80/query_tiles.cuh"
 
 namespace flash_dmattn::cuda::sm80 {

@@ -7,9 +7,9 @@
 #include "cuda/common/scheduler.cuh"
 #include "cuda/common/semaphore.cuh"
 #include "cuda/common/tile_copy.cuh"
-#include "cuda/policy.h"
 #include "cuda/sm80/kv_pipeline.cuh"
 #include "cuda/sm80/params.h"
+#include "cuda/sm80/policy.h"
 #include "cuda/sm80/query_tiles.cuh"
 
 namespace flash_dmattn::cuda::sm80 {

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "cuda/policy.h"
 #include "cuda/sm80/params.h"
+#include "cuda/sm80/policy.h"
 #include "cuda/sm80/query_tiles.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -16,7 +16,7 @@ class DenseBiasGradient {
  public:
   static constexpr int rows = 64;
   static constexpr int keys = 128;
-  static constexpr bool can_sum = sums_pair_gradients(D);
+  static constexpr bool can_sum = sums_dense_dbias(D);
 
   // `warp`: of four.
   __device__ DenseBiasGradient(const KeyMajorParams& p, const KeyTile& tile, int warp)

@@ -5,9 +5,9 @@
 #include "cuda/common/dense_elements.cuh"
 #include "cuda/common/scheduler.cuh"
 #include "cuda/common/softmax.cuh"
-#include "cuda/policy.h"
 #include "cuda/sm80/forward_epilogue.cuh"
 #include "cuda/sm80/kv_pipeline.cuh"
+#include "cuda/sm80/policy.h"
 
 namespace flash_dmattn::cuda::sm80 {
 

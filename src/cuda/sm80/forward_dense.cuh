@@ -2,10 +2,10 @@
 
 #include "cuda/common/scheduler.cuh"
 #include "cuda/common/softmax.cuh"
-#include "cuda/policy.h"
 #include "cuda/sm80/dense_tile.cuh"
 #include "cuda/sm80/forward_epilogue.cuh"
 #include "cuda/sm80/kv_pipeline.cuh"
+#include "cuda/sm80/policy.h"
 
 namespace flash_dmattn::cuda::sm80 {
 
@@ -34,15 +34,6 @@ struct DenseForwardKernel {
     typename Pipeline::Storage kv;
   };
 
-  // Whether the kernel can compute a problem that has a dense mask or bias.
-  static bool takes(const Params& p) {
-    const int group = p.shape.heads_kv > 0 ? p.shape.heads_q / p.shape.heads_kv : 0;
-    // Packed, a mask may differ between heads whose ranks do.
-    const bool heads_share = group % Heads == 0 && p.score.mask.head_q == 0 &&
-                             p.score.packed_mask.head_q == 0 && p.score.bias.head_q == 0;
-    return p.plan.keys == nullptr && p.score.form != ScoreForm::capped &&
-           (!p.score.bias.per_query || p.score.bias.in_words) && (Heads == 1 || heads_share);
-  }
   static long blocks(const Params& p) { return QueryTile::count(blocks_of_heads(p), queries); }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {

@@ -4,20 +4,22 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include "cuda/params.h"
-#include "cuda/policy.h"
+#include "cuda/sm80/kernel_choice.h"
 #include "cuda/sm80/params.h"
 
-// The kernels of one dtype and head-dim bucket D; each is instantiated in a file of instances/.
+// The kernels of one dtype, head-dim bucket D and shared-memory class S. Each file of instances/ has those of
+// one dtype and bucket, and is compiled once for every class, for the GPUs of that class.
 namespace flash_dmattn::cuda::sm80 {
 
-template <class T, int D>
-void launch_forward(const ForwardParams& params, SharedClass shared, cudaStream_t stream);
+template <class T, int D, SharedClass S>
+void launch_forward(ForwardLoop loop, const ForwardParams& params, cudaStream_t stream);
 
-template <class T, int D>
-void launch_backward(const QueryMajorParams& params, SharedClass shared, cudaStream_t stream);
+template <class T, int D, SharedClass S>
+void launch_backward(const BackwardChoice& choice, const QueryMajorParams& params,
+                     cudaStream_t stream);
 
-template <class T, int D>
-void launch_backward(const KeyMajorParams& params, SharedClass shared, cudaStream_t stream);
+template <class T, int D, SharedClass S>
+void launch_backward(const BackwardChoice& choice, const KeyMajorParams& params,
+                     cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda::sm80

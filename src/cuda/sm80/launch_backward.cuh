@@ -1,5 +1,7 @@
 #pragma once
 
+#include <stdexcept>
+
 #include "cuda/common/launch.h"
 #include "cuda/sm80/backward_key_major.cuh"
 #include "cuda/sm80/backward_query_major.cuh"
@@ -7,53 +9,52 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-template <class T, int D, SharedClass S, bool Pairs, bool Ordered>
-void launch_query_major_kernel(const QueryMajorParams& params, cudaStream_t stream) {
-  using Kernel = BackwardKernel<T, D, backward_policy(D, S), Pairs, Ordered>;
-  static_assert(sizeof(typename Kernel::SharedStorage) <= shared_bytes(S));
-  launch<Kernel>(Kernel::blocks(params), params, stream);
-}
-
-template <class T, int D, SharedClass S, bool Pairs, bool Ordered>
-void launch_key_major_kernel(const KeyMajorParams& params, cudaStream_t stream) {
-  if constexpr (has_key_major_backward(D, S)) {
-    using Kernel = KeyMajorBackwardKernel<T, D, Pairs, Ordered>;
-    static_assert(sizeof(typename Kernel::SharedStorage) <= shared_bytes(S));
-    launch<Kernel>(Kernel::blocks(params), params, stream);
+// A value of the kernel's type.
+template <class T, BackwardChoice C>
+constexpr auto backward_kernel() {
+  using enum BackwardLoop;
+  if constexpr (is_key_major(C.loop)) {
+    return KeyMajorBackwardKernel<T, C.head_dim, C.loop == key_major_dense, C.ordered>();
+  } else {
+    return BackwardKernel<T, C.head_dim, backward_policy(C.head_dim, C.shared),
+                          C.loop == query_major_dense, C.ordered>();
   }
 }
 
-// Calls body.template operator()<value>().
-template <class Body>
-void with_constant(bool value, const Body& body) {
-  value ? body.template operator()<true>() : body.template operator()<false>();
+template <class T, BackwardChoice C, class Params>
+void launch_backward_choice(const Params& params, cudaStream_t stream) {
+  if constexpr (exists(C)) {
+    using Kernel = decltype(backward_kernel<T, C>());
+    static_assert(sizeof(typename Kernel::SharedStorage) <= shared_bytes(C.shared));
+    launch<Kernel>(Kernel::blocks(params), params, stream);
+  } else {
+    throw std::logic_error("no such kernel: " + name(C));
+  }
 }
 
-// Calls body.template operator()<S, Pairs, Ordered>().
-template <class Params, class Body>
-void dispatch_backward(const Params& params, SharedClass shared, const Body& body) {
-  const bool pairs = params.score.mask.per_query || params.score.bias.per_query;
-  with_constant(params.turns.started != nullptr, [&]<bool Ordered>() {
-    with_constant(pairs, [&]<bool Pairs>() {
-      shared == SharedClass::kb99 ? body.template operator()<SharedClass::kb99, Pairs, Ordered>()
-                                  : body.template operator()<SharedClass::kb163, Pairs, Ordered>();
-    });
-  });
+template <class T, int D, SharedClass S, BackwardLoop Loop, class Params>
+void launch_backward_loop(bool ordered, const Params& params, cudaStream_t stream) {
+  constexpr DType dtype = Element<T>::dtype;
+  ordered ? launch_backward_choice<T, BackwardChoice{dtype, D, S, Loop, true}>(params, stream)
+          : launch_backward_choice<T, BackwardChoice{dtype, D, S, Loop, false}>(params, stream);
 }
 
-template <class T, int D>
-void launch_backward(const QueryMajorParams& params, SharedClass shared, cudaStream_t stream) {
-  dispatch_backward(params, shared, [&]<SharedClass S, bool Pairs, bool Ordered>() {
-    launch_query_major_kernel<T, D, S, Pairs, Ordered>(params, stream);
-  });
+template <class T, int D, SharedClass S>
+void launch_backward(const BackwardChoice& choice, const QueryMajorParams& params,
+                     cudaStream_t stream) {
+  using enum BackwardLoop;
+  choice.loop == query_major_dense
+      ? launch_backward_loop<T, D, S, query_major_dense>(choice.ordered, params, stream)
+      : launch_backward_loop<T, D, S, query_major>(choice.ordered, params, stream);
 }
 
-template <class T, int D>
-void launch_backward(const KeyMajorParams& params, SharedClass shared, cudaStream_t stream) {
-  dispatch_backward(params, shared, [&]<SharedClass S, bool Pairs, bool Ordered>() {
-    // Pairs whose additions take turns go by queries.
-    launch_key_major_kernel<T, D, S, Pairs, Ordered && !Pairs>(params, stream);
-  });
+template <class T, int D, SharedClass S>
+void launch_backward(const BackwardChoice& choice, const KeyMajorParams& params,
+                     cudaStream_t stream) {
+  using enum BackwardLoop;
+  choice.loop == key_major_dense
+      ? launch_backward_loop<T, D, S, key_major_dense>(choice.ordered, params, stream)
+      : launch_backward_loop<T, D, S, key_major>(choice.ordered, params, stream);
 }
 
 }  // namespace flash_dmattn::cuda::sm80

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <stdexcept>
+
 #include "cuda/common/launch.h"
 #include "cuda/sm80/forward.cuh"
 #include "cuda/sm80/forward_dense.cuh"
@@ -7,50 +9,45 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-template <class Kernel, SharedClass S>
-void launch_forward_kernel(const ForwardParams& params, cudaStream_t stream) {
-  static_assert(sizeof(typename Kernel::SharedStorage) <= shared_bytes(S));
-  launch<Kernel>(Kernel::blocks(params), params, stream);
-}
-
-template <class T, int D, SharedClass S>
-void launch_dense_forward(const ForwardParams& params, cudaStream_t stream) {
-  constexpr ForwardPolicy policy = forward_pairs_policy(D, S);
-  using OneHead = DenseForwardKernel<T, D, policy, 1>;
-  if constexpr (D <= 128) {
-    using TwoHeads = DenseForwardKernel<T, D, policy, 2>;
-    if (TwoHeads::takes(params)) {
-      launch_forward_kernel<TwoHeads, S>(params, stream);
-      return;
-    }
-  }
-  if (OneHead::takes(params)) {
-    launch_forward_kernel<OneHead, S>(params, stream);
+// A value of the kernel's type.
+template <class T, int D, SharedClass S, ForwardLoop Loop>
+constexpr auto forward_kernel() {
+  constexpr ForwardPolicy policy = forward_policy(D, S);
+  constexpr ForwardPolicy dense = dense_forward_policy(D, S);
+  if constexpr (Loop == ForwardLoop::key_range) {
+    return ForwardKernel<T, D, policy, KeySource::consecutive, false>();
+  } else if constexpr (Loop == ForwardLoop::key_list) {
+    return ForwardKernel<T, D, policy, KeySource::list, false>();
+  } else if constexpr (Loop == ForwardLoop::dense_elementwise) {
+    return ForwardKernel<T, D, policy, KeySource::either, true>();
   } else {
-    launch_forward_kernel<ForwardKernel<T, D, forward_policy(D, S), KeySource::either, true>, S>(
-        params, stream);
+    constexpr int heads = Loop == ForwardLoop::dense_two_heads ? 2 : 1;
+    return DenseForwardKernel<T, D, dense, heads>();
+  }
+}
+
+template <class T, int D, SharedClass S, ForwardLoop Loop>
+void launch_forward_loop(const ForwardParams& params, cudaStream_t stream) {
+  constexpr ForwardChoice choice{Element<T>::dtype, D, S, Loop};
+  if constexpr (exists(choice)) {
+    using Kernel = decltype(forward_kernel<T, D, S, Loop>());
+    static_assert(sizeof(typename Kernel::SharedStorage) <= shared_bytes(S));
+    launch<Kernel>(Kernel::blocks(params), params, stream);
+  } else {
+    throw std::logic_error("no such kernel: " + name(choice));
   }
 }
 
 template <class T, int D, SharedClass S>
-void launch_forward_of_class(const ForwardParams& params, cudaStream_t stream) {
-  if (!params.score.mask.per_query && !params.score.bias.per_query) {
-    constexpr ForwardPolicy policy = forward_policy(D, S);
-    if (params.plan.keys != nullptr) {
-      launch_forward_kernel<ForwardKernel<T, D, policy, KeySource::list, false>, S>(params, stream);
-    } else {
-      launch_forward_kernel<ForwardKernel<T, D, policy, KeySource::consecutive, false>, S>(params,
-                                                                                           stream);
-    }
-    return;
+void launch_forward(ForwardLoop loop, const ForwardParams& params, cudaStream_t stream) {
+  using enum ForwardLoop;
+  switch (loop) {
+    case key_range: return launch_forward_loop<T, D, S, key_range>(params, stream);
+    case key_list: return launch_forward_loop<T, D, S, key_list>(params, stream);
+    case dense_elementwise: return launch_forward_loop<T, D, S, dense_elementwise>(params, stream);
+    case dense: return launch_forward_loop<T, D, S, dense>(params, stream);
+    case dense_two_heads: return launch_forward_loop<T, D, S, dense_two_heads>(params, stream);
   }
-  launch_dense_forward<T, D, S>(params, stream);
-}
-
-template <class T, int D>
-void launch_forward(const ForwardParams& params, SharedClass shared, cudaStream_t stream) {
-  shared == SharedClass::kb99 ? launch_forward_of_class<T, D, SharedClass::kb99>(params, stream)
-                              : launch_forward_of_class<T, D, SharedClass::kb163>(params, stream);
 }
 
 }  // namespace flash_dmattn::cuda::sm80

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 // Tile policies as data: one entry for each head-dim bucket and shared-memory class.
-namespace flash_dmattn::cuda {
+namespace flash_dmattn::cuda::sm80 {
 
 // What a block may have of shared memory. sm_86, sm_89 and sm_120 have 99 KB; sm_80 has 163 KB and
 // sm_90 has 227 KB, and one policy serves both.
@@ -30,10 +30,10 @@ constexpr ForwardPolicy forward_policy(int head_dim_bucket, SharedClass shared) 
   return {.warps = 8, .warp_rows = 16, .keys = 32, .min_blocks = 1};
 }
 
-// The same with a mask or a bias that has a query dimension, whose tile is in shared memory, too: at D
-// 128 and 32 rows of a warp it leaves no place for a second block. D 64: three blocks of 4 warps of 16
+// The same with a dense mask or bias, whose tile is in shared memory, too: at D 128 and 32 rows of a warp it
+// leaves no place for a second block. D 64: three blocks of 4 warps of 16
 // rows take 20 % longer, 8 warps of 16 rows or tiles of 32 keys as well.
-constexpr ForwardPolicy forward_pairs_policy(int head_dim_bucket, SharedClass shared) {
+constexpr ForwardPolicy dense_forward_policy(int head_dim_bucket, SharedClass shared) {
   if (head_dim_bucket == 64) return {.warps = 4, .warp_rows = 32, .keys = 64, .min_blocks = 2};
   if (head_dim_bucket == 128) {
     return {.warps = 4,
@@ -112,15 +112,8 @@ constexpr bool has_key_major_backward(int head_dim_bucket, SharedClass shared) {
   return head_dim_bucket == 64 || (head_dim_bucket == 128 && shared != SharedClass::kb99);
 }
 
-// Whether that kernel sums the gradients of a bias of pairs over the two heads of a group: 32
-// registers, which accumulators of 128 columns do not leave.
-constexpr bool sums_pair_gradients(int head_dim_bucket) { return head_dim_bucket == 64; }
+// Whether that kernel sums the gradients of a dense bias over the two heads of a group: 32 registers, which
+// accumulators of 128 columns do not leave.
+constexpr bool sums_dense_dbias(int head_dim_bucket) { return head_dim_bucket == 64; }
 
-// Queries per tile of a plan: every policy's rows divide it.
-constexpr int plan_tile_rows = 128;
-
-constexpr int head_dim_bucket(int head_dim) {
-  return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
-}
-
-}  // namespace flash_dmattn::cuda
+}  // namespace flash_dmattn::cuda::sm80

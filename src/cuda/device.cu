@@ -1,0 +1,73 @@
+#include "cuda/device.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "cuda/common/launch.h"
+
+namespace flash_dmattn::cuda {
+namespace {
+
+std::string environment(const char* name) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+int max_shared_bytes() {
+  static const std::string cap = environment("FLASH_DMATTN_MAX_SHARED_KB");
+  return cap.empty() ? 1 << 30 : std::atoi(cap.c_str()) * 1024;
+}
+
+int attribute(cudaDeviceAttr which, int device) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
+  return value;
+}
+
+DeviceProperties read_properties(int device) {
+  return {.index = device,
+          .compute_capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
+                                attribute(cudaDevAttrComputeCapabilityMinor, device),
+          .shared_bytes = std::min(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+                                   max_shared_bytes())};
+}
+
+std::string find_driver() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // leave no error behind for the caller's own calls
+    int driver = 0;
+    if (cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0) return "no NVIDIA driver";
+    return std::string("no CUDA device: ") + cudaGetErrorString(error);
+  }
+  return count == 0 ? "no CUDA device" : "";
+}
+
+}  // namespace
+
+const std::string& decline_driver() {
+  static const std::string reason = find_driver();
+  return reason;
+}
+
+const DeviceProperties& current_device() {
+  static PerDevice<DeviceProperties> known;
+  return known.get(read_properties);
+}
+
+std::string device_name() {
+  const DeviceProperties& device = current_device();
+  cudaDeviceProp properties;
+  check(cudaGetDeviceProperties(&properties, device.index), "cudaGetDeviceProperties");
+  return std::string(properties.name) + ", compute capability " +
+         std::to_string(device.compute_capability / 10) + "." +
+         std::to_string(device.compute_capability % 10);
+}
+
+const std::string& family_cap() {
+  static const std::string cap = environment("FLASH_DMATTN_CUDA_FAMILY");
+  return cap;
+}
+
+}  // namespace flash_dmattn::cuda

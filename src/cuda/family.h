@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "cuda/device.h"
+#include "flash_dmattn/attention.h"
+
+// A family is a set of kernels for one generation of matrix instructions. The families sit in one table, the
+// newest first; a call runs on the first one that does not decline it. Everything that a single family decides
+// (tiles, accumulator layouts, which of its kernels runs) lies in its own folder.
+//
+// Families agree on what a forward saves (lse and lse_low, see attention.h), so that the backward of one can
+// follow the forward of another.
+namespace flash_dmattn::cuda {
+
+struct ScheduleForm {
+  Schedule::Kind kind = Schedule::Kind::none;
+  std::int64_t tile_rows = 0;  // queries of a tile
+
+  bool operator==(const ScheduleForm&) const = default;
+};
+
+// The kernels of a family for one kind of call.
+template <class Args>
+struct Kernels {
+  // Why these kernels do not compute the problem; "" when they do.
+  std::string (*decline)(const Problem&) = nullptr;
+  // The schedule that they walk where there are intervals or a key list.
+  ScheduleForm schedule;
+  std::size_t (*workspace_size)(const Args&, const DeviceProperties&) = nullptr;
+  void (*run)(const Args&, const DeviceProperties&, const Execution&) = nullptr;
+  // The name of the main kernel that `run` would start, one of `names`.
+  std::string (*name)(const Args&, const DeviceProperties&) = nullptr;
+  // Every main kernel that the build holds for a GPU.
+  std::vector<std::string> (*names)(const DeviceProperties&) = nullptr;
+
+  explicit operator bool() const { return run != nullptr; }
+};
+
+struct Family {
+  std::string_view name;
+  // Why the family does not run on a GPU; "" when it does.
+  std::string (*decline_device)(const DeviceProperties&);
+  Kernels<ForwardArgs> forward;
+  // Few queries over many keys, the keys split over the whole GPU. Asked before `forward`.
+  Kernels<ForwardArgs> few_queries;
+  Kernels<BackwardArgs> backward;
+};
+
+extern const Family sm80_family;  // sm80/family.cu
+
+// Newest first, without those above the cap (device.h). Throws InvalidArgument for a cap that is no family.
+std::span<const Family* const> families();
+
+}  // namespace flash_dmattn::cuda

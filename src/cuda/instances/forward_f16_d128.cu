@@ -1,5 +1,0 @@
-#include "cuda/sm80/launch_forward.cuh"
-
-namespace flash_dmattn::cuda::sm80 {
-template void launch_forward<__half, 128>(const ForwardParams&, SharedClass, cudaStream_t);
-}  // namespace flash_dmattn::cuda::sm80

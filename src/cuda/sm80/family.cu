@@ -1,0 +1,286 @@
+#include <algorithm>
+#include <limits>
+
+#include "cuda/common/integers.h"
+#include "cuda/common/launch.h"
+#include "cuda/family.h"
+#include "cuda/problem.h"
+#include "cuda/sm80/launch.h"
+#include "cuda/sm80/postprocess.cuh"
+#include "cuda/sm80/workspace.h"
+
+// The family for every GPU since Ampere: mma.sync on tiles that cp.async brings to shared memory.
+namespace flash_dmattn::cuda::sm80 {
+namespace {
+
+std::string decline_device(const DeviceProperties& device) {
+  if (device.compute_capability < 80) {
+    return "it needs compute capability 8.0, and the GPU has " +
+           std::to_string(device.compute_capability / 10) + "." +
+           std::to_string(device.compute_capability % 10);
+  }
+  if (!is_compiled(shared_class(device))) {
+    return "this build has no kernels for a GPU with " +
+           std::to_string(device.shared_bytes / 1024) + " KB of shared memory for a block";
+  }
+  return "";
+}
+
+std::string decline(const Problem& p) {
+  if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "it computes in bf16 and f16";
+  if (p.head_dim % 8 != 0) return "it needs a head_dim that is a multiple of 8";
+  constexpr std::int64_t min_tile_rows = 32;
+  if (std::max(
+          {p.seqlen_q, p.seqlen_k, p.batch * p.heads_q * ceil_div(p.seqlen_q, min_tile_rows)}) >
+      std::numeric_limits<std::int32_t>::max() / 2) {
+    return "it counts rows and tiles in 31 bits";
+  }
+  return "";
+}
+
+// Calls body.template operator()<T, D, S>() for a choice.
+template <class Choice, class Body>
+void dispatch(const Choice& choice, const Body& body) {
+  const auto with_class = [&]<class T, int D>() {
+    if (choice.shared == SharedClass::kb99) {
+      if constexpr (FLASH_DMATTN_HAS_KB99 != 0) {
+        body.template operator()<T, D, SharedClass::kb99>();
+      }
+    } else {
+      if constexpr (FLASH_DMATTN_HAS_KB163 != 0) {
+        body.template operator()<T, D, SharedClass::kb163>();
+      }
+    }
+  };
+  const auto with_dtype = [&]<class T>() {
+    switch (choice.head_dim) {
+      case 64: return with_class.template operator()<T, 64>();
+      case 128: return with_class.template operator()<T, 128>();
+      default: return with_class.template operator()<T, 256>();
+    }
+  };
+  choice.dtype == DType::bf16 ? with_dtype.template operator()<__nv_bfloat16>()
+                              : with_dtype.template operator()<__half>();
+}
+
+template <class Choices>
+std::vector<std::string> names_of(const Choices& choices) {
+  std::vector<std::string> names;
+  for (const auto& choice : choices) names.push_back(name(choice));
+  return names;
+}
+
+// ---- Forward --------------------------------------------------------------------------------------------
+
+template <class Args>
+bool has_lists(const Args& args) {
+  return !args.schedule.empty();
+}
+
+template <class Args>
+QueryTileLists lists_of(const Args& args) {
+  return query_tile_lists(args.schedule, args.in.visibility.key_list, plan_tile_rows);
+}
+
+ForwardParams params_of(const ForwardArgs& args, const ForwardWorkspace& workspace) {
+  ForwardParams params;
+  params.shape = shape_of(args.problem);
+  params.score = score_of(args.problem, args.in);
+  params.score.packed_mask = workspace.packed_mask;
+  params.q = rows_of(args.in.q);
+  params.k = rows_of(args.in.k);
+  params.v = rows_of(args.in.v);
+  params.out = rows_of(args.out);
+  params.plan = lists_of(args);
+  params.lse = static_cast<float*>(args.lse.data);
+  params.lse_low = static_cast<float*>(args.lse_low.data);
+  params.saturate = args.problem.nonfinite == NonFinite::saturate;
+  return params;
+}
+
+std::size_t forward_workspace_size(const ForwardArgs& args, const DeviceProperties&) {
+  return ForwardWorkspace(args.problem, args.in, has_lists(args), nullptr).bytes;
+}
+
+void forward(const ForwardArgs& args, const DeviceProperties& device, const Execution& execution) {
+  const Problem& p = args.problem;
+  const auto stream = static_cast<cudaStream_t>(execution.stream);
+  const ForwardWorkspace workspace(p, args.in, has_lists(args), execution.workspace);
+  ForwardParams params = params_of(args, workspace);
+  const ForwardChoice choice = choose_forward(p, params, shared_class(device));
+
+  pack_mask(p, params.score, stream);
+  params.runs = find_key_ranges(p, args.in, workspace.key_ranges, stream);
+  dispatch(choice, [&]<class T, int D, SharedClass S>() {
+    launch_forward<T, D, S>(choice.loop, params, stream);
+  });
+}
+
+std::string forward_name(const ForwardArgs& args, const DeviceProperties& device) {
+  const ForwardWorkspace workspace(args.problem, args.in, has_lists(args), nullptr);
+  return name(choose_forward(args.problem, params_of(args, workspace), shared_class(device)));
+}
+
+std::vector<std::string> forward_names(const DeviceProperties& device) {
+  return names_of(forward_choices(shared_class(device)));
+}
+
+// ---- Backward -------------------------------------------------------------------------------------------
+
+bool is_dbias_aligned(const BackwardArgs& args) {
+  const Problem& p = args.problem;
+  const auto is_aligned = [&](const void* data, const std::array<std::int64_t, 4>& stride) {
+    return broadcast_of(p, p.bias_shape, data, stride, size_of(p.bias_dtype)).in_fours;
+  };
+  return is_aligned(args.in.bias.data, args.in.bias.stride) &&
+         (args.dbias.data == nullptr || is_aligned(args.dbias.data, args.dbias.stride));
+}
+
+BackwardChoice choose(const BackwardArgs& args, const DeviceProperties& device) {
+  return choose_backward(args.problem,
+                         {.has_lists = has_lists(args),
+                          .dbias_aligned = is_dbias_aligned(args),
+                          .wants_dq = args.dq.data != nullptr},
+                         shared_class(device));
+}
+
+BackwardParams params_of(const BackwardArgs& args, const BackwardWorkspace& workspace) {
+  const Problem& p = args.problem;
+  BackwardParams params;
+  params.shape = shape_of(p);
+  params.score = score_of(p, args.in);
+  params.score.packed_mask = workspace.packed_mask;
+  params.q = rows_of(args.in.q);
+  params.k = rows_of(args.in.k);
+  params.v = rows_of(args.in.v);
+  params.out = rows_of(args.out);
+  params.dout = rows_of(args.dout);
+  params.dq = rows_of(args.dq);
+  params.dk = rows_of(args.dk);
+  params.dv = rows_of(args.dv);
+  params.plan = lists_of(args);
+  params.lse = static_cast<const float*>(args.lse.data);
+  params.lse_low = static_cast<const float*>(args.lse_low.data);
+  params.saturate = p.nonfinite == NonFinite::saturate;
+  params.lse2 = workspace.lse_log2;
+  params.lse2_low = workspace.lse_log2_low;
+  params.delta = workspace.delta;
+  params.flags = workspace.zeroed.flags;
+  params.dbias_add = workspace.zeroed.dbias_accum != nullptr;
+  if (args.dbias.data == nullptr) return params;
+  const BroadcastShape accum_shape = dbias_accum_shape(p);
+  params.dbias = params.dbias_add ? broadcast_of<void>(p, accum_shape, workspace.zeroed.dbias_accum,
+                                                       contiguous_strides(accum_shape), 4)
+                                  : broadcast_of(p, p.bias_shape, args.dbias.data,
+                                                 args.dbias.stride, size_of(p.bias_dtype));
+  return params;
+}
+
+template <class T>
+void store_rows(const Shape& shape, const float* sums, const Tensor4& to, float scale,
+                bool saturate, cudaStream_t stream) {
+  if (to.data == nullptr) return;
+  const StoreRows<T> store{shape, sums, rows_of(to), scale, saturate};
+  for_each(store.items(), store, stream);
+}
+
+void run_query_major(const BackwardArgs& args, const BackwardChoice& choice,
+                     const BackwardWorkspace& workspace, const BackwardParams& common,
+                     cudaStream_t stream) {
+  const Problem& p = args.problem;
+  const ZeroedArrays& zeroed = workspace.zeroed;
+  QueryMajorParams params(common);
+  params.runs = find_key_ranges(p, args.in, workspace.key_ranges, stream);
+  params.turns = zeroed.semaphore;
+  if (args.dk.data != nullptr) params.dk_sum = zeroed.dk_accum;
+  if (args.dv.data != nullptr) params.dv_sum = zeroed.dv_accum;
+  dispatch(choice, [&]<class T, int D, SharedClass S>() {
+    launch_backward<T, D, S>(choice, params, stream);
+    store_rows<T>(params.shape, zeroed.dk_accum, args.dk, p.scale, params.saturate, stream);
+    store_rows<T>(params.shape, zeroed.dv_accum, args.dv, 1, params.saturate, stream);
+  });
+}
+
+void run_key_major(const BackwardArgs& args, const BackwardChoice& choice,
+                   const BackwardWorkspace& workspace, const BackwardParams& common,
+                   cudaStream_t stream) {
+  KeyMajorParams params(common);
+  if (args.dq.data != nullptr) {
+    params.turns = workspace.zeroed.semaphore;
+    params.dq_sum = workspace.zeroed.dq_accum;
+  }
+  pack_mask(args.problem, params.score, stream);
+  dispatch(choice, [&]<class T, int D, SharedClass S>() {
+    if constexpr (has_key_major_backward(D, S)) {
+      launch_backward<T, D, S>(choice, params, stream);
+      if (params.dq.data == nullptr) return;
+      const StoreQueryRows<T, D> store{params.shape,       params.dq_sum,   params.dq,
+                                       params.score.scale, params.saturate, params.flags};
+      for_each(store.items(), store, stream);
+    }
+  });
+}
+
+void backward(const BackwardArgs& args, const DeviceProperties& device,
+              const Execution& execution) {
+  const Problem& p = args.problem;
+  const auto stream = static_cast<cudaStream_t>(execution.stream);
+  const BackwardChoice choice = choose(args, device);
+  const BackwardWorkspace workspace(p, args.in, has_lists(args), choice, execution.workspace);
+  const BackwardParams params = params_of(args, workspace);
+  const bool wants_dbias = params.dbias.data != nullptr;
+
+  check(cudaMemsetAsync(workspace.zeroed_begin, 0, workspace.zeroed_bytes, stream),
+        "cudaMemsetAsync");
+  // A main loop that follows lists stores only the elements of dbias that it visits.
+  if (wants_dbias && !params.dbias_add && has_lists(args)) store_dbias(args, nullptr, stream);
+  preprocess_backward(params, p.dtype, stream);
+  is_key_major(choice.loop) ? run_key_major(args, choice, workspace, params, stream)
+                            : run_query_major(args, choice, workspace, params, stream);
+  fix_gradients(params, p.dtype, stream);
+  if (wants_dbias && params.dbias_add) store_dbias(args, workspace.zeroed.dbias_accum, stream);
+}
+
+// Enough for whichever gradients the call will ask for, and whatever alignment dbias will have.
+std::size_t backward_workspace_size(const BackwardArgs& args, const DeviceProperties& device) {
+  const bool lists = has_lists(args);
+  const auto bytes = [&](bool aligned) {
+    const BackwardChoice choice = choose_backward(
+        args.problem, {.has_lists = lists, .dbias_aligned = aligned}, shared_class(device));
+    return BackwardWorkspace(args.problem, args.in, lists, choice, nullptr).bytes;
+  };
+  return is_dbias_aligned(args) ? bytes(true) : std::max(bytes(true), bytes(false));
+}
+
+std::string backward_name(const BackwardArgs& args, const DeviceProperties& device) {
+  return name(choose(args, device));
+}
+
+std::vector<std::string> backward_names(const DeviceProperties& device) {
+  return names_of(backward_choices(shared_class(device)));
+}
+
+}  // namespace
+}  // namespace flash_dmattn::cuda::sm80
+
+namespace flash_dmattn::cuda {
+
+const Family sm80_family = {
+    .name = "sm80",
+    .decline_device = sm80::decline_device,
+    .forward = {.decline = sm80::decline,
+                .schedule = {Schedule::Kind::query_tile_lists, plan_tile_rows},
+                .workspace_size = sm80::forward_workspace_size,
+                .run = sm80::forward,
+                .name = sm80::forward_name,
+                .names = sm80::forward_names},
+    .few_queries = {},
+    .backward = {.decline = sm80::decline,
+                 .schedule = {Schedule::Kind::query_tile_lists, plan_tile_rows},
+                 .workspace_size = sm80::backward_workspace_size,
+                 .run = sm80::backward,
+                 .name = sm80::backward_name,
+                 .names = sm80::backward_names},
+};
+
+}  // namespace flash_dmattn::cuda

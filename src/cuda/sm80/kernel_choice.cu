@@ -1,0 +1,136 @@
+#include "cuda/sm80/kernel_choice.h"
+
+#include <array>
+#include <string_view>
+
+#include "cuda/problem.h"
+
+namespace flash_dmattn::cuda::sm80 {
+namespace {
+
+constexpr std::array dtypes = {DType::bf16, DType::f16};
+constexpr std::array head_dims = {64, 128, 256};
+constexpr std::array forward_loops = {ForwardLoop::key_range, ForwardLoop::key_list,
+                                      ForwardLoop::dense_elementwise, ForwardLoop::dense,
+                                      ForwardLoop::dense_two_heads};
+constexpr std::array backward_loops = {BackwardLoop::key_major, BackwardLoop::key_major_dense,
+                                       BackwardLoop::query_major, BackwardLoop::query_major_dense};
+
+constexpr std::string_view name_of(ForwardLoop loop) {
+  switch (loop) {
+    case ForwardLoop::key_range: return "key_range";
+    case ForwardLoop::key_list: return "key_list";
+    case ForwardLoop::dense_elementwise: return "dense_elementwise";
+    case ForwardLoop::dense: return "dense";
+    case ForwardLoop::dense_two_heads: return "dense_two_heads";
+  }
+  return "";
+}
+
+constexpr std::string_view name_of(BackwardLoop loop) {
+  switch (loop) {
+    case BackwardLoop::key_major: return "key_major";
+    case BackwardLoop::key_major_dense: return "key_major_dense";
+    case BackwardLoop::query_major: return "query_major";
+    case BackwardLoop::query_major_dense: return "query_major_dense";
+  }
+  return "";
+}
+
+template <class Choice>
+std::string join(std::string_view direction, const Choice& c) {
+  std::string text = "sm80 ";
+  text.append(direction).append(" ").append(flash_dmattn::name_of(c.dtype));
+  text.append(" d").append(std::to_string(c.head_dim)).append(" ").append(name_of(c.loop));
+  return text.append(c.shared == SharedClass::kb99 ? " 99KB" : " 163KB");
+}
+
+}  // namespace
+
+std::string name(const ForwardChoice& choice) { return join("forward", choice); }
+
+std::string name(const BackwardChoice& choice) {
+  return join("backward", choice) + (choice.ordered ? " ordered" : "");
+}
+
+SharedClass shared_class(const DeviceProperties& device) {
+  return device.shared_bytes >= static_cast<int>(shared_bytes(SharedClass::kb163))
+             ? SharedClass::kb163
+             : SharedClass::kb99;
+}
+
+bool is_compiled(SharedClass shared) {
+  return shared == SharedClass::kb99 ? FLASH_DMATTN_HAS_KB99 != 0 : FLASH_DMATTN_HAS_KB163 != 0;
+}
+
+std::vector<ForwardChoice> forward_choices(SharedClass shared) {
+  std::vector<ForwardChoice> result;
+  for (const DType dtype : dtypes) {
+    for (const int head_dim : head_dims) {
+      for (const ForwardLoop loop : forward_loops) {
+        const ForwardChoice choice{dtype, head_dim, shared, loop};
+        if (exists(choice)) result.push_back(choice);
+      }
+    }
+  }
+  return result;
+}
+
+std::vector<BackwardChoice> backward_choices(SharedClass shared) {
+  std::vector<BackwardChoice> result;
+  for (const DType dtype : dtypes) {
+    for (const int head_dim : head_dims) {
+      for (const BackwardLoop loop : backward_loops) {
+        for (const bool ordered : {false, true}) {
+          const BackwardChoice choice{dtype, head_dim, shared, loop, ordered};
+          if (exists(choice)) result.push_back(choice);
+        }
+      }
+    }
+  }
+  return result;
+}
+
+ForwardChoice choose_forward(const Problem& p, const ForwardParams& params, SharedClass shared) {
+  ForwardChoice choice{p.dtype, head_dim_bucket(static_cast<int>(p.head_dim)), shared,
+                       ForwardLoop::key_range};
+  const ScoreParams& score = params.score;
+  const bool has_lists = params.plan.keys != nullptr;
+  if (!score.mask.per_query && !score.bias.per_query) {
+    if (has_lists) choice.loop = ForwardLoop::key_list;
+    return choice;
+  }
+  const bool by_tiles = !has_lists && score.form != ScoreForm::capped &&
+                        (!score.bias.per_query || score.bias.in_words);
+  // A packed mask differs between heads whose ranks do.
+  const bool heads_share =
+      score.mask.head_q == 0 && score.packed_mask.head_q == 0 && score.bias.head_q == 0;
+  const bool in_twos = p.heads_kv > 0 && p.heads_q / p.heads_kv % 2 == 0;
+  choice.loop = ForwardLoop::dense_two_heads;
+  if (by_tiles && heads_share && in_twos && exists(choice)) return choice;
+  choice.loop = by_tiles ? ForwardLoop::dense : ForwardLoop::dense_elementwise;
+  return choice;
+}
+
+BackwardChoice choose_backward(const Problem& p, const BackwardTraits& traits, SharedClass shared) {
+  BackwardChoice choice{p.dtype, head_dim_bucket(static_cast<int>(p.head_dim)), shared,
+                        BackwardLoop::query_major, p.deterministic};
+  const bool dense_bias = is_dense(p.bias_shape);
+  const bool dense = has_dense_mask(p) || dense_bias;
+  // A softcap's slope would have to reach the warps of dk with P. The additions to the gradient of a dense bias
+  // have no order here.
+  const bool bias_fits =
+      !dense_bias || (traits.dbias_aligned && p.bias_shape[3] > 1 && size_of(p.bias_dtype) == 2);
+  if (p.softcap <= 0 && !traits.has_lists && (!dense || (p.seqlen_k % 4 == 0 && bias_fits))) {
+    choice.loop = dense ? BackwardLoop::key_major_dense : BackwardLoop::key_major;
+    if (exists(choice)) {
+      choice.ordered = p.deterministic && traits.wants_dq;  // only dq is added in memory
+      return choice;
+    }
+  }
+  choice.loop = dense ? BackwardLoop::query_major_dense : BackwardLoop::query_major;
+  choice.ordered = dense || p.deterministic;
+  return choice;
+}
+
+}  // namespace flash_dmattn::cuda::sm80

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/sm80/kernel_choice.h"
+#include "cuda/sm80/params.h"
+#include "cuda/stages.h"
+
+// How a call lays out the caller's workspace. One function both sizes it, with a null base, and places its
+// arrays.
+namespace flash_dmattn::cuda::sm80 {
+
+struct ForwardWorkspace {
+  PackedMask packed_mask;
+  KeyRangeWorkspace key_ranges;
+  std::size_t bytes;
+
+  ForwardWorkspace(const Problem& p, const Inputs& in, bool has_lists, void* base);
+};
+
+// Arrays that are zeroed before the main loop. Those that the kernel does not use are null.
+struct ZeroedArrays {
+  std::uint32_t* flags = nullptr;
+  Turns semaphore;
+  float* dq_accum = nullptr;
+  float* dk_accum = nullptr;
+  float* dv_accum = nullptr;
+  float* dbias_accum = nullptr;
+};
+
+struct BackwardWorkspace {
+  float* lse_log2;
+  float* lse_log2_low;
+  float* delta;
+  ZeroedArrays zeroed;
+  std::byte* zeroed_begin;
+  std::size_t zeroed_bytes;
+  PackedMask packed_mask;
+  KeyRangeWorkspace key_ranges;
+  std::size_t bytes;
+
+  BackwardWorkspace(const Problem& p, const Inputs& in, bool has_lists,
+                    const BackwardChoice& choice, void* base);
+};
+
+// Whether several elements of ds belong to one of dbias: they are added in fp32, in workspace.
+bool accumulates_dbias(const Problem& p, const BackwardChoice& choice);
+
+}  // namespace flash_dmattn::cuda::sm80

@@ -1,0 +1,148 @@
+#include "cuda/stages.h"
+
+#include "cuda/common/bias_gradient.cuh"
+#include "cuda/common/dq_fixup.cuh"
+#include "cuda/common/integers.h"
+#include "cuda/common/key_runs.cuh"
+#include "cuda/common/launch.h"
+#include "cuda/common/nonfinite_rows.cuh"
+#include "cuda/common/packed_mask.cuh"
+#include "cuda/common/preprocess.cuh"
+#include "cuda/problem.h"
+
+namespace flash_dmattn::cuda {
+namespace {
+
+// Calls body.template operator()<T>() for the dtype of a problem.
+template <class Body>
+void with_dtype(DType dtype, const Body& body) {
+  dtype == DType::bf16 ? body.template operator()<__nv_bfloat16>()
+                       : body.template operator()<__half>();
+}
+
+template <class Kernel, class... Sizes>
+void launch_for(const typename Kernel::Params& params, cudaStream_t stream, Sizes... sizes) {
+  launch<Kernel>(Kernel::blocks(params, sizes...), params, stream);
+}
+
+KeyRunsParams key_range_params(const Problem& p, const Inputs& in,
+                               const KeyRangeWorkspace& workspace) {
+  return {.intervals = in.visibility.intervals,
+          .heads = static_cast<int>(p.intervals_shape[1]),
+          .seqlen_q = static_cast<int>(p.seqlen_q),
+          .seqlen_k = static_cast<int>(p.seqlen_k),
+          .causal = p.causal,
+          .blocks = workspace.blocks,
+          .runs = workspace.ranges};
+}
+
+}  // namespace
+
+// ---- Packed mask ----------------------------------------------------------------------------------------
+
+PackedMask carve_packed_mask(const Problem& p, bool has_lists, Carver& workspace) {
+  PackedMask packed;
+  if (has_lists || !has_dense_mask(p)) return packed;
+  const auto [batch, heads] = packed_shape(p);
+  const std::int64_t words = ceil_div(p.seqlen_k, PackedMask::side);
+  const std::int64_t row_tiles = ceil_div(p.seqlen_q, PackedMask::side);
+  packed.bits = workspace.take<std::uint64_t>(batch * heads * row_tiles * PackedMask::side * words);
+  packed.states = workspace.take<std::uint8_t>(batch * heads * row_tiles * words);
+  packed.words = static_cast<int>(words);
+  packed.batch = batch > 1 ? static_cast<int>(heads) : 0;
+  if (heads > 1) (heads == p.heads_q ? packed.head_q : packed.head_kv) = 1;
+  return packed;
+}
+
+void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream) {
+  if (score.packed_mask.states == nullptr || p.batch * p.heads_q == 0) return;
+  const auto [batch, heads] = packed_shape(p);
+  const bool ranked = has(p.limit_shape);
+  PackMaskParams params;
+  params.mask = score.mask;
+  params.key_rank = score.key_rank;
+  params.rank_limit = score.rank_limit;
+  params.packed = score.packed_mask;
+  params.heads = static_cast<int>(heads);
+  params.group = heads == p.heads_q ? static_cast<int>(p.heads_q / p.heads_kv) : 1;
+  params.rows = static_cast<int>(p.seqlen_q);
+  params.keys = static_cast<int>(p.seqlen_k);
+  params.aligned = score.mask.in_words && (!ranked || score.key_rank.in_fours);
+  params.causal = p.causal;
+  params.shift = static_cast<int>(p.seqlen_k - p.seqlen_q);
+  ranked ? launch_for<PackMaskKernel<true>>(params, stream, batch * heads)
+         : launch_for<PackMaskKernel<false>>(params, stream, batch * heads);
+}
+
+// ---- Key ranges -----------------------------------------------------------------------------------------
+
+KeyRangeWorkspace carve_key_ranges(const Problem& p, const Inputs& in, bool has_lists,
+                                   Carver& workspace) {
+  if (in.visibility.intervals.data == nullptr || has_lists) return {};
+  const std::int64_t rows = p.intervals_shape[0] * p.intervals_shape[1];
+  const KeyRunsParams sizes = key_range_params(p, in, {});
+  KeyRangeWorkspace result;
+  result.blocks = workspace.take<KeyBlock>(rows * sizes.key_blocks());
+  result.ranges = workspace.take<KeyRun>(rows * sizes.query_tiles());
+  return result;
+}
+
+KeyRuns find_key_ranges(const Problem& p, const Inputs& in, const KeyRangeWorkspace& workspace,
+                        cudaStream_t stream) {
+  if (workspace.ranges == nullptr) return {};
+  const KeyRunsParams params = key_range_params(p, in, workspace);
+  const auto [batch, heads] = p.intervals_shape;
+  launch_for<SumKeyBlocksKernel>(params, stream, batch * heads);
+  launch_for<FindKeyRunsKernel>(params, stream, batch * heads);
+  return {.data = params.runs,
+          .batch = batch > 1 ? static_cast<int>(heads) * params.query_tiles() : 0,
+          .head = heads > 1 ? params.query_tiles() : 0};
+}
+
+// ---- Backward -------------------------------------------------------------------------------------------
+
+void preprocess_backward(const BackwardParams& params, DType dtype, cudaStream_t stream) {
+  with_dtype(dtype, [&]<class T>() { launch_for<BwdPreprocessKernel<T>>(params, stream); });
+}
+
+void fix_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream) {
+  with_dtype(dtype, [&]<class T>() {
+    if (params.dq.data != nullptr) launch_for<DqFixupKernel<T>>(params, stream);
+    if (!params.saturate) launch_for<NonFiniteRowsKernel<T>>(params, stream);
+  });
+}
+
+BroadcastShape dbias_accum_shape(const Problem& p) {
+  const BroadcastShape& bias = p.bias_shape;
+  if (bias[2] <= 1) {
+    return {p.batch, bias[1] == p.heads_q ? p.heads_q : p.heads_kv, 1, p.seqlen_k};
+  }
+  if (bias[3] <= 1) return {p.batch, p.heads_q, p.seqlen_q, 1};
+  return bias;
+}
+
+void store_dbias(const BackwardArgs& args, const float* sums, cudaStream_t stream) {
+  const Problem& p = args.problem;
+  with_dtype(p.dtype, [&]<class T>() {
+    BwdPostprocessBias<T> store;
+    for (std::size_t i = 0; i < 4; ++i) {
+      store.shape[i] = p.bias_shape[i];
+      store.stride[i] = args.dbias.stride[i];
+    }
+    store.to = static_cast<std::byte*>(args.dbias.data);
+    store.sums = sums;
+    store.f32 = p.bias_dtype == DType::f32;
+    store.saturate = p.nonfinite == NonFinite::saturate;
+    if (store.items() == 0) return;
+    const BroadcastShape accum_shape = dbias_accum_shape(p);
+    if (sums == nullptr || accum_shape == p.bias_shape) {
+      for_each(store.items(), store, stream);
+      return;
+    }
+    BwdPostprocessSummedBias<T> summed{.whole = store, .parts = {}};
+    for (std::size_t i = 0; i < 4; ++i) summed.parts[i] = accum_shape[i] / p.bias_shape[i];
+    for_each(summed.items(), summed, stream);
+  });
+}
+
+}  // namespace flash_dmattn::cuda

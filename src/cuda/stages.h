@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/common/carver.h"
+#include "cuda/params.h"
+#include "flash_dmattn/attention.h"
+
+// The stages before and after a main loop that are the same for every family, each a launch or two.
+namespace flash_dmattn::cuda {
+
+// ---- Before the main loop -------------------------------------------------------------------------------
+
+// Room for a packed mask, if the problem has a dense mask or ranks; none where the kernel follows a key list,
+// and looks at single elements.
+PackedMask carve_packed_mask(const Problem& p, bool has_lists, Carver& workspace);
+
+// Fills score.packed_mask from score.mask and the ranks.
+void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream);
+
+struct KeyBlock;
+
+// Room for the key ranges of query tiles, where there are intervals and no lists.
+struct KeyRangeWorkspace {
+  KeyBlock* blocks = nullptr;
+  KeyRun* ranges = nullptr;
+};
+KeyRangeWorkspace carve_key_ranges(const Problem& p, const Inputs& in, bool has_lists,
+                                   Carver& workspace);
+
+// Between which keys each query tile walks.
+KeyRuns find_key_ranges(const Problem& p, const Inputs& in, const KeyRangeWorkspace& workspace,
+                        cudaStream_t stream);
+
+// delta, lse_log2 and the flags of a backward.
+void preprocess_backward(const BackwardParams& params, DType dtype, cudaStream_t stream);
+
+// ---- After it -------------------------------------------------------------------------------------------
+
+// Shape of the fp32 sums that a dbias is made of. A bias without a query or a key dimension has sums for every
+// head and batch element: then no two blocks add to the same sum in an order that varies.
+BroadcastShape dbias_accum_shape(const Problem& p);
+
+// dbias from `sums` of dbias_accum_shape, or zeros where `sums` is null.
+void store_dbias(const BackwardArgs& args, const float* sums, cudaStream_t stream);
+
+// Gradients that not everything non-finite has reached, or more than it should: rows of dq beside keys that they
+// do not see, and without saturation dk, dv and dbias of rows with such elements. Before store_dbias.
+void fix_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream);
+
+}  // namespace flash_dmattn::cuda
