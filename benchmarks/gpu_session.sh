@@ -121,7 +121,7 @@ speed() {
     --record "$results/record.json"
 }
 
-# What was built and what the tests and sanitizers said, beside the times.
+# The build and the results of tests and sanitizers, beside the times.
 add_to_record() {
   python3 - "$results" "$folder/build" <<'PYTHON'
 import json, sys
