@@ -16,8 +16,8 @@ constexpr auto backward_kernel() {
   if constexpr (is_key_major(C.loop)) {
     return KeyMajorBackwardKernel<T, C.head_dim, C.loop == key_major_dense, C.ordered>();
   } else {
-    return BackwardKernel<T, C.head_dim, backward_policy(C.head_dim, C.shared),
-                          C.loop == query_major_dense, C.ordered>();
+    return QueryMajorBackwardKernel<T, C.head_dim, backward_policy(C.head_dim, C.shared),
+                                    C.loop == query_major_dense, C.ordered>();
   }
 }
 

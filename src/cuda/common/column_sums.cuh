@@ -1,0 +1,59 @@
+#pragma once
+
+#include "cuda/common/warp.cuh"
+
+namespace flash_dmattn::cuda {
+
+// The sums of the columns of a warp's accumulators, [16 M16 rows, 8 N8 columns], over its rows. Eight lanes share
+// a column: at each of three steps a lane hands one half of its sums to another and keeps the rest, so that each
+// ends with an eighth of its columns.
+template <int M16, int N8>
+class ColumnSums {
+ public:
+  static constexpr int size = (2 * N8 + 7) / 8;  // sums that a lane ends with
+
+  __device__ explicit ColumnSums(const float (&x)[M16][N8][4]) {
+#pragma unroll
+    for (int i = 0; i < lane_columns; ++i) {
+      sums_[i] = 0;
+#pragma unroll
+      for (int m = 0; m < M16; ++m) sums_[i] += x[m][i / 2][i % 2] + x[m][i / 2][i % 2 + 2];
+    }
+    const int lane = lane_id();
+    int left = lane_columns;
+#pragma unroll
+    for (int step = 16; step >= 4; step /= 2) {
+      const bool upper = (lane & step) != 0;
+      if (left > 1) {
+        left /= 2;
+#pragma unroll
+        for (int i = 0; i < lane_columns / 2; ++i) {
+          if (i >= left) break;
+          const float kept = upper ? sums_[i + left] : sums_[i];
+          const float handed = upper ? sums_[i] : sums_[i + left];
+          sums_[i] = kept + shuffle_xor(handed, step);
+        }
+        first_ += upper ? left : 0;
+      } else {
+        sums_[0] += shuffle_xor(sums_[0], step);
+      }
+    }
+    // With fewer columns than lanes to share them, several lanes hold the same sum; one of them is its owner.
+    constexpr int sharing = lane_columns < 8 ? 8 / lane_columns : 1;
+    owner_ = lane / 4 % sharing == 0;
+  }
+
+  __device__ float operator[](int i) const { return sums_[i]; }
+  // The column of sum i, after the lane's first one.
+  __device__ int column(int i) const { return (first_ + i) / 2 * 8 + (first_ + i) % 2; }
+  __device__ bool is_owner() const { return owner_; }
+
+ private:
+  static constexpr int lane_columns = 2 * N8;
+
+  float sums_[lane_columns];
+  int first_ = 0;  // which of the lane's columns sums_[0] is of
+  bool owner_;
+};
+
+}  // namespace flash_dmattn::cuda
