@@ -34,11 +34,11 @@ struct BroadcastView {
   std::int64_t head_kv = 0;
   std::int64_t query = 0;
   std::int64_t key = 0;
-  bool per_query = false;  // has a query dimension
-  bool in_pairs = false;   // elements 2 i and 2 i + 1 of every row lie in one aligned word
-  bool in_fours = false;   // elements 4 i ... 4 i + 3 of every row do; `query` fits into 31 bits
-  bool in_words = false;   // as many as 16 bytes have do, of 16-bit elements or bytes
-  bool f32 = false;        // of a bias: fp32 elements, else 16-bit ones
+  bool per_query = false;    // has a query dimension
+  bool aligned_x2 = false;   // elements 2 i and 2 i + 1 of every row lie in one aligned word
+  bool aligned_x4 = false;   // elements 4 i ... 4 i + 3 of every row do; `query` fits into 31 bits
+  bool aligned_16B = false;  // as many as 16 bytes have do, of 16-bit elements or bytes
+  bool f32 = false;          // of a bias: fp32 elements, else 16-bit ones
 };
 using Broadcast = BroadcastView<const std::byte>;
 using OutputBroadcast = BroadcastView<std::byte>;
@@ -64,19 +64,19 @@ struct PackedMask {
 inline constexpr int plan_tile_rows = 128;
 
 // The keys that a tile of plan_tile_rows queries walks where there are key intervals and no list: between
-// the first and the last that any query sees (common/key_runs.cuh). All are multiples of `keys`, but for the
+// the first and the last that any query sees (common/key_ranges.cuh). All are multiples of `keys`, but for the
 // end of the sequence.
-struct alignas(16) KeyRun {
+struct alignas(16) KeyRange {
   static constexpr int keys = 64;
 
   int begin, end;
-  int whole_begin,
-      whole_end;  // of these, keys that every query sees, unless a mask or a bias hides them
+  int full_begin,
+      full_end;  // of these, keys that every query sees, unless a mask or a bias hides them
 };
 
-struct KeyRuns {
-  const KeyRun* data = nullptr;  // [batch, heads, tiles]
-  int batch = 0;                 // strides in runs
+struct KeyRanges {
+  const KeyRange* data = nullptr;  // [batch, heads, tiles]
+  int batch = 0;                   // strides in ranges
   int head = 0;
 };
 
@@ -121,8 +121,8 @@ struct ForwardParams {
   ScoreParams score;
   InputRows q, k, v;
   OutputRows out;
-  QueryTileLists plan;  // without keys:
-  KeyRuns runs;         // these are walked; without them every key
+  QueryTileLists plan;   // without keys:
+  KeyRanges key_ranges;  // these are walked; without them every key
   float* lse = nullptr;
   float* lse_low = nullptr;  // may be null
   bool saturate = true;

@@ -61,10 +61,10 @@ auto broadcast_of(const Problem& p, const BroadcastShape& shape, Data* data,
   b.f32 = f32;
   const auto address = reinterpret_cast<std::intptr_t>(data);
   const std::int64_t steps = b.batch | b.head_q | b.head_kv | b.query;
-  b.in_pairs = b.key == 1 && steps % 2 == 0 && address % (2 * element_bytes) == 0;
-  b.in_fours = b.key == 1 && steps % 4 == 0 && address % (4 * element_bytes) == 0 &&
-               std::abs(b.query) <= std::numeric_limits<std::int32_t>::max() / 2;
-  b.in_words = b.key == 1 && steps * element_bytes % 16 == 0 && address % 16 == 0 && !f32;
+  b.aligned_x2 = b.key == 1 && steps % 2 == 0 && address % (2 * element_bytes) == 0;
+  b.aligned_x4 = b.key == 1 && steps % 4 == 0 && address % (4 * element_bytes) == 0 &&
+                 std::abs(b.query) <= std::numeric_limits<std::int32_t>::max() / 2;
+  b.aligned_16B = b.key == 1 && steps * element_bytes % 16 == 0 && address % 16 == 0 && !f32;
   return b;
 }
 

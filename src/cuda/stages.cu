@@ -3,7 +3,7 @@
 #include "cuda/common/bias_gradient.cuh"
 #include "cuda/common/dq_fixup.cuh"
 #include "cuda/common/integers.h"
-#include "cuda/common/key_runs.cuh"
+#include "cuda/common/key_ranges.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/nonfinite_rows.cuh"
 #include "cuda/common/packed_mask.cuh"
@@ -25,15 +25,15 @@ void launch_for(const typename Kernel::Params& params, cudaStream_t stream, Size
   launch<Kernel>(Kernel::blocks(params, sizes...), params, stream);
 }
 
-KeyRunsParams key_range_params(const Problem& p, const Inputs& in,
-                               const KeyRangeWorkspace& workspace) {
+KeyRangesParams key_range_params(const Problem& p, const Inputs& in,
+                                 const KeyRangeWorkspace& workspace) {
   return {.intervals = in.visibility.intervals,
           .heads = static_cast<int>(p.intervals_shape[1]),
           .seqlen_q = static_cast<int>(p.seqlen_q),
           .seqlen_k = static_cast<int>(p.seqlen_k),
           .causal = p.causal,
           .blocks = workspace.blocks,
-          .runs = workspace.ranges};
+          .key_ranges = workspace.ranges};
 }
 
 }  // namespace
@@ -67,7 +67,7 @@ void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream) 
   params.group = heads == p.heads_q ? static_cast<int>(p.heads_q / p.heads_kv) : 1;
   params.rows = static_cast<int>(p.seqlen_q);
   params.keys = static_cast<int>(p.seqlen_k);
-  params.aligned = score.mask.in_words && (!ranked || score.key_rank.in_fours);
+  params.aligned = score.mask.aligned_16B && (!ranked || score.key_rank.aligned_x4);
   params.causal = p.causal;
   params.shift = static_cast<int>(p.seqlen_k - p.seqlen_q);
   ranked ? launch_for<PackMaskKernel<true>>(params, stream, batch * heads)
@@ -80,21 +80,21 @@ KeyRangeWorkspace carve_key_ranges(const Problem& p, const Inputs& in, bool has_
                                    Carver& workspace) {
   if (in.visibility.intervals.data == nullptr || has_lists) return {};
   const std::int64_t rows = p.intervals_shape[0] * p.intervals_shape[1];
-  const KeyRunsParams sizes = key_range_params(p, in, {});
+  const KeyRangesParams sizes = key_range_params(p, in, {});
   KeyRangeWorkspace result;
-  result.blocks = workspace.take<KeyBlock>(rows * sizes.key_blocks());
-  result.ranges = workspace.take<KeyRun>(rows * sizes.query_tiles());
+  result.blocks = workspace.take<KeyBlockQueries>(rows * sizes.key_blocks());
+  result.ranges = workspace.take<KeyRange>(rows * sizes.query_tiles());
   return result;
 }
 
-KeyRuns find_key_ranges(const Problem& p, const Inputs& in, const KeyRangeWorkspace& workspace,
-                        cudaStream_t stream) {
+KeyRanges find_key_ranges(const Problem& p, const Inputs& in, const KeyRangeWorkspace& workspace,
+                          cudaStream_t stream) {
   if (workspace.ranges == nullptr) return {};
-  const KeyRunsParams params = key_range_params(p, in, workspace);
+  const KeyRangesParams params = key_range_params(p, in, workspace);
   const auto [batch, heads] = p.intervals_shape;
-  launch_for<SumKeyBlocksKernel>(params, stream, batch * heads);
-  launch_for<FindKeyRunsKernel>(params, stream, batch * heads);
-  return {.data = params.runs,
+  launch_for<BoundKeyBlocksKernel>(params, stream, batch * heads);
+  launch_for<FindKeyRangesKernel>(params, stream, batch * heads);
+  return {.data = params.key_ranges,
           .batch = batch > 1 ? static_cast<int>(heads) * params.query_tiles() : 0,
           .head = heads > 1 ? params.query_tiles() : 0};
 }

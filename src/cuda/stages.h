@@ -18,19 +18,19 @@ PackedMask carve_packed_mask(const Problem& p, bool has_lists, Carver& workspace
 // Fills score.packed_mask from score.mask and the ranks.
 void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream);
 
-struct KeyBlock;
+struct KeyBlockQueries;
 
 // Room for the key ranges of query tiles, where there are intervals and no lists.
 struct KeyRangeWorkspace {
-  KeyBlock* blocks = nullptr;
-  KeyRun* ranges = nullptr;
+  KeyBlockQueries* blocks = nullptr;
+  KeyRange* ranges = nullptr;
 };
 KeyRangeWorkspace carve_key_ranges(const Problem& p, const Inputs& in, bool has_lists,
                                    Carver& workspace);
 
 // Between which keys each query tile walks.
-KeyRuns find_key_ranges(const Problem& p, const Inputs& in, const KeyRangeWorkspace& workspace,
-                        cudaStream_t stream);
+KeyRanges find_key_ranges(const Problem& p, const Inputs& in, const KeyRangeWorkspace& workspace,
+                          cudaStream_t stream);
 
 // delta, lse_log2 and the flags of a backward.
 void preprocess_backward(const BackwardParams& params, DType dtype, cudaStream_t stream);

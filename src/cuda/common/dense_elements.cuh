@@ -40,13 +40,14 @@ class DenseElements {
   }
 
   // The same; the elements of 16 rows are loaded two at a time and without a branch, so that all are on their
-  // way before the first is used, in a tile of consecutive keys that all exist whose elements lie in_pairs.
+  // way before the first is used, in a tile of consecutive keys that all exist whose elements lie aligned_x2.
   template <int M16, int N8, class KeyInfo>
   __device__ void apply_x2(const KeyInfo& key_info, bool partial, LanePosition position,
                            float (&x)[M16][N8][4]) const {
-    const bool aligned_x2 = !keys_.listed() && size_ == KeyInfo::size &&
-                            (!score_.mask.per_query || score_.mask.in_pairs) &&
-                            (!score_.bias.per_query || (score_.bias.in_pairs && !score_.bias.f32));
+    const bool aligned_x2 =
+        !keys_.listed() && size_ == KeyInfo::size &&
+        (!score_.mask.per_query || score_.mask.aligned_x2) &&
+        (!score_.bias.per_query || (score_.bias.aligned_x2 && !score_.bias.f32));
     if (!aligned_x2) {
       apply(key_info, partial, position, x);
       return;

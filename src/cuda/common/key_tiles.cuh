@@ -30,9 +30,10 @@ struct TileKeys {
           tile.batch * p.plan.stride_batch + tile.kv_head * p.plan.stride_head + query_tile;
       list = p.plan.keys + p.plan.begin[index];
       end = p.plan.count[index];
-    } else if (p.runs.data != nullptr) {
-      const int4 range = __ldg(reinterpret_cast<const int4*>(
-          p.runs.data + tile.batch * p.runs.batch + tile.kv_head * p.runs.head + query_tile));
+    } else if (p.key_ranges.data != nullptr) {
+      const int4 range =
+          __ldg(reinterpret_cast<const int4*>(p.key_ranges.data + tile.batch * p.key_ranges.batch +
+                                              tile.kv_head * p.key_ranges.head + query_tile));
       begin = range.x;
       end = range.y;
       full_begin = range.z;

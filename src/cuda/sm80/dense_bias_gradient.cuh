@@ -39,7 +39,7 @@ class DenseBiasGradient {
     const auto element = [&](int half, int i) {
       return first + 8 * half * p_.dbias.query + 32 * i;
     };
-    const bool full = p_.dbias.in_words && at.row + rows <= p_.shape.seqlen_q &&
+    const bool full = p_.dbias.aligned_16B && at.row + rows <= p_.shape.seqlen_q &&
                       tile_.key + keys <= p_.shape.seqlen_k;
     if (full && !p_.dbias_add) {
       for_each_block([&](int half, int i) {
@@ -119,7 +119,7 @@ class DenseBiasGradient {
   // The first `count` elements, a multiple of four.
   __device__ void write(std::int64_t index, uint4 eight, int count) const {
     std::byte* const to = p_.dbias.data + 2 * index;
-    if (count >= 8 && p_.dbias.in_words) {
+    if (count >= 8 && p_.dbias.aligned_16B) {
       *reinterpret_cast<uint4*>(to) = eight;
     } else {
       if (count > 0) *reinterpret_cast<uint2*>(to) = {eight.x, eight.y};

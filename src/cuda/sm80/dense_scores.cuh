@@ -65,7 +65,7 @@ class DenseScores {
     const auto address = [&](int i) {
       return to + static_cast<std::uint32_t>(i * 8 * WarpBiasTile::row_bytes);
     };
-    if (score_.bias.in_words && at.row + 8 * n8 <= shape_.seqlen_q &&
+    if (score_.bias.aligned_16B && at.row + 8 * n8 <= shape_.seqlen_q &&
         warp_key_ + 32 <= shape_.seqlen_k) {
 #pragma unroll
       for (int i = 0; i < n8; ++i) cp_async_16(address(i), from + 8 * i * step);

@@ -110,7 +110,7 @@ void forward(const ForwardArgs& args, const DeviceProperties& device, const Exec
   const ForwardChoice choice = choose_forward(p, params, shared_class(device));
 
   pack_mask(p, params.score, stream);
-  params.runs = find_key_ranges(p, args.in, workspace.key_ranges, stream);
+  params.key_ranges = find_key_ranges(p, args.in, workspace.key_ranges, stream);
   dispatch(choice, [&]<class T, int D, SharedClass S>() {
     launch_forward<T, D, S>(choice.loop, params, stream);
   });
@@ -130,7 +130,7 @@ std::vector<std::string> forward_names(const DeviceProperties& device) {
 bool is_dbias_aligned(const BackwardArgs& args) {
   const Problem& p = args.problem;
   const auto is_aligned = [&](const void* data, const std::array<std::int64_t, 4>& stride) {
-    return broadcast_of(p, p.bias_shape, data, stride, size_of(p.bias_dtype)).in_fours;
+    return broadcast_of(p, p.bias_shape, data, stride, size_of(p.bias_dtype)).aligned_x4;
   };
   return is_aligned(args.in.bias.data, args.in.bias.stride) &&
          (args.dbias.data == nullptr || is_aligned(args.dbias.data, args.dbias.stride));
@@ -190,7 +190,7 @@ void run_query_major(const BackwardArgs& args, const BackwardChoice& choice,
   const Problem& p = args.problem;
   const ZeroedArrays& zeroed = workspace.zeroed;
   QueryMajorParams params(common);
-  params.runs = find_key_ranges(p, args.in, workspace.key_ranges, stream);
+  params.key_ranges = find_key_ranges(p, args.in, workspace.key_ranges, stream);
   params.turns = zeroed.semaphore;
   if (args.dk.data != nullptr) params.dk_sum = zeroed.dk_accum;
   if (args.dv.data != nullptr) params.dv_sum = zeroed.dv_accum;

@@ -101,7 +101,7 @@ ForwardChoice choose_forward(const Problem& p, const ForwardParams& params, Shar
     return choice;
   }
   const bool by_tiles = !has_lists && score.form != ScoreForm::capped &&
-                        (!score.bias.per_query || score.bias.in_words);
+                        (!score.bias.per_query || score.bias.aligned_16B);
   // A packed mask differs between heads whose ranks do.
   const bool heads_share =
       score.mask.head_q == 0 && score.packed_mask.head_q == 0 && score.bias.head_q == 0;

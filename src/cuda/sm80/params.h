@@ -12,8 +12,8 @@ struct QueryMajorParams : BackwardParams {
   QueryMajorParams() = default;
   explicit QueryMajorParams(const BackwardParams& common) : BackwardParams(common) {}
 
-  KeyRuns runs;  // where there is no plan
-  Turns turns;   // of the additions
+  KeyRanges key_ranges;  // where there is no plan
+  Turns turns;           // of the additions
   float* dk_sum =
       nullptr;  // [B, Hkv, Sk, sum_columns] fp32, columns in accumulator order; null: not wanted
   float* dv_sum = nullptr;  // the same

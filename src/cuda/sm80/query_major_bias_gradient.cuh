@@ -111,7 +111,7 @@ class QueryMajorBiasGradient {
   // A dense bias.
   template <class Keys>
   __device__ void store_elements(const Keys& keys, int size, const Accumulators& ds) const {
-    const bool by_twos = p_.dbias.in_pairs && p_.plan.keys == nullptr && !p_.dbias_add;
+    const bool by_twos = p_.dbias.aligned_x2 && p_.plan.keys == nullptr && !p_.dbias_add;
 #pragma unroll
     for (int m = 0; m < m16; ++m) {
 #pragma unroll
