@@ -14,10 +14,10 @@
 #include "cpu/scratch.h"
 #include "cpu/task.h"
 
-// Backward: one unit goes through a range of query tiles of one kv head, block of keys by block. Strip
+// Backward: one unit visits a range of query tiles of one kv head, block of keys by block. Strip
 // by strip of rows s = q k^T and dp = dout v^T become p and ds, and dq += ds k; then, over all rows of
 // the tile, dv += p^T dout and dk += ds^T q into the unit's own sums. (Dao, arXiv 2307.08691.) Blocks
-// with large numbers take the way of large_block.h.
+// with large numbers go through large_block.h.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 template <class In, class Element>
@@ -30,7 +30,7 @@ struct BackwardUnit {
   const Shape<Element> shape;
   RowFactors<Element> q, dout;
   BackwardKeys<In, Element> own_keys;  // packed by this unit
-  BackwardKeys<In, Element> keys;      // of the block at hand
+  BackwardKeys<In, Element> keys;      // of the current block
   float *s, *dp, *slope;               // [strip, block_keys]
   float* ds_rows;                      // [strip, key_words] words: a of dq += ds k
   float *p_columns, *ds_columns;       // [row_words, block_keys] words: a of the products over rows
@@ -51,8 +51,7 @@ struct BackwardUnit {
   std::int64_t first_slot = 0, slots = 0;
   bool large_rows = false;       // of the tile: q, dout or delta
   bool some_large_slot = false;  // some slot of the unit is not addable
-  double* dense_sums =
-      nullptr;  // [queries, dense_heads, Sk]: ds is added here and nothing else is done
+  double* dense_sums = nullptr;  // [queries, dense_heads, Sk]: only ds is computed, and added here
   int dense_heads = 1;
 
   BackwardUnit(const BackwardTask& task, Arena& arena)
@@ -189,7 +188,7 @@ struct BackwardUnit {
       for (int i = 0; i < lanes; ++i) sums = fma(elements[i], factors[i], sums);
     }
     for (int i = 0; i < count; ++i) delta[row + i] = sums[i];
-    // Beyond what dout and v of this tile can reach: some other v is large.
+    // Above the product of dout and v of this tile: some other v is large.
     large_rows = large_rows || any((bits(sums) & 0x7fffffff) > ((127 + 64) << 23));
   }
 
@@ -214,8 +213,8 @@ struct BackwardUnit {
 
   // ---- Blocks -----------------------------------------------------------------------------------
 
-  // Sets `keys` to the factors of the block. Those of large keys are not what a product may be given,
-  // but for k_transposed, which then has exponents.
+  // Sets `keys` to the factors of the block. Products must not use those of large keys, except
+  // k_transposed, which then has exponents.
   ScoreExponents load_keys(const Tile& tile, const KeyBlock& block) {
     ScoreExponents exponents;
     if (q.large) exponents.queries = q_exponents;
@@ -301,7 +300,7 @@ struct BackwardUnit {
     return words + std::int64_t{row / Element::per_word} * block_keys;
   }
 
-  // The products over rows read whole strips of keys, of which some have not been written.
+  // The products over rows read strips of keys, some of which have not been written.
   void clear_columns(int begin, int end, int row) {
     for (int w = 0; begin < end && w < strip / Element::per_word; ++w) {
       clear(column_words(p_columns, row) + w * block_keys + begin, end - begin);
@@ -374,7 +373,7 @@ struct BackwardUnit {
     return min(exp(x), splat(1.0f));
   }
 
-  // One row of pairs: in, q . k (or the score) and dout . v; out, p and ds as factors of dv and dk,
+  // One row of elements: in, q . k (or the score) and dout . v; out, p and ds as factors of dv and dk,
   // and ds as a factor of dq.
   void pair_row(const Tile& tile, const KeyBlock& block, int row, int strip_row, int visible,
                 const ScoreForm& form, float* s_row, float* dp_row) {
@@ -414,7 +413,7 @@ struct BackwardUnit {
     }
   }
 
-  // What a pair adds to a dense gradient of the bias that heads or batch elements share.
+  // The term of an element in a dense gradient of the bias that heads or batch elements share.
   void add_shared(int row, std::int64_t key, double ds) const {
     dense_sums[(row / t.group * dense_heads + row % dense_heads) * t.seqlen_k + key] += ds;
   }

@@ -26,7 +26,7 @@ struct ForwardTile {
   const Shape<Element> shape;
   Factor q;
   ForwardKeys<In, Element> own_keys;  // packed by this tile
-  ForwardKeys<In, Element> keys;      // of the block at hand
+  ForwardKeys<In, Element> keys;      // of the current block
   float* s;                           // [strip, block_keys]
   float* p;                           // [strip, key_words] words; s itself where a word is an fp32
   float* out;                         // [padded_rows, head_columns]
@@ -107,7 +107,7 @@ struct ForwardTile {
     out_shift = 0;
   }
 
-  // Sets `keys` to the factors of the block and returns what its scores have to be multiplied with.
+  // Sets `keys` to the factors of the block and returns the factor of its scores.
   ScoreExponents load_keys(const Tile& tile, const KeyBlock& block) {
     ScoreExponents exponents;
     if (q_large) exponents.queries = q_exponents;

@@ -5,8 +5,8 @@
 #include "cpu/element.h"
 #include "cpu/task.h"
 
-// Which keys a tile of queries meets, block by block, and what every query of the tile has in common
-// with regard to them.
+// The keys that a tile of queries visits, block by block, and the terms that its queries share for
+// them.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 struct Tile {
@@ -30,7 +30,7 @@ struct KeyBlock {
   const std::int32_t* index = nullptr;
   std::int64_t start = 0;
   int count = 0;
-  bool partial = false;  // some query of the tile does not see some key: test every pair
+  bool partial = false;  // some query of the tile does not see some key: test every element
 
   std::int64_t key(int n) const { return index != nullptr ? index[n] : start + n; }
 };
@@ -121,7 +121,7 @@ inline std::int64_t bias_at(const Task& t, const Tile& tile, int group_head, std
          query * t.bias.query;
 }
 
-// A mask or bias without a query dimension is a column term; one with it is tested pair by pair.
+// A key mask or bias is a column term; a dense one is tested element by element.
 inline bool is_per_pair(const Term& term) { return term.data != nullptr && term.query != 0; }
 inline bool is_per_key(const Term& term) { return term.data != nullptr && term.query == 0; }
 
@@ -216,8 +216,7 @@ struct MaskContent {
   }
 };
 
-// Looks at the tile of a mask with a query dimension: nothing else is done for an empty one, and a
-// full one is not looked at again.
+// Reads the tile of a dense mask: an empty one costs nothing more, and a full one is not tested.
 inline void mask_terms(const Task& t, const Tile& tile, const KeyBlock& block, KeyTerms& terms) {
   const int group = static_cast<int>(t.group);
   MaskContent content;
