@@ -70,7 +70,7 @@ test-sanitize: $(STAMPS)/tools build/googletest/ready ## C++ tests under Address
 test-python: $(STAMPS)/package $(STAMPS)/test ## Python tests, on the installed package
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
-# One architecture of each class of shared memory, so that every kernel is compiled once.
+# Two of the architectures that a release has: one of each class of shared memory, each with its own kernels.
 CUDA_TEST_ARCHITECTURES ?= 86-real;90-real
 NVCC := $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
 

@@ -1,4 +1,7 @@
+#include <atomic>
+#include <mutex>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "arguments.h"
@@ -214,8 +217,47 @@ RowValues row_values(const Tensor& tensor) {
   return static_cast<float*>(data);
 }
 
+// The main kernels that calls have started while recording is on. Autograd calls backward on threads of its own, so
+// there is one for the process.
+class KernelRecorder {
+ public:
+  template <class Args>
+  void add(const CheckedCall<Args>& call) {
+    if (!on_.load(std::memory_order_relaxed)) return;
+    const std::scoped_lock lock(mutex_);
+    names_ += call.kernel_name() + '\n';
+  }
+
+  // The names recorded since the last switch, a line each.
+  std::string switch_to(bool on) {
+    const std::scoped_lock lock(mutex_);
+    on_ = on;
+    return std::exchange(names_, {});
+  }
+
+ private:
+  std::atomic<bool> on_ = false;
+  std::mutex mutex_;
+  std::string names_;
+};
+
+KernelRecorder& kernel_recorder() {
+  static KernelRecorder recorder;
+  return recorder;
+}
+
+std::string record_kernels_op(bool on) { return kernel_recorder().switch_to(on); }
+
+// The main kernels that a backend can run here, a line each.
+std::string kernel_names_op(std::string backend) {
+  std::string lines;
+  for (const std::string& name : kernel_names(backend)) lines += name + '\n';
+  return lines;
+}
+
 template <class Args>
 void run(const CheckedCall<Args>& call, const Tensor& like) {
+  kernel_recorder().add(call);
   const std::size_t bytes = call.workspace_size();
   const Tensor workspace = allocate_bytes(bytes, like);
   call.run({static_cast<std::byte*>(workspace.mutable_data_ptr()), bytes});
@@ -349,6 +391,8 @@ STABLE_TORCH_LIBRARY(flash_dmattn, m) {
       "build_key_plan(Tensor key_intervals, int tile_rows, int query_length, int[] key_bound) "
       "-> (Tensor keys, Tensor begin, Tensor count, Tensor full)");
   m.def("backends() -> str");
+  m.def("kernel_names(str backend) -> str");
+  m.def("record_kernels(bool on) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) {
@@ -372,6 +416,8 @@ STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CompositeExplicitAutograd, m) {
   m.impl("backends", TORCH_BOX(&backends_op));
+  m.impl("kernel_names", TORCH_BOX(&kernel_names_op));
+  m.impl("record_kernels", TORCH_BOX(&record_kernels_op));
 }
 
 }  // namespace flash_dmattn::binding

@@ -1,48 +1,14 @@
 """python -m flash_dmattn {info,check,bench,demo}"""
 
 import argparse
-import os
-import platform
 import sys
-from pathlib import Path
-
-import torch
 
 import flash_dmattn
 
+from . import info as info_options
 from .benchmark import options as bench_options
 from .check import options as check_options
 from .demo import options as demo_options
-
-_INSTRUCTION_SETS = (
-    "sse4_2", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_tile", "amx_bf16",
-    "neon", "asimd", "sve", "bf16",
-)  # fmt: skip
-
-
-def info() -> None:
-    """Prints the version, the backends that run here, and why the others do not."""
-    print(f"flash_dmattn {flash_dmattn.__version__}")
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.platform()}")
-    print("\nbackends, the preferred one first")
-    for backend in flash_dmattn.backends():
-        print(f"  {backend.name:<10} {'yes' if backend.available else 'no':<4} {backend.reason}")
-    print("\nCPU")
-    print(f"  instruction sets  {' '.join(_instruction_sets()) or 'unknown'}")
-    print(f"  threads           {torch.get_num_threads()}")
-    cap = os.environ.get("FLASH_DMATTN_MAX_ISA")
-    if cap:
-        print(f"  FLASH_DMATTN_MAX_ISA = {cap}")
-
-
-def _instruction_sets() -> list[str]:
-    """The instruction sets of this machine that the kernels use, by the names of Linux."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return [platform.machine()]
-    lines = cpuinfo.read_text().splitlines()
-    flags = next((x for x in lines if x.startswith(("flags", "Features"))), "").split()
-    return [name for name in _INSTRUCTION_SETS if name in flags]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,7 +16,8 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m flash_dmattn", description=flash_dmattn.__doc__
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="version, backends and why others cannot run, CPU")
+    info = commands.add_parser("info", help="version, backends and why others cannot run, kernels")
+    info_options.add_to(info)
     demo = commands.add_parser(
         "demo",
         help="train transformers' Doge model on the Python standard library",
@@ -67,8 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     bench_options.add_to(bench)
     parsed = parser.parse_args(arguments)
     if parsed.command == "info":
-        info()
-        return 0
+        return info_options.info(parsed)
     if parsed.command == "check":
         from .check.run import check as run_check
 

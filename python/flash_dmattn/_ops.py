@@ -35,6 +35,8 @@ rank_keys = torch.ops.flash_dmattn.rank_keys.default
 measure_key_bound = torch.ops.flash_dmattn.measure_key_bound.default
 build_key_plan = torch.ops.flash_dmattn.build_key_plan.default
 backends = torch.ops.flash_dmattn.backends.default
+kernel_names = torch.ops.flash_dmattn.kernel_names.default
+record_kernels = torch.ops.flash_dmattn.record_kernels.default
 
 
 @cache

@@ -1,0 +1,32 @@
+"""The compiled kernels of the C++ backends: which exist, and which ones calls run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from . import _ops
+
+
+def kernel_names(backend: str) -> list[str]:
+    """The main kernels that the backend "cuda", "cpu" or "reference" can run on this machine."""
+    return _ops.kernel_names(backend).splitlines()
+
+
+@contextmanager
+def recorded_kernels() -> Iterator[list[str]]:
+    """Yields a list that holds the main kernels of the block's calls once the block ends, in their order.
+
+    Calls of all threads of the process count, as autograd runs backward on its own. Blocks do not nest.
+
+    >>> with recorded_kernels() as kernels:
+    ...     flash_dmattn_func(q, k, v).sum().backward()
+    >>> kernels
+    ['sm80 forward bf16 d128 key_range 163KB', 'sm80 backward bf16 d128 key_major 163KB']
+    """
+    names: list[str] = []
+    _ops.record_kernels(True)
+    try:
+        yield names
+    finally:
+        names += _ops.record_kernels(False).splitlines()

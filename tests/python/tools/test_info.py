@@ -1,0 +1,45 @@
+"""`python -m flash_dmattn info` names kernels, and recorded_kernels names those that calls run."""
+
+import pytest
+import torch
+
+from flash_dmattn import flash_dmattn_func
+from flash_dmattn.__main__ import main
+from flash_dmattn.kernels import kernel_names, recorded_kernels
+
+
+def test_a_case_is_printed_with_the_kernels_of_both_directions(capsys):
+    assert main(["info", "--case", "plain_bf16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    reference = lines.index("reference")
+    assert lines[reference + 1 :] == ["  reference forward", "  reference backward"]
+    cpu = lines.index("cpu")
+    assert [line.strip() for line in lines[cpu + 1 : cpu + 3]] == kernel_names("cpu")
+
+
+def test_an_unknown_case_is_one_line_and_status_2(capsys):
+    assert main(["info", "--case", "nonsense"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_all_kernels_of_this_machine_are_listed(capsys):
+    assert main(["info", "--kernels"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert set(kernel_names("cpu") + kernel_names("reference")) <= set(lines)
+
+
+def test_recorded_kernels_are_those_of_the_block_alone():
+    q = torch.randn(1, 4, 1, 8, requires_grad=True)
+    flash_dmattn_func(q, q, q)
+    with recorded_kernels() as kernels:
+        out = flash_dmattn_func(q, q, q)
+    out.sum().backward()
+    assert kernels == [name for name in kernel_names("cpu") if "forward" in name]
+    with recorded_kernels() as kernels:
+        flash_dmattn_func(q, q, q).sum().backward()
+    assert kernels == kernel_names("cpu")
+
+
+def test_kernel_names_of_an_unknown_backend_raise():
+    with pytest.raises(ValueError, match="backend"):
+        kernel_names("nonsense")
