@@ -83,18 +83,18 @@ struct KeyRanges {
 // What happens to q . k before the bias is added.
 enum class ScoreForm : std::uint8_t {
   product,  // s = factor x
-  scaled,  // x is multiplied by `inner` first: a factor that is not positive may not follow the max
-  capped,  // x becomes tanh(x scale / c) first
+  nonpositive_scale,  // x is multiplied by `inner` first: a factor that is not positive may not follow the max
+  capped,             // x becomes tanh(x scale / c) first
 };
 
 // Scores are kept in units of log 2, so that exp is a single ex2: log2 e is inside all of these.
 struct ScoreParams {
   ScoreForm form = ScoreForm::product;
-  float inner = 0;        // scaled: scale log2 e; capped: 2 log2 e scale / c
+  float inner = 0;        // nonpositive_scale: scale log2 e; capped: 2 log2 e scale / c
   float factor = 0;       // > 0: scale log2 e, 1 or c log2 e
   float pair_factor = 0;  // the same without log2 e, for a bias of pairs, which is added as it is
-  float exponent = 0;    // what a finished score has yet to be multiplied by: factor without a bias
-  float mask_value = 0;  // of a bias
+  float final_log2_scale = 0;  // multiplies a finished score: factor without a bias
+  float mask_value = 0;        // of a bias
   Broadcast mask;
   Broadcast key_rank;      // int32; with it the mask counts as one with a query dimension
   Broadcast rank_limit;    // int32

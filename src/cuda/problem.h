@@ -79,7 +79,7 @@ inline ScoreParams score_of(const Problem& p, const Inputs& in) {
   } else if (p.scale > 0) {
     score.factor = p.scale * log2e;
   } else {
-    score.form = ScoreForm::scaled;
+    score.form = ScoreForm::nonpositive_scale;
     score.inner = p.scale * log2e;
     score.factor = 1;
   }
@@ -92,7 +92,9 @@ inline ScoreParams score_of(const Problem& p, const Inputs& in) {
   score.rank_limit = broadcast_of(p, p.limit_shape, in.visibility.ranks.rank_limit.data,
                                   in.visibility.ranks.rank_limit.stride, 4);
   if (has(p.limit_shape)) score.mask.per_query = true;
-  score.exponent = score.bias.data == nullptr ? score.factor : score.bias.per_query ? log2e : 1;
+  score.final_log2_scale = score.bias.data == nullptr ? score.factor
+                           : score.bias.per_query     ? log2e
+                                                      : 1;
   score.intervals = in.visibility.intervals;
   score.causal = p.causal;
   return score;

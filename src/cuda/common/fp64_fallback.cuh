@@ -98,7 +98,7 @@ __device__ inline float probability_with_fallback(const BackwardParams& p, Query
                                                   float lse_low) {
   constexpr float safe_score =
       1e37f;  // a dot product that ends below it stayed below fp32's maximum
-  const float factor = p.score.exponent;
+  const float factor = p.score.final_log2_scale;
   if (may_overflow && !(fabsf(s * factor) < safe_score))
     return fp64_probability<T, HasDense>(p, head, row, key);
   return exp2_approx(fmaf(s, factor, -lse) - lse_low);

@@ -287,9 +287,9 @@ struct KeyMajorBackwardKernel {
       const bool key_bias = p.score.bias.data != nullptr && !(HasDense && p.score.bias.per_query);
       const bool partial = at.row < bounds.full_begin || at.row + rows > bounds.full_end;
       const bool fallback = (flags & lse_has_low) != 0;
-      if (HasDense || partial || fallback || p.score.form == ScoreForm::scaled) {
+      if (HasDense || partial || fallback || p.score.form == ScoreForm::nonpositive_scale) {
         multiply_part<1>(q, s);
-        if (p.score.form == ScoreForm::scaled)
+        if (p.score.form == ScoreForm::nonpositive_scale)
           for_each_element(s, [&](float& x, int, int, int) { x *= p.score.inner; });
         if (key_bias) add_key_bias(s);
         if constexpr (HasDense) dense_scores.apply(at, exchange_tile(stage), s);
@@ -299,14 +299,15 @@ struct KeyMajorBackwardKernel {
               p, {tile.batch, at.head, tile.kv_head}, at.row, flags,
               shared.lse[stage] + 2 * (lane % 4), [&](int m, int h) { return key_of(m, h); }, s);
         }
-        exchange(stage).store_p(p.score.exponent, shared.lse[stage], fallback, s, p_operand);
+        exchange(stage).store_p(p.score.final_log2_scale, shared.lse[stage], fallback, s,
+                                p_operand);
       } else if (key_bias) {
         multiply_part<1>(q, s);
         add_key_bias(s);
-        exchange(stage).store_p(p.score.exponent, shared.lse[stage], false, s, p_operand);
+        exchange(stage).store_p(p.score.final_log2_scale, shared.lse[stage], false, s, p_operand);
       } else {
         multiply_part<1>(q, s);
-        exchange(stage).store_p(p.score.exponent, shared.lse[stage], false, s, p_operand);
+        exchange(stage).store_p(p.score.final_log2_scale, shared.lse[stage], false, s, p_operand);
       }
     }
 

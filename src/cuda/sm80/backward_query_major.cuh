@@ -228,7 +228,7 @@ struct QueryMajorBackwardKernel {
         });
       } else {
         for_each_element(x, [&](float& s, int m, int, int e) {
-          s = exp2_approx(fmaf(s, p.score.exponent, -rows.lse_log2[m][e / 2]));
+          s = exp2_approx(fmaf(s, p.score.final_log2_scale, -rows.lse_log2[m][e / 2]));
         });
       }
       for_each_element(x, [&](float& s, int, int, int) { s = __saturatef(s); });

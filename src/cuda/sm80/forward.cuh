@@ -59,7 +59,7 @@ struct ForwardKernel {
     clear(out);
     OnlineSoftmax<T, m16> softmax;
     const bool biased = p.score.bias.data != nullptr;
-    const float factor = p.score.exponent;
+    const float factor = p.score.final_log2_scale;
     const OperandA<QueryRows, Major::k> q(q_tile, warp_row);
     const LanePosition position = LanePosition::of(tile.row + warp_row, 0);
 

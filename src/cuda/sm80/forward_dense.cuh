@@ -60,7 +60,7 @@ struct DenseForwardKernel {
     Accumulator<P.warp_rows, D> out;
     clear(out);
     OnlineSoftmax<T, m16> softmax;
-    const float factor = p.score.exponent;
+    const float factor = p.score.final_log2_scale;
     const OperandA<QueryRows, Major::k> q(q_tile, warp_row);
 
     for (int n = kv.begin(); kv.has(n); ++n) {
@@ -94,7 +94,7 @@ struct DenseForwardKernel {
   static __device__ void finish_scores(const Params& p, const QueryTile& tile, int warp_row,
                                        const Pipeline& kv, int n, std::uint32_t state,
                                        Scores& scores) {
-    if (p.score.form == ScoreForm::scaled) {
+    if (p.score.form == ScoreForm::nonpositive_scale) {
       for_each_element(scores, [&](float& s, int, int, int) { s *= p.score.inner; });
     }
     const int warp_query = Order::query(warp_row);
