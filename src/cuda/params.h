@@ -80,7 +80,7 @@ struct KeyRanges {
   int head = 0;
 };
 
-// What happens to q . k before the bias is added.
+// The form of a score before the bias is added, x = q . k.
 enum class ScoreForm : std::uint8_t {
   product,  // s = factor x
   nonpositive_scale,  // x is multiplied by `inner` first: a factor that is not positive may not follow the max
@@ -90,9 +90,9 @@ enum class ScoreForm : std::uint8_t {
 // Scores are kept in units of log 2, so that exp is a single ex2: log2 e is inside all of these.
 struct ScoreParams {
   ScoreForm form = ScoreForm::product;
-  float inner = 0;        // nonpositive_scale: scale log2 e; capped: 2 log2 e scale / c
-  float factor = 0;       // > 0: scale log2 e, 1 or c log2 e
-  float pair_factor = 0;  // the same without log2 e, for a bias of pairs, which is added as it is
+  float inner = 0;             // nonpositive_scale: scale log2 e; capped: 2 log2 e scale / c
+  float factor = 0;            // > 0: scale log2 e, 1 or c log2 e
+  float pair_factor = 0;       // the same without log2 e, for a dense bias, which is added as it is
   float final_log2_scale = 0;  // multiplies a finished score: factor without a bias
   float mask_value = 0;        // of a bias
   Broadcast mask;
