@@ -23,12 +23,14 @@ def measure(build: Path, cases: list[str]) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "record.json"
         # In `folder`, so that no package but the build's is on the path.
-        subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-m", "flash_dmattn", "bench", "--backend", "cuda", "--against", "none",
              "--case", *cases, "--json", record],
-            cwd=folder, check=True, stdout=subprocess.DEVNULL,
+            cwd=folder, capture_output=True, text=True,
             env={**os.environ, "PYTHONPATH": str(build / "python"), "FLASH_DMATTN_LIBRARY": str(build / "_C.so")},
         )  # fmt: skip
+        if done.returncode != 0 or not record.exists():
+            raise SystemExit(f"{build.name}: {done.stdout}{done.stderr}")
         return json.loads(record.read_text())["speed"]
 
 

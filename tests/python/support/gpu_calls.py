@@ -27,9 +27,10 @@ def gradients(function, inputs):
 
 
 def assert_close(actual, expected):
-    """Gradients may be added in another order from run to run."""
+    """Gradients may be added in another order from run to run, and are then rounded to 16 bits."""
     for got, wanted in zip(actual, expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+        largest = wanted.abs().max().item()
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=min(2e-2, 4e-3 * largest))
 
 
 FUNCTIONS = {
