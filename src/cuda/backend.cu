@@ -1,18 +1,15 @@
 #include "backend.h"
 
 #include <algorithm>
-#include <array>
 
-#include "cuda/family.h"
 #include "cuda/selection/schedule.h"
+#include "family_table.h"
 #include "flash_dmattn/error.h"
 
 // The backend "cuda": finds the family that computes a call, and calls it.
 namespace flash_dmattn {
 namespace cuda {
 namespace {
-
-constexpr std::array family_table = {&sm80_family};
 
 std::span<const Family* const> capped_families() {
   const std::span<const Family* const> all = family_table;

@@ -52,8 +52,6 @@ struct Family {
   Kernels<BackwardArgs> backward;
 };
 
-extern const Family sm80_family;  // sm80/family.cu
-
 // Newest first, without those above the cap (device.h). Throws InvalidArgument for a cap that is no family.
 std::span<const Family* const> families();
 

@@ -3,11 +3,11 @@
 
 #include "cuda/common/integers.h"
 #include "cuda/common/launch.h"
-#include "cuda/family.h"
 #include "cuda/problem.h"
 #include "cuda/sm80/launch.h"
 #include "cuda/sm80/postprocess.cuh"
 #include "cuda/sm80/workspace.h"
+#include "family_table.h"
 
 // The family for every GPU since Ampere: mma.sync on tiles that cp.async brings to shared memory.
 namespace flash_dmattn::cuda::sm80 {
