@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 from numbers import Integral, Real
 
@@ -25,9 +24,9 @@ MASK_VALUE = {
 
 
 # The types accepted as numbers: also those of numpy, of torch.compile, and tensors of one element.
-_NUMBERS = (Real, torch.SymFloat, torch.SymInt, Tensor)
+NUMBERS = (Real, torch.SymFloat, torch.SymInt, Tensor)
 _INTEGERS = (Integral, torch.SymInt)
-_FLOAT32_MAX = torch.finfo(torch.float32).max  # scale and softcap are float32 in the C++ library
+FLOAT32_MAX = torch.finfo(torch.float32).max  # scale and softcap are float32 in the C++ library
 
 
 def attention_inputs(
@@ -162,50 +161,6 @@ def _check_device(query: Tensor, backend: str) -> None:
                 f"query: got {query.dtype} on {device}, expected bfloat16 or float16 (convert with .to(), or "
                 'compute under torch.autocast("cuda", torch.bfloat16))'
             )
-
-
-def resolve_scale(scale: float | None, softmax_scale: float | None, head_dim: int) -> float:
-    if scale is not None and softmax_scale is not None:
-        raise ValueError(
-            f"scale, softmax_scale: got {scale} and {softmax_scale}, "
-            "expected one of them: they are two names of one thing"
-        )
-    scale = softmax_scale if scale is None else scale
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    if isinstance(scale, bool) or not isinstance(scale, _NUMBERS):
-        # True is most often is_causal in the place of softmax_scale.
-        raise TypeError(f"scale: got {scale!r}, expected a number")
-    if not abs(scale) <= _FLOAT32_MAX:
-        raise ValueError(f"scale: got {scale}, expected a number within the range of float32")
-    return float(scale)
-
-
-def resolve_softcap(softcap: float | None) -> float:
-    softcap = 0.0 if softcap is None else softcap
-    if isinstance(softcap, bool) or not isinstance(softcap, _NUMBERS):
-        raise TypeError(f"softcap: got {softcap!r}, expected a number")
-    softcap = float(softcap)
-    if not 0.0 <= softcap <= _FLOAT32_MAX:
-        raise ValueError(
-            f"softcap: got {softcap}, expected 0 (none) or a positive number within the range of float32"
-        )
-    return softcap
-
-
-def resolve_deterministic(deterministic: bool | None) -> bool:
-    return (
-        torch.are_deterministic_algorithms_enabled()
-        if deterministic is None
-        else bool(deterministic)
-    )
-
-
-def resolve_nonfinite(nonfinite: str) -> bool:
-    """Whether non-finite values saturate."""
-    if nonfinite not in ("saturate", "propagate"):
-        raise ValueError(f"nonfinite: got {nonfinite!r}, expected 'saturate' or 'propagate'")
-    return nonfinite == "saturate"
 
 
 def broadcast_argument(

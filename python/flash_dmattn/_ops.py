@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 
 def _load_library() -> None:
@@ -55,9 +56,13 @@ def _has_cuda() -> bool:
 _has_cuda._dynamo_marked_constant = True
 
 
-def has_kernels_for(tensor: torch.Tensor) -> bool:
+def has_kernels_for(tensor: Tensor) -> bool:
     """Whether selection and tile lists are the library's on the device of `tensor`; else they are in portable.py."""
     return tensor.device.type in ("cpu", "meta") or (tensor.device.type == "cuda" and _has_cuda())
+
+
+# What Visibility.operands may name, in the order of the operators' arguments.
+KEYS = ("key_intervals", "key_list", "key_count", "key_rank", "rank_limit")
 
 
 # ---- Shapes, dtypes and strides of the results -------------------------------------------------------
@@ -71,14 +76,9 @@ def _require_device_of(first, **others):
 
 
 @torch.library.register_fake("flash_dmattn::forward")
-def _forward_fake(
-    q, k, v, mask, bias, key_intervals, key_list, key_count, key_rank, rank_limit, key_bound, is_causal,
-    scale, softcap, saturate, deterministic, backend,
-):  # fmt: skip
-    _require_device_of(
-        q, k=k, v=v, mask=mask, bias=bias, key_intervals=key_intervals, key_rank=key_rank,
-        rank_limit=rank_limit,
-    )  # fmt: skip
+def _forward_fake(q, k, v, mask, bias, *keys_and_options):
+    keys = dict(zip(KEYS, keys_and_options, strict=False))
+    _require_device_of(q, k=k, v=v, mask=mask, bias=bias, **keys)
     batch, seqlen_q, heads_q, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty((batch, heads_q, seqlen_q), dtype=lse_dtype)
@@ -86,11 +86,9 @@ def _forward_fake(
 
 
 @torch.library.register_fake("flash_dmattn::backward")
-def _backward_fake(
-    dout, q, k, v, mask, bias, key_intervals, key_list, key_count, key_rank, rank_limit, out, lse, lse_low,
-    key_bound, is_causal, scale, softcap, saturate, deterministic, backend, need_dq, need_dk, need_dv,
-    need_dbias,
-):  # fmt: skip
+def _backward_fake(dout, q, k, v, mask, bias, *others):
+    *_, need_dq, need_dk, need_dv, need_dbias = others
+
     def gradient(needed, tensor):
         return tensor.new_empty(tensor.shape if needed else (0,))
 
@@ -136,7 +134,8 @@ def _rank_fake(scores, mask, bias, mask_value, window, is_causal):
 
 
 def _setup_context(ctx, inputs, output):
-    tensors, ctx.options = inputs[:10], inputs[10:]
+    count = 5 + len(KEYS)  # q, k, v, mask, bias
+    tensors, ctx.options = inputs[:count], inputs[count:]
     _, lse, lse_low = output
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(lse, lse_low)
@@ -144,12 +143,13 @@ def _setup_context(ctx, inputs, output):
 
 
 def _forward_derivative(ctx, dout, dlse, dlse_low):
+    inputs = len(ctx.needs_input_grad)
     if dout is None:
-        return (None,) * 17
+        return (None,) * inputs
     wanted = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4)]
     gradients = backward(dout, *ctx.saved_tensors, *ctx.options, *wanted)
     dq, dk, dv, dbias = (g if w else None for g, w in zip(gradients, wanted, strict=True))
-    return dq, dk, dv, None, dbias, *(None,) * 12
+    return dq, dk, dv, None, dbias, *(None,) * (inputs - 5)
 
 
 def _backward_derivative(ctx, *gradients):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .flash_dmattn_interface import _attention
+from .attention import attention, with_statistics
+from .choice import Choice
 from .key_intervals import KeyIntervals
+from .numerics import Numerics
+from .visibility import Visibility
 
 
 def triton_dmattn_func(
@@ -35,9 +38,14 @@ def triton_dmattn_func(
 
     Raises RuntimeError with the reason where it cannot run.
     """
-    return _attention(
-        query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap, deterministic,
-        return_attn_probs, scale=scale, keep_window_size=keep_window_size, selection=selection,
-        selection_scores=selection_scores, key_intervals=key_intervals, nonfinite=nonfinite,
-        backend="triton",
-    )  # fmt: skip
+    out, lse = attention(
+        query,
+        key,
+        value,
+        attn_bias,
+        Visibility(attn_mask, is_causal, key_intervals),
+        Choice(keep_window_size, selection, selection_scores),
+        Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
+        "triton",
+    )
+    return with_statistics(out, lse, return_attn_probs)

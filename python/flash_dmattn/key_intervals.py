@@ -63,6 +63,12 @@ class KeyIntervals:
     def heads(self) -> int:
         return self.intervals.shape[1]
 
+    def operands(self) -> dict[str, Tensor | list[int]]:
+        """By the names of the operators."""
+        base, per_query = (-1, 0) if self.bound is None else self.bound  # -1: unknown
+        bound = [base, per_query, int(self.consecutive)]
+        return {"key_intervals": self.intervals, "key_bound": bound}
+
     def to(self, device) -> KeyIntervals:
         return self.with_intervals(self.intervals.to(device))
 

@@ -13,8 +13,13 @@ MOST_ENTRIES = 2**24  # of lists whose sizes are not known; beyond that they are
 
 
 def select_key_intervals(
-    scores: Tensor, key_mask: Tensor | None, window: int, selection: str, is_causal: bool, query_length: int,
-) -> Tensor:  # fmt: skip
+    scores: Tensor,
+    key_mask: Tensor | None,
+    window: int,
+    selection: str,
+    is_causal: bool,
+    query_length: int,
+) -> Tensor:
     """The operator of that name: int32 [B, H, Sk, 2] of scores [B, H, Sk]."""
     key_length = scores.shape[-1]
     eligible = ~scores.isnan()

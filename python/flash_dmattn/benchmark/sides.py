@@ -15,6 +15,7 @@ from ..availability import get_available_backends
 from ..check.memory import bytes_of
 from ..flash_dmattn_interface import flash_dmattn_func_auto
 from ..key_intervals import KeyIntervals, select_key_intervals, sliding_window
+from ..visibility import Visibility
 from .cases import DENSE, GLOBAL, PAIRS, PER_QUERY, SLIDING, Case
 from .clock import Step
 
@@ -140,7 +141,7 @@ def _dense_only(backend: SDPBackend) -> Callable[[Inputs], Step]:
 
 def _flex(inputs: Inputs) -> Step:
     """torch's FlexAttention itself; its mask, by blocks and by elements, is ready before the clock starts."""
-    from ..flash_dmattn_flex import compiled_flex, masking
+    from ..flex import compiled_flex, masking
 
     case, intervals = inputs.case, inputs.intervals
     if case.kind in (PER_QUERY, GLOBAL):
@@ -148,10 +149,9 @@ def _flex(inputs: Inputs) -> Step:
     leaves = _leaves(*(t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)), inputs.bias)
     q, k, v, *bias = leaves
     of_pairs = [t if t.dim() == 4 else t[:, :, None] for t in bias]
-    options = masking(
-        q, k, inputs.mask, of_pairs[0] if bias else None,
-        None if intervals is None else intervals.intervals, case.kind != SLIDING,
-    ) | {"enable_gqa": case.heads_q != case.heads_kv}  # fmt: skip
+    visible = Visibility(inputs.mask, case.kind != SLIDING, intervals)
+    bias = of_pairs[0] if bias else None
+    options = masking(q, k, bias, visible) | {"enable_gqa": case.heads_q != case.heads_kv}
     return Step(lambda: compiled_flex(q, k, v, **options), leaves, inputs.dout.transpose(1, 2))
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from .. import flash_dmattn_interface
+from .. import numerics
 from ..availability import backends, gpu
 from ..flash_dmattn_interface import flash_dmattn_func_auto
 from ..flash_dmattn_triton import triton_dmattn_func
@@ -173,7 +173,7 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     # torch fills memory only while it is deterministic. Attention itself stays as it would be otherwise.
-    undecided = mock.patch.object(flash_dmattn_interface, "resolve_deterministic", bool)
+    undecided = mock.patch.object(numerics, "default_deterministic", bool)
     try:
         with undecided, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*deterministic")

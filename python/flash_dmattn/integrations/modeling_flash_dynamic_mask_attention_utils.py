@@ -142,15 +142,27 @@ def _flash_dynamic_mask_attention_forward(
         per_key_mask = visible is None or (isinstance(visible, torch.Tensor) and visible.dim() == 3)
         is_bool = isinstance(attention_mask, torch.Tensor) and attention_mask.dtype == torch.bool
         visible = _choose(
-            visible, scores, query_length, key_length, keep, attend["is_causal"],
+            visible,
+            scores,
+            query_length,
+            key_length,
+            keep,
+            attend["is_causal"],
             attention_mask if is_bool else None,
-        )  # fmt: skip
+        )
         if scores.dim() == 3 and not isinstance(visible, KeyIntervals):
             query, key, value = _cast(states, target_dtype)
             return flash_dmattn_func(
-                query, key, value, attn_mask=visible, attn_bias=bias, keep_window_size=keep,
-                selection="global" if per_key_mask else "per_query", selection_scores=scores, **attend,
-            )  # fmt: skip
+                query,
+                key,
+                value,
+                attn_mask=visible,
+                attn_bias=bias,
+                keep_window_size=keep,
+                selection="global" if per_key_mask else "per_query",
+                selection_scores=scores,
+                **attend,
+            )
     query, key, value = _cast(states, target_dtype)
     if not isinstance(visible, KeyIntervals):
         return flash_dmattn_func(query, key, value, attn_mask=visible, attn_bias=bias, **attend)

@@ -42,10 +42,16 @@ class Problem:
             if is_causal:
                 self.intervals = _from_the_diagonal(self.intervals, causal_reach)
         self.shape = Shape(
-            seqlen_q, seqlen_k, heads_q, heads_q // max(heads_kv, 1), head_dim,
+            seqlen_q,
+            seqlen_k,
+            heads_q,
+            heads_q // max(heads_kv, 1),
+            head_dim,
             causal_reach if is_causal and key_intervals is None else seqlen_k,
-            scale, softcap, MASK_VALUE[q.dtype],
-        )  # fmt: skip
+            scale,
+            softcap,
+            MASK_VALUE[q.dtype],
+        )
         self.mask = self.bias = Broadcast(q, 0, 0, 0, 0, 0)
         self.mask_kind = self.bias_kind = 0
         if mask is not None:
@@ -55,11 +61,15 @@ class Problem:
         block_d = max(16, triton.next_power_of_2(head_dim))
         # Of every launch. Triton 3.9 warns that the next one will not contract products and sums by default.
         self.common = {
-            "BLOCK_D": block_d, "EVEN_D": block_d == head_dim, "enable_fp_fusion": True,
-        }  # fmt: skip
+            "BLOCK_D": block_d,
+            "EVEN_D": block_d == head_dim,
+            "enable_fp_fusion": True,
+        }
         self.options = {
-            "MASK": self.mask_kind, "BIAS": self.bias_kind, "SOFTCAP": softcap > 0,
-        }  # fmt: skip
+            "MASK": self.mask_kind,
+            "BIAS": self.bias_kind,
+            "SOFTCAP": softcap > 0,
+        }
 
     def interval_view(self) -> Intervals:
         """The intervals; without them a tensor that is never read."""
@@ -81,9 +91,12 @@ class Problem:
 
     def config(self, kernel: str, careful: bool = False) -> configs.Config:
         return configs.choose(
-            kernel, self.dtype, self.common["BLOCK_D"], careful=careful,
+            kernel,
+            self.dtype,
+            self.common["BLOCK_D"],
+            careful=careful,
             little_shared=configs.has_little_shared_memory(self.device),
-        )  # fmt: skip
+        )
 
     def forms(self, kernel: str):
         """(configuration, keywords of the launch) of the plain and the fp64 form of a kernel."""
@@ -93,10 +106,17 @@ class Problem:
             if careful:  # the most general form: fewer kernels to compile
                 options |= {"EVEN_D": False}
                 options |= {name: 2 for name in ("MASK", "BIAS") if options[name]}
-            yield config, options | {
-                "CAREFUL": careful, "M": config.queries, "N": config.keys, "num_warps": config.warps,
-                "num_stages": config.stages,
-            }  # fmt: skip
+            yield (
+                config,
+                options
+                | {
+                    "CAREFUL": careful,
+                    "M": config.queries,
+                    "N": config.keys,
+                    "num_warps": config.warps,
+                    "num_stages": config.stages,
+                },
+            )
 
 
 def rows(tensor: Tensor) -> Rows:
@@ -140,9 +160,15 @@ def range_flags(problem: Problem, *tensors: tuple[Rows, int]) -> Tensor:
         blocks = problem.batch * heads * triton.cdiv(seqlen, _ROWS_AT_ONCE)
         if blocks:
             range_kernel[(blocks,)](
-                x, seqlen, heads, heads // problem.heads_kv, flags, shape, BLOCK=_ROWS_AT_ONCE,
+                x,
+                seqlen,
+                heads,
+                heads // problem.heads_kv,
+                flags,
+                shape,
+                BLOCK=_ROWS_AT_ONCE,
                 **problem.common,
-            )  # fmt: skip
+            )
     return flags
 
 
@@ -158,10 +184,23 @@ def forward(problem: Problem, saturate: bool) -> tuple[Tensor, Tensor, Tensor, T
         plan, planned = p.plan()
         for config, keywords in p.forms("forward" if p.intervals is None else "forward by list"):
             forward_kernel[(heads * triton.cdiv(shape.seqlen_q, config.queries),)](
-                p.q, p.k, p.v, p.mask, p.bias, p.interval_view(), plan, rows(out),
-                lse, lse_low, flags, shape, torch.finfo(p.dtype).max,
-                SATURATE=saturate, **planned, **keywords,
-            )  # fmt: skip
+                p.q,
+                p.k,
+                p.v,
+                p.mask,
+                p.bias,
+                p.interval_view(),
+                plan,
+                rows(out),
+                lse,
+                lse_low,
+                flags,
+                shape,
+                torch.finfo(p.dtype).max,
+                SATURATE=saturate,
+                **planned,
+                **keywords,
+            )
     return out, lse, lse_low, flags
 
 
@@ -200,17 +239,41 @@ def backward(problem, dout, out, lse, lse_low, flags, saturate, needs) -> list[T
         plan, planned = p.plan()
         for config, keywords in p.forms("dq"):
             query_gradient_kernel[(heads * triton.cdiv(shape.seqlen_q, config.queries),)](
-                *inputs, plan, rows(out), rows(dout), statistics, rows(dq), sums,
-                flags, shape, *limits, SUM_ROWS=by_rows, SATURATE=saturate, **planned, **keywords,
-            )  # fmt: skip
+                *inputs,
+                plan,
+                rows(out),
+                rows(dout),
+                statistics,
+                rows(dq),
+                sums,
+                flags,
+                shape,
+                *limits,
+                SUM_ROWS=by_rows,
+                SATURATE=saturate,
+                **planned,
+                **keywords,
+            )
     if (need_dk or need_dv or by_keys) and shape.seqlen_k:
         order = p.q.data if p.intervals is None else lifetime_order(p.intervals)
         for config, keywords in p.forms("dkdv"):
             key_gradient_kernel[(p.batch * p.heads_kv * triton.cdiv(shape.seqlen_k, config.keys),)](
-                *inputs, order, rows(out), rows(dout), statistics, rows(dk), rows(dv), sums, flags,
-                shape, *limits, BY_INTERVALS=p.intervals is not None, SUM_KEYS=by_keys,
-                SATURATE=saturate, **keywords,
-            )  # fmt: skip
+                *inputs,
+                order,
+                rows(out),
+                rows(dout),
+                statistics,
+                rows(dk),
+                rows(dv),
+                sums,
+                flags,
+                shape,
+                *limits,
+                BY_INTERVALS=p.intervals is not None,
+                SUM_KEYS=by_keys,
+                SATURATE=saturate,
+                **keywords,
+            )
     dbias = None
     if by_keys or by_rows:
         total = sums.keys[:, :, None] if by_keys else sums.rows[..., None]
@@ -243,8 +306,20 @@ def _bias_gradient(p: Problem, inputs, dout, out, statistics, flags, saturate) -
             return dbias
         keywords.pop("BIAS")
         bias_gradient_kernel[(blocks,)](
-            *inputs, rows(out), rows(dout), statistics, dbias, flags, shape, p.batch, bias.shape[0],
-            bias.shape[1], gradient_limit(bias.dtype), BY_INTERVALS=p.intervals is not None,
-            SATURATE=saturate, CHUNK=_BIAS_CHUNK, **keywords,
-        )  # fmt: skip
+            *inputs,
+            rows(out),
+            rows(dout),
+            statistics,
+            dbias,
+            flags,
+            shape,
+            p.batch,
+            bias.shape[0],
+            bias.shape[1],
+            gradient_limit(bias.dtype),
+            BY_INTERVALS=p.intervals is not None,
+            SATURATE=saturate,
+            CHUNK=_BIAS_CHUNK,
+            **keywords,
+        )
     return dbias

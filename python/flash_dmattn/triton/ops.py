@@ -6,7 +6,36 @@ import torch
 import triton
 from torch import Tensor
 
+from ..numerics import Numerics
+from ..visibility import Visibility
 from . import launch
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    visible: Visibility,
+    numerics: Numerics,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of arguments in normal form."""
+    keys = visible.operands()
+    base, per_query, _ = keys.get("key_bound", (-1, 0, 0))
+    out, lse, *_ = forward(
+        q,
+        k,
+        v,
+        visible.mask,
+        bias,
+        keys.get("key_intervals"),
+        [] if base < 0 else [base, per_query],
+        visible.is_causal,
+        numerics.scale,
+        numerics.softcap,
+        numerics.saturate,
+    )
+    return out, lse
 
 
 def _problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap):
@@ -23,10 +52,18 @@ def _problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, so
 
 @torch.library.custom_op("flash_dmattn::triton_forward", mutates_args=())
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None,
-    key_intervals: Tensor | None, key_bound: list[int], is_causal: bool, scale: float, softcap: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    key_intervals: Tensor | None,
+    key_bound: list[int],
+    is_causal: bool,
+    scale: float,
+    softcap: float,
     saturate: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, lse, lse_low, and int32 [B, Hkv]: 1 for heads that were computed in fp64."""
     problem = _problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap)
     with _device_of(q):
@@ -35,11 +72,24 @@ def forward(
 
 @torch.library.custom_op("flash_dmattn::triton_backward", mutates_args=())
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None,
-    key_intervals: Tensor | None, out: Tensor, lse: Tensor, lse_low: Tensor, careful: Tensor,
-    key_bound: list[int], is_causal: bool, scale: float, softcap: float, saturate: bool,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    key_intervals: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    lse_low: Tensor,
+    careful: Tensor,
+    key_bound: list[int],
+    is_causal: bool,
+    scale: float,
+    softcap: float,
+    saturate: bool,
     needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dbias; empty where `needs` is False."""
     problem = _problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap)
     with _device_of(q):
@@ -55,9 +105,7 @@ def _device_of(tensor: Tensor):
 
 
 @forward.register_fake
-def _forward_fake(
-    q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap, saturate
-):
+def _forward_fake(q, k, *others):
     batch, seqlen_q, heads_q, _ = q.shape
     lse = q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
     careful = q.new_empty((batch, k.shape[2]), dtype=torch.int32)
@@ -65,10 +113,8 @@ def _forward_fake(
 
 
 @backward.register_fake
-def _backward_fake(
-    dout, q, k, v, mask, bias, key_intervals, out, lse, lse_low, careful, key_bound, is_causal, scale,
-    softcap, saturate, needs,
-):  # fmt: skip
+def _backward_fake(dout, q, k, v, mask, bias, *others):
+    needs = others[-1]
     tensors = (q, k, v, q if bias is None else bias)
     return tuple(
         t.new_empty(t.shape if needed else (0,)) for t, needed in zip(tensors, needs, strict=True)
@@ -85,11 +131,11 @@ def _setup_context(ctx, inputs, output):
 
 def _forward_derivative(ctx, dout, dlse, dlse_low, dcareful):
     if dout is None:
-        return (None,) * 11
+        return (None,) * len(ctx.needs_input_grad)
     wanted = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4)]
     gradients = backward(dout, *ctx.saved_tensors, *ctx.options, wanted)
     dq, dk, dv, dbias = (g if w else None for g, w in zip(gradients, wanted, strict=True))
-    return dq, dk, dv, None, dbias, *(None,) * 6
+    return dq, dk, dv, None, dbias, *(None,) * (len(ctx.needs_input_grad) - 5)
 
 
 def _backward_derivative(ctx, *gradients):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from flash_dmattn import KeyIntervals, flex_dmattn_func, select_key_intervals
+from flash_dmattn import flex_dmattn_func, select_key_intervals
 from flash_dmattn.check.cases import CASES, make_case, run
 from flash_dmattn.check.compare import assert_close, assert_matches_oracle
 from flash_dmattn.check.oracle import Problem, Result, attention
@@ -73,15 +73,16 @@ def test_check_mode_names_an_output_gradient(monkeypatch):
 
 
 def test_the_block_mask_is_made_without_a_quadratic_tensor():
-    from flash_dmattn.flash_dmattn_flex import _blocks
+    from flash_dmattn.flex import _blocks
+    from flash_dmattn.visibility import Visibility
 
     length = 2000
     q = torch.empty(1, 2, length, 16)
-    intervals = select_key_intervals(torch.randn(1, 1, length), 50).intervals
+    intervals = select_key_intervals(torch.randn(1, 1, length), 50)
     with LargestTensor() as largest:
-        partial_count, partial, full_count, full = _blocks(q, q, None, None, intervals, False)
+        partial_count, partial, full_count, full = _blocks(q, q, None, Visibility(keys=intervals))
     assert largest.elements <= 2 * length
-    shown = KeyIntervals(intervals, length).to_mask()[0, 0]
+    shown = intervals.to_mask()[0, 0]
     for row, pairs in enumerate(shown.split(128)):
         for column, block in enumerate(pairs.split(128, dim=1)):
             listed_partial = column in partial[0, 0, row, : partial_count[0, 0, row]]

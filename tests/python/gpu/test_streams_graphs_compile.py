@@ -1,7 +1,6 @@
 """The CUDA backend as torch sees it: streams, devices, graphs, torch.compile, autocast, memory."""
 
 import itertools
-import sys
 from contextlib import contextmanager
 from unittest import mock
 
@@ -13,10 +12,10 @@ from flash_dmattn import (
     KeyIntervals,
     flash_dmattn_func,
     flash_dmattn_varlen_func,
+    numerics,
     select_key_intervals,
     sliding_window,
 )
-from flash_dmattn._arguments import resolve_deterministic
 from gpu import capture, needs_gpu
 from gpu_calls import FUNCTIONS, assert_close, attend, gradients, leaves
 
@@ -77,9 +76,9 @@ def test_deterministic_gradients_repeat_bit_for_bit(name):
 @contextmanager
 def torch_is_deterministic():
     """What the tests' poisoned memory takes away: attention listens to torch's switch."""
-    interface = sys.modules["flash_dmattn.flash_dmattn_interface"]
-    with mock.patch.object(interface, "resolve_deterministic", resolve_deterministic):
-        assert resolve_deterministic(None)
+    enabled = torch.are_deterministic_algorithms_enabled
+    with mock.patch.object(numerics, "default_deterministic", enabled):
+        assert numerics.resolve_deterministic(None)
         yield
 
 

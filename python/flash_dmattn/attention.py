@@ -1,0 +1,110 @@
+"""The common body of the public functions: arguments in normal form, the choice of keys, a backend."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import check_finite, library
+from ._arguments import attention_inputs, bias_argument, mask_argument, resolve_flag
+from .choice import Choice, choose, repeat_heads
+from .key_intervals import KeyIntervals
+from .numerics import Numerics
+from .visibility import Visibility
+
+IN_PYTHON = ("triton", "flex")
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    visible: Visibility,
+    choice: Choice,
+    numerics: Numerics,
+    backend: str = "",
+) -> tuple[Tensor, Tensor | None]:
+    """out and lse of arguments as the public functions take them.
+
+    backend: "" takes the first one that supports the problem.
+    """
+    query, key, value = attention_inputs(query, key, value, "B, S, H, D", backend)
+    bias = bias_argument(bias, query, key)
+    choice = choice.checked(query, key)
+    if visible.keys is not None:
+        _check_intervals(visible.keys, query, key)
+    visible = Visibility(
+        mask_argument(visible.mask, query, key),
+        resolve_flag(visible.is_causal, "is_causal"),
+        visible.keys,
+    )
+    visible = choose(choice, query, key, bias, visible, by_library=backend not in IN_PYTHON)
+    return run(query, key, value, bias, visible, numerics, backend)
+
+
+def run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    visible: Visibility,
+    numerics: Numerics,
+    backend: str = "",
+) -> tuple[Tensor, Tensor | None]:
+    """out and lse of arguments in normal form."""
+    numerics = numerics.for_head_dim(query.shape[3])
+    if visible.heads not in (1, key.shape[2]):
+        # Every query head chose for itself, so each gets a key head of its own.
+        mask, bias = (repeat_heads(t, query, key) for t in (visible.mask, bias))
+        visible = visible._replace(mask=mask)
+        group = query.shape[2] // key.shape[2]
+        key, value = (t.repeat_interleave(group, 2) for t in (key, value))
+    if backend in IN_PYTHON:
+        return _run_in_python(query, key, value, bias, visible, numerics, backend)
+    return library.attention(query, key, value, bias, visible, numerics, backend)
+
+
+def with_statistics(
+    out: Tensor, lse: Tensor | None, wanted: bool | None
+) -> Tensor | tuple[Tensor, Tensor | None, None]:
+    """The result of the public functions; the third place is that of the probabilities elsewhere."""
+    return (out, lse, None) if resolve_flag(wanted, "return_attn_probs") else out
+
+
+def _run_in_python(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    visible: Visibility,
+    numerics: Numerics,
+    backend: str,
+) -> tuple[Tensor, Tensor | None]:
+    checked = check_finite.enabled()
+    if checked:
+        query, key, value, bias = check_finite.inputs(q=query, k=key, v=value, bias=bias)
+    if backend == "triton":
+        from .triton.ops import attention as implementation  # imports triton, which may be missing
+    else:
+        from .flex import attention as implementation
+    out, lse = implementation(query, key, value, bias, visible, numerics)
+    return check_finite.outputs(out, lse) if checked else (out, lse)
+
+
+def _check_intervals(key_intervals: KeyIntervals, query: Tensor, key: Tensor) -> None:
+    if not isinstance(key_intervals, KeyIntervals):
+        raise TypeError(f"key_intervals: got {type(key_intervals).__name__}, expected KeyIntervals")
+    batch, seqlen_q = query.shape[:2]
+    seqlen_k, heads_kv = key.shape[1:3]
+    shape = key_intervals.intervals.shape
+    fits = shape[0] in (1, batch) and shape[1] in (1, heads_kv) and shape[2] == seqlen_k
+    if not fits or key_intervals.query_length != seqlen_q:
+        raise ValueError(
+            f"key_intervals: got intervals of shape {tuple(shape)} for query length "
+            f"{key_intervals.query_length}, expected [{batch} or 1, {heads_kv} or 1, {seqlen_k}, 2] for "
+            f"{seqlen_q}"
+        )
+    if key_intervals.intervals.device != query.device:
+        raise TypeError(
+            f"key_intervals: got a tensor on {key_intervals.intervals.device}, expected {query.device}"
+        )

@@ -1,0 +1,178 @@
+"""The choice of the best keys of every query, made before attention, as a form of visibility."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _ops
+from ._arguments import MASK_VALUE, check_window, selection_scores_argument
+from .allowed_keys import AllowedPairs, select_among
+from .key_intervals import check_selection, intersect, prefix_lm, select_key_intervals
+from .utils.mask import topk_mask
+from .visibility import KeyList, KeyRanks, Visibility
+
+
+class Choice(NamedTuple):
+    """What to choose: keep_window_size, selection and selection_scores of the public functions."""
+
+    window: int | None = None  # None: no choice
+    selection: str = "per_query"
+    scores: Tensor | None = None  # None: the bias
+
+    def checked(self, query: Tensor, key: Tensor) -> Choice:
+        check_selection(self.selection)
+        if self.window is not None:
+            check_window(self.window)
+        return self._replace(scores=selection_scores_argument(self.scores, query, key))
+
+
+def choose(
+    choice: Choice,
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    visible: Visibility,
+    by_library: bool,
+) -> Visibility:
+    """The best of the visible keys for every query.
+
+    by_library: the library's backends compute attention, which take lists and ranks on a GPU.
+    """
+    if choice.window is None:
+        return visible
+    if visible.keys is not None:
+        raise ValueError(
+            "key_intervals: got them together with keep_window_size, expected one of the two; "
+            "keep_window_size chooses among all keys. Combine them with select_key_intervals and "
+            "intersect, or use flash_dmattn_varlen_func for packed documents"
+        )
+    scores, allowed = _scores_and_allowed(query, key, visible.mask, bias, choice.scores)
+    if choice.window >= key.shape[1] and choice.scores is None:
+        return visible  # a key whose bias is NaN is masked by it
+    on_gpu = by_library and scores.device.type == "cuda"
+    is_dense = allowed is not None and allowed.shape[2] > 1
+    if is_dense and choice.selection == "per_query":
+        return _choose_under_dense_mask(
+            choice.window, query, key, scores, allowed, visible.is_causal, on_gpu
+        )
+    key_mask = None
+    if allowed is not None:
+        scores, key_mask = match_heads(query, key, scores, allowed.to_any_query())
+    remaining_mask = visible.mask if is_dense else None  # its part outside the choice
+    if on_gpu and choice.selection == "global" and choice.window > 0:
+        return Visibility(
+            remaining_mask, visible.is_causal, _key_list(scores, key_mask, choice.window)
+        )
+    chosen = select_key_intervals(
+        scores,
+        choice.window,
+        selection=choice.selection,
+        is_causal=visible.is_causal,
+        key_mask=key_mask,
+        query_length=query.shape[1],
+    )
+    return Visibility(remaining_mask, False, chosen)
+
+
+def _key_list(scores: Tensor, key_mask: Tensor | None, window: int) -> KeyList:
+    if key_mask is not None:
+        shape = torch.broadcast_shapes(scores.shape, key_mask.shape)
+        scores, key_mask = scores.expand(shape), key_mask.expand(shape)
+    return KeyList(*_ops.select_key_list(scores, key_mask, window))
+
+
+def _choose_under_dense_mask(
+    window: int,
+    query: Tensor,
+    key: Tensor,
+    scores: Tensor,
+    allowed: AllowedPairs,
+    is_causal: bool,
+    by_rank: bool,
+) -> Visibility:
+    """The best keys among those that a mask with a query dimension allows.
+
+    They are intervals under the usual masks, which are recognised by reading the mask. That can neither be compiled
+    nor captured in a CUDA graph; then, and under any other mask, they are ranks beside the mask, or without the
+    GPU's kernels a mask of the size of the given one.
+    """
+    if any(map(torch._C._functorch.is_batchedtensor, allowed.parts())):
+        raise RuntimeError(
+            "keep_window_size: got it under torch.func.vmap over a mask with a query dimension, which attention "
+            "does not support; expected the mask's own batch dimension"
+        )
+    seqlen_q, seqlen_k = query.shape[1], key.shape[1]
+
+    def past():
+        return prefix_lm(seqlen_k, 0, query_length=seqlen_q, device=scores.device)
+
+    shown = allowed.to_intervals() if _may_wait_for(scores) else None
+    if shown is not None:
+        shown = intersect(shown, past()) if is_causal else shown
+        scores_of_heads, intervals = match_heads(query, key, scores, shown.intervals)
+        chosen = select_among(scores_of_heads, shown.with_intervals(intervals), window)
+        if chosen is not None:
+            return Visibility(keys=chosen)
+    if by_rank:
+        ranks = KeyRanks(*_ops.rank_keys(scores, *allowed, window, is_causal))
+        mask = allowed.mask
+        if mask is None:  # attention applies its bias itself
+            mask = scores.new_ones((1, 1, 1, seqlen_k), dtype=torch.bool)
+        return Visibility(mask, is_causal, ranks)
+    scores, mask = match_heads(query, key, scores, allowed.to_mask())
+    mask = mask & past().to_mask() if is_causal else mask
+    return Visibility(topk_mask(scores[:, :, None], mask, window, None))
+
+
+def _may_wait_for(tensor: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def _scores_and_allowed(query, key, mask, bias, selection_scores):
+    """Scores [B, H, Sk], and the dense mask to choose under, or None for all keys."""
+    seqlen_k, mask_value = key.shape[1], MASK_VALUE[query.dtype]
+    name, scores, hiding = "attn_bias", bias, None
+    if selection_scores is not None:
+        name, scores = "selection_scores", selection_scores
+    if scores is None or scores.shape[2] != 1 or scores.shape[3] != seqlen_k:
+        got = "no scores" if scores is None else f"{name} of shape {tuple(scores.shape)}"
+        raise ValueError(
+            f"keep_window_size: got {got}, expected one score per key in attn_bias or selection_scores: "
+            f"[B, H, {seqlen_k}] or [B, H, 1, {seqlen_k}]. For scores per pair, build a mask with "
+            "flash_dmattn.utils.mask.create_mask"
+        )
+    scores = scores.detach()
+    # A bias that masks hides its keys from the choice. Where it is the score, these are the worst keys anyway.
+    if selection_scores is not None and bias is not None:
+        if bias.shape[2] > 1:
+            hiding = bias.detach()
+        else:
+            unmasked = bias.detach() > mask_value
+            scores, unmasked = match_heads(query, key, scores, unmasked)
+            scores = torch.where(unmasked, scores, float("nan"))
+    mask, hiding = (
+        t if t is None or t.shape[3] == seqlen_k else t.expand(-1, -1, -1, seqlen_k)
+        for t in (mask, hiding)
+    )
+    nothing_hides = mask is None and hiding is None
+    return scores[:, :, 0], None if nothing_hides else AllowedPairs(mask, hiding, mask_value)
+
+
+def match_heads(query, key, *parts):
+    """The parts for every query head, unless all of them are one for each key head or for all."""
+    if all(part.shape[1] in (1, key.shape[2]) for part in parts):
+        return parts
+    return tuple(repeat_heads(part, query, key) for part in parts)
+
+
+def repeat_heads(tensor: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """Repeats the key heads of a mask or bias for every query head of their groups."""
+    heads_q, heads_kv = query.shape[2], key.shape[2]
+    if tensor is None or tensor.shape[1] in (1, heads_q):
+        return tensor
+    return tensor.repeat_interleave(heads_q // heads_kv, 1)

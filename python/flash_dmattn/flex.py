@@ -1,0 +1,237 @@
+"""The FlexAttention backend: torch.nn.attention.flex_attention with our masks and biases."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._arguments import MASK_VALUE
+from .numerics import Numerics
+from .visibility import Visibility
+
+_BLOCK = 128  # queries and keys of a block of the BlockMask
+_RECOMPILATIONS = (
+    256  # beyond torch's limit of 8 per function, flex would quietly make N x N tensors
+)
+# Below 128 queries torch 2.10 to 2.13 take their decoding kernel, which has no tiles for lengths that are no
+# power of 2 and then raises.
+_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
+# torch keeps as many tiles of dense masks and biases in shared memory as of keys: 278 KB of an H200's
+# 227 at head dimension 128.
+_DENSE_OPTIONS = _OPTIONS | {"bwd_num_stages": 1}
+_NARROW_DENSE_OPTIONS = _DENSE_OPTIONS | {
+    "fwd_num_stages": 2
+}  # and forward up to head dimension 64
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    visible: Visibility,
+    numerics: Numerics,
+) -> tuple[Tensor, Tensor | None]:
+    """out and lse of arguments in normal form; lse is None on the CPU."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    _refuse(q, k, v, bias, numerics.deterministic)
+    head_dim = q.shape[3]
+    heads_q, heads_kv = q.shape[2], k.shape[2]
+    if numerics.saturate:
+        q, k, v = (_SaturatedGradient.apply(t) for t in (q, k, v))
+        bias = None if bias is None else _SaturatedGradient.apply(bias)
+    if bias is not None and bias.requires_grad and bias.shape[2] == bias.shape[3] == 1:
+        # torch's kernels do not compile the gradient of a number per head: it becomes one per query, of two at least.
+        bias = bias.expand(-1, -1, max(2, q.shape[1]), 1).contiguous()
+    padding = max(16, 1 << (head_dim - 1).bit_length()) - head_dim  # flex requires powers of 2
+    if padding:
+        q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out, aux = compiled_flex(
+        q,
+        k,
+        v,
+        **masking(q, k, bias, visible, numerics.softcap),
+        scale=numerics.scale,
+        enable_gqa=heads_q > heads_kv,
+        return_aux=AuxRequest(lse=q.device.type != "cpu"),
+    )
+    out = out.transpose(1, 2)[..., :head_dim]
+    return (_SanitisedOutput.apply(out) if numerics.saturate else out), aux.lse
+
+
+def masking(
+    q: Tensor, k: Tensor, bias: Tensor | None, visible: Visibility, softcap: float = 0.0
+) -> dict[str, object]:
+    """Keyword arguments of flex_attention. q, k: [B, H, S, D]; the others in normal form."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    score_mod, mask_mod = _modifications(q, k, bias, visible, softcap)
+    block_mask = BlockMask.from_kv_blocks(
+        *_blocks(q, k, bias, visible),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=mask_mod,
+        seq_lengths=(q.shape[2], k.shape[2]),
+    )
+    dense = any(t is not None and t.shape[2] > 1 and t.shape[3] > 1 for t in (visible.mask, bias))
+    dense_options = _NARROW_DENSE_OPTIONS if q.shape[3] <= 64 else _DENSE_OPTIONS
+    options = dense_options if dense else _OPTIONS
+    return {"score_mod": score_mod, "block_mask": block_mask, "kernel_options": options}
+
+
+def compiled_flex(*arguments, **options):
+    with torch._dynamo.config.patch(
+        recompile_limit=_RECOMPILATIONS, fail_on_recompile_limit_hit=True
+    ):
+        return _flex()(*arguments, **options)
+
+
+def _refuse(q, k, v, bias, deterministic) -> None:
+    wanted = [t is not None and t.requires_grad for t in (q, k, v, bias)]
+    if q.device.type == "cpu" and torch.is_grad_enabled() and any(wanted):
+        raise NotImplementedError(
+            "flex_dmattn_func: torch's FlexAttention has no backward on the CPU; use flash_dmattn_func there, "
+            "or torch.no_grad()"
+        )
+    if q.dtype == torch.float64:
+        raise TypeError("query: got float64, expected float32, bfloat16 or float16")
+    if 0 in q.shape or 0 in k.shape:
+        raise ValueError(
+            f"query, key: got shapes {tuple(q.shape)}, {tuple(k.shape)}: flex wants no empty ones"
+        )
+    if deterministic and wanted[3]:
+        raise NotImplementedError(
+            "flex_dmattn_func: torch adds the gradients of a bias in an order that varies; expected "
+            "deterministic=False, or a bias that needs no gradient"
+        )
+
+
+class _SaturatedGradient(torch.autograd.Function):
+    """The identity, whose gradient saturates."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        limit = torch.finfo(gradient.dtype).max
+        limit = limit / 2 if gradient.dtype == torch.bfloat16 else limit
+        return gradient.nan_to_num(limit, limit, -limit).clamp_(-limit, limit)
+
+
+class _SanitisedOutput(torch.autograd.Function):
+    """The identity, whose gradients count as 0 where they are not finite."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.nan_to_num(0, 0, 0)
+
+
+@cache
+def _flex():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _modifications(q, k, bias, visible, softcap):
+    """score_mod and mask_mod."""
+    mask, is_causal, intervals = visible.mask, visible.is_causal, _intervals_of(visible)
+    heads_q, heads_kv, seqlen_q, seqlen_k = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+    group, reach = heads_q // heads_kv, seqlen_k - seqlen_q
+    mask_value = MASK_VALUE[q.dtype]
+    hiding_bias = None if bias is None else bias.detach()
+
+    def element(tensor, b, h, i, j):
+        """Of a tensor that may broadcast: [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
+        head = h if tensor.shape[1] == heads_q else h // group
+        zero = 0 * b  # torch 2.10 does not support integers beside tensors as indices
+        return tensor[
+            b if tensor.shape[0] > 1 else zero,
+            head if tensor.shape[1] > 1 else zero,
+            i if tensor.shape[2] > 1 else zero,
+            j if tensor.shape[3] > 1 else zero,
+        ]
+
+    def visible(b, h, i, j):
+        shown = (i < seqlen_q) & (j < seqlen_k)
+        if is_causal:
+            shown = shown & (j <= i + reach)
+        if mask is not None:
+            shown = shown & element(mask, b, h, i, j)
+        if hiding_bias is not None:
+            shown = shown & (element(hiding_bias, b, h, i, j) > mask_value)
+        if intervals is not None:
+            zero = 0 * b
+            row = b if intervals.shape[0] > 1 else zero
+            head = h // group if intervals.shape[1] > 1 else zero
+            first, last = intervals[row, head, j, zero], intervals[row, head, j, zero + 1]
+            shown = shown & (first <= i) & (i < last)
+        return shown
+
+    def score_mod(score, b, h, i, j):
+        if softcap > 0:
+            score = softcap * torch.tanh(score / softcap)
+        if bias is not None:
+            score = score + element(bias, b, h, i, j)
+        return score
+
+    return score_mod if softcap > 0 or bias is not None else None, visible
+
+
+def _intervals_of(visible: Visibility) -> Tensor | None:
+    return None if visible.keys is None else visible.keys.intervals
+
+
+def _blocks(q, k, bias, visible):
+    """The four tensors of a BlockMask: the partial and the full blocks, from causality and intervals alone;
+    masks and biases make full blocks partial. O((N / 128)^2)."""
+    mask, is_causal, intervals = visible.mask, visible.is_causal, _intervals_of(visible)
+    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+    rows, columns = math.ceil(seqlen_q / _BLOCK), math.ceil(seqlen_k / _BLOCK)
+    row_begin = torch.arange(rows, device=q.device)[:, None] * _BLOCK
+    row_end = (row_begin + _BLOCK).clamp(max=seqlen_q)
+    column_begin = torch.arange(columns, device=q.device) * _BLOCK
+    shown = torch.ones(1, 1, rows, columns, dtype=torch.bool, device=q.device)
+    # A block that reaches past the end has elements that do not exist.
+    whole = shown & (row_begin + _BLOCK <= seqlen_q) & (column_begin + _BLOCK <= seqlen_k)
+    if is_causal:
+        reach = seqlen_k - seqlen_q
+        shown = shown & (column_begin <= row_end - 1 + reach)
+        whole = whole & (column_begin + _BLOCK - 1 <= row_begin + reach)
+    if intervals is not None:
+        padding = columns * _BLOCK - seqlen_k
+        empty = intervals[..., 0] >= intervals[..., 1]
+        first = intervals[..., 0].masked_fill(empty, seqlen_q)
+        last = intervals[..., 1].masked_fill(empty, 0)
+        first = F.pad(first, (0, padding), value=seqlen_q).unflatten(-1, (columns, _BLOCK))
+        last = F.pad(last, (0, padding), value=0).unflatten(-1, (columns, _BLOCK))
+        earliest, latest = first.amin(-1)[:, :, None], last.amax(-1)[:, :, None]
+        shown = shown & (earliest < row_end) & (latest > row_begin)
+        whole = (
+            whole
+            & (first.amax(-1)[:, :, None] <= row_begin)
+            & (last.amin(-1)[:, :, None] >= row_end)
+        )
+        if intervals.shape[1] > 1:
+            group = q.shape[1] // intervals.shape[1]
+            shown, whole = (t.repeat_interleave(group, 1) for t in (shown, whole))
+    if mask is not None or bias is not None:
+        whole = torch.zeros_like(shown)
+    return *_indices(shown & ~whole), *_indices(shown & whole)
+
+
+def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of each row are set, and their columns first."""
+    columns = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), columns.int()

@@ -1,0 +1,44 @@
+"""The C++ library's backends."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import _ops
+from .numerics import Numerics
+from .visibility import Visibility
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    visible: Visibility,
+    numerics: Numerics,
+    backend: str = "",
+) -> tuple[Tensor, Tensor]:
+    """out and lse of arguments in normal form.
+
+    Here the operator's arguments are put in a row, and nowhere else.
+    """
+    head_dim = q.shape[3]
+    # The GPU's kernels load 16 bytes at a time.
+    padding = -head_dim % 8 if q.device.type == "cuda" else 0
+    if padding:
+        q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
+    keys = visible.operands()
+    out, lse, _ = _ops.forward(
+        q,
+        k,
+        v,
+        visible.mask,
+        bias,
+        *map(keys.get, _ops.KEYS),
+        keys.get("key_bound", []),
+        visible.is_causal,
+        *numerics,
+        backend,
+    )
+    return out[..., :head_dim] if padding else out, lse

@@ -1,0 +1,84 @@
+"""How attention computes, whatever it looks at: one value from the functions to the operators."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from ._arguments import FLOAT32_MAX, NUMBERS, resolve_flag
+
+
+class Numerics(NamedTuple):
+    """In the order of the operators' arguments."""
+
+    scale: float | None  # the factor on query . key; None: 1 / sqrt(D)
+    softcap: float  # 0: none
+    saturate: bool
+    deterministic: bool
+
+    @staticmethod
+    def of(
+        scale: float | None,
+        softmax_scale: float | None,
+        softcap: float | None,
+        nonfinite: str,
+        deterministic: bool | None,
+    ) -> Numerics:
+        """From the arguments of the public functions, whose errors name them."""
+        return Numerics(
+            _resolve_scale(scale, softmax_scale),
+            _resolve_softcap(softcap),
+            _resolve_nonfinite(nonfinite),
+            resolve_deterministic(deterministic),
+        )
+
+    def for_head_dim(self, head_dim: int) -> Numerics:
+        return self if self.scale is not None else self._replace(scale=1.0 / math.sqrt(head_dim))
+
+
+def _resolve_scale(scale: float | None, softmax_scale: float | None) -> float | None:
+    if scale is not None and softmax_scale is not None:
+        raise ValueError(
+            f"scale, softmax_scale: got {scale} and {softmax_scale}, "
+            "expected one of them: they are two names of one thing"
+        )
+    scale = softmax_scale if scale is None else scale
+    if scale is None:
+        return None
+    if isinstance(scale, bool) or not isinstance(scale, NUMBERS):
+        # True is most often is_causal in the place of softmax_scale.
+        raise TypeError(f"scale: got {scale!r}, expected a number")
+    if not abs(scale) <= FLOAT32_MAX:
+        raise ValueError(f"scale: got {scale}, expected a number within the range of float32")
+    return float(scale)
+
+
+def _resolve_softcap(softcap: float | None) -> float:
+    softcap = 0.0 if softcap is None else softcap
+    if isinstance(softcap, bool) or not isinstance(softcap, NUMBERS):
+        raise TypeError(f"softcap: got {softcap!r}, expected a number")
+    softcap = float(softcap)
+    if not 0.0 <= softcap <= FLOAT32_MAX:
+        raise ValueError(
+            f"softcap: got {softcap}, expected 0 (none) or a positive number within the range of float32"
+        )
+    return softcap
+
+
+def _resolve_nonfinite(nonfinite: str) -> bool:
+    """Whether non-finite values saturate."""
+    if nonfinite not in ("saturate", "propagate"):
+        raise ValueError(f"nonfinite: got {nonfinite!r}, expected 'saturate' or 'propagate'")
+    return nonfinite == "saturate"
+
+
+def resolve_deterministic(deterministic: bool | None) -> bool:
+    if deterministic is None:
+        return default_deterministic()
+    return resolve_flag(deterministic, "deterministic")
+
+
+def default_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled()

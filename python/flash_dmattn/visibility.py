@@ -1,0 +1,55 @@
+"""Which keys a query sees: one value from the functions to the operators."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .key_intervals import KeyIntervals
+
+
+class KeyList(NamedTuple):
+    """The keys that every query sees (or with causality, those of them in its past), in ascending order.
+
+    The form of a global selection on a GPU: less memory than intervals, and much less for its schedule.
+    """
+
+    keys: Tensor  # int32 [B or 1, Hkv or 1, n]
+    count: Tensor  # int32 [B or 1, Hkv or 1]: how many of them there are
+
+    @property
+    def heads(self) -> int:
+        return self.keys.shape[1]
+
+    def operands(self) -> dict[str, Tensor]:
+        return {"key_list": self.keys, "key_count": self.count}
+
+
+class KeyRanks(NamedTuple):
+    """A choice under a dense mask or bias: query i keeps the allowed keys whose rank is below its limit."""
+
+    rank: Tensor  # int32 [B or 1, H or 1, 1, Sk]
+    limit: Tensor  # int32 [B or 1, H or 1, Sq, 1]
+
+    heads = 1  # ranks of query heads need no keys of query heads
+
+    def operands(self) -> dict[str, Tensor]:
+        return {"key_rank": self.rank, "rank_limit": self.limit}
+
+
+class Visibility(NamedTuple):
+    """A query sees the keys that the mask, causality and `keys` all show. A bias may hide some of them."""
+
+    mask: Tensor | None = None  # bool [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]
+    is_causal: bool = False  # row i sees keys up to i + Sk - Sq
+    keys: KeyIntervals | KeyList | KeyRanks | None = None
+
+    @property
+    def heads(self) -> int:
+        """For how many heads `keys` are given."""
+        return 1 if self.keys is None else self.keys.heads
+
+    def operands(self) -> dict[str, Tensor | list[int]]:
+        """The operands of `keys`, by the names of the operators."""
+        return {} if self.keys is None else self.keys.operands()
