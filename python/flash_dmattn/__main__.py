@@ -6,15 +6,14 @@ import sys
 import flash_dmattn
 
 from . import info as info_options
+from . import usage
 from .benchmark import options as bench_options
 from .check import options as check_options
 from .demo import options as demo_options
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m flash_dmattn", description=flash_dmattn.__doc__
-    )
+    parser = usage.Parser(prog="python -m flash_dmattn", description=flash_dmattn.__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="version, backends and why others cannot run, kernels")
     info_options.add_to(info)

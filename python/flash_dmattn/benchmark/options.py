@@ -1,7 +1,8 @@
 """The options of the benchmark."""
 
 import argparse
-from pathlib import Path
+
+from ..usage import device, input_file, output_file, picture_file
 
 # Here, so that the command's help needs neither a GPU nor the backends.
 BACKENDS = ("cuda", "triton", "cpu")
@@ -25,7 +26,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         choices=DTYPES,
         help="default: bfloat16, on the CPU float32 too",
     )
-    add("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
+    add("--device", type=_device, metavar="{cpu,cuda}", help="default: the GPU if there is one")
     add(
         "--length",
         nargs="+",
@@ -44,11 +45,22 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--repeats", type=_positive, default=5, help="turns, of which the median counts; default: 5"
     )
     add("--threads", type=_positive, help="of the CPU; default: torch's")
-    add("--json", type=Path, metavar="FILE", help="write all results there")
+    add("--json", type=output_file, metavar="FILE", help="write all results there")
     add("--commit", default="unknown", help="of the sources; written into the file")
-    add("--plot", type=Path, metavar="FILE", help="draw time and memory against N and against w")
-    add("--from", dest="records", nargs="+", type=Path, metavar="RECORD",
+    add(
+        "--plot",
+        type=picture_file,
+        metavar="FILE",
+        help="draw time and memory against N and against w",
+    )
+    add("--from", dest="records", nargs="+", type=input_file, metavar="RECORD",
         help="measure nothing; show and draw what --json wrote")  # fmt: skip
+
+
+def _device(text: str) -> str:
+    if text not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected cpu or cuda")
+    return device(text)
 
 
 def _positive(text: str) -> int:

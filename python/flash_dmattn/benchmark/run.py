@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Iterator
 
 import torch
 
-from ..availability import get_available_backends
+from ..availability import get_available_backends, unavailable_reason
 from ..progress import progress
 from . import record, sides
 from .cases import Case, cases_of
 from .clock import costs
 
 INTERRUPTED = 130
+NOTHING_TO_PLOT = (
+    "--plot: got no case at several lengths or windows, expected one: --case scaling windows, or "
+    "--length with several numbers"
+)
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -25,6 +30,10 @@ def bench(options: argparse.Namespace) -> int:
         except ModuleNotFoundError as missing:
             print(f"--plot needs {missing.name}: pip install 'flash-dmattn[demo]'", file=sys.stderr)
             return 2
+    reason = _why_not(options)
+    if reason:
+        print(reason, file=sys.stderr)
+        return 2
     if not options.records and not cases_of(device_of(options), options.case):
         names = " ".join(options.case)
         print(f"--case: got {names}, which has no work for a {device_of(options)}", file=sys.stderr)
@@ -32,8 +41,14 @@ def bench(options: argparse.Namespace) -> int:
     interrupted = False
     about = record.about(device_of(options), options.commit, options.repeats)
     if options.records:
-        rows = [row for path in options.records for row in record.read(path)["speed"]]
-        print("\n".join([record.HEADER, *map(record.line, rows)]))
+        try:
+            rows = [row for path in options.records for row in record.read(path)["speed"]]
+            lines = [record.HEADER, *map(record.line, rows)]
+        except (ValueError, KeyError, TypeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            print(f"--from: got a file that --json did not write ({problem})", file=sys.stderr)
+            return 2
+        print("\n".join(lines))
     else:
         rows = []
         try:
@@ -49,14 +64,28 @@ def bench(options: argparse.Namespace) -> int:
         print(f"wrote {options.json}")
     if options.plot and rows:
         if not pictures.draw(rows, options.plot):
-            print(
-                "--plot: got no case at several lengths or windows, expected one: --case scaling windows, or "
-                "--length with several numbers",
-                file=sys.stderr,
-            )
+            print(NOTHING_TO_PLOT, file=sys.stderr)
             return 2
         print(f"wrote {options.plot}")
     return INTERRUPTED if interrupted else int(not rows)
+
+
+def _why_not(options: argparse.Namespace) -> str:
+    """What of the options cannot be done, found before any of it is; "" if nothing."""
+    if options.records:
+        return ""
+    for name in options.backend or ():
+        reason = unavailable_reason(name)
+        if reason:
+            return f"--backend: got {name}, which cannot run here: {reason}"
+    cases = cases_of(device_of(options), options.case, options.length, options.window)
+    if options.plot is not None and cases:
+        kinds = [dataclasses.replace(case, seqlen=0) for case in cases]
+        lengths_vary = len(set(kinds)) < len(kinds)
+        kinds = [dataclasses.replace(case, window=0) for case in cases if case.window]
+        if not lengths_vary and len(set(kinds)) == len(kinds):
+            return NOTHING_TO_PLOT
+    return ""
 
 
 def device_of(options: argparse.Namespace) -> str:

@@ -1,7 +1,8 @@
 """The options of the check."""
 
 import argparse
-from pathlib import Path
+
+from ..usage import output_file
 
 BACKENDS = ("cuda", "triton", "flex", "cpu")
 DTYPES = ("f32", "bf16", "f16")
@@ -24,5 +25,5 @@ def add_common(parser: argparse.ArgumentParser) -> None:
         "--quick", dest="full", action="store_false", help="a sixth of the table (the default)"
     )
     size.add_argument("--full", action="store_true", help="every case, at full size")
-    add("--json", type=Path, metavar="FILE", help="write all results there, for a report")
+    add("--json", type=output_file, metavar="FILE", help="write all results there, for a report")
     parser.set_defaults(full=False)

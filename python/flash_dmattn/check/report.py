@@ -119,4 +119,5 @@ def write(path: Path, rows: list[Row], complete: bool) -> None:
         "failed": failed(rows),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")

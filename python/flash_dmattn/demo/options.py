@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from ..usage import device, output_folder
+
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's options to its parser."""
@@ -16,10 +18,16 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=_positive, default=1, metavar="B", help="sequences per step")
     add(
         "--device",
+        type=device,
         default="auto",
         help="where to train: a device of torch; auto is the GPU where there is one (in bfloat16)",
     )
-    add("--output", type=Path, default=Path("demo-output"), help="folder for text and pictures")
+    add(
+        "--output",
+        type=output_folder,
+        default=Path("demo-output"),
+        help="folder for text and pictures",
+    )
     add("--seed", type=int, default=0, help="of initial weights, batches and generated text")
 
 

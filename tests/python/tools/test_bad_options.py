@@ -1,0 +1,71 @@
+"""A bad option of the command line is one line and exit status 2, before any work is done."""
+
+import pytest
+import torch
+
+import flash_dmattn.benchmark.run
+import flash_dmattn.check.run
+from flash_dmattn.__main__ import main
+
+
+@pytest.fixture(autouse=True)
+def no_work(monkeypatch):
+    def work(*arguments, **options):
+        raise AssertionError("work was begun")
+
+    monkeypatch.setattr(flash_dmattn.benchmark.run, "measure", work)
+    monkeypatch.setattr(flash_dmattn.check.run, "steps_of", work)
+
+
+def said(arguments, capsys):
+    try:
+        status = main(arguments)
+    except SystemExit as exit:
+        status = exit.code
+    captured = capsys.readouterr()
+    assert status == 2 and captured.out == ""
+    assert captured.err.count("\n") == 1, captured.err
+    return captured.err
+
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without one")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["check", "--json", "{file}/x.json"], "argument --json: got {file}/x.json"),
+        (["check", "--json", "{folder}"], "which is a folder, expected a file"),
+        (["bench", "--json", "{file}/x.json"], "argument --json: got"),
+        (["bench", "--plot", "{file}/x.png"], "argument --plot: got"),
+        (["bench", "--plot", "{folder}/x.nothing"], "expected a name in .pdf, .png, .svg"),
+        (["bench", "--from", "{folder}/missing.json"], "expected a file that can be read"),
+        (["bench", "--from", "{file}"], "--from: got a file that --json did not write"),
+        (["bench", "--from", "{json}"], "--from: got a file that --json did not write"),
+        (["bench", "--device", "bogus"], "got 'bogus', expected cpu or cuda"),
+        (["bench", "--case", "dense", "--length", "64", "--device", "cpu", "--plot", "{folder}/x.png"],
+         "--plot: got no case at several lengths"),
+        (["demo", "--device", "bogus"], "got 'bogus', which torch cannot use"),
+        (["demo", "--output", "{file}"], "is no folder to write to"),
+        (["nonsense"], "invalid choice"),
+        ([], "required"),
+    ],
+)  # fmt: skip
+def test_of_every_command(arguments, message, capsys, tmp_path):
+    names = {"file": tmp_path / "file", "folder": tmp_path, "json": tmp_path / "some.json"}
+    names["file"].write_text("not json")
+    names["json"].write_text('{"speed": [{"who": 1}]}')
+    arguments = [argument.format(**names) for argument in arguments]
+    assert message.format(**names) in said(arguments, capsys)
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("command", ["bench", "demo"])
+def test_a_gpu_that_is_not_there(command, capsys):
+    assert "got 'cuda', which torch cannot use" in said([command, "--device", "cuda"], capsys)
+
+
+@needs_no_gpu
+def test_a_backend_that_cannot_run(capsys):
+    arguments = ["bench", "--backend", "cuda", "--device", "cpu"]
+    assert "--backend: got cuda, which cannot run here" in said(arguments, capsys)
