@@ -1,5 +1,6 @@
 """Dynamic mask attention: exact attention over the keys that a learned score chooses, in O(N w)."""
 
+import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from .availability import backends, get_available_backends, is_available
@@ -19,6 +20,9 @@ from .key_intervals import (
     select_key_intervals,
     sliding_window,
 )
+
+if "torch.utils.flop_counter" in sys.modules:
+    from . import flops  # noqa: F401
 
 try:
     __version__ = version("flash-dmattn")

@@ -13,6 +13,7 @@ too, for any model whose attention layers go through transformers' `AttentionInt
 
 import functools
 import types
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -55,6 +56,13 @@ def enable_flash_dmattn(model: torch.nn.Module) -> torch.nn.Module:
     layers = [module for module in model.modules() if isinstance(module, DogeAttention)]
     if not layers:
         raise ValueError(f"model is a {type(model).__name__} without any DogeAttention layer")
+    dropout = max(layer.attention_dropout for layer in layers)
+    if dropout:
+        warnings.warn(
+            f"attention_dropout is {dropout}: this model can infer, but its training will be refused, because "
+            "flash_dmattn has no attention dropout; expected config.attention_dropout = 0",
+            stacklevel=2,
+        )
     for layer in layers:
         layer.config._attn_implementation = NAME
         if "_old_forward" in vars(layer):  # accelerate kept the method from before this import
