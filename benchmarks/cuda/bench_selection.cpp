@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/selection/key_slots.h"
 #include "cuda/selection/selection.h"
 #include "float_types.h"
 
@@ -77,7 +78,8 @@ struct Problem {
   SelectionArgs select;
   TileListArgs lists;
   TileListBuffers buffers;
-  cuda::SlotSchedule slots;
+  cuda::KeySlotShape slot_shape;
+  cuda::KeySlotBuffers slots;
   Execution execution;
 
   Problem(const Case& c, Arena& arena) {
@@ -101,12 +103,12 @@ struct Problem {
     buffers.count = arena.take<std::int32_t>(tiles);
     buffers.full = arena.take<std::int32_t>(tiles);
     buffers.keys = arena.take<std::int32_t>(tiles * cuda::tile_list_capacity(lists));
-    slots.slots = static_cast<int>(cuda::tile_list_capacity(lists));
-    slots.segments = 4;
-    slots.arrivals = arena.take<std::int32_t>(c.rows * c.seqlen);
-    slots.successor = arena.take<std::int32_t>(c.rows * c.seqlen);
-    slots.count = arena.take<std::int32_t>(c.rows);
-    slots.starts = arena.take<std::int32_t>(c.rows * slots.segments * slots.slots);
+    slot_shape.rows = c.rows;
+    slot_shape.seqlen_k = c.seqlen;
+    slot_shape.slots = cuda::tile_list_capacity(lists);
+    slot_shape.segments = 4;
+    const cuda::KeySlotLayout layout(slot_shape);
+    slots = layout.buffers_in(arena.take<std::byte>(static_cast<std::int64_t>(layout.bytes)));
     execution.workspace_bytes =
         std::max({cuda::select_workspace_size(select), cuda::tile_lists_workspace_size(lists),
                   cuda::slot_workspace_size(lists)});
@@ -116,7 +118,7 @@ struct Problem {
 
   void run_select() const { cuda::select_key_intervals(select, execution); }
   void run_lists() const { cuda::build_tile_lists(lists, buffers, execution); }
-  void run_slots() const { cuda::assign_slots(lists, slots, execution); }
+  void run_slots() const { cuda::assign_slots(lists, slot_shape, slots, execution); }
 
  private:
   void fill_scores(const Case& c, Arena& arena) {

@@ -46,7 +46,7 @@ struct TileListArgs {
   std::int64_t lists() const { return batch * heads * tiles(); }
 };
 
-// Where tile lists are built.
+// The arrays that tile lists are built into.
 struct TileListBuffers {
   std::int64_t* begin = nullptr;  // [batch, heads, tiles]
   std::int32_t* count = nullptr;  // [batch, heads, tiles]
@@ -54,7 +54,7 @@ struct TileListBuffers {
   std::int32_t* keys = nullptr;   // [entries]
 };
 
-// Where the arrays of a schedule begin, in bytes, each aligned to workspace_alignment.
+// Byte offsets of the arrays of a schedule, each aligned to workspace_alignment.
 struct TileListLayout {
   std::size_t begin = 0;
   std::size_t count;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "cuda/selection/schedule.h"
 #include "cuda/selection/selection.h"
 #include "device.h"
 #include "support/random.h"
@@ -13,14 +14,13 @@ namespace flash_dmattn {
 namespace {
 
 using testing::DeviceBuffer;
-using testing::download;
 using testing::Random;
 
 class SmallCudaSlots : public testing::OnDevice {};
 class CudaSlots : public testing::OnDevice {};
 
-// Follows the slots of one row on the host and checks what SlotSchedule promises of them.
-void expect_valid_slots(const TileListArgs& args, const cuda::SlotSchedule& shape, std::int64_t row,
+// Follows the slots of one row on the host and checks what key_slots.h promises of them.
+void expect_valid_slots(const TileListArgs& args, const cuda::KeySlotShape& shape, std::int64_t row,
                         const KeyInterval* intervals, const std::int32_t* arrivals,
                         const std::int32_t* successor, std::int32_t count,
                         const std::int32_t* starts) {
@@ -57,7 +57,7 @@ void expect_valid_slots(const TileListArgs& args, const cuda::SlotSchedule& shap
       }
     }
     for (std::size_t g = 0; g < start.size(); ++g) {
-      ASSERT_EQ(starts[static_cast<std::int32_t>(g) * shape.slots + slot], start[g])
+      ASSERT_EQ(starts[static_cast<std::int64_t>(g) * shape.slots + slot], start[g])
           << "slot " << slot << ", segment " << g;
     }
   }
@@ -92,36 +92,37 @@ void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest) {
     args.intervals = {reinterpret_cast<const KeyInterval*>(on_device.data()),
                       args.heads * args.seqlen_k, args.seqlen_k};
 
-    cuda::SlotSchedule schedule;
-    schedule.slots = static_cast<int>(cuda::tile_list_capacity(args));
-    schedule.segments = static_cast<int>(1 + random.below(5));
-    const std::int64_t starts_count = rows * schedule.segments * schedule.slots;
-    DeviceBuffer arrivals(intervals.size() * 4);
-    DeviceBuffer successor(intervals.size() * 4);
-    DeviceBuffer count(static_cast<std::size_t>(rows) * 4);
-    DeviceBuffer starts(static_cast<std::size_t>(starts_count) * 4);
-    schedule.arrivals = reinterpret_cast<std::int32_t*>(arrivals.data());
-    schedule.successor = reinterpret_cast<std::int32_t*>(successor.data());
-    schedule.count = reinterpret_cast<std::int32_t*>(count.data());
-    schedule.starts = reinterpret_cast<std::int32_t*>(starts.data());
-    const std::size_t bytes = cuda::slot_workspace_size(args);
-    DeviceBuffer workspace(bytes);
+    Problem problem;
+    problem.batch = args.batch;
+    problem.heads_q = problem.heads_kv = args.heads;
+    problem.seqlen_q = args.seqlen_q;
+    problem.seqlen_k = args.seqlen_k;
+    problem.causal = args.causal;
+    problem.intervals_shape = {args.batch, args.heads};
+    const Visibility visibility{.intervals = args.intervals, .bound = args.bound};
+    const cuda::SlotGeometry geometry{.tile_rows = args.tile_rows, .segments = 1 + random.below(5)};
+    const std::size_t bytes = cuda::slot_schedule_size(problem, visibility, geometry);
+    DeviceBuffer memory(bytes);
+    DeviceBuffer workspace(cuda::slot_schedule_workspace_size(problem, visibility, geometry));
     Execution execution;
     execution.workspace = workspace.data();
-    execution.workspace_bytes = bytes;
-    cuda::assign_slots(args, schedule, execution);
+    execution.workspace_bytes = cuda::slot_schedule_workspace_size(problem, visibility, geometry);
+    Schedule schedule = cuda::build_slot_schedule(problem, visibility, Direction::backward,
+                                                  geometry, {memory.data(), bytes}, execution);
+    ASSERT_EQ(schedule.kind, Schedule::Kind::key_slots);
+    ASSERT_FALSE(schedule.serves(Direction::forward));
+    schedule.problem = problem;  // as the API does
 
-    const std::int64_t keys = rows * args.seqlen_k;
-    const auto host_arrivals = download<std::int32_t>(arrivals, keys);
-    const auto host_successor = download<std::int32_t>(successor, keys);
-    const auto host_count = download<std::int32_t>(count, rows);
-    const auto host_starts = download<std::int32_t>(starts, starts_count);
+    std::vector<std::byte> host(bytes);
+    memory.download(host.data());
+    schedule.data = host.data();
+    const cuda::KeySlots slots = cuda::key_slots(schedule, geometry);
+    ASSERT_EQ(slots.shape.slots, cuda::tile_list_capacity(args));
     for (std::int64_t row = 0; row < rows; ++row) {
       const std::int64_t begin = row * args.seqlen_k;
-      expect_valid_slots(args, schedule, row, intervals.data() + begin,
-                         host_arrivals.data() + begin, host_successor.data() + begin,
-                         host_count[static_cast<std::size_t>(row)],
-                         host_starts.data() + row * schedule.segments * schedule.slots);
+      expect_valid_slots(args, slots.shape, row, intervals.data() + begin, slots.arrivals + begin,
+                         slots.successor + begin, slots.count[row],
+                         slots.starts + row * slots.shape.segments * slots.shape.slots);
       if (::testing::Test::HasFatalFailure()) return;
     }
   }

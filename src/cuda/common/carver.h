@@ -8,6 +8,7 @@ namespace flash_dmattn::cuda {
 struct DeviceWorkspaceLayout {
   static constexpr std::size_t alignment = 512;
 };
-using Carver = BasicWorkspaceAllocator<DeviceWorkspaceLayout>;
+using WorkspaceAllocator = BasicWorkspaceAllocator<DeviceWorkspaceLayout>;
+using Carver = WorkspaceAllocator;
 
 }  // namespace flash_dmattn::cuda

@@ -37,16 +37,16 @@ struct Workspace {
   std::size_t bytes;
 
   Workspace(const SelectionArgs& args, void* base) {
-    Carver carver(base);
+    WorkspaceAllocator allocator(base);
     const std::int64_t rows = args.batch * args.heads;
-    intervals = carver.take<KeyInterval>(rows * args.seqlen_k);
-    lists.begin = carver.take<std::int64_t>(rows);
-    lists.full = carver.take<std::int32_t>(rows);
+    intervals = allocator.take<KeyInterval>(rows * args.seqlen_k);
+    lists.begin = allocator.take<std::int64_t>(rows);
+    lists.full = allocator.take<std::int32_t>(rows);
     const SelectionArgs select = for_one_query(args, nullptr);
     step_bytes = std::max(cuda::select_workspace_size(select),
                           cuda::tile_lists_workspace_size(list_args(select)));
-    step = carver.take<char>(static_cast<std::int64_t>(step_bytes));
-    bytes = carver.used();
+    step = allocator.take<char>(static_cast<std::int64_t>(step_bytes));
+    bytes = allocator.used();
   }
 };
 

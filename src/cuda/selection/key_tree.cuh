@@ -5,7 +5,7 @@
 #include "cuda/selection/device.cuh"
 #include "selection/query_tile_lists.h"
 
-// The tree of key lists that a plan is built through (plan.cuh): its root, its levels, its tiles.
+// The tree of key lists through which tile lists are built (partition_keys.cuh): its root, its levels, its tiles.
 namespace flash_dmattn::cuda::key_tree {
 
 inline constexpr int threads = 512;
@@ -129,7 +129,7 @@ class Level {
   Level(int tile_bits, int tiles, int capacity)
       : tile_bits_(tile_bits), tiles_(tiles), capacity_(capacity) {}
 
-  void carve(std::int64_t rows, Carver& workspace) {
+  void carve(std::int64_t rows, WorkspaceAllocator& workspace) {
     entries_ = workspace.take<int2>(rows * nodes() * capacity_);
     counts_ = workspace.take<int>(rows * nodes());
   }

@@ -29,12 +29,12 @@ struct Counts {
   std::size_t bytes;
 
   Counts(const TileListArgs& args, void* workspace) : tiles(static_cast<int>(args.tiles())) {
-    Carver carver(workspace);
+    WorkspaceAllocator allocator(workspace);
     const std::int64_t lists = args.batch * args.heads * (tiles + 1);
-    entered = carver.take<int>(lists);
-    left = carver.take<int>(lists);
-    most = carver.take<Most>(1);
-    bytes = carver.used();
+    entered = allocator.take<int>(lists);
+    left = allocator.take<int>(lists);
+    most = allocator.take<Most>(1);
+    bytes = allocator.used();
   }
 };
 

@@ -4,7 +4,7 @@
 
 #include "cuda/selection/key_tree.cuh"
 
-// Building a plan by splitting lists of keys down a tree of tile ranges. A node lists the keys that
+// Building tile lists by splitting lists of keys down a tree of tile ranges. A node lists the keys that
 // its tiles' queries see; a CTA reads that list and copies every key to the children that see it, up
 // to 32 lists at a time and in order: the lists of lower nodes, or at the bottom two for each tile,
 // of full and of partial keys. Every entry is read once for all the children.

@@ -60,7 +60,7 @@ struct Tree {
 
 Tree make_tree(const TileListArgs& args, void* workspace) {
   Tree tree;
-  Carver carver(workspace);
+  WorkspaceAllocator allocator(workspace);
   const std::int64_t rows = args.batch * args.heads;
   const std::int64_t tiles = args.tiles();
   // A row has at most 32 nodes as children, or 16 tiles.
@@ -70,12 +70,12 @@ Tree make_tree(const TileListArgs& args, void* workspace) {
     key_tree::Level& level = tree.levels[tree.count];
     level = key_tree::Level(tile_bits, static_cast<int>(tiles),
                             static_cast<int>(max_keys(args, queries)));
-    level.carve(rows, carver);
+    level.carve(rows, allocator);
     children = level.nodes();
   }
   tree.parts = row_parts(args);
-  tree.parts.counts = carver.take<int>(rows * tree.parts.parts * key_tree::max_lists);
-  tree.bytes = carver.used();
+  tree.parts.counts = allocator.take<int>(rows * tree.parts.parts * key_tree::max_lists);
+  tree.bytes = allocator.used();
   return tree;
 }
 

@@ -5,7 +5,7 @@
 #include "cuda/selection/scored_keys.cuh"
 
 // The order of the keys of a row, best first, and its inverse: the input of the walk over ranks
-// (rank_walk.cuh).
+// (rank_walk.cu).
 namespace flash_dmattn::cuda::per_query {
 
 inline constexpr int warps = 16;
@@ -103,27 +103,6 @@ struct KeysDescending {
   }
 };
 
-inline constexpr int pack_threads = 256;
-inline constexpr int pack_keys = 4;  // of a thread
-
-// The sort keys of a batch in the order of falling positions.
-__global__ void __launch_bounds__(pack_threads)
-    pack_keys_of_rows(ScoredKeys keys, Rows rows, std::uint64_t* packed) {
-  wait_for_previous_kernel();
-  const int blocks_per_row = ceil_div(rows.seqlen_k, pack_threads * pack_keys);
-  const int row = static_cast<int>(blockIdx.x) / blocks_per_row;
-  const int begin = static_cast<int>(blockIdx.x) % blocks_per_row * pack_threads * pack_keys;
-  const KeysDescending<pack_keys> own(keys, rows, row, begin + static_cast<int>(threadIdx.x),
-                                      pack_threads);
-#pragma unroll
-  for (int i = 0; i < pack_keys; ++i) {
-    const int position = own.position[i];
-    if (position < 0) return;
-    packed[static_cast<std::int64_t>(row) * rows.seqlen_k + rows.seqlen_k - 1 - position] =
-        rows.layout.pack(row, own.code[i], position);
-  }
-}
-
 // A key's rank by its position, and its interval where that needs no walk: of the w best keys and of the
 // keys never chosen.
 __device__ inline void place_rank(const Rows& rows, int row, int rank, int position, bool valid) {
@@ -134,63 +113,6 @@ __device__ inline void place_rank(const Rows& rows, int row, int rank, int posit
   } else if (rank < rows.window) {
     store(interval, rows.queries.forever(position));
   }
-}
-
-// One CTA for each group of chunks: inverts the order, counts the positions of the chunks by block,
-// and writes the intervals that need no walk: those of the w best keys and of the keys never
-// chosen.
-__global__ void __launch_bounds__(threads) place_ranks(Rows rows) {
-  wait_for_previous_kernel();
-  __shared__ int counts[max_blocks];
-  const int row = static_cast<int>(blockIdx.x) / rows.groups;
-  const int group = static_cast<int>(blockIdx.x) % rows.groups;
-  const int thread = static_cast<int>(threadIdx.x);
-  for (int b = thread; b < rows.blocks; b += threads) counts[b] = 0;
-  const std::uint64_t* sorted = rows.sorted_row(row);
-  const int first_chunk = group * rows.group_chunks;
-  const int end_chunk = min(first_chunk + rows.group_chunks, rows.chunks);
-  for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
-    __syncthreads();
-    for (int b = thread; b < rows.blocks; b += threads) {
-      rows.before[rows.block_of_row(row, b) * rows.chunks + chunk] =
-          static_cast<std::uint16_t>(counts[b]);
-    }
-    __syncthreads();
-    const int end = rows.chunk_end(chunk);
-#pragma unroll 2
-    for (int rank = rows.chunk_begin(chunk) + thread; rank < end; rank += threads) {
-      const std::uint64_t key = sorted[rank];
-      const int position = rows.layout.position(key);
-      const bool valid = rows.layout.valid(key);
-      place_rank(rows, row, rank, position, valid);
-      if (valid) atomicAdd(&counts[position / block_positions], 1);
-    }
-  }
-  __syncthreads();
-  for (int b = thread; b < rows.blocks; b += threads) {
-    rows.totals[rows.block_of_row(row, b) * rows.groups + group] =
-        static_cast<std::uint16_t>(counts[b]);
-  }
-}
-
-inline constexpr int order_threads = 256;
-
-// The order of the keys of all batches and its inverse, both [rows, Sk]: the key of each rank, -1 from the
-// first one that is never chosen, and the rank of each key, Sk where it is never chosen.
-__global__ void __launch_bounds__(order_threads)
-    store_order(Rows rows, std::int32_t* key_of_rank, std::int32_t* rank_of_key) {
-  wait_for_previous_kernel();
-  const int blocks = ceil_div(rows.seqlen_k, order_threads);
-  const int row = static_cast<int>(blockIdx.x) / blocks;
-  const int rank =
-      static_cast<int>(blockIdx.x) % blocks * order_threads + static_cast<int>(threadIdx.x);
-  if (rank >= rows.seqlen_k) return;
-  const std::uint64_t key = rows.sorted_row(row)[rank];
-  const int position = rows.layout.position(key);
-  const bool valid = rows.layout.valid(key);
-  const std::int64_t at = static_cast<std::int64_t>(rows.first_row + row) * rows.seqlen_k;
-  key_of_rank[at + rank] = valid ? position : -1;
-  rank_of_key[at + position] = valid ? rank : rows.seqlen_k;
 }
 
 }  // namespace flash_dmattn::cuda::per_query

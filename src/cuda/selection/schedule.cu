@@ -73,4 +73,89 @@ Schedule build_tile_list_schedule(const Problem& p, const Visibility& visibility
           .capacity = lists.capacity};
 }
 
+// ---- Slots --------------------------------------------------------------------------------------
+
+namespace {
+
+KeySlotShape slot_shape(const TileListArgs& args, std::int64_t slots, std::int64_t segments) {
+  return {.rows = args.batch * args.heads,
+          .seqlen_k = args.seqlen_k,
+          .slots = slots,
+          .segments = segments};
+}
+
+// The slots of a schedule, if there are to be any.
+struct Slots {
+  TileListArgs args;
+  KeySlotShape shape;
+  bool exist;
+
+  Slots(const Problem& p, const Visibility& visibility, const SlotGeometry& geometry)
+      : args(tile_list_args(p, visibility, geometry.tile_rows)),
+        exist(args.lists() > 0 && args.intervals.data != nullptr) {
+    if (geometry.segments < 1) {
+      throw InvalidArgument("segments", std::to_string(geometry.segments), "at least 1");
+    }
+    if (exist) shape = slot_shape(args, tile_list_capacity(args), geometry.segments);
+  }
+
+  std::size_t bytes() const { return exist ? KeySlotLayout(shape).bytes : 0; }
+};
+
+}  // namespace
+
+std::size_t slot_schedule_size(const Problem& p, const Visibility& visibility,
+                               const SlotGeometry& geometry) {
+  return Slots(p, visibility, geometry).bytes();
+}
+
+std::size_t slot_schedule_workspace_size(const Problem& p, const Visibility& visibility,
+                                         const SlotGeometry& geometry) {
+  const Slots slots(p, visibility, geometry);
+  return slots.exist ? slot_workspace_size(slots.args) : 0;
+}
+
+Schedule build_slot_schedule(const Problem& p, const Visibility& visibility, Direction direction,
+                             const SlotGeometry& geometry, std::span<std::byte> memory,
+                             const Execution& execution) {
+  const Slots slots(p, visibility, geometry);
+  if (!slots.exist) return {};
+  require_memory(memory, slots.bytes());
+  const KeySlotBuffers buffers = KeySlotLayout(slots.shape).buffers_in(memory.data());
+  assign_slots(slots.args, slots.shape, buffers, execution);
+  return {.data = memory.data(),
+          .bytes = slots.bytes(),
+          .kind = Schedule::Kind::key_slots,
+          .serves_forward = direction == Direction::forward,
+          .serves_backward = direction == Direction::backward,
+          .tile_rows = geometry.tile_rows,
+          .capacity = slots.shape.slots,
+          .segments = geometry.segments};
+}
+
+KeySlots key_slots(const Schedule& schedule, const SlotGeometry& geometry) {
+  if (schedule.empty()) return {};
+  if (schedule.kind != Schedule::Kind::key_slots || schedule.tile_rows != geometry.tile_rows ||
+      schedule.segments != geometry.segments) {
+    throw InvalidArgument("schedule",
+                          "tiles of " + std::to_string(schedule.tile_rows) + " queries in " +
+                              std::to_string(schedule.segments) + " segments",
+                          "slots for tiles of " + std::to_string(geometry.tile_rows) +
+                              " queries in " + std::to_string(geometry.segments) + " segments");
+  }
+  const TileListArgs args = tile_list_args(schedule.problem, {}, geometry.tile_rows);
+  KeySlots slots;
+  slots.shape = slot_shape(args, schedule.capacity, geometry.segments);
+  const KeySlotLayout layout(slots.shape);
+  const auto at = [&](std::size_t offset) {
+    return reinterpret_cast<const std::int32_t*>(static_cast<const std::byte*>(schedule.data) +
+                                                 offset);
+  };
+  slots.count = at(layout.count);
+  slots.arrivals = at(layout.arrivals);
+  slots.successor = at(layout.successor);
+  slots.starts = at(layout.starts);
+  return slots;
+}
+
 }  // namespace flash_dmattn::cuda

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <span>
 
+#include "cuda/selection/key_slots.h"
 #include "flash_dmattn/schedule.h"
 
 // Schedules of a GPU: sized from shapes and the bound of the intervals alone, built without waiting for the
@@ -22,5 +23,26 @@ std::size_t tile_list_schedule_workspace_size(const Problem& problem, const Visi
 Schedule build_tile_list_schedule(const Problem& problem, const Visibility& visibility,
                                   Direction direction, std::int64_t tile_rows,
                                   std::span<std::byte> memory, const Execution& execution);
+
+// ---- Slots of a key-major kernel ----------------------------------------------------------------
+//
+// Of intervals, consecutive or not, whose bound is known (key_slots.h).
+
+// How a kernel cuts the queries.
+struct SlotGeometry {
+  std::int64_t tile_rows;
+  std::int64_t segments;  // that are worked on independently
+};
+
+std::size_t slot_schedule_size(const Problem& problem, const Visibility& visibility,
+                               const SlotGeometry& geometry);
+std::size_t slot_schedule_workspace_size(const Problem& problem, const Visibility& visibility,
+                                         const SlotGeometry& geometry);
+Schedule build_slot_schedule(const Problem& problem, const Visibility& visibility,
+                             Direction direction, const SlotGeometry& geometry,
+                             std::span<std::byte> memory, const Execution& execution);
+
+// The slots of such a schedule. Throws InvalidArgument for another kind or geometry.
+KeySlots key_slots(const Schedule& schedule, const SlotGeometry& geometry);
 
 }  // namespace flash_dmattn::cuda

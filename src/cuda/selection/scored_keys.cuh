@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cuda/selection/device.cuh"
@@ -15,6 +16,16 @@ struct ScoredKeys {
   int heads = 1;
   std::int64_t stride[3] = {};
   std::int64_t mask_stride[3] = {};
+
+  ScoredKeys() = default;
+  explicit ScoredKeys(const SelectionArgs& args)
+      : scores(args.scores),
+        mask(args.key_mask),
+        dtype(args.scores_dtype),
+        heads(static_cast<int>(args.heads)) {
+    std::copy(args.scores_stride.begin(), args.scores_stride.end(), stride);
+    std::copy(args.key_mask_stride.begin(), args.key_mask_stride.end(), mask_stride);
+  }
 
   // NaN and masked keys; no valid score has this code, since it would be that of a negative NaN.
   static constexpr std::uint32_t never = 0;
@@ -82,6 +93,12 @@ struct QueryRange {
   int shift = 0;  // position of query 0: Sk - Sq
   bool causal = true;
 
+  QueryRange() = default;
+  explicit QueryRange(const SelectionArgs& args)
+      : seqlen_q(static_cast<int>(args.seqlen_q)),
+        shift(static_cast<int>(args.seqlen_k - args.seqlen_q)),
+        causal(args.causal) {}
+
   // Key `position`, visible to queries at positions below `end`.
   __device__ KeyInterval until(int position, int end) const {
     const int last = min(max(end - shift, 0), seqlen_q);
@@ -94,6 +111,9 @@ struct QueryRange {
  private:
   __device__ int first_query(int position) const { return causal ? max(position - shift, 0) : 0; }
 };
+
+// Bits of a score's code.
+inline int score_bits(DType scores) { return scores == DType::f32 ? 32 : 16; }
 
 // One 8-byte store.
 __device__ inline void store(KeyInterval* to, KeyInterval interval) {

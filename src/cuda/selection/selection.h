@@ -62,37 +62,4 @@ QueryTileLists build_tile_lists(const TileListArgs& args, const TileListBuffers&
 std::size_t measure_workspace_size(const TileListArgs& args);
 KeyBound measure_key_bound(const TileListArgs& args, const Execution& execution);
 
-// ---- Slots --------------------------------------------------------------------------------------
-
-// The schedule of a key-major kernel. A key lives in a slot from the first tile that sees it to the
-// last, as a value lives in a register; the keys of a block of consecutive slots are a dense key
-// tile of which only few change from one query tile to the next.
-//
-// Number the keys of a row by their first tile, and among equals by position: the arrivals; and by
-// their last tile: the departures. Arrival n takes slot n if n < slots, else the slot of departure
-// n - slots. No tile sees more than `slots` keys, so that departure was in an earlier tile. The
-// keys of a slot are thus a chain: slot s begins with arrival s, and successor leads on.
-//
-// The tiles may be cut into segments that are worked on independently: slot s of segment g begins
-// with arrival starts[g][s], which may have arrived before the segment or arrive within or after
-// it. A key that crosses a cut appears in both segments.
-struct SlotSchedule {
-  int slots = 0;     // tile_list_capacity
-  int segments = 1;  // of ceil(tiles / segments) tiles
-  // [batch, heads, Sk] keys, -1 after the last.
-  std::int32_t* arrivals = nullptr;
-  // [batch, heads, Sk] by arrival number; -1 for the last of its slot, unwritten after the last.
-  std::int32_t* successor = nullptr;
-  // [batch, heads] arrivals.
-  std::int32_t* count = nullptr;
-  // [batch, heads, segments, slots]; -1: empty from there on.
-  std::int32_t* starts = nullptr;
-};
-
-std::size_t slot_workspace_size(const TileListArgs& args);
-
-// Fills the arrays of `schedule`, whose slots and segments are given.
-void assign_slots(const TileListArgs& args, const SlotSchedule& schedule,
-                  const Execution& execution);
-
 }  // namespace flash_dmattn::cuda

@@ -1,7 +1,6 @@
-#pragma once
-
 #include <cstdint>
 
+#include "cuda/selection/per_query.h"
 #include "cuda/selection/rank_order.cuh"
 
 // Causal per-query selection by a walk over ranks.
@@ -21,10 +20,11 @@
 // A warp has 64 ranks of its own. Where T stands at its first rank follows from a table of how many
 // entries of each 32 are present by then; from there every lane finds the T of its ranks by itself.
 namespace flash_dmattn::cuda::per_query {
+namespace {
 
-inline constexpr int window_entries = 2 * chunk_ranks;
-inline constexpr int window_words = window_entries / warp_size;
-inline constexpr int thread_positions = block_positions / threads;
+constexpr int window_entries = 2 * chunk_ranks;
+constexpr int window_words = window_entries / warp_size;
+constexpr int thread_positions = block_positions / threads;
 static_assert(window_words == 2 * warp_size, "a lane reads two words");
 static_assert(thread_positions % 4 == 0, "ranks are loaded four at a time");
 
@@ -55,7 +55,7 @@ struct WalkStorage {
 };
 
 // Fills present, top_block and above, and clears arriving.
-__device__ inline void find_top_block(const Rows& rows, const Walk& walk, WalkStorage& shared) {
+__device__ void find_top_block(const Rows& rows, const Walk& walk, WalkStorage& shared) {
   const int lane = lane_id();
   const int warp = warp_id();
   const int group = walk.chunk / rows.group_chunks;
@@ -141,7 +141,7 @@ struct BlockRanks {
 };
 
 // Sum of `counts` before this warp; `total` becomes the sum of all.
-__device__ inline int sum_before_warp(const int (&counts)[warps], int& total) {
+__device__ int sum_before_warp(const int (&counts)[warps], int& total) {
   const int lane = lane_id();
   const int through = warp_inclusive_sum(lane < warps ? counts[lane] : 0, lane);
   total = __shfl_sync(full_mask, through, warps - 1);
@@ -151,7 +151,7 @@ __device__ inline int sum_before_warp(const int (&counts)[warps], int& total) {
 
 // The sum of the counts of the threads before this one; `total` becomes that of all. One barrier;
 // consecutive calls alternate between the two arrays.
-__device__ inline int count_before_thread(int count, int (&warp_counts)[warps], int& total) {
+__device__ int count_before_thread(int count, int (&warp_counts)[warps], int& total) {
   const int through = warp_inclusive_sum(count, lane_id());
   if (lane_id() == warp_size - 1) warp_counts[warp_id()] = through;
   __syncthreads();
@@ -159,8 +159,7 @@ __device__ inline int count_before_thread(int count, int (&warp_counts)[warps], 
 }
 
 // Fills threshold: the present position of the top block with `above` present ones above it.
-__device__ inline void find_threshold(const BlockRanks& ranks, const Walk& walk,
-                                      WalkStorage& shared) {
+__device__ void find_threshold(const BlockRanks& ranks, const Walk& walk, WalkStorage& shared) {
   const unsigned present = ranks.before(walk.begin, ranks.top);
   int total = 0;
   const int before = count_before_thread(__popc(present), shared.warp_counts[0], total);
@@ -191,7 +190,7 @@ struct LaneRanks {
 // Fills counted and arriving, and entry_of as if the window were empty: an arrival is above the
 // first T, or below all of the window. Returns how many are below T: T moves down no further than
 // that.
-__device__ inline int classify_arrivals(const LaneRanks& own, WalkStorage& shared) {
+__device__ int classify_arrivals(const LaneRanks& own, WalkStorage& shared) {
   int count = 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -211,7 +210,7 @@ __device__ inline int classify_arrivals(const LaneRanks& own, WalkStorage& share
 }
 
 // The highest block below `block` with positions to gather, -1 if there is none.
-__device__ inline int next_block(int block, const WalkStorage& shared) {
+__device__ int next_block(int block, const WalkStorage& shared) {
   do {
     --block;
   } while (block >= 0 && shared.present[block] == 0 && shared.arriving[block] == 0);
@@ -221,8 +220,8 @@ __device__ inline int next_block(int block, const WalkStorage& shared) {
 // Fills the window: T, and below it at least `moves` present positions (where there are so many)
 // with all the arrivals in between. `ranks` are those of the top block. Returns the number of
 // entries.
-__device__ inline int gather_window(const Rows& rows, const Walk& walk, int moves,
-                                    BlockRanks& ranks, WalkStorage& shared) {
+__device__ int gather_window(const Rows& rows, const Walk& walk, int moves, BlockRanks& ranks,
+                             WalkStorage& shared) {
   int block = shared.top_block;
   int present = shared.present[block] - shared.above;  // once this block is gathered
   int entries = 0;
@@ -251,7 +250,7 @@ __device__ inline int gather_window(const Rows& rows, const Walk& walk, int move
 }
 
 // Fills present_at. Lane g counts the entries of a word that are present when warp g begins.
-__device__ inline void count_times(int entries, WalkStorage& shared) {
+__device__ void count_times(int entries, WalkStorage& shared) {
   const int lane = lane_id();
 #pragma unroll
   for (int i = 0; i < window_words / warps; ++i) {
@@ -268,7 +267,7 @@ __device__ inline void count_times(int entries, WalkStorage& shared) {
 
 // T at the first rank of this warp, as an entry of the window: moved down by the arrivals below the
 // first T that came before.
-__device__ inline int first_threshold(const WalkStorage& shared) {
+__device__ int first_threshold(const WalkStorage& shared) {
   const int lane = lane_id();
   const int warp = warp_id();
   int total = 0;
@@ -332,7 +331,7 @@ struct LaneThresholds {
 };
 
 // One CTA for each chunk of ranks from w on.
-__global__ void __launch_bounds__(threads, 2) walk_ranks(Rows rows) {
+__global__ void __launch_bounds__(threads, 2) walk_chunk(Rows rows) {
   wait_for_previous_kernel();
   __shared__ WalkStorage shared;
   const int walked = rows.chunks - rows.first_walked();
@@ -366,6 +365,13 @@ __global__ void __launch_bounds__(threads, 2) walk_ranks(Rows rows) {
     }
     store(rows.intervals_row(walk.row) + own.position[half], interval);
   }
+}
+
+}  // namespace
+
+void walk_ranks(const Rows& rows, cudaStream_t stream) {
+  launch_grid(walk_chunk, {std::int64_t{rows.rows} * (rows.chunks - rows.first_walked()), threads},
+              stream, rows);
 }
 
 }  // namespace flash_dmattn::cuda::per_query

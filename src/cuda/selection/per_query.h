@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/selection/rank_order.cuh"
+#include "cuda/selection/row_passes.cuh"
+
+// The stages of a choice per query: the keys of a batch of rows are sorted, best first, their ranks are placed
+// by position, and a walk over the ranks writes the intervals.
+namespace flash_dmattn::cuda::per_query {
+
+struct Work {
+  Rows rows;
+  ScoredKeys keys;
+  std::uint64_t* packed =
+      nullptr;  // [rows, Sk], twice: the sorted array, and the sort's other buffer
+  std::uint64_t* other = nullptr;
+  RowPasses passes;
+  void* sort_workspace = nullptr;
+  std::size_t sort_bytes = 0;
+};
+
+// For batches of at most `batch_rows` rows.
+Work lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& workspace);
+
+// Returns the batch with its sorted keys, their ranks placed (rank_order.cu).
+Rows sort_keys(const Work& work, cudaStream_t stream);
+
+// Writes the intervals of all keys whose ranks are not among the first w (rank_walk.cu).
+void walk_ranks(const Rows& rows, cudaStream_t stream);
+
+// The order of the keys of all batches and its inverse, both [rows, Sk]: the key of each rank, -1 from the
+// first one that is never chosen, and the rank of each key, Sk where it is never chosen.
+void store_order(const Rows& rows, std::int32_t* key_of_rank, std::int32_t* rank_of_key,
+                 cudaStream_t stream);
+
+}  // namespace flash_dmattn::cuda::per_query

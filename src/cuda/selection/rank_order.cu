@@ -1,0 +1,207 @@
+#include "cuda/selection/rank_order.cuh"
+
+#include <algorithm>
+#include <cstdint>
+
+#include <cub/device/device_radix_sort.cuh>
+
+#include "cuda/selection/per_query.h"
+#include "cuda/selection/row_sort.cuh"
+
+namespace flash_dmattn::cuda::per_query {
+namespace {
+
+// ---- Kernels ------------------------------------------------------------------------------------
+
+constexpr int pack_threads = 256;
+constexpr int pack_keys = 4;  // of a thread
+
+// The sort keys of a batch in the order of falling positions.
+__global__ void __launch_bounds__(pack_threads)
+    pack_keys_of_rows(ScoredKeys keys, Rows rows, std::uint64_t* packed) {
+  wait_for_previous_kernel();
+  const int blocks_per_row = ceil_div(rows.seqlen_k, pack_threads * pack_keys);
+  const int row = static_cast<int>(blockIdx.x) / blocks_per_row;
+  const int begin = static_cast<int>(blockIdx.x) % blocks_per_row * pack_threads * pack_keys;
+  const KeysDescending<pack_keys> own(keys, rows, row, begin + static_cast<int>(threadIdx.x),
+                                      pack_threads);
+#pragma unroll
+  for (int i = 0; i < pack_keys; ++i) {
+    const int position = own.position[i];
+    if (position < 0) return;
+    packed[static_cast<std::int64_t>(row) * rows.seqlen_k + rows.seqlen_k - 1 - position] =
+        rows.layout.pack(row, own.code[i], position);
+  }
+}
+
+// One CTA for each group of chunks: inverts the order, counts the positions of the chunks by block,
+// and writes the intervals that need no walk: those of the w best keys and of the keys never
+// chosen.
+__global__ void __launch_bounds__(threads) place_ranks(Rows rows) {
+  wait_for_previous_kernel();
+  __shared__ int counts[max_blocks];
+  const int row = static_cast<int>(blockIdx.x) / rows.groups;
+  const int group = static_cast<int>(blockIdx.x) % rows.groups;
+  const int thread = static_cast<int>(threadIdx.x);
+  for (int b = thread; b < rows.blocks; b += threads) counts[b] = 0;
+  const std::uint64_t* sorted = rows.sorted_row(row);
+  const int first_chunk = group * rows.group_chunks;
+  const int end_chunk = min(first_chunk + rows.group_chunks, rows.chunks);
+  for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
+    __syncthreads();
+    for (int b = thread; b < rows.blocks; b += threads) {
+      rows.before[rows.block_of_row(row, b) * rows.chunks + chunk] =
+          static_cast<std::uint16_t>(counts[b]);
+    }
+    __syncthreads();
+    const int end = rows.chunk_end(chunk);
+#pragma unroll 2
+    for (int rank = rows.chunk_begin(chunk) + thread; rank < end; rank += threads) {
+      const std::uint64_t key = sorted[rank];
+      const int position = rows.layout.position(key);
+      const bool valid = rows.layout.valid(key);
+      place_rank(rows, row, rank, position, valid);
+      if (valid) atomicAdd(&counts[position / block_positions], 1);
+    }
+  }
+  __syncthreads();
+  for (int b = thread; b < rows.blocks; b += threads) {
+    rows.totals[rows.block_of_row(row, b) * rows.groups + group] =
+        static_cast<std::uint16_t>(counts[b]);
+  }
+}
+
+constexpr int order_threads = 256;
+
+// A thread for each rank.
+__global__ void __launch_bounds__(order_threads)
+    store_ranks(Rows rows, std::int32_t* key_of_rank, std::int32_t* rank_of_key) {
+  wait_for_previous_kernel();
+  const int blocks = ceil_div(rows.seqlen_k, order_threads);
+  const int row = static_cast<int>(blockIdx.x) / blocks;
+  const int rank =
+      static_cast<int>(blockIdx.x) % blocks * order_threads + static_cast<int>(threadIdx.x);
+  if (rank >= rows.seqlen_k) return;
+  const std::uint64_t key = rows.sorted_row(row)[rank];
+  const int position = rows.layout.position(key);
+  const bool valid = rows.layout.valid(key);
+  const std::int64_t at = static_cast<std::int64_t>(rows.first_row + row) * rows.seqlen_k;
+  key_of_rank[at + rank] = valid ? position : -1;
+  rank_of_key[at + position] = valid ? rank : rows.seqlen_k;
+}
+
+// ---- Sorting ------------------------------------------------------------------------------------
+
+using ShortRowSort = RowSort<512>;
+using LongRowSort = RowSort<1024>;
+
+// How the keys are sorted: a CTA for each row, kernels that sort all rows by a digit, or CUB.
+enum class Sort : std::uint8_t { rows, digits, device };
+
+Sort sort_of(const Rows& rows) {
+  if (rows.seqlen_k <= LongRowSort::max_keys) return Sort::rows;
+  return rows.seqlen_k <= RowPasses::max_keys ? Sort::digits : Sort::device;
+}
+
+template <class RowSort>
+void sort_rows(const Work& work, const Rows& rows, cudaStream_t stream) {
+  launch_grid(sort_row<RowSort::threads>, {rows.rows, RowSort::threads}, stream, work.keys, rows,
+              work.packed);
+}
+
+// Sorts the packed keys; the result is where `buffers` points. The positions in the low bits come in
+// order and stay so among equals, the sort being stable. With a null workspace it only sets
+// `bytes`.
+void sort(const Rows& rows, cub::DoubleBuffer<std::uint64_t>& buffers, void* workspace,
+          std::size_t& bytes, cudaStream_t stream) {
+  const int begin_bit = rows.layout.position_bits;
+  const int end_bit = begin_bit + rows.layout.score_bits + bits_for(rows.rows);
+  check(cub::DeviceRadixSort::SortKeys(workspace, bytes, buffers, rows.rows * rows.seqlen_k,
+                                       begin_bit, end_bit, stream),
+        "sorting scores");
+}
+
+// By the CTAs that sort the rows.
+void sort_and_place(const Work& work, Rows& rows, cudaStream_t stream) {
+  rows.sorted = work.packed;
+  rows.rank_of = reinterpret_cast<std::int32_t*>(work.other);
+  rows.seqlen_k <= ShortRowSort::max_keys ? sort_rows<ShortRowSort>(work, rows, stream)
+                                          : sort_rows<LongRowSort>(work, rows, stream);
+}
+
+void sort_then_place(const Work& work, Rows& rows, cudaStream_t stream) {
+  cub::DoubleBuffer<std::uint64_t> buffers(work.packed, work.other);
+  if (sort_of(rows) == Sort::digits) {
+    const int passes = sort_passes(work.keys, work.rows, work.passes, buffers.Current(),
+                                   buffers.Alternate(), stream);
+    buffers.selector ^= passes % 2;
+  } else {
+    const int pack_ctas = ceil_div(rows.seqlen_k, pack_threads * pack_keys);
+    launch_grid(pack_keys_of_rows, {std::int64_t{rows.rows} * pack_ctas, pack_threads}, stream,
+                work.keys, rows, work.packed);
+    std::size_t bytes = work.sort_bytes;
+    sort(rows, buffers, work.sort_workspace, bytes, stream);
+  }
+  rows.sorted = buffers.Current();
+  rows.rank_of = reinterpret_cast<std::int32_t*>(buffers.Alternate());  // free after the sort
+  launch_grid(place_ranks, {std::int64_t{rows.rows} * rows.groups, threads}, stream, rows);
+}
+
+}  // namespace
+
+Work lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& workspace) {
+  Work work;
+  Rows& rows = work.rows;
+  rows.rows = batch_rows;
+  rows.seqlen_k = static_cast<int>(args.seqlen_k);
+  rows.window = static_cast<int>(args.window);
+  rows.layout = {.position_bits = bits_for(args.seqlen_k),
+                 .score_bits = score_bits(args.scores_dtype),
+                 .seqlen_k = rows.seqlen_k};
+  rows.queries = QueryRange(args);
+  rows.intervals = args.intervals;
+  rows.chunks = 1 + ceil_div(rows.seqlen_k - rows.window % chunk_ranks, chunk_ranks);
+  // A walk sums over the groups before its own: few, unless that would leave the GPU idle.
+  rows.group_chunks = std::min(ceil_div(rows.chunks, 64), max_group_chunks);
+  rows.groups = ceil_div(rows.chunks, rows.group_chunks);
+  rows.blocks = ceil_div(rows.seqlen_k, block_positions);
+  work.keys = ScoredKeys(args);
+
+  const std::int64_t keys = std::int64_t{rows.rows} * rows.seqlen_k;
+  work.packed = workspace.take<std::uint64_t>(keys);
+  // Ranks come here, in rows rounded up to 4.
+  const std::int64_t ranks = std::int64_t{rows.rows} * ceil_div(rows.seqlen_k, 4) * 4;
+  work.other = workspace.take<std::uint64_t>(std::max(keys, ranks / 2));
+  const std::int64_t blocks = std::int64_t{rows.rows} * rows.blocks;
+  rows.before = workspace.take<std::uint16_t>(blocks * rows.chunks);
+  rows.totals = workspace.take<std::uint16_t>(blocks * rows.groups);
+  if (sort_of(rows) == Sort::digits) {
+    work.passes.tiles = ceil_div(rows.seqlen_k, RowPasses::tile_keys);
+    work.passes.passes = rows.layout.score_bits / RowPasses::digit_bits;
+    const std::int64_t counts =
+        std::int64_t{work.passes.passes} * rows.rows * work.passes.tiles * RowPasses::digits;
+    work.passes.counts = workspace.take<std::uint32_t>(counts);
+    work.passes.published = workspace.take<std::uint32_t>(counts);
+  } else if (sort_of(rows) == Sort::device) {
+    cub::DoubleBuffer<std::uint64_t> buffers(work.packed, work.other);
+    sort(rows, buffers, nullptr, work.sort_bytes, nullptr);
+    work.sort_workspace = workspace.take<char>(static_cast<std::int64_t>(work.sort_bytes));
+  }
+  return work;
+}
+
+Rows sort_keys(const Work& work, cudaStream_t stream) {
+  Rows rows = work.rows;
+  sort_of(rows) == Sort::rows ? sort_and_place(work, rows, stream)
+                              : sort_then_place(work, rows, stream);
+  return rows;
+}
+
+void store_order(const Rows& rows, std::int32_t* key_of_rank, std::int32_t* rank_of_key,
+                 cudaStream_t stream) {
+  const int blocks = ceil_div(rows.seqlen_k, order_threads);
+  launch_grid(store_ranks, {std::int64_t{rows.rows} * blocks, order_threads}, stream, rows,
+              key_of_rank, rank_of_key);
+}
+
+}  // namespace flash_dmattn::cuda::per_query

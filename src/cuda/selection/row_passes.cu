@@ -1,0 +1,191 @@
+#include "cuda/selection/row_passes.cuh"
+
+#include <cstdint>
+#include <utility>
+
+#include "cuda/common/ptx.cuh"
+
+namespace flash_dmattn::cuda::per_query {
+namespace {
+
+__device__ int digit_of(const KeyLayout& layout, std::uint64_t key, int pass) {
+  return static_cast<int>(key >> (layout.position_bits + pass * RowPasses::digit_bits)) &
+         (RowPasses::digits - 1);
+}
+
+// `packed` [rows, Sk] in the order of falling positions, and the counts of all passes.
+__global__ void __launch_bounds__(RowPasses::threads)
+    pack_and_count(ScoredKeys keys, Rows rows, RowPasses passes, std::uint64_t* packed) {
+  wait_for_previous_kernel();
+  __shared__ std::uint32_t counts[RowPasses::max_passes][RowPasses::digits];
+  const int row = static_cast<int>(blockIdx.x) / passes.tiles;
+  const int tile = static_cast<int>(blockIdx.x) % passes.tiles;
+  const int thread = static_cast<int>(threadIdx.x);
+  for (int pass = 0; pass < passes.passes; ++pass) counts[pass][thread] = 0;
+  __syncthreads();
+  const KeysDescending<RowPasses::thread_keys> own(
+      keys, rows, row, tile * RowPasses::tile_keys + thread, RowPasses::threads);
+#pragma unroll
+  for (int i = 0; i < RowPasses::thread_keys; ++i) {
+    const int position = own.position[i];
+    if (position < 0) break;
+    const int at = rows.seqlen_k - 1 - position;
+    const std::uint64_t key = rows.layout.pack(row, own.code[i], position);
+    packed[static_cast<std::int64_t>(row) * rows.seqlen_k + at] = key;
+    for (int pass = 0; pass < passes.passes; ++pass)
+      atomicAdd(&counts[pass][digit_of(rows.layout, key, pass)], 1u);
+  }
+  __syncthreads();
+  for (int pass = 0; pass < passes.passes; ++pass) {
+    const std::int64_t to = passes.row_begin(rows, pass, row) + tile * RowPasses::digits + thread;
+    passes.counts[to] = counts[pass][thread];
+    passes.published[to] = 0;
+  }
+}
+
+// The lanes of `lanes` whose digit is this one's.
+__device__ unsigned lanes_with(int digit, unsigned lanes) {
+#pragma unroll
+  for (int bit = 0; bit < RowPasses::digit_bits; ++bit) {
+    const unsigned set = __ballot_sync(full_mask, (digit >> bit & 1) != 0);
+    lanes &= (digit >> bit & 1) != 0 ? set : ~set;
+  }
+  return lanes;
+}
+
+// The sum of the counts of a digit that `tiles` tiles have published. A count is published plus 1, so it is
+// its own ready flag (0: not yet) and relaxed order suffices. The tiles belong to blocks that started before
+// this one and that wait for no later one.
+__device__ int sum_published(const std::uint32_t* from, int tiles) {
+  constexpr int together = 16;  // whose loads are in flight at a time
+  int sum = 0;
+  for (int first = 0; first < tiles; first += together) {
+    int part = 0;
+    bool all_there = false;
+    while (!all_there) {
+      all_there = true;
+      part = 0;
+#pragma unroll
+      for (int i = 0; i < together; ++i) {
+        const std::uint32_t value =
+            first + i < tiles ? load_relaxed(from + (first + i) * RowPasses::digits) : 1u;
+        all_there = all_there && value != 0;
+        part += static_cast<int>(value) - 1;
+      }
+    }
+    sum += part;
+  }
+  return sum;
+}
+
+// ---- One pass -----------------------------------------------------------------------------------
+
+// The keys of a thread: a warp has warp_keys consecutive ones, a lane every 32nd of them.
+struct PassKeys {
+  static constexpr int count = RowPasses::thread_keys;
+  int first;  // place of the first, in the row
+  int end;    // of the row
+  std::uint64_t key[count];
+
+  __device__ PassKeys(const std::uint64_t* row, int end_, int tile)
+      : first(tile * RowPasses::tile_keys + warp_id() * RowPasses::warp_keys + lane_id()),
+        end(end_) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) key[i] = exists(i) ? row[first + i * warp_size] : 0;
+  }
+  __device__ bool exists(int i) const { return first + i * warp_size < end; }
+};
+
+struct PassStorage {
+  int warp_sums[RowPasses::warps];
+  // Of a warp and a digit: keys so far, then the place of the first.
+  int places[RowPasses::warps][RowPasses::digits];
+};
+
+// Ranks each key among its warp's keys of the same digit, and counts them in `so_far`.
+__device__ void rank_in_warp(const PassKeys& keys, const KeyLayout& layout, int pass, int* so_far,
+                             int (&rank)[PassKeys::count]) {
+  const int lane = lane_id();
+#pragma unroll
+  for (int i = 0; i < PassKeys::count; ++i) {
+    const int digit = digit_of(layout, keys.key[i], pass);
+    const unsigned lanes = lanes_with(digit, warp_ballot(keys.exists(i)));
+    const int before = so_far[digit];
+    rank[i] = before + count_before(lanes, lane);
+    __syncwarp();
+    if (keys.exists(i) && count_before(lanes, lane) == 0) so_far[digit] = before + __popc(lanes);
+    __syncwarp();
+  }
+}
+
+// Turns the counts of this thread's digit, one for each warp, into the places of the warps' first keys, the
+// first warp's being `place`.
+__device__ void place_warps(PassStorage& shared, int place) {
+  const int digit = static_cast<int>(threadIdx.x);
+#pragma unroll
+  for (int w = 0; w < RowPasses::warps; ++w) {
+    const int count = shared.places[w][digit];
+    shared.places[w][digit] = place;
+    place += count;
+  }
+}
+
+// Orders the keys of each row by one digit; equal ones stay in order. A thread has keys, and a digit to count.
+__global__ void __launch_bounds__(RowPasses::threads)
+    sort_digit(Rows rows, RowPasses passes, int pass, const std::uint64_t* from,
+               std::uint64_t* to) {
+  wait_for_previous_kernel();
+  __shared__ PassStorage shared;
+  const int row = static_cast<int>(blockIdx.x) / passes.tiles;
+  const int tile = static_cast<int>(blockIdx.x) % passes.tiles;
+  const int digit = static_cast<int>(threadIdx.x);
+  const int warp = warp_id();
+  const std::int64_t row_begin = static_cast<std::int64_t>(row) * rows.seqlen_k;
+  const std::int64_t counts_begin = passes.row_begin(rows, pass, row) + digit;
+  const PassKeys keys(from + row_begin, rows.seqlen_k, tile);
+
+  // How many keys of the row have smaller digits: a sum over the warp here, over the warps before below.
+  int in_row = 0;
+#pragma unroll 8
+  for (int t = 0; t < passes.tiles; ++t)
+    in_row += static_cast<int>(passes.counts[counts_begin + t * RowPasses::digits]);
+  const int through = warp_inclusive_sum(in_row, lane_id());
+  if (lane_id() == warp_size - 1) shared.warp_sums[warp] = through;
+#pragma unroll
+  for (int w = 0; w < RowPasses::warps; ++w) shared.places[w][digit] = 0;
+  __syncthreads();
+
+  int rank[PassKeys::count];
+  rank_in_warp(keys, rows.layout, pass, shared.places[warp], rank);
+  __syncthreads();
+  int in_tile = 0;
+#pragma unroll
+  for (int w = 0; w < RowPasses::warps; ++w) in_tile += shared.places[w][digit];
+  std::uint32_t* const published = passes.published + counts_begin;
+  store_relaxed(published + tile * RowPasses::digits, static_cast<std::uint32_t>(in_tile) + 1);
+  int place = through - in_row;
+  for (int w = 0; w < warp; ++w) place += shared.warp_sums[w];
+  place_warps(shared, place + sum_published(published, tile));
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < PassKeys::count; ++i) {
+    if (!keys.exists(i)) break;
+    to[row_begin + shared.places[warp][digit_of(rows.layout, keys.key[i], pass)] + rank[i]] =
+        keys.key[i];
+  }
+}
+
+}  // namespace
+
+int sort_passes(const ScoredKeys& keys, const Rows& rows, const RowPasses& passes,
+                std::uint64_t* packed, std::uint64_t* other, cudaStream_t stream) {
+  const Grid grid{std::int64_t{rows.rows} * passes.tiles, RowPasses::threads};
+  launch_grid(pack_and_count, grid, stream, keys, rows, passes, packed);
+  for (int pass = 0; pass < passes.passes; ++pass) {
+    launch_grid(sort_digit, grid, stream, rows, passes, pass, packed, other);
+    std::swap(packed, other);
+  }
+  return passes.passes;
+}
+
+}  // namespace flash_dmattn::cuda::per_query
