@@ -1,6 +1,7 @@
 #include "check_finite.h"
 
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -112,10 +113,21 @@ struct Stage {
 
 }  // namespace
 
-bool check_finite_enabled() {
-  const char* value = std::getenv("FLASH_DMATTN_CHECK_FINITE");
-  return value != nullptr && std::string_view(value) == "1";
+namespace {
+
+std::atomic<bool>& check_finite() {
+  static std::atomic<bool> enabled = [] {
+    const char* value = std::getenv("FLASH_DMATTN_CHECK_FINITE");
+    return value != nullptr && std::string_view(value) == "1";
+  }();
+  return enabled;
 }
+
+}  // namespace
+
+bool check_finite_enabled() { return check_finite().load(std::memory_order_relaxed); }
+
+void set_check_finite(bool enabled) { check_finite() = enabled; }
 
 void check_inputs_finite(const ForwardArgs& args, const Execution& execution) {
   Stage{"forward input", args.problem, execution}.check_shared(args.in);

@@ -6,8 +6,11 @@
 // inputs, before it computes, and of its outputs, after. On a GPU it waits for the device each time.
 namespace flash_dmattn {
 
-// Reads the environment, so that check mode can be switched between calls.
+// The environment is read once, when this is first called.
 bool check_finite_enabled();
+
+// Overrides the environment from now on. For tests.
+void set_check_finite(bool enabled);
 
 // Each throws NonFiniteError, as "forward input k[0, 12, 3, 7] is nan". A bias of -inf masks, and an
 // lse of -inf belongs to a query that sees no key: neither is reported.

@@ -57,13 +57,17 @@ InstructionSet largest_allowed() {
   throw InvalidArgument("FLASH_DMATTN_MAX_ISA", cap, "one of " + known);
 }
 
+// Decided once. A cap that is not the name of an instruction set throws at every call.
 const Candidate& chosen() {
-  const InstructionSet allowed = largest_allowed();
-  const Candidate* best = candidates;
-  for (const Candidate& candidate : candidates) {
-    if (candidate.isa <= allowed) best = &candidate;
-  }
-  return *best;
+  static const Candidate& best = [&]() -> const Candidate& {
+    const InstructionSet allowed = largest_allowed();
+    const Candidate* largest = candidates;
+    for (const Candidate& candidate : candidates) {
+      if (candidate.isa <= allowed) largest = &candidate;
+    }
+    return *largest;
+  }();
+  return best;
 }
 
 // ---- Tasks ---------------------------------------------------------------------------------------

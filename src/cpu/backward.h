@@ -54,31 +54,31 @@ struct BackwardUnit {
   double* dense_sums = nullptr;  // [queries, dense_heads, Sk]: only ds is computed, and added here
   int dense_heads = 1;
 
-  BackwardUnit(const BackwardTask& task, Arena& arena)
-      : t(task), shape(task), own_keys(shape, arena), keys(own_keys) {
-    q.take(shape, arena);
-    dout.take(shape, arena);
-    s = arena.take<float>(strip * block_keys);
-    dp = arena.take<float>(strip * block_keys);
-    slope = arena.take<float>(strip * block_keys);
-    ds_rows = arena.take<float>(strip * key_words);
-    p_columns = arena.take<float>(std::int64_t{shape.row_words} * block_keys);
-    ds_columns = arena.take<float>(std::int64_t{shape.row_words} * block_keys);
-    pair = arena.take<float>(block_keys);
-    dq = arena.take<float>(std::int64_t{shape.padded_rows} * shape.head_columns);
-    product = arena.take<float>(gathered() ? std::int64_t{block_keys} * shape.head_columns : 0);
-    lse = arena.take<float>(shape.padded_rows);
-    lse_low = arena.take<float>(shape.padded_rows);
-    delta = arena.take<float>(shape.padded_rows);
-    row_sums = arena.take<double>(shape.padded_rows);
-    column_sums = arena.take<float>(t.group * block_keys);
-    staged = arena.take<Storage>(
+  BackwardUnit(const BackwardTask& task, ScratchAllocator& allocator)
+      : t(task), shape(task), own_keys(shape, allocator), keys(own_keys) {
+    q.take(shape, allocator);
+    dout.take(shape, allocator);
+    s = allocator.take<float>(strip * block_keys);
+    dp = allocator.take<float>(strip * block_keys);
+    slope = allocator.take<float>(strip * block_keys);
+    ds_rows = allocator.take<float>(strip * key_words);
+    p_columns = allocator.take<float>(std::int64_t{shape.row_words} * block_keys);
+    ds_columns = allocator.take<float>(std::int64_t{shape.row_words} * block_keys);
+    pair = allocator.take<float>(block_keys);
+    dq = allocator.take<float>(std::int64_t{shape.padded_rows} * shape.head_columns);
+    product = allocator.take<float>(gathered() ? std::int64_t{block_keys} * shape.head_columns : 0);
+    lse = allocator.take<float>(shape.padded_rows);
+    lse_low = allocator.take<float>(shape.padded_rows);
+    delta = allocator.take<float>(shape.padded_rows);
+    row_sums = allocator.take<double>(shape.padded_rows);
+    column_sums = allocator.take<float>(t.group * block_keys);
+    staged = allocator.take<Storage>(
         std::int64_t{shape.padded_rows > block_keys ? shape.padded_rows : block_keys} * t.head_dim);
-    q_exponents = arena.take<std::int32_t>(shape.padded_rows);
-    k_exponents = arena.take<std::int32_t>(block_keys);
-    large.take(shape, arena);
-    slot_of_key = arena.take<std::int32_t>(t.slot_keys == nullptr ? 0 : t.seqlen_k);
-    terms.columns = arena.take<float>(t.group * block_keys);
+    q_exponents = allocator.take<std::int32_t>(shape.padded_rows);
+    k_exponents = allocator.take<std::int32_t>(block_keys);
+    large.take(shape, allocator);
+    slot_of_key = allocator.take<std::int32_t>(t.slot_keys == nullptr ? 0 : t.seqlen_k);
+    terms.columns = allocator.take<float>(t.group * block_keys);
   }
 
   void run(std::int64_t unit) {
@@ -429,19 +429,19 @@ struct BackwardUnit {
 
 template <class In, class Element>
 std::int64_t backward_scratch(const BackwardTask& task) {
-  Arena arena(nullptr);
-  BackwardUnit<In, Element> whole(task, arena);
+  ScratchAllocator allocator(nullptr);
+  BackwardUnit<In, Element> whole(task, allocator);
   if (task.dbias_kind == DbiasKind::dense_shared) {
-    arena.take<double>(task.tile_queries * task.group * task.seqlen_k);
+    allocator.take<double>(task.tile_queries * task.group * task.seqlen_k);
   }
-  return arena.used();
+  return allocator.used();
 }
 
 template <class In, class Element>
 void backward_unit(const BackwardTask& task, std::int64_t unit, void* scratch) {
-  Arena arena(scratch);
+  ScratchAllocator allocator(scratch);
   [[maybe_unused]] const typename Element::Session session;
-  BackwardUnit<In, Element>(task, arena).run(unit);
+  BackwardUnit<In, Element>(task, allocator).run(unit);
 }
 
 }  // namespace flash_dmattn::cpu::FLASH_DMATTN_ISA

@@ -41,21 +41,21 @@ struct ForwardTile {
   bool q_large = false;
   int out_shift = 0;  // out is in units of 2^out_shift
 
-  ForwardTile(const ForwardTask& task, Arena& arena)
-      : t(task), shape(task), own_keys(shape, arena), keys(own_keys) {
-    q = shape.take_row_major(arena);
-    s = arena.take<float>(strip * block_keys);
-    p = Element::per_word == 1 ? s : arena.take<float>(strip * Shape<Element>::key_words);
-    out = arena.take<float>(std::int64_t{shape.padded_rows} * shape.head_columns);
-    row_max = arena.take<float>(shape.padded_rows);
-    row_sum = arena.take<float>(std::int64_t{shape.padded_rows} * lanes);
-    staged = arena.take<Storage>(std::int64_t{shape.rows > block_keys ? shape.rows : block_keys} *
-                                 t.head_dim);
-    q_exponents = arena.take<std::int32_t>(shape.padded_rows);
-    k_exponents = arena.take<std::int32_t>(block_keys);
-    v_exponents = arena.take<std::int32_t>(block_keys);
-    unknown = arena.take<bool>(shape.padded_rows);
-    terms.columns = arena.take<float>(t.group * block_keys);
+  ForwardTile(const ForwardTask& task, ScratchAllocator& allocator)
+      : t(task), shape(task), own_keys(shape, allocator), keys(own_keys) {
+    q = shape.take_row_major(allocator);
+    s = allocator.take<float>(strip * block_keys);
+    p = Element::per_word == 1 ? s : allocator.take<float>(strip * Shape<Element>::key_words);
+    out = allocator.take<float>(std::int64_t{shape.padded_rows} * shape.head_columns);
+    row_max = allocator.take<float>(shape.padded_rows);
+    row_sum = allocator.take<float>(std::int64_t{shape.padded_rows} * lanes);
+    staged = allocator.take<Storage>(
+        std::int64_t{shape.rows > block_keys ? shape.rows : block_keys} * t.head_dim);
+    q_exponents = allocator.take<std::int32_t>(shape.padded_rows);
+    k_exponents = allocator.take<std::int32_t>(block_keys);
+    v_exponents = allocator.take<std::int32_t>(block_keys);
+    unknown = allocator.take<bool>(shape.padded_rows);
+    terms.columns = allocator.take<float>(t.group * block_keys);
   }
 
   void run(const Tile& tile, std::int64_t tile_index) {
@@ -226,10 +226,10 @@ struct ForwardTile {
 
 template <class In, class Element>
 std::int64_t forward_scratch(const Task& task) {
-  Arena arena(nullptr);
+  ScratchAllocator allocator(nullptr);
   const ForwardTask whole{task, {}, nullptr, nullptr};
-  ForwardTile<In, Element> tile(whole, arena);
-  return arena.used();
+  ForwardTile<In, Element> tile(whole, allocator);
+  return allocator.used();
 }
 
 // Tiles of a head from last to first: under a causal mask the last one takes longest.
@@ -237,8 +237,8 @@ template <class In, class Element>
 void forward_item(const ForwardTask& task, std::int64_t item, void* scratch) {
   const std::int64_t index = task.tiles - 1 - item % task.tiles;
   const std::int64_t head = item / task.tiles;
-  Arena arena(scratch);
-  ForwardTile<In, Element> tile(task, arena);
+  ScratchAllocator allocator(scratch);
+  ForwardTile<In, Element> tile(task, allocator);
   [[maybe_unused]] const typename Element::Session session;
   tile.run(Tile(task, head / task.heads_kv, head % task.heads_kv, index), index);
 }

@@ -27,10 +27,10 @@ struct ForwardKeys {
   Panels v;  // b of out += p v
   LargeKeys* large;
 
-  ForwardKeys(const Shape<Element>& shape, Arena& arena)
-      : k(shape.take_transposed(arena)),
-        v(shape.take_key_panels(arena)),
-        large(arena.take<LargeKeys>(1)) {}
+  ForwardKeys(const Shape<Element>& shape, ScratchAllocator& allocator)
+      : k(shape.take_transposed(allocator)),
+        v(shape.take_key_panels(allocator)),
+        large(allocator.take<LargeKeys>(1)) {}
 
   template <class RowAt>
   void pack(const Task& t, const RowAt& k_row, const RowAt& v_row, int count) const {
@@ -47,11 +47,11 @@ struct BackwardKeys {
   Panels v_transposed;  // b of dp = dout v^T
   LargeKeys* large;
 
-  BackwardKeys(const Shape<Element>& shape, Arena& arena)
-      : k_transposed(shape.take_transposed(arena)),
-        k_panels(shape.take_key_panels(arena)),
-        v_transposed(shape.take_transposed(arena)),
-        large(arena.take<LargeKeys>(1)) {}
+  BackwardKeys(const Shape<Element>& shape, ScratchAllocator& allocator)
+      : k_transposed(shape.take_transposed(allocator)),
+        k_panels(shape.take_key_panels(allocator)),
+        v_transposed(shape.take_transposed(allocator)),
+        large(allocator.take<LargeKeys>(1)) {}
 
   template <class RowAt>
   void pack(const Task& t, const RowAt& k_row, const RowAt& v_row, int count) const {
@@ -64,9 +64,9 @@ struct BackwardKeys {
 // Bytes of a block.
 template <class Keys, class Element>
 std::int64_t key_block_bytes(const Task& t) {
-  Arena arena(nullptr);
-  Keys(Shape<Element>(t), arena);
-  return arena.used();
+  ScratchAllocator allocator(nullptr);
+  Keys(Shape<Element>(t), allocator);
+  return allocator.used();
 }
 
 // The block of t.packed_keys that begins with key `start` of a kv head.
@@ -74,8 +74,8 @@ template <class Keys, class Element>
 Keys shared_keys(const Task& t, const Shape<Element>& shape, std::int64_t batch, std::int64_t head,
                  std::int64_t start) {
   const std::int64_t index = (batch * t.heads_kv + head) * t.key_blocks() + start / block_keys;
-  Arena arena(t.packed_keys + index * t.packed_block_bytes);
-  return Keys(shape, arena);
+  ScratchAllocator allocator(t.packed_keys + index * t.packed_block_bytes);
+  return Keys(shape, allocator);
 }
 
 // Fills t.packed_keys; items are blocks of keys of a kv head.

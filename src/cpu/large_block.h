@@ -22,15 +22,15 @@ struct LargeSums {
   bool has_dq = false;
 
   template <class Shape>
-  void take(const Shape& shape, Arena& arena) {
+  void take(const Shape& shape, ScratchAllocator& allocator) {
     const std::int64_t keys = std::int64_t{block_keys} * shape.head_columns;
-    dq = arena.take<double>(std::int64_t{shape.padded_rows} * shape.head_columns);
-    dk = arena.take<double>(keys);
-    dv = arena.take<double>(keys);
-    k = arena.take<float>(keys);
-    v = arena.take<float>(keys);
-    q = arena.take<double>(shape.head_columns);
-    dout = arena.take<double>(shape.head_columns);
+    dq = allocator.take<double>(std::int64_t{shape.padded_rows} * shape.head_columns);
+    dk = allocator.take<double>(keys);
+    dv = allocator.take<double>(keys);
+    k = allocator.take<float>(keys);
+    v = allocator.take<float>(keys);
+    q = allocator.take<double>(shape.head_columns);
+    dout = allocator.take<double>(shape.head_columns);
   }
 };
 

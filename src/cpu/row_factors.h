@@ -17,9 +17,9 @@ struct RowFactors {
   Panels panels;       // b of dk = ds^T q and dv = p^T dout
   bool large = false;  // some element is above the limit: the panels have not been written
 
-  void take(const Shape<Element>& shape, Arena& arena) {
-    row_major = shape.take_row_major(arena);
-    panels = shape.take_row_panels(arena);
+  void take(const Shape<Element>& shape, ScratchAllocator& allocator) {
+    row_major = shape.take_row_major(allocator);
+    panels = shape.take_row_panels(allocator);
   }
 
   template <class In, class RowAt>

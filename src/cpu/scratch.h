@@ -1,31 +1,21 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "cpu/keys.h"
 #include "cpu/multiply.h"
 #include "cpu/pack.h"
+#include "workspace_allocator.h"
 
-// Allocates the scratch memory of a worker front to back in pieces aligned to 64 bytes. Without memory it
-// only counts.
+// The scratch memory of a worker, and the sizes of what lies in it.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
-class Arena {
- public:
-  explicit Arena(void* begin) : begin_(static_cast<char*>(begin)) {}
-
-  template <class T>
-  T* take(std::int64_t count) {
-    const std::int64_t at = used_;
-    used_ = round_up(used_ + count * static_cast<std::int64_t>(sizeof(T)), std::int64_t{64});
-    return begin_ == nullptr ? nullptr : reinterpret_cast<T*>(begin_ + at);
-  }
-  std::int64_t used() const { return used_; }
-
- private:
-  char* begin_;
-  std::int64_t used_ = 0;
+// Its own for each instruction set (workspace_allocator.h).
+struct ScratchLayout {
+  static constexpr std::size_t alignment = workspace_alignment;
 };
+using ScratchAllocator = BasicWorkspaceAllocator<ScratchLayout>;
 
 // The sizes that follow from a task and an element.
 template <class Element>
@@ -53,17 +43,18 @@ struct Shape {
         key_stride(std::int64_t{key_words} * panel_columns),
         row_stride(std::int64_t{row_words} * panel_columns) {}
 
-  Panels take_transposed(Arena& arena) const {
-    return {arena.take<float>(block_keys / panel_columns * transposed_stride), transposed_stride};
+  Panels take_transposed(ScratchAllocator& allocator) const {
+    return {allocator.take<float>(block_keys / panel_columns * transposed_stride),
+            transposed_stride};
   }
-  Panels take_key_panels(Arena& arena) const {
-    return {arena.take<float>(head_panels * key_stride), key_stride};
+  Panels take_key_panels(ScratchAllocator& allocator) const {
+    return {allocator.take<float>(head_panels * key_stride), key_stride};
   }
-  Panels take_row_panels(Arena& arena) const {
-    return {arena.take<float>(head_panels * row_stride), row_stride};
+  Panels take_row_panels(ScratchAllocator& allocator) const {
+    return {allocator.take<float>(head_panels * row_stride), row_stride};
   }
-  Factor take_row_major(Arena& arena) const {
-    return {arena.take<float>(std::int64_t{padded_rows} * head_ld), head_ld};
+  Factor take_row_major(ScratchAllocator& allocator) const {
+    return {allocator.take<float>(std::int64_t{padded_rows} * head_ld), head_ld};
   }
 };
 

@@ -11,11 +11,11 @@ namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 template <class In, class Element>
 void shared_dbias_tile(const BackwardTask& t, std::int64_t tile_index, std::int64_t slab,
                        void* scratch) {
-  Arena arena(scratch);
-  BackwardUnit<In, Element> unit(t, arena);
+  ScratchAllocator allocator(scratch);
+  BackwardUnit<In, Element> unit(t, allocator);
   [[maybe_unused]] const typename Element::Session session;
   unit.dense_heads = t.dbias.group_head != 0 ? static_cast<int>(t.group) : 1;
-  unit.dense_sums = arena.take<double>(t.tile_queries * t.group * t.seqlen_k);
+  unit.dense_sums = allocator.take<double>(t.tile_queries * t.group * t.seqlen_k);
   const std::int64_t heads = t.dbias.kv_head != 0 ? t.heads_kv : 1;
   const std::int64_t batches = t.dbias.batch != 0 ? t.batch : 1;
   const Tile first(t, slab / heads, slab % heads, tile_index);

@@ -5,6 +5,7 @@
 #include <limits>
 #include <string>
 
+#include "check_finite.h"
 #include "flash_dmattn/flash_dmattn.h"
 #include "support/cases.h"
 #include "support/data.h"
@@ -35,11 +36,9 @@ class CheckFinite : public ::testing::TestWithParam<const char*> {
         results(data) {
     options.backend = GetParam();
     data.mask.set({0, 0, 3, 0}, 0);  // lse is -inf for query 3
-    enable("1");
+    set_check_finite(true);
   }
-  ~CheckFinite() override { unsetenv("FLASH_DMATTN_CHECK_FINITE"); }
-
-  static void enable(const char* value) { setenv("FLASH_DMATTN_CHECK_FINITE", value, 1); }
+  ~CheckFinite() override { set_check_finite(false); }
 
   void forward() { run_forward(data, options, results); }
   void backward() { run_backward(data, options, results); }
@@ -110,14 +109,24 @@ TEST_P(CheckFinite, NamesTheOutput) {
   expect_error([&] { backward(); }, "backward output dv[0, 0, 0, 5] is inf");
 }
 
-TEST_P(CheckFinite, IsReadAtEveryCall) {
+TEST_P(CheckFinite, IsOffOtherwise) {
   data.k.set({0, 5, 1, 1}, nan);
-  for (const char* off : {"0", "", "yes"}) {
-    enable(off);
-    EXPECT_NO_THROW(forward()) << off;
-  }
-  enable("1");
+  set_check_finite(false);
+  EXPECT_NO_THROW(forward());
+  set_check_finite(true);
   EXPECT_THROW(forward(), NonFiniteError);
+}
+
+// The variable is read once a process, so each value has one of its own.
+TEST(CheckFiniteDeathTest, IsOnForOneAlone) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  for (const char* value : {"0", "", "yes", "1"}) {
+    setenv("FLASH_DMATTN_CHECK_FINITE", value, 1);
+    const int on = std::string(value) == "1" ? 1 : 0;
+    EXPECT_EXIT(std::exit(check_finite_enabled() ? 1 : 0), ::testing::ExitedWithCode(on), "")
+        << value;
+  }
+  unsetenv("FLASH_DMATTN_CHECK_FINITE");
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, CheckFinite, ::testing::Values("cpu", "reference"),

@@ -22,7 +22,7 @@ struct TileRanges {
   std::int64_t full_end = 0;
 };
 
-// Where the next key of a tile goes.
+// The places of the next keys of a tile.
 struct Cursors {
   std::int64_t full;
   std::int64_t partial;

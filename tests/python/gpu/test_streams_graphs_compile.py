@@ -1,6 +1,9 @@
 """The CUDA backend as torch sees it: streams, devices, graphs, torch.compile, autocast, memory."""
 
 import itertools
+import os
+import subprocess
+import sys
 from contextlib import contextmanager
 from unittest import mock
 
@@ -268,8 +271,18 @@ def test_checkpointing(use_reentrant):
     assert_close(actual, gradients(function, inputs))
 
 
-def test_check_mode_names_the_element(monkeypatch):
-    monkeypatch.setenv("FLASH_DMATTN_CHECK_FINITE", "1")
+def test_check_mode_names_the_element():
+    if os.environ.get("FLASH_DMATTN_CHECK_FINITE") != "1":
+        # The library reads the variable once: this test, in a process that starts with it.
+        test = f"{__file__}::{test_check_mode_names_the_element.__name__}"
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", test],
+            env={**os.environ, "FLASH_DMATTN_CHECK_FINITE": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+        return
     q, k, v, bias = (t.detach() for t in leaves())
     attend(q, k, v, bias, keep_window_size=50)
     k[1, 7, 1, 3] = torch.nan
