@@ -1,6 +1,7 @@
 #include <array>
 #include <cmath>
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <string>
 #include <string_view>
@@ -9,7 +10,7 @@
 #include "arguments.h"
 #include "backend.h"
 #include "check_finite.h"
-#include "flash_dmattn/attention.h"
+#include "flash_dmattn/calls.h"
 #include "flash_dmattn/error.h"
 #include "validate.h"
 
@@ -89,38 +90,65 @@ std::string supports(const Problem& problem, std::string_view name) {
 
 // ---- Schedules -----------------------------------------------------------------------------------
 
-std::size_t schedule_size(const Problem& problem, const Visibility& visibility, Direction direction,
-                          const Execution& execution, std::string_view name) {
-  const Backend& backend = choose_backend(problem, name);
+namespace {
+
+const Execution& with_workers(const Execution& execution) {
   require_workers(execution);
-  const Visibility checked = validated(problem, visibility);
-  return backend.schedule_size(problem, checked, direction, execution);
+  return execution;
 }
 
-std::size_t schedule_workspace_size(const Problem& problem, const Visibility& visibility,
-                                    Direction direction, const Execution& execution,
-                                    std::string_view name) {
-  const Backend& backend = choose_backend(problem, name);
-  require_workers(execution);
-  const Visibility checked = validated(problem, visibility);
-  return backend.schedule_workspace_size(problem, checked, direction, execution);
+std::span<std::byte> workspace_of(const Execution& execution) {
+  return {static_cast<std::byte*>(execution.workspace), execution.workspace_bytes};
 }
 
-Schedule build_schedule(const Problem& problem, const Visibility& visibility, Direction direction,
-                        std::span<std::byte> memory, const Execution& execution,
-                        std::string_view name) {
-  const Backend& backend = choose_backend(problem, name);
-  require_workers(execution);
-  const Visibility checked = validated(problem, visibility);
-  require_workspace(execution,
-                    backend.schedule_workspace_size(problem, checked, direction, execution));
+}  // namespace
+
+ScheduleCall::ScheduleCall(const Problem& problem, const Visibility& visibility,
+                           Direction direction, const Execution& execution, std::string_view name)
+    : backend_(&choose_backend(problem, name)),
+      problem_(problem),
+      visibility_(validated(problem, visibility)),
+      direction_(direction),
+      execution_(with_workers(execution)) {}
+
+std::size_t ScheduleCall::size() const {
+  return backend_->schedule_size(problem_, visibility_, direction_, execution_);
+}
+
+std::size_t ScheduleCall::workspace_size() const {
+  return backend_->schedule_workspace_size(problem_, visibility_, direction_, execution_);
+}
+
+Schedule ScheduleCall::build(std::span<std::byte> memory, std::span<std::byte> workspace) const {
+  Execution execution = execution_;
+  execution.workspace = workspace.data();
+  execution.workspace_bytes = workspace.size();
+  require_workspace(execution, workspace_size());
   if (reinterpret_cast<std::uintptr_t>(memory.data()) % workspace_alignment != 0) {
     throw InvalidArgument(
         "memory", "a misaligned address",
         "an address aligned to " + std::to_string(workspace_alignment) + " bytes");
   }
-  return stamped(backend.build_schedule(problem, checked, direction, memory, execution), problem,
-                 backend);
+  return stamped(backend_->build_schedule(problem_, visibility_, direction_, memory, execution),
+                 problem_, *backend_);
+}
+
+std::size_t schedule_size(const Problem& problem, const Visibility& visibility, Direction direction,
+                          const Execution& execution, std::string_view name) {
+  return ScheduleCall(problem, visibility, direction, execution, name).size();
+}
+
+std::size_t schedule_workspace_size(const Problem& problem, const Visibility& visibility,
+                                    Direction direction, const Execution& execution,
+                                    std::string_view name) {
+  return ScheduleCall(problem, visibility, direction, execution, name).workspace_size();
+}
+
+Schedule build_schedule(const Problem& problem, const Visibility& visibility, Direction direction,
+                        std::span<std::byte> memory, const Execution& execution,
+                        std::string_view name) {
+  const ScheduleCall call(problem, visibility, direction, execution, name);
+  return call.build(memory, workspace_of(execution));
 }
 
 // ---- Calls ---------------------------------------------------------------------------------------
@@ -154,15 +182,6 @@ std::size_t size_alone(const Args& args, const Execution& execution, std::string
   const Backend& backend = choose_backend(args.problem, name);
   require_workers(execution);
   return workspace_size(backend, with_validated_inputs(args, backend), execution);
-}
-
-const Execution& with_workers(const Execution& execution) {
-  require_workers(execution);
-  return execution;
-}
-
-std::span<std::byte> workspace_of(const Execution& execution) {
-  return {static_cast<std::byte*>(execution.workspace), execution.workspace_bytes};
 }
 
 }  // namespace

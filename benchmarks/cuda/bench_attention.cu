@@ -7,6 +7,7 @@
 #include "backend.h"
 #include "bench_problem.cuh"
 #include "bench_samples.cuh"
+#include "flash_dmattn/calls.h"
 
 // Times the CUDA backend's forward and backward and checks sampled rows of the same run against
 // double:

@@ -1,5 +1,6 @@
 #include <atomic>
 #include <mutex>
+#include <span>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -128,23 +129,22 @@ KeyBound take_bound(const Attention& call, const Tensor& like, const Options& op
                         call.execution, like);
 }
 
+std::span<std::byte> bytes_of(const Tensor& tensor) {
+  return {static_cast<std::byte*>(tensor.mutable_data_ptr()),
+          static_cast<std::size_t>(tensor.numel())};
+}
+
 // The schedule lives as long as one call. Keeping it from forward to backward would save its construction,
 // which is a small part of either, and cost its memory in every layer of a model in between.
 void take_schedule(Attention& call, const Tensor& like, const Options& options) {
-  const Problem& p = call.problem;
-  const Visibility& visibility = call.in.visibility;
-  Execution execution = call.execution;
-  const std::size_t bytes =
-      schedule_size(p, visibility, options.direction, execution, options.backend);
+  const ScheduleCall scheduling(call.problem, call.in.visibility, options.direction, call.execution,
+                                options.backend);
+  const std::size_t bytes = scheduling.size();
   if (bytes == 0) return;
   const Tensor memory = allocate_bytes(bytes, like);
-  const Tensor workspace = give_workspace(
-      execution,
-      schedule_workspace_size(p, visibility, options.direction, execution, options.backend), like);
+  const Tensor workspace = allocate_bytes(scheduling.workspace_size(), like);
   call.owned.push_back(memory);
-  call.schedule = build_schedule(p, visibility, options.direction,
-                                 {static_cast<std::byte*>(memory.mutable_data_ptr()), bytes},
-                                 execution, options.backend);
+  call.schedule = scheduling.build(bytes_of(memory), bytes_of(workspace));
 }
 
 Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
@@ -258,9 +258,8 @@ std::string kernel_names_op(std::string backend) {
 template <class Args>
 void run(const CheckedCall<Args>& call, const Tensor& like) {
   kernel_recorder().add(call);
-  const std::size_t bytes = call.workspace_size();
-  const Tensor workspace = allocate_bytes(bytes, like);
-  call.run({static_cast<std::byte*>(workspace.mutable_data_ptr()), bytes});
+  const Tensor workspace = allocate_bytes(call.workspace_size(), like);
+  call.run(bytes_of(workspace));
 }
 
 std::tuple<Tensor, Tensor, Tensor> forward_op(

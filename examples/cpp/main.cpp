@@ -35,14 +35,6 @@ class Memory {
   std::vector<Line> lines_;
 };
 
-// `execution` with a workspace of `bytes`.
-fd::Execution with_workspace(fd::Execution execution, Memory& memory, std::size_t bytes) {
-  const std::span<std::byte> workspace = memory.of(bytes);
-  execution.workspace = workspace.data();
-  execution.workspace_bytes = workspace.size();
-  return execution;
-}
-
 std::vector<float> random_vector(std::int64_t size, std::mt19937& generator) {
   std::normal_distribution<float> normal;
   std::vector<float> values(static_cast<std::size_t>(size));
@@ -89,8 +81,10 @@ bool run() {
       .scores = bias.data(),
       .intervals = intervals.data(),
   };
-  fd::select_key_intervals(
-      selection, with_workspace(threads, workspace, fd::select_workspace_size(selection, threads)));
+  fd::Execution selecting = threads;
+  selecting.workspace_bytes = fd::select_workspace_size(selection, threads);
+  selecting.workspace = workspace.of(selecting.workspace_bytes).data();
+  fd::select_key_intervals(selection, selecting);
 
   // The problem and its data.
   const fd::Problem problem = {
@@ -118,12 +112,8 @@ bool run() {
 
   // The schedule of the visible keys, for each direction.
   const auto schedule_in = [&](Memory& memory, fd::Direction direction) {
-    const fd::Visibility& visible = inputs.visibility;
-    return fd::build_schedule(
-        problem, visible, direction,
-        memory.of(fd::schedule_size(problem, visible, direction, threads)),
-        with_workspace(threads, workspace,
-                       fd::schedule_workspace_size(problem, visible, direction, threads)));
+    const fd::ScheduleCall call(problem, inputs.visibility, direction, threads);
+    return call.build(memory.of(call.size()), workspace.of(call.workspace_size()));
   };
   Memory forward_memory, backward_memory;
 

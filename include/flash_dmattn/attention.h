@@ -3,7 +3,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -124,33 +123,5 @@ std::size_t backward_workspace_size(const BackwardArgs& args, const Execution& e
 // On a GPU they only enqueue work on execution.stream, except that the finite check waits for it.
 void forward(const ForwardArgs& args, const Execution& execution, std::string_view backend = {});
 void backward(const BackwardArgs& args, const Execution& execution, std::string_view backend = {});
-
-struct Backend;
-
-// A call whose arguments have been checked and whose backend has been chosen, once, before the caller allocates
-// the workspace: what the functions above do anew each.
-//
-//   const ForwardCall call(args, execution);
-//   call.run(allocate(call.workspace_size()));
-template <class Args>
-class CheckedCall {
- public:
-  CheckedCall(const Args& args, const Execution& execution, std::string_view backend = {});
-
-  std::size_t workspace_size() const noexcept { return workspace_size_; }
-  // The main kernel that `run` starts, one of kernel_names.
-  std::string kernel_name() const;
-  void run(std::span<std::byte> workspace) const;
-
- private:
-  const Backend* backend_;
-  Args args_;
-  Execution execution_;
-  std::size_t workspace_size_;
-};
-using ForwardCall = CheckedCall<ForwardArgs>;
-using BackwardCall = CheckedCall<BackwardArgs>;
-extern template class CheckedCall<ForwardArgs>;
-extern template class CheckedCall<BackwardArgs>;
 
 }  // namespace flash_dmattn

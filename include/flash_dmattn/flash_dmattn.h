@@ -6,6 +6,7 @@
 //   build_schedule         what is visible -> how it is walked (for each direction)
 //   forward, backward
 #include "flash_dmattn/attention.h"
+#include "flash_dmattn/calls.h"
 #include "flash_dmattn/error.h"
 #include "flash_dmattn/execution.h"
 #include "flash_dmattn/problem.h"

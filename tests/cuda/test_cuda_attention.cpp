@@ -8,6 +8,7 @@
 
 #include "backend.h"
 #include "device.h"
+#include "flash_dmattn/calls.h"
 #include "support/cases.h"
 #include "support/compare.h"
 #include "support/yardstick.h"
