@@ -94,10 +94,9 @@ def test_nonfinite_output_gradients_stay_visible_when_propagated(route, dtype, v
     assert not dq[:, row, 0].isfinite().any()
     assert dq[:, :row].isfinite().all() and dq[:, row + 1 :].isfinite().all()
     assert dq[:, :, 1:].isfinite().all()
-    # What the row cannot reach: other heads, other columns of dv, keys after it. A zero of P meets the value
-    # within a tile of 128 keys, though.
+    # What the row cannot reach: other heads, other columns of dv, keys after it.
     assert dk[:, :, 1].isfinite().all() and dv[:, :, 1].isfinite().all()
-    assert dk[:, row + 1 :].isfinite().all() and dv[:, 128:].isfinite().all()
+    assert dk[:, row + 1 :].isfinite().all() and dv[:, row + 1 :].isfinite().all()
     others = [c for c in range(dv.shape[3]) if c != column]
     assert dv[..., others].isfinite().all()
 
@@ -159,6 +158,58 @@ def test_nonfinite_inputs_reach_the_rows_that_see_them_when_propagated(route, dt
 
 
 either_order = pytest.mark.parametrize("deterministic", [False, True])
+
+
+@routes
+@dtypes
+@either_order
+@pytest.mark.parametrize("name, value", [*BAD_INPUTS, ("dout", torch.inf), ("dout", torch.nan)])
+def test_nonfinite_inputs_reach_the_gradients_of_visible_keys_when_propagated(
+    route, dtype, name, value, deterministic
+):
+    setting = Setting(route, dtype)
+    row, key, column = 120, 70, 3
+    q, k, v, bias = setting.leaves
+    options = {"deterministic": deterministic}
+    with torch.no_grad():
+        if name == "bias":
+            bias[..., key] = 5  # chosen, as one of +inf is
+        # The rows that the value makes undefined, [query, head].
+        rows = torch.zeros(LENGTH, 4, dtype=torch.bool, device="cuda")
+        if name in ("q", "dout"):
+            rows[row, 0] = True
+        else:
+            probe = torch.zeros_like(v)
+            probe[:, key] = 1
+            out = flash_dmattn_func(q, k, probe, setting.mask, bias, **setting.options)
+            rows = out[0, ..., 0] != 0
+            rows[:, 2:] &= name == "bias"  # else only the first key head has the value
+    # The keys that they see, [key, key head]: those with a weight in one of the rows.
+    seen = rows[None, ..., None].to(dtype).expand_as(setting.dout)
+    keys = setting.gradients(seen, **options)[3][0, ..., 0] != 0
+    assert keys.any()
+
+    with torch.no_grad():
+        if name == "bias":
+            bias[..., key] = value
+        else:
+            tensor = {"q": q, "k": k, "v": v, "dout": setting.dout}[name]
+            tensor[0, key if name in ("k", "v") else row, 0, column] = value
+    _, dq, dk, dv, dbias = setting.gradients(nonfinite="propagate", **options)
+    nonfinite = [~gradient[0].isfinite() for gradient in (dq, dk, dv, dbias)]
+    if dbias.ndim == 4:
+        nonfinite[3] = nonfinite[3].any(-2)
+    of_dq, of_dk, of_dv, of_dbias = nonfinite
+    assert torch.equal(of_dq, rows[..., None].expand_as(of_dq))
+    assert torch.equal(of_dk, keys[..., None].expand_as(of_dk))
+    assert torch.equal(of_dbias, keys.T)
+    reached = keys[..., None].expand_as(of_dv).clone()
+    if name == "v":
+        reached[:] = False  # dv is P^T dout
+    elif name == "dout":
+        reached[..., :column] = False
+        reached[..., column + 1 :] = False
+    assert torch.equal(of_dv, reached)
 
 
 @dtypes
