@@ -30,7 +30,7 @@ def flash_dynamic_mask_attention_forward(
         module: the attention layer. `module.is_causal` (default True) and `module.keep_window_size` or
             `module.window_size` are the defaults of the arguments.
         query: [B, Hq, Sq, D].
-        key, value: [B, Hkv, Sk, D].
+        key, value: [B, Hkv, Sk, D]; of value, D may be smaller.
         attention_mask: see `_flash_dynamic_mask_attention_forward`. One with a query dimension includes
             causality; beside any other `is_causal` is applied.
         attention_bias: [B, H, Sk] or [B, H, Sq, Sk]; `position_bias` is another name of it.
@@ -68,6 +68,9 @@ def flash_dynamic_mask_attention_forward(
     mask_is_complete = isinstance(attention_mask, KeyIntervals) or (
         attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[2] > 1
     )
+    head_dim, value_dim = query.shape[3], value.shape[3]
+    if value_dim < head_dim:  # latent attention
+        value = torch.nn.functional.pad(value, (0, head_dim - value_dim))
     out = _flash_dynamic_mask_attention_forward(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -83,7 +86,7 @@ def flash_dynamic_mask_attention_forward(
         target_dtype=_target_dtype(module, query),
         **kwargs,
     )
-    return out, None
+    return out[..., :value_dim], None
 
 
 def _target_dtype(module: torch.nn.Module, query: torch.Tensor) -> torch.dtype | None:

@@ -598,3 +598,10 @@ def test_continuous_batching_is_refused(family, name):
     model.set_attn_implementation(name)
     with pytest.raises(ValueError, match="continuous batching"):
         model.generate_batch(inputs=[[3, 4, 5]] * 4)
+
+
+def test_values_may_have_a_smaller_head_dimension():
+    query, key, value = heads_first()
+    out, _ = flash_dynamic_mask_attention_forward(Layer(), query, key, value[..., :5], None)
+    expected, _ = flash_dynamic_mask_attention_forward(Layer(), query, key, value, None)
+    assert torch.equal(out, expected[..., :5])

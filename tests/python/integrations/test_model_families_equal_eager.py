@@ -1,0 +1,44 @@
+"""attn_implementation="flash_dmattn" is exact attention for models without scores: those of docs/transformers.md."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+import flash_dmattn.integrations.transformers  # noqa: E402, F401
+
+FAMILIES = (
+    "Cohere2 Ernie4_5 Exaone4 Gemma Gemma2 Glm4 Granite Helium Llama Mistral Mixtral Olmo2 OPT Phi3 Qwen2 "
+    "Qwen3 Qwen3Moe SmolLM3 StableLm Starcoder2"
+).split()
+SIZES = {
+    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    "sliding_window": 6, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "ffn_dim": 48, "word_embed_proj_dim": 32, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients(family):
+    config = getattr(transformers, f"{family}Config")(**SIZES)
+    model = getattr(transformers, f"{family}ForCausalLM")._from_config(
+        config, attn_implementation="flash_dmattn"
+    )
+    model.eval()
+    ids = torch.randint(3, 99, (2, 17))
+    padding = torch.ones_like(ids)
+    padding[0, :5] = 0
+
+    def results():
+        model.zero_grad()
+        plain = model(ids, labels=ids, use_cache=False)
+        plain.loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return [plain.logits, model(ids, attention_mask=padding).logits[padding.bool()], *gradients]
+
+    ours = results()
+    model.set_attn_implementation("eager")
+    for got, expected in zip(ours, results(), strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
