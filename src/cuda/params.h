@@ -92,7 +92,7 @@ struct ScoreParams {
   ScoreForm form = ScoreForm::product;
   float inner = 0;             // nonpositive_scale: scale log2 e; capped: 2 log2 e scale / c
   float factor = 0;            // > 0: scale log2 e, 1 or c log2 e
-  float pair_factor = 0;       // the same without log2 e, for a dense bias, which is added as it is
+  float dense_factor = 0;      // the same without log2 e, for a dense bias, which is added as it is
   float final_log2_scale = 0;  // multiplies a finished score: factor without a bias
   float mask_value = 0;        // of a bias
   Broadcast mask;
@@ -102,7 +102,7 @@ struct ScoreParams {
   Broadcast bias;
   KeyIntervals intervals;
   bool causal = false;
-  // For the careful path, which computes in natural units.
+  // For the fp64 fallback, which computes in natural units.
   float scale = 0;
   float softcap = 0;
 };
@@ -129,16 +129,16 @@ struct ForwardParams {
 };
 
 // Of blocks that add to memory in a fixed order (common/semaphore.cuh). Null: in any order.
-struct Turns {
+struct OrderSemaphores {
   int* started = nullptr;     // [1] blocks so far
-  int* passed = nullptr;      // [blocks] the place that each has passed
+  int* published = nullptr;   // [blocks] up to which order index each is done
   bool across_heads = false;  // blocks of other kv heads add to a query's elements too
 };
 
 // Found by the preprocess in some row, or by a main loop. Each enables a slow path.
 enum BackwardFlag : std::uint32_t {
   dout_not_finite = 1,
-  lse_has_low = 2,     // lse2_low matters
+  lse_has_low = 2,     // lse_log2_low matters
   lse_is_extreme = 4,  // scores may have overflowed
   dq_not_finite = 8,   // before it was converted (common/dq_fixup.cuh)
   q_not_finite = 16,   // without `saturate`
@@ -160,8 +160,8 @@ struct BackwardParams {
   bool saturate = true;
 
   // Workspace.
-  float* lse2 = nullptr;           // [B, Hq, Sq] lse log2 e, +inf for a row that sees nothing
-  float* lse2_low = nullptr;       // [B, Hq, Sq] what rounding took from lse2
+  float* lse_log2 = nullptr;       // [B, Hq, Sq] lse log2 e, +inf for a row that sees nothing
+  float* lse_log2_low = nullptr;   // [B, Hq, Sq] what rounding took from lse_log2
   float* delta = nullptr;          // [B, Hq, Sq]
   std::uint32_t* flags = nullptr;  // [1] BackwardFlag
 };

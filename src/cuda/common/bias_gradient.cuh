@@ -25,8 +25,8 @@ __device__ inline void store_gradient(const OutputBroadcast& dbias, std::int64_t
 
 // Elements `index` and the next, of a dbias that is aligned by twos.
 template <class T>
-__device__ inline void store_gradient_pair(const OutputBroadcast& dbias, std::int64_t index,
-                                           float first, float second, bool saturate) {
+__device__ inline void store_gradient_x2(const OutputBroadcast& dbias, std::int64_t index,
+                                         float first, float second, bool saturate) {
   if (dbias.f32) {
     store_gradient<T>(dbias, index, first, false, saturate);
     store_gradient<T>(dbias, index + 1, second, false, saturate);

@@ -122,7 +122,7 @@ class DenseElements {
   __device__ void add(float bias, bool visible, float& s) const {
     if (score_.bias.per_query) {
       visible = visible && bias > score_.mask_value;
-      s = fmaf(s, score_.pair_factor, bias);
+      s = fmaf(s, score_.dense_factor, bias);
     }
     if (!visible) s = negative_infinity;
   }

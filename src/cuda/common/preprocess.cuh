@@ -81,8 +81,8 @@ struct BwdPreprocessKernel {
     const float high =
         has_p ? fmaxf(fminf(static_cast<float>(lse_log2), limit), -limit) : -negative_infinity;
     const float rest = has_p ? static_cast<float>(lse_log2 - static_cast<double>(high)) : 0;
-    p.lse2[index] = high;
-    p.lse2_low[index] = rest;
+    p.lse_log2[index] = high;
+    p.lse_log2_low[index] = rest;
     // Less changes a probability by less than bf16 can show.
     if (fabsf(rest) > 0x1p-12f) atomicOr(p.flags, lse_has_low);
     // Scores of this magnitude may have overflowed on the way.

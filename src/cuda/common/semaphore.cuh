@@ -35,16 +35,17 @@ class OrderSemaphore {
   };
 
   // The number of this block's work. By all threads of the group, before anything else.
-  static __device__ int take_work(const Turns& turns, Storage& storage, Group group) {
-    if (turns.started == nullptr) return static_cast<int>(blockIdx.x);
-    if (group.rank == 0) storage.work = atomicAdd(turns.started, 1);
+  static __device__ int take_work(const OrderSemaphores& semaphores, Storage& storage,
+                                  Group group) {
+    if (semaphores.started == nullptr) return static_cast<int>(blockIdx.x);
+    if (group.rank == 0) storage.work = atomicAdd(semaphores.started, 1);
     barrier_sync<Barrier, Threads>();
     return storage.work;
   }
 
-  __device__ OrderSemaphore(const Turns& turns, Storage& storage, Group group, int predecessor,
-                            int other_predecessor = -1)
-      : turns_(turns), storage_(storage), group_(group) {
+  __device__ OrderSemaphore(const OrderSemaphores& semaphores, Storage& storage, Group group,
+                            int predecessor, int other_predecessor = -1)
+      : semaphores_(semaphores), storage_(storage), group_(group) {
     if (!waits()) return;
     storage.predecessor[0] = predecessor;
     storage.predecessor[1] = other_predecessor;
@@ -57,7 +58,7 @@ class OrderSemaphore {
     if (!waits()) return;
     for (int i = 0; i < 2; ++i) {
       if (storage_.predecessor[i] < 0) continue;
-      const int* const from = turns_.passed + storage_.predecessor[i];
+      const int* const from = semaphores_.published + storage_.predecessor[i];
       while (storage_.published[i] <= index) storage_.published[i] = load_acquire(from);
     }
   }
@@ -80,13 +81,15 @@ class OrderSemaphore {
  private:
   // One thread polls and one publishes: of different warps, for a release store waits until the additions
   // before it are done.
-  __device__ bool waits() const { return turns_.started != nullptr && group_.rank == 0; }
+  __device__ bool waits() const { return semaphores_.started != nullptr && group_.rank == 0; }
   __device__ bool publishes() const {
-    return turns_.started != nullptr && group_.rank == (Threads > warp_size ? warp_size : 0);
+    return semaphores_.started != nullptr && group_.rank == (Threads > warp_size ? warp_size : 0);
   }
-  __device__ void publish(int index) const { store_release(turns_.passed + storage_.work, index); }
+  __device__ void publish(int index) const {
+    store_release(semaphores_.published + storage_.work, index);
+  }
 
-  const Turns& turns_;
+  const OrderSemaphores& semaphores_;
   Storage& storage_;
   Group group_;
 };
@@ -97,10 +100,10 @@ class OrderSemaphore<false, Threads, Barrier> {
   using Group = ThreadGroup<Threads>;
   struct Storage {};
 
-  static __device__ int take_work(const Turns&, Storage&, Group) {
+  static __device__ int take_work(const OrderSemaphores&, Storage&, Group) {
     return static_cast<int>(blockIdx.x);
   }
-  __device__ OrderSemaphore(const Turns&, Storage&, Group, int, int = -1) {}
+  __device__ OrderSemaphore(const OrderSemaphores&, Storage&, Group, int, int = -1) {}
   __device__ void wait(int) const {}
   __device__ void advance(int) const {}
   __device__ void finish() const {}

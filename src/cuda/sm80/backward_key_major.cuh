@@ -111,7 +111,7 @@ struct KeyMajorBackwardKernel {
   // A query tile whose dS is still to be added to dq.
   struct Visit {
     QueryTilePosition at;
-    std::int64_t index;  // among the tiles of p.dq_sum: its order index, too
+    std::int64_t index;  // among the tiles of p.dq_accum: its order index, too
     bool last_head;      // of those whose tiles of the same queries are visited one after the other
   };
 
@@ -120,8 +120,8 @@ struct KeyMajorBackwardKernel {
         : p(params),
           shared(storage),
           tile(p.shape, keys, Ordered,
-               Semaphore::take_work(p.turns, storage.semaphore, Block::of_block())),
-          semaphore(p.turns, storage.semaphore, Block::of_block(), tile.before),
+               Semaphore::take_work(p.order, storage.semaphore, Block::of_block())),
+          semaphore(p.order, storage.semaphore, Block::of_block(), tile.before),
           lane(lane_id()),
           warp(warp_id()),
           role_warp(warp % role_warps),
@@ -332,9 +332,9 @@ struct KeyMajorBackwardKernel {
     }
 
     __device__ void add_dq(std::int64_t index, int stage) const {
-      if (p.dq_sum == nullptr) return;
+      if (p.dq_accum == nullptr) return;
       accumulate_dq<T, D, Scores, KeyRows, blocks_ahead>(
-          p.dq_sum + index * DqAccumLayout<D>::floats, shared_address(shared.scores[stage]),
+          p.dq_accum + index * DqAccumLayout<D>::floats, shared_address(shared.scores[stage]),
           shared_address(shared.k), p.shape.head_dim);
     }
 

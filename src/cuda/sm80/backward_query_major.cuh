@@ -32,8 +32,8 @@ struct QueryRowValues {
       for (int h = 0; h < 2; ++h) {
         const int row = warp_row + 16 * m + 8 * h + lane_id() / 4;
         const bool exists = row < row_end;
-        lse_log2[m][h] = exists ? p.lse2[begin + row] : -negative_infinity;
-        lse_low[m][h] = exists && has_low ? p.lse2_low[begin + row] : 0;
+        lse_log2[m][h] = exists ? p.lse_log2[begin + row] : -negative_infinity;
+        lse_low[m][h] = exists && has_low ? p.lse_log2_low[begin + row] : 0;
         delta[m][h] = exists ? p.delta[begin + row] : 0;
       }
     }
@@ -87,7 +87,7 @@ struct QueryMajorBackwardKernel {
         : p(params),
           shared(storage),
           tile(p.shape, P.rows, Ordered || walks_neighbours(p),
-               Semaphore::take_work(p.turns, storage.kv.tail, Block::of_block())),
+               Semaphore::take_work(p.order, storage.kv.tail, Block::of_block())),
           row_end(min(tile.row + P.rows, p.shape.seqlen_q)),
           position(LanePosition::of(tile.row + ScoreTile::row(), ScoreTile::column())) {}
 
@@ -104,8 +104,8 @@ struct QueryMajorBackwardKernel {
       clean_queries(flags);
       const RowValues rows(p, head(), tile.row + ScoreTile::row(), row_end,
                            (flags & lse_has_low) != 0);
-      const Semaphore semaphore(p.turns, shared.kv.tail, block, tile.before_of_keys,
-                                p.turns.across_heads ? tile.before_of_rows : -1);
+      const Semaphore semaphore(p.order, shared.kv.tail, block, tile.before_of_keys,
+                                p.order.across_heads ? tile.before_of_rows : -1);
       const BiasGradient dbias(p, tile);
       typename DqTile::Accumulators dq;
       clear(dq);
@@ -260,8 +260,8 @@ struct QueryMajorBackwardKernel {
     __device__ void add_dkv(const Pipeline& kv, int n) const {
       const DkvAccumulator<T, D, DkvTile, Scores, QueryRows> sums(
           p, tile, kv.size(n), [&](int r) { return kv.key(n, r); });
-      sums.add(p.dv_sum, shared_address(shared.p), shared_address(shared.dout));
-      sums.add(p.dk_sum, shared_address(shared.ds), shared_address(shared.q));
+      sums.add(p.dv_accum, shared_address(shared.p), shared_address(shared.dout));
+      sums.add(p.dk_accum, shared_address(shared.ds), shared_address(shared.q));
     }
 
     __device__ void store_dq(Block block, const typename DqTile::Accumulators& dq) const {

@@ -118,7 +118,7 @@ class DenseScores {
 
   // Of block n of columns.
   __device__ void add_bias(std::uint32_t bias, std::uint32_t mask_values, int n, Scores& x) const {
-    const float factor = score_.pair_factor;
+    const float factor = score_.dense_factor;
     const std::uint32_t from = bias + Bias::offset(query_, lane_ / 8) + lane_ / 4 % 2 * 8;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {

@@ -15,7 +15,7 @@ class DkvAccumulator {
   template <class KeyOf>
   __device__ DkvAccumulator(const QueryMajorParams& p, const QueryTile& tile, int size,
                             const KeyOf& key_of)
-      : columns_(sum_columns(p.shape.head_dim)), full_(size >= Scores::columns && columns_ == D) {
+      : columns_(accum_columns(p.shape.head_dim)), full_(size >= Scores::columns && columns_ == D) {
     const int lane = lane_id();
     const std::int64_t head =
         (static_cast<std::int64_t>(tile.batch) * p.shape.heads_kv + tile.kv_head) *

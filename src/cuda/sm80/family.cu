@@ -162,8 +162,8 @@ BackwardParams params_of(const BackwardArgs& args, const BackwardWorkspace& work
   params.lse = static_cast<const float*>(args.lse.data);
   params.lse_low = static_cast<const float*>(args.lse_low.data);
   params.saturate = p.nonfinite == NonFinite::saturate;
-  params.lse2 = workspace.lse_log2;
-  params.lse2_low = workspace.lse_log2_low;
+  params.lse_log2 = workspace.lse_log2;
+  params.lse_log2_low = workspace.lse_log2_low;
   params.delta = workspace.delta;
   params.flags = workspace.zeroed.flags;
   params.dbias_add = workspace.zeroed.dbias_accum != nullptr;
@@ -180,7 +180,7 @@ template <class T>
 void store_rows(const Shape& shape, const float* sums, const Tensor4& to, float scale,
                 bool saturate, cudaStream_t stream) {
   if (to.data == nullptr) return;
-  const StoreRows<T> store{shape, sums, rows_of(to), scale, saturate};
+  const BwdPostprocessDkv<T> store{shape, sums, rows_of(to), scale, saturate};
   for_each(store.items(), store, stream);
 }
 
@@ -191,9 +191,9 @@ void run_query_major(const BackwardArgs& args, const BackwardChoice& choice,
   const ZeroedArrays& zeroed = workspace.zeroed;
   QueryMajorParams params(common);
   params.key_ranges = find_key_ranges(p, args.in, workspace.key_ranges, stream);
-  params.turns = zeroed.semaphore;
-  if (args.dk.data != nullptr) params.dk_sum = zeroed.dk_accum;
-  if (args.dv.data != nullptr) params.dv_sum = zeroed.dv_accum;
+  params.order = zeroed.semaphore;
+  if (args.dk.data != nullptr) params.dk_accum = zeroed.dk_accum;
+  if (args.dv.data != nullptr) params.dv_accum = zeroed.dv_accum;
   dispatch(choice, [&]<class T, int D, SharedClass S>() {
     launch_backward<T, D, S>(choice, params, stream);
     store_rows<T>(params.shape, zeroed.dk_accum, args.dk, p.scale, params.saturate, stream);
@@ -206,16 +206,16 @@ void run_key_major(const BackwardArgs& args, const BackwardChoice& choice,
                    cudaStream_t stream) {
   KeyMajorParams params(common);
   if (args.dq.data != nullptr) {
-    params.turns = workspace.zeroed.semaphore;
-    params.dq_sum = workspace.zeroed.dq_accum;
+    params.order = workspace.zeroed.semaphore;
+    params.dq_accum = workspace.zeroed.dq_accum;
   }
   pack_mask(args.problem, params.score, stream);
   dispatch(choice, [&]<class T, int D, SharedClass S>() {
     if constexpr (has_key_major_backward(D, S)) {
       launch_backward<T, D, S>(choice, params, stream);
       if (params.dq.data == nullptr) return;
-      const StoreQueryRows<T, D> store{params.shape,       params.dq_sum,   params.dq,
-                                       params.score.scale, params.saturate, params.flags};
+      const BwdPostprocessDq<T, D> store{params.shape,       params.dq_accum, params.dq,
+                                         params.score.scale, params.saturate, params.flags};
       for_each(store.items(), store, stream);
     }
   });

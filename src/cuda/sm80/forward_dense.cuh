@@ -103,8 +103,8 @@ struct DenseForwardKernel {
     const bool unmasked = kv.tiles().is_unmasked(n);
     if (p.score.bias.per_query) {
       const std::uint32_t mask_values = packed_mask_value<T>(p.score);
-      unmasked ? dense.template add_bias<false>(p.score.pair_factor, mask_values, scores)
-               : dense.template add_bias<true>(p.score.pair_factor, mask_values, scores);
+      unmasked ? dense.template add_bias<false>(p.score.dense_factor, mask_values, scores)
+               : dense.template add_bias<true>(p.score.dense_factor, mask_values, scores);
     } else {
       if (p.score.bias.data != nullptr) {
         add_column_bias(p.score.factor, kv.key_info(n), position, scores);

@@ -65,7 +65,7 @@ template <class T, bool HasDense, int M16, int N8, class KeyOf>
 __device__ inline void compute_p_with_fallback(const BackwardParams& p, QueryHead head,
                                                int first_row, std::uint32_t flags, const float* lse,
                                                const KeyOf& key_of, float (&s)[M16][N8][4]) {
-  const float* const lse_low = p.lse2_low + head.row_index(p.shape, first_row);
+  const float* const lse_low = p.lse_log2_low + head.row_index(p.shape, first_row);
   float all[M16][N8][4];
   for_each_element(s, [&](float& x, int m, int n, int e) { all[m][n][e] = x; });
 #pragma unroll 1

@@ -12,11 +12,11 @@ struct QueryMajorParams : BackwardParams {
   QueryMajorParams() = default;
   explicit QueryMajorParams(const BackwardParams& common) : BackwardParams(common) {}
 
-  KeyRanges key_ranges;  // where there is no plan
-  Turns turns;           // of the additions
-  float* dk_sum =
-      nullptr;  // [B, Hkv, Sk, sum_columns] fp32, columns in accumulator order; null: not wanted
-  float* dv_sum = nullptr;  // the same
+  KeyRanges key_ranges;   // where there is no plan
+  OrderSemaphores order;  // of the additions
+  float* dk_accum =
+      nullptr;  // [B, Hkv, Sk, accum_columns] fp32, columns in accumulator order; null: not wanted
+  float* dv_accum = nullptr;  // the same
 };
 
 // Of the kernel whose blocks own keys: dq is added in memory.
@@ -24,8 +24,8 @@ struct KeyMajorParams : BackwardParams {
   KeyMajorParams() = default;
   explicit KeyMajorParams(const BackwardParams& common) : BackwardParams(common) {}
 
-  Turns turns;              // of the additions
-  float* dq_sum = nullptr;  // [B, Hq, Sq / rows rounded up] QuerySumTile; null: not wanted
+  OrderSemaphores order;      // of the additions
+  float* dq_accum = nullptr;  // [B, Hq, Sq / rows rounded up] DqAccumLayout; null: not wanted
 };
 
 // Where a kernel that owns keys sums dq: tiles of `rows` queries in the order of its accumulators,
@@ -51,10 +51,7 @@ struct DqAccumLayout {
   }
 };
 
-template <int D>
-using QuerySumTile = DqAccumLayout<D>;
-
-// Columns of a row of dk_sum: head_dim rounded up to the 16 of a pair of accumulator blocks.
-constexpr int sum_columns(int head_dim) { return (head_dim + 15) / 16 * 16; }
+// Columns of a row of dk_accum: head_dim rounded up to the 16 of a pair of accumulator blocks.
+constexpr int accum_columns(int head_dim) { return (head_dim + 15) / 16 * 16; }
 
 }  // namespace flash_dmattn::cuda::sm80

@@ -17,10 +17,10 @@ __device__ inline void store_chunk(std::byte* to, const std::uint32_t (&pairs)[4
   }
 }
 
-// sums [B, Hkv, Sk, sum_columns] -> dk or dv. An item is 8 columns of a row. In each 16 columns of
+// sums [B, Hkv, Sk, accum_columns] -> dk or dv. An item is 8 columns of a row. In each 16 columns of
 // the sums a lane t of the main loop has its columns 2t, 2t + 1, 2t + 8, 2t + 9 side by side.
 template <class T>
-struct StoreRows {
+struct BwdPostprocessDkv {
   Shape shape;
   const float* sums;
   OutputRows to;
@@ -39,7 +39,7 @@ struct StoreRows {
     const std::int64_t head = row_index / shape.seqlen_k % shape.heads_kv;
     const std::int64_t batch = row_index / shape.seqlen_k / shape.heads_kv;
     const float* from =
-        sums + row_index * sum_columns(shape.head_dim) + chunk / 2 * 16 + chunk % 2 * 2;
+        sums + row_index * accum_columns(shape.head_dim) + chunk / 2 * 16 + chunk % 2 * 2;
     std::byte* const destination =
         to.data + batch * to.batch + key * to.row + head * to.head + chunk * 16;
     std::uint32_t pairs[4];
@@ -53,8 +53,8 @@ struct StoreRows {
 
 // The sums of dq -> dq. An item is 8 columns of a row and of the row 8 below it.
 template <class T, int D>
-struct StoreQueryRows {
-  using Tile = QuerySumTile<D>;
+struct BwdPostprocessDq {
+  using Tile = DqAccumLayout<D>;
   static constexpr int chunks = D / 8;
 
   Shape shape;

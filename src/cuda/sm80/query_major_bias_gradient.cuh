@@ -124,8 +124,8 @@ class QueryMajorBiasGradient {
           const int column = position().column + 8 * n;
           const float (&of_row)[2] = reinterpret_cast<const float (&)[2]>(ds[m][n][2 * h]);
           if (by_twos && column + 1 < size) {
-            store_gradient_pair<T>(p_.dbias, row_begin + keys[column], of_row[0], of_row[1],
-                                   p_.saturate);
+            store_gradient_x2<T>(p_.dbias, row_begin + keys[column], of_row[0], of_row[1],
+                                 p_.saturate);
             continue;
           }
 #pragma unroll

@@ -158,13 +158,13 @@ class QueryTileLoader {
     const int i = static_cast<int>(threadIdx.x) % rows;
     const std::int64_t from = row_index(at) + (i < size ? i : 0);
     if (threadIdx.x < rows) {
-      cp_async_4(shared_address(&lse[i]), p_.lse2 + from, i < size);
+      cp_async_4(shared_address(&lse[i]), p_.lse_log2 + from, i < size);
     } else {
       cp_async_4(shared_address(&delta[i]), p_.delta + from, i < size);
     }
   }
 
-  // Of the tiles of p.dq_sum.
+  // Of the tiles of p.dq_accum.
   __device__ std::int64_t tile_index(QueryTilePosition at) const {
     return (static_cast<std::int64_t>(batch_) * p_.shape.heads_q + at.head) *
                ceil_div(p_.shape.seqlen_q, rows) +

@@ -28,7 +28,7 @@ ZeroedArrays place_zeroed(const Problem& p, const BackwardChoice& choice, Carver
   arrays.flags = workspace.take<std::uint32_t>(1);
   if (p.deterministic && choice.ordered) {
     arrays.semaphore.started = workspace.take<int>(1);
-    arrays.semaphore.passed = workspace.take<int>(block_count(p, choice));
+    arrays.semaphore.published = workspace.take<int>(block_count(p, choice));
     arrays.semaphore.across_heads = is_dense(p.bias_shape) && p.bias_shape[3] > 1 &&
                                     (p.bias_shape[0] < p.batch || p.bias_shape[1] < p.heads_kv);
   }
@@ -36,7 +36,7 @@ ZeroedArrays place_zeroed(const Problem& p, const BackwardChoice& choice, Carver
     arrays.dq_accum = workspace.take<float>(dq_accum_floats(p, choice));
   } else {
     const std::int64_t floats =
-        p.batch * p.heads_kv * p.seqlen_k * sum_columns(static_cast<int>(p.head_dim));
+        p.batch * p.heads_kv * p.seqlen_k * accum_columns(static_cast<int>(p.head_dim));
     arrays.dk_accum = workspace.take<float>(floats);
     arrays.dv_accum = workspace.take<float>(floats);
   }

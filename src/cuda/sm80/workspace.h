@@ -22,7 +22,7 @@ struct ForwardWorkspace {
 // Arrays that are zeroed before the main loop. Those that the kernel does not use are null.
 struct ZeroedArrays {
   std::uint32_t* flags = nullptr;
-  Turns semaphore;
+  OrderSemaphores semaphore;
   float* dq_accum = nullptr;
   float* dk_accum = nullptr;
   float* dv_accum = nullptr;

@@ -16,7 +16,7 @@ constexpr int elements = order_indices * threads;
 
 // Every block appends its work to the log of every element, `threads` elements at each order index.
 struct AppendToLogs {
-  Turns turns;
+  OrderSemaphores semaphores;
   int* lengths;  // [elements]
   int* logs;     // [elements, blocks]
   bool other_predecessor;
@@ -25,8 +25,8 @@ struct AppendToLogs {
     using Order = OrderSemaphore<true, threads>;
     auto& storage = *reinterpret_cast<Order::Storage*>(shared);
     const auto group = Order::Group::of_block();
-    const int work = Order::take_work(turns, storage, group);
-    const Order order(turns, storage, group, work - 1, other_predecessor ? work - 3 : -1);
+    const int work = Order::take_work(semaphores, storage, group);
+    const Order order(semaphores, storage, group, work - 1, other_predecessor ? work - 3 : -1);
     for (int index = 0; index < order_indices; ++index) {
       __nanosleep(static_cast<unsigned>((work * 7 + index * 13) % 5 * 300));
       order.wait(index);
@@ -48,11 +48,11 @@ void expect_order(int blocks, bool other_predecessor) {
   const DeviceArray<int> published(std::vector<int>(count, 0));
   const DeviceArray<int> lengths(std::vector<int>(elements, 0));
   const DeviceArray<int> logs(elements * count);
-  Turns turns;
-  turns.started = started.data();
-  turns.passed = published.data();
+  OrderSemaphores semaphores;
+  semaphores.started = started.data();
+  semaphores.published = published.data();
   run(blocks, threads, sizeof(OrderSemaphore<true, threads>::Storage),
-      AppendToLogs{turns, lengths.data(), logs.data(), other_predecessor});
+      AppendToLogs{semaphores, lengths.data(), logs.data(), other_predecessor});
   const std::vector<int> log = logs.values();
   for (std::size_t i = 0; i < log.size(); ++i) {
     ASSERT_EQ(log[i], static_cast<int>(i % count)) << "element " << i / count;
