@@ -65,6 +65,8 @@ part() {
   local name=$1 began=$SECONDS status=0
   shift
   timeout 570 "$@" >"$results/$name.log" 2>&1 || status=$?
+  # ctest passes where every entry was skipped; on a GPU there is no reason to.
+  if [ $status = 0 ] && grep -aqE '\*\*\*Skipped' "$results/$name.log"; then status=skipped; fi
   printf '%s\t%s\t%s s\t%s\n' "$name" "$([ $status = 0 ] && echo passed || echo "FAILED ($status)")" \
     $((SECONDS - began)) "$(last_words "$results/$name.log")" >>"$results/table.tsv"
 }
