@@ -375,17 +375,17 @@ STABLE_TORCH_LIBRARY(flash_dmattn, m) {
       "dv, Tensor dbias)");
   m.def(
       "select_key_intervals(Tensor scores, Tensor? key_mask, int window, str selection, "
-      "bool is_causal, int query_length) -> Tensor");
+      "bool is_causal, SymInt query_length) -> Tensor");
   m.def(
       "select_key_intervals_varlen(Tensor scores, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-      "int window, str selection, bool is_causal, int query_length) -> Tensor");
+      "int window, str selection, bool is_causal, SymInt query_length) -> Tensor");
   m.def(
       "select_key_list(Tensor scores, Tensor? key_mask, int window) -> (Tensor keys, Tensor "
       "count)");
   m.def(
       "rank_keys(Tensor scores, Tensor? mask, Tensor? bias, float mask_value, int window, "
       "bool is_causal) -> (Tensor key_rank, Tensor rank_limit)");
-  m.def("measure_key_bound(Tensor key_intervals, int query_length) -> int[]");
+  m.def("measure_key_bound(Tensor key_intervals, SymInt query_length) -> int[]");
   m.def(
       "build_key_plan(Tensor key_intervals, int tile_rows, int query_length, int[] key_bound) "
       "-> (Tensor keys, Tensor begin, Tensor count, Tensor full)");

@@ -181,8 +181,9 @@ def broadcast_argument(
     batch, seqlen_q, heads_q, _ = query.shape
     seqlen_k, heads_kv = key.shape[1:3]
     allowed = ((batch, 1), (heads_q, heads_kv, 1), (seqlen_q, 1), (seqlen_k, 1))
+    # Not by `in`, which fails for sizes that torch.compile made symbols.
     fits = tensor.dim() == 4 and all(
-        size in sizes for size, sizes in zip(tensor.shape, allowed, strict=True)
+        any(size == one for one in sizes) for size, sizes in zip(tensor.shape, allowed, strict=True)
     )
     if not fits:
         raise ValueError(

@@ -286,11 +286,14 @@ def intersect(*parts: KeyIntervals) -> KeyIntervals:
     for part in parts:
         if not isinstance(part, KeyIntervals):
             raise TypeError(f"intersect: got {type(part).__name__}, expected KeyIntervals")
-    lengths = {(part.query_length, part.key_length) for part in parts}
-    if len(lengths) != 1:
-        raise ValueError(
-            f"intersect: got (query_length, key_length) {sorted(lengths)}, expected all equal"
-        )
+    query_length, key_length = parts[0].query_length, parts[0].key_length
+    # One by one: in a set they would be hashed, which makes them constants of torch.compile.
+    for part in parts[1:]:
+        if part.query_length != query_length or part.key_length != key_length:
+            lengths = [(part.query_length, part.key_length) for part in parts]
+            raise ValueError(
+                f"intersect: got (query_length, key_length) {sorted(lengths)}, expected all equal"
+            )
     for a, b in pairwise(part.intervals for part in parts):
         _broadcast(a.shape, b.shape, "intersect")
     first = reduce(torch.maximum, (part.intervals[..., 0] for part in parts))
@@ -299,7 +302,7 @@ def intersect(*parts: KeyIntervals) -> KeyIntervals:
     tile = 128  # queries per list of keys on a GPU
     bound = min(bounds, key=lambda b: b[0] + tile * b[1], default=None)
     consecutive = all(part.consecutive for part in parts)
-    return _clipped(first, last, parts[0].query_length, bound, consecutive)
+    return _clipped(first, last, query_length, bound, consecutive)
 
 
 def check_selection(selection: str) -> None:
