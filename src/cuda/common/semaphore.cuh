@@ -47,8 +47,9 @@ class OrderSemaphore {
                             int predecessor, int other_predecessor = -1)
       : semaphores_(semaphores), storage_(storage), group_(group) {
     if (!waits()) return;
-    storage.predecessor[0] = predecessor;
-    storage.predecessor[1] = other_predecessor;
+    const bool ordered = semaphores.started != nullptr;
+    storage.predecessor[0] = ordered ? predecessor : -1;
+    storage.predecessor[1] = ordered ? other_predecessor : -1;
     storage.published[0] = storage.published[1] = 0;
     storage.next = 0;
   }
@@ -81,12 +82,10 @@ class OrderSemaphore {
  private:
   // One thread polls and one publishes: of different warps, for a release store waits until the additions
   // before it are done.
-  __device__ bool waits() const { return semaphores_.started != nullptr && group_.rank == 0; }
-  __device__ bool publishes() const {
-    return semaphores_.started != nullptr && group_.rank == (Threads > warp_size ? warp_size : 0);
-  }
+  __device__ bool waits() const { return group_.rank == 0; }
+  __device__ bool publishes() const { return group_.rank == (Threads > warp_size ? warp_size : 0); }
   __device__ void publish(int index) const {
-    store_release(semaphores_.published + storage_.work, index);
+    if (semaphores_.started != nullptr) store_release(semaphores_.published + storage_.work, index);
   }
 
   const OrderSemaphores& semaphores_;
