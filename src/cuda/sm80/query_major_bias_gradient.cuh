@@ -51,6 +51,7 @@ class QueryMajorBiasGradient {
   // Calls body() in all warps: in those of number 0 first, then 1, ... `count` - 1 if order matters.
   template <class Body>
   static __device__ void one_by_one(int number, int count, const Body& body) {
+#pragma unroll 1
     for (int i = 0; i < (Ordered ? count : 1); ++i) {
       if (!Ordered || i == number) body();
       if (Ordered) __syncthreads();
