@@ -1,4 +1,4 @@
-// Times selection and plan on the GPU: each step replayed from a CUDA graph, all of it from a graph
+// Times selection and lists on the GPU: each step replayed from a CUDA graph, all of it from a graph
 // and all of it from a stream. Prints a table; with a file name, writes the same as JSON.
 //
 //   bench_selection [out.json]
@@ -204,8 +204,8 @@ void run_all(const char* json_path) {
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   std::FILE* json = json_path == nullptr ? nullptr : std::fopen(json_path, "w");
   if (json != nullptr) std::fputs("[\n", json);
-  std::printf("%-24s %9s %9s %9s %9s %9s   microseconds, median; both = select + plan\n",
-              "rows x keys", "select", "plan", "both", "stream", "slots");
+  std::printf("%-24s %9s %9s %9s %9s %9s   microseconds, median; both = select + lists\n",
+              "rows x keys", "select", "lists", "both", "stream", "slots");
   const char* separator = "";
   for (const Case& c : cases) {
     Arena arena;
@@ -213,7 +213,7 @@ void run_all(const char* json_path) {
     problem.execution.stream = stream;
     Timer timer(stream);
     const double select = timer.time_graph([&] { problem.run_select(); });
-    const double plan = timer.time_graph([&] { problem.run_lists(); });
+    const double lists = timer.time_graph([&] { problem.run_lists(); });
     const auto both = [&] {
       problem.run_select();
       problem.run_lists();
@@ -222,7 +222,7 @@ void run_all(const char* json_path) {
     const double direct = timer.time(both);
     const double slots = timer.time_graph([&] { problem.run_slots(); });
     const double megabytes = static_cast<double>(problem.execution.workspace_bytes) / 1e6;
-    std::printf("%-24s %9.1f %9.1f %9.1f %9.1f %9.1f\n", c.name, select, plan, graph, direct,
+    std::printf("%-24s %9.1f %9.1f %9.1f %9.1f %9.1f\n", c.name, select, lists, graph, direct,
                 slots);
     if (json == nullptr) continue;
     std::fprintf(json,
@@ -230,7 +230,7 @@ void run_all(const char* json_path) {
                  "\"select_graph_us\": %.1f, \"plan_graph_us\": %.1f, \"both_graph_us\": %.1f, "
                  "\"both_stream_us\": %.1f, \"slots_graph_us\": %.1f, "
                  "\"workspace_mb\": %.1f}",
-                 separator, c.name, static_cast<long long>(c.window), select, plan, graph, direct,
+                 separator, c.name, static_cast<long long>(c.window), select, lists, graph, direct,
                  slots, megabytes);
     separator = ",\n";
   }

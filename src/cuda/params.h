@@ -61,9 +61,9 @@ struct PackedMask {
 };
 
 // Queries of a tile of key lists and of key ranges. The rows of every kernel's tile divide it.
-inline constexpr int plan_tile_rows = 128;
+inline constexpr int query_tile_rows = 128;
 
-// The keys that a tile of plan_tile_rows queries walks where there are key intervals and no list: between
+// The keys that a tile of query_tile_rows queries walks where there are key intervals and no list: between
 // the first and the last that any query sees (common/key_ranges.cuh). All are multiples of `keys`, but for the
 // end of the sequence.
 struct alignas(16) KeyRange {
@@ -98,7 +98,7 @@ struct ScoreParams {
   Broadcast mask;
   Broadcast key_rank;      // int32; with it the mask counts as one with a query dimension
   Broadcast rank_limit;    // int32
-  PackedMask packed_mask;  // of a mask with a query dimension and the ranks, where there is no plan
+  PackedMask packed_mask;  // of a dense mask and the ranks, where there are no tile lists
   Broadcast bias;
   KeyIntervals intervals;
   bool causal = false;
@@ -121,8 +121,8 @@ struct ForwardParams {
   ScoreParams score;
   InputRows q, k, v;
   OutputRows out;
-  QueryTileLists plan;   // without keys:
-  KeyRanges key_ranges;  // these are walked; without them every key
+  QueryTileLists tile_lists;  // without keys:
+  KeyRanges key_ranges;       // these are walked; without them every key
   float* lse = nullptr;
   float* lse_low = nullptr;  // may be null
   bool saturate = true;
@@ -152,7 +152,7 @@ struct BackwardParams {
   ScoreParams score;
   InputRows q, k, v, out, dout;
   OutputRows dq, dk, dv;
-  QueryTileLists plan;  // the keys that a row may see; without keys: all
+  QueryTileLists tile_lists;  // the keys that a row may see; without keys: all
   const float* lse = nullptr;
   const float* lse_low = nullptr;  // may be null
   OutputBroadcast dbias;           // where ds is stored or added in fp32; null data: not wanted

@@ -111,11 +111,12 @@ struct KeysOfRow {
 
   template <class Params>
   __device__ KeysOfRow(const Params& p, QueryHead head, int row) : count(p.shape.seqlen_k) {
-    if (p.plan.keys == nullptr) return;
-    const std::int64_t tile = head.batch * p.plan.stride_batch + head.kv_head * p.plan.stride_head +
-                              row / static_cast<int>(p.plan.tile_rows);
-    listed = p.plan.keys + p.plan.begin[tile];
-    count = p.plan.count[tile];
+    if (p.tile_lists.keys == nullptr) return;
+    const std::int64_t tile = head.batch * p.tile_lists.stride_batch +
+                              head.kv_head * p.tile_lists.stride_head +
+                              row / static_cast<int>(p.tile_lists.tile_rows);
+    listed = p.tile_lists.keys + p.tile_lists.begin[tile];
+    count = p.tile_lists.count[tile];
   }
   __device__ int operator[](int i) const { return listed == nullptr ? i : listed[i]; }
 };

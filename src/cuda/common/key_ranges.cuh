@@ -29,7 +29,7 @@ struct KeyRangesParams {
   KeyRange* key_ranges;     // [rows of intervals, query_tiles()]
 
   __host__ __device__ int key_blocks() const { return ceil_div(seqlen_k, KeyRange::keys); }
-  __host__ __device__ int query_tiles() const { return ceil_div(seqlen_q, plan_tile_rows); }
+  __host__ __device__ int query_tiles() const { return ceil_div(seqlen_q, query_tile_rows); }
 };
 
 // A warp makes a block of keys.
@@ -97,8 +97,8 @@ struct FindKeyRangesKernel {
     const int lane = lane_id();
 
     // The blocks that the queries of any warp meet.
-    const int rows_begin = first_tile * plan_tile_rows;
-    const int rows_end = rows_begin + warps * plan_tile_rows;
+    const int rows_begin = first_tile * query_tile_rows;
+    const int rows_end = rows_begin + warps * query_tile_rows;
     int begin = INT_MAX;
     int end = 0;
 #pragma unroll 4
@@ -120,7 +120,7 @@ struct FindKeyRangesKernel {
 
     const int tile = first_tile + warp;
     if (tile >= p.query_tiles()) return;
-    const KeyRange range = find(p, blocks, begin, end, tile * plan_tile_rows);
+    const KeyRange range = find(p, blocks, begin, end, tile * query_tile_rows);
     if (lane == 0) p.key_ranges[static_cast<std::int64_t>(row) * p.query_tiles() + tile] = range;
   }
 
@@ -128,7 +128,7 @@ struct FindKeyRangesKernel {
   // Among blocks [begin, end).
   static __device__ KeyRange find(const Params& p, const KeyBlockQueries* blocks, int begin,
                                   int end, int row_begin) {
-    const int row_end = min(row_begin + plan_tile_rows, p.seqlen_q);
+    const int row_end = min(row_begin + query_tile_rows, p.seqlen_q);
     int first = INT_MAX;
     int last = -1;
     int2 full = {0, 0};      // the longest range of blocks whose keys all queries see

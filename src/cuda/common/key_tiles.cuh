@@ -24,12 +24,12 @@ struct TileKeys {
   template <class Params>
   __device__ TileKeys(const Params& p, const QueryTile& tile, int row_end) {
     const Shape& shape = p.shape;
-    const int query_tile = tile.row / plan_tile_rows;
-    if (p.plan.keys != nullptr) {
-      const std::int64_t index =
-          tile.batch * p.plan.stride_batch + tile.kv_head * p.plan.stride_head + query_tile;
-      list = p.plan.keys + p.plan.begin[index];
-      end = p.plan.count[index];
+    const int query_tile = tile.row / query_tile_rows;
+    if (p.tile_lists.keys != nullptr) {
+      const std::int64_t index = tile.batch * p.tile_lists.stride_batch +
+                                 tile.kv_head * p.tile_lists.stride_head + query_tile;
+      list = p.tile_lists.keys + p.tile_lists.begin[index];
+      end = p.tile_lists.count[index];
     } else if (p.key_ranges.data != nullptr) {
       const int4 range =
           __ldg(reinterpret_cast<const int4*>(p.key_ranges.data + tile.batch * p.key_ranges.batch +

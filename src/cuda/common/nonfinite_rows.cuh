@@ -26,7 +26,7 @@ __device__ inline bool has_nonfinite_ds(float lse, float delta) {
 template <class T>
 struct NonFiniteRowsKernel {
   using Params = BackwardParams;
-  static constexpr int rows = 64;  // divides the rows of every plan's tiles
+  static constexpr int rows = 64;  // divides query_tile_rows
   static constexpr int threads = 256;
   static constexpr int min_blocks = 1;
 

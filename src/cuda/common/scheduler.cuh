@@ -10,7 +10,7 @@ namespace flash_dmattn::cuda {
 // ones: with causality or intervals, without tile lists.
 template <class Params>
 __device__ inline bool walks_neighbours(const Params& p) {
-  return p.plan.keys == nullptr && (p.score.causal || p.key_ranges.data != nullptr);
+  return p.tile_lists.keys == nullptr && (p.score.causal || p.key_ranges.data != nullptr);
 }
 
 // The (batch, head, query tile) of a block. Rows of k and v are shared through the L2: the heads of

@@ -170,13 +170,13 @@ struct QueryMajorBackwardKernel {
     // Whether the keys that the block visits can be its order indices: the full and the partial keys of a list
     // ascend, each by themselves.
     __device__ bool has_ascending_keys() const {
-      if (p.plan.keys == nullptr) return true;
-      const std::int64_t list = tile.batch * p.plan.stride_batch +
-                                tile.kv_head * p.plan.stride_head +
-                                tile.row / static_cast<int>(p.plan.tile_rows);
-      const int* const keys = p.plan.keys + p.plan.begin[list];
-      const int full = p.plan.full[list];
-      return full == 0 || full == p.plan.count[list] || keys[full - 1] < keys[full];
+      if (p.tile_lists.keys == nullptr) return true;
+      const std::int64_t list = tile.batch * p.tile_lists.stride_batch +
+                                tile.kv_head * p.tile_lists.stride_head +
+                                tile.row / static_cast<int>(p.tile_lists.tile_rows);
+      const int* const keys = p.tile_lists.keys + p.tile_lists.begin[list];
+      const int full = p.tile_lists.full[list];
+      return full == 0 || full == p.tile_lists.count[list] || keys[full - 1] < keys[full];
     }
 
     // P of a key tile, to shared memory too, and the slope of a softcap.

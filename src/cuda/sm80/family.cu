@@ -79,7 +79,7 @@ bool has_lists(const Args& args) {
 
 template <class Args>
 QueryTileLists lists_of(const Args& args) {
-  return query_tile_lists(args.schedule, args.in.visibility.key_list, plan_tile_rows);
+  return query_tile_lists(args.schedule, args.in.visibility.key_list, query_tile_rows);
 }
 
 ForwardParams params_of(const ForwardArgs& args, const ForwardWorkspace& workspace) {
@@ -91,7 +91,7 @@ ForwardParams params_of(const ForwardArgs& args, const ForwardWorkspace& workspa
   params.k = rows_of(args.in.k);
   params.v = rows_of(args.in.v);
   params.out = rows_of(args.out);
-  params.plan = lists_of(args);
+  params.tile_lists = lists_of(args);
   params.lse = static_cast<float*>(args.lse.data);
   params.lse_low = static_cast<float*>(args.lse_low.data);
   params.saturate = args.problem.nonfinite == NonFinite::saturate;
@@ -158,7 +158,7 @@ BackwardParams params_of(const BackwardArgs& args, const BackwardWorkspace& work
   params.dq = rows_of(args.dq);
   params.dk = rows_of(args.dk);
   params.dv = rows_of(args.dv);
-  params.plan = lists_of(args);
+  params.tile_lists = lists_of(args);
   params.lse = static_cast<const float*>(args.lse.data);
   params.lse_low = static_cast<const float*>(args.lse_low.data);
   params.saturate = p.nonfinite == NonFinite::saturate;
@@ -269,14 +269,14 @@ const Family sm80_family = {
     .name = "sm80",
     .decline_device = sm80::decline_device,
     .forward = {.decline = sm80::decline,
-                .schedule = {Schedule::Kind::query_tile_lists, plan_tile_rows},
+                .schedule = {Schedule::Kind::query_tile_lists, query_tile_rows},
                 .workspace_size = sm80::forward_workspace_size,
                 .run = sm80::forward,
                 .name = sm80::forward_name,
                 .names = sm80::forward_names},
     .few_queries = {},
     .backward = {.decline = sm80::decline,
-                 .schedule = {Schedule::Kind::query_tile_lists, plan_tile_rows},
+                 .schedule = {Schedule::Kind::query_tile_lists, query_tile_rows},
                  .workspace_size = sm80::backward_workspace_size,
                  .run = sm80::backward,
                  .name = sm80::backward_name,

@@ -12,7 +12,7 @@ struct QueryMajorParams : BackwardParams {
   QueryMajorParams() = default;
   explicit QueryMajorParams(const BackwardParams& common) : BackwardParams(common) {}
 
-  KeyRanges key_ranges;   // where there is no plan
+  KeyRanges key_ranges;   // where there are no tile lists
   OrderSemaphores order;  // of the additions
   float* dk_accum =
       nullptr;  // [B, Hkv, Sk, accum_columns] fp32, columns in accumulator order; null: not wanted

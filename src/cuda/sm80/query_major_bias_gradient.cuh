@@ -34,7 +34,7 @@ class QueryMajorBiasGradient {
   // Zeros for keys [begin, end) of a dense bias and the block's rows, where no tile is computed.
   __device__ void clear(int row_end, int warps, int begin, int end) const {
     if constexpr (HasDense) {
-      if (!wanted() || !p_.dbias.per_query || p_.dbias_add || p_.plan.keys != nullptr) return;
+      if (!wanted() || !p_.dbias.per_query || p_.dbias_add || p_.tile_lists.keys != nullptr) return;
       for (int row = tile_.row + warp_id(); row < row_end; row += warps) {
         for (int key = begin + lane_id(); key < end; key += warp_size) {
           store_gradient<T>(p_.dbias, head_begin() + row * p_.dbias.query + key * p_.dbias.key, 0,
@@ -112,7 +112,7 @@ class QueryMajorBiasGradient {
   // A dense bias.
   template <class Keys>
   __device__ void store_elements(const Keys& keys, int size, const Accumulators& ds) const {
-    const bool by_twos = p_.dbias.aligned_x2 && p_.plan.keys == nullptr && !p_.dbias_add;
+    const bool by_twos = p_.dbias.aligned_x2 && p_.tile_lists.keys == nullptr && !p_.dbias_add;
 #pragma unroll
     for (int m = 0; m < m16; ++m) {
 #pragma unroll
