@@ -40,7 +40,7 @@ KeyRangesParams key_range_params(const Problem& p, const Inputs& in,
 
 // ---- Packed mask ----------------------------------------------------------------------------------------
 
-PackedMask carve_packed_mask(const Problem& p, bool has_lists, Carver& workspace) {
+PackedMask allocate_packed_mask(const Problem& p, bool has_lists, WorkspaceAllocator& workspace) {
   PackedMask packed;
   if (has_lists || !has_dense_mask(p)) return packed;
   const auto [batch, heads] = packed_shape(p);
@@ -76,8 +76,8 @@ void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream) 
 
 // ---- Key ranges -----------------------------------------------------------------------------------------
 
-KeyRangeWorkspace carve_key_ranges(const Problem& p, const Inputs& in, bool has_lists,
-                                   Carver& workspace) {
+KeyRangeWorkspace allocate_key_ranges(const Problem& p, const Inputs& in, bool has_lists,
+                                      WorkspaceAllocator& workspace) {
   if (in.visibility.intervals.data == nullptr || has_lists) return {};
   const std::int64_t rows = p.intervals_shape[0] * p.intervals_shape[1];
   const KeyRangesParams sizes = key_range_params(p, in, {});

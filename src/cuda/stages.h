@@ -2,7 +2,7 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda/common/carver.h"
+#include "cuda/common/workspace_allocator.h"
 #include "cuda/params.h"
 #include "flash_dmattn/attention.h"
 
@@ -13,7 +13,7 @@ namespace flash_dmattn::cuda {
 
 // Room for a packed mask, if the problem has a dense mask or ranks; none where the kernel follows a key list,
 // and looks at single elements.
-PackedMask carve_packed_mask(const Problem& p, bool has_lists, Carver& workspace);
+PackedMask allocate_packed_mask(const Problem& p, bool has_lists, WorkspaceAllocator& workspace);
 
 // Fills score.packed_mask from score.mask and the ranks.
 void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream);
@@ -25,8 +25,8 @@ struct KeyRangeWorkspace {
   KeyBlockQueries* blocks = nullptr;
   KeyRange* ranges = nullptr;
 };
-KeyRangeWorkspace carve_key_ranges(const Problem& p, const Inputs& in, bool has_lists,
-                                   Carver& workspace);
+KeyRangeWorkspace allocate_key_ranges(const Problem& p, const Inputs& in, bool has_lists,
+                                      WorkspaceAllocator& workspace);
 
 // Between which keys each query tile walks.
 KeyRanges find_key_ranges(const Problem& p, const Inputs& in, const KeyRangeWorkspace& workspace,

@@ -129,7 +129,7 @@ class Level {
   Level(int tile_bits, int tiles, int capacity)
       : tile_bits_(tile_bits), tiles_(tiles), capacity_(capacity) {}
 
-  void carve(std::int64_t rows, WorkspaceAllocator& workspace) {
+  void allocate(std::int64_t rows, WorkspaceAllocator& workspace) {
     entries_ = workspace.take<int2>(rows * nodes() * capacity_);
     counts_ = workspace.take<int>(rows * nodes());
   }

@@ -70,7 +70,7 @@ Tree make_tree(const TileListArgs& args, void* workspace) {
     key_tree::Level& level = tree.levels[tree.count];
     level = key_tree::Level(tile_bits, static_cast<int>(tiles),
                             static_cast<int>(max_keys(args, queries)));
-    level.carve(rows, allocator);
+    level.allocate(rows, allocator);
     children = level.nodes();
   }
   tree.parts = row_parts(args);

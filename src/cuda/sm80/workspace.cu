@@ -23,7 +23,8 @@ std::int64_t dq_accum_floats(const Problem& p, const BackwardChoice& choice) {
                                : DqAccumLayout<128>::count(shape) * DqAccumLayout<128>::floats;
 }
 
-ZeroedArrays place_zeroed(const Problem& p, const BackwardChoice& choice, Carver& workspace) {
+ZeroedArrays place_zeroed(const Problem& p, const BackwardChoice& choice,
+                          WorkspaceAllocator& workspace) {
   ZeroedArrays arrays;
   arrays.flags = workspace.take<std::uint32_t>(1);
   if (p.deterministic && choice.ordered) {
@@ -49,31 +50,31 @@ ZeroedArrays place_zeroed(const Problem& p, const BackwardChoice& choice, Carver
 }  // namespace
 
 ForwardWorkspace::ForwardWorkspace(const Problem& p, const Inputs& in, bool has_lists, void* base) {
-  Carver workspace(base);
-  packed_mask = carve_packed_mask(p, has_lists, workspace);
-  key_ranges = carve_key_ranges(p, in, has_lists, workspace);
+  WorkspaceAllocator workspace(base);
+  packed_mask = allocate_packed_mask(p, has_lists, workspace);
+  key_ranges = allocate_key_ranges(p, in, has_lists, workspace);
   bytes = workspace.used();
 }
 
 BackwardWorkspace::BackwardWorkspace(const Problem& p, const Inputs& in, bool has_lists,
                                      const BackwardChoice& choice, void* base) {
-  Carver workspace(base);
+  WorkspaceAllocator workspace(base);
   const std::int64_t rows = p.batch * p.heads_q * p.seqlen_q;
   lse_log2 = workspace.take<float>(rows);
   lse_log2_low = workspace.take<float>(rows);
   delta = workspace.take<float>(rows);
 
-  Carver measure(nullptr);
+  WorkspaceAllocator measure(nullptr);
   place_zeroed(p, choice, measure);
   zeroed_bytes = measure.used();
   zeroed_begin = workspace.take<std::byte>(static_cast<std::int64_t>(zeroed_bytes));
-  Carver zeroed_memory(zeroed_begin);
+  WorkspaceAllocator zeroed_memory(zeroed_begin);
   zeroed = place_zeroed(p, choice, zeroed_memory);
 
   if (is_key_major(choice.loop)) {
-    packed_mask = carve_packed_mask(p, has_lists, workspace);
+    packed_mask = allocate_packed_mask(p, has_lists, workspace);
   } else {
-    key_ranges = carve_key_ranges(p, in, has_lists, workspace);
+    key_ranges = allocate_key_ranges(p, in, has_lists, workspace);
   }
   bytes = workspace.used();
 }

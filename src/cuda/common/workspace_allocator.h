@@ -9,6 +9,5 @@ struct DeviceWorkspaceLayout {
   static constexpr std::size_t alignment = 512;
 };
 using WorkspaceAllocator = BasicWorkspaceAllocator<DeviceWorkspaceLayout>;
-using Carver = WorkspaceAllocator;
 
 }  // namespace flash_dmattn::cuda
