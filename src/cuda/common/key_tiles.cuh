@@ -10,7 +10,7 @@ namespace flash_dmattn::cuda {
 
 // Whether a query tile's keys come from a tile list. A kernel that is compiled for one case does not
 // test it at every tile.
-enum class KeySource : std::uint8_t { list, consecutive, either };
+enum class KvSource : std::uint8_t { key_list, consecutive, either };
 
 // Keys of a query tile: places [begin, end) of its tile list, else consecutive keys.
 struct TileKeys {
@@ -50,13 +50,13 @@ struct TileKeys {
 };
 
 // The keys of one tile, by their place in it.
-template <KeySource Source>
+template <KvSource Source>
 struct TilePositions {
   const int* list;  // in shared memory; null: consecutive keys
   int first;
 
   __device__ bool listed() const {
-    return Source == KeySource::list || (Source == KeySource::either && list != nullptr);
+    return Source == KvSource::key_list || (Source == KvSource::either && list != nullptr);
   }
   __device__ int operator[](int i) const { return listed() ? list[i] : first + i; }
 };
@@ -124,11 +124,11 @@ class VisibleTiles {
 };
 
 // The tiles of N keys that a query tile visits; `Tiles` chooses among those of consecutive keys.
-template <int N, KeySource kSource, class Tiles>
+template <int N, KvSource kSource, class Tiles>
 class KeyTileIterator {
  public:
   static constexpr int keys = N;
-  static constexpr KeySource source = kSource;
+  static constexpr KvSource source = kSource;
 
   // `has_key_values`: a mask or a bias belongs to single keys.
   __device__ KeyTileIterator(const TileKeys& tile_keys, const Tiles& tiles, bool has_key_values)
@@ -151,14 +151,14 @@ class KeyTileIterator {
 
   // Full: every row sees all keys, by position and interval, and no key has a mask or a bias.
   __device__ bool is_full(int n) const {
-    return source != KeySource::list &&
+    return source != KvSource::key_list &&
            static_cast<unsigned>(tiles_.at(n) - full_begin_) < static_cast<unsigned>(full_tiles_);
   }
   // Whether the packed mask hides no element.
   __device__ bool is_unmasked(int n) const { return tiles_.is_unmasked(n); }
 
   __device__ bool has_list() const {
-    return source == KeySource::list || (source == KeySource::either && keys_.list != nullptr);
+    return source == KvSource::key_list || (source == KvSource::either && keys_.list != nullptr);
   }
   __device__ const int* list() const { return keys_.list; }
   // Of a tile of the list, of which all are visited.

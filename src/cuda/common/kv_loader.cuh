@@ -33,7 +33,7 @@ class KvLoader {
   }
 
   // The first `size` keys of a tile; zeros after them.
-  template <KeySource Source>
+  template <KvSource Source>
   __device__ void load(Group group, const TilePositions<Source>& keys, int size,
                        std::uint32_t k_tile, std::uint32_t v_tile) {
     const Chunk chunk = storage_.chunks[CopySteps<Tile, Group>::chunk(group)];

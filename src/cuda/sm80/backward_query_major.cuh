@@ -54,7 +54,7 @@ struct QueryMajorBackwardKernel {
   using Semaphore = OrderSemaphore<Ordered, threads>;
   using QueryRows = SharedTile<P.rows, D>;
   using Scores = SharedTile<P.rows, P.keys>;
-  using Iterator = KeyTileIterator<P.keys, KeySource::either, EveryTile>;
+  using Iterator = KeyTileIterator<P.keys, KvSource::either, EveryTile>;
   using Pipeline =
       KvPipeline<T, D, Iterator, P.stages, threads, InOrder, NoExtra, typename Semaphore::Storage>;
   using KeyRows = typename Pipeline::RowTile;

@@ -15,7 +15,7 @@ namespace flash_dmattn::cuda::sm80 {
 // the score tile and of the output, so that the softmax stays inside a warp. `HasDense`: the mask or
 // the bias has a query dimension and is read element by element; aligned ones have a kernel of
 // their own, forward_dense.cuh.
-template <class T, int D, ForwardPolicy P, KeySource Source, bool HasDense>
+template <class T, int D, ForwardPolicy P, KvSource Source, bool HasDense>
 struct ForwardKernel {
   using Params = ForwardParams;
   static constexpr int threads = P.warps * warp_size;

@@ -23,7 +23,7 @@ struct DenseForwardKernel {
   using Group = ThreadGroup<threads>;
   using QueryRows = SharedTile<P.rows(), D>;
   using Order = RowOrder<Heads>;
-  using Iterator = KeyTileIterator<P.keys, KeySource::consecutive, VisibleTiles>;
+  using Iterator = KeyTileIterator<P.keys, KvSource::consecutive, VisibleTiles>;
   using DenseLoader = DenseTileLoader<queries, P.keys, Group>;
   using Pipeline = KvPipeline<T, D, Iterator, 2, threads, LaneContiguous<8>, DenseLoader>;
   using KeyRows = typename Pipeline::RowTile;

@@ -25,7 +25,7 @@ template <class T, int D, class Iterator, int Stages, int Threads, class Order =
 class KvPipeline {
  public:
   static constexpr int keys_per_tile = Iterator::keys;
-  static_assert(std::is_same_v<Order, InOrder> || Iterator::source == KeySource::consecutive);
+  static_assert(std::is_same_v<Order, InOrder> || Iterator::source == KvSource::consecutive);
   using RowTile = SharedTile<keys_per_tile, D>;
   using Group = ThreadGroup<Threads>;
   using Loader = KvLoader<RowTile, Group, Order>;

@@ -15,11 +15,11 @@ constexpr auto forward_kernel() {
   constexpr ForwardPolicy policy = forward_policy(D, S);
   constexpr ForwardPolicy dense = dense_forward_policy(D, S);
   if constexpr (Loop == ForwardLoop::key_range) {
-    return ForwardKernel<T, D, policy, KeySource::consecutive, false>();
+    return ForwardKernel<T, D, policy, KvSource::consecutive, false>();
   } else if constexpr (Loop == ForwardLoop::key_list) {
-    return ForwardKernel<T, D, policy, KeySource::list, false>();
+    return ForwardKernel<T, D, policy, KvSource::key_list, false>();
   } else if constexpr (Loop == ForwardLoop::dense_elementwise) {
-    return ForwardKernel<T, D, policy, KeySource::either, true>();
+    return ForwardKernel<T, D, policy, KvSource::either, true>();
   } else {
     constexpr int heads = Loop == ForwardLoop::dense_two_heads ? 2 : 1;
     return DenseForwardKernel<T, D, dense, heads>();
