@@ -6,7 +6,7 @@
 #include "flash_dmattn/visibility.h"
 #include "selection/query_tile_lists.h"
 
-// What the kernels are given: plain values, all pointers to device memory.
+// Parameters of the kernels: plain values, all pointers to device memory.
 namespace flash_dmattn::cuda {
 
 // The rows of a [B, S, H, D] tensor of 16-bit elements: `Byte` is const where they are read. Strides in
@@ -34,7 +34,7 @@ struct BroadcastView {
   std::int64_t head_kv = 0;
   std::int64_t query = 0;
   std::int64_t key = 0;
-  bool per_query = false;    // has a query dimension
+  bool dense = false;        // has a query dimension
   bool aligned_x2 = false;   // elements 2 i and 2 i + 1 of every row lie in one aligned word
   bool aligned_x4 = false;   // elements 4 i ... 4 i + 3 of every row do; `query` fits into 31 bits
   bool aligned_16B = false;  // as many as 16 bytes have do, of 16-bit elements or bytes
@@ -146,7 +146,7 @@ enum BackwardFlag : std::uint32_t {
       32,  // without `saturate`: P or dS of a row that sees a key (common/nonfinite_rows.cuh)
 };
 
-// What every kernel of a backward is given; a main loop's own parameters derive from it.
+// Common to every kernel of a backward; a main loop's own parameters derive from it.
 struct BackwardParams {
   Shape shape;
   ScoreParams score;
@@ -156,7 +156,7 @@ struct BackwardParams {
   const float* lse = nullptr;
   const float* lse_low = nullptr;  // may be null
   OutputBroadcast dbias;           // where ds is stored or added in fp32; null data: not wanted
-  bool dbias_add = false;          // several elements of ds share one of dbias: add, in fp32
+  bool dbias_accumulates = false;  // several elements of ds share one of dbias: add, in fp32
   bool saturate = true;
 
   // Workspace.

@@ -57,7 +57,7 @@ auto broadcast_of(const Problem& p, const BroadcastShape& shape, Data* data,
   (shape[1] == p.heads_q ? b.head_q : b.head_kv) = step(1);
   b.query = step(2);
   b.key = step(3);
-  b.per_query = shape[2] > 1;
+  b.dense = shape[2] > 1;
   b.f32 = f32;
   const auto address = reinterpret_cast<std::intptr_t>(data);
   const std::int64_t steps = b.batch | b.head_q | b.head_kv | b.query;
@@ -91,10 +91,8 @@ inline ScoreParams score_of(const Problem& p, const Inputs& in) {
                                 in.visibility.ranks.key_rank.stride, 4);
   score.rank_limit = broadcast_of(p, p.limit_shape, in.visibility.ranks.rank_limit.data,
                                   in.visibility.ranks.rank_limit.stride, 4);
-  if (has(p.limit_shape)) score.mask.per_query = true;
-  score.final_log2_scale = score.bias.data == nullptr ? score.factor
-                           : score.bias.per_query     ? log2e
-                                                      : 1;
+  if (has(p.limit_shape)) score.mask.dense = true;
+  score.final_log2_scale = score.bias.data == nullptr ? score.factor : score.bias.dense ? log2e : 1;
   score.intervals = in.visibility.intervals;
   score.causal = p.causal;
   return score;

@@ -44,10 +44,9 @@ class DenseElements {
   template <int M16, int N8, class KeyInfo>
   __device__ void apply_x2(const KeyInfo& key_info, bool partial, LanePosition position,
                            float (&x)[M16][N8][4]) const {
-    const bool aligned_x2 =
-        !keys_.listed() && size_ == KeyInfo::size &&
-        (!score_.mask.per_query || score_.mask.aligned_x2) &&
-        (!score_.bias.per_query || (score_.bias.aligned_x2 && !score_.bias.f32));
+    const bool aligned_x2 = !keys_.listed() && size_ == KeyInfo::size &&
+                            (!score_.mask.dense || score_.mask.aligned_x2) &&
+                            (!score_.bias.dense || (score_.bias.aligned_x2 && !score_.bias.f32));
     if (!aligned_x2) {
       apply(key_info, partial, position, x);
       return;
@@ -88,10 +87,9 @@ class DenseElements {
       const auto* biases = reinterpret_cast<const std::uint32_t*>(
           score_.bias.data + 2 * (bias_ + row * score_.bias.query + key));
 #pragma unroll
-      for (int n = 0; n < N8; ++n)
-        mask[h][n] = score_.mask.per_query ? __ldg(masks + 4 * n) : 0x0101u;
+      for (int n = 0; n < N8; ++n) mask[h][n] = score_.mask.dense ? __ldg(masks + 4 * n) : 0x0101u;
 #pragma unroll
-      for (int n = 0; n < N8; ++n) bias[h][n] = score_.bias.per_query ? __ldg(biases + 4 * n) : 0;
+      for (int n = 0; n < N8; ++n) bias[h][n] = score_.bias.dense ? __ldg(biases + 4 * n) : 0;
     }
 #pragma unroll
     for (int n = 0; n < N8; ++n) {
@@ -108,19 +106,19 @@ class DenseElements {
   __device__ void apply_element(std::int64_t row, int column, float& s) const {
     const std::int64_t key = keys_[column];
     bool visible = true;
-    if (score_.mask.per_query) {
+    if (score_.mask.dense) {
       visible = reinterpret_cast<const std::uint8_t*>(
                     score_.mask.data)[mask_ + row * score_.mask.query + key * score_.mask.key] != 0;
     }
     float bias = 0;
-    if (score_.bias.per_query && visible) {
+    if (score_.bias.dense && visible) {
       bias = load_bias<T>(score_.bias, bias_ + row * score_.bias.query + key * score_.bias.key);
     }
     add(bias, visible, s);
   }
 
   __device__ void add(float bias, bool visible, float& s) const {
-    if (score_.bias.per_query) {
+    if (score_.bias.dense) {
       visible = visible && bias > score_.mask_value;
       s = fmaf(s, score_.dense_factor, bias);
     }

@@ -93,8 +93,8 @@ class KeyInfoLoader {
   }
 
  private:
-  __device__ bool has_mask() const { return score_.mask.data != nullptr && !score_.mask.per_query; }
-  __device__ bool has_bias() const { return score_.bias.data != nullptr && !score_.bias.per_query; }
+  __device__ bool has_mask() const { return score_.mask.data != nullptr && !score_.mask.dense; }
+  __device__ bool has_bias() const { return score_.bias.data != nullptr && !score_.bias.dense; }
 
   __device__ std::int64_t index_of(const Broadcast& b, int key) const {
     return batch_ * b.batch + head_ * b.head_q + kv_head_ * b.head_kv + key * b.key;

@@ -9,7 +9,7 @@ namespace flash_dmattn::cuda {
 // Whether neighbouring query tiles visit neighbouring keys, and later ones may have more of them than earlier
 // ones: with causality or intervals, without tile lists.
 template <class Params>
-__device__ inline bool walks_neighbours(const Params& p) {
+__device__ inline bool neighbours_share_keys(const Params& p) {
   return p.tile_lists.keys == nullptr && (p.score.causal || p.key_ranges.data != nullptr);
 }
 

@@ -79,7 +79,7 @@ struct KeyMajorBackwardKernel {
     const int group = p.shape.heads_q / p.shape.heads_kv;
     // The heads of a group see the same keys and are visited together, unless a key mask or a key bias
     // differs among them.
-    const auto of_query_head = [](const Broadcast& b) { return !b.per_query && b.head_q != 0; };
+    const auto of_query_head = [](const Broadcast& b) { return !b.dense && b.head_q != 0; };
     const bool apart = of_query_head(p.score.mask) || of_query_head(p.score.bias);
     const int heads = apart ? 1 : group;
     for (int member = 0; member < group; member += heads)
@@ -166,7 +166,7 @@ struct KeyMajorBackwardKernel {
         if (!has_tile) break;
         previous = {at, loader.tile_index(at), !tiles.has() || tiles.at().row != at.row};
       }
-      if (role == WarpRole::dk && p.dbias.data != nullptr && !p.dbias.per_query)
+      if (role == WarpRole::dk && p.dbias.data != nullptr && !p.dbias.dense)
         key_bias_gradient.store(p, tile, first_head, [&](int m, int h) { return key_of(m, h); });
     }
 
@@ -284,7 +284,7 @@ struct KeyMajorBackwardKernel {
     // branch may follow that product (see `parts`).
     __device__ void compute_p(QueryTilePosition at, int stage, const QueryBounds& bounds,
                               std::uint32_t q, ScoreAccumulator& s, ScoreOperand& p_operand) {
-      const bool key_bias = p.score.bias.data != nullptr && !(HasDense && p.score.bias.per_query);
+      const bool key_bias = p.score.bias.data != nullptr && !(HasDense && p.score.bias.dense);
       const bool partial = at.row < bounds.full_begin || at.row + rows > bounds.full_end;
       const bool fallback = (flags & lse_has_low) != 0;
       if (HasDense || partial || fallback || p.score.form == ScoreForm::nonpositive_scale) {
@@ -318,7 +318,7 @@ struct KeyMajorBackwardKernel {
     // dS from dP: an operand of this warp's product, and in shared memory for dq and a dense dbias.
     __device__ void compute_ds(int stage, const ScoreAccumulator& dp, ScoreOperand& ds) {
       exchange(stage).load_p_and_make_ds(shared.delta[stage], p.saturate, dp, ds);
-      if (p.dbias.data != nullptr && !(HasDense && p.dbias.per_query)) key_bias_gradient.add(ds);
+      if (p.dbias.data != nullptr && !(HasDense && p.dbias.dense)) key_bias_gradient.add(ds);
       __syncwarp();  // all lanes have read P
 #pragma unroll
       for (int m = 0; m < m16; ++m) {

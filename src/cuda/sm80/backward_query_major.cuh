@@ -86,7 +86,7 @@ struct QueryMajorBackwardKernel {
     __device__ Mainloop(const Params& params, SharedStorage& storage)
         : p(params),
           shared(storage),
-          tile(p.shape, P.rows, Ordered || walks_neighbours(p),
+          tile(p.shape, P.rows, Ordered || neighbours_share_keys(p),
                Semaphore::take_work(p.order, storage.kv.tail, Block::of_block())),
           row_end(min(tile.row + P.rows, p.shape.seqlen_q)),
           position(LanePosition::of(tile.row + ScoreTile::row(), ScoreTile::column())) {}
@@ -123,7 +123,7 @@ struct QueryMajorBackwardKernel {
           ScoreAccumulators ds;
           compute_ds(kv, n, rows, probabilities, ds);
           if (dbias.wanted()) {
-            if (Ordered && p.dbias_add) {
+            if (Ordered && p.dbias_accumulates) {
               semaphore.wait(order);
               __syncthreads();
             }
@@ -202,7 +202,7 @@ struct QueryMajorBackwardKernel {
     __device__ void finish_scores(const Pipeline& kv, int n, ScoreAccumulators& x) const {
       const auto& key_info = kv.key_info(n);
       const bool partial = (kv.state(n) & key_info.partial) != 0;
-      if (p.score.bias.data != nullptr && !(HasDense && p.score.bias.per_query))
+      if (p.score.bias.data != nullptr && !(HasDense && p.score.bias.dense))
         add_column_bias(p.score.factor, key_info, position, x);
       if constexpr (HasDense) {
         DenseElements<T, typename Pipeline::Positions>(p.score, tile, p.shape.seqlen_q, kv.size(n),

@@ -22,7 +22,7 @@ class DenseBiasGradient {
   __device__ DenseBiasGradient(const KeyMajorParams& p, const KeyTile& tile, int warp)
       : p_(p), tile_(tile), lane_(lane_id()), warp_(warp) {}
 
-  __device__ bool wanted() const { return p_.dbias.data != nullptr && p_.dbias.per_query; }
+  __device__ bool wanted() const { return p_.dbias.data != nullptr && p_.dbias.dense; }
 
   // Adds dS of a tile, a SharedTile<keys, rows>. `last`: of the heads that share the bias.
   __device__ void add(QueryTilePosition at, std::uint32_t ds, bool last) {
@@ -41,7 +41,7 @@ class DenseBiasGradient {
     };
     const bool full = p_.dbias.aligned_16B && at.row + rows <= p_.shape.seqlen_q &&
                       tile_.key + keys <= p_.shape.seqlen_k;
-    if (full && !p_.dbias_add) {
+    if (full && !p_.dbias_accumulates) {
       for_each_block([&](int half, int i) {
         *reinterpret_cast<uint4*>(p_.dbias.data + 2 * element(half, i)) = eight_keys(ds, half, i);
       });
@@ -49,8 +49,8 @@ class DenseBiasGradient {
       for_each_block([&](int half, int i) {
         const bool exists = at.row + query + 8 * half < p_.shape.seqlen_q;
         const int count = exists ? p_.shape.seqlen_k - key - 32 * i : 0;
-        p_.dbias_add ? add_in_memory(element(half, i), eight_keys(ds, half, i), count)
-                     : write(element(half, i), eight_keys(ds, half, i), count);
+        p_.dbias_accumulates ? add_in_memory(element(half, i), eight_keys(ds, half, i), count)
+                             : write(element(half, i), eight_keys(ds, half, i), count);
       });
     }
     has_first_head_ = false;
@@ -59,7 +59,7 @@ class DenseBiasGradient {
   // Zeros for the tiles of `heads` heads that are skipped after tile `number` and before tile `next`; by all four
   // warps.
   __device__ void clear(int first_head, int heads, int number, int next) const {
-    if (p_.dbias_add || next <= number + 1) return;
+    if (p_.dbias_accumulates || next <= number + 1) return;
     const int together = shared_by_group() ? heads : 1;
     const int begin = number < 0 ? 0 : number / together + 1;
     for (int i = begin; i < next / together; ++i) {
@@ -84,7 +84,7 @@ class DenseBiasGradient {
 
   // Whether two heads of a group share the elements.
   __device__ bool sums() const {
-    return !p_.dbias_add && p_.shape.heads_q != p_.shape.heads_kv && shared_by_group();
+    return !p_.dbias_accumulates && p_.shape.heads_q != p_.shape.heads_kv && shared_by_group();
   }
 
   // Calls body(half, i) for both halves of the warp's queries and every 32 keys.

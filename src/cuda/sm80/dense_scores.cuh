@@ -55,7 +55,7 @@ class DenseScores {
 
   // Starts copies of the biases of a tile to the warp's own bytes `to`.
   __device__ void copy_bias(QueryTilePosition at, std::uint32_t to) const {
-    if (!score_.bias.per_query) return;
+    if (!score_.bias.dense) return;
     const int row = lane_ / 4;
     const int chunk = lane_ % 4;
     const std::int64_t step = 2 * score_.bias.query;
@@ -84,7 +84,7 @@ class DenseScores {
   // x = scale x + bias (x without a dense bias), -inf where masked. The bias is in shared memory at `bias`, whose
   // bytes are free afterwards.
   __device__ void apply(QueryTilePosition at, std::uint32_t bias, Scores& x) const {
-    if (score_.bias.per_query) {
+    if (score_.bias.dense) {
       cp_async_wait_all();
       __syncwarp();
       const std::uint32_t mask_values = packed_mask_value<T>(score_);

@@ -60,7 +60,7 @@ class DenseTileLoader {
 
   // Starts the copies. `size` keys exist; if `unmasked` the mask is not read.
   __device__ void load(Group group, Storage& to, int first, int size, bool unmasked) const {
-    if (score_.bias.per_query) load_bias(group, shared_address(to.bias), first, size);
+    if (score_.bias.dense) load_bias(group, shared_address(to.bias), first, size);
     if (!unmasked && size > 0) load_mask(group, shared_address(to.mask), first);
   }
 

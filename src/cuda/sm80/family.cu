@@ -166,13 +166,14 @@ BackwardParams params_of(const BackwardArgs& args, const BackwardWorkspace& work
   params.lse_log2_low = workspace.lse_log2_low;
   params.delta = workspace.delta;
   params.flags = workspace.zeroed.flags;
-  params.dbias_add = workspace.zeroed.dbias_accum != nullptr;
+  params.dbias_accumulates = workspace.zeroed.dbias_accum != nullptr;
   if (args.dbias.data == nullptr) return params;
   const BroadcastShape accum_shape = dbias_accum_shape(p);
-  params.dbias = params.dbias_add ? broadcast_of<void>(p, accum_shape, workspace.zeroed.dbias_accum,
-                                                       contiguous_strides(accum_shape), 4)
-                                  : broadcast_of(p, p.bias_shape, args.dbias.data,
-                                                 args.dbias.stride, size_of(p.bias_dtype));
+  params.dbias = params.dbias_accumulates
+                     ? broadcast_of<void>(p, accum_shape, workspace.zeroed.dbias_accum,
+                                          contiguous_strides(accum_shape), 4)
+                     : broadcast_of(p, p.bias_shape, args.dbias.data, args.dbias.stride,
+                                    size_of(p.bias_dtype));
   return params;
 }
 
@@ -233,12 +234,14 @@ void backward(const BackwardArgs& args, const DeviceProperties& device,
   check(cudaMemsetAsync(workspace.zeroed_begin, 0, workspace.zeroed_bytes, stream),
         "cudaMemsetAsync");
   // A main loop that follows lists stores only the elements of dbias that it visits.
-  if (wants_dbias && !params.dbias_add && has_lists(args)) store_dbias(args, nullptr, stream);
+  if (wants_dbias && !params.dbias_accumulates && has_lists(args))
+    store_dbias(args, nullptr, stream);
   preprocess_backward(params, p.dtype, stream);
   is_key_major(choice.loop) ? run_key_major(args, choice, workspace, params, stream)
                             : run_query_major(args, choice, workspace, params, stream);
   fix_gradients(params, p.dtype, stream);
-  if (wants_dbias && params.dbias_add) store_dbias(args, workspace.zeroed.dbias_accum, stream);
+  if (wants_dbias && params.dbias_accumulates)
+    store_dbias(args, workspace.zeroed.dbias_accum, stream);
 }
 
 // Enough for whichever gradients the call will ask for, and whatever alignment dbias will have.

@@ -38,7 +38,7 @@ struct ForwardKernel {
   static long blocks(const Params& p) { return QueryTile::count(p.shape, rows); }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
-    const QueryTile tile(p.shape, rows, walks_neighbours(p), static_cast<int>(blockIdx.x));
+    const QueryTile tile(p.shape, rows, neighbours_share_keys(p), static_cast<int>(blockIdx.x));
     const int row_end = min(tile.row + rows, p.shape.seqlen_q);
     const int warp_row = warp_id() * P.warp_rows;
     const std::uint32_t q_tile = shared_address(shared.q);
@@ -73,7 +73,7 @@ struct ForwardKernel {
         multiply<T, D>(scores, q, OperandB<KeyRows, Major::k>(kv.k_tile(n), 0));
         if (!p.saturate) softmax.mark_nonfinite(scores);
         shape_scores(p.score, scores);
-        if (biased && !(HasDense && p.score.bias.per_query)) {
+        if (biased && !(HasDense && p.score.bias.dense)) {
           add_column_bias(p.score.factor, key_info, position, scores);
         }
         if constexpr (HasDense) {

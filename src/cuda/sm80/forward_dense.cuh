@@ -37,7 +37,8 @@ struct DenseForwardKernel {
   static long blocks(const Params& p) { return QueryTile::count(blocks_of_heads(p), queries); }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
-    QueryTile tile(blocks_of_heads(p), queries, walks_neighbours(p), static_cast<int>(blockIdx.x));
+    QueryTile tile(blocks_of_heads(p), queries, neighbours_share_keys(p),
+                   static_cast<int>(blockIdx.x));
     tile.head *= Heads;
     const int row_end = min(tile.row + queries, p.shape.seqlen_q);
     const int warp_row = warp_id() * P.warp_rows;
@@ -101,7 +102,7 @@ struct DenseForwardKernel {
     const DenseTile<T, m16, P.keys, Order> dense(kv.extra(n), kv.tiles().first(n), warp_query);
     const LanePosition position = LanePosition::of(tile.row + warp_query, 0);
     const bool unmasked = kv.tiles().is_unmasked(n);
-    if (p.score.bias.per_query) {
+    if (p.score.bias.dense) {
       const std::uint32_t mask_values = packed_mask_value<T>(p.score);
       unmasked ? dense.template add_bias<false>(p.score.dense_factor, mask_values, scores)
                : dense.template add_bias<true>(p.score.dense_factor, mask_values, scores);

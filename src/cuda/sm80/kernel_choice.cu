@@ -96,12 +96,12 @@ ForwardChoice choose_forward(const Problem& p, const ForwardParams& params, Shar
                        ForwardLoop::key_range};
   const ScoreParams& score = params.score;
   const bool has_lists = params.tile_lists.keys != nullptr;
-  if (!score.mask.per_query && !score.bias.per_query) {
+  if (!score.mask.dense && !score.bias.dense) {
     if (has_lists) choice.loop = ForwardLoop::key_list;
     return choice;
   }
   const bool by_tiles = !has_lists && score.form != ScoreForm::capped &&
-                        (!score.bias.per_query || score.bias.aligned_16B);
+                        (!score.bias.dense || score.bias.aligned_16B);
   // A packed mask differs between heads whose ranks do.
   const bool heads_share =
       score.mask.head_q == 0 && score.packed_mask.head_q == 0 && score.bias.head_q == 0;

@@ -77,7 +77,7 @@ std::vector<BackwardChoice> backward_choices(SharedClass shared);
 
 ForwardChoice choose_forward(const Problem& p, const ForwardParams& params, SharedClass shared);
 
-// What a backward's choice depends on beside the problem.
+// Facts that a backward choice depends on beside the problem.
 struct BackwardTraits {
   bool has_lists = false;
   bool dbias_aligned =

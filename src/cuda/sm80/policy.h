@@ -5,7 +5,7 @@
 // Tile policies as data: one entry for each head-dim bucket and shared-memory class.
 namespace flash_dmattn::cuda::sm80 {
 
-// What a block may have of shared memory. sm_86, sm_89 and sm_120 have 99 KB; sm_80 has 163 KB and
+// Shared memory that a block may have. sm_86, sm_89 and sm_120 have 99 KB; sm_80 has 163 KB and
 // sm_90 has 227 KB, and one policy serves both.
 enum class SharedClass : std::uint8_t { kb99, kb163 };
 

@@ -24,8 +24,8 @@ class QueryMajorBiasGradient {
   // Of a tile of `size` keys; keys[i] is the key of column i.
   template <class Keys>
   __device__ void add(const Keys& keys, int size, const Accumulators& ds) const {
-    if (HasDense && p_.dbias.per_query) {
-      p_.dbias.key == 0 && p_.dbias_add ? add_row_sums(ds) : store_elements(keys, size, ds);
+    if (HasDense && p_.dbias.dense) {
+      p_.dbias.key == 0 && p_.dbias_accumulates ? add_row_sums(ds) : store_elements(keys, size, ds);
     } else {
       add_column_sums(keys, size, ds);
     }
@@ -34,7 +34,8 @@ class QueryMajorBiasGradient {
   // Zeros for keys [begin, end) of a dense bias and the block's rows, where no tile is computed.
   __device__ void clear(int row_end, int warps, int begin, int end) const {
     if constexpr (HasDense) {
-      if (!wanted() || !p_.dbias.per_query || p_.dbias_add || p_.tile_lists.keys != nullptr) return;
+      if (!wanted() || !p_.dbias.dense || p_.dbias_accumulates || p_.tile_lists.keys != nullptr)
+        return;
       for (int row = tile_.row + warp_id(); row < row_end; row += warps) {
         for (int key = begin + lane_id(); key < end; key += warp_size) {
           store_gradient<T>(p_.dbias, head_begin() + row * p_.dbias.query + key * p_.dbias.key, 0,
@@ -112,7 +113,8 @@ class QueryMajorBiasGradient {
   // A dense bias.
   template <class Keys>
   __device__ void store_elements(const Keys& keys, int size, const Accumulators& ds) const {
-    const bool by_twos = p_.dbias.aligned_x2 && p_.tile_lists.keys == nullptr && !p_.dbias_add;
+    const bool by_twos =
+        p_.dbias.aligned_x2 && p_.tile_lists.keys == nullptr && !p_.dbias_accumulates;
 #pragma unroll
     for (int m = 0; m < m16; ++m) {
 #pragma unroll
@@ -133,7 +135,7 @@ class QueryMajorBiasGradient {
           for (int i = 0; i < 2; ++i) {
             if (column + i < size) {
               store_gradient<T>(p_.dbias, row_begin + keys[column + i] * p_.dbias.key, of_row[i],
-                                p_.dbias_add, p_.saturate);
+                                p_.dbias_accumulates, p_.saturate);
             }
           }
         }
