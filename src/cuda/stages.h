@@ -2,7 +2,7 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda/common/workspace_allocator.h"
+#include "cuda/common/device_workspace.h"
 #include "cuda/params.h"
 #include "flash_dmattn/attention.h"
 

@@ -4,10 +4,10 @@
 
 #include <cuda_runtime.h>
 
+#include "cuda/common/device_workspace.h"
 #include "cuda/common/integers.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/warp.cuh"
-#include "cuda/common/workspace_allocator.h"
 
 // Includes that the kernels of selection and tile lists share.
 namespace flash_dmattn::cuda {
