@@ -363,31 +363,33 @@ std::string backends_op() {
 STABLE_TORCH_LIBRARY(flash_dmattn, m) {
   m.def(
       "forward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? key_intervals, "
-      "Tensor? key_list, Tensor? key_count, Tensor? key_rank, Tensor? rank_limit, int[] key_bound, "
+      "Tensor? key_list, Tensor? key_count, Tensor? key_rank, Tensor? rank_limit, SymInt[] "
+      "key_bound, "
       "bool is_causal, float scale, float softcap, bool saturate, bool deterministic, str backend) "
       "-> (Tensor out, Tensor lse, Tensor lse_low)");
   m.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, "
       "Tensor? key_intervals, Tensor? key_list, Tensor? key_count, Tensor? key_rank, "
-      "Tensor? rank_limit, Tensor out, Tensor lse, Tensor lse_low, int[] key_bound, "
+      "Tensor? rank_limit, Tensor out, Tensor lse, Tensor lse_low, SymInt[] key_bound, "
       "bool is_causal, float scale, float softcap, bool saturate, bool deterministic, str backend, "
       "bool need_dq, bool need_dk, bool need_dv, bool need_dbias) -> (Tensor dq, Tensor dk, Tensor "
       "dv, Tensor dbias)");
   m.def(
-      "select_key_intervals(Tensor scores, Tensor? key_mask, int window, str selection, "
+      "select_key_intervals(Tensor scores, Tensor? key_mask, SymInt window, str selection, "
       "bool is_causal, SymInt query_length) -> Tensor");
   m.def(
       "select_key_intervals_varlen(Tensor scores, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-      "int window, str selection, bool is_causal, SymInt query_length) -> Tensor");
+      "SymInt window, str selection, bool is_causal, SymInt query_length) -> Tensor");
   m.def(
-      "select_key_list(Tensor scores, Tensor? key_mask, int window) -> (Tensor keys, Tensor "
+      "select_key_list(Tensor scores, Tensor? key_mask, SymInt window) -> (Tensor keys, Tensor "
       "count)");
   m.def(
-      "rank_keys(Tensor scores, Tensor? mask, Tensor? bias, float mask_value, int window, "
+      "rank_keys(Tensor scores, Tensor? mask, Tensor? bias, float mask_value, SymInt window, "
       "bool is_causal) -> (Tensor key_rank, Tensor rank_limit)");
   m.def("measure_key_bound(Tensor key_intervals, SymInt query_length) -> int[]");
   m.def(
-      "build_key_plan(Tensor key_intervals, int tile_rows, int query_length, int[] key_bound) "
+      "build_key_plan(Tensor key_intervals, int tile_rows, SymInt query_length, SymInt[] "
+      "key_bound) "
       "-> (Tensor keys, Tensor begin, Tensor count, Tensor full)");
   m.def("backends() -> str");
   m.def("kernel_names(str backend) -> str");

@@ -8,6 +8,7 @@ from flash_dmattn import (
     flash_dmattn_func,
     flash_dmattn_varlen_func,
     intersect,
+    prefix_lm,
     select_key_intervals,
     sliding_window,
 )
@@ -37,16 +38,82 @@ def packed(q, k, v, bias):
     return flash_dmattn_varlen_func(q[0], k[0], v[0], offsets, offsets, **options)
 
 
-@pytest.mark.parametrize("function", [choice, global_choice, intersection, packed])
+def packed_with_longest(q, k, v, bias):
+    """The bound of the intervals follows from the longest document."""
+    offsets = torch.tensor([0, 5, 0]) + torch.tensor([0, 0, 1]) * q.shape[1]
+    longest = q.shape[1] - 5
+    return flash_dmattn_varlen_func(q[0], k[0], v[0], offsets, offsets, longest, longest)
+
+
+def third_of_keys(q, k, v, bias):
+    length = q.shape[1]
+    return flash_dmattn_func(q, k, v, attn_bias=bias, keep_window_size=length // 3)
+
+
+def window_of_half(q, k, v, bias):
+    length = q.shape[1]
+    return flash_dmattn_func(q, k, v, key_intervals=sliding_window(length, length // 2))
+
+
+def prefix_of_half(q, k, v, bias):
+    length = q.shape[1]
+    return flash_dmattn_func(q, k, v, key_intervals=prefix_lm(length, length // 2))
+
+
+FUNCTIONS = [
+    choice,
+    global_choice,
+    intersection,
+    packed,
+    packed_with_longest,
+    third_of_keys,
+    window_of_half,
+    prefix_of_half,
+]
+
+
+def tensors(length, requires_grad=False):
+    shapes = [(1, length, 4, 8), (1, length, 2, 8), (1, length, 2, 8), (1, 2, length)]
+    return [torch.randn(shape, requires_grad=requires_grad) for shape in shapes]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_lengths(function):
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(function, backend=counter, fullgraph=True, dynamic=True)
     for length in LENGTHS:
-        q, k, v = (torch.randn(1, length, heads, 8) for heads in (4, 2, 2))
-        bias = torch.randn(1, 2, length)
-        torch.testing.assert_close(compiled(q, k, v, bias), function(q, k, v, bias))
+        inputs = tensors(length)
+        torch.testing.assert_close(compiled(*inputs), function(*inputs))
     assert counter.frame_count == 1
+
+
+def test_lengths_in_training():
+    torch._dynamo.reset()
+    compiled = torch.compile(third_of_keys, backend="aot_eager", fullgraph=True, dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in LENGTHS:
+            inputs = tensors(length, requires_grad=True)
+            weight = torch.randn(1, length, 4, 8)
+            actual, expected = (
+                torch.autograd.grad((function(*inputs) * weight).sum(), inputs)
+                for function in (compiled, third_of_keys)
+            )
+            torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("function", [choice, intersection, packed_with_longest])
+def test_export(function):
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v, bias):
+            return function(q, k, v, bias)
+
+    length = torch.export.Dim("length", min=8, max=4096)
+    shapes = [{1: length}, {1: length}, {1: length}, {2: length}]
+    exported = torch.export.export(Layer(), tuple(tensors(16)), dynamic_shapes=shapes).module()
+    for n in (8, 33):
+        inputs = tensors(n)
+        torch.testing.assert_close(exported(*inputs), function(*inputs))
 
 
 def test_scales():
