@@ -38,6 +38,21 @@ KeyRangesParams key_range_params(const Problem& p, const Inputs& in,
 
 }  // namespace
 
+ForwardParams params_of(const ForwardArgs& args) {
+  ForwardParams params;
+  params.shape = shape_of(args.problem);
+  params.score = score_of(args.problem, args.in);
+  params.q = rows_of(args.in.q);
+  params.k = rows_of(args.in.k);
+  params.v = rows_of(args.in.v);
+  params.out = rows_of(args.out);
+  params.tile_lists = query_tile_lists(args.schedule, args.in.visibility.key_list, query_tile_rows);
+  params.lse = static_cast<float*>(args.lse.data);
+  params.lse_low = static_cast<float*>(args.lse_low.data);
+  params.saturate = args.problem.nonfinite == NonFinite::saturate;
+  return params;
+}
+
 // ---- Packed mask ----------------------------------------------------------------------------------------
 
 PackedMask allocate_packed_mask(const Problem& p, bool has_lists, WorkspaceAllocator& workspace) {

@@ -11,6 +11,9 @@ namespace flash_dmattn::cuda {
 
 // ---- Before the main loop -------------------------------------------------------------------------------
 
+// What a call says, with tile lists of query_tile_rows queries where it has a schedule; nothing of workspace.
+ForwardParams params_of(const ForwardArgs& args);
+
 // Room for a packed mask, if the problem has a dense mask or ranks; none where the kernel follows a key list,
 // and looks at single elements.
 PackedMask allocate_packed_mask(const Problem& p, bool has_lists, WorkspaceAllocator& workspace);

@@ -5,6 +5,7 @@
 #include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "backend.h"
 #include "device.h"
@@ -209,8 +210,15 @@ TEST(CudaKernels, AreAllRunBySomeCase) {
       }
     }
   }
-  for (const std::string& kernel : kernel_names("cuda")) {
-    EXPECT_TRUE(run.contains(kernel)) << "no case runs " << kernel;
+  // Kernels of an older family run where the newest declines; with each family as the newest one (ctest's variants)
+  // all of its own have to.
+  const std::vector<std::string> kernels = kernel_names("cuda");
+  const auto family_of = [](const std::string& kernel) {
+    return kernel.substr(0, kernel.find(' '));
+  };
+  for (const std::string& kernel : kernels) {
+    const bool newest = family_of(kernel) == family_of(kernels.front());
+    EXPECT_TRUE(run.contains(kernel) || !newest) << "no case runs " << kernel;
     run.erase(kernel);
   }
   EXPECT_EQ(run, std::set<std::string>()) << "kernels that kernel_names does not list";

@@ -83,18 +83,8 @@ QueryTileLists lists_of(const Args& args) {
 }
 
 ForwardParams params_of(const ForwardArgs& args, const ForwardWorkspace& workspace) {
-  ForwardParams params;
-  params.shape = shape_of(args.problem);
-  params.score = score_of(args.problem, args.in);
+  ForwardParams params = cuda::params_of(args);
   params.score.packed_mask = workspace.packed_mask;
-  params.q = rows_of(args.in.q);
-  params.k = rows_of(args.in.k);
-  params.v = rows_of(args.in.v);
-  params.out = rows_of(args.out);
-  params.tile_lists = lists_of(args);
-  params.lse = static_cast<float*>(args.lse.data);
-  params.lse_low = static_cast<float*>(args.lse_low.data);
-  params.saturate = args.problem.nonfinite == NonFinite::saturate;
   return params;
 }
 

@@ -1,0 +1,110 @@
+#include <algorithm>
+#include <limits>
+
+#include "cuda/common/integers.h"
+#include "cuda/problem.h"
+#include "cuda/sm90/launch.h"
+#include "cuda/stages.h"
+#include "family_table.h"
+
+// The family for compute capability 9.0: wgmma on tiles that the TMA unit or cp.async brings to shared memory.
+// It has a forward; gradients are sm80's.
+namespace flash_dmattn::cuda::sm90 {
+namespace {
+
+constexpr bool is_compiled = FLASH_DMATTN_HAS_SM90 != 0;
+
+std::string decline_device(const DeviceProperties& device) {
+  if (device.compute_capability != 90) {
+    return "it needs compute capability 9.0, and the GPU has " +
+           std::to_string(device.compute_capability / 10) + "." +
+           std::to_string(device.compute_capability % 10);
+  }
+  constexpr int needed_bytes = 227 * 1024;
+  if (device.shared_bytes < needed_bytes) {
+    return "it needs 227 KB of shared memory for a block";
+  }
+  if (!is_compiled) return "this build has no kernels for compute capability 9.0";
+  return "";
+}
+
+std::string decline(const Problem& p) {
+  if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "it computes in bf16 and f16";
+  if (p.head_dim % 8 != 0) return "it needs a head_dim that is a multiple of 8";
+  if (p.head_dim > 128) return "it has no kernels for a head_dim above 128";
+  if (is_dense(p.mask_shape) || is_dense(p.bias_shape)) {
+    return "it has no kernels for a mask or a bias with a query dimension";
+  }
+  if (has(p.limit_shape)) return "it has no kernels for ranks";
+  if (p.seqlen_k == 0) return "it needs at least one key";
+  if (std::max(
+          {p.seqlen_q, p.seqlen_k, p.batch * p.heads_q * ceil_div(p.seqlen_q, std::int64_t{64})}) >
+      std::numeric_limits<std::int32_t>::max() / 2) {
+    return "it counts rows and tiles in 31 bits";
+  }
+  return "";
+}
+
+struct ForwardCall {
+  ForwardParams params;
+  KeyRangeWorkspace key_ranges;
+  ForwardWorkspace workspace;
+
+  ForwardCall(const ForwardArgs& args, WorkspaceAllocator& allocator)
+      : params(params_of(args)),
+        key_ranges(allocate_key_ranges(args.problem, args.in, params.tile_lists.keys != nullptr,
+                                       allocator)),
+        workspace(params, allocator) {}
+};
+
+std::size_t forward_workspace_size(const ForwardArgs& args, const DeviceProperties&) {
+  WorkspaceAllocator allocator(nullptr);
+  ForwardCall(args, allocator);
+  return allocator.used();
+}
+
+void forward(const ForwardArgs& args, const DeviceProperties&, const Execution& execution) {
+  const auto stream = static_cast<cudaStream_t>(execution.stream);
+  WorkspaceAllocator allocator(execution.workspace);
+  ForwardCall call(args, allocator);
+  const ForwardChoice choice = choose_forward(args.problem.dtype, call.params);
+  call.params.key_ranges = find_key_ranges(args.problem, args.in, call.key_ranges, stream);
+  const auto launch_dtype = [&]<class T>() {
+    if constexpr (is_compiled) {
+      choice.head_dim == 64 ? launch_forward<T, 64>(choice, call.params, call.workspace, stream)
+                            : launch_forward<T, 128>(choice, call.params, call.workspace, stream);
+    }
+  };
+  choice.dtype == DType::bf16 ? launch_dtype.template operator()<__nv_bfloat16>()
+                              : launch_dtype.template operator()<__half>();
+}
+
+std::string forward_name(const ForwardArgs& args, const DeviceProperties&) {
+  return name(choose_forward(args.problem.dtype, params_of(args)));
+}
+
+std::vector<std::string> forward_names(const DeviceProperties&) {
+  std::vector<std::string> names;
+  for (const ForwardChoice& choice : forward_choices()) names.push_back(name(choice));
+  return names;
+}
+
+}  // namespace
+}  // namespace flash_dmattn::cuda::sm90
+
+namespace flash_dmattn::cuda {
+
+const Family sm90_family = {
+    .name = "sm90",
+    .decline_device = sm90::decline_device,
+    .forward = {.decline = sm90::decline,
+                .schedule = {Schedule::Kind::query_tile_lists, query_tile_rows},
+                .workspace_size = sm90::forward_workspace_size,
+                .run = sm90::forward,
+                .name = sm90::forward_name,
+                .names = sm90::forward_names},
+    .few_queries = {},
+    .backward = {},
+};
+
+}  // namespace flash_dmattn::cuda

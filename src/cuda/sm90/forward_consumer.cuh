@@ -1,0 +1,341 @@
+#pragma once
+
+#include "cuda/common/softmax.cuh"
+#include "cuda/sm90/forward_epilogue.cuh"
+#include "cuda/sm90/forward_storage.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// A warpgroup that computes 64 queries of a work tile. Key tiles of all work tiles make one stream, n = 0, 1,
+// ...; one step of it:
+//
+//   tensor cores   S = Q K(n)^T , O += P V(n - 1)   .............
+//   threads        wait for S                       softmax of S    wait for O, P = S in 16 bits
+//
+// While the threads of one warpgroup compute a softmax the others' products run: they take turns to issue
+// (ping-pong). At the end of a work tile the step is the same with Q and K of the next one, and O is stored
+// after it: the tensor cores see no boundary.
+template <class Kernel>
+class ForwardConsumer {
+  using T = typename Kernel::Element;
+  using Storage = typename Kernel::SharedStorage;
+  static constexpr int head_dim = Kernel::head_dim;
+  static constexpr int keys = Kernel::policy.keys;
+  static constexpr int warpgroups = Kernel::policy.warpgroups;
+  static constexpr bool has_info = Kernel::has_key_info;
+  // Whether shapes_scores() may hold.
+  static constexpr bool can_shape = Kernel::load == KeyLoad::any;
+  static constexpr float max_growth = 8;  // log2; of a row's maximum before O is rescaled
+
+ public:
+  __device__ ForwardConsumer(const ForwardKernelParams& p, Storage& storage)
+      : p_(p),
+        storage_(storage),
+        // Uniform over the warp, and known to be.
+        warpgroup_(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128 - 1, 0)),
+        shapes_(can_shape && shapes_scores(p.forward)),
+        factor_(shapes_ ? 1.0f : p.forward.score.factor) {}
+
+  __device__ void run() {
+    if (warpgroup_ == 0) named_barrier_arrive(turn_of(0), 256);
+    storage_.q_pipeline.wait_full(0);
+    // There is work for every block.
+    WorkTile work = storage_.work[0];
+    storage_.k_pipeline.wait_full(0);
+    see_copies();
+    begin_scores(0);
+    issue_scores(0, 0);
+    wait_scores<0>(0);
+    softmax<true, true>(work, 0, 0);
+    pack_weights();
+    clear_out();
+
+    // The weights of the work tile's first key tile are ready here.
+    int n = 0;
+    for (int count = 0;; ++count) {
+      if (work.visits == 1) release(storage_.q_pipeline, count);
+      ++n;
+      int visit = 1;
+#pragma unroll 1
+      for (; visit < work.partial; ++visit, ++n) step<true>(work, count, n, visit);
+#pragma unroll 1
+      for (; visit < work.visits; ++visit, ++n) step<false>(work, count, n, visit);
+
+      storage_.q_pipeline.wait_full(count + 1);
+      const WorkTile next = storage_.work[storage_.q_pipeline.stage(count + 1)];
+      if (next.visits == 0) break;
+      issue(n, count + 1);
+      const float sums[2] = {sum_[0], sum_[1]};
+      const float offsets[2] = {offset<true>(0), offset<true>(1)};
+      softmax<true, true>(next, n, 0);
+      wait_out(n - 1);
+      pack_weights();
+      store(work, sums, offsets);
+      clear_out();
+      work = next;
+    }
+    storage_.v_pipeline.wait_full(n - 1);
+    see_copies();
+    issue_out(n - 1);
+    wait_out(n - 1);
+    const float offsets[2] = {offset<true>(0), offset<true>(1)};
+    store(work, sum_, offsets);
+  }
+
+ private:
+  static __device__ int turn_of(int warpgroup) { return Kernel::first_turn_barrier + warpgroup; }
+  static __device__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  // This thread's first row in the work tile, and its first column in a key tile.
+  __device__ int row() const {
+    return warpgroup_ * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane() / 4;
+  }
+  static __device__ int column() { return 2 * (lane() % 4); }
+
+  template <class AnyPipeline>
+  static __device__ void release(AnyPipeline& pipeline, int n) {
+    if (lane() == 0) pipeline.release(n);
+  }
+
+  // After a wait for rows that cp.async has copied: the tensor cores read them in another proxy. The memory
+  // model has the writer fence, which costs 14 %; here, on the reader's side, it costs less than 1 %.
+  static __device__ void see_copies() {
+    if constexpr (Kernel::load != KeyLoad::tma) fence_async_proxy();
+  }
+
+  // ---- A step --------------------------------------------------------------------------------------
+
+  template <bool Partial>
+  __device__ void step(const WorkTile& work, int work_count, int n, int visit) {
+    issue(n, work_count);
+    if (visit == work.visits - 1) release(storage_.q_pipeline, work_count);
+    softmax<Partial, false>(work, n, visit);
+    wait_out(n - 1);
+    pack_weights();
+    if (rescales_) {
+#pragma unroll
+      for (int i = 0; i < head_dim / 2; ++i) out_[i] *= rescale_[i / 2 % 2];
+    }
+  }
+
+  // S of tile n and O of tile n - 1 go to the tensor cores together; returns with S.
+  __device__ void issue(int n, int work_count) {
+    storage_.k_pipeline.wait_full(n);
+    see_copies();
+    begin_scores(n);
+    named_barrier_sync(turn_of(warpgroup_), 256);
+    issue_scores(n, work_count);
+    storage_.v_pipeline.wait_full(n - 1);
+    see_copies();
+    issue_out(n - 1);
+    named_barrier_arrive(turn_of((warpgroup_ + 1) % warpgroups), 256);
+    wait_scores<1>(n);
+  }
+
+  // Biases are what scores begin with; they are read before the warpgroup's turn.
+  __device__ void begin_scores(int n) {
+    if constexpr (has_info) {
+      const float* const biases = storage_.info.bias[Storage::info_stage(n)] + column();
+#pragma unroll
+      for (int i = 0; i < keys / 8; ++i) {
+        const float2 two = *reinterpret_cast<const float2*>(biases + 8 * i);
+        scores_[4 * i] = scores_[4 * i + 2] = shapes_ ? 0 : two.x;
+        scores_[4 * i + 1] = scores_[4 * i + 3] = shapes_ ? 0 : two.y;
+      }
+    }
+  }
+
+  __device__ void issue_scores(int n, int work_count) {
+    using KeyTile = typename Storage::KeyTile;
+    using QTile = typename Storage::QTile;
+    const KMajorOperand<keys> k(shared_address(storage_.k[storage_.k_pipeline.stage(n)]));
+    const KMajorOperand<QTile::rows> q(
+        shared_address(storage_.q[storage_.q_pipeline.stage(work_count)]) +
+        warpgroup_ * 64 * panel_row_bytes);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < head_dim / 16; ++i) wgmma<T>(scores_, q.at(i), k.at(i), has_info || i > 0);
+    wgmma_commit();
+  }
+
+  __device__ void issue_out(int n) {
+    const RowMajorOperand<keys> v(shared_address(storage_.v[storage_.v_pipeline.stage(n)]));
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < keys / 16; ++i) wgmma<T>(out_, weights_ + 4 * i, v.at(i));
+    wgmma_commit();
+  }
+
+  template <int Batches>
+  __device__ void wait_scores(int n) {
+    wgmma_wait<Batches>();
+    pin(scores_);
+    release(storage_.k_pipeline, n);
+  }
+
+  __device__ void wait_out(int n) {
+    wgmma_wait<0>();
+    pin(out_);
+    release(storage_.v_pipeline, n);
+  }
+
+  __device__ void clear_out() {
+#pragma unroll
+    for (int i = 0; i < head_dim / 2; ++i) out_[i] = 0;
+  }
+
+  // ---- Scores --------------------------------------------------------------------------------------
+
+  // Loads from shared memory do not move up past this: hoisted together they take more registers than
+  // there are.
+  static __device__ void keep_loads_apart() { asm volatile("" ::: "memory"); }
+
+  // Softcap or a factor that is not positive, and the bias, in units of log 2. A product that has overflowed
+  // may have the wrong sign, which a softcap would hide: it becomes NaN.
+  __device__ void shape_scores(int n) {
+    const ScoreParams& score = p_.forward.score;
+    const float* const biases = storage_.info.bias[Storage::info_stage(n)] + column();
+    const bool capped = score.form == ScoreForm::capped;
+    const float inner = score.form == ScoreForm::product ? 1.0f : score.inner;
+#pragma unroll
+    for (int i = 0; i < keys / 8; ++i) {
+      const float2 two = *reinterpret_cast<const float2*>(biases + 8 * i);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float s = scores_[4 * i + e];
+        s = fmaf(s, 0.0f, s) * inner;
+        if (capped) s = tanh_from_log2(s);
+        scores_[4 * i + e] = fmaf(s, score.factor, e % 2 == 0 ? two.x : two.y);
+      }
+      keep_loads_apart();
+    }
+  }
+
+  __device__ void mask_scores(const WorkTile& work, int n, int visit) {
+    const int first_query = work.row + row();
+    if constexpr (has_info) {
+      const KeyInterval* const ranges = storage_.info.range[Storage::info_stage(n)] + column();
+#pragma unroll
+      for (int i = 0; i < keys / 8; ++i) {
+        const int4 two = *reinterpret_cast<const int4*>(ranges + 8 * i);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int query = first_query + 8 * h;
+          float* const s = scores_ + 4 * i + 2 * h;
+          if (query < two.x || query >= two.y) s[0] = negative_infinity;
+          if (query < two.z || query >= two.w) s[1] = negative_infinity;
+        }
+        if constexpr (can_shape) keep_loads_apart();
+      }
+    } else {
+      const Shape& shape = p_.forward.shape;
+      const int first = work.template first_key<keys>(visit) + column();
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int query = first_query + 8 * h;
+        const int end = p_.forward.score.causal
+                            ? min(query + shape.seqlen_k - shape.seqlen_q + 1, shape.seqlen_k)
+                            : shape.seqlen_k;
+#pragma unroll
+        for (int i = 0; i < keys / 8; ++i) {
+          float* const s = scores_ + 4 * i + 2 * h;
+          if (first + 8 * i >= end) s[0] = negative_infinity;
+          if (first + 8 * i + 1 >= end) s[1] = negative_infinity;
+        }
+      }
+    }
+  }
+
+  // ---- Softmax -------------------------------------------------------------------------------------
+
+  // What a row's scores, times factor_, lose before weights are 2 to the power of them. A row that has seen
+  // nothing subtracts no infinity.
+  template <bool CanBeEmpty>
+  __device__ float offset(int h) const {
+    const float top = fmaf(max_[h], factor_, weight_shift<T>);
+    return CanBeEmpty && max_[h] == negative_infinity ? weight_shift<T> : top;
+  }
+
+  // Turns scores into weights. The maximum follows only when it has grown by 2^max_growth, which is exact:
+  // the sum has the same offset. `rescales_` and `rescale_`: what O needs then.
+  template <bool Partial, bool First>
+  __device__ void softmax(const WorkTile& work, int n, int visit) {
+    if constexpr (can_shape) {
+      if (shapes_) shape_scores(n);
+    }
+    if constexpr (Partial) mask_scores(work, n, visit);
+    constexpr bool can_be_empty = Partial || has_info;
+    float top[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float even = scores_[2 * h];
+      float odd = scores_[2 * h + 1];
+#pragma unroll
+      for (int i = 1; i < keys / 8; ++i) {
+        even = fmaxf(even, scores_[4 * i + 2 * h]);
+        odd = fmaxf(odd, scores_[4 * i + 2 * h + 1]);
+      }
+      top[h] = fmaxf(even, odd);
+      top[h] = fmaxf(top[h], __shfl_xor_sync(0xffffffffu, top[h], 1));
+      top[h] = fmaxf(top[h], __shfl_xor_sync(0xffffffffu, top[h], 2));
+    }
+    if constexpr (First) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        max_[h] = top[h];
+        sum_[h] = 0;
+      }
+    } else {
+      rescales_ = __any_sync(0xffffffffu, (top[0] - max_[0]) * factor_ > max_growth ||
+                                              (top[1] - max_[1]) * factor_ > max_growth);
+      if (rescales_) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float before = fmaf(max_[h], factor_, weight_shift<T>);
+          max_[h] = fmaxf(max_[h], top[h]);
+          rescale_[h] = exp2_approx(before - offset<can_be_empty>(h));
+          sum_[h] *= rescale_[h];
+        }
+      }
+    }
+    const float offsets[2] = {offset<can_be_empty>(0), offset<can_be_empty>(1)};
+    float even[2] = {0, 0};
+    float odd[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < keys / 8; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float* const s = scores_ + 4 * i + 2 * h;
+        even[h] += s[0] = exp2_approx(fmaf(s[0], factor_, -offsets[h]));
+        odd[h] += s[1] = exp2_approx(fmaf(s[1], factor_, -offsets[h]));
+      }
+    }
+    sum_[0] += even[0] + odd[0];
+    sum_[1] += even[1] + odd[1];
+  }
+
+  __device__ void pack_weights() {
+#pragma unroll
+    for (int i = 0; i < keys / 4; ++i) weights_[i] = pack<T>(scores_[2 * i], scores_[2 * i + 1]);
+  }
+
+  __device__ void store(const WorkTile& work, const float (&sums)[2], const float (&offsets)[2]) {
+    store_output<T, head_dim, Kernel::load == KeyLoad::any>(p_, work, work.row + row(), out_, sums,
+                                                            offsets);
+  }
+
+  const ForwardKernelParams& p_;
+  Storage& storage_;
+  int warpgroup_;
+  bool shapes_;
+  float factor_;  // of scores, to units of log 2
+
+  float scores_[keys / 2];
+  float out_[head_dim / 2];
+  std::uint32_t weights_[keys / 4];
+  float max_[2];
+  float sum_[2];  // of this thread's columns
+  float rescale_[2];
+  bool rescales_ = false;
+};
+
+}  // namespace flash_dmattn::cuda::sm90

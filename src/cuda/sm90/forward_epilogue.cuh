@@ -1,0 +1,103 @@
+#pragma once
+
+#include "cuda/common/convert.cuh"
+#include "cuda/sm90/forward_params.h"
+#include "cuda/sm90/ptx.cuh"
+#include "cuda/sm90/work_tile.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// Transposes 4 x 4 words among the four lanes of a quad: word j of lane i becomes word i of lane j.
+__device__ inline void transpose_in_quad(std::uint32_t (&x)[4]) {
+  const bool odd = (threadIdx.x & 1) != 0;
+  const bool high = (threadIdx.x & 2) != 0;
+  const std::uint32_t a = __shfl_xor_sync(0xffffffffu, odd ? x[0] : x[1], 1);
+  const std::uint32_t b = __shfl_xor_sync(0xffffffffu, odd ? x[2] : x[3], 1);
+  x[0] = odd ? a : x[0];
+  x[1] = odd ? x[1] : a;
+  x[2] = odd ? b : x[2];
+  x[3] = odd ? x[3] : b;
+  const std::uint32_t c = __shfl_xor_sync(0xffffffffu, high ? x[0] : x[2], 2);
+  const std::uint32_t d = __shfl_xor_sync(0xffffffffu, high ? x[1] : x[3], 2);
+  x[0] = high ? c : x[0];
+  x[2] = high ? x[2] : c;
+  x[1] = high ? d : x[1];
+  x[3] = high ? x[3] : d;
+}
+
+// Two packed elements that become NaN with the first that is not finite.
+template <class T>
+__device__ inline std::uint32_t add_non_finite(std::uint32_t seen, std::uint32_t two) {
+  using Packed2 = typename Element<T>::Packed2;
+  const Packed2 result = __hfma2(reinterpret_cast<const Packed2&>(two), Element<T>::pack(0, 0),
+                                 reinterpret_cast<const Packed2&>(seen));
+  return reinterpret_cast<const std::uint32_t&>(result);
+}
+
+// Stores out / sum and lse = log 2 (offset + log2 sum) of a thread's two rows, `row` and row + 8 of its head,
+// from registers: lanes of a quad exchange words so that each stores 16 bytes. No branches (ptx.cuh). Rows
+// whose numbers have left fp32 or the output's dtype, or that have seen no key, get an lse of NaN and are
+// computed again (FixForwardKernel), limited to what is finite there.
+template <class T, int D, bool AnyStrides>
+__device__ inline void store_output(const ForwardKernelParams& params, const WorkTile& work,
+                                    int row, const float (&out)[D / 2], const float (&sums)[2],
+                                    const float (&offsets)[2]) {
+  const ForwardParams& p = params.forward;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const bool empty = !work.has_keys();
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int query = row + 8 * h;
+    const bool exists = query < p.shape.seqlen_q;
+    float sum = sums[h];
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+
+    const float inverse = sum > 0 ? reciprocal_approx(sum) : 0;
+    std::byte* const to = p.out.data + work.batch * p.out.batch + work.head * p.out.head +
+                          query * p.out.row + lane % 4 * 16;
+    std::uint32_t non_finite = 0;
+#pragma unroll
+    for (int chunk = 0; chunk < D / 8; chunk += 4) {
+      std::uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float* const two = out + 4 * (chunk + j) + 2 * h;
+        words[j] = pack<T>(two[0] * inverse, two[1] * inverse);
+        non_finite = add_non_finite<T>(non_finite, words[j]);
+      }
+      transpose_in_quad(words);
+      const bool stores = exists && chunk + lane % 4 < p.shape.head_dim / 8;
+      if constexpr (AnyStrides) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          store_16_bits_if(stores, to + chunk * 16 + i * 2, words[i / 2] >> (i % 2 * 16));
+      } else {
+        store_if(stores, to + chunk * 16, words);
+      }
+    }
+    non_finite |= __shfl_xor_sync(0xffffffffu, non_finite, 1);
+    non_finite |= __shfl_xor_sync(0xffffffffu, non_finite, 2);
+
+    constexpr float largest = 3.4028235e38f;
+    const bool ordinary =
+        empty || (sum > 0 && sum <= largest && fabsf(offsets[h]) < 1e38f && non_finite == 0);
+    constexpr double ln2 = 0.6931471805599453;
+    const double lse =
+        (static_cast<double>(offsets[h]) + static_cast<double>(log2_approx(sum))) * ln2;
+    const float rounded = static_cast<float>(lse);
+    const std::int64_t lse_row =
+        (static_cast<std::int64_t>(work.batch) * p.shape.heads_q + work.head) * p.shape.seqlen_q +
+        query;
+    const bool stores_lse = lane % 4 == 0 && exists;
+    store_if(stores_lse, p.lse + lse_row,
+             empty      ? negative_infinity
+             : ordinary ? rounded
+                        : __int_as_float(0x7fffffff));
+    store_if(stores_lse && p.lse_low != nullptr, p.lse_low + lse_row,
+             empty ? 0.0f : static_cast<float>(lse - static_cast<double>(rounded)));
+    set_flag_if(stores_lse && !ordinary, params.needs_fix);
+  }
+}
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,57 @@
+#pragma once
+
+#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/policy.h"
+#include "cuda/sm90/wgmma.cuh"
+#include "cuda/sm90/work_tile.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// A 16-bit tile in panels of 64 columns (wgmma.cuh).
+template <int Rows, int Columns>
+struct PanelTile {
+  static constexpr int rows = Rows;
+  static constexpr int panels = Columns / panel_columns;
+  static constexpr int panel_bytes = Rows * panel_row_bytes;
+  static constexpr int bytes = panels * panel_bytes;
+
+  // Of a 16-byte chunk of a row, from the tile's beginning.
+  static __device__ std::uint32_t offset(int row, int chunk) {
+    constexpr int panel_chunks = panel_row_bytes / 16;
+    return static_cast<std::uint32_t>(chunk / panel_chunks * panel_bytes + row * panel_row_bytes +
+                                      ((chunk ^ row) % panel_chunks) * 16);
+  }
+};
+
+template <int Stages, int Keys, bool Exists>
+struct KeyInfoStorage {
+  alignas(128) float bias[Stages][Keys];
+  alignas(128) KeyInterval range[Stages][Keys];
+};
+template <int Stages, int Keys>
+struct KeyInfoStorage<Stages, Keys, false> {};
+
+template <int D, ForwardPolicy P, bool HasKeyInfo>
+struct ForwardStorage {
+  static constexpr int work_stages = 2;
+  // What belongs to keys alone is read after the buffer of K has been released.
+  static constexpr int info_stages = 2 * P.stages;
+  using QTile = PanelTile<P.rows(), D>;
+  using KeyTile = PanelTile<P.keys, D>;
+
+  alignas(1024) std::byte q[work_stages][QTile::bytes];
+  alignas(1024) std::byte k[P.stages][KeyTile::bytes];
+  alignas(1024) std::byte v[P.stages][KeyTile::bytes];
+  KeyInfoStorage<info_stages, P.keys, HasKeyInfo> info;
+  WorkTile work[work_stages];
+  int next_work[work_stages];  // among producers
+  Pipeline<work_stages> q_pipeline;
+  Pipeline<P.stages> k_pipeline;
+  Pipeline<P.stages> v_pipeline;
+
+  static __device__ int info_stage(int n) {
+    return static_cast<int>(static_cast<unsigned>(n) % info_stages);
+  }
+};
+
+}  // namespace flash_dmattn::cuda::sm90

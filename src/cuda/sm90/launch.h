@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "cuda/common/device_workspace.h"
+#include "cuda/sm90/forward_params.h"
+#include "cuda/sm90/kernel_choice.h"
+
+// The kernels of one dtype and head-dim bucket D; each is instantiated in a file of instances/.
+namespace flash_dmattn::cuda::sm90 {
+
+// What a forward keeps in the caller's workspace; it follows from shapes and strides.
+struct ForwardWorkspace {
+  KeyInfo info;
+  int batch = 1;  // of the info
+  int range_heads = 1;
+  int bias_heads = 1;
+  int* next_work = nullptr;
+  std::uint32_t* needs_fix = nullptr;
+
+  ForwardWorkspace(const ForwardParams& params, WorkspaceAllocator& workspace);
+};
+
+template <class T, int D>
+void launch_forward(const ForwardChoice& choice, const ForwardParams& params,
+                    const ForwardWorkspace& workspace, cudaStream_t stream);
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,37 @@
+#pragma once
+
+#include "cuda/sm90/ptx.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// Buffers that one warpgroup fills and others read, in order. `n` counts uses: use n is of buffer n %
+// Stages, whose barriers have completed n / Stages phases before it.
+template <int Stages>
+struct Pipeline {
+  static constexpr int stages = Stages;
+
+  alignas(8) std::uint64_t full[Stages];
+  alignas(8) std::uint64_t empty[Stages];
+
+  __device__ static int stage(int n) { return static_cast<int>(static_cast<unsigned>(n) % Stages); }
+
+  // By one thread.
+  __device__ void init(int producer_arrivals, int consumer_arrivals) {
+    for (int i = 0; i < Stages; ++i) {
+      mbarrier_init(shared_address(&full[i]), producer_arrivals);
+      mbarrier_init(shared_address(&empty[i]), consumer_arrivals);
+    }
+  }
+
+  __device__ void wait_empty(int n) const { mbarrier_wait(empty_of(n), phase(n) ^ 1); }
+  __device__ void wait_full(int n) const { mbarrier_wait(full_of(n), phase(n)); }
+  __device__ void release(int n) const { mbarrier_arrive(empty_of(n)); }
+
+  __device__ std::uint32_t full_of(int n) const { return shared_address(&full[stage(n)]); }
+
+ private:
+  __device__ static std::uint32_t phase(int n) { return static_cast<unsigned>(n) / Stages & 1; }
+  __device__ std::uint32_t empty_of(int n) const { return shared_address(&empty[stage(n)]); }
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,169 @@
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "cuda/common/ptx.cuh"
+
+// Instructions of sm_90a beside those of common/ptx.cuh, one wrapper each; the matrix products have a file of
+// their own, wgmma.cuh. Addresses are of shared memory unless they are pointers.
+namespace flash_dmattn::cuda::sm90 {
+
+// ---- Barriers in shared memory ---------------------------------------------------------------------
+
+__device__ inline void mbarrier_init(std::uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+// Makes initialised barriers visible to the copies of the TMA unit.
+__device__ inline void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ inline void mbarrier_arrive(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and lets the phase wait for `bytes` bytes of copies as well.
+__device__ inline void mbarrier_arrive_expect(std::uint32_t barrier, std::uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+__device__ inline void mbarrier_wait(std::uint32_t barrier, std::uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "WAIT:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra DONE;\n"
+      "bra WAIT;\n"
+      "DONE:\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// ---- Barriers of warps -----------------------------------------------------------------------------
+
+// Barriers 1 to 15; 0 is __syncthreads.
+__device__ inline void named_barrier_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ inline void named_barrier_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// ---- Copies ----------------------------------------------------------------------------------------
+
+// The box of a tensor map at (column, row, head, batch). Elements outside of the tensor become 0.
+__device__ inline void tma_load(std::uint32_t to, const CUtensorMap& map, std::uint32_t barrier,
+                                int column, int row, int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+
+// Consecutive bytes, a multiple of 16 from a multiple of 16.
+__device__ inline void bulk_load(std::uint32_t to, const void* from, std::uint32_t bytes,
+                                 std::uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// Arrives once all cp.async that this thread has issued have landed.
+__device__ inline void cp_async_arrive(std::uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Orders what this thread has written to or seen of shared memory before later accesses of the tensor
+// cores and the TMA unit.
+__device__ inline void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- Registers of a warpgroup ----------------------------------------------------------------------
+
+template <int Registers>
+__device__ inline void increase_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+template <int Registers>
+__device__ inline void decrease_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+// ---- Stores under a predicate ----------------------------------------------------------------------
+//
+// A branch around a store in the epilogue of a persistent loop makes ptxas take the whole loop for
+// divergent: descriptors then pass from vector to uniform registers at every wgmma, 10 % of the time.
+
+__device__ inline void store_if(bool on, float* to, float value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred on;\n"
+      "setp.ne.b32 on, %0, 0;\n"
+      "@on st.global.f32 [%1], %2;\n"
+      "}" ::"r"(static_cast<int>(on)),
+      "l"(to), "f"(value)
+      : "memory");
+}
+
+__device__ inline void store_if(bool on, void* to, const std::uint32_t (&value)[4]) {
+  asm volatile(
+      "{\n"
+      ".reg .pred on;\n"
+      "setp.ne.b32 on, %0, 0;\n"
+      "@on st.global.v4.b32 [%1], {%2, %3, %4, %5};\n"
+      "}" ::"r"(static_cast<int>(on)),
+      "l"(to), "r"(value[0]), "r"(value[1]), "r"(value[2]), "r"(value[3])
+      : "memory");
+}
+
+__device__ inline void store_16_bits_if(bool on, void* to, std::uint32_t value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred on;\n"
+      ".reg .b16 low;\n"
+      "setp.ne.b32 on, %0, 0;\n"
+      "cvt.u16.u32 low, %2;\n"
+      "@on st.global.b16 [%1], low;\n"
+      "}" ::"r"(static_cast<int>(on)),
+      "l"(to), "r"(value)
+      : "memory");
+}
+
+__device__ inline void set_flag_if(bool on, std::uint32_t* flag) {
+  asm volatile(
+      "{\n"
+      ".reg .pred on;\n"
+      "setp.ne.b32 on, %0, 0;\n"
+      "@on st.relaxed.gpu.global.u32 [%1], 1;\n"
+      "}" ::"r"(static_cast<int>(on)),
+      "l"(flag)
+      : "memory");
+}
+
+// ---- Arithmetic without branches -------------------------------------------------------------------
+
+__device__ inline float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ inline float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+"""Compiles a CUDA source and fails where its wgmma kernels are not what they were written to be.
+
+    check_wgmma.py CUOBJDUMP COMPILER ARGUMENTS... -o OBJECT ...
+
+A compiler launcher (CMake: CUDA_COMPILER_LAUNCHER). It runs the command and then fails if
+- ptxas reports that it has serialized wgmma or ignored setmaxnreg (C7508 to C7520), or
+- an innermost loop with matrix products (HGMMA) reads or writes local memory: registers that did not suffice.
+Loops around those, and producers, may keep a few registers in local memory.
+"""
+
+import re
+import subprocess
+import sys
+
+REPORT = re.compile(r"\(?C75(?:0[89]|1\d|20)\)?")
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);")
+BRANCH = re.compile(r"^(@!?U?P\d+ |@!?U?PT )?BRA(?:\.\S+)? .*?0x([0-9a-f]+)")
+
+
+def functions(listing):
+    """Yields (name, [(address, instruction)]) of a cuobjdump listing."""
+    name, body = None, []
+    for line in listing.splitlines():
+        if "Function : " in line:
+            if body:
+                yield name, body
+            name, body = line.split("Function : ")[1].strip(), []
+        elif match := INSTRUCTION.match(line):
+            body.append((int(match[1], 16), match[2]))
+    if body:
+        yield name, body
+
+
+def successors(body):
+    """For each instruction, the indices of those that may follow it."""
+    index = {address: i for i, (address, _) in enumerate(body)}
+    result = []
+    for i, (_, text) in enumerate(body):
+        nexts = [i + 1] if i + 1 < len(body) else []
+        if branch := BRANCH.match(text):
+            target = index.get(int(branch[2], 16))
+            nexts = ([] if branch[1] is None else nexts) + ([] if target is None else [target])
+        elif text.startswith("EXIT"):
+            nexts = []
+        result.append(nexts)
+    return result
+
+
+def blocks_of(body):
+    """Basic blocks: their instructions, and the blocks that may follow each."""
+    nexts = successors(body)
+    leaders = {0} | {n for i, ns in enumerate(nexts) for n in ns if n != i + 1 or len(ns) != 1}
+    leaders |= {i + 1 for i, ns in enumerate(nexts) if ns != [i + 1] and i + 1 < len(body)}
+    starts = sorted(leaders)
+    number = {start: b for b, start in enumerate(starts)}
+    blocks, edges = [], []
+    for start, end in zip(starts, [*starts[1:], len(body)], strict=True):
+        blocks.append([text for _, text in body[start:end]])
+        edges.append([number[n] for n in nexts[end - 1]])
+    return blocks, edges
+
+
+def natural_loops(edges):
+    """The loops of a flow graph as sets of blocks: those of a back edge, whose target dominates its source."""
+    everything = (1 << len(edges)) - 1
+    before = [[] for _ in edges]
+    for block, targets in enumerate(edges):
+        for target in targets:
+            before[target].append(block)
+    dominators = [1] + [everything] * (len(edges) - 1)
+    changed = True
+    while changed:
+        changed = False
+        for block in range(1, len(edges)):
+            common = everything
+            for other in before[block]:
+                common &= dominators[other]
+            common |= 1 << block
+            changed = changed or common != dominators[block]
+            dominators[block] = common
+    for source, targets in enumerate(edges):
+        for head in targets:
+            if not dominators[source] >> head & 1:
+                continue
+            loop, left = {head}, [source]
+            while left:
+                block = left.pop()
+                if block not in loop:
+                    loop.add(block)
+                    left += before[block]
+            yield loop
+
+
+def local_accesses(body):
+    """Instructions of innermost loops with HGMMA that touch local memory."""
+    blocks, edges = blocks_of(body)
+    products = {b for b, texts in enumerate(blocks) if any("HGMMA" in text for text in texts)}
+    loops = [loop for loop in natural_loops(edges) if loop & products]
+    for loop in loops:
+        if any(other < loop for other in loops):
+            continue
+        for block in sorted(loop):
+            yield from (text for text in blocks[block] if re.search(r"\b(LDL|STL)\b", text))
+
+
+def main():
+    cuobjdump, command = sys.argv[1], sys.argv[2:]
+    run = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    sys.stderr.write(run.stderr)
+    if run.returncode != 0 or "-c" not in command:
+        return run.returncode
+    faults = [line for line in run.stderr.splitlines() if REPORT.search(line)]
+    target = command[command.index("-o") + 1]
+    listing = subprocess.run(
+        [cuobjdump, "-sass", target], capture_output=True, text=True, check=True
+    )
+    for name, body in functions(listing.stdout):
+        faults += [
+            f"{name}: local memory in a loop with HGMMA: {text}" for text in local_accesses(body)
+        ]
+    for fault in faults:
+        print("check_wgmma.py:", fault, file=sys.stderr)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
