@@ -10,6 +10,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.ticker import ScalarFormatter  # noqa: E402
 
+from ..integrations.transformers import doge_scores  # noqa: E402
 from ..key_intervals import KeyIntervals, select_key_intervals  # noqa: E402
 from .cost import Cost  # noqa: E402
 from .training import precision_of  # noqa: E402
@@ -91,7 +92,7 @@ def kept_keys(model: torch.nn.Module, ids: torch.Tensor) -> list[KeyIntervals]:
     kept = []
 
     def choose(attention, step: torch.Tensor) -> None:
-        scores = torch.exp(attention.A * F.softplus(step)).transpose(-1, -2)
+        scores = doge_scores(attention, step)
         kept.append(select_key_intervals(scores.cpu(), attention.keep_window_size))
 
     layers = [layer.self_attn for layer in model.model.layers]

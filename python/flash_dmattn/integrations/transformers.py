@@ -34,9 +34,12 @@ from .flash_dynamic_mask_attention import flash_dynamic_mask_attention_forward
 from .modeling_flash_dynamic_mask_attention_utils import as_key_intervals
 
 NAME = "flash_dmattn"
+_ROUNDED = "round_scores_like_eager"  # attribute of a layer
 
 
-def enable_flash_dmattn(model: torch.nn.Module) -> torch.nn.Module:
+def enable_flash_dmattn(
+    model: torch.nn.Module, *, round_scores_like_eager: bool = False
+) -> torch.nn.Module:
     """Makes every Doge attention layer of a model choose its keys by intervals.
 
     No layer then builds a tensor with one element per (query, key) pair. Loss, gradients and generated
@@ -44,8 +47,12 @@ def enable_flash_dmattn(model: torch.nn.Module) -> torch.nn.Module:
     open: of equal scores (all of them in a fresh model, and those of equal tokens in the first layer)
     the more recent keys are kept. `model.set_attn_implementation("eager")` undoes it.
 
+    In a 16-bit model the scores of keys are float32 all the same, so that the choice is the float32
+    model's; eager attention rounds them, and its choice is partly noise.
+
     Args:
         model: a Doge model, or anything that contains its attention layers (a PEFT model, for one).
+        round_scores_like_eager: scores in the model's dtype, to reproduce a run of eager attention.
 
     Returns:
         The same model.
@@ -65,6 +72,7 @@ def enable_flash_dmattn(model: torch.nn.Module) -> torch.nn.Module:
         )
     for layer in layers:
         layer.config._attn_implementation = NAME
+        setattr(layer, _ROUNDED, round_scores_like_eager)
         if "_old_forward" in vars(layer):  # accelerate kept the method from before this import
             layer._old_forward = types.MethodType(DogeAttention.forward, layer)
     return model
@@ -192,8 +200,7 @@ def _doge_attention_forward(
         key, value = past_key_values.update(key, value, self.layer_idx, *where)
 
     # The scores of cached keys are computed again from their values: [B, Hkv, Sk].
-    step = self.dt_proj(value.transpose(1, 2).flatten(2))
-    scores = torch.exp(self.A * F.softplus(step)).transpose(-1, -2)
+    scores = doge_scores(self, self.dt_proj(value.transpose(1, 2).flatten(2)))
 
     mask = _doge_mask(attention_mask, query.shape[2], key.shape[2])
     window = self.keep_window_size
@@ -215,6 +222,25 @@ def _doge_attention_forward(
     if attention_mask is not None:
         out = _fill_blind_rows(out, mask, query, key, value, self.scaling)
     return self.o_proj(out.flatten(2)), None
+
+
+def doge_scores(attention: DogeAttention, step: torch.Tensor) -> torch.Tensor:
+    """`exp(A · softplus(step))`: how much a key adds to its scores, and by which it is chosen.
+
+    In 16 bits hundreds of keys share a few values, and rounding decides which of them are kept.
+
+    Args:
+        attention: a Doge attention layer.
+        step: result of its `dt_proj`, [B, Sk, Hkv].
+
+    Returns:
+        [B, Hkv, Sk]: float32 (float64 in a float64 model), under autocast too; with
+        `enable_flash_dmattn(..., round_scores_like_eager=True)` in the dtypes of eager attention.
+    """
+    if getattr(attention, _ROUNDED, False):
+        return torch.exp(attention.A * F.softplus(step)).transpose(-1, -2)
+    wide = torch.promote_types(step.dtype, torch.float32)
+    return torch.exp(attention.A.to(wide) * F.softplus(step.to(wide))).transpose(-1, -2)
 
 
 def _doge_mask(

@@ -104,7 +104,8 @@ def create_mask(
     | 4-d        | 4-d, 2-d or None   | per query, among allowed keys           | [B, H, Q, K] |
 
     Args:
-        attention_bias: scores, float; B, H and Q may be 1.
+        attention_bias: scores, float; B, H and Q may be 1. Beside 16-bit tensors keep them in float32: in 16
+            bits many scores are equal, and rounding then decides which keys are kept.
         attention_mask: allowed keys, bool; also padding [B, key_len], or [B, query_len] when earlier
             keys (a cache) are all allowed.
         batch_size, query_len, key_len: B, Q and K.

@@ -1,0 +1,149 @@
+"""A 16-bit Doge keeps the keys that the float32 model keeps: its scores are float32."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from transformers.models.doge.modeling_doge import DogeAttention  # noqa: E402
+
+from doge_gradients import (  # noqa: E402
+    assert_the_choice_is_that_of_float32,
+    make_doge,
+    median_distances,
+)
+from flash_dmattn.integrations import transformers as integration  # noqa: E402
+from flash_dmattn.integrations.transformers import enable_flash_dmattn  # noqa: E402
+
+pytestmark = pytest.mark.transformers
+
+PRECISIONS = ["bfloat16", "float16", "autocast"]
+
+
+@pytest.fixture
+def scores_of_calls(monkeypatch):
+    """The scores of every call of our attention, in order."""
+    seen = []
+    attend = integration.flash_dynamic_mask_attention_forward
+
+    def watch(module, query, key, value, mask, scores, **options):
+        seen.append(scores.detach())
+        return attend(module, query, key, value, mask, scores, **options)
+
+    monkeypatch.setattr(integration, "flash_dynamic_mask_attention_forward", watch)
+    return seen
+
+
+def in_precision(model, precision):
+    """The model, and the context to run it in."""
+    if precision == "autocast":
+        return model, torch.autocast("cpu", torch.bfloat16)
+    return model.to(getattr(torch, precision)), torch.autocast("cpu", enabled=False)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
+def test_gradients_are_nearer_to_the_float32_models(dtype):
+    assert_the_choice_is_that_of_float32(median_distances(dtype))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_scores_are_float32_in_training(precision, scores_of_calls):
+    model, ids = make_doge(0)
+    model, context = in_precision(enable_flash_dmattn(model), precision)
+    with context:
+        loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert len(scores_of_calls) == 3
+    assert all(scores.dtype == torch.float32 for scores in scores_of_calls)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert parameter.grad.dtype == parameter.dtype, name
+            assert parameter.grad.isfinite().all(), name
+
+
+def test_scores_of_a_float64_model_are_float64(scores_of_calls):
+    model, ids = make_doge(0)
+    enable_flash_dmattn(model.double())(ids[:, :120])
+    assert all(scores.dtype == torch.float64 for scores in scores_of_calls)
+
+
+@pytest.mark.parametrize(
+    ("precision", "cache"),
+    [
+        ("bfloat16", "dynamic"),
+        ("bfloat16", "static"),
+        ("float16", "static"),
+        ("autocast", "dynamic"),  # the static cache has one dtype for keys and values
+    ],
+)
+def test_scores_are_float32_in_generation(precision, cache, scores_of_calls):
+    model, ids = make_doge(0, window=16)
+    model, context = in_precision(enable_flash_dmattn(model).eval(), precision)
+    with context:
+        model.generate(
+            ids[:, :40], attention_mask=torch.ones_like(ids[:, :40]), max_new_tokens=4,
+            do_sample=False, cache_implementation=cache,
+        )  # fmt: skip
+    assert len(scores_of_calls) >= 4 * 3
+    assert all(scores.dtype == torch.float32 for scores in scores_of_calls)
+
+
+@torch.no_grad()
+def test_cached_keys_have_the_scores_they_had(scores_of_calls):
+    """Token by token as all at once, in the first layer, up to the rounding of a projection."""
+    model, ids = make_doge(0, window=16)
+    model = enable_flash_dmattn(model.bfloat16()).eval()
+    model(ids[:, :40], use_cache=False)
+    whole, cache = scores_of_calls[0], None
+    for part in ids[:, :40].split([33, 1, 5, 1], dim=1):
+        scores_of_calls.clear()
+        cache = model(part, past_key_values=cache, use_cache=True).past_key_values
+        scores = scores_of_calls[0]
+        torch.testing.assert_close(scores, whole[..., : scores.shape[-1]], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_option_has_the_scores_of_eager(precision, scores_of_calls, monkeypatch):
+    model, ids = make_doge(0)
+    model, context = in_precision(model, precision)
+    of_eager = []
+    prepare = DogeAttention.prepare_dynamic_mask
+
+    def watch(self, hidden_states, dt_states, *args, **kwargs):
+        of_eager.append(dt_states.detach())
+        return prepare(self, hidden_states, dt_states, *args, **kwargs)
+
+    monkeypatch.setattr(DogeAttention, "prepare_dynamic_mask", watch)
+    with torch.no_grad(), context:
+        model(ids)
+        enable_flash_dmattn(model, round_scores_like_eager=True)(ids)
+        enable_flash_dmattn(model)(ids)
+    expected, rounded, wide = of_eager[0], scores_of_calls[0], scores_of_calls[3]
+    assert rounded.dtype == expected.dtype and torch.equal(rounded, expected)
+    assert wide.dtype == torch.float32
+    if precision == "bfloat16":
+        assert len(wide.unique()) > 2 * len(rounded.unique())
+
+
+@pytest.mark.parametrize("kind", ["padding", "arbitrary", "additive"])
+def test_masks_beside_float32_scores(kind):
+    """The loss of a bf16 model is the float32 model's, for every form of mask."""
+    model, ids = make_doge(0)
+    mask = torch.ones_like(ids)
+    if kind == "padding":
+        mask[0, :100] = 0
+    else:
+        pairs = torch.ones(400, 400, dtype=torch.bool).tril() & (torch.rand(400, 400) > 0.3)
+        mask = (pairs | torch.eye(400, dtype=torch.bool))[None, None]
+        if kind == "additive":
+            mask = torch.where(mask, 0.0, torch.finfo(torch.bfloat16).min)
+    with torch.no_grad():
+        exact = model(ids, attention_mask=mask, labels=ids).loss
+    ours = enable_flash_dmattn(model.bfloat16())
+    if kind == "additive":
+        mask = mask.bfloat16()
+    loss = ours(ids, attention_mask=mask, labels=ids).loss
+    loss.backward()
+    assert abs(loss - exact) < 2e-3 * exact
+    assert all(p.grad.isfinite().all() for p in ours.parameters() if p.grad is not None)
