@@ -76,10 +76,11 @@ struct OnlineSoftmax {
  private:
   static constexpr float max_growth = 8;  // log2
 
-  // Raises the maxima of a warp and rescales `sum` and `out`, if a score exceeds one by max_growth.
+  // Raises the maxima of a warp and rescales `sum` and `out`, if a score exceeds one by max_growth. The vote is
+  // over all lanes, so that those of a row need not share their maximum before it.
   template <int N8, int D8>
   __device__ void raise_max(const float (&s)[M16][N8][4], float factor, float (&out)[M16][D8][4]) {
-    float row_max[M16][2];
+    float lane_max[M16][2];
     bool exceeded = false;
 #pragma unroll
     for (int m = 0; m < M16; ++m) {
@@ -88,8 +89,8 @@ struct OnlineSoftmax {
         float top = max[m][h];
 #pragma unroll
         for (int n = 0; n < N8; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
-        row_max[m][h] = quad_max(top);
-        exceeded = exceeded || (row_max[m][h] - max[m][h]) * factor > max_growth;
+        lane_max[m][h] = top;
+        exceeded = exceeded || (top - max[m][h]) * factor > max_growth;
       }
     }
     if (warp_any(exceeded)) {
@@ -97,9 +98,9 @@ struct OnlineSoftmax {
       for (int m = 0; m < M16; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float rescale =
-              exp2_approx(fmaf(max[m][h], factor, -offset_of(row_max[m][h], factor)));
-          max[m][h] = row_max[m][h];
+          const float row_max = quad_max(lane_max[m][h]);
+          const float rescale = exp2_approx(fmaf(max[m][h], factor, -offset_of(row_max, factor)));
+          max[m][h] = row_max;
           sum[m][h] *= rescale;
 #pragma unroll
           for (int d = 0; d < D8; ++d) {
