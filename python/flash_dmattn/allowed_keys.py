@@ -219,39 +219,59 @@ def select_among(
         allowed: [B or 1, H or 1, Sk, 2].
         keep_window_size: at least 1.
 
+    Compiled code reads no values. It takes intervals without a bound, which the masks of models are, asserts that
+    order when it runs, and that keys appear one at a time except at the first query: the bound of the result.
+
     Returns:
         None when no intervals describe the choice (under a sliding window wider than `keep_window_size`, for
         one).
     """
+    compiling = torch.compiler.is_compiling()
     if 0 in allowed.intervals.shape or allowed.query_length == 0:
         return allowed
-    if visible_counts(allowed).max() <= keep_window_size and not scores.isnan().any():
-        return allowed
+    if compiling:
+        if allowed.bound is not None:
+            return None  # windows, for one; masks of models come without a bound
+    else:
+        shows_few = visible_counts(allowed).max() <= keep_window_size
+        if shows_few and not scores.isnan().any():
+            return allowed
     first, last = allowed.intervals.unbind(-1)
     visible = last > first
     appears = torch.where(visible, first, 0).cummax(-1).values
     left_before = F.pad(last.cummax(-1).values[..., :-1], (1, 0))
     in_order = (first == appears) & ((last == left_before) | (first >= left_before))
-    if not (in_order | ~visible).all():
+    if compiling:
+        one_at_a_time = (first == 0) | (first > F.pad(appears[..., :-1], (1, 0)))
+        torch._assert_async(
+            ((in_order & one_at_a_time) | ~visible).all(),
+            "flash_dmattn: a compiled choice among keys of these intervals is not supported; expected keys that "
+            "appear one by one and leave together",
+        )
+    elif not (in_order | ~visible).all():
         return None
 
     document = (visible & (last > left_before)).cumsum(-1)
     scores = scores.detach().expand(torch.broadcast_shapes(scores.shape, first.shape))
-    if document.max() > 1:
+    if compiling or document.max() > 1:
         scores = rank_by_document(scores, document)
     scores = torch.where(visible, scores, float("nan"))
     # Chosen as if every key appeared with a query of its own: row t is the moment when key t appears.
     moments = select_key_intervals(scores, keep_window_size).intervals
-    row_of_moment = F.pad(appears, (0, 1), value=allowed.query_length)
+    never = torch.full_like(appears[..., :1], allowed.query_length)
+    row_of_moment = torch.cat([appears, never], dim=-1)
     beaten_at = row_of_moment.expand(*scores.shape[:2], -1).gather(-1, moments[..., 1].long())
     last = torch.where(moments[..., 1] > moments[..., 0], torch.minimum(last, beaten_at), 0)
     first, last = torch.broadcast_tensors(first, last)
     intervals = torch.stack([first, last], dim=-1) * (last > first).unsqueeze(-1)
+    if compiling:  # every query sees keep_window_size keys at most and brings one at most
+        return KeyIntervals(intervals, allowed.query_length, (keep_window_size, 1))
     return KeyIntervals(intervals, allowed.query_length).measured()
 
 
 def _has_no_values(tensor: torch.Tensor) -> bool:
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
+    """Also of tensors in compiled code, which could not be read without leaving it."""
+    return torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def _rows_of_block(row_elements: int) -> int:

@@ -197,10 +197,14 @@ def _cast(
 def as_key_intervals(
     mask: torch.Tensor | KeyIntervals | None, query_length: int
 ) -> KeyIntervals | None:
-    """The intervals that a model passed along as its mask, int32 [B, H, Sk, 2]; None for other masks."""
+    """The intervals that a model passed along as its mask, int32 [B, H, Sk, 2]; None for other masks.
+
+    Compiled code takes them for consecutive, which masks of models are: then no bound has to be read from a GPU.
+    """
     if isinstance(mask, torch.Tensor):
         compact = mask.dim() == 4 and mask.dtype == torch.int32 and mask.shape[3] == 2
-        return KeyIntervals(mask, query_length) if compact else None
+        consecutive = torch.compiler.is_compiling()
+        return KeyIntervals(mask, query_length, consecutive=consecutive) if compact else None
     return mask
 
 

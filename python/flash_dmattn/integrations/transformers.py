@@ -127,12 +127,18 @@ def key_interval_mask(
     if query is None:
         query = torch.arange(q_length, device=device) + q_offset
     key = torch.arange(kv_length, device=query.device) + kv_offset
-    present = _present_keys(attention_mask, key)
+    key_end = kv_length + kv_offset
+    is_read = cache_position is not None or isinstance(q_offset, torch.Tensor)
+    query_end = None if is_read else q_length + q_offset
+    present = _present_keys(attention_mask, key, key_end)
+    documents = getattr(mask_function, "causal_documents", None)
 
     if mask_function is masking_utils.causal_mask_function:
-        if present is None and query[-1] == key[-1]:
+        if present is None and _end_together(query, key, query_end, key_end):
             return None
         first = torch.searchsorted(query, key)
+    elif documents is not None:
+        first = torch.arange(kv_length, device=query.device)
     elif mask_function is getattr(masking_utils, "bidirectional_mask_function", None):
         if present is None and allow_is_bidirectional_skip:
             return None
@@ -140,22 +146,41 @@ def key_interval_mask(
     else:
         return _mask_of_function(mask_function, batch_size, query, key, present)
 
-    last = torch.where(first < len(query), len(query), 0)
-    intervals = torch.stack([first.minimum(last), last], dim=-1).int()[None, None]
+    if documents is None:
+        rows = query.shape[0]  # not len(), which makes it a constant of torch.compile
+        last = torch.where(first < rows, rows, 0)[None]
+    else:
+        last = torch.searchsorted(documents, documents, right=True)
+    first, last = torch.broadcast_tensors(first.minimum(last), last)
+    intervals = torch.stack([first, last], dim=-1).int()[:, None]
     if present is not None:
         intervals = intervals * present[:, None, :, None]
     return intervals.expand(batch_size, -1, -1, -1)
 
 
-def _present_keys(padding: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
-    """Which keys are real tokens, bool [B, Sk]; None when all are."""
+def _end_together(
+    query: torch.Tensor, key: torch.Tensor, query_end: int | None, key_end: int
+) -> bool:
+    """Whether the last query stands at the last key; False where compiled code would have to read it.
+
+    query_end: None where it has to be read.
+    """
+    if query_end is not None:
+        return query_end == key_end
+    return not torch.compiler.is_compiling() and bool(query[-1] == key[-1])
+
+
+def _present_keys(
+    padding: torch.Tensor | None, key: torch.Tensor, key_end: int
+) -> torch.Tensor | None:
+    """Which keys are real tokens, bool [B, Sk]; None when all are known to be."""
     if padding is None:
         return None
-    missing = int(key[-1]) + 1 - padding.shape[-1]
+    missing = key_end - padding.shape[-1]
     if missing > 0:
         padding = F.pad(padding, (0, missing))
     present = padding[:, key].bool()
-    return None if present.all() else present
+    return None if not torch.compiler.is_compiling() and present.all() else present
 
 
 def _mask_of_function(
@@ -165,7 +190,8 @@ def _mask_of_function(
     key: torch.Tensor,
     present: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Packed sequences, sliding windows and custom masks: evaluated exactly, a block of rows at a time."""
+    """Sliding windows and custom masks: evaluated exactly, a block of rows at a time. Compiled code cannot find
+    out whether intervals describe them, and takes the mask."""
     batch = torch.arange(batch_size, device=key.device)[:, None, None, None]
     head = torch.zeros_like(batch[:1])
     shape = torch.Size((batch_size, 1, len(query), len(key)))
@@ -176,7 +202,8 @@ def _mask_of_function(
             block = block & present[:, None, None]
         return block.expand(batch_size, 1, stop - start, len(key))
 
-    intervals = intervals_of_rows(rows, shape, key.device)
+    compiling = torch.compiler.is_compiling()
+    intervals = None if compiling else intervals_of_rows(rows, shape, key.device)
     return rows(0, len(query)).contiguous() if intervals is None else intervals.intervals
 
 
@@ -284,7 +311,7 @@ def _fill_blind_rows(
     `d out = scaling / Sk * sum_j (v_j - mean) d(q . k_j)`: one D x D matrix per head.
     """
     blind = visible_counts(mask) == 0 if isinstance(mask, KeyIntervals) else ~mask.any(-1)
-    if not blind.any():
+    if not torch.compiler.is_compiling() and not blind.any():
         return out
     groups = query.shape[1] // key.shape[1]
     mean = value.mean(2, keepdim=True)
@@ -305,6 +332,23 @@ def _teach_doge() -> None:
         return (_doge_attention_forward if ours else forward)(self, *args, **kwargs)
 
     DogeAttention.forward = dispatch
+
+
+def _keep_documents() -> None:
+    """The causal mask functions of packed sequences carry the document of every token, from which intervals follow
+    without evaluating the function. In compiled models transformers takes every sequence for a packed one."""
+    combine = getattr(masking_utils, "packed_sequence_compatibility_function", None)
+    if combine is None:
+        return
+
+    @functools.wraps(combine)
+    def combine_and_keep(mask_function, position_ids, packed_sequence_mask):
+        combined = combine(mask_function, position_ids, packed_sequence_mask)
+        if mask_function is masking_utils.causal_mask_function:
+            combined.causal_documents = packed_sequence_mask
+        return combined
+
+    masking_utils.packed_sequence_compatibility_function = combine_and_keep
 
 
 def _skip_flash_attention_preload() -> None:
@@ -339,5 +383,6 @@ def _refuse_continuous_batching() -> None:
 AttentionInterface.register(NAME, flash_dynamic_mask_attention_forward)
 AttentionMaskInterface.register(NAME, key_interval_mask)
 _teach_doge()
+_keep_documents()
 _skip_flash_attention_preload()
 _refuse_continuous_batching()

@@ -1,0 +1,127 @@
+"""A compiled Doge is one graph, whose loss and gradients are those without compilation."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+transformers = pytest.importorskip("transformers")
+from transformers import DogeConfig, DogeForCausalLM, masking_utils  # noqa: E402
+
+from flash_dmattn import KeyIntervals, sliding_window  # noqa: E402
+from flash_dmattn.allowed_keys import select_among  # noqa: E402
+from flash_dmattn.integrations.transformers import (  # noqa: E402
+    enable_flash_dmattn,
+    key_interval_mask,
+)
+
+pytestmark = pytest.mark.transformers
+
+VOCABULARY, B, S, KEEP = 64, 2, 20, 5
+# aot_eager alone runs softplus_backward with other strides than it was traced with.
+BACKEND = "aot_eager_decomp_partition"
+
+
+def make_model(**options):
+    config = DogeConfig(
+        **{
+            "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "keep_window_size": KEEP, "max_position_embeddings": 64, **options,
+        }
+    )  # fmt: skip
+    model = DogeForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".A") or "dt_proj" in name:
+            torch.nn.init.normal_(parameter)
+    return enable_flash_dmattn(model)
+
+
+def padding():
+    mask = torch.ones(B, S, dtype=torch.long)
+    mask[0, :4] = 0
+    return mask
+
+
+def training_of(model):
+    def loss(ids, inputs):
+        return model(input_ids=ids, labels=ids, use_cache=False, **inputs).loss
+
+    return loss
+
+
+def loss_and_gradients(function, model, ids, inputs):
+    loss = function(ids, inputs)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [loss, *torch.autograd.grad(loss, parameters, allow_unused=True)]
+
+
+CASES = {
+    "no_mask": ({}, {}),
+    "padding": ({}, {"attention_mask": padding()}),
+    "packed": ({}, {"position_ids": torch.cat([torch.arange(13), torch.arange(7)])[None]}),
+    "few_keys": ({"keep_window_size": 64}, {"attention_mask": padding()}),
+    "sliding_window": ({"sliding_window": 8}, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training(name):
+    torch._dynamo.reset()
+    options, inputs = CASES[name]
+    model, ids = make_model(**options), torch.randint(0, VOCABULARY, (B, S))
+    loss = training_of(model)
+    compiled = torch.compile(loss, backend=BACKEND, fullgraph=True)
+    actual, expected = (loss_and_gradients(f, model, ids, inputs) for f in (compiled, loss))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_lengths():
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    loss = training_of(make_model())
+    compiled = torch.compile(loss, backend=counter, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for length in (11, 16, 33, 40):
+            ids = torch.randint(0, VOCABULARY, (B, length))
+            torch.testing.assert_close(compiled(ids, {}), loss(ids, {}))
+    assert counter.frame_count == 1
+
+
+def test_export():
+    model = make_model().eval()
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids):
+            return self.model(input_ids=ids, use_cache=False).logits
+
+    length = torch.export.Dim("length", min=KEEP + 1, max=64)
+    example, ids = (torch.randint(0, VOCABULARY, (B, n)) for n in (S, 40))
+    exported = torch.export.export(Logits(), (example,), dynamic_shapes=({1: length},)).module()
+    torch.testing.assert_close(exported(ids), model(ids, use_cache=False).logits)
+
+
+def test_documents_become_intervals_without_reading_a_mask():
+    positions = torch.cat([torch.arange(13), torch.arange(7)]).expand(B, -1)
+    documents = masking_utils.find_packed_sequence_indices(positions)
+    combine = masking_utils.packed_sequence_compatibility_function
+    function = combine(masking_utils.causal_mask_function, positions, documents)
+    intervals = key_interval_mask(B, S, S, mask_function=function)
+    shape = {"batch_size": B, "q_length": S, "kv_length": S}
+    dense = masking_utils.sdpa_mask(**shape, mask_function=function, allow_is_causal_skip=False)
+    assert intervals.dtype == torch.int32
+    torch.testing.assert_close(KeyIntervals(intervals, S).to_mask(), dense)
+
+
+def test_a_choice_that_no_intervals_describe():
+    """Where that is known before the values are, the choice has another form; else it raises when it runs."""
+    torch._dynamo.reset()
+    window, scores = sliding_window(S, 9), torch.randn(1, 1, S)
+    assert select_among(scores, window, KEEP) is None
+    compiled = torch.compile(select_among, backend="eager", fullgraph=True)
+    assert compiled(scores, window, KEEP) is None
+    with pytest.raises(RuntimeError, match="compiled choice"):
+        compiled(scores, KeyIntervals(window.intervals, S), KEEP)
