@@ -36,8 +36,10 @@ struct Schedule {
   std::string_view backend{};
   Problem problem{};
   std::int64_t tile_rows = 0;  // queries of a tile
-  std::int64_t capacity = 0;  // keys that a tile's list has room for, or slots; 0: lists are packed
-  std::int64_t segments = 1;  // of slots
+  std::int64_t capacity =
+      0;  // keys that a tile's list has room for, or slots, or a KeyList's stride; 0: packed
+  std::int64_t segments = 1;           // of slots
+  const std::int32_t* keys = nullptr;  // of the KeyList
 
   constexpr bool empty() const { return kind == Kind::none; }
 

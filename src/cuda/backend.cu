@@ -1,6 +1,6 @@
 #include "backend.h"
 
-#include <algorithm>
+#include <stdexcept>
 
 #include "cuda/selection/schedule.h"
 #include "family_table.h"
@@ -56,12 +56,20 @@ Choice<BackwardArgs> choose_backward(const Problem& p, const DeviceProperties& d
   return {p, {&Family::backward}, device};
 }
 
+// Of a call that the backend has been found to support.
+template <class Args>
+const Kernels<Args>& chosen(const Choice<Args>& choice) {
+  if (choice.kernels != nullptr) return *choice.kernels;
+  throw std::runtime_error("CUDA: the current device is not the one that the call was made for: " +
+                           choice.reasons);
+}
+
 const Kernels<ForwardArgs>& kernels_of(const ForwardArgs& args, const DeviceProperties& device) {
-  return *choose_forward(args.problem, device).kernels;
+  return chosen(choose_forward(args.problem, device));
 }
 
 const Kernels<BackwardArgs>& kernels_of(const BackwardArgs& args, const DeviceProperties& device) {
-  return *choose_backward(args.problem, device).kernels;
+  return chosen(choose_backward(args.problem, device));
 }
 
 template <class Args>
@@ -126,23 +134,48 @@ ScheduleForm schedule_form(const Problem& p, Direction direction) {
                                          : choose_backward(p, device).kernels->schedule;
 }
 
+// Calls the body for the kind of schedule that a form names.
+template <class Lists, class Slots>
+auto with_kind(const ScheduleForm& form, const Lists& lists, const Slots& slots) {
+  switch (form.kind) {
+    case Schedule::Kind::query_tile_lists: return lists();
+    case Schedule::Kind::key_slots:
+      return slots(SlotGeometry{.tile_rows = form.tile_rows, .segments = form.segments});
+    default: throw std::logic_error("a family of kernels names a schedule that it cannot have");
+  }
+}
+
 std::size_t schedule_size(const Problem& p, const Visibility& visibility, Direction direction,
                           const Execution&) {
   const ScheduleForm form = schedule_form(p, direction);
-  return tile_list_schedule_size(p, visibility, direction, form.tile_rows);
+  return with_kind(
+      form, [&] { return tile_list_schedule_size(p, visibility, direction, form.tile_rows); },
+      [&](const SlotGeometry& geometry) { return slot_schedule_size(p, visibility, geometry); });
 }
 
 std::size_t schedule_workspace_size(const Problem& p, const Visibility& visibility,
                                     Direction direction, const Execution&) {
   const ScheduleForm form = schedule_form(p, direction);
-  return tile_list_schedule_workspace_size(p, visibility, direction, form.tile_rows);
+  return with_kind(
+      form,
+      [&] { return tile_list_schedule_workspace_size(p, visibility, direction, form.tile_rows); },
+      [&](const SlotGeometry& geometry) {
+        return slot_schedule_workspace_size(p, visibility, geometry);
+      });
 }
 
 Schedule build_schedule(const Problem& p, const Visibility& visibility, Direction direction,
                         std::span<std::byte> memory, const Execution& execution) {
   const ScheduleForm form = schedule_form(p, direction);
-  Schedule schedule =
-      build_tile_list_schedule(p, visibility, direction, form.tile_rows, memory, execution);
+  Schedule schedule = with_kind(
+      form,
+      [&] {
+        return build_tile_list_schedule(p, visibility, direction, form.tile_rows, memory,
+                                        execution);
+      },
+      [&](const SlotGeometry& geometry) {
+        return build_slot_schedule(p, visibility, direction, geometry, memory, execution);
+      });
   if (schedule_form(p, Direction::forward) != schedule_form(p, Direction::backward)) {
     schedule.serves_forward = direction == Direction::forward;
     schedule.serves_backward = direction == Direction::backward;

@@ -1,9 +1,13 @@
 #include "cuda/device.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cstdlib>
+#include <limits>
+#include <system_error>
 
 #include "cuda/common/launch.h"
+#include "flash_dmattn/error.h"
 
 namespace flash_dmattn::cuda {
 namespace {
@@ -15,7 +19,13 @@ std::string environment(const char* name) {
 
 int max_shared_bytes() {
   static const std::string cap = environment("FLASH_DMATTN_MAX_SHARED_KB");
-  return cap.empty() ? 1 << 30 : std::atoi(cap.c_str()) * 1024;
+  if (cap.empty()) return std::numeric_limits<int>::max();
+  int kilobytes = 0;
+  const auto [end, error] = std::from_chars(cap.data(), cap.data() + cap.size(), kilobytes);
+  if (error != std::errc() || end != cap.data() + cap.size() || kilobytes < 1 || kilobytes > 1024) {
+    throw InvalidArgument("FLASH_DMATTN_MAX_SHARED_KB", cap, "a number of KB in [1, 1024]");
+  }
+  return kilobytes * 1024;
 }
 
 int attribute(cudaDeviceAttr which, int device) {

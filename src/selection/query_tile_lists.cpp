@@ -62,6 +62,10 @@ QueryTileLists query_tile_lists(const Schedule& schedule, const KeyList& key_lis
                           "tiles of " + std::to_string(tile_rows));
   }
   const bool listed = schedule.kind == Schedule::Kind::key_list_tiles;
+  if (listed && (schedule.keys != key_list.keys || schedule.capacity != key_list.stride)) {
+    throw InvalidArgument("schedule", "one that was built for another key list",
+                          "one built for visibility.key_list");
+  }
   const TileListArgs shape = tile_list_args(schedule.problem, {}, tile_rows);
   const TileListLayout layout(shape.lists(), 0);
   const auto* const base = static_cast<const std::byte*>(schedule.data);

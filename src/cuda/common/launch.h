@@ -65,17 +65,14 @@ class PerDevice {
   std::array<Slot, 64> slots_;
 };
 
-// Whether the code of the current device waits. One kernel stands for all, which are compiled alike.
-inline bool kernels_wait(const void* kernel) {
-  static PerDevice<bool> known;
-  return known.get([&](int device) {
-    int major = 0;
-    cudaFuncAttributes code;
-    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
-          "cudaDeviceGetAttribute");
-    check(cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes");
-    return major >= 9 && code.ptxVersion >= 90;
-  });
+// Whether the code that a device runs for a kernel waits: that of another target may be compiled for older GPUs.
+inline bool waits_for_previous_kernel(const void* kernel, int device) {
+  int major = 0;
+  cudaFuncAttributes code;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+        "cudaDeviceGetAttribute");
+  check(cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes");
+  return major >= 9 && code.ptxVersion >= 90;
 }
 
 struct Grid {
@@ -84,11 +81,13 @@ struct Grid {
   std::size_t shared_bytes = 0;
 };
 
-// Starts a one-dimensional grid; nothing is started for an empty one.
-template <class... Parameters, class... Arguments>
-void launch_grid(void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream,
-                 Arguments&&... arguments) {
+// Starts a one-dimensional grid; nothing is started for an empty one. Internal to each file, as nvcc makes the host side
+// of a kernel template, so that each holds the attributes of its own kernels.
+template <auto kernel, class... Arguments>
+static void launch_grid(const Grid& grid, cudaStream_t stream, Arguments&&... arguments) {
   if (grid.blocks == 0) return;
+  static PerDevice<bool> waits;
+  const auto* const code = reinterpret_cast<const void*>(kernel);
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -98,8 +97,9 @@ void launch_grid(void (*kernel)(Parameters...), const Grid& grid, cudaStream_t s
   config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = stream;
   config.attrs = &overlap;
-  config.numAttrs = kernels_wait(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, kernel, Parameters(std::forward<Arguments>(arguments))...),
+  config.numAttrs =
+      waits.get([&](int device) { return waits_for_previous_kernel(code, device); }) ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...),
         "kernel launch");
 }
 
@@ -115,7 +115,6 @@ __global__ void __launch_bounds__(Kernel::threads, Kernel::min_blocks)
   Kernel()(params, *reinterpret_cast<typename Kernel::SharedStorage*>(shared));
 }
 
-// Internal to each file, as nvcc makes the host side of a kernel template: a file sets the attribute of its own.
 template <class Kernel>
 static void launch(std::int64_t blocks, const typename Kernel::Params& params,
                    cudaStream_t stream) {
@@ -130,7 +129,7 @@ static void launch(std::int64_t blocks, const typename Kernel::Params& params,
       return true;
     });
   }
-  launch_grid(entry<Kernel>, {blocks, Kernel::threads, bytes}, stream, params);
+  launch_grid<entry<Kernel>>({blocks, Kernel::threads, bytes}, stream, params);
 }
 
 // For kernels without shared memory: one thread per item.
@@ -144,9 +143,9 @@ __global__ void __launch_bounds__(256)
 }
 
 template <class Body>
-void for_each(long items, const Body& body, cudaStream_t stream) {
+static void for_each(long items, const Body& body, cudaStream_t stream) {
   const long blocks = std::min((items + 255) / 256, 65536l);
-  launch_grid(for_each_entry<Body>, {blocks, 256}, stream, items, body);
+  launch_grid<for_each_entry<Body>>({blocks, 256}, stream, items, body);
 }
 
 }  // namespace flash_dmattn::cuda

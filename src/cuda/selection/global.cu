@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(threads) keep_valid(Rows rows) {
 Rows lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& workspace) {
   Rows rows;
   rows.keys = ScoredKeys(args);
-  rows.queries = QueryRange(args);
+  rows.queries = QueryClip(args);
   rows.intervals = args.intervals;
   rows.rows = batch_rows;
   rows.seqlen_k = static_cast<int>(args.seqlen_k);
@@ -133,13 +133,13 @@ void select_best(const Rows& rows, cudaStream_t stream) {
       sizeof(std::uint32_t) * bins * static_cast<std::size_t>(rows.digits() * rows.rows);
   check(cudaMemsetAsync(rows.histograms, 0, histogram_bytes, stream), "clearing histograms");
   for (int digit = 0; digit < rows.digits(); ++digit) {
-    launch_grid(count_digit, {ctas, threads}, stream, rows, digit);
+    launch_grid<count_digit>({ctas, threads}, stream, rows, digit);
   }
-  launch_grid(keep_best, {ctas, threads}, stream, rows);
+  launch_grid<keep_best>({ctas, threads}, stream, rows);
 }
 
 void select_valid(const Rows& rows, cudaStream_t stream) {
-  launch_grid(keep_valid, {std::int64_t{rows.rows} * rows.ctas_per_row(), threads}, stream, rows);
+  launch_grid<keep_valid>({std::int64_t{rows.rows} * rows.ctas_per_row(), threads}, stream, rows);
 }
 
 }  // namespace flash_dmattn::cuda::global

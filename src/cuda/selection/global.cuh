@@ -25,7 +25,7 @@ struct Found {
 
 struct Rows {
   ScoredKeys keys;
-  QueryRange queries;
+  QueryClip queries;
   KeyInterval* intervals = nullptr;  // [rows of all batches, Sk]
   int first_row = 0;                 // of the batch
   int rows = 0;

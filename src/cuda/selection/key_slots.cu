@@ -218,12 +218,12 @@ void assign_slots(const TileListArgs& args, const KeySlotShape& shape, const Key
   rows.departure = workspace.departure;
   rows.out = out;
   const std::int64_t key_ctas = row_ctas * rows.ctas_per_row;
-  launch_grid(list_events, {key_ctas, threads}, stream, key_tree::AllKeys(args), rows);
+  launch_grid<list_events>({key_ctas, threads}, stream, key_tree::AllKeys(args), rows);
   cub::DoubleBuffer<std::uint64_t> events(workspace.events, workspace.other);
   sort(args, rows.layout, events, workspace.sort, workspace.sort_bytes, stream);
   rows.events = events.Current();
-  launch_grid(number_events, {key_ctas, threads}, stream, rows);
-  launch_grid(follow_slots, {row_ctas * ceil_div(rows.slots, threads), threads}, stream, rows);
+  launch_grid<number_events>({key_ctas, threads}, stream, rows);
+  launch_grid<follow_slots>({row_ctas * ceil_div(rows.slots, threads), threads}, stream, rows);
 }
 
 }  // namespace flash_dmattn::cuda

@@ -103,9 +103,9 @@ KeyBound measure_key_bound(const TileListArgs& args, const Execution& execution)
   const Counts counts(args, execution.workspace);
   check(cudaMemsetAsync(counts.entered, 0, bytes, stream), "clearing counts");
   const auto ctas_per_row = static_cast<int>(ceil_div<std::int64_t>(args.seqlen_k, threads));
-  launch_grid(count_keys, {rows * ctas_per_row, threads}, stream, key_tree::AllKeys(args), counts,
-              static_cast<int>(args.seqlen_k), ctas_per_row);
-  launch_grid(find_most, {rows, threads}, stream, counts);
+  launch_grid<count_keys>({rows * ctas_per_row, threads}, stream, key_tree::AllKeys(args), counts,
+                          static_cast<int>(args.seqlen_k), ctas_per_row);
+  launch_grid<find_most>({rows, threads}, stream, counts);
   Most most;
   check(cudaMemcpyAsync(&most, counts.most, sizeof(most), cudaMemcpyDeviceToHost, stream),
         "reading the bound");

@@ -85,9 +85,9 @@ void partition_nodes(const TileListArgs& args, const Parent& parent, const Child
                      cudaStream_t stream) {
   key_tree::Parts whole;
   whole.items = std::numeric_limits<int>::max();
-  launch_grid(key_tree::partition_keys<node_steps, Parent, Children>,
-              {args.batch * args.heads * parent.nodes(), key_tree::threads}, stream, parent,
-              children, whole);
+  launch_grid<key_tree::partition_keys<node_steps, Parent, Children>>(
+      {args.batch * args.heads * parent.nodes(), key_tree::threads}, stream, parent, children,
+      whole);
 }
 
 template <class Children>
@@ -100,10 +100,10 @@ void partition_rows(const TileListArgs& args, const Tree& tree, const Children& 
     return;
   }
   const std::int64_t ctas = args.batch * args.heads * tree.parts.parts;
-  launch_grid(key_tree::count_part<row_steps, Children>, {ctas, key_tree::threads}, stream, all,
-              children, tree.parts);
-  launch_grid(key_tree::partition_keys<row_steps, key_tree::AllKeys, Children>,
-              {ctas, key_tree::threads}, stream, all, children, tree.parts);
+  launch_grid<key_tree::count_part<row_steps, Children>>({ctas, key_tree::threads}, stream, all,
+                                                         children, tree.parts);
+  launch_grid<key_tree::partition_keys<row_steps, key_tree::AllKeys, Children>>(
+      {ctas, key_tree::threads}, stream, all, children, tree.parts);
 }
 
 // Keys of an ascending list before `end`.

@@ -105,8 +105,8 @@ Sort sort_of(const Rows& rows) {
 
 template <class RowSort>
 void sort_rows(const Work& work, const Rows& rows, cudaStream_t stream) {
-  launch_grid(sort_row<RowSort::threads>, {rows.rows, RowSort::threads}, stream, work.keys, rows,
-              work.packed);
+  launch_grid<sort_row<RowSort::threads>>({rows.rows, RowSort::threads}, stream, work.keys, rows,
+                                          work.packed);
 }
 
 // Sorts the packed keys; the result is where `buffers` points. The positions in the low bits come in
@@ -137,14 +137,14 @@ void sort_then_place(const Work& work, Rows& rows, cudaStream_t stream) {
     buffers.selector ^= passes % 2;
   } else {
     const int pack_ctas = ceil_div(rows.seqlen_k, pack_threads * pack_keys);
-    launch_grid(pack_keys_of_rows, {std::int64_t{rows.rows} * pack_ctas, pack_threads}, stream,
-                work.keys, rows, work.packed);
+    launch_grid<pack_keys_of_rows>({std::int64_t{rows.rows} * pack_ctas, pack_threads}, stream,
+                                   work.keys, rows, work.packed);
     std::size_t bytes = work.sort_bytes;
     sort(rows, buffers, work.sort_workspace, bytes, stream);
   }
   rows.sorted = buffers.Current();
   rows.rank_of = reinterpret_cast<std::int32_t*>(buffers.Alternate());  // free after the sort
-  launch_grid(place_ranks, {std::int64_t{rows.rows} * rows.groups, threads}, stream, rows);
+  launch_grid<place_ranks>({std::int64_t{rows.rows} * rows.groups, threads}, stream, rows);
 }
 
 }  // namespace
@@ -158,7 +158,7 @@ Work lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& work
   rows.layout = {.position_bits = bits_for(args.seqlen_k),
                  .score_bits = score_bits(args.scores_dtype),
                  .seqlen_k = rows.seqlen_k};
-  rows.queries = QueryRange(args);
+  rows.queries = QueryClip(args);
   rows.intervals = args.intervals;
   rows.chunks = 1 + ceil_div(rows.seqlen_k - rows.window % chunk_ranks, chunk_ranks);
   // A walk sums over the groups before its own: few, unless that would leave the GPU idle.
@@ -200,8 +200,8 @@ Rows sort_keys(const Work& work, cudaStream_t stream) {
 void store_order(const Rows& rows, std::int32_t* key_of_rank, std::int32_t* rank_of_key,
                  cudaStream_t stream) {
   const int blocks = ceil_div(rows.seqlen_k, order_threads);
-  launch_grid(store_ranks, {std::int64_t{rows.rows} * blocks, order_threads}, stream, rows,
-              key_of_rank, rank_of_key);
+  launch_grid<store_ranks>({std::int64_t{rows.rows} * blocks, order_threads}, stream, rows,
+                           key_of_rank, rank_of_key);
 }
 
 }  // namespace flash_dmattn::cuda::per_query

@@ -50,7 +50,7 @@ struct Rows {
   int seqlen_k = 0;
   int window = 0;  // 0 < w < Sk
   KeyLayout layout;
-  QueryRange queries;
+  QueryClip queries;
   KeyInterval* intervals = nullptr;  // [rows of all batches, Sk]
 
   // Chunk 0 holds the w % C first ranks, so that rank w begins a chunk; all others hold C.

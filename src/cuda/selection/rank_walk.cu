@@ -370,8 +370,8 @@ __global__ void __launch_bounds__(threads, 2) walk_chunk(Rows rows) {
 }  // namespace
 
 void walk_ranks(const Rows& rows, cudaStream_t stream) {
-  launch_grid(walk_chunk, {std::int64_t{rows.rows} * (rows.chunks - rows.first_walked()), threads},
-              stream, rows);
+  launch_grid<walk_chunk>({std::int64_t{rows.rows} * (rows.chunks - rows.first_walked()), threads},
+                          stream, rows);
 }
 
 }  // namespace flash_dmattn::cuda::per_query

@@ -266,8 +266,8 @@ void pack(const QueryWords& words, const void* data, const Matrices& shape,
                         (stride[0] | stride[1] | stride[2]) % in_word == 0;
   const int parts = ceil_div(words.seqlen_k, pack_threads * static_cast<int>(in_word));
   const std::int64_t matrices = std::int64_t{words.batch} * words.heads;
-  launch_grid(pack_queries<T>, {matrices * words.tiles() * parts, pack_threads}, stream, words,
-              dense);
+  launch_grid<pack_queries<T>>({matrices * words.tiles() * parts, pack_threads}, stream, words,
+                               dense);
 }
 
 void pack_dense(const RankArgs& args, const QueryWords& words, cudaStream_t stream) {
@@ -317,9 +317,8 @@ void rank_keys(const RankArgs& args, const Execution& execution) {
                   .order_batch = static_cast<int>(args.scores_shape[0]),
                   .order_heads = static_cast<int>(args.scores_shape[1]),
                   .window = static_cast<int>(std::min(args.window, args.seqlen_k))};
-  launch_grid(find_limits,
-              {ceil_div(walk.warps(), std::int64_t{walk_warps}), walk_warps * warp_size}, stream,
-              walk);
+  launch_grid<find_limits>(
+      {ceil_div(walk.warps(), std::int64_t{walk_warps}), walk_warps * warp_size}, stream, walk);
 }
 
 }  // namespace flash_dmattn::cuda

@@ -180,9 +180,9 @@ __global__ void __launch_bounds__(RowPasses::threads)
 int sort_passes(const ScoredKeys& keys, const Rows& rows, const RowPasses& passes,
                 std::uint64_t* packed, std::uint64_t* other, cudaStream_t stream) {
   const Grid grid{std::int64_t{rows.rows} * passes.tiles, RowPasses::threads};
-  launch_grid(pack_and_count, grid, stream, keys, rows, passes, packed);
+  launch_grid<pack_and_count>(grid, stream, keys, rows, passes, packed);
   for (int pass = 0; pass < passes.passes; ++pass) {
-    launch_grid(sort_digit, grid, stream, rows, passes, pass, packed, other);
+    launch_grid<sort_digit>(grid, stream, rows, passes, pass, packed, other);
     std::swap(packed, other);
   }
   return passes.passes;

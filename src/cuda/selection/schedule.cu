@@ -3,6 +3,7 @@
 #include <string>
 
 #include "arguments.h"
+#include "cuda/selection/key_tree.cuh"
 #include "cuda/selection/selection.h"
 #include "selection/query_tile_lists.h"
 
@@ -19,7 +20,7 @@ struct Lists {
   Lists(const Problem& p, const Visibility& visibility, Direction direction, std::int64_t tile_rows)
       : args(tile_list_args(p, visibility, tile_rows)) {
     args.by_position = direction == Direction::backward && p.deterministic;
-    if (args.lists() == 0) return;
+    if (args.lists() == 0 || args.tiles() > key_tree::max_tiles) return;
     if (args.key_list.keys != nullptr) {
       exist = true;
       return;
@@ -70,7 +71,8 @@ Schedule build_tile_list_schedule(const Problem& p, const Visibility& visibility
           .serves_forward = both || direction == Direction::forward,
           .serves_backward = both || direction == Direction::backward,
           .tile_rows = tile_rows,
-          .capacity = lists.capacity};
+          .capacity = listed ? lists.args.key_list.stride : lists.capacity,
+          .keys = lists.args.key_list.keys};
 }
 
 // ---- Slots --------------------------------------------------------------------------------------

@@ -88,13 +88,13 @@ struct ScoredKeys {
 };
 
 // The positions of queries among the keys: converts positions to intervals of queries.
-struct QueryRange {
+struct QueryClip {
   int seqlen_q = 0;
   int shift = 0;  // position of query 0: Sk - Sq
   bool causal = true;
 
-  QueryRange() = default;
-  explicit QueryRange(const SelectionArgs& args)
+  QueryClip() = default;
+  explicit QueryClip(const SelectionArgs& args)
       : seqlen_q(static_cast<int>(args.seqlen_q)),
         shift(static_cast<int>(args.seqlen_k - args.seqlen_q)),
         causal(args.causal) {}

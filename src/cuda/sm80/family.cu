@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <limits>
+#include <stdexcept>
 
 #include "cuda/common/integers.h"
 #include "cuda/common/launch.h"
@@ -41,16 +42,17 @@ std::string decline(const Problem& p) {
 // Calls body.template operator()<T, D, S>() for a choice.
 template <class Choice, class Body>
 void dispatch(const Choice& choice, const Body& body) {
-  const auto with_class = [&]<class T, int D>() {
-    if (choice.shared == SharedClass::kb99) {
-      if constexpr (FLASH_DMATTN_HAS_KB99 != 0) {
-        body.template operator()<T, D, SharedClass::kb99>();
-      }
+  const auto compiled = [&]<class T, int D, SharedClass S>() {
+    if constexpr (S == SharedClass::kb99 ? FLASH_DMATTN_HAS_KB99 != 0
+                                         : FLASH_DMATTN_HAS_KB163 != 0) {
+      body.template operator()<T, D, S>();
     } else {
-      if constexpr (FLASH_DMATTN_HAS_KB163 != 0) {
-        body.template operator()<T, D, SharedClass::kb163>();
-      }
+      throw std::logic_error("not compiled: " + name(choice));
     }
+  };
+  const auto with_class = [&]<class T, int D>() {
+    choice.shared == SharedClass::kb99 ? compiled.template operator()<T, D, SharedClass::kb99>()
+                                       : compiled.template operator()<T, D, SharedClass::kb163>();
   };
   const auto with_dtype = [&]<class T>() {
     switch (choice.head_dim) {
@@ -208,6 +210,8 @@ void run_key_major(const BackwardArgs& args, const BackwardChoice& choice,
       const BwdPostprocessDq<T, D> store{params.shape,       params.dq_accum, params.dq,
                                          params.score.scale, params.saturate, params.flags};
       for_each(store.items(), store, stream);
+    } else {
+      throw std::logic_error("no such kernel: " + name(choice));
     }
   });
 }
@@ -217,6 +221,10 @@ void backward(const BackwardArgs& args, const DeviceProperties& device,
   const Problem& p = args.problem;
   const auto stream = static_cast<cudaStream_t>(execution.stream);
   const BackwardChoice choice = choose(args, device);
+  const bool adds_in_memory = !is_key_major(choice.loop) || args.dq.data != nullptr;
+  if (p.deterministic && adds_in_memory && !choice.ordered) {
+    throw std::logic_error("a deterministic backward without an order: " + name(choice));
+  }
   const BackwardWorkspace workspace(p, args.in, has_lists(args), choice, execution.workspace);
   const BackwardParams params = params_of(args, workspace);
   const bool wants_dbias = params.dbias.data != nullptr;
@@ -242,7 +250,8 @@ std::size_t backward_workspace_size(const BackwardArgs& args, const DeviceProper
         args.problem, {.has_lists = lists, .dbias_aligned = aligned}, shared_class(device));
     return BackwardWorkspace(args.problem, args.in, lists, choice, nullptr).bytes;
   };
-  return is_dbias_aligned(args) ? bytes(true) : std::max(bytes(true), bytes(false));
+  const bool is_known = args.dbias.data != nullptr && is_dbias_aligned(args);
+  return is_known ? bytes(true) : std::max(bytes(true), bytes(false));
 }
 
 std::string backward_name(const BackwardArgs& args, const DeviceProperties& device) {

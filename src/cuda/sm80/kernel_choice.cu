@@ -50,7 +50,8 @@ std::string join(std::string_view direction, const Choice& c) {
 std::string name(const ForwardChoice& choice) { return join("forward", choice); }
 
 std::string name(const BackwardChoice& choice) {
-  return join("backward", choice) + (choice.ordered ? " ordered" : "");
+  const bool one_of_two = choice.loop != BackwardLoop::query_major_dense;
+  return join("backward", choice) + (choice.ordered && one_of_two ? " ordered" : "");
 }
 
 SharedClass shared_class(const DeviceProperties& device) {

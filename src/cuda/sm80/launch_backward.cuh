@@ -24,7 +24,7 @@ constexpr auto backward_kernel() {
 template <class T, BackwardChoice C, class Params>
 void launch_backward_choice(const Params& params, cudaStream_t stream) {
   if constexpr (exists(C)) {
-    using Kernel = decltype(backward_kernel<T, C>());
+    using Kernel = OfClass<decltype(backward_kernel<T, C>()), C.shared>;
     static_assert(sizeof(typename Kernel::SharedStorage) <= shared_bytes(C.shared));
     launch<Kernel>(Kernel::blocks(params), params, stream);
   } else {
@@ -43,6 +43,7 @@ template <class T, int D, SharedClass S>
 void launch_backward(const BackwardChoice& choice, const QueryMajorParams& params,
                      cudaStream_t stream) {
   using enum BackwardLoop;
+  if (is_key_major(choice.loop)) throw std::logic_error("not query-major: " + name(choice));
   choice.loop == query_major_dense
       ? launch_backward_loop<T, D, S, query_major_dense>(choice.ordered, params, stream)
       : launch_backward_loop<T, D, S, query_major>(choice.ordered, params, stream);
@@ -52,6 +53,7 @@ template <class T, int D, SharedClass S>
 void launch_backward(const BackwardChoice& choice, const KeyMajorParams& params,
                      cudaStream_t stream) {
   using enum BackwardLoop;
+  if (!is_key_major(choice.loop)) throw std::logic_error("not key-major: " + name(choice));
   choice.loop == key_major_dense
       ? launch_backward_loop<T, D, S, key_major_dense>(choice.ordered, params, stream)
       : launch_backward_loop<T, D, S, key_major>(choice.ordered, params, stream);

@@ -30,7 +30,7 @@ template <class T, int D, SharedClass S, ForwardLoop Loop>
 void launch_forward_loop(const ForwardParams& params, cudaStream_t stream) {
   constexpr ForwardChoice choice{Element<T>::dtype, D, S, Loop};
   if constexpr (exists(choice)) {
-    using Kernel = decltype(forward_kernel<T, D, S, Loop>());
+    using Kernel = OfClass<decltype(forward_kernel<T, D, S, Loop>()), S>;
     static_assert(sizeof(typename Kernel::SharedStorage) <= shared_bytes(S));
     launch<Kernel>(Kernel::blocks(params), params, stream);
   } else {

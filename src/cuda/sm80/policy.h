@@ -9,6 +9,11 @@ namespace flash_dmattn::cuda::sm80 {
 // sm_90 has 227 KB, and one policy serves both.
 enum class SharedClass : std::uint8_t { kb99, kb163 };
 
+// A kernel as compiled for a class: a type, and so a symbol, of its own, also where both classes have the same policy. Its
+// launch never finds the code of the other class's target.
+template <class Kernel, SharedClass S>
+struct OfClass : Kernel {};
+
 constexpr unsigned shared_bytes(SharedClass shared) {
   return (shared == SharedClass::kb99 ? 99 : 163) * 1024;
 }
