@@ -25,7 +25,7 @@ struct ForwardKernel {
   static constexpr int q_arrivals = Load == KeyLoad::any ? 256 : 1;
   // Of bar.sync; 0 is __syncthreads.
   static constexpr int producer_barrier = 1;
-  static constexpr int first_turn_barrier = 2;
+  static constexpr int first_scheduler_barrier = 2;
 
   using SharedStorage = ForwardStorage<D, policy, HasKeyInfo>;
   using Producer = std::conditional_t<Load == KeyLoad::tma, TmaProducer<ForwardKernel>,

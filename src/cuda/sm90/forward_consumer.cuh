@@ -37,7 +37,7 @@ class ForwardConsumer {
         factor_(shapes_ ? 1.0f : p.forward.score.factor) {}
 
   __device__ void run() {
-    if (warpgroup_ == 0) named_barrier_arrive(turn_of(0), 256);
+    if (warpgroup_ == 0) named_barrier_arrive(scheduler_barrier(0), 256);
     storage_.q_pipeline.wait_full(0);
     // There is work for every block.
     WorkTile work = storage_.work[0];
@@ -83,7 +83,9 @@ class ForwardConsumer {
   }
 
  private:
-  static __device__ int turn_of(int warpgroup) { return Kernel::first_turn_barrier + warpgroup; }
+  static __device__ int scheduler_barrier(int warpgroup) {
+    return Kernel::first_scheduler_barrier + warpgroup;
+  }
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
   // This thread's first row in the work tile, and its first column in a key tile.
   __device__ int row() const {
@@ -122,12 +124,12 @@ class ForwardConsumer {
     storage_.k_pipeline.wait_full(n);
     see_copies();
     begin_scores(n);
-    named_barrier_sync(turn_of(warpgroup_), 256);
+    named_barrier_sync(scheduler_barrier(warpgroup_), 256);
     issue_scores(n, work_count);
     storage_.v_pipeline.wait_full(n - 1);
     see_copies();
     issue_out(n - 1);
-    named_barrier_arrive(turn_of((warpgroup_ + 1) % warpgroups), 256);
+    named_barrier_arrive(scheduler_barrier((warpgroup_ + 1) % warpgroups), 256);
     wait_scores<1>(n);
   }
 
