@@ -11,7 +11,7 @@ namespace flash_dmattn::cuda {
 
 // ---- Before the main loop -------------------------------------------------------------------------------
 
-// What a call says, with tile lists of query_tile_rows queries where it has a schedule; nothing of workspace.
+// The arguments of a call, with tile lists of query_tile_rows queries where it has a schedule; no workspace.
 ForwardParams params_of(const ForwardArgs& args);
 
 // Room for a packed mask, if the problem has a dense mask or ranks; none where the kernel follows a key list,

@@ -38,7 +38,7 @@ struct Shape {
 
 constexpr float mask_value = -1e4f;
 
-// What a bias may hold: numbers above mask_value, then that itself (for bf16 the one below), -inf and NaN.
+// Values of a bias: numbers above mask_value, then that itself (for bf16 the one below), -inf and NaN.
 constexpr int shown_values = 2;
 constexpr std::array<std::uint32_t, 5> bias_values(DType dtype) {
   switch (dtype) {

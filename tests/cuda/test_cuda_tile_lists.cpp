@@ -192,7 +192,7 @@ TEST_F(SmallCudaTileLists, KeyList) {
   }
 }
 
-// What the schedule of a direction is, from shapes and bound alone.
+// The schedule of a direction follows from shapes and bound alone.
 TEST(CudaTileListSchedules, FollowFromShapesAndBound) {
   Problem p;
   p.batch = 1;

@@ -43,7 +43,7 @@ std::vector<T> download(const DeviceBuffer& buffer, std::int64_t count) {
   return host;
 }
 
-// What measure_key_bound finds on the device, which has to be what it finds on the host.
+// The result of measure_key_bound on the device, which has to be that on the host.
 inline KeyBound measured_on_both(const TileListArgs& args,
                                  const std::vector<KeyInterval>& host_intervals) {
   const DeviceBuffer workspace(cuda::measure_workspace_size(args));

@@ -9,7 +9,7 @@
 // dS of all rows of a tile, also of those that do not see it. They leave a flag, and then such rows are
 // computed again, in double, from the keys that they see.
 //
-// The kernel is launched behind every backward that wants dq and ends at once where the flag is not set. Where
+// The kernel is launched behind every backward with dq and ends at once where the flag is not set. Where
 // gradients overflow although all keys are finite, it reads the keys and does nothing else.
 namespace flash_dmattn::cuda {
 

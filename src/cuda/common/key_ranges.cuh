@@ -56,7 +56,7 @@ struct BoundKeyBlocksKernel {
 #pragma unroll
     for (int i = 0; i < KeyRange::keys; i += 32) {
       const int key = block * KeyRange::keys + i + lane_id();
-      int2 seen = {0, 0};  // by nobody, as what does not exist
+      int2 seen = {0, 0};  // empty, also for keys past the end
       if (key < p.seqlen_k) seen = __ldg(reinterpret_cast<const int2*>(intervals) + key);
       if (p.causal) seen.x = max(seen.x, key - (p.seqlen_k - p.seqlen_q));
       seen = {max(seen.x, 0), min(seen.y, p.seqlen_q)};

@@ -63,7 +63,7 @@ struct PackMaskKernel {
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
     const Block block(p);
-    // Nobody reads the bits of an empty tile unless its neighbour of an aligned pair is not empty.
+    // The bits of an empty tile are read only where its neighbour in an aligned block of two is not empty.
     if (p.causal && block.key > (block.row_tile | 1) * side + side - 1 + p.shift) {
       store_state(p, block, 0);
       return;

@@ -249,7 +249,7 @@ class ForwardConsumer {
 
   // ---- Softmax -------------------------------------------------------------------------------------
 
-  // What a row's scores, times factor_, lose before weights are 2 to the power of them. A row that has seen
+  // The offset that a row's scores, times factor_, lose before weights are 2 to the power of them. A row that has seen
   // nothing subtracts no infinity.
   template <bool CanBeEmpty>
   __device__ float offset(int h) const {

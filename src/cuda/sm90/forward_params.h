@@ -6,8 +6,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// What belongs to a key alone, as the forward wants it: made by PrepareForward out of intervals, causality,
-// mask and bias. Rows are padded with keys that nobody sees, so that a whole tile can be copied from any
+// Key info in memory: made by PrepareForward out of intervals, causality, mask and bias of the keys.
+// Rows are padded with keys that no query sees, so that a whole tile can be copied from any
 // multiple of 64.
 struct KeyInfo {
   static constexpr int padded(int keys) { return (keys + 63) / 64 * 64 + 128; }

@@ -7,7 +7,7 @@
 //   q(0) K(0) | K(1) V(0) | K(2) V(1) | ...   and at the end of a work tile   | q(1) K(n) V(n - 1) | ...
 namespace flash_dmattn::cuda::sm90 {
 
-// What all producers do: work tiles, and the tiles of q by the TMA unit.
+// Common to all producers: work tiles, and the tiles of q by the TMA unit.
 template <class Kernel>
 struct ProducerBase {
   using Storage = typename Kernel::SharedStorage;

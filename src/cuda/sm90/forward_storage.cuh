@@ -34,7 +34,7 @@ struct KeyInfoStorage<Stages, Keys, false> {};
 template <int D, ForwardPolicy P, bool HasKeyInfo>
 struct ForwardStorage {
   static constexpr int work_stages = 2;
-  // What belongs to keys alone is read after the buffer of K has been released.
+  // Key info is read after the buffer of K has been released.
   static constexpr int info_stages = 2 * P.stages;
   using QTile = PanelTile<P.rows(), D>;
   using KeyTile = PanelTile<P.keys, D>;

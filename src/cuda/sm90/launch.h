@@ -11,7 +11,7 @@
 // The kernels of one dtype and head-dim bucket D; each is instantiated in a file of instances/.
 namespace flash_dmattn::cuda::sm90 {
 
-// What a forward keeps in the caller's workspace; it follows from shapes and strides.
+// The arrays of a forward in the caller's workspace; their sizes follow from shapes and strides.
 struct ForwardWorkspace {
   KeyInfo info;
   int batch = 1;  // of the info

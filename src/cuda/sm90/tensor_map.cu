@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::int64_t max_stride = std::int64_t{1} << 40;
 
-// A dimension of one element may have any stride; the TMA unit wants one that it can read.
+// A dimension of one element may have any stride; the TMA unit takes only some.
 std::uint64_t stride_of(std::int64_t bytes, int size) {
   return size > 1 ? static_cast<std::uint64_t>(bytes) : 16;
 }
