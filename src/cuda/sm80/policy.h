@@ -67,17 +67,7 @@ struct BackwardPolicy {
 
 constexpr BackwardPolicy backward_policy(int head_dim_bucket, SharedClass shared) {
   const bool small = shared == SharedClass::kb99;
-  if (head_dim_bucket == 64) {
-    return {.warps = 8,
-            .rows = 128,
-            .keys = 64,
-            .stages = 2,
-            .score_warps = 4,
-            .key_warps = 2,
-            .query_warps = 4,
-            .min_blocks = 1};
-  }
-  if (head_dim_bucket == 128 && !small) {
+  if (head_dim_bucket == 64 || (head_dim_bucket == 128 && !small)) {
     return {.warps = 8,
             .rows = 128,
             .keys = 64,
