@@ -227,7 +227,7 @@ void run_all(const char* json_path) {
     if (json == nullptr) continue;
     std::fprintf(json,
                  "%s  {\"case\": \"%s\", \"window\": %lld, \"tile_rows\": 128, "
-                 "\"select_graph_us\": %.1f, \"plan_graph_us\": %.1f, \"both_graph_us\": %.1f, "
+                 "\"select_graph_us\": %.1f, \"schedule_graph_us\": %.1f, \"both_graph_us\": %.1f, "
                  "\"both_stream_us\": %.1f, \"slots_graph_us\": %.1f, "
                  "\"workspace_mb\": %.1f}",
                  separator, c.name, static_cast<long long>(c.window), select, lists, graph, direct,

@@ -388,7 +388,7 @@ STABLE_TORCH_LIBRARY(flash_dmattn, m) {
       "bool is_causal) -> (Tensor key_rank, Tensor rank_limit)");
   m.def("measure_key_bound(Tensor key_intervals, SymInt query_length) -> int[]");
   m.def(
-      "build_key_plan(Tensor key_intervals, int tile_rows, SymInt query_length, SymInt[] "
+      "build_tile_lists(Tensor key_intervals, int tile_rows, SymInt query_length, SymInt[] "
       "key_bound) "
       "-> (Tensor keys, Tensor begin, Tensor count, Tensor full)");
   m.def("backends() -> str");
@@ -401,7 +401,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) {
   m.impl("backward", TORCH_BOX(&backward_op));
   m.impl("select_key_intervals", TORCH_BOX(&select_op));
   m.impl("measure_key_bound", TORCH_BOX(&measure_op));
-  m.impl("build_key_plan", TORCH_BOX(&plan_op));
+  m.impl("build_tile_lists", TORCH_BOX(&tile_lists_op));
   m.impl("select_key_intervals_varlen", TORCH_BOX(&select_varlen_op));
 }
 
@@ -412,7 +412,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) {
   m.impl("select_key_list", TORCH_BOX(&select_list_op));
   m.impl("rank_keys", TORCH_BOX(&rank_op));
   m.impl("measure_key_bound", TORCH_BOX(&measure_op));
-  m.impl("build_key_plan", TORCH_BOX(&plan_op));
+  m.impl("build_tile_lists", TORCH_BOX(&tile_lists_op));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CompositeExplicitAutograd, m) {

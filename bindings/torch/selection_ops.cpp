@@ -234,10 +234,10 @@ std::vector<std::int64_t> measure_op(const Tensor& key_intervals, std::int64_t q
 
 // Keys [entries], and begin, count and full [B, H, tiles] of QueryTileLists, for the kernels in
 // Python.
-std::tuple<Tensor, Tensor, Tensor, Tensor> plan_op(const Tensor& key_intervals,
-                                                   std::int64_t tile_rows,
-                                                   std::int64_t query_length,
-                                                   std::vector<std::int64_t> key_bound) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> tile_lists_op(const Tensor& key_intervals,
+                                                         std::int64_t tile_rows,
+                                                         std::int64_t query_length,
+                                                         std::vector<std::int64_t> key_bound) {
   expect_intervals(key_intervals);
   const CallDevice device(key_intervals);
   const Tensor dense = torch::stable::contiguous(key_intervals);

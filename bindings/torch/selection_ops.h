@@ -26,9 +26,9 @@ Tensor select_varlen_op(const Tensor& scores, const Tensor& cu_seqlens_q,
                         const Tensor& cu_seqlens_k, std::int64_t window, std::string selection,
                         bool is_causal, std::int64_t query_length);
 std::vector<std::int64_t> measure_op(const Tensor& key_intervals, std::int64_t query_length);
-std::tuple<Tensor, Tensor, Tensor, Tensor> plan_op(const Tensor& key_intervals,
-                                                   std::int64_t tile_rows,
-                                                   std::int64_t query_length,
-                                                   std::vector<std::int64_t> key_bound);
+std::tuple<Tensor, Tensor, Tensor, Tensor> tile_lists_op(const Tensor& key_intervals,
+                                                         std::int64_t tile_rows,
+                                                         std::int64_t query_length,
+                                                         std::vector<std::int64_t> key_bound);
 
 }  // namespace flash_dmattn::binding

@@ -80,7 +80,7 @@ def _kth_smallest_before(values: Tensor, k: int) -> Tensor:
     return found
 
 
-def build_key_plan(
+def build_tile_lists(
     intervals: Tensor, tile_rows: int, query_length: int, bound: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The operator of that name: keys [entries], and begin, count and full [B, H, tiles].

@@ -120,7 +120,8 @@ class Comparison {
     execution.workspace_bytes = bytes;
     cuda::select_key_intervals(on_device, execution);
     compare_intervals(intervals);
-    if (!::testing::Test::HasFatalFailure() && tile_rows > 0) compare_plan(on_device.intervals);
+    if (!::testing::Test::HasFatalFailure() && tile_rows > 0)
+      compare_tile_lists(on_device.intervals);
   }
 
   void compare_intervals(const DeviceBuffer& actual_intervals) {
@@ -144,7 +145,7 @@ class Comparison {
   }
 
   // On the device from the device's intervals, on the host from the host's.
-  void compare_plan(const KeyInterval* intervals) {
+  void compare_tile_lists(const KeyInterval* intervals) {
     TileListArgs list_args;
     list_args.batch = args_.batch;
     list_args.heads = args_.heads;

@@ -133,12 +133,12 @@ def careful_delta(
 def query_gradient_tiles(
     dq, row_sum, query, gradient, rows, lse, lse_low, delta, keys, begin, end, count, k_head, v_head,
     mask_head, bias_head, k, v, mask, bias, intervals, batch, head_kv, shape, dt_limit,
-    PARTIAL: tl.constexpr, PLANNED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+    PARTIAL: tl.constexpr, LISTED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, SUM_ROWS: tl.constexpr, SATURATE: tl.constexpr, SATURATE_DT: tl.constexpr,
     CAREFUL: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
     for start in range(begin, end, N):
-        index, exists = key_tile(keys, start, count, PLANNED, PARTIAL, N)
+        index, exists = key_tile(keys, start, count, LISTED, PARTIAL, N)
         key = load_rows(k_head, k, index, exists, shape, BLOCK_D, EVEN_D, CAREFUL)
         value = load_rows(v_head, v, index, exists, shape, BLOCK_D, EVEN_D, CAREFUL)
         products = matmul(query, tl.trans(key), CAREFUL)
@@ -149,7 +149,7 @@ def query_gradient_tiles(
         )  # fmt: skip
         if PARTIAL:
             visible = position_visible(
-                rows, index, exists, intervals, batch, head_kv, shape, PLANNED
+                rows, index, exists, intervals, batch, head_kv, shape, LISTED
             )
             score = tl.where(visible, score, -float("inf"))
         _, ds, dt = gradients_of_scores(
@@ -171,9 +171,9 @@ def query_gradient_tiles(
 
 @triton.jit
 def query_gradient_kernel(
-    q, k, v, mask, bias, intervals, plan, out, dout, statistics, dq, bias_sums, flags, shape,
+    q, k, v, mask, bias, intervals, tile_lists, out, dout, statistics, dq, bias_sums, flags, shape,
     dt_limit, gradient_limit,
-    PLANNED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+    LISTED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, SUM_ROWS: tl.constexpr, SATURATE: tl.constexpr, CAREFUL: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
@@ -206,17 +206,17 @@ def query_gradient_kernel(
     SATURATE_DT: tl.constexpr = SATURATE and (CAREFUL or q.data.dtype.element_ty == tl.float16)
     sums = tl.zeros((M, BLOCK_D), WIDE)
     row_sum = tl.zeros((M,), WIDE)
-    keys, count, full = key_range(tile, plan, batch, head_kv, shape, PLANNED, M, N)
+    keys, count, full = key_range(tile, tile_lists, batch, head_kv, shape, LISTED, M, N)
     sums, row_sum = query_gradient_tiles(
         sums, row_sum, query, gradient, rows, lse, lse_low, delta, keys, 0, full, count, k_head, v_head,
         mask_head, bias_head, k, v, mask, bias, intervals, batch, head_kv, shape, dt_limit,
-        False, PLANNED, MASK, BIAS, SOFTCAP, SUM_ROWS, SATURATE, SATURATE_DT, CAREFUL, N, BLOCK_D,
+        False, LISTED, MASK, BIAS, SOFTCAP, SUM_ROWS, SATURATE, SATURATE_DT, CAREFUL, N, BLOCK_D,
         EVEN_D,
     )  # fmt: skip
     sums, row_sum = query_gradient_tiles(
         sums, row_sum, query, gradient, rows, lse, lse_low, delta, keys, full, count, count, k_head,
         v_head, mask_head, bias_head, k, v, mask, bias, intervals, batch, head_kv, shape, dt_limit,
-        True, PLANNED, MASK, BIAS, SOFTCAP, SUM_ROWS, SATURATE, SATURATE_DT, CAREFUL, N, BLOCK_D,
+        True, LISTED, MASK, BIAS, SOFTCAP, SUM_ROWS, SATURATE, SATURATE_DT, CAREFUL, N, BLOCK_D,
         EVEN_D,
     )  # fmt: skip
     store_rows(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .plan import PLAN_ROWS as _PLAN_ROWS
 from .range_check import LARGEST_PLAIN_LSE
+from .tile_lists import TILE_ROWS as _TILE_ROWS
 from .tiles import (
     LN_2,
     add_product,
@@ -20,46 +20,46 @@ from .tiles import (
     weight,
 )
 
-PLAN_ROWS = tl.constexpr(_PLAN_ROWS)
+TILE_ROWS = tl.constexpr(_TILE_ROWS)
 
 
 @triton.jit
 def key_range(
-    tile, plan, batch, head_kv, shape,
-    PLANNED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    tile, tile_lists, batch, head_kv, shape,
+    LISTED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The keys of a query tile: their list (or none), their number, and how many of them, a multiple of
     N, causality and intervals show to all rows."""
     rows_begin = tile * M
     rows_end = tl.minimum(rows_begin + M, shape.seqlen_q)
-    if PLANNED:
-        tiles = tl.cdiv(shape.seqlen_q, PLAN_ROWS)
-        row = batch * plan.batch + head_kv * plan.head
-        index = row.to(tl.int64) * tiles + rows_begin // PLAN_ROWS
-        keys = plan.keys + tl.load(plan.begin + index)
-        count = tl.load(plan.count + index)
-        full = tl.load(plan.full + index)
+    if LISTED:
+        tiles = tl.cdiv(shape.seqlen_q, TILE_ROWS)
+        row = batch * tile_lists.batch + head_kv * tile_lists.head
+        index = row.to(tl.int64) * tiles + rows_begin // TILE_ROWS
+        keys = tile_lists.keys + tl.load(tile_lists.begin + index)
+        count = tl.load(tile_lists.count + index)
+        full = tl.load(tile_lists.full + index)
     else:
-        keys = plan.keys
+        keys = tile_lists.keys
         count = tl.maximum(tl.minimum(shape.seqlen_k, rows_end + shape.reach), 0)
         full = tl.maximum(tl.minimum(shape.seqlen_k, rows_begin + shape.reach + 1), 0)
     return keys, count, full // N * N
 
 
 @triton.jit
-def key_tile(keys, start, count, PLANNED: tl.constexpr, PARTIAL: tl.constexpr, N: tl.constexpr):
+def key_tile(keys, start, count, LISTED: tl.constexpr, PARTIAL: tl.constexpr, N: tl.constexpr):
     """The keys at [start, start + N) of a query tile's range, and which of them exist."""
     index = start + tl.arange(0, N)
     exists = (index < count) if PARTIAL else (index >= 0)
-    if PLANNED:
+    if LISTED:
         index = tl.load(keys + index, mask=exists, other=0)
     return index, exists
 
 
 @triton.jit
-def position_visible(rows, index, exists, intervals, batch, head_kv, shape, PLANNED: tl.constexpr):
+def position_visible(rows, index, exists, intervals, batch, head_kv, shape, LISTED: tl.constexpr):
     """[rows, keys]: visible by tails, causality and intervals."""
-    if PLANNED:
+    if LISTED:
         first, last = load_interval(intervals, batch, head_kv, index, exists)
         return (rows[:, None] >= first[None, :]) & (rows[:, None] < last[None, :])
     return exists[None, :] & (index[None, :] <= rows[:, None] + shape.reach)
@@ -69,13 +69,13 @@ def position_visible(rows, index, exists, intervals, batch, head_kv, shape, PLAN
 def forward_tiles(
     out, largest, total, query, rows, keys, begin, end, count, k_head, v_head, mask_head, bias_head,
     k, v, mask, bias, intervals, batch, head_kv, shape,
-    PARTIAL: tl.constexpr, PLANNED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+    PARTIAL: tl.constexpr, LISTED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, SATURATE: tl.constexpr, CAREFUL: tl.constexpr, N: tl.constexpr,
     BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the keys [begin, end) of a query tile's range."""
     for start in range(begin, end, N):
-        index, exists = key_tile(keys, start, count, PLANNED, PARTIAL, N)
+        index, exists = key_tile(keys, start, count, LISTED, PARTIAL, N)
         key = load_rows(k_head, k, index, exists, shape, BLOCK_D, EVEN_D, CAREFUL)
         products = matmul(query, tl.trans(key), CAREFUL)
         score, _ = scores(
@@ -84,7 +84,7 @@ def forward_tiles(
         )  # fmt: skip
         if PARTIAL:
             visible = position_visible(
-                rows, index, exists, intervals, batch, head_kv, shape, PLANNED
+                rows, index, exists, intervals, batch, head_kv, shape, LISTED
             )
             score = tl.where(visible, score, -float("inf"))
         if CAREFUL and not SATURATE:  # a NaN stays in the sum, and from there reaches out and lse
@@ -108,8 +108,8 @@ def forward_tiles(
 
 @triton.jit
 def forward_kernel(
-    q, k, v, mask, bias, intervals, plan, out, lse, lse_low, flags, shape, out_limit,
-    PLANNED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+    q, k, v, mask, bias, intervals, tile_lists, out, lse, lse_low, flags, shape, out_limit,
+    LISTED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, SATURATE: tl.constexpr, CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
@@ -134,16 +134,16 @@ def forward_kernel(
     sums = tl.zeros((M, BLOCK_D), WIDE)
     largest = tl.full((M,), -float("inf"), WIDE)
     total = tl.zeros((M,), WIDE)
-    keys, count, full = key_range(tile, plan, batch, head_kv, shape, PLANNED, M, N)
+    keys, count, full = key_range(tile, tile_lists, batch, head_kv, shape, LISTED, M, N)
     sums, largest, total = forward_tiles(
         sums, largest, total, query, rows, keys, 0, full, count, k_head, v_head, mask_head, bias_head,
         k, v, mask, bias, intervals, batch, head_kv, shape,
-        False, PLANNED, MASK, BIAS, SOFTCAP, SATURATE, CAREFUL, N, BLOCK_D, EVEN_D,
+        False, LISTED, MASK, BIAS, SOFTCAP, SATURATE, CAREFUL, N, BLOCK_D, EVEN_D,
     )  # fmt: skip
     sums, largest, total = forward_tiles(
         sums, largest, total, query, rows, keys, full, count, count, k_head, v_head, mask_head,
         bias_head, k, v, mask, bias, intervals, batch, head_kv, shape,
-        True, PLANNED, MASK, BIAS, SOFTCAP, SATURATE, CAREFUL, N, BLOCK_D, EVEN_D,
+        True, LISTED, MASK, BIAS, SOFTCAP, SATURATE, CAREFUL, N, BLOCK_D, EVEN_D,
     )  # fmt: skip
 
     empty = total == 0

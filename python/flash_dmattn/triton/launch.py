@@ -12,8 +12,8 @@ from .backward import BiasSums, Statistics, delta_kernel, query_gradient_kernel
 from .backward_bias import bias_gradient_kernel
 from .backward_keys import key_gradient_kernel
 from .forward import forward_kernel
-from .plan import Plan, build_plan, lifetime_order
 from .range_check import LARGEST_PLAIN, range_kernel
+from .tile_lists import TileLists, build_tile_lists, lifetime_order
 from .tiles import Broadcast, Intervals, Rows, Shape
 
 _ROWS_AT_ONCE = 64  # of the kernels that only read rows
@@ -82,12 +82,12 @@ class Problem:
             seqlen_k * 2 if heads > 1 else 0,
         )
 
-    def plan(self) -> tuple[Plan, dict]:
+    def tile_lists(self) -> tuple[TileLists, dict]:
         """The tile lists, and their keyword of a launch. Without intervals a tensor that is never read."""
-        keywords = {"PLANNED": self.intervals is not None}
+        keywords = {"LISTED": self.intervals is not None}
         if self.intervals is None:
-            return Plan(*(self.q.data,) * 4, 0, 0), keywords
-        return build_plan(self.intervals, self.shape.seqlen_q, self.key_bound), keywords
+            return TileLists(*(self.q.data,) * 4, 0, 0), keywords
+        return build_tile_lists(self.intervals, self.shape.seqlen_q, self.key_bound), keywords
 
     def config(self, kernel: str, careful: bool = False) -> configs.Config:
         return configs.choose(
@@ -181,7 +181,7 @@ def forward(problem: Problem, saturate: bool) -> tuple[Tensor, Tensor, Tensor, T
     flags = range_flags(p, (p.q, shape.seqlen_q), (p.k, shape.seqlen_k), (p.v, shape.seqlen_k))
     heads = p.batch * shape.heads_q
     if heads and shape.seqlen_q:
-        plan, planned = p.plan()
+        tile_lists, listed = p.tile_lists()
         for config, keywords in p.forms("forward" if p.intervals is None else "forward by list"):
             forward_kernel[(heads * triton.cdiv(shape.seqlen_q, config.queries),)](
                 p.q,
@@ -190,7 +190,7 @@ def forward(problem: Problem, saturate: bool) -> tuple[Tensor, Tensor, Tensor, T
                 p.mask,
                 p.bias,
                 p.interval_view(),
-                plan,
+                tile_lists,
                 rows(out),
                 lse,
                 lse_low,
@@ -198,7 +198,7 @@ def forward(problem: Problem, saturate: bool) -> tuple[Tensor, Tensor, Tensor, T
                 shape,
                 torch.finfo(p.dtype).max,
                 SATURATE=saturate,
-                **planned,
+                **listed,
                 **keywords,
             )
     return out, lse, lse_low, flags
@@ -236,11 +236,11 @@ def backward(problem, dout, out, lse, lse_low, flags, saturate, needs) -> list[T
     inputs = (p.q, p.k, p.v, p.mask, p.bias, p.interval_view())
     limits = (gradient_limit(p.dtype), gradient_limit(p.dtype))
     if (need_dq or by_rows) and shape.seqlen_q:
-        plan, planned = p.plan()
+        tile_lists, listed = p.tile_lists()
         for config, keywords in p.forms("dq"):
             query_gradient_kernel[(heads * triton.cdiv(shape.seqlen_q, config.queries),)](
                 *inputs,
-                plan,
+                tile_lists,
                 rows(out),
                 rows(dout),
                 statistics,
@@ -251,7 +251,7 @@ def backward(problem, dout, out, lse, lse_low, flags, saturate, needs) -> list[T
                 *limits,
                 SUM_ROWS=by_rows,
                 SATURATE=saturate,
-                **planned,
+                **listed,
                 **keywords,
             )
     if (need_dk or need_dv or by_keys) and shape.seqlen_k:

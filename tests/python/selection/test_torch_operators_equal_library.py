@@ -1,4 +1,4 @@
-"""Selection and plan in torch's operators, which GPUs without kernels of the library use: the same as the library's."""
+"""Selection and tile lists in torch's operators, which GPUs without kernels of the library use: the same as the library's."""
 
 import pytest
 import torch
@@ -52,37 +52,39 @@ def test_selection_by_its_definition():
     bound_known=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_plan_is_the_librarys(shape, query_length, tile_rows, bound_known, seed):
+def test_tile_lists_are_the_librarys(shape, query_length, tile_rows, bound_known, seed):
     generator = torch.Generator().manual_seed(seed)
     intervals = torch.randint(0, query_length + 1, (*shape, 2), generator=generator).int()
     bound = [shape[2], 0] if bound_known else []
-    expected = _ops.build_key_plan(intervals, tile_rows, query_length, [])
-    assert_same_plan(portable.build_key_plan(intervals, tile_rows, query_length, bound), expected)
+    expected = _ops.build_tile_lists(intervals, tile_rows, query_length, [])
+    assert_same_lists(
+        portable.build_tile_lists(intervals, tile_rows, query_length, bound), expected
+    )
 
 
-def assert_same_plan(plan, expected):
-    for found, wanted in zip(plan[2:], expected[2:], strict=True):
+def assert_same_lists(tile_lists, expected):
+    for found, wanted in zip(tile_lists[2:], expected[2:], strict=True):
         assert torch.equal(found, wanted)
-    for one, other in zip(lists_of(plan), lists_of(expected), strict=True):
+    for one, other in zip(lists_of(tile_lists), lists_of(expected), strict=True):
         assert torch.equal(one, other)
 
 
-def lists_of(plan):
-    keys, begin, count, _ = plan
+def lists_of(tile_lists):
+    keys, begin, count, _ = tile_lists
     return [keys[b : b + n] for b, n in zip(begin.flatten(), count.flatten(), strict=True)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_plan_of_a_selection(device):
+def test_tile_lists_of_a_selection(device):
     scores = torch.randn(1, 2, 1000, device=device)
     chosen = select_key_intervals(scores, 60)
     arguments = (chosen.intervals, 128, 1000, list(chosen.bound))
-    assert_same_plan(portable.build_key_plan(*arguments), _ops.build_key_plan(*arguments))
+    assert_same_lists(portable.build_tile_lists(*arguments), _ops.build_tile_lists(*arguments))
 
 
 def test_a_broken_bound_loses_keys_and_reads_nothing_else():
     intervals = torch.tensor([0, 300]).expand(1, 1, 400, 2).int()
-    keys, begin, count, full = portable.build_key_plan(intervals, 128, 300, [10, 0])
+    keys, begin, count, full = portable.build_tile_lists(intervals, 128, 300, [10, 0])
     assert keys.shape[0] == 30 and (full <= count).all()
     assert ((begin + count)[count > 0] <= 30).all()
     assert ((keys >= 0) & (keys < 400)).all()
@@ -93,5 +95,5 @@ def test_nothing_is_quadratic():
     scores = torch.randn(1, 1, length)
     with LargestTensor() as largest:
         intervals = portable.select_key_intervals(scores, None, window, "per_query", True, length)
-        portable.build_key_plan(intervals, 128, length, [window, 1])
+        portable.build_tile_lists(intervals, 128, length, [window, 1])
     assert largest.elements <= 2 * length * (1 + window // 128 + 2)

@@ -8,11 +8,11 @@ from torch import Tensor, frexp
 
 from .. import _ops, portable
 
-PLAN_ROWS = 128  # queries of a list's tile, a multiple of those of every kernel's
+TILE_ROWS = 128  # queries of a list's tile, a multiple of those of every kernel's
 
 
-class Plan(NamedTuple):
-    """Of every PLAN_ROWS queries the keys that at least one of them sees: first those that all see (`full`).
+class TileLists(NamedTuple):
+    """Of every TILE_ROWS queries the keys that at least one of them sees: first those that all see (`full`).
 
     Tile t of (b, h) has keys[begin[.., t]] to keys[begin[.., t] + count[.., t]].
     """
@@ -25,16 +25,16 @@ class Plan(NamedTuple):
     head: int
 
 
-def build_plan(intervals: Tensor, seqlen_q: int, bound: list[int]) -> Plan:
+def build_tile_lists(intervals: Tensor, seqlen_q: int, bound: list[int]) -> TileLists:
     """intervals: int32 [B or 1, Hkv or 1, Sk, 2].
 
     bound: (base, per_query) where n consecutive queries together see at most base + per_query n keys; or
     nothing, and then the keys are counted first, which waits for the device.
     """
-    build = _ops.build_key_plan if _ops.has_kernels_for(intervals) else portable.build_key_plan
-    keys, begin, count, full = build(intervals, PLAN_ROWS, seqlen_q, bound)
+    build = _ops.build_tile_lists if _ops.has_kernels_for(intervals) else portable.build_tile_lists
+    keys, begin, count, full = build(intervals, TILE_ROWS, seqlen_q, bound)
     batch, heads = intervals.shape[:2]
-    return Plan(keys, begin, count, full, heads if batch > 1 else 0, 1 if heads > 1 else 0)
+    return TileLists(keys, begin, count, full, heads if batch > 1 else 0, 1 if heads > 1 else 0)
 
 
 def lifetime_order(intervals: Tensor) -> Tensor:
