@@ -25,6 +25,7 @@ set -euo pipefail
 copy_package() {
   mkdir -p "$3"
   cp -r "$1/python" "$3/"
+  cp "$1/tests/cases/attention.csv" "$3/python/flash_dmattn/check/"
   strip -o "$3/_C.so" "$2/bindings/torch/_C.so"
   git -C "$1" rev-parse --short HEAD >"$3/commit"
 }
