@@ -22,9 +22,12 @@ DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
 NAMES = {
     "cuda": "ours", "cpu": "ours", "triton": "our Triton backend", "sdpa": "torch SDPA", "flex": "flex_attention",
-    "fa2": "FlashAttention-2", "cudnn": "cuDNN",
+    "fa2": "FlashAttention-2", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4", "cudnn": "cuDNN",
 }  # fmt: skip
-KINDS = {"per_query": "dynamic mask", "sliding": "sliding window", "pairs": "dense mask and bias"}
+KINDS = {
+    "per_query": "dynamic mask", "sliding": "sliding window", "documents": "packed documents",
+    "pairs": "dense mask and bias",
+}  # fmt: skip
 # README's rows: three cases in two dtypes on a CPU, six cases in one dtype on a GPU.
 README_CASES = {
     "dense causal B1 H8 N4096 D128",
@@ -86,7 +89,7 @@ def _title(case: str) -> str:
 def _both(row: dict, unit: str) -> str:
     """Three digits of either direction."""
     values = (row[f"{way}_{unit}"] for way in ("forward", "backward"))
-    return " / ".join(f"{x:.0f}" if x >= 100 else f"{x:.3g}" for x in values)
+    return " / ".join("–" if x is None else f"{x:.0f}" if x >= 100 else f"{x:.3g}" for x in values)
 
 
 def put_between_markers(text: str, name: str, content: str) -> str:

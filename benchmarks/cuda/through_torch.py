@@ -21,8 +21,8 @@ from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils impor
     _flash_dynamic_mask_attention_forward,
 )
 
-SPEED_CASES = ("dense", "dma", "groups", "sliding", "pairs")
-SIDES = ("cuda", "fa2", "cudnn", "flex")
+SPEED_CASES = ("dense", "head_dims", "dma", "groups", "sliding", "documents", "pairs")
+SIDES = ("cuda", "fa2", "cudnn", "fa3", "fa4", "flex")
 REPEATS = 9
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 DENSE, PER_QUERY, GLOBAL, SLIDING, PAIRS = "dense causal", "per_query", "global", "sliding", "pairs"
+DOCUMENTS = "documents"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,8 +13,8 @@ class Case:
     """Causal attention of `batch` sequences.
 
     kind: DENSE; PER_QUERY and GLOBAL: of every query the `window` keys with the highest bias, one bias per
-        key; SLIDING: the last `window` keys; PAIRS: a dense mask and bias, about `window` random keys of
-        those a query may see.
+        key; SLIDING: the last `window` keys; DOCUMENTS: packed documents of `window` tokens each; PAIRS: a
+        dense mask and bias, about `window` random keys of those a query may see.
     """
 
     kind: str
@@ -35,7 +36,9 @@ class Case:
     def pairs(self) -> int:
         """Visible (query, key) pairs of all heads: query i sees min(i + 1, window) keys."""
         n, w = self.seqlen, min(self.window or self.seqlen, self.seqlen)
-        return self.batch * self.heads_q * (w * (w + 1) // 2 + (n - w) * w)
+        first = w * (w + 1) // 2
+        later = (n // w - 1) * first if self.kind == DOCUMENTS else (n - w) * w
+        return self.batch * self.heads_q * (first + later)
 
     def useful_flops(self, direction: str) -> int:
         """2 products of 2 D flops a (query, key) pair forward, 5 backward."""
@@ -60,16 +63,23 @@ CASES = {
     },
     "cuda": {
         "dense": [Case(DENSE, n, 128, heads_q=16, heads_kv=16) for n in (8192, 32768)],
+        "head_dims": [Case(DENSE, 32768, d, heads_q=16, heads_kv=16) for d in (64, 256)],
         "dma": _sweep((32768,), (2048,), **_GPU_HEADS),
         "groups": [
             Case(PER_QUERY, 32768, 128, 2048, heads_q=16, heads_kv=16),
             Case(PER_QUERY, 32768, 128, 2048, heads_q=16, heads_kv=2),
             Case(PER_QUERY, 4096, 128, 2048, heads_q=32, heads_kv=32, batch=2),
+            Case(PER_QUERY, 32768, 64, 1024, heads_q=16, heads_kv=8),
+            Case(PER_QUERY, 131072, window=2048, **_GPU_HEADS),
         ],
         "scaling": _sweep((4096, 8192, 16384, 32768, 65536), (2048,), **_GPU_HEADS),
         "windows": _sweep((32768,), (256, 512, 1024, 2048, 4096, 8192), **_GPU_HEADS),
         "global": [Case(GLOBAL, 32768, window=2048, **_GPU_HEADS)],
         "sliding": [Case(SLIDING, 32768, window=2048, **_GPU_HEADS)],
+        "documents": [
+            Case(DOCUMENTS, 32768, window=2048, **_GPU_HEADS),
+            Case(DENSE, 2048, heads_q=16, heads_kv=8, head_dim=128, batch=16),
+        ],
         "pairs": [
             Case(PAIRS, 32768, 64, 1024, heads_q=2, heads_kv=1),
             Case(PAIRS, 4096, 128, 2048),

@@ -23,18 +23,18 @@ class Step:
     """A forward, the inputs by which it is differentiated, and the gradient of its output."""
 
     forward: Callable[[], Tensor]
-    leaves: list[Tensor]
+    leaves: list[Tensor]  # none where a side has no backward
     dout: Tensor
     mask_bytes: int = 0  # of a mask that was made for this side alone
 
     def backward(self, out: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, self.leaves, self.dout)
+        return torch.autograd.grad(out, self.leaves, self.dout) if self.leaves else ()
 
 
 @dataclass(frozen=True)
 class Cost:
     forward_ms: float
-    backward_ms: float
+    backward_ms: float | None  # None: the side has no backward
     peak_bytes: int  # of forward and backward together, beyond queries, keys, values and biases
 
 
@@ -73,7 +73,11 @@ def costs(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Cost]:
             if turn:
                 times[name].append((forward, backward))
     medians = {name: map(statistics.median, zip(*t, strict=True)) for name, t in times.items()}
-    return {name: Cost(*medians[name], peak_of(steps[name], device)) for name in steps}
+    found = {}
+    for name, step in steps.items():
+        forward, backward = medians[name]
+        found[name] = Cost(forward, backward if step.leaves else None, peak_of(step, device))
+    return found
 
 
 def peak_of(step: Step, device: str) -> int:

@@ -6,8 +6,10 @@ from ..usage import device, input_file, output_file, picture_file
 
 # Here, so that the command's help needs neither a GPU nor the backends.
 BACKENDS = ("cuda", "triton", "cpu")
-RIVALS = ("sdpa", "fa2", "cudnn", "flex")
-CASES = ("dense", "dma", "groups", "scaling", "windows", "global", "sliding", "pairs")
+RIVALS = ("sdpa", "fa2", "cudnn", "flex", "fa3", "fa4")
+CASES = (
+    "dense", "head_dims", "dma", "groups", "scaling", "windows", "global", "sliding", "documents", "pairs",
+)  # fmt: skip
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_CASES = ("dense", "dma", "scaling")
 
@@ -18,7 +20,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help=f"any of {', '.join(CASES)}; default: {' '.join(DEFAULT_CASES)}")  # fmt: skip
     add("--backend", nargs="+", choices=BACKENDS, help="ours; default: the best one that runs here")
     add("--against", type=_rivals, metavar="RIVALS",
-        help=f"of {','.join(RIVALS)}, or none; default: those that run here without compiling (not flex)")  # fmt: skip
+        help=f"of {','.join(RIVALS)}, or none; default: those of torch that run here without compiling")  # fmt: skip
     add(
         "--dtype",
         "--dtypes",

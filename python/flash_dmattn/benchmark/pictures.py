@@ -12,20 +12,21 @@ import matplotlib.pyplot as plt
 
 _COLOURS = {
     "cuda": "tab:blue", "cpu": "tab:blue", "triton": "tab:cyan", "sdpa": "tab:gray", "flex": "tab:orange",
-    "fa2": "tab:green", "cudnn": "tab:olive",
+    "fa2": "tab:green", "fa3": "tab:red", "fa4": "tab:purple", "cudnn": "tab:olive",
 }  # fmt: skip
 _LABELS = {
     "cuda": "flash_dmattn, CUDA", "cpu": "flash_dmattn, CPU", "triton": "flash_dmattn, Triton",
     "sdpa": "torch SDPA", "flex": "flex_attention", "fa2": "FlashAttention-2, dense",
-    "cudnn": "cuDNN, dense",
+    "cudnn": "cuDNN, dense", "fa3": "FlashAttention-3, dense", "fa4": "FlashAttention-4",
 }  # fmt: skip
 _STYLES = {"bfloat16": ("s", "-"), "float32": ("o", "--"), "float16": ("^", ":")}
 _AXES = {"seqlen": "sequence length N", "window": "window w"}
 _FIXED = ("kind", "batch", "heads_q", "heads_kv", "head_dim")
 
 
-def seconds(row: dict) -> float:
-    return (row["forward_ms"] + row["backward_ms"]) / 1e3
+def seconds(row: dict) -> float | None:
+    backward = row["backward_ms"]
+    return None if backward is None else (row["forward_ms"] + backward) / 1e3
 
 
 def memory(row: dict) -> float | None:

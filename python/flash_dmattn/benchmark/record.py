@@ -29,19 +29,28 @@ def row_of(case: Case, dtype: str, who: str, cost: Cost) -> dict:
         "dtype": dtype,
         "who": who,
         "forward_ms": round(cost.forward_ms, 3),
-        "backward_ms": round(cost.backward_ms, 3),
+        "backward_ms": _rounded(cost.backward_ms),
         "forward_useful_tflops": round(flops["forward"] / cost.forward_ms * 1e-9, 3),
-        "backward_useful_tflops": round(flops["backward"] / cost.backward_ms * 1e-9, 3),
+        "backward_useful_tflops": _rounded(
+            cost.backward_ms and flops["backward"] / cost.backward_ms * 1e-9
+        ),
         "peak_mb": round(cost.peak_bytes / 1e6, 1),
     }
 
 
+def _rounded(number: float | None) -> float | None:
+    return None if number is None else round(number, 3)
+
+
 def line(row: dict) -> str:
-    peak = f"{row['peak_mb']:>9.1f}" if "peak_mb" in row else f"{'-':>9}"
+    def field(name: str, form: str, width: int) -> str:
+        number = row.get(name)
+        return f"{'-' if number is None else format(number, form):>{width}}"
+
     return (
-        f"{row['case']:<42} {row['dtype']:<9}{row['who']:<7}{row['forward_ms']:>10.2f}"
-        f"{row['backward_ms']:>10.2f}   {row['forward_useful_tflops']:>11.3g}"
-        f"{row['backward_useful_tflops']:>10.3g}               {peak}"
+        f"{row['case']:<42} {row['dtype']:<9}{row['who']:<7}{field('forward_ms', '.2f', 10)}"
+        f"{field('backward_ms', '.2f', 10)}   {field('forward_useful_tflops', '.3g', 11)}"
+        f"{field('backward_useful_tflops', '.3g', 10)}               {field('peak_mb', '.1f', 9)}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..availability import get_available_backends
 from ..check.memory import bytes_of
 from ..flash_dmattn_interface import flash_dmattn_func_auto
-from ..key_intervals import KeyIntervals, select_key_intervals, sliding_window
+from ..key_intervals import (
+    KeyIntervals,
+    packed_documents,
+    select_key_intervals,
+    sliding_window,
+)
 from ..visibility import Visibility
-from .cases import DENSE, GLOBAL, PAIRS, PER_QUERY, SLIDING, Case
+from .cases import DENSE, DOCUMENTS, GLOBAL, PAIRS, PER_QUERY, SLIDING, Case
 from .clock import Step
 
 OURS = ("cuda", "triton", "cpu")
@@ -50,6 +56,10 @@ def draw(case: Case, dtype: torch.dtype, device: str) -> Inputs:
         return Inputs(case, q, k, v, dout)
     if case.kind == SLIDING:
         return Inputs(case, q, k, v, dout, intervals=sliding_window(n, case.window, device=device))
+    if case.kind == DOCUMENTS:
+        begins = torch.arange(0, n + 1, case.window, dtype=torch.int32, device=device)
+        documents = packed_documents(begins, key_length=n, max_length=case.window)
+        return Inputs(case, q, k, v, dout, intervals=documents)
     if case.kind != PAIRS:
         return Inputs(case, q, k, v, dout, bias=normal(batch, heads_kv, n))
     bias = torch.empty(batch, heads_kv, n, n, device=device, dtype=dtype).normal_()
@@ -72,7 +82,7 @@ def _our(backend: str, inputs: Inputs) -> Step:
     options = {"attn_bias": bias[0] if bias else None, "is_causal": True}
     if case.kind == PAIRS:
         options["attn_mask"] = inputs.mask
-    elif case.kind == SLIDING:
+    elif inputs.intervals is not None:
         options = {"key_intervals": inputs.intervals}
     elif case.kind != DENSE:
         options |= {"keep_window_size": case.window, "selection": case.kind}
@@ -115,7 +125,7 @@ def _sdpa(inputs: Inputs) -> Step:
     case = inputs.case
     if case.kind == DENSE:
         return _torchs(inputs)
-    heads = 1 if case.kind == SLIDING else case.heads_q
+    heads = 1 if case.kind in (SLIDING, DOCUMENTS) else case.heads_q
     needed = 5 * case.batch * heads * case.seqlen**2  # torch converts it to numbers
     if needed > _memory(inputs.q.device) // 2:
         raise Declined(f"its mask takes {needed / 1e9:.0f} GB")
@@ -149,10 +159,42 @@ def _flex(inputs: Inputs) -> Step:
     leaves = _leaves(*(t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)), inputs.bias)
     q, k, v, *bias = leaves
     of_pairs = [t if t.dim() == 4 else t[:, :, None] for t in bias]
-    visible = Visibility(inputs.mask, case.kind != SLIDING, intervals)
+    visible = Visibility(inputs.mask, inputs.intervals is None, intervals)
     bias = of_pairs[0] if bias else None
     options = masking(q, k, bias, visible) | {"enable_gqa": case.heads_q != case.heads_kv}
     return Step(lambda: compiled_flex(q, k, v, **options), leaves, inputs.dout.transpose(1, 2))
+
+
+def _fa3(inputs: Inputs) -> Step:
+    """FlashAttention-3's forward, of the package fa3-fwd, which has no backward and no window."""
+    if inputs.case.kind != DENSE:
+        raise Declined("its package has no masks")
+    attention = _imported("fa3_fwd_interface").flash_attn_func
+    q, k, v = inputs.q, inputs.k, inputs.v
+    return Step(lambda: attention(q, k, v, causal=True), [], inputs.dout)
+
+
+def _fa4(inputs: Inputs) -> Step:
+    """FlashAttention-4, of the package flash-attn-4: causal, with a window where there is one."""
+    case = inputs.case
+    if case.kind not in (DENSE, SLIDING):
+        raise Declined("has no masks here")
+    attention = _imported("flash_attn.cute").flash_attn_func
+    leaves = q, k, v = _leaves(inputs.q, inputs.k, inputs.v)
+    window = (case.window - 1, 0) if case.kind == SLIDING else (None, None)
+
+    def forward():
+        out = attention(q, k, v, causal=True, window_size=window)
+        return out[0] if isinstance(out, tuple) else out
+
+    return Step(forward, leaves, inputs.dout)
+
+
+def _imported(module: str):
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Declined(f"cannot import {module}: {error}") from error
 
 
 def _memory(device: torch.device) -> int:
@@ -166,6 +208,8 @@ RIVALS: dict[str, Callable[[Inputs], Step]] = {
     "fa2": _dense_only(SDPBackend.FLASH_ATTENTION),
     "cudnn": _dense_only(SDPBackend.CUDNN_ATTENTION),
     "flex": _flex,
+    "fa3": _fa3,
+    "fa4": _fa4,
 }
 
 

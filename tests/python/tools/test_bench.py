@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from flash_dmattn.__main__ import main
-from flash_dmattn.benchmark import options, run
+from flash_dmattn.benchmark import options, record, run
 from flash_dmattn.benchmark.cases import (
     DENSE,
+    DOCUMENTS,
     GLOBAL,
     NAMES,
     PAIRS,
@@ -18,12 +19,12 @@ from flash_dmattn.benchmark.cases import (
     Case,
     cases_of,
 )
-from flash_dmattn.benchmark.clock import peak_of
+from flash_dmattn.benchmark.clock import Step, costs, peak_of
 from flash_dmattn.benchmark.sides import RIVALS, build, draw
 from flash_dmattn.check.oracle import causal_pairs
 
 SMALL = ["--length", "64", "96", "--window", "16", "--repeats", "1", "--device", "cpu"]
-KINDS = (DENSE, PER_QUERY, GLOBAL, SLIDING, PAIRS)
+KINDS = (DENSE, PER_QUERY, GLOBAL, SLIDING, DOCUMENTS, PAIRS)
 
 
 def test_every_case_and_rival_can_be_named():
@@ -82,12 +83,31 @@ def test_nothing_to_plot_is_said(capsys, tmp_path):
 
 def test_who_cannot_run_a_case_says_so(capsys):
     arguments = ["--case", "dense", "--length", "32", "--repeats", "1", "--dtype", "float32"]
-    assert main(["bench", *arguments, "--device", "cpu", "--against", "fa2,cudnn"]) == 0
+    assert main(["bench", *arguments, "--device", "cpu", "--against", "fa2,cudnn,fa3,fa4"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("declined: needs a GPU") == 2
+    assert printed.count("declined: cannot import") == 2
     with pytest.raises(SystemExit):
         main(["bench", "--against", "fa9"])
     assert "expected any of" in capsys.readouterr().err
+
+
+def test_packed_documents_are_so_many_dense_sequences():
+    packed = Case(DOCUMENTS, 96, 16, 32, heads_q=2, heads_kv=1)
+    batch = Case(DENSE, 32, 16, heads_q=2, heads_kv=1, batch=3)
+    assert packed.pairs == batch.pairs
+    rows = run.measure(packed, "float32", "cpu", ["cpu", "sdpa"], 1)
+    assert [row["who"] for row in rows] == ["cpu", "sdpa"]
+    visible = draw(packed, torch.float32, "cpu").intervals.to_mask()
+    assert int(visible.sum()) * packed.heads_q == packed.pairs
+
+
+def test_a_side_without_a_backward_has_a_row_without_one():
+    step = Step(lambda: torch.zeros(1), [], torch.zeros(1))
+    (cost,) = costs({"fa3": step}, "cpu", 1).values()
+    row = record.row_of(Case(DENSE, 32, 16), "float32", "fa3", cost)
+    assert row["backward_ms"] is None and row["backward_useful_tflops"] is None
+    assert record.line(row).split().count("-") == 2
 
 
 def test_the_file_has_every_row_as_soon_as_it_is_known(monkeypatch, tmp_path):
