@@ -22,15 +22,6 @@ std::string quoted(std::string_view name) {
   return result.append(name) += '"';
 }
 
-const Backend& backend_named(std::string_view name) {
-  for (const Backend* backend : backend_table()) {
-    if (backend->name == name) return *backend;
-  }
-  std::string known;
-  for (const Backend* backend : backend_table()) known += quoted(backend->name) + ", ";
-  throw InvalidArgument("backend", quoted(name), known + "or \"\" for the first that can");
-}
-
 struct Choice {
   const Backend* backend = nullptr;  // null: none can, for these reasons
   std::string reasons;
@@ -72,6 +63,15 @@ std::span<const Backend* const> backend_table() {
   static constexpr std::array<const Backend*, 3> table = {&cuda_backend, &cpu_backend,
                                                           &reference_backend};
   return table;
+}
+
+const Backend& backend_named(std::string_view name) {
+  for (const Backend* backend : backend_table()) {
+    if (backend->name == name) return *backend;
+  }
+  std::string known;
+  for (const Backend* backend : backend_table()) known += quoted(backend->name) + ", ";
+  throw InvalidArgument("backend", quoted(name), known + "or \"\" for the first that can");
 }
 
 std::vector<BackendInfo> backends() {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "flash_dmattn/attention.h"
+#include "kv_backend.h"
 
 // The one interface between the API and the backends. Arguments have been validated when a backend
 // sees them, and the stride of every dimension of size 1 of mask, bias, dbias and intervals is 0;
@@ -34,6 +35,7 @@ struct Backend {
   std::string (*backward_kernel)(const BackwardArgs&);
   std::vector<std::string> (*kernels)();
   bool needs_schedule;  // where there are intervals
+  const KvBackend* kv;  // null: it keeps no KV caches
 };
 
 // "" when the problem's memory is where a backend computes, else why it declines.
@@ -54,5 +56,8 @@ extern const Backend reference_backend;  // src/reference/attention.cpp
 
 // In order of preference, the reference last.
 std::span<const Backend* const> backend_table();
+
+// Throws InvalidArgument for a name that no backend has.
+const Backend& backend_named(std::string_view name);
 
 }  // namespace flash_dmattn

@@ -129,6 +129,8 @@ void check_span(std::string_view argument, const ConstTensor4& tensor, const Sha
   }
 }
 
+}  // namespace
+
 void check_input(std::string_view argument, const ConstTensor4& tensor, const Shape4& shape) {
   if (!has_elements(shape)) return;
   if (tensor.data == nullptr) {
@@ -151,6 +153,8 @@ void check_output(std::string_view argument, const Tensor4& tensor, const Shape4
     }
   }
 }
+
+namespace {
 
 void check_gradient(std::string_view argument, const Tensor4& tensor, const Shape4& shape) {
   if (tensor.data != nullptr) check_output(argument, tensor, shape);

@@ -1,6 +1,9 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
+#include <cstdint>
+#include <string_view>
 
 #include "backend.h"
 #include "flash_dmattn/attention.h"
@@ -23,6 +26,13 @@ BackwardArgs with_validated_inputs(const BackwardArgs& args, const Backend& back
 // Check all arguments of a call and return them as backends see them.
 ForwardArgs validated(const ForwardArgs& args, const Backend& backend);
 BackwardArgs validated(const BackwardArgs& args, const Backend& backend);
+
+// Throw unless a tensor of this shape has data and contiguous rows within the limits; unless besides no two elements
+// of an output overlap.
+void check_input(std::string_view argument, const ConstTensor4& tensor,
+                 const std::array<std::int64_t, 4>& shape);
+void check_output(std::string_view argument, const Tensor4& tensor,
+                  const std::array<std::int64_t, 4>& shape);
 
 // A schedule that `backend` has built, with what it was built for.
 Schedule stamped(Schedule schedule, const Problem& problem, const Backend& backend);

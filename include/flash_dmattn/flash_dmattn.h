@@ -5,10 +5,13 @@
 //   select_key_intervals   scores -> key intervals             (or intervals made by hand)
 //   build_schedule         what is visible -> how it is walked (for each direction)
 //   forward, backward
+//
+// Generation keeps the keys that later queries can see in a KV cache (kv_cache.h).
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/calls.h"
 #include "flash_dmattn/error.h"
 #include "flash_dmattn/execution.h"
+#include "flash_dmattn/kv_cache.h"
 #include "flash_dmattn/problem.h"
 #include "flash_dmattn/schedule.h"
 #include "flash_dmattn/selection.h"

@@ -20,6 +20,7 @@ from .key_intervals import (
     select_key_intervals,
     sliding_window,
 )
+from .kv_cache import KVSlots, flash_dmattn_with_kvcache
 
 if "torch.utils.flop_counter" in sys.modules:
     from . import flops  # noqa: F401
@@ -45,12 +46,14 @@ __all__ = [
     "CPU_AVAILABLE",
     "CUDA_AVAILABLE",
     "FLEX_AVAILABLE",
+    "KVSlots",
     "KeyIntervals",
     "TRITON_AVAILABLE",
     "backends",
     "flash_dmattn_func",
     "flash_dmattn_func_auto",
     "flash_dmattn_varlen_func",
+    "flash_dmattn_with_kvcache",
     "flex_dmattn_func",
     "from_padding",
     "get_available_backends",

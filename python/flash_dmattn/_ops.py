@@ -38,6 +38,12 @@ build_tile_lists = torch.ops.flash_dmattn.build_tile_lists.default
 backends = torch.ops.flash_dmattn.backends.default
 kernel_names = torch.ops.flash_dmattn.kernel_names.default
 record_kernels = torch.ops.flash_dmattn.record_kernels.default
+kv_fill = torch.ops.flash_dmattn.kv_fill.default
+kv_append = torch.ops.flash_dmattn.kv_append.default
+kv_pending_intervals = torch.ops.flash_dmattn.kv_pending_intervals.default
+kv_commit = torch.ops.flash_dmattn.kv_commit.default
+kv_copy_rows = torch.ops.flash_dmattn.kv_copy_rows.default
+kv_decode_step = torch.ops.flash_dmattn.kv_decode_step.default
 
 
 @cache
@@ -128,6 +134,46 @@ def _rank_fake(scores, mask, bias, mask_value, window, is_causal):
     seqlen_q = max(t.shape[2] for t in pairs)
     rank = scores.new_empty((*scores.shape[:2], 1, scores.shape[2]), dtype=torch.int32)
     return rank, scores.new_empty((batch, heads, seqlen_q, 1), dtype=torch.int32)
+
+
+# The six tensors of a KV cache come first: k_cache, v_cache, score_cache, positions, counts, seen.
+
+
+@torch.library.register_fake("flash_dmattn::kv_fill")
+def _kv_fill_fake(k_cache, *others):
+    return None
+
+
+@torch.library.register_fake("flash_dmattn::kv_append")
+def _kv_append_fake(k_cache, *others):
+    return None
+
+
+@torch.library.register_fake("flash_dmattn::kv_commit")
+def _kv_commit_fake(k_cache, *others):
+    return None
+
+
+@torch.library.register_fake("flash_dmattn::kv_copy_rows")
+def _kv_copy_rows_fake(k_cache, *others):
+    return None
+
+
+@torch.library.register_fake("flash_dmattn::kv_pending_intervals")
+def _kv_pending_intervals_fake(
+    k_cache, v_cache, score_cache, positions, counts, seen, window, pending, *options
+):
+    batch, heads = k_cache.shape[:2]
+    return k_cache.new_empty((batch, heads, window + pending, 2), dtype=torch.int32)
+
+
+@torch.library.register_fake("flash_dmattn::kv_decode_step")
+def _kv_decode_step_fake(
+    k_cache, v_cache, score_cache, positions, counts, seen, window, q, *options
+):
+    _require_device_of(q, k_cache=k_cache)
+    batch, _, heads_q, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, heads_q, 1), dtype=torch.float32)
 
 
 # ---- Derivatives -------------------------------------------------------------------------------------

@@ -477,6 +477,7 @@ const Backend cpu_backend = {
     .kernels =
         [] { return std::vector{cpu::kernel_name("forward"), cpu::kernel_name("backward")}; },
     .needs_schedule = true,
+    .kv = nullptr,
 };
 
 }  // namespace flash_dmattn

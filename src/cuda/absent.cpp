@@ -62,6 +62,7 @@ const Backend cuda_backend = {
     .backward_kernel = [](const BackwardArgs&) -> std::string { cuda::decline(); },
     .kernels = [] { return std::vector<std::string>(); },
     .needs_schedule = false,
+    .kv = nullptr,
 };
 
 }  // namespace flash_dmattn

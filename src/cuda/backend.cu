@@ -208,6 +208,7 @@ const Backend cuda_backend = {
     .backward_kernel = cuda::kernel_name<BackwardArgs>,
     .kernels = cuda::kernel_names,
     .needs_schedule = false,
+    .kv = nullptr,
 };
 
 }  // namespace flash_dmattn

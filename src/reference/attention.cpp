@@ -456,6 +456,7 @@ const Backend reference_backend = {
     .backward_kernel = [](const BackwardArgs&) { return std::string("reference backward"); },
     .kernels = [] { return std::vector<std::string>{"reference forward", "reference backward"}; },
     .needs_schedule = false,
+    .kv = &reference_kv_backend,
 };
 
 }  // namespace flash_dmattn

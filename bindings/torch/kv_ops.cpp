@@ -1,0 +1,334 @@
+#include <initializer_list>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "arguments.h"
+#include "device.h"
+
+// The operators of KV caches (kv_cache.h). A cache is six tensors that the operators change in place:
+//
+//   k_cache, v_cache  [B, Hkv, w + g, D], rows dense
+//   score_cache       float32 [B, Hkv, w + g]
+//   positions         int32 [B, Hkv, w + g]
+//   counts            int32 [B, Hkv, 2], the members of a SlotCount
+//   seen              int32 [B]
+namespace flash_dmattn::binding {
+namespace {
+
+std::string text_of(const std::vector<std::int64_t>& shape) {
+  std::string text = "[";
+  for (std::size_t d = 0; d < shape.size(); ++d) {
+    text += (d == 0 ? "" : ", ") + std::to_string(shape[d]);
+  }
+  return text + "]";
+}
+
+bool has_shape(const Tensor& tensor, const std::vector<std::int64_t>& shape) {
+  bool same = tensor.dim() == static_cast<std::int64_t>(shape.size());
+  for (std::size_t d = 0; same && d < shape.size(); ++d) {
+    same = tensor.size(static_cast<std::int64_t>(d)) == shape[d];
+  }
+  return same;
+}
+
+// Throws unless the tensor has this shape and type, and the device of `like`.
+void expect(const Tensor& tensor, const char* name, const std::vector<std::int64_t>& shape,
+            ScalarType type, const Tensor& like) {
+  if (!has_shape(tensor, shape)) {
+    throw InvalidArgument(name, shape_text(tensor), "shape " + text_of(shape));
+  }
+  if (tensor.scalar_type() != type) {
+    throw InvalidArgument(name, torch::headeronly::toString(tensor.scalar_type()),
+                          torch::headeronly::toString(type));
+  }
+  expect_on_device_of(tensor, name, like, "k_cache");
+}
+
+// Of an array that is changed in place, so that no copy can make it dense.
+void expect_dense(const Tensor& tensor, const char* name, const std::vector<std::int64_t>& shape,
+                  ScalarType type, const Tensor& like) {
+  expect(tensor, name, shape, type, like);
+  if (!tensor.is_contiguous()) {
+    throw InvalidArgument(name, "a tensor that is not contiguous", "a contiguous one");
+  }
+}
+
+struct CacheTensors {
+  const Tensor& k;
+  const Tensor& v;
+  const Tensor& scores;
+  const Tensor& positions;
+  const Tensor& counts;
+  const Tensor& seen;
+};
+
+template <class T>
+T* data_of(const Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+KvCache cache_of(const CacheTensors& c, const CallDevice& device, std::int64_t window,
+                 std::int64_t pending) {
+  if (c.k.dim() != 4) throw InvalidArgument("k_cache", shape_text(c.k), "shape [B, Hkv, w + g, D]");
+  const std::int64_t batch = c.k.size(0), heads = c.k.size(1), slots = c.k.size(2);
+  expect(c.v, "v_cache", {batch, heads, slots, c.k.size(3)}, c.k.scalar_type(), c.k);
+  expect_dense(c.scores, "score_cache", {batch, heads, slots}, ScalarType::Float, c.k);
+  expect_dense(c.positions, "positions", {batch, heads, slots}, ScalarType::Int, c.k);
+  expect_dense(c.counts, "counts", {batch, heads, 2}, ScalarType::Int, c.k);
+  expect_dense(c.seen, "seen", {batch}, ScalarType::Int, c.k);
+  if (window < 1 || window > slots) {
+    throw InvalidArgument("window", std::to_string(window),
+                          "1 to " + std::to_string(slots) + ", the slots of k_cache");
+  }
+  return {.shape = {.batch = batch,
+                    .heads_kv = heads,
+                    .window = window,
+                    .chunk = slots - window,
+                    .head_dim = c.k.size(3),
+                    .dtype = dtype_of(c.k, "k_cache"),
+                    .device = device.device()},
+          .k = mutable_view4(c.k),
+          .v = mutable_view4(c.v),
+          .scores = data_of<float>(c.scores),
+          .positions = data_of<std::int32_t>(c.positions),
+          .counts = data_of<SlotCount>(c.counts),
+          .seen = data_of<std::int32_t>(c.seen),
+          .pending = pending};
+}
+
+// New tokens of a cache: k and v [B, n, Hkv, D], scores [B, Hkv, n], mask [B, n].
+struct Tokens {
+  std::int64_t length;
+  Tensor dense_k, dense_v;  // keep the memory that the views point to
+  ConstTensor4 k, v;
+  ScoreRows scores;
+  TokenMask mask;
+
+  Tokens(const KvCache& cache, const Tensor& k_, const Tensor& v_, const Tensor& scores_,
+         const OptionalTensor& mask_, const Tensor& like)
+      : length(k_.dim() == 4 ? k_.size(1) : 0),
+        dense_k(with_dense_rows(checked(cache, k_, "k", like))),
+        dense_v(with_dense_rows(checked(cache, v_, "v", like))),
+        k(view4(dense_k)),
+        v(view4(dense_v)) {
+    const KvCacheShape& s = cache.shape;
+    expect(scores_, "scores", {s.batch, s.heads_kv, length}, ScalarType::Float, like);
+    scores = {static_cast<const float*>(scores_.const_data_ptr()),
+              {scores_.stride(0), scores_.stride(1), scores_.stride(2)}};
+    if (!mask_) return;
+    expect(*mask_, "mask", {s.batch, length}, ScalarType::Bool, like);
+    mask = {static_cast<const std::uint8_t*>(mask_->const_data_ptr()),
+            {mask_->stride(0), mask_->stride(1)}};
+  }
+
+ private:
+  const Tensor& checked(const KvCache& cache, const Tensor& tensor, const char* name,
+                        const Tensor& like) const {
+    const KvCacheShape& s = cache.shape;
+    expect(tensor, name, {s.batch, length, s.heads_kv, s.head_dim}, like.scalar_type(), like);
+    return tensor;
+  }
+};
+
+// int32 [B] on the device of the cache, or null.
+const std::int32_t* row_numbers(const OptionalTensor& tensor, const char* name, std::int64_t rows,
+                                const Tensor& like) {
+  if (!tensor) return nullptr;
+  expect_dense(*tensor, name, {rows}, ScalarType::Int, like);
+  return static_cast<const std::int32_t*>(tensor->const_data_ptr());
+}
+
+// Elementary operations of a call that touches `tokens` rows of every head.
+std::int64_t work_of(const KvCache& cache, std::int64_t tokens) {
+  return cache.shape.batch * cache.shape.heads_kv * cache.shape.head_dim * tokens;
+}
+
+// ---- The operators -------------------------------------------------------------------------------
+
+void fill_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_cache,
+             const Tensor& positions, const Tensor& counts, const Tensor& seen, std::int64_t window,
+             const Tensor& k, const Tensor& v, const Tensor& scores, const Tensor& key_intervals,
+             const OptionalTensor& lengths, std::int64_t query_length, std::string backend) {
+  const CallDevice device(k_cache);
+  const KvCache cache =
+      cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device, window, 0);
+  const KvCacheShape& s = cache.shape;
+  const Tokens tokens(cache, k, v, scores, std::nullopt, k_cache);
+  expect(key_intervals, "key_intervals", {s.batch, s.heads_kv, tokens.length, 2}, ScalarType::Int,
+         k_cache);
+  const Tensor intervals = torch::stable::contiguous(key_intervals);
+  const FillArgs args{
+      .cache = cache,
+      .seqlen_k = tokens.length,
+      .k = tokens.k,
+      .v = tokens.v,
+      .scores = tokens.scores,
+      .intervals = {.data = static_cast<const KeyInterval*>(intervals.const_data_ptr())},
+      .seqlen_q = query_length,
+      .lengths = row_numbers(lengths, "lengths", s.batch, k_cache)};
+  Execution execution = device.execution(work_of(cache, s.window));
+  const Tensor workspace =
+      give_workspace(execution, fill_workspace_size(args, execution, backend), k_cache);
+  fill(args, execution, backend);
+}
+
+void append_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_cache,
+               const Tensor& positions, const Tensor& counts, const Tensor& seen,
+               std::int64_t window, std::int64_t pending, const Tensor& k, const Tensor& v,
+               const Tensor& scores, const OptionalTensor& mask, std::string backend) {
+  const CallDevice device(k_cache);
+  const KvCache cache =
+      cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device, window, pending);
+  const Tokens tokens(cache, k, v, scores, mask, k_cache);
+  append({.cache = cache,
+          .seqlen = tokens.length,
+          .k = tokens.k,
+          .v = tokens.v,
+          .scores = tokens.scores,
+          .mask = tokens.mask},
+         device.execution(work_of(cache, tokens.length)), backend);
+}
+
+Tensor pending_intervals_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_cache,
+                            const Tensor& positions, const Tensor& counts, const Tensor& seen,
+                            std::int64_t window, std::int64_t pending, std::int64_t query_length,
+                            std::string backend) {
+  const CallDevice device(k_cache);
+  const KvCache cache =
+      cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device, window, pending);
+  const KvCacheShape& s = cache.shape;
+  const Tensor intervals =
+      allocate({s.batch, s.heads_kv, s.window + pending, 2}, ScalarType::Int, k_cache);
+  const PendingIntervalsArgs args{
+      .cache = cache, .seqlen_q = query_length, .intervals = data_of<KeyInterval>(intervals)};
+  Execution execution = device.execution(s.batch * s.heads_kv * s.slots());
+  const Tensor workspace = give_workspace(
+      execution, pending_intervals_workspace_size(args, execution, backend), k_cache);
+  pending_intervals(args, execution, backend);
+  return intervals;
+}
+
+void commit_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_cache,
+               const Tensor& positions, const Tensor& counts, const Tensor& seen,
+               std::int64_t window, std::int64_t pending, const OptionalTensor& keep,
+               std::string backend) {
+  const CallDevice device(k_cache);
+  const KvCache cache =
+      cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device, window, pending);
+  const CommitArgs args{.cache = cache,
+                        .keep = row_numbers(keep, "keep", cache.shape.batch, k_cache)};
+  Execution execution = device.execution(work_of(cache, pending));
+  const Tensor workspace =
+      give_workspace(execution, commit_workspace_size(args, execution, backend), k_cache);
+  commit(args, execution, backend);
+}
+
+void copy_rows_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_cache,
+                  const Tensor& positions, const Tensor& counts, const Tensor& seen,
+                  const Tensor& from_k, const Tensor& from_v, const Tensor& from_scores,
+                  const Tensor& from_positions, const Tensor& from_counts, const Tensor& from_seen,
+                  std::int64_t window, std::int64_t pending, const Tensor& index,
+                  std::string backend) {
+  const CallDevice device(k_cache);
+  const KvCache to =
+      cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device, window, pending);
+  expect_on_device_of(from_k, "from_k", k_cache, "k_cache");
+  const KvCache from =
+      cache_of({from_k, from_v, from_scores, from_positions, from_counts, from_seen}, device,
+               window, pending);
+  copy_rows({.from = from, .to = to, .index = row_numbers(index, "index", to.shape.batch, k_cache)},
+            device.execution(work_of(to, to.shape.slots())), backend);
+}
+
+std::tuple<Tensor, Tensor> decode_step_op(const Tensor& k_cache, const Tensor& v_cache,
+                                          const Tensor& score_cache, const Tensor& positions,
+                                          const Tensor& counts, const Tensor& seen,
+                                          std::int64_t window, const Tensor& q, const Tensor& k,
+                                          const Tensor& v, const Tensor& scores,
+                                          const OptionalTensor& mask, double scale, double softcap,
+                                          bool saturate, bool scores_are_bias,
+                                          std::string backend) {
+  const CallDevice device(k_cache);
+  const KvCache cache =
+      cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device, window, 0);
+  const KvCacheShape& s = cache.shape;
+  const Tokens tokens(cache, k, v, scores, mask, k_cache);
+  if (tokens.length != 1) throw InvalidArgument("k", shape_text(k), "one token of every row");
+  const std::int64_t heads_q = q.dim() == 4 ? q.size(2) : 0;
+  expect(q, "q", {s.batch, 1, heads_q, s.head_dim}, k_cache.scalar_type(), k_cache);
+  const Tensor dense_q = with_dense_rows(q);
+  const Tensor out = allocate({s.batch, 1, heads_q, s.head_dim}, q.scalar_type(), q);
+  const Tensor lse = allocate({s.batch, heads_q, 1}, ScalarType::Float, q);
+  const DecodeStepArgs args{
+      .cache = cache,
+      .heads_q = heads_q,
+      .scale = static_cast<float>(scale),
+      .softcap = static_cast<float>(softcap),
+      .nonfinite = saturate ? NonFinite::saturate : NonFinite::propagate,
+      .score_use = scores_are_bias ? ScoreUse::choose_and_bias : ScoreUse::choose,
+      .q = view4(dense_q),
+      .k = tokens.k,
+      .v = tokens.v,
+      .scores = tokens.scores,
+      .mask = tokens.mask,
+      .out = mutable_view4(out),
+      .lse = data_of<float>(lse)};
+  Execution execution = device.execution(work_of(cache, s.window));
+  const Tensor workspace =
+      give_workspace(execution, decode_step_workspace_size(args, execution, backend), k_cache);
+  decode_step(args, execution, backend);
+  return {out, lse};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
+  m.def(
+      "kv_fill(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, "
+      "Tensor(d!) positions, Tensor(e!) counts, Tensor(f!) seen, SymInt window, Tensor k, Tensor "
+      "v, Tensor scores, Tensor key_intervals, Tensor? lengths, SymInt query_length, str backend) "
+      "-> ()");
+  m.def(
+      "kv_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, "
+      "Tensor(d!) positions, Tensor counts, Tensor seen, SymInt window, SymInt pending, Tensor k, "
+      "Tensor v, Tensor scores, Tensor? mask, str backend) -> ()");
+  m.def(
+      "kv_pending_intervals(Tensor k_cache, Tensor v_cache, Tensor score_cache, Tensor positions, "
+      "Tensor counts, Tensor seen, SymInt window, SymInt pending, SymInt query_length, str "
+      "backend) -> Tensor");
+  m.def(
+      "kv_commit(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, "
+      "Tensor(d!) positions, Tensor(e!) counts, Tensor(f!) seen, SymInt window, SymInt pending, "
+      "Tensor? keep, str backend) -> ()");
+  m.def(
+      "kv_copy_rows(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, "
+      "Tensor(d!) positions, Tensor(e!) counts, Tensor(f!) seen, Tensor from_k, Tensor from_v, "
+      "Tensor from_scores, Tensor from_positions, Tensor from_counts, Tensor from_seen, "
+      "SymInt window, SymInt pending, Tensor index, str backend) -> ()");
+  m.def(
+      "kv_decode_step(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, "
+      "Tensor(d!) positions, Tensor(e!) counts, Tensor(f!) seen, SymInt window, Tensor q, Tensor "
+      "k, Tensor v, Tensor scores, Tensor? mask, float scale, float softcap, bool saturate, "
+      "bool scores_are_bias, str backend) -> (Tensor out, Tensor lse)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) {
+  m.impl("kv_fill", TORCH_BOX(&fill_op));
+  m.impl("kv_append", TORCH_BOX(&append_op));
+  m.impl("kv_pending_intervals", TORCH_BOX(&pending_intervals_op));
+  m.impl("kv_commit", TORCH_BOX(&commit_op));
+  m.impl("kv_copy_rows", TORCH_BOX(&copy_rows_op));
+  m.impl("kv_decode_step", TORCH_BOX(&decode_step_op));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) {
+  m.impl("kv_fill", TORCH_BOX(&fill_op));
+  m.impl("kv_append", TORCH_BOX(&append_op));
+  m.impl("kv_pending_intervals", TORCH_BOX(&pending_intervals_op));
+  m.impl("kv_commit", TORCH_BOX(&commit_op));
+  m.impl("kv_copy_rows", TORCH_BOX(&copy_rows_op));
+  m.impl("kv_decode_step", TORCH_BOX(&decode_step_op));
+}
+
+}  // namespace flash_dmattn::binding

@@ -1,0 +1,201 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "flash_dmattn/attention.h"
+#include "flash_dmattn/execution.h"
+#include "flash_dmattn/problem.h"
+#include "flash_dmattn/types.h"
+#include "flash_dmattn/visibility.h"
+
+// The KV cache of exactly w keys per kv head, for generation with causal per-query top-w selection.
+//
+// A key that w better keys beat never returns: its score is fixed, and the number of better keys only grows. So the
+// w best keys of a (batch, kv head) are all that any later query can see, at any context length. The cache has w
+// *slots* for them, in no order, and g more places for *pending* tokens: a chunk of a prompt or of speculated
+// tokens that attention sees, and of which any number is then committed to the slots and the rest dropped.
+//
+//   prefill at once      select_key_intervals, forward, then `fill`: the keys visible past the last query
+//   prefill by chunks    append, pending_intervals, forward over the slots and the pending tokens, commit
+//   speculation          the same, and commit as many tokens as were accepted
+//   decoding             decode_step: inserts a token, evicts the worst, attends, in one call
+//
+// A slot carries (score, position), as the order of slots has no meaning: a key beats another when its score is
+// higher, or equal and its position is larger. A key with a NaN score never enters and beats nobody, and neither
+// does a masked token; both have a position nevertheless. Rows of the batch are independent: each has its own
+// number of tokens, and each (batch, kv head) its own keys.
+//
+// The state with no token pending is also what the keys before a border of a sequence mean to the keys behind it:
+// a shard of a context-parallel model sends it to the next one, whose tokens are the pending ones there.
+//
+// Functions change the arrays in place. They allocate nothing and, on a GPU, only enqueue work: every length that
+// is not known on the host lives on the device, so all of them can be captured in a CUDA graph. They check their
+// arguments first and throw InvalidArgument with nothing written.
+namespace flash_dmattn {
+
+struct KvCacheShape {
+  std::int64_t batch = 0;
+  std::int64_t heads_kv = 0;
+  std::int64_t window = 0;    // w >= 1, the slots of a (batch, kv head)
+  std::int64_t chunk = 0;     // g >= 0, the largest number of pending tokens
+  std::int64_t head_dim = 0;  // 1..256
+  DType dtype = DType::f32;   // of k and v: f32, bf16 or f16
+  Device device = Device::cpu;
+
+  constexpr std::int64_t slots() const { return window + chunk; }
+};
+
+// Of a (batch, kv head).
+struct SlotCount {
+  std::int32_t count;  // slots [0, count) hold keys
+  std::int32_t
+      victim;  // of them the worst, the first to leave once all are taken; any value before
+};
+
+// The memory of a cache, which the caller owns. k and v hold numbers from the start (clear): kernels may load a slot
+// without a key, though they give it no weight.
+struct KvCache {
+  KvCacheShape shape{};
+  Tensor4 k{};              // [B, Hkv, w + g, D]   D contiguous
+  Tensor4 v{};              // [B, Hkv, w + g, D]
+  float* scores = nullptr;  // [B, Hkv, w + g] dense, NaN for a pending token that never enters
+  std::int32_t* positions = nullptr;  // [B, Hkv, w + g] dense, 0 for the row's first token
+  SlotCount* counts = nullptr;        // [B, Hkv] dense
+  std::int32_t* seen = nullptr;       // [B]: tokens of the row so far, pending ones not included
+  // Tokens that are pending, the same number in every row: slots [w, w + pending). The caller keeps it: append
+  // adds its tokens behind them, and commit leaves none.
+  std::int64_t pending = 0;
+};
+
+// [B, Hkv, n] scores, in float32 whatever the dtype of the keys: in 16 bits many are equal, and rounding decides.
+struct ScoreRows {
+  const float* data = nullptr;
+  std::array<std::int64_t, 3> stride = dense_strides<3>;
+};
+
+// [B, n], 0 = the token is padding; null data: none is.
+struct TokenMask {
+  const std::uint8_t* data = nullptr;
+  std::array<std::int64_t, 2> stride = dense_strides<2>;
+};
+
+// ---- Memory --------------------------------------------------------------------------------------
+
+// Bytes of a cache whose arrays lie dense behind one another, and the cache in that memory, which has to be
+// aligned to workspace_alignment. The content is undefined until `clear`; a copy of the memory is a copy of the cache.
+std::size_t kv_cache_size(const KvCacheShape& shape);
+KvCache kv_cache_in(std::span<std::byte> memory, const KvCacheShape& shape);
+
+// Empties every row.
+void clear(const KvCache& cache, const Execution& execution, std::string_view backend = {});
+
+// Makes row b of `to` a copy of row index[b] of `from`, its pending tokens included: reorders, repeats and selects
+// rows. The shapes are the same but for the batch, the pending tokens as many, and the memory is not shared.
+struct CopyRowsArgs {
+  KvCache from{};
+  KvCache to{};
+  const std::int32_t* index = nullptr;  // [to.shape.batch], each in [0, from.shape.batch)
+};
+void copy_rows(const CopyRowsArgs& args, const Execution& execution, std::string_view backend = {});
+
+// ---- Prefill -------------------------------------------------------------------------------------
+
+// Replaces the content of the cache by the keys of a prompt that attention has already run over.
+struct FillArgs {
+  KvCache cache{};
+  std::int64_t seqlen_k = 0;  // S, the tokens of the prompt
+  ConstTensor4 k{};           // [B, S, Hkv, D]
+  ConstTensor4 v{};           // [B, S, Hkv, D]
+  ScoreRows scores{};         // [B, Hkv, S]
+  // As select_key_intervals wrote them for `seqlen_q` queries, window w and these scores: the keys with last =
+  // seqlen_q are those that later queries see. At most w of a row are taken.
+  KeyIntervals intervals{};  // [B, Hkv, S]
+  std::int64_t seqlen_q = 0;
+  const std::int32_t* lengths = nullptr;  // [B]: tokens of each row, those behind are not; null: S
+};
+std::size_t fill_workspace_size(const FillArgs& args, const Execution& execution,
+                                std::string_view backend = {});
+void fill(const FillArgs& args, const Execution& execution, std::string_view backend = {});
+
+// ---- Chunks --------------------------------------------------------------------------------------
+
+// Adds tokens behind the pending ones; the caller then counts them: cache.pending += seqlen.
+struct AppendArgs {
+  KvCache cache{};
+  std::int64_t seqlen = 0;  // n; cache.pending + n <= g
+  ConstTensor4 k{};         // [B, n, Hkv, D]
+  ConstTensor4 v{};         // [B, n, Hkv, D]
+  ScoreRows scores{};       // [B, Hkv, n]
+  TokenMask mask{};         // [B, n]
+};
+void append(const AppendArgs& args, const Execution& execution, std::string_view backend = {});
+
+// The slots that the last `seqlen_q` pending tokens see as queries, one interval for each of w + pending slots.
+// Slots are in no order, so the intervals contain causality: the attention over them is not `causal`.
+struct PendingIntervalsArgs {
+  KvCache cache{};
+  std::int64_t seqlen_q = 0;         // <= cache.pending
+  KeyInterval* intervals = nullptr;  // out: [B, Hkv, w + pending] dense
+};
+std::size_t pending_intervals_workspace_size(const PendingIntervalsArgs& args,
+                                             const Execution& execution,
+                                             std::string_view backend = {});
+void pending_intervals(const PendingIntervalsArgs& args, const Execution& execution,
+                       std::string_view backend = {});
+
+// Whether the score of a key is also the bias of its attention score, as in dynamic mask attention, or serves the
+// choice alone.
+enum class ScoreUse : std::uint8_t { choose_and_bias, choose };
+
+// The problem and the inputs of attention by the last seqlen_q pending tokens, q [B, seqlen_q, Hq, D], with the result
+// of pending_intervals.
+Problem pending_problem(const KvCache& cache, std::int64_t heads_q, std::int64_t seqlen_q,
+                        float scale, ScoreUse use = ScoreUse::choose_and_bias);
+Inputs pending_inputs(const KvCache& cache, const ConstTensor4& q, std::int64_t seqlen_q,
+                      const KeyInterval* intervals, ScoreUse use = ScoreUse::choose_and_bias);
+
+// The first keep[b] pending tokens of row b enter the slots in their order, each evicting the worst key once all
+// slots are taken; the others are dropped. No token is pending afterwards: cache.pending = 0.
+struct CommitArgs {
+  KvCache cache{};
+  const std::int32_t* keep = nullptr;  // [B], each in [0, cache.pending]; null: all
+};
+std::size_t commit_workspace_size(const CommitArgs& args, const Execution& execution,
+                                  std::string_view backend = {});
+void commit(const CommitArgs& args, const Execution& execution, std::string_view backend = {});
+
+// ---- Decoding ------------------------------------------------------------------------------------
+
+// One token of every row: it is inserted and the worst key evicted, then its query attends to the slots. The token may
+// be the one that is evicted, and is then invisible to its own query. No token may be pending.
+struct DecodeStepArgs {
+  KvCache cache{};
+  std::int64_t heads_q = 0;
+  float scale = std::numeric_limits<float>::quiet_NaN();  // as in Problem, as are the next two
+  float softcap = 0;
+  NonFinite nonfinite = NonFinite::saturate;
+  ScoreUse score_use = ScoreUse::choose_and_bias;
+
+  ConstTensor4 q{};    // [B, 1, Hq, D]
+  ConstTensor4 k{};    // [B, 1, Hkv, D]
+  ConstTensor4 v{};    // [B, 1, Hkv, D]
+  ScoreRows scores{};  // [B, Hkv, 1]
+  TokenMask mask{};    // [B, 1]
+  Tensor4 out{};       // [B, 1, Hq, D]
+  RowValues lse{};     // [B, Hq, 1]
+};
+std::size_t decode_step_workspace_size(const DecodeStepArgs& args, const Execution& execution,
+                                       std::string_view backend = {});
+void decode_step(const DecodeStepArgs& args, const Execution& execution,
+                 std::string_view backend = {});
+
+// "" when `backend` (or, with an empty name, any backend) has these functions for a cache of this shape, else why not.
+std::string supports(const KvCacheShape& shape, std::string_view backend = {});
+
+}  // namespace flash_dmattn
