@@ -207,8 +207,9 @@ void run_key_major(const BackwardArgs& args, const BackwardChoice& choice,
     if constexpr (has_key_major_backward(D, S)) {
       launch_backward<T, D, S>(choice, params, stream);
       if (params.dq.data == nullptr) return;
-      const BwdPostprocessDq<T, D> store{params.shape,       params.dq_accum, params.dq,
-                                         params.score.scale, params.saturate, params.flags};
+      const BwdPostprocessDq<T, DqAccumLayout<D>> store{params.shape,    params.dq_accum,
+                                                        params.dq,       params.score.scale,
+                                                        params.saturate, params.flags};
       for_each(store.items(), store, stream);
     } else {
       throw std::logic_error("no such kernel: " + name(choice));

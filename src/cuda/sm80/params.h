@@ -39,6 +39,7 @@ struct DqAccumLayout {
   static constexpr int warp_columns = D / 4;
   static constexpr int row_blocks = warp_rows / 16;
   static constexpr int column_blocks = warp_columns / 8;
+  static constexpr int columns = D;
   static constexpr int floats = rows * D;
 
   static constexpr std::int64_t count(const Shape& shape) {
@@ -48,6 +49,11 @@ struct DqAccumLayout {
   // The float at which the four of a lane begin.
   static constexpr int offset(int warp, int row_block, int column_block, int lane) {
     return (((warp * row_blocks + row_block) * column_blocks + column_block) * 32 + lane) * 4;
+  }
+  // Of eight columns of a row, and of the row 8 below it.
+  static constexpr int offset(int row, int chunk) {
+    const int warp = row / warp_rows + chunk / column_blocks * row_warps;
+    return offset(warp, row % warp_rows / 16, chunk % column_blocks, row % 8 * 4);
   }
 };
 

@@ -3,25 +3,9 @@
 #include <cuda.h>
 
 #include "cuda/params.h"
+#include "cuda/sm90/key_info.h"
 
 namespace flash_dmattn::cuda::sm90 {
-
-// Key info in memory: made by PrepareForward out of intervals, causality, mask and bias of the keys.
-// Rows are padded with keys that no query sees, so that a whole tile can be copied from any
-// multiple of 64.
-struct KeyInfo {
-  static constexpr int padded(int keys) { return (keys + 63) / 64 * 64 + 128; }
-
-  int padded_keys = 0;
-  KeyInterval* ranges = nullptr;  // [batch, heads, padded_keys]
-  float* biases = nullptr;        // the same; -inf where mask or bias hide the key
-  // Strides in elements.
-  std::int64_t range_batch = 0;
-  std::int64_t range_head = 0;  // of a kv head
-  std::int64_t bias_batch = 0;
-  std::int64_t bias_head_q = 0;  // one of the two is 0
-  std::int64_t bias_head_kv = 0;
-};
 
 // Whether scores are more than a positive multiple of q . k, or a product that is not finite has to be found: then
 // the bias is added after they are shaped.

@@ -1,27 +1,11 @@
 #pragma once
 
+#include "cuda/sm90/panel_tile.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/policy.h"
-#include "cuda/sm90/wgmma.cuh"
 #include "cuda/sm90/work_tile.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
-
-// A 16-bit tile in panels of 64 columns (wgmma.cuh).
-template <int Rows, int Columns>
-struct PanelTile {
-  static constexpr int rows = Rows;
-  static constexpr int panels = Columns / panel_columns;
-  static constexpr int panel_bytes = Rows * panel_row_bytes;
-  static constexpr int bytes = panels * panel_bytes;
-
-  // Of a 16-byte chunk of a row, from the tile's beginning.
-  static __device__ std::uint32_t offset(int row, int chunk) {
-    constexpr int panel_chunks = panel_row_bytes / 16;
-    return static_cast<std::uint32_t>(chunk / panel_chunks * panel_bytes + row * panel_row_bytes +
-                                      ((chunk ^ row) % panel_chunks) * 16);
-  }
-};
 
 template <int Stages, int Keys, bool Exists>
 struct KeyInfoStorage {

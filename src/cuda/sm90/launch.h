@@ -14,9 +14,6 @@ namespace flash_dmattn::cuda::sm90 {
 // The arrays of a forward in the caller's workspace; their sizes follow from shapes and strides.
 struct ForwardWorkspace {
   KeyInfo info;
-  int batch = 1;  // of the info
-  int range_heads = 1;
-  int bias_heads = 1;
   int* next_work = nullptr;
   std::uint32_t* needs_fix = nullptr;
 

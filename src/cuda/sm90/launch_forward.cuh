@@ -22,8 +22,7 @@ inline int multiprocessors() {
 }
 
 template <class Kernel>
-void launch_forward_kernel(ForwardKernelParams params, const ForwardWorkspace& workspace,
-                           cudaStream_t stream) {
+void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
   using T = typename Kernel::Element;
   constexpr ForwardPolicy policy = Kernel::policy;
   constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
@@ -45,8 +44,8 @@ void launch_forward_kernel(ForwardKernelParams params, const ForwardWorkspace& w
   params.work_tiles = WorkTile::count(shape, policy.rows());
   const float bias_factor =
       Kernel::load == KeyLoad::any && shapes_scores(p) ? log2e : 1 / p.score.scale;
-  const PrepareForward<T> prepare{params, workspace.batch, workspace.range_heads,
-                                  workspace.bias_heads, bias_factor};
+  const PrepareForward<T> prepare{
+      {p.shape, p.score, params.info, bias_factor}, params.next_work, params.needs_fix};
   for_each(prepare.items(), prepare, stream);
   launch<Kernel>(Kernel::blocks(multiprocessors(), params.work_tiles), params, stream);
   launch<FixForwardKernel<T>>(2 * multiprocessors(), params, stream);
@@ -62,7 +61,7 @@ void launch_forward(const ForwardChoice& choice, const ForwardParams& p,
   params.next_work = workspace.next_work;
   params.needs_fix = workspace.needs_fix;
   const auto launch_kernel = [&]<KeyLoad Load, bool HasKeyInfo>() {
-    launch_forward_kernel<ForwardKernel<T, D, Load, HasKeyInfo>>(params, workspace, stream);
+    launch_forward_kernel<ForwardKernel<T, D, Load, HasKeyInfo>>(params, stream);
   };
   switch (choice.load) {
     case KeyLoad::tma:

@@ -1,83 +1,24 @@
 #pragma once
 
-#include "cuda/common/score.cuh"
-#include "cuda/sm90/forward_params.h"
+#include "cuda/sm90/prepare_key_info.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Makes a forward's KeyInfo and begins its work counter: one thread for each range and bias. A bias comes in
-// the units of the accumulator it initialises: divided by the scale, or in units of log 2 where it is added
-// after the scores are shaped.
+// Makes a forward's KeyInfo and begins its work counter.
 template <class T>
 struct PrepareForward {
-  ForwardKernelParams p;
-  int batch;  // of ranges and biases
-  int range_heads;
-  int bias_heads;
-  float bias_factor;
+  PrepareKeyInfo<T> key_info;
+  int* next_work;
+  std::uint32_t* needs_fix;
 
-  __host__ __device__ long ranges() const {
-    return p.info.ranges == nullptr ? 0 : long{p.info.padded_keys} * batch * range_heads;
-  }
-  __host__ __device__ long biases() const {
-    return p.info.biases == nullptr ? 0 : long{p.info.padded_keys} * batch * bias_heads;
-  }
-  long items() const { return std::max({ranges(), biases(), 1l}); }
+  long items() const { return std::max(key_info.items(), 1l); }
 
   __device__ void operator()(long i) const {
     if (i == 0) {
-      *p.next_work = 0;
-      *p.needs_fix = 0;
+      *next_work = 0;
+      *needs_fix = 0;
     }
-    if (i < ranges()) p.info.ranges[i] = range(place(i, range_heads));
-    if (i < biases()) p.info.biases[i] = bias(place(i, bias_heads));
-  }
-
- private:
-  struct Place {
-    int batch;
-    int head;
-    int key;
-  };
-
-  __device__ Place place(long i, int heads) const {
-    const long row = i / p.info.padded_keys;
-    return {static_cast<int>(row / heads), static_cast<int>(row % heads),
-            static_cast<int>(i % p.info.padded_keys)};
-  }
-
-  __device__ KeyInterval range(const Place& at) const {
-    const Shape& shape = p.forward.shape;
-    const ScoreParams& score = p.forward.score;
-    if (at.key >= shape.seqlen_k) return {0, 0};
-    KeyInterval seen{0, shape.seqlen_q};
-    if (score.intervals.data != nullptr) {
-      seen = score.intervals.data[at.batch * score.intervals.stride_batch +
-                                  at.head * score.intervals.stride_head + at.key];
-    }
-    if (score.causal) seen.first = max(seen.first, at.key - (shape.seqlen_k - shape.seqlen_q));
-    return {max(seen.first, 0), min(seen.last, shape.seqlen_q)};
-  }
-
-  __device__ float bias(const Place& at) const {
-    const Shape& shape = p.forward.shape;
-    const ScoreParams& score = p.forward.score;
-    if (at.key >= shape.seqlen_k) return 0;
-    // Heads are q's where one of the two has q's.
-    const int group = bias_heads == shape.heads_q ? shape.heads_q / shape.heads_kv : 1;
-    const auto index = [&](const Broadcast& b) {
-      return at.batch * b.batch + at.head * b.head_q + at.head / group * b.head_kv + at.key * b.key;
-    };
-    bool visible = true;
-    if (score.mask.data != nullptr) {
-      visible = reinterpret_cast<const std::uint8_t*>(score.mask.data)[index(score.mask)] != 0;
-    }
-    float value = 0;
-    if (score.bias.data != nullptr) {
-      value = load_bias<T>(score.bias, index(score.bias));
-      visible = visible && value > score.mask_value;
-    }
-    return visible ? value * bias_factor : negative_infinity;
+    key_info(i);
   }
 };
 

@@ -84,6 +84,10 @@ struct RowMajorOperand {
 
 // ---- Products --------------------------------------------------------------------------------------
 
+// How an operand of a product from shared memory is kept: rows whose columns are summed over, or rows that are
+// summed over.
+enum class Major : std::uint8_t { k, mn };
+
 // Lists of an instruction's 32 or 64 accumulators: inline assembly has no other way to name them.
 #define WGMMA_NAMES_32                                                                         \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
@@ -92,20 +96,24 @@ struct RowMajorOperand {
   WGMMA_NAMES_32                                                                                 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
   "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_FLOATS_8(i)                                                                     \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
-      "+f"(d[i + 6]), "+f"(d[i + 7])
-#define WGMMA_FLOATS_32 WGMMA_FLOATS_8(0), WGMMA_FLOATS_8(8), WGMMA_FLOATS_8(16), WGMMA_FLOATS_8(24)
-#define WGMMA_FLOATS_64 \
-  WGMMA_FLOATS_32, WGMMA_FLOATS_8(32), WGMMA_FLOATS_8(40), WGMMA_FLOATS_8(48), WGMMA_FLOATS_8(56)
+// ACCESS: "+f" of accumulators that are added to, "=f" of those that are only written.
+#define WGMMA_FLOATS_8(ACCESS, i)                                                       \
+  ACCESS(d[i]), ACCESS(d[i + 1]), ACCESS(d[i + 2]), ACCESS(d[i + 3]), ACCESS(d[i + 4]), \
+      ACCESS(d[i + 5]), ACCESS(d[i + 6]), ACCESS(d[i + 7])
+#define WGMMA_FLOATS_32(ACCESS)                                                     \
+  WGMMA_FLOATS_8(ACCESS, 0), WGMMA_FLOATS_8(ACCESS, 8), WGMMA_FLOATS_8(ACCESS, 16), \
+      WGMMA_FLOATS_8(ACCESS, 24)
+#define WGMMA_FLOATS_64(ACCESS)                                                    \
+  WGMMA_FLOATS_32(ACCESS), WGMMA_FLOATS_8(ACCESS, 32), WGMMA_FLOATS_8(ACCESS, 40), \
+      WGMMA_FLOATS_8(ACCESS, 48), WGMMA_FLOATS_8(ACCESS, 56)
 
-// A and B from shared memory, both K-major. A, B: operand numbers; ADD: whether d is added to.
-#define WGMMA_SS(SHAPE, TYPE, NAMES, FLOATS, A, B, ADD)                                     \
+// A and B from shared memory, both of one Major. A, B: operand numbers; ADD: whether d is added to.
+#define WGMMA_SS(SHAPE, TYPE, NAMES, FLOATS, A, B, ADD, MAJOR)                              \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD                                \
                ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " {" NAMES \
-               "}, %" #A ", %" #B ", add, 1, 1, 0, 0;\n}"                                   \
+               "}, %" #A ", %" #B ", add, 1, 1, %" #MAJOR ", %" #MAJOR ";\n}"               \
                : FLOATS                                                                     \
-               : "l"(a), "l"(b), "r"(static_cast<int>(add)))
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(M)))
 
 // A from registers, B row-major; added.
 #define WGMMA_RS(SHAPE, TYPE, NAMES, FLOATS, A0, A1, A2, A3, B)                                  \
@@ -115,13 +123,43 @@ struct RowMajorOperand {
                : FLOATS                                                                          \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
-// d = a b^T, or d += a b^T.
-template <class T>
+// d = a b or d += a b.
+template <class T, Major M = Major::k>
 __device__ inline void wgmma(float (&d)[64], std::uint64_t a, std::uint64_t b, bool add) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    WGMMA_SS("m64n128k16", "bf16", WGMMA_NAMES_64, WGMMA_FLOATS_64, 64, 65, 66);
+    WGMMA_SS("m64n128k16", "bf16", WGMMA_NAMES_64, WGMMA_FLOATS_64("+f"), 64, 65, 66, 67);
   } else {
-    WGMMA_SS("m64n128k16", "f16", WGMMA_NAMES_64, WGMMA_FLOATS_64, 64, 65, 66);
+    WGMMA_SS("m64n128k16", "f16", WGMMA_NAMES_64, WGMMA_FLOATS_64("+f"), 64, 65, 66, 67);
+  }
+}
+
+template <class T, Major M = Major::k>
+__device__ inline void wgmma(float (&d)[32], std::uint64_t a, std::uint64_t b, bool add) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    WGMMA_SS("m64n64k16", "bf16", WGMMA_NAMES_32, WGMMA_FLOATS_32("+f"), 32, 33, 34, 35);
+  } else {
+    WGMMA_SS("m64n64k16", "f16", WGMMA_NAMES_32, WGMMA_FLOATS_32("+f"), 32, 33, 34, 35);
+  }
+}
+
+// d = a b. Where the first step of a sum is one of the above, d's old values stay alive all round a loop.
+template <class T, Major M>
+__device__ inline void wgmma_first(float (&d)[64], std::uint64_t a, std::uint64_t b) {
+  constexpr bool add = false;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    WGMMA_SS("m64n128k16", "bf16", WGMMA_NAMES_64, WGMMA_FLOATS_64("=f"), 64, 65, 66, 67);
+  } else {
+    WGMMA_SS("m64n128k16", "f16", WGMMA_NAMES_64, WGMMA_FLOATS_64("=f"), 64, 65, 66, 67);
+  }
+}
+
+template <class T, Major M>
+__device__ inline void wgmma_first(float (&d)[32], std::uint64_t a, std::uint64_t b) {
+  constexpr bool add = false;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    WGMMA_SS("m64n64k16", "bf16", WGMMA_NAMES_32, WGMMA_FLOATS_32("=f"), 32, 33, 34, 35);
+  } else {
+    WGMMA_SS("m64n64k16", "f16", WGMMA_NAMES_32, WGMMA_FLOATS_32("=f"), 32, 33, 34, 35);
   }
 }
 
@@ -129,18 +167,18 @@ __device__ inline void wgmma(float (&d)[64], std::uint64_t a, std::uint64_t b, b
 template <class T>
 __device__ inline void wgmma(float (&d)[64], const std::uint32_t* a, std::uint64_t b) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    WGMMA_RS("m64n128k16", "bf16", WGMMA_NAMES_64, WGMMA_FLOATS_64, 64, 65, 66, 67, 68);
+    WGMMA_RS("m64n128k16", "bf16", WGMMA_NAMES_64, WGMMA_FLOATS_64("+f"), 64, 65, 66, 67, 68);
   } else {
-    WGMMA_RS("m64n128k16", "f16", WGMMA_NAMES_64, WGMMA_FLOATS_64, 64, 65, 66, 67, 68);
+    WGMMA_RS("m64n128k16", "f16", WGMMA_NAMES_64, WGMMA_FLOATS_64("+f"), 64, 65, 66, 67, 68);
   }
 }
 
 template <class T>
 __device__ inline void wgmma(float (&d)[32], const std::uint32_t* a, std::uint64_t b) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    WGMMA_RS("m64n64k16", "bf16", WGMMA_NAMES_32, WGMMA_FLOATS_32, 32, 33, 34, 35, 36);
+    WGMMA_RS("m64n64k16", "bf16", WGMMA_NAMES_32, WGMMA_FLOATS_32("+f"), 32, 33, 34, 35, 36);
   } else {
-    WGMMA_RS("m64n64k16", "f16", WGMMA_NAMES_32, WGMMA_FLOATS_32, 32, 33, 34, 35, 36);
+    WGMMA_RS("m64n64k16", "f16", WGMMA_NAMES_32, WGMMA_FLOATS_32("+f"), 32, 33, 34, 35, 36);
   }
 }
 

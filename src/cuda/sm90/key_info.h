@@ -1,0 +1,33 @@
+#pragma once
+
+#include "cuda/common/device_workspace.h"
+#include "cuda/params.h"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// Key info in memory: made by PrepareKeyInfo out of intervals, causality, mask and bias of the keys.
+// Rows are padded with keys that no query sees, so that a whole tile can be copied from any
+// multiple of 64.
+struct KeyInfo {
+  static constexpr int padded(int keys) { return (keys + 63) / 64 * 64 + 128; }
+
+  int padded_keys = 0;
+  KeyInterval* ranges = nullptr;  // [batch, range_heads, padded_keys]
+  float* biases =
+      nullptr;  // [batch, bias_heads, padded_keys]; -inf where mask or bias hide the key
+  int batch = 1;
+  int range_heads = 1;
+  int bias_heads = 1;
+  // Strides in elements.
+  std::int64_t range_batch = 0;
+  std::int64_t range_head = 0;  // of a kv head
+  std::int64_t bias_batch = 0;
+  std::int64_t bias_head_q = 0;  // one of the two is 0
+  std::int64_t bias_head_kv = 0;
+};
+
+// Their sizes follow from shapes and strides.
+KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
+                          WorkspaceAllocator& workspace);
+
+}  // namespace flash_dmattn::cuda::sm90

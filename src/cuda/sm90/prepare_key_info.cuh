@@ -1,0 +1,76 @@
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/common/score.cuh"
+#include "cuda/sm90/key_info.h"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// Makes KeyInfo: one thread for each range and bias. A bias comes in the units of the accumulator that it
+// initialises: divided by the scale, or in units of log 2 where it is added after the scores are shaped.
+template <class T>
+struct PrepareKeyInfo {
+  Shape shape;
+  ScoreParams score;
+  KeyInfo info;
+  float bias_factor;
+
+  __host__ __device__ long ranges() const {
+    return info.ranges == nullptr ? 0 : long{info.padded_keys} * info.batch * info.range_heads;
+  }
+  __host__ __device__ long biases() const {
+    return info.biases == nullptr ? 0 : long{info.padded_keys} * info.batch * info.bias_heads;
+  }
+  long items() const { return std::max(ranges(), biases()); }
+
+  __device__ void operator()(long i) const {
+    if (i < ranges()) info.ranges[i] = range(place(i, info.range_heads));
+    if (i < biases()) info.biases[i] = bias(place(i, info.bias_heads));
+  }
+
+ private:
+  struct Place {
+    int batch;
+    int head;
+    int key;
+  };
+
+  __device__ Place place(long i, int heads) const {
+    const long row = i / info.padded_keys;
+    return {static_cast<int>(row / heads), static_cast<int>(row % heads),
+            static_cast<int>(i % info.padded_keys)};
+  }
+
+  __device__ KeyInterval range(const Place& at) const {
+    if (at.key >= shape.seqlen_k) return {0, 0};
+    KeyInterval seen{0, shape.seqlen_q};
+    if (score.intervals.data != nullptr) {
+      seen = score.intervals.data[at.batch * score.intervals.stride_batch +
+                                  at.head * score.intervals.stride_head + at.key];
+    }
+    if (score.causal) seen.first = max(seen.first, at.key - (shape.seqlen_k - shape.seqlen_q));
+    return {max(seen.first, 0), min(seen.last, shape.seqlen_q)};
+  }
+
+  __device__ float bias(const Place& at) const {
+    if (at.key >= shape.seqlen_k) return 0;
+    // Heads are q's where one of the two has q's.
+    const int group = info.bias_heads == shape.heads_q ? shape.heads_q / shape.heads_kv : 1;
+    const auto index = [&](const Broadcast& b) {
+      return at.batch * b.batch + at.head * b.head_q + at.head / group * b.head_kv + at.key * b.key;
+    };
+    bool visible = true;
+    if (score.mask.data != nullptr) {
+      visible = reinterpret_cast<const std::uint8_t*>(score.mask.data)[index(score.mask)] != 0;
+    }
+    float value = 0;
+    if (score.bias.data != nullptr) {
+      value = load_bias<T>(score.bias, index(score.bias));
+      visible = visible && value > score.mask_value;
+    }
+    return visible ? value * bias_factor : negative_infinity;
+  }
+};
+
+}  // namespace flash_dmattn::cuda::sm90
