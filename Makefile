@@ -45,12 +45,16 @@ build: $(STAMPS)/package ## build the library and install the Python package int
 demo: $(STAMPS)/package $(STAMPS)/demo ## train a small Doge model on the GPU or the CPU (options: ARGS="--help")
 	$(BIN)/python -m flash_dmattn demo $(ARGS)
 
+.PHONY: docs
+docs: $(STAMPS)/docs ## build the site of the documents into build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict  # not --quiet, under which a warning is no error
+
 .PHONY: bench
 bench: $(STAMPS)/package $(STAMPS)/demo ## measure against PyTorch on this machine (options: ARGS=...)
 	$(BIN)/python benchmarks/bench.py --record cpu --device cpu --threads 2 $(ARGS)
 
 .PHONY: test
-test: check-format test-cpp test-sanitize test-python test-transformers-4 test-cuda-build ## everything a change has to pass
+test: check-format docs test-cpp test-sanitize test-python test-transformers-4 test-cuda-build ## everything a change has to pass
 
 .PHONY: test-cpp
 test-cpp: $(STAMPS)/tools build/googletest/ready ## C++ tests, on every instruction set of this machine
@@ -131,8 +135,8 @@ $(STAMPS)/venv: | compiler
 	$(PIP) install 'pip>=25.1'
 	@mkdir -p $(@D) && touch $@
 
-$(STAMPS)/tools: pyproject.toml $(STAMPS)/venv
-	$(PIP) install --group tools
+$(STAMPS)/tools $(STAMPS)/docs: $(STAMPS)/%: pyproject.toml $(STAMPS)/venv
+	$(PIP) install --group $*
 	@touch $@
 
 # Before everything that depends on it, so that nothing else chooses the version.

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
+PANELS = IMAGES / "panels"
 NAMES = {
     "cuda": "ours", "cpu": "ours", "triton": "our Triton backend", "sdpa": "torch SDPA", "flex": "flex_attention",
     "fa2": "FlashAttention-2", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4", "cudnn": "cuDNN",
@@ -117,6 +118,15 @@ def draw_overview(record: dict, path: Path) -> None:
     pictures.save(figure, path)
 
 
+def draw_panels(on_cpu: dict, on_gpu: dict) -> None:
+    """The pictures of the site's pages, one panel each."""
+    figure, axes = plt.subplots(figsize=pictures.PANEL, layout="constrained")
+    draw_intervals(axes)
+    pictures.save(figure, PANELS / "intervals.svg")
+    pictures.draw_panels(on_cpu["speed"], PANELS, "cpu")
+    pictures.draw_panels(on_gpu["speed"], PANELS, "gpu")
+
+
 def write_tables(document: Path, tables: dict[str, str]) -> None:
     text = document.read_text()
     for name, content in tables.items():
@@ -138,6 +148,7 @@ def main() -> None:
     draw_overview(on_cpus[0][1], IMAGES / "overview.svg")
     for _, record in newest_records("sweeps"):
         pictures.draw(record["speed"], IMAGES / "cost.svg")
+        draw_panels(on_cpus[0][1], record)
 
 
 if __name__ == "__main__":

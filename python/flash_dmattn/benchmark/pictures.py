@@ -21,6 +21,7 @@ _LABELS = {
 }  # fmt: skip
 _STYLES = {"bfloat16": ("s", "-"), "float32": ("o", "--"), "float16": ("^", ":")}
 _AXES = {"seqlen": "sequence length N", "window": "window w"}
+PANEL = (4.2, 4.0)  # inches of a picture of one panel
 _FIXED = ("kind", "batch", "heads_q", "heads_kv", "head_dim")
 
 
@@ -82,10 +83,15 @@ def draw_sweep(
     axes.grid(alpha=0.3)
 
 
+def _sweeps(rows: list[dict]) -> dict[str, list[dict]]:
+    """Those of N and w that the rows vary, and the rows of each."""
+    found = {along: sweep(rows, along) for along in _AXES}
+    return {along: rows for along, rows in found.items() if rows}
+
+
 def draw(rows: list[dict], path: Path) -> bool:
     """Time and memory, a row of panels for each of N and w that the rows vary. False if they vary neither."""
-    sweeps = {along: sweep(rows, along) for along in _AXES}
-    sweeps = {along: found for along, found in sweeps.items() if found}
+    sweeps = _sweeps(rows)
     if not sweeps:
         return False
     figure, panels = plt.subplots(
@@ -97,6 +103,18 @@ def draw(rows: list[dict], path: Path) -> bool:
         left.legend(fontsize=7)
     save(figure, path)
     return True
+
+
+def draw_panels(rows: list[dict], folder: Path, name: str) -> None:
+    """The panels of `draw` as files of their own, which are legible on a phone: <name>-<seqlen or window>-<seconds or
+    memory>.svg."""
+    for along, found in _sweeps(rows).items():
+        for value in (seconds, memory):
+            if any(value(row) is not None for row in found):
+                figure, axes = plt.subplots(figsize=PANEL, layout="constrained")
+                draw_sweep(axes, found, along, value)
+                figure.legend(loc="outside lower center", fontsize=9)  # no room over the lines
+                save(figure, folder / f"{name}-{along}-{value.__name__}.svg")
 
 
 def save(figure: plt.Figure, path: Path) -> None:

@@ -1,0 +1,33 @@
+"""The Python blocks of the site's pages run, and the reference has every public name."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import flash_dmattn
+
+DOCS = Path(__file__).parents[3] / "docs"
+PAGES = [DOCS / "index.md", *sorted(DOCS.glob("tutorial/*.md")), *sorted(DOCS.glob("howto/*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_blocks_run_in_their_order(page):
+    torch.manual_seed(0)
+    blocks = BLOCK.findall(page.read_text())
+    if not blocks:
+        pytest.skip("the page has no Python")
+    code = "\n".join(blocks)
+    if "transformers" in code:
+        pytest.importorskip(
+            "transformers.models.doge", reason="transformers with Doge is not installed"
+        )
+    exec(compile(code, str(page), "exec"), {"__name__": page.stem})
+
+
+def test_the_reference_has_every_public_name():
+    reference = "".join(page.read_text() for page in DOCS.glob("reference/*.md"))
+    assert [name for name in flash_dmattn.__all__ if not re.search(rf"\b{name}\b", reference)] == []

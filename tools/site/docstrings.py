@@ -1,0 +1,73 @@
+"""Griffe extension: the docstrings' own form of describing arguments, for the reference.
+
+    name, other: what they mean
+        and how it goes on
+
+is a description where all names are parameters of the function, or attributes of the class, below `Args:` or without
+it. It becomes a section of Google's style, which mkdocstrings shows with types and defaults of the signature.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+
+import griffe
+
+_SECTION = re.compile(r"^(?:Args|Attributes):\n((?: {4}.*\n|\n)+)", re.MULTILINE)
+_DESCRIPTION = re.compile(r"^(\w+(?:, \w+)*): +(.*)$")
+_NEXT = re.compile(r"; (?=(\w+(?:, \w+)*): )")
+
+
+class Descriptions(griffe.Extension):
+    def on_function(self, *, func: griffe.Function, **_) -> None:
+        if func.docstring:
+            parameters = {parameter.name for parameter in func.parameters}
+            func.docstring.value = in_sections(func.docstring.value, parameters, "Args:")
+
+    def on_class_members(self, *, cls: griffe.Class, **_) -> None:
+        if cls.docstring:
+            attributes = {name for name, member in cls.members.items() if member.is_attribute}
+            cls.docstring.value = in_sections(cls.docstring.value, attributes, "Attributes:")
+
+
+def in_sections(docstring: str, names: set[str], title: str) -> str:
+    """The docstring with each run of descriptions as a section."""
+    docstring = _SECTION.sub(lambda found: textwrap.dedent(found[1]), docstring + "\n")
+    out: list[str] = []
+    others: list[tuple[str, str]] = []  # names that share the description which is being read
+    inside = False
+
+    def finish() -> None:
+        out.extend(f"    {name}: as `{first}`." for first, name in others)
+        others.clear()
+
+    for line in _apart(docstring, names):
+        found = _DESCRIPTION.match(line)
+        described = found[1].split(", ") if found else []
+        if described and set(described) <= names:
+            finish()
+            out += [] if inside else ["", title]
+            inside = True
+            out.append(f"    {described[0]}: {found[2]}")
+            others += [(described[0], name) for name in described[1:]]
+        elif inside and line.startswith("    "):
+            out.append(f"    {line}")
+        else:
+            finish()
+            out += ["", line] if inside and line.strip() else [line]
+            inside = False
+    finish()
+    return "\n".join(out)
+
+
+def _apart(docstring: str, names: set[str]) -> Iterator[str]:
+    """The lines, and after "; " a line of its own for what begins with names."""
+    for line in docstring.splitlines():
+        begin = 0
+        for found in _NEXT.finditer(line):
+            if _DESCRIPTION.match(line) and set(found[1].split(", ")) <= names:
+                yield line[begin : found.start()]
+                begin = found.start(1)
+        yield line[begin:]
