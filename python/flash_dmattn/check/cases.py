@@ -232,10 +232,22 @@ class _Maker:
         elif kind == "random":
             first = self._below(self.seqlen_q + 1, *keys.shape)
             last = self._below(self.seqlen_q + 1, *keys.shape)
+        elif kind == "outside":
+            ends = torch.stack([self._end_outside(keys.shape), self._end_outside(keys.shape)], -1)
+            return KeyIntervals(ends.int(), self.seqlen_q)
         else:
             raise ValueError(f"intervals: no {kind!r}")
         intervals = torch.stack([first, last], -1).clamp(0, self.seqlen_q)
         return KeyIntervals(intervals.int(), self.seqlen_q)
+
+    def _end_outside(self, shape) -> Tensor:
+        """Ends of intervals: of six, three are ordinary ones, the others far from the queries."""
+        kind = self._below(6, *shape)
+        end = self._below(self.seqlen_q + 1, *shape)
+        limits = torch.iinfo(torch.int32)
+        end = torch.where(kind == 0, limits.min + end, end)
+        end = torch.where(kind == 1, limits.max - end, end)
+        return torch.where(kind == 2, -1 - end, end)
 
     def _lay_out(self, tensor: Tensor, head_dim: int | None) -> Tensor:
         layout = self.row["layout"]

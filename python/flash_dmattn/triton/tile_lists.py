@@ -44,8 +44,8 @@ def lifetime_order(intervals: Tensor) -> Tensor:
     of each block of keys. In this order that is at most twice the mean lifetime, and the spread of their firsts adds
     at most one sequence per octave: Sq log2(Sq) in all, for any intervals.
     """
-    first, last = intervals.unbind(-1)
+    first, last = intervals.long().unbind(-1)
     lifetime = (last - first).clamp(min=0)
     octave = frexp(lifetime.float()).exponent  # 0 for keys that no query sees
-    rank = octave.long() << 32 | first.clamp(min=0).long()
+    rank = octave.long() << 32 | first.clamp(min=0)
     return rank.sort(dim=-1, stable=True).indices.int()

@@ -78,7 +78,9 @@ class KeyInfoLoader {
     const int shift = shape_.seqlen_k - shape_.seqlen_q;
     const int first = max(interval_.first, score_.causal ? max(key_ - shift, 0) : 0);
     const bool visible = allowed_ && (!has_bias() || bias_ > score_.mask_value);
-    const int length = visible ? max(min(interval_.last, shape_.seqlen_q) - first, 0) : 0;
+    // An end may be any int32: the difference is formed after the comparison.
+    const int last = max(min(interval_.last, shape_.seqlen_q), first);
+    const int length = visible ? last - first : 0;
     tile.range[column] = {first, length};
     // Finite, so that a key that no row sees cannot make a NaN.
     tile.bias[column] = visible ? fminf(bias_ * log2e, 3.0e38f) : 0.0f;

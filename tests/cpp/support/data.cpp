@@ -136,6 +136,17 @@ void select(const Case& c, Random& random, Data& data) {
   select_key_intervals(args, execution);
 }
 
+// An end of an interval: of six, three are an ordinary one, the others far from the queries.
+std::int64_t end_outside(Random& random, std::int64_t seqlen_q) {
+  using Limits = std::numeric_limits<std::int32_t>;
+  switch (random.below(6)) {
+    case 0: return Limits::min() + random.below(seqlen_q + 1);
+    case 1: return Limits::max() - random.below(seqlen_q + 1);
+    case 2: return -1 - random.below(seqlen_q + 1);
+    default: return random.below(seqlen_q + 1);
+  }
+}
+
 void fill_intervals(const Case& c, Random& random, Data& data) {
   const Problem& p = c.problem;
   if (c.intervals == "per_query" || c.intervals == "global") return select(c, random, data);
@@ -158,11 +169,17 @@ void fill_intervals(const Case& c, Random& random, Data& data) {
     } else if (c.intervals == "random") {
       first = random.below(p.seqlen_q + 1);
       last = random.below(p.seqlen_q + 1);
+    } else if (c.intervals == "outside") {
+      first = end_outside(random, p.seqlen_q);
+      last = end_outside(random, p.seqlen_q);
     } else {
       throw unknown("intervals", c.intervals);
     }
-    data.intervals[n] = {static_cast<std::int32_t>(std::clamp<std::int64_t>(first, 0, p.seqlen_q)),
-                         static_cast<std::int32_t>(std::clamp<std::int64_t>(last, 0, p.seqlen_q))};
+    if (c.intervals != "outside") {
+      first = std::clamp<std::int64_t>(first, 0, p.seqlen_q);
+      last = std::clamp<std::int64_t>(last, 0, p.seqlen_q);
+    }
+    data.intervals[n] = {static_cast<std::int32_t>(first), static_cast<std::int32_t>(last)};
   }
 }
 

@@ -56,6 +56,7 @@ struct KeyData {
   std::vector<float> bias;
 
   KeyData(const KeyInfoCase& c, testing::Random& random) {
+    using Limits = std::numeric_limits<std::int32_t>;
     constexpr float infinity = std::numeric_limits<float>::infinity();
     const float special[] = {-infinity, std::numeric_limits<float>::quiet_NaN(), -1e30f, -0.99e30f,
                              3.3e38f};
@@ -64,6 +65,10 @@ struct KeyData {
       intervals.push_back({.first = static_cast<std::int32_t>(random.below(end)),
                            .last = static_cast<std::int32_t>(random.below(end))});
       if (i % 5 == 0) intervals.back() = {0, c.seqlen_q};
+      if (i % 7 == 0) intervals.back().last = Limits::min() + i;
+      if (i % 11 == 0) intervals.back().first = Limits::min() + i;
+      if (i % 13 == 0) intervals.back().last = Limits::max() - i;
+      if (i % 17 == 0) intervals.back().first = Limits::max() - i;
       mask.push_back(random.uniform() < 0.7 ? static_cast<std::uint8_t>(1 + random.below(255)) : 0);
       const float value =
           i % 4 == 0 ? special[random.below(5)] : static_cast<float>(random.normal());
