@@ -258,7 +258,7 @@ void run(const Options& options) {
                            static_cast<double>(seqlen + 1) / 2;
   std::printf("%d threads, %lld visible pairs (%.1f %% of causal), schedule of %zu bytes\n",
               runner.threads(), static_cast<long long>(pairs),
-              100 * static_cast<double>(pairs) / dense_pairs, schedule.bytes);
+              100 * static_cast<double>(pairs) / dense_pairs, schedule.bytes());
   const double flops = static_cast<double>(pairs * (heads_q / heads_kv) * head_dim);
   std::printf("select    %9.3f ms\n", select_ms);
   std::printf("schedule  %9.3f ms\n", schedule_ms);

@@ -9,6 +9,7 @@
 
 #include "flash_dmattn/attention.h"
 #include "kv_backend.h"
+#include "selection/schedule_contents.h"
 
 // The one interface between the API and the backends. Arguments have been validated when a backend
 // sees them, and the stride of every dimension of size 1 of mask, bias, dbias and intervals is 0;
@@ -24,8 +25,8 @@ struct Backend {
   std::size_t (*schedule_size)(const Problem&, const Visibility&, Direction, const Execution&);
   std::size_t (*schedule_workspace_size)(const Problem&, const Visibility&, Direction,
                                          const Execution&);
-  Schedule (*build_schedule)(const Problem&, const Visibility&, Direction,
-                             std::span<std::byte> memory, const Execution&);
+  ScheduleContents (*build_schedule)(const Problem&, const Visibility&, Direction,
+                                     std::span<std::byte> memory, const Execution&);
   std::size_t (*forward_workspace_size)(const ForwardArgs&, const Execution&);
   std::size_t (*backward_workspace_size)(const BackwardArgs&, const Execution&);
   void (*forward)(const ForwardArgs&, const Execution&);

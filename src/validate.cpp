@@ -379,15 +379,15 @@ void check_built_for(std::string_view field, const std::string& got, const std::
 
 }  // namespace
 
-Schedule stamped(Schedule schedule, const Problem& p, const Backend& backend) {
-  if (schedule.empty()) return {};
+Schedule stamped(ScheduleContents schedule, const Problem& p, const Backend& backend) {
   schedule.backend = backend.name;
   schedule.problem = p;
-  return schedule;
+  return schedule.schedule();
 }
 
-void check_schedule(const Problem& p, const Schedule& schedule, Direction direction,
+void check_schedule(const Problem& p, const Schedule& given, Direction direction,
                     const Backend& backend) {
+  const ScheduleContents schedule = ScheduleContents::of(given);
   const std::array shape = scheduled_shape(p);
   if (!is_given(shape)) {
     if (schedule.empty()) return;
@@ -424,7 +424,6 @@ void check_schedule(const Problem& p, const Schedule& schedule, Direction direct
   check_built_for("problem.intervals_shape", text(built_for.intervals_shape),
                   text(p.intervals_shape));
   check_built_for("problem.key_list_shape", text(built_for.key_list_shape), text(p.key_list_shape));
-  if (schedule.data == nullptr) throw InvalidArgument("schedule.data", "null", "a pointer");
 }
 
 }  // namespace flash_dmattn

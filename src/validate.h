@@ -35,7 +35,7 @@ void check_output(std::string_view argument, const Tensor4& tensor,
                   const std::array<std::int64_t, 4>& shape);
 
 // A schedule that `backend` has built, with what it was built for.
-Schedule stamped(Schedule schedule, const Problem& problem, const Backend& backend);
+Schedule stamped(ScheduleContents schedule, const Problem& problem, const Backend& backend);
 
 // Throws unless the schedule was built for this problem, direction and backend, or is empty where it may be.
 void check_schedule(const Problem& problem, const Schedule& schedule, Direction direction,

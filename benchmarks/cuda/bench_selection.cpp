@@ -107,8 +107,9 @@ struct Problem {
     slot_shape.seqlen_k = c.seqlen;
     slot_shape.slots = cuda::tile_list_capacity(lists);
     slot_shape.segments = 4;
-    const cuda::KeySlotLayout layout(slot_shape);
-    slots = layout.buffers_in(arena.take<std::byte>(static_cast<std::int64_t>(layout.bytes)));
+    const auto slot_bytes = static_cast<std::int64_t>(cuda::key_slot_bytes(slot_shape));
+    ScheduleAllocator slot_memory(arena.take<std::byte>(slot_bytes));
+    slots = cuda::take_key_slots(slot_memory, slot_shape);
     execution.workspace_bytes =
         std::max({cuda::select_workspace_size(select), cuda::tile_lists_workspace_size(lists),
                   cuda::slot_workspace_size(lists)});

@@ -153,7 +153,7 @@ bool run() {
   }
   std::printf("%lld queries, %lld keys visible to each, a schedule of %zu bytes\n",
               static_cast<long long>(seqlen), static_cast<long long>(window),
-              forward.schedule.bytes);
+              forward.schedule.bytes());
   bool finite = true;
   finite &= report("out", out);
   finite &= report("lse", lse);

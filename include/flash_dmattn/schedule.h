@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -18,35 +19,16 @@ enum class Direction : std::uint8_t { forward, backward };
 
 // A schedule, in memory of the caller. It may be empty: where every key is visible, where the backend needs
 // none, or where it is quicker without.
-struct Schedule {
-  const void* data = nullptr;
-  std::size_t bytes = 0;
-
-  // ---- The library's own: how `data` is read, and what it was built for, which every call checks. ----
-
-  enum class Kind : std::uint8_t {
-    none,
-    query_tile_lists,  // of each tile of queries, the keys that it visits
-    key_list_tiles,    // of each tile of queries, how much of its row's KeyList it visits
-    key_slots,         // of each block of slots, the keys that live in them one after the other
-  };
-  Kind kind = Kind::none;
-  bool serves_forward = false;
-  bool serves_backward = false;
-  std::string_view backend{};
-  Problem problem{};
-  std::int64_t tile_rows = 0;  // queries of a tile
-  std::int64_t capacity =
-      0;  // keys that a tile's list has room for, or slots, or a KeyList's stride; 0: packed
-  std::int64_t segments = 1;           // of slots
-  const std::int32_t* keys = nullptr;  // of the KeyList
-
-  constexpr bool empty() const { return kind == Kind::none; }
-
+class Schedule {
+ public:
+  bool empty() const;
+  std::size_t bytes() const;  // of the memory that it is in
   // Whether calls of this direction take it. Some schedules serve both.
-  constexpr bool serves(Direction direction) const {
-    return direction == Direction::forward ? serves_forward : serves_backward;
-  }
+  bool serves(Direction direction) const;
+
+ private:
+  friend struct ScheduleContents;  // of the library
+  alignas(8) std::array<std::byte, 384> contents_{};
 };
 
 // Bytes of the schedule. On a GPU a closed form of shapes and the bound of the intervals, which has to be known

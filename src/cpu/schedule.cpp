@@ -33,7 +33,7 @@ std::size_t schedule_size(const Problem& p, const Visibility& visibility, Direct
                           const Execution& execution) {
   const TileListArgs args = tile_list_args(p, visibility);
   if (args.lists() == 0) return 0;
-  return TileListLayout(args.lists(), tile_list_entries(args, execution)).bytes;
+  return tile_list_bytes(args.lists(), tile_list_entries(args, execution));
 }
 
 std::size_t schedule_workspace_size(const Problem& p, const Visibility& visibility, Direction,
@@ -41,21 +41,21 @@ std::size_t schedule_workspace_size(const Problem& p, const Visibility& visibili
   return tile_lists_workspace_size(tile_list_args(p, visibility), execution);
 }
 
-Schedule build_schedule(const Problem& p, const Visibility& visibility, Direction,
-                        std::span<std::byte> memory, const Execution& execution) {
+ScheduleContents build_schedule(const Problem& p, const Visibility& visibility, Direction,
+                                std::span<std::byte> memory, const Execution& execution) {
   const TileListArgs args = tile_list_args(p, visibility);
   if (args.lists() == 0) return {};
-  const std::size_t without_keys = TileListLayout(args.lists(), 0).bytes;
+  const std::size_t without_keys = tile_list_bytes(args.lists(), 0);
   require_memory(memory, without_keys);
   const auto capacity =
       static_cast<std::int64_t>((memory.size() - without_keys) / sizeof(std::int32_t));
-  const TileListLayout layout(args.lists(), 0);
-  build_tile_lists(args, layout.buffers_in(memory.data()), capacity, execution);
-  return {.data = memory.data(),
-          .bytes = memory.size(),
-          .kind = Schedule::Kind::query_tile_lists,
+  ScheduleAllocator allocator(memory.data());
+  build_tile_lists(args, take_tile_lists(allocator, args.lists(), capacity), capacity, execution);
+  return {.kind = ScheduleKind::query_tile_lists,
           .serves_forward = true,
           .serves_backward = true,
+          .data = memory.data(),
+          .bytes = memory.size(),
           .tile_rows = args.tile_rows};
 }
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <span>
 
-#include "flash_dmattn/schedule.h"
+#include "selection/schedule_contents.h"
 
 // The CPU's schedule: query tile lists, the same for both directions.
 namespace flash_dmattn::cpu {
@@ -16,7 +16,8 @@ std::size_t schedule_size(const Problem& problem, const Visibility& visibility, 
                           const Execution& execution);
 std::size_t schedule_workspace_size(const Problem& problem, const Visibility& visibility,
                                     Direction direction, const Execution& execution);
-Schedule build_schedule(const Problem& problem, const Visibility& visibility, Direction direction,
-                        std::span<std::byte> memory, const Execution& execution);
+ScheduleContents build_schedule(const Problem& problem, const Visibility& visibility,
+                                Direction direction, std::span<std::byte> memory,
+                                const Execution& execution);
 
 }  // namespace flash_dmattn::cpu

@@ -49,7 +49,7 @@ const Backend cuda_backend = {
     .schedule_workspace_size = [](const Problem&, const Visibility&, Direction,
                                   const Execution&) -> std::size_t { cuda::decline(); },
     .build_schedule = [](const Problem&, const Visibility&, Direction, std::span<std::byte>,
-                         const Execution&) -> Schedule { cuda::decline(); },
+                         const Execution&) -> ScheduleContents { cuda::decline(); },
     .forward_workspace_size = [](const ForwardArgs&, const Execution&) -> std::size_t {
       cuda::decline();
     },

@@ -138,8 +138,8 @@ ScheduleForm schedule_form(const Problem& p, Direction direction) {
 template <class Lists, class Slots>
 auto with_kind(const ScheduleForm& form, const Lists& lists, const Slots& slots) {
   switch (form.kind) {
-    case Schedule::Kind::query_tile_lists: return lists();
-    case Schedule::Kind::key_slots:
+    case ScheduleKind::query_tile_lists: return lists();
+    case ScheduleKind::key_slots:
       return slots(SlotGeometry{.tile_rows = form.tile_rows, .segments = form.segments});
     default: throw std::logic_error("a family of kernels names a schedule that it cannot have");
   }
@@ -164,10 +164,10 @@ std::size_t schedule_workspace_size(const Problem& p, const Visibility& visibili
       });
 }
 
-Schedule build_schedule(const Problem& p, const Visibility& visibility, Direction direction,
-                        std::span<std::byte> memory, const Execution& execution) {
+ScheduleContents build_schedule(const Problem& p, const Visibility& visibility, Direction direction,
+                                std::span<std::byte> memory, const Execution& execution) {
   const ScheduleForm form = schedule_form(p, direction);
-  Schedule schedule = with_kind(
+  ScheduleContents schedule = with_kind(
       form,
       [&] {
         return build_tile_list_schedule(p, visibility, direction, form.tile_rows, memory,

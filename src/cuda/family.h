@@ -9,6 +9,7 @@
 
 #include "cuda/device.h"
 #include "flash_dmattn/attention.h"
+#include "selection/schedule_contents.h"
 
 // A family is a set of kernels for one generation of matrix instructions. The families sit in one table, the
 // newest first; a call runs on the first one that does not decline it. Everything that a single family decides
@@ -19,8 +20,8 @@
 namespace flash_dmattn::cuda {
 
 struct ScheduleForm {
-  Schedule::Kind kind =
-      Schedule::Kind::none;    // query_tile_lists (a key list has them, too) or key_slots
+  ScheduleKind kind =
+      ScheduleKind::none;      // query_tile_lists (a key list has them, too) or key_slots
   std::int64_t tile_rows = 0;  // queries of a tile
   std::int64_t segments = 1;   // of slots
 

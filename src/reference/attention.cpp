@@ -447,7 +447,7 @@ const Backend reference_backend = {
     .schedule_size = no_schedule,
     .schedule_workspace_size = no_schedule,
     .build_schedule = [](const Problem&, const Visibility&, Direction, std::span<std::byte>,
-                         const Execution&) { return Schedule{}; },
+                         const Execution&) { return ScheduleContents{}; },
     .forward_workspace_size = forward_workspace_size,
     .backward_workspace_size = backward_workspace_size,
     .forward = forward,

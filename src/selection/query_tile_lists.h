@@ -5,6 +5,7 @@
 
 #include "flash_dmattn/schedule.h"
 #include "flash_dmattn/visibility.h"
+#include "workspace_allocator.h"
 
 // The schedule of kernels that go through the keys of a tile of queries.
 namespace flash_dmattn {
@@ -54,17 +55,10 @@ struct TileListBuffers {
   std::int32_t* keys = nullptr;   // [entries]
 };
 
-// Byte offsets of the arrays of a schedule, each aligned to workspace_alignment.
-struct TileListLayout {
-  std::size_t begin = 0;
-  std::size_t count;
-  std::size_t full;
-  std::size_t keys;
-  std::size_t bytes;
-
-  TileListLayout(std::int64_t lists, std::int64_t entries);
-  TileListBuffers buffers_in(void* memory) const;
-};
+// The arrays of a schedule, one after the other, and their bytes.
+TileListBuffers take_tile_lists(ScheduleAllocator& memory, std::int64_t lists,
+                                std::int64_t entries);
+std::size_t tile_list_bytes(std::int64_t lists, std::int64_t entries);
 
 // The view of the lists in `buffers`.
 QueryTileLists view_of(const TileListBuffers& buffers, const TileListArgs& args);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "flash_dmattn/flash_dmattn.h"
+#include "selection/schedule_contents.h"
 #include "support/cases.h"
 #include "support/data.h"
 #include "support/run.h"
@@ -379,7 +380,9 @@ TEST(InvalidArguments, OfASchedule) {
   expect_invalid([&] { call.run_forward(); }, "schedule",
                  "got one built for backend cpu, expected one built for backend reference");
   call.backend = "cpu";
-  call.backward_args.schedule.serves_backward = false;
+  ScheduleContents of_the_forward = ScheduleContents::of(call.backward_args.schedule);
+  of_the_forward.serves_backward = false;
+  call.backward_args.schedule = of_the_forward.schedule();
   expect_invalid([&] { call.run_backward(); }, "schedule",
                  "got one built for direction forward, expected one built for direction backward");
   call.forward_args.schedule = {};

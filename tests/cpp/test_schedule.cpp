@@ -7,6 +7,7 @@
 
 #include "flash_dmattn/flash_dmattn.h"
 #include "selection/query_tile_lists.h"
+#include "selection/schedule_contents.h"
 #include "support/random.h"
 #include "support/run.h"
 
@@ -62,10 +63,11 @@ TEST(Schedule, HoldsTheTileListsOfTheIntervals) {
   const Scheduled s;
   GuardedBuffer memory(s.size(Direction::forward), "schedule");
   const Schedule schedule = s.build(span_of(memory), testing::in_turn(1));
-  ASSERT_EQ(schedule.kind, Schedule::Kind::query_tile_lists);
-  const QueryTileLists actual = query_tile_lists(schedule, {}, schedule.tile_rows);
+  const ScheduleContents contents = ScheduleContents::of(schedule);
+  ASSERT_EQ(contents.kind, ScheduleKind::query_tile_lists);
+  const QueryTileLists actual = query_tile_lists(schedule, {}, contents.tile_rows);
 
-  TileListArgs args = tile_list_args(s.problem, s.visibility, schedule.tile_rows);
+  TileListArgs args = tile_list_args(s.problem, s.visibility, contents.tile_rows);
   args.intervals.stride_batch = 3 * s.problem.seqlen_k;
   args.intervals.stride_head = s.problem.seqlen_k;
   const testing::OwnedTileLists owned = testing::make_tile_lists(args, testing::in_turn(1));

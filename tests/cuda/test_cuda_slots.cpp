@@ -107,16 +107,16 @@ void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest) {
     Execution execution;
     execution.workspace = workspace.data();
     execution.workspace_bytes = cuda::slot_schedule_workspace_size(problem, visibility, geometry);
-    Schedule schedule = cuda::build_slot_schedule(problem, visibility, Direction::backward,
-                                                  geometry, {memory.data(), bytes}, execution);
-    ASSERT_EQ(schedule.kind, Schedule::Kind::key_slots);
+    ScheduleContents schedule = cuda::build_slot_schedule(
+        problem, visibility, Direction::backward, geometry, {memory.data(), bytes}, execution);
+    ASSERT_EQ(schedule.kind, ScheduleKind::key_slots);
     ASSERT_FALSE(schedule.serves(Direction::forward));
     schedule.problem = problem;  // as the API does
 
     std::vector<std::byte> host(bytes);
     memory.download(host.data());
     schedule.data = host.data();
-    const cuda::KeySlots slots = cuda::key_slots(schedule, geometry);
+    const cuda::KeySlots slots = cuda::key_slots(schedule.schedule(), geometry);
     ASSERT_EQ(slots.shape.slots, cuda::tile_list_capacity(args));
     for (std::int64_t row = 0; row < rows; ++row) {
       const std::int64_t begin = row * args.seqlen_k;

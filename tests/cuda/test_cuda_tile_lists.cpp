@@ -172,15 +172,16 @@ TEST_F(SmallCudaTileLists, KeyList) {
     const std::int64_t lists = args.lists();
     const auto size =
         cuda::tile_list_schedule_size(problem, visibility, Direction::forward, tile_rows);
-    EXPECT_EQ(size, TileListLayout(lists, 0).bytes);
+    EXPECT_EQ(size, tile_list_bytes(lists, 0));
     DeviceBuffer memory(size);
-    const Schedule schedule = cuda::build_tile_list_schedule(
+    const ScheduleContents schedule = cuda::build_tile_list_schedule(
         problem, visibility, Direction::forward, tile_rows, {memory.data(), size}, execution);
-    EXPECT_EQ(schedule.kind, Schedule::Kind::key_list_tiles);
+    EXPECT_EQ(schedule.kind, ScheduleKind::key_list_tiles);
 
     std::vector<std::byte> host(size);
     memory.download(host.data());
-    const TileListBuffers actual = TileListLayout(lists, 0).buffers_in(host.data());
+    ScheduleAllocator allocator(host.data());
+    const TileListBuffers actual = take_tile_lists(allocator, lists, 0);
     const auto actual_keys = download<std::int32_t>(keys, rows * stride);
     for (std::int64_t t = 0; t < lists; ++t) {
       ASSERT_EQ(actual.count[t], expected.count[t]) << "list " << t;
@@ -206,7 +207,7 @@ TEST(CudaTileListSchedules, FollowFromShapesAndBound) {
     return cuda::tile_list_schedule_size(p, visibility, Direction::backward, 128);
   };
   constexpr std::int64_t lists = 2 * 1024;
-  EXPECT_EQ(size({.base = 1000, .per_query = 1}), TileListLayout(lists, lists * 1152).bytes);
+  EXPECT_EQ(size({.base = 1000, .per_query = 1}), tile_list_bytes(lists, lists * 1152));
   EXPECT_EQ(size({.base = 1000, .per_query = 1, .consecutive = true}), 0u);
   EXPECT_EQ(size({.consecutive = true}), 0u);
   EXPECT_EQ(size({.base = p.seqlen_k}), 0u);  // lists of all keys

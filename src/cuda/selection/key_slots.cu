@@ -167,25 +167,17 @@ struct Workspace {
 
 }  // namespace
 
-KeySlotLayout::KeySlotLayout(const KeySlotShape& shape) {
-  const auto size = [](std::int64_t elements) {
-    return align_up(static_cast<std::size_t>(elements) * sizeof(std::int32_t));
-  };
-  arrivals = count + size(shape.rows);
-  successor = arrivals + size(shape.rows * shape.seqlen_k);
-  starts = successor + size(shape.rows * shape.seqlen_k);
-  bytes = starts + size(shape.rows * shape.segments * shape.slots);
+KeySlotBuffers take_key_slots(ScheduleAllocator& memory, const KeySlotShape& shape) {
+  return {.count = memory.take<std::int32_t>(shape.rows),
+          .arrivals = memory.take<std::int32_t>(shape.rows * shape.seqlen_k),
+          .successor = memory.take<std::int32_t>(shape.rows * shape.seqlen_k),
+          .starts = memory.take<std::int32_t>(shape.rows * shape.segments * shape.slots)};
 }
 
-KeySlotBuffers KeySlotLayout::buffers_in(void* memory) const {
-  auto* const base = static_cast<std::byte*>(memory);
-  const auto at = [&](std::size_t offset) {
-    return reinterpret_cast<std::int32_t*>(base + offset);
-  };
-  return {.count = at(count),
-          .arrivals = at(arrivals),
-          .successor = at(successor),
-          .starts = at(starts)};
+std::size_t key_slot_bytes(const KeySlotShape& shape) {
+  ScheduleAllocator counted(nullptr);
+  take_key_slots(counted, shape);
+  return counted.used();
 }
 
 std::size_t slot_workspace_size(const TileListArgs& args) {

@@ -44,17 +44,9 @@ struct KeySlots : KeySlotArrays<const std::int32_t> {
   KeySlotShape shape;
 };
 
-// Byte offsets of the arrays of a schedule, each aligned to workspace_alignment.
-struct KeySlotLayout {
-  std::size_t count = 0;
-  std::size_t arrivals;
-  std::size_t successor;
-  std::size_t starts;
-  std::size_t bytes;
-
-  explicit KeySlotLayout(const KeySlotShape& shape);
-  KeySlotBuffers buffers_in(void* memory) const;
-};
+// The arrays of a schedule, one after the other, and their bytes.
+KeySlotBuffers take_key_slots(ScheduleAllocator& memory, const KeySlotShape& shape);
+std::size_t key_slot_bytes(const KeySlotShape& shape);
 
 std::size_t slot_workspace_size(const TileListArgs& args);
 

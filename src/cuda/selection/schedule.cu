@@ -31,7 +31,7 @@ struct Lists {
     exist = leave_enough_out();
   }
 
-  std::size_t bytes() const { return exist ? TileListLayout(args.lists(), entries).bytes : 0; }
+  std::size_t bytes() const { return exist ? tile_list_bytes(args.lists(), entries) : 0; }
 
  private:
   // Lists of all keys are not worth more memory than this: intervals as wide as the keys (a prefix, padding)
@@ -55,21 +55,22 @@ std::size_t tile_list_schedule_workspace_size(const Problem& p, const Visibility
   return lists.exist ? tile_lists_workspace_size(lists.args) : 0;
 }
 
-Schedule build_tile_list_schedule(const Problem& p, const Visibility& visibility,
-                                  Direction direction, std::int64_t tile_rows,
-                                  std::span<std::byte> memory, const Execution& execution) {
+ScheduleContents build_tile_list_schedule(const Problem& p, const Visibility& visibility,
+                                          Direction direction, std::int64_t tile_rows,
+                                          std::span<std::byte> memory, const Execution& execution) {
   const Lists lists(p, visibility, direction, tile_rows);
   if (!lists.exist) return {};
   require_memory(memory, lists.bytes());
-  const TileListLayout layout(lists.args.lists(), lists.entries);
-  build_tile_lists(lists.args, layout.buffers_in(memory.data()), execution);
+  ScheduleAllocator allocator(memory.data());
+  build_tile_lists(lists.args, take_tile_lists(allocator, lists.args.lists(), lists.entries),
+                   execution);
   const bool listed = lists.args.key_list.keys != nullptr;
   const bool both = listed || !p.deterministic;
-  return {.data = memory.data(),
-          .bytes = lists.bytes(),
-          .kind = listed ? Schedule::Kind::key_list_tiles : Schedule::Kind::query_tile_lists,
+  return {.kind = listed ? ScheduleKind::key_list_tiles : ScheduleKind::query_tile_lists,
           .serves_forward = both || direction == Direction::forward,
           .serves_backward = both || direction == Direction::backward,
+          .data = memory.data(),
+          .bytes = lists.bytes(),
           .tile_rows = tile_rows,
           .capacity = listed ? lists.args.key_list.stride : lists.capacity,
           .keys = lists.args.key_list.keys};
@@ -101,7 +102,7 @@ struct Slots {
     if (exist) shape = slot_shape(args, tile_list_capacity(args), geometry.segments);
   }
 
-  std::size_t bytes() const { return exist ? KeySlotLayout(shape).bytes : 0; }
+  std::size_t bytes() const { return exist ? key_slot_bytes(shape) : 0; }
 };
 
 }  // namespace
@@ -117,27 +118,28 @@ std::size_t slot_schedule_workspace_size(const Problem& p, const Visibility& vis
   return slots.exist ? slot_workspace_size(slots.args) : 0;
 }
 
-Schedule build_slot_schedule(const Problem& p, const Visibility& visibility, Direction direction,
-                             const SlotGeometry& geometry, std::span<std::byte> memory,
-                             const Execution& execution) {
+ScheduleContents build_slot_schedule(const Problem& p, const Visibility& visibility,
+                                     Direction direction, const SlotGeometry& geometry,
+                                     std::span<std::byte> memory, const Execution& execution) {
   const Slots slots(p, visibility, geometry);
   if (!slots.exist) return {};
   require_memory(memory, slots.bytes());
-  const KeySlotBuffers buffers = KeySlotLayout(slots.shape).buffers_in(memory.data());
-  assign_slots(slots.args, slots.shape, buffers, execution);
-  return {.data = memory.data(),
-          .bytes = slots.bytes(),
-          .kind = Schedule::Kind::key_slots,
+  ScheduleAllocator allocator(memory.data());
+  assign_slots(slots.args, slots.shape, take_key_slots(allocator, slots.shape), execution);
+  return {.kind = ScheduleKind::key_slots,
           .serves_forward = direction == Direction::forward,
           .serves_backward = direction == Direction::backward,
+          .data = memory.data(),
+          .bytes = slots.bytes(),
           .tile_rows = geometry.tile_rows,
           .capacity = slots.shape.slots,
           .segments = geometry.segments};
 }
 
-KeySlots key_slots(const Schedule& schedule, const SlotGeometry& geometry) {
+KeySlots key_slots(const Schedule& given, const SlotGeometry& geometry) {
+  const ScheduleContents schedule = ScheduleContents::of(given);
   if (schedule.empty()) return {};
-  if (schedule.kind != Schedule::Kind::key_slots || schedule.tile_rows != geometry.tile_rows ||
+  if (schedule.kind != ScheduleKind::key_slots || schedule.tile_rows != geometry.tile_rows ||
       schedule.segments != geometry.segments) {
     throw InvalidArgument("schedule",
                           "tiles of " + std::to_string(schedule.tile_rows) + " queries in " +
@@ -148,15 +150,12 @@ KeySlots key_slots(const Schedule& schedule, const SlotGeometry& geometry) {
   const TileListArgs args = tile_list_args(schedule.problem, {}, geometry.tile_rows);
   KeySlots slots;
   slots.shape = slot_shape(args, schedule.capacity, geometry.segments);
-  const KeySlotLayout layout(slots.shape);
-  const auto at = [&](std::size_t offset) {
-    return reinterpret_cast<const std::int32_t*>(static_cast<const std::byte*>(schedule.data) +
-                                                 offset);
-  };
-  slots.count = at(layout.count);
-  slots.arrivals = at(layout.arrivals);
-  slots.successor = at(layout.successor);
-  slots.starts = at(layout.starts);
+  ScheduleAllocator memory(schedule.data);
+  const KeySlotBuffers buffers = take_key_slots(memory, slots.shape);
+  slots.count = buffers.count;
+  slots.arrivals = buffers.arrivals;
+  slots.successor = buffers.successor;
+  slots.starts = buffers.starts;
   return slots;
 }
 

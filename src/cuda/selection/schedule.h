@@ -5,7 +5,7 @@
 #include <span>
 
 #include "cuda/selection/key_slots.h"
-#include "flash_dmattn/schedule.h"
+#include "selection/schedule_contents.h"
 
 // Schedules of a GPU: sized from shapes and the bound of the intervals alone, built without waiting for the
 // device. A kernel family picks the kind that its kernels of a direction walk.
@@ -20,9 +20,9 @@ std::size_t tile_list_schedule_size(const Problem& problem, const Visibility& vi
                                     Direction direction, std::int64_t tile_rows);
 std::size_t tile_list_schedule_workspace_size(const Problem& problem, const Visibility& visibility,
                                               Direction direction, std::int64_t tile_rows);
-Schedule build_tile_list_schedule(const Problem& problem, const Visibility& visibility,
-                                  Direction direction, std::int64_t tile_rows,
-                                  std::span<std::byte> memory, const Execution& execution);
+ScheduleContents build_tile_list_schedule(const Problem& problem, const Visibility& visibility,
+                                          Direction direction, std::int64_t tile_rows,
+                                          std::span<std::byte> memory, const Execution& execution);
 
 // ---- Slots of a key-major kernel ----------------------------------------------------------------
 //
@@ -38,9 +38,9 @@ std::size_t slot_schedule_size(const Problem& problem, const Visibility& visibil
                                const SlotGeometry& geometry);
 std::size_t slot_schedule_workspace_size(const Problem& problem, const Visibility& visibility,
                                          const SlotGeometry& geometry);
-Schedule build_slot_schedule(const Problem& problem, const Visibility& visibility,
-                             Direction direction, const SlotGeometry& geometry,
-                             std::span<std::byte> memory, const Execution& execution);
+ScheduleContents build_slot_schedule(const Problem& problem, const Visibility& visibility,
+                                     Direction direction, const SlotGeometry& geometry,
+                                     std::span<std::byte> memory, const Execution& execution);
 
 // The slots of such a schedule. Throws InvalidArgument for another kind or geometry.
 KeySlots key_slots(const Schedule& schedule, const SlotGeometry& geometry);

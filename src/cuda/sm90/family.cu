@@ -98,7 +98,7 @@ const Family sm90_family = {
     .name = "sm90",
     .decline_device = sm90::decline_device,
     .forward = {.decline = sm90::decline,
-                .schedule = {Schedule::Kind::query_tile_lists, query_tile_rows},
+                .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
                 .workspace_size = sm90::forward_workspace_size,
                 .run = sm90::forward,
                 .name = sm90::forward_name,
