@@ -1,0 +1,128 @@
+"""`DogeAttention.forward` with one score per key instead of a mask per (query, key) pair."""
+
+import torch
+import torch.nn.functional as F
+from transformers.models.doge import modeling_doge
+from transformers.models.doge.modeling_doge import DogeAttention
+
+from ..allowed_keys import intervals_of_mask, split_additive, visible_counts
+from ..key_intervals import KeyIntervals, select_key_intervals
+from .flash_dynamic_mask_attention import flash_dynamic_mask_attention_forward
+from .modeling_flash_dynamic_mask_attention_utils import as_key_intervals
+
+ROUNDED = "round_scores_like_eager"  # attribute of a layer
+
+
+def doge_attention_forward(
+    self: DogeAttention,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor | None = None,
+    past_key_values=None,
+    cache_position: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """`DogeAttention.forward` with one score per key instead of a mask per (query, key) pair."""
+    per_head = (*hidden_states.shape[:-1], -1, self.head_dim)
+    query = self.q_norm(self.q_proj(hidden_states).view(per_head)).transpose(1, 2)
+    key = self.k_norm(self.k_proj(hidden_states).view(per_head)).transpose(1, 2)
+    value = self.v_proj(hidden_states).view(per_head).transpose(1, 2)
+    query, key = modeling_doge.apply_rotary_pos_emb(query, key, *position_embeddings)
+    if past_key_values is not None:
+        where = () if cache_position is None else ({"cache_position": cache_position},)
+        key, value = past_key_values.update(key, value, self.layer_idx, *where)
+
+    # The scores of cached keys are computed again from their values: [B, Hkv, Sk].
+    scores = doge_scores(self, self.dt_proj(value.transpose(1, 2).flatten(2)))
+
+    mask = _doge_mask(attention_mask, query.shape[2], key.shape[2])
+    window = self.keep_window_size
+    if mask is None and key.shape[2] > window:
+        mask = select_key_intervals(scores, window, query_length=query.shape[2])
+        window = key.shape[2]  # chosen already
+    out, _ = flash_dynamic_mask_attention_forward(
+        self,
+        query,
+        key,
+        value,
+        mask,
+        scores,
+        scaling=self.scaling,
+        window_size=window,
+        dropout=self.attention_dropout if self.training else 0.0,
+        output_attentions=kwargs.get("output_attentions"),
+    )
+    if attention_mask is not None:
+        out = _fill_blind_rows(out, mask, query, key, value, self.scaling)
+    return self.o_proj(out.flatten(2)), None
+
+
+def doge_scores(attention: DogeAttention, step: torch.Tensor) -> torch.Tensor:
+    """`exp(A · softplus(step))`: how much a key adds to its scores, and by which it is chosen.
+
+    In 16 bits hundreds of keys share a few values, and rounding decides which of them are kept.
+
+    Args:
+        attention: a Doge attention layer.
+        step: result of its `dt_proj`, [B, Sk, Hkv].
+
+    Returns:
+        [B, Hkv, Sk]: float32 (float64 in a float64 model), under autocast too; with
+        `enable_flash_dmattn(..., round_scores_like_eager=True)` in the dtypes of eager attention.
+    """
+    if getattr(attention, ROUNDED, False):
+        return torch.exp(attention.A * F.softplus(step)).transpose(-1, -2)
+    wide = torch.promote_types(step.dtype, torch.float32)
+    return torch.exp(attention.A.to(wide) * F.softplus(step.to(wide))).transpose(-1, -2)
+
+
+def _doge_mask(
+    mask: torch.Tensor | None, query_length: int, key_length: int
+) -> torch.Tensor | KeyIntervals | None:
+    """A mask by the rule of Doge: in an additive one, every value but 0 masks."""
+    intervals = as_key_intervals(mask, query_length)
+    if mask is None or intervals is not None:
+        return intervals
+
+    def fit(pairs: torch.Tensor) -> torch.Tensor:
+        if pairs.shape[2:] == (query_length, key_length):
+            return pairs
+        return pairs[..., :key_length].expand(-1, -1, query_length, -1)
+
+    if query_length > 1:
+        intervals = intervals_of_mask(fit(mask))
+        if intervals is not None:
+            return intervals
+        if mask.is_floating_point():
+            allowed, adds = split_additive(mask)
+            if not adds:
+                return fit(allowed)
+    mask = fit(mask)
+    return mask if mask.dtype == torch.bool else mask == 0
+
+
+def _fill_blind_rows(
+    out: torch.Tensor,
+    mask: torch.Tensor | KeyIntervals,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """Gives queries that may see no key the result of eager attention: the mean of all values.
+
+    With padding on the left there are such queries, and they have an effect: the last one predicts
+    the first token, and Doge's mixture of experts routes by all rows. Eager's softmax runs
+    over equal fill values there, whose derivative by the scores is still that of a softmax,
+    `d out = scaling / Sk * sum_j (v_j - mean) d(q . k_j)`: one D x D matrix per head.
+    """
+    blind = visible_counts(mask) == 0 if isinstance(mask, KeyIntervals) else ~mask.any(-1)
+    if not torch.compiler.is_compiling() and not blind.any():
+        return out
+    groups = query.shape[1] // key.shape[1]
+    mean = value.mean(2, keepdim=True)
+    slope = (value - mean).detach().mT @ key * (scaling / key.shape[2])
+    slope, mean = (t.repeat_interleave(groups, dim=1) for t in (slope, mean))
+    change = query @ slope.mT
+    filled = (mean + (change - change.detach())).transpose(1, 2).to(out.dtype)
+    return torch.where(blind.transpose(1, 2)[..., None], filled, out)
