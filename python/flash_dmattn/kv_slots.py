@@ -280,7 +280,7 @@ class KVSlots:
             *self.tensors,
             self.window,
             self.pending,
-            index.to(torch.int32),
+            index.to(torch.int32).contiguous(),
             self.backend,
         )
         return selected

@@ -7,8 +7,12 @@ from transformers.models.doge.modeling_doge import DogeAttention
 
 from ..allowed_keys import intervals_of_mask, split_additive, visible_counts
 from ..key_intervals import KeyIntervals, select_key_intervals
-from .flash_dynamic_mask_attention import flash_dynamic_mask_attention_forward
-from .modeling_flash_dynamic_mask_attention_utils import as_key_intervals
+from .dynamic_mask_cache import DynamicMaskCache, DynamicMaskLayer
+from .flash_dynamic_mask_attention import flash_dynamic_mask_attention_forward, target_dtype
+from .modeling_flash_dynamic_mask_attention_utils import (
+    as_key_intervals,
+    fdma_peft_integration_check,
+)
 
 ROUNDED = "round_scores_like_eager"  # attribute of a layer
 
@@ -28,13 +32,60 @@ def doge_attention_forward(
     key = self.k_norm(self.k_proj(hidden_states).view(per_head)).transpose(1, 2)
     value = self.v_proj(hidden_states).view(per_head).transpose(1, 2)
     query, key = modeling_doge.apply_rotary_pos_emb(query, key, *position_embeddings)
+    if isinstance(past_key_values, DynamicMaskCache):
+        slots = past_key_values.layers[self.layer_idx]
+        out = _attend_with_slots(self, slots, query, key, value, attention_mask, kwargs)
+        return self.o_proj(out.flatten(2)), None
     if past_key_values is not None:
         where = () if cache_position is None else ({"cache_position": cache_position},)
         key, value = past_key_values.update(key, value, self.layer_idx, *where)
-
     # The scores of cached keys are computed again from their values: [B, Hkv, Sk].
-    scores = doge_scores(self, self.dt_proj(value.transpose(1, 2).flatten(2)))
+    scores = _scores_of(self, value)
+    out = _attend(self, query, key, value, scores, attention_mask, kwargs)
+    return self.o_proj(out.flatten(2)), None
 
+
+def _attend_with_slots(
+    self: DogeAttention,
+    slots: DynamicMaskLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    options: dict,
+) -> torch.Tensor:
+    """Attention of new tokens to those of the cache and to each other: [B, S, Hq, D]."""
+    if slots.window != self.keep_window_size:
+        raise ValueError(
+            f"past_key_values holds {slots.window} keys and layer {self.layer_idx} keeps {self.keep_window_size}; "
+            "expected a DynamicMaskCache(model.config) of this model"
+        )
+    present = _present_tokens(attention_mask, query.shape[2])
+    scores = _scores_of(self, value)
+    dtype = target_dtype(self, query)
+    query, key, value, _ = fdma_peft_integration_check(query, key, value, None, dtype)
+    if not slots.is_empty:
+        return slots.attend(query, key, value, scores.float(), present, scale=self.scaling)
+    out = _attend(self, query, key, value, scores, attention_mask, options)
+    slots.fill(key, value, scores.float(), present)
+    return out
+
+
+def _scores_of(self: DogeAttention, value: torch.Tensor) -> torch.Tensor:
+    """[B, Hkv, S] of values [B, Hkv, S, D]."""
+    return doge_scores(self, self.dt_proj(value.transpose(1, 2).flatten(2)))
+
+
+def _attend(
+    self: DogeAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scores: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    options: dict,
+) -> torch.Tensor:
+    """Attention over all keys of the text so far: [B, Sq, Hq, D]."""
     mask = _doge_mask(attention_mask, query.shape[2], key.shape[2])
     window = self.keep_window_size
     if mask is None and key.shape[2] > window:
@@ -50,11 +101,25 @@ def doge_attention_forward(
         scaling=self.scaling,
         window_size=window,
         dropout=self.attention_dropout if self.training else 0.0,
-        output_attentions=kwargs.get("output_attentions"),
+        output_attentions=options.get("output_attentions"),
     )
     if attention_mask is not None:
         out = _fill_blind_rows(out, mask, query, key, value, self.scaling)
-    return self.o_proj(out.flatten(2)), None
+    return out
+
+
+def _present_tokens(mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
+    """Which of the new tokens are not padding, bool [B, S]; None: all."""
+    if mask is None:
+        return None
+    intervals = as_key_intervals(mask, length)
+    if intervals is None or mask.shape[1:3] != (1, length):
+        raise ValueError(
+            f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)}, expected padding [B, tokens]; slots of a "
+            "DynamicMaskCache hold other positions for every head, which no mask over queries and keys describes"
+        )
+    first, last = intervals.intervals[:, 0].unbind(-1)
+    return first < last
 
 
 def doge_scores(attention: DogeAttention, step: torch.Tensor) -> torch.Tensor:

@@ -83,13 +83,13 @@ def flash_dynamic_mask_attention_forward(
         softmax_scale=scaling,
         softcap=softcap,
         keep_window_size=window_size,
-        target_dtype=_target_dtype(module, query),
+        target_dtype=target_dtype(module, query),
         **kwargs,
     )
     return out[..., :value_dim], None
 
 
-def _target_dtype(module: torch.nn.Module, query: torch.Tensor) -> torch.dtype | None:
+def target_dtype(module: torch.nn.Module, query: torch.Tensor) -> torch.dtype | None:
     """The intended dtype of a float32 query: that of autocast, or of the layer's weights."""
     if query.dtype != torch.float32:
         return None

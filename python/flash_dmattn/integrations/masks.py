@@ -15,7 +15,7 @@ def key_interval_mask(
     kv_length: int,
     q_length: int | None = None,
     q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
+    kv_offset: int | torch.Tensor = 0,
     mask_function: Callable = masking_utils.causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     cache_position: torch.Tensor | None = None,
@@ -28,8 +28,8 @@ def key_interval_mask(
 
     Args:
         batch_size, q_length, kv_length: B, Sq and Sk.
-        q_offset, kv_offset: positions of the first query and key; or all query positions in
-            `cache_position`, int [Sq] (transformers 4).
+        q_offset, kv_offset: positions of the first query and key, on the device in a static cache; or all query
+            positions in `cache_position`, int [Sq] (transformers 4).
         mask_function: (batch, head, query position, key position) -> bool, on tensors that broadcast.
         attention_mask: padding, bool [B, positions], True for real tokens; missing ones are padding.
         allow_is_bidirectional_skip: a mask that allows everything may be None.
@@ -66,7 +66,10 @@ def key_interval_mask(
     documents = getattr(mask_function, "causal_documents", None)
 
     if mask_function is masking_utils.causal_mask_function:
-        if present is None and _end_together(query, key, query_end, key_end):
+        if present is None and (
+            _begin_together(q_offset, kv_offset, q_length, kv_length)
+            or _end_together(query, key, query_end, key_end)
+        ):
             return None
         first = torch.searchsorted(query, key)
     elif documents is not None:
@@ -90,6 +93,16 @@ def key_interval_mask(
     return intervals.expand(batch_size, -1, -1, -1)
 
 
+def _begin_together(
+    q_offset: int | torch.Tensor,
+    kv_offset: int | torch.Tensor,
+    q_length: int | None,
+    kv_length: int,
+) -> bool:
+    """Whether the keys are those of the queries alone, as in a cache whose lengths are on the device."""
+    return q_offset is kv_offset and q_length == kv_length
+
+
 def _end_together(
     query: torch.Tensor, key: torch.Tensor, query_end: int | None, key_end: int
 ) -> bool:
@@ -103,11 +116,17 @@ def _end_together(
 
 
 def _present_keys(
-    padding: torch.Tensor | None, key: torch.Tensor, key_end: int
+    padding: torch.Tensor | None, key: torch.Tensor, key_end: int | torch.Tensor
 ) -> torch.Tensor | None:
-    """Which keys are real tokens, bool [B, Sk]; None when all are known to be."""
+    """Which keys are real tokens, bool [B, Sk]; None when all are known to be.
+
+    key_end: on the device where it may not be read, and neither is the padding then.
+    """
     if padding is None:
         return None
+    if isinstance(key_end, torch.Tensor):
+        length = padding.shape[-1]
+        return padding[:, key.clamp(max=length - 1)].bool() & (key < length)
     missing = key_end - padding.shape[-1]
     if missing > 0:
         padding = F.pad(padding, (0, missing))

@@ -17,19 +17,31 @@ import warnings
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin, modeling_utils
-from transformers.models.doge.modeling_doge import DogeAttention
+from transformers.models.doge.modeling_doge import DogeAttention, DogeModel, DogePreTrainedModel
 
 from .doge import ROUNDED, doge_attention_forward, doge_scores
+from .dynamic_mask_cache import DynamicMaskCache
 from .flash_dynamic_mask_attention import flash_dynamic_mask_attention_forward
 from .masks import keep_documents, key_interval_mask
 
-__all__ = ["NAME", "doge_scores", "enable_flash_dmattn", "key_interval_mask"]
+__all__ = [
+    "NAME",
+    "DynamicMaskCache",
+    "doge_scores",
+    "enable_flash_dmattn",
+    "key_interval_mask",
+]
 
 NAME = "flash_dmattn"
+_CACHE = "dynamic_mask"
+_DEFAULT_CACHE = "_flash_dmattn_cache"  # attribute of a model
 
 
 def enable_flash_dmattn(
-    model: torch.nn.Module, *, round_scores_like_eager: bool = False
+    model: torch.nn.Module,
+    *,
+    round_scores_like_eager: bool = False,
+    cache: str | None = None,
 ) -> torch.nn.Module:
     """Makes every Doge attention layer of a model choose its keys by intervals.
 
@@ -44,16 +56,23 @@ def enable_flash_dmattn(
     Args:
         model: a Doge model, or anything that contains its attention layers (a PEFT model, for one).
         round_scores_like_eager: scores in the model's dtype, to reproduce a run of eager attention.
+        cache: "dynamic_mask" makes `DynamicMaskCache` the cache of calls that bring none and of `generate`, so that
+            memory and time of a token do not grow with the text; None: that of transformers, which holds all keys.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: the model has no Doge attention layer.
+        ValueError: the model has no Doge attention layer, or cannot have this cache.
     """
     layers = [module for module in model.modules() if isinstance(module, DogeAttention)]
     if not layers:
         raise ValueError(f"model is a {type(model).__name__} without any DogeAttention layer")
+    if cache not in (None, _CACHE):
+        raise ValueError(f"cache: got {cache!r}, expected {_CACHE!r} or None")
+    for module in model.modules():
+        if isinstance(module, DogePreTrainedModel):
+            _set_default_cache(module, cache)
     dropout = max(layer.attention_dropout for layer in layers)
     if dropout:
         warnings.warn(
@@ -67,6 +86,55 @@ def enable_flash_dmattn(
         if "_old_forward" in vars(layer):  # accelerate kept the method from before this import
             layer._old_forward = types.MethodType(DogeAttention.forward, layer)
     return model
+
+
+def _set_default_cache(model: DogePreTrainedModel, cache: str | None) -> None:
+    """The attribute for `generate`, and for calls of the model itself a hook."""
+    if cache is not None:
+        DynamicMaskCache(model.config)  # raises where it cannot be
+    is_set = getattr(model, _DEFAULT_CACHE, None) is not None
+    setattr(model, _DEFAULT_CACHE, cache)
+    if isinstance(model, DogeModel) and cache is not None and not is_set:
+        model.register_forward_pre_hook(_bring_default_cache, with_kwargs=True)
+
+
+def _has_default_cache(model: torch.nn.Module) -> bool:
+    return (
+        getattr(model, _DEFAULT_CACHE, None) == _CACHE and model.config._attn_implementation == NAME
+    )
+
+
+def _bring_default_cache(model: DogeModel, args: tuple, options: dict) -> tuple[tuple, dict] | None:
+    """Where DogeModel.forward would make transformers' own cache; not for training, which reads none."""
+    use_cache = options.get("use_cache")
+    if use_cache is None:
+        use_cache = model.config.use_cache
+    has_cache = len(args) > 3 or options.get("past_key_values") is not None
+    if not use_cache or has_cache or torch.is_grad_enabled() or not _has_default_cache(model):
+        return None
+    return args, {**options, "past_key_values": DynamicMaskCache(model.config)}
+
+
+def _generate_with_default_cache() -> None:
+    """`generate` makes the cache of a model before it calls it."""
+    prepare = GenerationMixin._prepare_cache_for_generation
+
+    @functools.wraps(prepare)
+    def prepare_ours(self, generation_config, model_kwargs, *args, **kwargs):
+        given = model_kwargs.get("past_key_values"), generation_config.cache_implementation
+        if (
+            given == (None, None)
+            and generation_config.use_cache is not False
+            and _has_default_cache(self)
+        ):
+            cache = DynamicMaskCache(self.config)
+            if getattr(generation_config, "is_assistant", False):
+                cache.activate_past_recording()
+            model_kwargs["past_key_values"] = cache
+            return None
+        return prepare(self, generation_config, model_kwargs, *args, **kwargs)
+
+    GenerationMixin._prepare_cache_for_generation = prepare_ours
 
 
 def _teach_doge() -> None:
@@ -113,6 +181,7 @@ def _refuse_continuous_batching() -> None:
 AttentionInterface.register(NAME, flash_dynamic_mask_attention_forward)
 AttentionMaskInterface.register(NAME, key_interval_mask)
 _teach_doge()
+_generate_with_default_cache()
 keep_documents()
 _skip_flash_attention_preload()
 _refuse_continuous_batching()

@@ -1,0 +1,374 @@
+"""A transformers `Cache` that holds the keys of the window, however long the text.
+
+A key that `keep_window_size` better keys beat is never seen again, so each key head keeps its best keys in slots, and
+attention over them is attention over all keys. The price: slots of different heads hold different positions, so only
+attention that chooses by the same scores can read them.
+"""
+
+import torch
+import transformers
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.configuration_utils import PretrainedConfig
+
+from ..key_intervals import select_key_intervals
+from ..kv_slots import KVSlots
+
+_CROPS_TO_A_LENGTH = int(transformers.__version__.split(".")[0]) < 5
+_RECORDED = 128  # tokens that can be dropped again, at least
+
+
+class DynamicMaskLayer(CacheLayerMixin):
+    """The slots of one attention layer.
+
+    The first tokens come by `fill`, after attention over them; later ones by `attend`, which is their attention too.
+    Their number is `get_seq_length`, though no more than `window` (and pending ones) are held.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, window: int, *, static: bool = False, chunk: int = 0):
+        """
+        Args:
+            window: the number of keys that a query sees.
+            static: memory stays in place and lengths on the device, for CUDA graphs and torch.compile.
+            chunk: places for tokens that are attended to before they are committed; without `static` there come
+                more by themselves.
+        """
+        super().__init__()
+        self.window, self.chunk = window, chunk
+        self.is_compileable = static
+        self.record_past = False
+        self.slots: KVSlots | None = None
+        self._seen = (
+            0  # tokens so far, pending ones included; of a static layer, whether there are any
+        )
+
+    # ---- What attention uses ------------------------------------------------------------------------
+
+    @property
+    def is_empty(self) -> bool:
+        return self._seen == 0
+
+    @torch.no_grad()
+    def fill(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: torch.Tensor,
+        present: torch.Tensor | None = None,
+    ) -> None:
+        """Takes over the first tokens, to which attention has been computed already.
+
+        Args:
+            key, value: [B, Hkv, S, D].
+            scores: float32 [B, Hkv, S].
+            present: bool [B, S], False for padding; None: all are tokens.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key, value)
+        length = key.shape[2]
+        pending = min(length, _RECORDED) if self.record_past else 0
+        filled = length - pending
+        self._resize(max(pending, self.chunk))
+        first, last = slice(0, filled), slice(filled, length)
+        if filled:
+            keys, values, of_keys = key[:, :, first], value[:, :, first], scores[..., first]
+            mask = None if present is None else present[:, None, first]
+            survivors = select_key_intervals(of_keys, self.window, key_mask=mask, query_length=1)
+            self.slots.fill(*_by_token(keys, values), of_keys, survivors)
+        if pending:
+            keys, values, of_keys = key[:, :, last], value[:, :, last], scores[..., last]
+            mask = None if present is None else present[:, last]
+            self.slots.append(*_by_token(keys, values), of_keys, key_mask=mask)
+        self._seen = length
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: torch.Tensor,
+        present: torch.Tensor | None = None,
+        *,
+        scale: float,
+    ) -> torch.Tensor:
+        """Adds tokens and computes their attention: [B, S, Hq, D].
+
+        Args:
+            query: [B, Hq, S, D].
+            key, value, scores, present: as in `fill`.
+        """
+        length = query.shape[2]
+        query, key, value = _by_token(query, key, value)
+        if length == 1 and not self.record_past and not self.slots.pending:
+            if not self.is_compileable:
+                self._seen += 1
+                self._resize(self.chunk)
+            return self.slots.step(query, key, value, scores, key_mask=present, scale=scale)
+        if self.record_past:
+            self._resize(max(length, _RECORDED, self.slots.chunk))
+        else:
+            self._commit()
+            self._resize(max(min(length, max(self.window, _RECORDED)), self.slots.chunk))
+        parts = []
+        for start in range(0, length, self.slots.chunk):
+            part = slice(start, start + self.slots.chunk)
+            self._make_room(query[:, part].shape[1])
+            self.slots.append(
+                key[:, part],
+                value[:, part],
+                scores[..., part],
+                key_mask=None if present is None else present[:, part],
+            )
+            parts.append(self.slots.attend(query[:, part], scale=scale))
+            if not self.record_past:
+                self._commit()
+        self._seen += length
+        return torch.cat(parts, dim=1)
+
+    # ---- What transformers uses ---------------------------------------------------------------------
+
+    def lazy_initialization(
+        self, key_states: torch.Tensor, value_states: torch.Tensor | None = None
+    ) -> None:
+        """Memory for keys like these, [B, Hkv, any number, D]."""
+        batch, heads, _, head_dim = key_states.shape
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._hold(
+            KVSlots(
+                batch,
+                heads,
+                self.window,
+                head_dim,
+                chunk=self.chunk,
+                dtype=self.dtype,
+                device=self.device,
+            )  # fmt: skip
+        )
+        self.is_initialized = True
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args,
+        scores: torch.Tensor | None = None,
+        present: torch.Tensor | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds tokens, and returns copies of the keys and values that some of them may see.
+
+        Attention uses `fill` and `attend` instead.
+        """
+        if scores is None:
+            raise ValueError(
+                "scores: got none; a DynamicMaskCache holds the keys with the best scores, which only Doge's attention "
+                "as flash_dmattn has. Call enable_flash_dmattn(model), or use transformers' DynamicCache"
+            )
+        if self.is_empty:
+            self.fill(key_states, value_states, scores, present)
+            return key_states, value_states
+        held = self.window + self.slots.pending
+        before = (t[:, :, :held].clone() for t in (self.keys, self.values))
+        self.attend(key_states, key_states, value_states, scores, present, scale=1.0)
+        new = (key_states, value_states)
+        return tuple(torch.cat(parts, dim=2) for parts in zip(before, new, strict=True))
+
+    def get_seq_length(self) -> int | torch.Tensor:
+        """The tokens so far; of a static cache a number on the device."""
+        if not self.is_compileable or self.is_empty:
+            return self._seen
+        return self._length + self.slots.pending if self.slots.pending else self._length
+
+    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int | torch.Tensor]:
+        """A mask is over new tokens only: one per head would be needed for those in slots."""
+        if isinstance(query_length, torch.Tensor):  # transformers 4: the positions of the queries
+            query_length = query_length.shape[0]
+        return query_length, self.get_seq_length()
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def activate_past_recording(self) -> None:
+        """From now on new tokens stay pending, until `crop` says how many of them remain."""
+        self.record_past = True
+
+    @torch.no_grad()
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drops the last `-tokens_to_remove` tokens and commits the others; in transformers 4 a positive number is
+        the length to cut the text to."""
+        if self.is_empty:
+            return
+        if tokens_to_remove > 0:
+            if not _CROPS_TO_A_LENGTH:
+                raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected 0 or less")
+            tokens_to_remove = min(0, tokens_to_remove - int(self.get_seq_length()))
+        kept = self.slots.pending + tokens_to_remove
+        if kept < 0:
+            raise RuntimeError(
+                f"tokens_to_remove: got {tokens_to_remove}, but {self.slots.pending} tokens are pending, and the others "
+                "have evicted keys; call activate_past_recording before the tokens are added"
+            )
+        self._commit(kept)
+        self._seen += tokens_to_remove
+
+    def reset(self) -> None:
+        """Forgets all tokens; the memory stays."""
+        if self.is_initialized:
+            self.slots.clear()
+        self._seen = 0
+
+    def offload(self) -> None:
+        if self.is_initialized:
+            self._hold(self._moved("cpu"))
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self._hold(self._moved(self.device))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if not self.is_empty:
+            rows = torch.arange(self.batch_size, device=self.keys.device)
+            self._select(rows.repeat_interleave(repeats))
+
+    # ---- Memory -------------------------------------------------------------------------------------
+
+    def _hold(self, slots: KVSlots) -> None:
+        self.slots = slots
+        self.keys, self.values = slots.k, slots.v
+        self.batch_size = self.max_batch_size = slots.batch
+        self._length = slots.seen[
+            0
+        ]  # one tensor, so that a mask can tell that queries and keys begin together
+        if self.is_compileable and not torch.compiler.is_compiling():
+            for tensor in slots.tensors:
+                torch._dynamo.mark_static_address(tensor)
+
+    @torch.no_grad()
+    def _select(self, rows: torch.Tensor) -> None:
+        """The rows of the batch with these numbers; in a static layer of as many rows, in the same memory."""
+        if self.is_empty:
+            return
+        rows = rows.to(self.keys.device)
+        if self.is_compileable and len(rows) == self.batch_size:
+            self.slots.reorder(rows)
+        else:
+            self._hold(self.slots.select(rows))
+
+    def _moved(self, device: torch.device | str) -> KVSlots:
+        tensors = (tensor.to(device, non_blocking=True) for tensor in self.slots.tensors)
+        return KVSlots.over(self.window, *tensors, pending=self.slots.pending)
+
+    def _resize(self, chunk: int) -> None:
+        """Other places for pending tokens; the memory of a static layer stays."""
+        if self.is_compileable or chunk == self.slots.chunk:
+            return
+        batch, heads, _, head_dim = self.keys.shape
+        resized = KVSlots(
+            batch, heads, self.window, head_dim, chunk=chunk, dtype=self.dtype, device=self.device
+        )
+        held = self.window + self.slots.pending
+        for new, old in zip(resized.tensors, self.slots.tensors, strict=True):
+            if new.shape == old.shape:
+                new.copy_(old)
+            else:
+                new[:, :, :held] = old[:, :, :held]
+        resized.pending = self.slots.pending
+        self._hold(resized)
+
+    def _make_room(self, tokens: int) -> None:
+        """Commits the oldest pending tokens if so many new ones have no place otherwise."""
+        excess = self.slots.pending + tokens - self.slots.chunk
+        if excess <= 0:
+            return
+        slots, held = self.slots, self.window + self.slots.pending
+        later = slice(self.window + excess, held)
+        keys, values = (t[:, :, later].clone() for t in (slots.k, slots.v))
+        scores = slots.scores[:, :, later].clone()
+        self._commit(excess)
+        if keys.shape[2]:
+            self.slots.append(*_by_token(keys, values), scores)
+
+    def _commit(self, tokens: int | None = None) -> None:
+        """The first pending tokens, by default all, enter the slots; the others are dropped."""
+        if self.slots.pending:
+            self.slots.commit(tokens)
+
+
+class DynamicMaskCache(Cache):
+    """A cache of `DynamicMaskLayer`s for a model with dynamic masks, which `enable_flash_dmattn` has prepared.
+
+        model.generate(**inputs, past_key_values=DynamicMaskCache(model.config))
+
+    Every result is that of a cache of all keys, to rounding, but for the rows of left padding in a prompt that comes
+    in several chunks (see docs/generation.md).
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        static: bool = False,
+        selection: str = "per_query",
+        chunk: int | None = None,
+    ):
+        """
+        Args:
+            config: of the model; `keep_window_size` is its window.
+            static: memory stays in place and no step of decoding reads from the device, for CUDA graphs and
+                torch.compile; `generate` compiles the model then on a GPU.
+            selection: "per_query" is possible.
+            chunk: places in memory for tokens beside the window, that a chunk of a prompt and assisted decoding need:
+                by default 128 with `static`, else as many as there are at a time.
+
+        Raises:
+            ValueError: a choice of keys under which evicted keys return.
+        """
+        config = config.get_text_config(decoder=True)
+        if selection != "per_query":
+            raise ValueError(
+                f"selection: got {selection!r}, expected 'per_query'; with one choice for all queries a new key changes "
+                "which keys the others see, so none can be evicted. Use transformers' DynamicCache"
+            )
+        if getattr(config, "sliding_window", None) is not None:
+            raise ValueError(
+                f"config.sliding_window is {config.sliding_window}; expected None: a key that leaves the window makes "
+                "place for others, which would have been evicted. Use transformers' DynamicCache"
+            )
+        if chunk is None:
+            chunk = _RECORDED if static else 0
+        layers = [
+            DynamicMaskLayer(window, static=static, chunk=chunk) for window in _windows(config)
+        ]
+        super().__init__(layers=layers)
+
+    def activate_past_recording(self) -> None:
+        """For `crop`: new tokens stay pending until it is called. Assisted decoding calls it (transformers 5)."""
+        for layer in self.layers:
+            layer.activate_past_recording()
+
+
+def _windows(config: PretrainedConfig) -> list[int]:
+    """The window of every layer."""
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    windows = [getattr(layer, "keep_window_size", None) for layer in layers]
+    if None in windows:
+        raise ValueError(
+            f"config is a {type(config).__name__} without keep_window_size; expected that of a model with dynamic masks "
+            "(Doge)"
+        )
+    return windows
+
+
+def _by_token(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[B, H, S, D] as [B, S, H, D]."""
+    return tuple(t.transpose(1, 2) for t in states)

@@ -1,0 +1,114 @@
+"""A static DynamicMaskCache: one graph for all steps of decoding, and nothing read from the device."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+transformers = pytest.importorskip("transformers")
+
+from doge_generation import left_padding, make_ids, make_pair  # noqa: E402
+from flash_dmattn.integrations.transformers import DynamicMaskCache  # noqa: E402
+
+pytestmark = [
+    pytest.mark.transformers,
+    pytest.mark.skipif(
+        transformers.__version__ < "5", reason="transformers 4 reads the length of a static cache"
+    ),
+]
+B, S, STEPS = 2, 40, 12
+
+
+class NoReads(TorchDispatchMode):
+    """Values that Python reads would wait for a GPU."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name = operator.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero"), name
+        return operator(*args, **(kwargs or {}))
+
+
+def prefilled(ours, pad=0):
+    cache = DynamicMaskCache(ours.config, static=True)
+    ids, mask = make_ids(B, S), left_padding(B, S, pad)
+    ours(ids, attention_mask=mask if pad else None, past_key_values=cache)
+    return cache
+
+
+def decode(forward, cache, pad=0, steps=STEPS):
+    """The logits of steps with given tokens."""
+    tokens, logits = make_ids(B, steps, seed=3), []
+    for i in range(steps):
+        options = {}
+        if pad:
+            mask = left_padding(B, S + steps, pad)
+            options["attention_mask"] = mask
+            options["position_ids"] = mask[:, : S + i + 1].sum(1, keepdim=True) - 1
+        logits.append(forward(tokens[:, [i]], past_key_values=cache, **options).logits)
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("pad", [0, 13])
+@torch.no_grad()
+def test_decoding_reads_nothing(pad):
+    _, ours = make_pair()
+    cache = prefilled(ours, pad)
+    with NoReads():
+        decode(ours, cache, pad)
+
+
+@pytest.mark.parametrize("pad", [0, 13])
+@torch.no_grad()
+def test_one_graph_for_all_steps(pad):
+    torch._dynamo.reset()
+    _, ours = make_pair()
+    expected = decode(ours, prefilled(ours, pad), pad)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(ours, backend=counter, fullgraph=True)
+    actual = decode(compiled, prefilled(ours, pad), pad)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == 1
+
+
+@torch.no_grad()
+def test_memory_stays_in_place():
+    _, ours = make_pair()
+    cache = prefilled(ours)
+    before = [t.data_ptr() for layer in cache.layers for t in layer.slots.tensors]
+    decode(ours, cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    ours(make_ids(B, 300, seed=2), past_key_values=cache)
+    cache.reset()
+    ours(make_ids(B, S, seed=2), past_key_values=cache)
+    assert before == [t.data_ptr() for layer in cache.layers for t in layer.slots.tensors]
+
+
+@torch.no_grad()
+def test_memory_before_the_first_token():
+    """As torch.export and a compiled prefill need it."""
+    _, ours = make_pair()
+    expected = decode(ours, prefilled(ours))
+    cache = DynamicMaskCache(ours.config, static=True)
+    assert cache.is_compileable and not cache.is_initialized
+    cache.early_initialization(B, 2, 8, torch.float32, torch.device("cpu"))
+    assert cache.is_initialized and cache.batch_size == B and cache.get_seq_length() == 0
+    ours(make_ids(B, S), past_key_values=cache)
+    assert cache.get_seq_length() == S and cache.get_query_offset() == S
+    assert torch.equal(decode(ours, cache), expected)
+
+
+def test_generate_compiles_it():
+    """`generate` compiles the step itself where the cache allows it, here on the CPU, too."""
+    torch._dynamo.reset()
+    _, ours = make_pair()
+    ids, options = make_ids(B, S), {"max_new_tokens": 6, "do_sample": False}
+    expected = ours.generate(ids, past_key_values=DynamicMaskCache(ours.config), **options)
+    config = transformers.CompileConfig(backend="aot_eager", mode=None)
+    config._compile_all_devices = True
+    actual = ours.generate(
+        ids,
+        past_key_values=DynamicMaskCache(ours.config, static=True),
+        compile_config=config,
+        **options,
+    )
+    assert torch.equal(actual, expected)

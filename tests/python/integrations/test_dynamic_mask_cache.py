@@ -1,0 +1,259 @@
+"""DynamicMaskCache as a Cache of transformers: its methods, and the uses that it refuses."""
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from doge_generation import WINDOW, make_ids, make_model, make_pair  # noqa: E402
+from flash_dmattn.integrations.transformers import (  # noqa: E402
+    DynamicMaskCache,
+    enable_flash_dmattn,
+)
+
+pytestmark = pytest.mark.transformers
+TRANSFORMERS_4 = transformers.__version__ < "5"
+
+B, S = 2, 40
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def next_logits(model, cache, tokens=6):
+    return torch.cat(
+        [
+            model(make_ids(B, tokens, seed=9)[:, [i]], past_key_values=cache).logits
+            for i in range(tokens)
+        ],
+        dim=1,
+    )
+
+
+def filled(model, *lengths, **options):
+    """A cache after prompts of these lengths, one after the other."""
+    cache, ids = DynamicMaskCache(model.config, **options), make_ids(B, sum(lengths))
+    for part in ids.split(lengths, dim=1):
+        model(part, past_key_values=cache)
+    return cache
+
+
+# ---- Methods ---------------------------------------------------------------------------------------
+
+
+def test_lengths_are_those_of_the_text():
+    _, ours = make_pair()
+    cache = DynamicMaskCache(ours.config)
+    assert len(cache) == 3 and cache.get_seq_length() == 0 and not cache.is_initialized
+    ours(make_ids(B, S), past_key_values=cache)
+    assert [cache.get_seq_length(i) for i in range(3)] == [S] * 3
+    assert cache.is_initialized and not cache.is_compileable and cache.is_sliding == [False] * 3
+    assert cache.layers[0].keys.shape == (B, 2, WINDOW, 8)
+    if TRANSFORMERS_4:
+        assert cache.get_mask_sizes(torch.arange(S, S + 5), 0) == (5, S)
+        assert cache.max_batch_size == B and cache.get_max_cache_shape() == -1
+    else:
+        assert cache.get_mask_sizes(5, 0) == (5, S) and cache.get_query_offset() == S
+        assert cache.batch_size == B and cache.get_max_length() == -1
+        assert cache.is_croppable
+
+
+def test_update_returns_what_new_tokens_may_see():
+    _, ours = make_pair()
+    layer = filled(ours, S).layers[1]
+    before = layer.keys.clone()
+    key, value = torch.randn(2, B, 2, 3, 8)
+    keys, values = layer.update(key, value, scores=torch.randn(B, 2, 3))
+    assert torch.equal(keys, torch.cat([before, key], dim=2)) and values.shape == keys.shape
+    assert layer.get_seq_length() == S + 3
+    fresh = type(layer)(WINDOW)
+    assert fresh.update(key, value, scores=torch.randn(B, 2, 3)) == (key, value)
+
+
+@pytest.mark.parametrize("dropped", [0, 1, 5])
+def test_dropped_tokens_leave_no_trace(dropped):
+    _, ours = make_pair()
+    expected = next_logits(ours, filled(ours, S, 7))
+    cache = filled(ours, S)
+    cache.activate_past_recording()
+    ids = make_ids(B, S + 7)
+    ours(torch.cat([ids[:, S:], make_ids(B, dropped, seed=4)], dim=1), past_key_values=cache)
+    assert cache.get_seq_length() == S + 7 + dropped
+    cache.crop(S + 7 if TRANSFORMERS_4 else -dropped)
+    assert cache.get_seq_length() == S + 7 and cache.layers[0].slots.pending == 0
+    torch.testing.assert_close(next_logits(ours, cache), expected)
+
+
+def test_tokens_of_a_recorded_prompt_can_be_dropped():
+    _, ours = make_pair()
+    expected = next_logits(ours, filled(ours, S))
+    for static in (False, True):
+        cache = DynamicMaskCache(ours.config, static=static)
+        cache.activate_past_recording()
+        ours(torch.cat([make_ids(B, S), make_ids(B, 3, seed=4)], dim=1), past_key_values=cache)
+        cache.crop(S if TRANSFORMERS_4 else -3)
+        assert int(cache.get_seq_length()) == S
+        torch.testing.assert_close(next_logits(ours, cache), expected)
+
+
+def test_recording_without_a_crop_changes_nothing():
+    """As after assisted decoding: more tokens than there are places; the oldest are committed."""
+    _, ours = make_pair()
+    expected = next_logits(ours, filled(ours, S, 200))
+    for lengths in ([S, 200], [S, 100, 1, 99], [S, 127, 73]):
+        cache, ids = DynamicMaskCache(ours.config, static=True), make_ids(B, S + 200)
+        cache.activate_past_recording()
+        for part in ids.split(lengths, dim=1):
+            ours(part, past_key_values=cache)
+        torch.testing.assert_close(next_logits(ours, cache), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_offloading_and_coming_back():
+    _, ours = make_pair()
+    cache = filled(ours, S)
+    expected = next_logits(ours, copy.deepcopy(cache))
+    for layer in cache.layers:
+        layer.offload()
+        assert layer.keys.device.type == "cpu"
+        layer.prefetch()
+    assert torch.equal(next_logits(ours, cache), expected)
+
+
+def test_reset_begins_a_new_text():
+    _, ours = make_pair()
+    expected = next_logits(ours, filled(ours, S))
+    cache = filled(ours, 11, 2)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    ours(make_ids(B, S), past_key_values=cache)
+    assert torch.equal(next_logits(ours, cache), expected)
+
+
+@pytest.mark.parametrize(
+    "method", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave"]
+)
+def test_rows_of_an_empty_cache(method):
+    _, ours = make_pair()
+    cache = DynamicMaskCache(ours.config)
+    getattr(cache, method)(3 if "repeat" in method else torch.tensor([1, 0]))
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.skipif(TRANSFORMERS_4, reason="transformers 4 has one config for all layers")
+def test_layers_with_windows_of_their_own():
+    model = make_model()
+    model.config.per_layer_config = {0: {"keep_window_size": 20}}
+    cache = DynamicMaskCache(model.config)
+    assert [layer.window for layer in cache.layers] == [20, WINDOW, WINDOW]
+
+
+# ---- Precision -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16", "autocast"])
+def test_scores_are_float32_in_16_bits(precision):
+    """The keys that remain are those of attention over all keys, which the model's own test compares with float32."""
+    _, ours = make_pair()
+    ours = ours if precision == "autocast" else ours.to(getattr(torch, precision))
+    ids = make_ids(B, S + 6)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+        whole = ours(ids, use_cache=False).logits[:, S:]
+        cache = DynamicMaskCache(ours.config)
+        ours(ids[:, :S], past_key_values=cache)
+        steps = [ours(ids[:, [i]], past_key_values=cache).logits for i in range(S, S + 6)]
+    assert cache.layers[0].slots.scores.dtype == torch.float32
+    assert cache.layers[0].keys.dtype == (
+        torch.float16 if precision == "float16" else torch.bfloat16
+    )
+    error = (torch.cat(steps, dim=1) - whole).abs().max()
+    assert error < 0.02 * whole.abs().max()
+
+
+# ---- Refused ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["eager", "sdpa", "llama"])
+def test_attention_of_others_is_an_error(family):
+    model = make_model()
+    cache = DynamicMaskCache(model.config)
+    if family == "llama":
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+                num_attention_heads=4, num_key_value_heads=2,
+            )
+        )  # fmt: skip
+    else:
+        model.set_attn_implementation(family)
+    with pytest.raises(ValueError, match="scores: got none.*enable_flash_dmattn"):
+        model.generate(make_ids(1, 5), past_key_values=cache, max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        (
+            {"sliding_window": 16},
+            "sliding_window is 16; expected None: a key that leaves the window",
+        ),
+        ({"selection": "global"}, "got 'global', expected 'per_query'; with one choice for all"),
+    ],
+)
+def test_choices_under_which_keys_return(options, match):
+    config = make_model(sliding_window=options.pop("sliding_window", None)).config
+    with pytest.raises(ValueError, match=match):
+        DynamicMaskCache(config, **options)
+
+
+def test_models_without_a_window():
+    with pytest.raises(ValueError, match="LlamaConfig without keep_window_size"):
+        DynamicMaskCache(LlamaConfig())
+
+
+def test_the_cache_of_another_model():
+    _, ours = make_pair()
+    other = make_model(window=WINDOW + 1)
+    with pytest.raises(ValueError, match="holds 10 keys and layer 0 keeps 9"):
+        ours(make_ids(B, S), past_key_values=DynamicMaskCache(other.config))
+
+
+def test_unknown_names_of_caches():
+    with pytest.raises(ValueError, match="cache: got 'static', expected 'dynamic_mask' or None"):
+        enable_flash_dmattn(make_model(), cache="static")
+    with pytest.raises(ValueError, match="sliding_window"):
+        enable_flash_dmattn(make_model(sliding_window=16), cache="dynamic_mask")
+
+
+def test_masks_over_pairs():
+    """No mask over queries and keys describes slots that differ from head to head."""
+    _, ours = make_pair()
+    mask = torch.ones(B, 1, 3, S + 3, dtype=torch.bool)
+    with pytest.raises(
+        ValueError, match=r"attention_mask: got torch.bool of shape \(2, 1, 3, 43\)"
+    ):
+        ours(make_ids(B, 3), attention_mask=mask, past_key_values=filled(ours, S))
+
+
+def test_tokens_that_have_evicted_others_cannot_be_dropped():
+    _, ours = make_pair()
+    cache = filled(ours, S, 3)
+    with pytest.raises(RuntimeError, match="call activate_past_recording"):
+        cache.crop(S if TRANSFORMERS_4 else -3)
+    if not TRANSFORMERS_4:
+        with pytest.raises(ValueError, match="got 3, expected 0 or less"):
+            cache.crop(3)
+
+
+def test_gradients_through_cached_keys():
+    _, ours = make_pair()
+    with torch.enable_grad():
+        cache = DynamicMaskCache(ours.config)
+        ours(make_ids(B, S), labels=make_ids(B, S), past_key_values=cache).loss.backward()
+        with pytest.raises(RuntimeError, match="requires a gradient"):
+            ours(make_ids(B, 1), past_key_values=cache)

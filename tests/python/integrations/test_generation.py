@@ -1,0 +1,222 @@
+"""Generation with a cache of w keys against eager attention over all keys: token for token, logits to rounding."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from doge_generation import (  # noqa: E402
+    VOCABULARY,
+    WINDOW,
+    RepeatsOfThree,
+    assert_same_generation,
+    left_padding,
+    make_ids,
+    make_pair,
+)
+from flash_dmattn.integrations.transformers import (  # noqa: E402
+    DynamicMaskCache,
+    enable_flash_dmattn,
+)
+
+pytestmark = pytest.mark.transformers
+
+B, S = 2, 40
+# Equal hidden states have equal scores but for rounding: without repetition there are none.
+FRESH = {"no_repeat_ngram_size": 1}
+WAYS = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "temperature": 1.3, "top_k": 50},
+    "samples": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"num_beams": 3},
+    "sampled_beams": {"num_beams": 3, "do_sample": True},
+    "chunks": {"prefill_chunk_size": 7},
+    "chunks_of_one": {"prefill_chunk_size": 1},
+    "large_chunks": {"prefill_chunk_size": 25},
+}
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("pad", [0, 13, 33])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_generate(way, pad, static):
+    oracle, ours = make_pair()
+    cache = DynamicMaskCache(ours.config, static=static)
+    mask = left_padding(B, S, pad)
+    assert_same_generation(
+        oracle, ours, make_ids(B, S), cache, attention_mask=mask, **FRESH, **WAYS[way]
+    )
+    assert static or cache.layers[1].keys.shape[2] == WINDOW
+
+
+def test_the_choice_of_keys_matters():
+    """Else the other tests would prove nothing."""
+    oracle, ours = make_pair()
+    for layer in oracle.model.layers:
+        layer.self_attn.keep_window_size = 300
+    with pytest.raises(AssertionError):
+        assert_same_generation(oracle, ours, make_ids(B, S), DynamicMaskCache(ours.config))
+
+
+@pytest.mark.parametrize("length", [1, WINDOW - 1, WINDOW, WINDOW + 1])
+def test_prompts_about_as_long_as_the_window(length):
+    oracle, ours = make_pair()
+    assert_same_generation(
+        oracle, ours, make_ids(B, length), DynamicMaskCache(ours.config), **FRESH
+    )
+
+
+@pytest.mark.parametrize("window", [1, 300])
+def test_windows_at_the_ends(window):
+    oracle, ours = make_pair(window=window)
+    assert_same_generation(oracle, ours, make_ids(B, S), DynamicMaskCache(ours.config), **FRESH)
+
+
+def test_a_prompt_without_a_mask():
+    oracle, ours = make_pair()
+    cache = DynamicMaskCache(ours.config)
+    assert_same_generation(oracle, ours, make_ids(1, S), cache, attention_mask=None, **FRESH)
+
+
+def recording_cache(model):
+    """For assisted decoding; transformers 5 itself announces that it will crop."""
+    cache = DynamicMaskCache(model.config)
+    if transformers.__version__ < "5":
+        cache.activate_past_recording()
+    return cache
+
+
+@pytest.mark.parametrize("length", [6, S, 120])
+def test_prompt_lookup(length):
+    """Some guesses are accepted, some dropped; `crop` follows every step."""
+    oracle, ours = make_pair()
+    ids, options = make_ids(1, length), {"logits_processor": [RepeatsOfThree()]}
+    options["eos_token_id"] = 0  # transformers 4 needs one
+    ids = torch.cat([ids, ids[:, 2:4]], dim=1)
+    cache = recording_cache(ours)
+    expected = oracle.generate(ids, max_new_tokens=40, do_sample=False, **options)
+    actual = ours.generate(
+        ids, max_new_tokens=40, do_sample=False, past_key_values=cache,
+        prompt_lookup_num_tokens=5, max_matching_ngram_size=2, **options,
+    )  # fmt: skip
+    assert torch.equal(actual, expected)
+    assert cache.get_seq_length() == actual.shape[1] - 1
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_an_assistant_model(noise):
+    """It keeps a cache of its own over several steps, and drops what was not accepted."""
+    oracle, ours = make_pair()
+    _, assistant = make_pair()
+    assistant.load_state_dict(ours.state_dict())
+    with torch.no_grad():
+        for parameter in assistant.parameters():
+            parameter.add_(noise * torch.randn_like(parameter))
+    enable_flash_dmattn(assistant, cache="dynamic_mask")
+    cache = recording_cache(ours)
+    assert_same_generation(oracle, ours, make_ids(1, S), cache, assistant_model=assistant, **FRESH)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("pad", [0, 13])
+def test_several_turns_of_a_chat(pad, static):
+    """Each turn continues the cache of the one before: many tokens, one token, many again."""
+    oracle, ours = make_pair()
+    caches = [transformers.DynamicCache(), DynamicMaskCache(ours.config, static=static)]
+    models, texts = (oracle, ours), [make_ids(B, S)] * 2
+    mask = left_padding(B, S, pad)
+    for turn, length in enumerate((11, 1, 30)):
+        for i, model in enumerate(models):
+            rows = torch.nn.functional.pad(mask, (0, texts[i].shape[1] - mask.shape[1]), value=1)
+            texts[i] = model.generate(
+                texts[i], attention_mask=rows, past_key_values=caches[i], max_new_tokens=8,
+                do_sample=False, **FRESH,
+            )  # fmt: skip
+        assert torch.equal(*texts)
+        if not static:
+            assert caches[0].get_seq_length() == caches[1].get_seq_length()
+        said = make_ids(B, length, seed=turn + 1)
+        texts = [torch.cat([text, said], dim=1) for text in texts]
+
+
+def test_the_default_cache_of_a_model():
+    oracle, ours = make_pair()
+    enable_flash_dmattn(ours, cache="dynamic_mask")
+    ids = make_ids(B, S)
+    result = assert_same_generation(oracle, ours, ids, **FRESH)
+    assert isinstance(result.past_key_values, DynamicMaskCache)
+    with torch.no_grad():
+        assert isinstance(ours(ids).past_key_values, DynamicMaskCache)
+        assert ours(ids, use_cache=False).past_key_values is None
+    given = ours.generate(ids, max_new_tokens=2, return_dict_in_generate=True, use_cache=True,
+                          past_key_values=transformers.DynamicCache())  # fmt: skip
+    assert not isinstance(given.past_key_values, DynamicMaskCache)
+    ours.set_attn_implementation("eager")
+    with torch.no_grad():
+        assert not isinstance(ours(ids).past_key_values, DynamicMaskCache)
+        enable_flash_dmattn(ours)
+        assert not isinstance(ours(ids).past_key_values, DynamicMaskCache)
+
+
+def test_repeating_and_selecting_rows():
+    """As contrastive search does: every row three times, then some of them."""
+    oracle, ours = make_pair()
+    caches = [transformers.DynamicCache(), DynamicMaskCache(ours.config)]
+    ids, more = make_ids(B, S), make_ids(3 * B, 5, seed=1)
+    last = make_ids(3, 4, seed=2)
+    logits = []
+    with torch.no_grad():
+        for model, cache in zip((oracle, ours), caches, strict=True):
+            model(ids, past_key_values=cache)
+            cache.batch_repeat_interleave(3)
+            steps = [model(more[:, [i]], past_key_values=cache).logits for i in range(5)]
+            cache.batch_select_indices(torch.tensor([4, 0, 3]))
+            steps += [model(last[:, [i]], past_key_values=cache).logits for i in range(4)]
+            logits.append(torch.cat([step.flatten() for step in steps]))
+    torch.testing.assert_close(logits[1], logits[0], atol=2e-4, rtol=2e-4)
+
+
+def test_a_new_text_in_the_same_memory():
+    oracle, ours = make_pair()
+    cache = DynamicMaskCache(ours.config, static=True)
+    assert_same_generation(oracle, ours, make_ids(B, S), cache, **FRESH)
+    memory = [layer.keys.data_ptr() for layer in cache.layers]
+    cache.reset()
+    assert_same_generation(oracle, ours, make_ids(B, S, seed=5), cache, **FRESH)
+    assert memory == [layer.keys.data_ptr() for layer in cache.layers]
+
+
+def test_padding_between_turns():
+    """New tokens of a ragged batch are padding in some rows: they enter no cache."""
+    oracle, ours = make_pair()
+    caches = [transformers.DynamicCache(), DynamicMaskCache(ours.config)]
+    ids = make_ids(B, 60)
+    mask = torch.ones(B, 60, dtype=torch.long)
+    mask[0, :9], mask[0, 30:36], mask[1, 40:59] = 0, 0, 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    parts = []
+    with torch.no_grad():
+        for model, cache in zip((oracle, ours), caches, strict=True):
+            logits = [
+                model(ids[:, a:b], attention_mask=mask[:, :b], position_ids=positions[:, a:b],
+                      past_key_values=cache).logits
+                for a, b in ((0, 20), (20, 32), (32, 33), (33, 34), (34, 50), (50, 60))
+            ]  # fmt: skip
+            parts.append(torch.cat(logits, dim=1)[mask.bool()])
+    torch.testing.assert_close(parts[1], parts[0], atol=2e-4, rtol=2e-4)
+
+
+def test_a_long_stream_holds_the_keys_of_the_window():
+    """The memory that it has after a prompt is all it ever has."""
+    _, ours = make_pair(num_hidden_layers=1, max_position_embeddings=1 << 20)
+    cache = DynamicMaskCache(ours.config)
+    ids = torch.randint(1, VOCABULARY, (1, 1 << 16))
+    with torch.no_grad():
+        ours(ids, past_key_values=cache, logits_to_keep=1)
+        held = sum(t.untyped_storage().nbytes() for t in cache.layers[0].slots.tensors)
+        for token in range(1, 200):
+            ours(ids[:, [token]], past_key_values=cache)
+    assert cache.get_seq_length() == (1 << 16) + 199
+    assert held == sum(t.untyped_storage().nbytes() for t in cache.layers[0].slots.tensors)
+    key_bytes = cache.layers[0].keys[0, 0, 0].nbytes
+    assert held < 3 * 2 * WINDOW * 2 * key_bytes

@@ -1,0 +1,106 @@
+"""What the tests of generation share: small Doge models, and the brute force that they are compared with."""
+
+import copy
+import types
+
+import torch
+from transformers import DogeConfig, DogeForCausalLM, LogitsProcessor
+
+from flash_dmattn.integrations.transformers import enable_flash_dmattn
+
+VOCABULARY, WINDOW = 397, 9
+
+
+def make_model(window=WINDOW, **options):
+    """A float32 model whose keys differ in score; in the first layer all tie, and the recent ones are kept.
+
+    (Equal tokens would have equal scores there but for rounding, which depends on how many tokens a product has.)
+    """
+    config = DogeConfig(
+        **{
+            "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "max_position_embeddings": 512, "keep_window_size": window, "pad_token_id": 0,
+            "bos_token_id": None, "eos_token_id": None, **options,
+        }
+    )  # fmt: skip
+    model = DogeForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(".A") and "layers.0." not in name:
+            torch.nn.init.normal_(parameter)
+        elif parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.5 if "dt_proj" in name else 0.15)
+    return model
+
+
+def make_pair(**options):
+    """(brute force, ours) with the same weights."""
+    model = make_model(**options)
+    return brute_force_of(model), enable_flash_dmattn(model)
+
+
+def brute_force_of(model):
+    """A copy with eager attention over all keys, that keeps the more recent of equal scores."""
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    for layer in eager.model.layers:
+        layer.self_attn.prepare_dynamic_mask = types.MethodType(_dynamic_mask, layer.self_attn)
+    return eager
+
+
+def _dynamic_mask(self, hidden_states, dt_states, keep_window_size, attention_mask):
+    """[B, Hkv, Sq, Sk]: the score of every key that a query keeps, and the lowest number elsewhere."""
+    lowest = torch.finfo(hidden_states.dtype).min
+    scores = dt_states[:, :, None, :].expand(-1, -1, hidden_states.shape[1], -1)
+    allowed = attention_mask[..., : scores.shape[-1]]
+    allowed = allowed if allowed.dtype == torch.bool else allowed == 0
+    scores = scores.masked_fill(~allowed, lowest)
+    best_first = scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    kept = scores.shape[-1] - 1 - best_first[..., :keep_window_size]
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, kept, True)
+    return scores.masked_fill(~chosen, lowest)
+
+
+def make_ids(batch, length, seed=0):
+    """No token twice in a row of the batch."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randperm(VOCABULARY - 1, generator=generator)[:length] + 1 for _ in range(batch)]
+    return torch.stack(rows)
+
+
+def left_padding(batch, length, missing):
+    """The attention mask of a batch whose first row has `missing` tokens fewer."""
+    mask = torch.ones(batch, length, dtype=torch.long)
+    mask[0, :missing] = 0
+    return mask
+
+
+class RepeatsOfThree(LogitsProcessor):
+    """Two of three tokens repeat what followed the last token before, so that prompt lookup guesses some of them."""
+
+    def __call__(self, input_ids, scores):
+        (ids,) = input_ids.tolist()
+        if len(ids) % 3 and ids[-1] in ids[:-2]:
+            follower = ids[ids.index(ids[-1]) + 1]
+            scores = torch.full_like(scores, float("-inf")).index_fill(
+                1, torch.tensor([follower], device=scores.device), 0.0
+            )
+        return scores
+
+
+def assert_same_generation(oracle, ours, ids, cache=None, **options):
+    """Token for token, and logits to rounding. `cache`: for ours; the brute force has transformers' own."""
+    options = {
+        "attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False,
+        "return_dict_in_generate": True, "output_logits": True, **options,
+    }  # fmt: skip
+    results = []
+    for model, own in ((oracle, {}), (ours, {} if cache is None else {"past_key_values": cache})):
+        torch.manual_seed(7)
+        results.append(model.generate(ids, **options, **own))
+    expected, actual = results
+    assert torch.equal(actual.sequences, expected.sequences)
+    assert len(actual.logits) == len(expected.logits)
+    for ours_at, theirs_at in zip(actual.logits, expected.logits, strict=True):
+        torch.testing.assert_close(ours_at, theirs_at, atol=2e-4, rtol=2e-4)
+    return actual
