@@ -4,6 +4,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from .availability import backends, get_available_backends, is_available
+from .dynamic_mask_attention import DynamicMaskAttention
 from .flash_dmattn_flex import flex_dmattn_func
 from .flash_dmattn_interface import (
     flash_dmattn_func,
@@ -45,6 +46,7 @@ def __getattr__(name: str):
 __all__ = [
     "CPU_AVAILABLE",
     "CUDA_AVAILABLE",
+    "DynamicMaskAttention",
     "FLEX_AVAILABLE",
     "KVSlots",
     "KeyIntervals",

@@ -32,7 +32,8 @@ class KVSlots:
 
     Attributes: k, v [B, Hkv, window + chunk, D]; scores float32 [B, Hkv, window + chunk]; positions int32 of the same
     shape; counts int32 [B, Hkv, 2], of which [..., 0] is the number of taken slots; seen int32 [B], the number of tokens
-    so far (where the next one stands: what RoPE needs); pending, the number of pending tokens, the same in every row.
+    so far (where the next one stands: what RoPE needs); pending, the number of pending tokens, the same in every row;
+    is_empty, whether there has been no token since the cache was made or cleared.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class KVSlots:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(f"dtype: got {dtype}, expected float32, bfloat16 or float16")
         self.window, self.pending, self.backend = window, 0, backend
+        self.is_empty = True
         shape = (batch, heads_kv, window + chunk)
         # Zeros: a kernel may load a slot without a key.
         self.k = torch.zeros((*shape, head_dim), dtype=dtype, device=device)
@@ -81,6 +83,7 @@ class KVSlots:
         """A cache over tensors that exist, which it changes in place."""
         cache = object.__new__(cls)
         cache.window, cache.pending, cache.backend = window, pending, backend
+        cache.is_empty = False
         for name, tensor in zip(_ARRAYS, (k, v, scores, positions, counts, seen), strict=True):
             check_tensor(tensor, name)
             setattr(cache, name, tensor)
@@ -104,6 +107,7 @@ class KVSlots:
         self.counts.zero_()
         self.seen.zero_()
         self.pending = 0
+        self.is_empty = True
 
     # ---- Tokens ------------------------------------------------------------------------------------
 
@@ -134,9 +138,8 @@ class KVSlots:
             if lengths is not None:
                 real = torch.arange(length, device=key.device) < lengths[:, None]
                 key_mask = real if key_mask is None else key_mask & real
-            intervals = select_key_intervals(
-                scores, self.window, key_mask=None if key_mask is None else key_mask[:, None]
-            )
+            mask = None if key_mask is None else key_mask[:, None]
+            intervals = select_key_intervals(scores, self.window, key_mask=mask, query_length=1)
         elif key_mask is not None:
             raise ValueError("key_mask: got it together with intervals, expected one of them")
         heads = (self.batch, self.k.shape[1], -1, -1)
@@ -152,6 +155,7 @@ class KVSlots:
             self.backend,
         )
         self.pending = 0
+        self.is_empty = False
 
     def step(
         self,
@@ -195,7 +199,40 @@ class KVSlots:
             scores_are_bias,
             self.backend,
         )
+        self.is_empty = False
         return (out, lse) if return_lse else out
+
+    def extend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scores: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        **options,
+    ) -> Tensor:
+        """New tokens of every row attend to the slots and to each other, and enter, `chunk` at a time: out [B, n, Hq, D].
+
+        query, key, value, scores, key_mask: as in `step`, of n tokens. options: scale, softcap, nonfinite and
+            scores_are_bias, as there.
+        """
+        length = query.shape[1]
+        if length == 1 and not self.pending:
+            return self.step(query, key, value, scores, key_mask=key_mask, **options)
+        room = self.chunk - self.pending
+        if room < 1:
+            raise ValueError(
+                f"chunk: got {self.chunk} with {self.pending} tokens pending, expected room for one more at least"
+            )
+        parts = []
+        for start in range(0, length, room):
+            part = slice(start, start + room)
+            mask = None if key_mask is None else key_mask[:, part]
+            self.append(key[:, part], value[:, part], scores[..., part], key_mask=mask)
+            parts.append(self.attend(query[:, part], **options))
+            self.commit()
+        return torch.cat(parts, dim=1)
 
     def append(
         self, key: Tensor, value: Tensor, scores: Tensor, *, key_mask: Tensor | None = None
@@ -213,6 +250,7 @@ class KVSlots:
             *self.tensors, self.window, self.pending, key, value, scores, key_mask, self.backend
         )
         self.pending += key.shape[1]
+        self.is_empty = False
 
     def pending_intervals(self, query_length: int) -> KeyIntervals:
         """The slots that the last `query_length` pending tokens see, causality included."""
@@ -310,7 +348,7 @@ class KVSlots:
             rows.clamp(max=snapshot.batch - 1) if snapshot.batch == 1 else rows,
             self.backend,
         )
-        self.pending = snapshot.pending
+        self.pending, self.is_empty = snapshot.pending, snapshot.is_empty
 
     def state_dict(self) -> dict[str, Tensor | int]:
         """To save: the tensors themselves, not copies."""
@@ -328,11 +366,13 @@ class KVSlots:
                     f"state: got {name} of shape {tuple(state[name].shape)}, expected {tuple(own.shape)}"
                 )
             own.copy_(state[name])
-        self.pending = state["pending"]
+        self.pending, self.is_empty = state["pending"], False
 
     def _empty(self, batch: int) -> KVSlots:
         arrays = (own.new_zeros((batch, *own.shape[1:])) for own in self.tensors)
-        return KVSlots.over(self.window, *arrays, pending=self.pending, backend=self.backend)
+        cache = KVSlots.over(self.window, *arrays, pending=self.pending, backend=self.backend)
+        cache.is_empty = self.is_empty
+        return cache
 
     def _check_tokens(
         self, key: Tensor, value: Tensor, scores: Tensor, query: Tensor | None = None

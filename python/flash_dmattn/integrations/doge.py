@@ -6,6 +6,7 @@ from transformers.models.doge import modeling_doge
 from transformers.models.doge.modeling_doge import DogeAttention
 
 from ..allowed_keys import intervals_of_mask, split_additive, visible_counts
+from ..dynamic_mask_attention import scores_of
 from ..key_intervals import KeyIntervals, select_key_intervals
 from .dynamic_mask_cache import DynamicMaskCache, DynamicMaskLayer
 from .flash_dynamic_mask_attention import flash_dynamic_mask_attention_forward, target_dtype
@@ -125,8 +126,6 @@ def _present_tokens(mask: torch.Tensor | None, length: int) -> torch.Tensor | No
 def doge_scores(attention: DogeAttention, step: torch.Tensor) -> torch.Tensor:
     """`exp(A · softplus(step))`: how much a key adds to its scores, and by which it is chosen.
 
-    In 16 bits hundreds of keys share a few values, and rounding decides which of them are kept.
-
     Args:
         attention: a Doge attention layer.
         step: result of its `dt_proj`, [B, Sk, Hkv].
@@ -137,8 +136,7 @@ def doge_scores(attention: DogeAttention, step: torch.Tensor) -> torch.Tensor:
     """
     if getattr(attention, ROUNDED, False):
         return torch.exp(attention.A * F.softplus(step)).transpose(-1, -2)
-    wide = torch.promote_types(step.dtype, torch.float32)
-    return torch.exp(attention.A.to(wide) * F.softplus(step.to(wide))).transpose(-1, -2)
+    return scores_of(attention.A, step)
 
 
 def _doge_mask(

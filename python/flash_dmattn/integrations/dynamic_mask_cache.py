@@ -10,7 +10,6 @@ import transformers
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.configuration_utils import PretrainedConfig
 
-from ..key_intervals import select_key_intervals
 from ..kv_slots import KVSlots
 
 _CROPS_TO_A_LENGTH = int(transformers.__version__.split(".")[0]) < 5
@@ -74,9 +73,8 @@ class DynamicMaskLayer(CacheLayerMixin):
         first, last = slice(0, filled), slice(filled, length)
         if filled:
             keys, values, of_keys = key[:, :, first], value[:, :, first], scores[..., first]
-            mask = None if present is None else present[:, None, first]
-            survivors = select_key_intervals(of_keys, self.window, key_mask=mask, query_length=1)
-            self.slots.fill(*_by_token(keys, values), of_keys, survivors)
+            mask = None if present is None else present[:, first]
+            self.slots.fill(*_by_token(keys, values), of_keys, key_mask=mask)
         if pending:
             keys, values, of_keys = key[:, :, last], value[:, :, last], scores[..., last]
             mask = None if present is None else present[:, last]
@@ -101,31 +99,21 @@ class DynamicMaskLayer(CacheLayerMixin):
         """
         length = query.shape[2]
         query, key, value = _by_token(query, key, value)
-        if length == 1 and not self.record_past and not self.slots.pending:
-            if not self.is_compileable:
-                self._seen += 1
-                self._resize(self.chunk)
-            return self.slots.step(query, key, value, scores, key_mask=present, scale=scale)
-        if self.record_past:
-            self._resize(max(length, _RECORDED, self.slots.chunk))
+        self._make_room(length)
+        if not self.record_past:
+            out = self.slots.extend(query, key, value, scores, key_mask=present, scale=scale)
         else:
-            self._commit()
-            self._resize(max(min(length, max(self.window, _RECORDED)), self.slots.chunk))
-        parts = []
-        for start in range(0, length, self.slots.chunk):
-            part = slice(start, start + self.slots.chunk)
-            self._make_room(query[:, part].shape[1])
-            self.slots.append(
-                key[:, part],
-                value[:, part],
-                scores[..., part],
-                key_mask=None if present is None else present[:, part],
-            )
-            parts.append(self.slots.attend(query[:, part], scale=scale))
-            if not self.record_past:
-                self._commit()
-        self._seen += length
-        return torch.cat(parts, dim=1)
+            parts = []
+            for start in range(0, length, self.slots.chunk):
+                part = slice(start, start + self.slots.chunk)
+                self._commit_oldest(query[:, part].shape[1])
+                mask = None if present is None else present[:, part]
+                self.slots.append(key[:, part], value[:, part], scores[..., part], key_mask=mask)
+                parts.append(self.slots.attend(query[:, part], scale=scale))
+            out = torch.cat(parts, dim=1)
+        if not self.is_compileable:
+            self._seen += length
+        return out
 
     # ---- What transformers uses ---------------------------------------------------------------------
 
@@ -286,17 +274,31 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._hold(resized)
 
     def _make_room(self, tokens: int) -> None:
-        """Commits the oldest pending tokens if so many new ones have no place otherwise."""
-        excess = self.slots.pending + tokens - self.slots.chunk
+        """Places for new tokens: all of them where they are recorded, else as many as there are keys in the window.
+
+        Without any to come they are given back.
+        """
+        if self.record_past:
+            self._resize(max(tokens, _RECORDED, self.slots.chunk))
+            return
+        self._commit()
+        if tokens == 1:
+            self._resize(self.chunk)
+        else:
+            self._resize(max(min(tokens, max(self.window, _RECORDED)), self.slots.chunk))
+
+    def _commit_oldest(self, tokens: int) -> None:
+        """So many pending tokens that there is a place for new ones."""
+        slots = self.slots
+        excess = slots.pending + tokens - slots.chunk
         if excess <= 0:
             return
-        slots, held = self.slots, self.window + self.slots.pending
-        later = slice(self.window + excess, held)
+        later = slice(self.window + excess, self.window + slots.pending)
         keys, values = (t[:, :, later].clone() for t in (slots.k, slots.v))
         scores = slots.scores[:, :, later].clone()
         self._commit(excess)
         if keys.shape[2]:
-            self.slots.append(*_by_token(keys, values), scores)
+            slots.append(*_by_token(keys, values), scores)
 
     def _commit(self, tokens: int | None = None) -> None:
         """The first pending tokens, by default all, enter the slots; the others are dropped."""

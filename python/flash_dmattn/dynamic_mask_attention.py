@@ -1,0 +1,157 @@
+"""Dynamic mask attention as a layer: projections, learned scores, and a cache of the window's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ._arguments import check_count, check_tensor, check_window
+from .flash_dmattn_interface import flash_dmattn_func
+from .kv_slots import KVSlots
+
+
+class DynamicMaskAttention(nn.Module):
+    """Causal self-attention in which every query keeps the `window` keys with the highest learned scores.
+
+        attention = DynamicMaskAttention(512, heads=8, kv_heads=4, window=1024, rope=rope)
+        out = attention(hidden)                         # training: [B, S, 512] -> [B, S, 512]
+
+        cache = attention.make_cache(batch=1)           # generation, under torch.no_grad()
+        out = attention(prompt, cache=cache)
+        out = attention(token, cache=cache)             # [B, 1, 512], at any length in the same time and memory
+
+    The score of a key is ``exp(A * softplus(dt_proj(values)))``, float32 in every precision, and is added to its
+    attention scores, so that A and dt_proj learn. A is 0 at first: all scores are equal then, which keeps the most recent
+    keys.
+
+    Args:
+        hidden_size: features of input and output.
+        heads, kv_heads: of the queries; of keys and values, by default as many.
+        window: the number of keys that a query keeps.
+        head_dim: up to 256; by default hidden_size / heads.
+        bias: whether the projections have one.
+        rope: (query [B, S, heads, D], key [B, S, kv_heads, D], positions int64 [B or 1, S]) -> (query, key): a rotary
+            embedding, or whatever else happens to queries and keys.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        kv_heads: int | None = None,
+        window: int = 2048,
+        *,
+        head_dim: int | None = None,
+        bias: bool = False,
+        rope: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        for name, value in (("heads", heads), ("kv_heads", kv_heads)):
+            check_count(value, name)
+        check_window(window)
+        if not heads or not kv_heads or heads % kv_heads:
+            raise ValueError(f"heads: got {heads}, expected a multiple of kv_heads, {kv_heads}")
+        if head_dim is None:
+            if hidden_size % heads:
+                raise ValueError(
+                    f"hidden_size: got {hidden_size}, expected a multiple of heads, {heads}, where head_dim is not given"
+                )
+            head_dim = hidden_size // heads
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.window, self.rope = window, rope
+        options = {"bias": bias, "device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden_size, heads * head_dim, **options)
+        self.k_proj = nn.Linear(hidden_size, kv_heads * head_dim, **options)
+        self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, **options)
+        self.dt_proj = nn.Linear(kv_heads * head_dim, kv_heads, **options)
+        self.A = nn.Parameter(torch.zeros(kv_heads, device=device, dtype=dtype))
+        self.o_proj = nn.Linear(heads * head_dim, hidden_size, **options)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, window={self.window}"
+
+    def make_cache(
+        self, batch: int, *, chunk: int = 128, dtype: torch.dtype | None = None
+    ) -> KVSlots:
+        """An empty cache for generation.
+
+        chunk: after the prompt, so many tokens at a time are attended to together.
+        dtype: of keys and values; by default that of the weights. Under torch.autocast give its dtype.
+        """
+        weight = self.k_proj.weight
+        return KVSlots(
+            batch, self.kv_heads, self.window, self.head_dim,
+            chunk=chunk, dtype=weight.dtype if dtype is None else dtype, device=weight.device,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        hidden: Tensor,
+        *,
+        cache: KVSlots | None = None,
+        key_mask: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """
+        Args:
+            hidden: [B, S, hidden_size].
+            cache: see `make_cache`. A prompt comes first, then tokens one by one or several at a time; there is no
+                gradient through it.
+            key_mask: bool [B, S], False for padding; None: there is none.
+            positions: integers [B or 1, S], for `rope`; by default tokens are counted, padding included.
+
+        Returns:
+            [B, S, hidden_size].
+        """
+        check_tensor(hidden, "hidden")
+        batch, length, _ = hidden.shape
+        query = self.q_proj(hidden).view(batch, length, self.heads, self.head_dim)
+        key, value = (
+            project(hidden).view(batch, length, self.kv_heads, self.head_dim)
+            for project in (self.k_proj, self.v_proj)
+        )
+        scores = scores_of(self.A, self.dt_proj(value.flatten(2)))
+        if self.rope is not None:
+            query, key = self.rope(query, key, self._positions(length, cache, positions, hidden))
+        if cache is not None:
+            query, key, value = (t.to(cache.k.dtype) for t in (query, key, value))
+            if not cache.is_empty:
+                out = cache.extend(query, key, value, scores, key_mask=key_mask)
+                return self.o_proj(out.flatten(2))
+        out = flash_dmattn_func(
+            query,
+            key,
+            value,
+            attn_mask=key_mask,
+            attn_bias=scores,
+            is_causal=True,
+            keep_window_size=self.window,
+        )
+        if cache is not None:
+            with torch.no_grad():
+                cache.fill(key, value, scores, key_mask=key_mask)
+        return self.o_proj(out.flatten(2))
+
+    def _positions(
+        self, length: int, cache: KVSlots | None, positions: Tensor | None, hidden: Tensor
+    ) -> Tensor:
+        if positions is not None:
+            return positions
+        counted = torch.arange(length, device=hidden.device)[None]
+        return counted if cache is None else counted + cache.seen[:, None] + cache.pending
+
+
+def scores_of(A: Tensor, step: Tensor) -> Tensor:
+    """``exp(A * softplus(step))`` for A [H] and step [B, S, H]: [B, H, S], float32 or wider, under autocast too.
+
+    In 16 bits hundreds of keys share a few values, and rounding decides which of them are kept.
+    """
+    wide = torch.promote_types(step.dtype, torch.float32)
+    return torch.exp(A.to(wide) * F.softplus(step.to(wide))).transpose(-1, -2)

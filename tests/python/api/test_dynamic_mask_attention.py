@@ -1,0 +1,150 @@
+"""The layer: its training against N x N maths, and generation through its cache against its training."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flash_dmattn import DynamicMaskAttention
+
+B, S, HIDDEN, HEADS, KV_HEADS, WINDOW = 2, 40, 32, 4, 2, 7
+
+
+def rope(query, key, positions):
+    """A small rotary embedding."""
+    half = query.shape[-1] // 2
+    angles = positions[..., None, None] * 0.3 ** torch.arange(half, device=query.device)
+    cos, sin = angles.cos(), angles.sin()
+
+    def turn(t):
+        a, b = t.split(half, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+    return turn(query), turn(key)
+
+
+def make_layer(**options):
+    layer = DynamicMaskAttention(HIDDEN, HEADS, KV_HEADS, WINDOW, **{"rope": rope, **options})
+    torch.nn.init.normal_(layer.A)
+    return layer
+
+
+def dense(layer, hidden, present):
+    """The paper's equations with a mask over pairs."""
+    length = hidden.shape[1]
+    q, k, v = (
+        project(hidden).view(B, length, -1, layer.head_dim)
+        for project in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    scores = (layer.A * F.softplus(layer.dt_proj(v.flatten(2)))).exp().transpose(1, 2)
+    if layer.rope is not None:
+        q, k = layer.rope(q, k, torch.arange(length)[None])
+    allowed = torch.ones(length, length, dtype=torch.bool).tril() & present[:, None, None]
+    ranked = scores[:, :, None].masked_fill(~allowed, -1.0).flip(-1)  # scores are above 0
+    best = ranked.sort(dim=-1, descending=True, stable=True).indices[..., :WINDOW]
+    kept = torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, length - 1 - best, True) & allowed
+    groups = HEADS // KV_HEADS
+    k, v = (t.repeat_interleave(groups, 2) for t in (k, v))
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * layer.head_dim**-0.5
+    logits = logits + scores.repeat_interleave(groups, 1)[:, :, None]
+    weights = logits.masked_fill(~kept.repeat_interleave(groups, 1), float("-inf")).softmax(-1)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights.nan_to_num(0.0), v)
+    return layer.o_proj(out.flatten(2))
+
+
+def padding(kind):
+    present = torch.ones(B, S, dtype=torch.bool)
+    if kind == "left":
+        present[0, :13] = False
+    elif kind == "right":
+        present[1, -5:] = False
+    return present
+
+
+@pytest.mark.parametrize("kind", ["none", "left", "right"])
+@pytest.mark.parametrize("options", [{}, {"rope": None, "bias": True, "head_dim": 24}])
+def test_training_is_that_of_the_equations(options, kind):
+    layer, hidden = make_layer(**options), torch.randn(B, S, HIDDEN, requires_grad=True)
+    present = padding(kind)
+    out = layer(hidden, key_mask=None if kind == "none" else present)
+    expected = dense(layer, hidden, present)
+    inputs, direction = [hidden, *layer.parameters()], torch.randn_like(out)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    gradients = [torch.autograd.grad(o, inputs, direction) for o in (out, expected)]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["none", "left"])
+@pytest.mark.parametrize(
+    "lengths", [[1] * S, [17, *[1] * 23], [17, 1, 5, 1, 16], [3, 37], [S]], ids=str
+)
+@torch.no_grad()
+def test_the_cache_changes_nothing(lengths, kind):
+    layer, hidden, present = make_layer(), torch.randn(B, S, HIDDEN), padding(kind)
+    whole = layer(hidden, key_mask=present)
+    cache = layer.make_cache(B, chunk=4)
+    steps = [
+        layer(part, cache=cache, key_mask=None if kind == "none" else mask)
+        for part, mask in zip(hidden.split(lengths, 1), present.split(lengths, 1), strict=True)
+    ]
+    assert cache.seen.tolist() == [S] * B and cache.k.shape[2] == WINDOW + 4
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, atol=1e-5, rtol=1e-5)
+    cache.clear()
+    assert torch.equal(layer(hidden[:, :9], cache=cache), layer(hidden[:, :9]))
+
+
+def test_positions_that_are_given():
+    layer, hidden = make_layer(), torch.randn(B, S, HIDDEN)
+    shifted = torch.arange(S)[None] + 5
+    torch.testing.assert_close(
+        layer(hidden, positions=shifted), layer(hidden), atol=1e-5, rtol=1e-5
+    )
+    assert not torch.allclose(layer(hidden, positions=2 * shifted), layer(hidden))
+
+
+def test_a_fresh_layer_keeps_the_recent_keys_and_learns():
+    layer = DynamicMaskAttention(HIDDEN, HEADS, KV_HEADS, WINDOW)
+    hidden = torch.randn(1, S, HIDDEN)
+    alone = layer(hidden[:, -WINDOW:])[:, -1]
+    torch.testing.assert_close(layer(hidden)[:, -1], alone, atol=1e-5, rtol=1e-5)
+    layer(hidden).square().sum().backward()
+    assert layer.A.grad.abs().min() > 0
+
+
+@torch.no_grad()
+def test_sixteen_bits():
+    layer, hidden = make_layer(), torch.randn(B, S, HIDDEN)
+    expected = layer(hidden)
+    with torch.autocast("cpu", torch.bfloat16):
+        cache = layer.make_cache(B, dtype=torch.bfloat16)
+        steps = torch.cat([layer(part, cache=cache) for part in hidden.split([30, 1, 9], 1)], 1)
+        whole = layer(hidden)
+    assert cache.scores.dtype == torch.float32
+    torch.testing.assert_close(steps, whole, atol=0.02, rtol=0.02)
+    assert (steps - expected).abs().mean() < 0.05 * expected.abs().mean()
+
+
+@torch.no_grad()
+def test_one_graph_for_all_steps():
+    torch._dynamo.reset()
+    layer, hidden = make_layer(), torch.randn(B, S, HIDDEN)
+    expected, cache = layer(hidden), layer.make_cache(B)
+    steps = [layer(hidden[:, :20], cache=cache)]
+    step = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        steps += [step(hidden[:, [i]], cache=cache) for i in range(20, S)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="heads: got 4, expected a multiple of kv_heads, 3"):
+        DynamicMaskAttention(HIDDEN, 4, 3)
+    with pytest.raises(ValueError, match="hidden_size: got 30, expected a multiple of heads, 4"):
+        DynamicMaskAttention(30, 4)
+    layer, hidden = make_layer(), torch.randn(B, S, HIDDEN)
+    cache = layer.make_cache(B, chunk=0)
+    layer(hidden, cache=cache)  # a prompt may have a gradient; what it leaves in the cache has none
+    with pytest.raises(RuntimeError, match="requires a gradient"):
+        layer(hidden[:, :1], cache=cache)
+    with torch.no_grad(), pytest.raises(ValueError, match="chunk: got 0 with 0 tokens pending"):
+        layer(hidden, cache=cache)
