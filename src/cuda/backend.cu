@@ -23,7 +23,8 @@ std::span<const Family* const> capped_families() {
   throw InvalidArgument("FLASH_DMATTN_CUDA_FAMILY", cap, known);
 }
 
-// The first kernels that compute a problem; null: none do, for these reasons.
+// The first kernels that compute a problem, of the families' first seats before any of their second ones; null:
+// none do, for these reasons.
 template <class Args>
 struct Choice {
   const Kernels<Args>* kernels = nullptr;
@@ -31,8 +32,8 @@ struct Choice {
 
   Choice(const Problem& p, std::initializer_list<Kernels<Args> Family::*> seats,
          const DeviceProperties& device) {
-    for (const Family* family : families()) {
-      for (const auto seat : seats) {
+    for (const auto seat : seats) {
+      for (const Family* family : families()) {
         const Kernels<Args>& candidate = family->*seat;
         if (!candidate) continue;
         std::string reason = family->decline_device(device);

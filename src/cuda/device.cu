@@ -38,6 +38,7 @@ DeviceProperties read_properties(int device) {
   return {.index = device,
           .compute_capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
                                 attribute(cudaDevAttrComputeCapabilityMinor, device),
+          .multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device),
           .shared_bytes = std::min(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
                                    max_shared_bytes())};
 }

@@ -8,6 +8,7 @@ namespace flash_dmattn::cuda {
 struct DeviceProperties {
   int index = 0;
   int compute_capability = 0;  // 90 for 9.0
+  int multiprocessors = 0;
   // Bytes of shared memory that a block can have. FLASH_DMATTN_MAX_SHARED_KB lowers them, so that the kernels
   // of smaller GPUs run on a larger one.
   int shared_bytes = 0;

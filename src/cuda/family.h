@@ -50,7 +50,7 @@ struct Family {
   // Why the family does not run on a GPU; "" when it does.
   std::string (*decline_device)(const DeviceProperties&);
   Kernels<ForwardArgs> forward;
-  // Few queries over many keys, the keys split over the whole GPU. Asked before `forward`.
+  // Few queries over many keys, the keys split over the whole GPU. Asked before any family's `forward`.
   Kernels<ForwardArgs> few_queries;
   Kernels<BackwardArgs> backward;
 };

@@ -21,8 +21,9 @@ struct TileKeys {
   int full_begin = 0;
   int full_end = 0;
 
-  template <class Params>
-  __device__ TileKeys(const Params& p, const QueryTile& tile, int row_end) {
+  // `tile` has batch, kv_head and `row`, its first query.
+  template <class Params, class Tile>
+  __device__ TileKeys(const Params& p, const Tile& tile, int row_end) {
     const Shape& shape = p.shape;
     const int query_tile = tile.row / query_tile_rows;
     if (p.tile_lists.keys != nullptr) {

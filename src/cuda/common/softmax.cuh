@@ -15,6 +15,14 @@ inline constexpr float weight_shift = 0;
 template <>
 inline constexpr float weight_shift<__nv_bfloat16> = 24;
 
+// log sum exp of a row, natural, in double (lse, and what rounding takes from it), from the maximum in units of
+// log 2 and the sum of the weights.
+template <class T>
+__device__ inline double log_sum_exp(float max, float sum) {
+  const double log2_sum = static_cast<double>(__log2f(sum)) + weight_shift<T>;
+  return (static_cast<double>(max) + log2_sum) * 0.6931471805599453;
+}
+
 // The running maximum and sum of a lane's rows in a fragment, 2 for each m16 block. The four lanes that share a
 // row agree on its maximum; each keeps the sum of its own columns until the end.
 template <class T, int M16>
@@ -66,11 +74,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // log sum exp of a row, natural, in double: lse and what rounding took from it.
   __device__ double log_sum_exp(int m, int h, float factor) const {
-    const double log2_sum = static_cast<double>(__log2f(sum[m][h])) + weight_shift<T>;
-    const double log2_max = static_cast<double>(max[m][h] * factor);
-    return (log2_max + log2_sum) * 0.6931471805599453;
+    return cuda::log_sum_exp<T>(max[m][h] * factor, sum[m][h]);
   }
 
  private:

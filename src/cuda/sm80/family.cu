@@ -1,10 +1,10 @@
 #include <algorithm>
-#include <limits>
 #include <stdexcept>
 
-#include "cuda/common/integers.h"
 #include "cuda/common/launch.h"
 #include "cuda/problem.h"
+#include "cuda/sm80/dispatch.h"
+#include "cuda/sm80/few_queries/few_queries.h"
 #include "cuda/sm80/launch.h"
 #include "cuda/sm80/postprocess.cuh"
 #include "cuda/sm80/workspace.h"
@@ -25,44 +25,6 @@ std::string decline_device(const DeviceProperties& device) {
            std::to_string(device.shared_bytes / 1024) + " KB of shared memory for a block";
   }
   return "";
-}
-
-std::string decline(const Problem& p) {
-  if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "it computes in bf16 and f16";
-  if (p.head_dim % 8 != 0) return "it needs a head_dim that is a multiple of 8";
-  constexpr std::int64_t min_tile_rows = 32;
-  if (std::max(
-          {p.seqlen_q, p.seqlen_k, p.batch * p.heads_q * ceil_div(p.seqlen_q, min_tile_rows)}) >
-      std::numeric_limits<std::int32_t>::max() / 2) {
-    return "it counts rows and tiles in 31 bits";
-  }
-  return "";
-}
-
-// Calls body.template operator()<T, D, S>() for a choice.
-template <class Choice, class Body>
-void dispatch(const Choice& choice, const Body& body) {
-  const auto compiled = [&]<class T, int D, SharedClass S>() {
-    if constexpr (S == SharedClass::kb99 ? FLASH_DMATTN_HAS_KB99 != 0
-                                         : FLASH_DMATTN_HAS_KB163 != 0) {
-      body.template operator()<T, D, S>();
-    } else {
-      throw std::logic_error("not compiled: " + name(choice));
-    }
-  };
-  const auto with_class = [&]<class T, int D>() {
-    choice.shared == SharedClass::kb99 ? compiled.template operator()<T, D, SharedClass::kb99>()
-                                       : compiled.template operator()<T, D, SharedClass::kb163>();
-  };
-  const auto with_dtype = [&]<class T>() {
-    switch (choice.head_dim) {
-      case 64: return with_class.template operator()<T, 64>();
-      case 128: return with_class.template operator()<T, 128>();
-      default: return with_class.template operator()<T, 256>();
-    }
-  };
-  choice.dtype == DType::bf16 ? with_dtype.template operator()<__nv_bfloat16>()
-                              : with_dtype.template operator()<__half>();
 }
 
 template <class Choices>
@@ -277,7 +239,12 @@ const Family sm80_family = {
                 .run = sm80::forward,
                 .name = sm80::forward_name,
                 .names = sm80::forward_names},
-    .few_queries = {},
+    .few_queries = {.decline = sm80::few_queries::decline,
+                    .schedule = {Schedule::Kind::query_tile_lists, query_tile_rows},
+                    .workspace_size = sm80::few_queries::workspace_size,
+                    .run = sm80::few_queries::run,
+                    .name = sm80::few_queries::name,
+                    .names = sm80::few_queries::names},
     .backward = {.decline = sm80::decline,
                  .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
                  .workspace_size = sm80::backward_workspace_size,

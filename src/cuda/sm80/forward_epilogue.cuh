@@ -3,6 +3,7 @@
 #include "cuda/common/fp64_fallback.cuh"
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/row_order.cuh"
+#include "cuda/common/scheduler.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tile_copy.cuh"
 #include "cuda/sm80/tile.cuh"

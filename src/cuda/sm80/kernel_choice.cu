@@ -1,8 +1,11 @@
 #include "cuda/sm80/kernel_choice.h"
 
+#include <algorithm>
 #include <array>
+#include <limits>
 #include <string_view>
 
+#include "cuda/common/integers.h"
 #include "cuda/problem.h"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -52,6 +55,18 @@ std::string name(const ForwardChoice& choice) { return join("forward", choice); 
 std::string name(const BackwardChoice& choice) {
   const bool one_of_two = choice.loop != BackwardLoop::query_major_dense;
   return join("backward", choice) + (choice.ordered && one_of_two ? " ordered" : "");
+}
+
+std::string decline(const Problem& p) {
+  if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "it computes in bf16 and f16";
+  if (p.head_dim % 8 != 0) return "it needs a head_dim that is a multiple of 8";
+  constexpr std::int64_t min_tile_rows = 32;
+  if (std::max(
+          {p.seqlen_q, p.seqlen_k, p.batch * p.heads_q * ceil_div(p.seqlen_q, min_tile_rows)}) >
+      std::numeric_limits<std::int32_t>::max() / 2) {
+    return "it counts rows and tiles in 31 bits";
+  }
+  return "";
 }
 
 SharedClass shared_class(const DeviceProperties& device) {

@@ -66,6 +66,9 @@ constexpr bool exists(const BackwardChoice& c) {
 std::string name(const ForwardChoice& choice);
 std::string name(const BackwardChoice& choice);
 
+// Why no kernel of the family computes the problem; "" when some do.
+std::string decline(const Problem& p);
+
 SharedClass shared_class(const DeviceProperties& device);
 
 // Whether the build has kernels for GPUs with this much shared memory.

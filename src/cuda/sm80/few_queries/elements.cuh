@@ -1,0 +1,105 @@
+#pragma once
+
+#include "cuda/common/fragment.cuh"
+#include "cuda/common/key_tiles.cuh"
+#include "cuda/sm80/few_queries/rows.cuh"
+
+// The score policy where rows are queries of several heads.
+namespace flash_dmattn::cuda::sm80::few_queries {
+
+// The two rows that a lane has of a fragment of 16.
+struct LaneRows {
+  int query[2];
+
+  __device__ LaneRows(const GroupRows& rows, int warp_row) {
+    const int row = warp_row + lane_id() / 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) query[h] = rows.query(row + 8 * h);
+  }
+};
+
+// -inf where a row does not see the key. `column`: of the lane's first element in the key tile.
+template <int N8, class KeyInfo>
+__device__ inline void mask_keys(const KeyInfo& key_info, const LaneRows& rows, int column,
+                                 float (&x)[1][N8][4]) {
+#pragma unroll
+  for (int n = 0; n < N8; ++n) {
+    const int4 two = *reinterpret_cast<const int4*>(&key_info.range[column + 8 * n]);
+    const QueryRange range[2] = {{two.x, two.y}, {two.z, two.w}};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (!range[e % 2].sees(rows.query[e / 2])) x[0][n][e] = negative_infinity;
+    }
+  }
+}
+
+struct NoElements {
+  __device__ NoElements(const ScoreParams&, const GroupRows&, int) {}
+  template <int N8, class KeyInfo, class Positions>
+  __device__ void apply(const KeyInfo&, bool, const Positions&, const LaneRows&, int,
+                        float (&)[1][N8][4]) const {}
+};
+
+// Masks, biases and ranks that differ between the rows of a block, read element by element: their bytes are few
+// beside those of K and V.
+template <class T>
+class RowElements {
+ public:
+  __device__ RowElements(const ScoreParams& score, const GroupRows& rows, int warp_row)
+      : score_(score) {
+    const int row = warp_row + lane_id() / 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const QueryHead head = rows.head(row + 8 * h);
+      const int query = rows.query(row + 8 * h);
+      mask_[h] = head.element(score.mask, query, 0);
+      bias_[h] = head.element(score.bias, query, 0);
+      key_rank_[h] = head.element(score.key_rank, query, 0);
+      if (score.key_rank.data != nullptr) {
+        rank_limit_[h] = __ldg(reinterpret_cast<const std::int32_t*>(score.rank_limit.data) +
+                               head.element(score.rank_limit, query, 0));
+      }
+    }
+  }
+
+  // x = scale x + bias (x without a dense bias), -inf where masked. Elements that the key info hides are not
+  // read. `partial`: of the key info, which is not there otherwise.
+  template <int N8, class KeyInfo, class Positions>
+  __device__ void apply(const KeyInfo& key_info, bool partial, const Positions& keys,
+                        const LaneRows& rows, int column, float (&x)[1][N8][4]) const {
+    for_each_element(x, [&](float& s, int, int n, int e) {
+      const int c = column + 8 * n + e % 2;
+      const int h = e / 2;
+      // Hidden by the key info: mask_keys sets it.
+      if (!partial || key_info.range[c].sees(rows.query[h])) apply_element(h, keys[c], s);
+    });
+  }
+
+ private:
+  __device__ void apply_element(int h, std::int64_t key, float& s) const {
+    bool visible = true;
+    if (score_.mask.dense) {
+      visible = reinterpret_cast<const std::uint8_t*>(
+                    score_.mask.data)[mask_[h] + key * score_.mask.key] != 0;
+    }
+    if (score_.key_rank.data != nullptr) {
+      const auto* const ranks = reinterpret_cast<const std::int32_t*>(score_.key_rank.data);
+      visible = visible && __ldg(ranks + key_rank_[h] + key * score_.key_rank.key) < rank_limit_[h];
+    }
+    if (score_.bias.dense) {
+      const float bias =
+          visible ? load_bias<T>(score_.bias, bias_[h] + key * score_.bias.key) : 0.0f;
+      visible = visible && bias > score_.mask_value;
+      s = fmaf(s, score_.dense_factor, bias);
+    }
+    if (!visible) s = negative_infinity;
+  }
+
+  const ScoreParams& score_;
+  std::int64_t mask_[2];
+  std::int64_t bias_[2];
+  std::int64_t key_rank_[2];
+  std::int32_t rank_limit_[2] = {0, 0};
+};
+
+}  // namespace flash_dmattn::cuda::sm80::few_queries

@@ -1,0 +1,16 @@
+#pragma once
+
+#include "cuda/family.h"
+
+// Few queries over many keys: the keys are split over the whole GPU, and the query heads that share a kv head are
+// computed together, so that K and V are read once. One kernel computes the parts, a second one adds them.
+namespace flash_dmattn::cuda::sm80::few_queries {
+
+// The family's kernels in its seat `few_queries`.
+std::string decline(const Problem& p);
+std::size_t workspace_size(const ForwardArgs& args, const DeviceProperties& device);
+void run(const ForwardArgs& args, const DeviceProperties& device, const Execution& execution);
+std::string name(const ForwardArgs& args, const DeviceProperties& device);
+std::vector<std::string> names(const DeviceProperties& device);
+
+}  // namespace flash_dmattn::cuda::sm80::few_queries

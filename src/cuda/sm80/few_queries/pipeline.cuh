@@ -1,0 +1,180 @@
+#pragma once
+
+#include "cuda/common/key_info.cuh"
+#include "cuda/common/key_tiles.cuh"
+#include "cuda/common/kv_loader.cuh"
+#include "cuda/sm80/few_queries/policy.h"
+#include "cuda/sm80/few_queries/rows.cuh"
+#include "cuda/sm80/tile.cuh"
+
+namespace flash_dmattn::cuda::sm80::few_queries {
+
+// The tiles of `N` keys that one of `splits` blocks has of a row tile's keys: every splits-th. So blocks have equally
+// many also where a mask hides a stretch of the keys, and those that run together read neighbours.
+template <int N>
+class SplitTiles {
+ public:
+  __device__ SplitTiles(const TileKeys& keys, bool has_key_values, int split, int splits)
+      : keys_(keys), has_key_values_(has_key_values), split_(split), splits_(splits) {
+    const int tiles = max(ceil_div(keys.end - keys.begin, N), 0);
+    count_ = tiles > split ? ceil_div(tiles - split, splits) : 0;
+  }
+
+  __device__ int count() const { return count_; }
+  // Where the keys of the block's tile n begin in the list or the sequence.
+  __device__ int first(int n) const { return keys_.begin + (split_ + n * splits_) * N; }
+  // Keys of tile n that exist: columns i with i < size(n).
+  __device__ int size(int n) const { return min(keys_.end - first(n), N); }
+  // Full: every row sees all keys, by position and interval, and no key has a mask or a bias.
+  __device__ bool is_full(int n) const {
+    return !has_key_values_ && first(n) >= keys_.full_begin && first(n) + N <= keys_.full_end;
+  }
+  __device__ const int* list() const { return keys_.list; }
+
+ private:
+  TileKeys keys_;
+  bool has_key_values_;
+  int split_;
+  int splits_;
+  int count_;
+};
+
+// Stages of the tiles that a block has. While tile n is computed the rows of the next stages - 1 tiles are on their
+// way to shared memory, the key info of one tile more to registers, and the list's keys of yet another. A tile whose
+// key info is known to hide all of it is not loaded.
+template <class T, int D, Policy P>
+class SplitPipeline {
+ public:
+  static constexpr int stages = P.stages;
+  using RowTile = SharedTile<P.keys, D>;
+  using Group = ThreadGroup<P.warps() * warp_size>;
+  using Loader = KvLoader<RowTile, Group, InOrder>;
+  using Positions = TilePositions<KvSource::either>;
+  using KeyInfo = KeyInfoTile<P.keys>;
+  using Tiles = SplitTiles<P.keys>;
+
+  struct Storage {
+    struct Stage {
+      alignas(1024) std::byte k[RowTile::bytes];
+      alignas(1024) std::byte v[RowTile::bytes];
+    };
+    Stage stage[stages];
+    KeyInfo key_info[stages + 1];
+    int positions[stages + 2][P.keys];
+    typename Loader::Storage loader;
+  };
+
+  __device__ SplitPipeline(Storage& storage, const Tiles& tiles, const Loader& loader,
+                           const KeyInfoLoader<T>& key_info_loader, const GroupRows& rows)
+      : storage_(storage),
+        tiles_(tiles),
+        loader_(loader),
+        key_info_loader_(key_info_loader),
+        row_begin_(rows.first_query()),
+        row_end_(rows.end_query()) {}
+
+  // Before the first tile. The caller's own copies to shared memory are waited for with the first tile's.
+  __device__ void start() {
+    loader_.init(group());
+#pragma unroll
+    for (int n = 0; n <= stages; ++n) {
+      load_positions(n);
+      store_positions(n);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < stages - 1; ++n) {
+      if (n < tiles_.count()) load_rows(n);
+      cp_async_commit();
+    }
+#pragma unroll
+    for (int n = 0; n < stages; ++n) {
+      load_key_info(n);
+      store_key_info(n);
+    }
+  }
+
+  // for (int n = 0; n < count(); ++n) { acquire(n); ...; release(n); }
+  __device__ int count() const { return tiles_.count(); }
+
+  // Makes tile n ready and starts copies of the next ones.
+  __device__ void acquire(int n) {
+    cp_async_wait<stages - 2>();
+    __syncthreads();
+    const int next = n + stages - 1;
+    if (next < tiles_.count() && (state(next) & KeyInfo::touched) != 0) load_rows(next);
+    cp_async_commit();
+    load_key_info(n + stages);
+    load_positions(n + stages + 1);
+  }
+
+  // After the work on tile n.
+  __device__ void release(int n) {
+    store_key_info(n + stages);
+    store_positions(n + stages + 1);
+  }
+
+  __device__ std::uint32_t k_tile(int n) const {
+    return shared_address(storage_.stage[ring<stages>(n)].k);
+  }
+  __device__ std::uint32_t v_tile(int n) const {
+    return shared_address(storage_.stage[ring<stages>(n)].v);
+  }
+  // Of key_info(n), which a full tile has not.
+  __device__ std::uint32_t state(int n) const {
+    return tiles_.is_full(n) ? KeyInfo::touched : key_info(n).tile_state();
+  }
+  __device__ const KeyInfo& key_info(int n) const { return storage_.key_info[ring<stages + 1>(n)]; }
+  __device__ Positions positions(int n) const {
+    return {tiles_.list() != nullptr ? storage_.positions[ring<stages + 2>(n)] : nullptr,
+            tiles_.first(n)};
+  }
+
+ private:
+  template <int Count>
+  static __device__ int ring(int n) {
+    return static_cast<int>(static_cast<unsigned>(n) % Count);
+  }
+  static __device__ Group group() { return Group::of_block(); }
+  static __device__ bool has_key() { return group().rank < P.keys; }
+
+  __device__ bool is_listed(int n) const {
+    return tiles_.list() != nullptr && has_key() && n < tiles_.count();
+  }
+  __device__ void load_positions(int n) {
+    if (!is_listed(n)) return;
+    // A row that exists also past the end of the list.
+    position_ =
+        group().rank < tiles_.size(n) ? __ldg(tiles_.list() + tiles_.first(n) + group().rank) : 0;
+  }
+  __device__ void store_positions(int n) {
+    if (is_listed(n)) storage_.positions[ring<stages + 2>(n)][group().rank] = position_;
+  }
+
+  __device__ void load_rows(int n) {
+    loader_.load(group(), positions(n), tiles_.size(n), k_tile(n), v_tile(n));
+  }
+
+  __device__ bool has_key_info(int n) const {
+    return has_key() && n < tiles_.count() && !tiles_.is_full(n);
+  }
+  __device__ void load_key_info(int n) {
+    const int i = group().rank;
+    if (has_key_info(n)) key_info_loader_.load(positions(n)[i], i < tiles_.size(n));
+  }
+  __device__ void store_key_info(int n) {
+    if (!has_key_info(n)) return;
+    key_info_loader_.store(storage_.key_info[ring<stages + 1>(n)], group().rank, row_begin_,
+                           row_end_);
+  }
+
+  Storage& storage_;
+  Tiles tiles_;
+  Loader loader_;
+  KeyInfoLoader<T> key_info_loader_;
+  int row_begin_;
+  int row_end_;
+  int position_ = 0;  // of the key on its way
+};
+
+}  // namespace flash_dmattn::cuda::sm80::few_queries

@@ -1,0 +1,87 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "cuda/device.h"
+#include "cuda/sm80/policy.h"
+#include "flash_dmattn/attention.h"
+
+// Which kernel computes few queries over many keys, and over how many blocks it splits the keys.
+namespace flash_dmattn::cuda::sm80::few_queries {
+
+// A block computes 16 row_warps rows against tiles of `keys` keys, of which `stages` are in shared memory. A row
+// is a query of one of the heads that share a kv head. The key_warps warps that have the same rows split the keys
+// of each tile.
+struct Policy {
+  int row_warps;
+  int key_warps;
+  int keys;
+  int stages;
+  int min_blocks;  // per multiprocessor
+
+  constexpr int rows() const { return 16 * row_warps; }
+  constexpr int warps() const { return row_warps * key_warps; }
+  constexpr int warp_keys() const { return keys / key_warps; }
+};
+
+struct Choice {
+  DType dtype = DType::bf16;
+  int head_dim = 0;  // the bucket: 64, 128 or 256
+  SharedClass shared = SharedClass::kb163;
+  bool many_rows = false;  // 64 rows of a kv head instead of 16
+  bool elementwise =
+      false;  // masks, biases and ranks that differ between rows are read element by element
+};
+
+// The loads of the next tiles have to be on their way while one is computed: 64 KB of a multiprocessor or more.
+constexpr Policy policy(int head_dim_bucket, SharedClass shared, bool many_rows) {
+  const bool small = shared == SharedClass::kb99;
+  if (many_rows) {
+    switch (head_dim_bucket) {
+      case 64: return {.row_warps = 4, .key_warps = 1, .keys = 64, .stages = 4, .min_blocks = 2};
+      case 128: return {.row_warps = 4, .key_warps = 1, .keys = 32, .stages = 4, .min_blocks = 2};
+      default:
+        return {
+            .row_warps = 4, .key_warps = 1, .keys = 32, .stages = small ? 2 : 3, .min_blocks = 1};
+    }
+  }
+  switch (head_dim_bucket) {
+    case 64:
+      return {.row_warps = 1, .key_warps = 4, .keys = 64, .stages = 4, .min_blocks = small ? 1 : 3};
+    case 128:
+      return {.row_warps = 1,
+              .key_warps = 4,
+              .keys = 64,
+              .stages = small ? 2 : 3,
+              .min_blocks = small ? 1 : 2};
+    default:
+      return {.row_warps = 1,
+              .key_warps = 2,
+              .keys = 32,
+              .stages = small ? 2 : 3,
+              .min_blocks = small ? 1 : 2};
+  }
+}
+
+constexpr Policy policy(const Choice& c) { return policy(c.head_dim, c.shared, c.many_rows); }
+
+// "sm80 few_queries bf16 d128 rows16 163KB"
+std::string name(const Choice& choice);
+
+std::vector<Choice> choices(SharedClass shared);
+
+Choice choose(const Problem& p, SharedClass shared);
+
+// How the rows and keys of a call are cut into blocks. It depends on shapes and the GPU alone, so that a call can
+// be captured in a graph.
+struct Split {
+  int row_tiles = 0;  // of a kv head
+  int splits = 1;     // blocks that share the keys of a row tile
+};
+
+// `most_keys`: that a row tile walks.
+Split split_keys(const Problem& p, const Policy& policy, std::int64_t most_keys,
+                 int multiprocessors);
+
+}  // namespace flash_dmattn::cuda::sm80::few_queries

@@ -1,0 +1,49 @@
+#pragma once
+
+#include "cuda/common/fp64_fallback.cuh"
+#include "cuda/common/math.cuh"
+#include "cuda/sm80/few_queries/params.h"
+
+namespace flash_dmattn::cuda::sm80::few_queries {
+
+// The rows of a block: the queries of all heads that share a kv head, those of a query side by side. So one tile
+// of K and V serves all of them.
+struct GroupRows {
+  int batch;
+  int kv_head;
+  int group;
+  int first;  // row of the block, in [0, Sq group)
+  int count;  // that exist
+
+  // In [0, group), and the query. A row that does not exist has those of the last one.
+  __device__ int member(int row) const { return (first + min(row, count - 1)) % group; }
+  __device__ int query(int row) const { return (first + min(row, count - 1)) / group; }
+
+  // As a tile of queries.
+  struct Queries {
+    int batch;
+    int kv_head;
+    int row;
+  };
+  __device__ Queries queries() const { return {batch, kv_head, first_query()}; }
+
+  __device__ int first_query() const { return first / group; }
+  __device__ int end_query() const { return (first + count - 1) / group + 1; }
+  __device__ int first_head() const { return kv_head * group; }
+
+  __device__ QueryHead head(int row) const { return {batch, first_head() + member(row), kv_head}; }
+};
+
+// ---- Sums over a part of the keys -----------------------------------------------------------------------
+
+// A row that sees no key of a part. Its output there is not a number if a value is not; it does not count.
+__device__ inline bool sees_nothing(RowSums sums) {
+  return sums.max == negative_infinity && sums.sum == 0;
+}
+
+// What the weights of a part are multiplied by where those of a larger maximum join them.
+__device__ inline float rescale(float max, float larger) {
+  return exp2_approx(max - (larger == negative_infinity ? 0 : larger));
+}
+
+}  // namespace flash_dmattn::cuda::sm80::few_queries
