@@ -240,7 +240,7 @@ const Family sm80_family = {
                 .name = sm80::forward_name,
                 .names = sm80::forward_names},
     .few_queries = {.decline = sm80::few_queries::decline,
-                    .schedule = {Schedule::Kind::query_tile_lists, query_tile_rows},
+                    .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
                     .workspace_size = sm80::few_queries::workspace_size,
                     .run = sm80::few_queries::run,
                     .name = sm80::few_queries::name,

@@ -8,6 +8,7 @@
 #include "cuda/sm80/dispatch.h"
 #include "cuda/sm80/few_queries/launch.h"
 #include "cuda/stages.h"
+#include "selection/schedule_contents.h"
 
 namespace flash_dmattn::cuda::sm80::few_queries {
 namespace {
@@ -24,7 +25,8 @@ struct Call {
     const Problem& p = args.problem;
     mark_elementwise(params.score, p);
     const std::int64_t most_keys =
-        args.schedule.empty() ? p.seqlen_k : std::min(p.seqlen_k, args.schedule.capacity);
+        args.schedule.empty() ? p.seqlen_k
+                              : std::min(p.seqlen_k, ScheduleContents::of(args.schedule).capacity);
     params.split = split_keys(p, policy(choice), most_keys, device.multiprocessors);
     WorkspaceAllocator workspace(base);
     key_ranges = allocate_key_ranges(p, args.in, !args.schedule.empty(), workspace);
