@@ -2,5 +2,6 @@
 #include "cuda/sm80/instances/compiled_class.h"
 
 namespace flash_dmattn::cuda::sm80::few_queries {
-template void launch_split<__nv_bfloat16, 256, compiled_class>(const Choice&, const Params&, cudaStream_t);
+template void launch_split<__nv_bfloat16, 256, compiled_class>(const Choice&, const Params&,
+                                                               cudaStream_t);
 }  // namespace flash_dmattn::cuda::sm80::few_queries
