@@ -52,17 +52,9 @@ constexpr Policy policy(int head_dim_bucket, SharedClass shared, bool many_rows)
     case 64:
       return {.row_warps = 1, .key_warps = 4, .keys = 64, .stages = 4, .min_blocks = small ? 1 : 3};
     case 128:
-      return {.row_warps = 1,
-              .key_warps = 4,
-              .keys = 64,
-              .stages = 2,
-              .min_blocks = small ? 1 : 3};
+      return {.row_warps = 1, .key_warps = 4, .keys = 64, .stages = 2, .min_blocks = small ? 1 : 3};
     default:
-      return {.row_warps = 1,
-              .key_warps = 2,
-              .keys = 32,
-              .stages = 2,
-              .min_blocks = small ? 1 : 3};
+      return {.row_warps = 1, .key_warps = 2, .keys = 32, .stages = 2, .min_blocks = small ? 1 : 3};
   }
 }
 
