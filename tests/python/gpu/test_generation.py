@@ -1,0 +1,189 @@
+"""Generation with a cache of w keys on the GPU: against float32, in CUDA graphs, compiled, and its memory."""
+
+import copy
+
+import pytest
+import torch
+
+from gpu import capture, needs_gpu
+
+transformers = pytest.importorskip("transformers")
+
+from doge_generation import brute_force_of, make_ids, make_model  # noqa: E402
+from flash_dmattn import DynamicMaskAttention  # noqa: E402
+from flash_dmattn.integrations.transformers import (  # noqa: E402
+    DynamicMaskCache,
+    enable_flash_dmattn,
+)
+
+pytestmark = needs_gpu
+
+B, S, WINDOW, STEPS = 2, 300, 64, 40
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def make_large(**options):
+    """Of sizes that kernels are for; float32."""
+    return make_model(
+        **{"window": WINDOW, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 4096,
+           **options}
+    ).cuda()  # fmt: skip
+
+
+def ours_in_bfloat16(model):
+    return enable_flash_dmattn(copy.deepcopy(model).bfloat16())
+
+
+def logits_of(model, ids, lengths, cache=None):
+    """The logits of a text that is read in parts of these lengths."""
+    cache = transformers.DynamicCache() if cache is None else cache
+    parts = [model(part, past_key_values=cache).logits for part in ids.split(lengths, dim=1)]
+    return torch.cat(parts, dim=1).float()
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[S, *[1] * 80], [100, 100, 100, *[1] * 80], [S, 30, 1, 49], [*[1] * (S + 80)]],
+    ids=["prompt", "chunks", "turns", "token by token"],
+)
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_as_near_to_float32_as_eager(static, lengths):
+    model, ids = make_large(), make_ids(B, S + 80).cuda()
+    exact = logits_of(brute_force_of(model), ids, [S + 80])
+    eager = logits_of(brute_force_of(model).bfloat16(), ids, lengths)
+    cache = DynamicMaskCache(model.config, static=static)
+    ours = logits_of(ours_in_bfloat16(model), ids, lengths, cache)
+    for norm in (torch.Tensor.mean, torch.Tensor.amax):
+        error, yardstick = (norm((t - exact).abs()) for t in (ours, eager))
+        assert error <= 2 * yardstick, (error, yardstick)
+
+
+@pytest.mark.parametrize("way", ["greedy", "beams", "sampling"])
+@pytest.mark.parametrize("pad", [0, 90])
+def test_generate_with_slots_and_with_all_keys(way, pad):
+    """The same kernels choose the same keys: a token differs only where two logits nearly tie."""
+    options = {"greedy": {}, "beams": {"num_beams": 3}, "sampling": {"do_sample": True}}[way]
+    model, ids = ours_in_bfloat16(make_large()), make_ids(B, S).cuda()
+    mask = torch.ones_like(ids)
+    mask[0, :pad] = 0
+    texts = []
+    for cache in (DynamicMaskCache(model.config), transformers.DynamicCache()):
+        torch.manual_seed(1)
+        texts.append(
+            model.generate(
+                ids, attention_mask=mask, past_key_values=cache, max_new_tokens=STEPS,
+                no_repeat_ngram_size=1, **{"do_sample": False, **options},
+            )
+        )  # fmt: skip
+    same = (texts[0] == texts[1])[:, S:].int().cumprod(1).sum(1)
+    assert same.float().mean() > STEPS / 3, same
+
+
+def prefilled(model, ids):
+    cache = DynamicMaskCache(model.config, static=True)
+    model(ids, past_key_values=cache)
+    return cache
+
+
+def test_nothing_waits_for_the_device():
+    model, ids = ours_in_bfloat16(make_large()), make_ids(B, S).cuda()
+    cache = prefilled(model, ids)
+    token, mask = ids[:, :1].clone(), torch.ones(B, S + 9, dtype=torch.long, device="cuda")
+    model(
+        token, past_key_values=cache, attention_mask=mask
+    )  # kernels are loaded at their first use
+    model(token, past_key_values=cache)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            model(token, past_key_values=cache)
+            model(token, past_key_values=cache, attention_mask=mask)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_one_graph_for_all_tokens(is_compiled):
+    """Replayed a thousand times, far beyond the window, against the same steps without a graph."""
+    torch._dynamo.reset()
+    model, ids = ours_in_bfloat16(make_large()), make_ids(B, S).cuda()
+    forward = torch.compile(model, fullgraph=True) if is_compiled else model
+    caches = [prefilled(model, ids) for _ in range(2)]
+    tokens = [ids[:, :1].clone() for _ in caches]
+    table = torch.randint(397, (397,), device="cuda")  # the next token by the last: no near ties
+
+    def step(i):
+        logits = forward(tokens[i], past_key_values=caches[i]).logits
+        tokens[i].copy_(table[tokens[i]])
+        return logits
+
+    graph, logits = capture(
+        lambda: step(0)
+    )  # one step without a graph; the captured one does not run
+    step(1)
+    for turn in range(1000):
+        graph.replay()
+        if turn % 100 == 99 or turn < 3:
+            expected = step(1)
+            assert (logits - expected).abs().max() <= 0.02 * expected.abs().max()
+        else:
+            step(1)
+    assert all(
+        layer.slots.seen.tolist() == [S + 1001] * B for cache in caches for layer in cache.layers
+    )
+
+
+def test_generate_compiles_a_static_cache():
+    torch._dynamo.reset()
+    model, ids = ours_in_bfloat16(make_large()), make_ids(1, S).cuda()
+    options = {"max_new_tokens": STEPS, "do_sample": False, "no_repeat_ngram_size": 1}
+    texts = [
+        model.generate(
+            ids, past_key_values=DynamicMaskCache(model.config, static=static), **options
+        )
+        for static in (True, False)
+    ]
+    same = (texts[0] == texts[1])[0, S:].int().cumprod(0).sum()
+    assert same > STEPS / 3, same
+
+
+def test_memory_of_half_a_million_tokens():
+    """8 layers; the text is read in parts, so nothing grows with it but the list of its tokens."""
+    model = ours_in_bfloat16(
+        make_large(num_hidden_layers=8, window=256, max_position_embeddings=1 << 20)
+    )
+    cache = DynamicMaskCache(model.config)
+    ids = torch.randint(1, 397, (1, 1 << 19), device="cuda")
+    read = ids.split(1 << 14, dim=1)
+    model(read[0], past_key_values=cache, logits_to_keep=1)
+    model(ids[:, :1], past_key_values=cache)
+    before = torch.cuda.memory_allocated()
+    for part in read[1:]:
+        model(part, past_key_values=cache, logits_to_keep=1)
+    model(ids[:, :1], past_key_values=cache)
+    assert torch.cuda.memory_allocated() <= before
+    assert cache.get_seq_length() == (1 << 19) + 2
+    held = sum(t.nbytes for layer in cache.layers for t in layer.slots.tensors)
+    assert (
+        held <= 8 * 2 * 256 * (2 * 64 * 2 + 8) + 8 * 64
+    )  # k, v of 64 channels, score, position; counts
+
+
+def test_the_layer_in_a_graph():
+    attention = DynamicMaskAttention(512, 8, 4, WINDOW, device="cuda", dtype=torch.bfloat16)
+    torch.nn.init.normal_(attention.A)
+    hidden = torch.randn(B, S + STEPS, 512, device="cuda", dtype=torch.bfloat16)
+    whole, cache = attention(hidden), attention.make_cache(B)
+    attention(hidden[:, :S], cache=cache)
+    token = hidden[:, S : S + 1].clone()
+    graph, out = capture(lambda: attention(token, cache=cache))
+    for i in range(S + 1, S + STEPS):
+        token.copy_(hidden[:, i : i + 1])
+        graph.replay()
+        torch.testing.assert_close(out, whole[:, i : i + 1], atol=0.02, rtol=0.02)
