@@ -14,6 +14,7 @@ from .modeling_flash_dynamic_mask_attention_utils import (
     as_key_intervals,
     fdma_peft_integration_check,
 )
+from .stored_scores import update_with_scores
 
 ROUNDED = "round_scores_like_eager"  # attribute of a layer
 
@@ -37,11 +38,16 @@ def doge_attention_forward(
         slots = past_key_values.layers[self.layer_idx]
         out = _attend_with_slots(self, slots, query, key, value, attention_mask, kwargs)
         return self.o_proj(out.flatten(2)), None
+    scores = _scores_of(self, value)
     if past_key_values is not None:
         where = () if cache_position is None else ({"cache_position": cache_position},)
-        key, value = past_key_values.update(key, value, self.layer_idx, *where)
-    # The scores of cached keys are computed again from their values: [B, Hkv, Sk].
-    scores = _scores_of(self, value)
+        key, value, scores = update_with_scores(
+            past_key_values, key, value, scores, self.layer_idx, where
+        )
+        if scores is None or getattr(
+            self, ROUNDED, False
+        ):  # eager attention rounds all of them together
+            scores = _scores_of(self, value)
     out = _attend(self, query, key, value, scores, attention_mask, kwargs)
     return self.o_proj(out.flatten(2)), None
 

@@ -43,9 +43,14 @@ def brute_force_of(model):
     """A copy with eager attention over all keys, that keeps the more recent of equal scores."""
     eager = copy.deepcopy(model)
     eager.set_attn_implementation("eager")
-    for layer in eager.model.layers:
-        layer.self_attn.prepare_dynamic_mask = types.MethodType(_dynamic_mask, layer.self_attn)
+    keep_recent_of_equal_scores(eager)
     return eager
+
+
+def keep_recent_of_equal_scores(model):
+    """Where eager attention leaves it open."""
+    for layer in model.model.layers:
+        layer.self_attn.prepare_dynamic_mask = types.MethodType(_dynamic_mask, layer.self_attn)
 
 
 def _dynamic_mask(self, hidden_states, dt_states, keep_window_size, attention_mask):

@@ -1,0 +1,148 @@
+"""With transformers' own caches, too, the score of a key is computed once, when it is written."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from transformers import DynamicCache, StaticCache  # noqa: E402
+
+from doge_generation import (  # noqa: E402
+    assert_same_generation,
+    keep_recent_of_equal_scores,
+    make_ids,
+    make_model,
+    make_pair,
+)
+
+pytestmark = pytest.mark.transformers
+since_transformers_5 = pytest.mark.skipif(
+    transformers.__version__ < "5",
+    reason="caches of transformers 4 crop to a length, and it reads those of static ones",
+)
+
+B, S = 2, 40
+FRESH = {"no_repeat_ngram_size": 1}
+
+
+@pytest.fixture
+def scored(monkeypatch):
+    """How many tokens the scores were computed of, at every call."""
+    lengths = []
+    forward = torch.nn.Linear.forward
+
+    def watch(self, inputs):
+        if self.out_features == 2:  # dt_proj
+            lengths.append(inputs.shape[1])
+        return forward(self, inputs)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", watch)
+    return lengths
+
+
+def caches(config):
+    return {"dynamic": DynamicCache(), "dynamic of a config": DynamicCache(config=config),
+            "static": StaticCache(config=config, max_cache_len=80)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["dynamic", "dynamic of a config", "static"])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prefill_chunk_size": 15}], ids=str)
+def test_one_score_a_token(name, options, scored):
+    oracle, ours = make_pair()
+    cache = caches(ours.config)[name]
+    assert_same_generation(oracle, ours, make_ids(B, S), cache, **FRESH, **options)
+    ours_only = scored[len(scored) // 2 :]
+    assert ours_only[-3:] == [1] * 3 and sum(ours_only) == 3 * (S + 23)
+
+
+@pytest.mark.parametrize("name", ["dynamic of a config", "static"])
+def test_sliding_windows(name, scored):
+    oracle, ours = make_pair(sliding_window=16)
+    cache = caches(ours.config)[name]
+    assert_same_generation(oracle, ours, make_ids(B, S), cache, **FRESH)
+    assert scored[-3:] == [1] * 3
+
+
+def logits_of(model, cache, seed, tokens=5):
+    ids = make_ids(len(cache.layers[0].keys), tokens, seed=seed)
+    parts = [model(part, past_key_values=cache).logits for part in ids.split([3, 1, tokens - 4], 1)]
+    return torch.cat(parts, dim=1)
+
+
+@since_transformers_5
+@torch.no_grad()
+def test_rows_and_lengths_change_with_those_of_the_keys(scored):
+    oracle, ours = make_pair()
+    results = []
+    for model in (oracle, ours):
+        cache = DynamicCache()
+        model(make_ids(B, S), past_key_values=cache)
+        scored.clear()
+        cache.crop(-7)
+        results.append([logits_of(model, cache, 1)])
+        cache.batch_repeat_interleave(3)
+        results[-1].append(logits_of(model, cache, 2))
+        cache.batch_select_indices(torch.tensor([4, 0, 3]))
+        results[-1].append(logits_of(model, cache, 3))
+        cache.reorder_cache(torch.tensor([2, 2, 1]))
+        results[-1].append(logits_of(model, cache, 4))
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(cache)))
+        results[-1].append(logits_of(model, copied, 5))
+    assert max(scored) == 3
+    torch.testing.assert_close(results[1], results[0], atol=2e-4, rtol=2e-4)
+    cache.reset()
+    assert torch.equal(
+        ours(make_ids(B, S), past_key_values=cache).logits, ours(make_ids(B, S)).logits
+    )
+
+
+@torch.no_grad()
+def test_tokens_that_another_attention_wrote(scored):
+    """Eager attention, before or in between, writes keys without scores."""
+    oracle, ours = make_pair()
+    keep_recent_of_equal_scores(ours)
+    expected, cache = DynamicCache(), DynamicCache()
+    ids = make_ids(B, S)
+    for implementation, part in zip(
+        ("eager", "flash_dmattn", "eager", "flash_dmattn"), ids.split([20, 9, 5, 6], 1), strict=True
+    ):
+        theirs = oracle(part, past_key_values=expected).logits
+        ours.set_attn_implementation(implementation)
+        logits = ours(part, past_key_values=cache).logits
+        torch.testing.assert_close(logits, theirs, atol=2e-4, rtol=2e-4)
+
+
+def test_scores_have_a_gradient():
+    """As cached keys do."""
+    _, ours = make_pair()
+    cache = DynamicCache()
+    ours(make_ids(B, S), past_key_values=cache)
+    ours(make_ids(B, 3, seed=1), past_key_values=cache).logits.square().sum().backward()
+    assert ours.model.layers[1].self_attn.A.grad.abs().min() > 0
+
+
+@torch.no_grad()
+def test_stored_scores_are_float32():
+    from flash_dmattn.integrations.transformers import enable_flash_dmattn
+
+    ours, cache = enable_flash_dmattn(make_model().bfloat16()), DynamicCache()
+    ours(make_ids(B, S), past_key_values=cache)
+    assert cache.layers[1].score_layer.keys.dtype == torch.float32
+
+
+@since_transformers_5
+@torch.no_grad()
+def test_one_graph_with_a_static_cache(scored):
+    torch._dynamo.reset()
+    oracle, ours = make_pair()
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    logits = []
+    for model, step in ((oracle, oracle), (ours, compiled)):
+        cache, ids = StaticCache(config=ours.config, max_cache_len=80), make_ids(B, S + 8)
+        model(ids[:, :S], past_key_values=cache)
+        steps = [step(ids[:, [i]], past_key_values=cache).logits for i in range(S, S + 8)]
+        logits.append(torch.cat(steps, dim=1))
+    torch.testing.assert_close(logits[1], logits[0], atol=2e-4, rtol=2e-4)
+    assert scored[-1] == 1
