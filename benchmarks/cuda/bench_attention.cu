@@ -69,6 +69,7 @@ void bench(const BenchCase& c) {
   p.head_dim = c.head_dim;
   p.dtype = DType::bf16;
   p.scale = default_scale(c.head_dim);
+  p.device = Device::cuda;
   p.causal = true;
   Inputs in;
   const auto tensor = [&](const DeviceArray<Bf16>& array, std::int64_t heads) {

@@ -9,6 +9,7 @@
 
 #include "backend.h"
 #include "cuda/common/launch.h"
+#include "flash_dmattn/selection.h"
 
 // The problem that bench_attention times: tensors on the device and the schedule of their intervals.
 namespace flash_dmattn::benchmark {

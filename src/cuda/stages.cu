@@ -2,6 +2,7 @@
 
 #include "cuda/common/bias_gradient.cuh"
 #include "cuda/common/dq_fixup.cuh"
+#include "cuda/common/fp64_backward.cuh"
 #include "cuda/common/integers.h"
 #include "cuda/common/key_ranges.cuh"
 #include "cuda/common/launch.h"
@@ -49,6 +50,24 @@ ForwardParams params_of(const ForwardArgs& args) {
   params.tile_lists = query_tile_lists(args.schedule, args.in.visibility.key_list, query_tile_rows);
   params.lse = static_cast<float*>(args.lse.data);
   params.lse_low = static_cast<float*>(args.lse_low.data);
+  params.saturate = args.problem.nonfinite == NonFinite::saturate;
+  return params;
+}
+
+BackwardParams params_of(const BackwardArgs& args) {
+  BackwardParams params;
+  params.shape = shape_of(args.problem);
+  params.score = score_of(args.problem, args.in);
+  params.q = rows_of(args.in.q);
+  params.k = rows_of(args.in.k);
+  params.v = rows_of(args.in.v);
+  params.out = rows_of(args.out);
+  params.dout = rows_of(args.dout);
+  params.dq = rows_of(args.dq);
+  params.dk = rows_of(args.dk);
+  params.dv = rows_of(args.dv);
+  params.lse = static_cast<const float*>(args.lse.data);
+  params.lse_low = static_cast<const float*>(args.lse_low.data);
   params.saturate = args.problem.nonfinite == NonFinite::saturate;
   return params;
 }
@@ -120,6 +139,10 @@ void preprocess_backward(const BackwardParams& params, DType dtype, cudaStream_t
   with_dtype(dtype, [&]<class T>() { launch_for<BwdPreprocessKernel<T>>(params, stream); });
 }
 
+void recompute_extreme_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream) {
+  with_dtype(dtype, [&]<class T>() { launch_for<Fp64BackwardKernel<T>>(params, stream); });
+}
+
 void fix_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream) {
   with_dtype(dtype, [&]<class T>() {
     if (params.dq.data != nullptr) launch_for<DqFixupKernel<T>>(params, stream);
@@ -134,6 +157,11 @@ BroadcastShape dbias_accum_shape(const Problem& p) {
   }
   if (bias[3] <= 1) return {p.batch, p.heads_q, p.seqlen_q, 1};
   return bias;
+}
+
+OutputBroadcast dbias_sums(const Problem& p, float* sums) {
+  const BroadcastShape shape = dbias_accum_shape(p);
+  return broadcast_of<void>(p, shape, sums, contiguous_strides(shape), 4);
 }
 
 void store_dbias(const BackwardArgs& args, const float* sums, cudaStream_t stream) {

@@ -21,6 +21,9 @@ PackedMask allocate_packed_mask(const Problem& p, bool has_lists, WorkspaceAlloc
 // Fills score.packed_mask from score.mask and the ranks.
 void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream);
 
+// The same of a backward: neither lists nor a dbias yet.
+BackwardParams params_of(const BackwardArgs& args);
+
 struct KeyBlockQueries;
 
 // Room for the key ranges of query tiles, where there are intervals and no lists.
@@ -44,8 +47,15 @@ void preprocess_backward(const BackwardParams& params, DType dtype, cudaStream_t
 // head and batch element: then no two blocks add to the same sum in an order that varies.
 BroadcastShape dbias_accum_shape(const Problem& p);
 
+// Sums of that shape as what a main loop adds to or stores.
+OutputBroadcast dbias_sums(const Problem& p, float* sums);
+
 // dbias from `sums` of dbias_accum_shape, or zeros where `sums` is null.
 void store_dbias(const BackwardArgs& args, const float* sums, cudaStream_t stream);
+
+// Every gradient in double where numbers are extreme, of main loops without a slow path for them. Before
+// fix_gradients.
+void recompute_extreme_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream);
 
 // Gradients that not everything non-finite has reached, or more than it should: rows of dq beside keys that they
 // do not see, and without saturation dk, dv and dbias of rows with such elements. Before store_dbias.

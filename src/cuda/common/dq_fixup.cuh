@@ -50,6 +50,36 @@ __device__ __noinline__ double fp64_ds(const BackwardParams& p, QueryHead head, 
   return p.saturate ? fmax(fmin(ds, limit), -limit) : ds;
 }
 
+// dq of a row, by one warp, from the keys that it sees.
+template <class T>
+__device__ inline void fp64_dq_row(const BackwardParams& p, QueryHead head, int row) {
+  const int lane = lane_id();
+  const std::int64_t index = head.row_index(p.shape, row);
+  if (!p.saturate && has_nonfinite_ds(p.lse[index], p.delta[index])) return;  // dq is to be NaN
+  const auto delta = static_cast<double>(p.delta[index]);
+  const KeysOfRow keys(p, head, row);
+  double sum[8] = {};  // columns lane + 32 c
+  for (int begin = 0; begin < keys.count; begin += warp_size) {
+    const int mine = begin + lane;
+    const bool sees =
+        mine < keys.count && is_visible<T, true>(p.score, p.shape, head, row, keys[mine]);
+    const double ds = sees ? fp64_ds<T>(p, head, row, keys[mine], delta) : 0;
+    unsigned left = warp_ballot(ds != 0);
+    for (; left != 0; left &= left - 1) {
+      const int i = __ffs(static_cast<int>(left)) - 1;
+      const double weight = shuffle(ds, i);
+      const T* const key = row_of<T>(p.k, head.batch, keys[begin + i], head.kv_head);
+      for (int c = 0; lane + warp_size * c < p.shape.head_dim; ++c)
+        sum[c] += weight * static_cast<double>(Element<T>::widen(key[lane + warp_size * c]));
+    }
+  }
+  auto* const dq = reinterpret_cast<std::uint16_t*>(row_of<T>(p.dq, head.batch, row, head.head));
+  for (int c = 0; lane + warp_size * c < p.shape.head_dim; ++c) {
+    const auto value = static_cast<float>(sum[c] * static_cast<double>(p.score.scale));
+    dq[lane + warp_size * c] = static_cast<std::uint16_t>(pack_gradient<T>(value, 0, p.saturate));
+  }
+}
+
 // Some blocks have the rows of a kv head, of which a warp computes one at a time.
 template <class T>
 struct DqFixupKernel {
@@ -81,7 +111,7 @@ struct DqFixupKernel {
       for (int row = part * warps + warp_id(); row < p.shape.seqlen_q; row += parts(p) * warps) {
         const bool hit =
             reaches(row_of<T>(p.dq, batch, row, head.head), lane_id(), p.shape.head_dim, suspect);
-        if (warp_any(hit)) compute_row(p, head, row);
+        if (warp_any(hit)) fp64_dq_row<T>(p, head, row);
       }
     }
   }
@@ -95,34 +125,6 @@ struct DqFixupKernel {
   static __host__ __device__ int parts(const Params& p) {
     constexpr int all_blocks = 2 * 132;
     return all_blocks / max(kv_heads(p), 1) + 1;
-  }
-
-  static __device__ void compute_row(const Params& p, QueryHead head, int row) {
-    const int lane = lane_id();
-    const std::int64_t index = head.row_index(p.shape, row);
-    if (!p.saturate && has_nonfinite_ds(p.lse[index], p.delta[index])) return;  // dq is to be NaN
-    const auto delta = static_cast<double>(p.delta[index]);
-    const KeysOfRow keys(p, head, row);
-    double sum[8] = {};  // columns lane + 32 c
-    for (int begin = 0; begin < keys.count; begin += warp_size) {
-      const int mine = begin + lane;
-      const bool sees =
-          mine < keys.count && is_visible<T, true>(p.score, p.shape, head, row, keys[mine]);
-      const double ds = sees ? fp64_ds<T>(p, head, row, keys[mine], delta) : 0;
-      unsigned left = warp_ballot(ds != 0);
-      for (; left != 0; left &= left - 1) {
-        const int i = __ffs(static_cast<int>(left)) - 1;
-        const double weight = shuffle(ds, i);
-        const T* const key = row_of<T>(p.k, head.batch, keys[begin + i], head.kv_head);
-        for (int c = 0; lane + warp_size * c < p.shape.head_dim; ++c)
-          sum[c] += weight * static_cast<double>(Element<T>::widen(key[lane + warp_size * c]));
-      }
-    }
-    auto* const dq = reinterpret_cast<std::uint16_t*>(row_of<T>(p.dq, head.batch, row, head.head));
-    for (int c = 0; lane + warp_size * c < p.shape.head_dim; ++c) {
-      const auto value = static_cast<float>(sum[c] * static_cast<double>(p.score.scale));
-      dq[lane + warp_size * c] = static_cast<std::uint16_t>(pack_gradient<T>(value, 0, p.saturate));
-    }
   }
 };
 

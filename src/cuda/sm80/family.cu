@@ -100,34 +100,18 @@ BackwardChoice choose(const BackwardArgs& args, const DeviceProperties& device) 
 
 BackwardParams params_of(const BackwardArgs& args, const BackwardWorkspace& workspace) {
   const Problem& p = args.problem;
-  BackwardParams params;
-  params.shape = shape_of(p);
-  params.score = score_of(p, args.in);
+  BackwardParams params = cuda::params_of(args);
   params.score.packed_mask = workspace.packed_mask;
-  params.q = rows_of(args.in.q);
-  params.k = rows_of(args.in.k);
-  params.v = rows_of(args.in.v);
-  params.out = rows_of(args.out);
-  params.dout = rows_of(args.dout);
-  params.dq = rows_of(args.dq);
-  params.dk = rows_of(args.dk);
-  params.dv = rows_of(args.dv);
   params.tile_lists = lists_of(args);
-  params.lse = static_cast<const float*>(args.lse.data);
-  params.lse_low = static_cast<const float*>(args.lse_low.data);
-  params.saturate = p.nonfinite == NonFinite::saturate;
   params.lse_log2 = workspace.lse_log2;
   params.lse_log2_low = workspace.lse_log2_low;
   params.delta = workspace.delta;
   params.flags = workspace.zeroed.flags;
   params.dbias_accumulates = workspace.zeroed.dbias_accum != nullptr;
   if (args.dbias.data == nullptr) return params;
-  const BroadcastShape accum_shape = dbias_accum_shape(p);
-  params.dbias = params.dbias_accumulates
-                     ? broadcast_of<void>(p, accum_shape, workspace.zeroed.dbias_accum,
-                                          contiguous_strides(accum_shape), 4)
-                     : broadcast_of(p, p.bias_shape, args.dbias.data, args.dbias.stride,
-                                    size_of(p.bias_dtype));
+  params.dbias = params.dbias_accumulates ? dbias_sums(p, workspace.zeroed.dbias_accum)
+                                          : broadcast_of(p, p.bias_shape, args.dbias.data,
+                                                         args.dbias.stride, size_of(p.bias_dtype));
   return params;
 }
 

@@ -3,12 +3,12 @@
 
 #include "cuda/common/integers.h"
 #include "cuda/problem.h"
+#include "cuda/sm90/backward_launch.h"
 #include "cuda/sm90/launch.h"
 #include "cuda/stages.h"
 #include "family_table.h"
 
 // The family for compute capability 9.0: wgmma on tiles that the TMA unit or cp.async brings to shared memory.
-// It has a forward; gradients are sm80's.
 namespace flash_dmattn::cuda::sm90 {
 namespace {
 
@@ -104,7 +104,12 @@ const Family sm90_family = {
                 .name = sm90::forward_name,
                 .names = sm90::forward_names},
     .few_queries = {},
-    .backward = {},
+    .backward = {.decline = sm90::decline_backward,
+                 .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
+                 .workspace_size = sm90::backward_workspace_size,
+                 .run = sm90::run_backward,
+                 .name = sm90::backward_name,
+                 .names = sm90::backward_names},
 };
 
 }  // namespace flash_dmattn::cuda

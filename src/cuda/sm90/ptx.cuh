@@ -78,6 +78,24 @@ __device__ inline void bulk_load(std::uint32_t to, const void* from, std::uint32
       : "memory");
 }
 
+// Adds consecutive floats of shared memory to global memory, in the L2; a group of its own.
+__device__ inline void bulk_add(float* to, std::uint32_t from, std::uint32_t bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+      "cp.async.bulk.commit_group;" ::"l"(to),
+      "r"(from), "r"(bytes)
+      : "memory");
+}
+
+// Until at most Groups of this thread's additions still read shared memory.
+template <int Groups>
+__device__ inline void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Groups) : "memory");
+}
+
+// Until all of them are in global memory.
+__device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // Arrives once all cp.async that this thread has issued have landed.
 __device__ inline void cp_async_arrive(std::uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -87,6 +105,11 @@ __device__ inline void cp_async_arrive(std::uint32_t barrier) {
 // cores and the TMA unit.
 __device__ inline void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// The same for global memory.
+__device__ inline void fence_async_proxy_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // ---- Registers of a warpgroup ----------------------------------------------------------------------

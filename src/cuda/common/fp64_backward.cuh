@@ -1,0 +1,112 @@
+#pragma once
+
+#include "cuda/common/bias_gradient.cuh"
+#include "cuda/common/dq_fixup.cuh"
+
+namespace flash_dmattn::cuda {
+
+// Every gradient in double, for main loops without a slow path of their own: where scores are so large that P needs
+// more than one float of lse, or have left fp32 on the way (lse_has_low). It is launched behind every such backward,
+// before sums of dbias are stored, and ends at once where the flag is not set. A warp has a key or a query row.
+// Masks and biases have no query dimension, and there is no tile list.
+template <class T>
+struct Fp64BackwardKernel {
+  using Params = BackwardParams;
+  struct SharedStorage {};
+  static constexpr int threads = 256;
+  static constexpr int warps = threads / warp_size;
+  static constexpr int min_blocks = 1;
+
+  // Two for each of the 132 multiprocessors of the largest GPU.
+  static long blocks(const Params&) { return 2 * 132; }
+
+  __device__ void operator()(const Params& p, SharedStorage&) const {
+    if ((*p.flags & lse_has_low) == 0) return;
+    const std::int64_t keys = std::int64_t{p.shape.batch} * p.shape.heads_kv * p.shape.seqlen_k;
+    const std::int64_t rows =
+        p.dq.data == nullptr ? 0 : std::int64_t{p.shape.batch} * p.shape.heads_q * p.shape.seqlen_q;
+    for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * warps + warp_id();
+         i < keys + rows; i += static_cast<std::int64_t>(gridDim.x) * warps) {
+      i < keys ? compute_key(p, i) : compute_row(p, i - keys);
+    }
+  }
+
+ private:
+  struct Sums {
+    double dk[8] = {};  // columns lane + 32 c
+    double dv[8] = {};
+    double dbias = 0;
+  };
+
+  static __device__ void compute_row(const Params& p, std::int64_t index) {
+    const std::int64_t head_index = index / p.shape.seqlen_q;
+    const int head = static_cast<int>(head_index % p.shape.heads_q);
+    fp64_dq_row<T>(p,
+                   {static_cast<int>(head_index / p.shape.heads_q), head,
+                    head / (p.shape.heads_q / p.shape.heads_kv)},
+                   static_cast<int>(index % p.shape.seqlen_q));
+  }
+
+  static __device__ void compute_key(const Params& p, std::int64_t index) {
+    const int key = static_cast<int>(index % p.shape.seqlen_k);
+    const std::int64_t head_index = index / p.shape.seqlen_k;
+    const int group = p.shape.heads_q / p.shape.heads_kv;
+    QueryHead head{static_cast<int>(head_index / p.shape.heads_kv), 0,
+                   static_cast<int>(head_index % p.shape.heads_kv)};
+    Sums sums;
+    for (int g = 0; g < group; ++g) {
+      head.head = head.kv_head * group + g;
+      for (int row = 0; row < p.shape.seqlen_q; row += warp_size) add_rows(p, head, row, key, sums);
+      if (p.dbias.data != nullptr && (p.dbias.head_q != 0 || g + 1 == group)) {
+        const auto sum = static_cast<float>(sums.dbias);
+        if (lane_id() == 0)
+          store_gradient<T>(p.dbias, head.element(p.dbias, 0, key), sum, false, p.saturate);
+        sums.dbias = 0;
+      }
+    }
+    store(p, p.dk, head, key, sums.dk, static_cast<double>(p.score.scale));
+    store(p, p.dv, head, key, sums.dv, 1);
+  }
+
+  // Of queries [row, row + 32) of a head.
+  static __device__ void add_rows(const Params& p, QueryHead head, int row, int key, Sums& sums) {
+    const int lane = lane_id();
+    const int mine = row + lane;
+    float probability = 0;
+    double ds = 0;
+    if (mine < p.shape.seqlen_q && isfinite(p.lse[head.row_index(p.shape, mine)])) {
+      probability = fminf(fp64_probability<T, false>(p, head, mine, key), 1);
+      if (probability > 0) {
+        ds = fp64_ds<T>(p, head, mine, key,
+                        static_cast<double>(p.delta[head.row_index(p.shape, mine)]));
+      }
+    }
+    for (unsigned left = warp_ballot(probability > 0); left != 0; left &= left - 1) {
+      const int i = __ffs(static_cast<int>(left)) - 1;
+      const auto weight = static_cast<double>(shuffle(probability, i));
+      const double slope = shuffle(ds, i);
+      const T* const q = row_of<T>(p.q, head.batch, row + i, head.head);
+      const T* const dout = row_of<T>(p.dout, head.batch, row + i, head.head);
+      sums.dbias += slope;
+      for (int c = 0; lane + warp_size * c < p.shape.head_dim; ++c) {
+        const float query = Element<T>::widen(q[lane + warp_size * c]);
+        const float gradient = Element<T>::widen(dout[lane + warp_size * c]);
+        if (p.saturate || isfinite(query)) sums.dk[c] += slope * static_cast<double>(query);
+        if (isfinite(gradient)) sums.dv[c] += weight * static_cast<double>(gradient);
+      }
+    }
+  }
+
+  static __device__ void store(const Params& p, const OutputRows& to, QueryHead head, int key,
+                               const double (&sums)[8], double scale) {
+    if (to.data == nullptr) return;
+    auto* const row =
+        reinterpret_cast<std::uint16_t*>(row_of<T>(to, head.batch, key, head.kv_head));
+    for (int c = 0; lane_id() + warp_size * c < p.shape.head_dim; ++c) {
+      row[lane_id() + warp_size * c] = static_cast<std::uint16_t>(
+          pack_gradient<T>(static_cast<float>(sums[c] * scale), 0, p.saturate));
+    }
+  }
+};
+
+}  // namespace flash_dmattn::cuda

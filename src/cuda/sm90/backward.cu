@@ -1,0 +1,209 @@
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string_view>
+
+#include "cuda/common/integers.h"
+#include "cuda/common/launch.h"
+#include "cuda/problem.h"
+#include "cuda/sm90/backward_launch.h"
+#include "cuda/sm90/prepare_backward.cuh"
+#include "cuda/sm90/tensor_map.h"
+#include "cuda/stages.h"
+
+// A backward from its arguments to its launches.
+namespace flash_dmattn::cuda::sm90 {
+namespace {
+
+constexpr bool is_compiled = FLASH_DMATTN_HAS_SM90 != 0;
+
+constexpr std::string_view name_of(KeyWalk walk) {
+  switch (walk) {
+    case KeyWalk::block: return "block";
+    case KeyWalk::block_key_info: return "block_key_info";
+    case KeyWalk::slots: return "slots";
+  }
+  return "";
+}
+
+BackwardChoice choose(const BackwardArgs& args) {
+  const Problem& p = args.problem;
+  const bool has_info = has(p.mask_shape) || has(p.bias_shape) || args.in.visibility.intervals.data;
+  return {p.dtype, head_dim_bucket(static_cast<int>(p.head_dim)),
+          has_info ? KeyWalk::block_key_info : KeyWalk::block};
+}
+
+std::int64_t elements(const BroadcastShape& shape) {
+  return shape[0] * shape[1] * shape[2] * shape[3];
+}
+
+// A tensor, or room for a dense copy of it where the TMA unit cannot read it.
+struct Source {
+  Shape shape;
+  InputRows original;
+  OutputRows copy;  // null data: none
+  int seqlen;
+  int heads;
+  bool copied;
+
+  Source(const BackwardArgs& args, const ConstTensor4& tensor, std::int64_t seqlen_,
+         std::int64_t heads_, WorkspaceAllocator& workspace)
+      : shape(shape_of(args.problem)),
+        original(rows_of(tensor)),
+        seqlen(static_cast<int>(seqlen_)),
+        heads(static_cast<int>(heads_)),
+        copied(!has_tensor_map(original, seqlen, heads, shape.batch)) {
+    if (!copied) return;
+    copy.row_step = heads * shape.head_dim * 2;
+    copy.row = copy.row_step;
+    copy.head = shape.head_dim * 2;
+    copy.batch = copy.row * seqlen;
+    copy.aligned = true;
+    copy.data = workspace.take<std::byte>(copy.batch * shape.batch);
+  }
+
+  // What the kernels read.
+  InputRows rows() const {
+    if (!copied) return original;
+    return {copy.data, copy.batch, copy.row, copy.head, copy.aligned, copy.row_step};
+  }
+
+  void make(cudaStream_t stream) const {
+    if (!copied) return;
+    const CopyRows body{original, copy, seqlen, heads, shape.batch, shape.head_dim};
+    for_each(body.items(), body, stream);
+  }
+};
+
+// The arrays of a call in the caller's workspace. Constructed with a null base it only counts them.
+struct Call {
+  BackwardChoice choice;
+  BackwardKernelParams params{};
+  Source q, k, v, dout;
+  // Zeroed before the main loop.
+  std::byte* zeroed = nullptr;
+  std::size_t zeroed_bytes = 0;
+  float* dbias_accum = nullptr;
+
+  Call(const BackwardArgs& args, WorkspaceAllocator& workspace)
+      : choice(choose(args)),
+        q(args, args.in.q, args.problem.seqlen_q, args.problem.heads_q, workspace),
+        k(args, args.in.k, args.problem.seqlen_k, args.problem.heads_kv, workspace),
+        v(args, args.in.v, args.problem.seqlen_k, args.problem.heads_kv, workspace),
+        dout(args, args.dout, args.problem.seqlen_q, args.problem.heads_q, workspace) {
+    const Problem& p = args.problem;
+    BackwardParams& common = params.backward;
+    common = params_of(args);
+    common.q = q.rows();
+    common.k = k.rows();
+    common.v = v.rows();
+    common.dout = dout.rows();
+    const std::int64_t rows = p.batch * p.heads_q * p.seqlen_q;
+    common.lse_log2 = workspace.take<float>(rows);
+    common.lse_log2_low = workspace.take<float>(rows);
+    common.delta = workspace.take<float>(rows);
+    const std::int64_t tile_rows = backward_policy(choice.head_dim, choice.walk).rows;
+    const std::int64_t padded_rows =
+        p.batch * p.heads_q * ceil_div(p.seqlen_q, tile_rows) * tile_rows;
+    params.row_stats = workspace.take<float>(2 * padded_rows);
+    if (choice.walk != KeyWalk::block)
+      params.info = allocate_key_info(common.shape, common.score, workspace);
+
+    const std::size_t begin = workspace.used();
+    zeroed = workspace.take<std::byte>(0);
+    common.flags = workspace.take<std::uint32_t>(1);
+    if (p.deterministic) {
+      params.order.started = workspace.take<int>(1);
+      params.order.published = workspace.take<int>(
+          p.batch * p.heads_kv * ceil_div(p.seqlen_k, std::int64_t{BackwardPolicy::keys}));
+    }
+    if (has(p.bias_shape)) dbias_accum = workspace.take<float>(elements(dbias_accum_shape(p)));
+    params.dq_accum = workspace.take<float>(padded_rows * choice.head_dim);
+    zeroed_bytes = workspace.used() - begin;
+    if (args.dbias.data != nullptr) {
+      common.dbias_accumulates = true;
+      common.dbias = dbias_sums(p, dbias_accum);
+    }
+    if (args.dq.data == nullptr) {
+      params.dq_accum = nullptr;
+      params.order = {};
+    }
+  }
+};
+
+}  // namespace
+
+std::string name(const BackwardChoice& choice) {
+  std::string text = "sm90 backward ";
+  text.append(flash_dmattn::name_of(choice.dtype)).append(" d");
+  return text.append(std::to_string(choice.head_dim)).append(" ").append(name_of(choice.walk));
+}
+
+std::string decline_backward(const Problem& p) {
+  if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "it computes in bf16 and f16";
+  if (p.head_dim % 8 != 0) return "it needs a head_dim that is a multiple of 8";
+  if (p.head_dim > 128) return "it has no backward for a head_dim above 128";
+  if (p.softcap > 0) return "it has no backward for a softcap";
+  // Scores begin with -lse / scale.
+  if (!(p.scale > 1e-6F)) return "its backward needs a scale above 1e-6";
+  if (is_dense(p.mask_shape) || is_dense(p.bias_shape)) {
+    return "it has no backward for a mask or a bias with a query dimension";
+  }
+  if (has(p.limit_shape)) return "it has no kernels for ranks";
+  if (p.key_list_shape[0] != 0) return "it has no backward for a key list";
+  if (p.intervals_shape[0] != 0) return "it has no backward for intervals";
+  if (p.batch * p.heads_q * p.seqlen_q * p.seqlen_k == 0) {
+    return "it needs at least one query and one key";
+  }
+  if (std::max(
+          {p.seqlen_q, p.seqlen_k, p.batch * p.heads_q * ceil_div(p.seqlen_q, std::int64_t{64})}) >
+      std::numeric_limits<std::int32_t>::max() / 2) {
+    return "it counts rows and tiles in 31 bits";
+  }
+  return "";
+}
+
+std::size_t backward_workspace_size(const BackwardArgs& args, const DeviceProperties&) {
+  WorkspaceAllocator workspace(nullptr);
+  Call(args, workspace);
+  return workspace.used();
+}
+
+void run_backward(const BackwardArgs& args, const DeviceProperties&, const Execution& execution) {
+  const auto stream = static_cast<cudaStream_t>(execution.stream);
+  WorkspaceAllocator workspace(execution.workspace);
+  const Call call(args, workspace);
+  const BackwardParams& p = call.params.backward;
+  const DType dtype = args.problem.dtype;
+  check(cudaMemsetAsync(call.zeroed, 0, call.zeroed_bytes, stream), "cudaMemsetAsync");
+  for (const Source* source : {&call.q, &call.k, &call.v, &call.dout}) source->make(stream);
+  preprocess_backward(p, dtype, stream);
+  const auto launch_dtype = [&]<class T>() {
+    if constexpr (is_compiled) {
+      call.choice.head_dim == 64 ? launch_backward<T, 64>(call.choice, call.params, stream)
+                                 : launch_backward<T, 128>(call.choice, call.params, stream);
+    }
+  };
+  dtype == DType::bf16 ? launch_dtype.template operator()<__nv_bfloat16>()
+                       : launch_dtype.template operator()<__half>();
+  recompute_extreme_gradients(p, dtype, stream);
+  fix_gradients(p, dtype, stream);
+  if (p.dbias.data != nullptr) store_dbias(args, call.dbias_accum, stream);
+}
+
+std::string backward_name(const BackwardArgs& args, const DeviceProperties&) {
+  return name(choose(args));
+}
+
+std::vector<std::string> backward_names(const DeviceProperties&) {
+  std::vector<std::string> names;
+  for (const DType dtype : {DType::bf16, DType::f16}) {
+    for (const int head_dim : {64, 128}) {
+      for (const KeyWalk walk : {KeyWalk::block, KeyWalk::block_key_info})
+        names.push_back(name({dtype, head_dim, walk}));
+    }
+  }
+  return names;
+}
+
+}  // namespace flash_dmattn::cuda::sm90

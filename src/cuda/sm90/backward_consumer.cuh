@@ -1,0 +1,316 @@
+#pragma once
+
+#include "cuda/common/convert.cuh"
+#include "cuda/sm90/backward_storage.cuh"
+#include "cuda/sm90/backward_work.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// A warpgroup that has 64 of a block's 128 keys. Scores are transposed, [keys, queries], so that P and dS are A
+// operands of dV and dK in the registers that hold them. A query tile:
+//
+//   tensor cores   S, dP ......... | dV ..... | dQ ..... dK ...........
+//   threads        wait S | P      | dS       | wait dQ, store it | lse of the next tile | wait dK
+//
+// dS crosses the two warpgroups by way of shared memory, for dQ sums over all keys.
+template <class Kernel>
+class BackwardConsumer {
+  using T = typename Kernel::Element;
+  using Storage = typename Kernel::SharedStorage;
+  using KeyTile = typename Storage::KeyTile;
+  using QueryTile = typename Storage::QueryTile;
+  using ScoreTile = typename Storage::ScoreTile;
+  using Layout = typename Kernel::DqLayout;
+  using Keys = typename Kernel::Keys;
+  using Visit = typename Keys::Visit;
+  static constexpr BackwardPolicy policy = Kernel::policy;
+  static constexpr int head_dim = Kernel::head_dim;
+  static constexpr int rows = policy.rows;
+  static constexpr int keys = policy.keys;
+  static constexpr int scores = rows / 2;         // of a thread
+  static constexpr int gradients = head_dim / 2;  // the same, of dk and of dv
+  static constexpr int dq_part = Layout::part_columns / 2;
+
+ public:
+  __device__ BackwardConsumer(const BackwardKernelParams& p, Storage& storage)
+      : p_(p),
+        storage_(storage),
+        // Uniform over the warp, and known to be: products may stand under an if of it.
+        warpgroup_(__shfl_sync(full_mask, static_cast<int>(threadIdx.x) / 128 - 1, 0)),
+        keys_(p, storage, warpgroup_) {}
+
+  // `n`: query tiles of this block before.
+  __device__ int run(const BackwardWork& work, int n) {
+    clear(dk_);
+    clear(dv_);
+    Visit at(p_.backward.shape, work);
+    if (at.has()) {
+      if constexpr (Kernel::walk != KeyWalk::slots) storage_.key_pipeline.wait_full(0);
+      keys_.begin();
+      keys_.begin_tile(at);
+      storage_.q_pipeline.wait_full(n);
+      begin_scores(n);
+    }
+#pragma unroll 1
+    for (; at.has(); ++n) {
+      keys_.leave(at, dk_, dv_);
+      issue_scores(n);
+      storage_.dout_pipeline.wait_full(n);
+      issue_dp(n);
+      wgmma_wait<1>();
+      pin(s_);
+      make_p(at);
+      make_ds(n);
+      issue_gradient(dv_, p_operand_, storage_.dout[stage(n)]);
+      share_ds(n);
+      multiply_dq(n);
+      advance(at, n);
+      wgmma_wait<0>();
+      pin(dk_);
+      release(storage_.q_pipeline, n);
+    }
+    keys_.store(dk_, dv_);
+    return n;
+  }
+
+ private:
+  static __device__ int stage(int n) { return Pipeline<policy.stages>::stage(n); }
+
+  template <class AnyPipeline>
+  static __device__ void release(AnyPipeline& pipeline, int n) {
+    if (lane_id() == 0) pipeline.release(n);
+  }
+
+  template <int N>
+  static __device__ void clear(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = 0;
+  }
+
+  // Of the values of a tile's rows, those of this thread's columns 8 j and 8 j + 1.
+  static __device__ float2 two_columns(const float* values, int j) {
+    return *reinterpret_cast<const float2*>(values + 8 * j + 2 * (lane_id() % 4));
+  }
+
+  // ---- Products ------------------------------------------------------------------------------------
+
+  // S = (bias - lse) / scale + K q^T, of which begin_scores has made the first part.
+  __device__ void begin_scores(int n) {
+    const float bias[2] = {keys_.bias(0), keys_.bias(1)};
+#pragma unroll
+    for (int j = 0; j < rows / 8; ++j) {
+      const float2 begin = two_columns(storage_.stats[stage(n)].score, j);
+      s_[4 * j] = begin.x + bias[0];
+      s_[4 * j + 1] = begin.y + bias[0];
+      s_[4 * j + 2] = begin.x + bias[1];
+      s_[4 * j + 3] = begin.y + bias[1];
+    }
+  }
+
+  __device__ KMajorOperand<keys> own_keys(const std::byte* tile) const {
+    return KMajorOperand<keys>(shared_address(tile) + warpgroup_ * 64 * panel_row_bytes);
+  }
+
+  __device__ void issue_scores(int n) {
+    const KMajorOperand<keys> k = own_keys(storage_.k);
+    const KMajorOperand<rows> q(shared_address(storage_.q[stage(n)]));
+    pin(s_);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < head_dim / 16; ++i) wgmma<T>(s_, k.at(i), q.at(i), true);
+    wgmma_commit();
+  }
+
+  // dP = V dout^T.
+  __device__ void issue_dp(int n) {
+    const KMajorOperand<keys> v = own_keys(storage_.v);
+    const KMajorOperand<rows> dout(shared_address(storage_.dout[stage(n)]));
+    wgmma_fence();
+    wgmma_first<T, Major::k>(dp_, v.at(0), dout.at(0));
+#pragma unroll
+    for (int i = 1; i < head_dim / 16; ++i) wgmma<T>(dp_, v.at(i), dout.at(i), true);
+    wgmma_commit();
+  }
+
+  // dV += P^T dout or dK += dS^T q.
+  __device__ void issue_gradient(float (&sums)[gradients], const std::uint32_t (&a)[scores / 2],
+                                 const std::byte* queries) {
+    const RowMajorOperand<rows> b(shared_address(queries));
+    pin(sums);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < rows / 16; ++i) wgmma<T>(sums, a + 4 * i, b.at(i));
+    wgmma_commit();
+  }
+
+  // This warpgroup's part of dQ = dS K.
+  __device__ void issue_dq(int n, float (&dq)[dq_part]) {
+    const int row_panel = policy.dq == DqSplit::rows ? warpgroup_ : 0;
+    const int column_panel = policy.dq == DqSplit::columns ? warpgroup_ : 0;
+    const RowMajorOperand<keys> ds(shared_address(storage_.ds[n % 2]) +
+                                   row_panel * ScoreTile::panel_bytes);
+    const RowMajorOperand<keys> k(shared_address(storage_.k) + column_panel * KeyTile::panel_bytes);
+    wgmma_fence();
+    wgmma_first<T, Major::mn>(dq, ds.at(0), k.at(0));
+#pragma unroll
+    for (int i = 1; i < keys / 16; ++i) wgmma<T, Major::mn>(dq, ds.at(i), k.at(i), true);
+    wgmma_commit();
+  }
+
+  // dQ and dK; dV is under way, and ends here. Leaves dK under way.
+  __device__ void multiply_dq(int n) {
+    if constexpr (policy.dq == DqSplit::turns) {
+      wgmma_wait<0>();  // for the registers of dV's operand
+      pin(dv_);
+      release(storage_.dout_pipeline, n);
+      if ((n + warpgroup_) % 2 == 0) {
+        float dq[dq_part];
+        issue_dq(n, dq);
+        issue_gradient(dk_, ds_operand_, storage_.q[stage(n)]);
+        wgmma_wait<1>();
+        store_dq(dq, 0);
+      } else {
+        issue_gradient(dk_, ds_operand_, storage_.q[stage(n)]);
+      }
+    } else {
+      float dq[dq_part];
+      issue_dq(n, dq);
+      wgmma_wait<1>();
+      pin(dv_);
+      release(storage_.dout_pipeline, n);
+      issue_gradient(dk_, ds_operand_, storage_.q[stage(n)]);
+      wgmma_wait<1>();
+      store_dq(dq, warpgroup_);
+    }
+  }
+
+  __device__ void store_dq(float (&dq)[dq_part], int part) {
+    constexpr int threads = 128 + warp_size;
+    pin(dq);
+    named_barrier_sync(Kernel::dq_free_barrier + part, threads);
+    const auto* const words = reinterpret_cast<const std::uint32_t*>(dq);
+    const std::uint32_t to =
+        shared_address(storage_.dq + part * Layout::part_floats +
+                       Layout::thread_offset(0, static_cast<int>(threadIdx.x) % 128));
+#pragma unroll
+    for (int j = 0; j < dq_part / 4; ++j) {
+      store_shared_16(to + Layout::thread_offset(j, 0) * sizeof(float),
+                      {words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]});
+    }
+    named_barrier_arrive(Kernel::dq_full_barrier + part, threads);
+  }
+
+  // ---- Probabilities and their derivatives ---------------------------------------------------------
+
+  __device__ void make_p(const Visit& at) {
+    keys_.mask(at, s_);
+    const float factor = p_.backward.score.factor;
+    std::uint32_t bits = 0;  // of all P
+#pragma unroll
+    for (int j = 0; j < scores / 4; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s_[4 * j + e] = exp2_approx(s_[4 * j + e] * factor);
+      p_operand_[2 * j] = pack<T>(s_[4 * j], s_[4 * j + 1]);
+      p_operand_[2 * j + 1] = pack<T>(s_[4 * j + 2], s_[4 * j + 3]);
+      bits |= p_operand_[2 * j] | p_operand_[2 * j + 1];
+    }
+    if (warp_any(exceeds_probability(bits))) clamp_p();
+  }
+
+  // P to [0, 1]; a NaN, of a score that overflowed far below the maximum, becomes 0.
+  __device__ void clamp_p() {
+#pragma unroll
+    for (std::uint32_t& two : p_operand_) two = saturate_packed2<T>(two);
+  }
+
+  // dS = P (dP - delta).
+  __device__ void make_ds(int n) {
+    const float* const delta = storage_.stats[stage(n)].delta;
+    float2 delta_of[rows / 8];
+    // Loaded while dP is under way, as far as registers suffice.
+    constexpr int ahead = rows == 64 ? rows / 8 : 0;
+#pragma unroll
+    for (int j = 0; j < ahead; ++j) delta_of[j] = two_columns(delta, j);
+    wgmma_wait<0>();
+    pin(dp_);
+    std::uint32_t magnitude = 0;
+    float sums[2] = {};
+#pragma unroll
+    for (int j = 0; j < rows / 8; ++j) {
+      if (j >= ahead) delta_of[j] = two_columns(delta, j);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float2 p = Element<T>::widen_packed2(p_operand_[2 * j + h]);
+        const float x = p.x * (dp_[4 * j + 2 * h] - delta_of[j].x);
+        const float y = p.y * (dp_[4 * j + 2 * h + 1] - delta_of[j].y);
+        if constexpr (Kernel::walk != KeyWalk::block) sums[h] += x + y;
+        ds_operand_[2 * j + h] = pack<T>(x, y);
+        magnitude = add_magnitude<T>(magnitude, ds_operand_[2 * j + h]);
+      }
+    }
+    if (warp_any(!is_finite_packed2<T>(magnitude))) clamp_ds(sums);
+    keys_.add_dbias(sums);
+  }
+
+  // dS to the gradient's limit, if gradients saturate; 0 where P is 0, even if dP is not finite.
+  __device__ void clamp_ds(float (&sums)[2]) {
+    using Packed2 = typename Element<T>::Packed2;
+    sums[0] = sums[1] = 0;
+#pragma unroll
+    for (int i = 0; i < scores / 2; ++i) {
+      std::uint32_t& ds = ds_operand_[i];
+      if (p_.backward.saturate) ds = clamp_packed2<T>(ds, Element<T>::gradient_limit_packed2);
+      ds &= __hne2_mask(reinterpret_cast<const Packed2&>(p_operand_[i]), Element<T>::pack(0, 0));
+      const float2 two = Element<T>::widen_packed2(ds);
+      sums[i % 2] += two.x + two.y;
+    }
+  }
+
+  // dS to shared memory, [keys, queries]; meets the other warpgroup there.
+  __device__ void share_ds(int n) {
+    const int row = warpgroup_ * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane_id() % 16;
+    // Of the lane's row and chunk lane / 16; the next chunks lie an exclusive or away.
+    const std::uint32_t to =
+        shared_address(storage_.ds[n % 2]) + ScoreTile::offset(row, lane_id() / 16);
+#pragma unroll
+    for (int i = 0; i < rows / 16; ++i) {
+      const std::uint32_t address = (to ^ static_cast<std::uint32_t>(i % 4 * 32)) +
+                                    static_cast<std::uint32_t>(i / 4 * ScoreTile::panel_bytes);
+      const std::uint32_t block[4] = {ds_operand_[4 * i], ds_operand_[4 * i + 1],
+                                      ds_operand_[4 * i + 2], ds_operand_[4 * i + 3]};
+      store_matrix_x4([&](int, int) { return address; }, block);
+    }
+    named_barrier_sync(Kernel::consumer_barrier, 256);
+    // Each reader fences for both warpgroups' stores, ordered before by the barrier (docs/kernels/sm90.md).
+    fence_async_proxy();
+  }
+
+  // To the next query tile, up to what its scores begin with: under the product dK. At the last one they are made
+  // once more of the same numbers: under an if their old values would live on.
+  __device__ void advance(Visit& at, int n) {
+    keys_.end_tile(at);
+    const int next = at.is_last() ? n : n + 1;
+    if (!at.is_last()) {
+      Visit after = at;
+      after.advance();
+      keys_.begin_tile(after);
+    }
+    at.advance();
+    storage_.q_pipeline.wait_full(next);
+    begin_scores(next);
+  }
+
+  const BackwardKernelParams& p_;
+  Storage& storage_;
+  const int warpgroup_;
+  Keys keys_;
+
+  float dk_[gradients];
+  float dv_[gradients];
+  float s_[scores];  // S, then P
+  float dp_[scores];
+  std::uint32_t p_operand_[scores / 2];
+  std::uint32_t ds_operand_[scores / 2];
+};
+
+}  // namespace flash_dmattn::cuda::sm90

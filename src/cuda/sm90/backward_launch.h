@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <string>
+#include <vector>
+
+#include "cuda/common/device_workspace.h"
+#include "cuda/device.h"
+#include "cuda/sm90/backward_params.h"
+#include "cuda/sm90/backward_policy.h"
+#include "flash_dmattn/attention.h"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// Which kernel of a backward runs, as a value. It is chosen once in a call and dispatched on; printed, it is the
+// kernel's name.
+struct BackwardChoice {
+  DType dtype = DType::bf16;
+  int head_dim = 0;  // the bucket: 64 or 128
+  KeyWalk walk = KeyWalk::block;
+};
+
+// "sm90 backward bf16 d128 block"
+std::string name(const BackwardChoice& choice);
+
+// The kernels of one dtype and head-dim bucket D, with what is made of their arguments just before and of dq
+// after; instantiated in instances/.
+template <class T, int D>
+void launch_backward(const BackwardChoice& choice, const BackwardKernelParams& params,
+                     cudaStream_t stream);
+
+// The backward as the family's table has it (cuda/family.h).
+std::string decline_backward(const Problem& problem);
+std::size_t backward_workspace_size(const BackwardArgs& args, const DeviceProperties& device);
+void run_backward(const BackwardArgs& args, const DeviceProperties& device,
+                  const Execution& execution);
+std::string backward_name(const BackwardArgs& args, const DeviceProperties& device);
+std::vector<std::string> backward_names(const DeviceProperties& device);
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <cstdint>
+
+// Tile policies of the backward as data.
+namespace flash_dmattn::cuda::sm90 {
+
+// How a block comes to its 128 keys.
+enum class KeyWalk : std::uint8_t {
+  block,           // neighbouring keys, seen by every query or by those from their own position on
+  block_key_info,  // neighbouring keys with ranges of queries, masks or biases
+  slots,           // places where keys come and go (cuda/selection/key_slots.h)
+};
+
+// How the two warpgroups share dq of a query tile, each part a product of 64 queries over all keys.
+enum class DqSplit : std::uint8_t {
+  columns,  // half of the columns each
+  turns,    // one tile each, alternating: dS is read once, the accumulators are twice as many
+  rows,     // 64 of 128 queries each
+};
+
+struct BackwardPolicy {
+  int rows;  // of a query tile
+  DqSplit dq;
+
+  static constexpr int keys = 128;
+  static constexpr int warpgroups = 2;  // that compute, 64 keys each
+  static constexpr int stages = 2;      // of q and dout
+  static constexpr int threads = 128 * (1 + warpgroups);
+  // 128 producer + 256 consumer <= 64512: the only pair that leaves a consumer 240.
+  static constexpr int producer_registers = 24;
+  static constexpr int consumer_registers = 240;
+
+  constexpr int dq_parts() const { return dq == DqSplit::turns ? 1 : 2; }
+  constexpr int dq_part_columns(int head_dim) const {
+    return dq == DqSplit::columns ? head_dim / 2 : head_dim;
+  }
+};
+
+// What binds is shared memory: the products of a tile read it for longer than the tensor cores multiply. D 64: dk
+// and dv are half as large, so that 128 queries fit, which share a read of K and V. D 128: by turns dq reads less,
+// but a block of neighbouring keys loses 3 % in waits; with slots there is more to do meanwhile, and turns win 5 %.
+constexpr BackwardPolicy backward_policy(int head_dim, KeyWalk walk) {
+  if (head_dim == 64) return {.rows = 128, .dq = DqSplit::rows};
+  return {.rows = 64, .dq = walk == KeyWalk::slots ? DqSplit::turns : DqSplit::columns};
+}
+
+// Sums of dq in memory: tiles of `rows` queries, each in one or two parts of 64 queries, in the order of the
+// accumulators: block j of eight columns has 128 threads' four floats, (row, two columns) and (row + 8, the same).
+template <int D, KeyWalk Walk>
+struct DqAccumLayout {
+  static constexpr BackwardPolicy policy = backward_policy(D, Walk);
+  static constexpr int rows = policy.rows;
+  static constexpr int columns = D;
+  static constexpr int floats = rows * D;
+  static constexpr int part_columns = policy.dq_part_columns(D);
+  static constexpr int part_floats = 64 * part_columns;
+
+  template <class Shape>
+  static constexpr std::int64_t count(const Shape& shape) {
+    return static_cast<std::int64_t>(shape.batch) * shape.heads_q *
+           ((shape.seqlen_q + rows - 1) / rows);
+  }
+  // The float at which those of block `block` begin for a thread of the warpgroup.
+  static constexpr int thread_offset(int block, int thread) { return (block * 128 + thread) * 4; }
+  // Of eight columns of a row, and of the row 8 below it.
+  static constexpr int offset(int row, int chunk) {
+    const int part = policy.dq == DqSplit::rows ? row / 64 : chunk / (part_columns / 8);
+    const int thread = row % 64 / 16 * 32 + row % 8 * 4;
+    return part * part_floats + thread_offset(chunk % (part_columns / 8), thread);
+  }
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,171 @@
+#pragma once
+
+#include "cuda/common/convert.cuh"
+#include "cuda/common/rows.cuh"
+#include "cuda/sm90/backward_storage.cuh"
+#include "cuda/sm90/backward_work.cuh"
+
+// The warps that bring tiles to shared memory and take dq from there.
+namespace flash_dmattn::cuda::sm90 {
+
+// inf and NaN of two packed elements count as 0.
+template <class T>
+__device__ inline std::uint32_t clear_non_finite(std::uint32_t two) {
+  constexpr std::uint32_t exponent = Element<T>::exponent_mask;
+  if ((two & exponent) == exponent) two &= 0xffff0000u;
+  if ((two >> 16 & exponent) == exponent) two &= 0x0000ffffu;
+  return two;
+}
+
+// Loads K and V of a work, then q with the rows' stats and dout of each query tile.
+template <class Kernel>
+struct TileLoader {
+  using T = typename Kernel::Element;
+  using Storage = typename Kernel::SharedStorage;
+  using QueryTile = typename Storage::QueryTile;
+  using Stats = typename Storage::Stats;
+  static constexpr int rows = Kernel::policy.rows;
+
+  const BackwardKernelParams& p;
+  Storage& storage;
+
+  // By a warp. `n`: query tiles of this block before.
+  __device__ int run(const BackwardWork& work, int n) const {
+    if (!work.has_tiles()) return n;
+    if constexpr (Kernel::walk != KeyWalk::slots) load_keys(work);
+    const std::uint32_t flags = *p.backward.flags;
+    const bool cleans_q = (flags & q_not_finite) != 0;
+    const bool cleans_dout = (flags & dout_not_finite) != 0;
+#pragma unroll 1
+    for (QueryWalk<Kernel::walk> at(p.backward.shape, work); at.has(); at.advance(), ++n) {
+      const int stage = storage.q_pipeline.stage(n);
+      storage.q_pipeline.wait_empty(n);
+      load(p.q_map, p.backward.q, cleans_q, work.batch, at.head, at.tile * rows,
+           shared_address(storage.q[stage]), storage.q_pipeline.full_of(n), sizeof(Stats));
+      if (lane_id() == 0) {
+        const std::int64_t index = tile_index(p.backward.shape, rows, work.batch, at.head, at.tile);
+        bulk_load(shared_address(&storage.stats[stage]), p.row_stats + index * (2 * rows),
+                  sizeof(Stats), storage.q_pipeline.full_of(n));
+      }
+      storage.dout_pipeline.wait_empty(n);
+      load(p.dout_map, p.backward.dout, cleans_dout, work.batch, at.head, at.tile * rows,
+           shared_address(storage.dout[stage]), storage.dout_pipeline.full_of(n), 0);
+    }
+    return n;
+  }
+
+ private:
+  __device__ void load_keys(const BackwardWork& work) const {
+    using KeyTile = typename Storage::KeyTile;
+    if (lane_id() != 0) return;
+    const std::uint32_t full = storage.key_pipeline.full_of(0);
+    mbarrier_arrive_expect(full, 2 * KeyTile::bytes);
+#pragma unroll 1
+    for (int i = 0; i < KeyTile::panels; ++i) {
+      const int column = i * panel_columns;
+      const std::uint32_t offset = i * KeyTile::panel_bytes;
+      tma_load(shared_address(storage.k) + offset, p.k_map, full, column, work.key, work.kv_head,
+               work.batch);
+      tma_load(shared_address(storage.v) + offset, p.v_map, full, column, work.key, work.kv_head,
+               work.batch);
+    }
+  }
+
+  // `more_bytes`: that come to the same buffer by another copy.
+  __device__ void load(const CUtensorMap& map, const InputRows& source, bool cleans, int batch,
+                       int head, int row, std::uint32_t tile, std::uint32_t full,
+                       std::uint32_t more_bytes) const {
+    if (cleans) {
+      copy_cleaned(source, batch, head, row, tile);
+      if (lane_id() == 0) mbarrier_arrive_expect(full, more_bytes);
+    } else if (lane_id() == 0) {
+      mbarrier_arrive_expect(full, QueryTile::bytes + more_bytes);
+#pragma unroll 1
+      for (int i = 0; i < QueryTile::panels; ++i) {
+        tma_load(tile + i * QueryTile::panel_bytes, map, full, i * panel_columns, row, head, batch);
+      }
+    }
+    __syncwarp();
+  }
+
+  // Rare: rows pass through registers, with their elements that are not finite as 0.
+  __device__ void copy_cleaned(const InputRows& source, int batch, int head, int row,
+                               std::uint32_t tile) const {
+    const Shape& shape = p.backward.shape;
+#pragma unroll 1
+    for (int i = lane_id(); i < rows * QueryTile::chunks; i += warp_size) {
+      const int r = i / QueryTile::chunks;
+      const int chunk = i % QueryTile::chunks;
+      uint4 words{0, 0, 0, 0};
+      if (row + r < shape.seqlen_q && chunk < shape.head_dim / 8) {
+        words = *(reinterpret_cast<const uint4*>(row_of<T>(source, batch, row + r, head)) + chunk);
+      }
+      store_shared_16(tile + QueryTile::offset(r, chunk),
+                      {clear_non_finite<T>(words.x), clear_non_finite<T>(words.y),
+                       clear_non_finite<T>(words.z), clear_non_finite<T>(words.w)});
+    }
+    fence_async_proxy();
+    __syncwarp();
+  }
+};
+
+// Adds the tiles of dq that the consumers leave in shared memory to the sums in global memory. A part has two
+// named barriers, on which this warp and the warpgroup that makes the part meet: it is free, and it is full.
+template <class Kernel>
+struct DqWriter {
+  using Storage = typename Kernel::SharedStorage;
+  using Layout = typename Kernel::DqLayout;
+  static constexpr int parts = Kernel::policy.dq_parts();
+  static constexpr int part_bytes = Layout::part_floats * sizeof(float);
+  static constexpr int threads = 128 + warp_size;  // that meet
+
+  const BackwardKernelParams& p;
+  Storage& storage;
+  const typename Storage::Semaphore& semaphore;
+
+  // By a warp.
+  __device__ void run(const BackwardWork& work) const {
+    const bool ordered = p.order.started != nullptr;
+#pragma unroll 1
+    for (QueryWalk<Kernel::walk> at(p.backward.shape, work); at.has(); at.advance()) {
+      const std::int64_t index =
+          tile_index(p.backward.shape, Kernel::policy.rows, work.batch, at.head, at.tile);
+      float* const to = p.dq_accum + index * Layout::floats;
+#pragma unroll
+      for (int part = 0; part < parts; ++part) {
+        // As many additions may still read shared memory as there are parts after this one.
+        part + 1 < parts ? bulk_wait_read<1>() : bulk_wait_read<0>();
+        __syncwarp();
+        named_barrier_arrive(Kernel::dq_free_barrier + part, threads);
+      }
+      if (ordered) wait_turn(static_cast<int>(index));
+#pragma unroll
+      for (int part = 0; part < parts; ++part) {
+        named_barrier_sync(Kernel::dq_full_barrier + part, threads);
+        // The consumers wrote in the generic proxy. The memory model has them fence, which costs the dq of turns
+        // 5 % and nothing elsewhere; the barrier orders their writes before this fence.
+        fence_async_proxy();
+        if (lane_id() == 0 && p.dq_accum != nullptr) {
+          bulk_add(to + part * Layout::part_floats, shared_address(storage.dq) + part * part_bytes,
+                   part_bytes);
+        }
+      }
+    }
+    bulk_wait();
+    __syncwarp();
+  }
+
+ private:
+  // Publishes the additions of the tile before, once they are in memory.
+  __device__ void wait_turn(int index) const {
+    bulk_wait();
+    fence_async_proxy_global();
+    __syncwarp();
+    semaphore.wait(index);
+    semaphore.advance(index);
+    __syncwarp();
+    fence_async_proxy_global();
+  }
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,196 @@
+#pragma once
+
+#include "cuda/common/bias_gradient.cuh"
+#include "cuda/common/tile_copy.cuh"
+#include "cuda/sm90/backward_storage.cuh"
+#include "cuda/sm90/backward_work.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// A block of 128 neighbouring keys, for a warpgroup that has 64 of them: which queries see a thread's two keys,
+// their biases and their gradients. Keys are the rows of its accumulators; a thread has row() and row() + 8.
+template <class Kernel>
+class KeyBlock {
+  using T = typename Kernel::Element;
+  using Storage = typename Kernel::SharedStorage;
+  using Rows = typename Storage::KeyTile;
+  static constexpr int rows = Kernel::policy.rows;
+  static constexpr int columns = rows / 2;  // score accumulators of a thread
+  static constexpr bool has_info = Kernel::walk == KeyWalk::block_key_info;
+
+ public:
+  using Visit = QueryWalk<Kernel::walk>;
+
+  __device__ KeyBlock(const BackwardKernelParams& p, Storage& storage, int warpgroup)
+      : p_(p), storage_(storage), work_(storage.work), warpgroup_(warpgroup) {}
+
+  // Before the first query tile; K and V are there.
+  __device__ void begin() {
+    full_begin_ = 0;
+    full_end_ = p_.backward.shape.seqlen_q;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const KeyInterval seen = range(h);
+      full_begin_ = max(full_begin_, seen.first);
+      full_end_ = min(full_end_, seen.last);
+    }
+    full_begin_ = warp_max(full_begin_);
+    full_end_ = warp_min(full_end_);
+    if constexpr (has_info) clear_unseen_rows();
+  }
+
+  // Before a query tile's scores begin.
+  __device__ void begin_tile(const Visit& at) {
+    if constexpr (has_info) {
+      if (at.tile == work_.tile_begin) load_biases(at.head);
+    }
+  }
+
+  // Nobody leaves before the end.
+  __device__ void leave(const Visit&, float (&)[Kernel::head_dim / 2],
+                        float (&)[Kernel::head_dim / 2]) {}
+
+  // What the scores of a row begin with besides the query's own part, in units of the accumulator.
+  __device__ float bias(int h) const { return has_info ? bias_[h] : 0; }
+
+  // Scores that a query does not have become -inf, where a tile has any.
+  __device__ void mask(const Visit& at, float (&scores)[columns]) const {
+    const int first_query = at.tile * rows;
+    if (first_query >= full_begin_ && first_query + rows <= full_end_) return;
+    // A query past the end has no probability anyway.
+    if (!has_info && first_query >= full_begin_) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const KeyInterval seen = range(h);
+      const int column = first_query + 2 * (lane_id() % 4);
+      const int first = seen.first - column;
+      const int last = seen.last - column;
+#pragma unroll
+      for (int j = 0; j < rows / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int query = 8 * j + e;
+          if (query < first || (has_info && query >= last))
+            scores[4 * j + 2 * h + e] = negative_infinity;
+        }
+      }
+    }
+  }
+
+  // Of this thread's rows, the sum of a tile's dS.
+  __device__ void add_dbias(const float (&sums)[2]) {
+    if constexpr (has_info) {
+      dbias_[0] += sums[0];
+      dbias_[1] += sums[1];
+    }
+  }
+
+  // Behind a query tile.
+  __device__ void end_tile(const Visit& at) {
+    if constexpr (has_info) {
+      const OutputBroadcast& dbias = p_.backward.dbias;
+      if (dbias.data == nullptr) return;
+      const bool ends = dbias.head_q != 0 ? at.is_last_of_head() : at.is_last();
+      if (ends) store_dbias(at.head);
+    }
+  }
+
+  // dk and dv, complete, by way of the rows of V, which only this warpgroup has read.
+  __device__ void store(float (&dk)[Kernel::head_dim / 2], float (&dv)[Kernel::head_dim / 2]) {
+    store_rows(dk, p_.backward.dk, p_.backward.score.scale);
+    store_rows(dv, p_.backward.dv, 1);
+  }
+
+ private:
+  __device__ int warp_row() const {
+    return warpgroup_ * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
+  }
+  __device__ int row() const { return warp_row() + lane_id() / 4; }
+  __device__ int key(int h) const { return work_.key + row() + 8 * h; }
+
+  // The queries that see a key.
+  __device__ KeyInterval range(int h) const {
+    const Shape& shape = p_.backward.shape;
+    if constexpr (has_info) {
+      return p_.info
+          .ranges[work_.batch * p_.info.range_batch + work_.kv_head * p_.info.range_head + key(h)];
+    } else {
+      const int first =
+          p_.backward.score.causal ? max(key(h) - (shape.seqlen_k - shape.seqlen_q), 0) : 0;
+      return {key(h) < shape.seqlen_k ? first : 0x7fffffff, shape.seqlen_q};
+    }
+  }
+
+  __device__ const float* biases(int head) const {
+    return p_.info.biases + work_.batch * p_.info.bias_batch + head * p_.info.bias_head_q +
+           work_.kv_head * p_.info.bias_head_kv;
+  }
+
+  __device__ void load_biases(int head) {
+    bias_[0] = biases(head)[key(0)];
+    bias_[1] = biases(head)[key(1)];
+  }
+
+  // inf and NaN in keys that no query sees would meet the zeros of dS.
+  __device__ void clear_unseen_rows() {
+    const int thread = static_cast<int>(threadIdx.x) % 256;
+    const int r = thread / 2;
+    const KeyInterval seen = p_.info.ranges[work_.batch * p_.info.range_batch +
+                                            work_.kv_head * p_.info.range_head + work_.key + r];
+    const bool hidden = p_.info.bias_head_q == 0 && biases(0)[work_.key + r] == negative_infinity;
+    if (seen.first >= seen.last || hidden) {
+#pragma unroll 1
+      for (int chunk = thread % 2; chunk < Rows::chunks; chunk += 2) {
+        store_shared_16(shared_address(storage_.k) + Rows::offset(r, chunk), {0, 0, 0, 0});
+      }
+    }
+    fence_async_proxy();
+    named_barrier_sync(Kernel::consumer_barrier, 256);
+  }
+
+  __device__ void store_dbias(int head) {
+    const OutputBroadcast& dbias = p_.backward.dbias;
+    float* const to = reinterpret_cast<float*>(dbias.data) + work_.batch * dbias.batch +
+                      head * dbias.head_q + work_.kv_head * dbias.head_kv;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float sum = quad_reduce(dbias_[h], [](float x, float y) { return x + y; });
+      if (lane_id() % 4 == 0 && key(h) < p_.backward.shape.seqlen_k) to[key(h)] = sum;
+      dbias_[h] = 0;
+    }
+  }
+
+  __device__ void store_rows(const float (&sums)[Kernel::head_dim / 2], const OutputRows& to,
+                             float scale) const {
+    if (to.data == nullptr) return;
+    const std::uint32_t staged = shared_address(storage_.v);
+#pragma unroll
+    for (int j = 0; j < Kernel::head_dim / 8; j += 2) {
+      std::uint32_t block[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* const two = sums + 4 * (j + i / 2) + 2 * (i % 2);
+        block[i] = pack_gradient<T>(two[0] * scale, two[1] * scale, p_.backward.saturate);
+      }
+      store_block<Rows>(staged, [&](int r) { return warp_row() + r; }, 8 * j, block);
+    }
+    __syncwarp();
+    const Shape& shape = p_.backward.shape;
+    copy_s2g<Rows>(ThreadGroup<warp_size>::of_warp(), staged, warp_row(),
+                   min(warp_row() + 16, shape.seqlen_k - work_.key), work_.key, to, work_.batch,
+                   work_.kv_head, shape.head_dim);
+    __syncwarp();
+  }
+
+  const BackwardKernelParams& p_;
+  Storage& storage_;
+  const BackwardWork& work_;  // read again at each use: registers do not suffice
+  const int warpgroup_;
+  // Every key of the warp is seen by queries [full_begin_, full_end_).
+  int full_begin_ = 0;
+  int full_end_ = 0;
+  float bias_[2] = {};
+  float dbias_[2] = {};
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,60 @@
+#pragma once
+
+#include "cuda/common/math.cuh"
+#include "cuda/sm90/backward_params.h"
+#include "cuda/sm90/backward_storage.cuh"
+
+// Before the backward's main loop, behind the preprocess that all families share.
+namespace flash_dmattn::cuda::sm90 {
+
+// RowStats of every query tile, one thread for each row.
+template <int Rows>
+struct PrepareRowStats {
+  Shape shape;
+  const float* lse_log2;
+  const float* delta;
+  float factor;  // log2 e times the scale
+  float* stats;
+
+  __host__ __device__ int tiles() const { return (shape.seqlen_q + Rows - 1) / Rows; }
+  long items() const { return long{Rows} * tiles() * shape.batch * shape.heads_q; }
+
+  __device__ void operator()(long item) const {
+    const int row = static_cast<int>(item % Rows);
+    const long tile = item / Rows;
+    const int query = static_cast<int>(tile % tiles()) * Rows + row;
+    const long from = tile / tiles() * shape.seqlen_q + query;
+    const bool exists = query < shape.seqlen_q;
+    auto& to = reinterpret_cast<RowStats<Rows>*>(stats)[tile];
+    to.score[row] = exists ? -lse_log2[from] / factor : negative_infinity;
+    to.delta[row] = exists ? delta[from] : 0;
+  }
+};
+
+// A dense copy of a tensor that the TMA unit cannot read, one thread for 8 columns of a row.
+struct CopyRows {
+  InputRows from;
+  OutputRows to;
+  int seqlen;
+  int heads;
+  int batch;
+  int head_dim;
+
+  long items() const { return long{batch} * seqlen * heads * (head_dim / 8); }
+
+  __device__ void operator()(long item) const {
+    const int chunks = head_dim / 8;
+    const long row = item / chunks;
+    const long offset = item % chunks * 16;
+    const auto* const source = reinterpret_cast<const std::uint16_t*>(
+        from.data + row / heads / seqlen * from.batch + row / heads % seqlen * from.row +
+        row % heads * from.head + offset);
+    const auto two = [&](int i) {
+      return source[i] | static_cast<std::uint32_t>(source[i + 1]) << 16;
+    };
+    *reinterpret_cast<uint4*>(to.data + row * head_dim * 2 + offset) = {two(0), two(2), two(4),
+                                                                        two(6)};
+  }
+};
+
+}  // namespace flash_dmattn::cuda::sm90
