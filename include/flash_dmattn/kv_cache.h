@@ -51,13 +51,6 @@ struct KvCacheShape {
   constexpr std::int64_t slots() const { return window + chunk; }
 };
 
-// Of a (batch, kv head).
-struct SlotCount {
-  std::int32_t count;  // slots [0, count) hold keys
-  std::int32_t
-      victim;  // of them the worst, the first to leave once all are taken; any value before
-};
-
 // The memory of a cache, which the caller owns. k and v hold numbers from the start (clear): kernels may load a slot
 // without a key, though they give it no weight.
 struct KvCache {

@@ -70,6 +70,12 @@ constexpr std::array<std::int64_t, 4> contiguous_strides(const std::array<std::i
   return {shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1};
 }
 
+// Of the slots of a (batch, kv head) of a KV cache (kv_cache.h).
+struct SlotCount {
+  std::int32_t count;   // slots [0, count) hold keys
+  std::int32_t victim;  // of them the worst, the first to leave once all are taken; any value before
+};
+
 // As a stride: that of a dense row-major array, which the comment of the field describes.
 inline constexpr std::int64_t dense_stride = std::numeric_limits<std::int64_t>::min();
 

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
-#include <iterator>
 #include <string>
 
-#include "cpu/cpuid.h"
+#include "cpu/dispatch.h"
+#include "cpu/forward_call.h"
+#include "cpu/make_task.h"
 #include "cpu/schedule.h"
 #include "cpu/task.h"
 #include "flash_dmattn/error.h"
@@ -15,115 +15,11 @@
 #include "tasks.h"
 #include "workspace_allocator.h"
 
-// From arguments to tasks: picks the instruction set, resolves shapes and strides, lays out the
-// workspace and runs items on the workers. Compiled for the baseline, like all but the kernels.
+// The CPU's row of the table of backends, and the backward on the workers: lays out the workspace and runs items.
+// Compiled for the baseline, like all but the kernels.
 namespace flash_dmattn::cpu {
 
 namespace {
-
-struct Candidate {
-  InstructionSet isa;
-  const Kernels* kernels;
-};
-
-// The instruction sets of this build, in ascending order.
-constexpr Candidate candidates[] = {
-    {InstructionSet::generic, &generic_kernels},
-#ifdef FLASH_DMATTN_HAVE_AVX2
-    {InstructionSet::avx2, &avx2_kernels},
-#endif
-#ifdef FLASH_DMATTN_HAVE_AVX512
-    {InstructionSet::avx512, &avx512_kernels},
-#endif
-#ifdef FLASH_DMATTN_HAVE_AVX512_BF16
-    {InstructionSet::avx512_bf16, &avx512_bf16_kernels},
-#endif
-#ifdef FLASH_DMATTN_HAVE_AMX_BF16
-    {InstructionSet::amx_bf16, &amx_bf16_kernels},
-#endif
-};
-
-// FLASH_DMATTN_MAX_ISA caps the choice, so that smaller sets can be tested on a larger machine.
-InstructionSet largest_allowed() {
-  const char* cap = std::getenv("FLASH_DMATTN_MAX_ISA");
-  const InstructionSet detected = detect_instruction_set();
-  if (cap == nullptr || *cap == '\0') return detected;
-  for (std::size_t i = 0; i < std::size(instruction_set_names); ++i) {
-    if (cap == instruction_set_names[i]) return std::min(detected, static_cast<InstructionSet>(i));
-  }
-  std::string known;
-  for (const auto& name : instruction_set_names)
-    known += (known.empty() ? "" : ", ") + std::string(name);
-  throw InvalidArgument("FLASH_DMATTN_MAX_ISA", cap, "one of " + known);
-}
-
-// Decided once. A cap that is not the name of an instruction set throws at every call.
-const Candidate& chosen() {
-  static const Candidate& best = [&]() -> const Candidate& {
-    const InstructionSet allowed = largest_allowed();
-    const Candidate* largest = candidates;
-    for (const Candidate& candidate : candidates) {
-      if (candidate.isa <= allowed) largest = &candidate;
-    }
-    return *largest;
-  }();
-  return best;
-}
-
-// ---- Tasks ---------------------------------------------------------------------------------------
-
-Rows rows_of(const ConstTensor4& tensor) {
-  return {const_cast<void*>(tensor.data), tensor.stride[0], tensor.stride[1], tensor.stride[2]};
-}
-
-Term term_of(const ConstTensor4& tensor, DType dtype, const Problem& p,
-             const BroadcastShape& shape) {
-  if (tensor.data == nullptr) return {};
-  const std::int64_t group = p.heads_q / p.heads_kv;
-  Term term{.data = const_cast<void*>(tensor.data), .dtype = dtype};
-  term.batch = shape[0] == 1 ? 0 : tensor.stride[0];
-  if (shape[1] != 1) {
-    const bool per_query_head = shape[1] == p.heads_q;
-    term.kv_head = tensor.stride[1] * (per_query_head ? group : 1);
-    term.group_head = per_query_head && group > 1 ? tensor.stride[1] : 0;
-  }
-  term.query = shape[2] == 1 ? 0 : tensor.stride[2];
-  term.key = shape[3] == 1 ? 0 : tensor.stride[3];
-  return term;
-}
-
-Task task_of(const Problem& p, const Inputs& in, const Schedule& schedule) {
-  Task t{};
-  t.batch = p.batch;
-  t.heads_kv = p.heads_kv;
-  t.group = p.heads_q / p.heads_kv;
-  t.seqlen_q = p.seqlen_q;
-  t.seqlen_k = p.seqlen_k;
-  t.head_dim = static_cast<int>(p.head_dim);
-  t.head_dim_padded = (t.head_dim + 15) / 16 * 16;
-  t.dtype = p.dtype;
-  t.scale = p.scale;
-  t.softcap = p.softcap;
-  t.mask_value = static_cast<float>(mask_value(p.dtype));
-  t.causal = p.causal;
-  t.saturate = p.nonfinite == NonFinite::saturate;
-  t.q = rows_of(in.q);
-  t.k = rows_of(in.k);
-  t.v = rows_of(in.v);
-  t.mask = term_of(in.mask, DType::f32, p, p.mask_shape);
-  t.bias = term_of(in.bias, p.bias_dtype, p, p.bias_shape);
-  t.intervals = in.visibility.intervals;
-  t.tile_queries = static_cast<int>(tile_queries(p));
-  t.tile_lists = query_tile_lists(schedule, {}, t.tile_queries);
-  t.tiles = (p.seqlen_q + t.tile_queries - 1) / t.tile_queries;
-  return t;
-}
-
-// Without intervals every tile of a head visits the same blocks of keys. With one tile there is nothing
-// to share, and the scratch of a worker is smaller.
-bool shares_keys(const Task& t) { return t.intervals.data == nullptr && t.tiles > 1; }
-
-std::int64_t all_key_blocks(const Task& t) { return t.batch * t.heads_kv * t.key_blocks(); }
 
 // Rows of a tile and their scratch memory are counted in int, in units of the group.
 constexpr std::int64_t largest_group = 1 << 16;
@@ -139,53 +35,6 @@ std::string why_not(const Problem& p) {
     return "cpu takes key intervals, not key lists";
   }
   return decline_other_device(p, "cpu", Device::cpu);
-}
-
-bool is_empty(const Problem& p) { return p.batch == 0 || p.heads_q == 0 || p.heads_kv == 0; }
-
-// ---- Forward -------------------------------------------------------------------------------------
-
-struct ForwardLayout {
-  ForwardTask task;
-  char* scratch;
-  std::int64_t scratch_bytes;
-  std::size_t bytes;
-};
-
-// Lays out `workspace`; a null one is only measured.
-ForwardLayout lay_out(const ForwardArgs& args, const Execution& execution, void* workspace) {
-  const Kernels& kernels = *chosen().kernels;
-  ForwardLayout layout{};
-  ForwardTask& t = layout.task;
-  t = {task_of(args.problem, args.in, args.schedule), rows_of(args.out),
-       static_cast<float*>(args.lse.data), static_cast<float*>(args.lse_low.data)};
-  WorkspaceAllocator space(workspace);
-  if (shares_keys(t)) {
-    t.packed_block_bytes = kernels.forward_block_bytes(t);
-    t.packed_keys = space.take<char>(all_key_blocks(t) * t.packed_block_bytes);
-  }
-  layout.scratch_bytes = kernels.forward_scratch(t);
-  layout.scratch = space.take<char>(layout.scratch_bytes * execution.workers);
-  layout.bytes = space.used();
-  return layout;
-}
-
-std::size_t forward_workspace_size(const ForwardArgs& args, const Execution& execution) {
-  return is_empty(args.problem) ? 0 : lay_out(args, execution, nullptr).bytes;
-}
-
-void forward(const ForwardArgs& args, const Execution& execution) {
-  if (is_empty(args.problem)) return;
-  const Kernels& kernels = *chosen().kernels;
-  const ForwardLayout layout = lay_out(args, execution, execution.workspace);
-  const ForwardTask& t = layout.task;
-  if (t.packed_keys != nullptr) {
-    for_each_task(execution, all_key_blocks(t),
-                  [&](std::int64_t item, int) { kernels.pack_forward(t, item); });
-  }
-  for_each_task(execution, t.batch * t.heads_kv * t.tiles, [&](std::int64_t item, int worker) {
-    kernels.forward(t, item, layout.scratch + worker * layout.scratch_bytes);
-  });
 }
 
 // ---- Backward ------------------------------------------------------------------------------------
@@ -468,9 +317,13 @@ const Backend cpu_backend = {
     .schedule_size = cpu::schedule_size,
     .schedule_workspace_size = cpu::schedule_workspace_size,
     .build_schedule = cpu::build_schedule,
-    .forward_workspace_size = cpu::forward_workspace_size,
+    .forward_workspace_size =
+        [](const ForwardArgs& args, const Execution& execution) {
+          return cpu::forward_workspace_size(args, execution);
+        },
     .backward_workspace_size = cpu::backward_workspace_size,
-    .forward = cpu::forward,
+    .forward = [](const ForwardArgs& args,
+                  const Execution& execution) { cpu::forward(args, execution); },
     .backward = cpu::backward,
     .forward_kernel = [](const ForwardArgs&) { return cpu::kernel_name("forward"); },
     .backward_kernel = [](const BackwardArgs&) { return cpu::kernel_name("backward"); },

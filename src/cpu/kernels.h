@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "cpu/backward.h"
+#include "cpu/few_queries.h"
 #include "cpu/forward.h"
 #include "cpu/reduce.h"
 #include "cpu/shared_dbias.h"
@@ -59,6 +60,19 @@ inline constexpr Kernels kernels = {
         [](const ForwardTask& t, std::int64_t item, void* scratch) {
           dispatch(t,
                    [&]<class In, class Element>() { forward_item<In, Element>(t, item, scratch); });
+        },
+    .few_queries_scratch =
+        [](const ForwardTask& t) {
+          return dispatch(t, [&]<class In, class>() { return few_queries_scratch<In>(t); });
+        },
+    .split_bytes = split_bytes,
+    .few_queries =
+        [](const ForwardTask& t, std::int64_t item, void* scratch) {
+          dispatch(t, [&]<class In, class>() { few_queries_item<In>(t, item, scratch); });
+        },
+    .merge_splits =
+        [](const ForwardTask& t, std::int64_t item) {
+          dispatch(t, [&]<class In, class>() { merge_splits<In>(t, item); });
         },
     .backward =
         [](const BackwardTask& t, std::int64_t unit, void* scratch) {

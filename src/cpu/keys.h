@@ -51,6 +51,10 @@ class KeyWalk {
       return;
     }
     end_ = t.seqlen_k;
+    if (t.slots.counts != nullptr) {
+      end_ = full_ = t.slots.counts[tile.batch * t.heads_kv + tile.head].count;
+      return;
+    }
     if (t.causal && last + tile.causal_offset + 1 < end_) end_ = last + tile.causal_offset + 1;
     full_ = t.causal ? tile.first_query + tile.causal_offset + 1 : t.seqlen_k;
     if (t.intervals.data != nullptr) full_ = 0;
@@ -60,15 +64,30 @@ class KeyWalk {
     if (position_ >= end_) return false;
     const std::int64_t left = end_ - position_;
     block.count = left < block_keys ? static_cast<int>(left) : block_keys;
-    block.index = index_ == nullptr ? nullptr : index_ + position_;
+    block.index = index_;
     block.start = position_;
+    if (index_ != nullptr) index_ += block.count;
     position_ += block.count;
     block.partial = position_ > full_;
     return true;
   }
 
+  // Leaves part `part` of `parts`, whole blocks of about the same number.
+  void take_part(int part, int parts) {
+    const std::int64_t blocks = (end_ + block_keys - 1) / block_keys;
+    const std::int64_t end = blocks * (part + 1) / parts * block_keys;
+    const std::int64_t begin = blocks * part / parts * block_keys;
+    if (index_ != nullptr) index_ += begin;
+    position_ = begin;
+    if (end < end_) end_ = end;
+  }
+
+  // Of the remaining keys.
+  std::int64_t position() const { return position_; }
+  std::int64_t end() const { return end_; }
+
  private:
-  const std::int32_t* index_ = nullptr;
+  const std::int32_t* index_ = nullptr;  // of the key at position_
   std::int64_t position_ = 0;
   std::int64_t end_ = 0;
   std::int64_t full_ = 0;  // keys before this one are seen by every query

@@ -33,6 +33,14 @@ struct Term {
   std::int64_t key = 0;
 };
 
+// Where the keys are the slots of a KV cache: those of a (batch, kv head) are [0, count). All [B, Hkv, ...] dense.
+struct Slots {
+  SlotCount* counts = nullptr;
+  const float* scores = nullptr;  // [B, Hkv, stride], as are the positions
+  const std::int32_t* positions = nullptr;
+  std::int64_t stride = 0;
+};
+
 // Both directions. G = heads_q / heads_kv query heads share a kv head; a tile is tile_queries queries
 // of all of them, stacked into rows: row r is query r / G, head r % G of the group.
 struct Task {
@@ -47,6 +55,7 @@ struct Task {
   Rows q, k, v;
   Term mask, bias;
   KeyIntervals intervals;
+  Slots slots;                // of few queries
   QueryTileLists tile_lists;  // begin is null without intervals
   int tile_queries;
   std::int64_t tiles;
@@ -63,6 +72,12 @@ struct ForwardTask : Task {
   Rows out;
   float* lse;      // [B, Hq, Sq]
   float* lse_low;  // the same, may be null
+
+  // Few queries: each tile goes through its keys in so many splits, whose sums [B, Hkv, tiles, splits] of
+  // split_bytes are merged. 0: in one go.
+  int splits;
+  char* split_sums;
+  std::int64_t split_bytes;
 };
 
 enum class DbiasKind : std::uint8_t {
@@ -116,6 +131,11 @@ struct Kernels {
   void (*pack_forward)(const Task&, std::int64_t item);  // B * Hkv * key_blocks items
   void (*pack_backward)(const Task&, std::int64_t item);
   void (*forward)(const ForwardTask&, std::int64_t item, void* scratch);  // B * Hkv * tiles items
+  std::int64_t (*few_queries_scratch)(const ForwardTask&);                // as forward_scratch
+  std::int64_t (*split_bytes)(const ForwardTask&);  // ForwardTask::split_bytes
+  void (*few_queries)(const ForwardTask&, std::int64_t item,
+                      void* scratch);                           // splits for each tile
+  void (*merge_splits)(const ForwardTask&, std::int64_t item);  // B * Hkv * tiles items
   void (*backward)(const BackwardTask&, std::int64_t unit, void* scratch);
   void (*shared_dbias)(const BackwardTask&, std::int64_t tile, std::int64_t slab, void* scratch);
   void (*reduce)(const BackwardTask&, std::int64_t item);  // B * Hkv * key_blocks items

@@ -1,0 +1,58 @@
+#include "cpu/dispatch.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <iterator>
+#include <string>
+
+#include "flash_dmattn/error.h"
+
+namespace flash_dmattn::cpu {
+namespace {
+
+// The instruction sets of this build, in ascending order.
+constexpr Candidate candidates[] = {
+    {InstructionSet::generic, &generic_kernels},
+#ifdef FLASH_DMATTN_HAVE_AVX2
+    {InstructionSet::avx2, &avx2_kernels},
+#endif
+#ifdef FLASH_DMATTN_HAVE_AVX512
+    {InstructionSet::avx512, &avx512_kernels},
+#endif
+#ifdef FLASH_DMATTN_HAVE_AVX512_BF16
+    {InstructionSet::avx512_bf16, &avx512_bf16_kernels},
+#endif
+#ifdef FLASH_DMATTN_HAVE_AMX_BF16
+    {InstructionSet::amx_bf16, &amx_bf16_kernels},
+#endif
+};
+
+// FLASH_DMATTN_MAX_ISA caps the choice, so that smaller sets can be tested on a larger machine.
+InstructionSet largest_allowed() {
+  const char* cap = std::getenv("FLASH_DMATTN_MAX_ISA");
+  const InstructionSet detected = detect_instruction_set();
+  if (cap == nullptr || *cap == '\0') return detected;
+  for (std::size_t i = 0; i < std::size(instruction_set_names); ++i) {
+    if (cap == instruction_set_names[i]) return std::min(detected, static_cast<InstructionSet>(i));
+  }
+  std::string known;
+  for (const auto& name : instruction_set_names)
+    known += (known.empty() ? "" : ", ") + std::string(name);
+  throw InvalidArgument("FLASH_DMATTN_MAX_ISA", cap, "one of " + known);
+}
+
+}  // namespace
+
+const Candidate& chosen() {
+  static const Candidate& best = [&]() -> const Candidate& {
+    const InstructionSet allowed = largest_allowed();
+    const Candidate* largest = candidates;
+    for (const Candidate& candidate : candidates) {
+      if (candidate.isa <= allowed) largest = &candidate;
+    }
+    return *largest;
+  }();
+  return best;
+}
+
+}  // namespace flash_dmattn::cpu

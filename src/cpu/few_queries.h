@@ -1,0 +1,219 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/keys.h"
+#include "cpu/magnitude.h"
+#include "cpu/online_softmax.h"
+#include "cpu/pack.h"
+#include "cpu/row_products.h"
+#include "cpu/score.h"
+#include "cpu/scratch.h"
+#include "cpu/task.h"
+#include "cpu/worst_slot.h"
+
+// Forward of few queries: bound by the bandwidth of memory, which k and v cross once for all heads of a group. The keys of
+// a tile are split, and one item is a split: blocks of keys, straight from memory, into sums of its own. A second
+// pass merges the sums of a tile in the order of its splits. (Flash decoding.)
+namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
+
+// What the splits of a tile leave for the second pass.
+struct SplitSums {
+  OnlineSoftmax softmax;
+  WorstSlot* worst;  // of the slots of the split, where keys are slots
+
+  SplitSums(const ForwardTask& t, ScratchAllocator& allocator)
+      : softmax(t, t.tile_queries * static_cast<int>(t.group), allocator),
+        worst(allocator.take<WorstSlot>(1)) {}
+};
+
+inline std::int64_t split_bytes(const ForwardTask& t) {
+  ScratchAllocator allocator(nullptr);
+  SplitSums(t, allocator);
+  return allocator.used();
+}
+
+inline SplitSums split_sums(const ForwardTask& t, std::int64_t item) {
+  ScratchAllocator allocator(t.split_sums + item * t.split_bytes);
+  return SplitSums(t, allocator);
+}
+
+template <class In>
+struct FewQueries {
+  using Storage = typename In::Storage;
+
+  const ForwardTask& t;
+  const int rows;
+  const int head_columns;
+  float* q;       // [rows, head_columns]
+  float* s;       // [rows, block_keys], and p
+  float* before;  // [rows, head_columns]: out before the current block
+  Storage* staged;
+  std::int32_t* q_exponents;  // [rows]
+  std::int32_t* k_exponents;  // [block_keys]
+  std::int32_t* v_exponents;  // [block_keys]
+  KeyTerms terms;
+  bool q_large = false;
+
+  FewQueries(const ForwardTask& task, ScratchAllocator& allocator)
+      : t(task),
+        rows(task.tile_queries * static_cast<int>(task.group)),
+        head_columns(round_up(task.head_dim, lanes)) {
+    const std::int64_t sums = std::int64_t{rows} * head_columns;
+    q = allocator.take<float>(sums);
+    s = allocator.take<float>(std::int64_t{rows} * block_keys);
+    before = allocator.take<float>(sums);
+    staged =
+        allocator.take<Storage>(std::int64_t{rows > block_keys ? rows : block_keys} * t.head_dim);
+    q_exponents = allocator.take<std::int32_t>(rows);
+    k_exponents = allocator.take<std::int32_t>(block_keys);
+    v_exponents = allocator.take<std::int32_t>(block_keys);
+    terms.columns = allocator.take<float>(t.group * block_keys);
+  }
+
+  void run(const Tile& tile, KeyWalk walk, const OnlineSoftmax& softmax) {
+    softmax.clear();
+    load_queries(tile);
+    for (KeyBlock block; walk.next(block);) {
+      prepare_terms(t, tile, block, terms);
+      if (terms.empty()) continue;
+      const int visible = visible_keys(t, tile, block, tile.rows - 1);
+      const int columns = round_up(visible, 2 * lanes);
+      const ScoreExponents exponents = multiply_keys_of(tile, block, visible, columns);
+      const bool general = needs_score_rows(t, terms, exponents);
+      if (general) {
+        score_rows(t, tile, block, terms, exponents, 0, tile.rows, columns, s, nullptr,
+                   t.saturate ? nullptr : softmax.unknown);
+      }
+      softmax.add_scores(0, tile.rows, columns, {t.scale, general}, terms, s,
+                         [this](int r, int n, Vec left, Vec right) {
+                           store(s + r * block_keys + n, left);
+                           store(s + r * block_keys + n + lanes, right);
+                         });
+      multiply_values_of(tile, block, visible, softmax);
+    }
+  }
+
+ private:
+  void load_queries(const Tile& tile) {
+    const auto row_at = tile_rows<In>(t, t.q, tile);
+    q_large = is_large(pack_rows<In, Single>(row_at, tile.rows, rows, t.head_dim, q, head_columns));
+    if (!q_large) return;
+    stage_rows<In>(row_at, tile.rows, t.head_dim, NonFiniteInput::keep, staged, q_exponents);
+    pack_rows<In, Single>(staged_rows(staged, t.head_dim), tile.rows, rows, t.head_dim, q,
+                          head_columns);
+  }
+
+  // s = q k^T. Sums of large numbers are made again from rows that are scaled by the powers that it returns.
+  ScoreExponents multiply_keys_of(const Tile& tile, const KeyBlock& block, int visible,
+                                  int columns) {
+    const auto row_at = key_rows<In>(t.k, tile.batch, tile.head, block);
+    ScoreExponents exponents;
+    if (q_large) exponents.queries = q_exponents;
+    const auto multiply_rows = [&](const auto& key) {
+      multiply_keys<In>(q, head_columns, tile.rows, key, visible, columns, t.head_dim, s,
+                        block_keys);
+    };
+    multiply_rows(row_at);
+    // What q . k of small elements is bounded by (magnitude.h, score.h).
+    constexpr std::int32_t limit = (127 + 64) << 23;
+    if (!any(magnitude_of(s, tile.rows, columns, block_keys) > limit)) return exponents;
+    for (int n = 0; n < block_keys; ++n) k_exponents[n] = 0;
+    stage_rows<In>(row_at, visible, t.head_dim, NonFiniteInput::keep, staged, k_exponents);
+    multiply_rows(staged_rows(staged, t.head_dim));
+    exponents.keys = k_exponents;
+    return exponents;
+  }
+
+  // out += p v. Sums that overflow, or meet inf and NaN, are made again from scaled rows in a larger unit.
+  void multiply_values_of(const Tile& tile, const KeyBlock& block, int visible,
+                          const OnlineSoftmax& softmax) {
+    const auto row_at = key_rows<In>(t.v, tile.batch, tile.head, block);
+    const auto multiply_rows = [&](const auto& value) {
+      multiply_values<In>(s, block_keys, tile.rows, value, visible, t.head_dim, softmax.out,
+                          head_columns);
+    };
+    const auto bytes = sizeof(float) * static_cast<std::size_t>(tile.rows) *
+                       static_cast<std::size_t>(head_columns);
+    __builtin_memcpy(before, softmax.out, bytes);
+    if (*softmax.out_shift == 0) {
+      multiply_rows(row_at);
+      constexpr std::int32_t limit = (127 + 100) << 23;
+      const Int largest = magnitude_of(softmax.out, tile.rows, head_columns, head_columns);
+      if (!any(largest > limit)) return;
+      __builtin_memcpy(softmax.out, before, bytes);
+    }
+    softmax.use_large_unit();
+    for (int n = 0; n < block_keys; ++n) v_exponents[n] = 0;
+    stage_rows<In>(row_at, visible, t.head_dim, NonFiniteInput::drop, staged, v_exponents);
+    for (int r = 0; r < tile.rows; ++r) {
+      for (int n = 0; n < visible; ++n) {
+        float& weight = s[r * block_keys + n];
+        weight = scaled(weight, v_exponents[n] - *softmax.out_shift);
+      }
+    }
+    add_nonfinite<In>([this](int r, int n) { return s[r * block_keys + n]; }, row_at, tile.rows,
+                      visible, t.head_dim, {softmax.out, head_columns});
+    multiply_rows(staged_rows(staged, t.head_dim));
+  }
+
+  static Int magnitude_of(const float* data, int count, int columns, std::int64_t ld) {
+    Int largest{};
+    for (int r = 0; r < count; ++r) {
+      for (int n = 0; n < columns; n += lanes) {
+        largest = larger(largest, bits(load(data + r * ld + n)) & 0x7fffffff);
+      }
+    }
+    return largest;
+  }
+};
+
+template <class In>
+std::int64_t few_queries_scratch(const ForwardTask& t) {
+  ScratchAllocator allocator(nullptr);
+  FewQueries<In>(t, allocator);
+  return allocator.used();
+}
+
+struct SplitItem {
+  std::int64_t tile_index;
+  int split;
+  Tile tile;
+
+  SplitItem(const ForwardTask& t, std::int64_t item)
+      : tile_index(item / t.splits % t.tiles),
+        split(static_cast<int>(item % t.splits)),
+        tile(t, item / t.splits / t.tiles / t.heads_kv, item / t.splits / t.tiles % t.heads_kv,
+             tile_index) {}
+};
+
+template <class In>
+void few_queries_item(const ForwardTask& t, std::int64_t item, void* scratch) {
+  const SplitItem at(t, item);
+  const SplitSums sums = split_sums(t, item);
+  ScratchAllocator allocator(scratch);
+  KeyWalk walk(t, at.tile, at.tile_index, KeySource::tile_list);
+  walk.take_part(at.split, t.splits);
+  if (t.slots.scores != nullptr) {
+    *sums.worst = worst_slot(t.slots, at.tile.batch * t.heads_kv + at.tile.head, walk);
+  }
+  FewQueries<In>(t, allocator).run(at.tile, walk, sums.softmax);
+}
+
+// Items are tiles.
+template <class In>
+void merge_splits(const ForwardTask& t, std::int64_t item) {
+  const SplitItem at(t, item * t.splits);
+  const SplitSums first = split_sums(t, item * t.splits);
+  for (int split = 1; split < t.splits; ++split) {
+    const SplitSums other = split_sums(t, item * t.splits + split);
+    first.softmax.merge(other.softmax);
+    if (t.slots.scores != nullptr) *first.worst = worse(*first.worst, *other.worst);
+  }
+  first.softmax.template finish<In>(at.tile, tile_rows<In>(t, t.out, at.tile));
+  if (t.slots.scores != nullptr) {
+    t.slots.counts[at.tile.batch * t.heads_kv + at.tile.head].victim = first.worst->slot;
+  }
+}
+
+}  // namespace flash_dmattn::cpu::FLASH_DMATTN_ISA

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/task.h"
+#include "flash_dmattn/attention.h"
+
+// Tasks from arguments: shapes and strides, resolved once.
+namespace flash_dmattn::cpu {
+
+Rows rows_of(const ConstTensor4& tensor);
+Term term_of(const ConstTensor4& tensor, DType dtype, const Problem& problem,
+             const BroadcastShape& shape);
+Task task_of(const Problem& problem, const Inputs& in, const Schedule& schedule);
+
+// Without intervals every tile of a head visits the same blocks of keys. With one tile there is nothing
+// to share, and the scratch of a worker is smaller.
+bool shares_keys(const Task& task);
+
+// Of all heads together.
+std::int64_t all_key_blocks(const Task& task);
+
+bool is_empty(const Problem& problem);
+
+}  // namespace flash_dmattn::cpu

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/keys.h"
+#include "cpu/task.h"
+
+// The next victim of a KV cache, found while its keys are read.
+namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
+
+struct WorstSlot {
+  float score;
+  std::int32_t position;
+  std::int32_t slot;
+};
+
+// The lower score, or of equal ones the older position.
+inline WorstSlot worse(const WorstSlot& a, const WorstSlot& b) {
+  return b.score < a.score || (b.score == a.score && b.position < a.position) ? b : a;
+}
+
+// Among the keys of `walk`, which are slots of `row` = b * Hkv + h. No score is NaN.
+inline WorstSlot worst_slot(const Slots& slots, std::int64_t row, const KeyWalk& walk) {
+  constexpr std::int32_t latest = 0x7fffffff;
+  const float* scores = slots.scores + row * slots.stride;
+  const std::int32_t* positions = slots.positions + row * slots.stride;
+  Vec low = splat(infinity);
+  Int oldest = Int{} + latest;
+  Int found{};
+  std::int64_t slot = walk.position();
+  for (; slot + lanes <= walk.end(); slot += lanes) {
+    const Vec score = load(scores + slot);
+    const Int position = load_as<Int>(positions + slot);
+    const Int is_worse = (score < low) | ((score == low) & (position < oldest));
+    low = is_worse ? score : low;
+    oldest = is_worse ? position : oldest;
+    found = is_worse ? lane_numbers() + static_cast<std::int32_t>(slot) : found;
+  }
+  WorstSlot worst{low[0], oldest[0], found[0]};
+  for (int i = 1; i < lanes; ++i) worst = worse(worst, {low[i], oldest[i], found[i]});
+  for (; slot < walk.end(); ++slot) {
+    worst = worse(worst, {scores[slot], positions[slot], static_cast<std::int32_t>(slot)});
+  }
+  return worst;
+}
+
+}  // namespace flash_dmattn::cpu::FLASH_DMATTN_ISA
