@@ -24,6 +24,7 @@ struct KvBackend {
   void (*decode_step)(const DecodeStepArgs&, const Execution&);
 };
 
+extern const KvBackend cpu_kv_backend;        // src/cpu/kv_cache.cpp
 extern const KvBackend reference_kv_backend;  // src/reference/kv_cache.cpp
 
 }  // namespace flash_dmattn

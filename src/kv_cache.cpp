@@ -94,17 +94,28 @@ void check_shape(const KvCacheShape& s) {
 
 bool has_rows(const KvCacheShape& s) { return s.batch > 0 && s.heads_kv > 0; }
 
-void check_cache(const KvCache& cache, const std::string& name = "cache") {
+// The names of a cache's members in errors.
+struct CacheNames {
+  std::string_view k, v, scores, positions, counts, seen, pending;
+};
+constexpr CacheNames cache_names = {"cache.k",      "cache.v",    "cache.scores", "cache.positions",
+                                    "cache.counts", "cache.seen", "cache.pending"};
+constexpr CacheNames from_names = {"from.k",      "from.v",    "from.scores", "from.positions",
+                                   "from.counts", "from.seen", "from.pending"};
+constexpr CacheNames to_names = {"to.k",      "to.v",    "to.scores", "to.positions",
+                                 "to.counts", "to.seen", "to.pending"};
+
+void check_cache(const KvCache& cache, const CacheNames& names = cache_names) {
   const KvCacheShape& s = cache.shape;
   check_shape(s);
   const std::array shape = {s.batch, s.heads_kv, s.slots(), s.head_dim};
-  check_output(name + ".k", cache.k, shape);
-  check_output(name + ".v", cache.v, shape);
-  require_pointer(name + ".scores", cache.scores, has_rows(s));
-  require_pointer(name + ".positions", cache.positions, has_rows(s));
-  require_pointer(name + ".counts", cache.counts, has_rows(s));
-  require_pointer(name + ".seen", cache.seen, s.batch > 0);
-  check_range(name + ".pending", cache.pending, 0, s.chunk);
+  check_output(names.k, cache.k, shape);
+  check_output(names.v, cache.v, shape);
+  require_pointer(names.scores, cache.scores, has_rows(s));
+  require_pointer(names.positions, cache.positions, has_rows(s));
+  require_pointer(names.counts, cache.counts, has_rows(s));
+  require_pointer(names.seen, cache.seen, s.batch > 0);
+  check_range(names.pending, cache.pending, 0, s.chunk);
 }
 
 // Values that a GPU's callers keep on the device are only read on the CPU.
@@ -112,7 +123,9 @@ void check_values(std::string_view argument, const KvCacheShape& s, const std::i
                   std::int64_t count, std::int64_t most) {
   if (values == nullptr || s.device != Device::cpu) return;
   for (std::int64_t i = 0; i < count; ++i) {
-    check_range(std::string(argument) + "[" + std::to_string(i) + "]", values[i], 0, most);
+    if (values[i] >= 0 && values[i] <= most) continue;
+    throw InvalidArgument(std::string(argument) + "[" + std::to_string(i) + "]",
+                          std::to_string(values[i]), "0 to " + std::to_string(most));
   }
 }
 
@@ -135,19 +148,19 @@ void check_tokens(const KvCacheShape& s, const ConstTensor4& k, const ConstTenso
 }
 
 CopyRowsArgs validated(const CopyRowsArgs& args) {
-  check_cache(args.from, "from");
-  check_cache(args.to, "to");
+  check_cache(args.from, from_names);
+  check_cache(args.to, to_names);
   const KvCacheShape& from = args.from.shape;
   const KvCacheShape& to = args.to.shape;
   const auto same = [](std::string_view field, std::int64_t got, std::int64_t expected) {
-    check_range("to." + std::string(field), got, expected, expected);
+    check_range(field, got, expected, expected);
   };
-  same("shape.heads_kv", to.heads_kv, from.heads_kv);
-  same("shape.window", to.window, from.window);
-  same("shape.head_dim", to.head_dim, from.head_dim);
-  same("shape.dtype", static_cast<int>(to.dtype), static_cast<int>(from.dtype));
-  same("shape.device", static_cast<int>(to.device), static_cast<int>(from.device));
-  same("pending", args.to.pending, args.from.pending);
+  same("to.shape.heads_kv", to.heads_kv, from.heads_kv);
+  same("to.shape.window", to.window, from.window);
+  same("to.shape.head_dim", to.head_dim, from.head_dim);
+  same("to.shape.dtype", static_cast<int>(to.dtype), static_cast<int>(from.dtype));
+  same("to.shape.device", static_cast<int>(to.device), static_cast<int>(from.device));
+  same("to.pending", args.to.pending, args.from.pending);
   require_pointer("index", args.index, to.batch > 0);
   check_values("index", to, args.index, to.batch, from.batch - 1);
   return args;

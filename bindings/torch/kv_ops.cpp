@@ -1,7 +1,6 @@
 #include <initializer_list>
 #include <tuple>
 #include <utility>
-#include <vector>
 
 #include "arguments.h"
 #include "device.h"
@@ -16,24 +15,25 @@
 namespace flash_dmattn::binding {
 namespace {
 
-std::string text_of(const std::vector<std::int64_t>& shape) {
+std::string text_of(std::initializer_list<std::int64_t> shape) {
   std::string text = "[";
-  for (std::size_t d = 0; d < shape.size(); ++d) {
-    text += (d == 0 ? "" : ", ") + std::to_string(shape[d]);
+  for (const std::int64_t size : shape) {
+    text += (text.size() == 1 ? "" : ", ") + std::to_string(size);
   }
   return text + "]";
 }
 
-bool has_shape(const Tensor& tensor, const std::vector<std::int64_t>& shape) {
-  bool same = tensor.dim() == static_cast<std::int64_t>(shape.size());
-  for (std::size_t d = 0; same && d < shape.size(); ++d) {
-    same = tensor.size(static_cast<std::int64_t>(d)) == shape[d];
+bool has_shape(const Tensor& tensor, std::initializer_list<std::int64_t> shape) {
+  if (tensor.dim() != static_cast<std::int64_t>(shape.size())) return false;
+  std::int64_t d = 0;
+  for (const std::int64_t size : shape) {
+    if (tensor.size(d++) != size) return false;
   }
-  return same;
+  return true;
 }
 
 // Throws unless the tensor has this shape and type, and the device of `like`.
-void expect(const Tensor& tensor, const char* name, const std::vector<std::int64_t>& shape,
+void expect(const Tensor& tensor, const char* name, std::initializer_list<std::int64_t> shape,
             ScalarType type, const Tensor& like) {
   if (!has_shape(tensor, shape)) {
     throw InvalidArgument(name, shape_text(tensor), "shape " + text_of(shape));
@@ -46,7 +46,7 @@ void expect(const Tensor& tensor, const char* name, const std::vector<std::int64
 }
 
 // Of an array that is changed in place, so that no copy can make it dense.
-void expect_dense(const Tensor& tensor, const char* name, const std::vector<std::int64_t>& shape,
+void expect_dense(const Tensor& tensor, const char* name, std::initializer_list<std::int64_t> shape,
                   ScalarType type, const Tensor& like) {
   expect(tensor, name, shape, type, like);
   if (!tensor.is_contiguous()) {

@@ -21,9 +21,6 @@ namespace flash_dmattn::cpu {
 
 namespace {
 
-// Rows of a tile and their scratch memory are counted in int, in units of the group.
-constexpr std::int64_t largest_group = 1 << 16;
-
 std::string why_not(const Problem& p) {
   if (p.dtype == DType::f64) return "f64 is computed by the reference backend";
   if (p.heads_kv > 0 && p.heads_q / p.heads_kv > largest_group) {
@@ -330,7 +327,7 @@ const Backend cpu_backend = {
     .kernels =
         [] { return std::vector{cpu::kernel_name("forward"), cpu::kernel_name("backward")}; },
     .needs_schedule = true,
-    .kv = nullptr,
+    .kv = &cpu_kv_backend,
 };
 
 }  // namespace flash_dmattn

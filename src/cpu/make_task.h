@@ -8,6 +8,9 @@
 // Tasks from arguments: shapes and strides, resolved once.
 namespace flash_dmattn::cpu {
 
+// Rows of a tile and their scratch memory are counted in int, in units of the group.
+inline constexpr std::int64_t largest_group = 1 << 16;
+
 Rows rows_of(const ConstTensor4& tensor);
 Term term_of(const ConstTensor4& tensor, DType dtype, const Problem& problem,
              const BroadcastShape& shape);

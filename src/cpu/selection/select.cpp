@@ -1,12 +1,11 @@
 #include <algorithm>
-#include <bit>
 #include <cmath>
-#include <compare>
 #include <cstdint>
 #include <functional>
 #include <string>
 
 #include "arguments.h"
+#include "cpu/selection/rank.h"
 #include "cpu/selection/selection.h"
 #include "float_types.h"
 #include "tasks.h"
@@ -17,45 +16,6 @@
 // still in the heap at the end are the choice.
 namespace flash_dmattn::cpu {
 namespace {
-
-// A key's rank as one comparable value: its score above its position, so that of equal scores the
-// more recent is the better. No two keys of a row are equal.
-using NarrowRank = std::uint64_t;  // 32 bits of score, 32 of position
-
-struct WideRank {
-  std::uint64_t score;
-  std::uint32_t position;
-  auto operator<=>(const WideRank&) const = default;
-};
-
-// Maps scores to unsigned integers in the same order. Adding 0 makes -0 a +0.
-NarrowRank rank_of(float score, std::int64_t position) {
-  const auto bits = std::bit_cast<std::uint32_t>(score + 0.0f);
-  const std::uint32_t ordered = bits ^ ((bits >> 31) != 0 ? ~0u : 1u << 31);
-  return std::uint64_t{ordered} << 32 | static_cast<std::uint32_t>(position);
-}
-
-WideRank rank_of(double score, std::int64_t position) {
-  const auto bits = std::bit_cast<std::uint64_t>(score + 0.0);
-  return {bits ^ ((bits >> 63) != 0 ? ~std::uint64_t{0} : std::uint64_t{1} << 63),
-          static_cast<std::uint32_t>(position)};
-}
-
-std::uint32_t position_of(NarrowRank rank) { return static_cast<std::uint32_t>(rank); }
-std::uint32_t position_of(WideRank rank) { return rank.position; }
-
-// Replaces the top of a min-heap by `rank`.
-template <class Rank>
-void replace_top(Rank* heap, std::int64_t size, Rank rank) {
-  std::int64_t hole = 0;
-  for (std::int64_t child = 1; child < size; child = 2 * hole + 1) {
-    if (child + 1 < size) child += heap[child + 1] < heap[child] ? 1 : 0;
-    if (rank < heap[child]) break;
-    heap[hole] = heap[child];
-    hole = child;
-  }
-  heap[hole] = rank;
-}
 
 std::size_t heap_bytes(const SelectionArgs& args) {
   const std::size_t rank_bytes =

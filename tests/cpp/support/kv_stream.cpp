@@ -1,0 +1,339 @@
+#include "support/kv_stream.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "float_types.h"
+#include "support/run.h"
+
+namespace flash_dmattn::testing {
+namespace {
+
+constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+
+// Calls function(execution) with a workspace of its own.
+template <class Function>
+void with_workspace(std::size_t bytes, const Function& function) {
+  GuardedBuffer workspace(bytes, "workspace");
+  Execution execution = in_turn(2);
+  execution.workspace = workspace.data();
+  execution.workspace_bytes = bytes;
+  function(execution);
+}
+
+std::array<std::int64_t, 4> by_token(std::int64_t batch, std::int64_t length, std::int64_t heads,
+                                     std::int64_t head_dim) {
+  return contiguous_strides({batch, length, heads, head_dim});
+}
+
+}  // namespace
+
+KvStream::KvStream(const StreamOptions& options)
+    : options_(options),
+      random_(options.seed),
+      memory_(kv_cache_size(options.shape), "cache"),
+      other_memory_(kv_cache_size(options.shape), "other cache"),
+      cache_(kv_cache_in({memory_.data(), memory_.size()}, options.shape)),
+      committed_(static_cast<std::size_t>(options.shape.batch)),
+      pending_tokens_(committed_.size()) {
+  clear(cache_, in_turn(1), options.backend);
+}
+
+KvStream::Input KvStream::draw(std::int64_t length) {
+  const KvCacheShape& s = options_.shape;
+  Input input{.length = length};
+  input.tokens.resize(committed_.size());
+  const auto numbers = [&](std::vector<std::byte>& to, std::int64_t count) {
+    to.resize(static_cast<std::size_t>(count * size_of(s.dtype)));
+    for (std::int64_t i = 0; i < count; ++i) store(to.data(), s.dtype, i, random_.normal());
+  };
+  numbers(input.q, s.batch * length * s.heads_kv * options_.group * s.head_dim);
+  numbers(input.k, s.batch * length * s.heads_kv * s.head_dim);
+  numbers(input.v, s.batch * length * s.heads_kv * s.head_dim);
+  input.scores.resize(static_cast<std::size_t>(s.batch * s.heads_kv * length));
+  for (float& score : input.scores) {
+    score = options_.scores == StreamScores::equal ? 0.5f : static_cast<float>(random_.normal());
+    if (options_.scores == StreamScores::ties) score = std::round(score);
+    if (random_.uniform() < options_.nan_share) score = nan;
+  }
+  input.mask.resize(static_cast<std::size_t>(s.batch * length));
+  for (std::uint8_t& visible : input.mask) visible = random_.uniform() >= options_.masked_share;
+
+  for (std::int64_t b = 0; b < s.batch; ++b) {
+    for (std::int64_t t = 0; t < length; ++t) {
+      Token token;
+      for (std::int64_t i = 0; i < s.heads_kv * s.head_dim; ++i) {
+        const std::int64_t at = (b * length + t) * s.heads_kv * s.head_dim + i;
+        token.k.push_back(load(input.k.data(), s.dtype, at));
+        token.v.push_back(load(input.v.data(), s.dtype, at));
+      }
+      for (std::int64_t h = 0; h < s.heads_kv; ++h) {
+        const bool masked = input.mask[static_cast<std::size_t>(b * length + t)] == 0;
+        const auto at = static_cast<std::size_t>((b * s.heads_kv + h) * length + t);
+        token.scores.push_back(masked ? nan : input.scores[at]);
+      }
+      input.tokens[static_cast<std::size_t>(b)].push_back(token);
+    }
+  }
+  return input;
+}
+
+std::vector<std::size_t> KvStream::visible(const std::vector<Token>& past, std::int64_t h) const {
+  const auto score = [&](std::size_t j) { return past[j].scores[static_cast<std::size_t>(h)]; };
+  std::vector<std::size_t> keys;
+  for (std::size_t j = 0; j < past.size(); ++j) {
+    if (!std::isnan(score(j))) keys.push_back(j);
+  }
+  std::sort(keys.begin(), keys.end(), [&](std::size_t a, std::size_t b) {
+    return score(a) > score(b) || (score(a) == score(b) && a > b);
+  });
+  keys.resize(std::min(keys.size(), static_cast<std::size_t>(options_.shape.window)));
+  return keys;
+}
+
+void KvStream::expect_row(const Input& input, std::int64_t b, std::int64_t i,
+                          const std::vector<Token>& past, const std::vector<std::byte>& out,
+                          const std::vector<float>& lse) const {
+  const KvCacheShape& s = options_.shape;
+  const double scale = static_cast<double>(default_scale(s.head_dim));
+  const double tolerance = s.dtype == DType::f32 ? 2e-5 : s.dtype == DType::f16 ? 4e-3 : 3e-2;
+  const std::int64_t heads_q = s.heads_kv * options_.group;
+  for (std::int64_t hq = 0; hq < heads_q; ++hq) {
+    const std::int64_t h = hq / options_.group;
+    const std::vector<std::size_t> keys = visible(past, h);
+    const std::int64_t query = ((b * input.length + i) * heads_q + hq) * s.head_dim;
+    std::vector<double> weights;
+    double max = -std::numeric_limits<double>::infinity(), sum = 0;
+    for (const std::size_t j : keys) {
+      double score = 0;
+      for (std::int64_t d = 0; d < s.head_dim; ++d) {
+        score += load(input.q.data(), s.dtype, query + d) *
+                 past[j].k[static_cast<std::size_t>(h * s.head_dim + d)];
+      }
+      score *= scale;
+      if (options_.softcap > 0) {
+        const double cap = static_cast<double>(options_.softcap);
+        score = cap * std::tanh(score / cap);
+      }
+      if (options_.use == ScoreUse::choose_and_bias) {
+        score += static_cast<double>(past[j].scores[static_cast<std::size_t>(h)]);
+      }
+      weights.push_back(score);
+      max = std::max(max, score);
+    }
+    for (double& weight : weights) sum += weight = std::exp(weight - max);
+    const auto row = static_cast<std::size_t>((b * heads_q + hq) * input.length + i);
+    if (keys.empty()) {
+      ASSERT_EQ(lse[row], -std::numeric_limits<float>::infinity());
+    } else {
+      ASSERT_NEAR(static_cast<double>(lse[row]), max + std::log(sum), tolerance);
+    }
+    for (std::int64_t d = 0; d < s.head_dim; ++d) {
+      double expected = 0;
+      for (std::size_t n = 0; n < keys.size(); ++n) {
+        expected +=
+            weights[n] / sum * past[keys[n]].v[static_cast<std::size_t>(h * s.head_dim + d)];
+      }
+      ASSERT_NEAR(load(out.data(), s.dtype, query + d), expected, tolerance)
+          << "row " << b << ", head " << hq << ", column " << d << ", token " << past.size();
+    }
+  }
+}
+
+void KvStream::fill(std::int64_t length) {
+  const KvCacheShape& s = options_.shape;
+  const Input input = draw(length);
+  std::vector<std::int32_t> lengths;
+  std::vector<std::uint8_t> mask = input.mask;
+  for (std::int64_t b = 0; b < s.batch; ++b) {
+    lengths.push_back(static_cast<std::int32_t>(random_.below(length + 1)));
+    for (std::int64_t t = lengths.back(); t < length; ++t) {
+      mask[static_cast<std::size_t>(b * length + t)] = 0;
+    }
+  }
+  std::vector<KeyInterval> intervals(input.scores.size());
+  const SelectionArgs selection{.batch = s.batch,
+                                .heads = s.heads_kv,
+                                .seqlen_q = length,
+                                .seqlen_k = length,
+                                .window = s.window,
+                                .scores = input.scores.data(),
+                                .key_mask = mask.data(),
+                                .key_mask_stride = {length, 0, 1},
+                                .intervals = intervals.data()};
+  with_workspace(select_workspace_size(selection, in_turn(2)),
+                 [&](const Execution& e) { select_key_intervals(selection, e); });
+  const auto stride = by_token(s.batch, length, s.heads_kv, s.head_dim);
+  const FillArgs args{.cache = cache_,
+                      .seqlen_k = length,
+                      .k = {input.k.data(), stride},
+                      .v = {input.v.data(), stride},
+                      .scores = {input.scores.data()},
+                      .intervals = {intervals.data()},
+                      .seqlen_q = length,
+                      .lengths = lengths.data()};
+  with_workspace(fill_workspace_size(args, in_turn(2), options_.backend),
+                 [&](const Execution& e) { flash_dmattn::fill(args, e, options_.backend); });
+  cache_.pending = 0;
+  for (std::size_t b = 0; b < committed_.size(); ++b) {
+    committed_[b] = input.tokens[b];
+    committed_[b].resize(static_cast<std::size_t>(lengths[b]));
+    pending_tokens_[b].clear();
+  }
+}
+
+void KvStream::step() {
+  const KvCacheShape& s = options_.shape;
+  const std::int64_t heads_q = s.heads_kv * options_.group;
+  const Input input = draw(1);
+  std::vector<std::byte> out(input.q.size(), std::byte{0xff});
+  std::vector<float> lse(static_cast<std::size_t>(s.batch * heads_q), nan);
+  const auto stride = by_token(s.batch, 1, s.heads_kv, s.head_dim);
+  const auto q_stride = by_token(s.batch, 1, heads_q, s.head_dim);
+  const DecodeStepArgs args{.cache = cache_,
+                            .heads_q = heads_q,
+                            .scale = default_scale(s.head_dim),
+                            .softcap = options_.softcap,
+                            .score_use = options_.use,
+                            .q = {input.q.data(), q_stride},
+                            .k = {input.k.data(), stride},
+                            .v = {input.v.data(), stride},
+                            .scores = {input.scores.data()},
+                            .mask = {input.mask.data()},
+                            .out = {out.data(), q_stride},
+                            .lse = lse.data()};
+  with_workspace(decode_step_workspace_size(args, in_turn(2), options_.backend),
+                 [&](const Execution& e) { decode_step(args, e, options_.backend); });
+  for (std::int64_t b = 0; b < s.batch; ++b) {
+    auto& past = committed_[static_cast<std::size_t>(b)];
+    past.push_back(input.tokens[static_cast<std::size_t>(b)][0]);
+    ASSERT_NO_FATAL_FAILURE(expect_row(input, b, 0, past, out, lse));
+  }
+}
+
+void KvStream::append(std::int64_t length) {
+  const KvCacheShape& s = options_.shape;
+  const std::int64_t heads_q = s.heads_kv * options_.group;
+  const Input input = draw(length);
+  const auto stride = by_token(s.batch, length, s.heads_kv, s.head_dim);
+  flash_dmattn::append({.cache = cache_,
+                        .seqlen = length,
+                        .k = {input.k.data(), stride},
+                        .v = {input.v.data(), stride},
+                        .scores = {input.scores.data()},
+                        .mask = {input.mask.data()}},
+                       in_turn(2), options_.backend);
+  cache_.pending += length;
+
+  GuardedBuffer memory(
+      static_cast<std::size_t>(s.batch * s.heads_kv * (s.window + cache_.pending)) *
+          sizeof(KeyInterval),
+      "intervals");
+  auto* const intervals = reinterpret_cast<KeyInterval*>(memory.data());
+  const PendingIntervalsArgs seen{.cache = cache_, .seqlen_q = length, .intervals = intervals};
+  with_workspace(pending_intervals_workspace_size(seen, in_turn(2), options_.backend),
+                 [&](const Execution& e) { pending_intervals(seen, e, options_.backend); });
+  std::vector<std::byte> out(input.q.size(), std::byte{0xff});
+  std::vector<float> lse(static_cast<std::size_t>(s.batch * heads_q * length), nan);
+  const auto q_stride = by_token(s.batch, length, heads_q, s.head_dim);
+  ForwardArgs forward_args;
+  forward_args.problem =
+      pending_problem(cache_, heads_q, length, default_scale(s.head_dim), options_.use);
+  forward_args.problem.softcap = options_.softcap;
+  forward_args.in =
+      pending_inputs(cache_, {input.q.data(), q_stride}, length, intervals, options_.use);
+  const ScheduleCall scheduling(forward_args.problem, forward_args.in.visibility,
+                                Direction::forward, in_turn(2), options_.backend);
+  GuardedBuffer schedule(scheduling.size(), "schedule");
+  GuardedBuffer schedule_space(scheduling.workspace_size(), "workspace");
+  forward_args.schedule = scheduling.build({schedule.data(), schedule.size()},
+                                           {schedule_space.data(), schedule_space.size()});
+  forward_args.out = {out.data(), q_stride};
+  forward_args.lse = lse.data();
+  with_workspace(forward_workspace_size(forward_args, in_turn(2), options_.backend),
+                 [&](const Execution& e) { forward(forward_args, e, options_.backend); });
+  for (std::int64_t b = 0; b < s.batch; ++b) {
+    auto& waiting = pending_tokens_[static_cast<std::size_t>(b)];
+    std::vector<Token> past = committed_[static_cast<std::size_t>(b)];
+    past.insert(past.end(), waiting.begin(), waiting.end());
+    for (std::int64_t i = 0; i < length; ++i) {
+      const Token& token = input.tokens[static_cast<std::size_t>(b)][static_cast<std::size_t>(i)];
+      past.push_back(token);
+      waiting.push_back(token);
+      ASSERT_NO_FATAL_FAILURE(expect_row(input, b, i, past, out, lse));
+    }
+  }
+}
+
+void KvStream::commit(bool rows_differ) {
+  std::vector<std::int32_t> keep;
+  for (std::size_t b = 0; b < committed_.size(); ++b) {
+    auto& waiting = pending_tokens_[b];
+    keep.push_back(static_cast<std::int32_t>(rows_differ ? random_.below(cache_.pending + 1)
+                                                         : cache_.pending));
+    committed_[b].insert(committed_[b].end(), waiting.begin(), waiting.begin() + keep.back());
+    waiting.clear();
+  }
+  const CommitArgs args{.cache = cache_, .keep = rows_differ ? keep.data() : nullptr};
+  with_workspace(commit_workspace_size(args, in_turn(2), options_.backend),
+                 [&](const Execution& e) { flash_dmattn::commit(args, e, options_.backend); });
+  cache_.pending = 0;
+}
+
+void KvStream::reorder() {
+  other_memory_.poison();
+  KvCache to = kv_cache_in({other_memory_.data(), other_memory_.size()}, options_.shape);
+  to.pending = cache_.pending;
+  std::vector<std::int32_t> index;
+  std::vector<std::vector<Token>> committed, waiting;
+  for (std::size_t b = 0; b < committed_.size(); ++b) {
+    index.push_back(static_cast<std::int32_t>(random_.below(options_.shape.batch)));
+    committed.push_back(committed_[static_cast<std::size_t>(index.back())]);
+    waiting.push_back(pending_tokens_[static_cast<std::size_t>(index.back())]);
+  }
+  clear(to, in_turn(1), options_.backend);
+  copy_rows({.from = cache_, .to = to, .index = index.data()}, in_turn(2), options_.backend);
+  std::swap(memory_, other_memory_);
+  cache_ = to;
+  committed_ = std::move(committed);
+  pending_tokens_ = std::move(waiting);
+}
+
+void KvStream::save_and_restore() {
+  const std::vector<std::byte> saved(memory_.data(), memory_.data() + memory_.size());
+  const auto committed = committed_, waiting = pending_tokens_;
+  const std::int64_t count = cache_.pending;
+  if (count == 0) {
+    ASSERT_NO_FATAL_FAILURE(step());
+  }
+  std::memcpy(memory_.data(), saved.data(), saved.size());
+  committed_ = committed;
+  pending_tokens_ = waiting;
+}
+
+void KvStream::check_slots() const {
+  const KvCacheShape& s = options_.shape;
+  for (std::int64_t b = 0; b < s.batch; ++b) {
+    const auto& past = committed_[static_cast<std::size_t>(b)];
+    ASSERT_EQ(cache_.seen[b], static_cast<std::int64_t>(past.size()));
+    for (std::int64_t h = 0; h < s.heads_kv; ++h) {
+      std::set<std::size_t> expected, found;
+      for (const std::size_t j : visible(past, h)) expected.insert(j);
+      const std::int64_t row = b * s.heads_kv + h;
+      for (std::int64_t slot = 0; slot < cache_.counts[row].count; ++slot) {
+        found.insert(static_cast<std::size_t>(cache_.positions[row * s.slots() + slot]));
+      }
+      ASSERT_EQ(found, expected) << "row " << b << ", head " << h;
+      ASSERT_EQ(static_cast<std::size_t>(cache_.counts[row].count), expected.size());
+    }
+  }
+}
+
+}  // namespace flash_dmattn::testing

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "flash_dmattn/flash_dmattn.h"
+#include "support/buffer.h"
+#include "support/random.h"
+
+// A KV cache beside the definition: a random stream of tokens, in which every query's result is compared with full
+// attention over the w best of all the keys before it.
+namespace flash_dmattn::testing {
+
+enum class StreamScores : std::uint8_t { normal, ties, equal };
+
+struct StreamOptions {
+  KvCacheShape shape{};
+  std::int64_t group = 1;
+  StreamScores scores = StreamScores::normal;
+  double nan_share = 0;     // of scores
+  double masked_share = 0;  // of tokens
+  float softcap = 0;
+  ScoreUse use = ScoreUse::choose_and_bias;
+  std::uint64_t seed = 0;
+  std::string_view backend;
+};
+
+class KvStream {
+ public:
+  explicit KvStream(const StreamOptions& options);
+
+  // Each calls the library and fails the running test where a result differs.
+  void fill(std::int64_t length);    // rows of different lengths
+  void step();                       // one token of every row
+  void append(std::int64_t length);  // and attends
+  void commit(bool rows_differ);     // a random number of the pending tokens
+  void reorder();                    // rows of the batch, through a second cache
+  void save_and_restore();           // the bytes of the cache
+  void check_slots() const;          // they hold the w best keys
+
+  std::int64_t pending() const { return cache_.pending; }
+  Random& random() { return random_; }
+
+ private:
+  struct Token {
+    std::vector<double> k, v;   // [Hkv, D], as stored
+    std::vector<float> scores;  // [Hkv], NaN where the token is masked
+  };
+  // Tokens of every row, as the library takes them.
+  struct Input {
+    std::int64_t length;
+    std::vector<std::byte> q, k, v;
+    std::vector<float> scores;
+    std::vector<std::uint8_t> mask;
+    std::vector<std::vector<Token>> tokens;  // [B][length]
+  };
+
+  Input draw(std::int64_t length);
+  // The result of query i of `input` at the end of `past`.
+  void expect_row(const Input& input, std::int64_t b, std::int64_t i,
+                  const std::vector<Token>& past, const std::vector<std::byte>& out,
+                  const std::vector<float>& lse) const;
+  std::vector<std::size_t> visible(const std::vector<Token>& past, std::int64_t h) const;
+
+  StreamOptions options_;
+  Random random_;
+  GuardedBuffer memory_, other_memory_;
+  KvCache cache_;
+  std::vector<std::vector<Token>> committed_, pending_tokens_;  // [B]
+};
+
+}  // namespace flash_dmattn::testing

@@ -1,0 +1,273 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "flash_dmattn/flash_dmattn.h"
+#include "support/kv_stream.h"
+#include "support/run.h"
+
+// KV caches: random streams against the definition, and the checks of arguments.
+namespace flash_dmattn::testing {
+namespace {
+
+class KvCacheStreams
+    : public ::testing::TestWithParam<std::tuple<const char*, StreamScores, DType>> {};
+
+StreamOptions random_options(std::uint64_t seed, const char* backend, StreamScores scores,
+                             DType dtype) {
+  Random random(seed * 977 + 5);
+  StreamOptions options{.scores = scores, .seed = seed, .backend = backend};
+  options.shape = {.batch = 1 + random.below(3),
+                   .heads_kv = 1 + random.below(2),
+                   .window = 1 + random.below(9),
+                   .chunk = random.below(8),
+                   .head_dim = 1 + random.below(20),
+                   .dtype = dtype};
+  options.group = 1 + random.below(3);
+  options.nan_share = random.below(2) == 0 ? 0 : 0.3;
+  options.masked_share = random.below(2) == 0 ? 0 : 0.3;
+  options.softcap = random.below(4) == 0 ? 2.0f : 0.0f;
+  options.use = random.below(4) == 0 ? ScoreUse::choose : ScoreUse::choose_and_bias;
+  return options;
+}
+
+void run_stream(const StreamOptions& options) {
+  KvStream stream(options);
+  if (stream.random().below(2) == 0) {
+    ASSERT_NO_FATAL_FAILURE(stream.fill(1 + stream.random().below(20)));
+  }
+  for (int i = 0; i < 12; ++i) {
+    const std::int64_t room = options.shape.chunk - stream.pending();
+    const std::int64_t action = stream.random().below(8);
+    if (action < 2 && room > 0) {
+      ASSERT_NO_FATAL_FAILURE(stream.append(1 + stream.random().below(room)));
+    } else if (action == 2) {
+      ASSERT_NO_FATAL_FAILURE(stream.reorder());
+    } else if (action == 3) {
+      ASSERT_NO_FATAL_FAILURE(stream.save_and_restore());
+    } else if (stream.pending() > 0) {
+      ASSERT_NO_FATAL_FAILURE(stream.commit(action < 7));
+    } else {
+      ASSERT_NO_FATAL_FAILURE(stream.step());
+    }
+    if (stream.pending() == 0) {
+      ASSERT_NO_FATAL_FAILURE(stream.check_slots());
+    }
+  }
+}
+
+TEST_P(KvCacheStreams, EqualFullAttentionOverTheBestKeys) {
+  const auto& [backend, scores, dtype] = GetParam();
+  for (std::uint64_t seed = 0; seed < 300; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    ASSERT_NO_FATAL_FAILURE(run_stream(random_options(seed, backend, scores, dtype)));
+  }
+}
+
+// Several blocks of keys, splits and whole vectors.
+TEST_P(KvCacheStreams, LongOnesToo) {
+  const auto& [backend, scores, dtype] = GetParam();
+  StreamOptions options{.scores = scores, .nan_share = 0.1, .seed = 3, .backend = backend};
+  options.shape = {
+      .batch = 2, .heads_kv = 2, .window = 900, .chunk = 70, .head_dim = 32, .dtype = dtype};
+  options.group = 2;
+  KvStream stream(options);
+  ASSERT_NO_FATAL_FAILURE(stream.fill(1200));
+  ASSERT_NO_FATAL_FAILURE(stream.check_slots());
+  for (int i = 0; i < 3; ++i) ASSERT_NO_FATAL_FAILURE(stream.step());
+  ASSERT_NO_FATAL_FAILURE(stream.append(50));
+  ASSERT_NO_FATAL_FAILURE(stream.append(20));
+  ASSERT_NO_FATAL_FAILURE(stream.commit(true));
+  ASSERT_NO_FATAL_FAILURE(stream.check_slots());
+  ASSERT_NO_FATAL_FAILURE(stream.step());
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Backends, KvCacheStreams,
+    ::testing::Combine(::testing::Values("cpu", "reference"),
+                       ::testing::Values(StreamScores::normal, StreamScores::ties,
+                                         StreamScores::equal),
+                       ::testing::Values(DType::f32, DType::bf16, DType::f16)));
+
+// However long the stream, the cache is as large as it was, and holds the best keys of all.
+TEST(KvCache, HoldsTheBestOfHalfAMillionTokens) {
+  constexpr std::int64_t tokens = 524288, window = 64, head_dim = 8;
+  const KvCacheShape shape{.batch = 1, .heads_kv = 1, .window = window, .head_dim = head_dim};
+  GuardedBuffer memory(kv_cache_size(shape), "cache");
+  EXPECT_LT(memory.size(), window * (2 * head_dim * 4 + 8) + 512);
+  const KvCache cache = kv_cache_in({memory.data(), memory.size()}, shape);
+  clear(cache, in_turn(1));
+  Random random(1);
+  std::vector<float> scores;
+  std::vector<float> row(head_dim), out(head_dim);
+  float lse = 0;
+  const std::array stride = contiguous_strides({1, 1, 1, head_dim});
+  DecodeStepArgs args{.cache = cache,
+                      .heads_q = 1,
+                      .scale = 1,
+                      .q = {row.data(), stride},
+                      .k = {row.data(), stride},
+                      .v = {row.data(), stride},
+                      .out = {out.data(), stride},
+                      .lse = &lse};
+  float score = 0;
+  args.scores.data = &score;
+  GuardedBuffer workspace(decode_step_workspace_size(args, in_turn(1)), "workspace");
+  Execution execution = in_turn(1);
+  execution.workspace = workspace.data();
+  execution.workspace_bytes = workspace.size();
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    score = static_cast<float>(random.normal());
+    scores.push_back(score);
+    for (float& x : row) x = static_cast<float>(t);  // the key is its position
+    decode_step(args, execution);
+  }
+  EXPECT_EQ(cache.seen[0], tokens);
+  std::vector<float> best = scores;
+  std::nth_element(best.begin(), best.begin() + window, best.end(), std::greater<>());
+  best.resize(window);
+  std::vector<float> held(cache.scores, cache.scores + window);
+  std::sort(best.begin(), best.end());
+  std::sort(held.begin(), held.end());
+  EXPECT_EQ(held, best);
+  for (std::int64_t slot = 0; slot < window; ++slot) {
+    const std::int32_t position = cache.positions[slot];
+    EXPECT_EQ(scores[static_cast<std::size_t>(position)], cache.scores[slot]);
+    EXPECT_EQ(static_cast<const float*>(cache.k.data)[slot * head_dim],
+              static_cast<float>(position));
+  }
+}
+
+// ---- Arguments -----------------------------------------------------------------------------------
+
+// A correct call of each function, to be spoiled.
+struct KvCalls {
+  KvCacheShape shape{.batch = 2, .heads_kv = 2, .window = 4, .chunk = 3, .head_dim = 8};
+  GuardedBuffer memory{kv_cache_size(shape), "cache"};
+  GuardedBuffer other{kv_cache_size(shape), "other"};
+  KvCache cache = kv_cache_in({memory.data(), memory.size()}, shape);
+  std::vector<float> numbers = std::vector<float>(2 * 4 * 8);
+  std::vector<KeyInterval> intervals = std::vector<KeyInterval>(2 * 2 * 7);
+  std::vector<std::int32_t> index = {0, 1};
+  std::array<std::int64_t, 4> stride = contiguous_strides({2, 1, 2, 8});
+  GuardedBuffer workspace{1 << 16, "workspace"};
+  Execution execution = in_turn(1);
+
+  AppendArgs append_args{.cache = cache,
+                         .seqlen = 1,
+                         .k = {numbers.data(), stride},
+                         .v = {numbers.data(), stride},
+                         .scores = {numbers.data()}};
+  FillArgs fill_args{.cache = cache,
+                     .seqlen_k = 1,
+                     .k = {numbers.data(), stride},
+                     .v = {numbers.data(), stride},
+                     .scores = {numbers.data()},
+                     .intervals = {intervals.data()},
+                     .seqlen_q = 1};
+  PendingIntervalsArgs intervals_args{.cache = cache, .seqlen_q = 0, .intervals = intervals.data()};
+  CommitArgs commit_args{.cache = cache};
+  CopyRowsArgs copy_args{
+      .from = cache, .to = kv_cache_in({other.data(), other.size()}, shape), .index = index.data()};
+  DecodeStepArgs step_args{.cache = cache,
+                           .heads_q = 4,
+                           .scale = 1,
+                           .q = {numbers.data(), contiguous_strides({2, 1, 4, 8})},
+                           .k = {numbers.data(), stride},
+                           .v = {numbers.data(), stride},
+                           .scores = {numbers.data()},
+                           .out = {numbers.data(), contiguous_strides({2, 1, 4, 8})},
+                           .lse = numbers.data()};
+
+  KvCalls() {
+    execution.workspace = workspace.data();
+    execution.workspace_bytes = workspace.size();
+    clear(cache, execution);
+    clear(copy_args.to, execution);
+  }
+
+  void run() const {
+    append(append_args, execution);
+    fill(fill_args, execution);
+    pending_intervals(intervals_args, execution);
+    commit(commit_args, execution);
+    copy_rows(copy_args, execution);
+    decode_step(step_args, execution);
+  }
+};
+
+void expect_error(const std::string& argument, const std::function<void(KvCalls&)>& spoil) {
+  KvCalls calls;
+  ASSERT_NO_THROW(calls.run());
+  spoil(calls);
+  const std::vector<std::byte> before(calls.memory.data(),
+                                      calls.memory.data() + calls.memory.size());
+  try {
+    calls.run();
+    ADD_FAILURE() << argument << ": no error";
+  } catch (const InvalidArgument& error) {
+    EXPECT_EQ(error.argument(), argument) << error.what();
+  }
+}
+
+TEST(KvCacheArguments, AreNamedInErrors) {
+  expect_error("cache.shape.window", [](KvCalls& c) { c.append_args.cache.shape.window = 0; });
+  expect_error("cache.shape.batch", [](KvCalls& c) { c.append_args.cache.shape.batch = -1; });
+  expect_error("cache.shape.head_dim",
+               [](KvCalls& c) { c.append_args.cache.shape.head_dim = 257; });
+  expect_error("cache.shape.dtype",
+               [](KvCalls& c) { c.append_args.cache.shape.dtype = DType::f64; });
+  expect_error("cache.k", [](KvCalls& c) { c.append_args.cache.k.data = nullptr; });
+  expect_error("cache.v", [](KvCalls& c) { c.append_args.cache.v.stride[2] = 0; });
+  expect_error("cache.scores", [](KvCalls& c) { c.append_args.cache.scores = nullptr; });
+  expect_error("cache.positions", [](KvCalls& c) { c.append_args.cache.positions = nullptr; });
+  expect_error("cache.counts", [](KvCalls& c) { c.append_args.cache.counts = nullptr; });
+  expect_error("cache.seen", [](KvCalls& c) { c.append_args.cache.seen = nullptr; });
+  expect_error("cache.pending", [](KvCalls& c) { c.append_args.cache.pending = 4; });
+  expect_error("cache.pending", [](KvCalls& c) { c.step_args.cache.pending = 1; });
+  expect_error("seqlen", [](KvCalls& c) { c.append_args.seqlen = 4; });
+  expect_error("k", [](KvCalls& c) { c.append_args.k.data = nullptr; });
+  expect_error("v", [](KvCalls& c) { c.fill_args.v.stride[3] = 2; });
+  expect_error("scores", [](KvCalls& c) { c.step_args.scores.data = nullptr; });
+  expect_error("intervals", [](KvCalls& c) { c.fill_args.intervals.data = nullptr; });
+  expect_error("intervals", [](KvCalls& c) { c.intervals_args.intervals = nullptr; });
+  expect_error("seqlen_q", [](KvCalls& c) { c.intervals_args.seqlen_q = 1; });
+  expect_error("problem.heads_q", [](KvCalls& c) { c.step_args.heads_q = 3; });
+  expect_error("problem.scale", [](KvCalls& c) { c.step_args.scale = 1.0f / 0.0f; });
+  expect_error("problem.softcap", [](KvCalls& c) { c.step_args.softcap = -1; });
+  expect_error("q", [](KvCalls& c) { c.step_args.q.data = nullptr; });
+  expect_error("out", [](KvCalls& c) { c.step_args.out.data = nullptr; });
+  expect_error("lse", [](KvCalls& c) { c.step_args.lse = nullptr; });
+  expect_error("index", [](KvCalls& c) { c.copy_args.index = nullptr; });
+  expect_error("index[1]", [](KvCalls& c) { c.index[1] = 2; });
+  expect_error("keep[0]", [](KvCalls& c) { c.commit_args.keep = (c.index = {1, 0}).data(); });
+  expect_error("lengths[1]", [](KvCalls& c) { c.fill_args.lengths = (c.index = {1, 2}).data(); });
+  expect_error("to.shape.window", [](KvCalls& c) { c.copy_args.to.shape.window = 3; });
+  expect_error("from.k", [](KvCalls& c) { c.copy_args.from.k.data = nullptr; });
+  expect_error("execution.workers", [](KvCalls& c) { c.execution.workers = 0; });
+  expect_error("execution.workspace_bytes", [](KvCalls& c) { c.execution.workspace_bytes = 0; });
+}
+
+TEST(KvCacheArguments, BackendsDeclineInWords) {
+  KvCacheShape shape{.batch = 1, .heads_kv = 1, .window = 4, .head_dim = 8};
+  EXPECT_EQ(supports(shape), "");
+  EXPECT_EQ(supports(shape, "reference"), "");
+  EXPECT_THROW(supports(shape, "gpu"), InvalidArgument);
+  shape.device = Device::cuda;
+  EXPECT_NE(supports(shape, "cpu").find("computes in cpu memory"), std::string::npos);
+}
+
+TEST(KvCacheArguments, MemoryHasToFit) {
+  const KvCacheShape shape{.batch = 1, .heads_kv = 1, .window = 4, .head_dim = 8};
+  GuardedBuffer memory(kv_cache_size(shape), "cache");
+  EXPECT_THROW(kv_cache_in({memory.data(), memory.size() - 1}, shape), InvalidArgument);
+  EXPECT_THROW(kv_cache_in({memory.data() + 4, memory.size()}, shape), InvalidArgument);
+}
+
+}  // namespace
+}  // namespace flash_dmattn::testing
