@@ -72,8 +72,9 @@ constexpr std::array<std::int64_t, 4> contiguous_strides(const std::array<std::i
 
 // Of the slots of a (batch, kv head) of a KV cache (kv_cache.h).
 struct SlotCount {
-  std::int32_t count;   // slots [0, count) hold keys
-  std::int32_t victim;  // of them the worst, the first to leave once all are taken; any value before
+  std::int32_t count;  // slots [0, count) hold keys
+  std::int32_t
+      victim;  // of them the worst, the first to leave once all are taken; any value before
 };
 
 // As a stride: that of a dense row-major array, which the comment of the field describes.
