@@ -1,4 +1,4 @@
-"""The three pictures of the demo."""
+"""The pictures of the demo."""
 
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from matplotlib.ticker import ScalarFormatter  # noqa: E402
 from ..integrations.transformers import doge_scores  # noqa: E402
 from ..key_intervals import KeyIntervals, select_key_intervals  # noqa: E402
 from .cost import Cost  # noqa: E402
+from .token_cost import TokenCost  # noqa: E402
 from .training import precision_of  # noqa: E402
 
 _OURS, _EAGER, _HELD_OUT = "#1f5fa8", "#c8553d", "#2f7d4f"
@@ -64,26 +65,43 @@ def draw_keys(path: Path, model: torch.nn.Module, ids: torch.Tensor) -> None:
 
 def draw_cost(path: Path, costs: dict[str, list[Cost]], window: int) -> None:
     """Time and peak memory of a training step of one layer, against the length of the sequence."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    names = {
-        "eager": ("eager, N × N", _EAGER),
-        "flash_dmattn": (f"flash_dmattn, w = {window}", _OURS),
-    }
-    for implementation, points in costs.items():
-        label, color = names[implementation]
-        lengths = [p.length for p in points]
-        style = {"marker": "o", "ms": 4, "color": color, "label": label}
-        left.plot(lengths, [p.seconds for p in points], **style)
-        right.plot(lengths, [max(p.mebibytes, 1) for p in points], **style)
+    labels = {"eager": "eager, N × N", "flash_dmattn": f"flash_dmattn, w = {window}"}
+    figure, (left, right) = _draw_by_length(costs, labels, 1.0)
     left.set(ylabel="seconds", title="forward + backward, one layer")
     right.set(ylabel="MiB", title="peak memory")
+    for axes in (left, right):
+        axes.set_xlabel("sequence length N")
+    _save(figure, path)
+
+
+def draw_token_cost(path: Path, costs: dict[str, list[TokenCost]], window: int) -> None:
+    """Time of a generated token and memory of its cache, against the length of the text before it."""
+    labels = {"eager": "eager, all keys", "flash_dmattn": f"flash_dmattn, w = {window} keys"}
+    figure, (left, right) = _draw_by_length(costs, labels, 1e3)
+    left.set(ylabel="milliseconds", title="one token")
+    right.set(ylabel="MiB", title="KV cache")
+    for axes in (left, right):
+        axes.set_xlabel("tokens before")
+    _save(figure, path)
+
+
+def _draw_by_length(
+    costs: dict[str, list], labels: dict[str, str], per_second: float
+) -> tuple[plt.Figure, tuple[plt.Axes, plt.Axes]]:
+    """Time on the left, memory on the right."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for implementation, points in costs.items():
+        color = {"eager": _EAGER, "flash_dmattn": _OURS}[implementation]
+        lengths = [p.length for p in points]
+        style = {"marker": "o", "ms": 4, "color": color, "label": labels[implementation]}
+        left.plot(lengths, [per_second * p.seconds for p in points], **style)
+        right.plot(lengths, [max(p.mebibytes, 1e-3) for p in points], **style)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.set_xlabel("sequence length N")
     left.legend(frameon=False)
-    _save(figure, path)
+    return figure, (left, right)
 
 
 @torch.no_grad()

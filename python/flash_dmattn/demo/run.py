@@ -8,7 +8,8 @@ import torch
 from ..availability import is_available
 from .corpus import even_batch, standard_library
 from .cost import Cost, measure
-from .pictures import draw_cost, draw_keys, draw_loss
+from .pictures import draw_cost, draw_keys, draw_loss, draw_token_cost
+from .token_cost import TokenCost, measure_tokens
 from .training import held_out_bits_per_byte, make_model, train, write_text
 
 _PROMPT = "import os\n\n\ndef "
@@ -62,6 +63,11 @@ def run(options: argparse.Namespace) -> None:
             implementation, options.window, _COST_SECONDS, options.seed, model.device.type
         )
     draw_cost(output / "cost.png", costs, options.window)
+    tokens = {}
+    for implementation in ("eager", "flash_dmattn"):
+        print(f"measuring a generated token as the text grows: {implementation}")
+        tokens[implementation] = measure_tokens(model, implementation, _COST_SECONDS, options.seed)
+    draw_token_cost(output / "token.png", tokens, options.window)
 
     _print_table(
         [
@@ -70,12 +76,13 @@ def run(options: argparse.Namespace) -> None:
             ("training", f"{history.seconds:.0f} s, {history.bytes_per_second:,.0f} tokens/s"),
             ("gradients", f"{history.gradients_checked:,} checked, all finite"),
             *_cost_rows(costs),
+            *_token_rows(tokens),
             ("files", ", ".join(f"{output / f}" for f in _FILES)),
         ]
     )
 
 
-_FILES = ("sample.txt", "loss.png", "keys.png", "cost.png")
+_FILES = ("sample.txt", "loss.png", "keys.png", "cost.png", "token.png")
 
 
 def _cost_rows(costs: dict[str, list[Cost]]) -> list[tuple[str, str]]:
@@ -94,6 +101,17 @@ def _cost_rows(costs: dict[str, list[Cost]]) -> list[tuple[str, str]]:
 
 def _cost(cost: Cost) -> str:
     return f"{cost.seconds:.2f} s, {cost.mebibytes:,.0f} MiB"
+
+
+def _token_rows(costs: dict[str, list[TokenCost]]) -> list[tuple[str, str]]:
+    """The longest text behind which both have generated."""
+    eager, ours = ({c.length: c for c in costs[name]} for name in ("eager", "flash_dmattn"))
+    longest = max(eager.keys() & ours.keys())
+    parts = (
+        f"{name} {cost.per_second:,.0f} tokens/s, cache {cost.mebibytes:.1f} MiB"
+        for name, cost in (("eager", eager[longest]), ("flash_dmattn", ours[longest]))
+    )
+    return [(f"generating after {longest} bytes", "; ".join(parts))]
 
 
 def _print_table(rows: list[tuple[str, str]]) -> None:

@@ -9,7 +9,7 @@ import torch
 from tqdm import tqdm
 from transformers import DogeConfig, DogeForCausalLM
 
-from ..integrations.transformers import enable_flash_dmattn
+from ..integrations.transformers import DynamicMaskCache, enable_flash_dmattn
 from .corpus import Corpus, even_batch, random_batch
 
 _LEARNING_RATE = 2e-3
@@ -138,6 +138,7 @@ def write_text(model: DogeForCausalLM, prompt: str, length: int, seed: int) -> s
         written = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
+            past_key_values=DynamicMaskCache(model.config),
             max_new_tokens=length,
             do_sample=True,
             temperature=0.8,

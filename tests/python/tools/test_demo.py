@@ -13,7 +13,7 @@ from flash_dmattn.__main__ import main
 for needed in ("matplotlib", "tqdm", "transformers"):
     pytest.importorskip(needed)
 
-from flash_dmattn.demo import corpus, cost, run, training  # noqa: E402
+from flash_dmattn.demo import corpus, cost, run, token_cost, training  # noqa: E402
 
 TINY = ["demo", "--context", "48", "--window", "8", "--seed", "3"]
 
@@ -30,13 +30,15 @@ def test_info_says_what_runs_and_why_the_rest_does_not(capsys):
 def test_the_demo_from_beginning_to_end(tmp_path, capsys, monkeypatch):
     for lengths in ("LENGTHS", "LENGTHS_ON_GPU"):
         monkeypatch.setattr(cost, lengths, {"eager": (32, 64), "flash_dmattn": (32, 64, 128)})
+    monkeypatch.setattr(token_cost, "CONTEXTS", (16, 96))
     monkeypatch.setattr(run, "_COST_SECONDS", 600)  # so that a busy machine measures them all
     assert main([*TINY, "--steps", "2", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert ("on cuda" if flash_dmattn.is_available("cuda") else "on cpu") in printed
-    for line in ("held-out bits per byte", "all finite", "one layer, N = 64", "one layer, N = 128"):
+    lines = ("held-out bits per byte", "all finite", "one layer, N = 64", "one layer, N = 128")
+    for line in (*lines, "generating after 96 bytes", "cache 0.0 MiB"):
         assert line in printed
-    for name in ("loss.png", "keys.png", "cost.png"):
+    for name in ("loss.png", "keys.png", "cost.png", "token.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "sample.txt").read_text().startswith("import os")
 
