@@ -1,0 +1,327 @@
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "selection/schedule_contents.h"
+#include "support/call.h"
+
+// Every bad argument is refused by its name, with nothing written.
+namespace flash_dmattn::testing {
+namespace {
+
+constexpr float infinity = std::numeric_limits<float>::infinity();
+constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+
+struct BadProblem {
+  std::string argument;
+  std::string message;
+  void (*spoil)(Problem&);
+};
+
+const std::vector<BadProblem> bad_problems = {
+    {"problem.batch", "got -1, expected a length in [0, 2^31)", [](Problem& p) { p.batch = -1; }},
+    {"problem.heads_q", "got -4, expected a length in [0, 2^31)",
+     [](Problem& p) { p.heads_q = -4; }},
+    {"problem.heads_kv", "got -2, expected a length in [0, 2^31)",
+     [](Problem& p) { p.heads_kv = -2; }},
+    {"problem.seqlen_q", "got 2147483648, expected a length in [0, 2^31)",
+     [](Problem& p) { p.seqlen_q = std::int64_t{1} << 31; }},
+    {"problem.seqlen_k", "got -7, expected a length in [0, 2^31)",
+     [](Problem& p) { p.seqlen_k = -7; }},
+    {"problem.head_dim", "got 0, expected 1 to 256", [](Problem& p) { p.head_dim = 0; }},
+    {"problem.head_dim", "got 257, expected 1 to 256", [](Problem& p) { p.head_dim = 257; }},
+    {"problem.heads_q", "got 3, expected a multiple of problem.heads_kv = 2",
+     [](Problem& p) { p.heads_q = 3; }},
+    {"problem.heads_q", "got 4, expected a multiple of problem.heads_kv = 0",
+     [](Problem& p) { p.heads_kv = 0; }},
+    {"problem",
+     "got batch, heads_q, seqlen_q, seqlen_k, head_dim (2000000000, 4, 2000000000, 7, 8), expected "
+     "tensors of at most 2^56 elements",
+     [](Problem& p) { p.batch = p.seqlen_q = 2000000000; }},
+    {"problem.dtype", "got 9, expected f32, bf16, f16 or f64",
+     [](Problem& p) { p.dtype = p.bias_dtype = static_cast<DType>(9); }},
+    {"problem.nonfinite", "got 9, expected saturate or propagate",
+     [](Problem& p) { p.nonfinite = static_cast<NonFinite>(9); }},
+    {"problem.scale", "got inf, expected a finite number", [](Problem& p) { p.scale = infinity; }},
+    {"problem.scale", "got nan, expected a finite number", [](Problem& p) { p.scale = nan; }},
+    {"problem.softcap", "got -0.5, expected a finite number >= 0 (0 = none)",
+     [](Problem& p) { p.softcap = -0.5f; }},
+    {"problem.softcap", "got nan, expected a finite number >= 0 (0 = none)",
+     [](Problem& p) { p.softcap = nan; }},
+    {"problem.mask_shape",
+     "got (2, 3, 1, 7), expected ({2|1}, {4|2|1}, {5|1}, {7|1}), or all zero for none",
+     [](Problem& p) { p.mask_shape = {2, 3, 1, 7}; }},
+    {"problem.bias_shape",
+     "got (2, 2, 1, 5), expected ({2|1}, {4|2|1}, {5|1}, {7|1}), or all zero for none",
+     [](Problem& p) { p.bias_shape = {2, 2, 1, 5}; }},
+    {"problem.bias_dtype", "got f16, expected f32 with problem.dtype f32",
+     [](Problem& p) { p.bias_dtype = DType::f16; }},
+    {"problem.bias_dtype", "got f16, expected bf16 or f32 with problem.dtype bf16",
+     [](Problem& p) { p.dtype = DType::bf16, p.bias_dtype = DType::f16; }},
+    {"problem.bias_dtype", "got f32, expected f64 with problem.dtype f64",
+     [](Problem& p) { p.dtype = DType::f64; }},
+    {"problem.rank_shape",
+     "got (2, 2, 5, 7), expected one rank for each of 7 keys, and problem.limit_shape with it",
+     [](Problem& p) { p.rank_shape = {2, 2, 5, 7}; }},
+    {"problem.limit_shape",
+     "got (0, 0, 0, 0), expected one limit for each of 5 queries, and problem.rank_shape with it",
+     [](Problem& p) { p.rank_shape = {2, 2, 1, 7}; }},
+    {"problem.limit_shape",
+     "got (2, 3, 5, 1), expected ({2|1}, {4|2|1}, {5|1}, {7|1}), or all zero for none",
+     [](Problem& p) { p.rank_shape = {2, 2, 1, 7}, p.limit_shape = {2, 3, 5, 1}; }},
+    {"problem.rank_shape",
+     "got (1, 1, 1, 7), expected ranks only with a mask and without intervals",
+     [](Problem& p) { p.rank_shape = {1, 1, 1, 7}, p.limit_shape = {1, 1, 5, 1}; }},
+    {"problem.intervals_shape", "got (2, 4), expected ({2|1}, {2|1}), or all zero for none",
+     [](Problem& p) { p.intervals_shape = {2, 4}; }},
+    {"problem.key_list_shape", "got (1, 1), expected all zero with problem.intervals_shape",
+     [](Problem& p) { p.key_list_shape = {1, 1}; }},
+    {"problem.key_list_shape", "got (3, 1), expected ({2|1}, {2|1}), or all zero for none",
+     [](Problem& p) { p.key_list_shape = {3, 1}; }},
+};
+
+TEST(InvalidArguments, OfTheProblem) {
+  for (const auto& [argument, message, spoil] : bad_problems) {
+    SCOPED_TRACE(argument + ": " + message);
+    Call call;
+    spoil(call.forward_args.problem);
+    spoil(call.backward_args.problem);
+    const Execution& execution = call.execution;
+    expect_invalid([&] { supports(call.forward_args.problem); }, argument, message);
+    const auto& [problem, in] = std::tie(call.forward_args.problem, call.forward_args.in);
+    expect_invalid([&] { schedule_size(problem, in.visibility, Direction::forward, execution); },
+                   argument, message);
+    expect_invalid([&] { forward_workspace_size(call.forward_args, execution); }, argument,
+                   message);
+    expect_invalid([&] { backward_workspace_size(call.backward_args, execution); }, argument,
+                   message);
+    expect_invalid([&] { call.run_forward(); }, argument, message);
+    expect_invalid([&] { call.run_backward(); }, argument, message);
+    call.expect_nothing_written();
+  }
+}
+
+struct BadInput {
+  std::string argument;
+  std::string message;
+  void (*spoil)(Problem&, Inputs&);
+};
+
+// Against backend "cpu", which needs a schedule.
+const std::vector<BadInput> bad_inputs = {
+    {"q", "got null data, expected data of shape (2, 5, 4, 8)",
+     [](Problem&, Inputs& in) { in.q.data = nullptr; }},
+    {"k", "got strides (112, 16, 8, 2), expected a last dimension that is contiguous (stride 1)",
+     [](Problem&, Inputs& in) { in.k.stride[3] = 2; }},
+    {"v",
+     "got strides (9223372036854775807, 16, 8, 1) for shape (2, 7, 2, 8), expected a span of at "
+     "most "
+     "2^56 elements",
+     [](Problem&, Inputs& in) { in.v.stride[0] = std::numeric_limits<std::int64_t>::max(); }},
+    {"q",
+     "got strides (160, -9223372036854775808, 8, 1) for shape (2, 5, 4, 8), expected a span of at "
+     "most "
+     "2^56 elements",
+     [](Problem&, Inputs& in) { in.q.stride[1] = std::numeric_limits<std::int64_t>::min(); }},
+    {"mask", "got null data, expected data of shape (2, 1, 1, 7)",
+     [](Problem&, Inputs& in) { in.mask.data = nullptr; }},
+    {"mask", "got strides (7, 0, 0, 0), expected a last dimension that is contiguous (stride 1)",
+     [](Problem&, Inputs& in) { in.mask.stride[3] = 0; }},
+    {"mask", "got data, expected null data while problem.mask_shape is all zero",
+     [](Problem& p, Inputs&) { p.mask_shape = {}; }},
+    {"bias", "got null data, expected data of shape (2, 2, 1, 7)",
+     [](Problem&, Inputs& in) { in.bias = {}; }},
+    {"visibility.intervals", "got null data, expected data of shape (2, 1, 1, 7)",
+     [](Problem&, Inputs& in) { in.visibility.intervals = {}; }},
+    {"visibility.intervals",
+     "got data, expected null data while problem.intervals_shape is all zero",
+     [](Problem& p, Inputs&) { p.intervals_shape = {}; }},
+    {"schedule", "got a schedule, expected none without intervals or a key list",
+     [](Problem& p, Inputs& in) { p.intervals_shape = {}, in.visibility.intervals = {}; }},
+    {"visibility.key_list", "got data, expected null data while problem.key_list_shape is all zero",
+     [](Problem&, Inputs& in) {
+       static constexpr std::int32_t key = 0;
+       in.visibility.key_list.keys = &key;
+     }},
+};
+
+TEST(InvalidArguments, OfTheInputs) {
+  for (const auto& [argument, message, spoil] : bad_inputs) {
+    SCOPED_TRACE(argument + ": " + message);
+    Call call("cpu");
+    spoil(call.forward_args.problem, call.forward_args.in);
+    spoil(call.backward_args.problem, call.backward_args.in);
+    const Execution& execution = call.execution;
+    expect_invalid([&] { forward_workspace_size(call.forward_args, execution, "cpu"); }, argument,
+                   message);
+    expect_invalid([&] { backward_workspace_size(call.backward_args, execution, "cpu"); }, argument,
+                   message);
+    expect_invalid([&] { call.run_forward(); }, argument, message);
+    expect_invalid([&] { call.run_backward(); }, argument, message);
+    call.expect_nothing_written();
+  }
+}
+
+// A schedule built for something else, and what is expected instead.
+struct BadSchedule {
+  std::string field;
+  std::string got, expected;
+  void (*spoil)(Problem&);
+};
+
+TEST(InvalidArguments, OfAScheduleForAnotherProblem) {
+  const std::vector<BadSchedule> cases = {
+      {"problem.causal", "0", "1", [](Problem& p) { p.causal = false; }},
+      {"problem.seqlen_q", "4", "5", [](Problem& p) { p.seqlen_q = 4; }},
+      {"problem.seqlen_k", "6", "7",
+       [](Problem& p) { p.seqlen_k = 6, p.mask_shape = p.bias_shape = {}; }},
+      {"problem.heads_q", "2", "4", [](Problem& p) { p.heads_q = 2; }},
+      {"problem.head_dim", "16", "8", [](Problem& p) { p.head_dim = 16; }},
+      {"problem.dtype", "bf16", "f32", [](Problem& p) { p.dtype = DType::bf16; }},
+      {"problem.intervals_shape", "(1, 1)", "(2, 1)",
+       [](Problem& p) { p.intervals_shape = {1, 1}; }},
+  };
+  for (const auto& [field, got, expected, spoil] : cases) {
+    SCOPED_TRACE(field);
+    Call call("cpu");
+    Problem other = call.data.problem;
+    spoil(other);
+    const Visibility visibility = call.forward_args.in.visibility;
+    GuardedBuffer memory(schedule_size(other, visibility, Direction::forward, in_turn(1), "cpu"),
+                         "schedule");
+    const Schedule schedule = build_schedule(other, visibility, Direction::forward,
+                                             {memory.data(), memory.size()}, call.execution, "cpu");
+    call.forward_args.schedule = call.backward_args.schedule = schedule;
+    const std::string built_for = "one built for " + field + " ";
+    const std::string message = "got " + built_for + got + ", expected " + built_for + expected;
+    expect_invalid([&] { call.run_forward(); }, "schedule", message);
+    expect_invalid([&] { call.run_backward(); }, "schedule", message);
+    call.expect_nothing_written();
+  }
+}
+
+TEST(InvalidArguments, OfASchedule) {
+  Call call("cpu");
+  call.backend = "reference";
+  expect_invalid([&] { call.run_forward(); }, "schedule",
+                 "got one built for backend cpu, expected one built for backend reference");
+  call.backend = "cpu";
+  ScheduleContents of_the_forward = ScheduleContents::of(call.backward_args.schedule);
+  of_the_forward.serves_backward = false;
+  call.backward_args.schedule = of_the_forward.schedule();
+  expect_invalid([&] { call.run_backward(); }, "schedule",
+                 "got one built for direction forward, expected one built for direction backward");
+  call.forward_args.schedule = {};
+  expect_invalid([&] { call.run_forward(); }, "schedule",
+                 "got none, expected the schedule of the intervals, as backend \"cpu\" needs it "
+                 "(build_schedule)");
+  call.expect_nothing_written();
+  call.backend = "reference";  // needs none
+  EXPECT_NO_THROW(call.run_forward());
+}
+
+TEST(InvalidArguments, OfARowsDtype) {
+  Call call("cpu");
+  double wide = 0;
+  call.forward_args.lse = &wide;
+  expect_invalid([&] { call.run_forward(); }, "lse",
+                 "got f64, expected f32 with problem.dtype f32");
+  call.backward_args.lse_low = &wide;
+  expect_invalid([&] { call.run_backward(); }, "lse_low",
+                 "got f64, expected f32 with problem.dtype f32");
+  call.expect_nothing_written();
+}
+
+TEST(InvalidArguments, OfAForgottenScale) {
+  Call call("cpu");
+  call.forward_args.problem.scale = Problem{}.scale;
+  expect_invalid([&] { call.run_forward(); }, "problem.scale", "got nan, expected a finite number");
+  call.expect_nothing_written();
+}
+
+struct BadOutput {
+  std::string argument;
+  std::string message;
+  void (*spoil)(BackwardArgs&);
+};
+
+TEST(InvalidArguments, OfForwardOutputs) {
+  Call call;
+  call.forward_args.out.data = nullptr;
+  expect_invalid([&] { call.run_forward(); }, "out",
+                 "got null data, expected data of shape (2, 5, 4, 8)");
+  call.forward_args.out = call.results.out.view();
+  call.forward_args.out.stride[2] = 0;
+  expect_invalid(
+      [&] { call.run_forward(); }, "out",
+      "got strides (160, 32, 0, 1) for shape (2, 5, 4, 8), expected an output whose elements "
+      "do not overlap");
+  call.forward_args.out = call.results.out.view();
+  call.forward_args.lse = nullptr;
+  expect_invalid([&] { call.run_forward(); }, "lse",
+                 "got null data, expected data of shape (2, 4, 5)");
+  call.expect_nothing_written();
+}
+
+TEST(InvalidArguments, OfBackward) {
+  const std::vector<BadOutput> cases = {
+      {"out", "got null data, expected data of shape (2, 5, 4, 8)",
+       [](BackwardArgs& args) { args.out.data = nullptr; }},
+      {"lse", "got null data, expected data of shape (2, 4, 5)",
+       [](BackwardArgs& args) { args.lse = nullptr; }},
+      {"dout", "got null data, expected data of shape (2, 5, 4, 8)",
+       [](BackwardArgs& args) { args.dout.data = nullptr; }},
+      {"dq", "got strides (160, 32, 8, 4), expected a last dimension that is contiguous (stride 1)",
+       [](BackwardArgs& args) { args.dq.stride[3] = 4; }},
+      {"dk",
+       "got strides (0, 16, 8, 1) for shape (2, 7, 2, 8), expected an output whose elements do not "
+       "overlap",
+       [](BackwardArgs& args) { args.dk.stride[0] = 0; }},
+      {"dv", "got strides (112, 16, 8, 0), expected a last dimension that is contiguous (stride 1)",
+       [](BackwardArgs& args) { args.dv.stride[3] = 0; }},
+      {"dbias",
+       "got strides (14, 0, 0, 1) for shape (2, 2, 1, 7), expected an output whose elements do not "
+       "overlap",
+       [](BackwardArgs& args) { args.dbias.stride[1] = 0; }},
+      {"dbias", "got data, expected null data while problem.bias_shape is all zero",
+       [](BackwardArgs& args) { args.problem.bias_shape = {}, args.in.bias = {}; }},
+  };
+  for (const auto& [argument, message, spoil] : cases) {
+    SCOPED_TRACE(argument + ": " + message);
+    Call call;
+    spoil(call.backward_args);
+    expect_invalid([&] { call.run_backward(); }, argument, message);
+    call.expect_nothing_written();
+  }
+}
+
+TEST(InvalidArguments, OfTheExecution) {
+  Call call("reference");
+  const std::size_t needed = forward_workspace_size(call.forward_args, call.execution, "reference");
+  ASSERT_GT(needed, 0u);
+
+  call.execution.workspace_bytes = needed - 1;
+  expect_invalid(
+      [&] { call.run_forward(); }, "execution.workspace_bytes",
+      "got " + std::to_string(needed - 1) + ", expected at least " + std::to_string(needed));
+  call.execution.workspace_bytes = needed;
+  call.execution.workspace = nullptr;
+  expect_invalid([&] { call.run_forward(); }, "execution.workspace",
+                 "got null, expected a pointer");
+  call.execution.workspace = call.workspace.data() + 8;
+  expect_invalid([&] { call.run_forward(); }, "execution.workspace",
+                 "got an address 8 bytes off alignment, expected an address aligned to 64 bytes");
+  call.execution.workers = 0;
+  expect_invalid([&] { call.run_forward(); }, "execution.workers", "got 0, expected at least 1");
+  expect_invalid([&] { forward_workspace_size(call.forward_args, call.execution); },
+                 "execution.workers", "got 0, expected at least 1");
+  expect_invalid([&] { call.run_backward(); }, "execution.workers", "got 0, expected at least 1");
+  call.expect_nothing_written();
+}
+
+}  // namespace
+}  // namespace flash_dmattn::testing
