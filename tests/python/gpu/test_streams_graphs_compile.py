@@ -102,6 +102,33 @@ def test_bias_gradients_repeat_where_blocks_own_them(shape):
         assert torch.equal(gradient(), first)
 
 
+def test_first_calls_of_a_process_can_be_captured():
+    """Kernels are loaded and devices are looked at in the first call, wherever it is."""
+    program = """
+import torch
+from gpu_calls import FUNCTIONS, assert_close, leaves
+
+inputs = leaves()
+dout = torch.ones_like(inputs[0])
+torch.cuda.synchronize()
+for function in FUNCTIONS.values():
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = torch.autograd.grad(function(*inputs), inputs, dout)
+    graph.replay()
+    assert_close(captured, torch.autograd.grad(function(*inputs), inputs, dout))
+"""
+    support = os.path.join(os.path.dirname(__file__), "..", "support")
+    path = os.pathsep.join([support, *filter(None, [os.environ.get("PYTHONPATH")])])
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
 def test_unknown_bound_is_measured_and_refused_in_a_graph():
     q, k, v, bias = leaves()
     known = select_key_intervals(bias, 50)

@@ -1,0 +1,38 @@
+"""FLASH_DMATTN_CUDA_FAMILY caps the families of CUDA kernels, once for a process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from flash_dmattn.kernels import kernel_names
+from gpu import needs_gpu
+
+pytestmark = needs_gpu
+
+PROGRAM = "from flash_dmattn.kernels import kernel_names; print(*kernel_names('cuda'), sep='\\n')"
+
+
+def run_with_cap(cap):
+    env = {**os.environ, "FLASH_DMATTN_CUDA_FAMILY": cap}
+    return subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True)
+
+
+def family_of(kernel):
+    return kernel.split()[0]
+
+
+def test_a_cap_leaves_its_family_and_older_ones():
+    families = list(dict.fromkeys(map(family_of, kernel_names("cuda"))))  # the newest first
+    for i, cap in enumerate(families):
+        run = run_with_cap(cap)
+        assert run.returncode == 0, run.stderr
+        assert set(map(family_of, run.stdout.splitlines())) == set(families[i:])
+
+
+@pytest.mark.parametrize("cap", ["sm75", "SM80", "sm80 "])
+def test_a_cap_that_is_no_family_is_refused_with_those_that_are(cap):
+    run = run_with_cap(cap)
+    assert run.returncode != 0
+    assert f"FLASH_DMATTN_CUDA_FAMILY: got {cap}, expected sm90, sm80" in run.stderr
