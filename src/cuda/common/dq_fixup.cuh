@@ -57,7 +57,7 @@ __device__ inline void fp64_dq_row(const BackwardParams& p, QueryHead head, int 
   const std::int64_t index = head.row_index(p.shape, row);
   if (!p.saturate && has_nonfinite_ds(p.lse[index], p.delta[index])) return;  // dq is to be NaN
   const auto delta = static_cast<double>(p.delta[index]);
-  const KeysOfRow keys(p, head, row);
+  const KeysOfRows keys(p, head, row);
   double sum[8] = {};  // columns lane + 32 c
   for (int begin = 0; begin < keys.count; begin += warp_size) {
     const int mine = begin + lane;

@@ -104,14 +104,20 @@ __device__ inline float probability_with_fallback(const BackwardParams& p, Query
   return exp2_approx(fmaf(s, factor, -lse) - lse_low);
 }
 
-// The keys that a row may see: of its tile's list, where there is one.
-struct KeysOfRow {
+// The keys that `rows` rows of a tile may see: of the tile's list, where there is one, else by causality. A row
+// that sees no key looks at all of these to find out.
+struct KeysOfRows {
   const std::int32_t* listed = nullptr;
   int count;
 
   template <class Params>
-  __device__ KeysOfRow(const Params& p, QueryHead head, int row) : count(p.shape.seqlen_k) {
-    if (p.tile_lists.keys == nullptr) return;
+  __device__ KeysOfRows(const Params& p, QueryHead head, int row, int rows = 1)
+      : count(p.shape.seqlen_k) {
+    if (p.tile_lists.keys == nullptr) {
+      const int past = row + rows + p.shape.seqlen_k - p.shape.seqlen_q;
+      if (p.score.causal) count = max(min(past, count), 0);
+      return;
+    }
     const std::int64_t tile = head.batch * p.tile_lists.stride_batch +
                               head.kv_head * p.tile_lists.stride_head +
                               row / static_cast<int>(p.tile_lists.tile_rows);
@@ -136,7 +142,7 @@ __device__ __noinline__ void fp64_row(const ForwardParams& p, QueryHead head, in
   double max = nothing;
   double sum = 0;
   bool empty = true;
-  const KeysOfRow keys(p, head, row);
+  const KeysOfRows keys(p, head, row);
   for (int i = lane; i < keys.count; i += warp_size) {
     if (!visible(keys[i])) continue;
     empty = false;

@@ -58,7 +58,7 @@ struct NonFiniteRowsKernel {
       for (int i = static_cast<int>(threadIdx.x); i < shared.count; i += threads)
         fill_with_nan(p, row_of<T>(p.dq, head.batch, shared.rows[i].row, head.head));
     }
-    const KeysOfRow keys(p, head, first_row);
+    const KeysOfRows keys(p, head, first_row, rows);
     for (int i = static_cast<int>(threadIdx.x); i < keys.count; i += threads)
       add_to_key(p, head, keys[i], shared);
   }
