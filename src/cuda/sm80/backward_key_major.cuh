@@ -7,6 +7,7 @@
 #include "cuda/common/semaphore.cuh"
 #include "cuda/common/tile_copy.cuh"
 #include "cuda/common/transposed_scores.cuh"
+#include "cuda/sm80/clear_non_finite.cuh"
 #include "cuda/sm80/dense_bias_gradient.cuh"
 #include "cuda/sm80/dense_scores.cuh"
 #include "cuda/sm80/dq_accumulate.cuh"
@@ -14,7 +15,7 @@
 #include "cuda/sm80/p_exchange.cuh"
 #include "cuda/sm80/params.h"
 #include "cuda/sm80/policy.h"
-#include "cuda/sm80/query_tiles.cuh"
+#include "cuda/sm80/query_pipeline.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
 
@@ -50,26 +51,24 @@ struct KeyMajorBackwardKernel {
   static constexpr int warp_keys = keys / role_warps;
   static constexpr int rows = DqAccumLayout<D>::rows;
 
-  using QueryRows = SharedTile<rows, D>;
   using KeyRows = SharedTile<keys, D>;
   using Scores = SharedTile<keys, rows>;
   using KeyOrder = std::conditional_t<HasDense, LaneContiguous<4>, InOrder>;
   using Block = ThreadGroup<threads>;
   using Semaphore = OrderSemaphore<Ordered, threads>;
-  using QueryTiles = std::conditional_t<HasDense, MaskedQueryTiles, EveryQueryTile<rows>>;
-  using QueryLoader = QueryTileLoader<QueryRows, threads / 2>;
+  using Iterator = std::conditional_t<HasDense, MaskedQueryTiles, EveryQueryTile<rows>>;
+  using Pipeline = QueryPipeline<rows, D, Iterator, role_warps * warp_size>;  // the dv warps copy
+  using QueryRows = typename Pipeline::RowTile;
 
   struct SharedStorage {
     alignas(1024) std::byte k[KeyRows::bytes];
     alignas(1024) std::byte v[KeyRows::bytes];
-    typename QueryLoader::Stage stage[2];
+    typename Pipeline::Storage queries;
     // P on its way from a dv warp to a dk warp, then dS, in the same bytes.
     alignas(1024) std::byte scores[2][Scores::bytes];
-    alignas(16) float lse[2][rows];
-    alignas(16) float delta[2][rows];
     KeyInfoTile<keys> key_info;
     typename Semaphore::Storage semaphore;
-    typename QueryTiles::Storage query_tiles;
+    typename Iterator::Storage iterator;
   };
 
   static long blocks(const Params& p) { return KeyTile::count(p.shape, keys); }
@@ -126,7 +125,6 @@ struct KeyMajorBackwardKernel {
           warp(warp_id()),
           role_warp(warp % role_warps),
           role(warp < role_warps ? WarpRole::dv : WarpRole::dk),
-          loader(p, tile),
           flags(*p.flags),
           dense_scores(p.score, p.shape, tile, tile.key + role_warp * warp_keys),
           dense_gradient(p, tile, role_warp) {
@@ -138,33 +136,35 @@ struct KeyMajorBackwardKernel {
       load_keys(first_head);
       const QueryBounds bounds(shared.key_info);
       if (!bounds.all_seen()) clear_unseen_keys();
-      QueryTiles tiles(shared.query_tiles, p, tile, first_head, heads,
-                       bounds.touched_begin / rows * rows, bounds.touched_end, warp == role_warps);
-      if (role == WarpRole::dv && tiles.has()) load_queries(tiles.at(), 0);
+      Pipeline queries(
+          shared.queries,
+          Iterator(shared.iterator, p, tile, first_head, heads, bounds.touched_begin / rows * rows,
+                   bounds.touched_end, warp == role_warps),
+          typename Pipeline::Loader(p, tile.batch));
+      const Iterator& tiles = queries.tiles();
+      if (role == WarpRole::dv && tiles.has()) load_queries(queries, 0);
       clear_skipped(tiles, first_head, heads, -1);
       Visit previous{};
       for (int n = 0;; ++n) {
         const bool has_tile = tiles.has();
         const QueryTilePosition at = tiles.at();
-        const int stage = n % 2;
-        cp_async_wait_all();
         if (n > 0) semaphore.wait(static_cast<int>(previous.index));
-        __syncthreads();
+        queries.acquire();
         if (n > 0) semaphore.advance(static_cast<int>(previous.index));
         if (role == WarpRole::dk && n > 0) {
-          add_dq(previous.index, 1 - stage);
-          add_dense_gradient(previous, 1 - stage);
+          add_dq(previous, n - 1);
+          add_dense_gradient(previous, n - 1);
         }
         if (has_tile) {
-          clean_queries(stage);
+          clean_queries(queries, n);
           const int number = tiles.number();
-          tiles.advance();
+          queries.advance();
           clear_skipped(tiles, first_head, heads, number);
-          compute(at, stage, bounds, tiles.at(), tiles.has());
+          compute(queries, n, at, bounds);
         }
-        if (role == WarpRole::dv && n > 0) add_dq(previous.index, 1 - stage);
+        if (role == WarpRole::dv && n > 0) add_dq(previous, n - 1);
         if (!has_tile) break;
-        previous = {at, loader.tile_index(at), !tiles.has() || tiles.at().row != at.row};
+        previous = {at, dq_tile(at), !tiles.has() || tiles.at().row != at.row};
       }
       if (role == WarpRole::dk && p.dbias.data != nullptr && !p.dbias.dense)
         key_bias_gradient.store(p, tile, first_head, [&](int m, int h) { return key_of(m, h); });
@@ -225,43 +225,42 @@ struct KeyMajorBackwardKernel {
       }
     }
 
-    // By the dv warps, once P is in shared memory: the dk warps have more to do.
-    __device__ void load_queries(QueryTilePosition at, int stage) {
-      loader.copy(at, shared.stage[stage], shared.lse[stage], shared.delta[stage]);
-      if constexpr (HasDense) dense_scores.load_mask(at);
+    // The pipeline's next tile becomes tile n; by the dv warps, once P is in shared memory: the dk warps have
+    // more to do.
+    __device__ void load_queries(const Pipeline& queries, int n) {
+      queries.load(n);
+      if constexpr (HasDense) dense_scores.load_mask(queries.tiles().at());
     }
 
     // Elements of q and dout that are not finite count as 0.
-    __device__ void clean_queries(int stage) {
+    __device__ void clean_queries(const Pipeline& queries, int n) {
       if ((flags & (dout_not_finite | q_not_finite)) == 0) return;
-      auto& [q, dout] = shared.stage[stage];
+      const Block block = Block::of_block();
       if ((flags & dout_not_finite) != 0)
-        clear_non_finite<T, QueryRows, threads>(shared_address(dout));
-      if ((flags & q_not_finite) != 0) clear_non_finite<T, QueryRows, threads>(shared_address(q));
+        clear_non_finite<T, QueryRows>(block, queries.dout_tile(n));
+      if ((flags & q_not_finite) != 0) clear_non_finite<T, QueryRows>(block, queries.q_tile(n));
       __syncthreads();
     }
 
     // A query tile; copies the next one. Both roles make the same two products, of different tiles.
-    __device__ void compute(QueryTilePosition at, int stage, const QueryBounds& bounds,
-                            QueryTilePosition next, bool has_next) {
-      const std::uint32_t q = shared_address(shared.stage[stage].q);
-      const std::uint32_t dout = shared_address(shared.stage[stage].dout);
+    __device__ void compute(const Pipeline& queries, int n, QueryTilePosition at,
+                            const QueryBounds& bounds) {
       const bool is_dv = role == WarpRole::dv;
-      const std::uint32_t first = is_dv ? q : dout;
-      const std::uint32_t second = is_dv ? dout : q;
+      const std::uint32_t first = is_dv ? queries.q_tile(n) : queries.dout_tile(n);
+      const std::uint32_t second = is_dv ? queries.dout_tile(n) : queries.q_tile(n);
       ScoreAccumulator x;    // S or dP
       ScoreOperand operand;  // P or dS
       if constexpr (HasDense) {
-        if (is_dv) dense_scores.copy_bias(at, exchange_tile(stage));
+        if (is_dv) dense_scores.copy_bias(at, exchange_tile(n));
       }
       multiply_part<0>(first, x);
-      if (is_dv) compute_p(at, stage, bounds, q, x, operand);
+      if (is_dv) compute_p(queries, n, at, bounds, x, operand);
       barrier_wait(1 + role_warp, 2 * warp_size);  // P of the two warps is in shared memory
       if (!is_dv) {
-        multiply_part<1>(dout, x);
-        compute_ds(stage, x, operand);
-      } else if (has_next) {
-        load_queries(next, 1 - stage);
+        multiply_part<1>(first, x);
+        compute_ds(queries, n, x, operand);
+      } else if (queries.tiles().has()) {
+        load_queries(queries, n + 1);
       }
       multiply<T, rows>(accum, operand, OperandB<QueryRows, Major::mn>(second, 0));
     }
@@ -282,32 +281,35 @@ struct KeyMajorBackwardKernel {
 
     // P from S, of which the last part is still to be multiplied. Each path multiplies it itself, for no
     // branch may follow that product (see `parts`).
-    __device__ void compute_p(QueryTilePosition at, int stage, const QueryBounds& bounds,
-                              std::uint32_t q, ScoreAccumulator& s, ScoreOperand& p_operand) {
+    __device__ void compute_p(const Pipeline& queries, int n, QueryTilePosition at,
+                              const QueryBounds& bounds, ScoreAccumulator& s,
+                              ScoreOperand& p_operand) {
       const bool key_bias = p.score.bias.data != nullptr && !(HasDense && p.score.bias.dense);
       const bool partial = at.row < bounds.full_begin || at.row + rows > bounds.full_end;
       const bool fallback = (flags & lse_has_low) != 0;
+      const std::uint32_t q = queries.q_tile(n);
+      const float* const lse = queries.lse(n);
+      const float factor = p.score.final_log2_scale;
       if (HasDense || partial || fallback || p.score.form == ScoreForm::nonpositive_scale) {
         multiply_part<1>(q, s);
         if (p.score.form == ScoreForm::nonpositive_scale)
           for_each_element(s, [&](float& x, int, int, int) { x *= p.score.inner; });
         if (key_bias) add_key_bias(s);
-        if constexpr (HasDense) dense_scores.apply(at, exchange_tile(stage), s);
+        if constexpr (HasDense) dense_scores.apply(at, exchange_tile(n), s);
         if (partial) mask_keys(shared.key_info, role_warp * warp_keys, lane, at.row, s);
         if (fallback) {
           compute_p_with_fallback<T, HasDense>(
-              p, {tile.batch, at.head, tile.kv_head}, at.row, flags,
-              shared.lse[stage] + 2 * (lane % 4), [&](int m, int h) { return key_of(m, h); }, s);
+              p, {tile.batch, at.head, tile.kv_head}, at.row, flags, lse + 2 * (lane % 4),
+              [&](int m, int h) { return key_of(m, h); }, s);
         }
-        exchange(stage).store_p(p.score.final_log2_scale, shared.lse[stage], fallback, s,
-                                p_operand);
+        exchange(n).store_p(factor, lse, fallback, s, p_operand);
       } else if (key_bias) {
         multiply_part<1>(q, s);
         add_key_bias(s);
-        exchange(stage).store_p(p.score.final_log2_scale, shared.lse[stage], false, s, p_operand);
+        exchange(n).store_p(factor, lse, false, s, p_operand);
       } else {
         multiply_part<1>(q, s);
-        exchange(stage).store_p(p.score.final_log2_scale, shared.lse[stage], false, s, p_operand);
+        exchange(n).store_p(factor, lse, false, s, p_operand);
       }
     }
 
@@ -316,8 +318,9 @@ struct KeyMajorBackwardKernel {
     }
 
     // dS from dP: an operand of this warp's product, and in shared memory for dq and a dense dbias.
-    __device__ void compute_ds(int stage, const ScoreAccumulator& dp, ScoreOperand& ds) {
-      exchange(stage).load_p_and_make_ds(shared.delta[stage], p.saturate, dp, ds);
+    __device__ void compute_ds(const Pipeline& queries, int n, const ScoreAccumulator& dp,
+                               ScoreOperand& ds) {
+      exchange(n).load_p_and_make_ds(queries.delta(n), p.saturate, dp, ds);
       if (p.dbias.data != nullptr && !(HasDense && p.dbias.dense)) key_bias_gradient.add(ds);
       __syncwarp();  // all lanes have read P
 #pragma unroll
@@ -325,28 +328,28 @@ struct KeyMajorBackwardKernel {
 #pragma unroll
         for (int k = 0; k < n8 / 2; ++k) {
           store_block<Scores>(
-              shared_address(shared.scores[stage]),
-              [&](int r) { return role_warp * warp_keys + 16 * m + r; }, 16 * k, ds[m][k]);
+              scores_tile(n), [&](int r) { return role_warp * warp_keys + 16 * m + r; }, 16 * k,
+              ds[m][k]);
         }
       }
     }
 
-    __device__ void add_dq(std::int64_t index, int stage) const {
+    // dS of tile n, which was that of `visit`.
+    __device__ void add_dq(const Visit& visit, int n) const {
       if (p.dq_accum == nullptr) return;
       accumulate_dq<T, D, Scores, KeyRows, blocks_ahead>(
-          p.dq_accum + index * DqAccumLayout<D>::floats, shared_address(shared.scores[stage]),
+          p.dq_accum + visit.index * DqAccumLayout<D>::floats, scores_tile(n),
           shared_address(shared.k), p.shape.head_dim);
     }
 
-    __device__ void add_dense_gradient(const Visit& visit, int stage) {
+    __device__ void add_dense_gradient(const Visit& visit, int n) {
       if constexpr (HasDense) {
-        if (dense_gradient.wanted())
-          dense_gradient.add(visit.at, shared_address(shared.scores[stage]), visit.last_head);
+        if (dense_gradient.wanted()) dense_gradient.add(visit.at, scores_tile(n), visit.last_head);
       }
     }
 
     // Zeros in a dense dbias for the tiles that are skipped between tile `number` and the current one.
-    __device__ void clear_skipped(const QueryTiles& tiles, int first_head, int heads,
+    __device__ void clear_skipped(const Iterator& tiles, int first_head, int heads,
                                   int number) const {
       if constexpr (HasDense) {
         if (role == WarpRole::dk && dense_gradient.wanted())
@@ -354,13 +357,23 @@ struct KeyMajorBackwardKernel {
       }
     }
 
-    // The part of the score tile through which two warps exchange P. A dense bias is copied there before.
-    __device__ std::uint32_t exchange_tile(int stage) const {
-      static_assert(warp_keys * Scores::row_bytes == DenseScores<T>::Bias::bytes);
-      return shared_address(shared.scores[stage]) +
-             static_cast<std::uint32_t>(role_warp * warp_keys * Scores::row_bytes);
+    // P, then dS, of tile n.
+    __device__ std::uint32_t scores_tile(int n) const {
+      return shared_address(shared.scores[static_cast<unsigned>(n) % 2]);
     }
-    __device__ Exchange exchange(int stage) const { return Exchange(exchange_tile(stage), lane); }
+    // The part of it through which two warps exchange P. A dense bias is copied there before.
+    __device__ std::uint32_t exchange_tile(int n) const {
+      static_assert(warp_keys * Scores::row_bytes == DenseScores<T>::Bias::bytes);
+      return scores_tile(n) + static_cast<std::uint32_t>(role_warp * warp_keys * Scores::row_bytes);
+    }
+    __device__ Exchange exchange(int n) const { return Exchange(exchange_tile(n), lane); }
+
+    // Among the tiles of p.dq_accum.
+    __device__ std::int64_t dq_tile(QueryTilePosition at) const {
+      return (static_cast<std::int64_t>(tile.batch) * p.shape.heads_q + at.head) *
+                 ceil_div(p.shape.seqlen_q, rows) +
+             at.row / rows;
+    }
 
     // The key of accumulator rows (m, h) of the lane.
     __device__ int key_of(int m, int h) const {
@@ -375,7 +388,6 @@ struct KeyMajorBackwardKernel {
     const int warp;
     const int role_warp;  // among those of the role
     const WarpRole role;
-    const QueryLoader loader;
     const std::uint32_t flags;
     Accumulator<warp_keys, D> accum;  // dv or dk
     KeyBiasGradient<T, m16> key_bias_gradient;

@@ -6,12 +6,12 @@
 #include "cuda/common/scheduler.cuh"
 #include "cuda/common/semaphore.cuh"
 #include "cuda/common/tile_copy.cuh"
+#include "cuda/sm80/clear_non_finite.cuh"
 #include "cuda/sm80/dkv_accumulate.cuh"
 #include "cuda/sm80/kv_pipeline.cuh"
 #include "cuda/sm80/params.h"
 #include "cuda/sm80/policy.h"
 #include "cuda/sm80/query_major_bias_gradient.cuh"
-#include "cuda/sm80/query_tiles.cuh"
 #include "cuda/sm80/warp_tile.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -101,7 +101,7 @@ struct QueryMajorBackwardKernel {
                   key_info, NoExtra(), tile.row, row_end);
       kv.start();
       const std::uint32_t flags = *p.flags;
-      clean_queries(flags);
+      clean_queries(block, flags);
       const RowValues rows(p, head(), tile.row + ScoreTile::row(), row_end,
                            (flags & lse_has_low) != 0);
       const Semaphore semaphore(p.order, shared.kv.tail, block, tile.before_of_keys,
@@ -160,11 +160,11 @@ struct QueryMajorBackwardKernel {
     }
 
     // Elements of q and dout that are not finite count as 0.
-    __device__ void clean_queries(std::uint32_t flags) const {
+    __device__ void clean_queries(Block block, std::uint32_t flags) const {
       if ((flags & dout_not_finite) != 0)
-        clear_non_finite<T, QueryRows, threads>(shared_address(shared.dout));
+        clear_non_finite<T, QueryRows>(block, shared_address(shared.dout));
       if ((flags & q_not_finite) != 0)
-        clear_non_finite<T, QueryRows, threads>(shared_address(shared.q));
+        clear_non_finite<T, QueryRows>(block, shared_address(shared.q));
     }
 
     // Whether the keys that the block visits can be its order indices: the full and the partial keys of a list

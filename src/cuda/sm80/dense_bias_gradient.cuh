@@ -2,7 +2,8 @@
 
 #include "cuda/sm80/params.h"
 #include "cuda/sm80/policy.h"
-#include "cuda/sm80/query_tiles.cuh"
+#include "cuda/sm80/query_tile_iterator.cuh"
+#include "cuda/sm80/tile.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
 

@@ -3,23 +3,11 @@
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/scheduler.cuh"
 #include "cuda/common/score.cuh"
-#include "cuda/sm80/query_tiles.cuh"
+#include "cuda/sm80/bias_tile.cuh"
+#include "cuda/sm80/query_tile_iterator.cuh"
 
 // Masks and biases with a query dimension for kernels whose scores are transposed, [keys, queries].
 namespace flash_dmattn::cuda::sm80 {
-
-// The biases of a warp's 32 keys and 64 queries in shared memory, [queries][keys]. Two rows are 128
-// bytes; the 16 lanes of a step of an 8-byte load have 32 bytes each of four of these, which have to
-// lie in different banks.
-struct WarpBiasTile {
-  static constexpr int bytes = 4096;
-  static constexpr int row_bytes = 64;
-
-  static __device__ std::uint32_t offset(int row, int chunk) {
-    return static_cast<std::uint32_t>(row / 2 * 128 +
-                                      (((row % 2 * 4 + chunk) ^ (row / 2 % 4 * 2)) << 4));
-  }
-};
 
 // A dense mask and a dense bias in the scores of a warp, 32 keys x 64 queries in LaneContiguous<4> order: a lane
 // has four neighbouring keys, and queries 8 n + 2 (l % 4) + {0, 1} of a tile. Elements of a bias are aligned by
@@ -27,8 +15,8 @@ struct WarpBiasTile {
 template <class T>
 class DenseScores {
  public:
-  using Bias = WarpBiasTile;
   static constexpr int n8 = 8;
+  using Bias = BiasTile<8 * n8, 32>;  // [queries][keys] of a warp
   using Scores = float[2][n8][4];
 
   // `first_key`: the first of the lane's warp.
@@ -61,9 +49,9 @@ class DenseScores {
     const std::int64_t step = 2 * score_.bias.query;
     const std::byte* const from =
         score_.bias.data + 2 * (bias_index(at) + warp_key_ + 8 * chunk) + row * step;
-    to += WarpBiasTile::offset(row, chunk);
+    to += Bias::offset(row, chunk);
     const auto address = [&](int i) {
-      return to + static_cast<std::uint32_t>(i * 8 * WarpBiasTile::row_bytes);
+      return to + static_cast<std::uint32_t>(i * 8 * Bias::row_bytes);
     };
     if (score_.bias.aligned_16B && at.row + 8 * n8 <= shape_.seqlen_q &&
         warp_key_ + 32 <= shape_.seqlen_k) {

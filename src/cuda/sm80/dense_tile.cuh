@@ -6,23 +6,10 @@
 #include "cuda/common/scheduler.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/tile_copy.cuh"
+#include "cuda/sm80/bias_tile.cuh"
 
 // Dense masks and biases by way of shared memory: the mask packed, the bias aligned_16B.
 namespace flash_dmattn::cuda::sm80 {
-
-// A tile of 16-bit biases in shared memory, [Rows][N]. The 8 lanes of a step of a 16-byte load have
-// four chunks each of two neighbouring rows, which have to lie in different banks.
-template <int Rows, int N>
-struct BiasTile {
-  static constexpr int chunks = N / 8;
-  static constexpr int row_bytes = N * 2;
-  static constexpr int bytes = Rows * row_bytes;
-
-  static __device__ std::uint32_t offset(int row, int chunk) {
-    const int swizzle = chunks == 8 ? row % 2 * 4 : 0;
-    return static_cast<std::uint32_t>(row * row_bytes + ((chunk ^ swizzle) << 4));
-  }
-};
 
 // The packed mask of Rows queries in shared memory: of each the bits of 64 keys.
 template <int Rows>

@@ -1,14 +1,12 @@
 #pragma once
 
-#include "cuda/common/convert.cuh"
 #include "cuda/common/integers.h"
 #include "cuda/common/scheduler.cuh"
-#include "cuda/common/tile_copy.cuh"
 #include "cuda/common/tile_states.cuh"
+#include "cuda/common/warp.cuh"
 #include "cuda/sm80/params.h"
-#include "cuda/sm80/tile.cuh"
 
-// The query tiles that a block of the key-major backward visits, and copies of their rows to shared memory.
+// Which query tiles a block of the key-major backward visits.
 namespace flash_dmattn::cuda::sm80 {
 
 struct QueryTilePosition {
@@ -130,97 +128,5 @@ class MaskedQueryTiles {
   int slot_ = 0;
   int4 current_;
 };
-
-// Copies rows of q and dout, lse and delta of a query tile to shared memory, by the first `Threads` threads of a
-// block. Zeros past the end; no key sees these rows.
-template <class QueryRows, int Threads>
-class QueryTileLoader {
- public:
-  static constexpr int rows = QueryRows::rows;
-  using Group = ThreadGroup<Threads>;
-  static_assert(Threads == 2 * rows);
-
-  struct Stage {
-    alignas(1024) std::byte q[QueryRows::bytes];
-    alignas(1024) std::byte dout[QueryRows::bytes];
-  };
-
-  __device__ QueryTileLoader(const KeyMajorParams& p, const KeyTile& tile)
-      : p_(p),
-        batch_(tile.batch),
-        full_rows_(p.q.aligned && p.dout.aligned && p.shape.head_dim == QueryRows::columns) {}
-
-  __device__ void copy(QueryTilePosition at, Stage& stage, float (&lse)[rows],
-                       float (&delta)[rows]) const {
-    const int size = p_.shape.seqlen_q - at.row;
-    copy_rows_of(p_.q, at, size, shared_address(stage.q));
-    copy_rows_of(p_.dout, at, size, shared_address(stage.dout));
-    const int i = static_cast<int>(threadIdx.x) % rows;
-    const std::int64_t from = row_index(at) + (i < size ? i : 0);
-    if (threadIdx.x < rows) {
-      cp_async_4(shared_address(&lse[i]), p_.lse_log2 + from, i < size);
-    } else {
-      cp_async_4(shared_address(&delta[i]), p_.delta + from, i < size);
-    }
-  }
-
-  // Of the tiles of p.dq_accum.
-  __device__ std::int64_t tile_index(QueryTilePosition at) const {
-    return (static_cast<std::int64_t>(batch_) * p_.shape.heads_q + at.head) *
-               ceil_div(p_.shape.seqlen_q, rows) +
-           at.row / rows;
-  }
-
- private:
-  // Where all rows are as wide as the tile, exist and are aligned, an address is a constant away from the
-  // lane's first.
-  __device__ void copy_rows_of(const InputRows& from, QueryTilePosition at, int size,
-                               std::uint32_t to) const {
-    if (full_rows_ && size >= rows) {
-      constexpr int rows_at_once = Threads / QueryRows::chunks;
-      static_assert(rows_at_once % 8 == 0);  // these have the same swizzle
-      const int row = static_cast<int>(threadIdx.x) / QueryRows::chunks;
-      const int chunk = static_cast<int>(threadIdx.x) % QueryRows::chunks;
-      const std::byte* data = from.data + batch_ * from.batch + at.head * from.head +
-                              static_cast<std::int64_t>(at.row + row) * from.row_step + chunk * 16;
-      to += QueryRows::offset(row, chunk);
-#pragma unroll
-      for (int i = 0; i < rows / rows_at_once; ++i) {
-        cp_async_16(to + static_cast<std::uint32_t>(i * rows_at_once * QueryRows::row_bytes),
-                    data + static_cast<std::int64_t>(i * rows_at_once) * from.row_step);
-      }
-    } else {
-      const Group group = Group::of_block();
-      const RowSource<QueryRows, Group> source(group, from, batch_, at.head, p_.shape.head_dim);
-      copy_g2s(group, source, to, size, [&](int r) { return at.row + r; });
-    }
-  }
-
-  __device__ std::int64_t row_index(QueryTilePosition at) const {
-    return (static_cast<std::int64_t>(batch_) * p_.shape.heads_q + at.head) * p_.shape.seqlen_q +
-           at.row;
-  }
-
-  const KeyMajorParams& p_;
-  int batch_;
-  bool full_rows_;
-};
-
-// inf and NaN in a tile count as 0.
-template <class T, class Rows, int Threads>
-__device__ inline void clear_non_finite(std::uint32_t tile) {
-  const auto clean = [](std::uint32_t pair) {
-    constexpr std::uint32_t exponent = Element<T>::exponent_mask;
-    if ((pair & exponent) == exponent) pair &= 0xffff0000u;
-    if ((pair >> 16 & exponent) == exponent) pair &= 0x0000ffffu;
-    return pair;
-  };
-#pragma unroll 1  // rare: small rather than fast
-  for (int i = static_cast<int>(threadIdx.x); i < Rows::bytes / 16; i += Threads) {
-    const std::uint32_t address = tile + static_cast<std::uint32_t>(i) * 16;
-    const uint4 value = load_shared_16(address);
-    store_shared_16(address, {clean(value.x), clean(value.y), clean(value.z), clean(value.w)});
-  }
-}
 
 }  // namespace flash_dmattn::cuda::sm80

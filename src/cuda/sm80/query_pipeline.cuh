@@ -1,0 +1,118 @@
+#pragma once
+
+#include "cuda/common/integers.h"
+#include "cuda/common/tile_copy.cuh"
+#include "cuda/sm80/params.h"
+#include "cuda/sm80/query_tile_iterator.cuh"
+#include "cuda/sm80/tile.cuh"
+
+namespace flash_dmattn::cuda::sm80 {
+
+// Copies the rows of q and dout, lse and delta of a query tile to shared memory, by any group of threads. It
+// starts copies and waits for none. Zeros past the end; no key sees these rows.
+template <class Tile, class Group>
+class QueryTileLoader {
+ public:
+  static constexpr int rows = Tile::rows;
+
+  __device__ QueryTileLoader(const KeyMajorParams& p, int batch)
+      : p_(p),
+        batch_(batch),
+        full_rows_(p.q.aligned && p.dout.aligned && p.shape.head_dim == Tile::columns) {}
+
+  __device__ void load(Group group, QueryTilePosition at, std::uint32_t q, std::uint32_t dout,
+                       float (&lse)[rows], float (&delta)[rows]) const {
+    const int size = p_.shape.seqlen_q - at.row;
+    load_rows(group, p_.q, at, size, q);
+    load_rows(group, p_.dout, at, size, dout);
+    const std::int64_t first =
+        (static_cast<std::int64_t>(batch_) * p_.shape.heads_q + at.head) * p_.shape.seqlen_q +
+        at.row;
+    static_assert(2 * rows % Group::size == 0);
+#pragma unroll
+    for (int step = 0; step < 2 * rows / Group::size; ++step) {
+      const int i = group.rank + step * Group::size;
+      const int row = i % rows;
+      const std::int64_t from = first + (row < size ? row : 0);
+      if (i < rows) {
+        cp_async_4(shared_address(&lse[row]), p_.lse_log2 + from, row < size);
+      } else {
+        cp_async_4(shared_address(&delta[row]), p_.delta + from, row < size);
+      }
+    }
+  }
+
+ private:
+  __device__ void load_rows(Group group, const InputRows& from, QueryTilePosition at, int size,
+                            std::uint32_t to) const {
+    const RowSource<Tile, Group> source(group, from, batch_, at.head, p_.shape.head_dim);
+    if (full_rows_ && size >= rows) {
+      copy_g2s_consecutive<InOrder>(group, source, to, at.row);
+    } else {
+      copy_g2s(group, source, to, size, [&](int r) { return at.row + r; });
+    }
+  }
+
+  const KeyMajorParams& p_;
+  int batch_;
+  bool full_rows_;  // aligned and as wide as the tile
+};
+
+// Stages and barriers of the query tiles that an Iterator visits: while tile n is computed, the rows of tile
+// n + 1 are on their way to shared memory. The first `Copiers` threads of the block copy, at a point of their
+// work that the main loop chooses; all wait at each tile.
+template <int Rows, int D, class Iterator, int Copiers>
+class QueryPipeline {
+ public:
+  static constexpr int rows = Rows;
+  using RowTile = SharedTile<rows, D>;
+  using Group = ThreadGroup<Copiers>;
+  using Loader = QueryTileLoader<RowTile, Group>;
+
+  struct Storage {
+    struct Stage {
+      alignas(1024) std::byte q[RowTile::bytes];
+      alignas(1024) std::byte dout[RowTile::bytes];
+    };
+    Stage stage[2];
+    alignas(16) float lse[2][rows];
+    alignas(16) float delta[2][rows];
+  };
+
+  __device__ QueryPipeline(Storage& storage, const Iterator& tiles, const Loader& loader)
+      : storage_(storage), tiles_(tiles), loader_(loader) {}
+
+  // By the copiers: starts the copies of the iterator's tile, which is tile n.
+  __device__ void load(int n) const {
+    loader_.load(Group::of_block(), tiles_.at(), q_tile(n), dout_tile(n), storage_.lse[stage(n)],
+                 storage_.delta[stage(n)]);
+  }
+
+  // Makes the tile ready whose copies were started, and frees the one before.
+  __device__ void acquire() const {
+    cp_async_wait_all();
+    __syncthreads();
+  }
+
+  // The next tile; once between two calls of acquire.
+  __device__ void advance() { tiles_.advance(); }
+
+  __device__ const Iterator& tiles() const { return tiles_; }
+  __device__ std::uint32_t q_tile(int n) const {
+    return shared_address(storage_.stage[stage(n)].q);
+  }
+  __device__ std::uint32_t dout_tile(int n) const {
+    return shared_address(storage_.stage[stage(n)].dout);
+  }
+  __device__ const float* lse(int n) const { return storage_.lse[stage(n)]; }
+  __device__ const float* delta(int n) const { return storage_.delta[stage(n)]; }
+
+ private:
+  static __device__ unsigned stage(int n) { return static_cast<unsigned>(n) % 2; }
+
+  Storage& storage_;
+  Iterator tiles_;
+  Loader loader_;
+};
+
+}  // namespace flash_dmattn::cuda::sm80
