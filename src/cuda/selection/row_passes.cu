@@ -21,6 +21,7 @@ __global__ void __launch_bounds__(RowPasses::threads)
   const int row = static_cast<int>(blockIdx.x) / passes.tiles;
   const int tile = static_cast<int>(blockIdx.x) % passes.tiles;
   const int thread = static_cast<int>(threadIdx.x);
+  if (blockIdx.x == 0 && thread < passes.passes) passes.started[thread] = 0;
   for (int pass = 0; pass < passes.passes; ++pass) counts[pass][thread] = 0;
   __syncthreads();
   const KeysDescending<RowPasses::thread_keys> own(
@@ -54,8 +55,7 @@ __device__ unsigned lanes_with(int digit, unsigned lanes) {
 }
 
 // The sum of the counts of a digit that `tiles` tiles have published. A count is published plus 1, so it is
-// its own ready flag (0: not yet) and relaxed order suffices. The tiles belong to blocks that started before
-// this one and that wait for no later one.
+// its own ready flag (0: not yet) and relaxed order suffices.
 __device__ int sum_published(const std::uint32_t* from, int tiles) {
   constexpr int together = 16;  // whose loads are in flight at a time
   int sum = 0;
@@ -97,6 +97,7 @@ struct PassKeys {
 };
 
 struct PassStorage {
+  int work;
   int warp_sums[RowPasses::warps];
   // Of a warp and a digit: keys so far, then the place of the first.
   int places[RowPasses::warps][RowPasses::digits];
@@ -130,14 +131,22 @@ __device__ void place_warps(PassStorage& shared, int place) {
   }
 }
 
+// The number of this block's tile, of all rows, in the order in which blocks start.
+__device__ int take_work(std::uint32_t* started, PassStorage& shared) {
+  if (threadIdx.x == 0) shared.work = static_cast<int>(atomicAdd(started, 1u));
+  __syncthreads();
+  return shared.work;
+}
+
 // Orders the keys of each row by one digit; equal ones stay in order. A thread has keys, and a digit to count.
 __global__ void __launch_bounds__(RowPasses::threads)
     sort_digit(Rows rows, RowPasses passes, int pass, const std::uint64_t* from,
                std::uint64_t* to) {
   wait_for_previous_kernel();
   __shared__ PassStorage shared;
-  const int row = static_cast<int>(blockIdx.x) / passes.tiles;
-  const int tile = static_cast<int>(blockIdx.x) % passes.tiles;
+  const int work = take_work(passes.started + pass, shared);
+  const int row = work / passes.tiles;
+  const int tile = work % passes.tiles;
   const int digit = static_cast<int>(threadIdx.x);
   const int warp = warp_id();
   const std::int64_t row_begin = static_cast<std::int64_t>(row) * rows.seqlen_k;
