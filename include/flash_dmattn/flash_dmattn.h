@@ -3,7 +3,7 @@
 // The whole C++ API of flash_dmattn. The usual order of calls:
 //
 //   select_key_intervals   scores -> key intervals             (or intervals made by hand)
-//   build_schedule         what is visible -> how it is walked (for each direction)
+//   build_schedule         what is visible -> how it is visited (for each direction)
 //   forward, backward
 //
 // Generation keeps the keys that later queries can see in a KV cache (kv_cache.h).

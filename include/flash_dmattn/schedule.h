@@ -10,7 +10,7 @@
 #include "flash_dmattn/problem.h"
 #include "flash_dmattn/visibility.h"
 
-// The caller states *what* is visible (visibility.h), the backend *how* its kernels walk it. A backend makes a
+// The caller states *what* is visible (visibility.h), the backend *how* its kernels visit it. A backend makes a
 // schedule of a visibility before it computes: the keys that each tile of queries visits, or the queries that
 // each block of keys visits. It is opaque, made by the backend that is going to use it, for one direction.
 namespace flash_dmattn {

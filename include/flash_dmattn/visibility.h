@@ -38,7 +38,7 @@ struct KeyIntervals {
 struct KeyBound {
   std::int64_t base = -1;  // negative: unknown
   std::int64_t per_query = 0;
-  // The keys that one query sees are consecutive, or nearly: a GPU then walks from the first to the last.
+  // The keys that one query sees are consecutive, or nearly: a GPU then visits all from the first to the last.
   bool consecutive = false;
 
   constexpr bool known() const { return base >= 0; }

@@ -103,7 +103,7 @@ struct BackwardUnit {
       const Tile tile(t, batch, head, i);
       load_tile(tile);
       KeyBlock block;
-      for (KeyWalk walk(t, tile, i, KeySource::tile_list); walk.next(block);)
+      for (KeyBlockIterator blocks(t, tile, i, KeySource::tile_list); blocks.next(block);)
         add_block(tile, block);
       store_tile(tile);
     }

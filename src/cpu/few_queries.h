@@ -71,10 +71,10 @@ struct FewQueries {
     terms.columns = allocator.take<float>(t.group * block_keys);
   }
 
-  void run(const Tile& tile, KeyWalk walk, const OnlineSoftmax& softmax) {
+  void run(const Tile& tile, KeyBlockIterator blocks, const OnlineSoftmax& softmax) {
     softmax.clear();
     load_queries(tile);
-    for (KeyBlock block; walk.next(block);) {
+    for (KeyBlock block; blocks.next(block);) {
       prepare_terms(t, tile, block, terms);
       if (terms.empty()) continue;
       const int visible = visible_keys(t, tile, block, tile.rows - 1);
@@ -192,12 +192,12 @@ void few_queries_item(const ForwardTask& t, std::int64_t item, void* scratch) {
   const SplitItem at(t, item);
   const SplitSums sums = split_sums(t, item);
   ScratchAllocator allocator(scratch);
-  KeyWalk walk(t, at.tile, at.tile_index, KeySource::tile_list);
-  walk.take_part(at.split, t.splits);
+  KeyBlockIterator blocks(t, at.tile, at.tile_index, KeySource::tile_list);
+  blocks.take_part(at.split, t.splits);
   if (t.slots.scores != nullptr) {
-    *sums.worst = worst_slot(t.slots, at.tile.batch * t.heads_kv + at.tile.head, walk);
+    *sums.worst = worst_slot(t.slots, at.tile.batch * t.heads_kv + at.tile.head, blocks);
   }
-  FewQueries<In>(t, allocator).run(at.tile, walk, sums.softmax);
+  FewQueries<In>(t, allocator).run(at.tile, blocks, sums.softmax);
 }
 
 // Items are tiles.

@@ -57,7 +57,7 @@ struct ForwardTile {
     load_queries(tile);
     softmax.clear();
     KeyBlock block;
-    for (KeyWalk walk(t, tile, tile_index, KeySource::tile_list); walk.next(block);) {
+    for (KeyBlockIterator blocks(t, tile, tile_index, KeySource::tile_list); blocks.next(block);) {
       prepare_terms(t, tile, block, terms);
       if (terms.empty()) continue;
       const ScoreExponents exponents = load_keys(tile, block);

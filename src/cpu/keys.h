@@ -37,9 +37,9 @@ struct KeyBlock {
 
 enum class KeySource : std::uint8_t { tile_list, all };
 
-class KeyWalk {
+class KeyBlockIterator {
  public:
-  KeyWalk(const Task& t, const Tile& tile, std::int64_t tile_index, KeySource source) {
+  KeyBlockIterator(const Task& t, const Tile& tile, std::int64_t tile_index, KeySource source) {
     const std::int64_t last = tile.first_query + tile.queries - 1;
     const QueryTileLists& lists = t.tile_lists;
     if (source == KeySource::tile_list && lists.begin != nullptr) {

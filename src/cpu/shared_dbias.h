@@ -25,7 +25,8 @@ void shared_dbias_tile(const BackwardTask& t, std::int64_t tile_index, std::int6
       const Tile tile(t, b, h, tile_index);
       unit.load_tile(tile);
       KeyBlock block;
-      for (KeyWalk walk(t, tile, tile_index, KeySource::tile_list); walk.next(block);) {
+      for (KeyBlockIterator blocks(t, tile, tile_index, KeySource::tile_list);
+           blocks.next(block);) {
         unit.add_block(tile, block);
       }
     }

@@ -19,16 +19,16 @@ inline WorstSlot worse(const WorstSlot& a, const WorstSlot& b) {
   return b.score < a.score || (b.score == a.score && b.position < a.position) ? b : a;
 }
 
-// Among the keys of `walk`, which are slots of `row` = b * Hkv + h. No score is NaN.
-inline WorstSlot worst_slot(const Slots& slots, std::int64_t row, const KeyWalk& walk) {
+// Among the keys of `blocks`, which are slots of `row` = b * Hkv + h. No score is NaN.
+inline WorstSlot worst_slot(const Slots& slots, std::int64_t row, const KeyBlockIterator& blocks) {
   constexpr std::int32_t latest = 0x7fffffff;
   const float* scores = slots.scores + row * slots.stride;
   const std::int32_t* positions = slots.positions + row * slots.stride;
   Vec low = splat(infinity);
   Int oldest = Int{} + latest;
   Int found{};
-  std::int64_t slot = walk.position();
-  for (; slot + lanes <= walk.end(); slot += lanes) {
+  std::int64_t slot = blocks.position();
+  for (; slot + lanes <= blocks.end(); slot += lanes) {
     const Vec score = load(scores + slot);
     const Int position = load_as<Int>(positions + slot);
     const Int is_worse = (score < low) | ((score == low) & (position < oldest));
@@ -38,7 +38,7 @@ inline WorstSlot worst_slot(const Slots& slots, std::int64_t row, const KeyWalk&
   }
   WorstSlot worst{low[0], oldest[0], found[0]};
   for (int i = 1; i < lanes; ++i) worst = worse(worst, {low[i], oldest[i], found[i]});
-  for (; slot < walk.end(); ++slot) {
+  for (; slot < blocks.end(); ++slot) {
     worst = worse(worst, {scores[slot], positions[slot], static_cast<std::int32_t>(slot)});
   }
   return worst;

@@ -3,7 +3,7 @@
 #include "cuda/selection/selection.h"
 #include "flash_dmattn/error.h"
 
-// The place of the CUDA backend in a build without one: everything declines in the same words.
+// Stands for the CUDA backend in a build without one: everything declines in the same words.
 namespace flash_dmattn {
 namespace cuda {
 namespace {

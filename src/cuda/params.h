@@ -44,11 +44,11 @@ using Broadcast = BroadcastView<const std::byte>;
 using OutputBroadcast = BroadcastView<std::byte>;
 
 // A mask with a query dimension, packed by PackMaskKernel (common/packed_mask.cuh) to a bit for each
-// pair (where there are ranks, of the pairs that they choose), with a state for each tile of 64 x 64
-// pairs. Matrices are [B|1, H|1]; their strides count matrices, the head's split as in Broadcast.
+// element (where there are ranks, of the elements that they choose), with a state for each tile of 64 x 64
+// elements. Matrices are [B|1, H|1]; their strides count matrices, the head's split as in Broadcast.
 struct PackedMask {
   static constexpr int side = 64;
-  static constexpr std::uint8_t some = 1;  // some pair of the tile is visible
+  static constexpr std::uint8_t some = 1;  // some element of the tile is visible
   static constexpr std::uint8_t all = 2;   // every one that exists is
 
   // [matrices, ceil(Sq / 64), words, 64 queries]: bit j of word w is key 64 w + j
@@ -63,7 +63,7 @@ struct PackedMask {
 // Queries of a tile of key lists and of key ranges. The rows of every kernel's tile divide it.
 inline constexpr int query_tile_rows = 128;
 
-// The keys that a tile of query_tile_rows queries walks where there are key intervals and no list: between
+// The keys that a tile of query_tile_rows queries visits where there are key intervals and no list: between
 // the first and the last that any query sees (common/key_ranges.cuh). All are multiples of `keys`, but for the
 // end of the sequence.
 struct alignas(16) KeyRange {
@@ -122,7 +122,7 @@ struct ForwardParams {
   InputRows q, k, v;
   OutputRows out;
   QueryTileLists tile_lists;  // without keys:
-  KeyRanges key_ranges;       // these are walked; without them every key
+  KeyRanges key_ranges;       // these are visited; without them every key
   float* lse = nullptr;
   float* lse_low = nullptr;  // may be null
   bool saturate = true;

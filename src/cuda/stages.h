@@ -34,7 +34,7 @@ struct KeyRangeWorkspace {
 KeyRangeWorkspace allocate_key_ranges(const Problem& p, const Inputs& in, bool has_lists,
                                       WorkspaceAllocator& workspace);
 
-// Between which keys each query tile walks.
+// The first and the last key that each query tile visits.
 KeyRanges find_key_ranges(const Problem& p, const Inputs& in, const KeyRangeWorkspace& workspace,
                           cudaStream_t stream);
 

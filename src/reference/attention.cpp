@@ -18,8 +18,8 @@
 //   dt         saturate: to the gradient limit of the dtype, as it enters dq and dk
 //   gradients  saturate: to the gradient limit of their dtype, on store
 //   out        saturate: to the maximum of the dtype, on store
-// A pair with p = 0 contributes to nothing in the backward, whatever dout and v hold, and neither does
-// a pair that is not visible in either direction.
+// An element with p = 0 contributes to nothing in the backward, whatever dout and v hold, and neither does
+// an element that is not visible in either direction.
 namespace flash_dmattn {
 namespace {
 

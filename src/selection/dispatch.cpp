@@ -35,13 +35,13 @@ SelectionArgs with_resolved_strides(const SelectionArgs& args) {
 
 RankArgs with_resolved_strides(const RankArgs& args) {
   RankArgs result = args;
-  const auto pairs = [&](const std::array<std::int64_t, 2>& shape) {
+  const auto dense = [&](const std::array<std::int64_t, 2>& shape) {
     return std::array{shape[0], shape[1], args.seqlen_q, args.seqlen_k};
   };
   result.scores_stride = resolved_strides(
       args.scores_stride, {args.scores_shape[0], args.scores_shape[1], args.seqlen_k});
-  result.mask_stride = resolved_strides(args.mask_stride, pairs(args.mask_shape));
-  result.bias_stride = resolved_strides(args.bias_stride, pairs(args.bias_shape));
+  result.mask_stride = resolved_strides(args.mask_stride, dense(args.mask_shape));
+  result.bias_stride = resolved_strides(args.bias_stride, dense(args.bias_shape));
   return result;
 }
 

@@ -74,7 +74,7 @@ QueryTileLists query_tile_lists(const Schedule& schedule, const KeyList& key_lis
 
 // ---- Where the data is ---------------------------------------------------------------------------
 //
-// For the tests, and for kernels that are not the library's own and walk tiles of their own size (the Triton
+// For the tests, and for kernels that are not the library's own and visit tiles of their own size (the Triton
 // backend, through the operator build_tile_lists). See cpu/selection/selection.h and cuda/selection/selection.h.
 
 std::size_t tile_lists_workspace_size(Device device, const TileListArgs& args,

@@ -12,7 +12,7 @@ namespace flash_dmattn::cuda {
 // test it at every tile.
 enum class KvSource : std::uint8_t { key_list, consecutive, either };
 
-// Keys of a query tile: places [begin, end) of its tile list, else consecutive keys.
+// Keys of a query tile: entries [begin, end) of its tile list, else consecutive keys.
 struct TileKeys {
   const int* list = nullptr;  // null: consecutive keys
   int begin = 0;              // a multiple of every tile's keys
@@ -50,7 +50,7 @@ struct TileKeys {
   }
 };
 
-// The keys of one tile, by their place in it.
+// The keys of one tile, by their index in it.
 template <KvSource Source>
 struct TilePositions {
   const int* list;  // in shared memory; null: consecutive keys

@@ -7,13 +7,13 @@
 // Conversions of the fp32 sums that a main loop leaves, in the order of its accumulators.
 namespace flash_dmattn::cuda {
 
-__device__ inline void store_chunk(std::byte* to, const std::uint32_t (&pairs)[4], bool aligned) {
+__device__ inline void store_chunk(std::byte* to, const std::uint32_t (&packed)[4], bool aligned) {
   if (aligned) {
-    *reinterpret_cast<uint4*>(to) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+    *reinterpret_cast<uint4*>(to) = {packed[0], packed[1], packed[2], packed[3]};
   } else {
     for (int i = 0; i < 8; ++i) {
       reinterpret_cast<std::uint16_t*>(to)[i] =
-          static_cast<std::uint16_t>(pairs[i / 2] >> (16 * (i % 2)));
+          static_cast<std::uint16_t>(packed[i / 2] >> (16 * (i % 2)));
     }
   }
 }
@@ -38,8 +38,8 @@ struct BwdPostprocessDq {
 
   __device__ void operator()(long item) const {
     const int chunk = static_cast<int>(item % chunks);
-    const int pair = static_cast<int>(item / chunks % (Layout::rows / 2));
-    const int row = pair / 8 * 16 + pair % 8;  // in the tile
+    const int two_rows = static_cast<int>(item / chunks % (Layout::rows / 2));
+    const int row = two_rows / 8 * 16 + two_rows % 8;  // in the tile
     const std::int64_t tile = item / chunks / (Layout::rows / 2);
     const int tiles = (shape.seqlen_q + Layout::rows - 1) / Layout::rows;
     const int query = static_cast<int>(tile % tiles) * Layout::rows + row;

@@ -21,7 +21,7 @@ class NonEmptyTiles {
     return end;
   }
 
-  // Whether no pair of the tile found last is masked.
+  // Whether no element of the tile found last is masked.
   __device__ bool is_full(int tile) const { return (all_ >> (tile % warp_size) & 1) != 0; }
 
  private:
@@ -39,7 +39,7 @@ class NonEmptyTiles {
   std::uint32_t all_ = 0;
 };
 
-// The state of two tiles together: some pair of either is visible, every pair of both is.
+// The state of two tiles together: some element of either is visible, every element of both is.
 __device__ inline std::uint32_t merge_states(std::uint32_t a, std::uint32_t b) {
   return ((a | b) & PackedMask::some) | (a & b & PackedMask::all);
 }

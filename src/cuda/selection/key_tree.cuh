@@ -168,9 +168,9 @@ class Level {
     for (unsigned rest = __ballot_sync(full_mask, keys_of_list != 0); rest != 0; rest &= rest - 1) {
       const int b = __ffs(static_cast<int>(rest)) - 1;
       const unsigned keys = __shfl_sync(full_mask, keys_of_list, b);
-      const int place = __shfl_sync(full_mask, next, b) + count_before(keys, lane);
-      if ((keys >> lane & 1u) != 0 && place < capacity_) {
-        list[std::int64_t{b} * capacity_ + place] = entry.stored();
+      const int index = __shfl_sync(full_mask, next, b) + count_before(keys, lane);
+      if ((keys >> lane & 1u) != 0 && index < capacity_) {
+        list[std::int64_t{b} * capacity_ + index] = entry.stored();
       }
     }
   }
@@ -231,9 +231,9 @@ struct Tiles {
       const int next_full = __shfl_sync(full_mask, next, b);
       const int next_partial = __shfl_sync(full_mask, next, b + NodeTiles);
       const bool fills = (filling & own) != 0;
-      const int place =
+      const int index =
           (fills ? next_full : next_partial) + __popc((fills ? filling : touching) & (own - 1u));
-      if (((filling | touching) & own) != 0 && place < capacity) list[place] = entry.key;
+      if (((filling | touching) & own) != 0 && index < capacity) list[index] = entry.key;
     }
   }
   // By all threads of the CTA that stores last; lane b of every warp has the length of list b.

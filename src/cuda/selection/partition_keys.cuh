@@ -11,7 +11,7 @@
 //
 // A lane holds a key and makes a word of it, with one bit for each list the key goes to.
 // Transposing the words of a warp gives lane b the keys of list b as a bit for each lane: its
-// population count is the growth of the list, and a key's place in it follows from the bits below
+// population count is the growth of the list, and a key's index in it follows from the bits below
 // the key's.
 namespace flash_dmattn::cuda::key_tree {
 

@@ -6,8 +6,8 @@
 #include "cuda/selection/rank_order.cuh"
 #include "cuda/selection/row_passes.cuh"
 
-// The stages of a choice per query: the keys of a batch of rows are sorted, best first, their ranks are placed
-// by position, and a walk over the ranks writes the intervals.
+// The stages of a choice per query: the keys of a batch of rows are sorted, best first, their ranks are scattered
+// to their positions, and the threshold of each rank gives its interval.
 namespace flash_dmattn::cuda::per_query {
 
 struct Work {
@@ -24,11 +24,11 @@ struct Work {
 // For batches of at most `batch_rows` rows.
 Work lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& workspace);
 
-// Returns the batch with its sorted keys, their ranks placed (rank_order.cu).
+// Returns the batch with its sorted keys, their ranks scattered (rank_order.cu).
 Rows sort_keys(const Work& work, cudaStream_t stream);
 
-// Writes the intervals of all keys whose ranks are not among the first w (rank_walk.cu).
-void walk_ranks(const Rows& rows, cudaStream_t stream);
+// Writes the intervals of all keys whose ranks are not among the first w (rank_thresholds.cu).
+void compute_intervals(const Rows& rows, cudaStream_t stream);
 
 // The order of the keys of all batches and its inverse, both [rows, Sk]: the key of each rank, -1 from the
 // first one that is never chosen, and the rank of each key, Sk where it is never chosen.

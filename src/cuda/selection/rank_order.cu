@@ -35,9 +35,9 @@ __global__ void __launch_bounds__(pack_threads)
 }
 
 // One CTA for each group of chunks: inverts the order, counts the positions of the chunks by block,
-// and writes the intervals that need no walk: those of the w best keys and of the keys never
+// and writes the intervals that do not depend on T: those of the w best keys and of the keys never
 // chosen.
-__global__ void __launch_bounds__(threads) place_ranks(Rows rows) {
+__global__ void __launch_bounds__(threads) scatter_ranks(Rows rows) {
   wait_for_previous_kernel();
   __shared__ int counts[max_blocks];
   const int row = static_cast<int>(blockIdx.x) / rows.groups;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(threads) place_ranks(Rows rows) {
       const std::uint64_t key = sorted[rank];
       const int position = rows.layout.position(key);
       const bool valid = rows.layout.valid(key);
-      place_rank(rows, row, rank, position, valid);
+      scatter_rank(rows, row, rank, position, valid);
       if (valid) atomicAdd(&counts[position / block_positions], 1);
     }
   }
@@ -122,14 +122,14 @@ void sort(const Rows& rows, cub::DoubleBuffer<std::uint64_t>& buffers, void* wor
 }
 
 // By the CTAs that sort the rows.
-void sort_and_place(const Work& work, Rows& rows, cudaStream_t stream) {
+void sort_and_scatter(const Work& work, Rows& rows, cudaStream_t stream) {
   rows.sorted = work.packed;
   rows.rank_of = reinterpret_cast<std::int32_t*>(work.other);
   rows.seqlen_k <= ShortRowSort::max_keys ? sort_rows<ShortRowSort>(work, rows, stream)
                                           : sort_rows<LongRowSort>(work, rows, stream);
 }
 
-void sort_then_place(const Work& work, Rows& rows, cudaStream_t stream) {
+void sort_then_scatter(const Work& work, Rows& rows, cudaStream_t stream) {
   cub::DoubleBuffer<std::uint64_t> buffers(work.packed, work.other);
   if (sort_of(rows) == Sort::digits) {
     const int passes = sort_passes(work.keys, work.rows, work.passes, buffers.Current(),
@@ -144,7 +144,7 @@ void sort_then_place(const Work& work, Rows& rows, cudaStream_t stream) {
   }
   rows.sorted = buffers.Current();
   rows.rank_of = reinterpret_cast<std::int32_t*>(buffers.Alternate());  // free after the sort
-  launch_grid<place_ranks>({std::int64_t{rows.rows} * rows.groups, threads}, stream, rows);
+  launch_grid<scatter_ranks>({std::int64_t{rows.rows} * rows.groups, threads}, stream, rows);
 }
 
 }  // namespace
@@ -161,7 +161,7 @@ Work lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& work
   rows.queries = QueryClip(args);
   rows.intervals = args.intervals;
   rows.chunks = 1 + ceil_div(rows.seqlen_k - rows.window % chunk_ranks, chunk_ranks);
-  // A walk sums over the groups before its own: few, unless that would leave the GPU idle.
+  // rank_thresholds.cu sums over the groups before its own: few, unless that would leave the GPU idle.
   rows.group_chunks = std::min(ceil_div(rows.chunks, 64), max_group_chunks);
   rows.groups = ceil_div(rows.chunks, rows.group_chunks);
   rows.blocks = ceil_div(rows.seqlen_k, block_positions);
@@ -193,8 +193,8 @@ Work lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& work
 
 Rows sort_keys(const Work& work, cudaStream_t stream) {
   Rows rows = work.rows;
-  sort_of(rows) == Sort::rows ? sort_and_place(work, rows, stream)
-                              : sort_then_place(work, rows, stream);
+  sort_of(rows) == Sort::rows ? sort_and_scatter(work, rows, stream)
+                              : sort_then_scatter(work, rows, stream);
   return rows;
 }
 

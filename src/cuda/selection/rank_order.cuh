@@ -4,19 +4,19 @@
 
 #include "cuda/selection/scored_keys.cuh"
 
-// The order of the keys of a row, best first, and its inverse: the input of the walk over ranks
-// (rank_walk.cu).
+// The order of the keys of a row, best first, and its inverse: the input of
+// rank_thresholds.cu.
 namespace flash_dmattn::cuda::per_query {
 
 inline constexpr int warps = 16;
 inline constexpr int threads = warps * warp_size;
-inline constexpr int warp_ranks = 2 * warp_size;        // that a warp of the walk has
+inline constexpr int warp_ranks = 2 * warp_size;        // that a warp of rank_thresholds.cu has
 inline constexpr int chunk_ranks = warps * warp_ranks;  // C
 inline constexpr int block_positions = 4096;  // positions gathered at a time, and counted together
 inline constexpr int max_blocks = 2048;       // of a row: shared memory holds a count for each
 inline constexpr std::int64_t max_keys = std::int64_t{max_blocks} * block_positions;
 
-// Chunks that one CTA places. Grouped, they leave the walk fewer counts to sum.
+// Chunks that one CTA scatters. Grouped, they leave rank_thresholds.cu fewer counts to sum.
 inline constexpr int max_group_chunks = 16;
 static_assert(max_group_chunks * chunk_ranks < 0xffff && block_positions < 0xffff &&
                   chunk_ranks < 0xffff,
@@ -72,8 +72,8 @@ struct Rows {
     const int first = window % chunk_ranks;
     return rank < first ? 0 : (rank - first) / chunk_ranks + 1;
   }
-  // The first chunk that needs a walk.
-  __host__ __device__ int first_walked() const { return window / chunk_ranks + 1; }
+  // The first chunk whose intervals depend on T (rank_thresholds.cu).
+  __host__ __device__ int first_computed() const { return window / chunk_ranks + 1; }
   __device__ const std::uint64_t* sorted_row(int row) const {
     return sorted + static_cast<std::int64_t>(row) * seqlen_k;
   }
@@ -88,7 +88,7 @@ struct Rows {
   }
 };
 
-// Keys of a row as the sorts read them, in the order of falling positions: those at places first, first +
+// Keys of a row as the sorts read them, in the order of falling positions: those at offsets first, first +
 // step, ... Positions are negative past the end.
 template <int Count>
 struct KeysDescending {
@@ -103,9 +103,9 @@ struct KeysDescending {
   }
 };
 
-// A key's rank by its position, and its interval where that needs no walk: of the w best keys and of the
+// A key's rank by its position, and its interval where that does not depend on T: of the w best keys and of the
 // keys never chosen.
-__device__ inline void place_rank(const Rows& rows, int row, int rank, int position, bool valid) {
+__device__ inline void scatter_rank(const Rows& rows, int row, int rank, int position, bool valid) {
   rows.rank_row(row)[position] = valid ? rank : rows.seqlen_k;
   KeyInterval* const interval = rows.intervals_row(row) + position;
   if (!valid) {

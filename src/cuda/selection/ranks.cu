@@ -13,8 +13,8 @@
 
 // A choice among the keys that a dense mask or bias shows, as ranks of keys and limits of queries.
 //
-// A query's best visible keys are the first visible ones on a walk over all keys, best first; its limit is
-// the rank at which it has enough. The keys of a row come in the same order for all queries, so a warp walks
+// A query's best visible keys are the first visible ones among all keys, best first; its limit is
+// the rank at which it has enough. The keys of a row come in the same order for all queries, so a warp visits them
 // for 32 queries at once: mask and bias are packed to a word for each key, whose bits are the queries, a lane
 // gathers the word of one key, and 32 x 32 bits transposed give every query the keys of a step.
 namespace flash_dmattn::cuda {
@@ -112,8 +112,8 @@ __global__ void __launch_bounds__(pack_threads) pack_queries(QueryWords p, Dense
   }
 }
 
-// A warp walks for each tile of queries of each [batch, heads].
-struct Walk {
+// A warp for each tile of queries of each [batch, heads].
+struct LimitSearch {
   QueryWords words;
   const std::int32_t* order =
       nullptr;                    // [rows of scores, Sk] keys; -1: never chosen, as those after it
@@ -129,12 +129,12 @@ struct Walk {
   }
 };
 
-constexpr int walk_warps = 8;
-constexpr int walk_steps = 4;  // whose loads are in flight together
+constexpr int limit_warps = 8;
+constexpr int limit_steps = 4;  // whose loads are in flight together
 
-__global__ void __launch_bounds__(walk_warps* warp_size) find_limits(Walk p) {
+__global__ void __launch_bounds__(limit_warps* warp_size) find_limits(LimitSearch p) {
   wait_for_previous_kernel();
-  const std::int64_t mine = std::int64_t{blockIdx.x} * walk_warps + warp_id();
+  const std::int64_t mine = std::int64_t{blockIdx.x} * limit_warps + warp_id();
   if (mine >= p.warps()) return;
   const int lane = lane_id();
   // Neighbours have different heads of one tile: most masks are the same for all of them.
@@ -152,16 +152,16 @@ __global__ void __launch_bounds__(walk_warps* warp_size) find_limits(Walk p) {
   int missing = p.window;  // keys that query `lane` still lacks
   int limit = p.window == 0 ? 0 : keys;
   for (int rank = 0; rank < keys && __any_sync(full_mask, missing > 0);
-       rank += walk_steps * warp_size) {
-    std::uint32_t met[walk_steps];
+       rank += limit_steps * warp_size) {
+    std::uint32_t met[limit_steps];
 #pragma unroll
-    for (int i = 0; i < walk_steps; ++i) {
+    for (int i = 0; i < limit_steps; ++i) {
       const int at = rank + i * warp_size + lane;
       const int key = at < keys ? order[at] : -1;
       met[i] = key >= 0 ? words[key] : 0;
     }
 #pragma unroll
-    for (int i = 0; i < walk_steps; ++i) {
+    for (int i = 0; i < limit_steps; ++i) {
       const std::uint32_t seen = transpose_bits(met[i], lane);
       const int count = __popc(seen);
       if (missing > 0 && missing <= count) {
@@ -309,16 +309,17 @@ void rank_keys(const RankArgs& args, const Execution& execution) {
   sorting.workspace_bytes = work.sort_bytes;
   order_keys(scores_of(args), work.order, args.key_rank, sorting);
   if (any_element) pack_dense(args, work.words, stream);
-  const Walk walk{.words = work.words,
-                  .order = work.order,
-                  .limit = args.rank_limit,
-                  .batch = static_cast<int>(args.batch),
-                  .heads = static_cast<int>(args.heads),
-                  .order_batch = static_cast<int>(args.scores_shape[0]),
-                  .order_heads = static_cast<int>(args.scores_shape[1]),
-                  .window = static_cast<int>(std::min(args.window, args.seqlen_k))};
+  const LimitSearch search{.words = work.words,
+                           .order = work.order,
+                           .limit = args.rank_limit,
+                           .batch = static_cast<int>(args.batch),
+                           .heads = static_cast<int>(args.heads),
+                           .order_batch = static_cast<int>(args.scores_shape[0]),
+                           .order_heads = static_cast<int>(args.scores_shape[1]),
+                           .window = static_cast<int>(std::min(args.window, args.seqlen_k))};
   launch_grid<find_limits>(
-      {ceil_div(walk.warps(), std::int64_t{walk_warps}), walk_warps * warp_size}, stream, walk);
+      {ceil_div(search.warps(), std::int64_t{limit_warps}), limit_warps * warp_size}, stream,
+      search);
 }
 
 }  // namespace flash_dmattn::cuda

@@ -83,7 +83,7 @@ __device__ int sum_published(const std::uint32_t* from, int tiles) {
 // The keys of a thread: a warp has warp_keys consecutive ones, a lane every 32nd of them.
 struct PassKeys {
   static constexpr int count = RowPasses::thread_keys;
-  int first;  // place of the first, in the row
+  int first;  // offset of the first, in the row
   int end;    // of the row
   std::uint64_t key[count];
 
@@ -99,8 +99,8 @@ struct PassKeys {
 struct PassStorage {
   int work;
   int warp_sums[RowPasses::warps];
-  // Of a warp and a digit: keys so far, then the place of the first.
-  int places[RowPasses::warps][RowPasses::digits];
+  // Of a warp and a digit: keys so far, then the offset of the first.
+  int offsets[RowPasses::warps][RowPasses::digits];
 };
 
 // Ranks each key among its warp's keys of the same digit, and counts them in `so_far`.
@@ -119,15 +119,15 @@ __device__ void rank_in_warp(const PassKeys& keys, const KeyLayout& layout, int 
   }
 }
 
-// Turns the counts of this thread's digit, one for each warp, into the places of the warps' first keys, the
-// first warp's being `place`.
-__device__ void place_warps(PassStorage& shared, int place) {
+// Turns the counts of this thread's digit, one for each warp, into the offsets of the warps' first keys, the
+// first warp's being `offset`.
+__device__ void offset_warps(PassStorage& shared, int offset) {
   const int digit = static_cast<int>(threadIdx.x);
 #pragma unroll
   for (int w = 0; w < RowPasses::warps; ++w) {
-    const int count = shared.places[w][digit];
-    shared.places[w][digit] = place;
-    place += count;
+    const int count = shared.offsets[w][digit];
+    shared.offsets[w][digit] = offset;
+    offset += count;
   }
 }
 
@@ -161,25 +161,25 @@ __global__ void __launch_bounds__(RowPasses::threads)
   const int through = warp_inclusive_sum(in_row, lane_id());
   if (lane_id() == warp_size - 1) shared.warp_sums[warp] = through;
 #pragma unroll
-  for (int w = 0; w < RowPasses::warps; ++w) shared.places[w][digit] = 0;
+  for (int w = 0; w < RowPasses::warps; ++w) shared.offsets[w][digit] = 0;
   __syncthreads();
 
   int rank[PassKeys::count];
-  rank_in_warp(keys, rows.layout, pass, shared.places[warp], rank);
+  rank_in_warp(keys, rows.layout, pass, shared.offsets[warp], rank);
   __syncthreads();
   int in_tile = 0;
 #pragma unroll
-  for (int w = 0; w < RowPasses::warps; ++w) in_tile += shared.places[w][digit];
+  for (int w = 0; w < RowPasses::warps; ++w) in_tile += shared.offsets[w][digit];
   std::uint32_t* const published = passes.published + counts_begin;
   store_relaxed(published + tile * RowPasses::digits, static_cast<std::uint32_t>(in_tile) + 1);
-  int place = through - in_row;
-  for (int w = 0; w < warp; ++w) place += shared.warp_sums[w];
-  place_warps(shared, place + sum_published(published, tile));
+  int offset = through - in_row;
+  for (int w = 0; w < warp; ++w) offset += shared.warp_sums[w];
+  offset_warps(shared, offset + sum_published(published, tile));
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < PassKeys::count; ++i) {
     if (!keys.exists(i)) break;
-    to[row_begin + shared.places[warp][digit_of(rows.layout, keys.key[i], pass)] + rank[i]] =
+    to[row_begin + shared.offsets[warp][digit_of(rows.layout, keys.key[i], pass)] + rank[i]] =
         keys.key[i];
   }
 }

@@ -5,12 +5,12 @@
 #include "cuda/selection/rank_order.cuh"
 
 // Sorting rows of some ten thousand keys, all at once: a kernel that packs the keys and one for each
-// eight bits of their scores. A CTA has a tile of a row. The place of its keys follows from the number of
+// eight bits of their scores. A CTA has a tile of a row. The offset of its keys follows from the number of
 // keys of each digit in the row, which the first kernel counts for all passes, and the number of them in
 // the tiles before, which each tile publishes.
 // Tiles are numbered as blocks start, so that those before are running or done and waiting for them ends.
 //
-// It takes the place of CUB's device-wide sort, which gives 5760 keys to a CTA and so occupies a third of an
+// It replaces CUB's device-wide sort, which gives 5760 keys to a CTA and so occupies a third of an
 // H200: 8 rows of 32768 f32 scores are selected in 55 us instead of 86.
 namespace flash_dmattn::cuda::per_query {
 

@@ -15,14 +15,14 @@ struct RowSort {
   static constexpr int threads = Threads;
   static constexpr int thread_keys = 8;
   static constexpr int max_keys = threads * thread_keys;
-  static_assert(max_keys <= 0x10000, "a place is 16 bits wide");
+  static_assert(max_keys <= 0x10000, "an offset is 16 bits wide");
   static constexpr int max_chunks = max_keys / chunk_ranks + 2;
   static constexpr int max_blocks = (max_keys + block_positions - 1) / block_positions;
   using Sort = cub::BlockRadixSort<std::uint32_t, threads, thread_keys, std::uint16_t>;
 };
 
-// sorted [rows, Sk], the best first, and the result of place_ranks for it. Keys enter in the order of
-// falling positions, which the sort, being stable, keeps among equals; places past the end are worse than
+// sorted [rows, Sk], the best first, and the result of scatter_ranks for it. Keys enter in the order of
+// falling positions, which the sort, being stable, keeps among equals; offsets past the end are worse than
 // or equal to all and come last.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
@@ -39,24 +39,24 @@ __global__ void __launch_bounds__(Threads)
   if (thread < all_counts) counts[0][thread] = 0;
   const std::uint32_t all = ~std::uint32_t{0} >> (32 - rows.layout.score_bits);
   std::uint32_t worse[Policy::thread_keys];
-  std::uint16_t place[Policy::thread_keys];
+  std::uint16_t offset[Policy::thread_keys];
   const int first = thread * Policy::thread_keys;
   const KeysDescending<Policy::thread_keys> own(keys, rows, row, first, 1);
 #pragma unroll
   for (int i = 0; i < Policy::thread_keys; ++i) {
-    place[i] = static_cast<std::uint16_t>(first + i);
+    offset[i] = static_cast<std::uint16_t>(first + i);
     worse[i] = ~own.code[i] & all;
   }
-  typename Policy::Sort(storage).SortBlockedToStriped(worse, place, 0, rows.layout.score_bits);
+  typename Policy::Sort(storage).SortBlockedToStriped(worse, offset, 0, rows.layout.score_bits);
 #pragma unroll
   for (int i = 0; i < Policy::thread_keys; ++i) {
     const int rank = i * Threads + thread;
     if (rank >= rows.seqlen_k) break;
-    const int at = rows.seqlen_k - 1 - place[i];
+    const int at = rows.seqlen_k - 1 - offset[i];
     const std::uint64_t key = rows.layout.pack(row, ~worse[i], at);
     const bool valid = rows.layout.valid(key);
     sorted[static_cast<std::int64_t>(row) * rows.seqlen_k + rank] = key;
-    place_rank(rows, row, rank, at, valid);
+    scatter_rank(rows, row, rank, at, valid);
     if (valid) atomicAdd(&counts[at / block_positions][rows.chunk_of(rank)], 1);
   }
   __syncthreads();

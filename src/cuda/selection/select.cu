@@ -105,8 +105,9 @@ void select_key_intervals(const SelectionArgs& args, const Execution& execution)
   WorkspaceAllocator workspace(execution.workspace);
   if (method == Method::per_query) {
     per_query::Work work = per_query::lay_out(args, rows_per_batch(args), workspace);
-    for_each_batch(work.rows, all_rows,
-                   [&] { per_query::walk_ranks(per_query::sort_keys(work, stream), stream); });
+    for_each_batch(work.rows, all_rows, [&] {
+      per_query::compute_intervals(per_query::sort_keys(work, stream), stream);
+    });
     return;
   }
   global::Rows rows = global::lay_out(args, rows_per_batch(args), workspace);

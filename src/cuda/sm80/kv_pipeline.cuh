@@ -130,10 +130,10 @@ class KvPipeline {
   __device__ void load_positions(int n) {
     const int i = group().rank;
     if (!tiles_.has_list() || i >= keys_per_tile || !tiles_.list_has(n)) return;
-    const int place = n * keys_per_tile + i;
-    const bool valid = place < tiles_.end();
+    const int entry = n * keys_per_tile + i;
+    const bool valid = entry < tiles_.end();
     cp_async_4(shared_address(&storage_.positions[ring<Storage::position_stages>(n)][i]),
-               tiles_.list() + (valid ? place : 0), valid);
+               tiles_.list() + (valid ? entry : 0), valid);
   }
 
   __device__ void load_rows(int n) {

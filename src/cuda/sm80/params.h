@@ -57,7 +57,7 @@ struct DqAccumLayout {
   }
 };
 
-// Columns of a row of dk_accum: head_dim rounded up to the 16 of a pair of accumulator blocks.
+// Columns of a row of dk_accum: head_dim rounded up to the 16 of two accumulator blocks.
 constexpr int accum_columns(int head_dim) { return (head_dim + 15) / 16 * 16; }
 
 }  // namespace flash_dmattn::cuda::sm80

@@ -36,7 +36,7 @@ constexpr ForwardPolicy forward_policy(int head_dim_bucket, SharedClass shared) 
 }
 
 // The same with a dense mask or bias, whose tile is in shared memory, too: at D 128 and 32 rows of a warp it
-// leaves no place for a second block. D 64: three blocks of 4 warps of 16
+// leaves no room for a second block. D 64: three blocks of 4 warps of 16
 // rows take 20 % longer, 8 warps of 16 rows or tiles of 32 keys as well.
 constexpr ForwardPolicy dense_forward_policy(int head_dim_bucket, SharedClass shared) {
   if (head_dim_bucket == 64) return {.warps = 4, .warp_rows = 32, .keys = 64, .min_blocks = 2};

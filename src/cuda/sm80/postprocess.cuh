@@ -31,12 +31,12 @@ struct BwdPostprocessDkv {
         sums + row_index * accum_columns(shape.head_dim) + chunk / 2 * 16 + chunk % 2 * 2;
     std::byte* const destination =
         to.data + batch * to.batch + key * to.row + head * to.head + chunk * 16;
-    std::uint32_t pairs[4];
+    std::uint32_t packed[4];
     for (int t = 0; t < 4; ++t) {
       const float2 sum = *reinterpret_cast<const float2*>(from + 4 * t);
-      pairs[t] = pack_gradient<T>(sum.x * scale, sum.y * scale, saturate);
+      packed[t] = pack_gradient<T>(sum.x * scale, sum.y * scale, saturate);
     }
-    store_chunk(destination, pairs, to.aligned);
+    store_chunk(destination, packed, to.aligned);
   }
 };
 

@@ -82,7 +82,7 @@ BackwardWorkspace::BackwardWorkspace(const Problem& p, const Inputs& in, bool ha
 bool accumulates_dbias(const Problem& p, const BackwardChoice& choice) {
   const BroadcastShape& bias = p.bias_shape;
   if (!has(bias)) return false;
-  // A block walks the two heads of a group together, unless their keys are seen by different queries.
+  // A block visits the two heads of a group together, unless their keys are seen by different queries.
   const bool heads_differ =
       has(p.mask_shape) && !has_dense_mask(p) && p.mask_shape[1] == p.heads_q && p.heads_q > 1;
   const bool sums_heads = is_key_major(choice.loop) && sums_dense_dbias(choice.head_dim) &&

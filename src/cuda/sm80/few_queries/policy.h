@@ -74,7 +74,7 @@ struct Split {
   int splits = 1;     // blocks that share the keys of a row tile
 };
 
-// `most_keys`: that a row tile walks.
+// `most_keys`: that a row tile visits.
 Split split_keys(const Problem& p, const Policy& policy, std::int64_t most_keys,
                  int multiprocessors);
 

@@ -3,15 +3,15 @@
 #include "cuda/selection/per_query.h"
 #include "cuda/selection/rank_order.cuh"
 
-// Causal per-query selection by a walk over ranks.
+// Causal per-query selection from ranks.
 //
 // Sort the keys of a row, best first; P[r] is the position of rank r. The key of rank r is beaten
 // by exactly the ranks before it, so it is visible to the queries at positions
 //
 //   P[r] <= t < T(r),   T(r) = the w-th smallest of P[0..r), infinite for r < w,
 //
-// and T never grows with r. The ranks from w on are therefore cut into chunks that are walked
-// independently, one CTA each. A CTA finds T at the first of its ranks and gathers the *window*
+// and T never grows with r. The ranks from w on are therefore cut into chunks that
+// one CTA each computes independently. A CTA finds T at the first of its ranks and gathers the *window*
 // below it: the positions in descending order that earlier ranks hold (present) or that its own
 // ranks are going to take (arriving). Within the chunk T only moves down the window: an arrival
 // below T moves T to the next lower present position, any other changes nothing. A chunk of C ranks
@@ -29,14 +29,14 @@ static_assert(window_words == 2 * warp_size, "a lane reads two words");
 static_assert(thread_positions % 4 == 0, "ranks are loaded four at a time");
 
 // The row and the chunk of a CTA.
-struct Walk {
+struct Chunk {
   int row;
-  int chunk;
+  int index;
   int begin;  // ranks
   int end;
 };
 
-struct WalkStorage {
+struct ChunkStorage {
   int present[max_blocks];            // positions of the block that ranks before the chunk hold
   std::uint8_t arriving[max_blocks];  // whether ranks of the chunk take any below the first T
   int warp_counts[2][warps];
@@ -55,19 +55,19 @@ struct WalkStorage {
 };
 
 // Fills present, top_block and above, and clears arriving.
-__device__ void find_top_block(const Rows& rows, const Walk& walk, WalkStorage& shared) {
+__device__ void find_top_block(const Rows& rows, const Chunk& chunk, ChunkStorage& shared) {
   const int lane = lane_id();
   const int warp = warp_id();
-  const int group = walk.chunk / rows.group_chunks;
+  const int group = chunk.index / rows.group_chunks;
   constexpr int together = 4;  // blocks whose loads are in flight at a time
   for (int first = warp; first < rows.blocks; first += together * warps) {
     int sum[together];
 #pragma unroll
     for (int i = 0; i < together; ++i) {
       const int b = min(first + i * warps, rows.blocks - 1);
-      const std::int64_t block = rows.block_of_row(walk.row, b);
+      const std::int64_t block = rows.block_of_row(chunk.row, b);
       const std::uint16_t* totals = rows.totals + block * rows.groups;
-      sum[i] = lane == 0 ? rows.before[block * rows.chunks + walk.chunk] : 0;
+      sum[i] = lane == 0 ? rows.before[block * rows.chunks + chunk.index] : 0;
       sum[i] += lane < group ? totals[lane] : 0;
       sum[i] += lane + warp_size < group ? totals[lane + warp_size] : 0;
       for (int g = lane + 2 * warp_size; g < group; g += warp_size) sum[i] += totals[g];
@@ -159,8 +159,8 @@ __device__ int count_before_thread(int count, int (&warp_counts)[warps], int& to
 }
 
 // Fills threshold: the present position of the top block with `above` present ones above it.
-__device__ void find_threshold(const BlockRanks& ranks, const Walk& walk, WalkStorage& shared) {
-  const unsigned present = ranks.before(walk.begin, ranks.top);
+__device__ void find_threshold(const BlockRanks& ranks, const Chunk& chunk, ChunkStorage& shared) {
+  const unsigned present = ranks.before(chunk.begin, ranks.top);
   int total = 0;
   const int before = count_before_thread(__popc(present), shared.warp_counts[0], total);
   const int rest = shared.above - before;
@@ -175,13 +175,13 @@ struct LaneRanks {
   int arrival[2];
   int position[2];  // Sk for a rank that takes no part
 
-  __device__ LaneRanks(const Rows& rows, const Walk& walk) {
+  __device__ LaneRanks(const Rows& rows, const Chunk& chunk) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       arrival[half] = warp_id() * warp_ranks + half * warp_size + lane_id();
       position[half] = rows.seqlen_k;
-      if (walk.begin + arrival[half] >= walk.end) continue;
-      const std::uint64_t key = rows.sorted_row(walk.row)[walk.begin + arrival[half]];
+      if (chunk.begin + arrival[half] >= chunk.end) continue;
+      const std::uint64_t key = rows.sorted_row(chunk.row)[chunk.begin + arrival[half]];
       if (rows.layout.valid(key)) position[half] = rows.layout.position(key);
     }
   }
@@ -190,7 +190,7 @@ struct LaneRanks {
 // Fills counted and arriving, and entry_of as if the window were empty: an arrival is above the
 // first T, or below all of the window. Returns how many are below T: T moves down no further than
 // that.
-__device__ int classify_arrivals(const LaneRanks& own, WalkStorage& shared) {
+__device__ int classify_arrivals(const LaneRanks& own, ChunkStorage& shared) {
   int count = 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -210,7 +210,7 @@ __device__ int classify_arrivals(const LaneRanks& own, WalkStorage& shared) {
 }
 
 // The highest block below `block` with positions to gather, -1 if there is none.
-__device__ int next_block(int block, const WalkStorage& shared) {
+__device__ int next_block(int block, const ChunkStorage& shared) {
   do {
     --block;
   } while (block >= 0 && shared.present[block] == 0 && shared.arriving[block] == 0);
@@ -220,21 +220,21 @@ __device__ int next_block(int block, const WalkStorage& shared) {
 // Fills the window: T, and below it at least `moves` present positions (where there are so many)
 // with all the arrivals in between. `ranks` are those of the top block. Returns the number of
 // entries.
-__device__ int gather_window(const Rows& rows, const Walk& walk, int moves, BlockRanks& ranks,
-                             WalkStorage& shared) {
+__device__ int gather_window(const Rows& rows, const Chunk& chunk, int moves, BlockRanks& ranks,
+                             ChunkStorage& shared) {
   int block = shared.top_block;
   int present = shared.present[block] - shared.above;  // once this block is gathered
   int entries = 0;
   for (int parity = 0;; parity ^= 1) {
     const int next = present > moves ? -1 : next_block(block, shared);
     BlockRanks next_ranks;
-    if (next >= 0) next_ranks.load(rows, walk.row, next);  // in flight meanwhile
-    const unsigned taken = ranks.before(walk.end, shared.threshold);
+    if (next >= 0) next_ranks.load(rows, chunk.row, next);  // in flight meanwhile
+    const unsigned taken = ranks.before(chunk.end, shared.threshold);
     int total = 0;
     int entry = entries + count_before_thread(__popc(taken), shared.warp_counts[parity], total);
     for (unsigned rest = taken; rest != 0 && entry < window_entries; rest &= rest - 1, ++entry) {
       const int i = __ffs(static_cast<int>(rest)) - 1;
-      const int arrival = ranks.rank_at(i) - walk.begin;
+      const int arrival = ranks.rank_at(i) - chunk.begin;
       shared.position[entry] = ranks.position(i);
       shared.time[entry] = static_cast<std::uint16_t>(max(arrival + 1, 0));
       if (arrival >= 0) shared.entry_of[arrival] = static_cast<std::uint16_t>(entry);
@@ -250,7 +250,7 @@ __device__ int gather_window(const Rows& rows, const Walk& walk, int moves, Bloc
 }
 
 // Fills present_at. Lane g counts the entries of a word that are present when warp g begins.
-__device__ void count_times(int entries, WalkStorage& shared) {
+__device__ void count_times(int entries, ChunkStorage& shared) {
   const int lane = lane_id();
 #pragma unroll
   for (int i = 0; i < window_words / warps; ++i) {
@@ -267,7 +267,7 @@ __device__ void count_times(int entries, WalkStorage& shared) {
 
 // T at the first rank of this warp, as an entry of the window: moved down by the arrivals below the
 // first T that came before.
-__device__ int first_threshold(const WalkStorage& shared) {
+__device__ int first_threshold(const ChunkStorage& shared) {
   const int lane = lane_id();
   const int warp = warp_id();
   int total = 0;
@@ -292,7 +292,7 @@ struct LaneThresholds {
   int entry[2];
 
   __device__ LaneThresholds(int first, int entries, const int (&arriving)[2],
-                            const WalkStorage& shared) {
+                            const ChunkStorage& shared) {
     const int lane = lane_id();
     const int first_arrival = warp_id() * warp_ranks;
     const unsigned counted = __ballot_sync(full_mask, arriving[0] > first);
@@ -331,25 +331,25 @@ struct LaneThresholds {
 };
 
 // One CTA for each chunk of ranks from w on.
-__global__ void __launch_bounds__(threads, 2) walk_chunk(Rows rows) {
+__global__ void __launch_bounds__(threads, 2) compute_chunk(Rows rows) {
   wait_for_previous_kernel();
-  __shared__ WalkStorage shared;
-  const int walked = rows.chunks - rows.first_walked();
-  Walk walk;
-  walk.row = static_cast<int>(blockIdx.x) / walked;
-  walk.chunk = static_cast<int>(blockIdx.x) % walked + rows.first_walked();
-  walk.begin = rows.chunk_begin(walk.chunk);
-  walk.end = rows.chunk_end(walk.chunk);
+  __shared__ ChunkStorage shared;
+  const int computed = rows.chunks - rows.first_computed();
+  Chunk chunk;
+  chunk.row = static_cast<int>(blockIdx.x) / computed;
+  chunk.index = static_cast<int>(blockIdx.x) % computed + rows.first_computed();
+  chunk.begin = rows.chunk_begin(chunk.index);
+  chunk.end = rows.chunk_end(chunk.index);
   // Keys never chosen rank last; place_ranks has written their intervals.
-  if (!rows.layout.valid(rows.sorted_row(walk.row)[walk.begin])) return;
+  if (!rows.layout.valid(rows.sorted_row(chunk.row)[chunk.begin])) return;
 
-  const LaneRanks own(rows, walk);
-  find_top_block(rows, walk, shared);
+  const LaneRanks own(rows, chunk);
+  find_top_block(rows, chunk, shared);
   BlockRanks ranks;
-  ranks.load(rows, walk.row, shared.top_block);
-  find_threshold(ranks, walk, shared);
+  ranks.load(rows, chunk.row, shared.top_block);
+  find_threshold(ranks, chunk, shared);
   const int moves = classify_arrivals(own, shared);
-  const int entries = gather_window(rows, walk, moves, ranks, shared);
+  const int entries = gather_window(rows, chunk, moves, ranks, shared);
   count_times(entries, shared);
 
   const int first = first_threshold(shared);
@@ -363,15 +363,15 @@ __global__ void __launch_bounds__(threads, 2) walk_chunk(Rows rows) {
       const int until = shared.position[thresholds.entry[half]];
       interval = rows.queries.until(own.position[half], until);
     }
-    store(rows.intervals_row(walk.row) + own.position[half], interval);
+    store(rows.intervals_row(chunk.row) + own.position[half], interval);
   }
 }
 
 }  // namespace
 
-void walk_ranks(const Rows& rows, cudaStream_t stream) {
-  launch_grid<walk_chunk>({std::int64_t{rows.rows} * (rows.chunks - rows.first_walked()), threads},
-                          stream, rows);
+void compute_intervals(const Rows& rows, cudaStream_t stream) {
+  launch_grid<compute_chunk>(
+      {std::int64_t{rows.rows} * (rows.chunks - rows.first_computed()), threads}, stream, rows);
 }
 
 }  // namespace flash_dmattn::cuda::per_query
