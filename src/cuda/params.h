@@ -12,7 +12,7 @@ namespace flash_dmattn::cuda {
 // The rows of a [B, S, H, D] tensor of 16-bit elements: `Byte` is const where they are read. Strides in
 // bytes.
 template <class Byte>
-struct Rows {
+struct RowsView {
   Byte* data = nullptr;
   std::int64_t batch = 0;
   std::int64_t row = 0;
@@ -20,8 +20,8 @@ struct Rows {
   bool aligned = false;  // every row begins at a multiple of 16 bytes, and `row` fits into:
   int row_step = 0;      // `row`, so that an address is one multiply-add
 };
-using InputRows = Rows<const std::byte>;
-using OutputRows = Rows<std::byte>;
+using InputRows = RowsView<const std::byte>;
+using OutputRows = RowsView<std::byte>;
 
 // A mask or a bias, ({B|1}, {Hq|Hkv|1}, {Sq|1}, {Sk|1}). Strides in elements, 0 where it
 // broadcasts; the head's is split in two, one of which is 0, so that kernels need no branch on the

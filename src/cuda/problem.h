@@ -26,8 +26,8 @@ inline Shape shape_of(const Problem& p) {
 }
 
 template <class Byte, class Tensor>
-Rows<Byte> rows_view(const Tensor& tensor) {
-  Rows<Byte> rows;
+RowsView<Byte> rows_view(const Tensor& tensor) {
+  RowsView<Byte> rows;
   rows.data = static_cast<Byte*>(tensor.data);
   rows.batch = tensor.stride[0] * 2;
   rows.row = tensor.stride[1] * 2;

@@ -9,7 +9,7 @@ namespace {
 
 // The state after `digit` digits; for digit > 0 from the histogram of the one before. All threads of the
 // CTA call it and get the same.
-__device__ Found find_digits(const Rows& rows, int digit, int row) {
+__device__ Found find_digits(const RadixRows& rows, int digit, int row) {
   if (digit == 0) return {0, rows.window};
   __shared__ std::uint32_t warp_sums[threads / warp_size];
   __shared__ Found result;
@@ -44,7 +44,7 @@ __device__ Found find_digits(const Rows& rows, int digit, int row) {
   return result;
 }
 
-__global__ void __launch_bounds__(threads) count_digit(Rows rows, int digit) {
+__global__ void __launch_bounds__(threads) count_digit(RadixRows rows, int digit) {
   wait_for_previous_kernel();
   __shared__ std::uint32_t counts[bins];
   const int row = static_cast<int>(blockIdx.x) / rows.ctas_per_row();
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(threads) count_digit(Rows rows, int digit) {
   }
 }
 
-__global__ void __launch_bounds__(threads) keep_best(Rows rows) {
+__global__ void __launch_bounds__(threads) keep_best(RadixRows rows) {
   wait_for_previous_kernel();
   const int row = static_cast<int>(blockIdx.x) / rows.ctas_per_row();
   const int part = static_cast<int>(blockIdx.x) % rows.ctas_per_row();
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(threads) keep_best(Rows rows) {
 }
 
 // The choice when the window holds every key.
-__global__ void __launch_bounds__(threads) keep_valid(Rows rows) {
+__global__ void __launch_bounds__(threads) keep_valid(RadixRows rows) {
   wait_for_previous_kernel();
   const int row = static_cast<int>(blockIdx.x) / rows.ctas_per_row();
   const int part = static_cast<int>(blockIdx.x) % rows.ctas_per_row();
@@ -109,8 +109,8 @@ __global__ void __launch_bounds__(threads) keep_valid(Rows rows) {
 
 }  // namespace
 
-Rows lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& workspace) {
-  Rows rows;
+RadixRows lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& workspace) {
+  RadixRows rows;
   rows.keys = ScoredKeys(args);
   rows.queries = QueryClip(args);
   rows.intervals = args.intervals;
@@ -127,7 +127,7 @@ Rows lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& work
   return rows;
 }
 
-void select_best(const Rows& rows, cudaStream_t stream) {
+void select_best(const RadixRows& rows, cudaStream_t stream) {
   const std::int64_t ctas = std::int64_t{rows.rows} * rows.ctas_per_row();
   const std::size_t histogram_bytes =
       sizeof(std::uint32_t) * bins * static_cast<std::size_t>(rows.digits() * rows.rows);
@@ -138,7 +138,7 @@ void select_best(const Rows& rows, cudaStream_t stream) {
   launch_grid<keep_best>({ctas, threads}, stream, rows);
 }
 
-void select_valid(const Rows& rows, cudaStream_t stream) {
+void select_valid(const RadixRows& rows, cudaStream_t stream) {
   launch_grid<keep_valid>({std::int64_t{rows.rows} * rows.ctas_per_row(), threads}, stream, rows);
 }
 

@@ -23,7 +23,7 @@ struct Found {
   std::int64_t rank;  // among the numbers that begin with these digits
 };
 
-struct Rows {
+struct RadixRows {
   ScoredKeys keys;
   QueryClip queries;
   KeyInterval* intervals = nullptr;  // [rows of all batches, Sk]
@@ -52,10 +52,10 @@ struct Rows {
 };
 
 // The rows of a batch of at most `batch_rows` rows, whose counts are in the workspace unless all keys are kept.
-Rows lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& workspace);
+RadixRows lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& workspace);
 
 // Write the intervals of a batch: of the w best keys, and of all valid ones where the window holds every key.
-void select_best(const Rows& rows, cudaStream_t stream);
-void select_valid(const Rows& rows, cudaStream_t stream);
+void select_best(const RadixRows& rows, cudaStream_t stream);
+void select_valid(const RadixRows& rows, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda::global

@@ -37,7 +37,7 @@ struct EventLayout {
   }
 };
 
-struct Rows {
+struct SlotRows {
   EventLayout layout;
   int seqlen_k = 0;
   int tiles = 0;
@@ -57,13 +57,13 @@ struct Rows {
 struct RowKey {
   int row;
   int key;
-  __device__ explicit RowKey(const Rows& rows)
+  __device__ explicit RowKey(const SlotRows& rows)
       : row(static_cast<int>(blockIdx.x) / rows.ctas_per_row),
         key(static_cast<int>(blockIdx.x) % rows.ctas_per_row * threads +
             static_cast<int>(threadIdx.x)) {}
 };
 
-__global__ void __launch_bounds__(threads) list_events(key_tree::AllKeys keys, Rows rows) {
+__global__ void __launch_bounds__(threads) list_events(key_tree::AllKeys keys, SlotRows rows) {
   wait_for_previous_kernel();
   const RowKey at(rows);
   if (at.key >= rows.seqlen_k) return;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(threads) list_events(key_tree::AllKeys keys, R
 }
 
 // Numbers the sorted events.
-__global__ void __launch_bounds__(threads) number_events(Rows rows) {
+__global__ void __launch_bounds__(threads) number_events(SlotRows rows) {
   wait_for_previous_kernel();
   const RowKey at(rows);  // the n-th arrival and the n-th departure
   if (at.key >= rows.seqlen_k) return;
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(threads) number_events(Rows rows) {
 }
 
 // One thread for each slot follows the keys that live in it.
-__global__ void __launch_bounds__(threads) follow_slots(Rows rows) {
+__global__ void __launch_bounds__(threads) follow_slots(SlotRows rows) {
   wait_for_previous_kernel();
   const int slots = rows.slots;
   const int ctas = ceil_div(slots, threads);
@@ -198,7 +198,7 @@ void assign_slots(const TileListArgs& args, const KeySlotShape& shape, const Key
     return;
   }
   Workspace workspace(args, execution.workspace);
-  Rows rows;
+  SlotRows rows;
   rows.layout = event_layout(args);
   rows.seqlen_k = static_cast<int>(args.seqlen_k);
   rows.tiles = static_cast<int>(args.tiles());

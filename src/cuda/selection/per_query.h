@@ -11,7 +11,7 @@
 namespace flash_dmattn::cuda::per_query {
 
 struct Work {
-  Rows rows;
+  OrderedRows rows;
   ScoredKeys keys;
   std::uint64_t* packed =
       nullptr;  // [rows, Sk], twice: the sorted array, and the sort's other buffer
@@ -25,14 +25,14 @@ struct Work {
 Work lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& workspace);
 
 // Returns the batch with its sorted keys, their ranks scattered (rank_order.cu).
-Rows sort_keys(const Work& work, cudaStream_t stream);
+OrderedRows sort_keys(const Work& work, cudaStream_t stream);
 
 // Writes the intervals of all keys whose ranks are not among the first w (rank_thresholds.cu).
-void compute_intervals(const Rows& rows, cudaStream_t stream);
+void compute_intervals(const OrderedRows& rows, cudaStream_t stream);
 
 // The order of the keys of all batches and its inverse, both [rows, Sk]: the key of each rank, -1 from the
 // first one that is never chosen, and the rank of each key, Sk where it is never chosen.
-void store_order(const Rows& rows, std::int32_t* key_of_rank, std::int32_t* rank_of_key,
+void store_order(const OrderedRows& rows, std::int32_t* key_of_rank, std::int32_t* rank_of_key,
                  cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda::per_query

@@ -18,7 +18,7 @@ constexpr int pack_keys = 4;  // of a thread
 
 // The sort keys of a batch in the order of falling positions.
 __global__ void __launch_bounds__(pack_threads)
-    pack_keys_of_rows(ScoredKeys keys, Rows rows, std::uint64_t* packed) {
+    pack_keys_of_rows(ScoredKeys keys, OrderedRows rows, std::uint64_t* packed) {
   wait_for_previous_kernel();
   const int blocks_per_row = ceil_div(rows.seqlen_k, pack_threads * pack_keys);
   const int row = static_cast<int>(blockIdx.x) / blocks_per_row;
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(pack_threads)
 // One CTA for each group of chunks: inverts the order, counts the positions of the chunks by block,
 // and writes the intervals that do not depend on T: those of the w best keys and of the keys never
 // chosen.
-__global__ void __launch_bounds__(threads) scatter_ranks(Rows rows) {
+__global__ void __launch_bounds__(threads) scatter_ranks(OrderedRows rows) {
   wait_for_previous_kernel();
   __shared__ int counts[max_blocks];
   const int row = static_cast<int>(blockIdx.x) / rows.groups;
@@ -75,7 +75,7 @@ constexpr int order_threads = 256;
 
 // A thread for each rank.
 __global__ void __launch_bounds__(order_threads)
-    store_ranks(Rows rows, std::int32_t* key_of_rank, std::int32_t* rank_of_key) {
+    store_ranks(OrderedRows rows, std::int32_t* key_of_rank, std::int32_t* rank_of_key) {
   wait_for_previous_kernel();
   const int blocks = ceil_div(rows.seqlen_k, order_threads);
   const int row = static_cast<int>(blockIdx.x) / blocks;
@@ -98,13 +98,13 @@ using LongRowSort = RowSort<1024>;
 // How the keys are sorted: a CTA for each row, kernels that sort all rows by a digit, or CUB.
 enum class Sort : std::uint8_t { rows, digits, device };
 
-Sort sort_of(const Rows& rows) {
+Sort sort_of(const OrderedRows& rows) {
   if (rows.seqlen_k <= LongRowSort::max_keys) return Sort::rows;
   return rows.seqlen_k <= RowPasses::max_keys ? Sort::digits : Sort::device;
 }
 
 template <class RowSort>
-void sort_rows(const Work& work, const Rows& rows, cudaStream_t stream) {
+void sort_rows(const Work& work, const OrderedRows& rows, cudaStream_t stream) {
   launch_grid<sort_row<RowSort::threads>>({rows.rows, RowSort::threads}, stream, work.keys, rows,
                                           work.packed);
 }
@@ -112,7 +112,7 @@ void sort_rows(const Work& work, const Rows& rows, cudaStream_t stream) {
 // Sorts the packed keys; the result is where `buffers` points. The positions in the low bits come in
 // order and stay so among equals, the sort being stable. With a null workspace it only sets
 // `bytes`.
-void sort(const Rows& rows, cub::DoubleBuffer<std::uint64_t>& buffers, void* workspace,
+void sort(const OrderedRows& rows, cub::DoubleBuffer<std::uint64_t>& buffers, void* workspace,
           std::size_t& bytes, cudaStream_t stream) {
   const int begin_bit = rows.layout.position_bits;
   const int end_bit = begin_bit + rows.layout.score_bits + bits_for(rows.rows);
@@ -122,14 +122,14 @@ void sort(const Rows& rows, cub::DoubleBuffer<std::uint64_t>& buffers, void* wor
 }
 
 // By the CTAs that sort the rows.
-void sort_and_scatter(const Work& work, Rows& rows, cudaStream_t stream) {
+void sort_and_scatter(const Work& work, OrderedRows& rows, cudaStream_t stream) {
   rows.sorted = work.packed;
   rows.rank_of = reinterpret_cast<std::int32_t*>(work.other);
   rows.seqlen_k <= ShortRowSort::max_keys ? sort_rows<ShortRowSort>(work, rows, stream)
                                           : sort_rows<LongRowSort>(work, rows, stream);
 }
 
-void sort_then_scatter(const Work& work, Rows& rows, cudaStream_t stream) {
+void sort_then_scatter(const Work& work, OrderedRows& rows, cudaStream_t stream) {
   cub::DoubleBuffer<std::uint64_t> buffers(work.packed, work.other);
   if (sort_of(rows) == Sort::digits) {
     const int passes = sort_passes(work.keys, work.rows, work.passes, buffers.Current(),
@@ -151,7 +151,7 @@ void sort_then_scatter(const Work& work, Rows& rows, cudaStream_t stream) {
 
 Work lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& workspace) {
   Work work;
-  Rows& rows = work.rows;
+  OrderedRows& rows = work.rows;
   rows.rows = batch_rows;
   rows.seqlen_k = static_cast<int>(args.seqlen_k);
   rows.window = static_cast<int>(args.window);
@@ -191,14 +191,14 @@ Work lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& work
   return work;
 }
 
-Rows sort_keys(const Work& work, cudaStream_t stream) {
-  Rows rows = work.rows;
+OrderedRows sort_keys(const Work& work, cudaStream_t stream) {
+  OrderedRows rows = work.rows;
   sort_of(rows) == Sort::rows ? sort_and_scatter(work, rows, stream)
                               : sort_then_scatter(work, rows, stream);
   return rows;
 }
 
-void store_order(const Rows& rows, std::int32_t* key_of_rank, std::int32_t* rank_of_key,
+void store_order(const OrderedRows& rows, std::int32_t* key_of_rank, std::int32_t* rank_of_key,
                  cudaStream_t stream) {
   const int blocks = ceil_div(rows.seqlen_k, order_threads);
   launch_grid<store_ranks>({std::int64_t{rows.rows} * blocks, order_threads}, stream, rows,

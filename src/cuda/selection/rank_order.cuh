@@ -44,7 +44,7 @@ struct KeyLayout {
 };
 
 // One batch of rows and the arrays of its stages.
-struct Rows {
+struct OrderedRows {
   int first_row = 0;  // of the batch
   int rows = 0;
   int seqlen_k = 0;
@@ -95,7 +95,7 @@ struct KeysDescending {
   int position[Count];
   std::uint32_t code[Count];
 
-  __device__ KeysDescending(const ScoredKeys& keys, const Rows& rows, int row, int first,
+  __device__ KeysDescending(const ScoredKeys& keys, const OrderedRows& rows, int row, int first,
                             int step) {
 #pragma unroll
     for (int i = 0; i < Count; ++i) position[i] = rows.seqlen_k - 1 - (first + i * step);
@@ -105,7 +105,8 @@ struct KeysDescending {
 
 // A key's rank by its position, and its interval where that does not depend on T: of the w best keys and of the
 // keys never chosen.
-__device__ inline void scatter_rank(const Rows& rows, int row, int rank, int position, bool valid) {
+__device__ inline void scatter_rank(const OrderedRows& rows, int row, int rank, int position,
+                                    bool valid) {
   rows.rank_row(row)[position] = valid ? rank : rows.seqlen_k;
   KeyInterval* const interval = rows.intervals_row(row) + position;
   if (!valid) {

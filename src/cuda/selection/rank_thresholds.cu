@@ -55,7 +55,7 @@ struct ChunkStorage {
 };
 
 // Fills present, top_block and above, and clears arriving.
-__device__ void find_top_block(const Rows& rows, const Chunk& chunk, ChunkStorage& shared) {
+__device__ void find_top_block(const OrderedRows& rows, const Chunk& chunk, ChunkStorage& shared) {
   const int lane = lane_id();
   const int warp = warp_id();
   const int group = chunk.index / rows.group_chunks;
@@ -107,7 +107,7 @@ struct BlockRanks {
   int top;  // the first of the thread's positions
   int rank[thread_positions];
 
-  __device__ void load(const Rows& rows, int row, int block) {
+  __device__ void load(const OrderedRows& rows, int row, int block) {
     top = (block + 1) * block_positions - 1 - static_cast<int>(threadIdx.x) * thread_positions;
     const std::int32_t* const ranks = rows.rank_row(row);
 #pragma unroll
@@ -175,7 +175,7 @@ struct LaneRanks {
   int arrival[2];
   int position[2];  // Sk for a rank that takes no part
 
-  __device__ LaneRanks(const Rows& rows, const Chunk& chunk) {
+  __device__ LaneRanks(const OrderedRows& rows, const Chunk& chunk) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       arrival[half] = warp_id() * warp_ranks + half * warp_size + lane_id();
@@ -220,8 +220,8 @@ __device__ int next_block(int block, const ChunkStorage& shared) {
 // Fills the window: T, and below it at least `moves` present positions (where there are so many)
 // with all the arrivals in between. `ranks` are those of the top block. Returns the number of
 // entries.
-__device__ int gather_window(const Rows& rows, const Chunk& chunk, int moves, BlockRanks& ranks,
-                             ChunkStorage& shared) {
+__device__ int gather_window(const OrderedRows& rows, const Chunk& chunk, int moves,
+                             BlockRanks& ranks, ChunkStorage& shared) {
   int block = shared.top_block;
   int present = shared.present[block] - shared.above;  // once this block is gathered
   int entries = 0;
@@ -331,7 +331,7 @@ struct LaneThresholds {
 };
 
 // One CTA for each chunk of ranks from w on.
-__global__ void __launch_bounds__(threads, 2) compute_chunk(Rows rows) {
+__global__ void __launch_bounds__(threads, 2) compute_chunk(OrderedRows rows) {
   wait_for_previous_kernel();
   __shared__ ChunkStorage shared;
   const int computed = rows.chunks - rows.first_computed();
@@ -369,7 +369,7 @@ __global__ void __launch_bounds__(threads, 2) compute_chunk(Rows rows) {
 
 }  // namespace
 
-void compute_intervals(const Rows& rows, cudaStream_t stream) {
+void compute_intervals(const OrderedRows& rows, cudaStream_t stream) {
   launch_grid<compute_chunk>(
       {std::int64_t{rows.rows} * (rows.chunks - rows.first_computed()), threads}, stream, rows);
 }

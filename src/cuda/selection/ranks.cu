@@ -43,7 +43,7 @@ struct QueryWords {
 // A mask (T: bytes) or a bias, [heads of the words or a divisor, Sq, Sk] for each batch element. Strides in
 // elements, 0 where it broadcasts.
 template <class T>
-struct DenseElements {
+struct MaskOrBias {
   const T* data = nullptr;
   std::int64_t stride[4] = {};
   int heads = 1;
@@ -67,9 +67,9 @@ constexpr int pack_threads = 128;
 
 // A thread has a word of every row: four keys of a mask, two or one of a bias; 32 loads in flight.
 template <class T>
-__global__ void __launch_bounds__(pack_threads) pack_queries(QueryWords p, DenseElements<T> dense) {
+__global__ void __launch_bounds__(pack_threads) pack_queries(QueryWords p, MaskOrBias<T> dense) {
   wait_for_previous_kernel();
-  constexpr int thread_keys = DenseElements<T>::in_word;
+  constexpr int thread_keys = MaskOrBias<T>::in_word;
   const int blocks = ceil_div(p.seqlen_k, pack_threads * thread_keys);
   const int part = static_cast<int>(blockIdx.x) % blocks;
   const int tile = static_cast<int>(blockIdx.x) / blocks % p.tiles();
@@ -254,13 +254,13 @@ struct Work {
 // Packs the elements that a mask or a bias shows, where there is one.
 template <class T>
 void pack(const QueryWords& words, const void* data, const Matrices& shape,
-          const std::array<std::int64_t, 4>& stride, DenseElements<T> dense, cudaStream_t stream) {
+          const std::array<std::int64_t, 4>& stride, MaskOrBias<T> dense, cudaStream_t stream) {
   if (!is_given(shape)) return;
   dense.data = static_cast<const T*>(data);
   std::copy(stride.begin(), stride.end(), dense.stride);
   if (shape[0] == 1) dense.stride[0] = 0;
   dense.heads = static_cast<int>(shape[1]);
-  constexpr std::int64_t in_word = DenseElements<T>::in_word;
+  constexpr std::int64_t in_word = MaskOrBias<T>::in_word;
   const auto address = static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(data));
   dense.aligned_words = stride[3] == 1 && words.seqlen_k % in_word == 0 && address % 4 == 0 &&
                         (stride[0] | stride[1] | stride[2]) % in_word == 0;

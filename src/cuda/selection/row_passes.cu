@@ -15,7 +15,7 @@ __device__ int digit_of(const KeyLayout& layout, std::uint64_t key, int pass) {
 
 // `packed` [rows, Sk] in the order of falling positions, and the counts of all passes.
 __global__ void __launch_bounds__(RowPasses::threads)
-    pack_and_count(ScoredKeys keys, Rows rows, RowPasses passes, std::uint64_t* packed) {
+    pack_and_count(ScoredKeys keys, OrderedRows rows, RowPasses passes, std::uint64_t* packed) {
   wait_for_previous_kernel();
   __shared__ std::uint32_t counts[RowPasses::max_passes][RowPasses::digits];
   const int row = static_cast<int>(blockIdx.x) / passes.tiles;
@@ -140,7 +140,7 @@ __device__ int take_work(std::uint32_t* started, PassStorage& shared) {
 
 // Orders the keys of each row by one digit; equal ones stay in order. A thread has keys, and a digit to count.
 __global__ void __launch_bounds__(RowPasses::threads)
-    sort_digit(Rows rows, RowPasses passes, int pass, const std::uint64_t* from,
+    sort_digit(OrderedRows rows, RowPasses passes, int pass, const std::uint64_t* from,
                std::uint64_t* to) {
   wait_for_previous_kernel();
   __shared__ PassStorage shared;
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(RowPasses::threads)
 
 }  // namespace
 
-int sort_passes(const ScoredKeys& keys, const Rows& rows, const RowPasses& passes,
+int sort_passes(const ScoredKeys& keys, const OrderedRows& rows, const RowPasses& passes,
                 std::uint64_t* packed, std::uint64_t* other, cudaStream_t stream) {
   const Grid grid{std::int64_t{rows.rows} * passes.tiles, RowPasses::threads};
   launch_grid<pack_and_count>(grid, stream, keys, rows, passes, packed);

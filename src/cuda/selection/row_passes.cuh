@@ -35,14 +35,14 @@ struct RowPasses {
   std::uint32_t* published = nullptr;
   std::uint32_t* started = nullptr;  // [passes] blocks of the pass so far
 
-  __device__ std::int64_t row_begin(const Rows& rows, int pass, int row) const {
+  __device__ std::int64_t row_begin(const OrderedRows& rows, int pass, int row) const {
     return (static_cast<std::int64_t>(pass) * rows.rows + row) * tiles * digits;
   }
 };
 
 // Sorts the keys of a batch: enqueues the passes, which alternate between the two buffers from `packed` on, and
 // returns how many they are.
-int sort_passes(const ScoredKeys& keys, const Rows& rows, const RowPasses& passes,
+int sort_passes(const ScoredKeys& keys, const OrderedRows& rows, const RowPasses& passes,
                 std::uint64_t* packed, std::uint64_t* other, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda::per_query

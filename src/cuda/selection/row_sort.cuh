@@ -26,7 +26,7 @@ struct RowSort {
 // or equal to all and come last.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
-    sort_row(ScoredKeys keys, Rows rows, std::uint64_t* sorted) {
+    sort_row(ScoredKeys keys, OrderedRows rows, std::uint64_t* sorted) {
   wait_for_previous_kernel();
   using Policy = RowSort<Threads>;
   __shared__ typename Policy::Sort::TempStorage storage;

@@ -110,7 +110,7 @@ void select_key_intervals(const SelectionArgs& args, const Execution& execution)
     });
     return;
   }
-  global::Rows rows = global::lay_out(args, rows_per_batch(args), workspace);
+  global::RadixRows rows = global::lay_out(args, rows_per_batch(args), workspace);
   for_each_batch(rows, all_rows, [&] {
     method == Method::global ? global::select_best(rows, stream)
                              : global::select_valid(rows, stream);
