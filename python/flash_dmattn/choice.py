@@ -16,7 +16,7 @@ from .visibility import KeyList, KeyRanks, Visibility
 
 
 class Choice(NamedTuple):
-    """What to choose: keep_window_size, selection and selection_scores of the public functions."""
+    """A choice of keys: keep_window_size, selection and selection_scores of the public functions."""
 
     window: int | None = None  # None: no choice
     selection: str = "per_query"

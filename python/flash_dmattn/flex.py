@@ -102,7 +102,7 @@ def _refuse(q, k, v, bias, deterministic) -> None:
         raise TypeError("query: got float64, expected float32, bfloat16 or float16")
     if 0 in q.shape or 0 in k.shape:
         raise ValueError(
-            f"query, key: got shapes {tuple(q.shape)}, {tuple(k.shape)}: flex wants no empty ones"
+            f"query, key: got shapes {tuple(q.shape)}, {tuple(k.shape)}: flex takes no empty ones"
         )
     if deterministic and wanted[3]:
         raise NotImplementedError(

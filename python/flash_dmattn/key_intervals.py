@@ -31,7 +31,7 @@ class KeyIntervals:
         first >= last is never visible.
     query_length: the number of query rows that the intervals refer to.
     bound: (base, per_query), when it is known that any n consecutive queries together see at most
-        base + per_query * n keys. From it a GPU knows how much memory its lists of keys need. Without one it
+        base + per_query * n keys. It bounds the memory of lists of keys on a GPU. Without one it
         has to count first, which waits for the GPU at every call (and a CUDA graph cannot be captured);
         `measured` does that once. Too small a bound loses keys.
     consecutive: every query sees consecutive keys, or nearly, as in windows and packed documents. It changes

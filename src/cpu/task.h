@@ -117,7 +117,7 @@ struct BackwardTask : Task {
   float* dk_sums;                  // [slots, head_dim_padded]
   float* dv_sums;
   SlotForm* slot_forms;  // [slots]
-  int key_sum_heads;     // 1, or G where dbias tells the heads of a group apart
+  int key_sum_heads;     // 1, or G where dbias has the heads of a group apart
   double* key_sums;      // per_key: [slots * key_sum_heads]; of a unit: [heads, slots]
   double* query_sums;    // per_query: [B, Hq, Sq]
 };

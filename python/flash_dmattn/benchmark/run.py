@@ -71,7 +71,7 @@ def bench(options: argparse.Namespace) -> int:
 
 
 def _why_not(options: argparse.Namespace) -> str:
-    """What of the options cannot be done, found before any of it is; "" if nothing."""
+    """Why the options cannot be followed, found before any work; "" if they can."""
     if options.records:
         return ""
     for name in options.backend or ():

@@ -146,7 +146,7 @@ def determinism(setting: Setting) -> Iterator[Verdict]:
 def memory(setting: Setting) -> Iterator[Verdict]:
     """No mask, a 3-d mask and a 4-d mask beside a 3-d bias: nothing of the size N x N is built.
 
-    What a step may take beside inputs, results and gradients: the gradients once more in float32, one bit
+    The memory that a step may take beside inputs, results and gradients: the gradients once more in float32, one bit
     for every pair (a packed mask) and a mebibyte per thread for tiles.
     """
     if setting.small:

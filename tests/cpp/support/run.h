@@ -55,7 +55,7 @@ struct Results {
 // lse or lse_low, of the type that a problem's dtype gives them.
 RowValues row_values(Tensor& tensor);
 
-// Both fill a workspace of exactly the bytes the library asks for, and fail the running test when
+// Both fill a workspace of exactly workspace_size bytes, and fail the running test when
 // anything outside of the outputs' elements and the workspace was written.
 void run_forward(const Data& data, const RunOptions& options, Results& results);
 void run_backward(const Data& data, const RunOptions& options, Results& results);

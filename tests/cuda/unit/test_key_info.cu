@@ -8,7 +8,7 @@
 #include "support/random.h"
 #include "unit.cuh"
 
-// Which rows see a key, and what a tile's summary of that tells: against the definition, element by element.
+// Which rows see a key, and a tile's summary of that: against the definition, element by element.
 namespace flash_dmattn::cuda::unit {
 namespace {
 

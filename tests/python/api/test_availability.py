@@ -1,4 +1,4 @@
-"""What the package says about its backends, with and without CUDA in the build and in the machine."""
+"""The package's reports of its backends, with and without CUDA in the build and in the machine."""
 
 import os
 import shutil

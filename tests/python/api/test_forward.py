@@ -1,4 +1,4 @@
-"""What the forward pass has to give exactly, and the shapes and names of its arguments."""
+"""Exact results of the forward pass, and the shapes and names of its arguments."""
 
 import math
 

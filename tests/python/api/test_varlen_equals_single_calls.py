@@ -122,7 +122,7 @@ def test_bad_arguments_are_named(change, message):
 @pytest.mark.parametrize("selection", ["per_query", "global"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_selection_in_torch_operations_is_that_of_the_library(selection, is_causal):
-    """What a GPU computes, run on the CPU."""
+    """The computation of a GPU, on the CPU."""
     rows = torch.arange(200)
     for trial in range(40):
         lengths_q, lengths_k = torch.randint(0, 12, (2, int(torch.randint(1, 6, ()))))

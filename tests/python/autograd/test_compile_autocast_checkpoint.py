@@ -241,6 +241,6 @@ def test_results_do_not_depend_on_threads():
 
 
 def test_whether_the_library_has_cuda_is_a_constant():
-    """On a GPU every selection asks."""
+    """On a GPU every selection reads it."""
     compiled = torch.compile(lambda x: x + _ops._has_cuda(), backend="eager", fullgraph=True)
     assert compiled(torch.zeros(1)) == _ops._has_cuda()

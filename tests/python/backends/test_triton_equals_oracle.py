@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 
 from flash_dmattn import triton_dmattn_func  # noqa: E402
 
-# What numpy says of inf and NaN in the interpreter.
+# Warnings of numpy about inf and NaN in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 ON_GPU = torch.cuda.is_available()
 # The interpreter takes about a second for a thousand pairs, and multiplies bf16 wrongly.

@@ -1,4 +1,4 @@
-"""What users of PyTorch do with the Triton backend: strides, empty tensors, autocast, checkpoints, streams, graphs."""
+"""The Triton backend in PyTorch: strides, empty tensors, autocast, checkpoints, streams, graphs."""
 
 import itertools
 
@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 from flash_dmattn import triton_dmattn_func  # noqa: E402
 from gpu import capture  # noqa: E402
 
-# What numpy says of inf and NaN in the interpreter.
+# Warnings of numpy about inf and NaN in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has neither")

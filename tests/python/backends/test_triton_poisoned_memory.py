@@ -1,4 +1,4 @@
-"""What the Triton kernels must not read, and what non-finite numbers must not reach; each proven by poison."""
+"""The Triton kernels read no memory that they must not, and non-finite numbers reach no result that they must not."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 from flash_dmattn import select_key_intervals, sliding_window, triton_dmattn_func  # noqa: E402
 from flash_dmattn.triton import launch  # noqa: E402
 
-# What numpy says of inf and NaN in the interpreter.
+# Warnings of numpy about inf and NaN in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")

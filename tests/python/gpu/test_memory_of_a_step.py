@@ -1,4 +1,4 @@
-"""What a step on the GPU allocates beside inputs, results, gradients and their fp32 sums."""
+"""The memory that a step on the GPU allocates beside inputs, results, gradients and their fp32 sums."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is not finite, and what is just finite, on the GPU: saturate and propagate on every route."""
+"""Numbers that are not finite, or just finite, on the GPU: saturate and propagate on every route."""
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ def test_nonfinite_output_gradients_stay_visible_when_propagated(route, dtype, v
     assert not dq[:, row, 0].isfinite().any()
     assert dq[:, :row].isfinite().all() and dq[:, row + 1 :].isfinite().all()
     assert dq[:, :, 1:].isfinite().all()
-    # What the row cannot reach: other heads, other columns of dv, keys after it.
+    # Out of the row's reach: other heads, other columns of dv, keys after it.
     assert dk[:, :, 1].isfinite().all() and dv[:, :, 1].isfinite().all()
     assert dk[:, row + 1 :].isfinite().all() and dv[:, row + 1 :].isfinite().all()
     others = [c for c in range(dv.shape[3]) if c != column]

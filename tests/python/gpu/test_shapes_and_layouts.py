@@ -90,7 +90,7 @@ def test_bias(shape, bias_dtype, listed):
         result = forward_and_backward(problem, **options)
         assert result.dbias.shape == problem.bias.shape and result.dbias.dtype == wide
         if "k" not in shape:
-            # What all keys of a row share changes nothing: 0, but for the rounding of the rows' outputs.
+            # A term that all keys of a row share changes nothing: 0, but for the rounding of the rows' outputs.
             rows = BATCH * HEADS_Q * 67 / problem.bias.numel()
             assert result.dbias.abs().max() <= 2 * torch.finfo(dtype).eps * rows**0.5
             result.dbias = None

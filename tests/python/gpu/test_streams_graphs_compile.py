@@ -78,7 +78,7 @@ def test_deterministic_gradients_repeat_bit_for_bit(name):
 
 @contextmanager
 def torch_is_deterministic():
-    """What the tests' poisoned memory takes away: attention listens to torch's switch."""
+    """Attention follows torch's switch, which the poisoned memory of the tests otherwise overrides."""
     enabled = torch.are_deterministic_algorithms_enabled
     with mock.patch.object(numerics, "default_deterministic", enabled):
         assert numerics.resolve_deterministic(None)

@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for a GPU that is not here: python compiled_triton.py hip gfx942 64 bfloat16 128
 
 Prints the name of every kernel and the bytes of shared memory that it takes. In a process of its own, because Triton
-decides on import whether kernels are interpreted, and asks one driver for the GPU.
+decides on import whether kernels are interpreted, and takes the GPU from one driver.
 """
 
 import sys
@@ -18,7 +18,7 @@ LENGTH = 256
 
 
 class Driver:
-    """What Triton asks of a driver to compile."""
+    """The part of a driver that Triton compiles with."""
 
     def __init__(self, target):
         self.get_current_target = lambda: target

@@ -1,4 +1,4 @@
-"""What a piece of Python needs in memory, measured in a process of its own."""
+"""The peak memory of a piece of Python, measured in a process of its own."""
 
 import os
 import subprocess

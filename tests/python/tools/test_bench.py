@@ -1,4 +1,4 @@
-"""`python -m flash_dmattn bench`: what it measures and says; never how fast anything is."""
+"""`python -m flash_dmattn bench`: its measurements and its output; never how fast anything is."""
 
 import dataclasses
 import json
@@ -151,7 +151,7 @@ def test_useful_work_counts_visible_pairs(window):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ours_and_torchs_compute_the_same(kind):
-    """What is timed side by side is the same attention, but for the bias, which torch's side only chooses by."""
+    """Attention that is timed side by side is the same, but for the bias, which torch's side only chooses by."""
     window = None if kind == DENSE else 16
     inputs = draw(Case(kind, 96, 16, window, heads_q=4, heads_kv=2, batch=2), torch.float32, "cpu")
     if kind in (PER_QUERY, GLOBAL):

@@ -1,4 +1,4 @@
-"""`python -m flash_dmattn check`: what it says about a right backend, a wrong one and a missing one."""
+"""`python -m flash_dmattn check`: its verdicts on a right backend, a wrong one and a missing one."""
 
 import json
 
