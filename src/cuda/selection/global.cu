@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(threads) keep_best(RadixRows rows) {
   wait_for_previous_kernel();
   const int row = static_cast<int>(blockIdx.x) / rows.ctas_per_row();
   const int part = static_cast<int>(blockIdx.x) % rows.ctas_per_row();
-  const std::uint64_t last = find_digits(rows, rows.digits(), row).digits;
+  const std::uint64_t last = find_digits(rows, rows.searched_digits(), row).digits;
   KeyInterval* intervals =
       rows.intervals + static_cast<std::int64_t>(rows.first_row + row) * rows.seqlen_k;
 #pragma unroll
@@ -88,22 +88,6 @@ __global__ void __launch_bounds__(threads) keep_best(RadixRows rows) {
     const std::uint64_t number = rows.number(row, position);
     const bool chosen = number >= last && number >> rows.position_bits != ScoredKeys::never;
     store(intervals + position, chosen ? rows.queries.forever(position) : KeyInterval{0, 0});
-  }
-}
-
-// The choice when the window holds every key.
-__global__ void __launch_bounds__(threads) keep_valid(RadixRows rows) {
-  wait_for_previous_kernel();
-  const int row = static_cast<int>(blockIdx.x) / rows.ctas_per_row();
-  const int part = static_cast<int>(blockIdx.x) % rows.ctas_per_row();
-  KeyInterval* intervals =
-      rows.intervals + static_cast<std::int64_t>(rows.first_row + row) * rows.seqlen_k;
-#pragma unroll
-  for (int i = 0; i < thread_keys; ++i) {
-    const int position = part * cta_keys + i * threads + static_cast<int>(threadIdx.x);
-    if (position >= rows.seqlen_k) break;
-    const bool valid = rows.keys.code(rows.first_row + row, position) != ScoredKeys::never;
-    store(intervals + position, valid ? rows.queries.forever(position) : KeyInterval{0, 0});
   }
 }
 
@@ -119,27 +103,24 @@ RadixRows lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator&
   rows.window = static_cast<int>(std::min(args.window, args.seqlen_k));
   rows.position_bits = bits_for(args.seqlen_k);
   rows.number_bits = rows.position_bits + score_bits(args.scores_dtype);
-  if (args.window < args.seqlen_k) {
-    const std::int64_t row_digits = std::int64_t{rows.digits()} * rows.rows;
-    rows.histograms = workspace.take<std::uint32_t>(row_digits * bins);
-    rows.found = workspace.take<Found>(row_digits);
-  }
+  const std::int64_t row_digits = std::int64_t{rows.searched_digits()} * rows.rows;
+  rows.histograms = workspace.take<std::uint32_t>(row_digits * bins);
+  rows.found = workspace.take<Found>(row_digits);
   return rows;
 }
 
 void select_best(const RadixRows& rows, cudaStream_t stream) {
   const std::int64_t ctas = std::int64_t{rows.rows} * rows.ctas_per_row();
-  const std::size_t histogram_bytes =
-      sizeof(std::uint32_t) * bins * static_cast<std::size_t>(rows.digits() * rows.rows);
-  check(cudaMemsetAsync(rows.histograms, 0, histogram_bytes, stream), "clearing histograms");
-  for (int digit = 0; digit < rows.digits(); ++digit) {
+  const int digits = rows.searched_digits();
+  if (digits > 0) {
+    const std::size_t histogram_bytes =
+        sizeof(std::uint32_t) * bins * static_cast<std::size_t>(digits * rows.rows);
+    check(cudaMemsetAsync(rows.histograms, 0, histogram_bytes, stream), "clearing histograms");
+  }
+  for (int digit = 0; digit < digits; ++digit) {
     launch_grid<count_digit>({ctas, threads}, stream, rows, digit);
   }
   launch_grid<keep_best>({ctas, threads}, stream, rows);
-}
-
-void select_valid(const RadixRows& rows, cudaStream_t stream) {
-  launch_grid<keep_valid>({std::int64_t{rows.rows} * rows.ctas_per_row(), threads}, stream, rows);
 }
 
 }  // namespace flash_dmattn::cuda::global

@@ -30,13 +30,16 @@ struct RadixRows {
   int first_row = 0;                 // of the batch
   int rows = 0;
   int seqlen_k = 0;
-  int window = 0;  // 0 < w < Sk
+  int window = 0;  // 0 < w <= Sk
   int position_bits = 0;
   int number_bits = 0;
   std::uint32_t* histograms = nullptr;  // [digits, rows, bins], zeroed
   Found* found = nullptr;               // [digits, rows]: before that digit
 
-  __host__ __device__ int digits() const { return ceil_div(number_bits, digit_bits); }
+  // Digits of the w-th largest number to find; none where the window holds every key.
+  __host__ __device__ int searched_digits() const {
+    return window < seqlen_k ? ceil_div(number_bits, digit_bits) : 0;
+  }
   // Bits below a digit; the last one may be narrower than the others.
   __device__ int bits_below(int digit) const {
     return max(number_bits - (digit + 1) * digit_bits, 0);
@@ -51,11 +54,10 @@ struct RadixRows {
   __host__ __device__ int ctas_per_row() const { return ceil_div(seqlen_k, cta_keys); }
 };
 
-// The rows of a batch of at most `batch_rows` rows, whose counts are in the workspace unless all keys are kept.
+// The rows of a batch of at most `batch_rows` rows, whose counts are in the workspace.
 RadixRows lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& workspace);
 
-// Write the intervals of a batch: of the w best keys, and of all valid ones where the window holds every key.
+// Writes the intervals of a batch, those of the w best keys that may be chosen.
 void select_best(const RadixRows& rows, cudaStream_t stream);
-void select_valid(const RadixRows& rows, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda::global

@@ -15,14 +15,14 @@ namespace {
 constexpr std::int64_t batch_keys = std::int64_t{1} << 22;
 constexpr std::int64_t batch_rows = 1024;
 
-// The way a selection is computed. Without causality, or with a single query, all queries may see
-// the same keys and the choice is global.
-enum class Method : std::uint8_t { none, keep_valid, global, per_query };
+// The way a selection is computed. Without causality, with a single query, or where the window holds every key,
+// the choice is the same for all queries: global.
+enum class Method : std::uint8_t { none, global, per_query };
 
 Method method_of(const SelectionArgs& args) {
   if (args.window == 0) return Method::none;
-  if (args.window >= args.seqlen_k) return Method::keep_valid;
-  const bool per_query = args.selection == Selection::per_query && args.causal && args.seqlen_q > 1;
+  const bool per_query = args.selection == Selection::per_query && args.causal &&
+                         args.seqlen_q > 1 && args.window < args.seqlen_k;
   return per_query ? Method::per_query : Method::global;
 }
 
@@ -111,10 +111,7 @@ void select_key_intervals(const SelectionArgs& args, const Execution& execution)
     return;
   }
   global::RadixRows rows = global::lay_out(args, rows_per_batch(args), workspace);
-  for_each_batch(rows, all_rows, [&] {
-    method == Method::global ? global::select_best(rows, stream)
-                             : global::select_valid(rows, stream);
-  });
+  for_each_batch(rows, all_rows, [&] { global::select_best(rows, stream); });
 }
 
 // ---- The order alone ----------------------------------------------------------------------------
