@@ -46,8 +46,13 @@ demo: $(STAMPS)/package $(STAMPS)/demo ## train a small Doge model on the GPU or
 	$(BIN)/python -m flash_dmattn demo $(ARGS)
 
 .PHONY: docs
-docs: $(STAMPS)/docs ## build the site of the documents into build/site; a broken link is an error
+docs: $(STAMPS)/tools $(STAMPS)/docs ## build the site of the documents into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict  # not --quiet, under which a warning is no error
+
+.PHONY: wheels
+WHEELS ?= cpu
+wheels: $(STAMPS)/tools $(STAMPS)/torch $(STAMPS)/wheels | compiler ## build wheels for others into dist/ (WHEELS="cpu aarch64 cuda")
+	tools/wheels.sh $(WHEELS)
 
 .PHONY: bench
 bench: $(STAMPS)/package $(STAMPS)/demo ## measure against PyTorch on this machine (options: ARGS=...)
@@ -135,7 +140,7 @@ $(STAMPS)/venv: | compiler
 	$(PIP) install 'pip>=25.1'
 	@mkdir -p $(@D) && touch $@
 
-$(STAMPS)/tools $(STAMPS)/docs: $(STAMPS)/%: pyproject.toml $(STAMPS)/venv
+$(STAMPS)/tools $(STAMPS)/docs $(STAMPS)/wheels: $(STAMPS)/%: pyproject.toml $(STAMPS)/venv
 	$(PIP) install --group $*
 	@touch $@
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# googletest.sh FOLDER COMPILER...: makes sure that there is a GoogleTest to build the tests with. Where
-# the system has none, Debian's package is unpacked into FOLDER, which needs no root.
+# googletest.sh FOLDER COMPILER...: makes sure that there is a GoogleTest to build the tests with. Where the system has none
+# for what the compiler compiles for, Debian's package is unpacked into FOLDER, which needs no root.
 set -euo pipefail
 
 folder=$1
@@ -19,11 +19,16 @@ fi
 
 echo "No GoogleTest found: unpacking Debian's package into $folder"
 rm -f ./*.deb
-if ! apt-get -q=2 download libgtest-dev 2>/dev/null; then
-  # This machine's package lists are empty or out of date, and only root may renew them: use a copy.
+architecture=$(dpkg --print-architecture)
+case $("$@" -dumpmachine) in
+  aarch64-*) architecture=arm64 ;;
+esac
+package=libgtest-dev:$architecture
+if ! apt-get -q=2 download "$package" 2>/dev/null; then
+  # This machine's package lists are empty, out of date or of another architecture, and only root may change that: use a copy.
   mkdir -p apt/lists/partial apt/archives/partial
-  own=(-o "Dir::State::lists=$PWD/apt/lists" -o "Dir::Cache=$PWD/apt")
-  if ! { apt-get -q=2 "${own[@]}" update && apt-get -q=2 "${own[@]}" download libgtest-dev; }; then
+  own=(-o "Dir::State::lists=$PWD/apt/lists" -o "Dir::Cache=$PWD/apt" -o "APT::Architecture=$architecture")
+  if ! { apt-get -q=2 "${own[@]}" update && apt-get -q=2 "${own[@]}" download "$package"; }; then
     echo "GoogleTest could not be downloaded: install it (Debian, Ubuntu: apt install libgtest-dev)." >&2
     exit 1
   fi

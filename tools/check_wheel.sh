@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# check_wheel.sh WHEEL TORCH...: installs a wheel beside each of these versions of torch, in a fresh virtual environment, and
+# compares the backends that run with double precision there. PYTHON chooses the interpreter.
+set -euo pipefail
+
+wheel=$(realpath "$1")
+shift
+for version in "$@"; do
+  folder=$(mktemp -d)
+  "${PYTHON:-python3}" -m venv "$folder/venv"
+  "$folder/venv/bin/pip" install --quiet "torch==$version" "$wheel"
+  cd "$folder"  # where nothing but the installed package can be imported
+  venv/bin/python -c 'import torch, flash_dmattn; print(f"torch {torch.__version__}, flash-dmattn {flash_dmattn.__version__}")'
+  venv/bin/python -m flash_dmattn info
+  venv/bin/python -m flash_dmattn check
+  cd - >/dev/null
+  rm -rf "$folder"
+done
