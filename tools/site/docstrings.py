@@ -3,7 +3,7 @@
     name, other: what they mean
         and how it goes on
 
-is a description where all names are parameters of the function, or attributes of the class, below `Args:` or without
+is a description where all names are parameters of the function, or of the constructor, below `Args:` or without
 it. It becomes a section of Google's style, which mkdocstrings shows with types and defaults of the signature.
 """
 
@@ -27,9 +27,12 @@ class Descriptions(griffe.Extension):
             func.docstring.value = in_sections(func.docstring.value, parameters, "Args:")
 
     def on_class_members(self, *, cls: griffe.Class, **_) -> None:
-        if cls.docstring:
-            attributes = {name for name, member in cls.members.items() if member.is_attribute}
-            cls.docstring.value = in_sections(cls.docstring.value, attributes, "Attributes:")
+        if not cls.docstring:
+            return
+        names, title = {parameter.name for parameter in cls.parameters}, "Args:"
+        if "dataclass" in cls.labels:
+            names, title = set(cls.members), "Attributes:"
+        cls.docstring.value = in_sections(cls.docstring.value, names, title)
 
 
 def in_sections(docstring: str, names: set[str], title: str) -> str:
