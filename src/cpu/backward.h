@@ -34,17 +34,17 @@ struct BackwardUnit {
   float *s, *dp, *slope;               // [strip, block_keys]
   float* ds_rows;                      // [strip, key_words] words: a of dq += ds k
   float *p_columns, *ds_columns;       // [row_words, block_keys] words: a of the products over rows
-  float* pair;                         // [block_keys]: ds of a row, where it is written out
-  float* dq;                           // [padded_rows, head_columns]
-  float* product;                      // [block_keys, head_columns]; only for gathered keys
-  float *lse, *lse_low;                // [padded_rows]
-  float* delta;                        // [padded_rows]
-  double* row_sums;                    // [padded_rows]
-  float* column_sums;                  // [key_sum_heads, block_keys]
-  Storage* staged;                     // [padded_rows or block_keys, head_dim]
-  std::int32_t* q_exponents;           // [padded_rows]; of q.row_major where it is large
-  std::int32_t* k_exponents;           // [block_keys]; of k_transposed where keys are large
-  std::int32_t* slot_of_key;           // [Sk]; only where the unit's slots are not the keys
+  float* row_values;          // [block_keys]: p or ds of a row, where single elements are used
+  float* dq;                  // [padded_rows, head_columns]
+  float* product;             // [block_keys, head_columns]; only for gathered keys
+  float *lse, *lse_low;       // [padded_rows]
+  float* delta;               // [padded_rows]
+  double* row_sums;           // [padded_rows]
+  float* column_sums;         // [key_sum_heads, block_keys]
+  Storage* staged;            // [padded_rows or block_keys, head_dim]
+  std::int32_t* q_exponents;  // [padded_rows]; of q.row_major where it is large
+  std::int32_t* k_exponents;  // [block_keys]; of k_transposed where keys are large
+  std::int32_t* slot_of_key;  // [Sk]; only where the unit's slots are not the keys
   LargeSums large;
   KeyTerms terms;
 
@@ -64,7 +64,7 @@ struct BackwardUnit {
     ds_rows = allocator.take<float>(strip * key_words);
     p_columns = allocator.take<float>(std::int64_t{shape.row_words} * block_keys);
     ds_columns = allocator.take<float>(std::int64_t{shape.row_words} * block_keys);
-    pair = allocator.take<float>(block_keys);
+    row_values = allocator.take<float>(block_keys);
     dq = allocator.take<float>(std::int64_t{shape.padded_rows} * shape.head_columns);
     product = allocator.take<float>(gathered() ? std::int64_t{block_keys} * shape.head_columns : 0);
     lse = allocator.take<float>(shape.padded_rows);
@@ -382,7 +382,7 @@ struct BackwardUnit {
     const Vec row_delta = splat(delta[row]);
     float* sums = column_sums + row % t.key_sum_heads * std::int64_t{block_keys};
     const bool per_key = t.dbias_kind == DbiasKind::per_key;
-    const bool per_pair = dense_sums != nullptr || t.dbias_kind == DbiasKind::dense;
+    const bool dense = dense_sums != nullptr || t.dbias_kind == DbiasKind::dense;
     Vec total{};
     for (int n = 0; n < columns; n += panel_columns) {
       Vec words[2];
@@ -391,7 +391,7 @@ struct BackwardUnit {
         const Vec p = probability(form, row, at, s_row, column);
         Vec ds = p * (load(dp_row + at) - row_delta);
         if (per_key) store(sums + at, load(sums + at) + ds);
-        if (per_pair) store(pair + at, ds);
+        if (dense) store(row_values + at, ds);
         total = total + ds;
         if (t.softcap > 0) ds = ds * load(slope + std::int64_t{strip_row} * block_keys + at);
         words[half] = ds;
@@ -402,9 +402,9 @@ struct BackwardUnit {
     }
     if (t.dbias_kind == DbiasKind::per_query)
       row_sums[row] += static_cast<double>(reduce_add(total));
-    if (row >= tile.rows || !per_pair) return;
+    if (row >= tile.rows || !dense) return;
     for (int n = 0; n < visible; ++n) {
-      const auto ds = static_cast<double>(pair[n]);
+      const auto ds = static_cast<double>(row_values[n]);
       if (dense_sums != nullptr) {
         add_shared(row, block.key(n), ds);
       } else {

@@ -141,7 +141,7 @@ inline std::int64_t bias_at(const Task& t, const Tile& tile, int group_head, std
 }
 
 // A key mask or bias is a column term; a dense one is tested element by element.
-inline bool is_per_pair(const Term& term) { return term.data != nullptr && term.query != 0; }
+inline bool is_dense(const Term& term) { return term.data != nullptr && term.query != 0; }
 inline bool is_per_key(const Term& term) { return term.data != nullptr && term.query == 0; }
 
 inline int column_heads(const Task& t) {
@@ -259,7 +259,7 @@ inline void prepare_terms(const Task& t, const Tile& tile, const KeyBlock& block
   terms.test_mask = false;
   terms.infinite_bias = false;
   if (block.partial) interval_terms(t, tile, block, terms);
-  if (!terms.empty() && is_per_pair(t.mask)) mask_terms(t, tile, block, terms);
+  if (!terms.empty() && is_dense(t.mask)) mask_terms(t, tile, block, terms);
   if (!terms.empty()) column_terms(t, tile, block, terms);
 }
 

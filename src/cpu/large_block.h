@@ -127,11 +127,11 @@ void add_large_row(Unit& u, const Tile& tile, const KeyBlock& block, const Score
       const Int seen = score(form, s_row + n, column + n) > splat(-infinity);
       p = seen ? splat(not_a_number) : Vec{};
     }
-    store(u.pair + n, p);
+    store(u.row_values + n, p);
   }
   double* const dq = u.large.dq + std::int64_t{row} * columns;
   for (int n = 0; n < visible; ++n) {
-    const auto p = static_cast<double>(u.pair[n]);
+    const auto p = static_cast<double>(u.row_values[n]);
     if (p == 0) continue;
     const std::int64_t key = std::int64_t{n} * columns;
     double ds = p * (dot(u.large.dout, u.large.v + key, columns) - delta);

@@ -9,9 +9,9 @@
 // block costs more than multiplying it. Sums are in fp32 whatever the dtype.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
-// Adds neighbouring pairs of vectors until one is left, whose lane i is the sum of rows[i].
+// Adds neighbouring vectors, two and two, until one is left, whose lane i is the sum of rows[i].
 template <int Step, int... I>
-Vec add_pair(Vec a, Vec b, std::integer_sequence<int, I...>) {
+Vec add_two(Vec a, Vec b, std::integer_sequence<int, I...>) {
   // Lanes of a with bit Step clear fold onto themselves, of b into those with it set.
   const Vec low = __builtin_shuffle(a, b, Int{((I & Step) != 0 ? lanes + (I ^ Step) : I)...});
   const Vec high = __builtin_shuffle(a, b, Int{((I & Step) != 0 ? lanes + I : (I ^ Step))...});
@@ -21,8 +21,7 @@ template <int Step = 1>
 Vec row_sums(Vec* rows) {
 #pragma GCC unroll 16
   for (int i = 0; i < lanes / (2 * Step); ++i) {
-    rows[i] =
-        add_pair<Step>(rows[2 * i], rows[2 * i + 1], std::make_integer_sequence<int, lanes>());
+    rows[i] = add_two<Step>(rows[2 * i], rows[2 * i + 1], std::make_integer_sequence<int, lanes>());
   }
   if constexpr (2 * Step < lanes) return row_sums<2 * Step>(rows);
   return rows[0];

@@ -33,11 +33,11 @@ inline Vec score(const ScoreForm& form, const float* s, const float* columns) {
 inline bool needs_score_rows(const Task& t, const KeyTerms& terms,
                              const ScoreExponents& exponents) {
   const bool huge_scale = !(t.scale < 0x1p38f && t.scale > -0x1p38f);
-  return terms.test_intervals || terms.test_mask || is_per_pair(t.bias) || t.softcap > 0 ||
+  return terms.test_intervals || terms.test_mask || is_dense(t.bias) || t.softcap > 0 ||
          exponents.any() || huge_scale || terms.infinite_bias;
 }
 
-inline Vec pair_bias(const Task& t, std::int64_t row, const KeyBlock& block, int n) {
+inline Vec dense_bias(const Task& t, std::int64_t row, const KeyBlock& block, int n) {
   if (block.index == nullptr && t.bias.key == 1 && n + lanes <= block.count) {
     const std::int64_t at = row + block.start + n;
     switch (t.bias.dtype) {
@@ -55,7 +55,7 @@ inline Vec pair_bias(const Task& t, std::int64_t row, const KeyBlock& block, int
   return bias;
 }
 
-inline Int pair_mask(const Task& t, const std::uint8_t* row, const KeyBlock& block, int n) {
+inline Int dense_mask(const Task& t, const std::uint8_t* row, const KeyBlock& block, int n) {
   Int visible{};
   for (int i = 0; i < lanes && n + i < block.count; ++i) {
     visible[i] = row[block.key(n + i) * t.mask.key] != 0 ? -1 : 0;
@@ -107,14 +107,14 @@ inline void score_rows(const Task& t, const Tile& tile, const KeyBlock& block,
         x = fma(x, splat(t.scale), column_term);
       }
       Int visible = column_term > splat(-infinity);
-      if (is_per_pair(t.bias)) {
-        const Vec bias = bias_term(t, pair_bias(t, bias_at(t, tile, group_head, query), block, n));
+      if (is_dense(t.bias)) {
+        const Vec bias = bias_term(t, dense_bias(t, bias_at(t, tile, group_head, query), block, n));
         x = x + bias;
         visible &= bias > splat(-infinity);
         nonfinite |= bias == splat(infinity);
       }
       if (terms.test_mask) {
-        visible &= pair_mask(t, mask_at(t, tile, group_head, query), block, n);
+        visible &= dense_mask(t, mask_at(t, tile, group_head, query), block, n);
       }
       if (terms.test_intervals) {
         const Int first = load_as<Int>(terms.first + n);

@@ -2,7 +2,7 @@
 #include "cpu/isa/amx_tiles.h"
 
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
-using Bf16Element = TilePair;  // the factor element of bf16 arrays
+using Bf16Element = TilePacked2;  // the factor element of bf16 arrays
 }
 
 #include "cpu/kernels.h"

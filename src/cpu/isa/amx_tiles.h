@@ -4,14 +4,14 @@
 
 #include <cstdint>
 
-#include "cpu/isa/bf16_pairs.h"
+#include "cpu/isa/bf16_packed2.h"
 #include "cpu/multiply.h"
 
 // Products of bf16 in the eight tile registers of AMX, each 16 rows of 16 words of two elements. A tile of
 // b is 16 words of depth by 16 columns, the layout of a panel in memory.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
-struct TilePair : Pair {
+struct TilePacked2 : Bf16Packed2 {
   static constexpr int depth_step = 16;  // words
   static constexpr int strip_rows = 32;
 

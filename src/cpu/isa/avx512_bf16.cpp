@@ -1,8 +1,8 @@
 #define FLASH_DMATTN_ISA avx512_bf16
-#include "cpu/isa/bf16_pairs.h"
+#include "cpu/isa/bf16_packed2.h"
 
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
-using Bf16Element = Pair;  // the factor element of bf16 arrays
+using Bf16Element = Bf16Packed2;  // the factor element of bf16 arrays
 }
 
 #include "cpu/kernels.h"

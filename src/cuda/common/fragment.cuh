@@ -85,23 +85,30 @@ __device__ inline void add_column_bias(float factor, const KeyInfo& key_info, La
   }
 }
 
-// -inf where the row does not see the key.
-template <class Order = RowOrder<1>, int M16, int N8, class KeyInfo>
-__device__ inline void mask_columns(const KeyInfo& key_info, LanePosition position,
+// -inf where query_of(m, h), that of the lane's row 16 m + 8 h, does not see the key. `column`: the lane's first.
+template <int M16, int N8, class KeyInfo, class QueryOf>
+__device__ inline void mask_columns(const KeyInfo& key_info, int column, const QueryOf& query_of,
                                     float (&x)[M16][N8][4]) {
 #pragma unroll
   for (int n = 0; n < N8; ++n) {
-    const int4 two = *reinterpret_cast<const int4*>(&key_info.range[position.column + 8 * n]);
+    const int4 two = *reinterpret_cast<const int4*>(&key_info.range[column + 8 * n]);
     const QueryRange range[2] = {{two.x, two.y}, {two.z, two.w}};
 #pragma unroll
     for (int m = 0; m < M16; ++m) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int row = position.row + Order::query(16 * m + 8 * (e / 2));
-        if (!range[e % 2].sees(row)) x[m][n][e] = negative_infinity;
+        if (!range[e % 2].sees(query_of(m, e / 2))) x[m][n][e] = negative_infinity;
       }
     }
   }
+}
+
+template <class Order = RowOrder<1>, int M16, int N8, class KeyInfo>
+__device__ inline void mask_columns(const KeyInfo& key_info, LanePosition position,
+                                    float (&x)[M16][N8][4]) {
+  mask_columns(
+      key_info, position.column,
+      [&](int m, int h) { return position.row + Order::query(16 * m + 8 * h); }, x);
 }
 
 // A fragment in 16 bits: an A operand of a product over its columns.

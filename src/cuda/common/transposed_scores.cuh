@@ -35,9 +35,11 @@ struct QueryBounds {
   __device__ bool all_seen() const { return full_end > 0; }
 };
 
+// Keys are rows here; fragment.cuh has the same with keys as columns.
+
 // x = factor x + bias of its key, for a warp that has the rows from `begin` on.
 template <int Keys, int M16, int N8>
-__device__ inline void add_key_bias(float factor, const KeyInfoTile<Keys>& key_info, int begin,
+__device__ inline void add_row_bias(float factor, const KeyInfoTile<Keys>& key_info, int begin,
                                     int lane, float (&x)[M16][N8][4]) {
 #pragma unroll
   for (int m = 0; m < M16; ++m) {
@@ -55,7 +57,7 @@ __device__ inline void add_key_bias(float factor, const KeyInfoTile<Keys>& key_i
 
 // -inf where the key is not seen. `first_query`: of the tile.
 template <int Keys, int M16, int N8>
-__device__ inline void mask_keys(const KeyInfoTile<Keys>& key_info, int begin, int lane,
+__device__ inline void mask_rows(const KeyInfoTile<Keys>& key_info, int begin, int lane,
                                  int first_query, float (&x)[M16][N8][4]) {
 #pragma unroll
   for (int m = 0; m < M16; ++m) {

@@ -296,7 +296,7 @@ struct KeyMajorBackwardKernel {
           for_each_element(s, [&](float& x, int, int, int) { x *= p.score.inner; });
         if (key_bias) add_key_bias(s);
         if constexpr (HasDense) dense_scores.apply(at, exchange_tile(n), s);
-        if (partial) mask_keys(shared.key_info, role_warp * warp_keys, lane, at.row, s);
+        if (partial) mask_rows(shared.key_info, role_warp * warp_keys, lane, at.row, s);
         if (fallback) {
           compute_p_with_fallback<T, HasDense>(
               p, {tile.batch, at.head, tile.kv_head}, at.row, flags, lse + 2 * (lane % 4),
@@ -314,7 +314,7 @@ struct KeyMajorBackwardKernel {
     }
 
     __device__ void add_key_bias(ScoreAccumulator& s) const {
-      cuda::add_key_bias(p.score.factor, shared.key_info, role_warp * warp_keys, lane, s);
+      add_row_bias(p.score.factor, shared.key_info, role_warp * warp_keys, lane, s);
     }
 
     // dS from dP: an operand of this warp's product, and in shared memory for dq and a dense dbias.

@@ -23,8 +23,8 @@ std::int64_t dq_accum_floats(const Problem& p, const BackwardChoice& choice) {
                                : DqAccumLayout<128>::count(shape) * DqAccumLayout<128>::floats;
 }
 
-ZeroedArrays place_zeroed(const Problem& p, const BackwardChoice& choice,
-                          WorkspaceAllocator& workspace) {
+ZeroedArrays take_zeroed(const Problem& p, const BackwardChoice& choice,
+                         WorkspaceAllocator& workspace) {
   ZeroedArrays arrays;
   arrays.flags = workspace.take<std::uint32_t>(1);
   if (p.deterministic && choice.ordered) {
@@ -65,11 +65,11 @@ BackwardWorkspace::BackwardWorkspace(const Problem& p, const Inputs& in, bool ha
   delta = workspace.take<float>(rows);
 
   WorkspaceAllocator measure(nullptr);
-  place_zeroed(p, choice, measure);
+  take_zeroed(p, choice, measure);
   zeroed_bytes = measure.used();
   zeroed_begin = workspace.take<std::byte>(static_cast<std::int64_t>(zeroed_bytes));
   WorkspaceAllocator zeroed_memory(zeroed_begin);
-  zeroed = place_zeroed(p, choice, zeroed_memory);
+  zeroed = take_zeroed(p, choice, zeroed_memory);
 
   if (is_key_major(choice.loop)) {
     packed_mask = allocate_packed_mask(p, has_lists, workspace);

@@ -7,7 +7,7 @@
 #include "cuda/sm80/params.h"
 #include "cuda/stages.h"
 
-// How a call lays out the caller's workspace. One function both sizes it, with a null base, and places its
+// How a call lays out the caller's workspace. One function both sizes it, with a null base, and lays out its
 // arrays.
 namespace flash_dmattn::cuda::sm80 {
 

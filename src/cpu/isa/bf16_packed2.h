@@ -11,7 +11,7 @@
 // Factors in bf16: a word is two elements that are neighbours along the depth of a product.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
-struct Pair {
+struct Bf16Packed2 {
   static constexpr int per_word = 2;
   static constexpr int depth_step = 1;  // words
   static constexpr int strip_rows = vector_strip_rows;
