@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from flash_dmattn import select_key_intervals
+from flash_dmattn import KVSlots, select_key_intervals
 from flash_dmattn.benchmark import pictures
 from flash_dmattn.benchmark.record import read
 
@@ -109,6 +109,61 @@ def draw_intervals(axes: plt.Axes) -> None:
     axes.set(xlabel="key", ylabel="query", title="16 best keys of every query:\none interval a key")
 
 
+def draw_slots(path: Path) -> None:
+    """A cache of 5 slots and two key heads while 14 tokens arrive: the tokens that it holds after each."""
+    torch.manual_seed(5)
+    heads, window, tokens, width = 2, 5, 14, 8
+    cache = KVSlots(1, heads, window, width)
+    scores = torch.randn(1, heads, tokens)
+    figure, panels = plt.subplots(
+        1, heads, figsize=(7.2, 4.6), sharey=True, gridspec_kw={"wspace": 0.1}, layout="constrained"
+    )
+    for token in range(tokens):
+        one = slice(token, token + 1)
+        states = (torch.zeros(1, 1, h, width) for h in (heads, heads, heads))
+        cache.step(*states, scores[..., one])
+        for head, axes in enumerate(panels):
+            count = int(cache.counts[0, head, 0])
+            held = cache.positions[0, head, :count].tolist()
+            for slot, position in enumerate(held):
+                rank = float(scores[0, head, position].sigmoid())
+                box = {"facecolor": plt.cm.Blues(0.1 + 0.7 * rank), "edgecolor": "white", "lw": 1.5}
+                if position == token:
+                    box |= {"edgecolor": "black", "zorder": 2}
+                axes.add_patch(plt.Rectangle((slot, token), 1, 1, **box))
+                colour = "white" if rank > 0.6 else "black"
+                axes.text(
+                    slot + 0.5,
+                    token + 0.5,
+                    position,
+                    ha="center",
+                    va="center",
+                    color=colour,
+                    fontsize=8,
+                    zorder=3,
+                )
+            if token not in held:
+                axes.text(
+                    window + 0.15,
+                    token + 0.5,
+                    f"{token} is worse",
+                    va="center",
+                    fontsize=8,
+                    color="tab:red",
+                )
+    for head, axes in enumerate(panels):
+        axes.set(
+            xlim=(0, window + 1.6), ylim=(tokens, 0), xlabel="slot", title=f"key head {head}",
+            xticks=[s + 0.5 for s in range(window)], xticklabels=range(window),
+            yticks=[t + 0.5 for t in range(tokens)], yticklabels=range(tokens),
+        )  # fmt: skip
+        axes.tick_params(length=0)
+        for side in axes.spines.values():
+            side.set_visible(False)
+    panels[0].set_ylabel("token that arrives")
+    pictures.save(figure, path)
+
+
 def draw_overview(record: dict, path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     draw_intervals(axes[0])
@@ -146,6 +201,7 @@ def main() -> None:
     triton = table(newest_records("triton"), "../../")
     write_tables(DOCS / "kernels" / "triton.md", {"triton table": triton})
     draw_overview(on_cpus[0][1], IMAGES / "overview.svg")
+    draw_slots(IMAGES / "slots.svg")
     for _, record in newest_records("sweeps"):
         pictures.draw(record["speed"], IMAGES / "cost.svg")
         draw_panels(on_cpus[0][1], record)

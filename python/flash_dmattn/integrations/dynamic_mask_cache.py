@@ -40,7 +40,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         self.record_past = False
         self.slots: KVSlots | None = None
         self._seen = (
-            0  # tokens so far, pending ones included; of a static layer, whether there are any
+            0  # tokens so far, pending ones included; 0 or not where they are counted on the device
         )
 
     # ---- What attention uses ------------------------------------------------------------------------
@@ -67,9 +67,11 @@ class DynamicMaskLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key, value)
         length = key.shape[2]
-        pending = min(length, _RECORDED) if self.record_past else 0
+        pending = 0
+        if self.record_past:
+            self._resize(max(self.chunk, _RECORDED))
+            pending = min(length, self.slots.chunk)
         filled = length - pending
-        self._resize(max(pending, self.chunk))
         first, last = slice(0, filled), slice(filled, length)
         if filled:
             keys, values, of_keys = key[:, :, first], value[:, :, first], scores[..., first]
@@ -132,7 +134,7 @@ class DynamicMaskLayer(CacheLayerMixin):
                 chunk=self.chunk,
                 dtype=self.dtype,
                 device=self.device,
-            )  # fmt: skip
+            )
         )
         self.is_initialized = True
 
@@ -181,7 +183,9 @@ class DynamicMaskLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     def activate_past_recording(self) -> None:
-        """From now on new tokens stay pending, until `crop` says how many of them remain."""
+        """From now on new tokens stay pending, until `crop` drops some of them and commits the others."""
+        if self.is_compileable and not self.chunk:
+            raise ValueError("chunk: got 0, expected places for the tokens that crop may drop")
         self.record_past = True
 
     @torch.no_grad()

@@ -93,8 +93,8 @@ def test_dropped_tokens_leave_no_trace(dropped):
 def test_tokens_of_a_recorded_prompt_can_be_dropped():
     _, ours = make_pair()
     expected = next_logits(ours, filled(ours, S))
-    for static in (False, True):
-        cache = DynamicMaskCache(ours.config, static=static)
+    for options in ({}, {"static": True}, {"static": True, "chunk": 4}):
+        cache = DynamicMaskCache(ours.config, **options)
         cache.activate_past_recording()
         ours(torch.cat([make_ids(B, S), make_ids(B, 3, seed=4)], dim=1), past_key_values=cache)
         cache.crop(S if TRANSFORMERS_4 else -3)
@@ -245,6 +245,8 @@ def test_tokens_that_have_evicted_others_cannot_be_dropped():
     cache = filled(ours, S, 3)
     with pytest.raises(RuntimeError, match="call activate_past_recording"):
         cache.crop(S if TRANSFORMERS_4 else -3)
+    with pytest.raises(ValueError, match="chunk: got 0, expected places"):
+        DynamicMaskCache(ours.config, static=True, chunk=0).activate_past_recording()
     if not TRANSFORMERS_4:
         with pytest.raises(ValueError, match="got 3, expected 0 or less"):
             cache.crop(3)

@@ -9,7 +9,8 @@ import torch
 import flash_dmattn
 
 DOCS = Path(__file__).parents[3] / "docs"
-PAGES = [DOCS / "index.md", *sorted(DOCS.glob("tutorial/*.md")), *sorted(DOCS.glob("howto/*.md"))]
+PAGES = [DOCS / "index.md", DOCS / "generation.md"]
+PAGES += [*sorted(DOCS.glob("tutorial/*.md")), *sorted(DOCS.glob("howto/*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
