@@ -38,16 +38,17 @@ inline SplitSums split_sums(const ForwardTask& t, std::int64_t item) {
   return SplitSums(t, allocator);
 }
 
-template <class In>
+template <class In, class Element>
 struct FewQueries {
   using Storage = typename In::Storage;
 
   const ForwardTask& t;
   const int rows;
   const int head_columns;
-  float* q;       // [rows, head_columns]
-  float* s;       // [rows, block_keys], and p
-  float* before;  // [rows, head_columns]: out before the current block
+  const int q_ld;  // words
+  float* q;        // [rows, q_ld] words
+  float* s;        // [rows, block_keys], and p
+  float* before;   // [rows, head_columns]: out before the current block
   Storage* staged;
   std::int32_t* q_exponents;  // [rows]
   std::int32_t* k_exponents;  // [block_keys]
@@ -58,11 +59,11 @@ struct FewQueries {
   FewQueries(const ForwardTask& task, ScratchAllocator& allocator)
       : t(task),
         rows(task.tile_queries * static_cast<int>(task.group)),
-        head_columns(round_up(task.head_dim, lanes)) {
-    const std::int64_t sums = std::int64_t{rows} * head_columns;
-    q = allocator.take<float>(sums);
+        head_columns(round_up(task.head_dim, lanes)),
+        q_ld(round_up(depth_words<Element>(task.head_dim), lanes)) {
+    q = allocator.take<float>(std::int64_t{rows} * q_ld);
     s = allocator.take<float>(std::int64_t{rows} * block_keys);
-    before = allocator.take<float>(sums);
+    before = allocator.take<float>(std::int64_t{rows} * head_columns);
     staged =
         allocator.take<Storage>(std::int64_t{rows > block_keys ? rows : block_keys} * t.head_dim);
     q_exponents = allocator.take<std::int32_t>(rows);
@@ -90,18 +91,17 @@ struct FewQueries {
                            store(s + r * block_keys + n, left);
                            store(s + r * block_keys + n + lanes, right);
                          });
-      multiply_values_of(tile, block, visible, softmax);
+      multiply_values_of(tile, block, visible, blocks, softmax);
     }
   }
 
  private:
   void load_queries(const Tile& tile) {
     const auto row_at = tile_rows<In>(t, t.q, tile);
-    q_large = is_large(pack_rows<In, Single>(row_at, tile.rows, rows, t.head_dim, q, head_columns));
+    q_large = is_large(pack_rows<In, Element>(row_at, tile.rows, rows, t.head_dim, q, q_ld));
     if (!q_large) return;
     stage_rows<In>(row_at, tile.rows, t.head_dim, NonFiniteInput::keep, staged, q_exponents);
-    pack_rows<In, Single>(staged_rows(staged, t.head_dim), tile.rows, rows, t.head_dim, q,
-                          head_columns);
+    pack_rows<In, Element>(staged_rows(staged, t.head_dim), tile.rows, rows, t.head_dim, q, q_ld);
   }
 
   // s = q k^T. Sums of large numbers are made again from rows that are scaled by the powers that it returns.
@@ -110,9 +110,11 @@ struct FewQueries {
     const auto row_at = key_rows<In>(t.k, tile.batch, tile.head, block);
     ScoreExponents exponents;
     if (q_large) exponents.queries = q_exponents;
+    const auto v_rows = key_rows<In>(t.v, tile.batch, tile.head, block);
+    const auto values = [&](int i) { return v_rows(i < visible ? i : visible - 1); };
     const auto multiply_rows = [&](const auto& key) {
-      multiply_keys<In>(q, head_columns, tile.rows, key, visible, columns, t.head_dim, s,
-                        block_keys);
+      multiply_keys<In, Element>(q, q_ld, tile.rows, key, values, visible, columns, t.head_dim, s,
+                                 block_keys);
     };
     multiply_rows(row_at);
     // What q . k of small elements is bounded by (magnitude.h, score.h).
@@ -127,11 +129,14 @@ struct FewQueries {
 
   // out += p v. Sums that overflow, or meet inf and NaN, are made again from scaled rows in a larger unit.
   void multiply_values_of(const Tile& tile, const KeyBlock& block, int visible,
-                          const OnlineSoftmax& softmax) {
+                          const KeyBlockIterator& blocks, const OnlineSoftmax& softmax) {
     const auto row_at = key_rows<In>(t.v, tile.batch, tile.head, block);
+    const auto* keys =
+        static_cast<const Storage*>(t.k.data) + tile.batch * t.k.batch + tile.head * t.k.head;
+    const auto next_keys = [&](int i) { return keys + blocks.peek(i) * t.k.row; };
     const auto multiply_rows = [&](const auto& value) {
-      multiply_values<In>(s, block_keys, tile.rows, value, visible, t.head_dim, softmax.out,
-                          head_columns);
+      multiply_values<In>(s, block_keys, tile.rows, value, next_keys, visible, t.head_dim,
+                          softmax.out, head_columns);
     };
     const auto bytes = sizeof(float) * static_cast<std::size_t>(tile.rows) *
                        static_cast<std::size_t>(head_columns);
@@ -168,10 +173,10 @@ struct FewQueries {
   }
 };
 
-template <class In>
+template <class In, class Element>
 std::int64_t few_queries_scratch(const ForwardTask& t) {
   ScratchAllocator allocator(nullptr);
-  FewQueries<In>(t, allocator);
+  FewQueries<In, Element>(t, allocator);
   return allocator.used();
 }
 
@@ -187,7 +192,7 @@ struct SplitItem {
              tile_index) {}
 };
 
-template <class In>
+template <class In, class Element>
 void few_queries_item(const ForwardTask& t, std::int64_t item, void* scratch) {
   const SplitItem at(t, item);
   const SplitSums sums = split_sums(t, item);
@@ -197,7 +202,7 @@ void few_queries_item(const ForwardTask& t, std::int64_t item, void* scratch) {
   if (t.slots.scores != nullptr) {
     *sums.worst = worst_slot(t.slots, at.tile.batch * t.heads_kv + at.tile.head, blocks);
   }
-  FewQueries<In>(t, allocator).run(at.tile, blocks, sums.softmax);
+  FewQueries<In, Element>(t, allocator).run(at.tile, blocks, sums.softmax);
 }
 
 // Items are tiles.

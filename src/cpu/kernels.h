@@ -63,12 +63,15 @@ inline constexpr Kernels kernels = {
         },
     .few_queries_scratch =
         [](const ForwardTask& t) {
-          return dispatch(t, [&]<class In, class>() { return few_queries_scratch<In>(t); });
+          return dispatch(
+              t, [&]<class In, class Element>() { return few_queries_scratch<In, Element>(t); });
         },
     .split_bytes = split_bytes,
     .few_queries =
         [](const ForwardTask& t, std::int64_t item, void* scratch) {
-          dispatch(t, [&]<class In, class>() { few_queries_item<In>(t, item, scratch); });
+          dispatch(t, [&]<class In, class Element>() {
+            few_queries_item<In, Element>(t, item, scratch);
+          });
         },
     .merge_splits =
         [](const ForwardTask& t, std::int64_t item) {

@@ -82,6 +82,13 @@ class KeyBlockIterator {
     if (end < end_) end_ = end;
   }
 
+  // The key that comes i places after the last block, or the last key of all.
+  std::int64_t peek(int i) const {
+    const std::int64_t last = end_ - 1 - position_;  // -1: the last one of the block
+    const std::int64_t at = i < last ? i : last;
+    return index_ != nullptr ? index_[at] : position_ + at;
+  }
+
   // Of the remaining keys.
   std::int64_t position() const { return position_; }
   std::int64_t end() const { return end_; }
