@@ -163,23 +163,37 @@ inline Vec bias_term(const Task& t, Vec bias) {
   return bias > splat(t.mask_value) ? min(bias, splat(largest)) : splat(-infinity);
 }
 
+// The bias of keys [n, n + lanes) of the block in the row that begins at `row`, 0 behind the last key.
+inline Vec load_bias(const Task& t, std::int64_t row, const KeyBlock& block, int n) {
+  if (block.index == nullptr && t.bias.key == 1 && n + lanes <= block.count) {
+    const std::int64_t at = row + block.start + n;
+    switch (t.bias.dtype) {
+      case DType::bf16:
+        return load_widened<Bf16>(static_cast<const std::uint16_t*>(t.bias.data) + at, lanes);
+      case DType::f16:
+        return load_widened<F16>(static_cast<const std::uint16_t*>(t.bias.data) + at, lanes);
+      default: return load_widened<F32>(static_cast<const float*>(t.bias.data) + at, lanes);
+    }
+  }
+  Vec bias{};
+  for (int i = 0; i < lanes && n + i < block.count; ++i) {
+    bias[i] = load_scalar(t.bias.data, t.bias.dtype, row + block.key(n + i) * t.bias.key);
+  }
+  return bias;
+}
+
 inline void column_terms(const Task& t, const Tile& tile, const KeyBlock& block, KeyTerms& terms) {
   for (int g = 0; g < terms.column_heads; ++g) {
     float* column = terms.columns + std::int64_t{g} * block_keys;
     const bool with_bias = is_per_key(t.bias);
     const std::int64_t bias = bias_at(t, tile, g, 0);
-    for (int n = 0; n < block_keys; ++n) {
-      column[n] = n >= block.count ? -infinity
-                  : with_bias
-                      ? load_scalar(t.bias.data, t.bias.dtype, bias + block.key(n) * t.bias.key)
-                      : 0.0f;
-    }
-    if (with_bias) {
-      for (int n = 0; n < block_keys; n += lanes) {
-        const Vec term = bias_term(t, load(column + n));
-        store(column + n, term);
+    for (int n = 0; n < block_keys; n += lanes) {
+      Vec term{};
+      if (with_bias) {
+        term = bias_term(t, load_bias(t, bias, block, n));
         terms.infinite_bias = terms.infinite_bias || any(term == splat(infinity));
       }
+      store(column + n, lane_numbers() + n < block.count ? term : splat(-infinity));
     }
     if (is_per_key(t.mask)) {
       const std::uint8_t* mask = mask_at(t, tile, g, 0);

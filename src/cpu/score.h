@@ -37,24 +37,6 @@ inline bool needs_score_rows(const Task& t, const KeyTerms& terms,
          exponents.any() || huge_scale || terms.infinite_bias;
 }
 
-inline Vec dense_bias(const Task& t, std::int64_t row, const KeyBlock& block, int n) {
-  if (block.index == nullptr && t.bias.key == 1 && n + lanes <= block.count) {
-    const std::int64_t at = row + block.start + n;
-    switch (t.bias.dtype) {
-      case DType::bf16:
-        return load_widened<Bf16>(static_cast<const std::uint16_t*>(t.bias.data) + at, lanes);
-      case DType::f16:
-        return load_widened<F16>(static_cast<const std::uint16_t*>(t.bias.data) + at, lanes);
-      default: return load_widened<F32>(static_cast<const float*>(t.bias.data) + at, lanes);
-    }
-  }
-  Vec bias{};
-  for (int i = 0; i < lanes && n + i < block.count; ++i) {
-    bias[i] = load_scalar(t.bias.data, t.bias.dtype, row + block.key(n + i) * t.bias.key);
-  }
-  return bias;
-}
-
 inline Int dense_mask(const Task& t, const std::uint8_t* row, const KeyBlock& block, int n) {
   Int visible{};
   for (int i = 0; i < lanes && n + i < block.count; ++i) {
@@ -108,7 +90,7 @@ inline void score_rows(const Task& t, const Tile& tile, const KeyBlock& block,
       }
       Int visible = column_term > splat(-infinity);
       if (is_dense(t.bias)) {
-        const Vec bias = bias_term(t, dense_bias(t, bias_at(t, tile, group_head, query), block, n));
+        const Vec bias = bias_term(t, load_bias(t, bias_at(t, tile, group_head, query), block, n));
         x = x + bias;
         visible &= bias > splat(-infinity);
         nonfinite |= bias == splat(infinity);
