@@ -1,0 +1,124 @@
+"""Arguments of KV caches that mean nothing raise an error that names them, and change nothing."""
+
+import pytest
+import torch
+
+from flash_dmattn import KVSlots, flash_dmattn_with_kvcache
+
+
+def tokens(n=1, **dtypes):
+    k, v = (torch.randn(2, n, 2, 8) for _ in range(2))
+    return {"key": k, "value": v, "scores": torch.randn(2, 2, n)}
+
+
+STEP = {"query": torch.randn(2, 1, 4, 8)} | tokens()
+
+
+@pytest.mark.parametrize(
+    "message, options",
+    [
+        ("window: got 0", {"window": 0}),
+        ("window: got -1", {"window": -1}),
+        ("batch: got 1.5", {"batch": 1.5}),
+        ("chunk: got -2", {"chunk": -2}),
+        ("dtype: got torch.float64", {"dtype": torch.float64}),
+    ],
+)
+def test_of_the_cache(message, options):
+    sizes = {"batch": 2, "heads_kv": 2, "window": 4, "head_dim": 8}
+    with pytest.raises((ValueError, TypeError)) as caught:
+        KVSlots(**(sizes | options))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "message, spoiled",
+    [
+        ("q: got [2, 2, 4, 8]", {"query": torch.randn(2, 2, 4, 8)}),
+        ("k: got [2, 2, 2, 8], expected one token", tokens(2)),
+        ("q: got Double", {"query": torch.randn(2, 1, 4, 8).double()}),
+        ("k: got [2, 1, 3, 8]", {"key": torch.randn(2, 1, 3, 8)}),
+        ("v: got [1, 1, 2, 8]", {"value": torch.randn(1, 1, 2, 8)}),
+        ("scores: got [2, 2, 2]", {"scores": torch.randn(2, 2, 2)}),
+        ("scores: got BFloat16", {"scores": torch.randn(2, 2, 1).bfloat16()}),
+        ("mask: got [2, 2]", {"key_mask": torch.ones(2, 2, dtype=torch.bool)}),
+        ("mask: got Float", {"key_mask": torch.ones(2, 1)}),
+        ("heads_q: got 3", {"query": torch.randn(2, 1, 3, 8)}),
+        ("scale: got inf", {"scale": float("inf")}),
+        ("softcap: got -1.0", {"softcap": -1.0}),
+        ("nonfinite: got 'no'", {"nonfinite": "no"}),
+        ("key: got list", {"key": [1.0]}),
+    ],
+)
+def test_of_a_step(message, spoiled):
+    cache = KVSlots(2, 2, 4, 8)
+    cache.step(**STEP)
+    before = [t.clone() for t in cache.tensors]
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        cache.step(**(STEP | spoiled))
+    assert message in str(caught.value)
+    assert all(torch.equal(a, b) for a, b in zip(before, cache.tensors, strict=True))
+
+
+def test_of_chunks_and_rows():
+    cache = KVSlots(2, 2, 4, 8, chunk=3)
+    cache.append(**tokens(2))
+    for message, call in {
+        "key: got 2 tokens, expected 1 or fewer": lambda: cache.append(**tokens(2)),
+        "pending: got 2 tokens": lambda: cache.step(**STEP),
+        "query: got 3 queries": lambda: cache.attend(torch.randn(2, 3, 4, 8)),
+        "keep: got 3": lambda: cache.commit(3),
+        "keep[1]: got 5": lambda: cache.commit(torch.tensor([0, 5])),
+        "keep: got [3]": lambda: cache.commit(torch.tensor([0, 1, 2])),
+        "count: got 3": lambda: cache.drop(3),
+        "index[1]: got 2": lambda: cache.select(torch.tensor([0, 2])),
+        "index: got list": lambda: cache.select([0]),
+        "state: got window 5": lambda: cache.load_state_dict(
+            KVSlots(2, 2, 5, 8, chunk=3).state_dict()
+        ),
+        "key_mask: got it together with intervals": lambda: cache.fill(
+            **tokens(3), intervals=cache.pending_intervals(1), key_mask=torch.ones(2, 3)
+        ),
+        "lengths[0]: got 4": lambda: cache.fill(**tokens(3), lengths=torch.tensor([4, 1])),
+    }.items():
+        with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+            call()
+        assert message in str(caught.value)
+    assert cache.pending == 2
+
+
+def test_gradients_are_refused():
+    cache = KVSlots(2, 2, 4, 8)
+    with pytest.raises(RuntimeError, match="query: got a tensor that requires a gradient"):
+        cache.step(**(STEP | {"query": STEP["query"].clone().requires_grad_()}))
+    with torch.no_grad():
+        cache.step(**(STEP | {"query": STEP["query"].clone().requires_grad_()}))
+
+
+@pytest.mark.parametrize(
+    "message, spoiled",
+    [
+        ("k, v, scores: got some", {"scores": None}),
+        ("slot_positions, slot_counts: got one", {"slot_counts": torch.zeros(2, 2, 2).int()}),
+        ("key_mask: got it for a cache of all keys", {"key_mask": torch.ones(2, 1).bool()}),
+        ("score_cache: got None", {"score_cache": None, "scores": None}),
+        ("keep_window_size: got -1", {"keep_window_size": -1}),
+        ("cache_seqlens: got list", {"cache_seqlens": [1, 2]}),
+    ],
+)
+def test_of_with_kvcache(message, spoiled):
+    options = {
+        "q": STEP["query"],
+        "k_cache": torch.zeros(2, 9, 2, 8),
+        "v_cache": torch.zeros(2, 9, 2, 8),
+        "score_cache": torch.zeros(2, 2, 9),
+        "k": STEP["key"],
+        "v": STEP["value"],
+        "scores": STEP["scores"],
+        "cache_seqlens": torch.zeros(2, dtype=torch.int32),
+        "keep_window_size": 4,
+    }
+    flash_dmattn_with_kvcache(**options)
+    with pytest.raises((ValueError, TypeError)) as caught:
+        flash_dmattn_with_kvcache(**(options | spoiled))
+    assert message in str(caught.value)
