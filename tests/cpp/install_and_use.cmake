@@ -9,4 +9,6 @@ execute_process(COMMAND ${CMAKE_COMMAND} -S ${EXAMPLE_DIR} -B ${WORK_DIR}/build 
   -D "CMAKE_CXX_FLAGS=-Wall -Wextra -Wconversion -Werror" -D CMAKE_NO_SYSTEM_FROM_IMPORTED=ON
   -D CMAKE_PREFIX_PATH=${WORK_DIR}/prefix ${step})
 execute_process(COMMAND ${CMAKE_COMMAND} --build ${WORK_DIR}/build --config ${CONFIG} ${step})
-execute_process(COMMAND ${EMULATOR} ${WORK_DIR}/build/flash_dmattn_example ${step})
+foreach(example flash_dmattn_example flash_dmattn_decode)
+  execute_process(COMMAND ${EMULATOR} ${WORK_DIR}/build/${example} ${step})
+endforeach()
