@@ -165,14 +165,25 @@ def _check_device(query: Tensor, backend: str) -> None:
             f"flash_dmattn: no backend runs on {device}, only on the CPU and on CUDA GPUs"
         )
     if device.type == "cuda":
-        reason = "" if torch.compiler.is_compiling() else unavailable_reason("cuda")
-        if reason:
+        needed = backend_of(query, backend) or "cuda"
+        reason = "" if torch.compiler.is_compiling() else unavailable_reason(needed)
+        if needed == "triton" and not reason:
+            return
+        if reason and needed == "cuda":
             raise RuntimeError(f"flash_dmattn: cannot run on {device}: {reason}")
         if query.dtype not in GPU_DTYPES:
+            only = f"; float32 takes Triton's kernels, but {reason}" if reason else ""
             raise TypeError(
                 f"query: got {query.dtype} on {device}, expected bfloat16 or float16 (convert with .to(), or "
-                'compute under torch.autocast("cuda", torch.bfloat16))'
+                f'compute under torch.autocast("cuda", torch.bfloat16)){only}'
             )
+
+
+def backend_of(query: Tensor, backend: str) -> str:
+    """The one that is named; without a name Triton's for float32 on a CUDA GPU, for which the library has no kernels,
+    and else the library's ("")."""
+    on_triton = query.dtype == torch.float32 and query.device.type == "cuda"
+    return "triton" if on_triton and not backend else backend
 
 
 def broadcast_argument(
