@@ -10,6 +10,7 @@
 #include "backend.h"
 #include "device.h"
 #include "flash_dmattn/calls.h"
+#include "least_bound.h"
 #include "support/cases.h"
 #include "support/compare.h"
 #include "support/yardstick.h"
@@ -123,7 +124,7 @@ class DeviceCase {
       intervals_.upload(data.intervals.data());
       in.visibility.intervals = data.intervals_view();
       in.visibility.intervals.data = reinterpret_cast<const KeyInterval*>(intervals_.data());
-      in.visibility.bound = {.base = data.problem.seqlen_k};
+      in.visibility.bound = testing::least_bound(data.intervals_view(), data.problem);
     }
     return in;
   }

@@ -6,6 +6,7 @@
 #include "cuda/selection/schedule.h"
 #include "cuda/selection/selection.h"
 #include "device.h"
+#include "least_bound.h"
 #include "support/random.h"
 #include "tile_list_comparison.h"
 
@@ -44,11 +45,11 @@ void expect_valid_slots(const TileListArgs& args, const cuda::KeySlotShape& shap
   ASSERT_EQ(count, visible) << "row " << row;
   for (std::int32_t slot = 0; slot < shape.slots; ++slot) {
     std::vector<std::int32_t> start(static_cast<std::size_t>(shape.segments), -1);
-    std::int64_t previous = -1;
+    std::int64_t previous = -2;
     for (std::int32_t n = slot < count ? slot : -1; n >= 0; n = successor[n]) {
       Life& life = lives[static_cast<std::size_t>(arrivals[n])];
       ASSERT_FALSE(life.placed) << "key " << arrivals[n] << " has two slots";
-      ASSERT_LT(previous, life.first) << "slot " << slot << " holds two keys";
+      ASSERT_LT(previous + 1, life.first) << "slot " << slot << " does not rest between two keys";
       life.placed = true;
       previous = life.last;
       for (std::size_t g = 0; g < start.size(); ++g) {
@@ -67,6 +68,7 @@ void expect_valid_slots(const TileListArgs& args, const cuda::KeySlotShape& shap
 
 void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest) {
   Random random(seed);
+  int with_slots = 0;
   for (int round = 0; round < rounds; ++round) {
     TileListArgs args;
     args.batch = 1 + random.below(2);
@@ -85,8 +87,6 @@ void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest) {
       const std::int64_t life = round % 2 == 0 ? longest_life : random.below(longest_life + 1);
       intervals[i] = {static_cast<std::int32_t>(first), static_cast<std::int32_t>(first + life)};
     }
-    args.bound = {args.seqlen_k, 0};
-    if (round % 2 == 0) args.bound = {longest_life, 1};
     DeviceBuffer on_device(intervals.size() * sizeof(KeyInterval));
     on_device.upload(intervals.data());
     args.intervals = {reinterpret_cast<const KeyInterval*>(on_device.data()),
@@ -99,9 +99,19 @@ void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest) {
     problem.seqlen_k = args.seqlen_k;
     problem.causal = args.causal;
     problem.intervals_shape = {args.batch, args.heads};
+    const KeyIntervals on_host{intervals.data(), args.heads * args.seqlen_k, args.seqlen_k};
+    args.bound = testing::least_bound(on_host, problem);
     const Visibility visibility{.intervals = args.intervals, .bound = args.bound};
     const cuda::SlotGeometry geometry{.tile_rows = args.tile_rows, .segments = 1 + random.below(5)};
     const std::size_t bytes = cuda::slot_schedule_size(problem, visibility, geometry);
+    TileListArgs two_tiles = args;
+    two_tiles.tile_rows *= 2;
+    const std::int64_t slot_count = cuda::tile_list_capacity(two_tiles);
+    if (slot_count >= args.seqlen_k) {
+      ASSERT_EQ(bytes, 0);
+      continue;
+    }
+    ++with_slots;
     DeviceBuffer memory(bytes);
     DeviceBuffer workspace(cuda::slot_schedule_workspace_size(problem, visibility, geometry));
     Execution execution;
@@ -117,7 +127,7 @@ void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest) {
     memory.download(host.data());
     schedule.data = host.data();
     const cuda::KeySlots slots = cuda::key_slots(schedule.schedule(), geometry);
-    ASSERT_EQ(slots.shape.slots, cuda::tile_list_capacity(args));
+    ASSERT_EQ(slots.shape.slots, slot_count);
     for (std::int64_t row = 0; row < rows; ++row) {
       const std::int64_t begin = row * args.seqlen_k;
       expect_valid_slots(args, slots.shape, row, intervals.data() + begin, slots.arrivals + begin,
@@ -126,6 +136,7 @@ void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest) {
       if (::testing::Test::HasFatalFailure()) return;
     }
   }
+  EXPECT_GT(with_slots, rounds / 4);
 }
 
 TEST_F(SmallCudaSlots, Random) { compare_slots(21, 12, 1500); }

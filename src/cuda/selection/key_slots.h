@@ -13,9 +13,10 @@
 // next.
 //
 // Number the keys of a row by their first tile, and among equals by position: the arrivals; and by their last
-// tile: the departures. Arrival n takes slot n if n < slots, else the slot of departure n - slots. No tile sees
-// more than `slots` keys, so that departure was in an earlier tile. The keys of a slot are thus a chain: slot s
-// begins with arrival s, and successor leads on.
+// tile: the departures. Arrival n takes slot n if n < slots, else the slot of departure n - slots. Two neighbouring
+// tiles together see no more than `slots` keys, so that departure was before the last tile: a slot rests for a tile
+// between two keys, in which a kernel brings the next. The keys of a slot are thus a chain: slot s begins with
+// arrival s, and successor leads on.
 //
 // The tiles may be cut into segments that are worked on independently: slot s of segment g begins with arrival
 // starts[g][s], which may have arrived before the segment or arrive within or after it. A key that crosses a
@@ -25,7 +26,7 @@ namespace flash_dmattn::cuda {
 struct KeySlotShape {
   std::int64_t rows = 0;  // of (batch, head)
   std::int64_t seqlen_k = 0;
-  std::int64_t slots = 0;     // tile_list_capacity
+  std::int64_t slots = 0;     // tile_list_capacity of two tiles
   std::int64_t segments = 1;  // of ceil(tiles / segments) tiles
 };
 

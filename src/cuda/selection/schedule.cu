@@ -94,12 +94,15 @@ struct Slots {
   bool exist;
 
   Slots(const Problem& p, const Visibility& visibility, const SlotGeometry& geometry)
-      : args(tile_list_args(p, visibility, geometry.tile_rows)),
-        exist(args.lists() > 0 && args.intervals.data != nullptr) {
+      : args(tile_list_args(p, visibility, geometry.tile_rows)), exist(false) {
     if (geometry.segments < 1) {
       throw InvalidArgument("segments", std::to_string(geometry.segments), "at least 1");
     }
-    if (exist) shape = slot_shape(args, tile_list_capacity(args), geometry.segments);
+    if (args.lists() == 0 || args.intervals.data == nullptr || args.bound.consecutive) return;
+    TileListArgs two_tiles = args;
+    two_tiles.tile_rows *= 2;
+    shape = slot_shape(args, tile_list_capacity(two_tiles), geometry.segments);
+    exist = shape.slots < args.seqlen_k;
   }
 
   std::size_t bytes() const { return exist ? key_slot_bytes(shape) : 0; }

@@ -6,7 +6,9 @@
 #include "cuda/common/integers.h"
 #include "cuda/common/launch.h"
 #include "cuda/problem.h"
+#include "cuda/selection/schedule.h"
 #include "cuda/sm90/backward_launch.h"
+#include "cuda/sm90/multiprocessors.h"
 #include "cuda/sm90/prepare_backward.cuh"
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/stages.h"
@@ -28,9 +30,19 @@ constexpr std::string_view name_of(KeyWalk walk) {
 
 BackwardChoice choose(const BackwardArgs& args) {
   const Problem& p = args.problem;
-  const bool has_info = has(p.mask_shape) || has(p.bias_shape) || args.in.visibility.intervals.data;
-  return {p.dtype, head_dim_bucket(static_cast<int>(p.head_dim)),
-          has_info ? KeyWalk::block_key_info : KeyWalk::block};
+  BackwardChoice choice{p.dtype, head_dim_bucket(static_cast<int>(p.head_dim)), KeyWalk::block};
+  const bool has_info =
+      has(p.mask_shape) || has(p.bias_shape) || args.in.visibility.intervals.data != nullptr;
+  if (has_info) choice.walk = KeyWalk::block_key_info;
+  // The heads of a group come to a slot together.
+  const auto differs_in_group = [&](const BroadcastShape& shape) {
+    return shape[1] == p.heads_q && p.heads_q != p.heads_kv && shape[1] > 1;
+  };
+  if (!args.schedule.empty() && !differs_in_group(p.mask_shape) &&
+      !differs_in_group(p.bias_shape)) {
+    choice.walk = KeyWalk::slots;
+  }
+  return choice;
 }
 
 std::int64_t elements(const BroadcastShape& shape) {
@@ -75,11 +87,45 @@ struct Source {
   }
 };
 
+// A gradient, or room for a dense copy of it where its rows need not begin at multiples of 16 bytes, as those that
+// leave slots do. Where the workspace is sized without outputs that is not known yet.
+struct Sink {
+  OutputRows original;
+  OutputRows rows;  // what the kernels write
+  bool copied;
+
+  Sink(const Shape& shape, const OutputRows& to, bool needs_alignment,
+       WorkspaceAllocator& workspace)
+      : original(to), rows(to), copied(needs_alignment && !to.aligned) {
+    if (!needs_alignment || (to.data != nullptr && to.aligned)) return;
+    OutputRows dense;
+    dense.row_step = shape.heads_kv * shape.head_dim * 2;
+    dense.row = dense.row_step;
+    dense.head = shape.head_dim * 2;
+    dense.batch = dense.row * shape.seqlen_k;
+    dense.aligned = true;
+    dense.data = workspace.take<std::byte>(dense.batch * shape.batch);
+    if (to.data != nullptr) rows = dense;
+  }
+
+  void store(const Shape& shape, cudaStream_t stream) const {
+    if (!copied || original.data == nullptr) return;
+    const CopyRows body{{rows.data, rows.batch, rows.row, rows.head, rows.aligned, rows.row_step},
+                        original,
+                        shape.seqlen_k,
+                        shape.heads_kv,
+                        shape.batch,
+                        shape.head_dim};
+    for_each(body.items(), body, stream);
+  }
+};
+
 // The arrays of a call in the caller's workspace. Constructed with a null base it only counts them.
 struct Call {
   BackwardChoice choice;
   BackwardKernelParams params{};
   Source q, k, v, dout;
+  Sink dk, dv;
   // Zeroed before the main loop.
   std::byte* zeroed = nullptr;
   std::size_t zeroed_bytes = 0;
@@ -90,7 +136,9 @@ struct Call {
         q(args, args.in.q, args.problem.seqlen_q, args.problem.heads_q, workspace),
         k(args, args.in.k, args.problem.seqlen_k, args.problem.heads_kv, workspace),
         v(args, args.in.v, args.problem.seqlen_k, args.problem.heads_kv, workspace),
-        dout(args, args.dout, args.problem.seqlen_q, args.problem.heads_q, workspace) {
+        dout(args, args.dout, args.problem.seqlen_q, args.problem.heads_q, workspace),
+        dk(shape_of(args.problem), rows_of(args.dk), choice.walk == KeyWalk::slots, workspace),
+        dv(shape_of(args.problem), rows_of(args.dv), choice.walk == KeyWalk::slots, workspace) {
     const Problem& p = args.problem;
     BackwardParams& common = params.backward;
     common = params_of(args);
@@ -98,6 +146,8 @@ struct Call {
     common.k = k.rows();
     common.v = v.rows();
     common.dout = dout.rows();
+    common.dk = dk.rows;
+    common.dv = dv.rows;
     const std::int64_t rows = p.batch * p.heads_q * p.seqlen_q;
     common.lse_log2 = workspace.take<float>(rows);
     common.lse_log2_low = workspace.take<float>(rows);
@@ -109,13 +159,17 @@ struct Call {
     if (choice.walk != KeyWalk::block)
       params.info = allocate_key_info(common.shape, common.score, workspace);
 
+    if (choice.walk == KeyWalk::slots) place_slots(args, workspace);
+
     const std::size_t begin = workspace.used();
     zeroed = workspace.take<std::byte>(0);
     common.flags = workspace.take<std::uint32_t>(1);
     if (p.deterministic) {
-      params.order.started = workspace.take<int>(1);
+      const std::int64_t key_blocks = ceil_div(p.seqlen_k, std::int64_t{BackwardPolicy::keys});
+      const bool slots = choice.walk == KeyWalk::slots;
+      if (!slots) params.order.started = workspace.take<int>(1);
       params.order.published = workspace.take<int>(
-          p.batch * p.heads_kv * ceil_div(p.seqlen_k, std::int64_t{BackwardPolicy::keys}));
+          p.batch * p.heads_kv * (slots ? ceil_div(p.seqlen_q, tile_rows) : key_blocks));
     }
     if (has(p.bias_shape)) dbias_accum = workspace.take<float>(elements(dbias_accum_shape(p)));
     params.dq_accum = workspace.take<float>(padded_rows * choice.head_dim);
@@ -128,6 +182,26 @@ struct Call {
       params.dq_accum = nullptr;
       params.order = {};
     }
+  }
+
+ private:
+  void place_slots(const BackwardArgs& args, WorkspaceAllocator& workspace) {
+    const Problem& p = args.problem;
+    SlotParams& slots = params.slots;
+    slots.slots = key_slots(args.schedule, {slot_tile_rows, slot_segments});
+    const auto [batch, heads] = p.intervals_shape;
+    slots.row_head = heads > 1 ? 1 : 0;
+    slots.row_batch = batch > 1 ? heads : 0;
+    slots.row_blocks =
+        static_cast<int>(ceil_div(slots.slots.shape.slots, std::int64_t{SlotParams::block_slots}));
+    const auto tiles = static_cast<int>(ceil_div(p.seqlen_q, std::int64_t{slot_tile_rows}));
+    slots.segment_tiles = ceil_div(tiles, slot_segments);
+    slots.partition = SlotPartition(static_cast<int>(p.batch * p.heads_kv) * slots.row_blocks,
+                                    ceil_div(tiles, slots.segment_tiles), multiprocessors());
+    slots.records = workspace.take<SlotRecord>(p.batch * p.heads_kv * p.seqlen_k);
+    const std::int64_t rows = std::int64_t{slots.partition.cut_parts()} * SlotParams::part_rows;
+    slots.part_sums = workspace.take<float>(rows * 2 * choice.head_dim);
+    slots.part_dbias = workspace.take<float>(rows);
   }
 };
 
@@ -151,7 +225,6 @@ std::string decline_backward(const Problem& p) {
   }
   if (has(p.limit_shape)) return "it has no kernels for ranks";
   if (p.key_list_shape[0] != 0) return "it has no backward for a key list";
-  if (p.intervals_shape[0] != 0) return "it has no backward for intervals";
   if (p.batch * p.heads_q * p.seqlen_q * p.seqlen_k == 0) {
     return "it needs at least one query and one key";
   }
@@ -188,6 +261,8 @@ void run_backward(const BackwardArgs& args, const DeviceProperties&, const Execu
                        : launch_dtype.template operator()<__half>();
   recompute_extreme_gradients(p, dtype, stream);
   fix_gradients(p, dtype, stream);
+  call.dk.store(p.shape, stream);
+  call.dv.store(p.shape, stream);
   if (p.dbias.data != nullptr) store_dbias(args, call.dbias_accum, stream);
 }
 
@@ -199,7 +274,7 @@ std::vector<std::string> backward_names(const DeviceProperties&) {
   std::vector<std::string> names;
   for (const DType dtype : {DType::bf16, DType::f16}) {
     for (const int head_dim : {64, 128}) {
-      for (const KeyWalk walk : {KeyWalk::block, KeyWalk::block_key_info})
+      for (const KeyWalk walk : {KeyWalk::block, KeyWalk::block_key_info, KeyWalk::slots})
         names.push_back(name({dtype, head_dim, walk}));
     }
   }

@@ -2,28 +2,33 @@
 
 #include "cuda/sm90/backward_consumer.cuh"
 #include "cuda/sm90/backward_producer.cuh"
+#include "cuda/sm90/dq_writer.cuh"
 #include "cuda/sm90/key_block.cuh"
+#include "cuda/sm90/slot_block.cuh"
+#include "cuda/sm90/slot_loader.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
 // What a warp of the first warpgroup does; the others consume.
-enum class WarpRole : std::uint8_t { load_tiles, write_dq };
+enum class WarpRole : std::uint8_t { load_tiles, write_dq, load_slots };
 
 // The backward of sm_90a, by keys: a block keeps K, V, dK, dV and the gradient of the key biases of 128 keys, and
-// visits the query tiles that see some of them. dq is added to fp32 sums in memory.
+// visits the query tiles that see some of them. dq is added to fp32 sums in memory. The keys are neighbours, one block
+// for each 128, or they come to slots and leave them, in persistent blocks.
 template <class T, int D, KeyWalk Walk>
 struct BackwardKernel {
   using Element = T;
   using Params = BackwardKernelParams;
   static constexpr int head_dim = D;
   static constexpr KeyWalk walk = Walk;
+  static constexpr bool has_slots = Walk == KeyWalk::slots;
   static constexpr BackwardPolicy policy = backward_policy(D, Walk);
   static constexpr int threads = BackwardPolicy::threads;
   static constexpr int min_blocks = 1;
 
   using SharedStorage = BackwardStorage<D, Walk>;
   using DqLayout = DqAccumLayout<D, Walk>;
-  using Keys = KeyBlock<BackwardKernel>;
+  using Keys = std::conditional_t<has_slots, SlotBlock<BackwardKernel>, KeyBlock<BackwardKernel>>;
 
   // Of bar.sync; 0 is __syncthreads, 1 the storage's.
   static constexpr int consumer_barrier = 2;
@@ -31,43 +36,89 @@ struct BackwardKernel {
   static constexpr int dq_free_barrier = 5;
 
   static long blocks(const Params& p) {
-    return KeyTile::count(p.backward.shape, BackwardPolicy::keys);
+    return has_slots ? p.slots.partition.blocks
+                     : KeyTile::count(p.backward.shape, BackwardPolicy::keys);
   }
 
   __device__ void operator()(const Params& p, SharedStorage& storage) const {
-    using Semaphore = typename SharedStorage::Semaphore;
     const bool ordered = p.order.started != nullptr;
     if (threadIdx.x == 0) {
       constexpr int consumer_warps = 4 * BackwardPolicy::warpgroups;
       storage.key_pipeline.init(1, consumer_warps);
       storage.q_pipeline.init(1, consumer_warps);
       storage.dout_pipeline.init(1, consumer_warps);
+      if constexpr (has_slots) storage.slots.pipeline.init(warp_size, consumer_warps);
       fence_mbarrier_init();
       storage.order = ordered ? atomicAdd(p.order.started, 1) : static_cast<int>(blockIdx.x);
     }
     __syncthreads();
-    const KeyTile tile(p.backward.shape, BackwardPolicy::keys, ordered, storage.order);
-    const int2 queries = find_queries<Walk>(p, tile, storage.bounds);
-    const int tile_end = ceil_div(queries.y, policy.rows);
-    const BackwardWork work{tile.batch, tile.kv_head, tile.key,
-                            min(queries.x / policy.rows, tile_end), tile_end};
-    if (threadIdx.x == 0) storage.work = work;
-    __syncthreads();
+    const int predecessor = has_slots ? -1 : find_work(p, ordered, storage);
     if (threadIdx.x < 128) {
       decrease_registers<BackwardPolicy::producer_registers>();
       const int warp = warp_id();
       if (warp == static_cast<int>(WarpRole::load_tiles)) {
-        TileLoader<BackwardKernel>{p, storage}.run(work, 0);
+        const TileLoader<BackwardKernel> loader{p, storage};
+        int n = 0;
+        for_each_work(p, storage, [&](const BackwardWork& work, const SlotPart&, int) {
+          n = loader.run(work, n);
+        });
       } else if (warp == static_cast<int>(WarpRole::write_dq)) {
         storage.semaphore.work = storage.order;
-        const Semaphore semaphore(p.order, storage.semaphore, ThreadGroup<warp_size>::of_warp(),
-                                  tile.before);
-        DqWriter<BackwardKernel>{p, storage, semaphore}.run(work);
-        semaphore.finish();
+        using Writer = DqWriter<BackwardKernel>;
+        const typename Writer::Order order(p, storage, predecessor);
+        const Writer writer{p, storage, order};
+        for_each_work(p, storage,
+                      [&](const BackwardWork& work, const SlotPart&, int) { writer.run(work); });
+        order.finish();
+      } else if (has_slots && warp == static_cast<int>(WarpRole::load_slots)) {
+        if constexpr (has_slots) {
+          const SlotLoader<BackwardKernel> loader{p, storage};
+          int round = 0;
+          for_each_work(p, storage, [&](const BackwardWork& work, const SlotPart& part, int turn) {
+            round = loader.run(work, part, turn, round);
+          });
+        }
       }
     } else {
       increase_registers<BackwardPolicy::consumer_registers>();
-      BackwardConsumer<BackwardKernel>(p, storage).run(work, 0);
+      BackwardConsumer<BackwardKernel> consumer(p, storage);
+      int n = 0;
+      for_each_work(p, storage, [&](const BackwardWork& work, const SlotPart&, int turn) {
+        n = consumer.run(work, turn, n);
+      });
+    }
+  }
+
+ private:
+  // The work of a block of neighbouring keys; returns the work just before it that adds to the same dq.
+  static __device__ int find_work(const Params& p, bool ordered, SharedStorage& storage) {
+    const KeyTile tile(p.backward.shape, BackwardPolicy::keys, ordered, storage.order);
+    const int2 queries = find_queries<Walk>(p, tile, storage.bounds);
+    if (threadIdx.x == 0) {
+      const int tile_end = ceil_div(queries.y, policy.rows);
+      storage.work[0] = {tile.batch, tile.kv_head, tile.key, min(queries.x / policy.rows, tile_end),
+                         tile_end};
+    }
+    __syncthreads();
+    return tile.before;
+  }
+
+  // Calls body(work, part, turn) for every work of a block.
+  template <class Body>
+  static __device__ void for_each_work(const Params& p, const SharedStorage& storage,
+                                       const Body& body) {
+    if constexpr (has_slots) {
+      int turn = 0;
+#pragma unroll 1
+      for (int i = 0;; ++i) {
+        const SlotPart part = p.slots.partition.part(static_cast<int>(blockIdx.x), i);
+        if (part.chain < 0) break;
+        if (part.unit_begin >= part.unit_end) continue;
+        const BackwardWork work = work_of(p, part);
+        if (work.has_tiles()) body(work, part, turn++);
+      }
+    } else {
+      body(storage.work[0], SlotPart{}, 0);
     }
   }
 };

@@ -9,8 +9,8 @@ namespace flash_dmattn::cuda::sm90 {
 // A warpgroup that has 64 of a block's 128 keys. Scores are transposed, [keys, queries], so that P and dS are A
 // operands of dV and dK in the registers that hold them. A query tile:
 //
-//   tensor cores   S, dP ......... | dV ..... | dQ ..... dK ...........
-//   threads        wait S | P      | dS       | wait dQ, store it | lse of the next tile | wait dK
+//   tensor cores   S ..... dP ..... | dV ..... | dQ ..... | dK ...........
+//   threads        wait S | P       | dS       | wait dQ  | store dQ, begin S of the next tile | wait dK
 //
 // dS crosses the two warpgroups by way of shared memory, for dQ sums over all keys.
 template <class Kernel>
@@ -30,6 +30,8 @@ class BackwardConsumer {
   static constexpr int scores = rows / 2;         // of a thread
   static constexpr int gradients = head_dim / 2;  // the same, of dk and of dv
   static constexpr int dq_part = Layout::part_columns / 2;
+  // With 128 queries registers suffice neither to load delta ahead nor for P in fp32.
+  static constexpr bool has_room = rows == 64;
 
  public:
   __device__ BackwardConsumer(const BackwardKernelParams& p, Storage& storage)
@@ -39,14 +41,14 @@ class BackwardConsumer {
         warpgroup_(__shfl_sync(full_mask, static_cast<int>(threadIdx.x) / 128 - 1, 0)),
         keys_(p, storage, warpgroup_) {}
 
-  // `n`: query tiles of this block before.
-  __device__ int run(const BackwardWork& work, int n) {
+  // `turn`: works of this block before, `n`: query tiles, over all heads.
+  __device__ int run(const BackwardWork& work, int turn, int n) {
     clear(dk_);
     clear(dv_);
     Visit at(p_.backward.shape, work);
     if (at.has()) {
       if constexpr (Kernel::walk != KeyWalk::slots) storage_.key_pipeline.wait_full(0);
-      keys_.begin();
+      keys_.begin(turn);
       keys_.begin_tile(at);
       storage_.q_pipeline.wait_full(n);
       begin_scores(n);
@@ -61,13 +63,13 @@ class BackwardConsumer {
       pin(s_);
       make_p(at);
       make_ds(n);
-      issue_gradient(dv_, p_operand_, storage_.dout[stage(n)]);
       share_ds(n);
       multiply_dq(n);
       advance(at, n);
       wgmma_wait<0>();
       pin(dk_);
       release(storage_.q_pipeline, n);
+      keys_.release();
     }
     keys_.store(dk_, dv_);
     return n;
@@ -96,14 +98,18 @@ class BackwardConsumer {
 
   // S = (bias - lse) / scale + K q^T, of which begin_scores has made the first part.
   __device__ void begin_scores(int n) {
-    const float bias[2] = {keys_.bias(0), keys_.bias(1)};
 #pragma unroll
     for (int j = 0; j < rows / 8; ++j) {
       const float2 begin = two_columns(storage_.stats[stage(n)].score, j);
-      s_[4 * j] = begin.x + bias[0];
-      s_[4 * j + 1] = begin.y + bias[0];
-      s_[4 * j + 2] = begin.x + bias[1];
-      s_[4 * j + 3] = begin.y + bias[1];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        s_[4 * j + 2 * h] = begin.x;
+        s_[4 * j + 2 * h + 1] = begin.y;
+        if constexpr (Kernel::walk != KeyWalk::block) {
+          s_[4 * j + 2 * h] += keys_.bias(h);
+          s_[4 * j + 2 * h + 1] += keys_.bias(h);
+        }
+      }
     }
   }
 
@@ -220,35 +226,45 @@ class BackwardConsumer {
   // P to [0, 1]; a NaN, of a score that overflowed far below the maximum, becomes 0.
   __device__ void clamp_p() {
 #pragma unroll
-    for (std::uint32_t& two : p_operand_) two = saturate_packed2<T>(two);
+    for (int i = 0; i < scores / 2; ++i) {
+      p_operand_[i] = saturate_packed2<T>(p_operand_[i]);
+      const float2 p = Element<T>::widen_packed2(p_operand_[i]);
+      s_[2 * i] = p.x;
+      s_[2 * i + 1] = p.y;
+    }
   }
 
-  // dS = P (dP - delta).
+  // dS = P (dP - delta). dV begins as soon as dP has ended.
   __device__ void make_ds(int n) {
     const float* const delta = storage_.stats[stage(n)].delta;
     float2 delta_of[rows / 8];
-    // Loaded while dP is under way, as far as registers suffice.
-    constexpr int ahead = rows == 64 ? rows / 8 : 0;
 #pragma unroll
-    for (int j = 0; j < ahead; ++j) delta_of[j] = two_columns(delta, j);
+    for (int j = 0; j < rows / 8; ++j)
+      if (has_room) delta_of[j] = two_columns(delta, j);
     wgmma_wait<0>();
     pin(dp_);
-    std::uint32_t magnitude = 0;
+    issue_gradient(dv_, p_operand_, storage_.dout[stage(n)]);
+    std::uint32_t magnitude[4] = {};  // of a quarter of all dS each
     float sums[2] = {};
 #pragma unroll
     for (int j = 0; j < rows / 8; ++j) {
-      if (j >= ahead) delta_of[j] = two_columns(delta, j);
+      if (!has_room) delta_of[j] = two_columns(delta, j);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float2 p = Element<T>::widen_packed2(p_operand_[2 * j + h]);
-        const float x = p.x * (dp_[4 * j + 2 * h] - delta_of[j].x);
-        const float y = p.y * (dp_[4 * j + 2 * h + 1] - delta_of[j].y);
+        const int i = 2 * j + h;
+        const float2 p =
+            has_room ? float2{s_[2 * i], s_[2 * i + 1]} : Element<T>::widen_packed2(p_operand_[i]);
+        const float x = p.x * (dp_[2 * i] - delta_of[j].x);
+        const float y = p.y * (dp_[2 * i + 1] - delta_of[j].y);
         if constexpr (Kernel::walk != KeyWalk::block) sums[h] += x + y;
-        ds_operand_[2 * j + h] = pack<T>(x, y);
-        magnitude = add_magnitude<T>(magnitude, ds_operand_[2 * j + h]);
+        ds_operand_[i] = pack<T>(x, y);
+        magnitude[i % 4] = add_magnitude<T>(magnitude[i % 4], ds_operand_[i]);
       }
     }
-    if (warp_any(!is_finite_packed2<T>(magnitude))) clamp_ds(sums);
+    bool finite = true;
+#pragma unroll
+    for (const std::uint32_t sum : magnitude) finite = finite && is_finite_packed2<T>(sum);
+    if (warp_any(!finite)) clamp_ds(sums);
     keys_.add_dbias(sums);
   }
 

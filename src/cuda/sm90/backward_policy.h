@@ -37,12 +37,17 @@ struct BackwardPolicy {
   }
 };
 
+// Query tiles by which keys come to slots and leave them, and into how many segments a chain of slots can be cut.
+inline constexpr int slot_tile_rows = 64;
+inline constexpr int slot_segments = 64;
+
 // What binds is shared memory: the products of a tile read it for longer than the tensor cores multiply. D 64: dk
 // and dv are half as large, so that 128 queries fit, which share a read of K and V. D 128: by turns dq reads less,
 // but a block of neighbouring keys loses 3 % in waits; with slots there is more to do meanwhile, and turns win 5 %.
 constexpr BackwardPolicy backward_policy(int head_dim, KeyWalk walk) {
+  if (walk == KeyWalk::slots) return {.rows = slot_tile_rows, .dq = DqSplit::turns};
   if (head_dim == 64) return {.rows = 128, .dq = DqSplit::rows};
-  return {.rows = 64, .dq = walk == KeyWalk::slots ? DqSplit::turns : DqSplit::columns};
+  return {.rows = 64, .dq = DqSplit::columns};
 }
 
 // Sums of dq in memory: tiles of `rows` queries, each in one or two parts of 64 queries, in the order of the

@@ -5,7 +5,6 @@
 #include "cuda/sm90/backward_storage.cuh"
 #include "cuda/sm90/backward_work.cuh"
 
-// The warps that bring tiles to shared memory and take dq from there.
 namespace flash_dmattn::cuda::sm90 {
 
 // inf and NaN of two packed elements count as 0.
@@ -106,65 +105,6 @@ struct TileLoader {
     }
     fence_async_proxy();
     __syncwarp();
-  }
-};
-
-// Adds the tiles of dq that the consumers leave in shared memory to the sums in global memory. A part has two
-// named barriers, on which this warp and the warpgroup that makes the part meet: it is free, and it is full.
-template <class Kernel>
-struct DqWriter {
-  using Storage = typename Kernel::SharedStorage;
-  using Layout = typename Kernel::DqLayout;
-  static constexpr int parts = Kernel::policy.dq_parts();
-  static constexpr int part_bytes = Layout::part_floats * sizeof(float);
-  static constexpr int threads = 128 + warp_size;  // that meet
-
-  const BackwardKernelParams& p;
-  Storage& storage;
-  const typename Storage::Semaphore& semaphore;
-
-  // By a warp.
-  __device__ void run(const BackwardWork& work) const {
-    const bool ordered = p.order.started != nullptr;
-#pragma unroll 1
-    for (QueryWalk<Kernel::walk> at(p.backward.shape, work); at.has(); at.advance()) {
-      const std::int64_t index =
-          tile_index(p.backward.shape, Kernel::policy.rows, work.batch, at.head, at.tile);
-      float* const to = p.dq_accum + index * Layout::floats;
-#pragma unroll
-      for (int part = 0; part < parts; ++part) {
-        // As many additions may still read shared memory as there are parts after this one.
-        part + 1 < parts ? bulk_wait_read<1>() : bulk_wait_read<0>();
-        __syncwarp();
-        named_barrier_arrive(Kernel::dq_free_barrier + part, threads);
-      }
-      if (ordered) wait_turn(static_cast<int>(index));
-#pragma unroll
-      for (int part = 0; part < parts; ++part) {
-        named_barrier_sync(Kernel::dq_full_barrier + part, threads);
-        // The consumers wrote in the generic proxy. The memory model has them fence, which costs the dq of turns
-        // 5 % and nothing elsewhere; the barrier orders their writes before this fence.
-        fence_async_proxy();
-        if (lane_id() == 0 && p.dq_accum != nullptr) {
-          bulk_add(to + part * Layout::part_floats, shared_address(storage.dq) + part * part_bytes,
-                   part_bytes);
-        }
-      }
-    }
-    bulk_wait();
-    __syncwarp();
-  }
-
- private:
-  // Publishes the additions of the tile before, once they are in memory.
-  __device__ void wait_turn(int index) const {
-    bulk_wait();
-    fence_async_proxy_global();
-    __syncwarp();
-    semaphore.wait(index);
-    semaphore.advance(index);
-    __syncwarp();
-    fence_async_proxy_global();
   }
 };
 

@@ -15,6 +15,16 @@ struct RowStats {
   float delta[Rows];
 };
 
+// Who lives in a block's slots, for the current query tile and the next.
+template <bool Exists>
+struct SlotStorage {
+  alignas(16) SlotRecord records[2][SlotParams::block_slots];
+  int successor[SlotParams::block_slots];  // by arrival; of the later of the two
+  Pipeline<2> pipeline;                    // of query tiles
+};
+template <>
+struct SlotStorage<false> {};
+
 template <int D, KeyWalk Walk>
 struct BackwardStorage {
   static constexpr BackwardPolicy policy = backward_policy(D, Walk);
@@ -37,9 +47,11 @@ struct BackwardStorage {
   Pipeline<policy.stages> q_pipeline;  // q and its stats
   Pipeline<policy.stages> dout_pipeline;
   typename Semaphore::Storage semaphore;
-  int order;          // the block's number in the order of additions
-  int bounds[2];      // queries that see some key of the block
-  BackwardWork work;  // of a block of neighbouring keys
+  int order;      // the block's number in the order of additions
+  int bounds[2];  // queries that see some key of the block
+  // Of a block of neighbouring keys one; parts of chains of slots take turns.
+  BackwardWork work[2];
+  SlotStorage<Walk == KeyWalk::slots> slots;
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -14,6 +14,8 @@ struct BackwardWork {
   int key;  // first key or slot
   int tile_begin;
   int tile_end;
+  int part = 0;      // SlotPart::id
+  int position = 0;  // SlotPartition::position
 
   __device__ bool has_tiles() const { return tile_end > tile_begin; }
 };
@@ -31,6 +33,7 @@ class QueryWalk {
         head(work.kv_head * (shape.heads_q / shape.heads_kv)),
         tile_begin_(work.tile_begin),
         tile_end_(work.tile_end),
+        head_begin_(head),
         group_(shape.heads_q / shape.heads_kv),
         left_(group_ * (work.tile_end - work.tile_begin)) {}
 
@@ -38,9 +41,19 @@ class QueryWalk {
   __device__ bool is_last() const { return left_ == 1; }
   __device__ bool is_last_of_head() const { return tile + 1 == tile_end_; }
 
+  __device__ bool is_first_head() const { return head == head_begin_; }
+  __device__ bool is_last_head() const { return head + 1 == head_begin_ + group_; }
+
   __device__ void advance() {
     --left_;
-    if (++tile == tile_end_) {
+    if constexpr (Walk == KeyWalk::slots) {
+      if (is_last_head()) {
+        ++tile;
+        head = head_begin_;
+      } else {
+        ++head;
+      }
+    } else if (++tile == tile_end_) {
       tile = tile_begin_;
       ++head;
     }
@@ -49,6 +62,7 @@ class QueryWalk {
  private:
   int tile_begin_;
   int tile_end_;
+  int head_begin_;
   int group_;
   int left_;
 };
@@ -59,6 +73,33 @@ __device__ inline std::int64_t tile_index(const Shape& shape, int rows, int batc
   return (static_cast<std::int64_t>(batch) * shape.heads_q + head) *
              ((shape.seqlen_q + rows - 1) / rows) +
          tile;
+}
+
+// The query tiles of a part, from the first that sees a key of its slots.
+__device__ inline BackwardWork work_of(const BackwardKernelParams& p, const SlotPart& part) {
+  const SlotParams& slots = p.slots;
+  const Shape& shape = p.backward.shape;
+  const int head_index = part.chain / slots.row_blocks;
+  const int slot = part.chain % slots.row_blocks * SlotParams::block_slots;
+  BackwardWork work;
+  work.batch = head_index / shape.heads_kv;
+  work.kv_head = head_index % shape.heads_kv;
+  work.key = slot;
+  work.part = part.id;
+  work.position = slots.partition.position(part, slots.row_blocks);
+  const std::int64_t row = work.batch * slots.row_batch + work.kv_head * slots.row_head;
+  const int tiles = ceil_div(shape.seqlen_q, slot_tile_rows);
+  work.tile_begin = part.unit_begin * slots.segment_tiles;
+  work.tile_end = min(part.unit_end * slots.segment_tiles, tiles);
+  // Keys arrive in the order of slots. Where additions have an order each block takes its turn at every tile.
+  if (p.order.published != nullptr) return work;
+  if (slot >= slots.slots.count[row]) {
+    work.tile_begin = work.tile_end;
+  } else {
+    const std::int64_t first = std::int64_t{head_index} * shape.seqlen_k + slot;
+    work.tile_begin = max(work.tile_begin, slots.records[first].first / slot_tile_rows);
+  }
+  return work;
 }
 
 // The queries that see some key of a block of neighbouring keys, [begin, end). By all threads of the block.

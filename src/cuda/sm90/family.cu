@@ -105,7 +105,7 @@ const Family sm90_family = {
                 .names = sm90::forward_names},
     .few_queries = {},
     .backward = {.decline = sm90::decline_backward,
-                 .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
+                 .schedule = {ScheduleKind::key_slots, sm90::slot_tile_rows, sm90::slot_segments},
                  .workspace_size = sm90::backward_workspace_size,
                  .run = sm90::run_backward,
                  .name = sm90::backward_name,

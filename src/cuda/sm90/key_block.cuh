@@ -22,10 +22,10 @@ class KeyBlock {
   using Visit = QueryWalk<Kernel::walk>;
 
   __device__ KeyBlock(const BackwardKernelParams& p, Storage& storage, int warpgroup)
-      : p_(p), storage_(storage), work_(storage.work), warpgroup_(warpgroup) {}
+      : p_(p), storage_(storage), work_(storage.work[0]), warpgroup_(warpgroup) {}
 
   // Before the first query tile; K and V are there.
-  __device__ void begin() {
+  __device__ void begin(int) {
     full_begin_ = 0;
     full_end_ = p_.backward.shape.seqlen_q;
 #pragma unroll
@@ -51,7 +51,7 @@ class KeyBlock {
                         float (&)[Kernel::head_dim / 2]) {}
 
   // What the scores of a row begin with besides the query's own part, in units of the accumulator.
-  __device__ float bias(int h) const { return has_info ? bias_[h] : 0; }
+  __device__ float bias(int h) const { return bias_[h]; }
 
   // Scores that a query does not have become -inf, where a tile has any.
   __device__ void mask(const Visit& at, float (&scores)[columns]) const {
@@ -94,6 +94,8 @@ class KeyBlock {
       if (ends) store_dbias(at.head);
     }
   }
+
+  __device__ void release() {}
 
   // dk and dv, complete, by way of the rows of V, which only this warpgroup has read.
   __device__ void store(float (&dk)[Kernel::head_dim / 2], float (&dv)[Kernel::head_dim / 2]) {

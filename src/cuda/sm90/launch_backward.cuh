@@ -1,6 +1,5 @@
 #pragma once
 
-#include <stdexcept>
 #include <type_traits>
 
 #include "cuda/common/launch.h"
@@ -9,6 +8,7 @@
 #include "cuda/sm90/backward_launch.h"
 #include "cuda/sm90/prepare_backward.cuh"
 #include "cuda/sm90/prepare_key_info.cuh"
+#include "cuda/sm90/slot_rows.cuh"
 #include "cuda/sm90/tensor_map.h"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -34,7 +34,17 @@ void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
     const PrepareKeyInfo<T> key_info{shape, p.score, params.info, 1 / p.score.scale};
     for_each(key_info.items(), key_info, stream);
   }
+  if constexpr (Walk == KeyWalk::slots) {
+    const PrepareSlotRecords records{shape, params.info, params.slots};
+    for_each(records.items(), records, stream);
+    const ClearUnseenKeys clear{shape, params.info, p.dk, p.dv};
+    for_each(clear.items(), clear, stream);
+  }
   launch<Kernel>(Kernel::blocks(params), params, stream);
+  if constexpr (Walk == KeyWalk::slots) {
+    using Add = AddSlotParts<T, D>;
+    launch<Add>(Add::blocks(params), params, stream);
+  }
   if (params.dq_accum == nullptr) return;
   const BwdPostprocessDq<T, typename Kernel::DqLayout> store{
       shape, params.dq_accum, p.dq, p.score.scale, p.saturate, p.flags};
@@ -48,7 +58,7 @@ void launch_backward(const BackwardChoice& choice, const BackwardKernelParams& p
     case KeyWalk::block: return launch_backward_kernel<T, D, KeyWalk::block>(params, stream);
     case KeyWalk::block_key_info:
       return launch_backward_kernel<T, D, KeyWalk::block_key_info>(params, stream);
-    case KeyWalk::slots: throw std::logic_error("no such kernel: " + name(choice));
+    case KeyWalk::slots: return launch_backward_kernel<T, D, KeyWalk::slots>(params, stream);
   }
 }
 

@@ -7,19 +7,11 @@
 #include "cuda/sm90/fix_forward.cuh"
 #include "cuda/sm90/forward.cuh"
 #include "cuda/sm90/launch.h"
+#include "cuda/sm90/multiprocessors.h"
 #include "cuda/sm90/prepare_forward.cuh"
 #include "cuda/sm90/tensor_map.h"
 
 namespace flash_dmattn::cuda::sm90 {
-
-inline int multiprocessors() {
-  int device = 0;
-  int count = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
-        "cudaDeviceGetAttribute");
-  return count;
-}
 
 template <class Kernel>
 void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {

@@ -25,6 +25,8 @@ struct Pipeline {
 
   __device__ void wait_empty(int n) const { mbarrier_wait(empty_of(n), phase(n) ^ 1); }
   __device__ void wait_full(int n) const { mbarrier_wait(full_of(n), phase(n)); }
+  // Until use n itself has been released.
+  __device__ void wait_released(int n) const { mbarrier_wait(empty_of(n), phase(n)); }
   __device__ void release(int n) const { mbarrier_arrive(empty_of(n)); }
 
   __device__ std::uint32_t full_of(int n) const { return shared_address(&full[stage(n)]); }

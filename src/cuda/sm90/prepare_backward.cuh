@@ -1,6 +1,7 @@
 #pragma once
 
 #include "cuda/common/math.cuh"
+#include "cuda/common/postprocess.cuh"
 #include "cuda/sm90/backward_params.h"
 #include "cuda/sm90/backward_storage.cuh"
 
@@ -31,7 +32,8 @@ struct PrepareRowStats {
   }
 };
 
-// A dense copy of a tensor that the TMA unit cannot read, one thread for 8 columns of a row.
+// Rows of one tensor as those of another, one thread for 8 columns of a row: a tensor that the TMA unit cannot read,
+// or gradients that need not begin at multiples of 16 bytes.
 struct CopyRows {
   InputRows from;
   OutputRows to;
@@ -44,16 +46,16 @@ struct CopyRows {
 
   __device__ void operator()(long item) const {
     const int chunks = head_dim / 8;
-    const long row = item / chunks;
     const long offset = item % chunks * 16;
+    const long row = item / chunks / heads % seqlen;
+    const long head = item / chunks % heads;
+    const long b = item / chunks / heads / seqlen;
     const auto* const source = reinterpret_cast<const std::uint16_t*>(
-        from.data + row / heads / seqlen * from.batch + row / heads % seqlen * from.row +
-        row % heads * from.head + offset);
-    const auto two = [&](int i) {
-      return source[i] | static_cast<std::uint32_t>(source[i + 1]) << 16;
-    };
-    *reinterpret_cast<uint4*>(to.data + row * head_dim * 2 + offset) = {two(0), two(2), two(4),
-                                                                        two(6)};
+        from.data + b * from.batch + row * from.row + head * from.head + offset);
+    std::uint32_t pairs[4];
+    for (int i = 0; i < 4; ++i)
+      pairs[i] = source[2 * i] | static_cast<std::uint32_t>(source[2 * i + 1]) << 16;
+    store_chunk(to.data + b * to.batch + row * to.row + head * to.head + offset, pairs, to.aligned);
   }
 };
 

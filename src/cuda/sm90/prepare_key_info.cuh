@@ -50,7 +50,7 @@ struct PrepareKeyInfo {
                                   at.head * score.intervals.stride_head + at.key];
     }
     if (score.causal) seen.first = max(seen.first, at.key - (shape.seqlen_k - shape.seqlen_q));
-    return {max(seen.first, 0), min(seen.last, shape.seqlen_q)};
+    return {min(max(seen.first, 0), shape.seqlen_q), min(max(seen.last, 0), shape.seqlen_q)};
   }
 
   __device__ float bias(const Place& at) const {

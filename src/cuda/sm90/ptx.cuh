@@ -140,6 +140,17 @@ __device__ inline void store_if(bool on, float* to, float value) {
       : "memory");
 }
 
+__device__ inline void store_if(bool on, float* to, float x, float y) {
+  asm volatile(
+      "{\n"
+      ".reg .pred on;\n"
+      "setp.ne.b32 on, %0, 0;\n"
+      "@on st.global.v2.f32 [%1], {%2, %3};\n"
+      "}" ::"r"(static_cast<int>(on)),
+      "l"(to), "f"(x), "f"(y)
+      : "memory");
+}
+
 __device__ inline void store_if(bool on, void* to, const std::uint32_t (&value)[4]) {
   asm volatile(
       "{\n"

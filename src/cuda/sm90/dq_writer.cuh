@@ -1,0 +1,125 @@
+#pragma once
+
+#include "cuda/sm90/backward_storage.cuh"
+#include "cuda/sm90/backward_work.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// The order in which blocks of neighbouring keys add to a tile of dq (common/semaphore.cuh). Additions are published
+// for `group` tiles at once: a release waits until memory has them, longer than a tile may take.
+template <class Kernel>
+class BlockOrder {
+  using Semaphore = typename Kernel::SharedStorage::Semaphore;
+  static constexpr int rows = Kernel::policy.rows;
+  static constexpr int group = 128 / rows;
+
+ public:
+  __device__ BlockOrder(const BackwardKernelParams& p, typename Kernel::SharedStorage& storage,
+                        int predecessor)
+      : p_(p),
+        semaphore_(p.order, storage.semaphore, ThreadGroup<warp_size>::of_warp(), predecessor) {}
+
+  __device__ void begin_tile(const BackwardWork& work, const QueryWalk<Kernel::walk>& at) const {
+    if (at.tile != work.tile_begin && at.tile % group != 0) return;
+    const int last = min(at.tile / group * group + group, work.tile_end) - 1;
+    const auto index =
+        static_cast<int>(tile_index(p_.backward.shape, rows, work.batch, at.head, last));
+    semaphore_.wait(index);
+    bulk_wait();
+    semaphore_.advance(index);
+  }
+  __device__ void end_work(const BackwardWork&) const {}
+  __device__ void finish() const { semaphore_.finish(); }
+
+ private:
+  const BackwardKernelParams& p_;
+  Semaphore semaphore_;
+};
+
+// The same of parts of chains of slots, by a count of the blocks that have added to the tiles of a group's heads.
+template <class Kernel>
+class SlotOrder {
+ public:
+  __device__ SlotOrder(const BackwardKernelParams& p, typename Kernel::SharedStorage&, int)
+      : p_(p) {}
+
+  __device__ void begin_tile(const BackwardWork& work, const QueryWalk<Kernel::walk>& at) const {
+    if (!at.is_first_head() || lane_id() != 0) return;
+    while (load_acquire(count(work, at.tile)) != work.position) {
+    }
+    if (at.tile > work.tile_begin) publish(work, at.tile - 1);
+  }
+  __device__ void end_work(const BackwardWork& work) const {
+    if (lane_id() == 0) publish(work, work.tile_end - 1);
+  }
+  __device__ void finish() const {}
+
+ private:
+  __device__ int* count(const BackwardWork& work, int tile) const {
+    const Shape& shape = p_.backward.shape;
+    return p_.order.published +
+           (work.batch * shape.heads_kv + work.kv_head) * ceil_div(shape.seqlen_q, slot_tile_rows) +
+           tile;
+  }
+  __device__ void publish(const BackwardWork& work, int tile) const {
+    bulk_wait();
+    store_release(count(work, tile), work.position + 1);
+  }
+
+  const BackwardKernelParams& p_;
+};
+
+// Adds the tiles of dq that the consumers leave in shared memory to the sums in global memory. A part has two
+// named barriers, on which this warp and the warpgroup that makes the part meet: it is free, and it is full.
+template <class Kernel>
+struct DqWriter {
+  using Storage = typename Kernel::SharedStorage;
+  using Layout = typename Kernel::DqLayout;
+  using Order = std::conditional_t<Kernel::has_slots, SlotOrder<Kernel>, BlockOrder<Kernel>>;
+  static constexpr int parts = Kernel::policy.dq_parts();
+  static constexpr int part_bytes = Layout::part_floats * sizeof(float);
+  static constexpr int threads = 128 + warp_size;  // that meet
+
+  const BackwardKernelParams& p;
+  Storage& storage;
+  const Order& order;
+
+  // By a warp.
+  __device__ void run(const BackwardWork& work) const {
+    const bool ordered = p.order.published != nullptr;
+#pragma unroll 1
+    for (QueryWalk<Kernel::walk> at(p.backward.shape, work); at.has(); at.advance()) {
+      const std::int64_t index =
+          tile_index(p.backward.shape, Kernel::policy.rows, work.batch, at.head, at.tile);
+      float* const to = p.dq_accum + index * Layout::floats;
+#pragma unroll
+      for (int part = 0; part < parts; ++part) {
+        // As many additions may still read shared memory as there are parts after this one.
+        part + 1 < parts ? bulk_wait_read<1>() : bulk_wait_read<0>();
+        __syncwarp();
+        named_barrier_arrive(Kernel::dq_free_barrier + part, threads);
+      }
+      if (ordered) {
+        order.begin_tile(work, at);
+        __syncwarp();
+        fence_async_proxy_global();
+      }
+#pragma unroll
+      for (int part = 0; part < parts; ++part) {
+        named_barrier_sync(Kernel::dq_full_barrier + part, threads);
+        // The consumers wrote in the generic proxy. The memory model has them fence, which costs the dq of turns
+        // 5 % and nothing elsewhere; the barrier orders their writes before this fence.
+        fence_async_proxy();
+        if (lane_id() == 0 && p.dq_accum != nullptr) {
+          bulk_add(to + part * Layout::part_floats, shared_address(storage.dq) + part * part_bytes,
+                   part_bytes);
+        }
+      }
+    }
+    bulk_wait();
+    __syncwarp();
+    if (ordered) order.end_work(work);
+  }
+};
+
+}  // namespace flash_dmattn::cuda::sm90

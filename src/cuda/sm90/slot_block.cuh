@@ -1,0 +1,203 @@
+#pragma once
+
+#include "cuda/common/convert.cuh"
+#include "cuda/common/math.cuh"
+#include "cuda/sm90/backward_storage.cuh"
+#include "cuda/sm90/backward_work.cuh"
+#include "cuda/sm90/ptx.cuh"
+#include "cuda/sm90/quad_transpose.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// A block of 128 slots, for a warpgroup that has 64 of them: what KeyBlock is to neighbouring keys. A key that leaves
+// takes its row of dk and dv with it, and the sum of its dS.
+//
+// Rows leave when nothing of this warpgroup is under way, in branches that are uniform over the warp and without
+// branches between lanes: ptxas serializes all products of a kernel that touches accumulators elsewhere.
+template <class Kernel>
+class SlotBlock {
+  using T = typename Kernel::Element;
+  using Storage = typename Kernel::SharedStorage;
+  static constexpr int rows = Kernel::policy.rows;
+  static constexpr int head_dim = Kernel::head_dim;
+  static constexpr int gradients = head_dim / 2;
+
+ public:
+  using Visit = QueryWalk<Kernel::walk>;
+
+  __device__ SlotBlock(const BackwardKernelParams& p, Storage& storage, int warpgroup)
+      : p_(p), storage_(storage), warpgroup_(warpgroup) {}
+
+  __device__ void begin(int turn) { work_ = &storage_.work[turn % 2]; }
+
+  // Before a query tile's scores begin: who is here, and whom single queries do not see.
+  __device__ void begin_tile(const Visit& at) {
+    if (!at.is_first_head()) return;
+    const int round = round_ends_ ? round_ + 1 : round_;
+    storage_.slots.pipeline.wait_full(round);
+    const int first_query = at.tile * rows;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const SlotRecord record = storage_.slots.records[round % 2][slot(h)];
+      gone_[h] = record.last <= first_query;
+      const bool here = !gone_[h] && record.first < first_query + rows;
+      bias_[h] = here ? record.bias : negative_infinity;
+      partial_[h] =
+          warp_any(here && (record.first > first_query || record.last < first_query + rows));
+    }
+  }
+
+  __device__ float bias(int h) const { return bias_[h]; }
+
+  // Before the products of a query tile.
+  __device__ void leave(const Visit& at, float (&dk)[gradients], float (&dv)[gradients]) {
+    if (!at.is_first_head()) return;
+    leave<0>(gone_[0], dk, dv);
+    leave<1>(gone_[1], dk, dv);
+  }
+
+  __device__ void mask(const Visit& at, float (&scores)[rows / 2]) const {
+    mask_row<0>(at, scores);
+    mask_row<1>(at, scores);
+  }
+
+  __device__ void add_dbias(const float (&sums)[2]) {
+    dbias_[0] += sums[0];
+    dbias_[1] += sums[1];
+  }
+
+  __device__ void end_tile(const Visit& at) {
+    round_ends_ = at.is_last_head();
+    part_ends_ = at.is_last();
+  }
+
+  // Nothing of the query tile is under way. The records of a part's last query tile are read once more.
+  __device__ void release() {
+    if (round_ends_ && !part_ends_) end_round();
+  }
+
+  // At the end of a part: rows of those who are still here.
+  __device__ void store(float (&dk)[gradients], float (&dv)[gradients]) {
+    leave<0>(is_here(0), dk, dv);
+    leave<1>(is_here(1), dk, dv);
+    __syncwarp();
+    end_round();
+  }
+
+ private:
+  __device__ int slot(int h) const {
+    return warpgroup_ * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane_id() / 4 + 8 * h;
+  }
+
+  __device__ const SlotRecord& record(int h) const {
+    return storage_.slots.records[round_ % 2][slot(h)];
+  }
+
+  __device__ void end_round() {
+    if (lane_id() == 0) storage_.slots.pipeline.release(round_);
+    ++round_;
+    round_ends_ = false;
+  }
+
+  __device__ bool is_here(int h) const {
+    return !gone_[h] && record(h).first < work_->tile_end * rows;
+  }
+
+  template <int H>
+  __device__ void mask_row(const Visit& at, float (&scores)[rows / 2]) const {
+    if (!partial_[H]) return;
+    const int column = at.tile * rows + 2 * (lane_id() % 4);
+    const int first = record(H).first - column;
+    const int last = record(H).last - column;
+#pragma unroll
+    for (int j = 0; j < rows / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int query = 8 * j + e;
+        if (query < first || query >= last) scores[4 * j + 2 * H + e] = negative_infinity;
+      }
+    }
+  }
+
+  // Rows of those that are `on` go to memory, and their sums begin again: dk and dv in 16 bits of a key that was here
+  // for all its life, else a part of them in fp32.
+  template <int H>
+  __device__ void leave(bool on, float (&dk)[gradients], float (&dv)[gradients]) {
+    if (!warp_any(on)) return;
+    const BackwardParams& p = p_.backward;
+    const SlotRecord who = record(H);
+    const bool came_before = who.first < work_->tile_begin * rows;
+    const bool whole = on && !came_before && who.last <= work_->tile_end * rows;
+    const bool part = on && !whole;
+    const float dbias = quad_reduce(dbias_[H], [](float x, float y) { return x + y; });
+    dbias_[H] = on ? 0 : dbias_[H];
+    const bool first_lane = lane_id() % 4 == 0;
+    if (warp_any(whole)) {
+      store_row<H>(whole, p.dk, who.key, dk, p.score.scale);
+      store_row<H>(whole, p.dv, who.key, dv, 1);
+      store_if(whole && first_lane && p.dbias.data != nullptr,
+               reinterpret_cast<float*>(p.dbias.data) + work_->batch * p.dbias.batch +
+                   work_->kv_head * (p.dbias.head_q + p.dbias.head_kv) + who.key,
+               dbias);
+    }
+    if (warp_any(part)) {
+      const std::int64_t row =
+          (std::int64_t{work_->part} * 2 + (came_before ? 0 : 1)) * SlotParams::block_slots +
+          slot(H);
+      float* const to = p_.slots.part_sums + row * (2 * head_dim) + lane_id() % 4 * 2;
+      store_part<H>(part, to, dk);
+      store_part<H>(part, to + head_dim, dv);
+      store_if(part && first_lane, p_.slots.part_dbias + row, dbias);
+    }
+#pragma unroll
+    for (int j = 0; j < head_dim / 8; ++j) {
+#pragma unroll
+      for (int e = 2 * H; e < 2 * H + 2; ++e) {
+        dk[4 * j + e] = on ? 0 : dk[4 * j + e];
+        dv[4 * j + e] = on ? 0 : dv[4 * j + e];
+      }
+    }
+  }
+
+  // The four lanes of a row exchange words so that each stores 16 bytes.
+  template <int H>
+  __device__ void store_row(bool on, const OutputRows& to, int key, const float (&sums)[gradients],
+                            float scale) const {
+    on = on && to.data != nullptr;
+    std::byte* const row = to.data + work_->batch * to.batch + work_->kv_head * to.head +
+                           key * to.row + lane_id() % 4 * 16;
+#pragma unroll
+    for (int chunk = 0; chunk < head_dim / 8; chunk += 4) {
+      std::uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float* const two = sums + 4 * (chunk + j) + 2 * H;
+        words[j] = pack_gradient<T>(two[0] * scale, two[1] * scale, p_.backward.saturate);
+      }
+      transpose_in_quad(words);
+      const bool stores = on && chunk + lane_id() % 4 < p_.backward.shape.head_dim / 8;
+      store_if(stores, row + chunk * 16, words);
+    }
+  }
+
+  template <int H>
+  static __device__ void store_part(bool on, float* to, const float (&sums)[gradients]) {
+#pragma unroll
+    for (int j = 0; j < head_dim / 8; ++j)
+      store_if(on, to + 8 * j, sums[4 * j + 2 * H], sums[4 * j + 2 * H + 1]);
+  }
+
+  const BackwardKernelParams& p_;
+  Storage& storage_;
+  const int warpgroup_;
+  const BackwardWork* work_ = nullptr;
+  int round_ = 0;  // query tiles of this block before
+  bool round_ends_ = false;
+  bool part_ends_ = false;
+  bool gone_[2] = {};
+  bool partial_[2] = {};  // of some row of the warp
+  float bias_[2] = {};
+  float dbias_[2] = {};
+};
+
+}  // namespace flash_dmattn::cuda::sm90

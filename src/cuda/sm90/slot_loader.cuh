@@ -1,0 +1,119 @@
+#pragma once
+
+#include "cuda/sm90/backward_storage.cuh"
+#include "cuda/sm90/backward_work.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// A warp that brings keys into slots. While query tile t is worked on it prepares tile t + 1: a slot whose key was
+// seen last before t rests during t (cuda/selection/key_slots.h), and its next key's rows of K and V come. Scores of
+// a resting slot begin with -inf, so that rows may change under the products.
+template <class Kernel>
+struct SlotLoader {
+  using Storage = typename Kernel::SharedStorage;
+  using Tile = typename Storage::KeyTile;
+  static constexpr int block_slots = SlotParams::block_slots;
+  static constexpr int nobody = 0x7fffffff;  // as the first and last query of an empty slot
+
+  const BackwardKernelParams& p;
+  Storage& storage;
+
+  // `round`: query tiles of this block before, `turn`: parts before.
+  __device__ int run(const BackwardWork& work, const SlotPart& part, int turn, int round) const {
+    if (round > 0) storage.slots.pipeline.wait_released(round - 1);
+    if (lane_id() == 0) storage.work[turn % 2] = work;
+    begin(work, part, round);
+#pragma unroll 1
+    for (int tile = work.tile_begin; tile + 1 < work.tile_end; ++tile, ++round) {
+      storage.slots.pipeline.wait_empty(round + 1);
+      prepare_next(work, tile, round);
+    }
+    return round + 1;
+  }
+
+ private:
+  __device__ std::int64_t row(const BackwardWork& work) const {
+    return work.batch * p.slots.row_batch + work.kv_head * p.slots.row_head;
+  }
+  __device__ const SlotRecord* records(const BackwardWork& work) const {
+    return p.slots.records + (std::int64_t{work.batch} * p.backward.shape.heads_kv + work.kv_head) *
+                                 p.backward.shape.seqlen_k;
+  }
+  __device__ const int* successors(const BackwardWork& work) const {
+    return p.slots.slots.successor + row(work) * p.backward.shape.seqlen_k;
+  }
+
+  // The keys of the slots at the beginning of a part, some of which have yet to come.
+  __device__ void begin(const BackwardWork& work, const SlotPart& part, int round) const {
+    const KeySlotShape& shape = p.slots.slots.shape;
+    const int* const starts =
+        p.slots.slots.starts + (row(work) * shape.segments + part.unit_begin) * shape.slots;
+#pragma unroll 1
+    for (int i = 0; i < block_slots; i += warp_size) {
+      const int slot = i + lane_id();
+      const int arrival = work.key + slot < shape.slots ? starts[work.key + slot] : -1;
+      const SlotRecord record = put(work, arrival, slot, round);
+#pragma unroll 4
+      for (int l = 0; l < warp_size; ++l) copy_rows(work, i + l, shuffle(record.key, l));
+    }
+    publish(round);
+  }
+
+  __device__ void prepare_next(const BackwardWork& work, int tile, int round) const {
+#pragma unroll 1
+    for (int i = 0; i < block_slots; i += warp_size) {
+      const int slot = i + lane_id();
+      SlotRecord record = storage.slots.records[round % 2][slot];
+      const bool rests = record.last <= tile * slot_tile_rows;
+      unsigned coming = warp_ballot(rests);
+      if (rests) {
+        record = put(work, storage.slots.successor[slot], slot, round + 1);
+        if (record.key < 0) coming = 0;
+      } else {
+        storage.slots.records[(round + 1) % 2][slot] = record;
+      }
+      coming = warp_ballot(rests && record.key >= 0);
+      for (; coming != 0; coming &= coming - 1) {
+        const int l = __ffs(static_cast<int>(coming)) - 1;
+        copy_rows(work, i + l, shuffle(record.key, l));
+      }
+    }
+    publish(round + 1);
+  }
+
+  // The record of an arrival becomes that of a slot; of none for a negative one.
+  __device__ SlotRecord put(const BackwardWork& work, int arrival, int slot, int round) const {
+    SlotRecord record{nobody, nobody, -1, 0};
+    int successor = -1;
+    if (arrival >= 0) {
+      const int4 words = __ldg(reinterpret_cast<const int4*>(records(work)) + arrival);
+      successor = __ldg(successors(work) + arrival);
+      record = {words.x, words.y, words.z, __int_as_float(words.w)};
+    }
+    storage.slots.records[round % 2][slot] = record;
+    storage.slots.successor[slot] = successor;
+    return record;
+  }
+
+  // Rows of K by the first lanes, of V by the next; zeros for a negative key.
+  __device__ void copy_rows(const BackwardWork& work, int slot, int key) const {
+    const int tensor = lane_id() / Tile::chunks;
+    const int chunk = lane_id() % Tile::chunks;
+    if (tensor > 1) return;
+    const InputRows& source = tensor == 0 ? p.backward.k : p.backward.v;
+    const bool valid = key >= 0 && chunk < p.backward.shape.head_dim / 8;
+    const std::byte* const from = source.data + work.batch * source.batch +
+                                  work.kv_head * source.head +
+                                  static_cast<std::int64_t>(max(key, 0)) * source.row_step;
+    cp_async_16(shared_address(tensor == 0 ? storage.k : storage.v) + Tile::offset(slot, chunk),
+                from + (valid ? chunk * 16 : 0), valid);
+  }
+
+  __device__ void publish(int round) const {
+    cp_async_wait_all();
+    fence_async_proxy();
+    mbarrier_arrive(storage.slots.pipeline.full_of(round));
+  }
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,106 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/integers.h"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// Query tiles [unit_begin, unit_end) units of a chain: the keys that live in 128 slots of a kv head one after the
+// other. A unit is a segment of the schedule (cuda/selection/key_slots.h).
+struct SlotPart {
+  int id;
+  int chain;
+  int unit_begin;
+  int unit_end;
+  int piece;
+};
+
+// How the blocks of a persistent grid share the chains. Where there are more blocks than chains each chain is cut
+// into `cuts` pieces, all at the same units: blocks of a kv head then walk the same query tiles at the same time and
+// share them in the L2. Each block takes whole pieces, as many as every block can have; what remains is divided
+// evenly, in units, into at most two parts for each block, which it computes first.
+struct SlotPartition {
+  static constexpr int rest_parts = 2;  // of a block
+
+  int chains = 0;
+  int units = 0;  // of a chain
+  int blocks = 1;
+  int cuts = 1;
+  int piece_units = 0;
+  int whole = 0;       // pieces that are not divided
+  int rest_units = 0;  // of the others
+
+  SlotPartition() = default;
+  SlotPartition(int chains_, int units_, int blocks_)
+      : chains(chains_), units(units_), blocks(blocks_) {
+    cuts = ceil_div(blocks, chains);
+    if (cuts > units) cuts = units;
+    piece_units = ceil_div(units, cuts);
+    whole = chains * cuts / blocks * blocks;
+    rest_units = (chains * cuts - whole) * piece_units;
+    // Fewer pieces than blocks, and no smaller ones.
+    if (whole == 0 && piece_units == 1) {
+      whole = chains * cuts;
+      rest_units = 0;
+    }
+  }
+
+  // Parts that begin or end inside a chain have ids [0, cut_parts()).
+  __host__ __device__ int cut_parts() const { return rest_parts * blocks + (cuts > 1 ? whole : 0); }
+
+  // Of block `block`: part 0, 1, ... until one has no chain; a part may have no units.
+  __host__ __device__ SlotPart part(int block, int number) const {
+    if (number < rest_parts) {
+      const int begin = first_rest_unit(block);
+      const int end = first_rest_unit(block + 1);
+      const int piece = begin / piece_units + number;
+      const int from = number == 0 ? begin : piece * piece_units;
+      const int to = (piece + 1) * piece_units < end ? (piece + 1) * piece_units : end;
+      if (from >= to) return {0, 0, 0, 0, 0};
+      SlotPart result =
+          in_piece(whole + piece, from - piece * piece_units, to - piece * piece_units);
+      result.id = rest_parts * block + number;
+      return result;
+    }
+    const int piece = block + (number - rest_parts) * blocks;
+    if (piece >= whole) return {0, -1, 0, 0, 0};
+    SlotPart result = in_piece(piece, 0, piece_units);
+    result.id = rest_parts * blocks + piece;
+    return result;
+  }
+
+  // That has a unit of a chain.
+  __host__ __device__ SlotPart part_of(int chain, int unit) const {
+    const int cut = unit / piece_units;
+    const int piece = cut * chains + chain;
+    if (piece < whole) return part(piece % blocks, rest_parts + piece / blocks);
+    const std::int64_t rest = (piece - whole) * piece_units + unit - cut * piece_units;
+    const int block = static_cast<int>(((rest + 1) * blocks - 1) / rest_units);
+    return part(block, piece - whole - first_rest_unit(block) / piece_units);
+  }
+
+  // How many of the `row_blocks` chains of a kv head come before a part where they add to the same sums in a fixed
+  // order: divided pieces first, as blocks compute them first.
+  __host__ __device__ int position(const SlotPart& part, int row_blocks) const {
+    const int block = part.chain % row_blocks;
+    const int first_piece = part.piece - block;
+    const int divided = first_piece + row_blocks - whole;
+    const int first = divided < 0 ? 0 : divided < row_blocks ? divided : row_blocks;
+    return part.piece >= whole ? block - (row_blocks - first) : first + block;
+  }
+
+ private:
+  __host__ __device__ int first_rest_unit(int block) const {
+    return static_cast<int>(std::int64_t{block} * rest_units / blocks);
+  }
+
+  // Pieces are numbered by cuts, within these by chains.
+  __host__ __device__ SlotPart in_piece(int piece, int begin, int end) const {
+    const int first = piece / chains * piece_units;
+    const int last = first + end < units ? first + end : units;
+    return {0, piece % chains, first + begin, last, piece};
+  }
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,148 @@
+#pragma once
+
+#include "cuda/common/convert.cuh"
+#include "cuda/common/postprocess.cuh"
+#include "cuda/sm90/backward_work.cuh"
+
+// Before and after a main loop over slots.
+namespace flash_dmattn::cuda::sm90 {
+
+// SlotParams::records out of the key info, one thread for each arrival.
+struct PrepareSlotRecords {
+  Shape shape;
+  KeyInfo info;
+  SlotParams slots;
+
+  long items() const { return long{shape.batch} * shape.heads_kv * shape.seqlen_k; }
+
+  __device__ void operator()(long item) const {
+    const int arrival = static_cast<int>(item % shape.seqlen_k);
+    const int head = static_cast<int>(item / shape.seqlen_k % shape.heads_kv);
+    const int batch = static_cast<int>(item / shape.seqlen_k / shape.heads_kv);
+    const std::int64_t row = batch * slots.row_batch + head * slots.row_head;
+    const int key = slots.slots.arrivals[row * shape.seqlen_k + arrival];
+    if (key < 0) return;
+    const KeyInterval seen = info.ranges[batch * info.range_batch + head * info.range_head + key];
+    const float bias =
+        info.biases[batch * info.bias_batch + head * (info.bias_head_q + info.bias_head_kv) + key];
+    slots.records[item] = {seen.first, seen.last, key, bias};
+  }
+};
+
+// Zeros in dk and dv of keys that no query sees, which never have a slot: one thread for 8 columns of a row.
+struct ClearUnseenKeys {
+  Shape shape;
+  KeyInfo info;
+  OutputRows dk;
+  OutputRows dv;
+
+  long items() const {
+    return long{shape.batch} * shape.heads_kv * shape.seqlen_k * (shape.head_dim / 8);
+  }
+
+  __device__ void operator()(long item) const {
+    const int chunks = shape.head_dim / 8;
+    const long chunk = item % chunks;
+    const long key = item / chunks % shape.seqlen_k;
+    const long head = item / chunks / shape.seqlen_k % shape.heads_kv;
+    const long batch = item / chunks / shape.seqlen_k / shape.heads_kv;
+    const KeyInterval seen = info.ranges[batch * info.range_batch + head * info.range_head + key];
+    if (seen.first < seen.last) return;
+    for (const OutputRows* to : {&dk, &dv}) {
+      if (to->data == nullptr) continue;
+      *reinterpret_cast<uint4*>(to->data + batch * to->batch + key * to->row + head * to->head +
+                                chunk * 16) = {0, 0, 0, 0};
+    }
+  }
+};
+
+// Adds the fp32 parts of a key that cuts divide, in the order of time. A warp has a slot of a part: it is the one of
+// the key that comes in the part and stays.
+template <class T, int D>
+struct AddSlotParts {
+  using Params = BackwardKernelParams;
+  struct SharedStorage {};
+  static constexpr int threads = 256;
+  static constexpr int warps = threads / warp_size;
+  static constexpr int min_blocks = 1;
+  static constexpr int block_slots = SlotParams::block_slots;
+  static constexpr int columns = 2 * D;        // dk, then dv
+  static constexpr int steps = columns / 128;  // of four columns a lane
+
+  static long blocks(const Params& p) {
+    return long{p.slots.partition.cut_parts()} * (block_slots / warps);
+  }
+
+  __device__ void operator()(const Params& p, SharedStorage&) const {
+    const SlotParams& slots = p.slots;
+    const SlotPartition& partition = slots.partition;
+    const int index = static_cast<int>(blockIdx.x) * warps + warp_id();
+    const int slot = index % block_slots;
+    const SlotPart part = cut_part(partition, index / block_slots);
+    if (part.unit_begin >= part.unit_end || part.unit_end >= partition.units) return;
+
+    const BackwardWork work = work_of(p, part);
+    const KeySlotShape& shape = slots.slots.shape;
+    if (work.key + slot >= shape.slots) return;
+    const std::int64_t row = work.batch * slots.row_batch + work.kv_head * slots.row_head;
+    const int arrival =
+        slots.slots.starts[(row * shape.segments + part.unit_end) * shape.slots + work.key + slot];
+    if (arrival < 0) return;
+    const SlotRecord who =
+        slots.records[(std::int64_t{work.batch} * p.backward.shape.heads_kv + work.kv_head) *
+                          p.backward.shape.seqlen_k +
+                      arrival];
+    const int unit_rows = slots.segment_tiles * slot_tile_rows;
+    if (who.first < part.unit_begin * unit_rows || who.first >= part.unit_end * unit_rows) return;
+
+    float4 sums[steps] = {};
+    float dbias = 0;
+    add(slots, part.id, 1, slot, sums, dbias);
+    for (SlotPart next = part; who.last > next.unit_end * unit_rows;) {
+      next = partition.part_of(part.chain, next.unit_end);
+      add(slots, next.id, 0, slot, sums, dbias);
+    }
+    store(p, work, who.key, sums, dbias);
+  }
+
+ private:
+  static __device__ SlotPart cut_part(const SlotPartition& partition, int id) {
+    constexpr int rest = SlotPartition::rest_parts;
+    const int piece = id - rest * partition.blocks;
+    return piece < 0 ? partition.part(id / rest, id % rest)
+                     : partition.part(piece % partition.blocks, rest + piece / partition.blocks);
+  }
+
+  static __device__ void add(const SlotParams& slots, int part, int stays, int slot,
+                             float4 (&sums)[steps], float& dbias) {
+    const std::int64_t row = (std::int64_t{part} * 2 + stays) * block_slots + slot;
+    const auto* const from = reinterpret_cast<const float4*>(slots.part_sums + row * columns);
+    for (int i = 0; i < steps; ++i) {
+      const float4 x = from[lane_id() + i * warp_size];
+      sums[i] = {sums[i].x + x.x, sums[i].y + x.y, sums[i].z + x.z, sums[i].w + x.w};
+    }
+    dbias += slots.part_dbias[row];
+  }
+
+  static __device__ void store(const Params& params, const BackwardWork& work, int key,
+                               const float4 (&sums)[steps], float dbias) {
+    const BackwardParams& p = params.backward;
+    for (int i = 0; i < steps; ++i) {
+      const int column = (lane_id() + i * warp_size) * 4;
+      const OutputRows& to = column < D ? p.dk : p.dv;
+      const float scale = column < D ? p.score.scale : 1;
+      if (to.data == nullptr || column % D >= p.shape.head_dim) continue;
+      *reinterpret_cast<uint2*>(to.data + work.batch * to.batch + key * to.row +
+                                work.kv_head * to.head + column % D * 2) = {
+          pack_gradient<T>(sums[i].x * scale, sums[i].y * scale, p.saturate),
+          pack_gradient<T>(sums[i].z * scale, sums[i].w * scale, p.saturate)};
+    }
+    if (lane_id() == 0 && p.dbias.data != nullptr) {
+      reinterpret_cast<float*>(
+          p.dbias.data)[work.batch * p.dbias.batch +
+                        work.kv_head * (p.dbias.head_q + p.dbias.head_kv) + key] = dbias;
+    }
+  }
+};
+
+}  // namespace flash_dmattn::cuda::sm90
