@@ -116,11 +116,24 @@ void ask_for_huge_pages([[maybe_unused]] void* begin, [[maybe_unused]] std::size
 #endif
 }
 
+// torch::stable::new_empty without its look-up of the operator by name: 0.6 µs instead of 2.
+Tensor new_empty(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef shape,
+                 ScalarType type) {
+  std::int32_t dtype = torch::stable::detail::to<std::int32_t>(torch::stable::detail::from(type));
+  std::int32_t device = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_aten_new_empty(
+      like.get(), shape.data(), static_cast<std::int64_t>(shape.size()), &dtype,
+      /*layout=*/nullptr, &device, like.get_device_index(), /*pin_memory=*/nullptr, &made));
+  return Tensor(made);
+}
+
 }  // namespace
 
 Tensor allocate(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarType type,
                 const Tensor& like) {
-  const Tensor tensor = torch::stable::new_empty(like, shape, type);
+  const Tensor tensor = new_empty(like, shape, type);
   if (tensor.is_cpu()) {
     const auto bytes = static_cast<std::size_t>(tensor.numel()) * tensor.element_size();
     ask_for_huge_pages(tensor.mutable_data_ptr(), bytes);

@@ -1,6 +1,7 @@
 """Dynamic mask attention: exact attention over the keys that a learned score chooses, in O(N w)."""
 
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from .availability import backends, get_available_backends, is_available
@@ -25,6 +26,10 @@ from .kv_cache import KVSlots, flash_dmattn_with_kvcache
 
 if "torch.utils.flop_counter" in sys.modules:
     from . import flops  # noqa: F401
+if "torch.distributed.tensor" in sys.modules:
+    # torch's registry of rules is experimental: attention does not depend on it.
+    with suppress(ImportError, AttributeError):
+        from . import sharding  # noqa: F401
 
 try:
     __version__ = version("flash-dmattn")

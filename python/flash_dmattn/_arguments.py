@@ -23,9 +23,10 @@ MASK_VALUE = {
 }
 
 
-# The types accepted as numbers: also those of numpy, of torch.compile, and tensors of one element.
-NUMBERS = (Real, torch.SymFloat, torch.SymInt, Tensor)
-_INTEGERS = (Integral, torch.SymInt)
+# The types accepted as numbers: also those of numpy, of torch.compile, and tensors of one element. Python's own come
+# first: an abstract class takes a microsecond to compare with.
+NUMBERS = (float, int, Real, torch.SymFloat, torch.SymInt, Tensor)
+_INTEGERS = (int, Integral, torch.SymInt)
 FLOAT32_MAX = torch.finfo(torch.float32).max  # scale and softcap are float32 in the C++ library
 
 
@@ -40,13 +41,13 @@ def attention_inputs(
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(tensor, name)
-        if tensor.is_nested or tensor.layout != torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_nested:
             layout_of = "nested" if tensor.is_nested else tensor.layout
             raise TypeError(
                 f"{name}: got a {layout_of} tensor, expected a dense one; sequences of different lengths "
                 "go packed into flash_dmattn_varlen_func"
             )
-        _refuse_transforms(tensor, name)
+    refuse_transforms(query=query, key=key, value=value)
     device_type = query.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
@@ -80,21 +81,32 @@ def resolve_flag(value: object, name: str) -> bool:
     raise TypeError(f"{name}: got {value!r}, expected True or False")
 
 
-def _refuse_transforms(tensor: Tensor, name: str) -> None:
+def is_transformed() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is active."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def refuse_transforms(**tensors: Tensor | None) -> None:
     """Forward-mode derivatives do not exist, and torch would silently make them 0. torch.func's reverse mode
     does not look into custom operators."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not is_transformed():
         return
-    if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
-        raise RuntimeError(
-            f"{name}: got a tensor with a tangent (forward-mode differentiation, torch.func.jvp), expected "
-            "one without: attention has reverse-mode derivatives only"
-        )
-    if torch._C._functorch.is_gradtrackingtensor(tensor):
-        raise RuntimeError(
-            f"{name}: got a tensor of torch.func.grad, vjp, jacrev or hessian, which attention does not support; "
-            "expected an ordinary one: use torch.autograd.grad or backward()"
-        )
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+            raise RuntimeError(
+                f"{name}: got a tensor with a tangent (forward-mode differentiation, torch.func.jvp), expected "
+                "one without: attention has reverse-mode derivatives only"
+            )
+        if torch._C._functorch.is_gradtrackingtensor(tensor):
+            raise RuntimeError(
+                f"{name}: got a tensor of torch.func.grad, vjp, jacrev or hessian, which attention does not "
+                "support; expected an ordinary one: use torch.autograd.grad or backward()"
+            )
 
 
 def _check_attention_inputs(
@@ -153,14 +165,25 @@ def _check_device(query: Tensor, backend: str) -> None:
             f"flash_dmattn: no backend runs on {device}, only on the CPU and on CUDA GPUs"
         )
     if device.type == "cuda":
-        reason = "" if torch.compiler.is_compiling() else unavailable_reason("cuda")
-        if reason:
+        needed = backend_of(query, backend) or "cuda"
+        reason = "" if torch.compiler.is_compiling() else unavailable_reason(needed)
+        if needed == "triton" and not reason:
+            return
+        if reason and needed == "cuda":
             raise RuntimeError(f"flash_dmattn: cannot run on {device}: {reason}")
         if query.dtype not in GPU_DTYPES:
+            only = f"; float32 takes Triton's kernels, but {reason}" if reason else ""
             raise TypeError(
                 f"query: got {query.dtype} on {device}, expected bfloat16 or float16 (convert with .to(), or "
-                'compute under torch.autocast("cuda", torch.bfloat16))'
+                f'compute under torch.autocast("cuda", torch.bfloat16)){only}'
             )
+
+
+def backend_of(query: Tensor, backend: str) -> str:
+    """The one that is named; without a name Triton's for float32 on a CUDA GPU, for which the library has no kernels,
+    and else the library's ("")."""
+    on_triton = query.dtype == torch.float32 and query.device.type == "cuda"
+    return "triton" if on_triton and not backend else backend
 
 
 def broadcast_argument(
@@ -173,21 +196,25 @@ def broadcast_argument(
     if tensor is None:
         return None
     check_tensor(tensor, name)
-    shape = tuple(tensor.shape)
+    shape = tensor.shape
     if tensor.dim() == 2:
         tensor = tensor[:, None, None]
     elif tensor.dim() == 3:
         tensor = tensor[:, :, None]
     batch, seqlen_q, heads_q, _ = query.shape
     seqlen_k, heads_kv = key.shape[1:3]
-    allowed = ((batch, 1), (heads_q, heads_kv, 1), (seqlen_q, 1), (seqlen_k, 1))
-    # Not by `in`, which fails for sizes that torch.compile made symbols.
-    fits = tensor.dim() == 4 and all(
-        any(size == one for one in sizes) for size, sizes in zip(tensor.shape, allowed, strict=True)
-    )
+    fits = tensor.dim() == 4
+    if fits:
+        b, h, sq, sk = tensor.shape
+        fits = (
+            (b == batch or b == 1)
+            and (h == heads_q or h == heads_kv or h == 1)
+            and (sq == seqlen_q or sq == 1)
+            and (sk == seqlen_k or sk == 1)
+        )
     if not fits:
         raise ValueError(
-            f"{name}: got shape {shape}, expected [B, Sk], [B, H, Sk] or [B, H, Sq, Sk] with B = {batch}, "
+            f"{name}: got shape {tuple(shape)}, expected [B, Sk], [B, H, Sk] or [B, H, Sq, Sk] with B = {batch}, "
             f"H = {heads_q} or {heads_kv}, Sq = {seqlen_q}, Sk = {seqlen_k}, any of them 1"
         )
     if tensor.device != query.device:
@@ -210,7 +237,7 @@ def bias_argument(
 ) -> Tensor | None:
     bias = broadcast_argument(bias, name, query, key)
     if bias is not None:
-        _refuse_transforms(bias, name)
+        refuse_transforms(**{name: bias})
     if bias is None or bias.dtype == query.dtype:
         return bias
     if not bias.is_floating_point():
@@ -219,11 +246,9 @@ def bias_argument(
     return bias.to(torch.promote_types(query.dtype, torch.float32))
 
 
-def selection_scores_argument(scores: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    if scores is not None:
-        check_tensor(scores, "selection_scores")
-        scores = scores.detach()
-    return bias_argument(scores, query, key, "selection_scores")
+def selection_scores_argument(scores: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    check_tensor(scores, "selection_scores")
+    return bias_argument(scores.detach(), query, key, "selection_scores")
 
 
 def check_window(keep_window_size: int) -> None:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import check_finite, library
-from ._arguments import attention_inputs, bias_argument, mask_argument, resolve_flag
+from ._arguments import (
+    attention_inputs,
+    backend_of,
+    bias_argument,
+    mask_argument,
+    resolve_flag,
+)
 from .choice import Choice, choose, repeat_heads
 from .key_intervals import KeyIntervals
 from .numerics import Numerics
@@ -29,6 +35,7 @@ def attention(
     backend: "" takes the first one that supports the problem.
     """
     query, key, value = attention_inputs(query, key, value, "B, S, H, D", backend)
+    backend = backend_of(query, backend)
     bias = bias_argument(bias, query, key)
     choice = choice.checked(query, key)
     if visible.keys is not None:
@@ -52,6 +59,7 @@ def run(
     backend: str = "",
 ) -> tuple[Tensor, Tensor | None]:
     """out and lse of arguments in normal form."""
+    backend = backend_of(query, backend)
     numerics = numerics.for_head_dim(query.shape[3])
     if visible.heads not in (1, key.shape[2]):
         # Every query head chose for itself, so each gets a key head of its own.

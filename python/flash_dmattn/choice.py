@@ -10,7 +10,7 @@ from torch import Tensor
 from . import _ops
 from ._arguments import MASK_VALUE, check_window, selection_scores_argument
 from .allowed_keys import AllowedPairs, select_among
-from .key_intervals import check_selection, intersect, prefix_lm, select_key_intervals
+from .key_intervals import check_selection, intersect, prefix_lm, select
 from .utils.mask import topk_mask
 from .visibility import KeyList, KeyRanks, Visibility
 
@@ -26,7 +26,10 @@ class Choice(NamedTuple):
         check_selection(self.selection)
         if self.window is not None:
             check_window(self.window)
-        return self._replace(scores=selection_scores_argument(self.scores, query, key))
+        if self.scores is None:
+            return self
+        scores = selection_scores_argument(self.scores, query, key)
+        return Choice(self.window, self.selection, scores)
 
 
 def choose(
@@ -62,26 +65,27 @@ def choose(
     if allowed is not None:
         scores, key_mask = match_heads(query, key, scores, allowed.to_any_query())
     remaining_mask = visible.mask if is_dense else None  # its part outside the choice
+    scores, key_mask = _matched(scores, key_mask)
     if on_gpu and choice.selection == "global" and choice.window > 0:
-        return Visibility(
-            remaining_mask, visible.is_causal, _key_list(scores, key_mask, choice.window)
-        )
-    chosen = select_key_intervals(
+        chosen = KeyList(*_ops.select_key_list(scores, key_mask, choice.window))
+        return Visibility(remaining_mask, visible.is_causal, chosen)
+    chosen = select(
         scores,
+        key_mask,
         choice.window,
-        selection=choice.selection,
-        is_causal=visible.is_causal,
-        key_mask=key_mask,
-        query_length=query.shape[1],
+        choice.selection,
+        visible.is_causal,
+        query.shape[1],
     )
     return Visibility(remaining_mask, False, chosen)
 
 
-def _key_list(scores: Tensor, key_mask: Tensor | None, window: int) -> KeyList:
-    if key_mask is not None:
-        shape = torch.broadcast_shapes(scores.shape, key_mask.shape)
-        scores, key_mask = scores.expand(shape), key_mask.expand(shape)
-    return KeyList(*_ops.select_key_list(scores, key_mask, window))
+def _matched(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Both in one shape."""
+    if key_mask is None:
+        return scores, None
+    shape = torch.broadcast_shapes(scores.shape, key_mask.shape)
+    return scores.expand(shape), key_mask.expand(shape)
 
 
 def _choose_under_dense_mask(

@@ -46,8 +46,9 @@ def flash_dmattn_func(
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """Exact softmax attention over the visible keys, with an additive bias.
 
-    query: [B, Sq, Hq, D]; key, value: [B, Sk, Hkv, D], Hq a multiple of Hkv; D from 1 to 256; bfloat16 or
-        float16, on the CPU float32 too (and float64 through the slow reference backend); any strides.
+    query: [B, Sq, Hq, D]; key, value: [B, Sk, Hkv, D], Hq a multiple of Hkv; D from 1 to 256; bfloat16, float16 or
+        float32, on the CPU float64 too (through the slow reference backend); any strides. On a GPU float32 takes
+        Triton's kernels, and is an error without Triton.
     attn_mask: bool, True where visible: [B, Sk] (padding), [B, H, Sk] (the same for every query) or
         [B, H, Sq, Sk]; H is Hq, Hkv or 1, every dimension may be 1.
     attn_bias: added to the scaled scores; shapes as attn_mask; dtype of query or float32. Values at or below

@@ -12,7 +12,7 @@ import torch
 
 import flash_dmattn
 
-from .availability import Backend, backends, gpu
+from .availability import Backend, backends, gpu, is_available
 from .kernels import kernel_names, recorded_kernels
 
 _INSTRUCTION_SETS = (
@@ -41,6 +41,9 @@ def info(options: argparse.Namespace) -> int:
     print("\nbackends, the preferred one first")
     for backend in backends():
         print(f"  {backend.name:<10} {'yes' if backend.available else 'no':<4} {backend.reason}")
+    print(
+        f"  float32 on CUDA GPUs: {'triton' if is_available('triton') else 'no, it takes triton'}"
+    )
     print("\nCPU")
     print(f"  instruction sets  {' '.join(_instruction_sets()) or 'unknown'}")
     print(f"  threads           {torch.get_num_threads()}")

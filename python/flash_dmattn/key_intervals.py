@@ -63,11 +63,10 @@ class KeyIntervals:
     def heads(self) -> int:
         return self.intervals.shape[1]
 
-    def operands(self) -> dict[str, Tensor | list[int]]:
-        """By the names of the operators."""
+    def bound_operand(self) -> tuple[int, int, int]:
+        """The operators' key_bound."""
         base, per_query = (-1, 0) if self.bound is None else self.bound  # -1: unknown
-        bound = [base, per_query, int(self.consecutive)]
-        return {"key_intervals": self.intervals, "key_bound": bound}
+        return base, per_query, int(self.consecutive)
 
     def to(self, device) -> KeyIntervals:
         return self.with_intervals(self.intervals.to(device))
@@ -116,13 +115,13 @@ def _are_consecutive(intervals: Tensor) -> bool:
 _pytree.register_pytree_node(
     KeyIntervals,
     lambda value: ([value.intervals], (value.query_length, value.bound, value.consecutive)),
-    lambda leaves, context: _restore(leaves[0], *context),
+    lambda leaves, context: _unchecked(leaves[0], *context),
     serialized_type_name="flash_dmattn.KeyIntervals",
 )
 
 
-def _restore(leaf, query_length, bound, consecutive) -> KeyIntervals:
-    # Leaves of a pytree may have any type while it is being mapped over, so they are not checked.
+def _unchecked(leaf, query_length, bound, consecutive=False) -> KeyIntervals:
+    # Leaves of a pytree may have any type while it is being mapped over.
     value = object.__new__(KeyIntervals)
     object.__setattr__(value, "intervals", leaf)
     object.__setattr__(value, "query_length", query_length)
@@ -168,12 +167,24 @@ def select_key_intervals(
         scores, key_mask = scores.expand(shape), key_mask.expand(shape)
     query_length = scores.shape[2] if query_length is None else query_length
     check_count(query_length, "query_length")
+    return select(scores, key_mask, keep_window_size, selection, is_causal, query_length)
+
+
+def select(
+    scores: Tensor,
+    key_mask: Tensor | None,
+    keep_window_size: int,
+    selection: str,
+    is_causal: bool,
+    query_length: int,
+) -> KeyIntervals:
+    """select_key_intervals of arguments in normal form: scores and key_mask [B, H, key_length]."""
     library = _ops if _ops.has_kernels_for(scores) else portable
     intervals = library.select_key_intervals(
         scores, key_mask, keep_window_size, selection, is_causal, query_length
     )
     arriving = is_causal and selection == "per_query"
-    return KeyIntervals(intervals, query_length, (keep_window_size, int(arriving)))
+    return _unchecked(intervals, query_length, (keep_window_size, int(arriving)))
 
 
 def sliding_window(

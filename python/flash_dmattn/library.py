@@ -28,17 +28,7 @@ def attention(
     padding = -head_dim % 8 if q.device.type == "cuda" else 0
     if padding:
         q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
-    keys = visible.operands()
-    out, lse, _ = _ops.forward(
-        q,
-        k,
-        v,
-        visible.mask,
-        bias,
-        *map(keys.get, _ops.KEYS),
-        keys.get("key_bound", []),
-        visible.is_causal,
-        *numerics,
-        backend,
+    out, lse, _ = _ops.attend(
+        q, k, v, visible.mask, bias, *visible.operands(), visible.is_causal, *numerics, backend
     )
     return out[..., :head_dim] if padding else out, lse

@@ -35,7 +35,7 @@ class Numerics(NamedTuple):
         )
 
     def for_head_dim(self, head_dim: int) -> Numerics:
-        return self if self.scale is not None else self._replace(scale=1.0 / math.sqrt(head_dim))
+        return self if self.scale is not None else Numerics(1.0 / math.sqrt(head_dim), *self[1:])
 
 
 def _resolve_scale(scale: float | None, softmax_scale: float | None) -> float | None:

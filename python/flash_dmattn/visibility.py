@@ -9,6 +9,20 @@ from torch import Tensor
 from .key_intervals import KeyIntervals
 
 
+class Operands(NamedTuple):
+    """Keys in the order of the operators' arguments."""
+
+    key_intervals: Tensor | None = None
+    key_list: Tensor | None = None
+    key_count: Tensor | None = None
+    key_rank: Tensor | None = None
+    rank_limit: Tensor | None = None
+    key_bound: tuple[int, ...] = ()  # base (-1: unknown), per_query, consecutive; of key_intervals
+
+
+_ALL_KEYS = Operands()
+
+
 class KeyList(NamedTuple):
     """The keys that every query sees (or with causality, those of them in its past), in ascending order.
 
@@ -22,8 +36,8 @@ class KeyList(NamedTuple):
     def heads(self) -> int:
         return self.keys.shape[1]
 
-    def operands(self) -> dict[str, Tensor]:
-        return {"key_list": self.keys, "key_count": self.count}
+    def operands(self) -> Operands:
+        return Operands(key_list=self.keys, key_count=self.count)
 
 
 class KeyRanks(NamedTuple):
@@ -34,8 +48,8 @@ class KeyRanks(NamedTuple):
 
     heads = 1  # ranks of query heads need no keys of query heads
 
-    def operands(self) -> dict[str, Tensor]:
-        return {"key_rank": self.rank, "rank_limit": self.limit}
+    def operands(self) -> Operands:
+        return Operands(key_rank=self.rank, rank_limit=self.limit)
 
 
 class Visibility(NamedTuple):
@@ -50,6 +64,9 @@ class Visibility(NamedTuple):
         """For how many heads `keys` are given."""
         return 1 if self.keys is None else self.keys.heads
 
-    def operands(self) -> dict[str, Tensor | list[int]]:
-        """The operands of `keys`, by the names of the operators."""
-        return {} if self.keys is None else self.keys.operands()
+    def operands(self) -> Operands:
+        if self.keys is None:
+            return _ALL_KEYS
+        if isinstance(self.keys, KeyIntervals):
+            return Operands(self.keys.intervals, key_bound=self.keys.bound_operand())
+        return self.keys.operands()

@@ -157,8 +157,13 @@ struct FewQueries {
         weight = scaled(weight, v_exponents[n] - *softmax.out_shift);
       }
     }
-    add_nonfinite<In>([this](int r, int n) { return s[r * block_keys + n]; }, row_at, tile.rows,
-                      visible, t.head_dim, {softmax.out, head_columns});
+    const auto probability = [this](int r, int n) { return s[r * block_keys + n]; };
+    add_nonfinite<In>(probability,
+                      [&](int r, int n) {
+                        return t.saturate ? probability(r, n) != 0
+                                          : sees(t, tile, block, terms, r, n);
+                      },
+                      row_at, tile.rows, visible, t.head_dim, {softmax.out, head_columns});
     multiply_rows(staged_rows(staged, t.head_dim));
   }
 

@@ -76,7 +76,7 @@ struct ForwardTile {
             row, strip, columns, {t.scale, general}, terms, s,
             [&](int r, int n, Vec left, Vec right) { store_probabilities(r, n, left, right); });
         const Product out_rows{softmax.out_row(row), shape.head_columns};
-        if (keys.large->v != 0) add_nonfinite_values(tile, block, visible, out_rows);
+        if (keys.large->v != 0) add_nonfinite_values(tile, block, row, visible, out_rows);
         multiply<Element, Layout::row_major, Store::add>({p, Shape<Element>::key_words}, keys.v,
                                                          out_rows, strip, shape.head_columns,
                                                          depth_words<Element>(visible));
@@ -136,11 +136,17 @@ struct ForwardTile {
     Element::store_row(p + r * Shape<Element>::key_words, n, left, right);
   }
 
-  void add_nonfinite_values(const Tile& tile, const KeyBlock& block, int visible,
+  void add_nonfinite_values(const Tile& tile, const KeyBlock& block, int row, int visible,
                             Product out_rows) const {
-    add_nonfinite<In>([this](int r, int n) { return Element::element(p, r * block_keys + n); },
-                      key_rows<In>(t.v, tile.batch, tile.head, block), strip, visible, t.head_dim,
-                      out_rows);
+    const auto probability = [this](int r, int n) {
+      return Element::element(p, r * block_keys + n);
+    };
+    add_nonfinite<In>(
+        probability,
+        [&](int r, int n) {
+          return t.saturate ? probability(r, n) != 0 : sees(t, tile, block, terms, row + r, n);
+        },
+        key_rows<In>(t.v, tile.batch, tile.head, block), strip, visible, t.head_dim, out_rows);
   }
 };
 

@@ -121,18 +121,17 @@ void add_large_row(Unit& u, const Tile& tile, const KeyBlock& block, const Score
   // An inf or NaN in what makes the scores has made lse NaN, and shall show. Such a row has out = NaN, too, so
   // that all its blocks come here.
   const bool unknown = u.lse[row] != u.lse[row];
+  // Where inf and NaN show, 0 * inf is NaN for an element that is seen, and those that are not get another p.
+  const Vec unseen = splat(t.saturate ? 0.0f : -1.0f);
   for (int n = 0; n < visible; n += lanes) {
-    Vec p = u.probability(form, row, n, s_row, column);
-    if (unknown) {
-      const Int seen = score(form, s_row + n, column + n) > splat(-infinity);
-      p = seen ? splat(not_a_number) : Vec{};
-    }
-    store(u.row_values + n, p);
+    const Vec p = unknown ? splat(not_a_number) : u.probability(form, row, n, s_row, column);
+    const Int seen = score(form, s_row + n, column + n) > splat(-infinity);
+    store(u.row_values + n, seen ? p : unseen);
   }
   double* const dq = u.large.dq + std::int64_t{row} * columns;
   for (int n = 0; n < visible; ++n) {
     const auto p = static_cast<double>(u.row_values[n]);
-    if (p == 0) continue;
+    if (p < 0 || (p == 0 && t.saturate)) continue;
     const std::int64_t key = std::int64_t{n} * columns;
     double ds = p * (dot(u.large.dout, u.large.v + key, columns) - delta);
     switch (t.dbias_kind) {

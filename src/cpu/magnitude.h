@@ -85,16 +85,17 @@ void drop_nonfinite(const RowAt& row, int rows, int head_dim, typename In::Stora
   }
 }
 
-// c[r] += sum_k a(r, k) b[k] over the non-finite elements of b alone, where a(r, k) is not 0: the
-// product itself had zeros for them, since a masked element contributes 0 and 0 * inf is NaN.
-template <class In, class A, class RowAt>
-void add_nonfinite(const A& a, const RowAt& b, int rows, int depth, int head_dim, Product c) {
+// c[r] += sum_k a(r, k) b[k] over the non-finite elements of b alone, where counts(r, k): the product itself
+// had zeros for them, since a masked element contributes 0 and 0 * inf is NaN.
+template <class In, class A, class Counts, class RowAt>
+void add_nonfinite(const A& a, const Counts& counts, const RowAt& b, int rows, int depth,
+                   int head_dim, Product c) {
   for (int k = 0; k < depth; ++k) {
     for (int d = 0; d < head_dim; ++d) {
       const float element = load_scalar<In>(b(k), d);
       if (element - element == 0) continue;
       for (int r = 0; r < rows; ++r) {
-        if (a(r, k) != 0) c.data[r * c.ld + d] += a(r, k) * element;
+        if (counts(r, k)) c.data[r * c.ld + d] += a(r, k) * element;
       }
     }
   }

@@ -90,7 +90,7 @@ struct OnlineSoftmax {
       if (new_max > row_max[r]) rescale(r, row_max[r] - new_max);
       row_max[r] = new_max;
       const Vec factor = exp(splat(other.row_max[r] - new_max));
-      if (factor[0] == 0) continue;  // where 0 times inf would be NaN
+      if (factor[0] == 0 && t.saturate) continue;  // where 0 times inf would be NaN
       store(sum_of(r), fma(load(other.sum_of(r)), factor, load(sum_of(r))));
       const Vec out_factor = factor * splat(unit);
       for (int d = 0; d < head_columns; d += lanes) {

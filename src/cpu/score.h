@@ -45,6 +45,25 @@ inline Int dense_mask(const Task& t, const std::uint8_t* row, const KeyBlock& bl
   return visible;
 }
 
+// Whether a row of the tile sees a key of the block: the tests of score_rows for one element.
+inline bool sees(const Task& t, const Tile& tile, const KeyBlock& block, const KeyTerms& terms,
+                 int row, int n) {
+  if (row >= tile.rows || !(terms.columns_of(row)[n] > -infinity)) return false;
+  const int group_head = static_cast<int>(row % t.group);
+  const std::int64_t query = tile.first_query + row / t.group;
+  const int vector = n / lanes * lanes;
+  const int lane = n - vector;
+  if (is_dense(t.bias)) {
+    const Vec bias = load_bias(t, bias_at(t, tile, group_head, query), block, vector);
+    if (!(bias_term(t, bias)[lane] > -infinity)) return false;
+  }
+  if (terms.test_mask &&
+      dense_mask(t, mask_at(t, tile, group_head, query), block, vector)[lane] == 0) {
+    return false;
+  }
+  return !terms.test_intervals || (terms.first[n] <= query && query < terms.last[n]);
+}
+
 // Rows [row, row + rows) of the tile: q . k in s [rows, block_keys] becomes the score, -inf where the
 // element is masked. slope, where it is not null, becomes the derivative of the softcap. unknown [rows of the
 // tile], where it is not null, becomes true for rows that see an element whose score inf or NaN made.

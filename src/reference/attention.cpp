@@ -18,8 +18,8 @@
 //   dt         saturate: to the gradient limit of the dtype, as it enters dq and dk
 //   gradients  saturate: to the gradient limit of their dtype, on store
 //   out        saturate: to the maximum of the dtype, on store
-// An element with p = 0 contributes to nothing in the backward, whatever dout and v hold, and neither does
-// an element that is not visible in either direction.
+// An element that is not visible contributes to nothing, whatever its operands hold, and where gradients saturate
+// neither does a visible one with p = 0. propagate: 0 * inf is NaN there.
 namespace flash_dmattn {
 namespace {
 
@@ -61,6 +61,11 @@ void store_limited(const Tensor4& tensor, DType dtype, NonFinite nonfinite, doub
                    std::int64_t offset, double value) {
   store(tensor.data, dtype, offset,
         nonfinite == NonFinite::saturate ? saturated(value, limit) : value);
+}
+
+// Of a visible element, whose p may have underflowed.
+bool multiplies_nothing(const Problem& p, double probability) {
+  return probability == 0 && p.nonfinite == NonFinite::saturate;
 }
 
 // ---- Access --------------------------------------------------------------------------------------
@@ -241,12 +246,13 @@ void forward_row(const ForwardArgs& args, const Row& row, const double* k, const
   const bool empty = max == -infinity;
   double sum = 0;
   for (std::int64_t j = 0; j < p.seqlen_k; ++j) {
-    weights[j] = empty ? 0 : std::exp(weights[j] - max);
+    if (weights[j] == -infinity) continue;
+    weights[j] = std::exp(weights[j] - max);
     sum += weights[j];
   }
   HeadVector out = {};
   for (std::int64_t j = 0; j < p.seqlen_k; ++j) {
-    if (weights[j] == 0) continue;
+    if (weights[j] == -infinity || multiplies_nothing(p, weights[j])) continue;
     const double probability = weights[j] / sum;
     for (std::int64_t d = 0; d < p.head_dim; ++d) out[d] += probability * v[j * p.head_dim + d];
   }
@@ -362,7 +368,7 @@ void backward_row(const BackwardArgs& args, const Row& row, const BackwardScratc
   for (std::int64_t j = 0; j < p.seqlen_k; ++j) {
     if (scratch.scores[j] == -infinity) continue;
     const double probability = std::exp((scratch.scores[j] - lse) - lse_low);
-    if (probability == 0) continue;
+    if (multiplies_nothing(p, probability)) continue;
     const std::int64_t key = j * p.head_dim;
     const double ds = probability * (dot(dout, scratch.v + key, p.head_dim) - delta);
     if (dbias_sums != nullptr) dbias_sum(p, row, j, dbias_sums) += ds;

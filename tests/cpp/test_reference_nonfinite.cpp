@@ -127,18 +127,28 @@ TEST(NonFiniteReference, NonFiniteDoutCountsAsZeroOrPropagates) {
   }
 }
 
-TEST(NonFiniteReference, NothingFlowsWhereTheProbabilityIsZero) {
+TEST(NonFiniteReference, AVisibleElementWithoutProbabilityShowsWhatItTouches) {
   Data data = small(1, 2, 1, DType::f32, {1, 1, 1, 2});
-  data.problem.nonfinite = NonFinite::propagate;
   data.bias.set({0, 0, 0, 0}, -1e6);  // visible, but exp(-1e6) is 0
   set_row(data.dout, 0, {infinity});
   set_row(data.v, 0, {nan});
   set_row(data.v, 1, {1});
-  const Results results = run(data, reference());
-  EXPECT_EQ(values_of(results.out), Values{1});
-  EXPECT_EQ(values_of(results.dv), (Values{0, infinity}));
-  EXPECT_EQ(results.dbias.get({0, 0, 0, 0}), 0);
-  EXPECT_EQ(results.dk.get({0, 0, 0, 0}), 0);
+  const Results saturated = run(data, reference());
+  EXPECT_EQ(values_of(saturated.out), Values{1});
+  EXPECT_EQ(values_of(saturated.dv), (Values{0, 0}));
+  EXPECT_EQ(values_of(saturated.dk), (Values{0, 0}));
+  EXPECT_EQ(saturated.dbias.get({0, 0, 0, 0}), 0);
+
+  data.problem.nonfinite = NonFinite::propagate;
+  const Results propagated = run(data, reference());
+  EXPECT_TRUE(std::isnan(values_of(propagated.out)[0]));
+  EXPECT_TRUE(std::isnan(values_of(propagated.dv)[0]));
+  EXPECT_EQ(values_of(propagated.dv)[1], infinity);
+  EXPECT_TRUE(std::isnan(propagated.dk.get({0, 0, 0, 0})));
+  EXPECT_TRUE(std::isnan(propagated.dbias.get({0, 0, 0, 0})));
+
+  data.bias.set({0, 0, 0, 0}, -infinity);
+  EXPECT_EQ(values_of(run(data, reference()).out), Values{1});
 }
 
 struct Limit {

@@ -103,22 +103,27 @@ def row_statistics(statistics, batch, head, rows, shape, CAREFUL: tl.constexpr):
 
 @triton.jit
 def gradients_of_scores(
-    score, slope, dp, lse, lse_low, delta, dt_limit, SATURATE: tl.constexpr, CAREFUL: tl.constexpr
-):
-    """p, ds and dt (ds before softcap) of a tile; score is -inf where an element is not visible."""
+    score, slope, dp, lse, lse_low, delta, dt_limit, SATURATE: tl.constexpr, SATURATE_DT: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """p, ds and dt (ds before softcap) of a tile, and the elements that multiply inf and NaN; score is -inf where
+    an element is not visible."""
+    used = (score != -float("inf")) & (lse != float("inf"))  # of a row that exists and sees keys
     if CAREFUL:
         p = weight((score - lse.to(tl.float64)) - lse_low.to(tl.float64), True)
-        p = tl.where(score == -float("inf"), 0.0, p)  # also where lse is NaN
-        ds = tl.where(p == 0, 0.0, p * (dp - delta))
+        p = tl.where(used, p, 0.0)  # also where lse is NaN
+        if SATURATE:
+            used = p != 0
+        ds = tl.where(used, p * (dp - delta), 0.0)
         if SATURATE:
             ds = saturated(ds, FLOAT32_MAX)
     else:
         p = weight(score - lse, False)
         ds = p * (dp - delta)
     dt = ds * slope
-    if SATURATE:
+    if SATURATE_DT:
         dt = saturated(dt, dt_limit)
-    return p, ds, dt
+    return p, ds, dt, used
 
 
 @triton.jit
@@ -152,7 +157,7 @@ def query_gradient_tiles(
                 rows, index, exists, intervals, batch, head_kv, shape, LISTED
             )
             score = tl.where(visible, score, -float("inf"))
-        _, ds, dt = gradients_of_scores(
+        _, ds, dt, _ = gradients_of_scores(
             score,
             slope,
             dp,
@@ -160,12 +165,13 @@ def query_gradient_tiles(
             lse_low[:, None],
             delta[:, None],
             dt_limit,
+            SATURATE,
             SATURATE_DT,
             CAREFUL,
         )
         if SUM_ROWS:
             row_sum += tl.sum(ds, 1)
-        dq = add_product(dq, dt, key, CAREFUL)
+        dq = add_product(dq, dt, dt != 0, key, CAREFUL)
     return dq, row_sum
 
 

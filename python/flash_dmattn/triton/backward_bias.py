@@ -7,7 +7,6 @@ import triton.language as tl
 
 from .backward import careful_delta, gradients_of_scores, load_dout, row_statistics
 from .tiles import (
-    FLOAT32_MAX,
     PAIR,
     broadcast_head,
     head_rows,
@@ -104,11 +103,10 @@ def bias_gradient_kernel(
             first, last = load_interval(intervals, batch, head_kv, index, exists)
             visible = visible & (rows[:, None] >= first[None, :]) & (rows[:, None] < last[None, :])
         score = tl.where(visible, score, -float("inf"))
-        _, ds, _ = gradients_of_scores(
-            score, slope, dp, lse[:, None], lse_low[:, None], delta[:, None], 0.0, False, CAREFUL
-        )
-        if CAREFUL and SATURATE:
-            ds = saturated(ds, FLOAT32_MAX)
+        _, ds, _, _ = gradients_of_scores(
+            score, slope, dp, lse[:, None], lse_low[:, None], delta[:, None], 0.0, SATURATE, False,
+            CAREFUL,
+        )  # fmt: skip
         total = ds + tl.where(member == 0, 0.0, total)
         summed = tl.full((N,), 0, tl.int32) + member == members - 1  # over all members
         limited = saturated(total, gradient_limit) if SATURATE else total

@@ -53,7 +53,7 @@ def key_gradient_tiles(
             else:
                 visible = exists[:, None] & (index[:, None] <= rows[None, :] + shape.reach)
             score = tl.where(visible, score, -float("inf"))
-        p, ds, dt = gradients_of_scores(
+        p, ds, dt, used = gradients_of_scores(
             score,
             slope,
             dp,
@@ -61,13 +61,14 @@ def key_gradient_tiles(
             lse_low[None, :],
             delta[None, :],
             dt_limit,
+            SATURATE,
             SATURATE_DT,
             CAREFUL,
         )
-        dv = add_product(dv, p, gradient, CAREFUL)
+        dv = add_product(dv, p, used, gradient, CAREFUL)
         if SUM_KEYS:
             key_sum += tl.sum(ds, 1)
-        dk = add_product(dk, dt, query, CAREFUL)
+        dk = add_product(dk, dt, dt != 0, query, CAREFUL)
     return dk, dv, key_sum
 
 

@@ -98,10 +98,11 @@ def forward_tiles(
         weights = weight(score - base[:, None], CAREFUL)
         total = total * rescale + tl.sum(weights, 1)
         out = out * rescale[:, None]
-        if CAREFUL:  # inf * 0: the rows that had it have no weight any more
+        if CAREFUL and SATURATE:  # inf * 0: the rows that had it have no weight any more
             out = tl.where((rescale == 0)[:, None], 0.0, out)
         value = load_rows(v_head, v, index, exists, shape, BLOCK_D, EVEN_D, CAREFUL)
-        out = add_product(out, weights, value, CAREFUL)
+        used = (weights != 0) if SATURATE else (score != -float("inf"))
+        out = add_product(out, weights, used, value, CAREFUL)
         largest = larger
     return out, largest, total
 

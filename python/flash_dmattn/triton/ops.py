@@ -21,14 +21,14 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of arguments in normal form."""
     keys = visible.operands()
-    base, per_query, _ = keys.get("key_bound", (-1, 0, 0))
+    base, per_query, _ = keys.key_bound or (-1, 0, 0)
     out, lse, *_ = forward(
         q,
         k,
         v,
         visible.mask,
         bias,
-        keys.get("key_intervals"),
+        keys.key_intervals,
         [] if base < 0 else [base, per_query],
         visible.is_causal,
         numerics.scale,

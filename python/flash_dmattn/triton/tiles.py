@@ -213,17 +213,18 @@ def matmul(a, b, CAREFUL: tl.constexpr):
 
 
 @triton.jit
-def add_product(sums, weights, x, CAREFUL: tl.constexpr):
-    """sums + weights @ x. With CAREFUL a weight of 0 times inf or NaN counts as 0."""
+def add_product(sums, weights, used, x, CAREFUL: tl.constexpr):
+    """sums + weights @ x. With CAREFUL inf and NaN of x count where `used`; 0 times them is NaN there."""
     if CAREFUL:
         infinity = float("inf")
         finite = tl.abs(x) < infinity  # not for a NaN
         product = matmul(weights, tl.where(finite, x, 0.0), True)
         # Of the terms that are not finite: how many there are, how many more are +inf than -inf.
-        used = tl.where(weights == 0, 0.0, 1.0).to(tl.float64)
+        used = tl.where(used, 1.0, 0.0).to(tl.float64)
         number = matmul(used, tl.where(finite, 0.0, 1.0).to(tl.float64), True)
         sign_of_x = tl.where(x == infinity, 1.0, tl.where(x == -infinity, -1.0, 0.0)).to(tl.float64)
-        excess = matmul(tl.where(weights < 0, -used, used), sign_of_x, True)
+        sign = tl.where(weights < 0, -1.0, tl.where(weights > 0, 1.0, 0.0)).to(tl.float64)
+        excess = matmul(sign * used, sign_of_x, True)
         term = tl.where(excess == number, infinity, float("nan"))
         term = tl.where(excess == -number, -infinity, term)
         sums = sums + tl.where(number == 0, product, term)

@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_dmattn
 from flash_dmattn import flash_dmattn_func, select_key_intervals, sliding_window
@@ -113,6 +114,27 @@ def test_functions_of_missing_backends_say_so(name, monkeypatch):
     monkeypatch.setattr("flash_dmattn._arguments._runs_on_cpu", lambda backend: False)
     with pytest.raises(RuntimeError, match=f"{missing}. Use flash_dmattn_func instead"):
         getattr(flash_dmattn, name)(*qkv())
+
+
+def test_float32_on_a_cuda_gpu_takes_triton(monkeypatch):
+    taken = []
+
+    def run_in_python(query, key, value, bias, visible, numerics, backend):
+        taken.append(backend)
+        return query, None
+
+    monkeypatch.setattr("flash_dmattn.attention._run_in_python", run_in_python)
+    with FakeTensorMode():
+        inputs = [torch.empty(2, 9, heads, 8, device="cuda") for heads in (4, 2, 2)]
+        monkeypatch.setattr("flash_dmattn._arguments.unavailable_reason", lambda backend: "")
+        flash_dmattn_func(*inputs)
+        assert taken == ["triton"]
+        with pytest.raises(TypeError, match="query: got torch.float32 on cuda"):
+            flash_dmattn_func(*inputs, backend="cuda")
+        reason = "there is none"
+        monkeypatch.setattr("flash_dmattn._arguments.unavailable_reason", lambda backend: reason)
+        with pytest.raises(TypeError, match="float32 takes Triton's kernels, but there is none"):
+            flash_dmattn_func(*inputs)
 
 
 def test_a_backend_that_declines_says_why():

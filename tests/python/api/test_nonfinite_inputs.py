@@ -138,14 +138,34 @@ def test_what_saturate_makes_of_nonfinite_inputs(dtype, backend):
         assert (out[..., 3] == limit).all()
 
 
-def test_a_pair_without_probability_multiplies_nothing():
-    q = torch.ones(1, 1, 1, 8)
-    k, v = torch.ones(2, 1, 2, 1, 8)
-    v[:, 0] = torch.nan
-    bias = torch.tensor([[[-1e6, 0.0]]])
-    for backend in ("cpu", "reference"):
-        out = BACKENDS[backend](q, k, v, attn_bias=bias, nonfinite="propagate")
-        assert torch.equal(out, torch.ones_like(out))
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("gap", [200.0, 5000.0])
+def test_a_visible_pair_shows_inf_and_nan_though_its_probability_is_zero(gap, dtype, backend):
+    """Where the probability underflows depends on the precision of a backend; visibility does not."""
+
+    def results(nonfinite, hidden=False, **wrong):
+        q, dout = torch.ones(2, 1, 5, 1, 8, dtype=dtype)
+        k, v = torch.ones(2, 1, 3, 1, 8, dtype=dtype)
+        bias = torch.tensor([[[-gap, 0.0, -torch.inf if hidden else -gap]]], dtype=dtype)
+        v[0, 2, 0, 3] = wrong.get("v", 1)
+        dout[0, 2, 0, 3] = wrong.get("dout", 1)
+        leaves = [t.requires_grad_() for t in (q, k, v, bias)]
+        out = BACKENDS[backend](q, k, v, attn_bias=bias, nonfinite=nonfinite)
+        return [t.isfinite() for t in (out, *torch.autograd.grad(out, leaves, dout))]
+
+    for value in VALUES:
+        assert all(t.all() for t in results("saturate", v=value, dout=value))
+        assert all(t.all() for t in results("propagate", hidden=True, v=value))
+        out, *gradients = results("propagate", v=value)
+        assert not out[..., 3].any() and out.sum() == 5 * 7
+        dq, dk, dv, dbias = (t.any() for t in gradients)
+        assert not (dq or dk or dbias) and dv
+        out, dq, dk, dv, dbias = results("propagate", dout=value)
+        assert out.all() and not (dk.any() or dbias.any() or dv[..., 3].any())
+        assert dq.sum() == 4 * 8 and dv.sum() == 3 * 7
+        out, dq, dk, dv, dbias = results("propagate", hidden=True, dout=value)
+        assert dk[:, 2].all() and dv[:, 2].all() and not dk[:, :2].any()
 
 
 def test_intervals_hide_what_nobody_sees():

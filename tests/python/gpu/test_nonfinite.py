@@ -156,6 +156,27 @@ def test_nonfinite_inputs_reach_the_rows_that_see_them_when_propagated(route, dt
     torch.testing.assert_close(out, expected, rtol=4e-2, atol=4e-2)
 
 
+@routes
+@dtypes
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_visible_value_shows_though_its_probability_is_zero(route, dtype, value):
+    setting = Setting(route, dtype)
+    winner, key, column = 10, 70, 3
+    q, k, v, bias = setting.leaves
+    with torch.no_grad():
+        bias[..., key] = 5  # chosen on every route
+        probe = torch.zeros_like(v)
+        probe[:, key] = 1
+        out = flash_dmattn_func(q, k, probe, setting.mask, bias, **setting.options)
+        sees = out[0, ..., 0] != 0
+        bias[..., winner] = 300  # every later row that sees it gives it all of its weight
+        v[:, key, :, column] = value
+    out, _, _, dv, _ = setting.gradients(nonfinite="propagate")
+    assert torch.equal(~out[0, ..., column].isfinite(), sees)
+    others = [c for c in range(out.shape[3]) if c != column]
+    assert out[..., others].isfinite().all() and dv.isfinite().all()
+
+
 either_order = pytest.mark.parametrize("deterministic", [False, True])
 
 

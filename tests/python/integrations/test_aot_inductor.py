@@ -1,0 +1,104 @@
+"""An exported Doge, compiled ahead of time, runs in a C++ process without Python."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+from torch.utils import cpp_extension  # noqa: E402
+
+from flash_dmattn.integrations.transformers import enable_flash_dmattn  # noqa: E402
+
+compiler = shutil.which(os.environ.get("CXX", "g++"))
+pytestmark = [
+    pytest.mark.transformers,
+    pytest.mark.skipif(compiler is None, reason="no C++ compiler"),
+]
+
+VOCABULARY, LENGTHS = 64, (9, 20, 33)
+
+PROGRAM = """
+#include <ATen/ATen.h>
+#include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+// Arguments: the operators' library, the model's package, lengths. Prints the last row of the logits for the tokens
+// 0, 1, 2, ...
+int main(int count, char** arguments) {
+  if (dlopen(arguments[1], RTLD_NOW) == nullptr) {
+    std::fprintf(stderr, "%s\\n", dlerror());
+    return 1;
+  }
+  torch::inductor::AOTIModelPackageLoader model(arguments[2]);
+  for (int i = 3; i < count; ++i) {
+    const at::Tensor ids = at::arange(std::atoi(arguments[i]), at::kLong).unsqueeze(0);
+    const at::Tensor logits = model.run({ids})[0].select(1, -1).flatten().contiguous();
+    for (std::int64_t n = 0; n < logits.numel(); ++n) std::printf("%.9g ", logits.data_ptr<float>()[n]);
+    std::printf("\\n");
+  }
+}
+"""
+
+
+def make_model():
+    config = transformers.DogeConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, keep_window_size=5, max_position_embeddings=64,
+    )  # fmt: skip
+    model = transformers.DogeForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(".A") or "dt_proj" in name:
+            torch.nn.init.normal_(parameter)
+    return enable_flash_dmattn(model)
+
+
+def compile_program(folder):
+    source, program = folder / "run.cpp", folder / "run"
+    source.write_text(PROGRAM)
+    paths = cpp_extension.library_paths()
+    subprocess.run(
+        [compiler, "-std=c++20", "-O0", str(source), "-o", str(program)]
+        + [f"-I{path}" for path in cpp_extension.include_paths()]
+        + [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+        + [f for path in paths for f in (f"-L{path}", f"-Wl,-rpath,{path}")]
+        + ["-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", "-ltorch", "-ldl"],
+        check=True,
+    )
+    return program
+
+
+def test_logits_are_those_of_python(tmp_path):
+    model = make_model()
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids):
+            return self.model(input_ids=ids, use_cache=False).logits
+
+    length = torch.export.Dim("length", min=6, max=64)
+    with torch.no_grad():
+        example = torch.arange(20)[None]
+        exported = torch.export.export(Logits(), (example,), dynamic_shapes=({1: length},))
+        package = str(tmp_path / "doge.pt2")
+        torch._inductor.aoti_compile_and_package(exported, package_path=package)
+        expected = [model(torch.arange(n)[None], use_cache=False).logits[0, -1] for n in LENGTHS]
+    library = next(p for p in torch.ops.loaded_libraries if p.endswith("_C.so"))
+    lines = subprocess.run(
+        [str(compile_program(tmp_path)), library, package, *map(str, LENGTHS)],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    for line, logits in zip(lines, expected, strict=True):
+        found = torch.tensor([float(x) for x in line.split()])
+        torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)

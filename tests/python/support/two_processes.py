@@ -1,0 +1,25 @@
+"""Runs a function in two processes that are joined by gloo."""
+
+import os
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _run(rank, function, file, arguments):
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    try:
+        torch.manual_seed(0)
+        function(rank, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_in_two_processes(function, *arguments):
+    """function(rank, *arguments) in each; its errors are raised here."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_run, (function, f"{folder}/meeting", arguments), nprocs=2)
