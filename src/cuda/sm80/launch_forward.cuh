@@ -4,7 +4,6 @@
 
 #include "cuda/common/launch.h"
 #include "cuda/sm80/forward.cuh"
-#include "cuda/sm80/forward_dense.cuh"
 #include "cuda/sm80/launch.h"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -13,16 +12,16 @@ namespace flash_dmattn::cuda::sm80 {
 template <class T, int D, SharedClass S, ForwardLoop Loop>
 constexpr auto forward_kernel() {
   constexpr ForwardPolicy policy = forward_policy(D, S);
-  constexpr ForwardPolicy dense = dense_forward_policy(D, S);
-  if constexpr (Loop == ForwardLoop::key_range) {
-    return ForwardKernel<T, D, policy, KvSource::consecutive, false>();
-  } else if constexpr (Loop == ForwardLoop::key_list) {
-    return ForwardKernel<T, D, policy, KvSource::key_list, false>();
-  } else if constexpr (Loop == ForwardLoop::dense_elementwise) {
-    return ForwardKernel<T, D, policy, KvSource::either, true>();
+  constexpr ForwardPolicy dense_policy = dense_forward_policy(D, S);
+  using enum ForwardLoop;
+  if constexpr (Loop == key_range) {
+    return ForwardKernel<T, D, policy, KeyScores<KvSource::consecutive>>();
+  } else if constexpr (Loop == key_list) {
+    return ForwardKernel<T, D, policy, KeyScores<KvSource::key_list>>();
+  } else if constexpr (Loop == dense_elementwise) {
+    return ForwardKernel<T, D, policy, ElementScores>();
   } else {
-    constexpr int heads = Loop == ForwardLoop::dense_two_heads ? 2 : 1;
-    return DenseForwardKernel<T, D, dense, heads>();
+    return ForwardKernel<T, D, dense_policy, TileScores<Loop == dense_two_heads ? 2 : 1>>();
   }
 }
 
