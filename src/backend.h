@@ -50,7 +50,7 @@ inline std::string decline_other_device(const Problem& problem, std::string_view
 // src/cuda/backend.cu, or absent.cpp in a build without CUDA. Every pointer of its arguments, the schedule's
 // included, is to memory of the current device, of which Execution::stream is a cudaStream_t. Calls only
 // enqueue work: no synchronisation, no allocation, capturable in a graph. Without a schedule of key intervals
-// it walks from the first to the last key that a tile's queries see.
+// it visits all from the first to the last key that a tile's queries see.
 extern const Backend cuda_backend;
 extern const Backend cpu_backend;        // src/cpu/backend.cpp
 extern const Backend reference_backend;  // src/reference/attention.cpp

@@ -54,7 +54,7 @@ void rotate(std::span<float> heads, std::int64_t position) {
   }
 }
 
-// What a model's projections make of tokens: rows one token after the other, scores [heads_kv] of each.
+// The projections of tokens by a model: rows one token after the other, scores [heads_kv] of each.
 struct Tokens {
   std::vector<float> q, k, v, scores;
   std::int64_t length = 0;

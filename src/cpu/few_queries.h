@@ -17,7 +17,7 @@
 // pass merges the sums of a tile in the order of its splits. (Flash decoding.)
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
-// What the splits of a tile leave for the second pass.
+// The results of the splits of a tile, for the second pass.
 struct SplitSums {
   OnlineSoftmax softmax;
   WorstSlot* worst;  // of the slots of the split, where keys are slots
@@ -117,7 +117,7 @@ struct FewQueries {
                                  block_keys);
     };
     multiply_rows(row_at);
-    // What q . k of small elements is bounded by (magnitude.h, score.h).
+    // A bound of q . k of small elements (magnitude.h, score.h).
     constexpr std::int32_t limit = (127 + 64) << 23;
     if (!any(magnitude_of(s, tile.rows, columns, block_keys) > limit)) return exponents;
     for (int n = 0; n < block_keys; ++n) k_exponents[n] = 0;

@@ -1,5 +1,5 @@
 """A choice per query under a mask of pairs, on the GPU: as ranks of keys beside the mask, never as a second
-mask. What it must equal is the mask that torch makes of it on the CPU."""
+mask. It must equal the mask that torch makes of it on the CPU."""
 
 import itertools
 

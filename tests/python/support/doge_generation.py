@@ -1,4 +1,4 @@
-"""What the tests of generation share: small Doge models, and the brute force that they are compared with."""
+"""Helpers of the tests of generation: small Doge models, and the brute force that they are compared with."""
 
 import copy
 import types
