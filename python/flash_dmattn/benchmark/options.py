@@ -9,6 +9,7 @@ BACKENDS = ("cuda", "triton", "cpu")
 RIVALS = ("sdpa", "fa2", "cudnn", "flex", "fa3", "fa4")
 CASES = (
     "dense", "head_dims", "dma", "groups", "scaling", "windows", "global", "sliding", "documents", "pairs",
+    "decode",
 )  # fmt: skip
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_CASES = ("dense", "dma", "scaling")

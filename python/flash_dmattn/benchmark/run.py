@@ -11,7 +11,7 @@ import torch
 
 from ..availability import get_available_backends, unavailable_reason
 from ..progress import progress
-from . import record, sides
+from . import decode, record, sides
 from .cases import Case, cases_of
 from .clock import costs
 
@@ -34,40 +34,59 @@ def bench(options: argparse.Namespace) -> int:
     if reason:
         print(reason, file=sys.stderr)
         return 2
-    if not options.records and not cases_of(device_of(options), options.case):
+    if not options.records and not _has_work(options):
         names = " ".join(options.case)
         print(f"--case: got {names}, which has no work for a {device_of(options)}", file=sys.stderr)
         return 2
     interrupted = False
     about = record.about(device_of(options), options.commit, options.repeats)
+    rows, steps = [], []
+
+    def write() -> None:
+        found = {"decode": steps} if steps else {}
+        record.write(options.json, {**about, "speed": rows} | found)
+
     if options.records:
         try:
-            rows = [row for path in options.records for row in record.read(path)["speed"]]
-            lines = [record.HEADER, *map(record.line, rows)]
+            records = [record.read(path) for path in options.records]
+            rows = [row for found in records for row in found["speed"]]
+            steps = [row for found in records for row in found.get("decode", [])]
+            lines = [record.HEADER, *map(record.line, rows)] if rows or not steps else []
+            lines += [decode.HEADER, *map(decode.line, steps)] if steps else []
         except (ValueError, KeyError, TypeError) as error:
             problem = f"{type(error).__name__}: {error}"
             print(f"--from: got a file that --json did not write ({problem})", file=sys.stderr)
             return 2
         print("\n".join(lines))
     else:
-        rows = []
         try:
-            for row in measured(options):
-                rows.append(row)
-                if options.json:  # at once: an interrupted run keeps its rows
-                    record.write(options.json, {**about, "speed": rows})
+            for found, source in ((rows, measured), (steps, measured_steps)):
+                for row in source(options):
+                    found.append(row)
+                    if options.json:  # at once: an interrupted run keeps its rows
+                        write()
         except KeyboardInterrupt:
             interrupted = True
-            print(f"\nInterrupted after {len(rows)} rows.", file=sys.stderr)
-    if options.json and rows:
-        record.write(options.json, {**about, "speed": rows})
+            print(f"\nInterrupted after {len(rows) + len(steps)} rows.", file=sys.stderr)
+    if options.json and (rows or steps):
+        write()
         print(f"wrote {options.json}")
     if options.plot and rows:
         if not pictures.draw(rows, options.plot):
             print(NOTHING_TO_PLOT, file=sys.stderr)
             return 2
         print(f"wrote {options.plot}")
-    return INTERRUPTED if interrupted else int(not rows)
+    return INTERRUPTED if interrupted else int(not rows and not steps)
+
+
+def _has_work(options: argparse.Namespace) -> bool:
+    return bool(cases_of(device_of(options), options.case) or _decode_cases(options))
+
+
+def _decode_cases(options: argparse.Namespace) -> list[decode.DecodeCase]:
+    if decode.NAME not in options.case:
+        return []
+    return decode.cases_of(device_of(options), options.length, options.window)
 
 
 def _why_not(options: argparse.Namespace) -> str:
@@ -121,14 +140,25 @@ def measured(options: argparse.Namespace) -> Iterator[dict]:
     torch.manual_seed(0)
     about = record.machine(device)
     threads = f", {about['threads']} threads" if "threads" in about else ""
-    print(f"{about['name']}{threads}, torch {torch.__version__}\n{record.HEADER}", flush=True)
+    print(f"{about['name']}{threads}, torch {torch.__version__}", flush=True)
     cases = cases_of(device, options.case, options.length, options.window)
     work = [(case, dtype) for case in cases for dtype in dtypes_of(options)]
+    if not work:
+        return
+    print(record.HEADER, flush=True)
     bar = progress(work, "measuring", "case")
     for case, dtype in bar:
         for row in measure(case, dtype, device, names_of(options), options.repeats, bar.write):
             bar.write(record.line(row))
             yield row
+
+
+def measured_steps(options: argparse.Namespace) -> Iterator[dict]:
+    """The rows of decoding."""
+    cases = _decode_cases(options)
+    if cases:
+        device = device_of(options)
+        yield from decode.measured(cases, dtypes_of(options), device, options.repeats)
 
 
 def measure(

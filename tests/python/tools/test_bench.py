@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flash_dmattn.__main__ import main
-from flash_dmattn.benchmark import options, record, run
+from flash_dmattn.benchmark import decode, options, record, run
 from flash_dmattn.benchmark.cases import (
     DENSE,
     DOCUMENTS,
@@ -28,7 +28,7 @@ KINDS = (DENSE, PER_QUERY, GLOBAL, SLIDING, DOCUMENTS, PAIRS)
 
 
 def test_every_case_and_rival_can_be_named():
-    assert set(options.CASES) == set(NAMES)
+    assert set(options.CASES) == {*NAMES, decode.NAME}
     assert set(options.RIVALS) == set(RIVALS)
 
 
@@ -54,6 +54,24 @@ def test_rows_table_file_and_picture(capsys, tmp_path):
     assert main(["bench", "--from", str(file), "--plot", str(again)]) == 0
     assert "per_query B1 H8 N96 D64 w16" in capsys.readouterr().out
     assert again.read_text() == picture.read_text()
+
+
+def test_decoding_has_rows_of_its_own(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "CACHE_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr(decode, "COPY_BYTES", 1 << 16)
+    file = tmp_path / "bench.json"
+    wanted = ["bench", "--case", "decode", "--dtype", "bfloat16", *SMALL, "--json", str(file)]
+    assert main(wanted) == 0
+    printed = capsys.readouterr().out
+    assert "a copy moves" in printed and "slots w16, any context B8" in printed
+    steps = json.loads(file.read_text())["decode"]
+    assert {(row["who"], row["keys"]) for row in steps} == {
+        ("slots", 16), ("ours", 64), ("ours", 96), ("sdpa", 64), ("sdpa", 96),
+    }  # fmt: skip
+    for row in steps:
+        assert row["cold_us"] > 0 and row["warm_us"] > 0 and row["of_copy_bandwidth"] > 0
+    assert main(["bench", "--from", str(file)]) == 0
+    assert capsys.readouterr().out.count("slots w16") == 2
 
 
 def test_windows_are_a_second_row_of_panels(tmp_path):

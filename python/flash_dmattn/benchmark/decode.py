@@ -1,0 +1,151 @@
+"""`--case decode`: a token at a time, from a cache of slots and from all keys, beside the bandwidth of a copy."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kv_cache import KVSlots, flash_dmattn_with_kvcache
+from .clock import timed
+
+NAME = "decode"
+# Caches are visited in turn, so many that the last one read is long out of the processor's caches.
+CACHE_BYTES = {"cpu": 256 << 20}
+COPY_BYTES = 128 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeCase:
+    """One token of every row. keys: those that a cache holds; slots: they are the w best of any context."""
+
+    keys: int
+    slots: bool = False
+    batch: int = 1
+    heads_q: int = 16
+    heads_kv: int = 8
+    head_dim: int = 128
+
+    def __str__(self) -> str:
+        kind = f"slots w{self.keys}, any context" if self.slots else f"all of N{self.keys}"
+        return f"{kind} B{self.batch} H{self.heads_q} Hkv{self.heads_kv} D{self.head_dim}"
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Of keys and values, each counted once."""
+        return 2 * self.batch * self.heads_kv * self.keys * self.head_dim * dtype.itemsize
+
+
+CASES = {
+    "cpu": [
+        DecodeCase(2048, slots=True),
+        DecodeCase(2048, slots=True, batch=8),
+        *(DecodeCase(n) for n in (2048, 8192, 65536)),
+    ]
+}
+
+
+def cases_of(device: str, lengths: list[int] | None, windows: list[int] | None) -> list[DecodeCase]:
+    """`lengths` and `windows` replace the sizes of the caches of all keys and of slots."""
+    found = []
+    for case in CASES.get(device, []):
+        sizes = windows if case.slots else lengths
+        found += [dataclasses.replace(case, keys=n) for n in sizes or [case.keys]]
+    return list(dict.fromkeys(found))
+
+
+def _normal(dtype: torch.dtype, device: str, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def _slots(case: DecodeCase, dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
+    """With insertion; half of the tokens are good enough to evict a key."""
+    sizes = (case.batch, case.heads_kv, case.keys, case.head_dim)
+    cache = KVSlots(*sizes, dtype=dtype, device=device)
+    prompt = (case.batch, case.keys, case.heads_kv, case.head_dim)
+    scores = torch.randn(case.batch, case.heads_kv, case.keys, device=device)
+    cache.fill(_normal(dtype, device, *prompt), _normal(dtype, device, *prompt), scores)
+    q = _normal(dtype, device, case.batch, 1, case.heads_q, case.head_dim)
+    k = _normal(dtype, device, case.batch, 1, case.heads_kv, case.head_dim)
+    score = torch.randn(case.batch, case.heads_kv, 1, device=device)
+    return lambda: cache.step(q, k, k, score)
+
+
+def _all_keys(case: DecodeCase, dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
+    shape = (case.batch, case.heads_kv, case.keys, case.head_dim)
+    k, v = (_normal(dtype, device, *shape).transpose(1, 2) for _ in range(2))
+    q = _normal(dtype, device, case.batch, 1, case.heads_q, case.head_dim)
+    lengths = torch.full((case.batch,), case.keys, dtype=torch.int32, device=device)
+    return lambda: flash_dmattn_with_kvcache(q, k, v, cache_seqlens=lengths)
+
+
+def _sdpa(case: DecodeCase, dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
+    shape = (case.batch, case.heads_kv, case.keys, case.head_dim)
+    k, v = (_normal(dtype, device, *shape) for _ in range(2))
+    q = _normal(dtype, device, case.batch, case.heads_q, 1, case.head_dim)
+    grouped = case.heads_q != case.heads_kv
+    return lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+
+
+def _sides(case: DecodeCase) -> dict[str, Callable[..., Callable[[], Tensor]]]:
+    return {"slots": _slots} if case.slots else {"ours": _all_keys, "sdpa": _sdpa}
+
+
+def copy_bandwidth(device: str, repeats: int) -> float:
+    """Bytes read and written by a plain copy, in GB/s: the best of several."""
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    best = min(timed(target.copy_, device, source)[0] for _ in range(max(repeats, 3)))
+    return 2 * COPY_BYTES / best * 1e-6
+
+
+def measured(
+    cases: list[DecodeCase], dtypes: list[str], device: str, repeats: int, say=print
+) -> Iterator[dict]:
+    """A row for every case, dtype and side, said as it is found."""
+    bandwidth = copy_bandwidth(device, 5 * repeats)
+    say(f"a copy moves {bandwidth:.1f} GB/s\n{HEADER}")
+    for case in cases:
+        for name in dtypes:
+            dtype = getattr(torch, name)
+            for who, make in _sides(case).items():
+                row = _row(case, dtype, name, who, make, device, repeats, bandwidth)
+                say(line(row))
+                yield row
+
+
+def _row(case, dtype, dtype_name, who, make, device, repeats, bandwidth) -> dict:
+    size = case.bytes(dtype)
+    steps = [make(case, dtype, device) for _ in range(CACHE_BYTES[device] // size + 2)]
+    turns = steps * (repeats + 1)
+    cold = statistics.median([timed(step, device)[0] for step in turns][len(steps) :])
+    warm = statistics.median([timed(steps[0], device)[0] for _ in range(20 * repeats)][repeats:])
+    achieved = size / cold * 1e-6
+    return {
+        "case": str(case),
+        **dataclasses.asdict(case),
+        "dtype": dtype_name,
+        "who": who,
+        "cold_us": round(cold * 1e3, 1),
+        "warm_us": round(warm * 1e3, 1),
+        "cold_gb_per_s": round(achieved, 1),
+        "of_copy_bandwidth": round(achieved / bandwidth, 3),
+        "cache_mb": round(size / 1e6, 1),
+    }
+
+
+HEADER = (
+    f"{'case':<46} {'dtype':<9}{'who':<6}{'cold':>10}{'warm':>10} us{'cold':>9} GB/s"
+    f"{'of copy':>10}{'cache':>9} MB"
+)
+
+
+def line(row: dict) -> str:
+    return (
+        f"{row['case']:<46} {row['dtype']:<9}{row['who']:<6}{row['cold_us']:>10.1f}"
+        f"{row['warm_us']:>10.1f}   {row['cold_gb_per_s']:>9.1f}     "
+        f"{row['of_copy_bandwidth']:>10.0%}{row['cache_mb']:>9.1f}"
+    )
