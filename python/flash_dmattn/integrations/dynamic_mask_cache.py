@@ -39,9 +39,9 @@ class DynamicMaskLayer(CacheLayerMixin):
         self.is_compileable = static
         self.record_past = False
         self.slots: KVSlots | None = None
-        self._seen = (
-            0  # tokens so far, pending ones included; 0 or not where they are counted on the device
-        )
+        # Tokens so far, pending ones included; of a static layer, whether there are any, and _length counts them.
+        self._seen = 0
+        self._length: torch.Tensor | None = None
 
     # ---- What attention uses ------------------------------------------------------------------------
 
@@ -82,6 +82,8 @@ class DynamicMaskLayer(CacheLayerMixin):
             mask = None if present is None else present[:, last]
             self.slots.append(*_by_token(keys, values), of_keys, key_mask=mask)
         self._seen = length
+        if self.is_compileable:
+            self._length.fill_(length)
 
     def attend(
         self,
@@ -113,8 +115,7 @@ class DynamicMaskLayer(CacheLayerMixin):
                 self.slots.append(key[:, part], value[:, part], scores[..., part], key_mask=mask)
                 parts.append(self.slots.attend(query[:, part], scale=scale))
             out = torch.cat(parts, dim=1)
-        if not self.is_compileable:
-            self._seen += length
+        self._count(length)
         return out
 
     # ---- What transformers uses ---------------------------------------------------------------------
@@ -125,6 +126,11 @@ class DynamicMaskLayer(CacheLayerMixin):
         """Memory for keys like these, [B, Hkv, any number, D]."""
         batch, heads, _, head_dim = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
+        if self.is_compileable:
+            # Not slots.seen, which a step changes: compiled code would read it again for the layers behind.
+            self._length = torch.zeros((), dtype=torch.int64, device=self.device)
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(self._length)
         self._hold(
             KVSlots(
                 batch,
@@ -167,9 +173,7 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int | torch.Tensor:
         """The tokens so far; of a static cache a number on the device."""
-        if not self.is_compileable or self.is_empty:
-            return self._seen
-        return self._length + self.slots.pending if self.slots.pending else self._length
+        return self._seen if self.is_empty or not self.is_compileable else self._length
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int | torch.Tensor]:
         """A mask is over new tokens only: one per head would be needed for those in slots."""
@@ -205,13 +209,15 @@ class DynamicMaskLayer(CacheLayerMixin):
                 "have evicted keys; call activate_past_recording before the tokens are added"
             )
         self._commit(kept)
-        self._seen += tokens_to_remove
+        self._count(tokens_to_remove)
 
     def reset(self) -> None:
         """Forgets all tokens; the memory stays."""
         if self.is_initialized:
             self.slots.clear()
         self._seen = 0
+        if self._length is not None:
+            self._length.zero_()
 
     def offload(self) -> None:
         if self.is_initialized:
@@ -238,12 +244,15 @@ class DynamicMaskLayer(CacheLayerMixin):
         self.slots = slots
         self.keys, self.values = slots.k, slots.v
         self.batch_size = self.max_batch_size = slots.batch
-        self._length = slots.seen[
-            0
-        ]  # one tensor, so that a mask can tell that queries and keys begin together
         if self.is_compileable and not torch.compiler.is_compiling():
             for tensor in slots.tensors:
                 torch._dynamo.mark_static_address(tensor)
+
+    def _count(self, tokens: int) -> None:
+        if self.is_compileable:
+            self._length.add_(tokens)
+        else:
+            self._seen += tokens
 
     @torch.no_grad()
     def _select(self, rows: torch.Tensor) -> None:

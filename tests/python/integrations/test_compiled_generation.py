@@ -71,6 +71,16 @@ def test_one_graph_for_all_steps(pad):
 
 
 @torch.no_grad()
+def test_inductor_reads_lengths_before_they_change():
+    """Its kernels compute again what they read, and positions serve layers behind the first, which counts the token."""
+    torch._dynamo.reset()
+    _, ours = make_pair()
+    expected = decode(ours, prefilled(ours))
+    actual = decode(torch.compile(ours, fullgraph=True), prefilled(ours))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
 def test_memory_stays_in_place():
     _, ours = make_pair()
     cache = prefilled(ours)
