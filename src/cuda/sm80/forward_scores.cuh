@@ -10,23 +10,39 @@
 // memory with the keys (Extra of KvPipeline).
 namespace flash_dmattn::cuda::sm80 {
 
-// Masks and biases belong to keys.
-template <KvSource Source>
-struct KeyScores {
-  static constexpr KvSource source = Source;
-  static constexpr bool has_dense = false;
+// Rows and keys in order, with nothing beside the keys.
+struct KeysAlone {
   using RowOrder = cuda::RowOrder<1>;
   using KeyOrder = InOrder;
-  using Tiles = EveryTile;
   template <int Queries, int Keys, class Group>
   using Extra = NoExtra;
 
-  template <int Queries, int Keys>
-  static __device__ Tiles tiles(const ForwardParams&, const QueryTile&, const TileKeys&) {
-    return {};
-  }
   template <class Extra, class Group>
   static __device__ Extra extra(Group, const ForwardParams&, const QueryTile&, int) {
+    return {};
+  }
+};
+
+// Tiles that the packed mask leaves empty are skipped.
+struct NonEmptyByMask {
+  using Tiles = VisibleTiles;
+
+  template <int Queries, int Keys>
+  static __device__ Tiles tiles(const ForwardParams& p, const QueryTile& tile,
+                                const TileKeys& keys) {
+    return {p.score.packed_mask, tile, p.shape.seqlen_q, Queries, keys, Keys};
+  }
+};
+
+// Masks and biases belong to keys.
+template <KvSource Source>
+struct KeyScores : KeysAlone {
+  static constexpr KvSource source = Source;
+  static constexpr bool has_dense = false;
+  using Tiles = EveryTile;
+
+  template <int Queries, int Keys>
+  static __device__ Tiles tiles(const ForwardParams&, const QueryTile&, const TileKeys&) {
     return {};
   }
 
@@ -43,24 +59,9 @@ struct KeyScores {
 };
 
 // A dense mask or bias, read element by element.
-struct ElementScores {
+struct ElementScores : KeysAlone, NonEmptyByMask {
   static constexpr KvSource source = KvSource::either;
   static constexpr bool has_dense = true;
-  using RowOrder = cuda::RowOrder<1>;
-  using KeyOrder = InOrder;
-  using Tiles = VisibleTiles;
-  template <int Queries, int Keys, class Group>
-  using Extra = NoExtra;
-
-  template <int Queries, int Keys>
-  static __device__ Tiles tiles(const ForwardParams& p, const QueryTile& tile,
-                                const TileKeys& keys) {
-    return {p.score.packed_mask, tile, p.shape.seqlen_q, Queries, keys, Keys};
-  }
-  template <class Extra, class Group>
-  static __device__ Extra extra(Group, const ForwardParams&, const QueryTile&, int) {
-    return {};
-  }
 
   template <class T, class Pipeline, int M16, int N8>
   static __device__ void finish(const ForwardParams& p, const QueryTile& tile, int warp_row,
@@ -82,20 +83,14 @@ struct ElementScores {
 // aligned_16B; tiles that the mask leaves empty are skipped. `Heads`: a block's rows are of one head or of two
 // that have the same mask, ranks and bias.
 template <int Heads>
-struct TileScores {
+struct TileScores : NonEmptyByMask {
   static constexpr KvSource source = KvSource::consecutive;
   static constexpr bool has_dense = true;
   using RowOrder = cuda::RowOrder<Heads>;
   using KeyOrder = LaneContiguous<8>;
-  using Tiles = VisibleTiles;
   template <int Queries, int Keys, class Group>
   using Extra = DenseTileLoader<Queries, Keys, Group>;
 
-  template <int Queries, int Keys>
-  static __device__ Tiles tiles(const ForwardParams& p, const QueryTile& tile,
-                                const TileKeys& keys) {
-    return {p.score.packed_mask, tile, p.shape.seqlen_q, Queries, keys, Keys};
-  }
   template <class Extra, class Group>
   static __device__ Extra extra(Group group, const ForwardParams& p, const QueryTile& tile,
                                 int row_end) {
