@@ -102,7 +102,7 @@ struct Slots {
     TileListArgs two_tiles = args;
     two_tiles.tile_rows *= 2;
     shape = slot_shape(args, tile_list_capacity(two_tiles), geometry.segments);
-    exist = shape.slots < args.seqlen_k;
+    exist = 2 * shape.slots <= args.seqlen_k;
   }
 
   std::size_t bytes() const { return exist ? key_slot_bytes(shape) : 0; }

@@ -26,8 +26,8 @@ ScheduleContents build_tile_list_schedule(const Problem& problem, const Visibili
 
 // ---- Slots of a key-major kernel ----------------------------------------------------------------
 //
-// Empty for intervals of consecutive keys, which are neighbours anyway, and where every key would have a slot of its
-// own (key_slots.h).
+// Empty for intervals of consecutive keys, which are neighbours anyway, and for more slots than half of the keys: what
+// neighbours visit in vain then takes less time than coming and going (key_slots.h).
 
 // How a kernel cuts the queries.
 struct SlotGeometry {

@@ -19,28 +19,29 @@ namespace {
 
 constexpr bool is_compiled = FLASH_DMATTN_HAS_SM90 != 0;
 
-constexpr std::string_view name_of(KeyWalk walk) {
-  switch (walk) {
-    case KeyWalk::block: return "block";
-    case KeyWalk::block_key_info: return "block_key_info";
-    case KeyWalk::slots: return "slots";
+constexpr std::string_view name_of(KeyPlacement placement) {
+  switch (placement) {
+    case KeyPlacement::block: return "block";
+    case KeyPlacement::block_key_info: return "block_key_info";
+    case KeyPlacement::slots: return "slots";
   }
   return "";
 }
 
 BackwardChoice choose(const BackwardArgs& args) {
   const Problem& p = args.problem;
-  BackwardChoice choice{p.dtype, head_dim_bucket(static_cast<int>(p.head_dim)), KeyWalk::block};
+  BackwardChoice choice{p.dtype, head_dim_bucket(static_cast<int>(p.head_dim)),
+                        KeyPlacement::block};
   const bool has_info =
       has(p.mask_shape) || has(p.bias_shape) || args.in.visibility.intervals.data != nullptr;
-  if (has_info) choice.walk = KeyWalk::block_key_info;
+  if (has_info) choice.placement = KeyPlacement::block_key_info;
   // The heads of a group come to a slot together.
   const auto differs_in_group = [&](const BroadcastShape& shape) {
     return shape[1] == p.heads_q && p.heads_q != p.heads_kv && shape[1] > 1;
   };
   if (!args.schedule.empty() && !differs_in_group(p.mask_shape) &&
       !differs_in_group(p.bias_shape)) {
-    choice.walk = KeyWalk::slots;
+    choice.placement = KeyPlacement::slots;
   }
   return choice;
 }
@@ -137,8 +138,10 @@ struct Call {
         k(args, args.in.k, args.problem.seqlen_k, args.problem.heads_kv, workspace),
         v(args, args.in.v, args.problem.seqlen_k, args.problem.heads_kv, workspace),
         dout(args, args.dout, args.problem.seqlen_q, args.problem.heads_q, workspace),
-        dk(shape_of(args.problem), rows_of(args.dk), choice.walk == KeyWalk::slots, workspace),
-        dv(shape_of(args.problem), rows_of(args.dv), choice.walk == KeyWalk::slots, workspace) {
+        dk(shape_of(args.problem), rows_of(args.dk), choice.placement == KeyPlacement::slots,
+           workspace),
+        dv(shape_of(args.problem), rows_of(args.dv), choice.placement == KeyPlacement::slots,
+           workspace) {
     const Problem& p = args.problem;
     BackwardParams& common = params.backward;
     common = params_of(args);
@@ -152,21 +155,21 @@ struct Call {
     common.lse_log2 = workspace.take<float>(rows);
     common.lse_log2_low = workspace.take<float>(rows);
     common.delta = workspace.take<float>(rows);
-    const std::int64_t tile_rows = backward_policy(choice.head_dim, choice.walk).rows;
+    const std::int64_t tile_rows = backward_policy(choice.head_dim, choice.placement).rows;
     const std::int64_t padded_rows =
         p.batch * p.heads_q * ceil_div(p.seqlen_q, tile_rows) * tile_rows;
     params.row_stats = workspace.take<float>(2 * padded_rows);
-    if (choice.walk != KeyWalk::block)
+    if (choice.placement != KeyPlacement::block)
       params.info = allocate_key_info(common.shape, common.score, workspace);
 
-    if (choice.walk == KeyWalk::slots) place_slots(args, workspace);
+    if (choice.placement == KeyPlacement::slots) place_slots(args, workspace);
 
     const std::size_t begin = workspace.used();
     zeroed = workspace.take<std::byte>(0);
     common.flags = workspace.take<std::uint32_t>(1);
     if (p.deterministic) {
       const std::int64_t key_blocks = ceil_div(p.seqlen_k, std::int64_t{BackwardPolicy::keys});
-      const bool slots = choice.walk == KeyWalk::slots;
+      const bool slots = choice.placement == KeyPlacement::slots;
       if (!slots) params.order.started = workspace.take<int>(1);
       params.order.published = workspace.take<int>(
           p.batch * p.heads_kv * (slots ? ceil_div(p.seqlen_q, tile_rows) : key_blocks));
@@ -210,7 +213,7 @@ struct Call {
 std::string name(const BackwardChoice& choice) {
   std::string text = "sm90 backward ";
   text.append(flash_dmattn::name_of(choice.dtype)).append(" d");
-  return text.append(std::to_string(choice.head_dim)).append(" ").append(name_of(choice.walk));
+  return text.append(std::to_string(choice.head_dim)).append(" ").append(name_of(choice.placement));
 }
 
 std::string decline_backward(const Problem& p) {
@@ -274,8 +277,9 @@ std::vector<std::string> backward_names(const DeviceProperties&) {
   std::vector<std::string> names;
   for (const DType dtype : {DType::bf16, DType::f16}) {
     for (const int head_dim : {64, 128}) {
-      for (const KeyWalk walk : {KeyWalk::block, KeyWalk::block_key_info, KeyWalk::slots})
-        names.push_back(name({dtype, head_dim, walk}));
+      for (const KeyPlacement placement :
+           {KeyPlacement::block, KeyPlacement::block_key_info, KeyPlacement::slots})
+        names.push_back(name({dtype, head_dim, placement}));
     }
   }
   return names;

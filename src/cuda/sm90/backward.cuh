@@ -15,19 +15,19 @@ enum class WarpRole : std::uint8_t { load_tiles, write_dq, load_slots };
 // The backward of sm_90a, by keys: a block keeps K, V, dK, dV and the gradient of the key biases of 128 keys, and
 // visits the query tiles that see some of them. dq is added to fp32 sums in memory. The keys are neighbours, one block
 // for each 128, or they come to slots and leave them, in persistent blocks.
-template <class T, int D, KeyWalk Walk>
+template <class T, int D, KeyPlacement Placement>
 struct BackwardKernel {
   using Element = T;
   using Params = BackwardKernelParams;
   static constexpr int head_dim = D;
-  static constexpr KeyWalk walk = Walk;
-  static constexpr bool has_slots = Walk == KeyWalk::slots;
-  static constexpr BackwardPolicy policy = backward_policy(D, Walk);
+  static constexpr KeyPlacement placement = Placement;
+  static constexpr bool has_slots = Placement == KeyPlacement::slots;
+  static constexpr BackwardPolicy policy = backward_policy(D, Placement);
   static constexpr int threads = BackwardPolicy::threads;
   static constexpr int min_blocks = 1;
 
-  using SharedStorage = BackwardStorage<D, Walk>;
-  using DqLayout = DqAccumLayout<D, Walk>;
+  using SharedStorage = BackwardStorage<D, Placement>;
+  using DqLayout = DqAccumLayout<D, Placement>;
   using Keys = std::conditional_t<has_slots, SlotBlock<BackwardKernel>, KeyBlock<BackwardKernel>>;
 
   // Of bar.sync; 0 is __syncthreads, 1 the storage's.
@@ -93,7 +93,7 @@ struct BackwardKernel {
   // The work of a block of neighbouring keys; returns the work just before it that adds to the same dq.
   static __device__ int find_work(const Params& p, bool ordered, SharedStorage& storage) {
     const KeyTile tile(p.backward.shape, BackwardPolicy::keys, ordered, storage.order);
-    const int2 queries = find_queries<Walk>(p, tile, storage.bounds);
+    const int2 queries = find_queries<Placement>(p, tile, storage.bounds);
     if (threadIdx.x == 0) {
       const int tile_end = ceil_div(queries.y, policy.rows);
       storage.work[0] = {tile.batch, tile.kv_head, tile.key, min(queries.x / policy.rows, tile_end),

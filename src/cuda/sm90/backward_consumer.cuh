@@ -47,7 +47,7 @@ class BackwardConsumer {
     clear(dv_);
     Visit at(p_.backward.shape, work);
     if (at.has()) {
-      if constexpr (Kernel::walk != KeyWalk::slots) storage_.key_pipeline.wait_full(0);
+      if constexpr (Kernel::placement != KeyPlacement::slots) storage_.key_pipeline.wait_full(0);
       keys_.begin(turn);
       keys_.begin_tile(at);
       storage_.q_pipeline.wait_full(n);
@@ -105,7 +105,7 @@ class BackwardConsumer {
       for (int h = 0; h < 2; ++h) {
         s_[4 * j + 2 * h] = begin.x;
         s_[4 * j + 2 * h + 1] = begin.y;
-        if constexpr (Kernel::walk != KeyWalk::block) {
+        if constexpr (Kernel::placement != KeyPlacement::block) {
           s_[4 * j + 2 * h] += keys_.bias(h);
           s_[4 * j + 2 * h + 1] += keys_.bias(h);
         }
@@ -256,7 +256,7 @@ class BackwardConsumer {
             has_room ? float2{s_[2 * i], s_[2 * i + 1]} : Element<T>::widen_packed2(p_operand_[i]);
         const float x = p.x * (dp_[2 * i] - delta_of[j].x);
         const float y = p.y * (dp_[2 * i + 1] - delta_of[j].y);
-        if constexpr (Kernel::walk != KeyWalk::block) sums[h] += x + y;
+        if constexpr (Kernel::placement != KeyPlacement::block) sums[h] += x + y;
         ds_operand_[i] = pack<T>(x, y);
         magnitude[i % 4] = add_magnitude<T>(magnitude[i % 4], ds_operand_[i]);
       }

@@ -6,7 +6,7 @@
 namespace flash_dmattn::cuda::sm90 {
 
 // How a block comes to its 128 keys.
-enum class KeyWalk : std::uint8_t {
+enum class KeyPlacement : std::uint8_t {
   block,           // neighbouring keys, seen by every query or by those from their own position on
   block_key_info,  // neighbouring keys with ranges of queries, masks or biases
   slots,           // places where keys come and go (cuda/selection/key_slots.h)
@@ -44,17 +44,17 @@ inline constexpr int slot_segments = 64;
 // What binds is shared memory: the products of a tile read it for longer than the tensor cores multiply. D 64: dk
 // and dv are half as large, so that 128 queries fit, which share a read of K and V. D 128: by turns dq reads less,
 // but a block of neighbouring keys loses 3 % in waits; with slots there is more to do meanwhile, and turns win 5 %.
-constexpr BackwardPolicy backward_policy(int head_dim, KeyWalk walk) {
-  if (walk == KeyWalk::slots) return {.rows = slot_tile_rows, .dq = DqSplit::turns};
+constexpr BackwardPolicy backward_policy(int head_dim, KeyPlacement placement) {
+  if (placement == KeyPlacement::slots) return {.rows = slot_tile_rows, .dq = DqSplit::turns};
   if (head_dim == 64) return {.rows = 128, .dq = DqSplit::rows};
   return {.rows = 64, .dq = DqSplit::columns};
 }
 
 // Sums of dq in memory: tiles of `rows` queries, each in one or two parts of 64 queries, in the order of the
 // accumulators: block j of eight columns has 128 threads' four floats, (row, two columns) and (row + 8, the same).
-template <int D, KeyWalk Walk>
+template <int D, KeyPlacement Placement>
 struct DqAccumLayout {
-  static constexpr BackwardPolicy policy = backward_policy(D, Walk);
+  static constexpr BackwardPolicy policy = backward_policy(D, Placement);
   static constexpr int rows = policy.rows;
   static constexpr int columns = D;
   static constexpr int floats = rows * D;

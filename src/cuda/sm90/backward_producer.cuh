@@ -31,12 +31,12 @@ struct TileLoader {
   // By a warp. `n`: query tiles of this block before.
   __device__ int run(const BackwardWork& work, int n) const {
     if (!work.has_tiles()) return n;
-    if constexpr (Kernel::walk != KeyWalk::slots) load_keys(work);
+    if constexpr (Kernel::placement != KeyPlacement::slots) load_keys(work);
     const std::uint32_t flags = *p.backward.flags;
     const bool cleans_q = (flags & q_not_finite) != 0;
     const bool cleans_dout = (flags & dout_not_finite) != 0;
 #pragma unroll 1
-    for (QueryWalk<Kernel::walk> at(p.backward.shape, work); at.has(); at.advance(), ++n) {
+    for (QueryVisits<Kernel::placement> at(p.backward.shape, work); at.has(); at.advance(), ++n) {
       const int stage = storage.q_pipeline.stage(n);
       storage.q_pipeline.wait_empty(n);
       load(p.q_map, p.backward.q, cleans_q, work.batch, at.head, at.tile * rows,

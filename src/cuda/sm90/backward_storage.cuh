@@ -7,11 +7,11 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Of the rows of a query tile.
+// Of the rows of a query tile. Every score of a row begins with `score`: -lse / scale, or -inf for rows that do not
+// exist or have no P.
 template <int Rows>
 struct RowStats {
-  float score
-      [Rows];  // that every score begins with: -lse / scale; -inf for rows that do not exist or have no P
+  float score[Rows];
   float delta[Rows];
 };
 
@@ -25,9 +25,9 @@ struct SlotStorage {
 template <>
 struct SlotStorage<false> {};
 
-template <int D, KeyWalk Walk>
+template <int D, KeyPlacement Placement>
 struct BackwardStorage {
-  static constexpr BackwardPolicy policy = backward_policy(D, Walk);
+  static constexpr BackwardPolicy policy = backward_policy(D, Placement);
   using KeyTile = PanelTile<policy.keys, D>;
   using QueryTile = PanelTile<policy.rows, D>;
   using ScoreTile = PanelTile<policy.keys, policy.rows>;
@@ -51,7 +51,7 @@ struct BackwardStorage {
   int bounds[2];  // queries that see some key of the block
   // Of a block of neighbouring keys one; parts of chains of slots take turns.
   BackwardWork work[2];
-  SlotStorage<Walk == KeyWalk::slots> slots;
+  SlotStorage<Placement == KeyPlacement::slots> slots;
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -22,13 +22,13 @@ struct BackwardWork {
 
 // The query tiles of a work, of all heads of the group: with neighbouring keys one head after the other, because
 // heads may differ in mask and bias; with slots the heads of a tile together, because then keys come and go.
-template <KeyWalk Walk>
-class QueryWalk {
+template <KeyPlacement Placement>
+class QueryVisits {
  public:
   int tile;
   int head;
 
-  __device__ QueryWalk(const Shape& shape, const BackwardWork& work)
+  __device__ QueryVisits(const Shape& shape, const BackwardWork& work)
       : tile(work.tile_begin),
         head(work.kv_head * (shape.heads_q / shape.heads_kv)),
         tile_begin_(work.tile_begin),
@@ -46,7 +46,7 @@ class QueryWalk {
 
   __device__ void advance() {
     --left_;
-    if constexpr (Walk == KeyWalk::slots) {
+    if constexpr (Placement == KeyPlacement::slots) {
       if (is_last_head()) {
         ++tile;
         head = head_begin_;
@@ -103,11 +103,11 @@ __device__ inline BackwardWork work_of(const BackwardKernelParams& p, const Slot
 }
 
 // The queries that see some key of a block of neighbouring keys, [begin, end). By all threads of the block.
-template <KeyWalk Walk>
+template <KeyPlacement Placement>
 __device__ inline int2 find_queries(const BackwardKernelParams& p, const KeyTile& tile,
                                     int (&shared_bounds)[2]) {
   const Shape& shape = p.backward.shape;
-  if constexpr (Walk == KeyWalk::block) {
+  if constexpr (Placement == KeyPlacement::block) {
     const int first =
         p.backward.score.causal ? max(tile.key - (shape.seqlen_k - shape.seqlen_q), 0) : 0;
     return {first, shape.seqlen_q};

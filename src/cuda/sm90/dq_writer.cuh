@@ -19,7 +19,8 @@ class BlockOrder {
       : p_(p),
         semaphore_(p.order, storage.semaphore, ThreadGroup<warp_size>::of_warp(), predecessor) {}
 
-  __device__ void begin_tile(const BackwardWork& work, const QueryWalk<Kernel::walk>& at) const {
+  __device__ void begin_tile(const BackwardWork& work,
+                             const QueryVisits<Kernel::placement>& at) const {
     if (at.tile != work.tile_begin && at.tile % group != 0) return;
     const int last = min(at.tile / group * group + group, work.tile_end) - 1;
     const auto index =
@@ -43,7 +44,8 @@ class SlotOrder {
   __device__ SlotOrder(const BackwardKernelParams& p, typename Kernel::SharedStorage&, int)
       : p_(p) {}
 
-  __device__ void begin_tile(const BackwardWork& work, const QueryWalk<Kernel::walk>& at) const {
+  __device__ void begin_tile(const BackwardWork& work,
+                             const QueryVisits<Kernel::placement>& at) const {
     if (!at.is_first_head() || lane_id() != 0) return;
     while (load_acquire(count(work, at.tile)) != work.position) {
     }
@@ -88,7 +90,7 @@ struct DqWriter {
   __device__ void run(const BackwardWork& work) const {
     const bool ordered = p.order.published != nullptr;
 #pragma unroll 1
-    for (QueryWalk<Kernel::walk> at(p.backward.shape, work); at.has(); at.advance()) {
+    for (QueryVisits<Kernel::placement> at(p.backward.shape, work); at.has(); at.advance()) {
       const std::int64_t index =
           tile_index(p.backward.shape, Kernel::policy.rows, work.batch, at.head, at.tile);
       float* const to = p.dq_accum + index * Layout::floats;

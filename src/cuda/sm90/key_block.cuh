@@ -16,10 +16,10 @@ class KeyBlock {
   using Rows = typename Storage::KeyTile;
   static constexpr int rows = Kernel::policy.rows;
   static constexpr int columns = rows / 2;  // score accumulators of a thread
-  static constexpr bool has_info = Kernel::walk == KeyWalk::block_key_info;
+  static constexpr bool has_info = Kernel::placement == KeyPlacement::block_key_info;
 
  public:
-  using Visit = QueryWalk<Kernel::walk>;
+  using Visit = QueryVisits<Kernel::placement>;
 
   __device__ KeyBlock(const BackwardKernelParams& p, Storage& storage, int warpgroup)
       : p_(p), storage_(storage), work_(storage.work[0]), warpgroup_(warpgroup) {}

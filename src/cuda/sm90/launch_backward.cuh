@@ -13,9 +13,9 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-template <class T, int D, KeyWalk Walk>
+template <class T, int D, KeyPlacement Placement>
 void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
-  using Kernel = BackwardKernel<T, D, Walk>;
+  using Kernel = BackwardKernel<T, D, Placement>;
   constexpr int rows = Kernel::policy.rows;
   const BackwardParams& p = params.backward;
   const Shape& shape = p.shape;
@@ -30,18 +30,18 @@ void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
 
   const PrepareRowStats<rows> stats{shape, p.lse_log2, p.delta, p.score.factor, params.row_stats};
   for_each(stats.items(), stats, stream);
-  if constexpr (Walk != KeyWalk::block) {
+  if constexpr (Placement != KeyPlacement::block) {
     const PrepareKeyInfo<T> key_info{shape, p.score, params.info, 1 / p.score.scale};
     for_each(key_info.items(), key_info, stream);
   }
-  if constexpr (Walk == KeyWalk::slots) {
+  if constexpr (Placement == KeyPlacement::slots) {
     const PrepareSlotRecords records{shape, params.info, params.slots};
     for_each(records.items(), records, stream);
     const ClearUnseenKeys clear{shape, params.info, p.dk, p.dv};
     for_each(clear.items(), clear, stream);
   }
   launch<Kernel>(Kernel::blocks(params), params, stream);
-  if constexpr (Walk == KeyWalk::slots) {
+  if constexpr (Placement == KeyPlacement::slots) {
     using Add = AddSlotParts<T, D>;
     launch<Add>(Add::blocks(params), params, stream);
   }
@@ -54,11 +54,13 @@ void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
 template <class T, int D>
 void launch_backward(const BackwardChoice& choice, const BackwardKernelParams& params,
                      cudaStream_t stream) {
-  switch (choice.walk) {
-    case KeyWalk::block: return launch_backward_kernel<T, D, KeyWalk::block>(params, stream);
-    case KeyWalk::block_key_info:
-      return launch_backward_kernel<T, D, KeyWalk::block_key_info>(params, stream);
-    case KeyWalk::slots: return launch_backward_kernel<T, D, KeyWalk::slots>(params, stream);
+  switch (choice.placement) {
+    case KeyPlacement::block:
+      return launch_backward_kernel<T, D, KeyPlacement::block>(params, stream);
+    case KeyPlacement::block_key_info:
+      return launch_backward_kernel<T, D, KeyPlacement::block_key_info>(params, stream);
+    case KeyPlacement::slots:
+      return launch_backward_kernel<T, D, KeyPlacement::slots>(params, stream);
   }
 }
 

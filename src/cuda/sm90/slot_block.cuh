@@ -23,7 +23,7 @@ class SlotBlock {
   static constexpr int gradients = head_dim / 2;
 
  public:
-  using Visit = QueryWalk<Kernel::walk>;
+  using Visit = QueryVisits<Kernel::placement>;
 
   __device__ SlotBlock(const BackwardKernelParams& p, Storage& storage, int warpgroup)
       : p_(p), storage_(storage), warpgroup_(warpgroup) {}

@@ -17,7 +17,7 @@ struct SlotPart {
 };
 
 // How the blocks of a persistent grid share the chains. Where there are more blocks than chains each chain is cut
-// into `cuts` pieces, all at the same units: blocks of a kv head then walk the same query tiles at the same time and
+// into `cuts` pieces, all at the same units: blocks of a kv head then visit the same query tiles at the same time and
 // share them in the L2. Each block takes whole pieces, as many as every block can have; what remains is divided
 // evenly, in units, into at most two parts for each block, which it computes first.
 struct SlotPartition {
