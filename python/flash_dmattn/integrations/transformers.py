@@ -1,19 +1,19 @@
 """Dynamic mask attention for transformers: a named attention implementation, and Doge models.
 
-Importing this module registers the name "flash_dmattn" with transformers' attention and mask
-interfaces, and makes `DogeAttention` use it under that name:
+Importing this module registers the names "flash_dmattn" and "dynamic_mask_attention" with transformers' attention and
+mask interfaces, and makes `DogeAttention` use it under these names:
 
     from flash_dmattn.integrations.transformers import enable_flash_dmattn
 
     model = enable_flash_dmattn(DogeForCausalLM.from_pretrained(...))
 
 `from_pretrained(..., attn_implementation="flash_dmattn")` and `model.set_attn_implementation` work
-too, for any model whose attention layers go through transformers' `AttentionInterface`.
+too, for any model whose attention layers go through transformers' `AttentionInterface`. The second name is for models in
+which transformers takes every name with "flash" in it for one of its own kernels.
 """
 
 import functools
 import types
-import warnings
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin, modeling_utils
@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 NAME = "flash_dmattn"
+NAMES = (NAME, "dynamic_mask_attention")
 _CACHE = "dynamic_mask"
 _DEFAULT_CACHE = "_flash_dmattn_cache"  # attribute of a model
 
@@ -63,23 +64,22 @@ def enable_flash_dmattn(
         The same model.
 
     Raises:
-        ValueError: the model has no Doge attention layer, or cannot have this cache.
+        ValueError: the model has no Doge attention layer, has attention dropout, or cannot have this cache.
     """
     layers = [module for module in model.modules() if isinstance(module, DogeAttention)]
     if not layers:
         raise ValueError(f"model is a {type(model).__name__} without any DogeAttention layer")
+    dropout = max(layer.attention_dropout for layer in layers)
+    if dropout:
+        raise ValueError(
+            f"attention_dropout is {dropout}, which flash_dmattn does not have; expected 0: load the model with "
+            "from_pretrained(..., attention_dropout=0.0), which changes nothing but its training"
+        )
     if cache not in (None, _CACHE):
         raise ValueError(f"cache: got {cache!r}, expected {_CACHE!r} or None")
     for module in model.modules():
         if isinstance(module, DogePreTrainedModel):
             _set_default_cache(module, cache)
-    dropout = max(layer.attention_dropout for layer in layers)
-    if dropout:
-        warnings.warn(
-            f"attention_dropout is {dropout}: this model can infer, but its training will be refused, because "
-            "flash_dmattn has no attention dropout; expected config.attention_dropout = 0",
-            stacklevel=2,
-        )
     for layer in layers:
         layer.config._attn_implementation = NAME
         setattr(layer, ROUNDED, round_scores_like_eager)
@@ -100,7 +100,8 @@ def _set_default_cache(model: DogePreTrainedModel, cache: str | None) -> None:
 
 def _has_default_cache(model: torch.nn.Module) -> bool:
     return (
-        getattr(model, _DEFAULT_CACHE, None) == _CACHE and model.config._attn_implementation == NAME
+        getattr(model, _DEFAULT_CACHE, None) == _CACHE
+        and model.config._attn_implementation in NAMES
     )
 
 
@@ -138,12 +139,12 @@ def _generate_with_default_cache() -> None:
 
 
 def _teach_doge() -> None:
-    """Under the name "flash_dmattn", DogeAttention.forward is `doge_attention_forward`."""
+    """Under our names, DogeAttention.forward is `doge_attention_forward`."""
     forward = DogeAttention.forward
 
     @functools.wraps(forward)
     def dispatch(self, *args, **kwargs):
-        ours = self.config._attn_implementation == NAME
+        ours = self.config._attn_implementation in NAMES
         return (doge_attention_forward if ours else forward)(self, *args, **kwargs)
 
     DogeAttention.forward = dispatch
@@ -168,7 +169,7 @@ def _refuse_continuous_batching() -> None:
 
     @functools.wraps(start)
     def start_others(self, *args, **kwargs):
-        if str(self.config._attn_implementation).removeprefix("paged|") == NAME:
+        if str(self.config._attn_implementation).removeprefix("paged|") in NAMES:
             raise ValueError(
                 f"attn_implementation is {self.config._attn_implementation!r}; continuous batching (generate_batch) "
                 "has a paged cache, which flash_dmattn does not support. Use generate, or another implementation"
@@ -178,8 +179,9 @@ def _refuse_continuous_batching() -> None:
     GenerationMixin.init_continuous_batching = start_others
 
 
-AttentionInterface.register(NAME, flash_dynamic_mask_attention_forward)
-AttentionMaskInterface.register(NAME, key_interval_mask)
+for _name in NAMES:
+    AttentionInterface.register(_name, flash_dynamic_mask_attention_forward)
+    AttentionMaskInterface.register(_name, key_interval_mask)
 _teach_doge()
 _generate_with_default_cache()
 keep_documents()

@@ -266,8 +266,10 @@ def test_a_model_dispatched_by_accelerate():
 def test_what_cannot_be_done_is_said():
     with pytest.raises(ValueError, match="Linear without any DogeAttention layer"):
         enable_flash_dmattn(torch.nn.Linear(2, 2))
-    with pytest.warns(UserWarning, match="attention_dropout is 0.1: .* training will be refused"):
-        model = enabled(make_model(attention_dropout=0.1))
+    model = make_model(attention_dropout=0.1)
+    with pytest.raises(ValueError, match="attention_dropout is 0.1, .* attention_dropout=0.0"):
+        enable_flash_dmattn(model)
+    model.set_attn_implementation("flash_dmattn")
     model.eval()(make_ids())
     with pytest.raises(ValueError, match="dropout is 0.1"):
         model.train()(make_ids())

@@ -14,19 +14,25 @@ FAMILIES = (
 SIZES = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-    "sliding_window": 6, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "sliding_window": 6, "attention_chunk_size": 8, "intermediate_size_mlp": 48, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 16, "ffn_dim": 48, "word_embed_proj_dim": 32, "bos_token_id": 1,
     "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_gradients(family):
-    config = getattr(transformers, f"{family}Config")(**SIZES)
-    model = getattr(transformers, f"{family}ForCausalLM")._from_config(
-        config, attn_implementation="flash_dmattn"
-    )
-    model.eval()
+def make_model(family, config, name):
+    config = getattr(transformers, config)(**SIZES)
+    model = getattr(transformers, f"{family}ForCausalLM")
+    return model._from_config(config, attn_implementation=name).eval()
+
+
+@pytest.mark.parametrize(
+    "family, config, name",
+    [(family, f"{family}Config", "flash_dmattn") for family in FAMILIES]
+    + [("Llama4", "Llama4TextConfig", "dynamic_mask_attention")],
+)
+def test_logits_and_gradients(family, config, name):
+    model = make_model(family, config, name)
     ids = torch.randint(3, 99, (2, 17))
     padding = torch.ones_like(ids)
     padding[0, :5] = 0
@@ -42,3 +48,9 @@ def test_logits_and_gradients(family):
     model.set_attn_implementation("eager")
     for got, expected in zip(ours, results(), strict=True):
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_attention_sinks_are_refused_by_name():
+    model = make_model("GptOss", "GptOssConfig", "dynamic_mask_attention")
+    with pytest.raises(ValueError, match="s_aux: got a Parameter"):
+        model(torch.randint(3, 99, (1, 9)))

@@ -1,0 +1,117 @@
+"""A training step of a Doge on the GPU: compiled it waits for nothing, and all of it is one CUDA graph."""
+
+import pytest
+import torch
+
+from gpu import capture, needs_gpu
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+from flash_dmattn.demo.training import make_model  # noqa: E402
+
+pytestmark = needs_gpu
+
+B, LENGTH, WINDOW = 2, 300, 64
+# aot_eager alone runs softplus_backward with other strides than it was traced with.
+BACKEND = "aot_eager_decomp_partition"
+
+
+@pytest.fixture
+def model():
+    model = make_model(LENGTH, WINDOW, layers=2).to("cuda", torch.bfloat16)
+    model.config.use_cache = False
+    for layer in model.model.layers:  # else all scores tie
+        torch.nn.init.normal_(layer.self_attn.A)
+    return model
+
+
+def inputs(kind):
+    ids = torch.randint(256, (B, LENGTH), device="cuda")
+    if kind == "padding":
+        mask = torch.ones_like(ids)
+        mask[0, :40] = 0
+        return ids, {"attention_mask": mask}
+    if kind == "packed":
+        positions = torch.cat([torch.arange(200), torch.arange(100)])[None].cuda()
+        return ids[:1], {"position_ids": positions}
+    return ids, {}
+
+
+def step_of(model, ids, options, compiled):
+    def loss(ids, options):
+        return model(input_ids=ids, labels=ids, **options).loss
+
+    if compiled:
+        torch._dynamo.reset()
+        loss = torch.compile(loss, backend=BACKEND, fullgraph=True)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def step():
+        found = loss(ids, options)
+        return [found, *torch.autograd.grad(found, parameters, allow_unused=True)]
+
+    return step
+
+
+def assert_same(actual, expected):
+    for got, wanted in zip(actual, expected, strict=True):
+        if wanted is None:
+            assert got is None
+            continue
+        largest = wanted.float().abs().max().item()
+        torch.testing.assert_close(got.float(), wanted.float(), rtol=5e-2, atol=2e-2 * largest)
+
+
+@pytest.mark.parametrize("kind", ["plain", "padding", "packed"])
+def test_compiled_it_reads_nothing_from_the_device(model, kind):
+    ids, options = inputs(kind)
+    expected = step_of(model, ids, options, compiled=False)()
+    step = step_of(model, ids, options, compiled=True)
+    assert_same(step(), expected)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_uncompiled_without_a_mask_it_reads_nothing_from_the_device(model):
+    step = step_of(model, *inputs("plain"), compiled=False)
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind, compiled", [("plain", False), ("plain", True), ("padding", True)])
+def test_a_graph_of_the_whole_step(model, kind, compiled):
+    ids, options = inputs(kind)
+    step = step_of(model, ids, options, compiled)
+    graph, captured = capture(step)
+    for _ in range(2):
+        ids.random_(256)
+        graph.replay()
+        assert_same(captured, step())
+
+
+def test_a_graph_with_an_optimizer(model):
+    ids, options = inputs("plain")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(input_ids=ids, labels=ids, **options).loss
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    graph, loss = capture(step)
+    first = None
+    for _ in range(20):
+        graph.replay()
+        first = loss.item() if first is None else first
+    assert loss.item() < first
