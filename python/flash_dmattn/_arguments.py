@@ -81,6 +81,13 @@ def resolve_flag(value: object, name: str) -> bool:
     raise TypeError(f"{name}: got {value!r}, expected True or False")
 
 
+def may_read() -> bool:
+    """Whether values of tensors may be read: not in compiled code, nor while a CUDA graph is captured."""
+    if torch.compiler.is_compiling():
+        return False
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
 def is_transformed() -> bool:
     """Whether a transform of torch.func or forward-mode differentiation is active."""
     return (

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ._arguments import MASK_VALUE
+from ._arguments import MASK_VALUE, may_read
 from .key_intervals import KeyIntervals, select_key_intervals
 from .packed import rank_by_document
 
@@ -103,7 +103,7 @@ def split_additive(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
     The bool mask is made once: as long as the additive one lives unchanged, all layers of a model share it.
     """
-    if torch.compiler.is_compiling():
+    if not may_read():
         return _split_additive(mask)
     return _once("pairs", mask, _split_additive)
 
@@ -115,7 +115,7 @@ def mask_of_intervals(allowed: KeyIntervals) -> torch.Tensor:
         mask = allowed.with_intervals(_unexpanded(intervals)).to_mask()
         return mask.expand(*intervals.shape[:2], -1, -1)
 
-    if torch.compiler.is_compiling():
+    if not may_read():
         return make(allowed.intervals)
     return _once(f"pairs of {allowed.query_length} queries", allowed.intervals, make)
 
@@ -219,17 +219,18 @@ def select_among(
         allowed: [B or 1, H or 1, Sk, 2].
         keep_window_size: at least 1.
 
-    Compiled code reads no values. It takes intervals without a bound, which the masks of models are, asserts that
-    order when it runs, and that keys appear one at a time except at the first query: the bound of the result.
+    Compiled code reads no values, nor does a CUDA graph that is captured. They take intervals without a bound, which
+    the masks of models are, and assert that order when they run, and that keys appear one at a time except at the
+    first query: the bound of the result.
 
     Returns:
         None when no intervals describe the choice (under a sliding window wider than `keep_window_size`, for
         one).
     """
-    compiling = torch.compiler.is_compiling()
+    reading = may_read()
     if 0 in allowed.intervals.shape or allowed.query_length == 0:
         return allowed
-    if compiling:
+    if not reading:
         if allowed.bound is not None:
             return None  # windows, for one; masks of models come without a bound
     else:
@@ -241,7 +242,7 @@ def select_among(
     appears = torch.where(visible, first, 0).cummax(-1).values
     left_before = F.pad(last.cummax(-1).values[..., :-1], (1, 0))
     in_order = (first == appears) & ((last == left_before) | (first >= left_before))
-    if compiling:
+    if not reading:
         one_at_a_time = (first == 0) | (first > F.pad(appears[..., :-1], (1, 0)))
         torch._assert_async(
             ((in_order & one_at_a_time) | ~visible).all(),
@@ -253,7 +254,7 @@ def select_among(
 
     document = (visible & (last > left_before)).cumsum(-1)
     scores = scores.detach().expand(torch.broadcast_shapes(scores.shape, first.shape))
-    if compiling or document.max() > 1:
+    if not reading or document.max() > 1:
         scores = rank_by_document(scores, document)
     scores = torch.where(visible, scores, float("nan"))
     # Chosen as if every key appeared with a query of its own: row t is the moment when key t appears.
@@ -264,14 +265,14 @@ def select_among(
     last = torch.where(moments[..., 1] > moments[..., 0], torch.minimum(last, beaten_at), 0)
     first, last = torch.broadcast_tensors(first, last)
     intervals = torch.stack([first, last], dim=-1) * (last > first).unsqueeze(-1)
-    if compiling:  # every query sees keep_window_size keys at most and brings one at most
+    if not reading:  # every query sees keep_window_size keys at most and brings one at most
         return KeyIntervals(intervals, allowed.query_length, (keep_window_size, 1))
     return KeyIntervals(intervals, allowed.query_length).measured()
 
 
 def _has_no_values(tensor: torch.Tensor) -> bool:
-    """Also of tensors in compiled code, which could not be read without leaving it."""
-    return torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor)
+    """Also of tensors that may not be read."""
+    return not may_read() or tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def _rows_of_block(row_elements: int) -> int:

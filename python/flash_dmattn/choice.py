@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _ops
-from ._arguments import MASK_VALUE, check_window, selection_scores_argument
+from ._arguments import MASK_VALUE, check_window, may_read, selection_scores_argument
 from .allowed_keys import AllowedPairs, select_among
 from .key_intervals import check_selection, intersect, prefix_lm, select
 from .utils.mask import topk_mask
@@ -113,7 +113,7 @@ def _choose_under_dense_mask(
     def past():
         return prefix_lm(seqlen_k, 0, query_length=seqlen_q, device=scores.device)
 
-    shown = allowed.to_intervals() if _may_wait_for(scores) else None
+    shown = allowed.to_intervals() if may_read() else None
     if shown is not None:
         shown = intersect(shown, past()) if is_causal else shown
         scores_of_heads, intervals = match_heads(query, key, scores, shown.intervals)
@@ -129,12 +129,6 @@ def _choose_under_dense_mask(
     scores, mask = match_heads(query, key, scores, allowed.to_mask())
     mask = mask & past().to_mask() if is_causal else mask
     return Visibility(topk_mask(scores[:, :, None], mask, window, None))
-
-
-def _may_wait_for(tensor: Tensor) -> bool:
-    if torch.compiler.is_compiling():
-        return False
-    return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def _scores_and_allowed(query, key, mask, bias, selection_scores):

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from transformers.models.doge import modeling_doge
 from transformers.models.doge.modeling_doge import DogeAttention
 
+from .._arguments import may_read
 from ..allowed_keys import intervals_of_mask, split_additive, visible_counts
 from ..dynamic_mask_attention import scores_of
 from ..key_intervals import KeyIntervals, select_key_intervals
@@ -186,7 +187,7 @@ def _fill_blind_rows(
     `d out = scaling / Sk * sum_j (v_j - mean) d(q . k_j)`: one D x D matrix per head.
     """
     blind = visible_counts(mask) == 0 if isinstance(mask, KeyIntervals) else ~mask.any(-1)
-    if not torch.compiler.is_compiling() and not blind.any():
+    if may_read() and not blind.any():
         return out
     groups = query.shape[1] // key.shape[1]
     mean = value.mean(2, keepdim=True)

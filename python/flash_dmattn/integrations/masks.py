@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import masking_utils
 
+from .._arguments import may_read
 from ..allowed_keys import intervals_of_mask, intervals_of_rows
 
 
@@ -112,7 +113,7 @@ def _end_together(
     """
     if query_end is not None:
         return query_end == key_end
-    return not torch.compiler.is_compiling() and bool(query[-1] == key[-1])
+    return may_read() and bool(query[-1] == key[-1])
 
 
 def _present_keys(
@@ -131,7 +132,7 @@ def _present_keys(
     if missing > 0:
         padding = F.pad(padding, (0, missing))
     present = padding[:, key].bool()
-    return None if not torch.compiler.is_compiling() and present.all() else present
+    return None if may_read() and present.all() else present
 
 
 def _mask_of_function(
@@ -153,8 +154,7 @@ def _mask_of_function(
             block = block & present[:, None, None]
         return block.expand(batch_size, 1, stop - start, len(key))
 
-    compiling = torch.compiler.is_compiling()
-    intervals = None if compiling else intervals_of_rows(rows, shape, key.device)
+    intervals = intervals_of_rows(rows, shape, key.device) if may_read() else None
     return rows(0, len(query)).contiguous() if intervals is None else intervals.intervals
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from .._arguments import MASK_VALUE
+from .._arguments import MASK_VALUE, may_read
 from ..allowed_keys import intervals_of_mask, mask_of_intervals, select_among, split_additive
 from ..flash_dmattn_interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..key_intervals import KeyIntervals, intersect, prefix_lm
@@ -199,11 +199,11 @@ def as_key_intervals(
 ) -> KeyIntervals | None:
     """The intervals that a model passed along as its mask, int32 [B, H, Sk, 2]; None for other masks.
 
-    Compiled code takes them for consecutive, which masks of models are: then no bound has to be read from a GPU.
+    Code that may not read values takes them for consecutive, which masks of models are: then no bound has to be read from a GPU.
     """
     if isinstance(mask, torch.Tensor):
         compact = mask.dim() == 4 and mask.dtype == torch.int32 and mask.shape[3] == 2
-        consecutive = torch.compiler.is_compiling()
+        consecutive = not may_read()
         return KeyIntervals(mask, query_length, consecutive=consecutive) if compact else None
     return mask
 

@@ -76,18 +76,9 @@ def test_compiled_it_reads_nothing_from_the_device(model, kind):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_uncompiled_without_a_mask_it_reads_nothing_from_the_device(model):
-    step = step_of(model, *inputs("plain"), compiled=False)
-    step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("kind, compiled", [("plain", False), ("plain", True), ("padding", True)])
+@pytest.mark.parametrize(
+    "kind, compiled", [("plain", False), ("padding", False), ("plain", True), ("padding", True)]
+)
 def test_a_graph_of_the_whole_step(model, kind, compiled):
     ids, options = inputs(kind)
     step = step_of(model, ids, options, compiled)

@@ -1,0 +1,103 @@
+"""Calls that a GPU would have to be waited for read no value of a tensor: selection, windows, padding, packed documents."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flash_dmattn import (
+    flash_dmattn_func,
+    from_padding,
+    intersect,
+    packed_documents,
+    prefix_lm,
+    select_key_intervals,
+    sliding_window,
+)
+
+aten = torch.ops.aten
+READS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.is_nonzero}
+
+
+class RefuseReads(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function.overloadpacket not in READS, f"{function} reads values"
+        return function(*args, **(kwargs or {}))
+
+
+N = 40
+PADDING = torch.arange(N)[None] >= torch.tensor([[3], [0]])
+OFFSETS = torch.tensor([0, 13, N])
+MAKES = {
+    "window": lambda scores: sliding_window(N, 7),
+    "prefix": lambda scores: prefix_lm(N, torch.tensor([3, 5])),
+    "padding": lambda scores: from_padding(PADDING),
+    "packed": lambda scores: packed_documents(
+        OFFSETS, key_length=N, query_length=N, max_length=N - 13
+    ),
+    "choice": lambda scores: select_key_intervals(scores, 6, key_mask=PADDING),
+    "intersection": lambda scores: intersect(
+        select_key_intervals(scores, 6), from_padding(PADDING), sliding_window(N, 9)
+    ),
+}
+
+
+def gradients(leaves, **options):
+    q, k, v, bias = leaves
+    out = flash_dmattn_func(q, k, v, attn_bias=bias, **options)
+    return torch.autograd.grad(out.sum(), leaves)
+
+
+def make_leaves():
+    shapes = [(2, N, 4, 8), (2, N, 2, 8), (2, N, 2, 8), (2, 2, N)]
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_of_intervals(name):
+    leaves = make_leaves()
+    with RefuseReads():
+        gradients(leaves, key_intervals=MAKES[name](leaves[3]))
+
+
+@pytest.mark.parametrize("selection", ["per_query", "global"])
+def test_of_a_choice(selection):
+    with RefuseReads():
+        gradients(
+            make_leaves(),
+            attn_mask=PADDING,
+            is_causal=True,
+            keep_window_size=6,
+            selection=selection,
+        )
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("padded", [False, True])
+def test_of_a_doge_whose_step_is_captured(padded, monkeypatch):
+    """Outside of a CUDA graph transformers itself reads positions, and our masks are read to be known exactly."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    from transformers.utils import import_utils
+
+    from flash_dmattn.integrations.transformers import enable_flash_dmattn
+
+    config = transformers.DogeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, keep_window_size=5, use_cache=False,
+    )  # fmt: skip
+    model = enable_flash_dmattn(transformers.DogeForCausalLM(config))
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.A)
+    ids = torch.randint(0, 64, (2, N))
+    options = {"attention_mask": PADDING.long()} if padded else {}
+
+    def step():
+        loss = model(ids, labels=ids, **options).loss
+        return loss, *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+    expected = step()
+    for function in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, function, lambda: True)
+    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
+    with RefuseReads():
+        found = step()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
