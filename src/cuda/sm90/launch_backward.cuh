@@ -6,6 +6,7 @@
 #include "cuda/common/postprocess.cuh"
 #include "cuda/sm90/backward.cuh"
 #include "cuda/sm90/backward_launch.h"
+#include "cuda/sm90/cooperative_launch.cuh"
 #include "cuda/sm90/prepare_backward.cuh"
 #include "cuda/sm90/prepare_key_info.cuh"
 #include "cuda/sm90/slot_rows.cuh"
@@ -40,7 +41,11 @@ void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
     const ClearUnseenKeys clear{shape, params.info, p.dk, p.dv};
     for_each(clear.items(), clear, stream);
   }
-  launch<Kernel>(Kernel::blocks(params), params, stream);
+  if (Placement == KeyPlacement::slots && params.order.published != nullptr) {
+    launch_cooperative<Kernel>(Kernel::blocks(params), params, stream);
+  } else {
+    launch<Kernel>(Kernel::blocks(params), params, stream);
+  }
   if constexpr (Placement == KeyPlacement::slots) {
     using Add = AddSlotParts<T, D>;
     launch<Add>(Add::blocks(params), params, stream);
