@@ -2,25 +2,18 @@
 
 #include <type_traits>
 
-#include "cuda/common/fragment.cuh"
 #include "cuda/common/scheduler.cuh"
 #include "cuda/common/semaphore.cuh"
 #include "cuda/common/tile_copy.cuh"
 #include "cuda/common/transposed_scores.cuh"
 #include "cuda/sm80/clear_non_finite.cuh"
 #include "cuda/sm80/dense_bias_gradient.cuh"
-#include "cuda/sm80/dense_scores.cuh"
 #include "cuda/sm80/dq_accumulate.cuh"
-#include "cuda/sm80/key_bias_gradient.cuh"
-#include "cuda/sm80/p_exchange.cuh"
+#include "cuda/sm80/key_major_warp.cuh"
 #include "cuda/sm80/params.h"
-#include "cuda/sm80/policy.h"
 #include "cuda/sm80/query_pipeline.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
-
-// Which accumulators a warp of the key-major backward holds.
-enum class WarpRole : std::uint8_t { dv, dk };
 
 // The key-major backward. A block owns 128 keys of a kv head and visits the query tiles, of all heads of
 // the group, that can see them. dk, dv and the gradient of a key bias stay in accumulators and are complete
@@ -43,22 +36,21 @@ struct KeyMajorBackwardKernel {
       "with dense masks and biases gradients are added in order by the query-major kernel");
 
   using Params = KeyMajorParams;
-  static constexpr int warps = 8;
-  static constexpr int role_warps = warps / 2;
-  static constexpr int threads = warps * warp_size;
+  using Tiles = KeyMajorTiles<D, HasDense>;
+  static constexpr int threads = Tiles::warps * warp_size;
   static constexpr int min_blocks = 1;
-  static constexpr int keys = owned_keys;
-  static constexpr int warp_keys = keys / role_warps;
-  static constexpr int rows = DqAccumLayout<D>::rows;
+  static constexpr int keys = Tiles::keys;
+  static constexpr int warp_keys = Tiles::warp_keys;
+  static constexpr int rows = Tiles::rows;
 
-  using KeyRows = SharedTile<keys, D>;
-  using Scores = SharedTile<keys, rows>;
-  using KeyOrder = std::conditional_t<HasDense, LaneContiguous<4>, InOrder>;
+  using KeyRows = typename Tiles::KeyRows;
+  using QueryRows = typename Tiles::QueryRows;
+  using Scores = typename Tiles::Scores;
+  using KeyOrder = typename Tiles::KeyOrder;
+  using Iterator = typename Tiles::Iterator;
+  using Pipeline = typename Tiles::Pipeline;
   using Block = ThreadGroup<threads>;
   using Semaphore = OrderSemaphore<Ordered, threads>;
-  using Iterator = std::conditional_t<HasDense, MaskedQueryTiles, EveryQueryTile<rows>>;
-  using Pipeline = QueryPipeline<rows, D, Iterator, role_warps * warp_size>;  // the dv warps copy
-  using QueryRows = typename Pipeline::RowTile;
 
   struct SharedStorage {
     alignas(1024) std::byte k[KeyRows::bytes];
@@ -88,24 +80,7 @@ struct KeyMajorBackwardKernel {
   }
 
  private:
-  // A lane's part of the score tile of a warp, [warp_keys, rows], and the same in 16 bits: an A
-  // operand of a product over the queries.
-  static constexpr int m16 = warp_keys / 16;
-  static constexpr int n8 = rows / 8;
-  using ScoreAccumulator = Accumulator<warp_keys, rows>;
-  using ScoreOperand = std::uint32_t[m16][n8 / 2][4];
-  using Exchange = PExchange<T, m16, n8>;
-
-  // The scores of a tile are multiplied in two parts, queries [0, 32) and [32, 64), and no branch lies
-  // between the product of the second and the exponentials of the first, so that they overlap (6 %). At
-  // D 128 the registers do not suffice for that with dense masks and biases.
-  static constexpr int parts = HasDense && D > 64 ? 1 : 2;
-  static constexpr int blocks_ahead = HasDense ? 1 : 3;  // of B, loaded before they are multiplied
-
-  struct Empty {
-    template <class... Arguments>
-    __device__ explicit Empty(const Arguments&...) {}
-  };
+  using Warp = KeyMajorWarp<T, D, HasDense, SharedStorage>;
 
   // A query tile whose dS is still to be added to dq.
   struct Visit {
@@ -121,13 +96,8 @@ struct KeyMajorBackwardKernel {
           tile(p.shape, keys, Ordered,
                Semaphore::take_work(p.order, storage.semaphore, Block::of_block())),
           semaphore(p.order, storage.semaphore, Block::of_block(), tile.before),
-          lane(lane_id()),
-          warp(warp_id()),
-          role_warp(warp % role_warps),
-          role(warp < role_warps ? WarpRole::dv : WarpRole::dk),
-          flags(*p.flags),
-          dense_scores(p.score, p.shape, tile, tile.key + role_warp * warp_keys),
-          dense_gradient(p, tile, role_warp) {
+          warp(p, storage, tile),
+          dense_gradient(p, tile, warp.role_warp) {
       clear(accum);
     }
 
@@ -139,10 +109,10 @@ struct KeyMajorBackwardKernel {
       Pipeline queries(
           shared.queries,
           Iterator(shared.iterator, p, tile, first_head, heads, bounds.touched_begin / rows * rows,
-                   bounds.touched_end, warp == role_warps),
+                   bounds.touched_end, warp.number == Tiles::role_warps),
           typename Pipeline::Loader(p, tile.batch));
       const Iterator& tiles = queries.tiles();
-      if (role == WarpRole::dv && tiles.has()) load_queries(queries, 0);
+      if (warp.role == WarpRole::dv && tiles.has()) load_queries(queries, 0);
       clear_skipped(tiles, first_head, heads, -1);
       Visit previous{};
       for (int n = 0;; ++n) {
@@ -151,7 +121,7 @@ struct KeyMajorBackwardKernel {
         if (n > 0) semaphore.wait(static_cast<int>(previous.index));
         queries.acquire();
         if (n > 0) semaphore.advance(static_cast<int>(previous.index));
-        if (role == WarpRole::dk && n > 0) {
+        if (warp.role == WarpRole::dk && n > 0) {
           add_dq(previous, n - 1);
           add_dense_gradient(previous, n - 1);
         }
@@ -162,23 +132,24 @@ struct KeyMajorBackwardKernel {
           clear_skipped(tiles, first_head, heads, number);
           compute(queries, n, at, bounds);
         }
-        if (role == WarpRole::dv && n > 0) add_dq(previous, n - 1);
+        if (warp.role == WarpRole::dv && n > 0) add_dq(previous, n - 1);
         if (!has_tile) break;
         previous = {at, dq_tile(at), !tiles.has() || tiles.at().row != at.row};
       }
-      if (role == WarpRole::dk && p.dbias.data != nullptr && !p.dbias.dense)
-        key_bias_gradient.store(p, tile, first_head, [&](int m, int h) { return key_of(m, h); });
+      if (warp.role == WarpRole::dk && p.dbias.data != nullptr && !p.dbias.dense)
+        warp.key_bias_gradient.store(p, tile, first_head,
+                                     [&](int m, int h) { return warp.key_of(m, h); });
     }
 
     // dv over the rows of V, or dk over those of K, and from there to memory.
     __device__ void store() {
-      const bool is_dv = role == WarpRole::dv;
+      const bool is_dv = warp.role == WarpRole::dv;
       const OutputRows& to = is_dv ? p.dv : p.dk;
       __syncthreads();  // all have read K and V
       if (to.data == nullptr) return;
       const std::uint32_t staged = shared_address(is_dv ? shared.v : shared.k);
       const float scale = is_dv ? 1.0f : p.score.scale;
-      const int begin = role_warp * warp_keys;
+      const int begin = warp.role_warp * warp_keys;
       copy_r2s<KeyRows, KeyOrder>(accum, staged, begin, 0, [&](float x, float y, int, int) {
         return pack_gradient<T>(x * scale, y * scale, p.saturate);
       });
@@ -229,122 +200,55 @@ struct KeyMajorBackwardKernel {
     // more to do.
     __device__ void load_queries(const Pipeline& queries, int n) {
       queries.load(n);
-      if constexpr (HasDense) dense_scores.load_mask(queries.tiles().at());
+      if constexpr (HasDense) warp.dense_scores.load_mask(queries.tiles().at());
     }
 
     // Elements of q and dout that are not finite count as 0.
     __device__ void clean_queries(const Pipeline& queries, int n) {
-      if ((flags & (dout_not_finite | q_not_finite)) == 0) return;
+      if ((warp.flags & (dout_not_finite | q_not_finite)) == 0) return;
       const Block block = Block::of_block();
-      if ((flags & dout_not_finite) != 0)
+      if ((warp.flags & dout_not_finite) != 0)
         clear_non_finite<T, QueryRows>(block, queries.dout_tile(n));
-      if ((flags & q_not_finite) != 0) clear_non_finite<T, QueryRows>(block, queries.q_tile(n));
+      if ((warp.flags & q_not_finite) != 0)
+        clear_non_finite<T, QueryRows>(block, queries.q_tile(n));
       __syncthreads();
     }
 
     // A query tile; copies the next one. Both roles make the same two products, of different tiles.
     __device__ void compute(const Pipeline& queries, int n, QueryTilePosition at,
                             const QueryBounds& bounds) {
-      const bool is_dv = role == WarpRole::dv;
+      const bool is_dv = warp.role == WarpRole::dv;
       const std::uint32_t first = is_dv ? queries.q_tile(n) : queries.dout_tile(n);
       const std::uint32_t second = is_dv ? queries.dout_tile(n) : queries.q_tile(n);
-      ScoreAccumulator x;    // S or dP
-      ScoreOperand operand;  // P or dS
+      typename Warp::ScoreAccumulator x;    // S or dP
+      typename Warp::ScoreOperand operand;  // P or dS
       if constexpr (HasDense) {
-        if (is_dv) dense_scores.copy_bias(at, exchange_tile(n));
+        if (is_dv) warp.dense_scores.copy_bias(at, warp.exchange_tile(n));
       }
-      multiply_part<0>(first, x);
-      if (is_dv) compute_p(queries, n, at, bounds, x, operand);
-      barrier_wait(1 + role_warp, 2 * warp_size);  // P of the two warps is in shared memory
+      warp.template multiply_part<0>(first, x);
+      if (is_dv) warp.compute_p(queries, n, at, bounds, x, operand);
+      barrier_wait(1 + warp.role_warp, 2 * warp_size);  // P of the two warps is in shared memory
       if (!is_dv) {
-        multiply_part<1>(first, x);
-        compute_ds(queries, n, x, operand);
+        warp.template multiply_part<1>(first, x);
+        warp.compute_ds(queries, n, x, operand);
       } else if (queries.tiles().has()) {
         load_queries(queries, n + 1);
       }
       multiply<T, rows>(accum, operand, OperandB<QueryRows, Major::mn>(second, 0));
     }
 
-    // The columns of part `Part` of K q^T or V dout^T; nothing if there is no such part.
-    template <int Part>
-    __device__ void multiply_part(std::uint32_t queries, ScoreAccumulator& x) const {
-      constexpr int columns = n8 / parts;
-      if constexpr (Part < parts) {
-        clear_columns<Part * columns, (Part + 1) * columns>(x);
-        multiply_columns<T, D, Part * columns, (Part + 1) * columns, blocks_ahead>(
-            x,
-            OperandA<KeyRows, Major::k>(shared_address(role == WarpRole::dv ? shared.k : shared.v),
-                                        role_warp * warp_keys),
-            OperandB<QueryRows, Major::k>(queries, Part * rows / parts));
-      }
-    }
-
-    // P from S, of which the last part is still to be multiplied. Each path multiplies it itself, for no
-    // branch may follow that product (see `parts`).
-    __device__ void compute_p(const Pipeline& queries, int n, QueryTilePosition at,
-                              const QueryBounds& bounds, ScoreAccumulator& s,
-                              ScoreOperand& p_operand) {
-      const bool key_bias = p.score.bias.data != nullptr && !(HasDense && p.score.bias.dense);
-      const bool partial = at.row < bounds.full_begin || at.row + rows > bounds.full_end;
-      const bool fallback = (flags & lse_has_low) != 0;
-      const std::uint32_t q = queries.q_tile(n);
-      const float* const lse = queries.lse(n);
-      const float factor = p.score.final_log2_scale;
-      if (HasDense || partial || fallback || p.score.form == ScoreForm::nonpositive_scale) {
-        multiply_part<1>(q, s);
-        if (p.score.form == ScoreForm::nonpositive_scale)
-          for_each_element(s, [&](float& x, int, int, int) { x *= p.score.inner; });
-        if (key_bias) add_key_bias(s);
-        if constexpr (HasDense) dense_scores.apply(at, exchange_tile(n), s);
-        if (partial) mask_rows(shared.key_info, role_warp * warp_keys, lane, at.row, s);
-        if (fallback) {
-          compute_p_with_fallback<T, HasDense>(
-              p, {tile.batch, at.head, tile.kv_head}, at.row, flags, lse + 2 * (lane % 4),
-              [&](int m, int h) { return key_of(m, h); }, s);
-        }
-        exchange(n).store_p(factor, lse, fallback, s, p_operand);
-      } else if (key_bias) {
-        multiply_part<1>(q, s);
-        add_key_bias(s);
-        exchange(n).store_p(factor, lse, false, s, p_operand);
-      } else {
-        multiply_part<1>(q, s);
-        exchange(n).store_p(factor, lse, false, s, p_operand);
-      }
-    }
-
-    __device__ void add_key_bias(ScoreAccumulator& s) const {
-      add_row_bias(p.score.factor, shared.key_info, role_warp * warp_keys, lane, s);
-    }
-
-    // dS from dP: an operand of this warp's product, and in shared memory for dq and a dense dbias.
-    __device__ void compute_ds(const Pipeline& queries, int n, const ScoreAccumulator& dp,
-                               ScoreOperand& ds) {
-      exchange(n).load_p_and_make_ds(queries.delta(n), p.saturate, dp, ds);
-      if (p.dbias.data != nullptr && !(HasDense && p.dbias.dense)) key_bias_gradient.add(ds);
-      __syncwarp();  // all lanes have read P
-#pragma unroll
-      for (int m = 0; m < m16; ++m) {
-#pragma unroll
-        for (int k = 0; k < n8 / 2; ++k) {
-          store_block<Scores>(
-              scores_tile(n), [&](int r) { return role_warp * warp_keys + 16 * m + r; }, 16 * k,
-              ds[m][k]);
-        }
-      }
-    }
-
     // dS of tile n, which was that of `visit`.
     __device__ void add_dq(const Visit& visit, int n) const {
       if (p.dq_accum == nullptr) return;
-      accumulate_dq<T, D, Scores, KeyRows, blocks_ahead>(
-          p.dq_accum + visit.index * DqAccumLayout<D>::floats, scores_tile(n),
+      accumulate_dq<T, D, Scores, KeyRows, Tiles::blocks_ahead>(
+          p.dq_accum + visit.index * DqAccumLayout<D>::floats, warp.scores_tile(n),
           shared_address(shared.k), p.shape.head_dim);
     }
 
     __device__ void add_dense_gradient(const Visit& visit, int n) {
       if constexpr (HasDense) {
-        if (dense_gradient.wanted()) dense_gradient.add(visit.at, scores_tile(n), visit.last_head);
+        if (dense_gradient.wanted())
+          dense_gradient.add(visit.at, warp.scores_tile(n), visit.last_head);
       }
     }
 
@@ -352,21 +256,10 @@ struct KeyMajorBackwardKernel {
     __device__ void clear_skipped(const Iterator& tiles, int first_head, int heads,
                                   int number) const {
       if constexpr (HasDense) {
-        if (role == WarpRole::dk && dense_gradient.wanted())
+        if (warp.role == WarpRole::dk && dense_gradient.wanted())
           dense_gradient.clear(first_head, heads, number, tiles.number());
       }
     }
-
-    // P, then dS, of tile n.
-    __device__ std::uint32_t scores_tile(int n) const {
-      return shared_address(shared.scores[static_cast<unsigned>(n) % 2]);
-    }
-    // The part of it through which two warps exchange P. A dense bias is copied there before.
-    __device__ std::uint32_t exchange_tile(int n) const {
-      static_assert(warp_keys * Scores::row_bytes == DenseScores<T>::Bias::bytes);
-      return scores_tile(n) + static_cast<std::uint32_t>(role_warp * warp_keys * Scores::row_bytes);
-    }
-    __device__ Exchange exchange(int n) const { return Exchange(exchange_tile(n), lane); }
 
     // Among the tiles of p.dq_accum.
     __device__ std::int64_t dq_tile(QueryTilePosition at) const {
@@ -375,23 +268,12 @@ struct KeyMajorBackwardKernel {
              at.row / rows;
     }
 
-    // The key of accumulator rows (m, h) of the lane.
-    __device__ int key_of(int m, int h) const {
-      return tile.key + KeyOrder::key(role_warp * warp_keys + 16 * m + 8 * h + lane / 4);
-    }
-
     const Params& p;
     SharedStorage& shared;
     const KeyTile tile;
     const Semaphore semaphore;  // of the additions to dq
-    const int lane;
-    const int warp;
-    const int role_warp;  // among those of the role
-    const WarpRole role;
-    const std::uint32_t flags;
+    Warp warp;
     Accumulator<warp_keys, D> accum;  // dv or dk
-    KeyBiasGradient<T, m16> key_bias_gradient;
-    std::conditional_t<HasDense, DenseScores<T>, Empty> dense_scores;
     std::conditional_t<HasDense, DenseBiasGradient<T, D>, Empty> dense_gradient;
   };
 };
