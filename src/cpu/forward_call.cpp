@@ -88,7 +88,10 @@ void forward(const ForwardArgs& args, const Execution& execution, const Slots& s
     for_each_task(execution, tiles * t.splits, [&](std::int64_t item, int worker) {
       kernels.few_queries(t, item, scratch_of(worker));
     });
-    for_each_task(execution, tiles, [&](std::int64_t tile, int) { kernels.merge_splits(t, tile); });
+    // The sums of a few splits are merged before other threads would have woken.
+    Execution merging = execution;
+    if (tiles * t.splits <= target_items) merging.workers = 1;
+    for_each_task(merging, tiles, [&](std::int64_t tile, int) { kernels.merge_splits(t, tile); });
     return;
   }
   if (t.packed_keys != nullptr) {

@@ -172,5 +172,62 @@ TEST(Allocations, NoneOfSelectionAndSchedule) {
   }
 }
 
+TEST(Allocations, NoneOfKvCaches) {
+  const KvCacheShape shape{
+      .batch = 2, .heads_kv = 2, .window = 300, .chunk = 5, .head_dim = 16, .dtype = DType::bf16};
+  const Execution execution = testing::on_pool();
+  testing::GuardedBuffer memory(kv_cache_size(shape), "cache");
+  testing::GuardedBuffer other(kv_cache_size(shape), "other");
+  KvCache cache = kv_cache_in({memory.data(), memory.size()}, shape);
+  std::vector<std::uint16_t> numbers(2 * 5 * 4 * 16);
+  std::vector<float> scores(2 * 2 * 5), lse(2 * 4);
+  std::vector<KeyInterval> intervals(2 * 2 * 305);
+  const std::vector<std::int32_t> index = {1, 0};
+  const auto stride = contiguous_strides({2, 5, 2, 16});
+  const auto one = contiguous_strides({2, 1, 2, 16});
+  const auto of_q = contiguous_strides({2, 1, 4, 16});
+  const WithWorkspace space(1 << 20, execution);
+  for (const char* backend : {"cpu", "reference"}) {
+    EXPECT_EQ(allocations_of([&] {
+                clear(cache, execution, backend);
+                append({.cache = cache,
+                        .seqlen = 5,
+                        .k = {numbers.data(), stride},
+                        .v = {numbers.data(), stride},
+                        .scores = {scores.data()}},
+                       execution, backend);
+                cache.pending = 5;
+                pending_intervals({.cache = cache, .seqlen_q = 5, .intervals = intervals.data()},
+                                  space.execution, backend);
+                commit({.cache = cache, .keep = index.data()}, space.execution, backend);
+                cache.pending = 0;
+                fill({.cache = cache,
+                      .seqlen_k = 5,
+                      .k = {numbers.data(), stride},
+                      .v = {numbers.data(), stride},
+                      .scores = {scores.data()},
+                      .intervals = {intervals.data()},
+                      .seqlen_q = 5},
+                     space.execution, backend);
+                copy_rows({.from = cache,
+                           .to = kv_cache_in({other.data(), other.size()}, shape),
+                           .index = index.data()},
+                          execution, backend);
+                decode_step({.cache = cache,
+                             .heads_q = 4,
+                             .scale = 1,
+                             .q = {numbers.data(), of_q},
+                             .k = {numbers.data(), one},
+                             .v = {numbers.data(), one},
+                             .scores = {scores.data()},
+                             .out = {numbers.data(), of_q},
+                             .lse = lse.data()},
+                            space.execution, backend);
+              }),
+              0)
+        << backend;
+  }
+}
+
 }  // namespace
 }  // namespace flash_dmattn
