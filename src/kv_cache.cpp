@@ -8,6 +8,7 @@
 
 #include "arguments.h"
 #include "backend.h"
+#include "check_finite.h"
 #include "validate.h"
 #include "workspace_allocator.h"
 
@@ -388,11 +389,30 @@ std::size_t decode_step_workspace_size(const DecodeStepArgs& args, const Executi
       .decode_step_workspace_size(valid, checked(execution));
 }
 
+namespace {
+
+// The new tokens and the results as those of attention among the tokens, for check mode.
+ForwardArgs token_attention(const DecodeStepArgs& args) {
+  ForwardArgs result;
+  result.problem = pending_problem(args.cache, args.heads_q, 1, args.scale, ScoreUse::choose);
+  result.problem.seqlen_k = 1;
+  result.problem.intervals_shape = {};
+  result.in = {.q = args.q, .k = args.k, .v = args.v};
+  result.out = args.out;
+  result.lse = args.lse;
+  return result;
+}
+
+}  // namespace
+
 void decode_step(const DecodeStepArgs& args, const Execution& execution, std::string_view backend) {
   const DecodeStepArgs valid = with_validated_outputs(validated(args));
   const KvBackend& kv = choose_backend(valid.cache.shape, backend);
   require_workspace(execution, kv.decode_step_workspace_size(valid, checked(execution)));
+  const bool check_finite = check_finite_enabled();
+  if (check_finite) check_inputs_finite(token_attention(valid), execution);
   kv.decode_step(valid, execution);
+  if (check_finite) check_outputs_finite(token_attention(valid), execution);
 }
 
 }  // namespace flash_dmattn

@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "check_finite.h"
 #include "flash_dmattn/flash_dmattn.h"
 #include "support/kv_stream.h"
 #include "support/run.h"
@@ -205,8 +207,6 @@ void expect_error(const std::string& argument, const std::function<void(KvCalls&
   KvCalls calls;
   ASSERT_NO_THROW(calls.run());
   spoil(calls);
-  const std::vector<std::byte> before(calls.memory.data(),
-                                      calls.memory.data() + calls.memory.size());
   try {
     calls.run();
     ADD_FAILURE() << argument << ": no error";
@@ -251,6 +251,20 @@ TEST(KvCacheArguments, AreNamedInErrors) {
   expect_error("from.k", [](KvCalls& c) { c.copy_args.from.k.data = nullptr; });
   expect_error("execution.workers", [](KvCalls& c) { c.execution.workers = 0; });
   expect_error("execution.workspace_bytes", [](KvCalls& c) { c.execution.workspace_bytes = 0; });
+}
+
+TEST(KvCacheArguments, NonFiniteTokensAreNamedInCheckMode) {
+  KvCalls calls;
+  calls.numbers[17] = std::numeric_limits<float>::infinity();
+  set_check_finite(true);
+  try {
+    decode_step(calls.step_args, calls.execution);
+    ADD_FAILURE() << "no error";
+  } catch (const NonFiniteError& error) {
+    EXPECT_NE(std::string(error.what()).find("[0, 0, 2, 1]"), std::string::npos) << error.what();
+  }
+  set_check_finite(false);
+  EXPECT_EQ(calls.cache.seen[0], 0);
 }
 
 TEST(KvCacheArguments, BackendsDeclineInWords) {
