@@ -7,6 +7,7 @@ import os
 from numbers import Integral, Real
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .availability import unavailable_reason
@@ -33,7 +34,7 @@ FLOAT32_MAX = torch.finfo(torch.float32).max  # scale and softcap are float32 in
 def attention_inputs(
     query: Tensor, key: Tensor, value: Tensor, layout: str, backend: str = ""
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Checks query, key and value, and casts them as torch.autocast prescribes.
+    """Checks query, key and value, casts them as torch.autocast prescribes, and pads value to their head dimension.
 
     A bias is not cast: one in fp32 beside low precision inputs is welcome.
     layout: "B, S, H, D", or "total, H, D" for packed sequences.
@@ -56,7 +57,14 @@ def attention_inputs(
             for t in (query, key, value)
         )
     _check_attention_inputs(query, key, value, layout, backend)
-    return query, key, value
+    missing = key.shape[-1] - value.shape[-1]
+    return query, key, F.pad(value, (0, missing)) if missing else value
+
+
+def of_value_dim(out: Tensor, value: Tensor) -> Tensor:
+    """The columns of out that `value` had before it was padded."""
+    value_dim = value.shape[-1]
+    return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
 
 def check_tensor(value: object, name: str) -> None:
@@ -133,9 +141,10 @@ def _check_attention_inputs(
     _check_device(query, backend)
     *_, heads_q, head_dim = query.shape
     heads_kv = key.shape[-2]
-    if value.shape != key.shape:
+    if value.shape[:-1] != key.shape[:-1] or value.shape[-1] > key.shape[-1]:
         raise ValueError(
-            f"value: got shape {tuple(value.shape)}, expected that of key, {tuple(key.shape)}"
+            f"value: got shape {tuple(value.shape)}, expected that of key, {tuple(key.shape)}, or a smaller head "
+            "dimension"
         )
     if key.shape[-1] != head_dim or (dims == 4 and key.shape[0] != query.shape[0]):
         raise ValueError(

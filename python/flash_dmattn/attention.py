@@ -10,6 +10,7 @@ from ._arguments import (
     backend_of,
     bias_argument,
     mask_argument,
+    of_value_dim,
     resolve_flag,
 )
 from .choice import Choice, choose, repeat_heads
@@ -34,6 +35,7 @@ def attention(
 
     backend: "" takes the first one that supports the problem.
     """
+    given = value
     query, key, value = attention_inputs(query, key, value, "B, S, H, D", backend)
     backend = backend_of(query, backend)
     bias = bias_argument(bias, query, key)
@@ -46,7 +48,8 @@ def attention(
         visible.keys,
     )
     visible = choose(choice, query, key, bias, visible, by_library=backend not in IN_PYTHON)
-    return run(query, key, value, bias, visible, numerics, backend)
+    out, lse = run(query, key, value, bias, visible, numerics, backend)
+    return of_value_dim(out, given), lse
 
 
 def run(

@@ -14,6 +14,7 @@ from ._arguments import (
     bias_argument,
     check_tensor,
     check_window,
+    of_value_dim,
     resolve_flag,
 )
 from .attention import attention, run, with_statistics
@@ -48,7 +49,7 @@ def flash_dmattn_func(
 
     query: [B, Sq, Hq, D]; key, value: [B, Sk, Hkv, D], Hq a multiple of Hkv; D from 1 to 256; bfloat16, float16 or
         float32, on the CPU float64 too (through the slow reference backend); any strides. On a GPU float32 takes
-        Triton's kernels, and is an error without Triton.
+        Triton's kernels, and is an error without Triton. D of value may be smaller; it is that of out.
     attn_mask: bool, True where visible: [B, Sk] (padding), [B, H, Sk] (the same for every query) or
         [B, H, Sq, Sk]; H is Hq, Hkv or 1, every dimension may be 1.
     attn_bias: added to the scaled scores; shapes as attn_mask; dtype of query or float32. Values at or below
@@ -130,6 +131,7 @@ def flash_dmattn_varlen_func(
     numerics = Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic)
     is_causal = resolve_flag(is_causal, "is_causal")
     check_selection(selection)
+    given = value
     query, key, value = attention_inputs(query, key, value, "total, H, D")
     total_q, total_k = query.shape[0], key.shape[0]
     same_offsets = cu_seqlens_q is cu_seqlens_k
@@ -164,7 +166,7 @@ def flash_dmattn_varlen_func(
             _packed_bound(keep_window_size, selection, is_causal, same_offsets),
         )
     out, lse = run(query, key, value, bias, Visibility(keys=intervals), numerics)
-    return with_statistics(out[0], lse[0], return_attn_probs)
+    return with_statistics(of_value_dim(out[0], given), lse[0], return_attn_probs)
 
 
 def _packed_bias(attn_bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

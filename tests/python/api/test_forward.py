@@ -5,7 +5,12 @@ import math
 import pytest
 import torch
 
-from flash_dmattn import flash_dmattn_func, sliding_window
+from flash_dmattn import (
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+    sliding_window,
+    triton_dmattn_func,
+)
 from flash_dmattn.check.compare import assert_close
 from flash_dmattn.check.oracle import Problem, attention
 
@@ -185,3 +190,22 @@ def test_float32_bias_beside_low_precision_inputs(dtype):
     assert_close("out", flash_dmattn_func(q, k, v, attn_bias=bias), expected.out, yardstick.out)
     out = flash_dmattn_func(q, k, v, attn_bias=bias.double())  # taken as float32
     assert_close("out", out, expected.out, yardstick.out)
+
+
+@pytest.mark.parametrize("function", [flash_dmattn_func, triton_dmattn_func])
+def test_values_may_have_a_smaller_head_dimension(function):
+    q, k, v = (torch.randn(1, 9, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    expected = function(q, k, v, is_causal=True)[..., :5]
+    out = function(q, k, v[..., :5], is_causal=True)
+    assert torch.equal(out, expected)
+    dout = torch.randn_like(out)
+    found, wanted = (torch.autograd.grad(t, (q, k, v), dout) for t in (out, expected))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_packed_values_may_have_a_smaller_head_dimension():
+    offsets = torch.tensor([0, 4, 9])
+    q, k, v = (torch.randn(9, heads, 16) for heads in (4, 2, 2))
+    expected = flash_dmattn_varlen_func(q, k, v, offsets, offsets)
+    out = flash_dmattn_varlen_func(q, k, v[..., :7], offsets, offsets)
+    assert torch.equal(out, expected[..., :7])

@@ -15,6 +15,7 @@ from flash_dmattn.integrations.transformers import enable_flash_dmattn  # noqa: 
 
 compiler = shutil.which(os.environ.get("CXX", "g++"))
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.transformers,
     pytest.mark.skipif(compiler is None, reason="no C++ compiler"),
 ]
