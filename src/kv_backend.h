@@ -25,6 +25,7 @@ struct KvBackend {
 };
 
 extern const KvBackend cpu_kv_backend;        // src/cpu/kv_cache.cpp
+extern const KvBackend cuda_kv_backend;       // src/cuda/kv_cache/kv_cache.cu
 extern const KvBackend reference_kv_backend;  // src/reference/kv_cache.cpp
 
 }  // namespace flash_dmattn

@@ -209,7 +209,7 @@ const Backend cuda_backend = {
     .backward_kernel = cuda::kernel_name<BackwardArgs>,
     .kernels = cuda::kernel_names,
     .needs_schedule = false,
-    .kv = nullptr,
+    .kv = &cuda_kv_backend,
 };
 
 }  // namespace flash_dmattn

@@ -57,6 +57,11 @@ std::string find_driver() {
 
 }  // namespace
 
+int most_cluster_blocks(const DeviceProperties& device) {
+  if (device.compute_capability < 90) return 1;
+  return device.compute_capability < 120 ? 16 : portable_cluster;
+}
+
 const std::string& decline_driver() {
   static const std::string reason = find_driver();
   return reason;

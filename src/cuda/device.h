@@ -14,6 +14,9 @@ struct DeviceProperties {
   int shared_bytes = 0;
 };
 
+// Blocks of the largest cluster that a GPU can run; 1: it has no clusters.
+int most_cluster_blocks(const DeviceProperties& device);
+
 // Why the process has no GPU to compute on; "" when it has one.
 const std::string& decline_driver();
 

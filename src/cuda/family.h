@@ -9,6 +9,7 @@
 
 #include "cuda/device.h"
 #include "flash_dmattn/attention.h"
+#include "flash_dmattn/kv_cache.h"
 #include "selection/schedule_contents.h"
 
 // A family is a set of kernels for one generation of matrix instructions. The families sit in one table, the
@@ -45,6 +46,16 @@ struct Kernels {
   explicit operator bool() const { return run != nullptr; }
 };
 
+// The step of a KV cache: a token enters, and its query attends to the slots.
+struct DecodeStep {
+  // Why it does not serve such a cache; "" when it does.
+  std::string (*decline)(const KvCacheShape&) = nullptr;
+  std::size_t (*workspace_size)(const DecodeStepArgs&, const DeviceProperties&) = nullptr;
+  void (*run)(const DecodeStepArgs&, const DeviceProperties&, const Execution&) = nullptr;
+
+  explicit operator bool() const { return run != nullptr; }
+};
+
 struct Family {
   std::string_view name;
   // Why the family does not run on a GPU; "" when it does.
@@ -53,6 +64,7 @@ struct Family {
   // Few queries over many keys, the keys split over the whole GPU. Asked before any family's `forward`.
   Kernels<ForwardArgs> few_queries;
   Kernels<BackwardArgs> backward;
+  DecodeStep decode_step = {};
 };
 
 // Newest first, without those above the cap (device.h). Throws InvalidArgument for a cap that is no family.

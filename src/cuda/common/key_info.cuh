@@ -32,6 +32,15 @@ struct KeyInfoTile {
   alignas(16) float bias[N];                    // log2 e times the bias
   std::uint32_t state[ceil_div(N, warp_size)];  // for each 32 columns
 
+  // Called by all lanes of a warp, which hold columns [32 (column / 32), + 32).
+  __device__ void store_state(int column, bool is_touched, bool is_full) {
+    const bool any_touched = warp_any(is_touched);
+    const bool any_partial = warp_any(!is_full);
+    if (column % warp_size == 0) {
+      state[column / warp_size] = (any_touched ? touched : 0u) | (any_partial ? partial : 0u);
+    }
+  }
+
   __device__ std::uint32_t tile_state() const {
     std::uint32_t all = state[0];
 #pragma unroll
@@ -52,46 +61,53 @@ class KeyInfoLoader {
   // Whether keys have a mask or a bias of their own, beside position and interval.
   __device__ bool has_values() const { return has_mask() || has_bias(); }
 
-  __device__ void load(int key, bool valid) {
-    interval_ = {0, shape_.seqlen_q};
-    bias_ = 0;
-    allowed_ = valid;
-    key_ = key;
-    if (!valid) return;
+  // A key on its way.
+  struct Key {
+    int key = 0;
+    KeyInterval interval{0, 0};
+    float bias = 0;
+    bool allowed = false;
+  };
+
+  __device__ void load(int key, bool valid) { key_ = read(key, valid); }
+  __device__ Key read(int key, bool valid) const {
+    Key result{key, {0, shape_.seqlen_q}, 0, valid};
+    if (!valid) return result;
     if (score_.intervals.data != nullptr) {
       const KeyInterval* intervals = score_.intervals.data +
                                      batch_ * score_.intervals.stride_batch +
                                      kv_head_ * score_.intervals.stride_head;
       const int2 interval = __ldg(reinterpret_cast<const int2*>(intervals) + key);
-      interval_ = {interval.x, interval.y};
+      result.interval = {interval.x, interval.y};
     }
     if (has_mask()) {
-      allowed_ = __ldg(reinterpret_cast<const std::uint8_t*>(score_.mask.data) +
-                       index_of(score_.mask, key)) != 0;
+      result.allowed = __ldg(reinterpret_cast<const std::uint8_t*>(score_.mask.data) +
+                             index_of(score_.mask, key)) != 0;
     }
-    if (has_bias()) bias_ = load_bias<T>(score_.bias, index_of(score_.bias, key));
+    if (has_bias()) result.bias = load_bias<T>(score_.bias, index_of(score_.bias, key));
+    return result;
   }
 
   // Called by all lanes of a warp, which hold columns [32 (column / 32), + 32).
   template <int N>
   __device__ void store(KeyInfoTile<N>& tile, int column, int row_begin, int row_end) const {
+    store(key_, tile, column, row_begin, row_end);
+  }
+  template <int N>
+  __device__ void store(const Key& key, KeyInfoTile<N>& tile, int column, int row_begin,
+                        int row_end) const {
     const int shift = shape_.seqlen_k - shape_.seqlen_q;
-    const int first = max(interval_.first, score_.causal ? max(key_ - shift, 0) : 0);
-    const bool visible = allowed_ && (!has_bias() || bias_ > score_.mask_value);
+    const int first = max(key.interval.first, score_.causal ? max(key.key - shift, 0) : 0);
+    const bool visible = key.allowed && (!has_bias() || key.bias > score_.mask_value);
     // An end may be any int32: the difference is formed after the comparison.
-    const int last = max(min(interval_.last, shape_.seqlen_q), first);
+    const int last = max(min(key.interval.last, shape_.seqlen_q), first);
     const int length = visible ? last - first : 0;
     tile.range[column] = {first, length};
     // Finite, so that a key that no row sees cannot make a NaN.
-    tile.bias[column] = visible ? fminf(bias_ * log2e, 3.0e38f) : 0.0f;
+    tile.bias[column] = visible ? fminf(key.bias * log2e, 3.0e38f) : 0.0f;
     const bool touched = first < row_end && first + length > row_begin && length > 0;
     const bool full = first <= row_begin && first + length >= row_end;
-    const bool any_touched = warp_any(touched);
-    const bool any_partial = warp_any(!full);
-    if (column % warp_size == 0) {
-      tile.state[column / warp_size] = (any_touched ? KeyInfoTile<N>::touched : 0u) |
-                                       (any_partial ? KeyInfoTile<N>::partial : 0u);
-    }
+    tile.store_state(column, touched, full);
   }
 
  private:
@@ -108,11 +124,7 @@ class KeyInfoLoader {
   int head_;
   int kv_head_;
 
-  // Of the key on its way.
-  int key_ = 0;
-  KeyInterval interval_{0, 0};
-  float bias_ = 0;
-  bool allowed_ = false;
+  Key key_;
 };
 
 }  // namespace flash_dmattn::cuda

@@ -21,6 +21,8 @@ struct TileKeys {
   int full_begin = 0;
   int full_end = 0;
 
+  __device__ TileKeys(int first, int last) : begin(first), end(last) {}
+
   // `tile` has batch, kv_head and `row`, its first query.
   template <class Params, class Tile>
   __device__ TileKeys(const Params& p, const Tile& tile, int row_end) {

@@ -79,6 +79,7 @@ struct Grid {
   std::int64_t blocks;
   int threads;
   std::size_t shared_bytes = 0;
+  int cluster = 1;  // blocks of a cluster; it divides `blocks`
 };
 
 // Starts a one-dimensional grid; nothing is started for an empty one. Internal to each file, as nvcc makes the host side
@@ -88,37 +89,56 @@ static void launch_grid(const Grid& grid, cudaStream_t stream, Arguments&&... ar
   if (grid.blocks == 0) return;
   static PerDevice<bool> waits;
   const auto* const code = reinterpret_cast<const void*>(kernel);
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  std::array<cudaLaunchAttribute, 2> attributes{};
+  unsigned count = 0;
+  if (waits.get([&](int device) { return waits_for_previous_kernel(code, device); })) {
+    cudaLaunchAttribute& overlap = attributes[count++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (grid.cluster > 1) {
+    cudaLaunchAttribute& cluster = attributes[count++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
   config.blockDim = dim3(static_cast<unsigned>(grid.threads));
   config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs =
-      waits.get([&](int device) { return waits_for_previous_kernel(code, device); }) ? 1 : 0;
+  config.attrs = attributes.data();
+  config.numAttrs = count;
   check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...),
         "kernel launch");
 }
 
 // ---- Kernels ----------------------------------------------------------------------------------------
 
-// A kernel is a functor with Params, `threads`, `min_blocks` (per multiprocessor) and
-// SharedStorage.
+// A kernel is a functor with Params, `threads`, `min_blocks` (per multiprocessor) and SharedStorage. One that has the
+// member `waits_itself` calls wait_for_previous_kernel on its own, before it touches global memory.
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::threads, Kernel::min_blocks)
     entry(const __grid_constant__ typename Kernel::Params params) {
   extern __shared__ __align__(1024) std::byte shared[];
-  wait_for_previous_kernel();
+  if constexpr (!requires { Kernel::waits_itself; }) wait_for_previous_kernel();
   Kernel()(params, *reinterpret_cast<typename Kernel::SharedStorage*>(shared));
 }
 
+// Blocks of the largest cluster that every GPU with clusters can have.
+inline constexpr int portable_cluster = 8;
+
 template <class Kernel>
-static void launch(std::int64_t blocks, const typename Kernel::Params& params,
-                   cudaStream_t stream) {
+static void launch(std::int64_t blocks, const typename Kernel::Params& params, cudaStream_t stream,
+                   int cluster = 1) {
   if (blocks == 0) return;
+  if (cluster > portable_cluster) {
+    static PerDevice<bool> allowed;
+    allowed.get([](int) {
+      check(cudaFuncSetAttribute(entry<Kernel>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+            "cudaFuncSetAttribute");
+      return true;
+    });
+  }
   constexpr std::size_t bytes = sizeof(typename Kernel::SharedStorage);
   if constexpr (bytes > 48 * 1024) {
     static PerDevice<bool> allowed;
@@ -129,7 +149,7 @@ static void launch(std::int64_t blocks, const typename Kernel::Params& params,
       return true;
     });
   }
-  launch_grid<entry<Kernel>>({blocks, Kernel::threads, bytes}, stream, params);
+  launch_grid<entry<Kernel>>({blocks, Kernel::threads, bytes, cluster}, stream, params);
 }
 
 // For kernels without shared memory: one thread per item.

@@ -230,6 +230,32 @@ __device__ inline void allow_next_kernel() {
 #endif
 }
 
+// ---- Clusters ----
+//
+// Blocks that run together and read one another's shared memory, since sm_90. Before, a cluster is one block.
+
+// A barrier of all threads of a cluster. It orders memory, global memory as well.
+__device__ inline void cluster_sync() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
+// What block `rank` of the cluster has where this one has `mine`, in shared memory.
+template <class T>
+__device__ inline const T* in_cluster_block(const T* mine, int rank) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  std::uint64_t address;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(mine), "r"(rank));
+  return reinterpret_cast<const T*>(address);
+#else
+  static_cast<void>(rank);
+  return mine;
+#endif
+}
+
 // ---- Arithmetic ----
 
 // 2^x to 2 ulp; 0 for -inf and for results below the normal range.

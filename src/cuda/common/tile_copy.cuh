@@ -200,6 +200,21 @@ __device__ inline void copy_r2s(const float (&c)[M16][N8][4], std::uint32_t tile
   }
 }
 
+// 8 elements, one by one where they are not aligned.
+__device__ inline void store_chunk(std::byte* to, bool aligned, uint4 value) {
+  if (aligned) {
+    *reinterpret_cast<uint4*>(to) = value;
+    return;
+  }
+  auto* const elements = reinterpret_cast<std::uint16_t*>(to);
+  const std::uint32_t words[4] = {value.x, value.y, value.z, value.w};
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    elements[2 * w] = static_cast<std::uint16_t>(words[w]);
+    elements[2 * w + 1] = static_cast<std::uint16_t>(words[w] >> 16);
+  }
+}
+
 // Rows [begin, end) of a tile go to destination(row), unless that is null.
 template <class Tile, int Size, class Destination>
 __device__ inline void copy_s2g(ThreadGroup<Size> group, std::uint32_t tile, int begin, int end,
@@ -211,17 +226,7 @@ __device__ inline void copy_s2g(ThreadGroup<Size> group, std::uint32_t tile, int
     std::byte* const to = destination(row);
     if (chunk >= chunks || to == nullptr) continue;
     const uint4 value = load_shared_16(tile + Tile::offset(row, chunk));
-    if (aligned) {
-      *reinterpret_cast<uint4*>(to + chunk * 16) = value;
-    } else {
-      auto* const halves = reinterpret_cast<std::uint16_t*>(to + chunk * 16);
-      const std::uint32_t words[4] = {value.x, value.y, value.z, value.w};
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        halves[2 * w] = static_cast<std::uint16_t>(words[w]);
-        halves[2 * w + 1] = static_cast<std::uint16_t>(words[w] >> 16);
-      }
-    }
+    store_chunk(to + chunk * 16, aligned, value);
   }
 }
 

@@ -235,6 +235,9 @@ const Family sm80_family = {
                  .run = sm80::backward,
                  .name = sm80::backward_name,
                  .names = sm80::backward_names},
+    .decode_step = {.decline = sm80::few_queries::decline_cache,
+                    .workspace_size = sm80::few_queries::step_workspace_size,
+                    .run = sm80::few_queries::run_step},
 };
 
 }  // namespace flash_dmattn::cuda

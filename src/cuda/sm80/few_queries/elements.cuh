@@ -18,21 +18,6 @@ struct LaneRows {
   }
 };
 
-// -inf where a row does not see the key. `column`: of the lane's first element in the key tile.
-template <int N8, class KeyInfo>
-__device__ inline void mask_keys(const KeyInfo& key_info, const LaneRows& rows, int column,
-                                 float (&x)[1][N8][4]) {
-#pragma unroll
-  for (int n = 0; n < N8; ++n) {
-    const int4 two = *reinterpret_cast<const int4*>(&key_info.range[column + 8 * n]);
-    const QueryRange range[2] = {{two.x, two.y}, {two.z, two.w}};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if (!range[e % 2].sees(rows.query[e / 2])) x[0][n][e] = negative_infinity;
-    }
-  }
-}
-
 struct NoElements {
   __device__ NoElements(const ScoreParams&, const GroupRows&, int) {}
   template <int N8, class KeyInfo, class Positions>
@@ -70,7 +55,7 @@ class RowElements {
     for_each_element(x, [&](float& s, int, int n, int e) {
       const int c = column + 8 * n + e % 2;
       const int h = e / 2;
-      // Hidden by the key info: mask_keys sets it.
+      // Hidden by the key info: mask_columns sets it.
       if (!partial || key_info.range[c].sees(rows.query[h])) apply_element(h, keys[c], s);
     });
   }

@@ -13,4 +13,10 @@ void run(const ForwardArgs& args, const DeviceProperties& device, const Executio
 std::string name(const ForwardArgs& args, const DeviceProperties& device);
 std::vector<std::string> names(const DeviceProperties& device);
 
+// The same of a token whose keys are the slots of a KV cache, into one of which it is inserted on the way.
+std::string decline_cache(const KvCacheShape& shape);
+std::size_t step_workspace_size(const DecodeStepArgs& args, const DeviceProperties& device);
+void run_step(const DecodeStepArgs& args, const DeviceProperties& device,
+              const Execution& execution);
+
 }  // namespace flash_dmattn::cuda::sm80::few_queries

@@ -10,4 +10,7 @@ namespace flash_dmattn::cuda::sm80::few_queries {
 template <class T, int D, SharedClass S>
 void launch_split(const Choice& choice, const Params& params, cudaStream_t stream);
 
+template <class T, int D, SharedClass S>
+void launch_step(const Choice& choice, const StepParams& params, cudaStream_t stream);
+
 }  // namespace flash_dmattn::cuda::sm80::few_queries

@@ -2,6 +2,7 @@
 
 #include "cuda/params.h"
 #include "cuda/sm80/few_queries/policy.h"
+#include "flash_dmattn/kv_cache.h"
 
 namespace flash_dmattn::cuda::sm80::few_queries {
 
@@ -17,10 +18,41 @@ struct Params : ForwardParams {
   explicit Params(const ForwardParams& forward) : ForwardParams(forward) {}
 
   Split split;
-  // What each block leaves of its rows, over the keys that it has: [B, Hq, Sq, splits] and
-  // [B, Hq, Sq, splits, D], D the bucket.
+  // What each block leaves of its rows, over the keys that it has, unless a cluster adds them: [B, Hq, Sq, splits]
+  // and [B, Hq, Sq, splits, D], D the bucket.
   RowSums* sums = nullptr;
   float* outs = nullptr;
+};
+
+// A key of a KV cache that may leave it.
+struct Victim {
+  float score;
+  std::int32_t position;
+  std::int32_t slot;
+};
+
+// A decode step: the keys are the slots of a KV cache, of which one takes the new token before its query attends.
+struct StepParams : Params {
+  StepParams() = default;
+  explicit StepParams(const ForwardParams& forward) : Params(forward) {}
+
+  // The cache; k and v of Params are its slots.
+  float* scores = nullptr;
+  std::int32_t* positions = nullptr;
+  SlotCount* counts = nullptr;
+  std::int32_t* seen = nullptr;
+  std::int64_t slots = 0;  // w + g
+  OutputRows k_slots, v_slots;
+
+  // The token.
+  InputRows new_k, new_v;
+  ScoreRows new_scores;
+  TokenMask mask;
+
+  // Workspace, unless a cluster has the rows of a kv head: [B, Hkv, splits] the worst key of each block, and
+  // [B, Hkv] how many slots hold keys afterwards.
+  Victim* victims = nullptr;
+  std::int32_t* counts_after = nullptr;
 };
 
 }  // namespace flash_dmattn::cuda::sm80::few_queries

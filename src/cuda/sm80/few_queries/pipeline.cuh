@@ -42,7 +42,10 @@ class SplitTiles {
 // Stages of the tiles that a block has. While tile n is computed the rows of the next stages - 1 tiles are on their
 // way to shared memory, the key info of one tile more to registers, and the list's keys of yet another. A tile whose
 // key info is known to hide all of it is not loaded.
-template <class T, int D, Policy P>
+//
+// `Info` reads and stores the key info of single keys, as KeyInfoLoader does; prepare() comes before the first store,
+// when the first loads are on their way.
+template <int D, Policy P, class Info>
 class SplitPipeline {
  public:
   static constexpr int stages = P.stages;
@@ -65,11 +68,11 @@ class SplitPipeline {
   };
 
   __device__ SplitPipeline(Storage& storage, const Tiles& tiles, const Loader& loader,
-                           const KeyInfoLoader<T>& key_info_loader, const GroupRows& rows)
+                           const Info& info, const GroupRows& rows)
       : storage_(storage),
         tiles_(tiles),
         loader_(loader),
-        key_info_loader_(key_info_loader),
+        info_(info),
         row_begin_(rows.first_query()),
         row_end_(rows.end_query()) {}
 
@@ -87,10 +90,16 @@ class SplitPipeline {
       if (n < tiles_.count()) load_rows(n);
       cp_async_commit();
     }
+    // All loads are on their way before the first is waited for.
+    typename Info::Key keys[stages];
 #pragma unroll
     for (int n = 0; n < stages; ++n) {
-      load_key_info(n);
-      store_key_info(n);
+      if (has_key_info(n)) keys[n] = read_key_info(n);
+    }
+    info_.prepare();
+#pragma unroll
+    for (int n = 0; n < stages; ++n) {
+      if (has_key_info(n)) store_key_info(n, keys[n]);
     }
   }
 
@@ -104,15 +113,18 @@ class SplitPipeline {
     const int next = n + stages - 1;
     if (next < tiles_.count() && (state(next) & KeyInfo::touched) != 0) load_rows(next);
     cp_async_commit();
-    load_key_info(n + stages);
+    if (has_key_info(n + stages)) key_ = read_key_info(n + stages);
     load_positions(n + stages + 1);
   }
 
   // After the work on tile n.
   __device__ void release(int n) {
-    store_key_info(n + stages);
+    if (has_key_info(n + stages)) store_key_info(n + stages, key_);
     store_positions(n + stages + 1);
   }
+
+  __device__ const Tiles& tiles() const { return tiles_; }
+  __device__ const Info& info() const { return info_; }
 
   __device__ std::uint32_t k_tile(int n) const {
     return shared_address(storage_.stage[ring<stages>(n)].k);
@@ -158,23 +170,23 @@ class SplitPipeline {
   __device__ bool has_key_info(int n) const {
     return has_key() && n < tiles_.count() && !tiles_.is_full(n);
   }
-  __device__ void load_key_info(int n) {
+  __device__ typename Info::Key read_key_info(int n) const {
     const int i = group().rank;
-    if (has_key_info(n)) key_info_loader_.load(positions(n)[i], i < tiles_.size(n));
+    return info_.read(positions(n)[i], i < tiles_.size(n));
   }
-  __device__ void store_key_info(int n) {
-    if (!has_key_info(n)) return;
-    key_info_loader_.store(storage_.key_info[ring<stages + 1>(n)], group().rank, row_begin_,
-                           row_end_);
+  __device__ void store_key_info(int n, const typename Info::Key& key) {
+    info_.store(key, storage_.key_info[ring<stages + 1>(n)], group().rank, row_begin_, row_end_);
   }
 
   Storage& storage_;
   Tiles tiles_;
   Loader loader_;
-  KeyInfoLoader<T> key_info_loader_;
+  Info info_;
   int row_begin_;
   int row_end_;
-  int position_ = 0;  // of the key on its way
+  // Of the key on its way.
+  typename Info::Key key_;
+  int position_ = 0;
 };
 
 }  // namespace flash_dmattn::cuda::sm80::few_queries

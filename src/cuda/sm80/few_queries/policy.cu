@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 
 #include "cuda/common/integers.h"
 #include "cuda/problem.h"
@@ -13,7 +12,7 @@ std::string name(const Choice& choice) {
   std::string text = "sm80 few_queries ";
   text.append(flash_dmattn::name_of(choice.dtype));
   text.append(" d").append(std::to_string(choice.head_dim));
-  text.append(choice.many_rows ? " rows64" : " rows16");
+  text.append(" rows").append(std::to_string(policy(choice).rows()));
   if (choice.elementwise) text.append(" elementwise");
   return text.append(choice.shared == SharedClass::kb99 ? " 99KB" : " 163KB");
 }
@@ -45,29 +44,55 @@ Choice choose(const Problem& p, SharedClass shared) {
                          differs_between_heads(p.bias_shape)};
 }
 
-// The time of a block in tiles is that of its keys and one more, in which it fills its pipeline. Of the splits
-// that take the least time the smallest leaves the least to combine.
+namespace {
+
+// The time of a call that is split, in tiles: that of a block's keys and of one more, in which it fills its pipeline.
+struct SplitTime {
+  std::int64_t units;   // kv heads and row tiles
+  std::int64_t tiles;   // of each
+  std::int64_t places;  // blocks that run at a time
+
+  std::int64_t operator()(std::int64_t splits) const {
+    return ceil_div(units * splits, places) * (ceil_div(tiles, splits) + 1);
+  }
+};
+
+// The smallest of the splits 1, next(1), ... up to `most` that takes the least time, or 2 % more.
+template <class Next>
+int best_split(const SplitTime& time, std::int64_t most, const Next& next) {
+  std::int64_t best = time(1);
+  for (std::int64_t splits = 1; splits <= most; splits = next(splits))
+    best = std::min(best, time(splits));
+  std::int64_t result = 1;
+  while (time(result) * 50 > best * 51) result = next(result);
+  return static_cast<int>(result);
+}
+
+}  // namespace
+
 Split split_keys(const Problem& p, const Policy& policy, std::int64_t most_keys,
-                 int multiprocessors) {
-  constexpr std::int64_t most_splits = 512;
+                 const DeviceProperties& device) {
   Split result;
-  if (p.heads_kv == 0) return result;
+  if (p.batch * p.heads_kv == 0) return result;
   result.row_tiles =
       static_cast<int>(ceil_div(p.seqlen_q * (p.heads_q / p.heads_kv), policy.rows()));
-  const std::int64_t units = p.batch * p.heads_kv * result.row_tiles;
-  const std::int64_t tiles = ceil_div(most_keys, policy.keys);
-  const std::int64_t places = static_cast<std::int64_t>(multiprocessors) * policy.min_blocks;
-  const auto time = [&](std::int64_t splits) {
-    return ceil_div(units * splits, places) * (ceil_div(tiles, splits) + 1);
-  };
+  const SplitTime time{
+      .units = std::max(p.batch * p.heads_kv * result.row_tiles, std::int64_t{1}),
+      .tiles = ceil_div(most_keys, policy.keys),
+      .places = static_cast<std::int64_t>(device.multiprocessors) * policy.min_blocks};
   // Beyond a few waves of blocks nothing is gained.
-  const std::int64_t waves_of_one = ceil_div(std::max(units, std::int64_t{1}), places);
-  const std::int64_t last = std::min(
-      {tiles, most_splits, waves_of_one * 4 * ceil_div(places, std::max(units, std::int64_t{1}))});
-  std::int64_t best = time(1);
-  for (std::int64_t splits = 2; splits <= last; ++splits) best = std::min(best, time(splits));
-  // 2 % are noise.
-  while (time(result.splits) * 50 > best * 51) ++result.splits;
+  constexpr std::int64_t most_splits = 512;
+  const std::int64_t most =
+      std::min({time.tiles, most_splits,
+                4 * ceil_div(time.units, time.places) * ceil_div(time.places, time.units)});
+  result.splits = best_split(time, most, [](std::int64_t splits) { return splits + 1; });
+  const int cluster = best_split(time, std::min<std::int64_t>(most, most_cluster_blocks(device)),
+                                 [](std::int64_t splits) { return 2 * splits; });
+  // A second kernel takes longer than a tile.
+  if (time(cluster) <= time(result.splits) + 1) {
+    result.splits = cluster;
+    result.in_cluster = true;
+  }
   return result;
 }
 

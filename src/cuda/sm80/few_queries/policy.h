@@ -29,7 +29,7 @@ struct Choice {
   DType dtype = DType::bf16;
   int head_dim = 0;  // the bucket: 64, 128 or 256
   SharedClass shared = SharedClass::kb163;
-  bool many_rows = false;  // 64 rows of a kv head instead of 16
+  bool many_rows = false;  // of a kv head: more than 16
   bool elementwise =
       false;  // masks, biases and ranks that differ between rows are read element by element
 };
@@ -44,8 +44,12 @@ constexpr Policy policy(int head_dim_bucket, SharedClass shared, bool many_rows)
       case 64: return {.row_warps = 4, .key_warps = 1, .keys = 64, .stages = 4, .min_blocks = 2};
       case 128: return {.row_warps = 4, .key_warps = 1, .keys = 32, .stages = 4, .min_blocks = 2};
       default:
-        return {
-            .row_warps = 4, .key_warps = 1, .keys = 32, .stages = small ? 2 : 3, .min_blocks = 1};
+        // 64 rows of q and two stages do not fit into 99 KB.
+        return {.row_warps = small ? 2 : 4,
+                .key_warps = 1,
+                .keys = 32,
+                .stages = small ? 2 : 3,
+                .min_blocks = 1};
     }
   }
   switch (head_dim_bucket) {
@@ -70,12 +74,13 @@ Choice choose(const Problem& p, SharedClass shared);
 // How the rows and keys of a call are cut into blocks. It depends on shapes and the GPU alone, so that a call can
 // be captured in a graph.
 struct Split {
-  int row_tiles = 0;  // of a kv head
-  int splits = 1;     // blocks that share the keys of a row tile
+  int row_tiles = 0;        // of a kv head
+  int splits = 1;           // blocks that share the keys of a row tile
+  bool in_cluster = false;  // they are a cluster, which adds their parts; else another kernel does
 };
 
 // `most_keys`: that a row tile visits.
 Split split_keys(const Problem& p, const Policy& policy, std::int64_t most_keys,
-                 int multiprocessors);
+                 const DeviceProperties& device);
 
 }  // namespace flash_dmattn::cuda::sm80::few_queries

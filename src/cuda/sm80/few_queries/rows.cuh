@@ -1,7 +1,6 @@
 #pragma once
 
 #include "cuda/common/fp64_fallback.cuh"
-#include "cuda/common/math.cuh"
 #include "cuda/sm80/few_queries/params.h"
 
 namespace flash_dmattn::cuda::sm80::few_queries {
@@ -33,17 +32,5 @@ struct GroupRows {
 
   __device__ QueryHead head(int row) const { return {batch, first_head() + member(row), kv_head}; }
 };
-
-// ---- Sums over a part of the keys -----------------------------------------------------------------------
-
-// A row that sees no key of a part. Its output there is not a number if a value is not; it does not count.
-__device__ inline bool sees_nothing(RowSums sums) {
-  return sums.max == negative_infinity && sums.sum == 0;
-}
-
-// What the weights of a part are multiplied by where those of a larger maximum join them.
-__device__ inline float rescale(float max, float larger) {
-  return exp2_approx(max - (larger == negative_infinity ? 0 : larger));
-}
 
 }  // namespace flash_dmattn::cuda::sm80::few_queries

@@ -6,30 +6,69 @@
 #include "cuda/common/tile_copy.cuh"
 #include "cuda/sm80/few_queries/elements.cuh"
 #include "cuda/sm80/few_queries/pipeline.cuh"
+#include "cuda/sm80/few_queries/sums.cuh"
 #include "cuda/sm80/forward_epilogue.cuh"
 
 namespace flash_dmattn::cuda::sm80::few_queries {
 
-// A block computes a tile of rows over its part of the keys and leaves sums, which CombineKernel adds up.
-// A warp has 16 rows and its part of each tile of keys, so that neither softmax nor products leave it; the warps that
-// share rows are added at the end. `Elementwise`: masks, biases or ranks differ between rows.
-template <class T, int D, Policy P, bool Elementwise>
-struct SplitForwardKernel {
+// The keys of k and v. What SlotKeys (slots.cuh) does beside them is empty here. `Elementwise`: masks, biases or ranks differ between rows.
+template <class T, bool Elementwise>
+struct TensorKeys {
   using Params = few_queries::Params;
+  struct Info : KeyInfoLoader<T> {
+    using KeyInfoLoader<T>::KeyInfoLoader;
+    __device__ void prepare() const {}
+  };
+  using Elements = std::conditional_t<Elementwise, RowElements<T>, NoElements>;
+  struct Storage {};
+  template <class Pipeline>
+  struct Extra {
+    __device__ Extra(const Params&, const GroupRows&) {}
+  };
+
+  static __device__ Info info(const Params& p, const GroupRows& rows, Storage&) {
+    return {p.score, p.shape, rows.batch, rows.first_head(), rows.kv_head};
+  }
+  static __device__ TileKeys tile_keys(const Params& p, const GroupRows& rows) {
+    return {p, rows.queries(), rows.end_query()};
+  }
+  // How many keys there are.
+  static __device__ int count(const Params& p, const Info&) { return p.shape.seqlen_k; }
+
+  // After tile n has come, before its products.
+  template <class Pipeline>
+  static __device__ void complete(const Params&, const GroupRows&, const Pipeline&, int,
+                                  const Storage&, const Extra<Pipeline>&) {}
+  // After all tiles: what a block knows about the keys, for all blocks of a cluster, else in memory.
+  static __device__ void finish(const Info&, Storage&) {}
+  static __device__ void store_cluster(const Params&, const GroupRows&, const Info&, const Storage&,
+                                       int) {}
+  static __device__ void store_split(const Params&, const GroupRows&, const Info&, const Storage&,
+                                     int) {}
+};
+
+// A block computes a tile of rows over its part of the keys. Where a cluster has all parts its blocks add them, else
+// CombineKernel does. A warp has 16 rows and its part of each tile of keys, so that neither softmax nor products leave
+// it; the warps that share rows are added at the end.
+template <class T, int D, Policy P, class Keys>
+struct SplitForwardKernel {
+  using Params = typename Keys::Params;
   static constexpr int threads = P.warps() * warp_size;
   static constexpr int min_blocks = P.min_blocks;
+  static constexpr bool waits_itself = true;
 
   using Group = ThreadGroup<threads>;
   using QueryRows = SharedTile<P.rows(), D>;
-  using Pipeline = SplitPipeline<T, D, P>;
+  using Info = typename Keys::Info;
+  using Pipeline = SplitPipeline<D, P, Info>;
   using KeyRows = typename Pipeline::RowTile;
-  using Elements = std::conditional_t<Elementwise, RowElements<T>, NoElements>;
 
   // What the warps leave, where K and V were.
   struct WarpSums {
     static constexpr int columns = D + 8;  // rows begin 8 banks apart
     alignas(16) float out[P.key_warps][P.rows()][columns];
     RowSums sums[P.key_warps][P.rows()];
+    RowSums total[P.rows()];  // of the block, whose output is in out[0]
   };
   struct SharedStorage {
     alignas(1024) std::byte q[QueryRows::bytes];
@@ -37,6 +76,7 @@ struct SplitForwardKernel {
       typename Pipeline::Storage kv;
       WarpSums warp_sums;
     };
+    typename Keys::Storage keys;
   };
 
   static long blocks(const Params& p) {
@@ -44,14 +84,12 @@ struct SplitForwardKernel {
   }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
-    // The row tiles of a part of the keys are neighbours: its keys reach them through the L2.
     int work = static_cast<int>(blockIdx.x);
-    const int row_tile = work % p.split.row_tiles;
-    work /= p.split.row_tiles;
     const int split = work % p.split.splits;
     work /= p.split.splits;
+    const int first_row = work % p.split.row_tiles * P.rows();
+    work /= p.split.row_tiles;
     const int group_size = p.shape.heads_q / p.shape.heads_kv;
-    const int first_row = row_tile * P.rows();
     const GroupRows rows{work / p.shape.heads_kv, work % p.shape.heads_kv, group_size, first_row,
                          min(p.shape.seqlen_q * group_size - first_row, P.rows())};
     const int row_warp = warp_id() % P.row_warps;
@@ -59,33 +97,37 @@ struct SplitForwardKernel {
     const std::uint32_t q_tile = shared_address(shared.q);
     const Group block = Group::of_block();
 
+    const RowSource<QueryRows, Group> queries(block, p.q, rows.batch, rows.first_head(),
+                                              p.shape.head_dim);
+    const Info info = Keys::info(p, rows, shared.keys);
+    const typename Pipeline::Loader loader(block, shared.kv.loader, p, rows.batch, rows.kv_head);
+
+    // Where rows lie has been found while the kernel before was ending.
+    wait_for_previous_kernel();
     copy_g2s(
-        block,
-        RowSource<QueryRows, Group>(block, p.q, rows.batch, rows.first_head(), p.shape.head_dim),
-        q_tile, [&](int r) { return r < rows.count; }, [&](int r) { return rows.query(r); },
-        [&](int r) { return rows.member(r); });
-    const KeyInfoLoader<T> key_info_loader(p.score, p.shape, rows.batch, rows.first_head(),
-                                           rows.kv_head);
-    const TileKeys keys(p, rows.queries(), rows.end_query());
+        block, queries, q_tile, [&](int r) { return r < rows.count; },
+        [&](int r) { return rows.query(r); }, [&](int r) { return rows.member(r); });
     Pipeline kv(shared.kv,
-                typename Pipeline::Tiles(keys, key_info_loader.has_values(), split, p.split.splits),
-                typename Pipeline::Loader(block, shared.kv.loader, p, rows.batch, rows.kv_head),
-                key_info_loader, rows);
+                typename Pipeline::Tiles(Keys::tile_keys(p, rows), info.has_values(), split,
+                                         p.split.splits),
+                loader, info, rows);
+    const typename Keys::template Extra<Pipeline> extra(p, rows);
     kv.start();
 
     Accumulator<16, D> out;
     clear(out);
     OnlineSoftmax<T, 1> softmax;
-    const bool biased = p.score.bias.data != nullptr && !(Elementwise && p.score.bias.dense);
+    const bool biased = p.score.bias.data != nullptr && !p.score.bias.dense;
     const float factor = p.score.final_log2_scale;
     const int warp_key = key_warp * P.warp_keys();
     const OperandA<QueryRows, Major::k> q(q_tile, row_warp * 16);
     const LaneRows lane_rows(rows, row_warp * 16);
     const LanePosition position = LanePosition::of(0, warp_key);
-    const Elements elements(p.score, rows, row_warp * 16);
+    const typename Keys::Elements elements(p.score, rows, row_warp * 16);
 
     for (int n = 0; n < kv.count(); ++n) {
       kv.acquire(n);
+      Keys::complete(p, rows, kv, n, shared.keys, extra);
       const auto& key_info = kv.key_info(n);
       const std::uint32_t state = kv.state(n);
       if ((state & key_info.touched) != 0) {
@@ -97,7 +139,10 @@ struct SplitForwardKernel {
         if (biased) add_column_bias(p.score.factor, key_info, position, scores);
         const bool partial = (state & key_info.partial) != 0;
         elements.apply(key_info, partial, kv.positions(n), lane_rows, position.column, scores);
-        if (partial) mask_keys(key_info, lane_rows, position.column, scores);
+        if (partial) {
+          mask_columns(
+              key_info, position.column, [&](int, int h) { return lane_rows.query[h]; }, scores);
+        }
         softmax.update(scores, factor, out);
         const std::uint32_t values = kv.v_tile(n) + warp_key * KeyRows::row_bytes;
         add_values<T>(scores, OperandB<KeyRows, Major::mn>(values, 0), out);
@@ -107,10 +152,17 @@ struct SplitForwardKernel {
     cp_async_wait_all();
     allow_next_kernel();
     softmax.add_lanes();
+    Keys::finish(kv.info(), shared.keys);
     __syncthreads();
     store_warp(shared.warp_sums, row_warp * 16, key_warp, factor, softmax, out);
     __syncthreads();
-    store_block(p, rows, split, shared.warp_sums);
+    if (p.split.in_cluster) {
+      add_cluster(p, rows, Keys::count(p, kv.info()), split, shared.warp_sums,
+                  [&] { Keys::store_cluster(p, rows, kv.info(), shared.keys, split); });
+    } else {
+      store_block(p, rows, split, shared.warp_sums);
+      Keys::store_split(p, rows, kv.info(), shared.keys, split);
+    }
   }
 
  private:
@@ -132,9 +184,10 @@ struct SplitForwardKernel {
     }
   }
 
-  // Adds the warps that share rows.
-  static __device__ void store_block(const Params& p, const GroupRows& rows, int split,
-                                     const WarpSums& warps) {
+  // Adds the warps that share rows: calls store(row, column, sums, four columns).
+  template <class Store>
+  static __device__ void add_warps(const GroupRows& rows, const WarpSums& warps,
+                                   const Store& store) {
     constexpr int row_chunks = D / 4;
     for (int i = static_cast<int>(threadIdx.x); i < rows.count * row_chunks; i += threads) {
       const int row = i / row_chunks;
@@ -153,11 +206,39 @@ struct SplitForwardKernel {
         out = {fmaf(part.x, scale, out.x), fmaf(part.y, scale, out.y), fmaf(part.z, scale, out.z),
                fmaf(part.w, scale, out.w)};
       }
+      store(row, column, total, out);
+    }
+  }
+
+  static __device__ void store_block(const Params& p, const GroupRows& rows, int split,
+                                     const WarpSums& warps) {
+    add_warps(rows, warps, [&](int row, int column, RowSums sums, float4 out) {
       const std::int64_t part =
           rows.head(row).row_index(p.shape, rows.query(row)) * p.split.splits + split;
       *reinterpret_cast<float4*>(p.outs + part * D + column) = out;
-      if (column == 0) p.sums[part] = total;
+      if (column == 0) p.sums[part] = sums;
+    });
+  }
+
+  // The rows of a cluster are shared among its warps, which read the sums of all its blocks.
+  template <class Also>
+  static __device__ void add_cluster(const Params& p, const GroupRows& rows, int keys, int rank,
+                                     WarpSums& warps, const Also& also) {
+    add_warps(rows, warps, [&](int row, int column, RowSums sums, float4 out) {
+      *reinterpret_cast<float4*>(&warps.out[0][row][column]) = out;
+      if (column == 0) warps.total[row] = sums;
+    });
+    cluster_sync();
+    const int blocks = p.split.splits;
+    for (int row = warp_id() * blocks + rank; row < rows.count; row += P.warps() * blocks) {
+      RowTotal<D> total;
+      total.template add_parts<4>(
+          0, 1, blocks, [&](int n) { return in_cluster_block(&warps.total[row], n); },
+          [&](int n) { return in_cluster_block(&warps.out[0][row][0], n); });
+      store_row<T, D>(p, rows.head(row), rows.query(row), keys, total);
     }
+    also();
+    cluster_sync();  // before a block ends whose sums are being read
   }
 };
 

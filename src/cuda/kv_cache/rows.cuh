@@ -1,0 +1,99 @@
+#pragma once
+
+#include "cuda/kv_cache/slots.cuh"
+
+// Bodies of for_each: one item is a unit of a row.
+namespace flash_dmattn::cuda::kv {
+
+struct ClearRows {
+  RowTensor k, v;
+  int heads;
+  int slots;
+  RowCopy copy;
+
+  __device__ void operator()(long item) const {
+    const int unit = static_cast<int>(item % copy.units);
+    item /= copy.units;
+    const int slot = static_cast<int>(item % slots);
+    const long row = item / slots;
+    for (const RowTensor& rows : {k, v}) {
+      std::byte* const to = rows.at(row / heads, row % heads, slot) + unit * copy.unit;
+      for (int i = 0; i < copy.unit; i += 2) *reinterpret_cast<std::uint16_t*>(to + i) = 0;
+    }
+  }
+};
+
+// Row b of `to` becomes row index[b] of `from`.
+struct CopyRows {
+  Slots from, to;
+  const std::int32_t* index;
+  RowCopy copy;
+
+  __device__ void operator()(long item) const {
+    const int unit = static_cast<int>(item % copy.units);
+    item /= copy.units;
+    const int places = to.window + to.pending;
+    const int slot = static_cast<int>(item % places);
+    const int h = static_cast<int>(item / places % to.heads);
+    const int b = static_cast<int>(item / places / to.heads);
+    const int from_b = index[b];
+    const SlotCount count = from.counts[from.row(from_b, h)];
+    if (slot >= count.count && slot < to.window && slot > 0) return;
+    copy(to.k.at(b, h, slot), from.k.at(from_b, h, slot), unit);
+    copy(to.v.at(b, h, slot), from.v.at(from_b, h, slot), unit);
+    if (unit > 0) return;
+    const std::int64_t at = to.place(to.row(b, h), slot);
+    const std::int64_t from_at = from.place(from.row(from_b, h), slot);
+    to.scores[at] = from.scores[from_at];
+    to.positions[at] = from.positions[from_at];
+    if (slot > 0) return;
+    to.counts[to.row(b, h)] = count;
+    if (h == 0) to.seen[b] = from.seen[from_b];
+  }
+};
+
+// Tokens behind the pending ones.
+struct AppendTokens {
+  Slots cache;
+  RowTensor k, v;
+  TokenScores scores;
+  int seqlen;
+  RowCopy copy;
+
+  __device__ void operator()(long item) const {
+    const int unit = static_cast<int>(item % copy.units);
+    item /= copy.units;
+    const int t = static_cast<int>(item % seqlen);
+    const int h = static_cast<int>(item / seqlen % cache.heads);
+    const int b = static_cast<int>(item / seqlen / cache.heads);
+    const int slot = cache.window + cache.pending + t;
+    copy(cache.k.at(b, h, slot), k.at(b, h, t), unit);
+    copy(cache.v.at(b, h, slot), v.at(b, h, t), unit);
+    if (unit > 0) return;
+    const std::int64_t at = cache.place(cache.row(b, h), slot);
+    cache.scores[at] = scores(b, h, t);
+    cache.positions[at] = cache.seen[b] + cache.pending + t;
+  }
+};
+
+// The rows of the tokens that have slots, whose positions are there.
+struct FillRows {
+  Slots cache;
+  RowTensor k, v;
+  RowCopy copy;
+
+  __device__ void operator()(long item) const {
+    const int unit = static_cast<int>(item % copy.units);
+    item /= copy.units;
+    const int slot = static_cast<int>(item % cache.window);
+    const int h = static_cast<int>(item / cache.window % cache.heads);
+    const int b = static_cast<int>(item / cache.window / cache.heads);
+    const std::int64_t row = cache.row(b, h);
+    if (slot >= cache.counts[row].count) return;
+    const std::int32_t t = cache.positions[cache.place(row, slot)];
+    copy(cache.k.at(b, h, slot), k.at(b, h, t), unit);
+    copy(cache.v.at(b, h, slot), v.at(b, h, t), unit);
+  }
+};
+
+}  // namespace flash_dmattn::cuda::kv

@@ -1,0 +1,142 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/common/warp.cuh"
+#include "flash_dmattn/kv_cache.h"
+
+// A KV cache as the kernels see it.
+namespace flash_dmattn::cuda::kv {
+
+// Rows of 16-bit elements; strides in bytes.
+struct RowTensor {
+  std::byte* data = nullptr;
+  std::int64_t batch = 0;
+  std::int64_t head = 0;
+  std::int64_t token = 0;  // or slot
+
+  __device__ std::byte* at(std::int64_t b, std::int64_t h, std::int64_t t) const {
+    return data + b * batch + h * head + t * token;
+  }
+};
+
+struct Slots {
+  RowTensor k, v;
+  float* scores;
+  std::int32_t* positions;
+  SlotCount* counts;
+  std::int32_t* seen;
+  int heads;
+  int window;
+  int slots;  // window + chunk
+  int pending;
+
+  __device__ std::int64_t row(int b, int h) const {
+    return static_cast<std::int64_t>(b) * heads + h;
+  }
+  __device__ std::int64_t place(std::int64_t row, int slot) const { return row * slots + slot; }
+};
+
+// The scores of tokens, and whether they are any.
+struct TokenScores {
+  ScoreRows scores;
+  TokenMask mask;
+
+  // NaN for a masked token.
+  __device__ float operator()(int b, int h, int t) const {
+    if (mask.data != nullptr && mask.data[b * mask.stride[0] + t * mask.stride[1]] == 0)
+      return nanf("");
+    return scores.data[b * scores.stride[0] + h * scores.stride[1] + t * scores.stride[2]];
+  }
+};
+
+// A key among others.
+struct ScoredSlot {
+  float score;
+  std::int32_t position;
+
+  // Never with a NaN.
+  __device__ bool beats(ScoredSlot other) const {
+    return score > other.score || (score == other.score && position > other.position);
+  }
+};
+
+// Copies of rows, by units of 16 bytes where all of a call's rows are aligned to them, else of an element.
+struct RowCopy {
+  int unit = 2;
+  int units = 0;  // of a row
+
+  __device__ void operator()(std::byte* to, const std::byte* from, int i) const {
+    if (unit == 16) {
+      reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+    } else {
+      reinterpret_cast<std::uint16_t*>(to)[i] = reinterpret_cast<const std::uint16_t*>(from)[i];
+    }
+  }
+};
+
+// ---- By a block ---------------------------------------------------------------------------------------------
+
+// Numbers the threads of a block for which `chosen` holds, in their order.
+template <int Threads>
+class BlockNumbers {
+ public:
+  struct Storage {
+    int counts[Threads / warp_size];
+  };
+
+  // The number of this thread, and how many are chosen in `total`. Two barriers.
+  static __device__ int number(Storage& storage, bool chosen, int& total) {
+    const unsigned ballot = warp_ballot(chosen);
+    if (lane_id() == 0) storage.counts[warp_id()] = __popc(ballot);
+    __syncthreads();
+    int before = 0;
+    total = 0;
+    for (int w = 0; w < Threads / warp_size; ++w) {
+      if (w < warp_id()) before += storage.counts[w];
+      total += storage.counts[w];
+    }
+    __syncthreads();
+    return before + count_before(ballot, lane_id());
+  }
+};
+
+// The slot of the worst key in [0, count) of a row; in thread 0.
+template <int Threads>
+struct WorstSlot {
+  struct Key {
+    ScoredSlot key;
+    std::int32_t slot;
+  };
+  struct Storage {
+    Key keys[Threads / warp_size];
+  };
+
+  static __device__ std::int32_t find(Storage& storage, const Slots& cache, std::int64_t row,
+                                      int count) {
+    Key worst{{__builtin_huge_valf(), 0x7fffffff}, 0};
+    for (int slot = static_cast<int>(threadIdx.x); slot < count; slot += Threads) {
+      const std::int64_t at = cache.place(row, slot);
+      worst = worse(worst, {{cache.scores[at], cache.positions[at]}, slot});
+    }
+    worst = of_warp(worst);
+    if (lane_id() == 0) storage.keys[warp_id()] = worst;
+    __syncthreads();
+    if (warp_id() > 0) return 0;
+    return of_warp(storage.keys[lane_id() % (Threads / warp_size)]).slot;
+  }
+
+ private:
+  static __device__ Key worse(Key a, Key b) { return a.key.beats(b.key) ? b : a; }
+  static __device__ Key of_warp(Key mine) {
+#pragma unroll
+    for (int step = 1; step < warp_size; step *= 2) {
+      mine = worse(mine, {{shuffle_xor(mine.key.score, step), shuffle_xor(mine.key.position, step)},
+                          shuffle_xor(mine.slot, step)});
+    }
+    return mine;
+  }
+};
+
+}  // namespace flash_dmattn::cuda::kv

@@ -1,0 +1,241 @@
+#pragma once
+
+#include <climits>
+
+#include "cuda/common/tile_copy.cuh"
+#include "cuda/sm80/few_queries/combine.cuh"
+#include "cuda/sm80/few_queries/elements.cuh"
+#include "cuda/sm80/few_queries/pipeline.cuh"
+
+// The slots of a KV cache as keys. A token is inserted, and the next victim found, while they are read.
+namespace flash_dmattn::cuda::sm80::few_queries {
+
+// The worse of two keys: the lower score, or of equal ones the older position.
+__device__ inline Victim worse(Victim a, Victim b) {
+  return b.score < a.score || (b.score == a.score && b.position < a.position) ? b : a;
+}
+
+__device__ inline Victim no_victim() { return {-negative_infinity, INT_MAX, 0}; }
+
+__device__ inline Victim worst_of_warp(Victim mine) {
+#pragma unroll
+  for (int step = 1; step < warp_size; step *= 2) {
+    mine = worse(mine, {shuffle_xor(mine.score, step), shuffle_xor(mine.position, step),
+                        shuffle_xor(mine.slot, step)});
+  }
+  return mine;
+}
+
+// Of a block, in shared memory.
+struct SlotStorage {
+  static constexpr int most_warps = 2;  // that load key info
+
+  bool entered;  // the token has a slot
+  Victim victims[most_warps];
+};
+
+// Key info of slots, as KeyInfoLoader. The slot that a token is to have is known from the count and the last victim;
+// the thread that loads its info decides whether the token enters.
+class SlotInfo {
+ public:
+  using Key = Victim;
+
+  __device__ SlotInfo(const StepParams& p, const GroupRows& rows, SlotStorage& storage)
+      : p_(p),
+        storage_(storage),
+        batch_(rows.batch),
+        kv_head_(rows.kv_head),
+        row_(rows.batch * p.shape.heads_kv + rows.kv_head) {
+    if (threadIdx.x == 0) storage.entered = false;
+  }
+
+  // What the step is to do, for which rows and key info need not wait.
+  __device__ void prepare() {
+    const SlotCount before = p_.counts[row_];
+    seen_ = p_.seen[batch_];
+    score_new_ = __ldg(p_.new_scores.data + batch_ * p_.new_scores.stride[0] +
+                       kv_head_ * p_.new_scores.stride[1]);
+    const bool masked =
+        p_.mask.data != nullptr && __ldg(p_.mask.data + batch_ * p_.mask.stride[0]) == 0;
+    const bool offered = !masked && !isnan(score_new_);
+    has_room_ = before.count < p_.shape.seqlen_k;
+    target_ = !offered ? -1 : has_room_ ? before.count : before.victim;
+    count_ = before.count + (offered && has_room_ ? 1 : 0);
+  }
+
+  __device__ bool has_values() const { return true; }
+  // Where the token is to be; -1: nowhere.
+  __device__ int target() const { return target_; }
+  // How many slots hold keys afterwards.
+  __device__ int count() const { return count_; }
+  __device__ int row() const { return row_; }
+  __device__ Victim victim() const { return victim_; }
+
+  __device__ Key read(int slot, bool valid) const {
+    if (!valid) return {0, 0, INT_MAX};
+    const std::int64_t at = row_ * p_.slots + slot;
+    return {p_.scores[at], p_.positions[at], slot};
+  }
+
+  template <int N>
+  __device__ void store(Key key, KeyInfoTile<N>& tile, int column, int, int) {
+    if (key.slot == target_) insert(key);
+    const bool holds_key = key.slot < count_;
+    if (holds_key) victim_ = worse(victim_, key);
+    const bool biased = p_.score.bias.data != nullptr;
+    const bool visible = holds_key && (!biased || key.score > p_.score.mask_value);
+    tile.range[column] = {0, visible ? 1 : 0};
+    tile.bias[column] = visible && biased ? fminf(key.score * log2e, 3.0e38f) : 0.0f;
+    tile.store_state(column, visible, visible);
+  }
+
+ private:
+  __device__ void insert(Key& key) {
+    // Of equal scores the token's is the more recent.
+    if (!has_room_ && score_new_ < key.score) return;
+    key = {score_new_, seen_, key.slot};
+    p_.scores[row_ * p_.slots + key.slot] = key.score;
+    p_.positions[row_ * p_.slots + key.slot] = key.position;
+    storage_.entered = true;
+  }
+
+  const StepParams& p_;
+  SlotStorage& storage_;
+  int batch_;
+  int kv_head_;
+  std::int64_t row_;  // in [B, Hkv]
+  int seen_ = 0;
+  float score_new_ = 0;
+  bool has_room_ = false;
+  int target_ = -1;
+  int count_ = 0;
+  Victim victim_ = no_victim();
+};
+
+// The new rows of K and V, a chunk of 16 bytes in each of the first threads. Every block loads them with its first
+// tiles: which one needs them it is to find out.
+template <class Tile, class Group>
+class TokenRows {
+ public:
+  __device__ TokenRows(const StepParams& p, const GroupRows& rows)
+      : is_value_(rank() >= Tile::chunks), chunk_(rank() % Tile::chunks) {
+    exists_ = rank() < 2 * Tile::chunks && chunk_ < p.shape.head_dim / 8;
+    if (!exists_) return;
+    const InputRows& from = is_value_ ? p.new_v : p.new_k;
+    const std::byte* const data =
+        from.data + rows.batch * from.batch + rows.kv_head * from.head + chunk_ * 16;
+    data_ = from.aligned ? __ldg(reinterpret_cast<const uint4*>(data))
+                         : RowSource<Tile, Group>::load_elements(data);
+  }
+
+  // Into row `column` of the tiles and into the slot.
+  __device__ void store(const StepParams& p, const GroupRows& rows, int slot, int column,
+                        std::uint32_t k_tile, std::uint32_t v_tile) const {
+    if (!exists_) return;
+    store_shared_16((is_value_ ? v_tile : k_tile) + Tile::offset(column, chunk_), data_);
+    const OutputRows& to = is_value_ ? p.v_slots : p.k_slots;
+    std::byte* const data =
+        to.data + rows.batch * to.batch + slot * to.row + rows.kv_head * to.head + chunk_ * 16;
+    store_chunk(data, to.aligned, data_);
+  }
+
+ private:
+  static __device__ int rank() { return static_cast<int>(threadIdx.x); }
+
+  bool is_value_;
+  int chunk_;
+  bool exists_;
+  uint4 data_{};
+};
+
+// As TensorKeys.
+template <class T>
+struct SlotKeys {
+  using Params = StepParams;
+  using Info = SlotInfo;
+  using Elements = NoElements;
+  using Storage = SlotStorage;
+  template <class Pipeline>
+  using Extra = TokenRows<typename Pipeline::RowTile, typename Pipeline::Group>;
+
+  static __device__ Info info(const Params& p, const GroupRows& rows, Storage& storage) {
+    return {p, rows, storage};
+  }
+  static __device__ TileKeys tile_keys(const Params& p, const GroupRows&) {
+    return {0, p.shape.seqlen_k};
+  }
+  static __device__ int count(const Params&, const Info& info) { return info.count(); }
+
+  template <class Pipeline>
+  static __device__ void complete(const Params& p, const GroupRows& rows, const Pipeline& kv, int n,
+                                  const Storage& storage, const Extra<Pipeline>& token) {
+    const int slot = kv.info().target();
+    const int column = slot - kv.tiles().first(n);
+    if (slot < 0 || column < 0 || column >= Pipeline::RowTile::rows || !storage.entered) return;
+    token.store(p, rows, slot, column, kv.k_tile(n), kv.v_tile(n));
+    __syncthreads();
+  }
+
+  static __device__ void finish(const Info& info, Storage& storage) {
+    if (warp_id() >= Storage::most_warps) return;
+    const Victim worst = worst_of_warp(info.victim());
+    if (lane_id() == 0) storage.victims[warp_id()] = worst;
+  }
+  static __device__ void store_cluster(const Params& p, const GroupRows&, const Info& info,
+                                       const Storage& storage, int rank) {
+    if (rank != p.split.splits - 1 || warp_id() > 0) return;
+    Victim worst = no_victim();
+    for (int n = lane_id(); n < p.split.splits; n += warp_size)
+      worst = worse(worst, of_block(*in_cluster_block(&storage, n)));
+    worst = worst_of_warp(worst);
+    if (lane_id() == 0) p.counts[info.row()] = {info.count(), worst.slot};
+  }
+  static __device__ void store_split(const Params& p, const GroupRows&, const Info& info,
+                                     const Storage& storage, int split) {
+    if (threadIdx.x > 0) return;
+    p.victims[info.row() * p.split.splits + split] = of_block(storage);
+    if (split == 0) p.counts_after[info.row()] = info.count();
+  }
+
+ private:
+  static __device__ Victim of_block(const Storage& storage) {
+    return worse(storage.victims[0], storage.victims[1]);
+  }
+};
+
+// CombineKernel for a decode step, which also takes the state of the cache to its end.
+template <class T, int D>
+struct CombineStepKernel : CombineKernel<T, D> {
+  using Params = StepParams;
+  using Base = CombineKernel<T, D>;
+
+  __device__ void operator()(const Params& p, typename Base::SharedStorage& shared) const {
+    const QueryHead head = Base::head_of(p, blockIdx.x);
+    const std::int64_t row = head.batch * p.shape.heads_kv + head.kv_head;
+    const bool is_first_of_group = head.head % (p.shape.heads_q / p.shape.heads_kv) == 0;
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    const int count = p.counts_after[row];
+    if (is_first_of_group && warp_id() == Base::warps - 1) {
+      Victim worst = no_victim();
+      for (int n = lane_id(); n < p.split.splits; n += warp_size)
+        worst = worse(worst, p.victims[row * p.split.splits + n]);
+      worst = worst_of_warp(worst);
+      if (lane_id() == 0) p.counts[row] = {count, worst.slot};
+    }
+    if (head.head == 0 && threadIdx.x == 0) ++p.seen[head.batch];
+    Base::add_splits(p, shared, count);
+  }
+};
+
+// Where clusters take the step: the tokens of a row are counted once no block of any head will read their number. The
+// kernel starts when all blocks of the step have come to allow_next_kernel, and ends after them.
+template <SharedClass S>
+__global__ void __launch_bounds__(256) count_tokens(std::int32_t* seen, int batch) {
+  allow_next_kernel();
+  const int b = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (b < batch) ++seen[b];
+  wait_for_previous_kernel();
+}
+
+}  // namespace flash_dmattn::cuda::sm80::few_queries

@@ -1,0 +1,115 @@
+#pragma once
+
+#include "cuda/common/fp64_fallback.cuh"
+#include "cuda/sm80/few_queries/rows.cuh"
+#include "cuda/sm80/forward_epilogue.cuh"
+
+// Sums over parts of the keys, and the rows that they make together.
+namespace flash_dmattn::cuda::sm80::few_queries {
+
+// A row that sees no key of a part. Its output there is not a number if a value is not; it does not count.
+__device__ inline bool sees_nothing(RowSums sums) {
+  return sums.max == negative_infinity && sums.sum == 0;
+}
+
+// What the weights of a part are multiplied by where those of a larger maximum join them.
+__device__ inline float rescale(float max, float larger) {
+  return exp2_approx(max - (larger == negative_infinity ? 0 : larger));
+}
+
+// A lane's columns of an output of D, lane_columns * lane and the next.
+template <int D>
+struct alignas(D == 64 ? 8 : 16) LaneColumns {
+  static constexpr int count = D / warp_size;
+  float x[count] = {};
+};
+
+// The sum of parts, by a warp. Their order decides how it is rounded, so it is fixed.
+template <int D>
+struct RowTotal {
+  using Columns = LaneColumns<D>;
+
+  RowSums sums{negative_infinity, 0};
+  Columns out;
+
+  // Of several parts at once, so that their weights do not wait for one another.
+  template <int Count>
+  __device__ void add(const RowSums (&parts)[Count], const Columns (&values)[Count]) {
+    float larger = sums.max;
+#pragma unroll
+    for (int n = 0; n < Count; ++n) larger = fmaxf(larger, parts[n].max);
+    const float scale = rescale(sums.max, larger);
+    sums = {larger, sums.sum * scale};
+#pragma unroll
+    for (int i = 0; i < Columns::count; ++i) out.x[i] *= scale;
+#pragma unroll
+    for (int n = 0; n < Count; ++n) {
+      if (sees_nothing(parts[n])) continue;
+      const float part_scale = rescale(parts[n].max, larger);
+      sums.sum = fmaf(parts[n].sum, part_scale, sums.sum);
+#pragma unroll
+      for (int i = 0; i < Columns::count; ++i)
+        out.x[i] = fmaf(values[n].x[i], part_scale, out.x[i]);
+    }
+  }
+
+  // Parts first, first + step, ... of `parts`, the loads of Batch of them on their way at once. `sums_of(i)` and
+  // `columns_of(i)` are where a part has them.
+  template <int Batch, class SumsOf, class ColumnsOf>
+  __device__ void add_parts(int first, int step, int parts, const SumsOf& sums_of,
+                            const ColumnsOf& columns_of) {
+    for (int begin = first; begin < parts; begin += Batch * step) {
+      RowSums part[Batch];
+      Columns values[Batch];
+#pragma unroll
+      for (int i = 0; i < Batch; ++i) {
+        const int n = begin + i * step;
+        part[i] = {negative_infinity, 0};
+        if (n >= parts) continue;
+        part[i] = *sums_of(n);
+        values[i] = reinterpret_cast<const Columns*>(columns_of(n))[lane_id()];
+      }
+      add(part, values);
+    }
+  }
+};
+
+// Stores the output and lse of a row, by one warp. Rows that fp32 does not hold are computed again, in double, over
+// the first `keys` keys.
+template <class T, int D>
+__device__ inline void store_row(const ForwardParams& p, const QueryHead& head, int query, int keys,
+                                 const RowTotal<D>& row) {
+  constexpr int lane_columns = LaneColumns<D>::count;
+  float largest = 0;
+#pragma unroll
+  for (int i = 0; i < lane_columns; ++i) largest = max_or_nan(largest, fabsf(row.out.x[i]));
+  const RowSums sums = row.sums;
+  const bool ordinary =
+      sums.sum > 0 && isfinite(sums.sum) && isfinite(largest) && fabsf(sums.max) < 1e38f;
+  if (!warp_all(ordinary)) {
+    ForwardParams of_keys = p;
+    of_keys.shape.seqlen_k = keys;
+    fp64_row<T, true>(of_keys, head, query);
+    return;
+  }
+  const float inverse = 1 / sums.sum;
+  const int column = lane_id() * lane_columns;
+  auto* const to = reinterpret_cast<std::uint16_t*>(row_of<T>(p.out, head.batch, query, head.head));
+#pragma unroll
+  for (int i = 0; i < lane_columns; i += 2) {
+    if (column + i >= p.shape.head_dim) continue;
+    const std::uint32_t two =
+        pack_output<T>(row.out.x[i] * inverse, row.out.x[i + 1] * inverse, p.saturate);
+    if (p.out.aligned) {
+      *reinterpret_cast<std::uint32_t*>(to + column + i) = two;
+    } else {
+      to[column + i] = static_cast<std::uint16_t>(two);
+      to[column + i + 1] = static_cast<std::uint16_t>(two >> 16);
+    }
+  }
+  if (lane_id() == 0) {
+    store_lse(p, head.row_index(p.shape, query), log_sum_exp<T>(sums.max, sums.sum));
+  }
+}
+
+}  // namespace flash_dmattn::cuda::sm80::few_queries
