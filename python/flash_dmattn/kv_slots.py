@@ -339,13 +339,15 @@ class KVSlots:
 
     def restore(self, snapshot: KVSlots) -> None:
         """The content of a snapshot, in place. One of a single row (a shared prefix) goes to every row."""
+        if snapshot.batch not in (1, self.batch):
+            raise ValueError(f"snapshot: got {snapshot.batch} rows, expected {self.batch} or one")
         rows = torch.arange(self.batch, dtype=torch.int32, device=self.k.device)
         _ops.kv_copy_rows(
             *self.tensors,
             *snapshot.tensors,
             self.window,
             snapshot.pending,
-            rows.clamp(max=snapshot.batch - 1) if snapshot.batch == 1 else rows,
+            rows if snapshot.batch == self.batch else torch.zeros_like(rows),
             self.backend,
         )
         self.pending, self.is_empty = snapshot.pending, snapshot.is_empty

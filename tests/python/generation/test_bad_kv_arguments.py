@@ -76,6 +76,7 @@ def test_of_chunks_and_rows():
         "state: got window 5": lambda: cache.load_state_dict(
             KVSlots(2, 2, 5, 8, chunk=3).state_dict()
         ),
+        "snapshot: got 3 rows": lambda: cache.restore(KVSlots(3, 2, 4, 8, chunk=3)),
         "key_mask: got it together with intervals": lambda: cache.fill(
             **tokens(3), intervals=cache.pending_intervals(1), key_mask=torch.ones(2, 3)
         ),
