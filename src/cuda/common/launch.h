@@ -39,10 +39,11 @@ inline void refuse_capture(cudaStream_t stream, const char* why) {
 //
 // Since sm_90 a kernel may be launched before all of the one before is over: as soon as its blocks have
 // ended, or have allowed it earlier, and what it wrote need not be there yet. All kernels here are launched
-// so and wait before they touch memory, which hides the launch and changes nothing else. None allows it
-// earlier: blocks that only wait take places from those that compute, and fill the multiprocessors that are
-// done first, so that their grid is spread unevenly (docs/kernels/selection.md, "Launches"). Every kernel
-// begins with wait_for_previous_kernel() (ptx.cuh).
+// so and wait before they touch memory, which hides the launch and changes nothing else. Only those of few
+// queries allow it earlier, behind their main loop: there a launch is a sixth of the time. Elsewhere blocks that
+// only wait take places from those that compute, and fill the multiprocessors that are done first, so that their
+// grid is spread unevenly (docs/kernels/selection.md, "Launches"). Every kernel begins with
+// wait_for_previous_kernel() (ptx.cuh), those of few queries once they have found where their rows lie.
 
 // A value for each device, made at its first use there.
 template <class T>
