@@ -59,7 +59,7 @@ bench: $(STAMPS)/package $(STAMPS)/demo ## measure against PyTorch on this machi
 	$(BIN)/python benchmarks/bench.py --record cpu --device cpu --threads 2 $(ARGS)
 
 .PHONY: test
-test: check-format docs test-cpp test-sanitize test-python test-transformers-4 test-cuda-build ## everything a change has to pass
+test: check-format docs test-cpp test-sanitize test-python test-transformers-4 test-kernels test-cuda-build ## everything a change has to pass
 
 .PHONY: test-cpp
 test-cpp: $(STAMPS)/tools build/googletest/ready ## C++ tests, on every instruction set of this machine
@@ -98,6 +98,13 @@ test-cuda-build: $(STAMPS)/tools $(STAMPS)/test build/googletest/ready
 	PYTHONPATH=python FLASH_DMATTN_LIBRARY=$(CURDIR)/build/cuda/bindings/torch/_C.so FLASH_DMATTN_TEST_CUDA_BUILD=1 \
 	  $(BIN)/python -m pytest tests/python/api/test_availability.py tests/python/gpu
 endif
+
+.PHONY: test-kernels
+test-kernels: $(STAMPS)/package $(STAMPS)/test ## load two versions in one process, in the layout of Hugging Face's kernels
+	for name in one other; do \
+	  $(BIN)/python tools/kernels_layout.py build/kernels/$$name --build build/kernels/build --namespace _flash_dmattn_$$name; \
+	done
+	FLASH_DMATTN_TEST_KERNELS="build/kernels/one build/kernels/other" $(BIN)/python -m pytest tests/python/tools/test_two_versions.py
 
 .PHONY: test-transformers-4
 test-transformers-4: $(STAMPS)/package $(STAMPS)/test build/transformers-4/ready ## Python tests of transformers' own models, on transformers 4.x

@@ -14,6 +14,11 @@
 
 // torch tensors as arguments of the C++ API. The API has only pointers and strides; whether shapes, dtypes
 // and devices agree with one another is checked here.
+// The operators' namespace in torch.ops; CMake gives it, Hugging Face's kernel-builder calls it TORCH_EXTENSION_NAME.
+#ifndef FLASH_DMATTN_NAMESPACE
+#define FLASH_DMATTN_NAMESPACE TORCH_EXTENSION_NAME
+#endif
+
 namespace flash_dmattn::binding {
 
 using torch::headeronly::ScalarType;

@@ -283,7 +283,7 @@ std::tuple<Tensor, Tensor> decode_step_op(const Tensor& k_cache, const Tensor& v
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
   m.def(
       "kv_fill(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, "
       "Tensor(d!) positions, Tensor(e!) counts, Tensor(f!) seen, SymInt window, Tensor k, Tensor "
@@ -313,7 +313,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
       "bool scores_are_bias, str backend) -> (Tensor out, Tensor lse)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) {
+STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CPU, m) {
   m.impl("kv_fill", TORCH_BOX(&fill_op));
   m.impl("kv_append", TORCH_BOX(&append_op));
   m.impl("kv_pending_intervals", TORCH_BOX(&pending_intervals_op));
@@ -322,7 +322,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) {
   m.impl("kv_decode_step", TORCH_BOX(&decode_step_op));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) {
+STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CUDA, m) {
   m.impl("kv_fill", TORCH_BOX(&fill_op));
   m.impl("kv_append", TORCH_BOX(&append_op));
   m.impl("kv_pending_intervals", TORCH_BOX(&pending_intervals_op));

@@ -360,7 +360,7 @@ std::string backends_op() {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY(flash_dmattn, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
   m.def(
       "forward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? key_intervals, "
       "Tensor? key_list, Tensor? key_count, Tensor? key_rank, Tensor? rank_limit, SymInt[] "
@@ -396,7 +396,7 @@ STABLE_TORCH_LIBRARY(flash_dmattn, m) {
   m.def("record_kernels(bool on) -> str");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) {
+STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CPU, m) {
   m.impl("forward", TORCH_BOX(&forward_op));
   m.impl("backward", TORCH_BOX(&backward_op));
   m.impl("select_key_intervals", TORCH_BOX(&select_op));
@@ -405,7 +405,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) {
   m.impl("select_key_intervals_varlen", TORCH_BOX(&select_varlen_op));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) {
+STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CUDA, m) {
   m.impl("forward", TORCH_BOX(&forward_op));
   m.impl("backward", TORCH_BOX(&backward_op));
   m.impl("select_key_intervals", TORCH_BOX(&select_op));
@@ -415,7 +415,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) {
   m.impl("build_tile_lists", TORCH_BOX(&tile_lists_op));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CompositeExplicitAutograd, m) {
+STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("backends", TORCH_BOX(&backends_op));
   m.impl("kernel_names", TORCH_BOX(&kernel_names_op));
   m.impl("record_kernels", TORCH_BOX(&record_kernels_op));

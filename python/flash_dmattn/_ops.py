@@ -1,4 +1,4 @@
-"""The C++ operators of torch.ops.flash_dmattn: loading, shape inference, derivatives."""
+"""The C++ operators: loading, shape inference, derivatives."""
 
 from __future__ import annotations
 
@@ -11,39 +11,50 @@ import torch
 from torch import Tensor
 
 
-def _load_library() -> None:
-    """Loads _C.so of this package, or the file that FLASH_DMATTN_LIBRARY names (a build that is not installed)."""
+def _load_library() -> str:
+    """Loads _C.so of this package, or the file that FLASH_DMATTN_LIBRARY names (a build that is not installed).
+
+    A library with a namespace of its own (FLASH_DMATTN_NAMESPACE in CMake) has its name, as in NAMESPACE.abi3.so.
+
+    Returns:
+        The namespace of its operators.
+    """
     named = os.environ.get("FLASH_DMATTN_LIBRARY")
     folders = sys.modules[__package__].__path__
     candidates = [Path(named)] if named else [Path(folder) / "_C.so" for folder in folders]
+    if not named:
+        candidates += (path for folder in folders for path in Path(folder).glob("*.abi3.so"))
     for path in candidates:
         if path.is_file():
             torch.ops.load_library(str(path))
-            return
+            name = path.name.partition(".")[0]
+            return "flash_dmattn" if name == "_C" else name
     raise ImportError(
         f"flash_dmattn: the compiled operators are missing ({', '.join(map(str, candidates))}). "
         "Install the package with `pip install .`, or set FLASH_DMATTN_LIBRARY to a built _C.so."
     )
 
 
-_load_library()
-forward = torch.ops.flash_dmattn.forward.default
-backward = torch.ops.flash_dmattn.backward.default
-select_key_intervals = torch.ops.flash_dmattn.select_key_intervals.default
-select_key_intervals_varlen = torch.ops.flash_dmattn.select_key_intervals_varlen.default
-select_key_list = torch.ops.flash_dmattn.select_key_list.default
-rank_keys = torch.ops.flash_dmattn.rank_keys.default
-measure_key_bound = torch.ops.flash_dmattn.measure_key_bound.default
-build_tile_lists = torch.ops.flash_dmattn.build_tile_lists.default
-backends = torch.ops.flash_dmattn.backends.default
-kernel_names = torch.ops.flash_dmattn.kernel_names.default
-record_kernels = torch.ops.flash_dmattn.record_kernels.default
-kv_fill = torch.ops.flash_dmattn.kv_fill.default
-kv_append = torch.ops.flash_dmattn.kv_append.default
-kv_pending_intervals = torch.ops.flash_dmattn.kv_pending_intervals.default
-kv_commit = torch.ops.flash_dmattn.kv_commit.default
-kv_copy_rows = torch.ops.flash_dmattn.kv_copy_rows.default
-kv_decode_step = torch.ops.flash_dmattn.kv_decode_step.default
+# Of the operators in torch.ops. Libraries of two versions have different ones, and live in one process.
+NAMESPACE = _load_library()
+operators = getattr(torch.ops, NAMESPACE)
+forward = operators.forward.default
+backward = operators.backward.default
+select_key_intervals = operators.select_key_intervals.default
+select_key_intervals_varlen = operators.select_key_intervals_varlen.default
+select_key_list = operators.select_key_list.default
+rank_keys = operators.rank_keys.default
+measure_key_bound = operators.measure_key_bound.default
+build_tile_lists = operators.build_tile_lists.default
+backends = operators.backends.default
+kernel_names = operators.kernel_names.default
+record_kernels = operators.record_kernels.default
+kv_fill = operators.kv_fill.default
+kv_append = operators.kv_append.default
+kv_pending_intervals = operators.kv_pending_intervals.default
+kv_commit = operators.kv_commit.default
+kv_copy_rows = operators.kv_copy_rows.default
+kv_decode_step = operators.kv_decode_step.default
 
 
 @cache
@@ -81,7 +92,7 @@ def _require_device_of(first, **others):
             raise TypeError(f"{name}: got a tensor on {tensor.device}, expected {first.device}")
 
 
-@torch.library.register_fake("flash_dmattn::forward")
+@torch.library.register_fake(f"{NAMESPACE}::forward")
 def _forward_fake(q, k, v, mask, bias, *keys_and_options):
     keys = dict(zip(KEYS, keys_and_options, strict=False))
     _require_device_of(q, k=k, v=v, mask=mask, bias=bias, **keys)
@@ -91,7 +102,7 @@ def _forward_fake(q, k, v, mask, bias, *keys_and_options):
     return q.new_empty(q.shape), lse, torch.empty_like(lse)
 
 
-@torch.library.register_fake("flash_dmattn::backward")
+@torch.library.register_fake(f"{NAMESPACE}::backward")
 def _backward_fake(dout, q, k, v, mask, bias, *others):
     *_, need_dq, need_dk, need_dv, need_dbias = others
 
@@ -102,13 +113,13 @@ def _backward_fake(dout, q, k, v, mask, bias, *others):
     return gradient(need_dq, q), gradient(need_dk, k), gradient(need_dv, v), dbias
 
 
-@torch.library.register_fake("flash_dmattn::select_key_intervals")
+@torch.library.register_fake(f"{NAMESPACE}::select_key_intervals")
 def _select_fake(scores, key_mask, window, selection, is_causal, query_length):
     _require_device_of(scores, key_mask=key_mask)
     return scores.new_empty((*scores.shape, 2), dtype=torch.int32)
 
 
-@torch.library.register_fake("flash_dmattn::select_key_intervals_varlen")
+@torch.library.register_fake(f"{NAMESPACE}::select_key_intervals_varlen")
 def _select_varlen_fake(
     scores, cu_seqlens_q, cu_seqlens_k, window, selection, is_causal, query_length
 ):
@@ -116,7 +127,7 @@ def _select_varlen_fake(
     return scores.new_empty((*scores.shape, 2), dtype=torch.int32)
 
 
-@torch.library.register_fake("flash_dmattn::select_key_list")
+@torch.library.register_fake(f"{NAMESPACE}::select_key_list")
 def _select_list_fake(scores, key_mask, window):
     _require_device_of(scores, key_mask=key_mask)
     batch, heads, key_length = scores.shape
@@ -125,7 +136,7 @@ def _select_list_fake(scores, key_mask, window):
     return keys, scores.new_empty((batch, heads), dtype=torch.int32)
 
 
-@torch.library.register_fake("flash_dmattn::rank_keys")
+@torch.library.register_fake(f"{NAMESPACE}::rank_keys")
 def _rank_fake(scores, mask, bias, mask_value, window, is_causal):
     _require_device_of(scores, mask=mask, bias=bias)
     pairs = [t for t in (mask, bias) if t is not None]
@@ -139,27 +150,27 @@ def _rank_fake(scores, mask, bias, mask_value, window, is_causal):
 # The six tensors of a KV cache come first: k_cache, v_cache, score_cache, positions, counts, seen.
 
 
-@torch.library.register_fake("flash_dmattn::kv_fill")
+@torch.library.register_fake(f"{NAMESPACE}::kv_fill")
 def _kv_fill_fake(k_cache, *others):
     return None
 
 
-@torch.library.register_fake("flash_dmattn::kv_append")
+@torch.library.register_fake(f"{NAMESPACE}::kv_append")
 def _kv_append_fake(k_cache, *others):
     return None
 
 
-@torch.library.register_fake("flash_dmattn::kv_commit")
+@torch.library.register_fake(f"{NAMESPACE}::kv_commit")
 def _kv_commit_fake(k_cache, *others):
     return None
 
 
-@torch.library.register_fake("flash_dmattn::kv_copy_rows")
+@torch.library.register_fake(f"{NAMESPACE}::kv_copy_rows")
 def _kv_copy_rows_fake(k_cache, *others):
     return None
 
 
-@torch.library.register_fake("flash_dmattn::kv_pending_intervals")
+@torch.library.register_fake(f"{NAMESPACE}::kv_pending_intervals")
 def _kv_pending_intervals_fake(
     k_cache, v_cache, score_cache, positions, counts, seen, window, pending, *options
 ):
@@ -167,7 +178,7 @@ def _kv_pending_intervals_fake(
     return k_cache.new_empty((batch, heads, window + pending, 2), dtype=torch.int32)
 
 
-@torch.library.register_fake("flash_dmattn::kv_decode_step")
+@torch.library.register_fake(f"{NAMESPACE}::kv_decode_step")
 def _kv_decode_step_fake(
     k_cache, v_cache, score_cache, positions, counts, seen, window, q, *options
 ):
@@ -239,7 +250,7 @@ def _differentiable(operator, function: type[torch.autograd.Function]):
 
 
 _forward = _differentiable(forward, _Attention)
-_autograd = torch.library.Library("flash_dmattn", "FRAGMENT")
+_autograd = torch.library.Library(NAMESPACE, "FRAGMENT")
 _autograd.impl("forward", _forward, "Autograd")
 _autograd.impl("backward", _differentiable(backward, _Gradients), "Autograd")
 

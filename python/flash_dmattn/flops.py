@@ -10,10 +10,11 @@ Causality and masks, whose elements would have to be read, are not subtracted; t
 
 from __future__ import annotations
 
-import torch
 from torch.utils.flop_counter import register_flop_formula
 
-ops = torch.ops.flash_dmattn
+from . import _ops
+
+ops = _ops.operators
 
 
 def _elements(q, k, key_list, key_bound) -> int:

@@ -116,7 +116,7 @@ _pytree.register_pytree_node(
     KeyIntervals,
     lambda value: ([value.intervals], (value.query_length, value.bound, value.consecutive)),
     lambda leaves, context: _unchecked(leaves[0], *context),
-    serialized_type_name="flash_dmattn.KeyIntervals",
+    serialized_type_name=f"{_ops.NAMESPACE}.KeyIntervals",
 )
 
 

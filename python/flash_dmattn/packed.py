@@ -63,4 +63,6 @@ def select_packed(
     return (torch.stack([first, last], dim=-1) * visible.unsqueeze(-1)).int()
 
 
-torch.library.register_kernel("flash_dmattn::select_key_intervals_varlen", "cuda", select_packed)
+torch.library.register_kernel(
+    f"{_ops.NAMESPACE}::select_key_intervals_varlen", "cuda", select_packed
+)

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from .._ops import NAMESPACE
 from ..numerics import Numerics
 from ..visibility import Visibility
 from . import launch
@@ -50,7 +51,7 @@ def _problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, so
     return launch.Problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap)
 
 
-@torch.library.custom_op("flash_dmattn::triton_forward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::triton_forward", mutates_args=())
 def forward(
     q: Tensor,
     k: Tensor,
@@ -70,7 +71,7 @@ def forward(
         return launch.forward(problem, saturate)
 
 
-@torch.library.custom_op("flash_dmattn::triton_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::triton_backward", mutates_args=())
 def backward(
     dout: Tensor,
     q: Tensor,
