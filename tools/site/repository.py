@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 ADDRESSES = {source: page for page, source in PAGES.items()} | {"README.md": "index.md"}
 
+_BLOCK = re.compile(r"[-*] |1\. |\|")
 _LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=[)#])")
 
 
@@ -35,7 +36,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return _target(found[1], source, address, config)
 
     _check_indents(markdown, source)
-    return _LINK.sub(lead, markdown)
+    return _LINK.sub(lead, _set_apart(markdown))
 
 
 def _target(link: str, source: str, address: str, config: MkDocsConfig) -> str:
@@ -58,6 +59,20 @@ def on_page_content(content: str, page: Page, **_) -> None:
     text = re.sub(r"<pre.*?</pre>", "", content, flags=re.DOTALL)
     for found in re.finditer(r"^(?:(?:[-*+]|\d+\.) |\|).*$", text, re.MULTILINE):
         log.warning(f"{page.file.src_uri}: an empty line is missing before {found[0]!r}")
+
+
+def _set_apart(markdown: str) -> str:
+    """An empty line before lists and tables, which GitHub does without and Python-Markdown does not."""
+    out: list[str] = []
+    in_code = False
+    for line in markdown.splitlines():
+        begins = _BLOCK.match(line)
+        follows_text = out and out[-1].strip() and not out[-1].startswith(" ")
+        if begins and not in_code and follows_text and not _BLOCK.match(out[-1]):
+            out.append("")
+        in_code ^= line.startswith("```")
+        out.append(line)
+    return "\n".join(out)
 
 
 def _check_indents(markdown: str, source: str) -> None:
