@@ -74,8 +74,11 @@ class DeviceTensor {
   T* data() const {
     return static_cast<T*>(view().data);
   }
-  void download() {
-    if (span_.bytes > 0) buffer_.download(host_begin());
+  void download() { download(host_begin()); }
+  // All that lies between the first and the last element.
+  std::size_t bytes() const { return span_.bytes; }
+  void download(std::byte* to) const {
+    if (span_.bytes > 0) buffer_.download(to);
   }
 
  private:

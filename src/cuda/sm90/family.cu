@@ -31,10 +31,6 @@ std::string decline_device(const DeviceProperties& device) {
 std::string decline(const Problem& p) {
   if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "it computes in bf16 and f16";
   if (p.head_dim % 8 != 0) return "it needs a head_dim that is a multiple of 8";
-  if (p.head_dim > 128) return "it has no kernels for a head_dim above 128";
-  if (is_dense(p.mask_shape) || is_dense(p.bias_shape)) {
-    return "it has no kernels for a mask or a bias with a query dimension";
-  }
   if (has(p.limit_shape)) return "it has no kernels for ranks";
   if (p.seqlen_k == 0) return "it needs at least one key";
   if (std::max(
@@ -52,9 +48,12 @@ struct ForwardCall {
 
   ForwardCall(const ForwardArgs& args, WorkspaceAllocator& allocator)
       : params(params_of(args)),
-        key_ranges(allocate_key_ranges(args.problem, args.in, params.tile_lists.keys != nullptr,
-                                       allocator)),
-        workspace(params, allocator) {}
+        key_ranges(allocate_key_ranges(args.problem, args.in, has_lists(), allocator)),
+        workspace(params, allocator) {
+    params.score.packed_mask = allocate_packed_mask(args.problem, has_lists(), allocator);
+  }
+
+  bool has_lists() const { return params.tile_lists.keys != nullptr; }
 };
 
 std::size_t forward_workspace_size(const ForwardArgs& args, const DeviceProperties&) {
@@ -68,11 +67,16 @@ void forward(const ForwardArgs& args, const DeviceProperties&, const Execution& 
   WorkspaceAllocator allocator(execution.workspace);
   ForwardCall call(args, allocator);
   const ForwardChoice choice = choose_forward(args.problem.dtype, call.params);
+  if (choice.variant.dense == DenseAccess::tiles)
+    pack_mask(args.problem, call.params.score, stream);
   call.params.key_ranges = find_key_ranges(args.problem, args.in, call.key_ranges, stream);
   const auto launch_dtype = [&]<class T>() {
     if constexpr (is_compiled) {
-      choice.head_dim == 64 ? launch_forward<T, 64>(choice, call.params, call.workspace, stream)
-                            : launch_forward<T, 128>(choice, call.params, call.workspace, stream);
+      switch (choice.head_dim) {
+        case 64: return launch_forward<T, 64>(choice, call.params, call.workspace, stream);
+        case 128: return launch_forward<T, 128>(choice, call.params, call.workspace, stream);
+        default: return launch_forward<T, 256>(choice, call.params, call.workspace, stream);
+      }
     }
   };
   choice.dtype == DType::bf16 ? launch_dtype.template operator()<__nv_bfloat16>()
@@ -80,7 +84,8 @@ void forward(const ForwardArgs& args, const DeviceProperties&, const Execution& 
 }
 
 std::string forward_name(const ForwardArgs& args, const DeviceProperties&) {
-  return name(choose_forward(args.problem.dtype, params_of(args)));
+  WorkspaceAllocator allocator(nullptr);
+  return name(choose_forward(args.problem.dtype, ForwardCall(args, allocator).params));
 }
 
 std::vector<std::string> forward_names(const DeviceProperties&) {

@@ -1,38 +1,54 @@
 #pragma once
 
 #include "cuda/sm90/forward_consumer.cuh"
+#include "cuda/sm90/forward_dense.cuh"
 #include "cuda/sm90/forward_producer.cuh"
 
 // The forward of sm_90a: one warpgroup produces, two or three consume, 64 queries each. Persistent blocks
 // take work tiles from a counter.
 namespace flash_dmattn::cuda::sm90 {
 
-template <class T, int D, KeyLoad Load, bool HasKeyInfo>
+template <class T, int D, ForwardVariant Variant>
 struct ForwardKernel {
-  static_assert(HasKeyInfo || Load == KeyLoad::tma);
-  static_assert(!HasKeyInfo || forward_policy(D, Load, HasKeyInfo).rows() == query_tile_rows);
   using Element = T;
   using Params = ForwardKernelParams;
-  static constexpr KeyLoad load = Load;
   static constexpr int head_dim = D;
-  static constexpr bool has_key_info = HasKeyInfo;
-  static constexpr ForwardPolicy policy = forward_policy(D, Load, HasKeyInfo);
+  static constexpr KeyLoad load = Variant.load;
+  static constexpr bool has_key_info = Variant.has_key_info;
+  static constexpr DenseAccess dense = Variant.dense;
+  static constexpr bool shapes = Variant.shapes;
+  static constexpr bool overlaps = Variant.overlaps;
+  static constexpr ForwardPolicy policy = forward_policy(D, Variant);
+  static_assert(has_key_info || (load == KeyLoad::tma && dense == DenseAccess::none));
+  static_assert(!has_key_info || policy.rows() == query_tile_rows);
+  static_assert(!shapes || has_key_info);
+  static_assert(dense != DenseAccess::tiles || (load == KeyLoad::tma && !shapes));
+  static_assert(dense != DenseAccess::elements || load == KeyLoad::any);
   static constexpr int threads = policy.threads();
   static constexpr int min_blocks = 1;
   // Of threads and of bytes for each filled buffer: a producer, or each with its copies, with any strides
   // with its stores too.
-  static constexpr int key_arrivals = Load == KeyLoad::tma ? 1 : Load == KeyLoad::any ? 256 : 128;
-  static constexpr int q_arrivals = Load == KeyLoad::any ? 256 : 1;
+  static constexpr int key_arrivals = load == KeyLoad::tma ? 1 : load == KeyLoad::any ? 256 : 128;
+  static constexpr int q_arrivals = load == KeyLoad::any ? 256 : 1;
   // Of bar.sync; 0 is __syncthreads.
   static constexpr int producer_barrier = 1;
   static constexpr int first_scheduler_barrier = 2;
 
-  using SharedStorage = ForwardStorage<D, policy, HasKeyInfo>;
-  using Producer = std::conditional_t<Load == KeyLoad::tma, TmaProducer<ForwardKernel>,
-                                      GatherProducer<ForwardKernel>>;
+  using SharedStorage = ForwardStorage<D, policy, has_key_info>;
+  static_assert(sizeof(SharedStorage) <= 227 * 1024);
+  using Producer =
+      std::conditional_t<dense == DenseAccess::tiles, DenseProducer<ForwardKernel>,
+                         std::conditional_t<load == KeyLoad::tma, TmaProducer<ForwardKernel>,
+                                            GatherProducer<ForwardKernel>>>;
 
-  static int blocks(int multiprocessors, int work_tiles) {
-    return std::min(multiprocessors, work_tiles);
+  static int work_tiles(const Params& p) {
+    if constexpr (dense == DenseAccess::tiles) {
+      return DenseWork<policy.keys>::count(p.forward.shape, p.two_heads);
+    }
+    return WorkTile::count(p.forward.shape, policy.rows());
+  }
+  static int blocks(int multiprocessors, const Params& p) {
+    return std::min(multiprocessors, p.work_tiles);
   }
 
   __device__ void operator()(const Params& p, SharedStorage& storage) const {
@@ -41,6 +57,9 @@ struct ForwardKernel {
       storage.q_pipeline.init(q_arrivals, consumer_warps);
       storage.k_pipeline.init(key_arrivals, consumer_warps);
       storage.v_pipeline.init(key_arrivals, consumer_warps);
+      if constexpr (dense == DenseAccess::tiles) {
+        storage.dense.pipeline.init(1, p.two_heads ? consumer_warps : 4);
+      }
       fence_mbarrier_init();
     }
     __syncthreads();

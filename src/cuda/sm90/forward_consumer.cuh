@@ -1,6 +1,8 @@
 #pragma once
 
 #include "cuda/common/softmax.cuh"
+#include "cuda/sm90/dense_elements.cuh"
+#include "cuda/sm90/dense_scores.cuh"
 #include "cuda/sm90/forward_epilogue.cuh"
 #include "cuda/sm90/forward_storage.cuh"
 
@@ -23,8 +25,8 @@ class ForwardConsumer {
   static constexpr int keys = Kernel::policy.keys;
   static constexpr int warpgroups = Kernel::policy.warpgroups;
   static constexpr bool has_info = Kernel::has_key_info;
-  // Whether shapes_scores() may hold.
-  static constexpr bool can_shape = Kernel::load == KeyLoad::any;
+  // Then the producer counts no tiles beforehand, but flags each.
+  static constexpr bool has_dense_tiles = Kernel::dense == DenseAccess::tiles;
   static constexpr float max_growth = 8;  // log2; of a row's maximum before O is rescaled
 
  public:
@@ -33,11 +35,11 @@ class ForwardConsumer {
         storage_(storage),
         // Uniform over the warp, and known to be.
         warpgroup_(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128 - 1, 0)),
-        shapes_(can_shape && shapes_scores(p.forward)),
+        shapes_(Kernel::shapes && shapes_scores(p.forward)),
         factor_(shapes_ ? 1.0f : p.forward.score.factor) {}
 
   __device__ void run() {
-    if (warpgroup_ == 0) named_barrier_arrive(scheduler_barrier(0), 256);
+    if (warpgroup_ == 0) give_turn_to(0);
     storage_.q_pipeline.wait_full(0);
     // There is work for every block.
     WorkTile work = storage_.work[0];
@@ -53,13 +55,18 @@ class ForwardConsumer {
     // The weights of the work tile's first key tile are ready here.
     int n = 0;
     for (int count = 0;; ++count) {
-      if (work.visits == 1) release(storage_.q_pipeline, count);
+      if (is_last(work, 0)) release(storage_.q_pipeline, count);
       ++n;
       int visit = 1;
+      if constexpr (has_dense_tiles) {
 #pragma unroll 1
-      for (; visit < work.partial; ++visit, ++n) step<true>(work, count, n, visit);
+        for (; !is_last(work, visit - 1); ++visit, ++n) step<true>(work, count, n, visit);
+      } else {
 #pragma unroll 1
-      for (; visit < work.visits; ++visit, ++n) step<false>(work, count, n, visit);
+        for (; visit < work.partial; ++visit, ++n) step<true>(work, count, n, visit);
+#pragma unroll 1
+        for (; visit < work.visits; ++visit, ++n) step<false>(work, count, n, visit);
+      }
 
       storage_.q_pipeline.wait_full(count + 1);
       const WorkTile next = storage_.work[storage_.q_pipeline.stage(count + 1)];
@@ -83,15 +90,25 @@ class ForwardConsumer {
   }
 
  private:
-  static __device__ int scheduler_barrier(int warpgroup) {
-    return Kernel::first_scheduler_barrier + warpgroup;
+  __device__ void wait_for_turn() const {
+    if constexpr (Kernel::overlaps) {
+      named_barrier_sync(Kernel::first_scheduler_barrier + warpgroup_, 256);
+    }
+  }
+  static __device__ void give_turn_to(int warpgroup) {
+    if constexpr (Kernel::overlaps) {
+      named_barrier_arrive(Kernel::first_scheduler_barrier + warpgroup, 256);
+    }
   }
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
-  // This thread's first row in the work tile, and its first column in a key tile.
-  __device__ int row() const {
-    return warpgroup_ * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane() / 4;
-  }
+  // This thread's first row of its warpgroup's 64, and its first column in a key tile.
+  static __device__ int row() { return static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane() / 4; }
   static __device__ int column() { return 2 * (lane() % 4); }
+  // The query of that row.
+  __device__ int query(const WorkTile& work) const {
+    return work.row + (has_two_heads() ? 0 : warpgroup_ * 64) + row();
+  }
+  __device__ bool has_two_heads() const { return has_dense_tiles && p_.two_heads; }
 
   template <class AnyPipeline>
   static __device__ void release(AnyPipeline& pipeline, int n) {
@@ -104,12 +121,17 @@ class ForwardConsumer {
     if constexpr (Kernel::load != KeyLoad::tma) fence_async_proxy();
   }
 
+  // Whether no other key tile of the work tile follows the one whose scores have been issued last.
+  __device__ bool is_last(const WorkTile& work, int visit) const {
+    return has_dense_tiles ? (tile_flags_ & last_of_work_tile) != 0 : visit == work.visits - 1;
+  }
+
   // ---- A step --------------------------------------------------------------------------------------
 
   template <bool Partial>
   __device__ void step(const WorkTile& work, int work_count, int n, int visit) {
     issue(n, work_count);
-    if (visit == work.visits - 1) release(storage_.q_pipeline, work_count);
+    if (is_last(work, visit)) release(storage_.q_pipeline, work_count);
     softmax<Partial, false>(work, n, visit);
     wait_out(n - 1);
     pack_weights();
@@ -124,12 +146,14 @@ class ForwardConsumer {
     storage_.k_pipeline.wait_full(n);
     see_copies();
     begin_scores(n);
-    named_barrier_sync(scheduler_barrier(warpgroup_), 256);
+    wait_for_turn();
     issue_scores(n, work_count);
+    if constexpr (!Kernel::overlaps) wgmma_wait<0>();
     storage_.v_pipeline.wait_full(n - 1);
     see_copies();
     issue_out(n - 1);
-    named_barrier_arrive(scheduler_barrier((warpgroup_ + 1) % warpgroups), 256);
+    if constexpr (!Kernel::overlaps) wgmma_wait<0>();
+    give_turn_to((warpgroup_ + 1) % warpgroups);
     wait_scores<1>(n);
   }
 
@@ -144,6 +168,26 @@ class ForwardConsumer {
         scores_[4 * i + 1] = scores_[4 * i + 3] = shapes_ ? 0 : two.y;
       }
     }
+    if constexpr (has_dense_tiles) {
+      tile_flags_ = storage_.dense.flags[Storage::info_stage(n)];
+      begin_dense_scores(p_.two_heads ? n : n * warpgroups + warpgroup_);
+    }
+  }
+
+  __device__ void begin_dense_scores(int use) {
+    auto& pipeline = storage_.dense.pipeline;
+    pipeline.wait_full(use);
+    const DenseScores<T, keys> dense(storage_.dense.tile[pipeline.stage(use)], row());
+    const bool masked = (tile_flags_ & is_masked_tile) != 0;
+    const float factor = p_.bias_factor;
+    if (p_.forward.score.bias.dense) {
+      const std::uint32_t mask_values = packed_mask_value<T>(p_.forward.score);
+      masked ? dense.template add<true, true>(factor, mask_values, scores_)
+             : dense.template add<true, false>(factor, mask_values, scores_);
+    } else if (masked) {
+      dense.template add<false, true>(factor, 0, scores_);
+    }
+    release(pipeline, use);
   }
 
   __device__ void issue_scores(int n, int work_count) {
@@ -193,10 +237,10 @@ class ForwardConsumer {
 
   // Softcap or a factor that is not positive, and the bias, in units of log 2. A product that has overflowed
   // may have the wrong sign, which a softcap would hide: it becomes NaN.
+  template <bool Capped>
   __device__ void shape_scores(int n) {
     const ScoreParams& score = p_.forward.score;
     const float* const biases = storage_.info.bias[Storage::info_stage(n)] + column();
-    const bool capped = score.form == ScoreForm::capped;
     const float inner = score.form == ScoreForm::product ? 1.0f : score.inner;
 #pragma unroll
     for (int i = 0; i < keys / 8; ++i) {
@@ -205,7 +249,7 @@ class ForwardConsumer {
       for (int e = 0; e < 4; ++e) {
         float s = scores_[4 * i + e];
         s = fmaf(s, 0.0f, s) * inner;
-        if (capped) s = tanh_from_log2(s);
+        if constexpr (Capped) s = tanh_from_log2(s);
         scores_[4 * i + e] = fmaf(s, score.factor, e % 2 == 0 ? two.x : two.y);
       }
       keep_loads_apart();
@@ -213,8 +257,9 @@ class ForwardConsumer {
   }
 
   __device__ void mask_scores(const WorkTile& work, int n, int visit) {
-    const int first_query = work.row + row();
+    const int first_query = query(work);
     if constexpr (has_info) {
+      if (has_dense_tiles && (tile_flags_ & is_partial_tile) == 0) return;
       const KeyInterval* const ranges = storage_.info.range[Storage::info_stage(n)] + column();
 #pragma unroll
       for (int i = 0; i < keys / 8; ++i) {
@@ -226,7 +271,7 @@ class ForwardConsumer {
           if (query < two.x || query >= two.y) s[0] = negative_infinity;
           if (query < two.z || query >= two.w) s[1] = negative_infinity;
         }
-        if constexpr (can_shape) keep_loads_apart();
+        if constexpr (Kernel::shapes) keep_loads_apart();
       }
     } else {
       const Shape& shape = p_.forward.shape;
@@ -261,8 +306,14 @@ class ForwardConsumer {
   // the sum has the same offset. `rescales_` and `rescale_`: what O needs then.
   template <bool Partial, bool First>
   __device__ void softmax(const WorkTile& work, int n, int visit) {
-    if constexpr (can_shape) {
-      if (shapes_) shape_scores(n);
+    if constexpr (Kernel::shapes) {
+      if (shapes_) {
+        p_.forward.score.form == ScoreForm::capped ? shape_scores<true>(n) : shape_scores<false>(n);
+      }
+    }
+    if constexpr (Kernel::dense == DenseAccess::elements) {
+      DenseElements<T, keys>(p_, work, work.template first_key<keys>(visit), column())
+          .apply(query(work), scores_);
     }
     if constexpr (Partial) mask_scores(work, n, visit);
     constexpr bool can_be_empty = Partial || has_info;
@@ -321,7 +372,8 @@ class ForwardConsumer {
   }
 
   __device__ void store(const WorkTile& work, const float (&sums)[2], const float (&offsets)[2]) {
-    store_output<T, head_dim, Kernel::load == KeyLoad::any>(p_, work, work.row + row(), out_, sums,
+    const int head = work.head + (has_two_heads() ? warpgroup_ : 0);
+    store_output<T, head_dim, Kernel::load == KeyLoad::any>(p_, work, head, query(work), out_, sums,
                                                             offsets);
   }
 
@@ -338,6 +390,7 @@ class ForwardConsumer {
   float sum_[2];  // of this thread's columns
   float rescale_[2];
   bool rescales_ = false;
+  std::uint32_t tile_flags_ = 0;  // of the tile whose scores have been issued last
 };
 
 }  // namespace flash_dmattn::cuda::sm90

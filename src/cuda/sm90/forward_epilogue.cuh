@@ -17,14 +17,14 @@ __device__ inline std::uint32_t add_non_finite(std::uint32_t seen, std::uint32_t
   return reinterpret_cast<const std::uint32_t&>(result);
 }
 
-// Stores out / sum and lse = log 2 (offset + log2 sum) of a thread's two rows, `row` and row + 8 of its head,
+// Stores out / sum and lse = log 2 (offset + log2 sum) of a thread's two rows, `row` and row + 8 of a head,
 // from registers: lanes of a quad exchange words so that each stores 16 bytes. No branches (ptx.cuh). Rows
 // whose numbers have left fp32 or the output's dtype, or that have seen no key, get an lse of NaN and are
 // computed again (FixForwardKernel), limited to what is finite there.
 template <class T, int D, bool AnyStrides>
 __device__ inline void store_output(const ForwardKernelParams& params, const WorkTile& work,
-                                    int row, const float (&out)[D / 2], const float (&sums)[2],
-                                    const float (&offsets)[2]) {
+                                    int head, int row, const float (&out)[D / 2],
+                                    const float (&sums)[2], const float (&offsets)[2]) {
   const ForwardParams& p = params.forward;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const bool empty = !work.has_keys();
@@ -37,7 +37,7 @@ __device__ inline void store_output(const ForwardKernelParams& params, const Wor
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
 
     const float inverse = sum > 0 ? reciprocal_approx(sum) : 0;
-    std::byte* const to = p.out.data + work.batch * p.out.batch + work.head * p.out.head +
+    std::byte* const to = p.out.data + work.batch * p.out.batch + head * p.out.head +
                           query * p.out.row + lane % 4 * 16;
     std::uint32_t non_finite = 0;
 #pragma unroll
@@ -70,8 +70,7 @@ __device__ inline void store_output(const ForwardKernelParams& params, const Wor
         (static_cast<double>(offsets[h]) + static_cast<double>(log2_approx(sum))) * ln2;
     const float rounded = static_cast<float>(lse);
     const std::int64_t lse_row =
-        (static_cast<std::int64_t>(work.batch) * p.shape.heads_q + work.head) * p.shape.seqlen_q +
-        query;
+        (static_cast<std::int64_t>(work.batch) * p.shape.heads_q + head) * p.shape.seqlen_q + query;
     const bool stores_lse = lane % 4 == 0 && exists;
     store_if(stores_lse, p.lse + lse_row,
              empty      ? negative_infinity

@@ -18,8 +18,12 @@ struct ForwardKernelParams {
   CUtensorMap q_map;
   CUtensorMap k_map;
   CUtensorMap v_map;
+  CUtensorMap bias_map;  // of a dense bias
   ForwardParams forward;
   KeyInfo info;
+  float bias_factor = 0;  // of a bias, to the unit of the scores that it is added to
+  bool two_heads =
+      false;  // with DenseAccess::tiles: a work tile is 64 queries of each of two heads
   int work_tiles = 0;
   int* next_work = nullptr;            // [1] work tiles taken beyond the first of each block
   std::uint32_t* needs_fix = nullptr;  // [1] not 0: some row's lse is NaN, see FixForwardKernel

@@ -21,6 +21,8 @@ struct ProducerBase {
     return get_work_tile<rows, keys>(p.forward, number);
   }
 
+  // As late as its latency can be hidden: the longest work tiles come first, so that a block which takes its next one
+  // early leaves too little for those that end before it.
   __device__ int take_work() const {
     return atomicAdd(p.next_work, 1) + static_cast<int>(gridDim.x);
   }
@@ -33,10 +35,13 @@ struct ProducerBase {
     const std::uint32_t full = pipeline.full_of(n);
     mbarrier_arrive_expect(full, Storage::QTile::bytes);
     const std::uint32_t tile = shared_address(storage.q[pipeline.stage(n)]);
+    const int heads = Kernel::dense == DenseAccess::tiles && p.two_heads ? 2 : 1;
 #pragma unroll
     for (int i = 0; i < Storage::QTile::panels; ++i) {
-      tma_load(tile + i * Storage::QTile::panel_bytes, p.q_map, full, i * panel_columns, work.row,
-               work.head, work.batch);
+      for (int j = 0; j < heads; ++j) {
+        tma_load(tile + i * Storage::QTile::panel_bytes + j * 64 * panel_row_bytes, p.q_map, full,
+                 i * panel_columns, work.row, work.head + j, work.batch);
+      }
     }
   }
 
@@ -71,6 +76,11 @@ struct TmaProducer : ProducerBase<Kernel> {
     int kv_head;
     int key;
   };
+  // Of the keys of a work tile, from key 0 on.
+  struct Info {
+    const float* biases = nullptr;
+    const KeyInterval* ranges = nullptr;
+  };
 
   __device__ void run() const {
     if (threadIdx.x != 0) return;
@@ -79,11 +89,12 @@ struct TmaProducer : ProducerBase<Kernel> {
     Place before{};
     for (int number = static_cast<int>(blockIdx.x); number < p.work_tiles; ++work_count) {
       const WorkTile work = this->get_work(number);
-      number = this->take_work();
+      const Info info = info_of(work);
       this->load_q(work, work_count);
       for (int visit = 0; visit < work.visits; ++visit, ++n) {
+        if (visit == work.visits - 1) number = this->take_work();
         const Place here{work.batch, work.kv_head, work.template first_key<keys>(visit)};
-        load_k(work, here, visit, n);
+        load_k(info, here, work.is_partial(visit), n);
         if (n > 0) load_v(before, n - 1);
         before = here;
       }
@@ -92,22 +103,25 @@ struct TmaProducer : ProducerBase<Kernel> {
     this->load_end_of_work(work_count);
   }
 
- private:
-  __device__ void load_k(const WorkTile& work, const Place& at, int visit, int n) const {
+ protected:
+  __device__ Info info_of(const WorkTile& work) const {
+    if constexpr (Kernel::has_key_info) return {this->biases(work), this->ranges(work)};
+    return {};
+  }
+
+  __device__ void load_k(const Info& info, const Place& at, bool partial, int n) const {
     auto& pipeline = storage.k_pipeline;
     pipeline.wait_empty(n);
     const std::uint32_t full = pipeline.full_of(n);
     if constexpr (Kernel::has_key_info) {
       const int stage = Storage::info_stage(n);
-      const bool partial = work.is_partial(visit);
       constexpr int bias_bytes = keys * static_cast<int>(sizeof(float));
       constexpr int range_bytes = keys * static_cast<int>(sizeof(KeyInterval));
       mbarrier_arrive_expect(full, KeyTile::bytes + bias_bytes + (partial ? range_bytes : 0));
-      bulk_load(shared_address(storage.info.bias[stage]), this->biases(work) + at.key, bias_bytes,
-                full);
+      bulk_load(shared_address(storage.info.bias[stage]), info.biases + at.key, bias_bytes, full);
       if (partial) {
-        bulk_load(shared_address(storage.info.range[stage]), this->ranges(work) + at.key,
-                  range_bytes, full);
+        bulk_load(shared_address(storage.info.range[stage]), info.ranges + at.key, range_bytes,
+                  full);
       }
     } else {
       mbarrier_arrive_expect(full, KeyTile::bytes);
@@ -123,6 +137,7 @@ struct TmaProducer : ProducerBase<Kernel> {
     load_tile(p.v_map, shared_address(storage.v[pipeline.stage(n)]), full, at);
   }
 
+ private:
   __device__ static void load_tile(const CUtensorMap& map, std::uint32_t tile, std::uint32_t full,
                                    const Place& at) {
 #pragma unroll
@@ -174,11 +189,11 @@ struct GatherProducer : ProducerBase<Kernel> {
     const std::byte* v = nullptr;
     for (; number < p.work_tiles; ++work_count) {
       int taken = 0;
-      if (threadIdx.x == 0) taken = this->take_work();
       hand_over(source.work, work_count);
       const int visits = source.work.visits;
 #pragma unroll 1
       for (int visit = 0; visit < visits; ++visit, ++n) {
+        if (threadIdx.x == 0 && visit == visits - 1) taken = this->take_work();
         load_k(source, of_k, visit, n);
         Indices ahead = of_k;
         if (visit + 1 < visits) ahead = fetch(source, visit + 1);
@@ -260,8 +275,8 @@ struct GatherProducer : ProducerBase<Kernel> {
 
   // Bias and range of place threadIdx.x, at the row of shared memory that holds its key.
   __device__ void load_info(const Source& source, int key, int visit, int n) const {
-    static_assert(keys == 128);
     const int place = static_cast<int>(threadIdx.x);
+    if (place >= keys) return;
     const int row = source.list == nullptr ? place : place / steps + rows_at_once * (place % steps);
     const int stage = Storage::info_stage(n);
     cp_async_4(shared_address(&storage.info.bias[stage][row]), source.biases + key, true);

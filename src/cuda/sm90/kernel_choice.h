@@ -14,9 +14,8 @@ namespace flash_dmattn::cuda::sm90 {
 
 struct ForwardChoice {
   DType dtype = DType::bf16;
-  int head_dim = 0;  // the bucket: 64 or 128
-  KeyLoad load = KeyLoad::tma;
-  bool has_key_info = false;  // intervals, mask or bias; with lists and any strides always
+  int head_dim = 0;  // the bucket
+  ForwardVariant variant;
 };
 
 // "sm90 forward bf16 d128 gather"
@@ -24,6 +23,15 @@ std::string name(const ForwardChoice& choice);
 
 std::vector<ForwardChoice> forward_choices();
 
+// Whether the build has kernels that do not overlap their products with anything else: test builds have, of this one dtype
+// and head-dim bucket.
+constexpr bool has_no_overlap(DType dtype, int head_dim) {
+  return FLASH_DMATTN_HAS_NO_OVERLAP != 0 && dtype == DType::bf16 && head_dim == 128;
+}
+
 ForwardChoice choose_forward(DType dtype, const ForwardParams& params);
+
+// With DenseAccess::tiles: whether two heads of a group have one mask and one bias, so that a work tile may be of both.
+bool has_two_heads(const ForwardParams& params);
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -5,7 +5,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Key info in memory: made by PrepareKeyInfo out of intervals, causality, mask and bias of the keys.
+// Key info in memory: made by PrepareKeyInfo out of intervals, causality, mask and bias of the keys; a
+// dense mask or bias is not in it.
 // Rows are padded with keys that no query sees, so that a whole tile can be copied from any
 // multiple of 64.
 struct KeyInfo {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 
 #include "cuda/common/launch.h"
 #include "cuda/sm90/fix_forward.cuh"
@@ -21,8 +22,9 @@ void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
   const ForwardParams& p = params.forward;
   const Shape& shape = p.shape;
   if (Kernel::load != KeyLoad::any) {
+    const int box_rows = params.two_heads ? policy.rows() / 2 : policy.rows();
     params.q_map = make_tensor_map(p.q, shape.head_dim, shape.seqlen_q, shape.heads_q, shape.batch,
-                                   policy.rows(), bf16);
+                                   box_rows, bf16);
   }
   if (Kernel::load == KeyLoad::tma) {
     const auto map = [&](const InputRows& tensor) {
@@ -32,14 +34,18 @@ void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
     params.k_map = map(p.k);
     params.v_map = map(p.v);
   }
+  if (Kernel::dense == DenseAccess::tiles && p.score.bias.dense) {
+    const DenseBiasRows bias(p);
+    params.bias_map = make_tensor_map(bias.rows, shape.seqlen_k, shape.seqlen_q, bias.heads,
+                                      bias.batch, 64, bf16);
+  }
   if (!Kernel::has_key_info) params.info = {};
-  params.work_tiles = WorkTile::count(shape, policy.rows());
-  const float bias_factor =
-      Kernel::load == KeyLoad::any && shapes_scores(p) ? log2e : 1 / p.score.scale;
+  params.bias_factor = Kernel::shapes && shapes_scores(p) ? log2e : 1 / p.score.scale;
+  params.work_tiles = Kernel::work_tiles(params);
   const PrepareForward<T> prepare{
-      {p.shape, p.score, params.info, bias_factor}, params.next_work, params.needs_fix};
+      {p.shape, p.score, params.info, params.bias_factor}, params.next_work, params.needs_fix};
   for_each(prepare.items(), prepare, stream);
-  launch<Kernel>(Kernel::blocks(multiprocessors(), params.work_tiles), params, stream);
+  launch<Kernel>(Kernel::blocks(multiprocessors(), params), params, stream);
   launch<FixForwardKernel<T>>(2 * multiprocessors(), params, stream);
 }
 
@@ -52,16 +58,20 @@ void launch_forward(const ForwardChoice& choice, const ForwardParams& p,
   params.info = workspace.info;
   params.next_work = workspace.next_work;
   params.needs_fix = workspace.needs_fix;
-  const auto launch_kernel = [&]<KeyLoad Load, bool HasKeyInfo>() {
-    launch_forward_kernel<ForwardKernel<T, D, Load, HasKeyInfo>>(params, stream);
+  params.two_heads = choice.variant.dense == DenseAccess::tiles && has_two_heads(p);
+  const auto launch_if_chosen = [&]<ForwardVariant Variant>() {
+    if (choice.variant == Variant)
+      launch_forward_kernel<ForwardKernel<T, D, Variant>>(params, stream);
   };
-  switch (choice.load) {
-    case KeyLoad::tma:
-      return choice.has_key_info ? launch_kernel.template operator()<KeyLoad::tma, true>()
-                                 : launch_kernel.template operator()<KeyLoad::tma, false>();
-    case KeyLoad::gather: return launch_kernel.template operator()<KeyLoad::gather, true>();
-    case KeyLoad::any: return launch_kernel.template operator()<KeyLoad::any, true>();
+  const auto launch_chosen = [&]<bool Overlaps>() {
+    [&]<std::size_t... i>(std::index_sequence<i...>) {
+      (launch_if_chosen.template operator()<with_overlap(forward_variants[i], Overlaps)>(), ...);
+    }(std::make_index_sequence<forward_variants.size()>());
+  };
+  if constexpr (has_no_overlap(Element<T>::dtype, D)) {
+    launch_chosen.template operator()<false>();
   }
+  launch_chosen.template operator()<true>();
 }
 
 }  // namespace flash_dmattn::cuda::sm90

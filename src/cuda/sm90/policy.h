@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 // Tile policies of the forward as data.
@@ -9,13 +10,49 @@ namespace flash_dmattn::cuda::sm90 {
 enum class KeyLoad : std::uint8_t {
   tma,     // consecutive keys, tiles by the TMA unit
   gather,  // rows of a key list, or of consecutive keys, by cp.async
-  any,     // the same of rows with any strides, q included; the one with every form of a score
+  any,     // the same of rows with any strides, q included
 };
 
+// How a mask and a bias with a query dimension are read.
+enum class DenseAccess : std::uint8_t {
+  none,      // there are none
+  tiles,     // from shared memory, the mask packed; key tiles that it leaves empty are skipped
+  elements,  // one by one, of any dtype and strides
+};
+
+// What a kernel of the forward is compiled for.
+struct ForwardVariant {
+  KeyLoad load = KeyLoad::tma;
+  bool has_key_info = false;  // intervals, mask or bias of keys; without it TMA tiles alone
+  DenseAccess dense = DenseAccess::none;
+  bool shapes = false;   // has shapes_scores(), too
+  bool overlaps = true;  // else each batch of products runs alone, with the same bits: for tests
+
+  bool operator==(const ForwardVariant&) const = default;
+};
+
+inline constexpr std::array forward_variants = {
+    ForwardVariant{},
+    ForwardVariant{.has_key_info = true},
+    ForwardVariant{.load = KeyLoad::gather, .has_key_info = true},
+    ForwardVariant{.has_key_info = true, .shapes = true},
+    ForwardVariant{.load = KeyLoad::any, .has_key_info = true, .shapes = true},
+    ForwardVariant{.has_key_info = true, .dense = DenseAccess::tiles},
+    ForwardVariant{
+        .load = KeyLoad::any, .has_key_info = true, .dense = DenseAccess::elements, .shapes = true},
+};
+
+constexpr ForwardVariant with_overlap(ForwardVariant variant, bool overlaps) {
+  variant.overlaps = overlaps;
+  return variant;
+}
+
 struct ForwardPolicy {
-  int warpgroups;  // that compute, 64 queries each
-  int keys;        // of a tile
-  int stages;      // K and V tiles in shared memory, of each
+  int warpgroups;    // that compute, 64 queries each
+  int keys;          // of a tile
+  int q_stages;      // tiles of q in shared memory
+  int stages;        // of K and of V
+  int dense_stages;  // of a dense mask and bias, for 64 queries each
   // Of a thread, by setmaxnreg: 128 producer + 128 warpgroups consumer <= 64512.
   int producer_registers;
   int consumer_registers;
@@ -27,22 +64,44 @@ struct ForwardPolicy {
 // D 128, dense: 128 keys in two stages are the measured best of 128, 160 and 176. Gathered: tiles of 128
 // queries, as the key lists have; 3 warpgroups of 192 queries against 80 keys would be 4 % quicker with lists
 // of their own. 64 keys in four stages, a quarter slower; 56 registers for the producer, 7 %. D 64: three
-// warpgroups, if scores need nothing but registers: with biases and ranges 160 do not suffice.
-constexpr ForwardPolicy forward_policy(int head_dim_bucket, KeyLoad load, bool has_key_info) {
-  const int stages = head_dim_bucket == 64 ? 4 : 2;
-  if (head_dim_bucket == 64 && !has_key_info) {
-    return {.warpgroups = 3,
-            .keys = 128,
-            .stages = stages,
-            .producer_registers = 24,
-            .consumer_registers = 160};
+// warpgroups, if scores need nothing but registers: with biases and ranges 160 do not suffice. D 256: sums of 256
+// columns take 128 registers of a thread and K and V what shared memory there is: 80 keys, 64 beside key info.
+// A second tile of q fits beside a dense mask and bias at D 64 alone.
+constexpr ForwardPolicy forward_policy(int head_dim_bucket, const ForwardVariant& variant) {
+  const bool has_dense_tiles = variant.dense == DenseAccess::tiles;
+  ForwardPolicy policy{.warpgroups = 2,
+                       .keys = 128,
+                       .q_stages = 2,
+                       .stages = 2,
+                       .dense_stages = has_dense_tiles ? 3 : 0,
+                       .producer_registers = 40,
+                       .consumer_registers = 232};
+  if (variant.load == KeyLoad::gather) {
+    policy.producer_registers = 72;
+    policy.consumer_registers = 216;
   }
-  const bool gathers = load == KeyLoad::gather;
-  return {.warpgroups = 2,
-          .keys = 128,
-          .stages = stages,
-          .producer_registers = gathers ? 72 : 40,
-          .consumer_registers = gathers ? 216 : 232};
+  switch (head_dim_bucket) {
+    case 64:
+      policy.stages = has_dense_tiles ? 3 : 4;
+      if (has_dense_tiles) policy.dense_stages = 4;
+      if (!variant.has_key_info) {
+        policy.warpgroups = 3;
+        policy.producer_registers = 24;
+        policy.consumer_registers = 160;
+      }
+      break;
+    case 128:
+      if (has_dense_tiles) policy.q_stages = 1;
+      break;
+    default:
+      policy.q_stages = 1;
+      policy.keys = variant.has_key_info ? 64 : 80;
+      if (!variant.has_key_info) {
+        policy.producer_registers = 24;
+        policy.consumer_registers = 240;
+      }
+  }
+  return policy;
 }
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -7,7 +7,7 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Makes KeyInfo: one thread for each range and bias. A bias comes in the units of the accumulator that it
+// Makes KeyInfo of what has no query dimension: one thread for each range and bias. A bias comes in the units of the accumulator that it
 // initialises: divided by the scale, or in units of log 2 where it is added after the scores are shaped.
 template <class T>
 struct PrepareKeyInfo {
@@ -61,11 +61,11 @@ struct PrepareKeyInfo {
       return at.batch * b.batch + at.head * b.head_q + at.head / group * b.head_kv + at.key * b.key;
     };
     bool visible = true;
-    if (score.mask.data != nullptr) {
+    if (score.mask.data != nullptr && !score.mask.dense) {
       visible = reinterpret_cast<const std::uint8_t*>(score.mask.data)[index(score.mask)] != 0;
     }
     float value = 0;
-    if (score.bias.data != nullptr) {
+    if (score.bias.data != nullptr && !score.bias.dense) {
       value = load_bias<T>(score.bias, index(score.bias));
       visible = visible && value > score.mask_value;
     }

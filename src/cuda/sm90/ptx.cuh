@@ -112,6 +112,12 @@ __device__ inline void fence_async_proxy_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
+__device__ inline std::uint32_t load_shared_4(std::uint32_t from) {
+  std::uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+  return value;
+}
+
 // ---- Registers of a warpgroup ----------------------------------------------------------------------
 
 template <int Registers>
@@ -184,6 +190,17 @@ __device__ inline void set_flag_if(bool on, std::uint32_t* flag) {
       "}" ::"r"(static_cast<int>(on)),
       "l"(flag)
       : "memory");
+}
+
+// ---- Bits ----
+
+// Byte i of the result is eight times the highest bit of the byte of (x, y) that the lowest three bits of the i-th
+// four of `bytes` choose; the highest bit of these is 1.
+__device__ inline std::uint32_t spread_signs(std::uint32_t x, std::uint32_t y,
+                                             std::uint32_t bytes) {
+  std::uint32_t spread;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(spread) : "r"(x), "r"(y), "r"(bytes));
+  return spread;
 }
 
 // ---- Arithmetic without branches -------------------------------------------------------------------

@@ -15,4 +15,18 @@ bool has_tensor_map(const InputRows& tensor, int seqlen, int heads, int batch);
 CUtensorMap make_tensor_map(const InputRows& tensor, int head_dim, int seqlen, int heads, int batch,
                             int box_rows, bool bf16);
 
+// A dense bias as rows of keys. The TMA unit reads it if has_tensor_map().
+struct DenseBiasRows {
+  InputRows rows;
+  int heads = 1;  // 1: broadcast
+  int batch = 1;
+
+  explicit DenseBiasRows(const ForwardParams& params);
+  bool has_tensor_map() const;
+
+ private:
+  bool is_16_bit_rows_;
+  int seqlen_q_;
+};
+
 }  // namespace flash_dmattn::cuda::sm90

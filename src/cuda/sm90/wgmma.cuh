@@ -88,7 +88,7 @@ struct RowMajorOperand {
 // summed over.
 enum class Major : std::uint8_t { k, mn };
 
-// Lists of an instruction's 32 or 64 accumulators: inline assembly has no other way to name them.
+// Lists of an instruction's accumulators: inline assembly has no other way to name them.
 #define WGMMA_NAMES_32                                                                         \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
   "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -96,6 +96,13 @@ enum class Major : std::uint8_t { k, mn };
   WGMMA_NAMES_32                                                                                 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
   "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_NAMES_40 WGMMA_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define WGMMA_NAMES_128                                                                          \
+  WGMMA_NAMES_64                                                                                 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, " \
+  "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, "   \
+  "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, "   \
+  "%115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 // ACCESS: "+f" of accumulators that are added to, "=f" of those that are only written.
 #define WGMMA_FLOATS_8(ACCESS, i)                                                       \
   ACCESS(d[i]), ACCESS(d[i + 1]), ACCESS(d[i + 2]), ACCESS(d[i + 3]), ACCESS(d[i + 4]), \
@@ -103,9 +110,14 @@ enum class Major : std::uint8_t { k, mn };
 #define WGMMA_FLOATS_32(ACCESS)                                                     \
   WGMMA_FLOATS_8(ACCESS, 0), WGMMA_FLOATS_8(ACCESS, 8), WGMMA_FLOATS_8(ACCESS, 16), \
       WGMMA_FLOATS_8(ACCESS, 24)
+#define WGMMA_FLOATS_40(ACCESS) WGMMA_FLOATS_32(ACCESS), WGMMA_FLOATS_8(ACCESS, 32)
 #define WGMMA_FLOATS_64(ACCESS)                                                    \
   WGMMA_FLOATS_32(ACCESS), WGMMA_FLOATS_8(ACCESS, 32), WGMMA_FLOATS_8(ACCESS, 40), \
       WGMMA_FLOATS_8(ACCESS, 48), WGMMA_FLOATS_8(ACCESS, 56)
+#define WGMMA_FLOATS_128(ACCESS)                                                          \
+  WGMMA_FLOATS_64(ACCESS), WGMMA_FLOATS_8(ACCESS, 64), WGMMA_FLOATS_8(ACCESS, 72),        \
+      WGMMA_FLOATS_8(ACCESS, 80), WGMMA_FLOATS_8(ACCESS, 88), WGMMA_FLOATS_8(ACCESS, 96), \
+      WGMMA_FLOATS_8(ACCESS, 104), WGMMA_FLOATS_8(ACCESS, 112), WGMMA_FLOATS_8(ACCESS, 120)
 
 // A and B from shared memory, both of one Major. A, B: operand numbers; ADD: whether d is added to.
 #define WGMMA_SS(SHAPE, TYPE, NAMES, FLOATS, A, B, ADD, MAJOR)                              \
@@ -130,6 +142,15 @@ __device__ inline void wgmma(float (&d)[64], std::uint64_t a, std::uint64_t b, b
     WGMMA_SS("m64n128k16", "bf16", WGMMA_NAMES_64, WGMMA_FLOATS_64("+f"), 64, 65, 66, 67);
   } else {
     WGMMA_SS("m64n128k16", "f16", WGMMA_NAMES_64, WGMMA_FLOATS_64("+f"), 64, 65, 66, 67);
+  }
+}
+
+template <class T, Major M = Major::k>
+__device__ inline void wgmma(float (&d)[40], std::uint64_t a, std::uint64_t b, bool add) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    WGMMA_SS("m64n80k16", "bf16", WGMMA_NAMES_40, WGMMA_FLOATS_40("+f"), 40, 41, 42, 43);
+  } else {
+    WGMMA_SS("m64n80k16", "f16", WGMMA_NAMES_40, WGMMA_FLOATS_40("+f"), 40, 41, 42, 43);
   }
 }
 
@@ -165,6 +186,16 @@ __device__ inline void wgmma_first(float (&d)[32], std::uint64_t a, std::uint64_
 
 // d += a b.
 template <class T>
+__device__ inline void wgmma(float (&d)[128], const std::uint32_t* a, std::uint64_t b) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    WGMMA_RS("m64n256k16", "bf16", WGMMA_NAMES_128, WGMMA_FLOATS_128("+f"), 128, 129, 130, 131,
+             132);
+  } else {
+    WGMMA_RS("m64n256k16", "f16", WGMMA_NAMES_128, WGMMA_FLOATS_128("+f"), 128, 129, 130, 131, 132);
+  }
+}
+
+template <class T>
 __device__ inline void wgmma(float (&d)[64], const std::uint32_t* a, std::uint64_t b) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     WGMMA_RS("m64n128k16", "bf16", WGMMA_NAMES_64, WGMMA_FLOATS_64("+f"), 64, 65, 66, 67, 68);
@@ -184,10 +215,14 @@ __device__ inline void wgmma(float (&d)[32], const std::uint32_t* a, std::uint64
 
 #undef WGMMA_RS
 #undef WGMMA_SS
+#undef WGMMA_FLOATS_128
 #undef WGMMA_FLOATS_64
+#undef WGMMA_FLOATS_40
 #undef WGMMA_FLOATS_32
 #undef WGMMA_FLOATS_8
+#undef WGMMA_NAMES_128
 #undef WGMMA_NAMES_64
+#undef WGMMA_NAMES_40
 #undef WGMMA_NAMES_32
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -44,6 +44,15 @@ struct WorkTile {
   }
 };
 
+// Keys [begin, end) of a query tile, consecutive or places of its list; every query sees those of [full_begin,
+// full_end) as far as position and intervals go.
+struct KeyBounds {
+  int begin;
+  int end;
+  int full_begin;
+  int full_end;
+};
+
 // The entries of the schedule for a work tile with lists.
 __device__ inline std::int64_t list_of(const QueryTileLists& lists, const WorkTile& work) {
   return work.batch * lists.stride_batch + work.kv_head * lists.stride_head +
@@ -61,44 +70,50 @@ __device__ inline bool is_one_section(const ForwardParams& p) {
          (p.score.causal && bytes <= causal_bytes);
 }
 
-// Work tile `number`, of Rows queries against tiles of Keys keys. With lists or key ranges Rows is query_tile_rows.
-template <int Rows, int Keys>
-__device__ inline WorkTile get_work_tile(const ForwardParams& p, int number) {
+// The keys of `rows` queries, a divisor of query_tile_rows where there are lists or key ranges.
+__device__ inline KeyBounds key_bounds(const ForwardParams& p, const WorkTile& work, int rows) {
+  if (p.tile_lists.keys != nullptr) {
+    const std::int64_t list = list_of(p.tile_lists, work);
+    return {0, __ldg(p.tile_lists.count + list), 0, __ldg(p.tile_lists.full + list)};
+  }
+  if (p.key_ranges.data != nullptr) {
+    const int4 range = __ldg(reinterpret_cast<const int4*>(
+        p.key_ranges.data + work.batch * p.key_ranges.batch + work.kv_head * p.key_ranges.head +
+        work.row / query_tile_rows));
+    return {range.x, range.y, range.z, range.w};
+  }
   const Shape& shape = p.shape;
-  const QueryTile tile(shape, Rows, is_one_section(p), number);
-  WorkTile work;
+  const int shift = shape.seqlen_k - shape.seqlen_q;
+  const auto visible = [&](int query) {
+    return p.score.causal ? max(min(query + shift + 1, shape.seqlen_k), 0) : shape.seqlen_k;
+  };
+  const int last = min(work.row + rows, shape.seqlen_q) - 1;
+  return {0, visible(last), 0, p.score.intervals.data == nullptr ? visible(work.row) : 0};
+}
+
+// Work tile `number` but for its keys, `rows` queries of a head.
+__device__ inline WorkTile get_queries(const ForwardParams& p, const Shape& shape, int rows,
+                                       int number) {
+  const QueryTile tile(shape, rows, is_one_section(p), number);
+  WorkTile work{};
   work.batch = tile.batch;
   work.head = tile.head;
   work.kv_head = tile.kv_head;
   work.row = tile.row;
-  work.begin = 0;
-  // Keys that every query sees, as far as position and intervals go.
-  int full_begin = 0;
-  int full_end = 0;
-  if (p.tile_lists.keys != nullptr) {
-    const std::int64_t list = list_of(p.tile_lists, work);
-    work.end = __ldg(p.tile_lists.count + list);
-    full_end = __ldg(p.tile_lists.full + list);
-  } else if (p.key_ranges.data != nullptr) {
-    const int4 range = __ldg(reinterpret_cast<const int4*>(
-        p.key_ranges.data + tile.batch * p.key_ranges.batch + tile.kv_head * p.key_ranges.head +
-        tile.row / query_tile_rows));
-    work.begin = range.x;
-    work.end = range.y;
-    full_begin = range.z;
-    full_end = range.w;
-  } else {
-    const int shift = shape.seqlen_k - shape.seqlen_q;
-    const auto visible = [&](int query) {
-      return p.score.causal ? max(min(query + shift + 1, shape.seqlen_k), 0) : shape.seqlen_k;
-    };
-    work.end = visible(min(tile.row + Rows, shape.seqlen_q) - 1);
-    full_end = p.score.intervals.data == nullptr ? visible(tile.row) : 0;
-  }
+  return work;
+}
+
+// Work tile `number`, of Rows queries against tiles of Keys keys.
+template <int Rows, int Keys>
+__device__ inline WorkTile get_work_tile(const ForwardParams& p, int number) {
+  WorkTile work = get_queries(p, p.shape, Rows, number);
+  const KeyBounds bounds = key_bounds(p, work, Rows);
+  work.begin = bounds.begin;
+  work.end = bounds.end;
   const int tiles = max((work.end - work.begin + Keys - 1) / Keys, 1);
-  const int at_begin = (full_begin - work.begin + Keys - 1) / Keys;
-  const int at_end = tiles - (full_end - work.begin) / Keys;
-  const bool none_full = full_end <= full_begin || at_begin + at_end >= tiles;
+  const int at_begin = (bounds.full_begin - work.begin + Keys - 1) / Keys;
+  const int at_end = tiles - (bounds.full_end - work.begin) / Keys;
+  const bool none_full = bounds.full_end <= bounds.full_begin || at_begin + at_end >= tiles;
   work.visits = tiles;
   work.partial_at_end = none_full ? tiles : max(at_end, at_begin == 0 ? 1 : 0);
   work.partial = none_full ? tiles : work.partial_at_end + at_begin;

@@ -1,0 +1,80 @@
+#pragma once
+
+#include "cuda/common/score.cuh"
+#include "cuda/sm90/forward_storage.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// A dense mask and a dense bias in the scores of a warpgroup (layout: wgmma.cuh), from shared memory. They are what
+// the accumulators of a product begin with: two neighbouring keys are masked by one instruction while their
+// biases are 16-bit numbers, and a masked score is -inf whatever the product adds.
+template <class T, int Keys>
+class DenseScores {
+ public:
+  using Scores = float[Keys / 2];
+
+  // `row`: this thread's first of the 64.
+  __device__ DenseScores(const DenseTile<Keys>& tile, int row)
+      : bias_(shared_address(tile.bias) + Biases::offset(row, 0) + column() * 2),
+        bits_(shared_address(tile.bits) + row * 8) {}
+
+  // scores += factor bias, where there is one; -inf where the bias masks, and where the mask does.
+  template <bool HasBias, bool HasMask>
+  __device__ void add(float factor, std::uint32_t mask_values, Scores& scores) const {
+    using Packed2 = typename Element<T>::Packed2;
+    constexpr std::uint32_t infinities = (Element<T>::exponent_mask | 0x8000u) * 0x00010001u;
+    for_each_eight<HasMask>([&](int h, int i, const Bits& bits) {
+      std::uint32_t biases = 0;
+      std::uint32_t visible = ~0u;
+      if (HasBias) {
+        constexpr int panel_chunks = panel_row_bytes / 16;
+        biases = load_shared_4((bias_ ^ (i % panel_chunks * 16)) +
+                               i / panel_chunks * Biases::panel_bytes + h * 8 * panel_row_bytes);
+        visible = __hgt2_mask(reinterpret_cast<const Packed2&>(biases),
+                              reinterpret_cast<const Packed2&>(mask_values));
+      }
+      // Byte i of each word to the two bytes of an element.
+      if (HasMask) visible &= spread_signs(bits.even, bits.odd, 0xcc88u + 0x1111u * (i % 4));
+      const float2 two = Element<T>::widen_packed2((biases & visible) | (infinities & ~visible));
+      float* const s = scores + 4 * i + 2 * h;
+      s[0] = fmaf(two.x, factor, s[0]);
+      s[1] = fmaf(two.y, factor, s[1]);
+    });
+  }
+
+ private:
+  using Biases = typename DenseTile<Keys>::Biases;
+
+  // Of 32 keys of a query: the highest bit of byte i is this thread's even or odd key of the i-th eight.
+  struct Bits {
+    std::uint32_t even;
+    std::uint32_t odd;
+  };
+
+  static __device__ int column() { return static_cast<int>(threadIdx.x) % 4 * 2; }
+
+  // Calls body(h, i, bits) for the thread's rows, 8 h further on, and keys [8 i, 8 i + 8), of which it has two.
+  template <bool HasMask, class Body>
+  __device__ void for_each_eight(const Body& body) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int word = 0; word < DenseTile<Keys>::words; ++word) {
+        uint2 of_64 = {0, 0};
+        if (HasMask) of_64 = load_shared_8(bits_ + (word * PackedMask::side + 8 * h) * 8);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const std::uint32_t of_32 = half == 0 ? of_64.x : of_64.y;
+          const Bits bits{of_32 << (7 - column()), of_32 << (6 - column())};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) body(h, word * 8 + half * 4 + i, bits);
+        }
+      }
+    }
+  }
+
+  std::uint32_t bias_;
+  std::uint32_t bits_;
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,233 @@
+#pragma once
+
+#include "cuda/common/tile_states.cuh"
+#include "cuda/sm90/forward_producer.cuh"
+
+// Masks and biases with a query dimension, DenseAccess::tiles: which key tiles a work tile visits, and the
+// producers that bring their bits and biases beside K and V.
+namespace flash_dmattn::cuda::sm90 {
+
+// A work tile of 128 queries, or of 64 queries of two heads that share mask and bias, and the key tiles that
+// the packed mask does not leave empty. All lanes of a warp look for them together.
+template <int Keys>
+class DenseWork {
+ public:
+  WorkTile work;
+
+  static int count(const Shape& shape, bool two_heads) {
+    return WorkTile::count(shape_of_tiles(shape, two_heads), rows(two_heads));
+  }
+
+  __device__ DenseWork(const ForwardKernelParams& params, int number) {
+    const ForwardParams& p = params.forward;
+    work =
+        get_queries(p, shape_of_tiles(p.shape, params.two_heads), rows(params.two_heads), number);
+    if (params.two_heads) work.head *= 2;
+    const KeyBounds bounds = key_bounds(p, work, rows(params.two_heads));
+    full_begin_ = bounds.full_begin;
+    full_end_ = bounds.full_end - Keys;
+    const int begin = bounds.begin / Keys;
+    end_ = ceil_div(bounds.end, Keys);
+    const PackedMask& mask = p.score.packed_mask;
+    if (mask.states != nullptr) {
+      const int row_tiles = ceil_div(p.shape.seqlen_q, PackedMask::side);
+      const int row_tile = work.row / PackedMask::side;
+      states_ = mask.states + (matrix_of(mask, work) * row_tiles + row_tile) * mask.words;
+      words_ = mask.words;
+      if (!params.two_heads && row_tile + 1 < row_tiles) second_row_ = words_;
+    }
+    tile_ = find(begin);
+    work.visits = 1;
+    work.end = tile_ < end_ ? bounds.end : 0;
+    // A work tile without keys visits one tile, too.
+    if (tile_ == end_) tile_ = begin;
+    look_ahead();
+  }
+
+  __device__ int key() const { return tile_ * Keys; }
+  __device__ std::uint32_t flags() const { return flags_; }
+  __device__ bool is(KeyTileFlag flag) const { return (flags_ & flag) != 0; }
+
+  // To the next tile that is visited.
+  __device__ void advance() {
+    tile_ = next_;
+    look_ahead();
+  }
+
+  static __device__ std::int64_t matrix_of(const PackedMask& mask, const WorkTile& work) {
+    return work.batch * mask.batch + work.head * mask.head_q + work.kv_head * mask.head_kv;
+  }
+
+ private:
+  static __host__ __device__ int rows(bool two_heads) { return two_heads ? 64 : 128; }
+  static __host__ __device__ Shape shape_of_tiles(Shape shape, bool two_heads) {
+    if (two_heads) shape.heads_q /= 2;
+    return shape;
+  }
+
+  __device__ void look_ahead() {
+    flags_ = states_ == nullptr || search_.is_full(tile_) ? 0 : is_masked_tile;
+    if (key() < full_begin_ || key() > full_end_) flags_ |= is_partial_tile;
+    next_ = find(tile_ + 1);
+    if (next_ >= end_) flags_ |= last_of_work_tile;
+  }
+
+  __device__ int find(int tile) {
+    return search_.find(tile, end_, [this](int i) { return state_of(i); });
+  }
+
+  __device__ std::uint32_t state_of(int tile) const {
+    if (states_ == nullptr) return PackedMask::some | PackedMask::all;
+    constexpr int tile_words = Keys / PackedMask::side;
+    std::uint32_t merged = 0;
+#pragma unroll
+    for (int i = 0; i < tile_words; ++i) {
+      const std::uint8_t* const at = states_ + min(tile * tile_words + i, words_ - 1);
+      const std::uint32_t state = merge_states(__ldg(at), __ldg(at + second_row_));
+      merged = i == 0 ? state : merge_states(merged, state);
+    }
+    return merged;
+  }
+
+  const std::uint8_t* states_ = nullptr;  // of the first 64 queries; null: nothing is masked
+  int words_ = 0;
+  int second_row_ = 0;  // distance to the states of the next 64 queries
+  NonEmptyTiles search_;
+  int full_begin_;  // first keys of the tiles that every query sees, but for the mask
+  int full_end_;
+  int end_;
+  int tile_;
+  int next_;
+  std::uint32_t flags_;
+};
+
+// Consecutive keys by the TMA unit: one warp brings q, K and V, one bits and biases. Alone a warp would take longer
+// for the 400 instructions of a tile than the consumers do.
+template <class Kernel>
+struct DenseProducer : TmaProducer<Kernel> {
+  using Base = TmaProducer<Kernel>;
+  using Storage = typename Base::Storage;
+  using Base::keys, Base::p, Base::storage;
+  using Place = typename Base::Place;
+  using Tile = DenseTile<keys>;
+  using Biases = typename Tile::Biases;
+
+  __device__ void run() const {
+    const int warp = warp_id();
+    if (warp == 0) {
+      load_keys();
+    } else if (warp == 1) {
+      load_dense();
+    }
+  }
+
+ private:
+  static __device__ bool copies() { return lane_id() == 0; }
+
+  // Hands `taken` of the first warp's lane 0 to both.
+  __device__ int share(int taken, int work_count) const {
+    int& number = storage.next_work[work_count % 2];
+    if (threadIdx.x == 0) number = taken;
+    named_barrier_sync(Kernel::producer_barrier, 2 * warp_size);
+    return number;
+  }
+
+  __device__ void load_keys() const {
+    int n = 0;
+    int work_count = 0;
+    Place before{};
+    for (int number = static_cast<int>(blockIdx.x); number < p.work_tiles; ++work_count) {
+      DenseWork<keys> tiles(p, number);
+      const WorkTile& work = tiles.work;
+      const typename Base::Info info = this->info_of(work);
+      if (copies()) this->load_q(work, work_count);
+      for (;; tiles.advance()) {
+        const bool last = tiles.is(last_of_work_tile);
+        const Place here{work.batch, work.kv_head, tiles.key()};
+        if (copies()) {
+          if (last) number = this->take_work();
+          storage.dense.flags[Storage::info_stage(n)] = tiles.flags();
+          this->load_k(info, here, tiles.is(is_partial_tile), n);
+          if (n > 0) this->load_v(before, n - 1);
+        }
+        before = here;
+        ++n;
+        if (last) break;
+      }
+      number = share(number, work_count);
+    }
+    if (!copies()) return;
+    this->load_v(before, n - 1);
+    this->load_end_of_work(work_count);
+  }
+
+  __device__ void load_dense() const {
+    int n = 0;
+    int work_count = 0;
+    for (int number = static_cast<int>(blockIdx.x); number < p.work_tiles; ++work_count) {
+      DenseWork<keys> tiles(p, number);
+      const Source source(p, tiles.work);
+      for (;; tiles.advance()) {
+        if (copies()) load_tile(source, tiles.key(), tiles.is(is_masked_tile), n);
+        ++n;
+        if (tiles.is(last_of_work_tile)) break;
+      }
+      number = share(0, work_count);
+    }
+  }
+
+  // Where the bits and the biases of a work tile are.
+  struct Source {
+    static constexpr int most = Kernel::policy.warpgroups;
+    const std::uint64_t* bits[most];  // of key 0, for 64 queries each
+    int row;
+    int head;   // of the bias
+    int batch;  // of the bias
+
+    __device__ Source(const ForwardKernelParams& params, const WorkTile& work) : row(work.row) {
+      const ScoreParams& score = params.forward.score;
+      const PackedMask& mask = score.packed_mask;
+      const int row_tiles = ceil_div(params.forward.shape.seqlen_q, PackedMask::side);
+#pragma unroll
+      for (int i = 0; i < most; ++i) {
+        // The last ones instead of queries past the end, which are not stored.
+        const std::int64_t row_tile = DenseWork<keys>::matrix_of(mask, work) * row_tiles +
+                                      min(row / PackedMask::side + i, row_tiles - 1);
+        bits[i] = mask.bits + row_tile * mask.words * PackedMask::side;
+      }
+      head = score.bias.head_q != 0 ? work.head : score.bias.head_kv != 0 ? work.kv_head : 0;
+      batch = score.bias.batch != 0 ? work.batch : 0;
+    }
+  };
+
+  __device__ void load_tile(const Source& source, int key, bool masked, int n) const {
+    const ScoreParams& score = p.forward.score;
+    auto& pipeline = storage.dense.pipeline;
+    const int count = p.two_heads ? 1 : Source::most;
+    const int word = key / PackedMask::side;
+    const int words = masked ? min(Tile::words, score.packed_mask.words - word) : 0;
+    const auto bit_bytes = static_cast<std::uint32_t>(words * PackedMask::side * 8);
+    const std::uint32_t bias_bytes = score.bias.dense ? Biases::bytes : 0;
+#pragma unroll
+    for (int i = 0; i < Source::most; ++i) {
+      if (i >= count) return;
+      const int use = n * count + i;
+      auto& tile = storage.dense.tile[pipeline.stage(use)];
+      pipeline.wait_empty(use);
+      const std::uint32_t full = pipeline.full_of(use);
+      mbarrier_arrive_expect(full, bit_bytes + bias_bytes);
+      if (masked) {
+        bulk_load(shared_address(tile.bits), source.bits[i] + word * PackedMask::side, bit_bytes,
+                  full);
+      }
+      if (bias_bytes == 0) continue;
+#pragma unroll
+      for (int j = 0; j < Biases::panels; ++j) {
+        tma_load(shared_address(tile.bias) + j * Biases::panel_bytes, p.bias_map, full,
+                 key + j * panel_columns, source.row + 64 * i, source.head, source.batch);
+      }
+    }
+  }
+};
+
+}  // namespace flash_dmattn::cuda::sm90
