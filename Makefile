@@ -102,7 +102,8 @@ endif
 .PHONY: test-kernels
 test-kernels: $(STAMPS)/package $(STAMPS)/test ## load two versions in one process, in the layout of Hugging Face's kernels
 	for name in one other; do \
-	  $(BIN)/python tools/kernels_layout.py build/kernels/$$name --build build/kernels/build --namespace _flash_dmattn_$$name; \
+	  $(BIN)/python tools/kernels_layout.py build/kernels/$$name --build build/kernels/build \
+	    -D FLASH_DMATTN_WERROR=$(WERROR) --namespace _flash_dmattn_$$name; \
 	done
 	FLASH_DMATTN_TEST_KERNELS="build/kernels/one build/kernels/other" $(BIN)/python -m pytest tests/python/tools/test_two_versions.py
 

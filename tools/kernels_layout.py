@@ -29,7 +29,7 @@ VERSION = re.search(
 ABI = "torch-stable-abi210"
 
 
-def build(folder: Path, namespace: str, cuda: str | None) -> Path:
+def build(folder: Path, namespace: str, cuda: str | None, definitions: list[str]) -> Path:
     """The operators' library with that namespace."""
     options = {
         "FLASH_DMATTN_TORCH": "ON",
@@ -37,8 +37,9 @@ def build(folder: Path, namespace: str, cuda: str | None) -> Path:
         "FLASH_DMATTN_CUDA": "ON" if cuda else "OFF",
         "Python_EXECUTABLE": sys.executable,
     }
-    definitions = [f"-D{name}={value}" for name, value in options.items()]
-    subprocess.run(["cmake", "--preset", "cpu", "-B", folder, *definitions], cwd=ROOT, check=True)
+    definitions = [*definitions, *(f"{name}={value}" for name, value in options.items())]
+    settings = [f"-D{definition}" for definition in definitions]
+    subprocess.run(["cmake", "--preset", "cpu", "-B", folder, *settings], cwd=ROOT, check=True)
     subprocess.run(["cmake", "--build", folder, "--target", "flash_dmattn_torch"], check=True)
     return folder / "bindings" / "torch" / f"{namespace}.abi3.so"
 
@@ -117,11 +118,12 @@ def main() -> None:
     parser.add_argument("--namespace", required=True)
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "kernels")
     parser.add_argument("--cuda", metavar="cu130", help="with CUDA kernels, of this version")
+    parser.add_argument("-D", dest="define", action="append", default=[], help="as of cmake")
     options = parser.parse_args()
     if not re.fullmatch(r"_\w+", options.namespace):
         parser.error(f"--namespace: got {options.namespace}, expected an underscore and a name")
     folder = options.folder.resolve()
-    library = build(options.build.resolve(), options.namespace, options.cuda)
+    library = build(options.build.resolve(), options.namespace, options.cuda, options.define)
     write_variant(folder, library, options.namespace, options.cuda)
     commands = json.loads((options.build / "compile_commands.json").read_text())
     built = (str(ROOT / "src"), str(ROOT / "bindings"))
