@@ -10,10 +10,11 @@
 // Biases as they enter scores.
 namespace flash_dmattn::cuda {
 
-// Element `index` of a bias.
+// Element `index` of a bias. Not through the read-only cache: a decode step writes the score of its token, and a row
+// that is computed again in double reads it.
 template <class T>
 __device__ inline float load_bias(const Broadcast& bias, std::int64_t index) {
-  if (bias.f32) return __ldg(reinterpret_cast<const float*>(bias.data) + index);
+  if (bias.f32) return reinterpret_cast<const float*>(bias.data)[index];
   return Element<T>::widen(reinterpret_cast<const T*>(bias.data)[index]);
 }
 
