@@ -121,9 +121,9 @@ Tensor new_empty(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sh
                  ScalarType type) {
   std::int32_t dtype = torch::stable::detail::to<std::int32_t>(torch::stable::detail::from(type));
   std::int32_t device = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_aten_new_empty(
+  TORCH_ERROR_CODE_CHECK(aoti_torch_aten_new_empty(
       like.get(), shape.data(), static_cast<std::int64_t>(shape.size()), &dtype,
       /*layout=*/nullptr, &device, like.get_device_index(), /*pin_memory=*/nullptr, &made));
   return Tensor(made);
