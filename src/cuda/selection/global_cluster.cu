@@ -104,7 +104,8 @@ struct SelectInClusterKernel {
     const unsigned lanes = warp_ballot(counts);
     if (lanes == 0) return;
     const int first = __ffs(static_cast<int>(lanes)) - 1;
-    if (warp_all(!counts || bin == shuffle(bin, first))) {
+    const int first_bin = shuffle(bin, first);  // by every lane, whether it counts or not
+    if (warp_all(!counts || bin == first_bin)) {
       if (lane_id() == first) atomicAdd(&shared.counts[bin], static_cast<unsigned>(__popc(lanes)));
     } else if (counts) {
       atomicAdd(&shared.counts[bin], 1u);
