@@ -57,20 +57,6 @@ struct RadixRows {
 // The rows of a batch of at most `batch_rows` rows, whose counts are in the workspace.
 RadixRows lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& workspace);
 
-// Blocks of the clusters that select few rows (global_cluster.cu); 0 where there are too many or too long ones, or the
-// GPU has no clusters.
-int cluster_blocks(int rows, int seqlen_k);
-
-// The positions of the chosen keys, in no order: [rows, window] and [rows]. Null: not wanted.
-struct KeptKeys {
-  std::int32_t* keys = nullptr;
-  std::int32_t* count = nullptr;
-};
-
-// As select_best; `pitch`: of the rows of intervals.
-void select_best_in_clusters(const RadixRows& rows, int blocks, int pitch, const KeptKeys& kept,
-                             cudaStream_t stream);
-
 // Writes the intervals of a batch, those of the w best keys that may be chosen.
 void select_best(const RadixRows& rows, cudaStream_t stream);
 

@@ -3,7 +3,6 @@
 #include <string>
 
 #include "arguments.h"
-#include "cuda/selection/chunk.cuh"
 #include "cuda/selection/global.cuh"
 #include "cuda/selection/per_query.h"
 #include "cuda/selection/selection.h"
@@ -17,15 +16,14 @@ constexpr std::int64_t batch_keys = std::int64_t{1} << 22;
 constexpr std::int64_t batch_rows = 1024;
 
 // The way a selection is computed. Without causality, with a single query, or where the window holds every key,
-// the choice is the same for all queries: global. Few queries behind many keys are a chunk.
-enum class Method : std::uint8_t { none, global, chunk, per_query };
+// the choice is the same for all queries: global.
+enum class Method : std::uint8_t { none, global, per_query };
 
 Method method_of(const SelectionArgs& args) {
   if (args.window == 0) return Method::none;
   const bool per_query = args.selection == Selection::per_query && args.causal &&
                          args.seqlen_q > 1 && args.window < args.seqlen_k;
-  if (!per_query) return Method::global;
-  return chunk::applies(args) ? Method::chunk : Method::per_query;
+  return per_query ? Method::per_query : Method::global;
 }
 
 int rows_per_batch(const SelectionArgs& args) {
@@ -79,7 +77,6 @@ std::size_t select_workspace_size(const SelectionArgs& args) {
   WorkspaceAllocator workspace(nullptr);
   if (args.batch * args.heads * args.seqlen_k == 0) return 0;
   if (method_of(args) == Method::global) global::lay_out(args, rows_per_batch(args), workspace);
-  if (method_of(args) == Method::chunk) chunk::lay_out(args, workspace);
   if (method_of(args) == Method::per_query) {
     per_query::lay_out(args, rows_per_batch(args), workspace);
   }
@@ -106,10 +103,6 @@ void select_key_intervals(const SelectionArgs& args, const Execution& execution)
     return;
   }
   WorkspaceAllocator workspace(execution.workspace);
-  if (method == Method::chunk) {
-    chunk::select(chunk::lay_out(args, workspace), stream);
-    return;
-  }
   if (method == Method::per_query) {
     per_query::Work work = per_query::lay_out(args, rows_per_batch(args), workspace);
     for_each_batch(work.rows, all_rows, [&] {
