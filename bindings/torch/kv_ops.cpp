@@ -313,7 +313,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
       "bool scores_are_bias, str backend) -> (Tensor out, Tensor lse)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CPU, m) {
+// The same functions for every device: the library finds the backend.
+static void implement(auto& m) {
   m.impl("kv_fill", TORCH_BOX(&fill_op));
   m.impl("kv_append", TORCH_BOX(&append_op));
   m.impl("kv_pending_intervals", TORCH_BOX(&pending_intervals_op));
@@ -322,13 +323,7 @@ STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CPU, m) {
   m.impl("kv_decode_step", TORCH_BOX(&decode_step_op));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CUDA, m) {
-  m.impl("kv_fill", TORCH_BOX(&fill_op));
-  m.impl("kv_append", TORCH_BOX(&append_op));
-  m.impl("kv_pending_intervals", TORCH_BOX(&pending_intervals_op));
-  m.impl("kv_commit", TORCH_BOX(&commit_op));
-  m.impl("kv_copy_rows", TORCH_BOX(&copy_rows_op));
-  m.impl("kv_decode_step", TORCH_BOX(&decode_step_op));
-}
+STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CPU, m) { implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CUDA, m) { implement(m); }
 
 }  // namespace flash_dmattn::binding

@@ -14,6 +14,8 @@
 #include <span>
 #include <vector>
 
+#include "memory.h"
+
 namespace fd = flash_dmattn;
 
 namespace {
@@ -22,21 +24,6 @@ constexpr std::int64_t heads_q = 4, heads_kv = 2, head_dim = 64;
 constexpr std::int64_t window = 128;  // keys that each query sees
 constexpr std::int64_t chunk = 64;    // tokens of the prompt at a time
 constexpr std::int64_t prompt = 1000, generated = 200;
-
-// Memory as the library needs it; it grows to the largest requested piece.
-class Memory {
- public:
-  std::span<std::byte> of(std::size_t bytes) {
-    lines_.resize(std::max(lines_.size(), (bytes + sizeof(Line) - 1) / sizeof(Line)));
-    return std::as_writable_bytes(std::span(lines_)).first(bytes);
-  }
-
- private:
-  struct alignas(fd::workspace_alignment) Line {
-    std::byte bytes[fd::workspace_alignment];
-  };
-  std::vector<Line> lines_;
-};
 
 // Where an engine applies its rotary embedding, before a key is stored: to [heads, head_dim] of the token at `position`.
 void rotate(std::span<float> heads, std::int64_t position) {

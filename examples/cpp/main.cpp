@@ -13,27 +13,14 @@
 #include <span>
 #include <vector>
 
+#include "memory.h"
+
 namespace fd = flash_dmattn;
 
 namespace {
 
 constexpr std::int64_t batch = 1, heads_q = 4, heads_kv = 2, seqlen = 1024, head_dim = 64;
 constexpr std::int64_t window = 128;  // keys that each query sees
-
-// Memory as the library needs it; it grows to the largest requested piece.
-class Memory {
- public:
-  std::span<std::byte> of(std::size_t bytes) {
-    lines_.resize(std::max(lines_.size(), (bytes + sizeof(Line) - 1) / sizeof(Line)));
-    return std::as_writable_bytes(std::span(lines_)).first(bytes);
-  }
-
- private:
-  struct alignas(fd::workspace_alignment) Line {
-    std::byte bytes[fd::workspace_alignment];
-  };
-  std::vector<Line> lines_;
-};
 
 std::vector<float> random_vector(std::int64_t size, std::mt19937& generator) {
   std::normal_distribution<float> normal;

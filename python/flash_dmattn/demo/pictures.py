@@ -66,29 +66,25 @@ def draw_keys(path: Path, model: torch.nn.Module, ids: torch.Tensor) -> None:
 def draw_cost(path: Path, costs: dict[str, list[Cost]], window: int) -> None:
     """Time and peak memory of a training step of one layer, against the length of the sequence."""
     labels = {"eager": "eager, N × N", "flash_dmattn": f"flash_dmattn, w = {window}"}
-    figure, (left, right) = _draw_by_length(costs, labels, 1.0)
+    figure, (left, right) = _draw_by_length(costs, labels, 1.0, "sequence length N")
     left.set(ylabel="seconds", title="forward + backward, one layer")
-    right.set(ylabel="MiB", title="peak memory")
-    for axes in (left, right):
-        axes.set_xlabel("sequence length N")
+    right.set(title="peak memory")
     _save(figure, path)
 
 
 def draw_token_cost(path: Path, costs: dict[str, list[TokenCost]], window: int) -> None:
     """Time of a generated token and memory of its cache, against the length of the text before it."""
     labels = {"eager": "eager, all keys", "flash_dmattn": f"flash_dmattn, w = {window} keys"}
-    figure, (left, right) = _draw_by_length(costs, labels, 1e3)
+    figure, (left, right) = _draw_by_length(costs, labels, 1e3, "tokens before")
     left.set(ylabel="milliseconds", title="one token")
-    right.set(ylabel="MiB", title="KV cache")
-    for axes in (left, right):
-        axes.set_xlabel("tokens before")
+    right.set(title="KV cache")
     _save(figure, path)
 
 
 def _draw_by_length(
-    costs: dict[str, list], labels: dict[str, str], per_second: float
+    costs: dict[str, list], labels: dict[str, str], per_second: float, length: str
 ) -> tuple[plt.Figure, tuple[plt.Axes, plt.Axes]]:
-    """Time on the left, memory on the right."""
+    """Time on the left, memory on the right; `length` names the axis that both share."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for implementation, points in costs.items():
         color = {"eager": _EAGER, "flash_dmattn": _OURS}[implementation]
@@ -100,6 +96,8 @@ def _draw_by_length(
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.set_xlabel(length)
+    right.set_ylabel("MiB")
     left.legend(frameon=False)
     return figure, (left, right)
 

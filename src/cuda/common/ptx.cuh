@@ -243,7 +243,7 @@ __device__ inline void cluster_sync() {
 #endif
 }
 
-// What block `rank` of the cluster has where this one has `mine`, in shared memory.
+// The counterpart of `mine` in the shared memory of block `rank` of the cluster.
 template <class T>
 __device__ inline const T* in_cluster_block(const T* mine, int rank) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

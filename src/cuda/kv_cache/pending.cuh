@@ -3,7 +3,7 @@
 #include "cuda/common/integers.h"
 #include "cuda/kv_cache/slots.cuh"
 
-// What pending tokens do to the keys: a key is evicted by the pending token with which w keys beat it. That number
+// A key is evicted by the first pending token with which w keys beat it. The number of keys that beat it
 // only grows, so each key is compared with all others, and no order of insertions is followed.
 namespace flash_dmattn::cuda::kv {
 

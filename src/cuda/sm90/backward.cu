@@ -75,7 +75,7 @@ struct Source {
     copy.data = workspace.take<std::byte>(copy.batch * shape.batch);
   }
 
-  // What the kernels read.
+  // The rows that the kernels read.
   InputRows rows() const {
     if (!copied) return original;
     return {copy.data, copy.batch, copy.row, copy.head, copy.aligned, copy.row_step};

@@ -9,7 +9,7 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// What a warp of the first warpgroup does; the others consume.
+// The role of a warp of the first warpgroup; the other warpgroups consume.
 enum class WarpRole : std::uint8_t { load_tiles, write_dq, load_slots };
 
 // The backward of sm_90a, by keys: a block keeps K, V, dK, dV and the gradient of the key biases of 128 keys, and

@@ -41,7 +41,7 @@ struct BackwardPolicy {
 inline constexpr int slot_tile_rows = 64;
 inline constexpr int slot_segments = 64;
 
-// What binds is shared memory: the products of a tile read it for longer than the tensor cores multiply. D 64: dk
+// Shared memory binds: the products of a tile read it for longer than the tensor cores multiply. D 64: dk
 // and dv are half as large, so that 128 queries fit, which share a read of K and V. D 128: by turns dq reads less,
 // but a block of neighbouring keys loses 3 % in waits; with slots there is more to do meanwhile, and turns win 5 %.
 constexpr BackwardPolicy backward_policy(int head_dim, KeyPlacement placement) {

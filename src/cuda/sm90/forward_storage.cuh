@@ -25,7 +25,7 @@ struct DenseTile {
   alignas(128) std::uint64_t bits[words][PackedMask::side];  // of a query 64 keys
 };
 
-// What a consumer has to know of a key tile, as bits.
+// Properties of a key tile for the consumers, as bits.
 enum KeyTileFlag : std::uint32_t {
   last_of_work_tile = 1,
   is_partial_tile = 2,

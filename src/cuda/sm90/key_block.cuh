@@ -50,7 +50,7 @@ class KeyBlock {
   __device__ void leave(const Visit&, float (&)[Kernel::head_dim / 2],
                         float (&)[Kernel::head_dim / 2]) {}
 
-  // What the scores of a row begin with besides the query's own part, in units of the accumulator.
+  // The initial value of the scores of a row, without the query's part, in units of the accumulator.
   __device__ float bias(int h) const { return bias_[h]; }
 
   // Scores that a query does not have become -inf, where a tile has any.

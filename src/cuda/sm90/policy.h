@@ -20,7 +20,7 @@ enum class DenseAccess : std::uint8_t {
   elements,  // one by one, of any dtype and strides
 };
 
-// What a kernel of the forward is compiled for.
+// The compile-time choices of a forward kernel.
 struct ForwardVariant {
   KeyLoad load = KeyLoad::tma;
   bool has_key_info = false;  // intervals, mask or bias of keys; without it TMA tiles alone

@@ -14,7 +14,7 @@
 namespace flash_dmattn::cuda::sm80::few_queries {
 namespace {
 
-// What the blocks leave, unless a cluster adds it.
+// Memory for the sums of the blocks, unless a cluster adds them.
 void allocate_sums(const Problem& p, const Choice& choice, Params& params,
                    WorkspaceAllocator& workspace) {
   if (params.split.in_cluster) return;

@@ -18,7 +18,7 @@ struct Params : ForwardParams {
   explicit Params(const ForwardParams& forward) : ForwardParams(forward) {}
 
   Split split;
-  // What each block leaves of its rows, over the keys that it has, unless a cluster adds them: [B, Hq, Sq, splits]
+  // The sums of each block over its keys, unless a cluster adds them: [B, Hq, Sq, splits]
   // and [B, Hq, Sq, splits, D], D the bucket.
   RowSums* sums = nullptr;
   float* outs = nullptr;

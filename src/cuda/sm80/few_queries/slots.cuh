@@ -49,7 +49,7 @@ class SlotInfo {
     if (threadIdx.x == 0) storage.entered = false;
   }
 
-  // What the step is to do, for which rows and key info need not wait.
+  // Decides how the step changes the slots; rows and key info need not wait for it.
   __device__ void prepare() {
     const SlotCount before = p_.counts[row_];
     seen_ = p_.seen[batch_];

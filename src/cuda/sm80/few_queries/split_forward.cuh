@@ -11,7 +11,8 @@
 
 namespace flash_dmattn::cuda::sm80::few_queries {
 
-// The keys of k and v. What SlotKeys (slots.cuh) does beside them is empty here. `Elementwise`: masks, biases or ranks differ between rows.
+// The keys of k and v. The members that only SlotKeys (slots.cuh) needs are empty here. `Elementwise`: masks, biases or
+// ranks differ between rows.
 template <class T, bool Elementwise>
 struct TensorKeys {
   using Params = few_queries::Params;
@@ -63,7 +64,7 @@ struct SplitForwardKernel {
   using Pipeline = SplitPipeline<D, P, Info>;
   using KeyRows = typename Pipeline::RowTile;
 
-  // What the warps leave, where K and V were.
+  // The sums of each warp, in the memory of K and V.
   struct WarpSums {
     static constexpr int columns = D + 8;  // rows begin 8 banks apart
     alignas(16) float out[P.key_warps][P.rows()][columns];

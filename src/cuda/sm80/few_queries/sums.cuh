@@ -12,7 +12,7 @@ __device__ inline bool sees_nothing(RowSums sums) {
   return sums.max == negative_infinity && sums.sum == 0;
 }
 
-// What the weights of a part are multiplied by where those of a larger maximum join them.
+// The factor of the weights of a part where those of a larger maximum join them.
 __device__ inline float rescale(float max, float larger) {
   return exp2_approx(max - (larger == negative_infinity ? 0 : larger));
 }
