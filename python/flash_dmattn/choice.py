@@ -55,6 +55,8 @@ def choose(
     scores, allowed = _scores_and_allowed(query, key, visible.mask, bias, choice.scores)
     if choice.window >= key.shape[1] and choice.scores is None:
         return visible  # a key whose bias is NaN is masked by it
+    if query.shape[1] == 0:
+        return visible
     on_gpu = by_library and scores.device.type == "cuda"
     is_dense = allowed is not None and allowed.shape[2] > 1
     if is_dense and choice.selection == "per_query":
@@ -147,7 +149,7 @@ def _scores_and_allowed(query, key, mask, bias, selection_scores):
     scores = scores.detach()
     # A bias that masks hides its keys from the choice. Where it is the score, these are the worst keys anyway.
     if selection_scores is not None and bias is not None:
-        if bias.shape[2] > 1:
+        if bias.shape[2] != 1:
             hiding = bias.detach()
         else:
             unmasked = bias.detach() > mask_value
