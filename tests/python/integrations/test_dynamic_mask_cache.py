@@ -230,6 +230,23 @@ def test_unknown_names_of_caches():
         enable_flash_dmattn(make_model(sliding_window=16), cache="dynamic_mask")
 
 
+def test_arguments_of_another_type():
+    """A text such as "no" would be true, and a missing config an error of its attributes."""
+    config = make_model().config
+    for message, call in {
+        "static: got 'no', expected True or False": lambda: DynamicMaskCache(config, static="no"),
+        "chunk: got -1, expected 0 or more": lambda: DynamicMaskCache(config, chunk=-1),
+        "config: got DogeForCausalLM": lambda: DynamicMaskCache(make_model()),
+        "model: got str": lambda: enable_flash_dmattn("SmallDoge/Doge-20M"),
+        "round_scores_like_eager: got 'no'": lambda: enable_flash_dmattn(
+            make_model(), round_scores_like_eager="no"
+        ),
+    }.items():
+        with pytest.raises((ValueError, TypeError)) as caught:
+            call()
+        assert message in str(caught.value)
+
+
 def test_masks_over_pairs():
     """No mask over queries and keys describes slots that differ from head to head."""
     _, ours = make_pair()
