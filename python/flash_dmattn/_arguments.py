@@ -138,7 +138,7 @@ def _check_attention_inputs(
             )
     if query.dtype not in DTYPES:
         raise TypeError(f"query: got {query.dtype}, expected float32, bfloat16, float16 or float64")
-    _check_device(query, backend)
+    check_device(query, backend)
     *_, heads_q, head_dim = query.shape
     heads_kv = key.shape[-2]
     if value.shape[:-1] != key.shape[:-1] or value.shape[-1] > key.shape[-1]:
@@ -167,7 +167,7 @@ def _runs_on_cpu(backend: str) -> bool:
     )
 
 
-def _check_device(query: Tensor, backend: str) -> None:
+def check_device(query: Tensor, backend: str) -> None:
     device = query.device
     if backend in ("triton", "flex"):
         # On the CPU: Triton interpreted, and the forward of FlexAttention, which raise their own errors.

@@ -228,6 +228,9 @@ TEST(KvCacheArguments, AreNamedInErrors) {
   expect_error("cache.positions", [](KvCalls& c) { c.append_args.cache.positions = nullptr; });
   expect_error("cache.counts", [](KvCalls& c) { c.append_args.cache.counts = nullptr; });
   expect_error("cache.seen", [](KvCalls& c) { c.append_args.cache.seen = nullptr; });
+  expect_error("cache.counts[1].count", [](KvCalls& c) { c.cache.counts[1].count = 5; });
+  expect_error("cache.counts[0].count", [](KvCalls& c) { c.cache.counts[0].count = -1; });
+  expect_error("cache.counts[0].victim", [](KvCalls& c) { c.cache.counts[0] = {4, 4}; });
   expect_error("cache.pending", [](KvCalls& c) { c.append_args.cache.pending = 4; });
   expect_error("cache.pending", [](KvCalls& c) { c.step_args.cache.pending = 1; });
   expect_error("seqlen", [](KvCalls& c) { c.append_args.seqlen = 4; });

@@ -279,3 +279,25 @@ def test_compiled_without_a_break():
         return out
 
     stream.check(chunk(stream.q[:, 8:], *stream.tokens(8, 12)), 8, 12)
+
+
+@pytest.mark.parametrize("mode", ["all keys", "slots"])
+def test_with_kvcache_compiled_without_a_break(mode):
+    """Lengths are read on the device only: one graph for all steps."""
+    torch._dynamo.reset()
+    stream, size = Stream(12, 3), 15
+    caches = [torch.zeros(2, size, 2, 8), torch.zeros(2, size, 2, 8), torch.zeros(2, 2, size)]
+    options = {"keep_window_size": 3, "cache_seqlens": torch.zeros(2, dtype=torch.int32)}
+    if mode == "slots":
+        options["slot_positions"] = torch.zeros(2, 2, size, dtype=torch.int32)
+        options["slot_counts"] = torch.zeros(2, 2, 2, dtype=torch.int32)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(q, k, v, scores):
+        return flash_dmattn_with_kvcache(q, *caches, k, v, scores=scores, **options)
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for t in range(12):
+            out = step(stream.q[:, t : t + 1], *stream.tokens(t, t + 1))
+            stream.check(out, t, t + 1)
+            options["cache_seqlens"].fill_(t + 1)
