@@ -35,7 +35,10 @@ class Numerics(NamedTuple):
         )
 
     def for_head_dim(self, head_dim: int) -> Numerics:
-        return self if self.scale is not None else Numerics(1.0 / math.sqrt(head_dim), *self[1:])
+        scale, softcap, saturate, deterministic = self
+        if scale is not None:
+            return self
+        return Numerics(1.0 / math.sqrt(head_dim), softcap, saturate, deterministic)
 
 
 def _resolve_scale(scale: float | None, softmax_scale: float | None) -> float | None:
@@ -56,7 +59,8 @@ def _resolve_scale(scale: float | None, softmax_scale: float | None) -> float | 
 
 
 def _resolve_softcap(softcap: float | None) -> float:
-    softcap = 0.0 if softcap is None else softcap
+    if softcap is None:
+        return 0.0
     if isinstance(softcap, bool) or not isinstance(softcap, NUMBERS):
         raise TypeError(f"softcap: got {softcap!r}, expected a number")
     softcap = float(softcap)
