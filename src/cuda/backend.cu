@@ -131,8 +131,8 @@ std::string supports(const Problem& p) {
 
 ScheduleForm schedule_form(const Problem& p, Direction direction) {
   const DeviceProperties& device = current_device();
-  return direction == Direction::forward ? choose_forward(p, device).kernels->schedule
-                                         : choose_backward(p, device).kernels->schedule;
+  return direction == Direction::forward ? chosen(choose_forward(p, device)).schedule
+                                         : chosen(choose_backward(p, device)).schedule;
 }
 
 // Calls the body for the kind of schedule that a form names.

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <stdexcept>
 #include <type_traits>
 #include <utility>
 
@@ -59,9 +60,11 @@ void launch_forward(const ForwardChoice& choice, const ForwardParams& p,
   params.next_work = workspace.next_work;
   params.needs_fix = workspace.needs_fix;
   params.two_heads = choice.variant.dense == DenseAccess::tiles && has_two_heads(p);
+  bool launched = false;
   const auto launch_if_chosen = [&]<ForwardVariant Variant>() {
-    if (choice.variant == Variant)
-      launch_forward_kernel<ForwardKernel<T, D, Variant>>(params, stream);
+    if (choice.variant != Variant) return;
+    launch_forward_kernel<ForwardKernel<T, D, Variant>>(params, stream);
+    launched = true;
   };
   const auto launch_chosen = [&]<bool Overlaps>() {
     [&]<std::size_t... i>(std::index_sequence<i...>) {
@@ -72,6 +75,7 @@ void launch_forward(const ForwardChoice& choice, const ForwardParams& p,
     launch_chosen.template operator()<false>();
   }
   launch_chosen.template operator()<true>();
+  if (!launched) throw std::logic_error("no such kernel: " + name(choice));
 }
 
 }  // namespace flash_dmattn::cuda::sm90
