@@ -79,6 +79,10 @@ Tensor with_dense_rows(const Tensor& tensor) {
   return torch::stable::contiguous(tensor);
 }
 
+Tensor as_contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
 ConstTensor4 view4(const Tensor& tensor) { return {tensor.const_data_ptr(), strides_of(tensor)}; }
 
 Tensor4 mutable_view4(const Tensor& tensor) {
