@@ -113,7 +113,7 @@ class SlotInfo {
 };
 
 // The new rows of K and V, a chunk of 16 bytes in each of the first threads. Every block loads them with its first
-// tiles: which one needs them it is to find out.
+// tiles, before it is known which block has the target slot.
 template <class Tile, class Group>
 class TokenRows {
  public:
