@@ -10,6 +10,7 @@
 
 #include "check_finite.h"
 #include "flash_dmattn/flash_dmattn.h"
+#include "support/cases.h"
 #include "support/kv_stream.h"
 #include "support/run.h"
 
@@ -65,7 +66,8 @@ void run_stream(const StreamOptions& options) {
 
 TEST_P(KvCacheStreams, EqualFullAttentionOverTheBestKeys) {
   const auto& [backend, scores, dtype] = GetParam();
-  for (std::uint64_t seed = 0; seed < 300; ++seed) {
+  const std::uint64_t streams = testing::is_quick_run() ? 60 : 300;
+  for (std::uint64_t seed = 0; seed < streams; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     ASSERT_NO_FATAL_FAILURE(run_stream(random_options(seed, backend, scores, dtype)));
   }
@@ -98,6 +100,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 // However long the stream, the cache is as large as it was, and holds the best keys of all.
 TEST(KvCache, HoldsTheBestOfHalfAMillionTokens) {
+  if (testing::is_quick_run()) GTEST_SKIP() << "slow, and FLASH_DMATTN_QUICK_TESTS is set";
   constexpr std::int64_t tokens = 524288, window = 64, head_dim = 8;
   const KvCacheShape shape{.batch = 1, .heads_kv = 1, .window = window, .head_dim = head_dim};
   GuardedBuffer memory(kv_cache_size(shape), "cache");
