@@ -103,6 +103,10 @@ class DynamicMaskLayer(CacheLayerMixin):
             key, value, scores, present: as in `fill`.
         """
         length = query.shape[2]
+        if query.shape[0] != self.batch_size:
+            raise ValueError(
+                f"past_key_values holds {self.batch_size} rows, and {query.shape[0]} come; expected as many"
+            )
         query, key, value = _by_token(query, key, value)
         self._make_room(length)
         if not self.record_past:

@@ -96,9 +96,9 @@ def _set_default_cache(model: DogePreTrainedModel, cache: str | None) -> None:
     """The attribute for `generate`, and for calls of the model itself a hook."""
     if cache is not None:
         DynamicMaskCache(model.config)  # raises where it cannot be
-    is_set = getattr(model, _DEFAULT_CACHE, None) is not None
     setattr(model, _DEFAULT_CACHE, cache)
-    if isinstance(model, DogeModel) and cache is not None and not is_set:
+    hooks = model._forward_pre_hooks.values()
+    if isinstance(model, DogeModel) and cache is not None and _bring_default_cache not in hooks:
         model.register_forward_pre_hook(_bring_default_cache, with_kwargs=True)
 
 

@@ -223,6 +223,24 @@ def test_the_cache_of_another_model():
         ours(make_ids(B, S), past_key_values=DynamicMaskCache(other.config))
 
 
+def test_the_cache_of_a_model_with_fewer_layers():
+    _, ours = make_pair()
+    cache = DynamicMaskCache(make_model(num_hidden_layers=2).config)
+    with pytest.raises(ValueError, match="past_key_values has 2 layers, and layer 2 has none"):
+        ours(make_ids(B, S), past_key_values=cache)
+
+
+def test_another_number_of_rows_changes_nothing():
+    _, ours = make_pair()
+    cache = filled(ours, S)
+    before = [[t.clone() for t in layer.slots.tensors] for layer in cache.layers]
+    with pytest.raises(ValueError, match="past_key_values holds 2 rows, and 3 come"):
+        ours(make_ids(3, 2), past_key_values=cache)
+    after = [layer.slots.tensors for layer in cache.layers]
+    assert all(map(torch.equal, sum(before, []), sum(after, ())))
+    assert cache.get_seq_length() == S
+
+
 def test_unknown_names_of_caches():
     with pytest.raises(ValueError, match="cache: got 'static', expected 'dynamic_mask' or None"):
         enable_flash_dmattn(make_model(), cache="static")

@@ -156,6 +156,8 @@ def test_the_default_cache_of_a_model():
         assert not isinstance(ours(ids).past_key_values, DynamicMaskCache)
         enable_flash_dmattn(ours)
         assert not isinstance(ours(ids).past_key_values, DynamicMaskCache)
+    enable_flash_dmattn(ours, cache="dynamic_mask")
+    assert len(ours.model._forward_pre_hooks) == 1
 
 
 def test_repeating_and_selecting_rows():
