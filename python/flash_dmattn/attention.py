@@ -36,6 +36,10 @@ def attention(
     backend: "" takes the first one that supports the problem.
     """
     given = value
+    if not isinstance(backend, str):
+        raise TypeError(
+            f'backend: got {backend!r}, expected a name, or "" for the first that supports the problem'
+        )
     query, key, value = attention_inputs(query, key, value, "B, S, H, D", backend)
     bias = bias_argument(bias, query, key)
     choice = choice.checked(query, key)

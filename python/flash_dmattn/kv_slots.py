@@ -63,6 +63,8 @@ class KVSlots:
             check_count(value, name)
         if window < 1:
             raise ValueError(f"window: got {window}, expected 1 or more")
+        if not 1 <= head_dim <= 256:
+            raise ValueError(f"head_dim: got {head_dim}, expected 1 to 256")
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(f"dtype: got {dtype}, expected float32, bfloat16 or float16")
         self.window, self.pending, self.backend = window, 0, backend
