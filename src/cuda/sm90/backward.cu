@@ -46,10 +46,6 @@ BackwardChoice choose(const BackwardArgs& args) {
   return choice;
 }
 
-std::int64_t elements(const BroadcastShape& shape) {
-  return shape[0] * shape[1] * shape[2] * shape[3];
-}
-
 // A tensor, or room for a dense copy of it where the TMA unit cannot read it.
 struct Source {
   Shape shape;
