@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._arguments import check_count, check_tensor
+from ._arguments import check_count, check_tensor, refuse_transforms
 
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
@@ -112,6 +112,7 @@ def check_places(numbers: Tensor, name: str, rows: int, most: int, device: torch
 
 
 def refuse_gradients(**tensors: Tensor | None) -> None:
+    refuse_transforms(**tensors)
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():
