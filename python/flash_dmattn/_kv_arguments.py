@@ -14,8 +14,12 @@ def expect(
     tensor: object, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     check_tensor(tensor, name)
-    if tuple(tensor.shape) != shape:
+    if tensor.shape != shape:
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {shape}")
+    _expect_like(tensor, name, dtype, device)
+
+
+def _expect_like(tensor: Tensor, name: str, dtype: torch.dtype, device: torch.device) -> None:
     if tensor.dtype != dtype or tensor.device != device:
         raise TypeError(
             f"{name}: got {tensor.dtype} on {tensor.device}, expected {dtype} on {device}"
@@ -69,7 +73,7 @@ def check_query(cache: Tensor, **tensor: Tensor) -> int:
             f"{name}: got shape {tuple(query.shape)}, expected [{batch}, n, Hq, {head_dim}] with Hq a multiple of "
             f"{heads}"
         )
-    expect(query, name, tuple(query.shape), cache.dtype, cache.device)
+    _expect_like(query, name, cache.dtype, cache.device)
     return query.shape[1]
 
 
@@ -88,20 +92,24 @@ def check_slots(window: int, pending: int, slots: int) -> None:
 
 def row_numbers(numbers: Tensor, name: str, rows: int | None = None) -> Tensor:
     """int32 [rows] of integers, dense; `rows` may be any number."""
+    _check_row_numbers(numbers, name, rows)
+    if numbers.dtype == torch.int64:  # beyond int32 they stay out of range
+        numbers = numbers.clamp(-1, 2**31 - 1)
+    return numbers.to(torch.int32).contiguous()
+
+
+def _check_row_numbers(numbers: Tensor, name: str, rows: int | None) -> None:
     check_tensor(numbers, name)
     if numbers.dim() != 1 or (rows is not None and numbers.shape[0] != rows):
         expected = "one dimension" if rows is None else (rows,)
         raise ValueError(f"{name}: got shape {tuple(numbers.shape)}, expected {expected}")
     if numbers.dtype not in _INTEGERS:
         raise TypeError(f"{name}: got {numbers.dtype}, expected torch.int32")
-    if numbers.dtype == torch.int64:  # beyond int32 they stay out of range
-        numbers = numbers.clamp(-1, 2**31 - 1)
-    return numbers.to(torch.int32).contiguous()
 
 
 def check_places(numbers: Tensor, name: str, rows: int, most: int, device: torch.device) -> None:
     """Of integers [rows], 0 to `most`. Values are only read on the CPU: on a GPU the check would wait for it."""
-    row_numbers(numbers, name, rows)
+    _check_row_numbers(numbers, name, rows)
     if numbers.device != device:
         raise TypeError(f"{name}: got a tensor on {numbers.device}, expected {device}")
     if type(numbers) is not Tensor or device.type != "cpu" or torch.compiler.is_compiling():

@@ -237,18 +237,19 @@ class KVSlots:
 
         query, key, value, scores, key_mask: as in `step`, of n tokens. So are the options.
         """
-        self._check_tokens(key, value, scores, query)
+        check_tensor(query, "query")
         options = {
             "scale": scale,
             "softcap": softcap,
             "nonfinite": nonfinite,
             "scores_are_bias": resolve_flag(scores_are_bias, "scores_are_bias"),
         }
+        if query.dim() == 4 and query.shape[1] == 1 and not self.pending:
+            return self.step(query, key, value, scores, key_mask=key_mask, **options)
+        self._check_tokens(key, value, scores, query)
         Numerics.of(scale, None, softcap, nonfinite, None)
         by_token = self.k.transpose(1, 2)
         length = check_chunk(by_token, key_mask, query=query, key=key, value=value, scores=scores)
-        if length == 1 and not self.pending:
-            return self.step(query, key, value, scores, key_mask=key_mask, **options)
         room = self.chunk - self.pending
         if room < 1:
             raise ValueError(
