@@ -239,6 +239,14 @@ __device__ inline void cluster_sync() {
 #endif
 }
 
+// Before a block ends whose shared memory others have read: waits for all threads of a cluster, and orders no memory.
+__device__ inline void cluster_leave() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::
+                   : "memory");
+#endif
+}
+
 // The counterpart of `mine` in the shared memory of block `rank` of the cluster.
 template <class T>
 __device__ inline T* in_cluster_block(T* mine, int rank) {

@@ -241,7 +241,7 @@ struct SplitForwardKernel {
       store_row<T, D>(p, rows.head(row), rows.query(row), keys, total);
     }
     also();
-    cluster_sync();  // before a block ends whose sums are being read
+    cluster_leave();
   }
 };
 
