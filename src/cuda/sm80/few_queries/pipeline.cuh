@@ -41,7 +41,8 @@ class SplitTiles {
 
 // Stages of the tiles that a block has. While tile n is computed the rows of the next stages - 1 tiles are on their
 // way to shared memory, the key info of one tile more to registers, and the list's keys of yet another. A tile whose
-// key info is known to hide all of it is not loaded.
+// key info is known to hide all of it is not loaded. Before the first tile all stages are filled: over few keys a block
+// has no more tiles than these, and waits for memory once.
 //
 // `Info` reads and stores the key info of single keys, as KeyInfoLoader does; prepare() comes before the first store,
 // when the first loads are on their way.
@@ -86,7 +87,7 @@ class SplitPipeline {
     }
     __syncthreads();
 #pragma unroll
-    for (int n = 0; n < stages - 1; ++n) {
+    for (int n = 0; n < stages; ++n) {
       if (n < tiles_.count()) load_rows(n);
       cp_async_commit();
     }
@@ -108,11 +109,17 @@ class SplitPipeline {
 
   // Makes tile n ready and starts copies of the next ones.
   __device__ void acquire(int n) {
-    cp_async_wait<stages - 2>();
-    __syncthreads();
-    const int next = n + stages - 1;
-    if (next < tiles_.count() && (state(next) & KeyInfo::touched) != 0) load_rows(next);
-    cp_async_commit();
+    if (n == 0) {
+      cp_async_wait<stages - 1>();
+      __syncthreads();
+    } else {
+      cp_async_wait<stages - 2>();
+      __syncthreads();
+      const int next =
+          n + stages - 1;  // in the stage of the tile before, which all warps have left
+      if (next < tiles_.count() && (state(next) & KeyInfo::touched) != 0) load_rows(next);
+      cp_async_commit();
+    }
     if (has_key_info(n + stages)) key_ = read_key_info(n + stages);
     load_positions(n + stages + 1);
   }

@@ -231,15 +231,17 @@ struct SplitForwardKernel {
     });
     cluster_sync();
     const int blocks = p.split.splits;
+    // A load from another block's shared memory takes as long as many at once: 64 registers of columns.
+    constexpr int together = D <= 128 ? 16 : 8;
     for (int row = warp_id() * blocks + rank; row < rows.count; row += P.warps() * blocks) {
       RowTotal<D> total;
-      total.template add_parts<4>(
+      total.template add_parts<together>(
           0, 1, blocks, [&](int n) { return in_cluster_block(&warps.total[row], n); },
           [&](int n) { return in_cluster_block(&warps.out[0][row][0], n); });
       store_row<T, D>(p, rows.head(row), rows.query(row), keys, total);
     }
     also();
-    cluster_sync();  // before a block ends whose sums are being read
+    cluster_leave();
   }
 };
 
