@@ -17,7 +17,7 @@ struct FixForwardKernel {
   struct SharedStorage {};
 
   __device__ void operator()(const Params& p, SharedStorage&) const {
-    if (*p.needs_fix == 0) return;
+    if (p.needs_fix != nullptr && *p.needs_fix == 0) return;
     const Shape& shape = p.forward.shape;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const std::int64_t rows =

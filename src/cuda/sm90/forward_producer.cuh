@@ -24,6 +24,7 @@ struct ProducerBase {
   // As late as its latency can be hidden: the longest work tiles come first, so that a block which takes its next one
   // early leaves too little for those that end before it.
   __device__ int take_work() const {
+    if (!Kernel::has_key_info && p.next_work == nullptr) return p.work_tiles;
     return atomicAdd(p.next_work, 1) + static_cast<int>(gridDim.x);
   }
 

@@ -43,10 +43,19 @@ void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
   if (!Kernel::has_key_info) params.info = {};
   params.bias_factor = Kernel::shapes && shapes_scores(p) ? log2e : 1 / p.score.scale;
   params.work_tiles = Kernel::work_tiles(params);
-  const PrepareForward<T> prepare{
-      {p.shape, p.score, params.info, params.bias_factor}, params.next_work, params.needs_fix};
-  for_each(prepare.items(), prepare, stream);
-  launch<Kernel>(Kernel::blocks(multiprocessors(), params), params, stream);
+  const int blocks = Kernel::blocks(multiprocessors(), params);
+  // Without key info, and where no block takes a second work tile, there is nothing to prepare: FixForwardKernel looks
+  // for its rows in lse, and a short call is a launch shorter.
+  const bool prepares = Kernel::has_key_info || params.work_tiles > blocks;
+  if (prepares) {
+    const PrepareForward<T> prepare{
+        {p.shape, p.score, params.info, params.bias_factor}, params.next_work, params.needs_fix};
+    for_each(prepare.items(), prepare, stream);
+  } else {
+    params.next_work = nullptr;
+  }
+  launch<Kernel>(blocks, params, stream);
+  if (!prepares) params.needs_fix = nullptr;
   launch<FixForwardKernel<T>>(2 * multiprocessors(), params, stream);
 }
 
