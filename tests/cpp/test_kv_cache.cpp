@@ -254,6 +254,15 @@ TEST(KvCacheArguments, AreNamedInErrors) {
   expect_error("keep[0]", [](KvCalls& c) { c.commit_args.keep = (c.index = {1, 0}).data(); });
   expect_error("lengths[1]", [](KvCalls& c) { c.fill_args.lengths = (c.index = {1, 2}).data(); });
   expect_error("to.shape.window", [](KvCalls& c) { c.copy_args.to.shape.window = 3; });
+  expect_error("cache.shape.heads_kv",
+               [](KvCalls& c) { c.append_args.cache.shape.heads_kv = KvCacheShape{}.heads_kv; });
+  expect_error("seqlen", [](KvCalls& c) { c.append_args.seqlen = AppendArgs{}.seqlen; });
+  expect_error("seqlen", [](KvCalls& c) { c.fill_args.seqlen_k = FillArgs{}.seqlen_k; });
+  expect_error("seqlen_q", [](KvCalls& c) { c.fill_args.seqlen_q = FillArgs{}.seqlen_q; });
+  expect_error("seqlen_q",
+               [](KvCalls& c) { c.intervals_args.seqlen_q = PendingIntervalsArgs{}.seqlen_q; });
+  expect_error("problem.heads_q",
+               [](KvCalls& c) { c.step_args.heads_q = DecodeStepArgs{}.heads_q; });
   expect_error("from.k", [](KvCalls& c) { c.copy_args.from.k.data = nullptr; });
   expect_error("execution.workers", [](KvCalls& c) { c.execution.workers = 0; });
   expect_error("execution.workspace_bytes", [](KvCalls& c) { c.execution.workspace_bytes = 0; });
