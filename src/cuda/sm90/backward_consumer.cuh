@@ -68,7 +68,7 @@ class BackwardConsumer {
       advance(at, n);
       wgmma_wait<0>();
       pin(dk_);
-      release(storage_.q_pipeline, n);
+      storage_.q_pipeline.release(n);
       keys_.release();
     }
     keys_.store(dk_, dv_);
@@ -77,11 +77,6 @@ class BackwardConsumer {
 
  private:
   static __device__ int stage(int n) { return Pipeline<policy.stages>::stage(n); }
-
-  template <class AnyPipeline>
-  static __device__ void release(AnyPipeline& pipeline, int n) {
-    if (lane_id() == 0) pipeline.release(n);
-  }
 
   template <int N>
   static __device__ void clear(float (&x)[N]) {
@@ -168,7 +163,7 @@ class BackwardConsumer {
     if constexpr (policy.dq == DqSplit::turns) {
       wgmma_wait<0>();  // for the registers of dV's operand
       pin(dv_);
-      release(storage_.dout_pipeline, n);
+      storage_.dout_pipeline.release(n);
       if ((n + warpgroup_) % 2 == 0) {
         float dq[dq_part];
         issue_dq(n, dq);
@@ -183,7 +178,7 @@ class BackwardConsumer {
       issue_dq(n, dq);
       wgmma_wait<1>();
       pin(dv_);
-      release(storage_.dout_pipeline, n);
+      storage_.dout_pipeline.release(n);
       issue_gradient(dk_, ds_operand_, storage_.q[stage(n)]);
       wgmma_wait<1>();
       store_dq(dq, warpgroup_);
