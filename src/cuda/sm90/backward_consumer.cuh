@@ -91,6 +91,12 @@ class BackwardConsumer {
 
   // ---- Products ------------------------------------------------------------------------------------
 
+  // Without overlap nothing is under way after it.
+  static __device__ void end_batch() {
+    wgmma_commit();
+    if constexpr (!Kernel::overlaps) wgmma_wait<0>();
+  }
+
   // S = (bias - lse) / scale + K q^T, of which begin_scores has made the first part.
   __device__ void begin_scores(int n) {
 #pragma unroll
@@ -119,7 +125,7 @@ class BackwardConsumer {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < head_dim / 16; ++i) wgmma<T>(s_, k.at(i), q.at(i), true);
-    wgmma_commit();
+    end_batch();
   }
 
   // dP = V dout^T.
@@ -130,7 +136,7 @@ class BackwardConsumer {
     wgmma_first<T, Major::k>(dp_, v.at(0), dout.at(0));
 #pragma unroll
     for (int i = 1; i < head_dim / 16; ++i) wgmma<T>(dp_, v.at(i), dout.at(i), true);
-    wgmma_commit();
+    end_batch();
   }
 
   // dV += P^T dout or dK += dS^T q.
@@ -141,7 +147,7 @@ class BackwardConsumer {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < rows / 16; ++i) wgmma<T>(sums, a + 4 * i, b.at(i));
-    wgmma_commit();
+    end_batch();
   }
 
   // This warpgroup's part of dQ = dS K.
@@ -155,7 +161,7 @@ class BackwardConsumer {
     wgmma_first<T, Major::mn>(dq, ds.at(0), k.at(0));
 #pragma unroll
     for (int i = 1; i < keys / 16; ++i) wgmma<T, Major::mn>(dq, ds.at(i), k.at(i), true);
-    wgmma_commit();
+    end_batch();
   }
 
   // dQ and dK; dV is under way, and ends here. Leaves dK under way.
