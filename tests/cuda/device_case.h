@@ -112,15 +112,24 @@ class DeviceCase {
     return take_results();
   }
 
-  // The same by one family of kernels. The schedules are of the family that the API chooses; another has none.
+  // The same by one family of kernels, but for a direction that it declines. The schedules are of the family that the
+  // API chooses; another has none.
   Results run_by(const cuda::Family& family) && {
     const auto belongs = [&](const std::string& kernel) {
       return kernel.starts_with(std::string(family.name) + " ");
     };
-    if (!belongs(forward_kernel())) forward_args_.schedule = {};
-    if (!belongs(backward_kernel())) backward_args_.schedule = {};
-    run_kernels(family.forward, forward_args_);
-    run_kernels(family.backward, backward_args_);
+    if (family.forward.decline(forward_args_.problem).empty()) {
+      if (!belongs(forward_kernel())) forward_args_.schedule = {};
+      run_kernels(family.forward, forward_args_);
+    } else {
+      launch_forward();
+    }
+    if (family.backward.decline(backward_args_.problem).empty()) {
+      if (!belongs(backward_kernel())) backward_args_.schedule = {};
+      run_kernels(family.backward, backward_args_);
+    } else {
+      launch_backward();
+    }
     return take_results();
   }
 

@@ -10,7 +10,8 @@
 #include "support/compare.h"
 #include "support/run.h"
 
-// Every family of kernels that takes a call computes the same as the CPU, at sizes at which the reference takes too long.
+// Every family of kernels computes the same as the CPU, at sizes at which the reference takes too long; where it
+// declines a direction, from and with what another leaves.
 namespace flash_dmattn {
 namespace {
 
@@ -38,7 +39,7 @@ void expect_agreement(const Tensor& actual, const Tensor& expected) {
     difference += std::pow(actual.get(i) - value, 2);
     size += value * value;
   });
-  EXPECT_LT(std::sqrt(difference / size), 0x1p-7) << actual.name();
+  EXPECT_LE(std::sqrt(difference), 0x1p-7 * std::sqrt(size)) << actual.name();
 }
 
 TEST_P(CudaFamilies, AgreeWithTheCpu) {
@@ -57,13 +58,8 @@ TEST_P(CudaFamilies, AgreeWithTheCpu) {
   const Results cpu = testing::run(data, {.backend = "cpu", .execution = testing::on_pool()});
 
   const cuda::DeviceProperties& device = cuda::current_device();
-  const Problem problem = testing::on_device(data.problem);
-  int families = 0;
   for (const cuda::Family* const family : cuda::families()) {
-    if (!family->decline_device(device).empty() || !family->forward.decline(problem).empty() ||
-        !family->backward.decline(problem).empty()) {
-      continue;
-    }
+    if (!family->decline_device(device).empty()) continue;
     SCOPED_TRACE(std::string(family->name));
     const Results results = DeviceCase(data, Walk::full_first).run_by(*family);
     expect_agreement(results.out, cpu.out);
@@ -72,9 +68,7 @@ TEST_P(CudaFamilies, AgreeWithTheCpu) {
     expect_agreement(results.dk, cpu.dk);
     expect_agreement(results.dv, cpu.dv);
     if (data.has_bias()) expect_agreement(results.dbias, cpu.dbias);
-    ++families;
   }
-  EXPECT_GT(families, 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -83,6 +77,8 @@ INSTANTIATE_TEST_SUITE_P(
                       FamilyCase{"head_dim_64", {{"head_dim", "64"}}},
                       FamilyCase{"f16", {{"dtype", "f16"}}},
                       FamilyCase{"more_keys", {{"seqlen_q", "1300"}}},
+                      FamilyCase{"no_keys", {{"seqlen_k", "0"}, {"causal", "0"}}},
+                      FamilyCase{"softcap", {{"softcap", "20"}}},
                       FamilyCase{"key_bias", {{"bias", "bh1k"}, {"bias_fill", "normal"}}},
                       FamilyCase{
                           "sliding",

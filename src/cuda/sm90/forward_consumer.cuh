@@ -307,7 +307,8 @@ class ForwardConsumer {
       }
     }
     if constexpr (Kernel::dense == DenseAccess::elements) {
-      DenseElements<T, keys>(p_, work, work.template first_key<keys>(visit), column())
+      DenseElements<T, keys, has_ranks(head_dim)>(p_, work, work.template first_key<keys>(visit),
+                                                  column())
           .apply(query(work), scores_);
     }
     if constexpr (Partial) mask_scores(work, n, visit);
