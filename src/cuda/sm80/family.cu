@@ -36,6 +36,14 @@ std::vector<std::string> names_of(const Choices& choices) {
 
 // ---- Forward --------------------------------------------------------------------------------------------
 
+std::string decline_forward(const Problem& p) {
+  if (p.head_dim <= most_sm90_forward && leaves_forward(current_device())) {
+    return "this build has no kernels of its forward for compute capability 9.0 and a head_dim up "
+           "to 128, which those of sm90 compute";
+  }
+  return decline(p);
+}
+
 template <class Args>
 bool has_lists(const Args& args) {
   return !args.schedule.empty();
@@ -66,7 +74,7 @@ void forward(const ForwardArgs& args, const DeviceProperties& device, const Exec
   pack_mask(p, params.score, stream);
   params.key_ranges = find_key_ranges(p, args.in, workspace.key_ranges, stream);
   dispatch(choice, [&]<class T, int D, SharedClass S>() {
-    launch_forward<T, D, S>(choice.loop, params, stream);
+    if constexpr (has_forward(D, S)) launch_forward<T, D, S>(choice.loop, params, stream);
   });
 }
 
@@ -76,7 +84,11 @@ std::string forward_name(const ForwardArgs& args, const DeviceProperties& device
 }
 
 std::vector<std::string> forward_names(const DeviceProperties& device) {
-  return names_of(forward_choices(shared_class(device)));
+  std::vector<ForwardChoice> choices = forward_choices(shared_class(device));
+  if (leaves_forward(device)) {
+    std::erase_if(choices, [](const ForwardChoice& c) { return c.head_dim <= most_sm90_forward; });
+  }
+  return names_of(choices);
 }
 
 // ---- Backward -------------------------------------------------------------------------------------------
@@ -217,7 +229,7 @@ namespace flash_dmattn::cuda {
 const Family sm80_family = {
     .name = "sm80",
     .decline_device = sm80::decline_device,
-    .forward = {.decline = sm80::decline,
+    .forward = {.decline = sm80::decline_forward,
                 .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
                 .workspace_size = sm80::forward_workspace_size,
                 .run = sm80::forward,

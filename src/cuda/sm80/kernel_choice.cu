@@ -79,6 +79,10 @@ bool is_compiled(SharedClass shared) {
   return shared == SharedClass::kb99 ? FLASH_DMATTN_HAS_KB99 != 0 : FLASH_DMATTN_HAS_KB163 != 0;
 }
 
+bool leaves_forward(const DeviceProperties& device) {
+  return FLASH_DMATTN_LEAVES_SM90_FORWARD != 0 && device.compute_capability == 90;
+}
+
 std::vector<ForwardChoice> forward_choices(SharedClass shared) {
   std::vector<ForwardChoice> result;
   for (const DType dtype : dtypes) {

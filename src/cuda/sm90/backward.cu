@@ -8,6 +8,7 @@
 #include "cuda/problem.h"
 #include "cuda/selection/schedule.h"
 #include "cuda/sm90/backward_launch.h"
+#include "cuda/sm90/kernel_choice.h"
 #include "cuda/sm90/multiprocessors.h"
 #include "cuda/sm90/prepare_backward.cuh"
 #include "cuda/sm90/tensor_map.h"
@@ -32,6 +33,7 @@ BackwardChoice choose(const BackwardArgs& args) {
   const Problem& p = args.problem;
   BackwardChoice choice{p.dtype, head_dim_bucket(static_cast<int>(p.head_dim)),
                         KeyPlacement::block};
+  choice.overlaps = overlaps(choice.dtype, choice.head_dim);
   const bool has_info =
       has(p.mask_shape) || has(p.bias_shape) || args.in.visibility.intervals.data != nullptr;
   if (has_info) choice.placement = KeyPlacement::block_key_info;
@@ -209,7 +211,8 @@ struct Call {
 std::string name(const BackwardChoice& choice) {
   std::string text = "sm90 backward ";
   text.append(flash_dmattn::name_of(choice.dtype)).append(" d");
-  return text.append(std::to_string(choice.head_dim)).append(" ").append(name_of(choice.placement));
+  text.append(std::to_string(choice.head_dim)).append(" ").append(name_of(choice.placement));
+  return text.append(choice.overlaps ? "" : " no_overlap");
 }
 
 std::string decline_backward(const Problem& p) {
@@ -275,7 +278,7 @@ std::vector<std::string> backward_names(const DeviceProperties&) {
     for (const int head_dim : {64, 128}) {
       for (const KeyPlacement placement :
            {KeyPlacement::block, KeyPlacement::block_key_info, KeyPlacement::slots})
-        names.push_back(name({dtype, head_dim, placement}));
+        names.push_back(name({dtype, head_dim, placement, overlaps(dtype, head_dim)}));
     }
   }
   return names;

@@ -14,14 +14,16 @@ enum class WarpRole : std::uint8_t { load_tiles, write_dq, load_slots };
 
 // The backward of sm_90a, by keys: a block keeps K, V, dK, dV and the gradient of the key biases of 128 keys, and
 // visits the query tiles that see some of them. dq is added to fp32 sums in memory. The keys are neighbours, one block
-// for each 128, or they come to slots and leave them, in persistent blocks.
-template <class T, int D, KeyPlacement Placement>
+// for each 128, or they come to slots and leave them, in persistent blocks. Without Overlaps each batch of products runs
+// alone, with the same bits but for the order of additions to dq: for tests.
+template <class T, int D, KeyPlacement Placement, bool Overlaps>
 struct BackwardKernel {
   using Element = T;
   using Params = BackwardKernelParams;
   static constexpr int head_dim = D;
   static constexpr KeyPlacement placement = Placement;
   static constexpr bool has_slots = Placement == KeyPlacement::slots;
+  static constexpr bool overlaps = Overlaps;
   static constexpr BackwardPolicy policy = backward_policy(D, Placement);
   static constexpr int threads = BackwardPolicy::threads;
   static constexpr int min_blocks = 1;

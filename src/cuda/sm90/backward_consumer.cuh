@@ -68,7 +68,7 @@ class BackwardConsumer {
       advance(at, n);
       wgmma_wait<0>();
       pin(dk_);
-      release(storage_.q_pipeline, n);
+      storage_.q_pipeline.release(n);
       keys_.release();
     }
     keys_.store(dk_, dv_);
@@ -77,11 +77,6 @@ class BackwardConsumer {
 
  private:
   static __device__ int stage(int n) { return Pipeline<policy.stages>::stage(n); }
-
-  template <class AnyPipeline>
-  static __device__ void release(AnyPipeline& pipeline, int n) {
-    if (lane_id() == 0) pipeline.release(n);
-  }
 
   template <int N>
   static __device__ void clear(float (&x)[N]) {
@@ -95,6 +90,12 @@ class BackwardConsumer {
   }
 
   // ---- Products ------------------------------------------------------------------------------------
+
+  // Without overlap nothing is under way after it.
+  static __device__ void end_batch() {
+    wgmma_commit();
+    if constexpr (!Kernel::overlaps) wgmma_wait<0>();
+  }
 
   // S = (bias - lse) / scale + K q^T, of which begin_scores has made the first part.
   __device__ void begin_scores(int n) {
@@ -124,7 +125,7 @@ class BackwardConsumer {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < head_dim / 16; ++i) wgmma<T>(s_, k.at(i), q.at(i), true);
-    wgmma_commit();
+    end_batch();
   }
 
   // dP = V dout^T.
@@ -135,7 +136,7 @@ class BackwardConsumer {
     wgmma_first<T, Major::k>(dp_, v.at(0), dout.at(0));
 #pragma unroll
     for (int i = 1; i < head_dim / 16; ++i) wgmma<T>(dp_, v.at(i), dout.at(i), true);
-    wgmma_commit();
+    end_batch();
   }
 
   // dV += P^T dout or dK += dS^T q.
@@ -146,7 +147,7 @@ class BackwardConsumer {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < rows / 16; ++i) wgmma<T>(sums, a + 4 * i, b.at(i));
-    wgmma_commit();
+    end_batch();
   }
 
   // This warpgroup's part of dQ = dS K.
@@ -160,7 +161,7 @@ class BackwardConsumer {
     wgmma_first<T, Major::mn>(dq, ds.at(0), k.at(0));
 #pragma unroll
     for (int i = 1; i < keys / 16; ++i) wgmma<T, Major::mn>(dq, ds.at(i), k.at(i), true);
-    wgmma_commit();
+    end_batch();
   }
 
   // dQ and dK; dV is under way, and ends here. Leaves dK under way.
@@ -168,7 +169,7 @@ class BackwardConsumer {
     if constexpr (policy.dq == DqSplit::turns) {
       wgmma_wait<0>();  // for the registers of dV's operand
       pin(dv_);
-      release(storage_.dout_pipeline, n);
+      storage_.dout_pipeline.release(n);
       if ((n + warpgroup_) % 2 == 0) {
         float dq[dq_part];
         issue_dq(n, dq);
@@ -183,7 +184,7 @@ class BackwardConsumer {
       issue_dq(n, dq);
       wgmma_wait<1>();
       pin(dv_);
-      release(storage_.dout_pipeline, n);
+      storage_.dout_pipeline.release(n);
       issue_gradient(dk_, ds_operand_, storage_.q[stage(n)]);
       wgmma_wait<1>();
       store_dq(dq, warpgroup_);

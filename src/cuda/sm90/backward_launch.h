@@ -21,6 +21,7 @@ struct BackwardChoice {
   DType dtype = DType::bf16;
   int head_dim = 0;  // the bucket: 64 or 128
   KeyPlacement placement = KeyPlacement::block;
+  bool overlaps = true;  // else each batch of products runs alone: for tests
 };
 
 // "sm90 backward bf16 d128 block"

@@ -31,8 +31,9 @@ std::string decline_device(const DeviceProperties& device) {
 std::string decline(const Problem& p) {
   if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "it computes in bf16 and f16";
   if (p.head_dim % 8 != 0) return "it needs a head_dim that is a multiple of 8";
-  if (has(p.limit_shape)) return "it has no kernels for ranks";
-  if (p.seqlen_k == 0) return "it needs at least one key";
+  if (has(p.limit_shape) && !has_ranks(head_dim_bucket(static_cast<int>(p.head_dim)))) {
+    return "it has no kernels for ranks with a head_dim above 128";
+  }
   if (std::max(
           {p.seqlen_q, p.seqlen_k, p.batch * p.heads_q * ceil_div(p.seqlen_q, std::int64_t{64})}) >
       std::numeric_limits<std::int32_t>::max() / 2) {
@@ -67,7 +68,7 @@ void forward(const ForwardArgs& args, const DeviceProperties&, const Execution& 
   WorkspaceAllocator allocator(execution.workspace);
   ForwardCall call(args, allocator);
   const ForwardChoice choice = choose_forward(args.problem.dtype, call.params);
-  if (choice.variant.dense == DenseAccess::tiles)
+  if (choice.variant.dense == DenseAccess::tiles || has(args.problem.limit_shape))
     pack_mask(args.problem, call.params.score, stream);
   call.params.key_ranges = find_key_ranges(args.problem, args.in, call.key_ranges, stream);
   const auto launch_dtype = [&]<class T>() {

@@ -32,7 +32,7 @@ struct FixForwardKernel {
         const int row = static_cast<int>(index % shape.seqlen_q);
         const int head = static_cast<int>(index / shape.seqlen_q % shape.heads_q);
         const int batch = static_cast<int>(index / shape.seqlen_q / shape.heads_q);
-        fp64_row<T, false>(p.forward, {batch, head, head / (shape.heads_q / shape.heads_kv)}, row);
+        fp64_row<T, true>(p.forward, {batch, head, head / (shape.heads_q / shape.heads_kv)}, row);
       }
     }
   }

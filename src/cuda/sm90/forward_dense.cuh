@@ -114,65 +114,61 @@ struct DenseProducer : TmaProducer<Kernel> {
 
   __device__ void run() const {
     const int warp = warp_id();
-    if (warp == 0) {
-      load_keys();
-    } else if (warp == 1) {
-      load_dense();
-    }
-  }
-
- private:
-  static __device__ bool copies() { return lane_id() == 0; }
-
-  // Hands `taken` of the first warp's lane 0 to both.
-  __device__ int share(int taken, int work_count) const {
-    int& number = storage.next_work[work_count % 2];
-    if (threadIdx.x == 0) number = taken;
-    named_barrier_sync(Kernel::producer_barrier, 2 * warp_size);
-    return number;
-  }
-
-  __device__ void load_keys() const {
+    if (warp > 1) return;
     int n = 0;
     int work_count = 0;
     Place before{};
     for (int number = static_cast<int>(blockIdx.x); number < p.work_tiles; ++work_count) {
       DenseWork<keys> tiles(p, number);
-      const WorkTile& work = tiles.work;
-      const typename Base::Info info = this->info_of(work);
-      if (copies()) this->load_q(work, work_count);
-      for (;; tiles.advance()) {
-        const bool last = tiles.is(last_of_work_tile);
-        const Place here{work.batch, work.kv_head, tiles.key()};
-        if (copies()) {
-          if (last) number = this->take_work();
-          storage.dense.flags[Storage::info_stage(n)] = tiles.flags();
-          this->load_k(info, here, tiles.is(is_partial_tile), n);
-          if (n > 0) this->load_v(before, n - 1);
-        }
-        before = here;
-        ++n;
-        if (last) break;
-      }
-      number = share(number, work_count);
+      const int taken = warp == 0 ? load_keys(tiles, before, work_count, n) : load_dense(tiles, n);
+      number = share(taken, work_count);
     }
-    if (!copies()) return;
+    if (warp != 0 || !copies()) return;
     this->load_v(before, n - 1);
     this->load_end_of_work(work_count);
   }
 
-  __device__ void load_dense() const {
-    int n = 0;
-    int work_count = 0;
-    for (int number = static_cast<int>(blockIdx.x); number < p.work_tiles; ++work_count) {
-      DenseWork<keys> tiles(p, number);
-      const Source source(p, tiles.work);
-      for (;; tiles.advance()) {
-        if (copies()) load_tile(source, tiles.key(), tiles.is(is_masked_tile), n);
-        ++n;
-        if (tiles.is(last_of_work_tile)) break;
+ private:
+  static __device__ bool copies() { return lane_id() == 0; }
+
+  // Hands `taken` of the first warp's lane 0 to both, which meet here.
+  __device__ int share(int taken, int work_count) const {
+    int& number = storage.next_work[work_count % 2];
+    if (threadIdx.x == 0) number = taken;
+    __syncwarp();
+    named_barrier_sync(Kernel::producer_barrier, 2 * warp_size);
+    return number;
+  }
+
+  // q, K and V of a work tile but for its last V; returns the work tile that comes next. `before`, `n`: the key tile and
+  // the number of key tiles before.
+  __device__ int load_keys(DenseWork<keys>& tiles, Place& before, int work_count, int& n) const {
+    const WorkTile& work = tiles.work;
+    const typename Base::Info info = this->info_of(work);
+    int taken = 0;
+    if (copies()) this->load_q(work, work_count);
+    for (;; tiles.advance()) {
+      const bool last = tiles.is(last_of_work_tile);
+      const Place here{work.batch, work.kv_head, tiles.key()};
+      if (copies()) {
+        if (last) taken = this->take_work();
+        storage.dense.flags[Storage::info_stage(n)] = tiles.flags();
+        this->load_k(info, here, tiles.is(is_partial_tile), n);
+        if (n > 0) this->load_v(before, n - 1);
       }
-      number = share(0, work_count);
+      before = here;
+      ++n;
+      if (last) return taken;
+    }
+  }
+
+  // Bits and biases of a work tile.
+  __device__ int load_dense(DenseWork<keys>& tiles, int& n) const {
+    const Source source(p, tiles.work);
+    for (;; tiles.advance()) {
+      if (copies()) load_tile(source, tiles.key(), tiles.is(is_masked_tile), n);
+      ++n;
+      if (tiles.is(last_of_work_tile)) return 0;
     }
   }
 

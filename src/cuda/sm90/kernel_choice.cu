@@ -25,13 +25,6 @@ constexpr std::string_view name_of(const ForwardVariant& variant) {
   return "";
 }
 
-// Not, where there are kernels without overlap and FLASH_DMATTN_CUDA_NO_OVERLAP chooses them.
-bool overlaps(DType dtype, int head_dim) {
-  if (!has_no_overlap(dtype, head_dim)) return true;
-  const char* const chosen = std::getenv("FLASH_DMATTN_CUDA_NO_OVERLAP");
-  return chosen == nullptr || *chosen == '\0';
-}
-
 ForwardVariant choose_variant(const ForwardParams& p) {
   const Shape& shape = p.shape;
   const ScoreParams& score = p.score;
@@ -64,6 +57,12 @@ ForwardVariant choose_variant(const ForwardParams& p) {
 }
 
 }  // namespace
+
+bool overlaps(DType dtype, int head_dim) {
+  if (!has_no_overlap(dtype, head_dim)) return true;
+  const char* const chosen = std::getenv("FLASH_DMATTN_CUDA_NO_OVERLAP");
+  return chosen == nullptr || *chosen == '\0';
+}
 
 std::string name(const ForwardChoice& choice) {
   std::string text = "sm90 forward ";

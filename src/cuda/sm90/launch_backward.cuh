@@ -7,6 +7,7 @@
 #include "cuda/sm90/backward.cuh"
 #include "cuda/sm90/backward_launch.h"
 #include "cuda/sm90/cooperative_launch.cuh"
+#include "cuda/sm90/kernel_choice.h"
 #include "cuda/sm90/prepare_backward.cuh"
 #include "cuda/sm90/prepare_key_info.cuh"
 #include "cuda/sm90/slot_rows.cuh"
@@ -14,9 +15,9 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-template <class T, int D, KeyPlacement Placement>
+template <class T, int D, KeyPlacement Placement, bool Overlaps>
 void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
-  using Kernel = BackwardKernel<T, D, Placement>;
+  using Kernel = BackwardKernel<T, D, Placement, Overlaps>;
   constexpr int rows = Kernel::policy.rows;
   const BackwardParams& p = params.backward;
   const Shape& shape = p.shape;
@@ -59,14 +60,19 @@ void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
 template <class T, int D>
 void launch_backward(const BackwardChoice& choice, const BackwardKernelParams& params,
                      cudaStream_t stream) {
-  switch (choice.placement) {
-    case KeyPlacement::block:
-      return launch_backward_kernel<T, D, KeyPlacement::block>(params, stream);
-    case KeyPlacement::block_key_info:
-      return launch_backward_kernel<T, D, KeyPlacement::block_key_info>(params, stream);
-    case KeyPlacement::slots:
-      return launch_backward_kernel<T, D, KeyPlacement::slots>(params, stream);
+  const auto launch_placed = [&]<bool Overlaps>() {
+    using enum KeyPlacement;
+    switch (choice.placement) {
+      case block: return launch_backward_kernel<T, D, block, Overlaps>(params, stream);
+      case block_key_info:
+        return launch_backward_kernel<T, D, block_key_info, Overlaps>(params, stream);
+      case slots: return launch_backward_kernel<T, D, slots, Overlaps>(params, stream);
+    }
+  };
+  if constexpr (has_no_overlap(Element<T>::dtype, D)) {
+    if (!choice.overlaps) return launch_placed.template operator()<false>();
   }
+  launch_placed.template operator()<true>();
 }
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -62,12 +62,22 @@ void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
 template <class T, int D>
 void launch_forward(const ForwardChoice& choice, const ForwardParams& p,
                     const ForwardWorkspace& workspace, cudaStream_t stream) {
-  if (p.shape.batch * p.shape.heads_q * p.shape.seqlen_q == 0) return;
+  const std::int64_t rows = std::int64_t{p.shape.batch} * p.shape.heads_q * p.shape.seqlen_q;
+  if (rows == 0) return;
   ForwardKernelParams params{};
   params.forward = p;
   params.info = workspace.info;
   params.next_work = workspace.next_work;
   params.needs_fix = workspace.needs_fix;
+  if (p.shape.seqlen_k == 0) {
+    // Every row is marked.
+    constexpr int nan_bytes = 0xff;
+    check(cudaMemsetAsync(p.lse, nan_bytes, rows * sizeof(float), stream), "cudaMemsetAsync");
+    check(cudaMemsetAsync(params.needs_fix, nan_bytes, sizeof(*params.needs_fix), stream),
+          "cudaMemsetAsync");
+    launch<FixForwardKernel<T>>(2 * multiprocessors(), params, stream);
+    return;
+  }
   params.two_heads = choice.variant.dense == DenseAccess::tiles && has_two_heads(p);
   bool launched = false;
   const auto launch_if_chosen = [&]<ForwardVariant Variant>() {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "cuda/common/warp.cuh"
 #include "cuda/sm90/ptx.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -27,7 +28,11 @@ struct Pipeline {
   __device__ void wait_full(int n) const { mbarrier_wait(full_of(n), phase(n)); }
   // Until use n itself has been released.
   __device__ void wait_released(int n) const { mbarrier_wait(empty_of(n), phase(n)); }
-  __device__ void release(int n) const { mbarrier_arrive(empty_of(n)); }
+  // By a warp, with one arrival: the first lane's covers what the others have read only behind a barrier of the warp.
+  __device__ void release(int n) const {
+    __syncwarp();
+    if (lane_id() == 0) mbarrier_arrive(empty_of(n));
+  }
 
   __device__ std::uint32_t full_of(int n) const { return shared_address(&full[stage(n)]); }
 

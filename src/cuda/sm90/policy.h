@@ -20,6 +20,9 @@ enum class DenseAccess : std::uint8_t {
   elements,  // one by one, of any dtype and strides
 };
 
+// Whether kernels of a head-dim bucket read ranks, one by one or packed: at D 256 there are no registers for them.
+constexpr bool has_ranks(int head_dim_bucket) { return head_dim_bucket <= 128; }
+
 // The compile-time choices of a forward kernel.
 struct ForwardVariant {
   KeyLoad load = KeyLoad::tma;

@@ -80,7 +80,6 @@ class SlotBlock {
   __device__ void store(float (&dk)[gradients], float (&dv)[gradients]) {
     leave<0>(is_here(0), dk, dv);
     leave<1>(is_here(1), dk, dv);
-    __syncwarp();
     end_round();
   }
 
@@ -94,7 +93,7 @@ class SlotBlock {
   }
 
   __device__ void end_round() {
-    if (lane_id() == 0) storage_.slots.pipeline.release(round_);
+    storage_.slots.pipeline.release(round_);
     ++round_;
     round_ends_ = false;
   }
