@@ -66,7 +66,7 @@ def test_an_interrupt_is_clean(tmp_path):
 def test_bad_options_are_named(capsys):
     with pytest.raises(SystemExit):
         main(["demo", "--steps", "0"])
-    assert "--steps: got 0, expected 1 or more" in capsys.readouterr().err
+    assert "--steps: got '0', expected an integer, 1 or more" in capsys.readouterr().err
 
 
 def test_a_gradient_that_is_not_finite_stops_the_training():
