@@ -7,7 +7,8 @@
 #
 # BUILD (build/cuda): a build folder with FLASH_DMATTN_TORCH, FLASH_DMATTN_TESTS and, for the kernels of GPUs with less shared memory,
 # FLASH_DMATTN_CUDA_ALL_KERNELS. BEFORE_TREE, BEFORE_BUILD: sources and build folder of the commit that `compare` compares with.
-# FOLDER is packed: about 20 MB for one architecture. Steps, in the order in which they are run; the first three at once:
+# FOLDER is packed: about 20 MB for one architecture. Steps, in the order in which they are run; the first three at once, each on a
+# GPU of its own where there are several:
 #   cpp         C++ tests: ctest --label-regex cuda, with their variants
 #   python      Python tests
 #   sanitizers  ctest --label-regex sanitizer: small cases under compute-sanitizer
@@ -20,6 +21,14 @@
 # `cpp python sanitizers`, `compare` and `speed` one after the other. RESULTS gets a log of each part, table.tsv, compare.json and
 # record.json, whose place is benchmarks/records/<machine>/<date>-torch.json; rivals: triton.json and sweeps.json.
 set -euo pipefail
+
+# on_gpu N COMMAND...: with the Nth GPU of this machine first among those that the command sees, the others behind it.
+on_gpu() {
+  local gpus n=$1
+  shift
+  gpus=$(nvidia-smi --list-gpus | wc -l)
+  CUDA_VISIBLE_DEVICES=$(seq 0 $((gpus - 1)) | awk -v n="$n" -v gpus="$gpus" '{ print ($1 + n) % gpus }' | paste -sd,) "$@"
+}
 
 # copy_package TREE BUILD TO: a Python package and its library.
 copy_package() {
@@ -65,7 +74,8 @@ pack() {
 part() {
   local name=$1 began=$SECONDS status=0
   shift
-  timeout 570 "$@" >"$results/$name.log" 2>&1 || status=$?
+  # Interrupted, pytest still names what has failed.
+  timeout --signal INT --kill-after 20 550 "$@" >"$results/$name.log" 2>&1 || status=$?
   # ctest passes where every entry was skipped; on a GPU there is no reason to.
   if [ $status = 0 ] && grep -aqE '\*\*\*Skipped' "$results/$name.log"; then status=skipped; fi
   printf '%s\t%s\t%s s\t%s\n' "$name" "$([ $status = 0 ] && echo passed || echo "FAILED ($status)")" \
@@ -91,7 +101,8 @@ sanitizers() {
 
 python() {
   # Four processes where pytest-xdist is there, which do not spin on each other's cores.
-  local pytest=(env OMP_NUM_THREADS=2 python3 -m pytest -q -p no:cacheprovider --rootdir "$folder" -c "$folder/pyproject.toml")
+  local pytest=(env OMP_NUM_THREADS=2 python3 -m pytest -v -p no:cacheprovider --rootdir "$folder" -c "$folder/pyproject.toml"
+    --tb short -o faulthandler_timeout=120)
   local many=() tests=$folder/tests/python
   if python3 -c 'import xdist' 2>/dev/null; then many=(-n 4); fi
   part python "${pytest[@]}" "${many[@]}" --ignore="$tests/gpu/test_beyond_31_bits.py" \
@@ -162,7 +173,7 @@ run() {
         "$step"
         ;;
       cpp | python | sanitizers | portable)
-        "$step" &
+        on_gpu ${#background[@]} "$step" &
         background+=($!)
         ;;
       *)

@@ -118,12 +118,18 @@ namespace {
 std::atomic<bool>& check_finite() {
   static std::atomic<bool> enabled = [] {
     const char* value = std::getenv("FLASH_DMATTN_CHECK_FINITE");
-    return value != nullptr && std::string_view(value) == "1";
+    return check_finite_of(value == nullptr ? "" : value);
   }();
   return enabled;
 }
 
 }  // namespace
+
+bool check_finite_of(std::string_view value) {
+  if (value.empty() || value == "0") return false;
+  if (value == "1") return true;
+  throw InvalidArgument("FLASH_DMATTN_CHECK_FINITE", std::string(value), "0 or 1");
+}
 
 bool check_finite_enabled() { return check_finite().load(std::memory_order_relaxed); }
 

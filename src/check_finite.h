@@ -1,10 +1,16 @@
 #pragma once
 
+#include <string_view>
+
 #include "flash_dmattn/attention.h"
 
 // Check mode: FLASH_DMATTN_CHECK_FINITE=1 makes every call name the first non-finite element of its
 // inputs, before it computes, and of its outputs, after. On a GPU it waits for the device each time.
 namespace flash_dmattn {
+
+// Whether a value of the environment variable switches the check on. Throws InvalidArgument for one that neither does nor
+// does not, as "true": who sets it relies on the check.
+bool check_finite_of(std::string_view value);
 
 // The environment is read once, when this is first called.
 bool check_finite_enabled();

@@ -130,6 +130,24 @@ void check_values(std::string_view argument, const KvCacheShape& s, const std::i
   }
 }
 
+// Of a cache whose content is read: counts of another window, or of memory without `clear`, would be read as slots that
+// do not exist. As check_values, on the CPU only.
+void check_counts(const KvCache& cache, std::string_view name = cache_names.counts) {
+  const KvCacheShape& s = cache.shape;
+  if (s.device != Device::cpu) return;
+  for (std::int64_t row = 0; row < s.batch * s.heads_kv; ++row) {
+    const SlotCount& slots = cache.counts[row];
+    const auto check = [&](std::string_view member, std::int64_t value, std::int64_t most) {
+      if (value >= 0 && value <= most) return;
+      throw InvalidArgument(
+          std::string(name) + "[" + std::to_string(row) + "]." + std::string(member),
+          std::to_string(value), "0 to " + std::to_string(most));
+    };
+    check("count", slots.count, s.window);
+    if (slots.count == s.window) check("victim", slots.victim, s.window - 1);
+  }
+}
+
 ScoreRows validated_scores(const KvCacheShape& s, const ScoreRows& scores, std::int64_t length) {
   require_pointer("scores", scores.data, has_rows(s) && length > 0);
   return {scores.data, resolved_strides(scores.stride, {s.batch, s.heads_kv, length})};
@@ -293,6 +311,7 @@ void clear(const KvCache& cache, const Execution& execution, std::string_view ba
 
 void copy_rows(const CopyRowsArgs& args, const Execution& execution, std::string_view backend) {
   const CopyRowsArgs valid = validated(args);
+  check_counts(valid.from, from_names.counts);
   choose_backend(valid.to.shape, backend).copy_rows(valid, checked(execution));
 }
 
@@ -313,6 +332,7 @@ void fill(const FillArgs& args, const Execution& execution, std::string_view bac
 
 void append(const AppendArgs& args, const Execution& execution, std::string_view backend) {
   const AppendArgs valid = validated(args);
+  check_counts(valid.cache);
   choose_backend(valid.cache.shape, backend).append(valid, checked(execution));
 }
 
@@ -326,6 +346,7 @@ std::size_t pending_intervals_workspace_size(const PendingIntervalsArgs& args,
 void pending_intervals(const PendingIntervalsArgs& args, const Execution& execution,
                        std::string_view backend) {
   const PendingIntervalsArgs valid = validated(args);
+  check_counts(valid.cache);
   require_pointer("intervals", args.intervals, has_rows(args.cache.shape));
   const KvBackend& kv = choose_backend(valid.cache.shape, backend);
   require_workspace(execution, kv.pending_intervals_workspace_size(valid, checked(execution)));
@@ -375,6 +396,7 @@ std::size_t commit_workspace_size(const CommitArgs& args, const Execution& execu
 
 void commit(const CommitArgs& args, const Execution& execution, std::string_view backend) {
   const CommitArgs valid = validated(args);
+  check_counts(valid.cache);
   const KvBackend& kv = choose_backend(valid.cache.shape, backend);
   require_workspace(execution, kv.commit_workspace_size(valid, checked(execution)));
   kv.commit(valid, execution);
@@ -407,6 +429,7 @@ ForwardArgs token_attention(const DecodeStepArgs& args) {
 
 void decode_step(const DecodeStepArgs& args, const Execution& execution, std::string_view backend) {
   const DecodeStepArgs valid = with_validated_outputs(validated(args));
+  check_counts(valid.cache);
   const KvBackend& kv = choose_backend(valid.cache.shape, backend);
   require_workspace(execution, kv.decode_step_workspace_size(valid, checked(execution)));
   const bool check_finite = check_finite_enabled();

@@ -1,6 +1,6 @@
 """Milliseconds of a token of a Doge model, by the length of the text before it.
 
-    python benchmarks/cuda/generate.py [--contexts 4096 524288] [--sides SIDE...] [--record FILE]
+    python benchmarks/cuda/generate.py [--contexts 4096 524288] [--sides SIDE...] [--limit SECONDS] [--record FILE]
 
 8 layers, hidden 1024, 8 heads of 128, 4 key heads, window 1024, batch 1, bfloat16, random weights. Sides:
 
@@ -10,12 +10,15 @@
   sdpa_compiled  transformers' StaticCache of all keys, attention by torch's SDPA, compiled, one CUDA graph a token
   eager          transformers' DynamicCache of all keys, eager attention, no graph
 
-Ours reads its whole text, in parts; the others get random keys instead.
+Ours reads its whole text, in parts; the others get random keys instead. Rows go to stdout as they come, a side that fails
+included. stderr tells what runs; a side that takes longer than the limit ends the program with the place where it is.
 """
 
 import argparse
+import faulthandler
 import json
 import statistics
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -32,24 +35,40 @@ SIZES = {
 }  # fmt: skip
 SMALL = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 PART = 16384  # tokens of a prompt at a time
+CHUNK = 1024  # of these, attended to together by a DynamicMaskCache
 TOKENS, ROUNDS = 50, 7  # timed together; median of
 ROOM = 2048  # tokens behind the context
+
+
+BEGAN = time.perf_counter()
+
+
+def progress(text):
+    print(f"{time.perf_counter() - BEGAN:7.1f} s  {text}", file=sys.stderr, flush=True)
 
 
 def make_model(device, sizes):
     torch.manual_seed(0)
     config = DogeConfig(**sizes, max_position_embeddings=1 << 20, eos_token_id=None)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = DogeForCausalLM(config).to(device=device, dtype=dtype).eval()
+    with torch.device(device):
+        model = DogeForCausalLM(config).to(dtype).eval()
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.A)
         torch.nn.init.normal_(layer.self_attn.dt_proj.weight, std=0.1)
     return model
 
 
-def read(model, cache, ids):
-    for part in ids.split(PART, dim=1):
+def read(model, ids):
+    """A static cache that has read a text."""
+    cache = DynamicMaskCache(model.config, static=True, chunk=CHUNK)
+    for i, part in enumerate(ids.split(PART, dim=1)):
+        if i % 8 == 0:
+            progress(f"  reading from token {i * PART} on")
         model(part, past_key_values=cache, logits_to_keep=1)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return cache
 
 
 def random_keys(model, cache, context):
@@ -75,6 +94,7 @@ def seconds(call):
 def ms_of_token(step):
     """Of steps behind one another: the median of several rounds."""
     step()
+    progress("  timing")
 
     def several():
         for _ in range(TOKENS):
@@ -98,16 +118,31 @@ def captured(step):
     """The step as a CUDA graph; as it is on the CPU."""
     if not torch.cuda.is_available():
         return step
+    progress("  first steps")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             step()
     torch.cuda.current_stream().wait_stream(side)
+    progress("  capture")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
     return graph.replay
+
+
+def kernels(step):
+    """How many kernels and copies a step runs, and their time in ms; nothing on the CPU."""
+    if not torch.cuda.is_available():
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    on_gpu = torch.autograd.DeviceType.CUDA
+    events = [event for event in profile.key_averages() if event.device_type == on_gpu]
+    total = sum(event.self_device_time_total for event in events)
+    return {"kernels": sum(event.count for event in events), "kernels_ms": round(total / 1e3, 4)}
 
 
 def held(cache):
@@ -124,10 +159,10 @@ def held(cache):
 
 def ours(model, ids, *, is_compiled=False):
     enable_flash_dmattn(model)
-    cache = DynamicMaskCache(model.config, static=True)
-    read(model, cache, ids)
+    cache = read(model, ids)
     forward = torch.compile(model, fullgraph=True) if is_compiled else model
-    return ms_of_token(captured(greedy_step(forward, cache, ids.device))), cache
+    step = captured(greedy_step(forward, cache, ids.device))
+    return {"ms": ms_of_token(step)} | kernels(step), cache
 
 
 def ours_compiled(model, ids):
@@ -136,8 +171,7 @@ def ours_compiled(model, ids):
 
 def generate(model, ids):
     enable_flash_dmattn(model)
-    cache = DynamicMaskCache(model.config, static=True)
-    read(model, cache, ids[:, :-1])
+    cache = read(model, ids[:, :-1])
     state = {"text": ids}
 
     def tokens(count):
@@ -146,9 +180,11 @@ def generate(model, ids):
             attention_mask=torch.ones_like(state["text"]),
         )  # fmt: skip
 
-    tokens(20)  # compiles
+    progress("  first tokens, which compile")
+    tokens(20)
+    progress("  timing")
     few, many = ((seconds(lambda n=n: tokens(n)), n) for n in (20, 220))
-    return 1e3 * (many[0] - few[0]) / (many[1] - few[1]), cache
+    return {"ms": 1e3 * (many[0] - few[0]) / (many[1] - few[1])}, cache
 
 
 def sdpa_compiled(model, ids):
@@ -156,15 +192,16 @@ def sdpa_compiled(model, ids):
     context = ids.shape[1]
     cache = StaticCache(config=model.config, max_cache_len=context + ROOM)
     random_keys(model, cache, context)
-    forward = torch.compile(model, fullgraph=True)
-    return ms_of_token(captured(greedy_step(forward, cache, ids.device))), cache
+    step = captured(greedy_step(torch.compile(model, fullgraph=True), cache, ids.device))
+    return {"ms": ms_of_token(step)} | kernels(step), cache
 
 
 def eager(model, ids):
     model.set_attn_implementation("eager")
     cache = DynamicCache()
     random_keys(model, cache, ids.shape[1])
-    return ms_of_token(greedy_step(model, cache, ids.device)), cache
+    step = greedy_step(model, cache, ids.device)
+    return {"ms": ms_of_token(step)} | kernels(step), cache
 
 
 SIDES = {f.__name__: f for f in (ours, ours_compiled, generate, sdpa_compiled, eager)}
@@ -172,11 +209,13 @@ SIDES = {f.__name__: f for f in (ours, ours_compiled, generate, sdpa_compiled, e
 
 @torch.no_grad()
 def measure(side, context, device, sizes):
+    progress(f"{side} at {context}")
     torch._dynamo.reset()
     model = make_model(device, sizes)
     ids = torch.randint(sizes["vocab_size"], (1, context), device=device)
-    ms, cache = SIDES[side](model, ids)
-    return {"side": side, "context": context, "ms": round(ms, 4), "cache_mib": held(cache)}
+    times, cache = SIDES[side](model, ids)
+    times["ms"] = round(times["ms"], 4)
+    return {"side": side, "context": context} | times | {"cache_mib": held(cache)}
 
 
 def main():
@@ -187,12 +226,14 @@ def main():
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="a model for a test of this program")
+    parser.add_argument("--limit", type=float, default=300, help="seconds of a side")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
     rows = []
     for context in options.contexts:
         for side in options.sides:
+            faulthandler.dump_traceback_later(options.limit, exit=True)
             try:
                 row = measure(
                     side, context, options.device, SIZES | (SMALL if options.small else {})
@@ -200,6 +241,7 @@ def main():
             except Exception as error:  # the other sides are worth their time
                 traceback.print_exc(limit=-4)
                 row = {"side": side, "context": context, "failed": str(error)[:200]}
+            faulthandler.cancel_dump_traceback_later()
             rows.append(row)
             print(json.dumps(row), flush=True)
     if options.record:

@@ -79,6 +79,10 @@ Tensor with_dense_rows(const Tensor& tensor) {
   return torch::stable::contiguous(tensor);
 }
 
+Tensor as_contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
 ConstTensor4 view4(const Tensor& tensor) { return {tensor.const_data_ptr(), strides_of(tensor)}; }
 
 Tensor4 mutable_view4(const Tensor& tensor) {
@@ -116,7 +120,7 @@ void ask_for_huge_pages([[maybe_unused]] void* begin, [[maybe_unused]] std::size
 #endif
 }
 
-// torch::stable::new_empty without its look-up of the operator by name: 0.6 µs instead of 2.
+// torch::stable::new_empty without its look-up of the operator by name, 0.3 µs.
 Tensor new_empty(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef shape,
                  ScalarType type) {
   std::int32_t dtype = torch::stable::detail::to<std::int32_t>(torch::stable::detail::from(type));

@@ -41,6 +41,10 @@ void expect_on_device_of(const Tensor& tensor, std::string_view argument, const 
 // `tensor` itself, or a copy where its last dimension is not dense.
 Tensor with_dense_rows(const Tensor& tensor);
 
+// `tensor` itself, or a copy where it is not contiguous. torch's own looks its operator up by name, whatever the tensor:
+// 0.3 µs.
+Tensor as_contiguous(const Tensor& tensor);
+
 // Pointer and strides of a 4-d tensor with dense rows.
 ConstTensor4 view4(const Tensor& tensor);
 Tensor4 mutable_view4(const Tensor& tensor);

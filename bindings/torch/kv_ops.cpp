@@ -157,7 +157,7 @@ void fill_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_c
   const Tokens tokens(cache, k, v, scores, std::nullopt, k_cache);
   expect(key_intervals, "key_intervals", {s.batch, s.heads_kv, tokens.length, 2}, ScalarType::Int,
          k_cache);
-  const Tensor intervals = torch::stable::contiguous(key_intervals);
+  const Tensor intervals = as_contiguous(key_intervals);
   const FillArgs args{
       .cache = cache,
       .seqlen_k = tokens.length,

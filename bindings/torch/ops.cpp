@@ -70,7 +70,7 @@ void take_intervals(Attention& call, const Tensor& intervals, const Tensor& q) {
         "key_intervals", shape_text(intervals),
         "int32 of shape [B or 1, Hkv or 1, " + std::to_string(p.seqlen_k) + ", 2]");
   }
-  const Tensor dense = torch::stable::contiguous(intervals);
+  const Tensor dense = as_contiguous(intervals);
   call.problem.intervals_shape = {dense.size(0), dense.size(1)};
   call.in.visibility.intervals.data = static_cast<const KeyInterval*>(call.own(dense));
 }
@@ -88,11 +88,11 @@ void take_key_list(Attention& call, const Tensor& keys, const OptionalTensor& co
   }
   expect_on_device_of(keys, "key_list", q, "q");
   expect_on_device_of(*count, "key_count", q, "q");
-  const Tensor dense = torch::stable::contiguous(keys);
+  const Tensor dense = as_contiguous(keys);
   call.problem.key_list_shape = {keys.size(0), keys.size(1)};
   call.in.visibility.key_list = {
       .keys = static_cast<const std::int32_t*>(call.own(dense)),
-      .count = static_cast<const std::int32_t*>(call.own(torch::stable::contiguous(*count))),
+      .count = static_cast<const std::int32_t*>(call.own(as_contiguous(*count))),
       .stride = keys.size(2)};
 }
 
@@ -105,7 +105,7 @@ void take_ranks(Attention& call, const OptionalTensor& key_rank, const OptionalT
       throw InvalidArgument(name, shape_text(*given), "int32 of 4 dimensions");
     }
     expect_on_device_of(*given, name, q, "q");
-    const Tensor dense = torch::stable::contiguous(*given);
+    const Tensor dense = as_contiguous(*given);
     call.own(dense);
     for (std::size_t d = 0; d < 4; ++d) shape[d] = dense.size(static_cast<std::int64_t>(d));
     return view4(dense);
@@ -328,7 +328,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
                             "what forward returned");
     }
     expect_on_device_of(tensor, name, q, "q");
-    const Tensor dense = torch::stable::contiguous(tensor);
+    const Tensor dense = as_contiguous(tensor);
     call.own(dense);
     return row_values(dense);
   };

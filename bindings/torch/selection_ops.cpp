@@ -90,7 +90,7 @@ Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask, std::int6
   args.device = device.device();
   args.seqlen_q = query_length;
   const Tensor intervals =
-      torch::stable::new_empty(scores, {args.batch, args.heads, args.seqlen_k, 2}, ScalarType::Int);
+      allocate({args.batch, args.heads, args.seqlen_k, 2}, ScalarType::Int, scores);
   args.intervals = static_cast<KeyInterval*>(intervals.mutable_data_ptr());
   Execution execution = device.execution(scores.numel());
   const Tensor workspace =
@@ -105,9 +105,9 @@ std::tuple<Tensor, Tensor> select_list_op(const Tensor& scores, const OptionalTe
   const CallDevice device(scores);
   SelectionArgs args = selection_args(scores, key_mask, window, "global", false);
   args.device = device.device();
-  const Tensor keys = torch::stable::new_empty(
-      scores, {args.batch, args.heads, key_list_stride(args)}, ScalarType::Int);
-  const Tensor count = torch::stable::new_empty(scores, {args.batch, args.heads}, ScalarType::Int);
+  const Tensor keys =
+      allocate({args.batch, args.heads, key_list_stride(args)}, ScalarType::Int, scores);
+  const Tensor count = allocate({args.batch, args.heads}, ScalarType::Int, scores);
   Execution execution = device.execution(scores.numel());
   const Tensor workspace = give_workspace(execution, select_list_workspace_size(args), scores);
   select_key_list(args, static_cast<std::int32_t*>(keys.mutable_data_ptr()),
@@ -226,7 +226,7 @@ void expect_intervals(const Tensor& key_intervals) {
 std::vector<std::int64_t> measure_op(const Tensor& key_intervals, std::int64_t query_length) {
   expect_intervals(key_intervals);
   const CallDevice device(key_intervals);
-  const Tensor dense = torch::stable::contiguous(key_intervals);
+  const Tensor dense = as_contiguous(key_intervals);
   const KeyBound bound = measured_bound(measure_args(device, dense, query_length),
                                         device.execution(dense.numel()), dense);
   return {bound.base, bound.per_query};
@@ -240,7 +240,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> tile_lists_op(const Tensor& key_inter
                                                          std::vector<std::int64_t> key_bound) {
   expect_intervals(key_intervals);
   const CallDevice device(key_intervals);
-  const Tensor dense = torch::stable::contiguous(key_intervals);
+  const Tensor dense = as_contiguous(key_intervals);
   const MeasureArgs source = measure_args(device, dense, query_length);
   TileListArgs args{.batch = source.batch,
                     .heads = source.heads,
@@ -260,13 +260,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> tile_lists_op(const Tensor& key_inter
   const Tensor workspace =
       give_workspace(execution, tile_lists_workspace_size(source.device, args, execution), dense);
   const auto lists = [&](ScalarType type) {
-    return torch::stable::new_empty(dense, {args.batch, args.heads, args.tiles()}, type);
+    return allocate({args.batch, args.heads, args.tiles()}, type, dense);
   };
   const Tensor begin = lists(ScalarType::Long);
   const Tensor count = lists(ScalarType::Int);
   const Tensor full = lists(ScalarType::Int);
-  const Tensor keys = torch::stable::new_empty(
-      dense, {tile_list_entries(source.device, args, execution)}, ScalarType::Int);
+  const Tensor keys =
+      allocate({tile_list_entries(source.device, args, execution)}, ScalarType::Int, dense);
   build_tile_lists(source.device, args,
                    {.begin = static_cast<std::int64_t*>(begin.mutable_data_ptr()),
                     .count = static_cast<std::int32_t*>(count.mutable_data_ptr()),

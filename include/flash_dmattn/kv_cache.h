@@ -39,9 +39,10 @@
 // arguments first and throw InvalidArgument with nothing written.
 namespace flash_dmattn {
 
+// Sizes have no default, here and below: -1, or 0 for window and head_dim, is refused.
 struct KvCacheShape {
-  std::int64_t batch = 0;
-  std::int64_t heads_kv = 0;
+  std::int64_t batch = -1;
+  std::int64_t heads_kv = -1;
   std::int64_t window = 0;    // w >= 1, the slots of a (batch, kv head)
   std::int64_t chunk = 0;     // g >= 0, the largest number of pending tokens
   std::int64_t head_dim = 0;  // 1..256
@@ -102,14 +103,14 @@ void copy_rows(const CopyRowsArgs& args, const Execution& execution, std::string
 // Replaces the content of the cache by the keys of a prompt that attention has already run over.
 struct FillArgs {
   KvCache cache{};
-  std::int64_t seqlen_k = 0;  // S, the tokens of the prompt
-  ConstTensor4 k{};           // [B, S, Hkv, D]
-  ConstTensor4 v{};           // [B, S, Hkv, D]
-  ScoreRows scores{};         // [B, Hkv, S]
+  std::int64_t seqlen_k = -1;  // S, the tokens of the prompt
+  ConstTensor4 k{};            // [B, S, Hkv, D]
+  ConstTensor4 v{};            // [B, S, Hkv, D]
+  ScoreRows scores{};          // [B, Hkv, S]
   // As select_key_intervals wrote them for `seqlen_q` queries, window w and these scores: the keys with last =
   // seqlen_q are those that later queries see. At most w of a row are taken.
   KeyIntervals intervals{};  // [B, Hkv, S]
-  std::int64_t seqlen_q = 0;
+  std::int64_t seqlen_q = -1;
   const std::int32_t* lengths = nullptr;  // [B]: tokens of each row, those behind are not; null: S
 };
 std::size_t fill_workspace_size(const FillArgs& args, const Execution& execution,
@@ -121,11 +122,11 @@ void fill(const FillArgs& args, const Execution& execution, std::string_view bac
 // Adds tokens behind the pending ones; the caller then counts them: cache.pending += seqlen.
 struct AppendArgs {
   KvCache cache{};
-  std::int64_t seqlen = 0;  // n; cache.pending + n <= g
-  ConstTensor4 k{};         // [B, n, Hkv, D]
-  ConstTensor4 v{};         // [B, n, Hkv, D]
-  ScoreRows scores{};       // [B, Hkv, n]
-  TokenMask mask{};         // [B, n]
+  std::int64_t seqlen = -1;  // n; cache.pending + n <= g
+  ConstTensor4 k{};          // [B, n, Hkv, D]
+  ConstTensor4 v{};          // [B, n, Hkv, D]
+  ScoreRows scores{};        // [B, Hkv, n]
+  TokenMask mask{};          // [B, n]
 };
 void append(const AppendArgs& args, const Execution& execution, std::string_view backend = {});
 
@@ -133,7 +134,7 @@ void append(const AppendArgs& args, const Execution& execution, std::string_view
 // Slots are in no order, so the intervals contain causality: the attention over them is not `causal`.
 struct PendingIntervalsArgs {
   KvCache cache{};
-  std::int64_t seqlen_q = 0;         // <= cache.pending
+  std::int64_t seqlen_q = -1;        // <= cache.pending
   KeyInterval* intervals = nullptr;  // out: [B, Hkv, w + pending] dense
 };
 std::size_t pending_intervals_workspace_size(const PendingIntervalsArgs& args,
@@ -169,7 +170,7 @@ void commit(const CommitArgs& args, const Execution& execution, std::string_view
 // be the one that is evicted, and is then invisible to its own query. No token may be pending.
 struct DecodeStepArgs {
   KvCache cache{};
-  std::int64_t heads_q = 0;
+  std::int64_t heads_q = -1;
   float scale = std::numeric_limits<float>::quiet_NaN();  // as in Problem, as are the next two
   float softcap = 0;
   NonFinite nonfinite = NonFinite::saturate;

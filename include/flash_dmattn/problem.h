@@ -22,14 +22,15 @@ enum class NonFinite : std::uint8_t {
 // Shape of a mask or a bias: ({B|1}, {Hq|Hkv|1}, {Sq|1}, {Sk|1}). All zero: there is none.
 using BroadcastShape = std::array<std::int64_t, 4>;
 
-// A problem without its data: what decides whether and how it can be computed.
+// A problem without its data: what decides whether and how it can be computed. Sizes have no default: -1 is refused.
 struct Problem {
-  std::int64_t batch = 0;
-  std::int64_t heads_q = 0;  // a multiple of heads_kv; head h uses kv head h / (heads_q / heads_kv)
-  std::int64_t heads_kv = 0;
-  std::int64_t seqlen_q = 0;  // any length may be 0
-  std::int64_t seqlen_k = 0;
-  std::int64_t head_dim = 0;    // 1..256
+  std::int64_t batch = -1;
+  std::int64_t heads_q =
+      -1;  // a multiple of heads_kv; head h uses kv head h / (heads_q / heads_kv)
+  std::int64_t heads_kv = -1;
+  std::int64_t seqlen_q = -1;  // any length may be 0
+  std::int64_t seqlen_k = -1;
+  std::int64_t head_dim = -1;   // 1..256
   DType dtype = DType::f32;     // of q, k, v, out and their gradients
   Device device = Device::cpu;  // of every pointer of the call, workspace included
 

@@ -9,7 +9,7 @@
 #include "flash_dmattn/types.h"
 #include "flash_dmattn/visibility.h"
 
-// Scores of keys -> which keys are visible: as intervals, as a list, or as ranks.
+// Scores of keys -> which keys are visible: as intervals, as a list, or as ranks. Sizes have no default: -1 is refused.
 namespace flash_dmattn {
 
 enum class Selection : std::uint8_t {
@@ -23,10 +23,10 @@ enum class Selection : std::uint8_t {
 // key, and per_query equals global.
 struct SelectionArgs {
   Device device = Device::cpu;  // of scores, key_mask, intervals and workspace
-  std::int64_t batch = 0;       // B of the result
-  std::int64_t heads = 0;       // Hkv of the result, or 1
-  std::int64_t seqlen_q = 0;    // Sq; intervals are clipped to [0, Sq)
-  std::int64_t seqlen_k = 0;    // Sk, below 2^31 as Sq is
+  std::int64_t batch = -1;      // B of the result
+  std::int64_t heads = -1;      // Hkv of the result, or 1
+  std::int64_t seqlen_q = -1;   // Sq; intervals are clipped to [0, Sq)
+  std::int64_t seqlen_k = -1;   // Sk, below 2^31 as Sq is
   std::int64_t window = -1;     // w >= 0, to be given
   Selection selection = Selection::per_query;
   bool causal = true;  // aligned to the bottom right corner: key j from query j - (Sk - Sq) on
@@ -65,10 +65,10 @@ KeyList select_key_list(const SelectionArgs& args, std::int32_t* keys, std::int3
 // is 0 for a window of 0, and Sk where fewer than `window` keys are visible.
 struct RankArgs {
   Device device = Device::cuda;  // of all pointers and the workspace
-  std::int64_t batch = 0;        // of the limits
-  std::int64_t heads = 0;
-  std::int64_t seqlen_q = 0;
-  std::int64_t seqlen_k = 0;
+  std::int64_t batch = -1;       // of the limits
+  std::int64_t heads = -1;
+  std::int64_t seqlen_q = -1;
+  std::int64_t seqlen_k = -1;
   std::int64_t window = -1;  // w >= 0, to be given
   bool causal = true;        // keys after the query are not visible either
 
@@ -107,10 +107,10 @@ KeyBound key_bound(const SelectionArgs& args);
 // Arguments of measure_key_bound.
 struct MeasureArgs {
   Device device = Device::cpu;  // of the intervals and the workspace
-  std::int64_t batch = 0;       // B or 1
-  std::int64_t heads = 0;       // Hkv or 1
-  std::int64_t seqlen_q = 0;
-  std::int64_t seqlen_k = 0;
+  std::int64_t batch = -1;      // B or 1
+  std::int64_t heads = -1;      // Hkv or 1
+  std::int64_t seqlen_q = -1;
+  std::int64_t seqlen_k = -1;
   bool causal = false;  // clips every interval to queries at or after the key
   KeyIntervals intervals{};
 };

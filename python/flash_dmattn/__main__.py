@@ -7,6 +7,7 @@ import flash_dmattn
 
 from . import info as info_options
 from . import usage
+from .availability import backends
 from .benchmark import options as bench_options
 from .check import options as check_options
 from .demo import options as demo_options
@@ -32,6 +33,10 @@ def main(arguments: list[str] | None = None) -> int:
     bench = commands.add_parser("bench", help="time and memory beside the rivals that run here")
     bench_options.add_to(bench)
     parsed = parser.parse_args(arguments)
+    try:
+        backends()
+    except (ValueError, RuntimeError) as error:  # a setting in the environment that has no meaning
+        parser.error(str(error).splitlines()[0])
     if parsed.command == "info":
         return info_options.info(parsed)
     if parsed.command == "check":

@@ -28,6 +28,7 @@ MASK_VALUE = {
 # first: an abstract class takes a microsecond to compare with.
 NUMBERS = (float, int, Real, torch.SymFloat, torch.SymInt, Tensor)
 _INTEGERS = (int, Integral, torch.SymInt)
+_BOOLS = (bool, torch.SymBool)
 FLOAT32_MAX = torch.finfo(torch.float32).max  # scale and softcap are float32 in the C++ library
 
 
@@ -40,14 +41,7 @@ def attention_inputs(
     layout: "B, S, H, D", or "total, H, D" for packed sequences.
     backend: its name where one is named.
     """
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_tensor(tensor, name)
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            layout_of = "nested" if tensor.is_nested else tensor.layout
-            raise TypeError(
-                f"{name}: got a {layout_of} tensor, expected a dense one; sequences of different lengths "
-                "go packed into flash_dmattn_varlen_func"
-            )
+    _check_tensors(query, key, value, layout)
     refuse_transforms(query=query, key=key, value=value)
     device_type = query.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
@@ -56,8 +50,9 @@ def attention_inputs(
             t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
             for t in (query, key, value)
         )
-    _check_attention_inputs(query, key, value, layout, backend)
-    missing = key.shape[-1] - value.shape[-1]
+    _check_types(query, key, value)
+    check_device(query, backend)
+    missing = _check_shapes(query, key, value)
     return query, key, F.pad(value, (0, missing)) if missing else value
 
 
@@ -82,7 +77,7 @@ def check_count(value: object, name: str) -> None:
 
 def resolve_flag(value: object, name: str) -> bool:
     """A bool; None is False. A text like "False" would be true."""
-    if value is None or isinstance(value, (bool, torch.SymBool)):
+    if value is None or isinstance(value, _BOOLS):
         return bool(value)
     if not isinstance(value, (str, Tensor)) and value in (0, 1):  # numpy's bool, for one
         return bool(value)
@@ -124,29 +119,42 @@ def refuse_transforms(**tensors: Tensor | None) -> None:
             )
 
 
-def _check_attention_inputs(
-    query: Tensor, key: Tensor, value: Tensor, layout: str, backend: str
-) -> None:
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None:
     dims = layout.count(",") + 1
     for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(tensor, name)
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            layout_of = "nested" if tensor.is_nested else tensor.layout
+            raise TypeError(
+                f"{name}: got a {layout_of} tensor, expected a dense one; sequences of different lengths "
+                "go packed into flash_dmattn_varlen_func"
+            )
         if tensor.dim() != dims:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected [{layout}]")
-        if tensor.dtype != query.dtype or tensor.device != query.device:
+
+
+def _check_types(query: Tensor, key: Tensor, value: Tensor) -> None:
+    dtype, device = query.dtype, query.device
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != dtype or tensor.device != device:
             raise TypeError(
-                f"{name}: got {tensor.dtype} on {tensor.device}, expected that of query, "
-                f"{query.dtype} on {query.device}"
+                f"{name}: got {tensor.dtype} on {tensor.device}, expected that of query, {dtype} on {device}"
             )
-    if query.dtype not in DTYPES:
-        raise TypeError(f"query: got {query.dtype}, expected float32, bfloat16, float16 or float64")
-    _check_device(query, backend)
-    *_, heads_q, head_dim = query.shape
-    heads_kv = key.shape[-2]
-    if value.shape[:-1] != key.shape[:-1] or value.shape[-1] > key.shape[-1]:
+    if dtype not in DTYPES:
+        raise TypeError(f"query: got {dtype}, expected float32, bfloat16, float16 or float64")
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """By how much the head dimension of value is smaller."""
+    *rows_q, heads_q, head_dim = query.shape  # rows: [B, S], or [total]
+    *rows_k, heads_kv, head_dim_k = key.shape
+    *rows_v, heads_v, head_dim_v = value.shape
+    if rows_v != rows_k or heads_v != heads_kv or head_dim_v > head_dim_k:
         raise ValueError(
             f"value: got shape {tuple(value.shape)}, expected that of key, {tuple(key.shape)}, or a smaller head "
             "dimension"
         )
-    if key.shape[-1] != head_dim or (dims == 4 and key.shape[0] != query.shape[0]):
+    if head_dim_k != head_dim or rows_k[:-1] != rows_q[:-1]:
         raise ValueError(
             f"key: got shape {tuple(key.shape)}, expected batch and head dimension of query, "
             f"{tuple(query.shape)}"
@@ -157,6 +165,7 @@ def _check_attention_inputs(
         )
     if not 1 <= head_dim <= 256:
         raise ValueError(f"query: got head dimension {head_dim}, expected 1 to 256")
+    return head_dim_k - head_dim_v
 
 
 def _runs_on_cpu(backend: str) -> bool:
@@ -167,30 +176,29 @@ def _runs_on_cpu(backend: str) -> bool:
     )
 
 
-def _check_device(query: Tensor, backend: str) -> None:
-    device = query.device
+def check_device(query: Tensor, backend: str) -> None:
     if backend in ("triton", "flex"):
         # On the CPU: Triton interpreted, and the forward of FlexAttention, which raise their own errors.
-        allowed = torch.compiler.is_compiling() or (device.type == "cpu" and _runs_on_cpu(backend))
+        allowed = torch.compiler.is_compiling() or (query.is_cpu and _runs_on_cpu(backend))
         reason = "" if allowed else unavailable_reason(backend)
         if reason:
             raise RuntimeError(f"{backend}_dmattn_func: {reason}. Use flash_dmattn_func instead.")
         return
-    if device.type not in ("cpu", "cuda", "meta"):
+    if not (query.is_cpu or query.is_cuda or query.is_meta):
         raise RuntimeError(
-            f"flash_dmattn: no backend runs on {device}, only on the CPU and on CUDA GPUs"
+            f"flash_dmattn: no backend runs on {query.device}, only on the CPU and on CUDA GPUs"
         )
-    if device.type == "cuda":
+    if query.is_cuda:
         needed = backend_of(query, backend) or "cuda"
         reason = "" if torch.compiler.is_compiling() else unavailable_reason(needed)
         if needed == "triton" and not reason:
             return
         if reason and needed == "cuda":
-            raise RuntimeError(f"flash_dmattn: cannot run on {device}: {reason}")
+            raise RuntimeError(f"flash_dmattn: cannot run on {query.device}: {reason}")
         if query.dtype not in GPU_DTYPES:
             only = f"; float32 takes Triton's kernels, but {reason}" if reason else ""
             raise TypeError(
-                f"query: got {query.dtype} on {device}, expected bfloat16 or float16 (convert with .to(), or "
+                f"query: got {query.dtype} on {query.device}, expected bfloat16 or float16 (convert with .to(), or "
                 f'compute under torch.autocast("cuda", torch.bfloat16)){only}'
             )
 
@@ -198,8 +206,8 @@ def _check_device(query: Tensor, backend: str) -> None:
 def backend_of(query: Tensor, backend: str) -> str:
     """The one that is named; without a name Triton's for float32 on a CUDA GPU, for which the library has no kernels,
     and else the library's ("")."""
-    on_triton = query.dtype == torch.float32 and query.device.type == "cuda"
-    return "triton" if on_triton and not backend else backend
+    on_triton = not backend and query.dtype == torch.float32 and query.is_cuda
+    return "triton" if on_triton else backend
 
 
 def broadcast_argument(
@@ -214,9 +222,9 @@ def broadcast_argument(
     check_tensor(tensor, name)
     shape = tensor.shape
     if tensor.dim() == 2:
-        tensor = tensor[:, None, None]
+        tensor = tensor.unsqueeze(1).unsqueeze(1)
     elif tensor.dim() == 3:
-        tensor = tensor[:, :, None]
+        tensor = tensor.unsqueeze(2)
     batch, seqlen_q, heads_q, _ = query.shape
     seqlen_k, heads_kv = key.shape[1:3]
     fits = tensor.dim() == 4

@@ -75,7 +75,7 @@ _has_cuda._dynamo_marked_constant = True
 
 def has_kernels_for(tensor: Tensor) -> bool:
     """Whether selection and tile lists are the library's on the device of `tensor`; else they are in portable.py."""
-    return tensor.device.type in ("cpu", "meta") or (tensor.device.type == "cuda" and _has_cuda())
+    return tensor.is_cpu or tensor.is_meta or (tensor.is_cuda and _has_cuda())
 
 
 # The operators' arguments between bias and key_bound.

@@ -36,20 +36,23 @@ def attention(
     backend: "" takes the first one that supports the problem.
     """
     given = value
+    if not isinstance(backend, str):
+        raise TypeError(
+            f'backend: got {backend!r}, expected a name, or "" for the first that supports the problem'
+        )
     query, key, value = attention_inputs(query, key, value, "B, S, H, D", backend)
-    backend = backend_of(query, backend)
     bias = bias_argument(bias, query, key)
     choice = choice.checked(query, key)
-    if visible.keys is not None:
-        _check_intervals(visible.keys, query, key)
-    visible = Visibility(
-        mask_argument(visible.mask, query, key),
-        resolve_flag(visible.is_causal, "is_causal"),
-        visible.keys,
-    )
-    visible = choose(choice, query, key, bias, visible, by_library=backend not in IN_PYTHON)
+    mask, is_causal, keys = visible
+    if keys is not None:
+        _check_intervals(keys, query, key)
+    mask = mask_argument(mask, query, key)
+    visible = Visibility(mask, resolve_flag(is_causal, "is_causal"), keys)
+    if choice.window is not None:
+        by_library = backend_of(query, backend) not in IN_PYTHON
+        visible = choose(choice, query, key, bias, visible, by_library)
     out, lse = run(query, key, value, bias, visible, numerics, backend)
-    return of_value_dim(out, given), lse
+    return out if value is given else of_value_dim(out, given), lse
 
 
 def run(
@@ -64,7 +67,8 @@ def run(
     """out and lse of arguments in normal form."""
     backend = backend_of(query, backend)
     numerics = numerics.for_head_dim(query.shape[3])
-    if visible.heads not in (1, key.shape[2]):
+    keys = visible.keys
+    if keys is not None and keys.heads not in (1, key.shape[2]):
         # Every query head chose for itself, so each gets a key head of its own.
         mask, bias = (repeat_heads(t, query, key) for t in (visible.mask, bias))
         visible = visible._replace(mask=mask)

@@ -12,7 +12,12 @@ _MINUS_INF_IS_FINE = ("bias", "lse")
 
 def enabled() -> bool:
     """False while torch.compile traces: it cannot trace a branch on a value."""
-    return os.environ.get("FLASH_DMATTN_CHECK_FINITE") == "1" and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling():
+        return False
+    value = os.environ.get("FLASH_DMATTN_CHECK_FINITE", "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"FLASH_DMATTN_CHECK_FINITE: got {value}, expected 0 or 1")
+    return value == "1"
 
 
 def inputs(**tensors: Tensor | None) -> list[Tensor | None]:

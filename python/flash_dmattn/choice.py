@@ -23,13 +23,13 @@ class Choice(NamedTuple):
     scores: Tensor | None = None  # None: the bias
 
     def checked(self, query: Tensor, key: Tensor) -> Choice:
-        check_selection(self.selection)
-        if self.window is not None:
-            check_window(self.window)
-        if self.scores is None:
+        window, selection, scores = self
+        check_selection(selection)
+        if window is not None:
+            check_window(window)
+        if scores is None:
             return self
-        scores = selection_scores_argument(self.scores, query, key)
-        return Choice(self.window, self.selection, scores)
+        return Choice(window, selection, selection_scores_argument(scores, query, key))
 
 
 def choose(
@@ -44,8 +44,6 @@ def choose(
 
     by_library: the library's backends compute attention, which take lists and ranks on a GPU.
     """
-    if choice.window is None:
-        return visible
     if visible.keys is not None:
         raise ValueError(
             "key_intervals: got them together with keep_window_size, expected one of the two; "
@@ -55,7 +53,9 @@ def choose(
     scores, allowed = _scores_and_allowed(query, key, visible.mask, bias, choice.scores)
     if choice.window >= key.shape[1] and choice.scores is None:
         return visible  # a key whose bias is NaN is masked by it
-    on_gpu = by_library and scores.device.type == "cuda"
+    if query.shape[1] == 0:
+        return visible
+    on_gpu = by_library and scores.is_cuda
     is_dense = allowed is not None and allowed.shape[2] > 1
     if is_dense and choice.selection == "per_query":
         return _choose_under_dense_mask(
@@ -147,7 +147,7 @@ def _scores_and_allowed(query, key, mask, bias, selection_scores):
     scores = scores.detach()
     # A bias that masks hides its keys from the choice. Where it is the score, these are the worst keys anyway.
     if selection_scores is not None and bias is not None:
-        if bias.shape[2] > 1:
+        if bias.shape[2] != 1:
             hiding = bias.detach()
         else:
             unmasked = bias.detach() > mask_value
@@ -158,7 +158,7 @@ def _scores_and_allowed(query, key, mask, bias, selection_scores):
         for t in (mask, hiding)
     )
     nothing_hides = mask is None and hiding is None
-    return scores[:, :, 0], None if nothing_hides else AllowedPairs(mask, hiding, mask_value)
+    return scores.squeeze(2), None if nothing_hides else AllowedPairs(mask, hiding, mask_value)
 
 
 def match_heads(query, key, *parts):

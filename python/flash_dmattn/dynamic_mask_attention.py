@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._arguments import check_count, check_tensor, check_window
+from ._arguments import check_count, check_tensor
+from ._kv_arguments import check_mask
 from .flash_dmattn_interface import flash_dmattn_func
 from .kv_slots import KVSlots
 
@@ -53,10 +54,12 @@ class DynamicMaskAttention(nn.Module):
     ):
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        for name, value in (("heads", heads), ("kv_heads", kv_heads)):
+        sizes = {"hidden_size": hidden_size, "heads": heads, "kv_heads": kv_heads, "window": window}
+        for name, value in sizes.items():
             check_count(value, name)
-        check_window(window)
-        if not heads or not kv_heads or heads % kv_heads:
+            if not value:
+                raise ValueError(f"{name}: got 0, expected 1 or more")
+        if heads % kv_heads:
             raise ValueError(f"heads: got {heads}, expected a multiple of kv_heads, {kv_heads}")
         if head_dim is None:
             if hidden_size % heads:
@@ -64,8 +67,11 @@ class DynamicMaskAttention(nn.Module):
                     f"hidden_size: got {hidden_size}, expected a multiple of heads, {heads}, where head_dim is not given"
                 )
             head_dim = hidden_size // heads
+        check_count(head_dim, "head_dim")
+        if not 1 <= head_dim <= 256:
+            raise ValueError(f"head_dim: got {head_dim}, expected 1 to 256")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.window, self.rope = window, rope
+        self.hidden_size, self.window, self.rope = hidden_size, window, rope
         options = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(hidden_size, heads * head_dim, **options)
         self.k_proj = nn.Linear(hidden_size, kv_heads * head_dim, **options)
@@ -110,7 +116,7 @@ class DynamicMaskAttention(nn.Module):
         Returns:
             [B, S, hidden_size].
         """
-        check_tensor(hidden, "hidden")
+        self._check(hidden, cache, key_mask)
         batch, length, _ = hidden.shape
         query = self.q_proj(hidden).view(batch, length, self.heads, self.head_dim)
         key, value = (
@@ -120,11 +126,12 @@ class DynamicMaskAttention(nn.Module):
         scores = scores_of(self.A, self.dt_proj(value.flatten(2)))
         if self.rope is not None:
             query, key = self.rope(query, key, self._positions(length, cache, positions, hidden))
+        dtype = value.dtype
         if cache is not None:
             query, key, value = (t.to(cache.k.dtype) for t in (query, key, value))
             if not cache.is_empty:
                 out = cache.extend(query, key, value, scores, key_mask=key_mask)
-                return self.o_proj(out.flatten(2))
+                return self.o_proj(out.flatten(2).to(dtype))
         out = flash_dmattn_func(
             query,
             key,
@@ -137,7 +144,26 @@ class DynamicMaskAttention(nn.Module):
         if cache is not None:
             with torch.no_grad():
                 cache.fill(key, value, scores, key_mask=key_mask)
-        return self.o_proj(out.flatten(2))
+        return self.o_proj(out.flatten(2).to(dtype))
+
+    def _check(self, hidden: Tensor, cache: KVSlots | None, key_mask: Tensor | None) -> None:
+        check_tensor(hidden, "hidden")
+        if hidden.dim() != 3 or hidden.shape[2] != self.hidden_size:
+            raise ValueError(
+                f"hidden: got shape {tuple(hidden.shape)}, expected [B, S, {self.hidden_size}]"
+            )
+        if key_mask is not None:
+            check_mask(key_mask, tuple(hidden.shape[:2]), hidden.device)
+        if cache is None:
+            return
+        if not isinstance(cache, KVSlots):
+            raise TypeError(f"cache: got {type(cache).__name__}, expected KVSlots (make_cache)")
+        got = (cache.batch, cache.k.shape[1], cache.window, cache.k.shape[3])
+        expected = (hidden.shape[0], self.kv_heads, self.window, self.head_dim)
+        if got != expected:
+            raise ValueError(
+                f"cache: got one of (batch, kv_heads, window, head_dim) {got}, expected {expected}"
+            )
 
     def _positions(
         self, length: int, cache: KVSlots | None, positions: Tensor | None, hidden: Tensor

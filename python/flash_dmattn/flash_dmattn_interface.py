@@ -12,6 +12,7 @@ from . import _ops
 from ._arguments import (
     attention_inputs,
     bias_argument,
+    check_count,
     check_tensor,
     check_window,
     of_value_dim,
@@ -129,6 +130,9 @@ def flash_dmattn_varlen_func(
             "block_table: got a paged key cache, expected None; gather the pages into packed keys and values"
         )
     numerics = Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic)
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if length is not None:
+            check_count(length, name)
     is_causal = resolve_flag(is_causal, "is_causal")
     check_selection(selection)
     given = value
@@ -136,7 +140,10 @@ def flash_dmattn_varlen_func(
     total_q, total_k = query.shape[0], key.shape[0]
     same_offsets = cu_seqlens_q is cu_seqlens_k
     cu_seqlens_q = check_offsets(cu_seqlens_q, "cu_seqlens_q", total_q).to(torch.int32).contiguous()
-    cu_seqlens_k = check_offsets(cu_seqlens_k, "cu_seqlens_k", total_k).to(torch.int32).contiguous()
+    check_offsets(
+        cu_seqlens_k, "cu_seqlens_k", total_k, longest=max_seqlen_k, name_of_longest="max_seqlen_k"
+    )
+    cu_seqlens_k = cu_seqlens_k.to(torch.int32).contiguous()
     if same_offsets:
         cu_seqlens_q = cu_seqlens_k
     query, key, value = query[None], key[None], value[None]

@@ -46,8 +46,9 @@ class KeyIntervals:
 
     def __post_init__(self):
         check_tensor(self.intervals, "intervals")
-        check_count(self.query_length, "query_length")
+        _check_length(self.query_length, "query_length")
         _check_bound(self.bound)
+        resolve_flag(self.consecutive, "consecutive")
         shape = tuple(self.intervals.shape)
         if len(shape) != 4 or shape[3] != 2 or self.intervals.dtype != torch.int32:
             raise ValueError(
@@ -247,8 +248,8 @@ def packed_documents(
         check_count(max_length, "max_length")
     for name, length in (("key_length", key_length), ("query_length", query_length)):
         if length is not None:
-            check_count(length, name)
-    check_offsets(cu_seqlens_k, "cu_seqlens_k", key_length)
+            _check_length(length, name)
+    check_offsets(cu_seqlens_k, "cu_seqlens_k", key_length, longest=max_length)
     if cu_seqlens_q is not None and cu_seqlens_q is not cu_seqlens_k:
         check_offsets(cu_seqlens_q, "cu_seqlens_q", query_length)
     bound = None
@@ -321,8 +322,18 @@ def check_selection(selection: str) -> None:
         raise ValueError(f"selection: got {selection!r}, expected one of {SELECTIONS}")
 
 
-def check_offsets(offsets: Tensor, name: str, total: int | None = None) -> Tensor:
-    """Offsets of packed documents. Their values are checked on the CPU only: on a GPU the check would wait for it."""
+def check_offsets(
+    offsets: Tensor,
+    name: str,
+    total: int | None = None,
+    *,
+    longest: int | None = None,
+    name_of_longest: str = "max_length",
+) -> Tensor:
+    """Offsets of packed documents. Their values are checked on the CPU only: on a GPU the check would wait for it.
+
+    longest: how long the documents are at most, as the caller's argument of that name has it.
+    """
     check_tensor(offsets, name)
     is_integer = not (offsets.is_floating_point() or offsets.is_complex())
     if offsets.dim() != 1 or not is_integer or offsets.dtype == torch.bool or 0 in offsets.shape:
@@ -339,6 +350,11 @@ def check_offsets(offsets: Tensor, name: str, total: int | None = None) -> Tenso
             raise ValueError(
                 f"{name}: got {values}, expected offsets that begin at 0, never fall{end}"
             )
+        length = max((b - a for a, b in pairwise(values)), default=0)
+        if longest is not None and length > longest:
+            raise ValueError(
+                f"{name_of_longest}: got {longest}, expected at least {length}, the longest of {name}"
+            )
     return offsets
 
 
@@ -353,11 +369,18 @@ def _check_bound(bound: tuple[int, int] | None) -> None:
 
 def _check_lengths(key_length: int, query_length: int | None) -> int:
     """The query length."""
-    check_count(key_length, "key_length")
+    _check_length(key_length, "key_length")
     if query_length is None:
         return key_length
-    check_count(query_length, "query_length")
+    _check_length(query_length, "query_length")
     return query_length
+
+
+def _check_length(length: int, name: str) -> None:
+    """Rows are int32."""
+    check_count(length, name)
+    if length >= 2**31:
+        raise ValueError(f"{name}: got {length}, expected less than 2^31")
 
 
 def _check_prefix(prefix_length: int | Tensor, device) -> Tensor:

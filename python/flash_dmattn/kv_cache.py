@@ -5,10 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._arguments import check_tensor, check_window
-from .attention import run, with_statistics
+from ._arguments import DTYPES, check_device, check_tensor, check_window, resolve_flag
+from ._kv_arguments import (
+    check_chunk,
+    check_places,
+    check_query,
+    check_tokens,
+    expect,
+    expect_memory,
+    refuse_gradients,
+)
+from .attention import IN_PYTHON, run, with_statistics
+from .availability import unavailable_reason
 from .key_intervals import KeyIntervals, select_key_intervals
-from .kv_slots import KVSlots, refuse_gradients
+from .kv_slots import KVSlots
 from .numerics import Numerics
 from .visibility import Visibility
 
@@ -64,25 +74,33 @@ def flash_dmattn_with_kvcache(
 
     Returns out [B, n, Hq, D], or (out, softmax_lse [B, Hq, n], None) with return_softmax_lse. There is no gradient.
     """
-    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
-    for name, tensor in tensors.items():
-        check_tensor(tensor, name)
-    refuse_gradients(q=q, k=k, v=v, scores=scores)
+    caches = {"k_cache": k_cache, "v_cache": v_cache, "score_cache": score_cache}
+    for name, tensor in {"q": q, **caches, "cache_seqlens": cache_seqlens}.items():
+        if name != "score_cache" or tensor is not None:
+            check_tensor(tensor, name)
+    refuse_gradients(**caches, q=q, k=k, v=v, scores=scores)
     together = (k, v) if score_cache is None else (k, v, scores)
     if len({t is None for t in together}) > 1 or (score_cache is None and scores is not None):
         raise ValueError(
             "k, v, scores: got some of the new tokens' tensors, expected all or none, and scores with score_cache only"
         )
     numerics = Numerics.of(None, softmax_scale, softcap, nonfinite, None)
+    scores_are_bias = resolve_flag(scores_are_bias, "scores_are_bias")
+    return_softmax_lse = resolve_flag(return_softmax_lse, "return_softmax_lse")
     if (slot_positions is None) != (slot_counts is None):
         raise ValueError("slot_positions, slot_counts: got one of them, expected both or none")
     if slot_positions is None:
         if key_mask is not None:
             raise ValueError("key_mask: got it for a cache of all keys, expected cache_leftpad")
+        _check_all_keys(q, caches, k, v, scores, cache_seqlens, cache_leftpad)
+        _check_choice(score_cache, keep_window_size)
+        _check_backend(q, backend)
         _write(k_cache, v_cache, score_cache, k, v, scores, cache_seqlens)
         lengths = cache_seqlens if k is None else cache_seqlens + k.shape[1]
         keys = _visible(score_cache, lengths, cache_leftpad, keep_window_size, q, k_cache)
-        bias = score_cache[:, :, None] if scores_are_bias and score_cache is not None else None
+        bias = None
+        if scores_are_bias and score_cache is not None:
+            bias = score_cache[:, :, None].to(torch.promote_types(q.dtype, torch.float32))
         out, lse = run(q, k_cache, v_cache, bias, Visibility(keys=keys), numerics, backend)
         return with_statistics(out, lse, return_softmax_lse)
     if cache_leftpad is not None:
@@ -107,13 +125,70 @@ def flash_dmattn_with_kvcache(
         "nonfinite": nonfinite,
         "scores_are_bias": scores_are_bias,
     }
-    if k.shape[1] == 1:
+    if k.dim() == 4 and k.shape[1] == 1:  # the operator checks all of them
         out, lse = slots.step(q, k, v, scores, key_mask=key_mask, return_lse=True, **options)
     else:
+        check_chunk(k_cache, key_mask, q=q, k=k, v=v, scores=scores)
         slots.append(k, v, scores, key_mask=key_mask)
         out, lse = slots.attend(q, return_lse=True, **options)
         slots.commit()
     return with_statistics(out, lse, return_softmax_lse)
+
+
+def _check_all_keys(
+    q: Tensor,
+    caches: dict[str, Tensor | None],
+    k: Tensor | None,
+    v: Tensor | None,
+    scores: Tensor | None,
+    cache_seqlens: Tensor,
+    cache_leftpad: Tensor | None,
+) -> None:
+    k_cache, v_cache, score_cache = caches.values()
+    if k_cache.dim() != 4:
+        raise ValueError(f"k_cache: got shape {tuple(k_cache.shape)}, expected [B, S, Hkv, D]")
+    batch, size, heads, head_dim = k_cache.shape
+    device = k_cache.device
+    if k_cache.dtype not in DTYPES:
+        raise TypeError(
+            f"k_cache: got {k_cache.dtype}, expected float32, bfloat16, float16 or float64"
+        )
+    if not 1 <= head_dim <= 256:
+        raise ValueError(f"k_cache: got head dimension {head_dim}, expected 1 to 256")
+    expect(v_cache, "v_cache", tuple(k_cache.shape), k_cache.dtype, device)
+    if score_cache is not None:
+        expect(score_cache, "score_cache", (batch, heads, size), torch.float32, device)
+    check_query(k_cache, q=q)
+    new = 0
+    if k is not None:
+        new = check_tokens(k_cache, k=k, v=v, scores=scores)
+        for name, cache in caches.items():
+            if cache is not None:
+                expect_memory(cache, name)
+    if new > size:
+        raise ValueError(f"k: got {new} tokens, expected at most {size}, the places of k_cache")
+    check_places(cache_seqlens, "cache_seqlens", batch, size - new, device)
+    if cache_leftpad is not None:
+        check_places(cache_leftpad, "cache_leftpad", batch, size, device)
+
+
+def _check_backend(q: Tensor, backend: str) -> None:
+    check_device(q, backend)
+    if backend in ("", *IN_PYTHON) or torch.compiler.is_compiling():
+        return
+    reason = unavailable_reason(backend)
+    if reason:
+        raise RuntimeError(f"backend: {backend!r} cannot run: {reason}")
+
+
+def _check_choice(score_cache: Tensor | None, window: int | None) -> None:
+    if window is None:
+        return
+    check_window(window)
+    if score_cache is None:
+        raise ValueError(
+            "score_cache: got None, expected the scores that keep_window_size chooses by"
+        )
 
 
 def _write(k_cache, v_cache, score_cache, k, v, scores, cache_seqlens) -> None:
@@ -122,10 +197,17 @@ def _write(k_cache, v_cache, score_cache, k, v, scores, cache_seqlens) -> None:
         return
     rows = torch.arange(k.shape[0], device=k.device)[:, None]
     places = cache_seqlens[:, None].long() + torch.arange(k.shape[1], device=k.device)
-    k_cache[rows, places] = k
-    v_cache[rows, places] = v
+    k_cache[rows, places] = _apart(k, k_cache)
+    v_cache[rows, places] = _apart(v, v_cache)
     if score_cache is not None:
-        score_cache.transpose(1, 2)[rows, places] = scores.transpose(1, 2)
+        new = _apart(scores, score_cache)
+        score_cache.transpose(1, 2)[rows, places] = new.transpose(1, 2)
+
+
+def _apart(new: Tensor, cache: Tensor) -> Tensor:
+    """New tokens that may be a part of the cache itself."""
+    shares = not torch.compiler.is_compiling() and torch._C._is_alias_of(new, cache)
+    return new.clone() if shares else new
 
 
 def _visible(
@@ -148,11 +230,6 @@ def _visible(
         last = torch.where(real, queries, 0).to(torch.int32)
         intervals = torch.stack((first.expand_as(last), last), -1)[:, None]
         return KeyIntervals(intervals, queries, (size, 0), consecutive=True)
-    check_window(window)
-    if scores is None:
-        raise ValueError(
-            "score_cache: got None, expected the scores that keep_window_size chooses by"
-        )
     # Selection ends with the last key, so the rows are shifted to end together.
     shift = size - lengths
     from_end = (place - shift).clamp(min=0)

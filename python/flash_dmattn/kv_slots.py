@@ -8,13 +8,23 @@ import torch
 from torch import Tensor
 
 from . import _ops
-from ._arguments import check_count, check_tensor
+from ._arguments import check_count, check_tensor, resolve_flag
+from ._kv_arguments import (
+    check_chunk,
+    check_mask,
+    check_query,
+    check_slots,
+    expect_memory,
+    refuse_gradients,
+    row_numbers,
+)
 from .attention import run
 from .key_intervals import KeyIntervals, select_key_intervals
 from .numerics import Numerics
 from .visibility import Visibility
 
 _ARRAYS = ("k", "v", "scores", "positions", "counts", "seen")
+_NUMBERS = ("window", "pending", "is_empty")
 
 
 class KVSlots:
@@ -53,6 +63,8 @@ class KVSlots:
             check_count(value, name)
         if window < 1:
             raise ValueError(f"window: got {window}, expected 1 or more")
+        if not 1 <= head_dim <= 256:
+            raise ValueError(f"head_dim: got {head_dim}, expected 1 to 256")
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(f"dtype: got {dtype}, expected float32, bfloat16 or float16")
         self.window, self.pending, self.backend = window, 0, backend
@@ -82,11 +94,15 @@ class KVSlots:
     ) -> KVSlots:
         """A cache over tensors that exist, which it changes in place."""
         cache = object.__new__(cls)
-        cache.window, cache.pending, cache.backend = window, pending, backend
-        cache.is_empty = False
         for name, tensor in zip(_ARRAYS, (k, v, scores, positions, counts, seen), strict=True):
             check_tensor(tensor, name)
+            expect_memory(tensor, name)
             setattr(cache, name, tensor)
+        if k.dim() != 4:
+            raise ValueError(f"k: got shape {tuple(k.shape)}, expected [B, Hkv, window + chunk, D]")
+        check_slots(window, pending, k.shape[2])
+        cache.window, cache.pending, cache.backend = window, pending, backend
+        cache.is_empty = False
         return cache
 
     @property
@@ -132,24 +148,26 @@ class KVSlots:
         self._check_tokens(key, value, scores)
         length = key.shape[1]
         if lengths is not None:
-            check_tensor(lengths, "lengths")
-            lengths = lengths.to(torch.int32)
+            lengths = row_numbers(lengths, "lengths", self.batch)
+        if key_mask is not None:
+            if intervals is not None:
+                raise ValueError("key_mask: got it together with intervals, expected one of them")
+            check_mask(key_mask, (self.batch, length), self.k.device)
         if intervals is None:
             if lengths is not None:
                 real = torch.arange(length, device=key.device) < lengths[:, None]
                 key_mask = real if key_mask is None else key_mask & real
             mask = None if key_mask is None else key_mask[:, None]
             intervals = select_key_intervals(scores, self.window, key_mask=mask, query_length=1)
-        elif key_mask is not None:
-            raise ValueError("key_mask: got it together with intervals, expected one of them")
-        heads = (self.batch, self.k.shape[1], -1, -1)
+        heads = (self.batch, self.k.shape[1])
+        _check_intervals(intervals, *heads, length)
         _ops.kv_fill(
             *self.tensors,
             self.window,
             key,
             value,
             scores,
-            intervals.intervals.expand(heads),
+            intervals.intervals.expand(*heads, -1, -1),
             lengths,
             intervals.query_length,
             self.backend,
@@ -210,16 +228,28 @@ class KVSlots:
         scores: Tensor,
         *,
         key_mask: Tensor | None = None,
-        **options,
+        scale: float | None = None,
+        softcap: float | None = None,
+        nonfinite: str = "saturate",
+        scores_are_bias: bool = True,
     ) -> Tensor:
         """New tokens of every row attend to the slots and to each other, and enter, `chunk` at a time: out [B, n, Hq, D].
 
-        query, key, value, scores, key_mask: as in `step`, of n tokens. options: scale, softcap, nonfinite and
-            scores_are_bias, as there.
+        query, key, value, scores, key_mask: as in `step`, of n tokens. So are the options.
         """
-        length = query.shape[1]
-        if length == 1 and not self.pending:
+        check_tensor(query, "query")
+        options = {
+            "scale": scale,
+            "softcap": softcap,
+            "nonfinite": nonfinite,
+            "scores_are_bias": resolve_flag(scores_are_bias, "scores_are_bias"),
+        }
+        if query.dim() == 4 and query.shape[1] == 1 and not self.pending:
             return self.step(query, key, value, scores, key_mask=key_mask, **options)
+        self._check_tokens(key, value, scores, query)
+        Numerics.of(scale, None, softcap, nonfinite, None)
+        by_token = self.k.transpose(1, 2)
+        length = check_chunk(by_token, key_mask, query=query, key=key, value=value, scores=scores)
         room = self.chunk - self.pending
         if room < 1:
             raise ValueError(
@@ -232,7 +262,7 @@ class KVSlots:
             self.append(key[:, part], value[:, part], scores[..., part], key_mask=mask)
             parts.append(self.attend(query[:, part], **options))
             self.commit()
-        return torch.cat(parts, dim=1)
+        return torch.cat(parts, dim=1) if parts else torch.empty_like(query)
 
     def append(
         self, key: Tensor, value: Tensor, scores: Tensor, *, key_mask: Tensor | None = None
@@ -275,27 +305,28 @@ class KVSlots:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of the last pending tokens, query [B, n, Hq, D], to slots and pending tokens."""
         refuse_gradients(query=query)
-        visible = Visibility(keys=self.pending_intervals(query.shape[1]))
+        queries = check_query(self.k.transpose(1, 2), query=query)
+        scores_are_bias = resolve_flag(scores_are_bias, "scores_are_bias")
+        visible = Visibility(keys=self.pending_intervals(queries))
         end = self.window + self.pending
         bias = self.scores[:, :, None, :end] if scores_are_bias else None
         numerics = Numerics.of(scale, None, softcap, nonfinite, None)
         k, v = (t[:, :, :end].transpose(1, 2) for t in (self.k, self.v))
-        out, lse = run(query, k, v, bias, visible, numerics)
+        out, lse = run(query, k, v, bias, visible, numerics, self.backend)
         return (out, lse) if return_lse else out
 
     def commit(self, keep: int | Tensor | None = None) -> None:
         """The first `keep` pending tokens enter the slots, each evicting the worst key once all are taken; the others
         are dropped. keep: a number, or int32 [B] on the cache's device; all by default."""
-        if keep is not None and not isinstance(keep, Tensor):
+        pending = self.pending
+        if isinstance(keep, Tensor):
+            keep = row_numbers(keep, "keep")
+        elif keep is not None:
             check_count(keep, "keep")
-            if keep > self.pending:
-                raise ValueError(
-                    f"keep: got {keep}, expected at most the {self.pending} pending tokens"
-                )
-            self.pending, keep = keep, None
-        if keep is not None:
-            keep = keep.to(torch.int32)
-        _ops.kv_commit(*self.tensors, self.window, self.pending, keep, self.backend)
+            if keep > pending:
+                raise ValueError(f"keep: got {keep}, expected at most the {pending} pending tokens")
+            pending, keep = keep, None
+        _ops.kv_commit(*self.tensors, self.window, pending, keep, self.backend)
         self.pending = 0
 
     def drop(self, count: int) -> None:
@@ -311,15 +342,10 @@ class KVSlots:
 
     def select(self, index: Tensor) -> KVSlots:
         """A new cache whose row i is a copy of row index[i]."""
-        check_tensor(index, "index")
+        index = row_numbers(index, "index")
         selected = self._empty(index.shape[0])
         _ops.kv_copy_rows(
-            *selected.tensors,
-            *self.tensors,
-            self.window,
-            self.pending,
-            index.to(torch.int32).contiguous(),
-            self.backend,
+            *selected.tensors, *self.tensors, self.window, self.pending, index, self.backend
         )
         return selected
 
@@ -331,7 +357,7 @@ class KVSlots:
 
     def reorder(self, index: Tensor) -> None:
         """Row i becomes row index[i], in place (through a copy): beams."""
-        self.restore(self.select(index))
+        self.restore(self.select(row_numbers(index, "index", self.batch)))
 
     def snapshot(self) -> KVSlots:
         """A copy, for `restore`: the way back to an earlier token, as evicted keys do not return."""
@@ -339,6 +365,10 @@ class KVSlots:
 
     def restore(self, snapshot: KVSlots) -> None:
         """The content of a snapshot, in place. One of a single row (a shared prefix) goes to every row."""
+        if not isinstance(snapshot, KVSlots):
+            raise TypeError(f"snapshot: got {type(snapshot).__name__}, expected KVSlots")
+        if snapshot.window != self.window:
+            raise ValueError(f"snapshot: got window {snapshot.window}, expected {self.window}")
         if snapshot.batch not in (1, self.batch):
             raise ValueError(f"snapshot: got {snapshot.batch} rows, expected {self.batch} or one")
         rows = torch.arange(self.batch, dtype=torch.int32, device=self.k.device)
@@ -354,21 +384,29 @@ class KVSlots:
 
     def state_dict(self) -> dict[str, Tensor | int]:
         """To save: the tensors themselves, not copies."""
-        sizes = {"window": self.window, "pending": self.pending}
-        return dict(zip(_ARRAYS, self.tensors, strict=True)) | sizes
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        return dict(zip(_ARRAYS, self.tensors, strict=True)) | numbers
 
     def load_state_dict(self, state: Mapping[str, Tensor | int]) -> None:
-        """Copies a saved state into the tensors."""
+        """Copies a saved state into the tensors, which may have another dtype and device."""
+        missing = [name for name in (*_ARRAYS, "window", "pending") if name not in state]
+        if missing:
+            raise ValueError(
+                f"state: got none of {', '.join(missing)}, expected a state_dict of KVSlots"
+            )
         if state["window"] != self.window:
             raise ValueError(f"state: got window {state['window']}, expected {self.window}")
         for name in _ARRAYS:
             own = getattr(self, name)
+            check_tensor(state[name], f"state[{name!r}]")
             if state[name].shape != own.shape:
                 raise ValueError(
                     f"state: got {name} of shape {tuple(state[name].shape)}, expected {tuple(own.shape)}"
                 )
-            own.copy_(state[name])
-        self.pending, self.is_empty = state["pending"], False
+        check_slots(self.window, state["pending"], self.k.shape[2])
+        for name in _ARRAYS:
+            getattr(self, name).copy_(state[name])
+        self.pending, self.is_empty = state["pending"], state.get("is_empty", False)
 
     def _empty(self, batch: int) -> KVSlots:
         arrays = (own.new_zeros((batch, *own.shape[1:])) for own in self.tensors)
@@ -381,15 +419,16 @@ class KVSlots:
     ) -> None:
         for name, tensor in (("key", key), ("value", value), ("scores", scores)):
             check_tensor(tensor, name)
+        if key.dim() != 4:
+            raise ValueError(f"key: got shape {tuple(key.shape)}, expected [B, n, Hkv, D]")
         refuse_gradients(query=query, key=key, value=value, scores=scores)
 
 
-def refuse_gradients(**tensors: Tensor | None) -> None:
-    if not torch.is_grad_enabled():
-        return
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad:
-            raise RuntimeError(
-                f"{name}: got a tensor that requires a gradient, expected none: a KV cache changes in place and has no "
-                "derivative. Generate under torch.inference_mode() or torch.no_grad()"
-            )
+def _check_intervals(intervals: KeyIntervals, batch: int, heads: int, length: int) -> None:
+    if not isinstance(intervals, KeyIntervals):
+        raise TypeError(f"intervals: got {type(intervals).__name__}, expected KeyIntervals")
+    got = tuple(intervals.intervals.shape[:3])
+    if got[0] not in (1, batch) or got[1] not in (1, heads) or got[2] != length:
+        raise ValueError(
+            f"intervals: got them for (batch, heads, keys) {got}, expected {(batch, heads, length)}"
+        )

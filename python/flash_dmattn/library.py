@@ -25,7 +25,7 @@ def attention(
     """
     head_dim = q.shape[3]
     # The GPU's kernels load 16 bytes at a time.
-    padding = -head_dim % 8 if q.device.type == "cuda" else 0
+    padding = -head_dim % 8 if q.is_cuda else 0
     if padding:
         q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
     out, lse, _ = _ops.attend(

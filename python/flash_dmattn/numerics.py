@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ._arguments import FLOAT32_MAX, NUMBERS, resolve_flag
 
@@ -35,7 +36,10 @@ class Numerics(NamedTuple):
         )
 
     def for_head_dim(self, head_dim: int) -> Numerics:
-        return self if self.scale is not None else Numerics(1.0 / math.sqrt(head_dim), *self[1:])
+        scale, softcap, saturate, deterministic = self
+        if scale is not None:
+            return self
+        return Numerics(1.0 / math.sqrt(head_dim), softcap, saturate, deterministic)
 
 
 def _resolve_scale(scale: float | None, softmax_scale: float | None) -> float | None:
@@ -47,18 +51,30 @@ def _resolve_scale(scale: float | None, softmax_scale: float | None) -> float | 
     scale = softmax_scale if scale is None else scale
     if scale is None:
         return None
-    if isinstance(scale, bool) or not isinstance(scale, NUMBERS):
-        # True is most often is_causal in the place of softmax_scale.
-        raise TypeError(f"scale: got {scale!r}, expected a number")
+    _check_number(scale, "scale")  # True is most often is_causal in the place of softmax_scale
     if not abs(scale) <= FLOAT32_MAX:
         raise ValueError(f"scale: got {scale}, expected a number within the range of float32")
     return float(scale)
 
 
+def _check_number(value: object, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, NUMBERS):
+        raise TypeError(f"{name}: got {value!r}, expected a number")
+    if not isinstance(value, Tensor):
+        return
+    if value.numel() != 1:
+        raise TypeError(f"{name}: got a tensor of shape {tuple(value.shape)}, expected a number")
+    if value.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name}: got a tensor that requires a gradient, expected a number: it has no derivative; multiply query "
+            "by a factor that learns"
+        )
+
+
 def _resolve_softcap(softcap: float | None) -> float:
-    softcap = 0.0 if softcap is None else softcap
-    if isinstance(softcap, bool) or not isinstance(softcap, NUMBERS):
-        raise TypeError(f"softcap: got {softcap!r}, expected a number")
+    if softcap is None:
+        return 0.0
+    _check_number(softcap, "softcap")
     softcap = float(softcap)
     if not 0.0 <= softcap <= FLOAT32_MAX:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,15 +18,34 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
+def positive(text: str) -> int:
+    """A number of things, which fits the integers of torch."""
+    if not text.isdecimal() or not 1 <= int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer, 1 or more")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    """What torch.manual_seed takes."""
+    number = int(text)
+    if not -(2**63) <= number < 2**64:
+        raise argparse.ArgumentTypeError(f"got {text}, expected -2^63 to 2^64 - 1")
+    return number
+
+
 def output_file(text: str) -> Path:
     path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"got {text}, which is a folder, expected a file")
+    if not text or path.is_dir():
+        raise argparse.ArgumentTypeError(f"got {text!r}, which is a folder, expected a file")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise argparse.ArgumentTypeError(f"got {text}, which cannot be written to")
     _expect_writable(path.parent, text)
     return path
 
 
 def output_folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("got '', expected a folder")
     path = Path(text)
     _expect_writable(path, text)
     return path
@@ -50,8 +70,15 @@ def _expect_writable(folder: Path, text: str) -> None:
     nearest = next(
         path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
     )
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise argparse.ArgumentTypeError(f"got {text}, but {nearest} is no folder to write to")
+    try:
+        with tempfile.TemporaryFile(
+            dir=nearest
+        ):  # os.access lets root write anywhere, to /proc as well
+            pass
+    except OSError:
+        raise argparse.ArgumentTypeError(
+            f"got {text}, but {nearest} is no folder to write to"
+        ) from None
 
 
 def device(text: str) -> str:

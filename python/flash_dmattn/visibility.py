@@ -59,11 +59,6 @@ class Visibility(NamedTuple):
     is_causal: bool = False  # row i sees keys up to i + Sk - Sq
     keys: KeyIntervals | KeyList | KeyRanks | None = None
 
-    @property
-    def heads(self) -> int:
-        """For how many heads `keys` are given."""
-        return 1 if self.keys is None else self.keys.heads
-
     def operands(self) -> Operands:
         if self.keys is None:
             return _ALL_KEYS

@@ -121,8 +121,8 @@ struct ForwardParams {
   ScoreParams score;
   InputRows q, k, v;
   OutputRows out;
-  QueryTileLists tile_lists;  // without keys:
-  KeyRanges key_ranges;       // these are visited; without them every key
+  QueryTileLists tile_lists;  // empty where there are no lists
+  KeyRanges key_ranges;       // for calls without lists; empty: every key is visited
   float* lse = nullptr;
   float* lse_low = nullptr;  // may be null
   bool saturate = true;

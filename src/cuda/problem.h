@@ -43,6 +43,10 @@ inline OutputRows rows_of(const Tensor4& tensor) { return rows_view<std::byte>(t
 
 inline bool has(const BroadcastShape& shape) { return shape != BroadcastShape{}; }
 
+inline std::int64_t elements(const BroadcastShape& shape) {
+  return shape[0] * shape[1] * shape[2] * shape[3];
+}
+
 // `Data`: void or const void.
 template <class Data>
 auto broadcast_of(const Problem& p, const BroadcastShape& shape, Data* data,

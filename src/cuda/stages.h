@@ -21,7 +21,7 @@ PackedMask allocate_packed_mask(const Problem& p, bool has_lists, WorkspaceAlloc
 // Fills score.packed_mask from score.mask and the ranks.
 void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream);
 
-// The same of a backward: neither lists nor a dbias yet.
+// As for a forward. The family adds tile_lists and dbias.
 BackwardParams params_of(const BackwardArgs& args);
 
 struct KeyBlockQueries;
@@ -57,8 +57,8 @@ void store_dbias(const BackwardArgs& args, const float* sums, cudaStream_t strea
 // fix_gradients.
 void recompute_extreme_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream);
 
-// Gradients that not everything non-finite has reached, or more than it should: rows of dq beside keys that they
-// do not see, and without saturation dk, dv and dbias of rows with such elements. Before store_dbias.
+// Corrects gradients where an operand is not finite. Rows of dq that met such keys without seeing them are computed
+// again; without saturation NaN is written to the dk, dv and dbias that such an element reaches. Before store_dbias.
 void fix_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda

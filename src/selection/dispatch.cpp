@@ -47,8 +47,12 @@ RankArgs with_resolved_strides(const RankArgs& args) {
 
 constexpr std::int64_t unlimited_keys = std::numeric_limits<std::int64_t>::max();
 
-// A measured bound holds for tiles of this many queries; every schedule's tiles on a GPU consist of them.
-constexpr std::int64_t measured_tile_rows = 128;
+// A measured bound holds for consecutive tiles of this many queries; every schedule's tiles on a GPU consist of them.
+std::int64_t measured_tile_rows(std::int64_t seqlen_q) {
+  std::int64_t rows = 64;
+  while (max_query_tiles * rows < seqlen_q) rows *= 2;
+  return rows;
+}
 
 TileListArgs tile_list_args(const MeasureArgs& args) {
   return {
@@ -56,7 +60,7 @@ TileListArgs tile_list_args(const MeasureArgs& args) {
       .heads = args.heads,
       .seqlen_q = args.seqlen_q,
       .seqlen_k = args.seqlen_k,
-      .tile_rows = measured_tile_rows,
+      .tile_rows = measured_tile_rows(args.seqlen_q),
       .causal = args.causal,
       .intervals = with_resolved_strides(args.intervals, args.batch, args.heads, args.seqlen_k)};
 }

@@ -26,6 +26,9 @@ struct QueryTileLists {
   std::int64_t stride_head = 0;
 };
 
+// The most tiles of a row for which a GPU builds a schedule: it numbers half tiles with 16 bits.
+inline constexpr std::int64_t max_query_tiles = 0x7fff;
+
 // The arguments of build_tile_lists; the lists have the batch and heads of the intervals or of the key list.
 struct TileListArgs {
   std::int64_t batch = 0;  // B or 1

@@ -81,7 +81,8 @@ class AllocationsOfAttention : public ::testing::TestWithParam<const char*> {};
 TEST_P(AllocationsOfAttention, AreNone) {
   const Execution execution = testing::on_pool();
   // The reference takes its time, and without a name the CPU backend is found.
-  const std::size_t step = std::string(GetParam()) == "cpu" ? 1 : 8;
+  const std::size_t step =
+      (std::string(GetParam()) == "cpu" ? 1 : 8) * (testing::is_quick_run() ? 4 : 1);
   for (std::size_t i = 0; i < testing::attention_cases().size(); i += step) {
     const Case& c = testing::attention_cases()[i];
     if (c.slow || !supports(c.problem, GetParam()).empty()) continue;

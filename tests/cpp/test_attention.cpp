@@ -1,7 +1,6 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstdlib>
 #include <initializer_list>
 #include <string>
 
@@ -28,8 +27,6 @@ using testing::Yardstick;
 
 constexpr double infinity = std::numeric_limits<double>::infinity();
 
-bool is_quick_run() { return std::getenv("FLASH_DMATTN_QUICK_TESTS") != nullptr; }
-
 void expect_all_same_bits(const Results& actual, const Results& expected) {
   testing::expect_same_bits(actual, expected);
   EXPECT_TRUE(actual.lse.same_bits(expected.lse)) << "lse";
@@ -42,7 +39,8 @@ class AttentionTable : public ::testing::TestWithParam<Case> {};
 
 TEST_P(AttentionTable, IsWithinItsBounds) {
   const Case& c = GetParam();
-  if (c.slow && is_quick_run()) GTEST_SKIP() << "slow, and FLASH_DMATTN_QUICK_TESTS is set";
+  if (c.slow && testing::is_quick_run())
+    GTEST_SKIP() << "slow, and FLASH_DMATTN_QUICK_TESTS is set";
   const std::string reason = supports(c.problem, "cpu");
   ASSERT_EQ(reason, "");
   const Data data(c);

@@ -120,13 +120,22 @@ TEST_P(CheckFinite, IsOffOtherwise) {
 // The variable is read once a process, so each value has one of its own.
 TEST(CheckFiniteDeathTest, IsOnForOneAlone) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  for (const char* value : {"0", "", "yes", "1"}) {
+  for (const char* value : {"0", "", "1"}) {
     setenv("FLASH_DMATTN_CHECK_FINITE", value, 1);
     const int on = std::string(value) == "1" ? 1 : 0;
     EXPECT_EXIT(std::exit(check_finite_enabled() ? 1 : 0), ::testing::ExitedWithCode(on), "")
         << value;
   }
   unsetenv("FLASH_DMATTN_CHECK_FINITE");
+}
+
+// Who sets it relies on the check.
+TEST(CheckFiniteSetting, OtherValuesAreErrors) {
+  EXPECT_TRUE(check_finite_of("1"));
+  EXPECT_FALSE(check_finite_of("0"));
+  for (const char* value : {"yes", "true", "2", " 1"}) {
+    EXPECT_THROW(check_finite_of(value), InvalidArgument) << value;
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, CheckFinite, ::testing::Values("cpu", "reference"),

@@ -1,9 +1,11 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "selection/schedule_contents.h"
@@ -241,6 +243,26 @@ TEST(InvalidArguments, OfAForgottenScale) {
   call.forward_args.problem.scale = Problem{}.scale;
   expect_invalid([&] { call.run_forward(); }, "problem.scale", "got nan, expected a finite number");
   call.expect_nothing_written();
+}
+
+// With a size of 0 nothing would be computed, or out would be 0.
+TEST(InvalidArguments, OfForgottenSizes) {
+  for (const auto& [argument, size] :
+       std::initializer_list<std::pair<const char*, std::int64_t Problem::*>>{
+           {"problem.batch", &Problem::batch},
+           {"problem.heads_q", &Problem::heads_q},
+           {"problem.heads_kv", &Problem::heads_kv},
+           {"problem.seqlen_q", &Problem::seqlen_q},
+           {"problem.seqlen_k", &Problem::seqlen_k},
+           {"problem.head_dim", &Problem::head_dim}}) {
+    Call call("cpu");
+    call.forward_args.problem.*size = Problem{}.*size;
+    const bool is_length = size != &Problem::head_dim;
+    expect_invalid(
+        [&] { call.run_forward(); }, argument,
+        is_length ? "got -1, expected a length in [0, 2^31)" : "got -1, expected 1 to 256");
+    call.expect_nothing_written();
+  }
 }
 
 struct BadOutput {

@@ -10,6 +10,7 @@
 
 #include "check_finite.h"
 #include "flash_dmattn/flash_dmattn.h"
+#include "support/cases.h"
 #include "support/kv_stream.h"
 #include "support/run.h"
 
@@ -65,7 +66,8 @@ void run_stream(const StreamOptions& options) {
 
 TEST_P(KvCacheStreams, EqualFullAttentionOverTheBestKeys) {
   const auto& [backend, scores, dtype] = GetParam();
-  for (std::uint64_t seed = 0; seed < 300; ++seed) {
+  const std::uint64_t streams = testing::is_quick_run() ? 60 : 300;
+  for (std::uint64_t seed = 0; seed < streams; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     ASSERT_NO_FATAL_FAILURE(run_stream(random_options(seed, backend, scores, dtype)));
   }
@@ -98,6 +100,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 // However long the stream, the cache is as large as it was, and holds the best keys of all.
 TEST(KvCache, HoldsTheBestOfHalfAMillionTokens) {
+  if (testing::is_quick_run()) GTEST_SKIP() << "slow, and FLASH_DMATTN_QUICK_TESTS is set";
   constexpr std::int64_t tokens = 524288, window = 64, head_dim = 8;
   const KvCacheShape shape{.batch = 1, .heads_kv = 1, .window = window, .head_dim = head_dim};
   GuardedBuffer memory(kv_cache_size(shape), "cache");
@@ -228,6 +231,9 @@ TEST(KvCacheArguments, AreNamedInErrors) {
   expect_error("cache.positions", [](KvCalls& c) { c.append_args.cache.positions = nullptr; });
   expect_error("cache.counts", [](KvCalls& c) { c.append_args.cache.counts = nullptr; });
   expect_error("cache.seen", [](KvCalls& c) { c.append_args.cache.seen = nullptr; });
+  expect_error("cache.counts[1].count", [](KvCalls& c) { c.cache.counts[1].count = 5; });
+  expect_error("cache.counts[0].count", [](KvCalls& c) { c.cache.counts[0].count = -1; });
+  expect_error("cache.counts[0].victim", [](KvCalls& c) { c.cache.counts[0] = {4, 4}; });
   expect_error("cache.pending", [](KvCalls& c) { c.append_args.cache.pending = 4; });
   expect_error("cache.pending", [](KvCalls& c) { c.step_args.cache.pending = 1; });
   expect_error("seqlen", [](KvCalls& c) { c.append_args.seqlen = 4; });
@@ -248,6 +254,15 @@ TEST(KvCacheArguments, AreNamedInErrors) {
   expect_error("keep[0]", [](KvCalls& c) { c.commit_args.keep = (c.index = {1, 0}).data(); });
   expect_error("lengths[1]", [](KvCalls& c) { c.fill_args.lengths = (c.index = {1, 2}).data(); });
   expect_error("to.shape.window", [](KvCalls& c) { c.copy_args.to.shape.window = 3; });
+  expect_error("cache.shape.heads_kv",
+               [](KvCalls& c) { c.append_args.cache.shape.heads_kv = KvCacheShape{}.heads_kv; });
+  expect_error("seqlen", [](KvCalls& c) { c.append_args.seqlen = AppendArgs{}.seqlen; });
+  expect_error("seqlen", [](KvCalls& c) { c.fill_args.seqlen_k = FillArgs{}.seqlen_k; });
+  expect_error("seqlen_q", [](KvCalls& c) { c.fill_args.seqlen_q = FillArgs{}.seqlen_q; });
+  expect_error("seqlen_q",
+               [](KvCalls& c) { c.intervals_args.seqlen_q = PendingIntervalsArgs{}.seqlen_q; });
+  expect_error("problem.heads_q",
+               [](KvCalls& c) { c.step_args.heads_q = DecodeStepArgs{}.heads_q; });
   expect_error("from.k", [](KvCalls& c) { c.copy_args.from.k.data = nullptr; });
   expect_error("execution.workers", [](KvCalls& c) { c.execution.workers = 0; });
   expect_error("execution.workspace_bytes", [](KvCalls& c) { c.execution.workspace_bytes = 0; });

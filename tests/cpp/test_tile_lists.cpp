@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "flash_dmattn/error.h"
+#include "flash_dmattn/selection.h"
 #include "selection/query_tile_lists.h"
 #include "support/random.h"
 #include "support/run.h"
@@ -100,13 +101,8 @@ void expect_as_defined(const TileListArgs& args) {
   EXPECT_EQ(tile_list_entries(Device::cpu, args, testing::in_turn(1)), entries);
 }
 
-// The measured bound holds for consecutive tiles.
-void expect_bound(const TileListArgs& args) {
-  Execution execution = testing::in_turn(2);
-  GuardedBuffer workspace(measure_workspace_size(Device::cpu, args, execution), "workspace");
-  execution.workspace = workspace.data();
-  execution.workspace_bytes = workspace.size();
-  const KeyBound bound = measure_key_bound(Device::cpu, args, execution);
+// For consecutive tiles.
+void expect_bound_holds(const TileListArgs& args, const KeyBound& bound) {
   ASSERT_TRUE(bound.known());
   const OwnedTileLists owned = testing::make_tile_lists(args, testing::in_turn(1));
   const QueryTileLists& lists = owned.lists;
@@ -120,6 +116,32 @@ void expect_bound(const TileListArgs& args) {
                   bound.base + bound.per_query * (t + 1 - first) * lists.tile_rows);
       }
     }
+  }
+}
+
+void expect_bound(const TileListArgs& args) {
+  Execution execution = testing::in_turn(2);
+  GuardedBuffer workspace(measure_workspace_size(Device::cpu, args, execution), "workspace");
+  execution.workspace = workspace.data();
+  execution.workspace_bytes = workspace.size();
+  expect_bound_holds(args, measure_key_bound(Device::cpu, args, execution));
+}
+
+// Slots need a bound on any two neighbouring tiles of 64 queries, lists on tiles of 128.
+TEST(TileLists, MeasuredBoundHoldsForTilesOf64Queries) {
+  for (const std::int64_t chunk : {60, 64, 100, 128, 192, 256, 300}) {
+    Intervals intervals(1, 1, 2048, 2048, 64);
+    intervals.fill([&](std::int64_t j) { return Pair{j, (j / chunk + 1) * chunk}; });
+    const MeasureArgs args{.batch = 1,
+                           .heads = 1,
+                           .seqlen_q = 2048,
+                           .seqlen_k = 2048,
+                           .intervals = intervals.args.intervals};
+    Execution execution = testing::in_turn(2);
+    GuardedBuffer workspace(measure_workspace_size(args, execution), "workspace");
+    execution.workspace = workspace.data();
+    execution.workspace_bytes = workspace.size();
+    expect_bound_holds(intervals.args, measure_key_bound(args, execution));
   }
 }
 

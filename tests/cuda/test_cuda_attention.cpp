@@ -1,6 +1,5 @@
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <set>
 #include <string>
 #include <vector>
@@ -38,9 +37,8 @@ class CudaTable : public ::testing::TestWithParam<Case> {};
 
 TEST_P(CudaTable, IsWithinItsBounds) {
   const Case& c = GetParam();
-  if (c.slow && std::getenv("FLASH_DMATTN_QUICK_TESTS") != nullptr) {
+  if (c.slow && testing::is_quick_run())
     GTEST_SKIP() << "slow, and FLASH_DMATTN_QUICK_TESTS is set";
-  }
   const BackendInfo info = cuda_backend.info();
   if (!info.available) GTEST_SKIP() << info.reason;
   ASSERT_EQ(supports(on_device(c.problem), "cuda"), "");

@@ -100,7 +100,8 @@ void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest) {
     problem.causal = args.causal;
     problem.intervals_shape = {args.batch, args.heads};
     const KeyIntervals on_host{intervals.data(), args.heads * args.seqlen_k, args.seqlen_k};
-    args.bound = testing::least_bound(on_host, problem);
+    args.bound = round % 3 == 0 ? testing::measured_on_both(args, intervals)
+                                : testing::least_bound(on_host, problem);
     const Visibility visibility{.intervals = args.intervals, .bound = args.bound};
     const cuda::SlotGeometry geometry{.tile_rows = args.tile_rows, .segments = 1 + random.below(5)};
     const std::size_t bytes = cuda::slot_schedule_size(problem, visibility, geometry);
@@ -137,6 +138,29 @@ void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest) {
     }
   }
   EXPECT_GT(with_slots, rounds / 4);
+}
+
+TEST_F(SmallCudaSlots, AreNoneWhereNoKeyIsVisible) {
+  Problem problem;
+  problem.batch = problem.heads_q = problem.heads_kv = 1;
+  problem.seqlen_q = problem.seqlen_k = 300;
+  problem.intervals_shape = {1, 1};
+  const std::vector<KeyInterval> intervals(300);
+  const Visibility visibility{.intervals = {.data = intervals.data()}, .bound = {.base = 0}};
+  EXPECT_EQ(cuda::slot_schedule_size(problem, visibility, {.tile_rows = 64, .segments = 8}), 0);
+}
+
+// Tiles are numbered with 16 bits.
+TEST_F(SmallCudaSlots, AreNoneForTooManyTiles) {
+  Problem problem;
+  problem.batch = problem.heads_q = problem.heads_kv = 1;
+  problem.seqlen_q = problem.seqlen_k = 64 * (max_query_tiles + 1);
+  problem.intervals_shape = {1, 1};
+  const KeyInterval not_read{};
+  const Visibility visibility{.intervals = {.data = &not_read}, .bound = {.base = 9}};
+  const cuda::SlotGeometry geometry{.tile_rows = 64, .segments = 8};
+  EXPECT_EQ(cuda::slot_schedule_size(problem, visibility, geometry), 0);
+  EXPECT_EQ(cuda::slot_schedule_workspace_size(problem, visibility, geometry), 0);
 }
 
 TEST_F(SmallCudaSlots, Random) { compare_slots(21, 12, 1500); }

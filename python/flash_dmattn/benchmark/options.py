@@ -2,7 +2,7 @@
 
 import argparse
 
-from ..usage import device, input_file, output_file, picture_file
+from ..usage import device, input_file, output_file, picture_file, positive
 
 # Here, so that the command's help needs neither a GPU nor the backends.
 BACKENDS = ("cuda", "triton", "cpu")
@@ -33,21 +33,19 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add(
         "--length",
         nargs="+",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="instead of the lengths of the cases",
     )
     add(
         "--window",
         nargs="+",
-        type=_positive,
+        type=positive,
         metavar="W",
         help="instead of the windows of the cases",
     )
-    add(
-        "--repeats", type=_positive, default=5, help="turns, of which the median counts; default: 5"
-    )
-    add("--threads", type=_positive, help="of the CPU; default: torch's")
+    add("--repeats", type=positive, default=5, help="turns, of which the median counts; default: 5")
+    add("--threads", type=positive, help="of the CPU; default: torch's")
     add("--json", type=output_file, metavar="FILE", help="write all results there")
     add("--commit", default="unknown", help="of the sources; written into the file")
     add(
@@ -64,13 +62,6 @@ def _device(text: str) -> str:
     if text not in ("cpu", "cuda"):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected cpu or cuda")
     return device(text)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {number}, expected 1 or more")
-    return number
 
 
 def _rivals(text: str) -> list[str]:

@@ -3,19 +3,17 @@
 import argparse
 from pathlib import Path
 
-from ..usage import device, output_folder
+from ..usage import device, output_folder, positive, seed
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's options to its parser."""
     add = parser.add_argument
-    add("--steps", type=_positive, default=400, help="training steps")
-    add(
-        "--seconds", type=_positive, default=150, help="training ends after this time at the latest"
-    )
-    add("--context", type=_positive, default=2048, help="bytes per sequence")
-    add("--window", type=_positive, default=256, metavar="W", help="keys that a query keeps")
-    add("--batch-size", type=_positive, default=1, metavar="B", help="sequences per step")
+    add("--steps", type=positive, default=400, help="training steps")
+    add("--seconds", type=positive, default=150, help="training ends after this time at the latest")
+    add("--context", type=positive, default=2048, help="bytes per sequence")
+    add("--window", type=positive, default=256, metavar="W", help="keys that a query keeps")
+    add("--batch-size", type=positive, default=1, metavar="B", help="sequences per step")
     add(
         "--device",
         type=device,
@@ -28,11 +26,4 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         default=Path("demo-output"),
         help="folder for text and pictures",
     )
-    add("--seed", type=int, default=0, help="of initial weights, batches and generated text")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {value}, expected 1 or more")
-    return value
+    add("--seed", type=seed, default=0, help="of initial weights, batches and generated text")

@@ -11,6 +11,7 @@ from ..dynamic_mask_attention import scores_of
 from ..key_intervals import KeyIntervals, select_key_intervals
 from .dynamic_mask_cache import DynamicMaskCache, DynamicMaskLayer
 from .flash_dynamic_mask_attention import flash_dynamic_mask_attention_forward, target_dtype
+from .keywords import refuse_in_doge
 from .modeling_flash_dynamic_mask_attention_utils import (
     as_key_intervals,
     fdma_peft_integration_check,
@@ -30,13 +31,14 @@ def doge_attention_forward(
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """`DogeAttention.forward` with one score per key instead of a mask per (query, key) pair."""
+    refuse_in_doge(kwargs, has_mask=attention_mask is not None)
     per_head = (*hidden_states.shape[:-1], -1, self.head_dim)
     query = self.q_norm(self.q_proj(hidden_states).view(per_head)).transpose(1, 2)
     key = self.k_norm(self.k_proj(hidden_states).view(per_head)).transpose(1, 2)
     value = self.v_proj(hidden_states).view(per_head).transpose(1, 2)
     query, key = modeling_doge.apply_rotary_pos_emb(query, key, *position_embeddings)
     if isinstance(past_key_values, DynamicMaskCache):
-        slots = past_key_values.layers[self.layer_idx]
+        slots = _layer_of(past_key_values, self.layer_idx)
         out = _attend_with_slots(self, slots, query, key, value, attention_mask, kwargs)
         return self.o_proj(out.flatten(2)), None
     scores = _scores_of(self, value)
@@ -51,6 +53,15 @@ def doge_attention_forward(
             scores = _scores_of(self, value)
     out = _attend(self, query, key, value, scores, attention_mask, kwargs)
     return self.o_proj(out.flatten(2)), None
+
+
+def _layer_of(cache: DynamicMaskCache, index: int) -> DynamicMaskLayer:
+    if index >= len(cache.layers):
+        raise ValueError(
+            f"past_key_values has {len(cache.layers)} layers, and layer {index} has none; expected a "
+            "DynamicMaskCache(model.config) of this model"
+        )
+    return cache.layers[index]
 
 
 def _attend_with_slots(

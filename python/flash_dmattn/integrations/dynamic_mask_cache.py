@@ -10,6 +10,7 @@ import transformers
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.configuration_utils import PretrainedConfig
 
+from .._arguments import check_count, resolve_flag
 from ..kv_slots import KVSlots
 
 _CROPS_TO_A_LENGTH = int(transformers.__version__.split(".")[0]) < 5
@@ -102,6 +103,10 @@ class DynamicMaskLayer(CacheLayerMixin):
             key, value, scores, present: as in `fill`.
         """
         length = query.shape[2]
+        if query.shape[0] != self.batch_size:
+            raise ValueError(
+                f"past_key_values holds {self.batch_size} rows, and {query.shape[0]} come; expected as many"
+            )
         query, key, value = _by_token(query, key, value)
         self._make_room(length)
         if not self.record_past:
@@ -348,6 +353,10 @@ class DynamicMaskCache(Cache):
         Raises:
             ValueError: a choice of keys under which evicted keys return.
         """
+        if not isinstance(config, PretrainedConfig):
+            raise TypeError(
+                f"config: got {type(config).__name__}, expected that of a model (model.config)"
+            )
         config = config.get_text_config(decoder=True)
         if selection != "per_query":
             raise ValueError(
@@ -359,8 +368,10 @@ class DynamicMaskCache(Cache):
                 f"config.sliding_window is {config.sliding_window}; expected None: a key that leaves the window makes "
                 "place for others, which would have been evicted. Use transformers' DynamicCache"
             )
+        static = resolve_flag(static, "static")
         if chunk is None:
             chunk = _RECORDED if static else 0
+        check_count(chunk, "chunk")
         layers = [
             DynamicMaskLayer(window, static=static, chunk=chunk) for window in _windows(config)
         ]

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from torch import Tensor
+
 # Bookkeeping of models, trainers and generation that reaches every attention function and changes nothing in it.
 BOOKKEEPING = frozenset(
     {
@@ -38,6 +40,9 @@ _REASONS = {
 }
 
 
+_OF_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
 def refuse(keywords: Mapping[str, object]) -> None:
     """Raises for keywords that could change the result: all but bookkeeping and those that are None."""
     for name, value in keywords.items():
@@ -49,6 +54,22 @@ def refuse(keywords: Mapping[str, object]) -> None:
                 "Use another attn_implementation"
             )
         raise TypeError(f"{name}: got an unknown keyword, which could change the result")
+
+
+def refuse_in_doge(keywords: Mapping[str, object], has_mask: bool) -> None:
+    """The same for a layer of a Doge, to which packed sequences and causality come as its mask."""
+    packed = {name: keywords.get(name) for name in _OF_PACKED}
+    refuse_packed_by_layer(**packed)
+    for name, offsets in packed.items():
+        if isinstance(offsets, Tensor) and offsets.dim() == 1 and len(offsets) > 2 and not has_mask:
+            raise ValueError(
+                f"{name}: got offsets of {len(offsets) - 1} sequences without a mask; expected position_ids that begin "
+                "again with every sequence, and use_cache=False, of which the model makes one"
+            )
+    known = {*_OF_PACKED, "position_ids", "output_attentions"}
+    if keywords.get("is_causal") is True:
+        known.add("is_causal")
+    refuse({name: value for name, value in keywords.items() if name not in known})
 
 
 def refuse_packed_by_layer(**lengths: object) -> None:

@@ -19,6 +19,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin, modeling_utils
 from transformers.models.doge.modeling_doge import DogeAttention, DogeModel, DogePreTrainedModel
 
+from .._arguments import resolve_flag
 from .doge import ROUNDED, doge_attention_forward, doge_scores
 from .dynamic_mask_cache import DynamicMaskCache
 from .flash_dynamic_mask_attention import flash_dynamic_mask_attention_forward
@@ -66,6 +67,9 @@ def enable_flash_dmattn(
     Raises:
         ValueError: the model has no Doge attention layer, has attention dropout, or cannot have this cache.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+    round_scores_like_eager = resolve_flag(round_scores_like_eager, "round_scores_like_eager")
     layers = [module for module in model.modules() if isinstance(module, DogeAttention)]
     if not layers:
         raise ValueError(f"model is a {type(model).__name__} without any DogeAttention layer")
@@ -92,9 +96,9 @@ def _set_default_cache(model: DogePreTrainedModel, cache: str | None) -> None:
     """The attribute for `generate`, and for calls of the model itself a hook."""
     if cache is not None:
         DynamicMaskCache(model.config)  # raises where it cannot be
-    is_set = getattr(model, _DEFAULT_CACHE, None) is not None
     setattr(model, _DEFAULT_CACHE, cache)
-    if isinstance(model, DogeModel) and cache is not None and not is_set:
+    hooks = model._forward_pre_hooks.values()
+    if isinstance(model, DogeModel) and cache is not None and _bring_default_cache not in hooks:
         model.register_forward_pre_hook(_bring_default_cache, with_kwargs=True)
 
 

@@ -9,6 +9,8 @@ through the result.
 
 import torch
 
+from .._arguments import check_count, check_tensor
+
 _ROW_CHUNK_ELEMENTS = 1 << 24  # scores in one step; bounds the temporaries of a 4-d mask
 
 
@@ -22,6 +24,9 @@ def topk_indices(attention_bias: torch.Tensor, window_size: int, **kwargs) -> to
     Returns:
         int64 [..., min(window_size, K)].
     """
+    check_tensor(attention_bias, "attention_bias")
+    check_count(window_size, "window_size")
+    _refuse(kwargs)
     scores = attention_bias.detach()
     newest_first = scores.masked_fill(scores.isnan(), float("-inf")).flip(-1)
     order = newest_first.sort(dim=-1, descending=True, stable=True).indices[..., :window_size]
@@ -50,6 +55,8 @@ def topk_mask(
     Returns:
         bool, 3-d when both inputs are 3-d (or the mask is None), else 4-d.
     """
+    check_count(window_size, "window_size")
+    _refuse(kwargs)
     scores, allowed = _align(attention_bias, attention_mask)
     kept = scores.new_empty(torch.broadcast_shapes(scores.shape, allowed.shape), dtype=torch.bool)
     rows = kept.shape[-2]
@@ -75,6 +82,7 @@ def relu_mask(
     **kwargs,
 ) -> torch.Tensor:
     """True where an allowed key has a positive score. Arguments and result as in `topk_mask`."""
+    _refuse(kwargs)
     scores, allowed = _align(attention_bias, attention_mask)
     allowed = allowed & (scores > min_dtype)
     kept = allowed & (scores > 0)
@@ -115,18 +123,51 @@ def create_mask(
         type: "topk", or "relu" for all keys with a positive score.
 
     Raises:
-        ValueError: unknown type, a padding mask of another length, or a block size below 1.
+        ValueError: unknown type, another shape than B, H, Q and K have, or a block size below 1.
+        TypeError: a mask of floating point, which may be an additive one.
     """
+    _check_shape(attention_bias, "attention_bias", batch_size, query_len, key_len)
     if min_dtype is None:
         min_dtype = torch.finfo(attention_bias.dtype).min
     if attention_mask is not None and attention_mask.dim() == 2:
         attention_mask = _padding_mask(attention_mask, batch_size, query_len, key_len)
         attention_mask = attention_mask[:, None, :]
+    elif attention_mask is not None:
+        _check_shape(attention_mask, "attention_mask", batch_size, query_len, key_len)
     if type == "topk":
         return topk_mask(attention_bias, attention_mask, window_size, min_dtype, block_size)
     if type == "relu":
         return relu_mask(attention_bias, attention_mask, min_dtype, block_size)
     raise ValueError(f"type is {type!r}; expected 'topk' or 'relu'")
+
+
+def _refuse(keywords: dict[str, object]) -> None:
+    """Of keywords that other versions have taken, those that are given."""
+    for name, value in keywords.items():
+        if value is not None:
+            raise TypeError(f"{name}: got an unknown keyword, which could change the result")
+
+
+def _check_shape(
+    tensor: torch.Tensor, name: str, batch_size: int, query_len: int, key_len: int
+) -> None:
+    check_tensor(tensor, name)
+    shape = tuple(tensor.shape)
+    fits = len(shape) in (3, 4) and shape[0] in (1, batch_size) and shape[-1] in (1, key_len)
+    if not fits or (len(shape) == 4 and shape[2] not in (1, query_len)):
+        raise ValueError(
+            f"{name}: got shape {shape}, expected [B, H, K] or [B, H, Q, K] with B = {batch_size}, Q = {query_len} and "
+            f"K = {key_len}"
+        )
+
+
+def _as_bool(mask: torch.Tensor) -> torch.Tensor:
+    check_tensor(mask, "attention_mask")
+    if mask.is_floating_point():  # an additive one allows where it is 0
+        raise TypeError(
+            f"attention_mask: got {mask.dtype}, expected torch.bool, True where allowed"
+        )
+    return mask.bool()
 
 
 def _dim(mask: torch.Tensor | None) -> int:
@@ -135,10 +176,13 @@ def _dim(mask: torch.Tensor | None) -> int:
 
 def _align(scores: torch.Tensor, allowed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores and allowed keys, both 4-d."""
+    check_tensor(scores, "attention_bias")
+    if not scores.is_floating_point():
+        raise TypeError(f"attention_bias: got {scores.dtype}, expected a floating dtype")
     scores = scores.detach()
     if allowed is None:
         allowed = scores.new_ones((1,) * (scores.dim() - 1) + (scores.shape[-1],), dtype=torch.bool)
-    return tuple(t.unsqueeze(-2) if t.dim() == 3 else t for t in (scores, allowed.bool()))
+    return tuple(t.unsqueeze(-2) if t.dim() == 3 else t for t in (scores, _as_bool(allowed)))
 
 
 def _keep_best(scores: torch.Tensor, allowed: torch.Tensor, count: int) -> torch.Tensor:
@@ -157,6 +201,7 @@ def _keep_best(scores: torch.Tensor, allowed: torch.Tensor, count: int) -> torch
 
 def _keep_by_block(kept: torch.Tensor, block_size: int) -> torch.Tensor:
     """Every block of `block_size` keys (the last may be shorter) takes the value of its majority."""
+    check_count(block_size, "block_size")
     if block_size < 1:
         raise ValueError(f"block_size is {block_size}; expected at least 1")
     length = kept.shape[-1]
@@ -171,7 +216,7 @@ def _padding_mask(
     mask: torch.Tensor, batch_size: int, query_len: int, key_len: int
 ) -> torch.Tensor:
     """A padding mask [B, key_len]; one of the queries' length is preceded by allowed keys."""
-    mask = mask.bool()
+    mask = _as_bool(mask)
     if mask.shape == (batch_size, key_len):
         return mask
     if mask.shape == (batch_size, query_len) and query_len < key_len:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .._arguments import check_count, check_tensor
+
 
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
@@ -23,6 +25,16 @@ def unpad_input(
         max_seqlen: the longest packed sequence;
         used_seqlens: int32 [B], how many tokens attention_mask keeps in each sequence.
     """
+    check_tensor(hidden_states, "hidden_states")
+    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
+        if name == "unused_mask" and mask is None:
+            continue
+        check_tensor(mask, name)
+        if mask.dim() != 2 or mask.shape != hidden_states.shape[:2]:
+            raise ValueError(
+                f"{name}: got shape {tuple(mask.shape)}, expected [B, S] of hidden_states, "
+                f"{tuple(hidden_states.shape[:2])}"
+            )
     used = attention_mask != 0
     packed_mask = used if unused_mask is None else used | (unused_mask != 0)
     seqlens = packed_mask.sum(dim=-1, dtype=torch.int32)
@@ -35,5 +47,13 @@ def unpad_input(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Undoes unpad_input: [total, ...] -> [batch, seqlen, ...], zero where there is no token."""
+    check_tensor(hidden_states, "hidden_states")
+    check_tensor(indices, "indices")
+    for name, length in (("batch", batch), ("seqlen", seqlen)):
+        check_count(length, name)
+    if tuple(indices.shape) != tuple(hidden_states.shape[:1]):
+        raise ValueError(
+            f"indices: got shape {tuple(indices.shape)}, expected one for each of {hidden_states.shape[0]} tokens"
+        )
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))

@@ -2,21 +2,11 @@
 
 #include "cuda/common/convert.cuh"
 #include "cuda/common/math.cuh"
+#include "cuda/common/tile_copy.cuh"
 #include "cuda/params.h"
 
 // Conversions of the fp32 sums that a main loop leaves, in the order of its accumulators.
 namespace flash_dmattn::cuda {
-
-__device__ inline void store_chunk(std::byte* to, const std::uint32_t (&packed)[4], bool aligned) {
-  if (aligned) {
-    *reinterpret_cast<uint4*>(to) = {packed[0], packed[1], packed[2], packed[3]};
-  } else {
-    for (int i = 0; i < 8; ++i) {
-      reinterpret_cast<std::uint16_t*>(to)[i] =
-          static_cast<std::uint16_t>(packed[i / 2] >> (16 * (i % 2)));
-    }
-  }
-}
 
 // The sums of dq -> dq. An item is 8 columns of a row and of the row 8 below it. `Layout`: tiles of `rows` rows,
 // of which offset(row, chunk) is where the 16 floats of an item begin; a lane of the main loop has two columns of

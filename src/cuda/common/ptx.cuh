@@ -124,10 +124,6 @@ __device__ inline void cp_async_wait_all() { asm volatile("cp.async.wait_all;" :
 
 // ---- Shared memory ----
 
-__device__ inline void store_shared_4(std::uint32_t to, std::uint32_t value) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
-}
-
 __device__ inline void store_shared_16(std::uint32_t to, uint4 value) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y),
                "r"(value.z), "r"(value.w)

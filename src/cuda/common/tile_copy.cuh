@@ -201,13 +201,12 @@ __device__ inline void copy_r2s(const float (&c)[M16][N8][4], std::uint32_t tile
 }
 
 // 8 elements, one by one where they are not aligned.
-__device__ inline void store_chunk(std::byte* to, bool aligned, uint4 value) {
+__device__ inline void store_chunk(std::byte* to, const std::uint32_t (&words)[4], bool aligned) {
   if (aligned) {
-    *reinterpret_cast<uint4*>(to) = value;
+    *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
     return;
   }
   auto* const elements = reinterpret_cast<std::uint16_t*>(to);
-  const std::uint32_t words[4] = {value.x, value.y, value.z, value.w};
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
     elements[2 * w] = static_cast<std::uint16_t>(words[w]);
@@ -226,7 +225,7 @@ __device__ inline void copy_s2g(ThreadGroup<Size> group, std::uint32_t tile, int
     std::byte* const to = destination(row);
     if (chunk >= chunks || to == nullptr) continue;
     const uint4 value = load_shared_16(tile + Tile::offset(row, chunk));
-    store_chunk(to + chunk * 16, aligned, value);
+    store_chunk(to + chunk * 16, {value.x, value.y, value.z, value.w}, aligned);
   }
 }
 

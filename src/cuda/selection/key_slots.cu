@@ -9,8 +9,8 @@
 #include "cuda/selection/key_tree.cuh"
 #include "cuda/selection/tile_list_arguments.h"
 
-// A key's life in its slot, from tables of who comes and who goes; see KeySlots. Both tables are one sort of
-// events, in order of rows, arrivals before departures, tiles and keys.
+// Builds the arrays of KeySlots from arrivals and departures. One sort orders these events by row, kind (arrivals
+// first), tile and key.
 namespace flash_dmattn::cuda {
 namespace {
 

@@ -11,7 +11,6 @@ namespace flash_dmattn::cuda::key_tree {
 inline constexpr int threads = 512;
 inline constexpr int warps = threads / warp_size;
 inline constexpr int max_lists = warp_size;
-inline constexpr int max_tiles = 0x7fff;  // their halves are numbered with 16 bits
 
 // The queries that see a key, counted in half tiles: [begin, end), where an odd begin is one inside
 // tile begin / 2, and an odd end one inside tile end / 2. (Both may be the same odd number.) A key

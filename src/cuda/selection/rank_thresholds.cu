@@ -340,7 +340,7 @@ __global__ void __launch_bounds__(threads, 2) compute_chunk(OrderedRows rows) {
   chunk.index = static_cast<int>(blockIdx.x) % computed + rows.first_computed();
   chunk.begin = rows.chunk_begin(chunk.index);
   chunk.end = rows.chunk_end(chunk.index);
-  // Keys never chosen rank last; place_ranks has written their intervals.
+  // Keys never chosen rank last, and scatter_rank (rank_order.cuh) has written their intervals.
   if (!rows.layout.valid(rows.sorted_row(chunk.row)[chunk.begin])) return;
 
   const LaneRanks own(rows, chunk);

@@ -3,7 +3,6 @@
 #include <string>
 
 #include "arguments.h"
-#include "cuda/selection/key_tree.cuh"
 #include "cuda/selection/selection.h"
 #include "selection/query_tile_lists.h"
 
@@ -20,7 +19,7 @@ struct Lists {
   Lists(const Problem& p, const Visibility& visibility, Direction direction, std::int64_t tile_rows)
       : args(tile_list_args(p, visibility, tile_rows)) {
     args.by_position = direction == Direction::backward && p.deterministic;
-    if (args.lists() == 0 || args.tiles() > key_tree::max_tiles) return;
+    if (args.lists() == 0 || args.tiles() > max_query_tiles) return;
     if (args.key_list.keys != nullptr) {
       exist = true;
       return;
@@ -98,11 +97,12 @@ struct Slots {
     if (geometry.segments < 1) {
       throw InvalidArgument("segments", std::to_string(geometry.segments), "at least 1");
     }
-    if (args.lists() == 0 || args.intervals.data == nullptr || args.bound.consecutive) return;
+    if (args.lists() == 0 || args.tiles() > max_query_tiles) return;
+    if (args.intervals.data == nullptr || args.bound.consecutive) return;
     TileListArgs two_tiles = args;
     two_tiles.tile_rows *= 2;
     shape = slot_shape(args, tile_list_capacity(two_tiles), geometry.segments);
-    exist = 2 * shape.slots <= args.seqlen_k;
+    exist = shape.slots > 0 && 2 * shape.slots <= args.seqlen_k;
   }
 
   std::size_t bytes() const { return exist ? key_slot_bytes(shape) : 0; }

@@ -5,7 +5,6 @@
 
 #include "arguments.h"
 #include "cuda/selection/device.cuh"
-#include "cuda/selection/key_tree.cuh"
 
 namespace flash_dmattn::cuda {
 
@@ -19,9 +18,9 @@ inline void validate_tile_list_args(const TileListArgs& args) {
   if (args.tile_rows < 1) {
     throw InvalidArgument("tile_rows", std::to_string(args.tile_rows), "at least 1");
   }
-  if (args.tiles() > key_tree::max_tiles) {
+  if (args.tiles() > max_query_tiles) {
     throw InvalidArgument("tile_rows", std::to_string(args.tile_rows),
-                          "at most " + std::to_string(key_tree::max_tiles) + " tiles");
+                          "at most " + std::to_string(max_query_tiles) + " tiles");
   }
   if (reinterpret_cast<std::uintptr_t>(args.intervals.data) % sizeof(KeyInterval) != 0) {
     throw InvalidArgument("intervals", "a misaligned address", "an address aligned to 8 bytes");

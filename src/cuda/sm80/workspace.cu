@@ -6,10 +6,6 @@
 namespace flash_dmattn::cuda::sm80 {
 namespace {
 
-std::int64_t elements(const BroadcastShape& shape) {
-  return shape[0] * shape[1] * shape[2] * shape[3];
-}
-
 // Blocks of the main loop, which publish their progress where additions have an order.
 std::int64_t block_count(const Problem& p, const BackwardChoice& choice) {
   if (is_key_major(choice.loop)) return p.batch * p.heads_kv * ceil_div(p.seqlen_k, owned_keys);

@@ -63,8 +63,9 @@ __device__ inline void store_output(const ForwardKernelParams& params, const Wor
     non_finite |= __shfl_xor_sync(0xffffffffu, non_finite, 2);
 
     constexpr float largest = 3.4028235e38f;
+    // A tile without keys has multiplied hidden rows of V by 0, which may hold anything.
     const bool ordinary =
-        empty || (sum > 0 && sum <= largest && fabsf(offsets[h]) < 1e38f && non_finite == 0);
+        non_finite == 0 && (empty || (sum > 0 && sum <= largest && fabsf(offsets[h]) < 1e38f));
     constexpr double ln2 = 0.6931471805599453;
     const double lse =
         (static_cast<double>(offsets[h]) + static_cast<double>(log2_approx(sum))) * ln2;
@@ -73,9 +74,9 @@ __device__ inline void store_output(const ForwardKernelParams& params, const Wor
         (static_cast<std::int64_t>(work.batch) * p.shape.heads_q + head) * p.shape.seqlen_q + query;
     const bool stores_lse = lane % 4 == 0 && exists;
     store_if(stores_lse, p.lse + lse_row,
-             empty      ? negative_infinity
-             : ordinary ? rounded
-                        : __int_as_float(0x7fffffff));
+             !ordinary ? __int_as_float(0x7fffffff)
+             : empty   ? negative_infinity
+                       : rounded);
     store_if(stores_lse && p.lse_low != nullptr, p.lse_low + lse_row,
              empty ? 0.0f : static_cast<float>(lse - static_cast<double>(rounded)));
     set_flag_if(stores_lse && !ordinary, params.needs_fix);

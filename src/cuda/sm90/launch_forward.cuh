@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <stdexcept>
 #include <type_traits>
 #include <utility>
 
@@ -35,7 +36,7 @@ void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
     params.v_map = map(p.v);
   }
   if (Kernel::dense == DenseAccess::tiles && p.score.bias.dense) {
-    const DenseBiasRows bias(p);
+    const DenseBiasRows bias(shape, p.score);
     params.bias_map = make_tensor_map(bias.rows, shape.seqlen_k, shape.seqlen_q, bias.heads,
                                       bias.batch, 64, bf16);
   }
@@ -69,9 +70,11 @@ void launch_forward(const ForwardChoice& choice, const ForwardParams& p,
     return;
   }
   params.two_heads = choice.variant.dense == DenseAccess::tiles && has_two_heads(p);
+  bool launched = false;
   const auto launch_if_chosen = [&]<ForwardVariant Variant>() {
-    if (choice.variant == Variant)
-      launch_forward_kernel<ForwardKernel<T, D, Variant>>(params, stream);
+    if (choice.variant != Variant) return;
+    launch_forward_kernel<ForwardKernel<T, D, Variant>>(params, stream);
+    launched = true;
   };
   const auto launch_chosen = [&]<bool Overlaps>() {
     [&]<std::size_t... i>(std::index_sequence<i...>) {
@@ -82,6 +85,7 @@ void launch_forward(const ForwardChoice& choice, const ForwardParams& p,
     launch_chosen.template operator()<false>();
   }
   launch_chosen.template operator()<true>();
+  if (!launched) throw std::logic_error("no such kernel: " + name(choice));
 }
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -31,8 +31,8 @@ struct SlotPartition {
   int whole = 0;       // pieces that are not divided
   int rest_units = 0;  // of the others
 
-  SlotPartition() = default;
-  SlotPartition(int chains_, int units_, int blocks_)
+  constexpr SlotPartition() = default;
+  constexpr SlotPartition(int chains_, int units_, int blocks_)
       : chains(chains_), units(units_), blocks(blocks_) {
     cuts = ceil_div(blocks, chains);
     if (cuts > units) cuts = units;
@@ -47,10 +47,10 @@ struct SlotPartition {
   }
 
   // Parts that begin or end inside a chain have ids [0, cut_parts()).
-  __host__ __device__ int cut_parts() const { return rest_parts * blocks + (cuts > 1 ? whole : 0); }
+  constexpr int cut_parts() const { return rest_parts * blocks + (cuts > 1 ? whole : 0); }
 
   // Of block `block`: part 0, 1, ... until one has no chain; a part may have no units.
-  __host__ __device__ SlotPart part(int block, int number) const {
+  constexpr SlotPart part(int block, int number) const {
     if (number < rest_parts) {
       const int begin = first_rest_unit(block);
       const int end = first_rest_unit(block + 1);
@@ -71,7 +71,7 @@ struct SlotPartition {
   }
 
   // That has a unit of a chain.
-  __host__ __device__ SlotPart part_of(int chain, int unit) const {
+  constexpr SlotPart part_of(int chain, int unit) const {
     const int cut = unit / piece_units;
     const int piece = cut * chains + chain;
     if (piece < whole) return part(piece % blocks, rest_parts + piece / blocks);
@@ -82,7 +82,7 @@ struct SlotPartition {
 
   // How many of the `row_blocks` chains of a kv head come before a part where they add to the same sums in a fixed
   // order: divided pieces first, as blocks compute them first.
-  __host__ __device__ int position(const SlotPart& part, int row_blocks) const {
+  constexpr int position(const SlotPart& part, int row_blocks) const {
     const int block = part.chain % row_blocks;
     const int first_piece = part.piece - block;
     const int divided = first_piece + row_blocks - whole;
@@ -91,12 +91,12 @@ struct SlotPartition {
   }
 
  private:
-  __host__ __device__ int first_rest_unit(int block) const {
+  constexpr int first_rest_unit(int block) const {
     return static_cast<int>(std::int64_t{block} * rest_units / blocks);
   }
 
   // Pieces are numbered by cuts, within these by chains.
-  __host__ __device__ SlotPart in_piece(int piece, int begin, int end) const {
+  constexpr SlotPart in_piece(int piece, int begin, int end) const {
     const int first = piece / chains * piece_units;
     const int last = first + end < units ? first + end : units;
     return {0, piece % chains, first + begin, last, piece};

@@ -131,6 +131,8 @@ Case case_from(const CaseWords& words) {
   return parse(whole);
 }
 
+bool is_quick_run() { return std::getenv("FLASH_DMATTN_QUICK_TESTS") != nullptr; }
+
 const std::vector<Case>& attention_cases() {
   static const std::vector<Case> cases = [] {
     std::vector<Case> parsed;

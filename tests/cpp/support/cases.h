@@ -25,6 +25,10 @@ struct Case {
   bool slow = false;
 };
 
+// With FLASH_DMATTN_QUICK_TESTS, under sanitizers and emulators: cases that are slow are left out, and random tests draw
+// fewer.
+bool is_quick_run();
+
 // A row as column name -> word. Columns that are not there have the table's defaults, so a test can
 // write down only what is special about its case.
 using CaseWords = std::map<std::string, std::string>;

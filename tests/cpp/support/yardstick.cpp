@@ -24,12 +24,17 @@ double norm(const float* x, std::int64_t size, std::int64_t stride) {
   return std::sqrt(sum);
 }
 
+// The keys that a query row sees, and some between them.
+struct KeyRange {
+  std::int64_t begin, end;
+};
+
 // One kv head of k or v. Every sum runs in the order of its terms; the two layouts let the compiler
-// compute many such sums at once.
+// compute many such sums at once. Values are finite, so a weight of 0 adds nothing.
 struct Keys {
   std::int64_t count, dim;
-  Vector values, gradient;  // [D, Sk]
-  Vector rows;              // values as [Sk, D]
+  Vector values;          // [D, Sk]
+  Vector rows, gradient;  // [Sk, D]; rows holds the values
   double largest_norm = 0;
   double largest_value = 0;
 
@@ -49,37 +54,39 @@ struct Keys {
   }
 
   // result_j = row . key_j
-  void dot(const Vector& row, Vector& result) const {
-    std::fill(result.begin(), result.end(), 0.0f);
+  void dot(KeyRange keys, const Vector& row, Vector& result) const {
+    std::fill(result.begin() + keys.begin, result.begin() + keys.end, 0.0f);
     for (std::int64_t d = 0; d < dim; ++d) {
       const float x = row[index(d)];
-      const float* keys = values.data() + d * count;
-      for (std::int64_t j = 0; j < count; ++j) result[index(j)] += x * keys[j];
+      const float* value = values.data() + d * count;
+      for (std::int64_t j = keys.begin; j < keys.end; ++j) result[index(j)] += x * value[j];
     }
   }
 
   // result = sum_j weight_j key_j
-  void sum(const Vector& weights, Vector& result) const {
+  void sum(KeyRange keys, const Vector& weights, Vector& result) const {
     std::fill(result.begin(), result.end(), 0.0f);
-    for (std::int64_t j = 0; j < count; ++j) {
+    for (std::int64_t j = keys.begin; j < keys.end; ++j) {
       const float weight = weights[index(j)];
+      if (weight == 0) continue;
       const float* row = rows.data() + j * dim;
       for (std::int64_t d = 0; d < dim; ++d) result[index(d)] += weight * row[d];
     }
   }
 
-  void add_to_gradient(const Vector& weights, const Vector& row) {
-    for (std::int64_t d = 0; d < dim; ++d) {
-      const float x = row[index(d)];
-      float* keys = gradient.data() + d * count;
-      for (std::int64_t j = 0; j < count; ++j) keys[j] += weights[index(j)] * x;
+  void add_to_gradient(KeyRange keys, const Vector& weights, const Vector& row) {
+    for (std::int64_t j = keys.begin; j < keys.end; ++j) {
+      const float weight = weights[index(j)];
+      if (weight == 0) continue;
+      float* sums = gradient.data() + j * dim;
+      for (std::int64_t d = 0; d < dim; ++d) sums[d] += weight * row[index(d)];
     }
   }
 
   void store_gradient(std::int64_t batch, std::int64_t head, Tensor& tensor) const {
     for (std::int64_t j = 0; j < count; ++j) {
       for (std::int64_t d = 0; d < dim; ++d) {
-        tensor.set({batch, j, head, d}, static_cast<double>(gradient[index(d * count + j)]));
+        tensor.set({batch, j, head, d}, static_cast<double>(gradient[index(j * dim + d)]));
       }
     }
   }
@@ -156,9 +163,20 @@ class Computation {
     }
   }
 
+  KeyRange visible_keys(std::int64_t b, std::int64_t h, std::int64_t i) const {
+    KeyRange keys{0, p_.seqlen_k};
+    while (keys.begin < keys.end && !data_.visible(b, h, i, keys.begin)) ++keys.begin;
+    while (keys.begin < keys.end && !data_.visible(b, h, i, keys.end - 1)) --keys.end;
+    return keys;
+  }
+
   // scores_ with -inf where a key is not visible, and slopes_.
-  void score(std::int64_t b, std::int64_t h, std::int64_t i) {
-    for (std::int64_t j = 0; j < p_.seqlen_k; ++j) {
+  void score(KeyRange keys, std::int64_t b, std::int64_t h, std::int64_t i) {
+    for (std::int64_t j = keys.begin; j < keys.end; ++j) {
+      if (!data_.visible(b, h, i, j)) {
+        scores_[index(j)] = -infinity;
+        continue;
+      }
       float s = round(round(scores_[index(j)]) * p_.scale);
       float slope = 1;
       if (p_.softcap > 0) {
@@ -169,52 +187,56 @@ class Computation {
       if (data_.has_bias()) {
         s = round_score(s + static_cast<float>(data_.broadcast(data_.bias, b, h, i, j)));
       }
-      scores_[index(j)] = data_.visible(b, h, i, j) ? s : -infinity;
+      scores_[index(j)] = s;
       slopes_[index(j)] = slope;
     }
   }
 
   void row(std::int64_t b, std::int64_t h, std::int64_t i, Keys& k, Keys& v) {
+    const KeyRange keys = visible_keys(b, h, i);
     const Vector q = load_row(data_.q, b, h, i);
-    k.dot(q, scores_);
-    score(b, h, i);
+    k.dot(keys, q, scores_);
+    score(keys, b, h, i);
     float max = -infinity;
-    for (const float s : scores_) max = std::max(max, s);
+    for (std::int64_t j = keys.begin; j < keys.end; ++j) max = std::max(max, scores_[index(j)]);
     const bool empty = max == -infinity;
     float sum = 0;
-    for (std::size_t j = 0; j < scores_.size(); ++j) {
-      probabilities_[j] = empty ? 0 : std::exp(scores_[j] - max);
-      sum += probabilities_[j];
+    for (std::int64_t j = keys.begin; j < keys.end; ++j) {
+      probabilities_[index(j)] = empty ? 0 : std::exp(scores_[index(j)] - max);
+      sum += probabilities_[index(j)];
     }
     const float lse = empty ? -infinity : max + std::log(sum);
-    for (float& probability : probabilities_) probability = empty ? 0 : round(probability / sum);
+    for (std::int64_t j = keys.begin; j < keys.end; ++j) {
+      float& probability = probabilities_[index(j)];
+      probability = empty ? 0 : round(probability / sum);
+    }
     Vector out(index(p_.head_dim));
-    v.sum(probabilities_, out);
+    v.sum(keys, probabilities_, out);
     store_row(y_.results.out, b, h, i, out);
     y_.results.lse.set({b, h, i, 0}, static_cast<double>(lse));
 
     const Vector dout = load_row(data_.dout, b, h, i);
-    v.dot(dout, ds_);
+    v.dot(keys, dout, ds_);
     float delta = 0;
-    for (std::size_t j = 0; j < ds_.size(); ++j) {
-      ds_[j] = round(ds_[j]);
-      delta += probabilities_[j] * ds_[j];
+    for (std::int64_t j = keys.begin; j < keys.end; ++j) {
+      ds_[index(j)] = round(ds_[index(j)]);
+      delta += probabilities_[index(j)] * ds_[index(j)];
     }
-    v.add_to_gradient(probabilities_, dout);
-    for (std::size_t j = 0; j < ds_.size(); ++j) {
-      ds_[j] = round_score(probabilities_[j] * (ds_[j] - delta));
+    v.add_to_gradient(keys, probabilities_, dout);
+    for (std::int64_t j = keys.begin; j < keys.end; ++j) {
+      ds_[index(j)] = round_score(probabilities_[index(j)] * (ds_[index(j)] - delta));
     }
-    add_noise(b, h, i, q, dout, out, k, v, lse);
+    add_noise(keys, b, h, i, q, dout, out, k, v, lse);
     const std::size_t bias_row = index_of_row(b, h, i);
     const bool bias_per_key = p_.bias_shape[3] > 1;
-    for (std::int64_t j = 0; j < p_.seqlen_k; ++j) {
+    for (std::int64_t j = keys.begin; j < keys.end; ++j) {
       float& ds = ds_[index(j)];
       if (data_.has_bias()) dbias_[bias_row + index(bias_per_key ? j : 0)] += ds;
       ds = round(round(ds * slopes_[index(j)]) * p_.scale);
     }
-    k.add_to_gradient(ds_, q);
+    k.add_to_gradient(keys, ds_, q);
     Vector dq(index(p_.head_dim));
-    k.sum(ds_, dq);
+    k.sum(keys, ds_, dq);
     store_row(y_.results.dq, b, h, i, dq);
   }
 
@@ -229,7 +251,7 @@ class Computation {
   // of products in fp32 and perturbs its probability by as much relatively; ds = p (dp - delta)
   // cancels two such sums, and delta comes from an `out` that was rounded to the dtype, an error that
   // all keys of the row share.
-  void add_noise(std::int64_t b, std::int64_t h, std::int64_t i, const Vector& q,
+  void add_noise(KeyRange keys, std::int64_t b, std::int64_t h, std::int64_t i, const Vector& q,
                  const Vector& dout, const Vector& out, const Keys& k, const Keys& v, float lse) {
     const double scale = std::abs(double{p_.scale});
     const double dims = std::sqrt(static_cast<double>(p_.head_dim));
@@ -244,17 +266,17 @@ class Computation {
     double largest_dout = 0;
     for (const float x : q) largest_q = std::max(largest_q, std::abs(double{x}));
     for (const float x : dout) largest_dout = std::max(largest_dout, std::abs(double{x}));
-    const double weight = norm(probabilities_.data(), p_.seqlen_k, 1);
+    const double weight = norm(probabilities_.data() + keys.begin, keys.end - keys.begin, 1);
     y_.out.add(relative * weight * v.largest_value);
     y_.lse.add(relative);
     Vector mean_key(dout.size());
-    k.sum(probabilities_, mean_key);
+    k.sum(keys, probabilities_, mean_key);
     const double shared = norm(mean_key.data(), p_.head_dim, 1);
     y_.dq.add(ds * scale * std::max(weight * k.largest_value, shared));
     const std::size_t bias_row = index_of_row(b, h, i);
     const bool bias_per_key = p_.bias_shape[3] > 1;
     if (data_.has_bias() && !bias_per_key) dbias_variance_[bias_row] += square(ds);
-    for (std::int64_t j = 0; j < p_.seqlen_k; ++j) {
+    for (std::int64_t j = keys.begin; j < keys.end; ++j) {
       const double probability = double{probabilities_[index(j)]};
       dk_variance_[index(j)] += square(probability * ds * scale * largest_q);
       dv_variance_[index(j)] += square(probability * relative * largest_dout);

@@ -162,6 +162,17 @@ def test_one_query_against_a_cache_equals_the_last_row():
     torch.testing.assert_close(last, whole[:, -1:], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("selection", ["per_query", "global"])
+def test_a_choice_for_no_queries(selection):
+    """A bias with a query dimension has no elements then."""
+    q, k, v = qkv(seqlen_q=0)
+    q.requires_grad_()
+    options = {"attn_bias": torch.randn(2, 2, 0, 23), "selection_scores": torch.randn(2, 2, 23)}
+    out = flash_dmattn_func(q, k, v, keep_window_size=5, selection=selection, **options)
+    out.sum().backward()
+    assert out.shape == q.shape and q.grad.shape == q.shape
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bias_beside_float64_inputs(dtype):
     q, k, v = qkv(dtype=torch.float64)

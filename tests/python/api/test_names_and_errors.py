@@ -204,6 +204,41 @@ def test_bad_types_are_named(message, change):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "message, options",
+    [
+        ("backend: got None, expected a name", {"backend": None}),
+        ("softcap: got a tensor of shape (2,)", {"softcap": torch.ones(2)}),
+        ("scale: got a tensor of shape (2,)", {"scale": torch.ones(2)}),
+        ("scale: got a tensor that requires a gradient", {"scale": torch.ones((), requires_grad=True)}),
+    ],
+)  # fmt: skip
+def test_numbers_and_names_of_another_kind(message, options):
+    """A scale that learns would silently get no gradient."""
+    with pytest.raises((TypeError, RuntimeError)) as caught:
+        flash_dmattn_func(*qkv(), **options)
+    assert message in str(caught.value)
+    with torch.no_grad():
+        flash_dmattn_func(*qkv(), scale=torch.ones((), requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    "message, options",
+    [
+        ("max_seqlen_k: got 4, expected at least 5, the longest of cu_seqlens_k", {"max_seqlen_k": 4}),
+        ("max_seqlen_k: got -1", {"max_seqlen_k": -1}),
+        ("max_seqlen_q: got 'many'", {"max_seqlen_q": "many"}),
+    ],
+)  # fmt: skip
+def test_longest_sequences_that_are_longer(message, options):
+    """On a GPU too small a length loses keys."""
+    q, k, v = (t[0] for t in qkv())
+    offsets = torch.tensor([0, 5, 9], dtype=torch.int32)
+    with pytest.raises((ValueError, TypeError)) as caught:
+        flash_dmattn.flash_dmattn_varlen_func(q, k, v, offsets, offsets, **options)
+    assert message in str(caught.value)
+
+
 @pytest.mark.parametrize("offsets", [[0, 4, 10], [0, 7, 4, 9], [1, 9], []])
 def test_bad_offsets_are_named(offsets):
     q, k, v = (t[0] for t in qkv())
@@ -330,3 +365,21 @@ def test_unpad_with_unused_tokens():
     packed, indices, cu_seqlens, longest, used = unpad_input(torch.randn(2, 3, 1), mask, unused)
     assert indices.tolist() == [0, 1, 3, 4] and cu_seqlens.tolist() == [0, 2, 4]
     assert longest == 2 and used.tolist() == [1, 2] and len(packed) == 4
+
+
+@pytest.mark.parametrize(
+    "message, call",
+    [
+        ("attention_mask: got shape (2, 4)", lambda x: unpad_input(x, torch.ones(2, 4))),
+        ("attention_mask: got shape (3, 5)", lambda x: unpad_input(x, torch.ones(3, 5))),
+        ("unused_mask: got shape (1, 5)", lambda x: unpad_input(x, torch.ones(2, 5), torch.ones(1, 5))),
+        ("attention_mask: got list", lambda x: unpad_input(x, [1])),
+        ("indices: got shape (3,)", lambda x: pad_input(x, torch.arange(3), 2, 5)),
+        ("batch: got -2", lambda x: pad_input(x, torch.arange(2), -2, -5)),
+    ],
+)  # fmt: skip
+def test_padding_of_another_shape(message, call):
+    """A shorter mask would pack other tokens than those it keeps."""
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call(torch.randn(2, 5, 3))
+    assert message in str(caught.value)

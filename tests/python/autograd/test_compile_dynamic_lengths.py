@@ -41,7 +41,7 @@ def packed(q, k, v, bias):
 def packed_with_longest(q, k, v, bias):
     """The bound of the intervals follows from the longest document."""
     offsets = torch.tensor([0, 5, 0]) + torch.tensor([0, 0, 1]) * q.shape[1]
-    longest = q.shape[1] - 5
+    longest = q.shape[1] - 3  # at least 5, the first one, and more than the other
     return flash_dmattn_varlen_func(q[0], k[0], v[0], offsets, offsets, longest, longest)
 
 

@@ -96,6 +96,19 @@ def test_gradients_are_refused():
         cache.step(**(STEP | {"query": STEP["query"].clone().requires_grad_()}))
 
 
+def test_tangents_are_refused():
+    """torch would take them for 0."""
+    query, cache = STEP["query"], KVSlots(2, 2, 4, 8)
+    caches = {"k_cache": torch.zeros(2, 9, 2, 8), "v_cache": torch.zeros(2, 9, 2, 8)}
+    lengths = torch.zeros(2, dtype=torch.int32)
+    for call in (
+        lambda query: cache.step(**(STEP | {"query": query})),
+        lambda query: flash_dmattn_with_kvcache(query, **caches, cache_seqlens=lengths),
+    ):
+        with pytest.raises(RuntimeError, match="got a tensor with a tangent"):
+            torch.func.jvp(call, (query,), (query,))
+
+
 @pytest.mark.parametrize(
     "message, spoiled",
     [

@@ -228,6 +228,42 @@ def test_full_cache_with_rows_of_different_lengths_and_left_padding():
     torch.testing.assert_close(out, stream.out[rows, last], atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("mode", ["saturate", "propagate"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_are_not_finite(value, name, mode):
+    """They show, or saturate, as in flash_dmattn_func: in steps, in chunks and in a cache of all keys."""
+    stream, window = Stream(9, 4, batch=1), 4
+    getattr(stream, name)[0, 5, 0, 3] = value
+    expected = flash_dmattn_func(
+        stream.q, stream.k, stream.v, attn_bias=stream.scores, is_causal=True,
+        keep_window_size=window, nonfinite=mode,
+    )  # fmt: skip
+    steps, chunks = stream.slots(), stream.slots(chunk=3)
+    caches = [torch.zeros(1, 9, 2, 8), torch.zeros(1, 9, 2, 8), torch.zeros(1, 2, 9)]
+    outs = [[], [], []]
+    for t in range(9):
+        q, tokens = stream.q[:, t : t + 1], stream.tokens(t, t + 1)
+        outs[0].append(steps.step(q, *tokens, nonfinite=mode))
+        outs[1].append(
+            flash_dmattn_with_kvcache(
+                q,
+                *caches,
+                *tokens[:2],
+                scores=tokens[2],
+                nonfinite=mode,
+                cache_seqlens=torch.tensor([t]).int(),
+                keep_window_size=window,
+            )  # fmt: skip
+        )
+    for t in range(0, 9, 3):
+        chunks.append(*stream.tokens(t, t + 3))
+        outs[2].append(chunks.attend(stream.q[:, t : t + 3], nonfinite=mode))
+        chunks.commit()
+    for parts in outs:
+        torch.testing.assert_close(torch.cat(parts, 1), expected, equal_nan=True)
+
+
 def test_snapshots_rows_and_saved_states():
     stream = Stream(20, 4, kind="ties", batch=1)
     cache = stream.slots(chunk=3)
@@ -279,3 +315,25 @@ def test_compiled_without_a_break():
         return out
 
     stream.check(chunk(stream.q[:, 8:], *stream.tokens(8, 12)), 8, 12)
+
+
+@pytest.mark.parametrize("mode", ["all keys", "slots"])
+def test_with_kvcache_compiled_without_a_break(mode):
+    """Lengths are read on the device only: one graph for all steps."""
+    torch._dynamo.reset()
+    stream, size = Stream(12, 3), 15
+    caches = [torch.zeros(2, size, 2, 8), torch.zeros(2, size, 2, 8), torch.zeros(2, 2, size)]
+    options = {"keep_window_size": 3, "cache_seqlens": torch.zeros(2, dtype=torch.int32)}
+    if mode == "slots":
+        options["slot_positions"] = torch.zeros(2, 2, size, dtype=torch.int32)
+        options["slot_counts"] = torch.zeros(2, 2, 2, dtype=torch.int32)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(q, k, v, scores):
+        return flash_dmattn_with_kvcache(q, *caches, k, v, scores=scores, **options)
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for t in range(12):
+            out = step(stream.q[:, t : t + 1], *stream.tokens(t, t + 1))
+            stream.check(out, t, t + 1)
+            options["cache_seqlens"].fill_(t + 1)

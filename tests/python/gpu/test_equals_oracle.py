@@ -7,6 +7,7 @@ from flash_dmattn import (
     flash_dmattn_func,
     flash_dmattn_func_auto,
     flash_dmattn_varlen_func,
+    is_available,
     packed_documents,
     select_key_intervals,
 )
@@ -147,7 +148,10 @@ def test_named_backend():
         flash_dmattn_func_auto("cpu")(problem.q, problem.k, problem.v)
 
 
-def test_float32_says_what_to_do():
-    q = torch.randn(1, 8, 2, 64, device="cuda")
-    with pytest.raises(TypeError, match="float32 on cuda:0, expected bfloat16 or float16"):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dtypes_without_kernels_are_named(dtype):
+    if dtype == torch.float32 and is_available("triton"):
+        pytest.skip("Triton's kernels take float32")
+    q = torch.randn(1, 8, 2, 64, device="cuda", dtype=dtype)
+    with pytest.raises(TypeError, match=f"{dtype} on cuda:0, expected bfloat16 or float16"):
         flash_dmattn_func(q, q, q)

@@ -283,3 +283,19 @@ def test_rows_that_see_nothing_get_and_give_no_gradient(route):
     assert (out[:, :20] == 0).all()
     for gradient in gradients:
         assert (gradient == 0).all()
+
+
+@dtypes
+@pytest.mark.parametrize("nonfinite", ["saturate", "propagate"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("scored", [False, True])
+def test_tiles_of_queries_that_see_nothing_show_no_hidden_value(dtype, nonfinite, head_dim, scored):
+    """More queries than keys: the first two hundred come before every key, and all keys are NaN."""
+    q = torch.randn(1, 300, 4, head_dim, device="cuda").to(dtype)
+    k, v = (torch.full((1, 100, 2, head_dim), torch.nan, device="cuda").to(dtype) for _ in range(2))
+    bias = torch.zeros(1, 2, 100, device="cuda") if scored else None
+    out, lse, _ = flash_dmattn_func(
+        q, k, v, None, bias, is_causal=True, nonfinite=nonfinite, return_attn_probs=True
+    )
+    assert (out[:, :200] == 0).all()
+    assert (lse[..., :200] == -torch.inf).all()

@@ -293,3 +293,41 @@ def test_masks_are_made_as_intervals(pad):
     rows = torch.arange(S)[:, None]
     shown = (made[:, :, None, :, 0] <= rows) & (rows < made[:, :, None, :, 1])
     assert torch.equal(shown, expected)
+
+
+@pytest.mark.parametrize(
+    "error, name, value",
+    [
+        (TypeError, "softcapp", 3.0),
+        (TypeError, "sliding_window", 3),
+        (TypeError, "is_causal", False),
+        (ValueError, "s_aux", torch.zeros(4)),
+        (ValueError, "cache", object()),
+        (ValueError, "cu_seq_lens_q", torch.tensor([0, 4, 9])),
+    ],
+)
+def test_keywords_that_could_change_the_result_raise(error, name, value):
+    """Eager attention ignores them."""
+    model = enable_flash_dmattn(make_model())
+    ids = torch.arange(9)[None]
+    with pytest.raises(error, match=f"^{name}: got"):
+        model(ids, **{name: value})
+
+
+def test_bookkeeping_and_packed_sequences_pass():
+    model = enable_flash_dmattn(make_model())
+    ids, offsets = torch.arange(9)[None], torch.tensor([0, 4, 9])
+    expected = model(ids).logits
+    bookkeeping = {"num_items_in_batch": torch.tensor(9), "output_attentions": None, "cache": None}
+    assert torch.equal(model(ids, **bookkeeping).logits, expected)
+    positions = torch.cat([torch.arange(4), torch.arange(5)])[None]
+    packed = {"position_ids": positions, "use_cache": False}
+    alone = model(ids, **packed).logits
+    lengths = {
+        "cu_seq_lens_q": offsets,
+        "cu_seq_lens_k": offsets,
+        "max_length_q": 5,
+        "max_length_k": 5,
+    }
+    assert torch.equal(model(ids, **packed, **lengths).logits, alone)
+    assert not torch.equal(alone, expected)

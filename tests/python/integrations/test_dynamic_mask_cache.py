@@ -223,11 +223,46 @@ def test_the_cache_of_another_model():
         ours(make_ids(B, S), past_key_values=DynamicMaskCache(other.config))
 
 
+def test_the_cache_of_a_model_with_fewer_layers():
+    _, ours = make_pair()
+    cache = DynamicMaskCache(make_model(num_hidden_layers=2).config)
+    with pytest.raises(ValueError, match="past_key_values has 2 layers, and layer 2 has none"):
+        ours(make_ids(B, S), past_key_values=cache)
+
+
+def test_another_number_of_rows_changes_nothing():
+    _, ours = make_pair()
+    cache = filled(ours, S)
+    before = [[t.clone() for t in layer.slots.tensors] for layer in cache.layers]
+    with pytest.raises(ValueError, match="past_key_values holds 2 rows, and 3 come"):
+        ours(make_ids(3, 2), past_key_values=cache)
+    after = [layer.slots.tensors for layer in cache.layers]
+    assert all(map(torch.equal, sum(before, []), sum(after, ())))
+    assert cache.get_seq_length() == S
+
+
 def test_unknown_names_of_caches():
     with pytest.raises(ValueError, match="cache: got 'static', expected 'dynamic_mask' or None"):
         enable_flash_dmattn(make_model(), cache="static")
     with pytest.raises(ValueError, match="sliding_window"):
         enable_flash_dmattn(make_model(sliding_window=16), cache="dynamic_mask")
+
+
+def test_arguments_of_another_type():
+    """A text such as "no" would be true, and a missing config an error of its attributes."""
+    config = make_model().config
+    for message, call in {
+        "static: got 'no', expected True or False": lambda: DynamicMaskCache(config, static="no"),
+        "chunk: got -1, expected 0 or more": lambda: DynamicMaskCache(config, chunk=-1),
+        "config: got DogeForCausalLM": lambda: DynamicMaskCache(make_model()),
+        "model: got str": lambda: enable_flash_dmattn("SmallDoge/Doge-20M"),
+        "round_scores_like_eager: got 'no'": lambda: enable_flash_dmattn(
+            make_model(), round_scores_like_eager="no"
+        ),
+    }.items():
+        with pytest.raises((ValueError, TypeError)) as caught:
+            call()
+        assert message in str(caught.value)
 
 
 def test_masks_over_pairs():

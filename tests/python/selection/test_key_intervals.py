@@ -342,3 +342,22 @@ def test_a_window_of_no_keys_shows_nothing(mask):
     q, k, v = (torch.randn(1, 40, 2, 16) for _ in range(3))
     out = flash_dmattn_func(q, k, v, mask, torch.randn(1, 1, 40), keep_window_size=0)
     assert (out == 0).all()
+
+
+@pytest.mark.parametrize(
+    "message, call",
+    [
+        ("query_length: got 2147483648", lambda: sliding_window(9, 2, query_length=2**31)),
+        ("query_length: got 2147483648", lambda: from_padding(torch.ones(1, 9).bool(), 2**31)),
+        ("query_length: got 2147483648",
+         lambda: packed_documents(torch.tensor([0, 9]), query_length=2**31)),
+        ("consecutive: got 'no'",
+         lambda: KeyIntervals(torch.zeros(1, 1, 9, 2).int(), 9, None, "no")),
+        ("max_length: got 3, expected at least 6", lambda: packed_documents(torch.tensor([0, 3, 9]), max_length=3)),
+    ],
+)  # fmt: skip
+def test_lengths_beyond_int32_and_other_kinds(message, call):
+    """Rows of queries are int32: a larger one would turn negative, and its keys invisible."""
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call()
+    assert message in str(caught.value)

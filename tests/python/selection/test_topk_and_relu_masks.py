@@ -126,3 +126,30 @@ def test_errors_name_the_argument():
         create_mask(bias, torch.ones(B, 7, dtype=torch.bool), B, Q, K, 4, LOWEST)
     with pytest.raises(ValueError, match="block_size is 0"):
         create_mask(bias, None, B, Q, K, 4, LOWEST, block_size=0)
+
+
+@pytest.mark.parametrize(
+    "message, call",
+    [
+        ("blocksize: got an unknown keyword", lambda b: topk_mask(b, None, 4, None, blocksize=2)),
+        ("blocksize: got an unknown keyword", lambda b: relu_mask(b, None, 0.0, blocksize=2)),
+        ("blocksize: got an unknown keyword", lambda b: topk_indices(b, 4, blocksize=2)),
+        ("window_size: got -1", lambda b: topk_indices(b, -1)),
+        ("window_size: got -1", lambda b: topk_mask(b, None, -1, None)),
+        ("window_size: got 2.5", lambda b: topk_indices(b, 2.5)),
+        ("block_size: got 1.5", lambda b: topk_mask(b, None, 4, None, 1.5)),
+        ("attention_mask: got torch.float32", lambda b: topk_mask(b, torch.zeros(B, 1, K), 4, None)),
+        ("attention_mask: got torch.float32",
+         lambda b: create_mask(b, torch.zeros(B, K), B, Q, K, 4, None)),
+        ("attention_bias: got shape", lambda b: create_mask(b, None, B, Q, K + 1, 4, None)),
+        ("attention_bias: got shape", lambda b: create_mask(b, None, B + 3, Q, K, 4, None)),
+        ("attention_bias: got torch.int64", lambda b: topk_mask(b.long(), None, 4, None)),
+        ("attention_bias: got list", lambda b: create_mask([1.0], None, B, Q, K, 4, None)),
+        ("attention_mask: got list", lambda b: topk_mask(b, [True], 4, None)),
+    ],
+)  # fmt: skip
+def test_arguments_that_would_be_taken_for_others(message, call):
+    """An additive mask of zeros allows everything; as a bool it would allow nothing."""
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call(torch.randn(B, 2, K))
+    assert message in str(caught.value)

@@ -1,8 +1,11 @@
 """A bad option of the command line is one line and exit status 2, before any work is done."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+import flash_dmattn.__main__
 import flash_dmattn.benchmark.run
 import flash_dmattn.check.run
 from flash_dmattn.__main__ import main
@@ -47,6 +50,11 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about ma
          "--plot: got no case at several lengths"),
         (["demo", "--device", "bogus"], "got 'bogus', which torch cannot use"),
         (["demo", "--output", "{file}"], "is no folder to write to"),
+        (["bench", "--length", "many"], "argument --length: got 'many', expected an integer, 1 or more"),
+        (["bench", "--threads", "9999999999"], "argument --threads: got '9999999999', expected"),
+        (["bench", "--json", ""], "expected a file"),
+        (["demo", "--output", ""], "argument --output: got '', expected a folder"),
+        (["demo", "--seed", "99999999999999999999"], "argument --seed: got 99999999999999999999, expected"),
         (["nonsense"], "invalid choice"),
         ([], "required"),
     ],
@@ -57,6 +65,22 @@ def test_of_every_command(arguments, message, capsys, tmp_path):
     names["json"].write_text('{"speed": [{"who": 1}]}')
     arguments = [argument.format(**names) for argument in arguments]
     assert message.format(**names) in said(arguments, capsys)
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self").is_dir(), reason="is about a folder that root cannot write to"
+)
+@pytest.mark.parametrize("option", ["check --json", "bench --json", "demo --output"])
+def test_folders_that_only_seem_to_be_writable(option, capsys):
+    assert "/proc is no folder to write to" in said([*option.split(), "/proc/x.json"], capsys)
+
+
+def test_settings_without_a_meaning(capsys, monkeypatch):
+    def no_backends():
+        raise ValueError("FLASH_DMATTN_MAX_ISA: got bogus, expected one of generic, avx2")
+
+    monkeypatch.setattr(flash_dmattn.__main__, "backends", no_backends)
+    assert "FLASH_DMATTN_MAX_ISA: got bogus" in said(["info"], capsys)
 
 
 @needs_no_gpu

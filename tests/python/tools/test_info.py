@@ -3,9 +3,15 @@
 import pytest
 import torch
 
-from flash_dmattn import flash_dmattn_func
+from flash_dmattn import flash_dmattn_func, is_available
 from flash_dmattn.__main__ import main
 from flash_dmattn.kernels import kernel_names, recorded_kernels
+
+
+def test_where_float32_runs_on_a_gpu_is_printed(capsys):
+    assert main(["info"]) == 0
+    on_gpu = "triton" if is_available("triton") else "no, it takes triton"
+    assert f"float32 on CUDA GPUs: {on_gpu}" in capsys.readouterr().out
 
 
 def test_a_case_is_printed_with_the_kernels_of_both_directions(capsys):

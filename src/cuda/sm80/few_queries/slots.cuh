@@ -113,7 +113,7 @@ class SlotInfo {
 };
 
 // The new rows of K and V, a chunk of 16 bytes in each of the first threads. Every block loads them with its first
-// tiles: which one needs them it is to find out.
+// tiles, before it is known which block has the target slot.
 template <class Tile, class Group>
 class TokenRows {
  public:
@@ -136,7 +136,7 @@ class TokenRows {
     const OutputRows& to = is_value_ ? p.v_slots : p.k_slots;
     std::byte* const data =
         to.data + rows.batch * to.batch + slot * to.row + rows.kv_head * to.head + chunk_ * 16;
-    store_chunk(data, to.aligned, data_);
+    store_chunk(data, {data_.x, data_.y, data_.z, data_.w}, to.aligned);
   }
 
  private:

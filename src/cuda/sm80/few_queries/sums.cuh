@@ -7,7 +7,8 @@
 // Sums over parts of the keys, and the rows that they make together.
 namespace flash_dmattn::cuda::sm80::few_queries {
 
-// A row that sees no key of a part. Its output there is not a number if a value is not; it does not count.
+// Whether a row sees no key of a part. Its output of that part is then skipped: 0 times a value that is not finite
+// is NaN.
 __device__ inline bool sees_nothing(RowSums sums) {
   return sums.max == negative_infinity && sums.sum == 0;
 }

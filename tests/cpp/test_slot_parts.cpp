@@ -1,0 +1,113 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "cuda/sm90/slot_parts.h"
+#include "support/random.h"
+
+// How blocks share the chains of slots: a value that the host and the device compute alike.
+namespace flash_dmattn::cuda::sm90 {
+namespace {
+
+// Parts of all blocks, each in the order in which its block computes them; without those that have no units.
+std::vector<std::vector<SlotPart>> parts_of(const SlotPartition& partition) {
+  std::vector<std::vector<SlotPart>> result(static_cast<std::size_t>(partition.blocks));
+  for (int block = 0; block < partition.blocks; ++block) {
+    for (int number = 0;; ++number) {
+      const SlotPart part = partition.part(block, number);
+      if (part.chain < 0) break;
+      if (part.unit_begin < part.unit_end) result[static_cast<std::size_t>(block)].push_back(part);
+    }
+  }
+  return result;
+}
+
+// [chain][unit]
+template <class Value>
+using Units = std::vector<std::vector<Value>>;
+
+Units<int> no_units(int chains, int units) {
+  return {static_cast<std::size_t>(chains), std::vector<int>(static_cast<std::size_t>(units), 0)};
+}
+
+int& at(Units<int>& table, int chain, int unit) {
+  return table[static_cast<std::size_t>(chain)][static_cast<std::size_t>(unit)];
+}
+
+void expect_every_unit_once(const SlotPartition& partition,
+                            const std::vector<std::vector<SlotPart>>& parts) {
+  Units<int> covered = no_units(partition.chains, partition.units);
+  std::vector<int> ids(static_cast<std::size_t>(partition.cut_parts()), 0);
+  for (const auto& of_block : parts) {
+    for (const SlotPart& part : of_block) {
+      for (int unit = part.unit_begin; unit < part.unit_end; ++unit) {
+        ++at(covered, part.chain, unit);
+        const SlotPart found = partition.part_of(part.chain, unit);
+        ASSERT_EQ(found.id, part.id);
+        ASSERT_EQ(found.unit_begin, part.unit_begin);
+        ASSERT_EQ(found.unit_end, part.unit_end);
+      }
+      if (part.unit_begin == 0 && part.unit_end == partition.units) continue;
+      ASSERT_LT(part.id, partition.cut_parts());
+      ASSERT_EQ(ids[static_cast<std::size_t>(part.id)]++, 0);
+    }
+  }
+  for (const auto& of_chain : covered) {
+    ASSERT_EQ(std::count(of_chain.begin(), of_chain.end(), 1), partition.units);
+  }
+}
+
+// Deterministic sums: at every unit the `row_blocks` chains of a kv head add one after the other, in the order of their
+// positions. All blocks run at a time; none may wait for a part that its own block, or a block that waits, has yet to
+// begin.
+void expect_progress(const SlotPartition& partition,
+                     const std::vector<std::vector<SlotPart>>& parts, int row_blocks) {
+  struct Block {
+    std::size_t part = 0;
+    int done = 0;  // units of the part
+  };
+  std::vector<Block> blocks(parts.size());
+  Units<int> added = no_units(partition.chains / row_blocks, partition.units);
+  for (bool progress = true; progress;) {
+    progress = false;
+    for (std::size_t b = 0; b < parts.size(); ++b) {
+      while (blocks[b].part < parts[b].size()) {
+        const SlotPart& part = parts[b][blocks[b].part];
+        const int unit = part.unit_begin + blocks[b].done;
+        int& count = at(added, part.chain / row_blocks, unit);
+        if (count != partition.position(part, row_blocks)) break;
+        ++count;
+        progress = true;
+        if (++blocks[b].done == part.unit_end - part.unit_begin) {
+          blocks[b] = {.part = blocks[b].part + 1};
+        }
+      }
+    }
+  }
+  for (const auto& of_head : added) {
+    ASSERT_EQ(std::count(of_head.begin(), of_head.end(), row_blocks), partition.units);
+  }
+}
+
+TEST(SlotPartition, CoversEveryUnitOnceAndDoesNotDeadlock) {
+  testing::Random random(1);
+  for (int round = 0; round < 2000; ++round) {
+    const int row_blocks = 1 + static_cast<int>(random.below(12));
+    const int chains = row_blocks * (1 + static_cast<int>(random.below(20)));
+    const int units = 1 + static_cast<int>(random.below(40));
+    const int blocks = 1 + static_cast<int>(random.below(140));
+    SCOPED_TRACE(std::to_string(chains) + " chains, " + std::to_string(row_blocks) +
+                 " a kv head, of " + std::to_string(units) + " units on " + std::to_string(blocks) +
+                 " blocks");
+    const SlotPartition partition(chains, units, blocks);
+    const auto parts = parts_of(partition);
+    expect_every_unit_once(partition, parts);
+    if (round % 8 == 0) expect_progress(partition, parts, row_blocks);
+    if (HasFatalFailure()) return;
+  }
+}
+
+}  // namespace
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,138 @@
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kv_caches.h"
+
+// Chunks of pending tokens and copies of rows on the device equal those of the reference.
+namespace flash_dmattn::testing {
+namespace {
+
+void append_both(const KvSizes& sizes, Caches& caches, Random& random, std::int64_t count) {
+  Tokens tokens(sizes, count, random);
+  AppendArgs args{.cache = caches.host,
+                  .seqlen = count,
+                  .k = tokens.k.const_view(),
+                  .v = tokens.v.const_view(),
+                  .scores = tokens.score_rows(false),
+                  .mask = tokens.token_mask(false)};
+  append(args, {}, "reference");
+  args.cache = caches.device;
+  args.k = tokens.device_k.view();
+  args.v = tokens.device_v.view();
+  args.scores = tokens.score_rows(true);
+  args.mask = tokens.token_mask(true);
+  append(args, {}, "cuda");
+  check_cuda(cudaDeviceSynchronize());
+  caches.host.pending += count;
+  caches.device.pending += count;
+}
+
+// The intervals of the pending tokens as queries: the same for the same keys, in whichever slots.
+void expect_same_intervals(const Caches& caches, std::int64_t queries) {
+  const KvCacheShape& s = caches.host.shape;
+  const std::int64_t keys = s.window + caches.host.pending;
+  std::vector<KeyInterval> expected(static_cast<std::size_t>(s.batch * s.heads_kv * keys));
+  std::vector<KeyInterval> got(expected.size());
+  DeviceBuffer on_device(expected.size() * sizeof(KeyInterval));
+  PendingIntervalsArgs args{
+      .cache = caches.host, .seqlen_q = queries, .intervals = expected.data()};
+  pending_intervals(args, {}, "reference");
+  args.cache = caches.device;
+  args.intervals = reinterpret_cast<KeyInterval*>(on_device.data());
+  pending_intervals(args, {}, "cuda");
+  check_cuda(cudaDeviceSynchronize());
+  on_device.download(got.data());
+  const std::vector<std::int32_t> host_positions = caches.positions(caches.host, false);
+  const std::vector<std::int32_t> device_positions = caches.positions(caches.device, true);
+  for (std::int64_t row = 0; row < s.batch * s.heads_kv; ++row) {
+    std::map<std::int32_t, std::pair<int, int>> want, have;
+    for (std::int64_t i = row * keys; i < (row + 1) * keys; ++i) {
+      const auto at = static_cast<std::size_t>(i);
+      if (host_positions[at] >= 0)
+        want[host_positions[at]] = {expected[at].first, expected[at].last};
+      if (device_positions[at] >= 0) have[device_positions[at]] = {got[at].first, got[at].last};
+      if (device_positions[at] < 0) {
+        ASSERT_EQ(got[at].last, 0) << "a slot without a key";
+      }
+    }
+    ASSERT_EQ(have, want) << "row " << row;
+  }
+}
+
+void commit_both(Caches& caches, Random& random, bool all) {
+  const KvCacheShape& s = caches.host.shape;
+  std::vector<std::int32_t> keep(static_cast<std::size_t>(s.batch));
+  for (std::int32_t& count : keep) {
+    count = static_cast<std::int32_t>(random.below(caches.host.pending + 1));
+  }
+  DeviceBuffer device_keep(keep.size() * 4);
+  device_keep.upload(keep.data());
+  CommitArgs args{.cache = caches.host, .keep = all ? nullptr : keep.data()};
+  commit(args, {}, "reference");
+  args.cache = caches.device;
+  if (!all) args.keep = reinterpret_cast<const std::int32_t*>(device_keep.data());
+  std::optional<DeviceBuffer> memory;
+  commit(args, with_workspace(memory, commit_workspace_size(args, {}, "cuda")), "cuda");
+  check_cuda(cudaDeviceSynchronize());
+  caches.host.pending = 0;
+  caches.device.pending = 0;
+}
+
+class CudaKvChunks : public KvCachesOfDevice {};
+
+TEST_P(CudaKvChunks, ChunksEqualTheReference) {
+  const KvSizes& sizes = GetParam();
+  Random random(2);
+  Caches caches(sizes.shape);
+  if (sizes.prompt > 0) fill_both(sizes, caches, random, true);
+  caches.expect_same();
+  for (int i = 0; i < 12; ++i) {
+    SCOPED_TRACE("chunk " + std::to_string(i));
+    const std::int64_t first = 1 + random.below(sizes.shape.chunk);
+    append_both(sizes, caches, random, first);
+    if (first < sizes.shape.chunk) {
+      append_both(sizes, caches, random, 1 + random.below(sizes.shape.chunk - first));
+    }
+    expect_same_intervals(caches, caches.host.pending);
+    expect_same_intervals(caches, 1 + random.below(caches.host.pending));
+    commit_both(caches, random, i % 3 == 0);
+    caches.expect_same();
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_P(CudaKvChunks, RowsAreCopied) {
+  const KvSizes& sizes = GetParam();
+  Random random(3);
+  Caches from(sizes.shape);
+  if (sizes.prompt > 0) fill_both(sizes, from, random, true);
+  append_both(sizes, from, random, sizes.shape.chunk);
+  KvSizes larger = sizes;
+  larger.shape.batch = 2 * sizes.shape.batch + 1;
+  Caches to(larger.shape);
+  std::vector<std::int32_t> index(static_cast<std::size_t>(larger.shape.batch));
+  for (std::int32_t& b : index) b = static_cast<std::int32_t>(random.below(sizes.shape.batch));
+  DeviceBuffer device_index(index.size() * 4);
+  device_index.upload(index.data());
+  to.host.pending = to.device.pending = from.host.pending;
+  copy_rows({from.host, to.host, index.data()}, {}, "reference");
+  copy_rows({from.device, to.device, reinterpret_cast<const std::int32_t*>(device_index.data())},
+            {}, "cuda");
+  check_cuda(cudaDeviceSynchronize());
+  to.expect_same();
+  expect_same_intervals(to, to.host.pending);
+  commit_both(to, random, false);
+  to.expect_same();
+}
+
+INSTANTIATE_TEST_SUITE_P(Sizes, CudaKvChunks, ::testing::ValuesIn(kv_sizes()),
+                         [](const auto& test) { return std::string(test.param.name); });
+
+}  // namespace
+}  // namespace flash_dmattn::testing

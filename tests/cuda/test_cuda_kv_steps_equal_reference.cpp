@@ -1,0 +1,142 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "kv_caches.h"
+
+// Decode steps on the device equal those of the reference, one by one and as a graph that is replayed.
+namespace flash_dmattn::testing {
+namespace {
+
+void expect_close(const Tensor& got, const Tensor& expected, double tolerance) {
+  expected.for_each([&](const Index& i, double value) {
+    const double actual = got.get(i);
+    const double error = std::abs(actual - value);
+    ASSERT_TRUE(actual == value || error <= tolerance * std::max(1.0, std::abs(value)))
+        << got.name() << ": expected " << value << ", actual " << actual;
+  });
+}
+
+// Inserts one token of every row and compares what its query sees.
+void step(const KvSizes& sizes, Caches& caches, Random& random, ScoreUse use) {
+  Tokens tokens(sizes, 1, random);
+  const KvCacheShape& s = sizes.shape;
+  const std::int64_t heads_q = s.heads_kv * sizes.group;
+  const auto element = element_of(s.dtype);
+  Tensor out("out", element, {s.batch, 1, heads_q, s.head_dim});
+  Tensor lse("lse", Element::f32, {1, s.batch, heads_q, 1});
+  Tensor got_out("out", element, {s.batch, 1, heads_q, s.head_dim});
+  Tensor got_lse("lse", Element::f32, {1, s.batch, heads_q, 1});
+  DeviceTensor device_out(got_out);
+  DeviceTensor device_lse(got_lse);
+
+  DecodeStepArgs args{.cache = caches.host,
+                      .heads_q = heads_q,
+                      .scale = default_scale(s.head_dim),
+                      .score_use = use,
+                      .q = tokens.q.const_view(),
+                      .k = tokens.k.const_view(),
+                      .v = tokens.v.const_view(),
+                      .scores = tokens.score_rows(false),
+                      .mask = tokens.token_mask(false),
+                      .out = out.view(),
+                      .lse = lse.data<float>()};
+  GuardedBuffer workspace(decode_step_workspace_size(args, {}, "reference"), "workspace");
+  decode_step(args, with_workspace(workspace), "reference");
+
+  args.cache = caches.device;
+  args.q = tokens.device_q.view();
+  args.k = tokens.device_k.view();
+  args.v = tokens.device_v.view();
+  args.scores = tokens.score_rows(true);
+  args.mask = tokens.token_mask(true);
+  args.out = device_out.view();
+  args.lse = device_lse.data<float>();
+  std::optional<DeviceBuffer> memory;
+  decode_step(args, with_workspace(memory, decode_step_workspace_size(args, {}, "cuda")), "cuda");
+  check_cuda(cudaDeviceSynchronize());
+  device_out.download();
+  device_lse.download();
+  expect_close(got_lse, lse, 1e-4);
+  expect_close(got_out, out, s.dtype == DType::bf16 ? 0.02 : 0.004);
+}
+
+class CudaKvSteps : public KvCachesOfDevice {};
+
+TEST_P(CudaKvSteps, StepsEqualTheReference) {
+  const KvSizes& sizes = GetParam();
+  Random random(1);
+  Caches caches(sizes.shape);
+  if (sizes.prompt > 0) fill_both(sizes, caches, random, false);
+  for (int i = 0; i < 40; ++i) {
+    SCOPED_TRACE("step " + std::to_string(i));
+    step(sizes, caches, random, i % 7 == 3 ? ScoreUse::choose : ScoreUse::choose_and_bias);
+    caches.expect_same();
+    if (HasFatalFailure()) return;
+  }
+}
+
+// The same steps one by one, and as a graph that is replayed.
+TEST_P(CudaKvSteps, GraphsOfStepsEqualSteps) {
+  const KvSizes& sizes = GetParam();
+  const KvCacheShape& s = sizes.shape;
+  Random random(4);
+  Caches eager(s);
+  if (sizes.prompt > 0) fill_both(sizes, eager, random, false);
+  Random again(4);
+  Caches captured(s);
+  if (sizes.prompt > 0) fill_both(sizes, captured, again, false);
+
+  Tokens tokens(sizes, 1, random, true);
+  const std::int64_t heads_q = s.heads_kv * sizes.group;
+  Tensor out("out", element_of(s.dtype), {s.batch, 1, heads_q, s.head_dim});
+  Tensor graph_out("out", element_of(s.dtype), {s.batch, 1, heads_q, s.head_dim});
+  DeviceTensor device_out(out);
+  DeviceTensor device_graph_out(graph_out);
+  DeviceBuffer lse(static_cast<std::size_t>(s.batch * heads_q) * 4);
+  DecodeStepArgs args{.cache = eager.device,
+                      .heads_q = heads_q,
+                      .scale = default_scale(s.head_dim),
+                      .q = tokens.device_q.view(),
+                      .k = tokens.device_k.view(),
+                      .v = tokens.device_v.view(),
+                      .scores = tokens.score_rows(true),
+                      .out = device_out.view(),
+                      .lse = reinterpret_cast<float*>(lse.data())};
+  std::optional<DeviceBuffer> memory;
+  Execution execution = with_workspace(memory, decode_step_workspace_size(args, {}, "cuda"));
+  constexpr int steps = 1000;
+  for (int i = 0; i < steps; ++i) decode_step(args, execution, "cuda");
+  check_cuda(cudaDeviceSynchronize());
+
+  cudaStream_t stream;
+  check_cuda(cudaStreamCreate(&stream));
+  execution.stream = stream;
+  args.cache = captured.device;
+  args.out = device_graph_out.view();
+  cudaGraph_t graph;
+  cudaGraphExec_t executable;
+  check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  decode_step(args, execution, "cuda");
+  check_cuda(cudaStreamEndCapture(stream, &graph));
+  check_cuda(cudaGraphInstantiate(&executable, graph, 0));
+  for (int i = 0; i < steps; ++i) check_cuda(cudaGraphLaunch(executable, stream));
+  check_cuda(cudaStreamSynchronize(stream));
+  cudaGraphExecDestroy(executable);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+  EXPECT_EQ(eager.device_bytes(), captured.device_bytes());
+  device_out.download();
+  device_graph_out.download();
+  EXPECT_TRUE(graph_out.same_bits(out));
+}
+
+INSTANTIATE_TEST_SUITE_P(Sizes, CudaKvSteps, ::testing::ValuesIn(kv_sizes()),
+                         [](const auto& test) { return std::string(test.param.name); });
+
+}  // namespace
+}  // namespace flash_dmattn::testing

@@ -1,0 +1,275 @@
+"""After an exception a cache holds what it held, also where a call does several things one after the other."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from flash_dmattn import DynamicMaskAttention, KVSlots, flash_dmattn_with_kvcache
+
+B, HKV, HQ, D, WINDOW, CHUNK, PLACES = 2, 2, 4, 8, 4, 3, 9
+
+
+def tokens(n, batch=B):
+    k, v = (torch.randn(batch, n, HKV, D) for _ in range(2))
+    return {"key": k, "value": v, "scores": torch.randn(batch, HKV, n)}
+
+
+def chunk(n):
+    return {"query": torch.randn(B, n, HQ, D), **tokens(n)}
+
+
+def filled(chunk=CHUNK):
+    cache = KVSlots(B, HKV, WINDOW, D, chunk=chunk)
+    cache.fill(**tokens(6))
+    return cache
+
+
+@contextmanager
+def unchanged(cache, message):
+    before = [t.clone() for t in cache.tensors], cache.pending, cache.is_empty
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        yield
+    assert message in str(caught.value)
+    after = list(cache.tensors), cache.pending, cache.is_empty
+    assert before[1:] == after[1:]
+    assert all(map(torch.equal, before[0], after[0]))
+
+
+@pytest.mark.parametrize(
+    "message, spoiled",
+    [
+        ("query: got 4 queries, expected one for each of 5 tokens", {"query": torch.randn(B, 4, HQ, D)}),
+        ("query: got shape (2, 5, 3, 8)", {"query": torch.randn(B, 5, 3, D)}),
+        ("query: got torch.float64", {"query": torch.randn(B, 5, HQ, D).double()}),
+        ("value: got shape (2, 6, 2, 8)", {"value": torch.randn(B, 6, HKV, D)}),
+        ("scores: got shape (2, 2, 6)", {"scores": torch.randn(B, HKV, 6)}),
+        ("scores: got torch.bfloat16", {"scores": torch.randn(B, HKV, 5).bfloat16()}),
+        ("key_mask: got shape (2, 6)", {"key_mask": torch.ones(B, 6).bool()}),
+        ("key_mask: got torch.float32", {"key_mask": torch.ones(B, 5)}),
+        ("key: got shape (2, 2, 8)", {"key": torch.randn(B, HKV, D)}),
+        ("scale: got nan", {"scale": float("nan")}),
+        ("softcap: got -1.0", {"softcap": -1.0}),
+        ("nonfinite: got 'no'", {"nonfinite": "no"}),
+        ("scores_are_bias: got 'False'", {"scores_are_bias": "False"}),
+        ("scal", {"scal": 1.0}),
+    ],
+)  # fmt: skip
+def test_chunks_that_do_not_fit(message, spoiled):
+    cache = filled()
+    with unchanged(cache, message):
+        cache.extend(**(chunk(5) | spoiled))
+
+
+def test_no_tokens_at_all():
+    cache = filled()
+    assert cache.extend(**chunk(0)).shape == (B, 0, HQ, D)
+
+
+def test_rows_and_saved_states():
+    cache, other = filled(), KVSlots(B, HKV, WINDOW + 1, D, chunk=CHUNK - 1)
+    cache.append(**tokens(2))
+    state = filled().state_dict()
+    for message, call in {
+        "snapshot: got window 5": lambda: cache.restore(
+            other
+        ),  # as many places, of another meaning
+        "snapshot: got dict": lambda: cache.restore(state),
+        "index: got torch.bool": lambda: cache.select(torch.tensor([True, False])),
+        "index: got torch.float32": lambda: cache.select(torch.tensor([1.0])),
+        "index: got shape (1, 2)": lambda: cache.select(torch.tensor([[0, 1]])),
+        "index[0]": lambda: cache.select(torch.tensor([2**32])),
+        "index: got shape (1,), expected (2,)": lambda: cache.reorder(torch.tensor([1])),
+        "keep: got torch.float32": lambda: cache.commit(torch.tensor([1.0, 1.0])),
+        "state: got none of v, expected": lambda: cache.load_state_dict(
+            {name: value for name, value in state.items() if name != "v"}
+        ),
+        "state: got scores of shape (3,)": lambda: cache.load_state_dict(
+            state | {"scores": torch.ones(3)}
+        ),
+        "state['seen']: got list": lambda: cache.load_state_dict(state | {"seen": [1, 2]}),
+        "pending: got 4, expected at most 3": lambda: cache.load_state_dict(state | {"pending": 4}),
+    }.items():
+        with unchanged(cache, message):
+            call()
+
+
+def test_commits_of_a_backend_that_is_not_there():
+    cache = filled()
+    cache.append(**tokens(3))
+    cache.backend = "abacus"
+    with unchanged(cache, "abacus"):
+        cache.commit(1)
+
+
+def test_the_backend_of_a_cache_attends():
+    cache = filled()
+    cache.append(**tokens(1))
+    intervals = cache.pending_intervals(1)
+    cache.pending_intervals = lambda queries: intervals
+    cache.backend = "abacus"
+    with pytest.raises((ValueError, RuntimeError), match="abacus"):
+        cache.attend(torch.randn(B, 1, HQ, D))
+
+
+def test_prompts_that_do_not_fit():
+    cache = filled()
+    for message, options in {
+        "key_mask: got shape (6,)": {"key_mask": torch.ones(6).bool()},
+        "key_mask: got torch.int64": {"key_mask": torch.ones(B, 6).long()},
+        "lengths: got torch.float32": {"lengths": torch.ones(B)},
+        "lengths: got shape (2, 1)": {"lengths": torch.ones(B, 1).int()},
+        "intervals: got Tensor": {"intervals": torch.zeros(B, HKV, 6, 2).int()},
+    }.items():
+        with unchanged(cache, message):
+            cache.fill(**tokens(6), **options)
+
+
+def test_counts_beyond_the_window():
+    """As of a cache with another window, or of memory that was never cleared."""
+    cache = filled(chunk=0)
+    cache.counts[1, 0, 0] = WINDOW + 1
+    for call in (
+        lambda: cache.step(**chunk(1)),
+        lambda: cache.snapshot(),
+        lambda: cache.append(**tokens(0)),
+        lambda: cache.commit(),
+    ):
+        with unchanged(cache, "counts[2].count: got 5, expected 0 to 4"):
+            call()
+    cache.counts[1, 0] = torch.tensor([WINDOW, 7])
+    with unchanged(cache, "counts[2].victim: got 7, expected 0 to 3"):
+        cache.step(**chunk(1))
+
+
+def test_states_of_an_empty_cache_and_of_another_dtype():
+    empty = KVSlots(B, HKV, WINDOW, D, chunk=CHUNK)
+    empty.load_state_dict(KVSlots(B, HKV, WINDOW, D, chunk=CHUNK).state_dict())
+    assert empty.is_empty
+    half = KVSlots(B, HKV, WINDOW, D, chunk=CHUNK, dtype=torch.bfloat16)
+    half.load_state_dict(filled().state_dict())
+    assert not half.is_empty and half.k.dtype == torch.bfloat16 and half.seen.tolist() == [6, 6]
+
+
+# ---- flash_dmattn_with_kvcache ---------------------------------------------------------------------
+
+
+def all_keys(**spoiled):
+    """A correct call on a cache of all keys, spoiled."""
+    return {
+        "q": torch.randn(B, 2, HQ, D),
+        "k_cache": torch.zeros(B, PLACES, HKV, D),
+        "v_cache": torch.zeros(B, PLACES, HKV, D),
+        "score_cache": torch.zeros(B, HKV, PLACES),
+        "k": torch.randn(B, 2, HKV, D),
+        "v": torch.randn(B, 2, HKV, D),
+        "scores": torch.randn(B, HKV, 2),
+        "cache_seqlens": torch.tensor([3, 7], dtype=torch.int32),
+        "keep_window_size": WINDOW,
+    } | spoiled
+
+
+@pytest.mark.parametrize(
+    "message, spoiled",
+    [
+        ("q: got shape (1, 2, 4, 8)", {"q": torch.randn(1, 2, HQ, D)}),
+        ("q: got shape (2, 2, 3, 8)", {"q": torch.randn(B, 2, 3, D)}),
+        ("q: got torch.bfloat16", {"q": torch.randn(B, 2, HQ, D).bfloat16()}),
+        ("k: got shape (1, 2, 2, 8)", {"k": torch.randn(1, 2, HKV, D)}),
+        ("k: got shape (2, 2, 1, 8)", {"k": torch.randn(B, 2, 1, D)}),
+        ("v: got shape (2, 1, 2, 8)", {"v": torch.randn(B, 1, HKV, D)}),
+        ("v: got torch.bfloat16", {"v": torch.randn(B, 2, HKV, D).bfloat16()}),
+        ("scores: got shape (2, 1, 2)", {"scores": torch.randn(B, 1, 2)}),
+        ("v_cache: got shape (2, 9, 2, 7)", {"v_cache": torch.zeros(B, PLACES, HKV, D - 1)}),
+        ("score_cache: got shape (2, 2, 8)", {"score_cache": torch.zeros(B, HKV, PLACES - 1)}),
+        ("score_cache: got torch.bfloat16", {"score_cache": torch.zeros(B, HKV, PLACES).bfloat16()}),
+        ("cache_seqlens: got shape (1,)", {"cache_seqlens": torch.zeros(1).int()}),
+        ("cache_seqlens: got torch.float32", {"cache_seqlens": torch.zeros(B)}),
+        ("cache_seqlens[1]: got 8, expected 0 to 7", {"cache_seqlens": torch.tensor([0, 8]).int()}),
+        ("cache_seqlens[0]: got -1", {"cache_seqlens": torch.tensor([-1, 0]).int()}),
+        ("cache_leftpad: got shape (2, 1)", {"cache_leftpad": torch.zeros(B, 1).int()}),
+        ("cache_leftpad[1]: got 10", {"cache_leftpad": torch.tensor([0, 10]).int()}),
+        ("keep_window_size: got 2.5", {"keep_window_size": 2.5}),
+        ("backend: got 'abacus'", {"backend": "abacus"}),
+        ("scores_are_bias: got 'no'", {"scores_are_bias": "no"}),
+        ("return_softmax_lse: got 'no'", {"return_softmax_lse": "no"}),
+        ("k_cache: got an expanded tensor", {"k_cache": torch.zeros(1, PLACES, HKV, D).expand(B, -1, -1, -1)}),
+        ("k_cache: got a tensor that requires a gradient",
+         {"k_cache": torch.zeros(B, PLACES, HKV, D, requires_grad=True)}),
+    ],
+)  # fmt: skip
+def test_of_a_cache_of_all_keys(message, spoiled):
+    arguments = all_keys(**spoiled)
+    caches = [arguments[name] for name in ("k_cache", "v_cache", "score_cache", "cache_seqlens")]
+    before = [t.clone() for t in caches]
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        flash_dmattn_with_kvcache(**arguments)
+    assert message in str(caught.value)
+    assert all(map(torch.equal, before, caches))
+
+
+def test_tokens_that_are_a_part_of_the_cache():
+    """Written from where they are to where they belong, although the places overlap."""
+    arguments = all_keys(
+        k_cache=torch.randn(B, PLACES, HKV, D), cache_seqlens=torch.tensor([1, 1]).int()
+    )
+    arguments["k"] = arguments["k_cache"][:, :2]
+    expected = arguments["k"].clone()
+    flash_dmattn_with_kvcache(**arguments)
+    assert torch.equal(arguments["k_cache"][:, 1:3], expected)
+
+
+def test_double_precision_takes_scores_in_float32():
+    arguments = all_keys()
+    wide = {
+        name: t.double() if name in ("q", "k", "v", "k_cache", "v_cache") else t
+        for name, t in all_keys(**arguments).items()
+    }
+    torch.testing.assert_close(
+        flash_dmattn_with_kvcache(**wide).float(), flash_dmattn_with_kvcache(**arguments)
+    )
+
+
+# ---- DynamicMaskAttention --------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_of_a_layer():
+    layer, hidden = DynamicMaskAttention(32, HQ, HKV, WINDOW), torch.randn(B, 6, 32)
+    cache = layer.make_cache(B)
+    layer(hidden, cache=cache)
+    other = DynamicMaskAttention(32, HQ, HKV, WINDOW + 1)
+    for message, call in {
+        "cache: got one of (batch, kv_heads, window, head_dim) (2, 2, 4, 8), expected (2, 2, 5, 8)": (
+            lambda: other(hidden[:, :1], cache=cache)
+        ),
+        "expected (1, 2, 4, 8)": lambda: layer(hidden[:1, :1], cache=cache),
+        "hidden: got shape (6, 32), expected [B, S, 32]": lambda: layer(hidden[0], cache=cache),
+        "key_mask: got shape (2, 6), expected (2, 1)": lambda: layer(
+            hidden[:, :1], cache=cache, key_mask=torch.ones(B, 6).bool()
+        ),
+        "cache: got dict": lambda: layer(hidden, cache=cache.state_dict()),
+    }.items():
+        with unchanged(cache, message):
+            call()
+
+
+@torch.no_grad()
+def test_a_layer_with_a_cache_of_another_dtype():
+    layer, hidden = DynamicMaskAttention(32, HQ, HKV, WINDOW), torch.randn(B, 9, 32)
+    cache = layer.make_cache(B, dtype=torch.bfloat16)
+    parts = [layer(part, cache=cache) for part in hidden.split([5, 1, 3], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), layer(hidden), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    "message, sizes",
+    [
+        ("window: got 0", {"window": 0}),
+        ("head_dim: got 257", {"head_dim": 257}),
+        ("hidden_size: got 32.0", {"hidden_size": 32.0}),
+    ],
+)
+def test_sizes_of_a_layer(message, sizes):
+    with pytest.raises((ValueError, TypeError), match=message):
+        DynamicMaskAttention(**({"hidden_size": 32, "heads": HQ, "window": WINDOW} | sizes))

@@ -1,0 +1,227 @@
+"""Settings of a layer and keywords of a call are followed, or refused in words."""
+
+import copy
+
+import pytest
+import torch
+
+from dense_attention import (
+    HKV,
+    HQ,
+    KEEP,
+    B,
+    S,
+    assert_same,
+    attend,
+    dense_attention,
+    make_states,
+)
+from flash_dmattn.integrations import keywords
+from flash_dmattn.integrations.flash_dynamic_mask_attention import (
+    flash_dynamic_mask_attention_forward,
+)
+from flash_dmattn.integrations.import_utils import is_flash_dmattn_available
+from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
+    _flash_dynamic_mask_attention_forward,
+    fdma_peft_integration_check,
+)
+
+
+class Layer(torch.nn.Module):
+    is_causal = True
+    window_size = KEEP
+
+
+def test_settings_come_from_the_module_or_the_call():
+    states, bias = make_states(), torch.randn(B, HKV, S)
+    heads_first = [t.transpose(1, 2) for t in states]
+    layer = Layer()
+    expected = attend(*states, None, bias, softmax_scale=0.3, softcap=5.0)
+    for name in ("attention_bias", "position_bias"):
+        out, weights = flash_dynamic_mask_attention_forward(
+            layer, *heads_first, None, scaling=0.3, softcap=5.0, layer_idx=1, **{name: bias}
+        )
+        assert weights is None and torch.equal(out, expected)
+    out, _ = flash_dynamic_mask_attention_forward(layer, *heads_first, None, bias, window_size=4)
+    assert torch.equal(out, attend(*states, None, bias, keep_window_size=4))
+    layer.is_causal = False
+    out, _ = flash_dynamic_mask_attention_forward(layer, *heads_first, None, bias)
+    assert torch.equal(out, attend(*states, None, bias, is_causal=False))
+
+
+def test_a_mask_with_a_query_dimension_says_everything():
+    states = make_states()
+    full = torch.ones(B, 1, S, S, dtype=torch.bool)
+    out, _ = flash_dynamic_mask_attention_forward(
+        Layer(), *(t.transpose(1, 2) for t in states), full
+    )
+    assert_same(states, out, dense_attention(*states, full, None))
+
+
+def test_what_cannot_be_done_is_said():
+    states = [t.transpose(1, 2) for t in make_states()]
+    bias = torch.randn(B, HKV, S)
+    with pytest.raises(ValueError, match="dropout is 0.1"):
+        flash_dynamic_mask_attention_forward(Layer(), *states, None, bias, dropout=0.1)
+    with pytest.raises(ValueError, match="give one"):
+        flash_dynamic_mask_attention_forward(Layer(), *states, None, bias, position_bias=bias)
+    with pytest.raises(ValueError, match="no dimension of 0"):
+        flash_dynamic_mask_attention_forward(Layer(), states[0][:, :, :0], *states[1:], None)
+    with pytest.warns(UserWarning, match="output_attentions"):
+        flash_dynamic_mask_attention_forward(Layer(), *states, None, bias, output_attentions=True)
+
+
+def test_availability():
+    assert is_flash_dmattn_available() is True
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("window", [None, 7])
+def test_other_models_by_name(window):
+    """attn_implementation="flash_dmattn" is exact attention for models that have no scores."""
+    transformers = pytest.importorskip("transformers")
+    import flash_dmattn.integrations.transformers  # noqa: F401
+
+    config = transformers.MistralConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=window,
+    )  # fmt: skip
+    models = []
+    for name in ("eager", "flash_dmattn"):
+        model = transformers.MistralForCausalLM._from_config(
+            copy.deepcopy(config), attn_implementation=name
+        )
+        models.append(model.eval())
+    eager, ours = models
+    ours.load_state_dict(eager.state_dict())
+    ids = torch.randint(3, 99, (2, 17))
+    padding = torch.ones_like(ids)
+    padding[0, :5] = 0
+    torch.testing.assert_close(ours(ids).logits, eager(ids).logits, atol=1e-5, rtol=1e-5)
+    real = padding.bool()
+    logits = [m(ids, attention_mask=padding).logits[real] for m in models]
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
+    options = {"attention_mask": padding, "max_new_tokens": 9, "do_sample": False}
+    written = [m.generate(ids, pad_token_id=0, **options) for m in models]
+    assert torch.equal(*written)
+
+
+def heads_first():
+    return [t.transpose(1, 2) for t in make_states()]
+
+
+@pytest.mark.parametrize(
+    "error, name, value",
+    [
+        (ValueError, "cache", object()),
+        (ValueError, "block_table", torch.zeros(1, 1)),
+        (ValueError, "cu_seq_lens_k", {"full_attention": torch.zeros(2)}),
+        (ValueError, "max_length_k", {"full_attention": 3}),
+        (ValueError, "s_aux", torch.zeros(HQ)),
+        (ValueError, "sinks", torch.zeros(HQ)),
+        (ValueError, "head_mask", torch.ones(HQ)),
+        (ValueError, "block_indices", torch.zeros(1)),
+        (TypeError, "softcapp", 3.0),
+        (TypeError, "keep_windowsize", 3),
+    ],
+)
+def test_keywords_that_could_change_the_result_raise(error, name, value):
+    with pytest.raises(error, match=f"^{name}: got"):
+        flash_dynamic_mask_attention_forward(Layer(), *heads_first(), None, **{name: value})
+    lengths = {"query_length": S, "key_length": S, "is_causal": True}
+    with pytest.raises(error, match=f"^{name}: got"):
+        _flash_dynamic_mask_attention_forward(
+            *make_states(), None, None, **lengths, **{name: value}
+        )
+
+
+def test_bookkeeping_of_transformers_passes():
+    states = heads_first()
+    expected, _ = flash_dynamic_mask_attention_forward(Layer(), *states, None)
+    bookkeeping = dict.fromkeys(keywords.BOOKKEEPING, True) | {"cache": None, "s_aux": None}
+    actual, _ = flash_dynamic_mask_attention_forward(Layer(), *states, None, **bookkeeping)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_sliding_window_holds_where_no_mask_says_it(is_causal):
+    states, window = make_states(), 5
+    actual, _ = flash_dynamic_mask_attention_forward(
+        Layer(),
+        *(t.transpose(1, 2) for t in states),
+        None,
+        sliding_window=window,
+        is_causal=is_causal,
+    )
+    distance = torch.arange(S)[:, None] - torch.arange(S)
+    seen = distance.abs() < window
+    mask = (seen & (distance >= 0) if is_causal else seen).expand(B, 1, S, S)
+    assert_same(states, actual, dense_attention(*states, mask, None))
+    packed = {"position_ids": (torch.arange(S) % 20)[None], "sliding_window": window}
+    with pytest.raises(ValueError, match="sliding_window is 5 for packed sequences"):
+        flash_dynamic_mask_attention_forward(
+            Layer(), *(t[:1].transpose(1, 2) for t in states), None, **packed
+        )
+
+
+@pytest.mark.parametrize("shape", [(B, S), (B, 1, S)])
+def test_additive_masks_without_a_query_dimension_are_refused(shape):
+    with pytest.raises(TypeError, match="attention_mask is torch.float32 of shape"):
+        flash_dynamic_mask_attention_forward(Layer(), *heads_first(), torch.zeros(shape))
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("name", ["flash_dmattn", "paged|flash_dmattn"])
+@pytest.mark.parametrize("family", ["Llama", "Doge"])
+def test_continuous_batching_is_refused(family, name):
+    transformers = pytest.importorskip("transformers")
+    import flash_dmattn.integrations.transformers  # noqa: F401
+
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    if not hasattr(model, "generate_batch"):
+        pytest.skip("this version of transformers has no continuous batching")
+    if "|" in name and transformers.__version__ < "5":
+        pytest.skip("transformers 4 itself refuses this name for an implementation")
+    model.set_attn_implementation(name)
+    with pytest.raises(ValueError, match="continuous batching"):
+        model.generate_batch(inputs=[[3, 4, 5]] * 4)
+
+
+def test_values_may_have_a_smaller_head_dimension():
+    query, key, value = heads_first()
+    out, _ = flash_dynamic_mask_attention_forward(Layer(), query, key, value[..., :5], None)
+    expected, _ = flash_dynamic_mask_attention_forward(Layer(), query, key, value, None)
+    assert torch.equal(out, expected[..., :5])
+
+
+def test_peft_cast():
+    tensors = [torch.randn(3) for _ in range(4)]
+    assert all(
+        t.dtype == torch.bfloat16 for t in fdma_peft_integration_check(*tensors, torch.bfloat16)
+    )
+    assert fdma_peft_integration_check(*tensors, None) == tuple(tensors)
+    query, key, value, bias = fdma_peft_integration_check(
+        tensors[0], tensors[1].half(), tensors[2], None, torch.bfloat16
+    )
+    assert (query.dtype, key.dtype, value.dtype) == (torch.bfloat16, torch.half, torch.bfloat16)
+    assert bias is None
+    assert fdma_peft_integration_check(None, None, None, None, torch.half) == (None,) * 4
+
+
+def test_peft_cast_of_a_layer():
+    """Float32 inputs of a layer with bfloat16 weights are attended to in bfloat16."""
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.bfloat16))
+    states = [t.transpose(1, 2) for t in make_states()]
+    for bias in (None, torch.randn(B, HKV, S)):
+        out, _ = flash_dynamic_mask_attention_forward(layer, *states, None, bias, window_size=KEEP)
+        assert out.dtype == torch.bfloat16
+        with torch.autocast("cpu", torch.bfloat16):
+            out, _ = flash_dynamic_mask_attention_forward(layer.float(), *states, None, bias)
+        assert out.dtype == torch.bfloat16
+        layer.bfloat16()
+    out, _ = flash_dynamic_mask_attention_forward(layer.float(), *states, None, None)
+    assert out.dtype == torch.float32

@@ -1,0 +1,59 @@
+"""N x N maths in plain torch, and the calls of transformers' attention function that are compared with it."""
+
+import torch
+
+from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
+    _flash_dynamic_mask_attention_forward,
+)
+
+B, S, HQ, HKV, D, KEEP = 2, 37, 4, 2, 16, 9
+LOWEST = torch.finfo(torch.float32).min
+
+
+def make_states(query_length=S, batch=B):
+    query = torch.randn(batch, query_length, HQ, D, requires_grad=True)
+    key, value = (torch.randn(batch, S, HKV, D, requires_grad=True) for _ in range(2))
+    return query, key, value
+
+
+def causal(query_length=S):
+    return torch.ones(query_length, S, dtype=torch.bool).tril(S - query_length)
+
+
+def padded_causal(query_length=S):
+    """[B, 1, Sq, S]: the first row padded on the left, the second on the right."""
+    present = torch.ones(B, S, dtype=torch.bool)
+    present[0, :8], present[1, -6:] = False, False
+    return present[:, None, None] & causal(query_length)
+
+
+def dense_attention(query, key, value, visible, bias):
+    """Softmax over the visible keys; rows without any are 0. Everything [.., H, Sq, Sk]."""
+    heads = [t.repeat_interleave(HQ // HKV, dim=2) for t in (key, value)]
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, heads[0]) * D**-0.5
+    if bias is not None:
+        bias = bias[:, :, None] if bias.dim() == 3 else bias
+        scores = scores + (bias if bias.shape[1] != HKV else bias.repeat_interleave(HQ // HKV, 1))
+    if visible.shape[1] == HKV:
+        visible = visible.repeat_interleave(HQ // HKV, dim=1)
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights.nan_to_num(0.0), heads[1])
+
+
+def attend(query, key, value, mask, bias, **kwargs):
+    options = {"is_causal": True, "keep_window_size": KEEP, **kwargs}
+    return _flash_dynamic_mask_attention_forward(
+        query, key, value, mask, bias, query.shape[1], key.shape[1], **options
+    )
+
+
+def assert_same(inputs, actual, expected):
+    """Outputs and the gradients of every input that has them."""
+    direction = torch.randn_like(expected)
+    inputs = [t for t in inputs if t is not None and t.requires_grad]
+    gradients = [
+        torch.autograd.grad(out, inputs, direction, retain_graph=True) for out in (actual, expected)
+    ]
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=5e-5)
