@@ -98,13 +98,14 @@ class DeviceCase {
     launch(backward_args_, backward_workspace_, stream);
   }
 
-  // Tensors whose bits two launches of the same kernels share: out and lse; dk, dv and dbias, where each is stored
-  // once; dq, where additions have an order.
+  // Tensors whose bits two launches of the same kernels share: out and lse; dk and dv, where each is stored once; all
+  // gradients, where additions have an order.
   using Outputs = std::vector<const DeviceTensor*>;
   Outputs forward_outputs() const { return {&out_, &lse_}; }
-  Outputs key_gradients() const { return {&dk_, &dv_, &dbias_}; }
+  Outputs key_gradients() const { return {&dk_, &dv_}; }
   Outputs gradients() const { return {&dq_, &dk_, &dv_, &dbias_}; }
   const DeviceTensor& dq() const { return dq_; }
+  const DeviceTensor& dbias() const { return dbias_; }
 
   Results run() && {
     launch_forward();

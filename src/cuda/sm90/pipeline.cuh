@@ -31,7 +31,7 @@ struct Pipeline {
   // By a warp, with one arrival: the first lane's covers what the others have read only behind a barrier of the warp.
   __device__ void release(int n) const {
     __syncwarp();
-    if (lane_id() == 0) mbarrier_arrive(empty_of(n));
+    if (elect_lane()) mbarrier_arrive(empty_of(n));
   }
 
   __device__ std::uint32_t full_of(int n) const { return shared_address(&full[stage(n)]); }

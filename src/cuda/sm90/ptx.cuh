@@ -56,6 +56,19 @@ __device__ inline void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// True in one lane of a warp, without a register for the lane's number. By all lanes.
+__device__ inline bool elect_lane() {
+  std::uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred elected;\n"
+      "elect.sync _|elected, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, elected;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 // ---- Copies ----------------------------------------------------------------------------------------
 
 // The box of a tensor map at (column, row, head, batch). Elements outside of the tensor become 0.
@@ -110,6 +123,15 @@ __device__ inline void fence_async_proxy() {
 // The same for global memory.
 __device__ inline void fence_async_proxy_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// The inverse of ldmatrix_x4_trans: of each 8x8 matrix, which a lane holds as elements (l / 4, 2 (l % 4)) and the
+// right neighbour, column i becomes the 16 bytes at the address of lane i of its eight.
+__device__ inline void stmatrix_x4_trans(std::uint32_t address, const std::uint32_t (&block)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(block[0]), "r"(block[1]), "r"(block[2]), "r"(block[3])
+      : "memory");
 }
 
 __device__ inline std::uint32_t load_shared_4(std::uint32_t from) {
