@@ -71,8 +71,11 @@ void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
 template <class T, int D>
 void launch_backward(const BackwardChoice& choice, const BackwardKernelParams& params,
                      cudaStream_t stream) {
+  bool launched = false;
   const auto launch_if_chosen = [&]<BackwardVariant Variant>() {
-    if (choice.variant == Variant) launch_backward_kernel<T, D, Variant>(params, stream);
+    if (choice.variant != Variant) return;
+    launch_backward_kernel<T, D, Variant>(params, stream);
+    launched = true;
   };
   const auto launch_chosen = [&]<bool Overlaps>() {
     [&]<std::size_t... i>(std::index_sequence<i...>) {
@@ -83,6 +86,7 @@ void launch_backward(const BackwardChoice& choice, const BackwardKernelParams& p
     launch_chosen.template operator()<false>();
   }
   launch_chosen.template operator()<true>();
+  if (!launched) throw std::logic_error("no such kernel: " + name(choice));
 }
 
 }  // namespace flash_dmattn::cuda::sm90
