@@ -2,6 +2,7 @@
 
 #include <stdexcept>
 
+#include "cuda/params.h"
 #include "cuda/selection/schedule.h"
 #include "family_table.h"
 #include "flash_dmattn/error.h"
@@ -129,7 +130,9 @@ std::string supports(const Problem& p) {
   return backward.kernels == nullptr ? "backward: " + backward.reasons : "";
 }
 
+// Of a key list every family has the tile lists, which are the beginnings of the list; of intervals each its own.
 ScheduleForm schedule_form(const Problem& p, Direction direction) {
+  if (p.key_list_shape[0] != 0) return {ScheduleKind::query_tile_lists, query_tile_rows};
   const DeviceProperties& device = current_device();
   return direction == Direction::forward ? chosen(choose_forward(p, device)).schedule
                                          : chosen(choose_backward(p, device)).schedule;

@@ -96,9 +96,22 @@ class DeviceCase {
     return bits;
   }
 
+  // After a forward.
+  void run_backward() const { run_call(BackwardCall(backward_args_, {})); }
+
+  // The bits of every gradient.
+  std::vector<std::byte> backward_bits() const {
+    std::vector<std::byte> bits;
+    for (const DeviceTensor* tensor : {&dq_, &dk_, &dv_, &dbias_}) {
+      bits.resize(bits.size() + tensor->bytes());
+      tensor->download(bits.data() + bits.size() - tensor->bytes());
+    }
+    return bits;
+  }
+
   Results run() && {
     run_forward();
-    run_call(BackwardCall(backward_args_, {}));
+    run_backward();
     for (DeviceTensor* tensor : {&out_, &lse_, &lse_low_, &dq_, &dk_, &dv_, &dbias_}) {
       tensor->download();
     }

@@ -80,6 +80,24 @@ TEST_P(CudaRaces, GiveTheSameBitsInAThousandLaunches) {
   }
 }
 
+TEST_P(CudaRaces, GiveTheSameDeterministicGradientsInAThousandLaunches) {
+  const BackendInfo info = cuda_backend.info();
+  if (!info.available) GTEST_SKIP() << info.reason;
+  for (const char* const head_dim : {"64", "128"}) {
+    Data data = data_of(GetParam(), head_dim);
+    data.problem.deterministic = true;
+    const DeviceCase device_case(data, Walk::full_first);
+    device_case.run_forward();
+    device_case.run_backward();
+    const std::vector<std::byte> first = device_case.backward_bits();
+    for (int launch = 1; launch < 1000; ++launch) {
+      device_case.run_backward();
+      ASSERT_TRUE(device_case.backward_bits() == first)
+          << "launch " << launch << " of " << device_case.backward_kernel();
+    }
+  }
+}
+
 TEST_P(CudaRaces, GiveTheBitsOfKernelsWithoutOverlap) {
   const BackendInfo info = cuda_backend.info();
   if (!info.available) GTEST_SKIP() << info.reason;

@@ -23,6 +23,8 @@ class BackwardConsumer {
   using Layout = typename Kernel::DqLayout;
   using Keys = typename Kernel::Keys;
   using Visit = typename Keys::Visit;
+  using Dense = typename Kernel::Dense;
+  static constexpr BackwardVariant variant = Kernel::variant;
   static constexpr BackwardPolicy policy = Kernel::policy;
   static constexpr int head_dim = Kernel::head_dim;
   static constexpr int rows = policy.rows;
@@ -30,8 +32,10 @@ class BackwardConsumer {
   static constexpr int scores = rows / 2;         // of a thread
   static constexpr int gradients = head_dim / 2;  // the same, of dk and of dv
   static constexpr int dq_part = Layout::part_columns / 2;
-  // With 128 queries registers suffice neither to load delta ahead nor for P in fp32.
+  // With 128 queries registers suffice neither for P in fp32 nor to load delta ahead; beside a dense mask or bias for
+  // the first alone.
   static constexpr bool has_room = rows == 64;
+  static constexpr bool loads_delta_ahead = has_room && !variant.has_dense();
 
  public:
   __device__ BackwardConsumer(const BackwardKernelParams& p, Storage& storage)
@@ -39,19 +43,21 @@ class BackwardConsumer {
         storage_(storage),
         // Uniform over the warp, and known to be: products may stand under an if of it.
         warpgroup_(__shfl_sync(full_mask, static_cast<int>(threadIdx.x) / 128 - 1, 0)),
-        keys_(p, storage, warpgroup_) {}
+        keys_(p, storage, warpgroup_),
+        dense_(p, storage, warpgroup_) {}
 
   // `turn`: works of this block before, `n`: query tiles, over all heads.
   __device__ int run(const BackwardWork& work, int turn, int n) {
     clear(dk_);
     clear(dv_);
-    Visit at(p_.backward.shape, work);
+    Visit at = visits(work, n);
     if (at.has()) {
-      if constexpr (Kernel::placement != KeyPlacement::slots) storage_.key_pipeline.wait_full(0);
+      if constexpr (!Kernel::has_slots) storage_.key_pipeline.wait_full(0);
       keys_.begin(turn);
+      dense_.begin(work);
       keys_.begin_tile(at);
       storage_.q_pipeline.wait_full(n);
-      begin_scores(n);
+      begin_scores(at, n);
     }
 #pragma unroll 1
     for (; at.has(); ++n) {
@@ -69,6 +75,7 @@ class BackwardConsumer {
       wgmma_wait<0>();
       pin(dk_);
       release(storage_.q_pipeline, n);
+      if constexpr (variant.dense == DenseAccess::tiles) release(storage_.dense.loaded, n);
       keys_.release();
     }
     keys_.store(dk_, dv_);
@@ -76,7 +83,21 @@ class BackwardConsumer {
   }
 
  private:
+  // dS as an operand of dQ; by queries its rows, 64 queries, are summed over their columns.
+  static constexpr Major ds_major = variant.has_dense() ? Major::k : Major::mn;
+  using DsOperand =
+      std::conditional_t<variant.has_dense(), KMajorOperand<rows>, RowMajorOperand<keys>>;
+
+  __device__ Visit visits(const BackwardWork& work, int n) const {
+    if constexpr (variant.has_dense()) {
+      return Visit(storage_, work, n);
+    } else {
+      return Visit(p_, work);
+    }
+  }
+
   static __device__ int stage(int n) { return Pipeline<policy.stages>::stage(n); }
+  static __device__ int score_tile(int n) { return Pipeline<policy.score_tiles>::stage(n); }
 
   template <class AnyPipeline>
   static __device__ void release(AnyPipeline& pipeline, int n) {
@@ -97,7 +118,7 @@ class BackwardConsumer {
   // ---- Products ------------------------------------------------------------------------------------
 
   // S = (bias - lse) / scale + K q^T, of which begin_scores has made the first part.
-  __device__ void begin_scores(int n) {
+  __device__ void begin_scores(const Visit& at, int n) {
 #pragma unroll
     for (int j = 0; j < rows / 8; ++j) {
       const float2 begin = two_columns(storage_.stats[stage(n)].score, j);
@@ -105,16 +126,25 @@ class BackwardConsumer {
       for (int h = 0; h < 2; ++h) {
         s_[4 * j + 2 * h] = begin.x;
         s_[4 * j + 2 * h + 1] = begin.y;
-        if constexpr (Kernel::placement != KeyPlacement::block) {
+        if constexpr (variant.has_info()) {
           s_[4 * j + 2 * h] += keys_.bias(h);
           s_[4 * j + 2 * h + 1] += keys_.bias(h);
         }
       }
     }
+    dense_.begin_scores(at, n, s_);
+  }
+
+  // The address of K or V. Beside a dense mask or bias descriptors are formed anew for each tile: uniform registers do
+  // not suffice to keep them all.
+  static __device__ std::uint32_t address_of_keys(const std::byte* tile) {
+    std::uint32_t address = shared_address(tile);
+    if constexpr (variant.has_dense()) asm volatile("" : "+r"(address));
+    return address;
   }
 
   __device__ KMajorOperand<keys> own_keys(const std::byte* tile) const {
-    return KMajorOperand<keys>(shared_address(tile) + warpgroup_ * 64 * panel_row_bytes);
+    return KMajorOperand<keys>(address_of_keys(tile) + warpgroup_ * 64 * panel_row_bytes);
   }
 
   __device__ void issue_scores(int n) {
@@ -153,13 +183,14 @@ class BackwardConsumer {
   __device__ void issue_dq(int n, float (&dq)[dq_part]) {
     const int row_panel = policy.dq == DqSplit::rows ? warpgroup_ : 0;
     const int column_panel = policy.dq == DqSplit::columns ? warpgroup_ : 0;
-    const RowMajorOperand<keys> ds(shared_address(storage_.ds[n % 2]) +
-                                   row_panel * ScoreTile::panel_bytes);
-    const RowMajorOperand<keys> k(shared_address(storage_.k) + column_panel * KeyTile::panel_bytes);
+    const DsOperand ds(shared_address(storage_.ds[score_tile(n)]) +
+                       row_panel * ScoreTile::panel_bytes);
+    const RowMajorOperand<keys> k(address_of_keys(storage_.k) +
+                                  column_panel * KeyTile::panel_bytes);
     wgmma_fence();
-    wgmma_first<T, Major::mn>(dq, ds.at(0), k.at(0));
+    wgmma_first<T, ds_major, Major::mn>(dq, ds.at(0), k.at(0));
 #pragma unroll
-    for (int i = 1; i < keys / 16; ++i) wgmma<T, Major::mn>(dq, ds.at(i), k.at(i), true);
+    for (int i = 1; i < keys / 16; ++i) wgmma<T, ds_major, Major::mn>(dq, ds.at(i), k.at(i), true);
     wgmma_commit();
   }
 
@@ -240,7 +271,7 @@ class BackwardConsumer {
     float2 delta_of[rows / 8];
 #pragma unroll
     for (int j = 0; j < rows / 8; ++j)
-      if (has_room) delta_of[j] = two_columns(delta, j);
+      if (loads_delta_ahead) delta_of[j] = two_columns(delta, j);
     wgmma_wait<0>();
     pin(dp_);
     issue_gradient(dv_, p_operand_, storage_.dout[stage(n)]);
@@ -248,7 +279,7 @@ class BackwardConsumer {
     float sums[2] = {};
 #pragma unroll
     for (int j = 0; j < rows / 8; ++j) {
-      if (!has_room) delta_of[j] = two_columns(delta, j);
+      if (!loads_delta_ahead) delta_of[j] = two_columns(delta, j);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int i = 2 * j + h;
@@ -256,7 +287,7 @@ class BackwardConsumer {
             has_room ? float2{s_[2 * i], s_[2 * i + 1]} : Element<T>::widen_packed2(p_operand_[i]);
         const float x = p.x * (dp_[2 * i] - delta_of[j].x);
         const float y = p.y * (dp_[2 * i + 1] - delta_of[j].y);
-        if constexpr (Kernel::placement != KeyPlacement::block) sums[h] += x + y;
+        if constexpr (variant.has_info()) sums[h] += x + y;
         ds_operand_[i] = pack<T>(x, y);
         magnitude[i % 4] = add_magnitude<T>(magnitude[i % 4], ds_operand_[i]);
       }
@@ -282,12 +313,24 @@ class BackwardConsumer {
     }
   }
 
-  // dS to shared memory, [keys, queries]; meets the other warpgroup there.
+  // dS to shared memory; meets the other warpgroup there.
   __device__ void share_ds(int n) {
+    const std::uint32_t tile = shared_address(storage_.ds[score_tile(n)]);
+    if constexpr (variant.has_dense()) {
+      dense_.store_ds(ds_operand_, tile, n);
+    } else {
+      store_ds_by_keys(tile);
+    }
+    named_barrier_sync(Kernel::consumer_barrier, 256);
+    // Each reader fences for both warpgroups' stores, ordered before by the barrier (docs/kernels/sm90.md).
+    fence_async_proxy();
+  }
+
+  // [keys, queries], as the registers have it.
+  __device__ void store_ds_by_keys(std::uint32_t tile) const {
     const int row = warpgroup_ * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane_id() % 16;
     // Of the lane's row and chunk lane / 16; the next chunks lie an exclusive or away.
-    const std::uint32_t to =
-        shared_address(storage_.ds[n % 2]) + ScoreTile::offset(row, lane_id() / 16);
+    const std::uint32_t to = tile + ScoreTile::offset(row, lane_id() / 16);
 #pragma unroll
     for (int i = 0; i < rows / 16; ++i) {
       const std::uint32_t address = (to ^ static_cast<std::uint32_t>(i % 4 * 32)) +
@@ -296,9 +339,6 @@ class BackwardConsumer {
                                       ds_operand_[4 * i + 2], ds_operand_[4 * i + 3]};
       store_matrix_x4([&](int, int) { return address; }, block);
     }
-    named_barrier_sync(Kernel::consumer_barrier, 256);
-    // Each reader fences for both warpgroups' stores, ordered before by the barrier (docs/kernels/sm90.md).
-    fence_async_proxy();
   }
 
   // To the next query tile, up to what its scores begin with: under the product dK. At the last one they are made
@@ -313,13 +353,14 @@ class BackwardConsumer {
     }
     at.advance();
     storage_.q_pipeline.wait_full(next);
-    begin_scores(next);
+    begin_scores(at, next);
   }
 
   const BackwardKernelParams& p_;
   Storage& storage_;
   const int warpgroup_;
   Keys keys_;
+  Dense dense_;
 
   float dk_[gradients];
   float dv_[gradients];

@@ -20,7 +20,7 @@ namespace flash_dmattn::cuda::sm90 {
 struct BackwardChoice {
   DType dtype = DType::bf16;
   int head_dim = 0;  // the bucket: 64 or 128
-  KeyPlacement placement = KeyPlacement::block;
+  BackwardVariant variant;
 };
 
 // "sm90 backward bf16 d128 block"

@@ -2,9 +2,12 @@
 
 #include <cuda.h>
 
+#include "cuda/common/integers.h"
 #include "cuda/params.h"
 #include "cuda/selection/key_slots.h"
+#include "cuda/sm90/backward_policy.h"
 #include "cuda/sm90/key_info.h"
+#include "cuda/sm90/listed_keys.h"
 #include "cuda/sm90/slot_parts.h"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -37,14 +40,54 @@ struct SlotParams {
   float* part_dbias = nullptr;  // [cut parts, 2, block_slots]
 };
 
+// A query tile that a block of keys visits beside a dense mask or bias.
+struct alignas(8) QueryVisit {
+  int tile;
+  std::uint32_t head : 31;
+  std::uint32_t masked : 1;  // by the packed mask, somewhere
+};
+
+// Of each block of keys the query tiles that it visits, of all heads of the group (find_visits.cuh): one head after
+// the other, or the heads of a tile together.
+struct QueryVisitLists {
+  QueryVisit* visits = nullptr;  // [B, Hkv, key blocks, capacity]
+  int* count = nullptr;          // [B, Hkv, key blocks]
+  int capacity = 0;
+  bool heads_together = false;
+
+  __host__ __device__ static int key_blocks(const Shape& shape) {
+    return ceil_div(shape.seqlen_k, BackwardPolicy::keys);
+  }
+  __device__ static int list(const Shape& shape, int batch, int kv_head, int key) {
+    return (batch * shape.heads_kv + kv_head) * key_blocks(shape) + key / BackwardPolicy::keys;
+  }
+};
+
+// The gradient of a dense bias.
+struct DenseDbias {
+  // Two heads of a group share its elements, which a block stores as the sum of both.
+  bool sums_heads = false;
+  // Elements of tiles that no block computes are zeros that the main loop stores.
+  bool clears = false;
+};
+
+// Of the main loop. Its tensors may be copies: q has the sign of the scale, and the keys of a key list are all there
+// are.
 struct BackwardKernelParams {
   // In 64-byte units: the TMA unit reads them.
   CUtensorMap q_map;
   CUtensorMap dout_map;
   CUtensorMap k_map;
   CUtensorMap v_map;
+  CUtensorMap bias_map;  // of a dense bias
   BackwardParams backward;
+  float bias_factor = 0;  // of a bias, to the unit of the accumulators that begin with it
+  float dq_scale = 0;
+  ListedKeys list;
+  Shape info_shape;  // with all keys, where `list` has some
   KeyInfo info;
+  QueryVisitLists visits;
+  DenseDbias dense_dbias;
   float* row_stats = nullptr;  // [B, Hq, query tiles] RowStats
   float* dq_accum = nullptr;   // [B, Hq, query tiles] DqAccumLayout; null: not wanted
   OrderSemaphores order;       // of the additions to it

@@ -1,6 +1,9 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
+
+#include "cuda/sm90/policy.h"
 
 // Tile policies of the backward as data.
 namespace flash_dmattn::cuda::sm90 {
@@ -10,6 +13,26 @@ enum class KeyPlacement : std::uint8_t {
   block,           // neighbouring keys, seen by every query or by those from their own position on
   block_key_info,  // neighbouring keys with ranges of queries, masks or biases
   slots,           // places where keys come and go (cuda/selection/key_slots.h)
+};
+
+// The compile-time choices of a backward kernel.
+struct BackwardVariant {
+  KeyPlacement placement = KeyPlacement::block;
+  DenseAccess dense = DenseAccess::none;  // of a mask and a bias, beside block_key_info alone
+
+  constexpr bool has_info() const { return placement != KeyPlacement::block; }
+  constexpr bool has_slots() const { return placement == KeyPlacement::slots; }
+  constexpr bool has_dense() const { return dense != DenseAccess::none; }
+
+  bool operator==(const BackwardVariant&) const = default;
+};
+
+inline constexpr std::array backward_variants = {
+    BackwardVariant{},
+    BackwardVariant{.placement = KeyPlacement::block_key_info},
+    BackwardVariant{.placement = KeyPlacement::block_key_info, .dense = DenseAccess::tiles},
+    BackwardVariant{.placement = KeyPlacement::block_key_info, .dense = DenseAccess::elements},
+    BackwardVariant{.placement = KeyPlacement::slots},
 };
 
 // How the two warpgroups share dq of a query tile, each part a product of 64 queries over all keys.
@@ -22,6 +45,7 @@ enum class DqSplit : std::uint8_t {
 struct BackwardPolicy {
   int rows;  // of a query tile
   DqSplit dq;
+  int score_tiles = 2;  // tiles of dS in shared memory
 
   static constexpr int keys = 128;
   static constexpr int warpgroups = 2;  // that compute, 64 keys each
@@ -44,17 +68,23 @@ inline constexpr int slot_segments = 64;
 // Shared memory binds: the products of a tile read it for longer than the tensor cores multiply. D 64: dk
 // and dv are half as large, so that 128 queries fit, which share a read of K and V. D 128: by turns dq reads less,
 // but a block of neighbouring keys loses 3 % in waits; with slots there is more to do meanwhile, and turns win 5 %.
-constexpr BackwardPolicy backward_policy(int head_dim, KeyPlacement placement) {
-  if (placement == KeyPlacement::slots) return {.rows = slot_tile_rows, .dq = DqSplit::turns};
+// Dense: tiles of 64 queries at D 64, too, as the packed mask has. Three tiles of dS: those of two heads are summed
+// while the biases of a third arrive.
+constexpr BackwardPolicy backward_policy(int head_dim, const BackwardVariant& variant) {
+  if (variant.has_slots()) return {.rows = slot_tile_rows, .dq = DqSplit::turns};
+  if (variant.has_dense()) {
+    const DqSplit dq = head_dim == 64 ? DqSplit::turns : DqSplit::columns;
+    return {.rows = 64, .dq = dq, .score_tiles = 3};
+  }
   if (head_dim == 64) return {.rows = 128, .dq = DqSplit::rows};
   return {.rows = 64, .dq = DqSplit::columns};
 }
 
 // Sums of dq in memory: tiles of `rows` queries, each in one or two parts of 64 queries, in the order of the
 // accumulators: block j of eight columns has 128 threads' four floats, (row, two columns) and (row + 8, the same).
-template <int D, KeyPlacement Placement>
+template <int D, BackwardVariant Variant>
 struct DqAccumLayout {
-  static constexpr BackwardPolicy policy = backward_policy(D, Placement);
+  static constexpr BackwardPolicy policy = backward_policy(D, Variant);
   static constexpr int rows = policy.rows;
   static constexpr int columns = D;
   static constexpr int floats = rows * D;

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/common/semaphore.cuh"
 #include "cuda/sm90/backward_work.cuh"
 #include "cuda/sm90/panel_tile.cuh"
@@ -25,12 +27,40 @@ struct SlotStorage {
 template <>
 struct SlotStorage<false> {};
 
-template <int D, KeyPlacement Placement>
+// Beside a dense mask or bias.
+template <int Tiles>
+struct ScoreTilePipelines {
+  LoadedVisit visits[BackwardPolicy::stages];  // with q
+  // Of the block's keys and of each consumer warp's (KeyBlock): the loop has no registers for them.
+  KeyInterval ranges[BackwardPolicy::keys];
+  KeyInterval full_queries[4 * BackwardPolicy::warpgroups];
+  Pipeline<Tiles> computed;  // dS: from the consumers to the writer of dbias
+};
+
+template <DenseAccess Access, int Tiles>
+struct DenseStorage {};
+// A tile of dS begins as the tile of biases: a warp reads those of its 16 keys and later stores its dS in their place.
+template <int Tiles>
+struct DenseStorage<DenseAccess::tiles, Tiles> : ScoreTilePipelines<Tiles> {
+  static constexpr int words = BackwardPolicy::keys / PackedMask::side;
+
+  // Of 64 queries each the bits of 64 keys.
+  alignas(128) std::uint64_t bits[Tiles][words][PackedMask::side];
+  Pipeline<Tiles> loaded;  // bits and biases: from the loader to the consumers
+};
+template <int Tiles>
+struct DenseStorage<DenseAccess::elements, Tiles> : ScoreTilePipelines<Tiles> {
+  int keys[BackwardPolicy::keys];  // of the tensors, also where the block's are past the end
+};
+
+template <int D, BackwardVariant Variant>
 struct BackwardStorage {
-  static constexpr BackwardPolicy policy = backward_policy(D, Placement);
+  static constexpr BackwardPolicy policy = backward_policy(D, Variant);
   using KeyTile = PanelTile<policy.keys, D>;
   using QueryTile = PanelTile<policy.rows, D>;
-  using ScoreTile = PanelTile<policy.keys, policy.rows>;
+  // dS by keys; beside a dense bias by queries, as memory has it.
+  using ScoreTile = std::conditional_t<Variant.has_dense(), PanelTile<policy.rows, policy.keys>,
+                                       PanelTile<policy.keys, policy.rows>>;
   using Stats = RowStats<policy.rows>;
   // The warp that adds dq to memory orders its additions.
   static constexpr int order_barrier = 1;
@@ -40,7 +70,7 @@ struct BackwardStorage {
   alignas(1024) std::byte v[KeyTile::bytes];
   alignas(1024) std::byte q[policy.stages][QueryTile::bytes];
   alignas(1024) std::byte dout[policy.stages][QueryTile::bytes];
-  alignas(1024) std::byte ds[2][ScoreTile::bytes];
+  alignas(1024) std::byte ds[policy.score_tiles][ScoreTile::bytes];
   alignas(1024) float dq[policy.rows * D];
   alignas(128) Stats stats[policy.stages];
   Pipeline<1> key_pipeline;
@@ -51,7 +81,8 @@ struct BackwardStorage {
   int bounds[2];  // queries that see some key of the block
   // Of a block of neighbouring keys one; parts of chains of slots take turns.
   BackwardWork work[2];
-  SlotStorage<Placement == KeyPlacement::slots> slots;
+  SlotStorage<Variant.has_slots()> slots;
+  DenseStorage<Variant.dense, policy.score_tiles> dense;
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -20,11 +20,11 @@ class BlockOrder {
         semaphore_(p.order, storage.semaphore, ThreadGroup<warp_size>::of_warp(), predecessor) {}
 
   __device__ void begin_tile(const BackwardWork& work,
-                             const QueryVisits<Kernel::placement>& at) const {
-    if (at.tile != work.tile_begin && at.tile % group != 0) return;
-    const int last = min(at.tile / group * group + group, work.tile_end) - 1;
+                             const QueryVisits<Kernel::variant>& at) const {
+    if (at.tile() != work.tile_begin && at.tile() % group != 0) return;
+    const int last = min(at.tile() / group * group + group, work.tile_end) - 1;
     const auto index =
-        static_cast<int>(tile_index(p_.backward.shape, rows, work.batch, at.head, last));
+        static_cast<int>(tile_index(p_.backward.shape, rows, work.batch, at.head(), last));
     semaphore_.wait(index);
     bulk_wait();
     semaphore_.advance(index);
@@ -37,6 +37,40 @@ class BlockOrder {
   Semaphore semaphore_;
 };
 
+// The same beside a dense mask or bias, where each block visits tiles of its own choice, by their place among all.
+template <class Kernel>
+class VisitOrder {
+  using Semaphore = typename Kernel::SharedStorage::Semaphore;
+  static constexpr int group = 2;
+
+ public:
+  __device__ VisitOrder(const BackwardKernelParams& p, typename Kernel::SharedStorage& storage,
+                        int predecessor)
+      : p_(p),
+        semaphore_(p.order, storage.semaphore, ThreadGroup<warp_size>::of_warp(), predecessor) {}
+
+  __device__ void begin_tile(const BackwardWork& work, const QueryVisits<Kernel::variant>& at) {
+    const Shape& shape = p_.backward.shape;
+    const int heads = shape.heads_q / shape.heads_kv;
+    const int head = at.head() - work.kv_head * heads;
+    const int place = p_.visits.heads_together
+                          ? at.tile() * heads + head
+                          : head * ceil_div(shape.seqlen_q, Kernel::policy.rows) + at.tile();
+    if (place <= last_) return;
+    last_ = place / group * group + group - 1;
+    semaphore_.wait(last_);
+    bulk_wait();
+    semaphore_.advance(last_);
+  }
+  __device__ void end_work(const BackwardWork&) const {}
+  __device__ void finish() const { semaphore_.finish(); }
+
+ private:
+  const BackwardKernelParams& p_;
+  Semaphore semaphore_;
+  int last_ = -1;  // up to which the additions may go
+};
+
 // The same of parts of chains of slots, by a count of the blocks that have added to the tiles of a group's heads.
 template <class Kernel>
 class SlotOrder {
@@ -45,11 +79,11 @@ class SlotOrder {
       : p_(p) {}
 
   __device__ void begin_tile(const BackwardWork& work,
-                             const QueryVisits<Kernel::placement>& at) const {
+                             const QueryVisits<Kernel::variant>& at) const {
     if (!at.is_first_head() || lane_id() != 0) return;
-    while (load_acquire(count(work, at.tile)) != work.position) {
+    while (load_acquire(count(work, at.tile())) != work.position) {
     }
-    if (at.tile > work.tile_begin) publish(work, at.tile - 1);
+    if (at.tile() > work.tile_begin) publish(work, at.tile() - 1);
   }
   __device__ void end_work(const BackwardWork& work) const {
     if (lane_id() == 0) publish(work, work.tile_end - 1);
@@ -77,22 +111,24 @@ template <class Kernel>
 struct DqWriter {
   using Storage = typename Kernel::SharedStorage;
   using Layout = typename Kernel::DqLayout;
-  using Order = std::conditional_t<Kernel::has_slots, SlotOrder<Kernel>, BlockOrder<Kernel>>;
+  using NeighbourOrder =
+      std::conditional_t<Kernel::variant.has_dense(), VisitOrder<Kernel>, BlockOrder<Kernel>>;
+  using Order = std::conditional_t<Kernel::has_slots, SlotOrder<Kernel>, NeighbourOrder>;
   static constexpr int parts = Kernel::policy.dq_parts();
   static constexpr int part_bytes = Layout::part_floats * sizeof(float);
   static constexpr int threads = 128 + warp_size;  // that meet
 
   const BackwardKernelParams& p;
   Storage& storage;
-  const Order& order;
+  Order& order;
 
   // By a warp.
   __device__ void run(const BackwardWork& work) const {
     const bool ordered = p.order.published != nullptr;
 #pragma unroll 1
-    for (QueryVisits<Kernel::placement> at(p.backward.shape, work); at.has(); at.advance()) {
+    for (QueryVisits<Kernel::variant> at(p, work); at.has(); at.advance()) {
       const std::int64_t index =
-          tile_index(p.backward.shape, Kernel::policy.rows, work.batch, at.head, at.tile);
+          tile_index(p.backward.shape, Kernel::policy.rows, work.batch, at.head(), at.tile());
       float* const to = p.dq_accum + index * Layout::floats;
 #pragma unroll
       for (int part = 0; part < parts; ++part) {

@@ -46,7 +46,8 @@ ForwardVariant choose_variant(const ForwardParams& p) {
                          tma(p.k, shape.seqlen_k, shape.heads_kv) &&
                          tma(p.v, shape.seqlen_k, shape.heads_kv);
   if (score.mask.dense || score.bias.dense) {
-    if (has_tiles && !shapes && (!score.bias.dense || DenseBiasRows(p).has_tensor_map())) {
+    if (has_tiles && !shapes &&
+        (!score.bias.dense || DenseBiasRows(shape, score).has_tensor_map())) {
       return {.has_key_info = true, .dense = DenseAccess::tiles};
     }
     return {

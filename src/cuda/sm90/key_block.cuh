@@ -4,6 +4,7 @@
 #include "cuda/common/tile_copy.cuh"
 #include "cuda/sm90/backward_storage.cuh"
 #include "cuda/sm90/backward_work.cuh"
+#include "cuda/sm90/loaded_visits.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -16,33 +17,38 @@ class KeyBlock {
   using Rows = typename Storage::KeyTile;
   static constexpr int rows = Kernel::policy.rows;
   static constexpr int columns = rows / 2;  // score accumulators of a thread
-  static constexpr bool has_info = Kernel::placement == KeyPlacement::block_key_info;
+  static constexpr bool has_info = Kernel::variant.has_info();
 
  public:
-  using Visit = QueryVisits<Kernel::placement>;
+  using Visit = std::conditional_t<Kernel::variant.has_dense(), LoadedVisits<Kernel>,
+                                   QueryVisits<Kernel::variant>>;
 
   __device__ KeyBlock(const BackwardKernelParams& p, Storage& storage, int warpgroup)
       : p_(p), storage_(storage), work_(storage.work[0]), warpgroup_(warpgroup) {}
 
   // Before the first query tile; K and V are there.
   __device__ void begin(int) {
-    full_begin_ = 0;
-    full_end_ = p_.backward.shape.seqlen_q;
+    KeyInterval full{0, p_.backward.shape.seqlen_q};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const KeyInterval seen = range(h);
-      full_begin_ = max(full_begin_, seen.first);
-      full_end_ = min(full_end_, seen.last);
+      const KeyInterval seen = range_in_memory(h);
+      full = {max(full.first, seen.first), min(full.last, seen.last)};
     }
-    full_begin_ = warp_max(full_begin_);
-    full_end_ = warp_min(full_end_);
+    full = {warp_max(full.first), warp_min(full.last)};
+    if constexpr (Kernel::variant.has_dense()) {
+      for (int h = 0; h < 2; ++h) storage_.dense.ranges[row() + 8 * h] = range_in_memory(h);
+      storage_.dense.full_queries[warp_row() / 16] = full;
+      __syncwarp();
+    } else {
+      full_ = full;
+    }
     if constexpr (has_info) clear_unseen_rows();
   }
 
   // Before a query tile's scores begin.
   __device__ void begin_tile(const Visit& at) {
     if constexpr (has_info) {
-      if (at.tile == work_.tile_begin) load_biases(at.head);
+      if (at.is_first_of_head()) load_biases(at.head());
     }
   }
 
@@ -55,10 +61,11 @@ class KeyBlock {
 
   // Scores that a query does not have become -inf, where a tile has any.
   __device__ void mask(const Visit& at, float (&scores)[columns]) const {
-    const int first_query = at.tile * rows;
-    if (first_query >= full_begin_ && first_query + rows <= full_end_) return;
+    const int first_query = at.tile() * rows;
+    const KeyInterval full = full_queries();
+    if (first_query >= full.first && first_query + rows <= full.last) return;
     // A query past the end has no probability anyway.
-    if (!has_info && first_query >= full_begin_) return;
+    if (!has_info && first_query >= full.first) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const KeyInterval seen = range(h);
@@ -89,9 +96,9 @@ class KeyBlock {
   __device__ void end_tile(const Visit& at) {
     if constexpr (has_info) {
       const OutputBroadcast& dbias = p_.backward.dbias;
-      if (dbias.data == nullptr) return;
+      if (dbias.data == nullptr || dbias.dense) return;
       const bool ends = dbias.head_q != 0 ? at.is_last_of_head() : at.is_last();
-      if (ends) store_dbias(at.head);
+      if (ends) store_dbias(at.head());
     }
   }
 
@@ -110,8 +117,25 @@ class KeyBlock {
   __device__ int row() const { return warp_row() + lane_id() / 4; }
   __device__ int key(int h) const { return work_.key + row() + 8 * h; }
 
+  // Every key of the warp is seen by these queries.
+  __device__ KeyInterval full_queries() const {
+    if constexpr (Kernel::variant.has_dense()) {
+      return storage_.dense.full_queries[warp_row() / 16];
+    } else {
+      return full_;
+    }
+  }
+
   // The queries that see a key.
   __device__ KeyInterval range(int h) const {
+    if constexpr (Kernel::variant.has_dense()) {
+      return storage_.dense.ranges[row() + 8 * h];
+    } else {
+      return range_in_memory(h);
+    }
+  }
+
+  __device__ KeyInterval range_in_memory(int h) const {
     const Shape& shape = p_.backward.shape;
     if constexpr (has_info) {
       return p_.info
@@ -188,9 +212,7 @@ class KeyBlock {
   Storage& storage_;
   const BackwardWork& work_;  // read again at each use: registers do not suffice
   const int warpgroup_;
-  // Every key of the warp is seen by queries [full_begin_, full_end_).
-  int full_begin_ = 0;
-  int full_end_ = 0;
+  KeyInterval full_ = {};
   float bias_[2] = {};
   float dbias_[2] = {};
 };

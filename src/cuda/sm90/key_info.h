@@ -2,11 +2,12 @@
 
 #include "cuda/common/device_workspace.h"
 #include "cuda/params.h"
+#include "cuda/sm90/listed_keys.h"
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Key info in memory: made by PrepareKeyInfo out of intervals, causality, mask and bias of the keys; a
-// dense mask or bias is not in it.
+// Key info in memory: made by PrepareKeyInfo out of intervals, causality, mask and bias of the keys, or of those of a
+// key list; a dense mask or bias is not in it.
 // Rows are padded with keys that no query sees, so that a whole tile can be copied from any
 // multiple of 64.
 struct KeyInfo {
@@ -27,8 +28,8 @@ struct KeyInfo {
   std::int64_t bias_head_kv = 0;
 };
 
-// Their sizes follow from shapes and strides.
+// Their sizes follow from shapes and strides; with a list shape.seqlen_k counts its positions.
 KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
-                          WorkspaceAllocator& workspace);
+                          WorkspaceAllocator& workspace, const ListedKeys& list = {});
 
 }  // namespace flash_dmattn::cuda::sm90

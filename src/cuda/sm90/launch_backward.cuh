@@ -1,12 +1,15 @@
 #pragma once
 
+#include <stdexcept>
 #include <type_traits>
+#include <utility>
 
 #include "cuda/common/launch.h"
 #include "cuda/common/postprocess.cuh"
 #include "cuda/sm90/backward.cuh"
 #include "cuda/sm90/backward_launch.h"
 #include "cuda/sm90/cooperative_launch.cuh"
+#include "cuda/sm90/find_visits.cuh"
 #include "cuda/sm90/prepare_backward.cuh"
 #include "cuda/sm90/prepare_key_info.cuh"
 #include "cuda/sm90/slot_rows.cuh"
@@ -14,10 +17,11 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-template <class T, int D, KeyPlacement Placement>
+template <class T, int D, BackwardVariant Variant>
 void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
-  using Kernel = BackwardKernel<T, D, Placement>;
+  using Kernel = BackwardKernel<T, D, Variant>;
   constexpr int rows = Kernel::policy.rows;
+  static_assert(sizeof(typename Kernel::SharedStorage) <= 227 * 1024);
   const BackwardParams& p = params.backward;
   const Shape& shape = p.shape;
   const auto map = [&](const InputRows& tensor, int seqlen, int heads, int box_rows) {
@@ -28,45 +32,54 @@ void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
   params.dout_map = map(p.dout, shape.seqlen_q, shape.heads_q, rows);
   params.k_map = map(p.k, shape.seqlen_k, shape.heads_kv, BackwardPolicy::keys);
   params.v_map = map(p.v, shape.seqlen_k, shape.heads_kv, BackwardPolicy::keys);
+  if (Variant.dense == DenseAccess::tiles && p.score.bias.dense) {
+    const DenseBiasRows bias(shape, p.score);
+    params.bias_map = make_tensor_map(bias.rows, shape.seqlen_k, shape.seqlen_q, bias.heads,
+                                      bias.batch, rows, std::is_same_v<T, __nv_bfloat16>);
+  }
 
   const PrepareRowStats<rows> stats{shape, p.lse_log2, p.delta, p.score.factor, params.row_stats};
   for_each(stats.items(), stats, stream);
-  if constexpr (Placement != KeyPlacement::block) {
-    const PrepareKeyInfo<T> key_info{shape, p.score, params.info, 1 / p.score.scale};
+  if constexpr (Variant.has_info()) {
+    const PrepareKeyInfo<T> key_info{params.info_shape, p.score, params.info, params.bias_factor,
+                                     params.list};
     for_each(key_info.items(), key_info, stream);
   }
-  if constexpr (Placement == KeyPlacement::slots) {
+  if constexpr (Variant.has_dense()) launch<FindVisits>(FindVisits::blocks(params), params, stream);
+  if constexpr (Variant.has_slots()) {
     const PrepareSlotRecords records{shape, params.info, params.slots};
     for_each(records.items(), records, stream);
     const ClearUnseenKeys clear{shape, params.info, p.dk, p.dv};
     for_each(clear.items(), clear, stream);
   }
-  if (Placement == KeyPlacement::slots && params.order.published != nullptr) {
+  if (Variant.has_slots() && params.order.published != nullptr) {
     launch_cooperative<Kernel>(Kernel::blocks(params), params, stream);
   } else {
     launch<Kernel>(Kernel::blocks(params), params, stream);
   }
-  if constexpr (Placement == KeyPlacement::slots) {
+  if constexpr (Variant.has_slots()) {
     using Add = AddSlotParts<T, D>;
     launch<Add>(Add::blocks(params), params, stream);
   }
   if (params.dq_accum == nullptr) return;
   const BwdPostprocessDq<T, typename Kernel::DqLayout> store{
-      shape, params.dq_accum, p.dq, p.score.scale, p.saturate, p.flags};
+      shape, params.dq_accum, p.dq, params.dq_scale, p.saturate, p.flags};
   for_each(store.items(), store, stream);
 }
 
 template <class T, int D>
 void launch_backward(const BackwardChoice& choice, const BackwardKernelParams& params,
                      cudaStream_t stream) {
-  switch (choice.placement) {
-    case KeyPlacement::block:
-      return launch_backward_kernel<T, D, KeyPlacement::block>(params, stream);
-    case KeyPlacement::block_key_info:
-      return launch_backward_kernel<T, D, KeyPlacement::block_key_info>(params, stream);
-    case KeyPlacement::slots:
-      return launch_backward_kernel<T, D, KeyPlacement::slots>(params, stream);
-  }
+  bool launched = false;
+  const auto launch_if_chosen = [&]<BackwardVariant Variant>() {
+    if (choice.variant != Variant) return;
+    launch_backward_kernel<T, D, Variant>(params, stream);
+    launched = true;
+  };
+  [&]<std::size_t... i>(std::index_sequence<i...>) {
+    (launch_if_chosen.template operator()<backward_variants[i]>(), ...);
+  }(std::make_index_sequence<backward_variants.size()>());
+  if (!launched) throw std::logic_error("no such kernel: " + name(choice));
 }
 
 }  // namespace flash_dmattn::cuda::sm90

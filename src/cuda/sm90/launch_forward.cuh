@@ -36,7 +36,7 @@ void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
     params.v_map = map(p.v);
   }
   if (Kernel::dense == DenseAccess::tiles && p.score.bias.dense) {
-    const DenseBiasRows bias(p);
+    const DenseBiasRows bias(shape, p.score);
     params.bias_map = make_tensor_map(bias.rows, shape.seqlen_k, shape.seqlen_q, bias.heads,
                                       bias.batch, 64, bf16);
   }

@@ -15,6 +15,7 @@ struct PrepareKeyInfo {
   ScoreParams score;
   KeyInfo info;
   float bias_factor;
+  ListedKeys list = {};
 
   __host__ __device__ long ranges() const {
     return info.ranges == nullptr ? 0 : long{info.padded_keys} * info.batch * info.range_heads;
@@ -33,13 +34,16 @@ struct PrepareKeyInfo {
   struct Place {
     int batch;
     int head;
-    int key;
+    int key;  // seqlen_k past the last
   };
 
   __device__ Place place(long i, int heads) const {
     const long row = i / info.padded_keys;
-    return {static_cast<int>(row / heads), static_cast<int>(row % heads),
-            static_cast<int>(i % info.padded_keys)};
+    const auto batch = static_cast<int>(row / heads);
+    const auto head = static_cast<int>(row % heads);
+    const int kv_head = heads == shape.heads_q ? head / (shape.heads_q / shape.heads_kv) : head;
+    const int key = list.key(batch, kv_head, static_cast<int>(i % info.padded_keys));
+    return {batch, head, key < 0 ? shape.seqlen_k : key};
   }
 
   __device__ KeyInterval range(const Place& at) const {

@@ -112,6 +112,15 @@ __device__ inline void fence_async_proxy_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
+// The inverse of ldmatrix_x4_trans: of each 8x8 matrix, which a lane holds as elements (l / 4, 2 (l % 4)) and the
+// right neighbour, column i becomes the 16 bytes at the address of lane i of its eight.
+__device__ inline void stmatrix_x4_trans(std::uint32_t address, const std::uint32_t (&block)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(block[0]), "r"(block[1]), "r"(block[2]), "r"(block[3])
+      : "memory");
+}
+
 __device__ inline std::uint32_t load_shared_4(std::uint32_t from) {
   std::uint32_t value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");

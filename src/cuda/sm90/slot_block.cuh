@@ -23,7 +23,7 @@ class SlotBlock {
   static constexpr int gradients = head_dim / 2;
 
  public:
-  using Visit = QueryVisits<Kernel::placement>;
+  using Visit = QueryVisits<Kernel::variant>;
 
   __device__ SlotBlock(const BackwardKernelParams& p, Storage& storage, int warpgroup)
       : p_(p), storage_(storage), warpgroup_(warpgroup) {}
@@ -35,7 +35,7 @@ class SlotBlock {
     if (!at.is_first_head()) return;
     const int round = round_ends_ ? round_ + 1 : round_;
     storage_.slots.pipeline.wait_full(round);
-    const int first_query = at.tile * rows;
+    const int first_query = at.tile() * rows;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const SlotRecord record = storage_.slots.records[round % 2][slot(h)];
@@ -106,7 +106,7 @@ class SlotBlock {
   template <int H>
   __device__ void mask_row(const Visit& at, float (&scores)[rows / 2]) const {
     if (!partial_[H]) return;
-    const int column = at.tile * rows + 2 * (lane_id() % 4);
+    const int column = at.tile() * rows + 2 * (lane_id() % 4);
     const int first = record(H).first - column;
     const int last = record(H).last - column;
 #pragma unroll

@@ -43,16 +43,16 @@ bool has_tensor_map(const InputRows& tensor, int seqlen, int heads, int batch) {
          is_readable(tensor.batch, batch);
 }
 
-DenseBiasRows::DenseBiasRows(const ForwardParams& p)
-    : is_16_bit_rows_(p.score.bias.aligned_16B), seqlen_q_(p.shape.seqlen_q) {
-  const Broadcast& bias = p.score.bias;
+DenseBiasRows::DenseBiasRows(const Shape& shape, const ScoreParams& score)
+    : is_16_bit_rows_(score.bias.aligned_16B), seqlen_q_(shape.seqlen_q) {
+  const Broadcast& bias = score.bias;
   rows.data = bias.data;
   rows.batch = 2 * bias.batch;
   rows.row = 2 * bias.query;
   rows.head = 2 * (bias.head_q + bias.head_kv);
-  if (bias.head_q != 0) heads = p.shape.heads_q;
-  if (bias.head_kv != 0) heads = p.shape.heads_kv;
-  if (bias.batch != 0) batch = p.shape.batch;
+  if (bias.head_q != 0) heads = shape.heads_q;
+  if (bias.head_kv != 0) heads = shape.heads_kv;
+  if (bias.batch != 0) batch = shape.batch;
 }
 
 bool DenseBiasRows::has_tensor_map() const {

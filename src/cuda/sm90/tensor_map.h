@@ -21,7 +21,7 @@ struct DenseBiasRows {
   int heads = 1;  // 1: broadcast
   int batch = 1;
 
-  explicit DenseBiasRows(const ForwardParams& params);
+  DenseBiasRows(const Shape& shape, const ScoreParams& score);
   bool has_tensor_map() const;
 
  private:

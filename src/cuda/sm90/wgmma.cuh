@@ -119,13 +119,14 @@ enum class Major : std::uint8_t { k, mn };
       WGMMA_FLOATS_8(ACCESS, 80), WGMMA_FLOATS_8(ACCESS, 88), WGMMA_FLOATS_8(ACCESS, 96), \
       WGMMA_FLOATS_8(ACCESS, 104), WGMMA_FLOATS_8(ACCESS, 112), WGMMA_FLOATS_8(ACCESS, 120)
 
-// A and B from shared memory, both of one Major. A, B: operand numbers; ADD: whether d is added to.
-#define WGMMA_SS(SHAPE, TYPE, NAMES, FLOATS, A, B, ADD, MAJOR)                              \
+// A and B from shared memory. A, B, ADD, MAJOR_A, MAJOR_B: operand numbers; ADD: whether d is added to.
+#define WGMMA_SS(SHAPE, TYPE, NAMES, FLOATS, A, B, ADD, MAJOR_A, MAJOR_B)                   \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD                                \
                ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " {" NAMES \
-               "}, %" #A ", %" #B ", add, 1, 1, %" #MAJOR ", %" #MAJOR ";\n}"               \
+               "}, %" #A ", %" #B ", add, 1, 1, %" #MAJOR_A ", %" #MAJOR_B ";\n}"           \
                : FLOATS                                                                     \
-               : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(M)))
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(MajorA)), \
+                 "n"(static_cast<int>(MajorB)))
 
 // A from registers, B row-major; added.
 #define WGMMA_RS(SHAPE, TYPE, NAMES, FLOATS, A0, A1, A2, A3, B)                                  \
@@ -136,51 +137,51 @@ enum class Major : std::uint8_t { k, mn };
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
 // d = a b or d += a b.
-template <class T, Major M = Major::k>
+template <class T, Major MajorA = Major::k, Major MajorB = MajorA>
 __device__ inline void wgmma(float (&d)[64], std::uint64_t a, std::uint64_t b, bool add) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    WGMMA_SS("m64n128k16", "bf16", WGMMA_NAMES_64, WGMMA_FLOATS_64("+f"), 64, 65, 66, 67);
+    WGMMA_SS("m64n128k16", "bf16", WGMMA_NAMES_64, WGMMA_FLOATS_64("+f"), 64, 65, 66, 67, 68);
   } else {
-    WGMMA_SS("m64n128k16", "f16", WGMMA_NAMES_64, WGMMA_FLOATS_64("+f"), 64, 65, 66, 67);
+    WGMMA_SS("m64n128k16", "f16", WGMMA_NAMES_64, WGMMA_FLOATS_64("+f"), 64, 65, 66, 67, 68);
   }
 }
 
-template <class T, Major M = Major::k>
+template <class T, Major MajorA = Major::k, Major MajorB = MajorA>
 __device__ inline void wgmma(float (&d)[40], std::uint64_t a, std::uint64_t b, bool add) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    WGMMA_SS("m64n80k16", "bf16", WGMMA_NAMES_40, WGMMA_FLOATS_40("+f"), 40, 41, 42, 43);
+    WGMMA_SS("m64n80k16", "bf16", WGMMA_NAMES_40, WGMMA_FLOATS_40("+f"), 40, 41, 42, 43, 44);
   } else {
-    WGMMA_SS("m64n80k16", "f16", WGMMA_NAMES_40, WGMMA_FLOATS_40("+f"), 40, 41, 42, 43);
+    WGMMA_SS("m64n80k16", "f16", WGMMA_NAMES_40, WGMMA_FLOATS_40("+f"), 40, 41, 42, 43, 44);
   }
 }
 
-template <class T, Major M = Major::k>
+template <class T, Major MajorA = Major::k, Major MajorB = MajorA>
 __device__ inline void wgmma(float (&d)[32], std::uint64_t a, std::uint64_t b, bool add) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    WGMMA_SS("m64n64k16", "bf16", WGMMA_NAMES_32, WGMMA_FLOATS_32("+f"), 32, 33, 34, 35);
+    WGMMA_SS("m64n64k16", "bf16", WGMMA_NAMES_32, WGMMA_FLOATS_32("+f"), 32, 33, 34, 35, 36);
   } else {
-    WGMMA_SS("m64n64k16", "f16", WGMMA_NAMES_32, WGMMA_FLOATS_32("+f"), 32, 33, 34, 35);
+    WGMMA_SS("m64n64k16", "f16", WGMMA_NAMES_32, WGMMA_FLOATS_32("+f"), 32, 33, 34, 35, 36);
   }
 }
 
 // d = a b. Where the first step of a sum is one of the above, d's old values stay alive all round a loop.
-template <class T, Major M>
+template <class T, Major MajorA, Major MajorB = MajorA>
 __device__ inline void wgmma_first(float (&d)[64], std::uint64_t a, std::uint64_t b) {
   constexpr bool add = false;
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    WGMMA_SS("m64n128k16", "bf16", WGMMA_NAMES_64, WGMMA_FLOATS_64("=f"), 64, 65, 66, 67);
+    WGMMA_SS("m64n128k16", "bf16", WGMMA_NAMES_64, WGMMA_FLOATS_64("=f"), 64, 65, 66, 67, 68);
   } else {
-    WGMMA_SS("m64n128k16", "f16", WGMMA_NAMES_64, WGMMA_FLOATS_64("=f"), 64, 65, 66, 67);
+    WGMMA_SS("m64n128k16", "f16", WGMMA_NAMES_64, WGMMA_FLOATS_64("=f"), 64, 65, 66, 67, 68);
   }
 }
 
-template <class T, Major M>
+template <class T, Major MajorA, Major MajorB = MajorA>
 __device__ inline void wgmma_first(float (&d)[32], std::uint64_t a, std::uint64_t b) {
   constexpr bool add = false;
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    WGMMA_SS("m64n64k16", "bf16", WGMMA_NAMES_32, WGMMA_FLOATS_32("=f"), 32, 33, 34, 35);
+    WGMMA_SS("m64n64k16", "bf16", WGMMA_NAMES_32, WGMMA_FLOATS_32("=f"), 32, 33, 34, 35, 36);
   } else {
-    WGMMA_SS("m64n64k16", "f16", WGMMA_NAMES_32, WGMMA_FLOATS_32("=f"), 32, 33, 34, 35);
+    WGMMA_SS("m64n64k16", "f16", WGMMA_NAMES_32, WGMMA_FLOATS_32("=f"), 32, 33, 34, 35, 36);
   }
 }
 

@@ -1,0 +1,48 @@
+#pragma once
+
+#include "cuda/sm90/backward_storage.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// QueryVisits of the consumers beside a dense mask or bias: in shared memory, each with the tile of q of its number.
+// Every question reads it again: registers do not suffice.
+template <class Kernel>
+class LoadedVisits {
+  using Storage = typename Kernel::SharedStorage;
+
+ public:
+  // `n`: visits of this block before.
+  __device__ LoadedVisits(Storage& storage, const BackwardWork& work, int n)
+      : storage_(storage), n_(n), has_(work.has_tiles()) {
+    if (has_) storage_.q_pipeline.wait_full(n_);
+  }
+
+  __device__ int tile() const { return loaded().visit.tile; }
+  __device__ int head() const { return static_cast<int>(loaded().visit.head); }
+  __device__ bool masked() const { return loaded().visit.masked != 0; }
+
+  __device__ bool has() const { return has_; }
+  __device__ bool is_last() const { return loaded().is_last; }
+  // Biases of keys are read again for every tile.
+  __device__ bool is_first_of_head() const { return true; }
+  __device__ bool is_last_of_head() const { return loaded().is_last_of_head; }
+
+  // Behind the last visit this stays at it.
+  __device__ void advance() {
+    has_ = !is_last();
+    if (!has_) return;
+    ++n_;
+    storage_.q_pipeline.wait_full(n_);
+  }
+
+ private:
+  __device__ const volatile LoadedVisit& loaded() const {
+    return storage_.dense.visits[Pipeline<BackwardPolicy::stages>::stage(n_)];
+  }
+
+  Storage& storage_;
+  int n_;
+  bool has_;
+};
+
+}  // namespace flash_dmattn::cuda::sm90
