@@ -75,6 +75,9 @@ std::string decline_backward(const Problem& p) {
   if (p.batch * p.heads_q * p.seqlen_q * p.seqlen_k == 0) {
     return "it needs at least one query and one key";
   }
+  if (is_dense(p.bias_shape) && p.bias_dtype != p.dtype) {
+    return "it makes the gradient of a dense bias from dS in 16 bits";
+  }
   if (p.deterministic && is_dense(p.bias_shape) && !is_dbias_of_one_block(p)) {
     return "it has no order for the gradient of a dense bias that key heads, batch elements or "
            "keys share";
