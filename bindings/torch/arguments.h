@@ -12,13 +12,13 @@
 
 #include "flash_dmattn/flash_dmattn.h"
 
-// torch tensors as arguments of the C++ API. The API has only pointers and strides; whether shapes, dtypes
-// and devices agree with one another is checked here.
 // The operators' namespace in torch.ops; CMake gives it, Hugging Face's kernel-builder calls it TORCH_EXTENSION_NAME.
 #ifndef FLASH_DMATTN_NAMESPACE
 #define FLASH_DMATTN_NAMESPACE TORCH_EXTENSION_NAME
 #endif
 
+// torch tensors as arguments of the C++ API. The API has only pointers and strides; whether shapes, dtypes
+// and devices agree with one another is checked here.
 namespace flash_dmattn::binding {
 
 using torch::headeronly::ScalarType;

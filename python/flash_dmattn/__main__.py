@@ -1,6 +1,8 @@
 """python -m flash_dmattn {info,check,bench,demo}"""
 
 import argparse
+import os
+import signal
 import sys
 
 import flash_dmattn
@@ -62,4 +64,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads, as `head` does, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        status = 128 + signal.SIGPIPE
+    sys.exit(status)

@@ -112,7 +112,7 @@ def _check_intervals(key_intervals: KeyIntervals, query: Tensor, key: Tensor) ->
     batch, seqlen_q = query.shape[:2]
     seqlen_k, heads_kv = key.shape[1:3]
     shape = key_intervals.intervals.shape
-    fits = shape[0] in (1, batch) and shape[1] in (1, heads_kv) and shape[2] == seqlen_k
+    fits = key_intervals.fits(batch, heads_kv, seqlen_k)
     if not fits or key_intervals.query_length != seqlen_q:
         raise ValueError(
             f"key_intervals: got intervals of shape {tuple(shape)} for query length "

@@ -64,6 +64,11 @@ class KeyIntervals:
     def heads(self) -> int:
         return self.intervals.shape[1]
 
+    def fits(self, batch: int, heads: int, key_length: int) -> bool:
+        """Whether there is an interval for each key of [batch, heads], if only by broadcasting."""
+        own_batch, own_heads, own_length, _ = self.intervals.shape
+        return own_batch in (1, batch) and own_heads in (1, heads) and own_length == key_length
+
     def bound_operand(self) -> tuple[int, int, int]:
         """The operators' key_bound."""
         base, per_query = (-1, 0) if self.bound is None else self.bound  # -1: unknown

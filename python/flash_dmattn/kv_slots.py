@@ -427,8 +427,8 @@ class KVSlots:
 def _check_intervals(intervals: KeyIntervals, batch: int, heads: int, length: int) -> None:
     if not isinstance(intervals, KeyIntervals):
         raise TypeError(f"intervals: got {type(intervals).__name__}, expected KeyIntervals")
-    got = tuple(intervals.intervals.shape[:3])
-    if got[0] not in (1, batch) or got[1] not in (1, heads) or got[2] != length:
+    if not intervals.fits(batch, heads, length):
+        got = tuple(intervals.intervals.shape[:3])
         raise ValueError(
             f"intervals: got them for (batch, heads, keys) {got}, expected {(batch, heads, length)}"
         )

@@ -71,10 +71,8 @@ def _expect_writable(folder: Path, text: str) -> None:
         path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
     )
     try:
-        with tempfile.TemporaryFile(
-            dir=nearest
-        ):  # os.access lets root write anywhere, to /proc as well
-            pass
+        # By os.access root may write anywhere, to /proc as well.
+        tempfile.TemporaryFile(dir=nearest).close()
     except OSError:
         raise argparse.ArgumentTypeError(
             f"got {text}, but {nearest} is no folder to write to"

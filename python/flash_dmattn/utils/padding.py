@@ -26,9 +26,10 @@ def unpad_input(
         used_seqlens: int32 [B], how many tokens attention_mask keeps in each sequence.
     """
     check_tensor(hidden_states, "hidden_states")
-    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
-        if name == "unused_mask" and mask is None:
-            continue
+    masks = {"attention_mask": attention_mask}
+    if unused_mask is not None:
+        masks["unused_mask"] = unused_mask
+    for name, mask in masks.items():
         check_tensor(mask, name)
         if mask.dim() != 2 or mask.shape != hidden_states.shape[:2]:
             raise ValueError(

@@ -1,5 +1,9 @@
 """`python -m flash_dmattn info` names kernels, and recorded_kernels names those that calls run."""
 
+import signal
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -49,3 +53,12 @@ def test_recorded_kernels_are_those_of_the_block_alone():
 def test_kernel_names_of_an_unknown_backend_raise():
     with pytest.raises(ValueError, match="backend"):
         kernel_names("nonsense")
+
+
+def test_a_reader_may_stop_reading():
+    command = [sys.executable, "-m", "flash_dmattn", "info"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as info:
+        info.stdout.close()
+        errors = info.stderr.read().decode()
+        assert info.wait() == 128 + signal.SIGPIPE
+    assert "Traceback" not in errors and "BrokenPipe" not in errors
