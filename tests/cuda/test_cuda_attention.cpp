@@ -195,7 +195,7 @@ INSTANTIATE_TEST_SUITE_P(
                                        {"intervals_shape", "bv"},
                                        {"window", "300"}}},
                       DeterminismCase{"sliding",
-                                      {{"bias", "1vqk"},
+                                      {{"bias", "bvqk"},
                                        {"intervals", "sliding"},
                                        {"intervals_shape", "11"},
                                        {"window", "200"}}}),
