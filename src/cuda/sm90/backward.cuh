@@ -8,6 +8,7 @@
 #include "cuda/sm90/key_block.cuh"
 #include "cuda/sm90/slot_block.cuh"
 #include "cuda/sm90/slot_loader.cuh"
+#include "cuda/sm90/unseen_keys.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -16,8 +17,9 @@ enum class WarpRole : std::uint8_t {
   load_tiles,
   write_dq,
   load_slots,
+  clear_unseen_keys,         // beside slots
   write_dbias = load_slots,  // beside a dense mask or bias
-  clear_dbias,
+  clear_dbias = clear_unseen_keys,
 };
 
 // The backward of sm_90a, by keys: a block keeps K, V, dK, dV and the gradient of the key biases of 128 keys, and
@@ -97,6 +99,8 @@ struct BackwardKernel {
             round = loader.run(work, part, turn, round);
           });
         }
+      } else if (has_slots && warp == static_cast<int>(WarpRole::clear_unseen_keys)) {
+        if constexpr (has_slots) UnseenKeys<BackwardKernel>{p}.clear();
       } else if (Variant.has_dense() && warp == static_cast<int>(WarpRole::write_dbias)) {
         if constexpr (Variant.has_dense())
           DbiasWriter<BackwardKernel>{p, storage}.run(storage.work[0]);

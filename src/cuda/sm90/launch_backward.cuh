@@ -50,8 +50,6 @@ void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
   if constexpr (Variant.has_slots()) {
     const PrepareSlotRecords records{shape, params.info, params.slots};
     for_each(records.items(), records, stream);
-    const ClearUnseenKeys clear{shape, params.info, p.dk, p.dv};
-    for_each(clear.items(), clear, stream);
   }
   if (Variant.has_slots() && params.order.published != nullptr) {
     launch_cooperative<Kernel>(Kernel::blocks(params), params, stream);

@@ -29,33 +29,6 @@ struct PrepareSlotRecords {
   }
 };
 
-// Zeros in dk and dv of keys that no query sees, which never have a slot: one thread for 8 columns of a row.
-struct ClearUnseenKeys {
-  Shape shape;
-  KeyInfo info;
-  OutputRows dk;
-  OutputRows dv;
-
-  long items() const {
-    return long{shape.batch} * shape.heads_kv * shape.seqlen_k * (shape.head_dim / 8);
-  }
-
-  __device__ void operator()(long item) const {
-    const int chunks = shape.head_dim / 8;
-    const long chunk = item % chunks;
-    const long key = item / chunks % shape.seqlen_k;
-    const long head = item / chunks / shape.seqlen_k % shape.heads_kv;
-    const long batch = item / chunks / shape.seqlen_k / shape.heads_kv;
-    const KeyInterval seen = info.ranges[batch * info.range_batch + head * info.range_head + key];
-    if (seen.first < seen.last) return;
-    for (const OutputRows* to : {&dk, &dv}) {
-      if (to->data == nullptr) continue;
-      *reinterpret_cast<uint4*>(to->data + batch * to->batch + key * to->row + head * to->head +
-                                chunk * 16) = {0, 0, 0, 0};
-    }
-  }
-};
-
 // Adds the fp32 parts of a key that cuts divide, in the order of time. A warp has a slot of a part: it is the one of
 // the key that comes in the part and stays.
 template <class T, int D>
