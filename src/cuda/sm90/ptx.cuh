@@ -179,6 +179,17 @@ __device__ inline void store_if(bool on, float* to, float x, float y) {
       : "memory");
 }
 
+__device__ inline void store_if(bool on, void* to, std::uint32_t value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred on;\n"
+      "setp.ne.b32 on, %0, 0;\n"
+      "@on st.global.b32 [%1], %2;\n"
+      "}" ::"r"(static_cast<int>(on)),
+      "l"(to), "r"(value)
+      : "memory");
+}
+
 __device__ inline void store_if(bool on, void* to, const std::uint32_t (&value)[4]) {
   asm volatile(
       "{\n"

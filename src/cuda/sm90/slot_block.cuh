@@ -5,7 +5,6 @@
 #include "cuda/sm90/backward_storage.cuh"
 #include "cuda/sm90/backward_work.cuh"
 #include "cuda/sm90/ptx.cuh"
-#include "cuda/sm90/quad_transpose.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -158,24 +157,22 @@ class SlotBlock {
     }
   }
 
-  // The four lanes of a row exchange words so that each stores 16 bytes.
+  // Each lane stores its two columns of eight. To exchange words among the lanes of a row, for stores of 16 bytes, takes
+  // more instructions than it saves, and the other warps wait for this one.
   template <int H>
   __device__ void store_row(bool on, const OutputRows& to, int key, const float (&sums)[gradients],
                             float scale) const {
     on = on && to.data != nullptr;
     std::byte* const row = to.data + work_->batch * to.batch + work_->kv_head * to.head +
-                           key * to.row + lane_id() % 4 * 16;
+                           key * to.row + lane_id() % 4 * 4;
+    // A minimum with NaN is the other number: no limit.
+    const std::uint32_t limit =
+        p_.backward.saturate ? Element<T>::gradient_limit_packed2 : 0x7fff7fffu;
 #pragma unroll
-    for (int chunk = 0; chunk < head_dim / 8; chunk += 4) {
-      std::uint32_t words[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float* const two = sums + 4 * (chunk + j) + 2 * H;
-        words[j] = pack_gradient<T>(two[0] * scale, two[1] * scale, p_.backward.saturate);
-      }
-      transpose_in_quad(words);
-      const bool stores = on && chunk + lane_id() % 4 < p_.backward.shape.head_dim / 8;
-      store_if(stores, row + chunk * 16, words);
+    for (int chunk = 0; chunk < head_dim / 8; ++chunk) {
+      const float* const two = sums + 4 * chunk + 2 * H;
+      store_if(on && chunk < p_.backward.shape.head_dim / 8, row + chunk * 16,
+               clamp_packed2<T>(pack<T>(two[0] * scale, two[1] * scale), limit));
     }
   }
 
