@@ -12,9 +12,9 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A key that lives in a slot: the queries [first, last) that see it, and its bias in units of the accumulator that
-// begins with it; -inf where mask or bias hide the key.
-struct alignas(16) SlotRecord {
+// The queries [first, last) that see a key, and its bias in units of the accumulator that begins with it; -inf where
+// mask or bias hide the key.
+struct alignas(16) KeyRecord {
   int first;
   int last;
   int key;
@@ -34,7 +34,7 @@ struct SlotParams {
   int row_blocks = 0;     // blocks of slots of a kv head
   int segment_tiles = 0;  // query tiles of a unit
   SlotPartition partition;
-  SlotRecord* records = nullptr;  // [B, Hkv, Sk] by arrival
+  KeyRecord* records = nullptr;  // [B, Hkv, Sk] by arrival
   float* part_sums =
       nullptr;  // [cut parts, 2, block_slots, 2 * D]: dk, dv in the order of accumulators
   float* part_dbias = nullptr;  // [cut parts, 2, block_slots]

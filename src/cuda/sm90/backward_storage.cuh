@@ -20,12 +20,20 @@ struct RowStats {
 // Who lives in a block's slots, for the current query tile and the next.
 template <bool Exists>
 struct SlotStorage {
-  alignas(16) SlotRecord records[2][SlotParams::block_slots];
+  alignas(16) KeyRecord records[2][SlotParams::block_slots];
   int successor[SlotParams::block_slots];  // by arrival; of the later of the two
   Pipeline<2> pipeline;                    // of query tiles
 };
 template <>
 struct SlotStorage<false> {};
+
+// A block's neighbouring keys, with their biases for the current head.
+template <bool Exists>
+struct BlockStorage {
+  alignas(16) KeyRecord records[BackwardPolicy::keys];
+};
+template <>
+struct BlockStorage<false> {};
 
 // Beside a dense mask or bias.
 template <int Tiles>
@@ -81,6 +89,7 @@ struct BackwardStorage {
   int bounds[2];  // queries that see some key of the block
   // Of a block of neighbouring keys one; parts of chains of slots take turns.
   BackwardWork work[2];
+  BlockStorage<Variant.has_info() && !Variant.has_slots() && !Variant.has_dense()> block;
   SlotStorage<Variant.has_slots()> slots;
   DenseStorage<Variant.dense, policy.score_tiles> dense;
 };

@@ -4,6 +4,7 @@
 #include "cuda/common/tile_copy.cuh"
 #include "cuda/sm90/backward_storage.cuh"
 #include "cuda/sm90/backward_work.cuh"
+#include "cuda/sm90/key_visibility.cuh"
 #include "cuda/sm90/loaded_visits.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -18,37 +19,34 @@ class KeyBlock {
   static constexpr int rows = Kernel::policy.rows;
   static constexpr int columns = rows / 2;  // score accumulators of a thread
   static constexpr bool has_info = Kernel::variant.has_info();
+  static constexpr bool has_dense = Kernel::variant.has_dense();
 
  public:
-  using Visit = std::conditional_t<Kernel::variant.has_dense(), LoadedVisits<Kernel>,
-                                   QueryVisits<Kernel::variant>>;
+  using Visit = std::conditional_t<has_dense, LoadedVisits<Kernel>, QueryVisits<Kernel::variant>>;
 
   __device__ KeyBlock(const BackwardKernelParams& p, Storage& storage, int warpgroup)
       : p_(p), storage_(storage), work_(storage.work[0]), warpgroup_(warpgroup) {}
 
   // Before the first query tile; K and V are there.
   __device__ void begin(int) {
-    KeyInterval full{0, p_.backward.shape.seqlen_q};
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const KeyInterval seen = range_in_memory(h);
-      full = {max(full.first, seen.first), min(full.last, seen.last)};
-    }
-    full = {warp_max(full.first), warp_min(full.last)};
-    if constexpr (Kernel::variant.has_dense()) {
-      for (int h = 0; h < 2; ++h) storage_.dense.ranges[row() + 8 * h] = range_in_memory(h);
-      storage_.dense.full_queries[warp_row() / 16] = full;
-      __syncwarp();
-    } else {
-      full_ = full;
+    if constexpr (has_dense) {
+      store_ranges();
+    } else if constexpr (!has_info) {
+      full_begin_ = warp_max(max(first_query_of(0), first_query_of(1)));
     }
     if constexpr (has_info) clear_unseen_rows();
   }
 
   // Before a query tile's scores begin.
   __device__ void begin_tile(const Visit& at) {
-    if constexpr (has_info) {
-      if (at.is_first_of_head()) load_biases(at.head());
+    if constexpr (has_dense) {
+      load_biases(at.head());
+    } else if constexpr (has_info) {
+      // By the work in shared memory: by the visit's registers ptxas takes the branch, and with it the whole loop, for
+      // divergent (docs/kernels/sm90.md).
+      if (at.tile() == work_.tile_begin) load_records(at.head());
+#pragma unroll
+      for (int h = 0; h < 2; ++h) visible_.see(h, record(h), at.tile() * rows);
     }
   }
 
@@ -57,28 +55,32 @@ class KeyBlock {
                         float (&)[Kernel::head_dim / 2]) {}
 
   // The initial value of the scores of a row, without the query's part, in units of the accumulator.
-  __device__ float bias(int h) const { return bias_[h]; }
+  __device__ float bias(int h) const {
+    if constexpr (has_dense) {
+      return bias_[h];
+    } else {
+      return visible_.bias(h);
+    }
+  }
 
-  // Scores that a query does not have become -inf, where a tile has any.
+  // Scores that a query does not have become -inf, where a tile has any. A query past the end has no probability anyway.
   __device__ void mask(const Visit& at, float (&scores)[columns]) const {
     const int first_query = at.tile() * rows;
-    const KeyInterval full = full_queries();
-    if (first_query >= full.first && first_query + rows <= full.last) return;
-    // A query past the end has no probability anyway.
-    if (!has_info && first_query >= full.first) return;
+    if constexpr (has_dense) {
+      mask_by_ranges(first_query, scores);
+    } else if constexpr (has_info) {
+      if (visible_.is_partial(0)) visible_.template mask<0>(record(0), first_query, scores);
+      if (visible_.is_partial(1)) visible_.template mask<1>(record(1), first_query, scores);
+    } else {
+      if (first_query >= full_begin_) return;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const KeyInterval seen = range(h);
-      const int column = first_query + 2 * (lane_id() % 4);
-      const int first = seen.first - column;
-      const int last = seen.last - column;
+      for (int h = 0; h < 2; ++h) {
+        const int first = first_query_of(h) - first_query - 2 * (lane_id() % 4);
 #pragma unroll
-      for (int j = 0; j < rows / 8; ++j) {
+        for (int j = 0; j < rows / 8; ++j) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int query = 8 * j + e;
-          if (query < first || (has_info && query >= last))
-            scores[4 * j + 2 * h + e] = negative_infinity;
+          for (int e = 0; e < 2; ++e)
+            if (8 * j + e < first) scores[4 * j + 2 * h + e] = negative_infinity;
         }
       }
     }
@@ -117,34 +119,17 @@ class KeyBlock {
   __device__ int row() const { return warp_row() + lane_id() / 4; }
   __device__ int key(int h) const { return work_.key + row() + 8 * h; }
 
-  // Every key of the warp is seen by these queries.
-  __device__ KeyInterval full_queries() const {
-    if constexpr (Kernel::variant.has_dense()) {
-      return storage_.dense.full_queries[warp_row() / 16];
-    } else {
-      return full_;
-    }
-  }
-
-  // The queries that see a key.
-  __device__ KeyInterval range(int h) const {
-    if constexpr (Kernel::variant.has_dense()) {
-      return storage_.dense.ranges[row() + 8 * h];
-    } else {
-      return range_in_memory(h);
-    }
-  }
-
-  __device__ KeyInterval range_in_memory(int h) const {
+  // Without key info: the first query that sees a key.
+  __device__ int first_query_of(int h) const {
     const Shape& shape = p_.backward.shape;
-    if constexpr (has_info) {
-      return p_.info
-          .ranges[work_.batch * p_.info.range_batch + work_.kv_head * p_.info.range_head + key(h)];
-    } else {
-      const int first =
-          p_.backward.score.causal ? max(key(h) - (shape.seqlen_k - shape.seqlen_q), 0) : 0;
-      return {key(h) < shape.seqlen_k ? first : 0x7fffffff, shape.seqlen_q};
-    }
+    const int first =
+        p_.backward.score.causal ? max(key(h) - (shape.seqlen_k - shape.seqlen_q), 0) : 0;
+    return key(h) < shape.seqlen_k ? first : 0x7fffffff;
+  }
+
+  __device__ const KeyInterval* ranges() const {
+    return p_.info.ranges + work_.batch * p_.info.range_batch + work_.kv_head * p_.info.range_head +
+           work_.key;
   }
 
   __device__ const float* biases(int head) const {
@@ -152,17 +137,25 @@ class KeyBlock {
            work_.kv_head * p_.info.bias_head_kv;
   }
 
-  __device__ void load_biases(int head) {
-    bias_[0] = biases(head)[key(0)];
-    bias_[1] = biases(head)[key(1)];
+  __device__ const KeyRecord& record(int h) const { return storage_.block.records[row() + 8 * h]; }
+
+  // Of the warp's 16 keys, which no other warp reads.
+  __device__ void load_records(int head) {
+    __syncwarp();
+    if (lane_id() < 16) {
+      const int row = warp_row() + lane_id();
+      const KeyInterval seen = ranges()[row];
+      storage_.block.records[row] = {seen.first, seen.last, work_.key + row,
+                                     biases(head)[work_.key + row]};
+    }
+    __syncwarp();
   }
 
   // inf and NaN in keys that no query sees would meet the zeros of dS.
   __device__ void clear_unseen_rows() {
     const int thread = static_cast<int>(threadIdx.x) % 256;
     const int r = thread / 2;
-    const KeyInterval seen = p_.info.ranges[work_.batch * p_.info.range_batch +
-                                            work_.kv_head * p_.info.range_head + work_.key + r];
+    const KeyInterval seen = ranges()[r];
     const bool hidden = p_.info.bias_head_q == 0 && biases(0)[work_.key + r] == negative_infinity;
     if (seen.first >= seen.last || hidden) {
 #pragma unroll 1
@@ -172,6 +165,46 @@ class KeyBlock {
     }
     fence_async_proxy();
     named_barrier_sync(Kernel::consumer_barrier, 256);
+  }
+
+  // Beside a dense mask or bias, whose loop has no registers for them: the queries that see each of the warp's 16 keys
+  // and those that see all of them.
+  __device__ void store_ranges() {
+    KeyInterval full{0, p_.backward.shape.seqlen_q};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const KeyInterval seen = ranges()[row() + 8 * h];
+      full = {max(full.first, seen.first), min(full.last, seen.last)};
+      storage_.dense.ranges[row() + 8 * h] = seen;
+    }
+    storage_.dense.full_queries[warp_row() / 16] = {warp_max(full.first), warp_min(full.last)};
+    __syncwarp();
+  }
+
+  // For every tile: the loop has no registers to keep them.
+  __device__ void load_biases(int head) {
+    bias_[0] = biases(head)[key(0)];
+    bias_[1] = biases(head)[key(1)];
+  }
+
+  __device__ void mask_by_ranges(int first_query, float (&scores)[columns]) const {
+    const KeyInterval full = storage_.dense.full_queries[warp_row() / 16];
+    if (first_query >= full.first && first_query + rows <= full.last) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const KeyInterval seen = storage_.dense.ranges[row() + 8 * h];
+      const int column = first_query + 2 * (lane_id() % 4);
+      const int first = seen.first - column;
+      const int last = seen.last - column;
+#pragma unroll
+      for (int j = 0; j < rows / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int query = 8 * j + e;
+          if (query < first || query >= last) scores[4 * j + 2 * h + e] = negative_infinity;
+        }
+      }
+    }
   }
 
   __device__ void store_dbias(int head) {
@@ -212,8 +245,9 @@ class KeyBlock {
   Storage& storage_;
   const BackwardWork& work_;  // read again at each use: registers do not suffice
   const int warpgroup_;
-  KeyInterval full_ = {};
-  float bias_[2] = {};
+  KeyVisibility<rows> visible_;  // with key info
+  float bias_[2] = {};           // instead of it beside a dense mask or bias
+  int full_begin_ = 0;  // without key info: the first query that sees every key of the warp
   float dbias_[2] = {};
 };
 

@@ -23,8 +23,6 @@ class LoadedVisits {
 
   __device__ bool has() const { return has_; }
   __device__ bool is_last() const { return loaded().is_last; }
-  // Biases of keys are read again for every tile.
-  __device__ bool is_first_of_head() const { return true; }
   __device__ bool is_last_of_head() const { return loaded().is_last_of_head; }
 
   // Behind the last visit this stays at it.

@@ -46,7 +46,6 @@ class QueryVisits {
 
   __device__ bool has() const { return left_ > 0; }
   __device__ bool is_last() const { return left_ == 1; }
-  __device__ bool is_first_of_head() const { return tile_ == tile_begin_; }
   __device__ bool is_last_of_head() const { return tile_ + 1 == tile_end_; }
 
   __device__ bool is_first_head() const { return head_ == head_begin_; }

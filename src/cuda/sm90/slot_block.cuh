@@ -1,9 +1,9 @@
 #pragma once
 
 #include "cuda/common/convert.cuh"
-#include "cuda/common/math.cuh"
 #include "cuda/sm90/backward_storage.cuh"
 #include "cuda/sm90/backward_work.cuh"
+#include "cuda/sm90/key_visibility.cuh"
 #include "cuda/sm90/ptx.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -37,27 +37,22 @@ class SlotBlock {
     const int first_query = at.tile() * rows;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const SlotRecord record = storage_.slots.records[round % 2][slot(h)];
-      gone_[h] = record.last <= first_query;
-      const bool here = !gone_[h] && record.first < first_query + rows;
-      bias_[h] = here ? record.bias : negative_infinity;
-      partial_[h] =
-          warp_any(here && (record.first > first_query || record.last < first_query + rows));
+      visible_.see(h, storage_.slots.records[round % 2][slot(h)], first_query);
     }
   }
 
-  __device__ float bias(int h) const { return bias_[h]; }
+  __device__ float bias(int h) const { return visible_.bias(h); }
 
   // Before the products of a query tile.
   __device__ void leave(const Visit& at, float (&dk)[gradients], float (&dv)[gradients]) {
     if (!at.is_first_head()) return;
-    leave<0>(gone_[0], dk, dv);
-    leave<1>(gone_[1], dk, dv);
+    leave<0>(visible_.is_gone(0), dk, dv);
+    leave<1>(visible_.is_gone(1), dk, dv);
   }
 
   __device__ void mask(const Visit& at, float (&scores)[rows / 2]) const {
-    mask_row<0>(at, scores);
-    mask_row<1>(at, scores);
+    if (visible_.is_partial(0)) visible_.template mask<0>(record(0), at.tile() * rows, scores);
+    if (visible_.is_partial(1)) visible_.template mask<1>(record(1), at.tile() * rows, scores);
   }
 
   __device__ void add_dbias(const float (&sums)[2]) {
@@ -87,7 +82,7 @@ class SlotBlock {
     return warpgroup_ * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane_id() / 4 + 8 * h;
   }
 
-  __device__ const SlotRecord& record(int h) const {
+  __device__ const KeyRecord& record(int h) const {
     return storage_.slots.records[round_ % 2][slot(h)];
   }
 
@@ -98,23 +93,7 @@ class SlotBlock {
   }
 
   __device__ bool is_here(int h) const {
-    return !gone_[h] && record(h).first < work_->tile_end * rows;
-  }
-
-  template <int H>
-  __device__ void mask_row(const Visit& at, float (&scores)[rows / 2]) const {
-    if (!partial_[H]) return;
-    const int column = at.tile() * rows + 2 * (lane_id() % 4);
-    const int first = record(H).first - column;
-    const int last = record(H).last - column;
-#pragma unroll
-    for (int j = 0; j < rows / 8; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int query = 8 * j + e;
-        if (query < first || query >= last) scores[4 * j + 2 * H + e] = negative_infinity;
-      }
-    }
+    return !visible_.is_gone(h) && record(h).first < work_->tile_end * rows;
   }
 
   // Rows of those that are `on` go to memory, and their sums begin again: dk and dv in 16 bits of a key that was here
@@ -123,7 +102,7 @@ class SlotBlock {
   __device__ void leave(bool on, float (&dk)[gradients], float (&dv)[gradients]) {
     if (!warp_any(on)) return;
     const BackwardParams& p = p_.backward;
-    const SlotRecord who = record(H);
+    const KeyRecord who = record(H);
     const bool came_before = who.first < work_->tile_begin * rows;
     const bool whole = on && !came_before && who.last <= work_->tile_end * rows;
     const bool part = on && !whole;
@@ -190,9 +169,7 @@ class SlotBlock {
   int round_ = 0;  // query tiles of this block before
   bool round_ends_ = false;
   bool part_ends_ = false;
-  bool gone_[2] = {};
-  bool partial_[2] = {};  // of some row of the warp
-  float bias_[2] = {};
+  KeyVisibility<rows> visible_;
   float dbias_[2] = {};
 };
 

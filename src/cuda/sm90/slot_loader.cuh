@@ -35,7 +35,7 @@ struct SlotLoader {
   __device__ std::int64_t row(const BackwardWork& work) const {
     return work.batch * p.slots.row_batch + work.kv_head * p.slots.row_head;
   }
-  __device__ const SlotRecord* records(const BackwardWork& work) const {
+  __device__ const KeyRecord* records(const BackwardWork& work) const {
     return p.slots.records + (std::int64_t{work.batch} * p.backward.shape.heads_kv + work.kv_head) *
                                  p.backward.shape.seqlen_k;
   }
@@ -52,7 +52,7 @@ struct SlotLoader {
     for (int i = 0; i < block_slots; i += warp_size) {
       const int slot = i + lane_id();
       const int arrival = work.key + slot < shape.slots ? starts[work.key + slot] : -1;
-      const SlotRecord record = put(work, arrival, slot, round);
+      const KeyRecord record = put(work, arrival, slot, round);
 #pragma unroll 4
       for (int l = 0; l < warp_size; ++l) copy_rows(work, i + l, shuffle(record.key, l));
     }
@@ -63,7 +63,7 @@ struct SlotLoader {
 #pragma unroll 1
     for (int i = 0; i < block_slots; i += warp_size) {
       const int slot = i + lane_id();
-      SlotRecord record = storage.slots.records[round % 2][slot];
+      KeyRecord record = storage.slots.records[round % 2][slot];
       const bool rests = record.last <= tile * slot_tile_rows;
       unsigned coming = warp_ballot(rests);
       if (rests) {
@@ -82,8 +82,8 @@ struct SlotLoader {
   }
 
   // The record of an arrival becomes that of a slot; of none for a negative one.
-  __device__ SlotRecord put(const BackwardWork& work, int arrival, int slot, int round) const {
-    SlotRecord record{nobody, nobody, -1, 0};
+  __device__ KeyRecord put(const BackwardWork& work, int arrival, int slot, int round) const {
+    KeyRecord record{nobody, nobody, -1, 0};
     int successor = -1;
     if (arrival >= 0) {
       const int4 words = __ldg(reinterpret_cast<const int4*>(records(work)) + arrival);

@@ -61,7 +61,7 @@ struct AddSlotParts {
     const int arrival =
         slots.slots.starts[(row * shape.segments + part.unit_end) * shape.slots + work.key + slot];
     if (arrival < 0) return;
-    const SlotRecord who =
+    const KeyRecord who =
         slots.records[(std::int64_t{work.batch} * p.backward.shape.heads_kv + work.kv_head) *
                           p.backward.shape.seqlen_k +
                       arrival];
