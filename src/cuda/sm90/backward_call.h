@@ -117,8 +117,10 @@ struct BackwardCall {
       const std::int64_t key_blocks = ceil_div(p.seqlen_k, std::int64_t{BackwardPolicy::keys});
       const bool slots = variant().has_slots();
       if (!slots) params.order.started = workspace.take<int>(1);
-      params.order.published = workspace.take<int>(
-          p.batch * p.heads_kv * (slots ? ceil_div(p.seqlen_q, tile_rows) : key_blocks));
+      const std::int64_t steps = ceil_div(p.seqlen_q, tile_rows) *
+                                 ceil_div(p.heads_q / p.heads_kv, std::int64_t{order_heads});
+      params.order.published =
+          workspace.take<int>(p.batch * p.heads_kv * (slots ? steps : key_blocks));
     }
     if (has_dbias_sums())
       dbias_sums = workspace.take<float>(elements(dbias_accum_shape(args.problem)));

@@ -71,6 +71,8 @@ struct BackwardPolicy {
 // Query tiles by which keys come to slots and leave them, and into how many segments a chain of slots can be cut.
 inline constexpr int slot_tile_rows = 64;
 inline constexpr int slot_segments = 64;
+// Heads of a group whose additions to dq are published at once, where they have an order.
+inline constexpr int order_heads = 2;
 
 // Shared memory binds: the products of a tile read it for longer than the tensor cores multiply. D 64: dk
 // and dv are half as large, so that 128 queries fit, which share a read of K and V. D 128: by turns dq reads less,

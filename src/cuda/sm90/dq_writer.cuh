@@ -25,9 +25,9 @@ class BlockOrder {
     const int last = min(at.tile() / group * group + group, work.tile_end) - 1;
     const auto index =
         static_cast<int>(tile_index(p_.backward.shape, rows, work.batch, at.head(), last));
-    semaphore_.wait(index);
     bulk_wait();
     semaphore_.advance(index);
+    semaphore_.wait(index);
   }
   __device__ void end_work(const BackwardWork&) const {}
   __device__ void finish() const { semaphore_.finish(); }
@@ -58,9 +58,9 @@ class VisitOrder {
                           : head * ceil_div(shape.seqlen_q, Kernel::policy.rows) + at.tile();
     if (place <= last_) return;
     last_ = place / group * group + group - 1;
-    semaphore_.wait(last_);
     bulk_wait();
     semaphore_.advance(last_);
+    semaphore_.wait(last_);
   }
   __device__ void end_work(const BackwardWork&) const {}
   __device__ void finish() const { semaphore_.finish(); }
@@ -71,7 +71,9 @@ class VisitOrder {
   int last_ = -1;  // up to which the additions may go
 };
 
-// The same of parts of chains of slots, by a count of the blocks that have added to the tiles of a group's heads.
+// The same of parts of chains of slots, by counts of the blocks that have added to the tiles of two heads of a group.
+// Blocks then follow each other at a distance of two tiles, whatever the group: at the distance of a round of eight
+// heads the q, dout and dq of all rounds under way do not fit into the L2.
 template <class Kernel>
 class SlotOrder {
  public:
@@ -80,26 +82,32 @@ class SlotOrder {
 
   __device__ void begin_tile(const BackwardWork& work,
                              const QueryVisits<Kernel::variant>& at) const {
-    if (!at.is_first_head() || lane_id() != 0) return;
-    while (load_acquire(count(work, at.tile())) != work.position) {
+    const int member = at.head() - work.kv_head * group();
+    if (member % order_heads != 0 || lane_id() != 0) return;
+    const int step = first_step(work, at.tile()) + member / order_heads;
+    // Those that come after this block need not wait until its turn comes.
+    if (member > 0 || at.tile() > work.tile_begin) publish(work, step - 1);
+    while (load_acquire(p_.order.published + step) != work.position) {
     }
-    if (at.tile() > work.tile_begin) publish(work, at.tile() - 1);
   }
   __device__ void end_work(const BackwardWork& work) const {
-    if (lane_id() == 0) publish(work, work.tile_end - 1);
+    if (lane_id() == 0) publish(work, first_step(work, work.tile_end) - 1);
   }
   __device__ void finish() const {}
 
  private:
-  __device__ int* count(const BackwardWork& work, int tile) const {
+  __device__ int group() const { return p_.backward.shape.heads_q / p_.backward.shape.heads_kv; }
+  // Steps are numbered in the order of visits.
+  __device__ int first_step(const BackwardWork& work, int tile) const {
     const Shape& shape = p_.backward.shape;
-    return p_.order.published +
-           (work.batch * shape.heads_kv + work.kv_head) * ceil_div(shape.seqlen_q, slot_tile_rows) +
-           tile;
+    return ((work.batch * shape.heads_kv + work.kv_head) *
+                ceil_div(shape.seqlen_q, slot_tile_rows) +
+            tile) *
+           ceil_div(group(), order_heads);
   }
-  __device__ void publish(const BackwardWork& work, int tile) const {
+  __device__ void publish(const BackwardWork& work, int step) const {
     bulk_wait();
-    store_release(count(work, tile), work.position + 1);
+    store_release(p_.order.published + step, work.position + 1);
   }
 
   const BackwardKernelParams& p_;
