@@ -21,8 +21,11 @@ struct RowStats {
 template <bool Exists>
 struct SlotStorage {
   alignas(16) KeyRecord records[2][SlotParams::block_slots];
-  int successor[SlotParams::block_slots];  // by arrival; of the later of the two
-  Pipeline<2> pipeline;                    // of query tiles
+  // Who comes next to each slot, by arrival, with its record and the one after it; of the later of the two.
+  int successor[SlotParams::block_slots];
+  int after_successor[SlotParams::block_slots];
+  alignas(16) KeyRecord coming[SlotParams::block_slots];
+  Pipeline<2> pipeline;  // of query tiles
 };
 template <>
 struct SlotStorage<false> {};
