@@ -65,6 +65,7 @@ class BackwardConsumer {
       issue_scores(n);
       storage_.dout_pipeline.wait_full(n);
       issue_dp(n);
+      keys_.prepare_mask(at);
       wgmma_wait<1>();
       pin(s_);
       make_p(at);

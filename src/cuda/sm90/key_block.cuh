@@ -63,14 +63,23 @@ class KeyBlock {
     }
   }
 
+  // While the scores of a tile are on their way.
+  __device__ void prepare_mask(const Visit& at) {
+    if constexpr (has_info && !has_dense) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if (visible_.is_partial(h)) visible_.prepare_mask(h, record(h), at.tile() * rows);
+    }
+  }
+
   // Scores that a query does not have become -inf, where a tile has any. A query past the end has no probability anyway.
   __device__ void mask(const Visit& at, float (&scores)[columns]) const {
     const int first_query = at.tile() * rows;
     if constexpr (has_dense) {
       mask_by_ranges(first_query, scores);
     } else if constexpr (has_info) {
-      if (visible_.is_partial(0)) visible_.template mask<0>(record(0), first_query, scores);
-      if (visible_.is_partial(1)) visible_.template mask<1>(record(1), first_query, scores);
+      if (visible_.is_partial(0)) visible_.template mask<0>(scores);
+      if (visible_.is_partial(1)) visible_.template mask<1>(scores);
     } else {
       if (first_query >= full_begin_) return;
 #pragma unroll

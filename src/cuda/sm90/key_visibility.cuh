@@ -28,26 +28,40 @@ class KeyVisibility {
   // Whether elements of key h of some lane need a test.
   __device__ bool is_partial(int h) const { return partial_[h]; }
 
+  // While the scores are on their way: which of a key's scores the thread's queries have.
+  __device__ void prepare_mask(int h, const KeyRecord& key, int first_query) {
+    const int column = first_query + 2 * (lane_id() % 4);
+    const unsigned visible =
+        bit_range(scores_before(key.first - column), scores_before(key.last - column));
+    unsigned& word = visible_[h * row_scores / 32];
+    word = h * row_scores % 32 == 0 ? visible : (word & low_half) | visible << row_scores % 32;
+  }
+
   // Scores that a query does not have become -inf.
   template <int H>
-  static __device__ void mask(const KeyRecord& key, int first_query, float (&scores)[Rows / 2]) {
-    const int column = first_query + 2 * (lane_id() % 4);
-    const int first = key.first - column;
-    const int last = key.last - column;
+  __device__ void mask(float (&scores)[Rows / 2]) const {
 #pragma unroll
-    for (int j = 0; j < Rows / 8; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int query = 8 * j + e;
-        if (query < first || query >= last) scores[4 * j + 2 * H + e] = negative_infinity;
-      }
+    for (int i = 0; i < row_scores; ++i) {
+      constexpr int first = H * row_scores;
+      const bool visible = (visible_[first / 32] >> (first % 32 + i) & 1) != 0;
+      if (!visible) scores[4 * (i / 2) + 2 * H + i % 2] = negative_infinity;
     }
   }
 
  private:
+  static constexpr int row_scores = Rows / 4;  // of a thread
+  static constexpr unsigned low_half = 0xffff;
+
+  // Of a thread's scores of a row, two of each eight, how many come before `query`, counted from the first of them.
+  static __device__ int scores_before(int query) {
+    const int within = min(max(query, 0), Rows);
+    return within / 8 * 2 + min(within % 8, 2);
+  }
+
   bool gone_[2] = {};
   bool partial_[2] = {};
   float bias_[2] = {};
+  unsigned visible_[2 * row_scores / 32] = {};  // a bit for each score; of partial keys
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -50,9 +50,15 @@ class SlotBlock {
     leave<1>(visible_.is_gone(1), dk, dv);
   }
 
-  __device__ void mask(const Visit& at, float (&scores)[rows / 2]) const {
-    if (visible_.is_partial(0)) visible_.template mask<0>(record(0), at.tile() * rows, scores);
-    if (visible_.is_partial(1)) visible_.template mask<1>(record(1), at.tile() * rows, scores);
+  __device__ void prepare_mask(const Visit& at) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (visible_.is_partial(h)) visible_.prepare_mask(h, record(h), at.tile() * rows);
+  }
+
+  __device__ void mask(const Visit&, float (&scores)[rows / 2]) const {
+    if (visible_.is_partial(0)) visible_.template mask<0>(scores);
+    if (visible_.is_partial(1)) visible_.template mask<1>(scores);
   }
 
   __device__ void add_dbias(const float (&sums)[2]) {
