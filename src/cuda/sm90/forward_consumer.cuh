@@ -210,13 +210,13 @@ class ForwardConsumer {
   __device__ void wait_scores(int n) {
     wgmma_wait<Batches>();
     pin(scores_);
-    storage_.k_pipeline.release(n);
+    storage_.k_pipeline.release_operand(n);
   }
 
   __device__ void wait_out(int n) {
     wgmma_wait<0>();
     pin(out_);
-    storage_.v_pipeline.release(n);
+    storage_.v_pipeline.release_operand(n);
   }
 
   __device__ void clear_out() {
