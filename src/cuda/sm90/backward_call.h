@@ -9,6 +9,7 @@
 #include "cuda/sm90/backward_launch.h"
 #include "cuda/sm90/backward_tensors.h"
 #include "cuda/sm90/multiprocessors.h"
+#include "cuda/sm90/tensor_map.h"
 #include "cuda/stages.h"
 
 // The parameters of a backward: of the call, and of its main loop, which sees another problem where keys are listed or
@@ -176,7 +177,11 @@ struct BackwardCall {
                                     : broadcast_of(p, p.bias_shape, args.dbias.data,
                                                    args.dbias.stride, size_of(p.bias_dtype));
     if (has_dbias_sums() || !is_dense(p.bias_shape)) return;
-    params.dense_dbias = {.sums_heads = p.bias_shape[1] != p.heads_q, .clears = !has_list(p)};
+    const bool sums_heads = p.bias_shape[1] != p.heads_q;
+    // The unit does not clamp a sum: that of two limits is finite in bf16 alone.
+    const bool by_tma = !has_list(p) && (!sums_heads || p.dtype == DType::bf16) &&
+                        DenseBiasRows(common.shape, common.dbias).has_tensor_map();
+    params.dense_dbias = {.sums_heads = sums_heads, .clears = !has_list(p), .by_tma = by_tma};
   }
 
   void set_main_loop() {

@@ -69,6 +69,8 @@ struct DenseDbias {
   bool sums_heads = false;
   // Elements of tiles that no block computes are zeros that the main loop stores.
   bool clears = false;
+  // Tiles are stored by the TMA unit.
+  bool by_tma = false;
 };
 
 // Of the main loop. Its tensors may be copies: q has the sign of the scale, and the keys of a key list are all there
@@ -79,7 +81,8 @@ struct BackwardKernelParams {
   CUtensorMap dout_map;
   CUtensorMap k_map;
   CUtensorMap v_map;
-  CUtensorMap bias_map;  // of a dense bias
+  CUtensorMap bias_map;   // of a dense bias
+  CUtensorMap dbias_map;  // of its gradient, DenseDbias::by_tma
   BackwardParams backward;
   float bias_factor = 0;  // of a bias, to the unit of the accumulators that begin with it
   float dq_scale = 0;

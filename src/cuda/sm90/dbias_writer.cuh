@@ -3,6 +3,7 @@
 #include "cuda/common/bias_gradient.cuh"
 #include "cuda/sm90/backward_storage.cuh"
 #include "cuda/sm90/query_visits.cuh"
+#include "cuda/sm90/tensor_map.h"
 
 // The gradient of a dense bias, from the tiles of dS in shared memory. A block stores the elements of its keys, each
 // once; only where more heads, batch elements or keys share an element than a block sees are they added in memory.
@@ -143,7 +144,14 @@ struct DbiasWriter {
 #pragma unroll 1
     for (Visits at(p, work); at.has(); at.advance(), ++n) {
       computed.wait_full(n);
-      const bool waits = p.dense_dbias.sums_heads && !at.is_last_of_tile();
+      const bool has_second_head = p.dense_dbias.sums_heads && !at.is_last_of_tile();
+      if (p.dense_dbias.by_tma) {
+        store_tile(work, at, n, second_head);
+        computed.release(n);
+        second_head = has_second_head;
+        continue;
+      }
+      const bool waits = has_second_head;
       if (wanted() && !waits) {
         shares_row() ? add_row_sums(work, at, n) : store(work, at, n, second_head);
       }
@@ -163,6 +171,24 @@ struct DbiasWriter {
 
   __device__ std::uint32_t tile(int n) const {
     return shared_address(storage.ds[Pipeline<Kernel::policy.score_tiles>::stage(n)]);
+  }
+
+  // The tile as it is; that of a second head is added to the first one's in memory.
+  __device__ void store_tile(const BackwardWork& work, const Visits& at, int n,
+                             bool second_head) const {
+    if (lane_id() != 0) return;
+    const auto [head, batch] = index_in_map(p.backward.dbias, work.batch, at.head(), work.kv_head);
+    if (second_head) bulk_wait();
+    fence_async_proxy();
+#pragma unroll
+    for (int i = 0; i < ScoreTile::panels; ++i) {
+      const std::uint32_t panel = tile(n) + i * ScoreTile::panel_bytes;
+      const int key = work.key + i * panel_columns;
+      second_head ? tma_add(p.dbias_map, panel, key, at.tile() * rows, head, batch)
+                  : tma_store(p.dbias_map, panel, key, at.tile() * rows, head, batch);
+    }
+    bulk_commit();
+    bulk_wait_read<0>();
   }
 
   __device__ void store(const BackwardWork& work, const Visits& at, int n, bool second_head) const {

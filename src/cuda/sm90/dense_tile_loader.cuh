@@ -2,6 +2,7 @@
 
 #include "cuda/sm90/backward_storage.cuh"
 #include "cuda/sm90/query_visits.cuh"
+#include "cuda/sm90/tensor_map.h"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -58,9 +59,8 @@ struct DenseTileLoader {
   template <class Visit>
   __device__ void load_biases(const BackwardWork& work, const Visit& at, std::uint32_t to,
                               std::uint32_t full) const {
-    const Broadcast& bias = p.backward.score.bias;
-    const int head = bias.head_q != 0 ? at.head() : bias.head_kv != 0 ? work.kv_head : 0;
-    const int batch = bias.batch != 0 ? work.batch : 0;
+    const auto [head, batch] =
+        index_in_map(p.backward.score.bias, work.batch, at.head(), work.kv_head);
 #pragma unroll
     for (int i = 0; i < ScoreTile::panels; ++i) {
       tma_load(to + i * ScoreTile::panel_bytes, p.bias_map, full, work.key + i * panel_columns,

@@ -55,7 +55,7 @@ class ForwardConsumer {
     // The weights of the work tile's first key tile are ready here.
     int n = 0;
     for (int count = 0;; ++count) {
-      if (is_last(work, 0)) storage_.q_pipeline.release(count);
+      if (is_last(work, 0)) storage_.q_pipeline.release_operand(count);
       ++n;
       int visit = 1;
       if constexpr (has_dense_tiles) {
@@ -126,7 +126,7 @@ class ForwardConsumer {
   template <bool Partial>
   __device__ void step(const WorkTile& work, int work_count, int n, int visit) {
     issue(n, work_count);
-    if (is_last(work, visit)) storage_.q_pipeline.release(work_count);
+    if (is_last(work, visit)) storage_.q_pipeline.release_operand(work_count);
     softmax<Partial, false>(work, n, visit);
     wait_out(n - 1);
     pack_weights();

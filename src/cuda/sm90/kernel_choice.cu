@@ -40,7 +40,7 @@ ForwardVariant choose_variant(const ForwardParams& p) {
                          tma(p.v, shape.seqlen_k, shape.heads_kv);
   if (score.mask.dense || score.bias.dense) {
     if (has_tiles && !shapes &&
-        (!score.bias.dense || DenseBiasRows(shape, score).has_tensor_map())) {
+        (!score.bias.dense || DenseBiasRows(shape, score.bias).has_tensor_map())) {
       return {.has_key_info = true, .dense = DenseAccess::tiles};
     }
     return {

@@ -33,11 +33,11 @@ void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
   params.dout_map = map(p.dout, shape.seqlen_q, shape.heads_q, rows);
   params.k_map = map(p.k, shape.seqlen_k, shape.heads_kv, BackwardPolicy::keys);
   params.v_map = map(p.v, shape.seqlen_k, shape.heads_kv, BackwardPolicy::keys);
-  if (Variant.dense == DenseAccess::tiles && p.score.bias.dense) {
-    const DenseBiasRows bias(shape, p.score);
-    params.bias_map = make_tensor_map(bias.rows, shape.seqlen_k, shape.seqlen_q, bias.heads,
-                                      bias.batch, rows, std::is_same_v<T, __nv_bfloat16>);
-  }
+  constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
+  if (Variant.dense == DenseAccess::tiles && p.score.bias.dense)
+    params.bias_map = DenseBiasRows(shape, p.score.bias).map(rows, bf16);
+  if (Variant.has_dense() && params.dense_dbias.by_tma)
+    params.dbias_map = DenseBiasRows(shape, p.dbias).map(rows, bf16);
 
   const PrepareRowStats<rows> stats{shape, p.lse_log2, p.delta, p.score.factor, params.row_stats};
   for_each(stats.items(), stats, stream);

@@ -35,11 +35,8 @@ void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
     params.k_map = map(p.k);
     params.v_map = map(p.v);
   }
-  if (Kernel::dense == DenseAccess::tiles && p.score.bias.dense) {
-    const DenseBiasRows bias(shape, p.score);
-    params.bias_map = make_tensor_map(bias.rows, shape.seqlen_k, shape.seqlen_q, bias.heads,
-                                      bias.batch, 64, bf16);
-  }
+  if (Kernel::dense == DenseAccess::tiles && p.score.bias.dense)
+    params.bias_map = DenseBiasRows(shape, p.score.bias).map(64, bf16);
   if (!Kernel::has_key_info) params.info = {};
   params.bias_factor = Kernel::shapes && shapes_scores(p) ? log2e : 1 / p.score.scale;
   params.work_tiles = Kernel::work_tiles(params);

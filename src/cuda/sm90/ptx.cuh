@@ -81,6 +81,25 @@ __device__ inline void tma_load(std::uint32_t to, const CUtensorMap& map, std::u
       : "memory");
 }
 
+// The way back, without a commit: stored, or added to what is there.
+__device__ inline void tma_store(const CUtensorMap& map, std::uint32_t from, int column, int row,
+                                 int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+          &map),
+      "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+__device__ inline void tma_add(const CUtensorMap& map, std::uint32_t from, int column, int row,
+                               int head, int batch) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group "
+      "[%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+      "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+__device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
 // Consecutive bytes, a multiple of 16 from a multiple of 16.
 __device__ inline void bulk_load(std::uint32_t to, const void* from, std::uint32_t bytes,
                                  std::uint32_t barrier) {
@@ -100,7 +119,7 @@ __device__ inline void bulk_add(float* to, std::uint32_t from, std::uint32_t byt
       : "memory");
 }
 
-// Until at most Groups of this thread's additions still read shared memory.
+// Until at most Groups of this thread's stores and additions still read shared memory.
 template <int Groups>
 __device__ inline void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Groups) : "memory");

@@ -43,22 +43,6 @@ bool has_tensor_map(const InputRows& tensor, int seqlen, int heads, int batch) {
          is_readable(tensor.batch, batch);
 }
 
-DenseBiasRows::DenseBiasRows(const Shape& shape, const ScoreParams& score)
-    : is_16_bit_rows_(score.bias.aligned_16B), seqlen_q_(shape.seqlen_q) {
-  const Broadcast& bias = score.bias;
-  rows.data = bias.data;
-  rows.batch = 2 * bias.batch;
-  rows.row = 2 * bias.query;
-  rows.head = 2 * (bias.head_q + bias.head_kv);
-  if (bias.head_q != 0) heads = shape.heads_q;
-  if (bias.head_kv != 0) heads = shape.heads_kv;
-  if (bias.batch != 0) batch = shape.batch;
-}
-
-bool DenseBiasRows::has_tensor_map() const {
-  return is_16_bit_rows_ && sm90::has_tensor_map(rows, seqlen_q_, heads, batch);
-}
-
 CUtensorMap make_tensor_map(const InputRows& tensor, int head_dim, int seqlen, int heads, int batch,
                             int box_rows, bool bf16) {
   static const auto encode = encode_function();
