@@ -44,8 +44,8 @@ class SplitTiles {
 // key info is known to hide all of it is not loaded. Before the first tile all stages are filled: over few keys a block
 // has no more tiles than these, and waits for memory once.
 //
-// `Info` reads and stores the key info of single keys, as KeyInfoLoader does; prepare() comes before the first store,
-// when the first loads are on their way.
+// `Info` reads and stores the key info of single keys, as KeyInfoLoader does. load_token() comes before the rows,
+// prepare() before the first store, when the first loads are on their way.
 template <int D, Policy P, class Info>
 class SplitPipeline {
  public:
@@ -86,16 +86,17 @@ class SplitPipeline {
       store_positions(n);
     }
     __syncthreads();
-#pragma unroll
-    for (int n = 0; n < stages; ++n) {
-      if (n < tiles_.count()) load_rows(n);
-      cp_async_commit();
-    }
-    // All loads are on their way before the first is waited for.
+    // Key info first: its loads would wait behind those of all rows, and the first tile for both.
     typename Info::Key keys[stages];
 #pragma unroll
     for (int n = 0; n < stages; ++n) {
       if (has_key_info(n)) keys[n] = read_key_info(n);
+    }
+    info_.load_token();
+#pragma unroll
+    for (int n = 0; n < stages; ++n) {
+      if (n < tiles_.count()) load_rows(n);
+      cp_async_commit();
     }
     info_.prepare();
 #pragma unroll

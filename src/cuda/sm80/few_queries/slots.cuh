@@ -49,18 +49,20 @@ class SlotInfo {
     if (threadIdx.x == 0) storage.entered = false;
   }
 
-  // Decides how the step changes the slots; rows and key info need not wait for it.
-  __device__ void prepare() {
-    const SlotCount before = p_.counts[row_];
+  // What the decision takes is on its way before the rows.
+  __device__ void load_token() {
+    before_ = p_.counts[row_];
     seen_ = p_.seen[batch_];
     score_new_ = __ldg(p_.new_scores.data + batch_ * p_.new_scores.stride[0] +
                        kv_head_ * p_.new_scores.stride[1]);
-    const bool masked =
-        p_.mask.data != nullptr && __ldg(p_.mask.data + batch_ * p_.mask.stride[0]) == 0;
-    const bool offered = !masked && !isnan(score_new_);
-    has_room_ = before.count < p_.shape.seqlen_k;
-    target_ = !offered ? -1 : has_room_ ? before.count : before.victim;
-    count_ = before.count + (offered && has_room_ ? 1 : 0);
+    if (p_.mask.data != nullptr) mask_ = __ldg(p_.mask.data + batch_ * p_.mask.stride[0]);
+  }
+  // Decides how the step changes the slots; rows and key info need not wait for it.
+  __device__ void prepare() {
+    const bool offered = mask_ != 0 && !isnan(score_new_);
+    has_room_ = before_.count < p_.shape.seqlen_k;
+    target_ = !offered ? -1 : has_room_ ? before_.count : before_.victim;
+    count_ = before_.count + (offered && has_room_ ? 1 : 0);
   }
 
   __device__ bool has_values() const { return true; }
@@ -104,8 +106,10 @@ class SlotInfo {
   int batch_;
   int kv_head_;
   std::int64_t row_;  // in [B, Hkv]
+  SlotCount before_{};
   int seen_ = 0;
   float score_new_ = 0;
+  std::uint8_t mask_ = 1;
   bool has_room_ = false;
   int target_ = -1;
   int count_ = 0;

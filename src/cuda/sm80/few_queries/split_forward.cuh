@@ -18,6 +18,7 @@ struct TensorKeys {
   using Params = few_queries::Params;
   struct Info : KeyInfoLoader<T> {
     using KeyInfoLoader<T>::KeyInfoLoader;
+    __device__ void load_token() const {}
     __device__ void prepare() const {}
   };
   using Elements = std::conditional_t<Elementwise, RowElements<T>, NoElements>;
