@@ -16,11 +16,11 @@ class SplitTiles {
  public:
   __device__ SplitTiles(const TileKeys& keys, bool has_key_values, int split, int splits)
       : keys_(keys), has_key_values_(has_key_values), split_(split), splits_(splits) {
-    const int tiles = max(ceil_div(keys.end - keys.begin, N), 0);
-    count_ = tiles > split ? ceil_div(tiles - split, splits) : 0;
+    end_ = max(ceil_div(keys.end - keys.begin, N), 0);
   }
 
-  __device__ int count() const { return count_; }
+  // A division would give how many there are, and delay the first load.
+  __device__ bool has(int n) const { return split_ + n * splits_ < end_; }
   // Where the keys of the block's tile n begin in the list or the sequence.
   __device__ int first(int n) const { return keys_.begin + (split_ + n * splits_) * N; }
   // Keys of tile n that exist: columns i with i < size(n).
@@ -36,7 +36,7 @@ class SplitTiles {
   bool has_key_values_;
   int split_;
   int splits_;
-  int count_;
+  int end_;  // of the row tile's tiles
 };
 
 // Stages of the tiles that a block has. While tile n is computed the rows of the next stages - 1 tiles are on their
@@ -77,9 +77,10 @@ class SplitPipeline {
         row_begin_(rows.first_query()),
         row_end_(rows.end_query()) {}
 
-  // Before the first tile. The caller's own copies to shared memory are waited for with the first tile's.
-  __device__ void start() {
-    loader_.init(group());
+  // Before the first tile, after the loader's init. `also` starts copies of the caller, which are waited for with those
+  // of the first tile.
+  template <class Also>
+  __device__ void start(const Also& also) {
 #pragma unroll
     for (int n = 0; n <= stages; ++n) {
       load_positions(n);
@@ -95,7 +96,8 @@ class SplitPipeline {
     info_.load_token();
 #pragma unroll
     for (int n = 0; n < stages; ++n) {
-      if (n < tiles_.count()) load_rows(n);
+      if (has(n)) load_rows(n);
+      if (n == 0) also();
       cp_async_commit();
     }
     info_.prepare();
@@ -105,8 +107,8 @@ class SplitPipeline {
     }
   }
 
-  // for (int n = 0; n < count(); ++n) { acquire(n); ...; release(n); }
-  __device__ int count() const { return tiles_.count(); }
+  // for (int n = 0; has(n); ++n) { acquire(n); ...; release(n); }
+  __device__ bool has(int n) const { return tiles_.has(n); }
 
   // Makes tile n ready and starts copies of the next ones.
   __device__ void acquire(int n) {
@@ -118,7 +120,7 @@ class SplitPipeline {
       __syncthreads();
       const int next =
           n + stages - 1;  // in the stage of the tile before, which all warps have left
-      if (next < tiles_.count() && (state(next) & KeyInfo::touched) != 0) load_rows(next);
+      if (has(next) && (state(next) & KeyInfo::touched) != 0) load_rows(next);
       cp_async_commit();
     }
     if (has_key_info(n + stages)) key_ = read_key_info(n + stages);
@@ -158,9 +160,7 @@ class SplitPipeline {
   static __device__ Group group() { return Group::of_block(); }
   static __device__ bool has_key() { return group().rank < P.keys; }
 
-  __device__ bool is_listed(int n) const {
-    return tiles_.list() != nullptr && has_key() && n < tiles_.count();
-  }
+  __device__ bool is_listed(int n) const { return tiles_.list() != nullptr && has_key() && has(n); }
   __device__ void load_positions(int n) {
     if (!is_listed(n)) return;
     // A row that exists also past the end of the list.
@@ -175,9 +175,7 @@ class SplitPipeline {
     loader_.load(group(), positions(n), tiles_.size(n), k_tile(n), v_tile(n));
   }
 
-  __device__ bool has_key_info(int n) const {
-    return has_key() && n < tiles_.count() && !tiles_.is_full(n);
-  }
+  __device__ bool has_key_info(int n) const { return has_key() && has(n) && !tiles_.is_full(n); }
   __device__ typename Info::Key read_key_info(int n) const {
     const int i = group().rank;
     return info_.read(positions(n)[i], i < tiles_.size(n));

@@ -124,12 +124,15 @@ class TokenRows {
   __device__ TokenRows(const StepParams& p, const GroupRows& rows)
       : is_value_(rank() >= Tile::chunks), chunk_(rank() % Tile::chunks) {
     exists_ = rank() < 2 * Tile::chunks && chunk_ < p.shape.head_dim / 8;
-    if (!exists_) return;
     const InputRows& from = is_value_ ? p.new_v : p.new_k;
-    const std::byte* const data =
-        from.data + rows.batch * from.batch + rows.kv_head * from.head + chunk_ * 16;
-    data_ = from.aligned ? __ldg(reinterpret_cast<const uint4*>(data))
-                         : RowSource<Tile, Group>::load_elements(data);
+    from_ = from.data + rows.batch * from.batch + rows.kv_head * from.head + chunk_ * 16;
+    aligned_ = from.aligned;
+  }
+
+  __device__ void load() {
+    if (!exists_) return;
+    data_ = aligned_ ? __ldg(reinterpret_cast<const uint4*>(from_))
+                     : RowSource<Tile, Group>::load_elements(from_);
   }
 
   // Into row `column` of the tiles and into the slot.
@@ -149,6 +152,8 @@ class TokenRows {
   bool is_value_;
   int chunk_;
   bool exists_;
+  bool aligned_;
+  const std::byte* from_;
   uint4 data_{};
 };
 

@@ -26,6 +26,7 @@ struct TensorKeys {
   template <class Pipeline>
   struct Extra {
     __device__ Extra(const Params&, const GroupRows&) {}
+    __device__ void load() const {}
   };
 
   static __device__ Info info(const Params& p, const GroupRows& rows, Storage&) {
@@ -104,17 +105,22 @@ struct SplitForwardKernel {
     const Info info = Keys::info(p, rows, shared.keys);
     const typename Pipeline::Loader loader(block, shared.kv.loader, p, rows.batch, rows.kv_head);
 
+    loader.init(block);
+    typename Keys::template Extra<Pipeline> extra(p, rows);
+
     // Where rows lie has been found while the kernel before was ending.
     wait_for_previous_kernel();
-    copy_g2s(
-        block, queries, q_tile, [&](int r) { return r < rows.count; },
-        [&](int r) { return rows.query(r); }, [&](int r) { return rows.member(r); });
+    extra.load();
     Pipeline kv(shared.kv,
                 typename Pipeline::Tiles(Keys::tile_keys(p, rows), info.has_values(), split,
                                          p.split.splits),
                 loader, info, rows);
-    const typename Keys::template Extra<Pipeline> extra(p, rows);
-    kv.start();
+    // The queries are few: K and V do not wait for their addresses.
+    kv.start([&] {
+      copy_g2s(
+          block, queries, q_tile, [&](int r) { return r < rows.count; },
+          [&](int r) { return rows.query(r); }, [&](int r) { return rows.member(r); });
+    });
 
     Accumulator<16, D> out;
     clear(out);
@@ -127,7 +133,7 @@ struct SplitForwardKernel {
     const LanePosition position = LanePosition::of(0, warp_key);
     const typename Keys::Elements elements(p.score, rows, row_warp * 16);
 
-    for (int n = 0; n < kv.count(); ++n) {
+    for (int n = 0; kv.has(n); ++n) {
       kv.acquire(n);
       Keys::complete(p, rows, kv, n, shared.keys, extra);
       const auto& key_info = kv.key_info(n);
