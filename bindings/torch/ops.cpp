@@ -24,7 +24,7 @@ struct Attention {
   std::vector<Tensor> owned;       // memory that `in`, `schedule` and `workspace` point to
   std::span<std::byte> workspace;  // in which the schedule was built, free for the steps after it
 
-  explicit Attention(const Tensor& q) : device(q) {}
+  explicit Attention(const Tensor& q) : device(q) { owned.reserve(8); }
 
   const void* own(const Tensor& tensor) {
     owned.push_back(tensor);
