@@ -178,8 +178,8 @@ struct BackwardCall {
                                                    args.dbias.stride, size_of(p.bias_dtype));
     if (has_dbias_sums() || !is_dense(p.bias_shape)) return;
     const bool sums_heads = p.bias_shape[1] != p.heads_q;
-    // The unit does not clamp a sum: that of two limits is finite in bf16 alone.
-    const bool by_tma = !has_list(p) && (!sums_heads || p.dtype == DType::bf16) &&
+    // The unit writes 16 bytes at once, also at the end of a row.
+    const bool by_tma = !has_list(p) && p.seqlen_k % 8 == 0 &&
                         DenseBiasRows(common.shape, common.dbias).has_tensor_map();
     params.dense_dbias = {.sums_heads = sums_heads, .clears = !has_list(p), .by_tma = by_tma};
   }

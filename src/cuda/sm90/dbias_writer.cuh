@@ -144,16 +144,13 @@ struct DbiasWriter {
 #pragma unroll 1
     for (Visits at(p, work); at.has(); at.advance(), ++n) {
       computed.wait_full(n);
-      const bool has_second_head = p.dense_dbias.sums_heads && !at.is_last_of_tile();
-      if (p.dense_dbias.by_tma) {
-        store_tile(work, at, n, second_head);
-        computed.release(n);
-        second_head = has_second_head;
-        continue;
-      }
-      const bool waits = has_second_head;
+      const bool waits = p.dense_dbias.sums_heads && !at.is_last_of_tile();
       if (wanted() && !waits) {
-        shares_row() ? add_row_sums(work, at, n) : store(work, at, n, second_head);
+        if (p.dense_dbias.by_tma) {
+          store_tile(work, at, n, second_head);
+        } else {
+          shares_row() ? add_row_sums(work, at, n) : store(work, at, n, second_head);
+        }
       }
       if (!waits) {
         if (second_head) computed.release(n - 1);
@@ -173,19 +170,24 @@ struct DbiasWriter {
     return shared_address(storage.ds[Pipeline<Kernel::policy.score_tiles>::stage(n)]);
   }
 
-  // The tile as it is; that of a second head is added to the first one's in memory.
+  // By the TMA unit. The sum of two heads is made in the tile of the second.
   __device__ void store_tile(const BackwardWork& work, const Visits& at, int n,
                              bool second_head) const {
+    const std::uint32_t here = tile(n);
+    if (second_head) {
+      const std::uint32_t before = tile(n - 1);
+#pragma unroll 1
+      for (std::uint32_t i = lane_id() * 16; i < ScoreTile::bytes; i += warp_size * 16)
+        store_shared_16(here + i, sum(load_shared_16(before + i), load_shared_16(here + i)));
+    }
+    fence_async_proxy();
+    __syncwarp();
     if (lane_id() != 0) return;
     const auto [head, batch] = index_in_map(p.backward.dbias, work.batch, at.head(), work.kv_head);
-    if (second_head) bulk_wait();
-    fence_async_proxy();
 #pragma unroll
     for (int i = 0; i < ScoreTile::panels; ++i) {
-      const std::uint32_t panel = tile(n) + i * ScoreTile::panel_bytes;
-      const int key = work.key + i * panel_columns;
-      second_head ? tma_add(p.dbias_map, panel, key, at.tile() * rows, head, batch)
-                  : tma_store(p.dbias_map, panel, key, at.tile() * rows, head, batch);
+      tma_store(p.dbias_map, here + i * ScoreTile::panel_bytes, work.key + i * panel_columns,
+                at.tile() * rows, head, batch);
     }
     bulk_commit();
     bulk_wait_read<0>();

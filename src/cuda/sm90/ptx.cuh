@@ -81,20 +81,12 @@ __device__ inline void tma_load(std::uint32_t to, const CUtensorMap& map, std::u
       : "memory");
 }
 
-// The way back, without a commit: stored, or added to what is there.
+// The way back; without a commit.
 __device__ inline void tma_store(const CUtensorMap& map, std::uint32_t from, int column, int row,
                                  int head, int batch) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
           &map),
-      "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch)
-      : "memory");
-}
-__device__ inline void tma_add(const CUtensorMap& map, std::uint32_t from, int column, int row,
-                               int head, int batch) {
-  asm volatile(
-      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group "
-      "[%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
       "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
