@@ -3,6 +3,6 @@
 # first.
 set -euo pipefail
 
-awk -F '\t' '$4 ~ /flash_dmattn_(cuda|sm80[a-z0-9_]*)\.dir\// { seconds[$4] = ($2 - $1) / 1000 }
+awk -F '\t' '$4 ~ /flash_dmattn_(cuda|sm[a-z0-9_]*)\.dir\// { seconds[$4] = ($2 - $1) / 1000 }
   END { for (file in seconds) { name = file; sub(/.*flash_dmattn_/, "", name); sub(/\.dir\//, ": ", name); sub(/\.o$/, "", name)
         printf "%7.1f s  %s\n", seconds[file], name } }' "$1/.ninja_log" | sort -rn

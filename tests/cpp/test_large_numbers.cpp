@@ -11,6 +11,7 @@
 #include "support/cases.h"
 #include "support/compare.h"
 #include "support/data.h"
+#include "support/exact_gradients.h"
 #include "support/random.h"
 #include "support/run.h"
 #include "support/yardstick.h"
@@ -25,87 +26,14 @@ using testing::Case;
 using testing::case_from;
 using testing::CaseWords;
 using testing::Data;
+using testing::ExactGradients;
 using testing::gradient_limit;
 using testing::Index;
 using testing::largest;
 using testing::Random;
 using testing::Results;
+using testing::Sum;
 using testing::Tensor;
-
-// A sum and the sum of the magnitudes of what it was made from.
-struct Sum {
-  double value = 0;
-  double magnitude = 0;
-
-  void add(double factor, const Sum& term) {
-    value += factor * term.value;
-    magnitude += std::abs(factor) * term.magnitude;
-  }
-};
-
-// dq, dk, dv and dbias in double for problems without a mask, whose bias, if any, is [B, Hkv, 1, Sk].
-struct Exact {
-  std::vector<Sum> dq, dk, dv, dbias;
-
-  explicit Exact(const Data& data) : p(data.problem) {
-    dq.resize(static_cast<std::size_t>(p.batch * p.seqlen_q * p.heads_q * p.head_dim));
-    dk.resize(static_cast<std::size_t>(p.batch * p.seqlen_k * p.heads_kv * p.head_dim));
-    dv.resize(dk.size());
-    dbias.resize(static_cast<std::size_t>(p.batch * p.heads_kv * p.seqlen_k));
-    for (std::int64_t b = 0; b < p.batch; ++b) {
-      for (std::int64_t h = 0; h < p.heads_q; ++h) {
-        for (std::int64_t i = 0; i < p.seqlen_q; ++i) add_row(data, b, h, i);
-      }
-    }
-  }
-
-  static std::size_t at(const Index& i, std::int64_t rows, std::int64_t heads, std::int64_t dim) {
-    return static_cast<std::size_t>(((i[0] * rows + i[1]) * heads + i[2]) * dim + i[3]);
-  }
-
- private:
-  const Problem& p;
-
-  void add_row(const Data& data, std::int64_t b, std::int64_t h, std::int64_t i) {
-    const std::int64_t kv = h / (p.heads_q / p.heads_kv);
-    const std::int64_t last = p.causal ? i + p.seqlen_k - p.seqlen_q : p.seqlen_k - 1;
-    std::vector<double> scores;
-    std::vector<Sum> dp;
-    for (std::int64_t j = 0; j <= last; ++j) {
-      double score = 0;
-      Sum product;
-      for (std::int64_t d = 0; d < p.head_dim; ++d) {
-        score += data.q.get({b, i, h, d}) * data.k.get({b, j, kv, d});
-        const double term = data.dout.get({b, i, h, d}) * data.v.get({b, j, kv, d});
-        product.add(1, {term, std::abs(term)});
-      }
-      score = score * double{p.scale} + (data.has_bias() ? data.bias.get({b, kv, 0, j}) : 0.0);
-      scores.push_back(std::clamp(score, -largest(DType::f32), largest(DType::f32)));
-      dp.push_back(product);
-    }
-    const double max = *std::max_element(scores.begin(), scores.end());
-    double sum = 0;
-    for (double& score : scores) sum += score = std::exp(score - max);
-    Sum delta;
-    for (std::size_t j = 0; j < dp.size(); ++j) delta.add(scores[j] / sum, dp[j]);
-    for (std::size_t j = 0; j < dp.size(); ++j) {
-      const auto key = static_cast<std::int64_t>(j);
-      const double probability = scores[j] / sum;
-      Sum ds;
-      ds.add(probability, dp[j]);
-      ds.add(-probability, delta);
-      dbias[at({b, kv, 0, key}, p.heads_kv, 1, p.seqlen_k)].add(1, ds);
-      for (std::int64_t d = 0; d < p.head_dim; ++d) {
-        const double dout = data.dout.get({b, i, h, d});
-        const std::size_t to = at({b, key, kv, d}, p.seqlen_k, p.heads_kv, p.head_dim);
-        dv[to].add(probability, {dout, std::abs(dout)});
-        dk[to].add(data.q.get({b, i, h, d}) * double{p.scale}, ds);
-        dq[at({b, i, h, d}, p.seqlen_q, p.heads_q, p.head_dim)].add(
-            data.k.get({b, key, kv, d}) * double{p.scale}, ds);
-      }
-    }
-  }
-};
 
 // Returns how many elements saturate.
 std::int64_t expect_within_rounding(const Tensor& actual, const std::vector<Sum>& exact,
@@ -115,7 +43,7 @@ std::int64_t expect_within_rounding(const Tensor& actual, const std::vector<Sum>
   const double limit = gradient_limit(dtype);
   std::int64_t saturated = 0;
   actual.for_each([&](const Index& i, double value) {
-    const Sum& sum = exact[Exact::at(i, rows, heads, dim)];
+    const Sum& sum = exact[ExactGradients::at(i, rows, heads, dim)];
     const double error = rounding * sum.magnitude;
     ASSERT_GE(value, std::clamp(sum.value - error, -limit, limit))
         << actual.name() << " [" << i[0] << ", " << i[1] << ", " << i[2] << ", " << i[3]
@@ -192,7 +120,7 @@ TEST_P(LargeNumbers, GradientsAreRightOrSaturateWithTheirSign) {
                      (intervals ? ", intervals" : ""));
         const Data data = data_of(GetParam(), pattern, bias, intervals);
         const Problem& p = data.problem;
-        const Exact exact(data);
+        const ExactGradients exact(data);
         const Results actual = testing::run(data, {});
         // Scores, p and, in bf16, out are rounded before the terms are formed.
         const double rounding = std::max(4 * testing::unit_roundoff(data.q.element()), 2e-6);
