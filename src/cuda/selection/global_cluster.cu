@@ -199,7 +199,7 @@ int cluster_blocks(int rows, int seqlen_k) {
 
 void select_in_clusters(const ClusterRows& rows, cudaStream_t stream) {
   launch<SelectInClusterKernel>(std::int64_t{rows.rows.rows} * rows.blocks, rows, stream,
-                                rows.blocks);
+                                {.cluster = rows.blocks});
 }
 
 }  // namespace flash_dmattn::cuda::global

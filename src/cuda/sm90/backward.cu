@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <limits>
 #include <string_view>
 
 #include "cuda/common/integers.h"
@@ -16,12 +15,8 @@ namespace {
 
 constexpr bool is_compiled = FLASH_DMATTN_HAS_SM90 != 0;
 
-constexpr std::string_view name_of(const BackwardVariant& variant) {
-  switch (variant.dense) {
-    case DenseAccess::none: break;
-    case DenseAccess::tiles: return "dense";
-    case DenseAccess::elements: return "dense_elementwise";
-  }
+std::string_view name_of(const BackwardVariant& variant) {
+  if (variant.dense != DenseAccess::none) return sm90::name_of(variant.dense);
   switch (variant.placement) {
     case KeyPlacement::block: return "block";
     case KeyPlacement::block_key_info: return "block_key_info";
@@ -60,15 +55,12 @@ BackwardChoice choose(const BackwardArgs& args) {
 }  // namespace
 
 std::string name(const BackwardChoice& choice) {
-  std::string text = "sm90 backward ";
-  text.append(flash_dmattn::name_of(choice.dtype)).append(" d");
-  text.append(std::to_string(choice.head_dim)).append(" ").append(name_of(choice.variant));
-  return text.append(choice.variant.overlaps ? "" : " no_overlap");
+  return kernel_name("backward", choice.dtype, choice.head_dim, name_of(choice.variant),
+                     choice.variant.overlaps);
 }
 
 std::string decline_backward(const Problem& p) {
-  if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "it computes in bf16 and f16";
-  if (p.head_dim % 8 != 0) return "it needs a head_dim that is a multiple of 8";
+  if (std::string reason = decline_shape(p); !reason.empty()) return reason;
   if (p.head_dim > 128) return "it has no backward for a head_dim above 128";
   if (p.softcap > 0) return "it has no backward for a softcap";
   if (has(p.limit_shape)) return "it has no kernels for ranks";
@@ -81,11 +73,6 @@ std::string decline_backward(const Problem& p) {
   if (p.deterministic && is_dense(p.bias_shape) && !is_dbias_of_one_block(p)) {
     return "it has no order for the gradient of a dense bias that key heads, batch elements or "
            "keys share";
-  }
-  if (std::max(
-          {p.seqlen_q, p.seqlen_k, p.batch * p.heads_q * ceil_div(p.seqlen_q, std::int64_t{64})}) >
-      std::numeric_limits<std::int32_t>::max() / 2) {
-    return "it counts rows and tiles in 31 bits";
   }
   return "";
 }

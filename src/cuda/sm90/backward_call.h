@@ -4,11 +4,11 @@
 #include <cmath>
 
 #include "cuda/common/integers.h"
+#include "cuda/device.h"
 #include "cuda/problem.h"
 #include "cuda/selection/schedule.h"
 #include "cuda/sm90/backward_launch.h"
 #include "cuda/sm90/backward_tensors.h"
-#include "cuda/sm90/multiprocessors.h"
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/stages.h"
 
@@ -227,8 +227,9 @@ struct BackwardCall {
         static_cast<int>(ceil_div(slots.slots.shape.slots, std::int64_t{SlotParams::block_slots}));
     const auto tiles = static_cast<int>(ceil_div(p.seqlen_q, std::int64_t{slot_tile_rows}));
     slots.segment_tiles = ceil_div(tiles, slot_segments);
-    slots.partition = SlotPartition(static_cast<int>(p.batch * p.heads_kv) * slots.row_blocks,
-                                    ceil_div(tiles, slots.segment_tiles), multiprocessors());
+    slots.partition =
+        SlotPartition(static_cast<int>(p.batch * p.heads_kv) * slots.row_blocks,
+                      ceil_div(tiles, slots.segment_tiles), current_device().multiprocessors);
     slots.records = workspace.take<KeyRecord>(p.batch * p.heads_kv * p.seqlen_k);
     const std::int64_t rows = std::int64_t{slots.partition.cut_parts()} * SlotParams::part_rows;
     slots.part_sums = workspace.take<float>(rows * 2 * choice.head_dim);

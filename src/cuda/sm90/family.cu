@@ -1,7 +1,3 @@
-#include <algorithm>
-#include <limits>
-
-#include "cuda/common/integers.h"
 #include "cuda/problem.h"
 #include "cuda/sm90/backward_launch.h"
 #include "cuda/sm90/launch.h"
@@ -28,18 +24,11 @@ std::string decline_device(const DeviceProperties& device) {
   return "";
 }
 
-std::string decline(const Problem& p) {
-  if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "it computes in bf16 and f16";
-  if (p.head_dim % 8 != 0) return "it needs a head_dim that is a multiple of 8";
+std::string decline_forward(const Problem& p) {
   if (has(p.limit_shape) && !has_ranks(head_dim_bucket(static_cast<int>(p.head_dim)))) {
     return "it has no kernels for ranks with a head_dim above 128";
   }
-  if (std::max(
-          {p.seqlen_q, p.seqlen_k, p.batch * p.heads_q * ceil_div(p.seqlen_q, std::int64_t{64})}) >
-      std::numeric_limits<std::int32_t>::max() / 2) {
-    return "it counts rows and tiles in 31 bits";
-  }
-  return "";
+  return decline_shape(p);
 }
 
 struct ForwardCall {
@@ -103,7 +92,7 @@ namespace flash_dmattn::cuda {
 const Family sm90_family = {
     .name = "sm90",
     .decline_device = sm90::decline_device,
-    .forward = {.decline = sm90::decline,
+    .forward = {.decline = sm90::decline_forward,
                 .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
                 .workspace_size = sm90::forward_workspace_size,
                 .run = sm90::forward,

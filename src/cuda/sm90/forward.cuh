@@ -47,9 +47,6 @@ struct ForwardKernel {
     }
     return WorkTile::count(p.forward.shape, policy.rows());
   }
-  static int blocks(int multiprocessors, const Params& p) {
-    return std::min(multiprocessors, p.work_tiles);
-  }
 
   __device__ void operator()(const Params& p, SharedStorage& storage) const {
     if (threadIdx.x == 0) {

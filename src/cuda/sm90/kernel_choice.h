@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cuda/params.h"
@@ -20,6 +21,14 @@ struct ForwardChoice {
 
 // "sm90 forward bf16 d128 gather"
 std::string name(const ForwardChoice& choice);
+
+// The parts of such a name that both directions have.
+std::string kernel_name(std::string_view direction, DType dtype, int head_dim,
+                        std::string_view variant, bool overlaps);
+std::string_view name_of(DenseAccess dense);
+
+// Why no kernel of either direction computes the problem; "" when some do.
+std::string decline_shape(const Problem& problem);
 
 std::vector<ForwardChoice> forward_choices();
 

@@ -1,16 +1,13 @@
 #pragma once
 
-#include <stdexcept>
 #include <type_traits>
-#include <utility>
 
 #include "cuda/common/launch.h"
 #include "cuda/common/postprocess.cuh"
 #include "cuda/sm90/backward.cuh"
 #include "cuda/sm90/backward_launch.h"
-#include "cuda/sm90/cooperative_launch.cuh"
+#include "cuda/sm90/dispatch.h"
 #include "cuda/sm90/find_visits.cuh"
-#include "cuda/sm90/kernel_choice.h"
 #include "cuda/sm90/prepare_backward.cuh"
 #include "cuda/sm90/prepare_key_info.cuh"
 #include "cuda/sm90/slot_rows.cuh"
@@ -51,11 +48,8 @@ void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
     const PrepareSlotRecords records{shape, params.info, params.slots};
     for_each(records.items(), records, stream);
   }
-  if (Variant.has_slots() && params.order.published != nullptr) {
-    launch_cooperative<Kernel>(Kernel::blocks(params), params, stream);
-  } else {
-    launch<Kernel>(Kernel::blocks(params), params, stream);
-  }
+  launch<Kernel>(Kernel::blocks(params), params, stream,
+                 {.cooperative = Variant.has_slots() && params.order.published != nullptr});
   if constexpr (Variant.has_slots()) {
     using Add = AddSlotParts<T, D>;
     launch<Add>(Add::blocks(params), params, stream);
@@ -69,22 +63,9 @@ void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
 template <class T, int D>
 void launch_backward(const BackwardChoice& choice, const BackwardKernelParams& params,
                      cudaStream_t stream) {
-  bool launched = false;
-  const auto launch_if_chosen = [&]<BackwardVariant Variant>() {
-    if (choice.variant != Variant) return;
+  dispatch<T, D, backward_variants>(choice, [&]<BackwardVariant Variant>() {
     launch_backward_kernel<T, D, Variant>(params, stream);
-    launched = true;
-  };
-  const auto launch_chosen = [&]<bool Overlaps>() {
-    [&]<std::size_t... i>(std::index_sequence<i...>) {
-      (launch_if_chosen.template operator()<with_overlap(backward_variants[i], Overlaps)>(), ...);
-    }(std::make_index_sequence<backward_variants.size()>());
-  };
-  if constexpr (has_no_overlap(Element<T>::dtype, D)) {
-    launch_chosen.template operator()<false>();
-  }
-  launch_chosen.template operator()<true>();
-  if (!launched) throw std::logic_error("no such kernel: " + name(choice));
+  });
 }
 
 }  // namespace flash_dmattn::cuda::sm90

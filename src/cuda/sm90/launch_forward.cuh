@@ -1,15 +1,14 @@
 #pragma once
 
 #include <algorithm>
-#include <stdexcept>
 #include <type_traits>
-#include <utility>
 
 #include "cuda/common/launch.h"
+#include "cuda/device.h"
+#include "cuda/sm90/dispatch.h"
 #include "cuda/sm90/fix_forward.cuh"
 #include "cuda/sm90/forward.cuh"
 #include "cuda/sm90/launch.h"
-#include "cuda/sm90/multiprocessors.h"
 #include "cuda/sm90/prepare_forward.cuh"
 #include "cuda/sm90/tensor_map.h"
 
@@ -40,7 +39,8 @@ void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
   if (!Kernel::has_key_info) params.info = {};
   params.bias_factor = Kernel::shapes && shapes_scores(p) ? log2e : 1 / p.score.scale;
   params.work_tiles = Kernel::work_tiles(params);
-  const int blocks = Kernel::blocks(multiprocessors(), params);
+  const int multiprocessors = current_device().multiprocessors;
+  const int blocks = std::min(multiprocessors, params.work_tiles);
   // Without key info, and where no block takes a second work tile, there is nothing to prepare: FixForwardKernel looks
   // for its rows in lse, and a short call is a launch shorter.
   const bool prepares = Kernel::has_key_info || params.work_tiles > blocks;
@@ -53,7 +53,7 @@ void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
   }
   launch<Kernel>(blocks, params, stream);
   if (!prepares) params.needs_fix = nullptr;
-  launch<FixForwardKernel<T>>(2 * multiprocessors(), params, stream);
+  launch<FixForwardKernel<T>>(2 * multiprocessors, params, stream);
 }
 
 template <class T, int D>
@@ -72,26 +72,13 @@ void launch_forward(const ForwardChoice& choice, const ForwardParams& p,
     check(cudaMemsetAsync(p.lse, nan_bytes, rows * sizeof(float), stream), "cudaMemsetAsync");
     check(cudaMemsetAsync(params.needs_fix, nan_bytes, sizeof(*params.needs_fix), stream),
           "cudaMemsetAsync");
-    launch<FixForwardKernel<T>>(2 * multiprocessors(), params, stream);
+    launch<FixForwardKernel<T>>(2 * current_device().multiprocessors, params, stream);
     return;
   }
   params.two_heads = choice.variant.dense == DenseAccess::tiles && has_two_heads(p);
-  bool launched = false;
-  const auto launch_if_chosen = [&]<ForwardVariant Variant>() {
-    if (choice.variant != Variant) return;
+  dispatch<T, D, forward_variants>(choice, [&]<ForwardVariant Variant>() {
     launch_forward_kernel<ForwardKernel<T, D, Variant>>(params, stream);
-    launched = true;
-  };
-  const auto launch_chosen = [&]<bool Overlaps>() {
-    [&]<std::size_t... i>(std::index_sequence<i...>) {
-      (launch_if_chosen.template operator()<with_overlap(forward_variants[i], Overlaps)>(), ...);
-    }(std::make_index_sequence<forward_variants.size()>());
-  };
-  if constexpr (has_no_overlap(Element<T>::dtype, D)) {
-    launch_chosen.template operator()<false>();
-  }
-  launch_chosen.template operator()<true>();
-  if (!launched) throw std::logic_error("no such kernel: " + name(choice));
+  });
 }
 
 }  // namespace flash_dmattn::cuda::sm90
