@@ -100,6 +100,17 @@ __device__ inline std::uint32_t pack_gradient(float x, float y, bool saturate) {
   return saturate ? clamp_packed2<T>(bits, Element<T>::gradient_limit_packed2) : bits;
 }
 
+// The sum of two gradients, packed.
+template <class T>
+__device__ inline std::uint32_t add_gradients_packed2(std::uint32_t x, std::uint32_t y,
+                                                      bool saturate) {
+  using Packed2 = typename Element<T>::Packed2;
+  const Packed2 sum =
+      __hadd2(reinterpret_cast<const Packed2&>(x), reinterpret_cast<const Packed2&>(y));
+  const auto bits = reinterpret_cast<const std::uint32_t&>(sum);
+  return saturate ? clamp_packed2<T>(bits, Element<T>::gradient_limit_packed2) : bits;
+}
+
 template <class T>
 __device__ inline std::uint32_t pack_output(float x, float y, bool saturate) {
   const std::uint32_t bits = pack<T>(x, y);

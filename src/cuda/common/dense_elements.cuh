@@ -16,7 +16,7 @@ class DenseElements {
                            const Positions& keys)
       : score_(score), keys_(keys), last_row_(seqlen_q - 1), size_(size) {
     const auto begin = [&](const Broadcast& b) {
-      return tile.batch * b.batch + tile.head * b.head_q + tile.kv_head * b.head_kv;
+      return b.begin(tile.batch, tile.head, tile.kv_head);
     };
     mask_ = begin(score.mask);
     bias_ = begin(score.bias);

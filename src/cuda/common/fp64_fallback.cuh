@@ -20,7 +20,7 @@ struct QueryHead {
   }
   template <class View>
   __device__ std::int64_t element(const View& b, std::int64_t row, std::int64_t key) const {
-    return batch * b.batch + head * b.head_q + kv_head * b.head_kv + row * b.query + key * b.key;
+    return b.begin(batch, head, kv_head) + row * b.query + key * b.key;
   }
 };
 

@@ -115,7 +115,7 @@ class KeyInfoLoader {
   __device__ bool has_bias() const { return score_.bias.data != nullptr && !score_.bias.dense; }
 
   __device__ std::int64_t index_of(const Broadcast& b, int key) const {
-    return batch_ * b.batch + head_ * b.head_q + kv_head_ * b.head_kv + key * b.key;
+    return b.begin(batch_, head_, kv_head_) + key * b.key;
   }
 
   const ScoreParams& score_;

@@ -12,6 +12,13 @@ namespace flash_dmattn::cuda {
 // test it at every tile.
 enum class KvSource : std::uint8_t { key_list, consecutive, either };
 
+// The index of a query tile's list. `tile` has batch, kv_head and `row`, its first query.
+template <class Tile>
+__device__ inline std::int64_t list_of(const QueryTileLists& lists, const Tile& tile) {
+  return tile.batch * lists.stride_batch + tile.kv_head * lists.stride_head +
+         tile.row / query_tile_rows;
+}
+
 // Keys of a query tile: entries [begin, end) of its tile list, else consecutive keys.
 struct TileKeys {
   const int* list = nullptr;  // null: consecutive keys
@@ -29,8 +36,7 @@ struct TileKeys {
     const Shape& shape = p.shape;
     const int query_tile = tile.row / query_tile_rows;
     if (p.tile_lists.keys != nullptr) {
-      const std::int64_t index = tile.batch * p.tile_lists.stride_batch +
-                                 tile.kv_head * p.tile_lists.stride_head + query_tile;
+      const std::int64_t index = list_of(p.tile_lists, tile);
       list = p.tile_lists.keys + p.tile_lists.begin[index];
       end = p.tile_lists.count[index];
     } else if (p.key_ranges.data != nullptr) {
@@ -80,8 +86,7 @@ class VisibleTiles {
                           const TileKeys& tile_keys, int keys)
       : keys_(keys), tiles_((tile_keys.end + keys - 1) / keys), current_(tile_keys.begin / keys) {
     if (mask.states != nullptr) {
-      const std::int64_t matrix =
-          tile.batch * mask.batch + tile.head * mask.head_q + tile.kv_head * mask.head_kv;
+      const std::int64_t matrix = mask.matrix(tile.batch, tile.head, tile.kv_head);
       const int row_tiles = ceil_div(seqlen_q, PackedMask::side);
       const int row_tile = tile.row / PackedMask::side;
       states_ = mask.states + (matrix * row_tiles + row_tile) * mask.words;

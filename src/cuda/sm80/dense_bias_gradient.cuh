@@ -110,7 +110,8 @@ class DenseBiasGradient {
     if constexpr (can_sum) {
       if (has_first_head_) {
 #pragma unroll
-        for (int b = 0; b < 4; ++b) block[b] = add_packed2(first_head_[half][i][b], block[b]);
+        for (int b = 0; b < 4; ++b)
+          block[b] = add_gradients_packed2<T>(first_head_[half][i][b], block[b], p_.saturate);
       }
     }
     return {__byte_perm(block[0], block[1], 0x5410), __byte_perm(block[2], block[3], 0x5410),
@@ -137,14 +138,6 @@ class DenseBiasGradient {
     };
     if (count > 0) add(index, eight.x, eight.y);
     if (count > 4) add(index + 4, eight.z, eight.w);
-  }
-
-  __device__ std::uint32_t add_packed2(std::uint32_t x, std::uint32_t y) const {
-    using Packed2 = typename Element<T>::Packed2;
-    const Packed2 sum =
-        __hadd2(reinterpret_cast<const Packed2&>(x), reinterpret_cast<const Packed2&>(y));
-    const auto bits = reinterpret_cast<const std::uint32_t&>(sum);
-    return p_.saturate ? clamp_packed2<T>(bits, Element<T>::gradient_limit_packed2) : bits;
   }
 
   const KeyMajorParams& p_;

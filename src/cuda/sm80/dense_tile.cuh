@@ -32,13 +32,11 @@ class DenseTileLoader {
                              const QueryTile& tile, int row_end)
       : score_(score), rows_(row_end - tile.row) {
     const Broadcast& bias = score.bias;
-    bias_ = bias.data +
-            2 * (tile.batch * bias.batch + tile.head * bias.head_q + tile.kv_head * bias.head_kv +
-                 (tile.row + bias_row(group)) * bias.query + 8 * bias_chunk(group));
+    bias_ = bias.data + 2 * (bias.begin(tile.batch, tile.head, tile.kv_head) +
+                             (tile.row + bias_row(group)) * bias.query + 8 * bias_chunk(group));
     const PackedMask& mask = score.packed_mask;
     const int row_tiles = ceil_div(seqlen_q, PackedMask::side);
-    const std::int64_t matrix =
-        tile.batch * mask.batch + tile.head * mask.head_q + tile.kv_head * mask.head_kv;
+    const std::int64_t matrix = mask.matrix(tile.batch, tile.head, tile.kv_head);
     const int row = tile.row + mask_row(group);
     mask_exists_ = row / PackedMask::side < row_tiles;
     const std::int64_t row_tile = matrix * row_tiles + (mask_exists_ ? row / PackedMask::side : 0);

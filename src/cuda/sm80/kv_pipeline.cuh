@@ -121,10 +121,6 @@ class KvPipeline {
   __device__ int key(int n, int i) const { return positions(n)[i]; }
 
  private:
-  template <int Count>
-  static __device__ int ring(int n) {
-    return static_cast<int>(static_cast<unsigned>(n) % Count);
-  }
   static __device__ Group group() { return Group::of_block(); }
 
   __device__ void load_positions(int n) {

@@ -107,14 +107,10 @@ class MaskedQueryTiles {
   // Of the mask's two tiles with the block's keys.
   __device__ std::uint32_t state(int number) const {
     if (mask_.states == nullptr) return PackedMask::some | PackedMask::all;
-    const std::int64_t matrix = tile_.batch * mask_.batch +
-                                (first_head_ + number % heads_) * mask_.head_q +
-                                tile_.kv_head * mask_.head_kv;
-    const int word = tile_.key / PackedMask::side;
-    const std::uint8_t* from =
-        mask_.states + (matrix * row_tiles_ + number / heads_) * mask_.words + word;
-    const std::uint32_t one = __ldg(from);
-    return word + 1 < mask_.words ? merge_states(one, __ldg(from + 1)) : one;
+    const std::int64_t matrix =
+        mask_.matrix(tile_.batch, first_head_ + number % heads_, tile_.kv_head);
+    return state_of_keys(mask_, matrix * row_tiles_ + number / heads_,
+                         tile_.key / PackedMask::side);
   }
 
   Storage& storage_;

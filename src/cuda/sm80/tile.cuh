@@ -10,6 +10,12 @@ namespace flash_dmattn::cuda::sm80 {
 // Shared memory of a part that needs none.
 struct NoStorage {};
 
+// The buffer of tile n among Count that are used in turn.
+template <int Count>
+__device__ inline int ring(int n) {
+  return static_cast<int>(static_cast<unsigned>(n) % Count);
+}
+
 // [Rows][Columns]. A row is made of 16-byte chunks of 8 elements, stored at chunk ^ swizzle(row),
 // so that the 8 rows an ldmatrix reads at one chunk column lie in 8 different bank groups. The base
 // address is aligned to 1024 bytes.

@@ -21,8 +21,7 @@ class DbiasRows {
   __device__ DbiasRows(const BackwardKernelParams& p, const BackwardWork& work, int head)
       : p_(p),
         work_(work),
-        begin_(work.batch * p.backward.dbias.batch + head * p.backward.dbias.head_q +
-               work.kv_head * p.backward.dbias.head_kv),
+        begin_(p.backward.dbias.begin(work.batch, head, work.kv_head)),
         first_key_(work.key + 8 * chunk()),
         count_(min(p.backward.shape.seqlen_k - first_key_, 8)) {}
 
@@ -229,14 +228,10 @@ struct DbiasWriter {
 
   // In 16 bits, which rounds as the sum in fp32 would when it is stored.
   __device__ uint4 sum(uint4 a, uint4 b) const {
-    return {sum(a.x, b.x), sum(a.y, b.y), sum(a.z, b.z), sum(a.w, b.w)};
-  }
-  __device__ std::uint32_t sum(std::uint32_t a, std::uint32_t b) const {
-    using Packed2 = typename Element<T>::Packed2;
-    const Packed2 two =
-        __hadd2(reinterpret_cast<const Packed2&>(a), reinterpret_cast<const Packed2&>(b));
-    const auto bits = reinterpret_cast<const std::uint32_t&>(two);
-    return p.backward.saturate ? clamp_packed2<T>(bits, Element<T>::gradient_limit_packed2) : bits;
+    const auto add = [this](std::uint32_t x, std::uint32_t y) {
+      return add_gradients_packed2<T>(x, y, p.backward.saturate);
+    };
+    return {add(a.x, b.x), add(a.y, b.y), add(a.z, b.z), add(a.w, b.w)};
   }
 };
 

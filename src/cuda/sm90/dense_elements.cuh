@@ -33,8 +33,7 @@ class DenseElements {
     for (int h = 0; h < 2; ++h) {
       const std::int64_t row = min(query + 8 * h, params_.forward.shape.seqlen_q - 1);
       const auto begin = [&](const Broadcast& b) {
-        return work_.batch * b.batch + work_.head * b.head_q + work_.kv_head * b.head_kv +
-               row * b.query;
+        return b.begin(work_.batch, work_.head, work_.kv_head) + row * b.query;
       };
       mask[h] = reinterpret_cast<const std::uint8_t*>(score.mask.data) + begin(score.mask);
       bias[h] = begin(score.bias);
@@ -65,8 +64,7 @@ class DenseElements {
     constexpr int side = PackedMask::side;
     const PackedMask& mask = params_.forward.score.packed_mask;
     const int seqlen_q = params_.forward.shape.seqlen_q;
-    const std::int64_t matrix =
-        work_.batch * mask.batch + work_.head * mask.head_q + work_.kv_head * mask.head_kv;
+    const std::int64_t matrix = mask.matrix(work_.batch, work_.head, work_.kv_head);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = min(query + 8 * h, seqlen_q - 1);

@@ -48,8 +48,7 @@ struct DenseTileLoader {
   template <class Visit>
   __device__ const std::uint64_t* bits_of(const BackwardWork& work, const Visit& at) const {
     const PackedMask& mask = p.backward.score.packed_mask;
-    const std::int64_t matrix =
-        work.batch * mask.batch + at.head() * mask.head_q + work.kv_head * mask.head_kv;
+    const std::int64_t matrix = mask.matrix(work.batch, at.head(), work.kv_head);
     const std::int64_t tile =
         (matrix * ceil_div(p.backward.shape.seqlen_q, PackedMask::side) + at.tile()) * mask.words +
         work.key / PackedMask::side;

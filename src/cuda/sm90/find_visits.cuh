@@ -65,14 +65,9 @@ struct FindVisits {
                                            int tile) {
     const PackedMask& mask = p.backward.score.packed_mask;
     if (mask.states == nullptr) return PackedMask::some | PackedMask::all;
-    const std::int64_t matrix =
-        keys.batch * mask.batch + head * mask.head_q + keys.kv_head * mask.head_kv;
-    const int word = keys.key / PackedMask::side;
-    const std::uint8_t* const from =
-        mask.states + (matrix * ceil_div(p.backward.shape.seqlen_q, rows) + tile) * mask.words +
-        word;
-    const std::uint32_t one = __ldg(from);
-    return word + 1 < mask.words ? merge_states(one, __ldg(from + 1)) : one;
+    const std::int64_t matrix = mask.matrix(keys.batch, head, keys.kv_head);
+    const std::int64_t row_tile = matrix * ceil_div(p.backward.shape.seqlen_q, rows) + tile;
+    return state_of_keys(mask, row_tile, keys.key / PackedMask::side);
   }
 };
 

@@ -32,7 +32,9 @@ class DenseWork {
     if (mask.states != nullptr) {
       const int row_tiles = ceil_div(p.shape.seqlen_q, PackedMask::side);
       const int row_tile = work.row / PackedMask::side;
-      states_ = mask.states + (matrix_of(mask, work) * row_tiles + row_tile) * mask.words;
+      states_ =
+          mask.states +
+          (mask.matrix(work.batch, work.head, work.kv_head) * row_tiles + row_tile) * mask.words;
       words_ = mask.words;
       if (!params.two_heads && row_tile + 1 < row_tiles) second_row_ = words_;
     }
@@ -52,10 +54,6 @@ class DenseWork {
   __device__ void advance() {
     tile_ = next_;
     look_ahead();
-  }
-
-  static __device__ std::int64_t matrix_of(const PackedMask& mask, const WorkTile& work) {
-    return work.batch * mask.batch + work.head * mask.head_q + work.kv_head * mask.head_kv;
   }
 
  private:
@@ -187,7 +185,7 @@ struct DenseProducer : TmaProducer<Kernel> {
 #pragma unroll
       for (int i = 0; i < most; ++i) {
         // The last ones instead of queries past the end, which are not stored.
-        const std::int64_t row_tile = DenseWork<keys>::matrix_of(mask, work) * row_tiles +
+        const std::int64_t row_tile = mask.matrix(work.batch, work.head, work.kv_head) * row_tiles +
                                       min(row / PackedMask::side + i, row_tiles - 1);
         bits[i] = mask.bits + row_tile * mask.words * PackedMask::side;
       }

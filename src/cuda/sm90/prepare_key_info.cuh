@@ -62,7 +62,7 @@ struct PrepareKeyInfo {
     // Heads are q's where one of the two has q's.
     const int group = info.bias_heads == shape.heads_q ? shape.heads_q / shape.heads_kv : 1;
     const auto index = [&](const Broadcast& b) {
-      return at.batch * b.batch + at.head * b.head_q + at.head / group * b.head_kv + at.key * b.key;
+      return b.begin(at.batch, at.head, at.head / group) + at.key * b.key;
     };
     bool visible = true;
     if (score.mask.data != nullptr && !score.mask.dense) {

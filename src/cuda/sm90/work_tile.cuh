@@ -1,5 +1,6 @@
 #pragma once
 
+#include "cuda/common/key_tiles.cuh"
 #include "cuda/common/scheduler.cuh"
 #include "cuda/sm90/forward_params.h"
 #include "cuda/sm90/policy.h"
@@ -52,12 +53,6 @@ struct KeyBounds {
   int full_begin;
   int full_end;
 };
-
-// The entries of the schedule for a work tile with lists.
-__device__ inline std::int64_t list_of(const QueryTileLists& lists, const WorkTile& work) {
-  return work.batch * lists.stride_batch + work.kv_head * lists.stride_head +
-         work.row / query_tile_rows;
-}
 
 // Whether all heads go through the queries together, or as many at a time as the L2 holds. Together no long tile is
 // left for the end: with lists 4 % quicker, with intervals 1 to 5 %, causal with 16 heads of 8192 keys 8 %; with 16 of

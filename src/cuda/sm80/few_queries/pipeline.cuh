@@ -153,10 +153,6 @@ class SplitPipeline {
   }
 
  private:
-  template <int Count>
-  static __device__ int ring(int n) {
-    return static_cast<int>(static_cast<unsigned>(n) % Count);
-  }
   static __device__ Group group() { return Group::of_block(); }
   static __device__ bool has_key() { return group().rank < P.keys; }
 
