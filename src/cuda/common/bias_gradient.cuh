@@ -4,7 +4,7 @@
 #include "cuda/common/warp.cuh"
 #include "cuda/params.h"
 
-// Stores of dbias: by the main loops, and from the fp32 sums that they leave.
+// Stores of dbias: by the main loops, and by the postprocess from their fp32 sums.
 namespace flash_dmattn::cuda {
 
 // Element `index` of a gradient in fp32 or 16 bits.
@@ -88,7 +88,7 @@ struct BwdPostprocessSummedBias {
   }
 
  private:
-  // Where the sums have part `part` of an element.
+  // The index in the sums of part `part` of an element.
   __device__ std::int64_t index(std::int64_t element, std::int64_t part) const {
     std::int64_t index = 0;
     std::int64_t stride = 1;

@@ -5,10 +5,10 @@
 
 namespace flash_dmattn::cuda {
 
-// Every gradient in double, for main loops without a slow path of their own: where scores are so large that P needs
-// more than one float of lse, or have left fp32 on the way (lse_has_low). It is launched behind every such backward,
-// before sums of dbias are stored, and ends at once where the flag is not set. A warp has a key or a query row; of a
-// dense bias a thread has an element. Tile lists, where there are any, are those of a key list.
+// Recomputes every gradient in double, for main loops without a slow path, if scores are so large that P needs lse as
+// two floats, or overflowed fp32 (lse_has_low). It is launched after every such backward, before the sums of dbias are
+// stored, and returns at once if the flag is not set. A warp computes a key or a query row, a thread an element of the
+// gradient of a dense bias. Tile lists, if any, are those of a key list.
 template <class T>
 struct Fp64BackwardKernel {
   using Params = BackwardParams;

@@ -5,11 +5,11 @@
 #include "cuda/common/tile_states.cuh"
 #include "cuda/params.h"
 
-// Which tiles of keys a query tile visits, and which of them need tests of their elements.
+// Iterators over the key tiles of a query tile. They also tell which tiles need element tests.
 namespace flash_dmattn::cuda {
 
-// Whether a query tile's keys come from a tile list. A kernel that is compiled for one case does not
-// test it at every tile.
+// Whether a query tile's keys are those of a tile list. A kernel that is compiled for one case does not test it at
+// every tile.
 enum class KvSource : std::uint8_t { key_list, consecutive, either };
 
 // The index of a query tile's list. `tile` has batch, kv_head and `row`, its first query.
@@ -77,8 +77,8 @@ struct EveryTile {
   __device__ void advance(int) {}
 };
 
-// The tiles of consecutive keys that the packed mask of a query tile does not leave empty. The current
-// one and the next are known. Without a packed mask every tile is visited.
+// The tiles of consecutive keys that are not empty in the packed mask of a query tile. The iterator holds the current
+// tile and the next. Without a packed mask every tile is visited.
 class VisibleTiles {
  public:
   // For tiles of `keys` keys, a divisor of the mask's, and `rows` queries, up to two tiles of the mask.
@@ -169,11 +169,11 @@ class KeyTileIterator {
     return source == KvSource::key_list || (source == KvSource::either && keys_.list != nullptr);
   }
   __device__ const int* list() const { return keys_.list; }
-  // Of a tile of the list, of which all are visited.
+  // Whether the list has a tile n; all its tiles are visited.
   __device__ bool list_has(int n) const { return n < count(); }
 
  private:
-  // That no number is negative saves instructions.
+  // An unsigned division takes fewer instructions than a signed one.
   __device__ int count() const {
     return static_cast<int>((static_cast<unsigned>(keys_.end) + N - 1) / N);
   }

@@ -37,13 +37,13 @@ inline void refuse_capture(cudaStream_t stream, const char* why) {
 
 // ---- Kernels that follow each other -----------------------------------------------------------------
 //
-// Since sm_90 a kernel may be launched before all of the one before is over: as soon as its blocks have
-// ended, or have allowed it earlier, and what it wrote need not be there yet. All kernels here are launched
-// so and wait before they touch memory, which hides the launch and changes nothing else. Only those of few
-// queries allow it earlier, behind their main loop: there a launch is a sixth of the time. Elsewhere blocks that
-// only wait take places from those that compute, and fill the multiprocessors that are done first, so that their
-// grid is spread unevenly (docs/kernels/selection.md, "Launches"). Every kernel begins with
-// wait_for_previous_kernel() (ptx.cuh), those of few queries once they have found where their rows lie.
+// Programmatic dependent launch, since sm_90: a kernel may start when every block of the previous one has ended or
+// has allowed it, before the writes of that kernel are visible. All kernels here are launched so and wait before they
+// access memory, which hides the latency of the launch. Only the kernels of few queries allow the next one earlier,
+// after their main loop: there a launch takes a sixth of the time. Elsewhere waiting blocks would take resources from
+// computing ones and fill the multiprocessors that finish first, so that their grid is spread unevenly
+// (docs/kernels/selection.md, "Launches"). Every kernel begins with wait_for_previous_kernel() (ptx.cuh), those of
+// few queries after they have computed the addresses of their rows.
 
 // A value for each device, made at its first use there.
 template <class T>

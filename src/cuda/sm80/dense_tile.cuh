@@ -8,7 +8,7 @@
 #include "cuda/common/tile_copy.cuh"
 #include "cuda/sm80/bias_tile.cuh"
 
-// Dense masks and biases by way of shared memory: the mask packed, the bias aligned_16B.
+// Dense masks and biases through shared memory: the mask packed, the bias aligned_16B.
 namespace flash_dmattn::cuda::sm80 {
 
 // The packed mask of Rows queries in shared memory: of each the bits of 64 keys.
@@ -24,7 +24,7 @@ class DenseTileLoader {
  public:
   struct Storage {
     alignas(128) std::byte bias[BiasTile<Rows, N>::bytes];
-    alignas(128) std::byte mask[MaskTile<Rows>::bytes];  // of the 64 keys that the tile is among
+    alignas(128) std::byte mask[MaskTile<Rows>::bytes];  // of the 64 keys that include the tile's
   };
 
   // For queries [tile.row, row_end).

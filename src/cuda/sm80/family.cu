@@ -201,7 +201,7 @@ void backward(const BackwardArgs& args, const DeviceProperties& device,
     store_dbias(args, workspace.zeroed.dbias_accum, stream);
 }
 
-// Enough for whichever gradients the call will ask for, and whatever alignment dbias will have.
+// Enough for any set of gradients and any alignment of dbias.
 std::size_t backward_workspace_size(const BackwardArgs& args, const DeviceProperties& device) {
   const bool lists = has_lists(args);
   const auto bytes = [&](bool aligned) {

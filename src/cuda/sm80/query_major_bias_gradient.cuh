@@ -59,7 +59,7 @@ class QueryMajorBiasGradient {
     }
   }
 
-  // Formed where they are needed: the main loop has no registers to keep them in.
+  // Recomputed at each use: the main loop has no registers for them.
   __device__ LanePosition position() const {
     return LanePosition::of(tile_.row + WarpTile::row(), WarpTile::column());
   }

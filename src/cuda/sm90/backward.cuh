@@ -12,7 +12,7 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// The role of a warp of the first warpgroup; the other warpgroups consume.
+// The role of a warp of the producer warpgroup; the other warpgroups are consumers.
 enum class WarpRole : std::uint8_t {
   load_tiles,
   write_dq,
@@ -23,8 +23,8 @@ enum class WarpRole : std::uint8_t {
 };
 
 // The backward of sm_90a, by keys: a block keeps K, V, dK, dV and the gradient of the key biases of 128 keys, and
-// visits the query tiles that see some of them. dq is added to fp32 sums in memory. The keys are neighbours, one block
-// for each 128, or they come to slots and leave them, in persistent blocks.
+// visits the query tiles that see some of them. dq is added to fp32 sums in memory. The keys are 128 neighbours, one
+// block for each, or the changing keys of 128 slots, in persistent blocks.
 template <class T, int D, BackwardVariant Variant>
 struct BackwardKernel {
   using Element = T;
@@ -139,7 +139,7 @@ struct BackwardKernel {
     return tile.before;
   }
 
-  // Calls body(work, part, turn) for every work of a block.
+  // Calls body(work, part, index) for every work of a block.
   template <class Body>
   static __device__ void for_each_work(const Params& p, const SharedStorage& storage,
                                        const Body& body) {

@@ -12,7 +12,7 @@
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/stages.h"
 
-// The parameters of a backward: of the call, and of its main loop, which sees another problem where keys are listed or
+// The parameters of a backward: of the call, and of its main loop, which computes another problem if keys are listed or
 // the scale is not positive.
 namespace flash_dmattn::cuda::sm90 {
 
@@ -39,8 +39,9 @@ inline Problem main_loop_problem(const BackwardArgs& args) {
   return p;
 }
 
-// The main loop takes a scale above zero: q has its sign, or is 0 where scores are biases alone. Accumulators begin
-// with (bias - lse) / scale, so below 1e-30, where q . k decides nothing, the unit of scores ends.
+// The main loop needs a scale above 0: a copy of q takes the sign of a negative scale, and is 0 for a scale of 0, where
+// scores are biases alone. Accumulators begin with (bias - lse) / scale; the divisor is at least 1e-30, below which
+// q . k does not matter.
 inline SourceForm query_form(float scale) {
   SourceForm form;
   if (scale < 0) form.flipped_bits = 0x8000;
@@ -49,7 +50,7 @@ inline SourceForm query_form(float scale) {
 }
 inline float score_unit(float scale) { return scale == 0 ? 1 : std::max(std::abs(scale), 1e-30F); }
 
-// Whether all dS of an element of a dense dbias are of one block of keys, whose heads come one after the other.
+// Whether all dS of an element of a dense dbias are computed by one block of keys, one head after the other.
 inline bool is_dbias_of_one_block(const Problem& p) {
   const BroadcastShape& bias = p.bias_shape;
   return bias[0] == p.batch && bias[3] == p.seqlen_k && bias[3] > 1 &&
@@ -94,7 +95,7 @@ struct BackwardCall {
     common.lse_log2 = workspace.take<float>(rows);
     common.lse_log2_low = workspace.take<float>(rows);
     common.delta = workspace.take<float>(rows);
-    // Not of listed keys: single elements are looked at, and no tile is skipped.
+    // Not for listed keys: elements are read one by one, and no tile is skipped.
     common.score.packed_mask = allocate_packed_mask(p, has_list(p), workspace);
     if (has_list(p)) {
       common.tile_lists =
@@ -141,7 +142,7 @@ struct BackwardCall {
     return has(problem.bias_shape) && !(is_dense(problem.bias_shape) && owns_dbias());
   }
 
-  // From the sums of the keys of a list to those of all keys.
+  // Copies the sums of the keys of a list to the sums of all keys.
   void scatter_dbias(cudaStream_t stream) const {
     if (!has_listed_dbias() || common.dbias.data == nullptr) return;
     const BroadcastShape sums = dbias_accum_shape(problem);
@@ -197,7 +198,7 @@ struct BackwardCall {
     main_loop.dk = dk.rows;
     main_loop.dv = dv.rows;
     main_loop.score.factor = unit * log2e;
-    main_loop.score.scale = std::abs(scale);  // of dk, whose q has the sign
+    main_loop.score.scale = std::abs(scale);  // of dk; q has the sign
     if (has_listed_dbias() && common.dbias.data != nullptr)
       main_loop.dbias = cuda::dbias_sums(problem, listed_dbias);
     params.bias_factor = 1 / unit;

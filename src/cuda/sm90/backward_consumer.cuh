@@ -6,13 +6,13 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A warpgroup that has 64 of a block's 128 keys. Scores are transposed, [keys, queries], so that P and dS are A
-// operands of dV and dK in the registers that hold them. A query tile:
+// A consumer warpgroup, with 64 of a block's 128 keys. Scores are transposed, [keys, queries], so that P and dS are A
+// operands of dV and dK in the registers that hold them. The steps of a query tile:
 //
 //   tensor cores   S ..... dP ..... | dV ..... | dQ ..... | dK ...........
 //   threads        wait S | P       | dS       | wait dQ  | store dQ, begin S of the next tile | wait dK
 //
-// dS crosses the two warpgroups by way of shared memory, for dQ sums over all keys.
+// The two warpgroups exchange dS through shared memory, since dQ sums over all keys.
 template <class Kernel>
 class BackwardConsumer {
   using T = typename Kernel::Element;
@@ -32,8 +32,8 @@ class BackwardConsumer {
   static constexpr int scores = rows / 2;         // of a thread
   static constexpr int gradients = head_dim / 2;  // the same, of dk and of dv
   static constexpr int dq_part = Layout::part_columns / 2;
-  // With 128 queries registers suffice neither for P in fp32 nor to load delta ahead; beside a dense mask or bias for
-  // the first alone.
+  // With 128 queries there are registers neither for P in fp32 nor to load delta ahead; with a dense mask or bias only
+  // for P.
   static constexpr bool has_room = rows == 64;
   static constexpr bool loads_delta_ahead = has_room && !variant.has_dense();
 
@@ -41,12 +41,12 @@ class BackwardConsumer {
   __device__ BackwardConsumer(const BackwardKernelParams& p, Storage& storage)
       : p_(p),
         storage_(storage),
-        // Uniform over the warp, and known to be: products may stand under an if of it.
+        // Uniform over the warp, also for the compiler: products may be in a branch on it.
         warpgroup_(__shfl_sync(full_mask, static_cast<int>(threadIdx.x) / 128 - 1, 0)),
         keys_(p, storage, warpgroup_),
         dense_(p, storage, warpgroup_) {}
 
-  // `turn`: works of this block before, `n`: query tiles, over all heads.
+  // `turn`: works of this block before, `n`: query tiles before, over all heads.
   __device__ int run(const BackwardWork& work, int turn, int n) {
     clear(dk_);
     clear(dv_);
@@ -84,7 +84,7 @@ class BackwardConsumer {
   }
 
  private:
-  // dS as an operand of dQ; by queries its rows, 64 queries, are summed over their columns.
+  // dS as an operand of dQ; with dense scores its rows are queries, and it is summed over its columns.
   static constexpr Major ds_major = variant.has_dense() ? Major::k : Major::mn;
   using DsOperand =
       std::conditional_t<variant.has_dense(), KMajorOperand<rows>, RowMajorOperand<keys>>;
@@ -106,20 +106,20 @@ class BackwardConsumer {
     for (int i = 0; i < N; ++i) x[i] = 0;
   }
 
-  // Of the values of a tile's rows, those of this thread's columns 8 j and 8 j + 1.
+  // The values of this thread's columns in block j of eight, out of one value for each query of a tile.
   static __device__ float2 two_columns(const float* values, int j) {
     return *reinterpret_cast<const float2*>(values + 8 * j + 2 * (lane_id() % 4));
   }
 
   // ---- Products ------------------------------------------------------------------------------------
 
-  // Without overlap nothing is under way after it.
+  // Without overlap no product is in flight after it.
   static __device__ void end_batch() {
     wgmma_commit();
     if constexpr (!Kernel::overlaps) wgmma_wait<0>();
   }
 
-  // S = (bias - lse) / scale + K q^T, of which begin_scores has made the first part.
+  // Initializes S = (bias - lse) / scale + K q^T with the first term.
   __device__ void begin_scores(const Visit& at, int n) {
 #pragma unroll
     for (int j = 0; j < rows / 8; ++j) {
@@ -137,8 +137,8 @@ class BackwardConsumer {
     dense_.begin_scores(at, n, s_);
   }
 
-  // The address of K or V. Beside a dense mask or bias descriptors are formed anew for each tile: uniform registers do
-  // not suffice to keep them all.
+  // The address of K or V. With a dense mask or bias descriptors are recomputed for each tile: there are too few
+  // uniform registers to keep them all.
   static __device__ std::uint32_t address_of_keys(const std::byte* tile) {
     std::uint32_t address = shared_address(tile);
     if constexpr (variant.has_dense()) asm volatile("" : "+r"(address));
@@ -196,10 +196,10 @@ class BackwardConsumer {
     end_batch();
   }
 
-  // dQ and dK; dV is under way, and ends here. Leaves dK under way.
+  // Computes dQ and starts dK. It waits for dV, which is in flight; dK stays in flight.
   __device__ void multiply_dq(int n) {
     if constexpr (policy.dq == DqSplit::turns) {
-      wgmma_wait<0>();  // for the registers of dV's operand
+      wgmma_wait<0>();  // the registers of dV's operand are reused
       pin(dv_);
       storage_.dout_pipeline.release(n);
       if ((n + warpgroup_) % 2 == 0) {
@@ -256,7 +256,7 @@ class BackwardConsumer {
     if (warp_any(exceeds_probability(bits))) clamp_p();
   }
 
-  // P to [0, 1]; a NaN, of a score that overflowed far below the maximum, becomes 0.
+  // Clamps P to [0, 1]; NaN, from a score that overflowed far below the maximum, becomes 0.
   __device__ void clamp_p() {
 #pragma unroll
     for (int i = 0; i < scores / 2; ++i) {
@@ -267,7 +267,7 @@ class BackwardConsumer {
     }
   }
 
-  // dS = P (dP - delta). dV begins as soon as dP has ended.
+  // dS = P (dP - delta). dV starts as soon as dP is complete.
   __device__ void make_ds(int n) {
     const float* const delta = storage_.stats[stage(n)].delta;
     float2 delta_of[rows / 8];
@@ -277,7 +277,7 @@ class BackwardConsumer {
     wgmma_wait<0>();
     pin(dp_);
     issue_gradient(dv_, p_operand_, storage_.dout[stage(n)]);
-    std::uint32_t magnitude[4] = {};  // of a quarter of all dS each
+    std::uint32_t magnitude[4] = {};  // each of a quarter of all dS
     float sums[2] = {};
 #pragma unroll
     for (int j = 0; j < rows / 8; ++j) {
@@ -301,7 +301,7 @@ class BackwardConsumer {
     keys_.add_dbias(sums);
   }
 
-  // dS to the gradient's limit, if gradients saturate; 0 where P is 0, even if dP is not finite.
+  // Clamps dS to the limit of gradients if they saturate; dS is 0 where P is 0, even if dP is not finite.
   __device__ void clamp_ds(float (&sums)[2]) {
     using Packed2 = typename Element<T>::Packed2;
     sums[0] = sums[1] = 0;
@@ -315,7 +315,7 @@ class BackwardConsumer {
     }
   }
 
-  // dS to shared memory; meets the other warpgroup there.
+  // Stores dS to shared memory and synchronizes with the other warpgroup.
   __device__ void share_ds(int n) {
     const std::uint32_t tile = shared_address(storage_.ds[score_tile(n)]);
     if constexpr (variant.has_dense()) {
@@ -324,14 +324,14 @@ class BackwardConsumer {
       store_ds_by_keys(tile);
     }
     named_barrier_sync(Kernel::consumer_barrier, 256);
-    // Each reader fences for both warpgroups' stores, ordered before by the barrier (docs/kernels/sm90.md).
+    // Each reader fences for the stores of both warpgroups, which the barrier orders before it (docs/kernels/sm90.md).
     fence_async_proxy();
   }
 
-  // [keys, queries], as the registers have it.
+  // [keys, queries], the layout of the registers.
   __device__ void store_ds_by_keys(std::uint32_t tile) const {
     const int row = warpgroup_ * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane_id() % 16;
-    // Of the lane's row and chunk lane / 16; the next chunks lie an exclusive or away.
+    // The address of the lane's row and chunk lane / 16; those of the next chunks differ by an exclusive or.
     const std::uint32_t to = tile + ScoreTile::offset(row, lane_id() / 16);
 #pragma unroll
     for (int i = 0; i < rows / 16; ++i) {
@@ -343,8 +343,8 @@ class BackwardConsumer {
     }
   }
 
-  // To the next query tile, up to what its scores begin with: under the product dK. At the last one they are made
-  // once more of the same numbers: under an if their old values would live on.
+  // Moves to the next query tile and initializes its scores, while the product dK runs. After the last tile they are
+  // initialized once more with the same values: in a branch their old values would occupy registers.
   __device__ void advance(Visit& at, int n) {
     keys_.end_tile(at);
     const int next = at.is_last() ? n : n + 1;

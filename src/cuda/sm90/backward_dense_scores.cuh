@@ -5,8 +5,8 @@
 #include "cuda/sm90/ptx.cuh"
 #include "cuda/sm90/query_visits.cuh"
 
-// A dense mask and a dense bias in the scores of a warp of the backward, [16 keys, 64 queries]: they are part of what
-// the accumulators of S begin with, -inf where the mask or the bias masks. And dS on its way to the gradient of the
+// A dense mask and a dense bias in the scores of a warp of the backward, [16 keys, 64 queries]: they are in the initial
+// values of the accumulators of S, -inf where the mask or the bias masks. Also the stores of dS for the gradient of the
 // bias.
 namespace flash_dmattn::cuda::sm90 {
 
@@ -18,7 +18,7 @@ struct NoDenseScores {
   __device__ void begin_scores(const Visit&, int, Scores&) const {}
 };
 
-// Common to both ways to read.
+// Common to both DenseAccess.
 template <class Kernel>
 class DenseScores {
  protected:
@@ -51,7 +51,7 @@ class DenseScores {
   // In a tile of [queries][keys], of the lane's row of the warp's first 16 x 16 block: 8 x 8 matrices of queries and
   // keys (0, 0), (0, 8), (8, 0), (8, 8), as the registers of an A operand have them transposed.
   __device__ std::uint32_t fragment_offset() const {
-    // Formed where it is needed: the loop has no register to keep it in.
+    // Recomputed at each use: the loop has no register for it.
     int lane = lane_id();
     asm volatile("" : "+r"(lane));
     const int query = lane / 16 * 8 + lane % 8;
@@ -86,7 +86,7 @@ class DenseTileScores : public DenseScores<Kernel> {
         shared_address(storage_.dense.bits[tile][warpgroup_]) +
         static_cast<std::uint32_t>(lane_id() % 4 * 16 + this->warp() / 2 * 4);
     const int shift = this->warp() % 2 * 16 + lane_id() / 4;
-    // Without branches: what is not there counts as nothing.
+    // Without branches: a missing mask shows all, a missing bias is 0.
     const std::uint32_t unmasked = at.masked() ? 0 : ~0u;
     const std::uint32_t has_bias = p_.backward.score.bias.dense ? ~0u : 0;
     const std::uint32_t mask_values = packed_mask_value<T>(p_.backward.score);
@@ -150,7 +150,7 @@ class DenseElementScores : public DenseScores<Kernel> {
     const int key[2] = {storage_.dense.keys[row()], storage_.dense.keys[row() + 8]};
 #pragma unroll
     for (int j = 0; j < rows / 8; ++j) {
-      // Only so many loads are on their way at once as there are registers for.
+      // Limits the loads in flight to the registers that there are.
       if (j % 2 == 0) asm volatile("" ::: "memory");
 #pragma unroll
       for (int e = 0; e < 2; ++e) {

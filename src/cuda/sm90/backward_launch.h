@@ -26,8 +26,8 @@ struct BackwardChoice {
 // "sm90 backward bf16 d128 block"
 std::string name(const BackwardChoice& choice);
 
-// The kernels of one dtype and head-dim bucket D, with what is made of their arguments just before and of dq
-// after; instantiated in instances/.
+// The kernels of one dtype and head-dim bucket D, with the kernels before and after them; instances/ has a template of
+// their files.
 template <class T, int D>
 void launch_backward(const BackwardChoice& choice, const BackwardKernelParams& params,
                      cudaStream_t stream);

@@ -8,7 +8,7 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// inf and NaN of two packed elements count as 0.
+// Two packed elements with inf and NaN replaced by 0.
 template <class T>
 __device__ inline std::uint32_t clear_non_finite(std::uint32_t two) {
   constexpr std::uint32_t exponent = Element<T>::exponent_mask;
@@ -17,7 +17,8 @@ __device__ inline std::uint32_t clear_non_finite(std::uint32_t two) {
   return two;
 }
 
-// Loads K and V of a work, then q with the rows' stats, dout and what a dense mask and bias have of each query tile.
+// Loads K and V of a work, then for each query tile q with the rows' stats, the tiles of a dense mask and bias, and
+// dout.
 template <class Kernel>
 struct TileLoader {
   using T = typename Kernel::Element;
@@ -29,7 +30,7 @@ struct TileLoader {
   const BackwardKernelParams& p;
   Storage& storage;
 
-  // By a warp. `n`: query tiles of this block before.
+  // By a warp. `n`: query tiles of this block before. Returns the new count.
   __device__ int run(const BackwardWork& work, int n) const {
     if (!work.has_tiles()) return n;
     if constexpr (!Kernel::has_slots) load_keys(work);
@@ -78,7 +79,7 @@ struct TileLoader {
     }
   }
 
-  // `more_bytes`: that come to the same buffer by another copy.
+  // `more_bytes`: bytes of another copy that completes the same barrier.
   __device__ void load(const CUtensorMap& map, const InputRows& source, bool cleans, int batch,
                        int head, int row, std::uint32_t tile, std::uint32_t full,
                        std::uint32_t more_bytes) const {
@@ -95,7 +96,7 @@ struct TileLoader {
     __syncwarp();
   }
 
-  // Rare: rows pass through registers, with their elements that are not finite as 0.
+  // Rare: copies rows through registers and replaces elements that are not finite by 0.
   __device__ void copy_cleaned(const InputRows& source, int batch, int head, int row,
                                std::uint32_t tile) const {
     const Shape& shape = p.backward.shape;

@@ -21,7 +21,7 @@ inline OutputRows dense_rows(const Shape& shape, int seqlen, int heads,
   return rows;
 }
 
-// What the main loop has of a tensor instead of its elements.
+// How the main loop's copy of a tensor differs from it.
 struct SourceForm {
   ListedKeys list = {};  // their rows alone
   std::uint16_t kept_bits = 0xffff;
@@ -30,7 +30,7 @@ struct SourceForm {
   bool changes() const { return list.keys != nullptr || kept_bits != 0xffff || flipped_bits != 0; }
 };
 
-// A tensor, or room for a dense copy of it where the TMA unit cannot read it or it changes.
+// A tensor, or room for a dense copy of it if the TMA unit cannot read it or the copy differs.
 struct Source {
   CopyRows copy;
   bool copied;
@@ -62,9 +62,8 @@ struct Source {
   }
 };
 
-// A gradient of keys, or room for a dense copy of it: where its rows need not begin at multiples of 16 bytes, as those
-// that leave slots do, or it is of the keys of a list. Where the workspace is sized without outputs the first is not
-// known yet.
+// A gradient of keys, or room for a dense copy of it: if its rows are not aligned, as the rows of slots must be, or
+// if it is of the keys of a list. When the workspace is sized without outputs, the alignment is not known yet.
 struct Sink {
   OutputRows original;
   OutputRows rows;  // what the kernels write

@@ -6,7 +6,7 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// The query tiles of a part, from the first that sees a key of its slots.
+// The work of a part: its query tiles from the first that sees a key of its slots.
 __device__ inline BackwardWork work_of(const BackwardKernelParams& p, const SlotPart& part) {
   const SlotParams& slots = p.slots;
   const Shape& shape = p.backward.shape;
@@ -22,7 +22,7 @@ __device__ inline BackwardWork work_of(const BackwardKernelParams& p, const Slot
   const int tiles = ceil_div(shape.seqlen_q, slot_tile_rows);
   work.tile_begin = part.unit_begin * slots.segment_tiles;
   work.tile_end = min(part.unit_end * slots.segment_tiles, tiles);
-  // Keys arrive in the order of slots. Where additions have an order each block takes its turn at every tile.
+  // Keys arrive in the order of slots. With ordered additions each block adds to every tile in its order.
   if (p.order.published != nullptr) return work;
   if (slot >= slots.slots.count[row]) {
     work.tile_begin = work.tile_end;

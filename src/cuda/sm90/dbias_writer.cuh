@@ -5,8 +5,8 @@
 #include "cuda/sm90/query_visits.cuh"
 #include "cuda/sm90/tensor_map.h"
 
-// The gradient of a dense bias, from the tiles of dS in shared memory. A block stores the elements of its keys, each
-// once; only where more heads, batch elements or keys share an element than a block sees are they added in memory.
+// The gradient of a dense bias, from the tiles of dS in shared memory. A block stores each element of its keys once. If
+// dS of several blocks share an element, they are added in memory.
 namespace flash_dmattn::cuda::sm90 {
 
 // The elements of dbias that belong to a head and a block of keys, eight neighbouring keys of a query at a time.
@@ -25,10 +25,10 @@ class DbiasRows {
         first_key_(work.key + 8 * chunk()),
         count_(min(p.backward.shape.seqlen_k - first_key_, 8)) {}
 
-  // Of the lane's keys in a row of a tile.
+  // The chunk of the lane's keys in a row of a tile.
   static __device__ int chunk() { return lane_id() % chunks; }
 
-  // Queries [first_query, first_query + rows), stored or added to what is there. eight(row): the lane's of a row.
+  // Stores or adds queries [first_query, first_query + rows). eight(row): the lane's elements of a row.
   template <class Eight>
   __device__ void put_rows(int first_query, const Eight& eight) const {
     const OutputBroadcast& dbias = p_.backward.dbias;
@@ -49,7 +49,7 @@ class DbiasRows {
     }
   }
 
-  // Of a bias that all keys of a query share.
+  // Adds the sum of a row, for a bias that all keys of a query share.
   __device__ void add_sum(int query, float sum) const {
     if (query >= p_.backward.shape.seqlen_q) return;
     store_gradient<T>(p_.backward.dbias, begin_ + query * p_.backward.dbias.query, sum, true,
@@ -57,7 +57,7 @@ class DbiasRows {
   }
 
  private:
-  // By the element at which the query's row begins.
+  // Stores or adds eight elements. `row`: the first element of the query's row.
   __device__ void put(std::int64_t row, uint4 eight) const {
     const OutputBroadcast& dbias = p_.backward.dbias;
     if (p_.list.keys != nullptr || dbias.key != 1) {
@@ -120,10 +120,10 @@ class DbiasRows {
   const BackwardWork& work_;
   std::int64_t begin_;
   int first_key_;  // the first of the lane's eight, a position in the block's problem
-  int count_;      // how many of them there are
+  int count_;      // of them that exist
 };
 
-// A warp that takes the tiles of dS, in the order of the visits.
+// A warp that stores the tiles of dS, in the order of the visits.
 template <class Kernel>
 struct DbiasWriter {
   using T = typename Kernel::Element;
@@ -139,7 +139,7 @@ struct DbiasWriter {
   __device__ void run(const BackwardWork& work) const {
     auto& computed = storage.dense.computed;
     int n = 0;
-    bool second_head = false;  // the tile before is of the same elements, and still to be stored
+    bool second_head = false;  // the previous tile is of the same elements and not yet stored
 #pragma unroll 1
     for (Visits at(p, work); at.has(); at.advance(), ++n) {
       computed.wait_full(n);
@@ -226,7 +226,7 @@ struct DbiasWriter {
     }
   }
 
-  // In 16 bits, which rounds as the sum in fp32 would when it is stored.
+  // In 16 bits: it rounds as a sum in fp32 does when it is stored.
   __device__ uint4 sum(uint4 a, uint4 b) const {
     const auto add = [this](std::uint32_t x, std::uint32_t y) {
       return add_gradients_packed2<T>(x, y, p.backward.saturate);
@@ -235,7 +235,7 @@ struct DbiasWriter {
   }
 };
 
-// A warp that stores zeros where no tile is computed. It waits for nobody.
+// A warp that stores zeros for tiles that are not computed. It waits for no other warp.
 template <class Kernel>
 struct DbiasClearer {
   using Visits = QueryVisits<Kernel::variant>;
@@ -247,7 +247,7 @@ struct DbiasClearer {
     if (!p.dense_dbias.clears) return;
     const Shape& shape = p.backward.shape;
     const int group = shape.heads_q / shape.heads_kv;
-    // Of one tile of queries: one head's elements or those of all heads of the group.
+    // Heads of the group with elements of their own.
     const int heads = p.backward.dbias.head_q != 0 ? group : 1;
     int next = 0;
 #pragma unroll 1

@@ -5,19 +5,19 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A dense mask and a dense bias of any dtype and strides, read one by one, in the scores of a warpgroup (layout:
-// wgmma.cuh). Keys and queries past the end read the last ones: the key info hides such keys, and such queries are not
-// stored. With ranks the packed mask is read, which holds the mask as well.
+// A dense mask and a dense bias of any dtype and strides in the scores of a warpgroup (layout: wgmma.cuh), read element
+// by element. Keys and queries past the end read the last ones: the key info hides such keys, and such queries are not
+// stored. With ranks the packed mask is read, which includes the mask.
 template <class T, int Keys, bool HasRanks>
 class DenseElements {
  public:
-  // For the columns from `column` on of the tile that begins at key or place `first`.
+  // For the columns from `column` on of the tile that begins at key or list entry `first`.
   __device__ DenseElements(const ForwardKernelParams& params, const WorkTile& work, int first,
                            int column)
       : params_(params), work_(work), first_(first + column), list_(nullptr) {
     const QueryTileLists& lists = params.forward.tile_lists;
     if (lists.keys != nullptr) {
-      // A tile's places are in the order of GatherProducer.
+      // The entries of a tile are in the order of GatherProducer.
       first_ = first + column * steps;
       list_ = lists.keys + __ldg(lists.begin + list_of(lists, work));
     }
@@ -84,17 +84,17 @@ class DenseElements {
     }
   }
 
-  // Of column `column` from the thread's first.
+  // The key of column `column`, relative to the thread's first.
   __device__ int key_of(int column) const {
     if (list_ == nullptr) return min(first_ + column, params_.forward.shape.seqlen_k - 1);
-    // Column 16 r + c is place c steps + r.
+    // Column 16 r + c is entry c steps + r of the tile.
     const int place = first_ + column % 16 * steps + column / 16;
     return place < work_.end ? __ldg(list_ + place) : 0;
   }
 
   const ForwardKernelParams& params_;
   const WorkTile& work_;
-  int first_;  // key or place
+  int first_;  // key or list entry
   const std::int32_t* list_;
 };
 

@@ -6,7 +6,7 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Loads the bits of the packed mask and the biases of a query tile and a block of keys, DenseAccess::tiles.
+// Loads the bits of the packed mask and the biases of a query tile and a block of keys, for DenseAccess::tiles.
 template <class Kernel>
 struct DenseTileLoader {
   using Storage = typename Kernel::SharedStorage;
@@ -21,7 +21,7 @@ struct DenseTileLoader {
   // By a warp.
   template <class Visit>
   __device__ void load(const BackwardWork& work, const Visit& at, int n) const {
-    // Both the products and the writer of dbias have read the dS that the tile had.
+    // The products and the writer of dbias have read the previous dS of the tile.
     storage.dense.loaded.wait_empty(n);
     storage.dense.computed.wait_empty(n);
     if (lane_id() == 0) {

@@ -9,7 +9,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Calls body.template operator()<Variant>() for the variant of a choice: one of `variants`, or the same without overlap.
+// Calls body.template operator()<Variant>() for the variant of a choice: one of `variants`, or the same without
+// overlap.
 template <class T, int D, auto variants, class Choice, class Body>
 void dispatch(const Choice& choice, const Body& body) {
   bool found = false;

@@ -7,8 +7,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Makes QueryVisitLists: of each block of keys the query tiles that some of its keys' ranges meet and that the packed
-// mask does not leave empty. Every role of a block then goes through the same list, and none has to tell another.
+// Computes QueryVisitLists: for each block of keys the query tiles that the ranges of its keys meet and that are not
+// empty in the packed mask. All warp roles of a block iterate over the same list, without communication.
 struct FindVisits {
   using Params = BackwardKernelParams;
   static constexpr int threads = 256;

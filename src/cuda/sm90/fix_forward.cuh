@@ -5,9 +5,9 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Computes the rows that the main kernel has marked with an lse of NaN again, in double: those with scores or
-// sums outside of fp32's range and those that may have seen no key. A kernel of its own: a call inside of the
-// persistent loop would serialize its products (C7510).
+// Recomputes in double the rows that the main kernel has marked with an lse of NaN: rows whose scores or sums are out
+// of fp32's range and rows that may see no key. A kernel of its own: a function call in the persistent loop would
+// serialize its products (C7510).
 template <class T>
 struct FixForwardKernel {
   using Params = ForwardKernelParams;

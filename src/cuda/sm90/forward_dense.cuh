@@ -3,12 +3,12 @@
 #include "cuda/common/tile_states.cuh"
 #include "cuda/sm90/forward_producer.cuh"
 
-// Masks and biases with a query dimension, DenseAccess::tiles: which key tiles a work tile visits, and the
-// producers that bring their bits and biases beside K and V.
+// Masks and biases with a query dimension, DenseAccess::tiles: the iterator over the key tiles of a work tile, and the
+// producers that load their bits and biases besides K and V.
 namespace flash_dmattn::cuda::sm90 {
 
-// A work tile of 128 queries, or of 64 queries of two heads that share mask and bias, and the key tiles that
-// the packed mask does not leave empty. All lanes of a warp look for them together.
+// A work tile of 128 queries, or of 64 queries of two heads that share mask and bias, and its key tiles that are not
+// empty in the packed mask. All lanes of a warp search for them together.
 template <int Keys>
 class DenseWork {
  public:
@@ -50,7 +50,7 @@ class DenseWork {
   __device__ std::uint32_t flags() const { return flags_; }
   __device__ bool is(KeyTileFlag flag) const { return (flags_ & flag) != 0; }
 
-  // To the next tile that is visited.
+  // Moves to the next tile that is visited.
   __device__ void advance() {
     tile_ = next_;
     look_ahead();
@@ -99,8 +99,8 @@ class DenseWork {
   std::uint32_t flags_;
 };
 
-// Consecutive keys by the TMA unit: one warp brings q, K and V, one bits and biases. Alone a warp would take longer
-// for the 400 instructions of a tile than the consumers do.
+// Consecutive keys by the TMA unit: one warp loads q, K and V, another one bits and biases. One warp alone would take
+// longer for the 400 instructions of a tile than the consumers.
 template <class Kernel>
 struct DenseProducer : TmaProducer<Kernel> {
   using Base = TmaProducer<Kernel>;
@@ -129,7 +129,7 @@ struct DenseProducer : TmaProducer<Kernel> {
  private:
   static __device__ bool copies() { return lane_id() == 0; }
 
-  // Hands `taken` of the first warp's lane 0 to both, which meet here.
+  // Synchronizes both warps and returns `taken` of the first warp's lane 0.
   __device__ int share(int taken, int work_count) const {
     int& number = storage.next_work[work_count % 2];
     if (threadIdx.x == 0) number = taken;
@@ -138,8 +138,8 @@ struct DenseProducer : TmaProducer<Kernel> {
     return number;
   }
 
-  // q, K and V of a work tile but for its last V; returns the work tile that comes next. `before`, `n`: the key tile and
-  // the number of key tiles before.
+  // Loads q, K and V of a work tile except its last V; returns the number of the next work tile. `before`, `n`: the
+  // previous key tile and the number of key tiles so far.
   __device__ int load_keys(DenseWork<keys>& tiles, Place& before, int work_count, int& n) const {
     const WorkTile& work = tiles.work;
     const typename Base::Info info = this->info_of(work);
@@ -160,7 +160,7 @@ struct DenseProducer : TmaProducer<Kernel> {
     }
   }
 
-  // Bits and biases of a work tile.
+  // Loads the bits and biases of a work tile.
   __device__ int load_dense(DenseWork<keys>& tiles, int& n) const {
     const Source source(p, tiles.work);
     for (;; tiles.advance()) {
@@ -170,7 +170,7 @@ struct DenseProducer : TmaProducer<Kernel> {
     }
   }
 
-  // Where the bits and the biases of a work tile are.
+  // The addresses of the bits and the coordinates of the biases of a work tile.
   struct Source {
     static constexpr int most = Kernel::policy.warpgroups;
     const std::uint64_t* bits[most];  // of key 0, for 64 queries each
@@ -184,7 +184,7 @@ struct DenseProducer : TmaProducer<Kernel> {
       const int row_tiles = ceil_div(params.forward.shape.seqlen_q, PackedMask::side);
 #pragma unroll
       for (int i = 0; i < most; ++i) {
-        // The last ones instead of queries past the end, which are not stored.
+        // Queries past the end read the last ones; they are not stored.
         const std::int64_t row_tile = mask.matrix(work.batch, work.head, work.kv_head) * row_tiles +
                                       min(row / PackedMask::side + i, row_tiles - 1);
         bits[i] = mask.bits + row_tile * mask.words * PackedMask::side;

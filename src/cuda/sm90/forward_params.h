@@ -7,8 +7,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Whether scores are more than a positive multiple of q . k, or a product that is not finite has to be found: then
-// the bias is added after they are shaped.
+// Whether scores are not just a positive multiple of q . k, or products that are not finite must be detected. Then the
+// bias is added after the scores are shaped.
 inline __host__ __device__ bool shapes_scores(const ForwardParams& p) {
   return p.score.form != ScoreForm::product || !p.saturate;
 }

@@ -6,10 +6,9 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Key info in memory: made by PrepareKeyInfo out of intervals, causality, mask and bias of the keys, or of those of a
-// key list; a dense mask or bias is not in it.
-// Rows are padded with keys that no query sees, so that a whole tile can be copied from any
-// multiple of 64.
+// Key info in memory, which PrepareKeyInfo computes from intervals, causality, key mask and key bias, of all keys or
+// of the keys of a key list. It does not include a dense mask or bias. Rows are padded with keys that no query sees,
+// so that a whole tile can be copied from any multiple of 64.
 struct KeyInfo {
   static constexpr int padded(int keys) { return (keys + 63) / 64 * 64 + 128; }
 

@@ -4,8 +4,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A key list as the keys of a problem of its own: position i has the i-th key of the list. Without a list every key
-// is at its own position.
+// A key list as the keys of a problem of its own: position i is the i-th key of the list. Without a list positions are
+// keys.
 struct ListedKeys {
   const std::int32_t* keys = nullptr;
   const std::int32_t* count = nullptr;

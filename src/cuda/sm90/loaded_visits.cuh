@@ -4,8 +4,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// QueryVisits of the consumers beside a dense mask or bias: in shared memory, each with the tile of q of its number.
-// Every question reads it again: registers do not suffice.
+// QueryVisits of the consumers with a dense mask or bias: in shared memory, a visit in the stage of its tile of q.
+// Every member function reads it again, since there are no registers for it.
 template <class Kernel>
 class LoadedVisits {
   using Storage = typename Kernel::SharedStorage;
@@ -25,7 +25,7 @@ class LoadedVisits {
   __device__ bool is_last() const { return loaded().is_last; }
   __device__ bool is_last_of_head() const { return loaded().is_last_of_head; }
 
-  // Behind the last visit this stays at it.
+  // After the last visit it stays there.
   __device__ void advance() {
     has_ = !is_last();
     if (!has_) return;

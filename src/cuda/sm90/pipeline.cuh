@@ -5,8 +5,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Buffers that one warpgroup fills and others read, in order. `n` counts uses: use n is of buffer n %
-// Stages, whose barriers have completed n / Stages phases before it.
+// A pipeline of buffers that one warpgroup fills and others read, in order. `n` counts uses: use n is of buffer
+// n % Stages, whose barriers have completed n / Stages phases before it.
 template <int Stages>
 struct Pipeline {
   static constexpr int stages = Stages;
@@ -26,9 +26,9 @@ struct Pipeline {
 
   __device__ void wait_empty(int n) const { mbarrier_wait(empty_of(n), phase(n) ^ 1); }
   __device__ void wait_full(int n) const { mbarrier_wait(full_of(n), phase(n)); }
-  // Until use n itself has been released.
+  // Waits until use n itself is released.
   __device__ void wait_released(int n) const { mbarrier_wait(empty_of(n), phase(n)); }
-  // By a warp, with one arrival: the first lane's covers what the others have read only behind a barrier of the warp.
+  // By a warp, with one arrival: the barrier of the warp orders the reads of all lanes before the arrival of one.
   __device__ void release(int n) const {
     __syncwarp();
     if (elect_lane()) mbarrier_arrive(empty_of(n));

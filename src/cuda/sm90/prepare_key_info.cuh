@@ -7,8 +7,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Makes KeyInfo of what has no query dimension: one thread for each range and bias. A bias comes in the units of the accumulator that it
-// initialises: divided by the scale, or in units of log 2 where it is added after the scores are shaped.
+// Computes KeyInfo, one thread for each range and bias. A bias is in units of the accumulator that it initializes:
+// divided by the scale, or in units of log 2 if it is added after the scores are shaped.
 template <class T>
 struct PrepareKeyInfo {
   Shape shape;
@@ -59,7 +59,7 @@ struct PrepareKeyInfo {
 
   __device__ float bias(const Place& at) const {
     if (at.key >= shape.seqlen_k) return 0;
-    // Heads are q's where one of the two has q's.
+    // Heads are query heads if the mask or the bias has query heads.
     const int group = info.bias_heads == shape.heads_q ? shape.heads_q / shape.heads_kv : 1;
     const auto index = [&](const Broadcast& b) {
       return b.begin(at.batch, at.head, at.head / group) + at.key * b.key;

@@ -25,7 +25,7 @@ __device__ inline void mbarrier_arrive(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and lets the phase wait for `bytes` bytes of copies as well.
+// Arrives; the phase also waits for `bytes` bytes of copies.
 __device__ inline void mbarrier_arrive_expect(std::uint32_t barrier, std::uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -111,22 +111,21 @@ __device__ inline void bulk_add(float* to, std::uint32_t from, std::uint32_t byt
       : "memory");
 }
 
-// Until at most Groups of this thread's stores and additions still read shared memory.
+// Waits until at most Groups of this thread's stores and additions still read shared memory.
 template <int Groups>
 __device__ inline void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Groups) : "memory");
 }
 
-// Until all of them are in global memory.
+// Waits until all of them are in global memory.
 __device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Arrives once all cp.async that this thread has issued have landed.
+// Arrives when all cp.async of this thread are complete.
 __device__ inline void cp_async_arrive(std::uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Orders what this thread has written to or seen of shared memory before later accesses of the tensor
-// cores and the TMA unit.
+// Orders this thread's accesses to shared memory before later accesses of the tensor cores and the TMA unit.
 __device__ inline void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -165,8 +164,8 @@ __device__ inline void decrease_registers() {
 
 // ---- Stores under a predicate ----------------------------------------------------------------------
 //
-// A branch around a store in the epilogue of a persistent loop makes ptxas take the whole loop for
-// divergent: descriptors then pass from vector to uniform registers at every wgmma, 10 % of the time.
+// With a branch around a store in the epilogue of a persistent loop, ptxas treats the whole loop as divergent: it then
+// moves descriptors from vector to uniform registers at every wgmma, which takes 10 % of the time.
 
 __device__ inline void store_if(bool on, float* to, float value) {
   asm volatile(

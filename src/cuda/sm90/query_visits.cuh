@@ -12,14 +12,14 @@ struct BackwardWork {
   int kv_head;
   int key;  // first key or slot
   int tile_begin;
-  int tile_end;      // beside a dense mask or bias: visits instead of tiles
+  int tile_end;      // with a dense mask or bias: visits instead of tiles
   int part = 0;      // SlotPart::id
   int position = 0;  // SlotPartition::position
 
   __device__ bool has_tiles() const { return tile_end > tile_begin; }
 };
 
-// Of the arrays whose elements belong to the query tiles of heads.
+// The index in arrays with one element for each query tile of each head.
 __device__ inline std::int64_t tile_index(const Shape& shape, int rows, int batch, int head,
                                           int tile) {
   return (static_cast<std::int64_t>(batch) * shape.heads_q + head) *
@@ -27,8 +27,9 @@ __device__ inline std::int64_t tile_index(const Shape& shape, int rows, int batc
          tile;
 }
 
-// The query tiles of a work, of all heads of the group: with neighbouring keys one head after the other, because
-// heads may differ in mask and bias; with slots the heads of a tile together, because then keys come and go.
+// Iterates over the query tiles of a work, of all heads of the group: with neighbouring keys one head after the other,
+// because heads may differ in mask and bias; with slots the heads of a tile together, because slots change keys between
+// tiles.
 template <BackwardVariant Variant>
 class QueryVisits {
  public:
@@ -80,14 +81,14 @@ class QueryVisits {
   int left_;
 };
 
-// A visit as the loader hands it to the consumers, who have no registers to follow the list.
+// A visit that the loader passes to the consumers, which have no registers to read the list.
 struct alignas(16) LoadedVisit {
   QueryVisit visit;
   bool is_last_of_head;
   bool is_last;
 };
 
-// Beside a dense mask or bias: the visits of a list in memory, each read a visit ahead.
+// With a dense mask or bias: the visits of a list in memory, each read one visit ahead.
 template <BackwardVariant Variant>
   requires(Variant.has_dense())
 class QueryVisits<Variant> {

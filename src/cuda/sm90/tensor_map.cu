@@ -22,7 +22,7 @@ bool is_readable(std::int64_t bytes, int size) {
   return size <= 1 || (bytes > 0 && bytes % 16 == 0 && bytes < max_stride);
 }
 
-// From the driver, which the library does not link to.
+// The function of the driver, which the library does not link to.
 auto encode_function() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found{};

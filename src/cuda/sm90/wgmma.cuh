@@ -7,7 +7,7 @@
 #include <type_traits>
 
 // Products of a warpgroup: D[64, N] += A[64, 16] B[16, N], D in registers, B in shared memory. They run
-// beside the threads; a batch is fenced, issued, committed and waited for.
+// asynchronously; a batch is fenced, issued, committed and waited for.
 //
 // A thread's accumulators d[4 i + e] are row lane / 4 + 8 (e / 2) of its warp's 16, column 8 i +
 // 2 (lane % 4) + e % 2: packed to 16 bits, those of 16 columns are A's registers of the next product.
@@ -15,21 +15,21 @@ namespace flash_dmattn::cuda::sm90 {
 
 // ---- Order -----------------------------------------------------------------------------------------
 
-// Registers that a product reads are written before it. Every batch takes a fence of its own: where one
-// stands for two batches ptxas adds the other itself, and serializes them (C7520).
+// Orders earlier writes of registers before products that read them. Every batch needs a fence of its own: for a batch
+// without one ptxas adds it and serializes the products (C7520).
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ inline void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Until at most Batches committed ones are under way.
+// Waits until at most Batches committed batches are in flight.
 template <int Batches>
 __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Batches) : "memory");
 }
 
-// No read of d moves to before this point: after a wait.
+// After a wait: no read of d moves before this point.
 template <int N>
 __device__ inline void pin(float (&d)[N]) {
 #pragma unroll
@@ -84,11 +84,10 @@ struct RowMajorOperand {
 
 // ---- Products --------------------------------------------------------------------------------------
 
-// How an operand of a product from shared memory is kept: rows whose columns are summed over, or rows that are
-// summed over.
+// The layout of an operand in shared memory: rows whose columns are summed over, or rows that are summed over.
 enum class Major : std::uint8_t { k, mn };
 
-// Lists of an instruction's accumulators: inline assembly has no other way to name them.
+// Lists of an instruction's accumulators: inline assembly needs each by name.
 #define WGMMA_NAMES_32                                                                         \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
   "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -164,7 +163,7 @@ __device__ inline void wgmma(float (&d)[32], std::uint64_t a, std::uint64_t b, b
   }
 }
 
-// d = a b. Where the first step of a sum is one of the above, d's old values stay alive all round a loop.
+// d = a b. With one of the above as the first step of a sum, the old values of d would stay live throughout a loop.
 template <class T, Major MajorA, Major MajorB = MajorA>
 __device__ inline void wgmma_first(float (&d)[64], std::uint64_t a, std::uint64_t b) {
   constexpr bool add = false;

@@ -9,8 +9,8 @@
 
 namespace flash_dmattn::cuda::sm80::few_queries {
 
-// The tiles of `N` keys that one of `splits` blocks has of a row tile's keys: every splits-th. So blocks have equally
-// many also where a mask hides a stretch of the keys, and those that run together read neighbours.
+// The tiles of `N` keys of one of the `splits` blocks that share a row tile's keys: every splits-th tile. Blocks thus
+// have equally many even if a mask hides consecutive keys, and blocks that run together read neighbouring tiles.
 template <int N>
 class SplitTiles {
  public:
@@ -39,13 +39,13 @@ class SplitTiles {
   int end_;  // of the row tile's tiles
 };
 
-// Stages of the tiles that a block has. While tile n is computed the rows of the next stages - 1 tiles are on their
-// way to shared memory, the key info of one tile more to registers, and the list's keys of yet another. A tile whose
-// key info is known to hide all of it is not loaded. Before the first tile all stages are filled: over few keys a block
-// has no more tiles than these, and waits for memory once.
+// Stages and barriers of a block's tiles. While tile n is computed, copies are in flight: the rows of the next
+// stages - 1 tiles to shared memory, the key info of one more tile to registers, and the listed keys of another. A tile
+// whose key info hides all its keys is not loaded. All stages are filled before the first tile: a block with few keys
+// has no more tiles, and waits for memory once.
 //
-// `Info` reads and stores the key info of single keys, as KeyInfoLoader does. load_token() comes before the rows,
-// prepare() before the first store, when the first loads are on their way.
+// `Info` reads and stores the key info of single keys, as KeyInfoLoader does; load_token() is called before the rows are
+// loaded, prepare() before the first store, when the first loads are in flight.
 template <int D, Policy P, class Info>
 class SplitPipeline {
  public:
@@ -77,8 +77,8 @@ class SplitPipeline {
         row_begin_(rows.first_query()),
         row_end_(rows.end_query()) {}
 
-  // Before the first tile, after the loader's init. `also` starts copies of the caller, which are waited for with those
-  // of the first tile.
+  // Before the first tile, after the loader's init. `also` starts copies of the caller; the wait for the first tile
+  // includes them.
   template <class Also>
   __device__ void start(const Also& also) {
 #pragma unroll
@@ -87,7 +87,7 @@ class SplitPipeline {
       store_positions(n);
     }
     __syncthreads();
-    // Key info first: its loads would wait behind those of all rows, and the first tile for both.
+    // Key info first: after the rows its loads, and so the first tile, would wait for all of them.
     typename Info::Key keys[stages];
 #pragma unroll
     for (int n = 0; n < stages; ++n) {
@@ -119,7 +119,7 @@ class SplitPipeline {
       cp_async_wait<stages - 2>();
       __syncthreads();
       const int next =
-          n + stages - 1;  // in the stage of the tile before, which all warps have left
+          n + stages - 1;  // in the stage of the previous tile, which all warps have read
       if (has(next) && (state(next) & KeyInfo::touched) != 0) load_rows(next);
       cp_async_commit();
     }
@@ -142,7 +142,7 @@ class SplitPipeline {
   __device__ std::uint32_t v_tile(int n) const {
     return shared_address(storage_.stage[ring<stages>(n)].v);
   }
-  // Of key_info(n), which a full tile has not.
+  // The state of key_info(n); a full tile has no key info.
   __device__ std::uint32_t state(int n) const {
     return tiles_.is_full(n) ? KeyInfo::touched : key_info(n).tile_state();
   }
@@ -159,7 +159,7 @@ class SplitPipeline {
   __device__ bool is_listed(int n) const { return tiles_.list() != nullptr && has_key() && has(n); }
   __device__ void load_positions(int n) {
     if (!is_listed(n)) return;
-    // A row that exists also past the end of the list.
+    // Past the end of the list: any key that exists.
     position_ =
         group().rank < tiles_.size(n) ? __ldg(tiles_.list() + tiles_.first(n) + group().rank) : 0;
   }
@@ -186,7 +186,7 @@ class SplitPipeline {
   Info info_;
   int row_begin_;
   int row_end_;
-  // Of the key on its way.
+  // Of the key whose loads are in flight.
   typename Info::Key key_;
   int position_ = 0;
 };

@@ -34,8 +34,8 @@ struct SlotStorage {
   Victim victims[most_warps];
 };
 
-// Key info of slots, as KeyInfoLoader. The slot that a token is to have is known from the count and the last victim;
-// the thread that loads its info decides whether the token enters.
+// Key info of slots, as KeyInfoLoader. The slot for a token follows from the count and the last victim; the thread that
+// loads the info of that slot decides whether the token enters.
 class SlotInfo {
  public:
   using Key = Victim;
@@ -49,7 +49,7 @@ class SlotInfo {
     if (threadIdx.x == 0) storage.entered = false;
   }
 
-  // What the decision takes is on its way before the rows.
+  // Loads the data for the decision before the rows.
   __device__ void load_token() {
     before_ = p_.counts[row_];
     seen_ = p_.seen[batch_];
@@ -66,9 +66,9 @@ class SlotInfo {
   }
 
   __device__ bool has_values() const { return true; }
-  // Where the token is to be; -1: nowhere.
+  // The slot for the token; -1: none.
   __device__ int target() const { return target_; }
-  // How many slots hold keys afterwards.
+  // The number of slots that hold keys afterwards.
   __device__ int count() const { return count_; }
   __device__ int row() const { return row_; }
   __device__ Victim victim() const { return victim_; }
@@ -93,7 +93,7 @@ class SlotInfo {
 
  private:
   __device__ void insert(Key& key) {
-    // Of equal scores the token's is the more recent.
+    // Of equal scores the token is the more recent key.
     if (!has_room_ && score_new_ < key.score) return;
     key = {score_new_, seen_, key.slot};
     p_.scores[row_ * p_.slots + key.slot] = key.score;
@@ -117,7 +117,7 @@ class SlotInfo {
 };
 
 // The new rows of K and V, a chunk of 16 bytes in each of the first threads. Every block loads them with its first
-// tiles, before it is known which block has the target slot.
+// tiles, before the block with the target slot is known.
 template <class Tile, class Group>
 class TokenRows {
  public:
@@ -135,7 +135,7 @@ class TokenRows {
                      : RowSource<Tile, Group>::load_elements(from_);
   }
 
-  // Into row `column` of the tiles and into the slot.
+  // Stores them to row `column` of the tiles and to the slot.
   __device__ void store(const StepParams& p, const GroupRows& rows, int slot, int column,
                         std::uint32_t k_tile, std::uint32_t v_tile) const {
     if (!exists_) return;
@@ -212,7 +212,7 @@ struct SlotKeys {
   }
 };
 
-// CombineKernel for a decode step, which also takes the state of the cache to its end.
+// CombineKernel for a decode step; it also stores the new state of the cache.
 template <class T, int D>
 struct CombineStepKernel : CombineKernel<T, D> {
   using Params = StepParams;
@@ -237,8 +237,8 @@ struct CombineStepKernel : CombineKernel<T, D> {
   }
 };
 
-// Where clusters take the step: the tokens of a row are counted once no block of any head will read their number. The
-// kernel starts when all blocks of the step have come to allow_next_kernel, and ends after them.
+// If clusters compute the step: counts the tokens of a row when no block of any head will read their number again. The
+// kernel starts when all blocks of the step have called allow_next_kernel, and ends after them.
 template <SharedClass S>
 __global__ void __launch_bounds__(256) count_tokens(std::int32_t* seen, int batch) {
   allow_next_kernel();

@@ -38,11 +38,11 @@ struct TensorKeys {
   // How many keys there are.
   static __device__ int count(const Params& p, const Info&) { return p.shape.seqlen_k; }
 
-  // After tile n has come, before its products.
+  // After tile n is loaded, before its products.
   template <class Pipeline>
   static __device__ void complete(const Params&, const GroupRows&, const Pipeline&, int,
                                   const Storage&, const Extra<Pipeline>&) {}
-  // After all tiles: what a block knows about the keys, for all blocks of a cluster, else in memory.
+  // After all tiles: stores the block's results about its keys, for all blocks of a cluster or to memory.
   static __device__ void finish(const Info&, Storage&) {}
   static __device__ void store_cluster(const Params&, const GroupRows&, const Info&, const Storage&,
                                        int) {}
@@ -50,9 +50,9 @@ struct TensorKeys {
                                      int) {}
 };
 
-// A block computes a tile of rows over its part of the keys. Where a cluster has all parts its blocks add them, else
-// CombineKernel does. A warp has 16 rows and its part of each tile of keys, so that neither softmax nor products leave
-// it; the warps that share rows are added at the end.
+// A block computes a tile of rows over its part of the keys. If all parts are in a cluster, its blocks add them, else
+// CombineKernel does. A warp computes 16 rows over its part of each tile of keys, so that neither softmax nor products
+// need other warps; the results of warps that share rows are added at the end.
 template <class T, int D, Policy P, class Keys>
 struct SplitForwardKernel {
   using Params = typename Keys::Params;
@@ -108,7 +108,7 @@ struct SplitForwardKernel {
     loader.init(block);
     typename Keys::template Extra<Pipeline> extra(p, rows);
 
-    // Where rows lie has been found while the kernel before was ending.
+    // The addresses of rows were computed while the previous kernel was ending.
     wait_for_previous_kernel();
     extra.load();
     Pipeline kv(shared.kv,
@@ -238,7 +238,7 @@ struct SplitForwardKernel {
     });
     cluster_sync();
     const int blocks = p.split.splits;
-    // A load from another block's shared memory takes as long as many at once: 64 registers of columns.
+    // Loads from another block's shared memory are bound by latency: many at once, 64 registers of columns.
     constexpr int together = D <= 128 ? 16 : 8;
     for (int row = warp_id() * blocks + rank; row < rows.count; row += P.warps() * blocks) {
       RowTotal<D> total;
