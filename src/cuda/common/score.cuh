@@ -1,8 +1,5 @@
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "cuda/common/convert.cuh"
 #include "cuda/common/math.cuh"
 #include "cuda/params.h"

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cstdint>
-#include <string>
 
 #include <cub/device/device_radix_sort.cuh>
 

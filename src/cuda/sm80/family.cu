@@ -16,9 +16,7 @@ namespace {
 
 std::string decline_device(const DeviceProperties& device) {
   if (device.compute_capability < 80) {
-    return "it needs compute capability 8.0, and the GPU has " +
-           std::to_string(device.compute_capability / 10) + "." +
-           std::to_string(device.compute_capability % 10);
+    return "it needs compute capability 8.0, and the GPU has " + compute_capability(device);
   }
   if (!is_compiled(shared_class(device))) {
     return "this build has no kernels for a GPU with " +
@@ -47,11 +45,6 @@ std::string decline_forward(const Problem& p) {
 template <class Args>
 bool has_lists(const Args& args) {
   return !args.schedule.empty();
-}
-
-template <class Args>
-QueryTileLists lists_of(const Args& args) {
-  return query_tile_lists(args.schedule, args.in.visibility.key_list, query_tile_rows);
 }
 
 ForwardParams params_of(const ForwardArgs& args, const ForwardWorkspace& workspace) {
@@ -114,7 +107,7 @@ BackwardParams params_of(const BackwardArgs& args, const BackwardWorkspace& work
   const Problem& p = args.problem;
   BackwardParams params = cuda::params_of(args);
   params.score.packed_mask = workspace.packed_mask;
-  params.tile_lists = lists_of(args);
+  params.tile_lists = query_tile_lists(args.schedule, args.in.visibility.key_list, query_tile_rows);
   params.lse_log2 = workspace.lse_log2;
   params.lse_log2_low = workspace.lse_log2_low;
   params.delta = workspace.delta;

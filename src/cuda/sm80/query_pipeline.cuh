@@ -1,6 +1,5 @@
 #pragma once
 
-#include "cuda/common/integers.h"
 #include "cuda/common/tile_copy.cuh"
 #include "cuda/sm80/params.h"
 #include "cuda/sm80/query_tile_iterator.cuh"

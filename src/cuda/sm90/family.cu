@@ -12,9 +12,7 @@ constexpr bool is_compiled = FLASH_DMATTN_HAS_SM90 != 0;
 
 std::string decline_device(const DeviceProperties& device) {
   if (device.compute_capability != 90) {
-    return "it needs compute capability 9.0, and the GPU has " +
-           std::to_string(device.compute_capability / 10) + "." +
-           std::to_string(device.compute_capability % 10);
+    return "it needs compute capability 9.0, and the GPU has " + compute_capability(device);
   }
   constexpr int needed_bytes = 227 * 1024;
   if (device.shared_bytes < needed_bytes) {
