@@ -9,9 +9,9 @@
 
 namespace flash_dmattn::cuda {
 
-// Before the backward's main loop: delta = dout . out and lse in units of log 2, for every query row, and the flags
-// of what they found. 16 lanes to a row and four rows of a head to a thread, whose loads are under way together; head
-// and batch element are found once for all of them.
+// Before the backward's main loop: computes delta = dout . out and lse in units of log 2 of every query row, and sets
+// flags. 16 lanes share a row, and a thread has four rows of a head, whose loads are in flight together; head and batch
+// element are computed once for all of them.
 template <class T>
 struct BwdPreprocessKernel {
   using Params = BackwardParams;
@@ -38,7 +38,7 @@ struct BwdPreprocessKernel {
     const int first = static_cast<int>(blockIdx.x) % tiles * block_rows + thread / row_lanes;
 
     float delta[steps] = {};
-    // In two copies: a load under a condition is waited for before the next one.
+    // In two copies: conditional loads would be waited for one by one.
     const bool aligned = p.out.aligned && p.dout.aligned && p.q.aligned;
     aligned ? add_delta<true>(p, batch, head, first, lane, delta)
             : add_delta<false>(p, batch, head, first, lane, delta);
@@ -115,7 +115,7 @@ struct BwdPreprocessKernel {
     const float rest = has_p ? static_cast<float>(lse_log2 - static_cast<double>(high)) : 0;
     p.lse_log2[index] = high;
     p.lse_log2_low[index] = rest;
-    // Less changes a probability by less than bf16 can show.
+    // A smaller one changes a probability by less than the precision of bf16.
     if (fabsf(rest) > 0x1p-12f) atomicOr(p.flags, lse_has_low);
     // Scores of this magnitude may have overflowed on the way.
     if (fabsf(lse) > 1e30f && has_p) atomicOr(p.flags, lse_has_low | lse_is_extreme);

@@ -77,7 +77,7 @@ bool is_compiled(SharedClass shared);
 // The largest head-dim bucket of which the family sm90 takes every forward.
 inline constexpr int most_sm90_forward = 128;
 
-// Whether the build leaves those of a GPU to it.
+// Whether the build has no such forward for a GPU, as the family sm90 computes it.
 bool leaves_forward(const DeviceProperties& device);
 
 // All kernels of the build for a GPU with this much shared memory.

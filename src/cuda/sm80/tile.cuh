@@ -10,7 +10,7 @@ namespace flash_dmattn::cuda::sm80 {
 // Stands for the storage of a component that needs none.
 struct NoStorage {};
 
-// The buffer of tile n among Count that are used in turn.
+// The buffer of tile n among Count buffers.
 template <int Count>
 __device__ inline int ring(int n) {
   return static_cast<int>(static_cast<unsigned>(n) % Count);

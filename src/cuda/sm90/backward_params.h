@@ -12,8 +12,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// The queries [first, last) that see a key, and its bias in units of the accumulator that begins with it; -inf where
-// mask or bias hide the key.
+// The queries [first, last) that see a key, and its bias in units of the accumulator that it initializes; -inf if mask
+// or bias hide the key.
 struct alignas(16) KeyRecord {
   int first;
   int last;
@@ -21,9 +21,9 @@ struct alignas(16) KeyRecord {
   float bias;
 };
 
-// Keys in slots. A key's rows of dk and dv are stored when it leaves; those of a key that a cut divides are fp32
-// parts first, of which every part of a chain has two for each slot: of the key that it begins with and of the one
-// that it ends with.
+// Keys in slots. A key's rows of dk and dv are stored when it leaves its slot. If a cut divides a key, its rows are
+// first stored as fp32 parts: every part of a chain has two for each slot, of the key that it begins with and of the
+// key that it ends with.
 struct SlotParams {
   static constexpr int block_slots = 128;
   static constexpr int part_rows = 2 * block_slots;
@@ -40,14 +40,14 @@ struct SlotParams {
   float* part_dbias = nullptr;  // [cut parts, 2, block_slots]
 };
 
-// A query tile that a block of keys visits beside a dense mask or bias.
+// A query tile that a block of keys visits, with a dense mask or bias.
 struct alignas(8) QueryVisit {
   int tile;
   std::uint32_t head : 31;
   std::uint32_t masked : 1;  // by the packed mask, somewhere
 };
 
-// Of each block of keys the query tiles that it visits, of all heads of the group (find_visits.cuh): one head after
+// For each block of keys the query tiles that it visits, of all heads of the group (find_visits.cuh): one head after
 // the other, or the heads of a tile together.
 struct QueryVisitLists {
   QueryVisit* visits = nullptr;  // [B, Hkv, key blocks, capacity]
@@ -67,14 +67,14 @@ struct QueryVisitLists {
 struct DenseDbias {
   // Two heads of a group share its elements, which a block stores as the sum of both.
   bool sums_heads = false;
-  // Elements of tiles that no block computes are zeros that the main loop stores.
+  // The main loop stores zeros for the tiles that no block computes.
   bool clears = false;
   // Tiles are stored by the TMA unit.
   bool by_tma = false;
 };
 
-// Of the main loop. Its tensors may be copies: q has the sign of the scale, and the keys of a key list are all there
-// are.
+// The parameters of the main loop. Its tensors may be copies: q has the sign of the scale, and with a key list there
+// are only its keys.
 struct BackwardKernelParams {
   // In 64-byte units: the TMA unit reads them.
   CUtensorMap q_map;

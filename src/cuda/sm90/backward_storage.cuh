@@ -9,19 +9,19 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Of the rows of a query tile. Every score of a row begins with `score`: -lse / scale, or -inf for rows that do not
-// exist or have no P.
+// Values of the rows of a query tile. Every score of a row is initialized with `score`: -lse / scale, or -inf for rows
+// that do not exist or have no P.
 template <int Rows>
 struct RowStats {
   float score[Rows];
   float delta[Rows];
 };
 
-// Who lives in a block's slots, for the current query tile and the next.
+// The keys in a block's slots, for the current query tile and the next.
 template <bool Exists>
 struct SlotStorage {
   alignas(16) KeyRecord records[2][SlotParams::block_slots];
-  // Who comes next to each slot, by arrival, with its record and the one after it; of the later of the two.
+  // The next key of each slot, by arrival, with its record and its successor; of the later of the two tiles.
   int successor[SlotParams::block_slots];
   int after_successor[SlotParams::block_slots];
   alignas(16) KeyRecord coming[SlotParams::block_slots];
@@ -38,7 +38,7 @@ struct BlockStorage {
 template <>
 struct BlockStorage<false> {};
 
-// Beside a dense mask or bias.
+// With a dense mask or bias.
 template <int Tiles>
 struct ScoreTilePipelines {
   LoadedVisit visits[BackwardPolicy::stages];  // with q
@@ -50,7 +50,7 @@ struct ScoreTilePipelines {
 
 template <DenseAccess Access, int Tiles>
 struct DenseStorage {};
-// A tile of dS begins as the tile of biases: a warp reads those of its 16 keys and later stores its dS in their place.
+// A tile of dS is first the tile of biases: a warp reads the biases of its 16 keys and later overwrites them with dS.
 template <int Tiles>
 struct DenseStorage<DenseAccess::tiles, Tiles> : ScoreTilePipelines<Tiles> {
   static constexpr int words = BackwardPolicy::keys / PackedMask::side;
@@ -69,7 +69,7 @@ struct BackwardStorage {
   static constexpr BackwardPolicy policy = backward_policy(D, Variant);
   using KeyTile = PanelTile<policy.keys, D>;
   using QueryTile = PanelTile<policy.rows, D>;
-  // dS by keys; beside a dense bias by queries, as memory has it.
+  // dS, with keys as rows; with a dense mask or bias queries are rows, as in memory.
   using ScoreTile = std::conditional_t<Variant.has_dense(), PanelTile<policy.rows, policy.keys>,
                                        PanelTile<policy.keys, policy.rows>>;
   using Stats = RowStats<policy.rows>;
@@ -90,7 +90,7 @@ struct BackwardStorage {
   typename Semaphore::Storage semaphore;
   int order;      // the block's number in the order of additions
   int bounds[2];  // queries that see some key of the block
-  // Of a block of neighbouring keys one; parts of chains of slots take turns.
+  // A block of neighbouring keys has one; parts of chains of slots alternate.
   BackwardWork work[2];
   BlockStorage<Variant.has_info() && !Variant.has_slots() && !Variant.has_dense()> block;
   SlotStorage<Variant.has_slots()> slots;

@@ -6,7 +6,7 @@
 namespace flash_dmattn::cuda::sm90 {
 
 // The order in which blocks of neighbouring keys add to a tile of dq (common/semaphore.cuh). Additions are published
-// for `group` tiles at once: a release waits until memory has them, longer than a tile may take.
+// for `group` tiles at once: a release waits until they are in memory, which may take longer than a tile.
 template <class Kernel>
 class BlockOrder {
   using Semaphore = typename Kernel::SharedStorage::Semaphore;
@@ -37,7 +37,7 @@ class BlockOrder {
   Semaphore semaphore_;
 };
 
-// The same beside a dense mask or bias, where each block visits tiles of its own choice, by their place among all.
+// The same with a dense mask or bias: each block visits its own selection of tiles, ordered by their index among all.
 template <class Kernel>
 class VisitOrder {
   using Semaphore = typename Kernel::SharedStorage::Semaphore;
@@ -68,12 +68,12 @@ class VisitOrder {
  private:
   const BackwardKernelParams& p_;
   Semaphore semaphore_;
-  int last_ = -1;  // up to which the additions may go
+  int last_ = -1;  // the last index at which the block may add
 };
 
-// The same of parts of chains of slots, by counts of the blocks that have added to the tiles of two heads of a group.
-// Blocks then follow each other at a distance of two tiles, whatever the group: at the distance of a round of eight
-// heads the q, dout and dq of all rounds under way do not fit into the L2.
+// The same for parts of chains of slots, by counts of the blocks that have added to the tiles of two heads of a group.
+// Blocks then follow each other at a distance of two tiles for any group: at the distance of a round of eight heads, q,
+// dout and dq of all rounds in flight do not fit into the L2.
 template <class Kernel>
 class SlotOrder {
  public:
@@ -85,7 +85,7 @@ class SlotOrder {
     const int member = at.head() - work.kv_head * group();
     if (member % order_heads != 0 || lane_id() != 0) return;
     const int step = first_step(work, at.tile()) + member / order_heads;
-    // Those that come after this block need not wait until its turn comes.
+    // Later blocks need not wait until this block may add.
     if (member > 0 || at.tile() > work.tile_begin) publish(work, step - 1);
     while (load_acquire(p_.order.published + step) != work.position) {
     }
@@ -113,8 +113,8 @@ class SlotOrder {
   const BackwardKernelParams& p_;
 };
 
-// Adds the tiles of dq that the consumers leave in shared memory to the sums in global memory. A part has two
-// named barriers, on which this warp and the warpgroup that makes the part meet: it is free, and it is full.
+// Adds the consumers' tiles of dq in shared memory to the sums in global memory. A part has two named barriers between
+// this warp and the warpgroup that computes the part: the part is free, and it is full.
 template <class Kernel>
 struct DqWriter {
   using Storage = typename Kernel::SharedStorage;
@@ -124,7 +124,7 @@ struct DqWriter {
   using Order = std::conditional_t<Kernel::has_slots, SlotOrder<Kernel>, NeighbourOrder>;
   static constexpr int parts = Kernel::policy.dq_parts();
   static constexpr int part_bytes = Layout::part_floats * sizeof(float);
-  static constexpr int threads = 128 + warp_size;  // that meet
+  static constexpr int threads = 128 + warp_size;  // of these barriers
 
   const BackwardKernelParams& p;
   Storage& storage;
@@ -140,7 +140,7 @@ struct DqWriter {
       float* const to = p.dq_accum + index * Layout::floats;
 #pragma unroll
       for (int part = 0; part < parts; ++part) {
-        // As many additions may still read shared memory as there are parts after this one.
+        // The additions of the parts after this one may still read shared memory.
         part + 1 < parts ? bulk_wait_read<1>() : bulk_wait_read<0>();
         __syncwarp();
         named_barrier_arrive(Kernel::dq_free_barrier + part, threads);
@@ -153,8 +153,8 @@ struct DqWriter {
 #pragma unroll
       for (int part = 0; part < parts; ++part) {
         named_barrier_sync(Kernel::dq_full_barrier + part, threads);
-        // The consumers wrote in the generic proxy. The memory model has them fence, which costs the dq of turns
-        // 5 % and nothing elsewhere; the barrier orders their writes before this fence.
+        // The consumers wrote through the generic proxy. In the memory model they fence, which costs DqSplit::turns 5 %
+        // and the others nothing; the barrier orders their writes before this fence.
         fence_async_proxy();
         if (lane_id() == 0 && p.dq_accum != nullptr) {
           bulk_add(to + part * Layout::part_floats, shared_address(storage.dq) + part * part_bytes,

@@ -9,8 +9,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A block of 128 neighbouring keys, for a warpgroup that has 64 of them: which queries see a thread's two keys,
-// their biases and their gradients. Keys are the rows of its accumulators; a thread has row() and row() + 8.
+// A block of 128 neighbouring keys, for a warpgroup with 64 of them: the queries that see a thread's two keys, their
+// biases and their gradients. Keys are the rows of the accumulators; a thread has row() and row() + 8.
 template <class Kernel>
 class KeyBlock {
   using T = typename Kernel::Element;
@@ -27,7 +27,7 @@ class KeyBlock {
   __device__ KeyBlock(const BackwardKernelParams& p, Storage& storage, int warpgroup)
       : p_(p), storage_(storage), work_(storage.work[0]), warpgroup_(warpgroup) {}
 
-  // Before the first query tile; K and V are there.
+  // Before the first query tile; K and V are loaded.
   __device__ void begin(int) {
     if constexpr (has_dense) {
       store_ranges();
@@ -37,12 +37,12 @@ class KeyBlock {
     if constexpr (has_info) clear_unseen_rows();
   }
 
-  // Before a query tile's scores begin.
+  // Before the scores of a query tile are initialized.
   __device__ void begin_tile(const Visit& at) {
     if constexpr (has_dense) {
       load_biases(at.head());
     } else if constexpr (has_info) {
-      // By the work in shared memory: by the visit's registers ptxas takes the branch, and with it the whole loop, for
+      // With the work in shared memory: with the visit's registers ptxas treats the branch, and so the whole loop, as
       // divergent (docs/kernels/sm90.md).
       if (at.tile() == work_.tile_begin) load_records(at.head());
 #pragma unroll
@@ -50,11 +50,11 @@ class KeyBlock {
     }
   }
 
-  // Nobody leaves before the end.
+  // No key leaves before the end.
   __device__ void leave(const Visit&, float (&)[Kernel::head_dim / 2],
                         float (&)[Kernel::head_dim / 2]) {}
 
-  // The initial value of the scores of a row, without the query's part, in units of the accumulator.
+  // The initial value of the scores of a row, without the query's term, in units of the accumulator.
   __device__ float bias(int h) const {
     if constexpr (has_dense) {
       return bias_[h];
@@ -63,7 +63,7 @@ class KeyBlock {
     }
   }
 
-  // While the scores of a tile are on their way.
+  // While the scores of a tile are computed.
   __device__ void prepare_mask(const Visit& at) {
     if constexpr (has_info && !has_dense) {
 #pragma unroll
@@ -72,7 +72,7 @@ class KeyBlock {
     }
   }
 
-  // Scores that a query does not have become -inf, where a tile has any. A query past the end has no probability anyway.
+  // Sets scores that a query does not see to -inf. Queries past the end have no P.
   __device__ void mask(const Visit& at, float (&scores)[columns]) const {
     const int first_query = at.tile() * rows;
     if constexpr (has_dense) {
@@ -95,7 +95,7 @@ class KeyBlock {
     }
   }
 
-  // Of this thread's rows, the sum of a tile's dS.
+  // Adds the sums of a tile's dS over this thread's rows.
   __device__ void add_dbias(const float (&sums)[2]) {
     if constexpr (has_info) {
       dbias_[0] += sums[0];
@@ -103,7 +103,7 @@ class KeyBlock {
     }
   }
 
-  // Behind a query tile.
+  // After a query tile.
   __device__ void end_tile(const Visit& at) {
     if constexpr (has_info) {
       const OutputBroadcast& dbias = p_.backward.dbias;
@@ -115,7 +115,7 @@ class KeyBlock {
 
   __device__ void release() {}
 
-  // dk and dv, complete, by way of the rows of V, which only this warpgroup has read.
+  // Stores dk and dv through the rows of V in shared memory, which only this warpgroup has read.
   __device__ void store(float (&dk)[Kernel::head_dim / 2], float (&dv)[Kernel::head_dim / 2]) {
     store_rows(dk, p_.backward.dk, p_.backward.score.scale);
     store_rows(dv, p_.backward.dv, 1);
@@ -160,7 +160,7 @@ class KeyBlock {
     __syncwarp();
   }
 
-  // inf and NaN in keys that no query sees would meet the zeros of dS.
+  // Replaces keys that no query sees by zeros: inf and NaN in them would be multiplied by the zeros of dS.
   __device__ void clear_unseen_rows() {
     const int thread = static_cast<int>(threadIdx.x) % 256;
     const int r = thread / 2;
@@ -176,7 +176,7 @@ class KeyBlock {
     named_barrier_sync(Kernel::consumer_barrier, 256);
   }
 
-  // Beside a dense mask or bias, whose loop has no registers for them: the queries that see each of the warp's 16 keys
+  // With a dense mask or bias, whose loop has no registers for them: the queries that see each of the warp's 16 keys
   // and those that see all of them.
   __device__ void store_ranges() {
     KeyInterval full{0, p_.backward.shape.seqlen_q};
@@ -190,7 +190,7 @@ class KeyBlock {
     __syncwarp();
   }
 
-  // For every tile: the loop has no registers to keep them.
+  // For every tile: the loop has no registers for them.
   __device__ void load_biases(int head) {
     bias_[0] = biases(head)[key(0)];
     bias_[1] = biases(head)[key(1)];
@@ -252,10 +252,10 @@ class KeyBlock {
 
   const BackwardKernelParams& p_;
   Storage& storage_;
-  const BackwardWork& work_;  // read again at each use: registers do not suffice
+  const BackwardWork& work_;  // read again at each use: there are no registers for it
   const int warpgroup_;
   KeyVisibility<rows> visible_;  // with key info
-  float bias_[2] = {};           // instead of it beside a dense mask or bias
+  float bias_[2] = {};           // instead of it with a dense mask or bias
   int full_begin_ = 0;  // without key info: the first query that sees every key of the warp
   float dbias_[2] = {};
 };

@@ -6,9 +6,9 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Which queries of a tile of Rows see this thread's two keys, rows of a warpgroup's scores. Where none does, the
-// scores begin with -inf; only where some do are elements tested, of the warps that have such a key: a key comes once
-// and leaves once.
+// The queries of a tile of Rows that see this thread's two keys, rows of a warpgroup's scores. If none sees a key, its
+// scores are initialized with -inf. Elements are tested only if some queries see it, in the warps that have such a key:
+// at the first and the last tile of a key's range.
 template <int Rows>
 class KeyVisibility {
  public:
@@ -21,14 +21,14 @@ class KeyVisibility {
     partial_[h] = warp_any(here & ((key.first > first_query) | (key.last < end_query)));
   }
 
-  // Every query that sees the key comes before the tile.
+  // Every query that sees the key is before the tile.
   __device__ bool is_gone(int h) const { return gone_[h]; }
-  // The initial value of the scores of the key's row, without the query's part, in units of the accumulator.
+  // The initial value of the scores of the key's row, without the query's term, in units of the accumulator.
   __device__ float bias(int h) const { return bias_[h]; }
   // Whether elements of key h of some lane need a test.
   __device__ bool is_partial(int h) const { return partial_[h]; }
 
-  // While the scores are on their way: which of a key's scores the thread's queries have.
+  // While the scores are computed: finds the visible scores of a key.
   __device__ void prepare_mask(int h, const KeyRecord& key, int first_query) {
     const int column = first_query + 2 * (lane_id() % 4);
     const unsigned visible =
@@ -37,7 +37,7 @@ class KeyVisibility {
     word = h * row_scores % 32 == 0 ? visible : (word & low_half) | visible << row_scores % 32;
   }
 
-  // Scores that a query does not have become -inf.
+  // Sets scores that a query does not see to -inf.
   template <int H>
   __device__ void mask(float (&scores)[Rows / 2]) const {
 #pragma unroll
@@ -52,7 +52,7 @@ class KeyVisibility {
   static constexpr int row_scores = Rows / 4;  // of a thread
   static constexpr unsigned low_half = 0xffff;
 
-  // Of a thread's scores of a row, two of each eight, how many come before `query`, counted from the first of them.
+  // The number of a thread's scores of a row, two of each eight, that are before `query`, relative to the first one.
   static __device__ int scores_before(int query) {
     const int within = min(max(query, 0), Rows);
     return within / 8 * 2 + min(within % 8, 2);

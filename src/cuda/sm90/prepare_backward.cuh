@@ -6,7 +6,7 @@
 #include "cuda/sm90/backward_storage.cuh"
 #include "cuda/sm90/listed_keys.h"
 
-// Before the backward's main loop, behind the preprocess that all families share.
+// Before the backward's main loop, after the preprocess that all families share.
 namespace flash_dmattn::cuda::sm90 {
 
 // RowStats of every query tile, one thread for each row.
@@ -33,8 +33,8 @@ struct PrepareRowStats {
   }
 };
 
-// Rows of one tensor as those of another, one thread for 8 columns of a row: a tensor that the TMA unit cannot read,
-// the keys of a list, or gradients that need not begin at multiples of 16 bytes.
+// Copies rows of a tensor, one thread for 8 columns of a row: of a tensor that the TMA unit cannot read, of the keys
+// of a list, or of gradients that need not be aligned.
 struct CopyRows {
   InputRows from;
   OutputRows to;
@@ -43,7 +43,7 @@ struct CopyRows {
   int batch;
   int head_dim;
   ListedKeys list = {};
-  // Of every element the bits that it keeps, then those that change: its sign, or all to 0.
+  // For every element the bits that it keeps, then the bits that are flipped: the sign, or all bits become 0.
   std::uint16_t kept_bits = 0xffff;
   std::uint16_t flipped_bits = 0;
 
@@ -72,7 +72,8 @@ struct CopyRows {
   }
 };
 
-// Rows of a key list's problem back to where its keys are, zeros for all other keys; one thread for 8 columns of a row.
+// Copies rows of a key list's problem to the rows of its keys and zeros to all others; one thread for 8 columns of a
+// row.
 struct ScatterRows {
   OutputRows from;
   OutputRows to;
@@ -101,7 +102,7 @@ struct ScatterRows {
   }
 };
 
-// The same of the sums of a key bias, [B, heads, keys] of q's or k's heads: one thread for an element.
+// The same for the sums of a key bias, [B, heads, keys] of query or kv heads: one thread for an element.
 struct ScatterSums {
   const float* from;
   float* to;

@@ -8,11 +8,11 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A block of 128 slots, for a warpgroup that has 64 of them: what KeyBlock is to neighbouring keys. A key that leaves
-// takes its row of dk and dv with it, and the sum of its dS.
+// A block of 128 slots, for a warpgroup with 64 of them; the counterpart of KeyBlock. When a key leaves its slot, its
+// rows of dk and dv and the sum of its dS are stored.
 //
-// Rows leave when nothing of this warpgroup is under way, in branches that are uniform over the warp and without
-// branches between lanes: ptxas serializes all products of a kernel that touches accumulators elsewhere.
+// Rows are stored when no product of this warpgroup is in flight, in branches that are uniform over the warp and
+// without branches between lanes: ptxas serializes all products of a kernel that accesses accumulators elsewhere.
 template <class Kernel>
 class SlotBlock {
   using T = typename Kernel::Element;
@@ -29,7 +29,7 @@ class SlotBlock {
 
   __device__ void begin(int turn) { work_ = &storage_.work[turn % 2]; }
 
-  // Before a query tile's scores begin: who is here, and whom single queries do not see.
+  // Before the scores of a query tile are initialized: loads the keys of the slots and the queries that see them.
   __device__ void begin_tile(const Visit& at) {
     if (!at.is_first_head()) return;
     const int round = round_ends_ ? round_ + 1 : round_;
@@ -71,12 +71,12 @@ class SlotBlock {
     part_ends_ = at.is_last();
   }
 
-  // Nothing of the query tile is under way. The records of a part's last query tile are read once more.
+  // No product of the query tile is in flight. The records of a part's last query tile are read once more.
   __device__ void release() {
     if (round_ends_ && !part_ends_) end_round();
   }
 
-  // At the end of a part: rows of those who are still here.
+  // At the end of a part: stores the rows of the keys that are still in slots.
   __device__ void store(float (&dk)[gradients], float (&dv)[gradients]) {
     leave<0>(is_here(0), dk, dv);
     leave<1>(is_here(1), dk, dv);
@@ -102,8 +102,8 @@ class SlotBlock {
     return !visible_.is_gone(h) && record(h).first < work_->tile_end * rows;
   }
 
-  // Rows of those that are `on` go to memory, and their sums begin again: dk and dv in 16 bits of a key that was here
-  // for all its life, else a part of them in fp32.
+  // Stores the rows of keys that are `on` and clears their sums: dk and dv in 16 bits of a key that was in the slot
+  // throughout, else a part of them in fp32.
   template <int H>
   __device__ void leave(bool on, float (&dk)[gradients], float (&dv)[gradients]) {
     if (!warp_any(on)) return;
@@ -142,8 +142,8 @@ class SlotBlock {
     }
   }
 
-  // Each lane stores its two columns of eight. To exchange words among the lanes of a row, for stores of 16 bytes, takes
-  // more instructions than it saves, and the other warps wait for this one.
+  // Each lane stores its two columns of eight. An exchange of words among the lanes of a row, for stores of 16 bytes,
+  // takes more instructions than it saves, and the other warps wait for this one.
   template <int H>
   __device__ void store_row(bool on, const OutputRows& to, int key, const float (&sums)[gradients],
                             float scale) const {

@@ -5,10 +5,10 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A warp that brings keys into slots. While query tile t is worked on it prepares tile t + 1: a slot whose key was
-// seen last before t rests during t (cuda/selection/key_slots.h), and its next key's rows of K and V come. Scores of
-// a resting slot begin with -inf, so that rows may change under the products. The record of the next key comes when its
-// predecessor does: with one head to a group a round is no longer than two latencies of the L2.
+// A warp that loads keys into slots. While query tile t is computed it prepares tile t + 1: a slot whose key was last
+// seen before t rests during t (cuda/selection/key_slots.h), and the rows of K and V of its next key are loaded. Scores
+// of a resting slot are initialized with -inf, so that its rows may change during the products. The record of the next
+// key is loaded with its predecessor: with one head in a group a round is no longer than two latencies of the L2.
 template <class Kernel>
 struct SlotLoader {
   using Storage = typename Kernel::SharedStorage;
@@ -44,7 +44,7 @@ struct SlotLoader {
     return p.slots.slots.successor + row(work) * p.backward.shape.seqlen_k;
   }
 
-  // The keys of the slots at the beginning of a part, some of which have yet to come.
+  // Loads the keys of the slots at the beginning of a part, some of which arrive later.
   __device__ void begin(const BackwardWork& work, const SlotPart& part, int round) const {
     const KeySlotShape& shape = p.slots.slots.shape;
     const int* const starts =
@@ -92,7 +92,7 @@ struct SlotLoader {
 
   static __device__ KeyRecord no_key() { return {nobody, nobody, -1, 0}; }
 
-  // A key takes a slot, and what is to be known of its successor, negative for none, begins to come.
+  // Puts a key into a slot and starts the load of its successor's record; negative: no successor.
   __device__ void put(const BackwardWork& work, const KeyRecord& record, int successor, int slot,
                       int round) const {
     storage.slots.records[round % 2][slot] = record;
@@ -103,7 +103,7 @@ struct SlotLoader {
                true);
   }
 
-  // Rows of K by the first lanes, of V by the next; zeros for a negative key.
+  // The first lanes copy a row of K, the next ones a row of V; zeros for a negative key.
   __device__ void copy_rows(const BackwardWork& work, int slot, int key) const {
     const int tensor = lane_id() / Tile::chunks;
     const int chunk = lane_id() % Tile::chunks;

@@ -7,7 +7,7 @@
 // Before and after a main loop over slots.
 namespace flash_dmattn::cuda::sm90 {
 
-// SlotParams::records out of the key info, one thread for each arrival.
+// Computes SlotParams::records from the key info, one thread for each arrival.
 struct PrepareSlotRecords {
   Shape shape;
   KeyInfo info;
@@ -29,8 +29,8 @@ struct PrepareSlotRecords {
   }
 };
 
-// Adds the fp32 parts of a key that cuts divide, in the order of time. A warp has a slot of a part: it is the one of
-// the key that comes in the part and stays.
+// Adds the fp32 parts of a key that cuts divide, in the order of query tiles. A warp computes a slot of a part: the
+// part in which its key arrives and at whose end it stays.
 template <class T, int D>
 struct AddSlotParts {
   using Params = BackwardKernelParams;
@@ -88,7 +88,7 @@ struct AddSlotParts {
     float dbias = 0;
 
     Sums() = default;
-    // Those of a slot in a part, of the key that the part begins or ends with.
+    // The sums of a slot in a part, of the key that the part begins or ends with.
     __device__ Sums(const SlotParams& slots, int part, int stays, int slot) {
       const std::int64_t index = (std::int64_t{part} * 2 + stays) * block_slots + slot;
       const auto* const from = reinterpret_cast<const float4*>(slots.part_sums + index * columns);
@@ -105,8 +105,8 @@ struct AddSlotParts {
     }
   };
 
-  // Of the parts of a chain after `part`, up to unit `end`. A key of a whole sequence lives in dozens of them: a lane
-  // finds the part of a unit, and the loads of some parts are under way together.
+  // Adds the parts of a chain after `part`, up to unit `end`. A key of a whole sequence has dozens of them: a lane
+  // finds the part of a unit, and the loads of several parts are in flight together.
   static __device__ void add_later_parts(const SlotParams& slots, const SlotPart& part, int end,
                                          int slot, Sums& sums) {
     constexpr int at_once = 4;

@@ -6,8 +6,9 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Zeros in dk and dv of keys that no query sees, which never have a slot: three of four keys of a selection, 0.1 GB at 8 x
-// 32768. By a warp of each block beside the main loop, which leaves the memory's bandwidth idle; 32 keys at a time.
+// Stores zeros in dk and dv of keys that no query sees and that never have a slot: three of four keys of a selection,
+// 0.1 GB at 8 x 32768. One warp of each block stores them during the main loop, which does not use the bandwidth of
+// memory; 32 keys at a time.
 template <class Kernel>
 struct UnseenKeys {
   const BackwardKernelParams& p;
@@ -33,7 +34,7 @@ struct UnseenKeys {
   }
 
  private:
-  // A row of dk by the first lanes, of dv by the next.
+  // The first lanes store a row of dk, the next ones a row of dv.
   __device__ void clear_rows(int batch, int kv_head, int key) const {
     constexpr int chunks = Kernel::head_dim / 8;
     const int chunk = lane_id() % chunks;
