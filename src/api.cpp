@@ -109,21 +109,19 @@ ScheduleCall::ScheduleCall(const Problem& problem, const Visibility& visibility,
       problem_(problem),
       visibility_(validated(problem, visibility)),
       direction_(direction),
-      execution_(with_workers(execution)) {}
+      execution_(with_workers(execution)),
+      workspace_size_(
+          backend_->schedule_workspace_size(problem_, visibility_, direction_, execution_)) {}
 
 std::size_t ScheduleCall::size() const {
   return backend_->schedule_size(problem_, visibility_, direction_, execution_);
-}
-
-std::size_t ScheduleCall::workspace_size() const {
-  return backend_->schedule_workspace_size(problem_, visibility_, direction_, execution_);
 }
 
 Schedule ScheduleCall::build(std::span<std::byte> memory, std::span<std::byte> workspace) const {
   Execution execution = execution_;
   execution.workspace = workspace.data();
   execution.workspace_bytes = workspace.size();
-  require_workspace(execution, workspace_size());
+  require_workspace(execution, workspace_size_);
   if (reinterpret_cast<std::uintptr_t>(memory.data()) % workspace_alignment != 0) {
     throw InvalidArgument(
         "memory", "a misaligned address",

@@ -29,6 +29,7 @@ struct Case {
   Selection selection;
   DType dtype;
   enum Kind { normal, equal, rising, drifting } kind;
+  std::int64_t seqlen_q = 0;  // 0: as many queries as keys
 };
 
 constexpr Case cases[] = {
@@ -42,6 +43,11 @@ constexpr Case cases[] = {
     {"64 x 4096 bf16 normal", 64, 4096, 2048, Selection::per_query, DType::bf16, Case::normal},
     {"1 x 32768 w1024 bf16", 1, 32768, 1024, Selection::per_query, DType::bf16, Case::normal},
     {"8 x 131072 f32 normal", 8, 131072, 2048, Selection::per_query, DType::f32, Case::normal},
+    {"8 x 131072, 1 query", 8, 131072, 2048, Selection::per_query, DType::f32, Case::normal, 1},
+    {"1 query, equal scores", 8, 131072, 2048, Selection::per_query, DType::f32, Case::equal, 1},
+    {"8 x 131136, 64 queries", 8, 131136, 2048, Selection::per_query, DType::f32, Case::normal, 64},
+    {"64 queries, equal scores", 8, 131136, 2048, Selection::per_query, DType::f32, Case::equal,
+     64},
     {"8 x 524288 f32 normal", 8, 524288, 2048, Selection::per_query, DType::f32, Case::normal},
     {"8 x 524288 bf16 equal", 8, 524288, 2048, Selection::per_query, DType::bf16, Case::equal},
     {"8 x 524288 f32 global", 8, 524288, 2048, Selection::global, DType::f32, Case::normal},
@@ -85,7 +91,8 @@ struct Problem {
   Problem(const Case& c, Arena& arena) {
     select.batch = 1;
     select.heads = c.rows;
-    select.seqlen_q = select.seqlen_k = c.seqlen;
+    select.seqlen_k = c.seqlen;
+    select.seqlen_q = c.seqlen_q > 0 ? c.seqlen_q : c.seqlen;
     select.window = c.window;
     select.selection = c.selection;
     select.scores_dtype = c.dtype;
@@ -93,12 +100,13 @@ struct Problem {
     select.intervals = arena.take<KeyInterval>(c.rows * c.seqlen);
     lists.batch = 1;
     lists.heads = c.rows;
-    lists.seqlen_q = lists.seqlen_k = c.seqlen;
+    lists.seqlen_q = select.seqlen_q;
+    lists.seqlen_k = select.seqlen_k;
     lists.tile_rows = 128;
     lists.causal = true;
     lists.intervals = {select.intervals, 0, c.seqlen};
     lists.bound = key_bound(select);
-    const std::int64_t tiles = c.rows * ((c.seqlen + 127) / 128);
+    const std::int64_t tiles = c.rows * ((lists.seqlen_q + 127) / 128);
     buffers.begin = arena.take<std::int64_t>(tiles);
     buffers.count = arena.take<std::int32_t>(tiles);
     buffers.full = arena.take<std::int32_t>(tiles);

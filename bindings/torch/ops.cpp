@@ -21,9 +21,10 @@ struct Attention {
   Inputs in;
   Schedule schedule;
   Execution execution;
-  std::vector<Tensor> owned;  // memory that `in` and `schedule` point to
+  std::vector<Tensor> owned;       // memory that `in`, `schedule` and `workspace` point to
+  std::span<std::byte> workspace;  // in which the schedule was built, free for the steps after it
 
-  explicit Attention(const Tensor& q) : device(q) {}
+  explicit Attention(const Tensor& q) : device(q) { owned.reserve(8); }
 
   const void* own(const Tensor& tensor) {
     owned.push_back(tensor);
@@ -135,16 +136,19 @@ std::span<std::byte> bytes_of(const Tensor& tensor) {
 }
 
 // The schedule lives as long as one call. Keeping it from forward to backward would save its construction,
-// which is a small part of either, and cost its memory in every layer of a model in between.
+// which is a small part of either, and cost its memory in every layer of a model in between. Its workspace lies behind
+// it: one allocation of either size takes the host as long as a third of a launch.
 void take_schedule(Attention& call, const Tensor& like, const Options& options) {
   const ScheduleCall scheduling(call.problem, call.in.visibility, options.direction, call.execution,
                                 options.backend);
   const std::size_t bytes = scheduling.size();
   if (bytes == 0) return;
-  const Tensor memory = allocate_bytes(bytes, like);
-  const Tensor workspace = allocate_bytes(scheduling.workspace_size(), like);
+  const std::size_t end =
+      (bytes + workspace_alignment - 1) / workspace_alignment * workspace_alignment;
+  const Tensor memory = allocate_bytes(end + scheduling.workspace_size(), like);
   call.owned.push_back(memory);
-  call.schedule = scheduling.build(bytes_of(memory), bytes_of(workspace));
+  call.workspace = bytes_of(memory).subspan(end);
+  call.schedule = scheduling.build(bytes_of(memory).first(bytes), call.workspace);
 }
 
 Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
@@ -211,10 +215,14 @@ ScalarType row_type(const Problem& p) {
   return p.dtype == DType::f64 ? ScalarType::Double : ScalarType::Float;
 }
 
-RowValues row_values(const Tensor& tensor) {
-  void* const data = tensor.mutable_data_ptr();
-  if (tensor.scalar_type() == ScalarType::Double) return static_cast<double*>(data);
-  return static_cast<float*>(data);
+// lse and lse_low, which are one tensor [2, B, Hq, Sq]: an allocation and a result less.
+std::array<RowValues, 2> row_values(const Tensor& both) {
+  const auto parts = [&]<class T>(T* lse) -> std::array<RowValues, 2> {
+    return {lse, lse + both.numel() / 2};
+  };
+  void* const data = both.mutable_data_ptr();
+  return both.scalar_type() == ScalarType::Double ? parts(static_cast<double*>(data))
+                                                  : parts(static_cast<float*>(data));
 }
 
 // The main kernels that calls have started while recording is on. Autograd calls backward on threads of its own, so
@@ -256,13 +264,14 @@ std::string kernel_names_op(std::string backend) {
 }
 
 template <class Args>
-void run(const CheckedCall<Args>& call, const Tensor& like) {
+void run(const CheckedCall<Args>& call, std::span<std::byte> workspace, const Tensor& like) {
   kernel_recorder().add(call);
-  const Tensor workspace = allocate_bytes(call.workspace_size(), like);
-  call.run(bytes_of(workspace));
+  if (call.workspace_size() <= workspace.size()) return call.run(workspace);
+  const Tensor own = allocate_bytes(call.workspace_size(), like);
+  call.run(bytes_of(own));
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward_op(
+std::tuple<Tensor, Tensor> forward_op(
     const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
     const OptionalTensor& bias, const OptionalTensor& key_intervals, const OptionalTensor& key_list,
     const OptionalTensor& key_count, const OptionalTensor& key_rank,
@@ -274,24 +283,24 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(
   const Attention call = prepare(q, k, v, mask, bias, key_intervals, options, false);
   const Problem& p = call.problem;
   const Tensor out = allocate(query_shape(p), q.scalar_type(), q);
-  const Tensor lse = allocate({p.batch, p.heads_q, p.seqlen_q}, row_type(p), q);
-  const Tensor lse_low = allocate({p.batch, p.heads_q, p.seqlen_q}, row_type(p), q);
+  const Tensor lse = allocate({2, p.batch, p.heads_q, p.seqlen_q}, row_type(p), q);
+  const auto rows = row_values(lse);
 
   const ForwardArgs args{.problem = p,
                          .in = call.in,
                          .schedule = call.schedule,
                          .out = mutable_view4(out),
-                         .lse = row_values(lse),
-                         .lse_low = row_values(lse_low)};
-  run(ForwardCall(args, call.execution, backend), q);
-  return {out, lse, lse_low};
+                         .lse = rows[0],
+                         .lse_low = rows[1]};
+  run(ForwardCall(args, call.execution, backend), call.workspace, q);
+  return {out, lse};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
     const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_intervals,
     const OptionalTensor& key_list, const OptionalTensor& key_count, const OptionalTensor& key_rank,
-    const OptionalTensor& rank_limit, const Tensor& out, const Tensor& lse, const Tensor& lse_low,
+    const OptionalTensor& rank_limit, const Tensor& out, const Tensor& lse,
     std::vector<std::int64_t> key_bound, bool is_causal, double scale, double softcap,
     bool saturate, bool deterministic, std::string backend, bool need_dq, bool need_dk,
     bool need_dv, bool need_dbias) {
@@ -317,34 +326,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
     return needed ? mutable_view4(tensor) : Tensor4{};
   };
 
-  const auto lse_data = [&](const Tensor& tensor, const char* name) -> ConstRowValues {
-    const bool fits = tensor.dim() == 3 && tensor.size(0) == p.batch &&
-                      tensor.size(1) == p.heads_q && tensor.size(2) == p.seqlen_q &&
-                      tensor.scalar_type() == row_type(p);
-    if (!fits) {
-      throw InvalidArgument(name,
-                            std::string(torch::headeronly::toString(tensor.scalar_type())) +
-                                " of shape " + shape_text(tensor),
-                            "what forward returned");
-    }
-    expect_on_device_of(tensor, name, q, "q");
-    const Tensor dense = as_contiguous(tensor);
-    call.own(dense);
-    return row_values(dense);
-  };
+  const bool lse_fits = lse.dim() == 4 && lse.size(0) == 2 && lse.size(1) == p.batch &&
+                        lse.size(2) == p.heads_q && lse.size(3) == p.seqlen_q &&
+                        lse.scalar_type() == row_type(p);
+  if (!lse_fits) {
+    throw InvalidArgument("lse",
+                          std::string(torch::headeronly::toString(lse.scalar_type())) +
+                              " of shape " + shape_text(lse),
+                          "what forward returned");
+  }
+  expect_on_device_of(lse, "lse", q, "q");
+  const Tensor dense_lse = as_contiguous(lse);
+  const auto rows = row_values(dense_lse);
   BackwardArgs args;
   args.problem = p;
   args.in = call.in;
   args.schedule = call.schedule;
   args.out = take_rows(call, out);
   args.dout = take_rows(call, dout);
-  args.lse = lse_data(lse, "lse");
-  args.lse_low = lse_data(lse_low, "lse_low");
+  args.lse = rows[0];
+  args.lse_low = rows[1];
   args.dq = view(need_dq, dq);
   args.dk = view(need_dk, dk);
   args.dv = view(need_dv, dv);
   args.dbias = view(need_dbias, dbias);
-  run(BackwardCall(args, call.execution, backend), q);
+  run(BackwardCall(args, call.execution, backend), call.workspace, q);
   return {dq, dk, dv, dbias};
 }
 
@@ -366,11 +372,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
       "Tensor? key_list, Tensor? key_count, Tensor? key_rank, Tensor? rank_limit, SymInt[] "
       "key_bound, "
       "bool is_causal, float scale, float softcap, bool saturate, bool deterministic, str backend) "
-      "-> (Tensor out, Tensor lse, Tensor lse_low)");
+      "-> (Tensor out, Tensor lse)");
   m.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, "
       "Tensor? key_intervals, Tensor? key_list, Tensor? key_count, Tensor? key_rank, "
-      "Tensor? rank_limit, Tensor out, Tensor lse, Tensor lse_low, SymInt[] key_bound, "
+      "Tensor? rank_limit, Tensor out, Tensor lse, SymInt[] key_bound, "
       "bool is_causal, float scale, float softcap, bool saturate, bool deterministic, str backend, "
       "bool need_dq, bool need_dk, bool need_dv, bool need_dbias) -> (Tensor dq, Tensor dk, Tensor "
       "dv, Tensor dbias)");

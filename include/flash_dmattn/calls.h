@@ -24,7 +24,7 @@ class ScheduleCall {
                const Execution& execution, std::string_view backend = {});
 
   std::size_t size() const;
-  std::size_t workspace_size() const;
+  std::size_t workspace_size() const noexcept { return workspace_size_; }
   Schedule build(std::span<std::byte> memory, std::span<std::byte> workspace) const;
 
  private:
@@ -33,6 +33,7 @@ class ScheduleCall {
   Visibility visibility_;
   Direction direction_;
   Execution execution_;
+  std::size_t workspace_size_;
 };
 
 template <class Args>

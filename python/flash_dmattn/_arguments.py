@@ -43,17 +43,23 @@ def attention_inputs(
     """
     _check_tensors(query, key, value, layout)
     refuse_transforms(query=query, key=key, value=value)
-    device_type = query.device.type
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        query, key, value = (
-            t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
-            for t in (query, key, value)
-        )
+    if torch._C._is_any_autocast_enabled():
+        query, key, value = _autocast(query, key, value)
     _check_types(query, key, value)
     check_device(query, backend)
     missing = _check_shapes(query, key, value)
     return query, key, F.pad(value, (0, missing)) if missing else value
+
+
+def _autocast(query: Tensor, *others: Tensor) -> list[Tensor]:
+    device_type = query.device.type
+    tensors = [query, *others]
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return [
+        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+    ]
 
 
 def of_value_dim(out: Tensor, value: Tensor) -> Tensor:
@@ -146,15 +152,17 @@ def _check_types(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> int:
     """By how much the head dimension of value is smaller."""
-    *rows_q, heads_q, head_dim = query.shape  # rows: [B, S], or [total]
-    *rows_k, heads_kv, head_dim_k = key.shape
-    *rows_v, heads_v, head_dim_v = value.shape
-    if rows_v != rows_k or heads_v != heads_kv or head_dim_v > head_dim_k:
+    of_query, of_key, of_value = query.shape, key.shape, value.shape
+    missing = of_key[-1] - of_value[-1]
+    if of_value != of_key and (missing < 0 or of_value[:-1] != of_key[:-1]):
         raise ValueError(
             f"value: got shape {tuple(value.shape)}, expected that of key, {tuple(key.shape)}, or a smaller head "
             "dimension"
         )
-    if head_dim_k != head_dim or rows_k[:-1] != rows_q[:-1]:
+    heads_q, head_dim = of_query[-2], of_query[-1]
+    heads_kv = of_key[-2]
+    has_batch = len(of_query) == 4
+    if of_key[-1] != head_dim or (has_batch and of_key[0] != of_query[0]):
         raise ValueError(
             f"key: got shape {tuple(key.shape)}, expected batch and head dimension of query, "
             f"{tuple(query.shape)}"
@@ -165,7 +173,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> int:
         )
     if not 1 <= head_dim <= 256:
         raise ValueError(f"query: got head dimension {head_dim}, expected 1 to 256")
-    return head_dim_k - head_dim_v
+    return missing
 
 
 def _runs_on_cpu(backend: str) -> bool:
@@ -226,7 +234,7 @@ def broadcast_argument(
     elif tensor.dim() == 3:
         tensor = tensor.unsqueeze(2)
     batch, seqlen_q, heads_q, _ = query.shape
-    seqlen_k, heads_kv = key.shape[1:3]
+    _, seqlen_k, heads_kv, _ = key.shape
     fits = tensor.dim() == 4
     if fits:
         b, h, sq, sk = tensor.shape

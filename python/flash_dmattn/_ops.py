@@ -98,8 +98,7 @@ def _forward_fake(q, k, v, mask, bias, *keys_and_options):
     _require_device_of(q, k=k, v=v, mask=mask, bias=bias, **keys)
     batch, seqlen_q, heads_q, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = q.new_empty((batch, heads_q, seqlen_q), dtype=lse_dtype)
-    return q.new_empty(q.shape), lse, torch.empty_like(lse)
+    return q.new_empty(q.shape), q.new_empty((2, batch, heads_q, seqlen_q), dtype=lse_dtype)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::backward")

@@ -31,7 +31,7 @@ def attention(
     numerics: Numerics,
     backend: str = "",
 ) -> tuple[Tensor, Tensor | None]:
-    """out and lse of arguments as the public functions take them.
+    """out and statistics of arguments as the public functions take them.
 
     backend: "" takes the first one that supports the problem.
     """
@@ -51,8 +51,8 @@ def attention(
     if choice.window is not None:
         by_library = backend_of(query, backend) not in IN_PYTHON
         visible = choose(choice, query, key, bias, visible, by_library)
-    out, lse = run(query, key, value, bias, visible, numerics, backend)
-    return out if value is given else of_value_dim(out, given), lse
+    out, statistics = run(query, key, value, bias, visible, numerics, backend)
+    return out if value is given else of_value_dim(out, given), statistics
 
 
 def run(
@@ -64,7 +64,11 @@ def run(
     numerics: Numerics,
     backend: str = "",
 ) -> tuple[Tensor, Tensor | None]:
-    """out and lse of arguments in normal form."""
+    """out and statistics of arguments in normal form.
+
+    The first of the statistics [.., B, Hq, Sq] is lse, which is taken from them where it is wanted: a view takes as
+    long as an allocation.
+    """
     backend = backend_of(query, backend)
     numerics = numerics.for_head_dim(query.shape[3])
     keys = visible.keys
@@ -80,10 +84,12 @@ def run(
 
 
 def with_statistics(
-    out: Tensor, lse: Tensor | None, wanted: bool | None
+    out: Tensor, statistics: Tensor | None, wanted: bool | None
 ) -> Tensor | tuple[Tensor, Tensor | None, None]:
     """The result of the public functions; the third place is that of the probabilities elsewhere."""
-    return (out, lse, None) if resolve_flag(wanted, "return_attn_probs") else out
+    if not resolve_flag(wanted, "return_attn_probs"):
+        return out
+    return out, statistics if statistics is None else statistics[0], None
 
 
 def _run_in_python(
@@ -103,7 +109,9 @@ def _run_in_python(
     else:
         from .flex import attention as implementation
     out, lse = implementation(query, key, value, bias, visible, numerics)
-    return check_finite.outputs(out, lse) if checked else (out, lse)
+    if checked:
+        out, lse = check_finite.outputs(out, lse)
+    return out, lse if lse is None else lse.unsqueeze(0)
 
 
 def _check_intervals(key_intervals: KeyIntervals, query: Tensor, key: Tensor) -> None:

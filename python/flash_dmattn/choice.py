@@ -144,7 +144,8 @@ def _scores_and_allowed(query, key, mask, bias, selection_scores):
             f"[B, H, {seqlen_k}] or [B, H, 1, {seqlen_k}]. For scores per pair, build a mask with "
             "flash_dmattn.utils.mask.create_mask"
         )
-    scores = scores.detach()
+    if scores.requires_grad:
+        scores = scores.detach()
     # A bias that masks hides its keys from the choice. Where it is the score, these are the worst keys anyway.
     if selection_scores is not None and bias is not None:
         if bias.shape[2] != 1:
@@ -153,12 +154,14 @@ def _scores_and_allowed(query, key, mask, bias, selection_scores):
             unmasked = bias.detach() > mask_value
             scores, unmasked = match_heads(query, key, scores, unmasked)
             scores = torch.where(unmasked, scores, float("nan"))
+    scores = scores.squeeze(2)
+    if mask is None and hiding is None:
+        return scores, None
     mask, hiding = (
         t if t is None or t.shape[3] == seqlen_k else t.expand(-1, -1, -1, seqlen_k)
         for t in (mask, hiding)
     )
-    nothing_hides = mask is None and hiding is None
-    return scores.squeeze(2), None if nothing_hides else AllowedPairs(mask, hiding, mask_value)
+    return scores, AllowedPairs(mask, hiding, mask_value)
 
 
 def match_heads(query, key, *parts):

@@ -38,7 +38,7 @@ def flex_dmattn_func(
     Sequences may not be empty. On the CPU torch has neither a backward of it nor the log-sum-exp, which is
     None there.
     """
-    out, lse = attention(
+    out, statistics = attention(
         query,
         key,
         value,
@@ -48,4 +48,4 @@ def flex_dmattn_func(
         Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
         "flex",
     )
-    return with_statistics(out, lse, return_attn_probs)
+    return with_statistics(out, statistics, return_attn_probs)

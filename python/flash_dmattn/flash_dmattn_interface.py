@@ -77,7 +77,7 @@ def flash_dmattn_func(
     Returns out [B, Sq, Hq, D], or (out, softmax_lse [B, Hq, Sq], None) with return_attn_probs. A query that
     sees no key has out = 0 and softmax_lse = -inf.
     """
-    out, lse = attention(
+    out, statistics = attention(
         query,
         key,
         value,
@@ -87,7 +87,7 @@ def flash_dmattn_func(
         Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
         backend,
     )
-    return with_statistics(out, lse, return_attn_probs)
+    return with_statistics(out, statistics, return_attn_probs)
 
 
 def flash_dmattn_varlen_func(
@@ -172,8 +172,8 @@ def flash_dmattn_varlen_func(
             total_q,
             _packed_bound(keep_window_size, selection, is_causal, same_offsets),
         )
-    out, lse = run(query, key, value, bias, Visibility(keys=intervals), numerics)
-    return with_statistics(of_value_dim(out[0], given), lse[0], return_attn_probs)
+    out, statistics = run(query, key, value, bias, Visibility(keys=intervals), numerics)
+    return with_statistics(of_value_dim(out[0], given), statistics[:, 0], return_attn_probs)
 
 
 def _packed_bias(attn_bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

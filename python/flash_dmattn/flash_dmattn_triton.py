@@ -38,7 +38,7 @@ def triton_dmattn_func(
 
     Raises RuntimeError with the reason where it cannot run.
     """
-    out, lse = attention(
+    out, statistics = attention(
         query,
         key,
         value,
@@ -48,4 +48,4 @@ def triton_dmattn_func(
         Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
         "triton",
     )
-    return with_statistics(out, lse, return_attn_probs)
+    return with_statistics(out, statistics, return_attn_probs)

@@ -37,5 +37,5 @@ def forward_flops(
 
 @register_flop_formula(ops.backward)
 def backward_flops(dout, q, k, *others, **_):
-    key_list, key_bound = others[4], others[11]
+    key_list, key_bound = others[4], others[10]
     return 10 * q[3] * _elements(q, k, key_list, key_bound)

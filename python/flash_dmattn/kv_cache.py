@@ -101,8 +101,8 @@ def flash_dmattn_with_kvcache(
         bias = None
         if scores_are_bias and score_cache is not None:
             bias = score_cache[:, :, None].to(torch.promote_types(q.dtype, torch.float32))
-        out, lse = run(q, k_cache, v_cache, bias, Visibility(keys=keys), numerics, backend)
-        return with_statistics(out, lse, return_softmax_lse)
+        out, statistics = run(q, k_cache, v_cache, bias, Visibility(keys=keys), numerics, backend)
+        return with_statistics(out, statistics, return_softmax_lse)
     if cache_leftpad is not None:
         raise ValueError("cache_leftpad: got it for a cache of slots, expected key_mask")
     if keep_window_size is None or score_cache is None or k is None:
@@ -132,7 +132,7 @@ def flash_dmattn_with_kvcache(
         slots.append(k, v, scores, key_mask=key_mask)
         out, lse = slots.attend(q, return_lse=True, **options)
         slots.commit()
-    return with_statistics(out, lse, return_softmax_lse)
+    return (out, lse, None) if return_softmax_lse else out
 
 
 def _check_all_keys(

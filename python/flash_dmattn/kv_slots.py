@@ -312,8 +312,8 @@ class KVSlots:
         bias = self.scores[:, :, None, :end] if scores_are_bias else None
         numerics = Numerics.of(scale, None, softcap, nonfinite, None)
         k, v = (t[:, :, :end].transpose(1, 2) for t in (self.k, self.v))
-        out, lse = run(query, k, v, bias, visible, numerics, self.backend)
-        return (out, lse) if return_lse else out
+        out, statistics = run(query, k, v, bias, visible, numerics, self.backend)
+        return (out, statistics[0]) if return_lse else out
 
     def commit(self, keep: int | Tensor | None = None) -> None:
         """The first `keep` pending tokens enter the slots, each evicting the worst key once all are taken; the others

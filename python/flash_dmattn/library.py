@@ -19,7 +19,7 @@ def attention(
     numerics: Numerics,
     backend: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of arguments in normal form.
+    """out and statistics [2, B, Hq, Sq] of arguments in normal form: lse, and what rounding removed from it.
 
     Here the operator's arguments are put in a row, and nowhere else.
     """
@@ -28,7 +28,7 @@ def attention(
     padding = -head_dim % 8 if q.is_cuda else 0
     if padding:
         q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
-    out, lse, _ = _ops.attend(
+    out, statistics = _ops.attend(
         q, k, v, visible.mask, bias, *visible.operands(), visible.is_causal, *numerics, backend
     )
-    return out[..., :head_dim] if padding else out, lse
+    return out[..., :head_dim] if padding else out, statistics

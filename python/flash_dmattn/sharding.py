@@ -35,25 +35,25 @@ def _splits(mesh_shape: tuple[int, ...], batch: int, heads_kv: int) -> list[tupl
 
 
 def _attention_placements(q, k, v, *operands):
-    """Of rows such as q, of the operands, and of statistics such as lse: one of each for every way of sharding."""
+    """Of rows such as q, of the operands, and of statistics [2, B, Hq, Sq]: one of each for every way of sharding."""
     yield Replicate(), [t if t is None else Replicate() for t in operands], Replicate()
     for dim, size in _splits(q.mesh.shape, k.shape[0], k.shape[2]):
         rows = Shard(2 if dim == _HEADS else dim)
-        yield rows, [_by(dim, t, size) for t in operands], Shard(dim)
+        yield rows, [_by(dim, t, size) for t in operands], Shard(dim + 1)
 
 
 @register_sharding(_ops.forward)
 def _forward(*arguments):
     options = [None] * (len(arguments) - _INPUTS)
     return [
-        ([rows, statistics, statistics], [rows, rows, rows, *operands, *options])
+        ([rows, statistics], [rows, rows, rows, *operands, *options])
         for rows, operands, statistics in _attention_placements(*arguments[:_INPUTS])
     ]
 
 
 @register_sharding(_ops.backward)
 def _backward(dout, *arguments):
-    options = [None] * (len(arguments) - _INPUTS - 3)  # after out, lse and lse_low
+    options = [None] * (len(arguments) - _INPUTS - 2)  # after out and lse
     *needs, needs_dbias = arguments[-4:]
     found = []
     for rows, operands, statistics in _attention_placements(*arguments[:_INPUTS]):
@@ -61,7 +61,7 @@ def _backward(dout, *arguments):
         if needs_dbias and dbias == Replicate() and rows != Replicate():
             dbias = Partial()
         outputs = [*(rows if needed else Replicate() for needed in needs), dbias]
-        inputs = [rows, rows, rows, rows, *operands, rows, statistics, statistics, *options]
+        inputs = [rows, rows, rows, rows, *operands, rows, statistics, *options]
         found.append((outputs, inputs))
     return found
 
@@ -89,7 +89,7 @@ def _select_key_list(scores, key_mask, *options):
 # torch keeps a rule's result by the tensors alone where no argument is declared to matter.
 for operator, tensors in (
     (_ops.forward, _INPUTS),
-    (_ops.backward, 1 + _INPUTS + 3),
+    (_ops.backward, 1 + _INPUTS + 2),
     (_ops.select_key_intervals, 2),
     (_ops.select_key_list, 2),
 ):

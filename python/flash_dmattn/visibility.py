@@ -63,5 +63,6 @@ class Visibility(NamedTuple):
         if self.keys is None:
             return _ALL_KEYS
         if isinstance(self.keys, KeyIntervals):
-            return Operands(self.keys.intervals, key_bound=self.keys.bound_operand())
+            bound = self.keys.bound_operand()
+            return Operands(self.keys.intervals, None, None, None, None, bound)
         return self.keys.operands()

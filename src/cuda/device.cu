@@ -72,13 +72,16 @@ const DeviceProperties& current_device() {
   return known.get(read_properties);
 }
 
+std::string compute_capability(const DeviceProperties& device) {
+  return std::to_string(device.compute_capability / 10) + "." +
+         std::to_string(device.compute_capability % 10);
+}
+
 std::string device_name() {
   const DeviceProperties& device = current_device();
   cudaDeviceProp properties;
   check(cudaGetDeviceProperties(&properties, device.index), "cudaGetDeviceProperties");
-  return std::string(properties.name) + ", compute capability " +
-         std::to_string(device.compute_capability / 10) + "." +
-         std::to_string(device.compute_capability % 10);
+  return std::string(properties.name) + ", compute capability " + compute_capability(device);
 }
 
 const std::string& family_cap() {

@@ -23,6 +23,9 @@ const std::string& decline_driver();
 // Of the current device. Throws CudaError where there is none.
 const DeviceProperties& current_device();
 
+// "9.0"
+std::string compute_capability(const DeviceProperties& device);
+
 // "NVIDIA H200, compute capability 9.0", of the current device.
 std::string device_name();
 

@@ -34,7 +34,7 @@ template <class Args>
 struct Kernels {
   // Why these kernels do not compute the problem; "" when they do.
   std::string (*decline)(const Problem&) = nullptr;
-  // The schedule that they follow where there are intervals or a key list.
+  // The schedule that they follow where there are intervals.
   ScheduleForm schedule;
   std::size_t (*workspace_size)(const Args&, const DeviceProperties&) = nullptr;
   void (*run)(const Args&, const DeviceProperties&, const Execution&) = nullptr;

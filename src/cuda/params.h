@@ -39,6 +39,11 @@ struct BroadcastView {
   bool aligned_x4 = false;   // elements 4 i ... 4 i + 3 of every row do; `query` fits into 31 bits
   bool aligned_16B = false;  // as many as 16 bytes have do, of 16-bit elements or bytes
   bool f32 = false;          // of a bias: fp32 elements, else 16-bit ones
+
+  // The first element of a head.
+  constexpr std::int64_t begin(int batch_index, int head, int kv_head) const {
+    return batch_index * batch + head * head_q + kv_head * head_kv;
+  }
 };
 using Broadcast = BroadcastView<const std::byte>;
 using OutputBroadcast = BroadcastView<std::byte>;
@@ -58,6 +63,10 @@ struct PackedMask {
   int batch = 0;
   int head_q = 0;
   int head_kv = 0;
+
+  constexpr std::int64_t matrix(int batch_index, int head, int kv_head) const {
+    return batch_index * batch + head * head_q + kv_head * head_kv;
+  }
 };
 
 // Queries of a tile of key lists and of key ranges. The rows of every kernel's tile divide it.

@@ -8,7 +8,7 @@
 #include "cuda/selection/selection.h"
 #include "flash_dmattn/error.h"
 
-// Selection where the data is.
+// Selection on the device of the data.
 namespace flash_dmattn {
 namespace {
 

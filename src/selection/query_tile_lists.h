@@ -7,12 +7,12 @@
 #include "flash_dmattn/visibility.h"
 #include "workspace_allocator.h"
 
-// The schedule of kernels that go through the keys of a tile of queries.
+// The schedule of kernels that iterate over the keys of a tile of queries.
 namespace flash_dmattn {
 
-// For each tile of `tile_rows` consecutive queries, the keys that at least one of them sees: its *full* keys
-// first (visible to all its rows), then its *partial* ones, each group by ascending position; or all of them by
-// position, of which none counts as full. O(number of entries) memory.
+// For each tile of `tile_rows` consecutive queries, the keys that at least one of them sees: first the *full* keys
+// (visible to all rows), then the *partial* ones, each group by ascending position; or all keys by position, none of
+// them marked as full. O(number of entries) memory.
 struct QueryTileLists {
   std::int64_t tile_rows = 0;  // queries of a tile; the last one may have fewer
   std::int64_t tiles = 0;      // ceil(Sq / tile_rows)
@@ -26,7 +26,7 @@ struct QueryTileLists {
   std::int64_t stride_head = 0;
 };
 
-// The most tiles of a row for which a GPU builds a schedule: it numbers half tiles with 16 bits.
+// The maximum number of tiles of a row for which a GPU builds a schedule: half tiles are numbered in 16 bits.
 inline constexpr std::int64_t max_query_tiles = 0x7fff;
 
 // The arguments of build_tile_lists; the lists have the batch and heads of the intervals or of the key list.
@@ -37,13 +37,13 @@ struct TileListArgs {
   std::int64_t seqlen_k = 0;
   std::int64_t tile_rows = 0;
   bool causal = false;  // clips every interval to queries at or after the key
-  // All keys of a tile by position. Either order gives the same results; this one is what deterministic
-  // gradients on a GPU are quick with.
+  // All keys of a tile by position. Both orders give the same results; deterministic gradients on a GPU are faster
+  // with this one.
   bool by_position = false;
   KeyIntervals intervals{};  // strides as in memory; null data: every key is visible to every query
   KeyBound bound{};          // must be known on a GPU, is not used on the CPU
-  // Instead of intervals, on a GPU. The tile lists are then the beginnings of these lists, and need no memory
-  // for keys. (From a list's count on there are more keys.)
+  // Instead of intervals, on a GPU. The tile lists are then prefixes of these lists, and need no memory for keys. (A
+  // list has more keys after its count.)
   KeyList key_list{};
 
   std::int64_t tiles() const { return seqlen_q / tile_rows + (seqlen_q % tile_rows != 0 ? 1 : 0); }
@@ -70,12 +70,12 @@ QueryTileLists view_of(const TileListBuffers& buffers, const TileListArgs& args)
 TileListArgs tile_list_args(const Problem& problem, const Visibility& visibility,
                             std::int64_t tile_rows);
 
-// The lists of a schedule, nothing where it is empty. The keys of a key list are where the list is. Throws
+// The lists of a schedule; none if it is empty. With a key list, `keys` points to that list. Throws
 // InvalidArgument for tiles of other than `tile_rows` queries.
 QueryTileLists query_tile_lists(const Schedule& schedule, const KeyList& key_list,
                                 std::int64_t tile_rows);
 
-// ---- Where the data is ---------------------------------------------------------------------------
+// ---- On the device of the data -------------------------------------------------------------------
 //
 // For the tests, and for kernels that are not the library's own and visit tiles of their own size (the Triton
 // backend, through the operator build_tile_lists). See cpu/selection/selection.h and cuda/selection/selection.h.

@@ -10,12 +10,12 @@ namespace flash_dmattn {
 
 enum class ScheduleKind : std::uint8_t {
   none,
-  query_tile_lists,  // of each tile of queries, the keys that it visits
-  key_list_tiles,    // of each tile of queries, how much of its row's KeyList it visits
-  key_slots,         // of each block of slots, the keys that live in them one after the other
+  query_tile_lists,  // for each tile of queries, the keys that it visits
+  key_list_tiles,  // for each tile of queries, the number of keys of its row's KeyList that it visits
+  key_slots,       // for each block of slots, the sequence of keys of each slot
 };
 
-// The contents of a Schedule: how its memory is read, and what it was built for, which every call checks.
+// The contents of a Schedule: the layout of its memory, and the problem it was built for, which every call checks.
 struct ScheduleContents {
   ScheduleKind kind = ScheduleKind::none;
   bool serves_forward = false;
@@ -23,7 +23,7 @@ struct ScheduleContents {
   std::byte* data = nullptr;
   std::size_t bytes = 0;
   std::int64_t tile_rows = 0;  // queries of a tile
-  // Keys that a tile's list has room for, or slots, or the stride of the KeyList; 0: lists are packed.
+  // The capacity of a tile's list in keys, or the number of slots, or the stride of the KeyList; 0: lists are packed.
   std::int64_t capacity = 0;
   std::int64_t segments = 1;           // of slots
   const std::int32_t* keys = nullptr;  // of the KeyList

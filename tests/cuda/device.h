@@ -48,6 +48,10 @@ class DeviceBuffer {
   void download(void* to) const {
     check_cuda(cudaMemcpy(to, data(), bytes_, cudaMemcpyDeviceToHost));
   }
+  // All of it 0xFF again, in the order of a stream.
+  void poison(cudaStream_t stream) const {
+    check_cuda(cudaMemsetAsync(data(), 0xFF, bytes_, stream));
+  }
 
  private:
   static constexpr std::size_t guard = 1024;
@@ -80,6 +84,7 @@ class DeviceTensor {
   void download(std::byte* to) const {
     if (span_.bytes > 0) buffer_.download(to);
   }
+  void poison(cudaStream_t stream) const { buffer_.poison(stream); }
 
  private:
   struct Span {

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/family.h"
 #include "device.h"
 #include "flash_dmattn/calls.h"
 #include "least_bound.h"
@@ -86,19 +87,56 @@ class DeviceCase {
   std::string forward_kernel() const { return ForwardCall(forward_args_, {}).kernel_name(); }
   std::string backward_kernel() const { return BackwardCall(backward_args_, {}).kernel_name(); }
 
-  void run_forward() const { run_call(ForwardCall(forward_args_, {})); }
-
-  // The bits of out and lse.
-  std::vector<std::byte> forward_bits() const {
-    std::vector<std::byte> bits(out_.bytes() + lse_.bytes());
-    out_.download(bits.data());
-    lse_.download(bits.data() + out_.bytes());
-    return bits;
+  // Begin a direction anew, in the order of a stream, and return at once. What it writes is poisoned before.
+  void launch_forward(cudaStream_t stream = nullptr) {
+    poison({&out_, &lse_, &lse_low_}, stream);
+    launch(forward_args_, forward_workspace_, stream);
+  }
+  // Of what the last forward has left.
+  void launch_backward(cudaStream_t stream = nullptr) {
+    poison({&dq_, &dk_, &dv_, &dbias_}, stream);
+    launch(backward_args_, backward_workspace_, stream);
   }
 
+  // Tensors whose bits two launches of the same kernels share: out and lse; dk and dv, where each is stored once; all
+  // gradients, where additions have an order.
+  using Outputs = std::vector<const DeviceTensor*>;
+  Outputs forward_outputs() const { return {&out_, &lse_}; }
+  Outputs key_gradients() const { return {&dk_, &dv_}; }
+  Outputs gradients() const { return {&dq_, &dk_, &dv_, &dbias_}; }
+  const DeviceTensor& dq() const { return dq_; }
+  const DeviceTensor& dbias() const { return dbias_; }
+
   Results run() && {
-    run_forward();
-    run_call(BackwardCall(backward_args_, {}));
+    launch_forward();
+    launch_backward();
+    return take_results();
+  }
+
+  // The same by one family of kernels, but for a direction that it declines. The schedules are of the family that the
+  // API chooses; another has none.
+  Results run_by(const cuda::Family& family) && {
+    const auto belongs = [&](const std::string& kernel) {
+      return kernel.starts_with(std::string(family.name) + " ");
+    };
+    if (family.forward.decline(forward_args_.problem).empty()) {
+      if (!belongs(forward_kernel())) forward_args_.schedule = {};
+      run_kernels(family.forward, forward_args_);
+    } else {
+      launch_forward();
+    }
+    if (family.backward.decline(backward_args_.problem).empty()) {
+      if (!belongs(backward_kernel())) backward_args_.schedule = {};
+      run_kernels(family.backward, backward_args_);
+    } else {
+      launch_backward();
+    }
+    return take_results();
+  }
+
+ private:
+  Results take_results() {
+    check_cuda(cudaDeviceSynchronize());
     for (DeviceTensor* tensor : {&out_, &lse_, &lse_low_, &dq_, &dk_, &dv_, &dbias_}) {
       tensor->download();
     }
@@ -109,7 +147,6 @@ class DeviceCase {
     return std::move(results_);
   }
 
- private:
   Inputs inputs_of(const Data& data) {
     Inputs in;
     in.q = q_.view();
@@ -126,10 +163,29 @@ class DeviceCase {
     return in;
   }
 
-  template <class Call>
-  static void run_call(const Call& call) {
-    const DeviceBuffer workspace(call.workspace_size());
-    call.run({workspace.data(), call.workspace_size()});
+  static void poison(const Outputs& outputs, cudaStream_t stream) {
+    for (const DeviceTensor* tensor : outputs) tensor->poison(stream);
+  }
+
+  template <class Args>
+  static void launch(const Args& args, std::optional<DeviceBuffer>& workspace,
+                     cudaStream_t stream) {
+    Execution execution;
+    execution.stream = stream;
+    const CheckedCall<Args> call(args, execution);
+    if (!workspace) workspace.emplace(call.workspace_size());
+    workspace->poison(stream);
+    call.run({workspace->data(), call.workspace_size()});
+  }
+
+  template <class Args>
+  static void run_kernels(const cuda::Kernels<Args>& kernels, const Args& args) {
+    const cuda::DeviceProperties& device = cuda::current_device();
+    Execution execution;
+    execution.workspace_bytes = kernels.workspace_size(args, device);
+    const DeviceBuffer workspace(execution.workspace_bytes);
+    execution.workspace = workspace.data();
+    kernels.run(args, device, execution);
     check_cuda(cudaDeviceSynchronize());
   }
 
@@ -142,6 +198,8 @@ class DeviceCase {
   DeviceSchedule backward_schedule_;
   ForwardArgs forward_args_;
   BackwardArgs backward_args_;
+  std::optional<DeviceBuffer> forward_workspace_;
+  std::optional<DeviceBuffer> backward_workspace_;
 };
 
 }  // namespace flash_dmattn::testing

@@ -125,6 +125,16 @@ TEST(CudaGradients, AreFiniteAt256x256) {
                            {"causal", "1"}});
 }
 
+TEST(CudaGradients, AreFiniteAt256x256AndHeadDim128) {
+  expect_finite_gradients({{"name", "dv_128"},
+                           {"dtype", "bf16"},
+                           {"heads_q", "1"},
+                           {"seqlen_q", "256"},
+                           {"seqlen_k", "256"},
+                           {"head_dim", "128"},
+                           {"causal", "1"}});
+}
+
 TEST(CudaGradients, AreFiniteAtKeyLength192AndHeadDim80) {
   expect_finite_gradients({{"name", "tails"},
                            {"dtype", "bf16"},
@@ -185,7 +195,7 @@ INSTANTIATE_TEST_SUITE_P(
                                        {"intervals_shape", "bv"},
                                        {"window", "300"}}},
                       DeterminismCase{"sliding",
-                                      {{"bias", "1vqk"},
+                                      {{"bias", "bvqk"},
                                        {"intervals", "sliding"},
                                        {"intervals_shape", "11"},
                                        {"window", "200"}}}),

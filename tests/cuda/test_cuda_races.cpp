@@ -2,11 +2,15 @@
 
 #include <cstddef>
 #include <cstdlib>
+#include <future>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backend.h"
 #include "device_case.h"
+#include "launch_bits.h"
 #include "support/cases.h"
 
 // Looks for races among the producers and consumers of a kernel. A wait or a fence that is missing shows as bits that
@@ -17,6 +21,9 @@ namespace {
 using testing::CaseWords;
 using testing::Data;
 using testing::DeviceCase;
+using testing::DeviceTensor;
+using testing::LaunchBits;
+using testing::LaunchSums;
 using testing::Walk;
 
 struct RaceCase {
@@ -24,16 +31,18 @@ struct RaceCase {
   CaseWords words;
 };
 
+const RaceCase selection = {"selection",
+                            {{"bias", "bv1k"},
+                             {"bias_fill", "normal"},
+                             {"intervals", "per_query"},
+                             {"intervals_shape", "bv"},
+                             {"window", "300"}}};
+
 const std::vector<RaceCase>& race_cases() {
   static const std::vector<RaceCase> cases = {
       {"plain", {}},
       {"full", {{"causal", "0"}}},
-      {"selection",
-       {{"bias", "bv1k"},
-        {"bias_fill", "normal"},
-        {"intervals", "per_query"},
-        {"intervals_shape", "bv"},
-        {"window", "300"}}},
+      selection,
       {"sliding", {{"intervals", "sliding"}, {"intervals_shape", "11"}, {"window", "300"}}},
       {"softcap", {{"softcap", "20"}}},
       {"dense_mask", {{"mask", "b1qk"}, {"mask_fill", "blocks"}}},
@@ -59,68 +68,272 @@ Data data_of(const RaceCase& c, const char* head_dim) {
   return Data(testing::case_from(words));
 }
 
-void expect_same_bits_in_launches(const DeviceCase& device_case, int launches) {
-  device_case.run_forward();
-  const std::vector<std::byte> first = device_case.forward_bits();
+// Kernels by keys that hold dk and dv until they are complete; those by queries, and older ones, add in memory.
+bool stores_key_gradients_once(const std::string& kernel) { return kernel.starts_with("sm90 "); }
+
+// Elements of a dense bias that more than two heads share are added in memory.
+bool stores_dbias_once(const Problem& p) {
+  const bool dense = p.bias_shape[2] > 1;
+  return !dense || 2 * p.bias_shape[1] >= p.heads_q;
+}
+
+// ---- Many launches --------------------------------------------------------------------------------------
+
+void expect_same_bits_in_forwards(DeviceCase& device_case, int launches) {
+  device_case.launch_forward();
+  LaunchBits bits(device_case.forward_outputs());
   for (int launch = 1; launch < launches; ++launch) {
-    device_case.run_forward();
-    ASSERT_TRUE(device_case.forward_bits() == first)
+    device_case.launch_forward();
+    ASSERT_TRUE(bits.are_the_same())
         << "launch " << launch << " of " << device_case.forward_kernel();
   }
 }
 
-class CudaRaces : public ::testing::TestWithParam<RaceCase> {};
-
-TEST_P(CudaRaces, GiveTheSameBitsInAThousandLaunches) {
-  const BackendInfo info = cuda_backend.info();
-  if (!info.available) GTEST_SKIP() << info.reason;
-  for (const char* const head_dim : {"64", "128", "256"}) {
-    Data data = data_of(GetParam(), head_dim);
-    expect_same_bits_in_launches(DeviceCase(data, Walk::full_first), 1000);
+// All gradients, of a deterministic problem.
+void expect_same_bits_in_backwards(DeviceCase& device_case, int launches) {
+  device_case.launch_forward();
+  device_case.launch_backward();
+  LaunchBits bits(device_case.gradients());
+  for (int launch = 1; launch < launches; ++launch) {
+    device_case.launch_backward();
+    ASSERT_TRUE(bits.are_the_same())
+        << "launch " << launch << " of " << device_case.backward_kernel();
   }
 }
 
-TEST_P(CudaRaces, GiveTheBitsOfKernelsWithoutOverlap) {
-  const BackendInfo info = cuda_backend.info();
-  if (!info.available) GTEST_SKIP() << info.reason;
+// dk and dv, and dbias where it is stored once; dq within the rounding of its sums.
+void expect_same_key_gradients_in_backwards(DeviceCase& device_case, bool dbias, int launches) {
+  device_case.launch_forward();
+  device_case.launch_backward();
+  DeviceCase::Outputs outputs = device_case.key_gradients();
+  if (dbias) outputs.push_back(&device_case.dbias());
+  LaunchBits bits(outputs);
+  LaunchSums dq(device_case.dq());
+  for (int launch = 1; launch < launches; ++launch) {
+    device_case.launch_backward();
+    ASSERT_TRUE(bits.are_the_same())
+        << "launch " << launch << " of " << device_case.backward_kernel();
+    ASSERT_TRUE(dq.are_close()) << "dq, launch " << launch << " of "
+                                << device_case.backward_kernel();
+  }
+}
+
+class CudaRaces : public ::testing::TestWithParam<RaceCase> {
+ protected:
+  void SetUp() override {
+    const BackendInfo info = cuda_backend.info();
+    if (!info.available) GTEST_SKIP() << info.reason;
+  }
+};
+
+TEST_P(CudaRaces, GiveTheSameBitsInAThousandForwards) {
+  for (const char* const head_dim : {"64", "128", "256"}) {
+    Data data = data_of(GetParam(), head_dim);
+    DeviceCase device_case(data, Walk::full_first);
+    expect_same_bits_in_forwards(device_case, 1000);
+  }
+}
+
+TEST_P(CudaRaces, GiveTheSameBitsInAThousandDeterministicBackwards) {
+  for (const char* const head_dim : {"64", "128"}) {
+    Data data = data_of(GetParam(), head_dim);
+    data.problem.deterministic = true;
+    DeviceCase device_case(data, Walk::full_first);
+    expect_same_bits_in_backwards(device_case, 1000);
+  }
+}
+
+// Without an order of additions a block waits for no other, so that their times differ more.
+TEST_P(CudaRaces, GiveTheSameKeyGradientsInAThousandBackwards) {
+  int compared = 0;
+  for (const char* const head_dim : {"64", "128"}) {
+    Data data = data_of(GetParam(), head_dim);
+    DeviceCase device_case(data, Walk::full_first);
+    if (!stores_key_gradients_once(device_case.backward_kernel())) continue;
+    expect_same_key_gradients_in_backwards(device_case, stores_dbias_once(data.problem), 1000);
+    ++compared;
+  }
+  if (compared == 0) GTEST_SKIP() << "the kernels of this case add to dk and dv in any order";
+}
+
+// ---- Kernels without overlap ----------------------------------------------------------------------------
+
+class WithoutOverlap {
+ public:
+  WithoutOverlap() { setenv("FLASH_DMATTN_CUDA_NO_OVERLAP", "1", 1); }
+  ~WithoutOverlap() { unsetenv("FLASH_DMATTN_CUDA_NO_OVERLAP"); }
+  WithoutOverlap(const WithoutOverlap&) = delete;
+  WithoutOverlap& operator=(const WithoutOverlap&) = delete;
+};
+
+TEST_P(CudaRaces, GiveTheBitsOfForwardsWithoutOverlap) {
   Data data = data_of(GetParam(), "128");
-  const DeviceCase device_case(data, Walk::full_first);
-  const auto bits = [&](const char* without_overlap) {
-    setenv("FLASH_DMATTN_CUDA_NO_OVERLAP", without_overlap, 1);
-    device_case.run_forward();
-    return device_case.forward_bits();
+  DeviceCase device_case(data, Walk::full_first);
+  std::optional<LaunchBits> bits;
+  {
+    const WithoutOverlap without_overlap;
+    if (!device_case.forward_kernel().ends_with("no_overlap")) {
+      GTEST_SKIP() << "this build has no kernel without overlap for the call";
+    }
+    device_case.launch_forward();
+    bits.emplace(device_case.forward_outputs());
+  }
+  device_case.launch_forward();
+  EXPECT_TRUE(bits->are_the_same()) << device_case.forward_kernel();
+}
+
+TEST_P(CudaRaces, GiveTheBitsOfBackwardsWithoutOverlap) {
+  Data data = data_of(GetParam(), "128");
+  data.problem.deterministic = true;
+  DeviceCase device_case(data, Walk::full_first);
+  device_case.launch_forward();
+  std::optional<LaunchBits> bits;
+  {
+    const WithoutOverlap without_overlap;
+    if (!device_case.backward_kernel().ends_with("no_overlap")) {
+      GTEST_SKIP() << "this build has no kernel without overlap for the call";
+    }
+    device_case.launch_backward();
+    bits.emplace(device_case.gradients());
+  }
+  device_case.launch_backward();
+  EXPECT_TRUE(bits->are_the_same()) << device_case.backward_kernel();
+}
+
+// ---- Fences of readers ----------------------------------------------------------------------------------
+
+// What threads or cp.async have written to shared memory is read in another proxy, by the tensor cores and by bulk
+// copies. The fence between the two is on the readers' side (docs/kernels/sm90.md); here a million tiles cross it.
+class CudaProxyFence : public ::testing::Test {
+ protected:
+  static constexpr int tiles = 1'000'000;
+  static constexpr int heads = 16;
+  static constexpr int window = 1024;
+
+  void SetUp() override {
+    const BackendInfo info = cuda_backend.info();
+    if (!info.available) GTEST_SKIP() << info.reason;
+  }
+
+  static Data long_data(const CaseWords& words) {
+    CaseWords longer = {
+        {"name", "long"},    {"dtype", "bf16"},    {"heads_q", std::to_string(heads)},
+        {"heads_kv", "8"},   {"seqlen_q", "4096"}, {"seqlen_k", "4096"},
+        {"head_dim", "128"}, {"causal", "1"},      {"window", std::to_string(window)}};
+    longer.insert(words.begin(), words.end());
+    return Data(testing::case_from(longer));
+  }
+};
+
+// Rows of K and V. A head has 32 query tiles of 8 or 9 tiles of its list, but for the first eight.
+TEST_F(CudaProxyFence, GivesTheSameBitsInAMillionGatheredTiles) {
+  Data data = long_data(selection.words);
+  DeviceCase device_case(data, Walk::full_first);
+  constexpr int tiles_of_launch = heads * (32 * 8 - 8 * 8 / 2);
+  expect_same_bits_in_forwards(device_case, tiles / tiles_of_launch + 1);
+}
+
+// dS for the products dQ, and dQ for its additions in memory. Key tile i of 32 has 64 - 2 i query tiles of 64.
+TEST_F(CudaProxyFence, GivesTheSameBitsInAMillionTilesOfBlocks) {
+  Data data = long_data({});
+  data.problem.deterministic = true;
+  DeviceCase device_case(data, Walk::full_first);
+  constexpr int tiles_of_launch = heads * (32 * 64 - 31 * 32);
+  expect_same_bits_in_backwards(device_case, tiles / tiles_of_launch + 1);
+}
+
+// The same, and rows of K and V that come while products run. Nine blocks of slots visit 64 query tiles.
+TEST_F(CudaProxyFence, GivesTheSameBitsInAMillionTilesOfSlots) {
+  Data data = long_data(selection.words);
+  data.problem.deterministic = true;
+  DeviceCase device_case(data, Walk::full_first);
+  constexpr int tiles_of_launch = heads * (window + 128) / 128 * 64;
+  expect_same_bits_in_backwards(device_case, tiles / tiles_of_launch + 1);
+}
+
+// ---- Streams and devices --------------------------------------------------------------------------------
+
+class Stream {
+ public:
+  Stream() { testing::check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  ~Stream() { cudaStreamDestroy(stream_); }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  operator cudaStream_t() const { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+Data deterministic_data(const RaceCase& c) {
+  Data data = data_of(c, "128");
+  data.problem.deterministic = true;
+  return data;
+}
+
+// Two calls at once share the multiprocessors, and those whose blocks wait for each other have to end.
+TEST_P(CudaRaces, GiveTheSameBitsBesideAnotherStream) {
+  Data data = deterministic_data(GetParam());
+  Data other_data = deterministic_data(selection);  // blocks wait in both directions
+  DeviceCase here(data, Walk::full_first);
+  DeviceCase there(other_data, Walk::full_first);
+  const Stream streams[2];
+  for (DeviceCase* const device_case : {&here, &there}) {
+    device_case->launch_forward();
+    device_case->launch_backward();
+  }
+  LaunchBits out(here.forward_outputs());
+  LaunchBits gradients(here.gradients());
+  LaunchBits other_gradients(there.gradients());
+  for (int round = 0; round < 20; ++round) {
+    for (int launch = 0; launch < 10; ++launch) {
+      for (const auto& [device_case, stream] :
+           {std::pair{&here, &streams[0]}, std::pair{&there, &streams[1]}}) {
+        device_case->launch_forward(*stream);
+        device_case->launch_backward(*stream);
+      }
+    }
+    testing::check_cuda(cudaDeviceSynchronize());
+    ASSERT_TRUE(out.are_the_same() && gradients.are_the_same()) << "round " << round;
+    ASSERT_TRUE(other_gradients.are_the_same()) << "of the other stream, round " << round;
+  }
+}
+
+// The bits of a case on a device, after some launches.
+std::vector<std::byte> bits_on_device(int device, const RaceCase& c) {
+  testing::check_cuda(cudaSetDevice(device));
+  Data data = deterministic_data(c);
+  DeviceCase device_case(data, Walk::full_first);
+  for (int launch = 0; launch < 10; ++launch) {
+    device_case.launch_forward();
+    device_case.launch_backward();
+  }
+  testing::check_cuda(cudaDeviceSynchronize());
+  std::vector<std::byte> bits;
+  for (const auto& outputs : {device_case.forward_outputs(), device_case.gradients()}) {
+    for (const DeviceTensor* tensor : outputs) {
+      bits.resize(bits.size() + tensor->bytes());
+      tensor->download(bits.data() + bits.size() - tensor->bytes());
+    }
+  }
+  return bits;
+}
+
+// At once, a thread for each: what the library keeps for a device is that device's.
+TEST_P(CudaRaces, GiveTheSameBitsOnTwoDevices) {
+  int devices = 0;
+  testing::check_cuda(cudaGetDeviceCount(&devices));
+  if (devices < 2) GTEST_SKIP() << "there is one GPU";
+  const auto on_device = [](int device) {
+    return std::async(std::launch::async, [=] { return bits_on_device(device, GetParam()); });
   };
-  const std::vector<std::byte> expected = bits("1");
-  const bool exists = device_case.forward_kernel().ends_with("no_overlap");
-  const std::vector<std::byte> actual = bits("");
-  if (!exists) GTEST_SKIP() << "this build has no kernels without overlap for the GPU";
-  EXPECT_TRUE(actual == expected) << device_case.forward_kernel();
+  auto first = on_device(0);
+  auto second = on_device(1);
+  EXPECT_TRUE(first.get() == second.get());
 }
 
 INSTANTIATE_TEST_SUITE_P(Situations, CudaRaces, ::testing::ValuesIn(race_cases()),
                          [](const auto& test) { return std::string(test.param.name); });
-
-// Rows that cp.async has copied are read by the tensor cores in another proxy; the fence between the two is on the
-// readers' side (docs/kernels/sm90.md). A launch gathers 16 heads x 32 query tiles x 9 key tiles.
-TEST(CudaProxyFence, GivesTheSameBitsInAMillionGatheredTiles) {
-  const BackendInfo info = cuda_backend.info();
-  if (!info.available) GTEST_SKIP() << info.reason;
-  Data data(testing::case_from({{"name", "gathered"},
-                                {"dtype", "bf16"},
-                                {"heads_q", "16"},
-                                {"heads_kv", "8"},
-                                {"seqlen_q", "4096"},
-                                {"seqlen_k", "4096"},
-                                {"head_dim", "128"},
-                                {"causal", "1"},
-                                {"bias", "bv1k"},
-                                {"bias_fill", "normal"},
-                                {"intervals", "per_query"},
-                                {"intervals_shape", "bv"},
-                                {"window", "1024"}}));
-  constexpr int tiles_of_launch = 16 * 32 * 9 - 16 * 36;  // the first queries have fewer keys
-  expect_same_bits_in_launches(DeviceCase(data, Walk::full_first), 1'000'000 / tiles_of_launch + 1);
-}
 
 }  // namespace
 }  // namespace flash_dmattn

@@ -186,6 +186,7 @@ void compare_random(std::uint64_t seed, int rounds, std::int64_t longest) {
     SelectionArgs args = shape_of(1 + random.below(3), 1 + random.below(longest), 0);
     args.batch = 1 + random.below(2);
     if (random.below(3) == 0) args.seqlen_q = random.below(args.seqlen_k + 100);
+    if (random.below(3) == 0) args.seqlen_q = random.below(70);  // a chunk behind many keys
     args.window = random.below(args.seqlen_k + 3);
     if (random.below(2) == 0) args.window = random.below(args.seqlen_k / 4 + 2);
     if (random.below(10) == 0) args.window = 512 * random.below(4);
@@ -220,6 +221,26 @@ TEST_F(SmallCudaSelection, EveryWayToSort) {
   }
 }
 
+// Rows of one block, of clusters of two and of more, with keys that fill neither blocks nor warps; one choice for all
+// queries, and chunks whose keys evict each other and some of the kept ones.
+TEST_F(SmallCudaSelection, Clusters) {
+  Random random(12);
+  for (const std::int64_t past : {40, 1100, 2100, 9001}) {
+    for (const std::int64_t queries : {1, 2, 30, 64, 65}) {
+      for (const std::int64_t window : {std::int64_t{31}, queries + 1, past - 1}) {
+        SelectionArgs args = shape_of(2, past + queries, window);
+        args.seqlen_q = queries;
+        args.scores_dtype = random.below(2) == 0 ? DType::f32 : DType::bf16;
+        Layout layout;
+        layout.mask_one_in = static_cast<int>(random.below(3)) * 2;
+        Comparison comparison(args, static_cast<Scores>(random.below(score_kinds)), layout, random);
+        comparison.expect_same();
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
 TEST_F(CudaSelection, RandomShort) { compare_random(2, 300, 600); }
 TEST_F(CudaSelection, RandomMiddle) { compare_random(3, 150, 9000); }
 TEST_F(CudaSelection, RandomLong) { compare_random(4, 20, 70000); }
@@ -234,6 +255,22 @@ TEST_F(CudaSelection, EveryKindOfScoresAtFullSize) {
       comparison.tile_rows = 128;
       comparison.expect_same();
       if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// The most keys that a cluster has room for, in as many rows as there are clusters at a time, and one more.
+TEST_F(CudaSelection, ClustersAtFullSize) {
+  Random random(13);
+  for (const Scores kind : {Scores::normal, Scores::equal, Scores::few, Scores::rising}) {
+    for (const std::int64_t rows : {8, 9}) {
+      for (const std::int64_t queries : {1, 64}) {
+        SelectionArgs args = shape_of(rows, 131072 + (queries > 1 ? queries : 0), 2048);
+        args.seqlen_q = queries;
+        Comparison comparison(args, kind, {}, random);
+        comparison.expect_same();
+        if (HasFatalFailure()) return;
+      }
     }
   }
 }

@@ -4,22 +4,30 @@
 #include "cuda/common/warp.cuh"
 #include "cuda/params.h"
 
-// Stores of dbias: by the main loops, and from the fp32 sums that they leave.
+// Stores of dbias: by the main loops, and by the postprocess from their fp32 sums.
 namespace flash_dmattn::cuda {
 
-// Element `index` of dbias, or added to it.
+// Element `index` of a gradient in fp32 or 16 bits.
+template <class T>
+__device__ inline void store_element(std::byte* to, bool f32, std::int64_t index, float value,
+                                     bool saturate) {
+  constexpr float limit = 3.4028235e38f;
+  if (f32) {
+    reinterpret_cast<float*>(to)[index] = saturate ? fmaxf(fminf(value, limit), -limit) : value;
+  } else {
+    reinterpret_cast<std::uint16_t*>(to)[index] =
+        static_cast<std::uint16_t>(pack_gradient<T>(value, 0, saturate));
+  }
+}
+
+// Stores element `index` of dbias, or adds to it.
 template <class T>
 __device__ inline void store_gradient(const OutputBroadcast& dbias, std::int64_t index, float value,
                                       bool add, bool saturate) {
-  constexpr float limit = 3.4028235e38f;
-  auto* const floats = reinterpret_cast<float*>(dbias.data);
-  if (add) {
-    if (value != 0) atomicAdd(floats + index, value);
-  } else if (dbias.f32) {
-    floats[index] = saturate ? fmaxf(fminf(value, limit), -limit) : value;
-  } else {
-    reinterpret_cast<std::uint16_t*>(dbias.data)[index] =
-        static_cast<std::uint16_t>(pack_gradient<T>(value, 0, saturate));
+  if (!add) {
+    store_element<T>(dbias.data, dbias.f32, index, value, saturate);
+  } else if (value != 0) {
+    atomicAdd(reinterpret_cast<float*>(dbias.data) + index, value);
   }
 }
 
@@ -57,13 +65,7 @@ struct BwdPostprocessBias {
       index += rest % shape[i] * stride[i];
       rest /= shape[i];
     }
-    if (f32) {
-      const float limit = 3.4028235e38f;
-      reinterpret_cast<float*>(to)[index] = saturate ? fmaxf(fminf(sum, limit), -limit) : sum;
-    } else {
-      reinterpret_cast<std::uint16_t*>(to)[index] =
-          static_cast<std::uint16_t>(pack_gradient<T>(sum, 0, saturate));
-    }
+    store_element<T>(to, f32, index, sum, saturate);
   }
 };
 
@@ -86,7 +88,7 @@ struct BwdPostprocessSummedBias {
   }
 
  private:
-  // Where the sums have part `part` of an element.
+  // The index in the sums of part `part` of an element.
   __device__ std::int64_t index(std::int64_t element, std::int64_t part) const {
     std::int64_t index = 0;
     std::int64_t stride = 1;

@@ -5,12 +5,12 @@
 namespace flash_dmattn::cuda {
 
 // The sums of the columns of a warp's accumulators, [16 M16 rows, 8 N8 columns], over its rows. Eight lanes share
-// a column: at each of three steps a lane hands one half of its sums to another and keeps the rest, so that each
-// ends with an eighth of its columns.
+// a column: at each of three steps a lane sends half of its sums to another lane and keeps the rest, so that it ends
+// with the sums of an eighth of its columns.
 template <int M16, int N8>
 class ColumnSums {
  public:
-  static constexpr int size = (2 * N8 + 7) / 8;  // sums that a lane ends with
+  static constexpr int size = (2 * N8 + 7) / 8;  // sums of a lane at the end
 
   __device__ explicit ColumnSums(const float (&x)[M16][N8][4]) {
 #pragma unroll
@@ -38,13 +38,13 @@ class ColumnSums {
         sums_[0] += shuffle_xor(sums_[0], step);
       }
     }
-    // With fewer columns than lanes to share them, several lanes hold the same sum; one of them is its owner.
+    // With fewer columns than lanes, several lanes hold the same sum; one of them is its owner.
     constexpr int sharing = lane_columns < 8 ? 8 / lane_columns : 1;
     owner_ = lane / 4 % sharing == 0;
   }
 
   __device__ float operator[](int i) const { return sums_[i]; }
-  // The column of sum i, after the lane's first one.
+  // The column of sum i, relative to the lane's first one.
   __device__ int column(int i) const { return (first_ + i) / 2 * 8 + (first_ + i) % 2; }
   __device__ bool is_owner() const { return owner_; }
 

@@ -76,8 +76,8 @@ __device__ inline std::uint32_t saturate_packed2(std::uint32_t bits) {
 // several packed2 together.
 __device__ inline bool exceeds_probability(std::uint32_t bits) { return (bits & 0xc000c000u) != 0; }
 
-// A sum that is_finite_packed2 as long as no element has a magnitude that pack_gradient limits: squares in
-// bf16, which ends at 1.8e19 instead of 1.69e38; in f16 the largest number is the limit.
+// A running check: the sum stays finite (is_finite_packed2) only if no element exceeds the limit of pack_gradient. In
+// bf16 it adds squares, which overflow at 1.8e19 instead of 1.69e38; in f16 the limit is the largest number.
 template <class T>
 __device__ inline std::uint32_t add_magnitude(std::uint32_t sum, std::uint32_t elements) {
   using Packed2 = typename Element<T>::Packed2;
@@ -97,6 +97,17 @@ __device__ inline bool is_finite_packed2(std::uint32_t bits) {
 template <class T>
 __device__ inline std::uint32_t pack_gradient(float x, float y, bool saturate) {
   const std::uint32_t bits = pack<T>(x, y);
+  return saturate ? clamp_packed2<T>(bits, Element<T>::gradient_limit_packed2) : bits;
+}
+
+// The sum of two gradients, packed.
+template <class T>
+__device__ inline std::uint32_t add_gradients_packed2(std::uint32_t x, std::uint32_t y,
+                                                      bool saturate) {
+  using Packed2 = typename Element<T>::Packed2;
+  const Packed2 sum =
+      __hadd2(reinterpret_cast<const Packed2&>(x), reinterpret_cast<const Packed2&>(y));
+  const auto bits = reinterpret_cast<const std::uint32_t&>(sum);
   return saturate ? clamp_packed2<T>(bits, Element<T>::gradient_limit_packed2) : bits;
 }
 

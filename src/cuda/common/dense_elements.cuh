@@ -16,7 +16,7 @@ class DenseElements {
                            const Positions& keys)
       : score_(score), keys_(keys), last_row_(seqlen_q - 1), size_(size) {
     const auto begin = [&](const Broadcast& b) {
-      return tile.batch * b.batch + tile.head * b.head_q + tile.kv_head * b.head_kv;
+      return b.begin(tile.batch, tile.head, tile.kv_head);
     };
     mask_ = begin(score.mask);
     bias_ = begin(score.bias);
@@ -24,23 +24,23 @@ class DenseElements {
     rank_limit_ = begin(score.rank_limit);
   }
 
-  // x = scale x + bias (x without a dense bias), -inf where masked. Elements that the key info hides
-  // are not read. `partial`: of the key info, which is not there otherwise.
+  // x = scale x + bias (x without a dense bias), -inf where masked. Elements that the key info hides are not
+  // read. `partial`: the state of the key info, which may not be loaded if it is not set.
   template <int M16, int N8, class KeyInfo>
   __device__ void apply(const KeyInfo& key_info, bool partial, LanePosition position,
                         float (&x)[M16][N8][4]) const {
     for_each_element(x, [&](float& s, int m, int n, int e) {
       const int row = position.row + 16 * m + 8 * (e / 2);
       const int column = position.column + 8 * n + e % 2;
-      // Hidden by the key info: mask_columns sets it.
+      // mask_columns masks the elements that the key info hides.
       const bool exists = row <= last_row_;
       if (exists && (!partial || key_info.range[column].sees(row))) apply_element(row, column, s);
     });
     apply_ranks(position, x);
   }
 
-  // The same; the elements of 16 rows are loaded two at a time and without a branch, so that all are on their
-  // way before the first is used, in a tile of consecutive keys that all exist whose elements lie aligned_x2.
+  // The same. In a tile of consecutive keys that all exist, with elements that are aligned_x2, the elements of 16 rows
+  // are loaded in twos without branches, so that all loads are in flight before the first value is used.
   template <int M16, int N8, class KeyInfo>
   __device__ void apply_x2(const KeyInfo& key_info, bool partial, LanePosition position,
                            float (&x)[M16][N8][4]) const {

@@ -5,12 +5,12 @@
 #include "cuda/common/nonfinite_rows.cuh"
 #include "cuda/params.h"
 
-// dq where K is not finite. The main loops multiply whole tiles, so inf or NaN in a key meets the zeros of
-// dS of all rows of a tile, also of those that do not see it. They leave a flag, and then such rows are
-// computed again, in double, from the keys that they see.
+// Corrects dq where K is not finite. The main loops multiply whole tiles, so that inf or NaN in a key is multiplied by
+// the zeros of dS of rows that do not see it. Such main loops set a flag; if it is set, this kernel recomputes the rows
+// in double from the keys that they see.
 //
-// The kernel is launched behind every backward with dq and ends at once where the flag is not set. Where
-// gradients overflow although all keys are finite, it reads the keys and does nothing else.
+// It is launched after every backward that computes dq and returns at once if the flag is not set. If gradients
+// overflow although all keys are finite, it only reads the keys.
 namespace flash_dmattn::cuda {
 
 // Whether one of the lane's elements of a row is as large as the one with these bits, or NaN.
@@ -55,7 +55,8 @@ template <class T>
 __device__ inline void fp64_dq_row(const BackwardParams& p, QueryHead head, int row) {
   const int lane = lane_id();
   const std::int64_t index = head.row_index(p.shape, row);
-  if (!p.saturate && has_nonfinite_ds(p.lse[index], p.delta[index])) return;  // dq is to be NaN
+  if (!p.saturate && has_nonfinite_ds(p.lse[index], p.delta[index]))
+    return;  // NonFiniteRowsKernel stores NaN
   const auto delta = static_cast<double>(p.delta[index]);
   const KeysOfRows keys(p, head, row);
   double sum[8] = {};  // columns lane + 32 c
@@ -80,7 +81,7 @@ __device__ inline void fp64_dq_row(const BackwardParams& p, QueryHead head, int 
   }
 }
 
-// Some blocks have the rows of a kv head, of which a warp computes one at a time.
+// parts() blocks share the rows of a kv head; a warp computes one row at a time.
 template <class T>
 struct DqFixupKernel {
   using Params = BackwardParams;
@@ -120,8 +121,8 @@ struct DqFixupKernel {
   static __host__ __device__ int kv_heads(const Params& p) {
     return p.shape.batch * p.shape.heads_kv;
   }
-  // Blocks of a kv head. Together two for each of the 132 multiprocessors of the largest GPU: one block each
-  // would leave it half empty while few rows are computed, more cost time where the flag is not set.
+  // Blocks of a kv head; in total two for each of the 132 multiprocessors of the largest GPU. One each would leave the
+  // GPU half empty while few rows are computed; more take longer to return if the flag is not set.
   static __host__ __device__ int parts(const Params& p) {
     constexpr int all_blocks = 2 * 132;
     return all_blocks / max(kv_heads(p), 1) + 1;

@@ -5,10 +5,10 @@
 
 namespace flash_dmattn::cuda {
 
-// Every gradient in double, for main loops without a slow path of their own: where scores are so large that P needs
-// more than one float of lse, or have left fp32 on the way (lse_has_low). It is launched behind every such backward,
-// before sums of dbias are stored, and ends at once where the flag is not set. A warp has a key or a query row.
-// Masks and biases have no query dimension, and there is no tile list.
+// Recomputes every gradient in double, for main loops without a slow path, if scores are so large that P needs lse as
+// two floats, or overflowed fp32 (lse_has_low). It is launched after every such backward, before the sums of dbias are
+// stored, and returns at once if the flag is not set. A warp computes a key or a query row, a thread an element of the
+// gradient of a dense bias. Tile lists, if any, are those of a key list.
 template <class T>
 struct Fp64BackwardKernel {
   using Params = BackwardParams;
@@ -29,6 +29,12 @@ struct Fp64BackwardKernel {
          i < keys + rows; i += static_cast<std::int64_t>(gridDim.x) * warps) {
       i < keys ? compute_key(p, i) : compute_row(p, i - keys);
     }
+    if (p.dbias.data == nullptr || !p.dbias.dense) return;
+    const DenseElements elements(p);
+    for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * threads + threadIdx.x;
+         i < elements.count(); i += static_cast<std::int64_t>(gridDim.x) * threads) {
+      elements.compute(p, i);
+    }
   }
 
  private:
@@ -37,6 +43,68 @@ struct Fp64BackwardKernel {
     double dv[8] = {};
     double dbias = 0;
   };
+
+  // The elements of a dense dbias, or of its sums, each over all batch elements, heads and keys that share it.
+  struct DenseElements {
+    int batches;
+    int heads;
+    int rows;
+    int keys;
+
+    __device__ explicit DenseElements(const Params& p)
+        : batches(p.dbias.batch != 0 ? p.shape.batch : 1),
+          heads(p.dbias.head_q != 0    ? p.shape.heads_q
+                : p.dbias.head_kv != 0 ? p.shape.heads_kv
+                                       : 1),
+          rows(p.shape.seqlen_q),
+          keys(p.dbias.key != 0 ? p.shape.seqlen_k : 1) {}
+
+    __device__ std::int64_t count() const { return std::int64_t{batches} * heads * rows * keys; }
+
+    __device__ void compute(const Params& p, std::int64_t index) const {
+      const Shape& shape = p.shape;
+      const auto key = static_cast<int>(index % keys);
+      const auto row = static_cast<int>(index / keys % rows);
+      const auto head = static_cast<int>(index / keys / rows % heads);
+      const auto batch = static_cast<int>(index / keys / rows / heads);
+      const int shared_heads = shape.heads_q / heads;
+      double sum = 0;
+      for (int b = batch; b < shape.batch; b += batches) {
+        for (int h = head * shared_heads; h < (head + 1) * shared_heads; ++h) {
+          const QueryHead at{b, h, h / (shape.heads_q / shape.heads_kv)};
+          for (int k = key; k < shape.seqlen_k; k += keys) sum += ds(p, at, row, k);
+        }
+      }
+      const QueryHead first{batch, head * shared_heads,
+                            head * shared_heads / (shape.heads_q / shape.heads_kv)};
+      store_gradient<T>(p.dbias, first.element(p.dbias, row, key), static_cast<float>(sum), false,
+                        p.saturate);
+    }
+
+   private:
+    static __device__ double ds(const Params& p, QueryHead head, int row, int key) {
+      const std::int64_t index = head.row_index(p.shape, row);
+      if (!isfinite(p.lse[index]) || !is_listed(p, head, key)) return 0;
+      return fp64_ds<T>(p, head, row, key, static_cast<double>(p.delta[index]));
+    }
+  };
+
+  // Whether a key is in the key list, if there is one. Keys ascend, and the last query's list has all of them.
+  static __device__ bool is_listed(const Params& p, QueryHead head, int key) {
+    const KeysOfRows keys(p, head, p.shape.seqlen_q - 1);
+    if (keys.listed == nullptr) return true;
+    int begin = 0;
+    int end = keys.count;
+    while (begin < end) {
+      const int middle = begin + (end - begin) / 2;
+      if (keys.listed[middle] < key) {
+        begin = middle + 1;
+      } else {
+        end = middle;
+      }
+    }
+    return begin < keys.count && keys.listed[begin] == key;
+  }
 
   static __device__ void compute_row(const Params& p, std::int64_t index) {
     const std::int64_t head_index = index / p.shape.seqlen_q;
@@ -56,8 +124,9 @@ struct Fp64BackwardKernel {
     Sums sums;
     for (int g = 0; g < group; ++g) {
       head.head = head.kv_head * group + g;
-      for (int row = 0; row < p.shape.seqlen_q; row += warp_size) add_rows(p, head, row, key, sums);
-      if (p.dbias.data != nullptr && (p.dbias.head_q != 0 || g + 1 == group)) {
+      const int rows = is_listed(p, head, key) ? p.shape.seqlen_q : 0;
+      for (int row = 0; row < rows; row += warp_size) add_rows(p, head, row, key, sums);
+      if (p.dbias.data != nullptr && !p.dbias.dense && (p.dbias.head_q != 0 || g + 1 == group)) {
         const auto sum = static_cast<float>(sums.dbias);
         if (lane_id() == 0)
           store_gradient<T>(p.dbias, head.element(p.dbias, 0, key), sum, false, p.saturate);

@@ -5,8 +5,8 @@
 #include "cuda/common/warp.cuh"
 
 // Scores and rows in double, straight from the definition, for numbers that overflow fp32. The main loops
-// call it for rows whose result is not finite or whose sum vanished, and for scores that are not finite.
-// That is rare, so the code is short rather than fast.
+// call it for rows whose result is not finite or whose sum is 0, and for scores that are not finite. This is rare:
+// the code is short rather than fast.
 namespace flash_dmattn::cuda {
 
 struct QueryHead {
@@ -20,7 +20,7 @@ struct QueryHead {
   }
   template <class View>
   __device__ std::int64_t element(const View& b, std::int64_t row, std::int64_t key) const {
-    return batch * b.batch + head * b.head_q + kv_head * b.head_kv + row * b.query + key * b.key;
+    return b.begin(batch, head, kv_head) + row * b.query + key * b.key;
   }
 };
 
@@ -97,15 +97,15 @@ __device__ inline float probability_with_fallback(const BackwardParams& p, Query
                                                   int key, bool may_overflow, float s, float lse,
                                                   float lse_low) {
   constexpr float safe_score =
-      1e37f;  // a dot product that ends below it stayed below fp32's maximum
+      1e37f;  // a dot product below it had no partial sum above fp32's maximum
   const float factor = p.score.final_log2_scale;
   if (may_overflow && !(fabsf(s * factor) < safe_score))
     return fp64_probability<T, HasDense>(p, head, row, key);
   return exp2_approx(fmaf(s, factor, -lse) - lse_low);
 }
 
-// The keys that `rows` rows of a tile may see: of the tile's list, where there is one, else by causality. A row
-// that sees no key looks at all of these to find out.
+// The keys that `rows` rows of a tile may see: those of the tile's list if there is one, else those that causality
+// admits. A row that sees no key tests all of them.
 struct KeysOfRows {
   const std::int32_t* listed = nullptr;
   int count;
@@ -127,8 +127,8 @@ struct KeysOfRows {
   __device__ int operator[](int i) const { return listed == nullptr ? i : listed[i]; }
 };
 
-// The output and lse of a row, by one warp. Without `saturate` inf and NaN in the inputs of keys that the row sees
-// reach both.
+// Computes the output and lse of a row, by one warp. Without `saturate` inf and NaN in the inputs of keys that the row
+// sees propagate to both.
 template <class T, bool HasDense>
 __device__ __noinline__ void fp64_row(const ForwardParams& p, QueryHead head, int row) {
   const int lane = lane_id();

@@ -7,7 +7,7 @@
 
 // Fragments: a warp's part of a matrix in fp32 registers, float[m16][n8][4]. Element (m, n, e) of lane l is row
 // 16 m + 8 (e / 2) + l / 4 and column 8 n + 2 (l % 4) + e % 2. It is the accumulator layout of mma.m16n8k16, and
-// with one m16 that of a warp of a wgmma.
+// with one m16 that of a warp in a wgmma.
 namespace flash_dmattn::cuda {
 
 // The fragment of a warp's M x N part.
@@ -58,7 +58,7 @@ __device__ inline void for_each_element(float (&x)[M16][N8][4], const Body& body
   }
 }
 
-// Everything that comes before the bias.
+// The steps before the bias: the softcap, or a scale that is not positive.
 template <int M16, int N8>
 __device__ inline void shape_scores(const ScoreParams& score, float (&x)[M16][N8][4]) {
   if (score.form == ScoreForm::product) return;

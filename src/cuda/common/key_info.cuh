@@ -6,9 +6,9 @@
 #include "cuda/common/warp.cuh"
 #include "cuda/params.h"
 
-// Key info: the part of mask, bias, intervals, causality and tails that belongs to a key alone, as the queries that
-// see the key and its bias. It is loaded once per key tile; a tile whose keys are all seen by every row needs no
-// test of its elements.
+// Key info: the queries that see a key, by key mask, mask value of the bias, interval, causality and the end of the
+// sequence, and the key's bias. It is loaded once per key tile; a tile whose keys are all seen by every row needs no
+// element tests.
 namespace flash_dmattn::cuda {
 
 // Queries [first, first + length) see a key.
@@ -49,8 +49,8 @@ struct KeyInfoTile {
   }
 };
 
-// Loads the info of one key in two steps, between which its loads are in flight. Addresses are formed anew
-// at each load: the main loops have no registers to keep them in.
+// Loads the info of one key in two steps, between which the loads are in flight. Addresses are recomputed at each
+// load: the main loops have no registers for them.
 template <class T>
 class KeyInfoLoader {
  public:
@@ -61,7 +61,7 @@ class KeyInfoLoader {
   // Whether keys have a mask or a bias of their own, beside position and interval.
   __device__ bool has_values() const { return has_mask() || has_bias(); }
 
-  // A key on its way.
+  // A key whose loads are in flight.
   struct Key {
     int key = 0;
     KeyInterval interval{0, 0};
@@ -115,7 +115,7 @@ class KeyInfoLoader {
   __device__ bool has_bias() const { return score_.bias.data != nullptr && !score_.bias.dense; }
 
   __device__ std::int64_t index_of(const Broadcast& b, int key) const {
-    return batch_ * b.batch + head_ * b.head_q + kv_head_ * b.head_kv + key * b.key;
+    return b.begin(batch_, head_, kv_head_) + key * b.key;
   }
 
   const ScoreParams& score_;

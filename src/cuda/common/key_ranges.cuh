@@ -8,8 +8,8 @@
 #include "cuda/params.h"
 
 // The keys that a query tile visits where there are intervals and no tile lists: from the first to the last
-// block of keys that any of its queries sees. Two kernels compute them, from the intervals to blocks of keys
-// and from these to query tiles; the host does not wait.
+// block of keys that any of its queries sees. One kernel computes the bounds of blocks of keys from the intervals, a
+// second one the ranges of query tiles from these; the host does not wait.
 namespace flash_dmattn::cuda {
 
 // The queries of a block of KeyRange::keys neighbouring keys: the hull [begin, end) of the keys' intervals and
@@ -32,7 +32,7 @@ struct KeyRangesParams {
   __host__ __device__ int query_tiles() const { return ceil_div(seqlen_q, query_tile_rows); }
 };
 
-// A warp makes a block of keys.
+// A warp computes the bounds of a block of keys.
 struct BoundKeyBlocksKernel {
   using Params = KeyRangesParams;
   static constexpr int warps = 8;
@@ -71,8 +71,8 @@ struct BoundKeyBlocksKernel {
   }
 };
 
-// A warp makes the key range of a query tile; its neighbours in the thread block share the search for where
-// their keys are.
+// A warp computes the key range of a query tile. The warps of a thread block first find together the blocks of keys
+// that any of their tiles meets.
 struct FindKeyRangesKernel {
   using Params = KeyRangesParams;
   static constexpr int warps = 8;
@@ -132,7 +132,7 @@ struct FindKeyRangesKernel {
     int first = INT_MAX;
     int last = -1;
     int2 full = {0, 0};      // the longest range of blocks whose keys all queries see
-    int full_begin = begin;  // of the range that may go on
+    int full_begin = begin;  // of the current range
     const auto end_full = [&](int at) {
       if (at - full_begin > full.y - full.x) full = {full_begin, at};
       full_begin = at + 1;

@@ -5,12 +5,19 @@
 #include "cuda/common/tile_states.cuh"
 #include "cuda/params.h"
 
-// Which tiles of keys a query tile visits, and which of them need tests of their elements.
+// Iterators over the key tiles of a query tile. They also tell which tiles need element tests.
 namespace flash_dmattn::cuda {
 
-// Whether a query tile's keys come from a tile list. A kernel that is compiled for one case does not
-// test it at every tile.
+// Whether a query tile's keys are those of a tile list. A kernel that is compiled for one case does not test it at
+// every tile.
 enum class KvSource : std::uint8_t { key_list, consecutive, either };
+
+// The index of a query tile's list. `tile` has batch, kv_head and `row`, its first query.
+template <class Tile>
+__device__ inline std::int64_t list_of(const QueryTileLists& lists, const Tile& tile) {
+  return tile.batch * lists.stride_batch + tile.kv_head * lists.stride_head +
+         tile.row / query_tile_rows;
+}
 
 // Keys of a query tile: entries [begin, end) of its tile list, else consecutive keys.
 struct TileKeys {
@@ -29,8 +36,7 @@ struct TileKeys {
     const Shape& shape = p.shape;
     const int query_tile = tile.row / query_tile_rows;
     if (p.tile_lists.keys != nullptr) {
-      const std::int64_t index = tile.batch * p.tile_lists.stride_batch +
-                                 tile.kv_head * p.tile_lists.stride_head + query_tile;
+      const std::int64_t index = list_of(p.tile_lists, tile);
       list = p.tile_lists.keys + p.tile_lists.begin[index];
       end = p.tile_lists.count[index];
     } else if (p.key_ranges.data != nullptr) {
@@ -71,8 +77,8 @@ struct EveryTile {
   __device__ void advance(int) {}
 };
 
-// The tiles of consecutive keys that the packed mask of a query tile does not leave empty. The current
-// one and the next are known. Without a packed mask every tile is visited.
+// The tiles of consecutive keys that are not empty in the packed mask of a query tile. The iterator holds the current
+// tile and the next. Without a packed mask every tile is visited.
 class VisibleTiles {
  public:
   // For tiles of `keys` keys, a divisor of the mask's, and `rows` queries, up to two tiles of the mask.
@@ -80,8 +86,7 @@ class VisibleTiles {
                           const TileKeys& tile_keys, int keys)
       : keys_(keys), tiles_((tile_keys.end + keys - 1) / keys), current_(tile_keys.begin / keys) {
     if (mask.states != nullptr) {
-      const std::int64_t matrix =
-          tile.batch * mask.batch + tile.head * mask.head_q + tile.kv_head * mask.head_kv;
+      const std::int64_t matrix = mask.matrix(tile.batch, tile.head, tile.kv_head);
       const int row_tiles = ceil_div(seqlen_q, PackedMask::side);
       const int row_tile = tile.row / PackedMask::side;
       states_ = mask.states + (matrix * row_tiles + row_tile) * mask.words;
@@ -164,11 +169,11 @@ class KeyTileIterator {
     return source == KvSource::key_list || (source == KvSource::either && keys_.list != nullptr);
   }
   __device__ const int* list() const { return keys_.list; }
-  // Of a tile of the list, of which all are visited.
+  // Whether the list has a tile n; all its tiles are visited.
   __device__ bool list_has(int n) const { return n < count(); }
 
  private:
-  // That no number is negative saves instructions.
+  // An unsigned division takes fewer instructions than a signed one.
   __device__ int count() const {
     return static_cast<int>((static_cast<unsigned>(keys_.end) + N - 1) / N);
   }

@@ -10,8 +10,8 @@ namespace flash_dmattn::cuda {
 template <class Tile, class Group, class Order>
 class KvLoader {
  public:
-  // Where chunk i of row 0 of K and V lies: the main loops have no registers to keep it in, and forming it
-  // anew takes longer than reading it.
+  // The addresses of chunk i of row 0 of K and V. They are in shared memory: the main loops have no registers for them,
+  // and computing them takes longer than a load.
   struct alignas(16) Chunk {
     const std::byte* k;
     const std::byte* v;

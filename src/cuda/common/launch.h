@@ -37,13 +37,13 @@ inline void refuse_capture(cudaStream_t stream, const char* why) {
 
 // ---- Kernels that follow each other -----------------------------------------------------------------
 //
-// Since sm_90 a kernel may be launched before all of the one before is over: as soon as its blocks have
-// ended, or have allowed it earlier, and what it wrote need not be there yet. All kernels here are launched
-// so and wait before they touch memory, which hides the launch and changes nothing else. Only those of few
-// queries allow it earlier, behind their main loop: there a launch is a sixth of the time. Elsewhere blocks that
-// only wait take places from those that compute, and fill the multiprocessors that are done first, so that their
-// grid is spread unevenly (docs/kernels/selection.md, "Launches"). Every kernel begins with
-// wait_for_previous_kernel() (ptx.cuh), those of few queries once they have found where their rows lie.
+// Programmatic dependent launch, since sm_90: a kernel may start when every block of the previous one has ended or
+// has allowed it, before the writes of that kernel are visible. All kernels here are launched so and wait before they
+// access memory, which hides the latency of the launch. Only the kernels of few queries allow the next one earlier,
+// after their main loop: there a launch takes a sixth of the time. Elsewhere waiting blocks would take resources from
+// computing ones and fill the multiprocessors that finish first, so that their grid is spread unevenly
+// (docs/kernels/selection.md, "Launches"). Every kernel begins with wait_for_previous_kernel() (ptx.cuh), those of
+// few queries after they have computed the addresses of their rows.
 
 // A value for each device, made at its first use there.
 template <class T>
@@ -76,15 +76,22 @@ inline bool waits_for_previous_kernel(const void* kernel, int device) {
   return major >= 9 && code.ptxVersion >= 90;
 }
 
+struct LaunchOptions {
+  int cluster = 1;  // blocks of a cluster; it divides the grid's
+  // For blocks that wait for each other in both directions: the grid starts only when all of them fit on the GPU. Two
+  // such grids in two streams could otherwise each hold multiprocessors that blocks of the other need.
+  bool cooperative = false;
+};
+
 struct Grid {
   std::int64_t blocks;
   int threads;
   std::size_t shared_bytes = 0;
-  int cluster = 1;  // blocks of a cluster; it divides `blocks`
+  LaunchOptions options = {};
 };
 
-// Starts a one-dimensional grid; nothing is started for an empty one. Internal to each file, as nvcc makes the host side
-// of a kernel template, so that each holds the attributes of its own kernels.
+// Starts a one-dimensional grid; an empty one is not started. Static, as nvcc makes the host side of a kernel template,
+// so that each file sets the attributes of its own kernels.
 template <auto kernel, class... Arguments>
 static void launch_grid(const Grid& grid, cudaStream_t stream, Arguments&&... arguments) {
   if (grid.blocks == 0) return;
@@ -92,15 +99,19 @@ static void launch_grid(const Grid& grid, cudaStream_t stream, Arguments&&... ar
   const auto* const code = reinterpret_cast<const void*>(kernel);
   std::array<cudaLaunchAttribute, 2> attributes{};
   unsigned count = 0;
-  if (waits.get([&](int device) { return waits_for_previous_kernel(code, device); })) {
-    cudaLaunchAttribute& overlap = attributes[count++];
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
+  const auto add = [&](cudaLaunchAttributeID id) -> cudaLaunchAttributeValue& {
+    attributes[count].id = id;
+    return attributes[count++].val;
+  };
+  const auto [cluster, cooperative] = grid.options;
+  if (cooperative) {
+    add(cudaLaunchAttributeCooperative).cooperative = 1;
+  } else if (waits.get([&](int device) { return waits_for_previous_kernel(code, device); })) {
+    add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed =
+        1;
   }
-  if (grid.cluster > 1) {
-    cudaLaunchAttribute& cluster = attributes[count++];
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
+  if (cluster > 1) {
+    add(cudaLaunchAttributeClusterDimension).clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
@@ -130,9 +141,9 @@ inline constexpr int portable_cluster = 8;
 
 template <class Kernel>
 static void launch(std::int64_t blocks, const typename Kernel::Params& params, cudaStream_t stream,
-                   int cluster = 1) {
+                   LaunchOptions options = {}) {
   if (blocks == 0) return;
-  if (cluster > portable_cluster) {
+  if (options.cluster > portable_cluster) {
     static PerDevice<bool> allowed;
     allowed.get([](int) {
       check(cudaFuncSetAttribute(entry<Kernel>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
@@ -150,7 +161,7 @@ static void launch(std::int64_t blocks, const typename Kernel::Params& params, c
       return true;
     });
   }
-  launch_grid<entry<Kernel>>({blocks, Kernel::threads, bytes, cluster}, stream, params);
+  launch_grid<entry<Kernel>>({blocks, Kernel::threads, bytes, options}, stream, params);
 }
 
 // For kernels without shared memory: one thread per item.

@@ -13,7 +13,7 @@ inline constexpr float negative_infinity = -__builtin_huge_valf();
 // 5e-4.
 __device__ inline float tanh_from_log2(float x) { return 1 - __fdividef(2.0f, exp2_approx(x) + 1); }
 
-// The highest bit of every byte that is not 0; the other bits are of no use.
+// The highest bit of every byte that is not 0; the other bits are undefined.
 __device__ inline std::uint32_t mark_nonzero_bytes(std::uint32_t four) {
   return ((four & 0x7f7f7f7fu) + 0x7f7f7f7fu) | four;
 }

@@ -7,7 +7,7 @@
 
 namespace flash_dmattn::cuda {
 
-// Whether a row that sees a key has no P; dq and all that it adds to dk, dv and dbias are NaN then.
+// Whether a row that sees a key has no P. Then its dq and its contributions to dk, dv and dbias are NaN.
 __device__ inline bool has_undefined_p(float lse) {
   return !isfinite(lse) && lse != negative_infinity;
 }
@@ -17,12 +17,12 @@ __device__ inline bool has_nonfinite_ds(float lse, float delta) {
   return lse != negative_infinity && (!isfinite(lse) || !isfinite(delta));
 }
 
-// Without `saturate` inf and NaN of the inputs reach the gradients of all keys that a row sees, and of no others.
-// A product of whole tiles would carry them to every key of a tile. So the main loops count elements of q and dout
-// that are not finite as 0 and rows without P as rows that see nothing, and this kernel adds what such rows
-// contribute: NaN, or inf where one is certain. It is launched behind every backward that does not saturate, after
-// the gradients are stored and before sums of dbias are, and ends at once where the flag is not set. A block has a
-// tile of a head's rows.
+// Without `saturate` inf and NaN of the inputs propagate to the gradients of all keys that a row sees, and of no
+// others. A product of whole tiles would propagate them to every key of a tile. The main loops therefore treat
+// elements of q and dout that are not finite as 0 and rows without P as rows that see no key, and this kernel adds
+// the contributions of such rows: NaN, or inf where that is certain. It is launched after every backward that does
+// not saturate, after the gradients and before the sums of dbias are stored, and returns at once if the flag is not
+// set. A block processes a tile of a head's rows.
 template <class T>
 struct NonFiniteRowsKernel {
   using Params = BackwardParams;

@@ -5,12 +5,12 @@
 #include "cuda/common/tile_copy.cuh"
 #include "cuda/params.h"
 
-// Conversions of the fp32 sums that a main loop leaves, in the order of its accumulators.
+// Conversion of the fp32 sums of a main loop, which are in accumulator order.
 namespace flash_dmattn::cuda {
 
 // The sums of dq -> dq. An item is 8 columns of a row and of the row 8 below it. `Layout`: tiles of `rows` rows,
-// of which offset(row, chunk) is where the 16 floats of an item begin; a lane of the main loop has two columns of
-// both rows side by side.
+// in which the 16 floats of an item begin at offset(row, chunk); the two columns of both rows of one lane of the
+// main loop are adjacent.
 template <class T, class Layout>
 struct BwdPostprocessDq {
   static constexpr int chunks = Layout::columns / 8;

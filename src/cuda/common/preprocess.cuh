@@ -9,65 +9,97 @@
 
 namespace flash_dmattn::cuda {
 
-// Before the backward's main loop: delta = dout . out and lse in units of log 2, for every query row, and the flags
-// of what they found. 16 lanes to a row.
+// Before the backward's main loop: computes delta = dout . out and lse in units of log 2 of every query row, and sets
+// flags. 16 lanes share a row, and a thread has four rows of a head, whose loads are in flight together; head and batch
+// element are computed once for all of them.
 template <class T>
 struct BwdPreprocessKernel {
   using Params = BackwardParams;
   struct SharedStorage {};
   static constexpr int threads = 256;
-  static constexpr int min_blocks = 1;
+  static constexpr int min_blocks = 3;
   static constexpr int row_lanes = 16;
-  static constexpr int block_rows = threads / row_lanes;
+  static constexpr int rows_at_once = threads / row_lanes;
+  static constexpr int steps = 4;
+  static constexpr int block_rows = rows_at_once * steps;
 
-  static long blocks(const Params& p) { return static_cast<long>(ceil_div(rows(p), block_rows)); }
+  static long blocks(const Params& p) {
+    return long{p.shape.batch} * p.shape.heads_q * ceil_div(p.shape.seqlen_q, block_rows);
+  }
 
   __device__ void operator()(const Params& p, SharedStorage&) const {
+    const Shape& shape = p.shape;
     const int thread = static_cast<int>(threadIdx.x);
-    const std::int64_t index =
-        static_cast<std::int64_t>(blockIdx.x) * block_rows + thread / row_lanes;
-    const bool exists = index < rows(p);
-    float delta = exists ? lane_delta(p, index, thread % row_lanes) : 0;
-    for (int step = 1; step < row_lanes; step *= 2) delta += shuffle_xor(delta, step);
-    if (!exists || thread % row_lanes != 0) return;
-    p.delta[index] = delta;
+    const int lane = thread % row_lanes;
+    const int tiles = ceil_div(shape.seqlen_q, block_rows);
+    const int head_index = static_cast<int>(blockIdx.x) / tiles;
+    const int batch = head_index / shape.heads_q;
+    const int head = head_index % shape.heads_q;
+    const int first = static_cast<int>(blockIdx.x) % tiles * block_rows + thread / row_lanes;
+
+    float delta[steps] = {};
+    // In two copies: conditional loads would be waited for one by one.
+    const bool aligned = p.out.aligned && p.dout.aligned && p.q.aligned;
+    aligned ? add_delta<true>(p, batch, head, first, lane, delta)
+            : add_delta<false>(p, batch, head, first, lane, delta);
+    float mine = 0;  // of row `lane`
+#pragma unroll
+    for (int i = 0; i < steps; ++i) {
+      for (int step = 1; step < row_lanes; step *= 2) delta[i] += shuffle_xor(delta[i], step);
+      if (lane == i) mine = delta[i];
+    }
+    const int row = first + lane * rows_at_once;
+    if (lane >= steps || row >= shape.seqlen_q) return;
+    const std::int64_t index = std::int64_t{head_index} * shape.seqlen_q + row;
+    p.delta[index] = mine;
     store_lse(p, index);
-    if (!p.saturate && has_nonfinite_ds(p.lse[index], delta)) atomicOr(p.flags, row_not_finite);
+    if (!p.saturate && has_nonfinite_ds(p.lse[index], mine)) atomicOr(p.flags, row_not_finite);
   }
 
  private:
-  static __host__ __device__ std::int64_t rows(const Params& p) {
-    return static_cast<std::int64_t>(p.shape.batch) * p.shape.heads_q * p.shape.seqlen_q;
-  }
+  // Eight elements.
+  struct Chunk {
+    std::uint32_t words[4];
+  };
 
-  // A lane's part of dout . out of a row.
-  static __device__ float lane_delta(const Params& p, std::int64_t index, int lane) {
-    const std::int64_t row = index % p.shape.seqlen_q;
-    const std::int64_t head = index / p.shape.seqlen_q % p.shape.heads_q;
-    const std::int64_t batch = index / p.shape.seqlen_q / p.shape.heads_q;
-    const T* out = row_of<T>(p.out, batch, row, head);
-    const T* dout = row_of<T>(p.dout, batch, row, head);
-    const T* q = row_of<T>(p.q, batch, row, head);
-    float delta = 0;
+  // A lane's part of dout . out of its rows. Past the end it is the last row once more.
+  template <bool Aligned>
+  static __device__ void add_delta(const Params& p, int batch, int head, int first, int lane,
+                                   float (&delta)[steps]) {
+    const auto row = [&](int i) { return min(first + i * rows_at_once, p.shape.seqlen_q - 1); };
     bool dout_finite = true;
     bool q_finite = true;
     for (int chunk = lane; chunk < p.shape.head_dim / 8; chunk += row_lanes) {
-      T a[8];
-      T b[8];
-      load_chunk(a, out + chunk * 8, p.out.aligned);
-      load_chunk(b, dout + chunk * 8, p.dout.aligned);
-      for (int i = 0; i < 8; ++i) {
-        const float gradient = Element<T>::widen(b[i]);
-        if (isfinite(gradient) || !p.saturate) delta += gradient * Element<T>::widen(a[i]);
-        dout_finite = dout_finite && isfinite(gradient);
+      Chunk out[steps];
+      Chunk dout[steps];
+#pragma unroll
+      for (int i = 0; i < steps; ++i) {
+        out[i] = load_chunk<Aligned>(row_of<T>(p.out, batch, row(i), head) + chunk * 8);
+        dout[i] = load_chunk<Aligned>(row_of<T>(p.dout, batch, row(i), head) + chunk * 8);
+      }
+#pragma unroll
+      for (int i = 0; i < steps; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 value = Element<T>::widen_packed2(out[i].words[j]);
+          const float2 gradient = Element<T>::widen_packed2(dout[i].words[j]);
+          if (isfinite(gradient.x) || !p.saturate) delta[i] += gradient.x * value.x;
+          if (isfinite(gradient.y) || !p.saturate) delta[i] += gradient.y * value.y;
+          dout_finite = dout_finite && isfinite(gradient.x) && isfinite(gradient.y);
+        }
       }
       if (p.saturate) continue;
-      load_chunk(a, q + chunk * 8, p.q.aligned);
-      for (int i = 0; i < 8; ++i) q_finite = q_finite && isfinite(Element<T>::widen(a[i]));
+#pragma unroll 1
+      for (int i = 0; i < steps; ++i) {
+        const Chunk q = load_chunk<Aligned>(row_of<T>(p.q, batch, row(i), head) + chunk * 8);
+        for (const std::uint32_t two : q.words) {
+          const float2 x = Element<T>::widen_packed2(two);
+          q_finite = q_finite && isfinite(x.x) && isfinite(x.y);
+        }
+      }
     }
     if (!dout_finite) atomicOr(p.flags, dout_not_finite);
     if (!q_finite) atomicOr(p.flags, q_not_finite);
-    return delta;
   }
 
   // lse log2 e as the sum of two floats; +inf for a row that sees nothing, so that its P is 0, and for one without
@@ -83,17 +115,23 @@ struct BwdPreprocessKernel {
     const float rest = has_p ? static_cast<float>(lse_log2 - static_cast<double>(high)) : 0;
     p.lse_log2[index] = high;
     p.lse_log2_low[index] = rest;
-    // Less changes a probability by less than bf16 can show.
+    // A smaller one changes a probability by less than the precision of bf16.
     if (fabsf(rest) > 0x1p-12f) atomicOr(p.flags, lse_has_low);
     // Scores of this magnitude may have overflowed on the way.
     if (fabsf(lse) > 1e30f && has_p) atomicOr(p.flags, lse_has_low | lse_is_extreme);
   }
 
-  static __device__ void load_chunk(T (&to)[8], const T* from, bool aligned) {
-    if (aligned) {
-      *reinterpret_cast<uint4*>(to) = __ldg(reinterpret_cast<const uint4*>(from));
+  template <bool Aligned>
+  static __device__ Chunk load_chunk(const T* from) {
+    if constexpr (Aligned) {
+      const uint4 all = __ldg(reinterpret_cast<const uint4*>(from));
+      return {{all.x, all.y, all.z, all.w}};
     } else {
-      for (int i = 0; i < 8; ++i) to[i] = from[i];
+      const auto* const elements = reinterpret_cast<const std::uint16_t*>(from);
+      const auto two = [&](int i) {
+        return elements[i] | static_cast<std::uint32_t>(elements[i + 1]) << 16;
+      };
+      return {{two(0), two(2), two(4), two(6)}};
     }
   }
 };

@@ -3,12 +3,12 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cstddef>
 #include <cstdint>
 
 #include "cuda/common/warp.cuh"
 
-// All inline assembly of the library: one wrapper for each instruction. Instructions of sm_90 are guarded here.
+// Inline assembly: one wrapper for each instruction. Instructions of sm_90 are guarded here; those of sm_90a alone are
+// in sm90/.
 namespace flash_dmattn::cuda {
 
 __device__ inline std::uint32_t shared_address(const void* pointer) {
@@ -211,15 +211,15 @@ __device__ inline void barrier_sync() {
   }
 }
 
-// With programmatic dependent launch: the kernels before are done, and what they wrote is there. Before
-// sm_90 a kernel is not started earlier.
+// With programmatic dependent launch: waits until earlier kernels are done and their writes are visible. Before sm_90
+// a kernel does not start earlier.
 __device__ inline void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The next kernel may start once every block of this one has ended or has come here.
+// The next kernel may start once every block of this one has ended or has called this.
 __device__ inline void allow_next_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -228,7 +228,7 @@ __device__ inline void allow_next_kernel() {
 
 // ---- Clusters ----
 //
-// Blocks that run together and read one another's shared memory, since sm_90. Before, a cluster is one block.
+// Blocks that run together and access one another's shared memory, since sm_90. Before, a cluster is one block.
 
 // A barrier of all threads of a cluster. It orders memory, global memory as well.
 __device__ inline void cluster_sync() {
@@ -239,13 +239,21 @@ __device__ inline void cluster_sync() {
 #endif
 }
 
+// Before a block ends whose shared memory others have read: waits for all threads of a cluster, and orders no memory.
+__device__ inline void cluster_leave() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::
+                   : "memory");
+#endif
+}
+
 // The counterpart of `mine` in the shared memory of block `rank` of the cluster.
 template <class T>
-__device__ inline const T* in_cluster_block(const T* mine, int rank) {
+__device__ inline T* in_cluster_block(T* mine, int rank) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   std::uint64_t address;
   asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(mine), "r"(rank));
-  return reinterpret_cast<const T*>(address);
+  return reinterpret_cast<T*>(address);
 #else
   static_cast<void>(rank);
   return mine;

@@ -13,12 +13,11 @@ __device__ inline bool neighbours_share_keys(const Params& p) {
   return p.tile_lists.keys == nullptr && (p.score.causal || p.key_ranges.data != nullptr);
 }
 
-// The (batch, head, query tile) of a block. Rows of k and v are shared through the L2: the heads of
-// a group are neighbours, and blocks go through as many kv heads at a time as the L2 can hold.
-// Where tiles visit neighbours the long ones of all heads come first instead, in one section: the
-// blocks that run together then read the same keys at the same time, and no long tile is left for the
-// end (12 % of the time of 16 heads of 8192 queries). Blocks that add in a fixed order are in one section
-// too: those of a head wait for each other, so many heads have to be on their way.
+// The (batch, head, query tile) of a block. Blocks share rows of k and v through the L2: the heads of a group are
+// adjacent, and blocks iterate over sections of as many kv heads as fit into the L2. Where neighbouring tiles share
+// keys, all heads are one section instead, longest tiles first: blocks that run together then read the same keys, and
+// no long tile runs last (12 % of the time of 16 heads of 8192 queries). Blocks that add in a fixed order are one
+// section too: blocks of a head wait for each other, so that many heads must be in flight.
 struct QueryTile {
   static constexpr std::int64_t section_bytes = 24 << 20;  // of k and v; half of an H200's L2
 
@@ -64,8 +63,9 @@ struct QueryTile {
   }
 };
 
-// The (batch, kv head, key tile) of a block that owns keys. The blocks of a head share q, dout and
-// dq_accum of its group; blocks go through as many kv heads at a time as the L2 can hold. Among these the first tiles come first, so that with a causal mask the long ones do.
+// The (batch, kv head, key tile) of a block that owns keys. The blocks of a head share q, dout and dq_accum of its
+// group through the L2, in sections of as many kv heads as fit into it. Within a section the first tiles run first,
+// which with causality are the longest.
 struct KeyTile {
   static constexpr std::int64_t section_bytes = 32 << 20;  // of q, dout and dq_accum
 

@@ -1,13 +1,10 @@
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "cuda/common/convert.cuh"
 #include "cuda/common/math.cuh"
 #include "cuda/params.h"
 
-// Biases as they enter scores.
+// Masks and biases of scores.
 namespace flash_dmattn::cuda {
 
 // Element `index` of a bias. Not through the read-only cache: a decode step writes the score of its token, and a row

@@ -7,15 +7,13 @@
 // fp32 sums in memory that are the same in every run. Additions depend on their order, so blocks that add
 // to the same elements do it in the order of their work:
 //
-//   - Work is numbered as blocks start, so that the work before a block's own is running or done and
-//     waiting for it ends.
-//   - A block goes through the elements that it adds to in ascending *order indices*, and publishes up to
-//     which index it is done. It adds at an index once its predecessors have published a higher one.
-//   - A block publishes no index that its predecessors have not published before. So waiting for the
-//     predecessors alone is waiting for all the work before.
+//   - Work is numbered in the order in which blocks start: earlier work is running or done, so that every wait for
+//     it ends.
+//   - A block adds to elements in ascending *order indices* and publishes the index up to which it is done. It adds
+//     at an index once its predecessors have published a higher one.
+//   - A block never publishes an index before its predecessors have: a wait for them is a wait for all earlier work.
 //
-// Blocks thus follow each other at a distance of one step of their loops, as in a pipeline; the cost is the
-// time to fill it.
+// Blocks follow each other at a distance of one step of their loops, as in a pipeline; the cost is the time to fill it.
 namespace flash_dmattn::cuda {
 
 inline constexpr int last_order_index = 0x7ffffffe;
@@ -80,8 +78,8 @@ class OrderSemaphore {
   }
 
  private:
-  // One thread polls and one publishes: of different warps, for a release store waits until the additions
-  // before it are done.
+  // One thread polls and another publishes, in different warps: a release store waits until earlier additions are
+  // done.
   __device__ bool waits() const { return group_.rank == 0; }
   __device__ bool publishes() const { return group_.rank == (Threads > warp_size ? warp_size : 0); }
   __device__ void publish(int index) const {

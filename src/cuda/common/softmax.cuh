@@ -8,15 +8,15 @@ namespace flash_dmattn::cuda {
 
 // P is scaled down by 2^weight_shift before it is divided by its sum. Weights of up to 2^-24 times values of
 // up to 2^128 can be summed over any number of keys without overflow; the weights themselves stay
-// far above bf16's smallest normal number. f16 has no such range below 1, and its values no such
-// size.
+// far above bf16's smallest normal number. f16 has neither such a
+// range below 1 nor such large values.
 template <class T>
 inline constexpr float weight_shift = 0;
 template <>
 inline constexpr float weight_shift<__nv_bfloat16> = 24;
 
-// log sum exp of a row, natural, in double (lse, and what rounding takes from it), from the maximum in units of
-// log 2 and the sum of the weights.
+// The natural log sum exp of a row from the maximum in units of log 2 and the sum of the weights; a double holds lse
+// and lse_low.
 template <class T>
 __device__ inline double log_sum_exp(float max, float sum) {
   const double log2_sum = static_cast<double>(__log2f(sum)) + weight_shift<T>;
@@ -51,7 +51,7 @@ struct OnlineSoftmax {
   }
 
   // Makes the sum of a row NaN where a product q . k is not finite, even if its score will be (-inf, or limited
-  // by a softcap): the epilogue computes such rows again and finds out which keys they see.
+  // by a softcap): the epilogue recomputes such rows and tests which keys they see.
   template <int N8>
   __device__ void mark_nonfinite(const float (&products)[M16][N8][4]) {
 #pragma unroll
@@ -126,7 +126,7 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int h = 0; h < 2; ++h) offsets[m][h] = offset_of(max[m][h], factor) + weight_shift<T>;
     }
-    // Columns outermost: the sums of the rows are chains of additions that run side by side.
+    // Columns outermost: the sums of the rows are independent chains of additions.
 #pragma unroll
     for (int n = 0; n < N8; ++n) {
 #pragma unroll
@@ -140,7 +140,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // A row that has seen nothing subtracts 0, never -inf from -inf.
+  // A row that sees no key so far subtracts 0, never -inf from -inf.
   static __device__ float offset_of(float max, float factor) {
     return max == negative_infinity ? 0 : max * factor;
   }

@@ -9,12 +9,12 @@
 // swizzle.
 namespace flash_dmattn::cuda {
 
-// Which row of the source each row of a tile holds.
+// The source row of each row of a tile.
 struct InOrder {
   static __device__ constexpr int key(int row) { return row; }
 };
 
-// So that a lane has neighbouring keys, Count at a time.
+// Orders in which a lane has Count neighbouring keys.
 template <int Count>
 struct LaneContiguous;
 
@@ -45,8 +45,7 @@ struct CopySteps {
   static __device__ int row(Group group) { return group.rank / Tile::chunks; }
   static __device__ int chunk(Group group) { return group.rank % Tile::chunks; }
 
-  // Where the chunk of step i belongs; `base` is that of step 0. Rows a multiple of 8 apart have the same
-  // swizzle.
+  // The address of the chunk of step i; `base` is that of step 0. Rows a multiple of 8 apart have the same swizzle.
   static __device__ std::uint32_t to(std::uint32_t tile, std::uint32_t base, Group group, int i) {
     const int r = i * rows_at_once;
     return rows_at_once % 8 == 0 ? base + static_cast<std::uint32_t>(r * Tile::row_bytes)
@@ -141,7 +140,7 @@ __device__ inline void copy_g2s_consecutive(Group group, const RowSource<Tile, G
   const std::uint32_t base = tile + Tile::offset(Steps::row(group), Steps::chunk(group));
 #pragma unroll
   for (int i = 0; i < Steps::steps; ++i) {
-    // Order::key permutes bits, and those of the two terms do not meet.
+    // Order::key permutes bits, and the two terms have no bit in common.
     cp_async_16(Steps::to(tile, base, group, i), from + static_cast<std::int64_t>(source.row_step) *
                                                             Order::key(i * Steps::rows_at_once));
   }
@@ -200,7 +199,7 @@ __device__ inline void copy_r2s(const float (&c)[M16][N8][4], std::uint32_t tile
   }
 }
 
-// 8 elements, one by one where they are not aligned.
+// Stores 8 elements, one by one if they are not aligned.
 __device__ inline void store_chunk(std::byte* to, const std::uint32_t (&words)[4], bool aligned) {
   if (aligned) {
     *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
@@ -214,7 +213,7 @@ __device__ inline void store_chunk(std::byte* to, const std::uint32_t (&words)[4
   }
 }
 
-// Rows [begin, end) of a tile go to destination(row), unless that is null.
+// Copies rows [begin, end) of a tile to destination(row), unless that is null.
 template <class Tile, int Size, class Destination>
 __device__ inline void copy_s2g(ThreadGroup<Size> group, std::uint32_t tile, int begin, int end,
                                 bool aligned, int head_dim, const Destination& destination) {

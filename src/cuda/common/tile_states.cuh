@@ -44,4 +44,12 @@ __device__ inline std::uint32_t merge_states(std::uint32_t a, std::uint32_t b) {
   return ((a | b) & PackedMask::some) | (a & b & PackedMask::all);
 }
 
+// The state of the two tiles with 64 queries and the 128 keys from word `word` on. `row_tile`: of all matrices.
+__device__ inline std::uint32_t state_of_keys(const PackedMask& mask, std::int64_t row_tile,
+                                              int word) {
+  const std::uint8_t* const from = mask.states + row_tile * mask.words + word;
+  const std::uint32_t one = __ldg(from);
+  return word + 1 < mask.words ? merge_states(one, __ldg(from + 1)) : one;
+}
+
 }  // namespace flash_dmattn::cuda

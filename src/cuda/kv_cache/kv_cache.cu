@@ -1,6 +1,3 @@
-#include <algorithm>
-#include <limits>
-
 #include "backend.h"
 #include "cuda/common/device_workspace.h"
 #include "cuda/common/launch.h"

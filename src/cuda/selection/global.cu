@@ -110,8 +110,13 @@ RadixRows lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator&
 }
 
 void select_best(const RadixRows& rows, cudaStream_t stream) {
-  const std::int64_t ctas = std::int64_t{rows.rows} * rows.ctas_per_row();
   const int digits = rows.searched_digits();
+  const int blocks = digits > 0 ? cluster_blocks(rows.rows, rows.seqlen_k) : 0;
+  if (blocks > 0) {
+    select_in_clusters({.rows = rows, .blocks = blocks}, stream);
+    return;
+  }
+  const std::int64_t ctas = std::int64_t{rows.rows} * rows.ctas_per_row();
   if (digits > 0) {
     const std::size_t histogram_bytes =
         sizeof(std::uint32_t) * bins * static_cast<std::size_t>(digits * rows.rows);

@@ -44,9 +44,11 @@ struct RadixRows {
   __device__ int bits_below(int digit) const {
     return max(number_bits - (digit + 1) * digit_bits, 0);
   }
+  __device__ std::uint64_t number_of(std::uint32_t code, int position) const {
+    return static_cast<std::uint64_t>(code) << position_bits | static_cast<std::uint64_t>(position);
+  }
   __device__ std::uint64_t number(int row, int position) const {
-    return static_cast<std::uint64_t>(keys.code(first_row + row, position)) << position_bits |
-           static_cast<std::uint64_t>(position);
+    return number_of(keys.code(first_row + row, position), position);
   }
   __device__ std::uint32_t* histogram(int digit, int row) const {
     return histograms + (static_cast<std::int64_t>(digit) * rows + row) * bins;
@@ -56,6 +58,30 @@ struct RadixRows {
 
 // The rows of a batch of at most `batch_rows` rows, whose counts are in the workspace.
 RadixRows lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& workspace);
+
+// Queries of a chunk, at most.
+inline constexpr int most_chunk = 64;
+
+// Rows that are few enough for a cluster of blocks each (global_cluster.cu).
+struct ClusterRows {
+  RadixRows rows;
+  int blocks = 0;  // of a cluster
+  // Queries behind these keys whose own keys follow, and each of which sees the w best keys of its past; 0: one choice
+  // for all queries.
+  int chunk = 0;
+
+  __device__ KeyInterval* intervals_row(int row) const {
+    return rows.intervals +
+           static_cast<std::int64_t>(rows.first_row + row) * (rows.seqlen_k + chunk);
+  }
+};
+
+// Blocks of the clusters for rows of so many keys; 0 where the rows are too many or too long, or the GPU has no
+// clusters.
+int cluster_blocks(int rows, int seqlen_k);
+
+// As select_best, also before a chunk of fewer than w queries.
+void select_in_clusters(const ClusterRows& rows, cudaStream_t stream);
 
 // Writes the intervals of a batch, those of the w best keys that may be chosen.
 void select_best(const RadixRows& rows, cudaStream_t stream);

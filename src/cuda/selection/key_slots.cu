@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cstdint>
-#include <string>
 
 #include <cub/device/device_radix_sort.cuh>
 
@@ -187,17 +186,17 @@ std::size_t slot_workspace_size(const TileListArgs& args) {
 
 void assign_slots(const TileListArgs& args, const KeySlotShape& shape, const KeySlotBuffers& out,
                   const Execution& execution) {
-  const std::size_t bytes = slot_workspace_size(args);
-  require_workspace(execution, bytes);
+  validate_tile_list_args(args);
   const std::int64_t row_ctas = row_count(args);
   const auto stream = static_cast<cudaStream_t>(execution.stream);
   if (row_ctas == 0) return;
-  if (bytes == 0) {  // no keys
+  if (args.seqlen_k == 0) {
     check(cudaMemsetAsync(out.count, 0, static_cast<std::size_t>(row_ctas) * 4, stream),
           "clearing the count of arrivals");
     return;
   }
   Workspace workspace(args, execution.workspace);
+  require_workspace(execution, workspace.bytes);
   SlotRows rows;
   rows.layout = event_layout(args);
   rows.seqlen_k = static_cast<int>(args.seqlen_k);

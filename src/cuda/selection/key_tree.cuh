@@ -164,10 +164,10 @@ class Level {
                         const Entry& entry) const {
     const int lane = lane_id();
     int2* const list = entries_ + at(parent.row, parent.first_tile >> tile_bits_) * capacity_;
-    for (unsigned rest = __ballot_sync(full_mask, keys_of_list != 0); rest != 0; rest &= rest - 1) {
+    for (unsigned rest = warp_ballot(keys_of_list != 0); rest != 0; rest &= rest - 1) {
       const int b = __ffs(static_cast<int>(rest)) - 1;
-      const unsigned keys = __shfl_sync(full_mask, keys_of_list, b);
-      const int index = __shfl_sync(full_mask, next, b) + count_before(keys, lane);
+      const unsigned keys = shuffle(keys_of_list, b);
+      const int index = shuffle(next, b) + count_before(keys, lane);
       if ((keys >> lane & 1u) != 0 && index < capacity_) {
         list[std::int64_t{b} * capacity_ + index] = entry.stored();
       }
@@ -215,7 +215,7 @@ struct Tiles {
   }
   // Of lane b's list, given its length.
   __device__ int first_place(int length) const {
-    const int full_length = __shfl_sync(full_mask, length, lane_id() % NodeTiles);
+    const int full_length = shuffle(length, lane_id() % NodeTiles);
     return lane_id() < NodeTiles ? 0 : full_length;
   }
   __device__ void store(const Node& parent, unsigned keys_of_list, int next,
@@ -225,10 +225,10 @@ struct Tiles {
     std::int32_t* list = keys + at(parent, 0) * capacity;
 #pragma unroll
     for (int b = 0; b < NodeTiles; ++b, list += capacity) {
-      const unsigned filling = __shfl_sync(full_mask, keys_of_list, b);
-      const unsigned touching = __shfl_sync(full_mask, keys_of_list, b + NodeTiles);
-      const int next_full = __shfl_sync(full_mask, next, b);
-      const int next_partial = __shfl_sync(full_mask, next, b + NodeTiles);
+      const unsigned filling = shuffle(keys_of_list, b);
+      const unsigned touching = shuffle(keys_of_list, b + NodeTiles);
+      const int next_full = shuffle(next, b);
+      const int next_partial = shuffle(next, b + NodeTiles);
       const bool fills = (filling & own) != 0;
       const int index =
           (fills ? next_full : next_partial) + __popc((fills ? filling : touching) & (own - 1u));
@@ -240,8 +240,8 @@ struct Tiles {
     const int lane = lane_id();
     const int tile_count = parent.end_tile - parent.first_tile;
     for (int b = warp_id(); b < tile_count; b += warps) {
-      const int full_length = __shfl_sync(full_mask, length, b);
-      const int all = full_length + __shfl_sync(full_mask, length, b + NodeTiles);
+      const int full_length = shuffle(length, b);
+      const int all = full_length + shuffle(length, b + NodeTiles);
       const int stored = min(all, capacity);
       const std::int64_t tile = at(parent, b);
       if (lane == 0) {

@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(threads)
     next += children.first_place(length);
 #pragma unroll
     for (int k = 0; k < Steps; ++k) {
-      if (!__any_sync(full_mask, batch.keys_of_list[k] != 0)) continue;
+      if (!warp_any(batch.keys_of_list[k] != 0)) continue;
       children.store(node, batch.keys_of_list[k], next, Entry(batch.entry[k]));
       next += __popc(batch.keys_of_list[k]);
     }

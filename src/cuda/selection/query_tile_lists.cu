@@ -4,7 +4,6 @@
 #include <array>
 #include <cstdint>
 #include <limits>
-#include <string>
 
 #include "cuda/selection/selection.h"
 #include "cuda/selection/tile_list_arguments.h"

@@ -87,7 +87,7 @@ __device__ void find_top_block(const OrderedRows& rows, const Chunk& chunk, Chun
     for (int b = lane;; b += warp_size) {
       const int count = b < rows.blocks ? shared.present[b] : 0;
       const int through = before + warp_inclusive_sum(count, lane);
-      const unsigned reached = __ballot_sync(full_mask, through >= rows.window);
+      const unsigned reached = warp_ballot(through >= rows.window);
       if (reached != 0) {  // always happens: at least w ranks are present
         if (lane == __ffs(static_cast<int>(reached)) - 1) {
           shared.top_block = b;
@@ -95,7 +95,7 @@ __device__ void find_top_block(const OrderedRows& rows, const Chunk& chunk, Chun
         }
         break;
       }
-      before = __shfl_sync(full_mask, through, warp_size - 1);
+      before = shuffle(through, warp_size - 1);
     }
   }
   __syncthreads();
@@ -144,8 +144,8 @@ struct BlockRanks {
 __device__ int sum_before_warp(const int (&counts)[warps], int& total) {
   const int lane = lane_id();
   const int through = warp_inclusive_sum(lane < warps ? counts[lane] : 0, lane);
-  total = __shfl_sync(full_mask, through, warps - 1);
-  const int before = __shfl_sync(full_mask, through, max(warp_id() - 1, 0));
+  total = shuffle(through, warps - 1);
+  const int before = shuffle(through, max(warp_id() - 1, 0));
   return warp_id() == 0 ? 0 : before;
 }
 
@@ -197,7 +197,7 @@ __device__ int classify_arrivals(const LaneRanks& own, ChunkStorage& shared) {
     const bool below = own.position[half] < shared.threshold;
     shared.entry_of[own.arrival[half]] = static_cast<std::uint16_t>(below ? window_entries : 0);
     if (below) shared.arriving[own.position[half] / block_positions] = 1;
-    count += __popc(__ballot_sync(full_mask, below));
+    count += __popc(warp_ballot(below));
   }
   if (lane_id() == 0) shared.counted[warp_id()] = count;
   for (int e = static_cast<int>(threadIdx.x); e < window_entries; e += threads) {
@@ -275,14 +275,14 @@ __device__ int first_threshold(const ChunkStorage& shared) {
   const int even = shared.present_at[warp][2 * lane];
   const int both = even + shared.present_at[warp][2 * lane + 1];
   const int before = warp_inclusive_sum(both, lane) - both;
-  const unsigned reached = __ballot_sync(full_mask, before + both > rest);
+  const unsigned reached = warp_ballot(before + both > rest);
   const int found = max(__ffs(static_cast<int>(reached)) - 1, 0);
-  rest -= __shfl_sync(full_mask, before, found);
-  const int even_count = __shfl_sync(full_mask, even, found);
+  rest -= shuffle(before, found);
+  const int even_count = shuffle(even, found);
   const bool odd = rest >= even_count;
   const int word = 2 * found + (odd ? 1 : 0);
   const int time = shared.time[word * warp_size + lane];
-  const unsigned present = __ballot_sync(full_mask, time <= warp * warp_ranks);
+  const unsigned present = warp_ballot(time <= warp * warp_ranks);
   return word * warp_size + select_bit(present, odd ? rest - even_count : rest);
 }
 
@@ -295,14 +295,14 @@ struct LaneThresholds {
                             const ChunkStorage& shared) {
     const int lane = lane_id();
     const int first_arrival = warp_id() * warp_ranks;
-    const unsigned counted = __ballot_sync(full_mask, arriving[0] > first);
-    const unsigned counted_later = __ballot_sync(full_mask, arriving[1] > first);
+    const unsigned counted = warp_ballot(arriving[0] > first);
+    const unsigned counted_later = warp_ballot(arriving[1] > first);
     int rest[2] = {count_before(counted, lane),
                    __popc(counted) + count_before(counted_later, lane)};
     entry[0] = entry[1] = -1;
     for (int word = first / warp_size; word * warp_size < entries; ++word) {
       const int time = shared.time[word * warp_size + lane];
-      unsigned present = __ballot_sync(full_mask, time <= first_arrival);
+      unsigned present = warp_ballot(time <= first_arrival);
       if (word == first / warp_size) present &= full_mask << (first % warp_size);
       unsigned arrived[2];  // before the rank
 #pragma unroll
@@ -310,9 +310,9 @@ struct LaneThresholds {
         const bool here = arriving[half] > first && arriving[half] / warp_size == word;
         arrived[half] = here ? 1u << (arriving[half] % warp_size) : 0;
       }
-      if (__any_sync(full_mask, (arrived[0] | arrived[1]) != 0)) {
+      if (warp_any((arrived[0] | arrived[1]) != 0)) {
         const unsigned before = warp_exclusive_or(arrived[0], lane);
-        const unsigned all = __shfl_sync(full_mask, before | arrived[0], warp_size - 1);
+        const unsigned all = shuffle(before | arrived[0], warp_size - 1);
         arrived[0] = before;
         arrived[1] = all | warp_exclusive_or(arrived[1], lane);
       }
@@ -325,7 +325,7 @@ struct LaneThresholds {
         }
         rest[half] -= count;
       }
-      if (!__any_sync(full_mask, entry[0] < 0 || entry[1] < 0)) break;
+      if (!warp_any(entry[0] < 0 || entry[1] < 0)) break;
     }
   }
 };

@@ -151,8 +151,7 @@ __global__ void __launch_bounds__(limit_warps* warp_size) find_limits(LimitSearc
 
   int missing = p.window;  // keys that query `lane` still lacks
   int limit = p.window == 0 ? 0 : keys;
-  for (int rank = 0; rank < keys && __any_sync(full_mask, missing > 0);
-       rank += limit_steps * warp_size) {
+  for (int rank = 0; rank < keys && warp_any(missing > 0); rank += limit_steps * warp_size) {
     std::uint32_t met[limit_steps];
 #pragma unroll
     for (int i = 0; i < limit_steps; ++i) {

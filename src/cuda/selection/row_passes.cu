@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(RowPasses::threads)
 __device__ unsigned lanes_with(int digit, unsigned lanes) {
 #pragma unroll
   for (int bit = 0; bit < RowPasses::digit_bits; ++bit) {
-    const unsigned set = __ballot_sync(full_mask, (digit >> bit & 1) != 0);
+    const unsigned set = warp_ballot((digit >> bit & 1) != 0);
     lanes &= (digit >> bit & 1) != 0 ? set : ~set;
   }
   return lanes;

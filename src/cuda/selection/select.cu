@@ -16,14 +16,30 @@ constexpr std::int64_t batch_keys = std::int64_t{1} << 22;
 constexpr std::int64_t batch_rows = 1024;
 
 // The way a selection is computed. Without causality, with a single query, or where the window holds every key,
-// the choice is the same for all queries: global.
-enum class Method : std::uint8_t { none, global, per_query };
+// the choice is the same for all queries: global. A few queries behind more keys than the window holds are a chunk.
+enum class Method : std::uint8_t { none, global, chunk, per_query };
+
+// The rows of a chunk, as clusters select them; without blocks where they cannot.
+global::ClusterRows chunk_rows(const SelectionArgs& args) {
+  const auto rows = static_cast<int>(args.batch * args.heads);
+  const std::int64_t past = args.seqlen_k - args.seqlen_q;
+  const bool is_chunk =
+      args.seqlen_q <= std::min<std::int64_t>(global::most_chunk, args.window - 1);
+  if (!is_chunk || past <= args.window) return {};
+  WorkspaceAllocator none(nullptr);
+  global::ClusterRows chunk{.rows = global::lay_out(args, rows, none),
+                            .blocks = global::cluster_blocks(rows, static_cast<int>(past)),
+                            .chunk = static_cast<int>(args.seqlen_q)};
+  chunk.rows.seqlen_k = static_cast<int>(past);
+  return chunk;
+}
 
 Method method_of(const SelectionArgs& args) {
   if (args.window == 0) return Method::none;
   const bool per_query = args.selection == Selection::per_query && args.causal &&
                          args.seqlen_q > 1 && args.window < args.seqlen_k;
-  return per_query ? Method::per_query : Method::global;
+  if (!per_query) return Method::global;
+  return chunk_rows(args).blocks > 0 ? Method::chunk : Method::per_query;
 }
 
 int rows_per_batch(const SelectionArgs& args) {
@@ -100,6 +116,10 @@ void select_key_intervals(const SelectionArgs& args, const Execution& execution)
     const auto count = static_cast<std::size_t>(all_rows * args.seqlen_k);
     check(cudaMemsetAsync(args.intervals, 0, count * sizeof(KeyInterval), stream),
           "clearing intervals");
+    return;
+  }
+  if (method == Method::chunk) {
+    global::select_in_clusters(chunk_rows(args), stream);
     return;
   }
   WorkspaceAllocator workspace(execution.workspace);

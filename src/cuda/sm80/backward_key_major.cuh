@@ -24,9 +24,9 @@ namespace flash_dmattn::cuda::sm80 {
 // [32 w, 32 w + 32):
 //   dv   S = K q^T,  P = exp2(S - lse)  --P-->  shared memory,  dv += P dout
 //   dk   dP = V dout^T,  shared memory  --P-->  dS = P (dP - delta)  --dS-->  shared memory,  dk += dS q
-// and all of them, a query tile later, dq += dS^T K. While one role computes exponentials, the other
-// multiplies. Two warps with the same keys meet at a barrier of their own over P; the block meets once for
-// each query tile.
+// and all of them, a query tile later, dq += dS^T K. While one role computes exponentials, the other multiplies. Two
+// warps with the same keys synchronize on P at a named barrier of their own; the block synchronizes once for each
+// query tile.
 //
 // `HasDense`: the mask or the bias has a query dimension. `Ordered`: dq is added in a fixed order.
 template <class T, int D, bool HasDense, bool Ordered>
@@ -56,7 +56,7 @@ struct KeyMajorBackwardKernel {
     alignas(1024) std::byte k[KeyRows::bytes];
     alignas(1024) std::byte v[KeyRows::bytes];
     typename Pipeline::Storage queries;
-    // P on its way from a dv warp to a dk warp, then dS, in the same bytes.
+    // P, from a dv warp to a dk warp, then dS, in the same bytes.
     alignas(1024) std::byte scores[2][Scores::bytes];
     KeyInfoTile<keys> key_info;
     typename Semaphore::Storage semaphore;
@@ -82,11 +82,11 @@ struct KeyMajorBackwardKernel {
  private:
   using Warp = KeyMajorWarp<T, D, HasDense, SharedStorage>;
 
-  // A query tile whose dS is still to be added to dq.
+  // A query tile whose dS is not yet added to dq.
   struct Visit {
     QueryTilePosition at;
     std::int64_t index;  // among the tiles of p.dq_accum: its order index, too
-    bool last_head;      // of those whose tiles of the same queries are visited one after the other
+    bool last_head;      // of the heads whose tiles of the same queries are visited in sequence
   };
 
   struct Mainloop {
@@ -145,7 +145,7 @@ struct KeyMajorBackwardKernel {
     __device__ void store() {
       const bool is_dv = warp.role == WarpRole::dv;
       const OutputRows& to = is_dv ? p.dv : p.dk;
-      __syncthreads();  // all have read K and V
+      __syncthreads();  // all warps have read K and V
       if (to.data == nullptr) return;
       const std::uint32_t staged = shared_address(is_dv ? shared.v : shared.k);
       const float scale = is_dv ? 1.0f : p.score.scale;
@@ -163,7 +163,7 @@ struct KeyMajorBackwardKernel {
 
     // K, V and the key info of the block's keys.
     __device__ void load_keys(int head) {
-      __syncthreads();  // all are done with the heads before
+      __syncthreads();  // all warps are done with the previous heads
       const auto key = [&](int r) { return tile.key + KeyOrder::key(r); };
       const auto exists = [&](int r) { return key(r) < p.shape.seqlen_k; };
       const Block block = Block::of_block();
@@ -183,7 +183,7 @@ struct KeyMajorBackwardKernel {
       __syncthreads();
     }
 
-    // inf and NaN in keys that no query sees would meet the zeros of dS.
+    // inf and NaN in keys that no query sees would be multiplied by the zeros of dS.
     __device__ void clear_unseen_keys() {
       cp_async_wait_all();
       __syncthreads();
@@ -196,14 +196,14 @@ struct KeyMajorBackwardKernel {
       }
     }
 
-    // The pipeline's next tile becomes tile n; by the dv warps, once P is in shared memory: the dk warps have
-    // more to do.
+    // The pipeline's next tile becomes tile n. By the dv warps, after P is in shared memory: the dk warps have more
+    // work.
     __device__ void load_queries(const Pipeline& queries, int n) {
       queries.load(n);
       if constexpr (HasDense) warp.dense_scores.load_mask(queries.tiles().at());
     }
 
-    // Elements of q and dout that are not finite count as 0.
+    // Replaces elements of q and dout that are not finite by 0.
     __device__ void clean_queries(const Pipeline& queries, int n) {
       if ((warp.flags & (dout_not_finite | q_not_finite)) == 0) return;
       const Block block = Block::of_block();
@@ -214,7 +214,7 @@ struct KeyMajorBackwardKernel {
       __syncthreads();
     }
 
-    // A query tile; copies the next one. Both roles make the same two products, of different tiles.
+    // Computes a query tile and copies the next one. Both roles make the same two products, of different tiles.
     __device__ void compute(const Pipeline& queries, int n, QueryTilePosition at,
                             const QueryBounds& bounds) {
       const bool is_dv = warp.role == WarpRole::dv;
@@ -237,7 +237,7 @@ struct KeyMajorBackwardKernel {
       multiply<T, rows>(accum, operand, OperandB<QueryRows, Major::mn>(second, 0));
     }
 
-    // dS of tile n, which was that of `visit`.
+    // Adds dS of tile n, the tile of `visit`.
     __device__ void add_dq(const Visit& visit, int n) const {
       if (p.dq_accum == nullptr) return;
       accumulate_dq<T, D, Scores, KeyRows, Tiles::blocks_ahead>(

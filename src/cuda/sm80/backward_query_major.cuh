@@ -41,8 +41,8 @@ struct QueryRowValues {
 };
 
 // The query-major backward. A block holds a tile of queries of one head and visits the key tiles that the forward
-// visited. dq stays in its accumulators; the rows of dk and dv that a key tile receives are complete over the
-// block's queries and are added in fp32 to sums in memory, where the heads of a group and the query tiles meet.
+// visited. dq stays in accumulators. A key tile's rows of dk and dv are summed over the block's queries and added to
+// fp32 sums in memory, over the heads of a group and the query tiles.
 // `HasDense`: the mask or the bias has a query dimension. `Ordered`: additions are made in a fixed order.
 template <class T, int D, BackwardPolicy P, bool HasDense, bool Ordered>
 struct QueryMajorBackwardKernel {
@@ -159,7 +159,7 @@ struct QueryMajorBackwardKernel {
       copy(p.dout, shared.dout);
     }
 
-    // Elements of q and dout that are not finite count as 0.
+    // Replaces elements of q and dout that are not finite by 0.
     __device__ void clean_queries(Block block, std::uint32_t flags) const {
       if ((flags & dout_not_finite) != 0)
         clear_non_finite<T, QueryRows>(block, shared_address(shared.dout));
@@ -167,8 +167,8 @@ struct QueryMajorBackwardKernel {
         clear_non_finite<T, QueryRows>(block, shared_address(shared.q));
     }
 
-    // Whether the keys that the block visits can be its order indices: the full and the partial keys of a list
-    // ascend, each by themselves.
+    // Whether the keys that the block visits can be its order indices: the full and the partial keys of a list each
+    // ascend, but not together.
     __device__ bool has_ascending_keys() const {
       if (p.tile_lists.keys == nullptr) return true;
       const std::int64_t list = tile.batch * p.tile_lists.stride_batch +
@@ -187,7 +187,7 @@ struct QueryMajorBackwardKernel {
                      OperandB<KeyRows, Major::k>(kv.k_tile(n), ScoreTile::column()));
       shape_scores(p.score, x);
       if (has_softcap()) {
-        // At least 0; 0 instead of a NaN, which would meet the zeros of dS.
+        // At least 0; 0 instead of NaN, which would be multiplied by the zeros of dS.
         for_each_element(x, [&](float& tanh, int m, int k, int e) {
           slopes[m][k][e] = __saturatef(fmaf(-tanh, tanh, 1.0f));
         });
@@ -212,8 +212,8 @@ struct QueryMajorBackwardKernel {
       if (partial) mask_columns(key_info, position, x);
     }
 
-    // P of scores, by the forward's instructions in the forward's order, so that s and lse fit together. At most 1;
-    // a NaN, of a score that overflowed far below the maximum, becomes 0.
+    // P of scores, by the same instructions in the same order as in the forward, so that s and lse are consistent. It
+    // is at most 1; NaN, from a score that overflowed far below the maximum, becomes 0.
     __device__ void exponentiate(const Pipeline& kv, int n, const RowValues& rows,
                                  std::uint32_t flags, ScoreAccumulators& x) const {
       if ((flags & lse_has_low) != 0) {
@@ -266,7 +266,7 @@ struct QueryMajorBackwardKernel {
 
     __device__ void store_dq(Block block, const typename DqTile::Accumulators& dq) const {
       if (p.dq.data == nullptr) return;
-      __syncthreads();  // all have read q
+      __syncthreads();  // all warps have read q
       const std::uint32_t staged = shared_address(shared.q);
       float check = 0;
       copy_r2s<QueryRows>(

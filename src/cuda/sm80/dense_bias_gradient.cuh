@@ -7,11 +7,11 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// The gradient of a dense bias, from the dS of a block in shared memory, [128 keys in LaneContiguous<4> order]
-// [64 queries]; each of 4 warps takes 16 queries, a lane 8 neighbouring keys of two of them in every 32. Every
-// element is written once: that of a visited tile when its dS, or the sum of the dS of the heads that share the
-// bias, is complete; zeros for tiles that are skipped. Two heads are summed in 16 bits, which rounds no more often
-// than a sum in fp32 that is then stored; where more share an element it is added to in fp32 in memory.
+// The gradient of a dense bias, from the dS of a block in shared memory, [128 keys in LaneContiguous<4> order] [64
+// queries]; each of 4 warps takes 16 queries, a lane 8 neighbouring keys of two of them in every 32. Every element is
+// written once: dS of a visited tile, or the sum of dS of the heads that share the bias, when it is complete; zeros
+// for tiles that are skipped. Two heads are summed in 16 bits, which rounds no more often than a sum in fp32 that is
+// then stored. If more dS share an element, they are added in fp32 in memory.
 template <class T, int D>
 class DenseBiasGradient {
  public:
@@ -57,8 +57,8 @@ class DenseBiasGradient {
     has_first_head_ = false;
   }
 
-  // Zeros for the tiles of `heads` heads that are skipped after tile `number` and before tile `next`; by all four
-  // warps.
+  // Stores zeros for the tiles of `heads` heads that are skipped after tile `number` and before tile `next`. By all
+  // four warps.
   __device__ void clear(int first_head, int heads, int number, int next) const {
     if (p_.dbias_accumulates || next <= number + 1) return;
     const int together = shared_by_group() ? heads : 1;
@@ -103,14 +103,15 @@ class DenseBiasGradient {
     ldmatrix_x4_trans(block, ds + SharedTile<keys, rows>::offset(32 * i + lane_, 2 * warp_ + half));
   }
 
-  // The same in order, plus dS of the first head if it is kept.
+  // The eight keys in order, plus dS of the first head if it is kept.
   __device__ uint4 eight_keys(std::uint32_t ds, int half, int i) const {
     std::uint32_t block[4];
     load(block, ds, half, i);
     if constexpr (can_sum) {
       if (has_first_head_) {
 #pragma unroll
-        for (int b = 0; b < 4; ++b) block[b] = add_packed2(first_head_[half][i][b], block[b]);
+        for (int b = 0; b < 4; ++b)
+          block[b] = add_gradients_packed2<T>(first_head_[half][i][b], block[b], p_.saturate);
       }
     }
     return {__byte_perm(block[0], block[1], 0x5410), __byte_perm(block[2], block[3], 0x5410),
@@ -139,19 +140,11 @@ class DenseBiasGradient {
     if (count > 4) add(index + 4, eight.z, eight.w);
   }
 
-  __device__ std::uint32_t add_packed2(std::uint32_t x, std::uint32_t y) const {
-    using Packed2 = typename Element<T>::Packed2;
-    const Packed2 sum =
-        __hadd2(reinterpret_cast<const Packed2&>(x), reinterpret_cast<const Packed2&>(y));
-    const auto bits = reinterpret_cast<const std::uint32_t&>(sum);
-    return p_.saturate ? clamp_packed2<T>(bits, Element<T>::gradient_limit_packed2) : bits;
-  }
-
   const KeyMajorParams& p_;
   KeyTile tile_;
   int lane_;
   int warp_;
-  // dS of the first of two heads, until that of the second is there.
+  // dS of the first of two heads, until dS of the second is computed.
   std::uint32_t first_head_[2][can_sum ? keys / 32 : 1][4];
   bool has_first_head_ = false;
 };

@@ -88,17 +88,14 @@ class DenseScores {
 
  private:
   __device__ std::int64_t bias_index(QueryTilePosition at) const {
-    const Broadcast& bias = score_.bias;
-    return tile_.batch * bias.batch + at.head * bias.head_q + tile_.kv_head * bias.head_kv +
-           at.row * bias.query;
+    return score_.bias.begin(tile_.batch, at.head, tile_.kv_head) + at.row * score_.bias.query;
   }
 
   // Row 0 of a tile in the first of the block's two words.
   __device__ const std::uint64_t* mask_tile(QueryTilePosition at) const {
     const PackedMask& mask = score_.packed_mask;
     const int row_tiles = ceil_div(shape_.seqlen_q, PackedMask::side);
-    const std::int64_t matrix =
-        tile_.batch * mask.batch + at.head * mask.head_q + tile_.kv_head * mask.head_kv;
+    const std::int64_t matrix = mask.matrix(tile_.batch, at.head, tile_.kv_head);
     const std::int64_t tile = (matrix * row_tiles + at.row / PackedMask::side) * mask.words +
                               tile_.key / PackedMask::side;
     return mask.bits + tile * PackedMask::side;

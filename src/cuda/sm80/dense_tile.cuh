@@ -8,7 +8,7 @@
 #include "cuda/common/tile_copy.cuh"
 #include "cuda/sm80/bias_tile.cuh"
 
-// Dense masks and biases by way of shared memory: the mask packed, the bias aligned_16B.
+// Dense masks and biases through shared memory: the mask packed, the bias aligned_16B.
 namespace flash_dmattn::cuda::sm80 {
 
 // The packed mask of Rows queries in shared memory: of each the bits of 64 keys.
@@ -24,7 +24,7 @@ class DenseTileLoader {
  public:
   struct Storage {
     alignas(128) std::byte bias[BiasTile<Rows, N>::bytes];
-    alignas(128) std::byte mask[MaskTile<Rows>::bytes];  // of the 64 keys that the tile is among
+    alignas(128) std::byte mask[MaskTile<Rows>::bytes];  // of the 64 keys that include the tile's
   };
 
   // For queries [tile.row, row_end).
@@ -32,13 +32,11 @@ class DenseTileLoader {
                              const QueryTile& tile, int row_end)
       : score_(score), rows_(row_end - tile.row) {
     const Broadcast& bias = score.bias;
-    bias_ = bias.data +
-            2 * (tile.batch * bias.batch + tile.head * bias.head_q + tile.kv_head * bias.head_kv +
-                 (tile.row + bias_row(group)) * bias.query + 8 * bias_chunk(group));
+    bias_ = bias.data + 2 * (bias.begin(tile.batch, tile.head, tile.kv_head) +
+                             (tile.row + bias_row(group)) * bias.query + 8 * bias_chunk(group));
     const PackedMask& mask = score.packed_mask;
     const int row_tiles = ceil_div(seqlen_q, PackedMask::side);
-    const std::int64_t matrix =
-        tile.batch * mask.batch + tile.head * mask.head_q + tile.kv_head * mask.head_kv;
+    const std::int64_t matrix = mask.matrix(tile.batch, tile.head, tile.kv_head);
     const int row = tile.row + mask_row(group);
     mask_exists_ = row / PackedMask::side < row_tiles;
     const std::int64_t row_tile = matrix * row_tiles + (mask_exists_ ? row / PackedMask::side : 0);

@@ -9,6 +9,13 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
+// Whether the build has forward kernels of a class.
+constexpr bool has_forward(int head_dim_bucket, SharedClass shared) {
+  return head_dim_bucket > most_sm90_forward ||
+         (shared == SharedClass::kb99 ? FLASH_DMATTN_HAS_KB99_FORWARD != 0
+                                      : FLASH_DMATTN_HAS_KB163_FORWARD != 0);
+}
+
 // Calls body.template operator()<T, D, S>() for a choice.
 template <class Choice, class Body>
 void dispatch(const Choice& choice, const Body& body) {

@@ -6,8 +6,8 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// The rows of dk and dv in memory that a key tile of the query-major backward adds to: where those of a lane's
-// accumulators lie. WarpTile: the warp's part of [keys, D].
+// Adds to the rows of dk and dv in memory that belong to a key tile of the query-major backward. It holds the offsets
+// of the rows of a lane's accumulators. WarpTile: the warp's part of [keys, D].
 template <class T, int D, class WarpTile, class Scores, class QueryRows>
 class DkvAccumulator {
  public:
@@ -45,8 +45,8 @@ class DkvAccumulator {
  private:
   static constexpr int m16 = WarpTile::m / 16;
 
-  // Full: all rows and columns exist. Without branches the moves that line operands up for one addition need not
-  // wait until the one before has read its own.
+  // Full: all rows and columns exist. Without branches the moves that prepare the operands of one addition do not wait
+  // until the previous addition has read its operands.
   template <bool Full>
   __device__ void reduce(float* sums, const typename WarpTile::Accumulators& c) const {
 #pragma unroll
@@ -57,7 +57,7 @@ class DkvAccumulator {
         float* const to = sums + offset_[m][h];
 #pragma unroll
         for (int d = 0; d < WarpTile::n / 8; d += 2) {
-          // A lane's four columns of two accumulator blocks lie side by side in the sums.
+          // A lane's four columns of two accumulator blocks are adjacent in the sums.
           if (Full || WarpTile::column() + 8 * d < columns_) {
             reduce_add(to + 8 * d, c[m][d][2 * h], c[m][d][2 * h + 1], c[m][d + 1][2 * h],
                        c[m][d + 1][2 * h + 1]);

@@ -16,9 +16,7 @@ namespace {
 
 std::string decline_device(const DeviceProperties& device) {
   if (device.compute_capability < 80) {
-    return "it needs compute capability 8.0, and the GPU has " +
-           std::to_string(device.compute_capability / 10) + "." +
-           std::to_string(device.compute_capability % 10);
+    return "it needs compute capability 8.0, and the GPU has " + compute_capability(device);
   }
   if (!is_compiled(shared_class(device))) {
     return "this build has no kernels for a GPU with " +
@@ -36,14 +34,17 @@ std::vector<std::string> names_of(const Choices& choices) {
 
 // ---- Forward --------------------------------------------------------------------------------------------
 
-template <class Args>
-bool has_lists(const Args& args) {
-  return !args.schedule.empty();
+std::string decline_forward(const Problem& p) {
+  if (p.head_dim <= most_sm90_forward && leaves_forward(current_device())) {
+    return "this build has no kernels of its forward for compute capability 9.0 and a head_dim up "
+           "to 128, which those of sm90 compute";
+  }
+  return decline(p);
 }
 
 template <class Args>
-QueryTileLists lists_of(const Args& args) {
-  return query_tile_lists(args.schedule, args.in.visibility.key_list, query_tile_rows);
+bool has_lists(const Args& args) {
+  return !args.schedule.empty();
 }
 
 ForwardParams params_of(const ForwardArgs& args, const ForwardWorkspace& workspace) {
@@ -66,7 +67,7 @@ void forward(const ForwardArgs& args, const DeviceProperties& device, const Exec
   pack_mask(p, params.score, stream);
   params.key_ranges = find_key_ranges(p, args.in, workspace.key_ranges, stream);
   dispatch(choice, [&]<class T, int D, SharedClass S>() {
-    launch_forward<T, D, S>(choice.loop, params, stream);
+    if constexpr (has_forward(D, S)) launch_forward<T, D, S>(choice.loop, params, stream);
   });
 }
 
@@ -76,7 +77,11 @@ std::string forward_name(const ForwardArgs& args, const DeviceProperties& device
 }
 
 std::vector<std::string> forward_names(const DeviceProperties& device) {
-  return names_of(forward_choices(shared_class(device)));
+  std::vector<ForwardChoice> choices = forward_choices(shared_class(device));
+  if (leaves_forward(device)) {
+    std::erase_if(choices, [](const ForwardChoice& c) { return c.head_dim <= most_sm90_forward; });
+  }
+  return names_of(choices);
 }
 
 // ---- Backward -------------------------------------------------------------------------------------------
@@ -102,7 +107,7 @@ BackwardParams params_of(const BackwardArgs& args, const BackwardWorkspace& work
   const Problem& p = args.problem;
   BackwardParams params = cuda::params_of(args);
   params.score.packed_mask = workspace.packed_mask;
-  params.tile_lists = lists_of(args);
+  params.tile_lists = query_tile_lists(args.schedule, args.in.visibility.key_list, query_tile_rows);
   params.lse_log2 = workspace.lse_log2;
   params.lse_log2_low = workspace.lse_log2_low;
   params.delta = workspace.delta;
@@ -189,7 +194,7 @@ void backward(const BackwardArgs& args, const DeviceProperties& device,
     store_dbias(args, workspace.zeroed.dbias_accum, stream);
 }
 
-// Enough for whichever gradients the call will ask for, and whatever alignment dbias will have.
+// Enough for any set of gradients and any alignment of dbias.
 std::size_t backward_workspace_size(const BackwardArgs& args, const DeviceProperties& device) {
   const bool lists = has_lists(args);
   const auto bytes = [&](bool aligned) {
@@ -217,7 +222,7 @@ namespace flash_dmattn::cuda {
 const Family sm80_family = {
     .name = "sm80",
     .decline_device = sm80::decline_device,
-    .forward = {.decline = sm80::decline,
+    .forward = {.decline = sm80::decline_forward,
                 .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
                 .workspace_size = sm80::forward_workspace_size,
                 .run = sm80::forward,

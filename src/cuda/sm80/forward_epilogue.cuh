@@ -38,7 +38,7 @@ __device__ inline void store_lse(const ForwardParams& p, std::int64_t index, dou
     p.lse_low[index] = static_cast<float>(lse - static_cast<double>(rounded));
 }
 
-// Divides a warp's output by the sums and stores it by way of its rows of q in shared memory.
+// Divides a warp's output by the sums and stores it through the warp's rows of q in shared memory.
 template <class QueryRows, int WarpRows, int D, class Order, class T>
 __device__ inline void store_normalized(const ForwardParams& p, const QueryTile& tile, int row_end,
                                         int warp_row, std::uint32_t q_tile,
@@ -66,8 +66,8 @@ __device__ inline void store_normalized(const ForwardParams& p, const QueryTile&
                       p.out.aligned, p.shape.head_dim, destination);
 }
 
-// Stores the output and lse of a warp's rows; `tile` has the first of their heads. Rows that fp32 does not hold
-// are computed again, in double. The tile of q is overwritten: the block has waited for all copies to it.
+// Stores the output and lse of a warp's rows; `tile` has the first of their heads. Rows that overflow fp32 are
+// recomputed in double. The tile of q is overwritten: the block has waited for all copies to it.
 template <class QueryRows, int WarpRows, int D, bool HasDense, class Order = RowOrder<1>, class T>
 __device__ inline void store_output(const ForwardParams& p, const QueryTile& tile, int row_end,
                                     int warp_row, std::uint32_t q_tile, float factor,

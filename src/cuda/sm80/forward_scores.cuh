@@ -5,12 +5,12 @@
 #include "cuda/sm80/dense_tile.cuh"
 #include "cuda/sm80/kv_pipeline.cuh"
 
-// How a forward kernel makes scores of the products q . k of a key tile. A policy names the source of the keys and
-// those of their tiles that are visited, the order of rows and keys in a fragment, and data that comes to shared
-// memory with the keys (Extra of KvPipeline).
+// Score policies: how a forward kernel computes scores from the products q . k of a key tile. A policy has the source
+// of the keys, the iterator over visited tiles, the order of rows and keys in a fragment, and data that is loaded to
+// shared memory with the keys (Extra of KvPipeline).
 namespace flash_dmattn::cuda::sm80 {
 
-// Rows and keys in order, with nothing beside the keys.
+// Rows and keys in order; only keys are loaded.
 struct KeysAlone {
   using RowOrder = cuda::RowOrder<1>;
   using KeyOrder = InOrder;
@@ -23,7 +23,7 @@ struct KeysAlone {
   }
 };
 
-// Tiles that the packed mask leaves empty are skipped.
+// Tiles that are empty in the packed mask are skipped.
 struct NonEmptyByMask {
   using Tiles = VisibleTiles;
 
@@ -79,8 +79,8 @@ struct ElementScores : KeysAlone, NonEmptyByMask {
   }
 };
 
-// A dense mask or bias without a tile list: both come to shared memory with the keys, the mask packed, the bias
-// aligned_16B; tiles that the mask leaves empty are skipped. `Heads`: a block's rows are of one head or of two
+// A dense mask or bias without a tile list: both are loaded to shared memory with the keys, the mask packed, the bias
+// aligned_16B; tiles that are empty in the mask are skipped. `Heads`: a block's rows are of one head or of two
 // that have the same mask, ranks and bias.
 template <int Heads>
 struct TileScores : NonEmptyByMask {

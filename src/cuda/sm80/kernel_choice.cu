@@ -79,6 +79,10 @@ bool is_compiled(SharedClass shared) {
   return shared == SharedClass::kb99 ? FLASH_DMATTN_HAS_KB99 != 0 : FLASH_DMATTN_HAS_KB163 != 0;
 }
 
+bool leaves_forward(const DeviceProperties& device) {
+  return FLASH_DMATTN_LEAVES_SM90_FORWARD != 0 && device.compute_capability == 90;
+}
+
 std::vector<ForwardChoice> forward_choices(SharedClass shared) {
   std::vector<ForwardChoice> result;
   for (const DType dtype : dtypes) {
@@ -133,8 +137,8 @@ BackwardChoice choose_backward(const Problem& p, const BackwardTraits& traits, S
                         BackwardLoop::query_major, p.deterministic};
   const bool dense_bias = is_dense(p.bias_shape);
   const bool dense = has_dense_mask(p) || dense_bias;
-  // A softcap's slope would have to reach the warps of dk with P. The additions to the gradient of a dense bias
-  // have no order here.
+  // With a softcap the warps of dk would need its slope besides P. Additions to the gradient of a dense bias have no
+  // fixed order here.
   const bool bias_fits =
       !dense_bias || (traits.dbias_aligned && p.bias_shape[3] > 1 && size_of(p.bias_dtype) == 2);
   if (p.softcap <= 0 && !traits.has_lists && (!dense || (p.seqlen_k % 4 == 0 && bias_fits))) {

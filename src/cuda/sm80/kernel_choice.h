@@ -74,6 +74,12 @@ SharedClass shared_class(const DeviceProperties& device);
 // Whether the build has kernels for GPUs with this much shared memory.
 bool is_compiled(SharedClass shared);
 
+// The largest head-dim bucket of which the family sm90 takes every forward.
+inline constexpr int most_sm90_forward = 128;
+
+// Whether the build has no such forward for a GPU, as the family sm90 computes it.
+bool leaves_forward(const DeviceProperties& device);
+
 // All kernels of the build for a GPU with this much shared memory.
 std::vector<ForwardChoice> forward_choices(SharedClass shared);
 std::vector<BackwardChoice> backward_choices(SharedClass shared);

@@ -30,8 +30,8 @@ class KeyBiasGradient {
   template <class KeyOf>
   __device__ void store(const BackwardParams& p, const KeyTile& tile, int head,
                         const KeyOf& key_of) {
-    float* const to = reinterpret_cast<float*>(p.dbias.data) + tile.batch * p.dbias.batch +
-                      head * p.dbias.head_q + tile.kv_head * p.dbias.head_kv;
+    float* const to =
+        reinterpret_cast<float*>(p.dbias.data) + p.dbias.begin(tile.batch, head, tile.kv_head);
 #pragma unroll
     for (int m = 0; m < M16; ++m) {
 #pragma unroll

@@ -34,9 +34,9 @@ struct KeyMajorTiles {
   using Pipeline = QueryPipeline<rows, D, Iterator, role_warps * warp_size>;  // the dv warps copy
   using QueryRows = typename Pipeline::RowTile;
 
-  // The scores of a tile are multiplied in two parts, queries [0, 32) and [32, 64), and no branch lies
-  // between the product of the second and the exponentials of the first, so that they overlap (6 %). At
-  // D 128 the registers do not suffice for that with dense masks and biases.
+  // S of a tile is computed in two parts, queries [0, 32) and [32, 64), without a branch between the product of the
+  // second part and the exponentials of the first, so that they overlap (6 %). At D 128 there are not enough registers
+  // for it with dense masks and biases.
   static constexpr int parts = HasDense && D > 64 ? 1 : 2;
   static constexpr int blocks_ahead = HasDense ? 1 : 3;  // of B, loaded before they are multiplied
 };
@@ -91,8 +91,8 @@ struct KeyMajorWarp {
     }
   }
 
-  // P from S, of which the last part is still to be multiplied. Each path multiplies it itself, for no
-  // branch may follow that product (see `parts`).
+  // Computes P from S. Each path first computes the last part of S itself, since no branch may follow that product (see
+  // `parts`).
   __device__ void compute_p(const Pipeline& queries, int n, QueryTilePosition at,
                             const QueryBounds& bounds, ScoreAccumulator& s,
                             ScoreOperand& p_operand) {
@@ -150,7 +150,7 @@ struct KeyMajorWarp {
   __device__ std::uint32_t scores_tile(int n) const {
     return shared_address(shared.scores[static_cast<unsigned>(n) % 2]);
   }
-  // The part of it through which two warps exchange P. A dense bias is copied there before.
+  // The part of it through which two warps exchange P. A dense bias is copied there first.
   __device__ std::uint32_t exchange_tile(int n) const {
     static_assert(warp_keys * Scores::row_bytes == DenseScores<T>::Bias::bytes);
     return scores_tile(n) + static_cast<std::uint32_t>(role_warp * warp_keys * Scores::row_bytes);

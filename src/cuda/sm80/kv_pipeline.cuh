@@ -6,20 +6,19 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// Nothing comes with the rows of K and V.
+// No data is loaded besides K and V.
 struct NoExtra {
   using Storage = NoStorage;
   template <class Group>
   __device__ void load(Group, Storage&, int, int, bool) const {}
 };
 
-// Stages and barriers of the tiles that an Iterator visits: while tile n is computed, the rows of tile
-// n + 1 are on their way to shared memory, the key info of n + 1 to registers, and a tile list's keys of
-// n + 2 to shared memory. With one stage the rows come when the tile is due. All threads of the block
-// copy, and all wait at each tile.
+// Stages and barriers of the tiles that an Iterator visits. While tile n is computed, copies are in flight: the rows of
+// tile n + 1 to shared memory, its key info to registers, and the keys of a tile list of n + 2 to shared memory. With
+// one stage the rows are loaded when the tile is computed. All threads of the block copy, and all wait at each tile.
 //
-// `Extra` loads more for each tile of consecutive keys; `Tail` is storage of the kernel's own, in bytes
-// that alignment would waste.
+// `Extra` loads more data for each tile of consecutive keys; `Tail` is storage of the kernel, in bytes that alignment
+// would waste.
 template <class T, int D, class Iterator, int Stages, int Threads, class Order = InOrder,
           class Extra = NoExtra, class Tail = NoStorage>
 class KvPipeline {
@@ -33,7 +32,7 @@ class KvPipeline {
   using KeyInfo = KeyInfoTile<keys_per_tile>;
 
   struct Storage {
-    // Positions of three tiles: in use, being gathered, on their way.
+    // Positions of three tiles: computed, gathered, loaded.
     static constexpr int position_stages = 3;
     struct Stage {
       alignas(1024) std::byte k[RowTile::bytes];
@@ -59,7 +58,7 @@ class KvPipeline {
         row_begin_(row_begin),
         row_end_(row_end) {}
 
-  // Before the first tile. The caller's own copies to shared memory are waited for with these.
+  // Before the first tile. It also waits for the caller's own copies to shared memory.
   __device__ void start() {
     loader_.init(group());
     const int n = tiles_.begin();
@@ -80,7 +79,7 @@ class KvPipeline {
   __device__ void acquire(int n) {
     tiles_.advance(n);
     if constexpr (Stages == 1) {
-      __syncthreads();  // all are done with the tile before
+      __syncthreads();  // all warps are done with the previous tile
       load_rows(n);
     }
     cp_async_wait_all();
@@ -107,7 +106,7 @@ class KvPipeline {
   __device__ const typename Extra::Storage& extra(int n) const {
     return storage_.extra[ring<Stages>(n)];
   }
-  // Of key_info(n), which a full tile has not.
+  // The state of key_info(n); a full tile has no key info.
   __device__ std::uint32_t state(int n) const {
     return tiles_.is_full(n) ? KeyInfo::touched : key_info(n).tile_state();
   }
@@ -121,10 +120,6 @@ class KvPipeline {
   __device__ int key(int n, int i) const { return positions(n)[i]; }
 
  private:
-  template <int Count>
-  static __device__ int ring(int n) {
-    return static_cast<int>(static_cast<unsigned>(n) % Count);
-  }
   static __device__ Group group() { return Group::of_block(); }
 
   __device__ void load_positions(int n) {

@@ -3,8 +3,8 @@
 #include "cuda/common/fp64_fallback.cuh"
 #include "cuda/common/fragment.cuh"
 
-// Slow paths of the key-major backward, for P and dS whose numbers are out of the ordinary. The main loop
-// only tests whether they are needed.
+// Slow paths of the key-major backward, for P and dS that are not finite or out of range. The main loop only tests
+// whether they are needed.
 namespace flash_dmattn::cuda::sm80 {
 
 // The lane's 16 bytes of block (m, k) of an operand in shared memory, [M16][K16][32 lanes]. `words`: those of
@@ -21,8 +21,8 @@ __device__ inline void store_exchange_block(std::uint32_t words, int m, int k,
                   {operand[m][k][0], operand[m][k][1], operand[m][k][2], operand[m][k][3]});
 }
 
-// P, in shared memory too, to [0, 1]; a NaN, of a score that overflowed far below the maximum, becomes 0. For
-// P of 2 or more, negative or NaN; between 1 and 2 it is rounding.
+// Clamps P, also in shared memory, to [0, 1]; NaN, from a score that overflowed far below the maximum, becomes 0. It is
+// called if a P is 2 or more, negative or NaN; values between 1 and 2 are due to rounding.
 template <class T, int M16, int K16>
 __device__ inline void clamp_p(std::uint32_t words, std::uint32_t (&p)[M16][K16][4]) {
 #pragma unroll
@@ -36,7 +36,7 @@ __device__ inline void clamp_p(std::uint32_t words, std::uint32_t (&p)[M16][K16]
   }
 }
 
-// dS to the gradient's limit if `saturate`; 0 where P in shared memory is 0, even if dP is not finite.
+// Clamps dS to the limit of gradients if `saturate`; dS is 0 where P in shared memory is 0, even if dP is not finite.
 template <class T, int M16, int K16>
 __device__ inline void clamp_ds(std::uint32_t words, bool saturate,
                                 std::uint32_t (&ds)[M16][K16][4]) {
@@ -58,8 +58,8 @@ __device__ inline void clamp_ds(std::uint32_t words, bool saturate,
   }
 }
 
-// P of scores [keys, queries] where lse needs more than one float or scores may have overflowed. A loop over
-// local memory: unrolled it is a third of the program. `lse`: of the lane's columns of the tile, whose first
+// P of scores [keys, queries] if lse needs more than one float or scores may have overflowed. A loop over local memory:
+// unrolled it would be a third of the kernel's code. `lse`: of the lane's columns of the tile, whose first
 // query is first_row. key_of(m, h): of the lane's accumulator rows.
 template <class T, bool HasDense, int M16, int N8, class KeyOf>
 __device__ inline void compute_p_with_fallback(const BackwardParams& p, QueryHead head,

@@ -25,7 +25,7 @@ class PExchange {
 #pragma unroll
     for (int k = 0; k < k16; ++k) {
       const float2 lse_log2[2] = {next[0], next[1]};
-      if (k + 1 < k16) {  // loaded before the stores that it would wait for
+      if (k + 1 < k16) {  // loaded before the stores, which it would wait for
         next[0] = lse_of(2 * k + 2);
         next[1] = lse_of(2 * k + 3);
       }
@@ -70,7 +70,7 @@ class PExchange {
     return *reinterpret_cast<const float2*>(values + first_column_ + 8 * n);
   }
 
-  // In the forward's order, so that s and lse fit together; with dense biases the forward may round
+  // In the same order as in the forward, so that s and lse are consistent; with dense biases the forward may round
   // differently.
   static __device__ void exponentiate(float factor, float2 lse, int n, Scores& s) {
 #pragma unroll

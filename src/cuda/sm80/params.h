@@ -4,7 +4,7 @@
 
 #include "cuda/params.h"
 
-// Parameters of this family's backward kernels, and the layout of the fp32 sums that they leave.
+// Parameters of this family's backward kernels, and the layout of their fp32 sums.
 namespace flash_dmattn::cuda::sm80 {
 
 // Of the kernel whose blocks own queries: dk and dv are added in memory.
@@ -28,9 +28,9 @@ struct KeyMajorParams : BackwardParams {
   float* dq_accum = nullptr;  // [B, Hq, Sq / rows rounded up] DqAccumLayout; null: not wanted
 };
 
-// Where a kernel that owns keys sums dq: tiles of `rows` queries in the order of its accumulators,
-// so that what a warp adds at once is 512 consecutive bytes. Each of 2 x 4 warps has a part of 16 x
-// 8 blocks; in a block a lane has columns c, c + 1 of rows r and r + 8: four floats.
+// The layout of dq_accum in the key-major backward: tiles of `rows` queries in accumulator order, so that a warp adds
+// 512 consecutive bytes at once. Each of 2 x 4 warps has a part of 16 x 8 blocks; in a block a lane has columns c, c
+// + 1 of rows r and r + 8: four floats.
 template <int D>
 struct DqAccumLayout {
   static constexpr int rows = 64;

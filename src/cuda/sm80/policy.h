@@ -9,8 +9,8 @@ namespace flash_dmattn::cuda::sm80 {
 // sm_90 has 227 KB, and one policy serves both.
 enum class SharedClass : std::uint8_t { kb99, kb163 };
 
-// A kernel as compiled for a class: a type, and so a symbol, of its own, also where both classes have the same policy. Its
-// launch never finds the code of the other class's target.
+// A kernel as compiled for a class: a type, and so a symbol, of its own, even if both classes have the same policy, so
+// that a launch never finds the code of the other class's target.
 template <class Kernel, SharedClass S>
 struct OfClass : Kernel {};
 
@@ -35,9 +35,9 @@ constexpr ForwardPolicy forward_policy(int head_dim_bucket, SharedClass shared) 
   return {.warps = 8, .warp_rows = 16, .keys = 32, .min_blocks = 1};
 }
 
-// The same with a dense mask or bias, whose tile is in shared memory, too: at D 128 and 32 rows of a warp it
-// leaves no room for a second block. D 64: three blocks of 4 warps of 16
-// rows take 20 % longer, 8 warps of 16 rows or tiles of 32 keys as well.
+// The same with a dense mask or bias, whose tile is in shared memory too: at D 128 with 32 rows of a warp there is no
+// room for a second block. D 64: three blocks of 4 warps of 16 rows take 20 % longer, as do 8 warps of 16 rows or tiles
+// of 32 keys.
 constexpr ForwardPolicy dense_forward_policy(int head_dim_bucket, SharedClass shared) {
   if (head_dim_bucket == 64) return {.warps = 4, .warp_rows = 32, .keys = 64, .min_blocks = 2};
   if (head_dim_bucket == 128) {
@@ -108,7 +108,7 @@ constexpr bool has_key_major_backward(int head_dim_bucket, SharedClass shared) {
 }
 
 // Whether that kernel sums the gradients of a dense bias over the two heads of a group: 32 registers, which
-// accumulators of 128 columns do not leave.
+// are not free beside accumulators of 128 columns.
 constexpr bool sums_dense_dbias(int head_dim_bucket) { return head_dim_bucket == 64; }
 
 }  // namespace flash_dmattn::cuda::sm80

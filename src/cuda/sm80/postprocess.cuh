@@ -3,11 +3,11 @@
 #include "cuda/common/postprocess.cuh"
 #include "cuda/sm80/params.h"
 
-// Conversions of the fp32 sums that a main loop leaves, in the order of its accumulators.
+// Conversion of the fp32 sums of a main loop, which are in accumulator order.
 namespace flash_dmattn::cuda::sm80 {
 
 // sums [B, Hkv, Sk, accum_columns] -> dk or dv. An item is 8 columns of a row. In each 16 columns of
-// the sums a lane t of the main loop has its columns 2t, 2t + 1, 2t + 8, 2t + 9 side by side.
+// the sums the columns 2t, 2t + 1, 2t + 8, 2t + 9 of lane t of the main loop are adjacent.
 template <class T>
 struct BwdPostprocessDkv {
   Shape shape;

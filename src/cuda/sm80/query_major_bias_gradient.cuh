@@ -59,14 +59,13 @@ class QueryMajorBiasGradient {
     }
   }
 
-  // Formed where they are needed: the main loop has no registers to keep them in.
+  // Recomputed at each use: the main loop has no registers for them.
   __device__ LanePosition position() const {
     return LanePosition::of(tile_.row + WarpTile::row(), WarpTile::column());
   }
   // The first of the head's elements.
   __device__ std::int64_t head_begin() const {
-    return tile_.batch * p_.dbias.batch + tile_.head * p_.dbias.head_q +
-           tile_.kv_head * p_.dbias.head_kv;
+    return p_.dbias.begin(tile_.batch, tile_.head, tile_.kv_head);
   }
   __device__ float* sums() const { return reinterpret_cast<float*>(p_.dbias.data) + head_begin(); }
 

@@ -1,6 +1,5 @@
 #pragma once
 
-#include "cuda/common/integers.h"
 #include "cuda/common/tile_copy.cuh"
 #include "cuda/sm80/params.h"
 #include "cuda/sm80/query_tile_iterator.cuh"
@@ -8,8 +7,8 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// Copies the rows of q and dout, lse and delta of a query tile to shared memory, by any group of threads. It
-// starts copies and waits for none. Zeros past the end; no key sees these rows.
+// Copies the rows of q and dout, lse and delta of a query tile to shared memory, by any group of threads. It starts
+// copies and waits for none. Rows past the end are zeros; they see no key.
 template <class Tile, class Group>
 class QueryTileLoader {
  public:
@@ -58,9 +57,9 @@ class QueryTileLoader {
   bool full_rows_;  // aligned and as wide as the tile
 };
 
-// Stages and barriers of the query tiles that an Iterator visits: while tile n is computed, the rows of tile
-// n + 1 are on their way to shared memory. The first `Copiers` threads of the block copy, at a point of their
-// work that the main loop chooses; all wait at each tile.
+// Stages and barriers of the query tiles that an Iterator visits: while tile n is computed, the copies of tile
+// n + 1 to shared memory are in flight. The first `Copiers` threads of the block copy, at a point that the main loop
+// chooses; all threads wait at each tile.
 template <int Rows, int D, class Iterator, int Copiers>
 class QueryPipeline {
  public:
@@ -88,7 +87,7 @@ class QueryPipeline {
                  storage_.delta[stage(n)]);
   }
 
-  // Makes the tile ready whose copies were started, and frees the one before.
+  // Waits for the tile whose copies were started, and frees the previous one.
   __device__ void acquire() const {
     cp_async_wait_all();
     __syncthreads();

@@ -6,7 +6,7 @@
 #include "cuda/common/warp.cuh"
 #include "cuda/sm80/params.h"
 
-// Which query tiles a block of the key-major backward visits.
+// Iterators over the query tiles of a block of the key-major backward.
 namespace flash_dmattn::cuda::sm80 {
 
 struct QueryTilePosition {
@@ -44,10 +44,10 @@ class EveryQueryTile {
   QueryTilePosition at_;
 };
 
-// The tiles that the packed mask does not leave empty; all heads' tiles of the same queries one after the
-// other, so that their gradients of a bias they share can be summed. Tiles are numbered row / 64 * heads +
-// head. One warp looks for the next tile, an iteration early, and publishes it in shared memory: the others
-// have neither time nor registers for it.
+// The tiles that are not empty in the packed mask. The tiles of all heads with the same queries are visited in
+// sequence, so that the gradients of a bias that the heads share can be summed. Tiles are numbered row / 64 * heads +
+// head. One warp finds the next tile an iteration early and publishes it in shared memory: the others have neither
+// time nor registers for it.
 class MaskedQueryTiles {
  public:
   static constexpr int rows = PackedMask::side;
@@ -107,14 +107,10 @@ class MaskedQueryTiles {
   // Of the mask's two tiles with the block's keys.
   __device__ std::uint32_t state(int number) const {
     if (mask_.states == nullptr) return PackedMask::some | PackedMask::all;
-    const std::int64_t matrix = tile_.batch * mask_.batch +
-                                (first_head_ + number % heads_) * mask_.head_q +
-                                tile_.kv_head * mask_.head_kv;
-    const int word = tile_.key / PackedMask::side;
-    const std::uint8_t* from =
-        mask_.states + (matrix * row_tiles_ + number / heads_) * mask_.words + word;
-    const std::uint32_t one = __ldg(from);
-    return word + 1 < mask_.words ? merge_states(one, __ldg(from + 1)) : one;
+    const std::int64_t matrix =
+        mask_.matrix(tile_.batch, first_head_ + number % heads_, tile_.kv_head);
+    return state_of_keys(mask_, matrix * row_tiles_ + number / heads_,
+                         tile_.key / PackedMask::side);
   }
 
   Storage& storage_;

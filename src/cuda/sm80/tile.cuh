@@ -7,11 +7,17 @@
 // Tiles of 16-bit elements in shared memory, and products of them by one warp.
 namespace flash_dmattn::cuda::sm80 {
 
-// Shared memory of a part that needs none.
+// Stands for the storage of a component that needs none.
 struct NoStorage {};
 
+// The buffer of tile n among Count buffers.
+template <int Count>
+__device__ inline int ring(int n) {
+  return static_cast<int>(static_cast<unsigned>(n) % Count);
+}
+
 // [Rows][Columns]. A row is made of 16-byte chunks of 8 elements, stored at chunk ^ swizzle(row),
-// so that the 8 rows an ldmatrix reads at one chunk column lie in 8 different bank groups. The base
+// so that the 8 rows that ldmatrix reads at one chunk column lie in 8 different bank groups. The base
 // address is aligned to 1024 bytes.
 template <int Rows, int Columns>
 struct SharedTile {
@@ -34,8 +40,8 @@ enum class Major { k, mn };
 
 // A warp's part of an operand: 16x16 blocks of A (m x k) or of B (n x k) out of a tile stored
 // [mn][k] (Major::k) or [k][mn] (Major::mn). `mn`, the first row or column of the part, is a
-// multiple of the part's size, a power of two; then its bits and those of the offsets below do not
-// meet and a block's address is one exclusive or and an immediate away from the lane's base.
+// multiple of the part's size, a power of two. Its bits and those of the offsets below are then disjoint, so that a
+// block's address is the lane's base, one exclusive or and an immediate.
 template <class Tile, Major kMajor, bool kIsA>
 class Operand {
  public:
@@ -78,7 +84,7 @@ template <class Tile, Major kMajor>
 using OperandB = Operand<Tile, kMajor, false>;
 
 // Blocks [Begin, End) of c's columns += A B^T over k in [0, K). The blocks of B for the next `Ahead`
-// steps and those of A for the next k are on their way while those of this step are multiplied.
+// steps and those of A for the next k are loaded while those of this step are multiplied.
 template <class T, int K, int Begin, int End, int Ahead, int M16, int N8, class A, class B>
 __device__ inline void multiply_columns(float (&c)[M16][N8][4], const A& a, const B& b) {
   constexpr int columns = (End - Begin) / 2;
@@ -117,7 +123,7 @@ __device__ inline void multiply(float (&c)[M16][N8][4], const A& a, const B& b) 
 }
 
 // The same with A in registers: the accumulator layout of two n8 blocks is the operand layout of
-// one k16 block, so probabilities are multiplied where they were made.
+// one k16 block, so that probabilities are multiplied in the registers that hold them.
 template <class T, int K, int M16, int N8, class B>
 __device__ inline void multiply(float (&c)[M16][N8][4], const std::uint32_t (&a)[M16][K / 16][4],
                                 const B& b) {

@@ -6,7 +6,7 @@
 namespace flash_dmattn::cuda::sm80 {
 namespace {
 
-// Blocks of the main loop, which publish their progress where additions have an order.
+// Blocks of the main loop. If additions have a fixed order, each publishes its progress.
 std::int64_t block_count(const Problem& p, const BackwardChoice& choice) {
   if (is_key_major(choice.loop)) return p.batch * p.heads_kv * ceil_div(p.seqlen_k, owned_keys);
   const BackwardPolicy policy = backward_policy(choice.head_dim, choice.shared);

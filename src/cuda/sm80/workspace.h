@@ -19,7 +19,7 @@ struct ForwardWorkspace {
   ForwardWorkspace(const Problem& p, const Inputs& in, bool has_lists, void* base);
 };
 
-// Arrays that are zeroed before the main loop. Those that the kernel does not use are null.
+// Arrays that are zeroed before the main loop. Arrays that the kernel does not use are null.
 struct ZeroedArrays {
   std::uint32_t* flags = nullptr;
   OrderSemaphores semaphore;

@@ -1,34 +1,49 @@
 #pragma once
 
 #include "cuda/sm90/backward_consumer.cuh"
+#include "cuda/sm90/backward_dense_scores.cuh"
 #include "cuda/sm90/backward_producer.cuh"
+#include "cuda/sm90/dbias_writer.cuh"
 #include "cuda/sm90/dq_writer.cuh"
 #include "cuda/sm90/key_block.cuh"
 #include "cuda/sm90/slot_block.cuh"
 #include "cuda/sm90/slot_loader.cuh"
+#include "cuda/sm90/unseen_keys.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
-// The role of a warp of the first warpgroup; the other warpgroups consume.
-enum class WarpRole : std::uint8_t { load_tiles, write_dq, load_slots };
+// The role of a warp of the producer warpgroup; the other warpgroups are consumers.
+enum class WarpRole : std::uint8_t {
+  load_tiles,
+  write_dq,
+  load_slots,
+  clear_unseen_keys,         // beside slots
+  write_dbias = load_slots,  // beside a dense mask or bias
+  clear_dbias = clear_unseen_keys,
+};
 
 // The backward of sm_90a, by keys: a block keeps K, V, dK, dV and the gradient of the key biases of 128 keys, and
-// visits the query tiles that see some of them. dq is added to fp32 sums in memory. The keys are neighbours, one block
-// for each 128, or they come to slots and leave them, in persistent blocks.
-template <class T, int D, KeyPlacement Placement>
+// visits the query tiles that see some of them. dq is added to fp32 sums in memory. The keys are 128 neighbours, one
+// block for each, or the changing keys of 128 slots, in persistent blocks.
+template <class T, int D, BackwardVariant Variant>
 struct BackwardKernel {
   using Element = T;
   using Params = BackwardKernelParams;
   static constexpr int head_dim = D;
-  static constexpr KeyPlacement placement = Placement;
-  static constexpr bool has_slots = Placement == KeyPlacement::slots;
-  static constexpr BackwardPolicy policy = backward_policy(D, Placement);
+  static constexpr BackwardVariant variant = Variant;
+  static constexpr bool has_slots = Variant.has_slots();
+  static constexpr bool overlaps = Variant.overlaps;
+  static constexpr BackwardPolicy policy = backward_policy(D, Variant);
   static constexpr int threads = BackwardPolicy::threads;
   static constexpr int min_blocks = 1;
 
-  using SharedStorage = BackwardStorage<D, Placement>;
-  using DqLayout = DqAccumLayout<D, Placement>;
+  using SharedStorage = BackwardStorage<D, Variant>;
+  using DqLayout = DqAccumLayout<D, Variant>;
   using Keys = std::conditional_t<has_slots, SlotBlock<BackwardKernel>, KeyBlock<BackwardKernel>>;
+  using DenseReader =
+      std::conditional_t<Variant.dense == DenseAccess::tiles, DenseTileScores<BackwardKernel>,
+                         DenseElementScores<BackwardKernel>>;
+  using Dense = std::conditional_t<Variant.has_dense(), DenseReader, NoDenseScores<BackwardKernel>>;
 
   // Of bar.sync; 0 is __syncthreads, 1 the storage's.
   static constexpr int consumer_barrier = 2;
@@ -48,6 +63,12 @@ struct BackwardKernel {
       storage.q_pipeline.init(1, consumer_warps);
       storage.dout_pipeline.init(1, consumer_warps);
       if constexpr (has_slots) storage.slots.pipeline.init(warp_size, consumer_warps);
+      if constexpr (Variant.has_dense()) {
+        storage.dense.computed.init(consumer_warps, 1);
+      }
+      if constexpr (Variant.dense == DenseAccess::tiles) {
+        storage.dense.loaded.init(1, consumer_warps);
+      }
       fence_mbarrier_init();
       storage.order = ordered ? atomicAdd(p.order.started, 1) : static_cast<int>(blockIdx.x);
     }
@@ -65,7 +86,7 @@ struct BackwardKernel {
       } else if (warp == static_cast<int>(WarpRole::write_dq)) {
         storage.semaphore.work = storage.order;
         using Writer = DqWriter<BackwardKernel>;
-        const typename Writer::Order order(p, storage, predecessor);
+        typename Writer::Order order(p, storage, predecessor);
         const Writer writer{p, storage, order};
         for_each_work(p, storage,
                       [&](const BackwardWork& work, const SlotPart&, int) { writer.run(work); });
@@ -78,6 +99,13 @@ struct BackwardKernel {
             round = loader.run(work, part, turn, round);
           });
         }
+      } else if (has_slots && warp == static_cast<int>(WarpRole::clear_unseen_keys)) {
+        if constexpr (has_slots) UnseenKeys<BackwardKernel>{p}.clear();
+      } else if (Variant.has_dense() && warp == static_cast<int>(WarpRole::write_dbias)) {
+        if constexpr (Variant.has_dense())
+          DbiasWriter<BackwardKernel>{p, storage}.run(storage.work[0]);
+      } else if (Variant.has_dense() && warp == static_cast<int>(WarpRole::clear_dbias)) {
+        if constexpr (Variant.has_dense()) DbiasClearer<BackwardKernel>{p}.run(storage.work[0]);
       }
     } else {
       increase_registers<BackwardPolicy::consumer_registers>();
@@ -93,17 +121,25 @@ struct BackwardKernel {
   // The work of a block of neighbouring keys; returns the work just before it that adds to the same dq.
   static __device__ int find_work(const Params& p, bool ordered, SharedStorage& storage) {
     const KeyTile tile(p.backward.shape, BackwardPolicy::keys, ordered, storage.order);
-    const int2 queries = find_queries<Placement>(p, tile, storage.bounds);
-    if (threadIdx.x == 0) {
-      const int tile_end = ceil_div(queries.y, policy.rows);
-      storage.work[0] = {tile.batch, tile.kv_head, tile.key, min(queries.x / policy.rows, tile_end),
-                         tile_end};
+    if constexpr (Variant.has_dense()) {
+      if (threadIdx.x == 0) {
+        const int list =
+            QueryVisitLists::list(p.backward.shape, tile.batch, tile.kv_head, tile.key);
+        storage.work[0] = {tile.batch, tile.kv_head, tile.key, 0, p.visits.count[list]};
+      }
+    } else {
+      const int2 queries = find_queries<Variant>(p, tile, storage.bounds);
+      if (threadIdx.x == 0) {
+        const int tile_end = ceil_div(queries.y, policy.rows);
+        storage.work[0] = {tile.batch, tile.kv_head, tile.key,
+                           min(queries.x / policy.rows, tile_end), tile_end};
+      }
     }
     __syncthreads();
     return tile.before;
   }
 
-  // Calls body(work, part, turn) for every work of a block.
+  // Calls body(work, part, index) for every work of a block.
   template <class Body>
   static __device__ void for_each_work(const Params& p, const SharedStorage& storage,
                                        const Body& body) {

@@ -6,13 +6,13 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A warpgroup that has 64 of a block's 128 keys. Scores are transposed, [keys, queries], so that P and dS are A
-// operands of dV and dK in the registers that hold them. A query tile:
+// A consumer warpgroup, with 64 of a block's 128 keys. Scores are transposed, [keys, queries], so that P and dS are A
+// operands of dV and dK in the registers that hold them. The steps of a query tile:
 //
 //   tensor cores   S ..... dP ..... | dV ..... | dQ ..... | dK ...........
 //   threads        wait S | P       | dS       | wait dQ  | store dQ, begin S of the next tile | wait dK
 //
-// dS crosses the two warpgroups by way of shared memory, for dQ sums over all keys.
+// The two warpgroups exchange dS through shared memory, since dQ sums over all keys.
 template <class Kernel>
 class BackwardConsumer {
   using T = typename Kernel::Element;
@@ -23,6 +23,8 @@ class BackwardConsumer {
   using Layout = typename Kernel::DqLayout;
   using Keys = typename Kernel::Keys;
   using Visit = typename Keys::Visit;
+  using Dense = typename Kernel::Dense;
+  static constexpr BackwardVariant variant = Kernel::variant;
   static constexpr BackwardPolicy policy = Kernel::policy;
   static constexpr int head_dim = Kernel::head_dim;
   static constexpr int rows = policy.rows;
@@ -30,28 +32,32 @@ class BackwardConsumer {
   static constexpr int scores = rows / 2;         // of a thread
   static constexpr int gradients = head_dim / 2;  // the same, of dk and of dv
   static constexpr int dq_part = Layout::part_columns / 2;
-  // With 128 queries registers suffice neither to load delta ahead nor for P in fp32.
+  // With 128 queries there are registers neither for P in fp32 nor to load delta ahead; with a dense mask or bias only
+  // for P.
   static constexpr bool has_room = rows == 64;
+  static constexpr bool loads_delta_ahead = has_room && !variant.has_dense();
 
  public:
   __device__ BackwardConsumer(const BackwardKernelParams& p, Storage& storage)
       : p_(p),
         storage_(storage),
-        // Uniform over the warp, and known to be: products may stand under an if of it.
+        // Uniform over the warp, also for the compiler: products may be in a branch on it.
         warpgroup_(__shfl_sync(full_mask, static_cast<int>(threadIdx.x) / 128 - 1, 0)),
-        keys_(p, storage, warpgroup_) {}
+        keys_(p, storage, warpgroup_),
+        dense_(p, storage, warpgroup_) {}
 
-  // `turn`: works of this block before, `n`: query tiles, over all heads.
+  // `turn`: works of this block before, `n`: query tiles before, over all heads.
   __device__ int run(const BackwardWork& work, int turn, int n) {
     clear(dk_);
     clear(dv_);
-    Visit at(p_.backward.shape, work);
+    Visit at = visits(work, n);
     if (at.has()) {
-      if constexpr (Kernel::placement != KeyPlacement::slots) storage_.key_pipeline.wait_full(0);
+      if constexpr (!Kernel::has_slots) storage_.key_pipeline.wait_full(0);
       keys_.begin(turn);
+      dense_.begin(work);
       keys_.begin_tile(at);
       storage_.q_pipeline.wait_full(n);
-      begin_scores(n);
+      begin_scores(at, n);
     }
 #pragma unroll 1
     for (; at.has(); ++n) {
@@ -59,6 +65,7 @@ class BackwardConsumer {
       issue_scores(n);
       storage_.dout_pipeline.wait_full(n);
       issue_dp(n);
+      keys_.prepare_mask(at);
       wgmma_wait<1>();
       pin(s_);
       make_p(at);
@@ -68,7 +75,8 @@ class BackwardConsumer {
       advance(at, n);
       wgmma_wait<0>();
       pin(dk_);
-      release(storage_.q_pipeline, n);
+      storage_.q_pipeline.release(n);
+      if constexpr (variant.dense == DenseAccess::tiles) storage_.dense.loaded.release(n);
       keys_.release();
     }
     keys_.store(dk_, dv_);
@@ -76,12 +84,21 @@ class BackwardConsumer {
   }
 
  private:
-  static __device__ int stage(int n) { return Pipeline<policy.stages>::stage(n); }
+  // dS as an operand of dQ; with dense scores its rows are queries, and it is summed over its columns.
+  static constexpr Major ds_major = variant.has_dense() ? Major::k : Major::mn;
+  using DsOperand =
+      std::conditional_t<variant.has_dense(), KMajorOperand<rows>, RowMajorOperand<keys>>;
 
-  template <class AnyPipeline>
-  static __device__ void release(AnyPipeline& pipeline, int n) {
-    if (lane_id() == 0) pipeline.release(n);
+  __device__ Visit visits(const BackwardWork& work, int n) const {
+    if constexpr (variant.has_dense()) {
+      return Visit(storage_, work, n);
+    } else {
+      return Visit(p_, work);
+    }
   }
+
+  static __device__ int stage(int n) { return Pipeline<policy.stages>::stage(n); }
+  static __device__ int score_tile(int n) { return Pipeline<policy.score_tiles>::stage(n); }
 
   template <int N>
   static __device__ void clear(float (&x)[N]) {
@@ -89,15 +106,21 @@ class BackwardConsumer {
     for (int i = 0; i < N; ++i) x[i] = 0;
   }
 
-  // Of the values of a tile's rows, those of this thread's columns 8 j and 8 j + 1.
+  // The values of this thread's columns in block j of eight, out of one value for each query of a tile.
   static __device__ float2 two_columns(const float* values, int j) {
     return *reinterpret_cast<const float2*>(values + 8 * j + 2 * (lane_id() % 4));
   }
 
   // ---- Products ------------------------------------------------------------------------------------
 
-  // S = (bias - lse) / scale + K q^T, of which begin_scores has made the first part.
-  __device__ void begin_scores(int n) {
+  // Without overlap no product is in flight after it.
+  static __device__ void end_batch() {
+    wgmma_commit();
+    if constexpr (!Kernel::overlaps) wgmma_wait<0>();
+  }
+
+  // Initializes S = (bias - lse) / scale + K q^T with the first term.
+  __device__ void begin_scores(const Visit& at, int n) {
 #pragma unroll
     for (int j = 0; j < rows / 8; ++j) {
       const float2 begin = two_columns(storage_.stats[stage(n)].score, j);
@@ -105,16 +128,25 @@ class BackwardConsumer {
       for (int h = 0; h < 2; ++h) {
         s_[4 * j + 2 * h] = begin.x;
         s_[4 * j + 2 * h + 1] = begin.y;
-        if constexpr (Kernel::placement != KeyPlacement::block) {
+        if constexpr (variant.has_info()) {
           s_[4 * j + 2 * h] += keys_.bias(h);
           s_[4 * j + 2 * h + 1] += keys_.bias(h);
         }
       }
     }
+    dense_.begin_scores(at, n, s_);
+  }
+
+  // The address of K or V. With a dense mask or bias descriptors are recomputed for each tile: there are too few
+  // uniform registers to keep them all.
+  static __device__ std::uint32_t address_of_keys(const std::byte* tile) {
+    std::uint32_t address = shared_address(tile);
+    if constexpr (variant.has_dense()) asm volatile("" : "+r"(address));
+    return address;
   }
 
   __device__ KMajorOperand<keys> own_keys(const std::byte* tile) const {
-    return KMajorOperand<keys>(shared_address(tile) + warpgroup_ * 64 * panel_row_bytes);
+    return KMajorOperand<keys>(address_of_keys(tile) + warpgroup_ * 64 * panel_row_bytes);
   }
 
   __device__ void issue_scores(int n) {
@@ -124,7 +156,7 @@ class BackwardConsumer {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < head_dim / 16; ++i) wgmma<T>(s_, k.at(i), q.at(i), true);
-    wgmma_commit();
+    end_batch();
   }
 
   // dP = V dout^T.
@@ -135,7 +167,7 @@ class BackwardConsumer {
     wgmma_first<T, Major::k>(dp_, v.at(0), dout.at(0));
 #pragma unroll
     for (int i = 1; i < head_dim / 16; ++i) wgmma<T>(dp_, v.at(i), dout.at(i), true);
-    wgmma_commit();
+    end_batch();
   }
 
   // dV += P^T dout or dK += dS^T q.
@@ -146,29 +178,30 @@ class BackwardConsumer {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < rows / 16; ++i) wgmma<T>(sums, a + 4 * i, b.at(i));
-    wgmma_commit();
+    end_batch();
   }
 
   // This warpgroup's part of dQ = dS K.
   __device__ void issue_dq(int n, float (&dq)[dq_part]) {
     const int row_panel = policy.dq == DqSplit::rows ? warpgroup_ : 0;
     const int column_panel = policy.dq == DqSplit::columns ? warpgroup_ : 0;
-    const RowMajorOperand<keys> ds(shared_address(storage_.ds[n % 2]) +
-                                   row_panel * ScoreTile::panel_bytes);
-    const RowMajorOperand<keys> k(shared_address(storage_.k) + column_panel * KeyTile::panel_bytes);
+    const DsOperand ds(shared_address(storage_.ds[score_tile(n)]) +
+                       row_panel * ScoreTile::panel_bytes);
+    const RowMajorOperand<keys> k(address_of_keys(storage_.k) +
+                                  column_panel * KeyTile::panel_bytes);
     wgmma_fence();
-    wgmma_first<T, Major::mn>(dq, ds.at(0), k.at(0));
+    wgmma_first<T, ds_major, Major::mn>(dq, ds.at(0), k.at(0));
 #pragma unroll
-    for (int i = 1; i < keys / 16; ++i) wgmma<T, Major::mn>(dq, ds.at(i), k.at(i), true);
-    wgmma_commit();
+    for (int i = 1; i < keys / 16; ++i) wgmma<T, ds_major, Major::mn>(dq, ds.at(i), k.at(i), true);
+    end_batch();
   }
 
-  // dQ and dK; dV is under way, and ends here. Leaves dK under way.
+  // Computes dQ and starts dK. It waits for dV, which is in flight; dK stays in flight.
   __device__ void multiply_dq(int n) {
     if constexpr (policy.dq == DqSplit::turns) {
-      wgmma_wait<0>();  // for the registers of dV's operand
+      wgmma_wait<0>();  // the registers of dV's operand are reused
       pin(dv_);
-      release(storage_.dout_pipeline, n);
+      storage_.dout_pipeline.release(n);
       if ((n + warpgroup_) % 2 == 0) {
         float dq[dq_part];
         issue_dq(n, dq);
@@ -183,7 +216,7 @@ class BackwardConsumer {
       issue_dq(n, dq);
       wgmma_wait<1>();
       pin(dv_);
-      release(storage_.dout_pipeline, n);
+      storage_.dout_pipeline.release(n);
       issue_gradient(dk_, ds_operand_, storage_.q[stage(n)]);
       wgmma_wait<1>();
       store_dq(dq, warpgroup_);
@@ -223,7 +256,7 @@ class BackwardConsumer {
     if (warp_any(exceeds_probability(bits))) clamp_p();
   }
 
-  // P to [0, 1]; a NaN, of a score that overflowed far below the maximum, becomes 0.
+  // Clamps P to [0, 1]; NaN, from a score that overflowed far below the maximum, becomes 0.
   __device__ void clamp_p() {
 #pragma unroll
     for (int i = 0; i < scores / 2; ++i) {
@@ -234,21 +267,21 @@ class BackwardConsumer {
     }
   }
 
-  // dS = P (dP - delta). dV begins as soon as dP has ended.
+  // dS = P (dP - delta). dV starts as soon as dP is complete.
   __device__ void make_ds(int n) {
     const float* const delta = storage_.stats[stage(n)].delta;
     float2 delta_of[rows / 8];
 #pragma unroll
     for (int j = 0; j < rows / 8; ++j)
-      if (has_room) delta_of[j] = two_columns(delta, j);
+      if (loads_delta_ahead) delta_of[j] = two_columns(delta, j);
     wgmma_wait<0>();
     pin(dp_);
     issue_gradient(dv_, p_operand_, storage_.dout[stage(n)]);
-    std::uint32_t magnitude[4] = {};  // of a quarter of all dS each
+    std::uint32_t magnitude[4] = {};  // each of a quarter of all dS
     float sums[2] = {};
 #pragma unroll
     for (int j = 0; j < rows / 8; ++j) {
-      if (!has_room) delta_of[j] = two_columns(delta, j);
+      if (!loads_delta_ahead) delta_of[j] = two_columns(delta, j);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int i = 2 * j + h;
@@ -256,7 +289,7 @@ class BackwardConsumer {
             has_room ? float2{s_[2 * i], s_[2 * i + 1]} : Element<T>::widen_packed2(p_operand_[i]);
         const float x = p.x * (dp_[2 * i] - delta_of[j].x);
         const float y = p.y * (dp_[2 * i + 1] - delta_of[j].y);
-        if constexpr (Kernel::placement != KeyPlacement::block) sums[h] += x + y;
+        if constexpr (variant.has_info()) sums[h] += x + y;
         ds_operand_[i] = pack<T>(x, y);
         magnitude[i % 4] = add_magnitude<T>(magnitude[i % 4], ds_operand_[i]);
       }
@@ -268,7 +301,7 @@ class BackwardConsumer {
     keys_.add_dbias(sums);
   }
 
-  // dS to the gradient's limit, if gradients saturate; 0 where P is 0, even if dP is not finite.
+  // Clamps dS to the limit of gradients if they saturate; dS is 0 where P is 0, even if dP is not finite.
   __device__ void clamp_ds(float (&sums)[2]) {
     using Packed2 = typename Element<T>::Packed2;
     sums[0] = sums[1] = 0;
@@ -282,12 +315,24 @@ class BackwardConsumer {
     }
   }
 
-  // dS to shared memory, [keys, queries]; meets the other warpgroup there.
+  // Stores dS to shared memory and synchronizes with the other warpgroup.
   __device__ void share_ds(int n) {
+    const std::uint32_t tile = shared_address(storage_.ds[score_tile(n)]);
+    if constexpr (variant.has_dense()) {
+      dense_.store_ds(ds_operand_, tile, n);
+    } else {
+      store_ds_by_keys(tile);
+    }
+    named_barrier_sync(Kernel::consumer_barrier, 256);
+    // Each reader fences for the stores of both warpgroups, which the barrier orders before it (docs/kernels/sm90.md).
+    fence_async_proxy();
+  }
+
+  // [keys, queries], the layout of the registers.
+  __device__ void store_ds_by_keys(std::uint32_t tile) const {
     const int row = warpgroup_ * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane_id() % 16;
-    // Of the lane's row and chunk lane / 16; the next chunks lie an exclusive or away.
-    const std::uint32_t to =
-        shared_address(storage_.ds[n % 2]) + ScoreTile::offset(row, lane_id() / 16);
+    // The address of the lane's row and chunk lane / 16; those of the next chunks differ by an exclusive or.
+    const std::uint32_t to = tile + ScoreTile::offset(row, lane_id() / 16);
 #pragma unroll
     for (int i = 0; i < rows / 16; ++i) {
       const std::uint32_t address = (to ^ static_cast<std::uint32_t>(i % 4 * 32)) +
@@ -296,13 +341,10 @@ class BackwardConsumer {
                                       ds_operand_[4 * i + 2], ds_operand_[4 * i + 3]};
       store_matrix_x4([&](int, int) { return address; }, block);
     }
-    named_barrier_sync(Kernel::consumer_barrier, 256);
-    // Each reader fences for both warpgroups' stores, ordered before by the barrier (docs/kernels/sm90.md).
-    fence_async_proxy();
   }
 
-  // To the next query tile, up to what its scores begin with: under the product dK. At the last one they are made
-  // once more of the same numbers: under an if their old values would live on.
+  // Moves to the next query tile and initializes its scores, while the product dK runs. After the last tile they are
+  // initialized once more with the same values: in a branch their old values would occupy registers.
   __device__ void advance(Visit& at, int n) {
     keys_.end_tile(at);
     const int next = at.is_last() ? n : n + 1;
@@ -313,13 +355,14 @@ class BackwardConsumer {
     }
     at.advance();
     storage_.q_pipeline.wait_full(next);
-    begin_scores(next);
+    begin_scores(at, next);
   }
 
   const BackwardKernelParams& p_;
   Storage& storage_;
   const int warpgroup_;
   Keys keys_;
+  Dense dense_;
 
   float dk_[gradients];
   float dv_[gradients];

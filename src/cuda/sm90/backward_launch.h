@@ -20,14 +20,14 @@ namespace flash_dmattn::cuda::sm90 {
 struct BackwardChoice {
   DType dtype = DType::bf16;
   int head_dim = 0;  // the bucket: 64 or 128
-  KeyPlacement placement = KeyPlacement::block;
+  BackwardVariant variant;
 };
 
 // "sm90 backward bf16 d128 block"
 std::string name(const BackwardChoice& choice);
 
-// The kernels of one dtype and head-dim bucket D, with what is made of their arguments just before and of dq
-// after; instantiated in instances/.
+// The kernels of one dtype and head-dim bucket D, with the kernels before and after them; instances/ has a template of
+// their files.
 template <class T, int D>
 void launch_backward(const BackwardChoice& choice, const BackwardKernelParams& params,
                      cudaStream_t stream);

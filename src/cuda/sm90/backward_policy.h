@@ -1,16 +1,46 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
+
+#include "cuda/sm90/policy.h"
 
 // Tile policies of the backward as data.
 namespace flash_dmattn::cuda::sm90 {
 
-// How a block comes to its 128 keys.
+// The 128 keys of a block.
 enum class KeyPlacement : std::uint8_t {
   block,           // neighbouring keys, seen by every query or by those from their own position on
   block_key_info,  // neighbouring keys with ranges of queries, masks or biases
-  slots,           // places where keys come and go (cuda/selection/key_slots.h)
+  slots,           // slots whose keys change (cuda/selection/key_slots.h)
 };
+
+// The compile-time choices of a backward kernel.
+struct BackwardVariant {
+  KeyPlacement placement = KeyPlacement::block;
+  DenseAccess dense = DenseAccess::none;  // of a mask and a bias, only with block_key_info
+  // Else each batch of products runs alone, with the same bits except for the order of additions to dq: for tests.
+  bool overlaps = true;
+
+  constexpr bool has_info() const { return placement != KeyPlacement::block; }
+  constexpr bool has_slots() const { return placement == KeyPlacement::slots; }
+  constexpr bool has_dense() const { return dense != DenseAccess::none; }
+
+  bool operator==(const BackwardVariant&) const = default;
+};
+
+inline constexpr std::array backward_variants = {
+    BackwardVariant{},
+    BackwardVariant{.placement = KeyPlacement::block_key_info},
+    BackwardVariant{.placement = KeyPlacement::block_key_info, .dense = DenseAccess::tiles},
+    BackwardVariant{.placement = KeyPlacement::block_key_info, .dense = DenseAccess::elements},
+    BackwardVariant{.placement = KeyPlacement::slots},
+};
+
+constexpr BackwardVariant with_overlap(BackwardVariant variant, bool overlaps) {
+  variant.overlaps = overlaps;
+  return variant;
+}
 
 // How the two warpgroups share dq of a query tile, each part a product of 64 queries over all keys.
 enum class DqSplit : std::uint8_t {
@@ -22,12 +52,13 @@ enum class DqSplit : std::uint8_t {
 struct BackwardPolicy {
   int rows;  // of a query tile
   DqSplit dq;
+  int score_tiles = 2;  // tiles of dS in shared memory
 
   static constexpr int keys = 128;
   static constexpr int warpgroups = 2;  // that compute, 64 keys each
   static constexpr int stages = 2;      // of q and dout
   static constexpr int threads = 128 * (1 + warpgroups);
-  // 128 producer + 256 consumer <= 64512: the only pair that leaves a consumer 240.
+  // 128 * producer + 256 * consumer <= 64512: the only pair with 240 for a consumer.
   static constexpr int producer_registers = 24;
   static constexpr int consumer_registers = 240;
 
@@ -37,24 +68,32 @@ struct BackwardPolicy {
   }
 };
 
-// Query tiles by which keys come to slots and leave them, and into how many segments a chain of slots can be cut.
+// Queries of a tile, between which slots change keys, and the maximum number of segments of a chain of slots.
 inline constexpr int slot_tile_rows = 64;
 inline constexpr int slot_segments = 64;
+// Heads of a group whose additions to dq are published at once, where they have an order.
+inline constexpr int order_heads = 2;
 
 // Shared memory binds: the products of a tile read it for longer than the tensor cores multiply. D 64: dk
-// and dv are half as large, so that 128 queries fit, which share a read of K and V. D 128: by turns dq reads less,
-// but a block of neighbouring keys loses 3 % in waits; with slots there is more to do meanwhile, and turns win 5 %.
-constexpr BackwardPolicy backward_policy(int head_dim, KeyPlacement placement) {
-  if (placement == KeyPlacement::slots) return {.rows = slot_tile_rows, .dq = DqSplit::turns};
+// and dv are half as large, so that 128 queries fit, which share a read of K and V. D 128: DqSplit::turns
+// reads less, but a block of neighbouring keys loses 3 % in waits; with slots there is other work meanwhile, and turns
+// are 5 % faster. Dense: tiles of 64 queries also at D 64, as the packed mask has. Three tiles of dS: two heads are
+// summed while the biases of a third tile are loaded.
+constexpr BackwardPolicy backward_policy(int head_dim, const BackwardVariant& variant) {
+  if (variant.has_slots()) return {.rows = slot_tile_rows, .dq = DqSplit::turns};
+  if (variant.has_dense()) {
+    const DqSplit dq = head_dim == 64 ? DqSplit::turns : DqSplit::columns;
+    return {.rows = 64, .dq = dq, .score_tiles = 3};
+  }
   if (head_dim == 64) return {.rows = 128, .dq = DqSplit::rows};
   return {.rows = 64, .dq = DqSplit::columns};
 }
 
 // Sums of dq in memory: tiles of `rows` queries, each in one or two parts of 64 queries, in the order of the
 // accumulators: block j of eight columns has 128 threads' four floats, (row, two columns) and (row + 8, the same).
-template <int D, KeyPlacement Placement>
+template <int D, BackwardVariant Variant>
 struct DqAccumLayout {
-  static constexpr BackwardPolicy policy = backward_policy(D, Placement);
+  static constexpr BackwardPolicy policy = backward_policy(D, Variant);
   static constexpr int rows = policy.rows;
   static constexpr int columns = D;
   static constexpr int floats = rows * D;
@@ -66,9 +105,9 @@ struct DqAccumLayout {
     return static_cast<std::int64_t>(shape.batch) * shape.heads_q *
            ((shape.seqlen_q + rows - 1) / rows);
   }
-  // The float at which those of block `block` begin for a thread of the warpgroup.
+  // The offset of a thread's four floats of block `block`.
   static constexpr int thread_offset(int block, int thread) { return (block * 128 + thread) * 4; }
-  // Of eight columns of a row, and of the row 8 below it.
+  // The offset of eight columns of a row and of the row 8 below it.
   static constexpr int offset(int row, int chunk) {
     const int part = policy.dq == DqSplit::rows ? row / 64 : chunk / (part_columns / 8);
     const int thread = row % 64 / 16 * 32 + row % 8 * 4;

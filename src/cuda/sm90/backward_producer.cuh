@@ -4,10 +4,11 @@
 #include "cuda/common/rows.cuh"
 #include "cuda/sm90/backward_storage.cuh"
 #include "cuda/sm90/backward_work.cuh"
+#include "cuda/sm90/dense_tile_loader.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
-// inf and NaN of two packed elements count as 0.
+// Two packed elements with inf and NaN replaced by 0.
 template <class T>
 __device__ inline std::uint32_t clear_non_finite(std::uint32_t two) {
   constexpr std::uint32_t exponent = Element<T>::exponent_mask;
@@ -16,7 +17,8 @@ __device__ inline std::uint32_t clear_non_finite(std::uint32_t two) {
   return two;
 }
 
-// Loads K and V of a work, then q with the rows' stats and dout of each query tile.
+// Loads K and V of a work, then for each query tile q with the rows' stats, the tiles of a dense mask and bias, and
+// dout.
 template <class Kernel>
 struct TileLoader {
   using T = typename Kernel::Element;
@@ -28,26 +30,33 @@ struct TileLoader {
   const BackwardKernelParams& p;
   Storage& storage;
 
-  // By a warp. `n`: query tiles of this block before.
+  // By a warp. `n`: query tiles of this block before. Returns the new count.
   __device__ int run(const BackwardWork& work, int n) const {
     if (!work.has_tiles()) return n;
-    if constexpr (Kernel::placement != KeyPlacement::slots) load_keys(work);
+    if constexpr (!Kernel::has_slots) load_keys(work);
     const std::uint32_t flags = *p.backward.flags;
     const bool cleans_q = (flags & q_not_finite) != 0;
     const bool cleans_dout = (flags & dout_not_finite) != 0;
 #pragma unroll 1
-    for (QueryVisits<Kernel::placement> at(p.backward.shape, work); at.has(); at.advance(), ++n) {
+    for (QueryVisits<Kernel::variant> at(p, work); at.has(); at.advance(), ++n) {
       const int stage = storage.q_pipeline.stage(n);
       storage.q_pipeline.wait_empty(n);
-      load(p.q_map, p.backward.q, cleans_q, work.batch, at.head, at.tile * rows,
+      if constexpr (Kernel::variant.has_dense()) {
+        if (lane_id() == 0) storage.dense.visits[stage] = at.loaded();
+      }
+      load(p.q_map, p.backward.q, cleans_q, work.batch, at.head(), at.tile() * rows,
            shared_address(storage.q[stage]), storage.q_pipeline.full_of(n), sizeof(Stats));
       if (lane_id() == 0) {
-        const std::int64_t index = tile_index(p.backward.shape, rows, work.batch, at.head, at.tile);
+        const std::int64_t index =
+            tile_index(p.backward.shape, rows, work.batch, at.head(), at.tile());
         bulk_load(shared_address(&storage.stats[stage]), p.row_stats + index * (2 * rows),
                   sizeof(Stats), storage.q_pipeline.full_of(n));
       }
+      if constexpr (Kernel::variant.dense == DenseAccess::tiles) {
+        DenseTileLoader<Kernel>{p, storage}.load(work, at, n);
+      }
       storage.dout_pipeline.wait_empty(n);
-      load(p.dout_map, p.backward.dout, cleans_dout, work.batch, at.head, at.tile * rows,
+      load(p.dout_map, p.backward.dout, cleans_dout, work.batch, at.head(), at.tile() * rows,
            shared_address(storage.dout[stage]), storage.dout_pipeline.full_of(n), 0);
     }
     return n;
@@ -70,7 +79,7 @@ struct TileLoader {
     }
   }
 
-  // `more_bytes`: that come to the same buffer by another copy.
+  // `more_bytes`: bytes of another copy that completes the same barrier.
   __device__ void load(const CUtensorMap& map, const InputRows& source, bool cleans, int batch,
                        int head, int row, std::uint32_t tile, std::uint32_t full,
                        std::uint32_t more_bytes) const {
@@ -87,7 +96,7 @@ struct TileLoader {
     __syncwarp();
   }
 
-  // Rare: rows pass through registers, with their elements that are not finite as 0.
+  // Rare: copies rows through registers and replaces elements that are not finite by 0.
   __device__ void copy_cleaned(const InputRows& source, int batch, int head, int row,
                                std::uint32_t tile) const {
     const Shape& shape = p.backward.shape;

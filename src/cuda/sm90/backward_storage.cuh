@@ -1,5 +1,7 @@
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/common/semaphore.cuh"
 #include "cuda/sm90/backward_work.cuh"
 #include "cuda/sm90/panel_tile.cuh"
@@ -7,30 +9,69 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Of the rows of a query tile. Every score of a row begins with `score`: -lse / scale, or -inf for rows that do not
-// exist or have no P.
+// Values of the rows of a query tile. Every score of a row is initialized with `score`: -lse / scale, or -inf for rows
+// that do not exist or have no P.
 template <int Rows>
 struct RowStats {
   float score[Rows];
   float delta[Rows];
 };
 
-// Who lives in a block's slots, for the current query tile and the next.
+// The keys in a block's slots, for the current query tile and the next.
 template <bool Exists>
 struct SlotStorage {
-  alignas(16) SlotRecord records[2][SlotParams::block_slots];
-  int successor[SlotParams::block_slots];  // by arrival; of the later of the two
-  Pipeline<2> pipeline;                    // of query tiles
+  alignas(16) KeyRecord records[2][SlotParams::block_slots];
+  // The next key of each slot, by arrival, with its record and its successor; of the later of the two tiles.
+  int successor[SlotParams::block_slots];
+  int after_successor[SlotParams::block_slots];
+  alignas(16) KeyRecord coming[SlotParams::block_slots];
+  Pipeline<2> pipeline;  // of query tiles
 };
 template <>
 struct SlotStorage<false> {};
 
-template <int D, KeyPlacement Placement>
+// A block's neighbouring keys, with their biases for the current head.
+template <bool Exists>
+struct BlockStorage {
+  alignas(16) KeyRecord records[BackwardPolicy::keys];
+};
+template <>
+struct BlockStorage<false> {};
+
+// With a dense mask or bias.
+template <int Tiles>
+struct ScoreTilePipelines {
+  LoadedVisit visits[BackwardPolicy::stages];  // with q
+  // Of the block's keys and of each consumer warp's (KeyBlock): the loop has no registers for them.
+  KeyInterval ranges[BackwardPolicy::keys];
+  KeyInterval full_queries[4 * BackwardPolicy::warpgroups];
+  Pipeline<Tiles> computed;  // dS: from the consumers to the writer of dbias
+};
+
+template <DenseAccess Access, int Tiles>
+struct DenseStorage {};
+// A tile of dS is first the tile of biases: a warp reads the biases of its 16 keys and later overwrites them with dS.
+template <int Tiles>
+struct DenseStorage<DenseAccess::tiles, Tiles> : ScoreTilePipelines<Tiles> {
+  static constexpr int words = BackwardPolicy::keys / PackedMask::side;
+
+  // Of 64 queries each the bits of 64 keys.
+  alignas(128) std::uint64_t bits[Tiles][words][PackedMask::side];
+  Pipeline<Tiles> loaded;  // bits and biases: from the loader to the consumers
+};
+template <int Tiles>
+struct DenseStorage<DenseAccess::elements, Tiles> : ScoreTilePipelines<Tiles> {
+  int keys[BackwardPolicy::keys];  // of the tensors, also where the block's are past the end
+};
+
+template <int D, BackwardVariant Variant>
 struct BackwardStorage {
-  static constexpr BackwardPolicy policy = backward_policy(D, Placement);
+  static constexpr BackwardPolicy policy = backward_policy(D, Variant);
   using KeyTile = PanelTile<policy.keys, D>;
   using QueryTile = PanelTile<policy.rows, D>;
-  using ScoreTile = PanelTile<policy.keys, policy.rows>;
+  // dS, with keys as rows; with a dense mask or bias queries are rows, as in memory.
+  using ScoreTile = std::conditional_t<Variant.has_dense(), PanelTile<policy.rows, policy.keys>,
+                                       PanelTile<policy.keys, policy.rows>>;
   using Stats = RowStats<policy.rows>;
   // The warp that adds dq to memory orders its additions.
   static constexpr int order_barrier = 1;
@@ -40,7 +81,7 @@ struct BackwardStorage {
   alignas(1024) std::byte v[KeyTile::bytes];
   alignas(1024) std::byte q[policy.stages][QueryTile::bytes];
   alignas(1024) std::byte dout[policy.stages][QueryTile::bytes];
-  alignas(1024) std::byte ds[2][ScoreTile::bytes];
+  alignas(1024) std::byte ds[policy.score_tiles][ScoreTile::bytes];
   alignas(1024) float dq[policy.rows * D];
   alignas(128) Stats stats[policy.stages];
   Pipeline<1> key_pipeline;
@@ -49,9 +90,11 @@ struct BackwardStorage {
   typename Semaphore::Storage semaphore;
   int order;      // the block's number in the order of additions
   int bounds[2];  // queries that see some key of the block
-  // Of a block of neighbouring keys one; parts of chains of slots take turns.
+  // A block of neighbouring keys has one; parts of chains of slots alternate.
   BackwardWork work[2];
-  SlotStorage<Placement == KeyPlacement::slots> slots;
+  BlockStorage<Variant.has_info() && !Variant.has_slots() && !Variant.has_dense()> block;
+  SlotStorage<Variant.has_slots()> slots;
+  DenseStorage<Variant.dense, policy.score_tiles> dense;
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -5,9 +5,9 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A dense mask and a dense bias in the scores of a warpgroup (layout: wgmma.cuh), from shared memory. They are what
-// the accumulators of a product begin with: two neighbouring keys are masked by one instruction while their
-// biases are 16-bit numbers, and a masked score is -inf whatever the product adds.
+// A dense mask and a dense bias in the scores of a warpgroup (layout: wgmma.cuh), from shared memory. The
+// accumulators of the product are initialized with them: one instruction masks two neighbouring keys while their
+// biases are in 16 bits, and a masked score stays -inf whatever the product adds.
 template <class T, int Keys>
 class DenseScores {
  public:
@@ -33,7 +33,7 @@ class DenseScores {
         visible = __hgt2_mask(reinterpret_cast<const Packed2&>(biases),
                               reinterpret_cast<const Packed2&>(mask_values));
       }
-      // Byte i of each word to the two bytes of an element.
+      // Spreads byte i of each word to the two bytes of an element.
       if (HasMask) visible &= spread_signs(bits.even, bits.odd, 0xcc88u + 0x1111u * (i % 4));
       const float2 two = Element<T>::widen_packed2((biases & visible) | (infinities & ~visible));
       float* const s = scores + 4 * i + 2 * h;
@@ -45,7 +45,7 @@ class DenseScores {
  private:
   using Biases = typename DenseTile<Keys>::Biases;
 
-  // Of 32 keys of a query: the highest bit of byte i is this thread's even or odd key of the i-th eight.
+  // The mask of 32 keys of a query: the highest bit of byte i is this thread's even or odd key of the i-th eight.
   struct Bits {
     std::uint32_t even;
     std::uint32_t odd;

@@ -1,7 +1,3 @@
-#include <algorithm>
-#include <limits>
-
-#include "cuda/common/integers.h"
 #include "cuda/problem.h"
 #include "cuda/sm90/backward_launch.h"
 #include "cuda/sm90/launch.h"
@@ -16,9 +12,7 @@ constexpr bool is_compiled = FLASH_DMATTN_HAS_SM90 != 0;
 
 std::string decline_device(const DeviceProperties& device) {
   if (device.compute_capability != 90) {
-    return "it needs compute capability 9.0, and the GPU has " +
-           std::to_string(device.compute_capability / 10) + "." +
-           std::to_string(device.compute_capability % 10);
+    return "it needs compute capability 9.0, and the GPU has " + compute_capability(device);
   }
   constexpr int needed_bytes = 227 * 1024;
   if (device.shared_bytes < needed_bytes) {
@@ -28,17 +22,11 @@ std::string decline_device(const DeviceProperties& device) {
   return "";
 }
 
-std::string decline(const Problem& p) {
-  if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "it computes in bf16 and f16";
-  if (p.head_dim % 8 != 0) return "it needs a head_dim that is a multiple of 8";
-  if (has(p.limit_shape)) return "it has no kernels for ranks";
-  if (p.seqlen_k == 0) return "it needs at least one key";
-  if (std::max(
-          {p.seqlen_q, p.seqlen_k, p.batch * p.heads_q * ceil_div(p.seqlen_q, std::int64_t{64})}) >
-      std::numeric_limits<std::int32_t>::max() / 2) {
-    return "it counts rows and tiles in 31 bits";
+std::string decline_forward(const Problem& p) {
+  if (has(p.limit_shape) && !has_ranks(head_dim_bucket(static_cast<int>(p.head_dim)))) {
+    return "it has no kernels for ranks with a head_dim above 128";
   }
-  return "";
+  return decline_shape(p);
 }
 
 struct ForwardCall {
@@ -67,7 +55,7 @@ void forward(const ForwardArgs& args, const DeviceProperties&, const Execution& 
   WorkspaceAllocator allocator(execution.workspace);
   ForwardCall call(args, allocator);
   const ForwardChoice choice = choose_forward(args.problem.dtype, call.params);
-  if (choice.variant.dense == DenseAccess::tiles)
+  if (choice.variant.dense == DenseAccess::tiles || has(args.problem.limit_shape))
     pack_mask(args.problem, call.params.score, stream);
   call.params.key_ranges = find_key_ranges(args.problem, args.in, call.key_ranges, stream);
   const auto launch_dtype = [&]<class T>() {
@@ -102,7 +90,7 @@ namespace flash_dmattn::cuda {
 const Family sm90_family = {
     .name = "sm90",
     .decline_device = sm90::decline_device,
-    .forward = {.decline = sm90::decline,
+    .forward = {.decline = sm90::decline_forward,
                 .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
                 .workspace_size = sm90::forward_workspace_size,
                 .run = sm90::forward,

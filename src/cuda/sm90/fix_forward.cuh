@@ -5,9 +5,9 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Computes the rows that the main kernel has marked with an lse of NaN again, in double: those with scores or
-// sums outside of fp32's range and those that may have seen no key. A kernel of its own: a call inside of the
-// persistent loop would serialize its products (C7510).
+// Recomputes in double the rows that the main kernel has marked with an lse of NaN: rows whose scores or sums are out
+// of fp32's range and rows that may see no key. A kernel of its own: a function call in the persistent loop would
+// serialize its products (C7510).
 template <class T>
 struct FixForwardKernel {
   using Params = ForwardKernelParams;
@@ -17,7 +17,7 @@ struct FixForwardKernel {
   struct SharedStorage {};
 
   __device__ void operator()(const Params& p, SharedStorage&) const {
-    if (*p.needs_fix == 0) return;
+    if (p.needs_fix != nullptr && *p.needs_fix == 0) return;
     const Shape& shape = p.forward.shape;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const std::int64_t rows =
@@ -32,7 +32,7 @@ struct FixForwardKernel {
         const int row = static_cast<int>(index % shape.seqlen_q);
         const int head = static_cast<int>(index / shape.seqlen_q % shape.heads_q);
         const int batch = static_cast<int>(index / shape.seqlen_q / shape.heads_q);
-        fp64_row<T, false>(p.forward, {batch, head, head / (shape.heads_q / shape.heads_kv)}, row);
+        fp64_row<T, true>(p.forward, {batch, head, head / (shape.heads_q / shape.heads_kv)}, row);
       }
     }
   }

@@ -4,7 +4,7 @@
 #include "cuda/sm90/forward_dense.cuh"
 #include "cuda/sm90/forward_producer.cuh"
 
-// The forward of sm_90a: one warpgroup produces, two or three consume, 64 queries each. Persistent blocks
+// The forward of sm_90a: one producer warpgroup, two or three consumer warpgroups of 64 queries each. Persistent blocks
 // take work tiles from a counter.
 namespace flash_dmattn::cuda::sm90 {
 
@@ -26,11 +26,11 @@ struct ForwardKernel {
   static_assert(dense != DenseAccess::elements || load == KeyLoad::any);
   static constexpr int threads = policy.threads();
   static constexpr int min_blocks = 1;
-  // Of threads and of bytes for each filled buffer: a producer, or each with its copies, with any strides
-  // with its stores too.
+  // Arrivals at the barrier of a filled buffer: of one producer thread; or one of each thread for its cp.async copies
+  // and, with any strides, one more for its stores.
   static constexpr int key_arrivals = load == KeyLoad::tma ? 1 : load == KeyLoad::any ? 256 : 128;
   static constexpr int q_arrivals = load == KeyLoad::any ? 256 : 1;
-  // Of bar.sync; 0 is __syncthreads.
+  // Named barriers; 0 is __syncthreads.
   static constexpr int producer_barrier = 1;
   static constexpr int first_scheduler_barrier = 2;
 
@@ -46,9 +46,6 @@ struct ForwardKernel {
       return DenseWork<policy.keys>::count(p.forward.shape, p.two_heads);
     }
     return WorkTile::count(p.forward.shape, policy.rows());
-  }
-  static int blocks(int multiprocessors, const Params& p) {
-    return std::min(multiprocessors, p.work_tiles);
   }
 
   __device__ void operator()(const Params& p, SharedStorage& storage) const {

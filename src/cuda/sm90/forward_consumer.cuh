@@ -8,15 +8,15 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A warpgroup that computes 64 queries of a work tile. Key tiles of all work tiles make one stream, n = 0, 1,
-// ...; one step of it:
+// A consumer warpgroup, which computes 64 queries of a work tile. The key tiles of all work tiles are one sequence,
+// n = 0, 1, ...; one step of it:
 //
 //   tensor cores   S = Q K(n)^T , O += P V(n - 1)   .............
 //   threads        wait for S                       softmax of S    wait for O, P = S in 16 bits
 //
-// While the threads of one warpgroup compute a softmax the others' products run: they take turns to issue
-// (ping-pong). At the end of a work tile the step is the same with Q and K of the next one, and O is stored
-// after it: the tensor cores see no boundary.
+// While the threads of one warpgroup compute a softmax, the products of the others run: named barriers order the
+// warpgroups' issues (ping-pong scheduling). At the end of a work tile the step is the same with Q and K of the next
+// one, and O is stored after it, so that the tensor cores do not idle between work tiles.
 template <class Kernel>
 class ForwardConsumer {
   using T = typename Kernel::Element;
@@ -25,7 +25,7 @@ class ForwardConsumer {
   static constexpr int keys = Kernel::policy.keys;
   static constexpr int warpgroups = Kernel::policy.warpgroups;
   static constexpr bool has_info = Kernel::has_key_info;
-  // Then the producer counts no tiles beforehand, but flags each.
+  // Then the number of tiles is not known beforehand; the producer flags each tile.
   static constexpr bool has_dense_tiles = Kernel::dense == DenseAccess::tiles;
   static constexpr float max_growth = 8;  // log2; of a row's maximum before O is rescaled
 
@@ -33,7 +33,7 @@ class ForwardConsumer {
   __device__ ForwardConsumer(const ForwardKernelParams& p, Storage& storage)
       : p_(p),
         storage_(storage),
-        // Uniform over the warp, and known to be.
+        // Uniform over the warp, also for the compiler.
         warpgroup_(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128 - 1, 0)),
         shapes_(Kernel::shapes && shapes_scores(p.forward)),
         factor_(shapes_ ? 1.0f : p.forward.score.factor) {}
@@ -55,7 +55,7 @@ class ForwardConsumer {
     // The weights of the work tile's first key tile are ready here.
     int n = 0;
     for (int count = 0;; ++count) {
-      if (is_last(work, 0)) release(storage_.q_pipeline, count);
+      if (is_last(work, 0)) storage_.q_pipeline.release_operand(count);
       ++n;
       int visit = 1;
       if constexpr (has_dense_tiles) {
@@ -110,18 +110,13 @@ class ForwardConsumer {
   }
   __device__ bool has_two_heads() const { return has_dense_tiles && p_.two_heads; }
 
-  template <class AnyPipeline>
-  static __device__ void release(AnyPipeline& pipeline, int n) {
-    if (lane() == 0) pipeline.release(n);
-  }
-
-  // After a wait for rows that cp.async has copied: the tensor cores read them in another proxy. The memory
-  // model has the writer fence, which costs 14 %; here, on the reader's side, it costs less than 1 %.
+  // After a wait for rows that cp.async has copied: the tensor cores read them through the async proxy. In the memory
+  // model the writer fences, which costs 14 %; this fence, in the reader, costs less than 1 %.
   static __device__ void see_copies() {
     if constexpr (Kernel::load != KeyLoad::tma) fence_async_proxy();
   }
 
-  // Whether no other key tile of the work tile follows the one whose scores have been issued last.
+  // Whether the key tile whose scores were issued last is the last one of the work tile.
   __device__ bool is_last(const WorkTile& work, int visit) const {
     return has_dense_tiles ? (tile_flags_ & last_of_work_tile) != 0 : visit == work.visits - 1;
   }
@@ -131,7 +126,7 @@ class ForwardConsumer {
   template <bool Partial>
   __device__ void step(const WorkTile& work, int work_count, int n, int visit) {
     issue(n, work_count);
-    if (is_last(work, visit)) release(storage_.q_pipeline, work_count);
+    if (is_last(work, visit)) storage_.q_pipeline.release_operand(work_count);
     softmax<Partial, false>(work, n, visit);
     wait_out(n - 1);
     pack_weights();
@@ -141,7 +136,7 @@ class ForwardConsumer {
     }
   }
 
-  // S of tile n and O of tile n - 1 go to the tensor cores together; returns with S.
+  // Issues S of tile n and O of tile n - 1 together; returns when S is complete.
   __device__ void issue(int n, int work_count) {
     storage_.k_pipeline.wait_full(n);
     see_copies();
@@ -157,7 +152,7 @@ class ForwardConsumer {
     wait_scores<1>(n);
   }
 
-  // Biases are what scores begin with; they are read before the warpgroup's turn.
+  // Initializes the scores with biases, before the warpgroup waits for its order to issue.
   __device__ void begin_scores(int n) {
     if constexpr (has_info) {
       const float* const biases = storage_.info.bias[Storage::info_stage(n)] + column();
@@ -187,7 +182,7 @@ class ForwardConsumer {
     } else if (masked) {
       dense.template add<false, true>(factor, 0, scores_);
     }
-    release(pipeline, use);
+    pipeline.release(use);
   }
 
   __device__ void issue_scores(int n, int work_count) {
@@ -215,13 +210,13 @@ class ForwardConsumer {
   __device__ void wait_scores(int n) {
     wgmma_wait<Batches>();
     pin(scores_);
-    release(storage_.k_pipeline, n);
+    storage_.k_pipeline.release_operand(n);
   }
 
   __device__ void wait_out(int n) {
     wgmma_wait<0>();
     pin(out_);
-    release(storage_.v_pipeline, n);
+    storage_.v_pipeline.release_operand(n);
   }
 
   __device__ void clear_out() {
@@ -231,8 +226,7 @@ class ForwardConsumer {
 
   // ---- Scores --------------------------------------------------------------------------------------
 
-  // Loads from shared memory do not move up past this: hoisted together they take more registers than
-  // there are.
+  // Loads from shared memory do not move up past this: hoisted together they need more registers than there are.
   static __device__ void keep_loads_apart() { asm volatile("" ::: "memory"); }
 
   // Softcap or a factor that is not positive, and the bias, in units of log 2. A product that has overflowed
@@ -294,16 +288,16 @@ class ForwardConsumer {
 
   // ---- Softmax -------------------------------------------------------------------------------------
 
-  // The offset that a row's scores, times factor_, lose before weights are 2 to the power of them. A row that has seen
-  // nothing subtracts no infinity.
+  // The offset that is subtracted from a row's scores, times factor_: weights are exp2 of the difference. It is
+  // finite for a row that sees no key so far.
   template <bool CanBeEmpty>
   __device__ float offset(int h) const {
     const float top = fmaf(max_[h], factor_, weight_shift<T>);
     return CanBeEmpty && max_[h] == negative_infinity ? weight_shift<T> : top;
   }
 
-  // Turns scores into weights. The maximum follows only when it has grown by 2^max_growth, which is exact:
-  // the sum has the same offset. `rescales_` and `rescale_`: what O needs then.
+  // Turns scores into weights. The maximum is raised only if it has grown by max_growth in log2. That is exact, as
+  // the sum has the same offset. `rescales_` and `rescale_`: whether O is rescaled, and its factors.
   template <bool Partial, bool First>
   __device__ void softmax(const WorkTile& work, int n, int visit) {
     if constexpr (Kernel::shapes) {
@@ -312,7 +306,8 @@ class ForwardConsumer {
       }
     }
     if constexpr (Kernel::dense == DenseAccess::elements) {
-      DenseElements<T, keys>(p_, work, work.template first_key<keys>(visit), column())
+      DenseElements<T, keys, has_ranks(head_dim)>(p_, work, work.template first_key<keys>(visit),
+                                                  column())
           .apply(query(work), scores_);
     }
     if constexpr (Partial) mask_scores(work, n, visit);

@@ -3,12 +3,12 @@
 #include "cuda/common/tile_states.cuh"
 #include "cuda/sm90/forward_producer.cuh"
 
-// Masks and biases with a query dimension, DenseAccess::tiles: which key tiles a work tile visits, and the
-// producers that bring their bits and biases beside K and V.
+// Masks and biases with a query dimension, DenseAccess::tiles: the iterator over the key tiles of a work tile, and the
+// producers that load their bits and biases besides K and V.
 namespace flash_dmattn::cuda::sm90 {
 
-// A work tile of 128 queries, or of 64 queries of two heads that share mask and bias, and the key tiles that
-// the packed mask does not leave empty. All lanes of a warp look for them together.
+// A work tile of 128 queries, or of 64 queries of two heads that share mask and bias, and its key tiles that are not
+// empty in the packed mask. All lanes of a warp search for them together.
 template <int Keys>
 class DenseWork {
  public:
@@ -32,7 +32,9 @@ class DenseWork {
     if (mask.states != nullptr) {
       const int row_tiles = ceil_div(p.shape.seqlen_q, PackedMask::side);
       const int row_tile = work.row / PackedMask::side;
-      states_ = mask.states + (matrix_of(mask, work) * row_tiles + row_tile) * mask.words;
+      states_ =
+          mask.states +
+          (mask.matrix(work.batch, work.head, work.kv_head) * row_tiles + row_tile) * mask.words;
       words_ = mask.words;
       if (!params.two_heads && row_tile + 1 < row_tiles) second_row_ = words_;
     }
@@ -48,14 +50,10 @@ class DenseWork {
   __device__ std::uint32_t flags() const { return flags_; }
   __device__ bool is(KeyTileFlag flag) const { return (flags_ & flag) != 0; }
 
-  // To the next tile that is visited.
+  // Moves to the next tile that is visited.
   __device__ void advance() {
     tile_ = next_;
     look_ahead();
-  }
-
-  static __device__ std::int64_t matrix_of(const PackedMask& mask, const WorkTile& work) {
-    return work.batch * mask.batch + work.head * mask.head_q + work.kv_head * mask.head_kv;
   }
 
  private:
@@ -101,8 +99,8 @@ class DenseWork {
   std::uint32_t flags_;
 };
 
-// Consecutive keys by the TMA unit: one warp brings q, K and V, one bits and biases. Alone a warp would take longer
-// for the 400 instructions of a tile than the consumers do.
+// Consecutive keys by the TMA unit: one warp loads q, K and V, another one bits and biases. One warp alone would take
+// longer for the 400 instructions of a tile than the consumers.
 template <class Kernel>
 struct DenseProducer : TmaProducer<Kernel> {
   using Base = TmaProducer<Kernel>;
@@ -114,69 +112,65 @@ struct DenseProducer : TmaProducer<Kernel> {
 
   __device__ void run() const {
     const int warp = warp_id();
-    if (warp == 0) {
-      load_keys();
-    } else if (warp == 1) {
-      load_dense();
-    }
-  }
-
- private:
-  static __device__ bool copies() { return lane_id() == 0; }
-
-  // Hands `taken` of the first warp's lane 0 to both.
-  __device__ int share(int taken, int work_count) const {
-    int& number = storage.next_work[work_count % 2];
-    if (threadIdx.x == 0) number = taken;
-    named_barrier_sync(Kernel::producer_barrier, 2 * warp_size);
-    return number;
-  }
-
-  __device__ void load_keys() const {
+    if (warp > 1) return;
     int n = 0;
     int work_count = 0;
     Place before{};
     for (int number = static_cast<int>(blockIdx.x); number < p.work_tiles; ++work_count) {
       DenseWork<keys> tiles(p, number);
-      const WorkTile& work = tiles.work;
-      const typename Base::Info info = this->info_of(work);
-      if (copies()) this->load_q(work, work_count);
-      for (;; tiles.advance()) {
-        const bool last = tiles.is(last_of_work_tile);
-        const Place here{work.batch, work.kv_head, tiles.key()};
-        if (copies()) {
-          if (last) number = this->take_work();
-          storage.dense.flags[Storage::info_stage(n)] = tiles.flags();
-          this->load_k(info, here, tiles.is(is_partial_tile), n);
-          if (n > 0) this->load_v(before, n - 1);
-        }
-        before = here;
-        ++n;
-        if (last) break;
-      }
-      number = share(number, work_count);
+      const int taken = warp == 0 ? load_keys(tiles, before, work_count, n) : load_dense(tiles, n);
+      number = share(taken, work_count);
     }
-    if (!copies()) return;
+    if (warp != 0 || !copies()) return;
     this->load_v(before, n - 1);
     this->load_end_of_work(work_count);
   }
 
-  __device__ void load_dense() const {
-    int n = 0;
-    int work_count = 0;
-    for (int number = static_cast<int>(blockIdx.x); number < p.work_tiles; ++work_count) {
-      DenseWork<keys> tiles(p, number);
-      const Source source(p, tiles.work);
-      for (;; tiles.advance()) {
-        if (copies()) load_tile(source, tiles.key(), tiles.is(is_masked_tile), n);
-        ++n;
-        if (tiles.is(last_of_work_tile)) break;
+ private:
+  static __device__ bool copies() { return lane_id() == 0; }
+
+  // Synchronizes both warps and returns `taken` of the first warp's lane 0.
+  __device__ int share(int taken, int work_count) const {
+    int& number = storage.next_work[work_count % 2];
+    if (threadIdx.x == 0) number = taken;
+    __syncwarp();
+    named_barrier_sync(Kernel::producer_barrier, 2 * warp_size);
+    return number;
+  }
+
+  // Loads q, K and V of a work tile except its last V; returns the number of the next work tile. `before`, `n`: the
+  // previous key tile and the number of key tiles so far.
+  __device__ int load_keys(DenseWork<keys>& tiles, Place& before, int work_count, int& n) const {
+    const WorkTile& work = tiles.work;
+    const typename Base::Info info = this->info_of(work);
+    int taken = 0;
+    if (copies()) this->load_q(work, work_count);
+    for (;; tiles.advance()) {
+      const bool last = tiles.is(last_of_work_tile);
+      const Place here{work.batch, work.kv_head, tiles.key()};
+      if (copies()) {
+        if (last) taken = this->take_work();
+        storage.dense.flags[Storage::info_stage(n)] = tiles.flags();
+        this->load_k(info, here, tiles.is(is_partial_tile), n);
+        if (n > 0) this->load_v(before, n - 1);
       }
-      number = share(0, work_count);
+      before = here;
+      ++n;
+      if (last) return taken;
     }
   }
 
-  // Where the bits and the biases of a work tile are.
+  // Loads the bits and biases of a work tile.
+  __device__ int load_dense(DenseWork<keys>& tiles, int& n) const {
+    const Source source(p, tiles.work);
+    for (;; tiles.advance()) {
+      if (copies()) load_tile(source, tiles.key(), tiles.is(is_masked_tile), n);
+      ++n;
+      if (tiles.is(last_of_work_tile)) return 0;
+    }
+  }
+
+  // The addresses of the bits and the coordinates of the biases of a work tile.
   struct Source {
     static constexpr int most = Kernel::policy.warpgroups;
     const std::uint64_t* bits[most];  // of key 0, for 64 queries each
@@ -190,8 +184,8 @@ struct DenseProducer : TmaProducer<Kernel> {
       const int row_tiles = ceil_div(params.forward.shape.seqlen_q, PackedMask::side);
 #pragma unroll
       for (int i = 0; i < most; ++i) {
-        // The last ones instead of queries past the end, which are not stored.
-        const std::int64_t row_tile = DenseWork<keys>::matrix_of(mask, work) * row_tiles +
+        // Queries past the end read the last ones; they are not stored.
+        const std::int64_t row_tile = mask.matrix(work.batch, work.head, work.kv_head) * row_tiles +
                                       min(row / PackedMask::side + i, row_tiles - 1);
         bits[i] = mask.bits + row_tile * mask.words * PackedMask::side;
       }

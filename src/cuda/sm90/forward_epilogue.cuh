@@ -8,7 +8,7 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Two packed elements that become NaN with the first that is not finite.
+// Two packed elements, each NaN once an element of `two` was not finite.
 template <class T>
 __device__ inline std::uint32_t add_non_finite(std::uint32_t seen, std::uint32_t two) {
   using Packed2 = typename Element<T>::Packed2;
@@ -17,10 +17,10 @@ __device__ inline std::uint32_t add_non_finite(std::uint32_t seen, std::uint32_t
   return reinterpret_cast<const std::uint32_t&>(result);
 }
 
-// Stores out / sum and lse = log 2 (offset + log2 sum) of a thread's two rows, `row` and row + 8 of a head,
-// from registers: lanes of a quad exchange words so that each stores 16 bytes. No branches (ptx.cuh). Rows
-// whose numbers have left fp32 or the output's dtype, or that have seen no key, get an lse of NaN and are
-// computed again (FixForwardKernel), limited to what is finite there.
+// Stores out / sum and lse = log 2 (offset + log2 sum) of a thread's two rows, `row` and row + 8 of a head, from
+// registers: the lanes of a quad exchange words so that each stores 16 bytes. There are no branches (ptx.cuh). Rows
+// that overflow fp32 or the output's dtype, or that see no key, get an lse of NaN: FixForwardKernel recomputes and
+// saturates them.
 template <class T, int D, bool AnyStrides>
 __device__ inline void store_output(const ForwardKernelParams& params, const WorkTile& work,
                                     int head, int row, const float (&out)[D / 2],
@@ -63,7 +63,7 @@ __device__ inline void store_output(const ForwardKernelParams& params, const Wor
     non_finite |= __shfl_xor_sync(0xffffffffu, non_finite, 2);
 
     constexpr float largest = 3.4028235e38f;
-    // A tile without keys has multiplied hidden rows of V by 0, which may hold anything.
+    // A tile without keys multiplies hidden rows of V by 0; those rows may hold any value.
     const bool ordinary =
         non_finite == 0 && (empty || (sum > 0 && sum <= largest && fabsf(offsets[h]) < 1e38f));
     constexpr double ln2 = 0.6931471805599453;

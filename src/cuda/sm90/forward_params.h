@@ -7,8 +7,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Whether scores are more than a positive multiple of q . k, or a product that is not finite has to be found: then
-// the bias is added after they are shaped.
+// Whether scores are not just a positive multiple of q . k, or products that are not finite must be detected. Then the
+// bias is added after the scores are shaped.
 inline __host__ __device__ bool shapes_scores(const ForwardParams& p) {
   return p.score.form != ScoreForm::product || !p.saturate;
 }
@@ -25,8 +25,10 @@ struct ForwardKernelParams {
   bool two_heads =
       false;  // with DenseAccess::tiles: a work tile is 64 queries of each of two heads
   int work_tiles = 0;
-  int* next_work = nullptr;            // [1] work tiles taken beyond the first of each block
-  std::uint32_t* needs_fix = nullptr;  // [1] not 0: some row's lse is NaN, see FixForwardKernel
+  // [1] work tiles taken beyond the first of each block; null: no block takes another one
+  int* next_work = nullptr;
+  // [1] not 0: some row's lse is NaN, see FixForwardKernel; null, in that kernel: unknown
+  std::uint32_t* needs_fix = nullptr;
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -2,7 +2,7 @@
 
 #include "cuda/sm90/forward_storage.cuh"
 
-// The warpgroup that brings q, K and V to shared memory, in the order in which they are multiplied:
+// The producer warpgroup. It loads q, K and V to shared memory in the order of the products:
 //
 //   q(0) K(0) | K(1) V(0) | K(2) V(1) | ...   and at the end of a work tile   | q(1) K(n) V(n - 1) | ...
 namespace flash_dmattn::cuda::sm90 {
@@ -21,13 +21,14 @@ struct ProducerBase {
     return get_work_tile<rows, keys>(p.forward, number);
   }
 
-  // As late as its latency can be hidden: the longest work tiles come first, so that a block which takes its next one
-  // early leaves too little for those that end before it.
+  // As late as its latency can be hidden: the longest work tiles are first, and a block that takes the next one early
+  // leaves too few for blocks that end before it.
   __device__ int take_work() const {
+    if (!Kernel::has_key_info && p.next_work == nullptr) return p.work_tiles;
     return atomicAdd(p.next_work, 1) + static_cast<int>(gridDim.x);
   }
 
-  // By one thread: hands work tile `n` of this block to the consumers, with its q.
+  // By one thread: passes work tile `n` of this block and its q to the consumers.
   __device__ void load_q(const WorkTile& work, int n) const {
     auto& pipeline = storage.q_pipeline;
     pipeline.wait_empty(n);
@@ -70,13 +71,13 @@ struct TmaProducer : ProducerBase<Kernel> {
   using Base::keys, Base::p, Base::storage;
   using KeyTile = typename Storage::KeyTile;
 
-  // Of a tile: what its V will need.
+  // The coordinates of a key tile.
   struct Place {
     int batch;
     int kv_head;
     int key;
   };
-  // Of the keys of a work tile, from key 0 on.
+  // The key info of a work tile, from key 0 on.
   struct Info {
     const float* biases = nullptr;
     const KeyInterval* ranges = nullptr;
@@ -148,11 +149,11 @@ struct TmaProducer : ProducerBase<Kernel> {
   }
 };
 
-// Rows by index, by all 128 threads: of a key list, or of consecutive keys. Thread (r, c) copies chunks c
-// and c + 8 of rows r, r + 16, ...: its addresses in shared memory are one register and constants. A list's
-// order inside a tile is free: row r + 16 i holds place r * steps + i, so that a thread reads its indices at
-// once. Consecutive keys keep their order, and a result the bits that it has by TMA tiles. Indices are fetched a
-// tile ahead, before the copies of V, behind which the loads hide.
+// Gathers rows by index, by all 128 threads: of a key list, or of consecutive keys. Thread (r, c) copies chunks c and
+// c + 8 of rows r, r + 16, ...: its addresses in shared memory are one register and constants. The order of a list's
+// keys in a tile is free: row r + 16 i holds entry r * steps + i, so that a thread loads its indices at once.
+// Consecutive keys keep their order, so that results have the same bits as with TMA tiles. Indices are loaded a tile
+// ahead, before the copies of V, which hide their latency.
 template <class Kernel>
 struct GatherProducer : ProducerBase<Kernel> {
   using Base = ProducerBase<Kernel>;
@@ -169,8 +170,8 @@ struct GatherProducer : ProducerBase<Kernel> {
     int info;
   };
 
-  // A work tile and this thread's addresses for it. They are formed once, as the copies of a tile have to be
-  // issued as soon as its buffer is free.
+  // A work tile and this thread's addresses for it. They are computed once: the copies of a tile are issued as soon as
+  // its buffer is free.
   struct Source {
     WorkTile work;
     const std::byte* k;  // this thread's chunk of row 0
@@ -202,7 +203,7 @@ struct GatherProducer : ProducerBase<Kernel> {
         of_k = ahead;
         v = source.v;
       }
-      // The consumers have two tiles to go, behind which this hides.
+      // The consumers still compute two tiles, which hides the latency.
       int& shared_number = storage.next_work[work_count % 2];
       if (threadIdx.x == 0) shared_number = taken;
       named_barrier_sync(Kernel::producer_barrier, 128);
@@ -236,12 +237,12 @@ struct GatherProducer : ProducerBase<Kernel> {
                     __ldg(p.forward.tile_lists.begin + list_of(p.forward.tile_lists, work));
     }
     source.biases = this->biases(work);
-    // Kept, not formed again from their parts at each use.
+    // Keeps the addresses in registers instead of recomputing them at each use.
     asm volatile("" : "+l"(source.k), "+l"(source.v), "+l"(source.biases));
     return source;
   }
 
-  // Keys of this thread's rows. Places past the end stand for key 0.
+  // Keys of this thread's rows; key 0 for entries past the end.
   __device__ Indices fetch(const Source& source, int visit) const {
     const int tile = source.work.template first_key<keys>(visit);
     const int first = tile + copy_row() * steps;
@@ -273,7 +274,7 @@ struct GatherProducer : ProducerBase<Kernel> {
     return indices;
   }
 
-  // Bias and range of place threadIdx.x, at the row of shared memory that holds its key.
+  // Copies bias and range of entry threadIdx.x to the row of shared memory that holds its key.
   __device__ void load_info(const Source& source, int key, int visit, int n) const {
     const int place = static_cast<int>(threadIdx.x);
     if (place >= keys) return;
@@ -320,7 +321,7 @@ struct GatherProducer : ProducerBase<Kernel> {
     }
   }
 
-  // Arrives when this thread's copies have landed, and with any strides once more for what it has stored.
+  // Arrives when this thread's copies are complete, and with any strides once more for its stores.
   static __device__ void arrive(std::uint32_t full) {
     if constexpr (any_strides) {
       fence_async_proxy();
@@ -329,7 +330,7 @@ struct GatherProducer : ProducerBase<Kernel> {
     cp_async_arrive(full);
   }
 
-  // Columns from head_dim on become 0. `data`: this thread's chunk of row 0.
+  // Columns from head_dim on are zeros. `data`: this thread's chunk of row 0.
   template <class Tile, int Steps>
   __device__ void copy_tile(const InputRows& rows, const std::byte* data, std::uint32_t tile,
                             const int (&index)[Steps]) const {

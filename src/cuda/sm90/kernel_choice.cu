@@ -1,8 +1,10 @@
 #include "cuda/sm90/kernel_choice.h"
 
+#include <algorithm>
 #include <cstdlib>
-#include <string_view>
+#include <limits>
 
+#include "cuda/common/integers.h"
 #include "cuda/problem.h"
 #include "cuda/sm90/forward_params.h"
 #include "cuda/sm90/tensor_map.h"
@@ -10,12 +12,8 @@
 namespace flash_dmattn::cuda::sm90 {
 namespace {
 
-constexpr std::string_view name_of(const ForwardVariant& variant) {
-  switch (variant.dense) {
-    case DenseAccess::none: break;
-    case DenseAccess::tiles: return "dense";
-    case DenseAccess::elements: return "dense_elementwise";
-  }
+std::string_view name_of(const ForwardVariant& variant) {
+  if (variant.dense != DenseAccess::none) return sm90::name_of(variant.dense);
   switch (variant.load) {
     case KeyLoad::tma:
       return variant.shapes ? "tma_shaped" : variant.has_key_info ? "tma_key_info" : "tma";
@@ -23,13 +21,6 @@ constexpr std::string_view name_of(const ForwardVariant& variant) {
     case KeyLoad::any: return "any";
   }
   return "";
-}
-
-// Not, where there are kernels without overlap and FLASH_DMATTN_CUDA_NO_OVERLAP chooses them.
-bool overlaps(DType dtype, int head_dim) {
-  if (!has_no_overlap(dtype, head_dim)) return true;
-  const char* const chosen = std::getenv("FLASH_DMATTN_CUDA_NO_OVERLAP");
-  return chosen == nullptr || *chosen == '\0';
 }
 
 ForwardVariant choose_variant(const ForwardParams& p) {
@@ -46,7 +37,8 @@ ForwardVariant choose_variant(const ForwardParams& p) {
                          tma(p.k, shape.seqlen_k, shape.heads_kv) &&
                          tma(p.v, shape.seqlen_k, shape.heads_kv);
   if (score.mask.dense || score.bias.dense) {
-    if (has_tiles && !shapes && (!score.bias.dense || DenseBiasRows(p).has_tensor_map())) {
+    if (has_tiles && !shapes &&
+        (!score.bias.dense || DenseBiasRows(shape, score.bias).has_tensor_map())) {
       return {.has_key_info = true, .dense = DenseAccess::tiles};
     }
     return {
@@ -65,11 +57,38 @@ ForwardVariant choose_variant(const ForwardParams& p) {
 
 }  // namespace
 
+bool overlaps(DType dtype, int head_dim) {
+  if (!has_no_overlap(dtype, head_dim)) return true;
+  const char* const chosen = std::getenv("FLASH_DMATTN_CUDA_NO_OVERLAP");
+  return chosen == nullptr || *chosen == '\0';
+}
+
+std::string_view name_of(DenseAccess dense) {
+  return dense == DenseAccess::tiles ? "dense" : "dense_elementwise";
+}
+
+std::string kernel_name(std::string_view direction, DType dtype, int head_dim,
+                        std::string_view variant, bool overlaps) {
+  std::string text = "sm90 ";
+  text.append(direction).append(" ").append(flash_dmattn::name_of(dtype)).append(" d");
+  text.append(std::to_string(head_dim)).append(" ").append(variant);
+  return text.append(overlaps ? "" : " no_overlap");
+}
+
 std::string name(const ForwardChoice& choice) {
-  std::string text = "sm90 forward ";
-  text.append(flash_dmattn::name_of(choice.dtype)).append(" d");
-  text.append(std::to_string(choice.head_dim)).append(" ").append(name_of(choice.variant));
-  return text.append(choice.variant.overlaps ? "" : " no_overlap");
+  return kernel_name("forward", choice.dtype, choice.head_dim, name_of(choice.variant),
+                     choice.variant.overlaps);
+}
+
+std::string decline_shape(const Problem& p) {
+  if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "it computes in bf16 and f16";
+  if (p.head_dim % 8 != 0) return "it needs a head_dim that is a multiple of 8";
+  if (std::max(
+          {p.seqlen_q, p.seqlen_k, p.batch * p.heads_q * ceil_div(p.seqlen_q, std::int64_t{64})}) >
+      std::numeric_limits<std::int32_t>::max() / 2) {
+    return "it counts rows and tiles in 31 bits";
+  }
+  return "";
 }
 
 std::vector<ForwardChoice> forward_choices() {

@@ -4,11 +4,13 @@
 #include "cuda/common/tile_copy.cuh"
 #include "cuda/sm90/backward_storage.cuh"
 #include "cuda/sm90/backward_work.cuh"
+#include "cuda/sm90/key_visibility.cuh"
+#include "cuda/sm90/loaded_visits.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A block of 128 neighbouring keys, for a warpgroup that has 64 of them: which queries see a thread's two keys,
-// their biases and their gradients. Keys are the rows of its accumulators; a thread has row() and row() + 8.
+// A block of 128 neighbouring keys, for a warpgroup with 64 of them: the queries that see a thread's two keys, their
+// biases and their gradients. Keys are the rows of the accumulators; a thread has row() and row() + 8.
 template <class Kernel>
 class KeyBlock {
   using T = typename Kernel::Element;
@@ -16,68 +18,84 @@ class KeyBlock {
   using Rows = typename Storage::KeyTile;
   static constexpr int rows = Kernel::policy.rows;
   static constexpr int columns = rows / 2;  // score accumulators of a thread
-  static constexpr bool has_info = Kernel::placement == KeyPlacement::block_key_info;
+  static constexpr bool has_info = Kernel::variant.has_info();
+  static constexpr bool has_dense = Kernel::variant.has_dense();
 
  public:
-  using Visit = QueryVisits<Kernel::placement>;
+  using Visit = std::conditional_t<has_dense, LoadedVisits<Kernel>, QueryVisits<Kernel::variant>>;
 
   __device__ KeyBlock(const BackwardKernelParams& p, Storage& storage, int warpgroup)
       : p_(p), storage_(storage), work_(storage.work[0]), warpgroup_(warpgroup) {}
 
-  // Before the first query tile; K and V are there.
+  // Before the first query tile; K and V are loaded.
   __device__ void begin(int) {
-    full_begin_ = 0;
-    full_end_ = p_.backward.shape.seqlen_q;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const KeyInterval seen = range(h);
-      full_begin_ = max(full_begin_, seen.first);
-      full_end_ = min(full_end_, seen.last);
+    if constexpr (has_dense) {
+      store_ranges();
+    } else if constexpr (!has_info) {
+      full_begin_ = warp_max(max(first_query_of(0), first_query_of(1)));
     }
-    full_begin_ = warp_max(full_begin_);
-    full_end_ = warp_min(full_end_);
     if constexpr (has_info) clear_unseen_rows();
   }
 
-  // Before a query tile's scores begin.
+  // Before the scores of a query tile are initialized.
   __device__ void begin_tile(const Visit& at) {
-    if constexpr (has_info) {
-      if (at.tile == work_.tile_begin) load_biases(at.head);
+    if constexpr (has_dense) {
+      load_biases(at.head());
+    } else if constexpr (has_info) {
+      // With the work in shared memory: with the visit's registers ptxas treats the branch, and so the whole loop, as
+      // divergent (docs/kernels/sm90.md).
+      if (at.tile() == work_.tile_begin) load_records(at.head());
+#pragma unroll
+      for (int h = 0; h < 2; ++h) visible_.see(h, record(h), at.tile() * rows);
     }
   }
 
-  // Nobody leaves before the end.
+  // No key leaves before the end.
   __device__ void leave(const Visit&, float (&)[Kernel::head_dim / 2],
                         float (&)[Kernel::head_dim / 2]) {}
 
-  // The initial value of the scores of a row, without the query's part, in units of the accumulator.
-  __device__ float bias(int h) const { return bias_[h]; }
+  // The initial value of the scores of a row, without the query's term, in units of the accumulator.
+  __device__ float bias(int h) const {
+    if constexpr (has_dense) {
+      return bias_[h];
+    } else {
+      return visible_.bias(h);
+    }
+  }
 
-  // Scores that a query does not have become -inf, where a tile has any.
+  // While the scores of a tile are computed.
+  __device__ void prepare_mask(const Visit& at) {
+    if constexpr (has_info && !has_dense) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if (visible_.is_partial(h)) visible_.prepare_mask(h, record(h), at.tile() * rows);
+    }
+  }
+
+  // Sets scores that a query does not see to -inf. Queries past the end have no P.
   __device__ void mask(const Visit& at, float (&scores)[columns]) const {
-    const int first_query = at.tile * rows;
-    if (first_query >= full_begin_ && first_query + rows <= full_end_) return;
-    // A query past the end has no probability anyway.
-    if (!has_info && first_query >= full_begin_) return;
+    const int first_query = at.tile() * rows;
+    if constexpr (has_dense) {
+      mask_by_ranges(first_query, scores);
+    } else if constexpr (has_info) {
+      if (visible_.is_partial(0)) visible_.template mask<0>(scores);
+      if (visible_.is_partial(1)) visible_.template mask<1>(scores);
+    } else {
+      if (first_query >= full_begin_) return;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const KeyInterval seen = range(h);
-      const int column = first_query + 2 * (lane_id() % 4);
-      const int first = seen.first - column;
-      const int last = seen.last - column;
+      for (int h = 0; h < 2; ++h) {
+        const int first = first_query_of(h) - first_query - 2 * (lane_id() % 4);
 #pragma unroll
-      for (int j = 0; j < rows / 8; ++j) {
+        for (int j = 0; j < rows / 8; ++j) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int query = 8 * j + e;
-          if (query < first || (has_info && query >= last))
-            scores[4 * j + 2 * h + e] = negative_infinity;
+          for (int e = 0; e < 2; ++e)
+            if (8 * j + e < first) scores[4 * j + 2 * h + e] = negative_infinity;
         }
       }
     }
   }
 
-  // Of this thread's rows, the sum of a tile's dS.
+  // Adds the sums of a tile's dS over this thread's rows.
   __device__ void add_dbias(const float (&sums)[2]) {
     if constexpr (has_info) {
       dbias_[0] += sums[0];
@@ -85,19 +103,19 @@ class KeyBlock {
     }
   }
 
-  // Behind a query tile.
+  // After a query tile.
   __device__ void end_tile(const Visit& at) {
     if constexpr (has_info) {
       const OutputBroadcast& dbias = p_.backward.dbias;
-      if (dbias.data == nullptr) return;
+      if (dbias.data == nullptr || dbias.dense) return;
       const bool ends = dbias.head_q != 0 ? at.is_last_of_head() : at.is_last();
-      if (ends) store_dbias(at.head);
+      if (ends) store_dbias(at.head());
     }
   }
 
   __device__ void release() {}
 
-  // dk and dv, complete, by way of the rows of V, which only this warpgroup has read.
+  // Stores dk and dv through the rows of V in shared memory, which only this warpgroup has read.
   __device__ void store(float (&dk)[Kernel::head_dim / 2], float (&dv)[Kernel::head_dim / 2]) {
     store_rows(dk, p_.backward.dk, p_.backward.score.scale);
     store_rows(dv, p_.backward.dv, 1);
@@ -110,17 +128,17 @@ class KeyBlock {
   __device__ int row() const { return warp_row() + lane_id() / 4; }
   __device__ int key(int h) const { return work_.key + row() + 8 * h; }
 
-  // The queries that see a key.
-  __device__ KeyInterval range(int h) const {
+  // Without key info: the first query that sees a key.
+  __device__ int first_query_of(int h) const {
     const Shape& shape = p_.backward.shape;
-    if constexpr (has_info) {
-      return p_.info
-          .ranges[work_.batch * p_.info.range_batch + work_.kv_head * p_.info.range_head + key(h)];
-    } else {
-      const int first =
-          p_.backward.score.causal ? max(key(h) - (shape.seqlen_k - shape.seqlen_q), 0) : 0;
-      return {key(h) < shape.seqlen_k ? first : 0x7fffffff, shape.seqlen_q};
-    }
+    const int first =
+        p_.backward.score.causal ? max(key(h) - (shape.seqlen_k - shape.seqlen_q), 0) : 0;
+    return key(h) < shape.seqlen_k ? first : 0x7fffffff;
+  }
+
+  __device__ const KeyInterval* ranges() const {
+    return p_.info.ranges + work_.batch * p_.info.range_batch + work_.kv_head * p_.info.range_head +
+           work_.key;
   }
 
   __device__ const float* biases(int head) const {
@@ -128,17 +146,25 @@ class KeyBlock {
            work_.kv_head * p_.info.bias_head_kv;
   }
 
-  __device__ void load_biases(int head) {
-    bias_[0] = biases(head)[key(0)];
-    bias_[1] = biases(head)[key(1)];
+  __device__ const KeyRecord& record(int h) const { return storage_.block.records[row() + 8 * h]; }
+
+  // Of the warp's 16 keys, which no other warp reads.
+  __device__ void load_records(int head) {
+    __syncwarp();
+    if (lane_id() < 16) {
+      const int row = warp_row() + lane_id();
+      const KeyInterval seen = ranges()[row];
+      storage_.block.records[row] = {seen.first, seen.last, work_.key + row,
+                                     biases(head)[work_.key + row]};
+    }
+    __syncwarp();
   }
 
-  // inf and NaN in keys that no query sees would meet the zeros of dS.
+  // Replaces keys that no query sees by zeros: inf and NaN in them would be multiplied by the zeros of dS.
   __device__ void clear_unseen_rows() {
     const int thread = static_cast<int>(threadIdx.x) % 256;
     const int r = thread / 2;
-    const KeyInterval seen = p_.info.ranges[work_.batch * p_.info.range_batch +
-                                            work_.kv_head * p_.info.range_head + work_.key + r];
+    const KeyInterval seen = ranges()[r];
     const bool hidden = p_.info.bias_head_q == 0 && biases(0)[work_.key + r] == negative_infinity;
     if (seen.first >= seen.last || hidden) {
 #pragma unroll 1
@@ -148,6 +174,46 @@ class KeyBlock {
     }
     fence_async_proxy();
     named_barrier_sync(Kernel::consumer_barrier, 256);
+  }
+
+  // With a dense mask or bias, whose loop has no registers for them: the queries that see each of the warp's 16 keys
+  // and those that see all of them.
+  __device__ void store_ranges() {
+    KeyInterval full{0, p_.backward.shape.seqlen_q};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const KeyInterval seen = ranges()[row() + 8 * h];
+      full = {max(full.first, seen.first), min(full.last, seen.last)};
+      storage_.dense.ranges[row() + 8 * h] = seen;
+    }
+    storage_.dense.full_queries[warp_row() / 16] = {warp_max(full.first), warp_min(full.last)};
+    __syncwarp();
+  }
+
+  // For every tile: the loop has no registers for them.
+  __device__ void load_biases(int head) {
+    bias_[0] = biases(head)[key(0)];
+    bias_[1] = biases(head)[key(1)];
+  }
+
+  __device__ void mask_by_ranges(int first_query, float (&scores)[columns]) const {
+    const KeyInterval full = storage_.dense.full_queries[warp_row() / 16];
+    if (first_query >= full.first && first_query + rows <= full.last) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const KeyInterval seen = storage_.dense.ranges[row() + 8 * h];
+      const int column = first_query + 2 * (lane_id() % 4);
+      const int first = seen.first - column;
+      const int last = seen.last - column;
+#pragma unroll
+      for (int j = 0; j < rows / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int query = 8 * j + e;
+          if (query < first || query >= last) scores[4 * j + 2 * h + e] = negative_infinity;
+        }
+      }
+    }
   }
 
   __device__ void store_dbias(int head) {
@@ -186,12 +252,11 @@ class KeyBlock {
 
   const BackwardKernelParams& p_;
   Storage& storage_;
-  const BackwardWork& work_;  // read again at each use: registers do not suffice
+  const BackwardWork& work_;  // read again at each use: there are no registers for it
   const int warpgroup_;
-  // Every key of the warp is seen by queries [full_begin_, full_end_).
-  int full_begin_ = 0;
-  int full_end_ = 0;
-  float bias_[2] = {};
+  KeyVisibility<rows> visible_;  // with key info
+  float bias_[2] = {};           // instead of it with a dense mask or bias
+  int full_begin_ = 0;  // without key info: the first query that sees every key of the warp
   float dbias_[2] = {};
 };
 

@@ -2,13 +2,13 @@
 
 #include "cuda/common/device_workspace.h"
 #include "cuda/params.h"
+#include "cuda/sm90/listed_keys.h"
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Key info in memory: made by PrepareKeyInfo out of intervals, causality, mask and bias of the keys; a
-// dense mask or bias is not in it.
-// Rows are padded with keys that no query sees, so that a whole tile can be copied from any
-// multiple of 64.
+// Key info in memory, which PrepareKeyInfo computes from intervals, causality, key mask and key bias, of all keys or
+// of the keys of a key list. It does not include a dense mask or bias. Rows are padded with keys that no query sees,
+// so that a whole tile can be copied from any multiple of 64.
 struct KeyInfo {
   static constexpr int padded(int keys) { return (keys + 63) / 64 * 64 + 128; }
 
@@ -27,8 +27,8 @@ struct KeyInfo {
   std::int64_t bias_head_kv = 0;
 };
 
-// Their sizes follow from shapes and strides.
+// Their sizes follow from shapes and strides; with a list shape.seqlen_k counts its positions.
 KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
-                          WorkspaceAllocator& workspace);
+                          WorkspaceAllocator& workspace, const ListedKeys& list = {});
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -8,7 +8,7 @@
 #include "cuda/sm90/forward_params.h"
 #include "cuda/sm90/kernel_choice.h"
 
-// The kernels of one dtype and head-dim bucket D; each is instantiated in a file of instances/.
+// The kernels of one dtype and head-dim bucket D; instances/ has a template of their files.
 namespace flash_dmattn::cuda::sm90 {
 
 // The arrays of a forward in the caller's workspace; their sizes follow from shapes and strides.

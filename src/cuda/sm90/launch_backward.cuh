@@ -6,7 +6,8 @@
 #include "cuda/common/postprocess.cuh"
 #include "cuda/sm90/backward.cuh"
 #include "cuda/sm90/backward_launch.h"
-#include "cuda/sm90/cooperative_launch.cuh"
+#include "cuda/sm90/dispatch.h"
+#include "cuda/sm90/find_visits.cuh"
 #include "cuda/sm90/prepare_backward.cuh"
 #include "cuda/sm90/prepare_key_info.cuh"
 #include "cuda/sm90/slot_rows.cuh"
@@ -14,10 +15,11 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-template <class T, int D, KeyPlacement Placement>
+template <class T, int D, BackwardVariant Variant>
 void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
-  using Kernel = BackwardKernel<T, D, Placement>;
+  using Kernel = BackwardKernel<T, D, Variant>;
   constexpr int rows = Kernel::policy.rows;
+  static_assert(sizeof(typename Kernel::SharedStorage) <= 227 * 1024);
   const BackwardParams& p = params.backward;
   const Shape& shape = p.shape;
   const auto map = [&](const InputRows& tensor, int seqlen, int heads, int box_rows) {
@@ -28,45 +30,42 @@ void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
   params.dout_map = map(p.dout, shape.seqlen_q, shape.heads_q, rows);
   params.k_map = map(p.k, shape.seqlen_k, shape.heads_kv, BackwardPolicy::keys);
   params.v_map = map(p.v, shape.seqlen_k, shape.heads_kv, BackwardPolicy::keys);
+  constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
+  if (Variant.dense == DenseAccess::tiles && p.score.bias.dense)
+    params.bias_map = DenseBiasRows(shape, p.score.bias).map(rows, bf16);
+  if (Variant.has_dense() && params.dense_dbias.by_tma)
+    params.dbias_map = DenseBiasRows(shape, p.dbias).map(rows, bf16);
 
   const PrepareRowStats<rows> stats{shape, p.lse_log2, p.delta, p.score.factor, params.row_stats};
   for_each(stats.items(), stats, stream);
-  if constexpr (Placement != KeyPlacement::block) {
-    const PrepareKeyInfo<T> key_info{shape, p.score, params.info, 1 / p.score.scale};
+  if constexpr (Variant.has_info()) {
+    const PrepareKeyInfo<T> key_info{params.info_shape, p.score, params.info, params.bias_factor,
+                                     params.list};
     for_each(key_info.items(), key_info, stream);
   }
-  if constexpr (Placement == KeyPlacement::slots) {
+  if constexpr (Variant.has_dense()) launch<FindVisits>(FindVisits::blocks(params), params, stream);
+  if constexpr (Variant.has_slots()) {
     const PrepareSlotRecords records{shape, params.info, params.slots};
     for_each(records.items(), records, stream);
-    const ClearUnseenKeys clear{shape, params.info, p.dk, p.dv};
-    for_each(clear.items(), clear, stream);
   }
-  if (Placement == KeyPlacement::slots && params.order.published != nullptr) {
-    launch_cooperative<Kernel>(Kernel::blocks(params), params, stream);
-  } else {
-    launch<Kernel>(Kernel::blocks(params), params, stream);
-  }
-  if constexpr (Placement == KeyPlacement::slots) {
+  launch<Kernel>(Kernel::blocks(params), params, stream,
+                 {.cooperative = Variant.has_slots() && params.order.published != nullptr});
+  if constexpr (Variant.has_slots()) {
     using Add = AddSlotParts<T, D>;
     launch<Add>(Add::blocks(params), params, stream);
   }
   if (params.dq_accum == nullptr) return;
   const BwdPostprocessDq<T, typename Kernel::DqLayout> store{
-      shape, params.dq_accum, p.dq, p.score.scale, p.saturate, p.flags};
+      shape, params.dq_accum, p.dq, params.dq_scale, p.saturate, p.flags};
   for_each(store.items(), store, stream);
 }
 
 template <class T, int D>
 void launch_backward(const BackwardChoice& choice, const BackwardKernelParams& params,
                      cudaStream_t stream) {
-  switch (choice.placement) {
-    case KeyPlacement::block:
-      return launch_backward_kernel<T, D, KeyPlacement::block>(params, stream);
-    case KeyPlacement::block_key_info:
-      return launch_backward_kernel<T, D, KeyPlacement::block_key_info>(params, stream);
-    case KeyPlacement::slots:
-      return launch_backward_kernel<T, D, KeyPlacement::slots>(params, stream);
-  }
+  dispatch<T, D, backward_variants>(choice, [&]<BackwardVariant Variant>() {
+    launch_backward_kernel<T, D, Variant>(params, stream);
+  });
 }
 
 }  // namespace flash_dmattn::cuda::sm90

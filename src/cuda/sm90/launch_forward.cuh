@@ -1,15 +1,14 @@
 #pragma once
 
 #include <algorithm>
-#include <stdexcept>
 #include <type_traits>
-#include <utility>
 
 #include "cuda/common/launch.h"
+#include "cuda/device.h"
+#include "cuda/sm90/dispatch.h"
 #include "cuda/sm90/fix_forward.cuh"
 #include "cuda/sm90/forward.cuh"
 #include "cuda/sm90/launch.h"
-#include "cuda/sm90/multiprocessors.h"
 #include "cuda/sm90/prepare_forward.cuh"
 #include "cuda/sm90/tensor_map.h"
 
@@ -35,47 +34,51 @@ void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
     params.k_map = map(p.k);
     params.v_map = map(p.v);
   }
-  if (Kernel::dense == DenseAccess::tiles && p.score.bias.dense) {
-    const DenseBiasRows bias(p);
-    params.bias_map = make_tensor_map(bias.rows, shape.seqlen_k, shape.seqlen_q, bias.heads,
-                                      bias.batch, 64, bf16);
-  }
+  if (Kernel::dense == DenseAccess::tiles && p.score.bias.dense)
+    params.bias_map = DenseBiasRows(shape, p.score.bias).map(64, bf16);
   if (!Kernel::has_key_info) params.info = {};
   params.bias_factor = Kernel::shapes && shapes_scores(p) ? log2e : 1 / p.score.scale;
   params.work_tiles = Kernel::work_tiles(params);
-  const PrepareForward<T> prepare{
-      {p.shape, p.score, params.info, params.bias_factor}, params.next_work, params.needs_fix};
-  for_each(prepare.items(), prepare, stream);
-  launch<Kernel>(Kernel::blocks(multiprocessors(), params), params, stream);
-  launch<FixForwardKernel<T>>(2 * multiprocessors(), params, stream);
+  const int multiprocessors = current_device().multiprocessors;
+  const int blocks = std::min(multiprocessors, params.work_tiles);
+  // Without key info, and where no block takes a second work tile, there is nothing to prepare: FixForwardKernel looks
+  // for its rows in lse, and a short call is a launch shorter.
+  const bool prepares = Kernel::has_key_info || params.work_tiles > blocks;
+  if (prepares) {
+    const PrepareForward<T> prepare{
+        {p.shape, p.score, params.info, params.bias_factor}, params.next_work, params.needs_fix};
+    for_each(prepare.items(), prepare, stream);
+  } else {
+    params.next_work = nullptr;
+  }
+  launch<Kernel>(blocks, params, stream);
+  if (!prepares) params.needs_fix = nullptr;
+  launch<FixForwardKernel<T>>(2 * multiprocessors, params, stream);
 }
 
 template <class T, int D>
 void launch_forward(const ForwardChoice& choice, const ForwardParams& p,
                     const ForwardWorkspace& workspace, cudaStream_t stream) {
-  if (p.shape.batch * p.shape.heads_q * p.shape.seqlen_q == 0) return;
+  const std::int64_t rows = std::int64_t{p.shape.batch} * p.shape.heads_q * p.shape.seqlen_q;
+  if (rows == 0) return;
   ForwardKernelParams params{};
   params.forward = p;
   params.info = workspace.info;
   params.next_work = workspace.next_work;
   params.needs_fix = workspace.needs_fix;
-  params.two_heads = choice.variant.dense == DenseAccess::tiles && has_two_heads(p);
-  bool launched = false;
-  const auto launch_if_chosen = [&]<ForwardVariant Variant>() {
-    if (choice.variant != Variant) return;
-    launch_forward_kernel<ForwardKernel<T, D, Variant>>(params, stream);
-    launched = true;
-  };
-  const auto launch_chosen = [&]<bool Overlaps>() {
-    [&]<std::size_t... i>(std::index_sequence<i...>) {
-      (launch_if_chosen.template operator()<with_overlap(forward_variants[i], Overlaps)>(), ...);
-    }(std::make_index_sequence<forward_variants.size()>());
-  };
-  if constexpr (has_no_overlap(Element<T>::dtype, D)) {
-    launch_chosen.template operator()<false>();
+  if (p.shape.seqlen_k == 0) {
+    // Every row is marked.
+    constexpr int nan_bytes = 0xff;
+    check(cudaMemsetAsync(p.lse, nan_bytes, rows * sizeof(float), stream), "cudaMemsetAsync");
+    check(cudaMemsetAsync(params.needs_fix, nan_bytes, sizeof(*params.needs_fix), stream),
+          "cudaMemsetAsync");
+    launch<FixForwardKernel<T>>(2 * current_device().multiprocessors, params, stream);
+    return;
   }
-  launch_chosen.template operator()<true>();
-  if (!launched) throw std::logic_error("no such kernel: " + name(choice));
+  params.two_heads = choice.variant.dense == DenseAccess::tiles && has_two_heads(p);
+  dispatch<T, D, forward_variants>(choice, [&]<ForwardVariant Variant>() {
+    launch_forward_kernel<ForwardKernel<T, D, Variant>>(params, stream);
+  });
 }
 
 }  // namespace flash_dmattn::cuda::sm90

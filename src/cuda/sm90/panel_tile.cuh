@@ -14,7 +14,7 @@ struct PanelTile {
   static constexpr int panel_bytes = Rows * panel_row_bytes;
   static constexpr int bytes = panels * panel_bytes;
 
-  // Of a 16-byte chunk of a row, from the tile's beginning.
+  // The offset in the tile of a 16-byte chunk of a row.
   static __device__ std::uint32_t offset(int row, int chunk) {
     constexpr int panel_chunks = panel_row_bytes / 16;
     return static_cast<std::uint32_t>(chunk / panel_chunks * panel_bytes + row * panel_row_bytes +

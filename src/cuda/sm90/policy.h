@@ -6,7 +6,7 @@
 // Tile policies of the forward as data.
 namespace flash_dmattn::cuda::sm90 {
 
-// How K and V come to shared memory.
+// How K and V are loaded to shared memory.
 enum class KeyLoad : std::uint8_t {
   tma,     // consecutive keys, tiles by the TMA unit
   gather,  // rows of a key list, or of consecutive keys, by cp.async
@@ -16,9 +16,12 @@ enum class KeyLoad : std::uint8_t {
 // How a mask and a bias with a query dimension are read.
 enum class DenseAccess : std::uint8_t {
   none,      // there are none
-  tiles,     // from shared memory, the mask packed; key tiles that it leaves empty are skipped
+  tiles,     // from shared memory, the mask packed; key tiles that are empty in it are skipped
   elements,  // one by one, of any dtype and strides
 };
+
+// Whether kernels of a head-dim bucket support ranks: at D 256 there are no registers for them.
+constexpr bool has_ranks(int head_dim_bucket) { return head_dim_bucket <= 128; }
 
 // The compile-time choices of a forward kernel.
 struct ForwardVariant {
@@ -53,7 +56,7 @@ struct ForwardPolicy {
   int q_stages;      // tiles of q in shared memory
   int stages;        // of K and of V
   int dense_stages;  // of a dense mask and bias, for 64 queries each
-  // Of a thread, by setmaxnreg: 128 producer + 128 warpgroups consumer <= 64512.
+  // Of a thread, by setmaxnreg: 128 * producer + 128 * warpgroups * consumer <= 64512.
   int producer_registers;
   int consumer_registers;
 
@@ -61,12 +64,12 @@ struct ForwardPolicy {
   constexpr int threads() const { return 128 * (1 + warpgroups); }
 };
 
-// D 128, dense: 128 keys in two stages are the measured best of 128, 160 and 176. Gathered: tiles of 128
-// queries, as the key lists have; 3 warpgroups of 192 queries against 80 keys would be 4 % quicker with lists
-// of their own. 64 keys in four stages, a quarter slower; 56 registers for the producer, 7 %. D 64: three
-// warpgroups, if scores need nothing but registers: with biases and ranges 160 do not suffice. D 256: sums of 256
-// columns take 128 registers of a thread and K and V what shared memory there is: 80 keys, 64 beside key info.
-// A second tile of q fits beside a dense mask and bias at D 64 alone.
+// D 128 without lists: 128 keys in two stages are the fastest of 128, 160 and 176. With lists: tiles of 128 queries,
+// as the lists have; 3 warpgroups of 192 queries against 80 keys would be 4 % faster with lists of their own. Slower:
+// 64 keys in four stages, 25 %; 56 registers for the producer, 7 %. D 64: three warpgroups, unless there is key info:
+// with biases and ranges 160 registers are not enough. D 256: the accumulators of 256 columns take 128 registers of a
+// thread, and K and V all of shared memory: 80 keys, 64 with key info. With a dense mask and bias a second tile of q
+// fits at D 64 alone.
 constexpr ForwardPolicy forward_policy(int head_dim_bucket, const ForwardVariant& variant) {
   const bool has_dense_tiles = variant.dense == DenseAccess::tiles;
   ForwardPolicy policy{.warpgroups = 2,

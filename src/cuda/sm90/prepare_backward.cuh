@@ -4,8 +4,9 @@
 #include "cuda/common/postprocess.cuh"
 #include "cuda/sm90/backward_params.h"
 #include "cuda/sm90/backward_storage.cuh"
+#include "cuda/sm90/listed_keys.h"
 
-// Before the backward's main loop, behind the preprocess that all families share.
+// Before the backward's main loop, after the preprocess that all families share.
 namespace flash_dmattn::cuda::sm90 {
 
 // RowStats of every query tile, one thread for each row.
@@ -32,8 +33,8 @@ struct PrepareRowStats {
   }
 };
 
-// Rows of one tensor as those of another, one thread for 8 columns of a row: a tensor that the TMA unit cannot read,
-// or gradients that need not begin at multiples of 16 bytes.
+// Copies rows of a tensor, one thread for 8 columns of a row: of a tensor that the TMA unit cannot read, of the keys
+// of a list, or of gradients that need not be aligned.
 struct CopyRows {
   InputRows from;
   OutputRows to;
@@ -41,6 +42,10 @@ struct CopyRows {
   int heads;
   int batch;
   int head_dim;
+  ListedKeys list = {};
+  // For every element the bits that it keeps, then the bits that are flipped: the sign, or all bits become 0.
+  std::uint16_t kept_bits = 0xffff;
+  std::uint16_t flipped_bits = 0;
 
   long items() const { return long{batch} * seqlen * heads * (head_dim / 8); }
 
@@ -50,12 +55,72 @@ struct CopyRows {
     const long row = item / chunks / heads % seqlen;
     const long head = item / chunks % heads;
     const long b = item / chunks / heads / seqlen;
-    const auto* const source = reinterpret_cast<const std::uint16_t*>(
-        from.data + b * from.batch + row * from.row + head * from.head + offset);
-    std::uint32_t pairs[4];
-    for (int i = 0; i < 4; ++i)
-      pairs[i] = source[2 * i] | static_cast<std::uint32_t>(source[2 * i + 1]) << 16;
+    const long key = list.key(static_cast<int>(b), static_cast<int>(head), static_cast<int>(row));
+    std::uint32_t pairs[4] = {};
+    if (key >= 0) {
+      const auto* const source = reinterpret_cast<const std::uint16_t*>(
+          from.data + b * from.batch + key * from.row + head * from.head + offset);
+      for (int i = 0; i < 4; ++i)
+        pairs[i] = element(source[2 * i]) | element(source[2 * i + 1]) << 16;
+    }
     store_chunk(to.data + b * to.batch + row * to.row + head * to.head + offset, pairs, to.aligned);
+  }
+
+ private:
+  __device__ std::uint32_t element(std::uint16_t bits) const {
+    return (bits & kept_bits) ^ flipped_bits;
+  }
+};
+
+// Copies rows of a key list's problem to the rows of its keys and zeros to all others; one thread for 8 columns of a
+// row.
+struct ScatterRows {
+  OutputRows from;
+  OutputRows to;
+  Shape shape;  // with all keys
+  ListedKeys list;
+
+  long items() const {
+    return long{shape.batch} * shape.seqlen_k * shape.heads_kv * (shape.head_dim / 8);
+  }
+
+  __device__ void operator()(long item) const {
+    const int chunks = shape.head_dim / 8;
+    const long offset = item % chunks * 16;
+    const long key = item / chunks / shape.heads_kv % shape.seqlen_k;
+    const long head = item / chunks % shape.heads_kv;
+    const long b = item / chunks / shape.heads_kv / shape.seqlen_k;
+    const long position =
+        list.position(static_cast<int>(b), static_cast<int>(head), static_cast<int>(key));
+    uint4 words{0, 0, 0, 0};
+    if (position >= 0) {
+      words = *reinterpret_cast<const uint4*>(from.data + b * from.batch + position * from.row +
+                                              head * from.head + offset);
+    }
+    store_chunk(to.data + b * to.batch + key * to.row + head * to.head + offset,
+                {words.x, words.y, words.z, words.w}, to.aligned);
+  }
+};
+
+// The same for the sums of a key bias, [B, heads, keys] of query or kv heads: one thread for an element.
+struct ScatterSums {
+  const float* from;
+  float* to;
+  int batch;
+  int heads;
+  int group;  // of them share a list
+  int positions;
+  int keys;
+  ListedKeys list;
+
+  long items() const { return long{batch} * heads * keys; }
+
+  __device__ void operator()(long item) const {
+    const auto key = static_cast<int>(item % keys);
+    const auto head = static_cast<int>(item / keys % heads);
+    const auto b = static_cast<int>(item / keys / heads);
+    const int position = list.position(b, head / group, key);
+    to[item] = position < 0 ? 0 : from[item / keys * positions + position];
   }
 };
 

@@ -4,7 +4,7 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Makes a forward's KeyInfo and begins its work counter.
+// Computes the KeyInfo of a forward and clears its work counter.
 template <class T>
 struct PrepareForward {
   PrepareKeyInfo<T> key_info;

@@ -7,14 +7,15 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Makes KeyInfo of what has no query dimension: one thread for each range and bias. A bias comes in the units of the accumulator that it
-// initialises: divided by the scale, or in units of log 2 where it is added after the scores are shaped.
+// Computes KeyInfo, one thread for each range and bias. A bias is in units of the accumulator that it initializes:
+// divided by the scale, or in units of log 2 if it is added after the scores are shaped.
 template <class T>
 struct PrepareKeyInfo {
   Shape shape;
   ScoreParams score;
   KeyInfo info;
   float bias_factor;
+  ListedKeys list = {};
 
   __host__ __device__ long ranges() const {
     return info.ranges == nullptr ? 0 : long{info.padded_keys} * info.batch * info.range_heads;
@@ -33,13 +34,16 @@ struct PrepareKeyInfo {
   struct Place {
     int batch;
     int head;
-    int key;
+    int key;  // seqlen_k past the last
   };
 
   __device__ Place place(long i, int heads) const {
     const long row = i / info.padded_keys;
-    return {static_cast<int>(row / heads), static_cast<int>(row % heads),
-            static_cast<int>(i % info.padded_keys)};
+    const auto batch = static_cast<int>(row / heads);
+    const auto head = static_cast<int>(row % heads);
+    const int kv_head = heads == shape.heads_q ? head / (shape.heads_q / shape.heads_kv) : head;
+    const int key = list.key(batch, kv_head, static_cast<int>(i % info.padded_keys));
+    return {batch, head, key < 0 ? shape.seqlen_k : key};
   }
 
   __device__ KeyInterval range(const Place& at) const {
@@ -55,10 +59,10 @@ struct PrepareKeyInfo {
 
   __device__ float bias(const Place& at) const {
     if (at.key >= shape.seqlen_k) return 0;
-    // Heads are q's where one of the two has q's.
+    // Heads are query heads if the mask or the bias has query heads.
     const int group = info.bias_heads == shape.heads_q ? shape.heads_q / shape.heads_kv : 1;
     const auto index = [&](const Broadcast& b) {
-      return at.batch * b.batch + at.head * b.head_q + at.head / group * b.head_kv + at.key * b.key;
+      return b.begin(at.batch, at.head, at.head / group) + at.key * b.key;
     };
     bool visible = true;
     if (score.mask.data != nullptr && !score.mask.dense) {

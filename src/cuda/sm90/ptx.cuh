@@ -25,7 +25,7 @@ __device__ inline void mbarrier_arrive(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and lets the phase wait for `bytes` bytes of copies as well.
+// Arrives; the phase also waits for `bytes` bytes of copies.
 __device__ inline void mbarrier_arrive_expect(std::uint32_t barrier, std::uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -56,6 +56,19 @@ __device__ inline void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// True in one lane of a warp, without a register for the lane's number. By all lanes.
+__device__ inline bool elect_lane() {
+  std::uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred elected;\n"
+      "elect.sync _|elected, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, elected;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 // ---- Copies ----------------------------------------------------------------------------------------
 
 // The box of a tensor map at (column, row, head, batch). Elements outside of the tensor become 0.
@@ -67,6 +80,17 @@ __device__ inline void tma_load(std::uint32_t to, const CUtensorMap& map, std::u
       "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
+
+// The way back; without a commit.
+__device__ inline void tma_store(const CUtensorMap& map, std::uint32_t from, int column, int row,
+                                 int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+          &map),
+      "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+__device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Consecutive bytes, a multiple of 16 from a multiple of 16.
 __device__ inline void bulk_load(std::uint32_t to, const void* from, std::uint32_t bytes,
@@ -87,22 +111,21 @@ __device__ inline void bulk_add(float* to, std::uint32_t from, std::uint32_t byt
       : "memory");
 }
 
-// Until at most Groups of this thread's additions still read shared memory.
+// Waits until at most Groups of this thread's stores and additions still read shared memory.
 template <int Groups>
 __device__ inline void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Groups) : "memory");
 }
 
-// Until all of them are in global memory.
+// Waits until all of them are in global memory.
 __device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Arrives once all cp.async that this thread has issued have landed.
+// Arrives when all cp.async of this thread are complete.
 __device__ inline void cp_async_arrive(std::uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Orders what this thread has written to or seen of shared memory before later accesses of the tensor
-// cores and the TMA unit.
+// Orders this thread's accesses to shared memory before later accesses of the tensor cores and the TMA unit.
 __device__ inline void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -110,6 +133,15 @@ __device__ inline void fence_async_proxy() {
 // The same for global memory.
 __device__ inline void fence_async_proxy_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// The inverse of ldmatrix_x4_trans: of each 8x8 matrix, which a lane holds as elements (l / 4, 2 (l % 4)) and the
+// right neighbour, column i becomes the 16 bytes at the address of lane i of its eight.
+__device__ inline void stmatrix_x4_trans(std::uint32_t address, const std::uint32_t (&block)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(block[0]), "r"(block[1]), "r"(block[2]), "r"(block[3])
+      : "memory");
 }
 
 __device__ inline std::uint32_t load_shared_4(std::uint32_t from) {
@@ -132,8 +164,8 @@ __device__ inline void decrease_registers() {
 
 // ---- Stores under a predicate ----------------------------------------------------------------------
 //
-// A branch around a store in the epilogue of a persistent loop makes ptxas take the whole loop for
-// divergent: descriptors then pass from vector to uniform registers at every wgmma, 10 % of the time.
+// With a branch around a store in the epilogue of a persistent loop, ptxas treats the whole loop as divergent: it then
+// moves descriptors from vector to uniform registers at every wgmma, which takes 10 % of the time.
 
 __device__ inline void store_if(bool on, float* to, float value) {
   asm volatile(
@@ -154,6 +186,17 @@ __device__ inline void store_if(bool on, float* to, float x, float y) {
       "@on st.global.v2.f32 [%1], {%2, %3};\n"
       "}" ::"r"(static_cast<int>(on)),
       "l"(to), "f"(x), "f"(y)
+      : "memory");
+}
+
+__device__ inline void store_if(bool on, void* to, std::uint32_t value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred on;\n"
+      "setp.ne.b32 on, %0, 0;\n"
+      "@on st.global.b32 [%1], %2;\n"
+      "}" ::"r"(static_cast<int>(on)),
+      "l"(to), "r"(value)
       : "memory");
 }
 

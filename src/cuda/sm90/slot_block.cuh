@@ -1,19 +1,18 @@
 #pragma once
 
 #include "cuda/common/convert.cuh"
-#include "cuda/common/math.cuh"
 #include "cuda/sm90/backward_storage.cuh"
 #include "cuda/sm90/backward_work.cuh"
+#include "cuda/sm90/key_visibility.cuh"
 #include "cuda/sm90/ptx.cuh"
-#include "cuda/sm90/quad_transpose.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A block of 128 slots, for a warpgroup that has 64 of them: what KeyBlock is to neighbouring keys. A key that leaves
-// takes its row of dk and dv with it, and the sum of its dS.
+// A block of 128 slots, for a warpgroup with 64 of them; the counterpart of KeyBlock. When a key leaves its slot, its
+// rows of dk and dv and the sum of its dS are stored.
 //
-// Rows leave when nothing of this warpgroup is under way, in branches that are uniform over the warp and without
-// branches between lanes: ptxas serializes all products of a kernel that touches accumulators elsewhere.
+// Rows are stored when no product of this warpgroup is in flight, in branches that are uniform over the warp and
+// without branches between lanes: ptxas serializes all products of a kernel that accesses accumulators elsewhere.
 template <class Kernel>
 class SlotBlock {
   using T = typename Kernel::Element;
@@ -23,42 +22,43 @@ class SlotBlock {
   static constexpr int gradients = head_dim / 2;
 
  public:
-  using Visit = QueryVisits<Kernel::placement>;
+  using Visit = QueryVisits<Kernel::variant>;
 
   __device__ SlotBlock(const BackwardKernelParams& p, Storage& storage, int warpgroup)
       : p_(p), storage_(storage), warpgroup_(warpgroup) {}
 
   __device__ void begin(int turn) { work_ = &storage_.work[turn % 2]; }
 
-  // Before a query tile's scores begin: who is here, and whom single queries do not see.
+  // Before the scores of a query tile are initialized: loads the keys of the slots and the queries that see them.
   __device__ void begin_tile(const Visit& at) {
     if (!at.is_first_head()) return;
     const int round = round_ends_ ? round_ + 1 : round_;
     storage_.slots.pipeline.wait_full(round);
-    const int first_query = at.tile * rows;
+    const int first_query = at.tile() * rows;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const SlotRecord record = storage_.slots.records[round % 2][slot(h)];
-      gone_[h] = record.last <= first_query;
-      const bool here = !gone_[h] && record.first < first_query + rows;
-      bias_[h] = here ? record.bias : negative_infinity;
-      partial_[h] =
-          warp_any(here && (record.first > first_query || record.last < first_query + rows));
+      visible_.see(h, storage_.slots.records[round % 2][slot(h)], first_query);
     }
   }
 
-  __device__ float bias(int h) const { return bias_[h]; }
+  __device__ float bias(int h) const { return visible_.bias(h); }
 
   // Before the products of a query tile.
   __device__ void leave(const Visit& at, float (&dk)[gradients], float (&dv)[gradients]) {
     if (!at.is_first_head()) return;
-    leave<0>(gone_[0], dk, dv);
-    leave<1>(gone_[1], dk, dv);
+    leave<0>(visible_.is_gone(0), dk, dv);
+    leave<1>(visible_.is_gone(1), dk, dv);
   }
 
-  __device__ void mask(const Visit& at, float (&scores)[rows / 2]) const {
-    mask_row<0>(at, scores);
-    mask_row<1>(at, scores);
+  __device__ void prepare_mask(const Visit& at) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (visible_.is_partial(h)) visible_.prepare_mask(h, record(h), at.tile() * rows);
+  }
+
+  __device__ void mask(const Visit&, float (&scores)[rows / 2]) const {
+    if (visible_.is_partial(0)) visible_.template mask<0>(scores);
+    if (visible_.is_partial(1)) visible_.template mask<1>(scores);
   }
 
   __device__ void add_dbias(const float (&sums)[2]) {
@@ -71,16 +71,15 @@ class SlotBlock {
     part_ends_ = at.is_last();
   }
 
-  // Nothing of the query tile is under way. The records of a part's last query tile are read once more.
+  // No product of the query tile is in flight. The records of a part's last query tile are read once more.
   __device__ void release() {
     if (round_ends_ && !part_ends_) end_round();
   }
 
-  // At the end of a part: rows of those who are still here.
+  // At the end of a part: stores the rows of the keys that are still in slots.
   __device__ void store(float (&dk)[gradients], float (&dv)[gradients]) {
     leave<0>(is_here(0), dk, dv);
     leave<1>(is_here(1), dk, dv);
-    __syncwarp();
     end_round();
   }
 
@@ -89,43 +88,27 @@ class SlotBlock {
     return warpgroup_ * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane_id() / 4 + 8 * h;
   }
 
-  __device__ const SlotRecord& record(int h) const {
+  __device__ const KeyRecord& record(int h) const {
     return storage_.slots.records[round_ % 2][slot(h)];
   }
 
   __device__ void end_round() {
-    if (lane_id() == 0) storage_.slots.pipeline.release(round_);
+    storage_.slots.pipeline.release(round_);
     ++round_;
     round_ends_ = false;
   }
 
   __device__ bool is_here(int h) const {
-    return !gone_[h] && record(h).first < work_->tile_end * rows;
+    return !visible_.is_gone(h) && record(h).first < work_->tile_end * rows;
   }
 
-  template <int H>
-  __device__ void mask_row(const Visit& at, float (&scores)[rows / 2]) const {
-    if (!partial_[H]) return;
-    const int column = at.tile * rows + 2 * (lane_id() % 4);
-    const int first = record(H).first - column;
-    const int last = record(H).last - column;
-#pragma unroll
-    for (int j = 0; j < rows / 8; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int query = 8 * j + e;
-        if (query < first || query >= last) scores[4 * j + 2 * H + e] = negative_infinity;
-      }
-    }
-  }
-
-  // Rows of those that are `on` go to memory, and their sums begin again: dk and dv in 16 bits of a key that was here
-  // for all its life, else a part of them in fp32.
+  // Stores the rows of keys that are `on` and clears their sums: dk and dv in 16 bits of a key that was in the slot
+  // throughout, else a part of them in fp32.
   template <int H>
   __device__ void leave(bool on, float (&dk)[gradients], float (&dv)[gradients]) {
     if (!warp_any(on)) return;
     const BackwardParams& p = p_.backward;
-    const SlotRecord who = record(H);
+    const KeyRecord who = record(H);
     const bool came_before = who.first < work_->tile_begin * rows;
     const bool whole = on && !came_before && who.last <= work_->tile_end * rows;
     const bool part = on && !whole;
@@ -159,24 +142,22 @@ class SlotBlock {
     }
   }
 
-  // The four lanes of a row exchange words so that each stores 16 bytes.
+  // Each lane stores its two columns of eight. An exchange of words among the lanes of a row, for stores of 16 bytes,
+  // takes more instructions than it saves, and the other warps wait for this one.
   template <int H>
   __device__ void store_row(bool on, const OutputRows& to, int key, const float (&sums)[gradients],
                             float scale) const {
     on = on && to.data != nullptr;
     std::byte* const row = to.data + work_->batch * to.batch + work_->kv_head * to.head +
-                           key * to.row + lane_id() % 4 * 16;
+                           key * to.row + lane_id() % 4 * 4;
+    // A minimum with NaN is the other number: no limit.
+    const std::uint32_t limit =
+        p_.backward.saturate ? Element<T>::gradient_limit_packed2 : 0x7fff7fffu;
 #pragma unroll
-    for (int chunk = 0; chunk < head_dim / 8; chunk += 4) {
-      std::uint32_t words[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float* const two = sums + 4 * (chunk + j) + 2 * H;
-        words[j] = pack_gradient<T>(two[0] * scale, two[1] * scale, p_.backward.saturate);
-      }
-      transpose_in_quad(words);
-      const bool stores = on && chunk + lane_id() % 4 < p_.backward.shape.head_dim / 8;
-      store_if(stores, row + chunk * 16, words);
+    for (int chunk = 0; chunk < head_dim / 8; ++chunk) {
+      const float* const two = sums + 4 * chunk + 2 * H;
+      store_if(on && chunk < p_.backward.shape.head_dim / 8, row + chunk * 16,
+               clamp_packed2<T>(pack<T>(two[0] * scale, two[1] * scale), limit));
     }
   }
 
@@ -194,9 +175,7 @@ class SlotBlock {
   int round_ = 0;  // query tiles of this block before
   bool round_ends_ = false;
   bool part_ends_ = false;
-  bool gone_[2] = {};
-  bool partial_[2] = {};  // of some row of the warp
-  float bias_[2] = {};
+  KeyVisibility<rows> visible_;
   float dbias_[2] = {};
 };
 

@@ -5,9 +5,10 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A warp that brings keys into slots. While query tile t is worked on it prepares tile t + 1: a slot whose key was
-// seen last before t rests during t (cuda/selection/key_slots.h), and its next key's rows of K and V come. Scores of
-// a resting slot begin with -inf, so that rows may change under the products.
+// A warp that loads keys into slots. While query tile t is computed it prepares tile t + 1: a slot whose key was last
+// seen before t rests during t (cuda/selection/key_slots.h), and the rows of K and V of its next key are loaded. Scores
+// of a resting slot are initialized with -inf, so that its rows may change during the products. The record of the next
+// key is loaded with its predecessor: with one head in a group a round is no longer than two latencies of the L2.
 template <class Kernel>
 struct SlotLoader {
   using Storage = typename Kernel::SharedStorage;
@@ -35,7 +36,7 @@ struct SlotLoader {
   __device__ std::int64_t row(const BackwardWork& work) const {
     return work.batch * p.slots.row_batch + work.kv_head * p.slots.row_head;
   }
-  __device__ const SlotRecord* records(const BackwardWork& work) const {
+  __device__ const KeyRecord* records(const BackwardWork& work) const {
     return p.slots.records + (std::int64_t{work.batch} * p.backward.shape.heads_kv + work.kv_head) *
                                  p.backward.shape.seqlen_k;
   }
@@ -43,7 +44,7 @@ struct SlotLoader {
     return p.slots.slots.successor + row(work) * p.backward.shape.seqlen_k;
   }
 
-  // The keys of the slots at the beginning of a part, some of which have yet to come.
+  // Loads the keys of the slots at the beginning of a part, some of which arrive later.
   __device__ void begin(const BackwardWork& work, const SlotPart& part, int round) const {
     const KeySlotShape& shape = p.slots.slots.shape;
     const int* const starts =
@@ -52,7 +53,14 @@ struct SlotLoader {
     for (int i = 0; i < block_slots; i += warp_size) {
       const int slot = i + lane_id();
       const int arrival = work.key + slot < shape.slots ? starts[work.key + slot] : -1;
-      const SlotRecord record = put(work, arrival, slot, round);
+      KeyRecord record = no_key();
+      int successor = -1;
+      if (arrival >= 0) {
+        const int4 words = __ldg(reinterpret_cast<const int4*>(records(work)) + arrival);
+        record = {words.x, words.y, words.z, __int_as_float(words.w)};
+        successor = __ldg(successors(work) + arrival);
+      }
+      put(work, record, successor, slot, round);
 #pragma unroll 4
       for (int l = 0; l < warp_size; ++l) copy_rows(work, i + l, shuffle(record.key, l));
     }
@@ -63,16 +71,17 @@ struct SlotLoader {
 #pragma unroll 1
     for (int i = 0; i < block_slots; i += warp_size) {
       const int slot = i + lane_id();
-      SlotRecord record = storage.slots.records[round % 2][slot];
+      KeyRecord record = storage.slots.records[round % 2][slot];
       const bool rests = record.last <= tile * slot_tile_rows;
-      unsigned coming = warp_ballot(rests);
       if (rests) {
-        record = put(work, storage.slots.successor[slot], slot, round + 1);
-        if (record.key < 0) coming = 0;
+        const bool has_successor = storage.slots.successor[slot] >= 0;
+        record = has_successor ? storage.slots.coming[slot] : no_key();
+        put(work, record, has_successor ? storage.slots.after_successor[slot] : -1, slot,
+            round + 1);
       } else {
         storage.slots.records[(round + 1) % 2][slot] = record;
       }
-      coming = warp_ballot(rests && record.key >= 0);
+      unsigned coming = warp_ballot(rests && record.key >= 0);
       for (; coming != 0; coming &= coming - 1) {
         const int l = __ffs(static_cast<int>(coming)) - 1;
         copy_rows(work, i + l, shuffle(record.key, l));
@@ -81,21 +90,20 @@ struct SlotLoader {
     publish(round + 1);
   }
 
-  // The record of an arrival becomes that of a slot; of none for a negative one.
-  __device__ SlotRecord put(const BackwardWork& work, int arrival, int slot, int round) const {
-    SlotRecord record{nobody, nobody, -1, 0};
-    int successor = -1;
-    if (arrival >= 0) {
-      const int4 words = __ldg(reinterpret_cast<const int4*>(records(work)) + arrival);
-      successor = __ldg(successors(work) + arrival);
-      record = {words.x, words.y, words.z, __int_as_float(words.w)};
-    }
+  static __device__ KeyRecord no_key() { return {nobody, nobody, -1, 0}; }
+
+  // Puts a key into a slot and starts the load of its successor's record; negative: no successor.
+  __device__ void put(const BackwardWork& work, const KeyRecord& record, int successor, int slot,
+                      int round) const {
     storage.slots.records[round % 2][slot] = record;
     storage.slots.successor[slot] = successor;
-    return record;
+    if (successor < 0) return;
+    cp_async_16(shared_address(&storage.slots.coming[slot]), records(work) + successor);
+    cp_async_4(shared_address(&storage.slots.after_successor[slot]), successors(work) + successor,
+               true);
   }
 
-  // Rows of K by the first lanes, of V by the next; zeros for a negative key.
+  // The first lanes copy a row of K, the next ones a row of V; zeros for a negative key.
   __device__ void copy_rows(const BackwardWork& work, int slot, int key) const {
     const int tensor = lane_id() / Tile::chunks;
     const int chunk = lane_id() % Tile::chunks;

@@ -6,8 +6,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Query tiles [unit_begin, unit_end) units of a chain: the keys that live in 128 slots of a kv head one after the
-// other. A unit is a segment of the schedule (cuda/selection/key_slots.h).
+// Units [unit_begin, unit_end) of a chain, the sequence of keys of 128 slots of a kv head. A unit is a segment of query
+// tiles of the schedule (cuda/selection/key_slots.h).
 struct SlotPart {
   int id;
   int chain;
@@ -16,10 +16,10 @@ struct SlotPart {
   int piece;
 };
 
-// How the blocks of a persistent grid share the chains. Where there are more blocks than chains each chain is cut
-// into `cuts` pieces, all at the same units: blocks of a kv head then visit the same query tiles at the same time and
-// share them in the L2. Each block takes whole pieces, as many as every block can have; what remains is divided
-// evenly, in units, into at most two parts for each block, which it computes first.
+// The partition of the chains among the blocks of a persistent grid. If there are more blocks than chains, each chain
+// is cut into `cuts` pieces, all at the same units: blocks of a kv head then visit the same query tiles at the same
+// time and share them through the L2. Each block takes the same number of whole pieces; the rest is divided evenly,
+// in units, into at most two parts for each block, which it computes first.
 struct SlotPartition {
   static constexpr int rest_parts = 2;  // of a block
 
@@ -49,7 +49,7 @@ struct SlotPartition {
   // Parts that begin or end inside a chain have ids [0, cut_parts()).
   constexpr int cut_parts() const { return rest_parts * blocks + (cuts > 1 ? whole : 0); }
 
-  // Of block `block`: part 0, 1, ... until one has no chain; a part may have no units.
+  // Part 0, 1, ... of block `block`, until one has no chain; a part may have no units.
   constexpr SlotPart part(int block, int number) const {
     if (number < rest_parts) {
       const int begin = first_rest_unit(block);
@@ -70,7 +70,7 @@ struct SlotPartition {
     return result;
   }
 
-  // That has a unit of a chain.
+  // The part that has a unit of a chain.
   constexpr SlotPart part_of(int chain, int unit) const {
     const int cut = unit / piece_units;
     const int piece = cut * chains + chain;
@@ -80,8 +80,8 @@ struct SlotPartition {
     return part(block, piece - whole - first_rest_unit(block) / piece_units);
   }
 
-  // How many of the `row_blocks` chains of a kv head come before a part where they add to the same sums in a fixed
-  // order: divided pieces first, as blocks compute them first.
+  // The number of the `row_blocks` chains of a kv head that precede a part in the fixed order of additions to the same
+  // sums: divided pieces first, as blocks compute them first.
   constexpr int position(const SlotPart& part, int row_blocks) const {
     const int block = part.chain % row_blocks;
     const int first_piece = part.piece - block;

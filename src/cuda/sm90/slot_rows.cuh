@@ -7,7 +7,7 @@
 // Before and after a main loop over slots.
 namespace flash_dmattn::cuda::sm90 {
 
-// SlotParams::records out of the key info, one thread for each arrival.
+// Computes SlotParams::records from the key info, one thread for each arrival.
 struct PrepareSlotRecords {
   Shape shape;
   KeyInfo info;
@@ -29,35 +29,8 @@ struct PrepareSlotRecords {
   }
 };
 
-// Zeros in dk and dv of keys that no query sees, which never have a slot: one thread for 8 columns of a row.
-struct ClearUnseenKeys {
-  Shape shape;
-  KeyInfo info;
-  OutputRows dk;
-  OutputRows dv;
-
-  long items() const {
-    return long{shape.batch} * shape.heads_kv * shape.seqlen_k * (shape.head_dim / 8);
-  }
-
-  __device__ void operator()(long item) const {
-    const int chunks = shape.head_dim / 8;
-    const long chunk = item % chunks;
-    const long key = item / chunks % shape.seqlen_k;
-    const long head = item / chunks / shape.seqlen_k % shape.heads_kv;
-    const long batch = item / chunks / shape.seqlen_k / shape.heads_kv;
-    const KeyInterval seen = info.ranges[batch * info.range_batch + head * info.range_head + key];
-    if (seen.first < seen.last) return;
-    for (const OutputRows* to : {&dk, &dv}) {
-      if (to->data == nullptr) continue;
-      *reinterpret_cast<uint4*>(to->data + batch * to->batch + key * to->row + head * to->head +
-                                chunk * 16) = {0, 0, 0, 0};
-    }
-  }
-};
-
-// Adds the fp32 parts of a key that cuts divide, in the order of time. A warp has a slot of a part: it is the one of
-// the key that comes in the part and stays.
+// Adds the fp32 parts of a key that cuts divide, in the order of query tiles. A warp computes a slot of a part: the
+// part in which its key arrives and at whose end it stays.
 template <class T, int D>
 struct AddSlotParts {
   using Params = BackwardKernelParams;
@@ -88,21 +61,17 @@ struct AddSlotParts {
     const int arrival =
         slots.slots.starts[(row * shape.segments + part.unit_end) * shape.slots + work.key + slot];
     if (arrival < 0) return;
-    const SlotRecord who =
+    const KeyRecord who =
         slots.records[(std::int64_t{work.batch} * p.backward.shape.heads_kv + work.kv_head) *
                           p.backward.shape.seqlen_k +
                       arrival];
     const int unit_rows = slots.segment_tiles * slot_tile_rows;
     if (who.first < part.unit_begin * unit_rows || who.first >= part.unit_end * unit_rows) return;
 
-    float4 sums[steps] = {};
-    float dbias = 0;
-    add(slots, part.id, 1, slot, sums, dbias);
-    for (SlotPart next = part; who.last > next.unit_end * unit_rows;) {
-      next = partition.part_of(part.chain, next.unit_end);
-      add(slots, next.id, 0, slot, sums, dbias);
-    }
-    store(p, work, who.key, sums, dbias);
+    Sums sums;
+    sums.add(Sums(slots, part.id, 1, slot));
+    add_later_parts(slots, part, ceil_div(who.last, unit_rows), slot, sums);
+    store(p, work, who.key, sums);
   }
 
  private:
@@ -113,19 +82,55 @@ struct AddSlotParts {
                      : partition.part(piece % partition.blocks, rest + piece / partition.blocks);
   }
 
-  static __device__ void add(const SlotParams& slots, int part, int stays, int slot,
-                             float4 (&sums)[steps], float& dbias) {
-    const std::int64_t row = (std::int64_t{part} * 2 + stays) * block_slots + slot;
-    const auto* const from = reinterpret_cast<const float4*>(slots.part_sums + row * columns);
-    for (int i = 0; i < steps; ++i) {
-      const float4 x = from[lane_id() + i * warp_size];
-      sums[i] = {sums[i].x + x.x, sums[i].y + x.y, sums[i].z + x.z, sums[i].w + x.w};
+  // A lane's columns of a row.
+  struct Sums {
+    float4 row[steps] = {};
+    float dbias = 0;
+
+    Sums() = default;
+    // The sums of a slot in a part, of the key that the part begins or ends with.
+    __device__ Sums(const SlotParams& slots, int part, int stays, int slot) {
+      const std::int64_t index = (std::int64_t{part} * 2 + stays) * block_slots + slot;
+      const auto* const from = reinterpret_cast<const float4*>(slots.part_sums + index * columns);
+      for (int i = 0; i < steps; ++i) row[i] = from[lane_id() + i * warp_size];
+      dbias = slots.part_dbias[index];
     }
-    dbias += slots.part_dbias[row];
+
+    __device__ void add(const Sums& x) {
+      for (int i = 0; i < steps; ++i) {
+        row[i] = {row[i].x + x.row[i].x, row[i].y + x.row[i].y, row[i].z + x.row[i].z,
+                  row[i].w + x.row[i].w};
+      }
+      dbias += x.dbias;
+    }
+  };
+
+  // Adds the parts of a chain after `part`, up to unit `end`. A key of a whole sequence has dozens of them: a lane
+  // finds the part of a unit, and the loads of several parts are in flight together.
+  static __device__ void add_later_parts(const SlotParams& slots, const SlotPart& part, int end,
+                                         int slot, Sums& sums) {
+    constexpr int at_once = 4;
+    for (int unit = part.unit_end; unit < end; unit += warp_size) {
+      const int mine = min(unit + lane_id(), end - 1);
+      const SlotPart of_mine = slots.partition.part_of(part.chain, mine);
+      unsigned begins = warp_ballot(unit + lane_id() < end && of_mine.unit_begin == mine);
+      while (begins != 0) {
+        Sums loaded[at_once];
+#pragma unroll
+        for (Sums& x : loaded) {
+          if (begins != 0) {
+            x = Sums(slots, shuffle(of_mine.id, __ffs(static_cast<int>(begins)) - 1), 0, slot);
+          }
+          begins &= begins - 1;
+        }
+#pragma unroll
+        for (const Sums& x : loaded) sums.add(x);
+      }
+    }
   }
 
   static __device__ void store(const Params& params, const BackwardWork& work, int key,
-                               const float4 (&sums)[steps], float dbias) {
+                               const Sums& sums) {
     const BackwardParams& p = params.backward;
     for (int i = 0; i < steps; ++i) {
       const int column = (lane_id() + i * warp_size) * 4;
@@ -134,13 +139,13 @@ struct AddSlotParts {
       if (to.data == nullptr || column % D >= p.shape.head_dim) continue;
       *reinterpret_cast<uint2*>(to.data + work.batch * to.batch + key * to.row +
                                 work.kv_head * to.head + column % D * 2) = {
-          pack_gradient<T>(sums[i].x * scale, sums[i].y * scale, p.saturate),
-          pack_gradient<T>(sums[i].z * scale, sums[i].w * scale, p.saturate)};
+          pack_gradient<T>(sums.row[i].x * scale, sums.row[i].y * scale, p.saturate),
+          pack_gradient<T>(sums.row[i].z * scale, sums.row[i].w * scale, p.saturate)};
     }
     if (lane_id() == 0 && p.dbias.data != nullptr) {
       reinterpret_cast<float*>(
           p.dbias.data)[work.batch * p.dbias.batch +
-                        work.kv_head * (p.dbias.head_q + p.dbias.head_kv) + key] = dbias;
+                        work.kv_head * (p.dbias.head_q + p.dbias.head_kv) + key] = sums.dbias;
     }
   }
 };

@@ -22,7 +22,7 @@ bool is_readable(std::int64_t bytes, int size) {
   return size <= 1 || (bytes > 0 && bytes % 16 == 0 && bytes < max_stride);
 }
 
-// From the driver, which the library does not link to.
+// The function of the driver, which the library does not link to.
 auto encode_function() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found{};
@@ -41,22 +41,6 @@ bool has_tensor_map(const InputRows& tensor, int seqlen, int heads, int batch) {
   return reinterpret_cast<std::uintptr_t>(tensor.data) % 16 == 0 &&
          is_readable(tensor.row, seqlen) && is_readable(tensor.head, heads) &&
          is_readable(tensor.batch, batch);
-}
-
-DenseBiasRows::DenseBiasRows(const ForwardParams& p)
-    : is_16_bit_rows_(p.score.bias.aligned_16B), seqlen_q_(p.shape.seqlen_q) {
-  const Broadcast& bias = p.score.bias;
-  rows.data = bias.data;
-  rows.batch = 2 * bias.batch;
-  rows.row = 2 * bias.query;
-  rows.head = 2 * (bias.head_q + bias.head_kv);
-  if (bias.head_q != 0) heads = p.shape.heads_q;
-  if (bias.head_kv != 0) heads = p.shape.heads_kv;
-  if (bias.batch != 0) batch = p.shape.batch;
-}
-
-bool DenseBiasRows::has_tensor_map() const {
-  return is_16_bit_rows_ && sm90::has_tensor_map(rows, seqlen_q_, heads, batch);
 }
 
 CUtensorMap make_tensor_map(const InputRows& tensor, int head_dim, int seqlen, int heads, int batch,

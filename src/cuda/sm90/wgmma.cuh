@@ -7,7 +7,7 @@
 #include <type_traits>
 
 // Products of a warpgroup: D[64, N] += A[64, 16] B[16, N], D in registers, B in shared memory. They run
-// beside the threads; a batch is fenced, issued, committed and waited for.
+// asynchronously; a batch is fenced, issued, committed and waited for.
 //
 // A thread's accumulators d[4 i + e] are row lane / 4 + 8 (e / 2) of its warp's 16, column 8 i +
 // 2 (lane % 4) + e % 2: packed to 16 bits, those of 16 columns are A's registers of the next product.
@@ -15,21 +15,21 @@ namespace flash_dmattn::cuda::sm90 {
 
 // ---- Order -----------------------------------------------------------------------------------------
 
-// Registers that a product reads are written before it. Every batch takes a fence of its own: where one
-// stands for two batches ptxas adds the other itself, and serializes them (C7520).
+// Orders earlier writes of registers before products that read them. Every batch needs a fence of its own: for a batch
+// without one ptxas adds it and serializes the products (C7520).
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ inline void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Until at most Batches committed ones are under way.
+// Waits until at most Batches committed batches are in flight.
 template <int Batches>
 __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Batches) : "memory");
 }
 
-// No read of d moves to before this point: after a wait.
+// After a wait: no read of d moves before this point.
 template <int N>
 __device__ inline void pin(float (&d)[N]) {
 #pragma unroll
@@ -84,11 +84,10 @@ struct RowMajorOperand {
 
 // ---- Products --------------------------------------------------------------------------------------
 
-// How an operand of a product from shared memory is kept: rows whose columns are summed over, or rows that are
-// summed over.
+// The layout of an operand in shared memory: rows whose columns are summed over, or rows that are summed over.
 enum class Major : std::uint8_t { k, mn };
 
-// Lists of an instruction's accumulators: inline assembly has no other way to name them.
+// Lists of an instruction's accumulators: inline assembly needs each by name.
 #define WGMMA_NAMES_32                                                                         \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
   "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -119,102 +118,87 @@ enum class Major : std::uint8_t { k, mn };
       WGMMA_FLOATS_8(ACCESS, 80), WGMMA_FLOATS_8(ACCESS, 88), WGMMA_FLOATS_8(ACCESS, 96), \
       WGMMA_FLOATS_8(ACCESS, 104), WGMMA_FLOATS_8(ACCESS, 112), WGMMA_FLOATS_8(ACCESS, 120)
 
-// A and B from shared memory, both of one Major. A, B: operand numbers; ADD: whether d is added to.
-#define WGMMA_SS(SHAPE, TYPE, NAMES, FLOATS, A, B, ADD, MAJOR)                              \
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD                                \
-               ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " {" NAMES \
-               "}, %" #A ", %" #B ", add, 1, 1, %" #MAJOR ", %" #MAJOR ";\n}"               \
-               : FLOATS                                                                     \
-               : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(M)))
+// A and B from shared memory. A, B, ADD, MAJOR_A, MAJOR_B: operand numbers; ADD: whether d is added to.
+#define WGMMA_SS_OF(TYPE, SHAPE, N, ACCESS, A, B, ADD, MAJOR_A, MAJOR_B)                        \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD                                    \
+               ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE                \
+               " {" WGMMA_NAMES_##N "}, %" #A ", %" #B ", add, 1, 1, %" #MAJOR_A ", %" #MAJOR_B \
+                                    ";\n}"                                                      \
+               : WGMMA_FLOATS_##N(ACCESS)                                                       \
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(MajorA)),     \
+                 "n"(static_cast<int>(MajorB)))
 
 // A from registers, B row-major; added.
-#define WGMMA_RS(SHAPE, TYPE, NAMES, FLOATS, A0, A1, A2, A3, B)                                  \
-  asm volatile("{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\nwgmma.mma_async.sync.aligned." SHAPE \
-               ".f32." TYPE "." TYPE " {" NAMES "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3        \
-               "}, %" #B ", add, 1, 1, 1;\n}"                                                    \
-               : FLOATS                                                                          \
+#define WGMMA_RS_OF(TYPE, SHAPE, N, ACCESS, A0, A1, A2, A3, B)                                     \
+  asm volatile("{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\nwgmma.mma_async.sync.aligned." SHAPE   \
+               ".f32." TYPE "." TYPE " {" WGMMA_NAMES_##N "}, {%" #A0 ", %" #A1 ", %" #A2          \
+                                                          ", %" #A3 "}, %" #B ", add, 1, 1, 1;\n}" \
+               : WGMMA_FLOATS_##N(ACCESS)                                                          \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
+// The same for the dtype T.
+#define WGMMA_SS(...)                               \
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) { \
+    WGMMA_SS_OF("bf16", __VA_ARGS__);               \
+  } else {                                          \
+    WGMMA_SS_OF("f16", __VA_ARGS__);                \
+  }
+#define WGMMA_RS(...)                               \
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) { \
+    WGMMA_RS_OF("bf16", __VA_ARGS__);               \
+  } else {                                          \
+    WGMMA_RS_OF("f16", __VA_ARGS__);                \
+  }
+
 // d = a b or d += a b.
-template <class T, Major M = Major::k>
+template <class T, Major MajorA = Major::k, Major MajorB = MajorA>
 __device__ inline void wgmma(float (&d)[64], std::uint64_t a, std::uint64_t b, bool add) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    WGMMA_SS("m64n128k16", "bf16", WGMMA_NAMES_64, WGMMA_FLOATS_64("+f"), 64, 65, 66, 67);
-  } else {
-    WGMMA_SS("m64n128k16", "f16", WGMMA_NAMES_64, WGMMA_FLOATS_64("+f"), 64, 65, 66, 67);
-  }
+  WGMMA_SS("m64n128k16", 64, "+f", 64, 65, 66, 67, 68)
 }
 
-template <class T, Major M = Major::k>
+template <class T, Major MajorA = Major::k, Major MajorB = MajorA>
 __device__ inline void wgmma(float (&d)[40], std::uint64_t a, std::uint64_t b, bool add) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    WGMMA_SS("m64n80k16", "bf16", WGMMA_NAMES_40, WGMMA_FLOATS_40("+f"), 40, 41, 42, 43);
-  } else {
-    WGMMA_SS("m64n80k16", "f16", WGMMA_NAMES_40, WGMMA_FLOATS_40("+f"), 40, 41, 42, 43);
-  }
+  WGMMA_SS("m64n80k16", 40, "+f", 40, 41, 42, 43, 44)
 }
 
-template <class T, Major M = Major::k>
+template <class T, Major MajorA = Major::k, Major MajorB = MajorA>
 __device__ inline void wgmma(float (&d)[32], std::uint64_t a, std::uint64_t b, bool add) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    WGMMA_SS("m64n64k16", "bf16", WGMMA_NAMES_32, WGMMA_FLOATS_32("+f"), 32, 33, 34, 35);
-  } else {
-    WGMMA_SS("m64n64k16", "f16", WGMMA_NAMES_32, WGMMA_FLOATS_32("+f"), 32, 33, 34, 35);
-  }
+  WGMMA_SS("m64n64k16", 32, "+f", 32, 33, 34, 35, 36)
 }
 
-// d = a b. Where the first step of a sum is one of the above, d's old values stay alive all round a loop.
-template <class T, Major M>
+// d = a b. With one of the above as the first step of a sum, the old values of d would stay live throughout a loop.
+template <class T, Major MajorA, Major MajorB = MajorA>
 __device__ inline void wgmma_first(float (&d)[64], std::uint64_t a, std::uint64_t b) {
   constexpr bool add = false;
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    WGMMA_SS("m64n128k16", "bf16", WGMMA_NAMES_64, WGMMA_FLOATS_64("=f"), 64, 65, 66, 67);
-  } else {
-    WGMMA_SS("m64n128k16", "f16", WGMMA_NAMES_64, WGMMA_FLOATS_64("=f"), 64, 65, 66, 67);
-  }
+  WGMMA_SS("m64n128k16", 64, "=f", 64, 65, 66, 67, 68)
 }
 
-template <class T, Major M>
+template <class T, Major MajorA, Major MajorB = MajorA>
 __device__ inline void wgmma_first(float (&d)[32], std::uint64_t a, std::uint64_t b) {
   constexpr bool add = false;
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    WGMMA_SS("m64n64k16", "bf16", WGMMA_NAMES_32, WGMMA_FLOATS_32("=f"), 32, 33, 34, 35);
-  } else {
-    WGMMA_SS("m64n64k16", "f16", WGMMA_NAMES_32, WGMMA_FLOATS_32("=f"), 32, 33, 34, 35);
-  }
+  WGMMA_SS("m64n64k16", 32, "=f", 32, 33, 34, 35, 36)
 }
 
 // d += a b.
 template <class T>
 __device__ inline void wgmma(float (&d)[128], const std::uint32_t* a, std::uint64_t b) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    WGMMA_RS("m64n256k16", "bf16", WGMMA_NAMES_128, WGMMA_FLOATS_128("+f"), 128, 129, 130, 131,
-             132);
-  } else {
-    WGMMA_RS("m64n256k16", "f16", WGMMA_NAMES_128, WGMMA_FLOATS_128("+f"), 128, 129, 130, 131, 132);
-  }
+  WGMMA_RS("m64n256k16", 128, "+f", 128, 129, 130, 131, 132)
 }
 
 template <class T>
 __device__ inline void wgmma(float (&d)[64], const std::uint32_t* a, std::uint64_t b) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    WGMMA_RS("m64n128k16", "bf16", WGMMA_NAMES_64, WGMMA_FLOATS_64("+f"), 64, 65, 66, 67, 68);
-  } else {
-    WGMMA_RS("m64n128k16", "f16", WGMMA_NAMES_64, WGMMA_FLOATS_64("+f"), 64, 65, 66, 67, 68);
-  }
+  WGMMA_RS("m64n128k16", 64, "+f", 64, 65, 66, 67, 68)
 }
 
 template <class T>
 __device__ inline void wgmma(float (&d)[32], const std::uint32_t* a, std::uint64_t b) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    WGMMA_RS("m64n64k16", "bf16", WGMMA_NAMES_32, WGMMA_FLOATS_32("+f"), 32, 33, 34, 35, 36);
-  } else {
-    WGMMA_RS("m64n64k16", "f16", WGMMA_NAMES_32, WGMMA_FLOATS_32("+f"), 32, 33, 34, 35, 36);
-  }
+  WGMMA_RS("m64n64k16", 32, "+f", 32, 33, 34, 35, 36)
 }
 
 #undef WGMMA_RS
 #undef WGMMA_SS
+#undef WGMMA_RS_OF
+#undef WGMMA_SS_OF
 #undef WGMMA_FLOATS_128
 #undef WGMMA_FLOATS_64
 #undef WGMMA_FLOATS_40

@@ -1,23 +1,23 @@
 #pragma once
 
+#include "cuda/common/key_tiles.cuh"
 #include "cuda/common/scheduler.cuh"
 #include "cuda/sm90/forward_params.h"
 #include "cuda/sm90/policy.h"
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A tile of queries of one head and the key tiles it visits. Blocks are persistent and take work tiles in
-// the order of their numbers, longest first. Key tiles are numbered by visits: those that need a test of
-// their elements come first, from the end of the keys and then from their beginning; the first one visited
-// is tested in any case.
+// A tile of queries of one head and the key tiles that it visits. Persistent blocks take work tiles in the order of
+// their numbers, longest first. Key tiles are numbered in the order of visits: partial tiles first, from the end of
+// the keys and then from their beginning; the first tile is always tested.
 struct WorkTile {
   int batch;
   int head;
   int kv_head;
   int row;    // first query
-  int begin;  // keys [begin, end); of a list: its places [0, end)
+  int begin;  // keys [begin, end); of a list: its entries [0, end)
   int end;
-  int visits;          // key tiles; 0: there is no more work
+  int visits;          // key tiles; 0: end of work
   int partial;         // of these, the first that are tested
   int partial_at_end;  // of these, those that come from the end of the keys
 
@@ -53,15 +53,8 @@ struct KeyBounds {
   int full_end;
 };
 
-// The entries of the schedule for a work tile with lists.
-__device__ inline std::int64_t list_of(const QueryTileLists& lists, const WorkTile& work) {
-  return work.batch * lists.stride_batch + work.kv_head * lists.stride_head +
-         work.row / query_tile_rows;
-}
-
-// Whether all heads go through the queries together, or as many at a time as the L2 holds. Together no long tile is
-// left for the end: with lists 4 % quicker, with intervals 1 to 5 %, causal with 16 heads of 8192 keys 8 %; with 16 of
-// 32768 keys 3 % slower, without causality 5 %.
+// Whether all heads are one section (QueryTile): then no long tile runs last. With lists 4 % faster, with intervals 1
+// to 5 %, causal with 16 heads of 8192 keys 8 %; with 16 heads of 32768 keys 3 % slower, without causality 5 %.
 __device__ inline bool is_one_section(const ForwardParams& p) {
   constexpr std::int64_t causal_bytes = 96 << 20;  // of K and V
   const std::int64_t bytes = 4 * static_cast<std::int64_t>(p.shape.seqlen_k) * p.shape.head_dim *
@@ -91,7 +84,7 @@ __device__ inline KeyBounds key_bounds(const ForwardParams& p, const WorkTile& w
   return {0, visible(last), 0, p.score.intervals.data == nullptr ? visible(work.row) : 0};
 }
 
-// Work tile `number` but for its keys, `rows` queries of a head.
+// Work tile `number` without its keys, of `rows` queries of a head.
 __device__ inline WorkTile get_queries(const ForwardParams& p, const Shape& shape, int rows,
                                        int number) {
   const QueryTile tile(shape, rows, is_one_section(p), number);

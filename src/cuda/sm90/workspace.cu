@@ -4,17 +4,19 @@
 namespace flash_dmattn::cuda::sm90 {
 
 KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
-                          WorkspaceAllocator& workspace) {
+                          WorkspaceAllocator& workspace, const ListedKeys& list) {
   KeyInfo info;
   const auto of_keys = [](const Broadcast& b) { return b.dense ? Broadcast{} : b; };
   const Broadcast mask = of_keys(score.mask);
   const Broadcast bias = of_keys(score.bias);
-  const bool per_batch = mask.batch != 0 || bias.batch != 0 || score.intervals.stride_batch != 0;
+  const bool per_batch = mask.batch != 0 || bias.batch != 0 || score.intervals.stride_batch != 0 ||
+                         list.row_batch != 0;
   info.batch = per_batch ? shape.batch : 1;
-  info.range_heads = score.intervals.stride_head != 0 ? shape.heads_kv : 1;
+  const bool per_head = score.intervals.stride_head != 0 || list.row_head != 0;
+  info.range_heads = per_head ? shape.heads_kv : 1;
   if (mask.head_q != 0 || bias.head_q != 0) {
     info.bias_heads = shape.heads_q;
-  } else if (mask.head_kv != 0 || bias.head_kv != 0) {
+  } else if (mask.head_kv != 0 || bias.head_kv != 0 || list.row_head != 0) {
     info.bias_heads = shape.heads_kv;
   }
   info.padded_keys = KeyInfo::padded(shape.seqlen_k);

@@ -1,5 +1,7 @@
 """A training step of a Doge on the GPU: compiled it waits for nothing, and all of it is one CUDA graph."""
 
+import copy
+
 import pytest
 import torch
 
@@ -53,13 +55,20 @@ def step_of(model, ids, options, compiled):
     return step
 
 
-def assert_same(actual, expected):
-    for got, wanted in zip(actual, expected, strict=True):
+def assert_same(actual, expected, exact):
+    """Not further apart than bf16 takes the step from float32's: operators may round elsewhere."""
+    for got, wanted, wide in zip(actual, expected, exact, strict=True):
         if wanted is None:
             assert got is None
             continue
-        largest = wanted.float().abs().max().item()
-        torch.testing.assert_close(got.float(), wanted.float(), rtol=5e-2, atol=2e-2 * largest)
+        got, wanted, wide = (t.float().cpu() for t in (got, wanted, wide))
+        assert torch.dist(got, wanted) <= torch.dist(wanted, wide) + 1e-6 * wide.norm()
+
+
+def in_float32(model, ids, options):
+    wide = copy.deepcopy(model).to("cpu", torch.float32)
+    options = {name: t.cpu() for name, t in options.items()}
+    return step_of(wide, ids.cpu(), options, compiled=False)()
 
 
 @pytest.mark.parametrize("kind", ["plain", "padding", "packed"])
@@ -67,7 +76,7 @@ def test_compiled_it_reads_nothing_from_the_device(model, kind):
     ids, options = inputs(kind)
     expected = step_of(model, ids, options, compiled=False)()
     step = step_of(model, ids, options, compiled=True)
-    assert_same(step(), expected)
+    assert_same(step(), expected, in_float32(model, ids, options))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -86,7 +95,7 @@ def test_a_graph_of_the_whole_step(model, kind, compiled):
     for _ in range(2):
         ids.random_(256)
         graph.replay()
-        assert_same(captured, step())
+        assert_same(captured, step(), in_float32(model, ids, options))
 
 
 def test_a_graph_with_an_optimizer(model):

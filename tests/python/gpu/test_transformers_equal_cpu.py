@@ -27,13 +27,14 @@ MASKS = {
 }  # fmt: skip
 
 
-def run(device, states, mask, bias, dout):
-    leaves = [t.to(device).requires_grad_() for t in (*states, bias)]
+def run(device, dtype, states, mask, bias, dout):
+    leaves = [t.to(device, dtype).requires_grad_() for t in (*states, bias)]
     mask = None if mask is None else mask.to(device)
     out = _flash_dynamic_mask_attention_forward(
         *leaves[:3], mask, leaves[3], LENGTH, LENGTH, is_causal=True, keep_window_size=KEEP
     )
-    return [t.cpu() for t in (out.detach(), *torch.autograd.grad(out, leaves, dout.to(device)))]
+    gradients = torch.autograd.grad(out, leaves, dout.to(device, dtype))
+    return [t.float().cpu() for t in (out.detach(), *gradients)]
 
 
 def make_states():
@@ -49,8 +50,13 @@ def make_states():
 def test_results_are_those_of_the_cpu(mask, bias_shape):
     states, bias = make_states(), torch.randn(BATCH, *bias_shape).bfloat16()
     arguments = (states, MASKS[mask](), bias, torch.randn_like(states[0]))
-    for actual, expected in zip(run("cuda", *arguments), run("cpu", *arguments), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+    exact = run("cpu", torch.float32, *arguments)
+    on_cpu = run("cpu", torch.bfloat16, *arguments)
+    on_gpu = run("cuda", torch.bfloat16, *arguments)
+    # Not further from float32 than the CPU, but for the order of roundings: with 128 queries to a tile P is a bf16 number
+    # in dS, as in FlashAttention, which the CPU rounds later.
+    for wanted, cpu, gpu in zip(exact, on_cpu, on_gpu, strict=True):
+        assert torch.dist(gpu, wanted) <= 2.5 * torch.dist(cpu, wanted)
 
 
 class Layer(torch.nn.Linear):

@@ -4,8 +4,8 @@
 
 namespace flash_dmattn::cuda::sm80::few_queries {
 
-// Adds the sums that the blocks of SplitForwardKernel leave, in an order that is fixed, and stores the output and
-// lse. A block has a row, a warp every warps-th split of it.
+// Adds the sums of the blocks of SplitForwardKernel in a fixed order and stores the output and lse. A block computes a
+// row, a warp every warps-th split of it.
 template <class T, int D>
 struct CombineKernel {
   using Params = few_queries::Params;

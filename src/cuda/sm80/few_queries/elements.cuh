@@ -25,8 +25,8 @@ struct NoElements {
                         float (&)[1][N8][4]) const {}
 };
 
-// Masks, biases and ranks that differ between the rows of a block, read element by element: their bytes are few
-// beside those of K and V.
+// Masks, biases and ranks that differ between the rows of a block, read element by element: they are few bytes compared
+// to K and V.
 template <class T>
 class RowElements {
  public:
@@ -48,14 +48,14 @@ class RowElements {
   }
 
   // x = scale x + bias (x without a dense bias), -inf where masked. Elements that the key info hides are not
-  // read. `partial`: of the key info, which is not there otherwise.
+  // read. `partial`: the state of the key info, which may not be loaded if it is not set.
   template <int N8, class KeyInfo, class Positions>
   __device__ void apply(const KeyInfo& key_info, bool partial, const Positions& keys,
                         const LaneRows& rows, int column, float (&x)[1][N8][4]) const {
     for_each_element(x, [&](float& s, int, int n, int e) {
       const int c = column + 8 * n + e % 2;
       const int h = e / 2;
-      // Hidden by the key info: mask_columns sets it.
+      // mask_columns masks the elements that the key info hides.
       if (!partial || key_info.range[c].sees(rows.query[h])) apply_element(h, keys[c], s);
     });
   }

@@ -95,7 +95,7 @@ struct Step {
     return {t.data, {t.stride[0], t.stride[2], t.stride[1], t.stride[3]}};
   }
 
-  // Of attention to the slots; those without a key are hidden by the kernel.
+  // Attention to the slots; the kernel hides slots without a key.
   static Problem problem_of(const DecodeStepArgs& args) {
     Problem p = pending_problem(args.cache, args.heads_q, 1, args.scale, args.score_use);
     p.softcap = args.softcap;

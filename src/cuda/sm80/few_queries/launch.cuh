@@ -13,7 +13,8 @@ void launch_split_forward(const typename Keys::Params& params, cudaStream_t stre
   using Kernel = OfClass<SplitForwardKernel<T, D, policy(D, S, ManyRows), Keys>, S>;
   static_assert(sizeof(typename Kernel::SharedStorage) <= shared_bytes(S));
   const Split& split = params.split;
-  launch<Kernel>(Kernel::blocks(params), params, stream, split.in_cluster ? split.splits : 1);
+  launch<Kernel>(Kernel::blocks(params), params, stream,
+                 {.cluster = split.in_cluster ? split.splits : 1});
 }
 
 template <class T, int D, SharedClass S, class Keys>

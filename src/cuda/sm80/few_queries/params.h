@@ -6,8 +6,8 @@
 
 namespace flash_dmattn::cuda::sm80::few_queries {
 
-// Of a row over some of its keys: the maximum of the scores in units of log 2 (or what the weights were scaled by
-// instead of it), and the sum of the weights.
+// A row over some of its keys: the maximum of the scores in units of log 2 (or the value that weights are scaled by
+// instead), and the sum of the weights.
 struct RowSums {
   float max;
   float sum;
@@ -24,14 +24,14 @@ struct Params : ForwardParams {
   float* outs = nullptr;
 };
 
-// A key of a KV cache that may leave it.
+// A key of a KV cache that may be evicted.
 struct Victim {
   float score;
   std::int32_t position;
   std::int32_t slot;
 };
 
-// A decode step: the keys are the slots of a KV cache, of which one takes the new token before its query attends.
+// A decode step: the keys are the slots of a KV cache. One slot takes the new token before its query attends.
 struct StepParams : Params {
   StepParams() = default;
   explicit StepParams(const ForwardParams& forward) : Params(forward) {}

@@ -9,18 +9,18 @@
 
 namespace flash_dmattn::cuda::sm80::few_queries {
 
-// The tiles of `N` keys that one of `splits` blocks has of a row tile's keys: every splits-th. So blocks have equally
-// many also where a mask hides a stretch of the keys, and those that run together read neighbours.
+// The tiles of `N` keys of one of the `splits` blocks that share a row tile's keys: every splits-th tile. Blocks thus
+// have equally many even if a mask hides consecutive keys, and blocks that run together read neighbouring tiles.
 template <int N>
 class SplitTiles {
  public:
   __device__ SplitTiles(const TileKeys& keys, bool has_key_values, int split, int splits)
       : keys_(keys), has_key_values_(has_key_values), split_(split), splits_(splits) {
-    const int tiles = max(ceil_div(keys.end - keys.begin, N), 0);
-    count_ = tiles > split ? ceil_div(tiles - split, splits) : 0;
+    end_ = max(ceil_div(keys.end - keys.begin, N), 0);
   }
 
-  __device__ int count() const { return count_; }
+  // A division would give how many there are, and delay the first load.
+  __device__ bool has(int n) const { return split_ + n * splits_ < end_; }
   // Where the keys of the block's tile n begin in the list or the sequence.
   __device__ int first(int n) const { return keys_.begin + (split_ + n * splits_) * N; }
   // Keys of tile n that exist: columns i with i < size(n).
@@ -36,15 +36,16 @@ class SplitTiles {
   bool has_key_values_;
   int split_;
   int splits_;
-  int count_;
+  int end_;  // of the row tile's tiles
 };
 
-// Stages of the tiles that a block has. While tile n is computed the rows of the next stages - 1 tiles are on their
-// way to shared memory, the key info of one tile more to registers, and the list's keys of yet another. A tile whose
-// key info is known to hide all of it is not loaded.
+// Stages and barriers of a block's tiles. While tile n is computed, copies are in flight: the rows of the next
+// stages - 1 tiles to shared memory, the key info of one more tile to registers, and the listed keys of another. A tile
+// whose key info hides all its keys is not loaded. All stages are filled before the first tile: a block with few keys
+// has no more tiles, and waits for memory once.
 //
-// `Info` reads and stores the key info of single keys, as KeyInfoLoader does; prepare() comes before the first store,
-// when the first loads are on their way.
+// `Info` reads and stores the key info of single keys, as KeyInfoLoader does; load_token() is called before the rows are
+// loaded, prepare() before the first store, when the first loads are in flight.
 template <int D, Policy P, class Info>
 class SplitPipeline {
  public:
@@ -76,25 +77,28 @@ class SplitPipeline {
         row_begin_(rows.first_query()),
         row_end_(rows.end_query()) {}
 
-  // Before the first tile. The caller's own copies to shared memory are waited for with the first tile's.
-  __device__ void start() {
-    loader_.init(group());
+  // Before the first tile, after the loader's init. `also` starts copies of the caller; the wait for the first tile
+  // includes them.
+  template <class Also>
+  __device__ void start(const Also& also) {
 #pragma unroll
     for (int n = 0; n <= stages; ++n) {
       load_positions(n);
       store_positions(n);
     }
     __syncthreads();
-#pragma unroll
-    for (int n = 0; n < stages - 1; ++n) {
-      if (n < tiles_.count()) load_rows(n);
-      cp_async_commit();
-    }
-    // All loads are on their way before the first is waited for.
+    // Key info first: after the rows its loads, and so the first tile, would wait for all of them.
     typename Info::Key keys[stages];
 #pragma unroll
     for (int n = 0; n < stages; ++n) {
       if (has_key_info(n)) keys[n] = read_key_info(n);
+    }
+    info_.load_token();
+#pragma unroll
+    for (int n = 0; n < stages; ++n) {
+      if (has(n)) load_rows(n);
+      if (n == 0) also();
+      cp_async_commit();
     }
     info_.prepare();
 #pragma unroll
@@ -103,16 +107,22 @@ class SplitPipeline {
     }
   }
 
-  // for (int n = 0; n < count(); ++n) { acquire(n); ...; release(n); }
-  __device__ int count() const { return tiles_.count(); }
+  // for (int n = 0; has(n); ++n) { acquire(n); ...; release(n); }
+  __device__ bool has(int n) const { return tiles_.has(n); }
 
   // Makes tile n ready and starts copies of the next ones.
   __device__ void acquire(int n) {
-    cp_async_wait<stages - 2>();
-    __syncthreads();
-    const int next = n + stages - 1;
-    if (next < tiles_.count() && (state(next) & KeyInfo::touched) != 0) load_rows(next);
-    cp_async_commit();
+    if (n == 0) {
+      cp_async_wait<stages - 1>();
+      __syncthreads();
+    } else {
+      cp_async_wait<stages - 2>();
+      __syncthreads();
+      const int next =
+          n + stages - 1;  // in the stage of the previous tile, which all warps have read
+      if (has(next) && (state(next) & KeyInfo::touched) != 0) load_rows(next);
+      cp_async_commit();
+    }
     if (has_key_info(n + stages)) key_ = read_key_info(n + stages);
     load_positions(n + stages + 1);
   }
@@ -132,7 +142,7 @@ class SplitPipeline {
   __device__ std::uint32_t v_tile(int n) const {
     return shared_address(storage_.stage[ring<stages>(n)].v);
   }
-  // Of key_info(n), which a full tile has not.
+  // The state of key_info(n); a full tile has no key info.
   __device__ std::uint32_t state(int n) const {
     return tiles_.is_full(n) ? KeyInfo::touched : key_info(n).tile_state();
   }
@@ -143,19 +153,13 @@ class SplitPipeline {
   }
 
  private:
-  template <int Count>
-  static __device__ int ring(int n) {
-    return static_cast<int>(static_cast<unsigned>(n) % Count);
-  }
   static __device__ Group group() { return Group::of_block(); }
   static __device__ bool has_key() { return group().rank < P.keys; }
 
-  __device__ bool is_listed(int n) const {
-    return tiles_.list() != nullptr && has_key() && n < tiles_.count();
-  }
+  __device__ bool is_listed(int n) const { return tiles_.list() != nullptr && has_key() && has(n); }
   __device__ void load_positions(int n) {
     if (!is_listed(n)) return;
-    // A row that exists also past the end of the list.
+    // Past the end of the list: any key that exists.
     position_ =
         group().rank < tiles_.size(n) ? __ldg(tiles_.list() + tiles_.first(n) + group().rank) : 0;
   }
@@ -167,9 +171,7 @@ class SplitPipeline {
     loader_.load(group(), positions(n), tiles_.size(n), k_tile(n), v_tile(n));
   }
 
-  __device__ bool has_key_info(int n) const {
-    return has_key() && n < tiles_.count() && !tiles_.is_full(n);
-  }
+  __device__ bool has_key_info(int n) const { return has_key() && has(n) && !tiles_.is_full(n); }
   __device__ typename Info::Key read_key_info(int n) const {
     const int i = group().rank;
     return info_.read(positions(n)[i], i < tiles_.size(n));
@@ -184,7 +186,7 @@ class SplitPipeline {
   Info info_;
   int row_begin_;
   int row_end_;
-  // Of the key on its way.
+  // Of the key whose loads are in flight.
   typename Info::Key key_;
   int position_ = 0;
 };

@@ -46,7 +46,7 @@ Choice choose(const Problem& p, SharedClass shared) {
 
 namespace {
 
-// The time of a call that is split, in tiles: that of a block's keys and of one more, in which it fills its pipeline.
+// The time of a split call, in tiles: a block's tiles and one more, in which it fills its pipeline.
 struct SplitTime {
   std::int64_t units;   // kv heads and row tiles
   std::int64_t tiles;   // of each
@@ -80,7 +80,7 @@ Split split_keys(const Problem& p, const Policy& policy, std::int64_t most_keys,
       .units = std::max(p.batch * p.heads_kv * result.row_tiles, std::int64_t{1}),
       .tiles = ceil_div(most_keys, policy.keys),
       .places = static_cast<std::int64_t>(device.multiprocessors) * policy.min_blocks};
-  // Beyond a few waves of blocks nothing is gained.
+  // More than a few waves of blocks are not faster.
   constexpr std::int64_t most_splits = 512;
   const std::int64_t most =
       std::min({time.tiles, most_splits,

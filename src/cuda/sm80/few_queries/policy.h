@@ -34,7 +34,7 @@ struct Choice {
       false;  // masks, biases and ranks that differ between rows are read element by element
 };
 
-// The loads of the next tiles have to be on their way while one is computed: 64 KB of a multiprocessor or more.
+// The loads of the next tiles must be in flight while one is computed: 64 KB for each multiprocessor or more.
 // Blocks of two stages, three to a multiprocessor, take 125.7 us on an H200 for 131,072 keys of D 128; two of three
 // stages 127.4, one of four 134.5.
 constexpr Policy policy(int head_dim_bucket, SharedClass shared, bool many_rows) {
@@ -71,12 +71,13 @@ std::vector<Choice> choices(SharedClass shared);
 
 Choice choose(const Problem& p, SharedClass shared);
 
-// How the rows and keys of a call are cut into blocks. It depends on shapes and the GPU alone, so that a call can
-// be captured in a graph.
+// The blocks that share the rows and keys of a call. It depends on shapes and the GPU alone, so that a call can be
+// captured in a graph.
 struct Split {
-  int row_tiles = 0;        // of a kv head
-  int splits = 1;           // blocks that share the keys of a row tile
-  bool in_cluster = false;  // they are a cluster, which adds their parts; else another kernel does
+  int row_tiles = 0;  // of a kv head
+  int splits = 1;     // blocks that share the keys of a row tile
+  bool in_cluster =
+      false;  // these blocks are a cluster and add their parts; else another kernel does
 };
 
 // `most_keys`: that a row tile visits.

@@ -5,8 +5,8 @@
 
 namespace flash_dmattn::cuda::sm80::few_queries {
 
-// The rows of a block: the queries of all heads that share a kv head, those of a query side by side. So one tile
-// of K and V serves all of them.
+// The rows of a block: the queries of all heads that share a kv head, so that one tile of K and V serves all of them.
+// The heads of a query are adjacent.
 struct GroupRows {
   int batch;
   int kv_head;

@@ -34,8 +34,8 @@ struct SlotStorage {
   Victim victims[most_warps];
 };
 
-// Key info of slots, as KeyInfoLoader. The slot that a token is to have is known from the count and the last victim;
-// the thread that loads its info decides whether the token enters.
+// Key info of slots, as KeyInfoLoader. The slot for a token follows from the count and the last victim; the thread that
+// loads the info of that slot decides whether the token enters.
 class SlotInfo {
  public:
   using Key = Victim;
@@ -49,24 +49,26 @@ class SlotInfo {
     if (threadIdx.x == 0) storage.entered = false;
   }
 
-  // Decides how the step changes the slots; rows and key info need not wait for it.
-  __device__ void prepare() {
-    const SlotCount before = p_.counts[row_];
+  // Loads the data for the decision before the rows.
+  __device__ void load_token() {
+    before_ = p_.counts[row_];
     seen_ = p_.seen[batch_];
     score_new_ = __ldg(p_.new_scores.data + batch_ * p_.new_scores.stride[0] +
                        kv_head_ * p_.new_scores.stride[1]);
-    const bool masked =
-        p_.mask.data != nullptr && __ldg(p_.mask.data + batch_ * p_.mask.stride[0]) == 0;
-    const bool offered = !masked && !isnan(score_new_);
-    has_room_ = before.count < p_.shape.seqlen_k;
-    target_ = !offered ? -1 : has_room_ ? before.count : before.victim;
-    count_ = before.count + (offered && has_room_ ? 1 : 0);
+    if (p_.mask.data != nullptr) mask_ = __ldg(p_.mask.data + batch_ * p_.mask.stride[0]);
+  }
+  // Decides how the step changes the slots; rows and key info need not wait for it.
+  __device__ void prepare() {
+    const bool offered = mask_ != 0 && !isnan(score_new_);
+    has_room_ = before_.count < p_.shape.seqlen_k;
+    target_ = !offered ? -1 : has_room_ ? before_.count : before_.victim;
+    count_ = before_.count + (offered && has_room_ ? 1 : 0);
   }
 
   __device__ bool has_values() const { return true; }
-  // Where the token is to be; -1: nowhere.
+  // The slot for the token; -1: none.
   __device__ int target() const { return target_; }
-  // How many slots hold keys afterwards.
+  // The number of slots that hold keys afterwards.
   __device__ int count() const { return count_; }
   __device__ int row() const { return row_; }
   __device__ Victim victim() const { return victim_; }
@@ -91,7 +93,7 @@ class SlotInfo {
 
  private:
   __device__ void insert(Key& key) {
-    // Of equal scores the token's is the more recent.
+    // Of equal scores the token is the more recent key.
     if (!has_room_ && score_new_ < key.score) return;
     key = {score_new_, seen_, key.slot};
     p_.scores[row_ * p_.slots + key.slot] = key.score;
@@ -104,8 +106,10 @@ class SlotInfo {
   int batch_;
   int kv_head_;
   std::int64_t row_;  // in [B, Hkv]
+  SlotCount before_{};
   int seen_ = 0;
   float score_new_ = 0;
+  std::uint8_t mask_ = 1;
   bool has_room_ = false;
   int target_ = -1;
   int count_ = 0;
@@ -113,22 +117,25 @@ class SlotInfo {
 };
 
 // The new rows of K and V, a chunk of 16 bytes in each of the first threads. Every block loads them with its first
-// tiles, before it is known which block has the target slot.
+// tiles, before the block with the target slot is known.
 template <class Tile, class Group>
 class TokenRows {
  public:
   __device__ TokenRows(const StepParams& p, const GroupRows& rows)
       : is_value_(rank() >= Tile::chunks), chunk_(rank() % Tile::chunks) {
     exists_ = rank() < 2 * Tile::chunks && chunk_ < p.shape.head_dim / 8;
-    if (!exists_) return;
     const InputRows& from = is_value_ ? p.new_v : p.new_k;
-    const std::byte* const data =
-        from.data + rows.batch * from.batch + rows.kv_head * from.head + chunk_ * 16;
-    data_ = from.aligned ? __ldg(reinterpret_cast<const uint4*>(data))
-                         : RowSource<Tile, Group>::load_elements(data);
+    from_ = from.data + rows.batch * from.batch + rows.kv_head * from.head + chunk_ * 16;
+    aligned_ = from.aligned;
   }
 
-  // Into row `column` of the tiles and into the slot.
+  __device__ void load() {
+    if (!exists_) return;
+    data_ = aligned_ ? __ldg(reinterpret_cast<const uint4*>(from_))
+                     : RowSource<Tile, Group>::load_elements(from_);
+  }
+
+  // Stores them to row `column` of the tiles and to the slot.
   __device__ void store(const StepParams& p, const GroupRows& rows, int slot, int column,
                         std::uint32_t k_tile, std::uint32_t v_tile) const {
     if (!exists_) return;
@@ -145,6 +152,8 @@ class TokenRows {
   bool is_value_;
   int chunk_;
   bool exists_;
+  bool aligned_;
+  const std::byte* from_;
   uint4 data_{};
 };
 
@@ -203,7 +212,7 @@ struct SlotKeys {
   }
 };
 
-// CombineKernel for a decode step, which also takes the state of the cache to its end.
+// CombineKernel for a decode step; it also stores the new state of the cache.
 template <class T, int D>
 struct CombineStepKernel : CombineKernel<T, D> {
   using Params = StepParams;
@@ -228,8 +237,8 @@ struct CombineStepKernel : CombineKernel<T, D> {
   }
 };
 
-// Where clusters take the step: the tokens of a row are counted once no block of any head will read their number. The
-// kernel starts when all blocks of the step have come to allow_next_kernel, and ends after them.
+// If clusters compute the step: counts the tokens of a row when no block of any head will read their number again. The
+// kernel starts when all blocks of the step have called allow_next_kernel, and ends after them.
 template <SharedClass S>
 __global__ void __launch_bounds__(256) count_tokens(std::int32_t* seen, int batch) {
   allow_next_kernel();

@@ -18,6 +18,7 @@ struct TensorKeys {
   using Params = few_queries::Params;
   struct Info : KeyInfoLoader<T> {
     using KeyInfoLoader<T>::KeyInfoLoader;
+    __device__ void load_token() const {}
     __device__ void prepare() const {}
   };
   using Elements = std::conditional_t<Elementwise, RowElements<T>, NoElements>;
@@ -25,6 +26,7 @@ struct TensorKeys {
   template <class Pipeline>
   struct Extra {
     __device__ Extra(const Params&, const GroupRows&) {}
+    __device__ void load() const {}
   };
 
   static __device__ Info info(const Params& p, const GroupRows& rows, Storage&) {
@@ -36,11 +38,11 @@ struct TensorKeys {
   // How many keys there are.
   static __device__ int count(const Params& p, const Info&) { return p.shape.seqlen_k; }
 
-  // After tile n has come, before its products.
+  // After tile n is loaded, before its products.
   template <class Pipeline>
   static __device__ void complete(const Params&, const GroupRows&, const Pipeline&, int,
                                   const Storage&, const Extra<Pipeline>&) {}
-  // After all tiles: what a block knows about the keys, for all blocks of a cluster, else in memory.
+  // After all tiles: stores the block's results about its keys, for all blocks of a cluster or to memory.
   static __device__ void finish(const Info&, Storage&) {}
   static __device__ void store_cluster(const Params&, const GroupRows&, const Info&, const Storage&,
                                        int) {}
@@ -48,9 +50,9 @@ struct TensorKeys {
                                      int) {}
 };
 
-// A block computes a tile of rows over its part of the keys. Where a cluster has all parts its blocks add them, else
-// CombineKernel does. A warp has 16 rows and its part of each tile of keys, so that neither softmax nor products leave
-// it; the warps that share rows are added at the end.
+// A block computes a tile of rows over its part of the keys. If all parts are in a cluster, its blocks add them, else
+// CombineKernel does. A warp computes 16 rows over its part of each tile of keys, so that neither softmax nor products
+// need other warps; the results of warps that share rows are added at the end.
 template <class T, int D, Policy P, class Keys>
 struct SplitForwardKernel {
   using Params = typename Keys::Params;
@@ -103,17 +105,22 @@ struct SplitForwardKernel {
     const Info info = Keys::info(p, rows, shared.keys);
     const typename Pipeline::Loader loader(block, shared.kv.loader, p, rows.batch, rows.kv_head);
 
-    // Where rows lie has been found while the kernel before was ending.
+    loader.init(block);
+    typename Keys::template Extra<Pipeline> extra(p, rows);
+
+    // The addresses of rows were computed while the previous kernel was ending.
     wait_for_previous_kernel();
-    copy_g2s(
-        block, queries, q_tile, [&](int r) { return r < rows.count; },
-        [&](int r) { return rows.query(r); }, [&](int r) { return rows.member(r); });
+    extra.load();
     Pipeline kv(shared.kv,
                 typename Pipeline::Tiles(Keys::tile_keys(p, rows), info.has_values(), split,
                                          p.split.splits),
                 loader, info, rows);
-    const typename Keys::template Extra<Pipeline> extra(p, rows);
-    kv.start();
+    // The queries are few: K and V do not wait for their addresses.
+    kv.start([&] {
+      copy_g2s(
+          block, queries, q_tile, [&](int r) { return r < rows.count; },
+          [&](int r) { return rows.query(r); }, [&](int r) { return rows.member(r); });
+    });
 
     Accumulator<16, D> out;
     clear(out);
@@ -126,7 +133,7 @@ struct SplitForwardKernel {
     const LanePosition position = LanePosition::of(0, warp_key);
     const typename Keys::Elements elements(p.score, rows, row_warp * 16);
 
-    for (int n = 0; n < kv.count(); ++n) {
+    for (int n = 0; kv.has(n); ++n) {
       kv.acquire(n);
       Keys::complete(p, rows, kv, n, shared.keys, extra);
       const auto& key_info = kv.key_info(n);
@@ -231,15 +238,17 @@ struct SplitForwardKernel {
     });
     cluster_sync();
     const int blocks = p.split.splits;
+    // Loads from another block's shared memory are bound by latency: many at once, 64 registers of columns.
+    constexpr int together = D <= 128 ? 16 : 8;
     for (int row = warp_id() * blocks + rank; row < rows.count; row += P.warps() * blocks) {
       RowTotal<D> total;
-      total.template add_parts<4>(
+      total.template add_parts<together>(
           0, 1, blocks, [&](int n) { return in_cluster_block(&warps.total[row], n); },
           [&](int n) { return in_cluster_block(&warps.out[0][row][0], n); });
       store_row<T, D>(p, rows.head(row), rows.query(row), keys, total);
     }
     also();
-    cluster_sync();  // before a block ends whose sums are being read
+    cluster_leave();
   }
 };
 

@@ -4,7 +4,7 @@
 #include "cuda/sm80/few_queries/rows.cuh"
 #include "cuda/sm80/forward_epilogue.cuh"
 
-// Sums over parts of the keys, and the rows that they make together.
+// Sums over parts of the keys, and their combination.
 namespace flash_dmattn::cuda::sm80::few_queries {
 
 // Whether a row sees no key of a part. Its output of that part is then skipped: 0 times a value that is not finite
@@ -13,7 +13,7 @@ __device__ inline bool sees_nothing(RowSums sums) {
   return sums.max == negative_infinity && sums.sum == 0;
 }
 
-// The factor of the weights of a part where those of a larger maximum join them.
+// The factor of a part's weights when the maximum becomes `larger`.
 __device__ inline float rescale(float max, float larger) {
   return exp2_approx(max - (larger == negative_infinity ? 0 : larger));
 }
@@ -25,7 +25,7 @@ struct alignas(D == 64 ? 8 : 16) LaneColumns {
   float x[count] = {};
 };
 
-// The sum of parts, by a warp. Their order decides how it is rounded, so it is fixed.
+// The sum of parts, by a warp. Its rounding depends on their order, which is fixed.
 template <int D>
 struct RowTotal {
   using Columns = LaneColumns<D>;
@@ -33,7 +33,7 @@ struct RowTotal {
   RowSums sums{negative_infinity, 0};
   Columns out;
 
-  // Of several parts at once, so that their weights do not wait for one another.
+  // Adds several parts at once, so that their weights are computed independently.
   template <int Count>
   __device__ void add(const RowSums (&parts)[Count], const Columns (&values)[Count]) {
     float larger = sums.max;
@@ -54,8 +54,8 @@ struct RowTotal {
     }
   }
 
-  // Parts first, first + step, ... of `parts`, the loads of Batch of them on their way at once. `sums_of(i)` and
-  // `columns_of(i)` are where a part has them.
+  // Adds parts first, first + step, ... of `parts`; the loads of Batch of them are in flight at once. `sums_of(i)` and
+  // `columns_of(i)`: pointers to those of part i.
   template <int Batch, class SumsOf, class ColumnsOf>
   __device__ void add_parts(int first, int step, int parts, const SumsOf& sums_of,
                             const ColumnsOf& columns_of) {
@@ -75,8 +75,8 @@ struct RowTotal {
   }
 };
 
-// Stores the output and lse of a row, by one warp. Rows that fp32 does not hold are computed again, in double, over
-// the first `keys` keys.
+// Stores the output and lse of a row, by one warp. Rows that overflow fp32 are recomputed in double, over the first
+// `keys` keys.
 template <class T, int D>
 __device__ inline void store_row(const ForwardParams& p, const QueryHead& head, int query, int keys,
                                  const RowTotal<D>& row) {

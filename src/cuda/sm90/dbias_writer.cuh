@@ -1,0 +1,266 @@
+#pragma once
+
+#include "cuda/common/bias_gradient.cuh"
+#include "cuda/sm90/backward_storage.cuh"
+#include "cuda/sm90/query_visits.cuh"
+#include "cuda/sm90/tensor_map.h"
+
+// The gradient of a dense bias, from the tiles of dS in shared memory. A block stores each element of its keys once. If
+// dS of several blocks share an element, they are added in memory.
+namespace flash_dmattn::cuda::sm90 {
+
+// The elements of dbias that belong to a head and a block of keys, eight neighbouring keys of a query at a time.
+template <class Kernel>
+class DbiasRows {
+  using T = typename Kernel::Element;
+  static constexpr int rows = Kernel::policy.rows;
+  static constexpr int chunks = Kernel::SharedStorage::ScoreTile::chunks;
+  static constexpr int rows_at_once = warp_size / chunks;
+
+ public:
+  __device__ DbiasRows(const BackwardKernelParams& p, const BackwardWork& work, int head)
+      : p_(p),
+        work_(work),
+        begin_(p.backward.dbias.begin(work.batch, head, work.kv_head)),
+        first_key_(work.key + 8 * chunk()),
+        count_(min(p.backward.shape.seqlen_k - first_key_, 8)) {}
+
+  // The chunk of the lane's keys in a row of a tile.
+  static __device__ int chunk() { return lane_id() % chunks; }
+
+  // Stores or adds queries [first_query, first_query + rows). eight(row): the lane's elements of a row.
+  template <class Eight>
+  __device__ void put_rows(int first_query, const Eight& eight) const {
+    const OutputBroadcast& dbias = p_.backward.dbias;
+    const int existing = min(rows, p_.backward.shape.seqlen_q - first_query);
+    const int first_row = lane_id() / chunks;
+    if (count_ == 8 && p_.list.keys == nullptr && dbias.aligned_16B) {
+      std::byte* to =
+          dbias.data + 2 * (begin_ + (first_query + first_row) * dbias.query + first_key_);
+#pragma unroll 4
+      for (int row = first_row; row < existing; row += rows_at_once) {
+        *reinterpret_cast<uint4*>(to) = eight(row);
+        to += 2 * rows_at_once * dbias.query;
+      }
+    } else {
+#pragma unroll 1
+      for (int row = first_row; row < existing; row += rows_at_once)
+        put(begin_ + (first_query + row) * dbias.query, eight(row));
+    }
+  }
+
+  // Adds the sum of a row, for a bias that all keys of a query share.
+  __device__ void add_sum(int query, float sum) const {
+    if (query >= p_.backward.shape.seqlen_q) return;
+    store_gradient<T>(p_.backward.dbias, begin_ + query * p_.backward.dbias.query, sum, true,
+                      p_.backward.saturate);
+  }
+
+ private:
+  // Stores or adds eight elements. `row`: the first element of the query's row.
+  __device__ void put(std::int64_t row, uint4 eight) const {
+    const OutputBroadcast& dbias = p_.backward.dbias;
+    if (p_.list.keys != nullptr || dbias.key != 1) {
+      put_one_by_one(row, eight);
+    } else if (dbias.f32) {
+      auto* const to = reinterpret_cast<float*>(dbias.data) + row + first_key_;
+      put_four(to, count_, eight.x, eight.y);
+      put_four(to + 4, count_ - 4, eight.z, eight.w);
+    } else {
+      auto* const to = reinterpret_cast<std::uint16_t*>(dbias.data) + row + first_key_;
+      const std::uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (i < count_) to[i] = static_cast<std::uint16_t>(words[i / 2] >> (16 * (i % 2)));
+      }
+    }
+  }
+
+  // The first `count` of four in fp32.
+  __device__ void put_four(float* to, int count, std::uint32_t low, std::uint32_t high) const {
+    const float2 x = Element<T>::widen_packed2(low);
+    const float2 y = Element<T>::widen_packed2(high);
+    const float four[4] = {x.x, x.y, y.x, y.y};
+    const bool adds = p_.backward.dbias_accumulates;
+    if (adds && ((low | high) & 0x7fff7fffu) == 0) return;
+    if (count >= 4 && p_.backward.dbias.aligned_x4) {
+      if (adds) {
+        reduce_add(to, x.x, x.y, y.x, y.y);
+      } else {
+        *reinterpret_cast<float4*>(to) = {x.x, x.y, y.x, y.y};
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i >= count) continue;
+      if (adds) {
+        atomicAdd(to + i, four[i]);
+      } else {
+        to[i] = four[i];
+      }
+    }
+  }
+
+  __device__ void put_one_by_one(std::int64_t row, uint4 eight) const {
+    const OutputBroadcast& dbias = p_.backward.dbias;
+#pragma unroll 1
+    for (int i = 0; i < count_; ++i) {
+      const int key = p_.list.key(work_.batch, work_.kv_head, first_key_ + i);
+      if (key >= 0) {
+        store_gradient<T>(dbias, row + key * dbias.key, Element<T>::widen_packed2(eight.x).x,
+                          p_.backward.dbias_accumulates, p_.backward.saturate);
+      }
+      eight = {__funnelshift_r(eight.x, eight.y, 16), __funnelshift_r(eight.y, eight.z, 16),
+               __funnelshift_r(eight.z, eight.w, 16), eight.w >> 16};
+    }
+  }
+
+  const BackwardKernelParams& p_;
+  const BackwardWork& work_;
+  std::int64_t begin_;
+  int first_key_;  // the first of the lane's eight, a position in the block's problem
+  int count_;      // of them that exist
+};
+
+// A warp that stores the tiles of dS, in the order of the visits.
+template <class Kernel>
+struct DbiasWriter {
+  using T = typename Kernel::Element;
+  using Storage = typename Kernel::SharedStorage;
+  using ScoreTile = typename Storage::ScoreTile;
+  using Visits = QueryVisits<Kernel::variant>;
+  static constexpr int rows = Kernel::policy.rows;
+  static constexpr int chunks = ScoreTile::chunks;  // of eight keys in a row
+
+  const BackwardKernelParams& p;
+  Storage& storage;
+
+  __device__ void run(const BackwardWork& work) const {
+    auto& computed = storage.dense.computed;
+    int n = 0;
+    bool second_head = false;  // the previous tile is of the same elements and not yet stored
+#pragma unroll 1
+    for (Visits at(p, work); at.has(); at.advance(), ++n) {
+      computed.wait_full(n);
+      const bool waits = p.dense_dbias.sums_heads && !at.is_last_of_tile();
+      if (wanted() && !waits) {
+        if (p.dense_dbias.by_tma) {
+          store_by_tma(work, at, n);
+        } else {
+          shares_row() ? add_row_sums(work, at, n) : store(work, at, n, second_head);
+        }
+      }
+      if (!waits) {
+        if (second_head) computed.release(n - 1);
+        computed.release(n);
+      }
+      second_head = waits;
+    }
+  }
+
+ private:
+  __device__ bool wanted() const {
+    return p.backward.dbias.data != nullptr && p.backward.dbias.dense;
+  }
+  __device__ bool shares_row() const { return p.backward.dbias.key == 0; }
+
+  __device__ std::uint32_t tile(int n) const {
+    return shared_address(storage.ds[Pipeline<Kernel::policy.score_tiles>::stage(n)]);
+  }
+
+  __device__ void store_by_tma(const BackwardWork& work, const Visits& at, int n) const {
+    fence_async_proxy();
+    __syncwarp();
+    if (lane_id() != 0) return;
+    const auto [head, batch] = index_in_map(p.backward.dbias, work.batch, at.head(), work.kv_head);
+#pragma unroll
+    for (int i = 0; i < ScoreTile::panels; ++i) {
+      tma_store(p.dbias_map, tile(n) + i * ScoreTile::panel_bytes, work.key + i * panel_columns,
+                at.tile() * rows, head, batch);
+    }
+    bulk_commit();
+    bulk_wait_read<0>();
+  }
+
+  __device__ void store(const BackwardWork& work, const Visits& at, int n, bool second_head) const {
+    using Rows = DbiasRows<Kernel>;
+    const Rows dbias(p, work, at.head());
+    const std::uint32_t here = tile(n);
+    if (second_head) {
+      const std::uint32_t before = tile(n - 1);
+      dbias.put_rows(at.tile() * rows, [&](int row) {
+        const std::uint32_t offset = ScoreTile::offset(row, Rows::chunk());
+        return sum(load_shared_16(before + offset), load_shared_16(here + offset));
+      });
+    } else {
+      dbias.put_rows(at.tile() * rows, [&](int row) {
+        return load_shared_16(here + ScoreTile::offset(row, Rows::chunk()));
+      });
+    }
+  }
+
+  __device__ void add_row_sums(const BackwardWork& work, const Visits& at, int n) const {
+    const DbiasRows<Kernel> dbias(p, work, at.head());
+#pragma unroll 1
+    for (int row = lane_id(); row < rows; row += warp_size) {
+      float sum = 0;
+#pragma unroll 1
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        const uint4 eight = load_shared_16(tile(n) + ScoreTile::offset(row, chunk));
+        for (const std::uint32_t word : {eight.x, eight.y, eight.z, eight.w}) {
+          const float2 two = Element<T>::widen_packed2(word);
+          sum += two.x + two.y;
+        }
+      }
+      dbias.add_sum(at.tile() * rows + row, sum);
+    }
+  }
+
+  // In 16 bits: it rounds as a sum in fp32 does when it is stored.
+  __device__ uint4 sum(uint4 a, uint4 b) const {
+    const auto add = [this](std::uint32_t x, std::uint32_t y) {
+      return add_gradients_packed2<T>(x, y, p.backward.saturate);
+    };
+    return {add(a.x, b.x), add(a.y, b.y), add(a.z, b.z), add(a.w, b.w)};
+  }
+};
+
+// A warp that stores zeros for tiles that are not computed. It waits for no other warp.
+template <class Kernel>
+struct DbiasClearer {
+  using Visits = QueryVisits<Kernel::variant>;
+  static constexpr int rows = Kernel::policy.rows;
+
+  const BackwardKernelParams& p;
+
+  __device__ void run(const BackwardWork& work) const {
+    if (!p.dense_dbias.clears) return;
+    const Shape& shape = p.backward.shape;
+    const int group = shape.heads_q / shape.heads_kv;
+    // Heads of the group with elements of their own.
+    const int heads = p.backward.dbias.head_q != 0 ? group : 1;
+    int next = 0;
+#pragma unroll 1
+    for (Visits at(p, work); at.has(); at.advance()) {
+      const int number = at.tile() * heads + (heads > 1 ? at.head() - work.kv_head * group : 0);
+      clear(work, heads, next, number);
+      next = max(next, number + 1);
+    }
+    clear(work, heads, next, ceil_div(shape.seqlen_q, rows) * heads);
+  }
+
+ private:
+  // Of tiles [begin, end).
+  __device__ void clear(const BackwardWork& work, int heads, int begin, int end) const {
+#pragma unroll 1
+    for (int i = begin; i < end; ++i) {
+      const int head = work.kv_head * (p.backward.shape.heads_q / p.backward.shape.heads_kv) +
+                       (heads > 1 ? i % heads : 0);
+      const DbiasRows<Kernel> dbias(p, work, head);
+      dbias.put_rows(i / heads * rows, [](int) { return uint4{0, 0, 0, 0}; });
+    }
+  }
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,46 @@
+#pragma once
+
+#include "cuda/sm90/backward_storage.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// QueryVisits of the consumers with a dense mask or bias: in shared memory, a visit in the stage of its tile of q.
+// Every member function reads it again, since there are no registers for it.
+template <class Kernel>
+class LoadedVisits {
+  using Storage = typename Kernel::SharedStorage;
+
+ public:
+  // `n`: visits of this block before.
+  __device__ LoadedVisits(Storage& storage, const BackwardWork& work, int n)
+      : storage_(storage), n_(n), has_(work.has_tiles()) {
+    if (has_) storage_.q_pipeline.wait_full(n_);
+  }
+
+  __device__ int tile() const { return loaded().visit.tile; }
+  __device__ int head() const { return static_cast<int>(loaded().visit.head); }
+  __device__ bool masked() const { return loaded().visit.masked != 0; }
+
+  __device__ bool has() const { return has_; }
+  __device__ bool is_last() const { return loaded().is_last; }
+  __device__ bool is_last_of_head() const { return loaded().is_last_of_head; }
+
+  // After the last visit it stays there.
+  __device__ void advance() {
+    has_ = !is_last();
+    if (!has_) return;
+    ++n_;
+    storage_.q_pipeline.wait_full(n_);
+  }
+
+ private:
+  __device__ const volatile LoadedVisit& loaded() const {
+    return storage_.dense.visits[Pipeline<BackwardPolicy::stages>::stage(n_)];
+  }
+
+  Storage& storage_;
+  int n_;
+  bool has_;
+};
+
+}  // namespace flash_dmattn::cuda::sm90

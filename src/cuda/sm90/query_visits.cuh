@@ -1,0 +1,138 @@
+#pragma once
+
+#include "cuda/common/integers.h"
+#include "cuda/sm90/backward_params.h"
+#include "cuda/sm90/backward_policy.h"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// A block of keys, or of slots, of a kv head and the query tiles that it visits.
+struct BackwardWork {
+  int batch;
+  int kv_head;
+  int key;  // first key or slot
+  int tile_begin;
+  int tile_end;      // with a dense mask or bias: visits instead of tiles
+  int part = 0;      // SlotPart::id
+  int position = 0;  // SlotPartition::position
+
+  __device__ bool has_tiles() const { return tile_end > tile_begin; }
+};
+
+// The index in arrays with one element for each query tile of each head.
+__device__ inline std::int64_t tile_index(const Shape& shape, int rows, int batch, int head,
+                                          int tile) {
+  return (static_cast<std::int64_t>(batch) * shape.heads_q + head) *
+             ((shape.seqlen_q + rows - 1) / rows) +
+         tile;
+}
+
+// Iterates over the query tiles of a work, of all heads of the group: with neighbouring keys one head after the other,
+// because heads may differ in mask and bias; with slots the heads of a tile together, because slots change keys between
+// tiles.
+template <BackwardVariant Variant>
+class QueryVisits {
+ public:
+  __device__ QueryVisits(const BackwardKernelParams& p, const BackwardWork& work)
+      : tile_(work.tile_begin),
+        head_(work.kv_head * group_of(p)),
+        tile_begin_(work.tile_begin),
+        tile_end_(work.tile_end),
+        head_begin_(head_),
+        group_(group_of(p)),
+        left_(group_ * (work.tile_end - work.tile_begin)) {}
+
+  __device__ int tile() const { return tile_; }
+  __device__ int head() const { return head_; }
+
+  __device__ bool has() const { return left_ > 0; }
+  __device__ bool is_last() const { return left_ == 1; }
+  __device__ bool is_last_of_head() const { return tile_ + 1 == tile_end_; }
+
+  __device__ bool is_first_head() const { return head_ == head_begin_; }
+  __device__ bool is_last_head() const { return head_ + 1 == head_begin_ + group_; }
+
+  __device__ void advance() {
+    --left_;
+    if constexpr (Variant.has_slots()) {
+      if (is_last_head()) {
+        ++tile_;
+        head_ = head_begin_;
+      } else {
+        ++head_;
+      }
+    } else if (++tile_ == tile_end_) {
+      tile_ = tile_begin_;
+      ++head_;
+    }
+  }
+
+ private:
+  static __device__ int group_of(const BackwardKernelParams& p) {
+    return p.backward.shape.heads_q / p.backward.shape.heads_kv;
+  }
+
+  int tile_;
+  int head_;
+  int tile_begin_;
+  int tile_end_;
+  int head_begin_;
+  int group_;
+  int left_;
+};
+
+// A visit that the loader passes to the consumers, which have no registers to read the list.
+struct alignas(16) LoadedVisit {
+  QueryVisit visit;
+  bool is_last_of_head;
+  bool is_last;
+};
+
+// With a dense mask or bias: the visits of a list in memory, each read one visit ahead.
+template <BackwardVariant Variant>
+  requires(Variant.has_dense())
+class QueryVisits<Variant> {
+ public:
+  __device__ QueryVisits(const BackwardKernelParams& p, const BackwardWork& work)
+      : left_(work.tile_end) {
+    const QueryVisitLists& lists = p.visits;
+    next_at_ = lists.visits + lists.list(p.backward.shape, work.batch, work.kv_head, work.key) *
+                                  std::int64_t{lists.capacity};
+    if (left_ > 0) next_ = load();
+    take_next();
+  }
+
+  __device__ int tile() const { return visit_.tile; }
+  __device__ int head() const { return static_cast<int>(visit_.head); }
+  __device__ bool masked() const { return visit_.masked != 0; }
+
+  __device__ bool has() const { return left_ > 0; }
+  __device__ bool is_last() const { return left_ == 1; }
+  __device__ bool is_last_of_head() const { return is_last() || next_.head != visit_.head; }
+  __device__ bool is_last_of_tile() const { return is_last() || next_.tile != visit_.tile; }
+  __device__ LoadedVisit loaded() const { return {visit_, is_last_of_head(), is_last()}; }
+
+  __device__ void advance() {
+    --left_;
+    take_next();
+  }
+
+ private:
+  __device__ void take_next() {
+    visit_ = next_;
+    ++next_at_;
+    if (left_ > 1) next_ = load();
+  }
+
+  __device__ QueryVisit load() const {
+    const int2 words = __ldg(reinterpret_cast<const int2*>(next_at_));
+    return reinterpret_cast<const QueryVisit&>(words);
+  }
+
+  const QueryVisit* next_at_;
+  QueryVisit visit_ = {};
+  QueryVisit next_ = {};
+  int left_;
+};
+
+}  // namespace flash_dmattn::cuda::sm90
