@@ -91,10 +91,10 @@ test-cuda-build: ## compile the CUDA kernels, load them, and run their tests whe
 	@echo "SKIPPED test-cuda-build: there is no nvcc on the PATH or in /usr/local/cuda/bin"
 else
 test-cuda-build: $(STAMPS)/tools $(STAMPS)/test build/googletest/ready
-	CUDACXX=$(NVCC) cmake --preset cuda -D FLASH_DMATTN_TORCH=ON -D FLASH_DMATTN_TESTS=ON \
+	CUDACXX=$(NVCC) cmake --preset cuda -D FLASH_DMATTN_TORCH=ON -D FLASH_DMATTN_TESTS=ON -D FLASH_DMATTN_BENCHMARKS=ON \
 	  -D Python_EXECUTABLE=$(BIN)/python -D "FLASH_DMATTN_CUDA_ARCHITECTURES=$(CUDA_TEST_ARCHITECTURES)" \
 	  -D FLASH_DMATTN_CUDA_ONLY_COMPILE=$(CUDA_ONLY_COMPILE) $(CMAKE_OPTIONS)
-	cmake --build --preset cuda --target flash_dmattn_torch cuda_tests
+	cmake --build --preset cuda --target flash_dmattn_torch cuda_tests bench_attention bench_selection
 	@tools/compile_seconds.sh build/cuda
 	ctest --test-dir build/cuda --label-regex '^cuda$$' --output-on-failure
 	@tools/list_skipped.sh build/cuda
