@@ -1,7 +1,5 @@
 #include "backend.h"
 
-#include <cstring>
-#include <optional>
 #include <stdexcept>
 
 #include "cuda/params.h"
@@ -52,33 +50,12 @@ struct Choice {
   }
 };
 
-// The choice for the last problem of this thread. One call asks for it up to ten times, and a search takes as long as
-// the texts of its reasons.
-template <class Args>
-const Choice<Args>& known_choice(const Problem& p,
-                                 std::initializer_list<Kernels<Args> Family::*> seats,
-                                 const DeviceProperties& device) {
-  struct Known {
-    int device;
-    Problem problem;
-    Choice<Args> choice;
-  };
-  thread_local std::optional<Known> last;
-  // Of equal bytes; those between members may differ, which costs a search.
-  const bool is_known =
-      last && last->device == device.index && std::memcmp(&last->problem, &p, sizeof(Problem)) == 0;
-  if (!is_known) {
-    last = Known{device.index, p, Choice<Args>(p, seats, device)};
-  }
-  return last->choice;
+Choice<ForwardArgs> choose_forward(const Problem& p, const DeviceProperties& device) {
+  return {p, {&Family::few_queries, &Family::forward}, device};
 }
 
-const Choice<ForwardArgs>& choose_forward(const Problem& p, const DeviceProperties& device) {
-  return known_choice<ForwardArgs>(p, {&Family::few_queries, &Family::forward}, device);
-}
-
-const Choice<BackwardArgs>& choose_backward(const Problem& p, const DeviceProperties& device) {
-  return known_choice<BackwardArgs>(p, {&Family::backward}, device);
+Choice<BackwardArgs> choose_backward(const Problem& p, const DeviceProperties& device) {
+  return {p, {&Family::backward}, device};
 }
 
 // Of a call that the backend has been found to support.
@@ -147,9 +124,9 @@ std::string supports(const Problem& p) {
   if (p.device != Device::cuda) return decline_other_device(p, "cuda", Device::cuda);
   if (!decline_driver().empty()) return decline_driver();
   const DeviceProperties& device = current_device();
-  const Choice<ForwardArgs>& forward = choose_forward(p, device);
+  const Choice<ForwardArgs> forward = choose_forward(p, device);
   if (forward.kernels == nullptr) return "forward: " + forward.reasons;
-  const Choice<BackwardArgs>& backward = choose_backward(p, device);
+  const Choice<BackwardArgs> backward = choose_backward(p, device);
   return backward.kernels == nullptr ? "backward: " + backward.reasons : "";
 }
 
