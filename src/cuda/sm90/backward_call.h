@@ -180,7 +180,7 @@ struct BackwardCall {
     if (has_dbias_sums() || !is_dense(p.bias_shape)) return;
     const bool sums_heads = p.bias_shape[1] != p.heads_q;
     // The unit writes 16 bytes at once, also at the end of a row.
-    const bool by_tma = !sums_heads && !has_list(p) && p.seqlen_k % 8 == 0 &&
+    const bool by_tma = !has_list(p) && p.seqlen_k % 8 == 0 &&
                         DenseBiasRows(common.shape, common.dbias).has_tensor_map();
     params.dense_dbias = {.sums_heads = sums_heads, .clears = !has_list(p), .by_tma = by_tma};
   }

@@ -69,7 +69,7 @@ struct DenseDbias {
   bool sums_heads = false;
   // The main loop stores zeros for the tiles that no block computes.
   bool clears = false;
-  // Tiles are stored by the TMA unit, as they are.
+  // Tiles are stored by the TMA unit.
   bool by_tma = false;
 };
 

@@ -146,7 +146,7 @@ struct DbiasWriter {
       const bool waits = p.dense_dbias.sums_heads && !at.is_last_of_tile();
       if (wanted() && !waits) {
         if (p.dense_dbias.by_tma) {
-          store_by_tma(work, at, n);
+          store_by_tma(work, at, n, second_head);
         } else {
           shares_row() ? add_row_sums(work, at, n) : store(work, at, n, second_head);
         }
@@ -169,14 +169,23 @@ struct DbiasWriter {
     return shared_address(storage.ds[Pipeline<Kernel::policy.score_tiles>::stage(n)]);
   }
 
-  __device__ void store_by_tma(const BackwardWork& work, const Visits& at, int n) const {
+  // The sum of two heads is made in the tile of the first: dQ of the second may still read its own.
+  __device__ void store_by_tma(const BackwardWork& work, const Visits& at, int n,
+                               bool second_head) const {
+    const std::uint32_t from = tile(second_head ? n - 1 : n);
+    if (second_head) {
+      const std::uint32_t here = tile(n);
+#pragma unroll 1
+      for (std::uint32_t i = lane_id() * 16; i < ScoreTile::bytes; i += warp_size * 16)
+        store_shared_16(from + i, sum(load_shared_16(from + i), load_shared_16(here + i)));
+    }
     fence_async_proxy();
     __syncwarp();
     if (lane_id() != 0) return;
     const auto [head, batch] = index_in_map(p.backward.dbias, work.batch, at.head(), work.kv_head);
 #pragma unroll
     for (int i = 0; i < ScoreTile::panels; ++i) {
-      tma_store(p.dbias_map, tile(n) + i * ScoreTile::panel_bytes, work.key + i * panel_columns,
+      tma_store(p.dbias_map, from + i * ScoreTile::panel_bytes, work.key + i * panel_columns,
                 at.tile() * rows, head, batch);
     }
     bulk_commit();
