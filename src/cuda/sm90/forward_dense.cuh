@@ -2,6 +2,7 @@
 
 #include "cuda/common/tile_states.cuh"
 #include "cuda/sm90/forward_producer.cuh"
+#include "cuda/sm90/tensor_map.h"
 
 // Masks and biases with a query dimension, DenseAccess::tiles: the iterator over the key tiles of a work tile, and the
 // producers that load their bits and biases besides K and V.
@@ -175,8 +176,7 @@ struct DenseProducer : TmaProducer<Kernel> {
     static constexpr int most = Kernel::policy.warpgroups;
     const std::uint64_t* bits[most];  // of key 0, for 64 queries each
     int row;
-    int head;   // of the bias
-    int batch;  // of the bias
+    int2 bias;  // head and batch element in the bias' map
 
     __device__ Source(const ForwardKernelParams& params, const WorkTile& work) : row(work.row) {
       const ScoreParams& score = params.forward.score;
@@ -189,8 +189,7 @@ struct DenseProducer : TmaProducer<Kernel> {
                                       min(row / PackedMask::side + i, row_tiles - 1);
         bits[i] = mask.bits + row_tile * mask.words * PackedMask::side;
       }
-      head = score.bias.head_q != 0 ? work.head : score.bias.head_kv != 0 ? work.kv_head : 0;
-      batch = score.bias.batch != 0 ? work.batch : 0;
+      bias = index_in_map(score.bias, work.batch, work.head, work.kv_head);
     }
   };
 
@@ -218,7 +217,7 @@ struct DenseProducer : TmaProducer<Kernel> {
 #pragma unroll
       for (int j = 0; j < Biases::panels; ++j) {
         tma_load(shared_address(tile.bias) + j * Biases::panel_bytes, p.bias_map, full,
-                 key + j * panel_columns, source.row + 64 * i, source.head, source.batch);
+                 key + j * panel_columns, source.row + 64 * i, source.bias.x, source.bias.y);
       }
     }
   }
