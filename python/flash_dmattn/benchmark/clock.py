@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ..check.memory import peak_bytes
 
+# A GPU's clock follows its load with a delay: no case may be timed at the clock that the case before has left.
+_SECONDS_OF_WARM_UP = 0.5
 _CYCLES_AHEAD = (
     2_000_000  # about a millisecond, in which Python runs ahead of the GPU, as in training
 )
@@ -60,19 +62,29 @@ def median_ms(call: Callable[[], object], device: str, repeats: int) -> float:
 
 
 def costs(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Cost]:
-    """Of every side: medians of `repeats` rounds. The order of the sides is drawn anew for each round, so that
-    neither a drifting clock nor the side before favours one."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    """Of every side: medians of `repeats` rounds, after rounds that warm up. The order of the sides is drawn anew for
+    each round, so that neither a drifting clock nor the side before favours one."""
     draw = random.Random(0)
-    for turn in range(repeats + 1):  # the first one warms up
+
+    def one_round() -> dict[str, tuple[float, float]]:
+        times = {}
         for name in draw.sample(list(steps), len(steps)):
             step = steps[name]
             forward, out = timed(step.forward, device)
             backward, _ = timed(step.backward, device, out)
             del out
-            if turn:
-                times[name].append((forward, backward))
-    medians = {name: map(statistics.median, zip(*t, strict=True)) for name, t in times.items()}
+            times[name] = (forward, backward)
+        return times
+
+    begin = time.perf_counter()
+    one_round()
+    while device != "cpu" and time.perf_counter() - begin < _SECONDS_OF_WARM_UP:
+        one_round()
+    rounds = [one_round() for _ in range(repeats)]
+    medians = {
+        name: map(statistics.median, zip(*(times[name] for times in rounds), strict=True))
+        for name in steps
+    }
     found = {}
     for name, step in steps.items():
         forward, backward = medians[name]
