@@ -95,9 +95,10 @@ struct BackwardKernel {
         if constexpr (has_slots) {
           const SlotLoader<BackwardKernel> loader{p, storage};
           int round = 0;
-          for_each_work(p, storage, [&](const BackwardWork& work, const SlotPart& part, int turn) {
-            round = loader.run(work, part, turn, round);
-          });
+          for_each_work(p, storage,
+                        [&](const BackwardWork& work, const SlotPart& part, int work_count) {
+                          round = loader.run(work, part, work_count, round);
+                        });
         }
       } else if (has_slots && warp == static_cast<int>(WarpRole::clear_unseen_keys)) {
         if constexpr (has_slots) UnseenKeys<BackwardKernel>{p}.clear();
@@ -111,8 +112,8 @@ struct BackwardKernel {
       increase_registers<BackwardPolicy::consumer_registers>();
       BackwardConsumer<BackwardKernel> consumer(p, storage);
       int n = 0;
-      for_each_work(p, storage, [&](const BackwardWork& work, const SlotPart&, int turn) {
-        n = consumer.run(work, turn, n);
+      for_each_work(p, storage, [&](const BackwardWork& work, const SlotPart&, int work_count) {
+        n = consumer.run(work, work_count, n);
       });
     }
   }
@@ -139,19 +140,19 @@ struct BackwardKernel {
     return tile.before;
   }
 
-  // Calls body(work, part, index) for every work of a block.
+  // Calls body(work, part, work_count) for every work of a block.
   template <class Body>
   static __device__ void for_each_work(const Params& p, const SharedStorage& storage,
                                        const Body& body) {
     if constexpr (has_slots) {
-      int turn = 0;
+      int work_count = 0;
 #pragma unroll 1
       for (int i = 0;; ++i) {
         const SlotPart part = p.slots.partition.part(static_cast<int>(blockIdx.x), i);
         if (part.chain < 0) break;
         if (part.unit_begin >= part.unit_end) continue;
         const BackwardWork work = work_of(p, part);
-        if (work.has_tiles()) body(work, part, turn++);
+        if (work.has_tiles()) body(work, part, work_count++);
       }
     } else {
       body(storage.work[0], SlotPart{}, 0);

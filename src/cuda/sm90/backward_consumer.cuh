@@ -42,18 +42,18 @@ class BackwardConsumer {
       : p_(p),
         storage_(storage),
         // Uniform over the warp, also for the compiler: products may be in a branch on it.
-        warpgroup_(__shfl_sync(full_mask, static_cast<int>(threadIdx.x) / 128 - 1, 0)),
+        warpgroup_(shuffle(static_cast<int>(threadIdx.x) / 128 - 1, 0)),
         keys_(p, storage, warpgroup_),
         dense_(p, storage, warpgroup_) {}
 
-  // `turn`: works of this block before, `n`: query tiles before, over all heads.
-  __device__ int run(const BackwardWork& work, int turn, int n) {
+  // `work_count`: works of this block before, `n`: query tiles before, over all heads.
+  __device__ int run(const BackwardWork& work, int work_count, int n) {
     clear(dk_);
     clear(dv_);
     Visit at = visits(work, n);
     if (at.has()) {
       if constexpr (!Kernel::has_slots) storage_.key_pipeline.wait_full(0);
-      keys_.begin(turn);
+      keys_.begin(work_count);
       dense_.begin(work);
       keys_.begin_tile(at);
       storage_.q_pipeline.wait_full(n);
@@ -141,7 +141,7 @@ class BackwardConsumer {
   // uniform registers to keep them all.
   static __device__ std::uint32_t address_of_keys(const std::byte* tile) {
     std::uint32_t address = shared_address(tile);
-    if constexpr (variant.has_dense()) asm volatile("" : "+r"(address));
+    if constexpr (variant.has_dense()) make_opaque(address);
     return address;
   }
 
@@ -198,7 +198,7 @@ class BackwardConsumer {
 
   // Computes dQ and starts dK. It waits for dV, which is in flight; dK stays in flight.
   __device__ void multiply_dq(int n) {
-    if constexpr (policy.dq == DqSplit::turns) {
+    if constexpr (policy.dq == DqSplit::alternating) {
       wgmma_wait<0>();  // the registers of dV's operand are reused
       pin(dv_);
       storage_.dout_pipeline.release(n);

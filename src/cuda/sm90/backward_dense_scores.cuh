@@ -53,7 +53,7 @@ class DenseScores {
   __device__ std::uint32_t fragment_offset() const {
     // Recomputed at each use: the loop has no register for it.
     int lane = lane_id();
-    asm volatile("" : "+r"(lane));
+    make_opaque(lane);
     const int query = lane / 16 * 8 + lane % 8;
     const int chunk = warpgroup_ * 8 + warp() * 2 + lane / 8 % 2;
     return ScoreTile::offset(query, chunk);
@@ -151,7 +151,7 @@ class DenseElementScores : public DenseScores<Kernel> {
 #pragma unroll
     for (int j = 0; j < rows / 8; ++j) {
       // Limits the loads in flight to the registers that there are.
-      if (j % 2 == 0) asm volatile("" ::: "memory");
+      if (j % 2 == 0) compiler_fence();
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const std::int64_t query = min(first_query + 8 * j + e, last_query);

@@ -44,9 +44,9 @@ constexpr BackwardVariant with_overlap(BackwardVariant variant, bool overlaps) {
 
 // How the two warpgroups share dq of a query tile, each part a product of 64 queries over all keys.
 enum class DqSplit : std::uint8_t {
-  columns,  // half of the columns each
-  turns,    // one tile each, alternating: dS is read once, the accumulators are twice as many
-  rows,     // 64 of 128 queries each
+  columns,      // half of the columns each
+  alternating,  // every other tile each: dS is read once, the accumulators are twice as many
+  rows,         // 64 of 128 queries each
 };
 
 struct BackwardPolicy {
@@ -62,7 +62,7 @@ struct BackwardPolicy {
   static constexpr int producer_registers = 24;
   static constexpr int consumer_registers = 240;
 
-  constexpr int dq_parts() const { return dq == DqSplit::turns ? 1 : 2; }
+  constexpr int dq_parts() const { return dq == DqSplit::alternating ? 1 : 2; }
   constexpr int dq_part_columns(int head_dim) const {
     return dq == DqSplit::columns ? head_dim / 2 : head_dim;
   }
@@ -75,14 +75,14 @@ inline constexpr int slot_segments = 64;
 inline constexpr int order_heads = 2;
 
 // Shared memory binds: the products of a tile read it for longer than the tensor cores multiply. D 64: dk
-// and dv are half as large, so that 128 queries fit, which share a read of K and V. D 128: DqSplit::turns
-// reads less, but a block of neighbouring keys loses 3 % in waits; with slots there is other work meanwhile, and turns
-// are 5 % faster. Dense: tiles of 64 queries also at D 64, as the packed mask has. Three tiles of dS: two heads are
+// and dv are half as large, so that 128 queries fit, which share a read of K and V. D 128: DqSplit::alternating
+// reads less, but a block of neighbouring keys loses 3 % in waits; with slots there is other work meanwhile, and it is
+// 5 % faster. Dense: tiles of 64 queries also at D 64, as the packed mask has. Three tiles of dS: two heads are
 // summed while the biases of a third tile are loaded.
 constexpr BackwardPolicy backward_policy(int head_dim, const BackwardVariant& variant) {
-  if (variant.has_slots()) return {.rows = slot_tile_rows, .dq = DqSplit::turns};
+  if (variant.has_slots()) return {.rows = slot_tile_rows, .dq = DqSplit::alternating};
   if (variant.has_dense()) {
-    const DqSplit dq = head_dim == 64 ? DqSplit::turns : DqSplit::columns;
+    const DqSplit dq = head_dim == 64 ? DqSplit::alternating : DqSplit::columns;
     return {.rows = 64, .dq = dq, .score_tiles = 3};
   }
   if (head_dim == 64) return {.rows = 128, .dq = DqSplit::rows};

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "cuda/common/fp64_fallback.cuh"
+#include "cuda/common/warp.cuh"
 #include "cuda/sm90/forward_params.h"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -19,14 +20,14 @@ struct FixForwardKernel {
   __device__ void operator()(const Params& p, SharedStorage&) const {
     if (p.needs_fix != nullptr && *p.needs_fix == 0) return;
     const Shape& shape = p.forward.shape;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int lane = static_cast<int>(threadIdx.x) % warp_size;
     const std::int64_t rows =
         static_cast<std::int64_t>(shape.batch) * shape.heads_q * shape.seqlen_q;
     const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * warps + threadIdx.x / 32;
     for (std::int64_t first = warp * 32; first < rows;
          first += static_cast<std::int64_t>(gridDim.x) * warps * 32) {
       const bool marked = first + lane < rows && isnan(p.forward.lse[first + lane]);
-      unsigned left = __ballot_sync(0xffffffffu, marked);
+      unsigned left = warp_ballot(marked);
       for (; left != 0; left &= left - 1) {
         const std::int64_t index = first + __ffs(static_cast<int>(left)) - 1;
         const int row = static_cast<int>(index % shape.seqlen_q);

@@ -34,7 +34,7 @@ class ForwardConsumer {
       : p_(p),
         storage_(storage),
         // Uniform over the warp, also for the compiler.
-        warpgroup_(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128 - 1, 0)),
+        warpgroup_(shuffle(static_cast<int>(threadIdx.x) / 128 - 1, 0)),
         shapes_(Kernel::shapes && shapes_scores(p.forward)),
         factor_(shapes_ ? 1.0f : p.forward.score.factor) {}
 
@@ -100,7 +100,7 @@ class ForwardConsumer {
       named_barrier_arrive(Kernel::first_scheduler_barrier + warpgroup, 256);
     }
   }
-  static __device__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  static __device__ int lane() { return static_cast<int>(threadIdx.x) % warp_size; }
   // This thread's first row of its warpgroup's 64, and its first column in a key tile.
   static __device__ int row() { return static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane() / 4; }
   static __device__ int column() { return 2 * (lane() % 4); }
@@ -226,8 +226,8 @@ class ForwardConsumer {
 
   // ---- Scores --------------------------------------------------------------------------------------
 
-  // Loads from shared memory do not move up past this: hoisted together they need more registers than there are.
-  static __device__ void keep_loads_apart() { asm volatile("" ::: "memory"); }
+  // Between loads from shared memory, which hoisted together need more registers than there are.
+  static __device__ void keep_loads_apart() { compiler_fence(); }
 
   // Softcap or a factor that is not positive, and the bias, in units of log 2. A product that has overflowed
   // may have the wrong sign, which a softcap would hide: it becomes NaN.
@@ -322,9 +322,7 @@ class ForwardConsumer {
         even = fmaxf(even, scores_[4 * i + 2 * h]);
         odd = fmaxf(odd, scores_[4 * i + 2 * h + 1]);
       }
-      top[h] = fmaxf(even, odd);
-      top[h] = fmaxf(top[h], __shfl_xor_sync(0xffffffffu, top[h], 1));
-      top[h] = fmaxf(top[h], __shfl_xor_sync(0xffffffffu, top[h], 2));
+      top[h] = quad_max(fmaxf(even, odd));
     }
     if constexpr (First) {
 #pragma unroll
@@ -333,8 +331,8 @@ class ForwardConsumer {
         sum_[h] = 0;
       }
     } else {
-      rescales_ = __any_sync(0xffffffffu, (top[0] - max_[0]) * factor_ > max_growth ||
-                                              (top[1] - max_[1]) * factor_ > max_growth);
+      rescales_ = warp_any((top[0] - max_[0]) * factor_ > max_growth ||
+                           (top[1] - max_[1]) * factor_ > max_growth);
       if (rescales_) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {

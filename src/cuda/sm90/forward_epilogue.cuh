@@ -1,6 +1,7 @@
 #pragma once
 
 #include "cuda/common/convert.cuh"
+#include "cuda/common/warp.cuh"
 #include "cuda/sm90/forward_params.h"
 #include "cuda/sm90/ptx.cuh"
 #include "cuda/sm90/quad_transpose.cuh"
@@ -26,15 +27,13 @@ __device__ inline void store_output(const ForwardKernelParams& params, const Wor
                                     int head, int row, const float (&out)[D / 2],
                                     const float (&sums)[2], const float (&offsets)[2]) {
   const ForwardParams& p = params.forward;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = static_cast<int>(threadIdx.x) % warp_size;
   const bool empty = !work.has_keys();
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int query = row + 8 * h;
     const bool exists = query < p.shape.seqlen_q;
-    float sum = sums[h];
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    const float sum = quad_sum(sums[h]);
 
     const float inverse = sum > 0 ? reciprocal_approx(sum) : 0;
     std::byte* const to = p.out.data + work.batch * p.out.batch + head * p.out.head +
@@ -59,8 +58,8 @@ __device__ inline void store_output(const ForwardKernelParams& params, const Wor
         store_if(stores, to + chunk * 16, words);
       }
     }
-    non_finite |= __shfl_xor_sync(0xffffffffu, non_finite, 1);
-    non_finite |= __shfl_xor_sync(0xffffffffu, non_finite, 2);
+    non_finite |= shuffle_xor(non_finite, 1);
+    non_finite |= shuffle_xor(non_finite, 2);
 
     constexpr float largest = 3.4028235e38f;
     // A tile without keys multiplies hidden rows of V by 0; those rows may hold any value.

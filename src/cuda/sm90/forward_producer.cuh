@@ -238,7 +238,7 @@ struct GatherProducer : ProducerBase<Kernel> {
     }
     source.biases = this->biases(work);
     // Keeps the addresses in registers instead of recomputing them at each use.
-    asm volatile("" : "+l"(source.k), "+l"(source.v), "+l"(source.biases));
+    make_opaque(source.k, source.v, source.biases);
     return source;
   }
 

@@ -56,14 +56,15 @@ struct CopyRows {
     const long head = item / chunks % heads;
     const long b = item / chunks / heads / seqlen;
     const long key = list.key(static_cast<int>(b), static_cast<int>(head), static_cast<int>(row));
-    std::uint32_t pairs[4] = {};
+    std::uint32_t packed2[4] = {};
     if (key >= 0) {
       const auto* const source = reinterpret_cast<const std::uint16_t*>(
           from.data + b * from.batch + key * from.row + head * from.head + offset);
       for (int i = 0; i < 4; ++i)
-        pairs[i] = element(source[2 * i]) | element(source[2 * i + 1]) << 16;
+        packed2[i] = element(source[2 * i]) | element(source[2 * i + 1]) << 16;
     }
-    store_chunk(to.data + b * to.batch + row * to.row + head * to.head + offset, pairs, to.aligned);
+    store_chunk(to.data + b * to.batch + row * to.row + head * to.head + offset, packed2,
+                to.aligned);
   }
 
  private:

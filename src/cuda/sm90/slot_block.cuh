@@ -27,7 +27,7 @@ class SlotBlock {
   __device__ SlotBlock(const BackwardKernelParams& p, Storage& storage, int warpgroup)
       : p_(p), storage_(storage), warpgroup_(warpgroup) {}
 
-  __device__ void begin(int turn) { work_ = &storage_.work[turn % 2]; }
+  __device__ void begin(int work_count) { work_ = &storage_.work[work_count % 2]; }
 
   // Before the scores of a query tile are initialized: loads the keys of the slots and the queries that see them.
   __device__ void begin_tile(const Visit& at) {
@@ -108,19 +108,19 @@ class SlotBlock {
   __device__ void leave(bool on, float (&dk)[gradients], float (&dv)[gradients]) {
     if (!warp_any(on)) return;
     const BackwardParams& p = p_.backward;
-    const KeyRecord who = record(H);
-    const bool came_before = who.first < work_->tile_begin * rows;
-    const bool whole = on && !came_before && who.last <= work_->tile_end * rows;
+    const KeyRecord leaving = record(H);
+    const bool came_before = leaving.first < work_->tile_begin * rows;
+    const bool whole = on && !came_before && leaving.last <= work_->tile_end * rows;
     const bool part = on && !whole;
     const float dbias = quad_reduce(dbias_[H], [](float x, float y) { return x + y; });
     dbias_[H] = on ? 0 : dbias_[H];
     const bool first_lane = lane_id() % 4 == 0;
     if (warp_any(whole)) {
-      store_row<H>(whole, p.dk, who.key, dk, p.score.scale);
-      store_row<H>(whole, p.dv, who.key, dv, 1);
+      store_row<H>(whole, p.dk, leaving.key, dk, p.score.scale);
+      store_row<H>(whole, p.dv, leaving.key, dv, 1);
       store_if(whole && first_lane && p.dbias.data != nullptr,
                reinterpret_cast<float*>(p.dbias.data) + work_->batch * p.dbias.batch +
-                   work_->kv_head * (p.dbias.head_q + p.dbias.head_kv) + who.key,
+                   work_->kv_head * (p.dbias.head_q + p.dbias.head_kv) + leaving.key,
                dbias);
     }
     if (warp_any(part)) {

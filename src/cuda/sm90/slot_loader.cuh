@@ -14,15 +14,16 @@ struct SlotLoader {
   using Storage = typename Kernel::SharedStorage;
   using Tile = typename Storage::KeyTile;
   static constexpr int block_slots = SlotParams::block_slots;
-  static constexpr int nobody = 0x7fffffff;  // as the first and last query of an empty slot
+  static constexpr int no_query = 0x7fffffff;  // first and last query of an empty slot
 
   const BackwardKernelParams& p;
   Storage& storage;
 
-  // `round`: query tiles of this block before, `turn`: parts before.
-  __device__ int run(const BackwardWork& work, const SlotPart& part, int turn, int round) const {
+  // `round`: query tiles of this block before, `work_count`: parts before.
+  __device__ int run(const BackwardWork& work, const SlotPart& part, int work_count,
+                     int round) const {
     if (round > 0) storage.slots.pipeline.wait_released(round - 1);
-    if (lane_id() == 0) storage.work[turn % 2] = work;
+    if (lane_id() == 0) storage.work[work_count % 2] = work;
     begin(work, part, round);
 #pragma unroll 1
     for (int tile = work.tile_begin; tile + 1 < work.tile_end; ++tile, ++round) {
@@ -81,16 +82,16 @@ struct SlotLoader {
       } else {
         storage.slots.records[(round + 1) % 2][slot] = record;
       }
-      unsigned coming = warp_ballot(rests && record.key >= 0);
-      for (; coming != 0; coming &= coming - 1) {
-        const int l = __ffs(static_cast<int>(coming)) - 1;
+      unsigned arriving = warp_ballot(rests && record.key >= 0);
+      for (; arriving != 0; arriving &= arriving - 1) {
+        const int l = __ffs(static_cast<int>(arriving)) - 1;
         copy_rows(work, i + l, shuffle(record.key, l));
       }
     }
     publish(round + 1);
   }
 
-  static __device__ KeyRecord no_key() { return {nobody, nobody, -1, 0}; }
+  static __device__ KeyRecord no_key() { return {no_query, no_query, -1, 0}; }
 
   // Puts a key into a slot and starts the load of its successor's record; negative: no successor.
   __device__ void put(const BackwardWork& work, const KeyRecord& record, int successor, int slot,

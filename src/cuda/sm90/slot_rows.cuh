@@ -61,17 +61,18 @@ struct AddSlotParts {
     const int arrival =
         slots.slots.starts[(row * shape.segments + part.unit_end) * shape.slots + work.key + slot];
     if (arrival < 0) return;
-    const KeyRecord who =
+    const KeyRecord record =
         slots.records[(std::int64_t{work.batch} * p.backward.shape.heads_kv + work.kv_head) *
                           p.backward.shape.seqlen_k +
                       arrival];
     const int unit_rows = slots.segment_tiles * slot_tile_rows;
-    if (who.first < part.unit_begin * unit_rows || who.first >= part.unit_end * unit_rows) return;
+    if (record.first < part.unit_begin * unit_rows || record.first >= part.unit_end * unit_rows)
+      return;
 
     Sums sums;
     sums.add(Sums(slots, part.id, 1, slot));
-    add_later_parts(slots, part, ceil_div(who.last, unit_rows), slot, sums);
-    store(p, work, who.key, sums);
+    add_later_parts(slots, part, ceil_div(record.last, unit_rows), slot, sums);
+    store(p, work, record.key, sums);
   }
 
  private:
