@@ -19,12 +19,12 @@ cudaStream_t stream_of(const Execution& execution) {
 
 constexpr int element_bytes = 2;
 
-RowTensor rows_of_tokens(const ConstTensor4& t) {  // [B, S, Hkv, D], which is not written
-  return {static_cast<std::byte*>(const_cast<void*>(t.data)), t.stride[0] * element_bytes,
+ReadRows rows_of_tokens(const ConstTensor4& t) {  // [B, S, Hkv, D]
+  return {static_cast<const std::byte*>(t.data), t.stride[0] * element_bytes,
           t.stride[2] * element_bytes, t.stride[1] * element_bytes};
 }
 
-RowTensor rows_of_slots(const Tensor4& t) {  // [B, Hkv, slots, D]
+WrittenRows rows_of_slots(const Tensor4& t) {  // [B, Hkv, slots, D]
   return {static_cast<std::byte*>(t.data), t.stride[0] * element_bytes, t.stride[1] * element_bytes,
           t.stride[2] * element_bytes};
 }
@@ -44,11 +44,12 @@ Slots slots_of(const KvCache& cache) {
 }
 
 // How rows of all of these are copied.
-RowCopy row_copy(const KvCacheShape& shape, std::initializer_list<RowTensor> tensors) {
+template <class... Byte>
+RowCopy row_copy(const KvCacheShape& shape, const RowTensor<Byte>&... tensors) {
   const std::int64_t bytes = shape.head_dim * element_bytes;
-  std::int64_t bits = bytes;
-  for (const RowTensor& t : tensors)
-    bits |= reinterpret_cast<std::intptr_t>(t.data) | t.batch | t.head | t.token;
+  const std::int64_t bits = (bytes | ... |
+                             (reinterpret_cast<std::intptr_t>(tensors.data) | tensors.batch |
+                              tensors.head | tensors.token));
   const int unit = bits % 16 == 0 ? 16 : element_bytes;
   return {.unit = unit, .units = static_cast<int>(bytes / unit)};
 }
@@ -75,7 +76,7 @@ void clear(const KvCache& cache, const Execution& execution) {
   zero(cache.counts, rows_of(s) * static_cast<std::int64_t>(sizeof(SlotCount)));
   zero(cache.seen, s.batch * 4);
   const Slots slots = slots_of(cache);
-  const RowCopy copy = row_copy(s, {slots.k, slots.v});
+  const RowCopy copy = row_copy(s, slots.k, slots.v);
   for_each(rows_of(s) * s.slots() * copy.units,
            ClearRows{slots.k, slots.v, slots.heads, slots.slots, copy}, stream);
 }
@@ -85,7 +86,7 @@ void copy_rows(const CopyRowsArgs& args, const Execution& execution) {
   const KvCacheShape& s = args.to.shape;
   Slots to = slots_of(args.to);
   to.pending = from.pending;
-  const RowCopy copy = row_copy(s, {from.k, from.v, to.k, to.v});
+  const RowCopy copy = row_copy(s, from.k, from.v, to.k, to.v);
   for_each(rows_of(s) * (to.window + to.pending) * copy.units, CopyRows{from, to, args.index, copy},
            stream_of(execution));
 }
@@ -103,18 +104,18 @@ void fill(const FillArgs& args, const Execution& execution) {
                                 .seqlen_q = static_cast<int>(args.seqlen_q),
                                 .batch = static_cast<int>(s.batch)},
                                execution);
-  const RowTensor k = rows_of_tokens(args.k);
-  const RowTensor v = rows_of_tokens(args.v);
-  const RowCopy copy = row_copy(s, {cache.k, cache.v, k, v});
+  const ReadRows k = rows_of_tokens(args.k);
+  const ReadRows v = rows_of_tokens(args.v);
+  const RowCopy copy = row_copy(s, cache.k, cache.v, k, v);
   for_each(rows_of(s) * s.window * copy.units, FillRows{cache, k, v, copy}, stream_of(execution));
 }
 
 void append(const AppendArgs& args, const Execution& execution) {
   const KvCacheShape& s = args.cache.shape;
   const Slots cache = slots_of(args.cache);
-  const RowTensor k = rows_of_tokens(args.k);
-  const RowTensor v = rows_of_tokens(args.v);
-  const RowCopy copy = row_copy(s, {cache.k, cache.v, k, v});
+  const ReadRows k = rows_of_tokens(args.k);
+  const ReadRows v = rows_of_tokens(args.v);
+  const RowCopy copy = row_copy(s, cache.k, cache.v, k, v);
   for_each(rows_of(s) * args.seqlen * copy.units,
            AppendTokens{cache, k, v, {args.scores, args.mask}, static_cast<int>(args.seqlen), copy},
            stream_of(execution));
@@ -159,7 +160,7 @@ void commit(const CommitArgs& args, const Execution& execution) {
   params.keep = args.keep;
   params.evicted_by = memory.evicted_by;
   launch_rows<FindEvictionsKernel>(params, execution);
-  const RowCopy copy = row_copy(args.cache.shape, {params.cache.k, params.cache.v});
+  const RowCopy copy = row_copy(args.cache.shape, params.cache.k, params.cache.v);
   launch_rows<CommitKernel>({params, copy, memory.places}, execution);
 }
 

@@ -6,7 +6,7 @@
 namespace flash_dmattn::cuda::kv {
 
 struct ClearRows {
-  RowTensor k, v;
+  WrittenRows k, v;
   int heads;
   int slots;
   RowCopy copy;
@@ -16,7 +16,7 @@ struct ClearRows {
     item /= copy.units;
     const int slot = static_cast<int>(item % slots);
     const long row = item / slots;
-    for (const RowTensor& rows : {k, v}) {
+    for (const WrittenRows& rows : {k, v}) {
       std::byte* const to = rows.at(row / heads, row % heads, slot) + unit * copy.unit;
       for (int i = 0; i < copy.unit; i += 2) *reinterpret_cast<std::uint16_t*>(to + i) = 0;
     }
@@ -55,7 +55,7 @@ struct CopyRows {
 // Tokens behind the pending ones.
 struct AppendTokens {
   Slots cache;
-  RowTensor k, v;
+  ReadRows k, v;
   TokenScores scores;
   int seqlen;
   RowCopy copy;
@@ -79,7 +79,7 @@ struct AppendTokens {
 // The rows of the tokens that have slots, whose positions are there.
 struct FillRows {
   Slots cache;
-  RowTensor k, v;
+  ReadRows k, v;
   RowCopy copy;
 
   __device__ void operator()(long item) const {

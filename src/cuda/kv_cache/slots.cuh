@@ -9,20 +9,24 @@
 // A KV cache as the kernels see it.
 namespace flash_dmattn::cuda::kv {
 
-// Rows of 16-bit elements; strides in bytes.
+// Rows of 16-bit elements: `Byte` is const where they are only read. Strides in bytes.
+template <class Byte>
 struct RowTensor {
-  std::byte* data = nullptr;
+  Byte* data = nullptr;
   std::int64_t batch = 0;
   std::int64_t head = 0;
   std::int64_t token = 0;  // or slot
 
-  __device__ std::byte* at(std::int64_t b, std::int64_t h, std::int64_t t) const {
+  __device__ Byte* at(std::int64_t b, std::int64_t h, std::int64_t t) const {
     return data + b * batch + h * head + t * token;
   }
 };
 
+using ReadRows = RowTensor<const std::byte>;
+using WrittenRows = RowTensor<std::byte>;
+
 struct Slots {
-  RowTensor k, v;
+  WrittenRows k, v;
   float* scores;
   std::int32_t* positions;
   SlotCount* counts;
