@@ -123,24 +123,24 @@ std::int64_t broadcast_size(std::int64_t a, std::int64_t b) {
 
 // Broadcasts the shape of a mask or bias [B or 1, H or 1, Sq or 1, Sk or 1] into that of the limits. An expanded
 // dimension counts as one of size 1.
-void take_pairs(RankArgs& args, const Tensor& pairs, const char* name, const Tensor& scores,
+void take_dense(RankArgs& args, const Tensor& dense, const char* name, const Tensor& scores,
                 std::array<std::int64_t, 2>& shape, std::array<std::int64_t, 4>& stride) {
-  const bool fits = pairs.dim() == 4 && (pairs.size(2) == args.seqlen_q || pairs.size(2) == 1) &&
-                    (pairs.size(3) == args.seqlen_k || pairs.size(3) == 1);
+  const bool fits = dense.dim() == 4 && (dense.size(2) == args.seqlen_q || dense.size(2) == 1) &&
+                    (dense.size(3) == args.seqlen_k || dense.size(3) == 1);
   if (!fits) {
-    throw InvalidArgument(name, shape_text(pairs),
+    throw InvalidArgument(name, shape_text(dense),
                           "shape [B or 1, H or 1, " + std::to_string(args.seqlen_q) + " or 1, " +
                               std::to_string(args.seqlen_k) + " or 1]");
   }
-  expect_on_device_of(pairs, name, scores, "scores");
+  expect_on_device_of(dense, name, scores, "scores");
   for (std::size_t d = 0; d < 4; ++d) {
     const auto dim = static_cast<std::int64_t>(d);
-    const bool one = pairs.size(dim) == 1 || (pairs.size(dim) > 0 && pairs.stride(dim) == 0);
-    stride[d] = one ? 0 : pairs.stride(dim);
-    if (d < 2) shape[d] = one ? 1 : pairs.size(dim);
+    const bool one = dense.size(dim) == 1 || (dense.size(dim) > 0 && dense.stride(dim) == 0);
+    stride[d] = one ? 0 : dense.stride(dim);
+    if (d < 2) shape[d] = one ? 1 : dense.size(dim);
   }
-  args.batch = broadcast_size(args.batch, pairs.size(0));
-  args.heads = broadcast_size(args.heads, pairs.size(1));
+  args.batch = broadcast_size(args.batch, dense.size(0));
+  args.heads = broadcast_size(args.heads, dense.size(1));
 }
 
 }  // namespace
@@ -156,11 +156,11 @@ std::tuple<Tensor, Tensor> rank_op(const Tensor& scores, const OptionalTensor& m
   if (scores.dim() != 3) {
     throw InvalidArgument("scores", shape_text(scores), "shape [B or 1, H or 1, Sk]");
   }
-  if (!mask && !bias) throw InvalidArgument("mask", "none", "a mask or a bias of pairs");
+  if (!mask && !bias) throw InvalidArgument("mask", "none", "a mask or a bias");
   RankArgs args;
   args.device = device.device();
-  for (const OptionalTensor& pairs : {mask, bias}) {
-    if (pairs && pairs->dim() == 4) args.seqlen_q = std::max(args.seqlen_q, pairs->size(2));
+  for (const OptionalTensor& dense : {mask, bias}) {
+    if (dense && dense->dim() == 4) args.seqlen_q = std::max(args.seqlen_q, dense->size(2));
   }
   args.batch = scores.size(0);
   args.heads = scores.size(1);
@@ -177,12 +177,12 @@ std::tuple<Tensor, Tensor> rank_op(const Tensor& scores, const OptionalTensor& m
     if (mask->scalar_type() != ScalarType::Bool) {
       throw InvalidArgument("mask", torch::headeronly::toString(mask->scalar_type()), "bool");
     }
-    take_pairs(args, *mask, "mask", scores, args.mask_shape, args.mask_stride);
+    take_dense(args, *mask, "mask", scores, args.mask_shape, args.mask_stride);
     args.mask = static_cast<const std::uint8_t*>(mask->const_data_ptr());
   }
   if (bias) {
     args.bias_dtype = dtype_of(*bias, "bias");
-    take_pairs(args, *bias, "bias", scores, args.bias_shape, args.bias_stride);
+    take_dense(args, *bias, "bias", scores, args.bias_shape, args.bias_stride);
     args.bias = bias->const_data_ptr();
     args.mask_value = static_cast<float>(mask_value);
   }

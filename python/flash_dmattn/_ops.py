@@ -138,10 +138,10 @@ def _select_list_fake(scores, key_mask, window):
 @torch.library.register_fake(f"{NAMESPACE}::rank_keys")
 def _rank_fake(scores, mask, bias, mask_value, window, is_causal):
     _require_device_of(scores, mask=mask, bias=bias)
-    pairs = [t for t in (mask, bias) if t is not None]
-    sizes = zip(scores.shape[:2], *(t.shape[:2] for t in pairs), strict=True)
+    dense = [t for t in (mask, bias) if t is not None]
+    sizes = zip(scores.shape[:2], *(t.shape[:2] for t in dense), strict=True)
     batch, heads = (0 if 0 in size else max(size) for size in sizes)
-    seqlen_q = max(t.shape[2] for t in pairs)
+    seqlen_q = max(t.shape[2] for t in dense)
     rank = scores.new_empty((*scores.shape[:2], 1, scores.shape[2]), dtype=torch.int32)
     return rank, scores.new_empty((batch, heads, seqlen_q, 1), dtype=torch.int32)
 

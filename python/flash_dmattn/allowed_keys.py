@@ -105,7 +105,7 @@ def split_additive(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """
     if not may_read():
         return _split_additive(mask)
-    return _once("pairs", mask, _split_additive)
+    return _once("dense", mask, _split_additive)
 
 
 def mask_of_intervals(allowed: KeyIntervals) -> torch.Tensor:
@@ -117,7 +117,7 @@ def mask_of_intervals(allowed: KeyIntervals) -> torch.Tensor:
 
     if not may_read():
         return make(allowed.intervals)
-    return _once(f"pairs of {allowed.query_length} queries", allowed.intervals, make)
+    return _once(f"dense of {allowed.query_length} queries", allowed.intervals, make)
 
 
 def _once(what: str, mask: torch.Tensor, find: Callable):

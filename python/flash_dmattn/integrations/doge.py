@@ -165,10 +165,10 @@ def _doge_mask(
     if mask is None or intervals is not None:
         return intervals
 
-    def fit(pairs: torch.Tensor) -> torch.Tensor:
-        if pairs.shape[2:] == (query_length, key_length):
-            return pairs
-        return pairs[..., :key_length].expand(-1, -1, query_length, -1)
+    def fit(dense: torch.Tensor) -> torch.Tensor:
+        if dense.shape[2:] == (query_length, key_length):
+            return dense
+        return dense[..., :key_length].expand(-1, -1, query_length, -1)
 
     if query_length > 1:
         intervals = intervals_of_mask(fit(mask))

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .backward import careful_delta, gradients_of_scores, load_dout, row_statistics
 from .tiles import (
-    PAIR,
+    DENSE,
     broadcast_head,
     head_rows,
     load_interval,
@@ -95,7 +95,7 @@ def bias_gradient_kernel(
         score, slope = scores(
             products, rows[:, None], index[None, :], mask, bias,
             broadcast_head(mask, batch, head, shape.group),
-            broadcast_head(bias, batch, head, shape.group), shape, MASK, PAIR, SOFTCAP, SATURATE,
+            broadcast_head(bias, batch, head, shape.group), shape, MASK, DENSE, SOFTCAP, SATURATE,
             CAREFUL, VEIL=not CAREFUL,
         )  # fmt: skip
         visible = exists[None, :] & (index[None, :] <= rows[:, None] + shape.reach)

@@ -211,7 +211,7 @@ def backward(problem, dout, out, lse, lse_low, flags, saturate, needs) -> list[T
     bias = p.bias.data if need_dbias else None
     by_rows = need_dbias and bias.shape[2] > 1 and bias.shape[3] == 1
     by_keys = need_dbias and bias.shape[2] == 1
-    by_pairs = need_dbias and not by_rows and not by_keys
+    by_elements = need_dbias and not by_rows and not by_keys
     heads = p.batch * shape.heads_q
     if heads == 0:
         parts = (p.q.data, p.k.data, p.v.data, bias)
@@ -278,7 +278,7 @@ def backward(problem, dout, out, lse, lse_low, flags, saturate, needs) -> list[T
     if by_keys or by_rows:
         total = sums.keys[:, :, None] if by_keys else sums.rows[..., None]
         dbias = _summed(total, bias, p.heads_kv, saturate)
-    elif by_pairs:
+    elif by_elements:
         dbias = _bias_gradient(p, inputs, dout, out, statistics, flags, saturate)
     return [dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, dbias]
 

@@ -16,8 +16,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
-# The shape of a mask or a bias. KEY: [B, H, 1, Sk]. PAIR: any other, a dense one, read by elements.
-NONE, KEY, PAIR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# The shape of a mask or a bias. KEY: [B, H, 1, Sk]. DENSE: any other, a dense one, read by elements.
+NONE, KEY, DENSE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 class Rows(NamedTuple):
