@@ -63,6 +63,5 @@ class Visibility(NamedTuple):
         if self.keys is None:
             return _ALL_KEYS
         if isinstance(self.keys, KeyIntervals):
-            bound = self.keys.bound_operand()
-            return Operands(self.keys.intervals, None, None, None, None, bound)
+            return Operands(key_intervals=self.keys.intervals, key_bound=self.keys.bound_operand())
         return self.keys.operands()
