@@ -38,6 +38,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("builds", nargs=2, type=Path, metavar="BUILD")
     parser.add_argument("--rounds", type=int, default=5)
+    # `pairs`: dense_masks by the name that older builds have for it.
     parser.add_argument("--case", nargs="+", default=["dense", "dma", "groups", "sliding", "pairs"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -82,7 +82,7 @@ part() {
     $((SECONDS - began)) "$(last_words "$results/$name.log")" >>"$results/table.tsv"
 }
 
-# What pytest and ctest say of a whole run, with the tests that ctest skipped.
+# The last line of pytest or ctest, with the number of tests that ctest skipped.
 last_words() {
   local skipped
   skipped=$(grep -acE '\*\*\*Skipped' "$1" || true)
@@ -126,7 +126,7 @@ compare() {
 
 rivals() {
   local bench=(python3 -m flash_dmattn bench --backend cuda triton --commit "$(cat "$folder/after/commit")")
-  part bench_triton "${bench[@]}" --case dense dma sliding pairs --against fa2,cudnn,sdpa,flex --json "$results/triton.json"
+  part bench_triton "${bench[@]}" --case dense dma sliding dense_masks --against fa2,cudnn,sdpa,flex --json "$results/triton.json"
   part bench_sweeps "${bench[@]}" --case scaling windows --against sdpa,flex --json "$results/sweeps.json"
 }
 

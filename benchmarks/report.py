@@ -27,7 +27,7 @@ NAMES = {
 }  # fmt: skip
 KINDS = {
     "per_query": "dynamic mask", "sliding": "sliding window", "documents": "packed documents",
-    "pairs": "dense mask and bias",
+    "dense_masks": "dense mask and bias",
 }  # fmt: skip
 # README's rows: three cases in two dtypes on a CPU, six cases in one dtype on a GPU.
 README_CASES = {
@@ -39,7 +39,7 @@ README_CASES = {
     "per_query B1 H16 Hkv8 N32768 D128 w2048",
     "per_query B2 H32 N4096 D128 w2048",
     "sliding B1 H16 Hkv8 N32768 D128 w2048",
-    "pairs B1 H2 Hkv1 N32768 D64 w1024",
+    "dense_masks B1 H2 Hkv1 N32768 D64 w1024",
 }
 
 

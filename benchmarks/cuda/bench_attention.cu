@@ -28,10 +28,10 @@ constexpr BenchCase cases[] = {
     {"sliding N32768 D128 H16 Hkv8 w2048", 1, 16, 8, 32768, 128, Shown::sliding, 2048, false, 0},
     {"documents N32768 D128 H16 Hkv8 of 2048", 1, 16, 8, 32768, 128, Shown::documents, 2048, false,
      0},
-    {"pairs N32768 D64 H2 Hkv1 w1024", 1, 2, 1, 32768, 64, Shown::all, 0, false, 1024},
-    {"pairs N32768 D64 H2 Hkv2 w1024", 1, 2, 2, 32768, 64, Shown::all, 0, false, 1024},
-    {"pairs N8192 D128 H8 Hkv4 w2048", 1, 8, 4, 8192, 128, Shown::all, 0, false, 2048},
-    {"pairs N4096 D128 H8 w2048", 1, 8, 8, 4096, 128, Shown::all, 0, false, 2048},
+    {"dense_masks N32768 D64 H2 Hkv1 w1024", 1, 2, 1, 32768, 64, Shown::all, 0, false, 1024},
+    {"dense_masks N32768 D64 H2 Hkv2 w1024", 1, 2, 2, 32768, 64, Shown::all, 0, false, 1024},
+    {"dense_masks N8192 D128 H8 Hkv4 w2048", 1, 8, 4, 8192, 128, Shown::all, 0, false, 2048},
+    {"dense_masks N4096 D128 H8 w2048", 1, 8, 8, 4096, 128, Shown::all, 0, false, 2048},
 };
 
 double median(std::vector<float> times) {

@@ -21,7 +21,7 @@ from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils impor
     _flash_dynamic_mask_attention_forward,
 )
 
-SPEED_CASES = ("dense", "head_dims", "dma", "groups", "sliding", "documents", "pairs")
+SPEED_CASES = ("dense", "head_dims", "dma", "groups", "sliding", "documents", "dense_masks")
 SIDES = ("cuda", "fa2", "cudnn", "fa3", "fa4", "flex")
 REPEATS = 9
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-DENSE, PER_QUERY, GLOBAL, SLIDING, PAIRS = "dense causal", "per_query", "global", "sliding", "pairs"
-DOCUMENTS = "documents"
+DENSE, PER_QUERY, GLOBAL, SLIDING = "dense causal", "per_query", "global", "sliding"
+DOCUMENTS, DENSE_MASKS = "documents", "dense_masks"
+OLD_NAMES = {"pairs": DENSE_MASKS}  # of kinds and cases in records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,8 +14,8 @@ class Case:
     """Causal attention of `batch` sequences.
 
     kind: DENSE; PER_QUERY and GLOBAL: of every query the `window` keys with the highest bias, one bias per
-        key; SLIDING: the last `window` keys; DOCUMENTS: packed documents of `window` tokens each; PAIRS: a
-        dense mask and bias, about `window` random keys of those a query may see.
+        key; SLIDING: the last `window` keys; DOCUMENTS: packed documents of `window` tokens each; DENSE_MASKS:
+        a dense mask and bias, about `window` random keys of those a query may see.
     """
 
     kind: str
@@ -59,7 +60,7 @@ CASES = {
         "windows": _sweep((8192,), (128, 256, 512, 1024, 2048, 4096), head_dim=64),
         "global": [Case(GLOBAL, 8192, 64, 1024)],
         "sliding": [Case(SLIDING, 8192, 64, 1024)],
-        "pairs": [Case(PAIRS, 4096, 64, 512, heads_q=2, heads_kv=1)],
+        "dense_masks": [Case(DENSE_MASKS, 4096, 64, 512, heads_q=2, heads_kv=1)],
     },
     "cuda": {
         "dense": [Case(DENSE, n, 128, heads_q=16, heads_kv=16) for n in (8192, 32768)],
@@ -80,9 +81,9 @@ CASES = {
             Case(DOCUMENTS, 32768, window=2048, **_GPU_HEADS),
             Case(DENSE, 2048, heads_q=16, heads_kv=8, head_dim=128, batch=16),
         ],
-        "pairs": [
-            Case(PAIRS, 32768, 64, 1024, heads_q=2, heads_kv=1),
-            Case(PAIRS, 4096, 128, 2048),
+        "dense_masks": [
+            Case(DENSE_MASKS, 32768, 64, 1024, heads_q=2, heads_kv=1),
+            Case(DENSE_MASKS, 4096, 128, 2048),
         ],
     },
 }
@@ -96,7 +97,7 @@ def cases_of(
     windows: list[int] | None = None,
 ) -> list[Case]:
     """The cases of these names, each once; `seqlens` and `windows` replace their own."""
-    found = [case for name in names for case in CASES[device].get(name, [])]
+    found = [case for name in names for case in CASES[device].get(OLD_NAMES.get(name, name), [])]
     if seqlens:
         found = [dataclasses.replace(case, seqlen=n) for case in found for n in seqlens]
     if windows:

@@ -8,8 +8,8 @@ from ..usage import device, input_file, output_file, picture_file, positive
 BACKENDS = ("cuda", "triton", "cpu")
 RIVALS = ("sdpa", "fa2", "cudnn", "flex", "fa3", "fa4")
 CASES = (
-    "dense", "head_dims", "dma", "groups", "scaling", "windows", "global", "sliding", "documents", "pairs",
-    "decode",
+    "dense", "head_dims", "dma", "groups", "scaling", "windows", "global", "sliding", "documents",
+    "dense_masks", "decode",
 )  # fmt: skip
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_CASES = ("dense", "dma", "scaling")
@@ -17,7 +17,7 @@ DEFAULT_CASES = ("dense", "dma", "scaling")
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--case", "--cases", nargs="+", choices=CASES, default=DEFAULT_CASES, metavar="CASE",
+    add("--case", "--cases", nargs="+", choices=(*CASES, "pairs"), default=DEFAULT_CASES, metavar="CASE",
         help=f"any of {', '.join(CASES)}; default: {' '.join(DEFAULT_CASES)}")  # fmt: skip
     add("--backend", nargs="+", choices=BACKENDS, help="ours; default: the best one that runs here")
     add("--against", type=_rivals, metavar="RIVALS",

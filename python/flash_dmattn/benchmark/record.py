@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ..availability import backends
-from .cases import Case
+from .cases import OLD_NAMES, Case
 from .clock import Cost
 
 HEADER = (
@@ -103,4 +103,12 @@ def write(path: Path, record: dict) -> None:
 
 
 def read(path: Path) -> dict:
-    return json.loads(path.read_text())
+    """A record, with the names that kinds of cases have now."""
+    record = json.loads(path.read_text())
+    for row in record.get("speed", []):
+        kind, _, sizes = row["case"].partition(" ")
+        if kind in OLD_NAMES:
+            row["case"] = f"{OLD_NAMES[kind]} {sizes}"
+        if row.get("kind") in OLD_NAMES:
+            row["kind"] = OLD_NAMES[row["kind"]]
+    return record

@@ -22,7 +22,7 @@ from ..key_intervals import (
     sliding_window,
 )
 from ..visibility import Visibility
-from .cases import DENSE, DOCUMENTS, GLOBAL, PAIRS, PER_QUERY, SLIDING, Case
+from .cases import DENSE, DENSE_MASKS, DOCUMENTS, GLOBAL, PER_QUERY, SLIDING, Case
 from .clock import Step
 
 OURS = ("cuda", "triton", "cpu")
@@ -39,7 +39,7 @@ class Inputs:
     k: Tensor  # [B, N, Hkv, D]
     v: Tensor
     dout: Tensor  # as q
-    bias: Tensor | None = None  # [B, Hkv, N], with PAIRS [B, Hkv, N, N]
+    bias: Tensor | None = None  # [B, Hkv, N], with DENSE_MASKS [B, Hkv, N, N]
     mask: Tensor | None = None  # [B, Hkv, N, N]
     intervals: KeyIntervals | None = None
 
@@ -60,7 +60,7 @@ def draw(case: Case, dtype: torch.dtype, device: str) -> Inputs:
         begins = torch.arange(0, n + 1, case.window, dtype=torch.int32, device=device)
         documents = packed_documents(begins, key_length=n, max_length=case.window)
         return Inputs(case, q, k, v, dout, intervals=documents)
-    if case.kind != PAIRS:
+    if case.kind != DENSE_MASKS:
         return Inputs(case, q, k, v, dout, bias=normal(batch, heads_kv, n))
     bias = torch.empty(batch, heads_kv, n, n, device=device, dtype=dtype).normal_()
     mask = torch.empty(bias.shape, device=device, dtype=torch.bool)
@@ -80,7 +80,7 @@ def _our(backend: str, inputs: Inputs) -> Step:
     leaves = _leaves(inputs.q, inputs.k, inputs.v, inputs.bias)
     q, k, v, *bias = leaves
     options = {"attn_bias": bias[0] if bias else None, "is_causal": True}
-    if case.kind == PAIRS:
+    if case.kind == DENSE_MASKS:
         options["attn_mask"] = inputs.mask
     elif inputs.intervals is not None:
         options = {"key_intervals": inputs.intervals}
@@ -129,7 +129,7 @@ def _sdpa(inputs: Inputs) -> Step:
     needed = 5 * case.batch * heads * case.seqlen**2  # torch converts it to numbers
     if needed > _memory(inputs.q.device) // 2:
         raise Declined(f"its mask takes {needed / 1e9:.0f} GB")
-    if case.kind == PAIRS:  # one tensor is mask and bias, and has one gradient
+    if case.kind == DENSE_MASKS:  # one tensor is mask and bias, and has one gradient
         both = inputs.bias.masked_fill(~inputs.mask, -torch.inf)
         return _torchs(inputs, _per_query_head(both, case).requires_grad_())
     intervals = inputs.intervals
@@ -158,9 +158,9 @@ def _flex(inputs: Inputs) -> Step:
         intervals = select_key_intervals(inputs.bias, case.window, selection=case.kind)
     leaves = _leaves(*(t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)), inputs.bias)
     q, k, v, *bias = leaves
-    of_pairs = [t if t.dim() == 4 else t[:, :, None] for t in bias]
+    dense = [t if t.dim() == 4 else t[:, :, None] for t in bias]
     visible = Visibility(inputs.mask, inputs.intervals is None, intervals)
-    bias = of_pairs[0] if bias else None
+    bias = dense[0] if bias else None
     options = masking(q, k, bias, visible) | {"enable_gqa": case.heads_q != case.heads_kv}
     return Step(lambda: compiled_flex(q, k, v, **options), leaves, inputs.dout.transpose(1, 2))
 

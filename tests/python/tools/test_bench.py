@@ -10,10 +10,10 @@ from flash_dmattn.__main__ import main
 from flash_dmattn.benchmark import decode, options, record, run
 from flash_dmattn.benchmark.cases import (
     DENSE,
+    DENSE_MASKS,
     DOCUMENTS,
     GLOBAL,
     NAMES,
-    PAIRS,
     PER_QUERY,
     SLIDING,
     Case,
@@ -24,7 +24,7 @@ from flash_dmattn.benchmark.sides import RIVALS, build, draw
 from flash_dmattn.check.oracle import causal_pairs
 
 SMALL = ["--length", "64", "96", "--window", "16", "--repeats", "1", "--device", "cpu"]
-KINDS = (DENSE, PER_QUERY, GLOBAL, SLIDING, DOCUMENTS, PAIRS)
+KINDS = (DENSE, PER_QUERY, GLOBAL, SLIDING, DOCUMENTS, DENSE_MASKS)
 
 
 def test_every_case_and_rival_can_be_named():
@@ -32,9 +32,21 @@ def test_every_case_and_rival_can_be_named():
     assert set(options.RIVALS) == set(RIVALS)
 
 
+def test_old_names_of_cases_are_read(tmp_path):
+    assert cases_of("cpu", ["pairs"]) == cases_of("cpu", ["dense_masks"]) != []
+    old = tmp_path / "old.json"
+    old.write_text(
+        '{"speed": [{"case": "pairs B1 H2 N64 D64 w16", "kind": "pairs"}, {"case": "decode"}]}'
+    )
+    assert record.read(old)["speed"] == [
+        {"case": "dense_masks B1 H2 N64 D64 w16", "kind": DENSE_MASKS},
+        {"case": "decode"},
+    ]
+
+
 def test_rows_table_file_and_picture(capsys, tmp_path):
     file, picture = tmp_path / "bench.json", tmp_path / "bench.svg"
-    wanted = ["--case", "dense", "scaling", "pairs", "--dtype", "float32"]
+    wanted = ["--case", "dense", "scaling", "dense_masks", "--dtype", "float32"]
     assert main(["bench", *wanted, *SMALL, "--json", str(file), "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
     assert "per_query B1 H8 N96 D64 w16" in printed and "useful TFLOP/s" in printed
@@ -42,7 +54,7 @@ def test_rows_table_file_and_picture(capsys, tmp_path):
     assert record["machine"]["name"] and record["torch"] == torch.__version__
     assert {(row["kind"], row["seqlen"], row["who"]) for row in record["speed"]} == {
         (kind, n, who)
-        for kind in (DENSE, PER_QUERY, PAIRS)
+        for kind in (DENSE, PER_QUERY, DENSE_MASKS)
         for n in (64, 96)
         for who in ("cpu", "sdpa")
     }
