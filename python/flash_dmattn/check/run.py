@@ -21,8 +21,8 @@ from ..progress import progress
 from . import report
 from .cases import CASES, DTYPES, make_case, run, shrunk, to_device
 from .compare import Verdict, judge_all
+from .failed_elsewhere import FAILED_ELSEWHERE, Setting, all_finite
 from .report import Row
-from .situations import SITUATIONS, Setting, all_finite
 
 QUICK_ONE_IN = 6
 INTERRUPTED = 130
@@ -87,7 +87,7 @@ def check(options: argparse.Namespace) -> int:
 def steps_of(
     backend: str, dtypes: list[str] | None, full: bool, tensors: list[str] | None
 ) -> Iterator[Step]:
-    """Every case of the table (a sixth of them unless `full`) and every situation of situations.py."""
+    """Every case of the table (a sixth of them unless `full`) and every call of failed_elsewhere.py."""
     small = interpreted(backend)
     function = triton_dmattn_func if small else flash_dmattn_func_auto(backend)
     device = device_of(backend)
@@ -104,11 +104,11 @@ def steps_of(
         if tensors:
             continue
         setting = Setting(function, device, DTYPES[dtype], full, small)
-        for name, situation in SITUATIONS.items():
+        for name, call in FAILED_ELSEWHERE.items():
 
-            def verdicts(situation=situation, setting=setting):
+            def verdicts(call=call, setting=setting):
                 torch.manual_seed(0)
-                return situation(setting)
+                return call(setting)
 
             yield Step(backend, name, dtype, verdicts)
 

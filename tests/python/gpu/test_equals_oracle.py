@@ -13,8 +13,8 @@ from flash_dmattn import (
 )
 from flash_dmattn.check.cases import CASES, make_case, run
 from flash_dmattn.check.compare import assert_close, assert_matches_oracle
+from flash_dmattn.check.failed_elsewhere import forward_and_backward
 from flash_dmattn.check.oracle import Problem, Result, attention, causal_pairs, select
-from flash_dmattn.check.situations import forward_and_backward
 from gpu import needs_gpu, on_gpu
 
 pytestmark = needs_gpu

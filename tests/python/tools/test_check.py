@@ -11,7 +11,7 @@ from flash_dmattn.__main__ import main
 from flash_dmattn.check import equivalence
 from flash_dmattn.check import run as check_run
 from flash_dmattn.check.cases import CASES
-from flash_dmattn.check.situations import choice_of_keys, determinism
+from flash_dmattn.check.failed_elsewhere import choice_of_keys, determinism
 
 NAMES = ("plain_f32", "plain_bf16", "per_query_f32", "bias_nan_f16", "propagate_select_bf16")
 
@@ -21,7 +21,7 @@ def small(monkeypatch):
     monkeypatch.setattr(check_run, "CASES", {name: CASES[name] for name in NAMES})
     monkeypatch.setattr(check_run, "QUICK_ONE_IN", 1)
     few = {"choice of keys": choice_of_keys, "determinism": determinism}
-    monkeypatch.setattr(check_run, "SITUATIONS", few)
+    monkeypatch.setattr(check_run, "FAILED_ELSEWHERE", few)
 
 
 def check_of(function, monkeypatch, *arguments):

@@ -12,7 +12,7 @@
 #include "support/run.h"
 #include "support/yardstick.h"
 
-// Situations in which other implementations gave NaN or wrong gradients, at their full size except in quick runs.
+// Calls for which other implementations gave NaN or wrong gradients, at their full size except in quick runs.
 namespace flash_dmattn {
 namespace {
 
@@ -152,7 +152,7 @@ TEST_F(LongDenseMask, IsRightAndFinite) {
 
 // ---- dv at 256 x 256, head dim 64, causal ----------------------------------------------------------
 
-TEST(Situation, DvIsFiniteAt256By256ForManySeeds) {
+TEST(FailedElsewhere, DvIsFiniteAt256By256ForManySeeds) {
   const int seeds = testing::is_quick_run() ? 4 : 40;
   for (const char* dtype : {"bf16", "f16", "f32"}) {
     for (int seed = 0; seed < seeds; ++seed) {
@@ -208,7 +208,7 @@ INSTANTIATE_TEST_SUITE_P(KeyLengthAndHeadDim, OrdinarySizes,
 
 // ---- One query of a generation step ----------------------------------------------------------------
 
-TEST(Situation, GenerationSeesWhatTrainingSaw) {
+TEST(FailedElsewhere, GenerationSeesWhatTrainingSaw) {
   // The last query alone, against the same query within the whole sequence.
   const auto words = [](const char* seqlen_q) {
     return testing::CaseWords{{"name", "step"},          {"dtype", "bf16"},

@@ -71,7 +71,7 @@ void expect_within_bounds(const Data& data) {
 }
 
 // Words shared by the tests of a dtype.
-class Safety : public ::testing::TestWithParam<const char*> {
+class FiniteAndMasked : public ::testing::TestWithParam<const char*> {
  protected:
   Case with(CaseWords words) const {
     words.insert({"name", "safety"});
@@ -94,12 +94,12 @@ class Safety : public ::testing::TestWithParam<const char*> {
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(Dtypes, Safety, ::testing::Values("f32", "bf16", "f16"),
+INSTANTIATE_TEST_SUITE_P(Dtypes, FiniteAndMasked, ::testing::Values("f32", "bf16", "f16"),
                          [](const auto& test) { return std::string(test.param); });
 
 // ---- Tails -----------------------------------------------------------------------------------------
 
-TEST_P(Safety, LanesBeyondTheTailsStayOut) {
+TEST_P(FiniteAndMasked, LanesBeyondTheTailsStayOut) {
   // Gaps after every row hold NaN, so that one lane too many is enough to spoil a sum.
   for (const char* head_dim : {"1", "7", "9", "17", "31", "33", "80"}) {
     for (const char* seqlen_k : {"1", "15", "17", "63", "65", "192"}) {
@@ -114,7 +114,7 @@ TEST_P(Safety, LanesBeyondTheTailsStayOut) {
   }
 }
 
-TEST_P(Safety, WorkspaceNeedsNoInitialisation) {
+TEST_P(FiniteAndMasked, WorkspaceNeedsNoInitialisation) {
   for (int path = 0; path < paths; ++path) {
     const Data data(with_path(path, {{"seqlen_q", "203"}}));
     const Results expected = testing::run(data, {.workspace_fill = std::byte{0}});
@@ -129,7 +129,7 @@ TEST_P(Safety, WorkspaceNeedsNoInitialisation) {
 
 // ---- Limits of the dtypes --------------------------------------------------------------------------
 
-TEST_P(Safety, FiniteInputsGiveFiniteResults) {
+TEST_P(FiniteAndMasked, FiniteInputsGiveFiniteResults) {
   // Every element of every input at the largest magnitude, in several patterns of signs.
   const int patterns = testing::is_quick_run() ? 2 : 6;
   for (int pattern = 0; pattern < patterns; ++pattern) {
@@ -150,7 +150,7 @@ TEST_P(Safety, FiniteInputsGiveFiniteResults) {
   }
 }
 
-TEST_P(Safety, LargeBiasesStayFinite) {
+TEST_P(FiniteAndMasked, LargeBiasesStayFinite) {
   for (const char* shape : {"bv1k", "bhqk", "b1q1"}) {
     Data data(with({{"bias", shape}, {"bias_fill", "normal"}, {"causal", "1"}}));
     const double limit = largest(data.problem.dtype);
@@ -160,7 +160,7 @@ TEST_P(Safety, LargeBiasesStayFinite) {
   }
 }
 
-TEST_P(Safety, GradientsSaturateAtTheLimitOfTheirDtype) {
+TEST_P(FiniteAndMasked, GradientsSaturateAtTheLimitOfTheirDtype) {
   // One key, which all queries see with p = 1: dv is the sum of dout.
   for (const double sign : {1.0, -1.0}) {
     Data data(with({{"seqlen_q", "239"}, {"seqlen_k", "1"}, {"heads_q", "1"}}));
@@ -173,7 +173,7 @@ TEST_P(Safety, GradientsSaturateAtTheLimitOfTheirDtype) {
   }
 }
 
-TEST_P(Safety, GradientsAtTheLimitAreKept) {
+TEST_P(FiniteAndMasked, GradientsAtTheLimitAreKept) {
   // bf16 loses the upper half of its range, the others nothing.
   Data data(with({{"seqlen_q", "1"}, {"seqlen_k", "1"}, {"heads_q", "1"}}));
   const double limit = largest(data.problem.dtype);
@@ -195,7 +195,7 @@ Data huge_scores(const Case& c, const Sign& sign) {
   return data;
 }
 
-TEST_P(Safety, ScoresBeyondFp32Saturate) {
+TEST_P(FiniteAndMasked, ScoresBeyondFp32Saturate) {
   if (GetParam() == std::string("f16")) return;  // 65504^2 * 256 is within fp32
   const Case c = with({{"heads_q", "1"}, {"seqlen_k", "130"}});
   const double fp32_max = double{std::numeric_limits<float>::max()};
@@ -226,7 +226,7 @@ TEST_P(Safety, ScoresBeyondFp32Saturate) {
 
 // ---- Zero probability ------------------------------------------------------------------------------
 
-TEST_P(Safety, ZeroProbabilityGivesZeroGradientWhateverDpIs) {
+TEST_P(FiniteAndMasked, ZeroProbabilityGivesZeroGradientWhateverDpIs) {
   // dp is infinite or NaN for the odd keys, which are masked, or lost in a score 1000 below.
   for (const bool masked : {true, false}) {
     for (const NonFinite nonfinite : {NonFinite::saturate, NonFinite::propagate}) {
@@ -275,7 +275,7 @@ TEST_P(Safety, ZeroProbabilityGivesZeroGradientWhateverDpIs) {
   }
 }
 
-TEST_P(Safety, KeysOfNoIntervalMayHoldNan) {
+TEST_P(FiniteAndMasked, KeysOfNoIntervalMayHoldNan) {
   Data data(with({{"intervals", "padding_left"}, {"intervals_shape", "b1"}, {"causal", "1"}}));
   const std::int64_t padded = data.problem.seqlen_k / 7;
   for (Tensor* tensor : {&data.k, &data.v}) {
@@ -286,7 +286,7 @@ TEST_P(Safety, KeysOfNoIntervalMayHoldNan) {
 
 // ---- Fills that mask -------------------------------------------------------------------------------
 
-TEST_P(Safety, MaskingBiasesGiveExactlyZero) {
+TEST_P(FiniteAndMasked, MaskingBiasesGiveExactlyZero) {
   for (const char* fill : {"finfo_min", "inf", "nan"}) {
     for (const char* bias_dtype : {"same", "f32"}) {
       SCOPED_TRACE(std::string(fill) + ", bias " + bias_dtype);
@@ -312,7 +312,7 @@ TEST_P(Safety, MaskingBiasesGiveExactlyZero) {
   }
 }
 
-TEST_P(Safety, MaskValueMasksAndWhatIsAboveDoesNot) {
+TEST_P(FiniteAndMasked, MaskValueMasksAndWhatIsAboveDoesNot) {
   Data data(with({{"seqlen_q", "3"},
                   {"seqlen_k", "2"},
                   {"bias", "b11k"},
@@ -326,7 +326,7 @@ TEST_P(Safety, MaskValueMasksAndWhatIsAboveDoesNot) {
       [](const Index&, double lse) { ASSERT_TRUE(std::isfinite(lse)); });
 }
 
-TEST_P(Safety, QueriesThatSeeNothingTakeNoPart) {
+TEST_P(FiniteAndMasked, QueriesThatSeeNothingTakeNoPart) {
   // Bottom-right causal with more queries than keys: the first 90 queries come before every key.
   for (const char* intervals : {"none", "per_query"}) {
     Data data(with({{"seqlen_q", "203"},
@@ -353,7 +353,7 @@ TEST_P(Safety, QueriesThatSeeNothingTakeNoPart) {
 
 // ---- dout that is not finite -----------------------------------------------------------------------
 
-TEST_P(Safety, NonFiniteDoutCountsAsZero) {
+TEST_P(FiniteAndMasked, NonFiniteDoutCountsAsZero) {
   for (int path = 0; path < paths; ++path) {
     for (const double value : {infinity, -infinity, nan}) {
       Data data(with_path(path, {}));
@@ -369,7 +369,7 @@ TEST_P(Safety, NonFiniteDoutCountsAsZero) {
   }
 }
 
-TEST_P(Safety, NonFiniteDoutPropagatesToWhatItTouches) {
+TEST_P(FiniteAndMasked, NonFiniteDoutPropagatesToWhatItTouches) {
   for (int path = 0; path < paths; ++path) {
     for (const double value : {infinity, -infinity, nan}) {
       SCOPED_TRACE("path " + std::to_string(path) + ", " + std::to_string(value));
@@ -396,7 +396,7 @@ TEST_P(Safety, NonFiniteDoutPropagatesToWhatItTouches) {
   }
 }
 
-TEST_P(Safety, NonFiniteInputsPropagateToWhatTheyTouch) {
+TEST_P(FiniteAndMasked, NonFiniteInputsPropagateToWhatTheyTouch) {
   const auto expect_same_positions = [](const Tensor& a, const Tensor& e) {
     e.for_each([&](const Index& i, double x) {
       ASSERT_EQ(std::isfinite(a.get(i)), std::isfinite(x))

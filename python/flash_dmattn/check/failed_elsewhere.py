@@ -1,4 +1,4 @@
-"""The situations in which other implementations of dynamic mask attention failed."""
+"""Calls for which other implementations of dynamic mask attention failed."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def memory(setting: Setting) -> Iterator[Verdict]:
         yield Verdict(name, extra, bound, message if extra > bound else "")
 
 
-SITUATIONS: dict[str, Callable[[Setting], Iterator[Verdict]]] = {
+FAILED_ELSEWHERE: dict[str, Callable[[Setting], Iterator[Verdict]]] = {
     "4-d mask and bias": wide_mask_and_bias,
     "tails": tails,
     "choice of keys": choice_of_keys,
