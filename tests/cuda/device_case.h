@@ -87,7 +87,7 @@ class DeviceCase {
   std::string forward_kernel() const { return ForwardCall(forward_args_, {}).kernel_name(); }
   std::string backward_kernel() const { return BackwardCall(backward_args_, {}).kernel_name(); }
 
-  // Begin a direction anew, in the order of a stream, and return at once. What it writes is poisoned before.
+  // Begin a direction anew, in the order of a stream, and return at once. Its outputs are poisoned before.
   void launch_forward(cudaStream_t stream = nullptr) {
     poison({&out_, &lse_, &lse_low_}, stream);
     launch(forward_args_, forward_workspace_, stream);

@@ -202,8 +202,8 @@ TEST_P(CudaRaces, GiveTheBitsOfBackwardsWithoutOverlap) {
 
 // ---- Fences of readers ----------------------------------------------------------------------------------
 
-// What threads or cp.async have written to shared memory is read in another proxy, by the tensor cores and by bulk
-// copies. The fence between the two is on the readers' side (docs/kernels/sm90.md); here a million tiles cross it.
+// The tensor cores and bulk copies read, in another proxy, shared memory that threads or cp.async have written. The
+// fence between the two is on the readers' side (docs/kernels/sm90.md); here a million tiles cross it.
 class CudaProxyFence : public ::testing::Test {
  protected:
   static constexpr int tiles = 1'000'000;

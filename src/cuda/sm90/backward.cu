@@ -33,7 +33,7 @@ BackwardVariant choose_variant(const BackwardArgs& args) {
     return {KeyPlacement::block_key_info, tiles ? DenseAccess::tiles : DenseAccess::elements};
   }
   const bool has_intervals = args.in.visibility.intervals.data != nullptr;
-  // The heads of a group come to a slot together.
+  // The heads of a group visit a slot together.
   const auto differs_in_group = [&](const BroadcastShape& shape) {
     return shape[1] == p.heads_q && p.heads_q != p.heads_kv && shape[1] > 1;
   };
