@@ -24,30 +24,11 @@ std::string text(float value) {
   return stream.str();
 }
 
-template <std::size_t Size>
-std::string text(const std::array<std::int64_t, Size>& values) {
-  std::string result = "(";
-  for (std::size_t i = 0; i < Size; ++i) {
-    result += (i > 0 ? ", " : "") + std::to_string(values[i]);
-  }
-  return result + ")";
-}
-
 // "1", or "{size|1}".
 std::string choice(std::initializer_list<std::int64_t> sizes) {
   std::string result;
   for (const std::int64_t size : sizes) result += std::to_string(size) + "|";
   return "{" + result + "1}";
-}
-
-template <std::size_t Size>
-bool has_elements(const std::array<std::int64_t, Size>& shape) {
-  return std::find(shape.begin(), shape.end(), 0) == shape.end();
-}
-
-template <std::size_t Size>
-bool is_given(const std::array<std::int64_t, Size>& shape) {
-  return shape != std::array<std::int64_t, Size>{};
 }
 
 // ---- Problem -------------------------------------------------------------------------------------
@@ -60,13 +41,13 @@ void check_broadcast_shape(std::string_view argument, const Problem& p,
                     (shape[2] == p.seqlen_q || shape[2] == 1) &&
                     (shape[3] == p.seqlen_k || shape[3] == 1);
   if (!fits) {
-    throw InvalidArgument(argument, text(shape),
+    throw InvalidArgument(argument, shape_text(shape),
                           "(" + choice({p.batch}) + ", " + choice({p.heads_q, p.heads_kv}) + ", " +
                               choice({p.seqlen_q}) + ", " + choice({p.seqlen_k}) +
                               "), or all zero for none");
   }
   if (!product_fits({shape[0], shape[1], shape[2], shape[3]})) {
-    throw InvalidArgument(argument, text(shape), "at most 2^56 elements");
+    throw InvalidArgument(argument, shape_text(shape), "at most 2^56 elements");
   }
 }
 
@@ -77,7 +58,7 @@ void check_row_shape(std::string_view argument, const Problem& p,
   const bool fits = (batch == p.batch || batch == 1) && (heads == p.heads_kv || heads == 1);
   if (is_given(shape) && !fits) {
     throw InvalidArgument(
-        argument, text(shape),
+        argument, shape_text(shape),
         "(" + choice({p.batch}) + ", " + choice({p.heads_kv}) + "), or all zero for none");
   }
 }
@@ -98,17 +79,17 @@ void check_rank_shapes(const Problem& p) {
   check_broadcast_shape("problem.rank_shape", p, p.rank_shape);
   check_broadcast_shape("problem.limit_shape", p, p.limit_shape);
   if (p.rank_shape[2] != 1 || p.rank_shape[3] != p.seqlen_k) {
-    throw InvalidArgument("problem.rank_shape", text(p.rank_shape),
+    throw InvalidArgument("problem.rank_shape", shape_text(p.rank_shape),
                           "one rank for each of " + std::to_string(p.seqlen_k) +
                               " keys, and problem.limit_shape with it");
   }
   if (p.limit_shape[2] != p.seqlen_q || p.limit_shape[3] != 1) {
-    throw InvalidArgument("problem.limit_shape", text(p.limit_shape),
+    throw InvalidArgument("problem.limit_shape", shape_text(p.limit_shape),
                           "one limit for each of " + std::to_string(p.seqlen_q) +
                               " queries, and problem.rank_shape with it");
   }
   if (!is_given(p.mask_shape) || is_given(p.intervals_shape) || is_given(p.key_list_shape)) {
-    throw InvalidArgument("problem.rank_shape", text(p.rank_shape),
+    throw InvalidArgument("problem.rank_shape", shape_text(p.rank_shape),
                           "ranks only with a mask and without intervals");
   }
 }
@@ -121,9 +102,9 @@ void check_span(std::string_view argument, const ConstTensor4& tensor, const Sha
     if (shape[i] <= 1) continue;
     const std::int64_t most = room / (shape[i] - 1);
     if (tensor.stride[i] > most || tensor.stride[i] < -most) {
-      throw InvalidArgument(argument,
-                            "strides " + text(tensor.stride) + " for shape " + text(shape),
-                            "a span of at most 2^56 elements");
+      throw InvalidArgument(
+          argument, "strides " + shape_text(tensor.stride) + " for shape " + shape_text(shape),
+          "a span of at most 2^56 elements");
     }
     room -= std::abs(tensor.stride[i]) * (shape[i] - 1);
   }
@@ -134,10 +115,10 @@ void check_span(std::string_view argument, const ConstTensor4& tensor, const Sha
 void check_input(std::string_view argument, const ConstTensor4& tensor, const Shape4& shape) {
   if (!has_elements(shape)) return;
   if (tensor.data == nullptr) {
-    throw InvalidArgument(argument, "null data", "data of shape " + text(shape));
+    throw InvalidArgument(argument, "null data", "data of shape " + shape_text(shape));
   }
   if (shape[3] > 1 && tensor.stride[3] != 1) {
-    throw InvalidArgument(argument, "strides " + text(tensor.stride),
+    throw InvalidArgument(argument, "strides " + shape_text(tensor.stride),
                           "a last dimension that is contiguous (stride 1)");
   }
   check_span(argument, tensor, shape);
@@ -147,9 +128,9 @@ void check_output(std::string_view argument, const Tensor4& tensor, const Shape4
   check_input(argument, tensor, shape);
   for (std::size_t i = 0; i < shape.size(); ++i) {
     if (has_elements(shape) && shape[i] > 1 && tensor.stride[i] == 0) {
-      throw InvalidArgument(argument,
-                            "strides " + text(tensor.stride) + " for shape " + text(shape),
-                            "an output whose elements do not overlap");
+      throw InvalidArgument(
+          argument, "strides " + shape_text(tensor.stride) + " for shape " + shape_text(shape),
+          "an output whose elements do not overlap");
     }
   }
 }
@@ -205,8 +186,9 @@ KeyList validated_key_list(const Problem& p, const KeyList& list) {
   }
   if (!has_elements(p.key_list_shape)) return list;
   if (list.keys == nullptr || list.count == nullptr) {
-    throw InvalidArgument("visibility.key_list", "null data",
-                          "keys and their counts for each row of shape " + text(p.key_list_shape));
+    throw InvalidArgument(
+        "visibility.key_list", "null data",
+        "keys and their counts for each row of shape " + shape_text(p.key_list_shape));
   }
   if (list.stride <= 0 || list.stride % 4 != 0) {
     throw InvalidArgument("visibility.key_list.stride", std::to_string(list.stride),
@@ -233,7 +215,7 @@ void check_row_dtype(std::string_view argument, const ConstRowValues& values, co
 void check_lse(const ConstRowValues& lse, const ConstRowValues& lse_low, const Problem& p) {
   const std::array shape = {p.batch, p.heads_q, p.seqlen_q};
   if (lse.data == nullptr && has_elements(shape)) {
-    throw InvalidArgument("lse", "null data", "data of shape " + text(shape));
+    throw InvalidArgument("lse", "null data", "data of shape " + shape_text(shape));
   }
   check_row_dtype("lse", lse, p);
   check_row_dtype("lse_low", lse_low, p);
@@ -262,7 +244,7 @@ void validate(const Problem& p) {
     throw InvalidArgument(
         "problem",
         "batch, heads_q, seqlen_q, seqlen_k, head_dim " +
-            text(std::array{p.batch, p.heads_q, p.seqlen_q, p.seqlen_k, p.head_dim}),
+            shape_text(std::array{p.batch, p.heads_q, p.seqlen_q, p.seqlen_k, p.head_dim}),
         "tensors of at most 2^56 elements");
   }
   if (p.dtype > DType::f64) {
@@ -289,7 +271,7 @@ void validate(const Problem& p) {
   check_row_shape("problem.intervals_shape", p, p.intervals_shape);
   check_row_shape("problem.key_list_shape", p, p.key_list_shape);
   if (is_given(p.intervals_shape) && is_given(p.key_list_shape)) {
-    throw InvalidArgument("problem.key_list_shape", text(p.key_list_shape),
+    throw InvalidArgument("problem.key_list_shape", shape_text(p.key_list_shape),
                           "all zero with problem.intervals_shape");
   }
   check_rank_shapes(p);
@@ -360,70 +342,6 @@ BackwardArgs validated(const BackwardArgs& args, const Backend& backend) {
     result.dbias.stride = broadcast_strides(args.dbias.stride, p.bias_shape);
   }
   return result;
-}
-
-// ---- Schedules -----------------------------------------------------------------------------------
-
-namespace {
-
-// Batch and heads of what a schedule is of; all zero: of nothing.
-std::array<std::int64_t, 2> scheduled_shape(const Problem& p) {
-  return is_given(p.key_list_shape) ? p.key_list_shape : p.intervals_shape;
-}
-
-void check_built_for(std::string_view field, const std::string& got, const std::string& expected) {
-  if (got == expected) return;
-  throw InvalidArgument("schedule", "one built for " + std::string(field) + " " + got,
-                        "one built for " + std::string(field) + " " + expected);
-}
-
-}  // namespace
-
-Schedule stamped(ScheduleContents schedule, const Problem& p, const Backend& backend) {
-  schedule.backend = backend.name;
-  schedule.problem = p;
-  return schedule.schedule();
-}
-
-void check_schedule(const Problem& p, const Schedule& given, Direction direction,
-                    const Backend& backend) {
-  const ScheduleContents schedule = ScheduleContents::of(given);
-  const std::array shape = scheduled_shape(p);
-  if (!is_given(shape)) {
-    if (schedule.empty()) return;
-    throw InvalidArgument("schedule", "a schedule", "none without intervals or a key list");
-  }
-  const bool listed = is_given(p.key_list_shape);
-  if (schedule.empty()) {
-    const bool has_tiles = has_elements(shape) && p.seqlen_q > 0;
-    if (!has_tiles || !(listed || backend.needs_schedule)) return;
-    throw InvalidArgument("schedule", "none",
-                          std::string("the schedule of the ") +
-                              (listed ? "key list" : "intervals") + ", as backend \"" +
-                              std::string(backend.name) + "\" needs it (build_schedule)");
-  }
-  check_built_for("backend", std::string(schedule.backend), std::string(backend.name));
-  if (!schedule.serves(direction)) {
-    const bool forward = direction == Direction::forward;
-    check_built_for("direction", forward ? "backward" : "forward",
-                    forward ? "forward" : "backward");
-  }
-  const Problem& built_for = schedule.problem;
-  const auto check = [](std::string_view field, std::int64_t got, std::int64_t expected) {
-    check_built_for(field, std::to_string(got), std::to_string(expected));
-  };
-  check("problem.causal", built_for.causal, p.causal);
-  check("problem.batch", built_for.batch, p.batch);
-  check("problem.heads_q", built_for.heads_q, p.heads_q);
-  check("problem.heads_kv", built_for.heads_kv, p.heads_kv);
-  check("problem.seqlen_q", built_for.seqlen_q, p.seqlen_q);
-  check("problem.seqlen_k", built_for.seqlen_k, p.seqlen_k);
-  check("problem.head_dim", built_for.head_dim, p.head_dim);
-  check_built_for("problem.dtype", std::string(name_of(built_for.dtype)),
-                  std::string(name_of(p.dtype)));
-  check_built_for("problem.intervals_shape", text(built_for.intervals_shape),
-                  text(p.intervals_shape));
-  check_built_for("problem.key_list_shape", text(built_for.key_list_shape), text(p.key_list_shape));
 }
 
 }  // namespace flash_dmattn

@@ -1,8 +1,10 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 #include "backend.h"
@@ -40,5 +42,27 @@ Schedule stamped(ScheduleContents schedule, const Problem& problem, const Backen
 // Throws unless the schedule was built for this problem, direction and backend, or is empty where it may be.
 void check_schedule(const Problem& problem, const Schedule& schedule, Direction direction,
                     const Backend& backend);
+
+// ---- Shapes ----
+
+template <std::size_t Size>
+bool has_elements(const std::array<std::int64_t, Size>& shape) {
+  return std::find(shape.begin(), shape.end(), 0) == shape.end();
+}
+
+// All zero: of no tensor.
+template <std::size_t Size>
+bool is_given(const std::array<std::int64_t, Size>& shape) {
+  return shape != std::array<std::int64_t, Size>{};
+}
+
+template <std::size_t Size>
+std::string shape_text(const std::array<std::int64_t, Size>& values) {
+  std::string result = "(";
+  for (std::size_t i = 0; i < Size; ++i) {
+    result += (i > 0 ? ", " : "") + std::to_string(values[i]);
+  }
+  return result + ")";
+}
 
 }  // namespace flash_dmattn
