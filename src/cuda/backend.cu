@@ -105,6 +105,7 @@ std::vector<std::string> kernel_names() {
     append(family->forward);
     append(family->few_queries);
     append(family->backward);
+    append(family->decode_step);
   }
   return result;
 }

@@ -52,6 +52,9 @@ struct DecodeStep {
   std::string (*decline)(const KvCacheShape&) = nullptr;
   std::size_t (*workspace_size)(const DecodeStepArgs&, const DeviceProperties&) = nullptr;
   void (*run)(const DecodeStepArgs&, const DeviceProperties&, const Execution&) = nullptr;
+  // As those of Kernels.
+  std::string (*name)(const DecodeStepArgs&, const DeviceProperties&) = nullptr;
+  std::vector<std::string> (*names)(const DeviceProperties&) = nullptr;
 
   explicit operator bool() const { return run != nullptr; }
 };

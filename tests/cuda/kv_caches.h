@@ -26,6 +26,8 @@ struct KvSizes {
   std::int64_t prompt;  // tokens that fill brings
 };
 
+// Every kernel for a decode step, with a few and with many rows (heads of a group), and splits whose parts a second
+// kernel combines.
 inline std::vector<KvSizes> kv_sizes() {
   const auto shape = [](std::int64_t batch, std::int64_t heads, std::int64_t window,
                         std::int64_t chunk, std::int64_t head_dim, DType dtype) {
@@ -41,8 +43,15 @@ inline std::vector<KvSizes> kv_sizes() {
           {"window_100", shape(3, 2, 100, 40, 128, DType::bf16), 2, 150},
           {"dim_256", shape(1, 2, 90, 17, 256, DType::bf16), 4, 0},
           {"dim_128_f16", shape(2, 1, 300, 64, 128, DType::f16), 20, 500},
+          {"rows_2_dim_128_f16", shape(2, 1, 100, 5, 128, DType::f16), 2, 90},
+          {"rows_20_dim_64", shape(2, 1, 100, 5, 64, DType::bf16), 20, 90},
+          {"rows_20_dim_128", shape(1, 2, 130, 5, 128, DType::bf16), 20, 150},
+          {"rows_20_dim_256", shape(1, 1, 1100, 5, 256, DType::bf16), 20, 1100},
+          {"rows_20_dim_64_f16", shape(1, 1, 2100, 5, 64, DType::f16), 20, 2100},
+          {"rows_20_dim_256_f16", shape(2, 1, 70, 5, 256, DType::f16), 20, 60},
           {"many_splits", shape(1, 1, 3000, 6, 64, DType::bf16), 2, 4000},
           {"many_splits_dim_128", shape(1, 2, 2500, 5, 128, DType::bf16), 2, 2400},
+          {"many_splits_dim_128_f16", shape(1, 1, 2100, 5, 128, DType::f16), 2, 2100},
           {"many_splits_dim_200", shape(1, 1, 1500, 9, 200, DType::f16), 1, 1500}};
 }
 

@@ -4,8 +4,10 @@
 #include <cmath>
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
 
+#include "cuda/family.h"
 #include "kv_caches.h"
 
 // Decode steps on the device equal those of the reference, one by one and as a graph that is replayed.
@@ -133,6 +135,34 @@ TEST_P(CudaKvSteps, GraphsOfStepsEqualSteps) {
   device_out.download();
   device_graph_out.download();
   EXPECT_TRUE(graph_out.same_bits(out));
+}
+
+// The main kernel of the steps of a cache.
+std::string kernel_of(const KvSizes& sizes) {
+  const DecodeStepArgs args{
+      .cache = {.shape = Caches::on_device(sizes.shape)},
+      .heads_q = sizes.shape.heads_kv * sizes.group,
+      .scale = default_scale(sizes.shape.head_dim),
+  };
+  const cuda::DeviceProperties& device = cuda::current_device();
+  for (const cuda::Family* family : cuda::families()) {
+    const cuda::DecodeStep& step = family->decode_step;
+    if (!step || !family->decline_device(device).empty()) continue;
+    if (step.decline(args.cache.shape).empty()) return step.name(args, device);
+  }
+  return "";
+}
+
+TEST(CudaKvStepKernels, AreAllRunBySomeSize) {
+  const BackendInfo info = cuda_backend.info();
+  if (!info.available) GTEST_SKIP() << info.reason;
+  std::set<std::string> run;
+  for (const KvSizes& sizes : kv_sizes()) run.insert(kernel_of(sizes));
+  for (const std::string& kernel : kernel_names("cuda")) {
+    if (kernel.find(" decode_step ") == std::string::npos) continue;
+    EXPECT_EQ(run.erase(kernel), 1U) << "no size runs " << kernel;
+  }
+  EXPECT_EQ(run, std::set<std::string>()) << "kernels that kernel_names does not list";
 }
 
 INSTANTIATE_TEST_SUITE_P(Sizes, CudaKvSteps, ::testing::ValuesIn(kv_sizes()),

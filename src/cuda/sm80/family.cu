@@ -242,7 +242,9 @@ const Family sm80_family = {
                  .names = sm80::backward_names},
     .decode_step = {.decline = sm80::few_queries::decline_cache,
                     .workspace_size = sm80::few_queries::step_workspace_size,
-                    .run = sm80::few_queries::run_step},
+                    .run = sm80::few_queries::run_step,
+                    .name = sm80::few_queries::step_name,
+                    .names = sm80::few_queries::step_names},
 };
 
 }  // namespace flash_dmattn::cuda

@@ -56,6 +56,15 @@ struct Call {
   }
 };
 
+// A decode step's attention to the slots; the kernel hides slots without a key.
+Problem step_problem(const DecodeStepArgs& args) {
+  Problem p = pending_problem(args.cache, args.heads_q, 1, args.scale, args.score_use);
+  p.softcap = args.softcap;
+  p.nonfinite = args.nonfinite;
+  p.intervals_shape = {};
+  return p;
+}
+
 // Everything about a decode step.
 struct Step {
   Problem problem;
@@ -64,7 +73,7 @@ struct Step {
   std::size_t bytes;
 
   Step(const DecodeStepArgs& args, const DeviceProperties& device, void* base)
-      : problem(problem_of(args)),
+      : problem(step_problem(args)),
         choice(choose(problem, shared_class(device))),
         params(forward_params(args, problem)) {
     const KvCache& cache = args.cache;
@@ -93,15 +102,6 @@ struct Step {
  private:
   static Tensor4 by_token(const Tensor4& t) {  // [B, slots, Hkv, D]
     return {t.data, {t.stride[0], t.stride[2], t.stride[1], t.stride[3]}};
-  }
-
-  // Attention to the slots; the kernel hides slots without a key.
-  static Problem problem_of(const DecodeStepArgs& args) {
-    Problem p = pending_problem(args.cache, args.heads_q, 1, args.scale, args.score_use);
-    p.softcap = args.softcap;
-    p.nonfinite = args.nonfinite;
-    p.intervals_shape = {};
-    return p;
   }
 
   static ForwardParams forward_params(const DecodeStepArgs& args, const Problem& problem) {
@@ -176,6 +176,18 @@ void run_step(const DecodeStepArgs& args, const DeviceProperties& device,
   dispatch(step.choice, [&]<class T, int D, SharedClass S>() {
     launch_step<T, D, S>(step.choice, step.params, static_cast<cudaStream_t>(execution.stream));
   });
+}
+
+std::string step_name(const DecodeStepArgs& args, const DeviceProperties& device) {
+  return step_name(choose(step_problem(args), shared_class(device)));
+}
+
+std::vector<std::string> step_names(const DeviceProperties& device) {
+  std::vector<std::string> result;
+  for (const Choice& choice : step_choices(shared_class(device))) {
+    result.push_back(step_name(choice));
+  }
+  return result;
 }
 
 }  // namespace flash_dmattn::cuda::sm80::few_queries

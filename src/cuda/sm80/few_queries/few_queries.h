@@ -19,5 +19,7 @@ std::string decline_cache(const KvCacheShape& shape);
 std::size_t step_workspace_size(const DecodeStepArgs& args, const DeviceProperties& device);
 void run_step(const DecodeStepArgs& args, const DeviceProperties& device,
               const Execution& execution);
+std::string step_name(const DecodeStepArgs& args, const DeviceProperties& device);
+std::vector<std::string> step_names(const DeviceProperties& device);
 
 }  // namespace flash_dmattn::cuda::sm80::few_queries

@@ -2,29 +2,48 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string_view>
 
 #include "cuda/common/integers.h"
 #include "cuda/problem.h"
 
 namespace flash_dmattn::cuda::sm80::few_queries {
 
-std::string name(const Choice& choice) {
-  std::string text = "sm80 few_queries ";
-  text.append(flash_dmattn::name_of(choice.dtype));
+namespace {
+
+std::string name(std::string_view kind, const Choice& choice) {
+  std::string text = "sm80 ";
+  text.append(kind).append(" ").append(flash_dmattn::name_of(choice.dtype));
   text.append(" d").append(std::to_string(choice.head_dim));
   text.append(" rows").append(std::to_string(policy(choice).rows()));
   if (choice.elementwise) text.append(" elementwise");
   return text.append(choice.shared == SharedClass::kb99 ? " 99KB" : " 163KB");
 }
 
-std::vector<Choice> choices(SharedClass shared) {
+}  // namespace
+
+std::string name(const Choice& choice) { return name("few_queries", choice); }
+
+std::string step_name(const Choice& choice) { return name("decode_step", choice); }
+
+std::vector<Choice> step_choices(SharedClass shared) {
   std::vector<Choice> result;
   for (const DType dtype : {DType::bf16, DType::f16}) {
     for (const int head_dim : {64, 128, 256}) {
       for (const bool many_rows : {false, true}) {
-        for (const bool elementwise : {false, true})
-          result.push_back({dtype, head_dim, shared, many_rows, elementwise});
+        result.push_back({dtype, head_dim, shared, many_rows});
       }
+    }
+  }
+  return result;
+}
+
+std::vector<Choice> choices(SharedClass shared) {
+  std::vector<Choice> result;
+  for (Choice choice : step_choices(shared)) {
+    for (const bool elementwise : {false, true}) {
+      choice.elementwise = elementwise;
+      result.push_back(choice);
     }
   }
   return result;

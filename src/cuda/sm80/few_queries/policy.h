@@ -66,8 +66,12 @@ constexpr Policy policy(const Choice& c) { return policy(c.head_dim, c.shared, c
 
 // "sm80 few_queries bf16 d128 rows16 163KB"
 std::string name(const Choice& choice);
+// "sm80 decode_step bf16 d128 rows16 163KB"
+std::string step_name(const Choice& choice);
 
 std::vector<Choice> choices(SharedClass shared);
+// Of decode steps, which have no masks or biases that differ between rows.
+std::vector<Choice> step_choices(SharedClass shared);
 
 Choice choose(const Problem& p, SharedClass shared);
 
