@@ -1,0 +1,266 @@
+"""KV caches of w keys on the GPU: any split of a stream, graphs, streams and several devices against full attention."""
+
+import random
+
+import pytest
+import torch
+
+from flash_dmattn import flash_dmattn_func
+from gpu import capture, needs_gpu
+from token_streams import (
+    KINDS,
+    PADDINGS,
+    Stream,
+    check_ragged,
+    check_speculation,
+    check_split,
+    check_with_kvcache,
+)
+
+pytestmark = needs_gpu
+
+DEVICE = "cuda"
+needs_two_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="this machine has fewer than 2 GPUs"
+)
+
+
+def drawn(seed, length, device=DEVICE):
+    """A stream with everything drawn."""
+    draw = random.Random(seed)
+    return Stream(
+        length, draw.randint(1, 12), kind=draw.choice(KINDS), padding=draw.choice(PADDINGS),
+        head_dim=draw.choice((8, 16)), dtype=draw.choice((torch.bfloat16, torch.float16)),
+        seed=seed, device=device,
+    )  # fmt: skip
+
+
+def pieces_of(seed, most=7):
+    draw = random.Random(seed)
+    return [draw.randint(1, most) for _ in range(draw.randint(1, 8))]
+
+
+@pytest.mark.parametrize("first", range(0, 160, 20))
+def test_any_split_of_a_stream(first):
+    for seed in range(first, first + 20):
+        pieces, prefill = pieces_of(seed), random.Random(seed).randint(0, 9)
+        check_split(drawn(seed, prefill + sum(pieces)), prefill, pieces)
+
+
+@pytest.mark.parametrize("first", range(0, 80, 20))
+def test_speculation_with_any_rollback(first):
+    for seed in range(first, first + 20):
+        draw = random.Random(seed)
+        sizes = [draw.randint(1, 5) for _ in range(draw.randint(1, 6))]
+        speculated = [(size, draw.randint(0, 5), draw.randint(0, 5)) for size in sizes]
+        check_speculation(drawn(seed, sum(sizes)), speculated, seed)
+
+
+@pytest.mark.parametrize("first", range(0, 40, 20))
+def test_rows_of_different_lengths(first):
+    for seed in range(first, first + 20):
+        check_ragged(drawn(seed, 24), random.Random(seed).randint(1, 10), steps=10)
+
+
+@pytest.mark.parametrize("mode", ["all keys", "slots"])
+@pytest.mark.parametrize("layout", ["by token", "by head"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_kvcache(mode, layout, kind):
+    for seed in range(10):
+        dtype = (torch.bfloat16, torch.float16)[seed % 2]
+        pieces = pieces_of(seed, most=13)
+        stream = Stream(
+            sum(pieces), 1 + seed, kind=kind, padding=("none", "left")[seed // 2 % 2], head_dim=16,
+            dtype=dtype, seed=seed, device=DEVICE,
+        )  # fmt: skip
+        check_with_kvcache(stream, pieces, mode, layout)
+
+
+# ---- CUDA graphs -----------------------------------------------------------------------------------
+
+LENGTH, WINDOW, CHUNK = 240, 30, 8
+
+
+def long_stream(seed=0, device=DEVICE, **options):
+    options = {"dtype": torch.bfloat16, "head_dim": 64, "kind": "ties", "padding": "left"} | options
+    return Stream(LENGTH, WINDOW, seed=seed, device=device, **options)
+
+
+def held(cache):
+    """The positions, scores, keys and values in the slots, by position."""
+    window, far = cache.window, 2**31 - 1
+    free = torch.arange(window, device=cache.k.device) >= cache.counts[..., :1]
+    positions, slots = cache.positions[..., :window].masked_fill(free, far).sort(-1)
+    free = free.gather(-1, slots)
+    rows = slots[..., None].expand(-1, -1, -1, cache.k.shape[3])
+    keys_and_values = [
+        t[:, :, :window].gather(2, rows).masked_fill(free[..., None], 0) for t in (cache.k, cache.v)
+    ]
+    scores = cache.scores[..., :window].gather(-1, slots).masked_fill(free, 0)
+    return positions, scores, *keys_and_values
+
+
+def assert_same_cache(actual, expected):
+    assert torch.equal(actual.seen, expected.seen)
+    assert all(map(torch.equal, held(actual), held(expected)))
+
+
+def add_chunk(cache, q, k, v, scores, mask):
+    cache.append(k, v, scores, key_mask=mask)
+    out = cache.attend(q)
+    cache.commit()
+    return out
+
+
+def tokens_with_queries(stream, begin, end):
+    part = slice(begin, end)
+    return [stream.q[:, part], *stream.tokens(begin, end), stream.mask[:, part]]
+
+
+@pytest.mark.parametrize("size", [1, CHUNK])
+def test_chunks_in_a_graph(size):
+    """append, pending_intervals, attention and commit, captured once; one pending token is a chunk, too."""
+    stream = long_stream()
+    eager, captured = stream.slots(chunk=size), stream.slots(chunk=size)
+    static = [t.clone() for t in tokens_with_queries(stream, 0, size)]
+    graph, out = capture(lambda: add_chunk(captured, *static))  # adds the first chunk
+    add_chunk(eager, *static)
+    for begin in range(size, LENGTH, size):
+        tokens = tokens_with_queries(stream, begin, begin + size)
+        for place, new in zip(static, tokens, strict=True):
+            place.copy_(new)
+        graph.replay()
+        assert torch.equal(out, add_chunk(eager, *tokens))
+        stream.check(out, begin, begin + size)
+    assert_same_cache(captured, eager)
+
+
+def test_steps_in_a_graph():
+    stream = long_stream(kind="nan")
+    cache = stream.slots()
+    q, k, v, scores, mask = static = [t.clone() for t in tokens_with_queries(stream, 0, 1)]
+    graph, out = capture(lambda: cache.step(q, k, v, scores, key_mask=mask))
+    for begin in range(1, LENGTH):
+        for place, new in zip(static, tokens_with_queries(stream, begin, begin + 1), strict=True):
+            place.copy_(new)
+        graph.replay()
+        stream.check(out, begin, begin + 1)
+    assert cache.seen.tolist() == [LENGTH] * 2
+
+
+def test_prompts_in_a_graph():
+    """fill, of prompts of different lengths, captured once."""
+    streams = [long_stream(seed) for seed in range(4)]
+    cache = streams[0].slots()
+    lengths = torch.full((2,), LENGTH, dtype=torch.int32, device=DEVICE)
+    k, v, scores = static = [t.clone() for t in streams[0].tokens(0, LENGTH)]
+    graph, _ = capture(lambda: cache.fill(k, v, scores, lengths=lengths))
+    for i, stream in enumerate(streams):
+        for place, new in zip(static, stream.tokens(0, LENGTH), strict=True):
+            place.copy_(new)
+        lengths.copy_(torch.tensor([LENGTH - i, 7 * i + 1], dtype=torch.int32))
+        graph.replay()
+        expected = stream.slots()
+        expected.fill(*stream.tokens(0, LENGTH), lengths=lengths)
+        assert_same_cache(cache, expected)
+
+
+def test_rows_in_a_graph():
+    """copy_rows: a snapshot comes back and its rows change places, captured once."""
+    stream = long_stream(batch=4)
+    source = stream.slots(chunk=CHUNK)
+    source.fill(*stream.tokens(0, 50))
+    source.append(*stream.tokens(50, 55))  # pending tokens are copied, too
+    cache = stream.slots(chunk=CHUNK)
+    index = torch.tensor([3, 0, 0, 1], dtype=torch.int32, device=DEVICE)
+
+    def move():
+        cache.restore(source)
+        cache.reorder(index)
+
+    graph, _ = capture(move)
+    for rows in ([0, 1, 2, 3], [3, 3, 2, 0]):
+        index.copy_(torch.tensor(rows, dtype=torch.int32))
+        graph.replay()
+        assert cache.pending == 5
+        q = stream.q[rows, 52:55]
+        stream.assert_close(cache.attend(q), full_attention_of(stream, rows, 52, 55))
+        actual, expected = cache.snapshot(), source.select(index)
+        for copy in (actual, expected):
+            copy.commit()
+        assert_same_cache(actual, expected)
+
+
+def full_attention_of(stream, rows, begin, end):
+    """Without padding, which the rows of this test do not have."""
+    out = flash_dmattn_func(
+        stream.q[rows, :end], stream.k[rows, :end], stream.v[rows, :end],
+        attn_bias=stream.scores[rows, :, :end], is_causal=True, keep_window_size=WINDOW,
+    )  # fmt: skip
+    return out[:, begin:]
+
+
+# ---- Streams and devices ---------------------------------------------------------------------------
+
+
+def test_two_streams_with_a_cache_each():
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    texts = [long_stream(seed, head_dim=dim) for seed, dim in ((0, 64), (1, 128))]
+    caches = [text.slots(chunk=CHUNK) for text in texts]
+    results = [[], []]
+    torch.cuda.synchronize()
+    for begin in range(0, LENGTH, CHUNK):
+        for stream, text, cache, result in zip(streams, texts, caches, results, strict=True):
+            with torch.cuda.stream(stream):
+                if begin % 3:
+                    result.append(
+                        add_chunk(cache, *tokens_with_queries(text, begin, begin + CHUNK))
+                    )
+                    continue
+                for t in range(begin, begin + CHUNK):
+                    q, k, v, scores, mask = tokens_with_queries(text, t, t + 1)
+                    result.append(cache.step(q, k, v, scores, key_mask=mask))
+    torch.cuda.synchronize()
+    for text, result in zip(texts, results, strict=True):
+        text.check(torch.cat(result, 1), 0, LENGTH)
+
+
+@needs_two_gpus
+def test_a_cache_of_another_device():
+    """The current device is another one."""
+    assert torch.cuda.current_device() == 0
+    for seed in range(10):
+        pieces = pieces_of(seed)
+        stream = drawn(seed, 5 + sum(pieces), "cuda:1")
+        check_split(stream, 5, pieces)
+        check_ragged(drawn(seed, 24, "cuda:1"), 6, steps=10)
+        if stream.padding != "anywhere":
+            check_with_kvcache(stream, pieces, ("all keys", "slots")[seed % 2], "by head")
+    assert torch.cuda.current_device() == 0
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("queries", [1, 5, 64])
+def test_few_queries_of_another_device(queries):
+    stream = long_stream(device="cuda:1", padding="none")
+    out = flash_dmattn_func(
+        stream.q[:, -queries:], stream.k, stream.v, attn_bias=stream.scores, is_causal=True,
+        keep_window_size=WINDOW,
+    )  # fmt: skip
+    assert out.device == torch.device("cuda:1")
+    stream.check(out, LENGTH - queries, LENGTH)
+
+
+@needs_two_gpus
+def test_a_graph_of_another_device():
+    stream = long_stream(device="cuda:1")
+    with torch.cuda.device(1):
+        cache = stream.slots(chunk=CHUNK)
+        static = [t.clone() for t in tokens_with_queries(stream, 0, CHUNK)]
+        graph, out = capture(lambda: add_chunk(cache, *static))
+        for begin in range(CHUNK, 5 * CHUNK, CHUNK):
+            tokens = tokens_with_queries(stream, begin, begin + CHUNK)
+            for place, new in zip(static, tokens, strict=True):
+                place.copy_(new)
+            graph.replay()
+            stream.check(out, begin, begin + CHUNK)

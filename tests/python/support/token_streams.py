@@ -1,0 +1,204 @@
+"""Streams of tokens for KV caches, and what holds of a cache however a stream is cut.
+
+The checks take a stream on any device, and run on it.
+"""
+
+import torch
+
+from flash_dmattn import KVSlots, flash_dmattn_func, flash_dmattn_with_kvcache
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+KINDS = ("normal", "ties", "equal", "nan")
+PADDINGS = ("none", "left", "anywhere")
+
+
+class Stream:
+    """Tokens of a batch, and the result of full attention with per-query selection: the reference's, on the CPU."""
+
+    def __init__(self, length, window, *, batch=2, heads=2, group=2, head_dim=8, dtype=torch.float32,
+                 kind="normal", padding="none", seed=0, device="cpu"):  # fmt: skip
+        draw = torch.Generator().manual_seed(seed)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=draw).to(dtype)
+
+        self.q = normal(batch, length, heads * group, head_dim)
+        self.k, self.v = (normal(batch, length, heads, head_dim) for _ in range(2))
+        self.scores = torch.randn(batch, heads, length, generator=draw)
+        if kind == "ties":
+            self.scores = self.scores.round()
+        elif kind == "equal":
+            self.scores.zero_()
+        elif kind == "nan":
+            self.scores[torch.rand(self.scores.shape, generator=draw) < 0.3] = torch.nan
+        self.mask = torch.ones(batch, length, dtype=torch.bool)
+        for row, pad in enumerate(torch.randint(0, length, (batch,), generator=draw)):
+            if padding == "left":
+                self.mask[row, :pad] = False
+            elif padding == "anywhere":
+                self.mask[row] = torch.rand(length, generator=draw) < 0.7
+        self.window, self.dtype, self.length, self.device = window, dtype, length, device
+        self.padding = padding
+        self.out, self.lse, _ = flash_dmattn_func(
+            self.q, self.k, self.v, self.mask, self.scores, is_causal=True,
+            keep_window_size=window, return_attn_probs=True, backend="reference",
+        )  # fmt: skip
+        for name in ("q", "k", "v", "scores", "mask", "out", "lse"):
+            setattr(self, name, getattr(self, name).to(device))
+        # Tensor cores round weights and results to 16 bits, in proportion to them.
+        self.atol = TOLERANCE[dtype]
+        self.rtol = 0 if device == "cpu" else TOLERANCE[dtype]
+
+    def tokens(self, begin, end):
+        part = slice(begin, end)
+        return self.k[:, part], self.v[:, part], self.scores[:, :, part]
+
+    def slots(self, chunk=0, backend=""):
+        batch, _, heads, head_dim = self.k.shape
+        return KVSlots(
+            batch, heads, self.window, head_dim, chunk=chunk, dtype=self.dtype, device=self.device,
+            backend=backend,
+        )  # fmt: skip
+
+    def check(self, out, begin, end, rows=slice(None)):
+        self.assert_close(out[rows], self.out[rows, begin:end])
+
+    def assert_close(self, out, expected):
+        torch.testing.assert_close(out, expected, atol=self.atol, rtol=self.rtol)
+
+
+def check_split(stream, prefill, pieces, backend=""):
+    """A prompt of `prefill` tokens, then pieces: one token by a step, several by a chunk."""
+    cache = stream.slots(chunk=max(pieces), backend=backend)
+    if prefill:
+        k, v, scores = stream.tokens(0, prefill)
+        cache.fill(k, v, scores, key_mask=stream.mask[:, :prefill])
+    begin = prefill
+    for size in pieces:
+        part = slice(begin, begin + size)
+        k, v, scores = stream.tokens(begin, begin + size)
+        if size == 1:
+            out, lse = cache.step(
+                stream.q[:, part], k, v, scores, key_mask=stream.mask[:, part], return_lse=True
+            )
+        else:
+            cache.append(k, v, scores, key_mask=stream.mask[:, part])
+            out, lse = cache.attend(stream.q[:, part], return_lse=True)
+            cache.commit()
+        stream.check(out, begin, begin + size)
+        torch.testing.assert_close(lse, stream.lse[:, :, part], atol=stream.atol, rtol=1e-5)
+        begin += size
+    assert cache.seen.tolist() == [begin] * 2
+
+
+def check_speculation(stream, speculated, seed):
+    """(pending tokens, accepted in row 0, accepted in row 1): the rejected ones leave no trace."""
+    cache = stream.slots(chunk=max(size for size, *_ in speculated))
+    place = [0, 0]
+    generator = torch.Generator().manual_seed(seed)
+    for size, *accepted in speculated:
+        accepted = [min(size, n) for n in accepted]
+        rows = []
+        for row, begin in enumerate(place):
+            good = [t[row] for t in _tokens_with_queries(stream, begin, begin + size)]
+            rows.append([_junk_after(t, accepted[row], generator) for t in good])
+        q, k, v, scores, mask = (torch.stack(parts) for parts in zip(*rows, strict=True))
+        cache.append(k, v, scores.transpose(1, 2).contiguous(), key_mask=mask)
+        out = cache.attend(q)
+        for row, (begin, count) in enumerate(zip(place, accepted, strict=True)):
+            stream.assert_close(out[row, :count], stream.out[row, begin : begin + count])
+        if accepted[0] == accepted[1]:
+            cache.drop(size - accepted[0])
+            cache.commit()
+        else:
+            cache.commit(torch.tensor(accepted, dtype=torch.int32, device=stream.device))
+        place = [begin + count for begin, count in zip(place, accepted, strict=True)]
+        assert cache.seen.tolist() == place
+
+
+def _tokens_with_queries(stream, begin, end):
+    part = slice(begin, end)
+    k, v, scores = stream.tokens(begin, end)
+    return stream.q[:, part], k, v, scores.transpose(1, 2), stream.mask[:, part]
+
+
+def _junk_after(tokens, count, generator):
+    """Tokens of which those after `count` are others, with high scores."""
+    if tokens.dtype == torch.bool:
+        return tokens
+    junk = (torch.randn(tokens.shape, generator=generator).abs() + 9).to(tokens)
+    junk[:count] = tokens[:count]
+    return junk
+
+
+def check_ragged(stream, begin, steps):
+    """A batch padded on the right, of `begin` tokens and half as many, then steps: each row as if it were alone."""
+    cache = stream.slots()
+    lengths = torch.tensor([begin, max(1, begin // 2)], dtype=torch.int32, device=stream.device)
+    k, v, scores = stream.tokens(0, begin)
+    cache.fill(k, v, scores, lengths=lengths, key_mask=stream.mask[:, :begin])
+    for _ in range(steps):
+        rows, index = torch.arange(2, device=stream.device), lengths.long()
+        out = cache.step(
+            stream.q[rows, index][:, None],
+            stream.k[rows, index][:, None],
+            stream.v[rows, index][:, None],
+            stream.scores[rows, :, index][:, :, None],
+            key_mask=stream.mask[rows, index][:, None],
+        )
+        stream.assert_close(out[:, 0], stream.out[rows, index])
+        lengths += 1
+    assert torch.equal(cache.seen, lengths)
+
+
+def check_with_kvcache(stream, pieces, mode, layout):
+    """flash_dmattn_with_kvcache on a cache of "all keys" or of "slots", laid out "by token" or "by head".
+
+    A cache of all keys has padding on the left only.
+    """
+    size, device = stream.length + 10, stream.device
+    bounds = {} if device == "cpu" else {"atol": stream.atol, "rtol": stream.rtol}
+    batch, _, heads, head_dim = stream.k.shape
+
+    def cache_of_keys():
+        if layout == "by token":
+            return stream.k.new_zeros(batch, size, heads, head_dim)
+        return stream.k.new_zeros(batch, heads, size, head_dim).transpose(1, 2)
+
+    scores_of_none = torch.full((batch, heads, size), torch.nan, device=device)
+    caches = [cache_of_keys(), cache_of_keys(), scores_of_none]
+    seqlens = torch.zeros(batch, dtype=torch.int32, device=device)
+    options = {
+        "keep_window_size": stream.window,
+        "cache_seqlens": seqlens,
+        "return_softmax_lse": True,
+    }
+    if mode == "slots":
+        integers = {"dtype": torch.int32, "device": device}
+        options["slot_positions"] = torch.zeros(batch, heads, size, **integers)
+        options["slot_counts"] = torch.zeros(batch, heads, 2, **integers)
+    is_padded = stream.padding != "none"
+    left = {"cache_leftpad": (~stream.mask).sum(1)} if is_padded and mode == "all keys" else {}
+    begin = 0
+    for count in pieces:
+        part = slice(begin, begin + count)
+        k, v, scores = stream.tokens(begin, begin + count)
+        if is_padded and mode == "slots":
+            options["key_mask"] = stream.mask[:, part]
+        before = seqlens.clone()
+        out, lse, _ = flash_dmattn_with_kvcache(
+            stream.q[:, part], *caches, k, v, scores=scores, **left, **options
+        )
+        stream.check(out, begin, begin + count)
+        torch.testing.assert_close(lse, stream.lse[:, :, part], **bounds)
+        begin += count
+        assert torch.equal(seqlens, before + (count if mode == "slots" else 0))
+        seqlens.fill_(begin)
+    if mode == "all keys":  # without new tokens, and all keys seen
+        out = flash_dmattn_with_kvcache(stream.q[:, :begin], *caches, cache_seqlens=seqlens, **left)
+        full = flash_dmattn_func(
+            stream.q[:, :begin], stream.k[:, :begin], stream.v[:, :begin],
+            stream.mask[:, :begin] if is_padded else None, stream.scores[..., :begin],
+            is_causal=True,
+        )  # fmt: skip
+        torch.testing.assert_close(out, full, **bounds)
