@@ -17,9 +17,11 @@
 # Only on request, as they compile for minutes:
 #   portable    tests of the Triton and FlexAttention backends
 #   rivals      all cases of `python -m flash_dmattn bench`, FlexAttention too; alone
+#   decode      a token at a time: attention over caches, and a whole Doge after 4,096 and 524,288 tokens; alone
 # Each step ends within ten minutes on an H200 with 16 processor cores. Where a command may last ten minutes in all, give it
 # `cpp python sanitizers`, `compare` and `speed` one after the other. RESULTS gets a log of each part, table.tsv, compare.json and
-# record.json, whose place is benchmarks/records/<machine>/<date>-torch.json; rivals: triton.json and sweeps.json.
+# record.json, whose place is benchmarks/records/<machine>/<date>-torch.json; rivals: triton.json and sweeps.json; decode:
+# decode.json, generate_4096.json and generate_524288.json.
 set -euo pipefail
 
 # on_gpu N COMMAND...: with the Nth GPU of this machine first among those that the command sees, the others behind it.
@@ -130,6 +132,18 @@ rivals() {
   part bench_sweeps "${bench[@]}" --case scaling windows --against sdpa,flex --json "$results/sweeps.json"
 }
 
+decode() {
+  local commit
+  commit=$(cat "$folder/after/commit")
+  part decode python3 -m flash_dmattn bench --case decode --commit "$commit" --json "$results/decode.json"
+  # A context of its own for each program: what is slow at the longer one costs nothing at the other.
+  local context
+  for context in 4096 524288; do
+    part "generate_$context" python3 "$folder/benchmarks/cuda/generate.py" --contexts "$context" --limit 100 \
+      --commit "$commit" --record "$results/generate_$context.json"
+  done
+}
+
 speed() {
   part through_torch python3 "$folder/benchmarks/cuda/through_torch.py" --commit "$(cat "$folder/after/commit")" \
     --record "$results/record.json"
@@ -168,7 +182,7 @@ run() {
   local step background=()
   for step in "$@"; do
     case $step in
-      compare | speed | rivals)
+      compare | speed | rivals | decode)
         wait "${background[@]}"
         "$step"
         ;;

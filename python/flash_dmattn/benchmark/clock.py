@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -15,6 +16,7 @@ from ..check.memory import peak_bytes
 
 # A GPU's clock follows its load with a delay: no case may be timed at the clock that the case before has left.
 _SECONDS_OF_WARM_UP = 0.5
+_SECONDS_OF_REPLAYS = 0.1  # before those of a graph that count
 _CYCLES_AHEAD = (
     2_000_000  # about a millisecond, in which Python runs ahead of the GPU, as in training
 )
@@ -53,6 +55,28 @@ def timed(call: Callable, device: str, *arguments: object) -> tuple[float, objec
     end.record()
     end.synchronize()
     return begin.elapsed_time(end), result
+
+
+def graph_ms(calls: list[Callable[[], object]], at_least: int, repeats: int) -> float:
+    """Milliseconds of one of these calls, one behind the other in a CUDA graph of `at_least` calls or more: the median of
+    its replays. A call that cannot run raises before anything is captured."""
+    rounds = math.ceil(at_least / len(calls))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        for call in calls * rounds:
+            call()
+    start = time.perf_counter()
+    while time.perf_counter() - start < _SECONDS_OF_REPLAYS:
+        graph.replay()
+        torch.cuda.synchronize()
+    times = [timed(graph.replay, "cuda")[0] for _ in range(repeats)]
+    return statistics.median(times) / (rounds * len(calls))
 
 
 def median_ms(call: Callable[[], object], device: str, repeats: int) -> float:

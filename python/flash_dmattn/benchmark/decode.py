@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..flash_dmattn_interface import flash_dmattn_func
 from ..kv_cache import KVSlots, flash_dmattn_with_kvcache
-from .clock import timed
+from .clock import graph_ms, timed
 
 NAME = "decode"
-# Caches are visited in turn, so many that the last one read is long out of the processor's caches.
-CACHE_BYTES = {"cpu": 256 << 20}
-COPY_BYTES = 128 << 20
+METHOD = (
+    "medians; cold: calls go through so many caches in turn that each comes from memory, warm: one cache; on a GPU from "
+    "replays of a CUDA graph of at least 24 calls; bytes of keys and values count once, those of a copy read and written"
+)
+# Caches are visited in turn, so many that the last one read is long out of the processor's caches. On a GPU: four times
+# an L2 of 60 MB.
+CACHE_BYTES = {"cpu": 256 << 20, "cuda": 240 * 10**6}
+COPY_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
+# torch's ways to compute attention on a GPU.
+SDPA = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +58,13 @@ CASES = {
         DecodeCase(2048, slots=True),
         DecodeCase(2048, slots=True, batch=8),
         *(DecodeCase(n) for n in (2048, 8192, 65536)),
-    ]
+    ],
+    "cuda": [
+        DecodeCase(2048, slots=True),
+        DecodeCase(2048, slots=True, batch=64),
+        *(DecodeCase(n) for n in (1024, 8192, 131072, 524288)),
+        DecodeCase(4096, batch=64),
+    ],
 }
 
 
@@ -78,28 +98,48 @@ def _all_keys(case: DecodeCase, dtype: torch.dtype, device: str) -> Callable[[],
     shape = (case.batch, case.heads_kv, case.keys, case.head_dim)
     k, v = (_normal(dtype, device, *shape).transpose(1, 2) for _ in range(2))
     q = _normal(dtype, device, case.batch, 1, case.heads_q, case.head_dim)
+    if (
+        device == "cuda"
+    ):  # without lengths, as SDPA: intervals would be made from them by kernels of their own
+        return lambda: flash_dmattn_func(q, k, v)
     lengths = torch.full((case.batch,), case.keys, dtype=torch.int32, device=device)
     return lambda: flash_dmattn_with_kvcache(q, k, v, cache_seqlens=lengths)
 
 
-def _sdpa(case: DecodeCase, dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
+def _sdpa(
+    case: DecodeCase, dtype: torch.dtype, device: str, backend: SDPBackend | None = None
+) -> Callable[[], Tensor]:
     shape = (case.batch, case.heads_kv, case.keys, case.head_dim)
     k, v = (_normal(dtype, device, *shape) for _ in range(2))
     q = _normal(dtype, device, case.batch, case.heads_q, 1, case.head_dim)
     grouped = case.heads_q != case.heads_kv
-    return lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+
+    def attend() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+
+    return attend if backend is None else sdpa_kernel(backend)(attend)
 
 
-def _sides(case: DecodeCase) -> dict[str, Callable[..., Callable[[], Tensor]]]:
-    return {"slots": _slots} if case.slots else {"ours": _all_keys, "sdpa": _sdpa}
+def _sides(case: DecodeCase, device: str) -> dict[str, Callable[..., Callable[[], Tensor]]]:
+    if case.slots:
+        return {"slots": _slots}
+    if device == "cpu":
+        return {"ours": _all_keys, "sdpa": _sdpa}
+    rivals = {name: functools.partial(_sdpa, backend=one) for name, one in SDPA.items()}
+    return {"ours": _all_keys} | rivals
 
 
 def copy_bandwidth(device: str, repeats: int) -> float:
-    """Bytes read and written by a plain copy, in GB/s: the best of several."""
-    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
+    """Bytes read and written by a plain copy, in GB/s: the best of several; on a GPU the better of a copy by the driver
+    and one by a kernel."""
+    source = torch.ones(COPY_BYTES[device] // 4, dtype=torch.float32, device=device)
     target = torch.ones_like(source)
-    best = min(timed(target.copy_, device, source)[0] for _ in range(max(repeats, 3)))
-    return 2 * COPY_BYTES / best * 1e-6
+    if device == "cuda":
+        ways = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
+        best = min(graph_ms([way], 8, repeats) for way in ways)
+    else:
+        best = min(timed(target.copy_, device, source)[0] for _ in range(max(repeats, 3)))
+    return 2 * COPY_BYTES[device] / best * 1e-6
 
 
 def measured(
@@ -111,8 +151,15 @@ def measured(
     for case in cases:
         for name in dtypes:
             dtype = getattr(torch, name)
-            for who, make in _sides(case).items():
-                row = _row(case, dtype, name, who, make, device, repeats, bandwidth)
+            for who, make in _sides(case, device).items():
+                try:
+                    row = _row(case, dtype, name, who, make, device, repeats, bandwidth)
+                except RuntimeError as reason:
+                    if who not in SDPA:
+                        raise
+                    text = str(reason).splitlines()[0]
+                    say(f"{case!s:<46} {name:<9}{who:<10}  declined: {text}")
+                    continue
                 say(line(row))
                 yield row
 
@@ -120,17 +167,22 @@ def measured(
 def _row(case, dtype, dtype_name, who, make, device, repeats, bandwidth) -> dict:
     size = case.bytes(dtype)
     steps = [make(case, dtype, device) for _ in range(CACHE_BYTES[device] // size + 2)]
-    turns = steps * (repeats + 1)
-    cold = statistics.median([timed(step, device)[0] for step in turns][len(steps) :])
-    warm = statistics.median([timed(steps[0], device)[0] for _ in range(20 * repeats)][repeats:])
+    if device == "cuda":
+        cold, warm = (graph_ms(some, 24, repeats) for some in (steps, steps[:1]))
+    else:
+        turns = steps * (repeats + 1)
+        cold = statistics.median([timed(step, device)[0] for step in turns][len(steps) :])
+        turns = [timed(steps[0], device)[0] for _ in range(20 * repeats)]
+        warm = statistics.median(turns[repeats:])
     achieved = size / cold * 1e-6
     return {
         "case": str(case),
         **dataclasses.asdict(case),
         "dtype": dtype_name,
         "who": who,
-        "cold_us": round(cold * 1e3, 1),
-        "warm_us": round(warm * 1e3, 1),
+        "cold_us": round(cold * 1e3, 2),
+        "warm_us": round(warm * 1e3, 2),
+        "at_copy_bandwidth_us": round(size / bandwidth * 1e-3, 2),
         "cold_gb_per_s": round(achieved, 1),
         "of_copy_bandwidth": round(achieved / bandwidth, 3),
         "cache_mb": round(size / 1e6, 1),
@@ -138,14 +190,14 @@ def _row(case, dtype, dtype_name, who, make, device, repeats, bandwidth) -> dict
 
 
 HEADER = (
-    f"{'case':<46} {'dtype':<9}{'who':<6}{'cold':>10}{'warm':>10} us{'cold':>9} GB/s"
+    f"{'case':<46} {'dtype':<9}{'who':<10}{'cold':>10}{'warm':>10} us{'cold':>9} GB/s"
     f"{'of copy':>10}{'cache':>9} MB"
 )
 
 
 def line(row: dict) -> str:
     return (
-        f"{row['case']:<46} {row['dtype']:<9}{row['who']:<6}{row['cold_us']:>10.1f}"
+        f"{row['case']:<46} {row['dtype']:<9}{row['who']:<10}{row['cold_us']:>10.1f}"
         f"{row['warm_us']:>10.1f}   {row['cold_gb_per_s']:>9.1f}     "
         f"{row['of_copy_bandwidth']:>10.0%}{row['cache_mb']:>9.1f}"
     )

@@ -43,7 +43,7 @@ def bench(options: argparse.Namespace) -> int:
     rows, steps = [], []
 
     def write() -> None:
-        found = {"decode": steps} if steps else {}
+        found = {"decode_method": decode.METHOD, "decode": steps} if steps else {}
         record.write(options.json, {**about, "speed": rows} | found)
 
     if options.records:

@@ -70,7 +70,7 @@ def test_rows_table_file_and_picture(capsys, tmp_path):
 
 def test_decoding_has_rows_of_its_own(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(decode, "CACHE_BYTES", {"cpu": 1 << 16})
-    monkeypatch.setattr(decode, "COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(decode, "COPY_BYTES", {"cpu": 1 << 16})
     file = tmp_path / "bench.json"
     wanted = ["bench", "--case", "decode", "--dtype", "bfloat16", *SMALL, "--json", str(file)]
     assert main(wanted) == 0
