@@ -90,6 +90,26 @@ def check_slots(window: int, pending: int, slots: int) -> None:
         raise ValueError(f"pending: got {pending}, expected at most {slots - window}, the chunk")
 
 
+def check_kernels_of_slots(
+    name: str, dtype: torch.dtype, head_dim: int, device: torch.device, *, instead: str
+) -> None:
+    """Of slots on a CUDA GPU, where no backend but "cuda" keeps them.
+
+    name: of the argument that brings the dtype. instead: what else there is for float32.
+    """
+    if device.type != "cuda":
+        return
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(
+            f"{name}: got {dtype} on {device}, expected bfloat16 or float16: there are no kernels for slots of another "
+            f"dtype on a GPU. {instead}"
+        )
+    if head_dim % 8:
+        raise ValueError(
+            f"head_dim: got {head_dim} on {device}, expected a multiple of 8 for slots on a GPU"
+        )
+
+
 def row_numbers(numbers: Tensor, name: str, rows: int | None = None) -> Tensor:
     """int32 [rows] of integers, dense; `rows` may be any number."""
     _check_row_numbers(numbers, name, rows)

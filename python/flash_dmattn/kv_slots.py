@@ -11,6 +11,7 @@ from . import _ops
 from ._arguments import check_count, check_tensor, resolve_flag
 from ._kv_arguments import (
     check_chunk,
+    check_kernels_of_slots,
     check_mask,
     check_query,
     check_slots,
@@ -25,6 +26,7 @@ from .visibility import Visibility
 
 _ARRAYS = ("k", "v", "scores", "positions", "counts", "seen")
 _NUMBERS = ("window", "pending", "is_empty")
+_FLOAT32_ON_A_GPU = "Use one of them, or flash_dmattn_with_kvcache on a cache of all keys"
 
 
 class KVSlots:
@@ -72,6 +74,7 @@ class KVSlots:
         shape = (batch, heads_kv, window + chunk)
         # Zeros: a kernel may load a slot without a key.
         self.k = torch.zeros((*shape, head_dim), dtype=dtype, device=device)
+        check_kernels_of_slots("dtype", dtype, head_dim, self.k.device, instead=_FLOAT32_ON_A_GPU)
         self.v = torch.zeros_like(self.k)
         self.scores = torch.zeros(shape, dtype=torch.float32, device=device)
         self.positions = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -101,6 +104,7 @@ class KVSlots:
         if k.dim() != 4:
             raise ValueError(f"k: got shape {tuple(k.shape)}, expected [B, Hkv, window + chunk, D]")
         check_slots(window, pending, k.shape[2])
+        check_kernels_of_slots("k", k.dtype, k.shape[3], k.device, instead=_FLOAT32_ON_A_GPU)
         cache.window, cache.pending, cache.backend = window, pending, backend
         cache.is_empty = False
         return cache

@@ -85,6 +85,7 @@ def _attend_with_slots(
     query, key, value, _ = fdma_peft_integration_check(query, key, value, None, dtype)
     if not slots.is_empty:
         return slots.attend(query, key, value, scores.float(), present, scale=self.scaling)
+    slots.check_kernels(key)  # before attention that the slots could not take over
     out = _attend(self, query, key, value, scores, attention_mask, options)
     slots.fill(key, value, scores.float(), present)
     return out

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.configuration_utils import PretrainedConfig
 
 from .._arguments import check_count, resolve_flag
+from .._kv_arguments import check_kernels_of_slots
 from ..kv_slots import KVSlots
 
 _CROPS_TO_A_LENGTH = int(transformers.__version__.split(".")[0]) < 5
@@ -123,6 +124,15 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._count(length)
         return out
 
+    @staticmethod
+    def check_kernels(key: torch.Tensor) -> None:
+        """Raises where no kernel keeps keys like these, [B, Hkv, S, D], in slots."""
+        check_kernels_of_slots(
+            "past_key_values", key.dtype, key.shape[3], key.device,
+            instead="Load the model with dtype=torch.bfloat16, generate under torch.autocast, or use transformers' "
+            "DynamicCache",
+        )  # fmt: skip
+
     # ---- What transformers uses ---------------------------------------------------------------------
 
     def lazy_initialization(
@@ -131,6 +141,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         """Memory for keys like these, [B, Hkv, any number, D]."""
         batch, heads, _, head_dim = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
+        self.check_kernels(key_states)
         if self.is_compileable:
             # Not slots.seen, which a step changes: compiled code would read it again for the layers behind.
             self._length = torch.zeros((), dtype=torch.int64, device=self.device)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_dmattn import KVSlots, flash_dmattn_with_kvcache
 
@@ -29,6 +30,29 @@ def test_of_the_cache(message, options):
     with pytest.raises((ValueError, TypeError)) as caught:
         KVSlots(**(sizes | options))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "message, options",
+    [
+        ("dtype: got torch.float32 on cuda:0, expected bfloat16 or float16", {}),
+        ("head_dim: got 12 on cuda:0, expected a multiple of 8", {"dtype": torch.float16, "head_dim": 12}),
+    ],
+)  # fmt: skip
+def test_of_a_cache_on_a_gpu(message, options):
+    sizes = {"batch": 2, "heads_kv": 2, "window": 4, "head_dim": 8, "device": "cuda"}
+    with FakeTensorMode(), pytest.raises((ValueError, TypeError)) as caught:
+        KVSlots(**(sizes | options))
+    assert message in str(caught.value)
+
+
+def test_of_tensors_of_slots_on_a_gpu():
+    with FakeTensorMode(), pytest.raises(TypeError, match="k: got torch.float32 on cuda:0"):
+        k = torch.zeros(2, 2, 4, 8, device="cuda")
+        integers = [
+            torch.zeros(s, dtype=torch.int32, device="cuda") for s in ((2, 2, 4), (2, 2, 2), 2)
+        ]
+        KVSlots.over(4, k, k, torch.zeros(2, 2, 4, device="cuda"), *integers)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 transformers = pytest.importorskip("transformers")
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
@@ -61,7 +62,10 @@ def test_lengths_are_those_of_the_text():
     else:
         assert cache.get_mask_sizes(5, 0) == (5, S) and cache.get_query_offset() == S
         assert cache.batch_size == B and cache.get_max_length() == -1
-        assert cache.is_croppable
+        assert cache.is_croppable and all(layer.supports_early_init for layer in cache.layers)
+        assert not any(cache.is_recording_past(i) for i in range(3))
+        cache.activate_past_recording()
+        assert all(cache.is_recording_past(i) for i in range(3))
 
 
 def test_update_returns_what_new_tokens_may_see():
@@ -209,6 +213,20 @@ def test_choices_under_which_keys_return(options, match):
     config = make_model(sliding_window=options.pop("sliding_window", None)).config
     with pytest.raises(ValueError, match=match):
         DynamicMaskCache(config, **options)
+
+
+def test_keys_without_kernels_on_a_gpu_are_refused_with_what_to_do():
+    layer = DynamicMaskCache(make_model().config).layers[0]
+    with FakeTensorMode():
+        key = torch.zeros(B, 2, 3, 8, device="cuda")
+        with pytest.raises(
+            TypeError, match=r"past_key_values: got torch.float32 .* dtype=torch.bfloat16"
+        ):
+            layer.fill(key, key, torch.zeros(B, 2, 3, device="cuda"))
+        with pytest.raises(ValueError, match="head_dim: got 12"):
+            layer.lazy_initialization(torch.zeros(B, 2, 3, 12, device="cuda").bfloat16())
+        assert not layer.is_initialized
+        layer.lazy_initialization(key.bfloat16())
 
 
 def test_models_without_a_window():

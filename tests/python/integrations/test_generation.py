@@ -78,22 +78,23 @@ def test_a_prompt_without_a_mask():
     assert_same_generation(oracle, ours, make_ids(1, S), cache, attention_mask=None, **FRESH)
 
 
-def recording_cache(model):
+def recording_cache(model, **options):
     """For assisted decoding; transformers 5 itself announces that it will crop."""
-    cache = DynamicMaskCache(model.config)
+    cache = DynamicMaskCache(model.config, **options)
     if transformers.__version__ < "5":
         cache.activate_past_recording()
     return cache
 
 
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("length", [6, S, 120])
-def test_prompt_lookup(length):
+def test_prompt_lookup(length, static):
     """Some guesses are accepted, some dropped; `crop` follows every step."""
     oracle, ours = make_pair()
     ids, options = make_ids(1, length), {"logits_processor": [RepeatsOfThree()]}
     options["eos_token_id"] = 0  # transformers 4 needs one
     ids = torch.cat([ids, ids[:, 2:4]], dim=1)
-    cache = recording_cache(ours)
+    cache = recording_cache(ours, static=static)
     expected = oracle.generate(ids, max_new_tokens=40, do_sample=False, **options)
     actual = ours.generate(
         ids, max_new_tokens=40, do_sample=False, past_key_values=cache,
