@@ -42,6 +42,9 @@ class KVSlots:
     All methods but `select`, `repeat` and `snapshot` change the tensors in place, wait for no device and can be captured
     in a CUDA graph. Rows of the batch are independent, and may have different numbers of tokens.
 
+    On a CUDA GPU slots are bfloat16 or float16 with a head_dim that is a multiple of 8, and `step` takes at most 64 query
+    heads for each kv head (32 with a head_dim above 128 where a block has 99 KB of shared memory).
+
     Attributes: k, v [B, Hkv, window + chunk, D]; scores float32 [B, Hkv, window + chunk]; positions int32 of the same
     shape; counts int32 [B, Hkv, 2], of which [..., 0] is the number of taken slots; seen int32 [B], the number of tokens
     so far (where the next one stands: what RoPE needs); pending, the number of pending tokens, the same in every row;
