@@ -62,8 +62,8 @@ def flash_dmattn_with_kvcache(
     keep_window_size: every query keeps this many keys, those with the highest scores; None: all.
 
     **Slots** (slot_positions and slot_counts given): the tensors of a KVSlots cache with keep_window_size slots and room
-    for S - keep_window_size pending tokens; on a GPU bfloat16 or float16. k_cache, v_cache: [B, S, Hkv, D], for example KVSlots.k.transpose(1, 2);
-        score_cache: float32 [B, Hkv, S].
+    for S - keep_window_size pending tokens. On a GPU they are bfloat16 or float16.
+    k_cache, v_cache: [B, S, Hkv, D], for example KVSlots.k.transpose(1, 2); score_cache: float32 [B, Hkv, S].
     slot_positions: int32 [B, Hkv, S]; slot_counts: int32 [B, Hkv, 2].
     k, v, scores: as above, one token or up to S - keep_window_size, with a query for each; all of them are committed.
     cache_seqlens: int32 [B], the tokens that each row has seen. The call adds the new ones.

@@ -11,6 +11,7 @@ from token_streams import (
     PADDINGS,
     TOLERANCE,
     Stream,
+    check_drops,
     check_ragged,
     check_speculation,
     check_split,
@@ -49,6 +50,16 @@ def test_speculation_with_any_rollback(speculated, **options):
     """Rows accept different numbers of the pending tokens."""
     stream = Stream(sum(size for size, *_ in speculated), **options)
     check_speculation(stream, speculated, options["seed"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    **STREAMS,
+    pieces=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=6),
+)
+def test_dropped_tokens(pieces, **options):
+    sizes, dropped = zip(*pieces, strict=True)
+    check_drops(Stream(sum(sizes), **options), sizes, dropped)
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,6 +11,7 @@ from token_streams import (
     KINDS,
     PADDINGS,
     Stream,
+    check_drops,
     check_ragged,
     check_speculation,
     check_split,
@@ -54,6 +55,13 @@ def test_speculation_with_any_rollback(first):
         sizes = [draw.randint(1, 5) for _ in range(draw.randint(1, 6))]
         speculated = [(size, draw.randint(0, 5), draw.randint(0, 5)) for size in sizes]
         check_speculation(drawn(seed, sum(sizes)), speculated, seed)
+
+
+@pytest.mark.parametrize("first", range(0, 40, 20))
+def test_dropped_tokens(first):
+    for seed in range(first, first + 20):
+        pieces, draw = pieces_of(seed), random.Random(seed)
+        check_drops(drawn(seed, sum(pieces)), pieces, [draw.randint(0, 3) for _ in pieces])
 
 
 @pytest.mark.parametrize("first", range(0, 40, 20))

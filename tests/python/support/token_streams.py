@@ -131,6 +131,23 @@ def _junk_after(tokens, count, generator):
     return junk
 
 
+def check_drops(stream, pieces, dropped):
+    """Behind the pending tokens of each piece come others, good enough for any slot, which are dropped."""
+    cache = stream.slots(chunk=max(pieces) + max(dropped))
+    begin = 0
+    for size, junk in zip(pieces, dropped, strict=True):
+        part = slice(begin, begin + size)
+        k, v, scores = stream.tokens(begin, begin + size)
+        cache.append(k, v, scores, key_mask=stream.mask[:, part])
+        junk_keys = k.new_full((k.shape[0], junk, *k.shape[2:]), 3)
+        cache.append(junk_keys, junk_keys, scores.new_full((*scores.shape[:2], junk), 99))
+        cache.drop(junk)
+        stream.check(cache.attend(stream.q[:, part]), begin, begin + size)
+        cache.commit()
+        begin += size
+    assert cache.seen.tolist() == [begin] * 2
+
+
 def check_ragged(stream, begin, steps):
     """A batch padded on the right, of `begin` tokens and half as many, then steps: each row as if it were alone."""
     cache = stream.slots()
