@@ -113,7 +113,8 @@ struct FewQueries {
     const auto v_rows = key_rows<In>(t.v, tile.batch, tile.head, block);
     const auto values = [&](int i) { return v_rows(i < visible ? i : visible - 1); };
     const auto multiply_rows = [&](const auto& key) {
-      multiply_keys<In, Element>(q, q_ld, tile.rows, key, values, visible, columns, t.head_dim, s,
+      const RowAddresses<Storage> keys(key, visible, values);
+      multiply_keys<In, Element>(q, q_ld, tile.rows, keys.row, visible, columns, t.head_dim, s,
                                  block_keys);
     };
     multiply_rows(row_at);
@@ -135,8 +136,9 @@ struct FewQueries {
         static_cast<const Storage*>(t.k.data) + tile.batch * t.k.batch + tile.head * t.k.head;
     const auto next_keys = [&](int i) { return keys + blocks.peek(i) * t.k.row; };
     const auto multiply_rows = [&](const auto& value) {
-      multiply_values<In>(s, block_keys, tile.rows, value, next_keys, visible, t.head_dim,
-                          softmax.out, head_columns);
+      const RowAddresses<Storage> values(value, visible, next_keys);
+      multiply_values<In>(s, block_keys, tile.rows, values.row, visible, t.head_dim, softmax.out,
+                          head_columns);
     };
     const auto bytes = sizeof(float) * static_cast<std::size_t>(tile.rows) *
                        static_cast<std::size_t>(head_columns);

@@ -4,6 +4,7 @@
 
 #include "cpu/element.h"
 #include "cpu/pack.h"
+#include "cpu/task.h"
 
 // Products of few rows with rows of k and v as they lie in memory, each of which is read once: for few rows, packing a
 // block costs more than multiplying it.
@@ -27,60 +28,70 @@ template <int Step = 1>
   return rows[0];
 }
 
-// How many rows ahead memory is asked for, a line with every line that is used: rows are too short for the processor to
-// foresee the next one. 8 KiB at D = 128: 28 to 45 GB/s a core instead of 12 to 20 (Zen 5; all of a row asked for at
-// once: 15; copying: 35).
+// Rows are used one after the other, each from its first line to its last: memory delivers that order at the speed of a
+// plain read, and a line of several rows in turn a fifth slower. Lines are asked for this many rows ahead, one with every
+// line that is used: products keep the processor from looking far enough ahead by itself.
 template <class Storage>
 inline constexpr int prefetch_rows = 64 / sizeof(Storage);
 
-// The addresses of rows [n, n + Count) and of those to ask for meanwhile: prefetch_rows later, or behind the last one
-// those that are read `then`. Rows beyond the last one are the last one.
-template <class Storage, int Count>
-struct RowPointers {
-  const Storage* row[Count];
-  const Storage* next[Count];
+// Asks for the line at element d of a row, once for the steps of `step` elements that share it.
+template <class Storage>
+[[gnu::always_inline]] inline void prefetch_line(const Storage* row, int d, int step) {
+  constexpr int line = 64 / sizeof(Storage);
+  if (step >= line || d % line == 0) __builtin_prefetch(row + d);
+}
+
+// The addresses of the rows of a block, and behind them those of the rows that are read `then`: to be asked for, or read
+// with the last of the block where products take whole vectors of keys.
+template <class Storage>
+struct RowAddresses {
+  static constexpr int behind = prefetch_rows<Storage> + lanes;
+  const Storage* row[block_keys + behind];
 
   template <class RowAt, class ThenAt>
-  RowPointers(const RowAt& row_at, const ThenAt& then, int n, int count) {
-    for (int i = 0; i < Count; ++i) {
-      row[i] = row_at(n + i < count ? n + i : count - 1);
-      const int later = n + i + prefetch_rows<Storage>;
-      next[i] = later < count ? row_at(later) : then(later - count);
-    }
+  RowAddresses(const RowAt& row_at, int count, const ThenAt& then) {
+    for (int n = 0; n < count; ++n) row[n] = row_at(n);
+    for (int n = 0; n < behind; ++n) row[count + n] = then(n);
   }
 };
 
-// s[r][n] = q_r . k_n for Rows rows and lanes / Rows keys: as many sums as a vector has lanes.
+// s[r][n] = q_r . k_n for Rows rows and lanes / Rows keys: as many sums as a vector has lanes. Four rows share the loads
+// of q among all of the keys, because then products cost more than memory.
 template <class In, class Element, int Rows>
 [[gnu::always_inline]] inline void score_group(const float* q, std::int64_t ld,
                                                const typename In::Storage* const* keys,
-                                               const typename In::Storage* const* next,
                                                int head_dim, float* s, std::int64_t s_ld) {
   constexpr int group = lanes / Rows;
+  constexpr int together = Rows < 4 ? 1 : group;
   constexpr int step = lanes * Element::per_word;
-  Vec sum[lanes] = {};
-  const auto add = [&](int d, const auto& load_key) {
-    Vec row[Rows];
-#pragma GCC unroll 16
-    for (int r = 0; r < Rows; ++r) row[r] = load(q + r * ld + d / Element::per_word);
-#pragma GCC unroll 16
-    for (int n = 0; n < group; ++n) {
-      const Vec key = load_key(keys[n] + d);
-      __builtin_prefetch(next[n] + d);
-#pragma GCC unroll 16
-      for (int r = 0; r < Rows; ++r)
-        sum[r * group + n] = Element::dot(sum[r * group + n], row[r], key);
+  Vec sums[lanes];
+  for (int n = 0; n < group; n += together) {
+    Vec sum[Rows][together] = {};
+    const auto add = [&](int d, int count) __attribute__((always_inline)) {
+      Vec key[together];
+#pragma GCC unroll 4
+      for (int i = 0; i < together; ++i) {
+        prefetch_line(keys[n + i + prefetch_rows<typename In::Storage>], d, step);
+        key[i] = Element::template load_words<In>(keys[n + i] + d, count);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < Rows; ++r) {
+        const Vec row = load(q + r * ld + d / Element::per_word);
+#pragma GCC unroll 4
+        for (int i = 0; i < together; ++i) sum[r][i] = Element::dot(sum[r][i], row, key[i]);
+      }
+    };
+    int d = 0;
+    for (; d + step <= head_dim; d += step) add(d, step);
+    if (d < head_dim) add(d, head_dim - d);
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 4
+      for (int i = 0; i < together; ++i) sums[r * group + n + i] = sum[r][i];
     }
-  };
-  int d = 0;
-  for (; d + step <= head_dim; d += step) {
-    add(d, [](const auto* p) { return Element::template load_words<In>(p, step); });
   }
-  if (d < head_dim) {
-    add(d, [&](const auto* p) { return Element::template load_words<In>(p, head_dim - d); });
-  }
-  const Vec total = row_sums(sum);
-#pragma GCC unroll 16
+  const Vec total = row_sums(sums);
+#pragma GCC unroll 4
   for (int r = 0; r < Rows; ++r) {
     __builtin_memcpy(s + r * s_ld, reinterpret_cast<const float*>(&total) + r * group,
                      group * sizeof(float));
@@ -99,17 +110,18 @@ void for_each_row_group(int rows, const Body& body) {
   for (; row < rows; ++row) body.template operator()<1>(row);
 }
 
-// s [rows, s_ld] = q [rows, ld words] times the keys, with zeros from `count` up to `columns`, a multiple of 2 * lanes.
-template <class In, class Element, class RowAt, class ThenAt>
-void multiply_keys(const float* q, std::int64_t ld, int rows, const RowAt& key, const ThenAt& then,
-                   int count, int columns, int head_dim, float* s, std::int64_t s_ld) {
+// s [rows, s_ld] = q [rows, ld words] times the keys, whose addresses are a RowAddresses, with zeros from `count` up to
+// `columns`, a multiple of 2 * lanes.
+template <class In, class Element>
+void multiply_keys(const float* q, std::int64_t ld, int rows,
+                   const typename In::Storage* const* keys, int count, int columns, int head_dim,
+                   float* s, std::int64_t s_ld) {
   for (int n = 0; n < count; n += lanes) {
-    const RowPointers<typename In::Storage, lanes> keys(key, then, n, count);
     for_each_row_group(rows, [&]<int Rows>(int row) {
       constexpr int group = lanes / Rows;
 #pragma GCC unroll 4
       for (int i = 0; i < lanes; i += group) {
-        score_group<In, Element, Rows>(q + row * ld, ld, keys.row + i, keys.next + i, head_dim,
+        score_group<In, Element, Rows>(q + row * ld, ld, keys + n + i, head_dim,
                                        s + row * s_ld + n + i, s_ld);
       }
     });
@@ -126,58 +138,66 @@ inline constexpr int value_group = 16;
 template <class In, int Rows, int Vectors, bool Whole>
 [[gnu::always_inline]] inline void value_group_columns(const float* p, std::int64_t p_ld,
                                                        const typename In::Storage* const* values,
-                                                       const typename In::Storage* const* next,
                                                        int count, int d, int head_dim, float* out,
                                                        std::int64_t out_ld) {
   Vec sum[Rows][Vectors];
 #pragma GCC unroll 4
   for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
+#pragma GCC unroll 16
     for (int i = 0; i < Vectors; ++i) sum[r][i] = load(out + r * out_ld + d + i * lanes);
   }
   for (int n = 0; n < count; ++n) {
     Vec value[Vectors];
-#pragma GCC unroll 4
+    const auto* next = values[n + prefetch_rows<typename In::Storage>] + d;
+#pragma GCC unroll 16
     for (int i = 0; i < Vectors; ++i) {
       const auto* from = values[n] + d + i * lanes;
-      if constexpr (Whole) __builtin_prefetch(next[n] + d + i * lanes);
+      prefetch_line(next, i * lanes, lanes);
       value[i] = Whole ? In::widen(load_as<typename In::Packed>(from))
                        : load_widened<In>(from, head_dim - d - i * lanes);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
       const Vec weight = splat(p[r * p_ld + n]);
-#pragma GCC unroll 4
+#pragma GCC unroll 16
       for (int i = 0; i < Vectors; ++i) sum[r][i] = fma(weight, value[i], sum[r][i]);
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
+#pragma GCC unroll 16
     for (int i = 0; i < Vectors; ++i) store(out + r * out_ld + d + i * lanes, sum[r][i]);
   }
 }
 
-// out [rows, out_ld] += p [rows, p_ld] times the values.
-template <class In, class RowAt, class ThenAt>
-void multiply_values(const float* p, std::int64_t p_ld, int rows, const RowAt& value,
-                     const ThenAt& then, int count, int head_dim, float* out, std::int64_t out_ld) {
-  constexpr int vectors = lanes == 16 ? 4 : 2;  // with 4 rows, 16 or 8 sums
+// The same for columns [d, head_dim): Vectors at a time, then half as many.
+template <class In, int Rows, int Vectors>
+[[gnu::always_inline]] inline void value_group_rows(const float* p, std::int64_t p_ld,
+                                                    const typename In::Storage* const* values,
+                                                    int count, int d, int head_dim, float* out,
+                                                    std::int64_t out_ld) {
+  for (; d + Vectors * lanes <= head_dim; d += Vectors * lanes) {
+    value_group_columns<In, Rows, Vectors, true>(p, p_ld, values, count, d, head_dim, out, out_ld);
+  }
+  if constexpr (Vectors > 1) {
+    value_group_rows<In, Rows, Vectors / 2>(p, p_ld, values, count, d, head_dim, out, out_ld);
+  } else if (d < head_dim) {
+    value_group_columns<In, Rows, 1, false>(p, p_ld, values, count, d, head_dim, out, out_ld);
+  }
+}
+
+// out [rows, out_ld] += p [rows, p_ld] times the values, whose addresses are a RowAddresses.
+template <class In>
+void multiply_values(const float* p, std::int64_t p_ld, int rows,
+                     const typename In::Storage* const* values, int count, int head_dim, float* out,
+                     std::int64_t out_ld) {
+  constexpr int sums =
+      lanes == 16 ? 16 : 8;  // in registers: all of two rows of D = 128 with AVX-512
   for (int n = 0; n < count; n += value_group) {
     const int keys = count - n < value_group ? count - n : value_group;
-    const RowPointers<typename In::Storage, value_group> values(value, then, n, count);
     for_each_row_group(rows, [&]<int Rows>(int row) {
-      const float* weights = p + row * p_ld + n;
-      float* sums = out + row * out_ld;
-      int d = 0;
-      for (; d + vectors * lanes <= head_dim; d += vectors * lanes) {
-        value_group_columns<In, Rows, vectors, true>(weights, p_ld, values.row, values.next, keys,
-                                                     d, head_dim, sums, out_ld);
-      }
-      for (; d < head_dim; d += lanes) {
-        value_group_columns<In, Rows, 1, false>(weights, p_ld, values.row, values.next, keys, d,
-                                                head_dim, sums, out_ld);
-      }
+      value_group_rows<In, Rows, sums / Rows>(p + row * p_ld + n, p_ld, values + n, keys, 0,
+                                              head_dim, out + row * out_ld, out_ld);
     });
   }
 }

@@ -94,11 +94,7 @@ void transpose(Vec* rows) {
   if constexpr (Step > 1) transpose<Step / 2>(rows);
 }
 
-// ---- bf16 -----------------------------------------------------------------------------------------
-
-inline Vec from_bf16(Half v) { return from_bits(__builtin_convertvector(v, Int) << 16); }
-
-// Round to nearest even; NaN stays NaN, overflow becomes inf.
+// bf16: round to nearest even; NaN stays NaN, overflow becomes inf.
 inline Half to_bf16(Vec v) {
   const Int b = bits(v);
   const Int rounded = wrapping_add(b, 0x7fff + ((b >> 16) & 1)) >> 16;

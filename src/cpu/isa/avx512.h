@@ -42,6 +42,11 @@ void store_bytes(void* p, T v, int count) {
   }
 }
 
+inline Vec from_bf16(Half v) {
+  return from_bits(reinterpret_cast<Int>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(v)))
+                   << 16);
+}
+
 inline Vec from_f16(Half v) { return _mm512_cvtph_ps(reinterpret_cast<__m256i>(v)); }
 inline Half to_f16(Vec v) {
   return reinterpret_cast<Half>(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));

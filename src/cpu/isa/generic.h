@@ -38,6 +38,8 @@ void store_bytes(void* p, T v, int count) {
   __builtin_memcpy(p, &v, static_cast<unsigned>(count));
 }
 
+inline Vec from_bf16(Half v) { return from_bits(__builtin_convertvector(v, Int) << 16); }
+
 // The exponents of f16 are 112 below those of f32, and a multiplication by 2^112 corrects for it, for
 // subnormal numbers too.
 inline Vec from_f16(Half v) {
