@@ -19,6 +19,7 @@ from .modeling_flash_dynamic_mask_attention_utils import (
 from .stored_scores import update_with_scores
 
 ROUNDED = "round_scores_like_eager"  # attribute of a layer
+MASK_IS_CAUSAL = "mask_is_causal"  # keyword of a layer: its mask holds nothing but causality
 
 
 def doge_attention_forward(
@@ -31,6 +32,8 @@ def doge_attention_forward(
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """`DogeAttention.forward` with one score per key instead of a mask per (query, key) pair."""
+    if kwargs.pop(MASK_IS_CAUSAL, False):
+        attention_mask = None
     refuse_in_doge(kwargs, has_mask=attention_mask is not None)
     per_head = (*hidden_states.shape[:-1], -1, self.head_dim)
     query = self.q_norm(self.q_proj(hidden_states).view(per_head)).transpose(1, 2)

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, GenerationM
 from transformers.models.doge.modeling_doge import DogeAttention, DogeModel, DogePreTrainedModel
 
 from .._arguments import resolve_flag
-from .doge import ROUNDED, doge_attention_forward, doge_scores
+from .doge import MASK_IS_CAUSAL, ROUNDED, doge_attention_forward, doge_scores
 from .dynamic_mask_cache import DynamicMaskCache
 from .flash_dynamic_mask_attention import flash_dynamic_mask_attention_forward
 from .masks import keep_documents, key_interval_mask
@@ -37,6 +37,8 @@ NAME = "flash_dmattn"
 NAMES = (NAME, "dynamic_mask_attention")
 _CACHE = "dynamic_mask"
 _DEFAULT_CACHE = "_flash_dmattn_cache"  # attribute of a model
+# The first arguments of DogeModel.forward; its mask is made of all but the tokens.
+_MASKING = ("input_ids", "attention_mask", "position_ids", "past_key_values")
 
 
 def enable_flash_dmattn(
@@ -143,15 +145,38 @@ def _generate_with_default_cache() -> None:
 
 
 def _teach_doge() -> None:
-    """Under our names, DogeAttention.forward is `doge_attention_forward`."""
-    forward = DogeAttention.forward
+    """Under our names, DogeAttention.forward is `doge_attention_forward`, and layers hear of a mask that is causality
+    alone."""
+    forward, forward_of_model = DogeAttention.forward, DogeModel.forward
 
     @functools.wraps(forward)
     def dispatch(self, *args, **kwargs):
         ours = self.config._attn_implementation in NAMES
         return (doge_attention_forward if ours else forward)(self, *args, **kwargs)
 
-    DogeAttention.forward = dispatch
+    @functools.wraps(forward_of_model)
+    def dispatch_model(self, *args, **kwargs):
+        if self.config._attn_implementation in NAMES and _mask_is_causal(self, args, kwargs):
+            kwargs[MASK_IS_CAUSAL] = True
+        return forward_of_model(self, *args, **kwargs)
+
+    DogeAttention.forward, DogeModel.forward = dispatch, dispatch_model
+
+
+def _mask_is_causal(model: DogeModel, args: tuple, options: dict) -> bool:
+    """Whether causality is all of the mask of a call: it brings neither padding, positions nor a cache.
+
+    In compiled code transformers makes a mask of packed sequences all the same, as it cannot read that there is one
+    sequence. Every layer would choose within documents, and look for queries that see no key.
+    """
+    given = {**dict(zip(_MASKING[1:], args[1:], strict=False)), **options}
+    has_window = getattr(model.config, "sliding_window", None) is not None
+    return (
+        not has_window
+        and getattr(model.config, "is_causal", True)
+        and len(args) <= len(_MASKING)
+        and all(given.get(name) is None for name in (*_MASKING[1:], "cache_position"))
+    )
 
 
 def _skip_flash_attention_preload() -> None:
