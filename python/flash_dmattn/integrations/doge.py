@@ -36,10 +36,15 @@ def doge_attention_forward(
         attention_mask = None
     refuse_in_doge(kwargs, has_mask=attention_mask is not None)
     per_head = (*hidden_states.shape[:-1], -1, self.head_dim)
-    query = self.q_norm(self.q_proj(hidden_states).view(per_head)).transpose(1, 2)
-    key = self.k_norm(self.k_proj(hidden_states).view(per_head)).transpose(1, 2)
-    value = self.v_proj(hidden_states).view(per_head).transpose(1, 2)
-    query, key = modeling_doge.apply_rotary_pos_emb(query, key, *position_embeddings)
+    query = self.q_norm(self.q_proj(hidden_states).view(per_head))
+    key = self.k_norm(self.k_proj(hidden_states).view(per_head))
+    value = self.v_proj(hidden_states).view(per_head)
+    # In the order of attention's dimensions, before they are transposed to that of caches: else compiled code
+    # writes both twice, once for each order.
+    query, key = modeling_doge.apply_rotary_pos_emb(
+        query, key, *position_embeddings, unsqueeze_dim=2
+    )
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     if isinstance(past_key_values, DynamicMaskCache):
         slots = _layer_of(past_key_values, self.layer_idx)
         out = _attend_with_slots(self, slots, query, key, value, attention_mask, kwargs)
