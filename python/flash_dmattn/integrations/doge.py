@@ -19,7 +19,9 @@ from .modeling_flash_dynamic_mask_attention_utils import (
 from .stored_scores import update_with_scores
 
 ROUNDED = "round_scores_like_eager"  # attribute of a layer
-MASK_IS_CAUSAL = "mask_is_causal"  # keyword of a layer: its mask holds nothing but causality
+# Keyword of a layer whose keys are those of its queries: "causal", its mask is no more than that; "padded", causal among
+# the keys that it shows at all; "packed", causal within documents; None, another mask.
+MASK_KIND = "mask_kind"
 
 
 def doge_attention_forward(
@@ -32,7 +34,8 @@ def doge_attention_forward(
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """`DogeAttention.forward` with one score per key instead of a mask per (query, key) pair."""
-    if kwargs.pop(MASK_IS_CAUSAL, False):
+    mask_kind = kwargs.pop(MASK_KIND, None)
+    if mask_kind == "causal":
         attention_mask = None
     refuse_in_doge(kwargs, has_mask=attention_mask is not None)
     per_head = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -59,7 +62,7 @@ def doge_attention_forward(
             self, ROUNDED, False
         ):  # eager attention rounds all of them together
             scores = _scores_of(self, value)
-    out = _attend(self, query, key, value, scores, attention_mask, kwargs)
+    out = _attend(self, query, key, value, scores, attention_mask, kwargs, mask_kind)
     return self.o_proj(out.flatten(2)), None
 
 
@@ -112,12 +115,18 @@ def _attend(
     scores: torch.Tensor,
     attention_mask: torch.Tensor | None,
     options: dict,
+    mask_kind: str | None = None,
 ) -> torch.Tensor:
     """Attention over all keys of the text so far: [B, Sq, Hq, D]."""
-    mask = _doge_mask(attention_mask, query.shape[2], key.shape[2])
-    window = self.keep_window_size
-    if mask is None and key.shape[2] > window:
-        mask = select_key_intervals(scores, window, query_length=query.shape[2])
+    allowed = _doge_mask(attention_mask, query.shape[2], key.shape[2])
+    mask, window = allowed, self.keep_window_size
+    is_padded = mask_kind == "padded" and isinstance(allowed, KeyIntervals)
+    if key.shape[2] > window and (allowed is None or is_padded):
+        shown = None
+        if is_padded:
+            first, last = allowed.intervals.unbind(-1)
+            shown = first < last
+        mask = select_key_intervals(scores, window, key_mask=shown, query_length=query.shape[2])
         window = key.shape[2]  # chosen already
     out, _ = flash_dynamic_mask_attention_forward(
         self,
@@ -131,8 +140,8 @@ def _attend(
         dropout=self.attention_dropout if self.training else 0.0,
         output_attentions=options.get("output_attentions"),
     )
-    if attention_mask is not None:
-        out = _fill_blind_rows(out, mask, query, key, value, self.scaling)
+    if attention_mask is not None and mask_kind != "packed":  # there every query sees its own key
+        out = _fill_blind_rows(out, allowed, query, key, value, self.scaling)
     return out
 
 

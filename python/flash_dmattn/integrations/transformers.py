@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, GenerationM
 from transformers.models.doge.modeling_doge import DogeAttention, DogeModel, DogePreTrainedModel
 
 from .._arguments import resolve_flag
-from .doge import MASK_IS_CAUSAL, ROUNDED, doge_attention_forward, doge_scores
+from .doge import MASK_KIND, ROUNDED, doge_attention_forward, doge_scores
 from .dynamic_mask_cache import DynamicMaskCache
 from .flash_dynamic_mask_attention import flash_dynamic_mask_attention_forward
 from .masks import keep_documents, key_interval_mask
@@ -37,8 +37,10 @@ NAME = "flash_dmattn"
 NAMES = (NAME, "dynamic_mask_attention")
 _CACHE = "dynamic_mask"
 _DEFAULT_CACHE = "_flash_dmattn_cache"  # attribute of a model
-# The first arguments of DogeModel.forward; its mask is made of all but the tokens.
-_MASKING = ("input_ids", "attention_mask", "position_ids", "past_key_values")
+# Of DogeModel.forward; the last one in transformers 4 only.
+_ARGUMENTS = (
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "cache_position",
+)  # fmt: skip
 
 
 def enable_flash_dmattn(
@@ -145,8 +147,8 @@ def _generate_with_default_cache() -> None:
 
 
 def _teach_doge() -> None:
-    """Under our names, DogeAttention.forward is `doge_attention_forward`, and layers hear of a mask that is causality
-    alone."""
+    """Under our names, DogeAttention.forward is `doge_attention_forward`, and DogeModel.forward tells its layers the
+    kind of its mask."""
     forward, forward_of_model = DogeAttention.forward, DogeModel.forward
 
     @functools.wraps(forward)
@@ -156,27 +158,28 @@ def _teach_doge() -> None:
 
     @functools.wraps(forward_of_model)
     def dispatch_model(self, *args, **kwargs):
-        if self.config._attn_implementation in NAMES and _mask_is_causal(self, args, kwargs):
-            kwargs[MASK_IS_CAUSAL] = True
+        if self.config._attn_implementation in NAMES:
+            kwargs[MASK_KIND] = _mask_kind(self, args, kwargs)
         return forward_of_model(self, *args, **kwargs)
 
     DogeAttention.forward, DogeModel.forward = dispatch, dispatch_model
 
 
-def _mask_is_causal(model: DogeModel, args: tuple, options: dict) -> bool:
-    """Whether causality is all of the mask of a call: it brings neither padding, positions nor a cache.
+def _mask_kind(model: DogeModel, args: tuple, options: dict) -> str | None:
+    """The kind of mask that transformers makes of a call's arguments: "causal", "padded" or "packed"; None: another.
 
-    In compiled code transformers makes a mask of packed sequences all the same, as it cannot read that there is one
-    sequence. Every layer would choose within documents, and look for queries that see no key.
+    The mask itself shows it only to those who read its values. Compiled code cannot, and takes every mask for one of
+    packed sequences with queries that see no key.
     """
-    given = {**dict(zip(_MASKING[1:], args[1:], strict=False)), **options}
+    given = {**dict(zip(_ARGUMENTS, args, strict=False)), **options}
     has_window = getattr(model.config, "sliding_window", None) is not None
-    return (
-        not has_window
-        and getattr(model.config, "is_causal", True)
-        and len(args) <= len(_MASKING)
-        and all(given.get(name) is None for name in (*_MASKING[1:], "cache_position"))
-    )
+    has_cache = any(given.get(name) is not None for name in ("past_key_values", "cache_position"))
+    if has_window or has_cache or not getattr(model.config, "is_causal", True):
+        return None
+    padding = given.get("attention_mask")
+    if padding is not None:
+        return "padded" if isinstance(padding, torch.Tensor) and padding.dim() == 2 else None
+    return "causal" if given.get("position_ids") is None else "packed"
 
 
 def _skip_flash_attention_preload() -> None:

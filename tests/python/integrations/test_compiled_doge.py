@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 transformers = pytest.importorskip("transformers")
 from transformers import DogeConfig, DogeForCausalLM, masking_utils  # noqa: E402
@@ -77,6 +77,27 @@ def test_training(name):
     compiled = torch.compile(loss, backend=BACKEND, fullgraph=True)
     actual, expected = (loss_and_gradients(f, model, ids, inputs) for f in (compiled, loss))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+
+
+# Of the choice within documents, and of the output of queries that see no key.
+RANKS, BLIND = "argsort", "scatter_add_"
+
+
+@since_transformers_5
+@pytest.mark.parametrize(
+    ("name", "absent"),
+    [("no_mask", {RANKS, BLIND}), ("padding", {RANKS}), ("packed", {BLIND})],
+)
+def test_only_what_the_mask_needs_is_compiled(name, absent):
+    torch._dynamo.reset()
+    options, inputs = CASES[name]
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(training_of(make_model(**options)), backend=counter, fullgraph=True)
+    compiled(torch.randint(0, VOCABULARY, (B, S)), inputs)
+    (graph,) = counter.graphs
+    called = {str(node.target) for node in graph.graph.nodes}
+    assert called.isdisjoint(absent)
+    assert {RANKS, BLIND} - absent <= called  # their names are still these
 
 
 @since_transformers_5
