@@ -60,17 +60,21 @@ def topk_mask(
     scores, allowed = _align(attention_bias, attention_mask)
     kept = scores.new_empty(torch.broadcast_shapes(scores.shape, allowed.shape), dtype=torch.bool)
     rows = kept.shape[-2]
-    step = max(1, _ROW_CHUNK_ELEMENTS * rows // max(1, kept.numel()))
-    for start in range(0, rows, step):
+    if torch.compiler.is_compiling():  # a loop would make the number of rows a constant
+        steps = [slice(None)]
+    else:
+        step = max(1, _ROW_CHUNK_ELEMENTS * rows // max(1, kept.numel()))
+        steps = [slice(start, start + step) for start in range(0, rows, step)]
+    for some in steps:
         some_scores, some_allowed = (
-            t[..., start : start + step, :] if t.shape[-2] > 1 else t for t in (scores, allowed)
+            t[..., some, :] if t.shape[-2] > 1 else t for t in (scores, allowed)
         )
         numbers = ~some_scores.isnan() if min_dtype is None else some_scores > min_dtype
         some_allowed = some_allowed & numbers
         some_kept = _keep_best(some_scores, some_allowed, window_size)
         if block_size is not None:
             some_kept = _keep_by_block(some_kept, block_size) & some_allowed
-        kept[..., start : start + step, :] = some_kept
+        kept[..., some, :] = some_kept
     return kept if max(attention_bias.dim(), _dim(attention_mask)) == 4 else kept.squeeze(-2)
 
 

@@ -12,6 +12,7 @@ from flash_dmattn import (
     select_key_intervals,
     sliding_window,
 )
+from flash_dmattn.utils.mask import create_mask
 
 LENGTHS = range(11, 35, 2)
 
@@ -60,6 +61,19 @@ def prefix_of_half(q, k, v, bias):
     return flash_dmattn_func(q, k, v, key_intervals=prefix_lm(length, length // 2))
 
 
+def choice_under_a_mask(q, k, v, bias):
+    length = q.shape[1]
+    mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+    return flash_dmattn_func(q, k, v, attn_mask=mask, attn_bias=bias, keep_window_size=4)
+
+
+def made_mask(q, k, v, bias):
+    length = q.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+    mask = create_mask(bias, causal, 1, length, length, 4, None)
+    return flash_dmattn_func(q, k, v, attn_mask=mask, attn_bias=bias)
+
+
 FUNCTIONS = [
     choice,
     global_choice,
@@ -69,6 +83,8 @@ FUNCTIONS = [
     third_of_keys,
     window_of_half,
     prefix_of_half,
+    choice_under_a_mask,
+    made_mask,
 ]
 
 

@@ -100,16 +100,29 @@ def test_only_what_the_mask_needs_is_compiled(name, absent):
     assert {RANKS, BLIND} - absent <= called  # their names are still these
 
 
+def inputs_of_length(name, length):
+    """Those of a case, for two rows of another length."""
+    if name in ("padding", "few_keys"):
+        mask = torch.ones(B, length, dtype=torch.long)
+        mask[0, :4] = 0
+        return {"attention_mask": mask}
+    if name == "packed":
+        positions = torch.cat([torch.arange(7), torch.arange(length - 7)])
+        return {"position_ids": positions.expand(B, -1).contiguous()}
+    return {}
+
+
 @since_transformers_5
-def test_lengths():
+@pytest.mark.parametrize("name", CASES)
+def test_lengths(name):
     torch._dynamo.reset()
     counter = CompileCounter()
-    loss = training_of(make_model())
+    loss = training_of(make_model(**CASES[name][0]))
     compiled = torch.compile(loss, backend=counter, fullgraph=True, dynamic=True)
     with torch.no_grad():
-        for length in (11, 16, 33, 40):
-            ids = torch.randint(0, VOCABULARY, (B, length))
-            torch.testing.assert_close(compiled(ids, {}), loss(ids, {}))
+        for length in (11, 16, 19, 23, 29, 33, 37, 40, 44, 50, 55, 60):
+            ids, inputs = torch.randint(0, VOCABULARY, (B, length)), inputs_of_length(name, length)
+            torch.testing.assert_close(compiled(ids, inputs), loss(ids, inputs))
     assert counter.frame_count == 1
 
 
