@@ -4,6 +4,7 @@ import warnings
 
 import torch
 
+from .._arguments import resolve_flag
 from ..key_intervals import KeyIntervals
 from .modeling_flash_dynamic_mask_attention_utils import _flash_dynamic_mask_attention_forward
 
@@ -35,7 +36,7 @@ def flash_dynamic_mask_attention_forward(
             causality; beside any other `is_causal` is applied.
         attention_bias: [B, H, Sk] or [B, H, Sq, Sk]; `position_bias` is another name of it.
         scaling: factor of the scores; default 1/sqrt(D).
-        window_size: how many keys a query keeps, by their bias.
+        window_size: how many keys a query keeps, by their bias; that of the module counts only beside one.
         softcap: c > 0 turns scores x into c tanh(x/c).
         dropout: only 0 is possible.
         kwargs: `sliding_window`; `position_ids`, `cu_seq_lens_q` and so on for packed sequences; bookkeeping
@@ -45,8 +46,8 @@ def flash_dynamic_mask_attention_forward(
         output [B, Sq, Hq, D], and None in the place of the attention probabilities.
 
     Raises:
-        ValueError: a query without elements, dropout, two different biases, or keywords of
-            unsupported features.
+        ValueError: a query without elements, dropout, two different biases, a window_size without a
+            bias, or keywords of unsupported features.
         TypeError: an unknown keyword.
     """
     if kwargs.pop("output_attentions", None):
@@ -61,10 +62,16 @@ def flash_dynamic_mask_attention_forward(
         raise ValueError("attention_bias and position_bias are two names of one thing; give one")
     if attention_bias is None:
         attention_bias = position_bias
-    if window_size is None:
+    if attention_bias is None:
+        if window_size is not None:
+            raise ValueError(
+                f"window_size is {window_size} without an attention_bias, which has the scores to choose by"
+            )
+    elif window_size is None:
         window_size = getattr(module, "keep_window_size", getattr(module, "window_size", None))
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    is_causal = resolve_flag(is_causal, "is_causal")
     mask_is_complete = isinstance(attention_mask, KeyIntervals) or (
         attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[2] > 1
     )

@@ -10,6 +10,10 @@ from transformers import masking_utils
 from .._arguments import may_read
 from ..allowed_keys import intervals_of_mask, intervals_of_rows
 
+# For implementations that do not evaluate `mask_function`, or make additive masks; and whether None may stand for causality,
+# which the result of this function includes either way.
+_OF_OTHERS = frozenset({"allow_is_causal_skip", "allow_torch_fix", "config", "dtype", "local_size"})
+
 
 def key_interval_mask(
     batch_size: int,
@@ -35,11 +39,21 @@ def key_interval_mask(
         attention_mask: padding, bool [B, positions], True for real tokens; missing ones are padding.
         allow_is_bidirectional_skip: a mask that allows everything may be None.
         use_vmap: `mask_function` is custom and takes scalars; its mask is built and then read.
+        kwargs: what transformers gives the masks of its other implementations, and nothing else.
 
     Returns:
         None where the `is_causal` of the layer is all of it; else int32 [B, 1, Sk, 2]; or, when no
         intervals describe the mask, bool [B, 1, Sq, Sk].
+
+    Raises:
+        TypeError: an unknown keyword; padding of floating point.
     """
+    _refuse(kwargs)
+    if attention_mask is not None and attention_mask.is_floating_point():
+        raise TypeError(
+            f"attention_mask: got {attention_mask.dtype} of shape {tuple(attention_mask.shape)}, expected bool or "
+            "integers, nonzero for real tokens; as a bool an additive one would be its opposite"
+        )
     if use_vmap:
         mask = masking_utils.sdpa_mask(
             batch_size=batch_size,
@@ -92,6 +106,12 @@ def key_interval_mask(
     if present is not None:
         intervals = intervals * present[:, None, :, None]
     return intervals.expand(batch_size, -1, -1, -1)
+
+
+def _refuse(keywords: dict[str, object]) -> None:
+    for name, value in keywords.items():
+        if value is not None and name not in _OF_OTHERS:
+            raise TypeError(f"{name}: got an unknown keyword, which could change the result")
 
 
 def _begin_together(

@@ -2,13 +2,13 @@
 
 import torch
 
-from .._arguments import MASK_VALUE, may_read
+from .._arguments import MASK_VALUE, may_read, resolve_flag
 from ..allowed_keys import intervals_of_mask, mask_of_intervals, select_among, split_additive
-from ..flash_dmattn_interface import flash_dmattn_func, flash_dmattn_varlen_func
+from ..flash_dmattn_interface import flash_dmattn_func
 from ..key_intervals import KeyIntervals, intersect, prefix_lm
 from ..key_intervals import sliding_window as sliding_window_of
 from ..utils.mask import topk_mask
-from . import keywords
+from . import keywords, packed_sequences
 
 
 def fdma_peft_integration_check(
@@ -85,8 +85,10 @@ def _flash_dynamic_mask_attention_forward(
         keep_window_size: how many keys a query keeps; `window_size` is another name of it.
         target_dtype: see `fdma_peft_integration_check`.
         implementation: accepted for compatibility; there is one.
-        position_ids, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: without a mask, several
-            sequences packed in one; int [1, Sq] with restarts, or int32 [sequences + 1] and lengths.
+        position_ids, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: several sequences packed in a
+            row; int [1 or B, Sq] that begin again where Sq = Sk, or int32 [sequences + 1] over all rows one
+            after the other, and lengths where known. A mask with a query dimension includes them; beside
+            any other padding is refused.
         sliding_window: how many keys a query sees, itself included, where there is no mask; a mask
             already includes it.
         kwargs: see `keywords`.
@@ -95,10 +97,17 @@ def _flash_dynamic_mask_attention_forward(
         [B, Sq, Hq, D]; a query that sees no key gets 0.
 
     Raises:
-        ValueError: both names of the window given and different; shapes that do not fit; packed
-            sequences with a 4-d bias or a sliding window; keywords of unsupported features.
+        ValueError: both names of the window given and different, or one without a bias; shapes that do not
+            fit; packed sequences with padding, a 4-d bias or a sliding window; one of cu_seq_lens_q and
+            cu_seq_lens_k; keywords of unsupported features.
         TypeError: an unknown keyword; a floating point mask that is not 4-d.
     """
+    lengths = (query_length, key_length)
+    if lengths != (query_states.shape[1], key_states.shape[1]):
+        raise ValueError(
+            f"query_length and key_length are {lengths}; expected those of query_states and key_states, "
+            f"{(query_states.shape[1], key_states.shape[1])}"
+        )
     keywords.refuse(kwargs)
     keywords.refuse_packed_by_layer(
         cu_seq_lens_q=cu_seq_lens_q,
@@ -111,6 +120,12 @@ def _flash_dynamic_mask_attention_forward(
             f"window_size is {window_size} and keep_window_size is {keep_window_size}; give one"
         )
     keep = keep_window_size if keep_window_size is not None else window_size
+    if keep is not None and attention_bias is None:
+        raise ValueError(
+            f"keep_window_size is {keep} without an attention_bias, which has the scores to choose by"
+        )
+    chooses = keep is not None and key_length > keep
+    is_causal = resolve_flag(is_causal, "is_causal")
     attend = {
         "is_causal": is_causal and query_length > 1,
         "softmax_scale": softmax_scale,
@@ -118,24 +133,38 @@ def _flash_dynamic_mask_attention_forward(
         "deterministic": deterministic,
     }
     states = (query_states, key_states, value_states)
-    if attention_mask is None:
-        packed = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-        if any(length is None for length in packed):
-            packed = _packed_lengths(position_ids, query_states, key_states)
+    has_mask = attention_mask is not None
+    if not has_mask:
         attention_mask = _window_mask(
             sliding_window, is_causal, query_length, key_length, query_states.device
         )
+    if not has_mask or _is_key_mask(attention_mask, query_length, key_length):
+        key_mask = attention_mask if has_mask else None
+        batch = query_states.shape[0]
+        packed = packed_sequences.of_offsets(
+            cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, key_mask
+        )
+        by_positions = packed is None and query_length == key_length
+        if by_positions and (may_read() or chooses):
+            packed = packed_sequences.of_positions(position_ids, key_mask, batch, query_length)
+        elif by_positions and not _is_additive(key_mask):
+            documents = packed_sequences.intervals_of_positions(
+                position_ids, key_mask, batch, query_length, attend["is_causal"]
+            )
+            if documents is not None:
+                window = attention_mask if key_mask is None else None
+                attention_mask = documents if window is None else intersect(window, documents)
         if packed is not None:
-            if attention_mask is not None:
+            if not has_mask and attention_mask is not None:
                 raise ValueError(
                     f"sliding_window is {sliding_window} for packed sequences without a mask; expected a mask that "
                     "says which keys are visible"
                 )
             states = _cast(states, target_dtype)
-            return _attend_packed(*states, attention_bias, packed, keep, attend)
+            return packed_sequences.attend(*states, attention_bias, packed, keep, attend)
 
     visible, bias = _normalize_mask(attention_mask, attention_bias, query_length, key_length)
-    if attention_bias is not None and keep is not None and key_length > keep:
+    if chooses:
         scores = attention_bias.detach()
         if scores.dim() == 4 and scores.shape[2] == 1:
             scores = scores.squeeze(2)
@@ -175,6 +204,19 @@ def _flash_dynamic_mask_attention_forward(
     return flash_dmattn_func(query, key, value, attn_bias=bias, key_intervals=visible, **attend)
 
 
+def _is_key_mask(mask: torch.Tensor | KeyIntervals, query_length: int, key_length: int) -> bool:
+    """Whether a mask has no query dimension, and so cannot include packed sequences."""
+    if isinstance(mask, KeyIntervals) or mask.shape[-1] != key_length:
+        return False
+    if mask.dim() < 4:
+        return not mask.is_floating_point()  # others are refused
+    return mask.shape[2] == 1 and query_length > 1
+
+
+def _is_additive(mask: torch.Tensor | None) -> bool:
+    return mask is not None and mask.is_floating_point()
+
+
 def _window_mask(
     window: int | None, is_causal: bool, query_length: int, key_length: int, device: torch.device
 ) -> KeyIntervals | None:
@@ -195,17 +237,37 @@ def _cast(
 
 
 def as_key_intervals(
-    mask: torch.Tensor | KeyIntervals | None, query_length: int
+    mask: torch.Tensor | KeyIntervals | None, query_length: int, key_length: int | None = None
 ) -> KeyIntervals | None:
     """The intervals that a model passed along as its mask, int32 [B, H, Sk, 2]; None for other masks.
 
     Code that may not read values takes them for consecutive, which masks of models are: then no bound has to be read from a GPU.
     """
-    if isinstance(mask, torch.Tensor):
-        compact = mask.dim() == 4 and mask.dtype == torch.int32 and mask.shape[3] == 2
-        consecutive = not may_read()
-        return KeyIntervals(mask, query_length, consecutive=consecutive) if compact else None
-    return mask
+    if not isinstance(mask, torch.Tensor):
+        return mask
+    compact = mask.dim() == 4 and mask.dtype == torch.int32 and mask.shape[3] == 2
+    if (
+        not compact
+        or key_length not in (None, mask.shape[2])
+        or _is_two_by_two_mask(mask, query_length)
+    ):
+        return None
+    return KeyIntervals(mask, query_length, consecutive=not may_read())
+
+
+def _is_two_by_two_mask(mask: torch.Tensor, query_length: int) -> bool:
+    """Of int32 [B, H, 2, 2] for two queries: whether it has a value for every (query, key) pair. The intervals of a
+    key that the last query sees end at 2."""
+    if mask.shape[2] != 2 or query_length != 2 or not may_read() or mask.amax() > 1:
+        return False
+    if mask[..., 0].any():
+        return True
+    if mask.any():
+        raise ValueError(
+            "attention_mask is int32 of shape [B, H, 2, 2] and could be a mask as well as intervals; expected a bool "
+            "mask or KeyIntervals"
+        )
+    return False
 
 
 def _normalize_mask(
@@ -218,7 +280,7 @@ def _normalize_mask(
 
     An additive mask with other values than allowing and masking ones is split into a mask and a bias.
     """
-    intervals = as_key_intervals(mask, query_length)
+    intervals = as_key_intervals(mask, query_length, key_length)
     if mask is None or intervals is not None:
         return intervals, bias
     if mask.shape[-1] != key_length:
@@ -294,50 +356,3 @@ def _match_heads(
 def _per_pair(t: torch.Tensor) -> torch.Tensor:
     """[B, H, Sk] as [B, H, 1, Sk]; 4-d as it is."""
     return t[:, :, None] if t.dim() == 3 else t
-
-
-def _packed_lengths(
-    position_ids: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, int, int] | None:
-    """Where positions restart inside the one row of a batch: cumulative lengths and the longest."""
-    length = query.shape[1]
-    if position_ids is None or query.shape[0] != 1 or key.shape[1] != length or length == 1:
-        return None
-    starts = (position_ids.reshape(-1).diff() != 1).nonzero().reshape(-1) + 1
-    if len(starts) == 0:
-        return None
-    ends = torch.nn.functional.pad(starts, (1, 1))
-    ends[-1] = length
-    longest = int(ends.diff().max())
-    return ends.int(), ends.int(), longest, longest
-
-
-def _attend_packed(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    packed: tuple[torch.Tensor, torch.Tensor, int, int],
-    keep: int | None,
-    attend: dict,
-) -> torch.Tensor:
-    """Attention inside every packed sequence; one choice of keys for each."""
-    if bias is not None:
-        if bias.dim() != 3:
-            raise ValueError(
-                f"attention_bias has shape {tuple(bias.shape)}; packed sequences take [B, H, Sk]"
-            )
-        bias = bias.transpose(1, 2).flatten(0, 1)
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed
-    out = flash_dmattn_varlen_func(
-        *(t.flatten(0, 1) for t in (query, key, value)),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        int(max_seqlen_q),
-        int(max_seqlen_k),
-        attn_bias=bias,
-        keep_window_size=None if bias is None else keep,
-        selection="global",
-        **attend,
-    )
-    return out.view(query.shape)

@@ -106,6 +106,53 @@ def test_other_models_by_name(window):
     assert torch.equal(*written)
 
 
+@pytest.mark.parametrize("name", ["window_size", "keep_window_size"])
+def test_a_window_of_the_call_without_scores_is_refused(name):
+    """One of the module is the default of calls that have scores."""
+    states, lengths = make_states(), {"query_length": S, "key_length": S, "is_causal": True}
+    with pytest.raises(ValueError, match="window_size is 3 without an attention_bias"):
+        _flash_dynamic_mask_attention_forward(*states, None, None, **lengths, **{name: 3})
+    if name == "window_size":
+        with pytest.raises(ValueError, match="window_size is 3 without an attention_bias"):
+            flash_dynamic_mask_attention_forward(Layer(), *heads_first(), None, window_size=3)
+
+
+def test_is_causal_is_a_bool():
+    with pytest.raises(TypeError, match="is_causal: got 'False'"):
+        flash_dynamic_mask_attention_forward(Layer(), *heads_first(), None, is_causal="False")
+    with pytest.raises(TypeError, match="is_causal: got 'False'"):
+        _flash_dynamic_mask_attention_forward(*make_states(), None, None, S, S, "False")
+
+
+@pytest.mark.parametrize("lengths", [(1, S), (S, 1)])
+def test_lengths_are_those_of_the_tensors(lengths):
+    with pytest.raises(ValueError, match="query_length and key_length are"):
+        _flash_dynamic_mask_attention_forward(*make_states(), None, None, *lengths, True)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2, 2), (2, HQ, 2, 2), (2, 1, 5, 2)])
+def test_masks_of_integers_over_two_keys_are_no_intervals(shape):
+    query, key, value = heads_first()
+    states = (query[:, :, : shape[2]], key[:, :, :2], value[:, :, :2])
+    mask = torch.ones(shape, dtype=torch.int32)
+    mask[..., 0, 1] = 0
+    found, expected = (
+        flash_dynamic_mask_attention_forward(Layer(), *states, m)[0] for m in (mask, mask.bool())
+    )
+    assert torch.equal(found, expected)
+
+
+def test_intervals_of_two_queries_remain_intervals():
+    states = [t[:, :, :2] for t in heads_first()]
+    intervals = torch.tensor([[0, 2], [1, 2]], dtype=torch.int32).expand(B, 1, 2, 2)
+    found, _ = flash_dynamic_mask_attention_forward(Layer(), *states, intervals)
+    expected, _ = flash_dynamic_mask_attention_forward(Layer(), *states, None)
+    torch.testing.assert_close(found, expected)
+    either = torch.tensor([[0, 1], [0, 0]], dtype=torch.int32).expand(B, 1, 2, 2)
+    with pytest.raises(ValueError, match="could be a mask as well as intervals"):
+        flash_dynamic_mask_attention_forward(Layer(), *states, either)
+
+
 def heads_first():
     return [t.transpose(1, 2) for t in make_states()]
 
@@ -171,6 +218,20 @@ def test_additive_masks_without_a_query_dimension_are_refused(shape):
 
 
 @pytest.mark.transformers
+@pytest.mark.parametrize(
+    "name, value", [("sliding_windw", 3), ("attention_mask", torch.zeros(1, 8))]
+)
+def test_masks_refuse_keywords_and_padding_that_they_do_not_read(name, value):
+    pytest.importorskip("transformers")
+    from flash_dmattn.integrations.transformers import key_interval_mask
+
+    passing = {"allow_is_causal_skip": False, "local_size": 3, "dtype": torch.half, "config": None}
+    assert key_interval_mask(1, 8, 8, **passing) is None
+    with pytest.raises(TypeError, match=f"^{name}: got"):
+        key_interval_mask(1, 8, 8, **passing, **{name: value})
+
+
+@pytest.mark.transformers
 @pytest.mark.parametrize("name", ["flash_dmattn", "paged|flash_dmattn"])
 @pytest.mark.parametrize("family", ["Llama", "Doge"])
 def test_continuous_batching_is_refused(family, name):
@@ -217,7 +278,10 @@ def test_peft_cast_of_a_layer():
     layer = torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.bfloat16))
     states = [t.transpose(1, 2) for t in make_states()]
     for bias in (None, torch.randn(B, HKV, S)):
-        out, _ = flash_dynamic_mask_attention_forward(layer, *states, None, bias, window_size=KEEP)
+        window = None if bias is None else KEEP
+        out, _ = flash_dynamic_mask_attention_forward(
+            layer, *states, None, bias, window_size=window
+        )
         assert out.dtype == torch.bfloat16
         with torch.autocast("cpu", torch.bfloat16):
             out, _ = flash_dynamic_mask_attention_forward(layer.float(), *states, None, bias)

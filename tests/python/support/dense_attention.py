@@ -41,7 +41,8 @@ def dense_attention(query, key, value, visible, bias):
 
 
 def attend(query, key, value, mask, bias, **kwargs):
-    options = {"is_causal": True, "keep_window_size": KEEP, **kwargs}
+    keep = None if bias is None else KEEP
+    options = {"is_causal": True, "keep_window_size": keep, **kwargs}
     return _flash_dynamic_mask_attention_forward(
         query, key, value, mask, bias, query.shape[1], key.shape[1], **options
     )

@@ -1,0 +1,99 @@
+"""Packed sequences in a call of the attention function: attended to alone, or refused, in whatever form they come."""
+
+import pytest
+import torch
+
+from dense_attention import HKV, S, assert_same, attend, dense_attention, make_states
+from flash_dmattn import packed_documents
+
+OFFSETS = torch.tensor([0, 20, 21, S], dtype=torch.int32)
+POSITIONS = torch.cat([torch.arange(n) for n in (20, 1, 16)])[None]
+LONGEST = {"max_length_q": 20, "max_length_k": 20}
+OF_OFFSETS = {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS}
+ONES = torch.ones(1, S, dtype=torch.bool)
+
+
+def expected_of(states):
+    documents = packed_documents(OFFSETS).to_mask()
+    return dense_attention(*states, documents.expand(states[0].shape[0], 1, S, S), None)
+
+
+@pytest.mark.parametrize("mask", [None, ONES, ONES.long()[:, None], ONES.long()[:, None, None]])
+@pytest.mark.parametrize(
+    "packed",
+    [
+        OF_OFFSETS,
+        OF_OFFSETS | {"max_length_q": 20},
+        OF_OFFSETS | LONGEST,
+        {"position_ids": POSITIONS},
+        {"position_ids": POSITIONS[0]},
+    ],
+)
+def test_documents_are_attended_to_alone(packed, mask):
+    states = make_states(batch=1)
+    assert_same(states, attend(*states, mask, None, **packed), expected_of(states))
+
+
+@pytest.mark.parametrize("mask", [None, ONES.expand(2, -1)])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_positions_that_begin_again_in_several_rows(rows, mask):
+    states = make_states()
+    out = attend(*states, mask, None, position_ids=POSITIONS.expand(rows, -1))
+    assert_same(states, out, expected_of(states))
+
+
+def test_rows_of_different_documents_choose_alone():
+    states, bias = make_states(), torch.randn(1, HKV, S, requires_grad=True)
+    positions = torch.cat([POSITIONS, torch.arange(S)[None]])
+    out = attend(*states, None, bias, position_ids=positions, keep_window_size=5)
+    rows = [[t[i : i + 1] for t in states] for i in range(2)]
+    expected = [
+        attend(*rows[0], None, bias, position_ids=POSITIONS, keep_window_size=5),
+        attend(*rows[1], None, bias, keep_window_size=5),
+    ]
+    assert_same((*states, bias), out, torch.cat(expected))
+
+
+@pytest.mark.parametrize("name", [*OF_OFFSETS, *LONGEST])
+def test_some_of_the_arguments_of_packed_sequences_are_refused(name):
+    given = {name: (OF_OFFSETS | LONGEST)[name]}
+    with pytest.raises(ValueError, match="cu_seq_lens_[qk]: got None"):
+        attend(*make_states(batch=1), None, None, **given)
+
+
+@pytest.mark.parametrize("packed", [OF_OFFSETS, {"position_ids": POSITIONS}])
+def test_beside_padding_they_are_refused(packed):
+    padding = ONES.clone()
+    padding[0, 5] = False
+    with pytest.raises(ValueError, match="cu_seq_lens_q|position_ids"):
+        attend(*make_states(batch=1), padding, None, **packed)
+
+
+def test_positions_that_begin_where_padding_ends_are_no_documents():
+    """As generation counts them: 1, 1, 1, 0, 1, 2 ..."""
+    padding = ONES.clone()
+    padding[0, :3] = False
+    positions = (padding.long().cumsum(1) - 1).masked_fill(~padding, 1)
+    states = make_states(batch=1)
+    out = attend(*states, padding, None, position_ids=positions)
+    assert torch.equal(out, attend(*states, padding, None))
+
+
+def test_compiled_code_reads_no_position():
+    torch._dynamo.reset()
+    states = [t.detach() for t in make_states()]
+    positions = POSITIONS.expand(2, -1)
+    padding = torch.ones(2, S, dtype=torch.bool)
+    padding[0, 30:] = False
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    out = compiled(*states, None, None, position_ids=positions)
+    torch.testing.assert_close(out, expected_of(states), atol=2e-5, rtol=2e-5)
+    out = compiled(*states, None, None, position_ids=positions, sliding_window=6)
+    distance = torch.arange(S)[:, None] - torch.arange(S)
+    documents = packed_documents(OFFSETS).to_mask() & (distance < 6)
+    expected = dense_attention(*states, documents.expand(2, 1, S, S), None)
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+    documents = packed_documents(OFFSETS).to_mask() & padding[:, None, None]
+    out = compiled(*states, padding, None, position_ids=positions)
+    expected = dense_attention(*states, documents, None)
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
