@@ -7,8 +7,8 @@ import sys
 
 import flash_dmattn
 
+from . import check_finite, usage
 from . import info as info_options
-from . import usage
 from .availability import backends
 from .benchmark import options as bench_options
 from .check import options as check_options
@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         backends()
+        check_finite.enabled()
     except (ValueError, RuntimeError) as error:  # a setting in the environment that has no meaning
         parser.error(str(error).splitlines()[0])
     if parsed.command == "info":

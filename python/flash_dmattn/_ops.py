@@ -29,10 +29,20 @@ def _load_library() -> str:
             torch.ops.load_library(str(path))
             name = path.name.partition(".")[0]
             return "flash_dmattn" if name == "_C" else name
-    raise ImportError(
+    message = (
         f"flash_dmattn: the compiled operators are missing ({', '.join(map(str, candidates))}). "
         "Install the package with `pip install .`, or set FLASH_DMATTN_LIBRARY to a built _C.so."
     )
+    if _is_command_line():
+        print(message, file=sys.stderr)
+        raise SystemExit(2)
+    raise ImportError(message)
+
+
+def _is_command_line() -> bool:
+    """Whether this is `python -m flash_dmattn`, which imports the package before its __main__ can catch an error."""
+    options = sys.orig_argv[1:]
+    return sys.argv[:1] == ["-m"] and "-m" in options and __package__ in options
 
 
 # Of the operators in torch.ops. Libraries of two versions have different ones, and live in one process.

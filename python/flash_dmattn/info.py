@@ -24,8 +24,9 @@ _COMPILED = ("cuda", "cpu", "reference")  # backends of the C++ library
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kernels", action="store_true", help="list all kernels that can run here")
-    parser.add_argument("--case", help="the kernels of a case of the case table, by its name")
+    listed = parser.add_mutually_exclusive_group()
+    listed.add_argument("--kernels", action="store_true", help="list all kernels that can run here")
+    listed.add_argument("--case", help="the kernels of a case of the case table, by its name")
 
 
 def info(options: argparse.Namespace) -> int:

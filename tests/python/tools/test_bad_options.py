@@ -1,5 +1,8 @@
 """A bad option of the command line is one line and exit status 2, before any work is done."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about ma
          "--plot: got no case at several lengths"),
         (["demo", "--device", "bogus"], "got 'bogus', which torch cannot use"),
         (["demo", "--output", "{file}"], "is no folder to write to"),
+        (["info", "--kernels", "--case", "plain_bf16"], "argument --case: not allowed with argument --kernels"),
         (["bench", "--length", "many"], "argument --length: got 'many', expected an integer, 1 or more"),
         (["bench", "--threads", "9999999999"], "argument --threads: got '9999999999', expected"),
         (["bench", "--json", ""], "expected a file"),
@@ -81,6 +85,23 @@ def test_settings_without_a_meaning(capsys, monkeypatch):
 
     monkeypatch.setattr(flash_dmattn.__main__, "backends", no_backends)
     assert "FLASH_DMATTN_MAX_ISA: got bogus" in said(["info"], capsys)
+
+
+def test_a_finite_check_without_a_meaning(capsys, monkeypatch):
+    monkeypatch.setenv("FLASH_DMATTN_CHECK_FINITE", "maybe")
+    assert "FLASH_DMATTN_CHECK_FINITE: got maybe, expected 0 or 1" in said(["check"], capsys)
+
+
+def test_a_library_that_is_not_there(tmp_path):
+    missing = str(tmp_path / "_C.so")
+    environment = os.environ | {"FLASH_DMATTN_LIBRARY": missing}
+    command = [sys.executable, "-m", "flash_dmattn", "info"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 2 and run.stdout == ""
+    assert missing in run.stderr and run.stderr.count("\n") == 1
+    importing = [sys.executable, "-c", "import flash_dmattn"]
+    run = subprocess.run(importing, env=environment, capture_output=True, text=True)
+    assert run.returncode == 1 and "ImportError: flash_dmattn: the compiled" in run.stderr
 
 
 @needs_no_gpu
