@@ -180,6 +180,24 @@ TEST(Selection, SquareOfEveryWindow) {
   }
 }
 
+TEST(Selection, StridesThatAreNotGivenAreDense) {
+  Random random(4);
+  SelectionArgs shape = shape_of(20, 24, 5);
+  shape.batch = 2;
+  shape.heads = 3;
+  SelectionProblem given(shape, Scores::distinct, true, Layout::contiguous, random);
+  expect_as_defined(given, "strides given");
+  const auto entries = shape.batch * shape.heads * shape.seqlen_k;
+  const std::vector<KeyInterval> expected(given.result(), given.result() + entries);
+  given.args.scores_stride = SelectionArgs{}.scores_stride;
+  given.args.key_mask_stride = SelectionArgs{}.key_mask_stride;
+  given.select(testing::in_turn(1));
+  for (std::int64_t i = 0; i < entries; ++i) {
+    EXPECT_EQ(given.result()[i].first, expected[static_cast<std::size_t>(i)].first) << i;
+    EXPECT_EQ(given.result()[i].last, expected[static_cast<std::size_t>(i)].last) << i;
+  }
+}
+
 TEST(Selection, DoubleScoresAreNotRounded) {
   SelectionArgs args = shape_of(2, 2, 1);
   args.scores_dtype = DType::f64;
