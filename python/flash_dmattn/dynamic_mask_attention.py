@@ -117,6 +117,7 @@ class DynamicMaskAttention(nn.Module):
             [B, S, hidden_size].
         """
         self._check(hidden, cache, key_mask)
+        _check_positions(positions, hidden)
         batch, length, _ = hidden.shape
         query = self.q_proj(hidden).view(batch, length, self.heads, self.head_dim)
         key, value = (
@@ -172,6 +173,19 @@ class DynamicMaskAttention(nn.Module):
             return positions
         counted = torch.arange(length, device=hidden.device)[None]
         return counted if cache is None else counted + cache.seen[:, None] + cache.pending
+
+
+def _check_positions(positions: Tensor | None, hidden: Tensor) -> None:
+    if positions is None:
+        return
+    check_tensor(positions, "positions")
+    if positions.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"positions: got {positions.dtype}, expected int64 or int32")
+    batch, length, _ = hidden.shape
+    if positions.shape not in ((1, length), (batch, length)):
+        raise ValueError(
+            f"positions: got shape {tuple(positions.shape)}, expected [B or 1, S] of hidden, ({batch}, {length})"
+        )
 
 
 def scores_of(A: Tensor, step: Tensor) -> Tensor:

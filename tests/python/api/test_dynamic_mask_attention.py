@@ -148,3 +148,13 @@ def test_bad_arguments():
         layer(hidden[:, :1], cache=cache)
     with torch.no_grad(), pytest.raises(ValueError, match="chunk: got 0 with 0 tokens pending"):
         layer(hidden, cache=cache)
+
+
+@pytest.mark.parametrize("rope", [None, rope])
+def test_positions_are_integers_of_every_token(rope):
+    layer = DynamicMaskAttention(HIDDEN, HEADS, KV_HEADS, WINDOW, rope=rope)
+    hidden = torch.randn(B, S, HIDDEN)
+    with pytest.raises(TypeError, match="positions: got torch.float32"):
+        layer(hidden, positions=torch.rand(B, S))
+    with pytest.raises(ValueError, match=r"positions: got shape \(3, 3\)"):
+        layer(hidden, positions=torch.zeros(3, 3, dtype=torch.int64))
