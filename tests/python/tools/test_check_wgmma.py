@@ -1,0 +1,70 @@
+"""What tools/check_wgmma.py finds in listings of cuobjdump."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+path = Path(__file__).parents[3] / "tools" / "check_wgmma.py"
+spec = importlib.util.spec_from_file_location("check_wgmma", path)
+check_wgmma = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(check_wgmma)
+
+FORWARD_128 = "_ZN4sm9013ForwardKernelI13__nv_bfloat16Li128EEE"
+FORWARD_256 = "_ZN4sm9013ForwardKernelI6__halfLi256EEE"
+
+
+def listing(name, *instructions):
+    """Of instructions at 0x00, 0x10, 0x20 ..."""
+    lines = [
+        f"        /*{16 * i:04x}*/                   {text} ;"
+        for i, text in enumerate(instructions)
+    ]
+    return "\n".join([f"\t\tFunction : {name}", *lines])
+
+
+def two_loops(innermost="NOP", outer="NOP", rest="NOP"):
+    """A loop from 0x10 to 0x40 around one from 0x20 to 0x30."""
+    return (
+        rest,
+        outer,
+        "HGMMA.64x128x16.F32.BF16 R24, R4, gdesc[UR8]",
+        f"{innermost}",
+        "@P0 BRA 0x20",
+        "@!P1 BRA 0x10",
+        "EXIT",
+    )
+
+
+def faults(name, **places):
+    return list(check_wgmma.faults_of(listing(name, *two_loops(**places))))
+
+
+def test_loops_in_registers_pass():
+    assert faults(FORWARD_128, rest="STL [R1], R2") == []
+    assert list(check_wgmma.faults_of(listing(FORWARD_128, "STL [R1], R2", "EXIT"))) == []
+
+
+def test_an_innermost_loop_with_products_may_not_touch_local_memory():
+    for name in (FORWARD_128, FORWARD_256):
+        (fault,) = faults(name, innermost="LDL.LU R2, [R1+0x8]")
+        assert fault.startswith(name) and "1 accesses to local memory in innermost loops" in fault
+
+
+@pytest.mark.parametrize(("name", "expected"), [(FORWARD_128, 1), (FORWARD_256, 0)])
+def test_the_loops_around_it_have_a_recorded_number(name, expected):
+    found = faults(name, outer="@P2 STL.64 [R1], R2")
+    assert len(found) == expected
+    assert all("loops around those" in fault for fault in found)
+
+
+def test_producers_have_a_recorded_number():
+    most = check_wgmma.ALLOWED["Forward", 128].rest
+    for number, expected in ((most, 0), (most + 1, 1)):
+        body = two_loops() + ("LDL R2, [R1]",) * number
+        assert len(list(check_wgmma.faults_of(listing(FORWARD_128, *body)))) == expected
+
+
+def test_kernels_that_nothing_is_recorded_of_have_no_allowance():
+    body = two_loops(rest="STL [R1], R2")
+    assert len(list(check_wgmma.faults_of(listing("another", *body)))) == 1
