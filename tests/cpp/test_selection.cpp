@@ -192,10 +192,7 @@ TEST(Selection, StridesThatAreNotGivenAreDense) {
   given.args.scores_stride = SelectionArgs{}.scores_stride;
   given.args.key_mask_stride = SelectionArgs{}.key_mask_stride;
   given.select(testing::in_turn(1));
-  for (std::int64_t i = 0; i < entries; ++i) {
-    EXPECT_EQ(given.result()[i].first, expected[static_cast<std::size_t>(i)].first) << i;
-    EXPECT_EQ(given.result()[i].last, expected[static_cast<std::size_t>(i)].last) << i;
-  }
+  expect_intervals({given.result(), given.result() + entries}, expected);
 }
 
 TEST(Selection, DoubleScoresAreNotRounded) {

@@ -98,9 +98,8 @@ def _all_keys(case: DecodeCase, dtype: torch.dtype, device: str) -> Callable[[],
     shape = (case.batch, case.heads_kv, case.keys, case.head_dim)
     k, v = (_normal(dtype, device, *shape).transpose(1, 2) for _ in range(2))
     q = _normal(dtype, device, case.batch, 1, case.heads_q, case.head_dim)
-    if (
-        device == "cuda"
-    ):  # without lengths, as SDPA: intervals would be made from them by kernels of their own
+    if device == "cuda":
+        # Without lengths, as SDPA: intervals would be made from them by kernels of their own.
         return lambda: flash_dmattn_func(q, k, v)
     lengths = torch.full((case.batch,), case.keys, dtype=torch.int32, device=device)
     return lambda: flash_dmattn_with_kvcache(q, k, v, cache_seqlens=lengths)

@@ -3,6 +3,7 @@
 import argparse
 
 from ..usage import device, input_file, output_file, picture_file, positive
+from .cases import OLD_NAMES
 
 # Here, so that the command's help needs neither a GPU nor the backends.
 BACKENDS = ("cuda", "triton", "cpu")
@@ -17,7 +18,7 @@ DEFAULT_CASES = ("dense", "dma", "scaling")
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--case", "--cases", nargs="+", choices=(*CASES, "pairs"), default=DEFAULT_CASES, metavar="CASE",
+    add("--case", "--cases", nargs="+", choices=(*CASES, *OLD_NAMES), default=DEFAULT_CASES, metavar="CASE",
         help=f"any of {', '.join(CASES)}; default: {' '.join(DEFAULT_CASES)}")  # fmt: skip
     add("--backend", nargs="+", choices=BACKENDS, help="ours; default: the best one that runs here")
     add("--against", type=_rivals, metavar="RIVALS",

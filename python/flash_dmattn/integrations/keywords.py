@@ -46,14 +46,19 @@ _OF_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 def refuse(keywords: Mapping[str, object]) -> None:
     """Raises for keywords that could change the result: all but bookkeeping and those that are None."""
     for name, value in keywords.items():
-        if value is None or name in BOOKKEEPING:
-            continue
-        if name in _REASONS:
+        if value is not None and name in _REASONS:
             raise ValueError(
                 f"{name}: got a {type(value).__name__}, expected None; it belongs to {_REASONS[name]}. "
                 "Use another attn_implementation"
             )
-        raise TypeError(f"{name}: got an unknown keyword, which could change the result")
+        refuse_unknown({name: value}, BOOKKEEPING)
+
+
+def refuse_unknown(keywords: Mapping[str, object], known: frozenset[str]) -> None:
+    """Raises for keywords that are neither known nor None."""
+    for name, value in keywords.items():
+        if value is not None and name not in known:
+            raise TypeError(f"{name}: got an unknown keyword, which could change the result")
 
 
 def refuse_in_doge(keywords: Mapping[str, object], has_mask: bool) -> None:

@@ -9,6 +9,7 @@ from transformers import masking_utils
 
 from .._arguments import may_read
 from ..allowed_keys import intervals_of_mask, intervals_of_rows
+from .keywords import refuse_unknown
 
 # For implementations that do not evaluate `mask_function`, or make additive masks; and whether None may stand for causality,
 # which the result of this function includes either way.
@@ -48,7 +49,7 @@ def key_interval_mask(
     Raises:
         TypeError: an unknown keyword; padding of floating point.
     """
-    _refuse(kwargs)
+    refuse_unknown(kwargs, _OF_OTHERS)
     if attention_mask is not None and attention_mask.is_floating_point():
         raise TypeError(
             f"attention_mask: got {attention_mask.dtype} of shape {tuple(attention_mask.shape)}, expected bool or "
@@ -106,12 +107,6 @@ def key_interval_mask(
     if present is not None:
         intervals = intervals * present[:, None, :, None]
     return intervals.expand(batch_size, -1, -1, -1)
-
-
-def _refuse(keywords: dict[str, object]) -> None:
-    for name, value in keywords.items():
-        if value is not None and name not in _OF_OTHERS:
-            raise TypeError(f"{name}: got an unknown keyword, which could change the result")
 
 
 def _begin_together(
