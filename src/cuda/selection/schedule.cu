@@ -27,18 +27,12 @@ struct Lists {
     if (args.intervals.data == nullptr || args.bound.consecutive) return;
     capacity = tile_list_capacity(args);
     entries = args.lists() * capacity;
-    exist = leave_enough_out();
+    // With room for every key (a window as wide as the keys, a prefix, padding) lists leave little out, and kernels
+    // visit the keys from the first to the last sooner than they follow lists.
+    exist = capacity < args.seqlen_k;
   }
 
   std::size_t bytes() const { return exist ? tile_list_bytes(args.lists(), entries) : 0; }
-
- private:
-  // Lists of all keys are not worth more memory than this: intervals as wide as the keys (a prefix, padding)
-  // leave little to skip.
-  bool leave_enough_out() const {
-    constexpr std::int64_t most_entries = std::int64_t{1} << 24;
-    return entries <= most_entries || entries < args.lists() * args.seqlen_k;
-  }
 };
 
 }  // namespace

@@ -13,8 +13,8 @@ namespace flash_dmattn::cuda {
 
 // ---- Query tiles' key lists ---------------------------------------------------------------------
 //
-// Empty for intervals of consecutive keys, which kernels visit from the first to the last, and where the lists
-// would take long and leave little out. Where gradients are deterministic the backward's lists go by position.
+// Empty for intervals of consecutive keys, which kernels visit from the first to the last, and where a list has room
+// for every key and so leaves little out. Where gradients are deterministic the backward's lists go by position.
 
 std::size_t tile_list_schedule_size(const Problem& problem, const Visibility& visibility,
                                     Direction direction, std::int64_t tile_rows);
