@@ -51,7 +51,8 @@ struct SelectInClusterKernel {
       const int key = (i * p.blocks + rank) * threads + thread;
       position[i] = key < rows.seqlen_k ? key : -1;
     }
-    rows.keys.codes(rows.first_row + row, position, code);
+    rows.keys.codes(rows.first_row + row, rank * threads + thread, p.blocks * threads,
+                    rows.seqlen_k, code);
     const auto number = [&](int i) { return rows.number_of(code[i], position[i]); };
     if (thread == 0) shared.candidates = 0;
 

@@ -99,7 +99,7 @@ struct KeysDescending {
                             int step) {
 #pragma unroll
     for (int i = 0; i < Count; ++i) position[i] = rows.seqlen_k - 1 - (first + i * step);
-    keys.codes(rows.first_row + row, position, code);
+    keys.codes(rows.first_row + row, position[0], -step, rows.seqlen_k, code);
   }
 };
 

@@ -43,47 +43,53 @@ struct ScoredKeys {
                                        : static_cast<const std::uint16_t*>(scores)[at]);
   }
 
-  // Those of several keys, whose loads are in flight together; `never` where a key is negative.
+  // Those of the keys first, first + step, ..., whose loads are in flight together; `never` for keys outside [0, end).
   template <int Count>
-  __device__ void codes(int row, const int (&key)[Count], std::uint32_t (&code)[Count]) const {
+  __device__ void codes(int row, int first, int step, int end, std::uint32_t (&code)[Count]) const {
     const std::int64_t b = row / heads;
     const std::int64_t h = row % heads;
-    const std::int64_t begin = b * stride[0] + h * stride[1];
-    const auto* const wide = static_cast<const std::uint32_t*>(scores) + begin;
-    const auto* const narrow = static_cast<const std::uint16_t*>(scores) + begin;
+    const std::int64_t at = b * stride[0] + h * stride[1] + first * stride[2];
+    const auto is_key = [&](int i) {
+      return static_cast<unsigned>(first + i * step) < static_cast<unsigned>(end);
+    };
     if (dtype == DType::f32) {
-#pragma unroll
-      for (int i = 0; i < Count; ++i) code[i] = key[i] < 0 ? 0 : wide[key[i] * stride[2]];
+      load(static_cast<const std::uint32_t*>(scores) + at, step * stride[2], is_key, code);
     } else {
-#pragma unroll
-      for (int i = 0; i < Count; ++i) code[i] = key[i] < 0 ? 0 : narrow[key[i] * stride[2]];
+      load(static_cast<const std::uint16_t*>(scores) + at, step * stride[2], is_key, code);
     }
-    bool shown[Count];
-#pragma unroll
-    for (int i = 0; i < Count; ++i) shown[i] = key[i] >= 0;
     if (mask != nullptr) {
-      const std::uint8_t* const row_mask = mask + b * mask_stride[0] + h * mask_stride[1];
+      std::uint32_t allowed[Count];
+      load(mask + b * mask_stride[0] + h * mask_stride[1] + first * mask_stride[2],
+           step * mask_stride[2], is_key, allowed);
 #pragma unroll
-      for (int i = 0; i < Count; ++i)
-        shown[i] = key[i] >= 0 && row_mask[key[i] * mask_stride[2]] != 0;
+      for (int i = 0; i < Count; ++i) code[i] = allowed[i] == 0 ? nan : code[i];
     }
 #pragma unroll
-    for (int i = 0; i < Count; ++i) code[i] = shown[i] ? of_bits(code[i]) : never;
+    for (int i = 0; i < Count; ++i) code[i] = of_bits(code[i]);
   }
 
  private:
-  __device__ std::uint32_t of_bits(std::uint32_t bits) const {
-    if (dtype == DType::f32) return ordered(bits, 0x80000000u, 0x7f800000u);
-    return ordered(bits, 0x8000u, dtype == DType::bf16 ? 0x7f80u : 0x7c00u);
+  static constexpr std::uint32_t nan = 0xffffffffu;  // of every dtype
+
+  // Elements that lie `step` apart, NaN where there is no key.
+  template <class T, class IsKey, int Count>
+  __device__ static void load(const T* from, std::int64_t step, const IsKey& is_key,
+                              std::uint32_t (&to)[Count]) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i, from += step) to[i] = is_key(i) ? *from : nan;
   }
 
-  // Works on the bits, so that subnormal scores keep their order in every compilation mode.
-  __device__ static std::uint32_t ordered(std::uint32_t bits, std::uint32_t sign,
-                                          std::uint32_t infinity) {
+  // Works on the bits, so that subnormal scores keep their order in every compilation mode. Without branches, as the
+  // signs of neighbouring keys differ.
+  __device__ std::uint32_t of_bits(std::uint32_t bits) const {
+    const std::uint32_t sign = dtype == DType::f32 ? 0x80000000u : 0x8000u;
+    const std::uint32_t infinity = dtype == DType::f32    ? 0x7f800000u
+                                   : dtype == DType::bf16 ? 0x7f80u
+                                                          : 0x7c00u;
     const std::uint32_t magnitude = bits & (sign - 1u);
-    if (magnitude > infinity) return never;
-    if (magnitude == 0) return sign;  // -0 and +0 tie
-    return (bits & sign) != 0 ? (sign - 1u) - magnitude : sign + magnitude;
+    const bool is_negative = bits > sign;  // -0 and +0 tie
+    const std::uint32_t code = is_negative ? sign - 1u - magnitude : sign + magnitude;
+    return magnitude > infinity ? never : code;
   }
 };
 
