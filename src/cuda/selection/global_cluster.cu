@@ -6,35 +6,52 @@
 #include "cuda/device.h"
 #include "cuda/selection/global.cuh"
 
-// The w best keys of few rows in one kernel: a cluster of blocks has a row, each block a part of its keys in
-// registers, and the blocks add their histograms through shared memory. Rows that fill the GPU by themselves, and
-// longer ones, take the kernels of global.cu.
+// The w best keys of few rows in one kernel: a cluster of blocks has a row, each block consecutive keys of it in
+// registers, and every block adds up the histograms of the cluster through shared memory. Rows that fill the GPU by
+// themselves, and longer ones, take the kernels of global.cu.
 namespace flash_dmattn::cuda::global {
 namespace {
 
 // Before a chunk of n queries two numbers are searched for: the w-th largest, and the (w - n)-th, above which no key
 // can be evicted by the n keys of the chunk. The keys between them are the *candidates*: they and the keys of the
 // chunk are compared with one another.
+//
+// Digits have 8 bits, so that a block can read all bins of the cluster: one barrier of the cluster a digit. Histograms
+// are of score codes alone. Where keys tie, positions decide, for which the last histogram tells each block how many
+// keys of that code the later ones have.
 struct SelectInClusterKernel {
   using Params = ClusterRows;
-  static constexpr int threads = 1024;
-  static constexpr int min_blocks = 1;
+  static constexpr int threads = 512;
+  // A cluster runs in one of the eight groups of a GPU's multiprocessors, and of 132 some group may have fewer than 16:
+  // with one block to a multiprocessor an eighth cluster of 16 would wait until another one has ended.
+  static constexpr int min_blocks = 2;
   static constexpr int warps = threads / warp_size;
-  static constexpr int thread_keys = 8;
+  static constexpr int thread_keys = 16;
   static constexpr int block_keys = threads * thread_keys;
-  static constexpr int thread_bins = bins / threads;
+  static constexpr int most_blocks = 16;
+  static constexpr int digit_bits = 8;
+  static constexpr int bins = 1 << digit_bits;
+  static constexpr int most_digits = 32 / digit_bits;
   static constexpr int numbers = 2;  // that are searched for
-  static_assert(warps == warp_size, "a lane has the sum of a warp");
+  static_assert(threads == numbers * bins, "a thread has a bin of one number");
+  static_assert(block_keys == warp_size * bins, "a thread has a word of one number's ties");
+
+  // What is found of a number.
+  struct Found {
+    std::uint32_t code;  // the leading digits, zeros below
+    int rank;            // from the best of the keys that begin with these digits
+    bool is_exact;       // every such key is at least the number
+  };
 
   struct SharedStorage {
-    // Of the keys that begin with the digits of a number found so far. Where both numbers begin with the same, the
-    // first table serves both.
-    std::uint32_t counts[numbers][bins];  // the block's
-    std::uint32_t totals[numbers][bins];  // the cluster's, of the bins that are this block's to add
-    int warp_sums[numbers][warps];
+    // Of the block's keys that begin with the digits found so far, [digit][bins of both numbers]. Where both numbers
+    // begin with the same, the bins of the first serve both.
+    std::uint32_t counts[most_digits][threads];
+    int warp_sums[warps];
     Found found[numbers];
-    bool is_exact[numbers];  // every key that begins with these digits is at least the number
-    int candidates;          // of the row, in the first block, and those of the chunk
+    std::uint32_t ties[threads];  // [number][32 keys of the block]: bits of keys with its code
+    int first[numbers];           // of the block's ties that are at least the number
+    int candidates;               // of the row, in the first block, and those of the chunk
     std::uint64_t candidate[most_chunk];
     std::uint64_t arrival[most_chunk];
   };
@@ -44,119 +61,197 @@ struct SelectInClusterKernel {
     const int row = static_cast<int>(blockIdx.x) / p.blocks;
     const int rank = static_cast<int>(blockIdx.x) % p.blocks;
     const int thread = static_cast<int>(threadIdx.x);
-    int position[thread_keys];
-    std::uint32_t code[thread_keys];
-#pragma unroll
-    for (int i = 0; i < thread_keys; ++i) {
-      const int key = (i * p.blocks + rank) * threads + thread;
-      position[i] = key < rows.seqlen_k ? key : -1;
-    }
-    rows.keys.codes(rows.first_row + row, rank * threads + thread, p.blocks * threads,
-                    rows.seqlen_k, code);
-    const auto number = [&](int i) { return rows.number_of(code[i], position[i]); };
+    const int slices = ceil_div(rows.seqlen_k, p.blocks * threads);  // of a block, a key a thread
+    const int first_key = rank * slices * threads + thread;
+    const int end = min((rank + 1) * slices * threads, rows.seqlen_k);
+    std::uint32_t code[thread_keys];  // `never` past the end
+    rows.keys.codes(rows.first_row + row, first_key, threads, end, code);
     if (thread == 0) shared.candidates = 0;
+    if (rank == 0 && thread < p.chunk) {
+      shared.arrival[thread] = rows.number(row, rows.seqlen_k + thread);
+    }
+#pragma unroll
+    for (int digit = 0; digit < most_digits; ++digit) shared.counts[digit][thread] = 0;
+    auto least = static_cast<int>(code[0]);
+    int most = least;
+#pragma unroll
+    for (int i = 1; i < thread_keys; ++i) {
+      if (i >= slices) break;
+      least = min(least, static_cast<int>(code[i]));
+      most = max(most, static_cast<int>(code[i]));
+    }
+    // No bit above its highest one differs among the keys of the warp.
+    const auto differing = static_cast<std::uint32_t>(warp_min(least) ^ warp_max(most));
+    __syncthreads();
 
-    Found found[numbers] = {{0, rows.window}, {0, rows.window - p.chunk}};
-    int below = rows.number_bits;
-    for (int digit = 0; below > 0; ++digit) {
-      const int width = below - rows.bits_below(digit);
-      below -= width;
-      const int tables = found[0].digits == found[1].digits ? 1 : numbers;
-      for (int i = thread; i < tables * bins; i += threads) shared.counts[i / bins][i % bins] = 0;
-      __syncthreads();
+    Found found[numbers] = {{0, rows.window, false}, {0, rows.window - p.chunk, false}};
+    std::uint32_t known = 0;  // bits of the digits found
+    int below = rows.number_bits - rows.position_bits;
+    int digit = 0;
+    int tables = 1;
+    for (;; ++digit) {
+      below -= digit_bits;
+      tables = found[0].code == found[1].code ? 1 : numbers;
+      const bool is_one_digit = differing >> below == 0;  // equal scores, masked keys
 #pragma unroll
-      for (int i = 0; i < thread_keys; ++i) {
-        if (position[i] < 0) continue;
-        const std::uint64_t digits = number(i) >> below;
-        const auto bin = static_cast<int>(digits & ((std::uint64_t{1} << width) - 1));
+      for (int table = 0; table < numbers; ++table) {
+        if (table >= tables) break;
+        const auto add = [&](std::uint32_t key, std::uint32_t amount) {
+          const bool counts = ((key ^ found[table].code) & known) == 0;
+          if (counts) {
+            atomicAdd(&shared.counts[digit][table * bins + (key >> below) % bins], amount);
+          }
+        };
+        if (is_one_digit) {
+          if (lane_id() == 0) add(code[0], static_cast<std::uint32_t>(slices * warp_size));
+          continue;
+        }
 #pragma unroll
-        for (int table = 0; table < numbers; ++table) {
-          const bool counts = table < tables && digits >> width == found[table].digits;
-          if (counts) atomicAdd(&shared.counts[table][bin], 1u);
+        for (int i = 0; i < thread_keys; ++i) {
+          if (i >= slices) break;
+          add(code[i], 1u);
         }
       }
       cluster_sync();
-      add_counts(shared, tables, rank, p.blocks);
-      cluster_sync();
-      for (int table = 0; table < tables; ++table)
-        find_digit(shared, found, table, tables == 1, width, p.blocks);
+      find_digit(shared, found, digit, below, tables, rank, p.blocks);
       __syncthreads();
+#pragma unroll
       for (int n = 0; n < numbers; ++n) found[n] = shared.found[n];
-      if (shared.is_exact[0] && shared.is_exact[1]) break;
+      if (below == 0 || (found[0].is_exact && found[1].is_exact)) break;
+      known |= std::uint32_t{bins - 1} << below;
+    }
+    int first[numbers] = {};
+    if (!found[0].is_exact || !found[1].is_exact) {
+      collect_ties(shared, found, code, slices);
+      find_first(shared, digit, tables, rank, p.blocks);
+      __syncthreads();
+#pragma unroll
+      for (int n = 0; n < numbers; ++n) first[n] = shared.first[n];
     }
 
-    const std::uint64_t last = found[0].digits << below;
-    const std::uint64_t safe = found[1].digits << below;
-    const auto is_chosen = [&](int i) {
-      return position[i] >= 0 && number(i) >= last && code[i] != ScoredKeys::never;
+    // The least code with which key i is at least number n: a tie before the first one needs more.
+    const auto least_code = [&](int i, int n) {
+      const std::uint32_t code_of_tie = found[n].code + (i * threads + thread < first[n] ? 1u : 0u);
+      return max(code_of_tie, ScoredKeys::never + 1);
     };
-    const auto is_candidate = [&](int i) { return is_chosen(i) && number(i) < safe; };
-    SharedStorage& first_block = *in_cluster_block(&shared, 0);
+    unsigned chosen = 0;  // bits of keys
+    unsigned candidates = 0;
 #pragma unroll
     for (int i = 0; i < thread_keys; ++i) {
-      if (!is_candidate(i)) continue;
-      first_block.candidate[atomicAdd(&first_block.candidates, 1)] = number(i);
+      const unsigned is_chosen = code[i] >= least_code(i, 0) ? 1 : 0;
+      const unsigned is_safe = code[i] >= least_code(i, 1) ? 1 : 0;
+      chosen |= is_chosen << i;
+      candidates |= (is_chosen & ~is_safe) << i;
+    }
+    if (candidates != 0) {
+      SharedStorage& first_block = *in_cluster_block(&shared, 0);
+      int place = atomicAdd(&first_block.candidates, __popc(candidates));
+#pragma unroll
+      for (int i = 0; i < thread_keys; ++i) {
+        if ((candidates >> i & 1u) == 0) continue;
+        first_block.candidate[place++] = rows.number_of(code[i], first_key + i * threads);
+      }
     }
     cluster_sync();  // from here on no block reads another one's memory
     KeyInterval* const intervals = p.intervals_row(row);
 #pragma unroll
     for (int i = 0; i < thread_keys; ++i) {
-      if (position[i] < 0 || is_candidate(i)) continue;
-      store(intervals + position[i],
-            is_chosen(i) ? rows.queries.forever(position[i]) : KeyInterval{0, 0});
+      const int key = first_key + i * threads;
+      if (key >= end) break;
+      const KeyInterval seen = rows.queries.forever(key);
+      const bool is_chosen = (chosen >> i & 1u) != 0;
+      if ((candidates >> i & 1u) == 0) {
+        store(intervals + key, is_chosen ? seen : KeyInterval{0, 0});
+      }
     }
     if (rank == 0 && p.chunk > 0) evict(p, shared, row);
   }
 
  private:
-  // The bins are shared among the blocks of a cluster.
-  static __device__ void add_counts(SharedStorage& shared, int tables, int rank, int blocks) {
-    const int own = bins / blocks;
-    for (int i = static_cast<int>(threadIdx.x); i < tables * own; i += threads) {
-      const int table = i / own;
-      const int bin = rank * own + i % own;
-      std::uint32_t total = 0;
-#pragma unroll 16  // all loads on their way at once
-      for (int b = 0; b < blocks; ++b) total += *in_cluster_block(&shared.counts[table][bin], b);
-      shared.totals[table][bin] = total;
-    }
-  }
-
-  // The next digit of the numbers that a table serves, by every block for itself.
+  // The next digit of both numbers, by every block for itself.
   static __device__ void find_digit(SharedStorage& shared, const Found (&before)[numbers],
-                                    int table, bool is_only_table, int width, int blocks) {
-    const int own = bins / blocks;
-    const int first_bin = bins - 1 - static_cast<int>(threadIdx.x) * thread_bins;  // the best first
-    std::uint32_t count[thread_bins];
-    int sum = 0;
+                                    int digit, int below, int tables, int rank, int blocks) {
+    const int thread = static_cast<int>(threadIdx.x);
+    const int table = thread / bins;
+    const int bin = bins - 1 - thread % bins;  // the best first
+    std::uint32_t* const block_count = &shared.counts[digit][table * bins + bin];
+    int count = 0;
+    if (table < tables) {
+      // As many loads on their way in every cluster: in a smaller one each block is read several times. `blocks` is
+      // a power of two, and no two blocks begin with the same one.
 #pragma unroll
-    for (int i = 0; i < thread_bins; ++i) {
-      const int bin = first_bin - i;
-      count[i] = *in_cluster_block(&shared.totals[table][bin], bin / own);
-      sum += static_cast<int>(count[i]);
-    }
-    std::int64_t better = sum_before_thread(shared.warp_sums[table], sum);
-#pragma unroll
-    for (int i = 0; i < thread_bins; ++i) {
-#pragma unroll
-      for (int n = 0; n < numbers; ++n) {
-        const std::int64_t wanted = before[n].rank - better;  // among the keys of this bin
-        if ((n != table && !is_only_table) || wanted <= 0 || wanted > count[i]) continue;
-        shared.found[n] = {before[n].digits << width | static_cast<std::uint64_t>(first_bin - i),
-                           wanted};
-        shared.is_exact[n] = wanted == count[i];
+      for (int i = 0; i < most_blocks; ++i) {
+        count += static_cast<int>(*in_cluster_block(block_count, (rank + i) & (blocks - 1)));
       }
-      better += count[i];
+      count = count * blocks / most_blocks;
+    }
+    const int better = sum_before_thread(shared.warp_sums, count);
+#pragma unroll
+    for (int n = 0; n < numbers; ++n) {
+      const int wanted = before[n].rank - better;  // among the keys of this bin
+      if ((n != table && tables > 1) || wanted <= 0 || wanted > count) continue;
+      shared.found[n] = {before[n].code | static_cast<std::uint32_t>(bin) << below, wanted,
+                         wanted == count};
     }
   }
 
-  // Of the threads before this one.
-  static __device__ int sum_before_thread(int (&warp_sums)[warps], int mine) {
-    const int through = warp_inclusive_sum(mine, lane_id());
-    if (lane_id() == warp_size - 1) warp_sums[warp_id()] = through;
+  // Keys of the block with the code found, as bits in the order of their positions.
+  static __device__ void collect_ties(SharedStorage& shared, const Found (&found)[numbers],
+                                      const std::uint32_t (&code)[thread_keys], int slices) {
+    const int lane = lane_id();
+#pragma unroll
+    for (int n = 0; n < numbers; ++n) {
+      unsigned word = 0;  // of the slice that is this lane's
+#pragma unroll
+      for (int i = 0; i < thread_keys; ++i) {
+        if (i >= slices) break;
+        const unsigned ties = warp_ballot(code[i] == found[n].code);
+        if (lane == i) word = ties;
+      }
+      if (lane < thread_keys) shared.ties[n * bins + lane * warps + warp_id()] = word;
+    }
+  }
+
+  // The first of the block's ties that is at least the number: of all ties the most recent are.
+  static __device__ void find_first(SharedStorage& shared, int digit, int tables, int rank,
+                                    int blocks) {
+    const int thread = static_cast<int>(threadIdx.x);
+    const int lane = lane_id();
+    const int n = thread / bins;
+    const int table = tables > 1 ? n : 0;
+    const auto bin = static_cast<int>(shared.found[n].code % bins);
+    std::uint32_t* const ties = &shared.counts[digit][table * bins + bin];
+    const bool is_later = lane > rank && lane < blocks;
+    const int later = is_later ? static_cast<int>(*in_cluster_block(ties, lane)) : 0;
+    const int wanted = shared.found[n].rank - warp_sum(later);  // of the block's
     __syncthreads();
-    const int of_warp = warp_sums[lane_id()];
-    return warp_sum(lane_id() < warp_id() ? of_warp : 0) + through - mine;
+    const int place = bins - 1 - thread % bins;  // the most recent first
+    const unsigned word = shared.ties[n * bins + place];
+    const int count = __popc(word);
+    const int left = wanted - sum_before_thread(shared.warp_sums, count);
+    if (left > 0 && left <= count) {
+      int bit = 0;  // the highest one with so many ties from it on
+#pragma unroll
+      for (int step = warp_size / 2; step > 0; step /= 2) {
+        if (__popc(word >> (bit + step)) >= left) bit += step;
+      }
+      shared.first[n] = place * warp_size + bit;
+    }
+    const bool is_first_thread = thread % bins == 0;
+    if (is_first_thread && wanted <= 0) shared.first[n] = block_keys;
+    if (is_first_thread && wanted > static_cast<int>(*ties)) shared.first[n] = 0;
+  }
+
+  // Of the threads before this one that have bins or words of the same number.
+  static __device__ int sum_before_thread(int (&warp_sums)[warps], int mine) {
+    constexpr int number_warps = warps / numbers;
+    const int lane = lane_id();
+    const int warp = warp_id();
+    const int through = warp_inclusive_sum(mine, lane);
+    if (lane == warp_size - 1) warp_sums[warp] = through;
+    __syncthreads();
+    const bool is_before = lane >= warp / number_warps * number_warps && lane < warp;
+    return warp_sum(is_before ? warp_sums[lane] : 0) + through - mine;
   }
 
   // By the first block. A key is evicted by the key of the chunk with which w keys beat it.
@@ -164,18 +259,18 @@ struct SelectInClusterKernel {
     const RadixRows& rows = p.rows;
     const int thread = static_cast<int>(threadIdx.x);
     const int candidates = shared.candidates;
-    if (thread < p.chunk) shared.arrival[thread] = rows.number(row, rows.seqlen_k + thread);
-    __syncthreads();
     const int query = thread - candidates;  // of a key of the chunk
     if (query >= p.chunk) return;
     const std::uint64_t number = query < 0 ? shared.candidate[thread] : shared.arrival[query];
     // For a key of the chunk that beats all candidates it is a bound, which is as good: chunk - 1 keys can beat it.
     int better = rows.window - p.chunk;
+#pragma unroll 8
     for (int i = 0; i < candidates; ++i) better += shared.candidate[i] > number ? 1 : 0;
     int last = 0;
-    for (; last < p.chunk; ++last) {
-      better += shared.arrival[last] > number ? 1 : 0;
-      if (better >= rows.window) break;
+#pragma unroll 8
+    for (int i = 0; i < p.chunk; ++i) {
+      better += shared.arrival[i] > number ? 1 : 0;
+      last += better < rows.window ? 1 : 0;
     }
     const int first = max(query, 0);
     const bool is_seen = first < last && number >> rows.position_bits != ScoredKeys::never;
@@ -188,7 +283,7 @@ struct SelectInClusterKernel {
 
 int cluster_blocks(int rows, int seqlen_k) {
   const DeviceProperties& device = current_device();
-  const int most_blocks = most_cluster_blocks(device);
+  const int most_blocks = std::min(most_cluster_blocks(device), SelectInClusterKernel::most_blocks);
   // Two thousand keys to a block: more blocks add up more counts.
   const auto wanted = static_cast<unsigned>(ceil_div(seqlen_k, 2048));
   const int blocks = std::min(static_cast<int>(std::bit_ceil(wanted)), most_blocks);
