@@ -259,7 +259,7 @@ TEST_F(CudaSelection, EveryKindOfScoresAtFullSize) {
   }
 }
 
-// The most keys that a cluster has room for, in as many rows as there are clusters at a time, and one more.
+// The most keys that a cluster has room for.
 TEST_F(CudaSelection, ClustersAtFullSize) {
   Random random(13);
   for (const Scores kind : {Scores::normal, Scores::equal, Scores::few, Scores::rising}) {
