@@ -91,6 +91,29 @@ void expect_progress(const SlotPartition& partition,
   }
 }
 
+// A block has one part of the divided pieces, and the parts of all these pieces begin at the same units.
+void expect_common_cuts(const SlotPartition& partition,
+                        const std::vector<std::vector<SlotPart>>& parts) {
+  std::vector<std::vector<int>> begins(static_cast<std::size_t>(partition.chains * partition.cuts));
+  for (const auto& of_block : parts) {
+    int divided = 0;
+    for (const SlotPart& part : of_block) {
+      if (part.piece < partition.whole) continue;
+      begins[static_cast<std::size_t>(part.piece)].push_back(part.unit_begin %
+                                                             partition.piece_units);
+      ++divided;
+    }
+    ASSERT_LE(divided, 1);
+  }
+  const std::vector<int>& first = begins[static_cast<std::size_t>(partition.whole)];
+  for (const std::vector<int>& of_piece : begins) {
+    const auto size = static_cast<std::ptrdiff_t>(of_piece.size());
+    // The last piece of a chain may be shorter than the first.
+    ASSERT_LE(of_piece.size(), first.size());
+    ASSERT_EQ(of_piece, std::vector(first.begin(), first.begin() + size));
+  }
+}
+
 TEST(SlotPartition, CoversEveryUnitOnceAndDoesNotDeadlock) {
   testing::Random random(1);
   for (int round = 0; round < 2000; ++round) {
@@ -98,13 +121,16 @@ TEST(SlotPartition, CoversEveryUnitOnceAndDoesNotDeadlock) {
     const int chains = row_blocks * (1 + static_cast<int>(random.below(20)));
     const int units = 1 + static_cast<int>(random.below(40));
     const int blocks = 1 + static_cast<int>(random.below(140));
+    const bool common = random.below(2) == 0;
     SCOPED_TRACE(std::to_string(chains) + " chains, " + std::to_string(row_blocks) +
                  " a kv head, of " + std::to_string(units) + " units on " + std::to_string(blocks) +
-                 " blocks");
-    const SlotPartition partition(chains, units, blocks);
+                 " blocks" + (common ? ", common cuts" : ""));
+    const SlotPartition partition(chains, units, blocks,
+                                  common ? RestCuts::common : RestCuts::even);
     const auto parts = parts_of(partition);
     expect_every_unit_once(partition, parts);
     if (round % 8 == 0) expect_progress(partition, parts, row_blocks);
+    if (common && partition.rest_units > 0) expect_common_cuts(partition, parts);
     if (HasFatalFailure()) return;
   }
 }

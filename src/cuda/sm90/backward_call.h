@@ -230,7 +230,8 @@ struct BackwardCall {
     slots.segment_tiles = ceil_div(tiles, slot_segments);
     slots.partition =
         SlotPartition(static_cast<int>(p.batch * p.heads_kv) * slots.row_blocks,
-                      ceil_div(tiles, slots.segment_tiles), current_device().multiprocessors);
+                      ceil_div(tiles, slots.segment_tiles), current_device().multiprocessors,
+                      p.deterministic ? RestCuts::common : RestCuts::even);
     slots.records = workspace.take<KeyRecord>(p.batch * p.heads_kv * p.seqlen_k);
     const std::int64_t rows = std::int64_t{slots.partition.cut_parts()} * SlotParams::part_rows;
     slots.part_sums = workspace.take<float>(rows * 2 * choice.head_dim);

@@ -6,6 +6,12 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
+// Where the pieces that are divided among blocks are cut.
+enum class RestCuts : std::uint8_t {
+  even,    // all blocks have as many units
+  common,  // every piece at the same units, by as many blocks
+};
+
 // Units [unit_begin, unit_end) of a chain, the sequence of keys of 128 slots of a kv head. A unit is a segment of query
 // tiles of the schedule (cuda/selection/key_slots.h).
 struct SlotPart {
@@ -28,11 +34,14 @@ struct SlotPartition {
   int blocks = 1;
   int cuts = 1;
   int piece_units = 0;
-  int whole = 0;       // pieces that are not divided
-  int rest_units = 0;  // of the others
+  int whole = 0;        // pieces that are not divided
+  int rest_units = 0;   // of the others
+  int rest_blocks = 1;  // that take them
 
   constexpr SlotPartition() = default;
-  constexpr SlotPartition(int chains_, int units_, int blocks_)
+  // Blocks that add in a fixed order take common cuts. A part that begins within a part of the chain before it waits
+  // until that has come so far; the next chain waits for this one, and so on.
+  constexpr SlotPartition(int chains_, int units_, int blocks_, RestCuts rest_cuts)
       : chains(chains_), units(units_), blocks(blocks_) {
     cuts = ceil_div(blocks, chains);
     if (cuts > units) cuts = units;
@@ -44,6 +53,9 @@ struct SlotPartition {
       whole = chains * cuts;
       rest_units = 0;
     }
+    const int rest_pieces = rest_units / piece_units;
+    const bool common = rest_cuts == RestCuts::common && rest_pieces > 0;
+    rest_blocks = common ? blocks / rest_pieces * rest_pieces : blocks;
   }
 
   // Parts that begin or end inside a chain have ids [0, cut_parts()).
@@ -76,7 +88,7 @@ struct SlotPartition {
     const int piece = cut * chains + chain;
     if (piece < whole) return part(piece % blocks, rest_parts + piece / blocks);
     const std::int64_t rest = (piece - whole) * piece_units + unit - cut * piece_units;
-    const int block = static_cast<int>(((rest + 1) * blocks - 1) / rest_units);
+    const int block = static_cast<int>(((rest + 1) * rest_blocks - 1) / rest_units);
     return part(block, piece - whole - first_rest_unit(block) / piece_units);
   }
 
@@ -92,7 +104,8 @@ struct SlotPartition {
 
  private:
   constexpr int first_rest_unit(int block) const {
-    return static_cast<int>(std::int64_t{block} * rest_units / blocks);
+    const std::int64_t rest_block = block < rest_blocks ? block : rest_blocks;
+    return static_cast<int>(rest_block * rest_units / rest_blocks);
   }
 
   // Pieces are numbered by cuts, within these by chains.
