@@ -121,11 +121,14 @@ struct BackwardKernel {
  private:
   // The work of a block of neighbouring keys; returns the work just before it that adds to the same dq.
   static __device__ int find_work(const Params& p, bool ordered, SharedStorage& storage) {
-    const KeyTile tile(p.backward.shape, BackwardPolicy::keys, ordered, storage.order);
+    constexpr int keys = BackwardPolicy::keys;
+    const Shape& shape = p.backward.shape;
+    const bool keys_descend = !Variant.has_dense() && ordered && p.keys_descend;
+    KeyTile tile(shape, keys, ordered && !keys_descend, storage.order);
+    if (keys_descend) tile.key = (ceil_div(shape.seqlen_k, keys) - 1) * keys - tile.key;
     if constexpr (Variant.has_dense()) {
       if (threadIdx.x == 0) {
-        const int list =
-            QueryVisitLists::list(p.backward.shape, tile.batch, tile.kv_head, tile.key);
+        const int list = QueryVisitLists::list(shape, tile.batch, tile.kv_head, tile.key);
         storage.work[0] = {tile.batch, tile.kv_head, tile.key, 0, p.visits.count[list]};
       }
     } else {

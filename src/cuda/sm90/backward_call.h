@@ -123,6 +123,7 @@ struct BackwardCall {
                                  ceil_div(p.heads_q / p.heads_kv, std::int64_t{order_heads});
       params.order.published =
           workspace.take<int>(p.batch * p.heads_kv * (slots ? steps : key_blocks));
+      params.keys_descend = keys_descend(args);
     }
     if (has_dbias_sums())
       dbias_sums = workspace.take<float>(elements(dbias_accum_shape(args.problem)));
@@ -169,6 +170,19 @@ struct BackwardCall {
   }
   bool has_listed_dbias() const {
     return has(problem.bias_shape) && !is_dense(problem.bias_shape) && has_list(problem);
+  }
+
+  // Whether blocks of neighbouring keys that add to dq in an order take the keys of a head from its end, in sections of
+  // the L2 (KeyTile). The queries of such blocks end together, and of two neighbours the one with later keys begins two
+  // tiles later: in descending order it is two tiles ahead from the start, and no block waits. In ascending order all
+  // heads have to be in flight; of many heads few blocks each are, which then read q, dout and dq from DRAM. With fewer
+  // heads the longest blocks of the last section, which run last, cost more. Windows end with their keys, and for heads
+  // of a group, one after the other, the distance grows: both ascend.
+  bool keys_descend(const BackwardArgs& args) const {
+    constexpr std::int64_t many_heads = 32;
+    const Problem& p = args.problem;
+    return !variant().has_slots() && !variant().has_dense() && p.heads_q == p.heads_kv &&
+           p.batch * p.heads_kv >= many_heads && !args.in.visibility.bound.consecutive;
   }
 
   void set_dbias(const BackwardArgs& args) {

@@ -95,6 +95,8 @@ struct BackwardKernelParams {
   float* dq_accum = nullptr;   // [B, Hq, query tiles] DqAccumLayout; null: not wanted
   OrderSemaphores order;       // of the additions to it
   SlotParams slots;
+  // Blocks of neighbouring keys that add in an order take the keys of a head from its end (BackwardCall::keys_descend).
+  bool keys_descend = false;
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -63,13 +63,14 @@ def bits(tensors):
     return [t.contiguous().view(torch.int16) for t in tensors]
 
 
+@pytest.mark.parametrize("heads", [(8, 4), (32, 32)])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_deterministic_gradients_repeat_bit_for_bit(name):
+def test_deterministic_gradients_repeat_bit_for_bit(name, heads):
     def function(*t):
         with torch_is_deterministic():
             return FUNCTIONS[name](*t)
 
-    inputs = leaves(seqlen=2000, heads=(8, 4))
+    inputs = leaves(seqlen=2000, heads=heads)
     first = bits(gradients(function, inputs))
     for _ in range(19):
         assert all(map(torch.equal, bits(gradients(function, inputs)), first))
