@@ -100,8 +100,8 @@ class DenseWork {
   std::uint32_t flags_;
 };
 
-// Consecutive keys by the TMA unit: one warp loads q, K and V, another one bits and biases. One warp alone would take
-// longer for the 400 instructions of a tile than the consumers.
+// Consecutive keys by the TMA unit. One warp would take longer for all copies of a tile than the consumers, so each of
+// four has its own: q and K, V, and the bits and biases of each warpgroup's queries. They visit the same tiles.
 template <class Kernel>
 struct DenseProducer : TmaProducer<Kernel> {
   using Base = TmaProducer<Kernel>;
@@ -110,115 +110,131 @@ struct DenseProducer : TmaProducer<Kernel> {
   using Place = typename Base::Place;
   using Tile = DenseTile<keys>;
   using Biases = typename Tile::Biases;
+  static_assert(Kernel::policy.warpgroups == 2);
 
   __device__ void run() const {
-    const int warp = warp_id();
-    if (warp > 1) return;
-    int n = 0;
-    int work_count = 0;
-    Place before{};
-    for (int number = static_cast<int>(blockIdx.x); number < p.work_tiles; ++work_count) {
-      DenseWork<keys> tiles(p, number);
-      const int taken = warp == 0 ? load_keys(tiles, before, work_count, n) : load_dense(tiles, n);
-      number = share(taken, work_count);
+    switch (warp_id()) {
+      case 0: return load_keys();
+      case 1: return load_values();
+      case 2: return load_dense(0);
+      default: return load_dense(1);
     }
-    if (warp != 0 || !copies()) return;
-    this->load_v(before, n - 1);
-    this->load_end_of_work(work_count);
   }
 
  private:
-  static __device__ bool copies() { return lane_id() == 0; }
+  // Calls begin(work, work_count) for every work tile and visit(tiles, n) for its key tiles, n = 0, 1, ... over all, in
+  // all four warps at once; returns the number of work tiles.
+  template <class Begin, class Visit>
+  __device__ int for_each_tile(const Begin& begin, const Visit& visit) const {
+    int n = 0;
+    int work_count = 0;
+    for (int number = static_cast<int>(blockIdx.x); number < p.work_tiles; ++work_count) {
+      DenseWork<keys> tiles(p, number);
+      begin(tiles.work, work_count);
+      int taken = 0;
+      for (bool more = true; more; ++n) {
+        more = !tiles.is(last_of_work_tile);
+        if (!more && threadIdx.x == 0) taken = this->take_work();
+        visit(tiles, n);
+        if (more) tiles.advance();
+      }
+      number = share(taken, work_count);
+    }
+    return work_count;
+  }
 
-  // Synchronizes both warps and returns `taken` of the first warp's lane 0.
+  // Synchronizes the warps and returns `taken` of thread 0.
   __device__ int share(int taken, int work_count) const {
     int& number = storage.next_work[work_count % 2];
     if (threadIdx.x == 0) number = taken;
     __syncwarp();
-    named_barrier_sync(Kernel::producer_barrier, 2 * warp_size);
+    named_barrier_sync(Kernel::producer_barrier, 4 * warp_size);
     return number;
   }
 
-  // Loads q, K and V of a work tile except its last V; returns the number of the next work tile. `before`, `n`: the
-  // previous key tile and the number of key tiles so far.
-  __device__ int load_keys(DenseWork<keys>& tiles, Place& before, int work_count, int& n) const {
-    const WorkTile& work = tiles.work;
-    const typename Base::Info info = this->info_of(work);
-    int taken = 0;
-    if (copies()) this->load_q(work, work_count);
-    for (;; tiles.advance()) {
-      const bool last = tiles.is(last_of_work_tile);
-      const Place here{work.batch, work.kv_head, tiles.key()};
-      if (copies()) {
-        if (last) taken = this->take_work();
+  __device__ void load_keys() const {
+    typename Base::Info info;
+    const auto begin = [&](const WorkTile& work, int work_count) {
+      info = this->info_of(work);
+      if (elect_lane()) this->load_q(work, work_count);
+      __syncwarp();
+    };
+    const int work_count = for_each_tile(begin, [&](const DenseWork<keys>& tiles, int n) {
+      if (elect_lane()) {
         storage.dense.flags[Storage::info_stage(n)] = tiles.flags();
-        this->load_k(info, here, tiles.is(is_partial_tile), n);
-        if (n > 0) this->load_v(before, n - 1);
+        this->load_k(info, place_of(tiles), tiles.is(is_partial_tile), n);
       }
-      before = here;
-      ++n;
-      if (last) return taken;
-    }
+      __syncwarp();
+    });
+    if (elect_lane()) this->load_end_of_work(work_count);
   }
 
-  // Loads the bits and biases of a work tile.
-  __device__ int load_dense(DenseWork<keys>& tiles, int& n) const {
-    const Source source(p, tiles.work);
-    for (;; tiles.advance()) {
-      if (copies()) load_tile(source, tiles.key(), tiles.is(is_masked_tile), n);
-      ++n;
-      if (tiles.is(last_of_work_tile)) return 0;
-    }
+  __device__ void load_values() const {
+    const auto begin = [](const WorkTile&, int) {};
+    for_each_tile(begin, [&](const DenseWork<keys>& tiles, int n) {
+      if (elect_lane()) this->load_v(place_of(tiles), n);
+      __syncwarp();
+    });
   }
 
-  // The addresses of the bits and the coordinates of the biases of a work tile.
+  // For the queries of a warpgroup. A work tile of two heads has one stage for both.
+  __device__ void load_dense(int warpgroup) const {
+    const bool copies = warpgroup == 0 || !p.two_heads;
+    Source source;
+    const auto begin = [&](const WorkTile& work, int) {
+      source = source_of(work, work.row + 64 * warpgroup);
+    };
+    for_each_tile(begin, [&](const DenseWork<keys>& tiles, int n) {
+      if (copies && elect_lane()) {
+        load_dense_tile(source, tiles.key(), tiles.is(is_masked_tile),
+                        p.two_heads ? n : n * Kernel::policy.warpgroups + warpgroup);
+      }
+      __syncwarp();
+    });
+  }
+
+  static __device__ Place place_of(const DenseWork<keys>& tiles) {
+    return {tiles.work.batch, tiles.work.kv_head, tiles.key()};
+  }
+
+  // The addresses of the bits and the coordinates of the biases of 64 queries.
   struct Source {
-    static constexpr int most = Kernel::policy.warpgroups;
-    const std::uint64_t* bits[most];  // of key 0, for 64 queries each
+    const std::uint64_t* bits;  // of key 0
     int row;
     int2 bias;  // head and batch element in the bias' map
-
-    __device__ Source(const ForwardKernelParams& params, const WorkTile& work) : row(work.row) {
-      const ScoreParams& score = params.forward.score;
-      const PackedMask& mask = score.packed_mask;
-      const int row_tiles = ceil_div(params.forward.shape.seqlen_q, PackedMask::side);
-#pragma unroll
-      for (int i = 0; i < most; ++i) {
-        // Queries past the end read the last ones; they are not stored.
-        const std::int64_t row_tile = mask.matrix(work.batch, work.head, work.kv_head) * row_tiles +
-                                      min(row / PackedMask::side + i, row_tiles - 1);
-        bits[i] = mask.bits + row_tile * mask.words * PackedMask::side;
-      }
-      bias = index_in_map(score.bias, work.batch, work.head, work.kv_head);
-    }
   };
 
-  __device__ void load_tile(const Source& source, int key, bool masked, int n) const {
+  __device__ Source source_of(const WorkTile& work, int row) const {
+    const ScoreParams& score = p.forward.score;
+    const PackedMask& mask = score.packed_mask;
+    const int row_tiles = ceil_div(p.forward.shape.seqlen_q, PackedMask::side);
+    // Queries past the end read the last ones; they are not stored.
+    const std::int64_t row_tile = mask.matrix(work.batch, work.head, work.kv_head) * row_tiles +
+                                  min(row / PackedMask::side, row_tiles - 1);
+    return {.bits = mask.bits + row_tile * mask.words * PackedMask::side,
+            .row = row,
+            .bias = index_in_map(score.bias, work.batch, work.head, work.kv_head)};
+  }
+
+  __device__ void load_dense_tile(const Source& source, int key, bool masked, int use) const {
     const ScoreParams& score = p.forward.score;
     auto& pipeline = storage.dense.pipeline;
-    const int count = p.two_heads ? 1 : Source::most;
+    auto& tile = storage.dense.tile[pipeline.stage(use)];
     const int word = key / PackedMask::side;
     const int words = masked ? min(Tile::words, score.packed_mask.words - word) : 0;
     const auto bit_bytes = static_cast<std::uint32_t>(words * PackedMask::side * 8);
     const std::uint32_t bias_bytes = score.bias.dense ? Biases::bytes : 0;
+    pipeline.wait_empty(use);
+    const std::uint32_t full = pipeline.full_of(use);
+    mbarrier_arrive_expect(full, bit_bytes + bias_bytes);
+    if (masked) {
+      bulk_load(shared_address(tile.bits), source.bits + word * PackedMask::side, bit_bytes, full);
+    }
+    if (bias_bytes == 0) return;
 #pragma unroll
-    for (int i = 0; i < Source::most; ++i) {
-      if (i >= count) return;
-      const int use = n * count + i;
-      auto& tile = storage.dense.tile[pipeline.stage(use)];
-      pipeline.wait_empty(use);
-      const std::uint32_t full = pipeline.full_of(use);
-      mbarrier_arrive_expect(full, bit_bytes + bias_bytes);
-      if (masked) {
-        bulk_load(shared_address(tile.bits), source.bits[i] + word * PackedMask::side, bit_bytes,
-                  full);
-      }
-      if (bias_bytes == 0) continue;
-#pragma unroll
-      for (int j = 0; j < Biases::panels; ++j) {
-        tma_load(shared_address(tile.bias) + j * Biases::panel_bytes, p.bias_map, full,
-                 key + j * panel_columns, source.row + 64 * i, source.bias.x, source.bias.y);
-      }
+    for (int j = 0; j < Biases::panels; ++j) {
+      tma_load(shared_address(tile.bias) + j * Biases::panel_bytes, p.bias_map, full,
+               key + j * panel_columns, source.row, source.bias.x, source.bias.y);
     }
   }
 };

@@ -84,7 +84,7 @@ struct TmaProducer : ProducerBase<Kernel> {
   };
 
   __device__ void run() const {
-    if (threadIdx.x != 0) return;
+    if (warp_id() != 0 || !elect_lane()) return;
     int n = 0;
     int work_count = 0;
     Place before{};
