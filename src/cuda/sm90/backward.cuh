@@ -4,6 +4,7 @@
 #include "cuda/sm90/backward_dense_scores.cuh"
 #include "cuda/sm90/backward_producer.cuh"
 #include "cuda/sm90/dbias_writer.cuh"
+#include "cuda/sm90/dense_tile_loader.cuh"
 #include "cuda/sm90/dq_writer.cuh"
 #include "cuda/sm90/key_block.cuh"
 #include "cuda/sm90/slot_block.cuh"
@@ -19,7 +20,7 @@ enum class WarpRole : std::uint8_t {
   load_slots,
   clear_unseen_keys,         // beside slots
   write_dbias = load_slots,  // beside a dense mask or bias
-  clear_dbias = clear_unseen_keys,
+  load_dense = clear_unseen_keys,
 };
 
 // The backward of sm_90a, by keys: a block keeps K, V, dK, dV and the gradient of the key biases of 128 keys, and
@@ -105,8 +106,12 @@ struct BackwardKernel {
       } else if (Variant.has_dense() && warp == static_cast<int>(WarpRole::write_dbias)) {
         if constexpr (Variant.has_dense())
           DbiasWriter<BackwardKernel>{p, storage}.run(storage.work[0]);
-      } else if (Variant.has_dense() && warp == static_cast<int>(WarpRole::clear_dbias)) {
-        if constexpr (Variant.has_dense()) DbiasClearer<BackwardKernel>{p}.run(storage.work[0]);
+      } else if (Variant.has_dense() && warp == static_cast<int>(WarpRole::load_dense)) {
+        if constexpr (Variant.dense == DenseAccess::tiles) {
+          DenseTileLoader<BackwardKernel>{p, storage}.run(storage.work[0]);
+        } else if constexpr (Variant.has_dense()) {
+          DbiasClearer<BackwardKernel>(p, storage.work[0]).finish();
+        }
       }
     } else {
       increase_registers<BackwardPolicy::consumer_registers>();

@@ -4,7 +4,6 @@
 #include "cuda/common/rows.cuh"
 #include "cuda/sm90/backward_storage.cuh"
 #include "cuda/sm90/backward_work.cuh"
-#include "cuda/sm90/dense_tile_loader.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -17,8 +16,7 @@ __device__ inline std::uint32_t clear_non_finite(std::uint32_t two) {
   return two;
 }
 
-// Loads K and V of a work, then for each query tile q with the rows' stats, the tiles of a dense mask and bias, and
-// dout.
+// Loads K and V of a work, then for each query tile q with the rows' stats, and dout.
 template <class Kernel>
 struct TileLoader {
   using T = typename Kernel::Element;
@@ -42,19 +40,17 @@ struct TileLoader {
       const int stage = storage.q_pipeline.stage(n);
       storage.q_pipeline.wait_empty(n);
       if constexpr (Kernel::variant.has_dense()) {
-        if (lane_id() == 0) storage.dense.visits[stage] = at.loaded();
+        if (elect_lane()) storage.dense.visits[stage] = at.loaded();
       }
       load(p.q_map, p.backward.q, cleans_q, work.batch, at.head(), at.tile() * rows,
            shared_address(storage.q[stage]), storage.q_pipeline.full_of(n), sizeof(Stats));
-      if (lane_id() == 0) {
+      if (elect_lane()) {
         const std::int64_t index =
             tile_index(p.backward.shape, rows, work.batch, at.head(), at.tile());
         bulk_load(shared_address(&storage.stats[stage]), p.row_stats + index * (2 * rows),
                   sizeof(Stats), storage.q_pipeline.full_of(n));
       }
-      if constexpr (Kernel::variant.dense == DenseAccess::tiles) {
-        DenseTileLoader<Kernel>{p, storage}.load(work, at, n);
-      }
+      __syncwarp();
       storage.dout_pipeline.wait_empty(n);
       load(p.dout_map, p.backward.dout, cleans_dout, work.batch, at.head(), at.tile() * rows,
            shared_address(storage.dout[stage]), storage.dout_pipeline.full_of(n), 0);
@@ -65,7 +61,7 @@ struct TileLoader {
  private:
   __device__ void load_keys(const BackwardWork& work) const {
     using KeyTile = typename Storage::KeyTile;
-    if (lane_id() != 0) return;
+    if (!elect_lane()) return;
     const std::uint32_t full = storage.key_pipeline.full_of(0);
     mbarrier_arrive_expect(full, 2 * KeyTile::bytes);
 #pragma unroll 1
@@ -86,7 +82,7 @@ struct TileLoader {
     if (cleans) {
       copy_cleaned(source, batch, head, row, tile);
       if (lane_id() == 0) mbarrier_arrive_expect(full, more_bytes);
-    } else if (lane_id() == 0) {
+    } else if (elect_lane()) {
       mbarrier_arrive_expect(full, QueryTile::bytes + more_bytes);
 #pragma unroll 1
       for (int i = 0; i < QueryTile::panels; ++i) {

@@ -235,41 +235,55 @@ struct DbiasWriter {
   }
 };
 
-// A warp that stores zeros for tiles that are not computed. It waits for no other warp.
+// Zeros for the tiles that no visit computes, stored by a warp step by step.
 template <class Kernel>
-struct DbiasClearer {
-  using Visits = QueryVisits<Kernel::variant>;
-  static constexpr int rows = Kernel::policy.rows;
+class DbiasClearer {
+ public:
+  __device__ DbiasClearer(const BackwardKernelParams& p, const BackwardWork& work)
+      : p_(p), work_(work), at_(p, work) {}
 
-  const BackwardKernelParams& p;
-
-  __device__ void run(const BackwardWork& work) const {
-    if (!p.dense_dbias.clears) return;
-    const Shape& shape = p.backward.shape;
-    const int group = shape.heads_q / shape.heads_kv;
-    // Heads of the group with elements of their own.
-    const int heads = p.backward.dbias.head_q != 0 ? group : 1;
-    int next = 0;
-#pragma unroll 1
-    for (Visits at(p, work); at.has(); at.advance()) {
-      const int number = at.tile() * heads + (heads > 1 ? at.head() - work.kv_head * group : 0);
-      clear(work, heads, next, number);
-      next = max(next, number + 1);
+  // Stores the zeros of one tile or passes one visit; returns false when all is done.
+  __device__ bool step() {
+    if (!p_.dense_dbias.clears) return false;
+    const int end = at_.has() ? number() : ceil_div(p_.backward.shape.seqlen_q, rows) * heads();
+    if (next_ < end) {
+      clear(next_++);
+      return true;
     }
-    clear(work, heads, next, ceil_div(shape.seqlen_q, rows) * heads);
+    if (!at_.has()) return false;
+    next_ = max(next_, end + 1);
+    at_.advance();
+    return true;
+  }
+
+  __device__ void finish() {
+#pragma unroll 1
+    while (step()) {
+    }
   }
 
  private:
-  // Of tiles [begin, end).
-  __device__ void clear(const BackwardWork& work, int heads, int begin, int end) const {
-#pragma unroll 1
-    for (int i = begin; i < end; ++i) {
-      const int head = work.kv_head * (p.backward.shape.heads_q / p.backward.shape.heads_kv) +
-                       (heads > 1 ? i % heads : 0);
-      const DbiasRows<Kernel> dbias(p, work, head);
-      dbias.put_rows(i / heads * rows, [](int) { return uint4{0, 0, 0, 0}; });
-    }
+  static constexpr int rows = Kernel::policy.rows;
+
+  __device__ int group() const { return p_.backward.shape.heads_q / p_.backward.shape.heads_kv; }
+  // Heads of the group with elements of their own.
+  __device__ int heads() const { return p_.backward.dbias.head_q != 0 ? group() : 1; }
+
+  // Tiles are numbered in the order of the visits: the heads of a query tile follow each other.
+  __device__ int number() const {
+    return at_.tile() * heads() + (heads() > 1 ? at_.head() - work_.kv_head * group() : 0);
   }
+
+  __device__ void clear(int number) const {
+    const int head = work_.kv_head * group() + (heads() > 1 ? number % heads() : 0);
+    const DbiasRows<Kernel> dbias(p_, work_, head);
+    dbias.put_rows(number / heads() * rows, [](int) { return uint4{0, 0, 0, 0}; });
+  }
+
+  const BackwardKernelParams& p_;
+  const BackwardWork& work_;
+  QueryVisits<Kernel::variant> at_;  // the next visit to pass
+  int next_ = 0;                     // the next tile to pass or to clear
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -1,12 +1,14 @@
 #pragma once
 
 #include "cuda/sm90/backward_storage.cuh"
+#include "cuda/sm90/dbias_writer.cuh"
 #include "cuda/sm90/query_visits.cuh"
 #include "cuda/sm90/tensor_map.h"
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Loads the bits of the packed mask and the biases of a query tile and a block of keys, for DenseAccess::tiles.
+// Loads the bits of the packed mask and the biases of each query tile and a block of keys, for DenseAccess::tiles. With q
+// and dout they would take one warp longer than the consumers. In between the warp stores zeros of dbias.
 template <class Kernel>
 struct DenseTileLoader {
   using Storage = typename Kernel::SharedStorage;
@@ -19,12 +21,26 @@ struct DenseTileLoader {
   Storage& storage;
 
   // By a warp.
+  __device__ void run(const BackwardWork& work) const {
+    DbiasClearer<Kernel> zeros(p, work);
+    int n = 0;
+#pragma unroll 1
+    for (QueryVisits<Kernel::variant> at(p, work); at.has(); at.advance(), ++n) {
+      load(work, at, n);
+      // Two steps a visit: one passes it, one stores a tile.
+      zeros.step();
+      zeros.step();
+    }
+    zeros.finish();
+  }
+
+ private:
   template <class Visit>
   __device__ void load(const BackwardWork& work, const Visit& at, int n) const {
     // The products and the writer of dbias have read the previous dS of the tile.
     storage.dense.loaded.wait_empty(n);
     storage.dense.computed.wait_empty(n);
-    if (lane_id() == 0) {
+    if (elect_lane()) {
       const ScoreParams& score = p.backward.score;
       const int tile = Pipeline<Kernel::policy.score_tiles>::stage(n);
       const std::uint32_t full = storage.dense.loaded.full_of(n);
@@ -39,7 +55,6 @@ struct DenseTileLoader {
     __syncwarp();
   }
 
- private:
   __device__ std::uint32_t existing_words(const BackwardWork& work) const {
     const int left = p.backward.score.packed_mask.words - work.key / PackedMask::side;
     return static_cast<std::uint32_t>(min(left, Dense::words));
