@@ -9,7 +9,7 @@
 #include "cuda/family.h"
 #include "device.h"
 #include "flash_dmattn/calls.h"
-#include "least_bound.h"
+#include "key_choice.h"
 
 // The calls of a case on the device.
 namespace flash_dmattn::testing {
@@ -20,7 +20,7 @@ inline Problem on_device(Problem problem) {
 }
 
 // How a run walks its intervals: without a schedule, or by one whose lists have full keys first or go by
-// position.
+// position. A key list always has a schedule.
 enum class Walk : std::uint8_t { intervals, full_first, by_position };
 
 // The schedule of a direction, on the device.
@@ -29,7 +29,8 @@ struct DeviceSchedule {
   Schedule schedule;
 
   DeviceSchedule(Problem p, const Visibility& visibility, Direction direction, Walk walk) {
-    if (walk == Walk::intervals || visibility.intervals.data == nullptr) return;
+    const bool listed = visibility.key_list.keys != nullptr;
+    if (!listed && (walk == Walk::intervals || visibility.intervals.data == nullptr)) return;
     p.deterministic = walk == Walk::by_position && direction == Direction::backward;
     Execution execution;
     execution.workspace_bytes = schedule_workspace_size(p, visibility, direction, execution);
@@ -45,7 +46,7 @@ struct DeviceSchedule {
 // A case on the device: its tensors and the arguments of both directions.
 class DeviceCase {
  public:
-  DeviceCase(Data& data, Walk walk)
+  DeviceCase(Data& data, Walk walk, KeyChoice choice = KeyChoice::intervals)
       : results_(data),
         q_(data.q),
         k_(data.k),
@@ -60,17 +61,18 @@ class DeviceCase {
         dk_(results_.dk),
         dv_(results_.dv),
         dbias_(results_.dbias),
-        intervals_(data.intervals.size() * sizeof(KeyInterval)),
+        choice_(data, choice),
+        problem_(on_device(choice_.problem())),
         inputs_(inputs_of(data)),
-        forward_schedule_(on_device(data.problem), inputs_.visibility, Direction::forward, walk),
-        backward_schedule_(on_device(data.problem), inputs_.visibility, Direction::backward, walk) {
-    forward_args_ = {.problem = on_device(data.problem),
+        forward_schedule_(problem_, inputs_.visibility, Direction::forward, walk),
+        backward_schedule_(problem_, inputs_.visibility, Direction::backward, walk) {
+    forward_args_ = {.problem = problem_,
                      .in = inputs_,
                      .schedule = forward_schedule_.schedule,
                      .out = out_.view(),
                      .lse = lse_.data<float>(),
                      .lse_low = lse_low_.data<float>()};
-    backward_args_ = {.problem = on_device(data.problem),
+    backward_args_ = {.problem = problem_,
                       .in = inputs_,
                       .schedule = backward_schedule_.schedule,
                       .out = out_.view(),
@@ -154,12 +156,7 @@ class DeviceCase {
     in.v = v_.view();
     if (data.has_mask()) in.mask = mask_.view();
     if (data.has_bias()) in.bias = bias_.view();
-    if (data.has_intervals()) {
-      intervals_.upload(data.intervals.data());
-      in.visibility.intervals = data.intervals_view();
-      in.visibility.intervals.data = reinterpret_cast<const KeyInterval*>(intervals_.data());
-      in.visibility.bound = least_bound(data.intervals_view(), data.problem);
-    }
+    in.visibility = choice_.visibility(data);
     return in;
   }
 
@@ -192,7 +189,8 @@ class DeviceCase {
   Results results_;
   DeviceTensor q_, k_, v_, mask_, bias_, dout_;
   DeviceTensor out_, lse_, lse_low_, dq_, dk_, dv_, dbias_;
-  DeviceBuffer intervals_;
+  DeviceKeyChoice choice_;
+  Problem problem_;
   Inputs inputs_;
   DeviceSchedule forward_schedule_;
   DeviceSchedule backward_schedule_;

@@ -22,6 +22,7 @@ using testing::CaseWords;
 using testing::Data;
 using testing::DeviceCase;
 using testing::DeviceTensor;
+using testing::KeyChoice;
 using testing::LaunchBits;
 using testing::LaunchSums;
 using testing::Walk;
@@ -29,6 +30,7 @@ using testing::Walk;
 struct RaceCase {
   const char* name;
   CaseWords words;
+  KeyChoice choice = KeyChoice::intervals;
 };
 
 const RaceCase selection = {"selection",
@@ -44,8 +46,20 @@ const std::vector<RaceCase>& race_cases() {
       {"full", {{"causal", "0"}}},
       selection,
       {"sliding", {{"intervals", "sliding"}, {"intervals_shape", "11"}, {"window", "300"}}},
+      {"documents", {{"intervals", "packed"}, {"intervals_shape", "11"}, {"window", "300"}}},
+      {"key_list",
+       {{"bias", "bv1k"},
+        {"bias_fill", "normal"},
+        {"intervals", "global"},
+        {"intervals_shape", "bv"},
+        {"window", "300"}},
+       KeyChoice::key_list},
       {"softcap", {{"softcap", "20"}}},
+      {"propagate", {{"nonfinite", "propagate"}}},
+      {"negative_scale", {{"scale", "-0.1"}}},
+      {"stride_of_zero", {{"layout", "expanded"}}},
       {"dense_mask", {{"mask", "b1qk"}, {"mask_fill", "blocks"}}},
+      {"ranks", {{"mask", "b1qk"}, {"mask_fill", "random"}}, KeyChoice::ranks},
       {"dense_mask_and_bias",
        {{"mask", "bvqk"}, {"mask_fill", "random"}, {"bias", "bvqk"}, {"bias_fill", "normal"}}},
       {"dense_bias_of_heads",
@@ -129,7 +143,7 @@ class CudaRaces : public ::testing::TestWithParam<RaceCase> {
 TEST_P(CudaRaces, GiveTheSameBitsInAThousandForwards) {
   for (const char* const head_dim : {"64", "128", "256"}) {
     Data data = data_of(GetParam(), head_dim);
-    DeviceCase device_case(data, Walk::full_first);
+    DeviceCase device_case(data, Walk::full_first, GetParam().choice);
     expect_same_bits_in_forwards(device_case, 1000);
   }
 }
@@ -138,7 +152,7 @@ TEST_P(CudaRaces, GiveTheSameBitsInAThousandDeterministicBackwards) {
   for (const char* const head_dim : {"64", "128"}) {
     Data data = data_of(GetParam(), head_dim);
     data.problem.deterministic = true;
-    DeviceCase device_case(data, Walk::full_first);
+    DeviceCase device_case(data, Walk::full_first, GetParam().choice);
     expect_same_bits_in_backwards(device_case, 1000);
   }
 }
@@ -148,7 +162,7 @@ TEST_P(CudaRaces, GiveTheSameKeyGradientsInAThousandBackwards) {
   int compared = 0;
   for (const char* const head_dim : {"64", "128"}) {
     Data data = data_of(GetParam(), head_dim);
-    DeviceCase device_case(data, Walk::full_first);
+    DeviceCase device_case(data, Walk::full_first, GetParam().choice);
     if (!stores_key_gradients_once(device_case.backward_kernel())) continue;
     expect_same_key_gradients_in_backwards(device_case, stores_dbias_once(data.problem), 1000);
     ++compared;
@@ -168,7 +182,7 @@ class WithoutOverlap {
 
 TEST_P(CudaRaces, GiveTheBitsOfForwardsWithoutOverlap) {
   Data data = data_of(GetParam(), "128");
-  DeviceCase device_case(data, Walk::full_first);
+  DeviceCase device_case(data, Walk::full_first, GetParam().choice);
   std::optional<LaunchBits> bits;
   {
     const WithoutOverlap without_overlap;
@@ -185,7 +199,7 @@ TEST_P(CudaRaces, GiveTheBitsOfForwardsWithoutOverlap) {
 TEST_P(CudaRaces, GiveTheBitsOfBackwardsWithoutOverlap) {
   Data data = data_of(GetParam(), "128");
   data.problem.deterministic = true;
-  DeviceCase device_case(data, Walk::full_first);
+  DeviceCase device_case(data, Walk::full_first, GetParam().choice);
   device_case.launch_forward();
   std::optional<LaunchBits> bits;
   {
@@ -215,10 +229,11 @@ class CudaProxyFence : public ::testing::Test {
     if (!info.available) GTEST_SKIP() << info.reason;
   }
 
-  static Data long_data(const CaseWords& words) {
+  static Data long_data(const CaseWords& words, int seqlen = 4096) {
+    const std::string length = std::to_string(seqlen);
     CaseWords longer = {
         {"name", "long"},    {"dtype", "bf16"},    {"heads_q", std::to_string(heads)},
-        {"heads_kv", "8"},   {"seqlen_q", "4096"}, {"seqlen_k", "4096"},
+        {"heads_kv", "8"},   {"seqlen_q", length}, {"seqlen_k", length},
         {"head_dim", "128"}, {"causal", "1"},      {"window", std::to_string(window)}};
     longer.insert(words.begin(), words.end());
     return Data(testing::case_from(longer));
@@ -251,6 +266,18 @@ TEST_F(CudaProxyFence, GivesTheSameBitsInAMillionTilesOfSlots) {
   expect_same_bits_in_backwards(device_case, tiles / tiles_of_launch + 1);
 }
 
+// The same, and dS for the sums of dbias of two heads, which the TMA unit stores. Key tile i of 16 has 32 - 2 i query
+// tiles; the elements above the diagonal become zero.
+TEST_F(CudaProxyFence, GivesTheSameBitsInAMillionTilesOfDenseBiases) {
+  Data data = long_data({{"bias", "bvqk"}, {"bias_fill", "normal"}}, 2048);
+  data.problem.deterministic = true;
+  DeviceCase device_case(data, Walk::full_first);
+  const std::string kernel = device_case.backward_kernel();
+  EXPECT_TRUE(!kernel.starts_with("sm90 ") || kernel.ends_with(" dense")) << kernel;
+  constexpr int tiles_of_launch = heads * (16 * 32 - 15 * 16);
+  expect_same_bits_in_backwards(device_case, tiles / tiles_of_launch + 1);
+}
+
 // ---- Streams and devices --------------------------------------------------------------------------------
 
 class Stream {
@@ -275,7 +302,7 @@ Data deterministic_data(const RaceCase& c) {
 TEST_P(CudaRaces, GiveTheSameBitsBesideAnotherStream) {
   Data data = deterministic_data(GetParam());
   Data other_data = deterministic_data(selection);  // blocks wait in both directions
-  DeviceCase here(data, Walk::full_first);
+  DeviceCase here(data, Walk::full_first, GetParam().choice);
   DeviceCase there(other_data, Walk::full_first);
   const Stream streams[2];
   for (DeviceCase* const device_case : {&here, &there}) {
@@ -303,7 +330,7 @@ TEST_P(CudaRaces, GiveTheSameBitsBesideAnotherStream) {
 std::vector<std::byte> bits_on_device(int device, const RaceCase& c) {
   testing::check_cuda(cudaSetDevice(device));
   Data data = deterministic_data(c);
-  DeviceCase device_case(data, Walk::full_first);
+  DeviceCase device_case(data, Walk::full_first, c.choice);
   for (int launch = 0; launch < 10; ++launch) {
     device_case.launch_forward();
     device_case.launch_backward();
