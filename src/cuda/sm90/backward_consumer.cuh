@@ -324,7 +324,7 @@ class BackwardConsumer {
       store_ds_by_keys(tile);
     }
     named_barrier_sync(Kernel::consumer_barrier, 256);
-    // Each reader fences for the stores of both warpgroups, which the barrier orders before it (docs/kernels/sm90.md).
+    // Each reader fences for the stores of both warpgroups, which the barrier orders before it (docs/kernels/sm90-backward.md).
     fence_async_proxy();
   }
 

@@ -43,7 +43,7 @@ class KeyBlock {
       load_biases(at.head());
     } else if constexpr (has_info) {
       // With the work in shared memory: with the visit's registers ptxas treats the branch, and so the whole loop, as
-      // divergent (docs/kernels/sm90.md).
+      // divergent (docs/kernels/sm90-backward.md).
       if (at.tile() == work_.tile_begin) load_records(at.head());
 #pragma unroll
       for (int h = 0; h < 2; ++h) visible_.see(h, record(h), at.tile() * rows);
