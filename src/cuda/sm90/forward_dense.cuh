@@ -113,37 +113,24 @@ struct DenseProducer : TmaProducer<Kernel> {
   static_assert(Kernel::policy.warpgroups == 2);
 
   __device__ void run() const {
-    switch (warp_id()) {
-      case 0: return load_keys();
-      case 1: return load_values();
-      case 2: return load_dense(0);
-      default: return load_dense(1);
-    }
-  }
-
- private:
-  // Calls begin(work, work_count) for every work tile and visit(tiles, n) for its key tiles, n = 0, 1, ... over all, in
-  // all four warps at once; returns the number of work tiles.
-  template <class Begin, class Visit>
-  __device__ int for_each_tile(const Begin& begin, const Visit& visit) const {
+    const int warp = warp_id();
     int n = 0;
     int work_count = 0;
     for (int number = static_cast<int>(blockIdx.x); number < p.work_tiles; ++work_count) {
       DenseWork<keys> tiles(p, number);
-      begin(tiles.work, work_count);
       int taken = 0;
-      for (bool more = true; more; ++n) {
-        more = !tiles.is(last_of_work_tile);
-        if (!more && threadIdx.x == 0) taken = this->take_work();
-        visit(tiles, n);
-        if (more) tiles.advance();
+      switch (warp) {
+        case 0: taken = load_keys(tiles, work_count, n); break;
+        case 1: load_values(tiles, n); break;
+        default: load_dense(tiles, warp - 2, n);
       }
       number = share(taken, work_count);
     }
-    return work_count;
+    if (warp == 0 && elect_lane()) this->load_end_of_work(work_count);
   }
 
-  // Synchronizes the warps and returns `taken` of thread 0.
+ private:
+  // Synchronizes the warps and returns `taken` of the first one's lane 0.
   __device__ int share(int taken, int work_count) const {
     int& number = storage.next_work[work_count % 2];
     if (threadIdx.x == 0) number = taken;
@@ -152,44 +139,47 @@ struct DenseProducer : TmaProducer<Kernel> {
     return number;
   }
 
-  __device__ void load_keys() const {
-    typename Base::Info info;
-    const auto begin = [&](const WorkTile& work, int work_count) {
-      info = this->info_of(work);
-      if (elect_lane()) this->load_q(work, work_count);
+  // Calls visit() for each key tile of a work tile. `n`: key tiles of the block so far.
+  template <class Visit>
+  static __device__ void for_each_tile(DenseWork<keys>& tiles, int& n, const Visit& visit) {
+    for (;; tiles.advance()) {
+      visit();
       __syncwarp();
-    };
-    const int work_count = for_each_tile(begin, [&](const DenseWork<keys>& tiles, int n) {
-      if (elect_lane()) {
-        storage.dense.flags[Storage::info_stage(n)] = tiles.flags();
-        this->load_k(info, place_of(tiles), tiles.is(is_partial_tile), n);
-      }
-      __syncwarp();
-    });
-    if (elect_lane()) this->load_end_of_work(work_count);
+      ++n;
+      if (tiles.is(last_of_work_tile)) return;
+    }
   }
 
-  __device__ void load_values() const {
-    const auto begin = [](const WorkTile&, int) {};
-    for_each_tile(begin, [&](const DenseWork<keys>& tiles, int n) {
-      if (elect_lane()) this->load_v(place_of(tiles), n);
+  // Loads q and K of a work tile; returns the number of the next one in lane 0.
+  __device__ int load_keys(DenseWork<keys>& tiles, int work_count, int& n) const {
+    const typename Base::Info info = this->info_of(tiles.work);
+    int taken = 0;
+    if (elect_lane()) this->load_q(tiles.work, work_count);
+    __syncwarp();
+    for_each_tile(tiles, n, [&] {
+      if (threadIdx.x == 0 && tiles.is(last_of_work_tile)) taken = this->take_work();
       __syncwarp();
+      if (!elect_lane()) return;
+      storage.dense.flags[Storage::info_stage(n)] = tiles.flags();
+      this->load_k(info, place_of(tiles), tiles.is(is_partial_tile), n);
+    });
+    return taken;
+  }
+
+  __device__ void load_values(DenseWork<keys>& tiles, int& n) const {
+    for_each_tile(tiles, n, [&] {
+      if (elect_lane()) this->load_v(place_of(tiles), n);
     });
   }
 
   // For the queries of a warpgroup. A work tile of two heads has one stage for both.
-  __device__ void load_dense(int warpgroup) const {
+  __device__ void load_dense(DenseWork<keys>& tiles, int warpgroup, int& n) const {
     const bool copies = warpgroup == 0 || !p.two_heads;
-    Source source;
-    const auto begin = [&](const WorkTile& work, int) {
-      source = source_of(work, work.row + 64 * warpgroup);
-    };
-    for_each_tile(begin, [&](const DenseWork<keys>& tiles, int n) {
-      if (copies && elect_lane()) {
-        load_dense_tile(source, tiles.key(), tiles.is(is_masked_tile),
-                        p.two_heads ? n : n * Kernel::policy.warpgroups + warpgroup);
-      }
-      __syncwarp();
+    const Source source = source_of(tiles.work, tiles.work.row + 64 * warpgroup);
+    for_each_tile(tiles, n, [&] {
+      if (!copies || !elect_lane()) return;
+      load_dense_tile(source, tiles.key(), tiles.is(is_masked_tile),
+                      p.two_heads ? n : n * Kernel::policy.warpgroups + warpgroup);
     });
   }
 
