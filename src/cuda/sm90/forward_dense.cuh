@@ -100,8 +100,9 @@ class DenseWork {
   std::uint32_t flags_;
 };
 
-// Consecutive keys by the TMA unit. One warp would take longer for all copies of a tile than the consumers, so each of
-// four has its own: q and K, V, and the bits and biases of each warpgroup's queries. They visit the same tiles.
+// Consecutive keys by the TMA unit. One warp would take longer for all copies of a tile than the consumers, so three
+// divide them: q and K, V, and bits and biases. They visit the same tiles. Each pipeline is filled by one warp: two that
+// took turns in the three stages of bits and biases could pass a barrier a phase early.
 template <class Kernel>
 struct DenseProducer : TmaProducer<Kernel> {
   using Base = TmaProducer<Kernel>;
@@ -110,10 +111,12 @@ struct DenseProducer : TmaProducer<Kernel> {
   using Place = typename Base::Place;
   using Tile = DenseTile<keys>;
   using Biases = typename Tile::Biases;
-  static_assert(Kernel::policy.warpgroups == 2);
+  static constexpr int warpgroups = Kernel::policy.warpgroups;
+  static constexpr int warps = 3;
 
   __device__ void run() const {
     const int warp = warp_id();
+    if (warp >= warps) return;
     int n = 0;
     int work_count = 0;
     for (int number = static_cast<int>(blockIdx.x); number < p.work_tiles; ++work_count) {
@@ -122,7 +125,7 @@ struct DenseProducer : TmaProducer<Kernel> {
       switch (warp) {
         case 0: taken = load_keys(tiles, work_count, n); break;
         case 1: load_values(tiles, n); break;
-        default: load_dense(tiles, warp - 2, n);
+        default: load_dense(tiles, n);
       }
       number = share(taken, work_count);
     }
@@ -135,7 +138,7 @@ struct DenseProducer : TmaProducer<Kernel> {
     int& number = storage.next_work[work_count % 2];
     if (threadIdx.x == 0) number = taken;
     __syncwarp();
-    named_barrier_sync(Kernel::producer_barrier, 4 * warp_size);
+    named_barrier_sync(Kernel::producer_barrier, warps * warp_size);
     return number;
   }
 
@@ -172,14 +175,21 @@ struct DenseProducer : TmaProducer<Kernel> {
     });
   }
 
-  // For the queries of a warpgroup. A work tile of two heads has one stage for both.
-  __device__ void load_dense(DenseWork<keys>& tiles, int warpgroup, int& n) const {
-    const bool copies = warpgroup == 0 || !p.two_heads;
-    const Source source = source_of(tiles.work, tiles.work.row + 64 * warpgroup);
+  // A stage for the queries of each warpgroup; a work tile of two heads has one for both.
+  __device__ void load_dense(DenseWork<keys>& tiles, int& n) const {
+    const int stages = p.two_heads ? 1 : warpgroups;
+    Source sources[warpgroups];
+#pragma unroll
+    for (int i = 0; i < warpgroups; ++i) {
+      sources[i] = source_of(tiles.work, tiles.work.row + 64 * i);
+    }
     for_each_tile(tiles, n, [&] {
-      if (!copies || !elect_lane()) return;
-      load_dense_tile(source, tiles.key(), tiles.is(is_masked_tile),
-                      p.two_heads ? n : n * Kernel::policy.warpgroups + warpgroup);
+      if (!elect_lane()) return;
+      const bool masked = tiles.is(is_masked_tile);
+#pragma unroll
+      for (int i = 0; i < warpgroups; ++i) {
+        if (i < stages) load_dense_tile(sources[i], tiles.key(), masked, n * stages + i);
+      }
     });
   }
 
