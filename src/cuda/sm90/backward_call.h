@@ -192,7 +192,7 @@ struct BackwardCall {
                                     : broadcast_of(p, p.bias_shape, args.dbias.data,
                                                    args.dbias.stride, size_of(p.bias_dtype));
     if (has_dbias_sums() || !is_dense(p.bias_shape)) return;
-    const bool sums_heads = p.bias_shape[1] != p.heads_q;
+    const bool sums_heads = p.bias_shape[1] != p.heads_q && common.dbias.data != nullptr;
     // The unit writes 16 bytes at once, also at the end of a row.
     const bool by_tma = !has_list(p) && p.seqlen_k % 8 == 0 &&
                         DenseBiasRows(common.shape, common.dbias).has_tensor_map();

@@ -70,7 +70,7 @@ class BackwardConsumer {
       pin(s_);
       make_p(at);
       make_ds(n);
-      share_ds(n);
+      share_ds(at, n);
       multiply_dq(n);
       advance(at, n);
       wgmma_wait<0>();
@@ -316,14 +316,14 @@ class BackwardConsumer {
   }
 
   // Stores dS to shared memory and synchronizes with the other warpgroup.
-  __device__ void share_ds(int n) {
-    const std::uint32_t tile = shared_address(storage_.ds[score_tile(n)]);
+  __device__ void share_ds(const Visit& at, int n) {
     if constexpr (variant.has_dense()) {
-      dense_.store_ds(ds_operand_, tile, n);
+      dense_.store_ds(at, ds_operand_, n);
     } else {
-      store_ds_by_keys(tile);
+      store_ds_by_keys(shared_address(storage_.ds[score_tile(n)]));
     }
     named_barrier_sync(Kernel::consumer_barrier, 256);
+    if constexpr (variant.has_dense()) dense_.sum_heads(at, ds_operand_, n);
     // Each reader fences for the stores of both warpgroups, which the barrier orders before it (docs/kernels/sm90-backward.md).
     fence_async_proxy();
   }

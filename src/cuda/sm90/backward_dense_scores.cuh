@@ -32,20 +32,53 @@ class DenseScores {
   __device__ DenseScores(const BackwardKernelParams& p, Storage& storage, int warpgroup)
       : p_(p), storage_(storage), warpgroup_(warpgroup) {}
 
-  // dS, packed, becomes rows of keys in the tile at `tile`.
-  __device__ void store_ds(const std::uint32_t (&ds)[rows / 4], std::uint32_t tile, int n) const {
+  // dS, packed, becomes rows of keys in the tile of visit n.
+  template <class Visit>
+  __device__ void store_ds(const Visit& at, const std::uint32_t (&ds)[rows / 4], int n) const {
     storage_.dense.computed.wait_empty(n);
-    const std::uint32_t to = tile + fragment_offset();
+    const std::uint32_t to = fragment_of(n);
 #pragma unroll
     for (int i = 0; i < rows / 16; ++i) {
       const std::uint32_t block[4] = {ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]};
       stmatrix_x4_trans(to + static_cast<std::uint32_t>(i * block_bytes), block);
     }
+    if (!at.is_second_of_two()) hand_over(n);
+  }
+
+  // Adds dS of the second of two heads to the first one's, in the tile of the first: dQ of the second reads its own. By
+  // the warps that have stored both, after a barrier of all consumers, so that dQ of the first has been computed.
+  // Rounds as a sum in fp32 does when it is stored.
+  template <class Visit>
+  __device__ void sum_heads(const Visit& at, const std::uint32_t (&ds)[rows / 4], int n) const {
+    if (!at.is_second_of_two()) return;
+    const std::uint32_t first = fragment_of(n - 1);
+#pragma unroll
+    for (int i = 0; i < rows / 16; ++i) {
+      const std::uint32_t address = first + static_cast<std::uint32_t>(i * block_bytes);
+      std::uint32_t block[4];
+      ldmatrix_x4_trans(block, address);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        block[j] = add_gradients_packed2<T>(block[j], ds[4 * i + j], p_.backward.saturate);
+      }
+      stmatrix_x4_trans(address, block);
+    }
+    hand_over(n);
+  }
+
+ protected:
+  // The lane's part of a tile, in the order of stmatrix.
+  __device__ std::uint32_t fragment_of(int n) const {
+    return shared_address(storage_.ds[Pipeline<Kernel::policy.score_tiles>::stage(n)]) +
+           fragment_offset();
+  }
+
+  // To the writer of dbias, with one arrival of the warp.
+  __device__ void hand_over(int n) const {
     __syncwarp();
     if (lane_id() == 0) mbarrier_arrive(storage_.dense.computed.full_of(n));
   }
 
- protected:
   __device__ int warp() const { return static_cast<int>(threadIdx.x) / 32 % 4; }
 
   // In a tile of [queries][keys], of the lane's row of the warp's first 16 x 16 block: 8 x 8 matrices of queries and
@@ -80,7 +113,7 @@ class DenseTileScores : public DenseScores<Kernel> {
   __device__ void begin_scores(const Visit& at, int n, float (&scores)[rows / 2]) const {
     storage_.dense.loaded.wait_full(n);
     const int tile = Pipeline<Kernel::policy.score_tiles>::stage(n);
-    const std::uint32_t biases = shared_address(storage_.ds[tile]) + this->fragment_offset();
+    const std::uint32_t biases = this->fragment_of(n);
     // A warpgroup's 64 keys are a word of each query, a warp's 16 a half of one half of it.
     const std::uint32_t bits =
         shared_address(storage_.dense.bits[tile][warpgroup_]) +

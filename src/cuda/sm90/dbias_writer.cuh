@@ -139,23 +139,21 @@ struct DbiasWriter {
   __device__ void run(const BackwardWork& work) const {
     auto& computed = storage.dense.computed;
     int n = 0;
-    bool second_head = false;  // the previous tile is of the same elements and not yet stored
 #pragma unroll 1
     for (Visits at(p, work); at.has(); at.advance(), ++n) {
       computed.wait_full(n);
-      const bool waits = p.dense_dbias.sums_heads && !at.is_last_of_tile();
-      if (wanted() && !waits) {
+      // The sum of two heads is in the tile of the first, and is stored when the second has been added.
+      if (at.is_first_of_two()) continue;
+      const int summed = at.is_second_of_two() ? n - 1 : n;
+      if (wanted()) {
         if (p.dense_dbias.by_tma) {
-          store_by_tma(work, at, n, second_head);
+          store_by_tma(work, at, tile(summed));
         } else {
-          shares_row() ? add_row_sums(work, at, n) : store(work, at, n, second_head);
+          shares_row() ? add_row_sums(work, at, tile(summed)) : store(work, at, tile(summed));
         }
       }
-      if (!waits) {
-        if (second_head) computed.release(n - 1);
-        computed.release(n);
-      }
-      second_head = waits;
+      if (summed != n) computed.release(summed);
+      computed.release(n);
     }
   }
 
@@ -169,16 +167,8 @@ struct DbiasWriter {
     return shared_address(storage.ds[Pipeline<Kernel::policy.score_tiles>::stage(n)]);
   }
 
-  // The sum of two heads is made in the tile of the first: dQ of the second may still read its own.
-  __device__ void store_by_tma(const BackwardWork& work, const Visits& at, int n,
-                               bool second_head) const {
-    const std::uint32_t from = tile(second_head ? n - 1 : n);
-    if (second_head) {
-      const std::uint32_t here = tile(n);
-#pragma unroll 1
-      for (std::uint32_t i = lane_id() * 16; i < ScoreTile::bytes; i += warp_size * 16)
-        store_shared_16(from + i, sum(load_shared_16(from + i), load_shared_16(here + i)));
-    }
+  __device__ void store_by_tma(const BackwardWork& work, const Visits& at,
+                               std::uint32_t from) const {
     fence_async_proxy();
     __syncwarp();
     if (lane_id() != 0) return;
@@ -192,31 +182,22 @@ struct DbiasWriter {
     bulk_wait_read<0>();
   }
 
-  __device__ void store(const BackwardWork& work, const Visits& at, int n, bool second_head) const {
+  __device__ void store(const BackwardWork& work, const Visits& at, std::uint32_t from) const {
     using Rows = DbiasRows<Kernel>;
-    const Rows dbias(p, work, at.head());
-    const std::uint32_t here = tile(n);
-    if (second_head) {
-      const std::uint32_t before = tile(n - 1);
-      dbias.put_rows(at.tile() * rows, [&](int row) {
-        const std::uint32_t offset = ScoreTile::offset(row, Rows::chunk());
-        return sum(load_shared_16(before + offset), load_shared_16(here + offset));
-      });
-    } else {
-      dbias.put_rows(at.tile() * rows, [&](int row) {
-        return load_shared_16(here + ScoreTile::offset(row, Rows::chunk()));
-      });
-    }
+    Rows(p, work, at.head()).put_rows(at.tile() * rows, [&](int row) {
+      return load_shared_16(from + ScoreTile::offset(row, Rows::chunk()));
+    });
   }
 
-  __device__ void add_row_sums(const BackwardWork& work, const Visits& at, int n) const {
+  __device__ void add_row_sums(const BackwardWork& work, const Visits& at,
+                               std::uint32_t from) const {
     const DbiasRows<Kernel> dbias(p, work, at.head());
 #pragma unroll 1
     for (int row = lane_id(); row < rows; row += warp_size) {
       float sum = 0;
 #pragma unroll 1
       for (int chunk = 0; chunk < chunks; ++chunk) {
-        const uint4 eight = load_shared_16(tile(n) + ScoreTile::offset(row, chunk));
+        const uint4 eight = load_shared_16(from + ScoreTile::offset(row, chunk));
         for (const std::uint32_t word : {eight.x, eight.y, eight.z, eight.w}) {
           const float2 two = Element<T>::widen_packed2(word);
           sum += two.x + two.y;
@@ -224,14 +205,6 @@ struct DbiasWriter {
       }
       dbias.add_sum(at.tile() * rows + row, sum);
     }
-  }
-
-  // In 16 bits: it rounds as a sum in fp32 does when it is stored.
-  __device__ uint4 sum(uint4 a, uint4 b) const {
-    const auto add = [this](std::uint32_t x, std::uint32_t y) {
-      return add_gradients_packed2<T>(x, y, p.backward.saturate);
-    };
-    return {add(a.x, b.x), add(a.y, b.y), add(a.z, b.z), add(a.w, b.w)};
   }
 };
 

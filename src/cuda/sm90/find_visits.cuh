@@ -52,8 +52,13 @@ struct FindVisits {
         count += shared.found[w];
       }
       if (some) {
-        to[before] = {tile, static_cast<std::uint32_t>(head),
-                      (state & PackedMask::all) == 0 ? 1u : 0u};
+        // The two heads of a tile are neighbouring lanes.
+        const bool both = p.dense_dbias.sums_heads && (lanes >> (lane_id() ^ 1) & 1) != 0;
+        to[before] = {.tile = tile,
+                      .head = static_cast<std::uint32_t>(head),
+                      .masked = (state & PackedMask::all) == 0,
+                      .first_of_two = both && lane_id() % 2 == 0,
+                      .second_of_two = both && lane_id() % 2 == 1};
       }
       __syncthreads();
     }

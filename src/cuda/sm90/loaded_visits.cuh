@@ -20,6 +20,7 @@ class LoadedVisits {
   __device__ int tile() const { return loaded().visit.tile; }
   __device__ int head() const { return static_cast<int>(loaded().visit.head); }
   __device__ bool masked() const { return loaded().visit.masked != 0; }
+  __device__ bool is_second_of_two() const { return loaded().visit.second_of_two != 0; }
 
   __device__ bool has() const { return has_; }
   __device__ bool is_last() const { return loaded().is_last; }

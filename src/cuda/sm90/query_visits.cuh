@@ -109,7 +109,8 @@ class QueryVisits<Variant> {
   __device__ bool has() const { return left_ > 0; }
   __device__ bool is_last() const { return left_ == 1; }
   __device__ bool is_last_of_head() const { return is_last() || next_.head != visit_.head; }
-  __device__ bool is_last_of_tile() const { return is_last() || next_.tile != visit_.tile; }
+  __device__ bool is_first_of_two() const { return visit_.first_of_two != 0; }
+  __device__ bool is_second_of_two() const { return visit_.second_of_two != 0; }
   __device__ LoadedVisit loaded() const { return {visit_, is_last_of_head(), is_last()}; }
 
   __device__ void advance() {
