@@ -31,17 +31,19 @@ __device__ inline void mbarrier_arrive_expect(std::uint32_t barrier, std::uint32
                : "memory");
 }
 
+// A thread that waits sleeps until the barrier's phase completes: without the time, in ns, it tests it every 13 cycles.
 __device__ inline void mbarrier_wait(std::uint32_t barrier, std::uint32_t parity) {
+  constexpr std::uint32_t longest_sleep = 10'000'000;
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
       "WAIT:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n"
       "@done bra DONE;\n"
       "bra WAIT;\n"
       "DONE:\n"
       "}" ::"r"(barrier),
-      "r"(parity)
+      "r"(parity), "r"(longest_sleep)
       : "memory");
 }
 
