@@ -92,7 +92,7 @@ def about(device: str, commit: str, repeats: int) -> dict:
         "commit": commit,
         "torch": torch.__version__,
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "method": f"medians of {repeats} turns of all sides, in an order drawn each time; whole calls, "
+        "method": f"medians of {repeats} turns, of all forwards and then all backwards, in an order drawn each time; whole calls, "
         "selection and schedule included, a rival's mask made before; of a GPU by events, launches ahead, L2 not flushed",
     }
 
