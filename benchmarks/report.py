@@ -115,8 +115,8 @@ def draw_slots(path: Path) -> None:
     heads, window, tokens, width = 2, 5, 14, 8
     cache = KVSlots(1, heads, window, width)
     scores = torch.randn(1, heads, tokens)
-    figure, panels = plt.subplots(
-        1, heads, figsize=(7.2, 4.6), sharey=True, gridspec_kw={"wspace": 0.1}, layout="constrained"
+    figure, panels = plt.subplots(  # so narrow that its text is legible on a phone
+        1, heads, figsize=(4.7, 4.4), sharey=True, gridspec_kw={"wspace": 0}, layout="constrained"
     )
     for token in range(tokens):
         one = slice(token, token + 1)
@@ -144,7 +144,7 @@ def draw_slots(path: Path) -> None:
                 )
             if token not in held:
                 axes.text(
-                    window + 0.15,
+                    window + 0.2,
                     token + 0.5,
                     f"{token} is worse",
                     va="center",
@@ -153,7 +153,7 @@ def draw_slots(path: Path) -> None:
                 )
     for head, axes in enumerate(panels):
         axes.set(
-            xlim=(0, window + 1.6), ylim=(tokens, 0), xlabel="slot", title=f"key head {head}",
+            xlim=(0, window + 2.6), ylim=(tokens, 0), xlabel="slot", title=f"key head {head}",
             xticks=[s + 0.5 for s in range(window)], xticklabels=range(window),
             yticks=[t + 0.5 for t in range(tokens)], yticklabels=range(tokens),
         )  # fmt: skip
