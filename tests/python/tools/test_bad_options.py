@@ -48,6 +48,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about ma
         (["bench", "--from", "{folder}/missing.json"], "expected a file that can be read"),
         (["bench", "--from", "{file}"], "--from: got a file that --json did not write"),
         (["bench", "--from", "{json}"], "--from: got a file that --json did not write"),
+        (["bench", "--from", "{list}"], "--from: got a file that --json did not write"),
         (["bench", "--device", "bogus"], "got 'bogus', expected cpu or cuda"),
         (["bench", "--case", "dense", "--length", "64", "--device", "cpu", "--plot", "{folder}/x.png"],
          "--plot: got no case at several lengths"),
@@ -64,9 +65,11 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about ma
     ],
 )  # fmt: skip
 def test_of_every_command(arguments, message, capsys, tmp_path):
-    names = {"file": tmp_path / "file", "folder": tmp_path, "json": tmp_path / "some.json"}
-    names["file"].write_text("not json")
-    names["json"].write_text('{"speed": [{"who": 1}]}')
+    texts = {"file": "not json", "json": '{"speed": [{"who": 1}]}', "list": "[]"}
+    names = {"folder": tmp_path}
+    for name, text in texts.items():
+        names[name] = tmp_path / name
+        names[name].write_text(text)
     arguments = [argument.format(**names) for argument in arguments]
     assert message.format(**names) in said(arguments, capsys)
 

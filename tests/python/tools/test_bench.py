@@ -44,6 +44,15 @@ def test_old_names_of_cases_are_read(tmp_path):
     ]
 
 
+def test_a_record_that_was_put_together_is_shown(capsys, tmp_path):
+    file = tmp_path / "record.json"
+    row = {"case": "dense causal B1 H2 N64 D64", "dtype": "bfloat16", "who": "cuda"}
+    file.write_text(json.dumps({"speed": [row], "decode": [{"case": "B1 N64", "floor_us": 1}]}))
+    assert main(["bench", "--from", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert row["case"] in printed and "B1 N64" not in printed
+
+
 def test_rows_table_file_and_picture(capsys, tmp_path):
     file, picture = tmp_path / "bench.json", tmp_path / "bench.svg"
     wanted = ["--case", "dense", "scaling", "dense_masks", "--dtype", "float32"]
