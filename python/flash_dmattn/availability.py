@@ -104,3 +104,8 @@ def unavailable_reason(name: str) -> str:
             return f"{backend.reason}; available: {', '.join(get_available_backends())}"
     known = ", ".join(backend.name for backend in backends())
     raise ValueError(f"backend: got {name!r}, expected one of {known}")
+
+
+# Constants of torch.compile, which would trace into the cached function and its imports.
+get_available_backends._dynamo_marked_constant = True
+unavailable_reason._dynamo_marked_constant = True

@@ -315,9 +315,13 @@ def intersect(*parts: KeyIntervals) -> KeyIntervals:
         _broadcast(a.shape, b.shape, "intersect")
     first = reduce(torch.maximum, (part.intervals[..., 0] for part in parts))
     last = reduce(torch.minimum, (part.intervals[..., 1] for part in parts))
-    bounds = [part.bound for part in parts if part.bound is not None]
-    tile = 128  # queries per list of keys on a GPU
-    bound = min(bounds, key=lambda b: b[0] + tile * b[1], default=None)
+    bound, tile = None, 128  # queries per list of keys on a GPU
+    for part in parts:  # not min(), which compiled code cannot have with a key
+        given = part.bound
+        if given is None:
+            continue
+        if bound is None or given[0] + tile * given[1] < bound[0] + tile * bound[1]:
+            bound = given
     consecutive = all(part.consecutive for part in parts)
     return _clipped(first, last, query_length, bound, consecutive)
 

@@ -8,6 +8,7 @@ from flash_dmattn import (
     KeyIntervals,
     _ops,
     flash_dmattn_func,
+    flash_dmattn_func_auto,
     flash_dmattn_varlen_func,
     select_key_intervals,
     sliding_window,
@@ -244,3 +245,13 @@ def test_whether_the_library_has_cuda_is_a_constant():
     """On a GPU every selection reads it."""
     compiled = torch.compile(lambda x: x + _ops._has_cuda(), backend="eager", fullgraph=True)
     assert compiled(torch.zeros(1)) == _ops._has_cuda()
+
+
+@pytest.mark.parametrize("backend", [None, "cpu"])
+def test_the_backends_of_this_machine_are_constants(backend):
+    torch._dynamo.reset()
+    q, k, v, _ = (t.detach() for t in tensors())
+    compiled = torch.compile(
+        lambda *t: flash_dmattn_func_auto(backend)(*t), backend="eager", fullgraph=True
+    )
+    assert torch.equal(compiled(q, k, v), flash_dmattn_func(q, k, v))

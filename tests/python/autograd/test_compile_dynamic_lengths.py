@@ -7,6 +7,7 @@ from torch._dynamo.testing import CompileCounter
 from flash_dmattn import (
     flash_dmattn_func,
     flash_dmattn_varlen_func,
+    from_padding,
     intersect,
     prefix_lm,
     select_key_intervals,
@@ -31,6 +32,12 @@ def intersection(q, k, v, bias):
     chosen = select_key_intervals(bias, 4, query_length=length)
     window = sliding_window(length, 7, device=q.device)
     return flash_dmattn_func(q, k, v, attn_bias=bias, key_intervals=intersect(chosen, window))
+
+
+def intersection_with_padding(q, k, v, bias):
+    """The bound of padding is the length."""
+    chosen, padding = select_key_intervals(bias, 4), from_padding(bias[:, 0] > -1)
+    return flash_dmattn_func(q, k, v, attn_bias=bias, key_intervals=intersect(chosen, padding))
 
 
 def packed(q, k, v, bias):
@@ -78,6 +85,7 @@ FUNCTIONS = [
     choice,
     global_choice,
     intersection,
+    intersection_with_padding,
     packed,
     packed_with_longest,
     third_of_keys,
@@ -133,6 +141,7 @@ def test_export(function):
 
 
 def test_scales():
+    """A graph for each: the float of an operator is a constant of its graph, torch's own attention included."""
     compiled = torch.compile(
         lambda q, scale: flash_dmattn_func(q, q, q, scale=scale),
         backend="eager",
