@@ -95,7 +95,7 @@ def intervals_of_mask(mask: torch.Tensor) -> KeyIntervals | None:
     """
     if _has_no_values(mask):
         return None
-    return _once("intervals", mask, _find_intervals)
+    return once("intervals", mask, _find_intervals)
 
 
 def split_additive(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -105,7 +105,7 @@ def split_additive(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """
     if not may_read():
         return _split_additive(mask)
-    return _once("dense", mask, _split_additive)
+    return once("dense", mask, _split_additive)
 
 
 def mask_of_intervals(allowed: KeyIntervals) -> torch.Tensor:
@@ -117,10 +117,11 @@ def mask_of_intervals(allowed: KeyIntervals) -> torch.Tensor:
 
     if not may_read():
         return make(allowed.intervals)
-    return _once(f"dense of {allowed.query_length} queries", allowed.intervals, make)
+    return once(f"dense of {allowed.query_length} queries", allowed.intervals, make)
 
 
-def _once(what: str, mask: torch.Tensor, find: Callable):
+def once(what: str, mask: torch.Tensor, find: Callable):
+    """find(mask), called once for each `what` as long as the tensor lives unchanged. Not for code that may not read."""
     if not _counts_its_changes(mask):
         return find(mask)
     version, known = _known.get(mask, (None, None))
@@ -204,6 +205,42 @@ def visible_counts(allowed: KeyIntervals) -> torch.Tensor:
     return change.cumsum(-1, dtype=torch.int32)[..., :-1]
 
 
+class _Order(NamedTuple):
+    """The numbers that a choice among intervals reads from the device."""
+
+    most_visible: int  # keys that a query sees
+    is_kept: bool  # that in which keys appear and leave, as `select_among` needs it
+    documents: int  # of any row
+
+
+def _order_of(allowed: KeyIntervals) -> _Order:
+    visible, _, left_before, in_order = _appearance(allowed.intervals)
+    documents = _documents(visible, allowed.intervals[..., 1], left_before)
+    return _Order(
+        int(visible_counts(allowed).max()),
+        bool((in_order | ~visible).all()),
+        int(documents.max()),
+    )
+
+
+def _appearance(intervals: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of each key: whether any query sees it; when it appears, at the earliest; when the keys before it have left; whether
+    it comes after those that appear before it, and leaves with them or comes when they have left."""
+    first, last = intervals.unbind(-1)
+    visible = last > first
+    appears = torch.where(visible, first, 0).cummax(-1).values
+    left_before = F.pad(last.cummax(-1).values[..., :-1], (1, 0))
+    in_order = (first == appears) & ((last == left_before) | (first >= left_before))
+    return visible, appears, left_before, in_order
+
+
+def _documents(
+    visible: torch.Tensor, last: torch.Tensor, left_before: torch.Tensor
+) -> torch.Tensor:
+    """The number of each key's group of keys that leave together."""
+    return (visible & (last > left_before)).cumsum(-1)
+
+
 def select_among(
     scores: torch.Tensor, allowed: KeyIntervals, keep_window_size: int
 ) -> KeyIntervals | None:
@@ -234,14 +271,17 @@ def select_among(
         if allowed.bound is not None:
             return None  # windows, for one; masks of models come without a bound
     else:
-        shows_few = visible_counts(allowed).max() <= keep_window_size
-        if shows_few and not scores.isnan().any():
+        order = once(
+            f"order of {allowed.query_length} queries",
+            allowed.intervals,
+            lambda _: _order_of(allowed),
+        )
+        if order.most_visible <= keep_window_size and not scores.isnan().any():
             return allowed
+        if not order.is_kept:
+            return None
     first, last = allowed.intervals.unbind(-1)
-    visible = last > first
-    appears = torch.where(visible, first, 0).cummax(-1).values
-    left_before = F.pad(last.cummax(-1).values[..., :-1], (1, 0))
-    in_order = (first == appears) & ((last == left_before) | (first >= left_before))
+    visible, appears, left_before, in_order = _appearance(allowed.intervals)
     if not reading:
         one_at_a_time = (first == 0) | (first > F.pad(appears[..., :-1], (1, 0)))
         torch._assert_async(
@@ -249,13 +289,10 @@ def select_among(
             "flash_dmattn: a compiled choice among keys of these intervals is not supported; expected keys that "
             "appear one by one and leave together",
         )
-    elif not (in_order | ~visible).all():
-        return None
 
-    document = (visible & (last > left_before)).cumsum(-1)
     scores = scores.detach().expand(torch.broadcast_shapes(scores.shape, first.shape))
-    if not reading or document.max() > 1:
-        scores = rank_by_document(scores, document)
+    if not reading or order.documents > 1:
+        scores = rank_by_document(scores, _documents(visible, last, left_before))
     scores = torch.where(visible, scores, float("nan"))
     # Chosen as if every key appeared with a query of its own: row t is the moment when key t appears.
     moments = select_key_intervals(scores, keep_window_size).intervals

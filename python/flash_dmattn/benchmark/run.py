@@ -51,7 +51,9 @@ def bench(options: argparse.Namespace) -> int:
             records = [record.read(path) for path in options.records]
             rows = [row for found in records for row in found["speed"]]
             # A record that was put together may have decoding of another form under this name.
-            steps = [row for found in records if "decode_method" in found for row in found["decode"]]
+            steps = [
+                row for found in records if "decode_method" in found for row in found["decode"]
+            ]
             lines = [record.HEADER, *map(record.line, rows)] if rows or not steps else []
             lines += [decode.HEADER, *map(decode.line, steps)] if steps else []
         except (ValueError, KeyError, TypeError, AttributeError) as error:

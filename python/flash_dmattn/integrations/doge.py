@@ -6,7 +6,7 @@ from transformers.models.doge import modeling_doge
 from transformers.models.doge.modeling_doge import DogeAttention
 
 from .._arguments import may_read
-from ..allowed_keys import intervals_of_mask, split_additive, visible_counts
+from ..allowed_keys import intervals_of_mask, once, split_additive, visible_counts
 from ..dynamic_mask_attention import scores_of
 from ..key_intervals import KeyIntervals, select_key_intervals
 from .dynamic_mask_cache import DynamicMaskCache, DynamicMaskLayer
@@ -215,8 +215,8 @@ def _fill_blind_rows(
     over equal fill values there, whose derivative by the scores is still that of a softmax,
     `d out = scaling / Sk * sum_j (v_j - mean) d(q . k_j)`: one D x D matrix per head.
     """
-    blind = visible_counts(mask) == 0 if isinstance(mask, KeyIntervals) else ~mask.any(-1)
-    if may_read() and not blind.any():
+    blind = _blind_rows(mask)
+    if blind is None:
         return out
     groups = query.shape[1] // key.shape[1]
     mean = value.mean(2, keepdim=True)
@@ -225,3 +225,15 @@ def _fill_blind_rows(
     change = query @ slope.mT
     filled = (mean + (change - change.detach())).transpose(1, 2).to(out.dtype)
     return torch.where(blind.transpose(1, 2)[..., None], filled, out)
+
+
+def _blind_rows(mask: torch.Tensor | KeyIntervals) -> torch.Tensor | None:
+    """The queries that may see no key, bool [B, H, Sq]; None where it is known that there are none."""
+
+    def find(_: torch.Tensor) -> torch.Tensor | None:
+        blind = visible_counts(mask) == 0 if isinstance(mask, KeyIntervals) else ~mask.any(-1)
+        return None if may_read() and not blind.any() else blind
+
+    if isinstance(mask, KeyIntervals) and may_read():
+        return once(f"blind rows of {mask.query_length}", mask.intervals, find)
+    return find(mask)

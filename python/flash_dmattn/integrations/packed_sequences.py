@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from .._arguments import may_read
-from ..allowed_keys import split_additive
+from ..allowed_keys import once, split_additive
 from ..flash_dmattn_interface import flash_dmattn_varlen_func
 from ..key_intervals import KeyIntervals
 
@@ -51,17 +51,36 @@ def of_positions(
     """Where positions begin again inside a row. None: nowhere, or these are not positions [1 or B, length].
 
     Beside padding, positions begin again where it ends; only between two visible tokens do they begin a sequence.
+    Positions are read once for all layers of a model, as masks are.
     """
-    begins = _begins(position_ids, key_mask, batch, length)
-    if begins is None or not begins.any():
+    if position_ids is None:
         return None
-    if key_mask is not None and not _allows_all(key_mask):
+
+    def find(positions: torch.Tensor) -> Packed | None:
+        return _packed_of(_begins(positions, None, batch, length), batch * length)
+
+    if may_read():
+        packed = once(f"sequences in {batch} rows of {length}", position_ids, find)
+    else:
+        packed = find(position_ids)
+    if packed is None or key_mask is None:
+        return packed
+    if not _begins(position_ids, key_mask, batch, length).any():
+        return None
+    if not _allows_all(key_mask):
         raise ValueError(
             f"position_ids: got positions that begin again beside an attention_mask of shape {tuple(key_mask.shape)} "
             "that hides keys, expected one without padding, or a mask with a query dimension"
         )
+    return packed
+
+
+def _packed_of(begins: torch.Tensor | None, total: int) -> Packed | None:
+    """`begins`: see `_begins`."""
+    if begins is None or not begins.any():
+        return None
     starts = torch.nn.functional.pad(begins, (1, 0), value=True).flatten().nonzero().flatten()
-    offsets = torch.nn.functional.pad(starts, (0, 1), value=batch * length).int()
+    offsets = torch.nn.functional.pad(starts, (0, 1), value=total).int()
     longest = int(offsets.diff().max())
     return Packed(offsets, offsets, longest, longest)
 

@@ -1,4 +1,6 @@
-"""Calls that a GPU would have to be waited for read no value of a tensor: selection, windows, padding, packed documents."""
+"""Calls that a GPU would have to be waited for read no value of a tensor: selection, windows, padding, packed documents.
+
+Masks and positions of a model that is not compiled are read once for all of its layers."""
 
 import pytest
 import torch
@@ -101,3 +103,47 @@ def test_of_a_doge_whose_step_is_captured(padded, monkeypatch):
     with RefuseReads():
         found = step()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+class CountReads(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket in READS
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize(
+    ("family", "name", "more"),
+    [
+        ("Llama", "no_mask", 0),
+        ("Llama", "padding", 0),
+        ("Llama", "packed", 0),
+        ("Doge", "no_mask", 0),
+        ("Doge", "padding", 0),
+        ("Doge", "packed", 1),  # whether a layer's choice is consecutive
+    ],
+)
+def test_layers_share_what_was_read(family, name, more):
+    transformers = pytest.importorskip("transformers", minversion="5")
+    import flash_dmattn.integrations.transformers  # noqa: F401
+
+    packed = torch.cat([torch.arange(13), torch.arange(N - 13)]).expand(2, -1).contiguous()
+    inputs = {
+        "no_mask": {},
+        "padding": {"attention_mask": PADDING.long()},
+        "packed": {"position_ids": packed},
+    }
+    counts = []
+    for layers in (1, 4):
+        config = getattr(transformers, f"{family}Config")(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=2, **({"keep_window_size": 5} if family == "Doge" else {}),
+        )  # fmt: skip
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        model.set_attn_implementation("flash_dmattn")
+        with CountReads() as reads:
+            model(torch.randint(0, 64, (2, N)), use_cache=False, **inputs[name])
+        counts.append(reads.count)
+    assert counts[1] - counts[0] == 3 * more
