@@ -37,6 +37,13 @@ inline void require_length(std::string_view argument, std::int64_t value) {
   }
 }
 
+inline void require_range(std::string_view argument, std::int64_t value, std::int64_t least,
+                          std::int64_t most) {
+  if (value >= least && value <= most) return;
+  throw InvalidArgument(argument, std::to_string(value),
+                        std::to_string(least) + " to " + std::to_string(most));
+}
+
 // Rows [batch, heads] of `length` elements each.
 inline void require_rows(std::int64_t batch, std::int64_t heads, std::int64_t length) {
   if (product_fits({batch, heads, length})) return;

@@ -232,9 +232,7 @@ void validate(const Problem& p) {
   require_length("problem.heads_kv", p.heads_kv);
   require_length("problem.seqlen_q", p.seqlen_q);
   require_length("problem.seqlen_k", p.seqlen_k);
-  if (p.head_dim < 1 || p.head_dim > 256) {
-    throw InvalidArgument("problem.head_dim", std::to_string(p.head_dim), "1 to 256");
-  }
+  require_range("problem.head_dim", p.head_dim, 1, 256);
   if (p.heads_kv == 0 ? p.heads_q != 0 : p.heads_q % p.heads_kv != 0) {
     throw InvalidArgument("problem.heads_q", std::to_string(p.heads_q),
                           "a multiple of problem.heads_kv = " + std::to_string(p.heads_kv));

@@ -11,13 +11,6 @@
 namespace flash_dmattn {
 namespace {
 
-void check_range(std::string_view argument, std::int64_t value, std::int64_t least,
-                 std::int64_t most) {
-  if (value >= least && value <= most) return;
-  throw InvalidArgument(argument, std::to_string(value),
-                        std::to_string(least) + " to " + std::to_string(most));
-}
-
 // The names of a cache's members in errors.
 struct CacheNames {
   std::string_view k, v, scores, positions, counts, seen, pending;
@@ -39,7 +32,7 @@ void check_members(const KvCache& cache, const CacheNames& names) {
   require_pointer(names.positions, cache.positions, has_rows(s));
   require_pointer(names.counts, cache.counts, has_rows(s));
   require_pointer(names.seen, cache.seen, s.batch > 0);
-  check_range(names.pending, cache.pending, 0, s.chunk);
+  require_range(names.pending, cache.pending, 0, s.chunk);
 }
 
 // Values that a GPU's callers keep on the device are only read on the CPU.
@@ -80,7 +73,7 @@ void check_shape(const KvCacheShape& s) {
   require_length("cache.shape.chunk", s.chunk);
   if (s.window < 1) throw InvalidArgument("cache.shape.window", "0", "at least 1");
   require_length("cache.shape.window + chunk", s.slots());
-  check_range("cache.shape.head_dim", s.head_dim, 1, 256);
+  require_range("cache.shape.head_dim", s.head_dim, 1, 256);
   if (s.dtype > DType::f16) {
     throw InvalidArgument("cache.shape.dtype", name_of(s.dtype), "f32, bf16 or f16");
   }
@@ -120,7 +113,7 @@ CopyRowsArgs validated(const CopyRowsArgs& args) {
   const KvCacheShape& from = args.from.shape;
   const KvCacheShape& to = args.to.shape;
   const auto same = [](std::string_view field, std::int64_t got, std::int64_t expected) {
-    check_range(field, got, expected, expected);
+    require_range(field, got, expected, expected);
   };
   same("to.shape.heads_kv", to.heads_kv, from.heads_kv);
   same("to.shape.window", to.window, from.window);
@@ -150,7 +143,7 @@ AppendArgs validated(const AppendArgs& args) {
   check_cache(args.cache);
   const KvCacheShape& s = args.cache.shape;
   check_tokens(s, args.k, args.v, args.seqlen);
-  check_range("seqlen", args.seqlen, 0, s.chunk - args.cache.pending);
+  require_range("seqlen", args.seqlen, 0, s.chunk - args.cache.pending);
   AppendArgs result = args;
   result.scores = validated_scores(s, args.scores, args.seqlen);
   result.mask = validated_mask(s, args.mask, args.seqlen);
@@ -159,7 +152,7 @@ AppendArgs validated(const AppendArgs& args) {
 
 PendingIntervalsArgs validated(const PendingIntervalsArgs& args) {
   check_cache(args.cache);
-  check_range("seqlen_q", args.seqlen_q, 0, args.cache.pending);
+  require_range("seqlen_q", args.seqlen_q, 0, args.cache.pending);
   return args;
 }
 
@@ -172,7 +165,7 @@ CommitArgs validated(const CommitArgs& args) {
 DecodeStepArgs validated(const DecodeStepArgs& args) {
   check_cache(args.cache);
   const KvCacheShape& s = args.cache.shape;
-  check_range("cache.pending", args.cache.pending, 0, 0);
+  require_range("cache.pending", args.cache.pending, 0, 0);
   // The attention to the slots is a problem of its own, with the same checks as any other.
   validate(Problem{.batch = s.batch,
                    .heads_q = args.heads_q,
