@@ -1,9 +1,8 @@
-#include <algorithm>
-#include <bit>
 #include <cstdint>
 
 #include "cuda/common/launch.h"
 #include "cuda/device.h"
+#include "cuda/selection/cluster_rows.cuh"
 #include "cuda/selection/global.cuh"
 
 // The w best keys of few rows in one kernel: a cluster of blocks has a row, each block consecutive keys of it in
@@ -21,14 +20,12 @@ namespace {
 // keys of that code the later ones have.
 struct SelectInClusterKernel {
   using Params = ClusterRows;
-  static constexpr int threads = 512;
-  // A cluster runs in one of the eight groups of a GPU's multiprocessors, and of 132 some group may have fewer than 16:
-  // with one block to a multiprocessor an eighth cluster of 16 would wait until another one has ended.
-  static constexpr int min_blocks = 2;
-  static constexpr int warps = threads / warp_size;
+  static constexpr int threads = cluster_rows::threads;
+  static constexpr int min_blocks = cluster_rows::min_blocks;
+  static constexpr int warps = cluster_rows::warps;
   static constexpr int thread_keys = 16;
   static constexpr int block_keys = threads * thread_keys;
-  static constexpr int most_blocks = 16;
+  static constexpr int most_blocks = cluster_rows::most_blocks;
   static constexpr int digit_bits = 8;
   static constexpr int bins = 1 << digit_bits;
   static constexpr int most_digits = 32 / digit_bits;
@@ -282,15 +279,10 @@ struct SelectInClusterKernel {
 }  // namespace
 
 int cluster_blocks(int rows, int seqlen_k) {
-  const DeviceProperties& device = current_device();
-  const int most_blocks = std::min(most_cluster_blocks(device), SelectInClusterKernel::most_blocks);
-  // Two thousand keys to a block: more blocks add up more counts.
-  const auto wanted = static_cast<unsigned>(ceil_div(seqlen_k, 2048));
-  const int blocks = std::min(static_cast<int>(std::bit_ceil(wanted)), most_blocks);
+  const int blocks = cluster_rows::blocks_of_row(seqlen_k);
   const bool fits = seqlen_k <= blocks * SelectInClusterKernel::block_keys;
-  return most_blocks > 1 && fits && std::int64_t{rows} * blocks <= 2 * device.multiprocessors
-             ? blocks
-             : 0;
+  const bool has_clusters = most_cluster_blocks(current_device()) > 1;
+  return has_clusters && fits && cluster_rows::run_at_once(rows, blocks) ? blocks : 0;
 }
 
 void select_in_clusters(const ClusterRows& rows, cudaStream_t stream) {

@@ -44,16 +44,6 @@ __global__ void __launch_bounds__(RowPasses::threads)
   }
 }
 
-// The lanes of `lanes` whose digit is this one's.
-__device__ unsigned lanes_with(int digit, unsigned lanes) {
-#pragma unroll
-  for (int bit = 0; bit < RowPasses::digit_bits; ++bit) {
-    const unsigned set = warp_ballot((digit >> bit & 1) != 0);
-    lanes &= (digit >> bit & 1) != 0 ? set : ~set;
-  }
-  return lanes;
-}
-
 // The sum of the counts of a digit that `tiles` tiles have published. A count is published plus 1, so it is
 // its own ready flag (0: not yet) and relaxed order suffices.
 __device__ int sum_published(const std::uint32_t* from, int tiles) {
@@ -103,22 +93,6 @@ struct PassStorage {
   int offsets[RowPasses::warps][RowPasses::digits];
 };
 
-// Ranks each key among its warp's keys of the same digit, and counts them in `so_far`.
-__device__ void rank_in_warp(const PassKeys& keys, const KeyLayout& layout, int pass, int* so_far,
-                             int (&rank)[PassKeys::count]) {
-  const int lane = lane_id();
-#pragma unroll
-  for (int i = 0; i < PassKeys::count; ++i) {
-    const int digit = digit_of(layout, keys.key[i], pass);
-    const unsigned lanes = lanes_with(digit, warp_ballot(keys.exists(i)));
-    const int before = so_far[digit];
-    rank[i] = before + count_before(lanes, lane);
-    __syncwarp();
-    if (keys.exists(i) && count_before(lanes, lane) == 0) so_far[digit] = before + __popc(lanes);
-    __syncwarp();
-  }
-}
-
 // Turns the counts of this thread's digit, one for each warp, into the offsets of the warps' first keys, the
 // first warp's being `offset`.
 __device__ void offset_warps(PassStorage& shared, int offset) {
@@ -164,8 +138,13 @@ __global__ void __launch_bounds__(RowPasses::threads)
   for (int w = 0; w < RowPasses::warps; ++w) shared.offsets[w][digit] = 0;
   __syncthreads();
 
-  int rank[PassKeys::count];
-  rank_in_warp(keys, rows.layout, pass, shared.offsets[warp], rank);
+  int bin[PassKeys::count];
+  int rank[PassKeys::count];  // among the keys of the warp with the same digit
+#pragma unroll
+  for (int i = 0; i < PassKeys::count; ++i) {
+    bin[i] = keys.exists(i) ? digit_of(rows.layout, keys.key[i], pass) : -1;
+  }
+  take_numbers<RowPasses::digit_bits>(bin, shared.offsets[warp], rank);
   __syncthreads();
   int in_tile = 0;
 #pragma unroll
