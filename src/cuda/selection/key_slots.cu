@@ -1,165 +1,321 @@
 #include <algorithm>
 #include <cstdint>
 
-#include <cub/device/device_radix_sort.cuh>
-
 #include "arguments.h"
+#include "cuda/selection/cluster_rows.cuh"
 #include "cuda/selection/key_slots.h"
 #include "cuda/selection/key_tree.cuh"
 #include "cuda/selection/tile_list_arguments.h"
 
-// Builds the arrays of KeySlots from arrivals and departures. One sort orders these events by row, kind (arrivals
-// first), tile and key.
+// Builds the arrays of KeySlots in one kernel: a cluster of blocks has a row. It counts the arrivals and departures of
+// each tile, numbers them, and follows the slots.
 namespace flash_dmattn::cuda {
 namespace {
 
-constexpr int threads = 256;
-
-// An event is a number: row, kind, tile, key from the top down. Keys never seen have a tile past
-// all.
-struct EventLayout {
-  int key_bits = 0;
-  int tile_bits = 0;
-  int never = 0;  // the tile of keys never seen
-
-  __host__ __device__ int row_shift() const { return key_bits + tile_bits + 1; }
-  __device__ std::uint64_t pack(int row, bool departs, int tile, int key) const {
-    const std::uint64_t list = static_cast<std::uint64_t>(row) << 1 | (departs ? 1u : 0u);
-    return (list << tile_bits | static_cast<std::uint64_t>(tile)) << key_bits |
-           static_cast<std::uint64_t>(key);
-  }
-  __device__ int key(std::uint64_t event) const {
-    return static_cast<int>(event & ((std::uint64_t{1} << key_bits) - 1));
-  }
-  __device__ int tile(std::uint64_t event) const {
-    return static_cast<int>((event >> key_bits) & ((std::uint64_t{1} << tile_bits) - 1));
-  }
+// Of a key that some query sees.
+struct alignas(16) Life {
+  std::int32_t key;
+  std::uint16_t first;  // tiles
+  std::uint16_t last;
+  std::int32_t arrival;  // its numbers
+  std::int32_t departure;
 };
 
 struct SlotRows {
-  EventLayout layout;
+  key_tree::AllKeys keys;
+  KeySlotBuffers out;
+  int blocks = 1;  // of a cluster
   int seqlen_k = 0;
   int tiles = 0;
-  int ctas_per_row = 0;  // of a thread for each key
   int segment_tiles = 1;
   int slots = 0;
   int segments = 1;
-  std::uint64_t* events = nullptr;    // [rows, 2, Sk]; sorted: arrivals, departures
-  std::int32_t* departure = nullptr;  // [rows, Sk] by key: its number among the departures
-  KeySlotBuffers out;
+  Life* lives = nullptr;                 // [rows, Sk], those of a warp from its first key on
+  std::int32_t* last_segment = nullptr;  // [rows, Sk] by arrival number
+};
 
-  __device__ std::int64_t row_begin(int row) const {
-    return static_cast<std::int64_t>(row) * seqlen_k;
+// Of arrivals and departures.
+struct alignas(8) Events {
+  int arrivals;
+  int departures;
+
+  __device__ Events& operator+=(const Events& other) {
+    arrivals += other.arrivals;
+    departures += other.departures;
+    return *this;
+  }
+  __device__ Events& operator-=(const Events& other) {
+    arrivals -= other.arrivals;
+    departures -= other.departures;
+    return *this;
   }
 };
 
-struct RowKey {
-  int row;
-  int key;
-  __device__ explicit RowKey(const SlotRows& rows)
-      : row(static_cast<int>(blockIdx.x) / rows.ctas_per_row),
-        key(static_cast<int>(blockIdx.x) % rows.ctas_per_row * threads +
-            static_cast<int>(threadIdx.x)) {}
+struct AssignSlotsKernel {
+  using Params = SlotRows;
+  static constexpr int threads = cluster_rows::threads;
+  static constexpr int min_blocks = cluster_rows::min_blocks;
+  static constexpr int warps = cluster_rows::warps;
+  static constexpr int window = threads;  // tiles whose events are numbered at a time, one a thread
+  static constexpr int tile_bits = 9;
+  static_assert(window == 1 << tile_bits);
+  static constexpr int lane_keys = 4;  // whose loads are on their way together
+  static constexpr int segments_together = 2 * window / warp_size;
+
+  struct WarpNumbers {
+    // Of the warp's events in each tile: how many they are, then the number of the next.
+    int arrivals[window];
+    int departures[window];
+  };
+  struct SharedStorage {
+    union {
+      WarpNumbers numbers[warps];
+      std::int32_t starts[warps][segments_together][warp_size];  // in the end, of a slot a lane
+    };
+    Events totals
+        [2][window];  // of the block; by turns, as others may still read those of the last window
+    Events warp_sums[warps];
+  };
+
+  // The part of a row that a warp has: consecutive keys.
+  struct Part {
+    int row;
+    int rank;  // of the block in the cluster
+    int begin;
+    int end;
+
+    __device__ explicit Part(const Params& p)
+        : row(static_cast<int>(blockIdx.x) / p.blocks),
+          rank(static_cast<int>(blockIdx.x) % p.blocks) {
+      const int warp_keys = ceil_div(p.seqlen_k, p.blocks * threads) * warp_size;
+      begin = (rank * warps + warp_id()) * warp_keys;
+      end = min(begin + warp_keys, p.seqlen_k);
+    }
+
+    // use(at, load(at)) for every place, by whole warps: `at` is -1 in lanes past the end.
+    template <class Load, class Use>
+    __device__ void for_each(const Load& load, const Use& use) const {
+      for (int first = begin; first < end; first += lane_keys * warp_size) {
+        decltype(load(0)) loaded[lane_keys];
+#pragma unroll
+        for (int i = 0; i < lane_keys; ++i) {
+          loaded[i] = load(min(first + i * warp_size + lane_id(), end - 1));
+        }
+#pragma unroll
+        for (int i = 0; i < lane_keys; ++i) {
+          if (first + i * warp_size >= end) break;
+          const int at = first + i * warp_size + lane_id();
+          use(at < end ? at : -1, loaded[i]);
+        }
+      }
+    }
+  };
+
+  __device__ void operator()(const Params& p, SharedStorage& shared) const {
+    Part part(p);
+    const std::int64_t row_begin = static_cast<std::int64_t>(part.row) * p.seqlen_k;
+    Life* const lives = p.lives + row_begin;
+    part.end = part.begin + list_lives(p, part, lives);
+    Events numbered{};
+    for (int first_tile = 0, turn = 0; first_tile < p.tiles; first_tile += window, turn ^= 1) {
+      const int tiles = min(window, p.tiles - first_tile);
+      count_events(shared, part, lives, first_tile, tiles);
+      number_tiles(p, shared, part.rank, tiles, turn, numbered);
+      number_events(shared, part, lives, first_tile, tiles);
+    }
+    const int count = numbered.arrivals;  // as many depart
+    store_keys(p, part, lives, count);
+    const int thread = part.rank * threads + static_cast<int>(threadIdx.x);
+    for (int n = count + thread; n < p.seqlen_k; n += p.blocks * threads) {
+      p.out.arrivals[row_begin + n] = -1;
+    }
+    if (thread == 0) p.out.count[part.row] = count;
+    cluster_sync();
+    follow_slots(p, shared, part, count);
+  }
+
+ private:
+  // Lists the keys of a warp that are seen, in order. Returns how many they are.
+  static __device__ int list_lives(const Params& p, const Part& part, Life* lives) {
+    const auto items = p.keys.items(part.row, 0);
+    int listed = 0;
+    part.for_each([&](int key) { return items[key].stored(); },
+                  [&](int key, int2 stored) {
+                    const key_tree::HalfTiles tiles = key_tree::Entry(stored).within(0, p.tiles);
+                    const bool is_seen = key >= 0 && tiles.first_touched() < tiles.end_touched();
+                    const unsigned seen = warp_ballot(is_seen);
+                    if (is_seen) {
+                      Life& life = lives[part.begin + listed + count_before(seen, lane_id())];
+                      life.key = key;
+                      life.first = static_cast<std::uint16_t>(tiles.first_touched());
+                      life.last = static_cast<std::uint16_t>(tiles.end_touched() - 1);
+                    }
+                    listed += __popc(seen);
+                  });
+    __syncwarp();
+    return listed;
+  }
+
+  // The bin of a tile of the window; -1 for other tiles and lanes without a key.
+  static __device__ int bin_of(int at, int tile, int first_tile, int tiles) {
+    const int bin = tile - first_tile;
+    return at >= 0 && 0 <= bin && bin < tiles ? bin : -1;
+  }
+
+  static __device__ void count_events(SharedStorage& shared, const Part& part, const Life* lives,
+                                      int first_tile, int tiles) {
+    WarpNumbers& counts = shared.numbers[warp_id()];
+    __syncwarp();
+    for (int bin = lane_id(); bin < tiles; bin += warp_size) {
+      counts.arrivals[bin] = counts.departures[bin] = 0;
+    }
+    __syncwarp();
+    part.for_each([&](int at) { return lives[at]; },
+                  [&](int at, const Life& life) {
+                    const int arrives = bin_of(at, life.first, first_tile, tiles);
+                    const int departs = bin_of(at, life.last, first_tile, tiles);
+                    if (arrives >= 0) atomicAdd(&counts.arrivals[arrives], 1);
+                    if (departs >= 0) atomicAdd(&counts.departures[departs], 1);
+                  });
+    __syncthreads();
+  }
+
+  // Turns the counts of the window's tiles into the numbers of each warp's first events, from `numbered` on, which
+  // they are added to. A thread has a tile.
+  static __device__ void number_tiles(const Params& p, SharedStorage& shared, int rank, int tiles,
+                                      int turn, Events& numbered) {
+    const auto tile = static_cast<int>(threadIdx.x);
+    const bool is_tile = tile < tiles;
+    Events& total = shared.totals[turn][tile];
+    const auto numbers = [&](int warp) {
+      WarpNumbers& of_warp = shared.numbers[warp];
+      return Events{of_warp.arrivals[tile], of_warp.departures[tile]};
+    };
+    if (is_tile) {
+      Events sum{};
+#pragma unroll
+      for (int w = 0; w < warps; ++w) sum += numbers(w);
+      total = sum;
+    }
+    cluster_sync();
+    cluster_rows::BlockSums<Events> sums;
+    if (is_tile) sums.add(&total, rank, p.blocks);
+    const Events through{warp_inclusive_sum(sums.all.arrivals, lane_id()),
+                         warp_inclusive_sum(sums.all.departures, lane_id())};
+    if (lane_id() == warp_size - 1) shared.warp_sums[warp_id()] = through;
+    __syncthreads();
+    const Events of_warp = lane_id() < warps ? shared.warp_sums[lane_id()] : Events{};
+    const bool is_before = lane_id() < warp_id();
+    Events number = numbered;
+    number +=
+        {warp_sum(is_before ? of_warp.arrivals : 0), warp_sum(is_before ? of_warp.departures : 0)};
+    number += through;
+    number -= sums.all;
+    number += sums.before;
+    if (is_tile) {
+#pragma unroll
+      for (int w = 0; w < warps; ++w) {
+        const Events count = numbers(w);
+        shared.numbers[w].arrivals[tile] = number.arrivals;
+        shared.numbers[w].departures[tile] = number.departures;
+        number += count;
+      }
+    }
+    numbered += {warp_sum(of_warp.arrivals), warp_sum(of_warp.departures)};
+    __syncthreads();
+  }
+
+  static __device__ void number_events(SharedStorage& shared, const Part& part, Life* lives,
+                                       int first_tile, int tiles) {
+    WarpNumbers& next = shared.numbers[warp_id()];
+    part.for_each([&](int at) { return lives[at]; },
+                  [&](int at, const Life& life) {
+                    const int arrives = bin_of(at, life.first, first_tile, tiles);
+                    const int departs = bin_of(at, life.last, first_tile, tiles);
+                    const int arrival = take_number(next.arrivals, arrives);
+                    const int departure = take_number(next.departures, departs);
+                    if (arrives >= 0) lives[at].arrival = arrival;
+                    if (departs >= 0) lives[at].departure = departure;
+                  });
+  }
+
+  // The number of the event that this lane's key has in a tile of the window; by all lanes.
+  static __device__ int take_number(int (&next)[window], int bin) {
+    if (!warp_any(bin >= 0)) return -1;
+    int number[1];
+    take_numbers<tile_bits>({bin}, next, number);
+    return number[0];
+  }
+
+  static __device__ void store_keys(const Params& p, const Part& part, const Life* lives,
+                                    int count) {
+    const std::int64_t row_begin = static_cast<std::int64_t>(part.row) * p.seqlen_k;
+    part.for_each([&](int at) { return lives[at]; },
+                  [&](int at, const Life& life) {
+                    if (at < 0) return;
+                    const std::int64_t to = row_begin + life.arrival;
+                    p.out.arrivals[to] = life.key;
+                    p.out.successor[to] =
+                        life.departure < count - p.slots ? life.departure + p.slots : -1;
+                    p.last_segment[to] = life.last / p.segment_tiles;
+                  });
+  }
+
+  // A key of a slot.
+  struct Visit {
+    int number;        // of the arrival, -1 after the last
+    int successor;     // -1: none
+    int last_segment;  // that has this start
+
+    __device__ Visit(const Params& p, std::int64_t row_begin, int number_) : number(number_) {
+      successor = number < 0 ? -1 : p.out.successor[row_begin + number];
+      last_segment = number < 0 ? p.segments - 1 : p.last_segment[row_begin + number];
+    }
+  };
+
+  // A lane follows the keys of a slot. The warps of all blocks take turns; each collects the starts of its slots in
+  // shared memory, as they lie far apart, and the next key is on its way meanwhile.
+  static __device__ void follow_slots(const Params& p, SharedStorage& shared, const Part& part,
+                                      int count) {
+    const std::int64_t row_begin = static_cast<std::int64_t>(part.row) * p.seqlen_k;
+    std::int32_t* const starts =
+        p.out.starts + static_cast<std::int64_t>(part.row) * p.segments * p.slots;
+    auto& collected = shared.starts[warp_id()];
+    for (int first_slot = (warp_id() * p.blocks + part.rank) * warp_size; first_slot < p.slots;
+         first_slot += p.blocks * threads) {
+      const int slot = first_slot + lane_id();
+      std::int32_t* start = starts + slot;
+      Visit visit(p, row_begin, slot < min(count, p.slots) ? slot : -1);
+      for (int first = 0; first < p.segments; first += segments_together) {
+        const int end = min(first + segments_together, p.segments);
+        for (int segment = first; segment < end;) {
+          const Visit next(p, row_begin, visit.successor);
+          for (; segment <= min(visit.last_segment, end - 1); ++segment) {
+            collected[segment - first][lane_id()] = visit.number;
+          }
+          if (segment < end) visit = next;
+        }
+        __syncwarp();  // so that neighbouring slots are stored together
+        for (int segment = first; segment < end; ++segment, start += p.slots) {
+          if (slot < p.slots) *start = collected[segment - first][lane_id()];
+        }
+      }
+    }
+  }
 };
-
-__global__ void __launch_bounds__(threads) list_events(key_tree::AllKeys keys, SlotRows rows) {
-  wait_for_previous_kernel();
-  const RowKey at(rows);
-  if (at.key >= rows.seqlen_k) return;
-  const key_tree::HalfTiles seen = keys.items(at.row, 0)[at.key].within(0, rows.tiles);
-  const bool never = seen.first_touched() >= seen.end_touched();
-  std::uint64_t* const events = rows.events + 2 * rows.row_begin(at.row);
-  events[at.key] =
-      rows.layout.pack(at.row, false, never ? rows.layout.never : seen.first_touched(), at.key);
-  events[rows.seqlen_k + at.key] =
-      rows.layout.pack(at.row, true, never ? rows.layout.never : seen.end_touched() - 1, at.key);
-}
-
-// Numbers the sorted events.
-__global__ void __launch_bounds__(threads) number_events(SlotRows rows) {
-  wait_for_previous_kernel();
-  const RowKey at(rows);  // the n-th arrival and the n-th departure
-  if (at.key >= rows.seqlen_k) return;
-  const int n = at.key;
-  const std::int64_t begin = rows.row_begin(at.row);
-  const std::uint64_t* const arrivals = rows.events + 2 * begin;
-  const bool arrives = rows.layout.tile(arrivals[n]) != rows.layout.never;
-  rows.out.arrivals[begin + n] = arrives ? rows.layout.key(arrivals[n]) : -1;
-  const std::uint64_t departure = arrivals[rows.seqlen_k + n];
-  if (rows.layout.tile(departure) != rows.layout.never) {
-    rows.departure[begin + rows.layout.key(departure)] = n;
-  }
-  // As many depart as arrive.
-  const bool last =
-      n + 1 == rows.seqlen_k || rows.layout.tile(arrivals[n + 1]) == rows.layout.never;
-  if (arrives && last) rows.out.count[at.row] = n + 1;
-  if (n == 0 && !arrives) rows.out.count[at.row] = 0;
-}
-
-// One thread for each slot follows the keys that live in it.
-__global__ void __launch_bounds__(threads) follow_slots(SlotRows rows) {
-  wait_for_previous_kernel();
-  const int slots = rows.slots;
-  const int ctas = ceil_div(slots, threads);
-  const int row = static_cast<int>(blockIdx.x) / ctas;
-  const int slot = static_cast<int>(blockIdx.x) % ctas * threads + static_cast<int>(threadIdx.x);
-  if (slot >= slots) return;
-  const std::int64_t begin = rows.row_begin(row);
-  const std::uint64_t* const departures = rows.events + 2 * begin + rows.seqlen_k;
-  const int segments = rows.segments;
-  std::int32_t* start = rows.out.starts + static_cast<std::int64_t>(row) * segments * slots + slot;
-  const int count = rows.out.count[row];
-  int segment = 0;  // the next whose start is not known
-  for (std::int64_t n = slot; n < count;) {
-    const int departure = rows.departure[begin + rows.out.arrivals[begin + n]];
-    const int last_segment = rows.layout.tile(departures[departure]) / rows.segment_tiles;
-    for (; segment <= last_segment; ++segment, start += slots) *start = static_cast<int>(n);
-    const std::int64_t next = std::int64_t{departure} + slots;
-    rows.out.successor[begin + n] = next < count ? static_cast<int>(next) : -1;
-    n = next;
-  }
-  for (; segment < segments; ++segment, start += slots) *start = -1;
-}
-
-// ---- Launches -----------------------------------------------------------------------------------
 
 std::int64_t row_count(const TileListArgs& args) { return args.batch * args.heads; }
 
-// Sorts the events of all rows. Keys come in order and stay so among equals, the sort being stable. With a null
-// workspace it only sets `bytes`.
-void sort(const TileListArgs& args, const EventLayout& layout,
-          cub::DoubleBuffer<std::uint64_t>& events, void* workspace, std::size_t& bytes,
-          cudaStream_t stream) {
-  check(cub::DeviceRadixSort::SortKeys(workspace, bytes, events,
-                                       2 * row_count(args) * args.seqlen_k, layout.key_bits,
-                                       layout.row_shift() + bits_for(row_count(args)), stream),
-        "sorting arrivals and departures");
-}
-
-EventLayout event_layout(const TileListArgs& args) {
-  const auto tiles = static_cast<int>(args.tiles());
-  return {.key_bits = bits_for(args.seqlen_k),
-          .tile_bits = bits_for(std::int64_t{tiles} + 1),
-          .never = tiles};
-}
-
 struct Workspace {
-  std::uint64_t* events;  // [rows, 2, Sk], twice: what is sorted, and the sort's other buffer
-  std::uint64_t* other;
-  std::int32_t* departure;
-  void* sort;
-  std::size_t sort_bytes = 0;
+  Life* lives;
+  std::int32_t* last_segment;
   std::size_t bytes;
 
   Workspace(const TileListArgs& args, void* base) {
     WorkspaceAllocator workspace(base);
     const std::int64_t keys = row_count(args) * args.seqlen_k;
-    events = workspace.take<std::uint64_t>(2 * keys);
-    other = workspace.take<std::uint64_t>(2 * keys);
-    departure = workspace.take<std::int32_t>(keys);
-    cub::DoubleBuffer<std::uint64_t> buffers(events, other);
-    cuda::sort(args, event_layout(args), buffers, nullptr, sort_bytes, nullptr);
-    sort = workspace.take<char>(static_cast<std::int64_t>(sort_bytes));
+    lives = workspace.take<Life>(keys);
+    last_segment = workspace.take<std::int32_t>(keys);
     bytes = workspace.used();
   }
 };
@@ -181,40 +337,27 @@ std::size_t key_slot_bytes(const KeySlotShape& shape) {
 
 std::size_t slot_workspace_size(const TileListArgs& args) {
   validate_tile_list_args(args);
-  return row_count(args) * args.seqlen_k == 0 ? 0 : Workspace(args, nullptr).bytes;
+  return Workspace(args, nullptr).bytes;
 }
 
 void assign_slots(const TileListArgs& args, const KeySlotShape& shape, const KeySlotBuffers& out,
                   const Execution& execution) {
-  validate_tile_list_args(args);
-  const std::int64_t row_ctas = row_count(args);
-  const auto stream = static_cast<cudaStream_t>(execution.stream);
-  if (row_ctas == 0) return;
-  if (args.seqlen_k == 0) {
-    check(cudaMemsetAsync(out.count, 0, static_cast<std::size_t>(row_ctas) * 4, stream),
-          "clearing the count of arrivals");
-    return;
-  }
-  Workspace workspace(args, execution.workspace);
-  require_workspace(execution, workspace.bytes);
-  SlotRows rows;
-  rows.layout = event_layout(args);
-  rows.seqlen_k = static_cast<int>(args.seqlen_k);
-  rows.tiles = static_cast<int>(args.tiles());
-  rows.ctas_per_row = ceil_div(rows.seqlen_k, threads);
-  rows.segment_tiles = ceil_div(std::max(rows.tiles, 1), static_cast<int>(shape.segments));
-  rows.slots = static_cast<int>(shape.slots);
-  rows.segments = static_cast<int>(shape.segments);
-  rows.events = workspace.events;
-  rows.departure = workspace.departure;
-  rows.out = out;
-  const std::int64_t key_ctas = row_ctas * rows.ctas_per_row;
-  launch_grid<list_events>({key_ctas, threads}, stream, key_tree::AllKeys(args), rows);
-  cub::DoubleBuffer<std::uint64_t> events(workspace.events, workspace.other);
-  sort(args, rows.layout, events, workspace.sort, workspace.sort_bytes, stream);
-  rows.events = events.Current();
-  launch_grid<number_events>({key_ctas, threads}, stream, rows);
-  launch_grid<follow_slots>({row_ctas * ceil_div(rows.slots, threads), threads}, stream, rows);
+  require_workspace(execution, slot_workspace_size(args));
+  const Workspace workspace(args, execution.workspace);
+  const int tiles = static_cast<int>(args.tiles());
+  const SlotRows rows{
+      .keys = key_tree::AllKeys(args),
+      .out = out,
+      .blocks = cluster_rows::blocks_of_row(args.seqlen_k),
+      .seqlen_k = static_cast<int>(args.seqlen_k),
+      .tiles = tiles,
+      .segment_tiles = ceil_div(std::max(tiles, 1), static_cast<int>(shape.segments)),
+      .slots = static_cast<int>(shape.slots),
+      .segments = static_cast<int>(shape.segments),
+      .lives = workspace.lives,
+      .last_segment = workspace.last_segment};
+  launch<AssignSlotsKernel>(row_count(args) * rows.blocks, rows,
+                            static_cast<cudaStream_t>(execution.stream), {.cluster = rows.blocks});
 }
 
 }  // namespace flash_dmattn::cuda
