@@ -1,5 +1,6 @@
-// Times selection and lists on the GPU: each step replayed from a CUDA graph, all of it from a graph
-// and all of it from a stream. Prints a table; with a file name, writes the same as JSON.
+// Times selection and the schedules of both directions on the GPU: each step replayed from a CUDA graph, a forward's
+// steps and all steps from a graph, and a forward's from a stream. Prints a table; with a file name, writes the same as
+// JSON.
 //
 //   bench_selection [out.json]
 //   bench_selection --once N     runs case N once, for a profiler
@@ -80,9 +81,14 @@ class Arena {
   std::vector<void*> pieces_;
 };
 
+// Of the backward of sm90, whose schedule the slots are.
+constexpr std::int64_t slot_tile_rows = 64;
+constexpr std::int64_t slot_segments = 64;
+
 struct Problem {
   SelectionArgs select;
   TileListArgs lists;
+  TileListArgs slot_lists;
   TileListBuffers buffers;
   cuda::KeySlotShape slot_shape;
   cuda::KeySlotBuffers slots;
@@ -113,21 +119,24 @@ struct Problem {
     buffers.keys = arena.take<std::int32_t>(tiles * cuda::tile_list_capacity(lists));
     slot_shape.rows = c.rows;
     slot_shape.seqlen_k = c.seqlen;
-    slot_shape.slots = cuda::tile_list_capacity(lists);
-    slot_shape.segments = 4;
+    slot_lists = lists;
+    slot_lists.tile_rows = 2 * slot_tile_rows;
+    slot_shape.slots = cuda::tile_list_capacity(slot_lists);  // as many as two tiles see keys
+    slot_lists.tile_rows = slot_tile_rows;
+    slot_shape.segments = slot_segments;
     const auto slot_bytes = static_cast<std::int64_t>(cuda::key_slot_bytes(slot_shape));
     ScheduleAllocator slot_memory(arena.take<std::byte>(slot_bytes));
     slots = cuda::take_key_slots(slot_memory, slot_shape);
     execution.workspace_bytes =
         std::max({cuda::select_workspace_size(select), cuda::tile_lists_workspace_size(lists),
-                  cuda::slot_workspace_size(lists)});
+                  cuda::slot_workspace_size(slot_lists)});
     execution.workspace = arena.take<char>(static_cast<std::int64_t>(execution.workspace_bytes));
     fill_scores(c, arena);
   }
 
   void run_select() const { cuda::select_key_intervals(select, execution); }
   void run_lists() const { cuda::build_tile_lists(lists, buffers, execution); }
-  void run_slots() const { cuda::assign_slots(lists, slot_shape, slots, execution); }
+  void run_slots() const { cuda::assign_slots(slot_lists, slot_shape, slots, execution); }
 
  private:
   void fill_scores(const Case& c, Arena& arena) {
@@ -213,8 +222,10 @@ void run_all(const char* json_path) {
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   std::FILE* json = json_path == nullptr ? nullptr : std::fopen(json_path, "w");
   if (json != nullptr) std::fputs("[\n", json);
-  std::printf("%-24s %9s %9s %9s %9s %9s   microseconds, median; both = select + lists\n",
-              "rows x keys", "select", "lists", "both", "stream", "slots");
+  std::printf(
+      "%-24s %9s %9s %9s %9s %9s %9s   microseconds, median; both = select + lists, all = both + "
+      "slots\n",
+      "rows x keys", "select", "lists", "both", "stream", "slots", "all");
   const char* separator = "";
   for (const Case& c : cases) {
     Arena arena;
@@ -230,17 +241,23 @@ void run_all(const char* json_path) {
     const double graph = timer.time_graph(both);
     const double direct = timer.time(both);
     const double slots = timer.time_graph([&] { problem.run_slots(); });
+    const double all = timer.time_graph([&] {
+      both();
+      problem.run_slots();
+    });
     const double megabytes = static_cast<double>(problem.execution.workspace_bytes) / 1e6;
-    std::printf("%-24s %9.1f %9.1f %9.1f %9.1f %9.1f\n", c.name, select, lists, graph, direct,
-                slots);
+    std::printf("%-24s %9.1f %9.1f %9.1f %9.1f %9.1f %9.1f\n", c.name, select, lists, graph, direct,
+                slots, all);
     if (json == nullptr) continue;
     std::fprintf(json,
                  "%s  {\"case\": \"%s\", \"window\": %lld, \"tile_rows\": 128, "
                  "\"select_graph_us\": %.1f, \"schedule_graph_us\": %.1f, \"both_graph_us\": %.1f, "
-                 "\"both_stream_us\": %.1f, \"slots_graph_us\": %.1f, "
+                 "\"both_stream_us\": %.1f, \"slot_tile_rows\": %lld, "
+                 "\"slot_segments\": %lld, \"slots_graph_us\": %.1f, \"all_graph_us\": %.1f, "
                  "\"workspace_mb\": %.1f}",
                  separator, c.name, static_cast<long long>(c.window), select, lists, graph, direct,
-                 slots, megabytes);
+                 static_cast<long long>(slot_tile_rows), static_cast<long long>(slot_segments),
+                 slots, all, megabytes);
     separator = ",\n";
   }
   if (json != nullptr) {
