@@ -50,6 +50,12 @@ struct Node {
   int end_tile;
 };
 
+// Of a node.
+struct Queries {
+  int begin;
+  int end;
+};
+
 // The root: every key of a row, with its interval.
 class AllKeys {
  public:
@@ -75,11 +81,16 @@ class AllKeys {
       }
     }
     __device__ int size() const { return all_.seqlen_k_; }
-    __device__ Entry operator[](int key) const {
+    // The queries that see a key, and others that do not exist.
+    __device__ int2 interval(int key) const {
       int2 interval = intervals_ == nullptr ? make_int2(0, all_.seqlen_q_) : intervals_[key];
       if (all_.causal_) interval.x = max(interval.x, key - all_.shift_);
-      const int first = max(interval.x, 0);
-      const int last = min(interval.y, all_.seqlen_q_);
+      return interval;
+    }
+    __device__ Entry operator[](int key) const { return entry(key, interval(key)); }
+    __device__ Entry entry(int key, int2 queries) const {
+      const int first = max(queries.x, 0);
+      const int last = min(queries.y, all_.seqlen_q_);
       if (first >= last) return {key, {0, 0}};
       const int first_tile = all_.tile_of(first);
       const int last_tile = all_.tile_of(last - 1);
@@ -99,6 +110,15 @@ class AllKeys {
   __host__ __device__ int nodes() const { return 1; }
   __device__ Node node(int row, int) const {
     return {row, 0, seqlen_q_ == 0 ? 0 : tile_of(seqlen_q_ - 1) + 1};
+  }
+  __device__ Queries queries(const Node& node) const {
+    const std::int64_t end = static_cast<std::int64_t>(node.end_tile) * tile_rows_;
+    return {node.first_tile * tile_rows_,
+            static_cast<int>(min(end, static_cast<std::int64_t>(seqlen_q_)))};
+  }
+  // Keys that queries before `end` may see.
+  __device__ int keys_before(int end) const {
+    return causal_ ? min(max(end + shift_, 0), seqlen_k_) : seqlen_k_;
   }
 
  private:
@@ -134,6 +154,7 @@ class Level {
   }
 
   __host__ __device__ int nodes() const { return ((tiles_ - 1) >> tile_bits_) + 1; }
+  __host__ __device__ int capacity() const { return capacity_; }
 
   // As a parent.
   class Items {

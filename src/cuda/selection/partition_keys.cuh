@@ -71,6 +71,18 @@ __device__ inline int count_before_warp(const int (&counts)[warps][max_lists], i
   return before;
 }
 
+// Lane b has the place of the warp's next key in list b.
+template <int Steps, class Children>
+__device__ void store_batch(const Batch<Steps>& batch, const Node& node, const Children& children,
+                            int next) {
+#pragma unroll
+  for (int k = 0; k < Steps; ++k) {
+    if (!warp_any(batch.keys_of_list[k] != 0)) continue;
+    children.store(node, batch.keys_of_list[k], next, Entry(batch.entry[k]));
+    next += __popc(batch.keys_of_list[k]);
+  }
+}
+
 // The number of keys of each list in a row's part.
 template <int Steps, class Children>
 __global__ void __launch_bounds__(threads)
@@ -149,12 +161,7 @@ __global__ void __launch_bounds__(threads)
     int next = before_part[lane] + stored + count_before_warp(counts[parity], total);
     length = one_batch ? total : lengths[lane];
     next += children.first_place(length);
-#pragma unroll
-    for (int k = 0; k < Steps; ++k) {
-      if (!warp_any(batch.keys_of_list[k] != 0)) continue;
-      children.store(node, batch.keys_of_list[k], next, Entry(batch.entry[k]));
-      next += __popc(batch.keys_of_list[k]);
-    }
+    store_batch(batch, node, children, next);
     stored += total;
     parity ^= 1;
   }
