@@ -34,10 +34,20 @@ int attribute(cudaDeviceAttr which, int device) {
   return value;
 }
 
+__global__ void empty_kernel() {}
+
+int code_capability() {
+  cudaFuncAttributes code;
+  check(cudaFuncGetAttributes(&code, empty_kernel), "cudaFuncGetAttributes");
+  return code.ptxVersion;
+}
+
+// `device` is the current one.
 DeviceProperties read_properties(int device) {
   return {.index = device,
           .compute_capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
                                 attribute(cudaDevAttrComputeCapabilityMinor, device),
+          .code_capability = code_capability(),
           .multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device),
           .shared_bytes = std::min(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
                                    max_shared_bytes())};
@@ -58,7 +68,7 @@ std::string find_driver() {
 }  // namespace
 
 int most_cluster_blocks(const DeviceProperties& device) {
-  if (device.compute_capability < 90) return 1;
+  if (device.code_capability < 90) return 1;
   return device.compute_capability < 120 ? 16 : portable_cluster;
 }
 

@@ -8,13 +8,15 @@ namespace flash_dmattn::cuda {
 struct DeviceProperties {
   int index = 0;
   int compute_capability = 0;  // 90 for 9.0
+  // That the code which runs on it was compiled for; 80 where a library has nothing newer.
+  int code_capability = 0;
   int multiprocessors = 0;
   // Bytes of shared memory that a block can have. FLASH_DMATTN_MAX_SHARED_KB lowers them, so that the kernels
   // of smaller GPUs run on a larger one.
   int shared_bytes = 0;
 };
 
-// Blocks of the largest cluster that a GPU can run; 1: it has no clusters.
+// Blocks of the largest cluster that a GPU can run; 1: it has no clusters, or its code was compiled without them.
 int most_cluster_blocks(const DeviceProperties& device);
 
 // Why the process has no GPU to compute on; "" when it has one.
