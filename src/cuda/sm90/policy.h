@@ -64,12 +64,11 @@ struct ForwardPolicy {
   constexpr int threads() const { return 128 * (1 + warpgroups); }
 };
 
-// D 128 without lists: 128 keys in two stages are the fastest of 128, 160 and 176. With lists: tiles of 128 queries,
-// as the lists have; 3 warpgroups of 192 queries against 80 keys would be 4 % faster with lists of their own. Slower:
-// 64 keys in four stages, 25 %; 56 registers for the producer, 7 %. D 64: three warpgroups, unless there is key info:
-// with biases and ranges 160 registers are not enough. D 256: the accumulators of 256 columns take 128 registers of a
-// thread, and K and V all of shared memory: 80 keys, 64 with key info. With a dense mask and bias a second tile of q
-// fits at D 64 alone.
+// Three warpgroups where their registers suffice: without key info, and 80 keys at D 128, so that K and V are read from
+// the L2 once for 192 queries. With biases and ranges 160 registers are not enough. D 128 with key info: 128 keys in two
+// stages; lists are of 128 queries (192 of them against 80 keys would be 4 % faster). Slower: 64 keys in four stages, 25
+// %; 56 registers for the producer, 7 %. D 256: the accumulators of 256 columns take 128 registers of a thread, and K and
+// V all of shared memory: 80 keys, 64 with key info. With a dense mask and bias a second tile of q fits at D 64 alone.
 constexpr ForwardPolicy forward_policy(int head_dim_bucket, const ForwardVariant& variant) {
   const bool has_dense_tiles = variant.dense == DenseAccess::tiles;
   ForwardPolicy policy{.warpgroups = 2,
@@ -83,18 +82,22 @@ constexpr ForwardPolicy forward_policy(int head_dim_bucket, const ForwardVariant
     policy.producer_registers = 72;
     policy.consumer_registers = 216;
   }
+  if (!variant.has_key_info && head_dim_bucket <= 128) {
+    policy.warpgroups = 3;
+    policy.producer_registers = 24;
+    policy.consumer_registers = 160;
+  }
   switch (head_dim_bucket) {
     case 64:
       policy.stages = has_dense_tiles ? 3 : 4;
       if (has_dense_tiles) policy.dense_stages = 4;
-      if (!variant.has_key_info) {
-        policy.warpgroups = 3;
-        policy.producer_registers = 24;
-        policy.consumer_registers = 160;
-      }
       break;
     case 128:
       if (has_dense_tiles) policy.q_stages = 1;
+      if (!variant.has_key_info) {
+        policy.keys = 80;
+        policy.stages = 3;
+      }
       break;
     default:
       policy.q_stages = 1;
