@@ -5,7 +5,6 @@
 
 #include <cub/device/device_radix_sort.cuh>
 
-#include "cuda/selection/cluster_sort.h"
 #include "cuda/selection/per_query.h"
 #include "cuda/selection/row_sort.cuh"
 
@@ -96,12 +95,11 @@ __global__ void __launch_bounds__(order_threads)
 using ShortRowSort = RowSort<512>;
 using LongRowSort = RowSort<1024>;
 
-// How the keys are sorted: a CTA or a cluster for each row, kernels that sort all rows by a digit, or CUB.
-enum class Sort : std::uint8_t { rows, clusters, digits, device };
+// How the keys are sorted: a CTA for each row, kernels that sort all rows by a digit, or CUB.
+enum class Sort : std::uint8_t { rows, digits, device };
 
 Sort sort_of(const OrderedRows& rows) {
   if (rows.seqlen_k <= LongRowSort::max_keys) return Sort::rows;
-  if (sort_cluster_blocks(rows) > 0) return Sort::clusters;
   return rows.seqlen_k <= RowPasses::max_keys ? Sort::digits : Sort::device;
 }
 
@@ -123,17 +121,12 @@ void sort(const OrderedRows& rows, cub::DoubleBuffer<std::uint64_t>& buffers, vo
         "sorting scores");
 }
 
-// By the CTAs or clusters that sort the rows.
+// By the CTAs that sort the rows.
 void sort_and_scatter(const Work& work, OrderedRows& rows, cudaStream_t stream) {
   rows.sorted = work.packed;
   rows.rank_of = reinterpret_cast<std::int32_t*>(work.other);
-  if (sort_of(rows) == Sort::clusters) {
-    sort_in_clusters(work.keys, rows, work.packed, stream);
-  } else if (rows.seqlen_k <= ShortRowSort::max_keys) {
-    sort_rows<ShortRowSort>(work, rows, stream);
-  } else {
-    sort_rows<LongRowSort>(work, rows, stream);
-  }
+  rows.seqlen_k <= ShortRowSort::max_keys ? sort_rows<ShortRowSort>(work, rows, stream)
+                                          : sort_rows<LongRowSort>(work, rows, stream);
 }
 
 void sort_then_scatter(const Work& work, OrderedRows& rows, cudaStream_t stream) {
@@ -200,9 +193,8 @@ Work lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& work
 
 OrderedRows sort_keys(const Work& work, cudaStream_t stream) {
   OrderedRows rows = work.rows;
-  const Sort sort = sort_of(rows);
-  sort == Sort::rows || sort == Sort::clusters ? sort_and_scatter(work, rows, stream)
-                                               : sort_then_scatter(work, rows, stream);
+  sort_of(rows) == Sort::rows ? sort_and_scatter(work, rows, stream)
+                              : sort_then_scatter(work, rows, stream);
   return rows;
 }
 

@@ -116,12 +116,4 @@ __device__ inline void scatter_rank(const OrderedRows& rows, int row, int rank, 
   }
 }
 
-// How many positions of a block a chunk's ranks hold, where every chunk is a group.
-__device__ inline void store_count(const OrderedRows& rows, int row, int block, int chunk,
-                                   int count) {
-  rows.before[rows.block_of_row(row, block) * rows.chunks + chunk] = 0;
-  rows.totals[rows.block_of_row(row, block) * rows.groups + chunk] =
-      static_cast<std::uint16_t>(count);
-}
-
 }  // namespace flash_dmattn::cuda::per_query

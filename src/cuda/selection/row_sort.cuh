@@ -63,7 +63,10 @@ __global__ void __launch_bounds__(Threads)
   const int block = thread / Policy::max_chunks;
   const int chunk = thread % Policy::max_chunks;
   if (block >= rows.blocks || chunk >= rows.chunks) return;
-  store_count(rows, row, block, chunk, counts[block][chunk]);
+  // Every chunk is a group.
+  rows.before[rows.block_of_row(row, block) * rows.chunks + chunk] = 0;
+  rows.totals[rows.block_of_row(row, block) * rows.groups + chunk] =
+      static_cast<std::uint16_t>(counts[block][chunk]);
 }
 
 }  // namespace flash_dmattn::cuda::per_query
