@@ -50,7 +50,7 @@ def flash_dmattn_with_kvcache(
     """Adds new tokens to a cache in place and attends causally to its keys: the last query sees the last key.
 
     The cache holds either all keys or the slots of KVSlots; nothing converts one into the other. Lengths are read on
-    the device only, so that calls can be captured in a CUDA graph.
+    the GPU only, so that calls can be captured in a CUDA graph.
 
     **All keys** (slot_positions not given): token t is in place t.
     q: [B, n, Hq, D]; k_cache, v_cache: [B, S, Hkv, D]; score_cache: float32 [B, Hkv, S], one score per key, or None
@@ -97,11 +97,18 @@ def flash_dmattn_with_kvcache(
         _check_backend(q, backend)
         _write(k_cache, v_cache, score_cache, k, v, scores, cache_seqlens)
         lengths = cache_seqlens if k is None else cache_seqlens + k.shape[1]
-        keys = _visible(score_cache, lengths, cache_leftpad, keep_window_size, q, k_cache)
+        everything = cache_leftpad is None and keep_window_size is None
+        length = _host_length(lengths, q.shape[1], k_cache.shape[1]) if everything else None
+        if length is None:
+            keys = _visible(score_cache, lengths, cache_leftpad, keep_window_size, q, k_cache)
+            visible = Visibility(keys=keys)
+        else:
+            visible = Visibility(is_causal=q.shape[1] > 1)
+            k_cache, v_cache = k_cache[:, :length], v_cache[:, :length]
         bias = None
         if scores_are_bias and score_cache is not None:
-            bias = score_cache[:, :, None].to(torch.promote_types(q.dtype, torch.float32))
-        out, statistics = run(q, k_cache, v_cache, bias, Visibility(keys=keys), numerics, backend)
+            bias = score_cache[:, :, None, :length].to(torch.promote_types(q.dtype, torch.float32))
+        out, statistics = run(q, k_cache, v_cache, bias, visible, numerics, backend)
         return with_statistics(out, statistics, return_softmax_lse)
     if cache_leftpad is not None:
         raise ValueError("cache_leftpad: got it for a cache of slots, expected key_mask")
@@ -208,6 +215,18 @@ def _apart(new: Tensor, cache: Tensor) -> Tensor:
     """New tokens that may be a part of the cache itself."""
     shares = not torch.compiler.is_compiling() and torch._C._is_alias_of(new, cache)
     return new.clone() if shares else new
+
+
+def _host_length(lengths: Tensor, queries: int, size: int) -> int | None:
+    """The length of all rows where they have the same and the host reads it for nothing: on the CPU, outside of a trace.
+
+    All keys up to it are visible then, and intervals need not be made, which take a fifth of a call over 8,192 keys.
+    """
+    if type(lengths) is not Tensor or lengths.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    found = set(lengths.tolist())
+    length = found.pop() if len(found) == 1 else 0
+    return length if queries <= length <= size else None
 
 
 def _visible(
