@@ -114,7 +114,7 @@ struct FewQueries {
     const auto values = [&](int i) { return v_rows(i < visible ? i : visible - 1); };
     const auto multiply_rows = [&](const auto& key) {
       const RowAddresses<Storage> keys(key, visible, values);
-      multiply_keys<In, Element>(q, q_ld, tile.rows, keys.row, visible, columns, t.head_dim, s,
+      multiply_keys<In, Element>(q, q_ld, tile.rows, keys, visible, columns, t.head_dim, s,
                                  block_keys);
     };
     multiply_rows(row_at);
@@ -137,7 +137,7 @@ struct FewQueries {
     const auto next_keys = [&](int i) { return keys + blocks.peek(i) * t.k.row; };
     const auto multiply_rows = [&](const auto& value) {
       const RowAddresses<Storage> values(value, visible, next_keys);
-      multiply_values<In>(s, block_keys, tile.rows, values.row, visible, t.head_dim, softmax.out,
+      multiply_values<In>(s, block_keys, tile.rows, values, visible, t.head_dim, softmax.out,
                           head_columns);
     };
     const auto bytes = sizeof(float) * static_cast<std::size_t>(tile.rows) *

@@ -48,10 +48,21 @@ struct RowAddresses {
   static constexpr int behind = prefetch_rows<Storage> + lanes;
   const Storage* row[block_keys + behind];
 
+  // One of so many rows that are read then is asked for a whole block ahead, for the translation of its page's address:
+  // in pages of 4 KiB a stream waits longer for those than for its lines.
+  static constexpr int page_rows = 8;
+  const Storage* page[block_keys / page_rows];
+
   template <class RowAt, class ThenAt>
   RowAddresses(const RowAt& row_at, int count, const ThenAt& then) {
     for (int n = 0; n < count; ++n) row[n] = row_at(n);
     for (int n = 0; n < behind; ++n) row[count + n] = then(n);
+    for (int n = 0; n < block_keys; n += page_rows) page[n / page_rows] = then(n);
+  }
+
+  // Those at the places of rows [n, n + count).
+  void prefetch_pages(int n, int count) const {
+    for (int i = n; i < n + count; i += page_rows) __builtin_prefetch(page[i / page_rows], 0, 2);
   }
 };
 
@@ -110,18 +121,19 @@ void for_each_row_group(int rows, const Body& body) {
   for (; row < rows; ++row) body.template operator()<1>(row);
 }
 
-// s [rows, s_ld] = q [rows, ld words] times the keys, whose addresses are a RowAddresses, with zeros from `count` up to
-// `columns`, a multiple of 2 * lanes.
+// s [rows, s_ld] = q [rows, ld words] times the keys, with zeros from `count` up to `columns`, a multiple of
+// 2 * lanes.
 template <class In, class Element>
 void multiply_keys(const float* q, std::int64_t ld, int rows,
-                   const typename In::Storage* const* keys, int count, int columns, int head_dim,
-                   float* s, std::int64_t s_ld) {
+                   const RowAddresses<typename In::Storage>& keys, int count, int columns,
+                   int head_dim, float* s, std::int64_t s_ld) {
   for (int n = 0; n < count; n += lanes) {
+    keys.prefetch_pages(n, lanes);
     for_each_row_group(rows, [&]<int Rows>(int row) {
       constexpr int group = lanes / Rows;
 #pragma GCC unroll 4
       for (int i = 0; i < lanes; i += group) {
-        score_group<In, Element, Rows>(q + row * ld, ld, keys + n + i, head_dim,
+        score_group<In, Element, Rows>(q + row * ld, ld, keys.row + n + i, head_dim,
                                        s + row * s_ld + n + i, s_ld);
       }
     });
@@ -186,17 +198,18 @@ template <class In, int Rows, int Vectors>
   }
 }
 
-// out [rows, out_ld] += p [rows, p_ld] times the values, whose addresses are a RowAddresses.
+// out [rows, out_ld] += p [rows, p_ld] times the values.
 template <class In>
 void multiply_values(const float* p, std::int64_t p_ld, int rows,
-                     const typename In::Storage* const* values, int count, int head_dim, float* out,
-                     std::int64_t out_ld) {
+                     const RowAddresses<typename In::Storage>& values, int count, int head_dim,
+                     float* out, std::int64_t out_ld) {
   constexpr int sums =
       lanes == 16 ? 16 : 8;  // in registers: all of two rows of D = 128 with AVX-512
   for (int n = 0; n < count; n += value_group) {
     const int keys = count - n < value_group ? count - n : value_group;
+    values.prefetch_pages(n, value_group);
     for_each_row_group(rows, [&]<int Rows>(int row) {
-      value_group_rows<In, Rows, sums / Rows>(p + row * p_ld + n, p_ld, values + n, keys, 0,
+      value_group_rows<In, Rows, sums / Rows>(p + row * p_ld + n, p_ld, values.row + n, keys, 0,
                                               head_dim, out + row * out_ld, out_ld);
     });
   }
