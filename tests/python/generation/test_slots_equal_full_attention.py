@@ -93,6 +93,22 @@ def test_full_cache_with_rows_of_different_lengths_and_left_padding():
     torch.testing.assert_close(out, stream.out[rows, last], atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("length", [2, 3, 20, 25])
+def test_full_cache_with_rows_of_the_same_length(length, queries):
+    """The same as through intervals, which a left padding of no tokens brings."""
+    caches = [torch.randn(2, 25, 2, 8), torch.randn(2, 25, 2, 8), torch.randn(2, 2, 25)]
+    for cache, tokens in zip(caches, (1, 1, 2), strict=True):
+        cache.narrow(tokens, length, 25 - length).fill_(torch.nan)
+    q, lengths = torch.randn(2, queries, 4, 8), torch.full((2,), length, dtype=torch.int32)
+    out, expected = (
+        flash_dmattn_with_kvcache(q, *caches, cache_seqlens=lengths, cache_leftpad=leftpad)
+        for leftpad in (None, torch.zeros(2, dtype=torch.int32))
+    )
+    assert out.isfinite().all()
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=0)
+
+
 @pytest.mark.parametrize("mode", ["saturate", "propagate"])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
