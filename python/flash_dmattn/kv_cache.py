@@ -49,8 +49,8 @@ def flash_dmattn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """Adds new tokens to a cache in place and attends causally to its keys: the last query sees the last key.
 
-    The cache holds either all keys or the slots of KVSlots; nothing converts one into the other. Lengths are read on
-    the GPU only, so that calls can be captured in a CUDA graph.
+    The cache holds either all keys or the slots of KVSlots; nothing converts one into the other. On a GPU the host
+    does not read lengths, so that calls can be captured in a CUDA graph.
 
     **All keys** (slot_positions not given): token t is in place t.
     q: [B, n, Hq, D]; k_cache, v_cache: [B, S, Hkv, D]; score_cache: float32 [B, Hkv, S], one score per key, or None
