@@ -183,7 +183,7 @@ def _row(case, dtype, dtype_name, who, make, device, repeats, bandwidth) -> dict
         "warm_us": round(warm * 1e3, 2),
         "at_copy_bandwidth_us": round(size / bandwidth * 1e-3, 2),
         "cold_gb_per_s": round(achieved, 1),
-        "of_copy_bandwidth": round(achieved / bandwidth, 3),
+        "of_copy_bandwidth": float(f"{achieved / bandwidth:.3g}"),
         "cache_mb": round(size / 1e6, 1),
     }
 
