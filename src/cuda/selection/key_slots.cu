@@ -72,8 +72,8 @@ struct AssignSlotsKernel {
       WarpNumbers numbers[warps];
       std::int32_t starts[warps][segments_together][warp_size];  // in the end, of a slot a lane
     };
-    Events totals
-        [2][window];  // of the block; by turns, as others may still read those of the last window
+    Events totals[2]
+                 [window];  // of the block; two, as others may still read those of the last window
     Events warp_sums[warps];
   };
 
@@ -117,10 +117,10 @@ struct AssignSlotsKernel {
     Life* const lives = p.lives + row_begin;
     part.end = part.begin + list_lives(p, part, lives);
     Events numbered{};
-    for (int first_tile = 0, turn = 0; first_tile < p.tiles; first_tile += window, turn ^= 1) {
+    for (int first_tile = 0, parity = 0; first_tile < p.tiles; first_tile += window, parity ^= 1) {
       const int tiles = min(window, p.tiles - first_tile);
       count_events(shared, part, lives, first_tile, tiles);
-      number_tiles(p, shared, part.rank, tiles, turn, numbered);
+      number_tiles(p, shared, part.rank, tiles, parity, numbered);
       number_events(shared, part, lives, first_tile, tiles);
     }
     const int count = numbered.arrivals;  // as many depart
@@ -183,10 +183,10 @@ struct AssignSlotsKernel {
   // Turns the counts of the window's tiles into the numbers of each warp's first events, from `numbered` on, which
   // they are added to. A thread has a tile.
   static __device__ void number_tiles(const Params& p, SharedStorage& shared, int rank, int tiles,
-                                      int turn, Events& numbered) {
+                                      int parity, Events& numbered) {
     const auto tile = static_cast<int>(threadIdx.x);
     const bool is_tile = tile < tiles;
-    Events& total = shared.totals[turn][tile];
+    Events& total = shared.totals[parity][tile];
     const auto numbers = [&](int warp) {
       WarpNumbers& of_warp = shared.numbers[warp];
       return Events{of_warp.arrivals[tile], of_warp.departures[tile]};
@@ -273,7 +273,7 @@ struct AssignSlotsKernel {
     }
   };
 
-  // A lane follows the keys of a slot. The warps of all blocks take turns; each collects the starts of its slots in
+  // A lane follows the keys of a slot. The slots are shared by the warps of all blocks; each collects the starts of its slots in
   // shared memory, as they lie far apart, and the next key is on its way meanwhile.
   static __device__ void follow_slots(const Params& p, SharedStorage& shared, const Part& part,
                                       int count) {

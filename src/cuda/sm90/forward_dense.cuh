@@ -102,7 +102,7 @@ class DenseWork {
 
 // Consecutive keys by the TMA unit. One warp would take longer for all copies of a tile than the consumers, so three
 // divide them: q and K, V, and bits and biases. They visit the same tiles. Each pipeline is filled by one warp: two that
-// took turns in the three stages of bits and biases could pass a barrier a phase early.
+// filled the three stages of bits and biases alternately could pass a barrier a phase early.
 template <class Kernel>
 struct DenseProducer : TmaProducer<Kernel> {
   using Base = TmaProducer<Kernel>;
