@@ -137,7 +137,11 @@ struct BackwardKernel {
         storage.work[0] = {tile.batch, tile.kv_head, tile.key, 0, p.visits.count[list]};
       }
     } else {
-      const int2 queries = find_queries<Variant>(p, tile, storage.bounds);
+      KeyRecord* records = nullptr;
+      if constexpr (Variant.placement == KeyPlacement::block_key_info) {
+        records = storage.block.records;
+      }
+      const int2 queries = find_queries<Variant>(p, tile, storage.bounds, records);
       if (threadIdx.x == 0) {
         const int tile_end = ceil_div(queries.y, policy.rows);
         storage.work[0] = {tile.batch, tile.kv_head, tile.key,

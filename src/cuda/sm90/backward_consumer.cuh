@@ -36,6 +36,9 @@ class BackwardConsumer {
   // for P.
   static constexpr bool has_room = rows == 64;
   static constexpr bool loads_delta_ahead = has_room && !variant.has_dense();
+  // Key biases are a term of the exponent, where they cost no instruction; with a dense mask or bias, of the initial
+  // scores, since they would occupy registers all round the loop.
+  static constexpr bool bias_in_exponent = variant.has_info() && !variant.has_dense();
 
  public:
   __device__ BackwardConsumer(const BackwardKernelParams& p, Storage& storage)
@@ -119,7 +122,7 @@ class BackwardConsumer {
     if constexpr (!Kernel::overlaps) wgmma_wait<0>();
   }
 
-  // Initializes S = (bias - lse) / scale + K q^T with the first term.
+  // Initializes S = (bias - lse) / scale + K q^T with the first term, which has the bias unless the exponent has it.
   __device__ void begin_scores(const Visit& at, int n) {
 #pragma unroll
     for (int j = 0; j < rows / 8; ++j) {
@@ -128,7 +131,7 @@ class BackwardConsumer {
       for (int h = 0; h < 2; ++h) {
         s_[4 * j + 2 * h] = begin.x;
         s_[4 * j + 2 * h + 1] = begin.y;
-        if constexpr (variant.has_info()) {
+        if constexpr (variant.has_info() && !bias_in_exponent) {
           s_[4 * j + 2 * h] += keys_.bias(h);
           s_[4 * j + 2 * h + 1] += keys_.bias(h);
         }
@@ -244,11 +247,18 @@ class BackwardConsumer {
   __device__ void make_p(const Visit& at) {
     keys_.mask(at, s_);
     const float factor = p_.backward.score.factor;
+    float biases[2] = {};
+    if constexpr (bias_in_exponent) {
+      for (int h = 0; h < 2; ++h) biases[h] = keys_.bias(h) * factor;
+    }
     std::uint32_t bits = 0;  // of all P
 #pragma unroll
     for (int j = 0; j < scores / 4; ++j) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s_[4 * j + e] = exp2_approx(s_[4 * j + e] * factor);
+      for (int e = 0; e < 4; ++e) {
+        float& s = s_[4 * j + e];
+        s = exp2_approx(bias_in_exponent ? fmaf(s, factor, biases[e / 2]) : s * factor);
+      }
       p_operand_[2 * j] = pack<T>(s_[4 * j], s_[4 * j + 1]);
       p_operand_[2 * j + 1] = pack<T>(s_[4 * j + 2], s_[4 * j + 3]);
       bits |= p_operand_[2 * j] | p_operand_[2 * j + 1];

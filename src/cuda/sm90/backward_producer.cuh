@@ -31,8 +31,8 @@ struct TileLoader {
   // By a warp. `n`: query tiles of this block before. Returns the new count.
   __device__ int run(const BackwardWork& work, int n) const {
     if (!work.has_tiles()) return n;
-    if constexpr (!Kernel::has_slots) load_keys(work);
     const std::uint32_t flags = *p.backward.flags;
+    if constexpr (!Kernel::has_slots) load_keys(work);
     const bool cleans_q = (flags & q_not_finite) != 0;
     const bool cleans_dout = (flags & dout_not_finite) != 0;
 #pragma unroll 1

@@ -33,7 +33,8 @@ struct SlotStorage<false> {};
 // A block's neighbouring keys, with their biases for the current head.
 template <bool Exists>
 struct BlockStorage {
-  alignas(16) KeyRecord records[BackwardPolicy::keys];
+  alignas(
+      16) KeyRecord records[BackwardPolicy::keys];  // find_queries stores those of the first head
 };
 template <>
 struct BlockStorage<false> {};

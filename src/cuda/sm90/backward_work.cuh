@@ -33,10 +33,24 @@ __device__ inline BackwardWork work_of(const BackwardKernelParams& p, const Slot
   return work;
 }
 
-// The queries that see some key of a block of neighbouring keys, [begin, end). By all threads of the block.
+// The record of key tile.key + i, with the bias for the first head of the group.
+__device__ inline KeyRecord first_record(const BackwardKernelParams& p, const KeyTile& tile,
+                                         int i) {
+  const KeyInfo& info = p.info;
+  const int key = tile.key + i;
+  const int head = tile.kv_head * (p.backward.shape.heads_q / p.backward.shape.heads_kv);
+  const KeyInterval seen =
+      info.ranges[tile.batch * info.range_batch + tile.kv_head * info.range_head + key];
+  const float bias = info.biases[tile.batch * info.bias_batch + head * info.bias_head_q +
+                                 tile.kv_head * info.bias_head_kv + key];
+  return {seen.first, seen.last, key, bias};
+}
+
+// The queries that see some key of a block of neighbouring keys, [begin, end). By all threads of the block. `records`,
+// unless it is null, receives those of all its keys.
 template <BackwardVariant Variant>
 __device__ inline int2 find_queries(const BackwardKernelParams& p, const KeyTile& tile,
-                                    int (&shared_bounds)[2]) {
+                                    int (&shared_bounds)[2], KeyRecord* records) {
   const Shape& shape = p.backward.shape;
   if constexpr (!Variant.has_info()) {
     const int first =
@@ -44,15 +58,17 @@ __device__ inline int2 find_queries(const BackwardKernelParams& p, const KeyTile
     return {first, shape.seqlen_q};
   } else {
     const int thread = static_cast<int>(threadIdx.x);
+    const bool has_key = thread < BackwardPolicy::keys;
+    KeyRecord record{};
+    if (has_key) record = first_record(p, tile, thread);
     if (thread == 0) shared_bounds[0] = shape.seqlen_q;
     if (thread == 0) shared_bounds[1] = 0;
     __syncthreads();
-    if (thread < BackwardPolicy::keys) {
-      const KeyInterval range = p.info.ranges[tile.batch * p.info.range_batch +
-                                              tile.kv_head * p.info.range_head + tile.key + thread];
-      const bool seen = range.first < range.last;
-      const int begin = warp_min(seen ? range.first : shape.seqlen_q);
-      const int end = warp_max(seen ? range.last : 0);
+    if (has_key) {
+      if (records != nullptr) records[thread] = record;
+      const bool seen = record.first < record.last;
+      const int begin = warp_min(seen ? record.first : shape.seqlen_q);
+      const int end = warp_max(seen ? record.last : 0);
       if (lane_id() == 0) {
         atomicMin(&shared_bounds[0], begin);
         atomicMax(&shared_bounds[1], end);

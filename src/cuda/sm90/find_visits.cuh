@@ -28,7 +28,7 @@ struct FindVisits {
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
     const KeyTile keys(p.backward.shape, BackwardPolicy::keys, true, static_cast<int>(blockIdx.x));
     constexpr BackwardVariant with_ranges{.placement = KeyPlacement::block_key_info};
-    const int2 queries = find_queries<with_ranges>(p, keys, shared.bounds);
+    const int2 queries = find_queries<with_ranges>(p, keys, shared.bounds, nullptr);
     const int first_tile = queries.x / rows;
     const int tiles = max(ceil_div(queries.y, rows) - first_tile, 0);
     const int group = p.backward.shape.heads_q / p.backward.shape.heads_kv;

@@ -44,7 +44,7 @@ class KeyBlock {
     } else if constexpr (has_info) {
       // With the work in shared memory: with the visit's registers ptxas treats the branch, and so the whole loop, as
       // divergent (docs/kernels/sm90-backward.md).
-      if (at.tile() == work_.tile_begin) load_records(at.head());
+      if (p_.info.bias_head_q != 0 && at.tile() == work_.tile_begin) change_biases(at.head());
 #pragma unroll
       for (int h = 0; h < 2; ++h) visible_.see(h, record(h), at.tile() * rows);
     }
@@ -54,7 +54,7 @@ class KeyBlock {
   __device__ void leave(const Visit&, float (&)[Kernel::head_dim / 2],
                         float (&)[Kernel::head_dim / 2]) {}
 
-  // The initial value of the scores of a row, without the query's term, in units of the accumulator.
+  // The bias of a row in units of the accumulator.
   __device__ float bias(int h) const {
     if constexpr (has_dense) {
       return bias_[h];
@@ -149,13 +149,11 @@ class KeyBlock {
   __device__ const KeyRecord& record(int h) const { return storage_.block.records[row() + 8 * h]; }
 
   // Of the warp's 16 keys, which no other warp reads.
-  __device__ void load_records(int head) {
+  __device__ void change_biases(int head) {
     __syncwarp();
     if (lane_id() < 16) {
       const int row = warp_row() + lane_id();
-      const KeyInterval seen = ranges()[row];
-      storage_.block.records[row] = {seen.first, seen.last, work_.key + row,
-                                     biases(head)[work_.key + row]};
+      storage_.block.records[row].bias = biases(head)[work_.key + row];
     }
     __syncwarp();
   }
@@ -164,9 +162,16 @@ class KeyBlock {
   __device__ void clear_unseen_rows() {
     const int thread = static_cast<int>(threadIdx.x) % 256;
     const int r = thread / 2;
-    const KeyInterval seen = ranges()[r];
-    const bool hidden = p_.info.bias_head_q == 0 && biases(0)[work_.key + r] == negative_infinity;
-    if (seen.first >= seen.last || hidden) {
+    const KeyRecord record = [&] {
+      if constexpr (has_dense) {
+        const KeyInterval seen = ranges()[r];
+        return KeyRecord{seen.first, seen.last, work_.key + r, biases(0)[work_.key + r]};
+      } else {
+        return storage_.block.records[r];
+      }
+    }();
+    const bool hidden = p_.info.bias_head_q == 0 && record.bias == negative_infinity;
+    if (record.first >= record.last || hidden) {
 #pragma unroll 1
       for (int chunk = thread % 2; chunk < Rows::chunks; chunk += 2) {
         store_shared_16(shared_address(storage_.k) + Rows::offset(r, chunk), {0, 0, 0, 0});
