@@ -299,10 +299,15 @@ class BackwardConsumer {
             has_room ? float2{s_[2 * i], s_[2 * i + 1]} : Element<T>::widen_packed2(p_operand_[i]);
         const float x = p.x * (dp_[2 * i] - delta_of[j].x);
         const float y = p.y * (dp_[2 * i + 1] - delta_of[j].y);
-        if constexpr (variant.has_info()) sums[h] += x + y;
+        dp_[2 * i] = x;
+        dp_[2 * i + 1] = y;
         ds_operand_[i] = pack<T>(x, y);
         magnitude[i % 4] = add_magnitude<T>(magnitude[i % 4], ds_operand_[i]);
       }
+    }
+    if (keys_.sums_ds()) {
+#pragma unroll
+      for (int i = 0; i < scores / 2; ++i) sums[i % 2] += dp_[2 * i] + dp_[2 * i + 1];
     }
     bool finite = true;
 #pragma unroll

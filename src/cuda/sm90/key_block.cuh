@@ -45,8 +45,6 @@ class KeyBlock {
       // With the work in shared memory: with the visit's registers ptxas treats the branch, and so the whole loop, as
       // divergent (docs/kernels/sm90-backward.md).
       if (p_.info.bias_head_q != 0 && at.tile() == work_.tile_begin) change_biases(at.head());
-#pragma unroll
-      for (int h = 0; h < 2; ++h) visible_.see(h, record(h), at.tile() * rows);
     }
   }
 
@@ -66,9 +64,12 @@ class KeyBlock {
   // While the scores of a tile are computed.
   __device__ void prepare_mask(const Visit& at) {
     if constexpr (has_info && !has_dense) {
+      const int first_query = at.tile() * rows;
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        if (visible_.is_partial(h)) visible_.prepare_mask(h, record(h), at.tile() * rows);
+      for (int h = 0; h < 2; ++h) {
+        visible_.see(h, record(h), first_query);
+        if (visible_.is_partial(h)) visible_.prepare_mask(h, record(h), first_query);
+      }
     }
   }
 
@@ -95,6 +96,12 @@ class KeyBlock {
     }
   }
 
+  // Whether the sums of dS are wanted: the gradient of a key bias.
+  __device__ bool sums_ds() const {
+    const OutputBroadcast& dbias = p_.backward.dbias;
+    return has_info && dbias.data != nullptr && !dbias.dense;
+  }
+
   // Adds the sums of a tile's dS over this thread's rows.
   __device__ void add_dbias(const float (&sums)[2]) {
     if constexpr (has_info) {
@@ -105,12 +112,9 @@ class KeyBlock {
 
   // After a query tile.
   __device__ void end_tile(const Visit& at) {
-    if constexpr (has_info) {
-      const OutputBroadcast& dbias = p_.backward.dbias;
-      if (dbias.data == nullptr || dbias.dense) return;
-      const bool ends = dbias.head_q != 0 ? at.is_last_of_head() : at.is_last();
-      if (ends) store_dbias(at.head());
-    }
+    if (!sums_ds()) return;
+    const bool ends = p_.backward.dbias.head_q != 0 ? at.is_last_of_head() : at.is_last();
+    if (ends) store_dbias(at.head());
   }
 
   __device__ void release() {}

@@ -29,7 +29,7 @@ KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
   }
   if (info.range_heads > 1) info.range_head = keys;
   if (info.bias_heads > 1)
-    (info.bias_heads == shape.heads_q ? info.bias_head_q : info.bias_head_kv) = keys;
+    (info.bias_heads == shape.heads_kv ? info.bias_head_kv : info.bias_head_q) = keys;
   return info;
 }
 
