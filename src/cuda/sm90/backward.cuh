@@ -74,7 +74,7 @@ struct BackwardKernel {
       storage.order = ordered ? atomicAdd(p.order.started, 1) : static_cast<int>(blockIdx.x);
     }
     __syncthreads();
-    const int predecessor = has_slots ? -1 : find_work(p, ordered, storage);
+    const int predecessor = has_slots ? -1 : find_work(p, storage);
     if (threadIdx.x < 128) {
       decrease_registers<BackwardPolicy::producer_registers>();
       const int warp = warp_id();
@@ -125,12 +125,11 @@ struct BackwardKernel {
 
  private:
   // The work of a block of neighbouring keys; returns the work just before it that adds to the same dq.
-  static __device__ int find_work(const Params& p, bool ordered, SharedStorage& storage) {
+  static __device__ int find_work(const Params& p, SharedStorage& storage) {
     constexpr int keys = BackwardPolicy::keys;
     const Shape& shape = p.backward.shape;
-    const bool keys_descend = !Variant.has_dense() && ordered && p.keys_descend;
-    KeyTile tile(shape, keys, ordered && !keys_descend, storage.order);
-    if (keys_descend) tile.key = (ceil_div(shape.seqlen_k, keys) - 1) * keys - tile.key;
+    KeyTile tile(shape, keys, p.one_section, storage.order);
+    if (p.keys_descend) tile.key = (ceil_div(shape.seqlen_k, keys) - 1) * keys - tile.key;
     if constexpr (Variant.has_dense()) {
       if (threadIdx.x == 0) {
         const int list = QueryVisitLists::list(shape, tile.batch, tile.kv_head, tile.key);

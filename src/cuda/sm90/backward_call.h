@@ -123,7 +123,6 @@ struct BackwardCall {
                                  ceil_div(p.heads_q / p.heads_kv, std::int64_t{order_heads});
       params.order.published =
           workspace.take<int>(p.batch * p.heads_kv * (slots ? steps : key_blocks));
-      params.keys_descend = keys_descend(args);
     }
     if (has_dbias_sums())
       dbias_sums = workspace.take<float>(elements(dbias_accum_shape(args.problem)));
@@ -136,6 +135,7 @@ struct BackwardCall {
       params.dq_accum = nullptr;
       params.order = {};
     }
+    set_block_order(args.in.visibility.bound.consecutive);
   }
 
   const BackwardVariant& variant() const { return choice.variant; }
@@ -172,17 +172,21 @@ struct BackwardCall {
     return has(problem.bias_shape) && !is_dense(problem.bias_shape) && has_list(problem);
   }
 
-  // Whether blocks of neighbouring keys that add to dq in an order take the keys of a head from its end, in sections of
-  // the L2 (KeyTile). The queries of such blocks end together, and of two neighbours the one with later keys begins two
-  // tiles later: in descending order it is two tiles ahead from the start, and no block waits. In ascending order all
-  // heads have to be in flight; of many heads few blocks each are, which then read q, dout and dq from DRAM. With fewer
-  // heads the longest blocks of the last section, which run last, cost more. Windows end with their keys, and for heads
-  // of a group, one after the other, the distance grows: both ascend.
-  bool keys_descend(const BackwardArgs& args) const {
+  // Of blocks of neighbouring keys that add to dq in an order: whether they take the keys of a head from its end, in
+  // sections of the L2 (KeyTile), or those of all heads at once from their beginning. The queries of such blocks end
+  // together, and of two neighbours the one with later keys begins two tiles later: in descending order it is two tiles
+  // ahead from the start, and no block waits. In ascending order all heads have to be in flight; of many heads few
+  // blocks each are, which then read q, dout and dq from DRAM. With fewer heads the longest blocks of the last section,
+  // which run last, cost more. Windows end with their keys, and for heads of a group, one after the other, the distance
+  // grows: both ascend. Without an order blocks of windows and documents, which read few queries, are one section too:
+  // the shorter ones of a document run last.
+  void set_block_order(bool consecutive) {
     constexpr std::int64_t many_heads = 32;
-    const Problem& p = args.problem;
-    return !variant().has_slots() && !variant().has_dense() && p.heads_q == p.heads_kv &&
-           p.batch * p.heads_kv >= many_heads && !args.in.visibility.bound.consecutive;
+    const Problem& p = problem;
+    const bool ordered = params.order.started != nullptr;
+    params.keys_descend = ordered && !variant().has_dense() && p.heads_q == p.heads_kv &&
+                          p.batch * p.heads_kv >= many_heads && !consecutive;
+    params.one_section = ordered ? !params.keys_descend : consecutive;
   }
 
   void set_dbias(const BackwardArgs& args) {

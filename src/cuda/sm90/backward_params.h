@@ -98,7 +98,9 @@ struct BackwardKernelParams {
   float* dq_accum = nullptr;   // [B, Hq, query tiles] DqAccumLayout; null: not wanted
   OrderSemaphores order;       // of the additions to it
   SlotParams slots;
-  // Blocks of neighbouring keys that add in an order take the keys of a head from its end (BackwardCall::keys_descend).
+  // Of blocks of neighbouring keys (BackwardCall::set_block_order): whether those of all heads are one section (KeyTile),
+  // and whether they take the keys of a head from its end.
+  bool one_section = false;
   bool keys_descend = false;
 };
 
