@@ -110,9 +110,14 @@ void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream) 
 
 // ---- Key ranges -----------------------------------------------------------------------------------------
 
+// Up to so many keys are one tile of keys in most kernels, which is visited and tested in any case. Where tiles are
+// smaller, ranges would leave out a few of them for two launches more.
+constexpr std::int64_t few_keys = 2 * KeyRange::keys;
+
 KeyRangeWorkspace allocate_key_ranges(const Problem& p, const Inputs& in, bool has_lists,
                                       WorkspaceAllocator& workspace) {
   if (in.visibility.intervals.data == nullptr || has_lists) return {};
+  if (p.seqlen_k <= few_keys) return {};
   const std::int64_t rows = p.intervals_shape[0] * p.intervals_shape[1];
   const KeyRangesParams sizes = key_range_params(p, in, {});
   KeyRangeWorkspace result;

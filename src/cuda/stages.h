@@ -26,7 +26,7 @@ BackwardParams params_of(const BackwardArgs& args);
 
 struct KeyBlockQueries;
 
-// Room for the key ranges of query tiles, where there are intervals and no lists.
+// Room for the key ranges of query tiles, where there are intervals of more than a few keys and no lists.
 struct KeyRangeWorkspace {
   KeyBlockQueries* blocks = nullptr;
   KeyRange* ranges = nullptr;
