@@ -37,14 +37,15 @@ __global__ void __launch_bounds__(pack_threads)
 // One CTA for each group of chunks: inverts the order, counts the positions of the chunks by block,
 // and writes the intervals that do not depend on T: those of the w best keys and of the keys never
 // chosen.
-__global__ void __launch_bounds__(threads) scatter_ranks(OrderedRows rows) {
+__global__ void __launch_bounds__(threads)
+    scatter_ranks(OrderedRows rows, const std::uint64_t* sorted) {
   wait_for_previous_kernel();
   __shared__ int counts[max_blocks];
   const int row = static_cast<int>(blockIdx.x) / rows.groups;
   const int group = static_cast<int>(blockIdx.x) % rows.groups;
   const int thread = static_cast<int>(threadIdx.x);
   for (int b = thread; b < rows.blocks; b += threads) counts[b] = 0;
-  const std::uint64_t* sorted = rows.sorted_row(row);
+  const std::uint64_t* const sorted_row = sorted + static_cast<std::int64_t>(row) * rows.seqlen_k;
   const int first_chunk = group * rows.group_chunks;
   const int end_chunk = min(first_chunk + rows.group_chunks, rows.chunks);
   for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(threads) scatter_ranks(OrderedRows rows) {
     const int end = rows.chunk_end(chunk);
 #pragma unroll 2
     for (int rank = rows.chunk_begin(chunk) + thread; rank < end; rank += threads) {
-      const std::uint64_t key = sorted[rank];
+      const std::uint64_t key = sorted_row[rank];
       const int position = rows.layout.position(key);
       const bool valid = rows.layout.valid(key);
       scatter_rank(rows, row, rank, position, valid);
@@ -67,27 +68,24 @@ __global__ void __launch_bounds__(threads) scatter_ranks(OrderedRows rows) {
   __syncthreads();
   for (int b = thread; b < rows.blocks; b += threads) {
     rows.totals[rows.block_of_row(row, b) * rows.groups + group] =
-        static_cast<std::uint16_t>(counts[b]);
+        static_cast<std::uint32_t>(counts[b]);
   }
 }
 
 constexpr int order_threads = 256;
 
-// A thread for each rank.
+// A thread for each rank, and for a key.
 __global__ void __launch_bounds__(order_threads)
     store_ranks(OrderedRows rows, std::int32_t* key_of_rank, std::int32_t* rank_of_key) {
   wait_for_previous_kernel();
   const int blocks = ceil_div(rows.seqlen_k, order_threads);
   const int row = static_cast<int>(blockIdx.x) / blocks;
-  const int rank =
+  const int i =
       static_cast<int>(blockIdx.x) % blocks * order_threads + static_cast<int>(threadIdx.x);
-  if (rank >= rows.seqlen_k) return;
-  const std::uint64_t key = rows.sorted_row(row)[rank];
-  const int position = rows.layout.position(key);
-  const bool valid = rows.layout.valid(key);
+  if (i >= rows.seqlen_k) return;
   const std::int64_t at = static_cast<std::int64_t>(rows.first_row + row) * rows.seqlen_k;
-  key_of_rank[at + rank] = valid ? position : -1;
-  rank_of_key[at + position] = valid ? rank : rows.seqlen_k;
+  key_of_rank[at + i] = rows.order_row(row)[i];
+  rank_of_key[at + i] = rows.rank_row(row)[i];
 }
 
 // ---- Sorting ------------------------------------------------------------------------------------
@@ -105,8 +103,7 @@ Sort sort_of(const OrderedRows& rows) {
 
 template <class RowSort>
 void sort_rows(const Work& work, const OrderedRows& rows, cudaStream_t stream) {
-  launch_grid<sort_row<RowSort::threads>>({rows.rows, RowSort::threads}, stream, work.keys, rows,
-                                          work.packed);
+  launch_grid<sort_row<RowSort::threads>>({rows.rows, RowSort::threads}, stream, work.keys, rows);
 }
 
 // Sorts the packed keys; the result is where `buffers` points. The positions in the low bits come in
@@ -123,28 +120,21 @@ void sort(const OrderedRows& rows, cub::DoubleBuffer<std::uint64_t>& buffers, vo
 
 // By the CTAs that sort the rows.
 void sort_and_scatter(const Work& work, OrderedRows& rows, cudaStream_t stream) {
-  rows.sorted = work.packed;
-  rows.rank_of = reinterpret_cast<std::int32_t*>(work.other);
+  rows.store_order_in(work.packed);
   rows.seqlen_k <= ShortRowSort::max_keys ? sort_rows<ShortRowSort>(work, rows, stream)
                                           : sort_rows<LongRowSort>(work, rows, stream);
 }
 
 void sort_then_scatter(const Work& work, OrderedRows& rows, cudaStream_t stream) {
   cub::DoubleBuffer<std::uint64_t> buffers(work.packed, work.other);
-  if (sort_of(rows) == Sort::digits) {
-    const int passes = sort_passes(work.keys, work.rows, work.passes, buffers.Current(),
-                                   buffers.Alternate(), stream);
-    buffers.selector ^= passes % 2;
-  } else {
-    const int pack_ctas = ceil_div(rows.seqlen_k, pack_threads * pack_keys);
-    launch_grid<pack_keys_of_rows>({std::int64_t{rows.rows} * pack_ctas, pack_threads}, stream,
-                                   work.keys, rows, work.packed);
-    std::size_t bytes = work.sort_bytes;
-    sort(rows, buffers, work.sort_workspace, bytes, stream);
-  }
-  rows.sorted = buffers.Current();
-  rows.rank_of = reinterpret_cast<std::int32_t*>(buffers.Alternate());  // free after the sort
-  launch_grid<scatter_ranks>({std::int64_t{rows.rows} * rows.groups, threads}, stream, rows);
+  const int pack_ctas = ceil_div(rows.seqlen_k, pack_threads * pack_keys);
+  launch_grid<pack_keys_of_rows>({std::int64_t{rows.rows} * pack_ctas, pack_threads}, stream,
+                                 work.keys, rows, work.packed);
+  std::size_t bytes = work.sort_bytes;
+  sort(rows, buffers, work.sort_workspace, bytes, stream);
+  rows.store_order_in(buffers.Alternate());  // free after the sort
+  launch_grid<scatter_ranks>({std::int64_t{rows.rows} * rows.groups, threads}, stream, rows,
+                             buffers.Current());
 }
 
 }  // namespace
@@ -161,20 +151,20 @@ Work lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& work
   rows.queries = QueryClip(args);
   rows.intervals = args.intervals;
   rows.chunks = 1 + ceil_div(rows.seqlen_k - rows.window % chunk_ranks, chunk_ranks);
-  // rank_thresholds.cu sums over the groups before its own: few, unless that would leave the GPU idle.
-  rows.group_chunks = std::min(ceil_div(rows.chunks, 64), max_group_chunks);
+  // rank_thresholds.cu sums over the groups before its own: few, unless that would leave the GPU idle. The kernels that
+  // sort and scatter at once count chunk by chunk.
+  rows.group_chunks =
+      sort_of(rows) == Sort::device ? std::min(ceil_div(rows.chunks, 64), max_group_chunks) : 1;
   rows.groups = ceil_div(rows.chunks, rows.group_chunks);
   rows.blocks = ceil_div(rows.seqlen_k, block_positions);
   work.keys = ScoredKeys(args);
 
-  const std::int64_t keys = std::int64_t{rows.rows} * rows.seqlen_k;
-  work.packed = workspace.take<std::uint64_t>(keys);
-  // Ranks come here, in rows rounded up to 4.
-  const std::int64_t ranks = std::int64_t{rows.rows} * ceil_div(rows.seqlen_k, 4) * 4;
-  work.other = workspace.take<std::uint64_t>(std::max(keys, ranks / 2));
+  // Each is large enough for packed keys.
+  work.packed = workspace.take<std::uint64_t>(rows.order_words());
+  if (sort_of(rows) != Sort::rows) work.other = workspace.take<std::uint64_t>(rows.order_words());
   const std::int64_t blocks = std::int64_t{rows.rows} * rows.blocks;
-  rows.before = workspace.take<std::uint16_t>(blocks * rows.chunks);
-  rows.totals = workspace.take<std::uint16_t>(blocks * rows.groups);
+  if (rows.group_chunks > 1) rows.before = workspace.take<std::uint16_t>(blocks * rows.chunks);
+  rows.totals = workspace.take<std::uint32_t>(blocks * rows.groups);
   if (sort_of(rows) == Sort::digits) {
     work.passes.tiles = ceil_div(rows.seqlen_k, RowPasses::tile_keys);
     work.passes.passes = rows.layout.score_bits / RowPasses::digit_bits;
@@ -193,8 +183,13 @@ Work lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& work
 
 OrderedRows sort_keys(const Work& work, cudaStream_t stream) {
   OrderedRows rows = work.rows;
-  sort_of(rows) == Sort::rows ? sort_and_scatter(work, rows, stream)
-                              : sort_then_scatter(work, rows, stream);
+  switch (sort_of(rows)) {
+    case Sort::rows: sort_and_scatter(work, rows, stream); break;
+    case Sort::digits:
+      sort_passes(work.keys, rows, work.passes, work.packed, work.other, stream);
+      break;
+    case Sort::device: sort_then_scatter(work, rows, stream); break;
+  }
   return rows;
 }
 

@@ -57,12 +57,24 @@ struct OrderedRows {
   int chunks = 0;
   int group_chunks = 1;  // chunks whose positions one CTA counts
   int groups = 0;
-  int blocks = 0;                         // of positions
-  const std::uint64_t* sorted = nullptr;  // [rows, Sk]
-  std::int32_t* rank_of = nullptr;        // [rows, Sk rounded up to 4] by position
+  int blocks = 0;                   // of positions
+  std::int32_t* rank_of = nullptr;  // [rows, Sk rounded up to 4] by position, Sk: never chosen
+  std::int32_t* order = nullptr;    // [rows, Sk] its inverse, -1: never chosen
   // Positions of a block that the following ranks hold:
   std::uint16_t* before = nullptr;  // [rows, blocks, chunks] the chunks before in the group
-  std::uint16_t* totals = nullptr;  // [rows, blocks, groups] the group
+  std::uint32_t* totals = nullptr;  // [rows, blocks, groups] the group
+
+  // Ranks and order are as large as the packed keys, but for the rounding.
+  __host__ __device__ std::int64_t all_ranks() const {
+    return std::int64_t{rows} * (ceil_div(seqlen_k, 4) * 4);
+  }
+  __host__ __device__ std::int64_t order_words() const {  // of 8 bytes
+    return ceil_div(all_ranks() + std::int64_t{rows} * seqlen_k, std::int64_t{2});
+  }
+  __host__ __device__ void store_order_in(std::uint64_t* words) {
+    rank_of = reinterpret_cast<std::int32_t*>(words);
+    order = rank_of + all_ranks();
+  }
 
   __host__ __device__ int chunk_begin(int chunk) const {
     return chunk == 0 ? 0 : window % chunk_ranks + (chunk - 1) * chunk_ranks;
@@ -74,8 +86,8 @@ struct OrderedRows {
   }
   // The first chunk whose intervals depend on T (rank_thresholds.cu).
   __host__ __device__ int first_computed() const { return window / chunk_ranks + 1; }
-  __device__ const std::uint64_t* sorted_row(int row) const {
-    return sorted + static_cast<std::int64_t>(row) * seqlen_k;
+  __device__ std::int32_t* order_row(int row) const {
+    return order + static_cast<std::int64_t>(row) * seqlen_k;
   }
   __device__ std::int32_t* rank_row(int row) const {
     return rank_of + static_cast<std::int64_t>(row) * (ceil_div(seqlen_k, 4) * 4);
@@ -103,10 +115,11 @@ struct KeysDescending {
   }
 };
 
-// A key's rank by its position, and its interval where that does not depend on T: of the w best keys and of the
-// keys never chosen.
+// The position of a rank and the rank of a position, and the key's interval where that does not depend on T: of the w
+// best keys and of the keys never chosen.
 __device__ inline void scatter_rank(const OrderedRows& rows, int row, int rank, int position,
                                     bool valid) {
+  rows.order_row(row)[rank] = valid ? position : -1;
   rows.rank_row(row)[position] = valid ? rank : rows.seqlen_k;
   KeyInterval* const interval = rows.intervals_row(row) + position;
   if (!valid) {

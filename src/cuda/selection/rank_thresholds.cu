@@ -66,8 +66,9 @@ __device__ void find_top_block(const OrderedRows& rows, const Chunk& chunk, Chun
     for (int i = 0; i < together; ++i) {
       const int b = min(first + i * warps, rows.blocks - 1);
       const std::int64_t block = rows.block_of_row(chunk.row, b);
-      const std::uint16_t* totals = rows.totals + block * rows.groups;
-      sum[i] = lane == 0 ? rows.before[block * rows.chunks + chunk.index] : 0;
+      const std::uint32_t* totals = rows.totals + block * rows.groups;
+      const bool in_group = rows.group_chunks > 1 && lane == 0;
+      sum[i] = in_group ? rows.before[block * rows.chunks + chunk.index] : 0;
       sum[i] += lane < group ? totals[lane] : 0;
       sum[i] += lane + warp_size < group ? totals[lane + warp_size] : 0;
       for (int g = lane + 2 * warp_size; g < group; g += warp_size) sum[i] += totals[g];
@@ -181,8 +182,8 @@ struct LaneRanks {
       arrival[half] = warp_id() * warp_ranks + half * warp_size + lane_id();
       position[half] = rows.seqlen_k;
       if (chunk.begin + arrival[half] >= chunk.end) continue;
-      const std::uint64_t key = rows.sorted_row(chunk.row)[chunk.begin + arrival[half]];
-      if (rows.layout.valid(key)) position[half] = rows.layout.position(key);
+      const int at = rows.order_row(chunk.row)[chunk.begin + arrival[half]];
+      if (at >= 0) position[half] = at;
     }
   }
 };
@@ -341,9 +342,10 @@ __global__ void __launch_bounds__(threads, 2) compute_chunk(OrderedRows rows) {
   chunk.begin = rows.chunk_begin(chunk.index);
   chunk.end = rows.chunk_end(chunk.index);
   // Keys never chosen rank last, and scatter_rank (rank_order.cuh) has written their intervals.
-  if (!rows.layout.valid(rows.sorted_row(chunk.row)[chunk.begin])) return;
+  const bool is_chosen = rows.order_row(chunk.row)[chunk.begin] >= 0;
+  const LaneRanks own(rows, chunk);  // its loads and the one above are in flight together
+  if (!is_chosen) return;
 
-  const LaneRanks own(rows, chunk);
   find_top_block(rows, chunk, shared);
   BlockRanks ranks;
   ranks.load(rows, chunk.row, shared.top_block);

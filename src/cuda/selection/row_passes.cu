@@ -13,7 +13,7 @@ __device__ int digit_of(const KeyLayout& layout, std::uint64_t key, int pass) {
          (RowPasses::digits - 1);
 }
 
-// `packed` [rows, Sk] in the order of falling positions, and the counts of all passes.
+// `packed` [rows, Sk] in the order of falling positions, and the counts of all passes; clears what later kernels add to.
 __global__ void __launch_bounds__(RowPasses::threads)
     pack_and_count(ScoredKeys keys, OrderedRows rows, RowPasses passes, std::uint64_t* packed) {
   wait_for_previous_kernel();
@@ -23,6 +23,11 @@ __global__ void __launch_bounds__(RowPasses::threads)
   const int thread = static_cast<int>(threadIdx.x);
   if (blockIdx.x == 0 && thread < passes.passes) passes.started[thread] = 0;
   for (int pass = 0; pass < passes.passes; ++pass) counts[pass][thread] = 0;
+  const int totals = rows.blocks * rows.groups;  // which the last pass adds to
+  for (int i = tile * RowPasses::threads + thread; i < totals;
+       i += passes.tiles * RowPasses::threads) {
+    rows.totals[rows.block_of_row(row, 0) * rows.groups + i] = 0;
+  }
   __syncthreads();
   const KeysDescending<RowPasses::thread_keys> own(
       keys, rows, row, tile * RowPasses::tile_keys + thread, RowPasses::threads);
@@ -88,10 +93,27 @@ struct PassKeys {
 
 struct PassStorage {
   int work;
-  int warp_sums[RowPasses::warps];
-  // Of a warp and a digit: keys so far, then the offset of the first.
-  int offsets[RowPasses::warps][RowPasses::digits];
+  int warp_sums[2][RowPasses::warps];
+  // Of a digit: where its keys begin in the row, less where they begin in the tile.
+  int from_tile_to_row[RowPasses::digits];
+  std::uint64_t keys[RowPasses::tile_keys];  // ordered by the digit
+  union {
+    // Of a warp and a digit: keys so far, then the place of the first in the tile.
+    int offsets[RowPasses::warps][RowPasses::digits];
+    std::uint32_t counts[RowPasses::max_counts];  // of positions, by block and chunk: in the end
+  };
 };
+
+// The sum of the values of the threads before this one; one barrier.
+__device__ int sum_before_thread(int value, int (&warp_sums)[RowPasses::warps]) {
+  const int through = warp_inclusive_sum(value, lane_id());
+  if (lane_id() == warp_size - 1) warp_sums[warp_id()] = through;
+  __syncthreads();
+  int before = through - value;
+#pragma unroll
+  for (int w = 0; w < RowPasses::warps; ++w) before += w < warp_id() ? warp_sums[w] : 0;
+  return before;
+}
 
 // Turns the counts of this thread's digit, one for each warp, into the offsets of the warps' first keys, the
 // first warp's being `offset`.
@@ -105,6 +127,33 @@ __device__ void offset_warps(PassStorage& shared, int offset) {
   }
 }
 
+// A tile as the last pass leaves it: scatters the ranks and counts the positions of the chunks by block.
+// to_rank(i, key) is the rank of the tile's i-th key.
+template <class ToRank>
+__device__ void scatter_tile(const OrderedRows& rows, int row, int tile_size, PassStorage& shared,
+                             const ToRank& to_rank) {
+  const int counts = rows.blocks * rows.chunks;
+  const auto thread = static_cast<int>(threadIdx.x);
+  for (int i = thread; i < counts; i += RowPasses::threads) shared.counts[i] = 0;
+  __syncthreads();
+#pragma unroll 4
+  for (int i = thread; i < tile_size; i += RowPasses::threads) {
+    const std::uint64_t key = shared.keys[i];
+    const int rank = to_rank(i, key);
+    const int position = rows.layout.position(key);
+    const bool valid = rows.layout.valid(key);
+    scatter_rank(rows, row, rank, position, valid);
+    const int block = position / block_positions;
+    if (valid) atomicAdd(&shared.counts[block * rows.chunks + rows.chunk_of(rank)], 1u);
+  }
+  __syncthreads();
+  // Every chunk is a group. A tile has keys of few chunks: of each digit about as many as the tile's share in the row.
+  std::uint32_t* const totals = rows.totals + rows.block_of_row(row, 0) * rows.groups;
+  for (int i = thread; i < counts; i += RowPasses::threads) {
+    if (shared.counts[i] != 0) atomicAdd(totals + i, shared.counts[i]);
+  }
+}
+
 // The number of this block's tile, of all rows, in the order in which blocks start.
 __device__ int take_work(std::uint32_t* started, PassStorage& shared) {
   if (threadIdx.x == 0) shared.work = static_cast<int>(atomicAdd(started, 1u));
@@ -112,8 +161,9 @@ __device__ int take_work(std::uint32_t* started, PassStorage& shared) {
   return shared.work;
 }
 
-// Orders the keys of each row by one digit; equal ones stay in order. A thread has keys, and a digit to count.
-__global__ void __launch_bounds__(RowPasses::threads)
+// Orders the keys of each row by one digit; equal ones stay in order. A thread has keys, and a digit to count. The last
+// pass has no use for `to`.
+__global__ void __launch_bounds__(RowPasses::threads, RowPasses::min_blocks)
     sort_digit(OrderedRows rows, RowPasses passes, int pass, const std::uint64_t* from,
                std::uint64_t* to) {
   wait_for_previous_kernel();
@@ -127,16 +177,13 @@ __global__ void __launch_bounds__(RowPasses::threads)
   const std::int64_t counts_begin = passes.row_begin(rows, pass, row) + digit;
   const PassKeys keys(from + row_begin, rows.seqlen_k, tile);
 
-  // How many keys of the row have smaller digits: a sum over the warp here, over the warps before below.
-  int in_row = 0;
+  int in_row = 0;  // keys of the digit
 #pragma unroll 8
   for (int t = 0; t < passes.tiles; ++t)
     in_row += static_cast<int>(passes.counts[counts_begin + t * RowPasses::digits]);
-  const int through = warp_inclusive_sum(in_row, lane_id());
-  if (lane_id() == warp_size - 1) shared.warp_sums[warp] = through;
 #pragma unroll
   for (int w = 0; w < RowPasses::warps; ++w) shared.offsets[w][digit] = 0;
-  __syncthreads();
+  const int row_offset = sum_before_thread(in_row, shared.warp_sums[0]);
 
   int bin[PassKeys::count];
   int rank[PassKeys::count];  // among the keys of the warp with the same digit
@@ -151,29 +198,44 @@ __global__ void __launch_bounds__(RowPasses::threads)
   for (int w = 0; w < RowPasses::warps; ++w) in_tile += shared.offsets[w][digit];
   std::uint32_t* const published = passes.published + counts_begin;
   store_relaxed(published + tile * RowPasses::digits, static_cast<std::uint32_t>(in_tile) + 1);
-  int offset = through - in_row;
-  for (int w = 0; w < warp; ++w) offset += shared.warp_sums[w];
-  offset_warps(shared, offset + sum_published(published, tile));
+  const int tile_offset = sum_before_thread(in_tile, shared.warp_sums[1]);
+  offset_warps(shared, tile_offset);
   __syncthreads();
+  // The keys of a digit are stored together: scattered from the lanes that have them, each would be a sector of its own.
 #pragma unroll
   for (int i = 0; i < PassKeys::count; ++i) {
-    if (!keys.exists(i)) break;
-    to[row_begin + shared.offsets[warp][digit_of(rows.layout, keys.key[i], pass)] + rank[i]] =
-        keys.key[i];
+    if (bin[i] >= 0) shared.keys[shared.offsets[warp][bin[i]] + rank[i]] = keys.key[i];
+  }
+  shared.from_tile_to_row[digit] = row_offset + sum_published(published, tile) - tile_offset;
+  __syncthreads();
+  const int tile_size = min(rows.seqlen_k - tile * RowPasses::tile_keys, RowPasses::tile_keys);
+  const auto place = [&](int i, std::uint64_t key) {
+    return i + shared.from_tile_to_row[digit_of(rows.layout, key, pass)];
+  };
+  if (pass == passes.passes - 1) {
+    scatter_tile(rows, row, tile_size, shared, place);
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < RowPasses::thread_keys; ++k) {
+    const int i = k * RowPasses::threads + digit;
+    if (i >= tile_size) break;
+    const std::uint64_t key = shared.keys[i];
+    to[row_begin + place(i, key)] = key;
   }
 }
 
 }  // namespace
 
-int sort_passes(const ScoredKeys& keys, const OrderedRows& rows, const RowPasses& passes,
-                std::uint64_t* packed, std::uint64_t* other, cudaStream_t stream) {
+void sort_passes(const ScoredKeys& keys, OrderedRows& rows, const RowPasses& passes,
+                 std::uint64_t* packed, std::uint64_t* other, cudaStream_t stream) {
   const Grid grid{std::int64_t{rows.rows} * passes.tiles, RowPasses::threads};
   launch_grid<pack_and_count>(grid, stream, keys, rows, passes, packed);
   for (int pass = 0; pass < passes.passes; ++pass) {
+    if (pass == passes.passes - 1) rows.store_order_in(other);
     launch_grid<sort_digit>(grid, stream, rows, passes, pass, packed, other);
     std::swap(packed, other);
   }
-  return passes.passes;
 }
 
 }  // namespace flash_dmattn::cuda::per_query

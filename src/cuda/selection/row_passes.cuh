@@ -7,7 +7,7 @@
 // Sorting rows of some ten thousand keys, all at once: a kernel that packs the keys and one for each
 // eight bits of their scores. A CTA has a tile of a row. The offset of its keys follows from the number of
 // keys of each digit in the row, which the first kernel counts for all passes, and the number of them in
-// the tiles before, which each tile publishes.
+// the tiles before, which each tile publishes. The last pass stores the order and its inverse instead of the keys.
 // Tiles are numbered as blocks start, so that those before are running or done and waiting for them ends.
 //
 // It replaces CUB's device-wide sort, which gives 5760 keys to a CTA and so occupies a third of an
@@ -19,6 +19,7 @@ struct RowPasses {
   static constexpr int digits = 1 << digit_bits;
   static constexpr int threads = digits;  // one for each digit
   static constexpr int warps = threads / warp_size;
+  static constexpr int min_blocks = 4;  // 8 rows of 131072 keys have 512 tiles
   static constexpr int thread_keys = 8;
   static constexpr int warp_keys = thread_keys * warp_size;
   static constexpr int tile_keys = threads * thread_keys;
@@ -26,6 +27,8 @@ struct RowPasses {
   // Every CTA of a pass reads the counts of all tiles of its row.
   static constexpr int max_tiles = 64;
   static constexpr int max_keys = max_tiles * tile_keys;
+  // Pairs of a chunk and a block of positions; chunk 0 may be short.
+  static constexpr int max_counts = (max_keys / chunk_ranks + 1) * (max_keys / block_positions);
 
   int tiles = 0;   // of a row
   int passes = 0;  // score bits / digit_bits
@@ -40,9 +43,9 @@ struct RowPasses {
   }
 };
 
-// Sorts the keys of a batch: enqueues the passes, which alternate between the two buffers from `packed` on, and
-// returns how many they are.
-int sort_passes(const ScoredKeys& keys, const OrderedRows& rows, const RowPasses& passes,
-                std::uint64_t* packed, std::uint64_t* other, cudaStream_t stream);
+// Sorts the keys of a batch and scatters their ranks: the passes alternate between the two buffers from `packed` on, and
+// `rows` gets order and ranks in the one that the last pass writes.
+void sort_passes(const ScoredKeys& keys, OrderedRows& rows, const RowPasses& passes,
+                 std::uint64_t* packed, std::uint64_t* other, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda::per_query

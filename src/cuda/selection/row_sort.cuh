@@ -21,12 +21,10 @@ struct RowSort {
   using Sort = cub::BlockRadixSort<std::uint32_t, threads, thread_keys, std::uint16_t>;
 };
 
-// sorted [rows, Sk], the best first, and the result of scatter_ranks for it. Keys enter in the order of
-// falling positions, which the sort, being stable, keeps among equals; offsets past the end are worse than
-// or equal to all and come last.
+// Order and ranks of a row, with the result of scatter_ranks. Keys enter in the order of falling positions, which the
+// sort, being stable, keeps among equals; offsets past the end are worse than or equal to all and come last.
 template <int Threads>
-__global__ void __launch_bounds__(Threads)
-    sort_row(ScoredKeys keys, OrderedRows rows, std::uint64_t* sorted) {
+__global__ void __launch_bounds__(Threads) sort_row(ScoredKeys keys, OrderedRows rows) {
   wait_for_previous_kernel();
   using Policy = RowSort<Threads>;
   __shared__ typename Policy::Sort::TempStorage storage;
@@ -53,9 +51,7 @@ __global__ void __launch_bounds__(Threads)
     const int rank = i * Threads + thread;
     if (rank >= rows.seqlen_k) break;
     const int at = rows.seqlen_k - 1 - offset[i];
-    const std::uint64_t key = rows.layout.pack(row, ~worse[i], at);
-    const bool valid = rows.layout.valid(key);
-    sorted[static_cast<std::int64_t>(row) * rows.seqlen_k + rank] = key;
+    const bool valid = worse[i] != all;  // the code of a key that is never chosen is 0
     scatter_rank(rows, row, rank, at, valid);
     if (valid) atomicAdd(&counts[at / block_positions][rows.chunk_of(rank)], 1);
   }
@@ -64,9 +60,8 @@ __global__ void __launch_bounds__(Threads)
   const int chunk = thread % Policy::max_chunks;
   if (block >= rows.blocks || chunk >= rows.chunks) return;
   // Every chunk is a group.
-  rows.before[rows.block_of_row(row, block) * rows.chunks + chunk] = 0;
   rows.totals[rows.block_of_row(row, block) * rows.groups + chunk] =
-      static_cast<std::uint16_t>(counts[block][chunk]);
+      static_cast<std::uint32_t>(counts[block][chunk]);
 }
 
 }  // namespace flash_dmattn::cuda::per_query
