@@ -28,6 +28,13 @@ constexpr int thread_positions = block_positions / threads;
 static_assert(window_words == 2 * warp_size, "a lane reads two words");
 static_assert(thread_positions % 4 == 0, "ranks are loaded four at a time");
 
+// Few ranks lie sparsely: a window of them spans many blocks of positions, but a thread can have all of them.
+constexpr int thread_ranks = 8;
+constexpr int few_ranks = threads * thread_ranks;
+constexpr int sparse_positions = 8;  // for a rank
+constexpr int range_words = 2 * threads;
+constexpr int range_positions = range_words * warp_size;  // a bit each
+
 // The row and the chunk of a CTA.
 struct Chunk {
   int row;
@@ -49,6 +56,9 @@ struct ChunkStorage {
   int position[window_entries];
   std::uint16_t time[window_entries];
   std::uint16_t entry_of[chunk_ranks];  // of arrival i; 0 where it is above the first T
+  // Of few ranks: positions that are present or arriving, descending, and how many are in the words before.
+  unsigned taken[range_words];
+  int taken_before[range_words];
   // Entries of a word present at the warp's first rank; a column more keeps warps in separate
   // banks.
   int present_at[warps][window_words + 1];
@@ -250,6 +260,56 @@ __device__ int gather_window(const OrderedRows& rows, const Chunk& chunk, int mo
   return min(entries, window_entries);
 }
 
+// As gather_window, from the ranks before the chunk's end. Their positions are sorted by setting bits.
+__device__ int gather_few_ranks(const OrderedRows& rows, const Chunk& chunk, ChunkStorage& shared) {
+  const int thread = static_cast<int>(threadIdx.x);
+  int below
+      [thread_ranks];  // positions below T; negative above it, and of keys that are never chosen
+#pragma unroll
+  for (int i = 0; i < thread_ranks; ++i) {
+    const int rank = i * threads + thread;
+    const int position = rank < chunk.end ? rows.order_row(chunk.row)[rank] : -1;
+    below[i] = position >= 0 ? shared.threshold - position : -1;
+  }
+  int entries = 0;
+  for (int range = 0; range <= shared.threshold && entries < window_entries;
+       range += range_positions) {
+    const auto bit_of = [&](int i) { return static_cast<unsigned>(below[i] - range); };
+    unsigned* const own = shared.taken + 2 * thread;
+    own[0] = own[1] = 0;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < thread_ranks; ++i) {
+      const unsigned bit = bit_of(i);
+      if (bit < range_positions) atomicOr(&shared.taken[bit / warp_size], 1u << bit % warp_size);
+    }
+    __syncthreads();
+    const int count = __popc(own[0]);
+    int total = 0;
+    const int before =
+        entries + count_before_thread(count + __popc(own[1]), shared.warp_counts[0], total);
+    shared.taken_before[2 * thread] = before;
+    shared.taken_before[2 * thread + 1] = before + count;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < thread_ranks; ++i) {
+      const unsigned bit = bit_of(i);
+      if (bit >= range_positions) continue;
+      const unsigned word = bit / warp_size;
+      const int entry = shared.taken_before[word] +
+                        count_before(shared.taken[word], static_cast<int>(bit % warp_size));
+      if (entry >= window_entries) continue;
+      const int arrival = i * threads + thread - chunk.begin;
+      shared.position[entry] = shared.threshold - below[i];
+      shared.time[entry] = static_cast<std::uint16_t>(max(arrival + 1, 0));
+      if (arrival >= 0) shared.entry_of[arrival] = static_cast<std::uint16_t>(entry);
+    }
+    entries += total;
+    __syncthreads();
+  }
+  return min(entries, window_entries);
+}
+
 // Fills present_at. Lane g counts the entries of a word that are present when warp g begins.
 __device__ void count_times(int entries, ChunkStorage& shared) {
   const int lane = lane_id();
@@ -351,7 +411,9 @@ __global__ void __launch_bounds__(threads, 2) compute_chunk(OrderedRows rows) {
   ranks.load(rows, chunk.row, shared.top_block);
   find_threshold(ranks, chunk, shared);
   const int moves = classify_arrivals(own, shared);
-  const int entries = gather_window(rows, chunk, moves, ranks, shared);
+  const bool is_sparse = chunk.end <= min(few_ranks, rows.seqlen_k / sparse_positions);
+  const int entries = is_sparse ? gather_few_ranks(rows, chunk, shared)
+                                : gather_window(rows, chunk, moves, ranks, shared);
   count_times(entries, shared);
 
   const int first = first_threshold(shared);
