@@ -242,18 +242,15 @@ struct Tiles {
   __device__ void store(const Node& parent, unsigned keys_of_list, int next,
                         const Entry& entry) const {
     const int lane = lane_id();
-    const unsigned own = 1u << lane;
+    const unsigned lists = lists_of(entry.within(parent.first_tile, parent.end_tile));
     std::int32_t* list = keys + at(parent, 0) * capacity;
 #pragma unroll
     for (int b = 0; b < NodeTiles; ++b, list += capacity) {
-      const unsigned filling = shuffle(keys_of_list, b);
-      const unsigned touching = shuffle(keys_of_list, b + NodeTiles);
-      const int next_full = shuffle(next, b);
-      const int next_partial = shuffle(next, b + NodeTiles);
-      const bool fills = (filling & own) != 0;
-      const int index =
-          (fills ? next_full : next_partial) + __popc((fills ? filling : touching) & (own - 1u));
-      if (((filling | touching) & own) != 0 && index < capacity) list[index] = entry.key;
+      // A key is in one of a tile's two lists. Each lane reads that of its own key: two shuffles, which bound this loop.
+      const int own = (lists >> b & 1u) != 0 ? b : b + NodeTiles;
+      const unsigned keys_of_own = shuffle(keys_of_list, own);
+      const int index = shuffle(next, own) + count_before(keys_of_own, lane);
+      if ((lists >> own & 1u) != 0 && index < capacity) list[index] = entry.key;
     }
   }
   // By all threads of the CTA that stores last; lane b of every warp has the length of list b.
