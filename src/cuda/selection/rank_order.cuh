@@ -5,18 +5,21 @@
 #include "cuda/selection/scored_keys.cuh"
 
 // The order of the keys of a row, best first, and its inverse: the input of
-// rank_thresholds.cu.
+// rank_thresholds.cuh.
 namespace flash_dmattn::cuda::per_query {
 
 inline constexpr int warps = 16;
 inline constexpr int threads = warps * warp_size;
-inline constexpr int warp_ranks = 2 * warp_size;        // that a warp of rank_thresholds.cu has
+inline constexpr int warp_ranks = 2 * warp_size;        // that a warp of rank_thresholds.cuh has
 inline constexpr int chunk_ranks = warps * warp_ranks;  // C
 inline constexpr int block_positions = 4096;  // positions gathered at a time, and counted together
 inline constexpr int max_blocks = 2048;       // of a row: shared memory holds a count for each
 inline constexpr std::int64_t max_keys = std::int64_t{max_blocks} * block_positions;
 
-// Chunks that one CTA scatters. Grouped, they leave rank_thresholds.cu fewer counts to sum.
+// Keys of a row that the CTA of a chunk sorts, 8 to a thread.
+inline constexpr int max_computed_by_sort = 8 * threads;
+
+// Chunks that one CTA scatters. Grouped, they leave rank_thresholds.cuh fewer counts to sum.
 inline constexpr int max_group_chunks = 16;
 static_assert(max_group_chunks * chunk_ranks < 0xffff && block_positions < 0xffff &&
                   chunk_ranks < 0xffff,
@@ -84,8 +87,13 @@ struct OrderedRows {
     const int first = window % chunk_ranks;
     return rank < first ? 0 : (rank - first) / chunk_ranks + 1;
   }
-  // The first chunk whose intervals depend on T (rank_thresholds.cu).
+  // The first chunk whose intervals depend on T (rank_thresholds.cuh).
   __host__ __device__ int first_computed() const { return window / chunk_ranks + 1; }
+  __host__ __device__ int computed_chunks() const { return chunks - first_computed(); }
+  // Whether the CTA that sorts a row computes its only chunk as well (row_sort.cuh).
+  __host__ __device__ bool are_computed_by_sort() const {
+    return seqlen_k <= max_computed_by_sort && computed_chunks() == 1;
+  }
   __device__ std::int32_t* order_row(int row) const {
     return order + static_cast<std::int64_t>(row) * seqlen_k;
   }

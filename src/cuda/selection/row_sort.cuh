@@ -4,7 +4,7 @@
 
 #include <cub/block/block_radix_sort.cuh>
 
-#include "cuda/selection/rank_order.cuh"
+#include "cuda/selection/rank_thresholds.cuh"
 
 namespace flash_dmattn::cuda::per_query {
 
@@ -19,6 +19,9 @@ struct RowSort {
   static constexpr int max_chunks = max_keys / chunk_ranks + 2;
   static constexpr int max_blocks = (max_keys + block_positions - 1) / block_positions;
   using Sort = cub::BlockRadixSort<std::uint32_t, threads, thread_keys, std::uint16_t>;
+  // A row with a single chunk behind its w best keys needs no second kernel.
+  static constexpr bool computes_chunk = max_keys == max_computed_by_sort;
+  static_assert(!computes_chunk || threads == per_query::threads);
 };
 
 // Order and ranks of a row, with the result of scatter_ranks. Keys enter in the order of falling positions, which the
@@ -27,7 +30,10 @@ template <int Threads>
 __global__ void __launch_bounds__(Threads) sort_row(ScoredKeys keys, OrderedRows rows) {
   wait_for_previous_kernel();
   using Policy = RowSort<Threads>;
-  __shared__ typename Policy::Sort::TempStorage storage;
+  __shared__ union {
+    typename Policy::Sort::TempStorage sort;
+    ChunkStorage chunk;  // unused unless computes_chunk
+  } storage;
   __shared__ int counts[Policy::max_blocks]
                        [Policy::max_chunks];  // of positions, by block and chunk
   constexpr int all_counts = Policy::max_blocks * Policy::max_chunks;
@@ -45,7 +51,8 @@ __global__ void __launch_bounds__(Threads) sort_row(ScoredKeys keys, OrderedRows
     offset[i] = static_cast<std::uint16_t>(first + i);
     worse[i] = ~own.code[i] & all;
   }
-  typename Policy::Sort(storage).SortBlockedToStriped(worse, offset, 0, rows.layout.score_bits);
+  typename Policy::Sort(storage.sort)
+      .SortBlockedToStriped(worse, offset, 0, rows.layout.score_bits);
 #pragma unroll
   for (int i = 0; i < Policy::thread_keys; ++i) {
     const int rank = i * Threads + thread;
@@ -58,10 +65,16 @@ __global__ void __launch_bounds__(Threads) sort_row(ScoredKeys keys, OrderedRows
   __syncthreads();
   const int block = thread / Policy::max_chunks;
   const int chunk = thread % Policy::max_chunks;
-  if (block >= rows.blocks || chunk >= rows.chunks) return;
-  // Every chunk is a group.
-  rows.totals[rows.block_of_row(row, block) * rows.groups + chunk] =
-      static_cast<std::uint32_t>(counts[block][chunk]);
+  if (block < rows.blocks && chunk < rows.chunks) {
+    // Every chunk is a group.
+    rows.totals[rows.block_of_row(row, block) * rows.groups + chunk] =
+        static_cast<std::uint32_t>(counts[block][chunk]);
+  }
+  if constexpr (Policy::computes_chunk) {
+    if (!rows.are_computed_by_sort()) return;
+    __syncthreads();  // order, ranks and counts are there
+    compute_chunk(rows, row, rows.first_computed(), storage.chunk);
+  }
 }
 
 }  // namespace flash_dmattn::cuda::per_query
