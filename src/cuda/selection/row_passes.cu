@@ -167,10 +167,14 @@ __global__ void __launch_bounds__(RowPasses::threads, RowPasses::min_blocks)
   const std::int64_t counts_begin = passes.row_begin(rows, pass, row) + digit;
   const PassKeys keys(from + row_begin, rows.seqlen_k, tile);
 
-  int in_row = 0;  // keys of the digit
+  int in_row = 0;      // keys of the digit
+  int in_earlier = 0;  // and of those in earlier tiles: before the first pass
 #pragma unroll 16
-  for (int t = 0; t < passes.tiles; ++t)
-    in_row += static_cast<int>(passes.counts[counts_begin + t * RowPasses::digits]);
+  for (int t = 0; t < passes.tiles; ++t) {
+    const auto count = static_cast<int>(passes.counts[counts_begin + t * RowPasses::digits]);
+    in_row += count;
+    in_earlier += t < tile ? count : 0;
+  }
 #pragma unroll
   for (int w = 0; w < RowPasses::warps; ++w) shared.offsets[w][digit] = 0;
   const int row_offset = sum_before_thread(in_row, shared.warp_sums[0]);
@@ -196,7 +200,8 @@ __global__ void __launch_bounds__(RowPasses::threads, RowPasses::min_blocks)
   for (int i = 0; i < PassKeys::count; ++i) {
     if (bin[i] >= 0) shared.keys[shared.offsets[warp][bin[i]] + rank[i]] = keys.key[i];
   }
-  shared.from_tile_to_row[digit] = row_offset + sum_published(published, tile) - tile_offset;
+  if (pass > 0) in_earlier = sum_published(published, tile);
+  shared.from_tile_to_row[digit] = row_offset + in_earlier - tile_offset;
   __syncthreads();
   const int tile_size = min(rows.seqlen_k - tile * RowPasses::tile_keys, RowPasses::tile_keys);
   const auto place = [&](int i, std::uint64_t key) {
