@@ -208,10 +208,10 @@ void compare_random(std::uint64_t seed, int rounds, std::int64_t longest) {
 
 TEST_F(SmallCudaSelection, Random) { compare_random(1, 12, 1500); }
 
-// Rows of each kind of sort: a block for each, a larger one, digit by digit.
+// Rows of each kind of sort: a block for each, a larger one, digit by digit. The first ranks of the last lie sparsely.
 TEST_F(SmallCudaSelection, EveryWayToSort) {
   Random random(11);
-  for (const std::int64_t seqlen : {700, 5000, 9000}) {
+  for (const std::int64_t seqlen : {700, 5000, 10000}) {
     SelectionArgs args = shape_of(2, seqlen, 150);
     args.scores_dtype = DType::bf16;
     Comparison comparison(args, Scores::normal, {}, random);
@@ -255,6 +255,23 @@ TEST_F(CudaSelection, EveryKindOfScoresAtFullSize) {
       comparison.tile_rows = 128;
       comparison.expect_same();
       if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// Windows of ranks that are far apart in long rows, sorted by digits and by CUB.
+TEST_F(CudaSelection, SparseRanks) {
+  Random random(13);
+  for (const std::int64_t seqlen : {16384, 40001, 140003}) {
+    for (const std::int64_t window : {1, 1024, 3000}) {
+      for (const Scores kind : {Scores::normal, static_cast<Scores>(random.below(score_kinds))}) {
+        Layout layout;
+        layout.mask_one_in = static_cast<int>(random.below(3)) * 2;
+        Comparison comparison(shape_of(2, seqlen, window), kind, layout, random);
+        comparison.tile_rows = 128;
+        comparison.expect_same();
+        if (HasFatalFailure()) return;
+      }
     }
   }
 }
