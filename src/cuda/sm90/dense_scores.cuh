@@ -5,22 +5,20 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A dense mask and a dense bias in the scores of a warpgroup (layout: wgmma.cuh), from shared memory. The
-// accumulators of the product are initialized with them: one instruction masks two neighbouring keys while their
-// biases are in 16 bits, and a masked score stays -inf whatever the product adds.
-template <class T, int Keys>
+// A dense mask and a dense bias of a key tile for the scores of a warpgroup (layout: wgmma.cuh), from shared memory: one
+// instruction masks two neighbouring keys while their biases are in 16 bits. Queries: those of a thread's two rows of
+// scores, 8 apart in the tile; with one, the rows are of two heads that share mask and bias.
+template <class T, int Keys, int Queries>
 class DenseScores {
  public:
-  using Scores = float[Keys / 2];
-
-  // `row`: this thread's first of the 64.
+  // `row`: the first of the thread's queries, of the tile's 64.
   __device__ DenseScores(const DenseTile<Keys>& tile, int row)
       : bias_(shared_address(tile.bias) + Biases::offset(row, 0) + column() * 2),
         bits_(shared_address(tile.bits) + row * 8) {}
 
-  // scores += factor bias, where there is one; -inf where the bias masks, and where the mask does.
+  // Reads the biases, 0 where there are none; -inf where the bias masks, and where the mask does.
   template <bool HasBias, bool HasMask>
-  __device__ void add(float factor, std::uint32_t mask_values, Scores& scores) const {
+  __device__ void load(std::uint32_t mask_values) {
     using Packed2 = typename Element<T>::Packed2;
     constexpr std::uint32_t infinities = (Element<T>::exponent_mask | 0x8000u) * 0x00010001u;
     for_each_eight<HasMask>([&](int h, int i, const Bits& bits) {
@@ -35,11 +33,22 @@ class DenseScores {
       }
       // Spreads byte i of each word to the two bytes of an element.
       if (HasMask) visible &= spread_signs(bits.even, bits.odd, 0xcc88u + 0x1111u * (i % 4));
-      const float2 two = Element<T>::widen_packed2((biases & visible) | (infinities & ~visible));
-      float* const s = scores + 4 * i + 2 * h;
-      s[0] = fmaf(two.x, factor, s[0]);
-      s[1] = fmaf(two.y, factor, s[1]);
+      biases_[h][i] = (biases & visible) | (infinities & ~visible);
     });
+  }
+
+  // scores += factor bias.
+  __device__ void add(float factor, float (&scores)[Keys / 2]) const {
+#pragma unroll
+    for (int i = 0; i < Keys / 8; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float2 two = Element<T>::widen_packed2(biases_[h % Queries][i]);
+        float* const s = scores + 4 * i + 2 * h;
+        s[0] = fmaf(two.x, factor, s[0]);
+        s[1] = fmaf(two.y, factor, s[1]);
+      }
+    }
   }
 
  private:
@@ -53,11 +62,11 @@ class DenseScores {
 
   static __device__ int column() { return static_cast<int>(threadIdx.x) % 4 * 2; }
 
-  // Calls body(h, i, bits) for the thread's rows, 8 h further on, and keys [8 i, 8 i + 8), of which it has two.
+  // Calls body(h, i, bits) for the thread's queries, 8 h further on, and keys [8 i, 8 i + 8), of which it has two.
   template <bool HasMask, class Body>
   __device__ void for_each_eight(const Body& body) const {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < Queries; ++h) {
 #pragma unroll
       for (int word = 0; word < DenseTile<Keys>::words; ++word) {
         uint2 of_64 = {0, 0};
@@ -75,6 +84,7 @@ class DenseScores {
 
   std::uint32_t bias_;
   std::uint32_t bits_;
+  std::uint32_t biases_[Queries][Keys / 8];  // of two keys each
 };
 
 }  // namespace flash_dmattn::cuda::sm90

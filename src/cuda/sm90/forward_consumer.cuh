@@ -101,14 +101,18 @@ class ForwardConsumer {
     }
   }
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % warp_size; }
-  // This thread's first row of its warpgroup's 64, and its first column in a key tile.
-  static __device__ int row() { return static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane() / 4; }
+  // This thread's first column in a key tile.
   static __device__ int column() { return 2 * (lane() % 4); }
-  // The query of that row.
-  __device__ int query(const WorkTile& work) const {
-    return work.row + (has_two_heads() ? 0 : warpgroup_ * 64) + row();
-  }
+  // Its two rows are 8 apart: two queries of a head; or, with two heads, one query of both, so that its dense bias and
+  // the bits of its mask are read, combined and widened once.
   __device__ bool has_two_heads() const { return has_dense_tiles && p_.two_heads; }
+  // The query of its first row in the work tile, and the distance to that of its second.
+  __device__ int first_query() const {
+    const int warp = static_cast<int>(threadIdx.x) / warp_size % 4;
+    if (has_two_heads()) return warpgroup_ * 32 + warp * 8 + lane() / 4;
+    return warpgroup_ * 64 + warp * 16 + lane() / 4;
+  }
+  __device__ int query_step() const { return has_two_heads() ? 0 : 8; }
 
   // After a wait for rows that cp.async has copied: the tensor cores read them through the async proxy. In the memory
   // model the writer fences, which costs 14 %; this fence, in the reader, costs less than 1 %.
@@ -172,17 +176,26 @@ class ForwardConsumer {
   __device__ void begin_dense_scores(int use) {
     auto& pipeline = storage_.dense.pipeline;
     pipeline.wait_full(use);
-    const DenseScores<T, keys> dense(storage_.dense.tile[pipeline.stage(use)], row());
-    const bool masked = (tile_flags_ & is_masked_tile) != 0;
-    const float factor = p_.bias_factor;
-    if (p_.forward.score.bias.dense) {
-      const std::uint32_t mask_values = packed_mask_value<T>(p_.forward.score);
-      masked ? dense.template add<true, true>(factor, mask_values, scores_)
-             : dense.template add<true, false>(factor, mask_values, scores_);
-    } else if (masked) {
-      dense.template add<false, true>(factor, 0, scores_);
-    }
+    has_two_heads() ? add_dense_scores<1>(pipeline.stage(use))
+                    : add_dense_scores<2>(pipeline.stage(use));
     pipeline.release(use);
+  }
+
+  template <int Queries>
+  __device__ void add_dense_scores(int stage) {
+    const bool masked = (tile_flags_ & is_masked_tile) != 0;
+    const bool has_bias = p_.forward.score.bias.dense;
+    if (!masked && !has_bias) return;
+    DenseScores<T, keys, Queries> dense(storage_.dense.tile[stage], first_query() % 64);
+    const std::uint32_t mask_values = has_bias ? packed_mask_value<T>(p_.forward.score) : 0;
+    if (!has_bias) {
+      dense.template load<false, true>(mask_values);
+    } else if (masked) {
+      dense.template load<true, true>(mask_values);
+    } else {
+      dense.template load<true, false>(mask_values);
+    }
+    dense.add(p_.bias_factor, scores_);
   }
 
   __device__ void issue_scores(int n, int work_count) {
@@ -251,7 +264,7 @@ class ForwardConsumer {
   }
 
   __device__ void mask_scores(const WorkTile& work, int n, int visit) {
-    const int first_query = query(work);
+    const int first = work.row + first_query();
     if constexpr (has_info) {
       if (has_dense_tiles && (tile_flags_ & is_partial_tile) == 0) return;
       const KeyInterval* const ranges = storage_.info.range[Storage::info_stage(n)] + column();
@@ -260,7 +273,7 @@ class ForwardConsumer {
         const int4 two = *reinterpret_cast<const int4*>(ranges + 8 * i);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int query = first_query + 8 * h;
+          const int query = first + h * query_step();
           float* const s = scores_ + 4 * i + 2 * h;
           if (query < two.x || query >= two.y) s[0] = negative_infinity;
           if (query < two.z || query >= two.w) s[1] = negative_infinity;
@@ -269,18 +282,18 @@ class ForwardConsumer {
       }
     } else {
       const Shape& shape = p_.forward.shape;
-      const int first = work.template first_key<keys>(visit) + column();
+      const int first_key = work.template first_key<keys>(visit) + column();
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int query = first_query + 8 * h;
+        const int query = first + h * query_step();
         const int end = p_.forward.score.causal
                             ? min(query + shape.seqlen_k - shape.seqlen_q + 1, shape.seqlen_k)
                             : shape.seqlen_k;
 #pragma unroll
         for (int i = 0; i < keys / 8; ++i) {
           float* const s = scores_ + 4 * i + 2 * h;
-          if (first + 8 * i >= end) s[0] = negative_infinity;
-          if (first + 8 * i + 1 >= end) s[1] = negative_infinity;
+          if (first_key + 8 * i >= end) s[0] = negative_infinity;
+          if (first_key + 8 * i + 1 >= end) s[1] = negative_infinity;
         }
       }
     }
@@ -308,7 +321,7 @@ class ForwardConsumer {
     if constexpr (Kernel::dense == DenseAccess::elements) {
       DenseElements<T, keys, has_ranks(head_dim)>(p_, work, work.template first_key<keys>(visit),
                                                   column())
-          .apply(query(work), scores_);
+          .apply(work.row + first_query(), scores_);
     }
     if constexpr (Partial) mask_scores(work, n, visit);
     constexpr bool can_be_empty = Partial || has_info;
@@ -365,9 +378,10 @@ class ForwardConsumer {
   }
 
   __device__ void store(const WorkTile& work, const float (&sums)[2], const float (&offsets)[2]) {
-    const int head = work.head + (has_two_heads() ? warpgroup_ : 0);
-    store_output<T, head_dim, Kernel::load == KeyLoad::any>(p_, work, head, query(work), out_, sums,
-                                                            offsets);
+    const int query = work.row + first_query();
+    const OutputRow rows[2] = {{work.head, query},
+                               {work.head + (has_two_heads() ? 1 : 0), query + query_step()}};
+    store_output<T, head_dim, Kernel::load == KeyLoad::any>(p_, work, rows, out_, sums, offsets);
   }
 
   const ForwardKernelParams& p_;

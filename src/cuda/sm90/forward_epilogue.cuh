@@ -18,20 +18,25 @@ __device__ inline std::uint32_t add_non_finite(std::uint32_t seen, std::uint32_t
   return reinterpret_cast<const std::uint32_t&>(result);
 }
 
-// Stores out / sum and lse = log 2 (offset + log2 sum) of a thread's two rows, `row` and row + 8 of a head, from
-// registers: the lanes of a quad exchange words so that each stores 16 bytes. There are no branches (ptx.cuh). Rows
-// that overflow fp32 or the output's dtype, or that see no key, get an lse of NaN: FixForwardKernel recomputes and
-// saturates them.
+// A row of the output.
+struct OutputRow {
+  int head;
+  int query;
+};
+
+// Stores out / sum and lse = log 2 (offset + log2 sum) of a thread's two rows from registers: the lanes of a quad
+// exchange words so that each stores 16 bytes. There are no branches (ptx.cuh). Rows that overflow fp32 or the output's
+// dtype, or that see no key, get an lse of NaN: FixForwardKernel recomputes and saturates them.
 template <class T, int D, bool AnyStrides>
 __device__ inline void store_output(const ForwardKernelParams& params, const WorkTile& work,
-                                    int head, int row, const float (&out)[D / 2],
+                                    const OutputRow (&rows)[2], const float (&out)[D / 2],
                                     const float (&sums)[2], const float (&offsets)[2]) {
   const ForwardParams& p = params.forward;
   const int lane = static_cast<int>(threadIdx.x) % warp_size;
   const bool empty = !work.has_keys();
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int query = row + 8 * h;
+    const auto [head, query] = rows[h];
     const bool exists = query < p.shape.seqlen_q;
     const float sum = quad_sum(sums[h]);
 

@@ -36,12 +36,14 @@ struct ProducerBase {
     const std::uint32_t full = pipeline.full_of(n);
     mbarrier_arrive_expect(full, Storage::QTile::bytes);
     const std::uint32_t tile = shared_address(storage.q[pipeline.stage(n)]);
-    const int heads = Kernel::dense == DenseAccess::tiles && p.two_heads ? 2 : 1;
+    // Boxes of all rows; or, of two heads, of eight queries of the one and the same eight of the other.
+    const int boxes = Kernel::dense == DenseAccess::tiles && p.two_heads ? rows / 16 : 1;
 #pragma unroll
     for (int i = 0; i < Storage::QTile::panels; ++i) {
-      for (int j = 0; j < heads; ++j) {
-        tma_load(tile + i * Storage::QTile::panel_bytes + j * 64 * panel_row_bytes, p.q_map, full,
-                 i * panel_columns, work.row, work.head + j, work.batch);
+#pragma unroll 1
+      for (int j = 0; j < boxes; ++j) {
+        tma_load(tile + i * Storage::QTile::panel_bytes + j * 16 * panel_row_bytes, p.q_map, full,
+                 i * panel_columns, work.row + 8 * j, work.head, work.batch);
       }
     }
   }

@@ -22,9 +22,10 @@ void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
   const ForwardParams& p = params.forward;
   const Shape& shape = p.shape;
   if (Kernel::load != KeyLoad::any) {
-    const int box_rows = params.two_heads ? policy.rows() / 2 : policy.rows();
+    const int box_rows = params.two_heads ? 8 : policy.rows();
+    const int box_heads = params.two_heads ? 2 : 1;
     params.q_map = make_tensor_map(p.q, shape.head_dim, shape.seqlen_q, shape.heads_q, shape.batch,
-                                   box_rows, bf16);
+                                   box_rows, bf16, box_heads);
   }
   if (Kernel::load == KeyLoad::tma) {
     const auto map = [&](const InputRows& tensor) {

@@ -44,13 +44,14 @@ bool has_tensor_map(const InputRows& tensor, int seqlen, int heads, int batch) {
 }
 
 CUtensorMap make_tensor_map(const InputRows& tensor, int head_dim, int seqlen, int heads, int batch,
-                            int box_rows, bool bf16) {
+                            int box_rows, bool bf16, int box_heads) {
   static const auto encode = encode_function();
   const cuuint64_t size[4] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(seqlen),
                               static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batch)};
   const cuuint64_t stride[3] = {stride_of(tensor.row, seqlen), stride_of(tensor.head, heads),
                                 stride_of(tensor.batch, batch)};
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1};
+  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows),
+                             static_cast<cuuint32_t>(box_heads), 1};
   const cuuint32_t step[4] = {1, 1, 1, 1};
   CUtensorMap map;
   const CUresult result =

@@ -11,9 +11,9 @@ namespace flash_dmattn::cuda::sm90 {
 // negative where there is more than one element to step to.
 bool has_tensor_map(const InputRows& tensor, int seqlen, int heads, int batch);
 
-// The map of a [B, S, H, D] tensor, with boxes of 64 columns x box_rows rows of one head, swizzled by 128 bytes.
+// The map of a [B, S, H, D] tensor, with boxes of 64 columns x box_rows rows of box_heads heads, swizzled by 128 bytes.
 CUtensorMap make_tensor_map(const InputRows& tensor, int head_dim, int seqlen, int heads, int batch,
-                            int box_rows, bool bf16);
+                            int box_rows, bool bf16, int box_heads = 1);
 
 // A dense bias, or its gradient, as rows of keys. The TMA unit reads and writes it if has_tensor_map().
 struct DenseBiasRows {
