@@ -5,28 +5,26 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A dense mask and a dense bias of a key tile for the scores of a warpgroup (layout: wgmma.cuh), from shared memory: one
-// instruction masks two neighbouring keys while their biases are in 16 bits. Queries: those of a thread's two rows of
-// scores, 8 apart in the tile; with one, the rows are of two heads that share mask and bias.
-template <class T, int Keys, int Queries>
+// A dense mask and a dense bias of a key tile for the scores of a warpgroup (layout: wgmma.cuh). They are read, masked
+// and kept in 16 bits, two neighbouring keys in a word, while the product runs, and added to it. Queries: those of a
+// thread's two rows of scores, 8 apart in the tile; with one, the rows are of two heads that share mask and bias.
+template <class T, int Keys>
 class DenseScores {
  public:
-  // `row`: the first of the thread's queries, of the tile's 64.
-  __device__ DenseScores(const DenseTile<Keys>& tile, int row)
-      : bias_(shared_address(tile.bias) + Biases::offset(row, 0) + column() * 2),
-        bits_(shared_address(tile.bits) + row * 8) {}
-
-  // Reads the biases, 0 where there are none; -inf where the bias masks, and where the mask does.
-  template <bool HasBias, bool HasMask>
-  __device__ void load(std::uint32_t mask_values) {
+  // Reads the biases, 0 where there are none; -inf where the bias masks, and where the mask does. `row`: the first of
+  // the thread's queries, of the tile's 64.
+  template <int Queries, bool HasBias, bool HasMask>
+  __device__ void load(const DenseTile<Keys>& tile, int row, std::uint32_t mask_values) {
     using Packed2 = typename Element<T>::Packed2;
+    using Biases = typename DenseTile<Keys>::Biases;
     constexpr std::uint32_t infinities = (Element<T>::exponent_mask | 0x8000u) * 0x00010001u;
-    for_each_eight<HasMask>([&](int h, int i, const Bits& bits) {
+    const std::uint32_t from = shared_address(tile.bias) + Biases::offset(row, 0) + column() * 2;
+    for_each_eight<Queries, HasMask>(tile, row, [&](int h, int i, const Bits& bits) {
       std::uint32_t biases = 0;
       std::uint32_t visible = ~0u;
       if (HasBias) {
         constexpr int panel_chunks = panel_row_bytes / 16;
-        biases = load_shared_4((bias_ ^ (i % panel_chunks * 16)) +
+        biases = load_shared_4((from ^ (i % panel_chunks * 16)) +
                                i / panel_chunks * Biases::panel_bytes + h * 8 * panel_row_bytes);
         visible = __hgt2_mask(reinterpret_cast<const Packed2&>(biases),
                               reinterpret_cast<const Packed2&>(mask_values));
@@ -38,6 +36,7 @@ class DenseScores {
   }
 
   // scores += factor bias.
+  template <int Queries>
   __device__ void add(float factor, float (&scores)[Keys / 2]) const {
 #pragma unroll
     for (int i = 0; i < Keys / 8; ++i) {
@@ -52,8 +51,6 @@ class DenseScores {
   }
 
  private:
-  using Biases = typename DenseTile<Keys>::Biases;
-
   // The mask of 32 keys of a query: the highest bit of byte i is this thread's even or odd key of the i-th eight.
   struct Bits {
     std::uint32_t even;
@@ -63,14 +60,15 @@ class DenseScores {
   static __device__ int column() { return static_cast<int>(threadIdx.x) % 4 * 2; }
 
   // Calls body(h, i, bits) for the thread's queries, 8 h further on, and keys [8 i, 8 i + 8), of which it has two.
-  template <bool HasMask, class Body>
-  __device__ void for_each_eight(const Body& body) const {
+  template <int Queries, bool HasMask, class Body>
+  static __device__ void for_each_eight(const DenseTile<Keys>& tile, int row, const Body& body) {
+    const std::uint32_t from = shared_address(tile.bits) + row * 8;
 #pragma unroll
     for (int h = 0; h < Queries; ++h) {
 #pragma unroll
       for (int word = 0; word < DenseTile<Keys>::words; ++word) {
         uint2 of_64 = {0, 0};
-        if (HasMask) of_64 = load_shared_8(bits_ + (word * PackedMask::side + 8 * h) * 8);
+        if (HasMask) of_64 = load_shared_8(from + (word * PackedMask::side + 8 * h) * 8);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const std::uint32_t of_32 = half == 0 ? of_64.x : of_64.y;
@@ -82,9 +80,7 @@ class DenseScores {
     }
   }
 
-  std::uint32_t bias_;
-  std::uint32_t bits_;
-  std::uint32_t biases_[Queries][Keys / 8];  // of two keys each
+  std::uint32_t biases_[2][Keys / 8];
 };
 
 }  // namespace flash_dmattn::cuda::sm90

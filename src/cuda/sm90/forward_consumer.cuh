@@ -16,7 +16,8 @@ namespace flash_dmattn::cuda::sm90 {
 //
 // While the threads of one warpgroup compute a softmax, the products of the others run: named barriers order the
 // warpgroups' issues (ping-pong scheduling). At the end of a work tile the step is the same with Q and K of the next
-// one, and O is stored after it, so that the tensor cores do not idle between work tiles.
+// one, and O is stored after it, so that the tensor cores do not idle between work tiles. A dense mask and bias of
+// K(n)'s tile are read while the threads would wait for S.
 template <class Kernel>
 class ForwardConsumer {
   using T = typename Kernel::Element;
@@ -27,6 +28,8 @@ class ForwardConsumer {
   static constexpr bool has_info = Kernel::has_key_info;
   // Then the number of tiles is not known beforehand; the producer flags each tile.
   static constexpr bool has_dense_tiles = Kernel::dense == DenseAccess::tiles;
+  // Whether the accumulators of scores begin with the biases of keys.
+  static constexpr bool begins_with_biases = has_info && !has_dense_tiles;
   static constexpr float max_growth = 8;  // log2; of a row's maximum before O is rescaled
 
  public:
@@ -47,6 +50,7 @@ class ForwardConsumer {
     see_copies();
     begin_scores(0);
     issue_scores(0, 0);
+    load_dense_scores(0);
     wait_scores<0>(0);
     softmax<true, true>(work, 0, 0);
     pack_weights();
@@ -153,12 +157,13 @@ class ForwardConsumer {
     issue_out(n - 1);
     if constexpr (!Kernel::overlaps) wgmma_wait<0>();
     give_turn_to((warpgroup_ + 1) % warpgroups);
+    load_dense_scores(n);
     wait_scores<1>(n);
   }
 
   // Initializes the scores with biases, before the warpgroup waits for its order to issue.
   __device__ void begin_scores(int n) {
-    if constexpr (has_info) {
+    if constexpr (begins_with_biases) {
       const float* const biases = storage_.info.bias[Storage::info_stage(n)] + column();
 #pragma unroll
       for (int i = 0; i < keys / 8; ++i) {
@@ -167,35 +172,33 @@ class ForwardConsumer {
         scores_[4 * i + 1] = scores_[4 * i + 3] = shapes_ ? 0 : two.y;
       }
     }
-    if constexpr (has_dense_tiles) {
-      tile_flags_ = storage_.dense.flags[Storage::info_stage(n)];
-      begin_dense_scores(p_.two_heads ? n : n * warpgroups + warpgroup_);
-    }
+    if constexpr (has_dense_tiles) tile_flags_ = storage_.dense.flags[Storage::info_stage(n)];
   }
 
-  __device__ void begin_dense_scores(int use) {
-    auto& pipeline = storage_.dense.pipeline;
-    pipeline.wait_full(use);
-    has_two_heads() ? add_dense_scores<1>(pipeline.stage(use))
-                    : add_dense_scores<2>(pipeline.stage(use));
-    pipeline.release(use);
+  // Reads the dense mask and bias of a tile, while the products run.
+  __device__ void load_dense_scores(int n) {
+    if constexpr (has_dense_tiles) {
+      auto& pipeline = storage_.dense.pipeline;
+      const int use = has_two_heads() ? n : n * warpgroups + warpgroup_;
+      pipeline.wait_full(use);
+      const auto& tile = storage_.dense.tile[pipeline.stage(use)];
+      has_two_heads() ? load_dense_tile<1>(tile) : load_dense_tile<2>(tile);
+      pipeline.release(use);
+    }
   }
 
   template <int Queries>
-  __device__ void add_dense_scores(int stage) {
+  __device__ void load_dense_tile(const DenseTile<keys>& tile) {
+    const ScoreParams& score = p_.forward.score;
+    const int row = first_query() % PackedMask::side;
     const bool masked = (tile_flags_ & is_masked_tile) != 0;
-    const bool has_bias = p_.forward.score.bias.dense;
-    if (!masked && !has_bias) return;
-    DenseScores<T, keys, Queries> dense(storage_.dense.tile[stage], first_query() % 64);
-    const std::uint32_t mask_values = has_bias ? packed_mask_value<T>(p_.forward.score) : 0;
-    if (!has_bias) {
-      dense.template load<false, true>(mask_values);
+    if (score.bias.dense) {
+      const std::uint32_t mask_values = packed_mask_value<T>(score);
+      masked ? dense_.template load<Queries, true, true>(tile, row, mask_values)
+             : dense_.template load<Queries, true, false>(tile, row, mask_values);
     } else if (masked) {
-      dense.template load<true, true>(mask_values);
-    } else {
-      dense.template load<true, false>(mask_values);
+      dense_.template load<Queries, false, true>(tile, row, 0);
     }
-    dense.add(p_.bias_factor, scores_);
   }
 
   __device__ void issue_scores(int n, int work_count) {
@@ -207,7 +210,8 @@ class ForwardConsumer {
         warpgroup_ * 64 * panel_row_bytes);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < head_dim / 16; ++i) wgmma<T>(scores_, q.at(i), k.at(i), has_info || i > 0);
+    for (int i = 0; i < head_dim / 16; ++i)
+      wgmma<T>(scores_, q.at(i), k.at(i), begins_with_biases || i > 0);
     wgmma_commit();
   }
 
@@ -238,6 +242,23 @@ class ForwardConsumer {
   }
 
   // ---- Scores --------------------------------------------------------------------------------------
+
+  // Adds the dense mask and bias, and the key biases, which are seldom there beside them.
+  __device__ void add_dense_scores(int n) {
+    const bool has_dense = p_.forward.score.bias.dense || (tile_flags_ & is_masked_tile) != 0;
+    if (has_dense) {
+      has_two_heads() ? dense_.template add<1>(p_.bias_factor, scores_)
+                      : dense_.template add<2>(p_.bias_factor, scores_);
+    }
+    if (!has_key_biases(p_.forward.score)) return;
+    const float* const biases = storage_.info.bias[Storage::info_stage(n)] + column();
+#pragma unroll
+    for (int i = 0; i < keys / 8; ++i) {
+      const float2 two = *reinterpret_cast<const float2*>(biases + 8 * i);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores_[4 * i + e] += e % 2 == 0 ? two.x : two.y;
+    }
+  }
 
   // Between loads from shared memory, which hoisted together need more registers than there are.
   static __device__ void keep_loads_apart() { compiler_fence(); }
@@ -323,6 +344,7 @@ class ForwardConsumer {
                                                   column())
           .apply(work.row + first_query(), scores_);
     }
+    if constexpr (has_dense_tiles) add_dense_scores(n);
     if constexpr (Partial) mask_scores(work, n, visit);
     constexpr bool can_be_empty = Partial || has_info;
     float top[2];
@@ -397,6 +419,7 @@ class ForwardConsumer {
   float sum_[2];  // of this thread's columns
   float rescale_[2];
   bool rescales_ = false;
+  DenseScores<T, keys> dense_;
   std::uint32_t tile_flags_ = 0;  // of the tile whose scores have been issued last
 };
 

@@ -13,6 +13,12 @@ inline __host__ __device__ bool shapes_scores(const ForwardParams& p) {
   return p.score.form != ScoreForm::product || !p.saturate;
 }
 
+// Whether a mask or a bias has no query dimension.
+inline __host__ __device__ bool has_key_biases(const ScoreParams& score) {
+  return (score.mask.data != nullptr && !score.mask.dense) ||
+         (score.bias.data != nullptr && !score.bias.dense);
+}
+
 struct ForwardKernelParams {
   // In 64-byte units: the TMA unit reads them.
   CUtensorMap q_map;
