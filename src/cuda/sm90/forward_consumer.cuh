@@ -357,22 +357,23 @@ class ForwardConsumer {
         even = fmaxf(even, scores_[4 * i + 2 * h]);
         odd = fmaxf(odd, scores_[4 * i + 2 * h + 1]);
       }
-      top[h] = quad_max(fmaxf(even, odd));
+      top[h] = fmaxf(even, odd);  // of this thread's columns
     }
     if constexpr (First) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        max_[h] = top[h];
+        max_[h] = quad_max(top[h]);
         sum_[h] = 0;
       }
     } else {
+      // A row's maximum has grown if that of one of its lanes has.
       rescales_ = warp_any((top[0] - max_[0]) * factor_ > max_growth ||
                            (top[1] - max_[1]) * factor_ > max_growth);
       if (rescales_) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float before = fmaf(max_[h], factor_, weight_shift<T>);
-          max_[h] = fmaxf(max_[h], top[h]);
+          max_[h] = fmaxf(max_[h], quad_max(top[h]));
           rescale_[h] = exp2_approx(before - offset<can_be_empty>(h));
           sum_[h] *= rescale_[h];
         }
