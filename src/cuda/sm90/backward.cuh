@@ -110,7 +110,7 @@ struct BackwardKernel {
         if constexpr (Variant.dense == DenseAccess::tiles) {
           DenseTileLoader<BackwardKernel>{p, storage}.run(storage.work[0]);
         } else if constexpr (Variant.has_dense()) {
-          DbiasClearer<BackwardKernel>(p, storage.work[0]).finish();
+          DbiasClearer<BackwardKernel>(p, storage, storage.work[0]).finish();
         }
       }
     } else {

@@ -47,6 +47,8 @@ struct ScoreTilePipelines {
   KeyInterval ranges[BackwardPolicy::keys];
   KeyInterval full_queries[4 * BackwardPolicy::warpgroups];
   Pipeline<Tiles> computed;  // dS: from the consumers to the writer of dbias
+  // Zeros for the tiles of dbias that no visit computes, DenseDbias::by_tma.
+  alignas(128) std::byte zeros[PanelTile<PackedMask::side, panel_columns>::bytes];
 };
 
 template <DenseAccess Access, int Tiles>

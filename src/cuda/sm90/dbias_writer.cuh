@@ -123,6 +123,20 @@ class DbiasRows {
   int count_;      // of them that exist
 };
 
+// Stores a tile of dbias by the TMA unit, panel i from `from + i * panel_stride`. By one lane, a group of its own.
+template <class Kernel>
+__device__ inline void store_dbias_by_tma(const BackwardKernelParams& p, const BackwardWork& work,
+                                          int head, int tile, std::uint32_t from,
+                                          int panel_stride) {
+  const auto [map_head, map_batch] = index_in_map(p.backward.dbias, work.batch, head, work.kv_head);
+#pragma unroll
+  for (int i = 0; i < Kernel::SharedStorage::ScoreTile::panels; ++i) {
+    tma_store(p.dbias_map, from + static_cast<std::uint32_t>(i * panel_stride),
+              work.key + i * panel_columns, tile * Kernel::policy.rows, map_head, map_batch);
+  }
+  bulk_commit();
+}
+
 // A warp that stores the tiles of dS, in the order of the visits.
 template <class Kernel>
 struct DbiasWriter {
@@ -172,13 +186,7 @@ struct DbiasWriter {
     fence_async_proxy();
     __syncwarp();
     if (lane_id() != 0) return;
-    const auto [head, batch] = index_in_map(p.backward.dbias, work.batch, at.head(), work.kv_head);
-#pragma unroll
-    for (int i = 0; i < ScoreTile::panels; ++i) {
-      tma_store(p.dbias_map, from + i * ScoreTile::panel_bytes, work.key + i * panel_columns,
-                at.tile() * rows, head, batch);
-    }
-    bulk_commit();
+    store_dbias_by_tma<Kernel>(p, work, at.head(), at.tile(), from, ScoreTile::panel_bytes);
     bulk_wait_read<0>();
   }
 
@@ -208,17 +216,31 @@ struct DbiasWriter {
   }
 };
 
-// Zeros for the tiles that no visit computes, stored by a warp step by step.
+// Zeros for the tiles that no visit computes, stored by a warp step by step. The TMA unit stores one panel of zeros
+// again and again, for which the warp waits at the end alone: plain stores would hold up its loads.
 template <class Kernel>
 class DbiasClearer {
+  using Storage = typename Kernel::SharedStorage;
+
  public:
-  __device__ DbiasClearer(const BackwardKernelParams& p, const BackwardWork& work)
-      : p_(p), work_(work), at_(p, work) {}
+  __device__ DbiasClearer(const BackwardKernelParams& p, Storage& storage, const BackwardWork& work)
+      : p_(p), storage_(storage), work_(work), at_(p, work) {
+    if (!p_.dense_dbias.by_tma) return;
+    for (int i = lane_id() * 16; i < static_cast<int>(sizeof(storage.dense.zeros));
+         i += warp_size * 16) {
+      store_shared_16(zeros() + static_cast<std::uint32_t>(i), {0, 0, 0, 0});
+    }
+    fence_async_proxy();
+    __syncwarp();
+  }
+
+  // Steps between two visits that spread the zeros over all of them.
+  __device__ int steps_of_visit() const { return 1 + tiles() / max(work_.tile_end, 1); }
 
   // Stores the zeros of one tile or passes one visit; returns false when all is done.
   __device__ bool step() {
     if (!p_.dense_dbias.clears) return false;
-    const int end = at_.has() ? number() : ceil_div(p_.backward.shape.seqlen_q, rows) * heads();
+    const int end = at_.has() ? number() : tiles();
     if (next_ < end) {
       clear(next_++);
       return true;
@@ -233,6 +255,8 @@ class DbiasClearer {
 #pragma unroll 1
     while (step()) {
     }
+    if (elect_lane()) bulk_wait_read<0>();
+    __syncwarp();
   }
 
  private:
@@ -241,6 +265,8 @@ class DbiasClearer {
   __device__ int group() const { return p_.backward.shape.heads_q / p_.backward.shape.heads_kv; }
   // Heads of the group with elements of their own.
   __device__ int heads() const { return p_.backward.dbias.head_q != 0 ? group() : 1; }
+  __device__ int tiles() const { return ceil_div(p_.backward.shape.seqlen_q, rows) * heads(); }
+  __device__ std::uint32_t zeros() const { return shared_address(storage_.dense.zeros); }
 
   // Tiles are numbered in the order of the visits: the heads of a query tile follow each other.
   __device__ int number() const {
@@ -249,11 +275,18 @@ class DbiasClearer {
 
   __device__ void clear(int number) const {
     const int head = work_.kv_head * group() + (heads() > 1 ? number % heads() : 0);
-    const DbiasRows<Kernel> dbias(p_, work_, head);
-    dbias.put_rows(number / heads() * rows, [](int) { return uint4{0, 0, 0, 0}; });
+    const int tile = number / heads();
+    if (p_.dense_dbias.by_tma) {
+      if (elect_lane()) store_dbias_by_tma<Kernel>(p_, work_, head, tile, zeros(), 0);
+      __syncwarp();
+    } else {
+      const DbiasRows<Kernel> dbias(p_, work_, head);
+      dbias.put_rows(tile * rows, [](int) { return uint4{0, 0, 0, 0}; });
+    }
   }
 
   const BackwardKernelParams& p_;
+  Storage& storage_;
   const BackwardWork& work_;
   QueryVisits<Kernel::variant> at_;  // the next visit to pass
   int next_ = 0;                     // the next tile to pass or to clear

@@ -22,14 +22,15 @@ struct DenseTileLoader {
 
   // By a warp.
   __device__ void run(const BackwardWork& work) const {
-    DbiasClearer<Kernel> zeros(p, work);
+    DbiasClearer<Kernel> zeros(p, storage, work);
+    const int steps = zeros.steps_of_visit();
     int n = 0;
 #pragma unroll 1
     for (QueryVisits<Kernel::variant> at(p, work); at.has(); at.advance(), ++n) {
       load(work, at, n);
-      // Two steps a visit: one passes it, one stores a tile.
-      zeros.step();
-      zeros.step();
+#pragma unroll 1
+      for (int i = 0; i < steps && zeros.step(); ++i) {
+      }
     }
     zeros.finish();
   }
