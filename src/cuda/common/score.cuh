@@ -22,13 +22,13 @@ __device__ inline std::uint32_t packed_mask_value(const ScoreParams& score) {
   return reinterpret_cast<const std::uint16_t&>(value) * 0x00010001u;
 }
 
-// Two packed biases, -inf where one masks, as a NaN does.
+// Two packed biases, -inf where one masks, as a NaN does, and where its element of `shown` has no bits.
 template <class T>
-__device__ inline std::uint32_t hide_masking_biases(std::uint32_t biases,
-                                                    std::uint32_t mask_values) {
+__device__ inline std::uint32_t hide_masking_biases(std::uint32_t biases, std::uint32_t mask_values,
+                                                    std::uint32_t shown = ~0u) {
   using Packed2 = typename Element<T>::Packed2;
-  const std::uint32_t visible = __hgt2_mask(reinterpret_cast<const Packed2&>(biases),
-                                            reinterpret_cast<const Packed2&>(mask_values));
+  const std::uint32_t visible = shown & __hgt2_mask(reinterpret_cast<const Packed2&>(biases),
+                                                    reinterpret_cast<const Packed2&>(mask_values));
   constexpr std::uint32_t infinities = (Element<T>::exponent_mask | 0x8000u) * 0x00010001u;
   return (biases & visible) | (infinities & ~visible);
 }

@@ -57,7 +57,7 @@ class BackwardConsumer {
     if (at.has()) {
       if constexpr (!Kernel::has_slots) storage_.key_pipeline.wait_full(0);
       keys_.begin(work_count);
-      dense_.begin(work);
+      dense_.begin(work, at, n);
       keys_.begin_tile(at);
       storage_.q_pipeline.wait_full(n);
       begin_scores(at, n);
@@ -69,12 +69,13 @@ class BackwardConsumer {
       storage_.dout_pipeline.wait_full(n);
       issue_dp(n);
       keys_.prepare_mask(at);
+      if constexpr (policy.keeps_biases) load_next(at, n);
       wgmma_wait<1>();
       pin(s_);
       make_p(at);
       make_ds(n);
       share_ds(at, n);
-      multiply_dq(n);
+      multiply_dq(at, n);
       advance(at, n);
       wgmma_wait<0>();
       pin(dk_);
@@ -137,7 +138,7 @@ class BackwardConsumer {
         }
       }
     }
-    dense_.begin_scores(at, n, s_);
+    dense_.begin_scores(at, s_);
   }
 
   // The address of K or V. With a dense mask or bias descriptors are recomputed for each tile: there are too few
@@ -200,7 +201,7 @@ class BackwardConsumer {
   }
 
   // Computes dQ and starts dK. It waits for dV, which is in flight; dK stays in flight.
-  __device__ void multiply_dq(int n) {
+  __device__ void multiply_dq(const Visit& at, int n) {
     if constexpr (policy.dq == DqSplit::alternating) {
       wgmma_wait<0>();  // the registers of dV's operand are reused
       pin(dv_);
@@ -221,6 +222,7 @@ class BackwardConsumer {
       pin(dv_);
       storage_.dout_pipeline.release(n);
       issue_gradient(dk_, ds_operand_, storage_.q[stage(n)]);
+      if constexpr (!policy.keeps_biases) load_next(at, n);
       wgmma_wait<1>();
       store_dq(dq, warpgroup_);
     }
@@ -356,6 +358,12 @@ class BackwardConsumer {
                                       ds_operand_[4 * i + 2], ds_operand_[4 * i + 3]};
       store_matrix_x4([&](int, int) { return address; }, block);
     }
+  }
+
+  // Mask and bias of the visit behind `at`, visit n, while the threads wait for S, or for dQ where S and dP leave no
+  // registers.
+  __device__ void load_next(const Visit& at, int n) {
+    if constexpr (variant.has_dense()) dense_.load_next(at, n);
   }
 
   // Moves to the next query tile and initializes its scores, while the product dK runs. After the last tile they are

@@ -13,9 +13,10 @@ namespace flash_dmattn::cuda::sm90 {
 template <class Kernel>
 struct NoDenseScores {
   __device__ NoDenseScores(const BackwardKernelParams&, typename Kernel::SharedStorage&, int) {}
-  __device__ void begin(const BackwardWork&) {}
+  template <class Visit>
+  __device__ void begin(const BackwardWork&, const Visit&, int) {}
   template <class Visit, class Scores>
-  __device__ void begin_scores(const Visit&, int, Scores&) const {}
+  __device__ void begin_scores(const Visit&, Scores&) const {}
 };
 
 // Common to both DenseAccess.
@@ -35,7 +36,7 @@ class DenseScores {
   // dS, packed, becomes rows of keys in the tile of visit n.
   template <class Visit>
   __device__ void store_ds(const Visit& at, const std::uint32_t (&ds)[rows / 4], int n) const {
-    storage_.dense.computed.wait_empty(n);
+    wait_for_tile(n);
     const std::uint32_t to = fragment_of(n);
 #pragma unroll
     for (int i = 0; i < rows / 16; ++i) {
@@ -67,6 +68,15 @@ class DenseScores {
   }
 
  protected:
+  // The writer of dbias has read the previous dS of the tile: the loader waits for that, too.
+  __device__ void wait_for_tile(int n) const {
+    if constexpr (Kernel::variant.dense == DenseAccess::tiles) {
+      storage_.dense.loaded.wait_full(n);
+    } else {
+      storage_.dense.computed.wait_empty(n);
+    }
+  }
+
   // The lane's part of a tile, in the order of stmatrix.
   __device__ std::uint32_t fragment_of(int n) const {
     return shared_address(storage_.ds[Pipeline<Kernel::policy.score_tiles>::stage(n)]) +
@@ -97,7 +107,8 @@ class DenseScores {
   const int warpgroup_;
 };
 
-// From shared memory, DenseAccess::tiles.
+// From shared memory, DenseAccess::tiles. A thread keeps the biases of its scores in 16 bits, -inf where the mask or the
+// bias masks: they are loaded beside the products of the tile before, and serve all heads that share them.
 template <class Kernel>
 class DenseTileScores : public DenseScores<Kernel> {
   using Base = DenseScores<Kernel>;
@@ -107,10 +118,35 @@ class DenseTileScores : public DenseScores<Kernel> {
  public:
   using Base::Base;
 
-  __device__ void begin(const BackwardWork&) {}
+  template <class Visit>
+  __device__ void begin(const BackwardWork&, const Visit& at, int n) {
+    load(at.masked(), n);
+  }
+
+  // For the visit behind `at`, which is visit n. After the last one that is loaded again: in a branch the old values
+  // would occupy registers.
+  template <class Visit>
+  __device__ void load_next(const Visit& at, int n) {
+    if constexpr (Kernel::policy.keeps_biases) {
+      if (warp_any(at.loads_next())) load(at.next_masked(), n + 1);
+    } else {
+      load(at.next_masked(), at.is_last() ? n : n + 1);
+    }
+  }
 
   template <class Visit>
-  __device__ void begin_scores(const Visit& at, int n, float (&scores)[rows / 2]) const {
+  __device__ void begin_scores(const Visit&, float (&scores)[rows / 2]) const {
+    const float factor = p_.bias_factor;
+#pragma unroll
+    for (int i = 0; i < rows / 4; ++i) {
+      const float2 bias = Element<T>::widen_packed2(biases_[i]);
+      scores[2 * i] = fmaf(bias.x, factor, scores[2 * i]);
+      scores[2 * i + 1] = fmaf(bias.y, factor, scores[2 * i + 1]);
+    }
+  }
+
+ private:
+  __device__ void load(bool masked, int n) {
     storage_.dense.loaded.wait_full(n);
     const int tile = Pipeline<Kernel::policy.score_tiles>::stage(n);
     const std::uint32_t biases = this->fragment_of(n);
@@ -118,37 +154,35 @@ class DenseTileScores : public DenseScores<Kernel> {
     const std::uint32_t bits =
         shared_address(storage_.dense.bits[tile][warpgroup_]) +
         static_cast<std::uint32_t>(lane_id() % 4 * 16 + this->warp() / 2 * 4);
-    const int shift = this->warp() % 2 * 16 + lane_id() / 4;
+    // Moves the thread's keys to the highest bits of two bytes, which spread to the two queries' elements.
+    const int shift = 7 - lane_id() / 4;
+    const std::uint32_t bytes = 0xcc88u + static_cast<std::uint32_t>(this->warp() % 2) * 0x2222u;
     // Without branches: a missing mask shows all, a missing bias is 0.
-    const std::uint32_t unmasked = at.masked() ? 0 : ~0u;
+    const std::uint32_t unmasked = masked ? 0 : ~0u;
     const std::uint32_t has_bias = p_.backward.score.bias.dense ? ~0u : 0;
     const std::uint32_t mask_values = packed_mask_value<T>(p_.backward.score);
-    const float factor = p_.bias_factor;
 #pragma unroll
     for (int i = 0; i < rows / 16; ++i) {
       std::uint32_t block[4];
       ldmatrix_x4_trans(block, biases + static_cast<std::uint32_t>(i * Base::block_bytes));
 #pragma unroll
       for (int j = 2 * i; j < 2 * i + 2; ++j) {
-        std::uint32_t seen[2];  // of two queries: bit 0 and bit 8 are the thread's keys
+        std::uint32_t seen[2];  // of two queries
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          seen[e] =
-              load_shared_4(bits + static_cast<std::uint32_t>((8 * j + e) * 8)) >> shift | unmasked;
-        }
+        for (int e = 0; e < 2; ++e)
+          seen[e] = load_shared_4(bits + static_cast<std::uint32_t>((8 * j + e) * 8)) << shift;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float2 bias = Element<T>::widen_packed2(
-              hide_masking_biases<T>(block[j % 2 * 2 + h] & has_bias, mask_values));
-          float* const s = scores + 4 * j + 2 * h;
-          s[0] = fmaf(bias.x, factor, s[0]);
-          s[1] = fmaf(bias.y, factor, s[1]);
-          if ((seen[0] >> (8 * h) & 1) == 0) s[0] = negative_infinity;
-          if ((seen[1] >> (8 * h) & 1) == 0) s[1] = negative_infinity;
+          const std::uint32_t visible =
+              spread_signs(seen[0], seen[1], bytes + static_cast<std::uint32_t>(h) * 0x1111u);
+          biases_[2 * j + h] = hide_masking_biases<T>(block[j % 2 * 2 + h] & has_bias, mask_values,
+                                                      visible | unmasked);
         }
       }
     }
   }
+
+  std::uint32_t biases_[rows / 4];
 };
 
 // From global memory, of any dtype and strides, DenseAccess::elements. Keys and queries past the end read the last
@@ -162,7 +196,8 @@ class DenseElementScores : public DenseScores<Kernel> {
  public:
   using Base::Base;
 
-  __device__ void begin(const BackwardWork& work) {
+  template <class Visit>
+  __device__ void begin(const BackwardWork& work, const Visit&, int) {
     for (int h = 0; h < 2; ++h) {
       const int position = work.key + row() + 8 * h;
       const int last = p_.backward.shape.seqlen_k - 1;
@@ -173,7 +208,10 @@ class DenseElementScores : public DenseScores<Kernel> {
   }
 
   template <class Visit>
-  __device__ void begin_scores(const Visit& at, int, float (&scores)[rows / 2]) const {
+  __device__ void load_next(const Visit&, int) {}
+
+  template <class Visit>
+  __device__ void begin_scores(const Visit& at, float (&scores)[rows / 2]) const {
     const ScoreParams& score = p_.backward.score;
     const std::int64_t mask = begin_of(score.mask, at.head());
     const std::int64_t bias = begin_of(score.bias, at.head());

@@ -43,11 +43,12 @@ struct SlotParams {
 // A query tile that a block of keys visits, with a dense mask or bias.
 struct alignas(8) QueryVisit {
   int tile;
-  std::uint32_t head : 29;
+  std::uint32_t head : 28;
   std::uint32_t masked : 1;  // by the packed mask, somewhere
   // Of two heads whose dS is summed (DenseDbias::sums_heads): the next visit is, or the previous one was, of the other.
   std::uint32_t first_of_two : 1;
   std::uint32_t second_of_two : 1;
+  std::uint32_t same_dense : 1;  // mask and bias are those of the previous visit
 };
 
 // For each block of keys the query tiles that it visits, of all heads of the group (find_visits.cuh): one head after

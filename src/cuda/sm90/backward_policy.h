@@ -53,6 +53,8 @@ struct BackwardPolicy {
   int rows;  // of a query tile
   DqSplit dq;
   int score_tiles = 2;  // tiles of dS in shared memory
+  // Registers for the biases of a dense tile all round the loop: heads that share them load them once.
+  bool keeps_biases = false;
 
   static constexpr int keys = 128;
   static constexpr int warpgroups = 2;  // that compute, 64 keys each
@@ -83,7 +85,7 @@ constexpr BackwardPolicy backward_policy(int head_dim, const BackwardVariant& va
   if (variant.has_slots()) return {.rows = slot_tile_rows, .dq = DqSplit::alternating};
   if (variant.has_dense()) {
     const DqSplit dq = head_dim == 64 ? DqSplit::alternating : DqSplit::columns;
-    return {.rows = 64, .dq = dq, .score_tiles = 3};
+    return {.rows = 64, .dq = dq, .score_tiles = 3, .keeps_biases = head_dim == 64};
   }
   if (head_dim == 64) return {.rows = 128, .dq = DqSplit::rows};
   return {.rows = 64, .dq = DqSplit::columns};

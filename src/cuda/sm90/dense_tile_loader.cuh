@@ -45,8 +45,11 @@ struct DenseTileLoader {
       const ScoreParams& score = p.backward.score;
       const int tile = Pipeline<Kernel::policy.score_tiles>::stage(n);
       const std::uint32_t full = storage.dense.loaded.full_of(n);
-      const std::uint32_t bit_bytes = at.masked() ? existing_words(work) * PackedMask::side * 8 : 0;
-      const std::uint32_t bias_bytes = score.bias.dense ? ScoreTile::bytes : 0;
+      // The consumers keep those of the previous visit.
+      const bool loads = !Kernel::policy.keeps_biases || !at.has_same_dense();
+      const std::uint32_t bit_bytes =
+          loads && at.masked() ? existing_words(work) * PackedMask::side * 8 : 0;
+      const std::uint32_t bias_bytes = loads && score.bias.dense ? ScoreTile::bytes : 0;
       mbarrier_arrive_expect(full, bit_bytes + bias_bytes);
       if (bit_bytes != 0) {
         bulk_load(shared_address(storage.dense.bits[tile]), bits_of(work, at), bit_bytes, full);

@@ -34,6 +34,9 @@ struct FindVisits {
     const int group = p.backward.shape.heads_q / p.backward.shape.heads_kv;
     const int list = QueryVisitLists::list(p.backward.shape, keys.batch, keys.kv_head, keys.key);
     QueryVisit* const to = p.visits.visits + std::int64_t{list} * p.visits.capacity;
+    // Then all heads of a tile have one mask and one bias, and are visited if one is.
+    const bool shared_dense = p.visits.heads_together && p.backward.score.packed_mask.head_q == 0 &&
+                              p.backward.score.bias.head_q == 0;
     const int candidates = tiles * group;
     int count = 0;
     for (int first = 0; first < candidates; first += threads) {
@@ -58,7 +61,8 @@ struct FindVisits {
                       .head = static_cast<std::uint32_t>(head),
                       .masked = (state & PackedMask::all) == 0,
                       .first_of_two = both && lane_id() % 2 == 0,
-                      .second_of_two = both && lane_id() % 2 == 1};
+                      .second_of_two = both && lane_id() % 2 == 1,
+                      .same_dense = shared_dense && i % group != 0};
       }
       __syncthreads();
     }

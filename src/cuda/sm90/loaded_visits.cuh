@@ -25,6 +25,8 @@ class LoadedVisits {
   __device__ bool has() const { return has_; }
   __device__ bool is_last() const { return loaded().is_last; }
   __device__ bool is_last_of_head() const { return loaded().is_last_of_head; }
+  __device__ bool loads_next() const { return loaded().loads_next; }
+  __device__ bool next_masked() const { return loaded().next_masked; }
 
   // After the last visit it stays there.
   __device__ void advance() {

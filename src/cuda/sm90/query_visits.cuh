@@ -86,6 +86,9 @@ struct alignas(16) LoadedVisit {
   QueryVisit visit;
   bool is_last_of_head;
   bool is_last;
+  // The next visit has a mask or a bias that this one has not, and whether it is masked.
+  bool loads_next;
+  bool next_masked;
 };
 
 // With a dense mask or bias: the visits of a list in memory, each read one visit ahead.
@@ -111,7 +114,14 @@ class QueryVisits<Variant> {
   __device__ bool is_last_of_head() const { return is_last() || next_.head != visit_.head; }
   __device__ bool is_first_of_two() const { return visit_.first_of_two != 0; }
   __device__ bool is_second_of_two() const { return visit_.second_of_two != 0; }
-  __device__ LoadedVisit loaded() const { return {visit_, is_last_of_head(), is_last()}; }
+  __device__ bool has_same_dense() const { return visit_.same_dense != 0; }
+  __device__ LoadedVisit loaded() const {
+    return {.visit = visit_,
+            .is_last_of_head = is_last_of_head(),
+            .is_last = is_last(),
+            .loads_next = !is_last() && next_.same_dense == 0,
+            .next_masked = next_.masked != 0};
+  }
 
   __device__ void advance() {
     --left_;
