@@ -363,20 +363,21 @@ class BackwardConsumer {
   // Mask and bias of the visit behind `at`, visit n, while the threads wait for S, or for dQ where S and dP leave no
   // registers.
   __device__ void load_next(const Visit& at, int n) {
-    if constexpr (variant.has_dense()) dense_.load_next(at, n);
+    if constexpr (variant.has_dense()) {
+      dense_.load_next(at, n);
+      keys_.load_next(at);
+    }
   }
 
   // Moves to the next query tile and initializes its scores, while the product dK runs. After the last tile they are
   // initialized once more with the same values: in a branch their old values would occupy registers.
   __device__ void advance(Visit& at, int n) {
     keys_.end_tile(at);
-    const int next = at.is_last() ? n : n + 1;
-    if (!at.is_last()) {
-      Visit after = at;
-      after.advance();
-      keys_.begin_tile(after);
-    }
     at.advance();
+    const int next = at.has() ? n + 1 : n;
+    if constexpr (!variant.has_dense()) {
+      if (at.has()) keys_.begin_tile(at);
+    }
     storage_.q_pipeline.wait_full(next);
     begin_scores(at, next);
   }

@@ -37,7 +37,7 @@ class KeyBlock {
     if constexpr (has_info) clear_unseen_rows();
   }
 
-  // Before the scores of a query tile are initialized.
+  // Before the scores of a query tile are initialized; with a dense mask or bias of the first tile alone.
   __device__ void begin_tile(const Visit& at) {
     if constexpr (has_dense) {
       load_biases(at.head());
@@ -60,6 +60,9 @@ class KeyBlock {
       return visible_.bias(h);
     }
   }
+
+  // With a dense mask or bias, beside the products of a tile: the biases of the next one.
+  __device__ void load_next(const Visit& at) { load_biases(at.next_head()); }
 
   // While the scores of a tile are computed.
   __device__ void prepare_mask(const Visit& at) {
@@ -199,7 +202,6 @@ class KeyBlock {
     __syncwarp();
   }
 
-  // For every tile: the loop has no registers for them.
   __device__ void load_biases(int head) {
     bias_[0] = biases(head)[key(0)];
     bias_[1] = biases(head)[key(1)];

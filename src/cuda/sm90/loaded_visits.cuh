@@ -27,13 +27,12 @@ class LoadedVisits {
   __device__ bool is_last_of_head() const { return loaded().is_last_of_head; }
   __device__ bool loads_next() const { return loaded().loads_next; }
   __device__ bool next_masked() const { return loaded().next_masked; }
+  __device__ int next_head() const { return loaded().next_head; }
 
-  // After the last visit it stays there.
+  // After the last visit it stays there. The caller waits for the tile of q before it reads the visit.
   __device__ void advance() {
     has_ = !is_last();
-    if (!has_) return;
-    ++n_;
-    storage_.q_pipeline.wait_full(n_);
+    if (has_) ++n_;
   }
 
  private:

@@ -89,6 +89,7 @@ struct alignas(16) LoadedVisit {
   // The next visit has a mask or a bias that this one has not, and whether it is masked.
   bool loads_next;
   bool next_masked;
+  int next_head;  // after the last visit its own
 };
 
 // With a dense mask or bias: the visits of a list in memory, each read one visit ahead.
@@ -120,7 +121,8 @@ class QueryVisits<Variant> {
             .is_last_of_head = is_last_of_head(),
             .is_last = is_last(),
             .loads_next = !is_last() && next_.same_dense == 0,
-            .next_masked = next_.masked != 0};
+            .next_masked = next_.masked != 0,
+            .next_head = is_last() ? head() : static_cast<int>(next_.head)};
   }
 
   __device__ void advance() {
