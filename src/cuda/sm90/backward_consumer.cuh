@@ -209,15 +209,18 @@ class BackwardConsumer {
       if ((n + warpgroup_) % 2 == 0) {
         float dq[dq_part];
         issue_dq(n, dq);
+        dense_.sum_heads(at, ds_operand_, n);
         issue_gradient(dk_, ds_operand_, storage_.q[stage(n)]);
         wgmma_wait<1>();
         store_dq(dq, 0);
       } else {
+        dense_.sum_heads(at, ds_operand_, n);
         issue_gradient(dk_, ds_operand_, storage_.q[stage(n)]);
       }
     } else {
       float dq[dq_part];
       issue_dq(n, dq);
+      dense_.sum_heads(at, ds_operand_, n);
       wgmma_wait<1>();
       pin(dv_);
       storage_.dout_pipeline.release(n);
@@ -340,7 +343,6 @@ class BackwardConsumer {
       store_ds_by_keys(shared_address(storage_.ds[score_tile(n)]));
     }
     named_barrier_sync(Kernel::consumer_barrier, 256);
-    if constexpr (variant.has_dense()) dense_.sum_heads(at, ds_operand_, n);
     // Each reader fences for the stores of both warpgroups, which the barrier orders before it (docs/kernels/sm90-backward.md).
     fence_async_proxy();
   }

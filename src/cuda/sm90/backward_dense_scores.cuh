@@ -17,6 +17,8 @@ struct NoDenseScores {
   __device__ void begin(const BackwardWork&, const Visit&, int) {}
   template <class Visit, class Scores>
   __device__ void begin_scores(const Visit&, Scores&) const {}
+  template <class Visit, class Packed>
+  __device__ void sum_heads(const Visit&, const Packed&, int) const {}
 };
 
 // Common to both DenseAccess.
@@ -48,7 +50,7 @@ class DenseScores {
 
   // Adds dS of the second of two heads to the first one's, in the tile of the first: dQ of the second reads its own. By
   // the warps that have stored both, after a barrier of all consumers, so that dQ of the first has been computed.
-  // Rounds as a sum in fp32 does when it is stored.
+  // Beside dQ, before dK reads the registers of dS. Rounds as a sum in fp32 does when it is stored.
   template <class Visit>
   __device__ void sum_heads(const Visit& at, const std::uint32_t (&ds)[rows / 4], int n) const {
     if (!at.is_second_of_two()) return;
