@@ -39,6 +39,10 @@ class BackwardConsumer {
   // Key biases are a term of the exponent, where they cost no instruction; with a dense mask or bias, of the initial
   // scores, since they would occupy registers all round the loop.
   static constexpr bool bias_in_exponent = variant.has_info() && !variant.has_dense();
+  // The scores of the next tile begin beside dQ instead of behind it. Neither slots nor elements in global memory have
+  // the registers for both.
+  static constexpr bool advances_beside_dq =
+      policy.dq == DqSplit::alternating && variant.dense == DenseAccess::tiles;
 
  public:
   __device__ BackwardConsumer(const BackwardKernelParams& p, Storage& storage)
@@ -76,7 +80,7 @@ class BackwardConsumer {
       make_ds(n);
       share_ds(at, n);
       multiply_dq(at, n);
-      advance(at, n);
+      if constexpr (!advances_beside_dq) advance(at, n);
       wgmma_wait<0>();
       pin(dk_);
       storage_.q_pipeline.release(n);
@@ -201,7 +205,7 @@ class BackwardConsumer {
   }
 
   // Computes dQ and starts dK. It waits for dV, which is in flight; dK stays in flight.
-  __device__ void multiply_dq(const Visit& at, int n) {
+  __device__ void multiply_dq(Visit& at, int n) {
     if constexpr (policy.dq == DqSplit::alternating) {
       wgmma_wait<0>();  // the registers of dV's operand are reused
       pin(dv_);
@@ -211,11 +215,13 @@ class BackwardConsumer {
         issue_dq(n, dq);
         dense_.sum_heads(at, ds_operand_, n);
         issue_gradient(dk_, ds_operand_, storage_.q[stage(n)]);
+        if constexpr (advances_beside_dq) advance(at, n);
         wgmma_wait<1>();
         store_dq(dq, 0);
       } else {
         dense_.sum_heads(at, ds_operand_, n);
         issue_gradient(dk_, ds_operand_, storage_.q[stage(n)]);
+        if constexpr (advances_beside_dq) advance(at, n);
       }
     } else {
       float dq[dq_part];
