@@ -142,7 +142,7 @@ class BackwardConsumer {
         }
       }
     }
-    dense_.begin_scores(at, s_);
+    dense_.begin_scores(at, n, s_);
   }
 
   // The address of K or V. With a dense mask or bias descriptors are recomputed for each tile: there are too few

@@ -16,7 +16,7 @@ struct NoDenseScores {
   template <class Visit>
   __device__ void begin(const BackwardWork&, const Visit&, int) {}
   template <class Visit, class Scores>
-  __device__ void begin_scores(const Visit&, Scores&) const {}
+  __device__ void begin_scores(const Visit&, int, Scores&) const {}
   template <class Visit, class Packed>
   __device__ void sum_heads(const Visit&, const Packed&, int) const {}
 };
@@ -38,7 +38,8 @@ class DenseScores {
   // dS, packed, becomes rows of keys in the tile of visit n.
   template <class Visit>
   __device__ void store_ds(const Visit& at, const std::uint32_t (&ds)[rows / 4], int n) const {
-    wait_for_tile(n);
+    if constexpr (Kernel::variant.dense == DenseAccess::elements)
+      storage_.dense.computed.wait_empty(n);
     const std::uint32_t to = fragment_of(n);
 #pragma unroll
     for (int i = 0; i < rows / 16; ++i) {
@@ -70,15 +71,6 @@ class DenseScores {
   }
 
  protected:
-  // The writer of dbias has read the previous dS of the tile: the loader waits for that, too.
-  __device__ void wait_for_tile(int n) const {
-    if constexpr (Kernel::variant.dense == DenseAccess::tiles) {
-      storage_.dense.loaded.wait_full(n);
-    } else {
-      storage_.dense.computed.wait_empty(n);
-    }
-  }
-
   // The lane's part of a tile, in the order of stmatrix.
   __device__ std::uint32_t fragment_of(int n) const {
     return shared_address(storage_.ds[Pipeline<Kernel::policy.score_tiles>::stage(n)]) +
@@ -137,7 +129,7 @@ class DenseTileScores : public DenseScores<Kernel> {
   }
 
   template <class Visit>
-  __device__ void begin_scores(const Visit&, float (&scores)[rows / 2]) const {
+  __device__ void begin_scores(const Visit&, int n, float (&scores)[rows / 2]) const {
     const float factor = p_.bias_factor;
 #pragma unroll
     for (int i = 0; i < rows / 4; ++i) {
@@ -145,6 +137,10 @@ class DenseTileScores : public DenseScores<Kernel> {
       scores[2 * i] = fmaf(bias.x, factor, scores[2 * i]);
       scores[2 * i + 1] = fmaf(bias.y, factor, scores[2 * i + 1]);
     }
+    // The tile is free for dS, too: its loader has waited for the writer of dbias. Here and not before dS is stored, since
+    // no compiler moves these instructions behind this wait, as it would behind that for a product.
+    pin(scores);
+    storage_.dense.loaded.wait_full(n);
   }
 
  private:
@@ -213,7 +209,7 @@ class DenseElementScores : public DenseScores<Kernel> {
   __device__ void load_next(const Visit&, int) {}
 
   template <class Visit>
-  __device__ void begin_scores(const Visit& at, float (&scores)[rows / 2]) const {
+  __device__ void begin_scores(const Visit& at, int, float (&scores)[rows / 2]) const {
     const ScoreParams& score = p_.backward.score;
     const std::int64_t mask = begin_of(score.mask, at.head());
     const std::int64_t bias = begin_of(score.bias, at.head());
