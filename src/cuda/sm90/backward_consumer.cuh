@@ -39,6 +39,9 @@ class BackwardConsumer {
   // Key biases are a term of the exponent, where they cost no instruction; with a dense mask or bias, of the initial
   // scores, since they would occupy registers all round the loop.
   static constexpr bool bias_in_exponent = variant.has_info() && !variant.has_dense();
+  // The sums of dS for the gradient of a key bias are made beside dS, wanted or not, or behind it where they are wanted.
+  // With slots they nearly always are; for elements in global memory a branch would need more registers.
+  static constexpr bool sums_beside = variant.has_slots() || variant.dense == DenseAccess::elements;
   // The scores of the next tile begin beside dQ instead of behind it. Neither slots nor elements in global memory have
   // the registers for both.
   static constexpr bool advances_beside_dq =
@@ -310,15 +313,18 @@ class BackwardConsumer {
             has_room ? float2{s_[2 * i], s_[2 * i + 1]} : Element<T>::widen_packed2(p_operand_[i]);
         const float x = p.x * (dp_[2 * i] - delta_of[j].x);
         const float y = p.y * (dp_[2 * i + 1] - delta_of[j].y);
+        if constexpr (sums_beside) sums[h] += x + y;
         dp_[2 * i] = x;
         dp_[2 * i + 1] = y;
         ds_operand_[i] = pack<T>(x, y);
         magnitude[i % 4] = add_magnitude<T>(magnitude[i % 4], ds_operand_[i]);
       }
     }
-    if (keys_.sums_ds()) {
+    if constexpr (variant.has_info() && !sums_beside) {
+      if (keys_.wants_sums()) {
 #pragma unroll
-      for (int i = 0; i < scores / 2; ++i) sums[i % 2] += dp_[2 * i] + dp_[2 * i + 1];
+        for (int i = 0; i < scores / 2; ++i) sums[i % 2] += dp_[2 * i] + dp_[2 * i + 1];
+      }
     }
     bool finite = true;
 #pragma unroll

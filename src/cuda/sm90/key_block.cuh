@@ -99,8 +99,8 @@ class KeyBlock {
     }
   }
 
-  // Whether the sums of dS are wanted: the gradient of a key bias.
-  __device__ bool sums_ds() const {
+  // Whether the sums of dS are wanted, the gradient of a key bias.
+  __device__ bool wants_sums() const {
     const OutputBroadcast& dbias = p_.backward.dbias;
     return has_info && dbias.data != nullptr && !dbias.dense;
   }
@@ -115,7 +115,7 @@ class KeyBlock {
 
   // After a query tile.
   __device__ void end_tile(const Visit& at) {
-    if (!sums_ds()) return;
+    if (!wants_sums()) return;
     const bool ends = p_.backward.dbias.head_q != 0 ? at.is_last_of_head() : at.is_last();
     if (ends) store_dbias(at.head());
   }

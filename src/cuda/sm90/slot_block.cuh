@@ -61,9 +61,6 @@ class SlotBlock {
     if (visible_.is_partial(1)) visible_.template mask<1>(scores);
   }
 
-  // Always: in a branch the sums, which are seldom unwanted, are made behind the other work on dS.
-  __device__ bool sums_ds() const { return true; }
-
   __device__ void add_dbias(const float (&sums)[2]) {
     dbias_[0] += sums[0];
     dbias_[1] += sums[1];
