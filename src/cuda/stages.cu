@@ -144,8 +144,11 @@ void preprocess_backward(const BackwardParams& params, DType dtype, cudaStream_t
   with_dtype(dtype, [&]<class T>() { launch_for<BwdPreprocessKernel<T>>(params, stream); });
 }
 
-void recompute_extreme_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream) {
-  with_dtype(dtype, [&]<class T>() { launch_for<Fp64BackwardKernel<T>>(params, stream); });
+void fix_or_recompute_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream) {
+  with_dtype(dtype, [&]<class T>() {
+    launch_for<Fp64BackwardKernel<T>>(params, stream);
+    if (!params.saturate) launch_for<NonFiniteRowsKernel<T>>(params, stream);
+  });
 }
 
 void fix_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream) {

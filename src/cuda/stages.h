@@ -53,12 +53,12 @@ OutputBroadcast dbias_sums(const Problem& p, float* sums);
 // dbias from `sums` of dbias_accum_shape, or zeros where `sums` is null.
 void store_dbias(const BackwardArgs& args, const float* sums, cudaStream_t stream);
 
-// Every gradient in double where numbers are extreme, of main loops without a slow path for them. Before
-// fix_gradients.
-void recompute_extreme_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream);
-
 // Corrects gradients where an operand is not finite. Rows of dq that met such keys without seeing them are computed
 // again; without saturation NaN is written to the dk, dv and dbias that such an element reaches. Before store_dbias.
 void fix_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream);
+
+// The same of main loops without a slow path for extreme numbers: where they met any, every gradient is computed again
+// in double.
+void fix_or_recompute_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda

@@ -7,21 +7,24 @@ namespace flash_dmattn::cuda {
 
 // Recomputes every gradient in double, for main loops without a slow path, if scores are so large that P needs lse as
 // two floats, or overflowed fp32 (lse_has_low). It is launched after every such backward, before the sums of dbias are
-// stored, and returns at once if the flag is not set. A warp computes a key or a query row, a thread an element of the
-// gradient of a dense bias. Tile lists, if any, are those of a key list.
+// stored. A warp computes a key or a query row, a thread an element of the gradient of a dense bias. Tile lists, if any,
+// are those of a key list. If the flag is not set, it is the DqFixupKernel, which would recompute rows of dq alone.
 template <class T>
 struct Fp64BackwardKernel {
   using Params = BackwardParams;
-  struct SharedStorage {};
-  static constexpr int threads = 256;
+  using Fixup = DqFixupKernel<T>;
+  using SharedStorage = typename Fixup::SharedStorage;
+  static constexpr int threads = Fixup::threads;
   static constexpr int warps = threads / warp_size;
   static constexpr int min_blocks = 1;
 
-  // Two for each of the 132 multiprocessors of the largest GPU.
-  static long blocks(const Params&) { return 2 * 132; }
+  static long blocks(const Params& p) { return Fixup::blocks(p); }
 
-  __device__ void operator()(const Params& p, SharedStorage&) const {
-    if ((*p.flags & lse_has_low) == 0) return;
+  __device__ void operator()(const Params& p, SharedStorage& shared) const {
+    if ((*p.flags & lse_has_low) == 0) {
+      if (p.dq.data != nullptr) Fixup()(p, shared);
+      return;
+    }
     const std::int64_t keys = std::int64_t{p.shape.batch} * p.shape.heads_kv * p.shape.seqlen_k;
     const std::int64_t rows =
         p.dq.data == nullptr ? 0 : std::int64_t{p.shape.batch} * p.shape.heads_q * p.shape.seqlen_q;

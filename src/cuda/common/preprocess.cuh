@@ -28,14 +28,19 @@ struct BwdPreprocessKernel {
   }
 
   __device__ void operator()(const Params& p, SharedStorage&) const {
+    const int tiles = ceil_div(p.shape.seqlen_q, block_rows);
+    const int block = static_cast<int>(blockIdx.x);
+    compute(p, block / tiles, block % tiles * block_rows);
+  }
+
+  // Of block_rows rows, by all threads of a block. Rows past the end are left out.
+  static __device__ void compute(const Params& p, int head_index, int first_row) {
     const Shape& shape = p.shape;
     const int thread = static_cast<int>(threadIdx.x);
     const int lane = thread % row_lanes;
-    const int tiles = ceil_div(shape.seqlen_q, block_rows);
-    const int head_index = static_cast<int>(blockIdx.x) / tiles;
     const int batch = head_index / shape.heads_q;
     const int head = head_index % shape.heads_q;
-    const int first = static_cast<int>(blockIdx.x) % tiles * block_rows + thread / row_lanes;
+    const int first = first_row + thread / row_lanes;
 
     float delta[steps] = {};
     // In two copies: conditional loads would be waited for one by one.

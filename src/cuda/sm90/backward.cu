@@ -96,9 +96,11 @@ void run_backward(const BackwardArgs& args, const DeviceProperties&, const Execu
   // A main loop that follows a list stores the elements of its keys alone.
   if (p.dbias.data != nullptr && !call.has_dbias_sums() && has_list(problem))
     store_dbias(args, nullptr, stream);
-  preprocess_backward(p, dtype, stream);
   const auto launch_dtype = [&]<class T>() {
     if constexpr (is_compiled) {
+      using Preprocess = PreprocessKernel<T>;
+      const typename Preprocess::Params params = call.preprocess_params<T>();
+      launch<Preprocess>(Preprocess::blocks(params), params, stream);
       call.choice.head_dim == 64 ? launch_backward<T, 64>(call.choice, call.params, stream)
                                  : launch_backward<T, 128>(call.choice, call.params, stream);
     }
@@ -108,8 +110,7 @@ void run_backward(const BackwardArgs& args, const DeviceProperties&, const Execu
   call.dk.store(p.shape, call.params.list, stream);
   call.dv.store(p.shape, call.params.list, stream);
   call.scatter_dbias(stream);
-  recompute_extreme_gradients(p, dtype, stream);
-  fix_gradients(p, dtype, stream);
+  fix_or_recompute_gradients(p, dtype, stream);
   if (stores_dbias) store_dbias(args, call.dbias_sums, stream);
 }
 

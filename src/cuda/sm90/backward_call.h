@@ -9,6 +9,7 @@
 #include "cuda/selection/schedule.h"
 #include "cuda/sm90/backward_launch.h"
 #include "cuda/sm90/backward_tensors.h"
+#include "cuda/sm90/preprocess_backward.cuh"
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/stages.h"
 
@@ -70,7 +71,7 @@ struct BackwardCall {
   BackwardKernelParams params{};
   Source q, k, v, dout;
   Sink dk, dv;
-  // Zeroed before the main loop.
+  // Zeroed before the preprocess.
   std::byte* zeroed = nullptr;
   std::size_t zeroed_bytes = 0;
   float* dbias_sums = nullptr;    // dbias_accum_shape
@@ -127,8 +128,8 @@ struct BackwardCall {
     if (has_dbias_sums())
       dbias_sums = workspace.take<float>(elements(dbias_accum_shape(args.problem)));
     if (has_listed_dbias()) listed_dbias = workspace.take<float>(elements(dbias_accum_shape(p)));
-    params.dq_accum = workspace.take<float>(padded_rows * choice.head_dim);
     zeroed_bytes = workspace.used() - begin;
+    params.dq_accum = workspace.take<float>(padded_rows * choice.head_dim);
     if (args.dbias.data != nullptr) set_dbias(args);
     set_main_loop();
     if (args.dq.data == nullptr) {
@@ -141,6 +142,21 @@ struct BackwardCall {
   const BackwardVariant& variant() const { return choice.variant; }
   bool has_dbias_sums() const {
     return has(problem.bias_shape) && !(is_dense(problem.bias_shape) && owns_dbias());
+  }
+
+  template <class T>
+  typename PreprocessKernel<T>::Params preprocess_params() const {
+    const ScoreParams& score = params.backward.score;
+    const PrepareKeyInfo<T> key_info{params.info_shape, score, params.info, params.bias_factor,
+                                     params.list};
+    return {.common = common,
+            .key_info = key_info,
+            .key_items = key_info.items(),
+            .factor = score.factor,
+            .row_stats = params.row_stats,
+            .dq_accum = params.dq_accum,
+            .tile_rows = backward_policy(choice.head_dim, variant()).rows,
+            .accum_columns = choice.head_dim};
   }
 
   // Copies the sums of the keys of a list to the sums of all keys.

@@ -8,8 +8,6 @@
 #include "cuda/sm90/backward_launch.h"
 #include "cuda/sm90/dispatch.h"
 #include "cuda/sm90/find_visits.cuh"
-#include "cuda/sm90/prepare_backward.cuh"
-#include "cuda/sm90/prepare_key_info.cuh"
 #include "cuda/sm90/slot_rows.cuh"
 #include "cuda/sm90/tensor_map.h"
 
@@ -36,13 +34,6 @@ void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
   if (Variant.has_dense() && params.dense_dbias.by_tma)
     params.dbias_map = DenseBiasRows(shape, p.dbias).map(rows, bf16);
 
-  const PrepareRowStats<rows> stats{shape, p.lse_log2, p.delta, p.score.factor, params.row_stats};
-  for_each(stats.items(), stats, stream);
-  if constexpr (Variant.has_info()) {
-    const PrepareKeyInfo<T> key_info{params.info_shape, p.score, params.info, params.bias_factor,
-                                     params.list};
-    for_each(key_info.items(), key_info, stream);
-  }
   if constexpr (Variant.has_dense()) launch<FindVisits>(FindVisits::blocks(params), params, stream);
   if constexpr (Variant.has_slots()) {
     const PrepareSlotRecords records{shape, params.info, params.slots};

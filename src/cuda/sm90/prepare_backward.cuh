@@ -1,37 +1,11 @@
 #pragma once
 
-#include "cuda/common/math.cuh"
 #include "cuda/common/postprocess.cuh"
-#include "cuda/sm90/backward_params.h"
-#include "cuda/sm90/backward_storage.cuh"
+#include "cuda/params.h"
 #include "cuda/sm90/listed_keys.h"
 
-// Before the backward's main loop, after the preprocess that all families share.
+// Copies of operands and gradients around the backward's main loop.
 namespace flash_dmattn::cuda::sm90 {
-
-// RowStats of every query tile, one thread for each row.
-template <int Rows>
-struct PrepareRowStats {
-  Shape shape;
-  const float* lse_log2;
-  const float* delta;
-  float factor;  // log2 e times the scale
-  float* stats;
-
-  __host__ __device__ int tiles() const { return (shape.seqlen_q + Rows - 1) / Rows; }
-  long items() const { return long{Rows} * tiles() * shape.batch * shape.heads_q; }
-
-  __device__ void operator()(long item) const {
-    const int row = static_cast<int>(item % Rows);
-    const long tile = item / Rows;
-    const int query = static_cast<int>(tile % tiles()) * Rows + row;
-    const long from = tile / tiles() * shape.seqlen_q + query;
-    const bool exists = query < shape.seqlen_q;
-    auto& to = reinterpret_cast<RowStats<Rows>*>(stats)[tile];
-    to.score[row] = exists ? -lse_log2[from] / factor : negative_infinity;
-    to.delta[row] = exists ? delta[from] : 0;
-  }
-};
 
 // Copies rows of a tensor, one thread for 8 columns of a row: of a tensor that the TMA unit cannot read, of the keys
 // of a list, or of gradients that need not be aligned.
