@@ -33,14 +33,28 @@ struct BwdPreprocessKernel {
     compute(p, block / tiles, block % tiles * block_rows);
   }
 
-  // Of block_rows rows, by all threads of a block. Rows past the end are left out.
-  static __device__ void compute(const Params& p, int head_index, int first_row) {
+  // A thread's row, if it has one. Past the end of a head it sees nothing.
+  struct Row {
+    int row = -1;
+    float lse_log2 = -negative_infinity;
+    float delta = 0;
+  };
+
+  // Of block_rows rows, by all threads of a block.
+  static __device__ Row compute(const Params& p, int head_index, int first_row) {
     const Shape& shape = p.shape;
     const int thread = static_cast<int>(threadIdx.x);
     const int lane = thread % row_lanes;
     const int batch = head_index / shape.heads_q;
     const int head = head_index % shape.heads_q;
     const int first = first_row + thread / row_lanes;
+
+    // Loaded beside out and dout.
+    const int row = first + lane * rows_at_once;
+    const bool exists = lane < steps && row < shape.seqlen_q;
+    const std::int64_t index = std::int64_t{head_index} * shape.seqlen_q + row;
+    const float lse = exists ? p.lse[index] : 0;
+    const float lse_low = exists && p.lse_low != nullptr ? p.lse_low[index] : 0;
 
     float delta[steps] = {};
     // In two copies: conditional loads would be waited for one by one.
@@ -53,12 +67,11 @@ struct BwdPreprocessKernel {
       for (int step = 1; step < row_lanes; step *= 2) delta[i] += shuffle_xor(delta[i], step);
       if (lane == i) mine = delta[i];
     }
-    const int row = first + lane * rows_at_once;
-    if (lane >= steps || row >= shape.seqlen_q) return;
-    const std::int64_t index = std::int64_t{head_index} * shape.seqlen_q + row;
+    if (lane >= steps) return {};
+    if (!exists) return {.row = row};
     p.delta[index] = mine;
-    store_lse(p, index);
-    if (!p.saturate && has_nonfinite_ds(p.lse[index], mine)) atomicOr(p.flags, row_not_finite);
+    if (!p.saturate && has_nonfinite_ds(lse, mine)) atomicOr(p.flags, row_not_finite);
+    return {.row = row, .lse_log2 = store_lse(p, index, lse, lse_low), .delta = mine};
   }
 
  private:
@@ -108,12 +121,11 @@ struct BwdPreprocessKernel {
   }
 
   // lse log2 e as the sum of two floats; +inf for a row that sees nothing, so that its P is 0, and for one without
-  // P, which NonFiniteRowsKernel adds.
-  static __device__ void store_lse(const Params& p, std::int64_t index) {
-    const float lse = p.lse[index];
+  // P, which NonFiniteRowsKernel adds. Returns the first.
+  static __device__ float store_lse(const Params& p, std::int64_t index, float lse, float lse_low) {
     const bool has_p = isfinite(lse);
-    const double low = p.lse_low == nullptr ? 0 : static_cast<double>(p.lse_low[index]);
-    const double lse_log2 = (static_cast<double>(lse) + low) * 1.4426950408889634;
+    const double lse_log2 =
+        (static_cast<double>(lse) + static_cast<double>(lse_low)) * 1.4426950408889634;
     const float limit = 3.4028235e38f;
     const float high =
         has_p ? fmaxf(fminf(static_cast<float>(lse_log2), limit), -limit) : -negative_infinity;
@@ -124,6 +136,7 @@ struct BwdPreprocessKernel {
     if (fabsf(rest) > 0x1p-12f) atomicOr(p.flags, lse_has_low);
     // Scores of this magnitude may have overflowed on the way.
     if (fabsf(lse) > 1e30f && has_p) atomicOr(p.flags, lse_has_low | lse_is_extreme);
+    return high;
   }
 
   template <bool Aligned>

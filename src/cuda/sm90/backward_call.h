@@ -151,7 +151,7 @@ struct BackwardCall {
                                      params.list};
     return {.common = common,
             .key_info = key_info,
-            .key_items = key_info.items(),
+            .key_blocks = ceil_div(key_info.items(), PreprocessKernel<T>::threads),
             .factor = score.factor,
             .row_stats = params.row_stats,
             .dq_accum = params.dq_accum,

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "cuda/common/math.cuh"
 #include "cuda/common/preprocess.cuh"
 #include "cuda/sm90/backward_params.h"
 #include "cuda/sm90/prepare_key_info.cuh"
@@ -11,53 +10,47 @@ namespace flash_dmattn::cuda::sm90 {
 
 // All that the main loop needs before it, in one launch: the preprocess that the families share, RowStats, zeros for
 // the sums of dq, and key info. DRAM writes the zeros while it reads out and dout, and the latencies of the small
-// arrays are hidden under both. A block has 64 rows of a head, which is padded to whole query tiles, and a share of the
-// key info; of that there may be more: further blocks have nothing else.
+// arrays are hidden under both. A block has 64 rows of a head, which is padded to whole query tiles.
 template <class T>
 struct PreprocessKernel {
   using Rows = BwdPreprocessKernel<T>;
   struct Params {
-    BackwardParams
-        common;  // of the call; the main loop's q may be a copy without elements that are not finite
+    // Of the call: q as the caller has it, for the main loop's may be a copy without its inf and NaN.
+    BackwardParams common;
     PrepareKeyInfo<T> key_info;
-    long key_items = 0;  // of it
-    float factor = 0;    // log2 e times the scale
+    long key_blocks =
+        0;  // that compute it; if more than blocks of rows, the last ones have nothing else
+    float factor = 0;  // log2 e times the scale
     float* row_stats = nullptr;
     float* dq_accum = nullptr;  // null: no dq
     int tile_rows = 0;
     int accum_columns = 0;
 
     __host__ __device__ int tiles() const { return ceil_div(common.shape.seqlen_q, tile_rows); }
+    __host__ __device__ int head_blocks() const { return tiles() * (tile_rows / Rows::block_rows); }
     __host__ __device__ long row_blocks() const {
-      return long{common.shape.batch} * common.shape.heads_q * tiles() *
-             (tile_rows / Rows::block_rows);
+      return long{common.shape.batch} * common.shape.heads_q * head_blocks();
     }
   };
   struct SharedStorage {};
   static constexpr int threads = Rows::threads;
   static constexpr int min_blocks = Rows::min_blocks;
 
-  static long blocks(const Params& p) {
-    return std::max(p.row_blocks(), ceil_div(p.key_items, threads));
-  }
+  static long blocks(const Params& p) { return std::max(p.row_blocks(), p.key_blocks); }
 
   __device__ void operator()(const Params& p, SharedStorage&) const {
     const long block = blockIdx.x;
-    const int thread = static_cast<int>(threadIdx.x);
-    const bool has_rows = block < p.row_blocks();
-    const int head_blocks = p.tiles() * (p.tile_rows / Rows::block_rows);
-    const auto head = static_cast<int>(block / head_blocks);
-    const int first_row = static_cast<int>(block % head_blocks) * Rows::block_rows;
-    if (has_rows) {
+    if (block < p.row_blocks()) {
       if (p.dq_accum != nullptr) clear_dq(p, block);
-      Rows::compute(p.common, head, first_row);
+      const auto head = static_cast<int>(block / p.head_blocks());
+      const auto first_row = static_cast<int>(block % p.head_blocks()) * Rows::block_rows;
+      const typename Rows::Row mine = Rows::compute(p.common, head, first_row);
+      if (mine.row >= 0) store_stats(p, head, mine);
     }
-    // Evenly, so that no block takes longer than its neighbours.
-    const long share = ceil_div(p.key_items, gridDim.x);
-    if (thread < share) p.key_info(block * share + thread);
-    if (!has_rows) return;
-    __syncthreads();  // delta and lse_log2 of the block's rows are written
-    if (thread < Rows::block_rows) store_stats(p, head, first_row + thread);
+    if (p.key_blocks == 0) return;
+    // Spread over the grid, so that few of the blocks that run at once wait for its loads.
+    const long stride = gridDim.x / p.key_blocks;
+    if (block % stride == 0) p.key_info(block / stride * threads + threadIdx.x);
   }
 
  private:
@@ -68,15 +61,12 @@ struct PreprocessKernel {
       to[i] = make_float4(0, 0, 0, 0);
   }
 
-  // Of one row; RowStats has the scores of a tile's rows, then their delta.
-  static __device__ void store_stats(const Params& p, int head, int query) {
-    const int seqlen_q = p.common.shape.seqlen_q;
-    const bool exists = query < seqlen_q;
-    const long from = long{head} * seqlen_q + query;
-    const long tile = long{head} * p.tiles() + query / p.tile_rows;
-    float* const to = p.row_stats + tile * 2 * p.tile_rows + query % p.tile_rows;
-    to[0] = exists ? -p.common.lse_log2[from] / p.factor : negative_infinity;
-    to[p.tile_rows] = exists ? p.common.delta[from] : 0;
+  // RowStats has the scores of a tile's rows, then their delta.
+  static __device__ void store_stats(const Params& p, int head, const typename Rows::Row& mine) {
+    const long tile = long{head} * p.tiles() + mine.row / p.tile_rows;
+    float* const to = p.row_stats + tile * 2 * p.tile_rows + mine.row % p.tile_rows;
+    to[0] = -mine.lse_log2 / p.factor;
+    to[p.tile_rows] = mine.delta;
   }
 };
 
