@@ -18,8 +18,8 @@ struct PreprocessKernel {
     // Of the call: q as the caller has it, for the main loop's may be a copy without its inf and NaN.
     BackwardParams common;
     PrepareKeyInfo<T> key_info;
-    long key_blocks =
-        0;  // that compute it; if more than blocks of rows, the last ones have nothing else
+    // Blocks that compute it. If there are more than blocks of rows, the last ones have nothing else.
+    long key_blocks = 0;
     float factor = 0;  // log2 e times the scale
     float* row_stats = nullptr;
     float* dq_accum = nullptr;  // null: no dq
