@@ -42,10 +42,6 @@ class BackwardConsumer {
   // The sums of dS for the gradient of a key bias are made beside dS, wanted or not, or behind it where they are wanted.
   // With slots they nearly always are; for elements in global memory a branch would need more registers.
   static constexpr bool sums_beside = variant.has_slots() || variant.dense == DenseAccess::elements;
-  // The scores of the next tile begin beside dQ instead of behind it. Neither slots nor elements in global memory have
-  // the registers for both.
-  static constexpr bool advances_beside_dq =
-      policy.dq == DqSplit::alternating && variant.dense == DenseAccess::tiles;
 
  public:
   __device__ BackwardConsumer(const BackwardKernelParams& p, Storage& storage)
@@ -76,14 +72,13 @@ class BackwardConsumer {
       storage_.dout_pipeline.wait_full(n);
       issue_dp(n);
       keys_.prepare_mask(at);
-      if constexpr (policy.keeps_biases) load_next(at, n);
       wgmma_wait<1>();
       pin(s_);
       make_p(at);
       make_ds(n);
       share_ds(at, n);
       multiply_dq(at, n);
-      if constexpr (!advances_beside_dq) advance(at, n);
+      advance(at, n);
       wgmma_wait<0>();
       pin(dk_);
       storage_.q_pipeline.release(n);
@@ -208,7 +203,7 @@ class BackwardConsumer {
   }
 
   // Computes dQ and starts dK. It waits for dV, which is in flight; dK stays in flight.
-  __device__ void multiply_dq(Visit& at, int n) {
+  __device__ void multiply_dq(const Visit& at, int n) {
     if constexpr (policy.dq == DqSplit::alternating) {
       wgmma_wait<0>();  // the registers of dV's operand are reused
       pin(dv_);
@@ -218,13 +213,13 @@ class BackwardConsumer {
         issue_dq(n, dq);
         dense_.sum_heads(at, ds_operand_, n);
         issue_gradient(dk_, ds_operand_, storage_.q[stage(n)]);
-        if constexpr (advances_beside_dq) advance(at, n);
+        load_next(at, n);
         wgmma_wait<1>();
         store_dq(dq, 0);
       } else {
         dense_.sum_heads(at, ds_operand_, n);
         issue_gradient(dk_, ds_operand_, storage_.q[stage(n)]);
-        if constexpr (advances_beside_dq) advance(at, n);
+        load_next(at, n);
       }
     } else {
       float dq[dq_part];
@@ -234,7 +229,7 @@ class BackwardConsumer {
       pin(dv_);
       storage_.dout_pipeline.release(n);
       issue_gradient(dk_, ds_operand_, storage_.q[stage(n)]);
-      if constexpr (!policy.keeps_biases) load_next(at, n);
+      load_next(at, n);
       wgmma_wait<1>();
       store_dq(dq, warpgroup_);
     }
@@ -374,8 +369,7 @@ class BackwardConsumer {
     }
   }
 
-  // Mask and bias of the visit behind `at`, visit n, while the threads wait for S, or for dQ where S and dP leave no
-  // registers.
+  // Mask and bias of the visit behind `at`, visit n, while the threads wait for dQ and dK.
   __device__ void load_next(const Visit& at, int n) {
     if constexpr (variant.has_dense()) {
       dense_.load_next(at, n);
