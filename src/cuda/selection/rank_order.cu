@@ -172,6 +172,7 @@ Work lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& work
         std::int64_t{work.passes.passes} * rows.rows * work.passes.tiles * RowPasses::digits;
     work.passes.counts = workspace.take<std::uint32_t>(counts);
     work.passes.published = workspace.take<std::uint32_t>(counts);
+    work.passes.started = workspace.take<std::uint32_t>(work.passes.passes);
   } else if (sort_of(rows) == Sort::device) {
     cub::DoubleBuffer<std::uint64_t> buffers(work.packed, work.other);
     sort(rows, buffers, nullptr, work.sort_bytes, nullptr);

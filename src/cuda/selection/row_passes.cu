@@ -21,6 +21,7 @@ __global__ void __launch_bounds__(RowPasses::threads)
   const int row = static_cast<int>(blockIdx.x) / passes.tiles;
   const int tile = static_cast<int>(blockIdx.x) % passes.tiles;
   const int thread = static_cast<int>(threadIdx.x);
+  if (blockIdx.x == 0 && thread < passes.passes) passes.started[thread] = 0;
   for (int pass = 0; pass < passes.passes; ++pass) counts[pass][thread] = 0;
   const int totals = rows.blocks * rows.groups;  // which the last pass adds to
   for (int i = tile * RowPasses::threads + thread; i < totals;
@@ -91,6 +92,7 @@ struct PassKeys {
 };
 
 struct PassStorage {
+  int work;
   int warp_sums[2][RowPasses::warps];
   // Of a digit: where its keys begin in the row, less where they begin in the tile.
   int from_tile_to_row[RowPasses::digits];
@@ -152,6 +154,13 @@ __device__ void scatter_tile(const OrderedRows& rows, int row, int tile_size, Pa
   }
 }
 
+// The number of this block's tile, of all rows, in the order in which blocks start.
+__device__ int take_work(std::uint32_t* started, PassStorage& shared) {
+  if (threadIdx.x == 0) shared.work = static_cast<int>(atomicAdd(started, 1u));
+  __syncthreads();
+  return shared.work;
+}
+
 // Orders the keys of each row by one digit; equal ones stay in order. A thread has keys, and a digit to count. The last
 // pass has no use for `to`.
 __global__ void __launch_bounds__(RowPasses::threads, RowPasses::min_blocks)
@@ -159,8 +168,9 @@ __global__ void __launch_bounds__(RowPasses::threads, RowPasses::min_blocks)
                std::uint64_t* to) {
   wait_for_previous_kernel();
   __shared__ PassStorage shared;
-  const int row = static_cast<int>(blockIdx.x) / passes.tiles;
-  const int tile = static_cast<int>(blockIdx.x) % passes.tiles;
+  const int work = take_work(passes.started + pass, shared);
+  const int row = work / passes.tiles;
+  const int tile = work % passes.tiles;
   const int digit = static_cast<int>(threadIdx.x);
   const int warp = warp_id();
   const std::int64_t row_begin = static_cast<std::int64_t>(row) * rows.seqlen_k;

@@ -8,8 +8,7 @@
 // eight bits of their scores. A CTA has a tile of a row. The offset of its keys follows from the number of
 // keys of each digit in the row, which the first kernel counts for all passes, and the number of them in
 // the tiles before, which each tile publishes. The last pass stores the order and its inverse instead of the keys.
-// A GPU starts blocks in the order of their numbers, on which CUB's scan relies too: the tiles before one are running or
-// done, and waiting for them ends.
+// Tiles are numbered as blocks start, so that those before are running or done and waiting for them ends.
 //
 // It replaces CUB's device-wide sort, which gives 5760 keys to a CTA and so occupies a third of an
 // H200: 8 rows of 32768 f32 scores are selected in 55 us instead of 86.
@@ -37,6 +36,7 @@ struct RowPasses {
   // one, plus 1, once the tile has published them.
   std::uint32_t* counts = nullptr;
   std::uint32_t* published = nullptr;
+  std::uint32_t* started = nullptr;  // [passes] blocks of the pass so far
 
   __device__ std::int64_t row_begin(const OrderedRows& rows, int pass, int row) const {
     return (static_cast<std::int64_t>(pass) * rows.rows + row) * tiles * digits;
