@@ -213,9 +213,9 @@ class BackwardConsumer {
         issue_dq(n, dq);
         dense_.sum_heads(at, ds_operand_, n);
         issue_gradient(dk_, ds_operand_, storage_.q[stage(n)]);
-        load_next(at, n);
         wgmma_wait<1>();
         store_dq(dq, 0);
+        load_next(at, n);
       } else {
         dense_.sum_heads(at, ds_operand_, n);
         issue_gradient(dk_, ds_operand_, storage_.q[stage(n)]);

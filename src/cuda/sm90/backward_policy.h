@@ -80,12 +80,12 @@ inline constexpr int order_heads = 2;
 // and dv are half as large, so that 128 queries fit, which share a read of K and V. D 128: DqSplit::alternating
 // reads less, but a block of neighbouring keys loses 3 % in waits; with slots there is other work meanwhile, and it is
 // 5 % faster. Dense: tiles of 64 queries also at D 64, as the packed mask has. Three tiles of dS: two heads are
-// summed while the biases of a third tile are loaded.
+// summed while the biases of a third tile are loaded; a fourth fits at D 64.
 constexpr BackwardPolicy backward_policy(int head_dim, const BackwardVariant& variant) {
   if (variant.has_slots()) return {.rows = slot_tile_rows, .dq = DqSplit::alternating};
   if (variant.has_dense()) {
     const DqSplit dq = head_dim == 64 ? DqSplit::alternating : DqSplit::columns;
-    return {.rows = 64, .dq = dq, .score_tiles = 3, .keeps_biases = head_dim == 64};
+    return {.rows = 64, .dq = dq, .score_tiles = head_dim == 64 ? 4 : 3, .keeps_biases = head_dim == 64};
   }
   if (head_dim == 64) return {.rows = 128, .dq = DqSplit::rows};
   return {.rows = 64, .dq = DqSplit::columns};
