@@ -85,7 +85,10 @@ constexpr BackwardPolicy backward_policy(int head_dim, const BackwardVariant& va
   if (variant.has_slots()) return {.rows = slot_tile_rows, .dq = DqSplit::alternating};
   if (variant.has_dense()) {
     const DqSplit dq = head_dim == 64 ? DqSplit::alternating : DqSplit::columns;
-    return {.rows = 64, .dq = dq, .score_tiles = head_dim == 64 ? 4 : 3, .keeps_biases = head_dim == 64};
+    return {.rows = 64,
+            .dq = dq,
+            .score_tiles = head_dim == 64 ? 4 : 3,
+            .keeps_biases = head_dim == 64};
   }
   if (head_dim == 64) return {.rows = 128, .dq = DqSplit::rows};
   return {.rows = 64, .dq = DqSplit::columns};
