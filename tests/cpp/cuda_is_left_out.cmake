@@ -1,16 +1,18 @@
-# Run by ctest: see cuda_is_left_out in CMakeLists.txt. An nvcc, of which only the name is used, beside a CMake that
-# cannot give it C++20: AUTO warns and names the off-switch, OFF is silent, ON fails.
+# Run by ctest: see cuda_is_left_out in CMakeLists.txt. Where the CUDA kernels cannot be built AUTO leaves them out: it
+# warns and names the off-switch if there is an nvcc. OFF is silent, ON fails.
 file(REMOVE_RECURSE ${WORK_DIR})
-file(WRITE ${WORK_DIR}/nvcc "#!/bin/sh\nexit 1\n")
-file(CHMOD ${WORK_DIR}/nvcc PERMISSIONS OWNER_READ OWNER_EXECUTE)
-file(WRITE ${WORK_DIR}/old.cmake "set(CMAKE_VERSION 3.25.1)\n")
-set(lacks "CMake 3.25.1 lacks C\\+\\+20 for CUDA")
 
-function(configure cuda expect_success expected)
-  execute_process(COMMAND ${CMAKE_COMMAND} -S ${SOURCE_DIR} -B ${WORK_DIR}/${cuda} -G ${GENERATOR}
-    -D CMAKE_MAKE_PROGRAM=${MAKE_PROGRAM} -D CMAKE_CXX_COMPILER=${CXX}
-    -D CMAKE_CUDA_COMPILER=${WORK_DIR}/nvcc -D CMAKE_PROJECT_INCLUDE=${WORK_DIR}/old.cmake
-    -D FLASH_DMATTN_CUDA=${cuda} --no-warn-unused-cli
+# An nvcc of that release which compiles nothing, as beside a host compiler that it does not support.
+function(write_nvcc release)
+  file(WRITE ${WORK_DIR}/${release}/nvcc "#!/bin/sh\n[ \"$1\" = --version ] && echo release ${release}, V${release}.1\n")
+  file(CHMOD ${WORK_DIR}/${release}/nvcc PERMISSIONS OWNER_READ OWNER_EXECUTE)
+endfunction()
+
+function(configure cuda nvcc expect_success expected)
+  file(REMOVE_RECURSE ${WORK_DIR}/build)
+  set(ENV{CUDACXX} ${nvcc})
+  execute_process(COMMAND ${CMAKE_COMMAND} -S ${SOURCE_DIR} -B ${WORK_DIR}/build -G ${GENERATOR}
+    -D CMAKE_MAKE_PROGRAM=${MAKE_PROGRAM} -D CMAKE_CXX_COMPILER=${CXX} -D FLASH_DMATTN_CUDA=${cuda} ${ARGN}
     RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
   if(expect_success AND NOT status EQUAL 0 OR NOT expect_success AND status EQUAL 0)
     message(FATAL_ERROR "FLASH_DMATTN_CUDA=${cuda} ended with ${status}:\n${output}")
@@ -23,6 +25,16 @@ function(configure cuda expect_success expected)
   endif()
 endfunction()
 
-configure(AUTO TRUE "CMake Warning.*${lacks}.*FLASH_DMATTN_CUDA=OFF")
-configure(OFF TRUE "")
-configure(ON FALSE "CMake Error.*${lacks}")
+function(expect_left_out reason nvcc)
+  configure(AUTO ${nvcc} TRUE "CMake Warning.*${reason}.*FLASH_DMATTN_CUDA=OFF" ${ARGN})
+  configure(ON ${nvcc} FALSE "CMake Error.*${reason}" ${ARGN})
+endfunction()
+
+write_nvcc(12.4)
+expect_left_out("nvcc 12.4 is too old, 12.5 or newer is needed" ${WORK_DIR}/12.4/nvcc)
+write_nvcc(13.0)
+expect_left_out("13.0/nvcc fails with this host compiler" ${WORK_DIR}/13.0/nvcc)
+# A CMake that cannot give nvcc C++20.
+file(WRITE ${WORK_DIR}/old.cmake "set(CMAKE_VERSION 3.25.1)\n")
+expect_left_out("CMake 3.25.1 lacks C\\+\\+20 for CUDA" ${WORK_DIR}/13.0/nvcc -D CMAKE_PROJECT_INCLUDE=${WORK_DIR}/old.cmake)
+configure(OFF ${WORK_DIR}/13.0/nvcc TRUE "")
