@@ -33,7 +33,7 @@ class AllowedPairs(NamedTuple):
     bias: torch.Tensor | None
     mask_value: float
 
-    @property
+    # A method: torch.compile of torch 2.10 cannot trace properties of a named tuple.
     def shape(self) -> torch.Size:
         """[B or 1, H or 1, Sq or 1, Sk]."""
         sizes = zip(*(part.shape for part in self.parts()), strict=True)
@@ -44,7 +44,7 @@ class AllowedPairs(NamedTuple):
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """bool [B or 1, H or 1, stop - start, Sk]."""
-        heads = self.shape[1]
+        heads = self.shape()[1]
         allowed = None
         for part in self.parts():
             block = part[:, :, start:stop] if part.shape[2] > 1 else part
@@ -56,13 +56,13 @@ class AllowedPairs(NamedTuple):
 
     def to_mask(self) -> torch.Tensor:
         """One bool mask of both: the mask itself where there is no bias."""
-        return self.mask if self.bias is None else self.rows(0, self.shape[2])
+        return self.mask if self.bias is None else self.rows(0, self.shape()[2])
 
     def to_any_query(self) -> torch.Tensor:
         """The keys that some query may see, bool [B, H, Sk]."""
         if self.bias is None:
             return self.mask.any(2)
-        batch, heads, seqlen_q, seqlen_k = self.shape
+        batch, heads, seqlen_q, seqlen_k = self.shape()
         seen = self.bias.new_zeros((batch, heads, seqlen_k), dtype=torch.bool)
         step = _rows_of_block(batch * heads * seqlen_k)
         for start in range(0, seqlen_q, step):
@@ -75,7 +75,7 @@ class AllowedPairs(NamedTuple):
             return intervals_of_mask(self.mask)
         if _has_no_values(self.bias):
             return None
-        return intervals_of_rows(self.rows, self.shape, self.bias.device)
+        return intervals_of_rows(self.rows, self.shape(), self.bias.device)
 
 
 def intervals_of_mask(mask: torch.Tensor) -> KeyIntervals | None:

@@ -71,8 +71,7 @@ def run(
     """
     backend = backend_of(query, backend)
     numerics = numerics.for_head_dim(query.shape[3])
-    keys = visible.keys
-    if keys is not None and keys.heads not in (1, key.shape[2]):
+    if visible.heads() not in (1, key.shape[2]):
         # Every query head chose for itself, so each gets a key head of its own.
         mask, bias = (repeat_heads(t, query, key) for t in (visible.mask, bias))
         visible = visible._replace(mask=mask)

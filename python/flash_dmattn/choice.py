@@ -56,7 +56,7 @@ def choose(
     if query.shape[1] == 0:
         return visible
     on_gpu = by_library and scores.is_cuda
-    is_dense = allowed is not None and allowed.shape[2] > 1
+    is_dense = allowed is not None and allowed.shape()[2] > 1
     if is_dense and choice.selection == "per_query":
         return _choose_under_dense_mask(
             choice.window, query, key, scores, allowed, visible.is_causal, on_gpu

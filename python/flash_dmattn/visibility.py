@@ -32,7 +32,6 @@ class KeyList(NamedTuple):
     keys: Tensor  # int32 [B or 1, Hkv or 1, n]
     count: Tensor  # int32 [B or 1, Hkv or 1]: how many of them there are
 
-    @property
     def heads(self) -> int:
         return self.keys.shape[1]
 
@@ -46,7 +45,8 @@ class KeyRanks(NamedTuple):
     rank: Tensor  # int32 [B or 1, H or 1, 1, Sk]
     limit: Tensor  # int32 [B or 1, H or 1, Sq, 1]
 
-    heads = 1  # ranks of query heads need no keys of query heads
+    def heads(self) -> int:
+        return 1  # ranks of query heads need no keys of query heads
 
     def operands(self) -> Operands:
         return Operands(key_rank=self.rank, rank_limit=self.limit)
@@ -58,6 +58,13 @@ class Visibility(NamedTuple):
     mask: Tensor | None = None  # bool [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]
     is_causal: bool = False  # row i sees keys up to i + Sk - Sq
     keys: KeyIntervals | KeyList | KeyRanks | None = None
+
+    # A method, as in all named tuples here: torch.compile of torch 2.10 cannot trace properties of one.
+    def heads(self) -> int:
+        """Those that `keys` has: 1, Hkv, or Hq where every query head has its own."""
+        if self.keys is None:
+            return 1
+        return self.keys.heads if isinstance(self.keys, KeyIntervals) else self.keys.heads()
 
     def operands(self) -> Operands:
         if self.keys is None:

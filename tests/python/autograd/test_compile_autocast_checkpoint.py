@@ -13,6 +13,10 @@ from flash_dmattn import (
     select_key_intervals,
     sliding_window,
 )
+from flash_dmattn.allowed_keys import AllowedPairs
+from flash_dmattn.choice import Choice
+from flash_dmattn.numerics import Numerics
+from flash_dmattn.visibility import KeyList, KeyRanks, Visibility
 
 ops = torch.ops.flash_dmattn
 
@@ -71,6 +75,14 @@ def test_compiles_without_graph_breaks(name):
         torch.testing.assert_close(actual, expected)
     else:
         assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("of", [AllowedPairs, Choice, KeyList, KeyRanks, Numerics, Visibility])
+def test_named_tuples_have_fields_and_methods_alone(of):
+    """torch 2.10 traces nothing else of them: no property, no attribute of the class."""
+    public = {name: member for name, member in vars(of).items() if not name.startswith("_")}
+    others = [name for name, member in public.items() if not callable(member)]
+    assert others == list(of._fields)
 
 
 def test_compiles_with_inductor():
