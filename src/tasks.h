@@ -8,29 +8,55 @@
 
 namespace flash_dmattn {
 
-// Runs task(index, worker) once for every index in [0, count). Workers pull indices from a counter,
-// so a slow one does not delay the others; tasks must not depend on their worker or order.
-template <class Task>
-void for_each_task(const Execution& execution, std::int64_t count, const Task& task) {
+// Workers pull indices from the counters of up to `most_parts` parts of [0, count), each beginning with a part of its own.
+template <int most_parts, class Task>
+void pull_tasks(const Execution& execution, std::int64_t count, const Task& task) {
+  struct alignas(64) Part {  // a cache line
+    std::atomic<std::int64_t> next;
+    std::int64_t end;
+  };
   struct Queue {
     const Task& task;
-    std::int64_t count;
-    std::atomic<std::int64_t> next{0};
-  } queue{task, count};
-  const auto body = [](void* argument, int worker) {
-    auto& pulled = *static_cast<Queue*>(argument);
-    for (std::int64_t index;
-         (index = pulled.next.fetch_add(1, std::memory_order_relaxed)) < pulled.count;) {
-      pulled.task(index, worker);
-    }
+    int parts;
+    Part part[most_parts];
   };
   const int workers =
       static_cast<int>(std::min<std::int64_t>(execution.workers, std::max<std::int64_t>(count, 0)));
+  const int parts = std::min(workers, most_parts);
+  Queue queue{task, parts, {}};
+  for (int i = 0; i < parts; ++i) {
+    queue.part[i].next.store(count * i / parts, std::memory_order_relaxed);
+    queue.part[i].end = count * (i + 1) / parts;
+  }
+  const auto body = [](void* argument, int worker) {
+    auto& pulled = *static_cast<Queue*>(argument);
+    for (int i = 0; i < pulled.parts; ++i) {
+      Part& part = pulled.part[(worker + i) % pulled.parts];
+      for (std::int64_t index;
+           (index = part.next.fetch_add(1, std::memory_order_relaxed)) < part.end;) {
+        pulled.task(index, worker);
+      }
+    }
+  };
   if (workers > 1 && execution.parallel_for != nullptr) {
     execution.parallel_for(execution.parallel_context, workers, body, &queue);
   } else if (workers > 0) {
     body(&queue, 0);
   }
+}
+
+// Runs task(index, worker) once for every index in [0, count). Workers pull indices from a counter,
+// so a slow one does not delay the others; tasks must not depend on their worker or order.
+template <class Task>
+void for_each_task(const Execution& execution, std::int64_t count, const Task& task) {
+  pull_tasks<1>(execution, count, task);
+}
+
+// The same, but each worker begins with a part of [0, count) of its own and then helps with the others: where a task goes
+// on reading memory behind the one before it, a worker reads one stream.
+template <class Task>
+void for_each_task_in_parts(const Execution& execution, std::int64_t count, const Task& task) {
+  pull_tasks<64>(execution, count, task);
 }
 
 }  // namespace flash_dmattn

@@ -13,11 +13,11 @@
 #include "cpu/worst_slot.h"
 
 // Forward of few queries: bound by the bandwidth of memory, which k and v cross once for all heads of a group. The keys of
-// a tile are split, and one item is a split: blocks of keys, straight from memory, into sums of its own. A second
-// pass merges the sums of a tile in the order of its splits. (Flash decoding.)
+// a tile are split, and one item is a split: blocks of keys, straight from memory, into sums of its own. Whoever computes
+// the last split of a tile merges the sums of all in their order. (Flash decoding.)
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
-// The results of the splits of a tile, for the second pass.
+// The results of a split, until they are merged.
 struct SplitSums {
   OnlineSoftmax softmax;
   WorstSlot* worst;  // of the slots of the split, where keys are slots

@@ -1,6 +1,7 @@
 #include "cpu/forward_call.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 
 #include "cpu/dispatch.h"
@@ -34,6 +35,7 @@ int splits_of(const Task& t) {
 
 struct ForwardLayout {
   ForwardTask task;
+  int* splits_left;  // of few queries: [B, Hkv, tiles], those that are yet to be computed
   char* scratch;
   std::int64_t scratch_bytes;
   std::size_t bytes;
@@ -55,6 +57,7 @@ ForwardLayout lay_out(const ForwardArgs& args, const Slots& slots, const Executi
   if (t.splits > 0) {
     t.split_bytes = kernels.split_bytes(t);
     t.split_sums = space.take<char>(t.batch * t.heads_kv * t.tiles * t.splits * t.split_bytes);
+    layout.splits_left = space.take<int>(t.batch * t.heads_kv * t.tiles);
     layout.scratch_bytes = kernels.few_queries_scratch(t);
   } else {
     if (shares_keys(t)) {
@@ -85,13 +88,14 @@ void forward(const ForwardArgs& args, const Execution& execution, const Slots& s
     return layout.scratch + worker * layout.scratch_bytes;
   };
   if (t.splits > 0) {
-    for_each_task(execution, tiles * t.splits, [&](std::int64_t item, int worker) {
+    std::fill_n(layout.splits_left, tiles, t.splits);
+    for_each_task_in_parts(execution, tiles * t.splits, [&](std::int64_t item, int worker) {
       kernels.few_queries(t, item, scratch_of(worker));
+      // The worker of a tile's last split merges them all.
+      const std::int64_t tile = item / t.splits;
+      std::atomic_ref<int> left(layout.splits_left[tile]);
+      if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) kernels.merge_splits(t, tile);
     });
-    // The sums of a few splits are merged before other threads would have woken.
-    Execution merging = execution;
-    if (tiles * t.splits <= target_items) merging.workers = 1;
-    for_each_task(merging, tiles, [&](std::int64_t tile, int) { kernels.merge_splits(t, tile); });
     return;
   }
   if (t.packed_keys != nullptr) {

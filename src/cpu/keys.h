@@ -79,12 +79,13 @@ class KeyBlockIterator {
     const std::int64_t begin = blocks * part / parts * block_keys;
     if (index_ != nullptr) index_ += begin;
     position_ = begin;
+    last_ = end_ - 1;
     if (end < end_) end_ = end;
   }
 
-  // The key that comes i places after the last block, or the last key of all.
+  // The key that comes i places after the last block, also in the part behind this one, or the last key of all.
   std::int64_t peek(int i) const {
-    const std::int64_t last = end_ - 1 - position_;  // -1: the last one of the block
+    const std::int64_t last = last_ - position_;  // -1: the last one of the block
     const std::int64_t at = i < last ? i : last;
     return index_ != nullptr ? index_[at] : position_ + at;
   }
@@ -97,6 +98,7 @@ class KeyBlockIterator {
   const std::int32_t* index_ = nullptr;  // of the key at position_
   std::int64_t position_ = 0;
   std::int64_t end_ = 0;
+  std::int64_t last_ = 0;  // key of all parts
   std::int64_t full_ = 0;  // keys before this one are seen by every query
 };
 
