@@ -12,7 +12,7 @@ namespace flash_dmattn::cuda::sm90 {
 template <int Rows>
 class KeyVisibility {
  public:
-  // Before the scores of a tile begin. `h`: which of the two keys. Without branches between lanes.
+  // Of the tile that begins at `first_query`. `h`: which of the two keys. Without branches between lanes.
   __device__ void see(int h, KeyRecord key, int first_query) {
     const int end_query = first_query + Rows;
     gone_[h] = key.last <= first_query;
