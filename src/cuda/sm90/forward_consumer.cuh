@@ -32,7 +32,7 @@ class ForwardConsumer {
   static constexpr bool begins_with_biases = has_info && !has_dense_tiles;
   static constexpr float max_growth = 8;  // log2; of a row's maximum before O is rescaled
   // Whether each lane votes on the maximum of its own columns, and those of a quad are compared where O is rescaled
-  // alone. D 128: 2 to 6 % faster. D 64: 4 % slower over lists, level elsewhere.
+  // alone. D 128: 2 % faster. D 64: 4 % slower over lists, level elsewhere.
   static constexpr bool lanes_vote = head_dim > 64;
 
  public:
