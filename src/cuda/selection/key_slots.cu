@@ -72,8 +72,8 @@ struct AssignSlotsKernel {
       WarpNumbers numbers[warps];
       std::int32_t starts[warps][segments_together][warp_size];  // in the end, of a slot a lane
     };
-    Events totals[2]
-                 [window];  // of the block; two, as others may still read those of the last window
+    // Of the block; two, as others may still read those of the last window.
+    Events totals[2][window];
     Events warp_sums[warps];
   };
 
@@ -273,7 +273,7 @@ struct AssignSlotsKernel {
     }
   };
 
-  // A lane follows the keys of a slot. The slots are shared by the warps of all blocks; each collects the starts of its slots in
+  // A lane follows the keys of a slot. The warps of all blocks share the slots; each collects the starts of its own in
   // shared memory, as they lie far apart, and the next key is on its way meanwhile.
   static __device__ void follow_slots(const Params& p, SharedStorage& shared, const Part& part,
                                       int count) {

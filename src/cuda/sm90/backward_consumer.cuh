@@ -134,7 +134,7 @@ class BackwardConsumer {
       for (int h = 0; h < 2; ++h) {
         s_[4 * j + 2 * h] = begin.x;
         s_[4 * j + 2 * h + 1] = begin.y;
-        if constexpr (variant.has_info() && !bias_in_exponent) {
+        if constexpr (variant.has_dense()) {
           s_[4 * j + 2 * h] += keys_.bias(h);
           s_[4 * j + 2 * h + 1] += keys_.bias(h);
         }
