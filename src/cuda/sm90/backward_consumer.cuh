@@ -381,10 +381,10 @@ class BackwardConsumer {
   // initialized once more with the same values: in a branch their old values would occupy registers.
   __device__ void advance(Visit& at, int n) {
     keys_.end_tile(at);
-    at.advance();
-    const int next = at.has() ? n + 1 : n;
+    const bool has_next = at.advance();
+    const int next = has_next ? n + 1 : n;
     if constexpr (!variant.has_dense()) {
-      if (at.has()) keys_.begin_tile(at);
+      if (has_next) keys_.begin_tile(at);
     }
     storage_.q_pipeline.wait_full(next);
     begin_scores(at, next);

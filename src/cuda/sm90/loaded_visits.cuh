@@ -29,10 +29,12 @@ class LoadedVisits {
   __device__ bool next_masked() const { return loaded().next_masked; }
   __device__ int next_head() const { return loaded().next_head; }
 
-  // After the last visit it stays there. The caller waits for the tile of q before it reads the visit.
-  __device__ void advance() {
+  // Whether there is another visit; after the last one it stays there. The caller waits for the tile of q before it reads
+  // the visit.
+  __device__ bool advance() {
     has_ = !is_last();
     if (has_) ++n_;
+    return has_;
   }
 
  private:

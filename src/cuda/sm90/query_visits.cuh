@@ -52,7 +52,9 @@ class QueryVisits {
   __device__ bool is_first_head() const { return head_ == head_begin_; }
   __device__ bool is_last_head() const { return head_ + 1 == head_begin_ + group_; }
 
-  __device__ void advance() {
+  // Whether there is another visit.
+  __device__ bool advance() {
+    const bool has_next = !is_last();
     --left_;
     if constexpr (Variant.has_slots()) {
       if (is_last_head()) {
@@ -65,6 +67,7 @@ class QueryVisits {
       tile_ = tile_begin_;
       ++head_;
     }
+    return has_next;
   }
 
  private:
