@@ -36,14 +36,10 @@ __device__ inline BackwardWork work_of(const BackwardKernelParams& p, const Slot
 // The record of key tile.key + i, with the bias for the first head of the group.
 __device__ inline KeyRecord first_record(const BackwardKernelParams& p, const KeyTile& tile,
                                          int i) {
-  const KeyInfo& info = p.info;
   const int key = tile.key + i;
   const int head = tile.kv_head * (p.backward.shape.heads_q / p.backward.shape.heads_kv);
-  const KeyInterval seen =
-      info.ranges[tile.batch * info.range_batch + tile.kv_head * info.range_head + key];
-  const float bias = info.biases[tile.batch * info.bias_batch + head * info.bias_head_q +
-                                 tile.kv_head * info.bias_head_kv + key];
-  return {seen.first, seen.last, key, bias};
+  const KeyInterval seen = p.info.ranges_of(tile.batch, tile.kv_head)[key];
+  return {seen.first, seen.last, key, p.info.biases_of(tile.batch, head, tile.kv_head)[key]};
 }
 
 // The queries that see some key of a block of neighbouring keys, [begin, end). By all threads of the block. `records`,

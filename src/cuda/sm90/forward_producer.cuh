@@ -57,11 +57,10 @@ struct ProducerBase {
   }
 
   __device__ const KeyInterval* ranges(const WorkTile& work) const {
-    return p.info.ranges + work.batch * p.info.range_batch + work.kv_head * p.info.range_head;
+    return p.info.ranges_of(work.batch, work.kv_head);
   }
   __device__ const float* biases(const WorkTile& work) const {
-    return p.info.biases + work.batch * p.info.bias_batch + work.head * p.info.bias_head_q +
-           work.kv_head * p.info.bias_head_kv;
+    return p.info.biases_of(work.batch, work.head, work.kv_head);
   }
 };
 

@@ -144,13 +144,11 @@ class KeyBlock {
   }
 
   __device__ const KeyInterval* ranges() const {
-    return p_.info.ranges + work_.batch * p_.info.range_batch + work_.kv_head * p_.info.range_head +
-           work_.key;
+    return p_.info.ranges_of(work_.batch, work_.kv_head) + work_.key;
   }
 
   __device__ const float* biases(int head) const {
-    return p_.info.biases + work_.batch * p_.info.bias_batch + head * p_.info.bias_head_q +
-           work_.kv_head * p_.info.bias_head_kv;
+    return p_.info.biases_of(work_.batch, head, work_.kv_head);
   }
 
   __device__ const KeyRecord& record(int h) const { return storage_.block.records[row() + 8 * h]; }

@@ -25,6 +25,14 @@ struct KeyInfo {
   std::int64_t bias_batch = 0;
   std::int64_t bias_head_q = 0;  // one of the two is 0
   std::int64_t bias_head_kv = 0;
+
+  // From key 0 on.
+  __device__ const KeyInterval* ranges_of(int batch_index, int kv_head) const {
+    return ranges + batch_index * range_batch + kv_head * range_head;
+  }
+  __device__ const float* biases_of(int batch_index, int head, int kv_head) const {
+    return biases + batch_index * bias_batch + head * bias_head_q + kv_head * bias_head_kv;
+  }
 };
 
 // Their sizes follow from shapes and strides; with a list shape.seqlen_k counts its positions.
