@@ -53,8 +53,9 @@ using OutputBroadcast = BroadcastView<std::byte>;
 // elements. Matrices are [B|1, H|1]; their strides count matrices, the head's split as in Broadcast.
 struct PackedMask {
   static constexpr int side = 64;
-  static constexpr std::uint8_t some = 1;  // some element of the tile is visible
-  static constexpr std::uint8_t all = 2;   // every one that exists is
+  static constexpr int shared_row_tiles = 3;  // at most, of a kernel's work tile
+  static constexpr std::uint8_t some = 1;     // some element of the tile is visible
+  static constexpr std::uint8_t all = 2;      // every one that exists is
 
   // [matrices, ceil(Sq / 64), words, 64 queries]: bit j of word w is key 64 w + j
   std::uint64_t* bits = nullptr;
@@ -69,7 +70,8 @@ struct PackedMask {
   }
 };
 
-// Queries of a tile of key lists and of key ranges. The rows of every kernel's tile divide it.
+// Queries of a tile of key lists and of key ranges. The rows of every kernel's tile divide it, but for some with dense
+// masks, which have no lists.
 inline constexpr int query_tile_rows = 128;
 
 // The keys that a tile of query_tile_rows queries visits where there are key intervals and no list: between

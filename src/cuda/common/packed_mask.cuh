@@ -63,8 +63,9 @@ struct PackMaskKernel {
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
     const Block block(p);
-    // The bits of an empty tile are read only where its neighbour in an aligned block of two is not empty.
-    if (p.causal && block.key > (block.row_tile | 1) * side + side - 1 + p.shift) {
+    // The bits of an empty tile are read only where one of the other row tiles of a work tile is not empty.
+    if (p.causal &&
+        block.key > (block.row_tile + PackedMask::shared_row_tiles) * side - 1 + p.shift) {
       store_state(p, block, 0);
       return;
     }

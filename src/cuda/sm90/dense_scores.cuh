@@ -5,18 +5,62 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A dense mask and a dense bias of a key tile for the scores of a warpgroup (layout: wgmma.cuh). They are read, masked
-// and kept in 16 bits, two neighbouring keys in a word, while the product runs, and added to it. Queries: those of a
-// thread's two rows of scores, 8 apart in the tile; with one, the rows are of two heads that share mask and bias.
+// A dense mask and a dense bias of a key tile for the scores of a warpgroup (layout: wgmma.cuh). They are masked in 16
+// bits, two neighbouring keys in a word, and added to the scores where they are read, or read before and kept. Queries:
+// those of a thread's two rows of scores, 8 apart in the tile; with one, the rows are of two heads that share mask and
+// bias.
 template <class T, int Keys>
 class DenseScores {
  public:
   // Reads the biases, 0 where there are none; -inf where the bias masks, and where the mask does. `row`: the first of
-  // the thread's queries, of the tile's 64.
+  // the thread's queries in the tile.
   template <int Queries, bool HasBias, bool HasMask>
   __device__ void load(const DenseTile<Keys>& tile, int row, std::uint32_t mask_values) {
+    for_each_two<Queries, HasBias, HasMask>(
+        tile, row, mask_values, [&](int h, int i, std::uint32_t two) { biases_[h][i] = two; });
+  }
+
+  // scores += factor bias, of those that have been loaded.
+  template <int Queries>
+  __device__ void add(float factor, float (&scores)[Keys / 2]) const {
+#pragma unroll
+    for (int h = 0; h < Queries; ++h) {
+#pragma unroll
+      for (int i = 0; i < Keys / 8; ++i) add_two<Queries>(h, i, biases_[h][i], factor, scores);
+    }
+  }
+
+  // load() and add() without registers between them.
+  template <int Queries, bool HasBias, bool HasMask>
+  static __device__ void load_and_add(const DenseTile<Keys>& tile, int row,
+                                      std::uint32_t mask_values, float factor,
+                                      float (&scores)[Keys / 2]) {
+    for_each_two<Queries, HasBias, HasMask>(
+        tile, row, mask_values,
+        [&](int h, int i, std::uint32_t two) { add_two<Queries>(h, i, two, factor, scores); });
+  }
+
+ private:
+  using Biases = typename DenseTile<Keys>::Biases;
+
+  // Adds the biases of two neighbouring keys to the rows of a query.
+  template <int Queries>
+  static __device__ void add_two(int h, int i, std::uint32_t biases, float factor,
+                                 float (&scores)[Keys / 2]) {
+    const float2 two = Element<T>::widen_packed2(biases);
+#pragma unroll
+    for (int row = h; row < 2; row += Queries) {
+      float* const s = scores + 4 * i + 2 * row;
+      s[0] = fmaf(two.x, factor, s[0]);
+      s[1] = fmaf(two.y, factor, s[1]);
+    }
+  }
+
+  // Calls body(h, i, biases) for the thread's queries, 8 h further on, and its two keys of [8 i, 8 i + 8).
+  template <int Queries, bool HasBias, bool HasMask, class Body>
+  static __device__ void for_each_two(const DenseTile<Keys>& tile, int row,
+                                      std::uint32_t mask_values, const Body& body) {
     using Packed2 = typename Element<T>::Packed2;
-    using Biases = typename DenseTile<Keys>::Biases;
     constexpr std::uint32_t infinities = (Element<T>::exponent_mask | 0x8000u) * 0x00010001u;
     const std::uint32_t from = shared_address(tile.bias) + Biases::offset(row, 0) + column() * 2;
     for_each_eight<Queries, HasMask>(tile, row, [&](int h, int i, const Bits& bits) {
@@ -31,26 +75,10 @@ class DenseScores {
       }
       // Spreads byte i of each word to the two bytes of an element.
       if (HasMask) visible &= spread_signs(bits.even, bits.odd, 0xcc88u + 0x1111u * (i % 4));
-      biases_[h][i] = (biases & visible) | (infinities & ~visible);
+      body(h, i, (biases & visible) | (infinities & ~visible));
     });
   }
 
-  // scores += factor bias.
-  template <int Queries>
-  __device__ void add(float factor, float (&scores)[Keys / 2]) const {
-#pragma unroll
-    for (int i = 0; i < Keys / 8; ++i) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float2 two = Element<T>::widen_packed2(biases_[h % Queries][i]);
-        float* const s = scores + 4 * i + 2 * h;
-        s[0] = fmaf(two.x, factor, s[0]);
-        s[1] = fmaf(two.y, factor, s[1]);
-      }
-    }
-  }
-
- private:
   // The mask of 32 keys of a query: the highest bit of byte i is this thread's even or odd key of the i-th eight.
   struct Bits {
     std::uint32_t even;

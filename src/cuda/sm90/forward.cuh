@@ -20,7 +20,7 @@ struct ForwardKernel {
   static constexpr bool overlaps = Variant.overlaps;
   static constexpr ForwardPolicy policy = forward_policy(D, Variant);
   static_assert(has_key_info || (load == KeyLoad::tma && dense == DenseAccess::none));
-  static_assert(!has_key_info || policy.rows() == query_tile_rows);
+  static_assert(!has_key_info || dense == DenseAccess::tiles || policy.rows() == query_tile_rows);
   static_assert(!shapes || has_key_info);
   static_assert(dense != DenseAccess::tiles || (load == KeyLoad::tma && !shapes));
   static_assert(dense != DenseAccess::elements || load == KeyLoad::any);
@@ -30,6 +30,7 @@ struct ForwardKernel {
   // and, with any strides, one more for its stores.
   static constexpr int key_arrivals = load == KeyLoad::tma ? 1 : load == KeyLoad::any ? 256 : 128;
   static constexpr int q_arrivals = load == KeyLoad::any ? 256 : 1;
+  static constexpr int dense_arrivals = 2;  // of the warps that load biases and bits
   // Named barriers; 0 is __syncthreads.
   static constexpr int producer_barrier = 1;
   static constexpr int first_scheduler_barrier = 2;
@@ -43,7 +44,7 @@ struct ForwardKernel {
 
   static int work_tiles(const Params& p) {
     if constexpr (dense == DenseAccess::tiles) {
-      return DenseWork<policy.keys>::count(p.forward.shape, p.two_heads);
+      return DenseWork<policy.warpgroups, policy.keys>::count(p);
     }
     return WorkTile::count(p.forward.shape, policy.rows());
   }
@@ -55,7 +56,7 @@ struct ForwardKernel {
       storage.k_pipeline.init(key_arrivals, consumer_warps);
       storage.v_pipeline.init(key_arrivals, consumer_warps);
       if constexpr (dense == DenseAccess::tiles) {
-        storage.dense.pipeline.init(1, p.two_heads ? consumer_warps : 4);
+        storage.dense.pipeline.init(dense_arrivals, consumer_warps / policy.warpgroups);
       }
       fence_mbarrier_init();
     }

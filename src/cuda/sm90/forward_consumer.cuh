@@ -16,8 +16,7 @@ namespace flash_dmattn::cuda::sm90 {
 //
 // While the threads of one warpgroup compute a softmax, the products of the others run: named barriers order the
 // warpgroups' issues (ping-pong scheduling). At the end of a work tile the step is the same with Q and K of the next
-// one, and O is stored after it, so that the tensor cores do not idle between work tiles. A dense mask and bias of
-// K(n)'s tile are read while the threads would wait for S.
+// one, and O is stored after it, so that the tensor cores do not idle between work tiles.
 template <class Kernel>
 class ForwardConsumer {
   using T = typename Kernel::Element;
@@ -30,6 +29,9 @@ class ForwardConsumer {
   static constexpr bool has_dense_tiles = Kernel::dense == DenseAccess::tiles;
   // Whether the accumulators of scores begin with the biases of keys.
   static constexpr bool begins_with_biases = has_info && !has_dense_tiles;
+  // Whether a dense mask and bias are read while the scores are computed, and kept. Three warpgroups have no registers
+  // for that, and need it less.
+  static constexpr bool keeps_dense = has_dense_tiles && warpgroups == 2;
   static constexpr float max_growth = 8;  // log2; of a row's maximum before O is rescaled
   // Whether each lane votes on the maximum of its own columns, and those of a quad are compared where O is rescaled
   // alone. D 128: 2 % faster. D 64: 4 % slower over lists, level elsewhere.
@@ -42,7 +44,11 @@ class ForwardConsumer {
         // Uniform over the warp, also for the compiler.
         warpgroup_(shuffle(static_cast<int>(threadIdx.x) / 128 - 1, 0)),
         shapes_(Kernel::shapes && shapes_scores(p.forward)),
-        factor_(shapes_ ? 1.0f : p.forward.score.factor) {}
+        factor_(shapes_ ? 1.0f : p.forward.score.factor),
+        warpgroup_query_(first_warpgroup_query()) {
+    // One register rather than its summands.
+    if constexpr (has_dense_tiles) make_opaque(warpgroup_query_);
+  }
 
   __device__ void run() {
     if (warpgroup_ == 0) give_turn_to(0);
@@ -113,11 +119,14 @@ class ForwardConsumer {
   // Its two rows are 8 apart: two queries of a head; or, with two heads, one query of both, so that its dense bias and
   // the bits of its mask are read, combined and widened once.
   __device__ bool has_two_heads() const { return has_dense_tiles && p_.two_heads; }
-  // The query of its first row in the work tile, and the distance to that of its second.
-  __device__ int first_query() const {
+  // The query of its first row among those of the warpgroup.
+  __device__ int first_warpgroup_query() const {
     const int warp = static_cast<int>(threadIdx.x) / warp_size % 4;
-    if (has_two_heads()) return warpgroup_ * 32 + warp * 8 + lane() / 4;
-    return warpgroup_ * 64 + warp * 16 + lane() / 4;
+    return warp * (has_two_heads() ? 8 : 16) + lane() / 4;
+  }
+  // The same in the work tile, and the distance to that of its second row.
+  __device__ int first_query() const {
+    return warpgroup_ * (has_two_heads() ? 32 : 64) + warpgroup_query_;
   }
   __device__ int query_step() const { return has_two_heads() ? 0 : 8; }
 
@@ -178,32 +187,6 @@ class ForwardConsumer {
     if constexpr (has_dense_tiles) tile_flags_ = storage_.dense.flags[Storage::info_stage(n)];
   }
 
-  // Reads the dense mask and bias of a tile, while the products run.
-  __device__ void load_dense_scores(int n) {
-    if constexpr (has_dense_tiles) {
-      auto& pipeline = storage_.dense.pipeline;
-      const int use = has_two_heads() ? n : n * warpgroups + warpgroup_;
-      pipeline.wait_full(use);
-      const auto& tile = storage_.dense.tile[pipeline.stage(use)];
-      has_two_heads() ? load_dense_tile<1>(tile) : load_dense_tile<2>(tile);
-      pipeline.release(use);
-    }
-  }
-
-  template <int Queries>
-  __device__ void load_dense_tile(const DenseTile<keys>& tile) {
-    const ScoreParams& score = p_.forward.score;
-    const int row = first_query() % PackedMask::side;
-    const bool masked = (tile_flags_ & is_masked_tile) != 0;
-    if (score.bias.dense) {
-      const std::uint32_t mask_values = packed_mask_value<T>(score);
-      masked ? dense_.template load<Queries, true, true>(tile, row, mask_values)
-             : dense_.template load<Queries, true, false>(tile, row, mask_values);
-    } else if (masked) {
-      dense_.template load<Queries, false, true>(tile, row, 0);
-    }
-  }
-
   __device__ void issue_scores(int n, int work_count) {
     using KeyTile = typename Storage::KeyTile;
     using QTile = typename Storage::QTile;
@@ -246,12 +229,54 @@ class ForwardConsumer {
 
   // ---- Scores --------------------------------------------------------------------------------------
 
+  // Calls visit.operator()<Queries, HasBias, HasMask>(tile, mask_values) for the dense mask and bias of a tile.
+  template <class Visit>
+  __device__ void visit_dense_tile(int n, const Visit& visit) {
+    auto& pipeline = storage_.dense.pipeline;
+    const int use = n * warpgroups + warpgroup_;
+    pipeline.wait_full(use);
+    const auto& tile = storage_.dense.of_use(use);
+    has_two_heads() ? visit_dense_queries<1>(tile, visit) : visit_dense_queries<2>(tile, visit);
+    pipeline.release(use);
+  }
+
+  template <int Queries, class Visit>
+  __device__ void visit_dense_queries(const DenseTile<keys>& tile, const Visit& visit) const {
+    const ScoreParams& score = p_.forward.score;
+    const bool masked = (tile_flags_ & is_masked_tile) != 0;
+    if (score.bias.dense) {
+      const std::uint32_t mask_values = packed_mask_value<T>(score);
+      masked ? visit.template operator()<Queries, true, true>(tile, mask_values)
+             : visit.template operator()<Queries, true, false>(tile, mask_values);
+    } else if (masked) {
+      visit.template operator()<Queries, false, true>(tile, 0);
+    }
+  }
+
+  // Reads the dense mask and bias of a tile while the products run.
+  __device__ void load_dense_scores(int n) {
+    if constexpr (keeps_dense) {
+      visit_dense_tile(n, [&]<int Queries, bool HasBias, bool HasMask>(const auto& tile,
+                                                                       std::uint32_t mask_values) {
+        dense_.template load<Queries, HasBias, HasMask>(tile, warpgroup_query_, mask_values);
+      });
+    }
+  }
+
   // Adds the dense mask and bias, and the key biases, which are seldom there beside them.
   __device__ void add_dense_scores(int n) {
-    const bool has_dense = p_.forward.score.bias.dense || (tile_flags_ & is_masked_tile) != 0;
-    if (has_dense) {
-      has_two_heads() ? dense_.template add<1>(p_.bias_factor, scores_)
-                      : dense_.template add<2>(p_.bias_factor, scores_);
+    if constexpr (keeps_dense) {
+      const bool has_dense = p_.forward.score.bias.dense || (tile_flags_ & is_masked_tile) != 0;
+      if (has_dense) {
+        has_two_heads() ? dense_.template add<1>(p_.bias_factor, scores_)
+                        : dense_.template add<2>(p_.bias_factor, scores_);
+      }
+    } else {
+      visit_dense_tile(n, [&]<int Queries, bool HasBias, bool HasMask>(const auto& tile,
+                                                                       std::uint32_t mask_values) {
+        dense_.template load_and_add<Queries, HasBias, HasMask>(tile, warpgroup_query_, mask_values,
+                                                                p_.bias_factor, scores_);
+      });
     }
     if (!has_key_biases(p_.forward.score)) return;
     const float* const biases = storage_.info.bias[Storage::info_stage(n)] + column();
@@ -414,7 +439,8 @@ class ForwardConsumer {
   Storage& storage_;
   int warpgroup_;
   bool shapes_;
-  float factor_;  // of scores, to units of log 2
+  float factor_;         // of scores, to units of log 2
+  int warpgroup_query_;  // of this thread's first row
 
   float scores_[keys / 2];
   float out_[head_dim / 2];

@@ -8,23 +8,25 @@
 // producers that load their bits and biases besides K and V.
 namespace flash_dmattn::cuda::sm90 {
 
-// A work tile of 128 queries, or of 64 queries of two heads that share mask and bias, and its key tiles that are not
-// empty in the packed mask. All lanes of a warp search for them together.
-template <int Keys>
+// A work tile, of the queries of all warpgroups, in one head or in two that share mask and bias, and its key tiles that
+// are not empty in the packed mask. All lanes of a warp search for them together.
+template <int Warpgroups, int Keys>
 class DenseWork {
+  static_assert(Warpgroups <= PackedMask::shared_row_tiles);
+
  public:
   WorkTile work;
 
-  static int count(const Shape& shape, bool two_heads) {
-    return WorkTile::count(shape_of_tiles(shape, two_heads), rows(two_heads));
+  static int count(const ForwardKernelParams& params) {
+    return WorkTile::count(shape_of_tiles(params), queries(params));
   }
 
   __device__ DenseWork(const ForwardKernelParams& params, int number) {
     const ForwardParams& p = params.forward;
-    work =
-        get_queries(p, shape_of_tiles(p.shape, params.two_heads), rows(params.two_heads), number);
+    work = get_queries(p, shape_of_tiles(params), queries(params), number);
     if (params.two_heads) work.head *= 2;
-    const KeyBounds bounds = key_bounds(p, work, rows(params.two_heads));
+    const int end_query = min(work.row + queries(params), p.shape.seqlen_q);
+    const KeyBounds bounds = key_bounds_to(p, end_query);
     full_begin_ = bounds.full_begin;
     full_end_ = bounds.full_end - Keys;
     const int begin = bounds.begin / Keys;
@@ -37,7 +39,7 @@ class DenseWork {
           mask.states +
           (mask.matrix(work.batch, work.head, work.kv_head) * row_tiles + row_tile) * mask.words;
       words_ = mask.words;
-      if (!params.two_heads && row_tile + 1 < row_tiles) second_row_ = words_;
+      last_row_tile_ = (end_query - 1) / PackedMask::side - row_tile;
     }
     tile_ = find(begin);
     work.visits = 1;
@@ -58,10 +60,24 @@ class DenseWork {
   }
 
  private:
-  static __host__ __device__ int rows(bool two_heads) { return two_heads ? 64 : 128; }
-  static __host__ __device__ Shape shape_of_tiles(Shape shape, bool two_heads) {
-    if (two_heads) shape.heads_q /= 2;
+  static __host__ __device__ int queries(const ForwardKernelParams& params) {
+    return Warpgroups * params.warpgroup_queries();
+  }
+  static __host__ __device__ Shape shape_of_tiles(const ForwardKernelParams& params) {
+    Shape shape = params.forward.shape;
+    if (params.two_heads) shape.heads_q /= 2;
     return shape;
+  }
+
+  // Key ranges are of query_tile_rows queries, and a work tile meets two or three of those.
+  __device__ KeyBounds key_bounds_to(const ForwardParams& p, int end_query) const {
+    WorkTile part = work;
+    KeyBounds bounds = key_bounds(p, part, end_query - part.row);
+    part.row -= part.row % query_tile_rows;
+    while ((part.row += query_tile_rows) < end_query) {
+      bounds = merge(bounds, key_bounds(p, part, end_query - part.row));
+    }
+    return bounds;
   }
 
   __device__ void look_ahead() {
@@ -78,19 +94,21 @@ class DenseWork {
   __device__ std::uint32_t state_of(int tile) const {
     if (states_ == nullptr) return PackedMask::some | PackedMask::all;
     constexpr int tile_words = Keys / PackedMask::side;
-    std::uint32_t merged = 0;
+    std::uint32_t merged = PackedMask::all;
 #pragma unroll
     for (int i = 0; i < tile_words; ++i) {
       const std::uint8_t* const at = states_ + min(tile * tile_words + i, words_ - 1);
-      const std::uint32_t state = merge_states(__ldg(at), __ldg(at + second_row_));
-      merged = i == 0 ? state : merge_states(merged, state);
+#pragma unroll
+      for (int row = 0; row < Warpgroups; ++row) {
+        merged = merge_states(merged, __ldg(at + min(row, last_row_tile_) * words_));
+      }
     }
     return merged;
   }
 
-  const std::uint8_t* states_ = nullptr;  // of the first 64 queries; null: nothing is masked
-  int words_ = 0;
-  int second_row_ = 0;  // distance to the states of the next 64 queries
+  const std::uint8_t* states_ = nullptr;  // of the first row tile; null: nothing is masked
+  int words_ = 0;                         // of a row tile
+  int last_row_tile_ = 0;                 // of the queries, from the first on
   NonEmptyTiles search_;
   int full_begin_;  // first keys of the tiles that every query sees, but for the mask
   int full_end_;
@@ -100,9 +118,9 @@ class DenseWork {
   std::uint32_t flags_;
 };
 
-// Consecutive keys by the TMA unit. One warp would take longer for all copies of a tile than the consumers, so three
-// divide them: q and K, V, and bits and biases. They visit the same tiles. Each pipeline is filled by one warp: two that
-// filled the three stages of bits and biases alternately could pass a barrier a phase early.
+// Consecutive keys by the TMA unit. One warp would take longer for all copies of a tile than the consumers, so all four
+// divide them: q and K, V, biases, and bits. They visit the same tiles. Whoever fills a pipeline fills each of its stages:
+// two warps that filled three stages alternately could pass a barrier a phase early.
 template <class Kernel>
 struct DenseProducer : TmaProducer<Kernel> {
   using Base = TmaProducer<Kernel>;
@@ -112,20 +130,21 @@ struct DenseProducer : TmaProducer<Kernel> {
   using Tile = DenseTile<keys>;
   using Biases = typename Tile::Biases;
   static constexpr int warpgroups = Kernel::policy.warpgroups;
-  static constexpr int warps = 3;
+  using Work = DenseWork<warpgroups, keys>;
+  static constexpr int warps = 4;
 
   __device__ void run() const {
     const int warp = warp_id();
-    if (warp >= warps) return;
     int n = 0;
     int work_count = 0;
     for (int number = static_cast<int>(blockIdx.x); number < p.work_tiles; ++work_count) {
-      DenseWork<keys> tiles(p, number);
+      Work tiles(p, number);
       int taken = 0;
       switch (warp) {
         case 0: taken = load_keys(tiles, work_count, n); break;
         case 1: load_values(tiles, n); break;
-        default: load_dense(tiles, n);
+        case 2: load_biases(tiles, n); break;
+        default: load_bits(tiles, n);
       }
       number = share(taken, work_count);
     }
@@ -144,7 +163,7 @@ struct DenseProducer : TmaProducer<Kernel> {
 
   // Calls visit() for each key tile of a work tile. `n`: key tiles of the block so far.
   template <class Visit>
-  static __device__ void for_each_tile(DenseWork<keys>& tiles, int& n, const Visit& visit) {
+  static __device__ void for_each_tile(Work& tiles, int& n, const Visit& visit) {
     for (;; tiles.advance()) {
       visit();
       __syncwarp();
@@ -154,7 +173,7 @@ struct DenseProducer : TmaProducer<Kernel> {
   }
 
   // Loads q and K of a work tile; returns the number of the next one in lane 0.
-  __device__ int load_keys(DenseWork<keys>& tiles, int work_count, int& n) const {
+  __device__ int load_keys(Work& tiles, int work_count, int& n) const {
     const typename Base::Info info = this->info_of(tiles.work);
     int taken = 0;
     if (elect_lane()) this->load_q(tiles.work, work_count);
@@ -169,73 +188,77 @@ struct DenseProducer : TmaProducer<Kernel> {
     return taken;
   }
 
-  __device__ void load_values(DenseWork<keys>& tiles, int& n) const {
+  __device__ void load_values(Work& tiles, int& n) const {
     for_each_tile(tiles, n, [&] {
       if (elect_lane()) this->load_v(place_of(tiles), n);
     });
   }
 
-  // A stage for the queries of each warpgroup; a work tile of two heads has one for both.
-  __device__ void load_dense(DenseWork<keys>& tiles, int& n) const {
-    const int stages = p.two_heads ? 1 : warpgroups;
-    Source sources[warpgroups];
-#pragma unroll
-    for (int i = 0; i < warpgroups; ++i) {
-      sources[i] = source_of(tiles.work, tiles.work.row + 64 * i);
-    }
+  // The biases of each warpgroup's queries.
+  __device__ void load_biases(Work& tiles, int& n) const {
+    const Broadcast& bias = p.forward.score.bias;
+    const int2 index = index_in_map(bias, tiles.work.batch, tiles.work.head, tiles.work.kv_head);
+    const int queries = p.warpgroup_queries();
+    const int bytes = bias.dense ? queries * keys * 2 : 0;
     for_each_tile(tiles, n, [&] {
       if (!elect_lane()) return;
-      const bool masked = tiles.is(is_masked_tile);
-#pragma unroll
+#pragma unroll 1
       for (int i = 0; i < warpgroups; ++i) {
-        if (i < stages) load_dense_tile(sources[i], tiles.key(), masked, n * stages + i);
+        const int use = n * warpgroups + i;
+        const std::uint32_t full = expect_dense(use, bytes);
+        if (bytes == 0) continue;
+        const std::uint32_t to = shared_address(storage.dense.of_use(use).bias);
+#pragma unroll
+        for (int j = 0; j < Biases::panels; ++j) {
+          tma_load(to + j * Biases::panel_bytes, p.bias_map, full, tiles.key() + j * panel_columns,
+                   tiles.work.row + i * queries, index.x, index.y);
+        }
       }
     });
   }
 
-  static __device__ Place place_of(const DenseWork<keys>& tiles) {
-    return {tiles.work.batch, tiles.work.kv_head, tiles.key()};
+  // The bits of the packed mask, of each warpgroup's queries. Queries past the last row tile read it; they are not
+  // stored.
+  __device__ void load_bits(Work& tiles, int& n) const {
+    constexpr int side = PackedMask::side;
+    const PackedMask& mask = p.forward.score.packed_mask;
+    const int row_tiles = ceil_div(p.forward.shape.seqlen_q, side);
+    const std::uint64_t* const bits =
+        mask.bits + mask.matrix(tiles.work.batch, tiles.work.head, tiles.work.kv_head) *
+                        (std::int64_t{row_tiles} * mask.words * side);
+    const int queries = p.warpgroup_queries();
+    const int word_bytes = queries * static_cast<int>(sizeof(std::uint64_t));
+    for_each_tile(tiles, n, [&] {
+      if (!elect_lane()) return;
+      const int word = tiles.key() / side;
+      const int words = tiles.is(is_masked_tile) ? min(Tile::words, mask.words - word) : 0;
+#pragma unroll 1
+      for (int i = 0; i < warpgroups; ++i) {
+        const int use = n * warpgroups + i;
+        const std::uint32_t full = expect_dense(use, words * word_bytes);
+        const int row = tiles.work.row + i * queries;
+        const std::int64_t row_tile = min(row / side, row_tiles - 1);
+        const std::uint64_t* const from = bits + (row_tile * mask.words + word) * side + row % side;
+        const auto& to = storage.dense.of_use(use).bits;
+#pragma unroll
+        for (int j = 0; j < Tile::words; ++j) {
+          if (j < words) bulk_load(shared_address(to[j]), from + j * side, word_bytes, full);
+        }
+      }
+    });
   }
 
-  // The addresses of the bits and the coordinates of the biases of 64 queries.
-  struct Source {
-    const std::uint64_t* bits;  // of key 0
-    int row;
-    int2 bias;  // head and batch element in the bias' map
-  };
-
-  __device__ Source source_of(const WorkTile& work, int row) const {
-    const ScoreParams& score = p.forward.score;
-    const PackedMask& mask = score.packed_mask;
-    const int row_tiles = ceil_div(p.forward.shape.seqlen_q, PackedMask::side);
-    // Queries past the end read the last ones; they are not stored.
-    const std::int64_t row_tile = mask.matrix(work.batch, work.head, work.kv_head) * row_tiles +
-                                  min(row / PackedMask::side, row_tiles - 1);
-    return {.bits = mask.bits + row_tile * mask.words * PackedMask::side,
-            .row = row,
-            .bias = index_in_map(score.bias, work.batch, work.head, work.kv_head)};
-  }
-
-  __device__ void load_dense_tile(const Source& source, int key, bool masked, int use) const {
-    const ScoreParams& score = p.forward.score;
-    auto& pipeline = storage.dense.pipeline;
-    auto& tile = storage.dense.tile[pipeline.stage(use)];
-    const int word = key / PackedMask::side;
-    const int words = masked ? min(Tile::words, score.packed_mask.words - word) : 0;
-    const auto bit_bytes = static_cast<std::uint32_t>(words * PackedMask::side * 8);
-    const std::uint32_t bias_bytes = score.bias.dense ? Biases::bytes : 0;
+  // Waits for a warpgroup's stage of biases and bits; returns the barrier, which also waits for `bytes` bytes.
+  __device__ std::uint32_t expect_dense(int use, int bytes) const {
+    const auto& pipeline = storage.dense.pipeline;
     pipeline.wait_empty(use);
     const std::uint32_t full = pipeline.full_of(use);
-    mbarrier_arrive_expect(full, bit_bytes + bias_bytes);
-    if (masked) {
-      bulk_load(shared_address(tile.bits), source.bits + word * PackedMask::side, bit_bytes, full);
-    }
-    if (bias_bytes == 0) return;
-#pragma unroll
-    for (int j = 0; j < Biases::panels; ++j) {
-      tma_load(shared_address(tile.bias) + j * Biases::panel_bytes, p.bias_map, full,
-               key + j * panel_columns, source.row, source.bias.x, source.bias.y);
-    }
+    mbarrier_arrive_expect(full, bytes);
+    return full;
+  }
+
+  static __device__ Place place_of(const Work& tiles) {
+    return {tiles.work.batch, tiles.work.kv_head, tiles.key()};
   }
 };
 

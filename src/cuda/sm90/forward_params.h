@@ -27,14 +27,16 @@ struct ForwardKernelParams {
   CUtensorMap bias_map;  // of a dense bias
   ForwardParams forward;
   KeyInfo info;
-  float bias_factor = 0;  // of a bias, to the unit of the scores that it is added to
-  bool two_heads =
-      false;  // with DenseAccess::tiles: a work tile is 64 queries of each of two heads
+  float bias_factor = 0;   // of a bias, to the unit of the scores that it is added to
+  bool two_heads = false;  // with DenseAccess::tiles: the rows of a work tile are of two heads
   int work_tiles = 0;
   // [1] work tiles taken beyond the first of each block; null: no block takes another one
   int* next_work = nullptr;
   // [1] not 0: some row's lse is NaN, see FixForwardKernel; null, in that kernel: unknown
   std::uint32_t* needs_fix = nullptr;
+
+  // Of the 64 rows of a warpgroup.
+  __host__ __device__ int warpgroup_queries() const { return two_heads ? 32 : 64; }
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -15,7 +15,7 @@ struct KeyInfoStorage {
 template <int Stages, int Keys>
 struct KeyInfoStorage<Stages, Keys, false> {};
 
-// A dense mask and a dense bias of 64 queries.
+// A dense mask and a dense bias of a warpgroup's queries, 64 or, of two heads, 32.
 template <int Keys>
 struct DenseTile {
   using Biases = PanelTile<64, Keys>;
@@ -37,6 +37,8 @@ struct DenseStorage {
   DenseTile<Keys> tile[Stages];
   std::uint32_t flags[KeyStages];
   Pipeline<Stages> pipeline;
+
+  __device__ DenseTile<Keys>& of_use(int use) { return tile[pipeline.stage(use)]; }
 };
 template <int KeyStages, int Keys>
 struct DenseStorage<0, KeyStages, Keys> {};

@@ -36,7 +36,7 @@ void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
     params.v_map = map(p.v);
   }
   if (Kernel::dense == DenseAccess::tiles && p.score.bias.dense)
-    params.bias_map = DenseBiasRows(shape, p.score.bias).map(64, bf16);
+    params.bias_map = DenseBiasRows(shape, p.score.bias).map(params.warpgroup_queries(), bf16);
   if (!Kernel::has_key_info) params.info = {};
   params.bias_factor = Kernel::shapes && shapes_scores(p) ? log2e : 1 / p.score.scale;
   params.work_tiles = Kernel::work_tiles(params);

@@ -55,7 +55,7 @@ struct ForwardPolicy {
   int keys;          // of a tile
   int q_stages;      // tiles of q in shared memory
   int stages;        // of K and of V
-  int dense_stages;  // of a dense mask and bias, for 64 queries each
+  int dense_stages;  // of a dense mask and bias, for a warpgroup's queries each
   // Of a thread, by setmaxnreg: 128 * producer + 128 * warpgroups * consumer <= 64512.
   int producer_registers;
   int consumer_registers;
@@ -89,8 +89,14 @@ constexpr ForwardPolicy forward_policy(int head_dim_bucket, const ForwardVariant
   }
   switch (head_dim_bucket) {
     case 64:
-      policy.stages = has_dense_tiles ? 3 : 4;
-      if (has_dense_tiles) policy.dense_stages = 4;
+      policy.stages = 4;
+      if (has_dense_tiles) {
+        policy.warpgroups = 3;
+        policy.stages = 2;
+        policy.dense_stages = 6;
+        policy.producer_registers = 24;
+        policy.consumer_registers = 160;
+      }
       break;
     case 128:
       if (has_dense_tiles) policy.q_stages = 1;

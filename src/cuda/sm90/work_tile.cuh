@@ -63,7 +63,13 @@ __device__ inline bool is_one_section(const ForwardParams& p) {
          (p.score.causal && bytes <= causal_bytes);
 }
 
-// The keys of `rows` queries, a divisor of query_tile_rows where there are lists or key ranges.
+// Of queries a and b together.
+__device__ inline KeyBounds merge(const KeyBounds& a, const KeyBounds& b) {
+  return {min(a.begin, b.begin), max(a.end, b.end), max(a.full_begin, b.full_begin),
+          min(a.full_end, b.full_end)};
+}
+
+// The keys of `rows` queries; where there are lists or key ranges, those of the first query's list or range.
 __device__ inline KeyBounds key_bounds(const ForwardParams& p, const WorkTile& work, int rows) {
   if (p.tile_lists.keys != nullptr) {
     const std::int64_t list = list_of(p.tile_lists, work);
