@@ -68,7 +68,8 @@ struct ForwardPolicy {
 // the L2 once for 192 queries. With biases and ranges 160 registers are not enough. D 128 with key info: 128 keys in two
 // stages; lists are of 128 queries (192 of them against 80 keys would be 4 % faster). Slower: 64 keys in four stages, 25
 // %; 56 registers for the producer, 7 %. D 256: the accumulators of 256 columns take 128 registers of a thread, and K and
-// V all of shared memory: 80 keys, 64 with key info. With a dense mask and bias a second tile of q fits at D 64 alone.
+// V all of shared memory: 80 keys, 64 with key info. With a dense mask and bias a second tile of q fits at D 64 alone,
+// and three warpgroups, which read biases only when they add them.
 constexpr ForwardPolicy forward_policy(int head_dim_bucket, const ForwardVariant& variant) {
   const bool has_dense_tiles = variant.dense == DenseAccess::tiles;
   ForwardPolicy policy{.warpgroups = 2,
