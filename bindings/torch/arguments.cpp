@@ -149,8 +149,9 @@ Tensor allocate_bytes(std::size_t bytes, const Tensor& like) {
   return allocate({static_cast<std::int64_t>(bytes)}, ScalarType::Byte, like);
 }
 
-Tensor give_workspace(Execution& execution, std::size_t bytes, const Tensor& like) {
-  const Tensor storage = allocate_bytes(bytes, like);
+OptionalTensor give_workspace(Execution& execution, std::size_t bytes, const Tensor& like) {
+  if (bytes == 0) return {};
+  Tensor storage = allocate_bytes(bytes, like);
   execution.workspace = storage.mutable_data_ptr();
   execution.workspace_bytes = bytes;
   return storage;

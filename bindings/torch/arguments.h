@@ -58,14 +58,15 @@ struct Broadcast {
 };
 Broadcast broadcast_argument(const Tensor& tensor, std::string_view argument, bool merge_expanded);
 
-// An uninitialised tensor on the device of `like`.
+// An uninitialised tensor of up to 4 dimensions on the device of `like`.
 Tensor allocate(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarType type,
                 const Tensor& like);
 
 // Uninitialised memory that lives as long as the returned tensor.
 Tensor allocate_bytes(std::size_t bytes, const Tensor& like);
 
-// Gives `execution` a workspace that lives as long as the returned tensor.
-[[nodiscard]] Tensor give_workspace(Execution& execution, std::size_t bytes, const Tensor& like);
+// Gives `execution` a workspace that lives as long as the returned tensor; none where no byte is needed.
+[[nodiscard]] OptionalTensor give_workspace(Execution& execution, std::size_t bytes,
+                                            const Tensor& like);
 
 }  // namespace flash_dmattn::binding

@@ -168,7 +168,7 @@ void fill_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_c
       .seqlen_q = query_length,
       .lengths = row_numbers(lengths, "lengths", s.batch, k_cache)};
   Execution execution = device.execution(work_of(cache, s.window));
-  const Tensor workspace =
+  const OptionalTensor workspace =
       give_workspace(execution, fill_workspace_size(args, execution, backend), k_cache);
   fill(args, execution, backend);
 }
@@ -203,7 +203,7 @@ Tensor pending_intervals_op(const Tensor& k_cache, const Tensor& v_cache, const 
   const PendingIntervalsArgs args{
       .cache = cache, .seqlen_q = query_length, .intervals = data_of<KeyInterval>(intervals)};
   Execution execution = device.execution(s.batch * s.heads_kv * s.slots());
-  const Tensor workspace = give_workspace(
+  const OptionalTensor workspace = give_workspace(
       execution, pending_intervals_workspace_size(args, execution, backend), k_cache);
   pending_intervals(args, execution, backend);
   return intervals;
@@ -219,7 +219,7 @@ void commit_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score
   const CommitArgs args{.cache = cache,
                         .keep = row_numbers(keep, "keep", cache.shape.batch, k_cache)};
   Execution execution = device.execution(work_of(cache, pending));
-  const Tensor workspace =
+  const OptionalTensor workspace =
       give_workspace(execution, commit_workspace_size(args, execution, backend), k_cache);
   commit(args, execution, backend);
 }
@@ -275,7 +275,7 @@ std::tuple<Tensor, Tensor> decode_step_op(const Tensor& k_cache, const Tensor& v
       .out = mutable_view4(out),
       .lse = data_of<float>(lse)};
   Execution execution = device.execution(work_of(cache, s.window));
-  const Tensor workspace =
+  const OptionalTensor workspace =
       give_workspace(execution, decode_step_workspace_size(args, execution, backend), k_cache);
   decode_step(args, execution, backend);
   return {out, lse};

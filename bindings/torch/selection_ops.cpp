@@ -79,7 +79,8 @@ KeyBound given_bound(const std::vector<std::int64_t>& given) {
 }
 
 KeyBound measured_bound(const MeasureArgs& args, Execution execution, const Tensor& like) {
-  const Tensor workspace = give_workspace(execution, measure_workspace_size(args, execution), like);
+  const OptionalTensor workspace =
+      give_workspace(execution, measure_workspace_size(args, execution), like);
   return measure_key_bound(args, execution);
 }
 
@@ -93,7 +94,7 @@ Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask, std::int6
       allocate({args.batch, args.heads, args.seqlen_k, 2}, ScalarType::Int, scores);
   args.intervals = static_cast<KeyInterval*>(intervals.mutable_data_ptr());
   Execution execution = device.execution(scores.numel());
-  const Tensor workspace =
+  const OptionalTensor workspace =
       give_workspace(execution, select_workspace_size(args, execution), scores);
   select_key_intervals(args, execution);
   return intervals;
@@ -109,7 +110,8 @@ std::tuple<Tensor, Tensor> select_list_op(const Tensor& scores, const OptionalTe
       allocate({args.batch, args.heads, key_list_stride(args)}, ScalarType::Int, scores);
   const Tensor count = allocate({args.batch, args.heads}, ScalarType::Int, scores);
   Execution execution = device.execution(scores.numel());
-  const Tensor workspace = give_workspace(execution, select_list_workspace_size(args), scores);
+  const OptionalTensor workspace =
+      give_workspace(execution, select_list_workspace_size(args), scores);
   select_key_list(args, static_cast<std::int32_t*>(keys.mutable_data_ptr()),
                   static_cast<std::int32_t*>(count.mutable_data_ptr()), execution);
   return {keys, count};
@@ -193,7 +195,7 @@ std::tuple<Tensor, Tensor> rank_op(const Tensor& scores, const OptionalTensor& m
   args.key_rank = static_cast<std::int32_t*>(key_rank.mutable_data_ptr());
   args.rank_limit = static_cast<std::int32_t*>(rank_limit.mutable_data_ptr());
   Execution execution = device.execution(scores.numel());
-  const Tensor workspace = give_workspace(execution, rank_workspace_size(args), scores);
+  const OptionalTensor workspace = give_workspace(execution, rank_workspace_size(args), scores);
   rank_keys(args, execution);
   return {key_rank, rank_limit};
 }
@@ -253,11 +255,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> tile_lists_op(const Tensor& key_inter
                     .bound = given_bound(key_bound)};
   Execution execution = device.execution(dense.numel());
   if (source.device == Device::cuda && !args.bound.known()) {
-    const Tensor workspace =
+    const OptionalTensor workspace =
         give_workspace(execution, measure_workspace_size(source.device, args, execution), dense);
     args.bound = measure_key_bound(source.device, args, execution);
   }
-  const Tensor workspace =
+  const OptionalTensor workspace =
       give_workspace(execution, tile_lists_workspace_size(source.device, args, execution), dense);
   const auto lists = [&](ScalarType type) {
     return allocate({args.batch, args.heads, args.tiles()}, type, dense);
@@ -301,7 +303,7 @@ Tensor select_varlen_op(const Tensor& scores, const Tensor& cu_seqlens_q,
   Execution execution = CallDevice(scores).execution(scores.numel());
   args.seqlen_k = longest;
   args.seqlen_q = query_length;
-  const Tensor workspace =
+  const OptionalTensor workspace =
       give_workspace(execution, select_workspace_size(args, execution), scores);
   const Tensor scratch =
       allocate_bytes(static_cast<std::size_t>(args.heads * longest) * sizeof(KeyInterval), scores);

@@ -208,10 +208,11 @@ void compare_random(std::uint64_t seed, int rounds, std::int64_t longest) {
 
 TEST_F(SmallCudaSelection, Random) { compare_random(1, 12, 1500); }
 
-// Rows of each kind of sort: a block for each, a larger one, digit by digit. The first ranks of the last lie sparsely.
+// Rows of each kind of sort: a block for each, with its order in shared memory and without, a larger one, digit by digit.
+// The first ranks of the last lie sparsely.
 TEST_F(SmallCudaSelection, EveryWayToSort) {
   Random random(11);
-  for (const std::int64_t seqlen : {700, 5000, 10000}) {
+  for (const std::int64_t seqlen : {700, 1024, 1025, 5000, 10000}) {
     SelectionArgs args = shape_of(2, seqlen, 150);
     args.scores_dtype = DType::bf16;
     Comparison comparison(args, Scores::normal, {}, random);

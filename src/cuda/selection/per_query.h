@@ -21,8 +21,12 @@ struct Work {
   std::size_t sort_bytes = 0;
 };
 
+// What is made of the order.
+enum class Result : std::uint8_t { intervals, order };
+
 // For batches of at most `batch_rows` rows.
-Work lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& workspace);
+Work lay_out(const SelectionArgs& args, int batch_rows, Result result,
+             WorkspaceAllocator& workspace);
 
 // Returns the batch with its sorted keys, their ranks scattered (rank_order.cu).
 OrderedRows sort_keys(const Work& work, cudaStream_t stream);

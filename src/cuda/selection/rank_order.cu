@@ -120,7 +120,7 @@ void sort(const OrderedRows& rows, cub::DoubleBuffer<std::uint64_t>& buffers, vo
 
 // By the CTAs that sort the rows.
 void sort_and_scatter(const Work& work, OrderedRows& rows, cudaStream_t stream) {
-  rows.store_order_in(work.packed);
+  if (work.packed != nullptr) rows.store_order_in(work.packed);
   rows.seqlen_k <= ShortRowSort::max_keys ? sort_rows<ShortRowSort>(work, rows, stream)
                                           : sort_rows<LongRowSort>(work, rows, stream);
 }
@@ -139,7 +139,8 @@ void sort_then_scatter(const Work& work, OrderedRows& rows, cudaStream_t stream)
 
 }  // namespace
 
-Work lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& workspace) {
+Work lay_out(const SelectionArgs& args, int batch_rows, Result result,
+             WorkspaceAllocator& workspace) {
   Work work;
   OrderedRows& rows = work.rows;
   rows.rows = batch_rows;
@@ -158,6 +159,7 @@ Work lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& work
   rows.groups = ceil_div(rows.chunks, rows.group_chunks);
   rows.blocks = ceil_div(rows.seqlen_k, block_positions);
   work.keys = ScoredKeys(args);
+  if (result == Result::intervals && rows.can_be_kept_by_sort()) return work;
 
   // Each is large enough for packed keys.
   work.packed = workspace.take<std::uint64_t>(rows.order_words());

@@ -19,6 +19,9 @@ inline constexpr std::int64_t max_keys = std::int64_t{max_blocks} * block_positi
 // Keys of a row that the CTA of a chunk sorts, 8 to a thread.
 inline constexpr int max_computed_by_sort = 8 * threads;
 
+// Rows of so many keys need no memory beside the CTA that sorts them: their order fits into its shared memory.
+inline constexpr int max_kept_by_sort = 1024;
+
 // Chunks that one CTA scatters. Grouped, they leave rank_thresholds.cuh fewer counts to sum.
 inline constexpr int max_group_chunks = 16;
 static_assert(max_group_chunks * chunk_ranks < 0xffff && block_positions < 0xffff &&
@@ -60,9 +63,10 @@ struct OrderedRows {
   int chunks = 0;
   int group_chunks = 1;  // chunks whose positions one CTA counts
   int groups = 0;
-  int blocks = 0;                   // of positions
-  std::int32_t* rank_of = nullptr;  // [rows, Sk rounded up to 4] by position, Sk: never chosen
-  std::int32_t* order = nullptr;    // [rows, Sk] its inverse, -1: never chosen
+  int blocks = 0;  // of positions
+  // [rows, Sk rounded up to 4] by position, Sk: never chosen. Null: the CTA that sorts a row keeps its order and counts.
+  std::int32_t* rank_of = nullptr;
+  std::int32_t* order = nullptr;  // [rows, Sk] its inverse, -1: never chosen
   // Positions of a block that the following ranks hold:
   std::uint16_t* before = nullptr;  // [rows, blocks, chunks] the chunks before in the group
   std::uint32_t* totals = nullptr;  // [rows, blocks, groups] the group
@@ -93,6 +97,10 @@ struct OrderedRows {
   // Whether the CTA that sorts a row computes its only chunk as well (row_sort.cuh).
   __host__ __device__ bool are_computed_by_sort() const {
     return seqlen_k <= max_computed_by_sort && computed_chunks() == 1;
+  }
+  // Whether that CTA can keep what it sorted and counted.
+  __host__ __device__ bool can_be_kept_by_sort() const {
+    return seqlen_k <= max_kept_by_sort && are_computed_by_sort();
   }
   __device__ std::int32_t* order_row(int row) const {
     return order + static_cast<std::int64_t>(row) * seqlen_k;

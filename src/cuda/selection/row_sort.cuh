@@ -24,6 +24,23 @@ struct RowSort {
   static_assert(!computes_chunk || threads == per_query::threads);
 };
 
+// The arrays of OrderedRows for a row that needs no memory beside shared memory.
+struct KeptRow {
+  alignas(16) std::int32_t rank_of[max_kept_by_sort];
+  std::int32_t order[max_kept_by_sort];
+  std::uint32_t totals[2];  // of its only block: the w best keys, and the chunk behind them
+
+  __device__ OrderedRows rows(const OrderedRows& all, int row) {
+    OrderedRows own = all;
+    own.first_row = all.first_row + row;
+    own.rows = 1;
+    own.rank_of = rank_of;
+    own.order = order;
+    own.totals = totals;
+    return own;
+  }
+};
+
 // Order and ranks of a row, with the result of scatter_ranks. Keys enter in the order of falling positions, which the
 // sort, being stable, keeps among equals; offsets past the end are worse than or equal to all and come last.
 template <int Threads>
@@ -37,7 +54,14 @@ __global__ void __launch_bounds__(Threads) sort_row(ScoredKeys keys, OrderedRows
   __shared__ int counts[Policy::max_blocks]
                        [Policy::max_chunks];  // of positions, by block and chunk
   constexpr int all_counts = Policy::max_blocks * Policy::max_chunks;
-  const int row = static_cast<int>(blockIdx.x);
+  int row = static_cast<int>(blockIdx.x);
+  if constexpr (Policy::computes_chunk) {
+    __shared__ KeptRow kept;
+    if (rows.rank_of == nullptr) {
+      rows = kept.rows(rows, row);
+      row = 0;
+    }
+  }
   const int thread = static_cast<int>(threadIdx.x);
   static_assert(all_counts <= Threads);
   if (thread < all_counts) counts[0][thread] = 0;

@@ -94,7 +94,7 @@ std::size_t select_workspace_size(const SelectionArgs& args) {
   if (args.batch * args.heads * args.seqlen_k == 0) return 0;
   if (method_of(args) == Method::global) global::lay_out(args, rows_per_batch(args), workspace);
   if (method_of(args) == Method::per_query) {
-    per_query::lay_out(args, rows_per_batch(args), workspace);
+    per_query::lay_out(args, rows_per_batch(args), per_query::Result::intervals, workspace);
   }
   return workspace.used();
 }
@@ -124,7 +124,8 @@ void select_key_intervals(const SelectionArgs& args, const Execution& execution)
   }
   WorkspaceAllocator workspace(execution.workspace);
   if (method == Method::per_query) {
-    per_query::Work work = per_query::lay_out(args, rows_per_batch(args), workspace);
+    per_query::Work work =
+        per_query::lay_out(args, rows_per_batch(args), per_query::Result::intervals, workspace);
     for_each_batch(work.rows, all_rows, [&] {
       per_query::compute_intervals(per_query::sort_keys(work, stream), stream);
     });
@@ -143,7 +144,7 @@ per_query::Work ordered_rows(const SelectionArgs& args, WorkspaceAllocator& work
   SelectionArgs of_one = args;
   of_one.window = 1;
   of_one.intervals = workspace.take<KeyInterval>(args.batch * args.heads * args.seqlen_k);
-  return per_query::lay_out(of_one, rows_per_batch(of_one), workspace);
+  return per_query::lay_out(of_one, rows_per_batch(of_one), per_query::Result::order, workspace);
 }
 
 }  // namespace
