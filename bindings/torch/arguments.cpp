@@ -4,6 +4,8 @@
 #include <sys/mman.h>
 #endif
 
+#include <algorithm>
+
 namespace flash_dmattn::binding {
 namespace {
 
@@ -120,16 +122,34 @@ void ask_for_huge_pages([[maybe_unused]] void* begin, [[maybe_unused]] std::size
 #endif
 }
 
-// torch::stable::new_empty without its look-up of the operator by name, 0.3 µs.
+// Of up to 4 dimensions.
+std::array<std::int64_t, 4> contiguous_strides(torch::headeronly::IntHeaderOnlyArrayRef shape) {
+  std::array<std::int64_t, 4> strides{};
+  std::int64_t stride = 1;
+  for (std::size_t d = shape.size(); d-- > 0; stride *= std::max<std::int64_t>(shape[d], 1)) {
+    strides.at(d) = stride;
+  }
+  return strides;
+}
+
+// torch::stable::new_empty without its look-up of the operator by name, 0.3 µs. empty_strided takes a trip through the
+// dispatcher less, but on the CPU it leaves out the NaN that torch.utils.deterministic.fill_uninitialized_memory asks for.
 Tensor new_empty(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef shape,
                  ScalarType type) {
   std::int32_t dtype = torch::stable::detail::to<std::int32_t>(torch::stable::detail::from(type));
   std::int32_t device = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+  const auto dims = static_cast<std::int64_t>(shape.size());
   AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_aten_new_empty(
-      like.get(), shape.data(), static_cast<std::int64_t>(shape.size()), &dtype,
-      /*layout=*/nullptr, &device, like.get_device_index(), /*pin_memory=*/nullptr, &made));
+  if (like.is_cpu()) {
+    TORCH_ERROR_CODE_CHECK(
+        aoti_torch_aten_new_empty(like.get(), shape.data(), dims, &dtype, /*layout=*/nullptr,
+                                  &device, like.get_device_index(), /*pin_memory=*/nullptr, &made));
+  } else {
+    const std::array<std::int64_t, 4> strides = contiguous_strides(shape);
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, shape.data(), strides.data(), dtype,
+                                                    device, like.get_device_index(), &made));
+  }
   return Tensor(made);
 }
 
