@@ -35,7 +35,7 @@ def attention(
 
     backend: "" takes the first one that supports the problem.
     """
-    given = value
+    given, given_bias = value, bias
     if not isinstance(backend, str):
         raise TypeError(
             f'backend: got {backend!r}, expected a name, or "" for the first that supports the problem'
@@ -50,7 +50,7 @@ def attention(
     visible = Visibility(mask, resolve_flag(is_causal, "is_causal"), keys)
     if choice.window is not None:
         by_library = backend_of(query, backend) not in IN_PYTHON
-        visible = choose(choice, query, key, bias, visible, by_library)
+        visible = choose(choice, query, key, bias, given_bias, visible, by_library)
     out, statistics = run(query, key, value, bias, visible, numerics, backend)
     return out if value is given else of_value_dim(out, given), statistics
 

@@ -37,11 +37,13 @@ def choose(
     query: Tensor,
     key: Tensor,
     bias: Tensor | None,
+    given_bias: Tensor | None,
     visible: Visibility,
     by_library: bool,
 ) -> Visibility:
     """The best of the visible keys for every query.
 
+    given_bias: the bias before it was brought into normal form.
     by_library: the library's backends compute attention, which take lists and ranks on a GPU.
     """
     if visible.keys is not None:
@@ -50,7 +52,7 @@ def choose(
             "keep_window_size chooses among all keys. Combine them with select_key_intervals and "
             "intersect, or use flash_dmattn_varlen_func for packed documents"
         )
-    scores, allowed = _scores_and_allowed(query, key, visible.mask, bias, choice.scores)
+    scores, allowed = _scores_and_allowed(query, key, visible.mask, bias, given_bias, choice.scores)
     if choice.window >= key.shape[1] and choice.scores is None:
         return visible  # a key whose bias is NaN is masked by it
     if query.shape[1] == 0:
@@ -131,7 +133,7 @@ def _choose_under_dense_mask(
     return Visibility(topk_mask(scores[:, :, None], mask, window, None))
 
 
-def _scores_and_allowed(query, key, mask, bias, selection_scores):
+def _scores_and_allowed(query, key, mask, bias, given_bias, selection_scores):
     """Scores [B, H, Sk], and the dense mask to choose under, or None for all keys."""
     seqlen_k, mask_value = key.shape[1], MASK_VALUE[query.dtype]
     name, scores, hiding = "attn_bias", bias, None
@@ -144,6 +146,8 @@ def _scores_and_allowed(query, key, mask, bias, selection_scores):
             f"[B, H, {seqlen_k}] or [B, H, 1, {seqlen_k}]. For scores per pair, build a mask with "
             "flash_dmattn.utils.mask.create_mask"
         )
+    if selection_scores is None and given_bias.dim() == 3 and given_bias.dtype == bias.dtype:
+        scores = given_bias  # of that shape already: a view takes as long as an allocation
     if scores.requires_grad:
         scores = scores.detach()
     # A bias that masks hides its keys from the choice. Where it is the score, these are the worst keys anyway.
@@ -154,7 +158,8 @@ def _scores_and_allowed(query, key, mask, bias, selection_scores):
             unmasked = bias.detach() > mask_value
             scores, unmasked = match_heads(query, key, scores, unmasked)
             scores = torch.where(unmasked, scores, float("nan"))
-    scores = scores.squeeze(2)
+    if scores.dim() == 4:
+        scores = scores.squeeze(2)
     if mask is None and hiding is None:
         return scores, None
     mask, hiding = (
