@@ -28,20 +28,25 @@ class DynamicMaskLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, window: int, *, static: bool = False, chunk: int = 0):
+    def __init__(
+        self, window: int, *, static: bool = False, chunk: int = 0, counts_on_device: bool = True
+    ):
         """
         Args:
             window: the number of keys that a query sees.
             static: memory stays in place and lengths on the device, for CUDA graphs and torch.compile.
             chunk: places for tokens that are attended to before they are committed; without `static` there come
                 more by themselves.
+            counts_on_device: a static layer counts its tokens in a tensor that compiled code may read. Every layer of
+                a cache has as many, and models ask the first one: in the others each token would take a kernel more.
         """
         super().__init__()
         self.window, self.chunk = window, chunk
         self.is_compileable = static
         self.record_past = False
         self.slots: KVSlots | None = None
-        # Tokens so far, pending ones included; of a static layer, whether there are any, and _length counts them.
+        self._counts_on_device = static and counts_on_device
+        # Tokens so far, pending ones included; of a static layer, whether there are any. _length counts them there.
         self._seen = 0
         self._length: torch.Tensor | None = None
 
@@ -84,7 +89,7 @@ class DynamicMaskLayer(CacheLayerMixin):
             mask = None if present is None else present[:, last]
             self.slots.append(*_by_token(keys, values), of_keys, key_mask=mask)
         self._seen = length
-        if self.is_compileable:
+        if self._counts_on_device:
             self._length.fill_(length)
 
     def attend(
@@ -142,7 +147,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         batch, heads, _, head_dim = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
         self.check_kernels(key_states)
-        if self.is_compileable:
+        if self._counts_on_device:
             # Not slots.seen, which a step changes: compiled code would read it again for the layers behind.
             self._length = torch.zeros((), dtype=torch.int64, device=self.device)
             if not torch.compiler.is_compiling():
@@ -189,7 +194,11 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int | torch.Tensor:
         """The tokens so far; of a static cache a number on the device."""
-        return self._seen if self.is_empty or not self.is_compileable else self._length
+        if self.is_empty or not self.is_compileable:
+            return self._seen
+        if self._counts_on_device:
+            return self._length
+        return self.slots.seen[0].long() + self.slots.pending
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int | torch.Tensor]:
         """A mask is over new tokens only: one per head would be needed for those in slots."""
@@ -265,10 +274,10 @@ class DynamicMaskLayer(CacheLayerMixin):
                 torch._dynamo.mark_static_address(tensor)
 
     def _count(self, tokens: int) -> None:
-        if self.is_compileable:
-            self._length.add_(tokens)
-        else:
+        if not self.is_compileable:
             self._seen += tokens
+        elif self._counts_on_device:
+            self._length.add_(tokens)
 
     @torch.no_grad()
     def _select(self, rows: torch.Tensor) -> None:
@@ -384,7 +393,8 @@ class DynamicMaskCache(Cache):
             chunk = _RECORDED if static else 0
         check_count(chunk, "chunk")
         layers = [
-            DynamicMaskLayer(window, static=static, chunk=chunk) for window in _windows(config)
+            DynamicMaskLayer(window, static=static, chunk=chunk, counts_on_device=index == 0)
+            for index, window in enumerate(_windows(config))
         ]
         super().__init__(layers=layers)
 

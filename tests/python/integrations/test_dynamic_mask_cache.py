@@ -94,6 +94,23 @@ def test_dropped_tokens_leave_no_trace(dropped):
     torch.testing.assert_close(next_logits(ours, cache), expected)
 
 
+def test_every_layer_of_a_static_cache_has_the_length():
+    """Only the first one counts; the others have it from their slots and pending tokens."""
+    _, ours = make_pair()
+    cache = filled(ours, S, 1, static=True)
+    for tokens, length in ((1, S + 2), (5, S + 7)):
+        ours(make_ids(B, tokens), past_key_values=cache)
+        assert [int(cache.get_seq_length(i)) for i in range(3)] == [length] * 3
+    cache.activate_past_recording()
+    ours(make_ids(B, 4), past_key_values=cache)
+    assert cache.layers[2].slots.pending == 4
+    assert [int(cache.get_seq_length(i)) for i in range(3)] == [S + 11] * 3
+    cache.crop(S + 9 if TRANSFORMERS_4 else -2)
+    assert [int(cache.get_seq_length(i)) for i in range(3)] == [S + 9] * 3
+    cache.reset()
+    assert [cache.get_seq_length(i) for i in range(3)] == [0] * 3
+
+
 def test_tokens_of_a_recorded_prompt_can_be_dropped():
     _, ours = make_pair()
     expected = next_logits(ours, filled(ours, S))
