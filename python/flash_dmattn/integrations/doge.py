@@ -10,7 +10,7 @@ from ..allowed_keys import intervals_of_mask, once, split_additive, visible_coun
 from ..dynamic_mask_attention import scores_of
 from ..key_intervals import KeyIntervals, select_key_intervals
 from .dynamic_mask_cache import DynamicMaskCache, DynamicMaskLayer
-from .flash_dynamic_mask_attention import flash_dynamic_mask_attention_forward, target_dtype
+from .flash_dynamic_mask_attention import attend_by_token, target_dtype
 from .keywords import refuse_in_doge
 from .modeling_flash_dynamic_mask_attention_utils import (
     as_key_intervals,
@@ -42,12 +42,11 @@ def doge_attention_forward(
     query = self.q_norm(self.q_proj(hidden_states).view(per_head))
     key = self.k_norm(self.k_proj(hidden_states).view(per_head))
     value = self.v_proj(hidden_states).view(per_head)
-    # In the order of attention's dimensions, before they are transposed to that of caches: else compiled code
-    # writes both twice, once for each order.
+    # In the order of attention's dimensions. Transposed to that of caches before, compiled code writes both twice, once
+    # for each order.
     query, key = modeling_doge.apply_rotary_pos_emb(
         query, key, *position_embeddings, unsqueeze_dim=2
     )
-    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     if isinstance(past_key_values, DynamicMaskCache):
         slots = _layer_of(past_key_values, self.layer_idx)
         out = _attend_with_slots(self, slots, query, key, value, attention_mask, kwargs)
@@ -56,8 +55,9 @@ def doge_attention_forward(
     if past_key_values is not None:
         where = () if cache_position is None else ({"cache_position": cache_position},)
         key, value, scores = update_with_scores(
-            past_key_values, key, value, scores, self.layer_idx, where
+            past_key_values, *_heads_first(key, value), scores, self.layer_idx, where
         )
+        key, value = _heads_first(key, value)  # and back
         if scores is None or getattr(
             self, ROUNDED, False
         ):  # eager attention rounds all of them together
@@ -84,27 +84,33 @@ def _attend_with_slots(
     attention_mask: torch.Tensor | None,
     options: dict,
 ) -> torch.Tensor:
-    """Attention of new tokens to those of the cache and to each other: [B, S, Hq, D]."""
+    """Attention of new tokens [B, S, H, D] to those of the cache and to each other: [B, S, Hq, D]."""
     if slots.window != self.keep_window_size:
         raise ValueError(
             f"past_key_values holds {slots.window} keys and layer {self.layer_idx} keeps {self.keep_window_size}; "
             "expected a DynamicMaskCache(model.config) of this model"
         )
-    present = _present_tokens(attention_mask, query.shape[2])
+    present = _present_tokens(attention_mask, query.shape[1])
     scores = _scores_of(self, value)
     dtype = target_dtype(self, query)
     query, key, value, _ = fdma_peft_integration_check(query, key, value, None, dtype)
     if not slots.is_empty:
-        return slots.attend(query, key, value, scores.float(), present, scale=self.scaling)
+        states = _heads_first(query, key, value)
+        return slots.attend(*states, scores.float(), present, scale=self.scaling)
     slots.check_kernels(key)  # before attention that the slots could not take over
     out = _attend(self, query, key, value, scores, attention_mask, options)
-    slots.fill(key, value, scores.float(), present)
+    slots.fill(*_heads_first(key, value), scores.float(), present)
     return out
 
 
 def _scores_of(self: DogeAttention, value: torch.Tensor) -> torch.Tensor:
-    """[B, Hkv, S] of values [B, Hkv, S, D]."""
-    return doge_scores(self, self.dt_proj(value.transpose(1, 2).flatten(2)))
+    """[B, Hkv, S] of values [B, S, Hkv, D]."""
+    return doge_scores(self, self.dt_proj(value.flatten(2)))
+
+
+def _heads_first(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[B, S, H, D] as [B, H, S, D], the order of caches."""
+    return tuple(t.transpose(1, 2) for t in states)
 
 
 def _attend(
@@ -117,18 +123,19 @@ def _attend(
     options: dict,
     mask_kind: str | None = None,
 ) -> torch.Tensor:
-    """Attention over all keys of the text so far: [B, Sq, Hq, D]."""
-    allowed = _doge_mask(attention_mask, query.shape[2], key.shape[2])
+    """Attention of queries [B, Sq, Hq, D] over all keys of the text so far: [B, Sq, Hq, D]."""
+    query_length, key_length = query.shape[1], key.shape[1]
+    allowed = _doge_mask(attention_mask, query_length, key_length)
     mask, window = allowed, self.keep_window_size
     is_padded = mask_kind == "padded" and isinstance(allowed, KeyIntervals)
-    if key.shape[2] > window and (allowed is None or is_padded):
+    if key_length > window and (allowed is None or is_padded):
         shown = None
         if is_padded:
             first, last = allowed.intervals.unbind(-1)
             shown = first < last
-        mask = select_key_intervals(scores, window, key_mask=shown, query_length=query.shape[2])
-        window = key.shape[2]  # chosen already
-    out, _ = flash_dynamic_mask_attention_forward(
+        mask = select_key_intervals(scores, window, key_mask=shown, query_length=query_length)
+        window = key_length  # chosen already
+    out = attend_by_token(
         self,
         query,
         key,
@@ -141,7 +148,7 @@ def _attend(
         output_attentions=options.get("output_attentions"),
     )
     if attention_mask is not None and mask_kind != "packed":  # there every query sees its own key
-        out = _fill_blind_rows(out, allowed, query, key, value, self.scaling)
+        out = _fill_blind_rows(out, allowed, *_heads_first(query, key, value), self.scaling)
     return out
 
 

@@ -50,12 +50,51 @@ def flash_dynamic_mask_attention_forward(
             bias, or keywords of unsupported features.
         TypeError: an unknown keyword.
     """
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    out = attend_by_token(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        attention_bias,
+        scaling,
+        window_size,
+        softcap,
+        position_bias=position_bias,
+        is_causal=is_causal,
+        dropout=dropout,
+        **kwargs,
+    )
+    return out, None
+
+
+def attend_by_token(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | KeyIntervals | None,
+    attention_bias: torch.Tensor | None = None,
+    scaling: float | None = None,
+    window_size: int | None = None,
+    softcap: float | None = None,
+    *,
+    position_bias: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    dropout: float = 0.0,
+    **kwargs,
+) -> torch.Tensor:
+    """`flash_dynamic_mask_attention_forward` of query, key and value [B, S, H, D], the order in which models make them
+    and attention reads them: transposed, they are three views more, and three in the backward."""
     if kwargs.pop("output_attentions", None):
         warnings.warn(
             "flash_dmattn has no output_attentions; use attn_implementation='eager'", stacklevel=2
         )
     if query.numel() == 0:
-        raise ValueError(f"query has shape {tuple(query.shape)}; expected no dimension of 0")
+        raise ValueError(
+            f"query has shape {tuple(query.shape)} as [B, Sq, Hq, D]; expected no dimension of 0"
+        )
     if dropout:
         raise ValueError(f"dropout is {dropout}; flash_dmattn has no attention dropout, expected 0")
     if attention_bias is not None and position_bias is not None:
@@ -79,13 +118,13 @@ def flash_dynamic_mask_attention_forward(
     if value_dim < head_dim:  # latent attention
         value = torch.nn.functional.pad(value, (0, head_dim - value_dim))
     out = _flash_dynamic_mask_attention_forward(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
+        query,
+        key,
+        value,
         attention_mask,
         attention_bias,
-        query_length=query.shape[2],
-        key_length=key.shape[2],
+        query_length=query.shape[1],
+        key_length=key.shape[1],
         is_causal=is_causal and not mask_is_complete,
         softmax_scale=scaling,
         softcap=softcap,
@@ -93,7 +132,7 @@ def flash_dynamic_mask_attention_forward(
         target_dtype=target_dtype(module, query),
         **kwargs,
     )
-    return out[..., :value_dim], None
+    return out[..., :value_dim] if value_dim < head_dim else out
 
 
 def target_dtype(module: torch.nn.Module, query: torch.Tensor) -> torch.dtype | None:

@@ -23,13 +23,13 @@ PRECISIONS = ["bfloat16", "float16", "autocast"]
 def scores_of_calls(monkeypatch):
     """The scores of every call of our attention, in order."""
     seen = []
-    attend = integration.flash_dynamic_mask_attention_forward
+    attend = integration.attend_by_token
 
     def watch(module, query, key, value, mask, scores, **options):
         seen.append(scores.detach())
         return attend(module, query, key, value, mask, scores, **options)
 
-    monkeypatch.setattr(integration, "flash_dynamic_mask_attention_forward", watch)
+    monkeypatch.setattr(integration, "attend_by_token", watch)
     return seen
 
 
