@@ -88,6 +88,14 @@ __device__ inline std::uint32_t add_magnitude(std::uint32_t sum, std::uint32_t e
 }
 
 template <class T>
+__device__ inline std::uint32_t add_packed2(std::uint32_t x, std::uint32_t y) {
+  using Packed2 = typename Element<T>::Packed2;
+  const Packed2 sum =
+      __hadd2(reinterpret_cast<const Packed2&>(x), reinterpret_cast<const Packed2&>(y));
+  return reinterpret_cast<const std::uint32_t&>(sum);
+}
+
+template <class T>
 __device__ inline bool is_finite_packed2(std::uint32_t bits) {
   constexpr std::uint32_t exponent = Element<T>::exponent_mask;
   return (bits & exponent) != exponent && (bits >> 16 & exponent) != exponent;
@@ -104,10 +112,7 @@ __device__ inline std::uint32_t pack_gradient(float x, float y, bool saturate) {
 template <class T>
 __device__ inline std::uint32_t add_gradients_packed2(std::uint32_t x, std::uint32_t y,
                                                       bool saturate) {
-  using Packed2 = typename Element<T>::Packed2;
-  const Packed2 sum =
-      __hadd2(reinterpret_cast<const Packed2&>(x), reinterpret_cast<const Packed2&>(y));
-  const auto bits = reinterpret_cast<const std::uint32_t&>(sum);
+  const std::uint32_t bits = add_packed2<T>(x, y);
   return saturate ? clamp_packed2<T>(bits, Element<T>::gradient_limit_packed2) : bits;
 }
 

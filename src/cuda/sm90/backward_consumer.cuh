@@ -321,10 +321,9 @@ class BackwardConsumer {
         for (int i = 0; i < scores / 2; ++i) sums[i % 2] += dp_[2 * i] + dp_[2 * i + 1];
       }
     }
-    bool finite = true;
-#pragma unroll
-    for (const std::uint32_t sum : magnitude) finite = finite && is_finite_packed2<T>(sum);
-    if (warp_any(!finite)) clamp_ds(sums);
+    const std::uint32_t sum = add_packed2<T>(add_packed2<T>(magnitude[0], magnitude[1]),
+                                             add_packed2<T>(magnitude[2], magnitude[3]));
+    if (warp_any(!is_finite_packed2<T>(sum))) clamp_ds(sums);
     keys_.add_dbias(sums);
   }
 
