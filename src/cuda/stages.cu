@@ -88,8 +88,7 @@ PackedMask allocate_packed_mask(const Problem& p, bool has_lists, WorkspaceAlloc
   return packed;
 }
 
-void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream) {
-  if (score.packed_mask.states == nullptr || p.batch * p.heads_q == 0) return;
+PackMaskParams pack_mask_params(const Problem& p, const ScoreParams& score) {
   const auto [batch, heads] = packed_shape(p);
   const bool ranked = has(p.limit_shape);
   PackMaskParams params;
@@ -97,6 +96,7 @@ void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream) 
   params.key_rank = score.key_rank;
   params.rank_limit = score.rank_limit;
   params.packed = score.packed_mask;
+  params.matrices = static_cast<int>(batch * heads);
   params.heads = static_cast<int>(heads);
   params.group = heads == p.heads_q ? static_cast<int>(p.heads_q / p.heads_kv) : 1;
   params.rows = static_cast<int>(p.seqlen_q);
@@ -104,8 +104,14 @@ void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream) 
   params.aligned = score.mask.aligned_16B && (!ranked || score.key_rank.aligned_x4);
   params.causal = p.causal;
   params.shift = static_cast<int>(p.seqlen_k - p.seqlen_q);
-  ranked ? launch_for<PackMaskKernel<true>>(params, stream, batch * heads)
-         : launch_for<PackMaskKernel<false>>(params, stream, batch * heads);
+  return params;
+}
+
+void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream) {
+  if (score.packed_mask.states == nullptr || p.batch * p.heads_q == 0) return;
+  const PackMaskParams params = pack_mask_params(p, score);
+  has(p.limit_shape) ? launch_for<PackMaskKernel<true>>(params, stream)
+                     : launch_for<PackMaskKernel<false>>(params, stream);
 }
 
 // ---- Key ranges -----------------------------------------------------------------------------------------

@@ -18,7 +18,12 @@ ForwardParams params_of(const ForwardArgs& args);
 // and looks at single elements.
 PackedMask allocate_packed_mask(const Problem& p, bool has_lists, WorkspaceAllocator& workspace);
 
-// Fills score.packed_mask from score.mask and the ranks.
+struct PackMaskParams;
+
+// Of the kernel that fills score.packed_mask from score.mask and the ranks.
+PackMaskParams pack_mask_params(const Problem& p, const ScoreParams& score);
+
+// Fills score.packed_mask, if there is one.
 void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream);
 
 // As for a forward. The family adds tile_lists and dbias.

@@ -15,6 +15,7 @@ struct PackMaskParams {
   Broadcast key_rank;
   Broadcast rank_limit;
   PackedMask packed;
+  int matrices;
   int heads;  // of the packed mask
   int group;  // of them share a kv head
   int rows;
@@ -57,12 +58,15 @@ struct PackMaskKernel {
     std::uint8_t all[warps][block_words];
   };
 
-  static std::int64_t blocks(const Params& p, std::int64_t matrices) {
-    return matrices * p.row_tiles() * key_blocks(p);
-  }
+  static long blocks(const Params& p) { return long{p.matrices} * p.row_tiles() * key_blocks(p); }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
-    const Block block(p);
+    pack(p, static_cast<int>(blockIdx.x), shared);
+  }
+
+  // The work of one of `blocks`, by all threads of a block.
+  static __device__ void pack(const Params& p, int index, SharedStorage& shared) {
+    const Block block(p, index);
     // The bits of an empty tile are read only where one of the other row tiles of a work tile is not empty.
     if (p.causal &&
         block.key > (block.row_tile + PackedMask::shared_row_tiles) * side - 1 + p.shift) {
@@ -87,11 +91,11 @@ struct PackMaskKernel {
     int key;    // first key
     bool full;  // all its keys exist and are aligned
 
-    __device__ explicit Block(const Params& p)
-        : row_block(static_cast<int>(blockIdx.x) / key_blocks(p)),
+    __device__ Block(const Params& p, int index)
+        : row_block(index / key_blocks(p)),
           row_tile(row_block % p.row_tiles()),
           matrix(row_block / p.row_tiles()),
-          key(static_cast<int>(blockIdx.x) % key_blocks(p) * block_keys),
+          key(index % key_blocks(p) * block_keys),
           full(p.aligned && key + block_keys <= p.keys) {}
 
     // The first of a lane's 16 keys in piece j.

@@ -92,7 +92,6 @@ void run_backward(const BackwardArgs& args, const DeviceProperties&, const Execu
   const bool stores_dbias = p.dbias.data != nullptr && call.has_dbias_sums();
   check(cudaMemsetAsync(call.zeroed, 0, call.zeroed_bytes, stream), "cudaMemsetAsync");
   for (const Source* source : {&call.q, &call.k, &call.v, &call.dout}) source->make(stream);
-  pack_mask(problem, p.score, stream);
   // A main loop that follows a list stores the elements of its keys alone.
   if (p.dbias.data != nullptr && !call.has_dbias_sums() && has_list(problem))
     store_dbias(args, nullptr, stream);
@@ -100,7 +99,13 @@ void run_backward(const BackwardArgs& args, const DeviceProperties&, const Execu
     if constexpr (is_compiled) {
       using Preprocess = PreprocessKernel<T>;
       const typename Preprocess::Params params = call.preprocess_params<T>();
-      launch<Preprocess>(Preprocess::blocks(params), params, stream);
+      if (p.score.packed_mask.states != nullptr) {
+        using Kernel = PackAndPreprocessKernel<T>;
+        const typename Kernel::Params both{pack_mask_params(problem, p.score), params};
+        launch<Kernel>(Kernel::blocks(both), both, stream);
+      } else {
+        launch<Preprocess>(Preprocess::blocks(params), params, stream);
+      }
       call.choice.head_dim == 64 ? launch_backward<T, 64>(call.choice, call.params, stream)
                                  : launch_backward<T, 128>(call.choice, call.params, stream);
     }

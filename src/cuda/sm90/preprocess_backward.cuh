@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cuda/common/packed_mask.cuh"
 #include "cuda/common/preprocess.cuh"
 #include "cuda/sm90/backward_params.h"
 #include "cuda/sm90/prepare_key_info.cuh"
@@ -39,7 +40,11 @@ struct PreprocessKernel {
   static long blocks(const Params& p) { return std::max(p.row_blocks(), p.key_blocks); }
 
   __device__ void operator()(const Params& p, SharedStorage&) const {
-    const long block = blockIdx.x;
+    compute(p, blockIdx.x, gridDim.x);
+  }
+
+  // The work of one of `blocks`, by all threads of a block.
+  static __device__ void compute(const Params& p, long block, long blocks) {
     if (block < p.row_blocks()) {
       if (p.dq_accum != nullptr) clear_dq(p, block);
       const auto head = static_cast<int>(block / p.head_blocks());
@@ -49,7 +54,7 @@ struct PreprocessKernel {
     }
     if (p.key_blocks == 0) return;
     // Spread over the grid, so that few of the blocks that run at once wait for its loads.
-    const long stride = gridDim.x / p.key_blocks;
+    const long stride = blocks / p.key_blocks;
     if (block % stride == 0) p.key_info(block / stride * threads + threadIdx.x);
   }
 
@@ -67,6 +72,34 @@ struct PreprocessKernel {
     float* const to = p.row_stats + tile * 2 * p.tile_rows + mine.row % p.tile_rows;
     to[0] = -mine.lse_log2 / p.factor;
     to[p.tile_rows] = mine.delta;
+  }
+};
+
+// The same beside a dense mask, which its first blocks pack. The others start where blocks of the mask have ended, and
+// keep DRAM busy while the last of those load.
+template <class T>
+struct PackAndPreprocessKernel {
+  using Pack = PackMaskKernel<false>;
+  using Preprocess = PreprocessKernel<T>;
+  struct Params {
+    PackMaskParams mask;
+    typename Preprocess::Params preprocess;
+    long mask_blocks = Pack::blocks(mask);
+  };
+  using SharedStorage = typename Pack::SharedStorage;
+  static constexpr int threads = Pack::threads;
+  static constexpr int min_blocks = Pack::min_blocks;
+  static_assert(threads == Preprocess::threads && min_blocks == Preprocess::min_blocks);
+
+  static long blocks(const Params& p) { return p.mask_blocks + Preprocess::blocks(p.preprocess); }
+
+  __device__ void operator()(const Params& p, SharedStorage& shared) const {
+    const long block = blockIdx.x;
+    if (block < p.mask_blocks) {
+      Pack::pack(p.mask, static_cast<int>(block), shared);
+    } else {
+      Preprocess::compute(p.preprocess, block - p.mask_blocks, gridDim.x - p.mask_blocks);
+    }
   }
 };
 
