@@ -80,7 +80,9 @@ struct FewQueries {
       if (terms.empty()) continue;
       const int visible = visible_keys(t, tile, block, tile.rows - 1);
       const int columns = round_up(visible, 2 * lanes);
-      const ScoreExponents exponents = multiply_keys_of(tile, block, visible, columns);
+      const auto keys = addresses(t.k, tile, block, visible, blocks);
+      const auto values = addresses(t.v, tile, block, visible, blocks);
+      const ScoreExponents exponents = multiply_keys_of(tile, keys, visible, columns);
       const bool general = needs_score_rows(t, terms, exponents);
       if (general) {
         score_rows(t, tile, block, terms, exponents, 0, tile.rows, columns, s, nullptr,
@@ -91,7 +93,7 @@ struct FewQueries {
                            store(s + r * block_keys + n, left);
                            store(s + r * block_keys + n + lanes, right);
                          });
-      multiply_values_of(tile, block, visible, blocks, softmax);
+      multiply_values_of(tile, block, values, visible, softmax);
     }
   }
 
@@ -104,47 +106,53 @@ struct FewQueries {
     pack_rows<In, Element>(staged_rows(staged, t.head_dim), tile.rows, rows, t.head_dim, q, q_ld);
   }
 
+  // Of a block in k or v, and behind them those of the same array that come next.
+  RowAddresses<Storage> addresses(const Rows& array, const Tile& tile, const KeyBlock& block,
+                                  int visible, const KeyBlockIterator& blocks) const {
+    const auto* first =
+        static_cast<const Storage*>(array.data) + tile.batch * array.batch + tile.head * array.head;
+    return {key_rows<In>(array, tile.batch, tile.head, block), visible,
+            [&](int i) { return first + blocks.peek(i) * array.row; }};
+  }
+
+  // Of rows in `staged`, behind which nothing is read.
+  RowAddresses<Storage> staged_addresses(int visible) const {
+    return {staged_rows(staged, t.head_dim), visible, [this](int) { return staged; }};
+  }
+
   // s = q k^T. Sums of large numbers are made again from rows that are scaled by the powers that it returns.
-  ScoreExponents multiply_keys_of(const Tile& tile, const KeyBlock& block, int visible,
+  ScoreExponents multiply_keys_of(const Tile& tile, const RowAddresses<Storage>& keys, int visible,
                                   int columns) {
-    const auto row_at = key_rows<In>(t.k, tile.batch, tile.head, block);
     ScoreExponents exponents;
     if (q_large) exponents.queries = q_exponents;
-    const auto v_rows = key_rows<In>(t.v, tile.batch, tile.head, block);
-    const auto values = [&](int i) { return v_rows(i < visible ? i : visible - 1); };
-    const auto multiply_rows = [&](const auto& key) {
-      const RowAddresses<Storage> keys(key, visible, values);
-      multiply_keys<In, Element>(q, q_ld, tile.rows, keys, visible, columns, t.head_dim, s,
+    const auto multiply_rows = [&](const RowAddresses<Storage>& rows_of_keys) {
+      multiply_keys<In, Element>(q, q_ld, tile.rows, rows_of_keys, visible, columns, t.head_dim, s,
                                  block_keys);
     };
-    multiply_rows(row_at);
+    multiply_rows(keys);
     // A bound of q . k of small elements (magnitude.h, score.h).
     constexpr std::int32_t limit = (127 + 64) << 23;
     if (!any(magnitude_of(s, tile.rows, columns, block_keys) > limit)) return exponents;
     for (int n = 0; n < block_keys; ++n) k_exponents[n] = 0;
-    stage_rows<In>(row_at, visible, t.head_dim, NonFiniteInput::keep, staged, k_exponents);
-    multiply_rows(staged_rows(staged, t.head_dim));
+    stage_rows<In>(keys, visible, t.head_dim, NonFiniteInput::keep, staged, k_exponents);
+    multiply_rows(staged_addresses(visible));
     exponents.keys = k_exponents;
     return exponents;
   }
 
   // out += p v. Sums that overflow, or meet inf and NaN, are made again from scaled rows in a larger unit.
-  void multiply_values_of(const Tile& tile, const KeyBlock& block, int visible,
-                          const KeyBlockIterator& blocks, const OnlineSoftmax& softmax) {
-    const auto row_at = key_rows<In>(t.v, tile.batch, tile.head, block);
-    const auto* keys =
-        static_cast<const Storage*>(t.k.data) + tile.batch * t.k.batch + tile.head * t.k.head;
-    const auto next_keys = [&](int i) { return keys + blocks.peek(i) * t.k.row; };
-    const auto multiply_rows = [&](const auto& value) {
-      const RowAddresses<Storage> values(value, visible, next_keys);
-      multiply_values<In>(s, block_keys, tile.rows, values, visible, t.head_dim, softmax.out,
-                          head_columns);
+  void multiply_values_of(const Tile& tile, const KeyBlock& block,
+                          const RowAddresses<Storage>& values, int visible,
+                          const OnlineSoftmax& softmax) {
+    const auto multiply_rows = [&](const RowAddresses<Storage>& rows_of_values) {
+      multiply_values<In>(s, block_keys, tile.rows, rows_of_values, visible, t.head_dim,
+                          softmax.out, head_columns);
     };
     const auto bytes = sizeof(float) * static_cast<std::size_t>(tile.rows) *
                        static_cast<std::size_t>(head_columns);
     __builtin_memcpy(before, softmax.out, bytes);
     if (*softmax.out_shift == 0) {
-      multiply_rows(row_at);
+      multiply_rows(values);
       constexpr std::int32_t limit = (127 + 100) << 23;
       const Int largest = magnitude_of(softmax.out, tile.rows, head_columns, head_columns);
       if (!any(largest > limit)) return;
@@ -152,7 +160,7 @@ struct FewQueries {
     }
     softmax.use_large_unit();
     for (int n = 0; n < block_keys; ++n) v_exponents[n] = 0;
-    stage_rows<In>(row_at, visible, t.head_dim, NonFiniteInput::drop, staged, v_exponents);
+    stage_rows<In>(values, visible, t.head_dim, NonFiniteInput::drop, staged, v_exponents);
     for (int r = 0; r < tile.rows; ++r) {
       for (int n = 0; n < visible; ++n) {
         float& weight = s[r * block_keys + n];
@@ -165,8 +173,8 @@ struct FewQueries {
                         return t.saturate ? probability(r, n) != 0
                                           : sees(t, tile, block, terms, r, n);
                       },
-                      row_at, tile.rows, visible, t.head_dim, {softmax.out, head_columns});
-    multiply_rows(staged_rows(staged, t.head_dim));
+                      values, tile.rows, visible, t.head_dim, {softmax.out, head_columns});
+    multiply_rows(staged_addresses(visible));
   }
 
   static Int magnitude_of(const float* data, int count, int columns, std::int64_t ld) {

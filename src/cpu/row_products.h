@@ -41,8 +41,9 @@ template <class Storage>
   if (step >= line || d % line == 0) __builtin_prefetch(row + d);
 }
 
-// The addresses of the rows of a block, and behind them those of the rows that are read `then`: to be asked for, or read
-// with the last of the block where products take whole vectors of keys.
+// The addresses of the rows of a block in k or v, and behind them those of the rows of the next one, `then`: to be asked
+// for, or read with the last of the block where products take whole vectors of keys. k and v are a stream each: a block's
+// first rows wait in the second-level cache while the other array is read, and after the softmax products begin at once.
 template <class Storage>
 struct RowAddresses {
   static constexpr int behind = prefetch_rows<Storage> + lanes;
@@ -59,6 +60,8 @@ struct RowAddresses {
     for (int n = 0; n < behind; ++n) row[count + n] = then(n);
     for (int n = 0; n < block_keys; n += page_rows) page[n / page_rows] = then(n);
   }
+
+  const Storage* operator()(int n) const { return row[n]; }
 
   // Those at the places of rows [n, n + count).
   void prefetch_pages(int n, int count) const {
