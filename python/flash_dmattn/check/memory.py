@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterable
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 def peak_bytes(call: Callable[[], object], device: str) -> tuple[int, object]:
     """The peak beyond earlier allocations, and the result of the call."""
+    gc.collect()  # else tensors in cycles that earlier calls left could be freed during this one
     if torch.device(device).type != "cpu":
         gpu = torch.get_device_module(torch.device(device))
         gpu.synchronize()
