@@ -50,18 +50,25 @@ def flash_dynamic_mask_attention_forward(
             bias, or keywords of unsupported features.
         TypeError: an unknown keyword.
     """
-    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    if attention_bias is not None and position_bias is not None:
+        raise ValueError("attention_bias and position_bias are two names of one thing; give one")
+    if attention_bias is None:
+        attention_bias = position_bias
+    if attention_bias is None:
+        if window_size is not None:
+            raise ValueError(
+                f"window_size is {window_size} without an attention_bias, which has the scores to choose by"
+            )
+    elif window_size is None:
+        window_size = getattr(module, "keep_window_size", getattr(module, "window_size", None))
     out = attend_by_token(
         module,
-        query,
-        key,
-        value,
+        *(t.transpose(1, 2) for t in (query, key, value)),
         attention_mask,
         attention_bias,
-        scaling,
-        window_size,
-        softcap,
-        position_bias=position_bias,
+        scaling=scaling,
+        window_size=window_size,
+        softcap=softcap,
         is_causal=is_causal,
         dropout=dropout,
         **kwargs,
@@ -75,21 +82,21 @@ def attend_by_token(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | KeyIntervals | None,
-    attention_bias: torch.Tensor | None = None,
-    scaling: float | None = None,
-    window_size: int | None = None,
-    softcap: float | None = None,
+    attention_bias: torch.Tensor | None,
     *,
-    position_bias: torch.Tensor | None = None,
+    scaling: float | None,
+    window_size: int | None,
+    dropout: float,
+    softcap: float | None = None,
     is_causal: bool | None = None,
-    dropout: float = 0.0,
     **kwargs,
 ) -> torch.Tensor:
     """`flash_dynamic_mask_attention_forward` of query, key and value [B, S, H, D], the order in which models make them
-    and attention reads them: transposed, they are three views more, and three in the backward."""
+    and attention reads them: transposed, they are three views more, and three in the backward. window_size None
+    keeps all keys, whatever the module has."""
     if kwargs.pop("output_attentions", None):
         warnings.warn(
-            "flash_dmattn has no output_attentions; use attn_implementation='eager'", stacklevel=2
+            "flash_dmattn has no output_attentions; use attn_implementation='eager'", stacklevel=3
         )
     if query.numel() == 0:
         raise ValueError(
@@ -97,17 +104,6 @@ def attend_by_token(
         )
     if dropout:
         raise ValueError(f"dropout is {dropout}; flash_dmattn has no attention dropout, expected 0")
-    if attention_bias is not None and position_bias is not None:
-        raise ValueError("attention_bias and position_bias are two names of one thing; give one")
-    if attention_bias is None:
-        attention_bias = position_bias
-    if attention_bias is None:
-        if window_size is not None:
-            raise ValueError(
-                f"window_size is {window_size} without an attention_bias, which has the scores to choose by"
-            )
-    elif window_size is None:
-        window_size = getattr(module, "keep_window_size", getattr(module, "window_size", None))
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     is_causal = resolve_flag(is_causal, "is_causal")
