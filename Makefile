@@ -20,7 +20,9 @@ WERROR := $(if $(CI),ON,OFF)
 
 COMPILER := $(if $(filter default undefined,$(origin CXX)),c++,$(CXX))
 BIN := $(CURDIR)/.venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Not every module that is installed is compiled, by pip on one core, but those that are imported, when they first are.
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 STAMPS := .venv/.stamps
 CMAKE_OPTIONS = -D FLASH_DMATTN_WERROR=$(WERROR) -D GTest_ROOT=$(CURDIR)/build/googletest/usr
 
@@ -148,32 +150,32 @@ $(STAMPS)/venv: | compiler
 	  echo "$(PYTHON) cannot make virtual environments: install its venv module (Debian, Ubuntu: apt install python3-venv)." >&2; \
 	  exit 1; }
 	$(PYTHON) -m venv .venv
-	$(PIP) install 'pip>=25.1'
+	$(PIP_INSTALL) 'pip>=25.1'
 	@mkdir -p $(@D) && touch $@
 
 $(STAMPS)/tools $(STAMPS)/docs $(STAMPS)/wheels: $(STAMPS)/%: pyproject.toml $(STAMPS)/venv
-	$(PIP) install --group $*
+	$(PIP_INSTALL) --group $*
 	@touch $@
 
 # Before everything that depends on it, so that nothing else chooses the version.
 $(STAMPS)/torch: Makefile $(STAMPS)/venv
-	$(PIP) install $(TORCH)
+	$(PIP_INSTALL) $(TORCH)
 	@touch $@
 
 $(STAMPS)/demo $(STAMPS)/test: $(STAMPS)/%: pyproject.toml $(STAMPS)/torch
-	$(PIP) install $(TORCH) --group $*
+	$(PIP_INSTALL) $(TORCH) --group $*
 	@touch $@
 
 # The compiler by its name in the other builds, not by Python's: ccache then has what those have compiled.
 $(STAMPS)/package: $(PACKAGE_SOURCES) $(STAMPS)/tools $(STAMPS)/torch | compiler
-	CXX="$(COMPILER)" $(PIP) install --no-build-isolation --no-deps --force-reinstall . \
+	CXX="$(COMPILER)" $(PIP_INSTALL) --no-build-isolation --no-deps --force-reinstall . \
 	  -C build-dir=build/wheel -C cmake.define.FLASH_DMATTN_WERROR=$(WERROR) \
 	  -C cmake.define.FLASH_DMATTN_CUDA=$(CUDA)
 	@touch $@
 
 build/transformers-4/ready: pyproject.toml $(STAMPS)/venv
 	rm -rf $(@D)
-	$(PIP) install --no-deps --target $(@D) --group transformers-4
+	$(PIP_INSTALL) --no-deps --target $(@D) --group transformers-4
 	@touch $@
 
 build/googletest/ready: | compiler

@@ -9,10 +9,10 @@ function(write_nvcc release)
 endfunction()
 
 function(configure cuda nvcc expect_success expected)
-  file(REMOVE_RECURSE ${WORK_DIR}/build)
   set(ENV{CUDACXX} ${nvcc})
   execute_process(COMMAND ${CMAKE_COMMAND} -S ${SOURCE_DIR} -B ${WORK_DIR}/build -G ${GENERATOR}
-    -D CMAKE_MAKE_PROGRAM=${MAKE_PROGRAM} -D CMAKE_CXX_COMPILER=${CXX} -D FLASH_DMATTN_CUDA=${cuda} ${ARGN}
+    -D CMAKE_MAKE_PROGRAM=${MAKE_PROGRAM} -D CMAKE_CXX_COMPILER=${CXX} -D FLASH_DMATTN_CUDA=${cuda}
+    -U CMAKE_CUDA_* -U CMAKE_PROJECT_INCLUDE ${ARGN}  # of the calls before the C++ compiler stays, as identified
     RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
   if(expect_success AND NOT status EQUAL 0 OR NOT expect_success AND status EQUAL 0)
     message(FATAL_ERROR "FLASH_DMATTN_CUDA=${cuda} ended with ${status}:\n${output}")

@@ -23,7 +23,8 @@ pytestmark = [
 VOCABULARY, LENGTHS = 64, (9, 20, 33)
 
 PROGRAM = """
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache, StaticCache  # noqa: E402
@@ -134,10 +135,11 @@ def test_stored_scores_are_float32():
 
 @since_transformers_5
 @torch.no_grad()
-def test_one_graph_with_a_static_cache(scored):
+def test_one_graph_with_a_static_cache():
     torch._dynamo.reset()
     oracle, ours = make_pair()
-    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(ours, backend=counter, fullgraph=True)
     logits = []
     for model, step in ((oracle, oracle), (ours, compiled)):
         cache, ids = StaticCache(config=ours.config, max_cache_len=80), make_ids(B, S + 8)
@@ -145,4 +147,7 @@ def test_one_graph_with_a_static_cache(scored):
         steps = [step(ids[:, [i]], past_key_values=cache).logits for i in range(S, S + 8)]
         logits.append(torch.cat(steps, dim=1))
     torch.testing.assert_close(logits[1], logits[0], atol=2e-4, rtol=2e-4)
-    assert scored[-1] == 1
+    (graph,) = counter.graphs
+    linear = [node for node in graph.graph.nodes if node.target is torch.nn.functional.linear]
+    made = [node.meta["example_value"].shape for node in linear]
+    assert [tokens for _, tokens, size in made if size == 2] == [1] * 3  # by dt_proj
