@@ -136,8 +136,12 @@ def once(what: str, mask: torch.Tensor, find: Callable):
 
 def _counts_its_changes(mask: torch.Tensor) -> bool:
     """Not tensors of inference mode, nor those over foreign memory (numpy, DLPack), whose writes torch does not
-    count."""
-    return not mask.is_inference() and mask.untyped_storage().resizable()
+    count, nor those of torch.func, which have no memory."""
+    return (
+        not mask.is_inference()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(mask)
+        and mask.untyped_storage().resizable()
+    )
 
 
 def _find_intervals(mask: torch.Tensor) -> KeyIntervals | None:

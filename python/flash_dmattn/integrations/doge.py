@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from torch.nn.modules.module import _has_any_global_hook
 from transformers.models.doge import modeling_doge
 from transformers.models.doge.modeling_doge import DogeAttention
 
@@ -39,19 +40,18 @@ def doge_attention_forward(
         attention_mask = None
     refuse_in_doge(kwargs, has_mask=attention_mask is not None)
     per_head = (*hidden_states.shape[:-1], -1, self.head_dim)
-    query = self.q_norm(self.q_proj(hidden_states).view(per_head))
-    key = self.k_norm(self.k_proj(hidden_states).view(per_head))
-    value = self.v_proj(hidden_states).view(per_head)
+    query = _normalize(self.q_norm, self.q_proj(hidden_states).view(per_head))
+    key = _normalize(self.k_norm, self.k_proj(hidden_states).view(per_head))
+    value = self.v_proj(hidden_states)
+    scores = doge_scores(self, self.dt_proj(value))
+    value = value.view(per_head)
     # In the order of attention's dimensions. Transposed to that of caches before, compiled code writes both twice, once
     # for each order.
-    query, key = modeling_doge.apply_rotary_pos_emb(
-        query, key, *position_embeddings, unsqueeze_dim=2
-    )
+    query, key = _rotate(query, key, *position_embeddings)
     if isinstance(past_key_values, DynamicMaskCache):
         slots = _layer_of(past_key_values, self.layer_idx)
-        out = _attend_with_slots(self, slots, query, key, value, attention_mask, kwargs)
+        out = _attend_with_slots(self, slots, query, key, value, scores, attention_mask, kwargs)
         return self.o_proj(out.flatten(2)), None
-    scores = _scores_of(self, value)
     if past_key_values is not None:
         where = () if cache_position is None else ({"cache_position": cache_position},)
         key, value, scores = update_with_scores(
@@ -61,9 +61,61 @@ def doge_attention_forward(
         if scores is None or getattr(
             self, ROUNDED, False
         ):  # eager attention rounds all of them together
-            scores = _scores_of(self, value)
+            scores = doge_scores(self, self.dt_proj(value.flatten(2)))
     out = _attend(self, query, key, value, scores, attention_mask, kwargs, mask_kind)
     return self.o_proj(out.flatten(2)), None
+
+
+def _normalize(norm: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
+    """norm(states); uncompiled and of a DogeRMSNorm that nobody replaced or watches by torch's function, which rounds
+    where that does and is one kernel on a GPU."""
+    is_compiled = torch.compiler.is_compiling()  # and fuses the kernels of its own
+    if is_compiled or states.dtype == torch.float64 or not _is_stock_norm(norm):
+        return norm(states)  # which rounds float64 to float32
+    normalized = F.rms_norm(states, states.shape[-1:], None, norm.variance_epsilon)
+    return norm.weight * normalized.to(states.dtype)  # float32 under autocast
+
+
+def _rotate(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`apply_rotary_pos_emb` of [B, S, H, D]. Where nobody replaced it, uncompiled, with the sign of `rotate_half` in the
+    sines, which all layers share: the same bits by four operations a tensor, not seven."""
+    rotate = modeling_doge.apply_rotary_pos_emb
+    if (
+        not may_read()
+        or sin.requires_grad
+        or not _is_stock(rotate)
+        or not _is_stock(modeling_doge.rotate_half)
+    ):
+        return rotate(query, key, cos, sin, unsqueeze_dim=2)
+    half = sin.shape[-1] // 2
+    cos, sin = cos.unsqueeze(2), once("signed by head", sin, _signed_by_head)
+    return query * cos + query.roll(half, -1) * sin, key * cos + key.roll(half, -1) * sin
+
+
+def _signed_by_head(sin: torch.Tensor) -> torch.Tensor:
+    """Of sines [B, S, D] those of `rotate_half`, [B, S, 1, D]."""
+    signed = sin.unsqueeze(2).clone()
+    signed.narrow(-1, 0, sin.shape[-1] // 2).neg_()
+    return signed
+
+
+def _is_stock_norm(norm: torch.nn.Module) -> bool:
+    """Whether norm(x) is `DogeRMSNorm.forward` and no more."""
+    return _is_stock(norm.forward) and not (
+        norm._forward_pre_hooks
+        or norm._forward_hooks
+        or norm._backward_pre_hooks
+        or norm._backward_hooks
+        or _has_any_global_hook()
+    )
+
+
+def _is_stock(function) -> bool:
+    """Whether a function is of transformers' Doge: kernels of the hub, other libraries and users put theirs in the place
+    of one."""
+    return getattr(function, "__globals__", None) is vars(modeling_doge)
 
 
 def _layer_of(cache: DynamicMaskCache, index: int) -> DynamicMaskLayer:
@@ -81,6 +133,7 @@ def _attend_with_slots(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    scores: torch.Tensor,
     attention_mask: torch.Tensor | None,
     options: dict,
 ) -> torch.Tensor:
@@ -91,7 +144,6 @@ def _attend_with_slots(
             "expected a DynamicMaskCache(model.config) of this model"
         )
     present = _present_tokens(attention_mask, query.shape[1])
-    scores = _scores_of(self, value)
     dtype = target_dtype(self, query)
     query, key, value, _ = fdma_peft_integration_check(query, key, value, None, dtype)
     if not slots.is_empty:
@@ -101,11 +153,6 @@ def _attend_with_slots(
     out = _attend(self, query, key, value, scores, attention_mask, options)
     slots.fill(*_heads_first(key, value), scores.float(), present)
     return out
-
-
-def _scores_of(self: DogeAttention, value: torch.Tensor) -> torch.Tensor:
-    """[B, Hkv, S] of values [B, S, Hkv, D]."""
-    return doge_scores(self, self.dt_proj(value.flatten(2)))
 
 
 def _heads_first(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:

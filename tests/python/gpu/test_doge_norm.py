@@ -1,0 +1,39 @@
+"""Norms of query and key in Doge's attention: torch's kernel rounds where DogeRMSNorm does."""
+
+import pytest
+import torch
+
+from gpu import needs_gpu
+
+transformers = pytest.importorskip("transformers")
+from transformers.models.doge.modeling_doge import DogeRMSNorm  # noqa: E402
+
+from flash_dmattn.integrations.doge import _normalize  # noqa: E402
+
+pytestmark = needs_gpu
+
+
+def results_of(function, norm, states):
+    states = states.detach().requires_grad_()
+    out = function(norm, states)
+    seed = torch.linspace(-1, 1, out.numel(), device="cuda").view(out.shape).to(out.dtype)
+    return [out, *torch.autograd.grad(out, (states, norm.weight), seed)]
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_equals_the_model_to_a_rounding(dtype, is_autocast):
+    norm = DogeRMSNorm(128).cuda().to(torch.float32 if is_autocast else dtype)
+    torch.nn.init.normal_(norm.weight)
+    states = torch.randn(2, 300, 4, 128, device="cuda").to(dtype)
+    with torch.autocast("cuda", torch.bfloat16, enabled=is_autocast):
+        actual, expected = (results_of(f, norm, states) for f in (_normalize, DogeRMSNorm.__call__))
+    eps = torch.finfo(dtype).eps
+    for ours, theirs, tolerance in zip(actual, expected, (eps, 4 * eps, 16 * eps), strict=True):
+        assert ours.dtype == theirs.dtype
+        largest = theirs.abs().max().item()
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * largest)
+    if (
+        dtype != torch.float32
+    ):  # another order of the sum moves few roundings; another place of it, every third
+        assert (actual[0] != expected[0]).float().mean() < 0.02

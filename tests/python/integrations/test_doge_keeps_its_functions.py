@@ -1,0 +1,246 @@
+"""What the model's own norm and rotary embedding compute stays theirs, to the bit; whoever replaces them is called, and
+hooks run."""
+
+import copy
+import functools
+import types
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+transformers = pytest.importorskip("transformers")
+from torch.nn.modules.module import register_module_forward_hook  # noqa: E402
+from transformers import DogeConfig, DogeForCausalLM  # noqa: E402
+from transformers.models.doge import modeling_doge  # noqa: E402
+from transformers.models.doge.modeling_doge import DogeAttention, DogeRMSNorm  # noqa: E402
+
+from flash_dmattn.integrations.transformers import enable_flash_dmattn  # noqa: E402
+
+pytestmark = pytest.mark.transformers
+
+LAYERS, B, S, D = 2, 2, 11, 8
+
+
+def make_model():
+    config = DogeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, keep_window_size=5, max_position_embeddings=64, use_cache=False,
+    )  # fmt: skip
+    model = DogeForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("A", "norm.weight")):
+            torch.nn.init.normal_(parameter)
+    return enable_flash_dmattn(model)
+
+
+def make_layer():
+    """The attention of a layer, and what its model gives it."""
+    model = make_model()
+    layer = model.model.layers[0].self_attn
+    hidden = torch.randn(B, S, 32)
+    positions = torch.arange(S).expand(B, -1)
+    return layer, {
+        "hidden_states": hidden,
+        "position_embeddings": model.model.rotary_emb(hidden, positions),
+    }
+
+
+def results_of(layer, hidden_states, position_embeddings, dtype=None):
+    """Output and the gradients of input and parameters."""
+    leaves = [hidden_states.detach().requires_grad_(), *layer.parameters()]
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        out, _ = layer(leaves[0], position_embeddings)
+    return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+
+def names_of_calls(function):
+    with torch.profiler.profile() as profile:
+        function()
+    return [event.name for event in profile.events()]
+
+
+def with_their_functions(layer, monkeypatch):
+    """A wrapper of each calls it in its place."""
+    rotate, normalize = modeling_doge.apply_rotary_pos_emb, DogeRMSNorm.forward
+    monkeypatch.setattr(modeling_doge, "apply_rotary_pos_emb", lambda *a, **k: rotate(*a, **k))
+    monkeypatch.setattr(DogeRMSNorm, "forward", lambda *a: normalize(*a))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_same_bits(dtype, autocast, monkeypatch):
+    layer, inputs = make_layer()
+    layer.to(dtype)
+    hidden = inputs["hidden_states"].to(dtype)
+    embeddings = [t.to(dtype) for t in inputs["position_embeddings"]]
+    actual = results_of(layer, hidden, embeddings, autocast)
+    with_their_functions(layer, monkeypatch)
+    expected = results_of(layer, hidden, embeddings, autocast)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+def test_a_layer_that_nobody_touched_has_fewer_calls():
+    model, ids = make_model(), torch.arange(S)[None]
+    calls = names_of_calls(lambda: model(input_ids=ids, labels=ids).loss.backward())
+    assert calls.count("aten::rms_norm") == 2 * LAYERS
+    # Forward and backward, of query and key; the sign of the sines is made once.
+    assert calls.count("aten::roll") == 4 * LAYERS
+    assert calls.count("aten::neg_") == 1 and "aten::neg" not in calls
+
+
+def test_compiled_code_fuses_their_operations():
+    torch._dynamo.reset()
+    layer, inputs = make_layer()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    torch.testing.assert_close(compiled(**inputs)[0], layer(**inputs)[0])
+    (graph,) = counter.graphs
+    called = " ".join(str(node.target) for node in graph.graph.nodes)
+    assert "rsqrt" in called and "rms_norm" not in called
+    assert "cat" in called and "roll" not in called
+
+
+def test_transforms_are_refused_by_attention():
+    """Their tensors have no memory whose changes could be counted."""
+    model, ids = make_model(), torch.arange(S)[None]
+
+    def loss(parameters):
+        inputs = {"input_ids": ids, "labels": ids}
+        return torch.func.functional_call(model, parameters, (), inputs).loss
+
+    with pytest.raises(RuntimeError, match="a tensor of torch.func.grad"):
+        torch.func.grad(loss)(dict(model.named_parameters()))
+
+
+def doubled(norm, states):
+    return 2 * DogeRMSNorm.forward(norm, states)
+
+
+def replace_forward(layer, monkeypatch):
+    layer.q_norm.forward = types.MethodType(doubled, layer.q_norm)
+
+
+def replace_forward_of_class(layer, monkeypatch):
+    forward = DogeRMSNorm.forward
+
+    @functools.wraps(forward)
+    def double(norm, states):
+        return 2 * forward(norm, states)
+
+    monkeypatch.setattr(DogeRMSNorm, "forward", double)
+
+
+def replace_class(layer, monkeypatch):
+    class Doubled(DogeRMSNorm):
+        forward = doubled
+
+    norm = Doubled(D)
+    norm.load_state_dict(layer.q_norm.state_dict())
+    layer.q_norm = norm
+
+
+def replace_module(layer, monkeypatch):
+    layer.q_norm = torch.nn.LayerNorm(D)
+
+
+def hook(layer, monkeypatch):
+    layer.q_norm.register_forward_hook(lambda norm, inputs, output: 2 * output)
+
+
+def pre_hook(layer, monkeypatch):
+    layer.q_norm.register_forward_pre_hook(lambda norm, inputs: (inputs[0].abs(),))
+
+
+def replace_rotary_embedding(layer, monkeypatch):
+    rotate = modeling_doge.apply_rotary_pos_emb
+
+    @functools.wraps(rotate)
+    def slower(query, key, cos, sin, unsqueeze_dim):
+        return rotate(query, key, cos, sin / 2, unsqueeze_dim=unsqueeze_dim)
+
+    monkeypatch.setattr(modeling_doge, "apply_rotary_pos_emb", slower)
+
+
+def replace_rotate_half(layer, monkeypatch):
+    monkeypatch.setattr(modeling_doge, "rotate_half", lambda x: x.flip(-1))
+
+
+REPLACEMENTS = [
+    replace_forward,
+    replace_forward_of_class,
+    replace_class,
+    replace_module,
+    hook,
+    pre_hook,
+    replace_rotary_embedding,
+    replace_rotate_half,
+]
+
+
+@pytest.mark.parametrize("replace", REPLACEMENTS, ids=lambda function: function.__name__)
+def test_replacements_are_called(replace, monkeypatch):
+    layer, inputs = make_layer()
+    before = results_of(layer, **inputs)[0]
+    replace(layer, monkeypatch)
+    actual = results_of(layer, **inputs)
+    assert not torch.allclose(actual[0], before)
+    with_their_functions(layer, monkeypatch)
+    assert all(map(torch.equal, actual, results_of(layer, **inputs)))
+
+
+def test_backward_hooks_run():
+    layer, inputs = make_layer()
+    seen = []
+    layer.q_norm.register_full_backward_hook(lambda *of_norm: seen.append("hook"))
+    layer.k_norm.register_full_backward_pre_hook(lambda *of_norm: seen.append("pre-hook"))
+    results_of(layer, **inputs)
+    assert sorted(seen) == ["hook", "pre-hook"]
+
+
+def test_hooks_of_all_modules_run():
+    layer, inputs = make_layer()
+    seen = []
+    handle = register_module_forward_hook(lambda module, inputs, output: seen.append(module))
+    try:
+        results_of(layer, **inputs)
+    finally:
+        handle.remove()
+    assert layer.q_norm in seen and layer.k_norm in seen
+
+
+def test_sines_that_change_are_read_again():
+    layer, inputs = make_layer()
+    layer(**inputs)
+    cos, sin = inputs["position_embeddings"]
+    sin.mul_(0.5)
+    expected = layer(inputs["hidden_states"], (cos, sin.clone()))[0]
+    assert torch.equal(layer(**inputs)[0], expected)
+
+
+def test_sines_can_have_a_gradient():
+    layer, inputs = make_layer()
+    cos, sin = inputs["position_embeddings"]
+    sin.requires_grad_()
+    for _ in range(2):  # nothing of the first graph is left
+        out, _ = layer(inputs["hidden_states"], (cos, sin))
+        (gradient,) = torch.autograd.grad(out.square().sum(), sin)
+        assert gradient.abs().max() > 0
+
+
+def test_inference_mode():
+    layer, inputs = make_layer()
+    expected = layer(**inputs)[0]
+    with torch.inference_mode():
+        assert torch.equal(layer(**inputs)[0], expected)
+        embeddings = [t.clone() for t in inputs["position_embeddings"]]
+        assert torch.equal(layer(inputs["hidden_states"], embeddings)[0], expected)
+
+
+def test_eager_attention_is_left_alone():
+    model, ids = make_model(), torch.arange(S)[None]
+    model.set_attn_implementation("eager")
+    calls = names_of_calls(lambda: copy.deepcopy(model)(input_ids=ids))
+    assert "aten::rms_norm" not in calls and "aten::roll" not in calls
+    assert isinstance(model.model.layers[0].self_attn, DogeAttention)
