@@ -61,6 +61,7 @@ struct AssignSlotsKernel {
   static_assert(window == 1 << tile_bits);
   static constexpr int lane_keys = 4;  // whose loads are on their way together
   static constexpr int segments_together = 2 * window / warp_size;
+  static constexpr int none = -2;  // no key enters a slot
 
   struct WarpNumbers {
     // Of the warp's events in each tile: how many they are, then the number of the next.
@@ -274,7 +275,8 @@ struct AssignSlotsKernel {
   };
 
   // A lane follows the keys of a slot. The warps of all blocks share the slots; each collects the starts of its own in
-  // shared memory, as they lie far apart, and the next key is on its way meanwhile.
+  // shared memory, as they lie far apart, and the next key is on its way meanwhile. A key is noted at the first segment
+  // that it starts, whence it is copied to the others.
   static __device__ void follow_slots(const Params& p, SharedStorage& shared, const Part& part,
                                       int count) {
     const std::int64_t row_begin = static_cast<std::int64_t>(part.row) * p.seqlen_k;
@@ -288,16 +290,23 @@ struct AssignSlotsKernel {
       Visit visit(p, row_begin, slot < min(count, p.slots) ? slot : -1);
       for (int first = 0; first < p.segments; first += segments_together) {
         const int end = min(first + segments_together, p.segments);
+#pragma unroll
+        for (int i = 0; i < segments_together; ++i) collected[i][lane_id()] = none;
         for (int segment = first; segment < end;) {
           const Visit next(p, row_begin, visit.successor);
-          for (; segment <= min(visit.last_segment, end - 1); ++segment) {
+          if (visit.last_segment >= segment) {
             collected[segment - first][lane_id()] = visit.number;
+            segment = visit.last_segment + 1;
           }
           if (segment < end) visit = next;
         }
         __syncwarp();  // so that neighbouring slots are stored together
+        int number = none;
+#pragma unroll 8
         for (int segment = first; segment < end; ++segment, start += p.slots) {
-          if (slot < p.slots) *start = collected[segment - first][lane_id()];
+          const int entered = collected[segment - first][lane_id()];
+          if (entered != none) number = entered;
+          if (slot < p.slots) *start = number;
         }
       }
     }
