@@ -57,7 +57,8 @@ struct PackedMask {
   static constexpr std::uint8_t some = 1;     // some element of the tile is visible
   static constexpr std::uint8_t all = 2;      // every one that exists is
 
-  // [matrices, ceil(Sq / 64), words, 64 queries]: bit j of word w is key 64 w + j
+  // [matrices, ceil(Sq / 64), words, 64 queries]: bit j of word w is key 64 w + j. Null, with states: the kernel reads
+  // the mask's bytes, and FindMaskStates (common/mask_states.cuh) finds the tiles with some visible element.
   std::uint64_t* bits = nullptr;
   std::uint8_t* states = nullptr;  // [matrices, ceil(Sq / 64), words]
   int words = 0;                   // ceil(Sk / 64)

@@ -6,6 +6,7 @@
 #include "cuda/common/integers.h"
 #include "cuda/common/key_ranges.cuh"
 #include "cuda/common/launch.h"
+#include "cuda/common/mask_states.cuh"
 #include "cuda/common/nonfinite_rows.cuh"
 #include "cuda/common/packed_mask.cuh"
 #include "cuda/common/preprocess.cuh"
@@ -74,17 +75,24 @@ BackwardParams params_of(const BackwardArgs& args) {
 
 // ---- Packed mask ----------------------------------------------------------------------------------------
 
-PackedMask allocate_packed_mask(const Problem& p, bool has_lists, WorkspaceAllocator& workspace) {
+PackedMask allocate_mask_states(const Problem& p, WorkspaceAllocator& workspace) {
   PackedMask packed;
-  if (has_lists || !has_dense_mask(p)) return packed;
   const auto [batch, heads] = packed_shape(p);
   const std::int64_t words = ceil_div(p.seqlen_k, PackedMask::side);
   const std::int64_t row_tiles = ceil_div(p.seqlen_q, PackedMask::side);
-  packed.bits = workspace.take<std::uint64_t>(batch * heads * row_tiles * PackedMask::side * words);
   packed.states = workspace.take<std::uint8_t>(batch * heads * row_tiles * words);
   packed.words = static_cast<int>(words);
   packed.batch = batch > 1 ? static_cast<int>(heads) : 0;
   if (heads > 1) (heads == p.heads_q ? packed.head_q : packed.head_kv) = 1;
+  return packed;
+}
+
+PackedMask allocate_packed_mask(const Problem& p, bool has_lists, WorkspaceAllocator& workspace) {
+  if (has_lists || !has_dense_mask(p)) return {};
+  PackedMask packed = allocate_mask_states(p, workspace);
+  const auto [batch, heads] = packed_shape(p);
+  const std::int64_t rows = ceil_div(p.seqlen_q, PackedMask::side) * PackedMask::side;
+  packed.bits = workspace.take<std::uint64_t>(batch * heads * rows * packed.words);
   return packed;
 }
 
@@ -110,6 +118,10 @@ PackMaskParams pack_mask_params(const Problem& p, const ScoreParams& score) {
 void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream) {
   if (score.packed_mask.states == nullptr || p.batch * p.heads_q == 0) return;
   const PackMaskParams params = pack_mask_params(p, score);
+  if (score.packed_mask.bits == nullptr) {
+    const FindMaskStates find{params};
+    return for_each(find.items(), find, stream);
+  }
   has(p.limit_shape) ? launch_for<PackMaskKernel<true>>(params, stream)
                      : launch_for<PackMaskKernel<false>>(params, stream);
 }

@@ -18,12 +18,15 @@ ForwardParams params_of(const ForwardArgs& args);
 // and looks at single elements.
 PackedMask allocate_packed_mask(const Problem& p, bool has_lists, WorkspaceAllocator& workspace);
 
+// The same without bits, for kernels that read the mask's bytes, 16 at a time.
+PackedMask allocate_mask_states(const Problem& p, WorkspaceAllocator& workspace);
+
 struct PackMaskParams;
 
 // Of the kernel that fills score.packed_mask from score.mask and the ranks.
 PackMaskParams pack_mask_params(const Problem& p, const ScoreParams& score);
 
-// Fills score.packed_mask, if there is one.
+// Fills score.packed_mask, if there is one; without bits its states.
 void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream);
 
 // As for a forward. The family adds tile_lists and dbias.

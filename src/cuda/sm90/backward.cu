@@ -28,8 +28,8 @@ BackwardVariant choose_variant(const BackwardArgs& args) {
   const Problem& p = args.problem;
   if (is_dense(p.mask_shape) || is_dense(p.bias_shape)) {
     const ScoreParams score = score_of(p, args.in);
-    const bool tiles = !has_list(p) && (!score.bias.dense ||
-                                        DenseBiasRows(shape_of(p), score.bias).has_tensor_map());
+    const bool tiles =
+        !has_list(p) && (!score.bias.dense || DenseRows(shape_of(p), score.bias).has_tensor_map());
     return {KeyPlacement::block_key_info, tiles ? DenseAccess::tiles : DenseAccess::elements};
   }
   const bool has_intervals = args.in.visibility.intervals.data != nullptr;

@@ -215,7 +215,7 @@ struct BackwardCall {
     const bool sums_heads = p.bias_shape[1] != p.heads_q && common.dbias.data != nullptr;
     // The unit writes 16 bytes at once, also at the end of a row.
     const bool by_tma = !has_list(p) && p.seqlen_k % 8 == 0 &&
-                        DenseBiasRows(common.shape, common.dbias).has_tensor_map();
+                        DenseRows(common.shape, common.dbias).has_tensor_map();
     params.dense_dbias = {.sums_heads = sums_heads, .clears = !has_list(p), .by_tma = by_tma};
   }
 

@@ -5,48 +5,51 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
+// How the mask of a key tile is read; none: it hides no key of the tile.
+enum class MaskForm : std::uint8_t { none, bits, bytes };
+
 // A dense mask and a dense bias of a key tile for the scores of a warpgroup (layout: wgmma.cuh). They are masked in 16
 // bits, two neighbouring keys in a word, and added to the scores where they are read, or read before and kept. Queries:
 // those of a thread's two rows of scores, 8 apart in the tile; with one, the rows are of two heads that share mask and
 // bias.
-template <class T, int Keys>
+template <class T, class Tile>
 class DenseScores {
+  using Biases = typename Tile::Biases;
+  static constexpr int keys = Biases::columns;
+
  public:
   // Reads the biases, 0 where there are none; -inf where the bias masks, and where the mask does. `row`: the first of
   // the thread's queries in the tile.
-  template <int Queries, bool HasBias, bool HasMask>
-  __device__ void load(const DenseTile<Keys>& tile, int row, std::uint32_t mask_values) {
-    for_each_two<Queries, HasBias, HasMask>(
+  template <int Queries, bool HasBias, MaskForm Mask>
+  __device__ void load(const Tile& tile, int row, std::uint32_t mask_values) {
+    for_each_two<Queries, HasBias, Mask>(
         tile, row, mask_values, [&](int h, int i, std::uint32_t two) { biases_[h][i] = two; });
   }
 
   // scores += factor bias, of those that have been loaded.
   template <int Queries>
-  __device__ void add(float factor, float (&scores)[Keys / 2]) const {
+  __device__ void add(float factor, float (&scores)[keys / 2]) const {
 #pragma unroll
     for (int h = 0; h < Queries; ++h) {
 #pragma unroll
-      for (int i = 0; i < Keys / 8; ++i) add_two<Queries>(h, i, biases_[h][i], factor, scores);
+      for (int i = 0; i < keys / 8; ++i) add_two<Queries>(h, i, biases_[h][i], factor, scores);
     }
   }
 
   // load() and add() without registers between them.
-  template <int Queries, bool HasBias, bool HasMask>
-  static __device__ void load_and_add(const DenseTile<Keys>& tile, int row,
-                                      std::uint32_t mask_values, float factor,
-                                      float (&scores)[Keys / 2]) {
-    for_each_two<Queries, HasBias, HasMask>(
+  template <int Queries, bool HasBias, MaskForm Mask>
+  static __device__ void load_and_add(const Tile& tile, int row, std::uint32_t mask_values,
+                                      float factor, float (&scores)[keys / 2]) {
+    for_each_two<Queries, HasBias, Mask>(
         tile, row, mask_values,
         [&](int h, int i, std::uint32_t two) { add_two<Queries>(h, i, two, factor, scores); });
   }
 
  private:
-  using Biases = typename DenseTile<Keys>::Biases;
-
   // Adds the biases of two neighbouring keys to the rows of a query.
   template <int Queries>
   static __device__ void add_two(int h, int i, std::uint32_t biases, float factor,
-                                 float (&scores)[Keys / 2]) {
+                                 float (&scores)[keys / 2]) {
     const float2 two = Element<T>::widen_packed2(biases);
 #pragma unroll
     for (int row = h; row < 2; row += Queries) {
@@ -57,13 +60,13 @@ class DenseScores {
   }
 
   // Calls body(h, i, biases) for the thread's queries, 8 h further on, and its two keys of [8 i, 8 i + 8).
-  template <int Queries, bool HasBias, bool HasMask, class Body>
-  static __device__ void for_each_two(const DenseTile<Keys>& tile, int row,
-                                      std::uint32_t mask_values, const Body& body) {
+  template <int Queries, bool HasBias, MaskForm Mask, class Body>
+  static __device__ void for_each_two(const Tile& tile, int row, std::uint32_t mask_values,
+                                      const Body& body) {
     using Packed2 = typename Element<T>::Packed2;
     constexpr std::uint32_t infinities = (Element<T>::exponent_mask | 0x8000u) * 0x00010001u;
     const std::uint32_t from = shared_address(tile.bias) + Biases::offset(row, 0) + column() * 2;
-    for_each_eight<Queries, HasMask>(tile, row, [&](int h, int i, const Bits& bits) {
+    for_each_eight<Queries, Mask == MaskForm::bits>(tile, row, [&](int h, int i, const Bits& bits) {
       std::uint32_t biases = 0;
       std::uint32_t visible = ~0u;
       if (HasBias) {
@@ -74,9 +77,21 @@ class DenseScores {
                               reinterpret_cast<const Packed2&>(mask_values));
       }
       // Spreads byte i of each word to the two bytes of an element.
-      if (HasMask) visible &= spread_signs(bits.even, bits.odd, 0xcc88u + 0x1111u * (i % 4));
+      if constexpr (Mask == MaskForm::bits)
+        visible &= spread_signs(bits.even, bits.odd, 0xcc88u + 0x1111u * (i % 4));
+      if constexpr (Mask == MaskForm::bytes) visible &= load_two_bytes(tile, row + 8 * h, i);
       body(h, i, (biases & visible) | (infinities & ~visible));
     });
+  }
+
+  // Which of the thread's two keys of [8 i, 8 i + 8) the mask shows: all bits of an element of 16, as their bytes are not
+  // 0, nor is a denormal number with one.
+  static __device__ std::uint32_t load_two_bytes(const Tile& tile, int row, int i) {
+    const std::uint32_t from =
+        shared_address(tile.mask.bytes) + Tile::Mask::Bytes::offset(row, 0) + column();
+    const std::uint32_t two = load_shared_2((from ^ (i / 2 * 16)) + i % 2 * 8);
+    const std::uint32_t elements = __byte_perm(two, 0, 0x4140);
+    return __hne2_mask(reinterpret_cast<const __half2&>(elements), __half2{});
   }
 
   // The mask of 32 keys of a query: the highest bit of byte i is this thread's even or odd key of the i-th eight.
@@ -88,15 +103,15 @@ class DenseScores {
   static __device__ int column() { return static_cast<int>(threadIdx.x) % 4 * 2; }
 
   // Calls body(h, i, bits) for the thread's queries, 8 h further on, and keys [8 i, 8 i + 8), of which it has two.
-  template <int Queries, bool HasMask, class Body>
-  static __device__ void for_each_eight(const DenseTile<Keys>& tile, int row, const Body& body) {
-    const std::uint32_t from = shared_address(tile.bits) + row * 8;
+  template <int Queries, bool HasBits, class Body>
+  static __device__ void for_each_eight(const Tile& tile, int row, const Body& body) {
+    const std::uint32_t from = shared_address(tile.mask.bits) + row * 8;
 #pragma unroll
     for (int h = 0; h < Queries; ++h) {
 #pragma unroll
-      for (int word = 0; word < DenseTile<Keys>::words; ++word) {
+      for (int word = 0; word < Tile::words; ++word) {
         uint2 of_64 = {0, 0};
-        if (HasMask) of_64 = load_shared_8(from + (word * PackedMask::side + 8 * h) * 8);
+        if (HasBits) of_64 = load_shared_8(from + (word * PackedMask::side + 8 * h) * 8);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const std::uint32_t of_32 = half == 0 ? of_64.x : of_64.y;
@@ -108,7 +123,7 @@ class DenseScores {
     }
   }
 
-  std::uint32_t biases_[2][Keys / 8];
+  std::uint32_t biases_[2][keys / 8];
 };
 
 }  // namespace flash_dmattn::cuda::sm90

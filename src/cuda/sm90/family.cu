@@ -38,7 +38,9 @@ struct ForwardCall {
       : params(params_of(args)),
         key_ranges(allocate_key_ranges(args.problem, args.in, has_lists(), allocator)),
         workspace(params, allocator) {
-    params.score.packed_mask = allocate_packed_mask(args.problem, has_lists(), allocator);
+    params.score.packed_mask = reads_mask_bytes(params)
+                                   ? allocate_mask_states(args.problem, allocator)
+                                   : allocate_packed_mask(args.problem, has_lists(), allocator);
   }
 
   bool has_lists() const { return params.tile_lists.keys != nullptr; }

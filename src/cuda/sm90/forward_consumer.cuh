@@ -229,7 +229,7 @@ class ForwardConsumer {
 
   // ---- Scores --------------------------------------------------------------------------------------
 
-  // Calls visit.operator()<Queries, HasBias, HasMask>(tile, mask_values) for the dense mask and bias of a tile.
+  // Calls visit.operator()<Queries, HasBias, Mask>(tile, mask_values) for the dense mask and bias of a tile.
   template <class Visit>
   __device__ void visit_dense_tile(int n, const Visit& visit) {
     auto& pipeline = storage_.dense.pipeline;
@@ -241,24 +241,35 @@ class ForwardConsumer {
   }
 
   template <int Queries, class Visit>
-  __device__ void visit_dense_queries(const DenseTile<keys>& tile, const Visit& visit) const {
+  __device__ void visit_dense_queries(const typename Storage::DenseTile& tile,
+                                      const Visit& visit) const {
+    if ((tile_flags_ & is_masked_tile) == 0) {
+      if (p_.forward.score.bias.dense) visit_dense_biases<Queries, MaskForm::none>(tile, visit);
+      return;
+    }
+    if constexpr (Kernel::policy.has_mask_bytes) {
+      if (p_.reads_mask_bytes()) return visit_dense_biases<Queries, MaskForm::bytes>(tile, visit);
+    }
+    visit_dense_biases<Queries, MaskForm::bits>(tile, visit);
+  }
+
+  template <int Queries, MaskForm Mask, class Visit>
+  __device__ void visit_dense_biases(const typename Storage::DenseTile& tile,
+                                     const Visit& visit) const {
     const ScoreParams& score = p_.forward.score;
-    const bool masked = (tile_flags_ & is_masked_tile) != 0;
-    if (score.bias.dense) {
-      const std::uint32_t mask_values = packed_mask_value<T>(score);
-      masked ? visit.template operator()<Queries, true, true>(tile, mask_values)
-             : visit.template operator()<Queries, true, false>(tile, mask_values);
-    } else if (masked) {
-      visit.template operator()<Queries, false, true>(tile, 0);
+    if (Mask == MaskForm::none || score.bias.dense) {
+      visit.template operator()<Queries, true, Mask>(tile, packed_mask_value<T>(score));
+    } else {
+      visit.template operator()<Queries, false, Mask>(tile, 0);
     }
   }
 
   // Reads the dense mask and bias of a tile while the products run.
   __device__ void load_dense_scores(int n) {
     if constexpr (keeps_dense) {
-      visit_dense_tile(n, [&]<int Queries, bool HasBias, bool HasMask>(const auto& tile,
-                                                                       std::uint32_t mask_values) {
-        dense_.template load<Queries, HasBias, HasMask>(tile, warpgroup_query_, mask_values);
+      visit_dense_tile(n, [&]<int Queries, bool HasBias, MaskForm Mask>(const auto& tile,
+                                                                        std::uint32_t mask_values) {
+        dense_.template load<Queries, HasBias, Mask>(tile, warpgroup_query_, mask_values);
       });
     }
   }
@@ -272,10 +283,10 @@ class ForwardConsumer {
                         : dense_.template add<2>(p_.bias_factor, scores_);
       }
     } else {
-      visit_dense_tile(n, [&]<int Queries, bool HasBias, bool HasMask>(const auto& tile,
-                                                                       std::uint32_t mask_values) {
-        dense_.template load_and_add<Queries, HasBias, HasMask>(tile, warpgroup_query_, mask_values,
-                                                                p_.bias_factor, scores_);
+      visit_dense_tile(n, [&]<int Queries, bool HasBias, MaskForm Mask>(const auto& tile,
+                                                                        std::uint32_t mask_values) {
+        dense_.template load_and_add<Queries, HasBias, Mask>(tile, warpgroup_query_, mask_values,
+                                                             p_.bias_factor, scores_);
       });
     }
     if (!has_key_biases(p_.forward.score)) return;
@@ -313,9 +324,12 @@ class ForwardConsumer {
   }
 
   __device__ void mask_scores(const WorkTile& work, int n, int visit) {
-    const int first = work.row + first_query();
+    if (has_dense_tiles && (tile_flags_ & is_partial_tile) == 0) return;
+    int first = first_query();
+    // Added for each partial tile: there is no register for the sum, which would be kept over all tiles.
+    if constexpr (has_dense_tiles) make_opaque(first);
+    first += work.row;
     if constexpr (has_info) {
-      if (has_dense_tiles && (tile_flags_ & is_partial_tile) == 0) return;
       const KeyInterval* const ranges = storage_.info.range[Storage::info_stage(n)] + column();
 #pragma unroll
       for (int i = 0; i < keys / 8; ++i) {
@@ -449,7 +463,7 @@ class ForwardConsumer {
   float sum_[2];  // of this thread's columns
   float rescale_[2];
   bool rescales_ = false;
-  DenseScores<T, keys> dense_;
+  DenseScores<T, typename Storage::DenseTile> dense_;
   std::uint32_t tile_flags_ = 0;  // of the tile whose scores have been issued last
 };
 

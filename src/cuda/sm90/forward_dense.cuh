@@ -5,11 +5,11 @@
 #include "cuda/sm90/tensor_map.h"
 
 // Masks and biases with a query dimension, DenseAccess::tiles: the iterator over the key tiles of a work tile, and the
-// producers that load their bits and biases besides K and V.
+// producers that load their masks and biases besides K and V.
 namespace flash_dmattn::cuda::sm90 {
 
 // A work tile, of the queries of all warpgroups, in one head or in two that share mask and bias, and its key tiles that
-// are not empty in the packed mask. All lanes of a warp search for them together.
+// are not empty in the mask. All lanes of a warp search for them together.
 template <int Warpgroups, int Keys>
 class DenseWork {
   static_assert(Warpgroups <= PackedMask::shared_row_tiles);
@@ -119,7 +119,7 @@ class DenseWork {
 };
 
 // Consecutive keys by the TMA unit. One warp would take longer for all copies of a tile than the consumers, so all four
-// divide them: q and K, V, biases, and bits. They visit the same tiles. Whoever fills a pipeline fills each of its stages:
+// divide them: q and K, V, biases, and masks. They visit the same tiles. Whoever fills a pipeline fills each of its stages:
 // two warps that filled three stages alternately could pass a barrier a phase early.
 template <class Kernel>
 struct DenseProducer : TmaProducer<Kernel> {
@@ -127,7 +127,7 @@ struct DenseProducer : TmaProducer<Kernel> {
   using Storage = typename Base::Storage;
   using Base::keys, Base::p, Base::storage;
   using Place = typename Base::Place;
-  using Tile = DenseTile<keys>;
+  using Tile = typename Storage::DenseTile;
   using Biases = typename Tile::Biases;
   static constexpr int warpgroups = Kernel::policy.warpgroups;
   using Work = DenseWork<warpgroups, keys>;
@@ -144,7 +144,7 @@ struct DenseProducer : TmaProducer<Kernel> {
         case 0: taken = load_keys(tiles, work_count, n); break;
         case 1: load_values(tiles, n); break;
         case 2: load_biases(tiles, n); break;
-        default: load_bits(tiles, n);
+        default: load_mask(tiles, n);
       }
       number = share(taken, work_count);
     }
@@ -217,6 +217,30 @@ struct DenseProducer : TmaProducer<Kernel> {
     });
   }
 
+  __device__ void load_mask(Work& tiles, int& n) const {
+    if constexpr (Kernel::policy.has_mask_bytes) {
+      if (p.reads_mask_bytes()) return load_bytes(tiles, n);
+    }
+    load_bits(tiles, n);
+  }
+
+  // The bytes of the mask, of each warpgroup's queries.
+  __device__ void load_bytes(Work& tiles, int& n) const {
+    const Broadcast& mask = p.forward.score.mask;
+    const int2 index = index_in_map(mask, tiles.work.batch, tiles.work.head, tiles.work.kv_head);
+    const int queries = p.warpgroup_queries();
+    for_each_tile(tiles, n, [&] {
+      if (!elect_lane()) return;
+#pragma unroll 1
+      for (int i = 0; i < warpgroups; ++i) {
+        const int use = n * warpgroups + i;
+        const std::uint32_t full = expect_dense(use, queries * panel_row_bytes);
+        tma_load(shared_address(storage.dense.of_use(use).mask.bytes), p.mask_map, full,
+                 tiles.key() / 2, tiles.work.row + i * queries, index.x, index.y);
+      }
+    });
+  }
+
   // The bits of the packed mask, of each warpgroup's queries. Queries past the last row tile read it; they are not
   // stored.
   __device__ void load_bits(Work& tiles, int& n) const {
@@ -239,7 +263,7 @@ struct DenseProducer : TmaProducer<Kernel> {
         const int row = tiles.work.row + i * queries;
         const std::int64_t row_tile = min(row / side, row_tiles - 1);
         const std::uint64_t* const from = bits + (row_tile * mask.words + word) * side + row % side;
-        const auto& to = storage.dense.of_use(use).bits;
+        const auto& to = storage.dense.of_use(use).mask.bits;
 #pragma unroll
         for (int j = 0; j < Tile::words; ++j) {
           if (j < words) bulk_load(shared_address(to[j]), from + j * side, word_bytes, full);
@@ -248,7 +272,7 @@ struct DenseProducer : TmaProducer<Kernel> {
     });
   }
 
-  // Waits for a warpgroup's stage of biases and bits; returns the barrier, which also waits for `bytes` bytes.
+  // Waits for a warpgroup's stage of biases and masks; returns the barrier, which also waits for `bytes` bytes.
   __device__ std::uint32_t expect_dense(int use, int bytes) const {
     const auto& pipeline = storage.dense.pipeline;
     pipeline.wait_empty(use);

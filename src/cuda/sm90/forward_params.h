@@ -25,6 +25,7 @@ struct ForwardKernelParams {
   CUtensorMap k_map;
   CUtensorMap v_map;
   CUtensorMap bias_map;  // of a dense bias
+  CUtensorMap mask_map;  // of the bytes of a dense mask
   ForwardParams forward;
   KeyInfo info;
   float bias_factor = 0;   // of a bias, to the unit of the scores that it is added to
@@ -34,6 +35,11 @@ struct ForwardKernelParams {
   int* next_work = nullptr;
   // [1] not 0: some row's lse is NaN, see FixForwardKernel; null, in that kernel: unknown
   std::uint32_t* needs_fix = nullptr;
+
+  // Whether a dense mask has not been packed.
+  __host__ __device__ bool reads_mask_bytes() const {
+    return forward.score.mask.dense && forward.score.packed_mask.bits == nullptr;
+  }
 
   // Of the 64 rows of a warpgroup.
   __host__ __device__ int warpgroup_queries() const { return two_heads ? 32 : 64; }

@@ -15,33 +15,49 @@ struct KeyInfoStorage {
 template <int Stages, int Keys>
 struct KeyInfoStorage<Stages, Keys, false> {};
 
-// A dense mask and a dense bias of a warpgroup's queries, 64 or, of two heads, 32.
+// A dense mask of a warpgroup's queries, 64 or, of two heads, 32: its bits or, with HasBytes, its bytes or bits.
+template <int Keys, bool HasBytes>
+struct MaskTile {
+  alignas(128) std::uint64_t bits[Keys / PackedMask::side][PackedMask::side];  // of a query 64 keys
+};
 template <int Keys>
+struct MaskTile<Keys, true> {
+  using Bytes = PanelTile<64, Keys / 2>;  // two keys in an element
+
+  union {
+    alignas(1024) std::byte bytes[Bytes::bytes];
+    std::uint64_t bits[Keys / PackedMask::side][PackedMask::side];
+  };
+};
+
+// The same and a dense bias.
+template <int Keys, bool HasMaskBytes>
 struct DenseTile {
   using Biases = PanelTile<64, Keys>;
+  using Mask = MaskTile<Keys, HasMaskBytes>;
   static constexpr int words = Keys / PackedMask::side;
 
   alignas(1024) std::byte bias[Biases::bytes];
-  alignas(128) std::uint64_t bits[words][PackedMask::side];  // of a query 64 keys
+  Mask mask;
 };
 
 // Properties of a key tile for the consumers, as bits.
 enum KeyTileFlag : std::uint32_t {
   last_of_work_tile = 1,
   is_partial_tile = 2,
-  is_masked_tile = 4,  // by the packed mask
+  is_masked_tile = 4,  // by the dense mask
 };
 
-template <int Stages, int KeyStages, int Keys>
+template <class Tile, int Stages, int KeyStages>
 struct DenseStorage {
-  DenseTile<Keys> tile[Stages];
+  Tile tile[Stages];
   std::uint32_t flags[KeyStages];
   Pipeline<Stages> pipeline;
 
-  __device__ DenseTile<Keys>& of_use(int use) { return tile[pipeline.stage(use)]; }
+  __device__ Tile& of_use(int use) { return tile[pipeline.stage(use)]; }
 };
-template <int KeyStages, int Keys>
-struct DenseStorage<0, KeyStages, Keys> {};
+template <class Tile, int KeyStages>
+struct DenseStorage<Tile, 0, KeyStages> {};
 
 template <int D, ForwardPolicy P, bool HasKeyInfo>
 struct ForwardStorage {
@@ -50,11 +66,12 @@ struct ForwardStorage {
   static constexpr int info_stages = 2 * P.stages;
   using QTile = PanelTile<P.rows(), D>;
   using KeyTile = PanelTile<P.keys, D>;
+  using DenseTile = sm90::DenseTile<P.keys, P.has_mask_bytes>;
 
   alignas(1024) std::byte q[work_stages][QTile::bytes];
   alignas(1024) std::byte k[P.stages][KeyTile::bytes];
   alignas(1024) std::byte v[P.stages][KeyTile::bytes];
-  DenseStorage<P.dense_stages, info_stages, P.keys> dense;
+  DenseStorage<DenseTile, P.dense_stages, info_stages> dense;
   KeyInfoStorage<info_stages, P.keys, HasKeyInfo> info;
   WorkTile work[work_stages];
   int next_work[2];  // among producers

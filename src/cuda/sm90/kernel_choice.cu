@@ -38,7 +38,7 @@ ForwardVariant choose_variant(const ForwardParams& p) {
                          tma(p.v, shape.seqlen_k, shape.heads_kv);
   if (score.mask.dense || score.bias.dense) {
     if (has_tiles && !shapes &&
-        (!score.bias.dense || DenseBiasRows(shape, score.bias).has_tensor_map())) {
+        (!score.bias.dense || DenseRows(shape, score.bias).has_tensor_map())) {
       return {.has_key_info = true, .dense = DenseAccess::tiles};
     }
     return {
@@ -114,6 +114,13 @@ bool has_two_heads(const ForwardParams& p) {
   const ScoreParams& score = p.score;
   return p.shape.heads_q / p.shape.heads_kv % 2 == 0 && score.mask.head_q == 0 &&
          score.packed_mask.head_q == 0 && score.bias.head_q == 0;
+}
+
+bool reads_mask_bytes(const ForwardParams& p) {
+  const ScoreParams& score = p.score;
+  return forward_policy(head_dim_bucket(p.shape.head_dim), choose_variant(p)).has_mask_bytes &&
+         score.mask.dense && score.rank_limit.data == nullptr && p.shape.seqlen_k % 16 == 0 &&
+         DenseRows(p.shape, score.mask, 1).has_tensor_map();
 }
 
 }  // namespace flash_dmattn::cuda::sm90

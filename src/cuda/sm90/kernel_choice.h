@@ -46,4 +46,7 @@ ForwardChoice choose_forward(DType dtype, const ForwardParams& params);
 // With DenseAccess::tiles: whether two heads of a group share mask and bias, so that a work tile may be of both.
 bool has_two_heads(const ForwardParams& params);
 
+// Whether the kernel reads the bytes of a dense mask, which otherwise is packed, with the ranks.
+bool reads_mask_bytes(const ForwardParams& params);
+
 }  // namespace flash_dmattn::cuda::sm90

@@ -30,9 +30,9 @@ void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
   params.v_map = map(p.v, shape.seqlen_k, shape.heads_kv, BackwardPolicy::keys);
   constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
   if (Variant.dense == DenseAccess::tiles && p.score.bias.dense)
-    params.bias_map = DenseBiasRows(shape, p.score.bias).map(rows, bf16);
+    params.bias_map = DenseRows(shape, p.score.bias).map(rows, bf16);
   if (Variant.has_dense() && params.dense_dbias.by_tma)
-    params.dbias_map = DenseBiasRows(shape, p.dbias).map(rows, bf16);
+    params.dbias_map = DenseRows(shape, p.dbias).map(rows, bf16);
 
   if constexpr (Variant.has_dense()) launch<FindVisits>(FindVisits::blocks(params), params, stream);
   if constexpr (Variant.has_slots()) {

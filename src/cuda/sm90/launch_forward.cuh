@@ -35,8 +35,12 @@ void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
     params.k_map = map(p.k);
     params.v_map = map(p.v);
   }
-  if (Kernel::dense == DenseAccess::tiles && p.score.bias.dense)
-    params.bias_map = DenseBiasRows(shape, p.score.bias).map(params.warpgroup_queries(), bf16);
+  if (Kernel::dense == DenseAccess::tiles) {
+    const int queries = params.warpgroup_queries();
+    if (p.score.bias.dense) params.bias_map = DenseRows(shape, p.score.bias).map(queries, bf16);
+    if (params.reads_mask_bytes())
+      params.mask_map = DenseRows(shape, p.score.mask, 1).map(queries, bf16);
+  }
   if (!Kernel::has_key_info) params.info = {};
   params.bias_factor = Kernel::shapes && shapes_scores(p) ? log2e : 1 / p.score.scale;
   params.work_tiles = Kernel::work_tiles(params);

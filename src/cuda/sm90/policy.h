@@ -51,11 +51,12 @@ constexpr ForwardVariant with_overlap(ForwardVariant variant, bool overlaps) {
 }
 
 struct ForwardPolicy {
-  int warpgroups;    // that compute, 64 queries each
-  int keys;          // of a tile
-  int q_stages;      // tiles of q in shared memory
-  int stages;        // of K and of V
-  int dense_stages;  // of a dense mask and bias, for a warpgroup's queries each
+  int warpgroups;       // that compute, 64 queries each
+  int keys;             // of a tile
+  int q_stages;         // tiles of q in shared memory
+  int stages;           // of K and of V
+  int dense_stages;     // of a dense mask and bias, for a warpgroup's queries each
+  bool has_mask_bytes;  // whether there is room for a mask that has not been packed
   // Of a thread, by setmaxnreg: 128 * producer + 128 * warpgroups * consumer <= 64512.
   int producer_registers;
   int consumer_registers;
@@ -69,7 +70,8 @@ struct ForwardPolicy {
 // stages; lists are of 128 queries (192 of them against 80 keys would be 4 % faster). Slower: 64 keys in four stages, 25
 // %; 56 registers for the producer, 7 %. D 256: the accumulators of 256 columns take 128 registers of a thread, and K and
 // V all of shared memory: 80 keys, 64 with key info. With a dense mask and bias a second tile of q fits at D 64 alone,
-// and three warpgroups, which read biases only when they add them.
+// and three warpgroups, which read biases only when they add them, and the bytes of masks: 19 % faster, launch of the
+// packing included. At D 128 these leave two dense stages, and each byte is of one row of scores: as fast as packing.
 constexpr ForwardPolicy forward_policy(int head_dim_bucket, const ForwardVariant& variant) {
   const bool has_dense_tiles = variant.dense == DenseAccess::tiles;
   ForwardPolicy policy{.warpgroups = 2,
@@ -77,6 +79,7 @@ constexpr ForwardPolicy forward_policy(int head_dim_bucket, const ForwardVariant
                        .q_stages = 2,
                        .stages = 2,
                        .dense_stages = has_dense_tiles ? 3 : 0,
+                       .has_mask_bytes = false,
                        .producer_registers = 40,
                        .consumer_registers = 232};
   if (variant.load == KeyLoad::gather) {
@@ -94,7 +97,8 @@ constexpr ForwardPolicy forward_policy(int head_dim_bucket, const ForwardVariant
       if (has_dense_tiles) {
         policy.warpgroups = 3;
         policy.stages = 2;
-        policy.dense_stages = 6;
+        policy.dense_stages = 4;
+        policy.has_mask_bytes = true;
         policy.producer_registers = 24;
         policy.consumer_registers = 160;
       }

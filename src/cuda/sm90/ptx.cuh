@@ -146,6 +146,12 @@ __device__ inline void stmatrix_x4_trans(std::uint32_t address, const std::uint3
       : "memory");
 }
 
+__device__ inline std::uint32_t load_shared_2(std::uint32_t from) {
+  std::uint16_t value;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(from) : "memory");
+  return value;
+}
+
 __device__ inline std::uint32_t load_shared_4(std::uint32_t from) {
   std::uint32_t value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");

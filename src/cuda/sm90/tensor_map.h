@@ -15,34 +15,38 @@ bool has_tensor_map(const InputRows& tensor, int seqlen, int heads, int batch);
 CUtensorMap make_tensor_map(const InputRows& tensor, int head_dim, int seqlen, int heads, int batch,
                             int box_rows, bool bf16, int box_heads = 1);
 
-// A dense bias, or its gradient, as rows of keys. The TMA unit reads and writes it if has_tensor_map().
-struct DenseBiasRows {
+// A dense bias, its gradient, or a dense mask as rows of keys, in 16-bit elements: two keys of a mask are one. The TMA
+// unit reads and writes them if has_tensor_map().
+struct DenseRows {
   InputRows rows;
+  int columns = 0;
   int heads = 1;  // 1: broadcast
   int batch = 1;
 
   template <class Byte>
-  DenseBiasRows(const Shape& shape, const BroadcastView<Byte>& bias)
-      : is_16_bit_rows_(bias.aligned_16B), shape_(shape) {
-    rows.data = bias.data;
-    rows.batch = 2 * bias.batch;
-    rows.row = 2 * bias.query;
-    rows.head = 2 * (bias.head_q + bias.head_kv);
-    if (bias.head_q != 0) heads = shape.heads_q;
-    if (bias.head_kv != 0) heads = shape.heads_kv;
-    if (bias.batch != 0) batch = shape.batch;
+  DenseRows(const Shape& shape, const BroadcastView<Byte>& view, int element_bytes = 2)
+      : columns(shape.seqlen_k * element_bytes / 2),
+        is_aligned_(view.aligned_16B),
+        seqlen_q_(shape.seqlen_q) {
+    rows.data = view.data;
+    rows.batch = element_bytes * view.batch;
+    rows.row = element_bytes * view.query;
+    rows.head = element_bytes * (view.head_q + view.head_kv);
+    if (view.head_q != 0) heads = shape.heads_q;
+    if (view.head_kv != 0) heads = shape.heads_kv;
+    if (view.batch != 0) batch = shape.batch;
   }
 
   bool has_tensor_map() const {
-    return is_16_bit_rows_ && sm90::has_tensor_map(rows, shape_.seqlen_q, heads, batch);
+    return is_aligned_ && sm90::has_tensor_map(rows, seqlen_q_, heads, batch);
   }
   CUtensorMap map(int box_rows, bool bf16) const {
-    return make_tensor_map(rows, shape_.seqlen_k, shape_.seqlen_q, heads, batch, box_rows, bf16);
+    return make_tensor_map(rows, columns, seqlen_q_, heads, batch, box_rows, bf16);
   }
 
  private:
-  bool is_16_bit_rows_;
-  Shape shape_;
+  bool is_aligned_;
+  int seqlen_q_;
 };
 
 // Its head and batch element that a head of the problem has.

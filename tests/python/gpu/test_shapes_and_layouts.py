@@ -207,6 +207,28 @@ def test_layout_changes_no_bit(layout, window, head_dim):
         assert plain.isfinite().all() and torch.equal(plain, changed)
 
 
+@pytest.mark.parametrize("heads", ["v", "h"])
+def test_where_a_mask_lies_changes_no_bit(heads):
+    """Its bytes as they are, 1 or another number, and packed, where a row does not begin at a multiple of 16."""
+    length = 336
+    problem = problem_of(64, length, length)
+    shape = sizes(f"b{heads}qk", length, length)
+    mask = torch.rand(shape, device="cuda") < 0.2
+    mask[:, :, 128:256, :64] = False  # whole tiles
+    mask[:, :, 40] = False  # a query without keys
+    apart = torch.zeros(*shape[:3], length + 8, dtype=torch.bool, device="cuda")
+    apart[..., :length] = mask
+    other_bytes = (mask * torch.randint(1, 256, shape, device="cuda")).byte().view(torch.bool)
+    bias = normal(*shape)
+    results = [
+        flash_dmattn_func(problem.q, problem.k, problem.v, m, bias, is_causal=True, return_attn_probs=True)[:2]
+        for m in (mask, apart[..., :length], other_bytes)
+    ]  # fmt: skip
+    for other in results[1:]:
+        for plain, changed in zip(results[0], other, strict=True):
+            assert torch.equal(plain, changed)
+
+
 @pytest.mark.parametrize("shape", ["mask", "bias", "both"])
 def test_layout_of_pairs(shape):
     """Masks and biases of pairs whose rows lie anywhere: every width of load, and the slow path."""
