@@ -92,10 +92,11 @@ ifeq ($(NVCC),)
 test-cuda-build: ## compile the CUDA kernels, load them, and run their tests where there is a GPU (needs nvcc)
 	@echo "SKIPPED test-cuda-build: there is no nvcc on the PATH or in /usr/local/cuda/bin"
 else
-test-cuda-build: $(STAMPS)/tools $(STAMPS)/test build/googletest/ready
+test-cuda-build: $(STAMPS)/tools $(STAMPS)/test $(STAMPS)/cuda build/googletest/ready
 	CUDACXX=$(NVCC) cmake --preset cuda -D FLASH_DMATTN_TORCH=ON -D FLASH_DMATTN_TESTS=ON -D FLASH_DMATTN_BENCHMARKS=ON \
 	  -D Python_EXECUTABLE=$(BIN)/python -D "FLASH_DMATTN_CUDA_ARCHITECTURES=$(CUDA_TEST_ARCHITECTURES)" \
-	  -D FLASH_DMATTN_CUDA_ONLY_COMPILE=$(CUDA_ONLY_COMPILE) $(CMAKE_OPTIONS)
+	  -D FLASH_DMATTN_CUDA_ONLY_COMPILE=$(CUDA_ONLY_COMPILE) $(CMAKE_OPTIONS) \
+	  -D "CMAKE_PROGRAM_PATH=$$(echo $(CURDIR)/.venv/lib/python*/site-packages/nvidia/cu*/bin)"
 	cmake --build --preset cuda --target flash_dmattn_torch cuda_tests bench_attention bench_selection
 	@tools/compile_seconds.sh build/cuda
 	ctest --test-dir build/cuda --label-regex '^cuda$$' --output-on-failure
@@ -153,7 +154,7 @@ $(STAMPS)/venv: | compiler
 	$(PIP_INSTALL) 'pip>=25.1'
 	@mkdir -p $(@D) && touch $@
 
-$(STAMPS)/tools $(STAMPS)/docs $(STAMPS)/wheels: $(STAMPS)/%: pyproject.toml $(STAMPS)/venv
+$(STAMPS)/tools $(STAMPS)/docs $(STAMPS)/wheels $(STAMPS)/cuda: $(STAMPS)/%: pyproject.toml $(STAMPS)/venv
 	$(PIP_INSTALL) --group $*
 	@touch $@
 
