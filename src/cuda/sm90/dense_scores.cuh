@@ -84,8 +84,8 @@ class DenseScores {
     });
   }
 
-  // Which of the thread's two keys of [8 i, 8 i + 8) the mask shows: all bits of an element of 16, as their bytes are not
-  // 0, nor is a denormal number with one.
+  // Which of the thread's two keys of [8 i, 8 i + 8) the mask shows, as all bits of an element. A byte is compared with 0 as
+  // a number in 16 bits, a denormal one.
   static __device__ std::uint32_t load_two_bytes(const Tile& tile, int row, int i) {
     const std::uint32_t from =
         shared_address(tile.mask.bytes) + Tile::Mask::Bytes::offset(row, 0) + column();
