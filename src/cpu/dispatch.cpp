@@ -1,8 +1,10 @@
 #include "cpu/dispatch.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <iterator>
+#include <span>
 #include <string>
 
 #include "flash_dmattn/error.h"
@@ -41,18 +43,25 @@ InstructionSet largest_allowed() {
   throw InvalidArgument("FLASH_DMATTN_MAX_ISA", cap, "one of " + known);
 }
 
+std::atomic<const Candidate*>& current() {
+  static std::atomic<const Candidate*> candidate = &allowed().back();
+  return candidate;
+}
+
 }  // namespace
 
-const Candidate& chosen() {
-  static const Candidate& best = [&]() -> const Candidate& {
-    const InstructionSet allowed = largest_allowed();
-    const Candidate* largest = candidates;
-    for (const Candidate& candidate : candidates) {
-      if (candidate.isa <= allowed) largest = &candidate;
-    }
-    return *largest;
+std::span<const Candidate> allowed() {
+  static const std::span<const Candidate> all = [] {
+    const InstructionSet largest = largest_allowed();
+    const auto* const end = std::ranges::find_if(
+        candidates, [&](const Candidate& candidate) { return candidate.isa > largest; });
+    return std::span(std::begin(candidates), end);
   }();
-  return best;
+  return all;
 }
+
+const Candidate& chosen() { return *current(); }
+
+void choose(const Candidate& candidate) { current() = &candidate; }
 
 }  // namespace flash_dmattn::cpu

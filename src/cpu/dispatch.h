@@ -1,5 +1,7 @@
 #pragma once
 
+#include <span>
+
 #include "cpu/cpuid.h"
 #include "cpu/task.h"
 
@@ -11,8 +13,14 @@ struct Candidate {
   const Kernels* kernels;
 };
 
-// Decided once: the largest set that the processor and FLASH_DMATTN_MAX_ISA allow. A cap that is not the name of an
-// instruction set throws at every call.
+// Of this build, those that the processor and FLASH_DMATTN_MAX_ISA allow, in ascending order. A cap that is not the name
+// of an instruction set throws at every call.
+std::span<const Candidate> allowed();
+
+// The largest of them, unless choose() was called.
 const Candidate& chosen();
+
+// For tests, while nothing is computed: `candidate` is one of allowed().
+void choose(const Candidate& candidate);
 
 }  // namespace flash_dmattn::cpu

@@ -49,19 +49,6 @@ Placement place(const Shape& shape, Layout layout, bool broadcast) {
   return place;
 }
 
-// Calls visit(index) for every element in row-major order.
-template <class Visit>
-void for_each_index(const Shape& shape, const Visit& visit) {
-  Index i{};
-  for (i[0] = 0; i[0] < shape[0]; ++i[0]) {
-    for (i[1] = 0; i[1] < shape[1]; ++i[1]) {
-      for (i[2] = 0; i[2] < shape[2]; ++i[2]) {
-        for (i[3] = 0; i[3] < shape[3]; ++i[3]) visit(i);
-      }
-    }
-  }
-}
-
 }  // namespace
 
 Element element_of(DType dtype) {
@@ -143,14 +130,6 @@ void Tensor::set(const Index& index, double value) {
     case Element::f16: return store(float_to_f16(static_cast<float>(value)));
     default: return store(static_cast<std::uint8_t>(value != 0 ? 1 : 0));
   }
-}
-
-void Tensor::fill(const std::function<double(const Index&)>& value) {
-  for_each_index(shape_, [&](const Index& index) { set(index, value(index)); });
-}
-
-void Tensor::for_each(const std::function<void(const Index&, double)>& visit) const {
-  for_each_index(shape_, [&](const Index& index) { visit(index, get(index)); });
 }
 
 bool Tensor::gaps_intact() const {

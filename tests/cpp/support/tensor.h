@@ -2,7 +2,6 @@
 
 #include <array>
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <string_view>
 
@@ -34,6 +33,19 @@ enum class Layout : std::uint8_t {
 // Rounds to the element's format and back; overflow becomes inf.
 double round_to(Element element, double value);
 
+// Calls visit(index) for every element in row-major order.
+template <class Visit>
+void for_each_index(const Shape& shape, const Visit& visit) {
+  Index i{};
+  for (i[0] = 0; i[0] < shape[0]; ++i[0]) {
+    for (i[1] = 0; i[1] < shape[1]; ++i[1]) {
+      for (i[2] = 0; i[2] < shape[2]; ++i[2]) {
+        for (i[3] = 0; i[3] < shape[3]; ++i[3]) visit(i);
+      }
+    }
+  }
+}
+
 class Tensor {
  public:
   // Dimensions of size 1 get stride 0 when `broadcast`, as masks and biases need.
@@ -51,8 +63,16 @@ class Tensor {
   // Indices of size-1 dimensions are taken as 0.
   double get_broadcast(const Index& index) const;
   void set(const Index& index, double value);
-  void fill(const std::function<double(const Index&)>& value);
-  void for_each(const std::function<void(const Index&, double)>& visit) const;
+  // Every element becomes value(index).
+  template <class Value>
+  void fill(const Value& value) {
+    for_each_index(shape_, [&](const Index& index) { set(index, value(index)); });
+  }
+  // visit(index, element) for every element, in row-major order.
+  template <class Visit>
+  void for_each(const Visit& visit) const {
+    for_each_index(shape_, [&](const Index& index) { visit(index, get(index)); });
+  }
 
   void poison() { buffer_.poison(); }
   // True when every byte between the elements still is poison.
