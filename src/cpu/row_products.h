@@ -30,10 +30,10 @@ template <int Step = 1>
 
 // Rows are used one after the other, each from its first line to its last: memory delivers that order at the speed of a
 // plain read, and a line of several rows in turn a fifth slower. Lines are asked for this many rows ahead, one with every
-// line that is used: products keep the processor from looking far enough ahead by itself. At D 128 they are 6 KiB of fp32
-// and 8 KiB of 16-bit dtypes; 4 KiB of both are better in slow memory and worse in fast memory.
+// line that is used: products keep the processor from looking far enough ahead by itself. At D 128 they are 5 KiB of each
+// array: with more, a first-level cache of 32 KiB loses lines before they are used; with less, fast memory is waited for.
 template <class Storage>
-inline constexpr int prefetch_rows = sizeof(Storage) == 4 ? 12 : 32;
+inline constexpr int prefetch_rows = sizeof(Storage) == 4 ? 10 : 20;
 
 // Asks for the line at element d of a row, once for the steps of `step` elements that share it.
 template <class Storage>
