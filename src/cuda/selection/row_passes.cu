@@ -13,6 +13,8 @@ __device__ int digit_of(const KeyLayout& layout, std::uint64_t key, int pass) {
          (RowPasses::digits - 1);
 }
 
+__device__ bool has_digit() { return threadIdx.x < RowPasses::digits; }
+
 // `packed` [rows, Sk] in the order of falling positions, and the counts of all passes; clears what later kernels add to.
 __global__ void __launch_bounds__(RowPasses::threads)
     pack_and_count(ScoredKeys keys, OrderedRows rows, RowPasses passes, std::uint64_t* packed) {
@@ -22,7 +24,9 @@ __global__ void __launch_bounds__(RowPasses::threads)
   const int tile = static_cast<int>(blockIdx.x) % passes.tiles;
   const int thread = static_cast<int>(threadIdx.x);
   if (blockIdx.x == 0 && thread < passes.passes) passes.started[thread] = 0;
-  for (int pass = 0; pass < passes.passes; ++pass) counts[pass][thread] = 0;
+  for (int i = thread; i < passes.passes * RowPasses::digits; i += RowPasses::threads) {
+    counts[i / RowPasses::digits][i % RowPasses::digits] = 0;
+  }
   const int totals = rows.blocks * rows.groups;  // which the last pass adds to
   for (int i = tile * RowPasses::threads + thread; i < totals;
        i += passes.tiles * RowPasses::threads) {
@@ -42,9 +46,11 @@ __global__ void __launch_bounds__(RowPasses::threads)
       atomicAdd(&counts[pass][digit_of(rows.layout, key, pass)], 1u);
   }
   __syncthreads();
-  for (int pass = 0; pass < passes.passes; ++pass) {
-    const std::int64_t to = passes.row_begin(rows, pass, row) + tile * RowPasses::digits + thread;
-    passes.counts[to] = counts[pass][thread];
+  for (int i = thread; i < passes.passes * RowPasses::digits; i += RowPasses::threads) {
+    const int pass = i / RowPasses::digits;
+    const int digit = i % RowPasses::digits;
+    const std::int64_t to = passes.row_begin(rows, pass, row) + tile * RowPasses::digits + digit;
+    passes.counts[to] = counts[pass][digit];
     passes.published[to] = 0;
   }
 }
@@ -93,7 +99,7 @@ struct PassKeys {
 
 struct PassStorage {
   int work;
-  int warp_sums[2][RowPasses::warps];
+  int warp_sums[2][RowPasses::digit_warps];
   // Of a digit: where its keys begin in the row, less where they begin in the tile.
   int from_tile_to_row[RowPasses::digits];
   std::uint64_t keys[RowPasses::tile_keys];  // ordered by the digit
@@ -104,16 +110,39 @@ struct PassStorage {
   };
 };
 
-// The sum of the values of the threads before this one; one barrier.
-__device__ int sum_before_thread(int value, int (&warp_sums)[RowPasses::warps]) {
+// The sum of the values of the digits before this thread's; one barrier, of all threads.
+__device__ int sum_before_digit(int value, int (&warp_sums)[RowPasses::digit_warps]) {
   const int through = warp_inclusive_sum(value, lane_id());
-  if (lane_id() == warp_size - 1) warp_sums[warp_id()] = through;
+  if (has_digit() && lane_id() == warp_size - 1) warp_sums[warp_id()] = through;
   __syncthreads();
   int before = through - value;
 #pragma unroll
-  for (int w = 0; w < RowPasses::warps; ++w) before += w < warp_id() ? warp_sums[w] : 0;
+  for (int w = 0; w < RowPasses::digit_warps; ++w) before += w < warp_id() ? warp_sums[w] : 0;
   return before;
 }
+
+// The keys of a thread's digit before the first pass.
+struct DigitCounts {
+  int in_row = 0;
+  int in_earlier = 0;  // in the tiles before `tile`
+
+  __device__ DigitCounts(const std::uint32_t* of_tiles, int tiles, int tile) {
+    constexpr int together = 16;  // whose loads are in flight at a time
+    for (int first = 0; first < tiles; first += together) {
+      int count[together];
+#pragma unroll
+      for (int i = 0; i < together; ++i) {
+        const int t = first + i;
+        count[i] = t < tiles ? static_cast<int>(of_tiles[t * RowPasses::digits]) : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < together; ++i) {
+        in_row += count[i];
+        in_earlier += first + i < tile ? count[i] : 0;
+      }
+    }
+  }
+};
 
 // Turns the counts of this thread's digit, one for each warp, into the offsets of the warps' first keys, the
 // first warp's being `offset`.
@@ -127,21 +156,37 @@ __device__ void offset_warps(PassStorage& shared, int offset) {
   }
 }
 
+// The keys of a tile in the order of a digit, a thread every RowPasses::threads-th of them.
+struct OrderedKeys {
+  static constexpr int count = RowPasses::thread_keys;
+  std::uint64_t key[count];
+  int place[count];  // in the row
+
+  __device__ OrderedKeys(const PassStorage& shared, const KeyLayout& layout, int pass,
+                         int tile_size) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) key[i] = at(i) < tile_size ? shared.keys[at(i)] : 0;
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      place[i] = at(i) + shared.from_tile_to_row[digit_of(layout, key[i], pass)];
+    }
+  }
+  static __device__ int at(int i) { return i * RowPasses::threads + static_cast<int>(threadIdx.x); }
+};
+
 // A tile as the last pass leaves it: scatters the ranks and counts the positions of the chunks by block.
-// to_rank(i, key) is the rank of the tile's i-th key.
-template <class ToRank>
 __device__ void scatter_tile(const OrderedRows& rows, int row, int tile_size, PassStorage& shared,
-                             const ToRank& to_rank) {
+                             const OrderedKeys& keys) {
   const int counts = rows.blocks * rows.chunks;
   const auto thread = static_cast<int>(threadIdx.x);
   for (int i = thread; i < counts; i += RowPasses::threads) shared.counts[i] = 0;
   __syncthreads();
-#pragma unroll 4
-  for (int i = thread; i < tile_size; i += RowPasses::threads) {
-    const std::uint64_t key = shared.keys[i];
-    const int rank = to_rank(i, key);
-    const int position = rows.layout.position(key);
-    const bool valid = rows.layout.valid(key);
+#pragma unroll
+  for (int i = 0; i < OrderedKeys::count; ++i) {
+    if (keys.at(i) >= tile_size) break;
+    const int rank = keys.place[i];
+    const int position = rows.layout.position(keys.key[i]);
+    const bool valid = rows.layout.valid(keys.key[i]);
     scatter_rank(rows, row, rank, position, valid);
     const int block = position / block_positions;
     if (valid) atomicAdd(&shared.counts[block * rows.chunks + rows.chunk_of(rank)], 1u);
@@ -161,8 +206,7 @@ __device__ int take_work(std::uint32_t* started, PassStorage& shared) {
   return shared.work;
 }
 
-// Orders the keys of each row by one digit; equal ones stay in order. A thread has keys, and a digit to count. The last
-// pass has no use for `to`.
+// Orders the keys of each row by one digit; equal ones stay in order. The last pass has no use for `to`.
 __global__ void __launch_bounds__(RowPasses::threads, RowPasses::min_blocks)
     sort_digit(OrderedRows rows, RowPasses passes, int pass, const std::uint64_t* from,
                std::uint64_t* to) {
@@ -171,23 +215,16 @@ __global__ void __launch_bounds__(RowPasses::threads, RowPasses::min_blocks)
   const int work = take_work(passes.started + pass, shared);
   const int row = work / passes.tiles;
   const int tile = work % passes.tiles;
-  const int digit = static_cast<int>(threadIdx.x);
+  const auto thread = static_cast<int>(threadIdx.x);  // and its digit, if it has one
   const int warp = warp_id();
   const std::int64_t row_begin = static_cast<std::int64_t>(row) * rows.seqlen_k;
-  const std::int64_t counts_begin = passes.row_begin(rows, pass, row) + digit;
+  const std::int64_t counts_begin = passes.row_begin(rows, pass, row) + thread;
   const PassKeys keys(from + row_begin, rows.seqlen_k, tile);
-
-  int in_row = 0;      // keys of the digit
-  int in_earlier = 0;  // and of those in earlier tiles: before the first pass
-#pragma unroll 16
-  for (int t = 0; t < passes.tiles; ++t) {
-    const auto count = static_cast<int>(passes.counts[counts_begin + t * RowPasses::digits]);
-    in_row += count;
-    in_earlier += t < tile ? count : 0;
+  const DigitCounts before_pass(passes.counts + counts_begin, has_digit() ? passes.tiles : 0, tile);
+  for (int i = thread; i < RowPasses::warps * RowPasses::digits; i += RowPasses::threads) {
+    shared.offsets[i / RowPasses::digits][i % RowPasses::digits] = 0;
   }
-#pragma unroll
-  for (int w = 0; w < RowPasses::warps; ++w) shared.offsets[w][digit] = 0;
-  const int row_offset = sum_before_thread(in_row, shared.warp_sums[0]);
+  const int row_offset = sum_before_digit(before_pass.in_row, shared.warp_sums[0]);
 
   int bin[PassKeys::count];
   int rank[PassKeys::count];  // among the keys of the warp with the same digit
@@ -198,35 +235,34 @@ __global__ void __launch_bounds__(RowPasses::threads, RowPasses::min_blocks)
   take_numbers<RowPasses::digit_bits>(bin, shared.offsets[warp], rank);
   __syncthreads();
   int in_tile = 0;
-#pragma unroll
-  for (int w = 0; w < RowPasses::warps; ++w) in_tile += shared.offsets[w][digit];
   std::uint32_t* const published = passes.published + counts_begin;
-  store_relaxed(published + tile * RowPasses::digits, static_cast<std::uint32_t>(in_tile) + 1);
-  const int tile_offset = sum_before_thread(in_tile, shared.warp_sums[1]);
-  offset_warps(shared, tile_offset);
+  if (has_digit()) {
+#pragma unroll
+    for (int w = 0; w < RowPasses::warps; ++w) in_tile += shared.offsets[w][thread];
+    store_relaxed(published + tile * RowPasses::digits, static_cast<std::uint32_t>(in_tile) + 1);
+  }
+  const int tile_offset = sum_before_digit(in_tile, shared.warp_sums[1]);
+  if (has_digit()) offset_warps(shared, tile_offset);
   __syncthreads();
   // The keys of a digit are stored together: scattered from the lanes that have them, each would be a sector of its own.
 #pragma unroll
   for (int i = 0; i < PassKeys::count; ++i) {
     if (bin[i] >= 0) shared.keys[shared.offsets[warp][bin[i]] + rank[i]] = keys.key[i];
   }
-  if (pass > 0) in_earlier = sum_published(published, tile);
-  shared.from_tile_to_row[digit] = row_offset + in_earlier - tile_offset;
+  if (has_digit()) {
+    const int in_earlier = pass > 0 ? sum_published(published, tile) : before_pass.in_earlier;
+    shared.from_tile_to_row[thread] = row_offset + in_earlier - tile_offset;
+  }
   __syncthreads();
   const int tile_size = min(rows.seqlen_k - tile * RowPasses::tile_keys, RowPasses::tile_keys);
-  const auto place = [&](int i, std::uint64_t key) {
-    return i + shared.from_tile_to_row[digit_of(rows.layout, key, pass)];
-  };
+  const OrderedKeys ordered(shared, rows.layout, pass, tile_size);
   if (pass == passes.passes - 1) {
-    scatter_tile(rows, row, tile_size, shared, place);
+    scatter_tile(rows, row, tile_size, shared, ordered);
     return;
   }
 #pragma unroll
-  for (int k = 0; k < RowPasses::thread_keys; ++k) {
-    const int i = k * RowPasses::threads + digit;
-    if (i >= tile_size) break;
-    const std::uint64_t key = shared.keys[i];
-    to[row_begin + place(i, key)] = key;
+  for (int i = 0; i < OrderedKeys::count; ++i) {
+    if (ordered.at(i) < tile_size) to[row_begin + ordered.place[i]] = ordered.key[i];
   }
 }
 

@@ -17,10 +17,11 @@ namespace flash_dmattn::cuda::per_query {
 struct RowPasses {
   static constexpr int digit_bits = 8;
   static constexpr int digits = 1 << digit_bits;
-  static constexpr int threads = digits;  // one for each digit
+  static constexpr int threads = 512;  // the first ones have a digit each
   static constexpr int warps = threads / warp_size;
-  static constexpr int min_blocks = 4;  // 8 rows of 131072 keys have 512 tiles
-  static constexpr int thread_keys = 8;
+  static constexpr int digit_warps = digits / warp_size;
+  static constexpr int min_blocks = 2;
+  static constexpr int thread_keys = 4;
   static constexpr int warp_keys = thread_keys * warp_size;
   static constexpr int tile_keys = threads * thread_keys;
   static constexpr int max_passes = 32 / digit_bits;
