@@ -31,13 +31,16 @@ std::string decline_forward(const Problem& p) {
 
 struct ForwardCall {
   ForwardParams params;
+  ForwardChoice choice;
   KeyRangeWorkspace key_ranges;
   ForwardWorkspace workspace;
 
-  ForwardCall(const ForwardArgs& args, WorkspaceAllocator& allocator)
+  ForwardCall(const ForwardArgs& args, const DeviceProperties& device,
+              WorkspaceAllocator& allocator)
       : params(params_of(args)),
+        choice(choose_forward(args.problem.dtype, params)),
         key_ranges(allocate_key_ranges(args.problem, args.in, has_lists(), allocator)),
-        workspace(params, allocator) {
+        workspace(choice, params, device.multiprocessors, allocator) {
     params.score.packed_mask = reads_mask_bytes(params)
                                    ? allocate_mask_states(args.problem, allocator)
                                    : allocate_packed_mask(args.problem, has_lists(), allocator);
@@ -46,17 +49,17 @@ struct ForwardCall {
   bool has_lists() const { return params.tile_lists.keys != nullptr; }
 };
 
-std::size_t forward_workspace_size(const ForwardArgs& args, const DeviceProperties&) {
+std::size_t forward_workspace_size(const ForwardArgs& args, const DeviceProperties& device) {
   WorkspaceAllocator allocator(nullptr);
-  ForwardCall(args, allocator);
+  ForwardCall(args, device, allocator);
   return allocator.used();
 }
 
-void forward(const ForwardArgs& args, const DeviceProperties&, const Execution& execution) {
+void forward(const ForwardArgs& args, const DeviceProperties& device, const Execution& execution) {
   const auto stream = static_cast<cudaStream_t>(execution.stream);
   WorkspaceAllocator allocator(execution.workspace);
-  ForwardCall call(args, allocator);
-  const ForwardChoice choice = choose_forward(args.problem.dtype, call.params);
+  ForwardCall call(args, device, allocator);
+  const ForwardChoice& choice = call.choice;
   if (choice.variant.dense == DenseAccess::tiles || has(args.problem.limit_shape))
     pack_mask(args.problem, call.params.score, stream);
   call.params.key_ranges = find_key_ranges(args.problem, args.in, call.key_ranges, stream);
@@ -74,8 +77,7 @@ void forward(const ForwardArgs& args, const DeviceProperties&, const Execution& 
 }
 
 std::string forward_name(const ForwardArgs& args, const DeviceProperties&) {
-  WorkspaceAllocator allocator(nullptr);
-  return name(choose_forward(args.problem.dtype, ForwardCall(args, allocator).params));
+  return name(choose_forward(args.problem.dtype, params_of(args)));
 }
 
 std::vector<std::string> forward_names(const DeviceProperties&) {

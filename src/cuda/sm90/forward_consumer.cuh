@@ -446,7 +446,7 @@ class ForwardConsumer {
     const int query = work.row + first_query();
     const OutputRow rows[2] = {{work.head, query},
                                {work.head + (has_two_heads() ? 1 : 0), query + query_step()}};
-    store_output<T, head_dim, Kernel::load == KeyLoad::any>(p_, work, rows, out_, sums, offsets);
+    store_output<Kernel>(p_, work, rows, out_, sums, offsets);
   }
 
   const ForwardKernelParams& p_;

@@ -27,10 +27,13 @@ struct OutputRow {
 // Stores out / sum and lse = log 2 (offset + log2 sum) of a thread's two rows from registers: the lanes of a quad
 // exchange words so that each stores 16 bytes. There are no branches (ptx.cuh). Rows that overflow fp32 or the output's
 // dtype, or that see no key, get an lse of NaN: FixForwardKernel recomputes and saturates them.
-template <class T, int D, bool AnyStrides>
+template <class Kernel>
 __device__ inline void store_output(const ForwardKernelParams& params, const WorkTile& work,
-                                    const OutputRow (&rows)[2], const float (&out)[D / 2],
+                                    const OutputRow (&rows)[2],
+                                    const float (&out)[Kernel::head_dim / 2],
                                     const float (&sums)[2], const float (&offsets)[2]) {
+  using T = typename Kernel::Element;
+  constexpr int D = Kernel::head_dim;
   const ForwardParams& p = params.forward;
   const int lane = static_cast<int>(threadIdx.x) % warp_size;
   const bool empty = !work.has_keys();
@@ -55,7 +58,7 @@ __device__ inline void store_output(const ForwardKernelParams& params, const Wor
       }
       transpose_in_quad(words);
       const bool stores = exists && chunk + lane % 4 < p.shape.head_dim / 8;
-      if constexpr (AnyStrides) {
+      if constexpr (Kernel::load == KeyLoad::any) {
 #pragma unroll
         for (int i = 0; i < 8; ++i)
           store_16_bits_if(stores, to + chunk * 16 + i * 2, words[i / 2] >> (i % 2 * 16));
@@ -83,7 +86,8 @@ __device__ inline void store_output(const ForwardKernelParams& params, const Wor
                        : rounded);
     store_if(stores_lse && p.lse_low != nullptr, p.lse_low + lse_row,
              empty ? 0.0f : static_cast<float>(lse - static_cast<double>(rounded)));
-    set_flag_if(stores_lse && !ordinary, params.needs_fix);
+    const bool has_flag = Kernel::has_key_info || params.needs_fix != nullptr;
+    set_flag_if(stores_lse && !ordinary && has_flag, params.needs_fix);
   }
 }
 

@@ -11,13 +11,15 @@
 // The kernels of one dtype and head-dim bucket D; instances/ has a template of their files.
 namespace flash_dmattn::cuda::sm90 {
 
-// The arrays of a forward in the caller's workspace; their sizes follow from shapes and strides.
+// The arrays of a forward in the caller's workspace; their sizes follow from shapes and strides. A kernel without key
+// info, no block of which takes a second work tile, has none: an allocation and a launch less for a short call.
 struct ForwardWorkspace {
   KeyInfo info;
   int* next_work = nullptr;
   std::uint32_t* needs_fix = nullptr;
 
-  ForwardWorkspace(const ForwardParams& params, WorkspaceAllocator& workspace);
+  ForwardWorkspace(const ForwardChoice& choice, const ForwardParams& params, int multiprocessors,
+                   WorkspaceAllocator& workspace);
 };
 
 template <class T, int D>

@@ -41,23 +41,15 @@ void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
     if (params.reads_mask_bytes())
       params.mask_map = DenseRows(shape, p.score.mask, 1).map(queries, bf16);
   }
-  if (!Kernel::has_key_info) params.info = {};
   params.bias_factor = Kernel::shapes && shapes_scores(p) ? log2e : 1 / p.score.scale;
   params.work_tiles = Kernel::work_tiles(params);
-  const int multiprocessors = current_device().multiprocessors;
-  const int blocks = std::min(multiprocessors, params.work_tiles);
-  // Without key info, and where no block takes a second work tile, there is nothing to prepare: FixForwardKernel looks
-  // for its rows in lse, and a short call is a launch shorter.
-  const bool prepares = Kernel::has_key_info || params.work_tiles > blocks;
-  if (prepares) {
+  if (params.needs_fix != nullptr) {
     const PrepareForward<T> prepare{
         {p.shape, p.score, params.info, params.bias_factor}, params.next_work, params.needs_fix};
     for_each(prepare.items(), prepare, stream);
-  } else {
-    params.next_work = nullptr;
   }
-  launch<Kernel>(blocks, params, stream);
-  if (!prepares) params.needs_fix = nullptr;
+  const int multiprocessors = current_device().multiprocessors;
+  launch<Kernel>(std::min(multiprocessors, params.work_tiles), params, stream);
   launch<FixForwardKernel<T>>(2 * multiprocessors, params, stream);
 }
 
@@ -75,8 +67,7 @@ void launch_forward(const ForwardChoice& choice, const ForwardParams& p,
     // Every row is marked.
     constexpr int nan_bytes = 0xff;
     check(cudaMemsetAsync(p.lse, nan_bytes, rows * sizeof(float), stream), "cudaMemsetAsync");
-    check(cudaMemsetAsync(params.needs_fix, nan_bytes, sizeof(*params.needs_fix), stream),
-          "cudaMemsetAsync");
+    params.needs_fix = nullptr;
     launch<FixForwardKernel<T>>(2 * current_device().multiprocessors, params, stream);
     return;
   }

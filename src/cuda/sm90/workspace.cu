@@ -1,5 +1,6 @@
 #include "cuda/sm90/key_info.h"
 #include "cuda/sm90/launch.h"
+#include "cuda/sm90/work_tile.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -33,9 +34,16 @@ KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
   return info;
 }
 
-ForwardWorkspace::ForwardWorkspace(const ForwardParams& p, WorkspaceAllocator& workspace)
-    : info(allocate_key_info(p.shape, p.score, workspace)),
-      next_work(workspace.take<int>(1)),
-      needs_fix(workspace.take<std::uint32_t>(1)) {}
+ForwardWorkspace::ForwardWorkspace(const ForwardChoice& choice, const ForwardParams& p,
+                                   int multiprocessors, WorkspaceAllocator& workspace) {
+  if (choice.variant.has_key_info) {
+    info = allocate_key_info(p.shape, p.score, workspace);
+  } else {
+    const int rows = forward_policy(choice.head_dim, choice.variant).rows();
+    if (WorkTile::count(p.shape, rows) <= multiprocessors) return;
+  }
+  next_work = workspace.take<int>(1);
+  needs_fix = workspace.take<std::uint32_t>(1);
+}
 
 }  // namespace flash_dmattn::cuda::sm90
