@@ -30,7 +30,8 @@ struct SlotRows {
   int segment_tiles = 1;
   int slots = 0;
   int segments = 1;
-  Life* lives = nullptr;                 // [rows, Sk], those of a warp from its first key on
+  // [rows, Sk], those of a warp from its first key on; null: they lie in shared memory
+  Life* lives = nullptr;
   std::int32_t* last_segment = nullptr;  // [rows, Sk] by arrival number
 };
 
@@ -62,6 +63,12 @@ struct AssignSlotsKernel {
   static constexpr int lane_keys = 4;  // whose loads are on their way together
   static constexpr int segments_together = 2 * window / warp_size;
   static constexpr int none = -2;  // no key enters a slot
+  // Of a warp, whose lives lie in shared memory if they are no more. Two blocks of a multiprocessor have no more room.
+  static constexpr int most_shared_lives = 128;
+
+  static __host__ __device__ int keys_of_warp(int seqlen_k, int blocks) {
+    return ceil_div(seqlen_k, blocks * threads) * warp_size;
+  }
 
   struct WarpNumbers {
     // Of the warp's events in each tile: how many they are, then the number of the next.
@@ -76,9 +83,10 @@ struct AssignSlotsKernel {
     // Of the block; two, as others may still read those of the last window.
     Events totals[2][window];
     Events warp_sums[warps];
+    Life lives[warps][most_shared_lives];
   };
 
-  // The part of a row that a warp has: consecutive keys.
+  // The part of a row that a warp has: consecutive keys, later their lives.
   struct Part {
     int row;
     int rank;  // of the block in the cluster
@@ -88,7 +96,7 @@ struct AssignSlotsKernel {
     __device__ explicit Part(const Params& p)
         : row(static_cast<int>(blockIdx.x) / p.blocks),
           rank(static_cast<int>(blockIdx.x) % p.blocks) {
-      const int warp_keys = ceil_div(p.seqlen_k, p.blocks * threads) * warp_size;
+      const int warp_keys = keys_of_warp(p.seqlen_k, p.blocks);
       begin = (rank * warps + warp_id()) * warp_keys;
       end = min(begin + warp_keys, p.seqlen_k);
     }
@@ -115,8 +123,10 @@ struct AssignSlotsKernel {
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
     Part part(p);
     const std::int64_t row_begin = static_cast<std::int64_t>(part.row) * p.seqlen_k;
-    Life* const lives = p.lives + row_begin;
-    part.end = part.begin + list_lives(p, part, lives);
+    Life* const lives =
+        p.lives == nullptr ? shared.lives[warp_id()] : p.lives + row_begin + part.begin;
+    part.end = list_lives(p, part, lives);
+    part.begin = 0;
     Events numbered{};
     for (int first_tile = 0, parity = 0; first_tile < p.tiles; first_tile += window, parity ^= 1) {
       const int tiles = min(window, p.tiles - first_tile);
@@ -146,7 +156,7 @@ struct AssignSlotsKernel {
                     const bool is_seen = key >= 0 && tiles.first_touched() < tiles.end_touched();
                     const unsigned seen = warp_ballot(is_seen);
                     if (is_seen) {
-                      Life& life = lives[part.begin + listed + count_before(seen, lane_id())];
+                      Life& life = lives[listed + count_before(seen, lane_id())];
                       life.key = key;
                       life.first = static_cast<std::uint16_t>(tiles.first_touched());
                       life.last = static_cast<std::uint16_t>(tiles.end_touched() - 1);
@@ -316,14 +326,16 @@ struct AssignSlotsKernel {
 std::int64_t row_count(const TileListArgs& args) { return args.batch * args.heads; }
 
 struct Workspace {
-  Life* lives;
+  Life* lives = nullptr;
   std::int32_t* last_segment;
   std::size_t bytes;
 
   Workspace(const TileListArgs& args, void* base) {
     WorkspaceAllocator workspace(base);
     const std::int64_t keys = row_count(args) * args.seqlen_k;
-    lives = workspace.take<Life>(keys);
+    const int warp_keys = AssignSlotsKernel::keys_of_warp(
+        static_cast<int>(args.seqlen_k), cluster_rows::blocks_of_row(args.seqlen_k));
+    if (warp_keys > AssignSlotsKernel::most_shared_lives) lives = workspace.take<Life>(keys);
     last_segment = workspace.take<std::int32_t>(keys);
     bytes = workspace.used();
   }
