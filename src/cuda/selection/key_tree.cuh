@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/divisor.h"
 #include "cuda/selection/device.cuh"
 #include "selection/query_tile_lists.h"
 
@@ -63,9 +64,7 @@ class AllKeys {
       : intervals_(reinterpret_cast<const int2*>(args.intervals.data)),
         stride_batch_(args.intervals.stride_batch),
         stride_head_(args.intervals.stride_head),
-        inverse_(args.tile_rows == 1
-                     ? 0
-                     : ~std::uint64_t{0} / static_cast<std::uint64_t>(args.tile_rows) + 1),
+        by_tile_rows_(static_cast<int>(args.tile_rows)),
         heads_(static_cast<int>(args.heads)),
         tile_rows_(static_cast<int>(args.tile_rows)),
         seqlen_q_(static_cast<int>(args.seqlen_q)),
@@ -92,8 +91,8 @@ class AllKeys {
       const int first = max(queries.x, 0);
       const int last = min(queries.y, all_.seqlen_q_);
       if (first >= last) return {key, {0, 0}};
-      const int first_tile = all_.tile_of(first);
-      const int last_tile = all_.tile_of(last - 1);
+      const int first_tile = all_.by_tile_rows_.divide(first);
+      const int last_tile = all_.by_tile_rows_.divide(last - 1);
       // The last tile may be short: a key that all its queries see fills it.
       const bool ends_tile = last == all_.seqlen_q_ || last == (last_tile + 1) * all_.tile_rows_;
       return {key,
@@ -109,7 +108,7 @@ class AllKeys {
   __device__ Items items(int row, int) const { return {*this, row}; }
   __host__ __device__ int nodes() const { return 1; }
   __device__ Node node(int row, int) const {
-    return {row, 0, seqlen_q_ == 0 ? 0 : tile_of(seqlen_q_ - 1) + 1};
+    return {row, 0, seqlen_q_ == 0 ? 0 : by_tile_rows_.divide(seqlen_q_ - 1) + 1};
   }
   __device__ Queries queries(const Node& node) const {
     const std::int64_t end = static_cast<std::int64_t>(node.end_tile) * tile_rows_;
@@ -122,16 +121,10 @@ class AllKeys {
   }
 
  private:
-  // Exact: 2^64 / tile_rows rounded up is off by less than 1, and a query has 31 bits.
-  __device__ int tile_of(int query) const {
-    if (inverse_ == 0) return query;
-    return static_cast<int>(__umul64hi(static_cast<std::uint64_t>(query), inverse_));
-  }
-
   const int2* intervals_;
   std::int64_t stride_batch_;
   std::int64_t stride_head_;
-  std::uint64_t inverse_;
+  Divisor by_tile_rows_;
   int heads_;
   int tile_rows_;
   int seqlen_q_;
