@@ -260,6 +260,27 @@ __device__ inline T* in_cluster_block(T* mine, int rank) {
 #endif
 }
 
+// ---- Limits to what the compiler reorders ----
+//
+// No instructions: they keep the order of accesses, or the registers of values, that the code has.
+
+// No access to memory moves past it.
+__device__ inline void compiler_fence() { asm volatile("" ::: "memory"); }
+
+// The compiler takes the value for unknown from here on: it neither recomputes it nor shares it with an equal one.
+__device__ inline void make_opaque(int& value) { asm volatile("" : "+r"(value)); }
+__device__ inline void make_opaque(std::uint32_t& value) { asm volatile("" : "+r"(value)); }
+// Of a pointer to global memory.
+template <class T>
+__device__ inline void make_opaque(T*& pointer) {
+  asm volatile("" : "+l"(pointer));
+  __builtin_assume(__isGlobal(pointer));
+}
+template <class T, class U, class V>
+__device__ inline void make_opaque(T*& x, U*& y, V*& z) {
+  asm volatile("" : "+l"(x), "+l"(y), "+l"(z));
+}
+
 // ---- Arithmetic ----
 
 // 2^x to 2 ulp; 0 for -inf and for results below the normal range.

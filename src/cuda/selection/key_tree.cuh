@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "cuda/common/divisor.h"
 #include "cuda/selection/device.cuh"
@@ -70,6 +71,7 @@ class AllKeys {
         seqlen_q_(static_cast<int>(args.seqlen_q)),
         seqlen_k_(static_cast<int>(args.seqlen_k)),
         shift_(static_cast<int>(args.seqlen_k - args.seqlen_q)),
+        causal_shift_(args.causal ? shift_ : std::numeric_limits<int>::max()),
         causal_(args.causal) {}
 
   class Items {
@@ -83,7 +85,7 @@ class AllKeys {
     // The queries that see a key, and others that do not exist.
     __device__ int2 interval(int key) const {
       int2 interval = intervals_ == nullptr ? make_int2(0, all_.seqlen_q_) : intervals_[key];
-      if (all_.causal_) interval.x = max(interval.x, key - all_.shift_);
+      interval.x = max(interval.x, key - all_.causal_shift_);
       return interval;
     }
     __device__ Entry operator[](int key) const { return entry(key, interval(key)); }
@@ -129,7 +131,8 @@ class AllKeys {
   int tile_rows_;
   int seqlen_q_;
   int seqlen_k_;
-  int shift_;  // position of query 0
+  int shift_;         // position of query 0
+  int causal_shift_;  // the same, or so much that no key is too late for a query
   bool causal_;
 };
 
@@ -239,6 +242,7 @@ struct Tiles {
     std::int32_t* list = keys + at(parent, 0) * capacity;
 #pragma unroll
     for (int b = 0; b < NodeTiles; ++b, list += capacity) {
+      make_opaque(list);  // else each store adds its address up from the beginning of all lists
       // A key is in one of a tile's two lists. Each lane reads that of its own key: two shuffles, which bound this loop.
       const int own = (lists >> b & 1u) != 0 ? b : b + NodeTiles;
       const unsigned keys_of_own = shuffle(keys_of_list, own);

@@ -65,9 +65,12 @@ struct PartitionRowKernel {
     unsigned seen[words] = {};
 #pragma unroll
     for (int w = 0; w < words; ++w) {
+      const int word_begin = warp_begin + w * warp_size * warp_size;
+#pragma unroll 1
       for (int i = 0; i < warp_size; i += together) {
-        const int first = warp_begin + (w * warp_size + i) * warp_size;
+        const int first = word_begin + i * warp_size;
         if (first >= warp_end) break;
+        const int own = lane - i;
         int2 interval[together];
 #pragma unroll
         for (int k = 0; k < together; ++k) {
@@ -75,12 +78,13 @@ struct PartitionRowKernel {
         }
 #pragma unroll
         for (int k = 0; k < together; ++k) {
-          const bool is_key = first + k * warp_size + lane < warp_end;
-          const unsigned keys = warp_ballot(is_key && max(interval[k].x, queries.begin) <
-                                                          min(interval[k].y, queries.end));
-          if (lane == i + k) seen[w] = keys;
+          const unsigned keys =
+              warp_ballot(max(interval[k].x, queries.begin) < min(interval[k].y, queries.end));
+          if (own == k) seen[w] = keys;
         }
       }
+      // Past the end the last key is read again.
+      seen[w] &= bit_range(0, min(max(warp_end - word_begin - lane * warp_size, 0), warp_size));
     }
     int place[words];
     int count = 0;

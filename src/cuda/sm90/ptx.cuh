@@ -243,21 +243,6 @@ __device__ inline void set_flag_if(bool on, std::uint32_t* flag) {
       : "memory");
 }
 
-// ---- Limits to what the compiler reorders ----------------------------------------------------------
-//
-// No instructions: they keep the order of accesses, or the registers of values, that the code has.
-
-// No access to memory moves past it.
-__device__ inline void compiler_fence() { asm volatile("" ::: "memory"); }
-
-// The compiler takes the value for unknown from here on: it neither recomputes it nor shares it with an equal one.
-__device__ inline void make_opaque(int& value) { asm volatile("" : "+r"(value)); }
-__device__ inline void make_opaque(std::uint32_t& value) { asm volatile("" : "+r"(value)); }
-template <class T, class U, class V>
-__device__ inline void make_opaque(T*& x, U*& y, V*& z) {
-  asm volatile("" : "+l"(x), "+l"(y), "+l"(z));
-}
-
 // ---- Bits ----
 
 // Byte i of the result is eight times the highest bit of the byte of (x, y) that the lowest three bits of the i-th
