@@ -19,21 +19,24 @@ constexpr int bits_for(std::int64_t count) {
   return bits;
 }
 
-// Numbers the keys of a warp, of which a lane has every 32nd: `next` has the next number in each of the warp's bins. A
-// key whose bin is negative takes none.
-template <int BinBits, int Count>
-__device__ void take_numbers(const int (&bin)[Count], int* next, int (&number)[Count]) {
-  unsigned same[Count];  // lanes with a key of the same bin
+// The lanes with the same value, of a few bits, as this one. match_any takes a step for each distinct value.
+template <int Bits>
+__device__ unsigned lanes_with_same(int value) {
+  unsigned same = full_mask;
 #pragma unroll
-  for (int i = 0; i < Count; ++i) {
-    same[i] = warp_ballot(bin[i] >= 0);
-#pragma unroll
-    for (int bit = 0; bit < BinBits; ++bit) {
-      const bool is_set = (bin[i] >> bit & 1) != 0;
-      const unsigned set = warp_ballot(is_set);
-      same[i] &= is_set ? set : ~set;
-    }
+  for (int bit = 0; bit < Bits; ++bit) {
+    const bool is_set = (value >> bit & 1) != 0;
+    const unsigned set = warp_ballot(is_set);
+    same &= is_set ? set : ~set;
   }
+  return same;
+}
+
+// Numbers the keys of a warp, of which a lane has every 32nd: `next` has the next number in each of the warp's bins,
+// `same` the lanes with a key of the same bin. A key whose bin is negative takes none.
+template <int Count>
+__device__ void take_numbers(const int (&bin)[Count], const unsigned (&same)[Count], int* next,
+                             int (&number)[Count]) {
 #pragma unroll
   for (int i = 0; i < Count; ++i) {
     const int before = count_before(same[i], lane_id());

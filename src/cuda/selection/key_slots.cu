@@ -58,9 +58,7 @@ struct AssignSlotsKernel {
   static constexpr int min_blocks = cluster_rows::min_blocks;
   static constexpr int warps = cluster_rows::warps;
   static constexpr int window = threads;  // tiles whose events are numbered at a time, one a thread
-  static constexpr int tile_bits = 9;
-  static_assert(window == 1 << tile_bits);
-  static constexpr int lane_keys = 4;  // whose loads are on their way together
+  static constexpr int lane_keys = 4;     // whose loads are on their way together
   static constexpr int segments_together = 2 * window / warp_size;
   static constexpr int none = -2;  // no key enters a slot
   // Of a warp, whose lives lie in shared memory if they are no more. Two blocks of a multiprocessor have no more room.
@@ -248,13 +246,16 @@ struct AssignSlotsKernel {
                     if (arrives >= 0) lives[at].arrival = arrival;
                     if (departs >= 0) lives[at].departure = departure;
                   });
+    __syncwarp();
   }
 
   // The number of the event that this lane's key has in a tile of the window; by all lanes.
   static __device__ int take_number(int (&next)[window], int bin) {
     if (!warp_any(bin >= 0)) return -1;
+    // Few tiles: the keys of a warp are neighbours.
+    const unsigned same = __match_any_sync(full_mask, bin);
     int number[1];
-    take_numbers<tile_bits>({bin}, next, number);
+    take_numbers({bin}, {same}, next, number);
     return number[0];
   }
 

@@ -227,12 +227,14 @@ __global__ void __launch_bounds__(RowPasses::threads, RowPasses::min_blocks)
   const int row_offset = sum_before_digit(before_pass.in_row, shared.warp_sums[0]);
 
   int bin[PassKeys::count];
-  int rank[PassKeys::count];  // among the keys of the warp with the same digit
+  unsigned same[PassKeys::count];  // lanes with a key of the same bin
+  int rank[PassKeys::count];       // among the keys of the warp with the same digit
 #pragma unroll
   for (int i = 0; i < PassKeys::count; ++i) {
     bin[i] = keys.exists(i) ? digit_of(rows.layout, keys.key[i], pass) : -1;
+    same[i] = lanes_with_same<RowPasses::digit_bits>(bin[i]) & warp_ballot(keys.exists(i));
   }
-  take_numbers<RowPasses::digit_bits>(bin, shared.offsets[warp], rank);
+  take_numbers(bin, same, shared.offsets[warp], rank);
   __syncthreads();
   int in_tile = 0;
   std::uint32_t* const published = passes.published + counts_begin;
