@@ -218,15 +218,11 @@ def backend_of(query: Tensor, backend: str) -> str:
     return "triton" if on_triton else backend
 
 
-def broadcast_argument(
-    tensor: Tensor | None, name: str, query: Tensor, key: Tensor
-) -> Tensor | None:
+def broadcast_argument(tensor: Tensor, name: str, query: Tensor, key: Tensor) -> Tensor:
     """The 4-d view of a mask or bias: [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1], nothing expanded.
 
     2-d is [B, Sk] and 3-d is [B, H, Sk], the same for every query.
     """
-    if tensor is None:
-        return None
     check_tensor(tensor, name)
     shape = tensor.shape
     if tensor.dim() == 2:
@@ -255,8 +251,10 @@ def broadcast_argument(
 
 
 def mask_argument(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    if mask is None:
+        return None
     mask = broadcast_argument(mask, "attn_mask", query, key)
-    if mask is not None and mask.dtype != torch.bool:
+    if mask.dtype != torch.bool:
         raise TypeError(
             f"attn_mask: got {mask.dtype}, expected torch.bool (True: visible); "
             "additive masks go into attn_bias"
@@ -267,10 +265,11 @@ def mask_argument(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | N
 def bias_argument(
     bias: Tensor | None, query: Tensor, key: Tensor, name: str = "attn_bias"
 ) -> Tensor | None:
+    if bias is None:
+        return None
     bias = broadcast_argument(bias, name, query, key)
-    if bias is not None:
-        refuse_transforms(**{name: bias})
-    if bias is None or bias.dtype == query.dtype:
+    refuse_transforms(**{name: bias})
+    if bias.dtype == query.dtype:
         return bias
     if not bias.is_floating_point():
         masks = "; boolean masks go into attn_mask" if bias.dtype == torch.bool else ""
