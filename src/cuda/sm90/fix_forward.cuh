@@ -7,34 +7,42 @@
 namespace flash_dmattn::cuda::sm90 {
 
 // Recomputes in double the rows that the main kernel has marked with an lse of NaN: rows whose scores or sums are out
-// of fp32's range and rows that may see no key. A kernel of its own: a function call in the persistent loop would
-// serialize its products (C7510).
+// of fp32's range and rows that may see no key.
+
+// Those of 32 rows, of which each lane has one. `has_row`: it exists. By a warp.
+template <class T>
+__device__ inline void fix_marked_rows(const ForwardParams& p, bool has_row, int batch, int head,
+                                       int row) {
+  const QueryHead own{batch, head, head / (p.shape.heads_q / p.shape.heads_kv)};
+  unsigned left = warp_ballot(has_row && isnan(p.lse[own.row_index(p.shape, row)]));
+  for (; left != 0; left &= left - 1) {
+    const int lane = __ffs(static_cast<int>(left)) - 1;
+    fp64_row<T, true>(
+        p, {shuffle(own.batch, lane), shuffle(own.head, lane), shuffle(own.kv_head, lane)},
+        shuffle(row, lane));
+  }
+}
+
+// After blocks that have had several work tiles: in their persistent loop a call would spill registers.
 template <class T>
 struct FixForwardKernel {
   using Params = ForwardKernelParams;
-  static constexpr int warps = 8;
-  static constexpr int threads = warps * 32;
+  static constexpr int threads = 256;
   static constexpr int min_blocks = 1;
   struct SharedStorage {};
 
   __device__ void operator()(const Params& p, SharedStorage&) const {
     if (p.needs_fix != nullptr && *p.needs_fix == 0) return;
     const Shape& shape = p.forward.shape;
-    const int lane = static_cast<int>(threadIdx.x) % warp_size;
     const std::int64_t rows =
         static_cast<std::int64_t>(shape.batch) * shape.heads_q * shape.seqlen_q;
-    const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * warps + threadIdx.x / 32;
-    for (std::int64_t first = warp * 32; first < rows;
-         first += static_cast<std::int64_t>(gridDim.x) * warps * 32) {
-      const bool marked = first + lane < rows && isnan(p.forward.lse[first + lane]);
-      unsigned left = warp_ballot(marked);
-      for (; left != 0; left &= left - 1) {
-        const std::int64_t index = first + __ffs(static_cast<int>(left)) - 1;
-        const int row = static_cast<int>(index % shape.seqlen_q);
-        const int head = static_cast<int>(index / shape.seqlen_q % shape.heads_q);
-        const int batch = static_cast<int>(index / shape.seqlen_q / shape.heads_q);
-        fp64_row<T, true>(p.forward, {batch, head, head / (shape.heads_q / shape.heads_kv)}, row);
-      }
+    const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * threads;
+    for (std::int64_t i = first; i < rows; i += static_cast<std::int64_t>(gridDim.x) * threads) {
+      const std::int64_t index = i + threadIdx.x;
+      fix_marked_rows<T>(p.forward, index < rows,
+                         static_cast<int>(index / shape.seqlen_q / shape.heads_q),
+                         static_cast<int>(index / shape.seqlen_q % shape.heads_q),
+                         static_cast<int>(index % shape.seqlen_q));
     }
   }
 };

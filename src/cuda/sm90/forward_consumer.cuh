@@ -3,6 +3,7 @@
 #include "cuda/common/softmax.cuh"
 #include "cuda/sm90/dense_elements.cuh"
 #include "cuda/sm90/dense_scores.cuh"
+#include "cuda/sm90/fix_forward.cuh"
 #include "cuda/sm90/forward_epilogue.cuh"
 #include "cuda/sm90/forward_storage.cuh"
 
@@ -100,6 +101,9 @@ class ForwardConsumer {
     wait_out(n - 1);
     const float offsets[2] = {offset<true>(0), offset<true>(1)};
     store(work, sum_, offsets);
+    if constexpr (Kernel::fixes_rows) {
+      if (p_.needs_fix == nullptr) fix(work);
+    }
   }
 
  private:
@@ -442,11 +446,25 @@ class ForwardConsumer {
     for (int i = 0; i < keys / 4; ++i) weights_[i] = pack<T>(scores_[2 * i], scores_[2 * i + 1]);
   }
 
+  // Row h of this thread's two.
+  __device__ OutputRow row(const WorkTile& work, int h) const {
+    return {work.head + (has_two_heads() ? h : 0), work.row + first_query() + h * query_step()};
+  }
+
   __device__ void store(const WorkTile& work, const float (&sums)[2], const float (&offsets)[2]) {
-    const int query = work.row + first_query();
-    const OutputRow rows[2] = {{work.head, query},
-                               {work.head + (has_two_heads() ? 1 : 0), query + query_step()}};
+    const OutputRow rows[2] = {row(work, 0), row(work, 1)};
     store_output<Kernel>(p_, work, rows, out_, sums, offsets);
+  }
+
+  // The rows that have just been stored and marked, the only ones of the block.
+  __device__ void fix(const WorkTile& work) const {
+    __syncwarp();
+#pragma unroll 1
+    for (int h = 0; h < 2; ++h) {
+      const auto [head, query] = row(work, h);
+      const bool has_row = lane() % 4 == 0 && query < p_.forward.shape.seqlen_q;
+      fix_marked_rows<T>(p_.forward, has_row, work.batch, head, query);
+    }
   }
 
   const ForwardKernelParams& p_;

@@ -26,7 +26,7 @@ struct OutputRow {
 
 // Stores out / sum and lse = log 2 (offset + log2 sum) of a thread's two rows from registers: the lanes of a quad
 // exchange words so that each stores 16 bytes. There are no branches (ptx.cuh). Rows that overflow fp32 or the output's
-// dtype, or that see no key, get an lse of NaN: FixForwardKernel recomputes and saturates them.
+// dtype, or that see no key, get an lse of NaN: they are recomputed and saturated later (fix_forward.cuh).
 template <class Kernel>
 __device__ inline void store_output(const ForwardKernelParams& params, const WorkTile& work,
                                     const OutputRow (&rows)[2],
@@ -86,7 +86,7 @@ __device__ inline void store_output(const ForwardKernelParams& params, const Wor
                        : rounded);
     store_if(stores_lse && p.lse_low != nullptr, p.lse_low + lse_row,
              empty ? 0.0f : static_cast<float>(lse - static_cast<double>(rounded)));
-    const bool has_flag = Kernel::has_key_info || params.needs_fix != nullptr;
+    const bool has_flag = !Kernel::fixes_rows || params.needs_fix != nullptr;
     set_flag_if(stores_lse && !ordinary && has_flag, params.needs_fix);
   }
 }

@@ -11,8 +11,8 @@
 // The kernels of one dtype and head-dim bucket D; instances/ has a template of their files.
 namespace flash_dmattn::cuda::sm90 {
 
-// The arrays of a forward in the caller's workspace; their sizes follow from shapes and strides. A kernel without key
-// info, no block of which takes a second work tile, has none: an allocation and a launch less for a short call.
+// The arrays of a forward in the caller's workspace; their sizes follow from shapes and strides. A short call, whose
+// blocks have one work tile each and recompute its rows themselves, has key info at most: launches less.
 struct ForwardWorkspace {
   KeyInfo info;
   int* next_work = nullptr;

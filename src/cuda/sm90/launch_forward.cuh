@@ -43,14 +43,12 @@ void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
   }
   params.bias_factor = Kernel::shapes && shapes_scores(p) ? log2e : 1 / p.score.scale;
   params.work_tiles = Kernel::work_tiles(params);
-  if (params.needs_fix != nullptr) {
-    const PrepareForward<T> prepare{
-        {p.shape, p.score, params.info, params.bias_factor}, params.next_work, params.needs_fix};
-    for_each(prepare.items(), prepare, stream);
-  }
+  const PrepareForward<T> prepare{
+      {p.shape, p.score, params.info, params.bias_factor}, params.next_work, params.needs_fix};
+  for_each(prepare.items(), prepare, stream);
   const int multiprocessors = current_device().multiprocessors;
   launch<Kernel>(std::min(multiprocessors, params.work_tiles), params, stream);
-  launch<FixForwardKernel<T>>(2 * multiprocessors, params, stream);
+  if (params.needs_fix != nullptr) launch<FixForwardKernel<T>>(2 * multiprocessors, params, stream);
 }
 
 template <class T, int D>

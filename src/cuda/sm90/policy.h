@@ -45,6 +45,12 @@ inline constexpr std::array forward_variants = {
         .load = KeyLoad::any, .has_key_info = true, .dense = DenseAccess::elements, .shapes = true},
 };
 
+// Whether a block that has one work tile recomputes rows itself (fix_forward.cuh). In other kernels the call for it would
+// spill registers of the main loop.
+constexpr bool fixes_rows(int head_dim_bucket, const ForwardVariant& variant) {
+  return variant.dense == DenseAccess::none && head_dim_bucket <= 128;
+}
+
 constexpr ForwardVariant with_overlap(ForwardVariant variant, bool overlaps) {
   variant.overlaps = overlaps;
   return variant;

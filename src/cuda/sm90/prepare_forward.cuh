@@ -4,17 +4,17 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Computes the KeyInfo of a forward and clears its work counter.
+// Computes the KeyInfo of a forward and clears its work counter and its flag, as far as it has them.
 template <class T>
 struct PrepareForward {
   PrepareKeyInfo<T> key_info;
   int* next_work;
   std::uint32_t* needs_fix;
 
-  long items() const { return std::max(key_info.items(), 1l); }
+  long items() const { return std::max(key_info.items(), next_work == nullptr ? 0l : 1l); }
 
   __device__ void operator()(long i) const {
-    if (i == 0) {
+    if (i == 0 && next_work != nullptr) {
       *next_work = 0;
       *needs_fix = 0;
     }
