@@ -9,6 +9,9 @@ from numbers import Integral, Real
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack as _innermost_transform
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from .availability import unavailable_reason
 
@@ -42,7 +45,6 @@ def attention_inputs(
     backend: its name where one is named.
     """
     _check_tensors(query, key, value, layout)
-    refuse_transforms(query=query, key=key, value=value)
     if torch._C._is_any_autocast_enabled():
         query, key, value = _autocast(query, key, value)
     _check_types(query, key, value)
@@ -92,28 +94,25 @@ def resolve_flag(value: object, name: str) -> bool:
 
 def may_read() -> bool:
     """Whether values of tensors may be read: not in compiled code, nor while a CUDA graph is captured."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return False
     return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def is_transformed() -> bool:
     """Whether a transform of torch.func or forward-mode differentiation is active."""
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    )
+    return _innermost_transform() is not None or forward_ad._current_level >= 0
 
 
 def refuse_transforms(**tensors: Tensor | None) -> None:
     """Forward-mode derivatives do not exist, and torch would silently make them 0. torch.func's reverse mode
     does not look into custom operators."""
-    if torch.compiler.is_compiling() or not is_transformed():
+    if is_compiling() or not is_transformed():
         return
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+        if forward_ad.unpack_dual(tensor).tangent is not None:
             raise RuntimeError(
                 f"{name}: got a tensor with a tangent (forward-mode differentiation, torch.func.jvp), expected "
                 "one without: attention has reverse-mode derivatives only"
@@ -187,7 +186,7 @@ def _runs_on_cpu(backend: str) -> bool:
 def check_device(query: Tensor, backend: str) -> None:
     if backend in ("triton", "flex"):
         # On the CPU: Triton interpreted, and the forward of FlexAttention, which raise their own errors.
-        allowed = torch.compiler.is_compiling() or (query.is_cpu and _runs_on_cpu(backend))
+        allowed = is_compiling() or (query.is_cpu and _runs_on_cpu(backend))
         reason = "" if allowed else unavailable_reason(backend)
         if reason:
             raise RuntimeError(f"{backend}_dmattn_func: {reason}. Use flash_dmattn_func instead.")
@@ -198,7 +197,7 @@ def check_device(query: Tensor, backend: str) -> None:
         )
     if query.is_cuda:
         needed = backend_of(query, backend) or "cuda"
-        reason = "" if torch.compiler.is_compiling() else unavailable_reason(needed)
+        reason = "" if is_compiling() else unavailable_reason(needed)
         if needed == "triton" and not reason:
             return
         if reason and needed == "cuda":
@@ -268,7 +267,6 @@ def bias_argument(
     if bias is None:
         return None
     bias = broadcast_argument(bias, name, query, key)
-    refuse_transforms(**{name: bias})
     if bias.dtype == query.dtype:
         return bias
     if not bias.is_floating_point():

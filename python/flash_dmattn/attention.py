@@ -11,6 +11,7 @@ from ._arguments import (
     bias_argument,
     mask_argument,
     of_value_dim,
+    refuse_transforms,
     resolve_flag,
 )
 from .choice import Choice, choose, repeat_heads
@@ -43,6 +44,9 @@ def attention(
     query, key, value = attention_inputs(query, key, value, "B, S, H, D", backend)
     bias = bias_argument(bias, query, key)
     choice = choice.checked(query, key)
+    refuse_transforms(
+        query=query, key=key, value=value, attn_bias=bias, selection_scores=choice.scores
+    )
     mask, is_causal, keys = visible
     if keys is not None:
         _check_intervals(keys, query, key)

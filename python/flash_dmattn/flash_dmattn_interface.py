@@ -16,6 +16,7 @@ from ._arguments import (
     check_tensor,
     check_window,
     of_value_dim,
+    refuse_transforms,
     resolve_flag,
 )
 from .attention import attention, run, with_statistics
@@ -148,6 +149,7 @@ def flash_dmattn_varlen_func(
         cu_seqlens_q = cu_seqlens_k
     query, key, value = query[None], key[None], value[None]
     bias = _packed_bias(attn_bias, query, key)
+    refuse_transforms(query=query, key=key, value=value, attn_bias=bias)
     if keep_window_size is not None:
         check_window(keep_window_size)
         if bias is None:
