@@ -29,14 +29,14 @@ TileListArgs list_args(const SelectionArgs& select) {
           .bound = {std::min(select.window, select.seqlen_k), 0}};
 }
 
-struct Workspace {
+struct ListWorkspace {
   KeyInterval* intervals;
   TileListBuffers lists;
   char* step;  // of selection, then of the lists
   std::size_t step_bytes;
   std::size_t bytes;
 
-  Workspace(const SelectionArgs& args, void* base) {
+  ListWorkspace(const SelectionArgs& args, void* base) {
     WorkspaceAllocator allocator(base);
     const std::int64_t rows = args.batch * args.heads;
     intervals = allocator.take<KeyInterval>(rows * args.seqlen_k);
@@ -57,13 +57,13 @@ std::int64_t key_list_stride(const SelectionArgs& args) {
 }
 
 std::size_t select_list_workspace_size(const SelectionArgs& args) {
-  return Workspace(args, nullptr).bytes;
+  return ListWorkspace(args, nullptr).bytes;
 }
 
 KeyList select_key_list(const SelectionArgs& args, std::int32_t* keys, std::int32_t* count,
                         const Execution& execution) {
   require_workspace(execution, cuda::select_list_workspace_size(args));
-  const Workspace workspace(args, execution.workspace);
+  const ListWorkspace workspace(args, execution.workspace);
   const SelectionArgs select = for_one_query(args, workspace.intervals);
   Execution step = execution;
   step.workspace = workspace.step;

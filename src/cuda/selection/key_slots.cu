@@ -326,12 +326,12 @@ struct AssignSlotsKernel {
 
 std::int64_t row_count(const TileListArgs& args) { return args.batch * args.heads; }
 
-struct Workspace {
+struct SlotWorkspace {
   Life* lives = nullptr;
   std::int32_t* last_segment;
   std::size_t bytes;
 
-  Workspace(const TileListArgs& args, void* base) {
+  SlotWorkspace(const TileListArgs& args, void* base) {
     WorkspaceAllocator workspace(base);
     const std::int64_t keys = row_count(args) * args.seqlen_k;
     const int warp_keys = AssignSlotsKernel::keys_of_warp(
@@ -359,13 +359,13 @@ std::size_t key_slot_bytes(const KeySlotShape& shape) {
 
 std::size_t slot_workspace_size(const TileListArgs& args) {
   validate_tile_list_args(args);
-  return Workspace(args, nullptr).bytes;
+  return SlotWorkspace(args, nullptr).bytes;
 }
 
 void assign_slots(const TileListArgs& args, const KeySlotShape& shape, const KeySlotBuffers& out,
                   const Execution& execution) {
   require_workspace(execution, slot_workspace_size(args));
-  const Workspace workspace(args, execution.workspace);
+  const SlotWorkspace workspace(args, execution.workspace);
   const int tiles = static_cast<int>(args.tiles());
   const SlotRows rows{
       .keys = key_tree::AllKeys(args),

@@ -31,7 +31,7 @@ struct Call {
   std::size_t bytes;
 
   Call(const ForwardArgs& args, const DeviceProperties& device, void* base)
-      : choice(choose(args.problem, shared_class(device))), params(params_of(args)) {
+      : choice(choose(args.problem, shared_class(device))), params(cuda::params_of(args)) {
     const Problem& p = args.problem;
     mark_elementwise(params.score, p);
     const std::int64_t most_keys =
@@ -110,7 +110,7 @@ struct Step {
     forward.in = pending_inputs(args.cache, args.q, 1, nullptr, args.score_use);
     forward.out = args.out;
     forward.lse = args.lse;
-    return params_of(forward);
+    return cuda::params_of(forward);
   }
 };
 
