@@ -124,12 +124,20 @@ struct BackwardKernel {
   }
 
  private:
+  // The block of keys that is `number` in the order of a head's `blocks`.
+  static __device__ int place_in_run(int number, int blocks, int run_blocks) {
+    const int run = number / run_blocks;
+    if (run % 2 != 0) return number;
+    const int begin = run * run_blocks;
+    return begin + min(begin + run_blocks, blocks) - 1 - number;
+  }
+
   // The work of a block of neighbouring keys; returns the work just before it that adds to the same dq.
   static __device__ int find_work(const Params& p, SharedStorage& storage) {
     constexpr int keys = BackwardPolicy::keys;
     const Shape& shape = p.backward.shape;
     KeyTile tile(shape, keys, p.one_section, storage.order);
-    if (p.keys_descend) tile.key = (ceil_div(shape.seqlen_k, keys) - 1) * keys - tile.key;
+    tile.key = place_in_run(tile.key / keys, ceil_div(shape.seqlen_k, keys), p.run_blocks) * keys;
     if constexpr (Variant.has_dense()) {
       if (threadIdx.x == 0) {
         const int list = QueryVisitLists::list(shape, tile.batch, tile.kv_head, tile.key);

@@ -188,21 +188,30 @@ struct BackwardCall {
     return has(problem.bias_shape) && !is_dense(problem.bias_shape) && has_list(problem);
   }
 
-  // Of blocks of neighbouring keys that add to dq in an order: whether they take the keys of a head from its end, in
-  // sections of the L2 (KeyTile), or those of all heads at once from their beginning. The queries of such blocks end
-  // together, and of two neighbours the one with later keys begins two tiles later: in descending order it is two tiles
-  // ahead from the start, and no block waits. In ascending order all heads have to be in flight; of many heads few
-  // blocks each are, which then read q, dout and dq from DRAM. With fewer heads the longest blocks of the last section,
-  // which run last, cost more. Windows end with their keys, and for heads of a group, one after the other, the distance
-  // grows: both ascend. Without an order blocks of windows and documents, which read few queries, are one section too:
-  // the shorter ones of a document run last.
+  // Of blocks of neighbouring keys that add to dq in an order. Their queries end together, and of two neighbours the one
+  // with later keys begins two tiles later: begun at once in descending order it is two tiles ahead, and no block waits.
+  // - The blocks of a head that are in flight are a run, the longest runs first. A run begins as the one before it ends,
+  //   two tiles apart: descending again their distance would grow to four, so that it ascends.
+  // - Of many heads few blocks each would be in flight, which then read q, dout and dq from DRAM: the heads come in
+  //   sections of the L2 (KeyTile), each descending as a whole. With fewer heads the longest blocks of the last section,
+  //   which run last, cost more; for heads of a group, one after the other, the distance grows.
+  // - Windows end with their keys, and the visits of dense masks are selections of tiles: both ascend.
+  // Without an order blocks of windows and documents, which read few queries, are one section too: the shorter ones of a
+  // document run last.
   void set_block_order(bool consecutive) {
     constexpr std::int64_t many_heads = 32;
-    const Problem& p = problem;
     const bool ordered = params.order.started != nullptr;
-    params.keys_descend = ordered && !variant().has_dense() && p.heads_q == p.heads_kv &&
-                          p.batch * p.heads_kv >= many_heads && !consecutive;
-    params.one_section = ordered ? !params.keys_descend : consecutive;
+    params.one_section = ordered || consecutive;
+    if (!ordered || consecutive || variant().has_dense()) return;
+    const Problem& p = problem;
+    const std::int64_t heads = std::max(p.batch * p.heads_kv, std::int64_t{1});
+    if (p.heads_q == p.heads_kv && heads >= many_heads) {
+      params.one_section = false;
+      params.run_blocks = ceil_div(shape().seqlen_k, BackwardPolicy::keys);
+    } else {
+      params.run_blocks =
+          static_cast<int>(std::max(current_device().multiprocessors / heads, std::int64_t{1}));
+    }
   }
 
   void set_dbias(const BackwardArgs& args) {

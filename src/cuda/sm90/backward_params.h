@@ -100,9 +100,9 @@ struct BackwardKernelParams {
   OrderSemaphores order;       // of the additions to it
   SlotParams slots;
   // Of blocks of neighbouring keys (BackwardCall::set_block_order): whether those of all heads are one section (KeyTile),
-  // and whether they take the keys of a head from its end.
+  // and how many of a head are a run; the keys of a head's runs descend and ascend in turn. 1: all ascend.
   bool one_section = false;
-  bool keys_descend = false;
+  int run_blocks = 1;
 };
 
 }  // namespace flash_dmattn::cuda::sm90
