@@ -24,11 +24,10 @@ std::string device_text(const Tensor& tensor) {
 }
 
 std::array<std::int64_t, 4> strides_of(const Tensor& tensor) {
-  std::array<std::int64_t, 4> strides;
-  for (std::size_t d = 0; d < 4; ++d) strides[d] = tensor.stride(static_cast<std::int64_t>(d));
-  // The stride over a single element has no meaning, and in torch may have any value.
-  if (tensor.size(3) <= 1) strides[3] = 1;
-  return strides;
+  const std::int64_t last = tensor.dim() - 1;
+  return {tensor.stride(0), tensor.stride(1), last == 2 ? 0 : tensor.stride(2),
+          // The stride over a single element has no meaning, and in torch may have any value.
+          tensor.size(last) <= 1 ? 1 : tensor.stride(last)};
 }
 
 }  // namespace
@@ -92,15 +91,18 @@ Tensor4 mutable_view4(const Tensor& tensor) {
 }
 
 Broadcast broadcast_argument(const Tensor& tensor, std::string_view argument, bool merge_expanded) {
-  if (tensor.dim() != 4) throw InvalidArgument(argument, shape_text(tensor), "4 dimensions");
+  const std::int64_t dims = tensor.dim();
+  if (dims != 3 && dims != 4) {
+    throw InvalidArgument(argument, shape_text(tensor), "3 dimensions, or 4 with queries");
+  }
   const auto expanded = [&](std::int64_t d) { return merge_expanded && tensor.stride(d) == 0; };
-  Broadcast result{expanded(3) ? tensor : with_dense_rows(tensor), {}, {}};
-  std::array<std::int64_t, 4> strides;
-  for (std::size_t d = 0; d < 4; ++d) {
-    const auto dim = static_cast<std::int64_t>(d);
-    const bool one = tensor.size(dim) == 1 || (tensor.size(dim) > 0 && expanded(dim));
-    result.shape[d] = one ? 1 : tensor.size(dim);
-    strides[d] = one ? 0 : result.tensor.stride(dim);
+  Broadcast result{expanded(dims - 1) ? tensor : with_dense_rows(tensor), {1, 1, 1, 1}, {}};
+  std::array<std::int64_t, 4> strides{};
+  for (std::int64_t dim = 0; dim < dims; ++dim) {
+    if (tensor.size(dim) == 1 || (tensor.size(dim) > 0 && expanded(dim))) continue;
+    const auto d = static_cast<std::size_t>(dims == 3 && dim == 2 ? 3 : dim);  // no queries
+    result.shape[d] = tensor.size(dim);
+    strides[d] = result.tensor.stride(dim);
   }
   result.view = {result.tensor.const_data_ptr(), strides};
   return result;

@@ -45,12 +45,12 @@ Tensor with_dense_rows(const Tensor& tensor);
 // 0.3 µs.
 Tensor as_contiguous(const Tensor& tensor);
 
-// Pointer and strides of a 4-d tensor with dense rows.
+// Pointer and strides of a 4-d tensor with dense rows; of a 3-d one, [B, H, Sk], as [B, H, 1, Sk].
 ConstTensor4 view4(const Tensor& tensor);
 Tensor4 mutable_view4(const Tensor& tensor);
 
-// A 4-d mask or bias: dimensions of size 1 get stride 0. With `merge_expanded`, a dimension of stride 0
-// (torch's expand) counts as size 1, so that an expanded key mask stays one.
+// A mask or bias [B, H, Sq, Sk], or [B, H, Sk] for every query: dimensions of size 1 get stride 0. With `merge_expanded`,
+// a dimension of stride 0 (torch's expand) counts as size 1, so that an expanded key mask stays one.
 struct Broadcast {
   Tensor tensor;  // keeps the memory that `view` points to
   BroadcastShape shape;

@@ -296,6 +296,27 @@ std::tuple<Tensor, Tensor> forward_op(
   return {out, lse};
 }
 
+// The choice of the `window` keys with the highest bias [B or 1, Hkv or 1, Sk] for each query, and attention to them: one
+// trip through the dispatcher. The derivative is that of forward with the returned intervals.
+std::tuple<Tensor, Tensor, Tensor> select_and_attend_op(const Tensor& q, const Tensor& k,
+                                                        const Tensor& v, const Tensor& bias,
+                                                        std::int64_t window, bool is_causal,
+                                                        double scale, double softcap, bool saturate,
+                                                        bool deterministic, std::string backend) {
+  if (q.dim() != 4) throw InvalidArgument("q", shape_text(q), "shape [B, Sq, Hq, D]");
+  if (k.dim() != 4) throw InvalidArgument("k", shape_text(k), "shape [B, Sk, Hkv, D]");
+  if (bias.dim() != 3 || bias.size(2) != k.size(1)) {
+    throw InvalidArgument("bias", shape_text(bias),
+                          "shape [B or 1, Hkv or 1, " + std::to_string(k.size(1)) + "]");
+  }
+  expect_on_device_of(bias, "bias", q, "q");
+  const Tensor intervals = select_op(bias, {}, window, "per_query", is_causal, q.size(1));
+  const auto [out, lse] =
+      forward_op(q, k, v, {}, bias, intervals, {}, {}, {}, {}, {window, is_causal ? 1 : 0}, false,
+                 scale, softcap, saturate, deterministic, std::move(backend));
+  return {out, lse, intervals};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
     const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_intervals,
@@ -313,15 +334,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
   expect_like(out, "out", query_shape(p), q);
 
   // An unwanted gradient is an empty tensor here and null data there.
-  const auto gradient = [&](bool needed, const std::array<std::int64_t, 4>& shape,
-                            ScalarType type) {
+  using Shape = torch::headeronly::IntHeaderOnlyArrayRef;
+  const auto gradient = [&](bool needed, Shape shape, ScalarType type) {
     return needed ? allocate(shape, type, q) : allocate({0}, type, q);
   };
   const ScalarType type = q.scalar_type();
   const Tensor dq = gradient(need_dq, query_shape(p), type);
   const Tensor dk = gradient(need_dk, key_shape(p), type);
   const Tensor dv = gradient(need_dv, key_shape(p), type);
-  const Tensor dbias = gradient(need_dbias, p.bias_shape, bias ? bias->scalar_type() : type);
+  const std::array key_bias_shape{p.bias_shape[0], p.bias_shape[1], p.bias_shape[3]};
+  const bool has_key_bias = bias && bias->dim() == 3;
+  const Tensor dbias = gradient(need_dbias, has_key_bias ? Shape(key_bias_shape) : p.bias_shape,
+                                bias ? bias->scalar_type() : type);
   const auto view = [](bool needed, const Tensor& tensor) {
     return needed ? mutable_view4(tensor) : Tensor4{};
   };
@@ -381,6 +405,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
       "bool need_dq, bool need_dk, bool need_dv, bool need_dbias) -> (Tensor dq, Tensor dk, Tensor "
       "dv, Tensor dbias)");
   m.def(
+      "select_and_attend(Tensor q, Tensor k, Tensor v, Tensor bias, SymInt window, bool is_causal, "
+      "float scale, float softcap, bool saturate, bool deterministic, str backend) -> (Tensor out, "
+      "Tensor lse, Tensor key_intervals)");
+  m.def(
       "select_key_intervals(Tensor scores, Tensor? key_mask, SymInt window, str selection, "
       "bool is_causal, SymInt query_length) -> Tensor");
   m.def(
@@ -405,6 +433,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
 STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CPU, m) {
   m.impl("forward", TORCH_BOX(&forward_op));
   m.impl("backward", TORCH_BOX(&backward_op));
+  m.impl("select_and_attend", TORCH_BOX(&select_and_attend_op));
   m.impl("select_key_intervals", TORCH_BOX(&select_op));
   m.impl("measure_key_bound", TORCH_BOX(&measure_op));
   m.impl("build_tile_lists", TORCH_BOX(&tile_lists_op));
@@ -414,6 +443,7 @@ STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CPU, m) {
 STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CUDA, m) {
   m.impl("forward", TORCH_BOX(&forward_op));
   m.impl("backward", TORCH_BOX(&backward_op));
+  m.impl("select_and_attend", TORCH_BOX(&select_and_attend_op));
   m.impl("select_key_intervals", TORCH_BOX(&select_op));
   m.impl("select_key_list", TORCH_BOX(&select_list_op));
   m.impl("rank_keys", TORCH_BOX(&rank_op));

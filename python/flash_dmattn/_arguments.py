@@ -100,14 +100,16 @@ def may_read() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func or forward-mode differentiation is active."""
+    """Whether a transform of torch.func or forward-mode differentiation is active; in compiled code there is none."""
+    if is_compiling():
+        return False
     return _innermost_transform() is not None or forward_ad._current_level >= 0
 
 
 def refuse_transforms(**tensors: Tensor | None) -> None:
     """Forward-mode derivatives do not exist, and torch would silently make them 0. torch.func's reverse mode
     does not look into custom operators."""
-    if is_compiling() or not is_transformed():
+    if not is_transformed():
         return
     for name, tensor in tensors.items():
         if tensor is None:
@@ -218,26 +220,26 @@ def backend_of(query: Tensor, backend: str) -> str:
 
 
 def broadcast_argument(tensor: Tensor, name: str, query: Tensor, key: Tensor) -> Tensor:
-    """The 4-d view of a mask or bias: [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1], nothing expanded.
+    """A mask or bias as [B or 1, Hq or Hkv or 1, Sk or 1], the same for every query, or with Sq or 1 as the third of four
+    dimensions; nothing expanded.
 
-    2-d is [B, Sk] and 3-d is [B, H, Sk], the same for every query.
+    2-d is [B, Sk].
     """
     check_tensor(tensor, name)
     shape = tensor.shape
     if tensor.dim() == 2:
-        tensor = tensor.unsqueeze(1).unsqueeze(1)
-    elif tensor.dim() == 3:
-        tensor = tensor.unsqueeze(2)
+        tensor = tensor.unsqueeze(1)
     batch, seqlen_q, heads_q, _ = query.shape
     _, seqlen_k, heads_kv, _ = key.shape
-    fits = tensor.dim() == 4
+    dims = tensor.dim()
+    fits = dims == 3 or dims == 4
     if fits:
-        b, h, sq, sk = tensor.shape
+        b, h, *sq, sk = tensor.shape
         fits = (
             (b == batch or b == 1)
             and (h == heads_q or h == heads_kv or h == 1)
-            and (sq == seqlen_q or sq == 1)
             and (sk == seqlen_k or sk == 1)
+            and (dims == 3 or sq[0] == seqlen_q or sq[0] == 1)
         )
     if not fits:
         raise ValueError(
@@ -249,10 +251,16 @@ def broadcast_argument(tensor: Tensor, name: str, query: Tensor, key: Tensor) ->
     return tensor
 
 
+def with_queries(tensor: Tensor) -> Tensor:
+    """A mask or bias with all four dimensions."""
+    return tensor.unsqueeze(2) if tensor.dim() == 3 else tensor
+
+
 def mask_argument(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """[B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
     if mask is None:
         return None
-    mask = broadcast_argument(mask, "attn_mask", query, key)
+    mask = with_queries(broadcast_argument(mask, "attn_mask", query, key))
     if mask.dtype != torch.bool:
         raise TypeError(
             f"attn_mask: got {mask.dtype}, expected torch.bool (True: visible); "
@@ -264,6 +272,7 @@ def mask_argument(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | N
 def bias_argument(
     bias: Tensor | None, query: Tensor, key: Tensor, name: str = "attn_bias"
 ) -> Tensor | None:
+    """[B or 1, Hq or Hkv or 1, Sk or 1] or [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
     if bias is None:
         return None
     bias = broadcast_argument(bias, name, query, key)

@@ -50,6 +50,7 @@ NAMESPACE = _load_library()
 operators = getattr(torch.ops, NAMESPACE)
 forward = operators.forward.default
 backward = operators.backward.default
+select_and_attend = operators.select_and_attend.default
 select_key_intervals = operators.select_key_intervals.default
 select_key_intervals_varlen = operators.select_key_intervals_varlen.default
 select_key_list = operators.select_key_list.default
@@ -109,6 +110,12 @@ def _forward_fake(q, k, v, mask, bias, *keys_and_options):
     batch, seqlen_q, heads_q, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(q.shape), q.new_empty((2, batch, heads_q, seqlen_q), dtype=lse_dtype)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::select_and_attend")
+def _select_and_attend_fake(q, k, v, bias, window, is_causal, *options):
+    intervals = _select_fake(bias, None, window, "per_query", is_causal, q.shape[1])
+    return *_forward_fake(q, k, v, None, bias, intervals), intervals
 
 
 @torch.library.register_fake(f"{NAMESPACE}::backward")
@@ -222,14 +229,44 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             return (None,) * len(inputs)
         wanted = (inputs[0], inputs[1], inputs[2], inputs[4])
-        arguments = (dout, *ctx.saved_tensors, *ctx.options, *wanted)
-        if torch.is_grad_enabled():  # create_graph
-            gradients = backward(*arguments)
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                gradients = backward(*arguments)
-        dq, dk, dv, dbias = (g if w else None for g, w in zip(gradients, wanted, strict=True))
+        dq, dk, dv, dbias = _wanted_gradients((dout, *ctx.saved_tensors, *ctx.options), wanted)
         return dq, dk, dv, None, dbias, *(None,) * (len(inputs) - 5)
+
+
+class _SelectAndAttend(torch.autograd.Function):
+    """select_and_attend with its first derivative, that of forward: the choice has none."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, bias, *options):
+        with torch._C._AutoDispatchBelowAutograd():
+            results = select_and_attend(q, k, v, bias, *options)
+        ctx.save_for_backward(q, k, v, bias, *results)
+        ctx.options = options
+        ctx.mark_non_differentiable(*results[1:])
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx, dout, *_):
+        inputs = ctx.needs_input_grad
+        if dout is None:
+            return (None,) * len(inputs)
+        q, k, v, bias, out, lse, intervals = ctx.saved_tensors
+        window, is_causal, *numerics = ctx.options
+        keys = (intervals, *(None,) * (len(KEYS) - 1))
+        options = ((window, int(is_causal)), False, *numerics)
+        arguments = (dout, q, k, v, None, bias, *keys, out, lse, *options)
+        return *_wanted_gradients(arguments, inputs[:4]), *(None,) * (len(inputs) - 4)
+
+
+def _wanted_gradients(arguments: tuple, wanted: tuple[bool, ...]) -> list[Tensor | None]:
+    """The results of backward, None for those that are not wanted."""
+    if torch.is_grad_enabled():  # create_graph
+        gradients = backward(*arguments, *wanted)
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            gradients = backward(*arguments, *wanted)
+    return [g if w else None for g, w in zip(gradients, wanted, strict=True)]
 
 
 class _Gradients(torch.autograd.Function):
@@ -258,15 +295,27 @@ def _differentiable(operator, function: type[torch.autograd.Function]):
     return call
 
 
+def _without_dispatcher(operator, differentiable):
+    """`operator` as `differentiable`, which it has for autograd. Where nothing traces or transforms the call, it does not
+    pass through the dispatcher on its way there: 10 µs of 25."""
+
+    def call(*inputs):
+        if (
+            torch.compiler.is_compiling()
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        ):
+            return operator(*inputs)
+        return differentiable(*inputs)
+
+    return call
+
+
 _forward = _differentiable(forward, _Attention)
+_select_and_attend = _differentiable(select_and_attend, _SelectAndAttend)
 _autograd = torch.library.Library(NAMESPACE, "FRAGMENT")
 _autograd.impl("forward", _forward, "Autograd")
+_autograd.impl("select_and_attend", _select_and_attend, "Autograd")
 _autograd.impl("backward", _differentiable(backward, _Gradients), "Autograd")
 
-
-def attend(*inputs):
-    """forward. Where nothing traces or transforms the call, it does not pass through the dispatcher on its way to
-    its derivative: 10 µs of 25."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return forward(*inputs)
-    return _forward(*inputs)
+attend = _without_dispatcher(forward, _forward)
+attend_to_best = _without_dispatcher(select_and_attend, _select_and_attend)

@@ -13,8 +13,9 @@ from ._arguments import (
     of_value_dim,
     refuse_transforms,
     resolve_flag,
+    with_queries,
 )
-from .choice import Choice, choose, repeat_heads
+from .choice import Choice, choose, one_per_key, repeat_heads
 from .key_intervals import KeyIntervals
 from .numerics import Numerics
 from .visibility import Visibility
@@ -36,7 +37,7 @@ def attention(
 
     backend: "" takes the first one that supports the problem.
     """
-    given, given_bias = value, bias
+    given = value
     if not isinstance(backend, str):
         raise TypeError(
             f'backend: got {backend!r}, expected a name, or "" for the first that supports the problem'
@@ -54,7 +55,8 @@ def attention(
     visible = Visibility(mask, resolve_flag(is_causal, "is_causal"), keys)
     if choice.window is not None:
         by_library = backend_of(query, backend) not in IN_PYTHON
-        visible = choose(choice, query, key, bias, given_bias, visible, by_library)
+        bias = one_per_key(bias)
+        visible = choose(choice, query, key, bias, visible, by_library)
     out, statistics = run(query, key, value, bias, visible, numerics, backend)
     return out if value is given else of_value_dim(out, given), statistics
 
@@ -104,6 +106,7 @@ def _run_in_python(
     numerics: Numerics,
     backend: str,
 ) -> tuple[Tensor, Tensor | None]:
+    bias = bias if bias is None else with_queries(bias)
     checked = check_finite.enabled()
     if checked:
         query, key, value, bias = check_finite.inputs(q=query, k=key, v=value, bias=bias)

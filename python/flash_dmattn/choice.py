@@ -8,11 +8,17 @@ import torch
 from torch import Tensor
 
 from . import _ops
-from ._arguments import MASK_VALUE, check_window, may_read, selection_scores_argument
+from ._arguments import (
+    MASK_VALUE,
+    check_window,
+    is_transformed,
+    may_read,
+    selection_scores_argument,
+)
 from .allowed_keys import AllowedPairs, select_among
 from .key_intervals import check_selection, intersect, prefix_lm, select
 from .utils.mask import topk_mask
-from .visibility import KeyList, KeyRanks, Visibility
+from .visibility import BestByBias, KeyList, KeyRanks, Visibility
 
 
 class Choice(NamedTuple):
@@ -37,14 +43,14 @@ def choose(
     query: Tensor,
     key: Tensor,
     bias: Tensor | None,
-    given_bias: Tensor | None,
     visible: Visibility,
     by_library: bool,
 ) -> Visibility:
     """The best of the visible keys for every query.
 
-    given_bias: the bias before it was brought into normal form.
-    by_library: the library's backends compute attention, which take lists and ranks on a GPU.
+    bias: 3-d where it has one value per key.
+    by_library: the library's backends compute attention. They choose by the bias themselves, and on a GPU take lists and
+        ranks.
     """
     if visible.keys is not None:
         raise ValueError(
@@ -52,11 +58,16 @@ def choose(
             "keep_window_size chooses among all keys. Combine them with select_key_intervals and "
             "intersect, or use flash_dmattn_varlen_func for packed documents"
         )
-    scores, allowed = _scores_and_allowed(query, key, visible.mask, bias, given_bias, choice.scores)
+    scores, allowed = _scores_and_allowed(query, key, visible.mask, bias, choice.scores)
     if choice.window >= key.shape[1] and choice.scores is None:
         return visible  # a key whose bias is NaN is masked by it
     if query.shape[1] == 0:
         return visible
+    by_bias = choice.scores is None and allowed is None and choice.selection == "per_query"
+    if by_library and by_bias and scores.shape[1] in (1, key.shape[2]) and not is_transformed():
+        return Visibility(keys=BestByBias(choice.window, visible.is_causal))
+    if scores.requires_grad:
+        scores = scores.detach()
     on_gpu = by_library and scores.is_cuda
     is_dense = allowed is not None and allowed.shape()[2] > 1
     if is_dense and choice.selection == "per_query":
@@ -133,33 +144,33 @@ def _choose_under_dense_mask(
     return Visibility(topk_mask(scores[:, :, None], mask, window, None))
 
 
-def _scores_and_allowed(query, key, mask, bias, given_bias, selection_scores):
+def one_per_key(scores: Tensor | None) -> Tensor | None:
+    """Scores or a bias as [B, H, Sk] where they are the same for every query."""
+    has_one_query = scores is not None and scores.dim() == 4 and scores.shape[2] == 1
+    return scores.squeeze(2) if has_one_query else scores
+
+
+def _scores_and_allowed(query, key, mask, bias, selection_scores):
     """Scores [B, H, Sk], and the dense mask to choose under, or None for all keys."""
     seqlen_k, mask_value = key.shape[1], MASK_VALUE[query.dtype]
     name, scores, hiding = "attn_bias", bias, None
     if selection_scores is not None:
-        name, scores = "selection_scores", selection_scores
-    if scores is None or scores.shape[2] != 1 or scores.shape[3] != seqlen_k:
+        name, scores = "selection_scores", one_per_key(selection_scores)
+    if scores is None or scores.dim() != 3 or scores.shape[2] != seqlen_k:
         got = "no scores" if scores is None else f"{name} of shape {tuple(scores.shape)}"
         raise ValueError(
             f"keep_window_size: got {got}, expected one score per key in attn_bias or selection_scores: "
             f"[B, H, {seqlen_k}] or [B, H, 1, {seqlen_k}]. For scores per pair, build a mask with "
             "flash_dmattn.utils.mask.create_mask"
         )
-    if selection_scores is None and given_bias.dim() == 3 and given_bias.dtype == bias.dtype:
-        scores = given_bias  # of that shape already: a view takes as long as an allocation
-    if scores.requires_grad:
-        scores = scores.detach()
     # A bias that masks hides its keys from the choice. Where it is the score, these are the worst keys anyway.
     if selection_scores is not None and bias is not None:
-        if bias.shape[2] != 1:
+        if bias.dim() == 4:
             hiding = bias.detach()
         else:
             unmasked = bias.detach() > mask_value
             scores, unmasked = match_heads(query, key, scores, unmasked)
             scores = torch.where(unmasked, scores, float("nan"))
-    if scores.dim() == 4:
-        scores = scores.squeeze(2)
     if mask is None and hiding is None:
         return scores, None
     mask, hiding = (

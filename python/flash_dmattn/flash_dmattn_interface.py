@@ -166,10 +166,15 @@ def flash_dmattn_varlen_func(
             max_length=max_seqlen_k,
         )
     else:
-        scores = bias.detach()[:, :, 0]
         intervals = KeyIntervals(
             _ops.select_key_intervals_varlen(
-                scores, cu_seqlens_q, cu_seqlens_k, keep_window_size, selection, is_causal, total_q
+                bias.detach(),
+                cu_seqlens_q,
+                cu_seqlens_k,
+                keep_window_size,
+                selection,
+                is_causal,
+                total_q,
             ),
             total_q,
             _packed_bound(keep_window_size, selection, is_causal, same_offsets),
@@ -179,7 +184,7 @@ def flash_dmattn_varlen_func(
 
 
 def _packed_bias(attn_bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """[1, H, 1, total_k] of [total_k, H]."""
+    """[1, H, total_k] of [total_k, H]."""
     if attn_bias is None:
         return None
     check_tensor(attn_bias, "attn_bias")

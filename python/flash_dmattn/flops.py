@@ -35,6 +35,11 @@ def forward_flops(
     return 4 * q[3] * _elements(q, k, key_list, key_bound)
 
 
+@register_flop_formula(ops.select_and_attend)
+def select_and_attend_flops(q, k, v, bias, window, is_causal, *options, **_):
+    return 4 * q[3] * _elements(q, k, None, (window, int(is_causal)))
+
+
 @register_flop_formula(ops.backward)
 def backward_flops(dout, q, k, *others, **_):
     key_list, key_bound = others[4], others[10]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import _ops
 from .numerics import Numerics
-from .visibility import Visibility
+from .visibility import BestByBias, Visibility
 
 
 def attention(
@@ -28,7 +28,11 @@ def attention(
     padding = -head_dim % 8 if q.is_cuda else 0
     if padding:
         q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
-    out, statistics = _ops.attend(
-        q, k, v, visible.mask, bias, *visible.operands(), visible.is_causal, *numerics, backend
-    )
+    keys = visible.keys
+    if isinstance(keys, BestByBias):
+        out, statistics, _ = _ops.attend_to_best(q, k, v, bias, *keys, *numerics, backend)
+    else:
+        out, statistics = _ops.attend(
+            q, k, v, visible.mask, bias, *visible.operands(), visible.is_causal, *numerics, backend
+        )
     return out[..., :head_dim] if padding else out, statistics

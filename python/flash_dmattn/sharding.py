@@ -51,6 +51,15 @@ def _forward(*arguments):
     ]
 
 
+@register_sharding(_ops.select_and_attend)
+def _select_and_attend(q, k, v, bias, *options):
+    others = [None] * len(options)
+    return [
+        ([rows, statistics, of_bias], [rows, rows, rows, of_bias, *others])
+        for rows, (of_bias,), statistics in _attention_placements(q, k, v, bias)
+    ]
+
+
 @register_sharding(_ops.backward)
 def _backward(dout, *arguments):
     options = [None] * (len(arguments) - _INPUTS - 2)  # after out and lse
@@ -89,6 +98,7 @@ def _select_key_list(scores, key_mask, *options):
 # torch keeps a rule's result by the tensors alone where no argument is declared to matter.
 for operator, tensors in (
     (_ops.forward, _INPUTS),
+    (_ops.select_and_attend, 4),
     (_ops.backward, 1 + _INPUTS + 2),
     (_ops.select_key_intervals, 2),
     (_ops.select_key_list, 2),

@@ -52,6 +52,22 @@ class KeyRanks(NamedTuple):
         return Operands(key_rank=self.rank, rank_limit=self.limit)
 
 
+class BestByBias(NamedTuple):
+    """The keys with the highest bias, which the operator that attends to them chooses.
+
+    The most frequent choice: a trip through the dispatcher, views and a function of autograd less than for one made before.
+    """
+
+    window: int
+    is_causal: bool
+
+    def heads(self) -> int:
+        return 1  # those of key at most
+
+    def operands(self) -> Operands:
+        raise NotImplementedError  # the operator's arguments are others: library.py
+
+
 class Visibility(NamedTuple):
     """A query sees the keys that the mask, causality and `keys` all show. A bias may hide some of them."""
 

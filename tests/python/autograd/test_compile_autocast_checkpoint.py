@@ -137,6 +137,7 @@ def test_intervals_are_a_pytree():
 FORWARD_CASES = {
     "plain": {},
     "bias": {"bias": (2, 2, 1, 33)},
+    "key_bias": {"bias": (2, 2, 33)},
     "dense_bias": {"bias": (1, 4, 33, 33)},
     "float32_bias": {"bias": (2, 1, 1, 33), "dtype": torch.bfloat16},
     "intervals": {"bias": (2, 2, 1, 33), "window": 5},
@@ -166,10 +167,18 @@ def test_opcheck_forward(name):
     )
 
 
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_opcheck_select_and_attend(requires_grad):
+    inputs = tensors(requires_grad=requires_grad)
+    options = (5, True, 0.25, 0.0, True, False, "")
+    torch.library.opcheck(ops.select_and_attend.default, (*inputs, *options))
+
+
+@pytest.mark.parametrize("bias_dims", [3, 4])
 @pytest.mark.parametrize("needs", [(1, 1, 1, 1), (1, 0, 1, 0), (0, 0, 0, 1)])
-def test_opcheck_backward(needs):
+def test_opcheck_backward(needs, bias_dims):
     q, k, v, scores = tensors(requires_grad=False)
-    bias = scores[:, :, None]
+    bias = scores if bias_dims == 3 else scores[:, :, None]
     options = ([], True, 0.25, 0.0, True, False, "")
     results = ops.forward(q, k, v, None, bias, *(None,) * 5, *options)
     arguments = (torch.randn_like(q), q, k, v, None, bias, *(None,) * 5, *results, *options)

@@ -1,4 +1,4 @@
-"""Selective checkpointing that saves attention by the operator's name computes everything else again."""
+"""Selective checkpointing that saves attention by the operators' names computes everything else again."""
 
 from functools import partial
 
@@ -9,13 +9,16 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from flash_dmattn import flash_dmattn_func
 from flash_dmattn.kernels import recorded_kernels
 
-forward = torch.ops.flash_dmattn.forward.default
-saves_attention = partial(create_selective_checkpoint_contexts, [forward])
+operators = [
+    torch.ops.flash_dmattn.forward.default,
+    torch.ops.flash_dmattn.select_and_attend.default,
+]
+saves_attention = partial(create_selective_checkpoint_contexts, operators)
 
 
-def block(q, k, v, bias):
+def block(q, k, v, bias, window=5):
     q, k = q.sin(), k.cos()
-    out = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, keep_window_size=5)
+    out = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, keep_window_size=window)
     return out.sigmoid()
 
 
@@ -29,14 +32,16 @@ def gradients(function, inputs):
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_attention_runs_once_where_it_is_saved(saved):
+@pytest.mark.parametrize("window", [5, None])
+def test_attention_runs_once_where_it_is_saved(saved, window):
     inputs = tensors()
     options = {"context_fn": saves_attention} if saved else {}
+    body = partial(block, window=window)
 
     def checkpointed(*args):
-        return checkpoint(block, *args, use_reentrant=False, **options)
+        return checkpoint(body, *args, use_reentrant=False, **options)
 
-    expected = gradients(block, inputs)
+    expected = gradients(body, inputs)
     with recorded_kernels() as kernels:
         found = gradients(checkpointed, inputs)
     assert sum("forward" in name for name in kernels) == (1 if saved else 2)
@@ -48,7 +53,7 @@ def test_compiled():
     counts = []
 
     def count(graph, _):
-        counts.append(sum(node.target is forward for node in graph.graph.nodes))
+        counts.append(sum(node.target in operators for node in graph.graph.nodes))
         return graph
 
     def checkpointed(*args):

@@ -1,0 +1,101 @@
+"""A choice by the bias is made by the operator that attends to the keys: with the results of a choice made before."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flash_dmattn import flash_dmattn_func, select_key_intervals
+
+B, SQ, SK, HQ, HKV, D, W = 2, 40, 50, 4, 2, 16, 7
+
+
+def tensors(bias_shape, dtype=torch.float32):
+    shapes = [(B, SQ, HQ, D), (B, SK, HKV, D), (B, SK, HKV, D)]
+    q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+    return q, k, v, torch.randn(bias_shape, requires_grad=True)
+
+
+class Operators(TorchDispatchMode):
+    """The names of our operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "flash_dmattn":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def attend_and_differentiate(inputs, wanted, **options):
+    q, k, v, bias = inputs
+    out, lse, _ = flash_dmattn_func(q, k, v, attn_bias=bias, return_attn_probs=True, **options)
+    assert not lse.requires_grad
+    leaves = [t for t, w in zip(inputs, wanted, strict=True) if w]
+    return out, lse, *torch.autograd.grad(out.sin().sum(), leaves)
+
+
+@pytest.mark.parametrize("wanted", [(1, 1, 1, 1), (1, 0, 0, 0), (0, 0, 0, 1)])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(
+    "bias_shape", [(B, SK), (B, HKV, SK), (B, HKV, 1, SK), (1, 1, SK), (1, 1, 1, SK)]
+)
+def test_equals_a_choice_made_before(bias_shape, is_causal, wanted):
+    inputs = tensors(bias_shape)
+    for tensor, is_wanted in zip(inputs, wanted, strict=True):
+        tensor.requires_grad_(bool(is_wanted))
+    bias = inputs[3].detach()
+    scores = bias[:, None] if bias.dim() == 2 else bias
+    chosen = select_key_intervals(scores, W, is_causal=is_causal, query_length=SQ)
+    expected = attend_and_differentiate(inputs, wanted, key_intervals=chosen)
+    with Operators() as called:
+        found = attend_and_differentiate(inputs, wanted, keep_window_size=W, is_causal=is_causal)
+    assert called.names == ["select_and_attend", "backward"]
+    for actual, value in zip(found, expected, strict=True):
+        assert torch.equal(actual, value)
+
+
+def test_16_bits_choose_by_a_float32_bias():
+    inputs = tensors((B, HKV, SK), torch.bfloat16)
+    chosen = select_key_intervals(inputs[3], W, query_length=SQ)
+    expected = attend_and_differentiate(inputs, (1, 1, 1, 1), key_intervals=chosen)
+    found = attend_and_differentiate(inputs, (1, 1, 1, 1), keep_window_size=W, is_causal=True)
+    assert found[-1].dtype == torch.float32
+    for actual, wanted in zip(found, expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
+def test_strided_and_expanded_biases():
+    q, k, v, _ = tensors((1,))
+    strided = torch.randn(SK, HKV, B).permute(2, 1, 0)
+    expanded = torch.randn(1, 1, SK).expand(B, HKV, SK)
+    for bias in (strided, expanded, torch.randn(B, HKV, SK, 2)[..., 0]):
+        found = flash_dmattn_func(q, k, v, attn_bias=bias, keep_window_size=W, is_causal=True)
+        chosen = select_key_intervals(bias.contiguous(), W, query_length=SQ)
+        expected = flash_dmattn_func(q, k, v, attn_bias=bias.contiguous(), key_intervals=chosen)
+        assert torch.equal(found, expected)
+
+
+def test_other_choices_are_made_before():
+    q, k, v, bias = tensors((B, HKV, SK))
+    every_query_head_for_itself = torch.randn(B, HQ, SK)
+    for options in (
+        {"selection": "global"},
+        {"attn_mask": torch.rand(B, SK) < 0.7},
+        {"selection_scores": torch.randn(B, HKV, SK)},
+        {"attn_bias": every_query_head_for_itself},
+    ):
+        with Operators() as called:
+            flash_dmattn_func(q, k, v, keep_window_size=W, **({"attn_bias": bias} | options))
+        assert "forward" in called.names and "select_and_attend" not in called.names
+
+
+def test_errors_name_the_bias():
+    q, k, v, bias = (t.detach() for t in tensors((B, HKV, SK)))
+    options = (W, True, 0.25, 0.0, True, False, "")
+    attend = torch.ops.flash_dmattn.select_and_attend
+    with pytest.raises(ValueError, match="bias: got .*1, 50"):
+        attend(q, k, v, bias[:, :, None], *options)
+    with pytest.raises(ValueError, match="bias: got .*49"):
+        attend(q, k, v, bias[:, :, 1:], *options)
