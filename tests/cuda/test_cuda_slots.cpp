@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "cuda/device.h"
+#include "cuda/selection/key_slots.h"
 #include "cuda/selection/schedule.h"
 #include "cuda/selection/selection.h"
 #include "device.h"
@@ -17,8 +19,16 @@ namespace {
 using testing::DeviceBuffer;
 using testing::Random;
 
-class SmallCudaSlots : public testing::OnDevice {};
-class CudaSlots : public testing::OnDevice {};
+class SmallCudaSlots : public testing::OnDevice {
+ protected:
+  void SetUp() override {
+    testing::OnDevice::SetUp();
+    if (IsSkipped() || HasFatalFailure()) return;
+    if (cuda::current_device().shared_bytes < cuda::slot_shared_bytes())
+      GTEST_SKIP() << "slots take " << cuda::slot_shared_bytes() << " bytes of shared memory";
+  }
+};
+class CudaSlots : public SmallCudaSlots {};
 
 // Follows the slots of one row on the host and checks what key_slots.h promises of them.
 void expect_valid_slots(const TileListArgs& args, const cuda::KeySlotShape& shape, std::int64_t row,

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <string>
 
 #include "arguments.h"
@@ -186,9 +187,7 @@ void validate(const TileListArgs& args, const Execution& execution) {
   require_length("seqlen_k", args.seqlen_k);
   require_rows(args.batch, args.heads, std::max(args.seqlen_q, args.seqlen_k));
   require_workers(execution);
-  if (args.tile_rows < 1) {
-    throw InvalidArgument("tile_rows", std::to_string(args.tile_rows), "at least 1");
-  }
+  require_range("tile_rows", args.tile_rows, 1, std::numeric_limits<std::int32_t>::max());
 }
 
 }  // namespace

@@ -357,6 +357,8 @@ std::size_t key_slot_bytes(const KeySlotShape& shape) {
   return counted.used();
 }
 
+int slot_shared_bytes() { return sizeof(AssignSlotsKernel::SharedStorage); }
+
 std::size_t slot_workspace_size(const TileListArgs& args) {
   validate_tile_list_args(args);
   return SlotWorkspace(args, nullptr).bytes;

@@ -51,6 +51,9 @@ std::size_t key_slot_bytes(const KeySlotShape& shape);
 
 std::size_t slot_workspace_size(const TileListArgs& args);
 
+// Bytes of shared memory of a block of assign_slots, which a GPU must have.
+int slot_shared_bytes();
+
 // Only enqueues work.
 void assign_slots(const TileListArgs& args, const KeySlotShape& shape, const KeySlotBuffers& out,
                   const Execution& execution);

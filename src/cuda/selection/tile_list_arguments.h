@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <string>
 
 #include "arguments.h"
@@ -15,9 +16,7 @@ inline void validate_tile_list_args(const TileListArgs& args) {
   require_length("batch * heads", args.batch * args.heads);
   require_length("seqlen_q", args.seqlen_q);
   require_length("seqlen_k", args.seqlen_k);
-  if (args.tile_rows < 1) {
-    throw InvalidArgument("tile_rows", std::to_string(args.tile_rows), "at least 1");
-  }
+  require_range("tile_rows", args.tile_rows, 1, std::numeric_limits<std::int32_t>::max());
   if (args.tiles() > max_query_tiles) {
     throw InvalidArgument("tile_rows", std::to_string(args.tile_rows),
                           "at most " + std::to_string(max_query_tiles) + " tiles");

@@ -23,7 +23,8 @@ __device__ inline void fix_marked_rows(const ForwardParams& p, bool has_row, int
   }
 }
 
-// After blocks that have had several work tiles: in their persistent loop a call would spill registers.
+// After blocks that have had several work tiles, for in their persistent loop a call would spill registers, and after
+// kernels that do not recompute rows at all (fixes_rows).
 template <class T>
 struct FixForwardKernel {
   using Params = ForwardKernelParams;

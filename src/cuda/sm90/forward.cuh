@@ -18,6 +18,7 @@ struct ForwardKernel {
   static constexpr DenseAccess dense = Variant.dense;
   static constexpr bool shapes = Variant.shapes;
   static constexpr bool overlaps = Variant.overlaps;
+  static constexpr bool can_be_short = sm90::can_be_short(Variant);
   static constexpr bool fixes_rows = sm90::fixes_rows(D, Variant);
   static constexpr ForwardPolicy policy = forward_policy(D, Variant);
   static_assert(has_key_info || (load == KeyLoad::tma && dense == DenseAccess::none));

@@ -86,7 +86,7 @@ __device__ inline void store_output(const ForwardKernelParams& params, const Wor
                        : rounded);
     store_if(stores_lse && p.lse_low != nullptr, p.lse_low + lse_row,
              empty ? 0.0f : static_cast<float>(lse - static_cast<double>(rounded)));
-    const bool has_flag = !Kernel::fixes_rows || params.needs_fix != nullptr;
+    const bool has_flag = !Kernel::can_be_short || params.needs_fix != nullptr;
     set_flag_if(stores_lse && !ordinary && has_flag, params.needs_fix);
   }
 }

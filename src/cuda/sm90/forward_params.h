@@ -33,7 +33,8 @@ struct ForwardKernelParams {
   int work_tiles = 0;
   // [1] work tiles taken beyond the first of each block; null: no block takes another one
   int* next_work = nullptr;
-  // [1] not 0: some row's lse is NaN, see FixForwardKernel; null: each block recomputes the rows of its only work tile
+  // [1] not 0: some row's lse is NaN, see FixForwardKernel; null: this is not known, or each block recomputes the rows of
+  // its only work tile
   std::uint32_t* needs_fix = nullptr;
 
   // Whether a dense mask has not been packed.

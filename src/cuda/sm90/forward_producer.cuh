@@ -24,7 +24,7 @@ struct ProducerBase {
   // As late as its latency can be hidden: the longest work tiles are first, and a block that takes the next one early
   // leaves too few for blocks that end before it.
   __device__ int take_work() const {
-    if (Kernel::fixes_rows && p.next_work == nullptr) return p.work_tiles;
+    if (Kernel::can_be_short && p.next_work == nullptr) return p.work_tiles;
     return atomicAdd(p.next_work, 1) + static_cast<int>(gridDim.x);
   }
 

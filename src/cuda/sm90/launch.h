@@ -12,7 +12,7 @@
 namespace flash_dmattn::cuda::sm90 {
 
 // The arrays of a forward in the caller's workspace; their sizes follow from shapes and strides. A short call, whose
-// blocks have one work tile each and recompute its rows themselves, has key info at most: launches less.
+// blocks have one work tile each, has key info at most: launches less.
 struct ForwardWorkspace {
   KeyInfo info;
   int* next_work = nullptr;

@@ -47,8 +47,11 @@ void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
       {p.shape, p.score, params.info, params.bias_factor}, params.next_work, params.needs_fix};
   for_each(prepare.items(), prepare, stream);
   const int multiprocessors = current_device().multiprocessors;
-  launch<Kernel>(std::min(multiprocessors, params.work_tiles), params, stream);
-  if (params.needs_fix != nullptr) launch<FixForwardKernel<T>>(2 * multiprocessors, params, stream);
+  const int blocks = params.next_work == nullptr ? params.work_tiles
+                                                 : std::min(multiprocessors, params.work_tiles);
+  launch<Kernel>(blocks, params, stream);
+  const bool has_fixed_rows = Kernel::fixes_rows && params.needs_fix == nullptr;
+  if (!has_fixed_rows) launch<FixForwardKernel<T>>(2 * multiprocessors, params, stream);
 }
 
 template <class T, int D>

@@ -45,10 +45,16 @@ inline constexpr std::array forward_variants = {
         .load = KeyLoad::any, .has_key_info = true, .dense = DenseAccess::elements, .shapes = true},
 };
 
+// Whether a call with few work tiles has neither a work counter nor a flag for rows that are computed again: a test for them
+// would spill registers where a mask or bias has a query dimension.
+constexpr bool can_be_short(const ForwardVariant& variant) {
+  return variant.dense == DenseAccess::none;
+}
+
 // Whether a block that has one work tile recomputes rows itself (fix_forward.cuh). In other kernels the call for it would
 // spill registers of the main loop.
 constexpr bool fixes_rows(int head_dim_bucket, const ForwardVariant& variant) {
-  return variant.dense == DenseAccess::none && head_dim_bucket <= 128;
+  return can_be_short(variant) && head_dim_bucket <= 128;
 }
 
 constexpr ForwardVariant with_overlap(ForwardVariant variant, bool overlaps) {

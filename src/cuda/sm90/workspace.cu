@@ -38,9 +38,7 @@ ForwardWorkspace::ForwardWorkspace(const ForwardChoice& choice, const ForwardPar
                                    int multiprocessors, WorkspaceAllocator& workspace) {
   if (choice.variant.has_key_info) info = allocate_key_info(p.shape, p.score, workspace);
   const int rows = forward_policy(choice.head_dim, choice.variant).rows();
-  if (fixes_rows(choice.head_dim, choice.variant) &&
-      WorkTile::count(p.shape, rows) <= multiprocessors)
-    return;
+  if (can_be_short(choice.variant) && WorkTile::count(p.shape, rows) <= multiprocessors) return;
   next_work = workspace.take<int>(1);
   needs_fix = workspace.take<std::uint32_t>(1);
 }

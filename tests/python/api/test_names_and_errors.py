@@ -319,6 +319,9 @@ def test_operators_check_what_they_are_given():
         ops.select_key_intervals(torch.zeros(9), None, 3, "global", True, 9)
     with pytest.raises((ValueError, RuntimeError), match="selection"):
         ops.select_key_intervals(torch.zeros(1, 1, 9), None, 3, "best", True, 9)
+    for tile_rows in (0, 2**32):
+        with pytest.raises((ValueError, RuntimeError), match=f"tile_rows: got {tile_rows}"):
+            ops.build_tile_lists(torch.zeros(1, 1, 9, 2, dtype=torch.int32), tile_rows, 9, [])
 
 
 def test_ranks_and_limits_choose_among_what_the_mask_shows():
