@@ -64,8 +64,8 @@ struct QueryTile {
 };
 
 // The (batch, kv head, key tile) of a block that owns keys. The blocks of a head share q, dout and dq_accum of its
-// group through the L2, in sections of as many kv heads as fit into it. Within a section the first tiles run first,
-// which with causality are the longest.
+// group through the L2, in sections of some kv heads. Within a section the first tiles run first, which with causality
+// are the longest.
 struct KeyTile {
   static constexpr std::int64_t section_bytes = 32 << 20;  // of q, dout and dq_accum
 
@@ -79,15 +79,24 @@ struct KeyTile {
     return tiles * shape.heads_kv * shape.batch;
   }
 
-  // `one_section`: of blocks that add in a fixed order, as above.
-  __device__ KeyTile(const Shape& shape, int keys, bool one_section, int work) {
-    const int group = shape.heads_q / shape.heads_kv;
+  // The kv heads of all batch elements, in one section: of blocks that add in a fixed order, as above.
+  static __host__ __device__ int all_heads(const Shape& shape) {
+    return shape.batch * shape.heads_kv;
+  }
+  // As many of them as fit into the L2.
+  static __host__ __device__ int heads_of_l2(const Shape& shape) {
+    const int all = all_heads(shape);
+    const std::int64_t bytes = 8 * static_cast<std::int64_t>(shape.batch) * shape.heads_q *
+                               shape.seqlen_q * shape.head_dim;
+    if (bytes <= section_bytes) return all;
+    const auto fitting = static_cast<int>(section_bytes * all / bytes);
+    return fitting > 0 ? fitting : 1;
+  }
+
+  // `section`: kv heads of a section.
+  __device__ KeyTile(const Shape& shape, int keys, int section, int work) {
     const int tiles = ceil_div(shape.seqlen_k, keys);
-    const int kv_heads = shape.batch * shape.heads_kv;  // of all batch elements
-    const std::int64_t head_bytes =
-        8 * static_cast<std::int64_t>(group) * shape.seqlen_q * shape.head_dim;
-    const int fitting = static_cast<int>(section_bytes / max(head_bytes, std::int64_t{1}));
-    const int section = one_section ? kv_heads : max(1, min(kv_heads, fitting));
+    const int kv_heads = all_heads(shape);
 
     const int order_index = work;
     const int first = work / (section * tiles) * section;

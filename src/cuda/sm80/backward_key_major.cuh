@@ -93,7 +93,7 @@ struct KeyMajorBackwardKernel {
     __device__ Mainloop(const Params& params, SharedStorage& storage)
         : p(params),
           shared(storage),
-          tile(p.shape, keys, Ordered,
+          tile(p.shape, keys, Ordered ? KeyTile::all_heads(p.shape) : KeyTile::heads_of_l2(p.shape),
                Semaphore::take_work(p.order, storage.semaphore, Block::of_block())),
           semaphore(p.order, storage.semaphore, Block::of_block(), tile.before),
           warp(p, storage, tile),

@@ -136,7 +136,7 @@ struct BackwardKernel {
   static __device__ int find_work(const Params& p, SharedStorage& storage) {
     constexpr int keys = BackwardPolicy::keys;
     const Shape& shape = p.backward.shape;
-    KeyTile tile(shape, keys, p.one_section, storage.order);
+    KeyTile tile(shape, keys, p.section_heads, storage.order);
     tile.key = place_in_run(tile.key / keys, ceil_div(shape.seqlen_k, keys), p.run_blocks) * keys;
     if constexpr (Variant.has_dense()) {
       if (threadIdx.x == 0) {

@@ -188,30 +188,33 @@ struct BackwardCall {
     return has(problem.bias_shape) && !is_dense(problem.bias_shape) && has_list(problem);
   }
 
-  // Of blocks of neighbouring keys that add to dq in an order. Their queries end together, and of two neighbours the one
-  // with later keys begins two tiles later: begun at once in descending order it is two tiles ahead, and no block waits.
+  // Of blocks of neighbouring keys. Those of windows and documents, which read few queries, are one section: the shorter
+  // ones of a document run last. So are blocks that add to dq in an order, for they wait for each other.
+  // With causality a head's blocks end at the same query, and of two neighbours the one with later keys begins two tiles
+  // later: begun at once in descending order it is two tiles ahead, and no block waits. So, where a key head has one query
+  // head (with several, one after the other, the distance grows):
   // - The blocks of a head that are in flight are a run, the longest runs first. A run begins as the one before it ends,
   //   two tiles apart: descending again their distance would grow to four, so that it ascends.
-  // - Of many heads few blocks each would be in flight, which then read q, dout and dq from DRAM: the heads come in
-  //   sections of the L2 (KeyTile), each descending as a whole. With fewer heads the longest blocks of the last section,
-  //   which run last, cost more; for heads of a group, one after the other, the distance grows.
-  // - Windows end with their keys, and the visits of dense masks are selections of tiles: both ascend.
-  // Without an order blocks of windows and documents, which read few queries, are one section too: the shorter ones of a
-  // document run last.
+  // - A section is as long as the time in which all blocks of its ascending runs fall a tile behind each other is short: of
+  //   fewer heads more blocks are in flight, which read q, dout and dq from DRAM once.
+  // - Of many short heads few blocks each would be in flight: the heads come in sections of the L2, each descending as a
+  //   whole. With fewer heads the longest blocks of the last section, which run last, cost more.
   void set_block_order(bool consecutive) {
-    constexpr std::int64_t many_heads = 32;
+    constexpr int section_rounds = 16;  // of blocks on all multiprocessors
+    constexpr int many_heads = 32;
+    const Shape shape = this->shape();
+    const int heads = KeyTile::all_heads(shape);
     const bool ordered = params.order.started != nullptr;
-    params.one_section = ordered || consecutive;
-    if (!ordered || consecutive || variant().has_dense()) return;
-    const Problem& p = problem;
-    const std::int64_t heads = std::max(p.batch * p.heads_kv, std::int64_t{1});
-    if (p.heads_q == p.heads_kv && heads >= many_heads) {
-      params.one_section = false;
-      params.run_blocks = ceil_div(shape().seqlen_k, BackwardPolicy::keys);
-    } else {
-      params.run_blocks =
-          static_cast<int>(std::max(current_device().multiprocessors / heads, std::int64_t{1}));
-    }
+    params.section_heads = ordered || consecutive ? heads : KeyTile::heads_of_l2(shape);
+    const int key_blocks = ceil_div(shape.seqlen_k, BackwardPolicy::keys);
+    const bool has_runs = ordered && !consecutive && !variant().has_dense() && heads > 0 &&
+                          key_blocks > 0 && shape.heads_q == shape.heads_kv;
+    if (!has_runs) return;
+    const int multiprocessors = current_device().multiprocessors;
+    const int section = std::min(heads, ceil_div(section_rounds * multiprocessors, key_blocks));
+    const bool many = section >= many_heads;
+    params.section_heads = many ? KeyTile::heads_of_l2(shape) : section;
+    params.run_blocks = many ? key_blocks : std::max(multiprocessors / section, 1);
   }
 
   void set_dbias(const BackwardArgs& args) {

@@ -99,9 +99,9 @@ struct BackwardKernelParams {
   float* dq_accum = nullptr;   // [B, Hq, query tiles] DqAccumLayout; null: not wanted
   OrderSemaphores order;       // of the additions to it
   SlotParams slots;
-  // Of blocks of neighbouring keys (BackwardCall::set_block_order): whether those of all heads are one section (KeyTile),
-  // and how many of a head are a run; the keys of a head's runs descend and ascend in turn. 1: all ascend.
-  bool one_section = false;
+  // Of blocks of neighbouring keys (BackwardCall::set_block_order): the kv heads of a section (KeyTile), and how many blocks
+  // of a head are a run; the keys of a head's runs descend and ascend in turn. 1: all ascend.
+  int section_heads = 1;
   int run_blocks = 1;
 };
 
