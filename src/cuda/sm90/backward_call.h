@@ -191,30 +191,33 @@ struct BackwardCall {
   // Of blocks of neighbouring keys. Those of windows and documents, which read few queries, are one section: the shorter
   // ones of a document run last. So are blocks that add to dq in an order, for they wait for each other.
   // With causality a head's blocks end at the same query, and of two neighbours the one with later keys begins two tiles
-  // later: begun at once in descending order it is two tiles ahead, and no block waits. So, where a key head has one query
-  // head (with several, one after the other, the distance grows):
+  // later: begun at once in descending order it is two tiles ahead, and no block waits.
   // - The blocks of a head that are in flight are a run, the longest runs first. A run begins as the one before it ends,
   //   two tiles apart: descending again their distance would grow to four, so that it ascends.
   // - A section is as long as the time in which all blocks of its ascending runs fall a tile behind each other is short: of
   //   fewer heads more blocks are in flight, which read q, dout and dq from DRAM once.
   // - Of many short heads few blocks each would be in flight: the heads come in sections of the L2, each descending as a
   //   whole. With fewer heads the longest blocks of the last section, which run last, cost more.
+  // - For query heads of a group, one after the other, the distance grows by two tiles each: the L2 holds those of two.
   void set_block_order(bool consecutive) {
     constexpr int section_rounds = 16;  // of blocks on all multiprocessors
     constexpr int many_heads = 32;
     const Shape shape = this->shape();
     const int heads = KeyTile::all_heads(shape);
+    const int key_blocks = ceil_div(shape.seqlen_k, BackwardPolicy::keys);
     const bool ordered = params.order.started != nullptr;
     params.section_heads = ordered || consecutive ? heads : KeyTile::heads_of_l2(shape);
-    const int key_blocks = ceil_div(shape.seqlen_k, BackwardPolicy::keys);
-    const bool has_runs = ordered && !consecutive && !variant().has_dense() && heads > 0 &&
-                          key_blocks > 0 && shape.heads_q == shape.heads_kv;
-    if (!has_runs) return;
+    if (!ordered || consecutive || variant().has_dense() || heads == 0 || key_blocks == 0) return;
+    const int group = shape.heads_q / shape.heads_kv;
     const int multiprocessors = current_device().multiprocessors;
     const int section = std::min(heads, ceil_div(section_rounds * multiprocessors, key_blocks));
-    const bool many = section >= many_heads;
-    params.section_heads = many ? KeyTile::heads_of_l2(shape) : section;
-    params.run_blocks = many ? key_blocks : std::max(multiprocessors / section, 1);
+    if (section < many_heads && group <= 2) {
+      params.section_heads = section;
+      params.run_blocks = std::max(multiprocessors / section, 1);
+    } else if (group == 1) {
+      params.section_heads = KeyTile::heads_of_l2(shape);
+      params.run_blocks = key_blocks;
+    }
   }
 
   void set_dbias(const BackwardArgs& args) {
