@@ -305,10 +305,14 @@ std::tuple<Tensor, Tensor, Tensor> select_and_attend_op(const Tensor& q, const T
                                                         bool deterministic, std::string backend) {
   if (q.dim() != 4) throw InvalidArgument("q", shape_text(q), "shape [B, Sq, Hq, D]");
   if (k.dim() != 4) throw InvalidArgument("k", shape_text(k), "shape [B, Sk, Hkv, D]");
-  if (bias.dim() != 3 || bias.size(2) != k.size(1)) {
+  const auto fits = [&](std::int64_t dim, std::int64_t size) {
+    return bias.size(dim) == 1 || bias.size(dim) == size;
+  };
+  if (bias.dim() != 3 || !fits(0, q.size(0)) || !fits(1, k.size(2)) || bias.size(2) != k.size(1)) {
     throw InvalidArgument("bias", shape_text(bias),
                           "shape [B or 1, Hkv or 1, " + std::to_string(k.size(1)) + "]");
   }
+  dtype_of(bias, "bias");
   expect_on_device_of(bias, "bias", q, "q");
   const Tensor intervals = select_op(bias, {}, window, "per_query", is_causal, q.size(1));
   const auto [out, lse] =

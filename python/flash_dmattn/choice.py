@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _ops
-from ._arguments import (
-    MASK_VALUE,
-    check_window,
-    is_transformed,
-    may_read,
-    selection_scores_argument,
-)
+from ._arguments import MASK_VALUE, check_window, may_read, selection_scores_argument
 from .allowed_keys import AllowedPairs, select_among
 from .key_intervals import check_selection, intersect, prefix_lm, select
 from .utils.mask import topk_mask
@@ -64,8 +58,8 @@ def choose(
     if query.shape[1] == 0:
         return visible
     by_bias = choice.scores is None and allowed is None and choice.selection == "per_query"
-    if by_library and by_bias and scores.shape[1] in (1, key.shape[2]) and not is_transformed():
-        return Visibility(keys=BestByBias(choice.window, visible.is_causal))
+    if by_library and by_bias and scores.shape[1] in (1, key.shape[2]):
+        return Visibility(None, visible.is_causal, BestByBias(choice.window))
     if scores.requires_grad:
         scores = scores.detach()
     on_gpu = by_library and scores.is_cuda

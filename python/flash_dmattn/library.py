@@ -28,9 +28,9 @@ def attention(
     padding = -head_dim % 8 if q.is_cuda else 0
     if padding:
         q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
-    keys = visible.keys
-    if isinstance(keys, BestByBias):
-        out, statistics, _ = _ops.attend_to_best(q, k, v, bias, *keys, *numerics, backend)
+    if isinstance(visible.keys, BestByBias):
+        choice = (visible.keys.window, visible.is_causal)
+        out, statistics, _ = _ops.attend_to_best(q, k, v, bias, *choice, *numerics, backend)
     else:
         out, statistics = _ops.attend(
             q, k, v, visible.mask, bias, *visible.operands(), visible.is_causal, *numerics, backend

@@ -53,19 +53,16 @@ class KeyRanks(NamedTuple):
 
 
 class BestByBias(NamedTuple):
-    """The keys with the highest bias, which the operator that attends to them chooses.
+    """The keys with the highest bias among those that causality lets a query see.
 
-    The most frequent choice: a trip through the dispatcher, views and a function of autograd less than for one made before.
+    The operator select_and_attend chooses them itself: the most frequent choice, with a trip through the dispatcher, views
+    and a function of autograd less than one made before.
     """
 
     window: int
-    is_causal: bool
 
     def heads(self) -> int:
-        return 1  # those of key at most
-
-    def operands(self) -> Operands:
-        raise NotImplementedError  # the operator's arguments are others: library.py
+        return 1  # a bias of query heads is no such choice
 
 
 class Visibility(NamedTuple):
@@ -73,7 +70,7 @@ class Visibility(NamedTuple):
 
     mask: Tensor | None = None  # bool [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]
     is_causal: bool = False  # row i sees keys up to i + Sk - Sq
-    keys: KeyIntervals | KeyList | KeyRanks | None = None
+    keys: KeyIntervals | KeyList | KeyRanks | BestByBias | None = None
 
     # A method, as in all named tuples here: torch.compile of torch 2.10 cannot trace properties of one.
     def heads(self) -> int:

@@ -64,8 +64,8 @@ struct QueryTile {
 };
 
 // The (batch, kv head, key tile) of a block that owns keys. The blocks of a head share q, dout and dq_accum of its
-// group through the L2, in sections of some kv heads. Within a section the first tiles run first, which with causality
-// are the longest.
+// group through the L2, in sections of `section` kv heads. Within a section the first tiles run first, which with
+// causality are the longest.
 struct KeyTile {
   static constexpr std::int64_t section_bytes = 32 << 20;  // of q, dout and dq_accum
 
@@ -79,7 +79,7 @@ struct KeyTile {
     return tiles * shape.heads_kv * shape.batch;
   }
 
-  // The kv heads of all batch elements, in one section: of blocks that add in a fixed order, as above.
+  // The kv heads of all batch elements: the section of blocks that wait for each other, so that many heads must be in flight.
   static __host__ __device__ int all_heads(const Shape& shape) {
     return shape.batch * shape.heads_kv;
   }
@@ -93,7 +93,6 @@ struct KeyTile {
     return fitting > 0 ? fitting : 1;
   }
 
-  // `section`: kv heads of a section.
   __device__ KeyTile(const Shape& shape, int keys, int section, int work) {
     const int tiles = ceil_div(shape.seqlen_k, keys);
     const int kv_heads = all_heads(shape);

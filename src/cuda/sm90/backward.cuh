@@ -7,6 +7,7 @@
 #include "cuda/sm90/dense_tile_loader.cuh"
 #include "cuda/sm90/dq_writer.cuh"
 #include "cuda/sm90/key_block.cuh"
+#include "cuda/sm90/key_runs.h"
 #include "cuda/sm90/slot_block.cuh"
 #include "cuda/sm90/slot_loader.cuh"
 #include "cuda/sm90/unseen_keys.cuh"
@@ -124,14 +125,6 @@ struct BackwardKernel {
   }
 
  private:
-  // The block of keys that is `number` in the order of a head's `blocks`.
-  static __device__ int place_in_run(int number, int blocks, int run_blocks) {
-    const int run = number / run_blocks;
-    if (run % 2 != 0) return number;
-    const int begin = run * run_blocks;
-    return begin + min(begin + run_blocks, blocks) - 1 - number;
-  }
-
   // The work of a block of neighbouring keys; returns the work just before it that adds to the same dq.
   static __device__ int find_work(const Params& p, SharedStorage& storage) {
     constexpr int keys = BackwardPolicy::keys;

@@ -188,33 +188,35 @@ struct BackwardCall {
     return has(problem.bias_shape) && !is_dense(problem.bias_shape) && has_list(problem);
   }
 
-  // Of blocks of neighbouring keys. Those of windows and documents, which read few queries, are one section: the shorter
-  // ones of a document run last. So are blocks that add to dq in an order, for they wait for each other.
-  // With causality a head's blocks end at the same query, and of two neighbours the one with later keys begins two tiles
-  // later: begun at once in descending order it is two tiles ahead, and no block waits.
+  // Of blocks of neighbouring keys. All heads are one section for windows and documents, which read few queries (the shorter
+  // blocks of a document run last), and for blocks that add to dq in an order, which wait for each other, with these
+  // exceptions. With causality a head's blocks end at the same query, and of two neighbours the one with later keys begins
+  // two tiles later: begun at once in descending order it is two tiles ahead, and no block waits.
   // - The blocks of a head that are in flight are a run, the longest runs first. A run begins as the one before it ends,
-  //   two tiles apart: descending again their distance would grow to four, so that it ascends.
-  // - A section is as long as the time in which all blocks of its ascending runs fall a tile behind each other is short: of
-  //   fewer heads more blocks are in flight, which read q, dout and dq from DRAM once.
-  // - Of many short heads few blocks each would be in flight: the heads come in sections of the L2, each descending as a
-  //   whole. With fewer heads the longest blocks of the last section, which run last, cost more.
-  // - For query heads of a group, one after the other, the distance grows by two tiles each: the L2 holds those of two.
+  //   two tiles apart: descending again their distance would grow to four, so that it ascends. For query heads of a group,
+  //   one after the other, it grows by two tiles each: the L2 holds those of two.
+  // - The fewer heads a section has, the longer are its runs, which read q, dout and dq from DRAM once each; but every block
+  //   of an ascending run first falls a tile behind the one before. So a section is long beside its runs.
+  // - Of many short heads in one section few blocks each would be in flight: the heads come in sections of the L2, each
+  //   descending as a whole. With fewer heads the longest blocks of the last section, which run last, cost more.
   void set_block_order(bool consecutive) {
     constexpr int section_rounds = 16;  // of blocks on all multiprocessors
     constexpr int many_heads = 32;
     const Shape shape = this->shape();
     const int heads = KeyTile::all_heads(shape);
-    const int key_blocks = ceil_div(shape.seqlen_k, BackwardPolicy::keys);
     const bool ordered = params.order.started != nullptr;
     params.section_heads = ordered || consecutive ? heads : KeyTile::heads_of_l2(shape);
-    if (!ordered || consecutive || variant().has_dense() || heads == 0 || key_blocks == 0) return;
+    if (!ordered || consecutive || variant().has_dense()) return;
     const int group = shape.heads_q / shape.heads_kv;
+    const int key_blocks = ceil_div(shape.seqlen_k, BackwardPolicy::keys);
     const int multiprocessors = current_device().multiprocessors;
-    const int section = std::min(heads, ceil_div(section_rounds * multiprocessors, key_blocks));
-    if (section < many_heads && group <= 2) {
-      params.section_heads = section;
-      params.run_blocks = std::max(multiprocessors / section, 1);
-    } else if (group == 1) {
+    const int most_heads = std::max(section_rounds * multiprocessors / key_blocks, 1);
+    const bool is_triangle =
+        problem.causal && !has_list(problem) && shape.seqlen_q >= shape.seqlen_k;
+    if (is_triangle && group <= 2 && std::min(heads, most_heads) < many_heads) {
+      params.section_heads = ceil_div(heads, ceil_div(heads, most_heads));
+      params.run_blocks = std::max(multiprocessors / params.section_heads, 1);
+    } else if (group == 1 && heads >= many_heads) {
       params.section_heads = KeyTile::heads_of_l2(shape);
       params.run_blocks = key_blocks;
     }

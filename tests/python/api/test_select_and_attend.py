@@ -66,15 +66,42 @@ def test_16_bits_choose_by_a_float32_bias():
         assert torch.equal(actual, wanted)
 
 
-def test_strided_and_expanded_biases():
+@pytest.mark.parametrize("window", [W, None])
+def test_strided_and_expanded_biases(window):
+    """A bias for each key as it lies in memory, and its gradient."""
     q, k, v, _ = tensors((1,))
-    strided = torch.randn(SK, HKV, B).permute(2, 1, 0)
-    expanded = torch.randn(1, 1, SK).expand(B, HKV, SK)
-    for bias in (strided, expanded, torch.randn(B, HKV, SK, 2)[..., 0]):
-        found = flash_dmattn_func(q, k, v, attn_bias=bias, keep_window_size=W, is_causal=True)
-        chosen = select_key_intervals(bias.contiguous(), W, query_length=SQ)
-        expected = flash_dmattn_func(q, k, v, attn_bias=bias.contiguous(), key_intervals=chosen)
-        assert torch.equal(found, expected)
+    forms = {
+        "strided": (torch.randn(SK, HKV, B), lambda base: base.permute(2, 1, 0)),
+        "expanded": (torch.randn(1, 1, SK), lambda base: base.expand(B, HKV, SK)),
+        "every second": (torch.randn(B, HKV, SK, 2), lambda base: base[..., 0]),
+    }
+    if window is None:
+        forms["of all keys"] = (torch.randn(B, HKV, 1), lambda base: base)
+    for name, (base, view) in forms.items():
+        base.requires_grad_()
+        bias = view(base)
+        dense = bias.detach().expand(B, HKV, SK).contiguous().requires_grad_()
+        options = {"is_causal": True, "keep_window_size": window}
+        found = flash_dmattn_func(q, k, v, attn_bias=bias, **options)
+        expected = flash_dmattn_func(q, k, v, attn_bias=dense, **options)
+        assert torch.equal(found, expected), name
+        (of_dense,) = torch.autograd.grad(expected.sin().sum(), dense)
+        (of_base,) = torch.autograd.grad(found.sin().sum(), base)
+        (wanted,) = torch.autograd.grad(view(base).expand(B, HKV, SK), base, of_dense)
+        torch.testing.assert_close(of_base, wanted, msg=name)
+
+
+def test_vmap():
+    inputs = [torch.randn(3, *t.shape, requires_grad=True) for t in tensors((B, HKV, SK))]
+
+    def attend(q, k, v, bias):
+        return flash_dmattn_func(q, k, v, attn_bias=bias, keep_window_size=W, is_causal=True)
+
+    found = torch.func.vmap(attend)(*inputs)
+    expected = torch.stack([attend(*one) for one in zip(*inputs, strict=True)])
+    assert torch.equal(found, expected)
+    gradients = [torch.autograd.grad(out.sin().sum(), inputs) for out in (found, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_other_choices_are_made_before():
@@ -95,7 +122,13 @@ def test_errors_name_the_bias():
     q, k, v, bias = (t.detach() for t in tensors((B, HKV, SK)))
     options = (W, True, 0.25, 0.0, True, False, "")
     attend = torch.ops.flash_dmattn.select_and_attend
-    with pytest.raises(ValueError, match="bias: got .*1, 50"):
-        attend(q, k, v, bias[:, :, None], *options)
-    with pytest.raises(ValueError, match="bias: got .*49"):
-        attend(q, k, v, bias[:, :, 1:], *options)
+    wrong = {
+        "2, 2, 1, 50": bias[:, :, None],
+        "2, 2, 49": bias[:, :, 1:],
+        "2, 4, 50": bias.repeat(1, 2, 1),
+        "4, 2, 50": bias.repeat(2, 1, 1),
+        "Int": bias.int(),
+    }
+    for got, given in wrong.items():
+        with pytest.raises(ValueError, match=rf"bias: got \[?{got}"):
+            attend(q, k, v, given, *options)

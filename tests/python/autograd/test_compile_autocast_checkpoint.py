@@ -16,7 +16,7 @@ from flash_dmattn import (
 from flash_dmattn.allowed_keys import AllowedPairs
 from flash_dmattn.choice import Choice
 from flash_dmattn.numerics import Numerics
-from flash_dmattn.visibility import KeyList, KeyRanks, Visibility
+from flash_dmattn.visibility import BestByBias, KeyList, KeyRanks, Visibility
 
 ops = torch.ops.flash_dmattn
 
@@ -77,7 +77,9 @@ def test_compiles_without_graph_breaks(name):
         assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("of", [AllowedPairs, Choice, KeyList, KeyRanks, Numerics, Visibility])
+@pytest.mark.parametrize(
+    "of", [AllowedPairs, BestByBias, Choice, KeyList, KeyRanks, Numerics, Visibility]
+)
 def test_named_tuples_have_fields_and_methods_alone(of):
     """torch 2.10 traces nothing else of them: no property, no attribute of the class."""
     public = {name: member for name, member in vars(of).items() if not name.startswith("_")}

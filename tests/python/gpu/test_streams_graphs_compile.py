@@ -63,7 +63,7 @@ def bits(tensors):
     return [t.contiguous().view(torch.int16) for t in tensors]
 
 
-@pytest.mark.parametrize("heads", [(8, 4), (32, 32)])
+@pytest.mark.parametrize("heads", [(8, 4), (12, 12), (32, 32)])  # 12: several runs of key blocks
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_deterministic_gradients_repeat_bit_for_bit(name, heads):
     def function(*t):
