@@ -73,6 +73,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key, value)
+        self._check_rows(key)
         length = key.shape[2]
         pending = 0
         if self.record_past:
@@ -108,10 +109,12 @@ class DynamicMaskLayer(CacheLayerMixin):
             query: [B, Hq, S, D].
             key, value, scores, present: as in `fill`.
         """
+        self._check_rows(query)
         length = query.shape[2]
-        if query.shape[0] != self.batch_size:
+        if self.is_compileable and not self.chunk and length > 1:
             raise ValueError(
-                f"past_key_values holds {self.batch_size} rows, and {query.shape[0]} come; expected as many"
+                f"past_key_values: got {length} tokens at a time for a static cache without places for them, expected "
+                "one; give it some by DynamicMaskCache(chunk=...)"
             )
         query, key, value = _by_token(query, key, value)
         self._make_room(length)
@@ -128,6 +131,12 @@ class DynamicMaskLayer(CacheLayerMixin):
             out = torch.cat(parts, dim=1)
         self._count(length)
         return out
+
+    def _check_rows(self, states: torch.Tensor) -> None:
+        if states.shape[0] != self.batch_size:
+            raise ValueError(
+                f"past_key_values holds {self.batch_size} rows, and {states.shape[0]} come; expected as many"
+            )
 
     @staticmethod
     def check_kernels(key: torch.Tensor) -> None:
@@ -237,7 +246,8 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._count(tokens_to_remove)
 
     def reset(self) -> None:
-        """Forgets all tokens; the memory stays."""
+        """Forgets all tokens; the memory stays. New ones are not recorded until that is activated again."""
+        self.record_past = False
         if self.is_initialized:
             self.slots.clear()
         self._seen = 0
@@ -413,6 +423,10 @@ def _windows(config: PretrainedConfig) -> list[int]:
             f"config is a {type(config).__name__} without keep_window_size; expected that of a model with dynamic masks "
             "(Doge)"
         )
+    for window in windows:
+        check_count(window, "config.keep_window_size")
+    if 0 in windows:
+        raise ValueError("config.keep_window_size: got 0, expected 1 or more")
     return windows
 
 

@@ -156,6 +156,18 @@ def test_reset_begins_a_new_text():
     assert torch.equal(next_logits(ours, cache), expected)
 
 
+def test_reset_ends_recording():
+    _, ours = make_pair()
+    cache = DynamicMaskCache(ours.config)
+    cache.activate_past_recording()
+    ours(make_ids(B, S), past_key_values=cache)
+    assert cache.layers[0].slots.pending == S
+    cache.reset()
+    ours(make_ids(B, S), past_key_values=cache)
+    next_logits(ours, cache)
+    assert all(layer.slots.pending == 0 and layer.slots.chunk == 0 for layer in cache.layers)
+
+
 @pytest.mark.parametrize(
     "method", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave"]
 )
@@ -274,6 +286,33 @@ def test_another_number_of_rows_changes_nothing():
     after = [layer.slots.tensors for layer in cache.layers]
     assert all(map(torch.equal, sum(before, []), sum(after, ())))
     assert cache.get_seq_length() == S
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_another_number_of_rows_after_a_reset(static):
+    _, ours = make_pair()
+    cache = filled(ours, S, static=static)
+    cache.reset()
+    with pytest.raises(ValueError, match="past_key_values holds 2 rows, and 3 come"):
+        ours(make_ids(3, S), past_key_values=cache)
+
+
+def test_tokens_without_places_in_a_static_cache():
+    _, ours = make_pair()
+    cache = filled(ours, S, static=True, chunk=0)
+    with pytest.raises(
+        ValueError, match=r"got 5 tokens at a time .* DynamicMaskCache\(chunk=...\)"
+    ):
+        ours(make_ids(B, 5), past_key_values=cache)
+    next_logits(ours, cache)
+
+
+@pytest.mark.parametrize("window", [0, -3])
+def test_windows_without_keys(window):
+    _, ours = make_pair()
+    ours.config.keep_window_size = window
+    with pytest.raises(ValueError, match=f"config.keep_window_size: got {window}, expected"):
+        DynamicMaskCache(ours.config)
 
 
 def test_unknown_names_of_caches():
