@@ -53,7 +53,7 @@ docs: $(STAMPS)/tools $(STAMPS)/docs ## build the site of the documents into bui
 
 .PHONY: wheels
 WHEELS ?= cpu
-wheels: $(STAMPS)/tools $(STAMPS)/torch $(STAMPS)/wheels | compiler ## build wheels for others into dist/ (WHEELS="cpu aarch64 cuda")
+wheels: $(STAMPS)/tools $(STAMPS)/torch $(STAMPS)/wheels $(if $(filter cuda,$(WHEELS)),$(STAMPS)/cuda) | compiler ## build wheels for others into dist/ (WHEELS="cpu aarch64 cuda")
 	tools/wheels.sh $(WHEELS)
 
 .PHONY: bench

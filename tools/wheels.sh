@@ -6,7 +6,8 @@
 #   cuda     x86_64 with the CUDA kernels, version 3.0.0+cu130 and the like; takes twenty minutes of a core.
 #            CUDA_ARCHITECTURES="90-real" builds a part of them
 #
-# The Python that is first on the PATH has torch and the groups `tools` and `wheels` of pyproject.toml: see `make wheels`.
+# The Python that is first on the PATH has torch and the groups `tools` and `wheels` of pyproject.toml, and `cuda` for CUDA: see
+# `make wheels`.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -66,9 +67,10 @@ aarch64() {
 }
 
 cuda() {
-  local toolkit
+  local toolkit cuobjdump
+  cuobjdump=$(echo "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"/nvidia/cu*/bin)
   toolkit=$(nvcc --version | sed -nE 's/.*release ([0-9]+)\.([0-9]+).*/cu\1\2/p')
-  wheel cuda -C cmake.define.FLASH_DMATTN_CUDA=ON \
+  wheel cuda -C cmake.define.FLASH_DMATTN_CUDA=ON -C "cmake.define.CMAKE_PROGRAM_PATH=$cuobjdump" \
     ${CUDA_ARCHITECTURES:+-C "cmake.define.FLASH_DMATTN_CUDA_ARCHITECTURES=$CUDA_ARCHITECTURES"}
   add_local_version cuda "$toolkit"
   repair cuda
