@@ -13,6 +13,7 @@ from torch._C._functorch import peek_interpreter_stack as _innermost_transform
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from ._ops import NO_FUNCTIONAL_GRADIENT, NO_TANGENT
 from .availability import unavailable_reason
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -115,15 +116,9 @@ def refuse_transforms(**tensors: Tensor | None) -> None:
         if tensor is None:
             continue
         if forward_ad.unpack_dual(tensor).tangent is not None:
-            raise RuntimeError(
-                f"{name}: got a tensor with a tangent (forward-mode differentiation, torch.func.jvp), expected "
-                "one without: attention has reverse-mode derivatives only"
-            )
+            raise RuntimeError(f"{name}: {NO_TANGENT}")
         if torch._C._functorch.is_gradtrackingtensor(tensor):
-            raise RuntimeError(
-                f"{name}: got a tensor of torch.func.grad, vjp, jacrev or hessian, which attention does not "
-                "support; expected an ordinary one: use torch.autograd.grad or backward()"
-            )
+            raise RuntimeError(f"{name}: {NO_FUNCTIONAL_GRADIENT}")
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None:

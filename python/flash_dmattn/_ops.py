@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def _load_library() -> str:
@@ -205,6 +206,16 @@ def _kv_decode_step_fake(
 
 # ---- Derivatives -------------------------------------------------------------------------------------
 
+# What errors say of transforms: here behind the package's name, where arguments are checked behind theirs.
+NO_TANGENT = (
+    "got a tensor with a tangent (forward-mode differentiation, torch.func.jvp), expected one without: attention has "
+    "reverse-mode derivatives only"
+)
+NO_FUNCTIONAL_GRADIENT = (
+    "got a tensor of torch.func.grad, vjp, jacrev or hessian, which attention does not support; expected an ordinary "
+    "one: use torch.autograd.grad or backward()"
+)
+
 # torch.library.register_autograd would do the same in 90 µs a call more: it fills in defaults by the schema and
 # passes through the dispatcher twice.
 
@@ -287,12 +298,25 @@ class _Gradients(torch.autograd.Function):
 
 def _differentiable(operator, function: type[torch.autograd.Function]):
     def call(*inputs):
+        _refuse_tangents(inputs)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+            if torch._C._are_functorch_transforms_active():
+                raise RuntimeError(f"flash_dmattn: {NO_FUNCTIONAL_GRADIENT}")
             return function.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*inputs)
 
     return call
+
+
+def _refuse_tangents(inputs: tuple) -> None:
+    """torch would silently make forward-mode derivatives 0. The public functions name the argument; this is for compiled
+    calls and for those of the operators themselves."""
+    if forward_ad._current_level < 0:
+        return
+    for value in inputs:
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise RuntimeError(f"flash_dmattn: {NO_TANGENT}")
 
 
 def _without_dispatcher(operator, differentiable):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 
@@ -210,8 +211,12 @@ def flash_dmattn_func_auto(backend: str | None = None, **options) -> Callable:
     triton, flex, cpu.
 
     Keyword arguments become defaults of the function. Raises RuntimeError with the reason where a backend cannot
-    run.
+    run, and TypeError for an argument that the function does not have.
     """
+    for name in options.keys() - inspect.signature(flash_dmattn_func).parameters.keys():
+        raise TypeError(
+            f"flash_dmattn_func_auto: got {name!r}, expected arguments of flash_dmattn_func"
+        )
     if backend is None and get_available_backends()[0] in ("triton", "flex"):
         backend = get_available_backends()[0]  # a GPU without kernels of the library
     if backend is None:

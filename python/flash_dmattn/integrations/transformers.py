@@ -19,7 +19,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin, modeling_utils
 from transformers.models.doge.modeling_doge import DogeAttention, DogeModel, DogePreTrainedModel
 
-from .._arguments import resolve_flag
+from .._arguments import may_read, resolve_flag
 from .doge import MASK_KIND, ROUNDED, doge_attention_forward, doge_scores
 from .dynamic_mask_cache import DynamicMaskCache
 from .flash_dynamic_mask_attention import flash_dynamic_mask_attention_forward
@@ -172,14 +172,27 @@ def _mask_kind(model: DogeModel, args: tuple, options: dict) -> str | None:
     packed sequences with queries that see no key.
     """
     given = {**dict(zip(_ARGUMENTS, args, strict=False)), **options}
+    padding = given.get("attention_mask")
+    _refuse_additive_padding(padding)
     has_window = getattr(model.config, "sliding_window", None) is not None
     has_cache = any(given.get(name) is not None for name in ("past_key_values", "cache_position"))
     if has_window or has_cache or not getattr(model.config, "is_causal", True):
         return None
-    padding = given.get("attention_mask")
     if padding is not None:
         return "padded" if isinstance(padding, torch.Tensor) and padding.dim() == 2 else None
     return "causal" if given.get("position_ids") is None else "packed"
+
+
+def _refuse_additive_padding(padding: object) -> None:
+    """transformers takes every number but 0 in a mask [B, S] for a token."""
+    is_float = (
+        isinstance(padding, torch.Tensor) and padding.dim() < 4 and padding.is_floating_point()
+    )
+    if is_float and may_read() and bool((padding < 0).any()):
+        raise ValueError(
+            f"attention_mask: got {padding.dtype} of shape {tuple(padding.shape)} with negative numbers, expected 1 or "
+            "True for tokens and 0 or False for padding; an additive mask has four dimensions, [B, 1, S, S]"
+        )
 
 
 def _skip_flash_attention_preload() -> None:

@@ -8,6 +8,7 @@ import flash_dmattn
 from flash_dmattn import (
     KeyIntervals,
     flash_dmattn_func,
+    flash_dmattn_func_auto,
     flash_dmattn_varlen_func,
     from_padding,
     intersect,
@@ -158,3 +159,10 @@ def test_vmap_over_a_mask_of_a_choice_is_refused_by_name():
 
     with pytest.raises(RuntimeError, match="keep_window_size: got it under torch.func.vmap"):
         torch.func.vmap(choose)(torch.ones(3, 9, 9, dtype=torch.bool))
+
+
+def test_unknown_arguments_of_the_function_of_a_backend():
+    with pytest.raises(TypeError, match="flash_dmattn_func_auto: got 'nonfinit', expected"):
+        flash_dmattn_func_auto(nonfinit="saturate")
+    with pytest.raises(TypeError, match="flash_dmattn_func_auto: got 'bogus', expected"):
+        flash_dmattn_func_auto("cpu", bogus=1)

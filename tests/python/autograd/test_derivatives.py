@@ -1,9 +1,11 @@
 """Derivatives: which are computed, from what strides, and that they are derivatives."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, prefix_lm
 from flash_dmattn.check.compare import assert_matches_oracle
@@ -157,3 +159,51 @@ def test_gradcheck_varlen():
         ),
         leaves,
     )
+
+
+RAW = {
+    "forward": lambda q, k, v, bias: torch.ops.flash_dmattn.forward(
+        q, k, v, None, bias, *(None,) * 5, [], True, 0.25, 0.0, True, False, ""
+    )[0],
+    "select_and_attend": lambda q, k, v, bias: torch.ops.flash_dmattn.select_and_attend(
+        q, k, v, bias, 7, True, 0.25, 0.0, True, False, ""
+    )[0],
+}
+COMPILED = {"compiled": {}, "compiled with a choice": {"keep_window_size": 7}}
+
+
+def forms_of_attention():
+    """Functions of the query that do not name their arguments in errors, compiled ones with and without a transform."""
+    q, *others = (t.detach() for t in inputs())
+    for name, raw in RAW.items():
+        yield name, lambda q, raw=raw: raw(q, *others), lambda f: f
+    for name, options in COMPILED.items():
+        for inside in (True, False):
+            call = lambda q, options=options: attend(q, *others, **options)  # noqa: E731
+            compiled = partial(torch.compile, backend="aot_eager")
+            if inside:  # the transform is compiled, too
+                yield f"{name}, with the transform", call, compiled
+            else:
+                yield name, compiled(call), lambda f: f
+
+
+def test_transforms_of_compiled_and_raw_calls_are_refused():
+    """torch itself would make forward-mode derivatives 0."""
+    q = inputs()[0].detach()
+    transforms = {
+        "with a tangent": lambda f: lambda q: torch.func.jvp(f, (q,), (q,))[1],
+        "of torch.func.grad": lambda f: torch.func.grad(lambda q: f(q).sum()),
+    }
+    for name, function, compiled in forms_of_attention():
+        for message, transform in transforms.items():
+            torch._dynamo.reset()
+            with pytest.raises(RuntimeError) as caught:
+                compiled(transform(function))(q)
+            assert f"got a tensor {message}" in str(caught.value), (name, message)
+
+
+def test_a_dual_tensor_in_a_compiled_call_is_refused():
+    q, *others = (t.detach() for t in inputs())
+    compiled = torch.compile(attend, backend="aot_eager")
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="got a tensor with a tangent"):
+        compiled(forward_ad.make_dual(q, q), *others, keep_window_size=7)

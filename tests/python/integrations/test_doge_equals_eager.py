@@ -331,3 +331,18 @@ def test_bookkeeping_and_packed_sequences_pass():
     }
     assert torch.equal(model(ids, **packed, **lengths).logits, alone)
     assert not torch.equal(alone, expected)
+
+
+def test_an_additive_mask_of_padding_is_refused():
+    """transformers would hide the tokens and show the padding."""
+    ours, ids = enabled(make_model()), make_ids(2, 12)
+    additive = torch.zeros(2, 12)
+    additive[0, :4] = torch.finfo(torch.float32).min
+    with pytest.raises(
+        ValueError, match="attention_mask: got torch.float32 .* with negative numbers"
+    ):
+        ours(ids, attention_mask=additive)
+    of_numbers = torch.ones(2, 12)
+    of_numbers[0, :4] = 0
+    expected = ours(ids, attention_mask=of_numbers.long()).logits
+    assert torch.equal(ours(ids, attention_mask=of_numbers).logits, expected)
