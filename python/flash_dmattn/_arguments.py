@@ -101,16 +101,14 @@ def may_read() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func or forward-mode differentiation is active; in compiled code there is none."""
-    if is_compiling():
-        return False
+    """Whether a transform of torch.func or forward-mode differentiation is active."""
     return _innermost_transform() is not None or forward_ad._current_level >= 0
 
 
 def refuse_transforms(**tensors: Tensor | None) -> None:
     """Forward-mode derivatives do not exist, and torch would silently make them 0. torch.func's reverse mode
     does not look into custom operators."""
-    if not is_transformed():
+    if is_compiling() or not is_transformed():
         return
     for name, tensor in tensors.items():
         if tensor is None:

@@ -228,11 +228,7 @@ class _Attention(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             results = forward(*inputs)
         count = 5 + len(KEYS)  # q, k, v, mask, bias
-        ctx.save_for_backward(*inputs[:count], *results)
-        ctx.options = inputs[count:]
-        ctx.mark_non_differentiable(*results[1:])
-        ctx.set_materialize_grads(False)
-        return results
+        return _saved(ctx, inputs[:count], inputs[count:], results)
 
     @staticmethod
     def backward(ctx, dout, *_):
@@ -251,11 +247,7 @@ class _SelectAndAttend(torch.autograd.Function):
     def forward(ctx, q, k, v, bias, *options):
         with torch._C._AutoDispatchBelowAutograd():
             results = select_and_attend(q, k, v, bias, *options)
-        ctx.save_for_backward(q, k, v, bias, *results)
-        ctx.options = options
-        ctx.mark_non_differentiable(*results[1:])
-        ctx.set_materialize_grads(False)
-        return results
+        return _saved(ctx, (q, k, v, bias), options, results)
 
     @staticmethod
     def backward(ctx, dout, *_):
@@ -268,6 +260,15 @@ class _SelectAndAttend(torch.autograd.Function):
         options = ((window, int(is_causal)), False, *numerics)
         arguments = (dout, q, k, v, None, bias, *keys, out, lse, *options)
         return *_wanted_gradients(arguments, inputs[:4]), *(None,) * (len(inputs) - 4)
+
+
+def _saved(ctx, tensors: tuple, options: tuple, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The results, of which out alone has a derivative, saved with the inputs for backward."""
+    ctx.save_for_backward(*tensors, *results)
+    ctx.options = options
+    ctx.mark_non_differentiable(*results[1:])
+    ctx.set_materialize_grads(False)
+    return results
 
 
 def _wanted_gradients(arguments: tuple, wanted: tuple[bool, ...]) -> list[Tensor | None]:
