@@ -29,7 +29,13 @@ class Choice(NamedTuple):
             check_window(window)
         if scores is None:
             return self
-        return Choice(window, selection, selection_scores_argument(scores, query, key))
+        checked = selection_scores_argument(scores, query, key)
+        if window is None:
+            raise ValueError(
+                f"selection_scores: got shape {tuple(scores.shape)} without keep_window_size, by which they choose; expected "
+                "both or neither"
+            )
+        return Choice(window, selection, checked)
 
 
 def choose(

@@ -70,6 +70,8 @@ class DynamicMaskAttention(nn.Module):
         check_count(head_dim, "head_dim")
         if not 1 <= head_dim <= 256:
             raise ValueError(f"head_dim: got {head_dim}, expected 1 to 256")
+        if rope is not None and not callable(rope):
+            raise TypeError(f"rope: got {type(rope).__name__}, expected a function or None")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.hidden_size, self.window, self.rope = hidden_size, window, rope
         options = {"bias": bias, "device": device, "dtype": dtype}

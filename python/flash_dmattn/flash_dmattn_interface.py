@@ -117,7 +117,7 @@ def flash_dmattn_varlen_func(
 
     query: [total_q, Hq, D]; key, value: [total_k, Hkv, D].
     cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], where each sequence begins in the packed dimension,
-        and the total at the end. Sequence lengths may differ between query and key and may be 0; causality
+        and the total at the end; tokens past it are padding, whose out is 0. Sequence lengths may differ between query and key and may be 0; causality
         is aligned to the bottom right corner of each sequence.
     max_seqlen_q, max_seqlen_k: the longest sequences. On a GPU max_seqlen_k saves a wait for the device
         when cu_seqlens_q is cu_seqlens_k and keep_window_size is not given; it must not be too small then.
@@ -189,8 +189,12 @@ def _packed_bias(attn_bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor
     if attn_bias is None:
         return None
     check_tensor(attn_bias, "attn_bias")
-    if attn_bias.dim() != 2:
-        raise ValueError(f"attn_bias: got shape {tuple(attn_bias.shape)}, expected [total_k, H]")
+    total_k, heads = key.shape[1], (query.shape[2], key.shape[2], 1)
+    shape = tuple(attn_bias.shape)
+    if len(shape) != 2 or shape[0] not in (total_k, 1) or shape[1] not in heads:
+        raise ValueError(
+            f"attn_bias: got shape {shape}, expected [total_k, H] with total_k = {total_k} and H = {heads[0]}, {heads[1]} or 1"
+        )
     return bias_argument(attn_bias.t()[None], query, key)
 
 

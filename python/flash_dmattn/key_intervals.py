@@ -355,7 +355,7 @@ def check_offsets(
         values = offsets.tolist()
         fits = total is None or values[-1] <= total
         if values[0] != 0 or values != sorted(values) or not fits:
-            end = "" if total is None else f" and end at {total}"
+            end = "" if total is None else f" and end at {total} at most"
             raise ValueError(
                 f"{name}: got {values}, expected offsets that begin at 0, never fall{end}"
             )

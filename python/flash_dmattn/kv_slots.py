@@ -161,6 +161,9 @@ class KVSlots:
                 raise ValueError("key_mask: got it together with intervals, expected one of them")
             check_mask(key_mask, (self.batch, length), self.k.device)
         if intervals is None:
+            expected = (self.batch, self.k.shape[1], length)
+            if tuple(scores.shape) != expected:
+                raise ValueError(f"scores: got shape {tuple(scores.shape)}, expected {expected}")
             if lengths is not None:
                 real = torch.arange(length, device=key.device) < lengths[:, None]
                 key_mask = real if key_mask is None else key_mask & real

@@ -141,6 +141,8 @@ def test_bad_arguments():
         DynamicMaskAttention(HIDDEN, 4, 3)
     with pytest.raises(ValueError, match="hidden_size: got 30, expected a multiple of heads, 4"):
         DynamicMaskAttention(30, 4)
+    with pytest.raises(TypeError, match="rope: got int, expected a function or None"):
+        DynamicMaskAttention(HIDDEN, 4, rope=10000)
     layer, hidden = make_layer(), torch.randn(B, S, HIDDEN)
     cache = layer.make_cache(B, chunk=0)
     layer(hidden, cache=cache)  # a prompt may have a gradient; what it leaves in the cache has none

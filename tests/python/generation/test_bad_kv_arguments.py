@@ -104,6 +104,9 @@ def test_of_chunks_and_rows():
         "key_mask: got it together with intervals": lambda: cache.fill(
             **tokens(3), intervals=cache.pending_intervals(1), key_mask=torch.ones(2, 3)
         ),
+        "scores: got shape (2, 3, 2), expected (2, 2, 3)": lambda: cache.fill(
+            **(tokens(3) | {"scores": torch.randn(2, 3, 2)})
+        ),
         "lengths[0]: got 4": lambda: cache.fill(**tokens(3), lengths=torch.tensor([4, 1])),
     }.items():
         with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:

@@ -20,7 +20,7 @@ from flash_dmattn import (
     sliding_window,
 )
 from gpu import capture, needs_gpu
-from gpu_calls import FUNCTIONS, assert_close, attend, gradients, leaves
+from gpu_calls import FUNCTIONS, OFFSETS, PACKED, assert_close, attend, gradients, leaves
 
 pytestmark = needs_gpu
 
@@ -57,6 +57,27 @@ def test_cuda_graph_of_forward_and_backward(name):
                 t.normal_()
         graph.replay()
         assert_close(captured, step())
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_cuda_graph_of_packed_sequences(name):
+    """Of forward and backward, replayed with other values and with sequences of other lengths."""
+    static = leaves(batch=1)
+    dout = torch.randn(static[0].shape, dtype=torch.bfloat16, device="cuda")
+    rows = torch.tensor(OFFSETS, dtype=torch.int32, device="cuda")
+    offsets = rows[0].clone()
+
+    def step():
+        return torch.autograd.grad(PACKED[name](*static, offsets), static, dout)
+
+    graph, captured = capture(step)
+    for row in rows:
+        with torch.no_grad():
+            offsets.copy_(row)
+            for t in static:
+                t.normal_()
+        graph.replay()
+        assert_close(captured, step(), f"gradients of q, k, v, bias at {row.tolist()};")
 
 
 def bits(tensors):

@@ -43,6 +43,13 @@ MAKES = {
 }
 
 
+INPUTS = {  # of models
+    "no_mask": {},
+    "padding": {"attention_mask": PADDING.long()},
+    "packed": {"position_ids": torch.cat([torch.arange(13), torch.arange(N - 13)]).repeat(2, 1)},
+}
+
+
 def gradients(leaves, **options):
     q, k, v, bias = leaves
     out = flash_dmattn_func(q, k, v, attn_bias=bias, **options)
@@ -74,23 +81,26 @@ def test_of_a_choice(selection):
 
 
 @pytest.mark.transformers
-@pytest.mark.parametrize("padded", [False, True])
-def test_of_a_doge_whose_step_is_captured(padded, monkeypatch):
+@pytest.mark.parametrize("inputs", ["no_mask", "padding", "packed"])
+@pytest.mark.parametrize("family", ["Doge", "Llama"])
+def test_of_a_model_whose_step_is_captured(family, inputs, monkeypatch):
     """Outside of a CUDA graph transformers itself reads positions, and our masks are read to be known exactly."""
     transformers = pytest.importorskip("transformers", minversion="5")
     from transformers.utils import import_utils
 
-    from flash_dmattn.integrations.transformers import enable_flash_dmattn
+    import flash_dmattn.integrations.transformers  # noqa: F401
 
-    config = transformers.DogeConfig(
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, keep_window_size=5, use_cache=False,
+        num_key_value_heads=2, use_cache=False, **({"keep_window_size": 5} if family == "Doge" else {}),
     )  # fmt: skip
-    model = enable_flash_dmattn(transformers.DogeForCausalLM(config))
-    for layer in model.model.layers:
-        torch.nn.init.normal_(layer.self_attn.A)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model.set_attn_implementation("flash_dmattn")
+    for name, parameter in model.named_parameters():
+        if name.endswith(".A"):
+            torch.nn.init.normal_(parameter)
     ids = torch.randint(0, 64, (2, N))
-    options = {"attention_mask": PADDING.long()} if padded else {}
+    options = INPUTS[inputs]
 
     def step():
         loss = model(ids, labels=ids, **options).loss
@@ -129,12 +139,6 @@ def test_layers_share_what_was_read(family, name, more):
     transformers = pytest.importorskip("transformers", minversion="5")
     import flash_dmattn.integrations.transformers  # noqa: F401
 
-    packed = torch.cat([torch.arange(13), torch.arange(N - 13)]).expand(2, -1).contiguous()
-    inputs = {
-        "no_mask": {},
-        "padding": {"attention_mask": PADDING.long()},
-        "packed": {"position_ids": packed},
-    }
     counts = []
     for layers in (1, 4):
         config = getattr(transformers, f"{family}Config")(
@@ -144,6 +148,6 @@ def test_layers_share_what_was_read(family, name, more):
         model = getattr(transformers, f"{family}ForCausalLM")(config)
         model.set_attn_implementation("flash_dmattn")
         with CountReads() as reads:
-            model(torch.randint(0, 64, (2, N)), use_cache=False, **inputs[name])
+            model(torch.randint(0, 64, (2, N)), use_cache=False, **INPUTS[name])
         counts.append(reads.count)
     assert counts[1] - counts[0] == 3 * more

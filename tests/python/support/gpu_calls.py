@@ -1,8 +1,15 @@
 """Calls of the CUDA backend, one of each kind, with their inputs and gradients."""
 
+from functools import partial
+
 import torch
 
-from flash_dmattn import flash_dmattn_func, sliding_window
+from flash_dmattn import (
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+    packed_documents,
+    sliding_window,
+)
 
 
 def leaves(seqlen=300, heads=(4, 2), head_dim=64, dtype=torch.bfloat16, device="cuda", batch=2):
@@ -26,11 +33,17 @@ def gradients(function, inputs):
     return [out.detach(), *(t.grad for t in copies)]
 
 
-def assert_close(actual, expected):
+def assert_close(actual, expected, where=""):
     """Gradients may be added in another order from run to run, and are then rounded to 16 bits."""
-    for got, wanted in zip(actual, expected, strict=True):
+    for i, (got, wanted) in enumerate(zip(actual, expected, strict=True)):
         largest = wanted.abs().max().item()
-        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=min(2e-2, 4e-3 * largest))
+        torch.testing.assert_close(
+            got,
+            wanted,
+            rtol=2e-2,
+            atol=min(2e-2, 4e-3 * largest),
+            msg=lambda text, i=i: f"{where} tensor {i}: {text}",
+        )
 
 
 FUNCTIONS = {
@@ -44,3 +57,30 @@ FUNCTIONS = {
         q, k, v, attn_bias=b, key_intervals=sliding_window(q.shape[1], 70, device=q.device)
     ),
 }  # fmt: skip
+
+
+def attend_varlen(q, k, v, bias, offsets, **options):
+    """q, k, v [1, S, H, D], bias [1, H, S]: the sequences of one row, none longer than LONGEST."""
+    return flash_dmattn_varlen_func(
+        q[0], k[0], v[0], offsets, offsets, LONGEST, LONGEST, attn_bias=bias[0].t(), is_causal=True,
+        **options,
+    )[None]  # fmt: skip
+
+
+def attend_documents(q, k, v, bias, offsets):
+    length = q.shape[1]
+    documents = packed_documents(
+        offsets, key_length=length, query_length=length, max_length=LONGEST
+    )
+    return flash_dmattn_func(q, k, v, attn_bias=bias, key_intervals=documents)
+
+
+# With all that a call has to know besides the offsets, which are on the device.
+LONGEST = 200
+OFFSETS = [[0, 40, 40, 240, 300], [0, 200, 210, 250, 300], [0, 1, 150, 300, 300]]
+PACKED = {
+    "varlen": attend_varlen,
+    "varlen_per_query": partial(attend_varlen, keep_window_size=50),
+    "varlen_global": partial(attend_varlen, keep_window_size=50, selection="global"),
+    "packed_documents": attend_documents,
+}
