@@ -1,9 +1,8 @@
 """Dynamic mask attention: exact attention over the keys that a learned score chooses, in O(N w)."""
 
-import sys
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
+from ._after_import import register_rules
 from .availability import backends, get_available_backends, is_available
 from .dynamic_mask_attention import DynamicMaskAttention
 from .flash_dmattn_flex import flex_dmattn_func
@@ -24,12 +23,7 @@ from .key_intervals import (
 )
 from .kv_cache import KVSlots, flash_dmattn_with_kvcache
 
-if "torch.utils.flop_counter" in sys.modules:
-    from . import flops  # noqa: F401
-if "torch.distributed.tensor" in sys.modules:
-    # torch's registry of rules is experimental: attention does not depend on it.
-    with suppress(ImportError, AttributeError):
-        from . import sharding  # noqa: F401
+register_rules()
 
 try:
     __version__ = version("flash-dmattn")

@@ -268,13 +268,19 @@ def bias_argument(
     """[B or 1, Hq or Hkv or 1, Sk or 1] or [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
     if bias is None:
         return None
-    bias = broadcast_argument(bias, name, query, key)
+    bias = check_bias(bias, name, query, key)
     if bias.dtype == query.dtype:
         return bias
+    return bias.to(torch.promote_types(query.dtype, torch.float32))
+
+
+def check_bias(bias: Tensor, name: str, query: Tensor, key: Tensor) -> Tensor:
+    """`bias_argument` in the dtype that it has."""
+    bias = broadcast_argument(bias, name, query, key)
     if not bias.is_floating_point():
         masks = "; boolean masks go into attn_mask" if bias.dtype == torch.bool else ""
         raise TypeError(f"{name}: got {bias.dtype}, expected a floating dtype{masks}")
-    return bias.to(torch.promote_types(query.dtype, torch.float32))
+    return bias
 
 
 def selection_scores_argument(scores: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Floating point operations of attention for torch.utils.flop_counter.FlopCounterMode.
 
-Importing this module registers them. `import flash_dmattn` does so where torch.utils.flop_counter has been imported
-before it, and not otherwise: that module imports Triton, half a second.
+Importing this module registers them. `import flash_dmattn` does so as soon as torch.utils.flop_counter is imported, before
+it or after it, and does not import that module: it imports Triton, half a second.
 
 Counted are the products of D elements for each visible element as far as shapes tell: all elements of the score
 matrix, or those within the bound of key intervals, or those of a key list; two products forward, five backward.

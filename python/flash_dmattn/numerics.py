@@ -48,12 +48,15 @@ def _resolve_scale(scale: float | None, softmax_scale: float | None) -> float | 
             f"scale, softmax_scale: got {scale} and {softmax_scale}, "
             "expected one of them: they are two names of one thing"
         )
-    scale = softmax_scale if scale is None else scale
-    if scale is None:
-        return None
-    _check_number(scale, "scale")  # True is most often is_causal in the place of softmax_scale
+    if scale is not None:
+        return resolve_scale(scale, "scale")
+    return None if softmax_scale is None else resolve_scale(softmax_scale, "softmax_scale")
+
+
+def resolve_scale(scale: object, name: str) -> float:
+    _check_number(scale, name)  # True is most often is_causal in the place of softmax_scale
     if not abs(scale) <= FLOAT32_MAX:
-        raise ValueError(f"scale: got {scale}, expected a number within the range of float32")
+        raise ValueError(f"{name}: got {scale}, expected a number within the range of float32")
     return float(scale)
 
 

@@ -1,7 +1,7 @@
 """How attention and selection are sharded over devices: torch.distributed.tensor's rules for the operators.
 
-Importing this module registers them. `import flash_dmattn` does so where torch.distributed.tensor has been imported
-before it.
+Importing this module registers them. `import flash_dmattn` does so as soon as torch.distributed.tensor is imported, before
+it or after it.
 
 A call is computed without communication where all tensors are sharded alike: by batch elements, or by heads of key with
 the query heads of their groups. A mask, bias or choice that all of them share is replicated, and the gradient of such a

@@ -4,9 +4,13 @@ import warnings
 
 import torch
 
-from .._arguments import resolve_flag
+from .._arguments import check_bias, resolve_flag
 from ..key_intervals import KeyIntervals
-from .modeling_flash_dynamic_mask_attention_utils import _flash_dynamic_mask_attention_forward
+from ..numerics import resolve_scale
+from .modeling_flash_dynamic_mask_attention_utils import (
+    _flash_dynamic_mask_attention_forward,
+    check_states,
+)
 
 
 def flash_dynamic_mask_attention_forward(
@@ -48,12 +52,14 @@ def flash_dynamic_mask_attention_forward(
     Raises:
         ValueError: a query without elements, dropout, two different biases, a window_size without a
             bias, or keywords of unsupported features.
-        TypeError: an unknown keyword.
+        TypeError: an unknown keyword, or an argument of another type.
     """
     if attention_bias is not None and position_bias is not None:
         raise ValueError("attention_bias and position_bias are two names of one thing; give one")
-    if attention_bias is None:
-        attention_bias = position_bias
+    check_states("[B, H, S, D]", query=query, key=key, value=value)
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    if position_bias is not None:
+        attention_bias = check_bias(position_bias, "position_bias", query, key)
     if attention_bias is None:
         if window_size is not None:
             raise ValueError(
@@ -63,7 +69,9 @@ def flash_dynamic_mask_attention_forward(
         window_size = getattr(module, "keep_window_size", getattr(module, "window_size", None))
     out = attend_by_token(
         module,
-        *(t.transpose(1, 2) for t in (query, key, value)),
+        query,
+        key,
+        value,
         attention_mask,
         attention_bias,
         scaling=scaling,
@@ -108,7 +116,9 @@ def attend_by_token(
         is_causal = getattr(module, "is_causal", True)
     is_causal = resolve_flag(is_causal, "is_causal")
     mask_is_complete = isinstance(attention_mask, KeyIntervals) or (
-        attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[2] > 1
+        isinstance(attention_mask, torch.Tensor)
+        and attention_mask.dim() == 4
+        and attention_mask.shape[2] > 1
     )
     head_dim, value_dim = query.shape[3], value.shape[3]
     if value_dim < head_dim:  # latent attention
@@ -122,9 +132,9 @@ def attend_by_token(
         query_length=query.shape[1],
         key_length=key.shape[1],
         is_causal=is_causal and not mask_is_complete,
-        softmax_scale=scaling,
+        softmax_scale=None if scaling is None else resolve_scale(scaling, "scaling"),
         softcap=softcap,
-        keep_window_size=window_size,
+        window_size=window_size,
         target_dtype=target_dtype(module, query),
         **kwargs,
     )

@@ -2,13 +2,28 @@
 
 import torch
 
-from .._arguments import MASK_VALUE, may_read, resolve_flag
+from .._arguments import (
+    MASK_VALUE,
+    broadcast_argument,
+    check_bias,
+    check_count,
+    check_tensor,
+    may_read,
+    resolve_flag,
+)
 from ..allowed_keys import intervals_of_mask, mask_of_intervals, select_among, split_additive
 from ..flash_dmattn_interface import flash_dmattn_func
 from ..key_intervals import KeyIntervals, intersect, prefix_lm
 from ..key_intervals import sliding_window as sliding_window_of
 from ..utils.mask import topk_mask
 from . import keywords, packed_sequences
+
+
+def check_states(layout: str, **states: torch.Tensor) -> None:
+    for name, tensor in states.items():
+        check_tensor(tensor, name)
+        if tensor.dim() != 4:
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {layout}")
 
 
 def fdma_peft_integration_check(
@@ -28,6 +43,8 @@ def fdma_peft_integration_check(
     """
     if target_dtype is None:
         return q, k, v, bias
+    if not isinstance(target_dtype, torch.dtype) or not target_dtype.is_floating_point:
+        raise TypeError(f"target_dtype: got {target_dtype!r}, expected a floating dtype or None")
     return tuple(
         t.to(target_dtype) if t is not None and t.dtype == torch.float32 else t
         for t in (q, k, v, bias)
@@ -100,8 +117,14 @@ def _flash_dynamic_mask_attention_forward(
         ValueError: both names of the window given and different, or one without a bias; shapes that do not
             fit; packed sequences with padding, a 4-d bias or a sliding window; one of cu_seq_lens_q and
             cu_seq_lens_k; keywords of unsupported features.
-        TypeError: an unknown keyword; a floating point mask that is not 4-d.
+        TypeError: an unknown keyword, or an argument of another type; a floating point mask that is not 4-d.
     """
+    check_states(
+        "[B, S, H, D]",
+        query_states=query_states,
+        key_states=key_states,
+        value_states=value_states,
+    )
     lengths = (query_length, key_length)
     if lengths != (query_states.shape[1], key_states.shape[1]):
         raise ValueError(
@@ -115,14 +138,29 @@ def _flash_dynamic_mask_attention_forward(
         max_length_q=max_length_q,
         max_length_k=max_length_k,
     )
+    for name, count in (
+        ("keep_window_size", keep_window_size),
+        ("window_size", window_size),
+        ("sliding_window", sliding_window),
+    ):
+        if count is not None:
+            check_count(count, name)
+    packed_sequences.check_positions(position_ids)
+    if not isinstance(attention_mask, (torch.Tensor, KeyIntervals, type(None))):
+        raise TypeError(
+            f"attention_mask: got {type(attention_mask).__name__}, expected a torch.Tensor, KeyIntervals or None"
+        )
+    if attention_bias is not None:
+        attention_bias = check_bias(attention_bias, "attention_bias", query_states, key_states)
     if keep_window_size is not None and window_size not in (None, keep_window_size):
         raise ValueError(
             f"window_size is {window_size} and keep_window_size is {keep_window_size}; give one"
         )
     keep = keep_window_size if keep_window_size is not None else window_size
     if keep is not None and attention_bias is None:
+        name = "window_size" if keep_window_size is None else "keep_window_size"
         raise ValueError(
-            f"keep_window_size is {keep} without an attention_bias, which has the scores to choose by"
+            f"{name} is {keep} without an attention_bias, which has the scores to choose by"
         )
     chooses = keep is not None and key_length > keep
     is_causal = resolve_flag(is_causal, "is_causal")
@@ -142,7 +180,13 @@ def _flash_dynamic_mask_attention_forward(
         key_mask = attention_mask if has_mask else None
         batch = query_states.shape[0]
         packed = packed_sequences.of_offsets(
-            cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, key_mask
+            cu_seq_lens_q,
+            cu_seq_lens_k,
+            max_length_q,
+            max_length_k,
+            key_mask,
+            total_q=batch * query_length,
+            total_k=batch * key_length,
         )
         by_positions = packed is None and query_length == key_length
         if by_positions and (may_read() or chooses):
@@ -163,7 +207,7 @@ def _flash_dynamic_mask_attention_forward(
             states = _cast(states, target_dtype)
             return packed_sequences.attend(*states, attention_bias, packed, keep, attend)
 
-    visible, bias = _normalize_mask(attention_mask, attention_bias, query_length, key_length)
+    visible, bias = _normalize_mask(attention_mask, attention_bias, query_states, key_states)
     if chooses:
         scores = attention_bias.detach()
         if scores.dim() == 4 and scores.shape[2] == 1:
@@ -206,7 +250,7 @@ def _flash_dynamic_mask_attention_forward(
 
 def _is_key_mask(mask: torch.Tensor | KeyIntervals, query_length: int, key_length: int) -> bool:
     """Whether a mask has no query dimension, and so cannot include packed sequences."""
-    if isinstance(mask, KeyIntervals) or mask.shape[-1] != key_length:
+    if isinstance(mask, KeyIntervals) or mask.dim() == 0 or mask.shape[-1] != key_length:
         return False
     if mask.dim() < 4:
         return not mask.is_floating_point()  # others are refused
@@ -273,27 +317,29 @@ def _is_two_by_two_mask(mask: torch.Tensor, query_length: int) -> bool:
 def _normalize_mask(
     mask: torch.Tensor | KeyIntervals | None,
     bias: torch.Tensor | None,
-    query_length: int,
-    key_length: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
 ) -> tuple[torch.Tensor | KeyIntervals | None, torch.Tensor | None]:
     """The mask as intervals, as bool [B, H, Sk], or else as bool [B, H, Sq, Sk].
 
     An additive mask with other values than allowing and masking ones is split into a mask and a bias.
     """
+    query_length, key_length = query.shape[1], key.shape[1]
     intervals = as_key_intervals(mask, query_length, key_length)
     if mask is None or intervals is not None:
         return intervals, bias
-    if mask.shape[-1] != key_length:
+    if mask.dim() == 0 or mask.shape[-1] != key_length:
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)}; expected {key_length} keys last"
         )
+    mask = broadcast_argument(mask, "attention_mask", query, key)
     if mask.dim() < 4:
         if mask.is_floating_point():
             raise TypeError(
                 f"attention_mask is {mask.dtype} of shape {tuple(mask.shape)}; expected bool or integers (nonzero: "
                 "visible). An additive mask has 4 dimensions"
             )
-        return mask.bool() if mask.dim() == 3 else mask.bool()[:, None], bias
+        return mask.bool(), bias
     if mask.shape[2] > 1:
         intervals = intervals_of_mask(mask)
         if intervals is not None:

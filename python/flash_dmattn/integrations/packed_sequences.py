@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import torch
 
-from .._arguments import may_read
+from .._arguments import check_count, check_tensor, may_read
 from ..allowed_keys import once, split_additive
 from ..flash_dmattn_interface import flash_dmattn_varlen_func
-from ..key_intervals import KeyIntervals
+from ..key_intervals import KeyIntervals, check_offsets
 
 
 class Packed(NamedTuple):
@@ -16,8 +16,8 @@ class Packed(NamedTuple):
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
-    longest_q: int | torch.Tensor | None
-    longest_k: int | torch.Tensor | None
+    longest_q: int | None
+    longest_k: int | None
 
 
 def of_offsets(
@@ -26,10 +26,13 @@ def of_offsets(
     max_length_q: int | torch.Tensor | None,
     max_length_k: int | torch.Tensor | None,
     key_mask: torch.Tensor | None,
+    *,
+    total_q: int,
+    total_k: int,
 ) -> Packed | None:
     """None where nothing is packed. `key_mask`: a mask without a query dimension."""
-    packed = Packed(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    if all(value is None for value in packed):
+    given = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if all(value is None for value in given):
         return None
     for name, offsets in (("cu_seq_lens_q", cu_seq_lens_q), ("cu_seq_lens_k", cu_seq_lens_k)):
         if offsets is None:
@@ -37,12 +40,36 @@ def of_offsets(
                 f"{name}: got None beside another argument of packed sequences, expected both cu_seq_lens_q and "
                 "cu_seq_lens_k"
             )
+    longest_q = _length(max_length_q, "max_length_q")
+    longest_k = _length(max_length_k, "max_length_k")
+    check_offsets(cu_seq_lens_q, "cu_seq_lens_q", total_q)
+    check_offsets(
+        cu_seq_lens_k, "cu_seq_lens_k", total_k, longest=longest_k, name_of_longest="max_length_k"
+    )
     if key_mask is not None and not (may_read() and _allows_all(key_mask)):
         raise ValueError(
             f"attention_mask: got shape {tuple(key_mask.shape)} beside cu_seq_lens_q, expected None or, where values "
             "can be read, a mask that allows every key: packed sequences have no padding"
         )
-    return packed
+    return Packed(cu_seq_lens_q, cu_seq_lens_k, longest_q, longest_k)
+
+
+def _length(value: int | torch.Tensor | None, name: str) -> int | None:
+    """transformers has them on the device where it makes them of positions."""
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    check_count(value, name)
+    return value
+
+
+def check_positions(position_ids: torch.Tensor | None) -> None:
+    if position_ids is None:
+        return
+    check_tensor(position_ids, "position_ids")
+    if position_ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"position_ids: got {position_ids.dtype}, expected int64 or int32")
 
 
 def of_positions(
@@ -123,13 +150,12 @@ def attend(
                 f"attention_bias has shape {tuple(bias.shape)}; packed sequences take [B, H, Sk]"
             )
         bias = bias.expand(key.shape[0], -1, -1).transpose(1, 2).flatten(0, 1)
-    longest_q, longest_k = (n if n is None else int(n) for n in packed[2:])
     out = flash_dmattn_varlen_func(
         *(t.flatten(0, 1) for t in (query, key, value)),
         packed.cu_seqlens_q,
         packed.cu_seqlens_k,
-        longest_q,
-        longest_k,
+        packed.longest_q,
+        packed.longest_k,
         attn_bias=bias,
         keep_window_size=None if bias is None else keep,
         selection="global",

@@ -159,21 +159,21 @@ def _teach_doge() -> None:
     @functools.wraps(forward_of_model)
     def dispatch_model(self, *args, **kwargs):
         if self.config._attn_implementation in NAMES:
-            kwargs[MASK_KIND] = _mask_kind(self, args, kwargs)
+            given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+            _refuse_additive_padding(given.get("attention_mask"))
+            kwargs[MASK_KIND] = _mask_kind(self, given)
         return forward_of_model(self, *args, **kwargs)
 
     DogeAttention.forward, DogeModel.forward = dispatch, dispatch_model
 
 
-def _mask_kind(model: DogeModel, args: tuple, options: dict) -> str | None:
+def _mask_kind(model: DogeModel, given: dict) -> str | None:
     """The kind of mask that transformers makes of a call's arguments: "causal", "padded" or "packed"; None: another.
 
     The mask itself shows it only to those who read its values. Compiled code cannot, and takes every mask for one of
     packed sequences with queries that see no key.
     """
-    given = {**dict(zip(_ARGUMENTS, args, strict=False)), **options}
     padding = given.get("attention_mask")
-    _refuse_additive_padding(padding)
     has_window = getattr(model.config, "sliding_window", None) is not None
     has_cache = any(given.get(name) is not None for name in ("past_key_values", "cache_position"))
     if has_window or has_cache or not getattr(model.config, "is_causal", True):
@@ -184,15 +184,23 @@ def _mask_kind(model: DogeModel, args: tuple, options: dict) -> str | None:
 
 
 def _refuse_additive_padding(padding: object) -> None:
-    """transformers takes every number but 0 in a mask [B, S] for a token."""
-    is_float = (
-        isinstance(padding, torch.Tensor) and padding.dim() < 4 and padding.is_floating_point()
+    """transformers takes every number but 0 in a mask [B, S] for a token. Where none can be read, an additive mask is not
+    told from one of ones and zeros, and neither is taken."""
+    if (
+        not isinstance(padding, torch.Tensor)
+        or padding.dim() > 3
+        or not padding.is_floating_point()
+    ):
+        return
+    found = "whose numbers compiled code cannot read"
+    if may_read():
+        if not (padding < 0).any():
+            return
+        found = "with negative numbers"
+    raise ValueError(
+        f"attention_mask: got {padding.dtype} of shape {tuple(padding.shape)} {found}, expected bool or integers, nonzero "
+        "for tokens and 0 for padding; an additive mask has four dimensions, [B, 1, S, S]"
     )
-    if is_float and may_read() and bool((padding < 0).any()):
-        raise ValueError(
-            f"attention_mask: got {padding.dtype} of shape {tuple(padding.shape)} with negative numbers, expected 1 or "
-            "True for tokens and 0 or False for padding; an additive mask has four dimensions, [B, 1, S, S]"
-        )
 
 
 def _skip_flash_attention_preload() -> None:

@@ -166,3 +166,17 @@ def test_a_choice_that_no_intervals_describe():
     assert compiled(scores, window, KEEP) is None
     with pytest.raises(RuntimeError, match="compiled choice"):
         compiled(scores, KeyIntervals(window.intervals, S), KEEP)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("shape", [(B, S), (B, 1, S)])
+def test_padding_of_floating_point_is_refused(shape, fullgraph):
+    """An additive one would hide the tokens and show the padding, and compiled code cannot tell it from ones and zeros."""
+    torch._dynamo.reset()
+    model, ids = make_model(), torch.randint(0, VOCABULARY, (B, S))
+    compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
+    mask = torch.zeros(shape)
+    mask[0, ..., :4] = torch.finfo(torch.float32).min
+    error = torch._dynamo.exc.Unsupported if fullgraph else ValueError
+    with pytest.raises(error, match="attention_mask: got torch.float32 .* expected bool or int"):
+        compiled(ids, attention_mask=mask, use_cache=False)

@@ -182,6 +182,85 @@ def test_keywords_that_could_change_the_result_raise(error, name, value):
         )
 
 
+def call_with_heads_first(**options):
+    given = dict(zip(("query", "key", "value"), heads_first(), strict=True)) | options
+    return flash_dynamic_mask_attention_forward(Layer(), **given)
+
+
+def call_with_tokens_first(**options):
+    names = ("query_states", "key_states", "value_states")
+    given = dict(zip(names, make_states(), strict=True)) | options
+    return _flash_dynamic_mask_attention_forward(
+        query_length=S, key_length=S, is_causal=True, **given
+    )
+
+
+NO_STATES = ["a", None, torch.zeros(3)]
+NO_BIAS = ["a", 3.0, torch.zeros(3), torch.zeros(B, HKV, S, dtype=torch.int64)]
+NO_SCALE = ["a", [1], True, float("nan")]
+NO_WINDOW = ["a", [3], 2.5, True, -1]
+NO_OFFSETS = ["a", [0, S], torch.tensor([0.0, S]), torch.tensor([1, B * S])]
+NO_LENGTH = ["a", [S], 2.5, torch.tensor(2.5), True, -1]
+WRONG = {
+    "attention_mask": ["a", [True], torch.tensor(True), torch.ones(B, S - 1), torch.ones(3, 1, S, S)],
+    "attention_bias": NO_BIAS,
+    "window_size": NO_WINDOW,
+    "sliding_window": NO_WINDOW,
+    "softcap": ["a", [1], -1.0],
+    "deterministic": ["a", 2],
+    "position_ids": ["a", [0, 1], 3, torch.zeros(1, S), torch.zeros(1, S, dtype=torch.bool)],
+    "cu_seq_lens_q": NO_OFFSETS,
+    "cu_seq_lens_k": NO_OFFSETS,
+    "max_length_q": NO_LENGTH,
+    "max_length_k": [*NO_LENGTH, S - 1],
+}  # fmt: skip
+WRONG_HEADS_FIRST = {
+    **dict.fromkeys(("query", "key", "value"), NO_STATES),
+    "position_bias": NO_BIAS,
+    "scaling": NO_SCALE,
+    "dropout": ["a", 0.1],
+}
+WRONG_TOKENS_FIRST = {
+    **dict.fromkeys(("query_states", "key_states", "value_states"), NO_STATES),
+    "softmax_scale": NO_SCALE,
+    "keep_window_size": NO_WINDOW,
+    "target_dtype": ["a", 3, torch.int32],
+}
+
+
+@pytest.mark.parametrize(
+    "call, name, values",
+    [
+        (call, name, values)
+        for call, own in (
+            (call_with_heads_first, WRONG_HEADS_FIRST),
+            (call_with_tokens_first, WRONG_TOKENS_FIRST),
+        )
+        for name, values in (WRONG | own).items()
+    ],
+)
+def test_errors_name_the_argument_of_the_caller(call, name, values):
+    others = {"attention_mask": None, "attention_bias": None}
+    if name in ("window_size", "keep_window_size"):
+        others["attention_bias"] = torch.zeros(B, HKV, S)
+    if name.startswith(("cu_seq_lens", "max_length")):
+        offsets = torch.arange(B + 1, dtype=torch.int32) * S
+        others |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), offsets)
+    call(**others)
+    for value in values:
+        with pytest.raises((TypeError, ValueError), match=f"^{name}(: got| is| has) .*expected"):
+            call(**others | {name: value})
+
+
+def test_lengths_on_the_device_are_taken():
+    offsets = torch.arange(B + 1, dtype=torch.int32) * S
+    packed = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), offsets)
+    lengths = dict.fromkeys(("max_length_q", "max_length_k"), offsets.diff().max())
+    states = make_states()
+    expected = attend(*states, None, None, **packed)
+    assert torch.equal(attend(*states, None, None, **packed, **lengths), expected)
+
+
 def test_bookkeeping_of_transformers_passes():
     states = heads_first()
     expected, _ = flash_dynamic_mask_attention_forward(Layer(), *states, None)
