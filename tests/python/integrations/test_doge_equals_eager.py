@@ -63,29 +63,61 @@ def assert_same_training(eager, ours, ids, labels, **inputs):
     Gradients of few elements (A) cancel, and what is left of them is rounding noise of larger numbers:
     hence what is allowed beyond twice eager's own error, in units of float32.
     """
-    exact = copy.deepcopy(eager).double()
-    results = [model(ids, labels=labels, **inputs) for model in (eager, ours, exact)]
-    for result in results:
+
+    def trained(model):
+        result = model(ids, labels=labels, **inputs)
         result.loss.backward()
-    if not results[
-        2
-    ].loss.isfinite():  # eager adds two fills with the lowest float64 under left padding
-        exact, results[2] = eager, results[0]
-    by_eager, by_ours, expected = results
+        return result
+
+    exact = copy.deepcopy(eager).double()
+    by_eager, by_ours, expected = map(trained, (eager, ours, exact))
+    if (
+        not expected.loss.isfinite()
+    ):  # eager adds two fills with the lowest float64 under left padding
+        exact, expected = eager, by_eager
     assert (by_ours.loss - expected.loss).abs() <= 16 * EPS * expected.loss
     torch.testing.assert_close(
         by_ours.logits.double(), expected.logits.double(), atol=2e-5, rtol=2e-5
     )
-    named = dict(exact.named_parameters())
-    largest = max(p.grad.abs().max() for p in named.values() if p.grad is not None)
-    for (name, theirs), actual in zip(eager.named_parameters(), ours.parameters(), strict=True):
-        wanted = named[name].grad
-        if wanted is None:
-            assert actual.grad is None, name
-            continue
-        error, yardstick = ((p.grad - wanted).abs().max() for p in (actual, theirs))
-        bound = 2 * yardstick + EPS * (256 * wanted.abs().max() + 16 * largest)
-        assert error <= bound, (name, error, bound)
+    errors, yardsticks = gradient_errors(ours, exact), gradient_errors(eager, exact)
+    largest = max(p.grad.abs().max() for p in exact.parameters() if p.grad is not None)
+    beyond = {
+        name: EPS * (256 * p.grad.abs().max() + 16 * largest)
+        for name, p in exact.named_parameters()
+        if p.grad is not None
+    }
+    for seed in range(4):
+        if all(error <= 2 * yardsticks[name] + beyond[name] for name, error in errors.items()):
+            break
+        # An error of one rounding may be small by chance, and which it is depends on the processor.
+        nearby = rounded_anew(eager, seed)
+        nearby_exact = copy.deepcopy(nearby).double()
+        trained(nearby), trained(nearby_exact)
+        for name, error in gradient_errors(nearby, nearby_exact).items():
+            yardsticks[name] = max(yardsticks[name], error)
+    for name, error in errors.items():
+        assert error <= 2 * yardsticks[name] + beyond[name], (name, error, yardsticks[name])
+
+
+def gradient_errors(model, exact):
+    """The largest error of each parameter's gradient."""
+    errors = {}
+    for (name, actual), wanted in zip(model.named_parameters(), exact.parameters(), strict=True):
+        assert (actual.grad is None) == (wanted.grad is None), name
+        if wanted.grad is not None:
+            errors[name] = (actual.grad - wanted.grad).abs().max()
+    return errors
+
+
+def rounded_anew(model, seed):
+    """A copy whose every number rounds differently: its embeddings are a unit in the last place apart."""
+    nearby = copy.deepcopy(model)
+    nearby.zero_grad()
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = nearby.get_input_embeddings().weight.data
+    up = torch.rand(embeddings.shape, generator=generator) < 0.5
+    embeddings.copy_(embeddings.nextafter(torch.where(up, torch.inf, -torch.inf)))
+    return nearby
 
 
 @pytest.mark.parametrize("pad", [None, "left", "right"])
