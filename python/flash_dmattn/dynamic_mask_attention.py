@@ -140,7 +140,7 @@ class DynamicMaskAttention(nn.Module):
             key,
             value,
             attn_mask=key_mask,
-            attn_bias=scores,
+            attn_bias=with_zero_sum_gradient(scores),
             is_causal=True,
             keep_window_size=self.window,
         )
@@ -197,3 +197,34 @@ def scores_of(A: Tensor, step: Tensor) -> Tensor:
     """
     wide = torch.promote_types(step.dtype, torch.float32)
     return torch.exp(A.to(wide) * F.softplus(step.to(wide))).transpose(-1, -2)
+
+
+def with_zero_sum_gradient(scores: Tensor) -> Tensor:
+    """The scores of all keys, [B, H, S]. Their gradient sums to 0, as that of a softmax's input does."""
+    if not (torch.is_grad_enabled() and scores.requires_grad):
+        return scores
+    return _WithZeroSumGradient.apply(scores)
+
+
+class _WithZeroSumGradient(torch.autograd.Function):
+    """In 16 bits the gradient's error has a part that all keys of a head share: attention takes delta = dO . O from the
+    rounded O. It adds up in A, one number for all of them (docs/numerics.md). A gradient of 0 is that of an invisible
+    key, which stays."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(scores: Tensor) -> Tensor:
+        return scores.view_as(scores)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        seen = gradient != 0
+        # Divided before they are added: a sum of the largest numbers overflows.
+        shared = (gradient / seen.sum(-1, keepdim=True).clamp(min=1)).sum(-1, keepdim=True)
+        limit = torch.finfo(gradient.dtype).max
+        return torch.where(seen, gradient - shared, gradient).clamp(-limit, limit)

@@ -8,7 +8,7 @@ from transformers.models.doge.modeling_doge import DogeAttention
 
 from .._arguments import may_read
 from ..allowed_keys import intervals_of_mask, once, split_additive, visible_counts
-from ..dynamic_mask_attention import scores_of
+from ..dynamic_mask_attention import scores_of, with_zero_sum_gradient
 from ..key_intervals import KeyIntervals, select_key_intervals
 from .dynamic_mask_cache import DynamicMaskCache, DynamicMaskLayer
 from .flash_dynamic_mask_attention import attend_by_token, target_dtype
@@ -182,6 +182,8 @@ def _attend(
             shown = first < last
         mask = select_key_intervals(scores, window, key_mask=shown, query_length=query_length)
         window = key_length  # chosen already
+    if not getattr(self, ROUNDED, False):
+        scores = with_zero_sum_gradient(scores)
     out = attend_by_token(
         self,
         query,

@@ -8,7 +8,9 @@ from gpu import needs_gpu
 pytest.importorskip("transformers")
 
 from doge_gradients import (  # noqa: E402
+    LENGTH,
     assert_the_choice_is_that_of_float32,
+    assert_the_error_of_delta_does_not_add_up,
     median_distances,
 )
 
@@ -18,3 +20,9 @@ pytestmark = needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_are_nearer_to_the_float32_models(dtype):
     assert_the_choice_is_that_of_float32(median_distances(dtype, "cuda"))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradient_of_A_without_a_selection(autocast):
+    distances = median_distances(torch.bfloat16, "cuda", autocast=autocast, window=LENGTH)
+    assert_the_error_of_delta_does_not_add_up(distances)

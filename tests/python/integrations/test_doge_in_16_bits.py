@@ -7,7 +7,9 @@ transformers = pytest.importorskip("transformers")
 from transformers.models.doge.modeling_doge import DogeAttention  # noqa: E402
 
 from doge_gradients import (  # noqa: E402
+    LENGTH,
     assert_the_choice_is_that_of_float32,
+    assert_the_error_of_delta_does_not_add_up,
     make_doge,
     median_distances,
 )
@@ -45,6 +47,12 @@ def in_precision(model, precision):
 )
 def test_gradients_are_nearer_to_the_float32_models(dtype):
     assert_the_choice_is_that_of_float32(median_distances(dtype))
+
+
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gradient_of_A_without_a_selection(autocast):
+    distances = median_distances(torch.bfloat16, autocast=autocast, window=LENGTH)
+    assert_the_error_of_delta_does_not_add_up(distances)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -35,7 +35,7 @@ def make_doge(seed: int, window: int = WINDOW) -> tuple[DogeForCausalLM, torch.T
 
 
 def median_distances(
-    dtype: torch.dtype, device: str = "cpu", *, autocast: bool = False
+    dtype: torch.dtype, device: str = "cpu", *, autocast: bool = False, window: int = WINDOW
 ) -> dict[str, dict[str, float]]:
     """Of "eager" and "ours": the relative distance of each kind of parameter's gradient, its worst layer.
 
@@ -43,7 +43,7 @@ def median_distances(
     """
     samples = {"eager": {}, "ours": {}}
     for seed in range(SEEDS):
-        exact, ids = make_doge(seed)
+        exact, ids = make_doge(seed, window)
         low = copy.deepcopy(exact).to(device, torch.float32 if autocast else dtype)
         models = {"eager": copy.deepcopy(low), "ours": enable_flash_dmattn(low)}
         _backward(exact, ids)
@@ -63,6 +63,12 @@ def assert_the_choice_is_that_of_float32(distances: dict[str, dict[str, float]])
     for kind, ours in distances["ours"].items():
         eager = distances["eager"][kind]
         assert ours <= (0.5 if kind in SCORED else 1.0) * eager, (kind, ours, eager)
+
+
+def assert_the_error_of_delta_does_not_add_up(distances: dict[str, dict[str, float]]) -> None:
+    """Of models without a selection, whose A would have several times eager's distance."""
+    ours, eager = (distances[side]["A"] for side in ("ours", "eager"))
+    assert ours <= 0.5 * eager, (ours, eager)
 
 
 def _backward(model: DogeForCausalLM, ids: torch.Tensor) -> None:

@@ -1,0 +1,60 @@
+"""The gradient of scores sums to 0 over the keys, whatever rounding does to that of the attention behind them."""
+
+import pytest
+import torch
+
+from flash_dmattn.dynamic_mask_attention import with_zero_sum_gradient
+
+
+def gradient_for(wanted):
+    scores = torch.randn(wanted.shape, dtype=wanted.dtype, requires_grad=True)
+    through = with_zero_sum_gradient(scores)
+    assert torch.equal(through, scores)
+    through.backward(wanted)
+    return scores.grad
+
+
+def test_what_all_keys_share_is_removed():
+    exact = torch.randn(2, 3, 50, dtype=torch.float64)
+    exact -= exact.mean(-1, keepdim=True)
+    torch.testing.assert_close(gradient_for(exact + 0.25), exact)
+
+
+def test_invisible_keys_keep_a_gradient_of_0():
+    wanted = torch.randn(2, 3, 50)
+    wanted[0, 1, :20] = 0
+    wanted[1, 2] = 0
+    got = gradient_for(wanted)
+    assert torch.equal(got == 0, wanted == 0)
+    torch.testing.assert_close(got.sum(-1), torch.zeros(2, 3), atol=1e-5, rtol=0)
+
+
+def test_the_largest_numbers_stay_finite():
+    largest = torch.finfo(torch.float32).max
+    for wanted in (largest, -largest):
+        assert gradient_for(torch.full((1, 1, 40), wanted)).isfinite().all()
+    mixed = torch.full((1, 1, 40), -largest)
+    mixed[..., 0] = largest
+    assert gradient_for(mixed).isfinite().all()
+
+
+def test_nothing_is_recorded_without_a_gradient():
+    scores = torch.randn(1, 2, 5)
+    assert with_zero_sum_gradient(scores) is scores
+    with torch.no_grad():
+        scores.requires_grad_()
+        assert with_zero_sum_gradient(scores) is scores
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic):
+    def loss(scores):
+        return (with_zero_sum_gradient(scores) * weights[..., : scores.shape[-1]]).sum()
+
+    weights = torch.randn(1, 2, 40)
+    compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic)
+    for length in (30, 40):
+        leaves = [torch.zeros(1, 2, length, requires_grad=True) for _ in range(2)]
+        for call, leaf in zip((loss, compiled), leaves, strict=True):
+            call(leaf).backward()
+        torch.testing.assert_close(leaves[1].grad, leaves[0].grad)
