@@ -175,7 +175,10 @@ Problem pending_problem(const KvCache& cache, std::int64_t heads_q, std::int64_t
                   .device = s.device,
                   .scale = scale,
                   .intervals_shape = {s.batch, s.heads_kv}};
-  if (use == ScoreUse::choose_and_bias) problem.bias_shape = {s.batch, s.heads_kv, 1, keys};
+  if (use == ScoreUse::choose_and_bias) {
+    problem.bias_shape = {s.batch, s.heads_kv, 1, keys};
+    problem.bias_dtype = DType::f32;
+  }
   return problem;
 }
 

@@ -246,8 +246,7 @@ void validate(const Problem& p) {
         "tensors of at most 2^56 elements");
   }
   if (p.dtype > DType::f64) {
-    throw InvalidArgument("problem.dtype", std::to_string(static_cast<int>(p.dtype)),
-                          "f32, bf16, f16 or f64");
+    throw InvalidArgument("problem.dtype", name_of(p.dtype), "f32, bf16, f16 or f64");
   }
   if (p.device > Device::cuda) {
     throw InvalidArgument("problem.device", std::to_string(static_cast<int>(p.device)),

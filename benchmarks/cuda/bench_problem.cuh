@@ -161,6 +161,7 @@ inline Run::Run(const BenchCase& bench)
     args.seqlen_q = args.seqlen_k = c.seqlen;
     args.window = c.window;
     args.scores = scores.data();
+    args.scores_dtype = DType::f32;
     args.scores_stride = {static_cast<std::int64_t>(c.heads_kv) * c.seqlen, c.seqlen, 1};
     args.intervals = host_intervals.data();
     Execution execution;

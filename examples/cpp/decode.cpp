@@ -74,8 +74,12 @@ class Decoder {
     fd::clear(cache_, threads_);
   }
 
-  static constexpr fd::KvCacheShape shape = {
-      .batch = 1, .heads_kv = heads_kv, .window = window, .chunk = chunk, .head_dim = head_dim};
+  static constexpr fd::KvCacheShape shape = {.batch = 1,
+                                             .heads_kv = heads_kv,
+                                             .window = window,
+                                             .chunk = chunk,
+                                             .head_dim = head_dim,
+                                             .dtype = fd::DType::f32};
 
   // Attention of `length` tokens from `begin` on, a part of a prompt; out [length, heads_q, head_dim].
   void prefill(const Tokens& tokens, std::int64_t begin, std::int64_t length, float* out) {

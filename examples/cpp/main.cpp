@@ -66,6 +66,7 @@ bool run() {
       .seqlen_k = seqlen,
       .window = window,
       .scores = bias.data(),
+      .scores_dtype = fd::DType::f32,
       .intervals = intervals.data(),
   };
   fd::Execution selecting = threads;
@@ -81,9 +82,11 @@ bool run() {
       .seqlen_q = seqlen,
       .seqlen_k = seqlen,
       .head_dim = head_dim,
+      .dtype = fd::DType::f32,
       .scale = fd::default_scale(head_dim),
       .causal = true,
       .bias_shape = {batch, heads_kv, 1, seqlen},
+      .bias_dtype = fd::DType::f32,
       .intervals_shape = {batch, heads_kv},
   };
   const auto q_stride = fd::contiguous_strides({batch, seqlen, heads_q, head_dim});

@@ -39,14 +39,14 @@
 // arguments first and throw InvalidArgument with nothing written.
 namespace flash_dmattn {
 
-// Sizes have no default, here and below: -1, or 0 for window and head_dim, is refused.
+// Sizes and dtypes have no default, here and below: -1, 0 for window and head_dim, and no_dtype are refused.
 struct KvCacheShape {
   std::int64_t batch = -1;
   std::int64_t heads_kv = -1;
   std::int64_t window = 0;    // w >= 1, the slots of a (batch, kv head)
   std::int64_t chunk = 0;     // g >= 0, the largest number of pending tokens
   std::int64_t head_dim = 0;  // 1..256
-  DType dtype = DType::f32;   // of k and v: f32, bf16 or f16
+  DType dtype = no_dtype;     // of k and v: f32, bf16 or f16
   Device device = Device::cpu;
 
   constexpr std::int64_t slots() const { return window + chunk; }

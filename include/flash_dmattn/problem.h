@@ -22,7 +22,8 @@ enum class NonFinite : std::uint8_t {
 // Shape of a mask or a bias: ({B|1}, {Hq|Hkv|1}, {Sq|1}, {Sk|1}). All zero: there is none.
 using BroadcastShape = std::array<std::int64_t, 4>;
 
-// A problem without its data: what decides whether and how it can be computed. Sizes have no default: -1 is refused.
+// A problem without its data: what decides whether and how it can be computed. Sizes and dtypes have no default: -1 and
+// no_dtype are refused.
 struct Problem {
   std::int64_t batch = -1;
   std::int64_t heads_q =
@@ -31,7 +32,7 @@ struct Problem {
   std::int64_t seqlen_q = -1;  // any length may be 0
   std::int64_t seqlen_k = -1;
   std::int64_t head_dim = -1;   // 1..256
-  DType dtype = DType::f32;     // of q, k, v, out and their gradients
+  DType dtype = no_dtype;       // of q, k, v, out and their gradients
   Device device = Device::cpu;  // of every pointer of the call, workspace included
 
   // The factor on q . k, a finite number; default_scale(head_dim) is customary.
@@ -43,7 +44,7 @@ struct Problem {
 
   BroadcastShape mask_shape{};
   BroadcastShape bias_shape{};
-  DType bias_dtype = DType::f32;  // dtype, or f32; dbias has it too
+  DType bias_dtype = no_dtype;  // where there is a bias: dtype, or f32; dbias has it too
 
   // Of Inputs::visibility, at most one of the three; all zero: it is not given.
   std::array<std::int64_t, 2> intervals_shape{};  // [B|1, Hkv|1] of the key intervals

@@ -31,8 +31,8 @@ struct SelectionArgs {
   Selection selection = Selection::per_query;
   bool causal = true;  // aligned to the bottom right corner: key j from query j - (Sk - Sq) on
 
-  const void* scores = nullptr;  // [B, Hkv, Sk]; compared as stored, so -0 and +0 tie
-  DType scores_dtype = DType::f32;
+  const void* scores = nullptr;   // [B, Hkv, Sk]; compared as stored, so -0 and +0 tie
+  DType scores_dtype = no_dtype;  // to be given
   std::array<std::int64_t, 3> scores_stride = dense_strides<3>;
 
   const std::uint8_t* key_mask = nullptr;  // [B, Hkv, Sk], 0 = masked; null: no key is masked
@@ -72,8 +72,8 @@ struct RankArgs {
   std::int64_t window = -1;  // w >= 0, to be given
   bool causal = true;        // keys after the query are not visible either
 
-  const void* scores = nullptr;  // [scores_shape, Sk], f32, bf16 or f16; as in SelectionArgs
-  DType scores_dtype = DType::f32;
+  const void* scores = nullptr;   // [scores_shape, Sk], f32, bf16 or f16; as in SelectionArgs
+  DType scores_dtype = no_dtype;  // to be given
   std::array<std::int64_t, 2> scores_shape{};  // {batch|1, heads or a divisor of them}
   std::array<std::int64_t, 3> scores_stride = dense_strides<3>;
 
@@ -82,8 +82,8 @@ struct RankArgs {
   const std::uint8_t* mask = nullptr;  // where it is 0
   std::array<std::int64_t, 2> mask_shape{};
   std::array<std::int64_t, 4> mask_stride = dense_strides<4>;
-  const void* bias = nullptr;  // f32, bf16 or f16; where it is not above mask_value
-  DType bias_dtype = DType::f32;
+  const void* bias = nullptr;   // f32, bf16 or f16; where it is not above mask_value
+  DType bias_dtype = no_dtype;  // to be given where there is a bias
   std::array<std::int64_t, 2> bias_shape{};
   std::array<std::int64_t, 4> bias_stride = dense_strides<4>;
   float mask_value = std::numeric_limits<float>::quiet_NaN();  // a number where there is a bias

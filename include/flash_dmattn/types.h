@@ -11,6 +11,8 @@ namespace flash_dmattn {
 
 // f64 is served by the reference backend alone: it exists for oracles and finite differences.
 enum class DType : std::uint8_t { f32, bf16, f16, f64 };
+// The default beside an untyped pointer: calls refuse it.
+inline constexpr DType no_dtype{0xff};
 
 // Where memory lives: all pointers of one call point to the same. `cuda` is the current CUDA device.
 enum class Device : std::uint8_t { cpu, cuda };
@@ -31,7 +33,8 @@ constexpr std::string_view name_of(DType dtype) {
     case DType::f64: return "f64";
     case DType::f32: return "f32";
     case DType::bf16: return "bf16";
-    default: return "f16";
+    case DType::f16: return "f16";
+    default: return "no dtype";
   }
 }
 

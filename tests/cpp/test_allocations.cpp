@@ -141,6 +141,7 @@ TEST(Allocations, NoneOfSelectionAndSchedule) {
     args.batch = 1;
     args.selection = kind;
     args.scores = scores.data();
+    args.scores_dtype = DType::f32;
     args.intervals = intervals.data();
     const WithWorkspace space(select_workspace_size(args, execution), execution);
     EXPECT_EQ(allocations_of([&] { select_key_intervals(args, space.execution); }), 0);
@@ -151,6 +152,7 @@ TEST(Allocations, NoneOfSelectionAndSchedule) {
                           .seqlen_q = seqlen,
                           .seqlen_k = seqlen,
                           .head_dim = 64,
+                          .dtype = DType::f32,
                           .scale = 1,
                           .causal = true,
                           .intervals_shape = {1, heads}};

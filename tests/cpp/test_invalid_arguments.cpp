@@ -44,7 +44,7 @@ const std::vector<BadProblem> bad_problems = {
      "got batch, heads_q, seqlen_q, seqlen_k, head_dim (2000000000, 4, 2000000000, 7, 8), expected "
      "tensors of at most 2^56 elements",
      [](Problem& p) { p.batch = p.seqlen_q = 2000000000; }},
-    {"problem.dtype", "got 9, expected f32, bf16, f16 or f64",
+    {"problem.dtype", "got no dtype, expected f32, bf16, f16 or f64",
      [](Problem& p) { p.dtype = p.bias_dtype = static_cast<DType>(9); }},
     {"problem.nonfinite", "got 9, expected saturate or propagate",
      [](Problem& p) { p.nonfinite = static_cast<NonFinite>(9); }},
@@ -243,6 +243,21 @@ TEST(InvalidArguments, OfAForgottenScale) {
   call.forward_args.problem.scale = Problem{}.scale;
   expect_invalid([&] { call.run_forward(); }, "problem.scale", "got nan, expected a finite number");
   call.expect_nothing_written();
+}
+
+// Another one would read past the end, or numbers of half the size as one.
+TEST(InvalidArguments, OfForgottenDtypes) {
+  Call call("cpu");
+  call.forward_args.problem.dtype = Problem{}.dtype;
+  expect_invalid([&] { call.run_forward(); }, "problem.dtype",
+                 "got no dtype, expected f32, bf16, f16 or f64");
+  call.expect_nothing_written();
+
+  Call of_a_bias("cpu");
+  of_a_bias.forward_args.problem.bias_dtype = Problem{}.bias_dtype;
+  expect_invalid([&] { of_a_bias.run_forward(); }, "problem.bias_dtype",
+                 "got no dtype, expected f32 with problem.dtype f32");
+  of_a_bias.expect_nothing_written();
 }
 
 // With a size of 0 nothing would be computed, or out would be 0.

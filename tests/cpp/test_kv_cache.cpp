@@ -104,7 +104,8 @@ INSTANTIATE_TEST_SUITE_P(Reference, KvCacheStreams, streams_of("reference"));
 TEST(KvCache, HoldsTheBestOfHalfAMillionTokens) {
   if (testing::is_quick_run()) GTEST_SKIP() << "slow, and FLASH_DMATTN_QUICK_TESTS is set";
   constexpr std::int64_t tokens = 524288, window = 64, head_dim = 8;
-  const KvCacheShape shape{.batch = 1, .heads_kv = 1, .window = window, .head_dim = head_dim};
+  const KvCacheShape shape{
+      .batch = 1, .heads_kv = 1, .window = window, .head_dim = head_dim, .dtype = DType::f32};
   GuardedBuffer memory(kv_cache_size(shape), "cache");
   EXPECT_LT(memory.size(), window * (2 * head_dim * 4 + 8) + 512);
   const KvCache cache = kv_cache_in({memory.data(), memory.size()}, shape);
@@ -154,7 +155,8 @@ TEST(KvCache, HoldsTheBestOfHalfAMillionTokens) {
 
 // A correct call of each function, to be spoiled.
 struct KvCalls {
-  KvCacheShape shape{.batch = 2, .heads_kv = 2, .window = 4, .chunk = 3, .head_dim = 8};
+  KvCacheShape shape{
+      .batch = 2, .heads_kv = 2, .window = 4, .chunk = 3, .head_dim = 8, .dtype = DType::f32};
   GuardedBuffer memory{kv_cache_size(shape), "cache"};
   GuardedBuffer other{kv_cache_size(shape), "other"};
   KvCache cache = kv_cache_in({memory.data(), memory.size()}, shape);
@@ -227,6 +229,8 @@ TEST(KvCacheArguments, AreNamedInErrors) {
                [](KvCalls& c) { c.append_args.cache.shape.head_dim = 257; });
   expect_error("cache.shape.dtype",
                [](KvCalls& c) { c.append_args.cache.shape.dtype = DType::f64; });
+  expect_error("cache.shape.dtype",
+               [](KvCalls& c) { c.append_args.cache.shape.dtype = KvCacheShape{}.dtype; });
   expect_error("cache.k", [](KvCalls& c) { c.append_args.cache.k.data = nullptr; });
   expect_error("cache.v", [](KvCalls& c) { c.append_args.cache.v.stride[2] = 0; });
   expect_error("cache.scores", [](KvCalls& c) { c.append_args.cache.scores = nullptr; });
@@ -285,7 +289,7 @@ TEST(KvCacheArguments, NonFiniteTokensAreNamedInCheckMode) {
 }
 
 TEST(KvCacheArguments, BackendsDeclineInWords) {
-  KvCacheShape shape{.batch = 1, .heads_kv = 1, .window = 4, .head_dim = 8};
+  KvCacheShape shape{.batch = 1, .heads_kv = 1, .window = 4, .head_dim = 8, .dtype = DType::f32};
   EXPECT_EQ(supports(shape), "");
   EXPECT_EQ(supports(shape, "reference"), "");
   EXPECT_THROW(supports(shape, "gpu"), InvalidArgument);
@@ -294,7 +298,8 @@ TEST(KvCacheArguments, BackendsDeclineInWords) {
 }
 
 TEST(KvCacheArguments, MemoryHasToFit) {
-  const KvCacheShape shape{.batch = 1, .heads_kv = 1, .window = 4, .head_dim = 8};
+  const KvCacheShape shape{
+      .batch = 1, .heads_kv = 1, .window = 4, .head_dim = 8, .dtype = DType::f32};
   GuardedBuffer memory(kv_cache_size(shape), "cache");
   EXPECT_THROW(kv_cache_in({memory.data(), memory.size() - 1}, shape), InvalidArgument);
   EXPECT_THROW(kv_cache_in({memory.data() + 4, memory.size()}, shape), InvalidArgument);

@@ -306,6 +306,7 @@ struct Scores {
     args.seqlen_k = static_cast<std::int64_t>(scores.size());
     args.window = window;
     args.scores = scores.data();
+    args.scores_dtype = DType::f32;
     args.scores_stride = {0, 0, 1};
     args.key_mask = key_mask.data();
     args.key_mask_stride = {0, 0, 1};

@@ -32,6 +32,7 @@ struct Scheduled {
     problem.seqlen_q = seqlen_q;
     problem.seqlen_k = seqlen_k;
     problem.head_dim = 32;
+    problem.dtype = DType::f32;
     problem.scale = 1;
     problem.causal = true;
     problem.intervals_shape = {2, 3};

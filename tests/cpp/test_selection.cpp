@@ -104,6 +104,7 @@ SelectionArgs shape_of(std::int64_t seqlen_q, std::int64_t seqlen_k, std::int64_
   args.seqlen_q = seqlen_q;
   args.seqlen_k = seqlen_k;
   args.window = window;
+  args.scores_dtype = DType::f32;
   return args;
 }
 
@@ -323,6 +324,7 @@ TEST_F(SelectionArguments, AreChecked) {
   with([&] { args_.intervals = nullptr; }, "intervals");
   with([&] { args_.selection = static_cast<Selection>(9); }, "selection");
   with([&] { args_.scores_dtype = static_cast<DType>(9); }, "scores_dtype");
+  with([&] { args_.scores_dtype = SelectionArgs{}.scores_dtype; }, "scores_dtype");
   with([&] { execution_.workers = 0; }, "execution.workers");
   with([&] { execution_.workspace_bytes = 0; }, "execution.workspace_bytes");
   with([&] { execution_.workspace = nullptr; }, "execution.workspace");

@@ -221,6 +221,7 @@ inline void fill_both(const KvSizes& sizes, Caches& caches, Random& random, bool
                              .seqlen_k = sizes.prompt,
                              .window = s.window,
                              .scores = tokens.scores.data<float>(),
+                             .scores_dtype = DType::f32,
                              .intervals = intervals.data()};
   GuardedBuffer workspace(select_workspace_size(select, {}), "workspace");
   select_key_intervals(select, with_workspace(workspace));

@@ -75,6 +75,7 @@ RankArgs args_of(const Shape& shape, bool causal) {
   args.window = shape.window;
   args.causal = causal;
   args.scores_shape = shape.scores;
+  args.scores_dtype = DType::f32;
   args.scores_stride = {shape.scores[1] * shape.seqlen_k, shape.seqlen_k, 1};
   args.mask_shape = shape.mask;
   const std::int64_t row = shape.seqlen_k + shape.padding;

@@ -177,6 +177,7 @@ SelectionArgs shape_of(std::int64_t rows, std::int64_t seqlen, std::int64_t wind
   args.seqlen_q = seqlen;
   args.seqlen_k = seqlen;
   args.window = window;
+  args.scores_dtype = DType::f32;
   return args;
 }
 
@@ -371,9 +372,11 @@ TEST_F(CudaSelection, BadArgumentsAreNamed) {
   SelectionArgs args = good;
   args.window = -1;
   EXPECT_EQ(rejected(args), "window");
-  args = good;
-  args.scores_dtype = DType::f64;
-  EXPECT_EQ(rejected(args), "scores_dtype");
+  for (const DType dtype : {DType::f64, SelectionArgs{}.scores_dtype}) {
+    args = good;
+    args.scores_dtype = dtype;
+    EXPECT_EQ(rejected(args), "scores_dtype");
+  }
   args = good;
   args.seqlen_k = std::int64_t{1} << 24;
   EXPECT_EQ(rejected(args), "seqlen_k");

@@ -133,6 +133,7 @@ TEST_F(SmallCudaTileLists, KeyList) {
     for (float& score : scores) score = static_cast<float>(random.below(50));
     std::vector<KeyInterval> intervals(scores.size());
     select.scores = scores.data();
+    select.scores_dtype = DType::f32;
     select.intervals = intervals.data();
     Execution on_host;
     HostWorkspace select_workspace(select_workspace_size(select, on_host));

@@ -98,8 +98,7 @@ void validate(const SelectionArgs& args, const Execution& execution) {
                           "per_query or global");
   }
   if (args.scores_dtype > DType::f64) {
-    throw InvalidArgument("scores_dtype", std::to_string(static_cast<int>(args.scores_dtype)),
-                          "f32, bf16, f16 or f64");
+    throw InvalidArgument("scores_dtype", name_of(args.scores_dtype), "f32, bf16, f16 or f64");
   }
 }
 

@@ -68,8 +68,7 @@ void validate(const SelectionArgs& args) {
                           "per_query or global");
   }
   if (args.scores_dtype > DType::f16) {
-    throw InvalidArgument("scores_dtype", std::to_string(static_cast<int>(args.scores_dtype)),
-                          "f32, bf16 or f16 on a GPU");
+    throw InvalidArgument("scores_dtype", name_of(args.scores_dtype), "f32, bf16 or f16 on a GPU");
   }
 }
 

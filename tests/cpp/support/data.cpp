@@ -128,6 +128,7 @@ void select(const Case& c, Random& random, Data& data) {
   args.selection = c.intervals == "global" ? Selection::global : Selection::per_query;
   args.causal = p.causal;
   args.scores = scores.data();
+  args.scores_dtype = DType::f32;
   args.intervals = data.intervals.data();
   Execution execution;
   GuardedBuffer workspace(select_workspace_size(args, execution), "selection workspace");

@@ -165,6 +165,7 @@ void KvStream::fill(std::int64_t length) {
                                 .seqlen_k = length,
                                 .window = s.window,
                                 .scores = input.scores.data(),
+                                .scores_dtype = DType::f32,
                                 .key_mask = mask.data(),
                                 .key_mask_stride = {length, 0, 1},
                                 .intervals = intervals.data()};
