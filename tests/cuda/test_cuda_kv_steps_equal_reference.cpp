@@ -24,7 +24,7 @@ void expect_close(const Tensor& got, const Tensor& expected, double tolerance) {
 }
 
 // Inserts one token of every row and compares what its query sees.
-void step(const KvSizes& sizes, Caches& caches, Random& random, ScoreUse use) {
+void step(const KvSizes& sizes, Caches& caches, Random& random, ScoreUse use, float softcap) {
   Tokens tokens(sizes, 1, random);
   const KvCacheShape& s = sizes.shape;
   const std::int64_t heads_q = s.heads_kv * sizes.group;
@@ -39,6 +39,7 @@ void step(const KvSizes& sizes, Caches& caches, Random& random, ScoreUse use) {
   DecodeStepArgs args{.cache = caches.host,
                       .heads_q = heads_q,
                       .scale = default_scale(s.head_dim),
+                      .softcap = softcap,
                       .score_use = use,
                       .q = tokens.q.const_view(),
                       .k = tokens.k.const_view(),
@@ -76,7 +77,8 @@ TEST_P(CudaKvSteps, StepsEqualTheReference) {
   if (sizes.prompt > 0) fill_both(sizes, caches, random, false);
   for (int i = 0; i < 40; ++i) {
     SCOPED_TRACE("step " + std::to_string(i));
-    step(sizes, caches, random, i % 7 == 3 ? ScoreUse::choose : ScoreUse::choose_and_bias);
+    step(sizes, caches, random, i % 7 == 3 ? ScoreUse::choose : ScoreUse::choose_and_bias,
+         i % 5 == 2 ? 1.5f : 0);
     caches.expect_same();
     if (HasFatalFailure()) return;
   }
