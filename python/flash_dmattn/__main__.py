@@ -38,8 +38,19 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         backends()
         check_finite.enabled()
+        usage.check_settings()
     except (ValueError, RuntimeError) as error:  # a setting in the environment that has no meaning
         parser.error(str(error).splitlines()[0])
+    try:
+        return _run(parsed)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a disk that is full, a folder that somebody has removed
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(parsed: argparse.Namespace) -> int:
     if parsed.command == "info":
         return info_options.info(parsed)
     if parsed.command == "check":
@@ -53,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         from .demo.run import run
 
-        run(parsed)
+        return run(parsed)
     except ModuleNotFoundError as missing:
         print(f"The demo needs {missing.name}: pip install 'flash-dmattn[demo]'.", file=sys.stderr)
         return 1
@@ -61,10 +72,16 @@ def main(arguments: list[str] | None = None) -> int:
         kept = f" What is finished is in {parsed.output}/." if parsed.output.is_dir() else ""
         print(f"\nInterrupted.{kept}", file=sys.stderr)
         return 130
-    return 0
+    except (MemoryError, RuntimeError) as error:
+        if not usage.is_out_of_memory(error):
+            raise
+        smaller = "expected smaller values of --batch-size and --context"
+        print(f"The demo has run out of memory: {smaller}.", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be of any bytes
     try:
         status = main()
         sys.stdout.flush()

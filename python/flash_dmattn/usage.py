@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import argparse
 import os
+import stat
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 PICTURES = (".pdf", ".png", ".svg")
+CUDA_FAMILIES = ("sm90", "sm80")  # also where this build has no CUDA kernels
+_MOST = 2**31 - 1  # that fits the integers of torch
 
 
 class Parser(argparse.ArgumentParser):
     """Says the one line that matters, without the usage before it."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {' '.join(message.splitlines())}\n")
 
 
-def positive(text: str) -> int:
-    """A number of things, which fits the integers of torch."""
-    if not text.isdecimal() or not 1 <= int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer, 1 or more")
-    return int(text)
+def between(least: int, most: int = _MOST) -> Callable[[str], int]:
+    """A number of things."""
+    expected = f"{least} or more" if most == _MOST else f"{least} to {most}"
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or len(text) > 10 or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer, {expected}")
+        return int(text)
+
+    return number
+
+
+positive = between(1)
 
 
 def seed(text: str) -> int:
@@ -33,22 +46,33 @@ def seed(text: str) -> int:
     return number
 
 
+@contextmanager
+def _or_else(message: str) -> Iterator[None]:
+    """Errors of the system are those of an option."""
+    try:
+        yield
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{message}: {error.strerror}") from None
+
+
 def output_file(text: str) -> Path:
-    path = Path(text)
-    if not text or path.is_dir():
-        raise argparse.ArgumentTypeError(f"got {text!r}, which is a folder, expected a file")
-    if path.exists() and not os.access(path, os.W_OK):
-        raise argparse.ArgumentTypeError(f"got {text}, which cannot be written to")
-    _expect_writable(path.parent, text)
+    path = Path(text)  # without a slash or a dot at its end, by which a folder is meant
+    with _or_else(f"got {text}, expected a file to write"):
+        if os.path.basename(text) in ("", ".", "..") or path.is_dir():
+            raise argparse.ArgumentTypeError(f"got {text!r}, which is a folder, expected a file")
+        # A link to nothing is there and cannot be written to.
+        if os.path.lexists(path) and not os.access(path, os.W_OK):
+            raise argparse.ArgumentTypeError(f"got {text}, which cannot be written to")
+        _expect_writable(path.parent, text)
     return path
 
 
 def output_folder(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("got '', expected a folder")
-    path = Path(text)
-    _expect_writable(path, text)
-    return path
+    with _or_else(f"got {text}, expected a folder"):
+        _expect_writable(Path(text), text)
+    return Path(text)
 
 
 def picture_file(text: str) -> Path:
@@ -59,16 +83,18 @@ def picture_file(text: str) -> Path:
 
 
 def input_file(text: str) -> Path:
-    path = Path(text)
-    if not path.is_file() or not os.access(path, os.R_OK):
-        raise argparse.ArgumentTypeError(f"got {text}, expected a file that can be read")
-    return path
+    expected = f"got {text}, expected a file that can be read"
+    with _or_else(expected):
+        if not stat.S_ISREG(os.stat(text).st_mode):  # whose opening does not wait for a writer
+            raise argparse.ArgumentTypeError(expected)
+        open(text, "rb").close()
+    return Path(text)
 
 
 def _expect_writable(folder: Path, text: str) -> None:
     """Folders that do not exist are made later."""
     nearest = next(
-        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
+        path for path in (folder.absolute(), *folder.absolute().parents) if _is_there(path)
     )
     try:
         # By os.access root may write anywhere, to /proc as well.
@@ -77,6 +103,15 @@ def _expect_writable(folder: Path, text: str) -> None:
         raise argparse.ArgumentTypeError(
             f"got {text}, but {nearest} is no folder to write to"
         ) from None
+
+
+def _is_there(path: Path) -> bool:
+    """Also as a link to nothing, of which no folder can be made. Raises for names that are too long."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def device(text: str) -> str:
@@ -96,3 +131,25 @@ def device(text: str) -> str:
     if kind == "meta":
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a device that computes")
     return text
+
+
+def check_settings() -> None:
+    """Raises for values in the environment that have no meaning, in the words of the builds that read them."""
+    family = os.environ.get("FLASH_DMATTN_CUDA_FAMILY", "")
+    if family not in ("", *CUDA_FAMILIES):
+        expected = ", ".join(CUDA_FAMILIES)
+        raise ValueError(f"FLASH_DMATTN_CUDA_FAMILY: got {family}, expected {expected}")
+    shared = os.environ.get("FLASH_DMATTN_MAX_SHARED_KB", "")
+    try:
+        between(1, 1024)(shared or "1")
+    except argparse.ArgumentTypeError:
+        expected = "a number of KB in [1, 1024]"
+        raise ValueError(f"FLASH_DMATTN_MAX_SHARED_KB: got {shared}, expected {expected}") from None
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """On the CPU torch has no class of errors for it."""
+    import torch
+
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)

@@ -14,7 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..flash_dmattn_interface import flash_dmattn_func
 from ..kv_cache import KVSlots, flash_dmattn_with_kvcache
+from ..usage import is_out_of_memory
 from .clock import graph_ms, timed
+from .sides import Declined, expect_memory
 
 NAME = "decode"
 METHOD = (
@@ -153,10 +155,11 @@ def measured(
             for who, make in _sides(case, device).items():
                 try:
                     row = _row(case, dtype, name, who, make, device, repeats, bandwidth)
-                except RuntimeError as reason:
-                    if who not in SDPA:
+                except (Declined, MemoryError, RuntimeError) as reason:
+                    ours = who not in SDPA
+                    if ours and not (isinstance(reason, Declined) or is_out_of_memory(reason)):
                         raise
-                    text = str(reason).splitlines()[0]
+                    text = (str(reason) or type(reason).__name__).splitlines()[0]
                     say(f"{case!s:<46} {name:<9}{who:<10}  declined: {text}")
                     continue
                 say(line(row))
@@ -165,7 +168,9 @@ def measured(
 
 def _row(case, dtype, dtype_name, who, make, device, repeats, bandwidth) -> dict:
     size = case.bytes(dtype)
-    steps = [make(case, dtype, device) for _ in range(CACHE_BYTES[device] // size + 2)]
+    count = CACHE_BYTES[device] // size + 2
+    expect_memory(count * size, "caches take", device)
+    steps = [make(case, dtype, device) for _ in range(count)]
     if device == "cuda":
         cold, warm = (graph_ms(some, 24, repeats) for some in (steps, steps[:1]))
     else:

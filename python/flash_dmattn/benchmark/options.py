@@ -1,8 +1,9 @@
 """The options of the benchmark."""
 
 import argparse
+import os
 
-from ..usage import device, input_file, output_file, picture_file, positive
+from ..usage import between, device, input_file, output_file, picture_file
 from .cases import OLD_NAMES
 
 # Here, so that the command's help needs neither a GPU nor the backends.
@@ -14,6 +15,9 @@ CASES = (
 )  # fmt: skip
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_CASES = ("dense", "dma", "scaling")
+LONGEST = 2**24  # keys; cases of less than that may need more memory than there is, and say so
+MOST_REPEATS = 1000
+MOST_THREADS = 4 * (os.cpu_count() or 1)
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -34,19 +38,21 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add(
         "--length",
         nargs="+",
-        type=positive,
+        type=between(1, LONGEST),
         metavar="N",
-        help="instead of the lengths of the cases",
+        help=f"instead of the lengths of the cases; {LONGEST} at most",
     )
     add(
         "--window",
         nargs="+",
-        type=positive,
+        type=between(1, LONGEST),
         metavar="W",
-        help="instead of the windows of the cases",
+        help=f"instead of the windows of the cases; {LONGEST} at most",
     )
-    add("--repeats", type=positive, default=5, help="turns, of which the median counts; default: 5")
-    add("--threads", type=positive, help="of the CPU; default: torch's")
+    add("--repeats", type=between(1, MOST_REPEATS), default=5,
+        help=f"turns, of which the median counts; default: 5, {MOST_REPEATS} at most")  # fmt: skip
+    add("--threads", type=between(1, MOST_THREADS),
+        help=f"of the CPU; default: torch's, {MOST_THREADS} at most here")  # fmt: skip
     add("--json", type=output_file, metavar="FILE", help="write all results there")
     add("--commit", default="unknown", help="of the sources; written into the file")
     add(

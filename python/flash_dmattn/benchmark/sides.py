@@ -28,8 +28,15 @@ from .clock import Step
 OURS = ("cuda", "triton", "cpu")
 
 
+MODULES = {"fa3": "fa3_fwd_interface", "fa4": "flash_attn.cute"}  # of rivals outside torch
+
+
 class Declined(Exception):
     """A side does not run a case, for the reason in the message."""
+
+
+# What drawing, building and timing a side may raise.
+REASONS = (Declined, MemoryError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,12 @@ class Inputs:
 
 
 def draw(case: Case, dtype: torch.dtype, device: str) -> Inputs:
+    """Raises Declined where the device cannot hold them."""
     batch, n, heads, heads_kv = case.batch, case.seqlen, case.heads_q, case.heads_kv
+    needed = 4 * batch * n * (heads + heads_kv) * case.head_dim * dtype.itemsize
+    if case.kind == DENSE_MASKS:
+        needed += batch * heads_kv * n**2 * (dtype.itemsize + 1)
+    expect_memory(needed, "inputs, output and gradients take", device)
 
     def normal(*shape):
         return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
@@ -127,8 +139,7 @@ def _sdpa(inputs: Inputs) -> Step:
         return _torchs(inputs)
     heads = 1 if case.kind in (SLIDING, DOCUMENTS) else case.heads_q
     needed = 5 * case.batch * heads * case.seqlen**2  # torch converts it to numbers
-    if needed > _memory(inputs.q.device) // 2:
-        raise Declined(f"its mask takes {needed / 1e9:.0f} GB")
+    expect_memory(2 * needed, "mask and a copy of it take", inputs.q.device)
     if case.kind == DENSE_MASKS:  # one tensor is mask and bias, and has one gradient
         both = inputs.bias.masked_fill(~inputs.mask, -torch.inf)
         return _torchs(inputs, _per_query_head(both, case).requires_grad_())
@@ -169,7 +180,7 @@ def _fa3(inputs: Inputs) -> Step:
     """FlashAttention-3's forward, of the package fa3-fwd, which has no backward and no window."""
     if inputs.case.kind != DENSE:
         raise Declined("its package has no masks")
-    attention = _imported("fa3_fwd_interface").flash_attn_func
+    attention = _imported("fa3").flash_attn_func
     q, k, v = inputs.q, inputs.k, inputs.v
     return Step(lambda: attention(q, k, v, causal=True), [], inputs.dout)
 
@@ -179,7 +190,7 @@ def _fa4(inputs: Inputs) -> Step:
     case = inputs.case
     if case.kind not in (DENSE, SLIDING):
         raise Declined("has no masks here")
-    attention = _imported("flash_attn.cute").flash_attn_func
+    attention = _imported("fa4").flash_attn_func
     leaves = q, k, v = _leaves(inputs.q, inputs.k, inputs.v)
     window = (case.window - 1, 0) if case.kind == SLIDING else (None, None)
 
@@ -190,17 +201,34 @@ def _fa4(inputs: Inputs) -> Step:
     return Step(forward, leaves, inputs.dout)
 
 
-def _imported(module: str):
+def _imported(rival: str):
+    module = MODULES[rival]
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise Declined(f"cannot import {module}: {error}") from error
 
 
-def _memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def reason_against(rival: str, device: str) -> str:
+    """Why a rival runs no case on this device; "" if it may run some."""
+    if rival != "sdpa" and device != "cuda":
+        return "needs a GPU"
+    try:
+        if rival in MODULES:
+            _imported(rival)
+    except Declined as reason:
+        return str(reason)
+    return ""
+
+
+def expect_memory(needed: int, what: str, device: torch.device | str) -> None:
+    """Raises Declined for more bytes than the device has."""
+    if torch.device(device).type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > total:
+        raise Declined(f"its {what} {needed / 1e9:.0f} of {total / 1e9:.0f} GB")
 
 
 RIVALS: dict[str, Callable[[Inputs], Step]] = {

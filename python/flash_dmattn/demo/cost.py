@@ -81,7 +81,7 @@ def main() -> None:
         model.lm_head.weight.grad.sum().item()  # waits for a GPU
         return time.perf_counter() - began
 
-    step(options.window // 2)
+    step(max(2, min(options.window, options.lengths[0]) // 2))
     took = growth = 0.0
     for length in options.lengths:
         # Doubling the length costs at most four times as much: stop before the time is up.

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import sys
 
 import torch
 
@@ -17,14 +18,18 @@ _SAMPLE_BYTES = 400
 _COST_SECONDS = 15  # for each implementation
 
 
-def run(options: argparse.Namespace) -> None:
-    """Trains, measures, draws and prints; see `options`."""
+def run(options: argparse.Namespace) -> int:
+    """Trains, measures, draws and prints; see `options`. Returns the exit status."""
+    corpus = standard_library()
+    if options.context > len(corpus.held_out):
+        held_out = f"{len(corpus.held_out)} bytes that are held out"
+        print(f"--context: got {options.context}, expected at most the {held_out}", file=sys.stderr)
+        return 2
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(options.seed)
     output = options.output
     output.mkdir(parents=True, exist_ok=True)
 
-    corpus = standard_library()
     device = options.device
     if device == "auto":
         device = "cuda" if is_available("cuda") else "cpu"
@@ -80,6 +85,7 @@ def run(options: argparse.Namespace) -> None:
             ("files", ", ".join(f"{output / f}" for f in _FILES)),
         ]
     )
+    return 0
 
 
 _FILES = ("sample.txt", "loss.png", "keys.png", "cost.png", "token.png")

@@ -1,5 +1,6 @@
 """A bad option of the command line is one line and exit status 2, before any work is done."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 import flash_dmattn.__main__
 import flash_dmattn.benchmark.run
 import flash_dmattn.check.run
+import flash_dmattn.demo.corpus as demo_corpus
 from flash_dmattn.__main__ import main
 
 
@@ -34,6 +36,7 @@ def said(arguments, capsys):
     return captured.err
 
 
+LONG = 300 * "x"
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without one")
 
 
@@ -55,18 +58,57 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about ma
         (["demo", "--device", "bogus"], "got 'bogus', which torch cannot use"),
         (["demo", "--output", "{file}"], "is no folder to write to"),
         (["info", "--kernels", "--case", "plain_bf16"], "argument --case: not allowed with argument --kernels"),
-        (["bench", "--length", "many"], "argument --length: got 'many', expected an integer, 1 or more"),
+        (["bench", "--length", "many"], "argument --length: got 'many', expected an integer, 1 to"),
         (["bench", "--threads", "9999999999"], "argument --threads: got '9999999999', expected"),
         (["bench", "--json", ""], "expected a file"),
         (["demo", "--output", ""], "argument --output: got '', expected a folder"),
         (["demo", "--seed", "99999999999999999999"], "argument --seed: got 99999999999999999999, expected"),
+        (["check", "--json", LONG], f"--json: got {LONG}, expected a file to write: File name too long"),
+        (["bench", "--json", LONG], f"--json: got {LONG}, expected a file to write: File name too long"),
+        (["bench", "--json", LONG + "/x.json"], "expected a file to write: File name too long"),
+        (["bench", "--plot", LONG + ".png"], f"--plot: got {LONG}.png, expected a file to write: File name too long"),
+        (["bench", "--from", LONG], f"--from: got {LONG}, expected a file that can be read: File name too long"),
+        (["demo", "--output", LONG], f"--output: got {LONG}, expected a folder: File name too long"),
+        (["bench", "--json", "{file}/"], "which is a folder, expected a file"),
+        (["bench", "--json", "{file}/."], "which is a folder, expected a file"),
+        (["bench", "--from", "{json}/"], "expected a file that can be read: Not a directory"),
+        (["bench", "--json", "{link}"], "which cannot be written to"),
+        (["demo", "--output", "{link}/x"], "is no folder to write to"),
+        (["bench", "--json", "{folder}/x.svg", "--plot", "{folder}/x.svg"], "--plot: got {folder}/x.svg, the file of --json"),
+        (["bench", "--json", "two\nlines/"], "which is a folder, expected a file"),
+        (["bench", "--from", "{deep}"], "--from: got a file that --json did not write (RecursionError"),
+        (["bench", "--from", "{empty}"], "--from: got {empty}, expected a file that holds rows"),
+        (["bench", "--from", "{empty}", "--plot", "{folder}/x.png"], "expected a file that holds rows"),
+        (["bench", "--from", "{huge}"], "--from: got a file that --json did not write (OverflowError"),
+        (["bench", "--from", "{odd}", "--plot", "{folder}/x.png"], "--from: got a file that --json did not write (KeyError"),
+        (["bench", "--case", "decode", "--device", "cpu", "--plot", "{folder}/x.png"], "--plot: got no case at several lengths"),
+        (["bench", "--case", "dense", "--length", "2000000000"], "--length: got '2000000000', expected an integer, 1 to 16777216"),
+        (["bench", "--window", "2000000000"], "--window: got '2000000000', expected an integer, 1 to 16777216"),
+        (["bench", "--repeats", "2000000000"], "--repeats: got '2000000000', expected an integer, 1 to 1000"),
+        (["bench", "--threads", "2000000000"], "--threads: got '2000000000', expected an integer, 1 to"),
+        (["bench", "--device", "cpu", "--against", "fa3"], "--against: got fa3, which cannot run here: needs a GPU"),
+        (["bench", "--device", "cpu", "--against", "sdpa,flex"], "--against: got flex, which cannot run here: needs a GPU"),
+        (["demo", "--context", "2000000000"], "--context: got '2000000000', expected an integer, 2 to 32768"),
+        (["demo", "--context", "1"], "--context: got '1', expected an integer, 2 to 32768"),
+        (["demo", "--window", "2000000000"], "--window: got '2000000000', expected an integer, 1 to 32768"),
+        (["demo", "--batch-size", "2000000000"], "--batch-size: got '2000000000', expected an integer, 1 to 1024"),
         (["nonsense"], "invalid choice"),
         ([], "required"),
     ],
 )  # fmt: skip
 def test_of_every_command(arguments, message, capsys, tmp_path):
-    texts = {"file": "not json", "json": '{"speed": [{"who": 1}]}', "list": "[]"}
-    names = {"folder": tmp_path}
+    row = '{"case": "dense", "dtype": "float32", "who": "cpu"'
+    texts = {
+        "file": "not json",
+        "json": '{"speed": [{"who": 1}]}',
+        "list": "[]",
+        "deep": "[" * 100_000,
+        "empty": '{"speed": []}',
+        "huge": f'{{"speed": [{row}, "peak_mb": 1{"0" * 400}}}]}}',
+        "odd": f'{{"speed": [{row}, "seqlen": 64}}]}}',
+    }
+    names = {"folder": tmp_path, "link": tmp_path / "link"}
+    names["link"].symlink_to(tmp_path / "missing" / "x.json")
     for name, text in texts.items():
         names[name] = tmp_path / name
         names[name].write_text(text)
@@ -93,6 +135,48 @@ def test_settings_without_a_meaning(capsys, monkeypatch):
 def test_a_finite_check_without_a_meaning(capsys, monkeypatch):
     monkeypatch.setenv("FLASH_DMATTN_CHECK_FINITE", "maybe")
     assert "FLASH_DMATTN_CHECK_FINITE: got maybe, expected 0 or 1" in said(["check"], capsys)
+
+
+@pytest.mark.parametrize(
+    "name, value, expected",
+    [
+        ("FLASH_DMATTN_CUDA_FAMILY", "bogus", "sm90, sm80"),
+        ("FLASH_DMATTN_MAX_SHARED_KB", "abc", "a number of KB in [1, 1024]"),
+        ("FLASH_DMATTN_MAX_SHARED_KB", "1025", "a number of KB in [1, 1024]"),
+    ],
+)
+def test_settings_of_the_cuda_kernels_without_a_meaning(name, value, expected, capsys, monkeypatch):
+    monkeypatch.setenv(name, value)
+    assert f"{name}: got {value}, expected {expected}" in said(["info"], capsys)
+
+
+def test_a_context_beyond_the_held_out_text(capsys, monkeypatch, tmp_path):
+    demo = pytest.importorskip("flash_dmattn.demo.run")
+    few = torch.zeros(100, dtype=torch.uint8)
+    monkeypatch.setattr(demo, "standard_library", lambda: demo_corpus.Corpus(few, few, 2))
+    arguments = ["demo", "--context", "101", "--output", str(tmp_path / "output")]
+    assert "--context: got 101, expected at most the 100 bytes" in said(arguments, capsys)
+    assert not (tmp_path / "output").exists()
+
+
+def test_pictures_need_the_extra_of_the_benchmark(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "flash_dmattn.benchmark.pictures", raising=False)
+    monkeypatch.delattr(flash_dmattn.benchmark, "pictures", raising=False)
+    arguments = ["bench", "--plot", str(tmp_path / "x.png")]
+    assert "pip install 'flash-dmattn[bench]'" in said(arguments, capsys)
+
+
+def test_a_disk_that_is_full_is_one_line(capsys, monkeypatch, tmp_path):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path))
+
+    monkeypatch.setattr(flash_dmattn.benchmark.record, "write", full)
+    monkeypatch.setattr(flash_dmattn.benchmark.run, "measure", lambda *rest, **options: [{}])
+    monkeypatch.setattr(flash_dmattn.benchmark.record, "line", str)
+    arguments = ["bench", "--case", "dense", "--device", "cpu", "--json", str(tmp_path / "x.json")]
+    assert main(arguments) == 1
+    assert capsys.readouterr().err.endswith(f"No space left on device: '{tmp_path}'\n")
 
 
 def test_a_library_that_is_not_there(tmp_path):

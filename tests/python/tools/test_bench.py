@@ -121,14 +121,56 @@ def test_nothing_to_plot_is_said(capsys, tmp_path):
 
 
 def test_who_cannot_run_a_case_says_so(capsys):
-    arguments = ["--case", "dense", "--length", "32", "--repeats", "1", "--dtype", "float32"]
-    assert main(["bench", *arguments, "--device", "cpu", "--against", "fa2,cudnn,fa3,fa4"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("declined: needs a GPU") == 2
-    assert printed.count("declined: cannot import") == 2
+    said = []
+    rivals = ["fa2", "cudnn", "fa3", "fa4"]
+    assert run.measure(Case(DENSE, 32, 16), "float32", "cpu", rivals, 1, said.append) == []
+    assert sum("declined: needs a GPU" in line for line in said) == 2
+    assert sum("declined: cannot import" in line for line in said) == 2
     with pytest.raises(SystemExit):
         main(["bench", "--against", "fa9"])
     assert "expected any of" in capsys.readouterr().err
+
+
+def test_a_case_that_no_memory_holds_is_a_line_for_every_side(capsys):
+    arguments = [
+        "--length",
+        "16777216",
+        "32",
+        "--repeats",
+        "1",
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+    ]
+    assert main(["bench", "--case", "dense_masks", "--window", "8", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("declined: its inputs, output and gradients take") == 2  # ours and torch's
+    assert printed.count("dense_masks B1 H2 Hkv1 N32") == 2
+
+
+def test_memory_that_runs_out_is_a_line(monkeypatch, capsys, tmp_path):
+    def exhausted(*rest):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nand more")
+
+    said = []
+    monkeypatch.setattr(run, "costs", exhausted)
+    assert run.measure(Case(DENSE, 32, 16), "float32", "cpu", ["cpu"], 1, said.append) == []
+    assert len(said) == 1 and said[0].endswith("you tried")
+    monkeypatch.setattr(decode, "copy_bandwidth", lambda *rest: 1.0)
+    monkeypatch.setattr(decode, "_row", exhausted)
+    cases = [decode.DecodeCase(8, slots=True), decode.DecodeCase(8)]
+    said = []
+    assert list(decode.measured(cases, ["float32"], "cpu", 1, said.append)) == []
+    assert sum("declined: DefaultCPUAllocator" in line for line in said) == 3
+
+
+def test_caches_that_no_memory_holds_are_a_line(monkeypatch):
+    monkeypatch.setattr(decode, "copy_bandwidth", lambda *rest: 1.0)
+    said = []
+    cases = [decode.DecodeCase(2**24, batch=1024)]
+    assert list(decode.measured(cases, ["float32"], "cpu", 1, said.append)) == []
+    assert sum("declined: its caches take" in line for line in said) == 2
 
 
 def test_packed_documents_are_so_many_dense_sequences():

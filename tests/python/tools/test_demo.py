@@ -69,6 +69,23 @@ def test_bad_options_are_named(capsys):
     assert "--steps: got '0', expected an integer, 1 or more" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_memory_that_runs_out_is_one_line(error, monkeypatch, capsys, tmp_path):
+    def exhausted(*rest):
+        raise error
+
+    monkeypatch.setattr(run, "make_model", exhausted)
+    assert main([*TINY, "--output", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "out of memory" in said and said.count("\n") == 1
+
+
 def test_a_gradient_that_is_not_finite_stops_the_training():
     model = torch.nn.Linear(2, 2)
     model(torch.randn(1, 2)).sum().backward()
