@@ -225,6 +225,6 @@ class _WithZeroSumGradient(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> Tensor:
         seen = gradient != 0
         # Divided before they are added: a sum of the largest numbers overflows.
-        shared = (gradient / seen.sum(-1, keepdim=True).clamp(min=1)).sum(-1, keepdim=True)
+        shared = (gradient / seen.sum(-1, keepdim=True)).sum(-1, keepdim=True)
         limit = torch.finfo(gradient.dtype).max
         return torch.where(seen, gradient - shared, gradient).clamp(-limit, limit)
