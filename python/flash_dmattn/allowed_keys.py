@@ -98,6 +98,18 @@ def intervals_of_mask(mask: torch.Tensor) -> KeyIntervals | None:
     return once("intervals", mask, _find_intervals)
 
 
+def refuse_negative(mask: torch.Tensor) -> None:
+    """Of the integers of a mask nonzero ones show keys: one below 0 is of an additive mask, which would be its opposite.
+    Only for code that may read; a second call with the same unchanged tensor reads nothing."""
+    if mask.is_floating_point() or mask.dtype == torch.bool or _has_no_values(mask):
+        return
+    if once("negative", mask, lambda numbers: bool((numbers < 0).any())):
+        raise ValueError(
+            f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)} with negative numbers, expected bool or "
+            "integers, nonzero for visible keys; an additive mask has four dimensions and is of floating point"
+        )
+
+
 def split_additive(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """The elements that an additive mask allows, as bool, and whether it also adds other values than 0 to them.
 

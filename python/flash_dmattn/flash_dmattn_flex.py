@@ -35,6 +35,8 @@ def flex_dmattn_func(
 
     It skips empty blocks of 128 x 128, so with scattered keys it does the work of dense attention. Numbers
     beyond fp32 inside a score are not handled: finite inputs as large as the dtype allows can give NaN.
+    Inf and NaN saturate, invisible ones show nowhere; v counts as its dtype's largest number, and the end of scores
+    is 1e38 (docs/numerics.md). nonfinite="propagate" raises NotImplementedError, as torch's kernels spread 0 * NaN.
     Sequences may not be empty. On the CPU torch has neither a backward of it nor the log-sum-exp, which is
     None there.
     """

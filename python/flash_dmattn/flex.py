@@ -26,6 +26,8 @@ _DENSE_OPTIONS = _OPTIONS | {"bwd_num_stages": 1}
 _NARROW_DENSE_OPTIONS = _DENSE_OPTIONS | {
     "fwd_num_stages": 2
 }  # and forward up to head dimension 64
+# The end of the scores' range: times log2(e) it is still within fp32.
+_LARGEST_SCORE = 1e38
 
 
 def attention(
@@ -39,12 +41,14 @@ def attention(
     """out and lse of arguments in normal form; lse is None on the CPU."""
     from torch.nn.attention.flex_attention import AuxRequest
 
-    _refuse(q, k, v, bias, numerics.deterministic)
+    _refuse(q, k, v, bias, numerics)
     head_dim = q.shape[3]
     heads_q, heads_kv = q.shape[2], k.shape[2]
-    if numerics.saturate:
-        q, k, v = (_SaturatedGradient.apply(t) for t in (q, k, v))
-        bias = None if bias is None else _SaturatedGradient.apply(bias)
+    # In torch's kernels what is not finite would reach rows of a tile that do not see it.
+    undefined = tuple(~t.isfinite().all(-1).transpose(1, 2) for t in (q, k))
+    q, k = (_Saturated.apply(t, _signs_of_infinities) for t in (q, k))
+    v = _Saturated.apply(v, _limited)
+    bias = None if bias is None else _Saturated.apply(bias, None)
     if bias is not None and bias.requires_grad and bias.shape[2] == bias.shape[3] == 1:
         # torch's kernels do not compile the gradient of a number per head: it becomes one per query, of two at least.
         bias = bias.expand(-1, -1, max(2, q.shape[1]), 1).contiguous()
@@ -56,22 +60,29 @@ def attention(
         q,
         k,
         v,
-        **masking(q, k, bias, visible, numerics.softcap),
+        **masking(q, k, bias, visible, numerics.softcap, undefined),
         scale=numerics.scale,
         enable_gqa=heads_q > heads_kv,
         return_aux=AuxRequest(lse=q.device.type != "cpu"),
     )
-    out = out.transpose(1, 2)[..., :head_dim]
-    return (_SanitisedOutput.apply(out) if numerics.saturate else out), aux.lse
+    return _SanitisedOutput.apply(out.transpose(1, 2)[..., :head_dim]), aux.lse
 
 
 def masking(
-    q: Tensor, k: Tensor, bias: Tensor | None, visible: Visibility, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    visible: Visibility,
+    softcap: float = 0.0,
+    undefined: tuple[Tensor, Tensor] | None = None,
 ) -> dict[str, object]:
-    """Keyword arguments of flex_attention. q, k: [B, H, S, D]; the others in normal form."""
+    """Keyword arguments of flex_attention. q, k: [B, H, S, D]; the others in normal form.
+
+    undefined: which rows of q and k had inf or NaN, bool [B, H, S], and are now the signs of their inf.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
-    score_mod, mask_mod = _modifications(q, k, bias, visible, softcap)
+    score_mod, mask_mod = _modifications(q, k, bias, visible, softcap, undefined)
     block_mask = BlockMask.from_kv_blocks(
         *_blocks(q, k, bias, visible),
         BLOCK_SIZE=_BLOCK,
@@ -91,7 +102,12 @@ def compiled_flex(*arguments, **options):
         return _flex()(*arguments, **options)
 
 
-def _refuse(q, k, v, bias, deterministic) -> None:
+def _refuse(q, k, v, bias, numerics: Numerics) -> None:
+    if not numerics.saturate:
+        raise NotImplementedError(
+            "nonfinite: got 'propagate' for FlexAttention, expected 'saturate': in torch's kernels inf and NaN also reach "
+            "rows that do not see them; flash_dmattn_func and triton_dmattn_func propagate them"
+        )
     wanted = [t is not None and t.requires_grad for t in (q, k, v, bias)]
     if q.device.type == "cpu" and torch.is_grad_enabled() and any(wanted):
         raise NotImplementedError(
@@ -104,37 +120,50 @@ def _refuse(q, k, v, bias, deterministic) -> None:
         raise ValueError(
             f"query, key: got shapes {tuple(q.shape)}, {tuple(k.shape)}: flex takes no empty ones"
         )
-    if deterministic and wanted[3]:
+    if numerics.deterministic and wanted[3]:
         raise NotImplementedError(
             "flex_dmattn_func: torch adds the gradients of a bias in an order that varies; expected "
             "deterministic=False, or a bias that needs no gradient"
         )
 
 
-class _SaturatedGradient(torch.autograd.Function):
-    """The identity, whose gradient saturates."""
+class _Saturated(torch.autograd.Function):
+    """What `cleaned` makes of a tensor; its gradient is that of the tensor, and saturates."""
 
     @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
+    def forward(ctx, x, cleaned):
+        return x.view_as(x) if cleaned is None else cleaned(x)
 
     @staticmethod
     def backward(ctx, gradient):
         limit = torch.finfo(gradient.dtype).max
         limit = limit / 2 if gradient.dtype == torch.bfloat16 else limit
-        return gradient.nan_to_num(limit, limit, -limit).clamp_(-limit, limit)
+        return gradient.nan_to_num(limit, limit, -limit).clamp_(-limit, limit), None
 
 
 class _SanitisedOutput(torch.autograd.Function):
-    """The identity, whose gradients count as 0 where they are not finite."""
+    """Output that saturates, whose gradients count as 0 where they are not finite."""
 
     @staticmethod
     def forward(ctx, x):
-        return x.view_as(x)
+        return _limited(x)
 
     @staticmethod
     def backward(ctx, gradient):
         return gradient.nan_to_num(0, 0, 0)
+
+
+def _limited(x: Tensor) -> Tensor:
+    limit = torch.finfo(x.dtype).max
+    return x.nan_to_num(limit, limit, -limit)
+
+
+def _signs_of_infinities(x: Tensor) -> Tensor:
+    """Rows with inf become its signs, with zeros beside them; rows with NaN zeros. The product with one then has the
+    sign of what would be infinite, and is 0 where that would be NaN, 0 * inf included; inf - inf has either."""
+    signs = torch.where(x.isinf(), x.sign(), 0)
+    signs = torch.where(x.isnan().any(-1, keepdim=True), 0, signs)
+    return torch.where(x.isfinite().all(-1, keepdim=True), x, signs)
 
 
 @cache
@@ -144,7 +173,7 @@ def _flex():
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _modifications(q, k, bias, visible, softcap):
+def _modifications(q, k, bias, visible, softcap, undefined):
     """score_mod and mask_mod."""
     mask, is_causal, intervals = visible.mask, visible.is_causal, _intervals_of(visible)
     heads_q, heads_kv, seqlen_q, seqlen_k = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
@@ -180,13 +209,23 @@ def _modifications(q, k, bias, visible, softcap):
         return shown
 
     def score_mod(score, b, h, i, j):
+        if undefined is not None:
+            infinite = torch.where(score < 0, -math.inf, math.nan)
+            infinite = torch.where(score > 0, math.inf, infinite)
+            undefined_q, undefined_k = undefined[0][..., None], undefined[1][:, :, None]
+            changed = element(undefined_q, b, h, i, j) | element(undefined_k, b, h, i, j)
+            score = torch.where(changed, infinite, score)
         if softcap > 0:
             score = softcap * torch.tanh(score / softcap)
         if bias is not None:
             score = score + element(bias, b, h, i, j)
-        return score
+        if undefined is None:
+            return score
+        score = torch.where(score.isnan(), -_LARGEST_SCORE, score)
+        return score.clamp(-_LARGEST_SCORE, _LARGEST_SCORE)
 
-    return score_mod if softcap > 0 or bias is not None else None, visible
+    modified = undefined is not None or softcap > 0 or bias is not None
+    return score_mod if modified else None, visible
 
 
 def _intervals_of(visible: Visibility) -> Tensor | None:

@@ -234,10 +234,12 @@ def doge_scores(attention: DogeAttention, step: torch.Tensor) -> torch.Tensor:
 def _doge_mask(
     mask: torch.Tensor | None, query_length: int, key_length: int
 ) -> torch.Tensor | KeyIntervals | None:
-    """A mask by the rule of Doge: in an additive one, every value but 0 masks."""
+    """A mask by the rule of Doge: in one that is not bool, every value but 0 masks."""
     intervals = as_key_intervals(mask, query_length)
     if mask is None or intervals is not None:
         return intervals
+    if not mask.is_floating_point() and mask.dtype != torch.bool:
+        mask = mask == 0
 
     def fit(dense: torch.Tensor) -> torch.Tensor:
         if dense.shape[2:] == (query_length, key_length):

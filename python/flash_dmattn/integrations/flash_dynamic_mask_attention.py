@@ -40,7 +40,8 @@ def flash_dynamic_mask_attention_forward(
             causality; beside any other `is_causal` is applied.
         attention_bias: [B, H, Sk] or [B, H, Sq, Sk]; `position_bias` is another name of it.
         scaling: factor of the scores; default 1/sqrt(D).
-        window_size: how many keys a query keeps, by their bias; that of the module counts only beside one.
+        window_size: how many keys a query keeps, by their bias; `keep_window_size` is another name of it. That of the
+            module counts only beside a bias.
         softcap: c > 0 turns scores x into c tanh(x/c).
         dropout: only 0 is possible.
         kwargs: `sliding_window`; `position_ids`, `cu_seq_lens_q` and so on for packed sequences; bookkeeping
@@ -65,7 +66,7 @@ def flash_dynamic_mask_attention_forward(
             raise ValueError(
                 f"window_size is {window_size} without an attention_bias, which has the scores to choose by"
             )
-    elif window_size is None:
+    elif window_size is None and kwargs.get("keep_window_size") is None:
         window_size = getattr(module, "keep_window_size", getattr(module, "window_size", None))
     out = attend_by_token(
         module,

@@ -11,7 +11,13 @@ from .._arguments import (
     may_read,
     resolve_flag,
 )
-from ..allowed_keys import intervals_of_mask, mask_of_intervals, select_among, split_additive
+from ..allowed_keys import (
+    intervals_of_mask,
+    mask_of_intervals,
+    refuse_negative,
+    select_among,
+    split_additive,
+)
 from ..flash_dmattn_interface import flash_dmattn_func
 from ..key_intervals import KeyIntervals, intersect, prefix_lm
 from ..key_intervals import sliding_window as sliding_window_of
@@ -116,7 +122,7 @@ def _flash_dynamic_mask_attention_forward(
     Raises:
         ValueError: both names of the window given and different, or one without a bias; shapes that do not
             fit; packed sequences with padding, a 4-d bias or a sliding window; one of cu_seq_lens_q and
-            cu_seq_lens_k; keywords of unsupported features.
+            cu_seq_lens_k; keywords of unsupported features; a mask of negative integers, where values are read.
         TypeError: an unknown keyword, or an argument of another type; a floating point mask that is not 4-d.
     """
     check_states(
@@ -178,6 +184,8 @@ def _flash_dynamic_mask_attention_forward(
         )
     if not has_mask or _is_key_mask(attention_mask, query_length, key_length):
         key_mask = attention_mask if has_mask else None
+        if has_mask:
+            refuse_negative(key_mask)
         batch = query_states.shape[0]
         packed = packed_sequences.of_offsets(
             cu_seq_lens_q,
@@ -332,6 +340,7 @@ def _normalize_mask(
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)}; expected {key_length} keys last"
         )
+    refuse_negative(mask)
     mask = broadcast_argument(mask, "attention_mask", query, key)
     if mask.dim() < 4:
         if mask.is_floating_point():

@@ -157,32 +157,39 @@ def test_unused_memory_of_the_inputs_is_not_read(dtype):
 
 
 CHECK_MODE = """
+import sys
 import torch
 from flash_dmattn import flash_dmattn_func
-q, k, v = (torch.ones(1, 4, 2, 8, requires_grad=True) for _ in range(3))
-out = flash_dmattn_func(q, k, v)
-try:
-    out.backward(torch.full_like(out, float("inf")))
-except RuntimeError as error:
-    print("backward:", error)
-with torch.no_grad():
-    k[0, 2, 1, 5] = float("nan")
-try:
-    flash_dmattn_func(q, k, v)
-except RuntimeError as error:
-    print("forward:", error)
+
+for case in sys.argv[1:]:
+    backend, nonfinite, wrong = case.split()
+    inputs = {name: torch.ones(1, 4, 2, 8) for name in ("q", "k", "v", "dout")}
+    inputs["bias"] = torch.ones(1, 2, 4, 4)
+    inputs[wrong][0, 1, 1, 3] = float("nan")
+    leaves = [inputs[name].requires_grad_() for name in ("q", "k", "v", "bias")]
+    options = {"backend": backend, "nonfinite": nonfinite}
+    try:
+        out = flash_dmattn_func(*leaves[:3], attn_bias=leaves[3], **options)
+        out.backward(inputs["dout"])
+    except RuntimeError as error:
+        print(case, str(error).splitlines()[0], sep=": ")
+    else:
+        print(case, "no error", sep=": ")
 """
 
 
 def test_check_mode_names_the_first_nonfinite_value():
-    environment = {**os.environ, "FLASH_DMATTN_CHECK_FINITE": "1"}
+    modes = [(b, n) for b in ("cpu", "reference") for n in ("saturate", "propagate")]
+    cases = {f"{b} {n} {name}": name for b, n in modes for name in ("q", "k", "v", "bias", "dout")}
     run = subprocess.run(
-        [sys.executable, "-c", CHECK_MODE],
-        env=environment,
+        [sys.executable, "-c", CHECK_MODE, *cases],
+        env={**os.environ, "FLASH_DMATTN_CHECK_FINITE": "1"},  # which the library reads once
         capture_output=True,
         text=True,
         check=True,
     )
-    backward, forward = run.stdout.splitlines()
-    assert "dout" in backward and "inf" in backward
-    assert "k" in forward and "0, 2, 1, 5" in forward and "nan" in forward
+    directions = {name: "backward" if name == "dout" else "forward" for name in cases.values()}
+    assert run.stdout.splitlines() == [
+        f"{case}: {directions[name]} input {name}[0, 1, 1, 3] is nan"
+        for case, name in cases.items()
+    ]

@@ -5,15 +5,18 @@ import dataclasses
 import pytest
 import torch
 
-from flash_dmattn import flex_dmattn_func, select_key_intervals
+from flash_dmattn import flash_dmattn_func, flex_dmattn_func, select_key_intervals
 from flash_dmattn.check.cases import CASES, make_case, run
 from flash_dmattn.check.compare import assert_close, assert_matches_oracle
 from flash_dmattn.check.oracle import Problem, Result, attention
 from flash_dmattn.check.run import declines
 from gpu import on_gpu
 from largest_tensor import LargestTensor
+from nonfinite_table import ROWS, expected, make_inputs
+from nonfinite_table import assert_close as assert_like_the_table
 
 ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
 needs_gpu = pytest.mark.skipif(
     not ON_GPU, reason="torch's FlexAttention has its backward on GPUs only"
 )
@@ -48,16 +51,86 @@ def test_no_backward_on_the_cpu_is_said():
 
 
 def test_what_flex_cannot_do_is_said():
-    q = torch.randn(1, 20, 2, 16, device="cuda" if ON_GPU else "cpu")
+    q = torch.randn(1, 20, 2, 16, device=DEVICE)
     with pytest.raises(TypeError, match="float64"):
         flex_dmattn_func(*(q.double(),) * 3)
     with pytest.raises(ValueError, match="empty"):
         flex_dmattn_func(q, q[:, :0], q[:, :0])
+    with pytest.raises(NotImplementedError, match="^nonfinite: got 'propagate'.*flash_dmattn_func"):
+        flex_dmattn_func(q, q, q, nonfinite="propagate")
+
+
+# All but those of more than one infinite term, which flex adds up as signs.
+@pytest.mark.parametrize("row", [r for r in ROWS if "inf - inf" not in r and r != "q and k = inf"])
+def test_what_saturate_makes_of_nonfinite_inputs(row):
+    """The table of docs/numerics.md."""
+    inputs = make_inputs(row, 41, 16, torch.float32, DEVICE)
+    leaves = [inputs[name].requires_grad_(ON_GPU) for name in ("q", "k", "v", "bias")]
+    out = flex_dmattn_func(*leaves[:3], attn_bias=leaves[3])
+    with torch.no_grad():
+        inputs["v"].copy_(limited(inputs["v"]))
+        assert_like_the_table(f"{row}: out", out.detach(), expected(inputs)[0], torch.float32)
+    if ON_GPU:
+        for gradient in torch.autograd.grad(out, leaves, inputs["dout"]):
+            assert gradient.isfinite().all()
+
+
+def limited(x):
+    largest = torch.finfo(x.dtype).max
+    return x.nan_to_num(largest, largest, -largest)
+
+
+LENGTH = 200
+
+
+def inputs_and_results(mask, wrong):
+    """out and, on a GPU, dq, dk, dv; wrong: where q, k, v and dout have which value."""
+    torch.manual_seed(1)
+    tensors = [torch.randn(1, LENGTH, h, 64, device=DEVICE) for h in (4, 2, 2, 4)]
+    for tensor, changes in zip(tensors, wrong, strict=True):
+        for rows, value in changes:
+            tensor[:, rows] = value
+    *leaves, dout = tensors
+    leaves = [t.requires_grad_(ON_GPU) for t in leaves]
+    results = []
+    for function in (flex_dmattn_func, flash_dmattn_func):
+        out = function(*leaves, attn_mask=mask, is_causal=True)
+        gradients = torch.autograd.grad(out, leaves, dout) if ON_GPU else ()
+        results.append([out.detach(), *gradients])
+    return results
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_hidden_keys_may_hold_anything(value):
+    mask = torch.ones(1, LENGTH, dtype=torch.bool, device=DEVICE)
+    mask[:, 60:90] = False
+    hidden = [(slice(60, 90), value)]
+    for got, wanted in zip(*inputs_and_results(mask, ([], hidden, hidden, [])), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
+        assert got.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("of", ["q", "k", "v", "dout"])
+def test_rows_that_do_not_see_a_value_do_not_feel_it(of, value):
+    wrong = [[(130, value)] if name == of else [] for name in ("q", "k", "v", "dout")]
+    got, wanted = inputs_and_results(None, wrong)
+    for tensor in got:
+        assert tensor.isfinite().all()
+    for result, tensor in enumerate(
+        got[:2]
+    ):  # out and dq of rows before it, as those of finite inputs
+        torch.testing.assert_close(tensor[:, :130], wanted[result][:, :130], rtol=1e-2, atol=1e-2)
+    if of in ("q", "dout"):  # dk and dv of keys after it
+        for result, tensor in enumerate(got[2:], 2):
+            torch.testing.assert_close(
+                tensor[:, 131:], wanted[result][:, 131:], rtol=1e-2, atol=1e-2
+            )
 
 
 def test_check_mode_names_the_first_nonfinite_value(monkeypatch):
     monkeypatch.setenv("FLASH_DMATTN_CHECK_FINITE", "1")
-    q, k = (torch.randn(1, 20, 2, 16, device="cuda" if ON_GPU else "cpu") for _ in range(2))
+    q, k = (torch.randn(1, 20, 2, 16, device=DEVICE) for _ in range(2))
     k[0, 9, 1, 4] = torch.nan
     with pytest.raises(RuntimeError, match=r"forward input k\[0, 9, 1, 4\] is nan"):
         flex_dmattn_func(q, k, k)

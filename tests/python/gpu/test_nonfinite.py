@@ -1,11 +1,17 @@
 """Numbers that are not finite, or just finite, on the GPU: saturate and propagate on every route."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from flash_dmattn import flash_dmattn_func
+from flash_dmattn import flash_dmattn_func, is_available
 from flash_dmattn.check.compare import GRADIENT_LIMIT
+from flash_dmattn.kernels import kernel_names
 from gpu import needs_gpu
+from nonfinite_table import ROWS, assert_row
 
 pytestmark = needs_gpu
 
@@ -112,6 +118,46 @@ def test_gradients_saturate_or_overflow(route, dtype):
     assert dv.isfinite().all() and (dv.double() == GRADIENT_LIMIT[dtype]).any()
     dv = setting.gradients(nonfinite="propagate")[3]
     assert (dv == torch.inf).any()
+
+
+def out_and_lse(backend):
+    def attend(q, k, v, bias):
+        options = {"backend": backend, "return_attn_probs": True}
+        return flash_dmattn_func(q, k, v, attn_bias=bias, **options)[:2]
+
+    return attend
+
+
+@dtypes
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("length, head_dim", [(41, 64), (LENGTH, 64), (LENGTH, 128), (LENGTH, 256)])
+def test_what_saturate_makes_of_nonfinite_inputs(length, head_dim, row, dtype):
+    """The table of docs/numerics.md; 41 queries are few."""
+    options = {"length": length, "head_dim": head_dim, "device": "cuda"}
+    assert_row(out_and_lse("cuda"), row, dtype, **options)
+
+
+def test_the_older_family_makes_the_same_of_nonfinite_inputs():
+    """Families are capped once for a process."""
+    families = {name.split()[0] for name in kernel_names("cuda")}
+    if families == {"sm80"}:
+        return  # this process
+    names = "test_what_saturate_makes_of_nonfinite_inputs"
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", names],
+        env={**os.environ, "FLASH_DMATTN_CUDA_FAMILY": "sm80"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.skipif(not is_available("triton"), reason="float32 on a GPU takes Triton")
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("length", [41, LENGTH])
+def test_what_saturate_makes_of_nonfinite_inputs_in_float32(length, row):
+    options = {"length": length, "head_dim": 64, "device": "cuda"}
+    assert_row(out_and_lse("triton"), row, torch.float32, **options)
 
 
 BAD_INPUTS = [(n, v) for n in ("q", "k", "v") for v in (torch.inf, -torch.inf, torch.nan)]

@@ -141,7 +141,7 @@ def test_packed_sequences():
     assert_same_training(model, enabled(model), ids, ids, position_ids=positions)
 
 
-@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("additive", [None, 0.0, 0], ids=["bool", "floating", "integer"])
 @pytest.mark.parametrize("kind", ["prefix", "arbitrary", "one row"])
 def test_four_dimensional_masks(kind, additive):
     model, ids = make_model(), make_ids()
@@ -153,7 +153,7 @@ def test_four_dimensional_masks(kind, additive):
     else:
         allowed = (torch.arange(S) % 3 > 0)[None]
     allowed = allowed.expand(B, 1, -1, S)
-    mask = torch.where(allowed, 0.0, -1.0) if additive else allowed
+    mask = allowed if additive is None else torch.where(allowed, additive, additive - 1)
     assert_same_training(model, enabled(model), ids, ids, attention_mask=mask)
 
 
@@ -374,6 +374,10 @@ def test_an_additive_mask_of_padding_is_refused():
         ValueError, match="attention_mask: got torch.float32 .* with negative numbers"
     ):
         ours(ids, attention_mask=additive)
+    with pytest.raises(
+        ValueError, match="attention_mask: got torch.int64 .* with negative numbers"
+    ):
+        ours(ids, attention_mask=additive.clamp(min=-1).long())
     of_numbers = torch.ones(2, 12)
     of_numbers[0, :4] = 0
     expected = ours(ids, attention_mask=of_numbers.long()).logits

@@ -26,6 +26,8 @@ from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils impor
     fdma_peft_integration_check,
 )
 
+NAMES = ("flash_dmattn", "dynamic_mask_attention")
+
 
 class Layer(torch.nn.Module):
     is_causal = True
@@ -296,6 +298,50 @@ def test_additive_masks_without_a_query_dimension_are_refused(shape):
         flash_dynamic_mask_attention_forward(Layer(), *heads_first(), torch.zeros(shape))
 
 
+@pytest.mark.parametrize("shape", [(B, S), (B, 1, S), (B, 1, 1, S), (B, 1, S, S)])
+@pytest.mark.parametrize("lowest", [-1, -10000])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16])
+def test_additive_masks_of_integers_are_refused(dtype, lowest, shape):
+    """As bool masks they would hide what they allow."""
+    mask = torch.zeros(shape, dtype=dtype)
+    flash_dynamic_mask_attention_forward(Layer(), *heads_first(), mask)
+    mask[..., 2:4] = lowest
+    for packed in ({}, {"position_ids": (torch.arange(S) % 20)[None]}):
+        with pytest.raises(ValueError, match=f"^attention_mask: got {dtype} .* negative numbers"):
+            flash_dynamic_mask_attention_forward(Layer(), *heads_first(), mask, **packed)
+
+
+@pytest.mark.transformers
+def test_padding_of_negative_integers_is_refused():
+    pytest.importorskip("transformers")
+    from flash_dmattn.integrations.transformers import key_interval_mask
+
+    with pytest.raises(ValueError, match="^attention_mask: got torch.int64 .* negative numbers"):
+        key_interval_mask(1, 5, 5, attention_mask=torch.tensor([[0, 0, -1, -1, 0]]))
+
+
+@pytest.mark.transformers
+def test_a_window_reaches_a_model_without_one_of_its_own():
+    transformers = pytest.importorskip("transformers")
+    import flash_dmattn.integrations.transformers  # noqa: F401
+
+    config = transformers.LlamaConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.set_attn_implementation("flash_dmattn")
+    ids, bias = torch.arange(8)[None], torch.randn(1, 2, 8)
+    with pytest.raises(ValueError, match="^keep_window_size is 3 without an attention_bias"):
+        model(ids, keep_window_size=3)
+    with torch.no_grad():
+        all_keys = model(ids, attention_bias=bias).logits
+        expected = model(ids, attention_bias=bias, window_size=3).logits
+        assert not torch.equal(expected, all_keys)
+        model.model.layers[0].self_attn.keep_window_size = 5  # that of the call comes first
+        assert torch.equal(model(ids, attention_bias=bias, keep_window_size=3).logits, expected)
+
+
 @pytest.mark.transformers
 @pytest.mark.parametrize(
     "name, value", [("sliding_windw", 3), ("attention_mask", torch.zeros(1, 8))]
@@ -311,7 +357,7 @@ def test_masks_refuse_keywords_and_padding_that_they_do_not_read(name, value):
 
 
 @pytest.mark.transformers
-@pytest.mark.parametrize("name", ["flash_dmattn", "paged|flash_dmattn"])
+@pytest.mark.parametrize("name", [f"{paged}{name}" for name in NAMES for paged in ("", "paged|")])
 @pytest.mark.parametrize("family", ["Llama", "Doge"])
 def test_continuous_batching_is_refused(family, name):
     transformers = pytest.importorskip("transformers")
