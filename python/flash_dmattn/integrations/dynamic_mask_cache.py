@@ -74,6 +74,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key, value)
         self._check_rows(key)
+        self.prefetch()
         length = key.shape[2]
         pending = 0
         if self.record_past:
@@ -117,6 +118,7 @@ class DynamicMaskLayer(CacheLayerMixin):
                 "one; give it some by DynamicMaskCache(chunk=...)"
             )
         query, key, value = _by_token(query, key, value)
+        self.prefetch()
         self._make_room(length)
         if not self.record_past:
             out = self.slots.extend(query, key, value, scores, key_mask=present, scale=scale)
@@ -195,6 +197,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         if self.is_empty:
             self.fill(key_states, value_states, scores, present)
             return key_states, value_states
+        self.prefetch()
         held = self.window + self.slots.pending
         before = (t[:, :, :held].clone() for t in (self.keys, self.values))
         self.attend(key_states, key_states, value_states, scores, present, scale=1.0)
@@ -255,12 +258,18 @@ class DynamicMaskLayer(CacheLayerMixin):
             self._length.zero_()
 
     def offload(self) -> None:
+        """Moves the slots to the CPU. They come back by `prefetch`, or with the next tokens."""
+        if self.is_compileable:
+            raise ValueError(
+                "static: got True, expected a cache without it to offload: graphs and compiled code go on with its memory"
+            )
         if self.is_initialized:
-            self._hold(self._moved("cpu"))
+            self._move("cpu")
 
     def prefetch(self) -> None:
-        if self.is_initialized:
-            self._hold(self._moved(self.device))
+        """Moves offloaded slots back to their device."""
+        if self.is_initialized and self.keys.device != self.device:
+            self._move(self.device)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._select(beam_idx)
@@ -300,9 +309,10 @@ class DynamicMaskLayer(CacheLayerMixin):
         else:
             self._hold(self.slots.select(rows))
 
-    def _moved(self, device: torch.device | str) -> KVSlots:
-        tensors = (tensor.to(device, non_blocking=True) for tensor in self.slots.tensors)
-        return KVSlots.over(self.window, *tensors, pending=self.slots.pending)
+    def _move(self, device: torch.device | str) -> None:
+        """The host waits: it may read what it offloaded at once."""
+        tensors = (tensor.to(device) for tensor in self.slots.tensors)
+        self._hold(KVSlots.over(self.window, *tensors, pending=self.slots.pending))
 
     def _resize(self, chunk: int) -> None:
         """Other places for pending tokens; the memory of a static layer stays."""
@@ -412,6 +422,19 @@ class DynamicMaskCache(Cache):
         """For `crop`: new tokens stay pending until it is called. Assisted decoding calls it (transformers 5)."""
         for layer in self.layers:
             layer.activate_past_recording()
+
+    def offload(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
+        """Moves a layer, by default all of them, to the CPU: between two turns of a chat. What comes next brings it back.
+
+        Not for a static cache. `only_non_sliding`: no layer here slides.
+        """
+        for layer in self.layers if layer_idx is None else [self.layers[layer_idx]]:
+            layer.offload()
+
+    def prefetch(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
+        """Moves an offloaded layer, by default all of them, back to its device, on the current stream."""
+        for layer in self.layers if layer_idx is None else [self.layers[layer_idx]]:
+            layer.prefetch()
 
 
 def _windows(config: PretrainedConfig) -> list[int]:

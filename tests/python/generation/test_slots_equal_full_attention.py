@@ -5,13 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_dmattn import flash_dmattn_func, flash_dmattn_with_kvcache
+from flash_dmattn import flash_dmattn_with_kvcache
 from token_streams import (
     KINDS,
+    NUMERICS,
     PADDINGS,
     TOLERANCE,
     Stream,
     check_drops,
+    check_not_finite,
     check_ragged,
     check_speculation,
     check_split,
@@ -33,9 +35,10 @@ STREAMS = {
     prefill=st.integers(0, 9),
     dtype=st.sampled_from(list(TOLERANCE)),
     backend=st.sampled_from(["", "reference"]),
+    numerics=st.sampled_from(NUMERICS),
 )
-def test_any_split_of_a_stream(pieces, prefill, dtype, backend, **options):
-    stream = Stream(prefill + sum(pieces), dtype=dtype, **options)
+def test_any_split_of_a_stream(pieces, prefill, dtype, backend, numerics, **options):
+    stream = Stream(prefill + sum(pieces), dtype=dtype, **numerics, **options)
     check_split(stream, prefill, pieces, backend)
 
 
@@ -45,10 +48,11 @@ def test_any_split_of_a_stream(pieces, prefill, dtype, backend, **options):
     speculated=st.lists(
         st.tuples(st.integers(1, 5), st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=6
     ),
+    numerics=st.sampled_from(NUMERICS),
 )
-def test_speculation_with_any_rollback(speculated, **options):
+def test_speculation_with_any_rollback(speculated, numerics, **options):
     """Rows accept different numbers of the pending tokens."""
-    stream = Stream(sum(size for size, *_ in speculated), **options)
+    stream = Stream(sum(size for size, *_ in speculated), **numerics, **options)
     check_speculation(stream, speculated, options["seed"])
 
 
@@ -72,9 +76,21 @@ def test_rows_of_different_lengths(begin, dtype, **options):
 @pytest.mark.parametrize("layout", ["by token", "by head"])
 @pytest.mark.parametrize("kind", ["normal", "ties"])
 @pytest.mark.parametrize("padding", ["none", "left"])
-def test_with_kvcache(mode, layout, kind, padding):
-    stream = Stream(30, 6, kind=kind, padding=padding)
+@pytest.mark.parametrize("numerics", NUMERICS, ids=str)
+def test_with_kvcache(mode, layout, kind, padding, numerics):
+    stream = Stream(30, 6, kind=kind, padding=padding, **numerics)
     check_with_kvcache(stream, (1, 1, 9, 1, 13, 1, 1, 3), mode, layout)
+
+
+@pytest.mark.parametrize(
+    "name, other", [("scale", 0.5), ("softcap", 4.0), ("scores_are_bias", True)]
+)
+def test_the_options_matter(name, other):
+    """Else the other tests would prove nothing of them."""
+    stream = Stream(30, 6, scale=0.9, softcap=2.0, scores_are_bias=False)
+    stream.options[name] = other
+    with pytest.raises(AssertionError):
+        check_split(stream, 5, (1, 7, 1, 13))
 
 
 def test_full_cache_with_rows_of_different_lengths_and_left_padding():
@@ -113,36 +129,7 @@ def test_full_cache_with_rows_of_the_same_length(length, queries):
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_numbers_that_are_not_finite(value, name, mode):
-    """They show, or saturate, as in flash_dmattn_func: in steps, in chunks and in a cache of all keys."""
-    stream, window = Stream(9, 4, batch=1), 4
-    getattr(stream, name)[0, 5, 0, 3] = value
-    expected = flash_dmattn_func(
-        stream.q, stream.k, stream.v, attn_bias=stream.scores, is_causal=True,
-        keep_window_size=window, nonfinite=mode,
-    )  # fmt: skip
-    steps, chunks = stream.slots(), stream.slots(chunk=3)
-    caches = [torch.zeros(1, 9, 2, 8), torch.zeros(1, 9, 2, 8), torch.zeros(1, 2, 9)]
-    outs = [[], [], []]
-    for t in range(9):
-        q, tokens = stream.q[:, t : t + 1], stream.tokens(t, t + 1)
-        outs[0].append(steps.step(q, *tokens, nonfinite=mode))
-        outs[1].append(
-            flash_dmattn_with_kvcache(
-                q,
-                *caches,
-                *tokens[:2],
-                scores=tokens[2],
-                nonfinite=mode,
-                cache_seqlens=torch.tensor([t]).int(),
-                keep_window_size=window,
-            )  # fmt: skip
-        )
-    for t in range(0, 9, 3):
-        chunks.append(*stream.tokens(t, t + 3))
-        outs[2].append(chunks.attend(stream.q[:, t : t + 3], nonfinite=mode))
-        chunks.commit()
-    for parts in outs:
-        torch.testing.assert_close(torch.cat(parts, 1), expected, equal_nan=True)
+    check_not_finite(Stream(9, 4, batch=1), name, value, mode)
 
 
 def test_snapshots_rows_and_saved_states():

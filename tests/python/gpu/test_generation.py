@@ -175,6 +175,30 @@ def test_memory_of_half_a_million_tokens():
     )  # k, v of 64 channels, score, position; counts
 
 
+@pytest.mark.parametrize("way", ["all layers", "one layer", "prefetch", "rows"])
+def test_offloading_between_two_turns(way):
+    model, ids = ours_in_bfloat16(make_large()), make_ids(B, S + 20).cuda()
+    cache = DynamicMaskCache(model.config)
+    model(ids[:, :S], past_key_values=cache)
+    stayed, parts = copy.deepcopy(cache), [1, 9, 1, 1, 1, 7]
+    before = torch.cuda.memory_allocated()
+    cache.offload(*([1] if way == "one layer" else []))
+    moved = cache.layers[1:2] if way == "one layer" else cache.layers
+    assert {t.device.type for layer in moved for t in layer.slots.tensors} == {"cpu"}
+    freed = sum(t.nbytes for layer in moved for t in layer.slots.tensors)
+    assert torch.cuda.memory_allocated() <= before - freed
+    if way == "prefetch":
+        cache.prefetch()
+    elif way == "rows":
+        for moving in (cache, stayed):
+            moving.reorder_cache(torch.tensor([1, 0], device="cuda"))
+    assert torch.equal(*(logits_of(model, ids[:, S:], parts, c) for c in (cache, stayed)))
+    for ours, theirs in zip(cache.layers, stayed.layers, strict=True):
+        for name in ("k", "v", "scores", "positions", "counts", "seen"):
+            moved, expected = (getattr(layer.slots, name) for layer in (ours, theirs))
+            assert moved.device.type == "cuda" and torch.equal(moved, expected), name
+
+
 def test_the_layer_in_a_graph():
     attention = DynamicMaskAttention(512, 8, 4, WINDOW, device="cuda", dtype=torch.bfloat16)
     torch.nn.init.normal_(attention.A)

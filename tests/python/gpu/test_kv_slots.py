@@ -9,9 +9,11 @@ from flash_dmattn import flash_dmattn_func
 from gpu import capture, needs_gpu
 from token_streams import (
     KINDS,
+    NUMERICS,
     PADDINGS,
     Stream,
     check_drops,
+    check_not_finite,
     check_ragged,
     check_speculation,
     check_split,
@@ -26,13 +28,16 @@ needs_two_gpus = pytest.mark.skipif(
 )
 
 
+DTYPES = (torch.bfloat16, torch.float16)
+
+
 def drawn(seed, length, device=DEVICE):
     """A stream with everything drawn."""
     draw = random.Random(seed)
     return Stream(
         length, draw.randint(1, 12), kind=draw.choice(KINDS), padding=draw.choice(PADDINGS),
-        head_dim=draw.choice((8, 16)), dtype=draw.choice((torch.bfloat16, torch.float16)),
-        seed=seed, device=device,
+        head_dim=draw.choice((8, 16)), dtype=draw.choice(DTYPES), seed=seed, device=device,
+        **draw.choice(NUMERICS),
     )  # fmt: skip
 
 
@@ -46,6 +51,82 @@ def test_any_split_of_a_stream(first):
     for seed in range(first, first + 20):
         pieces, prefill = pieces_of(seed), random.Random(seed).randint(0, 9)
         check_split(drawn(seed, prefill + sum(pieces)), prefill, pieces)
+
+
+WINDOWS = (65, 100, 192, 300)
+
+
+def drawn_with_many_slots(seed, length, window, head_dim, **options):
+    """Keys enough for several blocks, in any of which may be the worst."""
+    draw = random.Random(seed)
+    return Stream(
+        length, window, kind=draw.choice(("normal", "ties", "nan")), padding=draw.choice(PADDINGS),
+        group=draw.choice((1, 2, 4)), head_dim=head_dim, dtype=draw.choice(DTYPES), seed=seed,
+        device=DEVICE, **draw.choice(NUMERICS), **options,
+    )  # fmt: skip
+
+
+def pieces_for_many_slots(seed):
+    """(tokens of a prompt, pieces): slots fill on the way, or are full before; most pieces are steps."""
+    draw, window = random.Random(seed), WINDOWS[seed % len(WINDOWS)]
+    pieces = [1] * 16 + [draw.randint(2, 90) for _ in range(2)]
+    draw.shuffle(pieces)
+    return window, draw.choice((window - 8, window, window + 50)), pieces
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("first", range(0, 24, 12))
+def test_any_split_of_a_stream_with_many_slots(first, head_dim):
+    """The keys of a step are split over blocks, and its victim may be in any of them."""
+    for seed in range(first, first + 12):
+        window, prefill, pieces = pieces_for_many_slots(seed)
+        length = prefill + sum(pieces)
+        check_split(drawn_with_many_slots(seed, length, window, head_dim), prefill, pieces)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_any_split_of_a_stream_with_more_blocks_than_a_cluster(head_dim):
+    """A second kernel adds their sums and finds the victim among theirs."""
+    for seed, prefill in enumerate((4090, 4110, 4200)):
+        pieces = [1, 1, 1, 9, 1, 1, 40, 1, 1, 1]
+        stream = drawn_with_many_slots(seed, prefill + sum(pieces), 4100, head_dim, first=prefill)
+        check_split(stream, prefill, pieces)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_speculation_and_drops_with_many_slots(head_dim):
+    for seed in range(8):
+        window, prefill, _ = pieces_for_many_slots(seed)
+        draw = random.Random(seed)
+        sizes = [prefill, *(draw.randint(2, 20) for _ in range(6))]
+        stream = drawn_with_many_slots(seed, sum(sizes), window, head_dim)
+        check_drops(stream, sizes, [draw.randint(0, 9) for _ in sizes])
+        accepted = [(size, draw.randint(0, size), draw.randint(0, size)) for size in sizes[1:]]
+        check_speculation(stream, [(prefill, prefill, prefill), *accepted], seed)
+
+
+@pytest.mark.parametrize("mode", ["all keys", "slots"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_with_kvcache_with_many_slots(mode, head_dim):
+    for seed in range(8):
+        window, prefill, pieces = pieces_for_many_slots(seed)
+        stream = Stream(
+            prefill + sum(pieces), window, kind=KINDS[seed % 2], padding=("none", "left")[seed // 2 % 2],
+            head_dim=head_dim, dtype=DTYPES[seed // 4], seed=seed, device=DEVICE, **NUMERICS[seed % 5],
+        )  # fmt: skip
+        check_with_kvcache(stream, [prefill, *pieces], mode, "by head")
+
+
+@pytest.mark.parametrize("mode", ["saturate", "propagate"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_are_not_finite(value, name, mode):
+    for dtype in DTYPES:
+        for length, window, head_dim in ((9, 4, 8), (30, 12, 64), (132, 100, 128)):
+            stream = Stream(
+                length, window, batch=1, head_dim=head_dim, dtype=dtype, device=DEVICE
+            )  # fmt: skip
+            check_not_finite(stream, name, value, mode)
 
 
 @pytest.mark.parametrize("first", range(0, 80, 20))
@@ -75,11 +156,11 @@ def test_rows_of_different_lengths(first):
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_kvcache(mode, layout, kind):
     for seed in range(10):
-        dtype = (torch.bfloat16, torch.float16)[seed % 2]
+        dtype = DTYPES[seed % 2]
         pieces = pieces_of(seed, most=13)
         stream = Stream(
             sum(pieces), 1 + seed, kind=kind, padding=("none", "left")[seed // 2 % 2], head_dim=16,
-            dtype=dtype, seed=seed, device=DEVICE,
+            dtype=dtype, seed=seed, device=DEVICE, **NUMERICS[seed % len(NUMERICS)],
         )  # fmt: skip
         check_with_kvcache(stream, pieces, mode, layout)
 

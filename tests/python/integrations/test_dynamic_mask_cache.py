@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from doge_generation import WINDOW, make_ids, make_model, make_pair  # noqa: E402
+from flash_dmattn.integrations.dynamic_mask_cache import DynamicMaskLayer  # noqa: E402
 from flash_dmattn.integrations.transformers import (  # noqa: E402
     DynamicMaskCache,
     enable_flash_dmattn,
@@ -139,10 +140,52 @@ def test_offloading_and_coming_back():
     _, ours = make_pair()
     cache = filled(ours, S)
     expected = next_logits(ours, copy.deepcopy(cache))
-    for layer in cache.layers:
-        layer.offload()
-        assert layer.keys.device.type == "cpu"
+    for which in ((0,), (2,), ()):
+        cache.offload(*which)
+        assert all(layer.keys.device.type == "cpu" for layer in cache.layers)
+        cache.prefetch(*which)
+    assert torch.equal(next_logits(ours, cache), expected)
+
+
+@pytest.mark.parametrize("use", ["attend", "update", "fill", "prefetch"])
+def test_offloaded_slots_come_back_with_the_next_tokens(use):
+    """Here they only seem to be elsewhere; tests on a GPU move them."""
+    states, scores = torch.randn(B, 2, 1, 8), torch.randn(B, 2, 1)
+    layer, moves = DynamicMaskLayer(4), []
+    layer.fill(states, states, scores)
+    layer._move, layer.device = moves.append, torch.device("cuda")
+    if use == "attend":
+        layer.attend(states, states, states, scores, scale=1.0)
+    elif use == "update":
+        layer.update(states, states, scores=scores)
+    elif use == "fill":
+        layer.reset()
+        layer.fill(states, states, scores)
+    else:
         layer.prefetch()
+    assert set(moves) == {torch.device("cuda")}
+
+
+def test_rows_and_dropped_tokens_of_offloaded_slots():
+    """What needs no new tokens works where they are."""
+    _, ours = make_pair()
+    caches = [DynamicMaskCache(ours.config) for _ in range(2)]
+    for cache in caches:
+        cache.activate_past_recording()
+        ours(make_ids(B, S), past_key_values=cache)
+    caches[1].offload()
+    for cache in caches:
+        cache.crop(S - 3 if TRANSFORMERS_4 else -3)
+        cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(*(next_logits(ours, cache) for cache in caches))
+
+
+def test_a_static_cache_is_not_offloaded():
+    _, ours = make_pair()
+    cache = filled(ours, S, static=True)
+    expected = next_logits(ours, copy.deepcopy(cache))
+    with pytest.raises(ValueError, match="static: got True"):
+        cache.offload(0)
     assert torch.equal(next_logits(ours, cache), expected)
 
 

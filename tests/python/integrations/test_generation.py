@@ -172,6 +172,34 @@ def test_the_default_cache_of_a_model():
     assert len(ours.model._forward_pre_hooks) == 1
 
 
+def stock_model(path, model):
+    """The same weights, loaded by transformers under our name and without enable_flash_dmattn."""
+    model.save_pretrained(path)
+    return transformers.DogeForCausalLM.from_pretrained(
+        path, attn_implementation="flash_dmattn"
+    ).eval()
+
+
+@pytest.mark.parametrize("way", ["greedy", "beams"])
+@pytest.mark.parametrize("kind", ["by itself", "dynamic", "static", "slots"])
+def test_a_stock_model(kind, way, tmp_path):
+    oracle, ours = make_pair()
+    stock = stock_model(tmp_path, ours)
+    cache = {
+        "by itself": lambda: None,
+        "dynamic": transformers.DynamicCache,
+        "static": lambda: transformers.StaticCache(config=stock.config, max_cache_len=S + 24),
+        "slots": lambda: DynamicMaskCache(stock.config),
+    }[kind]()
+    mask = left_padding(B, S, 13)
+    result = assert_same_generation(
+        oracle, stock, make_ids(B, S), cache, attention_mask=mask, **FRESH, **WAYS[way]
+    )
+    assert isinstance(
+        result.past_key_values, transformers.DynamicCache if cache is None else type(cache)
+    )
+
+
 def test_repeating_and_selecting_rows():
     """As contrastive search does: every row three times, then some of them."""
     oracle, ours = make_pair()

@@ -10,13 +10,25 @@ from flash_dmattn import KVSlots, flash_dmattn_func, flash_dmattn_with_kvcache
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 KINDS = ("normal", "ties", "equal", "nan")
 PADDINGS = ("none", "left", "anywhere")
+# What an attention score is made of; None: 1 / sqrt(D), and no softcap. The last makes scores choose, and no more.
+NUMERICS = (
+    {},
+    {"scale": 0.7},
+    {"softcap": 1.5},
+    {"scores_are_bias": False},
+    {"scale": 0.9, "softcap": 2.0, "scores_are_bias": False},
+)
 
 
 class Stream:
-    """Tokens of a batch, and the result of full attention with per-query selection: the reference's, on the CPU."""
+    """Tokens of a batch, and the result of full attention with per-query selection: the reference's, on the CPU.
+
+    Only from token `first` on; before it is NaN.
+    """
 
     def __init__(self, length, window, *, batch=2, heads=2, group=2, head_dim=8, dtype=torch.float32,
-                 kind="normal", padding="none", seed=0, device="cpu"):  # fmt: skip
+                 kind="normal", padding="none", seed=0, device="cpu", scale=None, softcap=None,
+                 scores_are_bias=True, first=0):  # fmt: skip
         draw = torch.Generator().manual_seed(seed)
 
         def normal(*shape):
@@ -39,8 +51,12 @@ class Stream:
                 self.mask[row] = torch.rand(length, generator=draw) < 0.7
         self.window, self.dtype, self.length, self.device = window, dtype, length, device
         self.padding = padding
-        self.out, self.lse, _ = flash_dmattn_func(
-            self.q, self.k, self.v, self.mask, self.scores, is_causal=True,
+        self.options = {"scale": scale, "softcap": softcap, "scores_are_bias": scores_are_bias}
+        self.out = torch.full_like(self.q, torch.nan)
+        self.lse = torch.full((batch, heads * group, length), torch.nan)
+        self.out[:, first:], self.lse[..., first:], _ = flash_dmattn_func(
+            self.q[:, first:], self.k, self.v, self.mask, self.scores if scores_are_bias else None,
+            selection_scores=self.scores, is_causal=True, scale=scale, softcap=softcap,
             keep_window_size=window, return_attn_probs=True, backend="reference",
         )  # fmt: skip
         for name in ("q", "k", "v", "scores", "mask", "out", "lse"):
@@ -79,11 +95,12 @@ def check_split(stream, prefill, pieces, backend=""):
         k, v, scores = stream.tokens(begin, begin + size)
         if size == 1:
             out, lse = cache.step(
-                stream.q[:, part], k, v, scores, key_mask=stream.mask[:, part], return_lse=True
-            )
+                stream.q[:, part], k, v, scores, key_mask=stream.mask[:, part], return_lse=True,
+                **stream.options,
+            )  # fmt: skip
         else:
             cache.append(k, v, scores, key_mask=stream.mask[:, part])
-            out, lse = cache.attend(stream.q[:, part], return_lse=True)
+            out, lse = cache.attend(stream.q[:, part], return_lse=True, **stream.options)
             cache.commit()
         stream.check(out, begin, begin + size)
         torch.testing.assert_close(lse, stream.lse[:, :, part], atol=stream.atol, rtol=1e-5)
@@ -104,7 +121,7 @@ def check_speculation(stream, speculated, seed):
             rows.append([_junk_after(t, accepted[row], generator) for t in good])
         q, k, v, scores, mask = (torch.stack(parts) for parts in zip(*rows, strict=True))
         cache.append(k, v, scores.transpose(1, 2).contiguous(), key_mask=mask)
-        out = cache.attend(q)
+        out = cache.attend(q, **stream.options)
         for row, (begin, count) in enumerate(zip(place, accepted, strict=True)):
             stream.assert_close(out[row, :count], stream.out[row, begin : begin + count])
         if accepted[0] == accepted[1]:
@@ -142,7 +159,7 @@ def check_drops(stream, pieces, dropped):
         junk_keys = k.new_full((k.shape[0], junk, *k.shape[2:]), 3)
         cache.append(junk_keys, junk_keys, scores.new_full((*scores.shape[:2], junk), 99))
         cache.drop(junk)
-        stream.check(cache.attend(stream.q[:, part]), begin, begin + size)
+        stream.check(cache.attend(stream.q[:, part], **stream.options), begin, begin + size)
         cache.commit()
         begin += size
     assert cache.seen.tolist() == [begin] * 2
@@ -162,6 +179,7 @@ def check_ragged(stream, begin, steps):
             stream.v[rows, index][:, None],
             stream.scores[rows, :, index][:, :, None],
             key_mask=stream.mask[rows, index][:, None],
+            **stream.options,
         )
         stream.assert_close(out[:, 0], stream.out[rows, index])
         lengths += 1
@@ -174,8 +192,13 @@ def check_with_kvcache(stream, pieces, mode, layout):
     A cache of all keys has padding on the left only.
     """
     size, device = stream.length + 10, stream.device
+    if mode == "slots":
+        size = stream.window + max(pieces) + 3
     bounds = {} if device == "cpu" else {"atol": stream.atol, "rtol": stream.rtol}
     batch, _, heads, head_dim = stream.k.shape
+    numerics = {
+        {"scale": "softmax_scale"}.get(name, name): value for name, value in stream.options.items()
+    }
 
     def cache_of_keys():
         if layout == "by token":
@@ -189,6 +212,7 @@ def check_with_kvcache(stream, pieces, mode, layout):
         "keep_window_size": stream.window,
         "cache_seqlens": seqlens,
         "return_softmax_lse": True,
+        **numerics,
     }
     if mode == "slots":
         integers = {"dtype": torch.int32, "device": device}
@@ -212,10 +236,47 @@ def check_with_kvcache(stream, pieces, mode, layout):
         assert torch.equal(seqlens, before + (count if mode == "slots" else 0))
         seqlens.fill_(begin)
     if mode == "all keys":  # without new tokens, and all keys seen
-        out = flash_dmattn_with_kvcache(stream.q[:, :begin], *caches, cache_seqlens=seqlens, **left)
+        out = flash_dmattn_with_kvcache(
+            stream.q[:, :begin], *caches, cache_seqlens=seqlens, **left, **numerics
+        )
+        is_bias = numerics.pop("scores_are_bias")
         full = flash_dmattn_func(
             stream.q[:, :begin], stream.k[:, :begin], stream.v[:, :begin],
-            stream.mask[:, :begin] if is_padded else None, stream.scores[..., :begin],
-            is_causal=True,
+            stream.mask[:, :begin] if is_padded else None,
+            stream.scores[..., :begin] if is_bias else None, is_causal=True, **numerics,
         )  # fmt: skip
         torch.testing.assert_close(out, full, **bounds)
+
+
+def check_not_finite(stream, name, value, mode):
+    """A number in q, k or v shows, or saturates, as in flash_dmattn_func: in steps, in chunks and in a cache of all keys."""
+    length, chunk, spoiled = stream.length, 3, stream.length // 2 + 1
+    batch, _, heads, head_dim = stream.k.shape
+    getattr(stream, name)[0, spoiled, 0, 3] = value
+    expected = flash_dmattn_func(
+        *(t.cpu() for t in (stream.q, stream.k, stream.v)), attn_bias=stream.scores.cpu(),
+        is_causal=True, keep_window_size=stream.window, nonfinite=mode, backend="reference",
+    ).to(stream.device)  # fmt: skip
+    steps, chunks = stream.slots(), stream.slots(chunk=chunk)
+    keys, values = (stream.k.new_zeros(batch, length, heads, head_dim) for _ in range(2))
+    scores_of_all = torch.zeros(batch, heads, length, device=stream.device)
+    outs = {"steps": [], "chunks": [], "all keys": []}
+    for t in range(length):
+        q, (k, v, scores) = stream.q[:, t : t + 1], stream.tokens(t, t + 1)
+        outs["steps"].append(steps.step(q, k, v, scores, nonfinite=mode))
+        lengths = torch.full((batch,), t, dtype=torch.int32, device=stream.device)
+        outs["all keys"].append(
+            flash_dmattn_with_kvcache(
+                q, keys, values, scores_of_all, k, v, scores=scores, nonfinite=mode,
+                cache_seqlens=lengths, keep_window_size=stream.window,
+            )
+        )  # fmt: skip
+    for t in range(0, length, chunk):
+        chunks.append(*stream.tokens(t, t + chunk))
+        outs["chunks"].append(chunks.attend(stream.q[:, t : t + chunk], nonfinite=mode))
+        chunks.commit()
+    for way, parts in outs.items():
+        torch.testing.assert_close(
+            torch.cat(parts, 1), expected, atol=stream.atol, rtol=stream.rtol, equal_nan=True,
+            msg=lambda found, way=way: f"{way}, {name} = {value}, {mode!r}: {found}",
+        )  # fmt: skip
