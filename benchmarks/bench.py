@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,8 @@ def commit() -> str:
 
 def place(name: str, about: dict) -> Path:
     """<machine>/<date>-<name>.json"""
-    words = [about["name"].split("@")[0].removeprefix("NVIDIA "), about.get("isa", "")]
+    name = re.sub(r"\(\w+\)|\b(NVIDIA|CPU|Processor)\b|@.*", "", about["name"])
+    words = [" ".join(name.split()), about.get("isa", "")]
     slug = "-".join(word.strip().lower().replace(" ", "-") for word in words if word)
     return RECORDS / slug / f"{datetime.date.today():%Y-%m-%d}-{name}.json"
 

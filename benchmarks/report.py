@@ -42,6 +42,8 @@ README_CASES = {
     "dense_masks B1 H2 Hkv1 N32768 D64 w1024",
 }
 
+TOKENS_BEFORE = (256, 1024, 4096, 16384)  # the columns of the table of a generated token
+
 
 def newest_records(suffix: str) -> list[tuple[str, dict]]:
     """The newest `*-<suffix>.json` of every machine, as (path, record)."""
@@ -80,6 +82,34 @@ def table(records: list[tuple[str, dict]], to_root: str = "", cases: set[str] | 
             lines.append(f"| {_title(case)} | {dtype} | {' | '.join(times)} | {rate} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def token_table(path: str, record: dict) -> str:
+    """A generated token with either cache, a column per length of the text before it."""
+    about, model = record["machine"], record["model"]
+    costs = {(row["who"], row["tokens_before"]): row for row in record["token"]}
+    lengths = [n for n in TOKENS_BEFORE if ("eager", n) in costs]
+    sides = {
+        "eager": ("eager attention, `DynamicCache`", "its keys and values"),
+        "flash_dmattn": ("ours, `DynamicMaskCache`", "its slots"),
+    }
+    threads = "one thread" if about["threads"] == 1 else f"{about['threads']} threads"
+    lines = [
+        f"On a CPU, a token of the demo's model ({model['num_hidden_layers']} layers, hidden {model['hidden_size']}, "
+        f"{model['num_attention_heads']} heads of {model['hidden_size'] // model['num_attention_heads']}, {model['num_key_value_heads']} key heads, "
+        f"w = {model['keep_window_size']}, float32, batch 1), {threads} of an {about['name']} ({about['isa']}), "
+        f"torch {record['torch']}, commit `{record['commit']}` ([record](../{path})); the fastest of many:",
+        "",
+        f"| tokens before | {' | '.join(f'{n:,}' for n in lengths)} |",
+        f"|---|{'---|' * len(lengths)}",
+    ]
+    for who, (times, memory) in sides.items():
+        found = [costs[who, n] for n in lengths]
+        cells = [f"{row['ms']:.1f} ms, {row['tokens_per_s']:.0f} tokens/s" for row in found]
+        lines.append(f"| {times} | {' | '.join(cells)} |")
+        cells = [f"{row['cache_mib']:.1f} MiB" for row in found]
+        lines.append(f"| {memory} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _title(case: str) -> str:
@@ -200,6 +230,8 @@ def main() -> None:
     write_tables(DOCS / "benchmarks.md", full)
     triton = table(newest_records("triton"), "../../")
     write_tables(DOCS / "kernels" / "triton.md", {"triton table": triton})
+    for found in newest_records("token"):
+        write_tables(DOCS / "generation.md", {"token table": token_table(*found)})
     draw_overview(on_cpus[0][1], IMAGES / "overview.svg")
     draw_slots(IMAGES / "slots.svg")
     for _, record in newest_records("sweeps"):

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..flash_dmattn_interface import flash_dmattn_func
 from ..kv_cache import KVSlots, flash_dmattn_with_kvcache
 from ..usage import is_out_of_memory
+from . import working_set
 from .clock import graph_ms, timed
 from .sides import Declined, expect_memory
 
@@ -23,10 +24,9 @@ METHOD = (
     "medians; cold: calls go through so many caches in turn that each comes from memory, warm: one cache; on a GPU from "
     "replays of a CUDA graph of at least 24 calls; bytes of keys and values count once, those of a copy read and written"
 )
-# Caches are visited in turn, so many that the last one read is long out of the processor's caches. On a GPU: four times
-# an L2 of 60 MB.
-CACHE_BYTES = {"cpu": 256 << 20, "cuda": 240 * 10**6}
-COPY_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
+# Of a GPU: four times an L2 of 60 MB, and what a copy reads.
+_GPU_CACHE_BYTES = 240 * 10**6
+_GPU_COPY_BYTES = 1 << 30
 # torch's ways to compute attention on a GPU.
 SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -77,6 +77,18 @@ def cases_of(device: str, lengths: list[int] | None, windows: list[int] | None) 
         sizes = windows if case.slots else lengths
         found += [dataclasses.replace(case, keys=n) for n in sizes or [case.keys]]
     return list(dict.fromkeys(found))
+
+
+def cache_bytes(device: str) -> int:
+    """Of the caches that are visited in turn: the last one read is then long out of the processor's caches."""
+    if device == "cuda":
+        return _GPU_CACHE_BYTES
+    return working_set.beyond_cache(working_set.last_level_cache(), working_set.available_memory())
+
+
+def copy_bytes(device: str) -> int:
+    """Of the array that a copy reads."""
+    return _GPU_COPY_BYTES if device == "cuda" else cache_bytes(device)
 
 
 def _normal(dtype: torch.dtype, device: str, *shape: int) -> Tensor:
@@ -133,28 +145,33 @@ def _sides(case: DecodeCase, device: str) -> dict[str, Callable[..., Callable[[]
 def copy_bandwidth(device: str, repeats: int) -> float:
     """Bytes read and written by a plain copy, in GB/s: the best of several; on a GPU the better of a copy by the driver
     and one by a kernel."""
-    source = torch.ones(COPY_BYTES[device] // 4, dtype=torch.float32, device=device)
+    source = torch.ones(copy_bytes(device) // 4, dtype=torch.float32, device=device)
     target = torch.ones_like(source)
     if device == "cuda":
         ways = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
         best = min(graph_ms([way], 8, repeats) for way in ways)
     else:
         best = min(timed(target.copy_, device, source)[0] for _ in range(max(repeats, 3)))
-    return 2 * COPY_BYTES[device] / best * 1e-6
+    return 2 * source.nbytes / best * 1e-6
 
 
 def measured(
     cases: list[DecodeCase], dtypes: list[str], device: str, repeats: int, say=print
 ) -> Iterator[dict]:
     """A row for every case, dtype and side, said as it is found."""
+    total = cache_bytes(device)
     bandwidth = copy_bandwidth(device, 5 * repeats)
+    if total < 4 * working_set.last_level_cache() and device == "cpu":
+        say(
+            f"too little memory is available: caches of {total / 1e6:.0f} MB stay in the processor's in part"
+        )
     say(f"a copy moves {bandwidth:.1f} GB/s\n{HEADER}")
     for case in cases:
         for name in dtypes:
             dtype = getattr(torch, name)
             for who, make in _sides(case, device).items():
                 try:
-                    row = _row(case, dtype, name, who, make, device, repeats, bandwidth)
+                    row = _row(case, dtype, name, who, make, device, repeats, bandwidth, total)
                 except (Declined, MemoryError, RuntimeError) as reason:
                     ours = who not in SDPA
                     if ours and not (isinstance(reason, Declined) or is_out_of_memory(reason)):
@@ -166,9 +183,9 @@ def measured(
                 yield row
 
 
-def _row(case, dtype, dtype_name, who, make, device, repeats, bandwidth) -> dict:
+def _row(case, dtype, dtype_name, who, make, device, repeats, bandwidth, total) -> dict:
     size = case.bytes(dtype)
-    count = CACHE_BYTES[device] // size + 2
+    count = total // size + 2
     expect_memory(count * size, "caches take", device)
     steps = [make(case, dtype, device) for _ in range(count)]
     if device == "cuda":
@@ -190,6 +207,7 @@ def _row(case, dtype, dtype_name, who, make, device, repeats, bandwidth) -> dict
         "cold_gb_per_s": round(achieved, 1),
         "of_copy_bandwidth": float(f"{achieved / bandwidth:.3g}"),
         "cache_mb": round(size / 1e6, 1),
+        "visited_mb": round(len(steps) * size / 1e6, 1),
     }
 
 

@@ -13,6 +13,7 @@ import torch
 from ..availability import backends
 from .cases import OLD_NAMES, Case
 from .clock import Cost
+from .working_set import last_level_cache
 
 HEADER = (
     f"{'case':<42} {'dtype':<9}{'who':<7}{'forward':>10}{'backward':>10} ms"
@@ -74,6 +75,7 @@ def machine(device: str) -> dict:
         "name": fields.get("model name", "unknown"),
         "family_model": f"{fields.get('cpu family', '?')}/{fields.get('model', '?')}",
         "isa": next(backend.reason for backend in backends() if backend.name == "cpu"),
+        "last_level_cache_mib": round(last_level_cache() / 2**20, 1),
         "threads": torch.get_num_threads(),
     }
 

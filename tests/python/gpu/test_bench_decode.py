@@ -10,8 +10,8 @@ pytestmark = needs_gpu
 
 
 def test_rows_of_decoding(monkeypatch, tmp_path):
-    monkeypatch.setattr(decode, "CACHE_BYTES", {"cuda": 1 << 18})
-    monkeypatch.setattr(decode, "COPY_BYTES", {"cuda": 1 << 18})
+    monkeypatch.setattr(decode, "cache_bytes", lambda device: 1 << 18)
+    monkeypatch.setattr(decode, "copy_bytes", lambda device: 1 << 18)
     file = tmp_path / "bench.json"
     sizes = ["--length", "100", "--window", "64", "--repeats", "1"]
     assert main(["bench", "--case", "decode", "--device", "cuda", *sizes, "--json", str(file)]) == 0

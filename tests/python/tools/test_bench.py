@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flash_dmattn.__main__ import main
-from flash_dmattn.benchmark import decode, options, record, run
+from flash_dmattn.benchmark import decode, options, record, run, working_set
 from flash_dmattn.benchmark.cases import (
     DENSE,
     DENSE_MASKS,
@@ -78,8 +78,7 @@ def test_rows_table_file_and_picture(capsys, tmp_path):
 
 
 def test_decoding_has_rows_of_its_own(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(decode, "CACHE_BYTES", {"cpu": 1 << 16})
-    monkeypatch.setattr(decode, "COPY_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr(decode, "cache_bytes", lambda device: 1 << 16)
     file = tmp_path / "bench.json"
     wanted = ["bench", "--case", "decode", "--dtype", "bfloat16", *SMALL, "--json", str(file)]
     assert main(wanted) == 0
@@ -91,8 +90,47 @@ def test_decoding_has_rows_of_its_own(capsys, tmp_path, monkeypatch):
     }  # fmt: skip
     for row in steps:
         assert row["cold_us"] > 0 and row["warm_us"] > 0 and row["of_copy_bandwidth"] > 0
+        assert row["visited_mb"] >= 0.07
     assert main(["bench", "--from", str(file)]) == 0
     assert capsys.readouterr().out.count("slots w16") == 2
+
+
+def save_cache(folder, index, level, size):
+    (folder / f"index{index}").mkdir()
+    (folder / f"index{index}" / "level").write_text(f"{level}\n")
+    (folder / f"index{index}" / "size").write_text(f"{size}\n")
+
+
+def test_the_last_level_of_the_caches(tmp_path):
+    assert working_set.last_level_cache(tmp_path / "missing") == 0
+    for index, (level, size) in enumerate([(1, "48K"), (1, "32K"), (3, "266240K"), (2, "2M")]):
+        save_cache(tmp_path, index, level, size)
+    assert working_set.last_level_cache(tmp_path) == 260 << 20
+    save_cache(tmp_path, 9, 4, "unknown")
+    assert working_set.last_level_cache(tmp_path) == 260 << 20
+
+
+def test_the_memory_that_is_available(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       24684000 kB\nMemAvailable:   8388608 kB\n")
+    assert working_set.available_memory(meminfo) == 8 << 30
+    assert working_set.available_memory(tmp_path / "missing") is None
+    meminfo.write_text("MemTotal:       24684000 kB\n")
+    assert working_set.available_memory(meminfo) is None
+
+
+@pytest.mark.parametrize(
+    "cache, available, expected",
+    [
+        (260 << 20, 20 << 30, 1040 << 20),
+        (32 << 20, 20 << 30, 256 << 20),
+        (0, None, 256 << 20),
+        (260 << 20, 2 << 30, 512 << 20),
+        (0, 512 << 20, 128 << 20),
+    ],
+)
+def test_buffers_are_four_times_the_last_cache(cache, available, expected):
+    assert working_set.beyond_cache(cache, available) == expected
 
 
 def test_windows_are_a_second_row_of_panels(tmp_path):
