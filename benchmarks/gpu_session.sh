@@ -66,7 +66,9 @@ pack() {
     "$(sed -n 's/^CMAKE_CUDA_COMPILER:.*=//p' "$build/CMakeCache.txt")" --version | sed -n 's/.*release.*, V/nvcc /p'
     sed -nE 's/^(CMAKE_CUDA_FLAGS_RELEASE|FLASH_DMATTN_CUDA_ARCHITECTURES):[A-Z]*=//p' "$build/CMakeCache.txt"
   } | paste -sd, - >"$work/build"
-  XZ_OPT=-1T0 tar -C "$work" -cJf "$folder/session.tar.xz" .
+  # Every test program has all kernels: a dictionary that reaches back to those of the program before, and no threads, which divide
+  # the input.
+  XZ_OPT="--lzma2=preset=1,dict=256MiB" tar -C "$work" -cJf "$folder/session.tar.xz" .
   rm -rf "$work"
   cp "${BASH_SOURCE[0]}" "$folder/"
   du -sh "$folder"
