@@ -9,7 +9,13 @@ from gpu import capture, needs_gpu
 
 transformers = pytest.importorskip("transformers")
 
-from doge_generation import brute_force_of, make_ids, make_model  # noqa: E402
+from doge_generation import (  # noqa: E402
+    RepeatsOfThree,
+    brute_force_of,
+    left_padding,
+    make_ids,
+    make_model,
+)
 from flash_dmattn import DynamicMaskAttention  # noqa: E402
 from flash_dmattn.integrations.transformers import (  # noqa: E402
     DynamicMaskCache,
@@ -39,28 +45,47 @@ def ours_in_bfloat16(model):
     return enable_flash_dmattn(copy.deepcopy(model).bfloat16())
 
 
-def logits_of(model, ids, lengths, cache=None):
+def logits_of(model, ids, lengths, cache=None, mask=None):
     """The logits of a text that is read in parts of these lengths."""
     cache = transformers.DynamicCache() if cache is None else cache
-    parts = [model(part, past_key_values=cache).logits for part in ids.split(lengths, dim=1)]
+    parts, end = [], 0
+    for part in ids.split(lengths, dim=1):
+        end += part.shape[1]
+        padding = {} if mask is None else {"attention_mask": mask[:, :end]}
+        parts.append(model(part, past_key_values=cache, **padding).logits)
     return torch.cat(parts, dim=1).float()
 
 
+PROMPT, CHUNKS, TURNS = [S, *[1] * 80], [100, 100, 100, *[1] * 80], [S, 30, 1, 49]
+
+
 @pytest.mark.parametrize(
-    "lengths",
-    [[S, *[1] * 80], [100, 100, 100, *[1] * 80], [S, 30, 1, 49], [*[1] * (S + 80)]],
-    ids=["prompt", "chunks", "turns", "token by token"],
+    "lengths, pad",
+    [
+        pytest.param(PROMPT, 0, id="prompt"),
+        pytest.param(CHUNKS, 0, id="chunks"),
+        pytest.param(TURNS, 0, id="turns"),
+        pytest.param([*[1] * (S + 80)], 0, id="token by token"),
+        pytest.param(PROMPT, 90, id="prompt, padded"),
+        pytest.param(CHUNKS, 130, id="chunks, padded"),  # in one row more than the first chunk
+        pytest.param(TURNS, S - 20, id="turns, padded"),  # fewer tokens than the window has
+    ],
 )
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_as_near_to_float32_as_eager(static, lengths):
+def test_as_near_to_float32_as_eager(static, lengths, pad):
+    """Of all tokens; rows of padding are what they are."""
     model, ids = make_large(), make_ids(B, S + 80).cuda()
-    exact = logits_of(brute_force_of(model), ids, [S + 80])
-    eager = logits_of(brute_force_of(model).bfloat16(), ids, lengths)
+    mask = left_padding(B, S + 80, pad).to(ids.device) if pad else None
+    exact = logits_of(brute_force_of(model), ids, [S + 80], mask=mask)
+    eager = logits_of(brute_force_of(model).bfloat16(), ids, lengths, mask=mask)
     cache = DynamicMaskCache(model.config, static=static)
-    ours = logits_of(ours_in_bfloat16(model), ids, lengths, cache)
+    ours = logits_of(ours_in_bfloat16(model), ids, lengths, cache, mask)
+    errors = [(t - exact).abs() for t in (ours, eager)]
+    if pad:
+        errors = [error[mask.bool()] for error in errors]
     for norm in (torch.Tensor.mean, torch.Tensor.amax):
-        error, yardstick = (norm((t - exact).abs()) for t in (ours, eager))
-        assert error <= 2 * yardstick, (error, yardstick)
+        error, yardstick = (norm(e).item() for e in errors)
+        assert error <= 2 * yardstick, (norm.__name__, error, yardstick)
 
 
 @pytest.mark.parametrize("way", ["greedy", "beams", "sampling"])
@@ -82,6 +107,30 @@ def test_generate_with_slots_and_with_all_keys(way, pad):
         )  # fmt: skip
     same = (texts[0] == texts[1])[:, S:].int().cumprod(1).sum(1)
     assert same.float().mean() > STEPS / 3, same
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_prompt_lookup(static):
+    """Compared as greedy generation is."""
+    model, ids = ours_in_bfloat16(make_large()), make_ids(1, S).cuda()
+    ids = torch.cat([ids, ids[:, 2:4]], dim=1)
+    lookup = {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 2}
+    texts, calls = [], []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    cache = DynamicMaskCache(model.config, static=static)
+    for past, options in ((transformers.DynamicCache(), {}), (cache, lookup)):
+        calls.clear()
+        texts.append(
+            model.generate(
+                ids, past_key_values=past, max_new_tokens=STEPS, do_sample=False, eos_token_id=0,
+                logits_processor=[RepeatsOfThree()], **options,
+            )
+        )  # fmt: skip
+    assert len(calls) < STEPS, len(calls)  # of the last run: some guesses were accepted
+    assert cache.get_seq_length() == texts[1].shape[1] - 1
+    length = min(text.shape[1] for text in texts)
+    same = (texts[0][:, :length] == texts[1][:, :length])[0, ids.shape[1] :].int().cumprod(0).sum()
+    assert same > STEPS / 3, (same, texts)
 
 
 def prefilled(model, ids):
