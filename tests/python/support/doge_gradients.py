@@ -66,9 +66,9 @@ def assert_the_choice_is_that_of_float32(distances: dict[str, dict[str, float]])
 
 
 def assert_the_error_of_delta_does_not_add_up(distances: dict[str, dict[str, float]]) -> None:
-    """Of models without a selection, whose A would have several times eager's distance."""
+    """Of models without a selection: on a CPU A's distance is 3 to 4 times eager's where it does."""
     ours, eager = (distances[side]["A"] for side in ("ours", "eager"))
-    assert ours <= 0.5 * eager, (ours, eager)
+    assert ours <= 2 * eager, (ours, eager)
 
 
 def _backward(model: DogeForCausalLM, ids: torch.Tensor) -> None:
