@@ -235,6 +235,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         the length to cut the text to."""
         if self.is_empty:
             return
+        tokens_to_remove = int(tokens_to_remove)  # a tensor in some versions of transformers
         if tokens_to_remove > 0:
             if not _CROPS_TO_A_LENGTH:
                 raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected 0 or less")

@@ -81,8 +81,9 @@ def test_update_returns_what_new_tokens_may_see():
     assert fresh.update(key, value, scores=torch.randn(B, 2, 3)) == (key, value)
 
 
+@pytest.mark.parametrize("number", [int, torch.tensor])  # which versions of transformers give
 @pytest.mark.parametrize("dropped", [0, 1, 5])
-def test_dropped_tokens_leave_no_trace(dropped):
+def test_dropped_tokens_leave_no_trace(dropped, number):
     _, ours = make_pair()
     expected = next_logits(ours, filled(ours, S, 7))
     cache = filled(ours, S)
@@ -90,7 +91,7 @@ def test_dropped_tokens_leave_no_trace(dropped):
     ids = make_ids(B, S + 7)
     ours(torch.cat([ids[:, S:], make_ids(B, dropped, seed=4)], dim=1), past_key_values=cache)
     assert cache.get_seq_length() == S + 7 + dropped
-    cache.crop(S + 7 if TRANSFORMERS_4 else -dropped)
+    cache.crop(number(S + 7 if TRANSFORMERS_4 else -dropped))
     assert cache.get_seq_length() == S + 7 and cache.layers[0].slots.pending == 0
     torch.testing.assert_close(next_logits(ours, cache), expected)
 
