@@ -28,8 +28,8 @@ def commit() -> str:
 
 def place(name: str, about: dict) -> Path:
     """<machine>/<date>-<name>.json"""
-    name = re.sub(r"\(\w+\)|\b(NVIDIA|CPU|Processor)\b|@.*", "", about["name"])
-    words = [" ".join(name.split()), about.get("isa", "")]
+    machine_name = re.sub(r"\(\w+\)|\b(NVIDIA|CPU|Processor)\b|@.*", "", about["name"])
+    words = [" ".join(machine_name.split()), about.get("isa", "")]
     slug = "-".join(word.strip().lower().replace(" ", "-") for word in words if word)
     return RECORDS / slug / f"{datetime.date.today():%Y-%m-%d}-{name}.json"
 

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import re
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,6 +134,22 @@ def test_the_memory_that_is_available(tmp_path):
 )
 def test_buffers_are_four_times_the_last_cache(cache, available, expected):
     assert working_set.beyond_cache(cache, available) == expected
+
+
+@pytest.mark.parametrize(
+    "name, isa, folder",
+    [
+        ("Intel(R) Xeon(R) Processor", "avx512", "intel-xeon-avx512"),
+        ("AMD EPYC", "avx512_bf16", "amd-epyc-avx512_bf16"),
+        ("NVIDIA H200", "", "h200"),
+        ("Intel(R) Xeon(R) CPU E5-2690 v4 @ 2.60GHz", "avx2", "intel-xeon-e5-2690-v4-avx2"),
+    ],
+)
+def test_records_lie_in_the_folder_of_their_machine(name, isa, folder):
+    script = Path(__file__).parents[3] / "benchmarks" / "bench.py"
+    place = runpy.run_path(str(script))["place"]("cpu", {"name": name, "isa": isa})
+    assert place.parent == script.parent / "records" / folder
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d-cpu\.json", place.name)
 
 
 def test_windows_are_a_second_row_of_panels(tmp_path):
