@@ -34,12 +34,18 @@ class Verdict:
 
 
 def judge(
-    name: str, actual: Tensor, expected: Tensor, yardstick: Tensor, largest_score: float = 1.0
+    name: str,
+    actual: Tensor,
+    expected: Tensor,
+    yardstick: Tensor,
+    largest_score: float = 1.0,
+    terms: Tensor | None = None,
 ) -> Verdict:
     """Maximum and mean error at most twice the yardstick's, plus an allowance for luck of the yardstick.
 
     expected: in double. yardstick: the same mathematics in the precision of `actual`. That luck is one unit
-    in the last place of the result, and what two units in the last place of an fp32 score do to it.
+    in the last place of the result, and what two units in the last place of an fp32 score do to it. terms: of a result
+    that is a sum, the root of the sum of the terms' squares: where they cancel, their errors do not.
     Non-finite values must be the same and in the same places; a yardstick that overflows measures nothing.
     """
     if actual.shape != expected.shape:
@@ -62,7 +68,8 @@ def judge(
     if not (yardstick.isfinite() | ~finite).all() or not finite.any():
         return Verdict(name)
     unit = torch.finfo(actual.dtype).eps + 2 * torch.finfo(torch.float32).eps * largest_score
-    magnitude = torch.where(finite, expected.abs(), 0)
+    magnitude = expected.abs() if terms is None else expected.abs().maximum(terms)
+    magnitude = torch.where(finite, magnitude, 0)
     error = torch.where(finite, (got - expected).abs(), 0)
     yardstick_error = torch.where(finite, (yardstick.double() - expected).abs(), 0)
     verdicts = []
@@ -93,7 +100,10 @@ def judge_all(actual: Result, problem: Problem, saturate: bool = True) -> list[V
         wanted = getattr(expected, name)
         if name != "lse":
             wanted = _rounded_range(wanted, got.dtype, saturate, gradient=name != "out")
-        verdicts.append(judge(name, got, wanted, getattr(yardstick, name), expected.largest_score))
+        terms = expected.dbias_terms if name == "dbias" else None
+        verdicts.append(
+            judge(name, got, wanted, getattr(yardstick, name), expected.largest_score, terms)
+        )
     return verdicts
 
 

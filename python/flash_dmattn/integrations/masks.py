@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import masking_utils
 
 from .._arguments import may_read
-from ..allowed_keys import intervals_of_mask, intervals_of_rows, refuse_negative
+from ..allowed_keys import intervals_of_mask, intervals_of_rows
 from .keywords import refuse_unknown
 
 # For implementations that do not evaluate `mask_function`, or make additive masks; and whether None may stand for causality,
@@ -48,7 +48,6 @@ def key_interval_mask(
 
     Raises:
         TypeError: an unknown keyword; padding of floating point.
-        ValueError: padding with negative integers, where values are read.
     """
     refuse_unknown(kwargs, _OF_OTHERS)
     if attention_mask is not None and attention_mask.is_floating_point():
@@ -56,8 +55,6 @@ def key_interval_mask(
             f"attention_mask: got {attention_mask.dtype} of shape {tuple(attention_mask.shape)}, expected bool or "
             "integers, nonzero for real tokens; as a bool an additive one would be its opposite"
         )
-    if attention_mask is not None:
-        refuse_negative(attention_mask)
     if use_vmap:
         mask = masking_utils.sdpa_mask(
             batch_size=batch_size,

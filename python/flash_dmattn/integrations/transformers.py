@@ -20,7 +20,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, GenerationM
 from transformers.models.doge.modeling_doge import DogeAttention, DogeModel, DogePreTrainedModel
 
 from .._arguments import may_read, resolve_flag
-from ..allowed_keys import refuse_negative
 from .doge import MASK_KIND, ROUNDED, doge_attention_forward, doge_scores
 from .dynamic_mask_cache import DynamicMaskCache
 from .flash_dynamic_mask_attention import flash_dynamic_mask_attention_forward
@@ -187,10 +186,9 @@ def _mask_kind(model: DogeModel, given: dict) -> str | None:
 def _refuse_additive_padding(padding: object) -> None:
     """transformers takes every number but 0 in a mask [B, S] for a token. Where none can be read, an additive mask is not
     told from one of ones and zeros, and neither is taken."""
-    if not isinstance(padding, torch.Tensor) or padding.dim() > 3:
+    is_float = isinstance(padding, torch.Tensor) and padding.is_floating_point()
+    if not is_float or padding.dim() > 3:
         return
-    if not padding.is_floating_point():
-        return refuse_negative(padding)
     found = "whose numbers compiled code cannot read"
     if may_read():
         if not (padding < 0).any():

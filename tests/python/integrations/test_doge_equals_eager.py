@@ -374,10 +374,6 @@ def test_an_additive_mask_of_padding_is_refused():
         ValueError, match="attention_mask: got torch.float32 .* with negative numbers"
     ):
         ours(ids, attention_mask=additive)
-    with pytest.raises(
-        ValueError, match="attention_mask: got torch.int64 .* with negative numbers"
-    ):
-        ours(ids, attention_mask=additive.clamp(min=-1).long())
     of_numbers = torch.ones(2, 12)
     of_numbers[0, :4] = 0
     expected = ours(ids, attention_mask=of_numbers.long()).logits
