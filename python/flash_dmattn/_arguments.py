@@ -76,6 +76,13 @@ def check_tensor(value: object, name: str) -> None:
         raise TypeError(f"{name}: got {type(value).__name__}, expected a torch.Tensor")
 
 
+def check_positions(positions: Tensor, name: str) -> None:
+    """Of tokens."""
+    check_tensor(positions, name)
+    if positions.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name}: got {positions.dtype}, expected int64 or int32")
+
+
 def check_count(value: object, name: str) -> None:
     """An integer, 0 or more."""
     if isinstance(value, bool) or not isinstance(value, _INTEGERS):

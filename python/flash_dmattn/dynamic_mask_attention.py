@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._arguments import check_count, check_tensor
+from ._arguments import check_count, check_positions, check_tensor
 from ._kv_arguments import check_mask
 from .flash_dmattn_interface import flash_dmattn_func
 from .kv_slots import KVSlots
@@ -180,9 +180,7 @@ class DynamicMaskAttention(nn.Module):
 def _check_positions(positions: Tensor | None, hidden: Tensor) -> None:
     if positions is None:
         return
-    check_tensor(positions, "positions")
-    if positions.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"positions: got {positions.dtype}, expected int64 or int32")
+    check_positions(positions, "positions")
     batch, length, _ = hidden.shape
     if positions.shape not in ((1, length), (batch, length)):
         raise ValueError(

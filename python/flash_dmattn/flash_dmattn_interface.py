@@ -117,8 +117,8 @@ def flash_dmattn_varlen_func(
 
     query: [total_q, Hq, D]; key, value: [total_k, Hkv, D].
     cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], where each sequence begins in the packed dimension,
-        and the total at the end; tokens past it are padding, whose out is 0. Sequence lengths may differ between query and key and may be 0; causality
-        is aligned to the bottom right corner of each sequence.
+        and the total at the end; tokens past it are padding, whose out is 0. Sequence lengths may differ between
+        query and key and may be 0; causality is aligned to the bottom right corner of each sequence.
     max_seqlen_q, max_seqlen_k: the longest sequences. On a GPU max_seqlen_k saves a wait for the device
         when cu_seqlens_q is cu_seqlens_k and keep_window_size is not given; it must not be too small then.
     attn_bias: [total_k, H], one value per key, added to its scores; H is Hq, Hkv or 1.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -45,8 +45,11 @@ def attention(
     head_dim = q.shape[3]
     heads_q, heads_kv = q.shape[2], k.shape[2]
     # In torch's kernels what is not finite would reach rows of a tile that do not see it.
-    undefined = tuple(~t.isfinite().all(-1).transpose(1, 2) for t in (q, k))
-    q, k = (_Saturated.apply(t, _signs_of_infinities) for t in (q, k))
+    undefined = [~t.isfinite().all(-1) for t in (q, k)]
+    q, k = (
+        _Saturated.apply(t, partial(_signs_of_infinities, undefined=rows))
+        for t, rows in zip((q, k), undefined, strict=True)
+    )
     v = _Saturated.apply(v, _limited)
     bias = None if bias is None else _Saturated.apply(bias, None)
     if bias is not None and bias.requires_grad and bias.shape[2] == bias.shape[3] == 1:
@@ -60,7 +63,9 @@ def attention(
         q,
         k,
         v,
-        **masking(q, k, bias, visible, numerics.softcap, undefined),
+        **masking(
+            q, k, bias, visible, numerics.softcap, [rows.transpose(1, 2) for rows in undefined]
+        ),
         scale=numerics.scale,
         enable_gqa=heads_q > heads_kv,
         return_aux=AuxRequest(lse=q.device.type != "cpu"),
@@ -74,7 +79,7 @@ def masking(
     bias: Tensor | None,
     visible: Visibility,
     softcap: float = 0.0,
-    undefined: tuple[Tensor, Tensor] | None = None,
+    undefined: list[Tensor] | None = None,
 ) -> dict[str, object]:
     """Keyword arguments of flex_attention. q, k: [B, H, S, D]; the others in normal form.
 
@@ -158,12 +163,12 @@ def _limited(x: Tensor) -> Tensor:
     return x.nan_to_num(limit, limit, -limit)
 
 
-def _signs_of_infinities(x: Tensor) -> Tensor:
-    """Rows with inf become its signs, with zeros beside them; rows with NaN zeros. The product with one then has the
+def _signs_of_infinities(x: Tensor, undefined: Tensor) -> Tensor:
+    """undefined: the rows that have one or NaN. Those with inf become its signs, with zeros beside them; rows with NaN zeros. The product with one then has the
     sign of what would be infinite, and is 0 where that would be NaN, 0 * inf included; inf - inf has either."""
     signs = torch.where(x.isinf(), x.sign(), 0)
     signs = torch.where(x.isnan().any(-1, keepdim=True), 0, signs)
-    return torch.where(x.isfinite().all(-1, keepdim=True), x, signs)
+    return torch.where(undefined[..., None], signs, x)
 
 
 @cache

@@ -46,9 +46,7 @@ class Result:
     dv: Tensor | None = None
     dbias: Tensor | None = None
     largest_score: float = 0.0  # magnitude; the error of rounding a score grows with it
-    dbias_terms: Tensor | None = (
-        None  # of the sums that dbias is: the roots of the sums of their terms' squares
-    )
+    dbias_terms: Tensor | None = None  # in double alone: root of the sum of its terms' squares
 
 
 def per_head(tensor: Tensor, problem: Problem) -> Tensor:
@@ -130,7 +128,8 @@ def attention(problem: Problem, dtype: torch.dtype = torch.float64) -> Result:
     if problem.bias is not None:
         rounded = problem.bias.dtype if dtype != torch.float64 else dtype
         result.dbias = sum_to_shape(ds, problem.bias.shape, heads_kv).to(rounded)
-        result.dbias_terms = sum_to_shape(ds.square(), problem.bias.shape, heads_kv).sqrt()
+        if dtype == torch.float64:
+            result.dbias_terms = sum_to_shape(ds.square(), problem.bias.shape, heads_kv).sqrt()
     return result
 
 

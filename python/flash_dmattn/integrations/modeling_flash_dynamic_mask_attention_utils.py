@@ -7,6 +7,7 @@ from .._arguments import (
     broadcast_argument,
     check_bias,
     check_count,
+    check_positions,
     check_tensor,
     may_read,
     resolve_flag,
@@ -151,7 +152,8 @@ def _flash_dynamic_mask_attention_forward(
     ):
         if count is not None:
             check_count(count, name)
-    packed_sequences.check_positions(position_ids)
+    if position_ids is not None:
+        check_positions(position_ids, "position_ids")
     if not isinstance(attention_mask, (torch.Tensor, KeyIntervals, type(None))):
         raise TypeError(
             f"attention_mask: got {type(attention_mask).__name__}, expected a torch.Tensor, KeyIntervals or None"

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._arguments import check_count, check_tensor, may_read
+from .._arguments import check_count, may_read
 from ..allowed_keys import once, split_additive
 from ..flash_dmattn_interface import flash_dmattn_varlen_func
 from ..key_intervals import KeyIntervals, check_offsets
@@ -62,14 +62,6 @@ def _length(value: int | torch.Tensor | None, name: str) -> int | None:
         value = value.item()
     check_count(value, name)
     return value
-
-
-def check_positions(position_ids: torch.Tensor | None) -> None:
-    if position_ids is None:
-        return
-    check_tensor(position_ids, "position_ids")
-    if position_ids.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"position_ids: got {position_ids.dtype}, expected int64 or int32")
 
 
 def of_positions(

@@ -1,16 +1,12 @@
 """Numbers that are not finite, or just finite, on the GPU: saturate and propagate on every route."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from flash_dmattn import flash_dmattn_func, is_available
 from flash_dmattn.check.compare import GRADIENT_LIMIT
 from flash_dmattn.kernels import kernel_names
-from gpu import needs_gpu
+from gpu import assert_passes_in_the_older_family, needs_gpu
 from nonfinite_table import ROWS, assert_row
 
 pytestmark = needs_gpu
@@ -138,18 +134,11 @@ def test_what_saturate_makes_of_nonfinite_inputs(length, head_dim, row, dtype):
 
 
 def test_the_older_family_makes_the_same_of_nonfinite_inputs():
-    """Families are capped once for a process."""
     families = {name.split()[0] for name in kernel_names("cuda")}
     if families == {"sm80"}:
         return  # this process
     names = "test_what_saturate_makes_of_nonfinite_inputs"
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", names],
-        env={**os.environ, "FLASH_DMATTN_CUDA_FAMILY": "sm80"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    assert_passes_in_the_older_family(__file__, names)
 
 
 @pytest.mark.skipif(not is_available("triton"), reason="float32 on a GPU takes Triton")

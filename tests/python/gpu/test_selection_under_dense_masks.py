@@ -2,9 +2,6 @@
 mask. It must equal the mask that torch makes of it on the CPU."""
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ import torch
 from flash_dmattn import flash_dmattn_func
 from flash_dmattn.kernels import kernel_names, recorded_kernels
 from flash_dmattn.utils.mask import topk_mask
-from gpu import capture, needs_gpu
+from gpu import assert_passes_in_the_older_family, capture, needs_gpu
 
 pytestmark = needs_gpu
 
@@ -134,17 +131,11 @@ def assert_same_choice(with_ranks, with_mask, units=None):
 
 
 def test_one_family_compares_bits():
-    """Families are capped once for a process: the tests that compare bits, in one whose kernels are all of one family."""
+    """The tests that compare bits, in a process whose kernels are all of one family."""
     if len(set(families(kernel_names("cuda")))) == 1:
         return  # this process
     names = "chosen_pairs or overflow or has_its_gradient or bias_of_keys"
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", names],
-        env={**os.environ, "FLASH_DMATTN_CUDA_FAMILY": "sm80"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    assert_passes_in_the_older_family(__file__, names)
 
 
 SITUATIONS = {

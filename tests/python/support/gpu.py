@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -31,3 +35,14 @@ def capture(step):
     with torch.cuda.graph(graph, stream=side):
         captured = step()
     return graph, captured
+
+
+def assert_passes_in_the_older_family(file, names):
+    """The tests of a file with these names, in a process of their own: families are capped once for a process."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", names],
+        env={**os.environ, "FLASH_DMATTN_CUDA_FAMILY": "sm80"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
