@@ -58,6 +58,7 @@ select_key_list = operators.select_key_list.default
 rank_keys = operators.rank_keys.default
 measure_key_bound = operators.measure_key_bound.default
 build_tile_lists = operators.build_tile_lists.default
+zero_sum = operators.zero_sum.default
 backends = operators.backends.default
 kernel_names = operators.kernel_names.default
 record_kernels = operators.record_kernels.default
@@ -88,6 +89,19 @@ _has_cuda._dynamo_marked_constant = True
 def has_kernels_for(tensor: Tensor) -> bool:
     """Whether selection and tile lists are the library's on the device of `tensor`; else they are in portable.py."""
     return tensor.is_cpu or tensor.is_meta or (tensor.is_cuda and _has_cuda())
+
+
+def has_zero_sum_for(gradient: Tensor) -> bool:
+    """Whether the operator zero_sum takes it, one kernel for seven of torch: not where a call is compiled, which joins
+    them, nor within torch's transforms and sharding, which have rules for torch's."""
+    return (
+        type(gradient) is Tensor
+        and gradient.is_cuda
+        and gradient.dtype == torch.float32
+        and _has_cuda()
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
 
 
 # The operators' arguments between bias and key_bound.

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import _ops
 from ._arguments import check_count, check_positions, check_tensor
 from ._kv_arguments import check_mask
 from .flash_dmattn_interface import flash_dmattn_func
@@ -221,6 +222,8 @@ class _WithZeroSumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:
+        if _ops.has_zero_sum_for(gradient):
+            return _ops.zero_sum(gradient)
         seen = gradient != 0
         # Divided before they are added: a sum of the largest numbers overflows.
         shared = (gradient / seen.sum(-1, keepdim=True)).sum(-1, keepdim=True)

@@ -1,6 +1,7 @@
 #include "backend.h"
 #include "cuda/check_finite.h"
 #include "cuda/selection/selection.h"
+#include "cuda/zero_sum.h"
 #include "flash_dmattn/error.h"
 
 // Stands for the CUDA backend in a build without one: everything declines in the same words.
@@ -34,6 +35,9 @@ std::size_t measure_workspace_size(const TileListArgs&) { decline(); }
 KeyBound measure_key_bound(const TileListArgs&, const Execution&) { decline(); }
 NonFiniteElement first_nonfinite(const ConstTensor4&, const std::array<std::int64_t, 4>&, DType,
                                  bool, const Execution&) {
+  decline();
+}
+void make_zero_sum(const float*, float*, std::int64_t, std::int64_t, const Execution&) {
   decline();
 }
 

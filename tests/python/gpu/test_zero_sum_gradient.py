@@ -1,0 +1,56 @@
+"""The operator that makes gradients of scores sum to 0, against torch's own operators on the CPU."""
+
+import pytest
+import torch
+
+from flash_dmattn import _ops
+from flash_dmattn.dynamic_mask_attention import with_zero_sum_gradient
+from gpu import needs_gpu
+
+pytestmark = needs_gpu
+
+
+def gradient_for(wanted):
+    scores = torch.zeros_like(wanted).requires_grad_()
+    with_zero_sum_gradient(scores).backward(wanted)
+    return scores.grad
+
+
+def random(shape, seed=0):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
+    values[..., ::3] = 0
+    return values
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 50), (1, 4, 2048), (1, 1, 1), (2, 0, 7), (2, 3, 0), (5,)])
+def test_equals_torch(shape):
+    wanted = random(shape)
+    assert _ops.has_zero_sum_for(wanted.cuda())
+    torch.testing.assert_close(gradient_for(wanted.cuda()).cpu(), gradient_for(wanted))
+
+
+def test_rows_that_are_not_contiguous():
+    wanted = random((2, 40, 3)).transpose(-1, -2)
+    torch.testing.assert_close(gradient_for(wanted.cuda()).cpu(), gradient_for(wanted))
+
+
+def test_of_other_dtypes_and_under_vmap():
+    wanted = random((2, 3, 50))
+    torch.testing.assert_close(
+        gradient_for(wanted.double().cuda()).cpu(), gradient_for(wanted.double())
+    )
+
+    scores = torch.zeros(2, 3, 50, device="cuda", requires_grad=True)
+    through = with_zero_sum_gradient(scores)
+
+    def gradient(of_output):
+        return torch.autograd.grad(through, scores, of_output, retain_graph=True)[0]
+
+    several = torch.stack([random((2, 3, 50), seed).cuda() for seed in range(3)])
+    for got, one in zip(torch.vmap(gradient)(several), several, strict=True):
+        torch.testing.assert_close(got, gradient(one))
+
+
+def test_an_operator_names_what_it_does_not_take():
+    with pytest.raises(RuntimeError, match="gradient: got .*, expected float32"):
+        _ops.zero_sum(torch.zeros(3, dtype=torch.float64, device="cuda"))
