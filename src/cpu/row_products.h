@@ -29,17 +29,22 @@ template <int Step = 1>
 }
 
 // Rows are used one after the other, each from its first line to its last: memory delivers that order at the speed of a
-// plain read, and a line of several rows in turn a fifth slower. Lines are asked for this many rows ahead, one with every
-// line that is used: products keep the processor from looking far enough ahead by itself. At D 128 they are 5 KiB of each
-// array: with more, a first-level cache of 32 KiB loses lines before they are used; with less, fast memory is waited for.
+// plain read, and a line of several rows in turn a fifth slower. Lines are asked for so many rows ahead, two with every
+// line that is used: products keep the processor from looking far enough ahead by itself. Into the first level at D 128 from
+// 5 KiB of each array: with more, one of 32 KiB loses lines before they are used; with less, fast memory is waited for. Into
+// the second level from 15 KiB: a core waits for more lines at once than its first level can.
 template <class Storage>
 inline constexpr int prefetch_rows = sizeof(Storage) == 4 ? 10 : 20;
-
-// Asks for the line at element d of a row, once for the steps of `step` elements that share it.
 template <class Storage>
-[[gnu::always_inline]] inline void prefetch_line(const Storage* row, int d, int step) {
+inline constexpr int far_prefetch_rows = 3 * prefetch_rows<Storage>;
+
+// Asks for the lines at element d of the rows behind the first one, once for the steps of `step` elements that share them.
+template <class Storage>
+[[gnu::always_inline]] inline void prefetch_lines(const Storage* const* rows, int d, int step) {
   constexpr int line = 64 / sizeof(Storage);
-  if (step >= line || d % line == 0) __builtin_prefetch(row + d);
+  if (step < line && d % line != 0) return;
+  __builtin_prefetch(rows[prefetch_rows<Storage>] + d);
+  __builtin_prefetch(rows[far_prefetch_rows<Storage>] + d, 0, 2);
 }
 
 // The addresses of the rows of a block in k or v, and behind them those of the rows of the next one, `then`: to be asked
@@ -47,7 +52,7 @@ template <class Storage>
 // first rows wait in the second-level cache while the other array is read, and after the softmax products begin at once.
 template <class Storage>
 struct RowAddresses {
-  static constexpr int behind = prefetch_rows<Storage> + lanes;
+  static constexpr int behind = far_prefetch_rows<Storage> + lanes;
   const Storage* row[block_keys + behind];
 
   // One of so many rows that are read then is asked for a whole block ahead, for the translation of its page's address:
@@ -86,7 +91,7 @@ template <class In, class Element, int Rows>
       Vec key[together];
 #pragma GCC unroll 4
       for (int i = 0; i < together; ++i) {
-        prefetch_line(keys[n + i + prefetch_rows<typename In::Storage>], d, step);
+        prefetch_lines(keys + n + i, d, step);
         key[i] = Element::template load_words<In>(keys[n + i] + d, count);
       }
 #pragma GCC unroll 4
@@ -164,11 +169,10 @@ template <class In, int Rows, int Vectors, bool Whole>
   }
   for (int n = 0; n < count; ++n) {
     Vec value[Vectors];
-    const auto* next = values[n + prefetch_rows<typename In::Storage>] + d;
 #pragma GCC unroll 16
     for (int i = 0; i < Vectors; ++i) {
       const auto* from = values[n] + d + i * lanes;
-      prefetch_line(next, i * lanes, lanes);
+      prefetch_lines(values + n, d + i * lanes, lanes);
       value[i] = Whole ? In::widen(load_as<typename In::Packed>(from))
                        : load_widened<In>(from, head_dim - d - i * lanes);
     }
