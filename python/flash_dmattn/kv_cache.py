@@ -104,7 +104,7 @@ def flash_dmattn_with_kvcache(
             visible = Visibility(keys=keys)
         else:
             visible = Visibility(is_causal=q.shape[1] > 1)
-            k_cache, v_cache = (t.narrow(1, 0, length) for t in (k_cache, v_cache))
+            k_cache, v_cache = k_cache[:, :length], v_cache[:, :length]
         bias = None
         if scores_are_bias and score_cache is not None:
             bias = score_cache[:, :, None, :length].to(torch.promote_types(q.dtype, torch.float32))
