@@ -1,0 +1,21 @@
+"""Calls for which other implementations of dynamic mask attention failed, on the GPU."""
+
+import pytest
+import torch
+
+from flash_dmattn import flash_dmattn_func_auto
+from flash_dmattn.check.failed_elsewhere import FAILED_ELSEWHERE, Setting
+from gpu import needs_gpu
+
+pytestmark = needs_gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FAILED_ELSEWHERE)
+def test_call(name, dtype):
+    torch.manual_seed(0)
+    setting = Setting(flash_dmattn_func_auto("cuda"), "cuda", dtype, full=False)
+    verdicts = list(FAILED_ELSEWHERE[name](setting))
+    assert verdicts
+    for verdict in verdicts:
+        assert verdict.passed, verdict.message
