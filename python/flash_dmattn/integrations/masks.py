@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +44,7 @@ def key_interval_mask(
         kwargs: what transformers gives the masks of its other implementations, and nothing else.
 
     Returns:
-        None where the `is_causal` of the layer is all of it; else int32 [B, 1, Sk, 2]; or, when no
+        None where the `is_causal` of the layer is known to be all of it; else int32 [B, 1, Sk, 2]; or, when no
         intervals describe the mask, bool [B, 1, Sq, Sk].
 
     Raises:
@@ -71,94 +72,123 @@ def key_interval_mask(
         intervals = intervals_of_mask(mask)
         return mask if intervals is None else intervals.intervals
 
-    query = cache_position
-    if query is None:
-        query = torch.arange(q_length, device=device) + q_offset
-    key = torch.arange(kv_length, device=query.device) + kv_offset
-    key_end = kv_length + kv_offset
-    is_read = cache_position is not None or isinstance(q_offset, torch.Tensor)
-    query_end = None if is_read else q_length + q_offset
-    present = _present_keys(attention_mask, key, key_end)
+    if cache_position is not None:
+        # Not len(), which makes it a constant of torch.compile.
+        q_length, device = cache_position.shape[0], cache_position.device
+    positions = _Positions(q_length, kv_length, q_offset, kv_offset, cache_position, device)
+    present = positions.present_keys(attention_mask)
     documents = getattr(mask_function, "causal_documents", None)
 
     if mask_function is masking_utils.causal_mask_function:
-        if present is None and (
-            _begin_together(q_offset, kv_offset, q_length, kv_length)
-            or _end_together(query, key, query_end, key_end)
-        ):
+        end_together = positions.end_together()
+        if end_together and positions.shows_all(present):
             return None
-        first = torch.searchsorted(query, key)
+        if end_together and q_length == 1:  # it sees every token
+            return _of_tokens(torch.arange(2, dtype=torch.int32, device=device), present)
+        first = positions.first_queries()
     elif documents is not None:
-        first = torch.arange(kv_length, device=query.device)
+        first = positions.numbers_of_keys()
     elif mask_function is getattr(masking_utils, "bidirectional_mask_function", None):
-        if present is None and allow_is_bidirectional_skip:
+        if allow_is_bidirectional_skip and positions.shows_all(present):
             return None
-        first = torch.zeros_like(key)
+        first = torch.zeros(kv_length, dtype=torch.int32, device=device)
     else:
-        return _mask_of_function(mask_function, batch_size, query, key, present)
+        return _mask_of_function(mask_function, batch_size, positions, present)
 
     if documents is None:
-        rows = query.shape[0]  # not len(), which makes it a constant of torch.compile
-        last = torch.where(first < rows, rows, 0)[None]
+        last = torch.full_like(first, q_length)
     else:
-        last = torch.searchsorted(documents, documents, right=True)
-    first, last = torch.broadcast_tensors(first.minimum(last), last)
-    intervals = torch.stack([first, last], dim=-1).int()[:, None]
-    if present is not None:
-        intervals = intervals * present[:, None, :, None]
-    return intervals.expand(batch_size, -1, -1, -1)
+        last = torch.searchsorted(documents, documents, right=True, out_int32=True)[:, None]
+        first = first.expand_as(last)
+    intervals = torch.stack([first, last], dim=-1)
+    if present is None:
+        return intervals.expand(batch_size, 1, -1, -1)
+    return _of_tokens(intervals, present)
 
 
-def _begin_together(
-    q_offset: int | torch.Tensor,
-    kv_offset: int | torch.Tensor,
-    q_length: int | None,
-    kv_length: int,
-) -> bool:
-    """Whether the keys are those of the queries alone, as in a cache whose lengths are on the device."""
-    return q_offset is kv_offset and q_length == kv_length
+class _Positions(NamedTuple):
+    """Where queries and keys stand, by the arguments of `key_interval_mask`. Offsets on the device are not read."""
 
+    q_length: int
+    kv_length: int
+    q_offset: int | torch.Tensor
+    kv_offset: int | torch.Tensor
+    cache_position: torch.Tensor | None
+    device: torch.device | str | None
 
-def _end_together(
-    query: torch.Tensor, key: torch.Tensor, query_end: int | None, key_end: int
-) -> bool:
-    """Whether the last query stands at the last key; False where compiled code would have to read it.
+    def numbers_of_keys(self) -> torch.Tensor:
+        """int32 [Sk]: 0, 1, ..."""
+        return torch.arange(self.kv_length, dtype=torch.int32, device=self.device)
 
-    query_end: None where it has to be read.
-    """
-    if query_end is not None:
-        return query_end == key_end
-    return may_read() and bool(query[-1] == key[-1])
+    def of_keys(self) -> torch.Tensor:
+        return torch.arange(self.kv_length, device=self.device) + self.kv_offset
 
+    def of_queries(self) -> torch.Tensor:
+        if self.cache_position is not None:
+            return self.cache_position
+        return torch.arange(self.q_length, device=self.device) + self.q_offset
 
-def _present_keys(
-    padding: torch.Tensor | None, key: torch.Tensor, key_end: int | torch.Tensor
-) -> torch.Tensor | None:
-    """Which keys are real tokens, bool [B, Sk]; None when all are known to be.
+    def are_the_same(self) -> bool:
+        """Whether the keys are known to be those of the queries alone. A static DynamicMaskCache has one tensor for both
+        offsets."""
+        return (
+            self.cache_position is None
+            and self.q_offset is self.kv_offset
+            and self.q_length == self.kv_length
+        )
 
-    key_end: on the device where it may not be read, and neither is the padding then.
-    """
-    if padding is None:
-        return None
-    if isinstance(key_end, torch.Tensor):
+    def end_together(self) -> bool:
+        """Whether the last query is known to stand at the last key; `cache_position` is read where that is allowed."""
+        if self.cache_position is not None:
+            return may_read() and bool(self.cache_position[-1] == self.of_keys()[-1])
+        if self.are_the_same():
+            return True
+        if isinstance(self.q_offset, torch.Tensor) or isinstance(self.kv_offset, torch.Tensor):
+            return False
+        return self.q_length + self.q_offset == self.kv_length + self.kv_offset
+
+    def first_queries(self) -> torch.Tensor:
+        """The first query at or behind each key, int32 [Sk]; where there is none, the number of queries."""
+        if self.cache_position is not None:
+            return torch.searchsorted(self.cache_position, self.of_keys(), out_int32=True)
+        if self.are_the_same():
+            return self.numbers_of_keys()
+        return (self.numbers_of_keys() + (self.kv_offset - self.q_offset)).clamp(0, self.q_length)
+
+    def present_keys(self, padding: torch.Tensor | None) -> torch.Tensor | None:
+        """Which keys are real tokens, bool [B, Sk]; None without padding."""
+        if padding is None:
+            return None
         length = padding.shape[-1]
-        return padding[:, key.clamp(max=length - 1)].bool() & (key < length)
-    missing = key_end - padding.shape[-1]
-    if missing > 0:
-        padding = F.pad(padding, (0, missing))
-    present = padding[:, key].bool()
-    return None if may_read() and present.all() else present
+        if isinstance(self.kv_offset, torch.Tensor):
+            key = self.of_keys()
+            return padding.index_select(1, key.clamp(max=length - 1)).bool() & (key < length)
+        end = self.kv_length + self.kv_offset
+        if end > length:
+            padding = F.pad(padding, (0, end - length))
+        return padding[:, self.kv_offset : end].bool()
+
+    def shows_all(self, present: torch.Tensor | None) -> bool:
+        """Whether all keys are known to be real tokens; `present` is read unless the offsets are on the device."""
+        if present is None:
+            return True
+        return may_read() and not isinstance(self.kv_offset, torch.Tensor) and bool(present.all())
+
+
+def _of_tokens(intervals: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+    """The intervals [Sk or 1, 2] where a key is a real token, elsewhere (0, 0): [B, 1, Sk, 2]."""
+    return intervals * present.view(-1, 1, present.shape[1], 1)
 
 
 def _mask_of_function(
     mask_function: Callable,
     batch_size: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
+    positions: _Positions,
     present: torch.Tensor | None,
 ) -> torch.Tensor:
     """Sliding windows and custom masks: evaluated exactly, a block of rows at a time. Compiled code cannot find
     out whether intervals describe them, and takes the mask."""
+    query, key = positions.of_queries(), positions.of_keys()
     batch = torch.arange(batch_size, device=key.device)[:, None, None, None]
     head = torch.zeros_like(batch[:1])
     shape = torch.Size((batch_size, 1, len(query), len(key)))

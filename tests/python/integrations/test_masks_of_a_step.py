@@ -1,0 +1,117 @@
+"""The mask of one step of decoding: it equals that of transformers' own function, and takes few operators."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+transformers = pytest.importorskip("transformers", minversion="5")
+from transformers import DynamicCache, StaticCache, masking_utils  # noqa: E402
+
+from doge_generation import left_padding, make_ids, make_pair  # noqa: E402
+from flash_dmattn.integrations.transformers import (  # noqa: E402
+    DynamicMaskCache,
+    key_interval_mask,
+)
+
+pytestmark = pytest.mark.transformers
+
+B, S, MISSING = 2, 40, 13
+CACHES = {
+    "dynamic": lambda config: DynamicCache(config=config),
+    "static": lambda config: StaticCache(config=config, max_cache_len=S + 30),
+    "slots": lambda config: DynamicMaskCache(config),
+    "static slots": lambda config: DynamicMaskCache(config, static=True),
+}
+
+
+class RecordOperators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.names.append(operator.overloadpacket.__name__)
+        return operator(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def make_step(cache, padding):
+    """A config, and a cache that holds S tokens."""
+    _, ours = make_pair()
+    cache = CACHES[cache](ours.config)
+    padding = None if padding is None else padding[:, :S].long()
+    ours(make_ids(B, S), attention_mask=padding, past_key_values=cache)
+    return ours.config, cache
+
+
+@pytest.mark.parametrize(
+    ("cache", "is_padded", "most"),
+    [
+        ("dynamic", False, 0),
+        ("dynamic", True, 6),
+        ("static", False, 7),
+        ("static", True, 10),
+        ("slots", False, 0),
+        ("slots", True, 3),
+        ("static slots", False, 0),
+        ("static slots", True, 9),
+    ],
+)
+def test_operators(cache, is_padded, most):
+    """The host launches each of them for every token, outside of the graph of a compiled step; static caches have their
+    lengths on the device, which it does not wait for."""
+    padding = left_padding(B, S + 1, MISSING).bool() if is_padded else None
+    is_static = "static" in cache
+    config, cache = make_step(cache, padding)
+    embeddings = torch.empty(B, 1, 0)
+    with RecordOperators() as operators:
+        masking_utils.create_causal_mask(config, embeddings, padding, cache)
+    assert len(operators.names) <= most, operators.names
+    assert not is_static or "_local_scalar_dense" not in operators.names
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("padding", [None, "none missing", "left", "too long", "too short"])
+@pytest.mark.parametrize("cache", CACHES)
+def test_equals_the_mask_of_transformers(cache, padding, tokens):
+    if padding is not None:
+        more = {"too long": 4, "too short": -1}.get(padding, 0)
+        missing = 0 if padding == "none missing" else MISSING
+        padding = left_padding(B, S + tokens + more, missing).bool()
+        if missing:
+            padding[1, S : S + 1] = False  # among the new tokens, too
+    config, cache = make_step(cache, padding)
+    embeddings = torch.empty(B, tokens, 0)
+    made = masking_utils.create_causal_mask(config, embeddings, padding, cache)
+    key_length, key_offset = cache.get_mask_sizes(tokens, 0)
+    expected = masking_utils.sdpa_mask(
+        batch_size=B,
+        q_length=tokens,
+        kv_length=key_length,
+        q_offset=cache.get_query_offset(),
+        kv_offset=key_offset,
+        attention_mask=padding,
+        allow_is_causal_skip=False,
+    )
+    rows = torch.arange(tokens)[:, None]
+    if made is None:  # the last query stands at the last key
+        shown = torch.arange(key_length) <= rows + key_length - tokens
+        shown = shown.expand(B, 1, -1, -1)
+    else:
+        assert made.dtype == torch.int32 and made.shape == (B, 1, key_length, 2)
+        first, last = made[:, :, None].unbind(-1)
+        assert ((first >= 0) & (first <= last) & (last <= tokens)).all()
+        shown = (first <= rows) & (rows < last)
+    assert torch.equal(shown, expected)
+
+
+def test_positions_with_gaps():
+    """transformers 4 gives the positions of all queries."""
+    position, padding = torch.tensor([3, 4, 8]), torch.arange(12)[None] != 5
+    made = key_interval_mask(1, 12, cache_position=position, attention_mask=padding)
+    first, last = made[:, :, None].unbind(-1)
+    rows = torch.arange(3)[:, None]
+    shown = (first <= rows) & (rows < last)
+    expected = (torch.arange(12) <= position[:, None]) & padding
+    assert torch.equal(shown[0, 0], expected)
+    assert key_interval_mask(1, 9, cache_position=torch.arange(6, 9)) is None
