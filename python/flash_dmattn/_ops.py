@@ -93,9 +93,10 @@ def has_kernels_for(tensor: Tensor) -> bool:
 
 def has_zero_sum_for(gradient: Tensor) -> bool:
     """Whether the operator zero_sum takes it, one kernel for seven of torch: not where a call is compiled, which joins
-    them, nor within torch's transforms and sharding, which have rules for torch's."""
+    them, nor where a derivative, a transform or sharding has rules for torch's alone."""
     return (
         type(gradient) is Tensor
+        and not gradient.requires_grad
         and gradient.is_cuda
         and gradient.dtype == torch.float32
         and _has_cuda()

@@ -51,6 +51,15 @@ def test_of_other_dtypes_and_under_vmap():
         torch.testing.assert_close(got, gradient(one))
 
 
+def test_a_gradient_with_a_derivative_is_torchs():
+    wanted = random((2, 3, 50)).cuda().requires_grad_()
+    scores = torch.zeros_like(wanted, requires_grad=True)
+    through = with_zero_sum_gradient(scores)
+    (got,) = torch.autograd.grad(through, scores, wanted, create_graph=True)
+    (second,) = torch.autograd.grad(got.square().sum(), wanted)
+    torch.testing.assert_close(second, 2 * got.detach())
+
+
 def test_an_operator_names_what_it_does_not_take():
     with pytest.raises(ValueError, match="gradient: got .*, expected float32"):
         _ops.zero_sum(torch.zeros(3, dtype=torch.float64, device="cuda"))
