@@ -152,7 +152,7 @@ def memory(setting: Setting) -> Iterator[Verdict]:
     if setting.small:
         raise NotImplementedError("the interpreter takes memory of its own")
     batch, heads, heads_kv, length, head_dim, window = 1, 4, 2, 8192, 64, 256
-    if setting.device != "cpu":  # where every multiprocessor has sums of its own, up to 100 MB in all
+    if setting.device != "cpu":  # each multiprocessor has sums of its own, 100 MB in all
         batch, heads, heads_kv, length, head_dim, window = 2, 32, 32, 4096, 128, 2048
     keys = torch.arange(length, device=setting.device)
     masks = {
