@@ -383,7 +383,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
   return {dq, dk, dv, dbias};
 }
 
-// A gradient [..., columns] of scores, less what its elements that are not 0 share in each row.
+// Subtracts from the nonzero elements of each row of a gradient [..., columns] their mean.
 Tensor zero_sum_op(const Tensor& gradient) {
   if (gradient.dim() == 0 || gradient.scalar_type() != ScalarType::Float) {
     throw InvalidArgument("gradient", shape_text(gradient), "float32 of at least one dimension");

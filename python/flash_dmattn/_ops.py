@@ -91,20 +91,6 @@ def has_kernels_for(tensor: Tensor) -> bool:
     return tensor.is_cpu or tensor.is_meta or (tensor.is_cuda and _has_cuda())
 
 
-def has_zero_sum_for(gradient: Tensor) -> bool:
-    """Whether the operator zero_sum takes it, one kernel for seven of torch: not where a call is compiled, which joins
-    them, nor where a derivative, a transform or sharding has rules for torch's alone."""
-    return (
-        type(gradient) is Tensor
-        and not gradient.requires_grad
-        and gradient.is_cuda
-        and gradient.dtype == torch.float32
-        and _has_cuda()
-        and not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
-
-
 # The operators' arguments between bias and key_bound.
 KEYS = ("key_intervals", "key_list", "key_count", "key_rank", "rank_limit")
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from . import _ops
-from ._arguments import check_count, check_positions, check_tensor
+from ._arguments import check_count, check_positions, check_tensor, is_transformed
 from ._kv_arguments import check_mask
 from .flash_dmattn_interface import flash_dmattn_func
 from .kv_slots import KVSlots
@@ -195,7 +196,7 @@ def scores_of(A: Tensor, step: Tensor) -> Tensor:
     In 16 bits hundreds of keys share a few values, and rounding decides which of them are kept.
     """
     wide = torch.promote_types(step.dtype, torch.float32)
-    # Dense in the order that attention reads: elementwise kernels over other strides take twice as long.
+    # In 16 bits the copy that widens also transposes: elementwise kernels over other strides take twice as long.
     step = step.transpose(-1, -2).to(wide, memory_format=torch.contiguous_format)
     return torch.exp(A.to(wide)[:, None] * F.softplus(step))
 
@@ -224,10 +225,24 @@ class _WithZeroSumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:
-        if _ops.has_zero_sum_for(gradient):
+        if _takes_one_kernel(gradient):
             return _ops.zero_sum(gradient)
         seen = gradient != 0
         # Divided before they are added: a sum of the largest numbers overflows.
         shared = (gradient / seen.sum(-1, keepdim=True)).sum(-1, keepdim=True)
         limit = torch.finfo(gradient.dtype).max
         return torch.where(seen, gradient - shared, gradient).clamp(-limit, limit)
+
+
+def _takes_one_kernel(gradient: Tensor) -> bool:
+    """Whether the operator zero_sum may replace torch's seven kernels: not under torch.compile, which fuses them, and not
+    where autograd, torch.func, forward mode or a subclass of tensors has to see torch's operators."""
+    return (
+        not is_compiling()
+        and type(gradient) is Tensor
+        and gradient.is_cuda
+        and gradient.dtype == torch.float32
+        and not gradient.requires_grad
+        and not is_transformed()
+        and _ops.has_kernels_for(gradient)
+    )

@@ -29,16 +29,17 @@ template <int Step = 1>
 }
 
 // Rows are used one after the other, each from its first line to its last: memory delivers that order at the speed of a
-// plain read, and a line of several rows in turn a fifth slower. Lines are asked for so many rows ahead, two with every
-// line that is used: products keep the processor from looking far enough ahead by itself. Into the first level at D 128 from
-// 5 KiB of each array: with more, one of 32 KiB loses lines before they are used; with less, fast memory is waited for. Into
-// the second level from 15 KiB: a core waits for more lines at once than its first level can.
+// plain read, and a line of several rows in turn a fifth slower. With every line that is used two are prefetched, as products
+// keep the processor from looking far enough ahead by itself: into L1 from 5 KiB ahead in each array at D 128 (further ahead,
+// an L1 of 32 KiB loses lines before they are used; less far, fast memory is waited for), and into L2 from 15 KiB ahead, as
+// more requests of a core can be in flight there.
 template <class Storage>
 inline constexpr int prefetch_rows = sizeof(Storage) == 4 ? 10 : 20;
 template <class Storage>
 inline constexpr int far_prefetch_rows = 3 * prefetch_rows<Storage>;
 
-// Asks for the lines at element d of the rows behind the first one, once for the steps of `step` elements that share them.
+// Prefetches the lines of element d of the rows that follow rows[0] at these distances: once for each line, where steps of
+// `step` elements share it.
 template <class Storage>
 [[gnu::always_inline]] inline void prefetch_lines(const Storage* const* rows, int d, int step) {
   constexpr int line = 64 / sizeof(Storage);

@@ -84,7 +84,8 @@ def key_interval_mask(
         if end_together and positions.shows_all(present):
             return None
         if end_together and q_length == 1:  # it sees every token
-            return _of_tokens(torch.arange(2, dtype=torch.int32, device=device), present)
+            every = torch.arange(2, dtype=torch.int32, device=device)
+            return _of_tokens(every, present, batch_size)
         first = positions.first_queries()
     elif documents is not None:
         first = positions.numbers_of_keys()
@@ -103,7 +104,7 @@ def key_interval_mask(
     intervals = torch.stack([first, last], dim=-1)
     if present is None:
         return intervals.expand(batch_size, 1, -1, -1)
-    return _of_tokens(intervals, present)
+    return _of_tokens(intervals, present, batch_size)
 
 
 class _Positions(NamedTuple):
@@ -153,7 +154,10 @@ class _Positions(NamedTuple):
             return torch.searchsorted(self.cache_position, self.of_keys(), out_int32=True)
         if self.are_the_same():
             return self.numbers_of_keys()
-        return (self.numbers_of_keys() + (self.kv_offset - self.q_offset)).clamp(0, self.q_length)
+        first = self.numbers_of_keys() + (
+            self.kv_offset - self.q_offset
+        )  # int64 beside offsets [1]
+        return first.clamp(0, self.q_length).int()
 
     def present_keys(self, padding: torch.Tensor | None) -> torch.Tensor | None:
         """Which keys are real tokens, bool [B, Sk]; None without padding."""
@@ -169,15 +173,17 @@ class _Positions(NamedTuple):
         return padding[:, self.kv_offset : end].bool()
 
     def shows_all(self, present: torch.Tensor | None) -> bool:
-        """Whether all keys are known to be real tokens; `present` is read unless the offsets are on the device."""
+        """Whether all keys are known to be real tokens; `present` is read where that is allowed, but not beside an offset
+        of the keys on the device."""
         if present is None:
             return True
         return may_read() and not isinstance(self.kv_offset, torch.Tensor) and bool(present.all())
 
 
-def _of_tokens(intervals: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    """The intervals [Sk or 1, 2] where a key is a real token, elsewhere (0, 0): [B, 1, Sk, 2]."""
-    return intervals * present.view(-1, 1, present.shape[1], 1)
+def _of_tokens(intervals: torch.Tensor, present: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """The intervals, which broadcast to [B, 1, Sk, 2], where a key is a real token, elsewhere (0, 0): [B, 1, Sk, 2]."""
+    rows = intervals * present.view(present.shape[0], 1, present.shape[1], 1)
+    return rows if rows.shape[0] == batch_size else rows.expand(batch_size, -1, -1, -1)
 
 
 def _mask_of_function(

@@ -115,3 +115,25 @@ def test_positions_with_gaps():
     expected = (torch.arange(12) <= position[:, None]) & padding
     assert torch.equal(shown[0, 0], expected)
     assert key_interval_mask(1, 9, cache_position=torch.arange(6, 9)) is None
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_length_of_one_dimension(is_padded):
+    """As static caches of transformers 5.4 and 5.5 have it."""
+    padding = left_padding(B, 8, 3).bool() if is_padded else None
+    expected = key_interval_mask(B, 8, 3, torch.tensor(4), 0, attention_mask=padding)
+    made = key_interval_mask(B, 8, 3, torch.tensor([4]), 0, attention_mask=padding)
+    assert made.dtype == torch.int32
+    assert torch.equal(made, expected)
+
+
+def test_the_batch_of_the_mask_is_that_of_the_model():
+    padding = left_padding(1, 8, 3).bool()
+    for queries, offset in ((8, 0), (1, 7)):
+        made, expected = (
+            key_interval_mask(3, 8, queries, offset, attention_mask=mask)
+            for mask in (padding, padding.expand(3, -1))
+        )
+        assert made.shape == (3, 1, 8, 2)
+        assert torch.equal(made, expected)
+    assert key_interval_mask(2, 0, 3, attention_mask=torch.ones(2, 0).bool()).shape == (2, 1, 0, 2)
