@@ -8,10 +8,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from flash_dmattn.check.run import poisoned_memory
-from quick_interpreter import remember_builtins
+from quick_interpreter import patch_once_a_launch
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    remember_builtins()
+    patch_once_a_launch()
 
 
 @pytest.fixture(scope="session", autouse=True)
