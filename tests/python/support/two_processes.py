@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+from multiprocessing import set_forkserver_preload
 
 import torch
 import torch.distributed as dist
@@ -28,4 +29,7 @@ def _run(rank, function, file, arguments):
 def run_in_two_processes(function, *arguments):
     """function(rank, *arguments) in each; its errors are raised here."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_run, (function, f"{folder}/meeting", arguments), nprocs=2)
+        # Forked from a process that has imported them and done nothing else.
+        set_forkserver_preload(["flash_dmattn", "torch.distributed.tensor"])
+        rest = function, f"{folder}/meeting", arguments
+        mp.start_processes(_run, rest, nprocs=2, start_method="forkserver")
