@@ -39,7 +39,8 @@ FLOAT32_MAX = torch.finfo(torch.float32).max  # scale and softcap are float32 in
 def attention_inputs(
     query: Tensor, key: Tensor, value: Tensor, layout: str, backend: str = ""
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Checks query, key and value, casts them as torch.autocast prescribes, and pads value to their head dimension.
+    """Checks query, key and value, casts them as torch.autocast prescribes, and pads them to one head dimension: zeros add
+    nothing to query . key.
 
     A bias is not cast: one in fp32 beside low precision inputs is welcome.
     layout: "B, S, H, D", or "total, H, D" for packed sequences.
@@ -51,7 +52,11 @@ def attention_inputs(
     _check_types(query, key, value)
     check_device(query, backend)
     missing = _check_shapes(query, key, value)
-    return query, key, F.pad(value, (0, missing)) if missing else value
+    if missing > 0:
+        value = F.pad(value, (0, missing))
+    elif missing < 0:
+        query, key = (F.pad(t, (0, -missing)) for t in (query, key))
+    return query, key, value
 
 
 def _autocast(query: Tensor, *others: Tensor) -> list[Tensor]:
@@ -152,13 +157,12 @@ def _check_types(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """By how much the head dimension of value is smaller."""
+    """By how much the head dimension of value is smaller than that of query and key."""
     of_query, of_key, of_value = query.shape, key.shape, value.shape
-    missing = of_key[-1] - of_value[-1]
-    if of_value != of_key and (missing < 0 or of_value[:-1] != of_key[:-1]):
+    if of_value != of_key and (of_value[-1] > 256 or of_value[:-1] != of_key[:-1]):
         raise ValueError(
-            f"value: got shape {tuple(value.shape)}, expected that of key, {tuple(key.shape)}, or a smaller head "
-            "dimension"
+            f"value: got shape {tuple(value.shape)}, expected that of key, {tuple(key.shape)}, or another head dimension up "
+            "to 256"
         )
     heads_q, head_dim = of_query[-2], of_query[-1]
     heads_kv = of_key[-2]
@@ -174,7 +178,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> int:
         )
     if not 1 <= head_dim <= 256:
         raise ValueError(f"query: got head dimension {head_dim}, expected 1 to 256")
-    return missing
+    return head_dim - of_value[-1]
 
 
 def _runs_on_cpu(backend: str) -> bool:

@@ -42,7 +42,9 @@ def attention(
         raise TypeError(
             f'backend: got {backend!r}, expected a name, or "" for the first that supports the problem'
         )
-    query, key, value = attention_inputs(query, key, value, "B, S, H, D", backend)
+    inputs = attention_inputs(query, key, value, "B, S, H, D", backend)
+    numerics = numerics.for_head_dim(query.shape[3])
+    query, key, value = inputs
     bias = bias_argument(bias, query, key)
     choice = choice.checked(query, key)
     refuse_transforms(

@@ -52,7 +52,7 @@ def flash_dmattn_func(
 
     query: [B, Sq, Hq, D]; key, value: [B, Sk, Hkv, D], Hq a multiple of Hkv; D from 1 to 256; bfloat16, float16 or
         float32, on the CPU float64 too (through the slow reference backend); any strides. On a GPU float32 takes
-        Triton's kernels, and is an error without Triton. D of value may be smaller; it is that of out.
+        Triton's kernels, and is an error without Triton. value may have another D, up to 256, which is that of out.
     attn_mask: bool, True where visible: [B, Sk] (padding), [B, H, Sk] (the same for every query) or
         [B, H, Sq, Sk]; H is Hq, Hkv or 1, every dimension may be 1.
     attn_bias: added to the scaled scores; shapes as attn_mask; dtype of query or float32. Values at or below
@@ -138,7 +138,9 @@ def flash_dmattn_varlen_func(
     is_causal = resolve_flag(is_causal, "is_causal")
     check_selection(selection)
     given = value
-    query, key, value = attention_inputs(query, key, value, "total, H, D")
+    inputs = attention_inputs(query, key, value, "total, H, D")
+    numerics = numerics.for_head_dim(query.shape[2])
+    query, key, value = inputs
     total_q, total_k = query.shape[0], key.shape[0]
     same_offsets = cu_seqlens_q is cu_seqlens_k
     cu_seqlens_q = check_offsets(cu_seqlens_q, "cu_seqlens_q", total_q).to(torch.int32).contiguous()

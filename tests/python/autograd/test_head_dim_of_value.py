@@ -1,0 +1,74 @@
+"""value with a head dimension of its own, as torch's scaled_dot_product_attention takes it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, triton_dmattn_func
+
+B, S, HQ, HKV, D = 2, 37, 4, 2, 16  # whose scale, 1 / 4, no rounding changes
+VALUE_DIMS = [1, 8, 40, 256]
+
+
+def leaves_of(value_dim, dtype):
+    shapes = [(B, S, HQ, D), (B, S, HKV, D), (B, S, HKV, value_dim), (B, HKV, S)]
+    return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def of_torch(q, k, v, bias):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    causal = torch.ones(S, S, dtype=torch.bool).tril()
+    mask = bias.repeat_interleave(HQ // HKV, 1)[:, :, None].masked_fill(~causal, -torch.inf)
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
+
+
+def packed(q, k, v, bias):
+    offsets = torch.arange(B + 1, dtype=torch.int32) * S
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    bias = bias.transpose(1, 2).flatten(0, 1)
+    out = flash_dmattn_varlen_func(q, k, v, offsets, offsets, is_causal=True, attn_bias=bias)
+    return out.unflatten(0, (B, S))
+
+
+def padded(q, k, v, bias):
+    return flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True)
+
+
+def chosen(q, k, v, bias):
+    return flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, keep_window_size=S)
+
+
+@pytest.mark.parametrize("call", [padded, chosen, packed])
+@pytest.mark.parametrize("value_dim", VALUE_DIMS)
+def test_equals_torch(value_dim, call):
+    leaves = leaves_of(value_dim, torch.float64 if call is padded else torch.float32)
+    found = []
+    for function in (of_torch, call):
+        out = function(*leaves)
+        assert out.shape == (B, S, HQ, value_dim)
+        dout = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+        found.append([out, *torch.autograd.grad(out, leaves, dout)])
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if call is not padded else {}
+    torch.testing.assert_close(found[1], found[0], **tolerance)
+
+
+def test_the_scale_is_that_of_the_queries():
+    for function in (flash_dmattn_func, triton_dmattn_func):
+        q, k, v, bias = (t.detach() for t in leaves_of(40, torch.float32))
+        given = function(q, k, v, attn_bias=bias, softmax_scale=D**-0.5)
+        torch.testing.assert_close(function(q, k, v, attn_bias=bias), given)
+
+
+def test_compiled():
+    leaves = leaves_of(40, torch.float32)
+    compiled = torch.compile(chosen, fullgraph=True)
+    found = [torch.autograd.grad(f(*leaves).sum(), leaves) for f in (chosen, compiled)]
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_other_sizes_are_refused():
+    q, k, v, _ = leaves_of(257, torch.float32)
+    with pytest.raises(ValueError, match="value: got shape .*257.*up to 256"):
+        flash_dmattn_func(q, k, v)
+    with pytest.raises(ValueError, match="value: got shape"):
+        flash_dmattn_func(q, k, v[:, 1:, :, :40])
