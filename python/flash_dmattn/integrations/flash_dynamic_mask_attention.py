@@ -121,10 +121,7 @@ def attend_by_token(
         and attention_mask.dim() == 4
         and attention_mask.shape[2] > 1
     )
-    head_dim, value_dim = query.shape[3], value.shape[3]
-    if value_dim < head_dim:  # latent attention
-        value = torch.nn.functional.pad(value, (0, head_dim - value_dim))
-    out = _flash_dynamic_mask_attention_forward(
+    return _flash_dynamic_mask_attention_forward(
         query,
         key,
         value,
@@ -139,7 +136,6 @@ def attend_by_token(
         target_dtype=target_dtype(module, query),
         **kwargs,
     )
-    return out[..., :value_dim] if value_dim < head_dim else out
 
 
 def target_dtype(module: torch.nn.Module, query: torch.Tensor) -> torch.dtype | None:

@@ -30,7 +30,7 @@ def packed(q, k, v, bias):
     return out.unflatten(0, (B, S))
 
 
-def padded(q, k, v, bias):
+def plain(q, k, v, bias):
     return flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True)
 
 
@@ -38,17 +38,17 @@ def chosen(q, k, v, bias):
     return flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, keep_window_size=S)
 
 
-@pytest.mark.parametrize("call", [padded, chosen, packed])
+@pytest.mark.parametrize("call", [plain, chosen, packed])
 @pytest.mark.parametrize("value_dim", VALUE_DIMS)
 def test_equals_torch(value_dim, call):
-    leaves = leaves_of(value_dim, torch.float64 if call is padded else torch.float32)
+    leaves = leaves_of(value_dim, torch.float64 if call is plain else torch.float32)
     found = []
     for function in (of_torch, call):
         out = function(*leaves)
         assert out.shape == (B, S, HQ, value_dim)
         dout = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
         found.append([out, *torch.autograd.grad(out, leaves, dout)])
-    tolerance = {"rtol": 1e-4, "atol": 1e-4} if call is not padded else {}
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if call is not plain else {}
     torch.testing.assert_close(found[1], found[0], **tolerance)
 
 

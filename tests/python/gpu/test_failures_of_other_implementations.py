@@ -6,6 +6,7 @@ import torch
 from flash_dmattn import flash_dmattn_func_auto
 from flash_dmattn.check.failed_elsewhere import FAILED_ELSEWHERE, Setting
 from gpu import needs_gpu
+from verdicts import assert_all_passed
 
 pytestmark = needs_gpu
 
@@ -15,7 +16,4 @@ pytestmark = needs_gpu
 def test_call(name, dtype):
     torch.manual_seed(0)
     setting = Setting(flash_dmattn_func_auto("cuda"), "cuda", dtype, full=False)
-    verdicts = list(FAILED_ELSEWHERE[name](setting))
-    assert verdicts
-    for verdict in verdicts:
-        assert verdict.passed, verdict.message
+    assert_all_passed(FAILED_ELSEWHERE[name](setting))
