@@ -203,6 +203,8 @@ FAMILIES = {
     "longcat_flash": {"head_dim": 8, "num_layers": 1, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "mistral_large4_text": {"kv_source_layers": [0, 1, 2]},
+    # Without norms float32 is 1e-3 from float64, in eager attention too.
+    "mobilebert": {"normalization_type": "layer_norm"},
     "mobilevitv2": {"image_size": 256},
     "molmo2": {"image_patch_id": 100},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
@@ -236,6 +238,7 @@ FAMILIES = {
     "wavtokenizer_encoder": {"hidden_size": 512},
     "visual_bert": {"visual_embedding_dim": 64},
     "xmod": {"default_language": "en_XX"},
+    "xlstm": {"qk_dim_factor": 1.0},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
     "zaya": {
         "num_experts_per_tok": 1, "router_hidden_size": 16, "layer_types": ["hybrid", "hybrid_sliding"],
