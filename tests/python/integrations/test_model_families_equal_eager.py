@@ -20,7 +20,7 @@ EQUAL = {
     "BeitForImageClassification": "a bias of relative positions as the mask",
     "BertForMaskedLM": "an encoder",
     "BertLMHeadModel": "a decoder of the class of an encoder",
-    "BigBirdPegasusForCausalLM": "a decoder whose layers are not marked as causal",
+    "BridgeTowerModel": "a mask of one query for all",
     "CLIPForImageClassification": "an image encoder",
     "ClapTextModel": "an encoder whose layers say nothing of causality",
     "DeepseekV3ForCausalLM": "values of another head dimension",
@@ -29,7 +29,6 @@ EQUAL = {
     "Gemma2ForCausalLM": "softcap and sliding windows",
     "Gemma3ForConditionalGeneration": "tokens of an image that see each other",
     "Gemma4ForCausalLM": "head dimensions that differ between layers",
-    "HrmTextForCausalLM": "a prefix that sees all of itself",
     "Idefics3ForConditionalGeneration": "images",
     "InklingForCausalLM": "a bias of positions in a decoder",
     "JambaForCausalLM": "layers without attention",
@@ -52,6 +51,7 @@ EQUAL = {
     "XmodForCausalLM": "a decoder of the class of an encoder",
 }
 REFUSED = {
+    "BigBirdPegasusForCausalLM": "the decoder of the family below",
     "BigBirdForCausalLM": "attention of its own",
     "BigBirdPegasusForConditionalGeneration": "attention of its own in the encoder",
     "BloomForCausalLM": "attention of its own",
@@ -60,6 +60,7 @@ REFUSED = {
     "FalconForCausalLM": "a table of classes by name",
     "GPTNeoForCausalLM": "a table of classes by name",
     "GptOssForCausalLM": "attention sinks",
+    "HrmTextForCausalLM": "a config that takes no name with flash in it",
     "LEDForConditionalGeneration": "attention of its own",
     "LongformerForMaskedLM": "attention of its own",
     "MegatronBertForMaskedLM": "attention of its own",

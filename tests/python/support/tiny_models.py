@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import math
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import NamedTuple
 
 import torch
@@ -120,7 +121,7 @@ SIZES = {
     "ssm_state_size": 8, "state_size": 8, "mamba_chunk_size": 8, "chunk_size": 8, "n_groups": 2, "mamba_n_groups": 1,
     "mamba_dt_rank": 8, "time_step_rank": 8,
     "patch_size": 8, "image_size": 32, "num_labels": 3, "hidden_size_per_layer_input": 8, "mm_tokens_per_image": 4,
-    "num_mel_bins": 16,
+    "num_mel_bins": 16, "num_frames": 8,
 }  # fmt: skip
 _EVEN_IF_NONE = ("head_dim", "num_key_value_heads")
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
@@ -382,14 +383,16 @@ def tiny_model(
 
 
 def inputs_for(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The simplest inputs without padding that `forward` takes: tokens alone, pixels alone, both, or tokens of images.
+    """The simplest inputs without padding that `forward` takes: tokens alone, pixels alone, tokens of images, sound or
+    video, or tokens and pixels.
 
     Raises:
-        Exception: what `forward` raises for both.
+        Exception: what `forward` raises for tokens and pixels.
     """
     names = inspect.signature(model.forward).parameters
     text, pixels = _text(names), _pixels(model, names)
-    for make in (lambda: text, lambda: pixels, lambda: inputs_with_images(model)):
+    others = (functools.partial(_sound_or_video, names, *kind) for kind in _SOUND_AND_VIDEO)
+    for make in (lambda: text, lambda: pixels, lambda: inputs_with_images(model), *others):
         with contextlib.suppress(Exception), torch.no_grad():
             inputs = make()
             model(**inputs)
@@ -451,6 +454,28 @@ def tokens(length: int, seed: int) -> torch.Tensor:
     """Two rows of words, none of them special."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(_FIRST_WORD, _FIRST_SPECIAL, (2, length), generator=generator)
+
+
+# Inputs of models of sound and video: samples, features of frames in either order, and frames of pictures.
+_SOUND_AND_VIDEO = (
+    ("input_values", (2, 3200)),
+    ("input_features", (2, SIZES["num_mel_bins"], 128)),
+    ("input_features", (2, 128, SIZES["num_mel_bins"])),
+    ("pixel_values", (2, SIZES["num_frames"], 3, SIZES["image_size"], SIZES["image_size"])),
+    ("pixel_values_videos", (2, SIZES["num_frames"], 3, SIZES["image_size"], SIZES["image_size"])),
+)
+
+
+def _sound_or_video(
+    names: Mapping[str, inspect.Parameter], name: str, shape: tuple
+) -> dict[str, torch.Tensor]:
+    if name not in names:
+        raise CannotBeBuilt(f"takes no {name}")
+    inputs = {name: torch.randn(shape, generator=torch.Generator().manual_seed(3))}
+    for mask in ("attention_mask", "input_features_mask"):
+        if mask in names and names[mask].default is inspect.Parameter.empty:
+            inputs[mask] = torch.ones(2, 128, dtype=torch.long)
+    return {**inputs, **{k: v for k, v in _text(names).items() if k == "decoder_input_ids"}}
 
 
 def _pixels(model: torch.nn.Module, names: Container[str]) -> dict[str, torch.Tensor]:
