@@ -5,10 +5,9 @@
 namespace flash_dmattn::cuda {
 
 // Divides many numbers by one divisor from 1 to 2^31 - 1, with a multiplication and a shift. It is exact for numbers
-// from
-// 0 to 2^31 - 1, after Granlund and Montgomery, Division by invariant integers using multiplication (PLDI 1994): with
-// 2^(bits - 1) < divisor <= 2^bits, n / divisor is n * (2^(31 + bits) / divisor + 1) / 2^(31 + bits), all rounded down,
-// and the multiplier has 32 bits.
+// from 0 to 2^31 - 1, after Granlund and Montgomery, Division by invariant integers using multiplication (PLDI 1994):
+// with 2^(bits - 1) < divisor <= 2^bits, n / divisor is n * (2^(31 + bits) / divisor + 1) / 2^(31 + bits), all rounded
+// down, and the multiplier has 32 bits.
 class Divisor {
  public:
   explicit constexpr Divisor(std::int32_t divisor) {

@@ -11,8 +11,7 @@ namespace flash_dmattn::cuda {
 namespace {
 
 // Rows are sorted in batches of this many keys, which limits the workspace to 16 bytes for each key of a batch. 8 rows
-// of
-// 524288 keys are one batch.
+// of 524288 keys are one batch.
 constexpr std::int64_t batch_keys = std::int64_t{1} << 22;
 constexpr std::int64_t batch_rows = 1024;
 
