@@ -58,7 +58,8 @@ def flash_dmattn_func(
     attn_bias: added to the scaled scores; shapes as attn_mask; dtype of query or float32. Values at or below
         -1e30 (bfloat16), -1e4 (float16) or finfo.min (float32) mask. Its gradient has its own shape.
         One that chooses keys is best in float32: in 16 bits many scores are equal, and rounding decides.
-    softmax_scale, scale: the factor on query . key, 1 / sqrt(D) by default. Two names of one thing.
+    softmax_scale, scale: the factor on query . key, 1 / sqrt(D) by default. Two names of one thing; 0 is refused. Scaled
+        scores are clamped to the range of float32, which a scale of 1e38 reaches.
     is_causal: query i sees keys up to i + Sk - Sq.
     softcap: c > 0 replaces a scaled score s by c * tanh(s / c).
     deterministic: gradients that are bit-identical from run to run; by default as set

@@ -46,6 +46,8 @@ BIAS = torch.zeros(2, 2, 9)
         (ValueError, "keep_window_size: got attn_bias of shape",
          {"keep_window_size": 9, "attn_bias": torch.zeros(2, 2, 9, 9)}),
         (ValueError, "scale: got 1e+300", {"scale": 1e300}),
+        (ValueError, "scale: got 0, expected another number", {"scale": 0}),
+        (ValueError, "softmax_scale: got 0, expected another number", {"softmax_scale": -0.0}),
         (ValueError, "softcap: got 1e+300", {"softcap": 1e300}),
         (TypeError, "unexpected keyword argument", {"keep_windw_size": 3}),
     ],
@@ -80,6 +82,7 @@ def test_numbers_that_are_flags_are_taken(flag):
         (TypeError, "is_causal: got 'False'", {"is_causal": "False"}),
         (ValueError, "selection: got 'bogus'", {"selection": "bogus"}),
         (ValueError, "block_table: got", {"block_table": torch.zeros(1, 1)}),
+        (ValueError, "softmax_scale: got 0", {"softmax_scale": 0}),
     ],
 )  # fmt: skip
 def test_of_packed_attention(error, message, options):
@@ -87,6 +90,13 @@ def test_of_packed_attention(error, message, options):
     with pytest.raises(error) as caught:
         flash_dmattn_varlen_func(*(t[0] for t in qkv()), offsets, offsets, **options)
     assert message in str(caught.value)
+
+
+def test_zero_in_the_place_of_flash_attentions_dropout_raises():
+    offsets = torch.tensor([0, 4, 9])
+    packed = (*(t[0] for t in qkv()), offsets, offsets, 5, 5)
+    with pytest.raises(ValueError, match="softmax_scale: got 0.*dropout_p.*leave it out"):
+        flash_dmattn_varlen_func(*packed, 0.0, is_causal=True)
 
 
 @pytest.mark.parametrize(
