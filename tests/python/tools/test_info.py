@@ -7,14 +7,28 @@ import sys
 import pytest
 import torch
 
+import flash_dmattn
 from flash_dmattn import flash_dmattn_func, is_available
 from flash_dmattn.__main__ import main
 from flash_dmattn.kernels import kernel_names, recorded_kernels
 
 
+def test_no_command_lists_the_commands(capsys):
+    assert main([]) == 2
+    listed = capsys.readouterr().err
+    assert all(f"\n    {command} " in listed for command in ("info", "demo", "check", "bench"))
+
+
+def test_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"flash_dmattn {flash_dmattn.__version__}\n"
+
+
 def test_where_float32_runs_on_a_gpu_is_printed(capsys):
     assert main(["info"]) == 0
-    on_gpu = "triton" if is_available("triton") else "no, it takes triton"
+    on_gpu = "triton" if is_available("triton") else "not available (needs triton)"
     assert f"float32 on CUDA GPUs: {on_gpu}" in capsys.readouterr().out
 
 
