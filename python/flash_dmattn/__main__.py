@@ -17,7 +17,9 @@ from .demo import options as demo_options
 
 def main(arguments: list[str] | None = None) -> int:
     parser = usage.Parser(prog="python -m flash_dmattn", description=flash_dmattn.__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    version = f"flash_dmattn {flash_dmattn.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     info = commands.add_parser("info", help="version, backends and why others cannot run, kernels")
     info_options.add_to(info)
     demo = commands.add_parser(
@@ -35,6 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
     bench = commands.add_parser("bench", help="time and memory beside the rivals that run here")
     bench_options.add_to(bench)
     parsed = parser.parse_args(arguments)
+    if parsed.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         backends()
         check_finite.enabled()

@@ -26,7 +26,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help=f"any of {', '.join(CASES)}; default: {' '.join(DEFAULT_CASES)}")  # fmt: skip
     add("--backend", nargs="+", choices=BACKENDS, help="ours; default: the best one that runs here")
     add("--against", type=_rivals, metavar="RIVALS",
-        help=f"of {','.join(RIVALS)}, or none; default: those of torch that run here without compiling")  # fmt: skip
+        help=f"rivals to compare with, from {','.join(RIVALS)}, or none; default: torch's own that need no compilation")  # fmt: skip
     add(
         "--dtype",
         "--dtypes",

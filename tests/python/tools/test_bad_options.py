@@ -93,7 +93,6 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about ma
         (["demo", "--window", "2000000000"], "--window: got '2000000000', expected an integer, 1 to 32768"),
         (["demo", "--batch-size", "2000000000"], "--batch-size: got '2000000000', expected an integer, 1 to 1024"),
         (["nonsense"], "invalid choice"),
-        ([], "required"),
     ],
 )  # fmt: skip
 def test_of_every_command(arguments, message, capsys, tmp_path):
