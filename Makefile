@@ -58,7 +58,7 @@ wheels: $(STAMPS)/tools $(STAMPS)/torch $(STAMPS)/wheels $(if $(filter cuda,$(WH
 
 .PHONY: bench
 bench: $(STAMPS)/package $(STAMPS)/demo ## measure against PyTorch on this machine (options: ARGS=...)
-	$(BIN)/python benchmarks/bench.py --record cpu --device cpu --threads 2 $(ARGS)
+	$(BIN)/python benchmarks/bench.py run --record cpu --device cpu --threads 2 $(ARGS)
 
 .PHONY: test
 test: check-format docs test-cpp test-sanitize test-python test-transformers-4 test-kernels test-cuda-build ## everything a change has to pass

@@ -4,17 +4,14 @@
 //   cmake --preset bench && cmake --build --preset bench
 //   build/bench/benchmarks/bench_core n=8192 d=64 w=1024 dtype=bf16 threads=2
 //
-// It prints the median of `repeats` runs after one warm-up. A TFLOP/s counts visible
-// (query, key) elements only: 4 D flops for each, per query head, forward, 10 D backward.
+// A time is the median of `repeats` runs after one warm-up.
 
 #include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
-#include <exception>
 #include <map>
 #include <memory>
 #include <random>
@@ -24,14 +21,16 @@
 #include <string_view>
 #include <vector>
 
+#include "bench.h"
 #include "flash_dmattn/flash_dmattn.h"
 #include "float_types.h"
 
 namespace fd = flash_dmattn;
+namespace bench = flash_dmattn::benchmark;
 
 namespace {
 
-// The name=value arguments; every one has a default.
+// The arguments of the form name=value; every one has a default.
 class Options {
  public:
   explicit Options(std::span<char*> arguments) {
@@ -39,7 +38,9 @@ class Options {
       const std::size_t equals = argument.find('=');
       const auto known = values_.find(std::string(argument.substr(0, equals)));
       if (equals == std::string_view::npos || known == values_.end()) {
-        throw std::invalid_argument("'" + std::string(argument) + "': expected " + help());
+        std::string expected;
+        for (const auto& [name, value] : values_) expected += " " + name + "=" + value;
+        throw std::invalid_argument("got " + std::string(argument) + ", expected" + expected);
       }
       known->second = argument.substr(equals + 1);
     }
@@ -49,12 +50,6 @@ class Options {
   std::int64_t number(const std::string& name) const { return std::stoll(values_.at(name)); }
 
  private:
-  std::string help() const {
-    std::string text;
-    for (const auto& [name, value] : values_) text += " " + name + "=" + value;
-    return text.substr(1);
-  }
-
   std::map<std::string, std::string> values_ = {
       {"b", "1"},    {"h", "8"},       {"hkv", "8"},     {"n", "8192"},    {"d", "64"},
       {"w", "1024"}, {"dtype", "f32"}, {"threads", "0"}, {"repeats", "7"}, {"backend", ""},
@@ -65,7 +60,7 @@ fd::DType dtype_of(const std::string& name) {
   for (const fd::DType dtype : {fd::DType::f32, fd::DType::bf16, fd::DType::f16}) {
     if (name == fd::name_of(dtype)) return dtype;
   }
-  throw std::invalid_argument("dtype: got '" + name + "', expected f32, bf16 or f16");
+  throw std::invalid_argument("dtype: got " + name + ", expected f32, bf16 or f16");
 }
 
 // Elements of one dtype, in bytes.
@@ -112,7 +107,6 @@ class Runner {
  public:
   explicit Runner(int threads) : pool_(threads) {}
 
-  int threads() const { return pool_.threads(); }
   fd::Execution execution() { return pool_.execution(); }
 
   fd::Execution with(std::size_t bytes) {
@@ -134,14 +128,12 @@ double measure(std::int64_t repeats, Function&& function) {
   using Clock = std::chrono::steady_clock;
   function();
   std::vector<double> times;
-  for (std::int64_t i = 0; i < std::max<std::int64_t>(repeats, 1); ++i) {
+  for (std::int64_t i = 0; i < repeats; ++i) {
     const auto start = Clock::now();
     function();
     times.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
   }
-  const auto middle = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2);
-  std::nth_element(times.begin(), middle, times.end());
-  return *middle;
+  return bench::median(times);
 }
 
 void run(const Options& options) {
@@ -176,10 +168,6 @@ void run(const Options& options) {
     fd::select_key_intervals(selection,
                              runner.with(fd::select_workspace_size(selection, runner.execution())));
   });
-  std::int64_t pairs = 0;  // of all kv heads
-  for (const fd::KeyInterval& interval : intervals) {
-    pairs += std::max(interval.last - interval.first, 0);
-  }
 
   const fd::Problem problem = {
       .batch = batch,
@@ -251,29 +239,16 @@ void run(const Options& options) {
     fd::backward(backward, runner.with(bytes), backend);
   });
 
-  for (const fd::BackendInfo& info : fd::backends()) {
-    std::printf("%s: %s\n", std::string(info.name).c_str(), info.reason.c_str());
-  }
-  const auto dense_pairs = static_cast<double>(batch * heads_kv) * static_cast<double>(seqlen) *
-                           static_cast<double>(seqlen + 1) / 2;
-  std::printf("%d threads, %lld visible pairs (%.1f %% of causal), schedule of %zu bytes\n",
-              runner.threads(), static_cast<long long>(pairs),
-              100 * static_cast<double>(pairs) / dense_pairs, schedule.bytes());
-  const double flops = static_cast<double>(pairs * (heads_q / heads_kv) * head_dim);
-  std::printf("select    %9.3f ms\n", select_ms);
-  std::printf("schedule  %9.3f ms\n", schedule_ms);
-  std::printf("forward   %9.3f ms  %.3f TFLOP/s\n", forward_ms, 4 * flops / forward_ms * 1e-9);
-  std::printf("backward  %9.3f ms  %.3f TFLOP/s\n", backward_ms, 10 * flops / backward_ms * 1e-9);
+  bench::print({.title = bench::title("per_query", problem, options.number("w")),
+                .side = "cpu",
+                .dtype = dtype,
+                .forward = forward_ms,
+                .backward = backward_ms,
+                .parts = {{"select", select_ms}, {"schedule", schedule_ms}}});
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  try {
-    run(Options({argv + 1, static_cast<std::size_t>(argc - 1)}));
-    return 0;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "error: %s\n", error.what());
-    return 1;
-  }
+  return bench::run_main([&] { run(Options({argv + 1, static_cast<std::size_t>(argc - 1)})); });
 }

@@ -1,4 +1,4 @@
-"""python -m flash_dmattn {info,check,bench,demo}"""
+"""python -m flash_dmattn {info,check,demo}"""
 
 import argparse
 import os
@@ -10,7 +10,6 @@ import flash_dmattn
 from . import check_finite, usage
 from . import info as info_options
 from .availability import backends
-from .benchmark import options as bench_options
 from .check import options as check_options
 from .demo import options as demo_options
 
@@ -32,8 +31,6 @@ def main(arguments: list[str] | None = None) -> int:
         epilog=check_options.EXIT_STATUS,
     )
     check_options.add_to(check)
-    bench = commands.add_parser("bench", help="time and memory beside the rivals that run here")
-    bench_options.add_to(bench)
     parsed = parser.parse_args(arguments)
     try:
         backends()
@@ -57,10 +54,6 @@ def _run(parsed: argparse.Namespace) -> int:
         from .check.run import check as run_check
 
         return run_check(parsed)
-    if parsed.command == "bench":
-        from .benchmark.run import bench as run_bench
-
-        return run_bench(parsed)
     try:
         from .demo.run import run
 

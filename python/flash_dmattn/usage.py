@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-PICTURES = (".pdf", ".png", ".svg")
 CUDA_FAMILIES = ("sm90", "sm80")  # also where this build has no CUDA kernels
 _MOST = 2**31 - 1  # that fits the integers of torch
 
@@ -55,39 +53,11 @@ def _or_else(message: str) -> Iterator[None]:
         raise argparse.ArgumentTypeError(f"{message}: {error.strerror}") from None
 
 
-def output_file(text: str) -> Path:
-    path = Path(text)  # without a slash or a dot at its end, by which a folder is meant
-    with _or_else(f"got {text}, expected a file to write"):
-        if os.path.basename(text) in ("", ".", "..") or path.is_dir():
-            raise argparse.ArgumentTypeError(f"got {text!r}, which is a folder, expected a file")
-        # A link to nothing is there and cannot be written to.
-        if os.path.lexists(path) and not os.access(path, os.W_OK):
-            raise argparse.ArgumentTypeError(f"got {text}, which cannot be written to")
-        _expect_writable(path.parent, text)
-    return path
-
-
 def output_folder(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("got '', expected a folder")
     with _or_else(f"got {text}, expected a folder"):
         _expect_writable(Path(text), text)
-    return Path(text)
-
-
-def picture_file(text: str) -> Path:
-    path = output_file(text)
-    if path.suffix not in PICTURES:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a name in {', '.join(PICTURES)}")
-    return path
-
-
-def input_file(text: str) -> Path:
-    expected = f"got {text}, expected a file that can be read"
-    with _or_else(expected):
-        if not stat.S_ISREG(os.stat(text).st_mode):  # whose opening does not wait for a writer
-            raise argparse.ArgumentTypeError(expected)
-        open(text, "rb").close()
     return Path(text)
 
 

@@ -12,22 +12,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..check.memory import peak_bytes
+from flash_dmattn.check.memory import peak_bytes
 
-# A GPU's clock follows its load with a delay: no case may be timed at the clock that the case before has left.
+# A GPU's clock follows its load with a delay: without a warm-up a case would be timed at the clock of the case before it.
 _SECONDS_OF_WARM_UP = 0.5
-_SECONDS_OF_REPLAYS = 0.1  # before those of a graph that count
-_CYCLES_AHEAD = (
-    2_000_000  # about a millisecond, in which Python runs ahead of the GPU, as in training
-)
+_SECONDS_OF_REPLAYS = 0.1  # of a graph, before the replays that count
+_CYCLES_AHEAD = 2_000_000  # about a millisecond, in which Python runs ahead of the GPU
 
 
 @dataclass(frozen=True)
 class Step:
-    """A forward, the inputs by which it is differentiated, and the gradient of its output."""
+    """A forward, the inputs that it is differentiated by, and the gradient of its output."""
 
     forward: Callable[[], Tensor]
-    leaves: list[Tensor]  # none where a side has no backward
+    leaves: list[Tensor]  # empty where a side has no backward
     dout: Tensor
     mask_bytes: int = 0  # of a mask that was made for this side alone
 
@@ -39,7 +37,7 @@ class Step:
 class Cost:
     forward_ms: float
     backward_ms: float | None  # None: the side has no backward
-    peak_bytes: int  # of forward and backward together, beyond queries, keys, values and biases
+    peak_bytes: int  # of forward and backward together, beyond query, key, value and bias
 
 
 def timed(call: Callable, device: str, *arguments: object) -> tuple[float, object]:
@@ -57,10 +55,23 @@ def timed(call: Callable, device: str, *arguments: object) -> tuple[float, objec
     return begin.elapsed_time(end), result
 
 
-def graph_ms(calls: list[Callable[[], object]], at_least: int, repeats: int) -> float:
-    """Milliseconds of one of these calls, one behind the other in a CUDA graph of `at_least` calls or more: the median of
-    its replays. A call that cannot run raises before anything is captured."""
-    rounds = math.ceil(at_least / len(calls))
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def elapsed_ms(call: Callable[[], object], device: str) -> float:
+    """Milliseconds until the call has ended on the device, launches included."""
+    wait(device)
+    start = time.perf_counter()
+    call()
+    wait(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def captured(calls: list[Callable[[], object]], rounds: int = 1) -> Callable[[], None]:
+    """The replay of a CUDA graph of these calls, `rounds` times. Each call runs before the capture, which raises if it
+    cannot run."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -71,25 +82,36 @@ def graph_ms(calls: list[Callable[[], object]], at_least: int, repeats: int) -> 
     with torch.cuda.graph(graph, stream=side):
         for call in calls * rounds:
             call()
+    return graph.replay
+
+
+def graph_ms(calls: list[Callable[[], object]], at_least: int, repeats: int) -> float:
+    """Milliseconds of one of these calls in a CUDA graph of `at_least` calls or more: the median of its replays."""
+    rounds = math.ceil(at_least / len(calls))
+    replay = captured(calls, rounds)
     start = time.perf_counter()
     while time.perf_counter() - start < _SECONDS_OF_REPLAYS:
-        graph.replay()
-        torch.cuda.synchronize()
-    times = [timed(graph.replay, "cuda")[0] for _ in range(repeats)]
+        elapsed_ms(replay, "cuda")
+    times = [timed(replay, "cuda")[0] for _ in range(repeats)]
     return statistics.median(times) / (rounds * len(calls))
 
 
-def median_ms(call: Callable[[], object], device: str, repeats: int) -> float:
-    """After one call that warms up."""
-    call()
-    return statistics.median(timed(call, device)[0] for _ in range(repeats))
+def kernels(call: Callable[[], object]) -> tuple[int, float]:
+    """How many kernels and copies a call launches, and the sum of their milliseconds."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    on_gpu = torch.autograd.DeviceType.CUDA
+    events = [event for event in profile.key_averages() if event.device_type == on_gpu]
+    total = sum(event.self_device_time_total for event in events)
+    return sum(event.count for event in events), total / 1e3
 
 
 def costs(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Cost]:
     """Of every side: medians of `repeats` rounds, after rounds that warm up. The order of the sides is drawn anew for
-    each round, so that neither a drifting clock nor the side before favours one. A round times all forwards, then all
-    backwards: a call starts at the clock that the one before has left, 1.65 to 1.68 GHz after long forwards of an H200,
-    1.70 to 1.82 after backwards, and a side without a backward would leave the lower one to the next side's forward."""
+    each round, so that neither a drifting clock nor the preceding side favours one. A round times all forwards, then all
+    backwards, because a call starts at the clock that the preceding one has left. On an H200 that is 1.65 to 1.68 GHz
+    after long forwards and 1.70 to 1.82 GHz after backwards: a side without a backward would slow the next forward."""
     draw = random.Random(0)
 
     def in_any_order() -> list[str]:
@@ -110,19 +132,17 @@ def costs(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Cost]:
     while device != "cpu" and time.perf_counter() - begin < _SECONDS_OF_WARM_UP:
         one_round()
     rounds = [one_round() for _ in range(repeats)]
-    medians = {
-        name: map(statistics.median, zip(*(times[name] for times in rounds), strict=True))
-        for name in steps
-    }
     found = {}
     for name, step in steps.items():
-        forward, backward = medians[name]
+        forward, backward = map(
+            statistics.median, zip(*(times[name] for times in rounds), strict=True)
+        )
         found[name] = Cost(forward, backward if step.leaves else None, peak_of(step, device))
     return found
 
 
 def peak_of(step: Step, device: str) -> int:
-    """Outputs, gradients, intermediate tensors, and the mask."""
+    """Bytes of outputs, gradients, intermediate tensors, and the mask."""
 
     def run():
         out = step.forward()

@@ -1,21 +1,23 @@
-"""The measured work: rows of cases, by name."""
+"""Attention that is measured: cases by name."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 
 DENSE, PER_QUERY, GLOBAL, SLIDING = "dense causal", "per_query", "global", "sliding"
 DOCUMENTS, DENSE_MASKS = "documents", "dense_masks"
-OLD_NAMES = {"pairs": DENSE_MASKS}  # of kinds and cases in records
+KINDS = (DENSE, PER_QUERY, GLOBAL, SLIDING, DOCUMENTS, DENSE_MASKS)
+_TITLE = re.compile(rf"({'|'.join(KINDS)}) B(\d+) H(\d+)(?: Hkv(\d+))? N(\d+) D(\d+)(?: w(\d+))?")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """Causal attention of `batch` sequences.
 
-    kind: DENSE; PER_QUERY and GLOBAL: of every query the `window` keys with the highest bias, one bias per
+    kind: DENSE; PER_QUERY and GLOBAL: a query sees the `window` keys with the highest bias, one bias per
         key; SLIDING: the last `window` keys; DOCUMENTS: packed documents of `window` tokens each; DENSE_MASKS:
-        a dense mask and bias, about `window` random keys of those a query may see.
+        a dense mask and bias, about `window` random keys per query.
     """
 
     kind: str
@@ -33,6 +35,17 @@ class Case:
         window = f" w{self.window}" if self.window else ""
         return f"{self.kind} B{self.batch} {heads} N{self.seqlen} D{self.head_dim}{window}"
 
+    @classmethod
+    def parse(cls, title: str) -> Case | None:
+        """The case of this title; None for that of other work."""
+        found = _TITLE.fullmatch(title)
+        if found is None:
+            return None
+        batch, heads_q, heads_kv, seqlen, head_dim, window = (
+            number and int(number) for number in found.groups()[1:]
+        )
+        return cls(found[1], seqlen, head_dim, window, heads_q, heads_kv or heads_q, batch)
+
     @property
     def pairs(self) -> int:
         """Visible (query, key) pairs of all heads: query i sees min(i + 1, window) keys."""
@@ -42,7 +55,7 @@ class Case:
         return self.batch * self.heads_q * (first + later)
 
     def useful_flops(self, direction: str) -> int:
-        """2 products of 2 D flops a (query, key) pair forward, 5 backward."""
+        """Two products of 2 D FLOPs per (query, key) pair forward, five backward."""
         return {"forward": 4, "backward": 10}[direction] * self.head_dim * self.pairs
 
 
@@ -90,20 +103,22 @@ CASES = {
 NAMES = tuple(dict.fromkeys(name for table in CASES.values() for name in table))
 
 
-def cases_of(
-    device: str,
-    names: list[str],
-    seqlens: list[int] | None = None,
-    windows: list[int] | None = None,
-) -> list[Case]:
-    """The cases of these names, each once; `seqlens` and `windows` replace their own."""
-    found = [case for name in names for case in CASES[device].get(OLD_NAMES.get(name, name), [])]
-    if seqlens:
-        found = [dataclasses.replace(case, seqlen=n) for case in found for n in seqlens]
-    if windows:
-        found = [
-            dataclasses.replace(case, window=w) if case.window else case
-            for case in found
-            for w in windows
-        ]
+def cases_of(device: str, name: str, lengths=None, windows=None) -> list[Case]:
+    """The cases of a name; `lengths` and `windows` replace their own."""
+    found = [
+        dataclasses.replace(case, seqlen=n, window=w)
+        for case in CASES[device].get(name, [])
+        for n in lengths or [case.seqlen]
+        for w in (windows if windows and case.window else [case.window])
+    ]
     return list(dict.fromkeys(found))
+
+
+def useful_tflops(row: dict) -> tuple[float | None, float | None] | None:
+    """Of a row's forward and backward, None where that was not measured; None for other work than attention."""
+    case = Case.parse(row["case"])
+    if case is None:
+        return None
+    return tuple(
+        row[way] and case.useful_flops(way) / row[way] * 1e-9 for way in ("forward", "backward")
+    )

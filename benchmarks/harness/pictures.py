@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+import matplotlib.pyplot as plt  # noqa: E402
+
+from .cases import Case  # noqa: E402
 
 _COLOURS = {
     "cuda": "tab:blue", "cpu": "tab:blue", "triton": "tab:cyan", "sdpa": "tab:gray", "flex": "tab:orange",
@@ -26,8 +29,9 @@ _FIXED = ("kind", "batch", "heads_q", "heads_kv", "head_dim")
 
 
 def seconds(row: dict) -> float | None:
-    backward = row["backward_ms"]
-    return None if backward is None else (row["forward_ms"] + backward) / 1e3
+    """Of forward and backward."""
+    backward = row["backward"]
+    return None if backward is None else (row["forward"] + backward) / 1e3
 
 
 def memory(row: dict) -> float | None:
@@ -35,20 +39,24 @@ def memory(row: dict) -> float | None:
 
 
 def sweep(rows: Iterable[dict], along: str) -> list[dict]:
-    """Rows of one kind of work that differ in `along` alone: the largest such set with several values."""
+    """Rows of one kind of attention that differ in `along` alone: the largest such set with several values. A row has
+    the fields of its case, too."""
     other = "window" if along == "seqlen" else "seqlen"
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
-        if row.get(along):  # dense attention has no window
-            groups.setdefault(tuple(row[key] for key in (*_FIXED, other)), []).append(row)
+        case = Case.parse(row["case"])
+        fields = dataclasses.asdict(case) if case else {}
+        if fields.get(along):  # dense attention has no window
+            group = tuple(fields[key] for key in (*_FIXED, other))
+            groups.setdefault(group, []).append(row | fields)
     sizes = {key: len({row[along] for row in group}) for key, group in groups.items()}
     best = max(groups, key=lambda key: sizes[key], default=None)
     return groups[best] if best is not None and sizes[best] > 1 else []
 
 
-def _label(who: str, row: dict) -> str:
-    masked = who == "sdpa" and row["window"]
-    return _LABELS[who] + (", N×N mask" if masked else "")
+def _label(side: str, row: dict) -> str:
+    masked = side == "sdpa" and row["window"]
+    return _LABELS[side] + (", N×N mask" if masked else "")
 
 
 def draw_sweep(
@@ -56,15 +64,15 @@ def draw_sweep(
 ) -> None:
     """A line for every side and dtype, log-log."""
     one = rows[0]
-    for who, dtype in dict.fromkeys((row["who"], row["dtype"]) for row in rows):
-        mine = [row for row in rows if (row["who"], row["dtype"]) == (who, dtype)]
+    for side, dtype in dict.fromkeys((row["side"], row["dtype"]) for row in rows):
+        mine = [row for row in rows if (row["side"], row["dtype"]) == (side, dtype)]
         points = {row[along]: value(row) for row in mine if value(row) is not None}
         if not points:
             continue
         marker, style = _STYLES[dtype]
         axes.loglog(
             *zip(*sorted(points.items()), strict=True), marker=marker, linestyle=style, markersize=4,
-            color=_COLOURS[who], label=f"{_label(who, one)}, {dtype}",
+            color=_COLOURS[side], label=f"{_label(side, one)}, {dtype}",
         )  # fmt: skip
     ticks = sorted({row[along] for row in rows})
     axes.set_xticks(ticks, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in ticks])

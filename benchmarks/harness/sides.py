@@ -1,4 +1,4 @@
-"""The measured sides: our backends, and the rivals in torch. All get the same numbers."""
+"""The measured sides of attention: our backends, and the rivals. All get the same numbers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..availability import get_available_backends
-from ..check.memory import bytes_of
-from ..flash_dmattn_interface import flash_dmattn_func_auto
-from ..key_intervals import (
+from flash_dmattn import (
     KeyIntervals,
+    flash_dmattn_func_auto,
+    get_available_backends,
     packed_documents,
     select_key_intervals,
     sliding_window,
 )
-from ..visibility import Visibility
+from flash_dmattn.availability import unavailable_reason
+from flash_dmattn.check.memory import bytes_of
+
 from .cases import DENSE, DENSE_MASKS, DOCUMENTS, GLOBAL, PER_QUERY, SLIDING, Case
 from .clock import Step
 
 OURS = ("cuda", "triton", "cpu")
-
-
 MODULES = {"fa3": "fa3_fwd_interface", "fa4": "flash_attn.cute"}  # of rivals outside torch
 
 
@@ -112,7 +111,7 @@ def _torchs(inputs: Inputs, mask: Tensor | None = None, backend: SDPBackend | No
         options, group = {"is_causal": True, "enable_gqa": group > 1}, 1
 
     def forward():
-        # With enable_gqa and a mask torch would hold the N x N scores: it repeats keys here, as its users do.
+        # With enable_gqa and a mask torch would hold the N x N scores: keys are repeated, as its users do.
         keys, values = k, v
         if group > 1:
             keys, values = (t.repeat_interleave(group, 1) for t in (k, v))
@@ -153,8 +152,6 @@ def _dense_only(backend: SDPBackend) -> Callable[[Inputs], Step]:
     def build(inputs: Inputs) -> Step:
         if inputs.case.kind != DENSE:
             raise Declined("has no masks")
-        if inputs.q.device.type != "cuda":
-            raise Declined("needs a GPU")
         return _torchs(inputs, backend=backend)
 
     return build
@@ -162,7 +159,8 @@ def _dense_only(backend: SDPBackend) -> Callable[[Inputs], Step]:
 
 def _flex(inputs: Inputs) -> Step:
     """torch's FlexAttention itself; its mask, by blocks and by elements, is ready before the clock starts."""
-    from ..flex import compiled_flex, masking
+    from flash_dmattn.flex import compiled_flex, masking
+    from flash_dmattn.visibility import Visibility
 
     case, intervals = inputs.case, inputs.intervals
     if case.kind in (PER_QUERY, GLOBAL):
@@ -209,18 +207,6 @@ def _imported(rival: str):
         raise Declined(f"cannot import {module}: {error}") from error
 
 
-def reason_against(rival: str, device: str) -> str:
-    """Why a rival runs no case on this device; "" if it may run some."""
-    if rival != "sdpa" and device != "cuda":
-        return "needs a GPU"
-    try:
-        if rival in MODULES:
-            _imported(rival)
-    except Declined as reason:
-        return str(reason)
-    return ""
-
-
 def expect_memory(needed: int, what: str, device: torch.device | str) -> None:
     """Raises Declined for more bytes than the device has."""
     if torch.device(device).type == "cuda":
@@ -241,10 +227,27 @@ RIVALS: dict[str, Callable[[Inputs], Step]] = {
 }
 
 
+NAMES = (*OURS, *RIVALS)
+
+
 def build(name: str, inputs: Inputs) -> Step:
     """The step of a side. Raises Declined where it does not run the case."""
-    if name in OURS and name not in get_available_backends():
-        raise Declined(f"the backend {name} does not run here")
-    if name in RIVALS:
-        return RIVALS[name](inputs)
-    return _our(name, inputs)
+    return RIVALS[name](inputs) if name in RIVALS else _our(name, inputs)
+
+
+def expect_runs(name: str, device: str) -> None:
+    """Raises Declined for a side that runs no case on this device."""
+    if device not in {"cpu": ("cpu",), "sdpa": ("cpu", "cuda")}.get(name, ("cuda",)):
+        raise Declined(f"does not run on {device}")
+    if name in OURS and (reason := unavailable_reason(name)):
+        raise Declined(reason)
+    if name in MODULES:
+        _imported(name)
+
+
+def default_sides(device: str) -> list[str]:
+    """Our best backend and torch's implementations that run without compiling."""
+    if device == "cpu":
+        return ["cpu", "sdpa"]
+    ours = [name for name in get_available_backends() if name in OURS]
+    return [*ours[:1], "sdpa", "fa2", "cudnn"]

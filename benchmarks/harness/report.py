@@ -1,23 +1,21 @@
-"""Writes the tables and pictures of the documents from the newest records, so that none is ever typed by hand.
-
-python benchmarks/report.py
-"""
+"""Writes the tables and pictures of the documents from the newest records, so that none is ever typed by hand."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from flash_dmattn import KVSlots, select_key_intervals
-from flash_dmattn.benchmark import pictures
-from flash_dmattn.benchmark.record import read
-
-# After pictures, which chooses how matplotlib draws.
-import matplotlib.pyplot as plt  # isort: skip
 import torch
 
-ROOT = Path(__file__).parent.parent
-RECORDS = ROOT / "benchmarks" / "records"
+from flash_dmattn import KVSlots, select_key_intervals
+
+from . import pictures
+from .cases import Case, useful_tflops
+from .machine import RECORDS
+from .pictures import plt  # after pictures has chosen how matplotlib draws
+from .record import TIMES, both_ways, read
+
+ROOT = RECORDS.parents[1]
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
 PANELS = IMAGES / "panels"
@@ -42,6 +40,7 @@ README_CASES = {
     "dense_masks B1 H2 Hkv1 N32768 D64 w1024",
 }
 
+_TOKEN_CASE = re.compile(r"token after (\d+), (.*)")
 TOKENS_BEFORE = (256, 1024, 4096, 16384)  # the columns of the table of a generated token
 
 
@@ -54,60 +53,70 @@ def newest_records(suffix: str) -> list[tuple[str, dict]]:
 def table(records: list[tuple[str, dict]], to_root: str = "", cases: set[str] | None = None) -> str:
     """A block per machine, a Markdown row per case and dtype: ours, and the rivals of the same run.
 
-    to_root: the relative path from the document to the root. cases: the rows to write; None: all.
+    to_root: the relative path from the document to the root. cases: the rows to write; None: all of attention.
     """
     lines = []
     for path, record in records:
         rows = [
             row
-            for row in record["speed"]
-            if "forward_ms" in row and (cases is None or row["case"] in cases)
+            for row in record["rows"]
+            if Case.parse(row["case"]) and (cases is None or row["case"] in cases)
         ]
-        sides = list(dict.fromkeys(row["who"] for row in rows))
+        sides = list(dict.fromkeys(row["side"] for row in rows))
         work: dict[tuple[str, str], dict[str, dict]] = {}
         for row in rows:
-            work.setdefault((row["case"], row["dtype"]), {})[row["who"]] = row
-        about = record["machine"]
-        threads = f" ({about['isa']}), {about['threads']} threads" if "threads" in about else ""
+            work.setdefault((row["case"], row["dtype"]), {})[row["side"]] = row
         lines += [
-            f"{about['name']}{threads}, torch {record['torch']}, commit `{record['commit']}` ([record]({to_root}{path})); "
-            "ms, forward / backward:",
+            f"{_source(path, record, to_root)}; ms, forward / backward:",
             "",
-            f"| work | dtype | {' | '.join(NAMES[who] for who in sides)} | {NAMES[sides[0]]}, useful TFLOP/s |",
+            f"| work | dtype | {' | '.join(NAMES[side] for side in sides)} | {NAMES[sides[0]]}, useful TFLOP/s |",
             f"|---|---|{'---|' * len(sides)}---|",
         ]
         for (case, dtype), found in work.items():
-            times = [_both(found[who], "ms") if who in found else "" for who in sides]
-            rate = _both(found[sides[0]], "useful_tflops")
-            lines.append(f"| {_title(case)} | {dtype} | {' | '.join(times)} | {rate} |")
+            times = [both_ways(found[side]) if side in found else "" for side in sides]
+            rates = dict(zip(TIMES, useful_tflops(found[sides[0]]), strict=True))
+            cells = [_title(case), dtype, *times, both_ways(rates)]
+            lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
 
 
+def _source(path: str, record: dict, to_root: str) -> str:
+    """Where numbers come from: the machine, the version of torch, the commit, and a link to the record."""
+    about = record["machine"]
+    threads = ""
+    if "threads" in about:
+        count = about["threads"]
+        threads = f" ({about['isa']}), {count} {'thread' if count == 1 else 'threads'}"
+    return (
+        f"{about['name']}{threads}, torch {record['versions']['torch']}, commit `{record['commit']}` "
+        f"([record]({to_root}{path}))"
+    )
+
+
 def token_table(path: str, record: dict) -> str:
     """A generated token with either cache, a column per length of the text before it."""
-    about, model = record["machine"], record["model"]
-    costs = {(row["who"], row["tokens_before"]): row for row in record["token"]}
-    lengths = [n for n in TOKENS_BEFORE if ("eager", n) in costs]
+    found = {}
+    for row in record["rows"]:
+        if title := _TOKEN_CASE.fullmatch(row["case"]):
+            found[row["side"], int(title[1])] = row
+            model = title[2]
+    lengths = [n for n in TOKENS_BEFORE if ("eager", n) in found]
     sides = {
         "eager": ("eager attention, `DynamicCache`", "its keys and values"),
-        "flash_dmattn": ("ours, `DynamicMaskCache`", "its slots"),
+        "ours": ("ours, `DynamicMaskCache`", "its slots"),
     }
-    threads = "one thread" if about["threads"] == 1 else f"{about['threads']} threads"
     lines = [
-        f"On a CPU, a token of the demo's model ({model['num_hidden_layers']} layers, hidden {model['hidden_size']}, "
-        f"{model['num_attention_heads']} heads of {model['hidden_size'] // model['num_attention_heads']}, {model['num_key_value_heads']} key heads, "
-        f"w = {model['keep_window_size']}, float32, batch 1), {threads} of an {about['name']} ({about['isa']}), "
-        f"torch {record['torch']}, commit `{record['commit']}` ([record](../{path})); the fastest of many:",
+        f"A token of a {model}, float32, batch 1: {_source(path, record, '../')}; the fastest of many:",
         "",
         f"| tokens before | {' | '.join(f'{n:,}' for n in lengths)} |",
         f"|---|{'---|' * len(lengths)}",
     ]
-    for who, (times, memory) in sides.items():
-        found = [costs[who, n] for n in lengths]
-        cells = [f"{row['ms']:.1f} ms, {row['tokens_per_s']:.0f} tokens/s" for row in found]
+    for side, (times, memory) in sides.items():
+        rows = [found[side, n] for n in lengths]
+        cells = [f"{row['forward']:.1f} ms, {1e3 / row['forward']:.0f} tokens/s" for row in rows]
         lines.append(f"| {times} | {' | '.join(cells)} |")
-        cells = [f"{row['cache_mib']:.1f} MiB" for row in found]
+        cells = [f"{row['cache_mib']:.1f} MiB" for row in rows]
         lines.append(f"| {memory} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -115,12 +124,6 @@ def token_table(path: str, record: dict) -> str:
 def _title(case: str) -> str:
     kind, _, rest = case.partition(" ")
     return f"{KINDS.get(kind, kind)} {rest}"
-
-
-def _both(row: dict, unit: str) -> str:
-    """Three digits of either direction."""
-    values = (row[f"{way}_{unit}"] for way in ("forward", "backward"))
-    return " / ".join("–" if x is None else f"{x:.0f}" if x >= 100 else f"{x:.3g}" for x in values)
 
 
 def put_between_markers(text: str, name: str, content: str) -> str:
@@ -197,7 +200,7 @@ def draw_slots(path: Path) -> None:
 def draw_overview(record: dict, path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     draw_intervals(axes[0])
-    rows = pictures.sweep(record["speed"], "seqlen")
+    rows = pictures.sweep(record["rows"], "seqlen")
     pictures.draw_sweep(axes[1], rows, "seqlen", pictures.seconds)
     axes[1].legend(fontsize=7, loc="lower right")
     pictures.save(figure, path)
@@ -208,36 +211,45 @@ def draw_panels(on_cpu: dict, on_gpu: dict) -> None:
     figure, axes = plt.subplots(figsize=pictures.PANEL, layout="constrained")
     draw_intervals(axes)
     pictures.save(figure, PANELS / "intervals.svg")
-    pictures.draw_panels(on_cpu["speed"], PANELS, "cpu")
-    pictures.draw_panels(on_gpu["speed"], PANELS, "gpu")
+    pictures.draw_panels(on_cpu["rows"], PANELS, "cpu")
+    pictures.draw_panels(on_gpu["rows"], PANELS, "gpu")
 
 
-def write_tables(document: Path, tables: dict[str, str]) -> None:
+def with_tables(document: Path, tables: dict[str, str]) -> str:
+    """The text of a document with these tables, by the names of their markers."""
     text = document.read_text()
     for name, content in tables.items():
         text = put_between_markers(text, name, content)
-    document.write_text(text)
+    return text
 
 
-def main() -> None:
+def documents() -> dict[Path, dict[str, str]]:
+    """The tables of the newest records, by document."""
     on_cpus, on_gpus = newest_records("cpu"), newest_records("torch")
-    short = {
-        f"{name} table": table(found, cases=README_CASES)
-        for name, found in (("cpu", on_cpus), ("gpu", on_gpus))
+    found = {
+        ROOT / "README.md": {
+            "cpu table": table(on_cpus, cases=README_CASES),
+            "gpu table": table(on_gpus, cases=README_CASES),
+        },
+        DOCS / "benchmarks.md": {
+            "cpu table": table(on_cpus, "../"),
+            "gpu table": table(on_gpus, "../"),
+        },
+        DOCS / "kernels" / "triton.md": {"triton table": table(newest_records("triton"), "../../")},
     }
-    write_tables(ROOT / "README.md", short)
-    full = {"cpu table": table(on_cpus, "../"), "gpu table": table(on_gpus, "../")}
-    write_tables(DOCS / "benchmarks.md", full)
-    triton = table(newest_records("triton"), "../../")
-    write_tables(DOCS / "kernels" / "triton.md", {"triton table": triton})
-    for found in newest_records("token"):
-        write_tables(DOCS / "generation.md", {"token table": token_table(*found)})
-    draw_overview(on_cpus[0][1], IMAGES / "overview.svg")
+    for path, record in newest_records("token"):
+        if "threads" in record["machine"]:  # of a CPU
+            found[DOCS / "generation.md"] = {"token table": token_table(path, record)}
+    return found
+
+
+def write_all() -> int:
+    for document, tables in documents().items():
+        document.write_text(with_tables(document, tables))
+    on_cpu = newest_records("cpu")[0][1]
+    draw_overview(on_cpu, IMAGES / "overview.svg")
     draw_slots(IMAGES / "slots.svg")
     for _, record in newest_records("sweeps"):
-        pictures.draw(record["speed"], IMAGES / "cost.svg")
-        draw_panels(on_cpus[0][1], record)
-
-
-if __name__ == "__main__":
-    main()
+        pictures.draw(record["rows"], IMAGES / "cost.svg")
+        draw_panels(on_cpu, record)
+    return 0
