@@ -11,8 +11,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
-# Compiling the CUDA kernels takes minutes on few cores: by default only where there is a GPU to run them.
-CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
+CUDA ?= AUTO
 ARGS ?=
 
 # Warnings are errors where the compiler is known (CI), not on every newcomer's machine.
@@ -21,7 +20,8 @@ WERROR := $(if $(CI),ON,OFF)
 COMPILER := $(if $(filter default undefined,$(origin CXX)),c++,$(CXX))
 BIN := $(CURDIR)/.venv/bin
 # Not every module that is installed is compiled, by pip on one core, but those that are imported, when they first are.
-PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP_INSTALL := $(PIP) --quiet install --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 STAMPS := .venv/.stamps
 CMAKE_OPTIONS = -D FLASH_DMATTN_WERROR=$(WERROR) -D GTest_ROOT=$(CURDIR)/build/googletest/usr
@@ -41,7 +41,7 @@ help: ## this list
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1|\2/p' Makefile | column -t -s '|'
 
 .PHONY: build
-build: $(STAMPS)/package ## build the library and install the Python package into .venv (CUDA=ON builds the GPU kernels too; the default where there is a GPU)
+build: $(STAMPS)/package ## build the library and install the Python package into .venv (CUDA=ON: with the GPU kernels where there is no GPU, too)
 
 .PHONY: demo
 demo: $(STAMPS)/package $(STAMPS)/demo ## train a small Doge model on the GPU or the CPU (options: ARGS="--help")
@@ -169,7 +169,7 @@ $(STAMPS)/demo $(STAMPS)/test: $(STAMPS)/%: pyproject.toml $(STAMPS)/torch
 
 # The compiler by its name in the other builds, not by Python's: ccache then has what those have compiled.
 $(STAMPS)/package: $(PACKAGE_SOURCES) $(STAMPS)/tools $(STAMPS)/torch | compiler
-	CXX="$(COMPILER)" $(PIP_INSTALL) --no-build-isolation --no-deps --force-reinstall . \
+	CXX="$(COMPILER)" $(PIP) --verbose install --no-compile --no-build-isolation --no-deps --force-reinstall . \
 	  -C build-dir=build/wheel -C cmake.define.FLASH_DMATTN_WERROR=$(WERROR) \
 	  -C cmake.define.FLASH_DMATTN_CUDA=$(CUDA)
 	@touch $@

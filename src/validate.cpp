@@ -24,11 +24,15 @@ std::string text(float value) {
   return stream.str();
 }
 
-// "1", or "{size|1}".
+// "1", or "{size|1}" with every size once.
 std::string choice(std::initializer_list<std::int64_t> sizes) {
   std::string result;
-  for (const std::int64_t size : sizes) result += std::to_string(size) + "|";
-  return "{" + result + "1}";
+  std::int64_t before = 1;
+  for (const std::int64_t size : sizes) {
+    if (size != 1 && size != before) result += std::to_string(size) + "|";
+    before = size;
+  }
+  return result.empty() ? "1" : "{" + result + "1}";
 }
 
 // ---- Problem -------------------------------------------------------------------------------------

@@ -16,7 +16,9 @@ from .demo import options as demo_options
 
 def main(arguments: list[str] | None = None) -> int:
     parser = usage.Parser(prog="python -m flash_dmattn", description=flash_dmattn.__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    version = f"flash_dmattn {flash_dmattn.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     info = commands.add_parser("info", help="version, backends and why others cannot run, kernels")
     info_options.add_to(info)
     demo = commands.add_parser(
@@ -32,6 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     check_options.add_to(check)
     parsed = parser.parse_args(arguments)
+    if parsed.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         backends()
         check_finite.enabled()

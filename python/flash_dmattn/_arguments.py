@@ -79,6 +79,12 @@ def of_value_dim(out: Tensor, value: Tensor) -> Tensor:
 def check_tensor(value: object, name: str) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a torch.Tensor")
+    if value.layout is not torch.strided or value.is_nested:
+        layout = "nested" if value.is_nested else value.layout
+        raise TypeError(
+            f"{name}: got a {layout} tensor, expected a dense one; sequences of different lengths go packed into "
+            "flash_dmattn_varlen_func"
+        )
 
 
 def check_positions(positions: Tensor, name: str) -> None:
@@ -135,12 +141,6 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str) -> No
     dims = layout.count(",") + 1
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(tensor, name)
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            layout_of = "nested" if tensor.is_nested else tensor.layout
-            raise TypeError(
-                f"{name}: got a {layout_of} tensor, expected a dense one; sequences of different lengths "
-                "go packed into flash_dmattn_varlen_func"
-            )
         if tensor.dim() != dims:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected [{layout}]")
 

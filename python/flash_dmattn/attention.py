@@ -16,6 +16,7 @@ from ._arguments import (
     with_queries,
 )
 from .choice import Choice, choose, one_per_key, repeat_heads
+from .kernels import record_large_rows
 from .key_intervals import KeyIntervals
 from .numerics import Numerics
 from .visibility import Visibility
@@ -86,8 +87,11 @@ def run(
         group = query.shape[2] // key.shape[2]
         key, value = (t.repeat_interleave(group, 2) for t in (key, value))
     if backend in IN_PYTHON:
-        return _run_in_python(query, key, value, bias, visible, numerics, backend)
-    return library.attention(query, key, value, bias, visible, numerics, backend)
+        out, statistics = _run_in_python(query, key, value, bias, visible, numerics, backend)
+    else:
+        out, statistics = library.attention(query, key, value, bias, visible, numerics, backend)
+    record_large_rows(statistics)
+    return out, statistics
 
 
 def with_statistics(

@@ -54,9 +54,9 @@ def choose(
     """
     if visible.keys is not None:
         raise ValueError(
-            "key_intervals: got them together with keep_window_size, expected one of the two; "
-            "keep_window_size chooses among all keys. Combine them with select_key_intervals and "
-            "intersect, or use flash_dmattn_varlen_func for packed documents"
+            "key_intervals: got them together with keep_window_size, expected one of the two; keep_window_size chooses among "
+            "all keys of the row. To choose within packed documents use flash_dmattn_varlen_func, within another rule give "
+            "it as attn_mask; select_key_intervals and intersect choose from the whole row and then hide keys"
         )
     scores, allowed = _scores_and_allowed(query, key, visible.mask, bias, choice.scores)
     if choice.window >= key.shape[1] and choice.scores is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -28,7 +29,7 @@ class DynamicMaskAttention(nn.Module):
 
     The score of a key is ``exp(A * softplus(dt_proj(values)))``, float32 in every precision, and is added to its
     attention scores, so that A and dt_proj learn. A is 0 at first: all scores are equal then, which keeps the most recent
-    keys.
+    keys. Scores end at the largest float32, and the factor exp(...) of their gradient at 2^46 (docs/numerics.md).
 
     Args:
         hidden_size: features of input and output.
@@ -190,15 +191,47 @@ def _check_positions(positions: Tensor | None, hidden: Tensor) -> None:
         )
 
 
+# The largest factor exp(x) in the gradient of a score. A score above 2^24 leaves query . key no bits of float32, so that
+# attention sees the key with the highest score alone; the square of 2^46, of which Adam keeps sums, is 2^92.
+_LARGEST_FACTOR = 2.0**46
+
+
 def scores_of(A: Tensor, step: Tensor) -> Tensor:
     """``exp(A * softplus(step))`` for A [H] and step [B, S, H]: [B, H, S], float32 or wider, under autocast too.
 
-    In 16 bits hundreds of keys share a few values, and rounding decides which of them are kept.
+    In 16 bits hundreds of keys share a few values, and rounding decides which of them are kept. An exponent beyond that
+    of the dtype's largest number counts as this one.
     """
     wide = torch.promote_types(step.dtype, torch.float32)
     # In 16 bits the copy that widens also transposes: elementwise kernels over other strides take twice as long.
     step = step.transpose(-1, -2).to(wide, memory_format=torch.contiguous_format)
-    return torch.exp(A.to(wide)[:, None] * F.softplus(step))
+    info = torch.finfo(wide)
+    # Half a unit of rounding below the exponent of the largest number, whose exp may round to inf.
+    largest = math.log(info.max) * (1 - info.eps / 2)
+    exponent = (A.to(wide)[:, None] * F.softplus(step)).clamp(max=largest)
+    if torch.is_grad_enabled() and exponent.requires_grad:
+        return _Exp.apply(exponent)
+    return exponent.exp()
+
+
+class _Exp(torch.autograd.Function):
+    """exp, in whose gradient the factor exp(x) ends at `_LARGEST_FACTOR`: times the gradient of a score it would leave float32
+    long before the score does."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(exponent: Tensor) -> Tensor:
+        return exponent.exp()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        (scores,) = ctx.saved_tensors
+        return gradient * scores.clamp(max=_LARGEST_FACTOR)
 
 
 def with_zero_sum_gradient(scores: Tensor) -> Tensor:

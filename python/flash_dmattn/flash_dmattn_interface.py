@@ -50,15 +50,18 @@ def flash_dmattn_func(
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """Exact softmax attention over the visible keys, with an additive bias.
 
-    query: [B, Sq, Hq, D]; key, value: [B, Sk, Hkv, D], Hq a multiple of Hkv; D from 1 to 256; bfloat16, float16 or
+    query: [B, Sq, Hq, D]; key, value: [B, Sk, Hkv, D], Hq a multiple of Hkv: the length comes before the heads, and where
+        both have one size nothing can notice the other order, that of torch; D from 1 to 256; bfloat16, float16 or
         float32, on the CPU float64 too (through the slow reference backend); any strides. On a GPU float32 takes
         Triton's kernels, and is an error without Triton. value may have another D, up to 256, which is that of out.
     attn_mask: bool, True where visible: [B, Sk] (padding), [B, H, Sk] (the same for every query) or
-        [B, H, Sq, Sk]; H is Hq, Hkv or 1, every dimension may be 1.
+        [B, H, Sq, Sk]; H is Hq, Hkv or 1, every dimension may be 1. Two dimensions are always padding: write a mask of
+        pairs [Sq, Sk] as mask[None, None].
     attn_bias: added to the scaled scores; shapes as attn_mask; dtype of query or float32. Values at or below
         -1e30 (bfloat16), -1e4 (float16) or finfo.min (float32) mask. Its gradient has its own shape.
         One that chooses keys is best in float32: in 16 bits many scores are equal, and rounding decides.
-    softmax_scale, scale: the factor on query . key, 1 / sqrt(D) by default. Two names of one thing.
+    softmax_scale, scale: the factor on query . key, 1 / sqrt(D) by default. Two names of one thing; 0 is refused. Scaled
+        scores are clamped to the range of float32, which a scale of 1e38 reaches.
     is_causal: query i sees keys up to i + Sk - Sq.
     softcap: c > 0 replaces a scaled score s by c * tanh(s / c).
     deterministic: gradients that are bit-identical from run to run; by default as set

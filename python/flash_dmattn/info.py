@@ -43,7 +43,7 @@ def info(options: argparse.Namespace) -> int:
     for backend in backends():
         print(f"  {backend.name:<10} {'yes' if backend.available else 'no':<4} {backend.reason}")
     print(
-        f"  float32 on CUDA GPUs: {'triton' if is_available('triton') else 'no, it takes triton'}"
+        f"  float32 on CUDA GPUs: {'triton' if is_available('triton') else 'not available (needs triton)'}"
     )
     print("\nCPU")
     print(f"  instruction sets  {' '.join(_instruction_sets()) or 'unknown'}")

@@ -23,7 +23,7 @@ SELECTIONS = ("per_query", "global")
 _NEVER = 2**31 - 1
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KeyIntervals:
     """Intervals of query rows, one per key.
 
@@ -55,6 +55,15 @@ class KeyIntervals:
                 f"intervals: got {self.intervals.dtype} of shape {shape}, "
                 "expected int32 of shape [B or 1, Hkv or 1, key_length, 2]"
             )
+
+    def __repr__(self) -> str:
+        held = self.intervals
+        if isinstance(held, Tensor):  # a leaf of a pytree may be anything
+            held = f"<{held.dtype} {tuple(held.shape)} on {held.device}>"
+        return (
+            f"KeyIntervals(intervals={held}, query_length={self.query_length}, bound={self.bound}, "
+            f"consecutive={self.consecutive})"
+        )
 
     @property
     def key_length(self) -> int:

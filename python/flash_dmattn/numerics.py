@@ -57,6 +57,11 @@ def resolve_scale(scale: object, name: str) -> float:
     _check_number(scale, name)  # True is most often is_causal in the place of softmax_scale
     if not abs(scale) <= FLOAT32_MAX:
         raise ValueError(f"{name}: got {scale}, expected a number within the range of float32")
+    if scale == 0:
+        raise ValueError(
+            f"{name}: got 0, expected another number: a scale of 0 gives every key the same weight. If this 0 is the dropout_p "
+            "of FlashAttention's argument order, leave it out: there is no dropout"
+        )
     return float(scale)
 
 

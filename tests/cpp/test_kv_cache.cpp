@@ -274,6 +274,19 @@ TEST(KvCacheArguments, AreNamedInErrors) {
   expect_error("execution.workspace_bytes", [](KvCalls& c) { c.execution.workspace_bytes = 0; });
 }
 
+TEST(KvCacheArguments, AppendWithoutRoomNamesTheChunk) {
+  KvCalls calls;
+  calls.append_args.cache.shape.chunk = 0;
+  try {
+    append(calls.append_args, calls.execution);
+    ADD_FAILURE() << "no error";
+  } catch (const InvalidArgument& error) {
+    EXPECT_STREQ(error.what(),
+                 "seqlen: got 1, expected at most 0: cache.shape.chunk has room for 0 pending "
+                 "tokens, of which 0 are taken");
+  }
+}
+
 TEST(KvCacheArguments, NonFiniteTokensAreNamedInCheckMode) {
   KvCalls calls;
   calls.numbers[17] = std::numeric_limits<float>::infinity();

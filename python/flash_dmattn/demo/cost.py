@@ -26,6 +26,10 @@ LENGTHS_ON_GPU = {
 }
 
 
+LEAST_POINTS = 3  # of a line, however long they take
+_REPEATS = 3
+
+
 @dataclass
 class Cost:
     """One forward and backward pass over one sequence."""
@@ -35,9 +39,14 @@ class Cost:
     mebibytes: float  # peak memory beyond that of the process (on a GPU, torch) before
 
 
+def lengths_of(implementation: str, device: str) -> tuple[int, ...]:
+    return (LENGTHS if device == "cpu" else LENGTHS_ON_GPU)[implementation]
+
+
 def measure(implementation: str, window: int, seconds: float, seed: int, device: str) -> list[Cost]:
-    """The costs of one implementation in a new process: of all its lengths, or as many as fit into `seconds`."""
-    lengths = (LENGTHS if device == "cpu" else LENGTHS_ON_GPU)[implementation]
+    """The costs of one implementation in a new process: of all its lengths, or as many as fit into `seconds`, but
+    `LEAST_POINTS` at least where there is memory for them."""
+    lengths = lengths_of(implementation, device)
     command = [sys.executable, "-m", __name__, implementation, *map(str, lengths)]
     command += ["--window", str(window), "--seconds", str(seconds), "--seed", str(seed)]
     command += ["--device", device]
@@ -83,14 +92,16 @@ def main() -> None:
 
     step(max(2, min(options.window, options.lengths[0]) // 2))
     took = growth = 0.0
-    for length in options.lengths:
+    before = (
+        memory.now()
+    )  # not at each length: a process keeps memory of the shorter ones for the longer
+    for index, length in enumerate(options.lengths):
         # Doubling the length costs at most four times as much: stop before the time is up.
-        too_long = time.perf_counter() + 2 * 4 * took > deadline
-        if too_long or 4 * growth > 0.7 * memory.available():
+        too_long = time.perf_counter() + _REPEATS * 4 * took > deadline
+        if (too_long and index >= LEAST_POINTS) or 4 * growth > 0.7 * memory.available():
             break
         memory.forget_peak()
-        before = memory.now()
-        took = min(step(length) for _ in range(2))
+        took = min(step(length) for _ in range(_REPEATS))
         growth = memory.peak() - before
         print(json.dumps(vars(Cost(length, took, growth))), flush=True)
 

@@ -3,15 +3,17 @@
 import argparse
 import logging
 import sys
+import textwrap
+from collections.abc import Sequence
 
 import torch
 
 from ..availability import is_available
 from .corpus import even_batch, standard_library
-from .cost import Cost, measure
+from .cost import Cost, lengths_of, measure
 from .pictures import draw_cost, draw_keys, draw_loss, draw_token_cost
-from .token_cost import TokenCost, measure_tokens
-from .training import held_out_bits_per_byte, make_model, train, write_text
+from .token_cost import CONTEXTS, TokenCost, measure_tokens
+from .training import History, held_out_bits_per_byte, make_model, train, write_text
 
 _PROMPT = "import os\n\n\ndef "
 _SAMPLE_BYTES = 400
@@ -54,10 +56,15 @@ def run(options: argparse.Namespace) -> int:
     )
     after = held_out_bits_per_byte(model, corpus, options.context)
     print(f"held out after training: {after:.3f} bits per byte")
+    missing_steps = _missing_steps(history, options)
+    if missing_steps:
+        print(f"{missing_steps}; text of so little training is noise")
 
     sample = write_text(model, _PROMPT, min(_SAMPLE_BYTES, options.context), options.seed)
     (output / "sample.txt").write_text(sample, encoding="utf-8")
-    draw_loss(output / "loss.png", history.bits_per_byte, before, after)
+    print("the model writes:")
+    print(textwrap.indent(_printable(sample), "  | "))
+    draw_loss(output / "loss.png", history.bits_per_byte, before, after, missing_steps)
     held_out = even_batch(corpus.held_out, 1, options.context)[0]
     draw_keys(output / "keys.png", model, held_out.to(device))
 
@@ -67,21 +74,29 @@ def run(options: argparse.Namespace) -> int:
         costs[implementation] = measure(
             implementation, options.window, _COST_SECONDS, options.seed, model.device.type
         )
-    draw_cost(output / "cost.png", costs, options.window)
+    lengths = {name: lengths_of(name, model.device.type) for name in costs}
+    missing_lengths = _missing_lengths(costs, lengths)
+    draw_cost(output / "cost.png", costs, options.window, missing_lengths)
     tokens = {}
     for implementation in ("eager", "flash_dmattn"):
         print(f"measuring a generated token as the text grows: {implementation}")
         tokens[implementation] = measure_tokens(model, implementation, _COST_SECONDS, options.seed)
-    draw_token_cost(output / "token.png", tokens, options.window)
+    missing_contexts = _missing_lengths(tokens, dict.fromkeys(tokens, CONTEXTS))
+    draw_token_cost(output / "token.png", tokens, options.window, missing_contexts)
 
     _print_table(
         [
             ("held-out bits per byte", f"{before:.3f} -> {after:.3f}"),
             ("steps, bytes", f"{len(history.bits_per_byte)}, {history.bytes_seen:,}"),
-            ("training", f"{history.seconds:.0f} s, {history.bytes_per_second:,.0f} tokens/s"),
+            ("training", f"{history.seconds:.0f} s, {history.bytes_per_second:,.0f} bytes/s"),
             ("gradients", f"{history.gradients_checked:,} checked, all finite"),
             *_cost_rows(costs),
             *_token_rows(tokens),
+            *(
+                ("cut short", note)
+                for note in (missing_steps, missing_lengths, missing_contexts)
+                if note
+            ),
             ("files", ", ".join(f"{output / f}" for f in _FILES)),
         ]
     )
@@ -89,6 +104,34 @@ def run(options: argparse.Namespace) -> int:
 
 
 _FILES = ("sample.txt", "loss.png", "keys.png", "cost.png", "token.png")
+
+
+def _missing_steps(history: History, options: argparse.Namespace) -> str:
+    """Which steps the time of the training left out; "" where it left out none."""
+    steps = len(history.bits_per_byte)
+    if steps == options.steps:
+        return ""
+    needed = history.seconds / steps * options.steps
+    return f"{steps} of {options.steps} steps in {options.seconds} s; all need --seconds {needed:.0f} on this machine"
+
+
+def _missing_lengths(
+    costs: dict[str, list[Cost] | list[TokenCost]], lengths: dict[str, Sequence[int]]
+) -> str:
+    """Which lengths were not measured; "" where all were."""
+    reached = {name: max((p.length for p in points), default=0) for name, points in costs.items()}
+    missing = [
+        f"{name} ends at {reached[name]} of {lengths[name][-1]}"
+        for name in costs
+        if reached[name] != lengths[name][-1]
+    ]
+    limit = f"more would not fit into {_COST_SECONDS} s or the memory"
+    return f"{', '.join(missing)}: {limit}" if missing else ""
+
+
+def _printable(text: str) -> str:
+    """Without characters that steer a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _cost_rows(costs: dict[str, list[Cost]]) -> list[tuple[str, str]]:
@@ -110,11 +153,13 @@ def _cost(cost: Cost) -> str:
 
 
 def _token_rows(costs: dict[str, list[TokenCost]]) -> list[tuple[str, str]]:
-    """The longest text behind which both have generated."""
+    """The longest text after which both have generated."""
     eager, ours = ({c.length: c for c in costs[name]} for name in ("eager", "flash_dmattn"))
-    longest = max(eager.keys() & ours.keys())
+    longest = max(eager.keys() & ours.keys(), default=None)
+    if longest is None:
+        return []
     parts = (
-        f"{name} {cost.per_second:,.0f} tokens/s, cache {cost.mebibytes:.1f} MiB"
+        f"{name} {cost.per_second:,.0f} bytes/s, cache {cost.mebibytes:.1f} MiB"
         for name, cost in (("eager", eager[longest]), ("flash_dmattn", ours[longest]))
     )
     return [(f"generating after {longest} bytes", "; ".join(parts))]

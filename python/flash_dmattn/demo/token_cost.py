@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from ..integrations.transformers import DynamicMaskCache
+from .cost import LEAST_POINTS
 from .training import precision_of
 
 CONTEXTS = (256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -31,7 +32,8 @@ class TokenCost:
 def measure_tokens(
     model: torch.nn.Module, implementation: str, seconds: float, seed: int
 ) -> list[TokenCost]:
-    """At as many of `CONTEXTS` as fit into `seconds`. The model reads random bytes, always with flash_dmattn."""
+    """At as many of `CONTEXTS` as fit into `seconds`, but `LEAST_POINTS` at least. The model reads random bytes, always with
+    flash_dmattn."""
     deadline = time.perf_counter() + seconds
     ids = torch.randint(
         256, (1, CONTEXTS[-1] + _TOKENS), generator=torch.Generator().manual_seed(seed)
@@ -40,7 +42,7 @@ def measure_tokens(
     model.eval()
     costs, took = [], 0.0
     for length in CONTEXTS:
-        if time.perf_counter() + 2 * took > deadline:
+        if len(costs) >= LEAST_POINTS and time.perf_counter() + 2 * took > deadline:
             break
         began = time.perf_counter()
         cache = _CACHES[implementation](config=model.config)

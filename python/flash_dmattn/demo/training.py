@@ -95,7 +95,7 @@ def train(
             history.bytes_seen += batch.numel()
             history.seconds = time.perf_counter() - began
             bar.set_postfix_str(
-                f"loss {loss.item():.3f}, {history.bytes_per_second:,.0f} tokens/s", refresh=False
+                f"loss {loss.item():.3f}, {history.bytes_per_second:,.0f} bytes/s", refresh=False
             )
             bar.update()
     return history

@@ -242,6 +242,11 @@ class DynamicMaskLayer(CacheLayerMixin):
             tokens_to_remove = min(0, tokens_to_remove - int(self.get_seq_length()))
         kept = self.slots.pending + tokens_to_remove
         if kept < 0:
+            length = int(self.get_seq_length())
+            if tokens_to_remove < -length:
+                raise ValueError(
+                    f"tokens_to_remove: got {tokens_to_remove}, expected {-length} or more: the text has {length} tokens"
+                )
             raise RuntimeError(
                 f"tokens_to_remove: got {tokens_to_remove}, but {self.slots.pending} tokens are pending, and the others "
                 "have evicted keys; call activate_past_recording before the tokens are added"

@@ -193,6 +193,24 @@ def test_lora(enable_first):
     assert_same_training(eager, ours, ids, ids)
 
 
+@pytest.mark.parametrize("largest", [30.0, 60.0, 88.0])
+def test_scores_to_the_end_of_float32_have_eagers_result(largest):
+    """Beyond exp(32) the factor exp(x) of their gradient ends, where the softmax has none for different scores."""
+    eager = make_model()
+    ids = make_ids()
+    exponents = []
+    for layer in eager.model.layers:
+        layer.self_attn.dt_proj.register_forward_hook(
+            lambda _, __, step: exponents.append(torch.nn.functional.softplus(step))
+        )
+    for index, layer in enumerate(eager.model.layers):  # whose values depend on the layers before
+        exponents.clear()
+        eager(ids)
+        layer.self_attn.A.data = largest / exponents[index].amax((0, 1))
+    ours = enabled(eager)
+    assert_same_training(eager, ours, ids, ids)
+
+
 def test_gradients_reach_the_scores():
     """A and dt_proj learn, though the choice itself has no gradient."""
     model = enabled(make_model())

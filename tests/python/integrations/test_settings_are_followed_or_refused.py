@@ -199,7 +199,7 @@ def call_with_tokens_first(**options):
 
 NO_STATES = ["a", None, torch.zeros(3)]
 NO_BIAS = ["a", 3.0, torch.zeros(3), torch.zeros(B, HKV, S, dtype=torch.int64)]
-NO_SCALE = ["a", [1], True, float("nan")]
+NO_SCALE = ["a", [1], True, float("nan"), 0.0]
 NO_WINDOW = ["a", [3], 2.5, True, -1]
 NO_OFFSETS = ["a", [0, S], torch.tensor([0.0, S]), torch.tensor([1, B * S])]
 NO_LENGTH = ["a", [S], 2.5, torch.tensor(2.5), True, -1]

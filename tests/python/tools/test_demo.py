@@ -1,5 +1,6 @@
 """`python -m flash_dmattn`, at a size where nothing is learnt."""
 
+import argparse
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from flash_dmattn.__main__ import main
 for needed in ("matplotlib", "tqdm", "transformers"):
     pytest.importorskip(needed)
 
-from flash_dmattn.demo import corpus, cost, run, token_cost, training  # noqa: E402
+from flash_dmattn.demo import corpus, cost, pictures, run, token_cost, training  # noqa: E402
 
 TINY = ["demo", "--context", "48", "--window", "8", "--seed", "3"]
 
@@ -28,19 +29,58 @@ def test_info_says_what_runs_and_why_the_rest_does_not(capsys):
 
 
 def test_the_demo_from_beginning_to_end(tmp_path, capsys, monkeypatch):
+    """Without time for measurements there are three points for each side, and the rest is named."""
     for lengths in ("LENGTHS", "LENGTHS_ON_GPU"):
-        monkeypatch.setattr(cost, lengths, {"eager": (32, 64), "flash_dmattn": (32, 64, 128)})
-    monkeypatch.setattr(token_cost, "CONTEXTS", (16, 96))
-    monkeypatch.setattr(run, "_COST_SECONDS", 600)  # so that a busy machine measures them all
+        monkeypatch.setattr(
+            cost, lengths, {"eager": (16, 32, 64), "flash_dmattn": (16, 32, 64, 128)}
+        )
+    for module in (token_cost, run):
+        monkeypatch.setattr(module, "CONTEXTS", (16, 32, 64, 96))
+    monkeypatch.setattr(run, "_COST_SECONDS", 0)
     assert main([*TINY, "--steps", "2", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert ("on cuda" if flash_dmattn.is_available("cuda") else "on cpu") in printed
-    lines = ("held-out bits per byte", "all finite", "one layer, N = 64", "one layer, N = 128")
-    for line in (*lines, "generating after 96 bytes", "cache 0.0 MiB"):
+    for line in (
+        "held-out bits per byte",
+        "  | import os",
+        "all finite",
+        "one layer, N = 64",
+        "generating after 64 bytes",
+        "cache 0.0 MiB",
+        "flash_dmattn ends at 64 of 128: more",
+        "eager ends at 64 of 96, flash_dmattn ends at 64 of 96: more",
+    ):
         assert line in printed
+    assert "steps in" not in printed
     for name in ("loss.png", "keys.png", "cost.png", "token.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "sample.txt").read_text().startswith("import os")
+
+
+def test_missing_steps_name_the_time_that_all_need():
+    history = training.History([8.0] * 23, seconds=156.0, bytes_seen=1, gradients_checked=1)
+    options = argparse.Namespace(steps=400, seconds=150)
+    expected = "23 of 400 steps in 150 s; all need --seconds 2713 on this machine"
+    assert run._missing_steps(history, options) == expected
+    options.steps = 23
+    assert run._missing_steps(history, options) == ""
+
+
+def test_no_point_of_both_leaves_the_rows_out():
+    ours = [token_cost.TokenCost(16, 0.1, 1.0)]
+    assert run._token_rows({"eager": [], "flash_dmattn": ours}) == []
+
+
+def test_axes_of_a_narrow_range_have_plain_numbers():
+    points = [token_cost.TokenCost(n, 0.6, 1.015 + n / 1e5) for n in (256, 512, 1024)]
+    costs, labels = {"eager": points, "flash_dmattn": []}, {"eager": "", "flash_dmattn": ""}
+    figure, panels = pictures._draw_by_length(costs, labels, 1e3, "bytes")
+    figure.canvas.draw()
+    for axes, expected in zip(panels, (["100", "1000"], ["1", "10"]), strict=True):
+        low, high = axes.get_ylim()
+        ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+        assert [text.get_text() for y, text in ticks if low <= y <= high] == expected
+        assert not any(text.get_text() for text in axes.get_yticklabels(minor=True))
 
 
 def test_an_interrupt_is_clean(tmp_path):
@@ -52,7 +92,7 @@ def test_an_interrupt_is_clean(tmp_path):
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **heeding
     ) as demo:
         progress = b""
-        while b"tokens/s" not in progress:
+        while b"bytes/s" not in progress:
             read = demo.stderr.read1()
             assert read, progress.decode()
             progress += read
