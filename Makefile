@@ -45,7 +45,7 @@ build: $(STAMPS)/package ## build the library and install the Python package int
 
 .PHONY: demo
 demo: $(STAMPS)/package $(STAMPS)/demo ## train a small Doge model on the GPU or the CPU (options: ARGS="--help")
-	$(BIN)/python -m flash_dmattn demo $(ARGS)
+	$(BIN)/python examples/demo.py $(ARGS)
 
 .PHONY: docs
 docs: $(STAMPS)/tools $(STAMPS)/docs ## build the site of the documents into build/site; a broken link is an error

@@ -21,12 +21,12 @@ from harness import cases, machine, record, sides
 # The module that measures a case; all others are of attention.
 _MODULES = {
     "decode": "decode", "host": "host", "kernels": "kernels", "memory": "memory", "token": "models",
-    "training_step": "models",
+    "training": "models", "training_step": "models",
 }  # fmt: skip
 CASES = (*cases.NAMES, "selection", *_MODULES)
 SIDES = (
     *sides.NAMES, "ours", "flash", "efficient", "eager", "ours_compiled", "eager_compiled", "sdpa_compiled", "rounded",
-    "rounded_compiled", "generate",
+    "rounded_compiled", "generate", "eager_other_seed",
 )  # fmt: skip
 INTERRUPTED = 130
 

@@ -13,15 +13,15 @@
 #   python      Python tests
 #   sanitizers  ctest --label-regex sanitizer: small cases under compute-sanitizer
 #   compare     the rows of README's table on both libraries, in random order; alone
-#   speed       times, memory, rivals, which become the record; alone
+#   speed       times, memory, rivals, which become the record, and a training; alone
 # Only on request, as they compile for minutes:
 #   portable    tests of the Triton and FlexAttention backends
 #   rivals      all cases of attention, FlexAttention too; alone
 #   decode      a token at a time: attention over caches, and a whole Doge after 4,096 and 524,288 tokens; alone
 # Each step ends within ten minutes on an H200 with 16 processor cores. Where a command may last ten minutes in all, give it
 # `cpp python sanitizers`, `compare` and `speed` one after the other. RESULTS gets a log of each part, table.tsv, compare.json and
-# record.json, whose place is benchmarks/records/<machine>/<date>-torch.json; rivals: triton.json and sweeps.json; decode:
-# decode.json, token_4096.json and token_524288.json. All of them are records (benchmarks/harness/record.py).
+# record.json, whose place is benchmarks/records/<machine>/<date>-torch.json, and training.json; rivals: triton.json and sweeps.json;
+# decode: decode.json, token_4096.json and token_524288.json. All of them are records (benchmarks/harness/record.py).
 set -euo pipefail
 
 # on_gpu N COMMAND...: with the Nth GPU of this machine first among those that the command sees, the others behind it.
@@ -58,7 +58,7 @@ pack() {
     "$build/tests/cuda/CTestTestfile.cmake" >"$work/tests_cuda/CTestTestfile.cmake.in"
   copy_package "$root" "$build" "$work/after"
   [ $# -lt 4 ] || copy_package "$3" "$4" "$work/before"
-  cp -r tests benchmarks tools pyproject.toml "$work/"
+  cp -r tests benchmarks examples tools pyproject.toml "$work/"
   rm -rf "$work/benchmarks/records"
   find "$work" -name __pycache__ -prune -exec rm -rf {} +
   # Flags: the compiler, its options and the architectures.
@@ -156,6 +156,7 @@ speed() {
   if python3 -c 'import flash_attn.cute' 2>/dev/null; then sides+=(fa4); fi
   bench speed record --case dense head_dims dma groups sliding documents dense_masks selection memory \
     --side "${sides[@]}" --repeats 9
+  bench training training --case training
 }
 
 # The build and the results of tests and sanitizers, in the record of the times.

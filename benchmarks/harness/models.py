@@ -1,4 +1,4 @@
-"""A Doge: a training step, and a generated token as the text before it grows."""
+"""A Doge: a training step, the loss of a training, and a generated token as the text before it grows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import copy
 import functools
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -16,6 +17,7 @@ from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flas
 
 from . import record
 from .clock import captured, elapsed_ms, kernels
+from .machine import BENCHMARKS
 
 _REPEATS = 9  # training steps, of which the median counts
 _ROUNDS = 7  # of tokens timed together; the median counts on a GPU, the least on the CPU
@@ -84,7 +86,8 @@ def _kernels(step: Callable[[], None], device: str) -> dict:
 
 
 def measured(name: str, options: argparse.Namespace) -> Iterator[dict]:
-    yield from {"training_step": _training_steps, "token": _tokens}[name](options)
+    measure = {"training": _trainings, "training_step": _training_steps, "token": _tokens}[name]
+    yield from measure(options)
 
 
 # ---- Training ----------------------------------------------------------------------------------------
@@ -128,6 +131,36 @@ def _training_step(side: str, device: str, length: int) -> dict:
         step()
     times = [elapsed_ms(step, device) for _ in range(_REPEATS)]
     return {"both": statistics.median(times)} | _kernels(step, device)
+
+
+# With another seed eager attention shows how far apart two equally good trainings are.
+LEARNING_SIDES = {"ours": 0, "eager": 0, "eager_other_seed": 1}
+
+
+def _trainings(options: argparse.Namespace) -> Iterator[dict]:
+    """The model of examples/demo.py, trained on the same batches by each side."""
+    sides = {
+        side: functools.partial(_training, side.split("_")[0], seed, options.device)
+        for side, seed in LEARNING_SIDES.items()
+        if side in (options.side or LEARNING_SIDES)
+    }
+    yield from _rows("training of 200 steps N2048 w256", sides, options)
+
+
+def _training(attention: str, seed: int, device: str) -> dict:
+    sys.path.append(str(BENCHMARKS.parent / "examples"))
+    from doge_demo.corpus import standard_library
+    from doge_demo.training import make_model, train
+
+    torch.manual_seed(seed)
+    model = make_model(2048, 256).to(device)
+    for layer in model.model.layers:  # otherwise all scores tie, and eager keeps arbitrary keys
+        torch.nn.init.normal_(layer.self_attn.A, std=0.1)
+    model.set_attn_implementation("flash_dmattn" if attention == "ours" else attention)
+    size = {"steps": 200, "seconds": 600, "context": 2048, "batch_size": 2, "seed": 0}
+    history = train(model, standard_library(), **size)
+    late = history.bits_per_byte[-50:]
+    return {"both": 1e3 * history.seconds / 200, "bits_per_byte": statistics.mean(late)}
 
 
 # ---- Generation --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 
 import bench
 from flash_dmattn.check.oracle import causal_pairs
-from harness import attention, cases, decode, machine, record
+from harness import attention, cases, decode, machine, record, sides
 from harness.cases import (
     DENSE,
     DENSE_MASKS,
@@ -26,6 +26,12 @@ from harness.sides import build, draw
 
 RUN = ["run", "--device", "cpu", "--repeats", "1", "--commit", "0123456"]
 SMALL = ["--length", "64", "96", "--window", "16", "--dtype", "float32"]
+
+
+def test_every_side_can_be_named():
+    models = pytest.importorskip("harness.models", reason="needs transformers with Doge")
+    ours = {*models.TRAINING_SIDES, *models.LEARNING_SIDES, *models.GENERATION_SIDES}
+    assert {*sides.NAMES, *decode._SDPA, *ours, "ours"} == set(bench.SIDES)
 
 
 def run(capsys, *arguments):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
-from ..integrations.transformers import DynamicMaskCache
+from flash_dmattn.integrations.transformers import DynamicMaskCache
+
 from .cost import LEAST_POINTS
 from .training import precision_of
 

@@ -11,8 +11,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.ticker import NullFormatter, ScalarFormatter  # noqa: E402
 
-from ..integrations.transformers import doge_scores  # noqa: E402
-from ..key_intervals import KeyIntervals, select_key_intervals  # noqa: E402
+from flash_dmattn import KeyIntervals, select_key_intervals  # noqa: E402
+from flash_dmattn.integrations.transformers import doge_scores  # noqa: E402
+
 from .cost import Cost  # noqa: E402
 from .token_cost import TokenCost  # noqa: E402
 from .training import precision_of  # noqa: E402

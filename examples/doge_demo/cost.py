@@ -2,7 +2,7 @@
 
 Each implementation runs in a process of its own, so that neither sees the memory of the other:
 
-    python -m flash_dmattn.demo.cost eager 512 1024 2048 --window 256
+    PYTHONPATH=examples python -m doge_demo.cost eager 512 1024 2048 --window 256
 """
 
 import argparse
@@ -50,9 +50,10 @@ def measure(implementation: str, window: int, seconds: float, seed: int, device:
     command = [sys.executable, "-m", __name__, implementation, *map(str, lengths)]
     command += ["--window", str(window), "--seconds", str(seconds), "--seed", str(seed)]
     command += ["--device", device]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     # A session of its own, so that an interrupt at the keyboard reaches this process alone.
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
     ) as child:
         try:
             costs = [Cost(**json.loads(line)) for line in child.stdout]

@@ -9,7 +9,8 @@ import torch
 from tqdm import tqdm
 from transformers import DogeConfig, DogeForCausalLM
 
-from ..integrations.transformers import DynamicMaskCache, enable_flash_dmattn
+from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
+
 from .corpus import Corpus, even_batch, random_batch
 
 _LEARNING_RATE = 2e-3

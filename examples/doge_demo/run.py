@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..availability import is_available
+from flash_dmattn import is_available
+
 from .corpus import even_batch, standard_library
 from .cost import Cost, lengths_of, measure
 from .pictures import draw_cost, draw_keys, draw_loss, draw_token_cost
@@ -21,7 +22,7 @@ _COST_SECONDS = 15  # for each implementation
 
 
 def run(options: argparse.Namespace) -> int:
-    """Trains, measures, draws and prints; see `options`. Returns the exit status."""
+    """Trains, measures, draws and prints; see `--help`. Returns the exit status."""
     corpus = standard_library()
     if options.context > len(corpus.held_out):
         held_out = f"{len(corpus.held_out)} bytes that are held out"
@@ -31,6 +32,7 @@ def run(options: argparse.Namespace) -> int:
     torch.manual_seed(options.seed)
     output = options.output
     output.mkdir(parents=True, exist_ok=True)
+    (output / "sample.txt").touch()  # fails before the training rather than after it
 
     device = options.device
     if device == "auto":
