@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -91,16 +91,9 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
-def compare(options: argparse.Namespace) -> int:
-    from harness import compare
-
-    return compare.compare(options)
-
-
-def report(options: argparse.Namespace) -> int:
-    from harness import report
-
-    return report.write_all()
+def _call(module: str) -> Callable[[argparse.Namespace], int]:
+    """The `main` of a module of the harness."""
+    return lambda options: importlib.import_module(f"harness.{module}").main(options)
 
 
 def _positive(text: str) -> int:
@@ -158,7 +151,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     one.add_argument("--plot", type=Path, metavar="FILE", help="time and memory against N and w")
 
     one = commands.add_parser("compare", help="ratios of sides, of records, or of two builds")
-    one.set_defaults(call=compare, fail=one.error)
+    one.set_defaults(call=_call("compare"), fail=one.error)
     one.add_argument("sources", nargs="+", metavar="SOURCE",
         help="a record: its sides; two records or two builds: after and before. A build is a folder with python/, _C.so and "
         "commit, as gpu_session.sh packs it: both are measured in turns, in random order")  # fmt: skip
@@ -168,7 +161,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         default=["--case", "dense", "dma", "groups", "sliding", "dense_masks", "--side", "cuda"])  # fmt: skip
 
     one = commands.add_parser("report", help="write the documents' tables and pictures")
-    one.set_defaults(call=report, fail=one.error)
+    one.set_defaults(call=_call("report"), fail=one.error)
 
     options = parser.parse_args(arguments)
     if options.command == "run":

@@ -17,7 +17,7 @@ _TIMES = (*record.TIMES, "both")
 _WHEN = ("before", "after")
 
 
-def compare(options: argparse.Namespace) -> int:
+def main(options: argparse.Namespace) -> int:
     paths = [Path(source).resolve() for source in options.sources]
     builds = [path for path in paths if path.is_dir()]
     if len(paths) > 2 or len(builds) not in (0, 2):

@@ -36,7 +36,7 @@ def _biased(**options) -> Callable:
 
 
 def measured(name: str, options: argparse.Namespace) -> Iterator[dict]:
-    device = options.device
+    device, threads = options.device, torch.get_num_threads()
     torch.set_num_threads(1)
     for length in options.length or [128 if device == "cuda" else 8]:
         window = sliding_window(length, _WINDOW, device=device)
@@ -53,6 +53,7 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[dict]:
         for (kind, side), call in calls.items():
             if not options.side or side in options.side:
                 yield _row(f"call N{length} {kind}", side, call, device, length)
+    torch.set_num_threads(threads)
 
 
 def _row(case: str, side: str, call: Callable, device: str, length: int) -> dict:

@@ -19,6 +19,8 @@ _LONG = Case(PER_QUERY, 131072, 128, 2048, heads_q=16, heads_kv=8)
 
 
 def measured(name: str, options: argparse.Namespace) -> Iterator[dict]:
+    if options.device != "cuda":
+        return
     batch, heads, n = _MASKED.batch, _MASKED.heads_kv, _MASKED.seqlen
     yield _row("no mask", _MASKED)
     yield _row("3-d mask", _MASKED, torch.rand(batch, heads, n, device="cuda") < 0.9)

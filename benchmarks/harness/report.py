@@ -243,7 +243,8 @@ def documents() -> dict[Path, dict[str, str]]:
     return found
 
 
-def write_all() -> int:
+def main(options: object) -> int:
+    """Writes all tables and pictures."""
     for document, tables in documents().items():
         document.write_text(with_tables(document, tables))
     on_cpu = newest_records("cpu")[0][1]

@@ -64,28 +64,16 @@ def test_rows_are_printed_written_and_drawn(capsys, tmp_path):
     assert capsys.readouterr().out.count("ratio 1.000 / 1.000") == 2 * len(found["rows"])
 
 
-@pytest.mark.parametrize(
-    "case, sizes, drawn, missing",
-    [
-        ("windows", ["--length", "64", "96", "--window", "8", "16"], ("window w", "sequence length N"), "sdpa"),
-        ("dense", ["--length", "64", "96"], ("dense causal", "torch SDPA, float32"), "window w"),
-    ],
-)  # fmt: skip
-def test_pictures_have_panels_of_what_varies(case, sizes, drawn, missing, capsys, tmp_path):
+def test_pictures_have_panels_of_what_varies(capsys, tmp_path):
     file, picture = tmp_path / "bench.json", tmp_path / "bench.svg"
-    sides = ["--side", "cpu"] if case == "windows" else []
-    run(capsys, "--case", case, "--dtype", "float32", *sizes, *sides, "--json", str(file))
+    sizes = ["--length", "64", "96", "--window", "8", "16", "--dtype", "float32"]
+    run(capsys, "--case", "windows", "--side", "cpu", *sizes, "--json", str(file))
     assert bench.main(["show", str(file), "--plot", str(picture)]) == 0
-    text = picture.read_text()
-    assert all(words in text for words in drawn) and missing not in text
-
-
-def test_nothing_to_plot_is_an_error(capsys, tmp_path):
-    file, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    assert "sequence length N" in picture.read_text() and "window w" in picture.read_text()
     run(capsys, "--case", "dense", "--length", "32", "--dtype", "float32", "--json", str(file))
     with pytest.raises(SystemExit):
         bench.main(["show", str(file), "--plot", str(picture)])
-    assert "expected some" in capsys.readouterr().err and not picture.exists()
+    assert "--plot: got no attention at several lengths" in capsys.readouterr().err
 
 
 def test_decoding_has_cold_and_warm_times(capsys, tmp_path, monkeypatch):
@@ -138,31 +126,19 @@ def test_programs_print_rows(capsys, tmp_path):
     assert record.read(file)["rows"] == [row]
 
 
-def save_cache(folder, index, level, size):
-    (folder / f"index{index}").mkdir()
-    (folder / f"index{index}" / "level").write_text(f"{level}\n")
-    (folder / f"index{index}" / "size").write_text(f"{size}\n")
-
-
 def test_last_level_cache_is_the_highest_level(tmp_path):
-    assert machine.last_level_cache(tmp_path / "missing") == 0
-    for index, (level, size) in enumerate([(1, "48K"), (1, "32K"), (3, "266240K"), (2, "2048K")]):
-        save_cache(tmp_path, index, level, size)
+    assert machine.last_level_cache(tmp_path) == 0
+    for level, size in [(1, "48K"), (3, "266240K"), (2, "2048K")]:
+        folder = tmp_path / f"index{level}"
+        folder.mkdir()
+        (folder / "level").write_text(f"{level}\n")
+        (folder / "size").write_text(f"{size}\n")
     assert machine.last_level_cache(tmp_path) == 260 << 20
-
-
-def test_working_set_is_at_most_a_quarter_of_the_memory(monkeypatch):
-    for cache, least in ((0, 1 << 20), (1 << 50, 1 << 20)):
-        monkeypatch.setattr(machine, "last_level_cache", lambda cache=cache: cache)
-        assert least <= machine.working_set() < 1 << 45
-    monkeypatch.setattr(machine, "last_level_cache", lambda: 0)
-    assert machine.working_set() <= 256 << 20
 
 
 @pytest.mark.parametrize(
     "name, isa, folder",
     [
-        ("Intel(R) Xeon(R) Processor", "avx512", "intel-xeon-avx512"),
         ("NVIDIA H200", "", "h200"),
         ("Intel(R) Xeon(R) CPU E5-2690 v4 @ 2.60GHz", "avx2", "intel-xeon-e5-2690-v4-avx2"),
     ],
@@ -194,25 +170,6 @@ def test_memory_that_runs_out_is_a_line(monkeypatch, capsys):
     monkeypatch.setattr(attention, "costs", exhausted)
     assert attention.measure(Case(DENSE, 32, 16), "float32", "cpu", ["cpu"], 1) == []
     assert capsys.readouterr().out.endswith("you tried\n")
-    monkeypatch.setattr(decode, "copy_bandwidth", lambda *rest: 1.0)
-    monkeypatch.setattr(decode, "_row", exhausted)
-    options = bench.parse([*RUN, "--case", "decode", "--dtype", "float32"])
-    assert list(decode.measured("decode", options)) == []
-    assert capsys.readouterr().out.count("declined: DefaultCPUAllocator") == 8
-
-
-def test_record_has_every_row_as_soon_as_it_is_known(monkeypatch, capsys, tmp_path):
-    file = tmp_path / "bench.json"
-    written = []
-    measure = attention.measure
-
-    def watched(*rest):
-        written.append(len(record.read(file)["rows"]))
-        return measure(*rest)
-
-    monkeypatch.setattr(attention, "measure", watched)
-    run(capsys, "--case", "dense", *SMALL, "--json", str(file))
-    assert written == [0, 2]
 
 
 def test_interrupt_keeps_finished_rows(capsys, monkeypatch, tmp_path):
