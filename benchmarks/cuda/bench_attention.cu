@@ -77,7 +77,7 @@ Problem problem_of(const Case& c) {
           .causal = true};
 }
 
-std::string title(const Case& c) { return title(c.kind, problem_of(c), c.window); }
+std::string title_of(const Case& c) { return title(c.kind, problem_of(c), c.window); }
 
 Bf16* normal(Arena& arena, std::int64_t count, std::uint64_t seed) {
   Bf16* values = arena.take<Bf16>(count);
@@ -184,7 +184,7 @@ void bench(const Case& c) {
   const double forward_ms = time(forward), backward_ms = time(backward);
   backward.problem.deterministic = true;
   backward.schedule = schedule_of(backward.problem, in.visibility, Direction::backward, arena);
-  print({.title = title(c),
+  print({.title = title_of(c),
          .dtype = DType::bf16,
          .forward = forward_ms,
          .backward = backward_ms,
@@ -198,7 +198,7 @@ int main(int argc, char** argv) {
   using namespace flash_dmattn::benchmark;
   return run_main([&] {
     for (const Case& c : cases) {
-      if (argc < 2 || title(c).find(argv[1]) != std::string::npos) bench(c);
+      if (argc < 2 || title_of(c).find(argv[1]) != std::string::npos) bench(c);
     }
   });
 }

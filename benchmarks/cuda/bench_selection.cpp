@@ -49,7 +49,7 @@ constexpr Case cases[] = {
     {"1 x 1048576 f32 normal", 1, 1048576, 2048, Selection::per_query, DType::f32, Case::normal},
 };
 
-std::string title(const Case& c) { return std::string("selection ") + c.name; }
+std::string title_of(const Case& c) { return std::string("selection ") + c.name; }
 
 // As in the backward of sm90, whose schedule the slots are.
 constexpr std::int64_t slot_tile_rows = 64;
@@ -152,7 +152,7 @@ void bench(const Case& c) {
   };
   Timer timer(stream);
   const auto graph_us = [&](const auto& call) { return 1e3 * timer.time_graph(10, call); };
-  print({.title = title(c),
+  print({.title = title_of(c),
          .dtype = c.dtype,
          .unit = "us",
          .parts = {{"select", graph_us(select)},
@@ -171,7 +171,7 @@ int main(int argc, char** argv) {
   using namespace flash_dmattn::benchmark;
   return run_main([&] {
     for (const Case& c : cases) {
-      if (argc < 2 || title(c).find(argv[1]) != std::string::npos) bench(c);
+      if (argc < 2 || title_of(c).find(argv[1]) != std::string::npos) bench(c);
     }
   });
 }

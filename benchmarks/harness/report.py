@@ -165,25 +165,11 @@ def draw_slots(path: Path) -> None:
                     box |= {"edgecolor": "black", "zorder": 2}
                 axes.add_patch(plt.Rectangle((slot, token), 1, 1, **box))
                 colour = "white" if rank > 0.6 else "black"
-                axes.text(
-                    slot + 0.5,
-                    token + 0.5,
-                    position,
-                    ha="center",
-                    va="center",
-                    color=colour,
-                    fontsize=8,
-                    zorder=3,
-                )
+                middle = {"ha": "center", "va": "center", "fontsize": 8, "zorder": 3}
+                axes.text(slot + 0.5, token + 0.5, position, color=colour, **middle)
             if token not in held:
-                axes.text(
-                    window + 0.2,
-                    token + 0.5,
-                    f"{token} is worse",
-                    va="center",
-                    fontsize=8,
-                    color="tab:red",
-                )
+                where = (window + 0.2, token + 0.5)
+                axes.text(*where, f"{token} is worse", va="center", fontsize=8, color="tab:red")
     for head, axes in enumerate(panels):
         axes.set(
             xlim=(0, window + 2.6), ylim=(tokens, 0), xlabel="slot", title=f"key head {head}",
