@@ -118,6 +118,12 @@ test-transformers-4: $(STAMPS)/package $(STAMPS)/test build/transformers-4/ready
 	OMP_NUM_THREADS=1 PYTHONPATH=build/transformers-4 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal \
 	  -m transformers tests/python/integrations $(ARGS)
 
+# With torch it takes 5 GB of disk and a minute more: pip's newest torch has CUDA.
+NEWEST ?= transformers
+.PHONY: test-newest
+test-newest: $(STAMPS)/package $(STAMPS)/test ## Python tests of transformers' own models, on the newest transformers that pip finds now (NEWEST="transformers torch")
+	JOBS=$(JOBS) tools/test_newest.sh $(NEWEST)
+
 .PHONY: format
 format: $(STAMPS)/tools ## format every file
 	clang-format -i $(CXX_FILES)
