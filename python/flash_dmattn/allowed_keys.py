@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._arguments import MASK_VALUE, may_read
 from .key_intervals import KeyIntervals, select_key_intervals
@@ -19,8 +18,30 @@ from .packed import rank_by_document
 # Mask elements per step: bounds the memory for recognising a mask.
 _BLOCK_ELEMENTS = 1 << 22
 
-# mask -> (its version, the result of reading it): one reading serves all layers of a model.
-_known = WeakTensorKeyDictionary()
+
+class Memo:
+    """What the layers of one model derive from the tensors that they share, during one forward of the model.
+
+    The model makes a memo when a forward begins and passes it to its layers. Nothing outlives the forward: a tensor
+    can change between two of them without a trace (collectives, DLPack, raw pointers, graph replay).
+    """
+
+    def __init__(self):
+        self._known: dict[str, tuple[torch.Tensor, object]] = {}
+
+    def derive(self, name: str, tensor: torch.Tensor, find: Callable):
+        """find(tensor), called once for this name as long as the layers pass the same tensor."""
+        known = self._known.get(name)
+        if known is None or known[0] is not tensor:
+            known = self._known[name] = (tensor, find(tensor))
+        return known[1]
+
+
+def derive(memo: Memo | None, name: str, tensor: torch.Tensor, find: Callable):
+    """find(tensor), by the memo where there is one. Compiled code does not read values, so it shares no readings."""
+    if memo is None or not may_read():
+        return find(tensor)
+    return memo.derive(name, tensor, find)
 
 
 class AllowedPairs(NamedTuple):
@@ -69,22 +90,20 @@ class AllowedPairs(NamedTuple):
             seen |= self.rows(start, min(start + step, seqlen_q)).any(2)
         return seen
 
-    def to_intervals(self) -> KeyIntervals | None:
+    def to_intervals(self, memo: Memo | None = None) -> KeyIntervals | None:
         """As `intervals_of_mask`."""
         if self.bias is None:
-            return intervals_of_mask(self.mask)
+            return intervals_of_mask(self.mask, memo)
         if _has_no_values(self.bias):
             return None
         return intervals_of_rows(self.rows, self.shape(), self.bias.device)
 
 
-def intervals_of_mask(mask: torch.Tensor) -> KeyIntervals | None:
+def intervals_of_mask(mask: torch.Tensor, memo: Memo | None = None) -> KeyIntervals | None:
     """The key intervals of a mask [B, H, Sq, Sk], or None when no intervals describe it.
 
     Every element is read (a sample would prove nothing), in blocks of rows, so the extra memory is
-    O(B H Sk). A second call with the same unchanged tensor reads nothing. Changes are seen by torch's version
-    counter, which counts every operation on the tensor, but not writes by other ways: through
-    `mask.data`, or by another process into shared memory. Then give a new tensor.
+    O(B H Sk). Only a memo saves the second reading.
 
     Args:
         mask: bool, or additive floating point where 0 allows and anything at or below -1e30 (bfloat16),
@@ -95,65 +114,34 @@ def intervals_of_mask(mask: torch.Tensor) -> KeyIntervals | None:
     """
     if _has_no_values(mask):
         return None
-    return once("intervals", mask, _find_intervals)
+    return derive(memo, "intervals", mask, _find_intervals)
 
 
-def refuse_negative(mask: torch.Tensor) -> None:
-    """Of the integers of a mask nonzero ones show keys: one below 0 is of an additive mask, which would be its opposite.
-    Only for code that may read; a second call with the same unchanged tensor reads nothing."""
+def refuse_negative(mask: torch.Tensor, memo: Memo | None = None) -> None:
+    """Raises for negative integers, where values may be read: nonzero integers show keys, and a negative one suggests an
+    additive mask, which means the opposite."""
     if mask.is_floating_point() or mask.dtype == torch.bool or _has_no_values(mask):
         return
-    if once("negative", mask, lambda numbers: bool((numbers < 0).any())):
+    if derive(memo, "negative", mask, lambda numbers: bool((numbers < 0).any())):
         raise ValueError(
             f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)} with negative numbers, expected bool or "
             "integers, nonzero for visible keys; an additive mask has four dimensions and is of floating point"
         )
 
 
-def split_additive(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """The elements that an additive mask allows, as bool, and whether it also adds other values than 0 to them.
-
-    The bool mask is made once: as long as the additive one lives unchanged, all layers of a model share it.
-    """
-    if not may_read():
-        return _split_additive(mask)
-    return once("dense", mask, _split_additive)
+def split_additive(mask: torch.Tensor, memo: Memo | None = None) -> tuple[torch.Tensor, bool]:
+    """The elements that an additive mask allows, as bool, and whether it also adds other values than 0 to them."""
+    return derive(memo, "dense", mask, _split_additive)
 
 
-def mask_of_intervals(allowed: KeyIntervals) -> torch.Tensor:
-    """The mask of intervals, for a choice that no intervals describe; made once, as in `split_additive`."""
+def mask_of_intervals(allowed: KeyIntervals, memo: Memo | None = None) -> torch.Tensor:
+    """The mask of intervals, for a choice that no intervals describe."""
 
     def make(intervals: torch.Tensor) -> torch.Tensor:
         mask = allowed.with_intervals(_unexpanded(intervals)).to_mask()
         return mask.expand(*intervals.shape[:2], -1, -1)
 
-    if not may_read():
-        return make(allowed.intervals)
-    return once(f"dense of {allowed.query_length} queries", allowed.intervals, make)
-
-
-def once(what: str, mask: torch.Tensor, find: Callable):
-    """find(mask), called once for each `what` as long as the tensor lives unchanged. Not for code that may not read."""
-    if not _counts_its_changes(mask):
-        return find(mask)
-    version, known = _known.get(mask, (None, None))
-    if version != mask._version:
-        known = {}
-        _known[mask] = (mask._version, known)
-    if what not in known:
-        with torch.inference_mode(False):  # the result may be saved for a later backward
-            known[what] = find(mask)
-    return known[what]
-
-
-def _counts_its_changes(mask: torch.Tensor) -> bool:
-    """Not tensors of inference mode, nor those over foreign memory (numpy, DLPack), whose writes torch does not
-    count, nor those of torch.func, which have no memory."""
-    return (
-        not mask.is_inference()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(mask)
-        and mask.untyped_storage().resizable()
-    )
+    return derive(memo, f"dense of {allowed.query_length} queries", allowed.intervals, make)
 
 
 def _find_intervals(mask: torch.Tensor) -> KeyIntervals | None:
@@ -258,7 +246,7 @@ def _documents(
 
 
 def select_among(
-    scores: torch.Tensor, allowed: KeyIntervals, keep_window_size: int
+    scores: torch.Tensor, allowed: KeyIntervals, keep_window_size: int, memo: Memo | None = None
 ) -> KeyIntervals | None:
     """The `keep_window_size` best allowed keys of every query, as intervals where that is possible.
 
@@ -287,7 +275,8 @@ def select_among(
         if allowed.bound is not None:
             return None  # windows, for one; masks of models come without a bound
     else:
-        order = once(
+        order = derive(
+            memo,
             f"order of {allowed.query_length} queries",
             allowed.intervals,
             lambda _: _order_of(allowed),

@@ -15,6 +15,7 @@ from ._arguments import (
     resolve_flag,
     with_queries,
 )
+from .allowed_keys import Memo
 from .choice import Choice, choose, one_per_key, repeat_heads
 from .kernels import record_large_rows
 from .key_intervals import KeyIntervals
@@ -33,10 +34,12 @@ def attention(
     choice: Choice,
     numerics: Numerics,
     backend: str = "",
+    memo: Memo | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """out and statistics of arguments as the public functions take them.
 
     backend: "" takes the first one that supports the problem.
+    memo: what the layers of a model share.
     """
     given = value
     if not isinstance(backend, str):
@@ -59,7 +62,7 @@ def attention(
     if choice.window is not None:
         by_library = backend_of(query, backend) not in IN_PYTHON
         bias = one_per_key(bias)
-        visible = choose(choice, query, key, bias, visible, by_library)
+        visible = choose(choice, query, key, bias, visible, by_library, memo)
     out, statistics = run(query, key, value, bias, visible, numerics, backend)
     return out if value is given else of_value_dim(out, given), statistics
 
@@ -132,11 +135,12 @@ def _check_intervals(key_intervals: KeyIntervals, query: Tensor, key: Tensor) ->
     batch, seqlen_q = query.shape[:2]
     seqlen_k, heads_kv = key.shape[1:3]
     shape = key_intervals.intervals.shape
-    fits = key_intervals.fits(batch, heads_kv, seqlen_k)
+    heads_q = query.shape[2]
+    fits = any(key_intervals.fits(batch, heads, seqlen_k) for heads in (heads_kv, heads_q))
     if not fits or key_intervals.query_length != seqlen_q:
         raise ValueError(
             f"key_intervals: got intervals of shape {tuple(shape)} for query length "
-            f"{key_intervals.query_length}, expected [{batch} or 1, {heads_kv} or 1, {seqlen_k}, 2] for "
+            f"{key_intervals.query_length}, expected [{batch} or 1, {heads_kv}, {heads_q} or 1, {seqlen_k}, 2] for "
             f"{seqlen_q}"
         )
     if key_intervals.intervals.device != query.device:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from . import _ops
 from ._arguments import MASK_VALUE, check_window, may_read, selection_scores_argument
-from .allowed_keys import AllowedPairs, select_among
-from .key_intervals import check_selection, intersect, prefix_lm, select
+from .allowed_keys import AllowedPairs, Memo, mask_of_intervals, select_among
+from .key_intervals import KeyIntervals, check_selection, intersect, prefix_lm, select
 from .utils.mask import topk_mask
 from .visibility import BestByBias, KeyList, KeyRanks, Visibility
 
@@ -45,34 +45,35 @@ def choose(
     bias: Tensor | None,
     visible: Visibility,
     by_library: bool,
+    memo: Memo | None = None,
 ) -> Visibility:
     """The best of the visible keys for every query.
 
     bias: 3-d where it has one value per key.
     by_library: the library's backends compute attention. They choose by the bias themselves, and on a GPU take lists and
         ranks.
+    memo: what the layers of a model share.
     """
-    if visible.keys is not None:
-        raise ValueError(
-            "key_intervals: got them together with keep_window_size, expected one of the two; keep_window_size chooses among "
-            "all keys of the row. To choose within packed documents use flash_dmattn_varlen_func, within another rule give "
-            "it as attn_mask; select_key_intervals and intersect choose from the whole row and then hide keys"
-        )
     scores, allowed = _scores_and_allowed(query, key, visible.mask, bias, choice.scores)
     if choice.window >= key.shape[1] and choice.scores is None:
         return visible  # a key whose bias is NaN is masked by it
     if query.shape[1] == 0:
         return visible
-    by_bias = choice.scores is None and allowed is None and choice.selection == "per_query"
+    is_plain = visible.keys is None and allowed is None
+    by_bias = choice.scores is None and is_plain and choice.selection == "per_query"
     if by_library and by_bias and scores.shape[1] in (1, key.shape[2]):
         return Visibility(None, visible.is_causal, BestByBias(choice.window))
     if scores.requires_grad:
         scores = scores.detach()
     on_gpu = by_library and scores.is_cuda
+    if visible.keys is not None:
+        return _choose_among_intervals(
+            choice, query, key, scores, allowed, visible.keys, visible.is_causal, on_gpu, memo
+        )
     is_dense = allowed is not None and allowed.shape()[2] > 1
     if is_dense and choice.selection == "per_query":
         return _choose_under_dense_mask(
-            choice.window, query, key, scores, allowed, visible.is_causal, on_gpu
+            choice.window, query, key, scores, allowed, visible.is_causal, on_gpu, memo
         )
     key_mask = None
     if allowed is not None:
@@ -93,6 +94,67 @@ def choose(
     return Visibility(remaining_mask, False, chosen)
 
 
+def _choose_among_intervals(
+    choice: Choice,
+    query: Tensor,
+    key: Tensor,
+    scores: Tensor,
+    allowed: AllowedPairs | None,
+    shown: KeyIntervals,
+    is_causal: bool,
+    by_rank: bool,
+    memo: Memo | None,
+) -> Visibility:
+    """The best keys among those that intervals show; `allowed`: a mask or a bias that hides some of them."""
+    if choice.selection == "global":
+        first, last = shown.intervals.unbind(-1)
+        key_mask = first < last
+        if allowed is not None:
+            key_mask = key_mask & allowed.to_any_query()
+        scores, key_mask = _matched(*match_heads(query, key, scores, key_mask))
+        best = select(scores, key_mask, choice.window, "global", is_causal, shown.query_length)
+        best, intervals = match_heads(query, key, best.intervals, shown.intervals)
+        chosen = intersect(KeyIntervals(best, shown.query_length), shown.with_intervals(intervals))
+        is_dense = allowed is not None and allowed.shape()[2] > 1
+        return Visibility(allowed.mask if is_dense else None, False, chosen)
+    if allowed is None:
+        chosen = _best_of_intervals(choice.window, query, key, scores, shown, is_causal, memo)
+        if chosen is not None:
+            return Visibility(keys=chosen)
+        allowed = AllowedPairs(mask_of_intervals(shown, memo), None, 0.0)
+    else:
+        mask = mask_of_intervals(shown, memo)
+        if allowed.mask is not None:
+            mask = torch.logical_and(*match_heads(query, key, mask, allowed.mask))
+        allowed = allowed._replace(mask=mask)
+    return _choose_under_dense_mask(
+        choice.window, query, key, scores, allowed, is_causal, by_rank, memo
+    )
+
+
+def _best_of_intervals(
+    window: int,
+    query: Tensor,
+    key: Tensor,
+    scores: Tensor,
+    shown: KeyIntervals,
+    is_causal: bool,
+    memo: Memo | None,
+) -> KeyIntervals | None:
+    """The best keys among those that intervals show, where intervals describe the choice."""
+    if is_causal:
+        shown = intersect(shown, _past(query, key))
+    scores, intervals = match_heads(query, key, scores, shown.intervals)
+    if intervals is not shown.intervals:
+        shown = shown.with_intervals(intervals)
+    return select_among(scores, shown, window, memo)
+
+
+def _past(query: Tensor, key: Tensor) -> KeyIntervals:
+    """Causality as intervals."""
+    return prefix_lm(key.shape[1], 0, query_length=query.shape[1], device=key.device)
+
+
 def _matched(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Both in one shape."""
     if key_mask is None:
@@ -109,6 +171,7 @@ def _choose_under_dense_mask(
     allowed: AllowedPairs,
     is_causal: bool,
     by_rank: bool,
+    memo: Memo | None,
 ) -> Visibility:
     """The best keys among those that a mask with a query dimension allows.
 
@@ -121,26 +184,19 @@ def _choose_under_dense_mask(
             "keep_window_size: got it under torch.func.vmap over a mask with a query dimension, which attention "
             "does not support; expected the mask's own batch dimension"
         )
-    seqlen_q, seqlen_k = query.shape[1], key.shape[1]
-
-    def past():
-        return prefix_lm(seqlen_k, 0, query_length=seqlen_q, device=scores.device)
-
-    shown = allowed.to_intervals() if may_read() else None
+    shown = allowed.to_intervals(memo) if may_read() else None
     if shown is not None:
-        shown = intersect(shown, past()) if is_causal else shown
-        scores_of_heads, intervals = match_heads(query, key, scores, shown.intervals)
-        chosen = select_among(scores_of_heads, shown.with_intervals(intervals), window)
+        chosen = _best_of_intervals(window, query, key, scores, shown, is_causal, memo)
         if chosen is not None:
             return Visibility(keys=chosen)
     if by_rank:
         ranks = KeyRanks(*_ops.rank_keys(scores, *allowed, window, is_causal))
         mask = allowed.mask
         if mask is None:  # attention applies its bias itself
-            mask = scores.new_ones((1, 1, 1, seqlen_k), dtype=torch.bool)
+            mask = scores.new_ones((1, 1, 1, key.shape[1]), dtype=torch.bool)
         return Visibility(mask, is_causal, ranks)
     scores, mask = match_heads(query, key, scores, allowed.to_mask())
-    mask = mask & past().to_mask() if is_causal else mask
+    mask = mask & _past(query, key).to_mask() if is_causal else mask
     return Visibility(topk_mask(scores[:, :, None], mask, window, None))
 
 

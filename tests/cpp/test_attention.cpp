@@ -11,9 +11,9 @@
 #include "support/run.h"
 #include "support/yardstick.h"
 
-// The backend "cpu" against the reference, over the case table and a few problems whose result is
-// known exactly. The table, whose reference takes longest, is run once for all instruction sets; FLASH_DMATTN_MAX_ISA
-// decides on which of them the other tests run (main.cpp).
+// Compares the backend "cpu" with the reference over the case table, and with exact results of a few problems. The
+// table runs once for all instruction sets, because its reference takes longest. FLASH_DMATTN_MAX_ISA selects the
+// instruction set of the other tests (main.cpp).
 namespace flash_dmattn {
 namespace {
 
@@ -39,7 +39,7 @@ void expect_all_same_bits(const Results& actual, const Results& expected) {
 
 class AttentionTable : public ::testing::TestWithParam<Case> {};
 
-TEST_P(AttentionTable, IsWithinItsBounds) {
+TEST_P(AttentionTable, ResultsAreWithinBounds) {
   const Case& c = GetParam();
   if (c.slow && testing::is_quick_run())
     GTEST_SKIP() << "slow, and FLASH_DMATTN_QUICK_TESTS is set";
@@ -57,11 +57,11 @@ TEST_P(AttentionTable, IsWithinItsBounds) {
 INSTANTIATE_TEST_SUITE_P(Cases, AttentionTable, ::testing::ValuesIn(testing::attention_cases()),
                          [](const auto& test) { return test.param.name; });
 
-// ---- The same result whoever computes it -----------------------------------------------------------
+// ---- The number of workers -------------------------------------------------------------------------
 
 class AttentionWorkers : public ::testing::TestWithParam<const char*> {};
 
-TEST_P(AttentionWorkers, DoNotChangeABit) {
+TEST_P(AttentionWorkers, WorkerCountDoesNotChangeBits) {
   const Data data(testing::attention_case(GetParam()));
   const Results expected = testing::run(data, {.execution = testing::in_turn(1)});
   for (const Execution& execution :
@@ -81,11 +81,11 @@ INSTANTIATE_TEST_SUITE_P(Cases, AttentionWorkers,
                                            "random_intervals_f16", "bias_11qk"),
                          [](const auto& test) { return std::string(test.param); });
 
-// ---- Any subset of the gradients -------------------------------------------------------------------
+// ---- Subsets of the gradients ----------------------------------------------------------------------
 
 class AttentionGradients : public ::testing::TestWithParam<const char*> {};
 
-TEST_P(AttentionGradients, ComeInAnySubset) {
+TEST_P(AttentionGradients, AnySubsetIsCorrect) {
   const Data data(testing::attention_case(GetParam()));
   const Results expected = testing::oracle(data);
   const Yardstick yardstick(data);
@@ -100,7 +100,7 @@ TEST_P(AttentionGradients, ComeInAnySubset) {
   }
 }
 
-TEST_P(AttentionGradients, NeedNoLowPartOfLse) {
+TEST_P(AttentionGradients, MissingLseLowGivesCorrectGradients) {
   const Data data(testing::attention_case(GetParam()));
   const Results actual = testing::run(data, {.lse_low = false});
   testing::expect_close(data, actual, testing::oracle(data), Yardstick(data));
@@ -114,7 +114,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, AttentionGradients,
 
 // ---- Layouts ---------------------------------------------------------------------------------------
 
-TEST(Attention, LayoutsDoNotChangeABit) {
+TEST(Attention, LayoutsDoNotChangeBits) {
   for (const char* intervals : {"none", "per_query"}) {
     for (const char* dtype : {"f32", "bf16", "f16"}) {
       const auto in_layout = [&](const char* layout) {
@@ -142,7 +142,7 @@ TEST(Attention, LayoutsDoNotChangeABit) {
   }
 }
 
-// ---- Results that are known exactly ----------------------------------------------------------------
+// ---- Exact results ---------------------------------------------------------------------------------
 
 void expect_all(const Tensor& tensor, double expected) {
   tensor.for_each([&](const Index& i, double value) {
@@ -193,7 +193,7 @@ TEST_P(AttentionExact, EqualScoresAverage) {
   actual.lse.for_each([](const Index&, double lse) { ASSERT_NEAR(lse, std::log(128.0), 1e-6); });
 }
 
-TEST_P(AttentionExact, NothingVisibleIsZero) {
+TEST_P(AttentionExact, NothingVisibleGivesZeros) {
   for (const char* fill : {"none", "full"}) {
     Data data(with({{"mask", "b1qk"},
                     {"mask_fill", fill},
@@ -208,7 +208,7 @@ TEST_P(AttentionExact, NothingVisibleIsZero) {
   }
 }
 
-TEST_P(AttentionExact, NoKeysAreLikeNothingVisible) {
+TEST_P(AttentionExact, NoKeysGiveZeros) {
   const Data data(with({{"seqlen_k", "0"}}));
   const Results actual = testing::run(data, {});
   expect_all(actual.out, 0);
@@ -216,7 +216,7 @@ TEST_P(AttentionExact, NoKeysAreLikeNothingVisible) {
   expect_all(actual.dq, 0);
 }
 
-TEST_P(AttentionExact, NoQueriesLeaveZeroGradients) {
+TEST_P(AttentionExact, NoQueriesGiveZeroGradients) {
   const Data data(with({{"seqlen_q", "0"}, {"bias", "b11k"}, {"bias_fill", "normal"}}));
   const Results actual = testing::run(data, {});
   expect_all(actual.dk, 0);
@@ -224,7 +224,7 @@ TEST_P(AttentionExact, NoQueriesLeaveZeroGradients) {
   expect_all(actual.dbias, 0);
 }
 
-TEST_P(AttentionExact, IntervalsAndMaskOfTheSamePairsAgree) {
+TEST_P(AttentionExact, EquivalentIntervalsAndMaskAgree) {
   const Data intervals(with({{"heads_q", "4"},
                              {"heads_kv", "2"},
                              {"seqlen_q", "203"},
@@ -244,8 +244,8 @@ TEST_P(AttentionExact, IntervalsAndMaskOfTheSamePairsAgree) {
   }
 }
 
-TEST_P(AttentionExact, LowPartOfLseIsWhatRoundingTook) {
-  // A bias of 1000 leaves lse six of fp32's 24 bits fewer.
+TEST_P(AttentionExact, LseLowIsTheRoundingError) {
+  // A bias of 1000 takes six of the 24 bits of lse in fp32.
   Data data(with({{"inputs", "zero"}, {"bias", "1111"}, {"bias_fill", "equal"}}));
   data.bias.fill([](const Index&) { return 1000; });
   const Results actual = testing::run(data, {});

@@ -32,7 +32,7 @@ DType dtype_of(const std::string& word) {
       word, {{"f32", DType::f32}, {"bf16", DType::bf16}, {"f16", DType::f16}, {"f64", DType::f64}});
 }
 
-// "b1qk" -> {B, 1, Sq, Sk}; h is Hq, v is Hkv.
+// Maps "b1qk" to {B, 1, Sq, Sk}; h is Hq, v is Hkv.
 BroadcastShape shape_of(const std::string& word, const Problem& p) {
   if (word == "none") return {};
   BroadcastShape shape{};
@@ -84,7 +84,7 @@ Case parse(const CaseWords& words) {
   return c;
 }
 
-// The rows of the table, the defaults first.
+// Reads the rows of the table, the defaults first.
 std::vector<CaseWords> read_table() {
   const char* moved = std::getenv("FLASH_DMATTN_CASES_DIR");  // tests that run on another machine
   const std::string folder = moved == nullptr ? FLASH_DMATTN_CASES_DIR : moved;

@@ -18,7 +18,7 @@ namespace {
 
 constexpr float nan = std::numeric_limits<float>::quiet_NaN();
 
-// Calls function(execution) with a workspace of its own.
+// Calls function(execution) with a new workspace.
 template <class Function>
 void with_workspace(std::size_t bytes, const Function& function) {
   GuardedBuffer workspace(bytes, "workspace");

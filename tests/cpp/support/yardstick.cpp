@@ -24,12 +24,12 @@ double norm(const float* x, std::int64_t size, std::int64_t stride) {
   return std::sqrt(sum);
 }
 
-// The keys that a query row sees, and some between them.
+// A range that covers the keys that a query row sees.
 struct KeyRange {
   std::int64_t begin, end;
 };
 
-// One kv head of k or v. Every sum runs in the order of its terms; the two layouts let the compiler
+// One kv head of k or v. Every sum runs in the order of its terms, and the two layouts let the compiler
 // compute many such sums at once. Values are finite, so a weight of 0 adds nothing.
 struct Keys {
   std::int64_t count, dim;
@@ -136,7 +136,7 @@ class Computation {
     }
   }
 
-  // Scores added to a wider bias are as wide.
+  // A score that is added to a wider bias has the bias's precision.
   float round_score(float x) const {
     return data_.has_bias() && data_.bias.element() == Element::f32 ? x : round(x);
   }
@@ -170,7 +170,7 @@ class Computation {
     return keys;
   }
 
-  // scores_ with -inf where a key is not visible, and slopes_.
+  // Computes scores_, with -inf where a key is not visible, and slopes_.
   void score(KeyRange keys, std::int64_t b, std::int64_t h, std::int64_t i) {
     for (std::int64_t j = keys.begin; j < keys.end; ++j) {
       if (!data_.visible(b, h, i, j)) {
@@ -240,17 +240,17 @@ class Computation {
     store_row(y_.results.dq, b, h, i, dq);
   }
 
-  // Where the sums of a query's bias begin, of which key j has the j-th or all keys the first.
+  // The index where the sums of a query's bias begin. Key j has the j-th sum, or all keys share the first.
   std::size_t index_of_row(std::int64_t b, std::int64_t h, std::int64_t i) const {
     if (!data_.has_bias()) return 0;
     const bool per_query_head = p_.bias_shape[1] == p_.heads_q;
     return bias_index({b, per_query_head ? h : h / (p_.heads_q / p_.heads_kv), i, 0});
   }
 
-  // The errors of one row to first order, independent ones added by their squares. A score is a sum
-  // of products in fp32 and perturbs its probability by as much relatively; ds = p (dp - delta)
-  // cancels two such sums, and delta comes from an `out` that was rounded to the dtype, an error that
-  // all keys of the row share.
+  // Adds the errors of one row to first order, independent errors by their squares. A score is a sum of
+  // products in fp32, and its absolute error is the relative error of its probability. ds = p (dp - delta)
+  // cancels two such sums, and delta comes from an `out` that was rounded to the dtype, which is an error
+  // that all keys of the row share.
   void add_noise(KeyRange keys, std::int64_t b, std::int64_t h, std::int64_t i, const Vector& q,
                  const Vector& dout, const Vector& out, const Keys& k, const Keys& v, float lse) {
     const double scale = std::abs(double{p_.scale});
@@ -288,7 +288,7 @@ class Computation {
   const Problem& p_;
   Element element_;
   Yardstick& y_;
-  Vector scores_, slopes_, probabilities_, ds_;  // [Sk]; ds_ holds dp first
+  Vector scores_, slopes_, probabilities_, ds_;  // [Sk]; ds_ first contains dp
   Vector dbias_;                                 // as a dense array
   std::vector<double> dk_variance_, dv_variance_, dbias_variance_;
 };

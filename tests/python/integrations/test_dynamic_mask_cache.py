@@ -10,11 +10,11 @@ transformers = pytest.importorskip("transformers")
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from doge_generation import WINDOW, make_ids, make_model, make_pair  # noqa: E402
-from flash_dmattn.integrations.dynamic_mask_cache import DynamicMaskLayer  # noqa: E402
 from flash_dmattn.integrations.transformers import (  # noqa: E402
     DynamicMaskCache,
     enable_flash_dmattn,
 )
+from flash_dmattn.integrations.transformers.cache import DynamicMaskLayer  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 TRANSFORMERS_4 = transformers.__version__ < "5"

@@ -342,7 +342,8 @@ def test_masks_refuse_keywords_and_padding_that_they_do_not_read(name, value):
     from flash_dmattn.integrations.transformers import key_interval_mask
 
     passing = {"allow_is_causal_skip": False, "local_size": 3, "dtype": torch.half, "config": None}
-    assert key_interval_mask(1, 8, 8, **passing) is None
+    assert key_interval_mask(1, 8, 8, **passing).shape == (1, 1, 0, 2)  # causality is all
+    assert key_interval_mask(1, 8, 1, q_offset=7, **passing) is None
     with pytest.raises(TypeError, match=f"^{name}: got"):
         key_interval_mask(1, 8, 8, **passing, **{name: value})
 

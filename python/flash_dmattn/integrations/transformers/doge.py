@@ -1,73 +1,117 @@
-"""`DogeAttention.forward` with one score per key instead of a mask per (query, key) pair."""
+"""The attention layer of a Doge with one score per key instead of a mask per (query, key) pair."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.nn.modules.module import _has_any_global_hook
+from transformers.cache_utils import Cache
 from transformers.models.doge import modeling_doge
 from transformers.models.doge.modeling_doge import DogeAttention
 
-from .._arguments import may_read
-from ..allowed_keys import intervals_of_mask, once, split_additive, visible_counts
-from ..dynamic_mask_attention import scores_of, with_zero_sum_gradient
-from ..key_intervals import KeyIntervals, select_key_intervals
-from .dynamic_mask_cache import DynamicMaskCache, DynamicMaskLayer
-from .flash_dynamic_mask_attention import attend_by_token, target_dtype
-from .keywords import refuse_in_doge
-from .modeling_flash_dynamic_mask_attention_utils import (
+from ..._arguments import may_read
+from ...allowed_keys import Memo, derive, intervals_of_mask, split_additive, visible_counts
+from ...dynamic_mask_attention import scores_of, with_zero_sum_gradient
+from ...key_intervals import KeyIntervals, select_key_intervals
+from ..attention import (
     as_key_intervals,
+    attend_by_token,
     fdma_peft_integration_check,
+    is_causal_mask,
+    target_dtype,
 )
-from .stored_scores import update_with_scores
+from ..keywords import refuse_in_doge
+from .cache import DynamicMaskCache, DynamicMaskLayer
+from .compat import adopt_hooked_forward, take_cache
+from .scored_cache import update_with_scores
 
-ROUNDED = "round_scores_like_eager"  # attribute of a layer
-# Keyword of a layer whose keys are those of its queries: "causal", its mask is no more than that; "padded", causal among
-# the keys that it shows at all; "packed", causal within documents; None, another mask.
-MASK_KIND = "mask_kind"
+NAME = "doge_dynamic_mask_attention"  # of the implementation, in a config; transformers has "doge_flex_attention"
+CONTEXT = (
+    "flash_dmattn_context"  # the keyword by which a DogeModel passes a `Context` to its layers
+)
 
 
-def doge_attention_forward(
-    self: DogeAttention,
-    hidden_states: torch.Tensor,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    attention_mask: torch.Tensor | None = None,
-    past_key_values=None,
-    cache_position: torch.Tensor | None = None,
-    **kwargs,
-) -> tuple[torch.Tensor, None]:
-    """`DogeAttention.forward` with one score per key instead of a mask per (query, key) pair."""
-    mask_kind = kwargs.pop(MASK_KIND, None)
-    if mask_kind == "causal":
-        attention_mask = None
-    refuse_in_doge(kwargs, has_mask=attention_mask is not None)
-    per_head = (*hidden_states.shape[:-1], -1, self.head_dim)
-    query = _normalize(self.q_norm, self.q_proj(hidden_states).view(per_head))
-    key = _normalize(self.k_norm, self.k_proj(hidden_states).view(per_head))
-    value = self.v_proj(hidden_states)
-    scores = doge_scores(self, self.dt_proj(value))
-    value = value.view(per_head)
-    # In the order of attention's dimensions. Transposed to that of caches before, compiled code writes both twice, once
-    # for each order.
-    query, key = _rotate(query, key, *position_embeddings)
-    if isinstance(past_key_values, DynamicMaskCache):
-        slots = _layer_of(past_key_values, self.layer_idx)
-        out = _attend_with_slots(self, slots, query, key, value, scores, attention_mask, kwargs)
+class Context(NamedTuple):
+    """What a DogeModel knows at the beginning of a forward, for all of its layers.
+
+    mask_kind: "causal": the mask is no more than that; "padded": causal among the keys that it shows at all; "packed":
+        causal within documents, so that every query sees its own key; None: another mask, or keys of a cache.
+    memo: what the layers derive from the tensors that they share.
+    """
+
+    mask_kind: str | None = None
+    memo: Memo | None = None
+
+
+class FlashDogeAttention(DogeAttention):
+    """`DogeAttention` that chooses its keys by intervals, and builds no tensor with one element per (query, key) pair.
+
+    Under another implementation than `NAME` (after `model.set_attn_implementation("eager")`) it is its base class.
+    """
+
+    round_scores_like_eager = False
+
+    @classmethod
+    def of_layer(cls, layer: DogeAttention) -> FlashDogeAttention:
+        """A layer with the parameters, modules, buffers and hooks of `layer`, which is not to be used any more."""
+        flash = cls.__new__(cls)
+        vars(flash).update(vars(layer))
+        adopt_hooked_forward(flash, layer)
+        return flash
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, None]:
+        if self.config._attn_implementation != NAME:
+            return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
+        context = kwargs.pop(CONTEXT, None) or Context()
+        cache = take_cache(kwargs)
+        cache_position = kwargs.pop("cache_position", None)
+        if context.mask_kind == "causal" or is_causal_mask(attention_mask):
+            attention_mask = None
+        refuse_in_doge(kwargs, has_mask=attention_mask is not None)
+        per_head = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = _normalize(self.q_norm, self.q_proj(hidden_states).view(per_head))
+        key = _normalize(self.k_norm, self.k_proj(hidden_states).view(per_head))
+        value = self.v_proj(hidden_states)
+        scores = doge_scores(self, self.dt_proj(value))
+        value = value.view(per_head)
+        # In the order of attention's dimensions. Transposed to that of caches before, compiled code writes both twice, once
+        # for each order.
+        query, key = _rotate(query, key, *position_embeddings, context.memo)
+        if isinstance(cache, DynamicMaskCache):
+            slots = _layer_of(cache, self.layer_idx)
+            out = _attend_with_slots(
+                self, slots, query, key, value, scores, attention_mask, context
+            )
+            return self.o_proj(out.flatten(2)), None
+        if cache is not None:
+            if not isinstance(cache, Cache):
+                raise TypeError(
+                    f"cache: got {type(cache).__name__}, expected a transformers Cache; continuous batching (a paged cache) "
+                    "is not supported. Use another attn_implementation"
+                )
+            where = () if cache_position is None else ({"cache_position": cache_position},)
+            key, value, scores = update_with_scores(
+                cache, *_heads_first(key, value), scores, self.layer_idx, where
+            )
+            key, value = _heads_first(key, value)  # and back
+            if (
+                scores is None or self.round_scores_like_eager
+            ):  # eager attention rounds all of them together
+                scores = doge_scores(self, self.dt_proj(value.flatten(2)))
+        out = _attend(self, query, key, value, scores, attention_mask, context, kwargs)
         return self.o_proj(out.flatten(2)), None
-    if past_key_values is not None:
-        where = () if cache_position is None else ({"cache_position": cache_position},)
-        key, value, scores = update_with_scores(
-            past_key_values, *_heads_first(key, value), scores, self.layer_idx, where
-        )
-        key, value = _heads_first(key, value)  # and back
-        if scores is None or getattr(
-            self, ROUNDED, False
-        ):  # eager attention rounds all of them together
-            scores = doge_scores(self, self.dt_proj(value.flatten(2)))
-    out = _attend(self, query, key, value, scores, attention_mask, kwargs, mask_kind)
-    return self.o_proj(out.flatten(2)), None
 
 
 def _normalize(norm: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
-    """norm(states); uncompiled and of a DogeRMSNorm that nobody replaced or watches by torch's function, which rounds
+    """norm(states). Of a DogeRMSNorm that nobody replaced or watches, uncompiled, it is torch's function, which rounds
     where that does and is one kernel on a GPU."""
     is_compiled = torch.compiler.is_compiling()  # and fuses the kernels of its own
     if is_compiled or states.dtype == torch.float64 or not _is_stock_norm(norm):
@@ -77,9 +121,13 @@ def _normalize(norm: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
 
 
 def _rotate(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    memo: Memo | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply_rotary_pos_emb` of [B, S, H, D]. Where nobody replaced it, uncompiled, with the sign of `rotate_half` in the
+    """`apply_rotary_pos_emb` of [B, S, H, D]. Where nobody replaced it, uncompiled, the sign of `rotate_half` goes to the
     sines, which all layers share: the same bits by four operations a tensor, not seven."""
     rotate = modeling_doge.apply_rotary_pos_emb
     if (
@@ -90,7 +138,7 @@ def _rotate(
     ):
         return rotate(query, key, cos, sin, unsqueeze_dim=2)
     half = sin.shape[-1] // 2
-    cos, sin = cos.unsqueeze(2), once("signed by head", sin, _signed_by_head)
+    cos, sin = cos.unsqueeze(2), derive(memo, "signed by head", sin, _signed_by_head)
     return query * cos + query.roll(half, -1) * sin, key * cos + key.roll(half, -1) * sin
 
 
@@ -135,7 +183,7 @@ def _attend_with_slots(
     value: torch.Tensor,
     scores: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    options: dict,
+    context: Context,
 ) -> torch.Tensor:
     """Attention of new tokens [B, S, H, D] to those of the cache and to each other: [B, S, Hq, D]."""
     if slots.window != self.keep_window_size:
@@ -150,7 +198,7 @@ def _attend_with_slots(
         states = _heads_first(query, key, value)
         return slots.attend(*states, scores.float(), present, scale=self.scaling)
     slots.check_kernels(key)  # before attention that the slots could not take over
-    out = _attend(self, query, key, value, scores, attention_mask, options)
+    out = _attend(self, query, key, value, scores, attention_mask, context, {})
     slots.fill(*_heads_first(key, value), scores.float(), present)
     return out
 
@@ -167,14 +215,14 @@ def _attend(
     value: torch.Tensor,
     scores: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    context: Context,
     options: dict,
-    mask_kind: str | None = None,
 ) -> torch.Tensor:
     """Attention of queries [B, Sq, Hq, D] over all keys of the text so far: [B, Sq, Hq, D]."""
     query_length, key_length = query.shape[1], key.shape[1]
-    allowed = _doge_mask(attention_mask, query_length, key_length)
+    allowed = _doge_mask(attention_mask, query_length, key_length, context.memo)
     mask, window = allowed, self.keep_window_size
-    is_padded = mask_kind == "padded" and isinstance(allowed, KeyIntervals)
+    is_padded = context.mask_kind == "padded" and isinstance(allowed, KeyIntervals)
     if key_length > window and (allowed is None or is_padded):
         shown = None
         if is_padded:
@@ -182,7 +230,7 @@ def _attend(
             shown = first < last
         mask = select_key_intervals(scores, window, key_mask=shown, query_length=query_length)
         window = key_length  # chosen already
-    if not getattr(self, ROUNDED, False):
+    if not self.round_scores_like_eager:
         scores = with_zero_sum_gradient(scores)
     out = attend_by_token(
         self,
@@ -195,9 +243,13 @@ def _attend(
         window_size=window,
         dropout=self.attention_dropout if self.training else 0.0,
         output_attentions=options.get("output_attentions"),
+        is_causal=True,
+        memo=context.memo,
     )
-    if attention_mask is not None and mask_kind != "packed":  # there every query sees its own key
-        out = _fill_blind_rows(out, allowed, *_heads_first(query, key, value), self.scaling)
+    if attention_mask is not None and context.mask_kind != "packed":
+        out = _fill_blind_rows(
+            out, allowed, *_heads_first(query, key, value), self.scaling, context.memo
+        )
     return out
 
 
@@ -226,17 +278,29 @@ def doge_scores(attention: DogeAttention, step: torch.Tensor) -> torch.Tensor:
         [B, Hkv, Sk]: float32 (float64 in a float64 model), under autocast too; with
         `enable_flash_dmattn(..., round_scores_like_eager=True)` in the dtypes of eager attention.
     """
-    if getattr(attention, ROUNDED, False):
+    if getattr(attention, "round_scores_like_eager", False):
         return torch.exp(attention.A * F.softplus(step)).transpose(-1, -2)
     return scores_of(attention.A, step)
 
 
 def _doge_mask(
-    mask: torch.Tensor | None, query_length: int, key_length: int
+    mask: torch.Tensor | None, query_length: int, key_length: int, memo: Memo | None
 ) -> torch.Tensor | KeyIntervals | None:
     """A mask by the rule of Doge: in one that is not bool, every value but 0 masks."""
+    if mask is None:
+        return None
+
+    def find(mask: torch.Tensor) -> torch.Tensor | KeyIntervals:
+        return _find_doge_mask(mask, query_length, key_length)
+
+    return derive(memo, f"mask of {query_length} queries and {key_length} keys", mask, find)
+
+
+def _find_doge_mask(
+    mask: torch.Tensor, query_length: int, key_length: int
+) -> torch.Tensor | KeyIntervals:
     intervals = as_key_intervals(mask, query_length)
-    if mask is None or intervals is not None:
+    if intervals is not None:
         return intervals
     if not mask.is_floating_point() and mask.dtype != torch.bool:
         mask = mask == 0
@@ -265,6 +329,7 @@ def _fill_blind_rows(
     key: torch.Tensor,
     value: torch.Tensor,
     scaling: float,
+    memo: Memo | None,
 ) -> torch.Tensor:
     """Gives queries that may see no key the result of eager attention: the mean of all values.
 
@@ -273,7 +338,7 @@ def _fill_blind_rows(
     over equal fill values there, whose derivative by the scores is still that of a softmax,
     `d out = scaling / Sk * sum_j (v_j - mean) d(q . k_j)`: one D x D matrix per head.
     """
-    blind = _blind_rows(mask)
+    blind = _blind_rows(mask, memo)
     if blind is None:
         return out
     groups = query.shape[1] // key.shape[1]
@@ -285,13 +350,12 @@ def _fill_blind_rows(
     return torch.where(blind.transpose(1, 2)[..., None], filled, out)
 
 
-def _blind_rows(mask: torch.Tensor | KeyIntervals) -> torch.Tensor | None:
+def _blind_rows(mask: torch.Tensor | KeyIntervals, memo: Memo | None) -> torch.Tensor | None:
     """The queries that may see no key, bool [B, H, Sq]; None where it is known that there are none."""
 
     def find(_: torch.Tensor) -> torch.Tensor | None:
         blind = visible_counts(mask) == 0 if isinstance(mask, KeyIntervals) else ~mask.any(-1)
         return None if may_read() and not blind.any() else blind
 
-    if isinstance(mask, KeyIntervals) and may_read():
-        return once(f"blind rows of {mask.query_length}", mask.intervals, find)
-    return find(mask)
+    shared = mask.intervals if isinstance(mask, KeyIntervals) else mask
+    return derive(memo, "blind rows", shared, find)

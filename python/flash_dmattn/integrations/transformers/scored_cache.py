@@ -1,8 +1,10 @@
-"""The scores of keys beside transformers' own caches: computed when a key is written, like the key itself.
+"""The scores of keys in transformers' own caches: computed when a key is written, like the key itself.
 
 A layer of scores has the class of the layer of keys (or that of what it grows like), so that it is cut, reordered and
 repeated alike: a score is to it a key with one channel.
 """
+
+from __future__ import annotations
 
 from functools import cache
 
@@ -33,12 +35,11 @@ def update_with_scores(
     layer = past.layers[index] if index < len(past.layers) else None
     is_first = layer is None or _is_empty(layer)
     if isinstance(layer, _ScoredLayer) and layer.is_behind:
-        _remove_scores(layer)
+        past.layers[index] = layer.without_scores()
     key, value = past.update(key, value, index, *where)
     layer = past.layers[index]
     if is_first and not isinstance(layer, _ScoredLayer):
-        layer.score_layer, layer.is_behind = _layer_of_scores(layer), False
-        layer.__class__ = _with_scores(type(layer))
+        layer = past.layers[index] = _with_scores(layer)
     if not isinstance(layer, _ScoredLayer):
         return key, value, None
     scores, _ = layer.score_layer.update(scores[..., None], scores[..., None], *where)
@@ -82,24 +83,35 @@ class _ScoredLayer(CacheLayerMixin):
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
 
+    def without_scores(self) -> CacheLayerMixin:
+        """A layer of transformers' own class with the same tokens."""
+        attributes = {**vars(self)}
+        del attributes["score_layer"], attributes["is_behind"]
+        return _make(type(self).__mro__[2], attributes)
+
     def __reduce__(self):
-        return _restore, (type(self).__mro__[2], vars(self))
+        return _make_scored, (type(self).__mro__[2], vars(self))
+
+
+def _with_scores(layer: CacheLayerMixin) -> _ScoredLayer:
+    """A layer with the same tokens as one of transformers, and room for their scores."""
+    attributes = {**vars(layer), "score_layer": _layer_of_scores(layer), "is_behind": False}
+    return _make_scored(type(layer), attributes)
 
 
 @cache
-def _with_scores(layer_class: type[CacheLayerMixin]) -> type[CacheLayerMixin]:
+def _scored_class(layer_class: type[CacheLayerMixin]) -> type[_ScoredLayer]:
     return type(layer_class.__name__, (_ScoredLayer, layer_class), {})
 
 
-def _restore(layer_class: type[CacheLayerMixin], attributes: dict) -> CacheLayerMixin:
-    layer = object.__new__(_with_scores(layer_class))
+def _make_scored(layer_class: type[CacheLayerMixin], attributes: dict) -> _ScoredLayer:
+    return _make(_scored_class(layer_class), attributes)
+
+
+def _make(layer_class: type[CacheLayerMixin], attributes: dict) -> CacheLayerMixin:
+    layer = layer_class.__new__(layer_class)
     vars(layer).update(attributes)
     return layer
-
-
-def _remove_scores(layer: CacheLayerMixin) -> None:
-    layer.__class__ = type(layer).__mro__[2]
-    del layer.score_layer, layer.is_behind
 
 
 def _is_empty(layer: CacheLayerMixin) -> bool:

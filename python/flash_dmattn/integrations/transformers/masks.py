@@ -1,16 +1,19 @@
 """The masks of transformers' models as key intervals: a function of its mask interface."""
 
-import functools
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from transformers import masking_utils
+from transformers.configuration_utils import PretrainedConfig
 
-from .._arguments import may_read
-from ..allowed_keys import intervals_of_mask, intervals_of_rows
-from .keywords import refuse_unknown
+from ..._arguments import may_read
+from ...allowed_keys import intervals_of_mask, intervals_of_rows
+from ..attention import causal_mask
+from ..keywords import refuse_unknown
+from .compat import documents_of
 
 # For implementations that do not evaluate `mask_function`, or make additive masks; and whether None may stand for causality,
 # which the result of this function includes either way.
@@ -44,8 +47,9 @@ def key_interval_mask(
         kwargs: what transformers gives the masks of its other implementations, and nothing else.
 
     Returns:
-        None where the `is_causal` of the layer is known to be all of it; else int32 [B, 1, Sk, 2]; or, when no
-        intervals describe the mask, bool [B, 1, Sq, Sk].
+        None where every query is known to see every key. Else int32 [B, 1, 0, 2], where causality is known to be all of
+        the mask (see `causal_mask`); or intervals, int32 [B, 1, Sk, 2]; or, when no intervals describe the mask,
+        bool [B, 1, Sq, Sk].
 
     Raises:
         TypeError: an unknown keyword; padding of floating point.
@@ -69,6 +73,8 @@ def key_interval_mask(
             use_vmap=True,
             device=device,
         )
+        if mask is None:
+            return None
         intervals = intervals_of_mask(mask)
         return mask if intervals is None else intervals.intervals
 
@@ -77,18 +83,18 @@ def key_interval_mask(
         q_length, device = cache_position.shape[0], cache_position.device
     positions = _Positions(q_length, kv_length, q_offset, kv_offset, cache_position, device)
     present = positions.present_keys(attention_mask)
-    documents = getattr(mask_function, "causal_documents", None)
+    documents = documents_of(mask_function)
 
     if mask_function is masking_utils.causal_mask_function:
         end_together = positions.end_together()
         if end_together and positions.shows_all(present):
-            return None
+            return None if q_length == 1 else causal_mask(batch_size, device)
         if end_together and q_length == 1:  # it sees every token
             every = torch.arange(2, dtype=torch.int32, device=device)
             return _of_tokens(every, present, batch_size)
         first = positions.first_queries()
     elif documents is not None:
-        first = positions.numbers_of_keys()
+        return _of_tokens(intervals_of_documents(documents), present, batch_size)
     elif mask_function is getattr(masking_utils, "bidirectional_mask_function", None):
         if allow_is_bidirectional_skip and positions.shows_all(present):
             return None
@@ -96,15 +102,33 @@ def key_interval_mask(
     else:
         return _mask_of_function(mask_function, batch_size, positions, present)
 
-    if documents is None:
-        last = torch.full_like(first, q_length)
-    else:
-        last = torch.searchsorted(documents, documents, right=True, out_int32=True)[:, None]
-        first = first.expand_as(last)
-    intervals = torch.stack([first, last], dim=-1)
-    if present is None:
-        return intervals.expand(batch_size, 1, -1, -1)
+    intervals = torch.stack([first, torch.full_like(first, q_length)], dim=-1)
     return _of_tokens(intervals, present, batch_size)
+
+
+def mask_of_name(*args, config: PretrainedConfig | None = None, **kwargs) -> torch.Tensor | None:
+    """`key_interval_mask`, but for a Doge whose layers are transformers' own: they add their scores to a mask of all
+    pairs, bool [B, 1, Sq, Sk]."""
+    if getattr(config, "model_type", None) != "doge":
+        return key_interval_mask(*args, **kwargs)
+    warnings.warn(
+        "attn_implementation: got a Doge model with transformers' own attention layers, which build masks of the size "
+        "N x N; call flash_dmattn.integrations.transformers.enable_flash_dmattn(model)",
+        stacklevel=2,
+    )
+    return masking_utils.sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
+
+
+def documents_of_positions(position_ids: torch.Tensor) -> torch.Tensor:
+    """The number of each token's document, int64 [B, S], where positions [B, S] begin again with each."""
+    return F.pad(position_ids.diff() != 1, (1, 0)).cumsum(1)
+
+
+def intervals_of_documents(documents: torch.Tensor) -> torch.Tensor:
+    """Causality within documents of these numbers, which do not fall: int32 [B, 1, S, 2]."""
+    last = torch.searchsorted(documents, documents, right=True, out_int32=True)
+    first = torch.arange(last.shape[1], dtype=torch.int32, device=last.device).expand_as(last)
+    return torch.stack([first, last], dim=-1)[:, None]
 
 
 class _Positions(NamedTuple):
@@ -180,8 +204,12 @@ class _Positions(NamedTuple):
         return may_read() and not isinstance(self.kv_offset, torch.Tensor) and bool(present.all())
 
 
-def _of_tokens(intervals: torch.Tensor, present: torch.Tensor, batch_size: int) -> torch.Tensor:
+def _of_tokens(
+    intervals: torch.Tensor, present: torch.Tensor | None, batch_size: int
+) -> torch.Tensor:
     """The intervals, which broadcast to [B, 1, Sk, 2], where a key is a real token, elsewhere (0, 0): [B, 1, Sk, 2]."""
+    if present is None:
+        return intervals.expand(batch_size, 1, -1, -1)
     rows = intervals * present.view(present.shape[0], 1, present.shape[1], 1)
     return rows if rows.shape[0] == batch_size else rows.expand(batch_size, -1, -1, -1)
 
@@ -207,20 +235,3 @@ def _mask_of_function(
 
     intervals = intervals_of_rows(rows, shape, key.device) if may_read() else None
     return rows(0, len(query)).contiguous() if intervals is None else intervals.intervals
-
-
-def keep_documents() -> None:
-    """The causal mask functions of packed sequences carry the document of every token, from which intervals follow
-    without evaluating the function. In compiled models transformers takes every sequence for a packed one."""
-    combine = getattr(masking_utils, "packed_sequence_compatibility_function", None)
-    if combine is None:
-        return
-
-    @functools.wraps(combine)
-    def combine_and_keep(mask_function, position_ids, packed_sequence_mask):
-        combined = combine(mask_function, position_ids, packed_sequence_mask)
-        if mask_function is masking_utils.causal_mask_function:
-            combined.causal_documents = packed_sequence_mask
-        return combined
-
-    masking_utils.packed_sequence_compatibility_function = combine_and_keep
