@@ -61,7 +61,12 @@ bench: $(STAMPS)/package $(STAMPS)/demo ## measure against PyTorch on this machi
 	$(BIN)/python benchmarks/bench.py --record cpu --device cpu --threads 2 $(ARGS)
 
 .PHONY: test
-test: check-format docs test-cpp test-sanitize test-python test-transformers-4 test-kernels test-cuda-build ## everything a change has to pass
+test: plan check-format docs test-cpp test-python test-transformers-4 test-sanitize test-kernels test-cuda-build ## everything a change has to pass
+
+.PHONY: plan
+plan:
+	@echo "make test: format, documents, C++, Python, transformers 4.57, C++ under sanitizers, two versions in a process, CUDA kernels."
+	@echo "It takes 12 to 18 minutes on two idle cores, and ends at the first failure."
 
 .PHONY: test-cpp
 test-cpp: $(STAMPS)/tools build/googletest/ready ## C++ tests, on every instruction set of this machine
