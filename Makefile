@@ -45,7 +45,7 @@ build: $(STAMPS)/package ## build the library and install the Python package int
 
 .PHONY: demo
 demo: $(STAMPS)/package $(STAMPS)/demo ## train a small Doge model on the GPU or the CPU (options: ARGS="--help")
-	$(BIN)/python -m flash_dmattn demo $(ARGS)
+	$(BIN)/python examples/demo.py $(ARGS)
 
 .PHONY: docs
 docs: $(STAMPS)/tools $(STAMPS)/docs ## build the site of the documents into build/site; a broken link is an error
@@ -58,7 +58,7 @@ wheels: $(STAMPS)/tools $(STAMPS)/torch $(STAMPS)/wheels $(if $(filter cuda,$(WH
 
 .PHONY: bench
 bench: $(STAMPS)/package $(STAMPS)/demo ## measure against PyTorch on this machine (options: ARGS=...)
-	$(BIN)/python benchmarks/bench.py --record cpu --device cpu --threads 2 $(ARGS)
+	$(BIN)/python benchmarks/bench.py run --record cpu --device cpu --threads 2 $(ARGS)
 
 .PHONY: test
 test: plan check-format docs test-cpp test-python test-transformers-4 test-sanitize test-kernels test-cuda-build ## everything a change has to pass

@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ._after_import import register_rules
+from . import _ops
 from .availability import backends, get_available_backends, is_available
 from .dynamic_mask_attention import DynamicMaskAttention
 from .flash_dmattn_flex import flex_dmattn_func
@@ -23,7 +23,7 @@ from .key_intervals import (
 )
 from .kv_cache import KVSlots, flash_dmattn_with_kvcache
 
-register_rules()
+_ops.register_rules()
 
 try:
     __version__ = version("flash-dmattn")

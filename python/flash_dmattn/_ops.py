@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+import warnings
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from .operators import GRADIENTS, Signature
 
 
 def _load_library() -> str:
@@ -91,8 +95,10 @@ def has_kernels_for(tensor: Tensor) -> bool:
     return tensor.is_cpu or tensor.is_meta or (tensor.is_cuda and _has_cuda())
 
 
-# The operators' arguments between bias and key_bound.
-KEYS = ("key_intervals", "key_list", "key_count", "key_rank", "rank_limit")
+FORWARD, BACKWARD, SELECT_AND_ATTEND = map(Signature, (forward, backward, select_and_attend))
+# All but which gradients are needed: what forward takes and gives, in its order.
+_BACKWARD_INPUTS = ("dout", *FORWARD.tensors, *FORWARD.results, *FORWARD.options)
+assert BACKWARD.arguments == (*_BACKWARD_INPUTS, *(f"need_{name}" for name in GRADIENTS.values()))
 
 
 # ---- Shapes, dtypes and strides of the results -------------------------------------------------------
@@ -106,29 +112,35 @@ def _require_device_of(first, **others):
 
 
 @torch.library.register_fake(f"{NAMESPACE}::forward")
-def _forward_fake(q, k, v, mask, bias, *keys_and_options):
-    keys = dict(zip(KEYS, keys_and_options, strict=False))
-    _require_device_of(q, k=k, v=v, mask=mask, bias=bias, **keys)
+def _forward_fake(*arguments):
+    named = FORWARD.named(arguments)
+    q = named["q"]
+    _require_device_of(q, **{name: named[name] for name in FORWARD.tensors})
+    return _attention_results(q)
+
+
+def _attention_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse."""
     batch, seqlen_q, heads_q, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(q.shape), q.new_empty((2, batch, heads_q, seqlen_q), dtype=lse_dtype)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::select_and_attend")
-def _select_and_attend_fake(q, k, v, bias, window, is_causal, *options):
-    intervals = _select_fake(bias, None, window, "per_query", is_causal, q.shape[1])
-    return *_forward_fake(q, k, v, None, bias, intervals), intervals
+def _select_and_attend_fake(q, k, v, bias, *options):
+    _require_device_of(q, k=k, v=v, bias=bias)
+    return *_attention_results(q), bias.new_empty((*bias.shape, 2), dtype=torch.int32)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::backward")
-def _backward_fake(dout, q, k, v, mask, bias, *others):
-    *_, need_dq, need_dk, need_dv, need_dbias = others
+def _backward_fake(*arguments):
+    named = BACKWARD.named(arguments)
 
-    def gradient(needed, tensor):
-        return tensor.new_empty(tensor.shape if needed else (0,))
+    def gradient(name: str, result: str) -> Tensor:
+        tensor = named["q"] if named[name] is None else named[name]
+        return tensor.new_empty(tensor.shape if named[f"need_{result}"] else (0,))
 
-    dbias = gradient(need_dbias, q if bias is None else bias)
-    return gradient(need_dq, q), gradient(need_dk, k), gradient(need_dv, v), dbias
+    return tuple(gradient(name, result) for name, result in GRADIENTS.items())
 
 
 @torch.library.register_fake(f"{NAMESPACE}::select_key_intervals")
@@ -155,7 +167,7 @@ def _select_list_fake(scores, key_mask, window):
 
 
 @torch.library.register_fake(f"{NAMESPACE}::rank_keys")
-def _rank_fake(scores, mask, bias, mask_value, window, is_causal):
+def _rank_fake(scores, mask, bias, *options):
     _require_device_of(scores, mask=mask, bias=bias)
     dense = [t for t in (mask, bias) if t is not None]
     sizes = zip(scores.shape[:2], *(t.shape[:2] for t in dense), strict=True)
@@ -228,58 +240,68 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, *inputs):
         with torch._C._AutoDispatchBelowAutograd():
             results = forward(*inputs)
-        count = 5 + len(KEYS)  # q, k, v, mask, bias
-        return _saved(ctx, inputs[:count], inputs[count:], results)
+        return _saved(ctx, FORWARD, inputs, results)
 
     @staticmethod
     def backward(ctx, dout, *_):
-        inputs = ctx.needs_input_grad
         if dout is None:
-            return (None,) * len(inputs)
-        wanted = (inputs[0], inputs[1], inputs[2], inputs[4])
-        dq, dk, dv, dbias = _wanted_gradients((dout, *ctx.saved_tensors, *ctx.options), wanted)
-        return dq, dk, dv, None, dbias, *(None,) * (len(inputs) - 5)
+            return (None,) * len(ctx.needs_input_grad)
+        arguments = (dout, *ctx.saved_tensors, *ctx.options)
+        return _input_gradients(ctx, FORWARD, arguments)
 
 
 class _SelectAndAttend(torch.autograd.Function):
     """select_and_attend with its first derivative, that of forward: the choice has none."""
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, *options):
+    def forward(ctx, *inputs):
         with torch._C._AutoDispatchBelowAutograd():
-            results = select_and_attend(q, k, v, bias, *options)
-        return _saved(ctx, (q, k, v, bias), options, results)
+            results = select_and_attend(*inputs)
+        return _saved(ctx, SELECT_AND_ATTEND, inputs, results)
 
     @staticmethod
     def backward(ctx, dout, *_):
-        inputs = ctx.needs_input_grad
         if dout is None:
-            return (None,) * len(inputs)
-        q, k, v, bias, out, lse, intervals = ctx.saved_tensors
-        window, is_causal, *numerics = ctx.options
-        keys = (intervals, *(None,) * (len(KEYS) - 1))
-        options = ((window, int(is_causal)), False, *numerics)
-        arguments = (dout, q, k, v, None, bias, *keys, out, lse, *options)
-        return *_wanted_gradients(arguments, inputs[:4]), *(None,) * (len(inputs) - 4)
+            return (None,) * len(ctx.needs_input_grad)
+        signature = SELECT_AND_ATTEND
+        names = (*signature.tensors, *signature.results, *signature.options)
+        named = dict(zip(names, (*ctx.saved_tensors, *ctx.options), strict=True))
+        bound = (named["window"], int(named["is_causal"]))
+        named |= {
+            "dout": dout,
+            "key_bound": bound,
+            "is_causal": False,
+        }  # intervals include causality
+        return _input_gradients(ctx, signature, tuple(map(named.get, _BACKWARD_INPUTS)))
 
 
-def _saved(ctx, tensors: tuple, options: tuple, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The results, of which out alone has a derivative, saved with the inputs for backward."""
-    ctx.save_for_backward(*tensors, *results)
-    ctx.options = options
+def _saved(
+    ctx, signature: Signature, inputs: tuple, results: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """The results, of which out alone has a derivative, saved with the inputs for backward.
+
+    The tensors come first among the arguments of an operator.
+    """
+    tensors = len(inputs) - len(signature.options)
+    ctx.save_for_backward(*inputs[:tensors], *results)
+    ctx.options = inputs[tensors:]
     ctx.mark_non_differentiable(*results[1:])
     ctx.set_materialize_grads(False)
     return results
 
 
-def _wanted_gradients(arguments: tuple, wanted: tuple[bool, ...]) -> list[Tensor | None]:
-    """The results of backward, None for those that are not wanted."""
+def _input_gradients(ctx, signature: Signature, arguments: tuple) -> tuple[Tensor | None, ...]:
+    """The gradient of each input of an operator: results of backward, None for those that are not wanted."""
+    wanted = tuple(ctx.needs_input_grad[i] for i in signature.differentiable)
     if torch.is_grad_enabled():  # create_graph
         gradients = backward(*arguments, *wanted)
     else:
         with torch._C._AutoDispatchBelowAutograd():
             gradients = backward(*arguments, *wanted)
-    return [g if w else None for g, w in zip(gradients, wanted, strict=True)]
+    of_inputs: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+    for i, gradient, is_wanted in zip(signature.differentiable, gradients, wanted, strict=True):
+        of_inputs[i] = gradient if is_wanted else None
+    return tuple(of_inputs)
 
 
 class _Gradients(torch.autograd.Function):
@@ -329,9 +351,37 @@ def _without_dispatcher(operator, differentiable):
         transformed = torch._C._functorch.peek_interpreter_stack
         if torch.compiler.is_compiling() or transformed() is not None:
             return operator(*inputs)
+        if _missing_rules:
+            register_rules()
         return differentiable(*inputs)
 
     return call
+
+
+# ---- Rules that modules of torch keep ------------------------------------------------------------------
+
+# The module of torch, and ours that registers on import. torch's are slow to import, and most processes need neither.
+_missing_rules = {
+    "torch.utils.flop_counter": ".flops",
+    "torch.distributed.tensor": ".sharding",
+}
+
+
+def register_rules() -> None:
+    """Registers the rules of torch's modules that have been imported.
+
+    Called when this package is imported and before a call of attention, until none is missing: torch has no place for a
+    rule before it has the module.
+    """
+    for name in [name for name in _missing_rules if name in sys.modules]:
+        rules = _missing_rules.pop(name)
+        try:
+            importlib.import_module(rules, __package__)
+        except Exception as error:  # no reason for attention not to run
+            warnings.warn(
+                f"{name} is without the rules of {__package__}{rules}: {type(error).__name__}: {error}",
+                stacklevel=2,
+            )
 
 
 _forward = _differentiable(forward, _Attention)

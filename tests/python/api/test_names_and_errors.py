@@ -164,8 +164,6 @@ VALUE_ERRORS = {
     "keep_window_size: got -1": lambda q, k, v: (q, k, v, {"keep_window_size": -1}),
     "selection: got 'best'": lambda q, k, v: (
         q, k, v, {"keep_window_size": 3, "selection": "best", "attn_bias": torch.ones(2, 2, 9)}),
-    "key_intervals: got them together": lambda q, k, v: (
-        q, k, v, {"keep_window_size": 3, "attn_bias": torch.ones(2, 2, 9), "key_intervals": sliding_window(9, 2)}),
     "key_intervals: got intervals of shape": lambda q, k, v: (q, k, v, {"key_intervals": sliding_window(10, 2)}),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from flash_dmattn.kernels import kernel_names, recorded_kernels, recorded_large_
 def test_no_command_lists_the_commands(capsys):
     assert main([]) == 2
     listed = capsys.readouterr().err
-    assert all(f"\n    {command} " in listed for command in ("info", "demo", "check", "bench"))
+    assert all(f"\n    {command} " in listed for command in ("info", "check"))
 
 
 def test_version_is_that_of_the_package(capsys):
@@ -24,6 +24,15 @@ def test_version_is_that_of_the_package(capsys):
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"flash_dmattn {flash_dmattn.__version__}\n"
+
+
+def test_info_says_what_runs_and_why_the_rest_does_not(capsys):
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert f"flash_dmattn {flash_dmattn.__version__}" in printed
+    assert "instruction sets" in printed
+    for backend in flash_dmattn.backends():
+        assert backend.name in printed and backend.reason in printed
 
 
 def test_where_float32_runs_on_a_gpu_is_printed(capsys):
