@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from flash_dmattn.availability import backends
+from flash_dmattn._core.availability import backends
 
 BENCHMARKS = Path(__file__).parents[1]
 RECORDS = BENCHMARKS / "records"

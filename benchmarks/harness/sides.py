@@ -20,7 +20,7 @@ from flash_dmattn import (
     select_key_intervals,
     sliding_window,
 )
-from flash_dmattn.availability import unavailable_reason
+from flash_dmattn._core.availability import unavailable_reason
 from flash_dmattn.check.memory import bytes_of
 
 from .cases import DENSE, DENSE_MASKS, DOCUMENTS, GLOBAL, PER_QUERY, SLIDING, Case
@@ -159,8 +159,8 @@ def _dense_only(backend: SDPBackend) -> Callable[[Inputs], Step]:
 
 def _flex(inputs: Inputs) -> Step:
     """torch's FlexAttention itself; its mask, by blocks and by elements, is ready before the clock starts."""
-    from flash_dmattn.flex import compiled_flex, masking
-    from flash_dmattn.visibility import Visibility
+    from flash_dmattn._backends.flex import compiled_flex, masking
+    from flash_dmattn.keys.visibility import Visibility
 
     case, intervals = inputs.case, inputs.intervals
     if case.kind in (PER_QUERY, GLOBAL):

@@ -11,7 +11,7 @@
 #include "selection_ops.h"
 
 // The torch operators. Each one checks its tensors, makes the structs of the C++ API, allocates outputs
-// and workspace from torch, and calls. Derivatives and shape inference are in python/flash_dmattn/_ops.py.
+// and workspace from torch, and calls. Derivatives and shape inference are in python/flash_dmattn/_core/ops.py.
 namespace flash_dmattn::binding {
 namespace {
 

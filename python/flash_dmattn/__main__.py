@@ -6,9 +6,10 @@ import sys
 
 import flash_dmattn
 
-from . import check_finite, usage
-from . import info as info_options
-from .availability import backends
+from . import usage
+from ._core import finite
+from ._core.availability import backends
+from .check import info as info_options
 from .check import options as check_options
 
 
@@ -31,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         backends()
-        check_finite.enabled()
+        finite.enabled()
         usage.check_settings()
     except (ValueError, RuntimeError) as error:  # a setting in the environment that has no meaning
         parser.error(str(error).splitlines()[0])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from . import check_finite, library
-from ._arguments import (
+from ._backends import library
+from ._core import finite
+from ._core.checks import (
     attention_inputs,
     backend_of,
     bias_argument,
@@ -15,12 +16,12 @@ from ._arguments import (
     resolve_flag,
     with_queries,
 )
-from .allowed_keys import Memo
-from .choice import Choice, choose, one_per_key, repeat_heads
+from ._core.numerics import Numerics
 from .kernels import record_large_rows
-from .key_intervals import KeyIntervals
-from .numerics import Numerics
-from .visibility import Visibility
+from .keys.intervals import KeyIntervals
+from .keys.recognise import Memo
+from .keys.selection import Choice, choose, one_per_key, repeat_heads
+from .keys.visibility import Visibility
 
 IN_PYTHON = ("triton", "flex")
 
@@ -116,16 +117,18 @@ def _run_in_python(
     backend: str,
 ) -> tuple[Tensor, Tensor | None]:
     bias = bias if bias is None else with_queries(bias)
-    checked = check_finite.enabled()
+    checked = finite.enabled()
     if checked:
-        query, key, value, bias = check_finite.inputs(q=query, k=key, v=value, bias=bias)
+        query, key, value, bias = finite.inputs(q=query, k=key, v=value, bias=bias)
     if backend == "triton":
-        from .triton.ops import attention as implementation  # imports triton, which may be missing
+        from ._backends.triton.ops import (
+            attention as implementation,  # imports triton, which may be missing
+        )
     else:
-        from .flex import attention as implementation
+        from ._backends.flex import attention as implementation
     out, lse = implementation(query, key, value, bias, visible, numerics)
     if checked:
-        out, lse = check_finite.outputs(out, lse)
+        out, lse = finite.outputs(out, lse)
     return out, lse if lse is None else lse.unsqueeze(0)
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-from . import _ops
-from .operators import Signature
+from ._core import ops
+from ._core.operators import Signature
 
 
 def _register(operator, signature: Signature, products: int) -> None:
@@ -40,9 +40,9 @@ def _elements(named: dict[str, object]) -> int:
     return batch * heads_q * seqlen_q * keys
 
 
-_register(_ops.operators.forward, _ops.FORWARD, products=2)
-_register(_ops.operators.select_and_attend, _ops.SELECT_AND_ATTEND, products=2)
-_register(_ops.operators.backward, _ops.BACKWARD, products=5)
+_register(ops.operators.forward, ops.FORWARD, products=2)
+_register(ops.operators.select_and_attend, ops.SELECT_AND_ATTEND, products=2)
+_register(ops.operators.backward, ops.BACKWARD, products=5)
 
 # A counter copies the registry when it is made. Those that are active get the formulas for the call that is counted now.
 for _mode in _get_current_dispatch_mode_stack():

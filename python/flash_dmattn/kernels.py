@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from . import _ops
+from ._core import ops
 
 # From here on the backward of a CUDA kernel needs lse as two floats (src/cuda/common/preprocess.cuh), and a single such row
 # makes it compute the gradients of the whole call in double.
@@ -20,7 +20,7 @@ _large_rows: list[Tensor] | None = None  # of the calls in a block of recorded_l
 
 def kernel_names(backend: str) -> list[str]:
     """The main kernels that the backend "cuda", "cpu" or "reference" can run on this machine."""
-    return _ops.kernel_names(backend).splitlines()
+    return ops.kernel_names(backend).splitlines()
 
 
 @contextmanager
@@ -35,11 +35,11 @@ def recorded_kernels() -> Iterator[list[str]]:
     ['sm80 forward bf16 d128 key_range 163KB', 'sm80 backward bf16 d128 key_major 163KB']
     """
     names: list[str] = []
-    _ops.record_kernels(True)
+    ops.record_kernels(True)
     try:
         yield names
     finally:
-        names += _ops.record_kernels(False).splitlines()
+        names += ops.record_kernels(False).splitlines()
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..flash_dmattn_interface import flash_dmattn_func
-from ..key_intervals import KeyIntervals, select_key_intervals
+from ..functional import flash_dmattn_func
+from ..keys.intervals import KeyIntervals, select_key_intervals
 from .oracle import Problem, Result
 
 _INSTALLED = Path(__file__).with_name("attention.csv")

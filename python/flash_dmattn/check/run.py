@@ -13,15 +13,15 @@ from unittest import mock
 
 import torch
 
-from .. import numerics
-from ..availability import backends, gpu
-from ..flash_dmattn_interface import flash_dmattn_func_auto
+from .._core import numerics
+from .._core.availability import backends, gpu
 from ..flash_dmattn_triton import triton_dmattn_func
-from ..progress import progress
+from ..functional import flash_dmattn_func_auto
 from . import report
 from .cases import CASES, DTYPES, make_case, run, shrunk, to_device
 from .compare import Verdict, judge_all
 from .failed_elsewhere import FAILED_ELSEWHERE, Setting, all_finite
+from .progress import progress
 from .report import Row
 
 QUICK_ONE_IN = 6

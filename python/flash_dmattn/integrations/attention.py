@@ -4,7 +4,7 @@ import warnings
 
 import torch
 
-from .._arguments import (
+from .._core.checks import (
     MASK_VALUE,
     broadcast_argument,
     check_bias,
@@ -14,14 +14,14 @@ from .._arguments import (
     may_read,
     resolve_flag,
 )
-from ..allowed_keys import Memo, intervals_of_mask, refuse_negative, split_additive
+from .._core.numerics import Numerics, resolve_scale
 from ..attention import attention
-from ..choice import Choice, match_heads
-from ..key_intervals import KeyIntervals, intersect, prefix_lm
-from ..key_intervals import sliding_window as sliding_window_of
-from ..numerics import Numerics, resolve_scale
-from ..utils.mask import topk_mask
-from ..visibility import Visibility
+from ..keys.dense import topk_mask
+from ..keys.intervals import KeyIntervals, intersect, prefix_lm
+from ..keys.intervals import sliding_window as sliding_window_of
+from ..keys.recognise import Memo, intervals_of_mask, refuse_negative, split_additive
+from ..keys.selection import Choice, match_heads
+from ..keys.visibility import Visibility
 from . import keywords, packed_sequences
 
 

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import torch
 
-from .._arguments import check_count, may_read
-from ..allowed_keys import Memo, derive, split_additive
-from ..flash_dmattn_interface import flash_dmattn_varlen_func
-from ..key_intervals import KeyIntervals, check_offsets
+from .._core.checks import check_count, may_read
+from ..functional import flash_dmattn_varlen_func
+from ..keys.intervals import KeyIntervals, check_offsets
+from ..keys.recognise import Memo, derive, split_additive
 
 
 class Packed(NamedTuple):

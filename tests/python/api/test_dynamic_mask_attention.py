@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from flash_dmattn import DynamicMaskAttention
-from flash_dmattn.dynamic_mask_attention import scores_of
+from flash_dmattn.layers import scores_of
 
 B, S, HIDDEN, HEADS, KV_HEADS, WINDOW = 2, 40, 32, 4, 2, 7
 

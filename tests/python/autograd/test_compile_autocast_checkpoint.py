@@ -13,10 +13,10 @@ from flash_dmattn import (
     select_key_intervals,
     sliding_window,
 )
-from flash_dmattn.allowed_keys import AllowedPairs
-from flash_dmattn.choice import Choice
-from flash_dmattn.numerics import Numerics
-from flash_dmattn.visibility import BestByBias, KeyList, KeyRanks, Visibility
+from flash_dmattn._core.numerics import Numerics
+from flash_dmattn.keys.recognise import AllowedPairs
+from flash_dmattn.keys.selection import Choice
+from flash_dmattn.keys.visibility import BestByBias, KeyList, KeyRanks, Visibility
 
 ops = torch.ops.flash_dmattn
 

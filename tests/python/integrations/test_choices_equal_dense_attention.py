@@ -31,15 +31,15 @@ from flash_dmattn import (
     prefix_lm,
     sliding_window,
 )
-from flash_dmattn.allowed_keys import (
+from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
+    _flash_dynamic_mask_attention_forward,
+)
+from flash_dmattn.keys.recognise import (
     Memo,
     intervals_of_mask,
     mask_of_intervals,
     select_among,
     split_additive,
-)
-from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
-    _flash_dynamic_mask_attention_forward,
 )
 from flash_dmattn.utils.mask import topk_mask
 from largest_tensor import LargestTensor

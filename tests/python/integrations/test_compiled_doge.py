@@ -8,11 +8,11 @@ transformers = pytest.importorskip("transformers")
 from transformers import DogeConfig, DogeForCausalLM, masking_utils  # noqa: E402
 
 from flash_dmattn import KeyIntervals, sliding_window  # noqa: E402
-from flash_dmattn.allowed_keys import select_among  # noqa: E402
 from flash_dmattn.integrations.transformers import (  # noqa: E402
     enable_flash_dmattn,
     key_interval_mask,
 )
+from flash_dmattn.keys.recognise import select_among  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 # transformers 4 builds the causal mask from lengths that it takes as constants, and does not name packed sequences.

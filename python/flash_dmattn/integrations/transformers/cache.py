@@ -10,9 +10,9 @@ import transformers
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.configuration_utils import PretrainedConfig
 
-from ..._arguments import check_count, resolve_flag
-from ..._kv_arguments import check_kernels_of_slots
-from ...kv_slots import KVSlots
+from ..._core.checks import check_count, resolve_flag
+from ..._core.kv_checks import check_kernels_of_slots
+from ...cache import KVSlots
 
 _CROPS_TO_A_LENGTH = int(transformers.__version__.split(".")[0]) < 5
 _RECORDED = 128  # tokens that can be dropped again, at least

@@ -11,10 +11,10 @@ from transformers.cache_utils import Cache
 from transformers.models.doge import modeling_doge
 from transformers.models.doge.modeling_doge import DogeAttention
 
-from ..._arguments import may_read
-from ...allowed_keys import Memo, derive, intervals_of_mask, split_additive, visible_counts
-from ...dynamic_mask_attention import scores_of, with_zero_sum_gradient
-from ...key_intervals import KeyIntervals, select_key_intervals
+from ..._core.checks import may_read
+from ...keys.intervals import KeyIntervals, select_key_intervals
+from ...keys.recognise import Memo, derive, intervals_of_mask, split_additive, visible_counts
+from ...layers import scores_of, with_zero_sum_gradient
 from ..attention import (
     as_key_intervals,
     attend_by_token,

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 from transformers.models.doge.modeling_doge import DogeAttention, DogeModel, DogePreTrainedModel
 
-from ..._arguments import may_read, resolve_flag
-from ...allowed_keys import Memo
+from ..._core.checks import may_read, resolve_flag
+from ...keys.recognise import Memo
 from ..attention import causal_mask
 from .cache import DynamicMaskCache
 from .compat import CACHE, MODEL_ARGUMENTS, given_cache

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from transformers import masking_utils
 from transformers.configuration_utils import PretrainedConfig
 
-from ..._arguments import may_read
-from ...allowed_keys import intervals_of_mask, intervals_of_rows
+from ..._core.checks import may_read
+from ...keys.recognise import intervals_of_mask, intervals_of_rows
 from ..attention import causal_mask
 from ..keywords import refuse_unknown
 from .compat import documents_of

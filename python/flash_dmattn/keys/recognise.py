@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ._arguments import MASK_VALUE, may_read
-from .key_intervals import KeyIntervals, select_key_intervals
+from .._core.checks import MASK_VALUE, may_read
+from .intervals import KeyIntervals, select_key_intervals
 from .packed import rank_by_document
 
 # Mask elements per step: bounds the memory for recognising a mask.

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree
 
-from . import _ops, portable
-from ._arguments import check_count, check_tensor, check_window, resolve_flag
+from .._core import ops, torch_ops
+from .._core.checks import check_count, check_tensor, check_window, resolve_flag
 
 SELECTIONS = ("per_query", "global")
 _NEVER = 2**31 - 1
@@ -93,9 +93,9 @@ class KeyIntervals:
     def measured(self) -> KeyIntervals:
         """The same intervals with a known bound, and known to be consecutive where they are; unchanged where
         the library has no kernels for the device."""
-        if self.bound is not None or not _ops.has_kernels_for(self.intervals):
+        if self.bound is not None or not ops.has_kernels_for(self.intervals):
             return self
-        bound = _ops.measure_key_bound(self.intervals, self.query_length)
+        bound = ops.measure_key_bound(self.intervals, self.query_length)
         consecutive = self.consecutive or _are_consecutive(self.intervals)
         return KeyIntervals(self.intervals, self.query_length, tuple(bound), consecutive)
 
@@ -131,7 +131,7 @@ _pytree.register_pytree_node(
     KeyIntervals,
     lambda value: ([value.intervals], (value.query_length, value.bound, value.consecutive)),
     lambda leaves, context: _unchecked(leaves[0], *context),
-    serialized_type_name=f"{_ops.NAMESPACE}.KeyIntervals",
+    serialized_type_name=f"{ops.NAMESPACE}.KeyIntervals",
 )
 
 
@@ -194,7 +194,7 @@ def select(
     query_length: int,
 ) -> KeyIntervals:
     """select_key_intervals of arguments in normal form: scores and key_mask [B, H, key_length]."""
-    library = _ops if _ops.has_kernels_for(scores) else portable
+    library = ops if ops.has_kernels_for(scores) else torch_ops
     intervals = library.select_key_intervals(
         scores, key_mask, keep_window_size, selection, is_causal, query_length
     )

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from . import _ops
-from ._arguments import check_count, check_positions, check_tensor, is_transformed
-from ._kv_arguments import check_mask
-from .flash_dmattn_interface import flash_dmattn_func
-from .kv_slots import KVSlots
+from ._core import ops
+from ._core.checks import check_count, check_positions, check_tensor, is_transformed
+from ._core.kv_checks import check_mask
+from .cache import KVSlots
+from .functional import flash_dmattn_func
 
 
 class DynamicMaskAttention(nn.Module):
@@ -259,7 +259,7 @@ class _WithZeroSumGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:
         if _takes_one_kernel(gradient):
-            return _ops.zero_sum(gradient)
+            return ops.zero_sum(gradient)
         seen = gradient != 0
         # Divided before they are added: a sum of the largest numbers overflows.
         shared = (gradient / seen.sum(-1, keepdim=True)).sum(-1, keepdim=True)
@@ -277,5 +277,5 @@ def _takes_one_kernel(gradient: Tensor) -> bool:
         and gradient.dtype == torch.float32
         and not gradient.requires_grad
         and not is_transformed()
-        and _ops.has_kernels_for(gradient)
+        and ops.has_kernels_for(gradient)
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._arguments import DTYPES, check_device, check_tensor, check_window, resolve_flag
-from ._kv_arguments import (
+from ._core.availability import unavailable_reason
+from ._core.checks import DTYPES, check_device, check_tensor, check_window, resolve_flag
+from ._core.kv_checks import (
     check_chunk,
     check_places,
     check_query,
@@ -15,12 +16,11 @@ from ._kv_arguments import (
     expect_memory,
     refuse_gradients,
 )
+from ._core.numerics import Numerics
 from .attention import IN_PYTHON, run, with_statistics
-from .availability import unavailable_reason
-from .key_intervals import KeyIntervals, select_key_intervals
-from .kv_slots import KVSlots
-from .numerics import Numerics
-from .visibility import Visibility
+from .cache import KVSlots
+from .keys.intervals import KeyIntervals, select_key_intervals
+from .keys.visibility import Visibility
 
 __all__ = ["KVSlots", "flash_dmattn_with_kvcache"]
 

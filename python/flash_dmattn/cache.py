@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from . import _ops
-from ._arguments import check_count, check_tensor, resolve_flag
-from ._kv_arguments import (
+from ._core import ops
+from ._core.checks import check_count, check_tensor, resolve_flag
+from ._core.kv_checks import (
     check_chunk,
     check_kernels_of_slots,
     check_mask,
@@ -19,10 +19,10 @@ from ._kv_arguments import (
     refuse_gradients,
     row_numbers,
 )
+from ._core.numerics import Numerics
 from .attention import run
-from .key_intervals import KeyIntervals, select_key_intervals
-from .numerics import Numerics
-from .visibility import Visibility
+from .keys.intervals import KeyIntervals, select_key_intervals
+from .keys.visibility import Visibility
 
 _ARRAYS = ("k", "v", "scores", "positions", "counts", "seen")
 _NUMBERS = ("window", "pending", "is_empty")
@@ -171,7 +171,7 @@ class KVSlots:
             intervals = select_key_intervals(scores, self.window, key_mask=mask, query_length=1)
         heads = (self.batch, self.k.shape[1])
         _check_intervals(intervals, *heads, length)
-        _ops.kv_fill(
+        ops.kv_fill(
             *self.tensors,
             self.window,
             key,
@@ -213,7 +213,7 @@ class KVSlots:
                 f"pending: got {self.pending} tokens, expected none; commit them first"
             )
         numerics = Numerics.of(scale, None, softcap, nonfinite, None).for_head_dim(key.shape[3])
-        out, lse = _ops.kv_decode_step(
+        out, lse = ops.kv_decode_step(
             *self.tensors,
             self.window,
             query,
@@ -286,7 +286,7 @@ class KVSlots:
                 f"key: got {key.shape[1]} tokens, expected {room} or fewer: {self.pending} are pending and chunk is "
                 f"{self.chunk}"
             )
-        _ops.kv_append(
+        ops.kv_append(
             *self.tensors, self.window, self.pending, key, value, scores, key_mask, self.backend
         )
         self.pending += key.shape[1]
@@ -298,7 +298,7 @@ class KVSlots:
             raise ValueError(
                 f"query: got {query_length} queries, expected at most the {self.pending} pending tokens"
             )
-        intervals = _ops.kv_pending_intervals(
+        intervals = ops.kv_pending_intervals(
             *self.tensors, self.window, self.pending, query_length, self.backend
         )
         return KeyIntervals(intervals, query_length, (self.window, int(query_length > 1)))
@@ -336,7 +336,7 @@ class KVSlots:
             if keep > pending:
                 raise ValueError(f"keep: got {keep}, expected at most the {pending} pending tokens")
             pending, keep = keep, None
-        _ops.kv_commit(*self.tensors, self.window, pending, keep, self.backend)
+        ops.kv_commit(*self.tensors, self.window, pending, keep, self.backend)
         self.pending = 0
 
     def drop(self, count: int) -> None:
@@ -354,7 +354,7 @@ class KVSlots:
         """A new cache whose row i is a copy of row index[i]."""
         index = row_numbers(index, "index")
         selected = self._empty(index.shape[0])
-        _ops.kv_copy_rows(
+        ops.kv_copy_rows(
             *selected.tensors, *self.tensors, self.window, self.pending, index, self.backend
         )
         return selected
@@ -382,7 +382,7 @@ class KVSlots:
         if snapshot.batch not in (1, self.batch):
             raise ValueError(f"snapshot: got {snapshot.batch} rows, expected {self.batch} or one")
         rows = torch.arange(self.batch, dtype=torch.int32, device=self.k.device)
-        _ops.kv_copy_rows(
+        ops.kv_copy_rows(
             *self.tensors,
             *snapshot.tensors,
             self.window,

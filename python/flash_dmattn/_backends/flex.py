@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._arguments import MASK_VALUE
-from .numerics import Numerics
-from .visibility import Visibility
+from .._core.checks import MASK_VALUE
+from .._core.numerics import Numerics
+from ..keys.visibility import Visibility
 
 _BLOCK = 128  # queries and keys of a block of the BlockMask
 _RECOMPILATIONS = (

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _ops
-from ._arguments import MASK_VALUE, check_window, may_read, selection_scores_argument
-from .allowed_keys import AllowedPairs, Memo, mask_of_intervals, select_among
-from .key_intervals import KeyIntervals, check_selection, intersect, prefix_lm, select
-from .utils.mask import topk_mask
+from .._core import ops
+from .._core.checks import MASK_VALUE, check_window, may_read, selection_scores_argument
+from .dense import topk_mask
+from .intervals import KeyIntervals, check_selection, intersect, prefix_lm, select
+from .recognise import AllowedPairs, Memo, mask_of_intervals, select_among
 from .visibility import BestByBias, KeyList, KeyRanks, Visibility
 
 
@@ -81,7 +81,7 @@ def choose(
     remaining_mask = visible.mask if is_dense else None  # its part outside the choice
     scores, key_mask = _matched(scores, key_mask)
     if on_gpu and choice.selection == "global" and choice.window > 0:
-        chosen = KeyList(*_ops.select_key_list(scores, key_mask, choice.window))
+        chosen = KeyList(*ops.select_key_list(scores, key_mask, choice.window))
         return Visibility(remaining_mask, visible.is_causal, chosen)
     chosen = select(
         scores,
@@ -190,7 +190,7 @@ def _choose_under_dense_mask(
         if chosen is not None:
             return Visibility(keys=chosen)
     if by_rank:
-        ranks = KeyRanks(*_ops.rank_keys(scores, *allowed, window, is_causal))
+        ranks = KeyRanks(*ops.rank_keys(scores, *allowed, window, is_causal))
         mask = allowed.mask
         if mask is None:  # attention applies its bias itself
             mask = scores.new_ones((1, 1, 1, key.shape[1]), dtype=torch.bool)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .key_intervals import KeyIntervals
+from .intervals import KeyIntervals
 
 
 class Operands(NamedTuple):

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
-from . import _ops
-from .operators import GRADIENTS, LAYOUTS, Layout, Signature
+from .._core import ops
+from .._core.operators import GRADIENTS, LAYOUTS, Layout, Signature
 
 
 def _register(operator) -> None:
@@ -83,10 +83,10 @@ def _with_options(signature: Signature, placements: list) -> list:
 
 
 for _operator in (
-    _ops.forward,
-    _ops.select_and_attend,
-    _ops.backward,
-    _ops.select_key_intervals,
-    _ops.select_key_list,
+    ops.forward,
+    ops.select_and_attend,
+    ops.backward,
+    ops.select_key_intervals,
+    ops.select_key_list,
 ):
     _register(_operator)

@@ -12,8 +12,8 @@ import torch
 
 import flash_dmattn
 
-from .availability import Backend, backends, gpu, is_available
-from .kernels import kernel_names, recorded_kernels
+from .._core.availability import Backend, backends, gpu, is_available
+from ..kernels import kernel_names, recorded_kernels
 
 _INSTRUCTION_SETS = (
     "sse4_2", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_tile", "amx_bf16",
@@ -59,7 +59,7 @@ def _compiled_backends() -> list[Backend]:
 
 
 def _print_kernels_of(name: str) -> int:
-    from .check.cases import CASES, make_case, run, to_device
+    from .cases import CASES, make_case, run, to_device
 
     if name not in CASES:
         print(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _ops
+from .._core import ops
 
 
 def rank_by_document(scores: Tensor, document: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def select_packed(
     )
     exists = document < cu_seqlens_k.shape[0] - 1
     ranks = rank_by_document(scores, document).masked_fill(~exists, float("nan"))
-    packed = _ops.select_key_intervals(ranks, None, window, "per_query", True, scores.shape[2])
+    packed = ops.select_key_intervals(ranks, None, window, "per_query", True, scores.shape[2])
     chosen = packed[..., 1] > packed[..., 0]
     beaten_at = packed[..., 1].long()  # a key's position in the packed row
     if selection == "global" or not is_causal:
@@ -65,5 +65,5 @@ def select_packed(
 
 
 torch.library.register_kernel(
-    f"{_ops.NAMESPACE}::select_key_intervals_varlen", "cuda", select_packed
+    f"{ops.NAMESPACE}::select_key_intervals_varlen", "cuda", select_packed
 )

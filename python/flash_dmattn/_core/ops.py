@@ -15,6 +15,8 @@ from torch.autograd import forward_ad
 
 from .operators import GRADIENTS, Signature
 
+_PACKAGE = __package__.rpartition(".")[0]  # which may have another name than ours
+
 
 def _load_library() -> str:
     """Loads _C.so of this package, or the file that FLASH_DMATTN_LIBRARY names (a build that is not installed).
@@ -25,7 +27,7 @@ def _load_library() -> str:
         The namespace of its operators.
     """
     named = os.environ.get("FLASH_DMATTN_LIBRARY")
-    folders = sys.modules[__package__].__path__
+    folders = sys.modules[_PACKAGE].__path__
     candidates = [Path(named)] if named else [Path(folder) / "_C.so" for folder in folders]
     if not named:
         candidates += (path for folder in folders for path in Path(folder).glob("*.abi3.so"))
@@ -47,7 +49,7 @@ def _load_library() -> str:
 def _is_command_line() -> bool:
     """Whether this is `python -m flash_dmattn`, which imports the package before its __main__ can catch an error."""
     options = sys.orig_argv[1:]
-    return sys.argv[:1] == ["-m"] and "-m" in options and __package__ in options
+    return sys.argv[:1] == ["-m"] and "-m" in options and _PACKAGE in options
 
 
 # Of the operators in torch.ops. Libraries of two versions have different ones, and live in one process.
@@ -363,7 +365,7 @@ def _without_dispatcher(operator, differentiable):
 # The module of torch, and ours that registers on import. torch's are slow to import, and most processes need neither.
 _missing_rules = {
     "torch.utils.flop_counter": ".flops",
-    "torch.distributed.tensor": ".sharding",
+    "torch.distributed.tensor": ".distributed.sharding",
 }
 
 
@@ -376,10 +378,10 @@ def register_rules() -> None:
     for name in [name for name in _missing_rules if name in sys.modules]:
         rules = _missing_rules.pop(name)
         try:
-            importlib.import_module(rules, __package__)
+            importlib.import_module(rules, _PACKAGE)
         except Exception as error:  # no reason for attention not to run
             warnings.warn(
-                f"{name} is without the rules of {__package__}{rules}: {type(error).__name__}: {error}",
+                f"{name} is without the rules of {_PACKAGE}{rules}: {type(error).__name__}: {error}",
                 stacklevel=2,
             )
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._arguments import FLOAT32_MAX, NUMBERS, resolve_flag
+from .checks import FLOAT32_MAX, NUMBERS, resolve_flag
 
 
 class Numerics(NamedTuple):

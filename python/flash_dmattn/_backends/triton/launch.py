@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .._arguments import MASK_VALUE
+from ..._core.checks import MASK_VALUE
 from . import configs
 from .backward import BiasSums, Statistics, delta_kernel, query_gradient_kernel
 from .backward_bias import bias_gradient_kernel

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from . import _ops
+from . import ops
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _flex() -> Backend:
 def backends() -> tuple[Backend, ...]:
     """All backends, those that run first and in order of preference."""
     found = [_triton(), _flex()]
-    for line in _ops.backends().splitlines():
+    for line in ops.backends().splitlines():
         name, available, reason = line.split("\t")
         if name == "cuda" and available == "1" and not torch.cuda.is_available():
             available, reason = "0", f"torch {torch.__version__} cannot use the GPU ({reason})"

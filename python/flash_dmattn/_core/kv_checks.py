@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._arguments import check_count, check_tensor, refuse_transforms
+from .checks import check_count, check_tensor, refuse_transforms
 
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 

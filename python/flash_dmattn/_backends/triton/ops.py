@@ -6,9 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
-from .._ops import NAMESPACE
-from ..numerics import Numerics
-from ..visibility import Visibility
+from ..._core.numerics import Numerics
+from ..._core.ops import NAMESPACE
+from ...keys.visibility import Visibility
 from . import launch
 
 
