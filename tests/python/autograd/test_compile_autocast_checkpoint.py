@@ -6,13 +6,13 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_dmattn import (
     KeyIntervals,
-    _ops,
     flash_dmattn_func,
     flash_dmattn_func_auto,
     flash_dmattn_varlen_func,
     select_key_intervals,
     sliding_window,
 )
+from flash_dmattn._core import ops as _ops
 from flash_dmattn._core.numerics import Numerics
 from flash_dmattn.keys.recognise import AllowedPairs
 from flash_dmattn.keys.selection import Choice
