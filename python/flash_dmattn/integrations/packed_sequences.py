@@ -81,7 +81,7 @@ def of_positions(
     def find(positions: torch.Tensor) -> Packed | None:
         return _packed_of(_begins(positions, None, batch, length), batch * length)
 
-    packed = derive(memo, f"sequences in {batch} rows of {length}", position_ids, find)
+    packed = derive(memo, "sequences", position_ids, find)
     if packed is None or key_mask is None:
         return packed
     if not _begins(position_ids, key_mask, batch, length).any():

@@ -30,7 +30,11 @@ class Memo:
         self._known: dict[str, tuple[torch.Tensor, object]] = {}
 
     def derive(self, name: str, tensor: torch.Tensor, find: Callable):
-        """find(tensor), called once for this name as long as the layers pass the same tensor."""
+        """find(tensor), called once for this name as long as the layers pass the same tensor.
+
+        The layers of a forward ask the same of a tensor, so a name says what is found and no lengths, which compiled
+        code would take for constants.
+        """
         known = self._known.get(name)
         if known is None or known[0] is not tensor:
             known = self._known[name] = (tensor, find(tensor))
@@ -141,7 +145,7 @@ def mask_of_intervals(allowed: KeyIntervals, memo: Memo | None = None) -> torch.
         mask = allowed.with_intervals(_unexpanded(intervals)).to_mask()
         return mask.expand(*intervals.shape[:2], -1, -1)
 
-    return derive(memo, f"dense of {allowed.query_length} queries", allowed.intervals, make)
+    return derive(memo, "dense of intervals", allowed.intervals, make)
 
 
 def _find_intervals(mask: torch.Tensor) -> KeyIntervals | None:
@@ -189,10 +193,14 @@ def intervals_of_rows(
         block = rows(start, stop)
         if block is None:
             return None
-        row = torch.arange(start, stop, dtype=torch.int32, device=device)[:, None]
-        first = torch.minimum(first, torch.where(block, row, query_length).amin(2))
-        last = torch.maximum(last, torch.where(block, row + 1, 0).amax(2))
-        count += block.sum(2, dtype=torch.int32)
+        seen = block.sum(2, dtype=torch.int32)
+        # argmax finds the first of equal elements. It reads bytes: indices of all rows would be four times the block.
+        bits = block.to(torch.uint8)
+        begin = start + bits.argmax(2).int()
+        end = stop - bits.flip(2).argmax(2).int()
+        first = torch.where(seen > 0, torch.minimum(first, begin), first)
+        last = torch.where(seen > 0, end, last)
+        count += seen
         if (count < last - first).any():
             return None
     intervals = torch.stack([torch.minimum(first, last), last], dim=-1)
@@ -277,7 +285,7 @@ def select_among(
     else:
         order = derive(
             memo,
-            f"order of {allowed.query_length} queries",
+            "order",
             allowed.intervals,
             lambda _: _order_of(allowed),
         )

@@ -293,7 +293,7 @@ def _doge_mask(
     def find(mask: torch.Tensor) -> torch.Tensor | KeyIntervals:
         return _find_doge_mask(mask, query_length, key_length)
 
-    return derive(memo, f"mask of {query_length} queries and {key_length} keys", mask, find)
+    return derive(memo, "mask", mask, find)
 
 
 def _find_doge_mask(

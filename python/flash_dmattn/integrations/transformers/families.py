@@ -49,5 +49,8 @@ def reason_to_refuse(model: PreTrainedModel) -> str | None:
 
 def _head_dim(config: PretrainedConfig) -> int:
     """The largest head dimension that a config names."""
-    values = [getattr(config, name, None) for name in ("head_dim", "global_head_dim")]
+    layers = getattr(config, "per_layer_config", None) or [config]
+    values = [
+        getattr(layer, name, None) for layer in layers for name in ("head_dim", "global_head_dim")
+    ]
     return max([value for value in values if isinstance(value, int)], default=0)
