@@ -33,7 +33,7 @@ inline Samples check_samples(const Run& run) {
   const auto dbias = c.pair_window > 0 ? std::vector<Bf16>() : run.dbias.host();
   const auto lse = run.lse.host();
   const int d = c.head_dim, n = c.seqlen, group = c.heads_q / c.heads_kv;
-  const double scale = static_cast<double>(default_scale(d));
+  const double scale = default_scale(d);
   const auto row = [&](const std::vector<Bf16>& x, int b, int i, int h, int heads) {
     return x.data() + ((static_cast<std::int64_t>(b) * n + i) * heads + h) * d;
   };
