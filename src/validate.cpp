@@ -18,7 +18,7 @@ namespace {
 
 using Shape4 = std::array<std::int64_t, 4>;
 
-std::string text(float value) {
+std::string text(double value) {
   std::ostringstream stream;
   stream << value;
   return stream.str();
@@ -75,6 +75,20 @@ void check_bias_dtype(const Problem& p) {
     if (p.dtype == DType::bf16 || p.dtype == DType::f16) expected += " or f32";
     throw InvalidArgument("problem.bias_dtype", name_of(p.bias_dtype),
                           expected + " with problem.dtype " + std::string(name_of(p.dtype)));
+  }
+}
+
+// Kernels round both to fp32.
+void check_scale_and_softcap(const Problem& p) {
+  const bool wide = p.dtype == DType::f64;
+  const double largest =
+      wide ? std::numeric_limits<double>::max() : double{std::numeric_limits<float>::max()};
+  const std::string finite = wide ? "a finite f64" : "a finite f32";
+  if (!(std::abs(p.scale) <= largest)) {
+    throw InvalidArgument("problem.scale", text(p.scale), finite);
+  }
+  if (!(p.softcap >= 0 && p.softcap <= largest)) {
+    throw InvalidArgument("problem.softcap", text(p.softcap), finite + " >= 0 (0 = none)");
   }
 }
 
@@ -260,12 +274,7 @@ void validate(const Problem& p) {
     throw InvalidArgument("problem.nonfinite", std::to_string(static_cast<int>(p.nonfinite)),
                           "saturate or propagate");
   }
-  if (!std::isfinite(p.scale)) {
-    throw InvalidArgument("problem.scale", text(p.scale), "a finite number");
-  }
-  if (!std::isfinite(p.softcap) || p.softcap < 0) {
-    throw InvalidArgument("problem.softcap", text(p.softcap), "a finite number >= 0 (0 = none)");
-  }
+  check_scale_and_softcap(p);
   check_broadcast_shape("problem.mask_shape", p, p.mask_shape);
   check_broadcast_shape("problem.bias_shape", p, p.bias_shape);
   check_bias_dtype(p);

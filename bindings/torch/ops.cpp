@@ -167,8 +167,8 @@ Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
   p.seqlen_k = k.size(1);
   p.heads_kv = k.size(2);
   p.dtype = dtype_of(q, "q");
-  p.scale = static_cast<float>(options.scale);
-  p.softcap = static_cast<float>(options.softcap);
+  p.scale = options.scale;
+  p.softcap = options.softcap;
   p.causal = options.causal;
   p.deterministic = options.deterministic;
   p.nonfinite = options.saturate ? NonFinite::saturate : NonFinite::propagate;

@@ -74,20 +74,22 @@ auto broadcast_of(const Problem& p, const BroadcastShape& shape, Data* data,
 
 inline ScoreParams score_of(const Problem& p, const Inputs& in) {
   ScoreParams score;
-  score.scale = p.scale;
-  score.softcap = p.softcap;
-  if (p.softcap > 0) {
+  const auto scale = static_cast<float>(p.scale);
+  const auto softcap = static_cast<float>(p.softcap);
+  score.scale = scale;
+  score.softcap = softcap;
+  if (softcap > 0) {
     score.form = ScoreForm::capped;
-    score.inner = 2 * log2e * p.scale / p.softcap;
-    score.factor = p.softcap * log2e;
-  } else if (p.scale > 0) {
-    score.factor = p.scale * log2e;
+    score.inner = 2 * log2e * scale / softcap;
+    score.factor = softcap * log2e;
+  } else if (scale > 0) {
+    score.factor = scale * log2e;
   } else {
     score.form = ScoreForm::nonpositive_scale;
-    score.inner = p.scale * log2e;
+    score.inner = scale * log2e;
     score.factor = 1;
   }
-  score.dense_factor = p.softcap > 0 ? p.softcap : p.scale > 0 ? p.scale : 1 / log2e;
+  score.dense_factor = softcap > 0 ? softcap : scale > 0 ? scale : 1 / log2e;
   score.mask_value = static_cast<float>(mask_value(p.dtype));
   score.mask = broadcast_of(p, p.mask_shape, in.mask.data, in.mask.stride, 1);
   score.bias = broadcast_of(p, p.bias_shape, in.bias.data, in.bias.stride, size_of(p.bias_dtype));

@@ -142,7 +142,7 @@ TEST(LegalArguments, EmptyDimensionsGiveZeros) {
 
 TEST(LegalArguments, DefaultScaleIsInverseRootOfHeadDim) {
   EXPECT_EQ(default_scale(64), 0.125f);
-  EXPECT_FLOAT_EQ(default_scale(80), 1 / std::sqrt(80.0f));
+  EXPECT_DOUBLE_EQ(default_scale(80), 1 / std::sqrt(80.0));
 }
 
 }  // namespace

@@ -1,8 +1,10 @@
 #include <gtest/gtest.h>
 
+#include <cfenv>
 #include <cmath>
 #include <initializer_list>
 #include <string>
+#include <thread>
 
 #include "support/cases.h"
 #include "support/compare.h"
@@ -80,6 +82,37 @@ INSTANTIATE_TEST_SUITE_P(Cases, AttentionWorkers,
                                            "mask_rows_bf16", "size_1x799_bf16", "size_256x256_f16",
                                            "random_intervals_f16", "bias_11qk"),
                          [](const auto& test) { return std::string(test.param); });
+
+// A worker on a new thread of the default environment, and whether that is its environment afterwards.
+Execution on_threads_of_default_environment(int workers) {
+  Execution execution = testing::in_turn(workers);
+  execution.parallel_for = [](void*, int count, void (*body)(void*, int), void* argument) {
+    for (int worker = 0; worker < count; ++worker) {
+      std::thread([&] {
+        std::fesetenv(FE_DFL_ENV);
+        body(argument, worker);
+        EXPECT_EQ(std::fegetround(), FE_TONEAREST);
+      }).join();
+    }
+  };
+  return execution;
+}
+
+TEST(Attention, WorkersRoundAsTheCallerDoes) {
+  for (const char* name : {"group_4_f32", "per_query_bf16", "few_chunk_f16"}) {
+    SCOPED_TRACE(name);
+    const Data data(testing::attention_case(name));
+    const auto run_rounding = [&](int mode, const Execution& execution) {
+      std::fesetround(mode);
+      Results results = testing::run(data, {.execution = execution});
+      std::fesetround(FE_TONEAREST);
+      return results;
+    };
+    const Results upward = run_rounding(FE_UPWARD, testing::in_turn(1));
+    EXPECT_FALSE(upward.out.same_bits(run_rounding(FE_TONEAREST, testing::in_turn(1)).out));
+    expect_all_same_bits(run_rounding(FE_UPWARD, on_threads_of_default_environment(3)), upward);
+  }
+}
 
 // ---- Subsets of the gradients ----------------------------------------------------------------------
 
@@ -161,27 +194,57 @@ class AttentionExact : public ::testing::TestWithParam<const char*> {
 };
 
 TEST_P(AttentionExact, OneVisibleKeyIsCopied) {
-  // Query i sees key i alone, so p = 1: out is v, ds = 0.
-  Data data(with({{"seqlen_q", "150"},
-                  {"seqlen_k", "150"},
-                  {"heads_q", "1"},
-                  {"intervals", "packed"},
-                  {"intervals_shape", "11"},
-                  {"window", "1"},
-                  {"bias", "bhqk"},
-                  {"bias_fill", "normal"}}));
-  // Few significant bits, so that no sum of products rounds and delta equals dp to the bit.
-  const auto few_bits = [](const Index& i) {
-    return static_cast<double>((i[1] * 7 + i[3] * 5) % 9 - 4) / 4;
-  };
-  data.v.fill(few_bits);
-  data.dout.fill(few_bits);
-  const Results actual = testing::run(data, {});
-  EXPECT_TRUE(actual.out.same_bits(data.v));
-  EXPECT_TRUE(actual.dv.same_bits(data.dout));
-  expect_all(actual.dq, 0);
-  expect_all(actual.dk, 0);
-  expect_all(actual.dbias, 0);
+  // Query i sees key i alone, so p = 1, however large its score is: out is v, ds = 0.
+  for (const char* length : {"60", "150"}) {
+    for (const char* softcap : {"0", "10"}) {
+      SCOPED_TRACE(std::string("length ") + length + ", softcap " + softcap);
+      Data data(with({{"seqlen_q", length},
+                      {"seqlen_k", length},
+                      {"heads_q", "1"},
+                      {"head_dim", "100"},
+                      {"scale", "1"},
+                      {"softcap", softcap},
+                      {"inputs", "extreme"},
+                      {"intervals", "packed"},
+                      {"intervals_shape", "11"},
+                      {"window", "1"},
+                      {"bias", "bhqk"},
+                      {"bias_fill", "normal"}}));
+      // Few significant bits, so that no sum of products rounds and delta equals dp to the bit.
+      const auto few_bits = [](const Index& i) {
+        return static_cast<double>((i[1] * 7 + i[3] * 5) % 9 - 4) / 4;
+      };
+      data.v.fill(few_bits);
+      data.dout.fill(few_bits);
+      const Results actual = testing::run(data, {});
+      EXPECT_TRUE(actual.out.same_bits(data.v));
+      EXPECT_TRUE(actual.dv.same_bits(data.dout));
+      expect_all(actual.dq, 0);
+      expect_all(actual.dk, 0);
+      expect_all(actual.dbias, 0);
+    }
+  }
+}
+
+TEST_P(AttentionExact, BackwardHasTheProbabilitiesOfTheForward) {
+  // All keys are one, with scores of up to 10^4: p = exp(s - lse) is 1 / Sk only where both directions form the same s.
+  for (const char* length : {"1", "60", "150"}) {
+    for (const char* softcap : {"0", "3000"}) {
+      SCOPED_TRACE(std::string("length ") + length + ", softcap " + softcap);
+      Data data(with({{"seqlen_q", length},
+                      {"seqlen_k", "512"},
+                      {"heads_q", "1"},
+                      {"head_dim", "100"},
+                      {"scale", "1"},
+                      {"softcap", softcap},
+                      {"inputs", "extreme"}}));
+      data.k.fill([&](const Index& i) { return data.k.get({i[0], 0, i[2], i[3]}); });
+      data.dout.fill([](const Index& i) { return i[1] == 0 ? 512.0 : 0.0; });  // dv_j = 512 p_0j
+      const double bound = 8 * testing::unit_roundoff(data.v.element());
+      testing::run(data, {}).dv.for_each(
+          [&](const Index&, double probability) { ASSERT_NEAR(probability, 1, bound); });
+    }
+  }
 }
 
 TEST_P(AttentionExact, EqualScoresAverage) {

@@ -48,11 +48,15 @@ const std::vector<BadProblem> bad_problems = {
      [](Problem& p) { p.dtype = p.bias_dtype = static_cast<DType>(9); }},
     {"problem.nonfinite", "got 9, expected saturate or propagate",
      [](Problem& p) { p.nonfinite = static_cast<NonFinite>(9); }},
-    {"problem.scale", "got inf, expected a finite number", [](Problem& p) { p.scale = infinity; }},
-    {"problem.scale", "got nan, expected a finite number", [](Problem& p) { p.scale = nan; }},
-    {"problem.softcap", "got -0.5, expected a finite number >= 0 (0 = none)",
-     [](Problem& p) { p.softcap = -0.5f; }},
-    {"problem.softcap", "got nan, expected a finite number >= 0 (0 = none)",
+    {"problem.scale", "got -inf, expected a finite f64",
+     [](Problem& p) { p.dtype = DType::f64, p.scale = -infinity; }},
+    {"problem.scale", "got 1e+39, expected a finite f32", [](Problem& p) { p.scale = 1e39; }},
+    {"problem.scale", "got nan, expected a finite f32", [](Problem& p) { p.scale = nan; }},
+    {"problem.softcap", "got -0.5, expected a finite f32 >= 0 (0 = none)",
+     [](Problem& p) { p.softcap = -0.5; }},
+    {"problem.softcap", "got 1e+39, expected a finite f32 >= 0 (0 = none)",
+     [](Problem& p) { p.softcap = 1e39; }},
+    {"problem.softcap", "got nan, expected a finite f32 >= 0 (0 = none)",
      [](Problem& p) { p.softcap = nan; }},
     {"problem.mask_shape",
      "got (2, 3, 1, 7), expected ({2|1}, {4|2|1}, {5|1}, {7|1}), or all zero for none",
@@ -241,7 +245,7 @@ TEST(InvalidArguments, WrongDtypeOfLseThrows) {
 TEST(InvalidArguments, MissingScaleThrows) {
   Call call("cpu");
   call.forward_args.problem.scale = Problem{}.scale;
-  expect_invalid([&] { call.run_forward(); }, "problem.scale", "got nan, expected a finite number");
+  expect_invalid([&] { call.run_forward(); }, "problem.scale", "got nan, expected a finite f32");
   call.expect_nothing_written();
 }
 

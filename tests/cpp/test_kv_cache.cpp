@@ -34,7 +34,7 @@ StreamOptions random_options(std::uint64_t seed, const char* backend, StreamScor
   options.group = 1 + random.below(3);
   options.nan_share = random.below(2) == 0 ? 0 : 0.3;
   options.masked_share = random.below(2) == 0 ? 0 : 0.3;
-  options.softcap = random.below(4) == 0 ? 2.0f : 0.0f;
+  options.softcap = random.below(4) == 0 ? 2 : 0;
   options.use = random.below(4) == 0 ? ScoreUse::choose : ScoreUse::choose_and_bias;
   return options;
 }

@@ -33,7 +33,7 @@ MASK_VALUE = {
 NUMBERS = (float, int, Real, torch.SymFloat, torch.SymInt, Tensor)
 _INTEGERS = (int, Integral, torch.SymInt)
 _BOOLS = (bool, torch.SymBool)
-FLOAT32_MAX = torch.finfo(torch.float32).max  # scale and softcap are float32 in the C++ library
+FLOAT32_MAX = torch.finfo(torch.float32).max  # of scale and softcap, which kernels round to float32
 
 
 def attention_inputs(

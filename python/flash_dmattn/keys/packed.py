@@ -18,13 +18,23 @@ def rank_by_document(scores: Tensor, document: Tensor) -> Tensor:
     A key is then never beaten by one of a document that ended before it appeared. Of equal scores the
     later key has the higher rank; NaN stays NaN.
     """
-    # As integers, floats are in their order but for the sign, so that one sort has the documents in the upper halves.
-    bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0: -0 and +0 are equal
-    in_document = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    order = ((document.long() << 32) + in_document).argsort(dim=-1, stable=True)
-    rank = torch.empty_like(order)
-    rank.scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand(order.shape))
+    if scores.dtype == torch.float64:  # 64 bits leave no room for the document
+        in_document = _rank(scores)
+    else:
+        # As integers, floats are in their order but for the sign, so that one sort has the documents in the upper halves.
+        bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0: -0 and +0 are equal
+        in_document = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    rank = _rank((document.long() << 32) + in_document)
     return rank.float().masked_fill(scores.isnan(), float("nan"))
+
+
+def _rank(values: Tensor) -> Tensor:
+    """The number of values that each one beats; of equal ones the later beats the others."""
+    order = values.argsort(dim=-1, stable=True)
+    rank = torch.empty_like(order)
+    return rank.scatter_(
+        -1, order, torch.arange(order.shape[-1], device=order.device).expand(order.shape)
+    )
 
 
 def select_packed(

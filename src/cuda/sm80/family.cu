@@ -140,7 +140,8 @@ void run_query_major(const BackwardArgs& args, const BackwardChoice& choice,
   if (args.dv.data != nullptr) params.dv_accum = zeroed.dv_accum;
   dispatch(choice, [&]<class T, int D, SharedClass S>() {
     launch_backward<T, D, S>(choice, params, stream);
-    store_rows<T>(params.shape, zeroed.dk_accum, args.dk, p.scale, params.saturate, stream);
+    store_rows<T>(params.shape, zeroed.dk_accum, args.dk, params.score.scale, params.saturate,
+                  stream);
     store_rows<T>(params.shape, zeroed.dv_accum, args.dv, 1, params.saturate, stream);
   });
 }

@@ -83,7 +83,7 @@ struct BackwardCall {
         choice(choice_),
         common(params_of(args)),
         q(common.shape, args.in.q, common.shape.seqlen_q, common.shape.heads_q,
-          query_form(problem.scale), workspace),
+          query_form(common.score.scale), workspace),
         k(common.shape, args.in.k, shape().seqlen_k, common.shape.heads_kv,
           {.list = listed_keys(args)}, workspace),
         v(common.shape, args.in.v, shape().seqlen_k, common.shape.heads_kv,
@@ -240,7 +240,7 @@ struct BackwardCall {
   }
 
   void set_main_loop() {
-    const float scale = problem.scale;
+    const float scale = common.score.scale;
     const float unit = score_unit(scale);
     BackwardParams& main_loop = params.backward;
     main_loop = common;

@@ -56,8 +56,8 @@ Case parse(const CaseWords& words) {
   p.seqlen_k = integer("seqlen_k");
   p.head_dim = integer("head_dim");
   p.dtype = dtype_of(word("dtype"));
-  p.scale = word("scale") == "default" ? default_scale(p.head_dim) : std::stof(word("scale"));
-  p.softcap = std::stof(word("softcap"));
+  p.scale = word("scale") == "default" ? default_scale(p.head_dim) : std::stod(word("scale"));
+  p.softcap = std::stod(word("softcap"));
   p.causal = integer("causal") != 0;
   p.nonfinite = one_of<NonFinite>(
       word("nonfinite"), {{"saturate", NonFinite::saturate}, {"propagate", NonFinite::propagate}});

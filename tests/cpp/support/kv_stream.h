@@ -20,7 +20,7 @@ struct StreamOptions {
   StreamScores scores = StreamScores::normal;
   double nan_share = 0;     // of scores
   double masked_share = 0;  // of tokens
-  float softcap = 0;
+  double softcap = 0;
   ScoreUse use = ScoreUse::choose_and_bias;
   std::uint64_t seed = 0;
   std::string_view backend;

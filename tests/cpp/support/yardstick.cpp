@@ -98,6 +98,8 @@ class Computation {
       : data_(data),
         p_(data.problem),
         element_(data.q.element()),
+        scale_(static_cast<float>(data.problem.scale)),
+        softcap_(static_cast<float>(data.problem.softcap)),
         y_(yardstick),
         scores_(index(p_.seqlen_k)),
         slopes_(index(p_.seqlen_k)),
@@ -177,12 +179,12 @@ class Computation {
         scores_[index(j)] = -infinity;
         continue;
       }
-      float s = round(round(scores_[index(j)]) * p_.scale);
+      float s = round(round(scores_[index(j)]) * scale_);
       float slope = 1;
-      if (p_.softcap > 0) {
-        const float tanh = round(std::tanh(round(s / p_.softcap)));
+      if (softcap_ > 0) {
+        const float tanh = round(std::tanh(round(s / softcap_)));
         slope = round(1 - tanh * tanh);
-        s = round(tanh * p_.softcap);
+        s = round(tanh * softcap_);
       }
       if (data_.has_bias()) {
         s = round_score(s + static_cast<float>(data_.broadcast(data_.bias, b, h, i, j)));
@@ -232,7 +234,7 @@ class Computation {
     for (std::int64_t j = keys.begin; j < keys.end; ++j) {
       float& ds = ds_[index(j)];
       if (data_.has_bias()) dbias_[bias_row + index(bias_per_key ? j : 0)] += ds;
-      ds = round(round(ds * slopes_[index(j)]) * p_.scale);
+      ds = round(round(ds * slopes_[index(j)]) * scale_);
     }
     k.add_to_gradient(keys, ds_, q);
     Vector dq(index(p_.head_dim));
@@ -253,7 +255,7 @@ class Computation {
   // that all keys of the row share.
   void add_noise(KeyRange keys, std::int64_t b, std::int64_t h, std::int64_t i, const Vector& q,
                  const Vector& dout, const Vector& out, const Keys& k, const Keys& v, float lse) {
-    const double scale = std::abs(double{p_.scale});
+    const double scale = std::abs(p_.scale);
     const double dims = std::sqrt(static_cast<double>(p_.head_dim));
     const double score = scale * norm(q.data(), p_.head_dim, 1) * k.largest_norm / dims +
                          (std::isfinite(lse) ? std::abs(double{lse}) : 0);
@@ -287,6 +289,7 @@ class Computation {
   const Data& data_;
   const Problem& p_;
   Element element_;
+  float scale_, softcap_;
   Yardstick& y_;
   Vector scores_, slopes_, probabilities_, ds_;  // [Sk]; ds_ first contains dp
   Vector dbias_;                                 // as a dense array
