@@ -155,7 +155,7 @@ def _select_list_fake(scores, key_mask, window):
 
 
 @torch.library.register_fake(f"{NAMESPACE}::rank_keys")
-def _rank_fake(scores, mask, bias, mask_value, window, is_causal):
+def _rank_fake(scores, mask, bias, window, is_causal):
     _require_device_of(scores, mask=mask, bias=bias)
     dense = [t for t in (mask, bias) if t is not None]
     sizes = zip(scores.shape[:2], *(t.shape[:2] for t in dense), strict=True)

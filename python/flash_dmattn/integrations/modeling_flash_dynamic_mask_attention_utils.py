@@ -11,6 +11,7 @@ from .._arguments import (
     check_tensor,
     may_read,
     resolve_flag,
+    widen_bias,
 )
 from ..allowed_keys import (
     intervals_of_mask,
@@ -359,8 +360,14 @@ def _normalize_mask(
         additive = mask
         mask, adds = split_additive(additive)
         if adds:
-            bias = additive if bias is None else additive + _per_pair(bias)
+            bias = additive if bias is None else _sum_of_biases(additive, _per_pair(bias))
     return mask.bool() if mask.shape[2] > 1 else mask.bool().squeeze(2), bias
+
+
+def _sum_of_biases(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if x.dtype != y.dtype:
+        x, y = widen_bias(x, x.dtype), widen_bias(y, y.dtype)
+    return x + y
 
 
 def _choose(
