@@ -439,7 +439,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
       "select_key_list(Tensor scores, Tensor? key_mask, SymInt window) -> (Tensor keys, Tensor "
       "count)");
   m.def(
-      "rank_keys(Tensor scores, Tensor? mask, Tensor? bias, float mask_value, SymInt window, "
+      "rank_keys(Tensor scores, Tensor? mask, Tensor? bias, SymInt window, "
       "bool is_causal) -> (Tensor key_rank, Tensor rank_limit)");
   m.def("measure_key_bound(Tensor key_intervals, SymInt query_length) -> int[]");
   m.def(

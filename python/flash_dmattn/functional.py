@@ -57,8 +57,8 @@ def flash_dmattn_func(
     attn_mask: bool, True where visible: [B, Sk] (padding), [B, H, Sk] (the same for every query) or
         [B, H, Sq, Sk]; H is Hq, Hkv or 1, every dimension may be 1. Two dimensions are always padding: write a mask of
         pairs [Sq, Sk] as mask[None, None].
-    attn_bias: added to the scaled scores; shapes as attn_mask; dtype of query or float32. Values at or below
-        -1e30 (bfloat16), -1e4 (float16) or finfo.min (float32) mask. Its gradient has its own shape.
+    attn_bias: added to the scaled scores; shapes as attn_mask; dtype of query or float32. Values mask by the rule of
+        its own dtype: at or below -1e4 in float16, -1e30 in others. Its gradient has its own shape.
         One that chooses keys is best in float32: in 16 bits many scores are equal, and rounding decides.
     softmax_scale, scale: the factor on query . key, 1 / sqrt(D) by default. Two names of one thing; 0 is refused. Scaled
         scores are clamped to the range of float32, which a scale of 1e38 reaches.

@@ -44,7 +44,7 @@ Task task_of(const Problem& p, const Inputs& in, const Schedule& schedule) {
   t.dtype = p.dtype;
   t.scale = static_cast<float>(p.scale);
   t.softcap = static_cast<float>(p.softcap);
-  t.mask_value = static_cast<float>(mask_value(p.dtype));
+  t.mask_value = static_cast<float>(mask_value(p.bias_dtype));
   t.causal = p.causal;
   t.saturate = p.nonfinite == NonFinite::saturate;
   t.q = rows_of(in.q);

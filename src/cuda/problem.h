@@ -90,7 +90,7 @@ inline ScoreParams score_of(const Problem& p, const Inputs& in) {
     score.factor = 1;
   }
   score.dense_factor = softcap > 0 ? softcap : scale > 0 ? scale : 1 / log2e;
-  score.mask_value = static_cast<float>(mask_value(p.dtype));
+  score.mask_value = static_cast<float>(mask_value(p.bias_dtype));
   score.mask = broadcast_of(p, p.mask_shape, in.mask.data, in.mask.stride, 1);
   score.bias = broadcast_of(p, p.bias_shape, in.bias.data, in.bias.stride, size_of(p.bias_dtype));
   score.key_rank = broadcast_of(p, p.rank_shape, in.visibility.ranks.key_rank.data,

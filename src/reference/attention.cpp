@@ -161,7 +161,7 @@ void score_row(const Problem& p, const Inputs& in, const Row& row, const double*
     double bias = 0;
     if (in.bias.data != nullptr) {
       bias = load(in.bias.data, p.bias_dtype, bias_offset(p, in, row, j));
-      if (!(bias > mask_value(p.dtype))) continue;
+      if (!(bias > mask_value(p.bias_dtype))) continue;
     }
     const double* const key = k + j * p.head_dim;
     double score = p.scale * dot(q, key, p.head_dim);

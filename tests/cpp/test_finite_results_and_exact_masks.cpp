@@ -312,18 +312,26 @@ TEST_P(FiniteAndMasked, MaskingBiasGivesZeroGradients) {
   }
 }
 
-TEST_P(FiniteAndMasked, OnlyBiasUpToMaskValueMasks) {
-  Data data(with({{"seqlen_q", "3"},
-                  {"seqlen_k", "2"},
-                  {"bias", "b11k"},
-                  {"bias_fill", "equal"},
-                  {"bias_dtype", "f32"}}));
-  const auto threshold = static_cast<float>(mask_value(data.problem.dtype));
-  data.bias.fill([&](const Index&) { return double{threshold}; });
-  expect_all(testing::run(data, {}).lse, -infinity);
-  data.bias.fill([&](const Index&) { return double{std::nextafter(threshold, 0.0f)}; });
-  testing::run(data, {}).lse.for_each(
-      [](const Index&, double lse) { ASSERT_TRUE(std::isfinite(lse)); });
+TEST_P(FiniteAndMasked, OnlyBiasUpToMaskValueOfItsDtypeMasks) {
+  for (const char* bias : {"b11k", "b1qk"}) {
+    for (const char* bias_dtype : {"same", "f32"}) {
+      SCOPED_TRACE(std::string(bias) + " " + bias_dtype);
+      Data data(with({{"seqlen_q", "3"},
+                      {"seqlen_k", "2"},
+                      {"bias", bias},
+                      {"bias_fill", "equal"},
+                      {"bias_dtype", bias_dtype}}));
+      const bool f16 = data.problem.bias_dtype == DType::f16;
+      const float threshold = f16 ? -1e4f : -1e30f;
+      data.bias.fill([&](const Index&) { return double{threshold}; });
+      expect_all(testing::run(data, {}).lse, -infinity);
+      const bool f32 = data.problem.bias_dtype == DType::f32;
+      const float above = f32 ? std::nextafter(threshold, 0.0f) : 0.99f * threshold;
+      data.bias.fill([&](const Index&) { return double{above}; });
+      testing::run(data, {}).lse.for_each(
+          [](const Index&, double lse) { ASSERT_TRUE(std::isfinite(lse)); });
+    }
+  }
 }
 
 TEST_P(FiniteAndMasked, QueriesWithoutVisibleKeysHaveNoEffect) {

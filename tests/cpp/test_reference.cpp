@@ -216,11 +216,19 @@ TEST(Reference, EmptyDimensionsGiveZeros) {
   EXPECT_EQ(values_of(results.dbias), (Values{0, 0}));
 }
 
-TEST(Reference, BiasAtMaskValueMasks) {
-  for (const DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
-    SCOPED_TRACE(name_of(dtype));
-    for (const double masking : {mask_value(dtype), -infinity, nan}) {
-      Data data = small(1, 2, 1, dtype, {1, 1, 1, 2});
+TEST(Reference, BiasAtMaskValueOfItsDtypeMasks) {
+  struct Dtypes {
+    DType qkv;
+    DType bias;
+    double mask_value;
+  };
+  for (const auto [dtype, bias_dtype, masks_at] :
+       {Dtypes{DType::f64, DType::f64, -1e30}, Dtypes{DType::f32, DType::f32, -1e30},
+        Dtypes{DType::bf16, DType::bf16, -1e30}, Dtypes{DType::bf16, DType::f32, -1e30},
+        Dtypes{DType::f16, DType::f16, -1e4}, Dtypes{DType::f16, DType::f32, -1e30}}) {
+    SCOPED_TRACE(std::string(name_of(dtype)) + ", bias " + std::string(name_of(bias_dtype)));
+    for (const double masking : {masks_at, -infinity, nan}) {
+      Data data = small(1, 2, 1, dtype, {1, 1, 1, 2}, {}, bias_dtype);
       set_row(data.v, 0, {5});
       set_row(data.v, 1, {3});
       set_row(data.dout, 0, {1});
@@ -231,9 +239,9 @@ TEST(Reference, BiasAtMaskValueMasks) {
       EXPECT_EQ(values_of(results.dbias), (Values{0, 0}));
     }
     // A key just above the mask value is visible and, being alone, has all of the weight.
-    Data data = small(1, 1, 1, dtype, {1, 1, 1, 1});
+    Data data = small(1, 1, 1, dtype, {1, 1, 1, 1}, {}, bias_dtype);
     set_row(data.v, 0, {5});
-    data.bias.set({0, 0, 0, 0}, 0.75 * mask_value(dtype));
+    data.bias.set({0, 0, 0, 0}, 0.75 * masks_at);
     EXPECT_EQ(values_of(run(data, reference()).out), Values{5});
   }
 }

@@ -183,7 +183,6 @@ def _modifications(q, k, bias, visible, softcap, undefined):
     mask, is_causal, intervals = visible.mask, visible.is_causal, _intervals_of(visible)
     heads_q, heads_kv, seqlen_q, seqlen_k = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
     group, reach = heads_q // heads_kv, seqlen_k - seqlen_q
-    mask_value = MASK_VALUE[q.dtype]
     hiding_bias = None if bias is None else bias.detach()
 
     def element(tensor, b, h, i, j):
@@ -204,7 +203,7 @@ def _modifications(q, k, bias, visible, softcap, undefined):
         if mask is not None:
             shown = shown & element(mask, b, h, i, j)
         if hiding_bias is not None:
-            shown = shown & (element(hiding_bias, b, h, i, j) > mask_value)
+            shown = shown & (element(hiding_bias, b, h, i, j) > MASK_VALUE[bias.dtype])
         if intervals is not None:
             zero = 0 * b
             row = b if intervals.shape[0] > 1 else zero

@@ -19,10 +19,10 @@ from .ops import NO_FUNCTIONAL_GRADIENT, NO_TANGENT
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 GPU_DTYPES = (torch.bfloat16, torch.float16)
 
-# A bias at or below this masks its element; see mask_value in include/flash_dmattn/types.h.
+# By the dtype of a bias: at or below this it masks its element; see mask_value in include/flash_dmattn/types.h.
 MASK_VALUE = {
-    torch.float64: torch.finfo(torch.float64).min,
-    torch.float32: torch.finfo(torch.float32).min,
+    torch.float64: -1e30,
+    torch.float32: -1e30,
     torch.bfloat16: -1e30,
     torch.float16: -1e4,
 }
@@ -273,16 +273,19 @@ def mask_argument(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | N
     return mask
 
 
-def bias_argument(
-    bias: Tensor | None, query: Tensor, key: Tensor, name: str = "attn_bias"
-) -> Tensor | None:
+def bias_argument(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """[B or 1, Hq or Hkv or 1, Sk or 1] or [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
     if bias is None:
         return None
-    bias = check_bias(bias, name, query, key)
-    if bias.dtype == query.dtype:
-        return bias
-    return bias.to(torch.promote_types(query.dtype, torch.float32))
+    bias = check_bias(bias, "attn_bias", query, key)
+    return bias if bias.dtype == query.dtype else widen_bias(bias, query.dtype)
+
+
+def widen_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bias in float32, or in float64 where that is `dtype`. What masks by the rule of its own dtype still masks."""
+    if bias.dtype == torch.float16:  # whose fills are numbers in a wider dtype
+        bias = bias.masked_fill(bias <= MASK_VALUE[torch.float16], float("-inf"))
+    return bias.to(torch.promote_types(dtype, torch.float32))
 
 
 def check_bias(bias: Tensor, name: str, query: Tensor, key: Tensor) -> Tensor:
@@ -296,7 +299,9 @@ def check_bias(bias: Tensor, name: str, query: Tensor, key: Tensor) -> Tensor:
 
 def selection_scores_argument(scores: Tensor, query: Tensor, key: Tensor) -> Tensor:
     check_tensor(scores, "selection_scores")
-    return bias_argument(scores.detach(), query, key, "selection_scores")
+    scores = check_bias(scores.detach(), "selection_scores", query, key)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return scores if scores.dtype == query.dtype else scores.to(wide)
 
 
 def check_window(keep_window_size: int) -> None:

@@ -571,9 +571,15 @@ def _normalize_mask(
         additive = mask
         mask, adds = split_additive(additive, memo)
         if adds:
-            bias = additive if bias is None else additive + _per_pair(bias)
+            bias = additive if bias is None else _sum_of_biases(additive, _per_pair(bias))
     mask = mask.bool()
     return mask if mask.shape[2] > 1 else mask.squeeze(2), None, bias
+
+
+def _sum_of_biases(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if x.dtype != y.dtype:
+        x, y = widen_bias(x, x.dtype), widen_bias(y, y.dtype)
+    return x + y
 
 
 def _choose_pairs(

@@ -9,7 +9,7 @@ through the result.
 
 import torch
 
-from .._core.checks import check_count, check_tensor
+from .._core.checks import MASK_VALUE, check_count, check_tensor
 
 _ROW_CHUNK_ELEMENTS = 1 << 24  # scores in one step; bounds the temporaries of a 4-d mask
 
@@ -122,7 +122,8 @@ def create_mask(
             keys (a cache) are all allowed.
         batch_size, query_len, key_len: B, Q and K.
         window_size: keys to keep per row (type "topk").
-        min_dtype: a score at or below it is never kept; None: the lowest value of the scores' dtype.
+        min_dtype: a score at or below it is never kept; None: the value at which a bias of its dtype masks, -1e4 in
+            float16 and -1e30 in others.
         block_size: see `topk_mask`.
         type: "topk", or "relu" for all keys with a positive score.
 
@@ -132,7 +133,7 @@ def create_mask(
     """
     _check_shape(attention_bias, "attention_bias", batch_size, query_len, key_len)
     if min_dtype is None:
-        min_dtype = torch.finfo(attention_bias.dtype).min
+        min_dtype = MASK_VALUE[attention_bias.dtype]
     if attention_mask is not None and attention_mask.dim() == 2:
         attention_mask = _padding_mask(attention_mask, batch_size, query_len, key_len)
         attention_mask = attention_mask[:, None, :]

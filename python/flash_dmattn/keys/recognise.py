@@ -49,14 +49,13 @@ def derive(memo: Memo | None, name: str, tensor: torch.Tensor, find: Callable):
 
 
 class AllowedPairs(NamedTuple):
-    """The keys that queries may see besides causality: where a mask is True and a bias is above `mask_value`.
+    """The keys that queries may see besides causality: where a mask is True and a bias does not mask.
 
     Both are [B or 1, H or 1, Sq or 1, Sk], with or without heads of their own; one of them may be None.
     """
 
     mask: torch.Tensor | None
     bias: torch.Tensor | None
-    mask_value: float
 
     # A method: torch.compile of torch 2.10 cannot trace properties of a named tuple.
     def shape(self) -> torch.Size:
@@ -73,7 +72,7 @@ class AllowedPairs(NamedTuple):
         allowed = None
         for part in self.parts():
             block = part[:, :, start:stop] if part.shape[2] > 1 else part
-            block = block if part is self.mask else block > self.mask_value
+            block = block if part is self.mask else block > MASK_VALUE[block.dtype]
             if block.shape[1] not in (1, heads):
                 block = block.repeat_interleave(heads // block.shape[1], 1)
             allowed = block if allowed is None else allowed & block
@@ -110,8 +109,8 @@ def intervals_of_mask(mask: torch.Tensor, memo: Memo | None = None) -> KeyInterv
     O(B H Sk). Only a memo saves the second reading.
 
     Args:
-        mask: bool, or additive floating point where 0 allows and anything at or below -1e30 (bfloat16),
-            -1e4 (float16) or finfo.min masks. Dimensions expanded with stride 0 are read once.
+        mask: bool, or additive floating point where 0 allows and anything at or below -1e4 (float16) or -1e30
+            (other dtypes) masks. Dimensions expanded with stride 0 are read once.
 
     Returns:
         None also when an additive mask holds other values, and for a tensor without values (on meta).

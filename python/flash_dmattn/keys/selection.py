@@ -208,7 +208,7 @@ def one_per_key(scores: Tensor | None) -> Tensor | None:
 
 def _scores_and_allowed(query, key, mask, bias, selection_scores):
     """Scores [B, H, Sk], and the dense mask to choose under, or None for all keys."""
-    seqlen_k, mask_value = key.shape[1], MASK_VALUE[query.dtype]
+    seqlen_k = key.shape[1]
     name, scores, hiding = "attn_bias", bias, None
     if selection_scores is not None:
         name, scores = "selection_scores", one_per_key(selection_scores)
@@ -224,7 +224,7 @@ def _scores_and_allowed(query, key, mask, bias, selection_scores):
         if bias.dim() == 4:
             hiding = bias.detach()
         else:
-            unmasked = bias.detach() > mask_value
+            unmasked = bias.detach() > MASK_VALUE[bias.dtype]
             scores, unmasked = match_heads(query, key, scores, unmasked)
             scores = torch.where(unmasked, scores, float("nan"))
     if mask is None and hiding is None:
@@ -233,7 +233,7 @@ def _scores_and_allowed(query, key, mask, bias, selection_scores):
         t if t is None or t.shape[3] == seqlen_k else t.expand(-1, -1, -1, seqlen_k)
         for t in (mask, hiding)
     )
-    return scores, AllowedPairs(mask, hiding, mask_value)
+    return scores, AllowedPairs(mask, hiding)
 
 
 def match_heads(query, key, *parts):

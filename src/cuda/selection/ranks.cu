@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <numeric>
 #include <string>
@@ -216,9 +215,6 @@ void validate(const RankArgs& args) {
   if (biased && args.bias_dtype > DType::f16) {
     throw InvalidArgument("bias_dtype", std::string(name_of(args.bias_dtype)), "f32, bf16 or f16");
   }
-  if (biased && std::isnan(args.mask_value)) {
-    throw InvalidArgument("mask_value", "nan", "a number, with a bias");
-  }
   cuda::validate(scores_of(args));
 }
 
@@ -274,7 +270,9 @@ void pack_dense(const RankArgs& args, const QueryWords& words, cudaStream_t stre
   pack<std::uint8_t>(words, args.mask, args.mask_shape, args.mask_stride, {}, stream);
   const auto pack_bias = [&]<class T>() {
     pack<T>(words, args.bias, args.bias_shape, args.bias_stride,
-            {.mask_value = args.mask_value, .first = !is_given(args.mask_shape)}, stream);
+            {.mask_value = static_cast<float>(mask_value(args.bias_dtype)),
+             .first = !is_given(args.mask_shape)},
+            stream);
   };
   switch (args.bias_dtype) {
     case DType::bf16: return pack_bias.template operator()<__nv_bfloat16>();

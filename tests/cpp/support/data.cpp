@@ -110,6 +110,14 @@ void fill_bias(const Case& c, Random& random, Data& data) {
     data.bias.fill(with(std::numeric_limits<double>::quiet_NaN()));
   } else if (c.bias_fill == "all_masked") {
     data.bias.fill([&](const Index&) { return lowest; });
+  } else if (c.bias_fill == "low") {
+    data.bias.fill([&](const Index&) {
+      const double value = random.normal();
+      const double u = random.uniform();
+      return u < 0.1 ? -2e4 : u < 0.2 ? -65504.0 : u < 0.3 ? -1e29 : value;
+    });
+  } else if (c.bias_fill == "all_low") {
+    data.bias.fill([&](const Index&) { return -2e4 + random.normal(); });
   } else {
     throw unknown("bias_fill", c.bias_fill);
   }
@@ -236,7 +244,7 @@ bool Data::visible(std::int64_t batch, std::int64_t head, std::int64_t query,
   const std::int64_t position = query + problem.seqlen_k - problem.seqlen_q;
   if (problem.causal && key > position) return false;
   if (has_mask() && broadcast(mask, batch, head, query, key) == 0) return false;
-  if (has_bias() && !(broadcast(bias, batch, head, query, key) > mask_value(problem.dtype))) {
+  if (has_bias() && !(broadcast(bias, batch, head, query, key) > mask_value(problem.bias_dtype))) {
     return false;
   }
   if (!has_intervals()) return true;
@@ -262,7 +270,8 @@ Data Data::to_f64() const {
   result.mask.fill(copy(mask));
   result.bias.fill([&](const Index& index) {
     const double value = bias.get(index);
-    return value > mask_value(problem.dtype) ? value : -std::numeric_limits<double>::infinity();
+    return value > mask_value(problem.bias_dtype) ? value
+                                                  : -std::numeric_limits<double>::infinity();
   });
   result.intervals = intervals;
   return result;

@@ -23,7 +23,7 @@ using Values = std::vector<double>;
 // Makes a problem with B = H = 1 whose tensors start as zero.
 inline Data small(std::int64_t seqlen_q, std::int64_t seqlen_k, std::int64_t head_dim,
                   DType dtype = DType::f32, BroadcastShape bias_shape = {},
-                  BroadcastShape mask_shape = {}) {
+                  BroadcastShape mask_shape = {}, DType bias_dtype = no_dtype) {
   Problem p;
   p.batch = 1;
   p.heads_q = 1;
@@ -34,7 +34,9 @@ inline Data small(std::int64_t seqlen_q, std::int64_t seqlen_k, std::int64_t hea
   p.dtype = dtype;
   p.scale = 1;
   p.bias_shape = bias_shape;
-  p.bias_dtype = dtype == DType::f64 ? DType::f64 : DType::f32;
+  p.bias_dtype = bias_dtype != no_dtype ? bias_dtype
+                 : dtype == DType::f64  ? DType::f64
+                                        : DType::f32;
   p.mask_shape = mask_shape;
   Data data(p);
   for (Tensor* tensor : {&data.q, &data.k, &data.v, &data.bias, &data.dout}) {

@@ -50,7 +50,7 @@ class Problem:
             causal_reach if is_causal and key_intervals is None else seqlen_k,
             scale,
             softcap,
-            MASK_VALUE[q.dtype],
+            0.0 if bias is None else MASK_VALUE[bias.dtype],
         )
         self.mask = self.bias = Broadcast(q, 0, 0, 0, 0, 0)
         self.mask_kind = self.bias_kind = 0

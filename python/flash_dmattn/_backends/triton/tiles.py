@@ -58,7 +58,7 @@ class Shape(NamedTuple):
     reach: int  # a query sees keys up to its row + reach: Sk - Sq if causal, else Sk
     scale: float
     softcap: float
-    mask_value: float
+    mask_value: float  # of a bias
 
 
 @triton.jit
