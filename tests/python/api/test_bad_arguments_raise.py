@@ -50,8 +50,6 @@ BIAS = torch.zeros(2, 2, 9)
         (TypeError, "attn_bias: got a torch.sparse_coo tensor", {"attn_bias": BIAS.to_sparse()}),
         (TypeError, "selection_scores: got a torch.sparse_coo tensor",
          {"keep_window_size": 3, "selection_scores": BIAS.to_sparse()}),
-        (ValueError, "within packed documents use flash_dmattn_varlen_func",
-         {"keep_window_size": 3, "attn_bias": BIAS, "key_intervals": sliding_window(9, 2)}),
         (ValueError, "scale: got 1e+300", {"scale": 1e300}),
         (ValueError, "scale: got 0, expected another number", {"scale": 0}),
         (ValueError, "softmax_scale: got 0, expected another number", {"softmax_scale": -0.0}),
