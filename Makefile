@@ -86,6 +86,10 @@ test-sanitize: $(STAMPS)/tools build/googletest/ready ## C++ tests under Address
 test-python: $(STAMPS)/package $(STAMPS)/test ## Python tests, on the installed package
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
+.PHONY: families
+families: $(STAMPS)/package $(STAMPS)/test ## compare every family of transformers with eager attention, write docs/transformers.md (options: ARGS=...)
+	OMP_NUM_THREADS=1 $(BIN)/python tools/families.py $(ARGS)
+
 # Two of the architectures that a release has: one of each class of shared memory, each with its own kernels.
 CUDA_TEST_ARCHITECTURES ?= 86-real;90-real
 # Where no GPU will run them, that they compile is all they show.

@@ -13,6 +13,7 @@ from .._core.checks import (
     check_tensor,
     may_read,
     resolve_flag,
+    widen_bias,
 )
 from .._core.numerics import Numerics, resolve_scale
 from ..attention import attention
