@@ -92,11 +92,7 @@ class FlashDogeAttention(DogeAttention):
             )
             return self.o_proj(out.flatten(2)), None
         if cache is not None:
-            if not isinstance(cache, Cache):
-                raise TypeError(
-                    f"cache: got {type(cache).__name__}, expected a transformers Cache; continuous batching (a paged cache) "
-                    "is not supported. Use another attn_implementation"
-                )
+            check_cache(cache)
             where = () if cache_position is None else ({"cache_position": cache_position},)
             key, value, scores = update_with_scores(
                 cache, *_heads_first(key, value), scores, self.layer_idx, where
@@ -108,6 +104,14 @@ class FlashDogeAttention(DogeAttention):
                 scores = doge_scores(self, self.dt_proj(value.flatten(2)))
         out = _attend(self, query, key, value, scores, attention_mask, context, kwargs)
         return self.o_proj(out.flatten(2)), None
+
+
+def check_cache(cache: object) -> None:
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"cache: got {type(cache).__name__}, expected a transformers Cache; continuous batching (a paged cache) is not "
+            "supported. Use another attn_implementation"
+        )
 
 
 def _normalize(norm: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from ...keys.recognise import Memo
 from ..attention import causal_mask
 from .cache import DynamicMaskCache
 from .compat import CACHE, MODEL_ARGUMENTS, given_cache
-from .doge import CONTEXT, Context, FlashDogeAttention
+from .doge import CONTEXT, Context, FlashDogeAttention, check_cache
 from .doge import NAME as DOGE_NAME
 from .families import reason_to_refuse
 from .masks import documents_of_positions, intervals_of_documents
@@ -166,6 +166,8 @@ def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple,
     use_cache = given.get("use_cache")
     use_cache = model.config.use_cache if use_cache is None else use_cache
     cache = given_cache(given)
+    if cache is not None:
+        check_cache(cache)
     # Not for training, which reads no cache.
     if use_cache and cache is None and not torch.is_grad_enabled() and _has_default_cache(model):
         cache = changes[CACHE] = DynamicMaskCache(model.config)
