@@ -148,12 +148,12 @@ void take_dense(RankArgs& args, const Tensor& dense, const char* name, const Ten
 }  // namespace
 
 // Ranks [B or 1, H or 1, 1, Sk] of the scores and limits [B, H, Sq, 1] of the queries, for scores
-// [B or 1, H or 1, Sk] among the elements that a mask shows and a bias (above mask_value) does not hide, both
+// [B or 1, H or 1, Sk] among the elements that a mask shows and a bias does not mask, both
 // [B or 1, H or 1, Sq or 1, Sk or 1], at least one of them given. Where they have heads, one may have several
 // for each of another's.
 std::tuple<Tensor, Tensor> rank_op(const Tensor& scores, const OptionalTensor& mask,
-                                   const OptionalTensor& bias, double mask_value,
-                                   std::int64_t window, bool is_causal) {
+                                   const OptionalTensor& bias, std::int64_t window,
+                                   bool is_causal) {
   const CallDevice device(scores);
   if (scores.dim() != 3) {
     throw InvalidArgument("scores", shape_text(scores), "shape [B or 1, H or 1, Sk]");
@@ -186,7 +186,6 @@ std::tuple<Tensor, Tensor> rank_op(const Tensor& scores, const OptionalTensor& m
     args.bias_dtype = dtype_of(*bias, "bias");
     take_dense(args, *bias, "bias", scores, args.bias_shape, args.bias_stride);
     args.bias = bias->const_data_ptr();
-    args.mask_value = static_cast<float>(mask_value);
   }
   const Tensor key_rank = allocate({args.scores_shape[0], args.scores_shape[1], 1, args.seqlen_k},
                                    ScalarType::Int, scores);
@@ -279,7 +278,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> tile_lists_op(const Tensor& key_inter
 }
 
 // Selection within each of the documents packed into one row; scores and intervals [1, H, total_k]. On a
-// GPU, where the offsets cannot be read, it is in python/flash_dmattn/packed.py.
+// GPU, where the offsets cannot be read, it is in python/flash_dmattn/keys/packed.py.
 Tensor select_varlen_op(const Tensor& scores, const Tensor& cu_seqlens_q,
                         const Tensor& cu_seqlens_k, std::int64_t window, std::string selection,
                         bool is_causal, std::int64_t query_length) {

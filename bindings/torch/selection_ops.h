@@ -20,8 +20,7 @@ Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask, std::int6
 std::tuple<Tensor, Tensor> select_list_op(const Tensor& scores, const OptionalTensor& key_mask,
                                           std::int64_t window);
 std::tuple<Tensor, Tensor> rank_op(const Tensor& scores, const OptionalTensor& mask,
-                                   const OptionalTensor& bias, double mask_value,
-                                   std::int64_t window, bool is_causal);
+                                   const OptionalTensor& bias, std::int64_t window, bool is_causal);
 Tensor select_varlen_op(const Tensor& scores, const Tensor& cu_seqlens_q,
                         const Tensor& cu_seqlens_k, std::int64_t window, std::string selection,
                         bool is_causal, std::int64_t query_length);

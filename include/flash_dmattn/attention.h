@@ -18,7 +18,7 @@
 //   s_ij   = clamp(softcap(scale * q_i . k_j) + bias_ij)       softcap(x) = c tanh(x / c) for c > 0
 //   vis_ij = mask_ij and interval_j contains i and (not causal or j <= i + Sk - Sq)
 //            and key_rank_j < rank_limit_i                     a choice among the keys of a mask
-//            and bias_ij > mask_value(dtype)                   a NaN bias masks
+//            and bias_ij > mask_value(bias_dtype)              a NaN bias masks
 //   p_ij   = exp(s_ij - lse_i) where visible, else 0           lse_i = log sum_j exp s_ij
 //   out_i  = sum_j p_ij v_j
 //

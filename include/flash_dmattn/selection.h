@@ -3,7 +3,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 
 #include "flash_dmattn/execution.h"
 #include "flash_dmattn/types.h"
@@ -82,11 +81,10 @@ struct RankArgs {
   const std::uint8_t* mask = nullptr;  // where it is 0
   std::array<std::int64_t, 2> mask_shape{};
   std::array<std::int64_t, 4> mask_stride = dense_strides<4>;
-  const void* bias = nullptr;   // f32, bf16 or f16; where it is not above mask_value
+  const void* bias = nullptr;   // f32, bf16 or f16; where it is not above mask_value(bias_dtype)
   DType bias_dtype = no_dtype;  // to be given where there is a bias
   std::array<std::int64_t, 2> bias_shape{};
   std::array<std::int64_t, 4> bias_stride = dense_strides<4>;
-  float mask_value = std::numeric_limits<float>::quiet_NaN();  // a number where there is a bias
 
   std::int32_t* key_rank = nullptr;    // out: [scores_shape, Sk] dense; Sk for a key never chosen
   std::int32_t* rank_limit = nullptr;  // out: [batch, heads, Sq] dense

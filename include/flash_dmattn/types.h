@@ -38,16 +38,10 @@ constexpr std::string_view name_of(DType dtype) {
   }
 }
 
-// A bias at or below this value masks its element: probability exactly 0, gradient exactly 0. It depends
-// on the dtype of q, k and v (not the bias's own), so the customary finfo.min and -inf fills all mask.
-constexpr double mask_value(DType dtype) {
-  switch (dtype) {
-    case DType::f64: return -1.7976931348623157e308;
-    case DType::f32: return -3.4028234663852886e38;
-    case DType::bf16: return -1e30;
-    default: return -1e4;
-  }
-}
+// A bias at or below this value masks its element: probability exactly 0, gradient exactly 0. It depends on the
+// bias's own dtype, whatever that of q, k and v: the customary fills, -inf and finfo.min, mask, and so does one of bf16
+// that has been widened; -2e4 masks in f16 and is a number in f32.
+constexpr double mask_value(DType bias_dtype) { return bias_dtype == DType::f16 ? -1e4 : -1e30; }
 
 // A strided 4-d array. Strides are in elements and may be 0 or negative; the last one must be 1
 // wherever the dimension it steps over is a contiguous one (see each use). `data` may be null where

@@ -214,10 +214,10 @@ TEST_P(CudaRaces, GiveTheBitsOfBackwardsWithoutOverlap) {
   EXPECT_TRUE(bits->are_the_same()) << device_case.backward_kernel();
 }
 
-// ---- Fences of readers ----------------------------------------------------------------------------------
+// ---- Proxy fences ---------------------------------------------------------------------------------------
 
-// The tensor cores and bulk copies read, in another proxy, shared memory that threads or cp.async have written. The
-// fence between the two is on the readers' side (docs/kernels/sm90.md); here a million tiles cross it.
+// The tensor cores and bulk copies read, in another proxy, shared memory that threads or cp.async have written. A
+// fence is between the two (docs/kernels/sm90.md); here a million tiles cross it.
 class CudaProxyFence : public ::testing::Test {
  protected:
   static constexpr int tiles = 1'000'000;

@@ -36,15 +36,13 @@ struct Shape {
   DType bias_dtype = DType::f32;
 };
 
-constexpr float mask_value = -1e4f;
-
-// Values of a bias: numbers above mask_value, then that itself (for bf16 the one below), -inf and NaN.
-constexpr int shown_values = 2;
-constexpr std::array<std::uint32_t, 5> bias_values(DType dtype) {
+// Values of a bias: 0, 1 and the lowest number of the dtype that does not mask, then the one below it, -inf and NaN.
+constexpr int shown_values = 3;
+constexpr std::array<std::uint32_t, 6> bias_values(DType dtype) {
   switch (dtype) {
-    case DType::bf16: return {0, 0x3f80, 0xc61d, 0xff80, 0x7fc0};
-    case DType::f16: return {0, 0x3c00, 0xf0e2, 0xfc00, 0x7e00};
-    default: return {0, 0x3f800000, 0xc61c4000, 0xff800000, 0x7fc00000};
+    case DType::bf16: return {0, 0x3f80, 0xf149, 0xf14a, 0xff80, 0x7fc0};
+    case DType::f16: return {0, 0x3c00, 0xf0e1, 0xf0e2, 0xfc00, 0x7e00};
+    default: return {0, 0x3f800000, 0xf149f2c9, 0xf149f2ca, 0xff800000, 0x7fc00000};
   }
 }
 
@@ -57,7 +55,7 @@ struct Bias {
     const auto size = static_cast<std::size_t>(size_of(dtype));
     for (std::int64_t i = 0; i < elements; ++i) {
       const auto which =
-          static_cast<std::size_t>(random.below(3) != 0 ? random.below(2) : 2 + random.below(3));
+          static_cast<std::size_t>(random.below(3) != 0 ? random.below(3) : 3 + random.below(3));
       const std::uint32_t bits = bias_values(dtype)[which];
       const auto* const begin = reinterpret_cast<const std::byte*>(&bits);
       bytes.insert(bytes.end(), begin, begin + size);
@@ -83,7 +81,6 @@ RankArgs args_of(const Shape& shape, bool causal) {
   args.bias_shape = shape.bias;
   args.bias_stride = {shape.bias[1] * shape.seqlen_q * row, shape.seqlen_q * row, row, 1};
   args.bias_dtype = shape.bias_dtype;
-  args.mask_value = mask_value;
   return args;
 }
 

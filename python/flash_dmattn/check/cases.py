@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..flash_dmattn_interface import flash_dmattn_func
-from ..key_intervals import KeyIntervals, select_key_intervals
+from ..functional import flash_dmattn_func
+from ..keys.intervals import KeyIntervals, select_key_intervals
 from .oracle import Problem, Result
 
 _INSTALLED = Path(__file__).with_name("attention.csv")
@@ -34,7 +34,8 @@ def read_table(path: Path = TABLE) -> list[dict[str, str]]:
     return [{key: word or defaults[key] for key, word in row.items()} for row in rows[1:]]
 
 
-CASES = {row["name"]: row for row in read_table()}
+# The C++ library computes with a scale of 0, the functions of Python refuse it.
+CASES = {row["name"]: row for row in read_table() if row["scale"] != "0"}
 
 
 def shrunk(row: dict[str, str]) -> dict[str, str]:
@@ -201,12 +202,18 @@ class _Maker:
             return torch.full(shape, 0.5, dtype=dtype)
         if kind == "all_masked":
             return torch.full(shape, lowest, dtype=dtype)
-        bias = self._normal(*shape, factor=1000.0 if kind == "large" else 1.0).to(dtype)
+        bias = self._normal(*shape, factor=1000.0 if kind == "large" else 1.0)
         if kind in special:
-            bias = bias.masked_fill(self._uniform(*shape) < 0.3, special[kind])
+            return bias.to(dtype).masked_fill(self._uniform(*shape) < 0.3, special[kind])
+        if kind == "low":
+            chance = self._uniform(*shape)
+            for limit, value in ((0.3, -1e29), (0.2, -65504.0), (0.1, -2e4)):
+                bias = bias.masked_fill(chance < limit, value)
+        elif kind == "all_low":
+            bias = bias - 2e4
         elif kind not in ("normal", "large"):
             raise ValueError(f"bias_fill: no {kind!r}")
-        return bias
+        return bias.to(dtype)
 
     def _intervals(self) -> KeyIntervals:
         kind = self.row["intervals"]

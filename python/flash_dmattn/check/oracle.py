@@ -13,12 +13,6 @@ import torch
 from torch import Tensor
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
-MASK_VALUE = {
-    torch.float64: torch.finfo(torch.float64).min,
-    torch.float32: torch.finfo(torch.float32).min,
-    torch.bfloat16: -1e30,
-    torch.float16: -1e4,
-}
 
 
 @dataclass
@@ -45,7 +39,8 @@ class Result:
     dk: Tensor | None = None
     dv: Tensor | None = None
     dbias: Tensor | None = None
-    largest_score: float = 0.0  # magnitude; the error of rounding a score grows with it
+    # Magnitude, of keys with a probability; the error of rounding a score grows with it.
+    largest_score: float = 0.0
     dbias_terms: Tensor | None = None  # in double alone: root of the sum of its terms' squares
 
 
@@ -67,7 +62,7 @@ def visible_pairs(problem: Problem) -> Tensor:
         if part is not None:
             visible = visible & per_head(part, problem)
     if problem.bias is not None:
-        limit = MASK_VALUE[problem.q.dtype]
+        limit = -1e4 if problem.bias.dtype == torch.float16 else -1e30
         visible = visible & (per_head(problem.bias.detach().double(), problem) > limit)
     return visible
 
@@ -100,11 +95,14 @@ def attention(problem: Problem, dtype: torch.dtype = torch.float64) -> Result:
     if problem.bias is not None:
         scores = scores + per_head(problem.bias.detach().to(wide), problem)
     scores = scores.clamp(-FLOAT32_MAX, FLOAT32_MAX)
-    largest_score = scores[visible].abs().max().item() if visible.any() else 0.0
     scores = scores.masked_fill(~visible, -torch.inf)
 
     highest = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.sum(-1, keepdim=True)
     highest = highest.masked_fill(~visible.any(-1, keepdim=True), 0)
+    counting = scores[
+        scores > highest - 745
+    ]  # the others have a probability of 0, in double as well
+    largest_score = counting.abs().max().item() if counting.numel() else 0.0
     p = scores.sub_(highest).exp_()
     total = p.sum(-1, keepdim=True)
     lse = (highest + total.log())[..., 0]

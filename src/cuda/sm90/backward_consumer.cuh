@@ -248,6 +248,7 @@ class BackwardConsumer {
       store_shared_16(to + Layout::thread_offset(j, 0) * sizeof(float),
                       {words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]});
     }
+    fence_async_proxy();
     named_barrier_arrive(Kernel::dq_full_barrier + part, threads);
   }
 
@@ -341,7 +342,8 @@ class BackwardConsumer {
     }
   }
 
-  // Stores dS to shared memory and synchronizes with the other warpgroup.
+  // Stores dS to shared memory, fenced for the products and copies that read it, and synchronizes with the other
+  // warpgroup.
   __device__ void share_ds(const Visit& at, int n) {
     if constexpr (variant.has_dense()) {
       dense_.store_ds(at, ds_operand_, n);
@@ -349,8 +351,6 @@ class BackwardConsumer {
       store_ds_by_keys(shared_address(storage_.ds[score_tile(n)]));
     }
     named_barrier_sync(Kernel::consumer_barrier, 256);
-    // Each reader fences for the stores of both warpgroups, which the barrier orders before it (docs/kernels/sm90-backward.md).
-    fence_async_proxy();
   }
 
   // [keys, queries], the layout of the registers.
@@ -366,6 +366,7 @@ class BackwardConsumer {
                                       ds_operand_[4 * i + 2], ds_operand_[4 * i + 3]};
       store_matrix_x4([&](int, int) { return address; }, block);
     }
+    fence_async_proxy();
   }
 
   // Mask and bias of the visit behind `at`, visit n, while the threads wait for dQ and dK.

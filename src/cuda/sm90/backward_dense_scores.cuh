@@ -46,6 +46,7 @@ class DenseScores {
       const std::uint32_t block[4] = {ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]};
       stmatrix_x4_trans(to + static_cast<std::uint32_t>(i * block_bytes), block);
     }
+    fence_async_proxy();
     if (!at.is_second_of_two()) hand_over(n);
   }
 
@@ -67,6 +68,7 @@ class DenseScores {
       }
       stmatrix_x4_trans(address, block);
     }
+    fence_async_proxy();
     hand_over(n);
   }
 

@@ -183,8 +183,6 @@ struct DbiasWriter {
 
   __device__ void store_by_tma(const BackwardWork& work, const Visits& at,
                                std::uint32_t from) const {
-    fence_async_proxy();
-    __syncwarp();
     if (lane_id() != 0) return;
     store_dbias_by_tma<Kernel>(p, work, at.head(), at.tile(), from, ScoreTile::panel_bytes);
     bulk_wait_read<0>();

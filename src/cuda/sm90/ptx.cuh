@@ -127,7 +127,9 @@ __device__ inline void cp_async_arrive(std::uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Orders this thread's accesses to shared memory before later accesses of the tensor cores and the TMA unit.
+// Orders this thread's accesses to shared memory before later accesses of the tensor cores and the TMA unit, which are in
+// another proxy. The threads that have written fence, before the barrier at which readers wait; docs/kernels/sm90.md
+// lists the exceptions.
 __device__ inline void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

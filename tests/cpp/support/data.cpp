@@ -16,7 +16,7 @@ std::runtime_error unknown(const std::string& column, const std::string& word) {
   return std::runtime_error("no " + column + " '" + word + "'");
 }
 
-// The first key of batch b that padding leaves.
+// The first key of batch b that is not padding.
 std::int64_t padding(const Problem& p, std::int64_t b) { return (b + 1) * p.seqlen_k / 7; }
 
 void fill_inputs(const Case& c, Random& random, Data& data) {
@@ -46,7 +46,7 @@ void fill_inputs(const Case& c, Random& random, Data& data) {
   }
 }
 
-// The value of a mask element for the fills that decide each on its own.
+// The value of a mask element, for the fills that decide each element separately.
 std::function<bool(const Index&)> mask_values(const Case& c, Random& random) {
   const Problem& p = c.problem;
   if (c.mask_fill == "full") return [](const Index&) { return true; };
@@ -110,6 +110,14 @@ void fill_bias(const Case& c, Random& random, Data& data) {
     data.bias.fill(with(std::numeric_limits<double>::quiet_NaN()));
   } else if (c.bias_fill == "all_masked") {
     data.bias.fill([&](const Index&) { return lowest; });
+  } else if (c.bias_fill == "low") {
+    data.bias.fill([&](const Index&) {
+      const double value = random.normal();
+      const double u = random.uniform();
+      return u < 0.1 ? -2e4 : u < 0.2 ? -65504.0 : u < 0.3 ? -1e29 : value;
+    });
+  } else if (c.bias_fill == "all_low") {
+    data.bias.fill([&](const Index&) { return -2e4 + random.normal(); });
   } else {
     throw unknown("bias_fill", c.bias_fill);
   }
@@ -137,7 +145,7 @@ void select(const Case& c, Random& random, Data& data) {
   select_key_intervals(args, execution);
 }
 
-// An end of an interval: of six, three are an ordinary one, the others far from the queries.
+// A random end of an interval. Three of six are ordinary, and three are far from the queries.
 std::int64_t end_outside(Random& random, std::int64_t seqlen_q) {
   using Limits = std::numeric_limits<std::int32_t>;
   switch (random.below(6)) {
@@ -236,7 +244,7 @@ bool Data::visible(std::int64_t batch, std::int64_t head, std::int64_t query,
   const std::int64_t position = query + problem.seqlen_k - problem.seqlen_q;
   if (problem.causal && key > position) return false;
   if (has_mask() && broadcast(mask, batch, head, query, key) == 0) return false;
-  if (has_bias() && !(broadcast(bias, batch, head, query, key) > mask_value(problem.dtype))) {
+  if (has_bias() && !(broadcast(bias, batch, head, query, key) > mask_value(problem.bias_dtype))) {
     return false;
   }
   if (!has_intervals()) return true;
@@ -262,7 +270,8 @@ Data Data::to_f64() const {
   result.mask.fill(copy(mask));
   result.bias.fill([&](const Index& index) {
     const double value = bias.get(index);
-    return value > mask_value(problem.dtype) ? value : -std::numeric_limits<double>::infinity();
+    return value > mask_value(problem.bias_dtype) ? value
+                                                  : -std::numeric_limits<double>::infinity();
   });
   result.intervals = intervals;
   return result;

@@ -8,7 +8,7 @@
 #include "support/data.h"
 #include "support/run.h"
 
-// Problems small enough to know the result by hand, on the reference backend.
+// Problems that are small enough for results computed by hand, on the reference backend.
 namespace flash_dmattn::testing {
 
 inline RunOptions reference(int workers = 1) {
@@ -20,10 +20,10 @@ inline RunOptions reference(int workers = 1) {
 
 using Values = std::vector<double>;
 
-// B1 H1 problems whose tensors are set element by element; everything starts as zero.
+// Makes a problem with B = H = 1 whose tensors start as zero.
 inline Data small(std::int64_t seqlen_q, std::int64_t seqlen_k, std::int64_t head_dim,
                   DType dtype = DType::f32, BroadcastShape bias_shape = {},
-                  BroadcastShape mask_shape = {}) {
+                  BroadcastShape mask_shape = {}, DType bias_dtype = no_dtype) {
   Problem p;
   p.batch = 1;
   p.heads_q = 1;
@@ -34,7 +34,9 @@ inline Data small(std::int64_t seqlen_q, std::int64_t seqlen_k, std::int64_t hea
   p.dtype = dtype;
   p.scale = 1;
   p.bias_shape = bias_shape;
-  p.bias_dtype = dtype == DType::f64 ? DType::f64 : DType::f32;
+  p.bias_dtype = bias_dtype != no_dtype ? bias_dtype
+                 : dtype == DType::f64  ? DType::f64
+                                        : DType::f32;
   p.mask_shape = mask_shape;
   Data data(p);
   for (Tensor* tensor : {&data.q, &data.k, &data.v, &data.bias, &data.dout}) {

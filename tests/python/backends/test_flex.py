@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from biases_that_mask import check_bias_that_masks, problem_of
 from flash_dmattn import flash_dmattn_func, flex_dmattn_func, select_key_intervals
 from flash_dmattn.check.cases import CASES, make_case, run
 from flash_dmattn.check.compare import assert_close, assert_matches_oracle
@@ -40,6 +41,29 @@ def test_forward(intervals):
             key_intervals=chosen,
         )  # fmt: skip
     expected, yardstick = attention(problem), attention(problem, torch.float32)
+    assert_close("out", out, expected.out, yardstick.out, expected.largest_score)
+
+
+# On a GPU backward, too.
+@pytest.mark.parametrize(
+    "dtype, bias_dtype, form",
+    [
+        (torch.float16, torch.float32, "keys"),
+        (torch.float16, torch.float16, "pairs"),
+        (torch.bfloat16, torch.float16, "chosen keys"),
+        (torch.float16, torch.float32, "pairs beside scores"),
+    ],
+)
+def test_bias_masks_by_the_rule_of_its_dtype(dtype, bias_dtype, form):
+    if ON_GPU:
+        check_bias_that_masks(flex_dmattn_func, form, dtype, bias_dtype, "cuda")
+        return
+    problem, choice = problem_of(form, dtype, bias_dtype)
+    with torch.no_grad():
+        out = flex_dmattn_func(
+            problem.q, problem.k, problem.v, attn_bias=problem.bias, is_causal=True, **choice
+        )
+    expected, yardstick = attention(problem), attention(problem, dtype)
     assert_close("out", out, expected.out, yardstick.out, expected.largest_score)
 
 
@@ -146,8 +170,8 @@ def test_check_mode_names_an_output_gradient(monkeypatch):
 
 
 def test_the_block_mask_is_made_without_a_quadratic_tensor():
-    from flash_dmattn.flex import _blocks
-    from flash_dmattn.visibility import Visibility
+    from flash_dmattn._backends.flex import _blocks
+    from flash_dmattn.keys.visibility import Visibility
 
     length = 2000
     q = torch.empty(1, 2, length, 16)

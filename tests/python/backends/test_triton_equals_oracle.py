@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from flash_dmattn import _ops
+from biases_that_mask import FORMS, check_bias_that_masks
+from flash_dmattn._core import ops as _ops
 from flash_dmattn.check.cases import CASES, Case, make_case, run, shrunk
 from flash_dmattn.check.compare import assert_matches_oracle
 from flash_dmattn.check.oracle import Problem, Result, select
@@ -27,7 +28,8 @@ INTERPRETED = """
     dim_250_f32 group_2_f16 mask_b1qk mask_1hqk mask_bhq1 mask_1111 bias_bvqk
     bias_11qk bias_b11k bias_bhq1 bias_bh11 bias_1111 mask_111k_bias_b1q1_f32 mask_rows_f16
     mask_nothing_visible_f32 bias_finfo_min_f32 bias_nan_f32 bias_inf_f16
-    bias_all_masked_f16 inputs_equal_f32 inputs_extreme_f16 inputs_limits_f32 inputs_limits_f16
+    bias_all_masked_f16 bias_low_f32 bias_low_f16 bias_low_f16_from_f32 bias_low_bhqk_f16_from_f32
+    bias_all_low_f16_from_f32 inputs_equal_f32 inputs_extreme_f16 inputs_limits_f32 inputs_limits_f16
     softcap_f32 softcap_extreme_f16 per_query_f32 global_f16 packed_f32
     random_intervals_f16 intervals_and_mask_4d_f32 per_query_equal_scores layout_padded_f32
     layout_permuted_f16 layout_expanded_intervals propagate_f32 propagate_select_f16
@@ -68,6 +70,20 @@ def test_dv_of_every_seed(seed):
     for gradient in (result.dq, result.dk, result.dv):
         assert gradient.isfinite().all()
     assert_matches_oracle(result, case.problem)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "dtype, bias_dtype",
+    [
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float16),
+        (torch.float16, torch.float16),
+    ],
+)
+def test_bias_masks_by_the_rule_of_its_dtype(dtype, bias_dtype, form):
+    device = "cuda" if ON_GPU else "cpu"
+    check_bias_that_masks(triton_dmattn_func, form, dtype, bias_dtype, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

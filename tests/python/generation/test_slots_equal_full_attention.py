@@ -82,6 +82,14 @@ def test_with_kvcache(mode, layout, kind, padding, numerics):
     check_with_kvcache(stream, (1, 1, 9, 1, 13, 1, 1, 3), mode, layout)
 
 
+@pytest.mark.parametrize("mode", ["all keys", "slots"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scores_mask_by_the_rule_of_float32(dtype, mode):
+    stream = Stream(30, 6, dtype=dtype, kind="low")
+    check_with_kvcache(stream, (1, 1, 9, 1, 13, 1, 1, 3), mode, "by token")
+    check_split(stream, 5, (1, 1, 4, 1, 7, 11))
+
+
 @pytest.mark.parametrize(
     "name, other", [("scale", 0.5), ("softcap", 4.0), ("scores_are_bias", True)]
 )

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from biases_that_mask import FORMS, check_bias_that_masks
 from flash_dmattn import (
     flash_dmattn_func,
     flash_dmattn_func_auto,
@@ -30,6 +31,17 @@ GPU_CASES = [
 def test_case(name):
     case = on_gpu(make_case(CASES[name]))
     assert_matches_oracle(run(case), case.problem, saturate=case.nonfinite == "saturate")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bias_masks_by_the_rule_of_its_dtype(dtype, bias_dtype, form):
+    # Few queries, and more than their kernels take.
+    for length in (24, 150):
+        check_bias_that_masks(
+            flash_dmattn_func, form, dtype, bias_dtype, "cuda", lengths=(length, length + 114)
+        )
 
 
 def random_problem(seqlen, heads_q, heads_kv, head_dim, dtype=torch.bfloat16, batch=1, keys=None):

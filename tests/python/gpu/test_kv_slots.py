@@ -53,6 +53,14 @@ def test_any_split_of_a_stream(first):
         check_split(drawn(seed, prefill + sum(pieces)), prefill, pieces)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_mask_by_the_rule_of_float32(dtype):
+    for seed in range(8):
+        stream = Stream(30, 6, dtype=dtype, kind="low", seed=seed, device=DEVICE)
+        check_split(stream, 5, (1, 1, 4, 1, 7, 11))
+        check_with_kvcache(stream, (1, 1, 9, 1, 13, 1, 1, 3), "all keys", "by token")
+
+
 WINDOWS = (65, 100, 192, 300)
 
 

@@ -17,7 +17,7 @@ ops = torch.ops.flash_dmattn
 
 
 def rank_keys(scores, mask, window, causal, bias=None):
-    return ops.rank_keys(scores, mask, bias, -1e30, window, causal)
+    return ops.rank_keys(scores, mask, bias, window, causal)
 
 
 def random_mask(*shape, share=0.6):
@@ -219,9 +219,12 @@ def test_where_scores_overflow():
 
 
 def bias_that_masks(*shape, dtype=torch.bfloat16):
-    return torch.randn(shape, dtype=dtype).masked_fill(
-        random_mask(*shape, share=0.3), float("-inf")
-    )
+    """By the lowest number that masks in its dtype, and by -inf."""
+    lowest = -1e4 if dtype == torch.float16 else -1e30
+    bias = torch.randn(shape, dtype=dtype)
+    for fill in (lowest, -torch.inf):
+        bias = bias.masked_fill(random_mask(*shape, share=0.15), fill)
+    return bias
 
 
 PAIR_BIASES = {  # batch and heads of the bias, of the mask, of the scores
@@ -235,7 +238,7 @@ PAIR_BIASES = {  # batch and heads of the bias, of the mask, of the scores
 
 
 @pytest.mark.parametrize("selection", ["per_query", "global"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("name", PAIR_BIASES)
 def test_selection_scores_under_a_bias_of_pairs(name, dtype, selection):
     of_bias, of_mask, of_scores = PAIR_BIASES[name]
@@ -248,7 +251,7 @@ def test_selection_scores_under_a_bias_of_pairs(name, dtype, selection):
     options = {"selection": selection, "keep_window_size": 40, "is_causal": True}
     inputs = [t.detach().cpu().float() for t in (q, k, v)]
     # On the CPU the choice is a mask, which torch makes.
-    expected = flash_dmattn_func(*inputs, mask, bias.float(), selection_scores=scores, **options)
+    expected = flash_dmattn_func(*inputs, mask, bias, selection_scores=scores, **options)
     on_gpu = [t if t is None else t.cuda() for t in (mask, bias)]
     actual = flash_dmattn_func(q, k, v, *on_gpu, selection_scores=scores.cuda(), **options)
     torch.testing.assert_close(actual.cpu().float(), expected, rtol=2e-2, atol=2e-2)
@@ -287,7 +290,7 @@ def refused(argument, *wrong):
         "scores": torch.zeros(2, 4, 9, device="cuda"),
         "mask": torch.ones(2, 2, 5, 9, dtype=torch.bool, device="cuda"),
         "bias": torch.zeros(2, 4, 5, 9, device="cuda"),
-        "mask_value": -1e30, "window": 3, "is_causal": True,
+        "window": 3, "is_causal": True,
     }  # fmt: skip
     for value in wrong:
         name = argument.removesuffix("_shape").removesuffix("_dtype")
@@ -309,9 +312,9 @@ def test_bad_arguments_of_ranks_are_named():
     refused("window", -1)
     scores = torch.zeros(1, 1, 9, **gpu)
     with pytest.raises(ValueError, match="mask: got none, expected"):
-        ops.rank_keys(scores, None, None, 0.0, 3, True)
+        ops.rank_keys(scores, None, None, 3, True)
     with pytest.raises(ValueError, match="scores_dtype: got"):
-        ops.rank_keys(scores.double(), torch.ones(1, 1, 5, 9, **gpu).bool(), None, 0.0, 3, True)
+        ops.rank_keys(scores.double(), torch.ones(1, 1, 5, 9, **gpu).bool(), None, 3, True)
 
 
 def test_graph_compile_and_opcheck():
@@ -327,7 +330,7 @@ def test_graph_compile_and_opcheck():
     scores = inputs[3].detach()
     bias = torch.randn(1, 4, 160, 160, device="cuda")
     for of_mask, of_bias in [(mask, None), (mask, bias), (None, bias)]:
-        torch.library.opcheck(ops.rank_keys.default, (scores, of_mask, of_bias, 0.0, 30, True))
+        torch.library.opcheck(ops.rank_keys.default, (scores, of_mask, of_bias, 30, True))
     rank, limit = rank_keys(scores, mask, 30, True)
     arguments = (*inputs[:3], mask, scores[:, :, None], None, None, None, rank, limit)
     of_call = ([], True, 0.125, 0.0, True, True, "")

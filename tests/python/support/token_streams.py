@@ -41,6 +41,13 @@ class Stream:
             self.scores = self.scores.round()
         elif kind == "equal":
             self.scores.zero_()
+        elif kind == "low":  # the second masks
+            low = torch.tensor([-2e4, -1e30, -0.99e30])[
+                torch.randint(3, self.scores.shape, generator=draw)
+            ]
+            self.scores = torch.where(
+                torch.rand(self.scores.shape, generator=draw) < 0.4, low, self.scores
+            )
         elif kind == "nan":
             self.scores[torch.rand(self.scores.shape, generator=draw) < 0.3] = torch.nan
         self.mask = torch.ones(batch, length, dtype=torch.bool)

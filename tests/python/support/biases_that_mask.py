@@ -1,0 +1,58 @@
+"""Biases around the number at which those of their dtype mask, in every form that attention takes them."""
+
+import torch
+
+from flash_dmattn.check.cases import to_device
+from flash_dmattn.check.compare import assert_matches_oracle
+from flash_dmattn.check.failed_elsewhere import forward_and_backward
+from flash_dmattn.check.oracle import Problem, causal_pairs, select
+
+# A bias of keys or of pairs; keys that are chosen by it, or by scores beside it.
+FORMS = ("keys", "pairs", "chosen keys", "keys beside scores", "pairs beside scores")
+WINDOW = 9
+
+
+def mask_value(dtype):
+    return -1e4 if dtype == torch.float16 else -1e30
+
+
+def bias_around_mask_value(*shape, dtype):
+    """Normal numbers; beside them some that mask, and low ones that do not."""
+    masking = [mask_value(dtype), torch.finfo(dtype).min, -torch.inf, torch.nan]
+    low = [0.99 * mask_value(dtype)]
+    if dtype != torch.float16:
+        low += [-2e4, -65504.0]
+    special = torch.tensor(masking + low, dtype=torch.float64)
+    special = special[torch.randint(len(special), shape)]
+    normal = torch.randn(shape, dtype=torch.float64)
+    return torch.where(torch.rand(shape) < 0.6, special, normal).to(dtype)
+
+
+def problem_of(form, dtype, bias_dtype, lengths=(24, 64)):
+    """A problem in which every query sees a few normal biases, and the options of the call."""
+    length_q, length_k = lengths
+    q, k, v, dout = (
+        torch.randn(1, length, heads, 16).to(dtype)
+        for length, heads in ((length_q, 4), (length_k, 2), (length_k, 2), (length_q, 4))
+    )
+    rows = length_q if form.startswith("pairs") else 1
+    bias = bias_around_mask_value(1, 2, rows, length_k, dtype=bias_dtype)
+    problem = Problem(q, k, v, dout, bias=bias, causal=True)
+    causal = causal_pairs(length_q, length_k).expand(1, 2, -1, -1)
+    if form == "chosen keys":
+        problem.shown = select(bias[:, :, 0].double(), WINDOW, causal)
+        return problem, {"keep_window_size": WINDOW}
+    if form.endswith("beside scores"):
+        scores = torch.randn(1, 2, length_k)
+        problem.shown = select(scores, WINDOW, causal & (bias.double() > mask_value(bias_dtype)))
+        return problem, {"keep_window_size": WINDOW, "selection_scores": scores}
+    return problem, {}
+
+
+def check_bias_that_masks(function, form, dtype, bias_dtype, device="cpu", lengths=(24, 64)):
+    """Forward and backward against the oracle."""
+    problem, choice = problem_of(form, dtype, bias_dtype, lengths)
+    problem = to_device(problem, device)
+    if "selection_scores" in choice:
+        choice["selection_scores"] = choice["selection_scores"].to(device)
+    assert_matches_oracle(forward_and_backward(problem, function, **choice), problem)
