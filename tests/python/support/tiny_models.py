@@ -380,7 +380,8 @@ def tiny_model(
                 fan_in = parameter.shape[-1] if parameter.dim() < 4 else parameter[0].numel()
                 parameter.normal_(std=min(0.3, 1.5 / math.sqrt(fan_in)))
             else:  # gates that begin at 0 and scales that begin at 1e-5 would hide attention
-                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+                noise = 0.2 * torch.randn_like(parameter)
+                parameter.add_(torch.where(parameter.abs() < 0.01, noise, parameter * noise))
     return model.eval()
 
 
