@@ -61,7 +61,7 @@ bench: $(STAMPS)/package $(STAMPS)/demo ## measure against PyTorch on this machi
 	$(BIN)/python benchmarks/bench.py --record cpu --device cpu --threads 2 $(ARGS)
 
 .PHONY: test
-test: check-format docs test-cpp test-sanitize test-python test-transformers-4 test-kernels test-cuda-build ## everything a change has to pass
+test: check-format docs test-cpp test-sanitize test-python test-python-avx2 test-transformers-4 test-kernels test-cuda-build ## everything a change has to pass
 
 .PHONY: test-cpp
 test-cpp: $(STAMPS)/tools build/googletest/ready ## C++ tests, on every instruction set of this machine
@@ -80,6 +80,15 @@ test-sanitize: $(STAMPS)/tools build/googletest/ready ## C++ tests under Address
 .PHONY: test-python
 test-python: $(STAMPS)/package $(STAMPS)/test ## Python tests, on the installed package
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
+
+# Of these tests, those whose results the kernels of the CPU compute.
+.PHONY: test-python-avx2
+test-python-avx2: $(STAMPS)/package $(STAMPS)/test ## Python tests with AVX2, the largest instruction set of most desktops, where the processor has more
+	@$(BIN)/python -m flash_dmattn info | grep -E '^ *cpu +yes +(avx512|amx)' >/dev/null || { \
+	  echo "SKIPPED test-python-avx2: this processor has no more than AVX2, which test-python runs on"; exit 0; }; \
+	FLASH_DMATTN_MAX_ISA=avx2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal \
+	  -k 'not triton and not compile and not import and not memory and not instruction_sets' \
+	  tests/python/api tests/python/autograd tests/python/selection tests/python/generation $(ARGS)
 
 # Two of the architectures that a release has: one of each class of shared memory, each with its own kernels.
 CUDA_TEST_ARCHITECTURES ?= 86-real;90-real
