@@ -11,8 +11,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
-# Compiling the CUDA kernels takes minutes on few cores: by default only where there is a GPU to run them.
-CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
+CUDA ?= AUTO
 ARGS ?=
 
 # Warnings are errors where the compiler is known (CI), not on every newcomer's machine.
@@ -21,7 +20,8 @@ WERROR := $(if $(CI),ON,OFF)
 COMPILER := $(if $(filter default undefined,$(origin CXX)),c++,$(CXX))
 BIN := $(CURDIR)/.venv/bin
 # Not every module that is installed is compiled, by pip on one core, but those that are imported, when they first are.
-PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP_INSTALL := $(PIP) --quiet install --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 STAMPS := .venv/.stamps
 CMAKE_OPTIONS = -D FLASH_DMATTN_WERROR=$(WERROR) -D GTest_ROOT=$(CURDIR)/build/googletest/usr
@@ -41,11 +41,11 @@ help: ## this list
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1|\2/p' Makefile | column -t -s '|'
 
 .PHONY: build
-build: $(STAMPS)/package ## build the library and install the Python package into .venv (CUDA=ON builds the GPU kernels too; the default where there is a GPU)
+build: $(STAMPS)/package ## build the library and install the Python package into .venv (CUDA=ON: with the GPU kernels where there is no GPU, too)
 
 .PHONY: demo
 demo: $(STAMPS)/package $(STAMPS)/demo ## train a small Doge model on the GPU or the CPU (options: ARGS="--help")
-	$(BIN)/python -m flash_dmattn demo $(ARGS)
+	$(BIN)/python examples/demo.py $(ARGS)
 
 .PHONY: docs
 docs: $(STAMPS)/tools $(STAMPS)/docs ## build the site of the documents into build/site; a broken link is an error
@@ -58,10 +58,15 @@ wheels: $(STAMPS)/tools $(STAMPS)/torch $(STAMPS)/wheels $(if $(filter cuda,$(WH
 
 .PHONY: bench
 bench: $(STAMPS)/package $(STAMPS)/demo ## measure against PyTorch on this machine (options: ARGS=...)
-	$(BIN)/python benchmarks/bench.py --record cpu --device cpu --threads 2 $(ARGS)
+	$(BIN)/python benchmarks/bench.py run --record cpu --device cpu --threads 2 $(ARGS)
 
 .PHONY: test
-test: check-format docs test-cpp test-sanitize test-python test-transformers-4 test-kernels test-cuda-build ## everything a change has to pass
+test: plan check-format docs test-cpp test-python test-transformers-4 test-sanitize test-kernels test-cuda-build ## everything a change has to pass
+
+.PHONY: plan
+plan:
+	@echo "make test: format, documents, C++, Python, transformers 4.57, C++ under sanitizers, two versions in a process, CUDA kernels."
+	@echo "It takes 12 to 18 minutes on two idle cores, and ends at the first failure."
 
 .PHONY: test-cpp
 test-cpp: $(STAMPS)/tools build/googletest/ready ## C++ tests, on every instruction set of this machine
@@ -80,6 +85,10 @@ test-sanitize: $(STAMPS)/tools build/googletest/ready ## C++ tests under Address
 .PHONY: test-python
 test-python: $(STAMPS)/package $(STAMPS)/test ## Python tests, on the installed package
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
+
+.PHONY: families
+families: $(STAMPS)/package $(STAMPS)/test ## compare every family of transformers with eager attention, write docs/transformers.md (options: ARGS=...)
+	OMP_NUM_THREADS=1 $(BIN)/python tools/families.py $(ARGS)
 
 # Two of the architectures that a release has: one of each class of shared memory, each with its own kernels.
 CUDA_TEST_ARCHITECTURES ?= 86-real;90-real
@@ -117,6 +126,12 @@ test-kernels: $(STAMPS)/package $(STAMPS)/test ## load two versions in one proce
 test-transformers-4: $(STAMPS)/package $(STAMPS)/test build/transformers-4/ready ## Python tests of transformers' own models, on transformers 4.x
 	OMP_NUM_THREADS=1 PYTHONPATH=build/transformers-4 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal \
 	  -m transformers tests/python/integrations $(ARGS)
+
+# With torch it takes 5 GB of disk and a minute more: pip's newest torch has CUDA.
+NEWEST ?= transformers
+.PHONY: test-newest
+test-newest: $(STAMPS)/package $(STAMPS)/test ## Python tests of transformers' own models, on the newest transformers that pip finds now (NEWEST="transformers torch")
+	JOBS=$(JOBS) tools/test_newest.sh $(NEWEST)
 
 .PHONY: format
 format: $(STAMPS)/tools ## format every file
@@ -169,7 +184,7 @@ $(STAMPS)/demo $(STAMPS)/test: $(STAMPS)/%: pyproject.toml $(STAMPS)/torch
 
 # The compiler by its name in the other builds, not by Python's: ccache then has what those have compiled.
 $(STAMPS)/package: $(PACKAGE_SOURCES) $(STAMPS)/tools $(STAMPS)/torch | compiler
-	CXX="$(COMPILER)" $(PIP_INSTALL) --no-build-isolation --no-deps --force-reinstall . \
+	CXX="$(COMPILER)" $(PIP) --verbose install --no-compile --no-build-isolation --no-deps --force-reinstall . \
 	  -C build-dir=build/wheel -C cmake.define.FLASH_DMATTN_WERROR=$(WERROR) \
 	  -C cmake.define.FLASH_DMATTN_CUDA=$(CUDA)
 	@touch $@

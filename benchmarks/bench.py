@@ -1,48 +1,182 @@
-"""`python -m flash_dmattn bench`, with a record in this folder.
+"""The one driver of the benchmarks: measures, shows and compares records, and writes the tables of the documents.
 
-python benchmarks/bench.py --record cpu          and benchmarks/records/<machine>/<date>-cpu.json
-python benchmarks/bench.py --help                every other option
+python benchmarks/bench.py run --case dense dma --json mine.json
+python benchmarks/bench.py show mine.json --plot mine.svg
+python benchmarks/bench.py compare BEFORE.json AFTER.json
+python benchmarks/bench.py report
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import re
-import subprocess
+import importlib
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from flash_dmattn.benchmark import options
-from flash_dmattn.benchmark.record import machine
-from flash_dmattn.benchmark.run import bench, device_of
+import torch
 
-RECORDS = Path(__file__).parent / "records"
+from harness import cases, machine, record, sides
 
-
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=RECORDS.parent, check=False)
-    return done.stdout.strip() or "unknown"
-
-
-def place(name: str, about: dict) -> Path:
-    """<machine>/<date>-<name>.json"""
-    machine_name = re.sub(r"\(\w+\)|\b(NVIDIA|CPU|Processor)\b|@.*", "", about["name"])
-    words = [" ".join(machine_name.split()), about.get("isa", "")]
-    slug = "-".join(word.strip().lower().replace(" ", "-") for word in words if word)
-    return RECORDS / slug / f"{datetime.date.today():%Y-%m-%d}-{name}.json"
+# The module that measures a case; all others are of attention.
+_MODULES = {
+    "decode": "decode", "host": "host", "kernels": "kernels", "memory": "memory", "token": "models",
+    "training": "models", "training_step": "models",
+}  # fmt: skip
+CASES = (*cases.NAMES, "selection", *_MODULES)
+SIDES = (
+    *sides.NAMES, "ours", "flash", "efficient", "eager", "ours_compiled", "eager_compiled", "sdpa_compiled", "rounded",
+    "rounded_compiled", "generate", "eager_other_seed",
+)  # fmt: skip
+INTERRUPTED = 130
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--record", metavar="NAME", help="write a record under this name")
-    options.add_to(parser)
-    parser.set_defaults(commit=commit())
-    chosen = parser.parse_args()
-    if chosen.record:
-        chosen.json = place(chosen.record, machine(device_of(chosen)))
-    return bench(chosen)
+def run(options: argparse.Namespace) -> int:
+    """Measures, prints every row at once, and writes it into the record at once."""
+    for side in set(options.side).intersection(sides.NAMES):
+        try:
+            sides.expect_runs(side, options.device)
+        except sides.Declined as reason:
+            options.fail(f"--side: got {side}, which {reason}")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    found = {
+        "machine": machine.machine(options.device),
+        "commit": options.commit or machine.commit(),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "versions": {"torch": torch.__version__},
+        "rows": [],
+    }
+    path = options.json
+    if options.record:
+        path = machine.place(options.record, found["machine"])
+    if path and not found["commit"]:
+        options.fail("--commit: got none outside a Git checkout, expected that of the sources")
+    if path:
+        record.write(path, found)  # fails before anything is measured, rather than after
+    print(f"{found['machine']['name']}, torch {torch.__version__}", flush=True)
+    try:
+        for row in _measured(options):
+            print(record.line(row), flush=True)
+            found["rows"].append(row)
+            if path:
+                record.write(path, found)
+    except KeyboardInterrupt:
+        print(f"\nInterrupted after {len(found['rows'])} rows.", file=sys.stderr)
+        return INTERRUPTED
+    if not found["rows"]:
+        print(f"Nothing was measured: no side ran {' '.join(options.case)}.", file=sys.stderr)
+        return 1
+    if path:
+        print(f"wrote {path}")
+    return 0
+
+
+def _measured(options: argparse.Namespace) -> Iterator[dict]:
+    for name in options.case:
+        module = importlib.import_module(f"harness.{_MODULES.get(name, 'attention')}")
+        yield from module.measured(name, options)
+
+
+def show(options: argparse.Namespace) -> int:
+    rows = [row for found in options.records for row in found["rows"]]
+    print("\n".join(map(record.line, rows)))
+    if options.plot is None:
+        return 0
+    from harness import pictures  # needs matplotlib, which nothing else does
+
+    if not pictures.draw(rows, options.plot):
+        options.fail("--plot: got no attention at several lengths or windows, expected some")
+    return 0
+
+
+def _call(module: str) -> Callable[[argparse.Namespace], int]:
+    """The `main` of a module of the harness."""
+    return lambda options: importlib.import_module(f"harness.{module}").main(options)
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected 1 or more")
+    return int(text)
+
+
+def _record(text: str) -> dict:
+    try:
+        return record.read(Path(text))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _device(text: str) -> str:
+    try:
+        torch.empty(0, device=text)
+    except (AssertionError, RuntimeError) as error:  # a torch without CUDA, a machine without a GPU
+        raise argparse.ArgumentTypeError(f"got {text}: {str(error).splitlines()[0]}") from None
+    return text
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    one = commands.add_parser("run", help="measure on this machine")
+    one.set_defaults(call=run, fail=one.error)
+    add = one.add_argument
+    add("--case", nargs="+", choices=CASES, default=["dense", "dma", "scaling"], metavar="CASE",
+        help=f"any of {', '.join(CASES)}; default: dense dma scaling")  # fmt: skip
+    add("--side", nargs="+", choices=SIDES, default=[], metavar="SIDE",
+        help=f"any of {', '.join(SIDES)}; default: ours, and the rivals of torch that run here without compiling")  # fmt: skip
+    add("--dtype", nargs="+", choices=("float32", "bfloat16", "float16"),
+        help="default: bfloat16, on the CPU float32 too")  # fmt: skip
+    add("--device", type=_device, choices=("cpu", "cuda"), help="default: the GPU if there is one")
+    add("--length", nargs="+", type=_positive, metavar="N", help="instead of the case's lengths")
+    add("--window", nargs="+", type=_positive, metavar="W", help="instead of the case's windows")
+    add("--repeats", type=_positive, default=5, help="rounds, of which the median counts")
+    add("--threads", type=_positive, help="of the CPU; default: torch's")
+    add("--programs", type=Path, default=Path("build/bench/benchmarks"), metavar="FOLDER",
+        help="of the programs that the case `kernels` runs; default: build/bench/benchmarks")  # fmt: skip
+    add("--commit", help="of the sources; default: Git's")
+    output = one.add_mutually_exclusive_group()
+    output.add_argument("--json", type=Path, metavar="FILE", help="write a record there")
+    output.add_argument("--record", metavar="NAME",
+        help="write the record benchmarks/records/<machine>/<date>-NAME.json")  # fmt: skip
+
+    one = commands.add_parser("show", help="print records, and draw them")
+    one.set_defaults(call=show, fail=one.error)
+    one.add_argument("records", nargs="+", type=_record, metavar="RECORD")
+    one.add_argument("--plot", type=Path, metavar="FILE", help="time and memory against N and w")
+
+    one = commands.add_parser("compare", help="ratios of sides, of records, or of two builds")
+    one.set_defaults(call=_call("compare"), fail=one.error)
+    one.add_argument("sources", nargs="+", metavar="SOURCE",
+        help="a record: its sides; two records or two builds: after and before. A build is a folder with python/, _C.so and "
+        "commit, as gpu_session.sh packs it: both are measured in turns, in random order")  # fmt: skip
+    one.add_argument("--rounds", type=_positive, default=5, help="of two builds")
+    one.add_argument("--json", type=Path, metavar="FILE", help="write the record of two builds")
+    one.add_argument("--run", nargs=argparse.REMAINDER, metavar="OPTION", help="of `run`, for two builds",
+        default=["--case", "dense", "dma", "groups", "sliding", "dense_masks", "--side", "cuda"])  # fmt: skip
+
+    one = commands.add_parser("report", help="write the documents' tables and pictures")
+    one.set_defaults(call=_call("report"), fail=one.error)
+
+    options = parser.parse_args(arguments)
+    if options.command == "run":
+        options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        on_gpu = options.device == "cuda"
+        options.dtype = options.dtype or (["bfloat16"] if on_gpu else ["float32", "bfloat16"])
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        return options.call(options)
+    except OSError as error:  # an output that cannot be written
+        options.fail(str(error))
 
 
 if __name__ == "__main__":

@@ -4,68 +4,56 @@
 //   cmake --preset bench && cmake --build --preset bench
 //   build/bench/benchmarks/bench_core n=8192 d=64 w=1024 dtype=bf16 threads=2
 //
-// It prints the median of `repeats` runs after one warm-up. A TFLOP/s counts visible
-// (query, key) elements only: 4 D flops for each, per query head, forward, 10 D backward.
+// A time is the median of `repeats` runs after one warm-up.
 
 #include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
-#include <exception>
 #include <map>
-#include <memory>
 #include <random>
 #include <span>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <vector>
 
+#include "bench.h"
+#include "flash_dmattn/calls.h"
 #include "flash_dmattn/flash_dmattn.h"
 #include "float_types.h"
+#include "memory.h"
 
 namespace fd = flash_dmattn;
+namespace bench = flash_dmattn::benchmark;
 
 namespace {
 
-// The name=value arguments; every one has a default.
-class Options {
- public:
-  explicit Options(std::span<char*> arguments) {
-    for (const std::string_view argument : arguments) {
-      const std::size_t equals = argument.find('=');
-      const auto known = values_.find(std::string(argument.substr(0, equals)));
-      if (equals == std::string_view::npos || known == values_.end()) {
-        throw std::invalid_argument("'" + std::string(argument) + "': expected " + help());
-      }
-      known->second = argument.substr(equals + 1);
+using Options = std::map<std::string, std::string>;
+
+// The arguments of the form name=value; every one has a default.
+Options parse(std::span<char*> arguments) {
+  Options options = {{"b", "1"},       {"h", "8"},     {"hkv", "8"},     {"n", "8192"},
+                     {"d", "64"},      {"w", "1024"},  {"dtype", "f32"}, {"threads", "0"},
+                     {"repeats", "7"}, {"backend", ""}};
+  for (const std::string argument : arguments) {
+    const auto known = options.find(argument.substr(0, argument.find('=')));
+    if (known == options.end() || argument.size() <= known->first.size()) {
+      std::string expected;
+      for (const auto& [name, value] : options) expected += " " + name + "=" + value;
+      throw std::invalid_argument("got " + argument + ", expected" + expected);
     }
+    known->second = argument.substr(known->first.size() + 1);
   }
-
-  const std::string& text(const std::string& name) const { return values_.at(name); }
-  std::int64_t number(const std::string& name) const { return std::stoll(values_.at(name)); }
-
- private:
-  std::string help() const {
-    std::string text;
-    for (const auto& [name, value] : values_) text += " " + name + "=" + value;
-    return text.substr(1);
-  }
-
-  std::map<std::string, std::string> values_ = {
-      {"b", "1"},    {"h", "8"},       {"hkv", "8"},     {"n", "8192"},    {"d", "64"},
-      {"w", "1024"}, {"dtype", "f32"}, {"threads", "0"}, {"repeats", "7"}, {"backend", ""},
-  };
-};
+  return options;
+}
 
 fd::DType dtype_of(const std::string& name) {
   for (const fd::DType dtype : {fd::DType::f32, fd::DType::bf16, fd::DType::f16}) {
     if (name == fd::name_of(dtype)) return dtype;
   }
-  throw std::invalid_argument("dtype: got '" + name + "', expected f32, bf16 or f16");
+  throw std::invalid_argument("dtype: got " + name + ", expected f32, bf16 or f16");
 }
 
 // Elements of one dtype, in bytes.
@@ -92,64 +80,27 @@ Elements random(std::int64_t size, fd::DType dtype, std::mt19937& generator) {
   return elements;
 }
 
-// Aligned memory that grows to the largest requested piece.
-class Memory {
- public:
-  std::span<std::byte> of(std::size_t bytes) {
-    storage_.resize(std::max(storage_.size(), bytes + fd::workspace_alignment));
-    void* aligned = storage_.data();
-    std::size_t space = storage_.size();
-    std::align(fd::workspace_alignment, bytes, aligned, space);
-    return {static_cast<std::byte*>(aligned), bytes};
-  }
-
- private:
-  std::vector<std::byte> storage_;
-};
-
-// An Execution with the workspace of its last call.
-class Runner {
- public:
-  explicit Runner(int threads) : pool_(threads) {}
-
-  int threads() const { return pool_.threads(); }
-  fd::Execution execution() { return pool_.execution(); }
-
-  fd::Execution with(std::size_t bytes) {
-    const std::span<std::byte> workspace = memory_.of(bytes);
-    fd::Execution execution = pool_.execution();
-    execution.workspace = workspace.data();
-    execution.workspace_bytes = workspace.size();
-    return execution;
-  }
-
- private:
-  fd::ThreadPool pool_;
-  Memory memory_;
-};
-
 // Milliseconds, the median.
 template <class Function>
 double measure(std::int64_t repeats, Function&& function) {
   using Clock = std::chrono::steady_clock;
   function();
   std::vector<double> times;
-  for (std::int64_t i = 0; i < std::max<std::int64_t>(repeats, 1); ++i) {
+  for (std::int64_t i = 0; i < repeats; ++i) {
     const auto start = Clock::now();
     function();
     times.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
   }
-  const auto middle = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2);
-  std::nth_element(times.begin(), middle, times.end());
-  return *middle;
+  return bench::median(times);
 }
 
 void run(const Options& options) {
-  const std::int64_t batch = options.number("b"), heads_q = options.number("h");
-  const std::int64_t heads_kv = options.number("hkv"), seqlen = options.number("n");
-  const std::int64_t head_dim = options.number("d"), repeats = options.number("repeats");
-  const fd::DType dtype = dtype_of(options.text("dtype"));
-  const std::string& backend = options.text("backend");
+  const auto number = [&](const char* name) { return std::stoll(options.at(name)); };
+  const std::int64_t batch = number("b"), heads_q = number("h"), heads_kv = number("hkv");
+  const std::int64_t seqlen = number("n"), head_dim = number("d"), window = number("w");
+  const std::int64_t repeats = number("repeats");
+  const fd::DType dtype = dtype_of(options.at("dtype"));
+  const std::string& backend = options.at("backend");
 
   std::mt19937 generator(0);
   const std::int64_t q_size = batch * seqlen * heads_q * head_dim;
@@ -159,7 +110,9 @@ void run(const Options& options) {
   const Elements k = random(kv_size, dtype, generator), v = random(kv_size, dtype, generator);
   const Elements bias = random(keys_size, dtype, generator);
 
-  Runner runner(static_cast<int>(options.number("threads")));
+  fd::ThreadPool pool(static_cast<int>(number("threads")));
+  fd::Execution execution = pool.execution();
+  Memory workspace, schedule_memory;
 
   std::vector<fd::KeyInterval> intervals(static_cast<std::size_t>(keys_size));
   const fd::SelectionArgs selection = {
@@ -167,19 +120,15 @@ void run(const Options& options) {
       .heads = heads_kv,
       .seqlen_q = seqlen,
       .seqlen_k = seqlen,
-      .window = options.number("w"),
+      .window = window,
       .scores = bias.data(),
       .scores_dtype = dtype,
       .intervals = intervals.data(),
   };
-  const double select_ms = measure(repeats, [&] {
-    fd::select_key_intervals(selection,
-                             runner.with(fd::select_workspace_size(selection, runner.execution())));
-  });
-  std::int64_t pairs = 0;  // of all kv heads
-  for (const fd::KeyInterval& interval : intervals) {
-    pairs += std::max(interval.last - interval.first, 0);
-  }
+  execution.workspace_bytes = fd::select_workspace_size(selection, execution);
+  execution.workspace = workspace.of(execution.workspace_bytes).data();
+  const double select_ms =
+      measure(repeats, [&] { fd::select_key_intervals(selection, execution); });
 
   const fd::Problem problem = {
       .batch = batch,
@@ -207,19 +156,18 @@ void run(const Options& options) {
   };
 
   // The CPU's schedule serves both directions.
-  const fd::Visibility& visibility = inputs.visibility;
-  constexpr fd::Direction direction = fd::Direction::forward;
-  Memory memory;
+  const fd::ScheduleCall scheduling(problem, inputs.visibility, fd::Direction::forward, execution,
+                                    backend);
   fd::Schedule schedule;
   const double schedule_ms = measure(repeats, [&] {
-    const auto bytes =
-        fd::schedule_size(problem, visibility, direction, runner.execution(), backend);
-    const auto execution = runner.with(
-        fd::schedule_workspace_size(problem, visibility, direction, runner.execution(), backend));
-    schedule =
-        fd::build_schedule(problem, visibility, direction, memory.of(bytes), execution, backend);
+    schedule = scheduling.build(schedule_memory.of(scheduling.size()),
+                                workspace.of(scheduling.workspace_size()));
   });
 
+  const auto time = [&]<class Args>(const Args& args) {
+    const fd::CheckedCall<Args> call(args, execution, backend);
+    return measure(repeats, [&] { call.run(workspace.of(call.workspace_size())); });
+  };
   Elements out = empty(q_size, dtype);
   std::vector<float> lse(static_cast<std::size_t>(batch * heads_q * seqlen));
   const fd::ForwardArgs forward = {.problem = problem,
@@ -227,10 +175,7 @@ void run(const Options& options) {
                                    .schedule = schedule,
                                    .out = {out.data(), q_stride},
                                    .lse = lse.data()};
-  const double forward_ms = measure(repeats, [&] {
-    const auto bytes = fd::forward_workspace_size(forward, runner.execution(), backend);
-    fd::forward(forward, runner.with(bytes), backend);
-  });
+  const double forward_ms = time(forward);
 
   Elements dq = empty(q_size, dtype), dk = empty(kv_size, dtype), dv = empty(kv_size, dtype);
   Elements dbias = empty(keys_size, dtype);
@@ -246,34 +191,16 @@ void run(const Options& options) {
       .dv = {dv.data(), kv_stride},
       .dbias = {dbias.data(), bias_stride},
   };
-  const double backward_ms = measure(repeats, [&] {
-    const auto bytes = fd::backward_workspace_size(backward, runner.execution(), backend);
-    fd::backward(backward, runner.with(bytes), backend);
-  });
-
-  for (const fd::BackendInfo& info : fd::backends()) {
-    std::printf("%s: %s\n", std::string(info.name).c_str(), info.reason.c_str());
-  }
-  const auto dense_pairs = static_cast<double>(batch * heads_kv) * static_cast<double>(seqlen) *
-                           static_cast<double>(seqlen + 1) / 2;
-  std::printf("%d threads, %lld visible pairs (%.1f %% of causal), schedule of %zu bytes\n",
-              runner.threads(), static_cast<long long>(pairs),
-              100 * static_cast<double>(pairs) / dense_pairs, schedule.bytes());
-  const double flops = static_cast<double>(pairs * (heads_q / heads_kv) * head_dim);
-  std::printf("select    %9.3f ms\n", select_ms);
-  std::printf("schedule  %9.3f ms\n", schedule_ms);
-  std::printf("forward   %9.3f ms  %.3f TFLOP/s\n", forward_ms, 4 * flops / forward_ms * 1e-9);
-  std::printf("backward  %9.3f ms  %.3f TFLOP/s\n", backward_ms, 10 * flops / backward_ms * 1e-9);
+  bench::print({.title = bench::title("per_query", problem, window),
+                .side = "cpu",
+                .dtype = dtype,
+                .forward = forward_ms,
+                .backward = time(backward),
+                .parts = {{"select", select_ms}, {"schedule", schedule_ms}}});
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  try {
-    run(Options({argv + 1, static_cast<std::size_t>(argc - 1)}));
-    return 0;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "error: %s\n", error.what());
-    return 1;
-  }
+  return bench::run_main([&] { run(parse({argv + 1, static_cast<std::size_t>(argc - 1)})); });
 }

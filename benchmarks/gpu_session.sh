@@ -13,15 +13,15 @@
 #   python      Python tests
 #   sanitizers  ctest --label-regex sanitizer: small cases under compute-sanitizer
 #   compare     the rows of README's table on both libraries, in random order; alone
-#   speed       times, memory, rivals, training, which become the record; alone
+#   speed       times, memory, rivals, which become the record, and a training; alone
 # Only on request, as they compile for minutes:
 #   portable    tests of the Triton and FlexAttention backends
-#   rivals      all cases of `python -m flash_dmattn bench`, FlexAttention too; alone
+#   rivals      all cases of attention, FlexAttention too; alone
 #   decode      a token at a time: attention over caches, and a whole Doge after 4,096 and 524,288 tokens; alone
 # Each step ends within ten minutes on an H200 with 16 processor cores. Where a command may last ten minutes in all, give it
 # `cpp python sanitizers`, `compare` and `speed` one after the other. RESULTS gets a log of each part, table.tsv, compare.json and
-# record.json, whose place is benchmarks/records/<machine>/<date>-torch.json; rivals: triton.json and sweeps.json; decode:
-# decode.json, generate_4096.json and generate_524288.json.
+# record.json, whose place is benchmarks/records/<machine>/<date>-torch.json, and training.json; rivals: triton.json and sweeps.json;
+# decode: decode.json, token_4096.json and token_524288.json. All of them are records (benchmarks/harness/record.py).
 set -euo pipefail
 
 # on_gpu N COMMAND...: with the Nth GPU of this machine first among those that the command sees, the others behind it.
@@ -58,7 +58,7 @@ pack() {
     "$build/tests/cuda/CTestTestfile.cmake" >"$work/tests_cuda/CTestTestfile.cmake.in"
   copy_package "$root" "$build" "$work/after"
   [ $# -lt 4 ] || copy_package "$3" "$4" "$work/before"
-  cp -r tests benchmarks tools pyproject.toml "$work/"
+  cp -r tests benchmarks examples tools pyproject.toml "$work/"
   rm -rf "$work/benchmarks/records"
   find "$work" -name __pycache__ -prune -exec rm -rf {} +
   # Flags: the compiler, its options and the architectures.
@@ -120,49 +120,59 @@ portable() {
     grep :: | xargs -d "\n" -P "$(nproc)" -n 12 python3 -m pytest -q -p no:cacheprovider' - "$folder"
 }
 
+# bench PART RECORD OPTION...: a record of benchmarks/bench.py.
+bench() {
+  local name=$1 record=$2
+  shift 2
+  part "$name" python3 "$folder/benchmarks/bench.py" run --commit "$(cat "$folder/after/commit")" --json "$results/$record.json" "$@"
+}
+
 compare() {
   if [ ! -e "$folder/before" ]; then
     printf 'compare\tFAILED\t0 s\tnothing to compare with was packed\n' >>"$results/table.tsv"
     return
   fi
-  part compare python3 "$folder/benchmarks/compare_builds.py" "$folder/before" "$folder/after" --json "$results/compare.json"
+  part compare python3 "$folder/benchmarks/bench.py" compare "$folder/before" "$folder/after" --json "$results/compare.json"
 }
 
 rivals() {
-  local bench=(python3 -m flash_dmattn bench --backend cuda triton --commit "$(cat "$folder/after/commit")")
-  part bench_triton "${bench[@]}" --case dense dma sliding dense_masks --against fa2,cudnn,sdpa,flex --json "$results/triton.json"
-  part bench_sweeps "${bench[@]}" --case scaling windows --against sdpa,flex --json "$results/sweeps.json"
+  bench bench_triton triton --case dense dma sliding dense_masks --side cuda triton fa2 cudnn sdpa flex
+  bench bench_sweeps sweeps --case scaling windows --side cuda triton sdpa flex
 }
 
 decode() {
-  local commit
-  commit=$(cat "$folder/after/commit")
-  part decode python3 -m flash_dmattn bench --case decode --commit "$commit" --json "$results/decode.json"
+  bench decode decode --case decode
   # A context of its own for each program: what is slow at the longer one costs nothing at the other.
   local context
   for context in 4096 524288; do
-    part "generate_$context" python3 "$folder/benchmarks/cuda/generate.py" --contexts "$context" --limit 100 \
-      --commit "$commit" --record "$results/generate_$context.json"
+    bench "token_$context" "token_$context" --case token --length "$context"
   done
 }
 
 speed() {
-  part through_torch python3 "$folder/benchmarks/cuda/through_torch.py" --commit "$(cat "$folder/after/commit")" \
-    --record "$results/record.json"
+  # Rivals outside torch only where they are installed.
+  local sides=(cuda fa2 cudnn flex)
+  if python3 -c 'import fa3_fwd_interface' 2>/dev/null; then sides+=(fa3); fi
+  if python3 -c 'import flash_attn.cute' 2>/dev/null; then sides+=(fa4); fi
+  bench speed record --case dense head_dims dma groups sliding documents dense_masks selection memory \
+    --side "${sides[@]}" --repeats 9
+  bench training training --case training
 }
 
-# The build and the results of tests and sanitizers, beside the times.
+# The build and the results of tests and sanitizers, in the record of the times.
 add_to_record() {
-  python3 - "$results" "$folder/build" <<'PYTHON'
-import json, sys
+  python3 - "$results" "$folder" <<'PYTHON'
+import sys
 from pathlib import Path
-results, build = map(Path, sys.argv[1:])
-record = json.loads((results / "record.json").read_text())
-record["build"] = build.read_text().strip()
+results, folder = map(Path, sys.argv[1:])
+sys.path.insert(0, str(folder / "benchmarks"))
+from harness import record
+found = record.read(results / "record.json")
+found["versions"]["build"] = (folder / "build").read_text().strip()
 names = ("part", "result", "took", "last_words")
 rows = (results / "table.tsv").read_text().splitlines()
-record["tests"] = [dict(zip(names, row.split("\t"), strict=True)) for row in rows]
-(results / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+found["tests"] = [dict(zip(names, row.split("\t"), strict=True)) for row in rows]
+record.write(results / "record.json", found)
 PYTHON
 }
 
@@ -200,8 +210,7 @@ run() {
   done
   wait
   if [ -e "$results/record.json" ]; then add_to_record; fi
-  grep -ahE ' cuda | fa2 | cudnn |selection|extra_mb|on_top|bits_per_byte_of' "$results/through_torch.log" 2>/dev/null || true
-  cat "$results/compare.log" 2>/dev/null || true
+  cat "$results/speed.log" "$results/compare.log" 2>/dev/null || true
   awk -F '\t' '{ printf "%-16s %-12s %6s  %s\n", $1, $2, $3, $4 }' "$results/table.tsv"
   ! grep -q FAILED "$results/table.tsv"
 }

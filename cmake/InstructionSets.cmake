@@ -10,7 +10,8 @@
 set(FLASH_DMATTN_KERNEL_FLAGS
   $<$<NOT:$<CONFIG:Debug>>:-O3>
   -fno-math-errno       # sqrt and the like need not set errno
-  -fno-trapping-math)   # the floating-point exception flags are not read
+  -fno-trapping-math    # the floating-point exception flags are not read
+  -ffp-contract=off)    # fma() says what is fused, so that forward and backward round scores alike wherever they are inlined
 
 set(FLASH_DMATTN_ISA_FLAGS_generic "")
 set(FLASH_DMATTN_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c)

@@ -57,7 +57,7 @@ const Backend& choose_backend(const Problem& problem, std::string_view name) {
 
 }  // namespace
 
-float default_scale(std::int64_t head_dim) { return 1 / std::sqrt(static_cast<float>(head_dim)); }
+double default_scale(std::int64_t head_dim) { return 1 / std::sqrt(static_cast<double>(head_dim)); }
 
 std::span<const Backend* const> backend_table() {
   static constexpr std::array<const Backend*, 3> table = {&cuda_backend, &cpu_backend,

@@ -162,7 +162,7 @@ void pending_intervals(const PendingIntervalsArgs& args, const Execution& execut
 }
 
 Problem pending_problem(const KvCache& cache, std::int64_t heads_q, std::int64_t seqlen_q,
-                        float scale, ScoreUse use) {
+                        double scale, ScoreUse use) {
   const KvCacheShape& s = cache.shape;
   const std::int64_t keys = s.window + cache.pending;
   Problem problem{.batch = s.batch,

@@ -2,11 +2,28 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 #include <cstdint>
 
 #include "flash_dmattn/execution.h"
 
 namespace flash_dmattn {
+
+// While it lives, the thread computes in the floating-point environment of another: a thread has a rounding mode and a
+// flushing of subnormal numbers of its own, and a result must not depend on whose it was.
+class BorrowedEnvironment {
+ public:
+  explicit BorrowedEnvironment(const std::fenv_t& other) {
+    std::fegetenv(&own_);
+    std::fesetenv(&other);
+  }
+  ~BorrowedEnvironment() { std::fesetenv(&own_); }
+  BorrowedEnvironment(const BorrowedEnvironment&) = delete;
+  BorrowedEnvironment& operator=(const BorrowedEnvironment&) = delete;
+
+ private:
+  std::fenv_t own_;
+};
 
 // Workers pull indices from the counters of up to `most_parts` parts of [0, count), each beginning with a part of its own.
 template <int most_parts, class Task>
@@ -19,6 +36,17 @@ void pull_tasks(const Execution& execution, std::int64_t count, const Task& task
     const Task& task;
     int parts;
     Part part[most_parts];
+    std::fenv_t environment;  // of the calling thread
+
+    void pull(int worker) {
+      for (int i = 0; i < parts; ++i) {
+        Part& from = part[(worker + i) % parts];
+        for (std::int64_t index;
+             (index = from.next.fetch_add(1, std::memory_order_relaxed)) < from.end;) {
+          task(index, worker);
+        }
+      }
+    }
   };
   const int workers =
       static_cast<int>(std::min<std::int64_t>(execution.workers, std::max<std::int64_t>(count, 0)));
@@ -28,20 +56,16 @@ void pull_tasks(const Execution& execution, std::int64_t count, const Task& task
     queue.part[i].next.store(count * i / parts, std::memory_order_relaxed);
     queue.part[i].end = count * (i + 1) / parts;
   }
-  const auto body = [](void* argument, int worker) {
-    auto& pulled = *static_cast<Queue*>(argument);
-    for (int i = 0; i < pulled.parts; ++i) {
-      Part& part = pulled.part[(worker + i) % pulled.parts];
-      for (std::int64_t index;
-           (index = part.next.fetch_add(1, std::memory_order_relaxed)) < part.end;) {
-        pulled.task(index, worker);
-      }
-    }
-  };
   if (workers > 1 && execution.parallel_for != nullptr) {
+    std::fegetenv(&queue.environment);
+    const auto body = [](void* argument, int worker) {
+      auto& pulled = *static_cast<Queue*>(argument);
+      const BorrowedEnvironment environment(pulled.environment);
+      pulled.pull(worker);
+    };
     execution.parallel_for(execution.parallel_context, workers, body, &queue);
   } else if (workers > 0) {
-    body(&queue, 0);
+    queue.pull(0);
   }
 }
 

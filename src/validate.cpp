@@ -18,17 +18,21 @@ namespace {
 
 using Shape4 = std::array<std::int64_t, 4>;
 
-std::string text(float value) {
+std::string text(double value) {
   std::ostringstream stream;
   stream << value;
   return stream.str();
 }
 
-// "1", or "{size|1}".
+// "1", or "{size|1}" with every size once.
 std::string choice(std::initializer_list<std::int64_t> sizes) {
   std::string result;
-  for (const std::int64_t size : sizes) result += std::to_string(size) + "|";
-  return "{" + result + "1}";
+  std::int64_t before = 1;
+  for (const std::int64_t size : sizes) {
+    if (size != 1 && size != before) result += std::to_string(size) + "|";
+    before = size;
+  }
+  return result.empty() ? "1" : "{" + result + "1}";
 }
 
 // ---- Problem -------------------------------------------------------------------------------------
@@ -71,6 +75,20 @@ void check_bias_dtype(const Problem& p) {
     if (p.dtype == DType::bf16 || p.dtype == DType::f16) expected += " or f32";
     throw InvalidArgument("problem.bias_dtype", name_of(p.bias_dtype),
                           expected + " with problem.dtype " + std::string(name_of(p.dtype)));
+  }
+}
+
+// Kernels round both to fp32.
+void check_scale_and_softcap(const Problem& p) {
+  const bool wide = p.dtype == DType::f64;
+  const double largest =
+      wide ? std::numeric_limits<double>::max() : double{std::numeric_limits<float>::max()};
+  const std::string finite = wide ? "a finite f64" : "a finite f32";
+  if (!(std::abs(p.scale) <= largest)) {
+    throw InvalidArgument("problem.scale", text(p.scale), finite);
+  }
+  if (!(p.softcap >= 0 && p.softcap <= largest)) {
+    throw InvalidArgument("problem.softcap", text(p.softcap), finite + " >= 0 (0 = none)");
   }
 }
 
@@ -256,12 +274,7 @@ void validate(const Problem& p) {
     throw InvalidArgument("problem.nonfinite", std::to_string(static_cast<int>(p.nonfinite)),
                           "saturate or propagate");
   }
-  if (!std::isfinite(p.scale)) {
-    throw InvalidArgument("problem.scale", text(p.scale), "a finite number");
-  }
-  if (!std::isfinite(p.softcap) || p.softcap < 0) {
-    throw InvalidArgument("problem.softcap", text(p.softcap), "a finite number >= 0 (0 = none)");
-  }
+  check_scale_and_softcap(p);
   check_broadcast_shape("problem.mask_shape", p, p.mask_shape);
   check_broadcast_shape("problem.bias_shape", p, p.bias_shape);
   check_bias_dtype(p);

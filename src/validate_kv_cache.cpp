@@ -143,7 +143,13 @@ AppendArgs validated(const AppendArgs& args) {
   check_cache(args.cache);
   const KvCacheShape& s = args.cache.shape;
   check_tokens(s, args.k, args.v, args.seqlen);
-  require_range("seqlen", args.seqlen, 0, s.chunk - args.cache.pending);
+  const std::int64_t room = s.chunk - args.cache.pending;
+  if (args.seqlen > room) {
+    throw InvalidArgument("seqlen", std::to_string(args.seqlen),
+                          "at most " + std::to_string(room) + ": cache.shape.chunk has room for " +
+                              std::to_string(s.chunk) + " pending tokens, of which " +
+                              std::to_string(args.cache.pending) + " are taken");
+  }
   AppendArgs result = args;
   result.scores = validated_scores(s, args.scores, args.seqlen);
   result.mask = validated_mask(s, args.mask, args.seqlen);

@@ -62,12 +62,9 @@ def write_variant(folder: Path, library: Path, namespace: str, cuda: str | None)
 
 
 def copy_package(to: Path) -> None:
-    """The Python package. Its module _ops has another name there: kernel-builder writes a file of that name."""
+    """The Python package. It has no module _ops, which kernel-builder writes."""
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(ROOT / "python" / "flash_dmattn", to, ignore=ignored)
-    (to / "_ops.py").rename(to / "_operators.py")
-    for path in to.rglob("*.py"):
-        path.write_text(re.sub(r"\b_ops\b", "_operators", path.read_text()))
 
 
 def write_sources(folder: Path, commands: list[dict]) -> None:

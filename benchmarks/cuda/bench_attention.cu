@@ -1,162 +1,204 @@
+#include <cuda_bf16.h>
+
 #include <algorithm>
-#include <cstdio>
-#include <cstring>
-#include <span>
+#include <cstdint>
+#include <string>
 #include <vector>
 
-#include "backend.h"
-#include "bench_problem.cuh"
-#include "bench_samples.cuh"
+#include "cuda/common/launch.h"
+#include "device.h"
 #include "flash_dmattn/calls.h"
 
-// Times the CUDA backend's forward and backward and checks sampled rows of the same run against
-// double:
-//   bench_attention [substring of case names]
-// A line per case: milliseconds (median), useful TFLOP/s, the backward once more with deterministic
-// gradients, the largest relative error of the samples.
+// Times the CUDA backend's forward and backward, without selection and schedule; the part is the
+// backward with deterministic gradients.
+//   bench_attention [substring of the titles of cases]
 namespace flash_dmattn::benchmark {
 namespace {
 
-constexpr BenchCase cases[] = {
-    {"dense N8192 D128 H16", 1, 16, 16, 8192, 128, Shown::all, 0, false, 0},
-    {"dense N32768 D128 H16", 1, 16, 16, 32768, 128, Shown::all, 0, false, 0},
-    {"dense N32768 D64 H16", 1, 16, 16, 32768, 64, Shown::all, 0, false, 0},
-    {"dma N32768 D128 H16 Hkv8 w2048", 1, 16, 8, 32768, 128, Shown::selection, 2048, true, 0},
-    {"dma N32768 D128 H16 Hkv16 w2048", 1, 16, 16, 32768, 128, Shown::selection, 2048, true, 0},
-    {"dma N32768 D128 H16 Hkv2 w2048", 1, 16, 2, 32768, 128, Shown::selection, 2048, true, 0},
-    {"dma N4096 D128 B2 H32 w2048", 2, 32, 32, 4096, 128, Shown::selection, 2048, true, 0},
-    {"sliding N32768 D128 H16 Hkv8 w2048", 1, 16, 8, 32768, 128, Shown::sliding, 2048, false, 0},
-    {"documents N32768 D128 H16 Hkv8 of 2048", 1, 16, 8, 32768, 128, Shown::documents, 2048, false,
-     0},
-    {"dense_masks N32768 D64 H2 Hkv1 w1024", 1, 2, 1, 32768, 64, Shown::all, 0, false, 1024},
-    {"dense_masks N32768 D64 H2 Hkv2 w1024", 1, 2, 2, 32768, 64, Shown::all, 0, false, 1024},
-    {"dense_masks N8192 D128 H8 Hkv4 w2048", 1, 8, 4, 8192, 128, Shown::all, 0, false, 2048},
-    {"dense_masks N4096 D128 H8 w2048", 1, 8, 8, 4096, 128, Shown::all, 0, false, 2048},
+using Bf16 = __nv_bfloat16;
+
+// A window is of keys per query, or of tokens per document.
+struct Case {
+  std::string kind;  // as in benchmarks/harness/cases.py
+  int batch, heads_q, heads_kv, seqlen, head_dim;
+  int window = 0;
 };
 
-double median(std::vector<float> times) {
-  std::sort(times.begin(), times.end());
-  return static_cast<double>(times[times.size() / 2]);
+const Case cases[] = {
+    {"dense causal", 1, 16, 16, 8192, 128},     {"dense causal", 1, 16, 16, 32768, 128},
+    {"dense causal", 1, 16, 16, 32768, 64},     {"per_query", 1, 16, 8, 32768, 128, 2048},
+    {"per_query", 1, 16, 16, 32768, 128, 2048}, {"per_query", 1, 16, 2, 32768, 128, 2048},
+    {"per_query", 2, 32, 32, 4096, 128, 2048},  {"sliding", 1, 16, 8, 32768, 128, 2048},
+    {"documents", 1, 16, 8, 32768, 128, 2048},  {"dense_masks", 1, 2, 1, 32768, 64, 1024},
+    {"dense_masks", 1, 2, 2, 32768, 64, 1024},  {"dense_masks", 1, 8, 4, 8192, 128, 2048},
+    {"dense_masks", 1, 8, 8, 4096, 128, 2048},
+};
+
+__host__ __device__ std::uint64_t mix(std::uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
 }
 
-template <class Body>
-double time_ms(int repeats, const Body& body) {
-  cudaEvent_t begin, end;
-  check(cudaEventCreate(&begin), "event");
-  check(cudaEventCreate(&end), "event");
-  std::vector<float> times;
-  for (int i = 0; i < repeats + 2; ++i) {
-    check(cudaEventRecord(begin), "event");
-    body();
-    check(cudaEventRecord(end), "event");
-    check(cudaEventSynchronize(end), "event");
-    float ms = 0;
-    check(cudaEventElapsedTime(&ms, begin, end), "event");
-    if (i >= 2) times.push_back(ms);
+struct FillNormal {
+  Bf16* to;
+  std::uint64_t seed;
+  __device__ void operator()(long i) const {
+    const std::uint64_t bits = mix(seed * 0x9E3779B97F4A7C15u + static_cast<std::uint64_t>(i));
+    const float u = (static_cast<float>(bits >> 40) + 1) * 0x1p-24f;
+    const float w = static_cast<float>(bits & 0xffffff) * 0x1p-24f;
+    to[i] = __float2bfloat16(sqrtf(-2 * logf(u)) * cosf(6.2831853f * w));
   }
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  return median(times);
+};
+
+// About `window` of the keys before each query, by a hash of (query, key).
+struct FillMask {
+  std::uint8_t* to;
+  int seqlen;
+  int window;
+  __device__ void operator()(long i) const {
+    const long row = i / seqlen % seqlen;
+    const std::uint64_t bits = mix(static_cast<std::uint64_t>(i) + 77);
+    to[i] = (bits >> 32) * static_cast<std::uint64_t>(row + 1) >> 32 <
+            static_cast<std::uint64_t>(window);
+  }
+};
+
+Problem problem_of(const Case& c) {
+  return {.batch = c.batch,
+          .heads_q = c.heads_q,
+          .heads_kv = c.heads_kv,
+          .seqlen_q = c.seqlen,
+          .seqlen_k = c.seqlen,
+          .head_dim = c.head_dim,
+          .dtype = DType::bf16,
+          .device = Device::cuda,
+          .scale = default_scale(c.head_dim),
+          .causal = true};
 }
 
-void bench(const BenchCase& c) {
-  Run run(c);
-  Problem p;
-  p.batch = c.batch;
-  p.heads_q = c.heads_q;
-  p.heads_kv = c.heads_kv;
-  p.seqlen_q = p.seqlen_k = c.seqlen;
-  p.head_dim = c.head_dim;
-  p.dtype = DType::bf16;
-  p.scale = default_scale(c.head_dim);
-  p.device = Device::cuda;
-  p.causal = true;
+std::string title_of(const Case& c) { return title(c.kind, problem_of(c), c.window); }
+
+Bf16* normal(Arena& arena, std::int64_t count, std::uint64_t seed) {
+  Bf16* values = arena.take<Bf16>(count);
+  cuda::for_each(count, FillNormal{values, seed}, nullptr);
+  return values;
+}
+
+const KeyInterval* select(const Problem& p, int window, const Bf16* scores, Arena& arena) {
+  SelectionArgs args{.device = Device::cuda,
+                     .batch = p.batch,
+                     .heads = p.heads_kv,
+                     .seqlen_q = p.seqlen_q,
+                     .seqlen_k = p.seqlen_k,
+                     .window = window,
+                     .scores = scores,
+                     .scores_dtype = DType::bf16,
+                     .intervals = arena.take<KeyInterval>(p.batch * p.heads_kv * p.seqlen_k)};
+  Execution execution;
+  execution.workspace_bytes = select_workspace_size(args, execution);
+  execution.workspace = arena.bytes(execution.workspace_bytes).data();
+  select_key_intervals(args, execution);
+  return args.intervals;
+}
+
+// A sliding window, or documents one after the other.
+const KeyInterval* consecutive(const Problem& p, const Case& c, Arena& arena) {
+  std::vector<KeyInterval> intervals(static_cast<std::size_t>(p.batch * p.heads_kv * p.seqlen_k));
+  for (std::size_t i = 0; i < intervals.size(); ++i) {
+    const int key = static_cast<int>(i % static_cast<std::size_t>(c.seqlen));
+    const int last = c.kind == "sliding" ? key + c.window : (key / c.window + 1) * c.window;
+    intervals[i] = {key, std::min(last, c.seqlen)};
+  }
+  return arena.copy(intervals);
+}
+
+Schedule schedule_of(const Problem& p, const Visibility& visibility, Direction direction,
+                     Arena& arena) {
+  const ScheduleCall call(p, visibility, direction, Execution(), "cuda");
+  return call.build(arena.bytes(call.size()), arena.bytes(call.workspace_size()));
+}
+
+void bench(const Case& c) {
+  Arena arena;
+  Problem p = problem_of(c);
+  const std::int64_t rows = p.batch * p.seqlen_q, q_size = rows * p.heads_q * p.head_dim,
+                     kv_size = rows * p.heads_kv * p.head_dim;
+  const auto q_stride = contiguous_strides({p.batch, p.seqlen_q, p.heads_q, p.head_dim});
+  const auto kv_stride = contiguous_strides({p.batch, p.seqlen_k, p.heads_kv, p.head_dim});
   Inputs in;
-  const auto tensor = [&](const DeviceArray<Bf16>& array, std::int64_t heads) {
-    return Tensor4{array.data(), contiguous_strides({p.batch, p.seqlen_q, heads, p.head_dim})};
-  };
-  in.q = tensor(run.q, c.heads_q);
-  in.k = tensor(run.k, c.heads_kv);
-  in.v = tensor(run.v, c.heads_kv);
+  in.q = {normal(arena, q_size, 1), q_stride};
+  in.k = {normal(arena, kv_size, 2), kv_stride};
+  in.v = {normal(arena, kv_size, 3), kv_stride};
+
   Tensor4 dbias;
-  if (bias_size(c) > 0) {
+  const bool dense_masks = c.kind == "dense_masks";
+  if (dense_masks || c.kind == "per_query") {
+    p.bias_shape = {p.batch, p.heads_kv, dense_masks ? p.seqlen_q : 1, p.seqlen_k};
     p.bias_dtype = DType::bf16;
-    p.bias_shape = c.bias ? BroadcastShape{p.batch, p.heads_kv, 1, p.seqlen_k}
-                          : BroadcastShape{p.batch, p.heads_kv, p.seqlen_q, p.seqlen_k};
-    auto strides = contiguous_strides(p.bias_shape);
-    if (c.bias) strides[2] = 0;
-    in.bias = {run.bias.data(), strides};
-    dbias = {run.dbias.data(), strides};
-    if (c.pair_window > 0) {
+    auto stride = contiguous_strides(p.bias_shape);
+    if (!dense_masks) stride[2] = 0;
+    const std::int64_t size = p.batch * p.heads_kv * p.bias_shape[2] * p.seqlen_k;
+    in.bias = {normal(arena, size, 4), stride};
+    dbias = {arena.take<Bf16>(size), stride};
+    if (dense_masks) {
+      auto* mask = arena.take<std::uint8_t>(size);
+      cuda::for_each(size, FillMask{mask, c.seqlen, c.window}, nullptr);
       p.mask_shape = p.bias_shape;
-      in.mask = {run.mask.data(), strides};
+      in.mask = {mask, stride};
     }
   }
-  const DeviceArray<KeyInterval> intervals(run.host_intervals);
-  if (c.shown != Shown::all) {
+  if (c.window > 0 && !dense_masks) {
+    const bool selected = c.kind == "per_query";
     p.intervals_shape = {p.batch, p.heads_kv};
-    in.visibility.intervals.data = intervals.data();
-    in.visibility.bound = {
-        .base = c.window, .per_query = 1, .consecutive = c.shown != Shown::selection};
+    in.visibility.intervals.data =
+        selected ? select(p, c.window, static_cast<const Bf16*>(in.bias.data), arena)
+                 : consecutive(p, c, arena);
+    in.visibility.bound = {.base = c.window, .per_query = 1, .consecutive = !selected};
   }
-  auto deterministic_problem = p;
-  deterministic_problem.deterministic = true;
-  const DeviceSchedule forward_schedule(p, in.visibility, Direction::forward);
-  const DeviceSchedule backward_schedule(p, in.visibility, Direction::backward);
-  const DeviceSchedule deterministic_schedule(deterministic_problem, in.visibility,
-                                              Direction::backward);
+
+  const std::int64_t lse_size = p.batch * p.heads_q * p.seqlen_q;
   const ForwardArgs forward{.problem = p,
                             .in = in,
-                            .schedule = forward_schedule.schedule,
-                            .out = tensor(run.out, c.heads_q),
-                            .lse = run.lse.data(),
-                            .lse_low = run.lse_low.data()};
-  const BackwardArgs backward{.problem = p,
-                              .in = in,
-                              .schedule = backward_schedule.schedule,
-                              .out = tensor(run.out, c.heads_q),
-                              .lse = run.lse.data(),
-                              .lse_low = run.lse_low.data(),
-                              .dout = tensor(run.dout, c.heads_q),
-                              .dq = tensor(run.dq, c.heads_q),
-                              .dk = tensor(run.dk, c.heads_kv),
-                              .dv = tensor(run.dv, c.heads_kv),
-                              .dbias = dbias};
-  BackwardArgs deterministic = backward;
-  deterministic.problem = deterministic_problem;
-  deterministic.schedule = deterministic_schedule.schedule;
-  const Execution execution;
-  const ForwardCall forward_call(forward, execution, "cuda");
-  const BackwardCall backward_call(backward, execution, "cuda");
-  const BackwardCall deterministic_call(deterministic, execution, "cuda");
-  const std::size_t workspace_bytes =
-      std::max({forward_call.workspace_size(), backward_call.workspace_size(),
-                deterministic_call.workspace_size()});
-  const DeviceArray<std::byte> memory(workspace_bytes);
-  const std::span<std::byte> workspace(memory.data(), workspace_bytes);
-
-  const int repeats = run.visible > 2e9 ? 5 : 15;
-  const double forward_ms = time_ms(repeats, [&] { forward_call.run(workspace); });
-  const double backward_ms = time_ms(repeats, [&] { backward_call.run(workspace); });
-  const double deterministic_ms = time_ms(repeats, [&] { deterministic_call.run(workspace); });
-  const Samples s = check_samples(run);
-  const double flops = 4.0 * c.head_dim * run.visible;
-  std::printf(
-      "%-36s fwd %8.3f ms %6.1f  bwd %8.3f ms %6.1f  deterministic %8.3f ms  err out %.4f lse %.1e "
-      "dq %.4f dk %.4f dv %.4f "
-      "dbias %.4f\n",
-      c.name, forward_ms, flops / forward_ms * 1e-9, backward_ms, 2.5 * flops / backward_ms * 1e-9,
-      deterministic_ms, s.out.relative(), s.lse.relative(), s.dq.relative(), s.dk.relative(),
-      s.dv.relative(), s.dbias.relative());
-  std::fflush(stdout);
+                            .schedule = schedule_of(p, in.visibility, Direction::forward, arena),
+                            .out = {arena.take<Bf16>(q_size), q_stride},
+                            .lse = arena.take<float>(lse_size),
+                            .lse_low = arena.take<float>(lse_size)};
+  BackwardArgs backward{.problem = p,
+                        .in = in,
+                        .schedule = schedule_of(p, in.visibility, Direction::backward, arena),
+                        .out = forward.out,
+                        .lse = forward.lse,
+                        .lse_low = forward.lse_low,
+                        .dout = {normal(arena, q_size, 5), q_stride},
+                        .dq = {arena.take<Bf16>(q_size), q_stride},
+                        .dk = {arena.take<Bf16>(kv_size), kv_stride},
+                        .dv = {arena.take<Bf16>(kv_size), kv_stride},
+                        .dbias = dbias};
+  Timer timer(nullptr);
+  const auto time = [&]<class Args>(const Args& args) {
+    const CheckedCall<Args> call(args, Execution(), "cuda");
+    const auto workspace = arena.bytes(call.workspace_size());
+    return timer.time(1, [&] { call.run(workspace); });
+  };
+  const double forward_ms = time(forward), backward_ms = time(backward);
+  backward.problem.deterministic = true;
+  backward.schedule = schedule_of(backward.problem, in.visibility, Direction::backward, arena);
+  print({.title = title_of(c),
+         .dtype = DType::bf16,
+         .forward = forward_ms,
+         .backward = backward_ms,
+         .parts = {{"deterministic backward", time(backward)}}});
 }
 
 }  // namespace
 }  // namespace flash_dmattn::benchmark
 
 int main(int argc, char** argv) {
-  for (const auto& c : flash_dmattn::benchmark::cases) {
-    if (argc < 2 || std::strstr(c.name, argv[1]) != nullptr) flash_dmattn::benchmark::bench(c);
-  }
-  return 0;
+  using namespace flash_dmattn::benchmark;
+  return run_main([&] {
+    for (const Case& c : cases) {
+      if (argc < 2 || title_of(c).find(argv[1]) != std::string::npos) bench(c);
+    }
+  });
 }

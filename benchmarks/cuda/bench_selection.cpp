@@ -1,25 +1,19 @@
 // Times selection and the schedules of both directions on the GPU: each step replayed from a CUDA graph, a forward's
-// steps and all steps from a graph, and a forward's from a stream. Prints a table; with a file name, writes the same as
-// JSON.
+// steps and all steps from a graph, and a forward's from a stream.
 //
-//   bench_selection [out.json]
-//   bench_selection --once N     runs case N once, for a profiler
-#include <cuda_runtime.h>
-
+//   bench_selection [substring of the titles of cases]
 #include <algorithm>
-#include <cstdio>
-#include <cstring>
-#include <functional>
+#include <cstdint>
 #include <random>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "cuda/selection/key_slots.h"
 #include "cuda/selection/selection.h"
+#include "device.h"
 #include "float_types.h"
 
-namespace flash_dmattn {
+namespace flash_dmattn::benchmark {
 namespace {
 
 struct Case {
@@ -55,37 +49,13 @@ constexpr Case cases[] = {
     {"1 x 1048576 f32 normal", 1, 1048576, 2048, Selection::per_query, DType::f32, Case::normal},
 };
 
-void check(cudaError_t error) {
-  if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
-}
+std::string title_of(const Case& c) { return std::string("selection ") + c.name; }
 
-// Device memory that lives as long as the case.
-class Arena {
- public:
-  Arena() = default;
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
-  ~Arena() {
-    for (void* piece : pieces_) cudaFree(piece);
-  }
-  template <class T>
-  T* take(std::int64_t count) {
-    void* piece = nullptr;
-    check(
-        cudaMalloc(&piece, static_cast<std::size_t>(std::max<std::int64_t>(count, 1)) * sizeof(T)));
-    pieces_.push_back(piece);
-    return static_cast<T*>(piece);
-  }
-
- private:
-  std::vector<void*> pieces_;
-};
-
-// Of the backward of sm90, whose schedule the slots are.
+// As in the backward of sm90, whose schedule the slots are.
 constexpr std::int64_t slot_tile_rows = 64;
 constexpr std::int64_t slot_segments = 64;
 
-struct Problem {
+struct Steps {
   SelectionArgs select;
   TileListArgs lists;
   TileListArgs slot_lists;
@@ -94,7 +64,7 @@ struct Problem {
   cuda::KeySlotBuffers slots;
   Execution execution;
 
-  Problem(const Case& c, Arena& arena) {
+  Steps(const Case& c, Arena& arena) {
     select.batch = 1;
     select.heads = c.rows;
     select.seqlen_k = c.seqlen;
@@ -154,141 +124,54 @@ struct Problem {
       }
     }
     if (c.dtype == DType::f32) {
-      auto* scores = arena.take<float>(c.rows * c.seqlen);
-      check(cudaMemcpy(scores, wide.data(), wide.size() * 4, cudaMemcpyHostToDevice));
-      select.scores = scores;
+      select.scores = arena.copy(wide);
       return;
     }
     std::vector<std::uint16_t> narrow(wide.size());
     std::transform(wide.begin(), wide.end(), narrow.begin(), float_to_bf16);
-    auto* scores = arena.take<std::uint16_t>(c.rows * c.seqlen);
-    check(cudaMemcpy(scores, narrow.data(), narrow.size() * 2, cudaMemcpyHostToDevice));
-    select.scores = scores;
+    select.scores = arena.copy(narrow);
   }
 };
 
-class Timer {
- public:
-  explicit Timer(cudaStream_t stream) : stream_(stream) {
-    check(cudaEventCreate(&begin_));
-    check(cudaEventCreate(&end_));
-  }
-  Timer(const Timer&) = delete;
-  Timer& operator=(const Timer&) = delete;
-  ~Timer() {
-    cudaEventDestroy(begin_);
-    cudaEventDestroy(end_);
-  }
-
-  // Median microseconds of 15 groups of 10 calls.
-  double time(const std::function<void()>& call) {
-    constexpr int calls = 10;
-    for (int i = 0; i < calls; ++i) call();
-    std::vector<float> times;
-    for (int group = 0; group < 15; ++group) {
-      check(cudaEventRecord(begin_, stream_));
-      for (int i = 0; i < calls; ++i) call();
-      check(cudaEventRecord(end_, stream_));
-      check(cudaEventSynchronize(end_));
-      float milliseconds = 0;
-      check(cudaEventElapsedTime(&milliseconds, begin_, end_));
-      times.push_back(milliseconds * 1000 / calls);
-    }
-    std::nth_element(times.begin(), times.begin() + 7, times.end());
-    return static_cast<double>(times[7]);
-  }
-
-  double time_graph(const std::function<void()>& call) {
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t replay = nullptr;
-    check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
-    call();
-    check(cudaStreamEndCapture(stream_, &graph));
-    check(cudaGraphInstantiate(&replay, graph, 0));
-    const double result = time([&] { check(cudaGraphLaunch(replay, stream_)); });
-    check(cudaGraphExecDestroy(replay));
-    check(cudaGraphDestroy(graph));
-    return result;
-  }
-
- private:
-  cudaStream_t stream_;
-  cudaEvent_t begin_ = nullptr;
-  cudaEvent_t end_ = nullptr;
-};
-
-void run_all(const char* json_path) {
+void bench(const Case& c) {
   cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  std::FILE* json = json_path == nullptr ? nullptr : std::fopen(json_path, "w");
-  if (json != nullptr) std::fputs("[\n", json);
-  std::printf(
-      "%-24s %9s %9s %9s %9s %9s %9s   microseconds, median; both = select + lists, all = both + "
-      "slots\n",
-      "rows x keys", "select", "lists", "both", "stream", "slots", "all");
-  const char* separator = "";
-  for (const Case& c : cases) {
-    Arena arena;
-    Problem problem(c, arena);
-    problem.execution.stream = stream;
-    Timer timer(stream);
-    const double select = timer.time_graph([&] { problem.run_select(); });
-    const double lists = timer.time_graph([&] { problem.run_lists(); });
-    const auto both = [&] {
-      problem.run_select();
-      problem.run_lists();
-    };
-    const double graph = timer.time_graph(both);
-    const double direct = timer.time(both);
-    const double slots = timer.time_graph([&] { problem.run_slots(); });
-    const double all = timer.time_graph([&] {
-      both();
-      problem.run_slots();
-    });
-    const double megabytes = static_cast<double>(problem.execution.workspace_bytes) / 1e6;
-    std::printf("%-24s %9.1f %9.1f %9.1f %9.1f %9.1f %9.1f\n", c.name, select, lists, graph, direct,
-                slots, all);
-    if (json == nullptr) continue;
-    std::fprintf(json,
-                 "%s  {\"case\": \"%s\", \"window\": %lld, \"tile_rows\": 128, "
-                 "\"select_graph_us\": %.1f, \"schedule_graph_us\": %.1f, \"both_graph_us\": %.1f, "
-                 "\"both_stream_us\": %.1f, \"slot_tile_rows\": %lld, "
-                 "\"slot_segments\": %lld, \"slots_graph_us\": %.1f, \"all_graph_us\": %.1f, "
-                 "\"workspace_mb\": %.1f}",
-                 separator, c.name, static_cast<long long>(c.window), select, lists, graph, direct,
-                 static_cast<long long>(slot_tile_rows), static_cast<long long>(slot_segments),
-                 slots, all, megabytes);
-    separator = ",\n";
-  }
-  if (json != nullptr) {
-    std::fputs("\n]\n", json);
-    std::fclose(json);
-  }
-  check(cudaStreamDestroy(stream));
-}
-
-void run_once(const Case& c) {
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
   Arena arena;
-  Problem problem(c, arena);
-  problem.run_select();
-  problem.run_lists();
-  problem.run_slots();
-  check(cudaDeviceSynchronize());
+  Steps steps(c, arena);
+  steps.execution.stream = stream;
+  const auto select = [&] { steps.run_select(); };
+  const auto lists = [&] { steps.run_lists(); };
+  const auto slots = [&] { steps.run_slots(); };
+  const auto both = [&] {
+    select();
+    lists();
+  };
+  const auto all = [&] {
+    both();
+    slots();
+  };
+  Timer timer(stream);
+  const auto graph_us = [&](const auto& call) { return 1e3 * timer.time_graph(10, call); };
+  print({.title = title_of(c),
+         .dtype = c.dtype,
+         .unit = "us",
+         .parts = {{"select", graph_us(select)},
+                   {"lists", graph_us(lists)},
+                   {"both", graph_us(both)},
+                   {"both from a stream", 1e3 * timer.time(10, both)},
+                   {"slots", graph_us(slots)},
+                   {"all", graph_us(all)}}});
+  check(cudaStreamDestroy(stream), "stream");
 }
 
 }  // namespace
-}  // namespace flash_dmattn
+}  // namespace flash_dmattn::benchmark
 
 int main(int argc, char** argv) {
-  using namespace flash_dmattn;
-  try {
-    if (argc == 3 && std::strcmp(argv[1], "--once") == 0) {
-      run_once(cases[static_cast<std::size_t>(std::stoi(argv[2])) % std::size(cases)]);
-    } else {
-      run_all(argc == 2 ? argv[1] : nullptr);
+  using namespace flash_dmattn::benchmark;
+  return run_main([&] {
+    for (const Case& c : cases) {
+      if (argc < 2 || title_of(c).find(argv[1]) != std::string::npos) bench(c);
     }
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_selection: %s\n", error.what());
-    return 1;
-  }
+  });
 }

@@ -263,8 +263,8 @@ std::tuple<Tensor, Tensor> decode_step_op(const Tensor& k_cache, const Tensor& v
   const DecodeStepArgs args{
       .cache = cache,
       .heads_q = heads_q,
-      .scale = static_cast<float>(scale),
-      .softcap = static_cast<float>(softcap),
+      .scale = scale,
+      .softcap = softcap,
       .nonfinite = saturate ? NonFinite::saturate : NonFinite::propagate,
       .score_use = scores_are_bias ? ScoreUse::choose_and_bias : ScoreUse::choose,
       .q = view4(dense_q),

@@ -11,7 +11,7 @@
 #include "selection_ops.h"
 
 // The torch operators. Each one checks its tensors, makes the structs of the C++ API, allocates outputs
-// and workspace from torch, and calls. Derivatives and shape inference are in python/flash_dmattn/_ops.py.
+// and workspace from torch, and calls. Derivatives and shape inference are in python/flash_dmattn/_core/ops.py.
 namespace flash_dmattn::binding {
 namespace {
 
@@ -167,8 +167,8 @@ Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
   p.seqlen_k = k.size(1);
   p.heads_kv = k.size(2);
   p.dtype = dtype_of(q, "q");
-  p.scale = static_cast<float>(options.scale);
-  p.softcap = static_cast<float>(options.softcap);
+  p.scale = options.scale;
+  p.softcap = options.softcap;
   p.causal = options.causal;
   p.deterministic = options.deterministic;
   p.nonfinite = options.saturate ? NonFinite::saturate : NonFinite::propagate;

@@ -278,7 +278,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> tile_lists_op(const Tensor& key_inter
 }
 
 // Selection within each of the documents packed into one row; scores and intervals [1, H, total_k]. On a
-// GPU, where the offsets cannot be read, it is in python/flash_dmattn/packed.py.
+// GPU, where the offsets cannot be read, it is in python/flash_dmattn/keys/packed.py.
 Tensor select_varlen_op(const Tensor& scores, const Tensor& cu_seqlens_q,
                         const Tensor& cu_seqlens_k, std::int64_t window, std::string selection,
                         bool is_causal, std::int64_t query_length) {

@@ -150,7 +150,7 @@ enum class ScoreUse : std::uint8_t { choose_and_bias, choose };
 // The problem and the inputs of attention by the last seqlen_q pending tokens, q [B, seqlen_q, Hq, D], with the result
 // of pending_intervals.
 Problem pending_problem(const KvCache& cache, std::int64_t heads_q, std::int64_t seqlen_q,
-                        float scale, ScoreUse use = ScoreUse::choose_and_bias);
+                        double scale, ScoreUse use = ScoreUse::choose_and_bias);
 Inputs pending_inputs(const KvCache& cache, const ConstTensor4& q, std::int64_t seqlen_q,
                       const KeyInterval* intervals, ScoreUse use = ScoreUse::choose_and_bias);
 
@@ -171,8 +171,8 @@ void commit(const CommitArgs& args, const Execution& execution, std::string_view
 struct DecodeStepArgs {
   KvCache cache{};
   std::int64_t heads_q = -1;
-  float scale = std::numeric_limits<float>::quiet_NaN();  // as in Problem, as are the next two
-  float softcap = 0;
+  double scale = std::numeric_limits<double>::quiet_NaN();  // as in Problem, as are the next two
+  double softcap = 0;
   NonFinite nonfinite = NonFinite::saturate;
   ScoreUse score_use = ScoreUse::choose_and_bias;
 

@@ -35,9 +35,10 @@ struct Problem {
   DType dtype = no_dtype;       // of q, k, v, out and their gradients
   Device device = Device::cpu;  // of every pointer of the call, workspace included
 
-  // The factor on q . k, a finite number; default_scale(head_dim) is customary.
-  float scale = std::numeric_limits<float>::quiet_NaN();
-  float softcap = 0;  // c; 0 = none
+  // The factor on q . k; default_scale(head_dim) is customary. It and the softcap are finite in fp32, to which kernels
+  // round them once; those of an f64 problem in double.
+  double scale = std::numeric_limits<double>::quiet_NaN();
+  double softcap = 0;  // c; 0 = none
   bool causal = false;
   bool deterministic = false;  // the CPU backends always are
   NonFinite nonfinite = NonFinite::saturate;
@@ -54,6 +55,6 @@ struct Problem {
 };
 
 // 1 / sqrt(head_dim).
-float default_scale(std::int64_t head_dim);
+double default_scale(std::int64_t head_dim);
 
 }  // namespace flash_dmattn

@@ -2,17 +2,16 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ._after_import import register_rules
-from .availability import backends, get_available_backends, is_available
-from .dynamic_mask_attention import DynamicMaskAttention
-from .flash_dmattn_flex import flex_dmattn_func
-from .flash_dmattn_interface import (
+from ._core import ops
+from ._core.availability import backends, get_available_backends, is_available
+from .functional import (
     flash_dmattn_func,
     flash_dmattn_func_auto,
     flash_dmattn_varlen_func,
+    flex_dmattn_func,
+    triton_dmattn_func,
 )
-from .flash_dmattn_triton import triton_dmattn_func
-from .key_intervals import (
+from .keys.intervals import (
     KeyIntervals,
     from_padding,
     intersect,
@@ -21,9 +20,10 @@ from .key_intervals import (
     select_key_intervals,
     sliding_window,
 )
-from .kv_cache import KVSlots, flash_dmattn_with_kvcache
+from .layers import DynamicMaskAttention
+from .with_kvcache import KVSlots, flash_dmattn_with_kvcache
 
-register_rules()
+ops.register_rules()
 
 try:
     __version__ = version("flash-dmattn")

@@ -1,82 +1,51 @@
-"""python -m flash_dmattn {info,check,bench,demo}"""
+"""python -m flash_dmattn {info,check}"""
 
-import argparse
 import os
 import signal
 import sys
 
 import flash_dmattn
 
-from . import check_finite, usage
-from . import info as info_options
-from .availability import backends
-from .benchmark import options as bench_options
+from . import usage
+from ._core import finite
+from ._core.availability import backends
+from .check import info as info_options
 from .check import options as check_options
-from .demo import options as demo_options
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = usage.Parser(prog="python -m flash_dmattn", description=flash_dmattn.__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    version = f"flash_dmattn {flash_dmattn.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     info = commands.add_parser("info", help="version, backends and why others cannot run, kernels")
     info_options.add_to(info)
-    demo = commands.add_parser(
-        "demo",
-        help="train transformers' Doge model on the Python standard library",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    demo_options.add_to(demo)
     check = commands.add_parser(
         "check",
         help="compare this installation with double precision",
         epilog=check_options.EXIT_STATUS,
     )
     check_options.add_to(check)
-    bench = commands.add_parser("bench", help="time and memory beside the rivals that run here")
-    bench_options.add_to(bench)
     parsed = parser.parse_args(arguments)
+    if parsed.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         backends()
-        check_finite.enabled()
+        finite.enabled()
         usage.check_settings()
     except (ValueError, RuntimeError) as error:  # a setting in the environment that has no meaning
         parser.error(str(error).splitlines()[0])
-    try:
-        return _run(parsed)
-    except BrokenPipeError:
-        raise
-    except OSError as error:  # a disk that is full, a folder that somebody has removed
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
-
-
-def _run(parsed: argparse.Namespace) -> int:
     if parsed.command == "info":
         return info_options.info(parsed)
-    if parsed.command == "check":
-        from .check.run import check as run_check
+    from .check.run import check as run_check
 
-        return run_check(parsed)
-    if parsed.command == "bench":
-        from .benchmark.run import bench as run_bench
-
-        return run_bench(parsed)
     try:
-        from .demo.run import run
-
-        return run(parsed)
-    except ModuleNotFoundError as missing:
-        print(f"The demo needs {missing.name}: pip install 'flash-dmattn[demo]'.", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        kept = f" What is finished is in {parsed.output}/." if parsed.output.is_dir() else ""
-        print(f"\nInterrupted.{kept}", file=sys.stderr)
-        return 130
-    except (MemoryError, RuntimeError) as error:
-        if not usage.is_out_of_memory(error):
-            raise
-        smaller = "expected smaller values of --batch-size and --context"
-        print(f"The demo has run out of memory: {smaller}.", file=sys.stderr)
+        return run_check(parsed)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk, a folder that was removed
+        print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
 
 

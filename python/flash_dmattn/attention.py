@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from . import check_finite, library
-from ._arguments import (
+from ._backends import library
+from ._core import finite
+from ._core.checks import (
     attention_inputs,
     backend_of,
     bias_argument,
@@ -15,10 +16,12 @@ from ._arguments import (
     resolve_flag,
     with_queries,
 )
-from .choice import Choice, choose, one_per_key, repeat_heads
-from .key_intervals import KeyIntervals
-from .numerics import Numerics
-from .visibility import Visibility
+from ._core.numerics import Numerics
+from .kernels import record_large_rows
+from .keys.intervals import KeyIntervals
+from .keys.recognise import Memo
+from .keys.selection import Choice, choose, one_per_key, repeat_heads
+from .keys.visibility import Visibility
 
 IN_PYTHON = ("triton", "flex")
 
@@ -32,10 +35,12 @@ def attention(
     choice: Choice,
     numerics: Numerics,
     backend: str = "",
+    memo: Memo | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """out and statistics of arguments as the public functions take them.
 
     backend: "" takes the first one that supports the problem.
+    memo: what the layers of a model share.
     """
     given = value
     if not isinstance(backend, str):
@@ -58,7 +63,7 @@ def attention(
     if choice.window is not None:
         by_library = backend_of(query, backend) not in IN_PYTHON
         bias = one_per_key(bias)
-        visible = choose(choice, query, key, bias, visible, by_library)
+        visible = choose(choice, query, key, bias, visible, by_library, memo)
     out, statistics = run(query, key, value, bias, visible, numerics, backend)
     return out if value is given else of_value_dim(out, given), statistics
 
@@ -86,8 +91,11 @@ def run(
         group = query.shape[2] // key.shape[2]
         key, value = (t.repeat_interleave(group, 2) for t in (key, value))
     if backend in IN_PYTHON:
-        return _run_in_python(query, key, value, bias, visible, numerics, backend)
-    return library.attention(query, key, value, bias, visible, numerics, backend)
+        out, statistics = _run_in_python(query, key, value, bias, visible, numerics, backend)
+    else:
+        out, statistics = library.attention(query, key, value, bias, visible, numerics, backend)
+    record_large_rows(statistics)
+    return out, statistics
 
 
 def with_statistics(
@@ -109,16 +117,18 @@ def _run_in_python(
     backend: str,
 ) -> tuple[Tensor, Tensor | None]:
     bias = bias if bias is None else with_queries(bias)
-    checked = check_finite.enabled()
+    checked = finite.enabled()
     if checked:
-        query, key, value, bias = check_finite.inputs(q=query, k=key, v=value, bias=bias)
+        query, key, value, bias = finite.inputs(q=query, k=key, v=value, bias=bias)
     if backend == "triton":
-        from .triton.ops import attention as implementation  # imports triton, which may be missing
+        from ._backends.triton.ops import (
+            attention as implementation,  # imports triton, which may be missing
+        )
     else:
-        from .flex import attention as implementation
+        from ._backends.flex import attention as implementation
     out, lse = implementation(query, key, value, bias, visible, numerics)
     if checked:
-        out, lse = check_finite.outputs(out, lse)
+        out, lse = finite.outputs(out, lse)
     return out, lse if lse is None else lse.unsqueeze(0)
 
 
@@ -128,11 +138,12 @@ def _check_intervals(key_intervals: KeyIntervals, query: Tensor, key: Tensor) ->
     batch, seqlen_q = query.shape[:2]
     seqlen_k, heads_kv = key.shape[1:3]
     shape = key_intervals.intervals.shape
-    fits = key_intervals.fits(batch, heads_kv, seqlen_k)
+    heads_q = query.shape[2]
+    fits = any(key_intervals.fits(batch, heads, seqlen_k) for heads in (heads_kv, heads_q))
     if not fits or key_intervals.query_length != seqlen_q:
         raise ValueError(
             f"key_intervals: got intervals of shape {tuple(shape)} for query length "
-            f"{key_intervals.query_length}, expected [{batch} or 1, {heads_kv} or 1, {seqlen_k}, 2] for "
+            f"{key_intervals.query_length}, expected [{batch} or 1, {heads_kv}, {heads_q} or 1, {seqlen_k}, 2] for "
             f"{seqlen_q}"
         )
     if key_intervals.intervals.device != query.device:

@@ -1,7 +1,8 @@
 """Floating point operations of attention for torch.utils.flop_counter.FlopCounterMode.
 
-Importing this module registers them. `import flash_dmattn` does so as soon as torch.utils.flop_counter is imported, before
-it or after it, and does not import that module: it imports Triton, half a second.
+Importing this module registers them. The first call of attention after an import of torch.utils.flop_counter does so, too,
+also for a counter that is active then; `import flash_dmattn` alone does not import torch's module, which imports Triton and takes
+half a second. Import this module yourself before a counter is made that becomes active only after the first call.
 
 Counted are the products of D elements for each visible element as far as shapes tell: all elements of the score
 matrix, or those within the bound of key intervals, or those of a key list; two products forward, five backward.
@@ -10,37 +11,41 @@ Causality and masks, whose elements would have to be read, are not subtracted; t
 
 from __future__ import annotations
 
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-from . import _ops
+from ._core import ops
+from ._core.operators import Signature
 
-ops = _ops.operators
+
+def _register(operator, signature: Signature, products: int) -> None:
+    @register_flop_formula(operator)
+    def flops(*arguments, out_shape=None, **more) -> int:
+        named = signature.named(arguments) | more
+        return 2 * products * named["q"][3] * _elements(named)
 
 
-def _elements(q, k, key_list, key_bound) -> int:
-    """Of the score matrices of all heads."""
-    batch, seqlen_q, heads_q, _ = q
-    keys = k[1]
-    if key_list is not None:
-        keys = min(keys, key_list[2])
-    elif key_bound and key_bound[0] >= 0:
-        keys = min(keys, key_bound[0] + key_bound[1])
+def _elements(named: dict[str, object]) -> int:
+    """The elements of the score matrices of all heads; of tensors `named` has the shapes."""
+    batch, seqlen_q, heads_q, _ = named["q"]
+    keys = named["k"][1]
+    if "window" in named:
+        bound = (named["window"], int(named["is_causal"]))
+    else:
+        bound = named["key_bound"]
+    if named.get("key_list") is not None:
+        keys = min(keys, named["key_list"][2])
+    elif bound and bound[0] >= 0:
+        keys = min(keys, bound[0] + bound[1])
     return batch * heads_q * seqlen_q * keys
 
 
-@register_flop_formula(ops.forward)
-def forward_flops(
-    q, k, v, mask, bias, intervals, key_list, count, rank, limit, key_bound, *options, **_
-):
-    return 4 * q[3] * _elements(q, k, key_list, key_bound)
+_register(ops.operators.forward, ops.FORWARD, products=2)
+_register(ops.operators.select_and_attend, ops.SELECT_AND_ATTEND, products=2)
+_register(ops.operators.backward, ops.BACKWARD, products=5)
 
-
-@register_flop_formula(ops.select_and_attend)
-def select_and_attend_flops(q, k, v, bias, window, is_causal, *options, **_):
-    return 4 * q[3] * _elements(q, k, None, (window, int(is_causal)))
-
-
-@register_flop_formula(ops.backward)
-def backward_flops(dout, q, k, *others, **_):
-    key_list, key_bound = others[4], others[10]
-    return 10 * q[3] * _elements(q, k, key_list, key_bound)
+# A counter copies the registry when it is made. Those that are active get the formulas for the call that is counted now.
+for _mode in _get_current_dispatch_mode_stack():
+    _counter = getattr(_mode, "counter", None)
+    if isinstance(_counter, FlopCounterMode):
+        _counter.flop_registry.update(flop_registry)

@@ -1,16 +1,26 @@
-"""The compiled kernels of the C++ backends: which exist, and which ones calls run."""
+"""The compiled kernels of the C++ backends: which exist, which ones calls run, and what makes them slow."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from . import _ops
+import torch
+from torch import Tensor
+
+from ._core import ops
+
+# From here on the backward of a CUDA kernel needs lse as two floats (src/cuda/common/preprocess.cuh), and a single such row
+# makes it compute the gradients of the whole call in double.
+LARGE_LSE = 8192 * math.log(2)
+
+_large_rows: list[Tensor] | None = None  # of the calls in a block of recorded_large_rows
 
 
 def kernel_names(backend: str) -> list[str]:
     """The main kernels that the backend "cuda", "cpu" or "reference" can run on this machine."""
-    return _ops.kernel_names(backend).splitlines()
+    return ops.kernel_names(backend).splitlines()
 
 
 @contextmanager
@@ -25,8 +35,39 @@ def recorded_kernels() -> Iterator[list[str]]:
     ['sm80 forward bf16 d128 key_range 163KB', 'sm80 backward bf16 d128 key_major 163KB']
     """
     names: list[str] = []
-    _ops.record_kernels(True)
+    ops.record_kernels(True)
     try:
         yield names
     finally:
-        names += _ops.record_kernels(False).splitlines()
+        names += ops.record_kernels(False).splitlines()
+
+
+@contextmanager
+def recorded_large_rows() -> Iterator[list[int]]:
+    """Yields a list that holds, once the block ends, how many rows of each call have scores so large that the gradients
+    of the whole call are computed in double on a GPU, several times slower: those whose log-sum-exp is beyond 5,678.
+
+    Nothing waits for the device before the block ends. Calls in compiled code are left out, and so are the steps of KV
+    caches, which have no gradients. Blocks do not nest.
+
+    >>> with recorded_large_rows() as rows:
+    ...     model(ids, labels=ids)
+    >>> rows
+    [0, 0, 371]
+    """
+    global _large_rows
+    rows: list[int] = []
+    _large_rows = []
+    try:
+        yield rows
+    finally:
+        rows += [int(count) for count in _large_rows]
+        _large_rows = None
+
+
+def record_large_rows(statistics: Tensor | None) -> None:
+    """Of a call with these statistics, the first of which is lse, where a block records."""
+    if torch.compiler.is_compiling() or _large_rows is None or statistics is None:
+        return
+    lse = statistics[0].detach()
+    _large_rows.append(((lse.abs() > LARGE_LSE) & lse.isfinite()).sum())

@@ -15,8 +15,8 @@
 #include "tasks.h"
 #include "workspace_allocator.h"
 
-// The CPU's row of the table of backends, and the backward on the workers: lays out the workspace and runs items.
-// Compiled for the baseline, like all but the kernels.
+// The CPU's row of the table of backends, and the backward on the workers: it lays out the workspace and runs items.
+// Like everything except the kernels, this file is compiled for the baseline.
 namespace flash_dmattn::cpu {
 
 namespace {
@@ -47,11 +47,12 @@ DbiasKind dbias_kind(const Task& t, const Term& dbias) {
   return owned ? DbiasKind::dense : DbiasKind::dense_shared;
 }
 
-// Enough units for this many workers, however many there are: results do not depend on their number.
+// Enough units for 16 workers. The number does not depend on the actual number of workers, so that results do
+// not either.
 constexpr std::int64_t target_units = 16;
 
-// Cuts the tiles into ranges of about the same work: under a causal mask without intervals that grows
-// with the square of the position.
+// Cuts the tiles into ranges of about equal work. Under a causal mask without intervals, the work up to a position
+// grows with the square of the position.
 void cut_segments(BackwardTask& t) {
   const std::int64_t heads = t.batch * t.heads_kv;
   const std::int64_t wanted = (target_units + heads - 1) / heads;
@@ -105,7 +106,7 @@ struct BackwardLayout {
   std::int64_t units() const { return task.segments * task.batch * task.heads_kv; }
 };
 
-// Lays out `workspace`; a null one is only measured.
+// Lays out `workspace`, or only measures its size if it is null.
 BackwardLayout lay_out(const BackwardArgs& args, const Execution& execution, void* workspace) {
   const Problem& p = args.problem;
   BackwardLayout layout{};
@@ -133,13 +134,13 @@ BackwardLayout lay_out(const BackwardArgs& args, const Execution& execution, voi
       layout.slot_begin[unit] = slots;
       layout.slot_count[unit] = count;
     }
-    // Without intervals products add to blocks of slots: their number is rounded up.
+    // Without intervals products add to whole blocks of slots, so their number is rounded up.
     slots +=
         t.intervals.data != nullptr ? count : (count + block_keys - 1) / block_keys * block_keys;
   }
   t.slot_begin = layout.slot_begin;
   t.slot_count = layout.slot_count;
-  static constexpr std::int32_t some_keys = 0;  // while measuring only the presence of slots counts
+  static constexpr std::int32_t some_keys = 0;  // measuring needs to know only that slots exist
   layout.slot_keys = space.take<std::int32_t>(t.intervals.data == nullptr ? 0 : slots);
   t.slot_keys = t.intervals.data == nullptr ? nullptr
                 : workspace == nullptr      ? &some_keys
@@ -204,7 +205,7 @@ void store_dbias(const BackwardTask& t, std::int64_t at, double value) {
   store(t.dbias.data, t.dbias.dtype, at, value);
 }
 
-// Adds up the sums over the broadcast dimensions of the bias, one element of dbias at a time.
+// Sums over the broadcast dimensions of the bias, one element of dbias at a time.
 void reduce_dbias(const BackwardTask& t, const Execution& execution) {
   const bool per_key = t.dbias_kind == DbiasKind::per_key;
   const Term& d = t.dbias;
@@ -214,7 +215,7 @@ void reduce_dbias(const BackwardTask& t, const Execution& execution) {
   const std::int64_t stride = per_key ? d.key : d.query;
   const std::int64_t length = per_key ? t.seqlen_k : t.seqlen_q;
   const std::int64_t elements = stride != 0 ? length : 1;
-  // Without a dimension of their own, the elements of a row are one sum.
+  // If the bias has no such dimension, all elements of a row form one sum.
   constexpr std::int64_t chunk = 1024;
   const std::int64_t chunks = (elements + chunk - 1) / chunk;
   for_each_task(execution, batches * heads * members * chunks, [&](std::int64_t item, int) {
@@ -277,7 +278,7 @@ void backward(const BackwardArgs& args, const Execution& execution) {
                   [&](std::int64_t item, int) { kernels.pack_backward(t, item); });
   }
   for_each_task(execution, units, [&](std::int64_t item, int worker) {
-    const std::int64_t unit = units - 1 - item;  // under a causal mask the last ones take longest
+    const std::int64_t unit = units - 1 - item;  // the last units take longest under a causal mask
     if (t.slot_keys != nullptr) {
       std::int32_t* to = layout.slot_keys + layout.slot_begin[unit];
       for_each_key(t, unit, [&](std::int64_t key) { *to++ = static_cast<std::int32_t>(key); });

@@ -10,6 +10,7 @@
 #include "cpu/multiply.h"
 #include "cpu/pack.h"
 #include "cpu/row_factors.h"
+#include "cpu/row_products.h"
 #include "cpu/score.h"
 #include "cpu/scratch.h"
 #include "cpu/task.h"
@@ -32,6 +33,7 @@ struct BackwardUnit {
   BackwardKeys<In, Element> own_keys;  // packed by this unit
   BackwardKeys<In, Element> keys;      // of the current block
   float *s, *dp, *slope;               // [strip, block_keys]
+  float* products;                     // [rows, block_keys]: q k^T of the tile; only of few queries
   float* ds_rows;                      // [strip, key_words] words: a of dq += ds k
   float *p_columns, *ds_columns;       // [row_words, block_keys] words: a of the products over rows
   float* row_values;          // [block_keys]: p or ds of a row, where single elements are used
@@ -40,7 +42,8 @@ struct BackwardUnit {
   float *lse, *lse_low;       // [padded_rows]
   float* delta;               // [padded_rows]
   double* row_sums;           // [padded_rows]
-  float* column_sums;         // [key_sum_heads, block_keys]
+  float* column_sums;         // [key_sum_heads, block_keys]: of ds, in a few rows
+  double* block_sums;         // the same, in all rows of the tile
   Storage* staged;            // [padded_rows or block_keys, head_dim]
   std::int32_t* q_exponents;  // [padded_rows]; of q.row_major where it is large
   std::int32_t* k_exponents;  // [block_keys]; of k_transposed where keys are large
@@ -61,6 +64,7 @@ struct BackwardUnit {
     s = allocator.take<float>(strip * block_keys);
     dp = allocator.take<float>(strip * block_keys);
     slope = allocator.take<float>(strip * block_keys);
+    products = allocator.take<float>(t.few_queries ? std::int64_t{shape.rows} * block_keys : 0);
     ds_rows = allocator.take<float>(strip * key_words);
     p_columns = allocator.take<float>(std::int64_t{shape.row_words} * block_keys);
     ds_columns = allocator.take<float>(std::int64_t{shape.row_words} * block_keys);
@@ -72,6 +76,7 @@ struct BackwardUnit {
     delta = allocator.take<float>(shape.padded_rows);
     row_sums = allocator.take<double>(shape.padded_rows);
     column_sums = allocator.take<float>(t.group * block_keys);
+    block_sums = allocator.take<double>(t.group * block_keys);
     staged = allocator.take<Storage>(
         std::int64_t{shape.padded_rows > block_keys ? shape.padded_rows : block_keys} * t.head_dim);
     q_exponents = allocator.take<std::int32_t>(shape.padded_rows);
@@ -218,17 +223,17 @@ struct BackwardUnit {
   ScoreExponents load_keys(const Tile& tile, const KeyBlock& block) {
     ScoreExponents exponents;
     if (q.large) exponents.queries = q_exponents;
+    const auto k_rows = key_rows<In>(t.k, tile.batch, tile.head, block);
     if (t.packed_keys != nullptr) {
       keys = shared_keys<BackwardKeys<In, Element>, Element>(t, shape, tile.batch, tile.head,
                                                              block.start);
-      if (keys.large->k == 0) return exponents;
-    }
-    const auto k_rows = key_rows<In>(t.k, tile.batch, tile.head, block);
-    if (t.packed_keys == nullptr) {
+    } else {
       keys = own_keys;
       keys.pack(t, k_rows, key_rows<In>(t.v, tile.batch, tile.head, block), block.count);
     }
-    if (keys.large->k != 0) {
+    if (t.few_queries) {
+      if (multiply_rows(tile, block, k_rows)) exponents.keys = k_exponents;
+    } else if (keys.large->k != 0) {
       for (int n = block.count; n < block_keys; ++n) k_exponents[n] = 0;
       stage_rows<In>(k_rows, block.count, t.head_dim, NonFiniteInput::keep, staged, k_exponents);
       pack_transposed<In, Element>(staged_rows(staged, t.head_dim), block.count, t.head_dim,
@@ -239,12 +244,35 @@ struct BackwardUnit {
     return exponents;
   }
 
+  // products = q k^T of the tile, as the forward of few queries forms it.
+  template <class KeyRow>
+  bool multiply_rows(const Tile& tile, const KeyBlock& block, const KeyRow& k_rows) {
+    const int visible = visible_keys(t, tile, block, tile.rows - 1);
+    const RowAddresses<Storage> rows(k_rows, visible, [&](int) { return k_rows(0); });
+    return multiply_keys_of_any_size<In, Element>(q.row_major.words, q.row_major.ld, tile.rows,
+                                                  rows, visible, round_up(visible, panel_columns),
+                                                  t.head_dim, products, staged, k_exponents);
+  }
+
+  void copy_products(const Tile& tile, int row, int columns, float* s_rows) const {
+    for (int r = row; r < row + strip; ++r, s_rows += block_keys) {
+      const float* from = products + std::int64_t{r} * block_keys;
+      for (int n = 0; n < columns; n += lanes) {
+        store(s_rows + n, r < tile.rows ? load(from + n) : Vec{});
+      }
+    }
+  }
+
   // s = q k^T, or the score, of a strip of rows.
   void multiply_scores(const Tile& tile, const KeyBlock& block, const ScoreExponents& exponents,
                        bool general, int row, int columns, float* s_rows) {
-    multiply<Element, Layout::row_major, Store::replace>(row_words(q, row), keys.k_transposed,
-                                                         {s_rows, block_keys}, strip, columns,
-                                                         shape.head_words);
+    if (t.few_queries) {
+      copy_products(tile, row, columns, s_rows);
+    } else {
+      multiply<Element, Layout::row_major, Store::replace>(row_words(q, row), keys.k_transposed,
+                                                           {s_rows, block_keys}, strip, columns,
+                                                           shape.head_words);
+    }
     if (general) {
       score_rows(t, tile, block, terms, exponents, row, strip, columns, s_rows,
                  t.softcap > 0 ? slope : nullptr, nullptr);
@@ -262,7 +290,9 @@ struct BackwardUnit {
     const int keys_padded = round_up(block.count, Element::strip_rows);
     const int row_begin = terms.row_begin / strip * strip;
     const int row_end = round_up(terms.row_end, strip);
+    const bool per_key = t.dbias_kind == DbiasKind::per_key;
     clear(column_sums, std::int64_t{t.key_sum_heads} * block_keys);
+    clear(block_sums, std::int64_t{t.key_sum_heads} * block_keys);
     for (int row = row_begin; row < row_end; row += strip) {
       const int visible = visible_keys(t, tile, block, row + strip - 1);
       const int columns = round_up(visible, panel_columns);
@@ -277,6 +307,10 @@ struct BackwardUnit {
                  dp_rows + r * block_keys);
       }
       if (dense_sums != nullptr) continue;
+      // Of each head about as many rows as a strip has.
+      if (per_key && (row / strip % t.key_sum_heads == 0 || row + strip >= row_end)) {
+        add_column_sums();
+      }
       if constexpr (Element::per_word != 1) {
         Element::store_columns(s, strip, columns, block_keys, column_words(p_columns, row));
         Element::store_columns(dp, strip, columns, block_keys, column_words(ds_columns, row));
@@ -290,7 +324,7 @@ struct BackwardUnit {
     if (dense_sums != nullptr) return;
     multiply_columns(tile, block, row_begin, row_end, p_columns, dout.panels, t.dv_sums);
     multiply_columns(tile, block, row_begin, row_end, ds_columns, q.panels, t.dk_sums);
-    if (t.dbias_kind == DbiasKind::per_key) add_column_sums(block);
+    if (per_key) add_block_sums(block);
   }
 
   static Factor row_words(const RowFactors<Element>& rows, int row) {
@@ -348,10 +382,18 @@ struct BackwardUnit {
     }
   }
 
-  void add_column_sums(const KeyBlock& block) {
+  // Sums of many rows in fp32 would be off by more than their terms are.
+  void add_column_sums() {
+    for (int i = 0; i < t.key_sum_heads * block_keys; ++i) {
+      block_sums[i] += static_cast<double>(column_sums[i]);
+      column_sums[i] = 0;
+    }
+  }
+
+  void add_block_sums(const KeyBlock& block) {
     for (int g = 0; g < t.key_sum_heads; ++g) {
       for (int n = 0; n < block.count; ++n) {
-        key_sum(g, block.key(n)) += static_cast<double>(column_sums[g * block_keys + n]);
+        key_sum(g, block.key(n)) += block_sums[g * block_keys + n];
       }
     }
   }

@@ -9,7 +9,7 @@ namespace flash_dmattn::cpu {
 namespace {
 
 #if defined(__x86_64__)
-// Linux gives the tile registers, 8 KiB of state a thread, only to processes that request them.
+// Linux grants the tile registers, 8 KiB of state per thread, only to processes that request them.
 bool request_tiles() {
 #if defined(__linux__)
   constexpr long arch_req_xcomp_perm = 0x1023;

@@ -14,7 +14,7 @@ constexpr std::string_view name_of(InstructionSet isa) {
   return instruction_set_names[static_cast<int>(isa)];
 }
 
-// The largest one that the processor and the operating system support.
+// The largest instruction set that the processor and the operating system support.
 InstructionSet detect_instruction_set();
 
 }  // namespace flash_dmattn::cpu

@@ -5,7 +5,7 @@
 #include "cpu/cpuid.h"
 #include "cpu/task.h"
 
-// The instruction set that this process computes with.
+// Chooses the instruction set of this process.
 namespace flash_dmattn::cpu {
 
 struct Candidate {
@@ -13,14 +13,14 @@ struct Candidate {
   const Kernels* kernels;
 };
 
-// Of this build, those that the processor and FLASH_DMATTN_MAX_ISA allow, in ascending order. A cap that is not the name
-// of an instruction set throws at every call.
+// The instruction sets of this build that the processor and FLASH_DMATTN_MAX_ISA allow, in ascending order. Throws at
+// every call if the cap is not the name of an instruction set.
 std::span<const Candidate> allowed();
 
-// The largest of them, unless choose() was called.
+// The largest allowed instruction set, unless choose() was called.
 const Candidate& chosen();
 
-// For tests, while nothing is computed: `candidate` is one of allowed().
+// For tests, while no computation runs. `candidate` is an element of allowed().
 void choose(const Candidate& candidate);
 
 }  // namespace flash_dmattn::cpu

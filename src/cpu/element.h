@@ -4,8 +4,8 @@
 
 #include "flash_dmattn/types.h"
 
-// Two kinds of element. A dtype is the type of the arrays; it converts to and from fp32 vectors. A factor
-// element is the type that products multiply; it comes in words of 32 bits.
+// There are two kinds of element. A dtype is the type of the arrays; it converts to and from fp32 vectors.
+// A factor element is the type that products multiply, in words of 32 bits.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 struct F32 {
@@ -38,7 +38,7 @@ struct F16 {
   static Packed narrow(Vec v) { return to_f16(v); }
 };
 
-// The stored elements [0, min(count, lanes)) at p, zeros behind them. count >= 1.
+// Loads the stored elements [0, min(count, lanes)) at p, followed by zeros. count >= 1.
 template <class In>
 typename In::Packed load_packed(const typename In::Storage* p, int count) {
   using Packed = typename In::Packed;
@@ -61,7 +61,7 @@ void store_narrowed(typename In::Storage* p, Vec v, int count) {
   }
 }
 
-// A NaN becomes the upper limit.
+// Clamps to the limit; min replaces a NaN by the upper limit.
 inline Vec saturated(Vec v, float limit) { return max(min(v, splat(limit)), splat(-limit)); }
 
 template <class In>
@@ -96,23 +96,23 @@ inline void store_scalar(void* data, DType dtype, std::int64_t index, float valu
   }
 }
 
-// Factors in fp32: a word is one element. f16 is multiplied so as well: AVX512-FP16 accumulates in
-// half precision, and AMX-FP16 is younger than the compilers this has to build with.
+// Factors in fp32, one element per word. f16 uses them as well, because AVX512-FP16 accumulates in half
+// precision, and AMX-FP16 is newer than the oldest supported compiler.
 struct Single {
   static constexpr int per_word = 1;
   static constexpr int depth_step = 1;  // words
   static constexpr int strip_rows = vector_strip_rows;
-  struct Session {};  // products need no set-up
+  struct Session {};  // products need no setup
 
   static Vec dot(Vec sum, Vec a, Vec b) { return fma(a, b, sum); }
 
-  // `lanes` words of a row; `count` elements are left in it.
+  // Loads `lanes` words of a row that has `count` elements left.
   template <class In>
   static Vec load_words(const typename In::Storage* p, int count) {
     return load_widened<In>(p, count);
   }
-  // Words for elements i of two rows: one element each here, two where a word holds two. second is null
-  // behind the end.
+  // Loads words for elements i of two rows: one element each here, two where a word holds two. second is null
+  // after the last row.
   template <class In>
   static Vec load_interleaved(const typename In::Storage* first, const typename In::Storage*,
                               int count) {
@@ -121,7 +121,7 @@ struct Single {
   // The largest magnitude as the bits of an fp32, per lane.
   static Int magnitude(Vec words) { return bits(words) & 0x7fffffff; }
 
-  // Elements [n, n + 2 * lanes) of a row of words.
+  // Stores elements [n, n + 2 * lanes) of a row of words.
   static void store_row(float* row, int n, Vec left, Vec right) {
     store(row + n, left);
     store(row + n + lanes, right);

@@ -82,7 +82,12 @@ struct FewQueries {
       const int columns = round_up(visible, 2 * lanes);
       const auto keys = addresses(t.k, tile, block, visible, blocks);
       const auto values = addresses(t.v, tile, block, visible, blocks);
-      const ScoreExponents exponents = multiply_keys_of(tile, keys, visible, columns);
+      ScoreExponents exponents;
+      if (q_large) exponents.queries = q_exponents;
+      if (multiply_keys_of_any_size<In, Element>(q, q_ld, tile.rows, keys, visible, columns,
+                                                 t.head_dim, s, staged, k_exponents)) {
+        exponents.keys = k_exponents;
+      }
       const bool general = needs_score_rows(t, terms, exponents);
       if (general) {
         score_rows(t, tile, block, terms, exponents, 0, tile.rows, columns, s, nullptr,
@@ -115,31 +120,6 @@ struct FewQueries {
             [&](int i) { return first + blocks.peek(i) * array.row; }};
   }
 
-  // Of rows in `staged`, behind which nothing is read.
-  RowAddresses<Storage> staged_addresses(int visible) const {
-    return {staged_rows(staged, t.head_dim), visible, [this](int) { return staged; }};
-  }
-
-  // s = q k^T. Sums of large numbers are made again from rows that are scaled by the powers that it returns.
-  ScoreExponents multiply_keys_of(const Tile& tile, const RowAddresses<Storage>& keys, int visible,
-                                  int columns) {
-    ScoreExponents exponents;
-    if (q_large) exponents.queries = q_exponents;
-    const auto multiply_rows = [&](const RowAddresses<Storage>& rows_of_keys) {
-      multiply_keys<In, Element>(q, q_ld, tile.rows, rows_of_keys, visible, columns, t.head_dim, s,
-                                 block_keys);
-    };
-    multiply_rows(keys);
-    // A bound of q . k of small elements (magnitude.h, score.h).
-    constexpr std::int32_t limit = (127 + 64) << 23;
-    if (!any(magnitude_of(s, tile.rows, columns, block_keys) > limit)) return exponents;
-    for (int n = 0; n < block_keys; ++n) k_exponents[n] = 0;
-    stage_rows<In>(keys, visible, t.head_dim, NonFiniteInput::keep, staged, k_exponents);
-    multiply_rows(staged_addresses(visible));
-    exponents.keys = k_exponents;
-    return exponents;
-  }
-
   // out += p v. Sums that overflow, or meet inf and NaN, are made again from scaled rows in a larger unit.
   void multiply_values_of(const Tile& tile, const KeyBlock& block,
                           const RowAddresses<Storage>& values, int visible,
@@ -154,7 +134,7 @@ struct FewQueries {
     if (*softmax.out_shift == 0) {
       multiply_rows(values);
       constexpr std::int32_t limit = (127 + 100) << 23;
-      const Int largest = magnitude_of(softmax.out, tile.rows, head_columns, head_columns);
+      const Int largest = largest_magnitude(softmax.out, tile.rows, head_columns, head_columns);
       if (!any(largest > limit)) return;
       __builtin_memcpy(softmax.out, before, bytes);
     }
@@ -174,17 +154,7 @@ struct FewQueries {
                                           : sees(t, tile, block, terms, r, n);
                       },
                       values, tile.rows, visible, t.head_dim, {softmax.out, head_columns});
-    multiply_rows(staged_addresses(visible));
-  }
-
-  static Int magnitude_of(const float* data, int count, int columns, std::int64_t ld) {
-    Int largest{};
-    for (int r = 0; r < count; ++r) {
-      for (int n = 0; n < columns; n += lanes) {
-        largest = larger(largest, bits(load(data + r * ld + n)) & 0x7fffffff);
-      }
-    }
-    return largest;
+    multiply_rows(staged_addresses(staged, visible, t.head_dim));
   }
 };
 

@@ -12,8 +12,9 @@
 #include "cpu/scratch.h"
 #include "cpu/task.h"
 
-// Forward: one item is a tile of queries of one kv head, all heads of its group stacked. For each
-// block of keys, strip by strip of rows: s = q k^T, the online softmax, out += p v. (Dao, arXiv 2307.08691.)
+// The forward. One item is a tile of queries of one kv head, with all heads of its group stacked. For each
+// block of keys and each strip of rows it computes s = q k^T, the online softmax, and out += p v
+// (Dao, arXiv 2307.08691).
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 template <class In, class Element>
@@ -25,7 +26,7 @@ struct ForwardTile {
   const Shape<Element> shape;
   Factor q;
   ForwardKeys<In, Element> own_keys;  // packed by this tile
-  ForwardKeys<In, Element> keys;      // of the current block
+  ForwardKeys<In, Element> keys;      // the current block
   float* s;                           // [strip, block_keys]
   float* p;                           // [strip, key_words] words; s itself where a word is an fp32
   OnlineSoftmax softmax;
@@ -158,7 +159,7 @@ std::int64_t forward_scratch(const Task& task) {
   return allocator.used();
 }
 
-// Tiles of a head from last to first: under a causal mask the last one takes longest.
+// The tiles of a head run from last to first, because the last one takes longest under a causal mask.
 template <class In, class Element>
 void forward_item(const ForwardTask& task, std::int64_t item, void* scratch) {
   const std::int64_t index = task.tiles - 1 - item % task.tiles;

@@ -12,21 +12,13 @@
 namespace flash_dmattn::cpu {
 namespace {
 
-// A call of few queries is bound by the bandwidth of memory up to so many rows of a tile; beyond, packing a block of keys
-// for fast products pays.
-constexpr std::int64_t most_queries = 64;
-constexpr std::int64_t most_rows = 64;
-
 // Keys are split into enough items for this many workers, however many there are (results do not depend on their
 // number), but no finer than a few blocks of keys.
 constexpr std::int64_t target_items = 64;
 constexpr std::int64_t least_split_keys = 4 * block_keys;
 
 int splits_of(const Task& t) {
-  if (t.slots.counts == nullptr &&
-      (t.seqlen_q > most_queries || t.tile_queries * t.group > most_rows)) {
-    return 0;
-  }
+  if (t.slots.counts == nullptr && !t.few_queries) return 0;
   const std::int64_t tiles = std::max<std::int64_t>(t.batch * t.heads_kv * t.tiles, 1);
   const std::int64_t wanted = (target_items + tiles - 1) / tiles;
   const std::int64_t most = (t.seqlen_k + least_split_keys - 1) / least_split_keys;

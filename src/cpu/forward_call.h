@@ -5,8 +5,8 @@
 #include "cpu/task.h"
 #include "flash_dmattn/attention.h"
 
-// The forward on the workers. With `slots` the keys of a (batch, kv head) are the taken slots of a KV cache, and its
-// next victim is found on the way; there is one query then.
+// Runs the forward on the workers. With `slots`, the call has one query, the keys of a (batch, kv head) are the
+// occupied slots of a KV cache, and the call also finds the cache's next victim.
 namespace flash_dmattn::cpu {
 
 std::size_t forward_workspace_size(const ForwardArgs& args, const Execution& execution,

@@ -8,7 +8,7 @@
 #include "cpu/reduce.h"
 #include "cpu/shared_dbias.h"
 
-// The functions of this instruction set, one instance per dtype of the arrays and element of products.
+// The functions of this instruction set, with one instance per dtype of the arrays and factor element.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 // Calls f<In, Element>() for the dtype of a task.

@@ -42,7 +42,7 @@ struct ForwardKeys {
 
 template <class In, class Element>
 struct BackwardKeys {
-  Panels k_transposed;  // b of s = q k^T
+  Panels k_transposed;  // b of s = q k^T; not of few queries
   Panels k_panels;      // b of dq += ds k
   Panels v_transposed;  // b of dp = dout v^T
   LargeKeys* large;
@@ -55,8 +55,9 @@ struct BackwardKeys {
 
   template <class RowAt>
   void pack(const Task& t, const RowAt& k_row, const RowAt& v_row, int count) const {
-    large->k = is_large(pack_transposed<In, Element>(k_row, count, t.head_dim, k_transposed));
-    pack_panels<In, Element>(k_row, count, padded_depth<Element>(count), t.head_dim, k_panels);
+    if (!t.few_queries) pack_transposed<In, Element>(k_row, count, t.head_dim, k_transposed);
+    large->k = is_large(
+        pack_panels<In, Element>(k_row, count, padded_depth<Element>(count), t.head_dim, k_panels));
     large->v = is_large(pack_transposed<In, Element>(v_row, count, t.head_dim, v_transposed));
   }
 };

@@ -5,8 +5,7 @@
 #include "cpu/element.h"
 #include "cpu/task.h"
 
-// The keys that a tile of queries visits, block by block, and the terms that its queries share for
-// them.
+// The blocks of keys that a tile of queries visits, and the score terms that depend on the key alone.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 struct Tile {
@@ -30,7 +29,7 @@ struct KeyBlock {
   const std::int32_t* index = nullptr;
   std::int64_t start = 0;
   int count = 0;
-  bool partial = false;  // some query of the tile does not see some key: test every element
+  bool partial = false;  // some query of the tile does not see some key, so elements are tested
 
   std::int64_t key(int n) const { return index != nullptr ? index[n] : start + n; }
 };
@@ -72,7 +71,7 @@ class KeyBlockIterator {
     return true;
   }
 
-  // Leaves part `part` of `parts`, whole blocks of about the same number.
+  // Restricts the iteration to part `part` of `parts`, each of about the same number of whole blocks.
   void take_part(int part, int parts) {
     const std::int64_t blocks = (end_ + block_keys - 1) / block_keys;
     const std::int64_t end = blocks * (part + 1) / parts * block_keys;
@@ -83,27 +82,27 @@ class KeyBlockIterator {
     if (end < end_) end_ = end;
   }
 
-  // The key that comes i places after the last block, also in the part behind this one, or the last key of all.
+  // The i-th key after the last block, possibly in the next part; the last key of all where there are fewer.
   std::int64_t peek(int i) const {
-    const std::int64_t last = last_ - position_;  // -1: the last one of the block
+    const std::int64_t last = last_ - position_;  // -1: the last key of the block
     const std::int64_t at = i < last ? i : last;
     return index_ != nullptr ? index_[at] : position_ + at;
   }
 
-  // Of the remaining keys.
+  // The range of the remaining keys.
   std::int64_t position() const { return position_; }
   std::int64_t end() const { return end_; }
 
  private:
-  const std::int32_t* index_ = nullptr;  // of the key at position_
+  const std::int32_t* index_ = nullptr;  // the list from position_ on
   std::int64_t position_ = 0;
   std::int64_t end_ = 0;
   std::int64_t last_ = 0;  // key of all parts
-  std::int64_t full_ = 0;  // keys before this one are seen by every query
+  std::int64_t full_ = 0;  // every query sees the keys before this one
 };
 
 // Terms of the score that depend on the key alone, and the rows of the tile that see any key of the
-// block. A key that is masked for every query has the column term -inf, as have the columns behind the
+// block. A key that is masked for every query has the column term -inf, and so do the columns after the
 // block's last key.
 struct KeyTerms {
   std::int32_t first[block_keys];  // query i sees key n when first[n] <= i < last[n]
@@ -113,7 +112,7 @@ struct KeyTerms {
   bool test_intervals;
   bool test_mask;
   bool infinite_bias;      // some column term is +inf, which only NonFinite::propagate leaves there
-  int row_begin, row_end;  // rows outside see none of the keys
+  int row_begin, row_end;  // rows outside of this range see none of the keys
 
   const float* columns_of(int row) const {
     return columns + row % column_heads * std::int64_t{block_keys};
@@ -121,8 +120,8 @@ struct KeyTerms {
   bool empty() const { return row_begin >= row_end; }
 };
 
-// Keys of the block, counted from its first, that some row up to `last_row` may see: on the diagonal of
-// a causal mask fewer than it has.
+// The number of leading keys of the block that some row up to `last_row` may see, which is less than its
+// count on the diagonal of a causal mask.
 inline int visible_keys(const Task& t, const Tile& tile, const KeyBlock& block, int last_row) {
   if (!t.causal || block.index != nullptr) return block.count;
   const int row = last_row < tile.rows ? last_row : tile.rows - 1;
@@ -131,7 +130,7 @@ inline int visible_keys(const Task& t, const Tile& tile, const KeyBlock& block, 
   return visible < block.count ? static_cast<int>(visible) : block.count;
 }
 
-// The first row that a causal mask lets see key n of a block of consecutive keys, and all after it.
+// The first row that sees key n of a block of consecutive keys under a causal mask; all later rows see it, too.
 inline int first_row(const Task& t, const Tile& tile, const KeyBlock& block, int n) {
   if (!t.causal) return 0;
   const std::int64_t query = block.start + n - tile.causal_offset - tile.first_query;
@@ -159,13 +158,13 @@ inline int column_heads(const Task& t) {
   return differ ? static_cast<int>(t.group) : 1;
 }
 
-// A bias as it enters a score: one that masks becomes -inf, and +inf the largest number where it saturates.
+// A bias as it enters a score. A masking bias becomes -inf; with saturation, +inf becomes the largest number.
 inline Vec bias_term(const Task& t, Vec bias) {
   const float largest = t.saturate ? float_max : infinity;
   return bias > splat(t.mask_value) ? min(bias, splat(largest)) : splat(-infinity);
 }
 
-// The bias of keys [n, n + lanes) of the block in the row that begins at `row`, 0 behind the last key.
+// The bias of keys [n, n + lanes) of the block in the row that begins at `row`, 0 after the last key.
 inline Vec load_bias(const Task& t, std::int64_t row, const KeyBlock& block, int n) {
   if (block.index == nullptr && t.bias.key == 1 && n + lanes <= block.count) {
     const std::int64_t at = row + block.start + n;
@@ -258,7 +257,7 @@ struct MaskContent {
   }
 };
 
-// Reads the tile of a dense mask: an empty one costs nothing more, and a full one is not tested.
+// Reads the tile of a dense mask, so that an empty tile costs nothing more and a full one needs no tests.
 inline void mask_terms(const Task& t, const Tile& tile, const KeyBlock& block, KeyTerms& terms) {
   const int group = static_cast<int>(t.group);
   MaskContent content;

@@ -13,7 +13,7 @@
 #include "cpu/selection/rank.h"
 #include "tasks.h"
 
-// KV caches on the workers, one (batch, kv head) at a time; decoding attends as any forward of few queries does.
+// KV caches on the workers, one (batch, kv head) per task. Decoding attends like any forward of few queries.
 namespace flash_dmattn::cpu {
 namespace {
 
@@ -42,7 +42,7 @@ struct Row {
     return static_cast<char*>(t.data) + at * size_of(cache.shape.dtype);
   }
 
-  // Token t of [B, S, Hkv, D].
+  // The row of token t in a tensor [B, S, Hkv, D].
   const char* token(const ConstTensor4& tensor, std::int64_t t) const {
     const std::int64_t at = b * tensor.stride[0] + t * tensor.stride[1] + h * tensor.stride[2];
     return static_cast<const char*>(tensor.data) + at * size_of(cache.shape.dtype);
@@ -60,7 +60,7 @@ struct Row {
     positions[slot] = position;
   }
 
-  // The content of a slot of `from`, which may be this row.
+  // Copies a slot of `from`, which may be this row.
   void copy(std::int64_t slot, const Row& from, std::int64_t source) const {
     put(slot, from.address(from.cache.k, source), from.address(from.cache.v, source),
         from.scores[source], from.positions[source]);
@@ -152,7 +152,7 @@ void append(const AppendArgs& args, const Execution& execution) {
 
 // ---- Chunks --------------------------------------------------------------------------------------
 
-// The best keys of a row while its pending tokens come one after the other, at most w of them.
+// The best keys of a row, at most w of them, while pending tokens are added one by one.
 class BestKeys {
  public:
   struct Key {
@@ -167,7 +167,7 @@ class BestKeys {
     for (std::int64_t slot = 0; slot < row.count.count; ++slot) add(slot);
   }
 
-  // The slot that leaves for the key in this one, which may be the key itself; none while there is room.
+  // Adds the key in `slot`. Returns the slot of the key that leaves, possibly `slot` itself, or none if there was room.
   std::int64_t add(std::int64_t slot) {
     if (std::isnan(row_.scores[slot])) return slot;
     const Key key{row_.rank(slot), slot};
@@ -184,7 +184,7 @@ class BestKeys {
 
   std::int64_t size() const { return size_; }
   bool is_full() const { return size_ == row_.window(); }
-  Key* begin() const { return keys_; }  // the worst first, once it is full
+  Key* begin() const { return keys_; }  // the worst key comes first once the heap is full
   Key* end() const { return keys_ + size_; }
 
  private:
@@ -193,7 +193,7 @@ class BestKeys {
   std::int64_t size_ = 0;
 };
 
-// A worker's BestKeys, and a flag for each slot.
+// The size of a worker's BestKeys and of a flag for each slot.
 std::size_t scratch_bytes(const KvCacheShape& s) {
   const auto slots = static_cast<std::size_t>(s.window);
   return align_up(slots * sizeof(BestKeys::Key)) + align_up(slots);
@@ -219,7 +219,7 @@ void pending_intervals(const PendingIntervalsArgs& args, const Execution& execut
     std::fill_n(intervals, row.count.count, KeyInterval{0, end});
     BestKeys best(row, key_memory(args.cache, execution, worker));
     for (std::int64_t slot = row.window(); slot < keys; ++slot) {
-      // The first query that sees the key, and the first that no longer sees the one it replaces.
+      // The first query that sees the key is also the first that no longer sees the key it replaces.
       const auto first = static_cast<std::int32_t>(std::max<std::int64_t>(slot - (keys - end), 0));
       const std::int64_t leaving = best.add(slot);
       if (leaving == slot) continue;
@@ -240,7 +240,7 @@ void commit(const CommitArgs& args, const Execution& execution) {
     BestKeys::Key* const memory = key_memory(cache, execution, worker);
     BestKeys best(row, memory);
     for (std::int64_t t = 0; t < kept(row.b); ++t) best.add(row.window() + t);
-    // Pending keys among the best go where keys that are not leave a place.
+    // Pending keys among the best take the slots of keys that are no longer among the best.
     auto* const stays = reinterpret_cast<char*>(memory) +
                         align_up(static_cast<std::size_t>(row.window()) * sizeof(BestKeys::Key));
     std::memset(stays, 0, static_cast<std::size_t>(row.window()));
@@ -264,7 +264,7 @@ void commit(const CommitArgs& args, const Execution& execution) {
 
 // ---- Decoding ------------------------------------------------------------------------------------
 
-// The new token takes a free slot or that of the victim, or is not among the best.
+// Puts the new token in a free slot or in the victim's slot, unless the victim is better.
 void insert(const DecodeStepArgs& args, const Row& row) {
   const float score = row.token_score(args.scores, 0);
   const std::int32_t position = args.cache.seen[row.b];
@@ -303,7 +303,7 @@ std::size_t decode_step_workspace_size(const DecodeStepArgs& args, const Executi
 }
 
 void decode_step(const DecodeStepArgs& args, const Execution& execution) {
-  // A few rows are written before other threads would have woken.
+  // A single thread writes a few rows faster than other threads wake up.
   constexpr std::int64_t few = 64;
   Execution inserting = execution;
   if (rows_of(args.cache) <= few) inserting.workers = 1;

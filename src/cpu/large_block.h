@@ -8,17 +8,17 @@
 #include "cpu/score.h"
 #include "cpu/scratch.h"
 
-// Blocks of the backward whose sums fp32 may not hold: ds alone reaches 2^265 when every input is near
-// 2^128. Scores are formed by the common path, since p has to equal the forward's; all later steps are
-// in double, element by element, at about a sixth of the speed.
+// Computes blocks of the backward whose sums may leave fp32: ds alone reaches 2^265 when every input is near
+// 2^128. The common path makes the scores, since p has to equal the forward's. All later steps are in
+// double, element by element, at about a sixth of the speed.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 // The sums of a tile and a block in double, and the rows of the block in fp32.
 struct LargeSums {
-  double* dq;        // [padded_rows, head_columns]; on top of the sums in fp32
+  double* dq;        // [padded_rows, head_columns], added to the sums in fp32
   double *dk, *dv;   // [block_keys, head_columns]
   float *k, *v;      // the same
-  double *q, *dout;  // [head_columns]: of the current row
+  double *q, *dout;  // [head_columns], the current row
   bool has_dq = false;
 
   template <class Shape>
@@ -34,7 +34,7 @@ struct LargeSums {
   }
 };
 
-// scale * (sum + more[i]), in double before it is rounded.
+// scale * (sum + more[i]), computed in double and then rounded.
 inline Vec scaled_sum(Vec sum, const double* more, float scale) {
   for (int i = 0; i < lanes; ++i) {
     const double total = static_cast<double>(sum[i]) + more[i];
@@ -53,7 +53,7 @@ inline float to_upper_half(double value) {
   return load_as<float>(&half);
 }
 
-// totals[d] += the sums of a slot.
+// Adds the sums of a slot to totals[d].
 inline void add_sums(const float* sums, SlotForm form, int columns, double* totals) {
   for (int d = 0; d < columns; ++d) {
     totals[d] += form == SlotForm::halves ? from_upper_half(sums[d]) : static_cast<double>(sums[d]);
@@ -65,7 +65,7 @@ inline void store_sums(const double* totals, SlotForm form, int columns, float* 
   }
 }
 
-// The form that can hold the totals.
+// The smallest form that can represent the totals.
 inline SlotForm form_of(const double* totals, int columns) {
   bool addable = true;
   bool single = true;
@@ -77,7 +77,7 @@ inline SlotForm form_of(const double* totals, int columns) {
   return addable ? SlotForm::addable : single ? SlotForm::single : SlotForm::halves;
 }
 
-// A row in fp32, with zeros up to whole vectors.
+// Converts a row to fp32, with zeros up to whole vectors.
 template <class In>
 void load_row(const typename In::Storage* from, int head_dim, float* to) {
   for (int d = 0; d < head_dim; d += lanes) {
@@ -85,7 +85,7 @@ void load_row(const typename In::Storage* from, int head_dim, float* to) {
   }
 }
 
-// In a fixed order, the same for all rows.
+// A dot product that adds in a fixed order, the same for all rows.
 inline double dot(const double* a, const float* b, int columns) {
   double sums[lanes] = {};
   for (int d = 0; d < columns; d += lanes) {
@@ -96,7 +96,7 @@ inline double dot(const double* a, const float* b, int columns) {
   return sum;
 }
 
-// The elements of one row. s_row: q . k, or the score.
+// Computes the elements of one row. s_row is q . k, or the score.
 template <class In, class Unit>
 void add_large_row(Unit& u, const Tile& tile, const KeyBlock& block, const ScoreForm& form, int row,
                    int strip_row, int visible, const float* s_row) {
@@ -115,13 +115,13 @@ void add_large_row(Unit& u, const Tile& tile, const KeyBlock& block, const Score
     u.large.q[d] = static_cast<double>(q[d]);
     u.large.dout[d] = static_cast<double>(dout[d]);
   }
-  // As dp below: where a query sees one key, out = v, and their difference is exactly 0.
+  // delta is computed like dp below: where a query sees one key, out = v, and their difference is exactly 0.
   const double delta = dot(u.large.dout, out, columns);
   const float* const column = u.terms.columns_of(row);
-  // An inf or NaN in what makes the scores has made lse NaN, and shall show. Such a row has out = NaN, too, so
-  // that all its blocks come here.
+  // An inf or NaN among the inputs of the scores has made lse NaN and has to propagate. Such a row also has
+  // out = NaN, so all its blocks take this path.
   const bool unknown = u.lse[row] != u.lse[row];
-  // Where inf and NaN show, 0 * inf is NaN for an element that is seen, and those that are not get another p.
+  // If inf and NaN propagate, 0 * inf is NaN for a visible element, so an invisible one needs another p.
   const Vec unseen = splat(t.saturate ? 0.0f : -1.0f);
   for (int n = 0; n < visible; n += lanes) {
     const Vec p = unknown ? splat(not_a_number) : u.probability(form, row, n, s_row, column);

@@ -8,12 +8,12 @@
 // Keeps products of large numbers in range. Elements up to 2^28 need no scaling: the longest chain,
 // dk = sum (dout . v) q, stays below 2^(28 + 28 + 8 + 28 + 31). A larger element, an inf or a NaN sends
 // its tile or block to the slow path. For scores and out, rows are packed times a power of two that brings
-// their largest element below 2^28, and the factors return where the sums stay in range; the sums of the
-// backward are in double (large_block.h).
+// their largest element below 2^28, and the factors are undone where the sums stay in range. The backward
+// sums in double there (large_block.h).
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 inline constexpr int safe_exponent = 28;
-// out is summed in units of 2^sum_unit where v is large.
+// Where v is large, out is summed in units of 2^sum_unit.
 inline constexpr int sum_unit = 40;
 
 inline bool is_nonfinite(Int magnitude) { return any(magnitude >= 0x7f800000); }
@@ -23,7 +23,7 @@ inline bool is_large(Int magnitude) { return any(magnitude > ((127 + safe_expone
 // 2^exponent for |exponent| <= 126.
 inline float power_of_two(int exponent) { return from_bits(Int{} + ((127 + exponent) << 23))[0]; }
 
-// v * 2^exponent, also where the power is out of range.
+// v * 2^exponent, even where 2^exponent is out of range.
 inline float scaled(float v, int exponent) {
   while (exponent > 126) {
     v *= power_of_two(126);
@@ -36,8 +36,8 @@ inline float scaled(float v, int exponent) {
   return v * power_of_two(exponent);
 }
 
-// v[i] * 2^(exponents[i] - shift). Not inlined: it is rare, and would spill the registers of the loops
-// around it.
+// v[i] * 2^(exponents[i] - shift). The function is rare and not inlined, because it would spill the registers
+// of the surrounding loops.
 [[gnu::noinline]] inline Vec scaled(Vec v, const std::int32_t* exponents, int shift) {
   for (int i = 0; i < lanes; ++i) v[i] = scaled(v[i], exponents[i] - shift);
   return v;
@@ -85,8 +85,8 @@ void drop_nonfinite(const RowAt& row, int rows, int head_dim, typename In::Stora
   }
 }
 
-// c[r] += sum_k a(r, k) b[k] over the non-finite elements of b alone, where counts(r, k): the product itself
-// had zeros for them, since a masked element contributes 0 and 0 * inf is NaN.
+// c[r] += sum_k a(r, k) b[k] over the non-finite elements of b where counts(r, k) is true. The product itself
+// had zeros for these elements, since a masked element contributes 0 and 0 * inf is NaN.
 template <class In, class A, class Counts, class RowAt>
 void add_nonfinite(const A& a, const Counts& counts, const RowAt& b, int rows, int depth,
                    int head_dim, Product c) {

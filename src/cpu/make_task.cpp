@@ -3,6 +3,14 @@
 #include "cpu/schedule.h"
 
 namespace flash_dmattn::cpu {
+namespace {
+
+// A call of few queries is bound by the bandwidth of memory up to so many rows of a tile; beyond, packing a block of keys
+// for fast products pays.
+constexpr std::int64_t most_queries = 64;
+constexpr std::int64_t most_rows = 64;
+
+}  // namespace
 
 Rows rows_of(const ConstTensor4& tensor) {
   return {const_cast<void*>(tensor.data), tensor.stride[0], tensor.stride[1], tensor.stride[2]};
@@ -34,8 +42,8 @@ Task task_of(const Problem& p, const Inputs& in, const Schedule& schedule) {
   t.head_dim = static_cast<int>(p.head_dim);
   t.head_dim_padded = (t.head_dim + 15) / 16 * 16;
   t.dtype = p.dtype;
-  t.scale = p.scale;
-  t.softcap = p.softcap;
+  t.scale = static_cast<float>(p.scale);
+  t.softcap = static_cast<float>(p.softcap);
   t.mask_value = static_cast<float>(mask_value(p.bias_dtype));
   t.causal = p.causal;
   t.saturate = p.nonfinite == NonFinite::saturate;
@@ -48,6 +56,7 @@ Task task_of(const Problem& p, const Inputs& in, const Schedule& schedule) {
   t.tile_queries = static_cast<int>(tile_queries(p));
   t.tile_lists = query_tile_lists(schedule, {}, t.tile_queries);
   t.tiles = (p.seqlen_q + t.tile_queries - 1) / t.tile_queries;
+  t.few_queries = t.seqlen_q <= most_queries && t.tile_queries * t.group <= most_rows;
   return t;
 }
 

@@ -5,7 +5,7 @@
 #include "cpu/task.h"
 #include "flash_dmattn/attention.h"
 
-// Tasks from arguments: shapes and strides, resolved once.
+// Makes tasks from arguments, with shapes and strides resolved once.
 namespace flash_dmattn::cpu {
 
 // Rows of a tile and their scratch memory are counted in int, in units of the group.
@@ -16,11 +16,11 @@ Term term_of(const ConstTensor4& tensor, DType dtype, const Problem& problem,
              const BroadcastShape& shape);
 Task task_of(const Problem& problem, const Inputs& in, const Schedule& schedule);
 
-// Without intervals every tile of a head visits the same blocks of keys. With one tile there is nothing
-// to share, and the scratch of a worker is smaller.
+// Whether tiles share packed keys: without intervals every tile of a head visits the same blocks of keys. A
+// single tile has nothing to share, and needs less scratch per worker unshared.
 bool shares_keys(const Task& task);
 
-// Of all heads together.
+// The number of key blocks over all heads.
 std::int64_t all_key_blocks(const Task& task);
 
 bool is_empty(const Problem& problem);

@@ -3,9 +3,9 @@
 // exp and tanh in fp32.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
-// e^x for x <= 88, 0 below -86.6 (where 2^n below would leave the normal numbers), exactly 1 at 0.
-// 2^n * 2^r, |r| <= 1/2, with n from the low bits of x log2(e) + 1.5 * 2^23. The minimax polynomial of
-// degree 6 is off by 2e-9; with the rounding of x log2(e) the error is below 2 ulp for |x| < 16.
+// e^x for x <= 88, exactly 1 at 0, and 0 below -86.6, where the factor 2^n would leave the normal numbers.
+// The result is 2^n * 2^r, |r| <= 1/2, with n from the low bits of x log2(e) + 1.5 * 2^23. The minimax
+// polynomial of degree 6 is off by 2e-9. With the rounding of x log2(e) the error is below 2 ulp for |x| < 16.
 inline Vec exp(Vec x) {
   constexpr float log2_e = 0x1.715476p0f;
   constexpr float round = 0x1.8p23f;
@@ -21,7 +21,7 @@ inline Vec exp(Vec x) {
   return x > splat(-86.6f) ? result : Vec{};
 }
 
-// Below 5/8 a polynomial keeps the relative error at 1e-7; above, 1 - 2 / (e^2|x| + 1) does.
+// A polynomial below 5/8 and 1 - 2 / (e^2|x| + 1) above keep the relative error at 1e-7.
 inline Vec tanh(Vec x) {
   const Vec magnitude = from_bits(bits(x) & 0x7fffffff);
   const Vec t = x * x;

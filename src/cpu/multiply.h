@@ -2,14 +2,14 @@
 
 #include <cstdint>
 
-// c = a b, or c += a b, in fp32: the one place where multiplications happen. Depth is counted in words.
+// Computes c = a b or c += a b in fp32, the only products on the CPU. Depth is counted in words.
 //
 //   a  rows x depth words, row-major, or transposed: word (r, k) at a[k * lda + r]
-//   b  panels of panel_columns columns; panel p holds its [depth][panel_columns] words at
+//   b  panels of panel_columns columns; panel p has its [depth][panel_columns] words at
 //      b + p * panel_stride, so that a panel is read as one stream
 //   c  rows x columns fp32, row-major
 //
-// Every element of c is one sum in ascending order of depth, whatever the tiling: forward and backward
+// Every element of c is one sum in ascending order of depth, whatever the tiling, so forward and backward
 // compute bit-identical scores.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
@@ -33,8 +33,8 @@ struct Product {
 enum class Layout : std::uint8_t { row_major, transposed };
 enum class Store : std::uint8_t { replace, add };
 
-// Rows x (Vectors * lanes) of c in registers, over all of the depth, which is at least 1: GCC spills the
-// sums on both sides of a loop that may not run at all (4 % of the time at D = 128).
+// Keeps Rows x (Vectors * lanes) sums of c in registers over the whole depth. The depth is at least 1, because
+// GCC spills the sums on both sides of a loop that may not run at all (4 % of the time at D = 128).
 template <class Element, Layout layout, Store mode, int Rows, int Vectors>
 [[gnu::noinline]] void multiply_block(const float* a, std::int64_t lda, const float* b, float* c,
                                       std::int64_t ldc, std::int64_t depth) {
@@ -65,7 +65,7 @@ template <class Element, Layout layout, Store mode, int Rows, int Vectors>
   }
 }
 
-// rows: rounded up to a multiple of the strip. columns: a multiple of lanes.
+// Rows are rounded up to a multiple of the strip; columns are a multiple of lanes.
 template <class Element, Layout layout, Store mode>
 void multiply(Factor a, Panels b, Product c, int rows, int columns, std::int64_t depth) {
   if constexpr (requires {

@@ -9,18 +9,18 @@
 #include "cpu/scratch.h"
 #include "cpu/task.h"
 
-// The online softmax of the rows of a tile: sums over the keys so far, relative to each row's largest score.
-// (Milakov, Gimelshein, arXiv 1805.02867.)
+// The online softmax of the rows of a tile: sums over the keys so far, relative to each row's largest score
+// (Milakov, Gimelshein, arXiv 1805.02867).
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 struct OnlineSoftmax {
   const ForwardTask& t;
-  int rows;                 // of memory
+  int rows;                 // allocated
   int head_columns;         // head_dim rounded up to vectors
   float* out;               // [rows, head_columns]
   float* row_max;           // [rows]
   float* row_sum;           // [rows, lanes]: partial sums
-  bool* unknown;            // [rows]: inf or NaN made a score of the row, and shall show
+  bool* unknown;            // [rows]: a score came from inf or NaN, so the result is NaN
   std::int32_t* out_shift;  // out is in units of 2^out_shift
 
   OnlineSoftmax(const ForwardTask& task, int rows_, ScratchAllocator& allocator)
@@ -44,8 +44,8 @@ struct OnlineSoftmax {
     *out_shift = 0;
   }
 
-  // p = exp(s - max) of `count` rows from `row` on, in s [count, block_keys], passed to store_p(r, n, left, right) for
-  // 2 * lanes columns at a time; earlier sums are brought to the new maximum.
+  // Computes p = exp(s - max) for `count` rows from `row` on, with scores s [count, block_keys], and passes it to
+  // store_p(r, n, left, right), 2 * lanes columns at a time. Earlier sums are rescaled to the new maximum.
   template <class StoreP>
   void add_scores(int row, int count, int columns, const ScoreForm& form, const KeyTerms& terms,
                   const float* s, const StoreP& store_p) const {
@@ -76,7 +76,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // From now on out is in units of 2^sum_unit: some v is large.
+  // Switches out to units of 2^sum_unit, because some v is large.
   void use_large_unit() const { use_unit(sum_unit); }
 
   // Adds the sums over other keys.
@@ -90,7 +90,7 @@ struct OnlineSoftmax {
       if (new_max > row_max[r]) rescale(r, row_max[r] - new_max);
       row_max[r] = new_max;
       const Vec factor = exp(splat(other.row_max[r] - new_max));
-      if (factor[0] == 0 && t.saturate) continue;  // where 0 times inf would be NaN
+      if (factor[0] == 0 && t.saturate) continue;  // 0 times inf would be NaN
       store(sum_of(r), fma(load(other.sum_of(r)), factor, load(sum_of(r))));
       const Vec out_factor = factor * splat(unit);
       for (int d = 0; d < head_columns; d += lanes) {
@@ -127,10 +127,10 @@ struct OnlineSoftmax {
   }
 
  private:
-  // A row that has seen no key yet has no maximum; every p is then 0.
+  // A row that has seen no key yet has the maximum -inf; all its p are 0.
   static float subtracted_max(float max) { return max == -infinity ? 0.0f : max; }
 
-  // exp(old max - new max) times the sums of a row. Where that is 0, so are they: an inf that v brought is not seen.
+  // Multiplies the sums of a row by exp(old max - new max). A factor of 0 makes the sums 0, even an inf from v.
   void rescale(int row, float difference) const {
     const Vec factor = exp(splat(difference));
     const Int kept = factor > Vec{};

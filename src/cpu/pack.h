@@ -5,7 +5,7 @@
 #include "cpu/multiply.h"
 
 // Copies rows of q, k, v and dout, wherever they are in memory, into the layouts of multiply.h. `row(i)` is
-// the address of row i. Tails are zeros: a product reads only written words.
+// the address of row i. Tails are filled with zeros, so that a product reads only written words.
 //
 // Every function returns the largest magnitude of its rows (the bits of an fp32, per lane), from which
 // magnitude.h decides whether a product could overflow.
@@ -18,19 +18,19 @@ constexpr std::int64_t round_up(std::int64_t value, std::int64_t step) {
 
 inline Int larger(Int a, Int b) { return a > b ? a : b; }
 
-// Words of `elements` neighbours along a depth.
+// The number of words for `elements` neighbours along a depth.
 template <class Element>
 int depth_words(int elements) {
   return round_up(round_up(elements, Element::per_word) / Element::per_word, Element::depth_step);
 }
 
-// The rows of a factor of that depth, with the padding behind the elements.
+// The number of rows of a factor of that depth, including the padding.
 template <class Element>
 int padded_depth(int elements) {
   return depth_words<Element>(elements) * Element::per_word;
 }
 
-// As a row-major factor: `rows` rows of head_dim elements, with zeros up to padded_rows and ld words
+// Packs `rows` rows of head_dim elements as a row-major factor, with zeros up to padded_rows and ld words
 // (a multiple of lanes).
 template <class In, class Element, class RowAt>
 Int pack_rows(const RowAt& row, int rows, int padded_rows, int head_dim, float* to, int ld) {
@@ -51,7 +51,7 @@ Int pack_rows(const RowAt& row, int rows, int padded_rows, int head_dim, float* 
   return magnitude;
 }
 
-// As panels with rows as columns and the head dimension as depth: the b of q k^T.
+// Packs rows as panels with rows as columns and the head dimension as depth: the b of q k^T.
 template <class In, class Element, class RowAt>
 Int pack_transposed(const RowAt& row, int rows, int head_dim, Panels to) {
   constexpr int step = lanes * Element::per_word;
@@ -75,8 +75,8 @@ Int pack_transposed(const RowAt& row, int rows, int head_dim, Panels to) {
   return magnitude;
 }
 
-// As panels with rows as depth and the head dimension as columns: the b of p v. Zero rows up to
-// `padded_rows`, which fills its last word.
+// Packs rows as panels with rows as depth and the head dimension as columns: the b of p v. Rows up to
+// `padded_rows`, which fills the last word, are zeros.
 template <class In, class Element, class RowAt>
 Int pack_panels(const RowAt& row, int rows, int padded_rows, int head_dim, Panels to) {
   Int magnitude{};

@@ -6,11 +6,11 @@
 #include "cpu/large_block.h"
 #include "cpu/task.h"
 
-// The last step of the backward: dk and dv of a block of keys from the sums of all units that saw
-// them, in the order of the segments, and the gradient of a dense bias that heads share.
+// The last step of the backward. It makes dk and dv of a block of keys from the sums of all units that saw
+// them, in the order of the segments.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
-// The slot of `key` in a unit, or -1.
+// The slot of `key` in a unit, or -1 if it has none.
 inline std::int64_t find_slot(const BackwardTask& t, std::int64_t unit, std::int64_t key) {
   const std::int64_t count = t.slot_count[unit];
   if (t.slot_keys == nullptr) return key < count ? key : -1;

@@ -10,12 +10,12 @@
 
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
-// Rows of q or dout of a tile in the two layouts that products need.
+// The rows of q or dout of a tile in the two layouts that products need.
 template <class Element>
 struct RowFactors {
   Factor row_major;    // a of s = q k^T and dp = dout v^T
   Panels panels;       // b of dk = ds^T q and dv = p^T dout
-  bool large = false;  // some element is above the limit: the panels have not been written
+  bool large = false;  // some element is above the limit, so the panels were not written
 
   void take(const Shape<Element>& shape, ScratchAllocator& allocator) {
     row_major = shape.take_row_major(allocator);

@@ -3,7 +3,9 @@
 #include <cstdint>
 
 #include "cpu/element.h"
+#include "cpu/magnitude.h"
 #include "cpu/pack.h"
+#include "cpu/scratch.h"
 #include "cpu/task.h"
 
 // Products of few rows with rows of k and v as they lie in memory, each of which is read once: for few rows, packing a
@@ -151,6 +153,42 @@ void multiply_keys(const float* q, std::int64_t ld, int rows,
   for (int r = 0; r < rows; ++r) {
     for (int n = count; n < columns; ++n) s[r * s_ld + n] = 0;
   }
+}
+
+// The largest magnitude of a row-major array, as that of pack.h.
+inline Int largest_magnitude(const float* data, int rows, int columns, std::int64_t ld) {
+  Int largest{};
+  for (int r = 0; r < rows; ++r) {
+    for (int n = 0; n < columns; n += lanes) {
+      largest = larger(largest, bits(load(data + r * ld + n)) & 0x7fffffff);
+    }
+  }
+  return largest;
+}
+
+// Rows in `staged`, behind which nothing is read.
+template <class Storage>
+RowAddresses<Storage> staged_addresses(const Storage* staged, int count, int head_dim) {
+  return {staged_rows(staged, head_dim), count, [staged](int) { return staged; }};
+}
+
+// The same for numbers of any size, s [rows, block_keys]. Where sums leave the range that score.h expects, all are made
+// again from keys that are staged times 2^-exponents[n], and the result is true. Forward and backward call this for all
+// rows of a tile, so that their scores are the same to the bit.
+template <class In, class Element>
+bool multiply_keys_of_any_size(const float* q, std::int64_t ld, int rows,
+                               const RowAddresses<typename In::Storage>& keys, int count,
+                               int columns, int head_dim, float* s, typename In::Storage* staged,
+                               std::int32_t* exponents) {
+  multiply_keys<In, Element>(q, ld, rows, keys, count, columns, head_dim, s, block_keys);
+  // A bound of q . k of small elements (magnitude.h, score.h).
+  constexpr std::int32_t limit = (127 + 64) << 23;
+  if (!any(largest_magnitude(s, rows, columns, block_keys) > limit)) return false;
+  for (int n = 0; n < block_keys; ++n) exponents[n] = 0;
+  stage_rows<In>(keys, count, head_dim, NonFiniteInput::keep, staged, exponents);
+  multiply_keys<In, Element>(q, ld, rows, staged_addresses(staged, count, head_dim), count, columns,
+                             head_dim, s, block_keys);
+  return true;
 }
 
 // Keys whose rows of v stay in the first-level cache while all rows and columns are multiplied.

@@ -9,9 +9,9 @@
 namespace flash_dmattn::cpu {
 namespace {
 
-// Rows of a tile, all heads of the group together: enough to make the packing of a block of keys
-// (once for all of them) cheap, few enough for their sums to stay in the second-level cache. With
-// intervals the keys that a tile sees grow with its queries.
+// Rows of a tile over all heads of the group. They are enough to make the packing of a block of keys
+// (once per tile) cheap, and few enough for their sums to stay in the second-level cache. With intervals
+// a tile has fewer rows, because the keys that it sees grow with its queries.
 constexpr std::int64_t dense_rows = 384;
 constexpr std::int64_t interval_rows = 96;
 constexpr std::int64_t least_queries = 8;

@@ -6,10 +6,10 @@
 
 #include "selection/schedule_contents.h"
 
-// The CPU's schedule: query tile lists, the same for both directions.
+// The CPU's schedule consists of query tile lists, the same for both directions.
 namespace flash_dmattn::cpu {
 
-// Queries of a tile.
+// The number of queries of a tile.
 std::int64_t tile_queries(const Problem& problem);
 
 std::size_t schedule_size(const Problem& problem, const Visibility& visibility, Direction direction,

@@ -6,11 +6,11 @@
 #include "cpu/magnitude.h"
 #include "cpu/math.h"
 
-// From q . k to the score. Most blocks need one multiply-add per element, scale * (q . k) + column term,
-// which the softmax contains; all others go through score_rows first.
+// Turns q . k into scores. Most blocks need one multiply-add per element, scale * (q . k) + column term,
+// which the softmax contains. All others go through score_rows first.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
-// Powers of two that rows of q and k were packed with; null: none.
+// Exponents of the powers of two by which rows of q and k were packed; null if there are none.
 struct ScoreExponents {
   const std::int32_t* queries = nullptr;  // [rows of the tile]
   const std::int32_t* keys = nullptr;     // [block_keys]
@@ -18,18 +18,18 @@ struct ScoreExponents {
   bool any() const { return queries != nullptr || keys != nullptr; }
 };
 
-// A score before the softmax: multiplier * s + columns[n].
+// The form of a score before the softmax: multiplier * s + columns[n].
 struct ScoreForm {
   float multiplier;
-  bool final;  // score_rows has run: multiplier 1 and no column term
+  bool final;  // score_rows has run, so the multiplier is 1 and there is no column term
 };
 
 inline Vec score(const ScoreForm& form, const float* s, const float* columns) {
   return form.final ? load(s) : fma(load(s), splat(form.multiplier), load(columns));
 }
 
-// Whether a block goes through score_rows. q . k is below 2^64 where no exponents are given, and 2^38 times
-// that cannot overflow, not even with the largest bias.
+// Whether a block goes through score_rows. Without exponents q . k is below 2^64, and 2^38 times that cannot
+// overflow, not even with the largest bias.
 inline bool needs_score_rows(const Task& t, const KeyTerms& terms,
                              const ScoreExponents& exponents) {
   const bool huge_scale = !(t.scale < 0x1p38f && t.scale > -0x1p38f);
@@ -45,7 +45,7 @@ inline Int dense_mask(const Task& t, const std::uint8_t* row, const KeyBlock& bl
   return visible;
 }
 
-// Whether a row of the tile sees a key of the block: the tests of score_rows for one element.
+// Whether a row of the tile sees a key of the block, by the tests of score_rows.
 inline bool sees(const Task& t, const Tile& tile, const KeyBlock& block, const KeyTerms& terms,
                  int row, int n) {
   if (row >= tile.rows || !(terms.columns_of(row)[n] > -infinity)) return false;
@@ -64,9 +64,9 @@ inline bool sees(const Task& t, const Tile& tile, const KeyBlock& block, const K
   return !terms.test_intervals || (terms.first[n] <= query && query < terms.last[n]);
 }
 
-// Rows [row, row + rows) of the tile: q . k in s [rows, block_keys] becomes the score, -inf where the
-// element is masked. slope, where it is not null, becomes the derivative of the softcap. unknown [rows of the
-// tile], where it is not null, becomes true for rows that see an element whose score inf or NaN made.
+// Replaces q . k in s [rows, block_keys], for rows [row, row + rows) of the tile, by the score, or -inf where the
+// element is masked. Writes the derivative of the softcap to slope unless it is null. Sets unknown [rows of the
+// tile], unless it is null, to true for rows that see an element whose score came from inf or NaN.
 inline void score_rows(const Task& t, const Tile& tile, const KeyBlock& block,
                        const KeyTerms& terms, const ScoreExponents& exponents, int row, int rows,
                        int columns, float* s, float* slope, bool* unknown) {
@@ -84,7 +84,7 @@ inline void score_rows(const Task& t, const Tile& tile, const KeyBlock& block,
       }
       Vec x = load(s + n);
       const Vec column_term = load(column + n);
-      // q . k of finite elements is finite: packed with exponents, or small without.
+      // q . k of finite elements is finite, because large elements are packed with exponents.
       Int nonfinite = (bits(x) & 0x7fffffff) >= 0x7f800000;
       nonfinite |= column_term == splat(infinity);
       if (exponents.any() || t.softcap > 0) {
@@ -123,7 +123,7 @@ inline void score_rows(const Task& t, const Tile& tile, const KeyBlock& block,
         visible &= (first <= position) & (position < last);
       }
       if (unknown != nullptr && any(visible & nonfinite)) unknown[r] = true;
-      // A NaN becomes the lower limit.
+      // max replaces a NaN by the lower limit.
       x = min(max(x, splat(-float_max)), splat(float_max));
       store(s + n, visible ? x : splat(-infinity));
     }

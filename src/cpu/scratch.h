@@ -8,10 +8,10 @@
 #include "cpu/pack.h"
 #include "workspace_allocator.h"
 
-// The scratch memory of a worker, and the sizes of what lies in it.
+// The scratch memory of a worker: the sizes of its arrays, and addresses of rows.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
-// Its own for each instruction set (workspace_allocator.h).
+// Each instruction set has its own type of allocator (workspace_allocator.h).
 struct ScratchLayout {
   static constexpr std::size_t alignment = workspace_alignment;
 };
@@ -58,7 +58,7 @@ struct Shape {
   }
 };
 
-// Address of the row of `rows` for row r of a tile: query r / G, head r % G of the group.
+// Maps row r of a tile (query r / G, head r % G of the group) to its address in `rows`.
 template <class In>
 auto tile_rows(const Task& t, const Rows& rows, const Tile& tile) {
   return [&t, &rows, &tile](int r) {
@@ -68,7 +68,7 @@ auto tile_rows(const Task& t, const Rows& rows, const Tile& tile) {
   };
 }
 
-// Address of the row of k or v of key n of a block.
+// Maps key n of a block to the address of its row of k or v.
 template <class In>
 auto key_rows(const Rows& rows, std::int64_t batch, std::int64_t head, const KeyBlock& block) {
   const auto* first =
@@ -76,7 +76,7 @@ auto key_rows(const Rows& rows, std::int64_t batch, std::int64_t head, const Key
   return [first, &rows, &block](int n) { return first + block.key(n) * rows.row; };
 }
 
-// Rows staged by stage_rows.
+// Maps row r to its address in the output of stage_rows.
 template <class Storage>
 auto staged_rows(const Storage* rows, int head_dim) {
   return [rows, head_dim](int r) { return rows + std::int64_t{r} * head_dim; };

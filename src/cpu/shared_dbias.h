@@ -6,8 +6,8 @@
 
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
-// dbias of the queries of a tile, for all the heads and batch elements that share it, in their order.
-// slab = (b, hkv) of the bias; a broadcast dimension has one slab.
+// Computes dbias for the queries of a tile, summed in order over all heads and batch elements that share it.
+// A slab is a (b, hkv) of the bias; a broadcast dimension has one slab.
 template <class In, class Element>
 void shared_dbias_tile(const BackwardTask& t, std::int64_t tile_index, std::int64_t slab,
                        void* scratch) {

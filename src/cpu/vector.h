@@ -7,8 +7,8 @@
 // instruction. The instruction set's header defines `lanes` before it includes this file, and adds the
 // operations that compilers do not find by themselves.
 //
-// Each instruction set has its own namespace: of an inline function that two translation units with
-// different flags share, the linker keeps one copy, possibly with the wrong instructions.
+// Each instruction set has its own namespace. If two translation units with different flags shared an inline
+// function, the linker would keep one copy, possibly with the wrong instructions.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 using Vec [[gnu::vector_size(4 * lanes), gnu::may_alias]] = float;
@@ -22,7 +22,7 @@ inline constexpr float float_max = 0x1.fffffep127f;
 inline Int bits(Vec v) { return reinterpret_cast<Int>(v); }
 inline Vec from_bits(Int v) { return reinterpret_cast<Vec>(v); }
 
-// Modulo 2^32: a lane whose result is discarded may overflow.
+// Adds modulo 2^32, because a lane whose result is discarded may overflow.
 inline Int wrapping_add(Int a, Int b) {
   using Unsigned [[gnu::vector_size(4 * lanes), gnu::may_alias]] = std::uint32_t;
   return reinterpret_cast<Int>(reinterpret_cast<Unsigned>(a) + reinterpret_cast<Unsigned>(b));
@@ -94,7 +94,7 @@ void transpose(Vec* rows) {
   if constexpr (Step > 1) transpose<Step / 2>(rows);
 }
 
-// bf16: round to nearest even; NaN stays NaN, overflow becomes inf.
+// Rounds to nearest even; NaN stays NaN, overflow becomes inf.
 inline Half to_bf16(Vec v) {
   const Int b = bits(v);
   const Int rounded = wrapping_add(b, 0x7fff + ((b >> 16) & 1)) >> 16;

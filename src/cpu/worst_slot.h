@@ -5,7 +5,7 @@
 #include "cpu/keys.h"
 #include "cpu/task.h"
 
-// The next victim of a KV cache, found while its keys are read.
+// Finds the next victim of a KV cache while its keys are read.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 struct WorstSlot {
@@ -14,12 +14,12 @@ struct WorstSlot {
   std::int32_t slot;
 };
 
-// The lower score, or of equal ones the older position.
+// The key with the lower score, or with the older position if scores are equal.
 inline WorstSlot worse(const WorstSlot& a, const WorstSlot& b) {
   return b.score < a.score || (b.score == a.score && b.position < a.position) ? b : a;
 }
 
-// Among the keys of `blocks`, which are slots of `row` = b * Hkv + h. No score is NaN.
+// The worst key among the keys of `blocks`, which are slots of `row` = b * Hkv + h. No score is NaN.
 inline WorstSlot worst_slot(const Slots& slots, std::int64_t row, const KeyBlockIterator& blocks) {
   constexpr std::int32_t latest = 0x7fffffff;
   const float* scores = slots.scores + row * slots.stride;

@@ -4,7 +4,7 @@
 #include "cuda/zero_sum.h"
 #include "flash_dmattn/error.h"
 
-// Stands for the CUDA backend in a build without one: everything declines in the same words.
+// Replaces the CUDA backend in a build without one. Everything declines with the same reason.
 namespace flash_dmattn {
 namespace cuda {
 namespace {

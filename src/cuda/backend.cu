@@ -24,8 +24,8 @@ std::span<const Family* const> capped_families() {
   throw InvalidArgument("FLASH_DMATTN_CUDA_FAMILY", cap, known);
 }
 
-// The first kernels that compute a problem, of the families' first seats before any of their second ones; null:
-// none do, for these reasons.
+// The first kernels that compute a problem, where the first member of every family is tried before the second member of
+// any. Null, with the reasons, if no kernels do.
 template <class Args>
 struct Choice {
   const Kernels<Args>* kernels = nullptr;
@@ -58,7 +58,7 @@ Choice<BackwardArgs> choose_backward(const Problem& p, const DeviceProperties& d
   return {p, {&Family::backward}, device};
 }
 
-// Of a call that the backend has been found to support.
+// Returns the kernels of a call that the backend is known to support.
 template <class Args>
 const Kernels<Args>& chosen(const Choice<Args>& choice) {
   if (choice.kernels != nullptr) return *choice.kernels;
@@ -131,7 +131,8 @@ std::string supports(const Problem& p) {
   return backward.kernels == nullptr ? "backward: " + backward.reasons : "";
 }
 
-// Of a key list every family has the tile lists, which are the beginnings of the list; of intervals each its own.
+// With a key list, every family uses prefixes of the list as tile lists. With intervals, each family has its own form
+// of schedule.
 ScheduleForm schedule_form(const Problem& p, Direction direction) {
   if (p.key_list_shape[0] != 0) return {ScheduleKind::query_tile_lists, query_tile_rows};
   const DeviceProperties& device = current_device();
@@ -139,7 +140,7 @@ ScheduleForm schedule_form(const Problem& p, Direction direction) {
                                          : chosen(choose_backward(p, device)).schedule;
 }
 
-// Calls the body for the kind of schedule that a form names.
+// Calls the body that belongs to a form's kind of schedule.
 template <class Lists, class Slots>
 auto with_kind(const ScheduleForm& form, const Lists& lists, const Slots& slots) {
   switch (form.kind) {

@@ -47,7 +47,7 @@ struct FindFirst {
 
 struct ReadElement {
   Elements elements;
-  unsigned long long* first;  // becomes the bits of that element
+  unsigned long long* first;  // receives the bits of that element
 
   __device__ void operator()(long) const {
     *first = static_cast<unsigned long long>(

@@ -42,7 +42,7 @@ int code_capability() {
   return code.ptxVersion;
 }
 
-// `device` is the current one.
+// `device` is the current device.
 DeviceProperties read_properties(int device) {
   return {.index = device,
           .compute_capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
@@ -57,7 +57,7 @@ std::string find_driver() {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess) {
-    cudaGetLastError();  // leave no error behind for the caller's own calls
+    cudaGetLastError();  // clear the error, which the caller's own calls would report
     int driver = 0;
     if (cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0) return "no NVIDIA driver";
     return std::string("no CUDA device: ") + cudaGetErrorString(error);

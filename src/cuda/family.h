@@ -12,9 +12,9 @@
 #include "flash_dmattn/kv_cache.h"
 #include "selection/schedule_contents.h"
 
-// A family is a set of kernels for one generation of matrix instructions. The families sit in one table, the
-// newest first; a call runs on the first one that does not decline it. Everything that a single family decides
-// (tiles, accumulator layouts, which of its kernels runs) lies in its own folder.
+// A family is a set of kernels for one generation of matrix instructions. One table lists the families, newest
+// first; a call runs on the first family that does not decline it. Everything that a single family decides
+// (tiles, accumulator layouts, which of its kernels runs) is in its folder.
 //
 // Families agree on what a forward saves (lse and lse_low, see attention.h), so that the backward of one can
 // follow the forward of another.
@@ -32,27 +32,27 @@ struct ScheduleForm {
 // The kernels of a family for one kind of call.
 template <class Args>
 struct Kernels {
-  // Why these kernels do not compute the problem; "" when they do.
+  // The reason why these kernels do not compute the problem; "" if they do.
   std::string (*decline)(const Problem&) = nullptr;
-  // The schedule that they follow where there are intervals.
+  // The schedule that these kernels follow if there are intervals.
   ScheduleForm schedule;
   std::size_t (*workspace_size)(const Args&, const DeviceProperties&) = nullptr;
   void (*run)(const Args&, const DeviceProperties&, const Execution&) = nullptr;
   // The name of the main kernel that `run` would start, one of `names`.
   std::string (*name)(const Args&, const DeviceProperties&) = nullptr;
-  // Every main kernel that the build holds for a GPU.
+  // The names of all main kernels that the build has for a GPU.
   std::vector<std::string> (*names)(const DeviceProperties&) = nullptr;
 
   explicit operator bool() const { return run != nullptr; }
 };
 
-// The step of a KV cache: a token enters, and its query attends to the slots.
+// The step of a KV cache, which inserts a token and computes its query's attention over the slots.
 struct DecodeStep {
-  // Why it does not serve such a cache; "" when it does.
+  // The reason why the step does not support such a cache; "" if it does.
   std::string (*decline)(const KvCacheShape&) = nullptr;
   std::size_t (*workspace_size)(const DecodeStepArgs&, const DeviceProperties&) = nullptr;
   void (*run)(const DecodeStepArgs&, const DeviceProperties&, const Execution&) = nullptr;
-  // As those of Kernels.
+  // The same as in Kernels.
   std::string (*name)(const DecodeStepArgs&, const DeviceProperties&) = nullptr;
   std::vector<std::string> (*names)(const DeviceProperties&) = nullptr;
 
@@ -61,16 +61,18 @@ struct DecodeStep {
 
 struct Family {
   std::string_view name;
-  // Why the family does not run on a GPU; "" when it does.
+  // The reason why the family does not run on a GPU; "" if it does.
   std::string (*decline_device)(const DeviceProperties&);
   Kernels<ForwardArgs> forward;
-  // Few queries over many keys, the keys split over the whole GPU. Asked before any family's `forward`.
+  // Kernels for few queries over many keys, which split the keys over the whole GPU. The backend tries them before any
+  // family's `forward`.
   Kernels<ForwardArgs> few_queries;
   Kernels<BackwardArgs> backward;
   DecodeStep decode_step = {};
 };
 
-// Newest first, without those above the cap (device.h). Throws InvalidArgument for a cap that is no family.
+// The families, newest first, without families above the cap (device.h). Throws InvalidArgument if the cap is not the
+// name of a family.
 std::span<const Family* const> families();
 
 }  // namespace flash_dmattn::cuda

@@ -11,10 +11,10 @@
 #include "cuda/params.h"
 #include "flash_dmattn/attention.h"
 
-// A problem and its tensors as the kernels' parameters.
+// Turns a problem and its tensors into the kernels' parameters.
 namespace flash_dmattn::cuda {
 
-// Kernels are compiled for three head dims; a smaller one is padded with zeros on load.
+// Kernels are compiled for three head dims; loads pad a smaller head dim with zeros.
 constexpr int head_dim_bucket(int head_dim) {
   return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
 }
@@ -47,7 +47,7 @@ inline std::int64_t elements(const BroadcastShape& shape) {
   return shape[0] * shape[1] * shape[2] * shape[3];
 }
 
-// `Data`: void or const void.
+// `Data` is void or const void.
 template <class Data>
 auto broadcast_of(const Problem& p, const BroadcastShape& shape, Data* data,
                   const std::array<std::int64_t, 4>& stride, std::int64_t element_bytes) {
@@ -74,20 +74,22 @@ auto broadcast_of(const Problem& p, const BroadcastShape& shape, Data* data,
 
 inline ScoreParams score_of(const Problem& p, const Inputs& in) {
   ScoreParams score;
-  score.scale = p.scale;
-  score.softcap = p.softcap;
-  if (p.softcap > 0) {
+  const auto scale = static_cast<float>(p.scale);
+  const auto softcap = static_cast<float>(p.softcap);
+  score.scale = scale;
+  score.softcap = softcap;
+  if (softcap > 0) {
     score.form = ScoreForm::capped;
-    score.inner = 2 * log2e * p.scale / p.softcap;
-    score.factor = p.softcap * log2e;
-  } else if (p.scale > 0) {
-    score.factor = p.scale * log2e;
+    score.inner = 2 * log2e * scale / softcap;
+    score.factor = softcap * log2e;
+  } else if (scale > 0) {
+    score.factor = scale * log2e;
   } else {
     score.form = ScoreForm::nonpositive_scale;
-    score.inner = p.scale * log2e;
+    score.inner = scale * log2e;
     score.factor = 1;
   }
-  score.dense_factor = p.softcap > 0 ? p.softcap : p.scale > 0 ? p.scale : 1 / log2e;
+  score.dense_factor = softcap > 0 ? softcap : scale > 0 ? scale : 1 / log2e;
   score.mask_value = static_cast<float>(mask_value(p.bias_dtype));
   score.mask = broadcast_of(p, p.mask_shape, in.mask.data, in.mask.stride, 1);
   score.bias = broadcast_of(p, p.bias_shape, in.bias.data, in.bias.stride, size_of(p.bias_dtype));
@@ -102,14 +104,14 @@ inline ScoreParams score_of(const Problem& p, const Inputs& in) {
   return score;
 }
 
-// Whether a mask or a bias is dense: it has a query dimension.
+// Whether a mask or a bias is dense, that is, has a query dimension.
 inline bool is_dense(const BroadcastShape& shape) { return has(shape) && shape[2] > 1; }
 
 inline bool has_dense_mask(const Problem& p) {
   return is_dense(p.mask_shape) || has(p.limit_shape);
 }
 
-// Batch and heads of the packed mask: of the mask and the ranks together.
+// The batch and heads of the packed mask, which covers the mask and the ranks.
 inline std::array<std::int64_t, 2> packed_shape(const Problem& p) {
   std::array<std::int64_t, 2> shape{p.mask_shape[0], p.mask_shape[1]};
   for (const BroadcastShape& other : {p.rank_shape, p.limit_shape}) {

@@ -128,8 +128,8 @@ void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream) 
 
 // ---- Key ranges -----------------------------------------------------------------------------------------
 
-// Up to so many keys are one tile of keys in most kernels, which is visited and tested in any case. Where tiles are
-// smaller, ranges would leave out a few of them for two launches more.
+// In most kernels this many keys fit in one tile, which is visited and tested in any case. Where tiles are smaller,
+// ranges would skip only a few tiles, at the cost of two more launches.
 constexpr std::int64_t few_keys = 2 * KeyRange::keys;
 
 KeyRangeWorkspace allocate_key_ranges(const Problem& p, const Inputs& in, bool has_lists,

@@ -8,7 +8,7 @@
 namespace flash_dmattn::cuda {
 namespace {
 
-// A block for each row. Sums are in double, which the largest floats do not overflow.
+// A block computes a row. Sums are in double, which the largest floats cannot overflow.
 struct ZeroSumKernel {
   static constexpr int threads = 1024;
   static constexpr int min_blocks = 1;
@@ -50,7 +50,7 @@ struct ZeroSumKernel {
  private:
   static_assert(warps == warp_size, "a lane for each warp's sums");
 
-  // A NaN stays.
+  // Limits x to the range of float; a NaN stays NaN.
   static __device__ float saturated(double x) {
     return static_cast<float>(x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x);
   }

@@ -6,8 +6,8 @@
 
 namespace flash_dmattn::cuda {
 
-// Subtracts from the elements of each row that are not 0 their mean, so that they sum to 0; results are limited to the
-// largest float. Both arrays are dense, [rows, columns], and may be one.
+// Subtracts the mean of each row's nonzero elements from these elements, so that they sum to 0. Results are limited to
+// the largest float. Both arrays are dense, [rows, columns], and may be the same array.
 void make_zero_sum(const float* gradient, float* out, std::int64_t rows, std::int64_t columns,
                    const Execution& execution);
 

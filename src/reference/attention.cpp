@@ -153,8 +153,6 @@ bool allowed(const Problem& p, const Inputs& in, const Row& row, std::int64_t ke
 // without softcap. Both [Sk].
 void score_row(const Problem& p, const Inputs& in, const Row& row, const double* q, const double* k,
                double* scores, double* slopes) {
-  const double scale = static_cast<double>(p.scale);
-  const double softcap = static_cast<double>(p.softcap);
   const double limit = largest(softmax_dtype(p.dtype));
   for (std::int64_t j = 0; j < p.seqlen_k; ++j) {
     scores[j] = -infinity;
@@ -166,14 +164,14 @@ void score_row(const Problem& p, const Inputs& in, const Row& row, const double*
       if (!(bias > mask_value(p.bias_dtype))) continue;
     }
     const double* const key = k + j * p.head_dim;
-    double score = scale * dot(q, key, p.head_dim);
+    double score = p.scale * dot(q, key, p.head_dim);
     // A product of finite f64 can overflow as well.
     const bool unknown =
         bias == infinity ||
         (!std::isfinite(score) && !(all_finite(q, p.head_dim) && all_finite(key, p.head_dim)));
-    if (softcap > 0) {
-      const double tanh = std::tanh(score / softcap);
-      score = softcap * tanh;
+    if (p.softcap > 0) {
+      const double tanh = std::tanh(score / p.softcap);
+      score = p.softcap * tanh;
       slopes[j] = 1 - tanh * tanh;
     }
     scores[j] = unknown && p.nonfinite == NonFinite::propagate ? not_a_number
@@ -379,8 +377,8 @@ void backward_row(const BackwardArgs& args, const Row& row, const BackwardScratc
       scratch.dv[key + d] += probability * dout[d];
     }
   }
-  store_gradient_row(p, args.dq, offset_of(args.dq.stride, row.batch, row.query, row.head),
-                     static_cast<double>(p.scale), dq);
+  store_gradient_row(p, args.dq, offset_of(args.dq.stride, row.batch, row.query, row.head), p.scale,
+                     dq);
 }
 
 void store_dbias(const BackwardArgs& args, const double* sums) {
@@ -412,7 +410,6 @@ void backward(const BackwardArgs& args, const Execution& execution) {
   if (dbias_sums != nullptr) std::fill_n(dbias_sums, bias_elements(p), 0.0);
   double* const workers_begin = static_cast<double*>(execution.workspace) + bias_elements(p);
 
-  const double scale = static_cast<double>(p.scale);
   for_each_kv_head(
       p, backward_units(p), execution, [&](std::int64_t b, std::int64_t h, int worker) {
         const BackwardScratch scratch(p, workers_begin + worker * BackwardScratch::size(p));
@@ -423,7 +420,7 @@ void backward(const BackwardArgs& args, const Execution& execution) {
         for_each_row(p, b, h,
                      [&](const Row& row) { backward_row(args, row, scratch, dbias_sums); });
         for (std::int64_t j = 0; j < p.seqlen_k; ++j) {
-          store_gradient_row(p, args.dk, offset_of(args.dk.stride, b, j, h), scale,
+          store_gradient_row(p, args.dk, offset_of(args.dk.stride, b, j, h), p.scale,
                              scratch.dk + j * p.head_dim);
           store_gradient_row(p, args.dv, offset_of(args.dv.stride, b, j, h), 1,
                              scratch.dv + j * p.head_dim);

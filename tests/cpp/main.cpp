@@ -15,11 +15,11 @@ namespace {
 // ctest reports this exit status as "skipped" (SKIP_RETURN_CODE in CMakeLists.txt).
 constexpr int exit_skipped = 77;
 
-// Ascending, as in cmake/InstructionSets.cmake.
+// The instruction sets in ascending order, as in cmake/InstructionSets.cmake.
 constexpr std::array<std::string_view, 5> instruction_sets = {"generic", "avx2", "avx512",
                                                               "avx512_bf16", "amx_bf16"};
 
-// Position in instruction_sets; its size for a name that is not there.
+// The position of a name in instruction_sets, or its size if the name is unknown.
 std::size_t rank(std::string_view name) {
   return static_cast<std::size_t>(
       std::find(instruction_sets.begin(), instruction_sets.end(), name) - instruction_sets.begin());
@@ -34,10 +34,10 @@ flash_dmattn::BackendInfo find_backend(std::string_view name) {
 
 }  // namespace
 
-// With FLASH_DMATTN_TEST_BACKEND the tests run where that backend does, and say why where it does not.
+// With FLASH_DMATTN_TEST_BACKEND the tests run where that backend is available, and print the reason where it is not.
 //
-// With FLASH_DMATTN_TEST_ISA the tests run on that instruction set or not at all. Only a machine or a
-// compiler without it is a reason to skip: a larger set in use means that the cap does not work.
+// With FLASH_DMATTN_TEST_ISA the tests run on that instruction set or not at all. They are skipped only if the
+// machine or the compiler lacks it; a larger set in use means that the cap does not work.
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
   if (const char* wanted = std::getenv("FLASH_DMATTN_TEST_BACKEND")) {
@@ -48,7 +48,7 @@ int main(int argc, char** argv) {
     }
   }
   if (const char* wanted = std::getenv("FLASH_DMATTN_TEST_ISA")) {
-    // The instruction set of the CPU backend, FLASH_DMATTN_MAX_ISA applied.
+    // The instruction set of the CPU backend after FLASH_DMATTN_MAX_ISA is applied.
     const std::string used = find_backend("cpu").reason;
     if (rank(used) > rank(wanted)) {
       std::printf("FAILED %s: the library runs on %s instead\n", wanted, used.c_str());

@@ -14,8 +14,8 @@
 #include "support/random.h"
 #include "support/run.h"
 
-// The library allocates nothing: everything it needs is in the workspace. Counted in operator new, on all
-// threads, while it works.
+// The library allocates nothing, because everything it needs is in the workspace. The tests count calls of
+// operator new on all threads.
 namespace {
 
 std::atomic<bool> counting{false};
@@ -29,7 +29,7 @@ void* allocate(std::size_t bytes, std::size_t alignment) {
   return memory;
 }
 
-// Inlined, GCC takes it for a mismatch with operator new.
+// GCC would report the inlined function as a mismatch with operator new.
 [[gnu::noinline]] void release(void* memory) { std::free(memory); }
 
 }  // namespace
@@ -60,7 +60,7 @@ int allocations_of(const Function& function) {
   return allocations;
 }
 
-// An execution with a workspace of its own.
+// An execution that owns its workspace.
 struct WithWorkspace {
   testing::GuardedBuffer buffer;
   Execution execution;
@@ -72,15 +72,15 @@ struct WithWorkspace {
   }
 };
 
-TEST(Allocations, AreSeen) {
+TEST(Allocations, OperatorNewIsCounted) {
   EXPECT_EQ(allocations_of([] { delete new int(0); }), 1);
 }
 
-class AllocationsOfAttention : public ::testing::TestWithParam<const char*> {};
+class AttentionAllocations : public ::testing::TestWithParam<const char*> {};
 
-TEST_P(AllocationsOfAttention, AreNone) {
+TEST_P(AttentionAllocations, ForwardAndBackwardAllocateNothing) {
   const Execution execution = testing::on_pool();
-  // The reference takes its time, and without a name the CPU backend is found.
+  // The reference is slow, and without a name the CPU backend runs again, so both take every eighth case.
   const std::size_t step =
       (std::string(GetParam()) == "cpu" ? 1 : 8) * (testing::is_quick_run() ? 4 : 1);
   for (std::size_t i = 0; i < testing::attention_cases().size(); i += step) {
@@ -126,10 +126,9 @@ TEST_P(AllocationsOfAttention, AreNone) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, AllocationsOfAttention,
-                         ::testing::Values("cpu", "reference", ""));
+INSTANTIATE_TEST_SUITE_P(Backends, AttentionAllocations, ::testing::Values("cpu", "reference", ""));
 
-TEST(Allocations, NoneOfSelectionAndSchedule) {
+TEST(Allocations, SelectionAndScheduleAllocateNothing) {
   constexpr std::int64_t heads = 3, seqlen = 700;
   const Execution execution = testing::on_pool();
   testing::Random random(5);
@@ -175,7 +174,7 @@ TEST(Allocations, NoneOfSelectionAndSchedule) {
   }
 }
 
-TEST(Allocations, NoneOfKvCaches) {
+TEST(Allocations, KvCachesAllocateNothing) {
   const KvCacheShape shape{
       .batch = 2, .heads_kv = 2, .window = 300, .chunk = 5, .head_dim = 16, .dtype = DType::bf16};
   const Execution execution = testing::on_pool();

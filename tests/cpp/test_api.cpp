@@ -8,7 +8,7 @@
 
 #include "support/call.h"
 
-// The common part of every backend's calls: the backend table, and arguments at the edge of what is allowed.
+// What all backends share: the backend table, and calls with unusual but legal arguments.
 namespace flash_dmattn::testing {
 namespace {
 
@@ -25,7 +25,7 @@ TEST(Backends, AreListedInOrderOfPreference) {
   EXPECT_TRUE(infos[2].available);
 }
 
-TEST(Backends, DeclineMemoryOfAnotherDevice) {
+TEST(Backends, MemoryOfAnotherDeviceIsDeclined) {
   Problem p = Call().data.problem;
   EXPECT_NE(supports(p, "cuda"), "");
   p.device = Device::cuda;
@@ -34,7 +34,7 @@ TEST(Backends, DeclineMemoryOfAnotherDevice) {
   EXPECT_NE(supports(p, "reference").find("reference computes in cpu memory"), std::string::npos);
 }
 
-TEST(Backends, SayWhetherTheySupportAProblem) {
+TEST(Backends, UnsupportedProblemGivesReason) {
   Problem p = Call().data.problem;
   EXPECT_EQ(supports(p), "");
   EXPECT_EQ(supports(p, "cpu"), "");
@@ -57,7 +57,7 @@ TEST(Backends, SayWhetherTheySupportAProblem) {
   EXPECT_EQ(size(""), 0u);
 }
 
-TEST(Backends, HeadsThatATileCannotCountGoToTheReference) {
+TEST(Backends, TooManyHeadsPerGroupUseTheReference) {
   Problem p = Call().data.problem;
   p.mask_shape = p.bias_shape = {};
   p.heads_kv = 1;
@@ -66,7 +66,7 @@ TEST(Backends, HeadsThatATileCannotCountGoToTheReference) {
   p.heads_q = std::numeric_limits<std::int32_t>::max();
   EXPECT_EQ(supports(p, "cpu"), "cpu: more than 65536 query heads share a kv head");
   EXPECT_EQ(supports(p), "");
-  // In fp32 2^31 rows of a tile need more bytes than an int counts.
+  // In fp32, 2^31 rows of a tile need more bytes than an int can count.
   ForwardArgs args;
   args.problem = p;
   args.problem.intervals_shape = {};
@@ -75,7 +75,7 @@ TEST(Backends, HeadsThatATileCannotCountGoToTheReference) {
   EXPECT_LT(forward_workspace_size(args, in_turn(1)), std::size_t{1} << 20);
 }
 
-TEST(Backends, UnknownNamesAreErrors) {
+TEST(Backends, UnknownNameThrows) {
   Call call;
   call.backend = "gpu";
   const std::string message =
@@ -88,7 +88,7 @@ TEST(Backends, UnknownNamesAreErrors) {
 
 // ---- Legal calls ---------------------------------------------------------------------------------
 
-TEST(LegalArguments, StridesOfSizeOneAreNotUsed) {
+TEST(LegalArguments, StridesOfSizeOneAreIgnored) {
   for (const char* backend : {"cpu", "reference"}) {
     Call expected(backend, {{"bias", "1v1k"}, {"mask", "11q1"}, {"intervals_shape", "11"}});
     expected.run_forward();
@@ -108,8 +108,8 @@ TEST(LegalArguments, StridesOfSizeOneAreNotUsed) {
   }
 }
 
-// All outputs that have elements are written, with zeros (lse: -inf).
-TEST(LegalArguments, EmptyDimensions) {
+// All outputs that have elements become zero (lse: -inf).
+TEST(LegalArguments, EmptyDimensionsGiveZeros) {
   const std::vector<CaseWords> empties = {{{"batch", "0"}},
                                           {{"batch", "0"}, {"bias", "1v1k"}},
                                           {{"heads_q", "0"}},
@@ -140,9 +140,9 @@ TEST(LegalArguments, EmptyDimensions) {
   }
 }
 
-TEST(LegalArguments, DefaultScale) {
+TEST(LegalArguments, DefaultScaleIsInverseRootOfHeadDim) {
   EXPECT_EQ(default_scale(64), 0.125f);
-  EXPECT_FLOAT_EQ(default_scale(80), 1 / std::sqrt(80.0f));
+  EXPECT_DOUBLE_EQ(default_scale(80), 1 / std::sqrt(80.0));
 }
 
 }  // namespace

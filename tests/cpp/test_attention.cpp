@@ -1,8 +1,10 @@
 #include <gtest/gtest.h>
 
+#include <cfenv>
 #include <cmath>
 #include <initializer_list>
 #include <string>
+#include <thread>
 
 #include "support/cases.h"
 #include "support/compare.h"
@@ -11,9 +13,9 @@
 #include "support/run.h"
 #include "support/yardstick.h"
 
-// The backend "cpu" against the reference, over the case table and a few problems whose result is
-// known exactly. The table, whose reference takes longest, is run once for all instruction sets; FLASH_DMATTN_MAX_ISA
-// decides on which of them the other tests run (main.cpp).
+// Compares the backend "cpu" with the reference over the case table, and with exact results of a few problems. The
+// table runs once for all instruction sets, because its reference takes longest. FLASH_DMATTN_MAX_ISA selects the
+// instruction set of the other tests (main.cpp).
 namespace flash_dmattn {
 namespace {
 
@@ -39,7 +41,7 @@ void expect_all_same_bits(const Results& actual, const Results& expected) {
 
 class AttentionTable : public ::testing::TestWithParam<Case> {};
 
-TEST_P(AttentionTable, IsWithinItsBounds) {
+TEST_P(AttentionTable, ResultsAreWithinBounds) {
   const Case& c = GetParam();
   if (c.slow && testing::is_quick_run())
     GTEST_SKIP() << "slow, and FLASH_DMATTN_QUICK_TESTS is set";
@@ -57,11 +59,11 @@ TEST_P(AttentionTable, IsWithinItsBounds) {
 INSTANTIATE_TEST_SUITE_P(Cases, AttentionTable, ::testing::ValuesIn(testing::attention_cases()),
                          [](const auto& test) { return test.param.name; });
 
-// ---- The same result whoever computes it -----------------------------------------------------------
+// ---- The number of workers -------------------------------------------------------------------------
 
 class AttentionWorkers : public ::testing::TestWithParam<const char*> {};
 
-TEST_P(AttentionWorkers, DoNotChangeABit) {
+TEST_P(AttentionWorkers, WorkerCountDoesNotChangeBits) {
   const Data data(testing::attention_case(GetParam()));
   const Results expected = testing::run(data, {.execution = testing::in_turn(1)});
   for (const Execution& execution :
@@ -81,11 +83,42 @@ INSTANTIATE_TEST_SUITE_P(Cases, AttentionWorkers,
                                            "random_intervals_f16", "bias_11qk"),
                          [](const auto& test) { return std::string(test.param); });
 
-// ---- Any subset of the gradients -------------------------------------------------------------------
+// A worker on a new thread of the default environment, and whether that is its environment afterwards.
+Execution on_threads_of_default_environment(int workers) {
+  Execution execution = testing::in_turn(workers);
+  execution.parallel_for = [](void*, int count, void (*body)(void*, int), void* argument) {
+    for (int worker = 0; worker < count; ++worker) {
+      std::thread([&] {
+        std::fesetenv(FE_DFL_ENV);
+        body(argument, worker);
+        EXPECT_EQ(std::fegetround(), FE_TONEAREST);
+      }).join();
+    }
+  };
+  return execution;
+}
+
+TEST(Attention, WorkersRoundAsTheCallerDoes) {
+  for (const char* name : {"group_4_f32", "per_query_bf16", "few_chunk_f16"}) {
+    SCOPED_TRACE(name);
+    const Data data(testing::attention_case(name));
+    const auto run_rounding = [&](int mode, const Execution& execution) {
+      std::fesetround(mode);
+      Results results = testing::run(data, {.execution = execution});
+      std::fesetround(FE_TONEAREST);
+      return results;
+    };
+    const Results upward = run_rounding(FE_UPWARD, testing::in_turn(1));
+    EXPECT_FALSE(upward.out.same_bits(run_rounding(FE_TONEAREST, testing::in_turn(1)).out));
+    expect_all_same_bits(run_rounding(FE_UPWARD, on_threads_of_default_environment(3)), upward);
+  }
+}
+
+// ---- Subsets of the gradients ----------------------------------------------------------------------
 
 class AttentionGradients : public ::testing::TestWithParam<const char*> {};
 
-TEST_P(AttentionGradients, ComeInAnySubset) {
+TEST_P(AttentionGradients, AnySubsetIsCorrect) {
   const Data data(testing::attention_case(GetParam()));
   const Results expected = testing::oracle(data);
   const Yardstick yardstick(data);
@@ -100,7 +133,7 @@ TEST_P(AttentionGradients, ComeInAnySubset) {
   }
 }
 
-TEST_P(AttentionGradients, NeedNoLowPartOfLse) {
+TEST_P(AttentionGradients, MissingLseLowGivesCorrectGradients) {
   const Data data(testing::attention_case(GetParam()));
   const Results actual = testing::run(data, {.lse_low = false});
   testing::expect_close(data, actual, testing::oracle(data), Yardstick(data));
@@ -114,7 +147,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, AttentionGradients,
 
 // ---- Layouts ---------------------------------------------------------------------------------------
 
-TEST(Attention, LayoutsDoNotChangeABit) {
+TEST(Attention, LayoutsDoNotChangeBits) {
   for (const char* intervals : {"none", "per_query"}) {
     for (const char* dtype : {"f32", "bf16", "f16"}) {
       const auto in_layout = [&](const char* layout) {
@@ -142,7 +175,7 @@ TEST(Attention, LayoutsDoNotChangeABit) {
   }
 }
 
-// ---- Results that are known exactly ----------------------------------------------------------------
+// ---- Exact results ---------------------------------------------------------------------------------
 
 void expect_all(const Tensor& tensor, double expected) {
   tensor.for_each([&](const Index& i, double value) {
@@ -161,27 +194,57 @@ class AttentionExact : public ::testing::TestWithParam<const char*> {
 };
 
 TEST_P(AttentionExact, OneVisibleKeyIsCopied) {
-  // Query i sees key i alone, so p = 1: out is v, ds = 0.
-  Data data(with({{"seqlen_q", "150"},
-                  {"seqlen_k", "150"},
-                  {"heads_q", "1"},
-                  {"intervals", "packed"},
-                  {"intervals_shape", "11"},
-                  {"window", "1"},
-                  {"bias", "bhqk"},
-                  {"bias_fill", "normal"}}));
-  // Few significant bits, so that no sum of products rounds and delta equals dp to the bit.
-  const auto few_bits = [](const Index& i) {
-    return static_cast<double>((i[1] * 7 + i[3] * 5) % 9 - 4) / 4;
-  };
-  data.v.fill(few_bits);
-  data.dout.fill(few_bits);
-  const Results actual = testing::run(data, {});
-  EXPECT_TRUE(actual.out.same_bits(data.v));
-  EXPECT_TRUE(actual.dv.same_bits(data.dout));
-  expect_all(actual.dq, 0);
-  expect_all(actual.dk, 0);
-  expect_all(actual.dbias, 0);
+  // Query i sees key i alone, so p = 1, however large its score is: out is v, ds = 0.
+  for (const char* length : {"60", "150"}) {
+    for (const char* softcap : {"0", "10"}) {
+      SCOPED_TRACE(std::string("length ") + length + ", softcap " + softcap);
+      Data data(with({{"seqlen_q", length},
+                      {"seqlen_k", length},
+                      {"heads_q", "1"},
+                      {"head_dim", "100"},
+                      {"scale", "1"},
+                      {"softcap", softcap},
+                      {"inputs", "extreme"},
+                      {"intervals", "packed"},
+                      {"intervals_shape", "11"},
+                      {"window", "1"},
+                      {"bias", "bhqk"},
+                      {"bias_fill", "normal"}}));
+      // Few significant bits, so that no sum of products rounds and delta equals dp to the bit.
+      const auto few_bits = [](const Index& i) {
+        return static_cast<double>((i[1] * 7 + i[3] * 5) % 9 - 4) / 4;
+      };
+      data.v.fill(few_bits);
+      data.dout.fill(few_bits);
+      const Results actual = testing::run(data, {});
+      EXPECT_TRUE(actual.out.same_bits(data.v));
+      EXPECT_TRUE(actual.dv.same_bits(data.dout));
+      expect_all(actual.dq, 0);
+      expect_all(actual.dk, 0);
+      expect_all(actual.dbias, 0);
+    }
+  }
+}
+
+TEST_P(AttentionExact, BackwardHasTheProbabilitiesOfTheForward) {
+  // All keys are one, with scores of up to 10^4: p = exp(s - lse) is 1 / Sk only where both directions form the same s.
+  for (const char* length : {"1", "60", "150"}) {
+    for (const char* softcap : {"0", "3000"}) {
+      SCOPED_TRACE(std::string("length ") + length + ", softcap " + softcap);
+      Data data(with({{"seqlen_q", length},
+                      {"seqlen_k", "512"},
+                      {"heads_q", "1"},
+                      {"head_dim", "100"},
+                      {"scale", "1"},
+                      {"softcap", softcap},
+                      {"inputs", "extreme"}}));
+      data.k.fill([&](const Index& i) { return data.k.get({i[0], 0, i[2], i[3]}); });
+      data.dout.fill([](const Index& i) { return i[1] == 0 ? 512.0 : 0.0; });  // dv_j = 512 p_0j
+      const double bound = 8 * testing::unit_roundoff(data.v.element());
+      testing::run(data, {}).dv.for_each(
+          [&](const Index&, double probability) { ASSERT_NEAR(probability, 1, bound); });
+    }
+  }
 }
 
 TEST_P(AttentionExact, EqualScoresAverage) {
@@ -193,7 +256,7 @@ TEST_P(AttentionExact, EqualScoresAverage) {
   actual.lse.for_each([](const Index&, double lse) { ASSERT_NEAR(lse, std::log(128.0), 1e-6); });
 }
 
-TEST_P(AttentionExact, NothingVisibleIsZero) {
+TEST_P(AttentionExact, NothingVisibleGivesZeros) {
   for (const char* fill : {"none", "full"}) {
     Data data(with({{"mask", "b1qk"},
                     {"mask_fill", fill},
@@ -208,7 +271,7 @@ TEST_P(AttentionExact, NothingVisibleIsZero) {
   }
 }
 
-TEST_P(AttentionExact, NoKeysAreLikeNothingVisible) {
+TEST_P(AttentionExact, NoKeysGiveZeros) {
   const Data data(with({{"seqlen_k", "0"}}));
   const Results actual = testing::run(data, {});
   expect_all(actual.out, 0);
@@ -216,7 +279,7 @@ TEST_P(AttentionExact, NoKeysAreLikeNothingVisible) {
   expect_all(actual.dq, 0);
 }
 
-TEST_P(AttentionExact, NoQueriesLeaveZeroGradients) {
+TEST_P(AttentionExact, NoQueriesGiveZeroGradients) {
   const Data data(with({{"seqlen_q", "0"}, {"bias", "b11k"}, {"bias_fill", "normal"}}));
   const Results actual = testing::run(data, {});
   expect_all(actual.dk, 0);
@@ -224,7 +287,7 @@ TEST_P(AttentionExact, NoQueriesLeaveZeroGradients) {
   expect_all(actual.dbias, 0);
 }
 
-TEST_P(AttentionExact, IntervalsAndMaskOfTheSamePairsAgree) {
+TEST_P(AttentionExact, EquivalentIntervalsAndMaskAgree) {
   const Data intervals(with({{"heads_q", "4"},
                              {"heads_kv", "2"},
                              {"seqlen_q", "203"},
@@ -244,8 +307,8 @@ TEST_P(AttentionExact, IntervalsAndMaskOfTheSamePairsAgree) {
   }
 }
 
-TEST_P(AttentionExact, LowPartOfLseIsWhatRoundingTook) {
-  // A bias of 1000 leaves lse six of fp32's 24 bits fewer.
+TEST_P(AttentionExact, LseLowIsTheRoundingError) {
+  // A bias of 1000 takes six of the 24 bits of lse in fp32.
   Data data(with({{"inputs", "zero"}, {"bias", "1111"}, {"bias_fill", "equal"}}));
   data.bias.fill([](const Index&) { return 1000; });
   const Results actual = testing::run(data, {});

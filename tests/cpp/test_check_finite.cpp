@@ -66,12 +66,12 @@ class CheckFinite : public ::testing::TestWithParam<const char*> {
   RunOptions options;
 };
 
-TEST_P(CheckFinite, PassesFiniteCalls) {
+TEST_P(CheckFinite, FiniteCallPasses) {
   EXPECT_NO_THROW(forward());
   EXPECT_NO_THROW(backward());
 }
 
-TEST_P(CheckFinite, NamesTheInput) {
+TEST_P(CheckFinite, NonFiniteInputIsNamed) {
   expect_forward_error(data.q, {1, 4, 3, 7}, infinity, "forward input q[1, 4, 3, 7] is inf");
   expect_forward_error(data.k, {0, 6, 1, 2}, nan, "forward input k[0, 6, 1, 2] is nan");
   expect_forward_error(data.v, {0, 0, 0, 0}, -infinity, "forward input v[0, 0, 0, 0] is -inf");
@@ -88,15 +88,15 @@ TEST_P(CheckFinite, NamesTheInput) {
   expect_error([&] { backward(); }, "backward input out[1, 0, 0, 4] is nan");
 }
 
-TEST_P(CheckFinite, NamesTheFirst) {
+TEST_P(CheckFinite, SeveralNonFiniteInputsNameTheFirst) {
   data.k.set({1, 0, 0, 1}, nan);
   data.k.set({0, 5, 1, 1}, infinity);
   data.v.set({0, 0, 0, 0}, nan);
   expect_error([&] { forward(); }, "forward input k[0, 5, 1, 1] is inf");
 }
 
-// One visible key, and gradients that are beyond f32: two queries' dout on it.
-TEST_P(CheckFinite, NamesTheOutput) {
+// Two queries see one key, and the sum of their dout is beyond f32.
+TEST_P(CheckFinite, OverflowingOutputIsNamed) {
   data = Data(case_from({{"heads_q", "1"},
                          {"seqlen_q", "2"},
                          {"seqlen_k", "1"},
@@ -109,7 +109,7 @@ TEST_P(CheckFinite, NamesTheOutput) {
   expect_error([&] { backward(); }, "backward output dv[0, 0, 0, 5] is inf");
 }
 
-TEST_P(CheckFinite, IsOffOtherwise) {
+TEST_P(CheckFinite, DisabledCheckAllowsNan) {
   data.k.set({0, 5, 1, 1}, nan);
   set_check_finite(false);
   EXPECT_NO_THROW(forward());
@@ -117,8 +117,8 @@ TEST_P(CheckFinite, IsOffOtherwise) {
   EXPECT_THROW(forward(), NonFiniteError);
 }
 
-// The variable is read once a process, so each value has one of its own.
-TEST(CheckFiniteDeathTest, IsOnForOneAlone) {
+// A process reads the variable once, so each value gets its own process.
+TEST(CheckFiniteDeathTest, OnlyValueOneEnablesCheck) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   for (const char* value : {"0", "", "1"}) {
     setenv("FLASH_DMATTN_CHECK_FINITE", value, 1);
@@ -129,8 +129,8 @@ TEST(CheckFiniteDeathTest, IsOnForOneAlone) {
   unsetenv("FLASH_DMATTN_CHECK_FINITE");
 }
 
-// Who sets it relies on the check.
-TEST(CheckFiniteSetting, OtherValuesAreErrors) {
+// A user who sets any value relies on the check, so a misspelt value is an error.
+TEST(CheckFiniteSetting, OtherValuesThrow) {
   EXPECT_TRUE(check_finite_of("1"));
   EXPECT_FALSE(check_finite_of("0"));
   for (const char* value : {"yes", "true", "2", " 1"}) {

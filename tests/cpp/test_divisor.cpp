@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::int32_t largest = std::numeric_limits<std::int32_t>::max();
 
-// Around the multiples of a divisor, where a multiplier that is too small or too large shows first.
+// Tests around the multiples of a divisor, where a multiplier that is too small or too large fails first.
 void expect_exact(std::int32_t divisor, std::int32_t quotient) {
   const Divisor by(divisor);
   for (std::int64_t n = std::int64_t{quotient} * divisor - 2;
@@ -22,7 +22,7 @@ void expect_exact(std::int32_t divisor, std::int32_t quotient) {
   }
 }
 
-TEST(Divisor, IsExact) {
+TEST(Divisor, QuotientsAreExact) {
   std::mt19937 random(1);
   const auto check = [&](std::int32_t divisor) {
     const std::int32_t quotients = largest / divisor;

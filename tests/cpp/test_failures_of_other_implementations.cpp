@@ -12,7 +12,7 @@
 #include "support/run.h"
 #include "support/yardstick.h"
 
-// Calls for which other implementations gave NaN or wrong gradients, at their full size except in quick runs.
+// Calls for which other implementations returned NaN or wrong gradients, at full size except in quick runs.
 namespace flash_dmattn {
 namespace {
 
@@ -45,7 +45,7 @@ void copy_slice(const Tensor& from, std::size_t dim, const std::vector<std::int6
 // All of `from`, which has one batch.
 void copy(const Tensor& from, Tensor& to) { copy_slice(from, 0, {0}, to); }
 
-// Within two units in the last place of the largest element.
+// Expects equality within two units in the last place of the largest element.
 void expect_near(const Tensor& actual, const Tensor& expected) {
   double size = 0;
   expected.for_each([&](const Index&, double x) { size = std::max(size, std::abs(x)); });
@@ -79,14 +79,14 @@ class LongDenseMask : public ::testing::Test {
     for (Tensor* tensor : {&data.q, &data.k, &data.v, &data.dout, &data.bias}) {
       tensor->fill([&](const Index&) { return random.normal(); });
     }
-    // Causal, and of the keys before a query about as many as the window holds.
+    // The mask is causal, and a query sees about as many earlier keys as the window holds.
     data.mask.fill([&](const Index& i) {
       return i[3] <= i[2] && random.below(std::max(i[2], window)) < window;
     });
     return data;
   }
 
-  // The problem of some of the queries, or some of the keys, of the whole.
+  // The problem restricted to some queries, or some keys, of the whole problem.
   static Data of_queries(const Data& whole, const std::vector<std::int64_t>& queries) {
     Problem p = whole.problem;
     p.seqlen_q = p.mask_shape[2] = p.bias_shape[2] = static_cast<std::int64_t>(queries.size());
@@ -114,12 +114,12 @@ class LongDenseMask : public ::testing::Test {
   }
 };
 
-TEST_F(LongDenseMask, IsRightAndFinite) {
+TEST_F(LongDenseMask, ResultsAreCorrectAndFinite) {
   const Data whole = make();
   const Results actual = testing::run(whole, {.execution = testing::on_pool()});
   expect_finite(actual);
 
-  // Queries do not depend on each other: out, lse, dq and the rows of dbias of some of them.
+  // Queries do not depend on each other, so some of them give out, lse, dq and rows of dbias.
   Random random(2);
   const auto queries = some_of(24, length, random);
   const Data rows = of_queries(whole, queries);
@@ -131,7 +131,7 @@ TEST_F(LongDenseMask, IsRightAndFinite) {
   testing::expect_close(rows, of_rows, testing::oracle(rows), Yardstick(rows),
                         {.dk = false, .dv = false});
 
-  // With out and lse given, keys do not either: dk, dv and the columns of dbias of some of them. The
+  // With out and lse given, keys do not either, so some of them give dk, dv and columns of dbias. The
   // reference in bf16 gets the same rounded out.
   const auto keys = some_of(24, length, random);
   const Data columns = of_keys(whole, keys);
@@ -177,7 +177,7 @@ TEST(FailedElsewhere, DvIsFiniteAt256By256ForManySeeds) {
 class OrdinarySizes
     : public ::testing::TestWithParam<std::tuple<const char*, const char*, const char*>> {};
 
-TEST_P(OrdinarySizes, AreRight) {
+TEST_P(OrdinarySizes, ResultsAreCorrect) {
   const auto& [seqlen_k, head_dim, dtype] = GetParam();
   for (const char* intervals : {"none", "per_query"}) {
     const Data data(case_from({{"name", "size"},
@@ -208,8 +208,8 @@ INSTANTIATE_TEST_SUITE_P(KeyLengthAndHeadDim, OrdinarySizes,
 
 // ---- One query of a generation step ----------------------------------------------------------------
 
-TEST(FailedElsewhere, GenerationSeesWhatTrainingSaw) {
-  // The last query alone, against the same query within the whole sequence.
+TEST(FailedElsewhere, GenerationStepMatchesFullSequence) {
+  // The last query alone must equal the same query within the whole sequence.
   const auto words = [](const char* seqlen_q) {
     return testing::CaseWords{{"name", "step"},          {"dtype", "bf16"},
                               {"heads_q", "4"},          {"heads_kv", "2"},

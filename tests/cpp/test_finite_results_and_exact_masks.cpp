@@ -14,8 +14,8 @@
 #include "support/yardstick.h"
 
 // Invariants for all numbers: finite inputs give finite results, masked elements have no effect, and
-// no unwritten memory is read. Every run here poisons outputs and workspace, guards all
-// buffers, and checks what lies between the elements (support/run.h).
+// no unwritten memory is read. Every run poisons outputs and workspace, guards all buffers, and checks
+// the gaps between elements (support/run.h).
 namespace flash_dmattn {
 namespace {
 
@@ -56,12 +56,12 @@ void expect_same_gradients(const Results& actual, const Results& expected) {
   EXPECT_TRUE(actual.dbias.same_bits(expected.dbias)) << "dbias";
 }
 
-// To rounding: sums that hold large numbers are formed in double.
+// Expects equality up to rounding; sums of large numbers are formed in double.
 void expect_similar(const Tensor& actual, const Tensor& expected) {
   double size = 0;
   expected.for_each([&](const Index&, double value) { size = std::max(size, std::abs(value)); });
   const testing::Errors errors = testing::errors(actual, expected);
-  // dq of all keys is a difference: its terms are a few times larger.
+  // dq over all keys is a difference whose terms are a few times larger.
   const double relative = std::max(16 * testing::unit_roundoff(expected.element()), 4e-6);
   EXPECT_LE(errors.max, relative * size) << expected.name();
 }
@@ -70,7 +70,7 @@ void expect_within_bounds(const Data& data) {
   testing::expect_close(data, testing::run(data, {}), testing::oracle(data), Yardstick(data));
 }
 
-// Words shared by the tests of a dtype.
+// The words that all tests of a dtype share.
 class FiniteAndMasked : public ::testing::TestWithParam<const char*> {
  protected:
   Case with(CaseWords words) const {
@@ -79,7 +79,7 @@ class FiniteAndMasked : public ::testing::TestWithParam<const char*> {
     return case_from(words);
   }
 
-  // The two paths: key intervals with a bias for each key, and a dense mask and bias.
+  // There are two paths: key intervals with a bias for each key, and a dense mask and bias.
   static constexpr int paths = 2;
   Case with_path(int path, CaseWords words) const {
     const CaseWords intervals = {{"bias", "bv1k"},           {"bias_fill", "normal"},
@@ -99,8 +99,8 @@ INSTANTIATE_TEST_SUITE_P(Dtypes, FiniteAndMasked, ::testing::Values("f32", "bf16
 
 // ---- Tails -----------------------------------------------------------------------------------------
 
-TEST_P(FiniteAndMasked, LanesBeyondTheTailsStayOut) {
-  // Gaps after every row hold NaN, so that one lane too many is enough to spoil a sum.
+TEST_P(FiniteAndMasked, NanAfterRowTailsHasNoEffect) {
+  // Gaps after every row hold NaN, so that reading one lane too many spoils a sum.
   for (const char* head_dim : {"1", "7", "9", "17", "31", "33", "80"}) {
     for (const char* seqlen_k : {"1", "15", "17", "63", "65", "192"}) {
       for (int path = 0; path < paths; ++path) {
@@ -114,7 +114,7 @@ TEST_P(FiniteAndMasked, LanesBeyondTheTailsStayOut) {
   }
 }
 
-TEST_P(FiniteAndMasked, WorkspaceNeedsNoInitialisation) {
+TEST_P(FiniteAndMasked, UninitialisedWorkspaceHasNoEffect) {
   for (int path = 0; path < paths; ++path) {
     const Data data(with_path(path, {{"seqlen_q", "203"}}));
     const Results expected = testing::run(data, {.workspace_fill = std::byte{0}});
@@ -130,7 +130,7 @@ TEST_P(FiniteAndMasked, WorkspaceNeedsNoInitialisation) {
 // ---- Limits of the dtypes --------------------------------------------------------------------------
 
 TEST_P(FiniteAndMasked, FiniteInputsGiveFiniteResults) {
-  // Every element of every input at the largest magnitude, in several patterns of signs.
+  // Every element of every input has the largest magnitude, in several patterns of signs.
   const int patterns = testing::is_quick_run() ? 2 : 6;
   for (int pattern = 0; pattern < patterns; ++pattern) {
     for (const char* softcap : {"0", "20"}) {
@@ -150,7 +150,7 @@ TEST_P(FiniteAndMasked, FiniteInputsGiveFiniteResults) {
   }
 }
 
-TEST_P(FiniteAndMasked, LargeBiasesStayFinite) {
+TEST_P(FiniteAndMasked, LargeBiasesGiveFiniteResults) {
   for (const char* shape : {"bv1k", "bhqk", "b1q1"}) {
     Data data(with({{"bias", shape}, {"bias_fill", "normal"}, {"causal", "1"}}));
     const double limit = largest(data.problem.dtype);
@@ -160,8 +160,8 @@ TEST_P(FiniteAndMasked, LargeBiasesStayFinite) {
   }
 }
 
-TEST_P(FiniteAndMasked, GradientsSaturateAtTheLimitOfTheirDtype) {
-  // One key, which all queries see with p = 1: dv is the sum of dout.
+TEST_P(FiniteAndMasked, OverflowingGradientsSaturateAtDtypeLimit) {
+  // All queries see one key with p = 1, so dv is the sum of dout.
   for (const double sign : {1.0, -1.0}) {
     Data data(with({{"seqlen_q", "239"}, {"seqlen_k", "1"}, {"heads_q", "1"}}));
     const double limit = largest(data.problem.dtype);
@@ -173,8 +173,8 @@ TEST_P(FiniteAndMasked, GradientsSaturateAtTheLimitOfTheirDtype) {
   }
 }
 
-TEST_P(FiniteAndMasked, GradientsAtTheLimitAreKept) {
-  // bf16 loses the upper half of its range, the others nothing.
+TEST_P(FiniteAndMasked, GradientsAtDtypeLimitAreKept) {
+  // The limit for gradients is half of the range in bf16, and the whole range in other dtypes.
   Data data(with({{"seqlen_q", "1"}, {"seqlen_k", "1"}, {"heads_q", "1"}}));
   const double limit = largest(data.problem.dtype);
   data.v.fill([](const Index&) { return 0.0; });
@@ -226,8 +226,8 @@ TEST_P(FiniteAndMasked, ScoresBeyondFp32Saturate) {
 
 // ---- Zero probability ------------------------------------------------------------------------------
 
-TEST_P(FiniteAndMasked, ZeroProbabilityGivesZeroGradientWhateverDpIs) {
-  // dp is infinite or NaN for the odd keys, which are masked, or lost in a score 1000 below.
+TEST_P(FiniteAndMasked, ZeroProbabilityGivesZeroGradientForAnyDp) {
+  // dp is infinite or NaN for the odd keys, which are masked or have a score that is 1000 lower.
   for (const bool masked : {true, false}) {
     for (const NonFinite nonfinite : {NonFinite::saturate, NonFinite::propagate}) {
       SCOPED_TRACE(masked ? "masked" : "lost");
@@ -275,7 +275,7 @@ TEST_P(FiniteAndMasked, ZeroProbabilityGivesZeroGradientWhateverDpIs) {
   }
 }
 
-TEST_P(FiniteAndMasked, KeysOfNoIntervalMayHoldNan) {
+TEST_P(FiniteAndMasked, NanInKeysWithoutIntervalHasNoEffect) {
   Data data(with({{"intervals", "padding_left"}, {"intervals_shape", "b1"}, {"causal", "1"}}));
   const std::int64_t padded = data.problem.seqlen_k / 7;
   for (Tensor* tensor : {&data.k, &data.v}) {
@@ -286,12 +286,12 @@ TEST_P(FiniteAndMasked, KeysOfNoIntervalMayHoldNan) {
 
 // ---- Fills that mask -------------------------------------------------------------------------------
 
-TEST_P(FiniteAndMasked, MaskingBiasesGiveExactlyZero) {
+TEST_P(FiniteAndMasked, MaskingBiasGivesZeroGradients) {
   for (const char* fill : {"finfo_min", "inf", "nan"}) {
     for (const char* bias_dtype : {"same", "f32"}) {
       SCOPED_TRACE(std::string(fill) + ", bias " + bias_dtype);
       Data data(with({{"bias", "bhqk"}, {"bias_fill", fill}, {"bias_dtype", bias_dtype}}));
-      // Key 3 is masked for all.
+      // Key 3 is masked for all queries.
       data.bias.fill([&](const Index& i) { return i[3] == 3 ? -infinity : data.bias.get(i); });
       const Results actual = testing::run(data, {});
       expect_finite(actual);
@@ -312,7 +312,7 @@ TEST_P(FiniteAndMasked, MaskingBiasesGiveExactlyZero) {
   }
 }
 
-TEST_P(FiniteAndMasked, MaskValueOfTheBiasMasksAndWhatIsAboveDoesNot) {
+TEST_P(FiniteAndMasked, OnlyBiasUpToMaskValueOfItsDtypeMasks) {
   for (const char* bias : {"b11k", "b1qk"}) {
     for (const char* bias_dtype : {"same", "f32"}) {
       SCOPED_TRACE(std::string(bias) + " " + bias_dtype);
@@ -334,8 +334,8 @@ TEST_P(FiniteAndMasked, MaskValueOfTheBiasMasksAndWhatIsAboveDoesNot) {
   }
 }
 
-TEST_P(FiniteAndMasked, QueriesThatSeeNothingTakeNoPart) {
-  // Bottom-right causal with more queries than keys: the first 90 queries come before every key.
+TEST_P(FiniteAndMasked, QueriesWithoutVisibleKeysHaveNoEffect) {
+  // Causality is aligned to the bottom right, so with 90 more queries than keys the first 90 queries see nothing.
   for (const char* intervals : {"none", "per_query"}) {
     Data data(with({{"seqlen_q", "203"},
                     {"seqlen_k", "113"},
@@ -359,7 +359,7 @@ TEST_P(FiniteAndMasked, QueriesThatSeeNothingTakeNoPart) {
   }
 }
 
-// ---- dout that is not finite -----------------------------------------------------------------------
+// ---- Non-finite dout -------------------------------------------------------------------------------
 
 TEST_P(FiniteAndMasked, NonFiniteDoutCountsAsZero) {
   for (int path = 0; path < paths; ++path) {
@@ -377,7 +377,7 @@ TEST_P(FiniteAndMasked, NonFiniteDoutCountsAsZero) {
   }
 }
 
-TEST_P(FiniteAndMasked, NonFiniteDoutPropagatesToWhatItTouches) {
+TEST_P(FiniteAndMasked, NonFiniteDoutPropagatesToDependentGradients) {
   for (int path = 0; path < paths; ++path) {
     for (const double value : {infinity, -infinity, nan}) {
       SCOPED_TRACE("path " + std::to_string(path) + ", " + std::to_string(value));
@@ -404,7 +404,7 @@ TEST_P(FiniteAndMasked, NonFiniteDoutPropagatesToWhatItTouches) {
   }
 }
 
-TEST_P(FiniteAndMasked, NonFiniteInputsPropagateToWhatTheyTouch) {
+TEST_P(FiniteAndMasked, NonFiniteInputsPropagateToDependentResults) {
   const auto expect_same_positions = [](const Tensor& a, const Tensor& e) {
     e.for_each([&](const Index& i, double x) {
       ASSERT_EQ(std::isfinite(a.get(i)), std::isfinite(x))

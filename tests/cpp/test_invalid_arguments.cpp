@@ -11,7 +11,7 @@
 #include "selection/schedule_contents.h"
 #include "support/call.h"
 
-// Every bad argument is refused by its name, with nothing written.
+// Every bad argument raises an error that names it, and nothing is written.
 namespace flash_dmattn::testing {
 namespace {
 
@@ -48,11 +48,15 @@ const std::vector<BadProblem> bad_problems = {
      [](Problem& p) { p.dtype = p.bias_dtype = static_cast<DType>(9); }},
     {"problem.nonfinite", "got 9, expected saturate or propagate",
      [](Problem& p) { p.nonfinite = static_cast<NonFinite>(9); }},
-    {"problem.scale", "got inf, expected a finite number", [](Problem& p) { p.scale = infinity; }},
-    {"problem.scale", "got nan, expected a finite number", [](Problem& p) { p.scale = nan; }},
-    {"problem.softcap", "got -0.5, expected a finite number >= 0 (0 = none)",
-     [](Problem& p) { p.softcap = -0.5f; }},
-    {"problem.softcap", "got nan, expected a finite number >= 0 (0 = none)",
+    {"problem.scale", "got -inf, expected a finite f64",
+     [](Problem& p) { p.dtype = DType::f64, p.scale = -infinity; }},
+    {"problem.scale", "got 1e+39, expected a finite f32", [](Problem& p) { p.scale = 1e39; }},
+    {"problem.scale", "got nan, expected a finite f32", [](Problem& p) { p.scale = nan; }},
+    {"problem.softcap", "got -0.5, expected a finite f32 >= 0 (0 = none)",
+     [](Problem& p) { p.softcap = -0.5; }},
+    {"problem.softcap", "got 1e+39, expected a finite f32 >= 0 (0 = none)",
+     [](Problem& p) { p.softcap = 1e39; }},
+    {"problem.softcap", "got nan, expected a finite f32 >= 0 (0 = none)",
      [](Problem& p) { p.softcap = nan; }},
     {"problem.mask_shape",
      "got (2, 3, 1, 7), expected ({2|1}, {4|2|1}, {5|1}, {7|1}), or all zero for none",
@@ -86,7 +90,7 @@ const std::vector<BadProblem> bad_problems = {
      [](Problem& p) { p.key_list_shape = {3, 1}; }},
 };
 
-TEST(InvalidArguments, OfTheProblem) {
+TEST(InvalidArguments, BadProblemThrows) {
   for (const auto& [argument, message, spoil] : bad_problems) {
     SCOPED_TRACE(argument + ": " + message);
     Call call;
@@ -113,7 +117,7 @@ struct BadInput {
   void (*spoil)(Problem&, Inputs&);
 };
 
-// Against backend "cpu", which needs a schedule.
+// These cases use backend "cpu", which needs a schedule.
 const std::vector<BadInput> bad_inputs = {
     {"q", "got null data, expected data of shape (2, 5, 4, 8)",
      [](Problem&, Inputs& in) { in.q.data = nullptr; }},
@@ -151,7 +155,7 @@ const std::vector<BadInput> bad_inputs = {
      }},
 };
 
-TEST(InvalidArguments, OfTheInputs) {
+TEST(InvalidArguments, BadInputThrows) {
   for (const auto& [argument, message, spoil] : bad_inputs) {
     SCOPED_TRACE(argument + ": " + message);
     Call call("cpu");
@@ -168,14 +172,14 @@ TEST(InvalidArguments, OfTheInputs) {
   }
 }
 
-// A schedule built for something else, and what is expected instead.
+// A schedule that was built for another problem, and the expected value of the differing field.
 struct BadSchedule {
   std::string field;
   std::string got, expected;
   void (*spoil)(Problem&);
 };
 
-TEST(InvalidArguments, OfAScheduleForAnotherProblem) {
+TEST(InvalidArguments, ScheduleOfAnotherProblemThrows) {
   const std::vector<BadSchedule> cases = {
       {"problem.causal", "0", "1", [](Problem& p) { p.causal = false; }},
       {"problem.seqlen_q", "4", "5", [](Problem& p) { p.seqlen_q = 4; }},
@@ -206,7 +210,7 @@ TEST(InvalidArguments, OfAScheduleForAnotherProblem) {
   }
 }
 
-TEST(InvalidArguments, OfASchedule) {
+TEST(InvalidArguments, ScheduleOfAnotherBackendOrDirectionThrows) {
   Call call("cpu");
   call.backend = "reference";
   expect_invalid([&] { call.run_forward(); }, "schedule",
@@ -226,7 +230,7 @@ TEST(InvalidArguments, OfASchedule) {
   EXPECT_NO_THROW(call.run_forward());
 }
 
-TEST(InvalidArguments, OfARowsDtype) {
+TEST(InvalidArguments, WrongDtypeOfLseThrows) {
   Call call("cpu");
   double wide = 0;
   call.forward_args.lse = &wide;
@@ -238,15 +242,15 @@ TEST(InvalidArguments, OfARowsDtype) {
   call.expect_nothing_written();
 }
 
-TEST(InvalidArguments, OfAForgottenScale) {
+TEST(InvalidArguments, MissingScaleThrows) {
   Call call("cpu");
   call.forward_args.problem.scale = Problem{}.scale;
-  expect_invalid([&] { call.run_forward(); }, "problem.scale", "got nan, expected a finite number");
+  expect_invalid([&] { call.run_forward(); }, "problem.scale", "got nan, expected a finite f32");
   call.expect_nothing_written();
 }
 
-// Another one would read past the end, or numbers of half the size as one.
-TEST(InvalidArguments, OfForgottenDtypes) {
+// A default dtype could read past the end, or read two smaller numbers as one.
+TEST(InvalidArguments, MissingDtypeThrows) {
   Call call("cpu");
   call.forward_args.problem.dtype = Problem{}.dtype;
   expect_invalid([&] { call.run_forward(); }, "problem.dtype",
@@ -260,8 +264,8 @@ TEST(InvalidArguments, OfForgottenDtypes) {
   of_a_bias.expect_nothing_written();
 }
 
-// With a size of 0 nothing would be computed, or out would be 0.
-TEST(InvalidArguments, OfForgottenSizes) {
+// With a default size of 0, nothing would be computed, or out would be 0.
+TEST(InvalidArguments, MissingSizeThrows) {
   for (const auto& [argument, size] :
        std::initializer_list<std::pair<const char*, std::int64_t Problem::*>>{
            {"problem.batch", &Problem::batch},
@@ -286,7 +290,7 @@ struct BadOutput {
   void (*spoil)(BackwardArgs&);
 };
 
-TEST(InvalidArguments, OfForwardOutputs) {
+TEST(InvalidArguments, BadForwardOutputThrows) {
   Call call;
   call.forward_args.out.data = nullptr;
   expect_invalid([&] { call.run_forward(); }, "out",
@@ -304,7 +308,7 @@ TEST(InvalidArguments, OfForwardOutputs) {
   call.expect_nothing_written();
 }
 
-TEST(InvalidArguments, OfBackward) {
+TEST(InvalidArguments, BadBackwardArgumentThrows) {
   const std::vector<BadOutput> cases = {
       {"out", "got null data, expected data of shape (2, 5, 4, 8)",
        [](BackwardArgs& args) { args.out.data = nullptr; }},
@@ -336,7 +340,7 @@ TEST(InvalidArguments, OfBackward) {
   }
 }
 
-TEST(InvalidArguments, OfTheExecution) {
+TEST(InvalidArguments, BadExecutionThrows) {
   Call call("reference");
   const std::size_t needed = forward_workspace_size(call.forward_args, call.execution, "reference");
   ASSERT_GT(needed, 0u);

@@ -4,7 +4,7 @@
 
 #include "cuda/sm90/key_runs.h"
 
-// The order of blocks of keys where they add to dq in turn: a value that the host and the device compute alike.
+// The order in which blocks of keys add to dq when gradients are deterministic, as host and device compute it.
 namespace flash_dmattn::cuda::sm90 {
 namespace {
 
@@ -16,7 +16,7 @@ std::vector<int> order_of(int blocks, int run_blocks) {
   return order;
 }
 
-TEST(KeyRuns, DescendAndAscendInTurn) {
+TEST(KeyRuns, ConsecutiveRunsAlternateDirection) {
   EXPECT_EQ(order_of(11, 3), (std::vector{2, 1, 0, 3, 4, 5, 8, 7, 6, 9, 10}));
   EXPECT_EQ(order_of(8, 3), (std::vector{2, 1, 0, 3, 4, 5, 7, 6}));
   EXPECT_EQ(order_of(4, 1), (std::vector{0, 1, 2, 3}));
@@ -24,7 +24,7 @@ TEST(KeyRuns, DescendAndAscendInTurn) {
   EXPECT_EQ(order_of(4, 9), (std::vector{3, 2, 1, 0}));
 }
 
-TEST(KeyRuns, HaveEveryBlockOnce) {
+TEST(KeyRuns, AnyRunLengthVisitsEveryBlockOnce) {
   for (int blocks = 1; blocks <= 70; ++blocks) {
     for (int run_blocks = 1; run_blocks <= 75; ++run_blocks) {
       std::vector<int> seen(static_cast<std::size_t>(blocks));

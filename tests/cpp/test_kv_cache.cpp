@@ -14,7 +14,7 @@
 #include "support/kv_stream.h"
 #include "support/run.h"
 
-// KV caches: random streams against the definition, and the checks of arguments.
+// Compares KV caches with the definition over random streams, and tests the checks of arguments.
 namespace flash_dmattn::testing {
 namespace {
 
@@ -34,7 +34,7 @@ StreamOptions random_options(std::uint64_t seed, const char* backend, StreamScor
   options.group = 1 + random.below(3);
   options.nan_share = random.below(2) == 0 ? 0 : 0.3;
   options.masked_share = random.below(2) == 0 ? 0 : 0.3;
-  options.softcap = random.below(4) == 0 ? 2.0f : 0.0f;
+  options.softcap = random.below(4) == 0 ? 2 : 0;
   options.use = random.below(4) == 0 ? ScoreUse::choose : ScoreUse::choose_and_bias;
   return options;
 }
@@ -64,7 +64,7 @@ void run_stream(const StreamOptions& options) {
   }
 }
 
-TEST_P(KvCacheStreams, EqualFullAttentionOverTheBestKeys) {
+TEST_P(KvCacheStreams, ShortStreamEqualsAttentionOverBestKeys) {
   const auto& [backend, scores, dtype] = GetParam();
   const std::uint64_t streams = testing::is_quick_run() ? 60 : 300;
   for (std::uint64_t seed = 0; seed < streams; ++seed) {
@@ -73,8 +73,8 @@ TEST_P(KvCacheStreams, EqualFullAttentionOverTheBestKeys) {
   }
 }
 
-// Several blocks of keys, splits and whole vectors.
-TEST_P(KvCacheStreams, LongOnesToo) {
+// The window is long enough for several blocks of keys, splits and whole vectors.
+TEST_P(KvCacheStreams, LongStreamEqualsAttentionOverBestKeys) {
   const auto& [backend, scores, dtype] = GetParam();
   StreamOptions options{.scores = scores, .nan_share = 0.1, .seed = 3, .backend = backend};
   options.shape = {
@@ -100,8 +100,8 @@ auto streams_of(const char* backend) {
 INSTANTIATE_TEST_SUITE_P(Cpu, KvCacheStreams, streams_of("cpu"));
 INSTANTIATE_TEST_SUITE_P(Reference, KvCacheStreams, streams_of("reference"));
 
-// However long the stream, the cache is as large as it was, and holds the best keys of all.
-TEST(KvCache, HoldsTheBestOfHalfAMillionTokens) {
+// A long stream does not enlarge the cache, which has the best of all keys at the end.
+TEST(KvCache, HalfAMillionTokensLeaveTheBestKeys) {
   if (testing::is_quick_run()) GTEST_SKIP() << "slow, and FLASH_DMATTN_QUICK_TESTS is set";
   constexpr std::int64_t tokens = 524288, window = 64, head_dim = 8;
   const KvCacheShape shape{
@@ -153,7 +153,7 @@ TEST(KvCache, HoldsTheBestOfHalfAMillionTokens) {
 
 // ---- Arguments -----------------------------------------------------------------------------------
 
-// A correct call of each function, to be spoiled.
+// A correct call of each function, which tests then spoil.
 struct KvCalls {
   KvCacheShape shape{
       .batch = 2, .heads_kv = 2, .window = 4, .chunk = 3, .head_dim = 8, .dtype = DType::f32};
@@ -222,7 +222,7 @@ void expect_error(const std::string& argument, const std::function<void(KvCalls&
   }
 }
 
-TEST(KvCacheArguments, AreNamedInErrors) {
+TEST(KvCacheArguments, InvalidArgumentIsNamed) {
   expect_error("cache.shape.window", [](KvCalls& c) { c.append_args.cache.shape.window = 0; });
   expect_error("cache.shape.batch", [](KvCalls& c) { c.append_args.cache.shape.batch = -1; });
   expect_error("cache.shape.head_dim",
@@ -274,7 +274,20 @@ TEST(KvCacheArguments, AreNamedInErrors) {
   expect_error("execution.workspace_bytes", [](KvCalls& c) { c.execution.workspace_bytes = 0; });
 }
 
-TEST(KvCacheArguments, NonFiniteTokensAreNamedInCheckMode) {
+TEST(KvCacheArguments, AppendWithoutRoomNamesTheChunk) {
+  KvCalls calls;
+  calls.append_args.cache.shape.chunk = 0;
+  try {
+    append(calls.append_args, calls.execution);
+    ADD_FAILURE() << "no error";
+  } catch (const InvalidArgument& error) {
+    EXPECT_STREQ(error.what(),
+                 "seqlen: got 1, expected at most 0: cache.shape.chunk has room for 0 pending "
+                 "tokens, of which 0 are taken");
+  }
+}
+
+TEST(KvCacheArguments, CheckModeNamesNonFiniteToken) {
   KvCalls calls;
   calls.numbers[17] = std::numeric_limits<float>::infinity();
   set_check_finite(true);
@@ -288,7 +301,7 @@ TEST(KvCacheArguments, NonFiniteTokensAreNamedInCheckMode) {
   EXPECT_EQ(calls.cache.seen[0], 0);
 }
 
-TEST(KvCacheArguments, BackendsDeclineInWords) {
+TEST(KvCacheArguments, OtherDeviceIsDeclinedWithReason) {
   KvCacheShape shape{.batch = 1, .heads_kv = 1, .window = 4, .head_dim = 8, .dtype = DType::f32};
   EXPECT_EQ(supports(shape), "");
   EXPECT_EQ(supports(shape, "reference"), "");
@@ -297,7 +310,7 @@ TEST(KvCacheArguments, BackendsDeclineInWords) {
   EXPECT_NE(supports(shape, "cpu").find("computes in cpu memory"), std::string::npos);
 }
 
-TEST(KvCacheArguments, MemoryHasToFit) {
+TEST(KvCacheArguments, ShortOrUnalignedMemoryThrows) {
   const KvCacheShape shape{
       .batch = 1, .heads_kv = 1, .window = 4, .head_dim = 8, .dtype = DType::f32};
   GuardedBuffer memory(kv_cache_size(shape), "cache");

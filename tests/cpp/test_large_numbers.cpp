@@ -16,9 +16,9 @@
 #include "support/run.h"
 #include "support/yardstick.h"
 
-// Gradients of inputs so large that sums leave fp32 on their way: ds alone reaches 2^265. Each element
-// has to be within rounding of its exact value, or saturated with the sign of it, where rounding is
-// measured by the magnitude of the terms that cancel.
+// Gradients of inputs so large that intermediate sums leave fp32: ds alone reaches 2^265. Each element has to
+// be within rounding of its exact value, or saturated with its sign. Rounding is measured by the magnitude
+// of the terms that cancel.
 namespace flash_dmattn {
 namespace {
 
@@ -58,7 +58,7 @@ std::int64_t expect_within_rounding(const Tensor& actual, const std::vector<Sum>
 
 class LargeNumbers : public ::testing::TestWithParam<const char*> {
  protected:
-  // q and k stay such that scores are of order 1, whose rounding does not decide about p.
+  // q and k keep scores of order 1, so that rounding of scores does not dominate p.
   static Data data_of(const char* dtype, int pattern, bool per_key_bias, bool intervals) {
     CaseWords words = {{"name", "large"},   {"dtype", dtype},   {"seqlen_q", "130"},
                        {"seqlen_k", "230"}, {"head_dim", "40"}, {"heads_q", "4"},
@@ -79,11 +79,11 @@ class LargeNumbers : public ::testing::TestWithParam<const char*> {
       tensor.fill([&](const Index&) { return sign() * limit; });
     };
     switch (pattern) {
-      case 0:  // ds near 2^260, everywhere
+      case 0:  // ds is near 2^260 everywhere
         all(data.v);
         all(data.dout);
         break;
-      case 1:  // some rows of each, beside ordinary ones
+      case 1:  // some large rows of each tensor among ordinary rows
         for (Tensor* tensor : {&data.v, &data.dout}) {
           tensor->fill([&](const Index& i) {
             const double value = tensor->get(i);
@@ -91,18 +91,18 @@ class LargeNumbers : public ::testing::TestWithParam<const char*> {
           });
         }
         break;
-      case 2:  // every magnitude beside every other
+      case 2:  // all magnitudes next to each other
         for (Tensor* tensor : {&data.v, &data.dout}) {
           tensor->fill([&](const Index&) { return sign() * std::exp2(127 * random.uniform()); });
         }
         break;
-      case 3:  // dk of large and of ordinary elements of q in one row
+      case 3:  // large and ordinary elements of q in one row of dk
         all(data.v);
         all(data.dout);
         data.q.fill([&](const Index& i) { return i[3] % 2 == 0 ? sign() * 0x1p120 : sign(); });
         data.k.fill([&](const Index& i) { return i[3] % 2 == 0 ? sign() * 0x1p-121 : sign() / 8; });
         break;
-      default:  // one element in a tensor of ordinary ones
+      default:  // one large element in an ordinary tensor
         data.dout.set({0, 77, 1, 5}, limit);
         data.v.set({0, 150, 0, 5}, -limit);
     }
@@ -112,7 +112,7 @@ class LargeNumbers : public ::testing::TestWithParam<const char*> {
 INSTANTIATE_TEST_SUITE_P(Dtypes, LargeNumbers, ::testing::Values("f32", "bf16"),
                          [](const auto& test) { return std::string(test.param); });
 
-TEST_P(LargeNumbers, GradientsAreRightOrSaturateWithTheirSign) {
+TEST_P(LargeNumbers, GradientsAreCorrectOrSaturateWithSign) {
   for (int pattern = 0; pattern < 5; ++pattern) {
     for (const bool bias : {false, true}) {
       for (const bool intervals : {false, true}) {

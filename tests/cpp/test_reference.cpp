@@ -14,8 +14,8 @@
 #include "support/run.h"
 #include "support/small.h"
 
-// The reference backend and the reference selection against what does not need them: finite differences
-// and results known by hand.
+// Compares the reference backend and the reference selection with independent results: finite differences
+// and results computed by hand.
 namespace flash_dmattn::testing {
 namespace {
 
@@ -23,7 +23,7 @@ constexpr double infinity = std::numeric_limits<double>::infinity();
 constexpr double nan = std::numeric_limits<double>::quiet_NaN();
 // ---- Finite differences --------------------------------------------------------------------------
 
-// sum out * dout, whose gradients are dq, dk, dv and dbias.
+// The loss sum(out * dout), whose gradients are dq, dk, dv and dbias.
 double loss(const Data& data) {
   Results results(data);
   run_forward(data, reference(), results);
@@ -50,7 +50,7 @@ void expect_slopes(Data& data, Tensor& input, const Tensor& gradient) {
 
 class FiniteDifferences : public ::testing::TestWithParam<CaseWords> {};
 
-TEST_P(FiniteDifferences, EqualTheGradients) {
+TEST_P(FiniteDifferences, GradientsEqualFiniteDifferences) {
   CaseWords words = {{"batch", "2"},    {"heads_q", "4"},  {"heads_kv", "2"}, {"seqlen_q", "5"},
                      {"seqlen_k", "7"}, {"head_dim", "3"}, {"dtype", "f64"}};
   for (const auto& [column, word] : GetParam()) words[column] = word;
@@ -109,9 +109,9 @@ INSTANTIATE_TEST_SUITE_P(
                   {"layout", "padded"}}),
     [](const auto& test) { return test.param.at("name"); });
 
-// ---- Results known by hand -----------------------------------------------------------------------
+// ---- Results computed by hand --------------------------------------------------------------------
 
-TEST(Reference, OneVisibleKeyIsCopied) {
+TEST(Reference, OneVisibleKeyGivesItsValue) {
   for (const DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
     SCOPED_TRACE(name_of(dtype));
     Data data = small(1, 3, 2, dtype, {}, {1, 1, 1, 3});
@@ -152,7 +152,7 @@ TEST(Reference, EqualScoresGiveTheMean) {
 }
 
 // p = (1/4, 3/4): dp = (4, 8), delta = 7, ds = (-3/4, 3/4).
-TEST(Reference, TwoKeysByHand) {
+TEST(Reference, TwoKeysMatchHandComputedResults) {
   Data data = small(1, 2, 1, DType::f64, {1, 1, 1, 2});
   data.problem.scale = 0.5;
   set_row(data.q, 0, {2});
@@ -176,7 +176,7 @@ TEST(Reference, TwoKeysByHand) {
   expect_near(results.dv, {0.25, 0.75});
 }
 
-TEST(Reference, RowsThatSeeNothing) {
+TEST(Reference, RowsWithoutVisibleKeysGiveZeros) {
   Data data = small(2, 2, 1, DType::bf16, {1, 1, 1, 2}, {1, 1, 2, 1});
   data.q.fill([](const Index&) { return 1.0; });
   data.k.fill([](const Index&) { return 2.0; });
@@ -193,7 +193,7 @@ TEST(Reference, RowsThatSeeNothing) {
   }
 }
 
-TEST(Reference, NoKeysNoQueriesNoBatches) {
+TEST(Reference, EmptyDimensionsGiveZeros) {
   Data no_keys = small(2, 0, 2, DType::f32, {1, 1, 2, 1});
   Results results = run(no_keys, reference());
   EXPECT_EQ(values_of(results.out), (Values{0, 0, 0, 0}));
@@ -216,7 +216,7 @@ TEST(Reference, NoKeysNoQueriesNoBatches) {
   EXPECT_EQ(values_of(results.dbias), (Values{0, 0}));
 }
 
-TEST(Reference, ABiasAtTheMaskValueOfItsDtypeMasks) {
+TEST(Reference, BiasAtMaskValueOfItsDtypeMasks) {
   struct Dtypes {
     DType qkv;
     DType bias;
@@ -238,7 +238,7 @@ TEST(Reference, ABiasAtTheMaskValueOfItsDtypeMasks) {
       EXPECT_EQ(values_of(results.dv), (Values{0, 1}));
       EXPECT_EQ(values_of(results.dbias), (Values{0, 0}));
     }
-    // Just above it a key is visible, however weak: alone it has all of the weight.
+    // A key just above the mask value is visible and, being alone, has all of the weight.
     Data data = small(1, 1, 1, dtype, {1, 1, 1, 1}, {}, bias_dtype);
     set_row(data.v, 0, {5});
     data.bias.set({0, 0, 0, 0}, 0.75 * masks_at);
@@ -246,8 +246,8 @@ TEST(Reference, ABiasAtTheMaskValueOfItsDtypeMasks) {
   }
 }
 
-// lse is 1e30 + log 4, of which f32 keeps 1e30: without lse_low every p would be 1.
-TEST(Reference, LseLowKeepsTheBackwardNormalised) {
+// lse is 1e30 + log 4, of which f32 keeps 1e30, so without lse_low every p would be 1.
+TEST(Reference, LargeLseWithLseLowKeepsBackwardNormalised) {
   Data data = small(1, 4, 1, DType::f32, {1, 1, 1, 1});
   data.bias.set({0, 0, 0, 0}, 1e30);
   set_row(data.dout, 0, {1});
@@ -261,7 +261,7 @@ TEST(Reference, LseLowKeepsTheBackwardNormalised) {
   EXPECT_EQ(values_of(results.dv), (Values{1, 1, 1, 1}));
 }
 
-TEST(Reference, UnwantedGradientsStayUnwritten) {
+TEST(Reference, UnwantedGradientsAreNotWritten) {
   Data data(case_from({{"bias", "bv1k"}, {"bias_fill", "normal"}}));
   const Results all = run(data, reference());
   RunOptions options = reference();
@@ -274,7 +274,7 @@ TEST(Reference, UnwantedGradientsStayUnwritten) {
   EXPECT_TRUE(one.dbias.same_bits(poisoned.dbias));
 }
 
-TEST(Reference, WorkersDoNotChangeABit) {
+TEST(Reference, WorkerCountDoesNotChangeBits) {
   for (const char* shape : {"bhqk", "bv1k", "1vqk", "b11k", "111k"}) {
     const Data data(case_from({{"batch", "3"},
                                {"heads_q", "6"},
@@ -331,7 +331,7 @@ struct Scores {
   }
 };
 
-TEST(ReferenceSelection, ByHand) {
+TEST(ReferenceSelection, FiveKeysMatchHandComputedVisibility) {
   Scores scores({5, 1, 3, 4, 2}, 5, 2);
   EXPECT_EQ(scores.visible(), "x.... xx... x.x.. x..x. x..x.");
   scores.args.selection = Selection::global;
@@ -342,28 +342,28 @@ TEST(ReferenceSelection, ByHand) {
   EXPECT_EQ(scores.visible(), "x..x. x..x. x..x. x..x. x..x.");
 }
 
-TEST(ReferenceSelection, TheMoreRecentOfEqualKeys) {
+TEST(ReferenceSelection, EqualScoresSelectMoreRecentKeys) {
   EXPECT_EQ(Scores({1, 1, 1, 1}, 4, 2).visible(), "x... xx.. .xx. ..xx");
   EXPECT_EQ(Scores({0.0f, -0.0f, 0.0f}, 3, 1).visible(), "x.. .x. ..x");
 }
 
-TEST(ReferenceSelection, NanAndMaskedKeysAreNeverChosenAndBeatNobody) {
+TEST(ReferenceSelection, NanAndMaskedKeysAreIgnored) {
   Scores scores({std::numeric_limits<float>::quiet_NaN(), 1, 9, 2}, 4, 2);
   scores.key_mask[2] = 0;
   EXPECT_EQ(scores.visible(), ".... .x.. .x.. .x.x");
 }
 
-TEST(ReferenceSelection, QueriesStandAtTheEnd) {
+TEST(ReferenceSelection, OtherNumberOfQueriesAlignsToTheEnd) {
   EXPECT_EQ(Scores({5, 1, 3, 4, 2}, 2, 2).visible(), "x..x. x..x.");
   EXPECT_EQ(Scores({2, 1}, 4, 2).visible(), ".. .. x. xx");
 }
 
-TEST(ReferenceSelection, Windows) {
+TEST(ReferenceSelection, WindowOfZeroOrAllKeysSelectsNoneOrAll) {
   EXPECT_EQ(Scores({2, 1, 3}, 3, 0).visible(), "... ... ...");
   EXPECT_EQ(Scores({2, 1, 3}, 3, 100).visible(), "x.. xx. xxx");
 }
 
-TEST(ReferenceSelection, AlwaysFormsIntervals) {
+TEST(ReferenceSelection, RandomScoresGiveIntervals) {
   Random random(1);
   for (int round = 0; round < 500; ++round) {
     std::vector<float> values(static_cast<std::size_t>(random.below(12) + 1));

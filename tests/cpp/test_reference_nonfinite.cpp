@@ -12,7 +12,7 @@
 #include "support/run.h"
 #include "support/small.h"
 
-// The rules of attention.h for what is not finite or out of range, in the reference backend.
+// The rules of attention.h for non-finite and out-of-range numbers, in the reference backend.
 namespace flash_dmattn::testing {
 namespace {
 
@@ -38,7 +38,7 @@ TEST(NonFiniteReference, ScoresSaturateAtTheRangeOfFp32) {
   EXPECT_EQ(values_of(results.dq), (Values{0, 0, 0, 0}));
 }
 
-TEST(NonFiniteReference, ANanScoreIsTheLowestWhereItSaturates) {
+TEST(NonFiniteReference, NanScoreSaturatesToTheLowest) {
   Data data = small(1, 2, 1);
   set_row(data.q, 0, {1});
   set_row(data.k, 0, {nan});
@@ -49,8 +49,8 @@ TEST(NonFiniteReference, ANanScoreIsTheLowestWhereItSaturates) {
   EXPECT_EQ(values_of(results.lse), Values{0});
 }
 
-// Query 0 sees key 0 alone, query 1 both.
-TEST(NonFiniteReference, WhatMakesAScoreOfAVisibleElementPropagates) {
+// Query 0 sees key 0 alone, query 1 sees both keys.
+TEST(NonFiniteReference, NonFiniteInputsOfVisibleScoresPropagate) {
   const auto all_nan = [](const Values& values) {
     return std::all_of(values.begin(), values.end(), [](double x) { return std::isnan(x); });
   };
@@ -88,7 +88,7 @@ TEST(NonFiniteReference, WhatMakesAScoreOfAVisibleElementPropagates) {
     data.bias.set({0, 0, 1, 0}, bad);
     const Results biased = run(data, reference());
     EXPECT_EQ(biased.out.get({0, 0, 0, 0}), 1);
-    // A NaN and -inf mask; +inf is a value.
+    // NaN and -inf mask; +inf is a value.
     EXPECT_EQ(std::isnan(biased.out.get({0, 1, 0, 0})), bad == infinity);
     data.bias.set({0, 0, 1, 0}, 0);
     EXPECT_EQ(values_of(run(data, reference()).out), values_of(finite.out));
@@ -127,7 +127,7 @@ TEST(NonFiniteReference, NonFiniteDoutCountsAsZeroOrPropagates) {
   }
 }
 
-TEST(NonFiniteReference, AVisibleElementWithoutProbabilityShowsWhatItTouches) {
+TEST(NonFiniteReference, VisibleElementOfZeroProbabilityPropagates) {
   Data data = small(1, 2, 1, DType::f32, {1, 1, 1, 2});
   data.bias.set({0, 0, 0, 0}, -1e6);  // visible, but exp(-1e6) is 0
   set_row(data.dout, 0, {infinity});
@@ -159,7 +159,7 @@ struct Limit {
 
 class GradientLimit : public ::testing::TestWithParam<Limit> {};
 
-TEST_P(GradientLimit, OfTheDtype) {
+TEST_P(GradientLimit, GradientsSaturateAtDtypeLimit) {
   const auto [dtype, input, limit] = GetParam();
   Data data = small(2, 1, 2, dtype);
   set_row(data.dout, 0, {input, -input});
@@ -176,8 +176,8 @@ INSTANTIATE_TEST_SUITE_P(Dtypes, GradientLimit,
                                            Limit{DType::f16, 60000, 65504}),
                          [](const auto& test) { return std::string(name_of(test.param.dtype)); });
 
-// ds = +-2^29 here: no limit of f16 applies to it, only to what is stored.
-TEST(NonFiniteReference, DsIsNotLimited) {
+// ds is +-2^29 here. The limit of f16 does not apply to it, only to stored gradients.
+TEST(NonFiniteReference, DsHasNoDtypeLimit) {
   Data data = small(1, 2, 1, DType::f16, {1, 1, 1, 2});
   set_row(data.v, 0, {0x1p15});
   set_row(data.v, 1, {-0x1p15});
@@ -191,7 +191,7 @@ TEST(NonFiniteReference, DsIsNotLimited) {
   EXPECT_EQ(values_of(results.dk), (Values{ds * 0x1p-20, -ds * 0x1p-20}));
 }
 
-TEST(NonFiniteReference, OutReachesTheMaximumOfItsDtype) {
+TEST(NonFiniteReference, OutReachesDtypeMaximum) {
   for (const auto& [dtype, largest] :
        {std::pair{DType::f32, float_max}, std::pair{DType::bf16, 0x1.fep127},
         std::pair{DType::f16, 65504.0}}) {
@@ -206,7 +206,7 @@ TEST(NonFiniteReference, OutReachesTheMaximumOfItsDtype) {
   }
 }
 
-// Finite inputs, however large, in every dtype and under both policies of scores and weights.
+// Inputs are finite and arbitrarily large, in every dtype and under both policies of scores and weights.
 TEST(NonFiniteReference, FiniteInputsGiveFiniteResults) {
   for (const char* dtype : {"f64", "f32", "bf16", "f16"}) {
     for (const char* softcap : {"0", "30"}) {

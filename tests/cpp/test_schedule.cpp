@@ -11,7 +11,7 @@
 #include "support/random.h"
 #include "support/run.h"
 
-// Schedules through the public functions, on the CPU: size, content, and what they serve.
+// Tests schedules on the CPU through the public functions: size, content, and the calls that they serve.
 namespace flash_dmattn {
 namespace {
 
@@ -60,7 +60,7 @@ struct Scheduled {
 
 std::span<std::byte> span_of(GuardedBuffer& buffer) { return {buffer.data(), buffer.size()}; }
 
-TEST(Schedule, HoldsTheTileListsOfTheIntervals) {
+TEST(Schedule, HasTileListsOfIntervals) {
   const Scheduled s;
   GuardedBuffer memory(s.size(Direction::forward), "schedule");
   const Schedule schedule = s.build(span_of(memory), testing::in_turn(1));
@@ -84,7 +84,7 @@ TEST(Schedule, HoldsTheTileListsOfTheIntervals) {
   }
 }
 
-TEST(Schedule, OfTheCpuServesBothDirections) {
+TEST(Schedule, CpuScheduleServesBothDirections) {
   const Scheduled s;
   ASSERT_EQ(s.size(Direction::forward), s.size(Direction::backward));
   GuardedBuffer forward(s.size(Direction::forward), "schedule");
@@ -96,7 +96,7 @@ TEST(Schedule, OfTheCpuServesBothDirections) {
   EXPECT_TRUE(std::equal(forward.data(), forward.data() + forward.size(), backward.data()));
 }
 
-TEST(Schedule, IsTheSameForAnyNumberOfWorkers) {
+TEST(Schedule, WorkerCountDoesNotChangeSchedule) {
   const Scheduled s;
   GuardedBuffer expected(s.size(Direction::forward), "schedule");
   s.build(span_of(expected), testing::in_turn(1));
@@ -121,7 +121,7 @@ TEST(Schedule, IsEmptyWithoutIntervalsOrQueries) {
 }
 
 // Memory that is too small is not written past its end.
-TEST(Schedule, NeedsAllOfItsMemory) {
+TEST(Schedule, ShortMemoryThrows) {
   const Scheduled s;
   const std::size_t bytes = s.size(Direction::forward);
   for (const std::size_t given : {std::size_t{0}, bytes / 8, bytes - workspace_alignment}) {
@@ -135,7 +135,7 @@ TEST(Schedule, NeedsAllOfItsMemory) {
   }
 }
 
-TEST(Schedule, NeedsAlignedMemory) {
+TEST(Schedule, UnalignedMemoryThrows) {
   const Scheduled s;
   GuardedBuffer memory(s.size(Direction::forward) + 8, "schedule");
   EXPECT_THROW(s.build(span_of(memory).subspan(8), testing::in_turn(1)), InvalidArgument);

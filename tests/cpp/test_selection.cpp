@@ -26,7 +26,7 @@ using testing::Tensor;
 
 constexpr double infinity = std::numeric_limits<double>::infinity();
 
-// How scores repeat: from all different to all equal, and with every special value.
+// The kind of scores: from all different to all equal, and with every special value.
 enum class Scores { distinct, few, signed_zeros, special, equal, rising, falling };
 constexpr Scores all_scores[] = {Scores::distinct, Scores::few,   Scores::signed_zeros,
                                  Scores::special,  Scores::equal, Scores::rising,
@@ -130,7 +130,7 @@ void expect_intervals(const std::vector<KeyInterval>& actual,
   }
 }
 
-TEST(Selection, ThousandsOfRandomRows) {
+TEST(Selection, RandomRowsMatchDefinition) {
   Random random(1);
   int rows = 0;
   for (int round = 0; round < 60; ++round) {
@@ -160,7 +160,7 @@ TEST(Selection, ThousandsOfRandomRows) {
   EXPECT_GT(rows, 3000);
 }
 
-TEST(Selection, LongRowsOfEveryDtype) {
+TEST(Selection, LongRowsOfEveryDtypeMatchDefinition) {
   Random random(2);
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16, DType::f64}) {
     for (const Scores kind : all_scores) {
@@ -172,7 +172,7 @@ TEST(Selection, LongRowsOfEveryDtype) {
   }
 }
 
-TEST(Selection, SquareOfEveryWindow) {
+TEST(Selection, EveryWindowMatchesDefinition) {
   Random random(3);
   for (std::int64_t window = 0; window <= 70; ++window) {
     SelectionProblem problem(shape_of(64, 64, window), Scores::few, false, Layout::contiguous,
@@ -181,7 +181,7 @@ TEST(Selection, SquareOfEveryWindow) {
   }
 }
 
-TEST(Selection, StridesThatAreNotGivenAreDense) {
+TEST(Selection, MissingStridesMeanDense) {
   Random random(4);
   SelectionArgs shape = shape_of(20, 24, 5);
   shape.batch = 2;
@@ -207,7 +207,7 @@ TEST(Selection, DoubleScoresAreNotRounded) {
   EXPECT_EQ(problem.result()[0].last, 2);
 }
 
-TEST(Selection, EqualScoresAreASlidingWindow) {
+TEST(Selection, EqualScoresGiveSlidingWindow) {
   const auto intervals = select(shape_of(6, 6, 2), std::vector<float>(6, 0.5f));
   expect_intervals(intervals, {{0, 2}, {1, 3}, {2, 4}, {3, 5}, {4, 6}, {5, 6}});
 }
@@ -222,7 +222,7 @@ TEST(Selection, QueriesBeforeTheFirstKeySeeNothing) {
   expect_intervals(intervals, {{2, 3}, {3, 5}, {0, 0}});
 }
 
-TEST(Selection, DecodingSeesWhatTrainingSaw) {
+TEST(Selection, DecodingSelectsSameKeysAsTraining) {
   Random random(5);
   std::vector<float> scores(97);
   for (float& x : scores) x = static_cast<float>(random.below(20));
@@ -237,12 +237,12 @@ TEST(Selection, DecodingSeesWhatTrainingSaw) {
   }
 }
 
-TEST(Selection, WindowKeepsAllWhenItHoldsAll) {
+TEST(Selection, WindowOfAllKeysKeepsAllKeys) {
   const auto intervals = select(shape_of(3, 3, 3), {1, NAN, 2});
   expect_intervals(intervals, {{0, 3}, {0, 0}, {2, 3}});
 }
 
-TEST(Selection, SameForAnyNumberOfWorkers) {
+TEST(Selection, WorkerCountDoesNotChangeIntervals) {
   Random random(6);
   SelectionArgs args = shape_of(500, 700, 90);
   args.batch = 3;
@@ -258,7 +258,7 @@ TEST(Selection, SameForAnyNumberOfWorkers) {
   }
 }
 
-TEST(Selection, EmptyProblemsNeedNothing) {
+TEST(Selection, EmptyProblemNeedsNoMemory) {
   SelectionArgs no_keys = shape_of(4, 0, 2);
   select_key_intervals(no_keys, Execution{});
   SelectionArgs no_batch = shape_of(4, 4, 2);
@@ -266,7 +266,7 @@ TEST(Selection, EmptyProblemsNeedNothing) {
   select_key_intervals(no_batch, Execution{});
 }
 
-TEST(Selection, WorkspaceGrowsWithTheRowsInProgress) {
+TEST(Selection, WorkspaceGrowsWithRowsInProgress) {
   constexpr std::int64_t longest = (std::int64_t{1} << 31) - 1;
   SelectionArgs args = shape_of(longest, longest, longest);
   args.scores_dtype = DType::f64;
@@ -304,7 +304,7 @@ class SelectionArguments : public ::testing::Test {
   Execution execution_;
 };
 
-TEST_F(SelectionArguments, AreChecked) {
+TEST_F(SelectionArguments, InvalidArgumentThrows) {
   const SelectionArgs good = args_;
   const Execution good_execution = execution_;
   const auto with = [&](auto change, const std::string& argument) {

@@ -7,11 +7,11 @@
 #include "cuda/sm90/slot_parts.h"
 #include "support/random.h"
 
-// How blocks share the chains of slots: a value that the host and the device compute alike.
+// The division of chains of slots among blocks, as host and device compute it.
 namespace flash_dmattn::cuda::sm90 {
 namespace {
 
-// Parts of all blocks, each in the order in which its block computes them; without those that have no units.
+// The parts of each block, in the order in which the block computes them, without parts that have no units.
 std::vector<std::vector<SlotPart>> parts_of(const SlotPartition& partition) {
   std::vector<std::vector<SlotPart>> result(static_cast<std::size_t>(partition.blocks));
   for (int block = 0; block < partition.blocks; ++block) {
@@ -59,9 +59,9 @@ void expect_every_unit_once(const SlotPartition& partition,
   }
 }
 
-// Deterministic sums: at every unit the `row_blocks` chains of a kv head add one after the other, in the order of their
-// positions. All blocks run at a time; none may wait for a part that its own block, or a block that waits, has yet to
-// begin.
+// With deterministic sums, the `row_blocks` chains of a kv head add at every unit in the order of their positions. All
+// blocks run at once. No block may wait for a part that has not begun and that belongs to the same block or to a waiting
+// block.
 void expect_progress(const SlotPartition& partition,
                      const std::vector<std::vector<SlotPart>>& parts, int row_blocks) {
   struct Block {
@@ -91,7 +91,7 @@ void expect_progress(const SlotPartition& partition,
   }
 }
 
-// A block has one part of the divided pieces, and the parts of all these pieces begin at the same units.
+// Expects that a block has one part of the divided pieces, and that the parts of all these pieces begin at equal units.
 void expect_common_cuts(const SlotPartition& partition,
                         const std::vector<std::vector<SlotPart>>& parts) {
   std::vector<std::vector<int>> begins(static_cast<std::size_t>(partition.chains * partition.cuts));

@@ -21,7 +21,7 @@ void run_workers(const Execution& execution, int workers, Body body) {
       [](void* argument, int worker) { (*static_cast<Body*>(argument))(worker); }, &body);
 }
 
-TEST(ThreadPool, HasTheThreadsAskedFor) {
+TEST(ThreadPool, HasRequestedNumberOfThreads) {
   EXPECT_EQ(ThreadPool(3).threads(), 3);
   EXPECT_GE(ThreadPool(0).threads(), 1);
   ThreadPool pool(2);
@@ -47,8 +47,8 @@ TEST(ThreadPool, RunsEveryWorkerOnce) {
   }
 }
 
-// The caller reads without synchronisation of its own what the workers wrote the same way.
-TEST(ThreadPool, ManyShortCalls) {
+// Neither the workers, which write, nor the caller, which reads, synchronise by themselves.
+TEST(ThreadPool, ManyShortCallsAreSynchronised) {
   ThreadPool pool(4);
   std::vector<std::int64_t> sums(6);
   for (int call = 0; call < 5000; ++call) {
@@ -60,14 +60,14 @@ TEST(ThreadPool, ManyShortCalls) {
   }
 }
 
-TEST(ThreadPool, UsesAllItsThreadsAtOnce) {
+TEST(ThreadPool, RunsAllThreadsAtOnce) {
   ThreadPool pool(3);
-  std::latch all(3);  // passed only when three threads wait at the same time
+  std::latch all(3);  // opens only when three threads wait at the same time
   run_workers(pool.execution(), 3, [&](int) { all.arrive_and_wait(); });
   EXPECT_TRUE(all.try_wait());
 }
 
-TEST(ThreadPool, CallsFromManyThreadsTakeTurns) {
+TEST(ThreadPool, ConcurrentCallsRunOneAtATime) {
   ThreadPool pool(2);
   std::atomic<int> inside{0};
   std::atomic<int> total{0};
@@ -86,7 +86,7 @@ TEST(ThreadPool, CallsFromManyThreadsTakeTurns) {
   EXPECT_EQ(total, 4 * 100 * 3);
 }
 
-TEST(ThreadPool, BodiesMayUseThePoolTheyRunOn) {
+TEST(ThreadPool, NestedCallOnSamePoolRuns) {
   ThreadPool pool(3);
   std::atomic<int> total{0};
   for (int call = 0; call < 50; ++call) {
@@ -96,7 +96,7 @@ TEST(ThreadPool, BodiesMayUseThePoolTheyRunOn) {
   EXPECT_EQ(total, 50 * 4 * 5);
 }
 
-TEST(ThreadPool, BodiesMayUseAnotherPool) {
+TEST(ThreadPool, NestedCallOnAnotherPoolRuns) {
   ThreadPool outer(2);
   ThreadPool inner(2);
   std::atomic<int> total{0};

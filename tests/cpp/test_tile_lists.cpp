@@ -19,7 +19,7 @@ using testing::GuardedBuffer;
 using testing::OwnedTileLists;
 using testing::Random;
 
-// Intervals [batch, heads, Sk] and the arguments that read them.
+// Intervals [batch, heads, Sk], and the arguments that refer to them.
 struct Intervals {
   TileListArgs args;
   std::vector<KeyInterval> data;
@@ -36,7 +36,7 @@ struct Intervals {
     args.intervals = {data.data(), batch == 1 ? 0 : heads * seqlen_k, heads == 1 ? 0 : seqlen_k};
   }
 
-  // interval(j) for key j of every row.
+  // Sets the interval of key j to interval(j) in every row.
   template <class Interval>
   void fill(const Interval& interval) {
     for (std::size_t n = 0; n < data.size(); ++n) {
@@ -48,7 +48,7 @@ struct Intervals {
 
 using Pair = std::pair<std::int64_t, std::int64_t>;
 
-// The keys of a tile by a test of every (query, key): the full ones, then the partial ones.
+// The keys of a tile by a test of every (query, key): the full keys, then the partial keys.
 struct TileKeys {
   std::vector<std::int32_t> full, partial;
 };
@@ -101,7 +101,7 @@ void expect_as_defined(const TileListArgs& args) {
   EXPECT_EQ(tile_list_entries(Device::cpu, args, testing::in_turn(1)), entries);
 }
 
-// For consecutive tiles.
+// Expects that the bound holds for consecutive tiles.
 void expect_bound_holds(const TileListArgs& args, const KeyBound& bound) {
   ASSERT_TRUE(bound.known());
   const OwnedTileLists owned = testing::make_tile_lists(args, testing::in_turn(1));
@@ -127,7 +127,7 @@ void expect_bound(const TileListArgs& args) {
   expect_bound_holds(args, measure_key_bound(Device::cpu, args, execution));
 }
 
-// Slots need a bound on any two neighbouring tiles of 64 queries, lists on tiles of 128.
+// Slots need a bound for any two neighbouring tiles of 64 queries, lists for tiles of 128.
 TEST(TileLists, MeasuredBoundHoldsForTilesOf64Queries) {
   for (const std::int64_t chunk : {60, 64, 100, 128, 192, 256, 300}) {
     Intervals intervals(1, 1, 2048, 2048, 64);
@@ -145,14 +145,14 @@ TEST(TileLists, MeasuredBoundHoldsForTilesOf64Queries) {
   }
 }
 
-TEST(TileLists, RandomIntervals) {
+TEST(TileLists, RandomIntervalsMatchDefinition) {
   Random random(1);
   for (int round = 0; round < 400; ++round) {
     const std::int64_t seqlen_q = random.below(70);
     const std::int64_t seqlen_k = random.below(70);
     Intervals intervals(1 + random.below(2), 1 + random.below(3), seqlen_q, seqlen_k,
                         1 + random.below(20), random.below(2) == 0);
-    // Beyond [0, Sq) too, empty and the wrong way round.
+    // Intervals may lie outside of [0, Sq), be empty, or be reversed.
     for (KeyInterval& interval : intervals.data) {
       interval = {static_cast<std::int32_t>(random.below(seqlen_q + 20) - 10),
                   static_cast<std::int32_t>(random.below(seqlen_q + 20) - 10)};
@@ -165,7 +165,7 @@ TEST(TileLists, RandomIntervals) {
   }
 }
 
-TEST(TileLists, MeasuredBoundOfASlidingWindowIsTight) {
+TEST(TileLists, SlidingWindowMeasuresTightBound) {
   Intervals intervals(1, 1, 640, 640, 64, false);
   intervals.fill([](std::int64_t j) { return Pair{j, j + 100}; });
   Execution execution = testing::in_turn(1);
@@ -178,7 +178,7 @@ TEST(TileLists, MeasuredBoundOfASlidingWindowIsTight) {
   EXPECT_EQ(bound.per_query, 1);
 }
 
-TEST(TileLists, IntervalsMadeByHand) {
+TEST(TileLists, HandmadeIntervalsMatchDefinition) {
   for (const std::int64_t tile_rows : {1, 5, 16, 64, 100, 1000}) {
     for (const bool causal : {false, true}) {
       for (const auto& [seqlen_q, seqlen_k] : {Pair{100, 100}, Pair{33, 100}, Pair{100, 33}}) {
@@ -193,7 +193,7 @@ TEST(TileLists, IntervalsMadeByHand) {
           expect_as_defined(intervals.args);
         };
         check([&](std::int64_t) { return Pair{0, rows}; });                     // all visible
-        check([&](std::int64_t) { return Pair{0, 0}; });                        // none
+        check([&](std::int64_t) { return Pair{0, 0}; });                        // none visible
         check([&](std::int64_t j) { return Pair{j - shift, j - shift + 9}; });  // sliding window
         check([&](std::int64_t j) { return Pair{j < 20 ? 0 : j - shift, rows}; });   // prefix
         check([&](std::int64_t j) { return Pair{j / 13 * 13, j / 13 * 13 + 13}; });  // packed
@@ -217,7 +217,7 @@ TEST(TileLists, KeySeenByAllRowsOfAShortTileIsFull) {
   EXPECT_EQ(owned.lists.full[1], 1);
 }
 
-TEST(TileLists, SharedRowsHaveStrideZero) {
+TEST(TileLists, SharedIntervalsGiveStrideZero) {
   Intervals intervals(1, 1, 10, 10, 4);
   const OwnedTileLists shared = testing::make_tile_lists(intervals.args, testing::in_turn(1));
   EXPECT_EQ(shared.lists.stride_batch, 0);
@@ -232,7 +232,7 @@ bool same_bytes(const GuardedBuffer& a, const GuardedBuffer& b) {
   return a.size() == b.size() && std::equal(a.data(), a.data() + a.size(), b.data());
 }
 
-TEST(TileLists, SameForAnyNumberOfWorkers) {
+TEST(TileLists, WorkerCountDoesNotChangeLists) {
   Random random(2);
   for (const std::int64_t heads : {1, 3, 8}) {
     Intervals intervals(1, heads, 1000, 900, 17, true);
@@ -292,7 +292,7 @@ class TileListArguments : public ::testing::Test {
   Execution execution_;
 };
 
-TEST_F(TileListArguments, AreChecked) {
+TEST_F(TileListArguments, InvalidArgumentThrows) {
   const TileListArgs good = args_;
   const Execution good_execution = execution_;
   const auto with = [&](auto change, const std::string& argument) {
@@ -313,7 +313,7 @@ TEST_F(TileListArguments, AreChecked) {
   with([&] { execution_.workspace = nullptr; }, "execution.workspace");
 }
 
-TEST_F(TileListArguments, KeysMayBeNullWhenNothingIsVisible) {
+TEST_F(TileListArguments, NothingVisibleAllowsNullKeys) {
   intervals_.fill([](std::int64_t) { return Pair{0, 0}; });
   buffers_.keys = nullptr;
   build_tile_lists(Device::cpu, args_, buffers_, execution_);

@@ -24,7 +24,7 @@ void expect_close(const Tensor& got, const Tensor& expected, double tolerance) {
 }
 
 // Inserts one token of every row and compares what its query sees.
-void step(const KvSizes& sizes, Caches& caches, Random& random, ScoreUse use, float softcap) {
+void step(const KvSizes& sizes, Caches& caches, Random& random, ScoreUse use, double softcap) {
   Tokens tokens(sizes, 1, random);
   const KvCacheShape& s = sizes.shape;
   const std::int64_t heads_q = s.heads_kv * sizes.group;

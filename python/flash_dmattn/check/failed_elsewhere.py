@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..flash_dmattn_interface import flash_dmattn_func
+from ..functional import flash_dmattn_func
 from ..integrations.modeling_flash_dynamic_mask_attention_utils import fdma_peft_integration_check
 from .compare import Verdict, judge_all
 from .memory import bytes_of, peak_bytes

@@ -1,8 +1,7 @@
 """The options of the check."""
 
 import argparse
-
-from ..usage import output_file
+from pathlib import Path
 
 BACKENDS = ("cuda", "triton", "flex", "cpu")
 DTYPES = ("f32", "bf16", "f16")
@@ -25,5 +24,5 @@ def add_common(parser: argparse.ArgumentParser) -> None:
         "--quick", dest="full", action="store_false", help="a sixth of the table (the default)"
     )
     size.add_argument("--full", action="store_true", help="every case, at full size")
-    add("--json", type=output_file, metavar="FILE", help="write all results there, for a report")
+    add("--json", type=Path, metavar="FILE", help="write all results there, for a report")
     parser.set_defaults(full=False)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..availability import backends, gpu
+from .._core.availability import backends, gpu
 from .compare import Verdict
 
 PASS, FAIL, DECLINED = "pass", "FAIL", "declined"

@@ -13,15 +13,15 @@ from unittest import mock
 
 import torch
 
-from .. import numerics
-from ..availability import backends, gpu
-from ..flash_dmattn_interface import flash_dmattn_func_auto
+from .._core import numerics
+from .._core.availability import backends, gpu
 from ..flash_dmattn_triton import triton_dmattn_func
-from ..progress import progress
+from ..functional import flash_dmattn_func_auto
 from . import report
 from .cases import CASES, DTYPES, make_case, run, shrunk, to_device
 from .compare import Verdict, judge_all
 from .failed_elsewhere import FAILED_ELSEWHERE, Setting, all_finite
+from .progress import progress
 from .report import Row
 
 QUICK_ONE_IN = 6
@@ -38,6 +38,12 @@ class Step:
 
 def check(options: argparse.Namespace) -> int:
     """Runs the check that `options` select and prints it. Returns the exit status; see `options`."""
+    if options.json:
+        try:
+            report.write(options.json, [], complete=False)  # before the work rather than after it
+        except OSError as error:
+            print(f"--json: {error}", file=sys.stderr)
+            return 2
     asked = {"all": None}.get(options.backend, options.backend)
     for backend in backends():
         if backend.name == asked == "triton" and interpreted(asked):
@@ -47,8 +53,6 @@ def check(options: argparse.Namespace) -> int:
             continue
         print(f"{backend.name} cannot run here: {backend.reason}", file=sys.stderr)
         if asked is not None:
-            if options.json:
-                report.write(options.json, [], complete=False)
             return 2
     names = [b.name for b in backends() if b.available and b.name != "reference"]
     steps = [

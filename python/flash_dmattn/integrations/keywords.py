@@ -8,6 +8,7 @@ from torch import Tensor
 BOOKKEEPING = frozenset(
     {
         "cache_position",
+        "ignore_index",  # of the loss, as shift_labels
         "implementation",
         "layer_idx",
         "logits_to_keep",
@@ -16,6 +17,7 @@ BOOKKEEPING = frozenset(
         "output_hidden_states",
         "output_router_logits",
         "return_dict",
+        "shift_labels",
         "seq_idx",  # of state-space layers; attention has cu_seq_lens for the same sequences
         "token_type_ids",
         "use_cache",

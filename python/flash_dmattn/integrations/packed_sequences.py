@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import torch
 
-from .._arguments import check_count, may_read
-from ..allowed_keys import once, split_additive
-from ..flash_dmattn_interface import flash_dmattn_varlen_func
-from ..key_intervals import KeyIntervals, check_offsets
+from .._core.checks import check_count, may_read
+from ..functional import flash_dmattn_varlen_func
+from ..keys.intervals import KeyIntervals, check_offsets
+from ..keys.recognise import Memo, derive, split_additive
 
 
 class Packed(NamedTuple):
@@ -65,12 +65,15 @@ def _length(value: int | torch.Tensor | None, name: str) -> int | None:
 
 
 def of_positions(
-    position_ids: torch.Tensor | None, key_mask: torch.Tensor | None, batch: int, length: int
+    position_ids: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    batch: int,
+    length: int,
+    memo: Memo | None = None,
 ) -> Packed | None:
     """Where positions begin again inside a row. None: nowhere, or these are not positions [1 or B, length].
 
-    Beside padding, positions begin again where it ends; only between two visible tokens do they begin a sequence.
-    Positions are read once for all layers of a model, as masks are.
+    With padding, positions begin again where it ends; only between two visible tokens do they begin a sequence.
     """
     if position_ids is None:
         return None
@@ -78,10 +81,7 @@ def of_positions(
     def find(positions: torch.Tensor) -> Packed | None:
         return _packed_of(_begins(positions, None, batch, length), batch * length)
 
-    if may_read():
-        packed = once(f"sequences in {batch} rows of {length}", position_ids, find)
-    else:
-        packed = find(position_ids)
+    packed = derive(memo, "sequences", position_ids, find)
     if packed is None or key_mask is None:
         return packed
     if not _begins(position_ids, key_mask, batch, length).any():
@@ -133,7 +133,7 @@ def attend(
     bias: torch.Tensor | None,
     packed: Packed,
     keep: int | None,
-    options: dict,
+    **options,
 ) -> torch.Tensor:
     """Attention inside every packed sequence; one choice of keys for each."""
     if bias is not None:

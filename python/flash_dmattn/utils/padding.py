@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._arguments import check_count, check_tensor
+from .._core.checks import check_count, check_tensor
 
 
 def unpad_input(

@@ -7,15 +7,15 @@
 #include "cpu/isa/bf16_packed2.h"
 #include "cpu/multiply.h"
 
-// Products of bf16 in the eight tile registers of AMX, each 16 rows of 16 words of two elements. A tile of
-// b is 16 words of depth by 16 columns, the layout of a panel in memory.
+// Products of bf16 in the eight tile registers of AMX, each with 16 rows of 16 words of two elements. A tile
+// of b has 16 words of depth by 16 columns, the layout of a panel in memory.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 struct TilePacked2 : Bf16Packed2 {
   static constexpr int depth_step = 16;  // words
   static constexpr int strip_rows = 32;
 
-  // The shape of the tiles is a state of the thread; its owner releases the registers again.
+  // The tile shape is state of the thread, which the session's destructor releases.
   struct Session {
     Session() {
       struct alignas(64) {
@@ -25,8 +25,8 @@ struct TilePacked2 : Bf16Packed2 {
         std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
         std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
       } shape;
-      // GCC 12.2 declares that _tile_loadconfig reads only the first 8 bytes, and removes the stores to the
-      // others.
+      // GCC 12.2 declares that _tile_loadconfig reads only the first 8 bytes, and would remove the stores to
+      // the others.
       __asm__ volatile("ldtilecfg %0" ::"m"(shape));
     }
     ~Session() { _tile_release(); }
@@ -34,7 +34,7 @@ struct TilePacked2 : Bf16Packed2 {
     Session& operator=(const Session&) = delete;
   };
 
-  // multiply() of multiply.h. rows: rounded up to strips; columns: a multiple of 16; depth: of 16.
+  // multiply() of multiply.h. Rows are rounded up to strips; columns and depth are multiples of 16.
   template <Layout layout, Store mode>
   static void multiply(Factor a, Panels b, Product c, int rows, int columns, std::int64_t depth) {
     if constexpr (layout == Layout::row_major) {
@@ -61,7 +61,7 @@ struct TilePacked2 : Bf16Packed2 {
  private:
   static constexpr int tile = 16;  // rows, and words of a row
   static constexpr int word_bytes = 4;
-  // Words of depth that are transposed at a time: 8 KiB.
+  // The words of depth that are transposed at a time take 8 KiB.
   static constexpr std::int64_t transposed_depth = 64;
 
   static void transpose_strip(Factor a, std::int64_t depth, float* strip) {
@@ -79,7 +79,7 @@ struct TilePacked2 : Bf16Packed2 {
   template <Store mode>
   static void multiply_panels(Factor a, Panels b, Product c, int rows, int columns,
                               std::int64_t depth) {
-    // GCC does not declare that _tile_loadd reads memory: its operands have to be stored by now.
+    // GCC does not declare that _tile_loadd reads memory, so its operands have to be stored by now.
     __asm__ volatile("" ::: "memory");
     for (int column = 0; column < columns; column += panel_columns) {
       const float* panel = b.words + column / panel_columns * b.panel_stride;
@@ -90,7 +90,7 @@ struct TilePacked2 : Bf16Packed2 {
     }
   }
 
-  // 32 rows of c and 32 columns, or 16: tiles 0..3 are c, 4 and 5 a, 6 and 7 b.
+  // Computes 32 rows of c and 32 or 16 columns. Tiles 0..3 are c, 4 and 5 a, 6 and 7 b.
   template <Store mode>
   static void multiply_tiles(Factor a, const float* panel, Product c, bool both,
                              std::int64_t depth) {

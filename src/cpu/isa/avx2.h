@@ -5,7 +5,7 @@
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 inline constexpr int lanes = 8;
-// 6 x 2 accumulators, 2 vectors of b and 1 of a: 15 of 16 registers.
+// 6 x 2 accumulators, 2 vectors of b and 1 of a take 15 of 16 registers.
 inline constexpr int vector_strip_rows = 6;
 
 }  // namespace flash_dmattn::cpu::FLASH_DMATTN_ISA
@@ -16,7 +16,7 @@ namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 
-// b where either is NaN.
+// max and min return b where either operand is NaN.
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 

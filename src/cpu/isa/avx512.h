@@ -5,8 +5,8 @@
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 inline constexpr int lanes = 16;
-// 12 x 2 accumulators, 2 vectors of b and 1 of a: 27 of 32 registers. Two columns of vectors, not four,
-// keep a panel of b (head_dim 128: 16 KiB) in the first-level cache.
+// 12 x 2 accumulators, 2 vectors of b and 1 of a take 27 of 32 registers. Two columns of vectors, not four,
+// keep a panel of b (16 KiB at head_dim 128) in the first-level cache.
 inline constexpr int vector_strip_rows = 12;
 
 }  // namespace flash_dmattn::cpu::FLASH_DMATTN_ISA
@@ -17,11 +17,11 @@ namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 
-// b where either is NaN.
+// max and min return b where either operand is NaN.
 inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 
-// The first `count` bytes, zeros behind them; no other byte is read.
+// Loads the first `count` bytes, followed by zeros; no other byte is read.
 template <class T>
 T load_bytes(const void* p, int count) {
   const __mmask64 mask = ~std::uint64_t{0} >> (64 - count);

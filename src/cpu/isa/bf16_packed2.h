@@ -8,7 +8,7 @@
 
 #include "cpu/element.h"
 
-// Factors in bf16: a word is two elements that are neighbours along the depth of a product.
+// Factors in bf16. A word holds two elements that are neighbours along the depth of a product.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 struct Bf16Packed2 {
@@ -21,12 +21,12 @@ struct Bf16Packed2 {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }
 
-  // `lanes` words of a row; `count` elements are left in it.
+  // Loads `lanes` words of a row that has `count` elements left.
   template <class In>
   static Vec load_words(const std::uint16_t* p, int count) {
     return count >= 2 * lanes ? load_as<Vec>(p) : load_bytes<Vec>(p, 2 * count);
   }
-  // The words (first[i], second[i]); second is null behind the end.
+  // Loads the words (first[i], second[i]); second is null after the last row.
   template <class In>
   static Vec load_interleaved(const std::uint16_t* first, const std::uint16_t* second, int count) {
     Int words = __builtin_convertvector(load_packed<In>(first, count), Int);
@@ -42,13 +42,13 @@ struct Bf16Packed2 {
     return low > high ? low : high;
   }
 
-  // Elements [n, n + 2 * lanes) of a row of words.
+  // Stores elements [n, n + 2 * lanes) of a row of words.
   static void store_row(float* row, int n, Vec left, Vec right) {
     store(row + n / 2, row_words(left, right));
   }
   static float element(const float* words, int index) { return load_scalar<Bf16>(words, index); }
 
-  // 2 * lanes elements of a row, in order.
+  // Rounds 2 * lanes elements of a row to words, in order.
   static Vec row_words(Vec left, Vec right) {
     return reinterpret_cast<Vec>(_mm512_cvtne2ps_pbh(right, left));
   }
@@ -57,7 +57,7 @@ struct Bf16Packed2 {
     return from_bits(interleave(row_words(first, second)));
   }
 
-  // Rows of fp32 [rows, ld] as words of two neighbouring rows, [rows / 2, ld].
+  // Stores fp32 rows [rows, ld] as words of two neighbouring rows, [rows / 2, ld].
   static void store_columns(const float* rows, int count, int columns, int ld, float* words) {
     for (int r = 0; r < count; r += 2) {
       for (int n = 0; n < columns; n += lanes) {

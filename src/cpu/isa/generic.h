@@ -4,7 +4,7 @@
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 inline constexpr int lanes = 4;
-// 6 x 2 accumulators, 2 vectors of b and 1 of a: 15 of the 16 registers of SSE2.
+// 6 x 2 accumulators, 2 vectors of b and 1 of a take 15 of the 16 registers of SSE2.
 inline constexpr int vector_strip_rows = 6;
 
 }  // namespace flash_dmattn::cpu::FLASH_DMATTN_ISA
@@ -23,7 +23,7 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-// b where either is NaN.
+// max and min return b where either operand is NaN.
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
 
@@ -40,8 +40,8 @@ void store_bytes(void* p, T v, int count) {
 
 inline Vec from_bf16(Half v) { return from_bits(__builtin_convertvector(v, Int) << 16); }
 
-// The exponents of f16 are 112 below those of f32, and a multiplication by 2^112 corrects for it, for
-// subnormal numbers too.
+// The exponents of f16 are 112 below those of f32. A multiplication by 2^112 corrects this, also for
+// subnormal numbers.
 inline Vec from_f16(Half v) {
   const Int wide = __builtin_convertvector(v, Int);
   const Int magnitude = (wide & 0x7fff) << 13;
@@ -50,12 +50,12 @@ inline Vec from_f16(Half v) {
   return from_bits(result | ((wide & 0x8000) << 16));
 }
 
-// Round to nearest even; NaN stays NaN, overflow becomes inf.
+// Rounds to nearest even; NaN stays NaN, overflow becomes inf.
 inline Half to_f16(Vec v) {
   const Int sign = (bits(v) >> 16) & 0x8000;
   const Int magnitude = bits(v) & 0x7fffffff;
   const Int normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112 << 23)) >> 13;
-  // Below 2^-14: the sum with 0.5 rounds to a multiple of 2^-24.
+  // Below 2^-14 the sum with 0.5 rounds to a multiple of 2^-24.
   const Int subnormal = bits(from_bits(magnitude) + 0.5f) - 0x3f000000;
   Int result = magnitude < 0x38800000 ? subnormal : normal;
   result = magnitude >= 0x477ff000 ? Int{} + 0x7c00 : result;

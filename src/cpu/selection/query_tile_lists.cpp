@@ -10,8 +10,8 @@
 
 // Two passes over the intervals of a row. The first counts the keys of each tile: a key touches a
 // range of tiles and fills a range within it, so both counts are running sums of +1 where a range
-// begins and -1 where it ends. The second drops every key into the lists of its tiles, in ascending
-// order, behind one cursor for full keys and one for partial ones.
+// begins and -1 where it ends. The second appends every key to the lists of its tiles, in ascending
+// order, with one cursor for full keys and one for partial keys.
 namespace flash_dmattn::cpu {
 namespace {
 
@@ -23,7 +23,7 @@ struct TileRanges {
   std::int64_t full_end = 0;
 };
 
-// The places of the next keys of a tile.
+// The places of a tile's next full and next partial key.
 struct Cursors {
   std::int64_t full;
   std::int64_t partial;
@@ -45,7 +45,7 @@ class Row {
         args.intervals.data + b * args.intervals.stride_batch + h * args.intervals.stride_head;
   }
 
-  // The queries [first, last) that see a key, within [0, Sq); last <= first if none does.
+  // The queries [first, last) that see a key, within [0, Sq); last <= first if no query does.
   KeyInterval queries_of(std::int64_t key) const {
     std::int64_t first = 0;
     std::int64_t last = seqlen_q_;
@@ -64,7 +64,7 @@ class Row {
     TileRanges tiles;
     tiles.touched_begin = first / tile_rows_;
     tiles.touched_end = (last - 1) / tile_rows_ + std::int64_t{1};
-    // The last tile may be short: a key that all its rows see fills it.
+    // The last tile may be short; a key that all its rows see fills it.
     tiles.full_begin = tiles.touched_begin + (first % tile_rows_ != 0 ? 1 : 0);
     tiles.full_end = queries.last == seqlen_q_ ? tiles.touched_end : last / tile_rows_;
     tiles.full_end = std::max(tiles.full_begin, tiles.full_end);
@@ -131,20 +131,20 @@ void fill_tiles(const TileListArgs& args, std::int64_t row, std::int64_t begin, 
   }
 }
 
-// Keys of a row that become visible in a tile, and those that no longer are when it begins.
+// The numbers of keys of a row that become visible in a tile, and that are no longer visible when it begins.
 struct Change {
   std::int64_t entered;
   std::int64_t left;
 };
 
-// The largest number of keys that are visible before a tile's own queries add new ones, and the largest
-// number of new ones.
+// The largest number of keys that are visible before a tile's own queries add new keys, and the largest
+// number of new keys.
 struct Most {
   std::int64_t before;
   std::int64_t entered;
 };
 
-// Keys visible from query 0 on count as visible before the first tile.
+// Measures a row. Keys that are visible from query 0 on count as visible before the first tile.
 Most measure_row(const TileListArgs& args, std::int64_t row, Change* changes) {
   const std::int64_t tiles = args.tiles();
   std::fill(changes, changes + tiles, Change{0, 0});
@@ -172,8 +172,8 @@ void raise(std::atomic<std::int64_t>& most, std::int64_t value) {
   }
 }
 
-// Rows are split when there are too few to keep the workers busy; every segment reads all intervals
-// of its row again, so no further than two tasks a worker.
+// Rows are split when there are too few to keep the workers busy. Every segment reads all intervals of its
+// row again, so there are at most two tasks per worker.
 std::int64_t segments_per_row(const TileListArgs& args, const Execution& execution) {
   const std::int64_t rows = args.batch * args.heads;
   const std::int64_t wanted = execution.workers == 1 ? 1 : 2 * std::int64_t{execution.workers};

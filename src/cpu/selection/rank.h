@@ -4,11 +4,11 @@
 #include <compare>
 #include <cstdint>
 
-// The order of keys, and the heap of the best of them.
+// The order of keys, and the heap of the best keys.
 namespace flash_dmattn::cpu {
 
-// A key's rank as one comparable value: its score above its position, so that of equal scores the
-// more recent is the better. No two keys of a row are equal.
+// A key's rank as one comparable value, with the score above the position, so that the more recent of two
+// equal scores is better. No two keys of a row are equal.
 using NarrowRank = std::uint64_t;  // 32 bits of score, 32 of position
 
 struct WideRank {

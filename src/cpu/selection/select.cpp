@@ -10,10 +10,9 @@
 #include "float_types.h"
 #include "tasks.h"
 
-// One sweep over the positions of a row with a heap of the w best keys so far, the worst on top. A key
-// that arrives enters if it beats the top, which leaves. Under causal per-query selection the position
-// of the arrival is where the interval of the key that leaves ends; under global selection the keys
-// still in the heap at the end are the choice.
+// Selection sweeps over the positions of a row with a heap of the w best keys so far, the worst on top. An
+// arriving key that beats the top replaces it. Under causal per-query selection, the interval of the replaced
+// key ends at the position of the arrival. Under global selection, the keys in the heap at the end are selected.
 namespace flash_dmattn::cpu {
 namespace {
 
@@ -24,7 +23,7 @@ std::size_t heap_bytes(const SelectionArgs& args) {
   return align_up(static_cast<std::size_t>(size) * rank_bytes);
 }
 
-// The sweep over one row. read(j) is the score of key j, a float or a double.
+// Sweeps over one row. read(j) is the score of key j, a float or a double.
 template <class Rank, class Read>
 void select_row(const SelectionArgs& args, const Read& read, const std::uint8_t* key_mask,
                 Rank* heap, KeyInterval* intervals) {
@@ -106,7 +105,7 @@ void validate(const SelectionArgs& args, const Execution& execution) {
 
 std::size_t select_workspace_size(const SelectionArgs& args, const Execution& execution) {
   validate(args, execution);
-  // A heap for every row in progress; no more of them than rows.
+  // Every row in progress has a heap, so there are no more heaps than rows.
   const std::int64_t heaps = std::min<std::int64_t>(execution.workers, args.batch * args.heads);
   return static_cast<std::size_t>(heaps) * heap_bytes(args);
 }

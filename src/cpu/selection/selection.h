@@ -6,21 +6,21 @@
 // Selection and tile lists in host memory.
 namespace flash_dmattn::cpu {
 
-// The functions of the same names in flash_dmattn/selection.h.
+// These functions implement those of the same names in flash_dmattn/selection.h.
 std::size_t select_workspace_size(const SelectionArgs& args, const Execution& execution);
 void select_key_intervals(const SelectionArgs& args, const Execution& execution);
 
 std::size_t tile_lists_workspace_size(const TileListArgs& args, const Execution& execution);
 
-// The number of keys in all lists together: reads the intervals, O(Sk + tiles) per row.
+// The number of keys in all lists. Reads the intervals in O(Sk + tiles) per row.
 std::int64_t tile_list_entries(const TileListArgs& args, const Execution& execution);
 
-// Builds the lists one behind the other and returns the view of them. O(entries + Sk) time, in parallel; the
-// result does not depend on the number of workers. `capacity` is the number of keys that fit into buffers.keys.
+// Builds the lists one after another, in parallel and O(entries + Sk) time, and returns a view of them. The result does
+// not depend on the number of workers. `capacity` is the number of keys that fit into buffers.keys.
 QueryTileLists build_tile_lists(const TileListArgs& args, const TileListBuffers& buffers,
                                 std::int64_t capacity, const Execution& execution);
 
-// A bound that holds for consecutive tiles.
+// Measures a bound that holds for consecutive tiles.
 std::size_t measure_workspace_size(const TileListArgs& args, const Execution& execution);
 KeyBound measure_key_bound(const TileListArgs& args, const Execution& execution);
 

@@ -4,10 +4,10 @@
 #include "cuda/common/warp.cuh"
 #include "cuda/params.h"
 
-// Stores of dbias: by the main loops, and by the postprocess from their fp32 sums.
+// Stores dbias, for the main loops and for the postprocess of their fp32 sums.
 namespace flash_dmattn::cuda {
 
-// Element `index` of a gradient in fp32 or 16 bits.
+// Stores element `index` of a gradient in fp32 or 16 bits.
 template <class T>
 __device__ inline void store_element(std::byte* to, bool f32, std::int64_t index, float value,
                                      bool saturate) {
@@ -31,7 +31,7 @@ __device__ inline void store_gradient(const OutputBroadcast& dbias, std::int64_t
   }
 }
 
-// Elements `index` and the next, of a dbias that is aligned by twos.
+// Stores or adds elements `index` and `index` + 1 of a dbias that is aligned by twos.
 template <class T>
 __device__ inline void store_gradient_x2(const OutputBroadcast& dbias, std::int64_t index,
                                          float first, float second, bool saturate) {
@@ -44,7 +44,7 @@ __device__ inline void store_gradient_x2(const OutputBroadcast& dbias, std::int6
   }
 }
 
-// Strided elements of dbias: from dense fp32 sums of their shape, or zeros when there are none.
+// Stores strided elements of dbias from dense fp32 sums of the same shape, or zeros if there are none.
 template <class T>
 struct BwdPostprocessBias {
   std::int64_t shape[4];
@@ -69,8 +69,8 @@ struct BwdPostprocessBias {
   }
 };
 
-// The same from sums of `parts` x the shape in each dimension, which a warp adds up for each element
-// in a fixed order.
+// The same from sums whose shape is `parts` times larger in each dimension. A warp adds the sums of each element in a
+// fixed order.
 template <class T>
 struct BwdPostprocessSummedBias {
   BwdPostprocessBias<T> whole;

@@ -4,9 +4,9 @@
 
 namespace flash_dmattn::cuda {
 
-// The sums of the columns of a warp's accumulators, [16 M16 rows, 8 N8 columns], over its rows. Eight lanes share
-// a column: at each of three steps a lane sends half of its sums to another lane and keeps the rest, so that it ends
-// with the sums of an eighth of its columns.
+// The sums over rows of the columns of a warp's accumulators, [16 M16 rows, 8 N8 columns]. Eight lanes share a column.
+// At each of three steps a lane sends half of its sums to another lane and keeps the rest, so that it ends with the
+// sums of an eighth of its columns.
 template <int M16, int N8>
 class ColumnSums {
  public:
@@ -38,13 +38,13 @@ class ColumnSums {
         sums_[0] += shuffle_xor(sums_[0], step);
       }
     }
-    // With fewer columns than lanes, several lanes hold the same sum; one of them is its owner.
+    // If there are fewer columns than lanes, several lanes have the same sum, and one of them owns it.
     constexpr int sharing = lane_columns < 8 ? 8 / lane_columns : 1;
     owner_ = lane / 4 % sharing == 0;
   }
 
   __device__ float operator[](int i) const { return sums_[i]; }
-  // The column of sum i, relative to the lane's first one.
+  // The column of sum i, relative to the lane's first column.
   __device__ int column(int i) const { return (first_ + i) / 2 * 8 + (first_ + i) % 2; }
   __device__ bool is_owner() const { return owner_; }
 
@@ -52,7 +52,7 @@ class ColumnSums {
   static constexpr int lane_columns = 2 * N8;
 
   float sums_[lane_columns];
-  int first_ = 0;  // which of the lane's columns sums_[0] is of
+  int first_ = 0;  // the index among the lane's columns of the column that sums_[0] belongs to
   bool owner_;
 };
 

@@ -7,7 +7,7 @@
 
 #include "flash_dmattn/types.h"
 
-// Conversions between fp32 and the 16-bit dtypes, with the saturation of attention.h. packed2: two elements in a
+// Conversions between fp32 and the 16-bit dtypes, with the saturation of attention.h. A packed2 is two elements in a
 // 32-bit word.
 namespace flash_dmattn::cuda {
 
@@ -50,8 +50,7 @@ __device__ inline std::uint32_t pack(float x, float y) {
   return reinterpret_cast<const std::uint32_t&>(packed);
 }
 
-// Limits both elements to +-limit; a NaN becomes the positive limit, as min returns its other
-// operand.
+// Limits both elements to +-limit. A NaN becomes the positive limit, because min returns the other operand.
 template <class T>
 __device__ inline std::uint32_t clamp_packed2(std::uint32_t bits, std::uint32_t limit) {
   using Packed2 = typename Element<T>::Packed2;
@@ -62,7 +61,7 @@ __device__ inline std::uint32_t clamp_packed2(std::uint32_t bits, std::uint32_t 
   return reinterpret_cast<const std::uint32_t&>(clamped);
 }
 
-// Both elements to [0, 1]; a NaN becomes 0.
+// Clamps both elements to [0, 1]; a NaN becomes 0.
 template <class T>
 __device__ inline std::uint32_t saturate_packed2(std::uint32_t bits) {
   using Packed2 = typename Element<T>::Packed2;
@@ -72,12 +71,12 @@ __device__ inline std::uint32_t saturate_packed2(std::uint32_t bits) {
   return reinterpret_cast<const std::uint32_t&>(saturated);
 }
 
-// Whether one of two packed elements has a magnitude of 2 or more, or is negative or a NaN; also of the bits of
-// several packed2 together.
+// Whether one of two packed elements has a magnitude of 2 or more, or is negative or a NaN. `bits` may be the bitwise
+// or of several packed2.
 __device__ inline bool exceeds_probability(std::uint32_t bits) { return (bits & 0xc000c000u) != 0; }
 
-// A running check: the sum stays finite (is_finite_packed2) only if no element exceeds the limit of pack_gradient. In
-// bf16 it adds squares, which overflow at 1.8e19 instead of 1.69e38; in f16 the limit is the largest number.
+// A running check whose sum stays finite (is_finite_packed2) only if no element exceeds the limit of pack_gradient. In
+// bf16 it adds squares, which overflow at 1.8e19 instead of 1.69e38. In f16 the limit is the largest number.
 template <class T>
 __device__ inline std::uint32_t add_magnitude(std::uint32_t sum, std::uint32_t elements) {
   using Packed2 = typename Element<T>::Packed2;
@@ -101,7 +100,7 @@ __device__ inline bool is_finite_packed2(std::uint32_t bits) {
   return (bits & exponent) != exponent && (bits >> 16 & exponent) != exponent;
 }
 
-// A gradient, or ds before it is multiplied.
+// Packs a gradient, or ds before it is multiplied.
 template <class T>
 __device__ inline std::uint32_t pack_gradient(float x, float y, bool saturate) {
   const std::uint32_t bits = pack<T>(x, y);

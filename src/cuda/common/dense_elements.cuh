@@ -7,11 +7,11 @@
 
 namespace flash_dmattn::cuda {
 
-// Dense masks and biases, read element by element.
+// Reads dense masks and biases element by element.
 template <class T, class Positions>
 class DenseElements {
  public:
-  // `keys`: of the tile, TilePositions; `size` of them exist.
+  // `keys` are the TilePositions of the tile, of which `size` exist.
   __device__ DenseElements(const ScoreParams& score, const QueryTile& tile, int seqlen_q, int size,
                            const Positions& keys)
       : score_(score), keys_(keys), last_row_(seqlen_q - 1), size_(size) {
@@ -24,8 +24,8 @@ class DenseElements {
     rank_limit_ = begin(score.rank_limit);
   }
 
-  // x = scale x + bias (x without a dense bias), -inf where masked. Elements that the key info hides are not
-  // read. `partial`: the state of the key info, which may not be loaded if it is not set.
+  // x = scale x + bias (or x without a dense bias), -inf where masked. Elements that the key info hides are not read.
+  // `partial` is the state of the key info, which may be missing if `partial` is false.
   template <int M16, int N8, class KeyInfo>
   __device__ void apply(const KeyInfo& key_info, bool partial, LanePosition position,
                         float (&x)[M16][N8][4]) const {
@@ -39,8 +39,8 @@ class DenseElements {
     apply_ranks(position, x);
   }
 
-  // The same. In a tile of consecutive keys that all exist, with elements that are aligned_x2, the elements of 16 rows
-  // are loaded in twos without branches, so that all loads are in flight before the first value is used.
+  // The same. In a tile of consecutive existing keys with aligned_x2 elements, the elements of 16 rows are loaded in
+  // pairs without branches, so that all loads are in flight before the first value is used.
   template <int M16, int N8, class KeyInfo>
   __device__ void apply_x2(const KeyInfo& key_info, bool partial, LanePosition position,
                            float (&x)[M16][N8][4]) const {
@@ -78,7 +78,7 @@ class DenseElements {
     std::uint32_t bias[2][N8];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      // Rows past the end read the last one; their results are not stored.
+      // Rows past the end read the last row; their results are not stored.
       const std::int64_t row = min(first_row + 8 * h, last_row_);
       const std::int64_t key = keys_[0] + column;
       const auto* masks = reinterpret_cast<const std::uint16_t*>(

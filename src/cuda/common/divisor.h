@@ -4,9 +4,10 @@
 
 namespace flash_dmattn::cuda {
 
-// Division of many numbers by one, 1 to 2^31 - 1: a multiplication and a shift. Exact for numbers from 0 to 2^31 - 1, after
-// Granlund and Montgomery, Division by invariant integers using multiplication (PLDI 1994): with 2^(bits - 1) < divisor <=
-// 2^bits, n / divisor is n * (2^(31 + bits) / divisor + 1) / 2^(31 + bits), all rounded down, and the multiplier has 32 bits.
+// Divides many numbers by one divisor from 1 to 2^31 - 1, with a multiplication and a shift. It is exact for numbers
+// from 0 to 2^31 - 1, after Granlund and Montgomery, Division by invariant integers using multiplication (PLDI 1994):
+// with 2^(bits - 1) < divisor <= 2^bits, n / divisor is n * (2^(31 + bits) / divisor + 1) / 2^(31 + bits), all rounded
+// down, and the multiplier has 32 bits.
 class Divisor {
  public:
   explicit constexpr Divisor(std::int32_t divisor) {
@@ -26,7 +27,7 @@ class Divisor {
   }
 
  private:
-  std::uint32_t multiplier_ = 0;  // 0: the divisor is 1
+  std::uint32_t multiplier_ = 0;  // 0 if the divisor is 1
   int shift_ = 0;
 };
 

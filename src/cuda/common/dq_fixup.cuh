@@ -5,15 +5,15 @@
 #include "cuda/common/nonfinite_rows.cuh"
 #include "cuda/params.h"
 
-// Corrects dq where K is not finite. The main loops multiply whole tiles, so that inf or NaN in a key is multiplied by
-// the zeros of dS of rows that do not see it. Such main loops set a flag; if it is set, this kernel recomputes the rows
-// in double from the keys that they see.
+// Corrects dq where K is not finite. The main loops multiply whole tiles, so inf or NaN in a key is multiplied by the
+// zeros of dS of rows that do not see the key. The main loops then set a flag. If the flag is set, this kernel
+// recomputes the rows in double from the keys that they see.
 //
-// It is launched after every backward that computes dq and returns at once if the flag is not set. If gradients
+// It is launched after every backward that computes dq, and returns at once if the flag is not set. If gradients
 // overflow although all keys are finite, it only reads the keys.
 namespace flash_dmattn::cuda {
 
-// Whether one of the lane's elements of a row is as large as the one with these bits, or NaN.
+// Whether one of the lane's elements of a row is at least as large as the number with these bits, or NaN.
 template <class T>
 __device__ inline bool reaches(const T* row, int lane, int head_dim, std::uint32_t limit) {
   const auto* const elements = reinterpret_cast<const std::uint16_t*>(row);
@@ -22,7 +22,7 @@ __device__ inline bool reaches(const T* row, int lane, int head_dim, std::uint32
   return any;
 }
 
-// The derivative by scale q . k of a query and a key that it sees.
+// The derivative with respect to scale q . k of a query and a key that it sees.
 template <class T>
 __device__ __noinline__ double fp64_ds(const BackwardParams& p, QueryHead head, int row, int key,
                                        double delta) {
@@ -50,7 +50,7 @@ __device__ __noinline__ double fp64_ds(const BackwardParams& p, QueryHead head, 
   return p.saturate ? fmax(fmin(ds, limit), -limit) : ds;
 }
 
-// dq of a row, by one warp, from the keys that it sees.
+// Computes dq of a row, with one warp, from the keys that it sees.
 template <class T>
 __device__ inline void fp64_dq_row(const BackwardParams& p, QueryHead head, int row) {
   const int lane = lane_id();
@@ -121,8 +121,9 @@ struct DqFixupKernel {
   static __host__ __device__ int kv_heads(const Params& p) {
     return p.shape.batch * p.shape.heads_kv;
   }
-  // Blocks of a kv head; in total two for each of the 132 multiprocessors of the largest GPU. One each would leave the
-  // GPU half empty while few rows are computed; more take longer to return if the flag is not set.
+  // The number of blocks of a kv head, in total two for each of the 132 multiprocessors of the largest GPU. One block
+  // each would leave the GPU half empty while few rows are computed. More blocks take longer to return if the flag is
+  // not set.
   static __host__ __device__ int parts(const Params& p) {
     constexpr int all_blocks = 2 * 132;
     return all_blocks / max(kv_heads(p), 1) + 1;

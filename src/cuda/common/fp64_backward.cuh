@@ -7,8 +7,9 @@ namespace flash_dmattn::cuda {
 
 // Recomputes every gradient in double, for main loops without a slow path, if scores are so large that P needs lse as
 // two floats, or overflowed fp32 (lse_has_low). It is launched after every such backward, before the sums of dbias are
-// stored. A warp computes a key or a query row, a thread an element of the gradient of a dense bias. Tile lists, if any,
-// are those of a key list. If the flag is not set, it is the DqFixupKernel, which would recompute rows of dq alone.
+// stored. A warp computes a key or a query row, and a thread an element of the gradient of a dense bias. Tile lists, if
+// any, come from a key list. If the flag is not set, this kernel acts as DqFixupKernel, which recomputes only rows of
+// dq.
 template <class T>
 struct Fp64BackwardKernel {
   using Params = BackwardParams;
@@ -47,7 +48,8 @@ struct Fp64BackwardKernel {
     double dbias = 0;
   };
 
-  // The elements of a dense dbias, or of its sums, each over all batch elements, heads and keys that share it.
+  // The elements of a dense dbias or of its sums. Each element sums over all batch elements, heads and keys that share
+  // it.
   struct DenseElements {
     int batches;
     int heads;
@@ -92,7 +94,7 @@ struct Fp64BackwardKernel {
     }
   };
 
-  // Whether a key is in the key list, if there is one. Keys ascend, and the last query's list has all of them.
+  // Whether a key is in the key list, if there is one. The list ascends, and the last query's list has all keys.
   static __device__ bool is_listed(const Params& p, QueryHead head, int key) {
     const KeysOfRows keys(p, head, p.shape.seqlen_q - 1);
     if (keys.listed == nullptr) return true;
@@ -140,7 +142,7 @@ struct Fp64BackwardKernel {
     store(p, p.dv, head, key, sums.dv, 1);
   }
 
-  // Of queries [row, row + 32) of a head.
+  // Adds the contributions of queries [row, row + 32) of a head.
   static __device__ void add_rows(const Params& p, QueryHead head, int row, int key, Sums& sums) {
     const int lane = lane_id();
     const int mine = row + lane;

@@ -4,8 +4,8 @@
 #include "cuda/common/score.cuh"
 #include "cuda/common/warp.cuh"
 
-// Scores and rows in double, straight from the definition, for numbers that overflow fp32. The main loops
-// call it for rows whose result is not finite or whose sum is 0, and for scores that are not finite. This is rare:
+// Computes scores and rows in double, directly from the definition, for numbers that overflow fp32. The main loops
+// call it for rows whose result is not finite or whose sum is 0, and for scores that are not finite. This is rare, so
 // the code is short rather than fast.
 namespace flash_dmattn::cuda {
 
@@ -14,7 +14,7 @@ struct QueryHead {
   int head;
   int kv_head;
 
-  // In [B, Hq, Sq].
+  // The index of a row in [B, Hq, Sq].
   __device__ std::int64_t row_index(const Shape& shape, int row) const {
     return (static_cast<std::int64_t>(batch) * shape.heads_q + head) * shape.seqlen_q + row;
   }
@@ -27,7 +27,7 @@ struct QueryHead {
 template <class T>
 __device__ inline double fp64_dot(const T* a, const T* b, int head_dim) {
   double dot = 0;
-#pragma unroll 1  // unrolled, it takes registers from the main loops
+#pragma unroll 1  // an unrolled loop takes registers from the main loops
   for (int d = 0; d < head_dim; ++d) {
     dot +=
         static_cast<double>(Element<T>::widen(a[d])) * static_cast<double>(Element<T>::widen(b[d]));
@@ -35,8 +35,7 @@ __device__ inline double fp64_dot(const T* a, const T* b, int head_dim) {
   return dot;
 }
 
-// Whether a query sees a key. `HasDense`: the mask or the bias may have a query dimension, and there may be
-// ranks.
+// Whether a query sees a key. With `HasDense`, the mask or the bias may have a query dimension, and there may be ranks.
 template <class T, bool HasDense>
 __device__ __noinline__ bool is_visible(const ScoreParams& score, const Shape& shape,
                                         QueryHead head, int row, int key) {
@@ -61,8 +60,8 @@ __device__ __noinline__ bool is_visible(const ScoreParams& score, const Shape& s
          load_bias<T>(score.bias, index(score.bias)) > score.mask_value;
 }
 
-// The score of a query and a key that it sees, in natural units, limited to the range of fp32 as lse is. Without
-// `saturate` it is NaN where inf or NaN of q, k or the bias enters.
+// The score of a query and a key that it sees, in natural units, limited to the range of fp32 like lse. Without
+// `saturate` it is NaN if it depends on inf or NaN in q, k or the bias.
 template <class T>
 __device__ __noinline__ double fp64_score(const ScoreParams& score, const Shape& shape,
                                           const InputRows& q, const InputRows& k, bool saturate,
@@ -90,8 +89,8 @@ __device__ __noinline__ float fp64_probability(const BackwardParams& p, QueryHea
   return static_cast<float>(exp((score - static_cast<double>(p.lse[index])) - low));
 }
 
-// P = exp2(factor s - lse), where lse is the sum of two floats. `may_overflow`: if s or a partial sum of it may
-// have overflowed fp32, P is computed in double.
+// P = exp2(factor s - lse), where lse is the sum of two floats. With `may_overflow`, P is computed in double if s or a
+// partial sum of it may have overflowed fp32.
 template <class T, bool HasDense>
 __device__ inline float probability_with_fallback(const BackwardParams& p, QueryHead head, int row,
                                                   int key, bool may_overflow, float s, float lse,
@@ -104,8 +103,8 @@ __device__ inline float probability_with_fallback(const BackwardParams& p, Query
   return exp2_approx(fmaf(s, factor, -lse) - lse_low);
 }
 
-// The keys that `rows` rows of a tile may see: those of the tile's list if there is one, else those that causality
-// admits. A row that sees no key tests all of them.
+// The keys that `rows` rows of a tile may see: the keys of the tile's list if there is one, otherwise the keys that
+// causality admits. A row that sees no key tests all of them.
 struct KeysOfRows {
   const std::int32_t* listed = nullptr;
   int count;
@@ -127,8 +126,8 @@ struct KeysOfRows {
   __device__ int operator[](int i) const { return listed == nullptr ? i : listed[i]; }
 };
 
-// Computes the output and lse of a row, by one warp. Without `saturate` inf and NaN in the inputs of keys that the row
-// sees propagate to both.
+// Computes the output and lse of a row with one warp. Without `saturate`, inf and NaN in the inputs of keys that the
+// row sees propagate to both.
 template <class T, bool HasDense>
 __device__ __noinline__ void fp64_row(const ForwardParams& p, QueryHead head, int row) {
   const int lane = lane_id();

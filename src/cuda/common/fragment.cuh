@@ -5,9 +5,9 @@
 #include "cuda/common/score.cuh"
 #include "cuda/common/warp.cuh"
 
-// Fragments: a warp's part of a matrix in fp32 registers, float[m16][n8][4]. Element (m, n, e) of lane l is row
-// 16 m + 8 (e / 2) + l / 4 and column 8 n + 2 (l % 4) + e % 2. It is the accumulator layout of mma.m16n8k16, and
-// with one m16 that of a warp in a wgmma.
+// A fragment is a warp's part of a matrix in fp32 registers, float[m16][n8][4]. Element (m, n, e) of lane l is row
+// 16 m + 8 (e / 2) + l / 4 and column 8 n + 2 (l % 4) + e % 2. It is the accumulator layout of mma.m16n8k16 and,
+// with one m16, of a warp in a wgmma.
 namespace flash_dmattn::cuda {
 
 // The fragment of a warp's M x N part.
@@ -32,13 +32,13 @@ __device__ inline void clear(float (&c)[M8][N8][4]) {
   clear_columns<0, N8>(c);
 }
 
-// The score policy, on fragments of [queries, keys].
+// The steps of a score policy on fragments of [queries, keys].
 
 struct LanePosition {
   int row;     // query of element (0, 0, 0)
   int column;  // its column in the key tile
 
-  // For a warp whose fragment begins at query `warp_row`, column `warp_column`.
+  // The position in a warp whose fragment begins at query `warp_row`, column `warp_column`.
   static __device__ LanePosition of(int warp_row, int warp_column) {
     const int lane = lane_id();
     return {warp_row + lane / 4, warp_column + 2 * (lane % 4)};
@@ -58,7 +58,7 @@ __device__ inline void for_each_element(float (&x)[M16][N8][4], const Body& body
   }
 }
 
-// The steps before the bias: the softcap, or a scale that is not positive.
+// Applies the steps before the bias: the softcap, or a scale that is not positive.
 template <int M16, int N8>
 __device__ inline void shape_scores(const ScoreParams& score, float (&x)[M16][N8][4]) {
   if (score.form == ScoreForm::product) return;
@@ -85,7 +85,8 @@ __device__ inline void add_column_bias(float factor, const KeyInfo& key_info, La
   }
 }
 
-// -inf where query_of(m, h), that of the lane's row 16 m + 8 h, does not see the key. `column`: the lane's first.
+// Sets x to -inf where query_of(m, h), the query of the lane's row 16 m + 8 h, does not see the key. `column` is the
+// lane's first.
 template <int M16, int N8, class KeyInfo, class QueryOf>
 __device__ inline void mask_columns(const KeyInfo& key_info, int column, const QueryOf& query_of,
                                     float (&x)[M16][N8][4]) {
@@ -111,7 +112,7 @@ __device__ inline void mask_columns(const KeyInfo& key_info, LanePosition positi
       [&](int m, int h) { return position.row + Order::query(16 * m + 8 * h); }, x);
 }
 
-// A fragment in 16 bits: an A operand of a product over its columns.
+// Packs a fragment to 16 bits, as an A operand of a product over its columns.
 template <class T, int M16, int N8>
 __device__ inline void pack_operand(const float (&x)[M16][N8][4],
                                     std::uint32_t (&packed)[M16][N8 / 2][4]) {

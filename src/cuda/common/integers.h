@@ -2,8 +2,8 @@
 
 #include <type_traits>
 
-// A division that rounds up, of numbers that are not negative. On the device as well: constexpr functions are
-// compiled for both.
+// Division of nonnegative numbers that rounds up. It is available on the device, because constexpr functions are
+// compiled for both sides.
 namespace flash_dmattn::cuda {
 
 template <class T>

@@ -6,9 +6,9 @@
 #include "cuda/common/warp.cuh"
 #include "cuda/params.h"
 
-// Key info: the queries that see a key, by key mask, mask value of the bias, interval, causality and the end of the
-// sequence, and the key's bias. It is loaded once per key tile; a tile whose keys are all seen by every row needs no
-// element tests.
+// Key info consists of a key's bias and the queries that see the key, by key mask, mask value of the bias, interval,
+// causality and the end of the sequence. It is loaded once per key tile. A tile whose keys are all seen by every row
+// needs no element tests.
 namespace flash_dmattn::cuda {
 
 // Queries [first, first + length) see a key.
@@ -32,7 +32,7 @@ struct KeyInfoTile {
   alignas(16) float bias[N];                    // log2 e times the bias
   std::uint32_t state[ceil_div(N, warp_size)];  // for each 32 columns
 
-  // Called by all lanes of a warp, which hold columns [32 (column / 32), + 32).
+  // Called by all lanes of a warp, which have columns [32 (column / 32), + 32).
   __device__ void store_state(int column, bool is_touched, bool is_full) {
     const bool any_touched = warp_any(is_touched);
     const bool any_partial = warp_any(!is_full);
@@ -49,8 +49,8 @@ struct KeyInfoTile {
   }
 };
 
-// Loads the info of one key in two steps, between which the loads are in flight. Addresses are recomputed at each
-// load: the main loops have no registers for them.
+// Loads the info of one key in two steps, between which the loads are in flight. Addresses are recomputed at each load,
+// because the main loops have no registers for them.
 template <class T>
 class KeyInfoLoader {
  public:
@@ -58,7 +58,7 @@ class KeyInfoLoader {
                            int kv_head)
       : score_(score), shape_(shape), batch_(batch), head_(head), kv_head_(kv_head) {}
 
-  // Whether keys have a mask or a bias of their own, beside position and interval.
+  // Whether keys have a mask or a bias, in addition to position and interval.
   __device__ bool has_values() const { return has_mask() || has_bias(); }
 
   // A key whose loads are in flight.
@@ -99,11 +99,11 @@ class KeyInfoLoader {
     const int shift = shape_.seqlen_k - shape_.seqlen_q;
     const int first = max(key.interval.first, score_.causal ? max(key.key - shift, 0) : 0);
     const bool visible = key.allowed && (!has_bias() || key.bias > score_.mask_value);
-    // An end may be any int32: the difference is formed after the comparison.
+    // The end of an interval may be any int32, so the difference is formed after the comparison.
     const int last = max(min(key.interval.last, shape_.seqlen_q), first);
     const int length = visible ? last - first : 0;
     tile.range[column] = {first, length};
-    // Finite, so that a key that no row sees cannot make a NaN.
+    // The bias stays finite, so that a key that no row sees cannot make a NaN.
     tile.bias[column] = visible ? fminf(key.bias * log2e, 3.0e38f) : 0.0f;
     const bool touched = first < row_end && first + length > row_begin && length > 0;
     const bool full = first <= row_begin && first + length >= row_end;

@@ -7,13 +7,13 @@
 #include "cuda/common/warp.cuh"
 #include "cuda/params.h"
 
-// The keys that a query tile visits where there are intervals and no tile lists: from the first to the last
-// block of keys that any of its queries sees. One kernel computes the bounds of blocks of keys from the intervals, a
-// second one the ranges of query tiles from these; the host does not wait.
+// The keys that a query tile visits if there are intervals and no tile lists: from the first to the last block of keys
+// that any of its queries sees. One kernel computes the bounds of blocks of keys from the intervals, and a second
+// kernel computes the ranges of query tiles from these bounds. The host does not wait.
 namespace flash_dmattn::cuda {
 
-// The queries of a block of KeyRange::keys neighbouring keys: the hull [begin, end) of the keys' intervals and
-// their intersection [full_begin, full_end).
+// The queries of a block of KeyRange::keys neighbouring keys: the hull [begin, end) of the keys' intervals, and their
+// intersection [full_begin, full_end).
 struct alignas(16) KeyBlockQueries {
   int begin, end;
   int full_begin, full_end;
@@ -21,7 +21,7 @@ struct alignas(16) KeyBlockQueries {
 
 struct KeyRangesParams {
   KeyIntervals intervals;
-  int heads;  // of the intervals
+  int heads;  // heads of the intervals
   int seqlen_q;
   int seqlen_k;
   bool causal;
@@ -56,7 +56,7 @@ struct BoundKeyBlocksKernel {
 #pragma unroll
     for (int i = 0; i < KeyRange::keys; i += 32) {
       const int key = block * KeyRange::keys + i + lane_id();
-      int2 seen = {0, 0};  // empty, also for keys past the end
+      int2 seen = {0, 0};  // empty by default, also for keys past the end
       if (key < p.seqlen_k) seen = __ldg(reinterpret_cast<const int2*>(intervals) + key);
       if (p.causal) seen.x = max(seen.x, key - (p.seqlen_k - p.seqlen_q));
       seen = {max(seen.x, 0), min(seen.y, p.seqlen_q)};
@@ -72,7 +72,7 @@ struct BoundKeyBlocksKernel {
 };
 
 // A warp computes the key range of a query tile. The warps of a thread block first find together the blocks of keys
-// that any of their tiles meets.
+// that intersect any of their tiles.
 struct FindKeyRangesKernel {
   using Params = KeyRangesParams;
   static constexpr int warps = 8;
@@ -96,7 +96,7 @@ struct FindKeyRangesKernel {
     const int warp = warp_id();
     const int lane = lane_id();
 
-    // The blocks that the queries of any warp meet.
+    // The blocks that intersect the queries of any warp.
     const int rows_begin = first_tile * query_tile_rows;
     const int rows_end = rows_begin + warps * query_tile_rows;
     int begin = INT_MAX;
@@ -125,14 +125,14 @@ struct FindKeyRangesKernel {
   }
 
  private:
-  // Among blocks [begin, end).
+  // Finds the range among blocks [begin, end).
   static __device__ KeyRange find(const Params& p, const KeyBlockQueries* blocks, int begin,
                                   int end, int row_begin) {
     const int row_end = min(row_begin + query_tile_rows, p.seqlen_q);
     int first = INT_MAX;
     int last = -1;
     int2 full = {0, 0};      // the longest range of blocks whose keys all queries see
-    int full_begin = begin;  // of the current range
+    int full_begin = begin;  // begin of the current range
     const auto end_full = [&](int at) {
       if (at - full_begin > full.y - full.x) full = {full_begin, at};
       full_begin = at + 1;

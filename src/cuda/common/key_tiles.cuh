@@ -5,11 +5,11 @@
 #include "cuda/common/tile_states.cuh"
 #include "cuda/params.h"
 
-// Iterators over the key tiles of a query tile. They also tell which tiles need element tests.
+// Iterators over the key tiles of a query tile. They also know which tiles need element tests.
 namespace flash_dmattn::cuda {
 
-// Whether a query tile's keys are those of a tile list. A kernel that is compiled for one case does not test it at
-// every tile.
+// Whether a query tile's keys come from a tile list. A kernel that is compiled for one case does not test this at every
+// tile.
 enum class KvSource : std::uint8_t { key_list, consecutive, either };
 
 // The index of a query tile's list. `tile` has batch, kv_head and `row`, its first query.
@@ -19,12 +19,12 @@ __device__ inline std::int64_t list_of(const QueryTileLists& lists, const Tile& 
          tile.row / query_tile_rows;
 }
 
-// Keys of a query tile: entries [begin, end) of its tile list, else consecutive keys.
+// The keys of a query tile: entries [begin, end) of its tile list, or consecutive keys without a list.
 struct TileKeys {
-  const int* list = nullptr;  // null: consecutive keys
+  const int* list = nullptr;  // null for consecutive keys
   int begin = 0;              // a multiple of every tile's keys
   int end = 0;
-  // Consecutive keys that are visible to every row by position and interval.
+  // The range of consecutive keys that are visible to every row by position and interval.
   int full_begin = 0;
   int full_end = 0;
 
@@ -58,10 +58,10 @@ struct TileKeys {
   }
 };
 
-// The keys of one tile, by their index in it.
+// Maps an index in a tile to its key.
 template <KvSource Source>
 struct TilePositions {
-  const int* list;  // in shared memory; null: consecutive keys
+  const int* list;  // in shared memory; null for consecutive keys
   int first;
 
   __device__ bool listed() const {
@@ -70,18 +70,18 @@ struct TilePositions {
   __device__ int operator[](int i) const { return listed() ? list[i] : first + i; }
 };
 
-// Every tile is visited, in order: the n-th is tile n.
+// Visits every tile in order, so that the n-th visit is tile n.
 struct EveryTile {
   __device__ int at(int n) const { return n; }
   __device__ bool is_unmasked(int) const { return false; }
   __device__ void advance(int) {}
 };
 
-// The tiles of consecutive keys that are not empty in the packed mask of a query tile. The iterator holds the current
-// tile and the next. Without a packed mask every tile is visited.
+// Visits the tiles of consecutive keys that are not empty in the packed mask of a query tile. The iterator knows the
+// current tile and the next. Without a packed mask it visits every tile.
 class VisibleTiles {
  public:
-  // For tiles of `keys` keys, a divisor of the mask's, and `rows` queries, up to two tiles of the mask.
+  // Tiles have `keys` keys, which divide the keys of a mask tile, and `rows` queries, at most two tiles of the mask.
   __device__ VisibleTiles(const PackedMask& mask, const QueryTile& tile, int seqlen_q, int rows,
                           const TileKeys& tile_keys, int keys)
       : keys_(keys), tiles_((tile_keys.end + keys - 1) / keys), current_(tile_keys.begin / keys) {
@@ -98,7 +98,7 @@ class VisibleTiles {
 
   // Tile `n` is the current one or the next.
   __device__ int at(int n) const { return tile_of(entry(n)); }
-  // Whether no element of it is masked.
+  // Whether the tile has no masked element.
   __device__ bool is_unmasked(int n) const { return (entry(n) & 1) != 0; }
 
   __device__ void advance(int n) {
@@ -112,7 +112,7 @@ class VisibleTiles {
   static __device__ int tile_of(int entry) { return entry >> 1; }
   __device__ int entry(int n) const { return n == current_ ? found_[0] : found_[1]; }
 
-  // Two times the first tile from `tile` on that is visited, plus 1 if it is unmasked.
+  // Returns twice the number of the first visited tile from `tile` on, plus 1 if the tile is unmasked.
   __device__ int find(int tile) {
     const int found = search_.find(tile, tiles_, [&](int i) -> std::uint32_t {
       if (states_ == nullptr) return PackedMask::some | PackedMask::all;
@@ -122,8 +122,8 @@ class VisibleTiles {
     return 2 * found + (search_.is_full(found) ? 1 : 0);
   }
 
-  const std::uint8_t* states_ = nullptr;  // of the query tile's first row of mask tiles
-  int second_row_ = 0;                    // distance to those of its second one, if it has two
+  const std::uint8_t* states_ = nullptr;  // states of the query tile's first row of mask tiles
+  int second_row_ = 0;                    // distance to the states of its second row, if it has two
   int keys_;
   int tiles_;
   int current_;
@@ -131,14 +131,14 @@ class VisibleTiles {
   NonEmptyTiles search_;
 };
 
-// The tiles of N keys that a query tile visits; `Tiles` chooses among those of consecutive keys.
+// The tiles of N keys that a query tile visits; `Tiles` selects among tiles of consecutive keys.
 template <int N, KvSource kSource, class Tiles>
 class KeyTileIterator {
  public:
   static constexpr int keys = N;
   static constexpr KvSource source = kSource;
 
-  // `has_key_values`: a mask or a bias belongs to single keys.
+  // With `has_key_values`, keys have a mask or a bias.
   __device__ KeyTileIterator(const TileKeys& tile_keys, const Tiles& tiles, bool has_key_values)
       : keys_(tile_keys),
         tiles_(tiles),
@@ -150,26 +150,26 @@ class KeyTileIterator {
   __device__ bool has(int n) const { return tiles_.at(n) < count(); }
   __device__ void advance(int n) { tiles_.advance(n); }
 
-  // Where its keys begin in the list or the sequence.
+  // The position in the list or the sequence where the keys of tile n begin.
   __device__ int first(int n) const { return tiles_.at(n) * N; }
-  // Keys of tile n that exist: columns i with i < size(n).
+  // The number of existing keys of tile n, which are columns i < size(n).
   __device__ int size(int n) const { return min(keys_.end - first(n), N); }
   // The end of the last tile's keys.
   __device__ int end() const { return keys_.end; }
 
-  // Full: every row sees all keys, by position and interval, and no key has a mask or a bias.
+  // Whether every row sees all keys by position and interval, and no key has a mask or a bias.
   __device__ bool is_full(int n) const {
     return source != KvSource::key_list &&
            static_cast<unsigned>(tiles_.at(n) - full_begin_) < static_cast<unsigned>(full_tiles_);
   }
-  // Whether the packed mask hides no element.
+  // Whether the packed mask hides no element of the tile.
   __device__ bool is_unmasked(int n) const { return tiles_.is_unmasked(n); }
 
   __device__ bool has_list() const {
     return source == KvSource::key_list || (source == KvSource::either && keys_.list != nullptr);
   }
   __device__ const int* list() const { return keys_.list; }
-  // Whether the list has a tile n; all its tiles are visited.
+  // Whether the list has a tile n. All tiles of a list are visited.
   __device__ bool list_has(int n) const { return n < count(); }
 
  private:

@@ -5,13 +5,13 @@
 
 namespace flash_dmattn::cuda {
 
-// Copies the rows of K and V of a tile of keys to shared memory, by any group of threads. It starts copies
-// and waits for none. Column i of the tile is key Order::key(i).
+// Copies the rows of K and V of a tile of keys to shared memory, with any group of threads. It starts copies and waits
+// for none. Column i of the tile is key Order::key(i).
 template <class Tile, class Group, class Order>
 class KvLoader {
  public:
-  // The addresses of chunk i of row 0 of K and V. They are in shared memory: the main loops have no registers for them,
-  // and computing them takes longer than a load.
+  // The addresses of chunk i of row 0 of K and V. They are in shared memory, because the main loops have no registers
+  // for them and computing them takes longer than a load.
   struct alignas(16) Chunk {
     const std::byte* k;
     const std::byte* v;
@@ -27,12 +27,12 @@ class KvLoader {
         v_(group, p.v, batch, kv_head, p.shape.head_dim),
         full_rows_(p.k.aligned && p.v.aligned && k_.full_width) {}
 
-  // Before a barrier of the group and the first load.
+  // Called before a barrier of the group and the first load.
   __device__ void init(Group group) const {
     if (group.rank < Tile::chunks) storage_.chunks[group.rank] = {k_.data, v_.data};
   }
 
-  // The first `size` keys of a tile; zeros after them.
+  // Copies the first `size` keys of a tile; the other rows become zero.
   template <KvSource Source>
   __device__ void load(Group group, const TilePositions<Source>& keys, int size,
                        std::uint32_t k_tile, std::uint32_t v_tile) {

@@ -13,7 +13,7 @@
 
 #include "cuda/common/ptx.cuh"
 
-// How a kernel is started: one generic __global__ function and one checked call serve the library.
+// Starts kernels. The library has one generic __global__ function and one checked launch call.
 namespace flash_dmattn::cuda {
 
 class CudaError : public std::runtime_error {
@@ -26,7 +26,7 @@ inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw CudaError(error, what);
 }
 
-// For calls that have to wait for the device, which a stream that is being captured cannot.
+// Throws for calls that have to wait for the device, if the stream is being captured.
 inline void refuse_capture(cudaStream_t stream, const char* why) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
@@ -37,15 +37,15 @@ inline void refuse_capture(cudaStream_t stream, const char* why) {
 
 // ---- Kernels that follow each other -----------------------------------------------------------------
 //
-// Programmatic dependent launch, since sm_90: a kernel may start when every block of the previous one has ended or
-// has allowed it, before the writes of that kernel are visible. All kernels here are launched so and wait before they
-// access memory, which hides the latency of the launch. Only the kernels of few queries allow the next one earlier,
-// after their main loop: there a launch takes a sixth of the time. Elsewhere waiting blocks would take resources from
-// computing ones and fill the multiprocessors that finish first, so that their grid is spread unevenly
-// (docs/kernels/selection.md, "Launches"). Every kernel begins with wait_for_previous_kernel() (ptx.cuh), those of
-// few queries after they have computed the addresses of their rows.
+// With programmatic dependent launch, since sm_90, a kernel may start when every block of the previous kernel has ended
+// or has allowed it, before the writes of that kernel are visible. All kernels here are launched in this way and wait
+// before they access memory, which hides the latency of the launch. Only the kernels of few queries allow the next
+// kernel to start earlier, after their main loop, because a launch takes a sixth of their time. Elsewhere waiting
+// blocks would take resources from computing blocks and fill the multiprocessors that finish first, so that their grid
+// is spread unevenly (docs/kernels/selection.md, "Launches"). Every kernel begins with wait_for_previous_kernel()
+// (ptx.cuh), except that kernels of few queries first compute the addresses of their rows.
 
-// A value for each device, made at its first use there.
+// A value for each device, made at its first use on that device.
 template <class T>
 class PerDevice {
  public:
@@ -66,7 +66,7 @@ class PerDevice {
   std::array<Slot, 64> slots_;
 };
 
-// Whether the code that a device runs for a kernel waits: that of another target may be compiled for older GPUs.
+// Whether the code that a device runs for a kernel waits. The code of another target may be compiled for older GPUs.
 inline bool waits_for_previous_kernel(const void* kernel, int device) {
   int major = 0;
   cudaFuncAttributes code;
@@ -77,9 +77,9 @@ inline bool waits_for_previous_kernel(const void* kernel, int device) {
 }
 
 struct LaunchOptions {
-  int cluster = 1;  // blocks of a cluster; it divides the grid's
-  // For blocks that wait for each other in both directions: the grid starts only when all of them fit on the GPU. Two
-  // such grids in two streams could otherwise each hold multiprocessors that blocks of the other need.
+  int cluster = 1;  // blocks of a cluster, which divide the blocks of the grid
+  // Set for blocks that wait for each other in both directions. The grid then starts only when all blocks fit on the
+  // GPU. Otherwise two such grids in two streams could each occupy multiprocessors that the other needs.
   bool cooperative = false;
 };
 
@@ -90,8 +90,8 @@ struct Grid {
   LaunchOptions options = {};
 };
 
-// Starts a one-dimensional grid; an empty one is not started. Static, as nvcc makes the host side of a kernel template,
-// so that each file sets the attributes of its own kernels.
+// Starts a one-dimensional grid unless it is empty. The function is static, like the host side that nvcc makes for a
+// kernel template, so that each file sets the attributes of its own kernels.
 template <auto kernel, class... Arguments>
 static void launch_grid(const Grid& grid, cudaStream_t stream, Arguments&&... arguments) {
   if (grid.blocks == 0) return;
@@ -126,8 +126,8 @@ static void launch_grid(const Grid& grid, cudaStream_t stream, Arguments&&... ar
 
 // ---- Kernels ----------------------------------------------------------------------------------------
 
-// A kernel is a functor with Params, `threads`, `min_blocks` (per multiprocessor) and SharedStorage. One that has the
-// member `waits_itself` calls wait_for_previous_kernel on its own, before it touches global memory.
+// A kernel is a functor with Params, `threads`, `min_blocks` (per multiprocessor) and SharedStorage. A kernel with the
+// member `waits_itself` calls wait_for_previous_kernel by itself, before it accesses global memory.
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::threads, Kernel::min_blocks)
     entry(const __grid_constant__ typename Kernel::Params params) {
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(Kernel::threads, Kernel::min_blocks)
   Kernel()(params, *reinterpret_cast<typename Kernel::SharedStorage*>(shared));
 }
 
-// Blocks of the largest cluster that every GPU with clusters can have.
+// The number of blocks of the largest cluster that every GPU with clusters supports.
 inline constexpr int portable_cluster = 8;
 
 template <class Kernel>
@@ -164,7 +164,7 @@ static void launch(std::int64_t blocks, const typename Kernel::Params& params, c
   launch_grid<entry<Kernel>>({blocks, Kernel::threads, bytes, options}, stream, params);
 }
 
-// For kernels without shared memory: one thread per item.
+// A kernel without shared memory that has one thread per item.
 template <class Body>
 __global__ void __launch_bounds__(256)
     for_each_entry(long items, const __grid_constant__ Body body) {

@@ -4,9 +4,9 @@
 
 namespace flash_dmattn::cuda {
 
-// The states of a packed mask without its bits, for kernels that read the mask's bytes themselves, 16 at a time: whether
-// some element of a tile is visible. A thread looks at 64 keys of one row after another until it has found one, so that of
-// a mask whose tiles are not empty a sixteenth is read.
+// Finds the states of a packed mask without its bits, for kernels that read the mask's bytes themselves, 16 at a time.
+// A state is whether some element of a tile is visible. A thread reads 64 keys of one row after another until it finds
+// a visible element, so it reads a sixteenth of a mask without empty tiles.
 struct FindMaskStates {
   PackMaskParams params;
 

@@ -12,17 +12,17 @@ __device__ inline bool has_undefined_p(float lse) {
   return !isfinite(lse) && lse != negative_infinity;
 }
 
-// Whether a row that sees a key has a dS that is not finite: its dq, dk and dbias are not finite.
+// Whether a row that sees a key has a non-finite dS. Then its dq, dk and dbias are not finite.
 __device__ inline bool has_nonfinite_ds(float lse, float delta) {
   return lse != negative_infinity && (!isfinite(lse) || !isfinite(delta));
 }
 
-// Without `saturate` inf and NaN of the inputs propagate to the gradients of all keys that a row sees, and of no
-// others. A product of whole tiles would propagate them to every key of a tile. The main loops therefore treat
-// elements of q and dout that are not finite as 0 and rows without P as rows that see no key, and this kernel adds
-// the contributions of such rows: NaN, or inf where that is certain. It is launched after every backward that does
-// not saturate, after the gradients and before the sums of dbias are stored, and returns at once if the flag is not
-// set. A block processes a tile of a head's rows.
+// Without `saturate`, inf and NaN of the inputs propagate to the gradients of exactly the keys that a row sees. A
+// product of whole tiles would propagate them to every key of a tile. The main loops therefore treat non-finite
+// elements of q and dout as 0, and rows without P as rows that see no key. This kernel adds the contributions of such
+// rows: NaN, or inf where that is certain. It is launched after every backward that does not saturate, after the
+// gradients and before the sums of dbias are stored, and returns at once if the flag is not set. A block processes a
+// tile of a head's rows.
 template <class T>
 struct NonFiniteRowsKernel {
   using Params = BackwardParams;
@@ -103,7 +103,7 @@ struct NonFiniteRowsKernel {
       fill_with_nan(p, row_of<T>(p.dv, head.batch, key, head.kv_head));
   }
 
-  // Blocks may do this for a key at the same time: whichever result remains, it is not finite.
+  // Several blocks may do this for a key at the same time. Whichever result remains is not finite.
   static __device__ void add_dout(const Params& p, QueryHead head, int row, int key) {
     const T* const dout = row_of<T>(p.dout, head.batch, row, head.head);
     T* const dv = row_of<T>(p.dv, head.batch, key, head.kv_head);

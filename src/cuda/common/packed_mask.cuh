@@ -6,8 +6,8 @@
 #include "cuda/common/warp.cuh"
 #include "cuda/params.h"
 
-// A dense mask, read once and packed to a bit for each element. Where keys are chosen by rank, the bits of keys
-// that are not chosen are not set.
+// Reads a dense mask once and packs it to a bit for each element. With ranks, the bits of keys that are not selected
+// are not set.
 namespace flash_dmattn::cuda {
 
 struct PackMaskParams {
@@ -16,12 +16,12 @@ struct PackMaskParams {
   Broadcast rank_limit;
   PackedMask packed;
   int matrices;
-  int heads;  // of the packed mask
-  int group;  // of them share a kv head
+  int heads;  // heads of the packed mask
+  int group;  // heads of the packed mask that share a kv head
   int rows;
   int keys;
-  bool aligned;  // every 16 keys of a row are one aligned word, and every 4 ranks
-  bool causal;   // elements that are hidden anyway are not read
+  bool aligned;  // every 16 keys of a row, and every 4 ranks, are one aligned word
+  bool causal;   // elements that causality hides are not read
   int shift;     // query r is at key r + shift
 
   __host__ __device__ int row_tiles() const { return ceil_div(rows, PackedMask::side); }
@@ -34,10 +34,12 @@ struct PackMaskParams {
   }
 };
 
-// A block packs 64 rows x 1024 keys: a warp 8 rows, a lane two pieces of 16 keys of each. All its loads
-// are in flight at once. On an H200 that reads 3.6 TB/s with 1 KB of a row, 1.1 with half of that (2.2 if the loads are
-// issued one after the other). The bytes are read once: evicted first they leave the bits that are written in the L2, 5 to 9
-// %. Slower: 16 warps in two blocks of a multiprocessor, 7 to 9 %; 2 KB of a row, 25 %.
+// A block packs 64 rows x 1024 keys; a warp has 8 rows, and a lane two pieces of 16 keys of each row. All loads of a
+// lane are in flight at once. On an H200 this reads 3.6 TB/s with 1 KB of a row, and 1.1 TB/s with half of that (2.2 if
+// the loads are issued one after the other). The bytes are read once, so they are loaded evict-first, which keeps the
+// written bits in the L2 and gains 5 to 9 %. 16 warps in two blocks of a multiprocessor are 7 to 9 % slower, and 2 KB
+// of a row
+// 25 %.
 template <bool Ranked>
 struct PackMaskKernel {
   using Params = PackMaskParams;
@@ -48,10 +50,10 @@ struct PackMaskKernel {
   static constexpr int warp_rows = side / warps;
   static constexpr int piece_keys = 16;
   static constexpr int pieces = 2;
-  static constexpr int piece_words = 8;  // of the 32 pieces that a warp's lanes have
+  static constexpr int piece_words = 8;  // words of the 32 pieces that a warp's lanes have
   static constexpr int block_words = pieces * piece_words;
   static constexpr int block_keys = block_words * side;
-  static constexpr int word_bytes = side * 8 + 16;  // 16: words lie in different banks
+  static constexpr int word_bytes = side * 8 + 16;  // padding of 16 puts words in different banks
 
   struct SharedStorage {
     alignas(16) std::byte bits[block_words][word_bytes];
@@ -65,10 +67,10 @@ struct PackMaskKernel {
     pack(p, static_cast<int>(blockIdx.x), shared);
   }
 
-  // The work of one of `blocks`, by all threads of a block.
+  // Does the work of block `index` of `blocks`, with all threads of a block.
   static __device__ void pack(const Params& p, int index, SharedStorage& shared) {
     const Block block(p, index);
-    // The bits of an empty tile are read only where one of the other row tiles of a work tile is not empty.
+    // The bits of an empty tile are read only if another row tile of the work tile is not empty.
     if (p.causal &&
         block.key > (block.row_tile + PackedMask::shared_row_tiles) * side - 1 + p.shift) {
       store_state(p, block, 0);
@@ -86,11 +88,11 @@ struct PackMaskKernel {
 
  private:
   struct Block {
-    int row_block;  // of all matrices' row tiles
+    int row_block;  // counts the row tiles of all matrices
     int row_tile;
     int matrix;
     int key;    // first key
-    bool full;  // all its keys exist and are aligned
+    bool full;  // all keys of the block exist and are aligned
 
     __device__ Block(const Params& p, int index)
         : row_block(index / key_blocks(p)),
@@ -105,7 +107,7 @@ struct PackMaskKernel {
 
   struct WarpRows {
     int first;
-    int count;  // that exist
+    int count;  // rows that exist
     const std::uint8_t* bytes;
     int rank_limits[warp_rows];
 
@@ -124,7 +126,7 @@ struct PackMaskKernel {
       }
     }
 
-    // Whether row i sees a key from `key` on, but for the mask.
+    // Whether row i sees any key from `key` on, regardless of the mask.
     __device__ bool sees(const Params& p, int i, int key) const {
       return i < count && (!p.causal || key <= first + i + p.shift);
     }
@@ -148,13 +150,13 @@ struct PackMaskKernel {
     }
   }
 
-  // The bits of a lane's 16 keys in piece j, and which words of the piece have some or all bits set.
+  // Packs the bits of a lane's 16 keys in piece j, and finds which words of the piece have some or all bits set.
   static __device__ void pack_piece(const Params& p, const Block& block, const WarpRows& rows,
                                     int j, const uint4 (&bytes)[warp_rows][pieces],
                                     SharedStorage& shared) {
     const int key = block.key_of(j);
     const int existing = max(min(p.keys - key, piece_keys), 0);
-    // Keys that do not exist do not keep a tile from being full.
+    // A tile may be full even if some of its keys do not exist.
     const std::uint32_t missing = ~((1u << existing) - 1) & 0xffffu;
     int ranks[piece_keys];
     if constexpr (Ranked) load_ranks(p, block.matrix, key, existing, block.full, ranks);
@@ -177,14 +179,14 @@ struct PackMaskKernel {
     }
     const unsigned some_lanes = warp_ballot(some != 0);
     const unsigned full_lanes = warp_ballot(all == 0xffffu);
-    const int word = lane_id();  // four lanes have its keys
+    const int word = lane_id();  // four lanes have the keys of a word
     if (word < piece_words) {
       shared.some[warp_id()][piece_words * j + word] = (some_lanes >> (4 * word) & 0xf) != 0;
       shared.all[warp_id()][piece_words * j + word] = (full_lanes >> (4 * word) & 0xf) == 0xf;
     }
   }
 
-  // A warp stores words of all rows, a lane two rows.
+  // Stores words of all rows; a lane stores two rows.
   static __device__ void store_words(const Params& p, const Block& block,
                                      const SharedStorage& shared) {
     const int first = block.key / side;
@@ -199,7 +201,7 @@ struct PackMaskKernel {
     }
   }
 
-  // The state of word threadIdx.x over all rows.
+  // Merges the state of word threadIdx.x over all rows.
   static __device__ int merge_rows(const SharedStorage& shared) {
     std::uint8_t some = 0;
     std::uint8_t all = 1;
@@ -210,7 +212,7 @@ struct PackMaskKernel {
     return (some != 0 ? PackedMask::some : 0) | (all != 0 ? PackedMask::all : 0);
   }
 
-  // Of word threadIdx.x.
+  // Stores the state of word threadIdx.x.
   static __device__ void store_state(const Params& p, const Block& block, int state) {
     const int word = block.key / side + static_cast<int>(threadIdx.x);
     if (threadIdx.x < block_words && word < p.packed.words) {
@@ -219,7 +221,7 @@ struct PackMaskKernel {
     }
   }
 
-  // The keys that are not 0, a bit for each.
+  // A bit for each key, set if its byte is not 0.
   static __device__ std::uint32_t bits_of(uint4 bytes) {
     const auto gather = [](std::uint32_t four) {
       // Multiplying moves the bit of byte i to 28 + i.
@@ -229,7 +231,7 @@ struct PackMaskKernel {
     return gather(bytes.x) | gather(bytes.y) << 4 | gather(bytes.z) << 8 | gather(bytes.w) << 12;
   }
 
-  // Of keys [key, key + existing); the bits of the others are not set anyway.
+  // Loads the ranks of keys [key, key + existing); the bits of other keys are never set.
   static __device__ void load_ranks(const Params& p, int matrix, int key, int existing, bool full,
                                     int (&ranks)[16]) {
     const auto* const from =
@@ -256,7 +258,7 @@ struct PackMaskKernel {
     return bits;
   }
 
-  // The keys of [key, key + existing) of a row that are not 0.
+  // The bits of keys [key, key + existing) of a row.
   static __device__ std::uint32_t load_bits(const Params& p, const std::uint8_t* row, int key,
                                             int existing) {
     std::uint32_t bits = 0;

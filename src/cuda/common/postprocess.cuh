@@ -5,12 +5,12 @@
 #include "cuda/common/tile_copy.cuh"
 #include "cuda/params.h"
 
-// Conversion of the fp32 sums of a main loop, which are in accumulator order.
+// Converts the fp32 sums of a main loop, which are in accumulator order.
 namespace flash_dmattn::cuda {
 
-// The sums of dq -> dq. An item is 8 columns of a row and of the row 8 below it. `Layout`: tiles of `rows` rows,
-// in which the 16 floats of an item begin at offset(row, chunk); the two columns of both rows of one lane of the
-// main loop are adjacent.
+// Converts the sums of dq to dq. An item is 8 columns of a row and of the row 8 below it. `Layout` describes tiles of
+// `rows` rows, in which the 16 floats of an item begin at offset(row, chunk). The two columns of both rows of one lane
+// of the main loop are adjacent.
 template <class T, class Layout>
 struct BwdPostprocessDq {
   static constexpr int chunks = Layout::columns / 8;

@@ -9,9 +9,9 @@
 
 namespace flash_dmattn::cuda {
 
-// Before the backward's main loop: computes delta = dout . out and lse in units of log 2 of every query row, and sets
-// flags. 16 lanes share a row, and a thread has four rows of a head, whose loads are in flight together; head and batch
-// element are computed once for all of them.
+// Runs before the backward's main loop. It computes delta = dout . out and lse in units of log 2 for every query row,
+// and sets flags. 16 lanes share a row. A thread has four rows of a head, so that their loads are in flight together,
+// and head and batch element are computed once for all four.
 template <class T>
 struct BwdPreprocessKernel {
   using Params = BackwardParams;
@@ -33,14 +33,14 @@ struct BwdPreprocessKernel {
     compute(p, block / tiles, block % tiles * block_rows);
   }
 
-  // A thread's row, if it has one. Past the end of a head it sees nothing.
+  // A thread's row, if it has one. A row past the end of a head sees nothing.
   struct Row {
     int row = -1;
     float lse_log2 = -negative_infinity;
     float delta = 0;
   };
 
-  // Of block_rows rows, by all threads of a block.
+  // Computes block_rows rows, by all threads of a block.
   static __device__ Row compute(const Params& p, int head_index, int first_row) {
     const Shape& shape = p.shape;
     const int thread = static_cast<int>(threadIdx.x);
@@ -49,7 +49,7 @@ struct BwdPreprocessKernel {
     const int head = head_index % shape.heads_q;
     const int first = first_row + thread / row_lanes;
 
-    // Loaded beside out and dout.
+    // lse is loaded together with out and dout.
     const int row = first + lane * rows_at_once;
     const bool exists = lane < steps && row < shape.seqlen_q;
     const std::int64_t index = std::int64_t{head_index} * shape.seqlen_q + row;
@@ -57,11 +57,11 @@ struct BwdPreprocessKernel {
     const float lse_low = exists && p.lse_low != nullptr ? p.lse_low[index] : 0;
 
     float delta[steps] = {};
-    // In two copies: conditional loads would be waited for one by one.
+    // The loop exists in two copies, because conditional loads would be awaited one by one.
     const bool aligned = p.out.aligned && p.dout.aligned && p.q.aligned;
     aligned ? add_delta<true>(p, batch, head, first, lane, delta)
             : add_delta<false>(p, batch, head, first, lane, delta);
-    float mine = 0;  // of row `lane`
+    float mine = 0;  // the sum of row `lane`
 #pragma unroll
     for (int i = 0; i < steps; ++i) {
       for (int step = 1; step < row_lanes; step *= 2) delta[i] += shuffle_xor(delta[i], step);
@@ -80,7 +80,7 @@ struct BwdPreprocessKernel {
     std::uint32_t words[4];
   };
 
-  // A lane's part of dout . out of its rows. Past the end it is the last row once more.
+  // A lane's part of dout . out for its rows. Rows past the end repeat the last row.
   template <bool Aligned>
   static __device__ void add_delta(const Params& p, int batch, int head, int first, int lane,
                                    float (&delta)[steps]) {
@@ -120,8 +120,8 @@ struct BwdPreprocessKernel {
     if (!q_finite) atomicOr(p.flags, q_not_finite);
   }
 
-  // lse log2 e as the sum of two floats; +inf for a row that sees nothing, so that its P is 0, and for one without
-  // P, which NonFiniteRowsKernel adds. Returns the first.
+  // Stores lse log2 e as the sum of two floats and returns the first. It is +inf for a row that sees nothing, so that
+  // its P is 0, and for a row without P, which NonFiniteRowsKernel adds.
   static __device__ float store_lse(const Params& p, std::int64_t index, float lse, float lse_low) {
     const bool has_p = isfinite(lse);
     const double lse_log2 =
@@ -132,9 +132,9 @@ struct BwdPreprocessKernel {
     const float rest = has_p ? static_cast<float>(lse_log2 - static_cast<double>(high)) : 0;
     p.lse_log2[index] = high;
     p.lse_log2_low[index] = rest;
-    // A smaller one changes a probability by less than the precision of bf16.
+    // A smaller rest changes a probability by less than the precision of bf16.
     if (fabsf(rest) > 0x1p-12f) atomicOr(p.flags, lse_has_low);
-    // Scores of this magnitude may have overflowed on the way.
+    // Scores of this magnitude may have overflowed in an intermediate result.
     if (fabsf(lse) > 1e30f && has_p) atomicOr(p.flags, lse_has_low | lse_is_extreme);
     return high;
   }

@@ -7,8 +7,8 @@
 
 #include "cuda/common/warp.cuh"
 
-// Inline assembly: one wrapper for each instruction. Instructions of sm_90 are guarded here; those of sm_90a alone are
-// in sm90/.
+// Inline assembly, with one wrapper for each instruction. Instructions of sm_90 are guarded here; instructions that
+// only sm_90a has are in sm90/.
 namespace flash_dmattn::cuda {
 
 __device__ inline std::uint32_t shared_address(const void* pointer) {
@@ -17,8 +17,8 @@ __device__ inline std::uint32_t shared_address(const void* pointer) {
 
 // ---- ldmatrix and stmatrix ----
 
-// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
-// After it a lane holds elements (l / 4, 2 (l % 4)) and its right neighbour of each.
+// Loads four 8x8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8, and receives
+// element (l / 4, 2 (l % 4)) and its right neighbour of each matrix.
 __device__ inline void ldmatrix_x4(std::uint32_t (&r)[4], std::uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -26,7 +26,7 @@ __device__ inline void ldmatrix_x4(std::uint32_t (&r)[4], std::uint32_t address)
                : "memory");
 }
 
-// The same with every matrix transposed.
+// The same, with every matrix transposed.
 __device__ inline void ldmatrix_x4_trans(std::uint32_t (&r)[4], std::uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -34,8 +34,8 @@ __device__ inline void ldmatrix_x4_trans(std::uint32_t (&r)[4], std::uint32_t ad
                : "memory");
 }
 
-// Stores a 16x16 block of packed elements, in the layout of an A operand: columns [8 c, 8 c + 8) of its row r
-// become the 16 bytes at address(r, c). One instruction since sm_90.
+// Stores a 16x16 block of packed elements in the layout of an A operand: columns [8 c, 8 c + 8) of row r become the 16
+// bytes at address(r, c). This is one instruction since sm_90.
 template <class Address>
 __device__ inline void store_matrix_x4(const Address& address, const std::uint32_t (&block)[4]) {
   const int lane = lane_id();
@@ -57,8 +57,8 @@ __device__ inline void store_matrix_x4(const Address& address, const std::uint32
 
 // ---- mma ----
 
-// c += a b with a 16x16, b 16x8 and c 16x8. A lane holds c at rows l / 4 and l / 4 + 8, columns
-// 2 (l % 4) and the next.
+// c += a b with a 16x16, b 16x8 and c 16x8. A lane has c at rows l / 4 and l / 4 + 8 and columns 2 (l % 4) and
+// 2 (l % 4) + 1.
 template <class T>
 __device__ inline void mma_m16n8k16(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
                                     std::uint32_t b1);
@@ -83,12 +83,12 @@ __device__ inline void mma_m16n8k16<__half>(float (&c)[4], const std::uint32_t (
 
 // ---- cp.async ----
 
-// 16 bytes from global to shared memory past the registers.
+// Copies 16 bytes from global to shared memory without registers.
 __device__ inline void cp_async_16(std::uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// The same of the first `bytes` bytes, which may be 0; zeros after them. The other bytes are not read.
+// The same for the first `bytes` bytes, followed by zeros. `bytes` may be 0, and the other bytes are not read.
 __device__ inline void cp_async_part(std::uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
@@ -156,7 +156,7 @@ __device__ inline std::uint32_t load_shared_1(std::uint32_t from) {
 
 // ---- Global memory ----
 
-// Adds four consecutive floats, 16-byte aligned, in the L2. The vector form is of sm_90.
+// Adds four consecutive floats, 16-byte aligned, in the L2. The vector form needs sm_90.
 __device__ inline void reduce_add(float* to, float x, float y, float z, float w) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x),
@@ -170,8 +170,8 @@ __device__ inline void reduce_add(float* to, float x, float y, float z, float w)
 #endif
 }
 
-// Loads and stores that other blocks see. A relaxed one orders nothing else; an acquire load that finds a
-// release store's value is after all that the storing thread did or saw before.
+// Loads and stores that other blocks see. A relaxed access orders nothing else. An acquire load that finds the value of
+// a release store is ordered after everything that the storing thread did or saw before.
 __device__ inline std::int32_t load_acquire(const std::int32_t* from) {
   std::int32_t value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
@@ -194,14 +194,14 @@ __device__ inline void store_relaxed(std::uint32_t* to, std::uint32_t value) {
 
 // ---- Barriers and dependent launches ----
 
-// Barriers 1 to 15 among the warps that name the same one; 0 is __syncthreads. It orders memory.
+// Waits at a barrier, 1 to 15, with the warps that name the same barrier; 0 is __syncthreads. It orders memory.
 __device__ inline void barrier_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 inline constexpr int block_barrier = 0;
 
-// Barrier `Barrier` of `Threads` threads, which may be the block's.
+// Waits at barrier `Barrier` with `Threads` threads, possibly all threads of the block.
 template <int Barrier, int Threads>
 __device__ inline void barrier_sync() {
   if constexpr (Barrier == block_barrier) {
@@ -211,15 +211,15 @@ __device__ inline void barrier_sync() {
   }
 }
 
-// With programmatic dependent launch: waits until earlier kernels are done and their writes are visible. Before sm_90
-// a kernel does not start earlier.
+// Waits until earlier kernels are done and their writes are visible, which programmatic dependent launch requires.
+// Before sm_90 a kernel does not start earlier.
 __device__ inline void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The next kernel may start once every block of this one has ended or has called this.
+// Allows the next kernel to start once every block of this kernel has ended or has called this function.
 __device__ inline void allow_next_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -228,9 +228,10 @@ __device__ inline void allow_next_kernel() {
 
 // ---- Clusters ----
 //
-// Blocks that run together and access one another's shared memory, since sm_90. Before, a cluster is one block.
+// A cluster is a set of blocks that run together and access one another's shared memory, since sm_90. Before, it is one
+// block.
 
-// A barrier of all threads of a cluster. It orders memory, global memory as well.
+// A barrier of all threads of a cluster. It orders memory, including global memory.
 __device__ inline void cluster_sync() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
@@ -239,7 +240,8 @@ __device__ inline void cluster_sync() {
 #endif
 }
 
-// Before a block ends whose shared memory others have read: waits for all threads of a cluster, and orders no memory.
+// Waits for all threads of a cluster without ordering memory. A block whose shared memory others have read calls it
+// before it ends.
 __device__ inline void cluster_leave() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::
@@ -262,15 +264,15 @@ __device__ inline T* in_cluster_block(T* mine, int rank) {
 
 // ---- Limits to what the compiler reorders ----
 //
-// No instructions: they keep the order of accesses, or the registers of values, that the code has.
+// These functions emit no instructions; they preserve the code's order of accesses or its values in registers.
 
-// No access to memory moves past it.
+// The compiler moves no memory access across this point.
 __device__ inline void compiler_fence() { asm volatile("" ::: "memory"); }
 
-// The compiler takes the value for unknown from here on: it neither recomputes it nor shares it with an equal one.
+// Makes the value unknown to the compiler, which then neither recomputes it nor shares it with an equal value.
 __device__ inline void make_opaque(int& value) { asm volatile("" : "+r"(value)); }
 __device__ inline void make_opaque(std::uint32_t& value) { asm volatile("" : "+r"(value)); }
-// Of a pointer to global memory.
+// The same for a pointer to global memory.
 template <class T>
 __device__ inline void make_opaque(T*& pointer) {
   asm volatile("" : "+l"(pointer));
@@ -290,7 +292,7 @@ __device__ inline float exp2_approx(float x) {
   return y;
 }
 
-// A NaN in either makes the result NaN.
+// The result is NaN if either operand is NaN.
 __device__ inline float max_or_nan(float x, float y) {
   float larger;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));

@@ -3,11 +3,11 @@
 #include "cuda/common/integers.h"
 #include "cuda/params.h"
 
-// Tile schedulers: the tile of a block.
+// Tile schedulers, which map a block to its tile.
 namespace flash_dmattn::cuda {
 
-// Whether neighbouring query tiles visit neighbouring keys, and later ones may have more of them than earlier
-// ones: with causality or intervals, without tile lists.
+// Whether neighbouring query tiles visit neighbouring keys, and later tiles may have more keys than earlier tiles. This
+// is the case with causality or intervals, without tile lists.
 template <class Params>
 __device__ inline bool neighbours_share_keys(const Params& p) {
   return p.tile_lists.keys == nullptr && (p.score.causal || p.key_ranges.data != nullptr);
@@ -15,18 +15,18 @@ __device__ inline bool neighbours_share_keys(const Params& p) {
 
 // The (batch, head, query tile) of a block. Blocks share rows of k and v through the L2: the heads of a group are
 // adjacent, and blocks iterate over sections of as many kv heads as fit into the L2. Where neighbouring tiles share
-// keys, all heads are one section instead, longest tiles first: blocks that run together then read the same keys, and
+// keys, all heads are one section instead, longest tiles first. Blocks that run together then read the same keys, and
 // no long tile runs last (12 % of the time of 16 heads of 8192 queries). Blocks that add in a fixed order are one
-// section too: blocks of a head wait for each other, so that many heads must be in flight.
+// section, too, because blocks of a head wait for each other, so that many heads must be in flight.
 struct QueryTile {
-  static constexpr std::int64_t section_bytes = 24 << 20;  // of k and v; half of an H200's L2
+  static constexpr std::int64_t section_bytes = 24 << 20;  // k and v; half of an H200's L2
 
   int batch;
   int head;
   int kv_head;
   int row;  // first query
-  // In one section: the order index of the work just before this one that shares its keys, or its rows but
-  // another kv head; -1: none.
+  // Within one section, the order indices of the preceding work that shares the keys of this work, or its rows with
+  // another kv head; -1 if there is none.
   int before_of_keys;
   int before_of_rows;
 
@@ -38,7 +38,7 @@ struct QueryTile {
   __device__ QueryTile(const Shape& shape, int rows, bool one_section, int work) {
     const int group = shape.heads_q / shape.heads_kv;
     const int tiles = ceil_div(shape.seqlen_q, rows);
-    const int kv_heads = shape.batch * shape.heads_kv;  // of all batch elements
+    const int kv_heads = shape.batch * shape.heads_kv;  // over all batch elements
     const std::int64_t head_bytes = 4 * static_cast<std::int64_t>(shape.seqlen_k) * shape.head_dim;
     const std::int64_t fitting = section_bytes / max(head_bytes, std::int64_t{1});
     const int section =
@@ -64,26 +64,27 @@ struct QueryTile {
 };
 
 // The (batch, kv head, key tile) of a block that owns keys. The blocks of a head share q, dout and dq_accum of its
-// group through the L2, in sections of `section` kv heads. Within a section the first tiles run first, which with
-// causality are the longest.
+// group through the L2, in sections of `section` kv heads. Within a section the first tiles, which are the longest
+// under causality, run first.
 struct KeyTile {
-  static constexpr std::int64_t section_bytes = 32 << 20;  // of q, dout and dq_accum
+  static constexpr std::int64_t section_bytes = 32 << 20;  // q, dout and dq_accum
 
   int batch;
   int kv_head;
   int key;     // first key
-  int before;  // order index of the work just before this one of the same kv head; -1: none
+  int before;  // order index of the preceding work of the same kv head; -1 if there is none
 
   static long count(const Shape& shape, int keys) {
     const long tiles = ceil_div(shape.seqlen_k, keys);
     return tiles * shape.heads_kv * shape.batch;
   }
 
-  // The kv heads of all batch elements: the section of blocks that wait for each other, so that many heads must be in flight.
+  // The number of kv heads over all batch elements. Blocks that wait for each other use it as the section, because many
+  // heads must be in flight.
   static __host__ __device__ int all_heads(const Shape& shape) {
     return shape.batch * shape.heads_kv;
   }
-  // As many of them as fit into the L2.
+  // The number of kv heads that fit into the L2.
   static __host__ __device__ int heads_of_l2(const Shape& shape) {
     const int all = all_heads(shape);
     const std::int64_t bytes = 8 * static_cast<std::int64_t>(shape.batch) * shape.heads_q *

@@ -4,25 +4,25 @@
 #include "cuda/common/math.cuh"
 #include "cuda/params.h"
 
-// Masks and biases of scores.
+// Loads masks and biases of scores.
 namespace flash_dmattn::cuda {
 
-// Element `index` of a bias. Not through the read-only cache: a decode step writes the score of its token, and a row
-// that is computed again in double reads it.
+// Loads element `index` of a bias, but not through the read-only cache: a decode step writes the score of its token,
+// and a row that is recomputed in double reads it.
 template <class T>
 __device__ inline float load_bias(const Broadcast& bias, std::int64_t index) {
   if (bias.f32) return reinterpret_cast<const float*>(bias.data)[index];
   return Element<T>::widen(reinterpret_cast<const T*>(bias.data)[index]);
 }
 
-// The largest number of T that is a mask as a bias, twice: a bias masks unless it is greater.
+// The mask value of T, packed twice: a bias masks unless it is greater.
 template <class T>
 __device__ inline std::uint32_t packed_mask_value(const ScoreParams& score) {
   const T value = Element<T>::round_down(score.mask_value);
   return reinterpret_cast<const std::uint16_t&>(value) * 0x00010001u;
 }
 
-// Two packed biases, -inf where one masks, as a NaN does, and where its element of `shown` has no bits.
+// Two packed biases, with -inf for a bias that masks (also NaN) or whose element of `shown` has no bits set.
 template <class T>
 __device__ inline std::uint32_t hide_masking_biases(std::uint32_t biases, std::uint32_t mask_values,
                                                     std::uint32_t shown = ~0u) {

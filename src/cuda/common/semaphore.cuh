@@ -4,22 +4,22 @@
 #include "cuda/common/warp.cuh"
 #include "cuda/params.h"
 
-// fp32 sums in memory that are the same in every run. Additions depend on their order, so blocks that add
+// Makes fp32 sums in memory the same in every run. The result of additions depends on their order, so blocks that add
 // to the same elements do it in the order of their work:
 //
-//   - Work is numbered in the order in which blocks start: earlier work is running or done, so that every wait for
-//     it ends.
+//   - Work is numbered in the order in which blocks start. Earlier work is running or done, so every wait for it ends.
 //   - A block adds to elements in ascending *order indices* and publishes the index up to which it is done. It adds
 //     at an index once its predecessors have published a higher one.
-//   - A block never publishes an index before its predecessors have: a wait for them is a wait for all earlier work.
+//   - A block never publishes an index before its predecessors have, so a wait for them is a wait for all earlier work.
 //
-// Blocks follow each other at a distance of one step of their loops, as in a pipeline; the cost is the time to fill it.
+// Blocks follow each other one step of their loops apart, as in a pipeline. The cost is the time to fill the pipeline.
 namespace flash_dmattn::cuda {
 
 inline constexpr int last_order_index = 0x7ffffffe;
 
-// By `Threads` threads that share named barrier `Barrier`: a block by default. Without `Ordered` blocks add
-// in any order and nothing is compiled; with it they do so where a call has no semaphore (null).
+// All functions are called by `Threads` threads that share named barrier `Barrier`, by default a block. Without
+// `Ordered`, blocks add in any order and nothing is compiled. With it, they add in any order if a call has no
+// semaphore (null).
 template <bool Ordered, int Threads, int Barrier = block_barrier>
 class OrderSemaphore {
  public:
@@ -27,12 +27,12 @@ class OrderSemaphore {
 
   struct Storage {  // in shared memory
     int work;
-    int predecessor[2];  // work; negative: none
-    int published[2];    // by it, as last read
-    int next;            // what this block publishes after the next barrier; 0: nothing yet
+    int predecessor[2];  // work numbers; negative if there is none
+    int published[2];    // the predecessor's index, as last read
+    int next;            // the index that this block publishes after the next barrier; 0 if none
   };
 
-  // The number of this block's work. By all threads of the group, before anything else.
+  // Takes the number of this block's work. Called by all threads of the group, before any other function.
   static __device__ int take_work(const OrderSemaphores& semaphores, Storage& storage,
                                   Group group) {
     if (semaphores.started == nullptr) return static_cast<int>(blockIdx.x);
@@ -52,7 +52,7 @@ class OrderSemaphore {
     storage.next = 0;
   }
 
-  // Before the barrier after which the group adds at indices up to `index`.
+  // Called before the barrier after which the group adds at indices up to `index`.
   __device__ void wait(int index) const {
     if (!waits()) return;
     for (int i = 0; i < 2; ++i) {
@@ -62,7 +62,7 @@ class OrderSemaphore {
     }
   }
 
-  // After a barrier that follows all additions of the step before: publishes them. The additions of this
+  // Publishes the additions of the previous step, after a barrier that follows all of them. The additions of this
   // step are at indices up to `index`.
   __device__ void advance(int index) const {
     if (!publishes()) return;
@@ -70,7 +70,7 @@ class OrderSemaphore {
     storage_.next = index + 1;
   }
 
-  // After all additions.
+  // Called after all additions.
   __device__ void finish() const {
     wait(last_order_index);
     barrier_sync<Barrier, Threads>();
@@ -78,8 +78,8 @@ class OrderSemaphore {
   }
 
  private:
-  // One thread polls and another publishes, in different warps: a release store waits until earlier additions are
-  // done.
+  // One thread polls and a thread of another warp publishes, because a release store waits until earlier additions
+  // are done.
   __device__ bool waits() const { return group_.rank == 0; }
   __device__ bool publishes() const { return group_.rank == (Threads > warp_size ? warp_size : 0); }
   __device__ void publish(int index) const {

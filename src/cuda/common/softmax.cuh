@@ -6,25 +6,24 @@
 
 namespace flash_dmattn::cuda {
 
-// P is scaled down by 2^weight_shift before it is divided by its sum. Weights of up to 2^-24 times values of
-// up to 2^128 can be summed over any number of keys without overflow; the weights themselves stay
-// far above bf16's smallest normal number. f16 has neither such a
-// range below 1 nor such large values.
+// P is scaled down by 2^weight_shift before it is divided by its sum. Weights of up to 2^-24 times values of up to
+// 2^128 can be summed over any number of keys without overflow, and the weights stay far above bf16's smallest normal
+// number. f16 has neither such a range below 1 nor such large values.
 template <class T>
 inline constexpr float weight_shift = 0;
 template <>
 inline constexpr float weight_shift<__nv_bfloat16> = 24;
 
-// The natural log sum exp of a row from the maximum in units of log 2 and the sum of the weights; a double holds lse
-// and lse_low.
+// Computes the natural log sum exp of a row from the maximum in units of log 2 and the sum of the weights. The double
+// contains both lse and lse_low.
 template <class T>
 __device__ inline double log_sum_exp(float max, float sum) {
   const double log2_sum = static_cast<double>(__log2f(sum)) + weight_shift<T>;
   return (static_cast<double>(max) + log2_sum) * 0.6931471805599453;
 }
 
-// The running maximum and sum of a lane's rows in a fragment, 2 for each m16 block. The four lanes that share a
-// row agree on its maximum; each keeps the sum of its own columns until the end.
+// The running maximum and sum of a lane's rows in a fragment, 2 for each m16 block. The four lanes that share a row
+// have the same maximum; each keeps the sum of its own columns until the end.
 template <class T, int M16>
 struct OnlineSoftmax {
   float max[M16][2];
@@ -41,17 +40,17 @@ struct OnlineSoftmax {
     }
   }
 
-  // Turns the scores of a tile into weights 2^(factor s - factor max - shift) and adds them to `sum`. `max` is
-  // raised only when a score exceeds it by max_growth in log2, which rarely happens after the first tiles:
-  // otherwise nothing is rescaled, and weights up to 2^max_growth are as precise as those up to 1.
+  // Turns the scores of a tile into weights 2^(factor s - factor max - shift) and adds them to `sum`. `max` is raised
+  // only when a score exceeds it by max_growth in log2, which is rare after the first tiles. Otherwise nothing is
+  // rescaled, and weights up to 2^max_growth are as precise as weights up to 1.
   template <int N8, int D8>
   __device__ void update(float (&s)[M16][N8][4], float factor, float (&out)[M16][D8][4]) {
     raise_max(s, factor, out);
     exponentiate(s, factor);
   }
 
-  // Makes the sum of a row NaN where a product q . k is not finite, even if its score will be (-inf, or limited
-  // by a softcap): the epilogue recomputes such rows and tests which keys they see.
+  // Makes the sum of a row NaN where a product q . k is not finite, even if its score becomes -inf or is limited by a
+  // softcap. The epilogue recomputes such rows and tests which keys they see.
   template <int N8>
   __device__ void mark_nonfinite(const float (&products)[M16][N8][4]) {
 #pragma unroll
@@ -81,8 +80,8 @@ struct OnlineSoftmax {
  private:
   static constexpr float max_growth = 8;  // log2
 
-  // Raises the maxima of a warp and rescales `sum` and `out`, if a score exceeds one by max_growth. The vote is
-  // over all lanes, so that those of a row need not share their maximum before it.
+  // Raises the maxima of a warp and rescales `sum` and `out` if a score exceeds its maximum by max_growth. All lanes
+  // vote, so that the lanes of a row need not share their maximum before.
   template <int N8, int D8>
   __device__ void raise_max(const float (&s)[M16][N8][4], float factor, float (&out)[M16][D8][4]) {
     float lane_max[M16][2];
@@ -126,7 +125,7 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int h = 0; h < 2; ++h) offsets[m][h] = offset_of(max[m][h], factor) + weight_shift<T>;
     }
-    // Columns outermost: the sums of the rows are independent chains of additions.
+    // Columns are the outer loop, so that the sums of the rows are independent chains of additions.
 #pragma unroll
     for (int n = 0; n < N8; ++n) {
 #pragma unroll

@@ -5,8 +5,7 @@
 #include "cuda/params.h"
 
 // Copies of rows between global memory (g), shared memory (s) and registers (r). A Tile has `rows` rows of
-// `chunks` 16-byte chunks, of which one lies at offset(row, chunk); rows a multiple of 8 apart have the same
-// swizzle.
+// `chunks` 16-byte chunks; a chunk is at offset(row, chunk), and rows a multiple of 8 apart have the same swizzle.
 namespace flash_dmattn::cuda {
 
 // The source row of each row of a tile.
@@ -18,8 +17,8 @@ struct InOrder {
 template <int Count>
 struct LaneContiguous;
 
-// Keys are columns of a fragment: a lane's 8 n + 2 (l % 4) + {0, 1} are eight neighbouring keys for each four n.
-// Their packed masks are a byte, their 16-bit biases one word of 16 bytes.
+// Keys are columns of a fragment. A lane's columns 8 n + 2 (l % 4) + {0, 1} are eight neighbouring keys for each four
+// n. Their packed masks are one byte, and their 16-bit biases are 16 bytes.
 template <>
 struct LaneContiguous<8> {
   static __device__ constexpr int key(int column) {
@@ -28,15 +27,15 @@ struct LaneContiguous<8> {
   }
 };
 
-// Keys are rows of a fragment: a lane's 16 m + 8 h + l / 4 are four neighbouring keys in each 32 rows, number
-// 2 m + h of them.
+// Keys are rows of a fragment. A lane's rows 16 m + 8 h + l / 4 are four neighbouring keys in each 32 rows, in which
+// row (m, h) is number 2 m + h.
 template <>
 struct LaneContiguous<4> {
   static __device__ constexpr int key(int row) { return row / 32 * 32 + row % 8 * 4 + row / 8 % 4; }
 };
 
-// How a group of threads shares the rows of a tile: a thread has one chunk of row row(rank) and of each
-// `rows_at_once` rows further.
+// The division of a tile's rows among a group of threads: a thread has one chunk of row row(rank) and of every
+// `rows_at_once`-th row after it.
 template <class Tile, class Group>
 struct CopySteps {
   static constexpr int rows_at_once = Group::size / Tile::chunks;
@@ -45,7 +44,8 @@ struct CopySteps {
   static __device__ int row(Group group) { return group.rank / Tile::chunks; }
   static __device__ int chunk(Group group) { return group.rank % Tile::chunks; }
 
-  // The address of the chunk of step i; `base` is that of step 0. Rows a multiple of 8 apart have the same swizzle.
+  // The address of the chunk of step i; `base` is the address of step 0. Rows a multiple of 8 apart have the same
+  // swizzle.
   static __device__ std::uint32_t to(std::uint32_t tile, std::uint32_t base, Group group, int i) {
     const int r = i * rows_at_once;
     return rows_at_once % 8 == 0 ? base + static_cast<std::uint32_t>(r * Tile::row_bytes)
@@ -53,16 +53,16 @@ struct CopySteps {
   }
 };
 
-// Rows of one head, for a thread that copies one chunk of them. Columns from head_dim on are zero.
+// The rows of one head, for a thread that copies one chunk of each. Columns from head_dim on are zero.
 template <class Tile, class Group>
 struct RowSource {
-  const std::byte* data;   // of this thread's chunk
+  const std::byte* data;   // this thread's chunk of row 0
   std::int64_t row;        // bytes
   std::int64_t head_step;  // bytes
-  int row_step;            // `row`, where aligned
+  int row_step;            // `row`, if aligned
   bool aligned;
-  bool exists;      // the chunk is one of the row's
-  bool full_width;  // every chunk is
+  bool exists;      // the row has this chunk
+  bool full_width;  // the row has every chunk
 
   __device__ RowSource(Group group, const InputRows& rows, int batch, int head, int head_dim)
       : data(rows.data + batch * rows.batch + head * rows.head +
@@ -86,8 +86,8 @@ struct RowSource {
   }
 };
 
-// Row r of the tile becomes row index(r) of the head head(r) after the source's, zeros where not
-// exists(r). index(r) is the number of a row for every r.
+// Copies to row r of the tile row index(r) of the head that is head(r) after the source's head, or zeros unless
+// exists(r). index(r) is a valid row for every r.
 template <class Tile, class Group, class Exists, class Index, class Head>
 __device__ inline void copy_g2s(Group group, const RowSource<Tile, Group>& source,
                                 std::uint32_t tile, const Exists& exists, const Index& index,
@@ -122,15 +122,15 @@ __device__ inline void copy_g2s(Group group, const RowSource<Tile, Group>& sourc
   copy_g2s(group, source, tile, exists, index, [](int) { return 0; });
 }
 
-// The first `size` rows; zeros after them.
+// Copies the first `size` rows; the other rows become zero.
 template <class Tile, class Group, class Index>
 __device__ inline void copy_g2s(Group group, const RowSource<Tile, Group>& source,
                                 std::uint32_t tile, int size, const Index& index) {
   copy_g2s(group, source, tile, [&](int r) { return r < size; }, index);
 }
 
-// Aligned neighbouring rows that all exist: row r of the tile becomes row first + Order::key(r), each
-// address one multiply-add with constants.
+// Copies aligned neighbouring rows that all exist: row r of the tile becomes row first + Order::key(r). Each address is
+// one multiply-add with constants.
 template <class Order, class Tile, class Group>
 __device__ inline void copy_g2s_consecutive(Group group, const RowSource<Tile, Group>& source,
                                             std::uint32_t tile, int first) {
@@ -146,7 +146,7 @@ __device__ inline void copy_g2s_consecutive(Group group, const RowSource<Tile, G
   }
 }
 
-// Aligned rows indices[r] of two tensors at once: an index is read once for both.
+// Copies aligned rows indices[r] of two tensors at once, so that an index is read once for both.
 template <class Tile, class Group>
 __device__ inline void copy_g2s_gathered(Group group, const RowSource<Tile, Group>& a,
                                          std::uint32_t a_tile, const RowSource<Tile, Group>& b,
@@ -169,16 +169,16 @@ __device__ inline void copy_g2s_gathered(Group group, const RowSource<Tile, Grou
   }
 }
 
-// A 16x16 block in the layout of an A operand, packed accumulators, becomes columns [column, column + 16) of
-// rows row(0) ... row(15) of a tile.
+// Stores a 16x16 block of packed accumulators, in the layout of an A operand, to columns [column, column + 16) of rows
+// row(0) ... row(15) of a tile.
 template <class Tile, class Row>
 __device__ inline void store_block(std::uint32_t tile, const Row& row, int column,
                                    const std::uint32_t (&block)[4]) {
   store_matrix_x4([&](int r, int c) { return tile + Tile::offset(row(r), column / 8 + c); }, block);
 }
 
-// A warp's accumulators, packed by pack(x, y, m, h), become rows [warp_row, ..) and columns
-// [warp_column, ..) of a tile; `Order` permutes the warp's rows.
+// Stores a warp's accumulators, packed by pack(x, y, m, h), to rows [warp_row, ..) and columns [warp_column, ..) of a
+// tile. `Order` permutes the warp's rows.
 template <class Tile, class Order = InOrder, int M16, int N8, class Pack>
 __device__ inline void copy_r2s(const float (&c)[M16][N8][4], std::uint32_t tile, int warp_row,
                                 int warp_column, const Pack& pack) {
@@ -199,7 +199,7 @@ __device__ inline void copy_r2s(const float (&c)[M16][N8][4], std::uint32_t tile
   }
 }
 
-// Stores 8 elements, one by one if they are not aligned.
+// Stores 8 elements, one by one if they are unaligned.
 __device__ inline void store_chunk(std::byte* to, const std::uint32_t (&words)[4], bool aligned) {
   if (aligned) {
     *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
@@ -213,7 +213,7 @@ __device__ inline void store_chunk(std::byte* to, const std::uint32_t (&words)[4
   }
 }
 
-// Copies rows [begin, end) of a tile to destination(row), unless that is null.
+// Copies rows [begin, end) of a tile to destination(row), unless the destination is null.
 template <class Tile, int Size, class Destination>
 __device__ inline void copy_s2g(ThreadGroup<Size> group, std::uint32_t tile, int begin, int end,
                                 bool aligned, int head_dim, const Destination& destination) {
@@ -228,7 +228,7 @@ __device__ inline void copy_s2g(ThreadGroup<Size> group, std::uint32_t tile, int
   }
 }
 
-// The same, with row `first` of the head in the tile's row 0.
+// The same, where the tile's row 0 is row `first` of the head.
 template <class Tile, int Size>
 __device__ inline void copy_s2g(ThreadGroup<Size> group, std::uint32_t tile, int begin, int end,
                                 int first, const OutputRows& to, int batch, int head,

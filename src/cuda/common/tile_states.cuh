@@ -5,12 +5,12 @@
 
 namespace flash_dmattn::cuda {
 
-// Finds the tiles of a packed mask that are not empty, in ascending order. All lanes of a warp search
-// together: they load 32 states at a time and keep a bit of each.
+// Finds the non-empty tiles of a packed mask in ascending order. All lanes of a warp search together; they load 32
+// states at a time and keep a bit of each.
 class NonEmptyTiles {
  public:
-  // The first tile in [tile, end) that is not empty; `end` if there is none. state_of(tile) is one of
-  // PackedMask's states, for tiles before `end`.
+  // The first non-empty tile in [tile, end), or `end` if there is none. state_of(tile) returns one of PackedMask's
+  // states, for tiles before `end`.
   template <class StateOf>
   __device__ int find(int tile, int end, const StateOf& state_of) {
     for (; tile < end; tile = (tile / warp_size + 1) * warp_size) {
@@ -21,7 +21,7 @@ class NonEmptyTiles {
     return end;
   }
 
-  // Whether no element of the tile found last is masked.
+  // Whether the tile found last has no masked element.
   __device__ bool is_full(int tile) const { return (all_ >> (tile % warp_size) & 1) != 0; }
 
  private:
@@ -39,12 +39,12 @@ class NonEmptyTiles {
   std::uint32_t all_ = 0;
 };
 
-// The state of two tiles together: some element of either is visible, every element of both is.
+// The state of two tiles together: `some` of either, `all` of both.
 __device__ inline std::uint32_t merge_states(std::uint32_t a, std::uint32_t b) {
   return ((a | b) & PackedMask::some) | (a & b & PackedMask::all);
 }
 
-// The state of the two tiles with 64 queries and the 128 keys from word `word` on. `row_tile`: of all matrices.
+// The state of the two tiles with 64 queries and the 128 keys from word `word` on. `row_tile` counts over all matrices.
 __device__ inline std::uint32_t state_of_keys(const PackedMask& mask, std::int64_t row_tile,
                                               int word) {
   const std::uint8_t* const from = mask.states + row_tile * mask.words + word;

@@ -3,17 +3,17 @@
 #include "cuda/common/key_info.cuh"
 #include "cuda/common/warp.cuh"
 
-// Visibility and biases of a block's own keys in transposed score tiles, [keys, queries].
+// Applies visibility and biases of a block's own keys to transposed score tiles, [keys, queries].
 namespace flash_dmattn::cuda {
 
-// The queries that the keys of a block see: some keys those of `touched`, all keys those of `full`.
+// The queries that see keys of a block: some keys for `touched`, all keys for `full`.
 struct QueryBounds {
   int touched_begin = 0x7fffffff;
   int touched_end = 0;
   int full_begin = 0;
   int full_end = 0x7fffffff;
 
-  // By all lanes of a warp.
+  // Called by all lanes of a warp.
   template <int Keys>
   __device__ explicit QueryBounds(const KeyInfoTile<Keys>& key_info) {
 #pragma unroll
@@ -35,9 +35,9 @@ struct QueryBounds {
   __device__ bool all_seen() const { return full_end > 0; }
 };
 
-// Keys are rows here; fragment.cuh has the same with keys as columns.
+// Keys are rows here; fragment.cuh has the same functions with keys as columns.
 
-// x = factor x + bias of its key, for a warp that has the rows from `begin` on.
+// x = factor x + bias of the key, for a warp whose rows begin at `begin`.
 template <int Keys, int M16, int N8>
 __device__ inline void add_row_bias(float factor, const KeyInfoTile<Keys>& key_info, int begin,
                                     int lane, float (&x)[M16][N8][4]) {
@@ -55,7 +55,7 @@ __device__ inline void add_row_bias(float factor, const KeyInfoTile<Keys>& key_i
   }
 }
 
-// -inf where the key is not seen. `first_query`: of the tile.
+// Sets x to -inf where the query does not see the key. `first_query` is the first query of the tile.
 template <int Keys, int M16, int N8>
 __device__ inline void mask_rows(const KeyInfoTile<Keys>& key_info, int begin, int lane,
                                  int first_query, float (&x)[M16][N8][4]) {

@@ -1,7 +1,6 @@
 #pragma once
 
-// Primitives of a warp and of groups of threads. Blocks are one-dimensional and all lanes of a warp take
-// part.
+// Primitives of a warp and of groups of threads. Blocks are one-dimensional, and all lanes of a warp take part.
 namespace flash_dmattn::cuda {
 
 inline constexpr int warp_size = 32;
@@ -10,7 +9,7 @@ inline constexpr unsigned full_mask = 0xffffffffu;
 __device__ inline int lane_id() { return static_cast<int>(threadIdx.x % warp_size); }
 __device__ inline int warp_id() { return static_cast<int>(threadIdx.x / warp_size); }
 
-// Threads that share a task: a block, a warpgroup or a warp. `rank` is the calling thread's, in [0, size).
+// Threads that share a task: a block, a warpgroup or a warp. `rank` is the rank of the calling thread, in [0, size).
 template <int Size>
 struct ThreadGroup {
   static constexpr int size = Size;
@@ -51,7 +50,7 @@ __device__ inline T warp_sum(T x) {
   return x;
 }
 
-// Over the four lanes that share a row of an accumulator. `combine` is commutative.
+// Reduces over the four lanes that share a row of an accumulator. `combine` is commutative.
 template <class T, class Combine>
 __device__ inline T quad_reduce(T x, const Combine& combine) {
   x = combine(x, shuffle_xor(x, 1));
@@ -68,7 +67,7 @@ __device__ inline float quad_max(float x) {
 
 // ---- Scans ----
 
-// Lanes of a ballot below this one.
+// The number of lanes in a ballot below this lane.
 __device__ inline int count_before(unsigned ballot, int lane) {
   return __popc(ballot & ((1u << lane) - 1u));
 }
@@ -82,7 +81,7 @@ __device__ inline int warp_inclusive_sum(int value, int lane) {
   return value;
 }
 
-// The bits of all lower lanes together.
+// The bitwise or over all lower lanes.
 __device__ inline unsigned warp_exclusive_or(unsigned value, int lane) {
 #pragma unroll
   for (int distance = 1; distance < warp_size; distance *= 2) {
@@ -117,7 +116,7 @@ __device__ inline int select_bit(unsigned word, int k) {
 
 // Lane b gets bit b of all lanes.
 __device__ inline unsigned transpose_bits(unsigned word, int lane) {
-  unsigned low = 0x0000ffffu;  // the bits that stay where lane & distance is 0
+  unsigned low = 0x0000ffffu;  // the bits that remain in lanes with (lane & distance) == 0
 #pragma unroll
   for (int distance = warp_size / 2; distance > 0; distance /= 2) {
     const unsigned other = shuffle_xor(word, distance);

@@ -4,7 +4,7 @@
 
 namespace flash_dmattn::cuda::kv {
 
-// The tokens of a prompt that later queries see get slots in their order. A block has a (batch, kv head).
+// Gives slots, in order, to the tokens of a prompt that later queries see. A block computes a (batch, kv head).
 struct FillSlotsKernel {
   struct Params {
     Slots cache;
@@ -17,7 +17,7 @@ struct FillSlotsKernel {
   };
   static constexpr int threads = 1024;
   static constexpr int min_blocks = 1;
-  static constexpr int thread_keys = 4;  // neighbours
+  static constexpr int thread_keys = 4;  // neighbouring keys
   static constexpr int step_keys = threads * thread_keys;
 
   struct SharedStorage {

@@ -43,7 +43,7 @@ Slots slots_of(const KvCache& cache) {
           .pending = static_cast<int>(cache.pending)};
 }
 
-// How rows of all of these are copied.
+// The way in which rows of all these tensors are copied.
 template <class... Byte>
 RowCopy row_copy(const KvCacheShape& shape, const RowTensor<Byte>&... tensors) {
   const std::int64_t bytes = shape.head_dim * element_bytes;
@@ -166,7 +166,7 @@ void commit(const CommitArgs& args, const Execution& execution) {
 
 // ---- Decoding -------------------------------------------------------------------------------------------
 
-// Of the first family that serves a cache; null: none does, for these reasons.
+// Finds the step of the first family that supports a cache. Returns null, with the reasons, if none does.
 const DecodeStep* find_step(const KvCacheShape& shape, std::string& reasons) {
   for (const Family* family : families()) {
     if (!family->decode_step) continue;

@@ -3,8 +3,8 @@
 #include "cuda/common/integers.h"
 #include "cuda/kv_cache/slots.cuh"
 
-// A key is evicted by the first pending token with which w keys beat it. The number of keys that beat it
-// only grows, so each key is compared with all others, and no order of insertions is followed.
+// A key is evicted by the first pending token with which w keys beat it. The number of keys that beat it only grows, so
+// each key can be compared with all others in any order.
 namespace flash_dmattn::cuda::kv {
 
 inline constexpr std::int32_t stays = 0x7fffffff;
@@ -12,17 +12,17 @@ inline constexpr std::int32_t stays = 0x7fffffff;
 struct PendingParams {
   Slots cache;
   int batch;
-  const std::int32_t* keep;  // [B] pending tokens that count; null: all
-  int seqlen_q;              // of intervals
-  // Out, one of them for [B, Hkv, w + pending] keys: the pending token that evicts each (`stays`: none; -1: there is no
-  // such key), or the queries that see it.
+  const std::int32_t* keep;  // [B] number of pending tokens that count; null for all
+  int seqlen_q;              // number of queries of the intervals
+  // Outputs for [B, Hkv, w + pending] keys, one of which is written: the pending token that evicts each key (`stays` if
+  // none does, -1 if there is no such key), or the queries that see it.
   std::int32_t* evicted_by = nullptr;
   KeyInterval* intervals = nullptr;
 
   __host__ __device__ int keys() const { return cache.window + cache.pending; }
 };
 
-// A thread has a key.
+// A thread computes a key.
 struct FindEvictionsKernel {
   using Params = PendingParams;
   static constexpr int threads = 256;
@@ -43,7 +43,7 @@ struct FindEvictionsKernel {
     const int window = p.cache.window;
     const int count = p.cache.counts[row].count;
     const int kept = p.keep == nullptr ? p.cache.pending : p.keep[row / p.cache.heads];
-    const int token = slot - window;  // of a pending key
+    const int token = slot - window;  // number of a pending key
     const bool exists = slot < count || (token >= 0 && token < kept);
     ScoredSlot key{nanf(""), 0};
     if (exists) key = load(p, row, slot);
@@ -85,20 +85,20 @@ struct FindEvictionsKernel {
     const std::int64_t at = row * p.keys() + slot;
     if (p.evicted_by != nullptr) p.evicted_by[at] = exists ? evicted_by : -1;
     if (p.intervals == nullptr) return;
-    const int first_query = p.cache.pending - p.seqlen_q;  // as a pending token
+    const int first_query = p.cache.pending - p.seqlen_q;  // its number as a pending token
     const int first = max(slot - p.cache.window - first_query, 0);
     const int last = evicted_by == stays ? p.seqlen_q : evicted_by - first_query;
     p.intervals[at] = exists && first < last ? KeyInterval{first, last} : KeyInterval{0, 0};
   }
 };
 
-// Pending tokens that stay take the slots of evicted keys and then free ones, both in ascending order. A block has
-// a (batch, kv head).
+// Pending tokens that stay take first the slots of evicted keys and then free slots, both in ascending order. A block
+// computes a (batch, kv head).
 struct CommitKernel {
   struct Params {
     PendingParams pending;
     RowCopy copy;
-    std::int32_t* places;  // [B, Hkv, pending] scratch: slots for the tokens
+    std::int32_t* places;  // [B, Hkv, pending] scratch, slots for the tokens
   };
   static constexpr int threads = 1024;
   static constexpr int min_blocks = 1;
@@ -134,7 +134,7 @@ struct CommitKernel {
   }
 
  private:
-  // The first slots that tokens may have, as many as are pending. Returns how many there are.
+  // Finds the first slots that tokens may take, at most as many as are pending. Returns their number.
   static __device__ int find_places(SharedStorage& shared, const std::int32_t* evicted_by,
                                     int before, const Slots& cache, std::int32_t* places) {
     int found = 0;
@@ -150,7 +150,7 @@ struct CommitKernel {
     return found;
   }
 
-  // Returns how many tokens have entered.
+  // Moves tokens to their slots. Returns their number.
   static __device__ int move_tokens(const Params& p, SharedStorage& shared,
                                     const std::int32_t* evicted_by, std::int32_t* places, int b,
                                     int h) {

@@ -2,7 +2,7 @@
 
 #include "cuda/kv_cache/slots.cuh"
 
-// Bodies of for_each: one item is a unit of a row.
+// Bodies of for_each, whose items are units of rows.
 namespace flash_dmattn::cuda::kv {
 
 struct ClearRows {
@@ -23,7 +23,7 @@ struct ClearRows {
   }
 };
 
-// Row b of `to` becomes row index[b] of `from`.
+// Copies row index[b] of `from` to row b of `to`.
 struct CopyRows {
   Slots from, to;
   const std::int32_t* index;
@@ -52,7 +52,7 @@ struct CopyRows {
   }
 };
 
-// Tokens behind the pending ones.
+// Writes tokens after the pending tokens.
 struct AppendTokens {
   Slots cache;
   ReadRows k, v;
@@ -76,7 +76,7 @@ struct AppendTokens {
   }
 };
 
-// The rows of the tokens that have slots, whose positions are there.
+// Copies the rows of the tokens that have slots, according to the positions in the slots.
 struct FillRows {
   Slots cache;
   ReadRows k, v;

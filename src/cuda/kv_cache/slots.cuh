@@ -6,16 +6,16 @@
 #include "cuda/common/warp.cuh"
 #include "flash_dmattn/kv_cache.h"
 
-// A KV cache as the kernels see it.
+// The kernels' view of a KV cache.
 namespace flash_dmattn::cuda::kv {
 
-// Rows of 16-bit elements: `Byte` is const where they are only read. Strides in bytes.
+// Rows of 16-bit elements. `Byte` is const if they are only read. Strides are in bytes.
 template <class Byte>
 struct RowTensor {
   Byte* data = nullptr;
   std::int64_t batch = 0;
   std::int64_t head = 0;
-  std::int64_t token = 0;  // or slot
+  std::int64_t token = 0;  // stride of a token or slot
 
   __device__ Byte* at(std::int64_t b, std::int64_t h, std::int64_t t) const {
     return data + b * batch + h * head + t * token;
@@ -42,12 +42,12 @@ struct Slots {
   __device__ std::int64_t place(std::int64_t row, int slot) const { return row * slots + slot; }
 };
 
-// The scores of tokens, and whether they are any.
+// The scores of tokens, with their mask.
 struct TokenScores {
   ScoreRows scores;
   TokenMask mask;
 
-  // NaN for a masked token.
+  // The score of a token, NaN if it is masked.
   __device__ float operator()(int b, int h, int t) const {
     if (mask.data != nullptr && mask.data[b * mask.stride[0] + t * mask.stride[1]] == 0)
       return nanf("");
@@ -55,21 +55,21 @@ struct TokenScores {
   }
 };
 
-// A key among others.
+// A key for comparisons with other keys.
 struct ScoredSlot {
   float score;
   std::int32_t position;
 
-  // Never with a NaN.
+  // Whether this key beats another. Neither score may be NaN.
   __device__ bool beats(ScoredSlot other) const {
     return score > other.score || (score == other.score && position > other.position);
   }
 };
 
-// Copies of rows, by units of 16 bytes where all of a call's rows are aligned to them, else of an element.
+// Copies rows in units of 16 bytes if all rows of a call are aligned to 16 bytes, otherwise in units of an element.
 struct RowCopy {
   int unit = 2;
-  int units = 0;  // of a row
+  int units = 0;  // units of a row
 
   __device__ void operator()(std::byte* to, const std::byte* from, int i) const {
     if (unit == 16) {
@@ -82,7 +82,7 @@ struct RowCopy {
 
 // ---- By a block ---------------------------------------------------------------------------------------------
 
-// Numbers the threads of a block for which `chosen` holds, in their order.
+// Numbers, in order, the threads of a block for which `chosen` is true.
 template <int Threads>
 class BlockNumbers {
  public:
@@ -90,7 +90,7 @@ class BlockNumbers {
     int counts[Threads / warp_size];
   };
 
-  // The number of this thread, and how many are chosen in `total`. Two barriers.
+  // Returns the number of this thread, and the number of chosen threads in `total`. Contains two barriers.
   static __device__ int number(Storage& storage, bool chosen, int& total) {
     const unsigned ballot = warp_ballot(chosen);
     if (lane_id() == 0) storage.counts[warp_id()] = __popc(ballot);
@@ -106,7 +106,7 @@ class BlockNumbers {
   }
 };
 
-// The slot of the worst key in [0, count) of a row; in thread 0.
+// Finds the slot of the worst key in [0, count) of a row; the result is in thread 0.
 template <int Threads>
 struct WorstSlot {
   struct Key {

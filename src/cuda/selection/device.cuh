@@ -9,17 +9,17 @@
 #include "cuda/common/launch.h"
 #include "cuda/common/warp.cuh"
 
-// Shared by the kernels of selection and schedules.
+// Functions that the kernels of selection and schedules share.
 namespace flash_dmattn::cuda {
 
-// The number of bits that hold the values [0, count).
+// The number of bits that can represent the values [0, count).
 constexpr int bits_for(std::int64_t count) {
   int bits = 0;
   while ((std::int64_t{1} << bits) < count) ++bits;
   return bits;
 }
 
-// The lanes with the same value, of a few bits, as this one. match_any takes a step for each distinct value.
+// The lanes whose value, of few bits, equals this lane's. match_any would take a step for each distinct value.
 template <int Bits>
 __device__ unsigned lanes_with_same(int value) {
   unsigned same = full_mask;
@@ -32,8 +32,8 @@ __device__ unsigned lanes_with_same(int value) {
   return same;
 }
 
-// Numbers the keys of a warp, of which a lane has every 32nd: `next` has the next number in each of the warp's bins,
-// `same` the lanes with a key of the same bin. A key whose bin is negative takes none.
+// Numbers the keys of a warp, of which a lane has every 32nd. `next` has the next number in each of the warp's bins,
+// and `same` the lanes with a key in the same bin. A key with a negative bin gets no number.
 template <int Count>
 __device__ void take_numbers(const int (&bin)[Count], const unsigned (&same)[Count], int* next,
                              int (&number)[Count]) {

@@ -7,8 +7,8 @@
 namespace flash_dmattn::cuda::global {
 namespace {
 
-// The state after `digit` digits; for digit > 0 from the histogram of the one before. All threads of the
-// CTA call it and get the same.
+// The state after `digit` digits, for digit > 0 from the histogram of the preceding digit. All threads of the CTA call
+// this function and get the same result.
 __device__ Found find_digits(const RadixRows& rows, int digit, int row) {
   if (digit == 0) return {0, rows.window};
   __shared__ std::uint32_t warp_sums[threads / warp_size];
@@ -18,7 +18,7 @@ __device__ Found find_digits(const RadixRows& rows, int digit, int row) {
   const std::uint32_t* histogram = rows.histogram(digit - 1, row);
   const int lane = lane_id();
   const int warp = warp_id();
-  const int first_bin = bins - 1 - static_cast<int>(threadIdx.x) * thread_bins;  // the best first
+  const int first_bin = bins - 1 - static_cast<int>(threadIdx.x) * thread_bins;  // best bin first
   std::uint32_t count[thread_bins];
   int sum = 0;
 #pragma unroll

@@ -4,10 +4,10 @@
 
 #include "cuda/selection/scored_keys.cuh"
 
-// The w best keys of each row by radix selection. Score code above position makes one number of
-// every key, and no two are equal; the w-th largest is found from the top digit down, with one
-// histogram after the other of the keys that share the digits found so far. Every CTA that
-// needs a digit derives it from the finished histogram, so no step waits for a single CTA.
+// Finds the w best keys of each row by radix selection. The score code above the position makes one number of every
+// key, and no two numbers are equal. The w-th largest is found from the top digit down, with successive histograms of
+// the keys that share the digits found so far. Every CTA that needs a digit derives it from the finished histogram, so
+// no step waits for a single CTA.
 namespace flash_dmattn::cuda::global {
 
 inline constexpr int threads = 512;
@@ -20,7 +20,7 @@ inline constexpr int thread_bins = bins / threads;
 // The digits of the w-th largest number found so far.
 struct Found {
   std::uint64_t digits;
-  std::int64_t rank;  // among the numbers that begin with these digits
+  std::int64_t rank;  // rank among the numbers that begin with these digits
 };
 
 struct RadixRows {
@@ -34,13 +34,13 @@ struct RadixRows {
   int position_bits = 0;
   int number_bits = 0;
   std::uint32_t* histograms = nullptr;  // [digits, rows, bins], zeroed
-  Found* found = nullptr;               // [digits, rows]: before that digit
+  Found* found = nullptr;               // [digits, rows] state before each digit
 
-  // Digits of the w-th largest number to find; none where the window holds every key.
+  // The number of digits of the w-th largest number; none if the window has room for every key.
   __host__ __device__ int searched_digits() const {
     return window < seqlen_k ? ceil_div(number_bits, digit_bits) : 0;
   }
-  // Bits below a digit; the last one may be narrower than the others.
+  // The number of bits below a digit; the last digit may be narrower than the others.
   __device__ int bits_below(int digit) const {
     return max(number_bits - (digit + 1) * digit_bits, 0);
   }
@@ -59,15 +59,15 @@ struct RadixRows {
 // The rows of a batch of at most `batch_rows` rows, whose counts are in the workspace.
 RadixRows lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& workspace);
 
-// Queries of a chunk, at most.
+// The most queries of a chunk.
 inline constexpr int most_chunk = 64;
 
-// Rows that are few enough for a cluster of blocks each (global_cluster.cu).
+// Rows that are few enough to have a cluster of blocks each (global_cluster.cu).
 struct ClusterRows {
   RadixRows rows;
-  int blocks = 0;  // of a cluster
-  // Queries behind these keys whose own keys follow, and each of which sees the w best keys of its past; 0: one choice
-  // for all queries.
+  int blocks = 0;  // blocks of a cluster
+  // The number of queries whose own keys follow these keys, and that each see the w best keys of their past; 0 for one
+  // selection for all queries.
   int chunk = 0;
 
   __device__ KeyInterval* intervals_row(int row) const {
@@ -76,14 +76,14 @@ struct ClusterRows {
   }
 };
 
-// Blocks of the clusters for rows of so many keys; 0 where the rows are too many or too long, or the GPU has no
-// clusters.
+// The number of blocks of the cluster for a row of `seqlen_k` keys; 0 if the rows are too many or too long, or the GPU
+// has no clusters.
 int cluster_blocks(int rows, int seqlen_k);
 
-// As select_best, also before a chunk of fewer than w queries.
+// The same as select_best; it also supports a chunk of fewer than w queries.
 void select_in_clusters(const ClusterRows& rows, cudaStream_t stream);
 
-// Writes the intervals of a batch, those of the w best keys that may be chosen.
+// Writes the intervals of a batch, in which the w best keys that may be chosen are visible.
 void select_best(const RadixRows& rows, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda::global

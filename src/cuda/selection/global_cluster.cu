@@ -5,19 +5,19 @@
 #include "cuda/selection/cluster_rows.cuh"
 #include "cuda/selection/global.cuh"
 
-// The w best keys of few rows in one kernel: a cluster of blocks has a row, each block consecutive keys of it in
-// registers, and every block adds up the histograms of the cluster through shared memory. Rows that fill the GPU by
-// themselves, and longer ones, take the kernels of global.cu.
+// Selects the w best keys of few rows in one kernel. A cluster of blocks has a row, and each block keeps consecutive
+// keys of the row in registers. Every block sums the histograms of the cluster through shared memory. Rows that fill
+// the GPU by themselves, and longer rows, take the kernels of global.cu.
 namespace flash_dmattn::cuda::global {
 namespace {
 
-// Before a chunk of n queries two numbers are searched for: the w-th largest, and the (w - n)-th, above which no key
-// can be evicted by the n keys of the chunk. The keys between them are the *candidates*: they and the keys of the
-// chunk are compared with one another.
+// Before a chunk of n queries, the kernel searches for two numbers: the w-th largest and the (w - n)-th largest. The n
+// keys of the chunk cannot evict a key above the latter. The keys between both numbers are the *candidates*, which are
+// compared with one another and with the keys of the chunk.
 //
-// Digits have 8 bits, so that a block can read all bins of the cluster: one barrier of the cluster a digit. Histograms
-// are of score codes alone. Where keys tie, positions decide, for which the last histogram tells each block how many
-// keys of that code the later ones have.
+// Digits have 8 bits, so that a block can read all bins of the cluster, with one barrier of the cluster per digit.
+// Histograms count score codes alone. Positions break ties: the last histogram gives each block the number of keys with
+// the tied code in later blocks.
 struct SelectInClusterKernel {
   using Params = ClusterRows;
   static constexpr int threads = cluster_rows::threads;
@@ -29,26 +29,26 @@ struct SelectInClusterKernel {
   static constexpr int digit_bits = 8;
   static constexpr int bins = 1 << digit_bits;
   static constexpr int most_digits = 32 / digit_bits;
-  static constexpr int numbers = 2;  // that are searched for
+  static constexpr int numbers = 2;  // numbers to search for
   static_assert(threads == numbers * bins, "a thread has a bin of one number");
   static_assert(block_keys == warp_size * bins, "a thread has a word of one number's ties");
 
-  // What is found of a number.
+  // The known part of a number.
   struct Found {
-    std::uint32_t code;  // the leading digits, zeros below
-    int rank;            // from the best of the keys that begin with these digits
+    std::uint32_t code;  // the leading digits, followed by zeros
+    int rank;            // rank among the keys that begin with these digits
     bool is_exact;       // every such key is at least the number
   };
 
   struct SharedStorage {
-    // Of the block's keys that begin with the digits found so far, [digit][bins of both numbers]. Where both numbers
-    // begin with the same, the bins of the first serve both.
+    // Counts of the block's keys that begin with the digits found so far, [digit][bins of both numbers]. While both
+    // numbers begin with the same digits, the bins of the first serve both.
     std::uint32_t counts[most_digits][threads];
     int warp_sums[warps];
     Found found[numbers];
     std::uint32_t ties[threads];  // [number][32 keys of the block]: bits of keys with its code
-    int first[numbers];           // of the block's ties that are at least the number
-    int candidates;               // of the row, in the first block, and those of the chunk
+    int first[numbers];           // the first of the block's ties that is at least the number
+    int candidates;               // the row's number of candidates, in the first block
     std::uint64_t candidate[most_chunk];
     std::uint64_t arrival[most_chunk];
   };
@@ -58,7 +58,7 @@ struct SelectInClusterKernel {
     const int row = static_cast<int>(blockIdx.x) / p.blocks;
     const int rank = static_cast<int>(blockIdx.x) % p.blocks;
     const int thread = static_cast<int>(threadIdx.x);
-    const int slices = ceil_div(rows.seqlen_k, p.blocks * threads);  // of a block, a key a thread
+    const int slices = ceil_div(rows.seqlen_k, p.blocks * threads);  // keys of a thread
     const int first_key = rank * slices * threads + thread;
     const int end = min((rank + 1) * slices * threads, rows.seqlen_k);
     std::uint32_t code[thread_keys];  // `never` past the end
@@ -77,12 +77,12 @@ struct SelectInClusterKernel {
       least = min(least, static_cast<int>(code[i]));
       most = max(most, static_cast<int>(code[i]));
     }
-    // No bit above its highest one differs among the keys of the warp.
+    // Above the highest bit of `differing`, all keys of the warp are equal.
     const auto differing = static_cast<std::uint32_t>(warp_min(least) ^ warp_max(most));
     __syncthreads();
 
     Found found[numbers] = {{0, rows.window, false}, {0, rows.window - p.chunk, false}};
-    std::uint32_t known = 0;  // bits of the digits found
+    std::uint32_t known = 0;  // mask of the bits of the digits found
     int below = rows.number_bits - rows.position_bits;
     int digit = 0;
     int tables = 1;
@@ -126,12 +126,12 @@ struct SelectInClusterKernel {
       for (int n = 0; n < numbers; ++n) first[n] = shared.first[n];
     }
 
-    // The least code with which key i is at least number n: a tie before the first one needs more.
+    // The least code with which key i is at least number n. A tie before the first accepted tie needs a larger code.
     const auto least_code = [&](int i, int n) {
       const std::uint32_t code_of_tie = found[n].code + (i * threads + thread < first[n] ? 1u : 0u);
       return max(code_of_tie, ScoredKeys::never + 1);
     };
-    unsigned chosen = 0;  // bits of keys
+    unsigned chosen = 0;  // a bit for each key
     unsigned candidates = 0;
 #pragma unroll
     for (int i = 0; i < thread_keys; ++i) {
@@ -149,7 +149,7 @@ struct SelectInClusterKernel {
         first_block.candidate[place++] = rows.number_of(code[i], first_key + i * threads);
       }
     }
-    cluster_sync();  // from here on no block reads another one's memory
+    cluster_sync();  // from here on no block reads another block's memory
     KeyInterval* const intervals = p.intervals_row(row);
 #pragma unroll
     for (int i = 0; i < thread_keys; ++i) {
@@ -165,17 +165,17 @@ struct SelectInClusterKernel {
   }
 
  private:
-  // The next digit of both numbers, by every block for itself.
+  // Finds the next digit of both numbers. Every block does this by itself.
   static __device__ void find_digit(SharedStorage& shared, const Found (&before)[numbers],
                                     int digit, int below, int tables, int rank, int blocks) {
     const int thread = static_cast<int>(threadIdx.x);
     const int table = thread / bins;
-    const int bin = bins - 1 - thread % bins;  // the best first
+    const int bin = bins - 1 - thread % bins;  // best bin first
     std::uint32_t* const block_count = &shared.counts[digit][table * bins + bin];
     int count = 0;
     if (table < tables) {
-      // As many loads on their way in every cluster: in a smaller one each block is read several times. `blocks` is
-      // a power of two, and no two blocks begin with the same one.
+      // Every cluster has the same number of loads in flight; a smaller cluster reads each block several times.
+      // `blocks` is a power of two, and no two blocks begin with the same block.
 #pragma unroll
       for (int i = 0; i < most_blocks; ++i) {
         count += static_cast<int>(*in_cluster_block(block_count, (rank + i) & (blocks - 1)));
@@ -185,20 +185,20 @@ struct SelectInClusterKernel {
     const int better = sum_before_thread(shared.warp_sums, count);
 #pragma unroll
     for (int n = 0; n < numbers; ++n) {
-      const int wanted = before[n].rank - better;  // among the keys of this bin
+      const int wanted = before[n].rank - better;  // rank among the keys of this bin
       if ((n != table && tables > 1) || wanted <= 0 || wanted > count) continue;
       shared.found[n] = {before[n].code | static_cast<std::uint32_t>(bin) << below, wanted,
                          wanted == count};
     }
   }
 
-  // Keys of the block with the code found, as bits in the order of their positions.
+  // Collects the keys of the block with the code found, as bits in the order of their positions.
   static __device__ void collect_ties(SharedStorage& shared, const Found (&found)[numbers],
                                       const std::uint32_t (&code)[thread_keys], int slices) {
     const int lane = lane_id();
 #pragma unroll
     for (int n = 0; n < numbers; ++n) {
-      unsigned word = 0;  // of the slice that is this lane's
+      unsigned word = 0;  // the word of this lane's slice
 #pragma unroll
       for (int i = 0; i < thread_keys; ++i) {
         if (i >= slices) break;
@@ -209,7 +209,7 @@ struct SelectInClusterKernel {
     }
   }
 
-  // The first of the block's ties that is at least the number: of all ties the most recent are.
+  // Finds the first of the block's ties that is at least the number; the most recent ties are.
   static __device__ void find_first(SharedStorage& shared, int digit, int tables, int rank,
                                     int blocks) {
     const int thread = static_cast<int>(threadIdx.x);
@@ -220,14 +220,15 @@ struct SelectInClusterKernel {
     std::uint32_t* const ties = &shared.counts[digit][table * bins + bin];
     const bool is_later = lane > rank && lane < blocks;
     const int later = is_later ? static_cast<int>(*in_cluster_block(ties, lane)) : 0;
-    const int wanted = shared.found[n].rank - warp_sum(later);  // of the block's
+    const int wanted =
+        shared.found[n].rank - warp_sum(later);  // number of ties wanted from the block
     __syncthreads();
-    const int place = bins - 1 - thread % bins;  // the most recent first
+    const int place = bins - 1 - thread % bins;  // most recent word first
     const unsigned word = shared.ties[n * bins + place];
     const int count = __popc(word);
     const int left = wanted - sum_before_thread(shared.warp_sums, count);
     if (left > 0 && left <= count) {
-      int bit = 0;  // the highest one with so many ties from it on
+      int bit = 0;  // the highest bit with at least `left` ties from it on
 #pragma unroll
       for (int step = warp_size / 2; step > 0; step /= 2) {
         if (__popc(word >> (bit + step)) >= left) bit += step;
@@ -239,7 +240,7 @@ struct SelectInClusterKernel {
     if (is_first_thread && wanted > static_cast<int>(*ties)) shared.first[n] = 0;
   }
 
-  // Of the threads before this one that have bins or words of the same number.
+  // Sums over the preceding threads that have bins or words of the same number.
   static __device__ int sum_before_thread(int (&warp_sums)[warps], int mine) {
     constexpr int number_warps = warps / numbers;
     const int lane = lane_id();
@@ -251,15 +252,16 @@ struct SelectInClusterKernel {
     return warp_sum(is_before ? warp_sums[lane] : 0) + through - mine;
   }
 
-  // By the first block. A key is evicted by the key of the chunk with which w keys beat it.
+  // Called by the first block. A key is evicted by the key of the chunk with which w keys beat it.
   static __device__ void evict(const Params& p, SharedStorage& shared, int row) {
     const RadixRows& rows = p.rows;
     const int thread = static_cast<int>(threadIdx.x);
     const int candidates = shared.candidates;
-    const int query = thread - candidates;  // of a key of the chunk
+    const int query = thread - candidates;  // query of a key of the chunk
     if (query >= p.chunk) return;
     const std::uint64_t number = query < 0 ? shared.candidate[thread] : shared.arrival[query];
-    // For a key of the chunk that beats all candidates it is a bound, which is as good: chunk - 1 keys can beat it.
+    // For a key of the chunk that beats all candidates this is an upper bound, which suffices, because at most chunk -
+    // 1 keys can beat it.
     int better = rows.window - p.chunk;
 #pragma unroll 8
     for (int i = 0; i < candidates; ++i) better += shared.candidate[i] > number ? 1 : 0;

@@ -5,7 +5,7 @@
 #include "cuda/selection/device.cuh"
 #include "cuda/selection/selection.h"
 
-// A global selection as a list: the tile list of the intervals of a single query that sees every key.
+// Makes a global selection a list, which is the tile list of the intervals of a single query that sees every key.
 namespace flash_dmattn::cuda {
 namespace {
 
@@ -32,7 +32,7 @@ TileListArgs list_args(const SelectionArgs& select) {
 struct ListWorkspace {
   KeyInterval* intervals;
   TileListBuffers lists;
-  char* step;  // of selection, then of the lists
+  char* step;  // workspace of the selection, then of the lists
   std::size_t step_bytes;
   std::size_t bytes;
 

@@ -7,35 +7,35 @@
 #include "cuda/selection/key_tree.cuh"
 #include "cuda/selection/tile_list_arguments.h"
 
-// Builds the arrays of KeySlots in one kernel: a cluster of blocks has a row. It counts the arrivals and departures of
-// each tile, numbers them, and follows the slots.
+// Builds the arrays of KeySlots in one kernel, in which a cluster of blocks computes a row. It counts the arrivals and
+// departures of each tile, numbers them, and follows the slots.
 namespace flash_dmattn::cuda {
 namespace {
 
-// Of a key that some query sees.
+// The lifetime of a key that some query sees.
 struct alignas(16) Life {
   std::int32_t key;
-  std::uint16_t first;  // tiles
+  std::uint16_t first;  // first and last tile
   std::uint16_t last;
-  std::int32_t arrival;  // its numbers
+  std::int32_t arrival;  // number among the arrivals and among the departures
   std::int32_t departure;
 };
 
 struct SlotRows {
   key_tree::AllKeys keys;
   KeySlotBuffers out;
-  int blocks = 1;  // of a cluster
+  int blocks = 1;  // blocks of a cluster
   int seqlen_k = 0;
   int tiles = 0;
   int segment_tiles = 1;
   int slots = 0;
   int segments = 1;
-  // [rows, Sk], those of a warp from its first key on; null: they lie in shared memory
+  // [rows, Sk], where a warp's lifetimes begin at its first key; null if they are in shared memory
   Life* lives = nullptr;
   std::int32_t* last_segment = nullptr;  // [rows, Sk] by arrival number
 };
 
-// Of arrivals and departures.
+// Counts of arrivals and departures.
 struct alignas(8) Events {
   int arrivals;
   int departures;
@@ -57,11 +57,13 @@ struct AssignSlotsKernel {
   static constexpr int threads = cluster_rows::threads;
   static constexpr int min_blocks = cluster_rows::min_blocks;
   static constexpr int warps = cluster_rows::warps;
-  static constexpr int window = threads;  // tiles whose events are numbered at a time, one a thread
-  static constexpr int lane_keys = 4;     // whose loads are on their way together
+  static constexpr int window =
+      threads;                         // tiles whose events are numbered at a time, one per thread
+  static constexpr int lane_keys = 4;  // keys of a lane with loads in flight together
   static constexpr int segments_together = 2 * window / warp_size;
   static constexpr int none = -2;  // no key enters a slot
-  // Of a warp, whose lives lie in shared memory if they are no more. Two blocks of a multiprocessor have no more room.
+  // A warp keeps up to this many key lifetimes in shared memory, otherwise in global memory. Two blocks of a
+  // multiprocessor have no more room.
   static constexpr int most_shared_lives = 128;
 
   static __host__ __device__ int keys_of_warp(int seqlen_k, int blocks) {
@@ -69,25 +71,25 @@ struct AssignSlotsKernel {
   }
 
   struct WarpNumbers {
-    // Of the warp's events in each tile: how many they are, then the number of the next.
+    // The number of the warp's events in each tile, and later the number of the next event.
     int arrivals[window];
     int departures[window];
   };
   struct SharedStorage {
     union {
       WarpNumbers numbers[warps];
-      std::int32_t starts[warps][segments_together][warp_size];  // in the end, of a slot a lane
+      std::int32_t starts[warps][segments_together][warp_size];  // at the end, one slot per lane
     };
-    // Of the block; two, as others may still read those of the last window.
+    // The block's totals, in two copies, because other blocks may still read those of the previous window.
     Events totals[2][window];
     Events warp_sums[warps];
     Life lives[warps][most_shared_lives];
   };
 
-  // The part of a row that a warp has: consecutive keys, later their lives.
+  // A warp's part of a row: consecutive keys, and later their lifetimes.
   struct Part {
     int row;
-    int rank;  // of the block in the cluster
+    int rank;  // rank of the block in the cluster
     int begin;
     int end;
 
@@ -99,7 +101,7 @@ struct AssignSlotsKernel {
       end = min(begin + warp_keys, p.seqlen_k);
     }
 
-    // use(at, load(at)) for every place, by whole warps: `at` is -1 in lanes past the end.
+    // Calls use(at, load(at)) for every place, by whole warps; `at` is -1 in lanes past the end.
     template <class Load, class Use>
     __device__ void for_each(const Load& load, const Use& use) const {
       for (int first = begin; first < end; first += lane_keys * warp_size) {
@@ -132,7 +134,7 @@ struct AssignSlotsKernel {
       number_tiles(p, shared, part.rank, tiles, parity, numbered);
       number_events(shared, part, lives, first_tile, tiles);
     }
-    const int count = numbered.arrivals;  // as many depart
+    const int count = numbered.arrivals;  // equals the number of departures
     store_keys(p, part, lives, count);
     const int thread = part.rank * threads + static_cast<int>(threadIdx.x);
     for (int n = count + thread; n < p.seqlen_k; n += p.blocks * threads) {
@@ -144,7 +146,7 @@ struct AssignSlotsKernel {
   }
 
  private:
-  // Lists the keys of a warp that are seen, in order. Returns how many they are.
+  // Lists, in order, the visible keys of a warp. Returns their number.
   static __device__ int list_lives(const Params& p, const Part& part, Life* lives) {
     const auto items = p.keys.items(part.row, 0);
     int listed = 0;
@@ -165,7 +167,7 @@ struct AssignSlotsKernel {
     return listed;
   }
 
-  // The bin of a tile of the window; -1 for other tiles and lanes without a key.
+  // The bin of a tile in the window; -1 for other tiles and for lanes without a key.
   static __device__ int bin_of(int at, int tile, int first_tile, int tiles) {
     const int bin = tile - first_tile;
     return at >= 0 && 0 <= bin && bin < tiles ? bin : -1;
@@ -189,8 +191,8 @@ struct AssignSlotsKernel {
     __syncthreads();
   }
 
-  // Turns the counts of the window's tiles into the numbers of each warp's first events, from `numbered` on, which
-  // they are added to. A thread has a tile.
+  // Turns the counts of the window's tiles into the numbers of each warp's first events, which continue from
+  // `numbered`, and adds the counts to `numbered`. A thread has a tile.
   static __device__ void number_tiles(const Params& p, SharedStorage& shared, int rank, int tiles,
                                       int parity, Events& numbered) {
     const auto tile = static_cast<int>(threadIdx.x);
@@ -249,10 +251,10 @@ struct AssignSlotsKernel {
     __syncwarp();
   }
 
-  // The number of the event that this lane's key has in a tile of the window; by all lanes.
+  // Takes the number of the event of this lane's key in a tile of the window. Called by all lanes.
   static __device__ int take_number(int (&next)[window], int bin) {
     if (!warp_any(bin >= 0)) return -1;
-    // Few tiles: the keys of a warp are neighbours.
+    // The keys of a warp are neighbours, so their events are in few tiles.
     const unsigned same = __match_any_sync(full_mask, bin);
     int number[1];
     take_numbers({bin}, {same}, next, number);
@@ -273,11 +275,11 @@ struct AssignSlotsKernel {
                   });
   }
 
-  // A key of a slot.
+  // A key in a slot.
   struct Visit {
-    int number;        // of the arrival, -1 after the last
-    int successor;     // -1: none
-    int last_segment;  // that has this start
+    int number;        // number of the arrival, -1 after the last
+    int successor;     // -1 if there is none
+    int last_segment;  // the last segment that starts with this key
 
     __device__ Visit(const Params& p, std::int64_t row_begin, int number_) : number(number_) {
       successor = number < 0 ? -1 : p.out.successor[row_begin + number];
@@ -285,9 +287,9 @@ struct AssignSlotsKernel {
     }
   };
 
-  // A lane follows the keys of a slot. The warps of all blocks share the slots; each collects the starts of its own in
-  // shared memory, as they lie far apart, and the next key is on its way meanwhile. A key is noted at the first segment
-  // that it starts, whence it is copied to the others.
+  // A lane follows the keys of a slot. The warps of all blocks share the slots. A warp collects the starts of its slots
+  // in shared memory, because they are far apart in global memory, while the next key is being loaded. A key is stored
+  // at the first segment that it starts, and copied from there to the others.
   static __device__ void follow_slots(const Params& p, SharedStorage& shared, const Part& part,
                                       int count) {
     const std::int64_t row_begin = static_cast<std::int64_t>(part.row) * p.seqlen_k;

@@ -6,55 +6,54 @@
 #include "flash_dmattn/execution.h"
 #include "selection/query_tile_lists.h"
 
-// Slots: the schedule of a key-major kernel.
+// Slots are the schedule of a key-major kernel.
 //
-// A key lives in a slot from the first tile that sees it to the last, as a value lives in a register; the keys
-// of a block of consecutive slots are a dense key tile of which only few change from one query tile to the
-// next.
+// A key occupies a slot from the first tile that sees it to the last, as a value occupies a register. The keys of a
+// block of consecutive slots are a dense key tile, in which only few keys change from one query tile to the next.
 //
-// Number the keys of a row by their first tile, and among equals by position: the arrivals; and by their last
-// tile: the departures. Arrival n takes slot n if n < slots, else the slot of departure n - slots. Two neighbouring
-// tiles together see no more than `slots` keys, so that departure was before the last tile: a slot rests for a tile
-// between two keys, in which a kernel brings the next. The keys of a slot are thus a chain: slot s begins with
-// arrival s, and successor leads on.
+// Arrivals are the keys of a row numbered by their first tile, and by position among equals. Departures are the keys
+// numbered by their last tile. Arrival n takes slot n if n < slots, otherwise the slot of departure n - slots. Two
+// neighbouring tiles together see at most `slots` keys, so that departure was before the previous tile. A slot is thus
+// empty for one tile between two keys, in which a kernel loads the next key. The keys of a slot form a chain: slot s
+// begins with arrival s, and `successor` gives the following arrivals.
 //
-// The tiles may be cut into segments that are worked on independently: slot s of segment g begins with arrival
-// starts[g][s], which may have arrived before the segment or arrive within or after it. A key that crosses a
-// cut appears in both segments.
+// The tiles may be cut into segments that are computed independently. Slot s of segment g begins with arrival
+// starts[g][s], which may have arrived before the segment, or may arrive within or after it. A key that crosses a cut
+// appears in both segments.
 namespace flash_dmattn::cuda {
 
 struct KeySlotShape {
-  std::int64_t rows = 0;  // of (batch, head)
+  std::int64_t rows = 0;  // number of (batch, head)
   std::int64_t seqlen_k = 0;
   std::int64_t slots = 0;     // tile_list_capacity of two tiles
-  std::int64_t segments = 1;  // of ceil(tiles / segments) tiles
+  std::int64_t segments = 1;  // each has ceil(tiles / segments) tiles
 };
 
 template <class Integer>
 struct KeySlotArrays {
-  Integer* count = nullptr;     // [rows] arrivals
+  Integer* count = nullptr;     // [rows] number of arrivals
   Integer* arrivals = nullptr;  // [rows, Sk] keys, -1 after the last
   Integer* successor =
-      nullptr;  // [rows, Sk] by arrival number; -1 for the last of its slot, unwritten after it
-  Integer* starts = nullptr;  // [rows, segments, slots]; -1: empty from there on
+      nullptr;  // [rows, Sk] by arrival number; -1 for the last arrival of a slot, unwritten after `count`
+  Integer* starts = nullptr;  // [rows, segments, slots]; -1 if the slot is empty from there on
 };
 using KeySlotBuffers = KeySlotArrays<std::int32_t>;
 
-// As kernels read them.
+// The arrays as kernels read them.
 struct KeySlots : KeySlotArrays<const std::int32_t> {
   KeySlotShape shape;
 };
 
-// The arrays of a schedule, one after the other, and their bytes.
+// Takes the arrays of a schedule from memory, one after another, or computes their bytes.
 KeySlotBuffers take_key_slots(ScheduleAllocator& memory, const KeySlotShape& shape);
 std::size_t key_slot_bytes(const KeySlotShape& shape);
 
 std::size_t slot_workspace_size(const TileListArgs& args);
 
-// Bytes of shared memory of a block of assign_slots, which a GPU must have.
+// The bytes of shared memory that a block of assign_slots requires from a GPU.
 int slot_shared_bytes();
 
-// Only enqueues work.
+// Assigns slots. The function only enqueues work.
 void assign_slots(const TileListArgs& args, const KeySlotShape& shape, const KeySlotBuffers& out,
                   const Execution& execution);
 

@@ -14,9 +14,8 @@ inline constexpr int threads = 512;
 inline constexpr int warps = threads / warp_size;
 inline constexpr int max_lists = warp_size;
 
-// The queries that see a key, counted in half tiles: [begin, end), where an odd begin is one inside
-// tile begin / 2, and an odd end one inside tile end / 2. (Both may be the same odd number.) A key
-// that no query sees has 0 and 0.
+// The queries that see a key, [begin, end) counted in half tiles. An odd begin is inside tile begin / 2, and an odd end
+// is inside tile end / 2. (Both may be the same odd number.) A key that no query sees has 0 and 0.
 struct HalfTiles {
   int begin;
   int end;
@@ -27,7 +26,7 @@ struct HalfTiles {
   __device__ int end_full() const { return end >> 1; }
 };
 
-// A key and its half tiles, from the first of the row.
+// A key and its half tiles, counted from the first of the row.
 struct Entry {
   int key;
   unsigned range;
@@ -38,7 +37,7 @@ struct Entry {
   __device__ explicit Entry(int2 stored) : key(stored.x), range(static_cast<unsigned>(stored.y)) {}
 
   __device__ int2 stored() const { return make_int2(key, static_cast<int>(range)); }
-  // The part inside tiles [first, end), from the first of them.
+  // The part inside tiles [first, end), counted from `first`.
   __device__ HalfTiles within(int first, int end) const {
     return {max(static_cast<int>(range & 0xffffu), 2 * first) - 2 * first,
             min(static_cast<int>(range >> 16), 2 * end) - 2 * first};
@@ -52,13 +51,13 @@ struct Node {
   int end_tile;
 };
 
-// Of a node.
+// The queries of a node.
 struct Queries {
   int begin;
   int end;
 };
 
-// The root: every key of a row, with its interval.
+// The root, which has every key of a row with its interval.
 class AllKeys {
  public:
   explicit AllKeys(const TileListArgs& args)
@@ -82,7 +81,7 @@ class AllKeys {
       }
     }
     __device__ int size() const { return all_.seqlen_k_; }
-    // The queries that see a key, and others that do not exist.
+    // The queries that see a key; the interval may extend beyond the existing queries.
     __device__ int2 interval(int key) const {
       int2 interval = intervals_ == nullptr ? make_int2(0, all_.seqlen_q_) : intervals_[key];
       interval.x = max(interval.x, key - all_.causal_shift_);
@@ -95,7 +94,7 @@ class AllKeys {
       if (first >= last) return {key, {0, 0}};
       const int first_tile = all_.by_tile_rows_.divide(first);
       const int last_tile = all_.by_tile_rows_.divide(last - 1);
-      // The last tile may be short: a key that all its queries see fills it.
+      // The last tile may be short; a key that all its queries see fills it.
       const bool ends_tile = last == all_.seqlen_q_ || last == (last_tile + 1) * all_.tile_rows_;
       return {key,
               {2 * first_tile + (first == first_tile * all_.tile_rows_ ? 0 : 1),
@@ -132,7 +131,7 @@ class AllKeys {
   int seqlen_q_;
   int seqlen_k_;
   int shift_;         // position of query 0
-  int causal_shift_;  // the same, or so much that no key is too late for a query
+  int causal_shift_;  // shift_, or without causality so large that no key is too late
   bool causal_;
 };
 
@@ -152,7 +151,7 @@ class Level {
   __host__ __device__ int nodes() const { return ((tiles_ - 1) >> tile_bits_) + 1; }
   __host__ __device__ int capacity() const { return capacity_; }
 
-  // As a parent.
+  // The nodes' keys, if the level is a parent.
   class Items {
    public:
     __device__ Items(const int2* entries, int size) : entries_(entries), size_(size) {}
@@ -170,7 +169,7 @@ class Level {
     return {row, node << tile_bits_, min((node + 1) << tile_bits_, tiles_)};
   }
 
-  // As children of `parent`: list b is that of its b-th child.
+  // The lists that a key joins, if the level has the children of `parent`. List b belongs to its b-th child.
   __device__ unsigned lists_of(const HalfTiles& tiles) const {
     if (tiles.first_touched() >= tiles.end_touched()) return 0;
     return bit_range(tiles.first_touched() >> tile_bits_,
@@ -190,7 +189,7 @@ class Level {
       }
     }
   }
-  // By all threads of the CTA that stores last; lane b of every warp has the length of list b.
+  // Called by all threads of the CTA that stores last; lane b of every warp has the length of list b.
   __device__ void finish(const Node& parent, int length) const {
     const int child = (parent.first_tile >> tile_bits_) + static_cast<int>(threadIdx.x);
     if (threadIdx.x < max_lists && child << tile_bits_ < parent.end_tile) {
@@ -210,8 +209,8 @@ class Level {
   int capacity_ = 0;
 };
 
-// The tiles themselves, up to NodeTiles to a parent: list b holds the full keys of its b-th tile,
-// list NodeTiles + b the partial ones, and both share one range of memory, full keys first.
+// The tiles themselves, up to NodeTiles per parent. List b has the full keys of the b-th tile, and list NodeTiles + b
+// the partial keys. Both share one range of memory, full keys first.
 template <int NodeTiles>
 struct Tiles {
   static_assert(2 * NodeTiles <= max_lists);
@@ -230,7 +229,7 @@ struct Tiles {
     const unsigned filled = by_position ? 0 : bit_range(range.first_full(), range.end_full());
     return filled | (touched & ~filled) << NodeTiles;
   }
-  // Of lane b's list, given its length.
+  // The first place of lane b's list, given its length.
   __device__ int first_place(int length) const {
     const int full_length = shuffle(length, lane_id() % NodeTiles);
     return lane_id() < NodeTiles ? 0 : full_length;
@@ -242,15 +241,17 @@ struct Tiles {
     std::int32_t* list = keys + at(parent, 0) * capacity;
 #pragma unroll
     for (int b = 0; b < NodeTiles; ++b, list += capacity) {
-      make_opaque(list);  // else each store adds its address up from the beginning of all lists
-      // A key is in one of a tile's two lists. Each lane reads that of its own key: two shuffles, which bound this loop.
+      make_opaque(
+          list);  // otherwise each store computes its address from the beginning of all lists
+      // A key is in one of a tile's two lists. Each lane reads the list of its own key with two shuffles, which bind
+      // this loop.
       const int own = (lists >> b & 1u) != 0 ? b : b + NodeTiles;
       const unsigned keys_of_own = shuffle(keys_of_list, own);
       const int index = shuffle(next, own) + count_before(keys_of_own, lane);
       if ((lists >> own & 1u) != 0 && index < capacity) list[index] = entry.key;
     }
   }
-  // By all threads of the CTA that stores last; lane b of every warp has the length of list b.
+  // Called by all threads of the CTA that stores last; lane b of every warp has the length of list b.
   __device__ void finish(const Node& parent, int length) const {
     const int lane = lane_id();
     const int tile_count = parent.end_tile - parent.first_tile;

@@ -7,15 +7,15 @@
 #include "cuda/selection/selection.h"
 #include "cuda/selection/tile_list_arguments.h"
 
-// A bound measured on the intervals. Keys that are visible from query 0 on count before the first
-// tile; of the others, `entered` is the number that become visible in each tile, and `left` the number that
-// are no longer visible when it begins. Consecutive tiles see the keys from before them and those that enter.
+// Measures a bound of the intervals. Keys that are visible from query 0 on count before the first tile. For other keys,
+// `entered` is the number that become visible in each tile, and `left` the number that are no longer visible when it
+// begins. Consecutive tiles see the keys from before them and the keys that enter in them.
 namespace flash_dmattn::cuda {
 namespace {
 
 constexpr int threads = 512;
 
-// The largest number of keys from before a tile, and of keys that enter in one.
+// The largest number of keys from before a tile, and the largest number that enter in a tile.
 struct Most {
   int before;
   int entered;
@@ -64,11 +64,11 @@ __global__ void __launch_bounds__(threads) find_most(Counts counts) {
   for (int begin = 0; begin < counts.tiles; begin += threads) {
     const int tile = begin + static_cast<int>(threadIdx.x);
     const bool exists = tile < counts.tiles;
-    // entered[tile] counts the tile before, or the keys from the start.
+    // entered[tile] counts the keys of the preceding tile, or the keys from the start.
     const int change = exists ? counts.entered[first + tile] - counts.left[first + tile] : 0;
     int before = 0;
     int total = 0;
-    __syncthreads();  // the scan's memory is in use until all have their result
+    __syncthreads();  // the scan's memory is in use until all threads have their result
     Scan(scan).InclusiveSum(change, before, total);
     if (exists) {
       most.before = max(most.before, carried + before);

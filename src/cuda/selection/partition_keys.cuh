@@ -4,18 +4,17 @@
 
 #include "cuda/selection/key_tree.cuh"
 
-// Building tile lists by splitting lists of keys down a tree of tile ranges. A node lists the keys that
-// its tiles' queries see; a CTA reads that list and copies every key to the children that see it, up
-// to 32 lists at a time and in order: the lists of lower nodes, or at the bottom two for each tile,
-// of full and of partial keys. Every entry is read once for all the children.
+// Builds tile lists by splitting lists of keys down a tree of tile ranges. A node lists the keys that its tiles'
+// queries see. A CTA reads that list and copies every key, in order, to up to 32 lists of children that see it. These
+// are the lists of lower nodes, or at the bottom two lists for each tile, of full and of partial keys. Every entry is
+// read once for all children.
 //
-// A lane holds a key and makes a word of it, with one bit for each list the key goes to.
-// Transposing the words of a warp gives lane b the keys of list b as a bit for each lane: its
-// population count is the growth of the list, and a key's index in it follows from the bits below
-// the key's.
+// A lane makes a word of its key, with one bit for each list that the key joins. Transposing the words of a warp gives
+// lane b the keys of list b, with a bit for each lane. The population count of that word is the growth of the list, and
+// a key's index in the list follows from the bits below the key's bit.
 namespace flash_dmattn::cuda::key_tree {
 
-// The next keys of a warp and their lists, transposed: lane b has the keys of list b.
+// The next keys of a warp and their transposed lists, of which lane b has the keys of list b.
 template <int Steps>
 struct Batch {
   int2 entry[Steps];
@@ -26,7 +25,7 @@ struct Batch {
   __device__ Batch(const Items& items, const Node& node, const Children& children, int begin,
                    int end) {
     const int lane = lane_id();
-    const int steps = min(ceil_div(end - begin, threads), Steps);  // as many for every warp
+    const int steps = min(ceil_div(end - begin, threads), Steps);  // the same for every warp
     const int first = begin + warp_id() * steps * warp_size + lane;
 #pragma unroll
     for (int k = 0; k < Steps; ++k) {
@@ -50,15 +49,15 @@ struct Batch {
   }
 };
 
-// A long list is split by several CTAs, each a part of it. They run twice: first to count the keys of
-// each list in each part, then to store.
+// Several CTAs split a long list, each a part of it. They run twice: first to count the keys of each list in each part,
+// and then to store.
 struct Parts {
-  int parts = 1;          // of every list
-  int items = 0;          // of a part
-  int* counts = nullptr;  // [rows, parts, max_lists] for the root; null: one part
+  int parts = 1;          // parts of every list
+  int items = 0;          // items of a part
+  int* counts = nullptr;  // [rows, parts, max_lists] for the root; null for one part
 };
 
-// The number of keys that the warps before this one put into list `lane`; `total` becomes that of all warps.
+// The number of keys that earlier warps put into list `lane`; `total` receives the number of all warps.
 __device__ inline int count_before_warp(const int (&counts)[warps][max_lists], int& total) {
   const int lane = lane_id();
   int before = 0;
@@ -71,7 +70,7 @@ __device__ inline int count_before_warp(const int (&counts)[warps][max_lists], i
   return before;
 }
 
-// Lane b has the place of the warp's next key in list b.
+// Places the keys of a warp. Lane b has the place of the warp's next key in list b.
 template <int Steps, class Children>
 __device__ void store_batch(const Batch<Steps>& batch, const Node& node, const Children& children,
                             int next) {
@@ -83,7 +82,7 @@ __device__ void store_batch(const Batch<Steps>& batch, const Node& node, const C
   }
 }
 
-// The number of keys of each list in a row's part.
+// Counts the keys of each list in a row's part.
 template <int Steps, class Children>
 __global__ void __launch_bounds__(threads)
     count_part(AllKeys parent, Children children, Parts parts) {
@@ -127,7 +126,7 @@ __global__ void __launch_bounds__(threads)
   const int end = min(begin + parts.items, items.size());
   const bool one_batch = parts.counts == nullptr && end <= threads * Steps;
 
-  // The number of keys that the parts before this one put into a list, and that of all parts.
+  // The number of keys that earlier parts put into a list, and the number of all parts.
   if (threadIdx.x < max_lists) before_part[lane] = lengths[lane] = 0;
   if (!one_batch) __syncthreads();
   if (parts.counts != nullptr) {
@@ -150,13 +149,13 @@ __global__ void __launch_bounds__(threads)
     if (count != 0) atomicAdd(&lengths[lane], count);
   }
 
-  int stored = 0;  // by the batches before
+  int stored = 0;  // keys of earlier batches
   int length = 0;
   int parity = 0;
   for (int i = begin; i < end; i += threads * Steps) {
     const Batch<Steps> batch(items, node, children, i, end);
     counts[parity][warp][lane] = batch.count();
-    __syncthreads();  // one barrier a batch: the counts alternate between two arrays
+    __syncthreads();  // one barrier per batch, as the counts alternate between two arrays
     int total = 0;
     int next = before_part[lane] + stored + count_before_warp(counts[parity], total);
     length = one_batch ? total : lengths[lane];

@@ -4,8 +4,8 @@
 
 namespace flash_dmattn::cuda::key_tree {
 
-// Splits short rows among tiles in one kernel, without lists of nodes in memory: the block of a node reads the
-// intervals of all keys that may be seen by its queries, keeps those that are, and partitions them among its tiles.
+// Splits short rows among tiles in one kernel, without lists of nodes in memory. The block of a node reads the
+// intervals of all keys that its queries may see, keeps the visible keys, and partitions them among its tiles.
 template <class Children>
 struct PartitionRowKernel {
   struct Params {
@@ -17,7 +17,7 @@ struct PartitionRowKernel {
   static constexpr int min_blocks = 2;
   static constexpr int steps = 8;
   static constexpr int max_node_keys = threads * steps;
-  static constexpr int words = 2;  // of 32 keys, of a lane
+  static constexpr int words = 2;  // words of 32 keys per lane
   static constexpr int max_keys = threads * words * warp_size;
   static constexpr int together = 8;  // loads of a lane in flight
 
@@ -26,7 +26,7 @@ struct PartitionRowKernel {
   }
 
   struct SharedStorage {
-    int2 entries[max_node_keys];  // of the node's keys, in order
+    int2 entries[max_node_keys];  // the node's keys in order
     int warp_keys[warps];
     int counts[warps][max_lists];
   };
@@ -34,7 +34,7 @@ struct PartitionRowKernel {
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
     const int rows = static_cast<int>(gridDim.x) / p.nodes.nodes();
     const int row = static_cast<int>(blockIdx.x) % rows;
-    // The last nodes may see the most keys.
+    // The last nodes run first, because they may see the most keys.
     const int index = p.nodes.nodes() - 1 - static_cast<int>(blockIdx.x) / rows;
     const Node node = p.nodes.node(row, index);
     const AllKeys::Items all = p.keys.items(row, 0);
@@ -52,8 +52,8 @@ struct PartitionRowKernel {
   }
 
  private:
-  // Lists the keys that the node's queries see, and returns how many there is room for. A lane has the keys of whole
-  // words, so that it finds their places alone.
+  // Lists the keys that the node's queries see, and returns their number, limited by the room for them. A lane has the
+  // keys of whole words, so that it finds their places by itself.
   static __device__ int collect_keys(const Params& p, const Node& node, const AllKeys::Items& all,
                                      SharedStorage& shared) {
     const int lane = lane_id();
@@ -83,7 +83,7 @@ struct PartitionRowKernel {
           if (own == k) seen[w] = keys;
         }
       }
-      // Past the end the last key is read again.
+      // Lanes past the end read the last key again.
       seen[w] &= bit_range(0, min(max(warp_end - word_begin - lane * warp_size, 0), warp_size));
     }
     int place[words];
@@ -101,7 +101,7 @@ struct PartitionRowKernel {
 #pragma unroll
     for (int w = 0; w < words; ++w) {
       const int first = warp_begin + (w * warp_size + lane) * warp_size;
-      // Every lane from another bit on: the lanes of a warp that sees all keys store to different banks.
+      // Every lane starts from another bit, so that the lanes of a warp that sees all keys store to different banks.
       for (unsigned rest = __funnelshift_r(seen[w], seen[w], lane); rest != 0; rest &= rest - 1) {
         const int bit = (__ffs(static_cast<int>(rest)) - 1 + lane) % warp_size;
         const int to = before + place[w] + count_before(seen[w], bit);
@@ -114,7 +114,7 @@ struct PartitionRowKernel {
 
   static __device__ void complete_entries(const AllKeys::Items& all, int size,
                                           SharedStorage& shared) {
-    constexpr int half = steps / 2;  // whose loads are in flight
+    constexpr int half = steps / 2;  // steps with loads in flight
     for (int first = static_cast<int>(threadIdx.x); first < size; first += half * threads) {
       int key[half];
       int2 queries[half];

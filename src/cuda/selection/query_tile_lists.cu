@@ -11,18 +11,18 @@
 namespace flash_dmattn::cuda {
 namespace {
 
-// Tiles of a node as a power of two, from the lowest level up: 8 with two lists each keep a CTA's
-// stores busy, above that a node has 32 children.
+// The number of tiles of a node as a power of two, from the lowest level up. 8 tiles with two lists each keep a CTA's
+// stores busy; above that a node has 32 children.
 constexpr std::array<int, 3> node_tile_bits = {3, 8, 13};
 constexpr int node_tiles = 1 << node_tile_bits[0];
 
-// Batches of a warp: lists of nodes are mostly one batch of 4096 keys; rows are cut into parts that
-// are short as long as there are few of them.
+// The steps of a warp's batch. Lists of nodes are mostly one batch of 4096 keys. Rows are cut into parts, which are
+// short as long as there are few of them.
 constexpr int node_steps = 8;
 constexpr int row_steps = 1;
 constexpr std::int64_t max_parts = 128;
 
-// Keys that `queries` consecutive queries see at most.
+// The most keys that `queries` consecutive queries see.
 std::int64_t max_keys(const TileListArgs& args, std::int64_t queries) {
   return std::min(
       args.seqlen_k,
@@ -55,7 +55,7 @@ using PartitionRowKernel = key_tree::PartitionRowKernel<key_tree::Tiles<node_til
 struct Tree {
   std::array<key_tree::Level, node_tile_bits.size()> levels;
   std::size_t count = 0;
-  bool is_one_kernel = false;  // then nothing is in memory
+  bool is_one_kernel = false;  // no lists of nodes in memory
   key_tree::Parts parts;
   std::size_t bytes = 0;
 };
@@ -83,7 +83,7 @@ Tree make_tree(const TileListArgs& args, void* workspace) {
   return tree;
 }
 
-// By a CTA for each of the parent's nodes.
+// Partitions with a CTA for each of the parent's nodes.
 template <class Parent, class Children>
 void partition_nodes(const TileListArgs& args, const Parent& parent, const Children& children,
                      cudaStream_t stream) {
@@ -98,8 +98,7 @@ template <class Children>
 void partition_rows(const TileListArgs& args, const Tree& tree, const Children& children,
                     cudaStream_t stream) {
   const key_tree::AllKeys all(args);
-  if (args.seqlen_k <=
-      key_tree::threads * node_steps) {  // a batch, which is counted as it is stored
+  if (args.seqlen_k <= key_tree::threads * node_steps) {  // one batch, counted while it is stored
     partition_nodes(args, all, children, stream);
     return;
   }
@@ -110,7 +109,7 @@ void partition_rows(const TileListArgs& args, const Tree& tree, const Children& 
       {ctas, key_tree::threads}, stream, all, children, tree.parts);
 }
 
-// Keys of an ascending list before `end`.
+// The number of keys before `end` in an ascending list.
 __device__ int keys_before(const std::int32_t* keys, int count, int end) {
   int low = 0;
   while (low < count) {
@@ -124,7 +123,7 @@ __device__ int keys_before(const std::int32_t* keys, int count, int end) {
   return low;
 }
 
-// The tiles of a key list: every one has the beginning of its row's.
+// The tiles of a key list. The list of each tile is a prefix of its row's list.
 struct TilesOfList {
   KeyList list;
   TileListBuffers buffers;

@@ -16,7 +16,7 @@ namespace {
 constexpr int pack_threads = 256;
 constexpr int pack_keys = 4;  // of a thread
 
-// The sort keys of a batch in the order of falling positions.
+// Makes the sort keys of a batch in the order of falling positions.
 __global__ void __launch_bounds__(pack_threads)
     pack_keys_of_rows(ScoredKeys keys, OrderedRows rows, std::uint64_t* packed) {
   wait_for_previous_kernel();
@@ -34,9 +34,8 @@ __global__ void __launch_bounds__(pack_threads)
   }
 }
 
-// One CTA for each group of chunks: inverts the order, counts the positions of the chunks by block,
-// and writes the intervals that do not depend on T: those of the w best keys and of the keys never
-// chosen.
+// A CTA for each group of chunks inverts the order, counts the positions of the chunks by block, and writes the
+// intervals that do not depend on T, which are those of the w best keys and of keys that are never chosen.
 __global__ void __launch_bounds__(threads)
     scatter_ranks(OrderedRows rows, const std::uint64_t* sorted) {
   wait_for_previous_kernel();
@@ -74,7 +73,7 @@ __global__ void __launch_bounds__(threads)
 
 constexpr int order_threads = 256;
 
-// A thread for each rank, and for a key.
+// A thread stores a rank and a key.
 __global__ void __launch_bounds__(order_threads)
     store_ranks(OrderedRows rows, std::int32_t* key_of_rank, std::int32_t* rank_of_key) {
   wait_for_previous_kernel();
@@ -93,7 +92,7 @@ __global__ void __launch_bounds__(order_threads)
 using ShortRowSort = RowSort<512>;
 using LongRowSort = RowSort<1024>;
 
-// How the keys are sorted: a CTA for each row, kernels that sort all rows by a digit, or CUB.
+// The way in which keys are sorted: a CTA for each row, kernels that sort all rows by a digit, or CUB.
 enum class Sort : std::uint8_t { rows, digits, device };
 
 Sort sort_of(const OrderedRows& rows) {
@@ -106,9 +105,8 @@ void sort_rows(const Work& work, const OrderedRows& rows, cudaStream_t stream) {
   launch_grid<sort_row<RowSort::threads>>({rows.rows, RowSort::threads}, stream, work.keys, rows);
 }
 
-// Sorts the packed keys; the result is where `buffers` points. The positions in the low bits come in
-// order and stay so among equals, the sort being stable. With a null workspace it only sets
-// `bytes`.
+// Sorts the packed keys; the result is where `buffers` points. The positions in the low bits are in order and stay so
+// among equal scores, because the sort is stable. With a null workspace it only sets `bytes`.
 void sort(const OrderedRows& rows, cub::DoubleBuffer<std::uint64_t>& buffers, void* workspace,
           std::size_t& bytes, cudaStream_t stream) {
   const int begin_bit = rows.layout.position_bits;
@@ -118,7 +116,7 @@ void sort(const OrderedRows& rows, cub::DoubleBuffer<std::uint64_t>& buffers, vo
         "sorting scores");
 }
 
-// By the CTAs that sort the rows.
+// Sorts and scatters in the CTAs that sort the rows.
 void sort_and_scatter(const Work& work, OrderedRows& rows, cudaStream_t stream) {
   if (work.packed != nullptr) rows.store_order_in(work.packed);
   rows.seqlen_k <= ShortRowSort::max_keys ? sort_rows<ShortRowSort>(work, rows, stream)
@@ -152,8 +150,8 @@ Work lay_out(const SelectionArgs& args, int batch_rows, Result result,
   rows.queries = QueryClip(args);
   rows.intervals = args.intervals;
   rows.chunks = 1 + ceil_div(rows.seqlen_k - rows.window % chunk_ranks, chunk_ranks);
-  // rank_thresholds.cu sums over the groups before its own: few, unless that would leave the GPU idle. The kernels that
-  // sort and scatter at once count chunk by chunk.
+  // rank_thresholds.cu sums over the preceding groups, so groups are few unless that would leave the GPU idle. The
+  // kernels that sort and scatter at once count chunk by chunk.
   rows.group_chunks =
       sort_of(rows) == Sort::device ? std::min(ceil_div(rows.chunks, 64), max_group_chunks) : 1;
   rows.groups = ceil_div(rows.chunks, rows.group_chunks);
@@ -161,7 +159,7 @@ Work lay_out(const SelectionArgs& args, int batch_rows, Result result,
   work.keys = ScoredKeys(args);
   if (result == Result::intervals && rows.can_be_kept_by_sort()) return work;
 
-  // Each is large enough for packed keys.
+  // Each buffer is large enough for packed keys.
   work.packed = workspace.take<std::uint64_t>(rows.order_words());
   if (sort_of(rows) != Sort::rows) work.other = workspace.take<std::uint64_t>(rows.order_words());
   const std::int64_t blocks = std::int64_t{rows.rows} * rows.blocks;

@@ -10,26 +10,27 @@ namespace flash_dmattn::cuda::per_query {
 
 inline constexpr int warps = 16;
 inline constexpr int threads = warps * warp_size;
-inline constexpr int warp_ranks = 2 * warp_size;        // that a warp of rank_thresholds.cuh has
+inline constexpr int warp_ranks = 2 * warp_size;        // ranks of a warp of rank_thresholds.cuh
 inline constexpr int chunk_ranks = warps * warp_ranks;  // C
-inline constexpr int block_positions = 4096;  // positions gathered at a time, and counted together
-inline constexpr int max_blocks = 2048;       // of a row: shared memory holds a count for each
+inline constexpr int block_positions = 4096;  // positions that are gathered and counted together
+inline constexpr int max_blocks = 2048;       // blocks of a row, with a count each in shared memory
 inline constexpr std::int64_t max_keys = std::int64_t{max_blocks} * block_positions;
 
-// Keys of a row that the CTA of a chunk sorts, 8 to a thread.
+// The most keys of a row that the CTA of a chunk sorts, 8 per thread.
 inline constexpr int max_computed_by_sort = 8 * threads;
 
-// Rows of so many keys need no memory beside the CTA that sorts them: their order fits into its shared memory.
+// The most keys of a row whose order stays in the shared memory of the CTA that sorts it, so that it needs no other
+// memory.
 inline constexpr int max_kept_by_sort = 1024;
 
-// Chunks that one CTA scatters. Grouped, they leave rank_thresholds.cuh fewer counts to sum.
+// The chunks that one CTA scatters. Grouping leaves fewer counts for rank_thresholds.cuh to sum.
 inline constexpr int max_group_chunks = 16;
 static_assert(max_group_chunks * chunk_ranks < 0xffff && block_positions < 0xffff &&
                   chunk_ranks < 0xffff,
               "counts and times are 16 bits wide");
 
-// A sorted key: score code above, position below, so that the better key is the smaller number. The
-// position is stored as distance from the end: of equal scores the more recent comes first.
+// A sorted key has the score code above the position, so that the better key is the smaller number. The position is
+// stored as distance from the end, so that the more recent of equal scores comes first.
 struct KeyLayout {
   int position_bits = 0;
   int score_bits = 0;
@@ -49,7 +50,7 @@ struct KeyLayout {
   }
 };
 
-// One batch of rows and the arrays of its stages.
+// A batch of rows and the arrays of its stages.
 struct OrderedRows {
   int first_row = 0;  // of the batch
   int rows = 0;
@@ -59,19 +60,20 @@ struct OrderedRows {
   QueryClip queries;
   KeyInterval* intervals = nullptr;  // [rows of all batches, Sk]
 
-  // Chunk 0 holds the w % C first ranks, so that rank w begins a chunk; all others hold C.
+  // Chunk 0 has the first w % C ranks, so that rank w begins a chunk; all other chunks have C.
   int chunks = 0;
   int group_chunks = 1;  // chunks whose positions one CTA counts
   int groups = 0;
   int blocks = 0;  // of positions
-  // [rows, Sk rounded up to 4] by position, Sk: never chosen. Null: the CTA that sorts a row keeps its order and counts.
+  // [rows, Sk rounded up to 4] by position; Sk for keys that are never chosen. Null if the CTA that sorts a row keeps
+  // its order and counts.
   std::int32_t* rank_of = nullptr;
   std::int32_t* order = nullptr;  // [rows, Sk] its inverse, -1: never chosen
-  // Positions of a block that the following ranks hold:
-  std::uint16_t* before = nullptr;  // [rows, blocks, chunks] the chunks before in the group
-  std::uint32_t* totals = nullptr;  // [rows, blocks, groups] the group
+  // The numbers of positions of a block that belong to these ranks:
+  std::uint16_t* before = nullptr;  // [rows, blocks, chunks] ranks of earlier chunks of the group
+  std::uint32_t* totals = nullptr;  // [rows, blocks, groups] ranks of the group
 
-  // Ranks and order are as large as the packed keys, but for the rounding.
+  // Ranks and order are as large as the packed keys, except for rounding.
   __host__ __device__ std::int64_t all_ranks() const {
     return std::int64_t{rows} * (ceil_div(seqlen_k, 4) * 4);
   }
@@ -116,8 +118,8 @@ struct OrderedRows {
   }
 };
 
-// Keys of a row as the sorts read them, in the order of falling positions: those at offsets first, first +
-// step, ... Positions are negative past the end.
+// The keys of a row at offsets first, first + step, ..., which the sorts read in the order of falling positions.
+// Positions are negative past the end.
 template <int Count>
 struct KeysDescending {
   int position[Count];
@@ -131,8 +133,8 @@ struct KeysDescending {
   }
 };
 
-// The position of a rank and the rank of a position, and the key's interval where that does not depend on T: of the w
-// best keys and of the keys never chosen.
+// Stores the position of a rank, the rank of a position, and the key's interval if it does not depend on T, which is
+// the case for the w best keys and for keys that are never chosen.
 __device__ inline void scatter_rank(const OrderedRows& rows, int row, int rank, int position,
                                     bool valid) {
   rows.order_row(row)[rank] = valid ? position : -1;

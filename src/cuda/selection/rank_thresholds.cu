@@ -7,7 +7,7 @@
 namespace flash_dmattn::cuda::per_query {
 namespace {
 
-// One CTA for each chunk of ranks from w on.
+// A CTA computes a chunk of ranks from w on.
 __global__ void __launch_bounds__(threads, 2) compute_chunks(OrderedRows rows) {
   wait_for_previous_kernel();
   __shared__ ChunkStorage shared;

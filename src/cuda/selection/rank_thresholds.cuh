@@ -6,20 +6,19 @@
 
 // Causal per-query selection from ranks.
 //
-// Sort the keys of a row, best first; P[r] is the position of rank r. The key of rank r is beaten
-// by exactly the ranks before it, so it is visible to the queries at positions
+// The keys of a row are sorted, best first; P[r] is the position of rank r. Exactly the ranks before r beat the key of
+// rank r, so it is visible to the queries at positions
 //
 //   P[r] <= t < T(r),   T(r) = the w-th smallest of P[0..r), infinite for r < w,
 //
-// and T never grows with r. The ranks from w on are therefore cut into chunks that
-// one CTA each computes independently. A CTA finds T at the first of its ranks and gathers the *window*
-// below it: the positions in descending order that earlier ranks hold (present) or that its own
-// ranks are going to take (arriving). Within the chunk T only moves down the window: an arrival
-// below T moves T to the next lower present position, any other changes nothing. A chunk of C ranks
-// moves T at most C times, so 2C window entries suffice whatever w and Sk are.
+// and T never grows with r. The ranks from w on are therefore cut into chunks that one CTA each computes independently.
+// A CTA finds T at the first of its ranks and gathers the *window* below it: in descending order, the positions of
+// earlier ranks (present) and of its own ranks (arriving). Within the chunk T only moves down the window: an arrival
+// below T moves T to the next lower present position, and any other arrival changes nothing. A chunk of C ranks moves T
+// at most C times, so 2C window entries suffice for any w and Sk.
 //
-// A warp has 64 ranks of its own. Where T stands at its first rank follows from a table of how many
-// entries of each 32 are present by then; from there every lane finds the T of its ranks by itself.
+// A warp has 64 ranks. Its first T follows from a table of how many entries of each 32 are present by then. From there
+// every lane finds the T of its ranks by itself.
 namespace flash_dmattn::cuda::per_query {
 
 constexpr int window_entries = 2 * chunk_ranks;
@@ -28,12 +27,12 @@ constexpr int thread_positions = block_positions / threads;
 static_assert(window_words == 2 * warp_size, "a lane reads two words");
 static_assert(thread_positions % 4 == 0, "ranks are loaded four at a time");
 
-// Few ranks lie sparsely: a window of them spans many blocks of positions, but a thread can have all of them.
+// Few ranks are sparse: their window spans many blocks of positions, but a thread can keep several of them.
 constexpr int thread_ranks = 8;
 constexpr int few_ranks = threads * thread_ranks;
-constexpr int sparse_positions = 8;  // for a rank
+constexpr int sparse_positions = 8;  // positions for a rank
 constexpr int range_words = 2 * threads;
-constexpr int range_positions = range_words * warp_size;  // a bit each
+constexpr int range_positions = range_words * warp_size;  // with a bit each
 
 // The row and the chunk of a CTA.
 struct Chunk {
@@ -44,23 +43,22 @@ struct Chunk {
 };
 
 struct ChunkStorage {
-  int present[max_blocks];            // positions of the block that ranks before the chunk hold
-  std::uint8_t arriving[max_blocks];  // whether ranks of the chunk take any below the first T
+  int present[max_blocks];  // positions of the block that belong to ranks before the chunk
+  std::uint8_t arriving[max_blocks];  // whether ranks of the chunk have positions below the first T
   int warp_counts[2][warps];
   int top_block;       // the block of T
   int above;           // present positions of the top block above T
   int threshold;       // T at the first rank
-  int counted[warps];  // arrivals below the first T, by warp
-  // The window, positions descending from T. A present entry has time 0, the arrival of the chunk's
-  // i-th rank time i + 1: entry e is present for the i-th rank when time[e] <= i.
+  int counted[warps];  // arrivals below the first T, for each warp
+  // The window, with positions descending from T. A present entry has time 0, and the arrival of the chunk's i-th rank
+  // has time i + 1, so entry e is present for the i-th rank if time[e] <= i.
   int position[window_entries];
   std::uint16_t time[window_entries];
-  std::uint16_t entry_of[chunk_ranks];  // of arrival i; 0 where it is above the first T
-  // Of few ranks: positions that are present or arriving, descending, and how many are in the words before.
+  std::uint16_t entry_of[chunk_ranks];  // entry of arrival i; 0 if it is above the first T
+  // For few ranks: the present or arriving positions, descending, and their number in the preceding words.
   unsigned taken[range_words];
   int taken_before[range_words];
-  // Entries of a word present at the warp's first rank; a column more keeps warps in separate
-  // banks.
+  // The entries of a word that are present at the warp's first rank. An extra column keeps warps in separate banks.
   int present_at[warps][window_words + 1];
 };
 
@@ -70,7 +68,7 @@ __device__ inline void find_top_block(const OrderedRows& rows, const Chunk& chun
   const int lane = lane_id();
   const int warp = warp_id();
   const int group = chunk.index / rows.group_chunks;
-  constexpr int together = 4;  // blocks whose loads are in flight at a time
+  constexpr int together = 4;  // blocks with loads in flight at a time
   for (int first = warp; first < rows.blocks; first += together * warps) {
     int sum[together];
 #pragma unroll
@@ -100,7 +98,7 @@ __device__ inline void find_top_block(const OrderedRows& rows, const Chunk& chun
       const int count = b < rows.blocks ? shared.present[b] : 0;
       const int through = before + warp_inclusive_sum(count, lane);
       const unsigned reached = warp_ballot(through >= rows.window);
-      if (reached != 0) {  // always happens: at least w ranks are present
+      if (reached != 0) {  // always true, because at least w ranks are present
         if (lane == __ffs(static_cast<int>(reached)) - 1) {
           shared.top_block = b;
           shared.above = through - rows.window;
@@ -113,10 +111,9 @@ __device__ inline void find_top_block(const OrderedRows& rows, const Chunk& chun
   __syncthreads();
 }
 
-// The ranks of a block's positions, of which a thread has 8 in descending order; Sk where there is
-// none.
+// The ranks of a block's positions; a thread has 8 in descending order. The rank is Sk for a position without one.
 struct BlockRanks {
-  int top;  // the first of the thread's positions
+  int top;  // the thread's first position
   int rank[thread_positions];
 
   __device__ void load(const OrderedRows& rows, int row, int block) {
@@ -143,7 +140,7 @@ struct BlockRanks {
     }
     return bits;
   }
-  // rank[i], for an i that is not known in advance.
+  // rank[i], for an i that is unknown at compile time.
   __device__ int rank_at(int i) const {
     int found = rank[0];
 #pragma unroll
@@ -152,7 +149,7 @@ struct BlockRanks {
   }
 };
 
-// Sum of `counts` before this warp; `total` becomes the sum of all.
+// Sums `counts` before this warp; `total` receives the sum of all.
 __device__ inline int sum_before_warp(const int (&counts)[warps], int& total) {
   const int lane = lane_id();
   const int through = warp_inclusive_sum(lane < warps ? counts[lane] : 0, lane);
@@ -161,7 +158,7 @@ __device__ inline int sum_before_warp(const int (&counts)[warps], int& total) {
   return warp_id() == 0 ? 0 : before;
 }
 
-// The sum of the counts of the threads before this one; `total` becomes that of all. One barrier;
+// Sums the counts of the threads before this thread; `total` receives the sum of all. It contains one barrier, and
 // consecutive calls alternate between the two arrays.
 __device__ inline int count_before_thread(int count, int (&warp_counts)[warps], int& total) {
   const int through = warp_inclusive_sum(count, lane_id());
@@ -170,7 +167,7 @@ __device__ inline int count_before_thread(int count, int (&warp_counts)[warps], 
   return sum_before_warp(warp_counts, total) + through - count;
 }
 
-// Fills threshold: the present position of the top block with `above` present ones above it.
+// Sets `threshold` to the present position of the top block that has `above` present positions above it.
 __device__ inline void find_threshold(const BlockRanks& ranks, const Chunk& chunk,
                                       ChunkStorage& shared) {
   const unsigned present = ranks.before(chunk.begin, ranks.top);
@@ -183,10 +180,10 @@ __device__ inline void find_threshold(const BlockRanks& ranks, const Chunk& chun
   __syncthreads();
 }
 
-// The two ranks of a lane: 32 apart, so that a warp's are consecutive.
+// The two ranks of a lane, which are 32 apart, so that a warp's ranks are consecutive.
 struct LaneRanks {
   int arrival[2];
-  int position[2];  // Sk for a rank that takes no part
+  int position[2];  // Sk for a rank that does not take part
 
   __device__ LaneRanks(const OrderedRows& rows, const Chunk& chunk) {
 #pragma unroll
@@ -200,9 +197,8 @@ struct LaneRanks {
   }
 };
 
-// Fills counted and arriving, and entry_of as if the window were empty: an arrival is above the
-// first T, or below all of the window. Returns how many are below T: T moves down no further than
-// that.
+// Fills `counted` and `arriving`, and `entry_of` as if the window were empty, where an arrival is above the first T or
+// below the whole window. Returns the number of arrivals below T, which bounds the moves of T.
 __device__ inline int classify_arrivals(const LaneRanks& own, ChunkStorage& shared) {
   int count = 0;
 #pragma unroll
@@ -214,7 +210,7 @@ __device__ inline int classify_arrivals(const LaneRanks& own, ChunkStorage& shar
   }
   if (lane_id() == 0) shared.counted[warp_id()] = count;
   for (int e = static_cast<int>(threadIdx.x); e < window_entries; e += threads) {
-    shared.time[e] = 0xffff;  // an entry that does not exist is never present
+    shared.time[e] = 0xffff;  // a missing entry is never present
   }
   __syncthreads();
   int total = 0;
@@ -222,7 +218,7 @@ __device__ inline int classify_arrivals(const LaneRanks& own, ChunkStorage& shar
   return total;
 }
 
-// The highest block below `block` with positions to gather, -1 if there is none.
+// The highest block below `block` with positions to gather, or -1 if there is none.
 __device__ inline int next_block(int block, const ChunkStorage& shared) {
   do {
     --block;
@@ -230,13 +226,12 @@ __device__ inline int next_block(int block, const ChunkStorage& shared) {
   return block;
 }
 
-// Fills the window: T, and below it at least `moves` present positions (where there are so many)
-// with all the arrivals in between. `ranks` are those of the top block. Returns the number of
-// entries.
+// Fills the window with T, at least `moves` present positions below it (if there are that many), and all arrivals in
+// between. `ranks` are the ranks of the top block. Returns the number of entries.
 __device__ inline int gather_window(const OrderedRows& rows, const Chunk& chunk, int moves,
                                     BlockRanks& ranks, ChunkStorage& shared) {
   int block = shared.top_block;
-  int present = shared.present[block] - shared.above;  // once this block is gathered
+  int present = shared.present[block] - shared.above;  // count after this block is gathered
   int entries = 0;
   for (int parity = 0;; parity ^= 1) {
     const int next = present > moves ? -1 : next_block(block, shared);
@@ -262,12 +257,12 @@ __device__ inline int gather_window(const OrderedRows& rows, const Chunk& chunk,
   return min(entries, window_entries);
 }
 
-// As gather_window, from the ranks before the chunk's end. Their positions are sorted by setting bits.
+// The same as gather_window, from the ranks before the chunk's end. Setting bits sorts their positions.
 __device__ inline int gather_few_ranks(const OrderedRows& rows, const Chunk& chunk,
                                        ChunkStorage& shared) {
   const int thread = static_cast<int>(threadIdx.x);
   int below
-      [thread_ranks];  // positions below T; negative above it, and of keys that are never chosen
+      [thread_ranks];  // positions below T; negative above T and for keys that are never chosen
 #pragma unroll
   for (int i = 0; i < thread_ranks; ++i) {
     const int rank = i * threads + thread;
@@ -313,7 +308,7 @@ __device__ inline int gather_few_ranks(const OrderedRows& rows, const Chunk& chu
   return min(entries, window_entries);
 }
 
-// Fills present_at. Lane g counts the entries of a word that are present when warp g begins.
+// Fills `present_at`. Lane g counts the entries of a word that are present when warp g begins.
 __device__ inline void count_times(int entries, ChunkStorage& shared) {
   const int lane = lane_id();
 #pragma unroll
@@ -329,8 +324,7 @@ __device__ inline void count_times(int entries, ChunkStorage& shared) {
   __syncthreads();
 }
 
-// T at the first rank of this warp, as an entry of the window: moved down by the arrivals below the
-// first T that came before.
+// T at the first rank of this warp, as an entry of the window. Earlier arrivals below the first T have moved it down.
 __device__ inline int first_threshold(const ChunkStorage& shared) {
   const int lane = lane_id();
   const int warp = warp_id();
@@ -350,8 +344,8 @@ __device__ inline int first_threshold(const ChunkStorage& shared) {
   return word * warp_size + select_bit(present, odd ? rest - even_count : rest);
 }
 
-// T at each rank of a lane, as entries of the window. Between the first T of the warp and the T of
-// a rank lie as many present entries as arrivals below the first T came before the rank.
+// T at each rank of a lane, as entries of the window. The number of present entries between the warp's first T and the
+// T of a rank equals the number of earlier arrivals below the first T.
 struct LaneThresholds {
   int entry[2];
 
@@ -368,7 +362,7 @@ struct LaneThresholds {
       const int time = shared.time[word * warp_size + lane];
       unsigned present = warp_ballot(time <= first_arrival);
       if (word == first / warp_size) present &= full_mask << (first % warp_size);
-      unsigned arrived[2];  // before the rank
+      unsigned arrived[2];  // arrivals before the rank
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const bool here = arriving[half] > first && arriving[half] / warp_size == word;
@@ -394,13 +388,13 @@ struct LaneThresholds {
   }
 };
 
-// The intervals of a chunk, by `threads` threads.
+// Computes the intervals of a chunk with `threads` threads.
 __device__ inline void compute_chunk(const OrderedRows& rows, int row, int index,
                                      ChunkStorage& shared) {
   const Chunk chunk{row, index, rows.chunk_begin(index), rows.chunk_end(index)};
-  // Keys never chosen rank last, and scatter_rank (rank_order.cuh) has written their intervals.
+  // Keys that are never chosen have the last ranks, and scatter_rank (rank_order.cuh) has written their intervals.
   const bool is_chosen = rows.order_row(chunk.row)[chunk.begin] >= 0;
-  const LaneRanks own(rows, chunk);  // its loads and the one above are in flight together
+  const LaneRanks own(rows, chunk);  // these loads and the load above are in flight together
   if (!is_chosen) return;
 
   find_top_block(rows, chunk, shared);

@@ -10,12 +10,12 @@
 #include "cuda/selection/device.cuh"
 #include "cuda/selection/selection.h"
 
-// A choice among the keys that a dense mask or bias shows, as ranks of keys and limits of queries.
+// Expresses a selection among the keys that a dense mask or bias shows by ranks of keys and limits of queries.
 //
-// A query's best visible keys are the first visible ones among all keys, best first; its limit is
-// the rank at which it has enough. The keys of a row come in the same order for all queries, so a warp visits them
-// for 32 queries at once: mask and bias are packed to a word for each key, whose bits are the queries, a lane
-// gathers the word of one key, and 32 x 32 bits transposed give every query the keys of a step.
+// A query's best visible keys are the first visible keys in the order of all keys, best first. Its limit is the rank at
+// which it has enough keys. The order is the same for all queries of a row, so a warp visits the keys for 32 queries at
+// once: mask and bias are packed to a word for each key, whose bits are the queries. A lane gathers the word of one
+// key, and transposing 32 x 32 bits gives every query the keys of a step.
 namespace flash_dmattn::cuda {
 namespace {
 
@@ -39,17 +39,17 @@ struct QueryWords {
   }
 };
 
-// A mask (T: bytes) or a bias, [heads of the words or a divisor, Sq, Sk] for each batch element. Strides in
-// elements, 0 where it broadcasts.
+// A mask (T is a byte) or a bias, [heads of the words or a divisor, Sq, Sk] for each batch element. Strides are in
+// elements, 0 for a broadcast dimension.
 template <class T>
 struct MaskOrBias {
   const T* data = nullptr;
   std::int64_t stride[4] = {};
   int heads = 1;
-  float mask_value = 0;        // of a bias
+  float mask_value = 0;        // biases at or below it mask
   bool aligned_words = false;  // the elements of every thread of pack_queries are an aligned word
   bool first =
-      true;  // to be packed; else the bits of the words stay only where this one shows the element, too
+      true;  // packs the words; otherwise bits remain set only where this mask or bias shows the element, too
 
   static constexpr int in_word = 4 / sizeof(T);
 
@@ -64,7 +64,7 @@ struct MaskOrBias {
 
 constexpr int pack_threads = 128;
 
-// A thread has a word of every row: four keys of a mask, two or one of a bias; 32 loads in flight.
+// A thread has a word of every row: four keys of a mask, two or one of a bias. It has 32 loads in flight.
 template <class T>
 __global__ void __launch_bounds__(pack_threads) pack_queries(QueryWords p, MaskOrBias<T> dense) {
   wait_for_previous_kernel();
@@ -105,17 +105,18 @@ __global__ void __launch_bounds__(pack_threads) pack_queries(QueryWords p, MaskO
 #pragma unroll
   for (int e = 0; e < thread_keys; ++e) {
     if (e >= keys) break;
-    const int first = p.causal ? max(key + e - p.shift - row, 0) : 0;  // query that sees the key
+    const int first =
+        p.causal ? max(key + e - p.shift - row, 0) : 0;  // first query that sees the key
     const std::uint32_t shown = first < tile_queries ? word[e] & (full_mask << first) : 0;
     to[e] = dense.first ? shown : shown & to[e];
   }
 }
 
-// A warp for each tile of queries of each [batch, heads].
+// Finds the limits of queries, with a warp for each tile of queries of each [batch, heads].
 struct LimitSearch {
   QueryWords words;
   const std::int32_t* order =
-      nullptr;                    // [rows of scores, Sk] keys; -1: never chosen, as those after it
+      nullptr;  // [rows of scores, Sk] keys; -1 from the first key that is never chosen
   std::int32_t* limit = nullptr;  // [batch, heads, Sq]
   int batch = 0;
   int heads = 0;
@@ -129,14 +130,14 @@ struct LimitSearch {
 };
 
 constexpr int limit_warps = 8;
-constexpr int limit_steps = 4;  // whose loads are in flight together
+constexpr int limit_steps = 4;  // steps with loads in flight together
 
 __global__ void __launch_bounds__(limit_warps* warp_size) find_limits(LimitSearch p) {
   wait_for_previous_kernel();
   const std::int64_t mine = std::int64_t{blockIdx.x} * limit_warps + warp_id();
   if (mine >= p.warps()) return;
   const int lane = lane_id();
-  // Neighbours have different heads of one tile: most masks are the same for all of them.
+  // Neighbouring warps have different heads of one tile, because most masks are the same for all heads.
   const int head = static_cast<int>(mine % p.heads);
   const int tile = static_cast<int>(mine / p.heads % p.words.tiles());
   const auto batch = static_cast<int>(mine / p.heads / p.words.tiles());
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(limit_warps* warp_size) find_limits(LimitSearc
   const std::uint32_t* const words = p.words.of_tile(matrix_of(p.words.batch, p.words.heads), tile);
   const std::int32_t* const order = p.order + matrix_of(p.order_batch, p.order_heads) * keys;
 
-  int missing = p.window;  // keys that query `lane` still lacks
+  int missing = p.window;  // number of keys that query `lane` still lacks
   int limit = p.window == 0 ? 0 : keys;
   for (int rank = 0; rank < keys && warp_any(missing > 0); rank += limit_steps * warp_size) {
     std::uint32_t met[limit_steps];
@@ -190,7 +191,7 @@ SelectionArgs scores_of(const RankArgs& args) {
   return scores;
 }
 
-using Matrices = std::array<std::int64_t, 2>;  // of a mask or a bias: batch and heads
+using Matrices = std::array<std::int64_t, 2>;  // batch and heads of a mask or a bias
 
 bool is_given(const Matrices& shape) { return shape != Matrices{}; }
 
@@ -228,7 +229,7 @@ struct Work {
     WorkspaceAllocator workspace(base);
     order =
         workspace.take<std::int32_t>(args.scores_shape[0] * args.scores_shape[1] * args.seqlen_k);
-    // As many matrices as mask and bias together distinguish.
+    // The number of matrices that mask and bias together distinguish.
     const std::int64_t batch = std::max(args.mask_shape[0], args.bias_shape[0]);
     const std::int64_t heads = std::lcm(std::max(args.mask_shape[1], std::int64_t{1}),
                                         std::max(args.bias_shape[1], std::int64_t{1}));
@@ -246,7 +247,7 @@ struct Work {
   }
 };
 
-// Packs the elements that a mask or a bias shows, where there is one.
+// Packs the elements that a mask or a bias shows, if there is one.
 template <class T>
 void pack(const QueryWords& words, const void* data, const Matrices& shape,
           const std::array<std::int64_t, 4>& stride, MaskOrBias<T> dense, cudaStream_t stream) {

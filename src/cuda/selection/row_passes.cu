@@ -15,7 +15,8 @@ __device__ int digit_of(const KeyLayout& layout, std::uint64_t key, int pass) {
 
 __device__ bool has_digit() { return threadIdx.x < RowPasses::digits; }
 
-// `packed` [rows, Sk] in the order of falling positions, and the counts of all passes; clears what later kernels add to.
+// Makes `packed` [rows, Sk] in the order of falling positions and the counts of all passes, and clears the sums of
+// later kernels.
 __global__ void __launch_bounds__(RowPasses::threads)
     pack_and_count(ScoredKeys keys, OrderedRows rows, RowPasses passes, std::uint64_t* packed) {
   wait_for_previous_kernel();
@@ -27,7 +28,7 @@ __global__ void __launch_bounds__(RowPasses::threads)
   for (int i = thread; i < passes.passes * RowPasses::digits; i += RowPasses::threads) {
     counts[i / RowPasses::digits][i % RowPasses::digits] = 0;
   }
-  const int totals = rows.blocks * rows.groups;  // which the last pass adds to
+  const int totals = rows.blocks * rows.groups;  // the last pass adds to them
   for (int i = tile * RowPasses::threads + thread; i < totals;
        i += passes.tiles * RowPasses::threads) {
     rows.totals[rows.block_of_row(row, 0) * rows.groups + i] = 0;
@@ -55,10 +56,10 @@ __global__ void __launch_bounds__(RowPasses::threads)
   }
 }
 
-// The sum of the counts of a digit that `tiles` tiles have published. A count is published plus 1, so it is
-// its own ready flag (0: not yet) and relaxed order suffices.
+// Sums the counts of a digit that `tiles` tiles have published. A count is published plus 1, so that it is its own
+// ready flag (0 if unpublished), and relaxed order suffices.
 __device__ int sum_published(const std::uint32_t* from, int tiles) {
-  constexpr int together = 16;  // whose loads are in flight at a time
+  constexpr int together = 16;  // loads in flight at a time
   int sum = 0;
   for (int first = 0; first < tiles; first += together) {
     int part = 0;
@@ -81,11 +82,11 @@ __device__ int sum_published(const std::uint32_t* from, int tiles) {
 
 // ---- One pass -----------------------------------------------------------------------------------
 
-// The keys of a thread: a warp has warp_keys consecutive ones, a lane every 32nd of them.
+// The keys of a thread. A warp has warp_keys consecutive keys, and a lane every 32nd of these.
 struct PassKeys {
   static constexpr int count = RowPasses::thread_keys;
-  int first;  // offset of the first, in the row
-  int end;    // of the row
+  int first;  // offset of the first key in the row
+  int end;    // end of the row
   std::uint64_t key[count];
 
   __device__ PassKeys(const std::uint64_t* row, int end_, int tile)
@@ -100,17 +101,18 @@ struct PassKeys {
 struct PassStorage {
   int work;
   int warp_sums[2][RowPasses::digit_warps];
-  // Of a digit: where its keys begin in the row, less where they begin in the tile.
+  // For each digit, the offset of its keys in the row minus their offset in the tile.
   int from_tile_to_row[RowPasses::digits];
   std::uint64_t keys[RowPasses::tile_keys];  // ordered by the digit
   union {
-    // Of a warp and a digit: keys so far, then the place of the first in the tile.
+    // For each warp and digit, the number of keys so far, and later the place of the first key in the tile.
     int offsets[RowPasses::warps][RowPasses::digits];
-    std::uint32_t counts[RowPasses::max_counts];  // of positions, by block and chunk: in the end
+    std::uint32_t
+        counts[RowPasses::max_counts];  // counts of positions by block and chunk, at the end
   };
 };
 
-// The sum of the values of the digits before this thread's; one barrier, of all threads.
+// Sums the values of the digits before this thread's digit. Contains one barrier of all threads.
 __device__ int sum_before_digit(int value, int (&warp_sums)[RowPasses::digit_warps]) {
   const int through = warp_inclusive_sum(value, lane_id());
   if (has_digit() && lane_id() == warp_size - 1) warp_sums[warp_id()] = through;
@@ -121,13 +123,13 @@ __device__ int sum_before_digit(int value, int (&warp_sums)[RowPasses::digit_war
   return before;
 }
 
-// The keys of a thread's digit before the first pass.
+// The counts of keys with a thread's digit, before the first pass.
 struct DigitCounts {
   int in_row = 0;
   int in_earlier = 0;  // in the tiles before `tile`
 
   __device__ DigitCounts(const std::uint32_t* of_tiles, int tiles, int tile) {
-    constexpr int together = 16;  // whose loads are in flight at a time
+    constexpr int together = 16;  // loads in flight at a time
     for (int first = 0; first < tiles; first += together) {
       int count[together];
 #pragma unroll
@@ -144,8 +146,8 @@ struct DigitCounts {
   }
 };
 
-// Turns the counts of this thread's digit, one for each warp, into the offsets of the warps' first keys, the
-// first warp's being `offset`.
+// Turns the counts of this thread's digit, one for each warp, into the offsets of the warps' first keys. The first
+// warp's offset is `offset`.
 __device__ void offset_warps(PassStorage& shared, int offset) {
   const int digit = static_cast<int>(threadIdx.x);
 #pragma unroll
@@ -156,11 +158,11 @@ __device__ void offset_warps(PassStorage& shared, int offset) {
   }
 }
 
-// The keys of a tile in the order of a digit, a thread every RowPasses::threads-th of them.
+// The keys of a tile in the order of a digit. A thread has every RowPasses::threads-th key.
 struct OrderedKeys {
   static constexpr int count = RowPasses::thread_keys;
   std::uint64_t key[count];
-  int place[count];  // in the row
+  int place[count];  // places in the row
 
   __device__ OrderedKeys(const PassStorage& shared, const KeyLayout& layout, int pass,
                          int tile_size) {
@@ -174,7 +176,7 @@ struct OrderedKeys {
   static __device__ int at(int i) { return i * RowPasses::threads + static_cast<int>(threadIdx.x); }
 };
 
-// A tile as the last pass leaves it: scatters the ranks and counts the positions of the chunks by block.
+// Finishes a tile in the last pass: scatters the ranks, and counts the positions of the chunks by block.
 __device__ void scatter_tile(const OrderedRows& rows, int row, int tile_size, PassStorage& shared,
                              const OrderedKeys& keys) {
   const int counts = rows.blocks * rows.chunks;
@@ -192,21 +194,22 @@ __device__ void scatter_tile(const OrderedRows& rows, int row, int tile_size, Pa
     if (valid) atomicAdd(&shared.counts[block * rows.chunks + rows.chunk_of(rank)], 1u);
   }
   __syncthreads();
-  // Every chunk is a group. A tile has keys of few chunks: of each digit about as many as the tile's share in the row.
+  // Every chunk is a group. A tile has keys of few chunks, because each of its digits has about the tile's share of the
+  // row.
   std::uint32_t* const totals = rows.totals + rows.block_of_row(row, 0) * rows.groups;
   for (int i = thread; i < counts; i += RowPasses::threads) {
     if (shared.counts[i] != 0) atomicAdd(totals + i, shared.counts[i]);
   }
 }
 
-// The number of this block's tile, of all rows, in the order in which blocks start.
+// Takes the number of this block's tile, counted over all rows in the order in which blocks start.
 __device__ int take_work(std::uint32_t* started, PassStorage& shared) {
   if (threadIdx.x == 0) shared.work = static_cast<int>(atomicAdd(started, 1u));
   __syncthreads();
   return shared.work;
 }
 
-// Orders the keys of each row by one digit; equal ones stay in order. The last pass has no use for `to`.
+// Orders the keys of each row by one digit, stably. The last pass does not use `to`.
 __global__ void __launch_bounds__(RowPasses::threads, RowPasses::min_blocks)
     sort_digit(OrderedRows rows, RowPasses passes, int pass, const std::uint64_t* from,
                std::uint64_t* to) {
@@ -215,7 +218,7 @@ __global__ void __launch_bounds__(RowPasses::threads, RowPasses::min_blocks)
   const int work = take_work(passes.started + pass, shared);
   const int row = work / passes.tiles;
   const int tile = work % passes.tiles;
-  const auto thread = static_cast<int>(threadIdx.x);  // and its digit, if it has one
+  const auto thread = static_cast<int>(threadIdx.x);  // also its digit, if it has one
   const int warp = warp_id();
   const std::int64_t row_begin = static_cast<std::int64_t>(row) * rows.seqlen_k;
   const std::int64_t counts_begin = passes.row_begin(rows, pass, row) + thread;
@@ -227,8 +230,8 @@ __global__ void __launch_bounds__(RowPasses::threads, RowPasses::min_blocks)
   const int row_offset = sum_before_digit(before_pass.in_row, shared.warp_sums[0]);
 
   int bin[PassKeys::count];
-  unsigned same[PassKeys::count];  // lanes with a key of the same bin
-  int rank[PassKeys::count];       // among the keys of the warp with the same digit
+  unsigned same[PassKeys::count];  // lanes with a key in the same bin
+  int rank[PassKeys::count];       // rank among the warp's keys with the same digit
 #pragma unroll
   for (int i = 0; i < PassKeys::count; ++i) {
     bin[i] = keys.exists(i) ? digit_of(rows.layout, keys.key[i], pass) : -1;
@@ -246,7 +249,7 @@ __global__ void __launch_bounds__(RowPasses::threads, RowPasses::min_blocks)
   const int tile_offset = sum_before_digit(in_tile, shared.warp_sums[1]);
   if (has_digit()) offset_warps(shared, tile_offset);
   __syncthreads();
-  // The keys of a digit are stored together: scattered from the lanes that have them, each would be a sector of its own.
+  // The keys of a digit are stored together. If the lanes scattered their keys, each store would be a separate sector.
 #pragma unroll
   for (int i = 0; i < PassKeys::count; ++i) {
     if (bin[i] >= 0) shared.keys[shared.offsets[warp][bin[i]] + rank[i]] = keys.key[i];

@@ -8,8 +8,7 @@
 
 namespace flash_dmattn::cuda::per_query {
 
-// A CTA sorts a short row alone: one kernel instead of a device-wide sort's dozen, each of which waits
-// for the one before.
+// A CTA sorts a short row by itself, in one kernel instead of a dozen dependent kernels of a device-wide sort.
 template <int Threads>
 struct RowSort {
   static constexpr int threads = Threads;
@@ -19,16 +18,16 @@ struct RowSort {
   static constexpr int max_chunks = max_keys / chunk_ranks + 2;
   static constexpr int max_blocks = (max_keys + block_positions - 1) / block_positions;
   using Sort = cub::BlockRadixSort<std::uint32_t, threads, thread_keys, std::uint16_t>;
-  // A row with a single chunk behind its w best keys needs no second kernel.
+  // A row with a single chunk after its w best keys needs no second kernel.
   static constexpr bool computes_chunk = max_keys == max_computed_by_sort;
   static_assert(!computes_chunk || threads == per_query::threads);
 };
 
-// The arrays of OrderedRows for a row that needs no memory beside shared memory.
+// The arrays of OrderedRows for a row that needs only shared memory.
 struct KeptRow {
   alignas(16) std::int32_t rank_of[max_kept_by_sort];
   std::int32_t order[max_kept_by_sort];
-  std::uint32_t totals[2];  // of its only block: the w best keys, and the chunk behind them
+  std::uint32_t totals[2];  // of its only block: the w best keys, and the chunk after them
 
   __device__ OrderedRows rows(const OrderedRows& all, int row) {
     OrderedRows own = all;
@@ -41,15 +40,15 @@ struct KeptRow {
   }
 };
 
-// Order and ranks of a row, with the result of scatter_ranks. Keys enter in the order of falling positions, which the
-// sort, being stable, keeps among equals; offsets past the end are worse than or equal to all and come last.
+// Computes order and ranks of a row, with the result of scatter_ranks. Keys enter in the order of falling positions,
+// which the stable sort keeps among equal scores. Offsets past the end are not better than any key and come last.
 template <int Threads>
 __global__ void __launch_bounds__(Threads) sort_row(ScoredKeys keys, OrderedRows rows) {
   wait_for_previous_kernel();
   using Policy = RowSort<Threads>;
   __shared__ union {
     typename Policy::Sort::TempStorage sort;
-    ChunkStorage chunk;  // unused unless computes_chunk
+    ChunkStorage chunk;  // used only with computes_chunk
   } storage;
   __shared__ int counts[Policy::max_blocks]
                        [Policy::max_chunks];  // of positions, by block and chunk
@@ -82,7 +81,7 @@ __global__ void __launch_bounds__(Threads) sort_row(ScoredKeys keys, OrderedRows
     const int rank = i * Threads + thread;
     if (rank >= rows.seqlen_k) break;
     const int at = rows.seqlen_k - 1 - offset[i];
-    const bool valid = worse[i] != all;  // the code of a key that is never chosen is 0
+    const bool valid = worse[i] != all;  // a key that is never chosen has the code 0
     scatter_rank(rows, row, rank, at, valid);
     if (valid) atomicAdd(&counts[at / block_positions][rows.chunk_of(rank)], 1);
   }
@@ -96,7 +95,7 @@ __global__ void __launch_bounds__(Threads) sort_row(ScoredKeys keys, OrderedRows
   }
   if constexpr (Policy::computes_chunk) {
     if (!rows.are_computed_by_sort()) return;
-    __syncthreads();  // order, ranks and counts are there
+    __syncthreads();  // order, ranks and counts are complete
     compute_chunk(rows, row, rows.first_computed(), storage.chunk);
   }
 }

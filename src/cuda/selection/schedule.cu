@@ -9,11 +9,11 @@
 namespace flash_dmattn::cuda {
 namespace {
 
-// The lists of a schedule, if there are to be any.
+// The lists of a schedule, if it has any.
 struct Lists {
   TileListArgs args;
-  std::int64_t entries = 0;   // of all lists
-  std::int64_t capacity = 0;  // of each
+  std::int64_t entries = 0;   // entries of all lists
+  std::int64_t capacity = 0;  // capacity of each list
   bool exist = false;
 
   Lists(const Problem& p, const Visibility& visibility, Direction direction, std::int64_t tile_rows)
@@ -27,8 +27,8 @@ struct Lists {
     if (args.intervals.data == nullptr || args.bound.consecutive) return;
     capacity = tile_list_capacity(args);
     entries = args.lists() * capacity;
-    // With room for every key (a window as wide as the keys, a prefix, padding) lists leave little out, and kernels
-    // visit the keys from the first to the last sooner than they follow lists.
+    // If lists have room for every key (a window as wide as the keys, a prefix, padding) they skip little, and kernels
+    // visit the keys from the first to the last faster than they follow lists.
     exist = capacity < args.seqlen_k;
   }
 
@@ -80,7 +80,7 @@ KeySlotShape slot_shape(const TileListArgs& args, std::int64_t slots, std::int64
           .segments = segments};
 }
 
-// The slots of a schedule, if there are to be any.
+// The slots of a schedule, if it has any.
 struct Slots {
   TileListArgs args;
   KeySlotShape shape;

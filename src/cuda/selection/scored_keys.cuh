@@ -8,10 +8,10 @@
 
 namespace flash_dmattn::cuda {
 
-// The scores of all rows as unsigned integers in the same order. A row is one (batch, kv head).
+// Maps the scores of all rows to unsigned integers in the same order. A row is one (batch, kv head).
 struct ScoredKeys {
   const void* scores = nullptr;
-  const std::uint8_t* mask = nullptr;  // null: no key is masked
+  const std::uint8_t* mask = nullptr;  // null if no key is masked
   DType dtype = DType::f32;
   int heads = 1;
   std::int64_t stride[3] = {};
@@ -27,10 +27,10 @@ struct ScoredKeys {
     std::copy(args.key_mask_stride.begin(), args.key_mask_stride.end(), mask_stride);
   }
 
-  // NaN and masked keys; no valid score has this code, since it would be that of a negative NaN.
+  // The code of NaN and masked keys. No valid score has it, as it would be the code of a negative NaN.
   static constexpr std::uint32_t never = 0;
 
-  // 0 for a key that must not be chosen, else a code that is higher for a higher score.
+  // `never` for a key that must not be chosen, otherwise a code that is higher for a higher score.
   __device__ std::uint32_t code(int row, int key) const {
     const std::int64_t b = row / heads;
     const std::int64_t h = row % heads;
@@ -43,7 +43,8 @@ struct ScoredKeys {
                                        : static_cast<const std::uint16_t*>(scores)[at]);
   }
 
-  // Those of the keys first, first + step, ..., whose loads are in flight together; `never` for keys outside [0, end).
+  // The codes of the keys first, first + step, ..., whose loads are in flight together; `never` for keys outside [0,
+  // end).
   template <int Count>
   __device__ void codes(int row, int first, int step, int end, std::uint32_t (&code)[Count]) const {
     const std::int64_t b = row / heads;
@@ -69,9 +70,9 @@ struct ScoredKeys {
   }
 
  private:
-  static constexpr std::uint32_t nan = 0xffffffffu;  // of every dtype
+  static constexpr std::uint32_t nan = 0xffffffffu;  // a NaN in every dtype
 
-  // Elements that lie `step` apart, NaN where there is no key.
+  // Loads elements that are `step` apart, or NaN where there is no key.
   template <class T, class IsKey, int Count>
   __device__ static void load(const T* from, std::int64_t step, const IsKey& is_key,
                               std::uint32_t (&to)[Count]) {
@@ -79,8 +80,8 @@ struct ScoredKeys {
     for (int i = 0; i < Count; ++i, from += step) to[i] = is_key(i) ? *from : nan;
   }
 
-  // Works on the bits, so that subnormal scores keep their order in every compilation mode. Without branches, as the
-  // signs of neighbouring keys differ.
+  // Works on the bits, so that subnormal scores keep their order in every compilation mode, and without branches,
+  // because the signs of neighbouring keys differ.
   __device__ std::uint32_t of_bits(std::uint32_t bits) const {
     const std::uint32_t sign = dtype == DType::f32 ? 0x80000000u : 0x8000u;
     const std::uint32_t infinity = dtype == DType::f32    ? 0x7f800000u
@@ -93,7 +94,7 @@ struct ScoredKeys {
   }
 };
 
-// The positions of queries among the keys: converts positions to intervals of queries.
+// Converts positions of keys to intervals of queries.
 struct QueryClip {
   int seqlen_q = 0;
   int shift = 0;  // position of query 0: Sk - Sq
@@ -105,7 +106,7 @@ struct QueryClip {
         shift(static_cast<int>(args.seqlen_k - args.seqlen_q)),
         causal(args.causal) {}
 
-  // Key `position`, visible to queries at positions below `end`.
+  // The interval of key `position`, which is visible to queries at positions below `end`.
   __device__ KeyInterval until(int position, int end) const {
     const int last = min(max(end - shift, 0), seqlen_q);
     const int first = first_query(position);
@@ -118,10 +119,10 @@ struct QueryClip {
   __device__ int first_query(int position) const { return causal ? max(position - shift, 0) : 0; }
 };
 
-// Bits of a score's code.
+// The number of bits of a score's code.
 inline int score_bits(DType scores) { return scores == DType::f32 ? 32 : 16; }
 
-// One 8-byte store.
+// Stores an interval in 8 bytes at once.
 __device__ inline void store(KeyInterval* to, KeyInterval interval) {
   *reinterpret_cast<int2*>(to) = make_int2(interval.first, interval.last);
 }

@@ -10,16 +10,16 @@
 namespace flash_dmattn::cuda {
 namespace {
 
-// Rows are sorted in batches of this many keys, which bounds the workspace to 16 bytes for each.
-// 8 rows of 524288 keys are one batch.
+// Rows are sorted in batches of this many keys, which limits the workspace to 16 bytes for each key of a batch. 8 rows
+// of 524288 keys are one batch.
 constexpr std::int64_t batch_keys = std::int64_t{1} << 22;
 constexpr std::int64_t batch_rows = 1024;
 
-// The way a selection is computed. Without causality, with a single query, or where the window holds every key,
-// the choice is the same for all queries: global. A few queries behind more keys than the window holds are a chunk.
+// The way in which a selection is computed. It is global, that is, the same for all queries, without causality, with a
+// single query, or if the window has room for every key. A few queries after more keys than the window are a chunk.
 enum class Method : std::uint8_t { none, global, chunk, per_query };
 
-// The rows of a chunk, as clusters select them; without blocks where they cannot.
+// The rows of a chunk, for clusters to select; they have no blocks if clusters cannot select them.
 global::ClusterRows chunk_rows(const SelectionArgs& args) {
   const auto rows = static_cast<int>(args.batch * args.heads);
   const std::int64_t past = args.seqlen_k - args.seqlen_q;
@@ -74,7 +74,7 @@ void validate(const SelectionArgs& args) {
 
 namespace {
 
-// Calls enqueue() for every batch of rows, which it describes in `rows`.
+// Describes every batch of rows in `rows` and calls enqueue().
 template <class Rows, class Enqueue>
 void for_each_batch(Rows& rows, std::int64_t all_rows, const Enqueue& enqueue) {
   const std::int64_t step = rows.rows;
@@ -138,7 +138,7 @@ void select_key_intervals(const SelectionArgs& args, const Execution& execution)
 
 namespace {
 
-// As for a choice of one key, whose intervals are not read.
+// The layout for a selection of one key, whose intervals are not read.
 per_query::Work ordered_rows(const SelectionArgs& args, WorkspaceAllocator& workspace) {
   SelectionArgs of_one = args;
   of_one.window = 1;

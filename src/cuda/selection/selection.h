@@ -7,19 +7,19 @@
 #include "flash_dmattn/selection.h"
 #include "selection/query_tile_lists.h"
 
-// Selection and tile lists on the GPU: the results of the functions of the same names in
-// flash_dmattn/selection.h and cpu/selection/selection.h, from and to device memory. Every call enqueues kernels on
-// execution.stream and returns: nothing is allocated, nothing waits for the device, and all of it
-// can be captured in a CUDA graph. All sizes follow from shapes and TileListArgs::bound. Bad arguments
-// throw InvalidArgument, failures of the CUDA runtime std::runtime_error.
+// Selection and tile lists on the GPU. The results equal those of the functions of the same names in
+// flash_dmattn/selection.h and cpu/selection/selection.h, with arrays in device memory. Every call enqueues kernels on
+// execution.stream and returns. It allocates nothing, does not wait for the device, and can be captured in a CUDA
+// graph. All sizes follow from shapes and TileListArgs::bound. Bad arguments throw InvalidArgument, and failures of the
+// CUDA runtime std::runtime_error.
 namespace flash_dmattn::cuda {
 
 // ---- Selection ----------------------------------------------------------------------------------
 
-// Throws InvalidArgument unless the scores are such as a GPU sorts.
+// Throws InvalidArgument unless a GPU can sort the scores.
 void validate(const SelectionArgs& args);
 
-// Scores f32, bf16 or f16; Sk <= 2^23; `intervals` aligned to 8 bytes.
+// Requires scores in f32, bf16 or f16, Sk <= 2^23, and `intervals` aligned to 8 bytes.
 std::size_t select_workspace_size(const SelectionArgs& args);
 void select_key_intervals(const SelectionArgs& args, const Execution& execution);
 
@@ -28,8 +28,8 @@ std::size_t select_list_workspace_size(const SelectionArgs& args);
 KeyList select_key_list(const SelectionArgs& args, std::int32_t* keys, std::int32_t* count,
                         const Execution& execution);
 
-// The keys of all rows of scores in their order, [batch, heads, Sk], and its inverse: -1 and Sk for keys that
-// are never chosen.
+// Computes the order of the keys of all rows of scores, [batch, heads, Sk], and its inverse, with -1 and Sk for keys
+// that are never chosen.
 std::size_t order_workspace_size(const SelectionArgs& args);
 void order_keys(const SelectionArgs& args, std::int32_t* key_of_rank, std::int32_t* rank_of_key,
                 const Execution& execution);
@@ -42,23 +42,22 @@ void rank_keys(const RankArgs& args, const Execution& execution);
 // The length of a tile's list, a multiple of tile_list_block. The list of tile t of row r begins at
 // (r * tiles + t) * tile_list_capacity.
 //
-// From count up to the next multiple of tile_list_block a list is filled with key 0 (where a KeyList
-// is used as it is, with other keys), so that blocks of keys can be loaded without a test of each index.
+// From count up to the next multiple of tile_list_block a list is filled with key 0 (or with other keys, if a KeyList
+// is used directly), so that blocks of keys can be loaded without a test of each index.
 //
-// Both groups of a list ascend, so n entries of one group are a run of consecutive positions
-// exactly when keys[n - 1] - keys[0] == n - 1: sliding windows and packed documents need no search
-// for runs.
+// Both groups of a list ascend, so n entries of one group are consecutive positions exactly if keys[n - 1] - keys[0] ==
+// n - 1. Sliding windows and packed documents therefore need no search for runs.
 inline constexpr std::int64_t tile_list_block = 128;
 std::int64_t tile_list_capacity(const TileListArgs& args);
 
-// At most 32767 tiles a row.
+// A row has at most 32767 tiles.
 std::size_t tile_lists_workspace_size(const TileListArgs& args);
 
 // If the intervals break the bound, lists lose keys, but nothing outside the buffers is written.
 QueryTileLists build_tile_lists(const TileListArgs& args, const TileListBuffers& buffers,
                                 const Execution& execution);
 
-// The one function here that waits for the device.
+// measure_key_bound is the only function here that waits for the device.
 std::size_t measure_workspace_size(const TileListArgs& args);
 KeyBound measure_key_bound(const TileListArgs& args, const Execution& execution);
 

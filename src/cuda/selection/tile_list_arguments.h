@@ -9,7 +9,7 @@
 
 namespace flash_dmattn::cuda {
 
-// The requirements of build_tile_lists, measure_key_bound and assign_slots on their arguments.
+// Checks the arguments of build_tile_lists, measure_key_bound and assign_slots.
 inline void validate_tile_list_args(const TileListArgs& args) {
   require_length("batch", args.batch);
   require_length("heads", args.heads);

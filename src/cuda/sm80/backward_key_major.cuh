@@ -24,11 +24,11 @@ namespace flash_dmattn::cuda::sm80 {
 // [32 w, 32 w + 32):
 //   dv   S = K q^T,  P = exp2(S - lse)  --P-->  shared memory,  dv += P dout
 //   dk   dP = V dout^T,  shared memory  --P-->  dS = P (dP - delta)  --dS-->  shared memory,  dk += dS q
-// and all of them, a query tile later, dq += dS^T K. While one role computes exponentials, the other multiplies. Two
-// warps with the same keys synchronize on P at a named barrier of their own; the block synchronizes once for each
-// query tile.
+// All warps compute dq += dS^T K one query tile later. While one role computes exponentials, the other multiplies. Two
+// warps with the same keys synchronize on P at their own named barrier; the block synchronizes once for each query
+// tile.
 //
-// `HasDense`: the mask or the bias has a query dimension. `Ordered`: dq is added in a fixed order.
+// With `HasDense`, the mask or the bias has a query dimension. With `Ordered`, dq is added in a fixed order.
 template <class T, int D, bool HasDense, bool Ordered>
 struct KeyMajorBackwardKernel {
   static_assert(
@@ -56,7 +56,7 @@ struct KeyMajorBackwardKernel {
     alignas(1024) std::byte k[KeyRows::bytes];
     alignas(1024) std::byte v[KeyRows::bytes];
     typename Pipeline::Storage queries;
-    // P, from a dv warp to a dk warp, then dS, in the same bytes.
+    // P on its way from a dv warp to a dk warp, and then dS, in the same bytes.
     alignas(1024) std::byte scores[2][Scores::bytes];
     KeyInfoTile<keys> key_info;
     typename Semaphore::Storage semaphore;
@@ -85,8 +85,8 @@ struct KeyMajorBackwardKernel {
   // A query tile whose dS is not yet added to dq.
   struct Visit {
     QueryTilePosition at;
-    std::int64_t index;  // among the tiles of p.dq_accum: its order index, too
-    bool last_head;      // of the heads whose tiles of the same queries are visited in sequence
+    std::int64_t index;  // number among the tiles of p.dq_accum, also its order index
+    bool last_head;  // last of the heads whose tiles of the same queries are visited in sequence
   };
 
   struct Mainloop {
@@ -101,7 +101,7 @@ struct KeyMajorBackwardKernel {
       clear(accum);
     }
 
-    // The query tiles of some heads. A tile's dS is added to dq and to a dense dbias during the next tile.
+    // Visits the query tiles of some heads. A tile's dS is added to dq and to a dense dbias during the next tile.
     __device__ void visit(int first_head, int heads) {
       load_keys(first_head);
       const QueryBounds bounds(shared.key_info);
@@ -141,7 +141,7 @@ struct KeyMajorBackwardKernel {
                                      [&](int m, int h) { return warp.key_of(m, h); });
     }
 
-    // dv over the rows of V, or dk over those of K, and from there to memory.
+    // Stores dv over the rows of V, or dk over the rows of K, and from there to memory.
     __device__ void store() {
       const bool is_dv = warp.role == WarpRole::dv;
       const OutputRows& to = is_dv ? p.dv : p.dk;
@@ -161,7 +161,7 @@ struct KeyMajorBackwardKernel {
 
     // ---- Steps ----
 
-    // K, V and the key info of the block's keys.
+    // Loads K, V and the key info of the block's keys.
     __device__ void load_keys(int head) {
       __syncthreads();  // all warps are done with the previous heads
       const auto key = [&](int r) { return tile.key + KeyOrder::key(r); };
@@ -183,7 +183,7 @@ struct KeyMajorBackwardKernel {
       __syncthreads();
     }
 
-    // inf and NaN in keys that no query sees would be multiplied by the zeros of dS.
+    // Clears keys that no query sees, whose inf and NaN would be multiplied by the zeros of dS.
     __device__ void clear_unseen_keys() {
       cp_async_wait_all();
       __syncthreads();
@@ -196,14 +196,14 @@ struct KeyMajorBackwardKernel {
       }
     }
 
-    // The pipeline's next tile becomes tile n. By the dv warps, after P is in shared memory: the dk warps have more
-    // work.
+    // Starts the copy of the pipeline's next tile, which becomes tile n. The dv warps call it after P is in shared
+    // memory, because the dk warps have more work.
     __device__ void load_queries(const Pipeline& queries, int n) {
       queries.load(n);
       if constexpr (HasDense) warp.dense_scores.load_mask(queries.tiles().at());
     }
 
-    // Replaces elements of q and dout that are not finite by 0.
+    // Replaces non-finite elements of q and dout by 0.
     __device__ void clean_queries(const Pipeline& queries, int n) {
       if ((warp.flags & (dout_not_finite | q_not_finite)) == 0) return;
       const Block block = Block::of_block();
@@ -214,7 +214,7 @@ struct KeyMajorBackwardKernel {
       __syncthreads();
     }
 
-    // Computes a query tile and copies the next one. Both roles make the same two products, of different tiles.
+    // Computes a query tile and copies the next. Both roles compute the same two products of different tiles.
     __device__ void compute(const Pipeline& queries, int n, QueryTilePosition at,
                             const QueryBounds& bounds) {
       const bool is_dv = warp.role == WarpRole::dv;
@@ -252,7 +252,7 @@ struct KeyMajorBackwardKernel {
       }
     }
 
-    // Zeros in a dense dbias for the tiles that are skipped between tile `number` and the current one.
+    // Stores zeros to a dense dbias for the tiles that are skipped between tile `number` and the current tile.
     __device__ void clear_skipped(const Iterator& tiles, int first_head, int heads,
                                   int number) const {
       if constexpr (HasDense) {
@@ -261,7 +261,7 @@ struct KeyMajorBackwardKernel {
       }
     }
 
-    // Among the tiles of p.dq_accum.
+    // The number of a query tile among the tiles of p.dq_accum.
     __device__ std::int64_t dq_tile(QueryTilePosition at) const {
       return (static_cast<std::int64_t>(tile.batch) * p.shape.heads_q + at.head) *
                  ceil_div(p.shape.seqlen_q, rows) +
@@ -271,7 +271,7 @@ struct KeyMajorBackwardKernel {
     const Params& p;
     SharedStorage& shared;
     const KeyTile tile;
-    const Semaphore semaphore;  // of the additions to dq
+    const Semaphore semaphore;  // orders the additions to dq
     Warp warp;
     Accumulator<warp_keys, D> accum;  // dv or dk
     std::conditional_t<HasDense, DenseBiasGradient<T, D>, Empty> dense_gradient;

@@ -16,7 +16,7 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// lse and delta of the rows of a lane's score accumulators, from query `warp_row` on.
+// lse and delta of the rows of a lane's score accumulators, which begin at query `warp_row`.
 template <int M16>
 struct QueryRowValues {
   float lse_log2[M16][2];
@@ -40,10 +40,10 @@ struct QueryRowValues {
   }
 };
 
-// The query-major backward. A block holds a tile of queries of one head and visits the key tiles that the forward
+// The query-major backward. A block owns a tile of queries of one head and visits the key tiles that the forward
 // visited. dq stays in accumulators. A key tile's rows of dk and dv are summed over the block's queries and added to
-// fp32 sums in memory, over the heads of a group and the query tiles.
-// `HasDense`: the mask or the bias has a query dimension. `Ordered`: additions are made in a fixed order.
+// fp32 sums in memory, over the heads of a group and the query tiles. With `HasDense`, the mask or the bias has a query
+// dimension. With `Ordered`, additions have a fixed order.
 template <class T, int D, BackwardPolicy P, bool HasDense, bool Ordered>
 struct QueryMajorBackwardKernel {
   using Params = QueryMajorParams;
@@ -74,7 +74,7 @@ struct QueryMajorBackwardKernel {
   }
 
  private:
-  // The tiles that the warps split: S and dS, dk and dv, dq.
+  // The tiles that the warps divide: S and dS, dk and dv, dq.
   using ScoreTile = WarpTile<P.warps, P.rows, P.keys, P.score_warps>;
   using DkvTile = WarpTile<P.warps, P.keys, D, P.key_warps>;
   using DqTile = WarpTile<P.warps, P.rows, D, P.query_warps>;
@@ -159,7 +159,7 @@ struct QueryMajorBackwardKernel {
       copy(p.dout, shared.dout);
     }
 
-    // Replaces elements of q and dout that are not finite by 0.
+    // Replaces non-finite elements of q and dout by 0.
     __device__ void clean_queries(Block block, std::uint32_t flags) const {
       if ((flags & dout_not_finite) != 0)
         clear_non_finite<T, QueryRows>(block, shared_address(shared.dout));
@@ -167,8 +167,8 @@ struct QueryMajorBackwardKernel {
         clear_non_finite<T, QueryRows>(block, shared_address(shared.q));
     }
 
-    // Whether the keys that the block visits can be its order indices: the full and the partial keys of a list each
-    // ascend, but not together.
+    // Whether the keys that the block visits can be its order indices. The full and the partial keys of a list ascend
+    // separately, but not together.
     __device__ bool has_ascending_keys() const {
       if (p.tile_lists.keys == nullptr) return true;
       const std::int64_t list = tile.batch * p.tile_lists.stride_batch +
@@ -179,7 +179,7 @@ struct QueryMajorBackwardKernel {
       return full == 0 || full == p.tile_lists.count[list] || keys[full - 1] < keys[full];
     }
 
-    // P of a key tile, to shared memory too, and the slope of a softcap.
+    // Computes P of a key tile, also in shared memory, and the slope of a softcap.
     __device__ void compute_p(const Pipeline& kv, int n, const RowValues& rows, std::uint32_t flags,
                               ScoreAccumulators& x, ScoreAccumulators& slopes) const {
       clear(x);
@@ -187,7 +187,7 @@ struct QueryMajorBackwardKernel {
                      OperandB<KeyRows, Major::k>(kv.k_tile(n), ScoreTile::column()));
       shape_scores(p.score, x);
       if (has_softcap()) {
-        // At least 0; 0 instead of NaN, which would be multiplied by the zeros of dS.
+        // The slope is at least 0, and 0 instead of NaN, which the zeros of dS would be multiplied by.
         for_each_element(x, [&](float& tanh, int m, int k, int e) {
           slopes[m][k][e] = __saturatef(fmaf(-tanh, tanh, 1.0f));
         });
@@ -198,7 +198,7 @@ struct QueryMajorBackwardKernel {
                        [](float a, float b, int, int) { return pack<T>(a, b); });
     }
 
-    // Biases, and -inf where masked.
+    // Adds biases, and sets scores to -inf where masked.
     __device__ void finish_scores(const Pipeline& kv, int n, ScoreAccumulators& x) const {
       const auto& key_info = kv.key_info(n);
       const bool partial = (kv.state(n) & key_info.partial) != 0;
@@ -212,8 +212,8 @@ struct QueryMajorBackwardKernel {
       if (partial) mask_columns(key_info, position, x);
     }
 
-    // P of scores, by the same instructions in the same order as in the forward, so that s and lse are consistent. It
-    // is at most 1; NaN, from a score that overflowed far below the maximum, becomes 0.
+    // Computes P by the same instructions in the same order as the forward, so that s and lse are consistent. P is at
+    // most 1, and NaN, from a score that overflowed far below the maximum, becomes 0.
     __device__ void exponentiate(const Pipeline& kv, int n, const RowValues& rows,
                                  std::uint32_t flags, ScoreAccumulators& x) const {
       if ((flags & lse_has_low) != 0) {
@@ -234,7 +234,7 @@ struct QueryMajorBackwardKernel {
       for_each_element(x, [&](float& s, int, int, int) { s = __saturatef(s); });
     }
 
-    // dS = P (dP - delta), 0 where P is 0 even if dP is not finite.
+    // Computes dS = P (dP - delta), which is 0 where P is 0, even if dP is not finite.
     __device__ void compute_ds(const Pipeline& kv, int n, const RowValues& rows,
                                const ScoreAccumulators& probabilities,
                                ScoreAccumulators& ds) const {
@@ -248,7 +248,7 @@ struct QueryMajorBackwardKernel {
       });
     }
 
-    // The derivative by scale q . k, to shared memory.
+    // Stores the derivative with respect to scale q . k to shared memory.
     __device__ void store_ds(const ScoreAccumulators& slopes, ScoreAccumulators& ds) const {
       if (has_softcap())
         for_each_element(ds, [&](float& x, int m, int k, int e) { x *= slopes[m][k][e]; });

@@ -4,8 +4,8 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// A tile of 16-bit biases in shared memory, [Rows][N], as lines of 128 bytes that begin at multiples of 128:
-// one row of 64 keys or two of 32. Chunks of 16 bytes that lanes read at the same time lie in different banks:
+// A tile of 16-bit biases in shared memory, [Rows][N], as lines of 128 bytes that begin at multiples of 128. A line has
+// one row of 64 keys or two of 32. Chunks of 16 bytes that lanes read at the same time are in different banks:
 //   8 lanes, 16 bytes each: half of each of two rows of 64, or two rows of 32
 //   16 lanes, 8 bytes each: a quarter of each of four lines
 template <int Rows, int N>

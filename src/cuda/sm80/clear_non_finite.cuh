@@ -15,7 +15,7 @@ __device__ inline void clear_non_finite(Group group, std::uint32_t tile) {
     if ((two >> 16 & exponent) == exponent) two &= 0x0000ffffu;
     return two;
   };
-#pragma unroll 1  // rare: code size matters more than time
+#pragma unroll 1  // rare, so code size matters more than time
   for (int i = group.rank; i < Tile::bytes / 16; i += Group::size) {
     const std::uint32_t address = tile + static_cast<std::uint32_t>(i) * 16;
     const uint4 value = load_shared_16(address);

@@ -8,10 +8,10 @@
 namespace flash_dmattn::cuda::sm80 {
 
 // The gradient of a dense bias, from the dS of a block in shared memory, [128 keys in LaneContiguous<4> order] [64
-// queries]; each of 4 warps takes 16 queries, a lane 8 neighbouring keys of two of them in every 32. Every element is
-// written once: dS of a visited tile, or the sum of dS of the heads that share the bias, when it is complete; zeros
-// for tiles that are skipped. Two heads are summed in 16 bits, which rounds no more often than a sum in fp32 that is
-// then stored. If more dS share an element, they are added in fp32 in memory.
+// queries]. Each of 4 warps takes 16 queries, and a lane takes 8 neighbouring keys of two of them in every 32. Every
+// element is written once: dS of a visited tile, the completed sum of dS of the heads that share the bias, or zero for
+// skipped tiles. Two heads are summed in 16 bits, which rounds no more often than a sum in fp32 that is then stored. If
+// more dS share an element, they are added in fp32 in memory.
 template <class T, int D>
 class DenseBiasGradient {
  public:
@@ -19,13 +19,13 @@ class DenseBiasGradient {
   static constexpr int keys = 128;
   static constexpr bool can_sum = sums_dense_dbias(D);
 
-  // `warp`: of four.
+  // `warp` is the number of the warp, in [0, 4).
   __device__ DenseBiasGradient(const KeyMajorParams& p, const KeyTile& tile, int warp)
       : p_(p), tile_(tile), lane_(lane_id()), warp_(warp) {}
 
   __device__ bool wanted() const { return p_.dbias.data != nullptr && p_.dbias.dense; }
 
-  // Adds dS of a tile, a SharedTile<keys, rows>. `last`: of the heads that share the bias.
+  // Adds dS of a tile, a SharedTile<keys, rows>. `last` means the last of the heads that share the bias.
   __device__ void add(QueryTilePosition at, std::uint32_t ds, bool last) {
     if constexpr (can_sum) {
       if (sums() && !last) {
@@ -57,8 +57,8 @@ class DenseBiasGradient {
     has_first_head_ = false;
   }
 
-  // Stores zeros for the tiles of `heads` heads that are skipped after tile `number` and before tile `next`. By all
-  // four warps.
+  // Stores zeros for the tiles of `heads` heads that are skipped after tile `number` and before tile `next`. Called by
+  // all four warps.
   __device__ void clear(int first_head, int heads, int number, int next) const {
     if (p_.dbias_accumulates || next <= number + 1) return;
     const int together = shared_by_group() ? heads : 1;
@@ -98,7 +98,7 @@ class DenseBiasGradient {
     }
   }
 
-  // Of the lane's query and its eight keys: word b has keys b and 4 + b.
+  // Loads dS of the lane's query and eight keys: word b has keys b and 4 + b.
   __device__ void load(std::uint32_t (&block)[4], std::uint32_t ds, int half, int i) const {
     ldmatrix_x4_trans(block, ds + SharedTile<keys, rows>::offset(32 * i + lane_, 2 * warp_ + half));
   }
@@ -118,7 +118,7 @@ class DenseBiasGradient {
             __byte_perm(block[0], block[1], 0x7632), __byte_perm(block[2], block[3], 0x7632)};
   }
 
-  // The first `count` elements, a multiple of four.
+  // Writes the first `count` elements, a multiple of four.
   __device__ void write(std::int64_t index, uint4 eight, int count) const {
     std::byte* const to = p_.dbias.data + 2 * index;
     if (count >= 8 && p_.dbias.aligned_16B) {
@@ -144,7 +144,7 @@ class DenseBiasGradient {
   KeyTile tile_;
   int lane_;
   int warp_;
-  // dS of the first of two heads, until dS of the second is computed.
+  // dS of the first of two heads, kept until dS of the second is computed.
   std::uint32_t first_head_[2][can_sum ? keys / 32 : 1][4];
   bool has_first_head_ = false;
 };

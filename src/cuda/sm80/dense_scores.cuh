@@ -9,17 +9,17 @@
 // Masks and biases with a query dimension for kernels whose scores are transposed, [keys, queries].
 namespace flash_dmattn::cuda::sm80 {
 
-// A dense mask and a dense bias in the scores of a warp, 32 keys x 64 queries in LaneContiguous<4> order: a lane
-// has four neighbouring keys, and queries 8 n + 2 (l % 4) + {0, 1} of a tile. Elements of a bias are aligned by
-// fours, the number of keys is a multiple of four.
+// Applies a dense mask and a dense bias to the scores of a warp, 32 keys x 64 queries in LaneContiguous<4> order. A
+// lane has four neighbouring keys, and queries 8 n + 2 (l % 4) + {0, 1} of a tile. Elements of a bias are aligned by
+// fours, and the number of keys is a multiple of four.
 template <class T>
 class DenseScores {
  public:
   static constexpr int n8 = 8;
-  using Bias = BiasTile<8 * n8, 32>;  // [queries][keys] of a warp
+  using Bias = BiasTile<8 * n8, 32>;  // a warp's [queries][keys]
   using Scores = float[2][n8][4];
 
-  // `first_key`: the first of the lane's warp.
+  // `first_key` is the first key of the lane's warp.
   __device__ DenseScores(const ScoreParams& score, const Shape& shape, const KeyTile& tile,
                          int first_key)
       : score_(score),
@@ -29,8 +29,8 @@ class DenseScores {
         warp_key_(first_key),
         query_(lane_ % 4 * 2) {}
 
-  // Loads the mask of the tile that is computed next: a lane holds the bits of queries l and l + 32 and the
-  // warp's 32 keys.
+  // Loads the mask of the tile that is computed next. A lane has the bits of queries l and l + 32 for the warp's 32
+  // keys.
   __device__ void load_mask(QueryTilePosition at) {
     if (!at.masked) return;
     const int word = (warp_key_ - tile_.key) / PackedMask::side;
@@ -69,7 +69,7 @@ class DenseScores {
     }
   }
 
-  // x = scale x + bias (x without a dense bias), -inf where masked. The bias is in shared memory at `bias`, whose
+  // x = scale x + bias (or x without a dense bias), -inf where masked. The bias is in shared memory at `bias`, whose
   // bytes are free afterwards.
   __device__ void apply(QueryTilePosition at, std::uint32_t bias, Scores& x) const {
     if (score_.bias.dense) {
@@ -91,7 +91,7 @@ class DenseScores {
     return score_.bias.begin(tile_.batch, at.head, tile_.kv_head) + at.row * score_.bias.query;
   }
 
-  // Row 0 of a tile in the first of the block's two words.
+  // The address of row 0 of a tile in the first of the block's two words.
   __device__ const std::uint64_t* mask_tile(QueryTilePosition at) const {
     const PackedMask& mask = score_.packed_mask;
     const int row_tiles = ceil_div(shape_.seqlen_q, PackedMask::side);
@@ -101,7 +101,7 @@ class DenseScores {
     return mask.bits + tile * PackedMask::side;
   }
 
-  // Of block n of columns.
+  // Adds the bias of block n of columns.
   __device__ void add_bias(std::uint32_t bias, std::uint32_t mask_values, int n, Scores& x) const {
     const float factor = score_.dense_factor;
     const std::uint32_t from = bias + Bias::offset(query_, lane_ / 8) + lane_ / 4 % 2 * 8;

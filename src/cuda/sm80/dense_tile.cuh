@@ -8,10 +8,10 @@
 #include "cuda/common/tile_copy.cuh"
 #include "cuda/sm80/bias_tile.cuh"
 
-// Dense masks and biases through shared memory: the mask packed, the bias aligned_16B.
+// Dense masks and biases in shared memory. The mask is packed, and the bias aligned_16B.
 namespace flash_dmattn::cuda::sm80 {
 
-// The packed mask of Rows queries in shared memory: of each the bits of 64 keys.
+// The packed mask of Rows queries in shared memory, with the bits of 64 keys for each query.
 template <int Rows>
 struct MaskTile {
   static constexpr int row_bytes = 8;
@@ -24,10 +24,10 @@ class DenseTileLoader {
  public:
   struct Storage {
     alignas(128) std::byte bias[BiasTile<Rows, N>::bytes];
-    alignas(128) std::byte mask[MaskTile<Rows>::bytes];  // of the 64 keys that include the tile's
+    alignas(128) std::byte mask[MaskTile<Rows>::bytes];  // 64 keys that include the tile's keys
   };
 
-  // For queries [tile.row, row_end).
+  // Loads data of queries [tile.row, row_end).
   __device__ DenseTileLoader(Group group, const ScoreParams& score, int seqlen_q,
                              const QueryTile& tile, int row_end)
       : score_(score), rows_(row_end - tile.row) {
@@ -43,7 +43,7 @@ class DenseTileLoader {
     mask_ = mask.bits + row_tile * mask.words * PackedMask::side + row % PackedMask::side;
   }
 
-  // Starts the copies. `size` keys exist; if `unmasked` the mask is not read.
+  // Starts the copies. `size` keys exist. If `unmasked`, the mask is not read.
   __device__ void load(Group group, Storage& to, int first, int size, bool unmasked) const {
     if (score_.bias.dense) load_bias(group, shared_address(to.bias), first, size);
     if (!unmasked && size > 0) load_mask(group, shared_address(to.mask), first);
@@ -94,25 +94,25 @@ class DenseTileLoader {
   const std::uint64_t* mask_;  // this thread's rows, at key 0
 };
 
-// The effect of a tile's mask and bias on a warp's scores, M16 x 16 rows x N keys in LaneContiguous<8>
-// order: of each query of a lane and 32 keys a byte of the mask and 16 bytes of the bias, which are read
-// once for both heads of an Order of two.
+// Applies a tile's mask and bias to a warp's scores, M16 x 16 rows x N keys in LaneContiguous<8> order. A lane reads a
+// byte of the mask and 16 bytes of the bias for each of its queries and 32 keys, once for both heads of an Order of
+// two.
 template <class T, int M16, int N, class Order>
 class DenseTile {
  public:
   using Scores = float[M16][N / 8][4];
 
-  // `first_key`: of the tile; `first_query`: of the warp in the tile.
+  // `first_key` is the first key of the tile, and `first_query` the warp's first query in the tile.
   template <class Storage>
   __device__ DenseTile(const Storage& storage, int first_key, int first_query) {
     const int query = first_query + lane_id() / 4;
-    const int eight = lane_id() % 4;  // of eight keys
+    const int eight = lane_id() % 4;  // number of the lane's eight keys
     bias_ = shared_address(storage.bias) + Bias::offset(query, eight);
     mask_ = shared_address(storage.mask) + static_cast<std::uint32_t>(query * mask_row_bytes) +
             static_cast<std::uint32_t>(first_key % PackedMask::side / 8 + eight);
   }
 
-  // x = factor x + bias; -inf where the bias masks, and where the mask does if the tile is `Masked`.
+  // x = factor x + bias, or -inf where the bias masks or, if the tile is `Masked`, where the mask masks.
   template <bool Masked>
   __device__ void add_bias(float factor, std::uint32_t mask_values, Scores& x) const {
     for_each_eight([&](int r, int j) {
@@ -133,7 +133,7 @@ class DenseTile {
     });
   }
 
-  // -inf where masked.
+  // Sets scores to -inf where masked.
   __device__ void mask(Scores& x) const {
     for_each_eight([&](int r, int j) {
       const std::uint32_t bits = load_bits(r, j);
@@ -148,13 +148,13 @@ class DenseTile {
   }
 
  private:
-  static constexpr int queries = 2 * M16 / Order::heads;  // of a lane, 8 apart
+  static constexpr int queries = 2 * M16 / Order::heads;  // queries of a lane, 8 apart
   static constexpr int words = N / 32;
   static_assert(words <= 2);
   using Bias = BiasTile<8 * queries, N>;
   static constexpr int mask_row_bytes = MaskTile<8 * queries>::row_bytes;
 
-  // Of the lane's query r, the eight of its keys [32 j, 32 j + 32).
+  // Loads the bits of the lane's query r and of its eight keys among [32 j, 32 j + 32).
   __device__ std::uint32_t load_bits(int r, int j) const {
     return load_shared_1(mask_ + static_cast<std::uint32_t>(r * 8 * mask_row_bytes + 4 * j));
   }

@@ -6,12 +6,12 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// Adds to the rows of dk and dv in memory that belong to a key tile of the query-major backward. It holds the offsets
-// of the rows of a lane's accumulators. WarpTile: the warp's part of [keys, D].
+// Adds to the rows of dk and dv in memory that belong to a key tile of the query-major backward. It has the offsets of
+// the rows of a lane's accumulators. WarpTile is the warp's part of [keys, D].
 template <class T, int D, class WarpTile, class Scores, class QueryRows>
 class DkvAccumulator {
  public:
-  // key_of(r): the key of row r of the tile, whose first `size` keys exist.
+  // key_of(r) returns the key of row r of the tile, whose first `size` keys exist.
   template <class KeyOf>
   __device__ DkvAccumulator(const QueryMajorParams& p, const QueryTile& tile, int size,
                             const KeyOf& key_of)
@@ -32,7 +32,7 @@ class DkvAccumulator {
     }
   }
 
-  // Adds left^T right to `sums`, of shared tiles [queries, keys] and [queries, D]; nothing if sums is null.
+  // Adds left^T right, of shared tiles [queries, keys] and [queries, D], to `sums`; does nothing if `sums` is null.
   __device__ void add(float* sums, std::uint32_t left, std::uint32_t right) const {
     if (sums == nullptr) return;
     typename WarpTile::Accumulators c;
@@ -45,8 +45,8 @@ class DkvAccumulator {
  private:
   static constexpr int m16 = WarpTile::m / 16;
 
-  // Full: all rows and columns exist. Without branches the moves that prepare the operands of one addition do not wait
-  // until the previous addition has read its operands.
+  // With `Full`, all rows and columns exist. Without branches, the moves that prepare the operands of one addition do
+  // not wait until the previous addition has read its operands.
   template <bool Full>
   __device__ void reduce(float* sums, const typename WarpTile::Accumulators& c) const {
 #pragma unroll

@@ -6,13 +6,13 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// dq_tile += dS^T K in memory, for a query tile and the keys of a block of 8 warps. `ds` and `k`: shared
-// tiles [keys, queries] and [keys, D].
+// Adds dS^T K to dq_tile in memory, for a query tile and the keys of a block of 8 warps. `ds` and `k` are shared tiles
+// [keys, queries] and [keys, D].
 template <class T, int D, class Scores, class KeyRows, int Ahead>
 __device__ inline void accumulate_dq(float* dq_tile, std::uint32_t ds, std::uint32_t k,
                                      int head_dim) {
   using Layout = DqAccumLayout<D>;
-  // The test of each column block costs 4 % at D 64; without it padded columns add zeros.
+  // The test of each column block costs 4 % at D 64. Without it, padded columns add zeros.
   constexpr bool skips_padding = D > 64;
   Accumulator<Layout::warp_rows, Layout::warp_columns> dq;
   clear(dq);

@@ -10,7 +10,7 @@
 #include "cuda/sm80/workspace.h"
 #include "family_table.h"
 
-// The family for every GPU since Ampere: mma.sync on tiles that cp.async brings to shared memory.
+// The family for every GPU since Ampere. It multiplies by mma.sync tiles that cp.async copies to shared memory.
 namespace flash_dmattn::cuda::sm80 {
 namespace {
 
@@ -140,7 +140,8 @@ void run_query_major(const BackwardArgs& args, const BackwardChoice& choice,
   if (args.dv.data != nullptr) params.dv_accum = zeroed.dv_accum;
   dispatch(choice, [&]<class T, int D, SharedClass S>() {
     launch_backward<T, D, S>(choice, params, stream);
-    store_rows<T>(params.shape, zeroed.dk_accum, args.dk, p.scale, params.saturate, stream);
+    store_rows<T>(params.shape, zeroed.dk_accum, args.dk, params.score.scale, params.saturate,
+                  stream);
     store_rows<T>(params.shape, zeroed.dv_accum, args.dv, 1, params.saturate, stream);
   });
 }
@@ -194,7 +195,7 @@ void backward(const BackwardArgs& args, const DeviceProperties& device,
     store_dbias(args, workspace.zeroed.dbias_accum, stream);
 }
 
-// Enough for any set of gradients and any alignment of dbias.
+// The workspace suffices for any set of gradients and any alignment of dbias.
 std::size_t backward_workspace_size(const BackwardArgs& args, const DeviceProperties& device) {
   const bool lists = has_lists(args);
   const auto bytes = [&](bool aligned) {

@@ -9,8 +9,8 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// A block computes a tile of queries of one head, or of two; each warp owns warp_rows of its rows, all columns of
-// the score tile and of the output, so that the softmax stays inside a warp. `Scores`: a policy of
+// A block computes a tile of queries of one head or of two heads. Each warp owns warp_rows of the rows, with all
+// columns of the score tile and of the output, so that the softmax stays within a warp. `Scores` is a policy of
 // forward_scores.cuh.
 template <class T, int D, ForwardPolicy P, class Scores>
 struct ForwardKernel {

@@ -8,7 +8,7 @@
 #include "cuda/common/tile_copy.cuh"
 #include "cuda/sm80/tile.cuh"
 
-// P V and the epilogue of the forward kernels.
+// The product P V and the epilogue of the forward kernels.
 namespace flash_dmattn::cuda::sm80 {
 
 // out += weights V.
@@ -51,7 +51,7 @@ __device__ inline void store_normalized(const ForwardParams& p, const QueryTile&
 #pragma unroll
     for (int h = 0; h < 2; ++h) inverse[m][h] = softmax.sum[m][h] > 0 ? 1 / softmax.sum[m][h] : 0;
   }
-  // A warp's rows of q are its own: they can be overwritten without a barrier.
+  // No other warp reads a warp's rows of q, so they can be overwritten without a barrier.
   __syncwarp();
   copy_r2s<QueryRows>(out, q_tile, warp_row, 0, [&](float x, float y, int m, int h) {
     return pack_output<T>(x * inverse[m][h], y * inverse[m][h], p.saturate);
@@ -67,7 +67,7 @@ __device__ inline void store_normalized(const ForwardParams& p, const QueryTile&
 }
 
 // Stores the output and lse of a warp's rows; `tile` has the first of their heads. Rows that overflow fp32 are
-// recomputed in double. The tile of q is overwritten: the block has waited for all copies to it.
+// recomputed in double. It overwrites the tile of q, as the block has waited for all copies to it.
 template <class QueryRows, int WarpRows, int D, bool HasDense, class Order = RowOrder<1>, class T>
 __device__ inline void store_output(const ForwardParams& p, const QueryTile& tile, int row_end,
                                     int warp_row, std::uint32_t q_tile, float factor,
@@ -83,7 +83,8 @@ __device__ inline void store_output(const ForwardParams& p, const QueryTile& til
       const float largest = largest_in_row(out, m, h);
       const bool ordinary = sum > 0 && isfinite(sum) && isfinite(largest) &&
                             fabsf(softmax.max[m][h] * factor) < 1e38f;
-      const int block_row = warp_row + 16 * m + 8 * h;  // of the tile, and of 8 lanes in fours
+      const int block_row =
+          warp_row + 16 * m + 8 * h;  // first of 8 rows of the tile, with four lanes each
       const QueryHead head{tile.batch, tile.head + Order::head(block_row), tile.kv_head};
       const int first_row = tile.row + Order::query(block_row);
       const int row = first_row + lane / 4;

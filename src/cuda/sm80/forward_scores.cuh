@@ -5,12 +5,12 @@
 #include "cuda/sm80/dense_tile.cuh"
 #include "cuda/sm80/kv_pipeline.cuh"
 
-// Score policies: how a forward kernel computes scores from the products q . k of a key tile. A policy has the source
-// of the keys, the iterator over visited tiles, the order of rows and keys in a fragment, and data that is loaded to
-// shared memory with the keys (Extra of KvPipeline).
+// Score policies define how a forward kernel computes scores from the products q . k of a key tile. A policy defines
+// the source of the keys, the iterator over visited tiles, the order of rows and keys in a fragment, and data that is
+// loaded to shared memory with the keys (Extra of KvPipeline).
 namespace flash_dmattn::cuda::sm80 {
 
-// Rows and keys in order; only keys are loaded.
+// Rows and keys are in order, and only keys are loaded.
 struct KeysAlone {
   using RowOrder = cuda::RowOrder<1>;
   using KeyOrder = InOrder;
@@ -79,9 +79,9 @@ struct ElementScores : KeysAlone, NonEmptyByMask {
   }
 };
 
-// A dense mask or bias without a tile list: both are loaded to shared memory with the keys, the mask packed, the bias
-// aligned_16B; tiles that are empty in the mask are skipped. `Heads`: a block's rows are of one head or of two
-// that have the same mask, ranks and bias.
+// A dense mask or bias without a tile list. Both are loaded to shared memory with the keys; the mask is packed, and the
+// bias aligned_16B. Tiles that are empty in the mask are skipped. A block's rows belong to `Heads` heads, one head or
+// two that have the same mask, ranks and bias.
 template <int Heads>
 struct TileScores : NonEmptyByMask {
   static constexpr KvSource source = KvSource::consecutive;

@@ -122,7 +122,7 @@ ForwardChoice choose_forward(const Problem& p, const ForwardParams& params, Shar
   }
   const bool by_tiles = !has_lists && score.form != ScoreForm::capped &&
                         (!score.bias.dense || score.bias.aligned_16B);
-  // A packed mask differs between heads whose ranks do.
+  // The packed masks of heads differ if their ranks differ.
   const bool heads_share =
       score.mask.head_q == 0 && score.packed_mask.head_q == 0 && score.bias.head_q == 0;
   const bool in_twos = p.heads_kv > 0 && p.heads_q / p.heads_kv % 2 == 0;
@@ -137,8 +137,8 @@ BackwardChoice choose_backward(const Problem& p, const BackwardTraits& traits, S
                         BackwardLoop::query_major, p.deterministic};
   const bool dense_bias = is_dense(p.bias_shape);
   const bool dense = has_dense_mask(p) || dense_bias;
-  // With a softcap the warps of dk would need its slope besides P. Additions to the gradient of a dense bias have no
-  // fixed order here.
+  // With a softcap, the dk warps would need its slope in addition to P. Additions to the gradient of a dense bias have
+  // no fixed order here.
   const bool bias_fits =
       !dense_bias || (traits.dbias_aligned && p.bias_shape[3] > 1 && size_of(p.bias_dtype) == 2);
   if (p.softcap <= 0 && !traits.has_lists && (!dense || (p.seqlen_k % 4 == 0 && bias_fits))) {

@@ -9,14 +9,14 @@
 #include "cuda/sm80/policy.h"
 #include "flash_dmattn/attention.h"
 
-// Which kernel of the family runs, as a value. It is chosen once in a call and dispatched on; printed, it is
-// the kernel's name. The values for which `exists` holds are the kernels that are compiled.
+// The kernel of the family that runs, as a value. A call chooses it once and dispatches on it; printed, it is the
+// kernel's name. The kernels that are compiled are the values for which `exists` is true.
 namespace flash_dmattn::cuda::sm80 {
 
 enum class ForwardLoop : std::uint8_t {
   key_range,          // all keys between the first and the last that a query tile sees
   key_list,           // the keys of the query tile's list
-  dense_elementwise,  // either, with a dense mask or bias that is read element by element
+  dense_elementwise,  // the keys of either, with a dense mask or bias that is read element by element
   dense,              // key_range, with tiles of the dense mask and bias in shared memory
   dense_two_heads,    // the same for two heads of a group that share them
 };
@@ -48,7 +48,7 @@ struct BackwardChoice {
   int head_dim = 0;
   SharedClass shared = SharedClass::kb163;
   BackwardLoop loop = BackwardLoop::query_major;
-  bool ordered = false;  // blocks add in the order of a semaphore, where the call has one
+  bool ordered = false;  // blocks add in the order of a semaphore, if the call has one
 };
 
 constexpr bool exists(const BackwardChoice& c) {
@@ -57,16 +57,16 @@ constexpr bool exists(const BackwardChoice& c) {
     case BackwardLoop::key_major_dense:
       return has_key_major_backward(c.head_dim, c.shared) && !c.ordered;
     case BackwardLoop::query_major: return true;
-    case BackwardLoop::query_major_dense: return c.ordered;  // one kernel serves both
+    case BackwardLoop::query_major_dense: return c.ordered;  // one kernel covers both
   }
   return false;
 }
 
-// "sm80 forward bf16 d128 key_list 163KB"
+// The name of a choice, such as "sm80 forward bf16 d128 key_list 163KB".
 std::string name(const ForwardChoice& choice);
 std::string name(const BackwardChoice& choice);
 
-// Why no kernel of the family computes the problem; "" when some do.
+// The reason why no kernel of the family computes the problem; "" if some kernel does.
 std::string decline(const Problem& p);
 
 SharedClass shared_class(const DeviceProperties& device);
@@ -74,10 +74,10 @@ SharedClass shared_class(const DeviceProperties& device);
 // Whether the build has kernels for GPUs with this much shared memory.
 bool is_compiled(SharedClass shared);
 
-// The largest head-dim bucket of which the family sm90 takes every forward.
+// The largest head-dim bucket for which the family sm90 takes every forward.
 inline constexpr int most_sm90_forward = 128;
 
-// Whether the build has no such forward for a GPU, as the family sm90 computes it.
+// Whether the build omits these forwards for a GPU because the family sm90 computes them.
 bool leaves_forward(const DeviceProperties& device);
 
 // All kernels of the build for a GPU with this much shared memory.
@@ -86,7 +86,7 @@ std::vector<BackwardChoice> backward_choices(SharedClass shared);
 
 ForwardChoice choose_forward(const Problem& p, const ForwardParams& params, SharedClass shared);
 
-// Facts that a backward choice depends on beside the problem.
+// The facts that a backward choice depends on in addition to the problem.
 struct BackwardTraits {
   bool has_lists = false;
   bool dbias_aligned =

@@ -6,18 +6,18 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// The gradient of a key bias in the key-major backward: dS of the lane's keys, rows 16 m + 8 h + l / 4 of
-// its operands [keys, queries], summed over all queries of a block.
+// The gradient of a key bias in the key-major backward. It sums dS of the lane's keys, rows 16 m + 8 h + l / 4 of its
+// operands [keys, queries], over all queries of a block.
 template <class T, int M16>
 class KeyBiasGradient {
  public:
-  // Adds dS of a query tile: a product with ones.
+  // Adds dS of a query tile by a product with ones.
   template <int K16>
   __device__ void add(const std::uint32_t (&ds)[M16][K16][4]) {
     const std::uint32_t ones = pack<T>(1, 1);
 #pragma unroll
     for (int m = 0; m < M16; ++m) {
-      // All columns are equal; the second of a lane is not kept.
+      // All columns are equal, so a lane keeps only its first.
       float c[4] = {sums_[m][0], 0, sums_[m][1], 0};
 #pragma unroll
       for (int k = 0; k < K16; ++k) mma_m16n8k16<T>(c, ds[m][k], ones, ones);
@@ -26,7 +26,7 @@ class KeyBiasGradient {
     }
   }
 
-  // Adds the sums to memory and clears them. key_of(m, h): the key of the lane's rows.
+  // Adds the sums to memory and clears them. key_of(m, h) returns the key of the lane's rows.
   template <class KeyOf>
   __device__ void store(const BackwardParams& p, const KeyTile& tile, int head,
                         const KeyOf& key_of) {

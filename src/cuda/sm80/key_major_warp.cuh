@@ -15,7 +15,7 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// Which accumulators a warp of the key-major backward holds.
+// The accumulators that a warp of the key-major backward has.
 enum class WarpRole : std::uint8_t { dv, dk };
 
 // The tiles of the key-major backward.
@@ -35,10 +35,10 @@ struct KeyMajorTiles {
   using QueryRows = typename Pipeline::RowTile;
 
   // S of a tile is computed in two parts, queries [0, 32) and [32, 64), without a branch between the product of the
-  // second part and the exponentials of the first, so that they overlap (6 %). At D 128 there are not enough registers
-  // for it with dense masks and biases.
+  // second part and the exponentials of the first, so that they overlap, which gains 6 %. At D 128 dense masks and
+  // biases leave too few registers for two parts.
   static constexpr int parts = HasDense && D > 64 ? 1 : 2;
-  static constexpr int blocks_ahead = HasDense ? 1 : 3;  // of B, loaded before they are multiplied
+  static constexpr int blocks_ahead = HasDense ? 1 : 3;  // blocks of B that are loaded ahead
 };
 
 struct Empty {
@@ -58,8 +58,8 @@ struct KeyMajorWarp {
   static constexpr int warp_keys = Tiles::warp_keys;
   static constexpr int parts = Tiles::parts;
 
-  // A lane's part of the score tile of a warp, [warp_keys, rows], and the same in 16 bits: an A
-  // operand of a product over the queries.
+  // A lane's part of the score tile of a warp, [warp_keys, rows], in fp32 and in 16 bits, as an A operand of a product
+  // over the queries.
   static constexpr int m16 = warp_keys / 16;
   static constexpr int n8 = rows / 8;
   using ScoreAccumulator = Accumulator<warp_keys, rows>;
@@ -77,7 +77,7 @@ struct KeyMajorWarp {
         flags(*p.flags),
         dense_scores(p.score, p.shape, tile, tile.key + role_warp * warp_keys) {}
 
-  // The columns of part `Part` of K q^T or V dout^T; nothing if there is no such part.
+  // Computes the columns of part `Part` of K q^T or V dout^T; does nothing if there is no such part.
   template <int Part>
   __device__ void multiply_part(std::uint32_t queries, ScoreAccumulator& x) const {
     constexpr int columns = n8 / parts;
@@ -129,7 +129,7 @@ struct KeyMajorWarp {
     add_row_bias(p.score.factor, shared.key_info, role_warp * warp_keys, lane, s);
   }
 
-  // dS from dP: an operand of this warp's product, and in shared memory for dq and a dense dbias.
+  // Computes dS from dP, as an operand of this warp's product, and in shared memory for dq and a dense dbias.
   __device__ void compute_ds(const Pipeline& queries, int n, const ScoreAccumulator& dp,
                              ScoreOperand& ds) {
     exchange(n).load_p_and_make_ds(queries.delta(n), p.saturate, dp, ds);
@@ -146,11 +146,11 @@ struct KeyMajorWarp {
     }
   }
 
-  // P, then dS, of tile n.
+  // The shared tile that has P, and later dS, of tile n.
   __device__ std::uint32_t scores_tile(int n) const {
     return shared_address(shared.scores[static_cast<unsigned>(n) % 2]);
   }
-  // The part of it through which two warps exchange P. A dense bias is copied there first.
+  // The part of the score tile through which two warps exchange P. A dense bias is copied there first.
   __device__ std::uint32_t exchange_tile(int n) const {
     static_assert(warp_keys * Scores::row_bytes == DenseScores<T>::Bias::bytes);
     return scores_tile(n) + static_cast<std::uint32_t>(role_warp * warp_keys * Scores::row_bytes);
@@ -167,7 +167,7 @@ struct KeyMajorWarp {
   const KeyTile tile;
   const int lane;
   const int number;
-  const int role_warp;  // among those of the role
+  const int role_warp;  // number among the warps of the role
   const WarpRole role;
   const std::uint32_t flags;
   KeyBiasGradient<T, m16> key_bias_gradient;

@@ -6,18 +6,19 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// No data is loaded besides K and V.
+// The `Extra` of a pipeline that loads only K and V.
 struct NoExtra {
   using Storage = NoStorage;
   template <class Group>
   __device__ void load(Group, Storage&, int, int, bool) const {}
 };
 
-// Stages and barriers of the tiles that an Iterator visits. While tile n is computed, copies are in flight: the rows of
-// tile n + 1 to shared memory, its key info to registers, and the keys of a tile list of n + 2 to shared memory. With
-// one stage the rows are loaded when the tile is computed. All threads of the block copy, and all wait at each tile.
+// Stages and barriers of the tiles that an Iterator visits. While tile n is computed, these copies are in flight: the
+// rows of tile n + 1 to shared memory, its key info to registers, and the listed keys of tile n + 2 to shared memory.
+// With one stage the rows are loaded when the tile is computed. All threads of the block copy, and all wait at each
+// tile.
 //
-// `Extra` loads more data for each tile of consecutive keys; `Tail` is storage of the kernel, in bytes that alignment
+// `Extra` loads more data for each tile of consecutive keys. `Tail` is storage of the kernel, in bytes that alignment
 // would waste.
 template <class T, int D, class Iterator, int Stages, int Threads, class Order = InOrder,
           class Extra = NoExtra, class Tail = NoStorage>
@@ -32,7 +33,7 @@ class KvPipeline {
   using KeyInfo = KeyInfoTile<keys_per_tile>;
 
   struct Storage {
-    // Positions of three tiles: computed, gathered, loaded.
+    // The positions of three tiles, which are being computed, gathered and loaded.
     static constexpr int position_stages = 3;
     struct Stage {
       alignas(1024) std::byte k[RowTile::bytes];
@@ -46,7 +47,7 @@ class KvPipeline {
     Tail tail;
   };
 
-  // For queries [row_begin, row_end).
+  // Loads the keys of queries [row_begin, row_end).
   __device__ KvPipeline(Storage& storage, const Iterator& tiles, const Loader& loader,
                         const KeyInfoLoader<T>& key_info_loader, const Extra& extra, int row_begin,
                         int row_end)
@@ -58,7 +59,7 @@ class KvPipeline {
         row_begin_(row_begin),
         row_end_(row_end) {}
 
-  // Before the first tile. It also waits for the caller's own copies to shared memory.
+  // Called before the first tile. It also waits for the caller's copies to shared memory.
   __device__ void start() {
     loader_.init(group());
     const int n = tiles_.begin();
@@ -71,11 +72,11 @@ class KvPipeline {
     store_key_info(n);
   }
 
-  // for (int n = begin(); has(n); ++n) { acquire(n); ...; release(n); }
+  // Usage: for (int n = begin(); has(n); ++n) { acquire(n); ...; release(n); }
   __device__ int begin() const { return tiles_.begin(); }
   __device__ bool has(int n) const { return tiles_.has(n); }
 
-  // Makes tile n ready and starts copies of the next ones.
+  // Makes tile n ready and starts copies of the next tiles.
   __device__ void acquire(int n) {
     tiles_.advance(n);
     if constexpr (Stages == 1) {
@@ -91,7 +92,7 @@ class KvPipeline {
     load_positions(n + 2);
   }
 
-  // After the work on tile n.
+  // Called after the work on tile n.
   __device__ void release(int n) {
     if (has(n + 1)) store_key_info(n + 1);
   }
@@ -115,7 +116,7 @@ class KvPipeline {
     return {tiles_.has_list() ? storage_.positions[ring<Storage::position_stages>(n)] : nullptr,
             tiles_.first(n)};
   }
-  // Keys of tile n that exist: columns i with i < size(n).
+  // The number of existing keys of tile n, which are columns i < size(n).
   __device__ int size(int n) const { return tiles_.size(n); }
   __device__ int key(int n, int i) const { return positions(n)[i]; }
 

@@ -7,8 +7,8 @@
 #include "cuda/sm80/kernel_choice.h"
 #include "cuda/sm80/params.h"
 
-// The kernels of one dtype, head-dim bucket D and shared-memory class S. instances/ has a template of
-// the files, one for each dtype and bucket, which are compiled once for every class, for the GPUs of that class.
+// The kernels of one dtype, head-dim bucket D and shared-memory class S. instances/ has a template of the files, one
+// for each dtype and bucket. Each file is compiled once for every class, for the GPUs of that class.
 namespace flash_dmattn::cuda::sm80 {
 
 template <class T, int D, SharedClass S>

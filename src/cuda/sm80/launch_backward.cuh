@@ -9,7 +9,7 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// A value of the kernel's type.
+// Returns a value of the kernel's type.
 template <class T, BackwardChoice C>
 constexpr auto backward_kernel() {
   using enum BackwardLoop;

@@ -8,7 +8,7 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// A value of the kernel's type.
+// Returns a value of the kernel's type.
 template <class T, int D, SharedClass S, ForwardLoop Loop>
 constexpr auto forward_kernel() {
   constexpr ForwardPolicy policy = forward_policy(D, S);

@@ -4,11 +4,11 @@
 #include "cuda/common/fragment.cuh"
 
 // Slow paths of the key-major backward, for P and dS that are not finite or out of range. The main loop only tests
-// whether they are needed.
+// whether it needs them.
 namespace flash_dmattn::cuda::sm80 {
 
-// The lane's 16 bytes of block (m, k) of an operand in shared memory, [M16][K16][32 lanes]. `words`: those of
-// block (0, 0).
+// The address of the lane's 16 bytes of block (m, k) of an operand in shared memory, [M16][K16][32 lanes]. `words` is
+// the address for block (0, 0).
 template <int K16>
 __device__ inline std::uint32_t exchange_address(std::uint32_t words, int m, int k) {
   return words + static_cast<std::uint32_t>((m * K16 + k) * warp_size * 16);
@@ -21,8 +21,8 @@ __device__ inline void store_exchange_block(std::uint32_t words, int m, int k,
                   {operand[m][k][0], operand[m][k][1], operand[m][k][2], operand[m][k][3]});
 }
 
-// Clamps P, also in shared memory, to [0, 1]; NaN, from a score that overflowed far below the maximum, becomes 0. It is
-// called if a P is 2 or more, negative or NaN; values between 1 and 2 are due to rounding.
+// Clamps P, in registers and in shared memory, to [0, 1]. NaN, from a score that overflowed far below the maximum,
+// becomes 0. It is called if some P is 2 or more, negative or NaN; values between 1 and 2 come from rounding.
 template <class T, int M16, int K16>
 __device__ inline void clamp_p(std::uint32_t words, std::uint32_t (&p)[M16][K16][4]) {
 #pragma unroll
@@ -58,9 +58,10 @@ __device__ inline void clamp_ds(std::uint32_t words, bool saturate,
   }
 }
 
-// P of scores [keys, queries] if lse needs more than one float or scores may have overflowed. A loop over local memory:
-// unrolled it would be a third of the kernel's code. `lse`: of the lane's columns of the tile, whose first
-// query is first_row. key_of(m, h): of the lane's accumulator rows.
+// Computes P of scores [keys, queries] if lse needs more than one float or scores may have overflowed. It is a loop
+// over local memory, because the unrolled loop would be a third of the kernel's code. `lse` has the values of the
+// lane's columns of the tile, whose first query is first_row. key_of(m, h) returns the key of the lane's accumulator
+// rows.
 template <class T, bool HasDense, int M16, int N8, class KeyOf>
 __device__ inline void compute_p_with_fallback(const BackwardParams& p, QueryHead head,
                                                int first_row, std::uint32_t flags, const float* lse,
@@ -73,7 +74,7 @@ __device__ inline void compute_p_with_fallback(const BackwardParams& p, QueryHea
     const int m = i / (N8 * 4);
     const int n = i / 4 % N8;
     const int e = i % 4;
-    const int column = 8 * n + e % 2;  // after the lane's first
+    const int column = 8 * n + e % 2;  // relative to the lane's first column
     const int row = 2 * (lane_id() % 4) + column;
     const int key = key_of(m, e / 2);
     const bool row_exists = first_row + row < p.shape.seqlen_q;

@@ -4,8 +4,8 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// P of transposed scores, [keys, queries], which a dv warp computes and a dk warp with the same keys reads
-// through shared memory: the packed A operand, [M16][K16][32 lanes] of 16 bytes.
+// The exchange of P of transposed scores, [keys, queries]: a dv warp computes it and a dk warp with the same keys reads
+// it through shared memory, as the packed A operand, [M16][K16][32 lanes] of 16 bytes.
 template <class T, int M16, int N8>
 class PExchange {
  public:
@@ -16,16 +16,16 @@ class PExchange {
   __device__ PExchange(std::uint32_t shared, int lane)
       : words_(shared + static_cast<std::uint32_t>(lane * 16)), first_column_(2 * (lane % 4)) {}
 
-  // P = exp2(factor s - lse), or s itself where it is P already (`done`): to shared memory and to `p`.
-  // `lse`: of the tile's queries.
+  // Stores P = exp2(factor s - lse), or s if it is P already (`done`), to shared memory and to `p`. `lse` has the
+  // values of the tile's queries.
   __device__ void store_p(float factor, const float* lse, bool done, Scores& s, Operand& p) const {
     const auto lse_of = [&](int n) { return two_columns(lse, n); };
     float2 next[2] = {lse_of(0), lse_of(1)};
-    std::uint32_t bits = 0;  // of all P
+    std::uint32_t bits = 0;  // the bitwise or of all P
 #pragma unroll
     for (int k = 0; k < k16; ++k) {
       const float2 lse_log2[2] = {next[0], next[1]};
-      if (k + 1 < k16) {  // loaded before the stores, which it would wait for
+      if (k + 1 < k16) {  // loaded before the stores, for which it would wait
         next[0] = lse_of(2 * k + 2);
         next[1] = lse_of(2 * k + 3);
       }
@@ -40,7 +40,7 @@ class PExchange {
     if (warp_any(exceeds_probability(bits))) clamp_p<T>(words_, p);
   }
 
-  // dS = P (dP - delta), of the P in shared memory. `delta`: of the tile's queries.
+  // Computes dS = P (dP - delta) from P in shared memory. `delta` has the values of the tile's queries.
   __device__ void load_p_and_make_ds(const float* delta, bool saturate, const Scores& dp,
                                      Operand& ds) const {
     std::uint32_t magnitude = 0;
@@ -65,13 +65,13 @@ class PExchange {
   }
 
  private:
-  // Of column block n, the values of the lane's two queries.
+  // The values of the lane's two queries in column block n.
   __device__ float2 two_columns(const float* values, int n) const {
     return *reinterpret_cast<const float2*>(values + first_column_ + 8 * n);
   }
 
-  // In the same order as in the forward, so that s and lse are consistent; with dense biases the forward may round
-  // differently.
+  // Computes P in the same order as the forward, so that s and lse are consistent. With dense biases the forward may
+  // round differently.
   static __device__ void exponentiate(float factor, float2 lse, int n, Scores& s) {
 #pragma unroll
     for (int m = 0; m < M16; ++m) {
@@ -81,7 +81,7 @@ class PExchange {
     }
   }
 
-  // Block k of the operand, from two column blocks of P.
+  // Packs block k of the operand from two column blocks of P.
   static __device__ void pack_columns(int k, const Scores& s, Operand& p, std::uint32_t& bits) {
 #pragma unroll
     for (int m = 0; m < M16; ++m) {
@@ -94,7 +94,7 @@ class PExchange {
     }
   }
 
-  std::uint32_t words_;  // the lane's in block (0, 0)
+  std::uint32_t words_;  // address of the lane's words in block (0, 0)
   int first_column_;
 };
 

@@ -7,30 +7,30 @@
 // Parameters of this family's backward kernels, and the layout of their fp32 sums.
 namespace flash_dmattn::cuda::sm80 {
 
-// Of the kernel whose blocks own queries: dk and dv are added in memory.
+// The parameters of the query-major kernel, which adds dk and dv in memory.
 struct QueryMajorParams : BackwardParams {
   QueryMajorParams() = default;
   explicit QueryMajorParams(const BackwardParams& common) : BackwardParams(common) {}
 
-  KeyRanges key_ranges;   // where there are no tile lists
-  OrderSemaphores order;  // of the additions
+  KeyRanges key_ranges;   // used without tile lists
+  OrderSemaphores order;  // order of the additions
   float* dk_accum =
       nullptr;  // [B, Hkv, Sk, accum_columns] fp32, columns in accumulator order; null: not wanted
   float* dv_accum = nullptr;  // the same
 };
 
-// Of the kernel whose blocks own keys: dq is added in memory.
+// The parameters of the key-major kernel, which adds dq in memory.
 struct KeyMajorParams : BackwardParams {
   KeyMajorParams() = default;
   explicit KeyMajorParams(const BackwardParams& common) : BackwardParams(common) {}
 
-  OrderSemaphores order;      // of the additions
+  OrderSemaphores order;      // order of the additions
   float* dq_accum = nullptr;  // [B, Hq, Sq / rows rounded up] DqAccumLayout; null: not wanted
 };
 
 // The layout of dq_accum in the key-major backward: tiles of `rows` queries in accumulator order, so that a warp adds
-// 512 consecutive bytes at once. Each of 2 x 4 warps has a part of 16 x 8 blocks; in a block a lane has columns c, c
-// + 1 of rows r and r + 8: four floats.
+// 512 consecutive bytes at once. Each of 2 x 4 warps has a part of 16 x 8 blocks, and in a block a lane has four
+// floats, columns c and c + 1 of rows r and r + 8.
 template <int D>
 struct DqAccumLayout {
   static constexpr int rows = 64;
@@ -46,18 +46,18 @@ struct DqAccumLayout {
     return static_cast<std::int64_t>(shape.batch) * shape.heads_q *
            ((shape.seqlen_q + rows - 1) / rows);
   }
-  // The float at which the four of a lane begin.
+  // The offset at which the four floats of a lane begin.
   static constexpr int offset(int warp, int row_block, int column_block, int lane) {
     return (((warp * row_blocks + row_block) * column_blocks + column_block) * 32 + lane) * 4;
   }
-  // Of eight columns of a row, and of the row 8 below it.
+  // The offset of eight columns of a row and of the row 8 below it.
   static constexpr int offset(int row, int chunk) {
     const int warp = row / warp_rows + chunk / column_blocks * row_warps;
     return offset(warp, row % warp_rows / 16, chunk % column_blocks, row % 8 * 4);
   }
 };
 
-// Columns of a row of dk_accum: head_dim rounded up to the 16 of two accumulator blocks.
+// The columns of a row of dk_accum: head_dim rounded up to 16, the columns of two accumulator blocks.
 constexpr int accum_columns(int head_dim) { return (head_dim + 15) / 16 * 16; }
 
 }  // namespace flash_dmattn::cuda::sm80

@@ -5,11 +5,11 @@
 // Tile policies as data: one entry for each head-dim bucket and shared-memory class.
 namespace flash_dmattn::cuda::sm80 {
 
-// Shared memory that a block may have. sm_86, sm_89 and sm_120 have 99 KB; sm_80 has 163 KB and
-// sm_90 has 227 KB, and one policy serves both.
+// The shared memory that a block may have. sm_86, sm_89 and sm_120 have 99 KB. sm_80 has 163 KB and sm_90 has 227 KB,
+// and one policy covers both.
 enum class SharedClass : std::uint8_t { kb99, kb163 };
 
-// A kernel as compiled for a class: a type, and so a symbol, of its own, even if both classes have the same policy, so
+// A kernel as compiled for a class. It has its own type, and thus symbol, even if both classes have the same policy, so
 // that a launch never finds the code of the other class's target.
 template <class Kernel, SharedClass S>
 struct OfClass : Kernel {};
@@ -35,9 +35,9 @@ constexpr ForwardPolicy forward_policy(int head_dim_bucket, SharedClass shared) 
   return {.warps = 8, .warp_rows = 16, .keys = 32, .min_blocks = 1};
 }
 
-// The same with a dense mask or bias, whose tile is in shared memory too: at D 128 with 32 rows of a warp there is no
-// room for a second block. D 64: three blocks of 4 warps of 16 rows take 20 % longer, as do 8 warps of 16 rows or tiles
-// of 32 keys.
+// The same with a dense mask or bias, whose tile is also in shared memory. At D 128 with 32 rows per warp there is no
+// room for a second block. At D 64, three blocks of 4 warps of 16 rows take 20 % longer, and so do 8 warps of 16 rows
+// and tiles of 32 keys.
 constexpr ForwardPolicy dense_forward_policy(int head_dim_bucket, SharedClass shared) {
   if (head_dim_bucket == 64) return {.warps = 4, .warp_rows = 32, .keys = 64, .min_blocks = 2};
   if (head_dim_bucket == 128) {
@@ -97,18 +97,17 @@ constexpr BackwardPolicy backward_policy(int head_dim_bucket, SharedClass shared
           .min_blocks = 1};
 }
 
-// Keys of a block of the backward kernel that owns keys.
+// The number of keys of a block of the key-major backward kernel.
 constexpr int owned_keys = 128;
 
-// Whether there is a backward kernel that owns keys: its accumulators of dk and dv, 128 keys of D
-// columns, must fit into the registers of 8 warps and K, V and two stages of q and dout into shared
-// memory (163 KB at D 128, 99 KB at D 64).
+// Whether there is a key-major backward kernel. Its accumulators of dk and dv, 128 keys of D columns, must fit into the
+// registers of 8 warps, and K, V and two stages of q and dout into shared memory (163 KB at D 128, 99 KB at D 64).
 constexpr bool has_key_major_backward(int head_dim_bucket, SharedClass shared) {
   return head_dim_bucket == 64 || (head_dim_bucket == 128 && shared != SharedClass::kb99);
 }
 
-// Whether that kernel sums the gradients of a dense bias over the two heads of a group: 32 registers, which
-// are not free beside accumulators of 128 columns.
+// Whether that kernel sums the gradients of a dense bias over the two heads of a group. This takes 32 registers, which
+// are not free with accumulators of 128 columns.
 constexpr bool sums_dense_dbias(int head_dim_bucket) { return head_dim_bucket == 64; }
 
 }  // namespace flash_dmattn::cuda::sm80

@@ -3,11 +3,11 @@
 #include "cuda/common/postprocess.cuh"
 #include "cuda/sm80/params.h"
 
-// Conversion of the fp32 sums of a main loop, which are in accumulator order.
+// Converts the fp32 sums of a main loop, which are in accumulator order.
 namespace flash_dmattn::cuda::sm80 {
 
-// sums [B, Hkv, Sk, accum_columns] -> dk or dv. An item is 8 columns of a row. In each 16 columns of
-// the sums the columns 2t, 2t + 1, 2t + 8, 2t + 9 of lane t of the main loop are adjacent.
+// Converts sums [B, Hkv, Sk, accum_columns] to dk or dv. An item is 8 columns of a row. In each 16 columns of the sums,
+// the columns 2t, 2t + 1, 2t + 8, 2t + 9 of lane t of the main loop are adjacent.
 template <class T>
 struct BwdPostprocessDkv {
   Shape shape;

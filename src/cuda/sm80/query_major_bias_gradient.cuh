@@ -8,9 +8,9 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// The gradient of a bias in the query-major backward, from the dS of a warp's part of a score tile. WarpTile: that
-// part. `HasDense`: the bias may have a query dimension. `Ordered`: warps that add to the same elements do it one
-// after the other.
+// The gradient of a bias in the query-major backward, from the dS of a warp's part of a score tile, which is a
+// WarpTile. With `HasDense`, the bias may have a query dimension. With `Ordered`, warps that add to the same elements
+// do it one after another.
 template <class T, class WarpTile, bool HasDense, bool Ordered>
 class QueryMajorBiasGradient {
  public:
@@ -21,7 +21,7 @@ class QueryMajorBiasGradient {
 
   __device__ bool wanted() const { return p_.dbias.data != nullptr; }
 
-  // Of a tile of `size` keys; keys[i] is the key of column i.
+  // Adds the gradient of a tile of `size` keys; keys[i] is the key of column i.
   template <class Keys>
   __device__ void add(const Keys& keys, int size, const Accumulators& ds) const {
     if (HasDense && p_.dbias.dense) {
@@ -31,7 +31,7 @@ class QueryMajorBiasGradient {
     }
   }
 
-  // Zeros for keys [begin, end) of a dense bias and the block's rows, where no tile is computed.
+  // Stores zeros for keys [begin, end) of a dense bias and the block's rows, where no tile is computed.
   __device__ void clear(int row_end, int warps, int begin, int end) const {
     if constexpr (HasDense) {
       if (!wanted() || !p_.dbias.dense || p_.dbias_accumulates || p_.tile_lists.keys != nullptr)
@@ -49,7 +49,7 @@ class QueryMajorBiasGradient {
   static constexpr int m16 = WarpTile::m / 16;
   static constexpr int n8 = WarpTile::n / 8;
 
-  // Calls body() in all warps: in those of number 0 first, then 1, ... `count` - 1 if order matters.
+  // Calls body() in all warps. If order matters, warps with number 0 call it first, then 1, ... `count` - 1.
   template <class Body>
   static __device__ void one_by_one(int number, int count, const Body& body) {
 #pragma unroll 1
@@ -59,17 +59,17 @@ class QueryMajorBiasGradient {
     }
   }
 
-  // Recomputed at each use: the main loop has no registers for them.
+  // The positions are recomputed at each use, because the main loop has no registers for them.
   __device__ LanePosition position() const {
     return LanePosition::of(tile_.row + WarpTile::row(), WarpTile::column());
   }
-  // The first of the head's elements.
+  // The index of the head's first element.
   __device__ std::int64_t head_begin() const {
     return p_.dbias.begin(tile_.batch, tile_.head, tile_.kv_head);
   }
   __device__ float* sums() const { return reinterpret_cast<float*>(p_.dbias.data) + head_begin(); }
 
-  // A key bias.
+  // Adds the gradient of a key bias.
   template <class Keys>
   __device__ void add_column_sums(const Keys& keys, int size, const Accumulators& ds) const {
     const ColumnSums<m16, n8> column_sums(ds);
@@ -83,7 +83,7 @@ class QueryMajorBiasGradient {
     });
   }
 
-  // A bias that all keys of a query share.
+  // Adds the gradient of a bias that all keys of a query share.
   __device__ void add_row_sums(const Accumulators& ds) const {
     float row_sums[m16][2];
 #pragma unroll
@@ -109,7 +109,7 @@ class QueryMajorBiasGradient {
     });
   }
 
-  // A dense bias.
+  // Stores or adds the gradient of a dense bias.
   template <class Keys>
   __device__ void store_elements(const Keys& keys, int size, const Accumulators& ds) const {
     const bool by_twos =

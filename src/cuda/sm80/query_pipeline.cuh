@@ -7,8 +7,8 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// Copies the rows of q and dout, lse and delta of a query tile to shared memory, by any group of threads. It starts
-// copies and waits for none. Rows past the end are zeros; they see no key.
+// Copies the rows of q and dout, lse and delta of a query tile to shared memory, with any group of threads. It starts
+// copies and waits for none. Rows past the end are zeros and see no key.
 template <class Tile, class Group>
 class QueryTileLoader {
  public:
@@ -57,9 +57,9 @@ class QueryTileLoader {
   bool full_rows_;  // aligned and as wide as the tile
 };
 
-// Stages and barriers of the query tiles that an Iterator visits: while tile n is computed, the copies of tile
-// n + 1 to shared memory are in flight. The first `Copiers` threads of the block copy, at a point that the main loop
-// chooses; all threads wait at each tile.
+// Stages and barriers of the query tiles that an Iterator visits. While tile n is computed, the copies of tile n + 1 to
+// shared memory are in flight. The first `Copiers` threads of the block copy, at a point that the main loop chooses,
+// and all threads wait at each tile.
 template <int Rows, int D, class Iterator, int Copiers>
 class QueryPipeline {
  public:
@@ -81,7 +81,7 @@ class QueryPipeline {
   __device__ QueryPipeline(Storage& storage, const Iterator& tiles, const Loader& loader)
       : storage_(storage), tiles_(tiles), loader_(loader) {}
 
-  // By the copiers: starts the copies of the iterator's tile, which is tile n.
+  // Starts the copies of the iterator's tile, which is tile n. Called by the copiers.
   __device__ void load(int n) const {
     loader_.load(Group::of_block(), tiles_.at(), q_tile(n), dout_tile(n), storage_.lse[stage(n)],
                  storage_.delta[stage(n)]);
@@ -93,7 +93,7 @@ class QueryPipeline {
     __syncthreads();
   }
 
-  // The next tile; once between two calls of acquire.
+  // Moves to the next tile; called once between two calls of acquire.
   __device__ void advance() { tiles_.advance(); }
 
   __device__ const Iterator& tiles() const { return tiles_; }

@@ -12,16 +12,16 @@ namespace flash_dmattn::cuda::sm80 {
 struct QueryTilePosition {
   int head;
   int row;
-  bool masked;  // by the packed mask, somewhere
+  bool masked;  // the packed mask hides some element
 };
 
-// All tiles of `Rows` queries of some heads, one head after the other.
+// Iterates over all tiles of `Rows` queries of some heads, one head after another.
 template <int Rows>
 class EveryQueryTile {
  public:
   struct Storage {};
 
-  // Of queries [begin, end) of heads [first_head, first_head + heads).
+  // Iterates over queries [begin, end) of heads [first_head, first_head + heads).
   __device__ EveryQueryTile(Storage&, const KeyMajorParams&, const KeyTile&, int first_head,
                             int heads, int begin, int end, bool)
       : heads_end_(first_head + heads),
@@ -44,20 +44,21 @@ class EveryQueryTile {
   QueryTilePosition at_;
 };
 
-// The tiles that are not empty in the packed mask. The tiles of all heads with the same queries are visited in
-// sequence, so that the gradients of a bias that the heads share can be summed. Tiles are numbered row / 64 * heads +
-// head. One warp finds the next tile an iteration early and publishes it in shared memory: the others have neither
-// time nor registers for it.
+// Iterates over the tiles that are not empty in the packed mask. The tiles of all heads with the same queries are
+// visited in sequence, so that the gradients of a bias that the heads share can be summed. Tiles are numbered row / 64
+// * heads + head. One warp finds the next tile an iteration early and publishes it in shared memory, because the others
+// have neither time nor registers for the search.
 class MaskedQueryTiles {
  public:
   static constexpr int rows = PackedMask::side;
 
   struct Storage {
-    int4 found[2];         // head, row, masked, number: of the current tile and the next
-    NonEmptyTiles search;  // of the warp that searches
+    int4 found[2];         // head, row, masked, number of the current tile and of the next
+    NonEmptyTiles search;  // state of the warp that searches
   };
 
-  // Of queries [begin, end) of heads [first_head, first_head + heads). `searches`: one warp of the block.
+  // Iterates over queries [begin, end) of heads [first_head, first_head + heads). `searches` is true in one warp of the
+  // block.
   __device__ MaskedQueryTiles(Storage& storage, const KeyMajorParams& p, const KeyTile& tile,
                               int first_head, int heads, int begin, int end, bool searches)
       : storage_(storage),
@@ -78,10 +79,10 @@ class MaskedQueryTiles {
   }
 
   __device__ bool has() const { return current_.w < end_; }
-  // After the last one, the number of all tiles.
+  // The number of the current tile; after the last tile, the number of all tiles.
   __device__ int number() const { return current_.w; }
   __device__ QueryTilePosition at() const { return {current_.x, current_.y, current_.z != 0}; }
-  // Once between two barriers of the block.
+  // Called once between two barriers of the block.
   __device__ void advance() {
     slot_ = 1 - slot_;
     current_ = storage_.found[slot_];
@@ -89,7 +90,7 @@ class MaskedQueryTiles {
   }
 
  private:
-  // Publishes the first tile from `number` on that is not empty.
+  // Publishes the first non-empty tile from `number` on.
   __device__ NonEmptyTiles find(NonEmptyTiles search, int slot, int number) {
     number = search.find(number, end_, [&](int tile) { return state(tile); });
     const bool has_tile = number < end_;
@@ -104,7 +105,7 @@ class MaskedQueryTiles {
     return search;
   }
 
-  // Of the mask's two tiles with the block's keys.
+  // The state of the mask's two tiles with the block's keys.
   __device__ std::uint32_t state(int number) const {
     if (mask_.states == nullptr) return PackedMask::some | PackedMask::all;
     const std::int64_t matrix =

@@ -4,10 +4,10 @@
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/warp.cuh"
 
-// Tiles of 16-bit elements in shared memory, and products of them by one warp.
+// Tiles of 16-bit elements in shared memory, and their products by one warp.
 namespace flash_dmattn::cuda::sm80 {
 
-// Stands for the storage of a component that needs none.
+// The storage of a component that needs none.
 struct NoStorage {};
 
 // The buffer of tile n among Count buffers.
@@ -16,9 +16,9 @@ __device__ inline int ring(int n) {
   return static_cast<int>(static_cast<unsigned>(n) % Count);
 }
 
-// [Rows][Columns]. A row is made of 16-byte chunks of 8 elements, stored at chunk ^ swizzle(row),
-// so that the 8 rows that ldmatrix reads at one chunk column lie in 8 different bank groups. The base
-// address is aligned to 1024 bytes.
+// A tile [Rows][Columns]. A row consists of 16-byte chunks of 8 elements, stored at chunk ^ swizzle(row), so that the 8
+// rows that ldmatrix reads at one chunk column are in 8 different bank groups. The base address is aligned to 1024
+// bytes.
 template <int Rows, int Columns>
 struct SharedTile {
   static constexpr int rows = Rows;
@@ -35,13 +35,13 @@ struct SharedTile {
   }
 };
 
-// Which of an operand's dimensions is contiguous in shared memory.
+// The dimension of an operand that is contiguous in shared memory.
 enum class Major { k, mn };
 
-// A warp's part of an operand: 16x16 blocks of A (m x k) or of B (n x k) out of a tile stored
-// [mn][k] (Major::k) or [k][mn] (Major::mn). `mn`, the first row or column of the part, is a
-// multiple of the part's size, a power of two. Its bits and those of the offsets below are then disjoint, so that a
-// block's address is the lane's base, one exclusive or and an immediate.
+// A warp's part of an operand: 16x16 blocks of A (m x k) or of B (n x k) from a tile that is stored [mn][k] (Major::k)
+// or [k][mn] (Major::mn). `mn`, the first row or column of the part, is a multiple of the part's size, a power of two.
+// Its bits and the bits of the offsets below are then disjoint, so that a block's address is the lane's base, one
+// exclusive or and an immediate.
 template <class Tile, Major kMajor, bool kIsA>
 class Operand {
  public:
@@ -50,8 +50,8 @@ class Operand {
     const int r = lane % 8;
     const int low = (lane / 8) % 2;
     const int high = lane / 16;
-    // mma's order of the four 8x8 matrices of a block: A (m0 k0)(m8 k0)(m0 k8)(m8
-    // k8), B (n0 k0)(n0 k8)(n8 k0)(n8 k8).
+    // The order in which mma takes the four 8x8 matrices of a block: A (m0 k0)(m8 k0)(m0 k8)(m8 k8),
+    // B (n0 k0)(n0 k8)(n8 k0)(n8 k8).
     const int second_mn = kIsA ? low : high;
     const int second_k = kIsA ? high : low;
     if constexpr (kMajor == Major::k) {
@@ -61,7 +61,7 @@ class Operand {
     }
   }
 
-  // The block at (mn, k), multiples of 16, of the part.
+  // Loads the block at (mn, k) of the part; both are multiples of 16.
   __device__ void load(std::uint32_t (&block)[4], int mn, int k) const {
     const int row = kMajor == Major::k ? mn : k;
     const int column = kMajor == Major::k ? k : mn;
@@ -83,8 +83,8 @@ using OperandA = Operand<Tile, kMajor, true>;
 template <class Tile, Major kMajor>
 using OperandB = Operand<Tile, kMajor, false>;
 
-// Blocks [Begin, End) of c's columns += A B^T over k in [0, K). The blocks of B for the next `Ahead`
-// steps and those of A for the next k are loaded while those of this step are multiplied.
+// Adds A B^T over k in [0, K) to blocks [Begin, End) of c's columns. The blocks of B for the next `Ahead` steps and the
+// blocks of A for the next k are loaded while the blocks of this step are multiplied.
 template <class T, int K, int Begin, int End, int Ahead, int M16, int N8, class A, class B>
 __device__ inline void multiply_columns(float (&c)[M16][N8][4], const A& a, const B& b) {
   constexpr int columns = (End - Begin) / 2;
@@ -122,8 +122,8 @@ __device__ inline void multiply(float (&c)[M16][N8][4], const A& a, const B& b) 
   multiply_columns<T, K, 0, N8, Ahead>(c, a, b);
 }
 
-// The same with A in registers: the accumulator layout of two n8 blocks is the operand layout of
-// one k16 block, so that probabilities are multiplied in the registers that hold them.
+// The same with A in registers. The accumulator layout of two n8 blocks is the operand layout of one k16 block, so that
+// probabilities are multiplied in the registers that hold them.
 template <class T, int K, int M16, int N8, class B>
 __device__ inline void multiply(float (&c)[M16][N8][4], const std::uint32_t (&a)[M16][K / 16][4],
                                 const B& b) {

@@ -5,7 +5,7 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// A warp's part of an M x N tile that is split over a grid of `Warps` warps with `Rows` rows.
+// A warp's part of an M x N tile that is divided among a grid of `Warps` warps with `Rows` rows.
 template <int Warps, int M, int N, int Rows>
 struct WarpTile {
   static constexpr int m = M / Rows;

@@ -6,7 +6,7 @@
 namespace flash_dmattn::cuda::sm80 {
 namespace {
 
-// Blocks of the main loop. If additions have a fixed order, each publishes its progress.
+// The number of blocks of the main loop. If additions have a fixed order, each block publishes its progress.
 std::int64_t block_count(const Problem& p, const BackwardChoice& choice) {
   if (is_key_major(choice.loop)) return p.batch * p.heads_kv * ceil_div(p.seqlen_k, owned_keys);
   const BackwardPolicy policy = backward_policy(choice.head_dim, choice.shared);
@@ -78,7 +78,7 @@ BackwardWorkspace::BackwardWorkspace(const Problem& p, const Inputs& in, bool ha
 bool accumulates_dbias(const Problem& p, const BackwardChoice& choice) {
   const BroadcastShape& bias = p.bias_shape;
   if (!has(bias)) return false;
-  // A block visits the two heads of a group together, unless their keys are seen by different queries.
+  // A block visits the two heads of a group together, unless different queries see their keys.
   const bool heads_differ =
       has(p.mask_shape) && !has_dense_mask(p) && p.mask_shape[1] == p.heads_q && p.heads_q > 1;
   const bool sums_heads = is_key_major(choice.loop) && sums_dense_dbias(choice.head_dim) &&

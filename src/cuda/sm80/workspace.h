@@ -7,8 +7,8 @@
 #include "cuda/sm80/params.h"
 #include "cuda/stages.h"
 
-// How a call lays out the caller's workspace. One function both sizes it, with a null base, and lays out its
-// arrays.
+// The layout of the caller's workspace. One function lays out its arrays, and also computes its size if the base is
+// null.
 namespace flash_dmattn::cuda::sm80 {
 
 struct ForwardWorkspace {
@@ -44,7 +44,7 @@ struct BackwardWorkspace {
                     const BackwardChoice& choice, void* base);
 };
 
-// Whether several elements of ds belong to one of dbias: they are added in fp32, in workspace.
+// Whether several elements of ds belong to one element of dbias. They are then added in fp32, in workspace.
 bool accumulates_dbias(const Problem& p, const BackwardChoice& choice);
 
 }  // namespace flash_dmattn::cuda::sm80

@@ -8,7 +8,7 @@
 #include "cuda/sm90/kernel_choice.h"
 #include "cuda/stages.h"
 
-// A backward from its arguments to its launches.
+// Computes a backward, from its arguments to its launches.
 namespace flash_dmattn::cuda::sm90 {
 namespace {
 
@@ -33,7 +33,7 @@ BackwardVariant choose_variant(const BackwardArgs& args) {
     return {KeyPlacement::block_key_info, tiles ? DenseAccess::tiles : DenseAccess::elements};
   }
   const bool has_intervals = args.in.visibility.intervals.data != nullptr;
-  // The heads of a group visit a slot together.
+  // The heads of a group visit a slot together, so they must not differ.
   const auto differs_in_group = [&](const BroadcastShape& shape) {
     return shape[1] == p.heads_q && p.heads_q != p.heads_kv && shape[1] > 1;
   };
@@ -92,7 +92,7 @@ void run_backward(const BackwardArgs& args, const DeviceProperties&, const Execu
   const bool stores_dbias = p.dbias.data != nullptr && call.has_dbias_sums();
   check(cudaMemsetAsync(call.zeroed, 0, call.zeroed_bytes, stream), "cudaMemsetAsync");
   for (const Source* source : {&call.q, &call.k, &call.v, &call.dout}) source->make(stream);
-  // A main loop that follows a list stores the elements of its keys alone.
+  // A main loop that follows a list stores only the elements of its keys.
   if (p.dbias.data != nullptr && !call.has_dbias_sums() && has_list(problem))
     store_dbias(args, nullptr, stream);
   const auto launch_dtype = [&]<class T>() {

@@ -19,14 +19,14 @@ enum class WarpRole : std::uint8_t {
   load_tiles,
   write_dq,
   load_slots,
-  clear_unseen_keys,         // beside slots
-  write_dbias = load_slots,  // beside a dense mask or bias
+  clear_unseen_keys,         // with slots
+  write_dbias = load_slots,  // with a dense mask or bias
   load_dense = clear_unseen_keys,
 };
 
-// The backward of sm_90a, by keys: a block keeps K, V, dK, dV and the gradient of the key biases of 128 keys, and
-// visits the query tiles that see some of them. dq is added to fp32 sums in memory. The keys are 128 neighbours, one
-// block for each, or the changing keys of 128 slots, in persistent blocks.
+// The key-major backward of sm_90a. A block keeps K, V, dK, dV and the gradient of the key biases of 128 keys, and
+// visits the query tiles that see some of them. dq is added to fp32 sums in memory. The keys are 128 neighbours, with a
+// block for each such tile, or the changing keys of 128 slots, in persistent blocks.
 template <class T, int D, BackwardVariant Variant>
 struct BackwardKernel {
   using Element = T;
@@ -47,7 +47,7 @@ struct BackwardKernel {
                          DenseElementScores<BackwardKernel>>;
   using Dense = std::conditional_t<Variant.has_dense(), DenseReader, NoDenseScores<BackwardKernel>>;
 
-  // Of bar.sync; 0 is __syncthreads, 1 the storage's.
+  // Numbers for bar.sync; 0 is __syncthreads, and 1 is the storage's.
   static constexpr int consumer_barrier = 2;
   static constexpr int dq_full_barrier = 3;  // one for each part
   static constexpr int dq_free_barrier = 5;
@@ -125,7 +125,7 @@ struct BackwardKernel {
   }
 
  private:
-  // The work of a block of neighbouring keys; returns the work just before it that adds to the same dq.
+  // Finds the work of a block of neighbouring keys. Returns the preceding work that adds to the same dq.
   static __device__ int find_work(const Params& p, SharedStorage& storage) {
     constexpr int keys = BackwardPolicy::keys;
     const Shape& shape = p.backward.shape;

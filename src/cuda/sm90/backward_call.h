@@ -13,8 +13,8 @@
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/stages.h"
 
-// The parameters of a backward: of the call, and of its main loop, which computes another problem if keys are listed or
-// the scale is not positive.
+// The parameters of a backward, for the call and for its main loop, which computes another problem if keys are listed
+// or the scale is not positive.
 namespace flash_dmattn::cuda::sm90 {
 
 inline bool has_list(const Problem& p) { return p.key_list_shape[0] != 0; }
@@ -33,16 +33,16 @@ inline ListedKeys listed_keys(const BackwardArgs& args) {
   return list;
 }
 
-// The problem of the main loop: its keys are those of a list, of which there may be none.
+// The problem of the main loop, whose keys are the keys of the list, if there is one. The list may be empty.
 inline Problem main_loop_problem(const BackwardArgs& args) {
   Problem p = args.problem;
   if (has_list(p)) p.seqlen_k = std::max(args.in.visibility.key_list.stride, std::int64_t{1});
   return p;
 }
 
-// The main loop needs a scale above 0: a copy of q takes the sign of a negative scale, and is 0 for a scale of 0, where
-// scores are biases alone. Accumulators begin with (bias - lse) / scale; the divisor is at least 1e-30, below which
-// q . k does not matter.
+// The main loop needs a positive scale. A copy of q takes the sign of a negative scale. For a scale of 0, where scores
+// are only biases, the copy is 0. Accumulators begin with (bias - lse) / scale; the divisor is at least 1e-30, below
+// which q . k has no effect.
 inline SourceForm query_form(float scale) {
   SourceForm form;
   if (scale < 0) form.flipped_bits = 0x8000;
@@ -51,31 +51,31 @@ inline SourceForm query_form(float scale) {
 }
 inline float score_unit(float scale) { return scale == 0 ? 1 : std::max(std::abs(scale), 1e-30F); }
 
-// Whether all dS of an element of a dense dbias are computed by one block of keys, one head after the other.
+// Whether one block of keys computes all dS of an element of a dense dbias, one head after another.
 inline bool is_dbias_of_one_block(const Problem& p) {
   const BroadcastShape& bias = p.bias_shape;
   return bias[0] == p.batch && bias[3] == p.seqlen_k && bias[3] > 1 &&
          (bias[1] == p.heads_q || bias[1] == p.heads_kv);
 }
 
-// Whether the block can store it: one of dS, or the sum of those of two heads.
+// Whether the block can store the element, which is one dS or the sum of dS of two heads.
 inline bool owns_dense_dbias(const Problem& p) {
   return is_dbias_of_one_block(p) && (p.bias_shape[1] == p.heads_q || p.heads_q == 2 * p.heads_kv);
 }
 
 // The arrays of a call in the caller's workspace. Constructed with a null base it only counts them.
 struct BackwardCall {
-  Problem problem;  // of the main loop
+  Problem problem;  // problem of the main loop
   BackwardChoice choice;
-  BackwardParams common;  // of the call, for what runs before and after the main loop
+  BackwardParams common;  // parameters of the call, for kernels before and after the main loop
   BackwardKernelParams params{};
   Source q, k, v, dout;
   Sink dk, dv;
-  // Zeroed before the preprocess.
+  // Memory that is zeroed before the preprocess.
   std::byte* zeroed = nullptr;
   std::size_t zeroed_bytes = 0;
   float* dbias_sums = nullptr;    // dbias_accum_shape
-  float* listed_dbias = nullptr;  // the same of the keys of a list
+  float* listed_dbias = nullptr;  // the same for the keys of a list
 
   BackwardCall(const BackwardArgs& args, const BackwardChoice& choice_,
                WorkspaceAllocator& workspace)
@@ -83,7 +83,7 @@ struct BackwardCall {
         choice(choice_),
         common(params_of(args)),
         q(common.shape, args.in.q, common.shape.seqlen_q, common.shape.heads_q,
-          query_form(problem.scale), workspace),
+          query_form(common.score.scale), workspace),
         k(common.shape, args.in.k, shape().seqlen_k, common.shape.heads_kv,
           {.list = listed_keys(args)}, workspace),
         v(common.shape, args.in.v, shape().seqlen_k, common.shape.heads_kv,
@@ -96,7 +96,7 @@ struct BackwardCall {
     common.lse_log2 = workspace.take<float>(rows);
     common.lse_log2_low = workspace.take<float>(rows);
     common.delta = workspace.take<float>(rows);
-    // Not for listed keys: elements are read one by one, and no tile is skipped.
+    // Listed keys need no packed mask, because elements are read one by one and no tile is skipped.
     common.score.packed_mask = allocate_packed_mask(p, has_list(p), workspace);
     if (has_list(p)) {
       common.tile_lists =
@@ -176,7 +176,7 @@ struct BackwardCall {
   }
 
  private:
-  // With as many keys as the main loop has.
+  // The shape with the keys of the main loop.
   Shape shape() const { return shape_of(problem); }
 
   bool owns_dbias() const {
@@ -188,19 +188,22 @@ struct BackwardCall {
     return has(problem.bias_shape) && !is_dense(problem.bias_shape) && has_list(problem);
   }
 
-  // Of blocks of neighbouring keys. All heads are one section for windows and documents, which read few queries (the shorter
-  // blocks of a document run last), and for blocks that add to dq in an order, which wait for each other, with these
-  // exceptions. With causality a head's blocks end at the same query, and of two neighbours the one with later keys begins
-  // two tiles later: begun at once in descending order it is two tiles ahead, and no block waits.
-  // - The blocks of a head that are in flight are a run, the longest runs first. A run begins as the one before it ends,
-  //   two tiles apart: descending again their distance would grow to four, so that it ascends. For query heads of a group,
-  //   one after the other, it grows by two tiles each: the L2 holds those of two.
-  // - The fewer heads a section has, the longer are its runs, which read q, dout and dq from DRAM once each; but every block
-  //   of an ascending run first falls a tile behind the one before. So a section is long beside its runs.
-  // - Of many short heads in one section few blocks each would be in flight: the heads come in sections of the L2, each
-  //   descending as a whole. With fewer heads the longest blocks of the last section, which run last, cost more.
+  // Sets the order of blocks of neighbouring keys. All heads are one section for windows and documents, which read few
+  // queries (the shorter blocks of a document run last). They are also one section for blocks that add to dq in a fixed
+  // order, because these wait for each other, with the exceptions below. Under causality a head's blocks end at the
+  // same query, and of two neighbours the block with later keys begins two tiles later. Two blocks that start together
+  // in descending order are therefore two tiles apart, and neither waits.
+  // - The blocks of a head that are in flight form a run, and the longest runs come first. The blocks of a run start
+  //   when the blocks of the previous run end, two tiles apart. In another descending run their distance would grow to
+  //   four tiles, so the run ascends. With several query heads per kv head, the distance grows by two tiles for each;
+  //   the L2 has room for two heads.
+  // - Fewer heads per section give longer runs and less DRAM traffic, as a run reads q, dout and dq from DRAM once. But
+  //   in an ascending run every block first falls one tile behind the previous block, so a section has many runs.
+  // - With many short heads in one section, each would have few blocks in flight. Such heads form sections of the L2,
+  //   each of which descends as a whole. With fewer heads, the longest blocks of the last section, which run last, cost
+  //   more.
   void set_block_order(bool consecutive) {
-    constexpr int section_rounds = 16;  // of blocks on all multiprocessors
+    constexpr int section_rounds = 16;  // rounds of blocks on all multiprocessors
     constexpr int many_heads = 32;
     const Shape shape = this->shape();
     const int heads = KeyTile::all_heads(shape);
@@ -230,14 +233,14 @@ struct BackwardCall {
                                                    args.dbias.stride, size_of(p.bias_dtype));
     if (has_dbias_sums() || !is_dense(p.bias_shape)) return;
     const bool sums_heads = p.bias_shape[1] != p.heads_q && common.dbias.data != nullptr;
-    // The unit writes 16 bytes at once, also at the end of a row.
+    // The TMA unit writes 16 bytes at once, also at the end of a row.
     const bool by_tma = !has_list(p) && p.seqlen_k % 8 == 0 &&
                         DenseRows(common.shape, common.dbias).has_tensor_map();
     params.dense_dbias = {.sums_heads = sums_heads, .clears = !has_list(p), .by_tma = by_tma};
   }
 
   void set_main_loop() {
-    const float scale = problem.scale;
+    const float scale = common.score.scale;
     const float unit = score_unit(scale);
     BackwardParams& main_loop = params.backward;
     main_loop = common;
@@ -249,7 +252,7 @@ struct BackwardCall {
     main_loop.dk = dk.rows;
     main_loop.dv = dv.rows;
     main_loop.score.factor = unit * log2e;
-    main_loop.score.scale = std::abs(scale);  // of dk; q has the sign
+    main_loop.score.scale = std::abs(scale);  // for dk; q has the sign
     if (has_listed_dbias() && common.dbias.data != nullptr)
       main_loop.dbias = cuda::dbias_sums(problem, listed_dbias);
     params.bias_factor = 1 / unit;

@@ -248,6 +248,7 @@ class BackwardConsumer {
       store_shared_16(to + Layout::thread_offset(j, 0) * sizeof(float),
                       {words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]});
     }
+    fence_async_proxy();
     named_barrier_arrive(Kernel::dq_full_barrier + part, threads);
   }
 

@@ -15,7 +15,7 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Which kernel of a backward runs, as a value. It is chosen once in a call and dispatched on; printed, it is the
+// The kernel of a backward that runs, as a value. A call chooses it once and dispatches on it; printed, it is the
 // kernel's name.
 struct BackwardChoice {
   DType dtype = DType::bf16;
@@ -23,16 +23,16 @@ struct BackwardChoice {
   BackwardVariant variant;
 };
 
-// "sm90 backward bf16 d128 block"
+// The name of a choice, such as "sm90 backward bf16 d128 block".
 std::string name(const BackwardChoice& choice);
 
-// The kernels of one dtype and head-dim bucket D, with the kernels before and after them; instances/ has a template of
-// their files.
+// Launches the kernels of one dtype and head-dim bucket D, with the kernels before and after them. instances/ has a
+// template of their files.
 template <class T, int D>
 void launch_backward(const BackwardChoice& choice, const BackwardKernelParams& params,
                      cudaStream_t stream);
 
-// The backward as the family's table has it (cuda/family.h).
+// The functions of the backward for the family's table (cuda/family.h).
 std::string decline_backward(const Problem& problem);
 std::size_t backward_workspace_size(const BackwardArgs& args, const DeviceProperties& device);
 void run_backward(const BackwardArgs& args, const DeviceProperties& device,

@@ -8,9 +8,9 @@
 // Tile policies of the backward as data.
 namespace flash_dmattn::cuda::sm90 {
 
-// The 128 keys of a block.
+// The placement of the 128 keys of a block.
 enum class KeyPlacement : std::uint8_t {
-  block,           // neighbouring keys, seen by every query or by those from their own position on
+  block,  // neighbouring keys, each seen by every query or by those from its own position on
   block_key_info,  // neighbouring keys with ranges of queries, masks or biases
   slots,           // slots whose keys change (cuda/selection/key_slots.h)
 };
@@ -18,8 +18,8 @@ enum class KeyPlacement : std::uint8_t {
 // The compile-time choices of a backward kernel.
 struct BackwardVariant {
   KeyPlacement placement = KeyPlacement::block;
-  DenseAccess dense = DenseAccess::none;  // of a mask and a bias, only with block_key_info
-  // Else each batch of products runs alone, with the same bits except for the order of additions to dq: for tests.
+  DenseAccess dense = DenseAccess::none;  // only with block_key_info
+  // If false, each batch of products runs alone, for tests. Bits are the same, except for the order of additions to dq.
   bool overlaps = true;
 
   constexpr bool has_info() const { return placement != KeyPlacement::block; }
@@ -42,25 +42,25 @@ constexpr BackwardVariant with_overlap(BackwardVariant variant, bool overlaps) {
   return variant;
 }
 
-// How the two warpgroups share dq of a query tile, each part a product of 64 queries over all keys.
+// The division of dq of a query tile between the two warpgroups. Each part is a product of 64 queries over all keys.
 enum class DqSplit : std::uint8_t {
   columns,      // half of the columns each
-  alternating,  // every other tile each: dS is read once, the accumulators are twice as many
+  alternating,  // every other tile each, so dS is read once and there are twice as many accumulators
   rows,         // 64 of 128 queries each
 };
 
 struct BackwardPolicy {
-  int rows;  // of a query tile
+  int rows;  // rows of a query tile
   DqSplit dq;
   int score_tiles = 2;  // tiles of dS in shared memory
-  // Registers for the biases of a dense tile all round the loop: heads that share them load them once.
+  // Whether registers keep the biases of a dense tile around the loop, so that heads that share them load them once.
   bool keeps_biases = false;
 
   static constexpr int keys = 128;
-  static constexpr int warpgroups = 2;  // that compute, 64 keys each
-  static constexpr int stages = 2;      // of q and dout
+  static constexpr int warpgroups = 2;  // consumers, with 64 keys each
+  static constexpr int stages = 2;      // stages of q and dout
   static constexpr int threads = 128 * (1 + warpgroups);
-  // 128 * producer + 256 * consumer <= 64512: the only pair with 240 for a consumer.
+  // 128 * producer + 256 * consumer <= 64512; this is the only pair with 240 registers for a consumer.
   static constexpr int producer_registers = 24;
   static constexpr int consumer_registers = 240;
 
@@ -70,17 +70,17 @@ struct BackwardPolicy {
   }
 };
 
-// Queries of a tile, between which slots change keys, and the maximum number of segments of a chain of slots.
+// The queries of a tile, between which slots change keys, and the maximum number of segments of a chain of slots.
 inline constexpr int slot_tile_rows = 64;
 inline constexpr int slot_segments = 64;
-// Heads of a group whose additions to dq are published at once, where they have an order.
+// The heads of a group whose additions to dq are published together, if they have an order.
 inline constexpr int order_heads = 2;
 
-// Shared memory binds: the products of a tile read it for longer than the tensor cores multiply. D 64: dk
-// and dv are half as large, so that 128 queries fit, which share a read of K and V. D 128: DqSplit::alternating
-// reads less, but a block of neighbouring keys loses 3 % in waits; with slots there is other work meanwhile, and it is
-// 5 % faster. Dense: tiles of 64 queries also at D 64, as the packed mask has. Three tiles of dS: two heads are
-// summed while the biases of a third tile are loaded; a fourth fits at D 64.
+// Shared memory binds: the reads of a tile's operands take longer than the MMA. At D 64, dk and dv are half as large,
+// so that 128 queries fit, which share a read of K and V. At D 128 DqSplit::alternating reads less, but a block of
+// neighbouring keys loses 3 % in waits. With slots there is other work meanwhile, and it is 5 % faster. Dense masks and
+// biases have tiles of 64 queries also at D 64, like the packed mask. They have three tiles of dS, because two heads
+// are summed while the biases of a third tile are loaded; a fourth fits at D 64.
 constexpr BackwardPolicy backward_policy(int head_dim, const BackwardVariant& variant) {
   if (variant.has_slots()) return {.rows = slot_tile_rows, .dq = DqSplit::alternating};
   if (variant.has_dense()) {
@@ -94,8 +94,8 @@ constexpr BackwardPolicy backward_policy(int head_dim, const BackwardVariant& va
   return {.rows = 64, .dq = DqSplit::columns};
 }
 
-// Sums of dq in memory: tiles of `rows` queries, each in one or two parts of 64 queries, in the order of the
-// accumulators: block j of eight columns has 128 threads' four floats, (row, two columns) and (row + 8, the same).
+// The sums of dq in memory are tiles of `rows` queries, each in one or two parts of 64 queries, in the order of the
+// accumulators. Block j of eight columns has the four floats of 128 threads: two columns of a row and of row + 8.
 template <int D, BackwardVariant Variant>
 struct DqAccumLayout {
   static constexpr BackwardPolicy policy = backward_policy(D, Variant);

@@ -28,7 +28,7 @@ struct TileLoader {
   const BackwardKernelParams& p;
   Storage& storage;
 
-  // By a warp. `n`: query tiles of this block before. Returns the new count.
+  // Called by a warp. `n` is the number of earlier query tiles of this block. Returns the new number.
   __device__ int run(const BackwardWork& work, int n) const {
     if (!work.has_tiles()) return n;
     const std::uint32_t flags = *p.backward.flags;
@@ -75,7 +75,7 @@ struct TileLoader {
     }
   }
 
-  // `more_bytes`: bytes of another copy that completes the same barrier.
+  // `more_bytes` are the bytes of another copy that completes the same barrier.
   __device__ void load(const CUtensorMap& map, const InputRows& source, bool cleans, int batch,
                        int head, int row, std::uint32_t tile, std::uint32_t full,
                        std::uint32_t more_bytes) const {
@@ -92,7 +92,7 @@ struct TileLoader {
     __syncwarp();
   }
 
-  // Rare: copies rows through registers and replaces elements that are not finite by 0.
+  // Copies rows through registers and replaces non-finite elements by 0. This is rare.
   __device__ void copy_cleaned(const InputRows& source, int batch, int head, int row,
                                std::uint32_t tile) const {
     const Shape& shape = p.backward.shape;

@@ -9,8 +9,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Values of the rows of a query tile. Every score of a row is initialized with `score`: -lse / scale, or -inf for rows
-// that do not exist or have no P.
+// The values of the rows of a query tile. Every score of a row is initialized with `score`, which is -lse / scale, or
+// -inf for rows that do not exist or have no P.
 template <int Rows>
 struct RowStats {
   float score[Rows];
@@ -21,11 +21,11 @@ struct RowStats {
 template <bool Exists>
 struct SlotStorage {
   alignas(16) KeyRecord records[2][SlotParams::block_slots];
-  // The next key of each slot, by arrival, with its record and its successor; of the later of the two tiles.
+  // The next key of each slot, by arrival, with its record and its successor, for the later of the two tiles.
   int successor[SlotParams::block_slots];
   int after_successor[SlotParams::block_slots];
   alignas(16) KeyRecord coming[SlotParams::block_slots];
-  Pipeline<2> pipeline;  // of query tiles
+  Pipeline<2> pipeline;  // one use per query tile
 };
 template <>
 struct SlotStorage<false> {};
@@ -39,32 +39,32 @@ struct BlockStorage {
 template <>
 struct BlockStorage<false> {};
 
-// With a dense mask or bias.
+// The storage for a dense mask or bias.
 template <int Tiles>
 struct ScoreTilePipelines {
-  LoadedVisit visits[BackwardPolicy::stages];  // with q
-  // Of the block's keys and of each consumer warp's (KeyBlock): the loop has no registers for them.
+  LoadedVisit visits[BackwardPolicy::stages];  // loaded with q
+  // The ranges of the block's keys and of each consumer warp's keys (KeyBlock), for which the loop has no registers.
   KeyInterval ranges[BackwardPolicy::keys];
   KeyInterval full_queries[4 * BackwardPolicy::warpgroups];
-  Pipeline<Tiles> computed;  // dS: from the consumers to the writer of dbias
-  // Zeros for the tiles of dbias that no visit computes, DenseDbias::by_tma.
+  Pipeline<Tiles> computed;  // passes dS from the consumers to the writer of dbias
+  // Zeros for the tiles of dbias that no visit computes, with DenseDbias::by_tma.
   alignas(128) std::byte zeros[PanelTile<PackedMask::side, panel_columns>::bytes];
 };
 
 template <DenseAccess Access, int Tiles>
 struct DenseStorage {};
-// A tile of dS is first the tile of biases: a warp reads the biases of its 16 keys and later overwrites them with dS.
+// A tile of dS is first a tile of biases. A warp reads the biases of its 16 keys and later overwrites them with dS.
 template <int Tiles>
 struct DenseStorage<DenseAccess::tiles, Tiles> : ScoreTilePipelines<Tiles> {
   static constexpr int words = BackwardPolicy::keys / PackedMask::side;
 
-  // Of 64 queries each the bits of 64 keys.
+  // The bits of 64 keys for each of 64 queries.
   alignas(128) std::uint64_t bits[Tiles][words][PackedMask::side];
-  Pipeline<Tiles> loaded;  // bits and biases: from the loader to the consumers
+  Pipeline<Tiles> loaded;  // passes bits and biases from the loader to the consumers
 };
 template <int Tiles>
 struct DenseStorage<DenseAccess::elements, Tiles> : ScoreTilePipelines<Tiles> {
-  int keys[BackwardPolicy::keys];  // of the tensors, also where the block's are past the end
+  int keys[BackwardPolicy::keys];  // keys that exist, even if the block reaches past the end
 };
 
 template <int D, BackwardVariant Variant>
@@ -72,7 +72,7 @@ struct BackwardStorage {
   static constexpr BackwardPolicy policy = backward_policy(D, Variant);
   using KeyTile = PanelTile<policy.keys, D>;
   using QueryTile = PanelTile<policy.rows, D>;
-  // dS, with keys as rows; with a dense mask or bias queries are rows, as in memory.
+  // dS has keys as rows, but with a dense mask or bias it has queries as rows, as in memory.
   using ScoreTile = std::conditional_t<Variant.has_dense(), PanelTile<policy.rows, policy.keys>,
                                        PanelTile<policy.keys, policy.rows>>;
   using Stats = RowStats<policy.rows>;
@@ -91,9 +91,9 @@ struct BackwardStorage {
   Pipeline<policy.stages> q_pipeline;  // q and its stats
   Pipeline<policy.stages> dout_pipeline;
   typename Semaphore::Storage semaphore;
-  int order;      // the block's number in the order of additions
+  int order;      // number of the block in the order of additions
   int bounds[2];  // queries that see some key of the block
-  // A block of neighbouring keys has one; parts of chains of slots alternate.
+  // A block of neighbouring keys uses one; parts of chains of slots alternate between both.
   BackwardWork work[2];
   BlockStorage<Variant.has_info() && !Variant.has_slots() && !Variant.has_dense()> block;
   SlotStorage<Variant.has_slots()> slots;

@@ -8,7 +8,7 @@
 // Copies of a call's tensors for its main loop.
 namespace flash_dmattn::cuda::sm90 {
 
-// [B, S, H, D] without gaps, in the workspace.
+// Allocates [B, S, H, D] without gaps in the workspace.
 inline OutputRows dense_rows(const Shape& shape, int seqlen, int heads,
                              WorkspaceAllocator& workspace) {
   OutputRows rows;
@@ -21,16 +21,16 @@ inline OutputRows dense_rows(const Shape& shape, int seqlen, int heads,
   return rows;
 }
 
-// How the main loop's copy of a tensor differs from it.
+// The way in which the main loop's copy of a tensor differs from the tensor.
 struct SourceForm {
-  ListedKeys list = {};  // their rows alone
+  ListedKeys list = {};  // the copy has only their rows
   std::uint16_t kept_bits = 0xffff;
   std::uint16_t flipped_bits = 0;
 
   bool changes() const { return list.keys != nullptr || kept_bits != 0xffff || flipped_bits != 0; }
 };
 
-// A tensor, or room for a dense copy of it if the TMA unit cannot read it or the copy differs.
+// A tensor, or memory for a dense copy if the TMA unit cannot read the tensor or the copy differs from it.
 struct Source {
   CopyRows copy;
   bool copied;
@@ -62,11 +62,11 @@ struct Source {
   }
 };
 
-// A gradient of keys, or room for a dense copy of it: if its rows are not aligned, as the rows of slots must be, or
-// if it is of the keys of a list. When the workspace is sized without outputs, the alignment is not known yet.
+// A gradient of keys, or memory for a dense copy if its rows are unaligned (rows of slots must be aligned) or if it
+// belongs to the keys of a list. When the workspace is sized without outputs, the alignment is unknown.
 struct Sink {
   OutputRows original;
-  OutputRows rows;  // what the kernels write
+  OutputRows rows;  // written by the kernels
 
   Sink(const Shape& main_loop, const OutputRows& to, bool needs_alignment, bool listed,
        WorkspaceAllocator& workspace)
@@ -77,7 +77,7 @@ struct Sink {
     if (to.data == nullptr) rows.data = nullptr;
   }
 
-  // `shape`: of the call, with all keys.
+  // `shape` is the shape of the call, with all keys.
   void store(const Shape& shape, const ListedKeys& list, cudaStream_t stream) const {
     if (original.data == nullptr || rows.data == original.data) return;
     const ScatterRows body{rows, original, shape, list};

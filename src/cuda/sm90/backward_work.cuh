@@ -6,7 +6,7 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// The work of a part: its query tiles from the first that sees a key of its slots.
+// The work of a part: its query tiles from the first tile that sees a key of its slots.
 __device__ inline BackwardWork work_of(const BackwardKernelParams& p, const SlotPart& part) {
   const SlotParams& slots = p.slots;
   const Shape& shape = p.backward.shape;
@@ -22,7 +22,7 @@ __device__ inline BackwardWork work_of(const BackwardKernelParams& p, const Slot
   const int tiles = ceil_div(shape.seqlen_q, slot_tile_rows);
   work.tile_begin = part.unit_begin * slots.segment_tiles;
   work.tile_end = min(part.unit_end * slots.segment_tiles, tiles);
-  // Keys arrive in the order of slots. With ordered additions each block adds to every tile in its order.
+  // Keys arrive in the order of slots. With ordered additions each block adds to every tile in order.
   if (p.order.published != nullptr) return work;
   if (slot >= slots.slots.count[row]) {
     work.tile_begin = work.tile_end;
@@ -42,8 +42,8 @@ __device__ inline KeyRecord first_record(const BackwardKernelParams& p, const Ke
   return {seen.first, seen.last, key, p.info.biases_of(tile.batch, head, tile.kv_head)[key]};
 }
 
-// The queries that see some key of a block of neighbouring keys, [begin, end). By all threads of the block. `records`,
-// unless it is null, receives those of all its keys.
+// Finds the queries [begin, end) that see some key of a block of neighbouring keys. Called by all threads of the block.
+// `records`, unless it is null, receives the records of all its keys.
 template <BackwardVariant Variant>
 __device__ inline int2 find_queries(const BackwardKernelParams& p, const KeyTile& tile,
                                     int (&shared_bounds)[2], KeyRecord* records) {

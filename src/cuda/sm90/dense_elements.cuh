@@ -5,13 +5,13 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A dense mask and a dense bias of any dtype and strides in the scores of a warpgroup (layout: wgmma.cuh), read element
-// by element. Keys and queries past the end read the last ones: the key info hides such keys, and such queries are not
-// stored. With ranks the packed mask is read, which includes the mask.
+// Applies a dense mask and a dense bias, of any dtype and strides, to the scores of a warpgroup (layout: wgmma.cuh),
+// element by element. Keys and queries past the end read the last ones; the key info hides such keys, and such queries
+// are not stored. With ranks the packed mask is read, which includes the mask.
 template <class T, int Keys, bool HasRanks>
 class DenseElements {
  public:
-  // For the columns from `column` on of the tile that begins at key or list entry `first`.
+  // `column` is the first column, in the tile that begins at key or list entry `first`.
   __device__ DenseElements(const ForwardKernelParams& params, const WorkTile& work, int first,
                            int column)
       : params_(params), work_(work), first_(first + column), list_(nullptr) {
@@ -23,7 +23,8 @@ class DenseElements {
     }
   }
 
-  // scores += factor bias, -inf where the mask or the bias masks; `query`: of the first of the thread's two rows.
+  // Adds factor bias to the scores, and sets them to -inf where the mask or the bias masks. `query` is the query of the
+  // first of the thread's two rows.
   __device__ void apply(int query, float (&scores)[Keys / 2]) const {
     const ScoreParams& score = params_.forward.score;
     const bool ranked = HasRanks && score.key_rank.data != nullptr;
@@ -59,7 +60,7 @@ class DenseElements {
  private:
   static constexpr int steps = Keys / 16;
 
-  // Tiles are of consecutive keys.
+  // Tiles have consecutive keys.
   __device__ void apply_packed(int query, float (&scores)[Keys / 2]) const {
     constexpr int side = PackedMask::side;
     const PackedMask& mask = params_.forward.score.packed_mask;
@@ -94,7 +95,7 @@ class DenseElements {
 
   const ForwardKernelParams& params_;
   const WorkTile& work_;
-  int first_;  // key or list entry
+  int first_;  // first key or list entry
   const std::int32_t* list_;
 };
 

@@ -5,28 +5,28 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// How the mask of a key tile is read; none: it hides no key of the tile.
+// The way in which the mask of a key tile is read; `none` if it hides no key of the tile.
 enum class MaskForm : std::uint8_t { none, bits, bytes };
 
-// A dense mask and a dense bias of a key tile for the scores of a warpgroup (layout: wgmma.cuh). They are masked in 16
-// bits, two neighbouring keys in a word, and added to the scores where they are read, or read before and kept. Queries:
-// those of a thread's two rows of scores, 8 apart in the tile; with one, the rows are of two heads that share mask and
-// bias.
+// A dense mask and a dense bias of a key tile for the scores of a warpgroup (layout: wgmma.cuh). Biases are masked in
+// 16 bits, two neighbouring keys in a word. They are added to the scores when they are read, or read before and kept. A
+// thread's two rows of scores have `Queries` queries, which are 8 apart in the tile. With one query, the rows belong to
+// two heads that share mask and bias.
 template <class T, class Tile>
 class DenseScores {
   using Biases = typename Tile::Biases;
   static constexpr int keys = Biases::columns;
 
  public:
-  // Reads the biases, 0 where there are none; -inf where the bias masks, and where the mask does. `row`: the first of
-  // the thread's queries in the tile.
+  // Reads the biases: 0 without a bias, and -inf where the bias or the mask masks. `row` is the first of the thread's
+  // queries in the tile.
   template <int Queries, bool HasBias, MaskForm Mask>
   __device__ void load(const Tile& tile, int row, std::uint32_t mask_values) {
     for_each_two<Queries, HasBias, Mask>(
         tile, row, mask_values, [&](int h, int i, std::uint32_t two) { biases_[h][i] = two; });
   }
 
-  // scores += factor bias, of those that have been loaded.
+  // Adds factor bias to the scores, for the loaded biases.
   template <int Queries>
   __device__ void add(float factor, float (&scores)[keys / 2]) const {
 #pragma unroll
@@ -36,7 +36,7 @@ class DenseScores {
     }
   }
 
-  // load() and add() without registers between them.
+  // Does load() and add() without registers between them.
   template <int Queries, bool HasBias, MaskForm Mask>
   static __device__ void load_and_add(const Tile& tile, int row, std::uint32_t mask_values,
                                       float factor, float (&scores)[keys / 2]) {
@@ -59,7 +59,8 @@ class DenseScores {
     }
   }
 
-  // Calls body(h, i, biases) for the thread's queries, 8 h further on, and its two keys of [8 i, 8 i + 8).
+  // Calls body(h, i, biases) for the thread's queries, which are 8 h rows after `row`, and its two keys of [8 i, 8 i +
+  // 8).
   template <int Queries, bool HasBias, MaskForm Mask, class Body>
   static __device__ void for_each_two(const Tile& tile, int row, std::uint32_t mask_values,
                                       const Body& body) {
@@ -84,8 +85,8 @@ class DenseScores {
     });
   }
 
-  // Which of the thread's two keys of [8 i, 8 i + 8) the mask shows, as all bits of an element. A byte is compared with 0 as
-  // a number in 16 bits, a denormal one.
+  // Sets all bits of an element for each of the thread's two keys of [8 i, 8 i + 8) that the mask shows. A byte is
+  // compared with 0 as a 16-bit number, which is subnormal.
   static __device__ std::uint32_t load_two_bytes(const Tile& tile, int row, int i) {
     const std::uint32_t from =
         shared_address(tile.mask.bytes) + Tile::Mask::Bytes::offset(row, 0) + column();
@@ -94,7 +95,7 @@ class DenseScores {
     return __hne2_mask(reinterpret_cast<const __half2&>(elements), __half2{});
   }
 
-  // The mask of 32 keys of a query: the highest bit of byte i is this thread's even or odd key of the i-th eight.
+  // The mask of 32 keys of a query. The highest bit of byte i is this thread's even or odd key of the i-th eight.
   struct Bits {
     std::uint32_t even;
     std::uint32_t odd;
@@ -102,7 +103,8 @@ class DenseScores {
 
   static __device__ int column() { return static_cast<int>(threadIdx.x) % 4 * 2; }
 
-  // Calls body(h, i, bits) for the thread's queries, 8 h further on, and keys [8 i, 8 i + 8), of which it has two.
+  // Calls body(h, i, bits) for the thread's queries, which are 8 h rows after `row`, and its two keys of [8 i, 8 i +
+  // 8).
   template <int Queries, bool HasBits, class Body>
   static __device__ void for_each_eight(const Tile& tile, int row, const Body& body) {
     const std::uint32_t from = shared_address(tile.mask.bits) + row * 8;

@@ -7,8 +7,9 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Loads the bits of the packed mask and the biases of each query tile and a block of keys, for DenseAccess::tiles. With q
-// and dout they would take one warp longer than the consumers. In between the warp stores zeros of dbias.
+// Loads the bits of the packed mask and the biases of each query tile and a block of keys, for DenseAccess::tiles. If
+// one warp also loaded q and dout, it would take longer than the consumers. Between loads the warp stores zeros of
+// dbias.
 template <class Kernel>
 struct DenseTileLoader {
   using Storage = typename Kernel::SharedStorage;
@@ -20,7 +21,7 @@ struct DenseTileLoader {
   const BackwardKernelParams& p;
   Storage& storage;
 
-  // By a warp.
+  // Called by a warp.
   __device__ void run(const BackwardWork& work) const {
     DbiasClearer<Kernel> zeros(p, storage, work);
     const int steps = zeros.steps_of_visit();
@@ -45,7 +46,7 @@ struct DenseTileLoader {
       const ScoreParams& score = p.backward.score;
       const int tile = Pipeline<Kernel::policy.score_tiles>::stage(n);
       const std::uint32_t full = storage.dense.loaded.full_of(n);
-      // The consumers keep those of the previous visit.
+      // The consumers keep the biases of the previous visit.
       const bool loads = !Kernel::policy.keeps_biases || !at.has_same_dense();
       const std::uint32_t bit_bytes =
           loads && at.masked() ? existing_words(work) * PackedMask::side * 8 : 0;

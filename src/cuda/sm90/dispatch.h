@@ -9,7 +9,7 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Calls body.template operator()<Variant>() for the variant of a choice: one of `variants`, or the same without
+// Calls body.template operator()<Variant>() for the variant of a choice, which is one of `variants`, possibly without
 // overlap.
 template <class T, int D, auto variants, class Choice, class Body>
 void dispatch(const Choice& choice, const Body& body) {

@@ -153,9 +153,6 @@ struct DqWriter {
 #pragma unroll
       for (int part = 0; part < parts; ++part) {
         named_barrier_sync(Kernel::dq_full_barrier + part, threads);
-        // The consumers wrote through the generic proxy. A fence in them costs DqSplit::alternating 5 % and the others
-        // nothing; the barrier orders their writes before this one (docs/kernels/sm90.md).
-        fence_async_proxy();
         if (lane_id() == 0 && p.dq_accum != nullptr) {
           bulk_add(to + part * Layout::part_floats, shared_address(storage.dq) + part * part_bytes,
                    part_bytes);

@@ -4,7 +4,8 @@
 #include "cuda/stages.h"
 #include "family_table.h"
 
-// The family for compute capability 9.0: wgmma on tiles that the TMA unit or cp.async brings to shared memory.
+// The family for compute capability 9.0. It multiplies by wgmma tiles that the TMA unit or cp.async copies to shared
+// memory.
 namespace flash_dmattn::cuda::sm90 {
 namespace {
 

@@ -7,8 +7,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Computes QueryVisitLists: for each block of keys the query tiles that the ranges of its keys meet and that are not
-// empty in the packed mask. All warp roles of a block iterate over the same list, without communication.
+// Computes QueryVisitLists, which list for each block of keys the query tiles that intersect the ranges of its keys and
+// are not empty in the packed mask. All warp roles of a block iterate over the same list, without communication.
 struct FindVisits {
   using Params = BackwardKernelParams;
   static constexpr int threads = 256;
@@ -34,7 +34,7 @@ struct FindVisits {
     const int group = p.backward.shape.heads_q / p.backward.shape.heads_kv;
     const int list = QueryVisitLists::list(p.backward.shape, keys.batch, keys.kv_head, keys.key);
     QueryVisit* const to = p.visits.visits + std::int64_t{list} * p.visits.capacity;
-    // Then all heads of a tile have one mask and one bias, and are visited if one is.
+    // All heads of a tile then share one mask and one bias, and all are visited if one is.
     const bool shared_dense = p.visits.heads_together && p.backward.score.packed_mask.head_q == 0 &&
                               p.backward.score.bias.head_q == 0;
     const int candidates = tiles * group;
@@ -55,7 +55,7 @@ struct FindVisits {
         count += shared.found[w];
       }
       if (some) {
-        // The two heads of a tile are neighbouring lanes.
+        // Neighbouring lanes have the two heads of a tile.
         const bool both = p.dense_dbias.sums_heads && (lanes >> (lane_id() ^ 1) & 1) != 0;
         to[before] = {.tile = tile,
                       .head = static_cast<std::uint32_t>(head),

@@ -6,10 +6,10 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Recomputes in double the rows that the main kernel has marked with an lse of NaN: rows whose scores or sums are out
-// of fp32's range and rows that may see no key.
+// Recomputes in double the rows that the main kernel has marked with an lse of NaN. These are rows whose scores or sums
+// are out of fp32's range, and rows that may see no key.
 
-// Those of 32 rows, of which each lane has one. `has_row`: it exists. By a warp.
+// A warp recomputes the marked rows; each lane brings one row, valid if `has_row`.
 template <class T>
 __device__ inline void fix_marked_rows(const ForwardParams& p, bool has_row, int batch, int head,
                                        int row) {
@@ -23,8 +23,8 @@ __device__ inline void fix_marked_rows(const ForwardParams& p, bool has_row, int
   }
 }
 
-// After blocks that have had several work tiles, for in their persistent loop a call would spill registers, and after
-// kernels that do not recompute rows at all (fixes_rows).
+// Runs after kernels whose blocks have several work tiles, because a call in their persistent loop would spill
+// registers, and after kernels that recompute no rows (fixes_rows).
 template <class T>
 struct FixForwardKernel {
   using Params = ForwardKernelParams;

@@ -4,8 +4,8 @@
 #include "cuda/sm90/forward_dense.cuh"
 #include "cuda/sm90/forward_producer.cuh"
 
-// The forward of sm_90a: one producer warpgroup, two or three consumer warpgroups of 64 queries each. Persistent blocks
-// take work tiles from a counter.
+// The forward of sm_90a, with one producer warpgroup and two or three consumer warpgroups of 64 queries each.
+// Persistent blocks take work tiles from a counter.
 namespace flash_dmattn::cuda::sm90 {
 
 template <class T, int D, ForwardVariant Variant>
@@ -28,11 +28,11 @@ struct ForwardKernel {
   static_assert(dense != DenseAccess::elements || load == KeyLoad::any);
   static constexpr int threads = policy.threads();
   static constexpr int min_blocks = 1;
-  // Arrivals at the barrier of a filled buffer: of one producer thread; or one of each thread for its cp.async copies
-  // and, with any strides, one more for its stores.
+  // The number of arrivals at the barrier of a filled buffer: one by one producer thread, or one by each thread for its
+  // cp.async copies, and with KeyLoad::any one more for its stores.
   static constexpr int key_arrivals = load == KeyLoad::tma ? 1 : load == KeyLoad::any ? 256 : 128;
   static constexpr int q_arrivals = load == KeyLoad::any ? 256 : 1;
-  static constexpr int dense_arrivals = 2;  // of the warps that load biases and bits
+  static constexpr int dense_arrivals = 2;  // one each by the warps that load biases and bits
   // Named barriers; 0 is __syncthreads.
   static constexpr int producer_barrier = 1;
   static constexpr int first_scheduler_barrier = 2;

@@ -4,12 +4,12 @@
 #include "cuda/sm90/forward_producer.cuh"
 #include "cuda/sm90/tensor_map.h"
 
-// Masks and biases with a query dimension, DenseAccess::tiles: the iterator over the key tiles of a work tile, and the
-// producers that load their masks and biases besides K and V.
+// Masks and biases with a query dimension, for DenseAccess::tiles: the iterator over the key tiles of a work tile, and
+// the producers that load masks and biases in addition to K and V.
 namespace flash_dmattn::cuda::sm90 {
 
-// A work tile, of the queries of all warpgroups, in one head or in two that share mask and bias, and its key tiles that
-// are not empty in the mask. All lanes of a warp search for them together.
+// A work tile with the queries of all warpgroups, in one head or in two heads that share mask and bias, and its key
+// tiles that are not empty in the mask. All lanes of a warp search for these together.
 template <int Warpgroups, int Keys>
 class DenseWork {
   static_assert(Warpgroups <= PackedMask::shared_row_tiles);
@@ -44,7 +44,7 @@ class DenseWork {
     tile_ = find(begin);
     work.visits = 1;
     work.end = tile_ < end_ ? bounds.end : 0;
-    // A work tile without keys visits one tile, too.
+    // A work tile without keys also visits one tile.
     if (tile_ == end_) tile_ = begin;
     look_ahead();
   }
@@ -53,7 +53,7 @@ class DenseWork {
   __device__ std::uint32_t flags() const { return flags_; }
   __device__ bool is(KeyTileFlag flag) const { return (flags_ & flag) != 0; }
 
-  // Moves to the next tile that is visited.
+  // Moves to the next visited tile.
   __device__ void advance() {
     tile_ = next_;
     look_ahead();
@@ -69,7 +69,7 @@ class DenseWork {
     return shape;
   }
 
-  // Key ranges are of query_tile_rows queries, and a work tile meets two or three of those.
+  // A key range has query_tile_rows queries, and a work tile overlaps two or three ranges.
   __device__ KeyBounds key_bounds_to(const ForwardParams& p, int end_query) const {
     WorkTile part = work;
     KeyBounds bounds = key_bounds(p, part, end_query - part.row);
@@ -106,11 +106,11 @@ class DenseWork {
     return merged;
   }
 
-  const std::uint8_t* states_ = nullptr;  // of the first row tile; null: nothing is masked
-  int words_ = 0;                         // of a row tile
-  int last_row_tile_ = 0;                 // of the queries, from the first on
+  const std::uint8_t* states_ = nullptr;  // states of the first row tile; null without a mask
+  int words_ = 0;                         // words of a row tile
+  int last_row_tile_ = 0;                 // last row tile, relative to the first
   NonEmptyTiles search_;
-  int full_begin_;  // first keys of the tiles that every query sees, but for the mask
+  int full_begin_;  // begin of the tiles that every query sees, regardless of the mask
   int full_end_;
   int end_;
   int tile_;
@@ -118,9 +118,10 @@ class DenseWork {
   std::uint32_t flags_;
 };
 
-// Consecutive keys by the TMA unit. One warp would take longer for all copies of a tile than the consumers, so all four
-// divide them: q and K, V, biases, and masks. They visit the same tiles. Whoever fills a pipeline fills each of its stages:
-// two warps that filled three stages alternately could pass a barrier a phase early.
+// Loads consecutive keys by the TMA unit. One warp would take longer for all copies of a tile than the consumers take
+// for the tile, so all four warps divide them: q and K, V, biases, and masks. They visit the same tiles. A warp that
+// fills a pipeline fills each of its stages, because two warps that filled three stages alternately could pass a
+// barrier one phase early.
 template <class Kernel>
 struct DenseProducer : TmaProducer<Kernel> {
   using Base = TmaProducer<Kernel>;
@@ -152,7 +153,7 @@ struct DenseProducer : TmaProducer<Kernel> {
   }
 
  private:
-  // Synchronizes the warps and returns `taken` of the first one's lane 0.
+  // Synchronizes the warps and returns `taken` of lane 0 of the first warp.
   __device__ int share(int taken, int work_count) const {
     int& number = storage.next_work[work_count % 2];
     if (threadIdx.x == 0) number = taken;
@@ -161,7 +162,7 @@ struct DenseProducer : TmaProducer<Kernel> {
     return number;
   }
 
-  // Calls visit() for each key tile of a work tile. `n`: key tiles of the block so far.
+  // Calls visit() for each key tile of a work tile. `n` is the number of key tiles of the block so far.
   template <class Visit>
   static __device__ void for_each_tile(Work& tiles, int& n, const Visit& visit) {
     for (;; tiles.advance()) {
@@ -172,7 +173,7 @@ struct DenseProducer : TmaProducer<Kernel> {
     }
   }
 
-  // Loads q and K of a work tile; returns the number of the next one in lane 0.
+  // Loads q and K of a work tile. Returns the number of the next work tile in lane 0.
   __device__ int load_keys(Work& tiles, int work_count, int& n) const {
     const typename Base::Info info = this->info_of(tiles.work);
     int taken = 0;
@@ -194,7 +195,7 @@ struct DenseProducer : TmaProducer<Kernel> {
     });
   }
 
-  // The biases of each warpgroup's queries.
+  // Loads the biases of each warpgroup's queries.
   __device__ void load_biases(Work& tiles, int& n) const {
     const Broadcast& bias = p.forward.score.bias;
     const int2 index = index_in_map(bias, tiles.work.batch, tiles.work.head, tiles.work.kv_head);
@@ -224,7 +225,7 @@ struct DenseProducer : TmaProducer<Kernel> {
     load_bits(tiles, n);
   }
 
-  // The bytes of the mask, of each warpgroup's queries.
+  // Loads the mask's bytes of each warpgroup's queries.
   __device__ void load_bytes(Work& tiles, int& n) const {
     const Broadcast& mask = p.forward.score.mask;
     const int2 index = index_in_map(mask, tiles.work.batch, tiles.work.head, tiles.work.kv_head);
@@ -241,7 +242,7 @@ struct DenseProducer : TmaProducer<Kernel> {
     });
   }
 
-  // The bits of the packed mask, of each warpgroup's queries. Queries past the last row tile read it; they are not
+  // Loads the packed mask's bits of each warpgroup's queries. Queries past the last row tile read that tile and are not
   // stored.
   __device__ void load_bits(Work& tiles, int& n) const {
     constexpr int side = PackedMask::side;

@@ -9,7 +9,7 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Two packed elements, each NaN once an element of `two` was not finite.
+// Two packed elements, each of which becomes NaN once an element of `two` was not finite.
 template <class T>
 __device__ inline std::uint32_t add_non_finite(std::uint32_t seen, std::uint32_t two) {
   using Packed2 = typename Element<T>::Packed2;
@@ -24,9 +24,9 @@ struct OutputRow {
   int query;
 };
 
-// Stores out / sum and lse = log 2 (offset + log2 sum) of a thread's two rows from registers: the lanes of a quad
+// Stores out / sum and lse = log 2 (offset + log2 sum) of a thread's two rows from registers. The lanes of a quad
 // exchange words so that each stores 16 bytes. There are no branches (ptx.cuh). Rows that overflow fp32 or the output's
-// dtype, or that see no key, get an lse of NaN: they are recomputed and saturated later (fix_forward.cuh).
+// dtype, or that see no key, get an lse of NaN and are recomputed and saturated later (fix_forward.cuh).
 template <class Kernel>
 __device__ inline void store_output(const ForwardKernelParams& params, const WorkTile& work,
                                     const OutputRow (&rows)[2],
@@ -70,7 +70,7 @@ __device__ inline void store_output(const ForwardKernelParams& params, const Wor
     non_finite |= shuffle_xor(non_finite, 2);
 
     constexpr float largest = 3.4028235e38f;
-    // A tile without keys multiplies hidden rows of V by 0; those rows may hold any value.
+    // A tile without keys multiplies hidden rows of V by 0, and these rows may have any value.
     const bool ordinary =
         non_finite == 0 && (empty || (sum > 0 && sum <= largest && fabsf(offsets[h]) < 1e38f));
     constexpr double ln2 = 0.6931471805599453;

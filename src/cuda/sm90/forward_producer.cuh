@@ -2,12 +2,12 @@
 
 #include "cuda/sm90/forward_storage.cuh"
 
-// The producer warpgroup. It loads q, K and V to shared memory in the order of the products:
+// The producer warpgroup loads q, K and V to shared memory in the order of the products:
 //
 //   q(0) K(0) | K(1) V(0) | K(2) V(1) | ...   and at the end of a work tile   | q(1) K(n) V(n - 1) | ...
 namespace flash_dmattn::cuda::sm90 {
 
-// Common to all producers: work tiles, and the tiles of q by the TMA unit.
+// The common part of all producers, for work tiles and for tiles of q by the TMA unit.
 template <class Kernel>
 struct ProducerBase {
   using Storage = typename Kernel::SharedStorage;
@@ -21,14 +21,14 @@ struct ProducerBase {
     return get_work_tile<rows, keys>(p.forward, number);
   }
 
-  // As late as its latency can be hidden: the longest work tiles are first, and a block that takes the next one early
-  // leaves too few for blocks that end before it.
+  // Takes the next work tile as late as the latency can be hidden. The longest work tiles come first, and a block that
+  // takes the next one early leaves too few for blocks that end before it.
   __device__ int take_work() const {
     if (Kernel::can_be_short && p.next_work == nullptr) return p.work_tiles;
     return atomicAdd(p.next_work, 1) + static_cast<int>(gridDim.x);
   }
 
-  // By one thread: passes work tile `n` of this block and its q to the consumers.
+  // Passes work tile `n` of this block and its q to the consumers. Called by one thread.
   __device__ void load_q(const WorkTile& work, int n) const {
     auto& pipeline = storage.q_pipeline;
     pipeline.wait_empty(n);
@@ -36,7 +36,7 @@ struct ProducerBase {
     const std::uint32_t full = pipeline.full_of(n);
     mbarrier_arrive_expect(full, Storage::QTile::bytes);
     const std::uint32_t tile = shared_address(storage.q[pipeline.stage(n)]);
-    // Boxes of all rows; or, of two heads, of eight queries of the one and the same eight of the other.
+    // A box has all rows, or with two heads eight queries of one head and the same eight of the other.
     const int boxes = Kernel::dense == DenseAccess::tiles && p.two_heads ? rows / 16 : 1;
 #pragma unroll
     for (int i = 0; i < Storage::QTile::panels; ++i) {
@@ -48,7 +48,7 @@ struct ProducerBase {
     }
   }
 
-  // By one thread.
+  // Passes the end of work to the consumers. Called by one thread.
   __device__ void load_end_of_work(int n) const {
     auto& pipeline = storage.q_pipeline;
     pipeline.wait_empty(n);
@@ -64,7 +64,7 @@ struct ProducerBase {
   }
 };
 
-// Consecutive keys, by one thread.
+// Loads consecutive keys with one thread.
 template <class Kernel>
 struct TmaProducer : ProducerBase<Kernel> {
   using Base = ProducerBase<Kernel>;
@@ -150,10 +150,10 @@ struct TmaProducer : ProducerBase<Kernel> {
   }
 };
 
-// Gathers rows by index, by all 128 threads: of a key list, or of consecutive keys. Thread (r, c) copies chunks c and
-// c + 8 of rows r, r + 16, ...: its addresses in shared memory are one register and constants. The order of a list's
-// keys in a tile is free: row r + 16 i holds entry r * steps + i, so that a thread loads its indices at once.
-// Consecutive keys keep their order, so that results have the same bits as with TMA tiles. Indices are loaded a tile
+// Gathers rows of a key list or of consecutive keys by index, with all 128 threads. Thread (r, c) copies chunks c and c
+// + 8 of rows r, r + 16, ..., so that its addresses in shared memory are one register and constants. The order of a
+// list's keys in a tile is free: row r + 16 i has entry r * steps + i, so that a thread loads its indices at once.
+// Consecutive keys keep their order, so that results have the same bits as with TMA tiles. Indices are loaded one tile
 // ahead, before the copies of V, which hide their latency.
 template <class Kernel>
 struct GatherProducer : ProducerBase<Kernel> {
@@ -171,13 +171,13 @@ struct GatherProducer : ProducerBase<Kernel> {
     int info;
   };
 
-  // A work tile and this thread's addresses for it. They are computed once: the copies of a tile are issued as soon as
-  // its buffer is free.
+  // A work tile and this thread's addresses for it. They are computed once, so that the copies of a tile are issued as
+  // soon as its buffer is free.
   struct Source {
     WorkTile work;
     const std::byte* k;  // this thread's chunk of row 0
     const std::byte* v;
-    const std::int32_t* list;  // null: consecutive keys
+    const std::int32_t* list;  // null for consecutive keys
     const float* biases;
   };
 
@@ -204,7 +204,7 @@ struct GatherProducer : ProducerBase<Kernel> {
         of_k = ahead;
         v = source.v;
       }
-      // The consumers still compute two tiles, which hides the latency.
+      // The consumers still compute two tiles, which hides the latency of the counter.
       int& shared_number = storage.next_work[work_count % 2];
       if (threadIdx.x == 0) shared_number = taken;
       named_barrier_sync(Kernel::producer_barrier, 128);
@@ -243,7 +243,7 @@ struct GatherProducer : ProducerBase<Kernel> {
     return source;
   }
 
-  // Keys of this thread's rows; key 0 for entries past the end.
+  // The keys of this thread's rows; key 0 for entries past the end.
   __device__ Indices fetch(const Source& source, int visit) const {
     const int tile = source.work.template first_key<keys>(visit);
     const int first = tile + copy_row() * steps;
@@ -275,7 +275,7 @@ struct GatherProducer : ProducerBase<Kernel> {
     return indices;
   }
 
-  // Copies bias and range of entry threadIdx.x to the row of shared memory that holds its key.
+  // Copies bias and range of entry threadIdx.x to the row of shared memory that has its key.
   __device__ void load_info(const Source& source, int key, int visit, int n) const {
     const int place = static_cast<int>(threadIdx.x);
     if (place >= keys) return;
@@ -331,7 +331,7 @@ struct GatherProducer : ProducerBase<Kernel> {
     cp_async_arrive(full);
   }
 
-  // Columns from head_dim on are zeros. `data`: this thread's chunk of row 0.
+  // Copies rows; columns from head_dim on become zero. `data` is this thread's chunk of row 0.
   template <class Tile, int Steps>
   __device__ void copy_tile(const InputRows& rows, const std::byte* data, std::uint32_t tile,
                             const int (&index)[Steps]) const {
@@ -355,7 +355,7 @@ struct GatherProducer : ProducerBase<Kernel> {
     for (int j = 0; j < Tile::panels; ++j) bytes[j] = chunk + 8 * j < chunks ? 16 : 0;
 #pragma unroll
     for (int i = 0; i < Steps; ++i) {
-      // One multiply-add where strides are known not to be negative.
+      // The address is one multiply-add if strides are known to be nonnegative.
       const std::byte* const row =
           any_strides ? data + index[i] * rows.row
                       : data + static_cast<std::uint64_t>(static_cast<unsigned>(index[i])) *

@@ -15,14 +15,15 @@ struct KeyInfoStorage {
 template <int Stages, int Keys>
 struct KeyInfoStorage<Stages, Keys, false> {};
 
-// A dense mask of a warpgroup's queries, 64 or, of two heads, 32: its bits or, with HasBytes, its bytes or bits.
+// The dense mask of a warpgroup's queries, which are 64, or 32 with two heads. It has the mask's bits or, with
+// HasBytes, its bytes or bits.
 template <int Keys, bool HasBytes>
 struct MaskTile {
-  alignas(128) std::uint64_t bits[Keys / PackedMask::side][PackedMask::side];  // of a query 64 keys
+  alignas(128) std::uint64_t bits[Keys / PackedMask::side][PackedMask::side];  // 64 keys of a query
 };
 template <int Keys>
 struct MaskTile<Keys, true> {
-  using Bytes = PanelTile<64, Keys / 2>;  // two keys in an element
+  using Bytes = PanelTile<64, Keys / 2>;  // two keys per element
 
   union {
     alignas(1024) std::byte bytes[Bytes::bytes];
@@ -30,7 +31,7 @@ struct MaskTile<Keys, true> {
   };
 };
 
-// The same and a dense bias.
+// A dense mask and a dense bias.
 template <int Keys, bool HasMaskBytes>
 struct DenseTile {
   using Biases = PanelTile<64, Keys>;
@@ -41,11 +42,11 @@ struct DenseTile {
   Mask mask;
 };
 
-// Properties of a key tile for the consumers, as bits.
+// The properties of a key tile for the consumers, as bits.
 enum KeyTileFlag : std::uint32_t {
   last_of_work_tile = 1,
   is_partial_tile = 2,
-  is_masked_tile = 4,  // by the dense mask
+  is_masked_tile = 4,  // the dense mask hides some element
 };
 
 template <class Tile, int Stages, int KeyStages>
@@ -74,7 +75,7 @@ struct ForwardStorage {
   DenseStorage<DenseTile, P.dense_stages, info_stages> dense;
   KeyInfoStorage<info_stages, P.keys, HasKeyInfo> info;
   WorkTile work[work_stages];
-  int next_work[2];  // among producers
+  int next_work[2];  // shared by the producers
   Pipeline<work_stages> q_pipeline;
   Pipeline<P.stages> k_pipeline;
   Pipeline<P.stages> v_pipeline;

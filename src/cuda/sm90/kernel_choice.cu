@@ -32,7 +32,7 @@ ForwardVariant choose_variant(const ForwardParams& p) {
   // Addresses of rows are formed with 32-bit strides.
   const auto gathers = [](const InputRows& tensor) { return tensor.aligned && tensor.row >= 0; };
   const bool shapes = shapes_scores(p);
-  // An output that is not known yet, where a workspace is measured, may have any strides: the most is needed for those.
+  // While a workspace is measured, the output is unknown and may have any strides, which need the most workspace.
   const bool has_q_tiles =
       p.out.data != nullptr && p.out.aligned && tma(p.q, shape.seqlen_q, shape.heads_q);
   const bool has_tiles = has_q_tiles && p.tile_lists.keys == nullptr &&

@@ -9,15 +9,15 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A block of 128 neighbouring keys, for a warpgroup with 64 of them: the queries that see a thread's two keys, their
-// biases and their gradients. Keys are the rows of the accumulators; a thread has row() and row() + 8.
+// A block of 128 neighbouring keys, for a warpgroup with 64 of them. It knows the queries that see a thread's two keys,
+// and the keys' biases and gradients. Keys are the rows of the accumulators; a thread has row() and row() + 8.
 template <class Kernel>
 class KeyBlock {
   using T = typename Kernel::Element;
   using Storage = typename Kernel::SharedStorage;
   using Rows = typename Storage::KeyTile;
   static constexpr int rows = Kernel::policy.rows;
-  static constexpr int columns = rows / 2;  // score accumulators of a thread
+  static constexpr int columns = rows / 2;  // a thread's score accumulators
   static constexpr bool has_info = Kernel::variant.has_info();
   static constexpr bool has_dense = Kernel::variant.has_dense();
 
@@ -27,7 +27,7 @@ class KeyBlock {
   __device__ KeyBlock(const BackwardKernelParams& p, Storage& storage, int warpgroup)
       : p_(p), storage_(storage), work_(storage.work[0]), warpgroup_(warpgroup) {}
 
-  // Before the first query tile; K and V are loaded.
+  // Called before the first query tile, when K and V are loaded.
   __device__ void begin(int) {
     if constexpr (has_dense) {
       store_ranges();
@@ -37,13 +37,13 @@ class KeyBlock {
     if constexpr (has_info) clear_unseen_rows();
   }
 
-  // Before the scores of a query tile are initialized; with a dense mask or bias of the first tile alone.
+  // Called before the scores of a query tile are initialized; with a dense mask or bias only for the first tile.
   __device__ void begin_tile(const Visit& at) {
     if constexpr (has_dense) {
       load_biases(at.head());
     } else if constexpr (has_info) {
-      // With the work in shared memory: with the visit's registers ptxas treats the branch, and so the whole loop, as
-      // divergent (docs/kernels/sm90-backward.md).
+      // The comparison reads the work in shared memory. With the visit's registers ptxas treats the branch, and thus
+      // the whole loop, as divergent (docs/kernels/sm90-backward.md).
       if (p_.info.bias_head_q != 0 && at.tile() == work_.tile_begin) change_biases(at.head());
     }
   }
@@ -61,10 +61,10 @@ class KeyBlock {
     }
   }
 
-  // With a dense mask or bias, beside the products of a tile: the biases of the next one.
+  // Loads the biases of the next tile, with a dense mask or bias, during the products of a tile.
   __device__ void load_next(const Visit& at) { load_biases(at.next_head()); }
 
-  // While the scores of a tile are computed.
+  // Called while the scores of a tile are computed.
   __device__ void prepare_mask(const Visit& at) {
     if constexpr (has_info && !has_dense) {
       const int first_query = at.tile() * rows;
@@ -76,7 +76,7 @@ class KeyBlock {
     }
   }
 
-  // Sets scores that a query does not see to -inf. Queries past the end have no P.
+  // Sets scores of keys that a query does not see to -inf. Queries past the end have no P.
   __device__ void mask(const Visit& at, float (&scores)[columns]) const {
     const int first_query = at.tile() * rows;
     if constexpr (has_dense) {
@@ -99,7 +99,7 @@ class KeyBlock {
     }
   }
 
-  // Whether the sums of dS are wanted, the gradient of a key bias.
+  // Whether the sums of dS, the gradient of a key bias, are wanted.
   __device__ bool wants_sums() const {
     const OutputBroadcast& dbias = p_.backward.dbias;
     return has_info && dbias.data != nullptr && !dbias.dense;
@@ -113,7 +113,7 @@ class KeyBlock {
     }
   }
 
-  // After a query tile.
+  // Called after a query tile.
   __device__ void end_tile(const Visit& at) {
     if (!wants_sums()) return;
     const bool ends = p_.backward.dbias.head_q != 0 ? at.is_last_of_head() : at.is_last();
@@ -135,7 +135,7 @@ class KeyBlock {
   __device__ int row() const { return warp_row() + lane_id() / 4; }
   __device__ int key(int h) const { return work_.key + row() + 8 * h; }
 
-  // Without key info: the first query that sees a key.
+  // The first query that sees a key, without key info.
   __device__ int first_query_of(int h) const {
     const Shape& shape = p_.backward.shape;
     const int first =
@@ -153,7 +153,7 @@ class KeyBlock {
 
   __device__ const KeyRecord& record(int h) const { return storage_.block.records[row() + 8 * h]; }
 
-  // Of the warp's 16 keys, which no other warp reads.
+  // Loads the biases of the warp's 16 keys for another head. No other warp reads them.
   __device__ void change_biases(int head) {
     __syncwarp();
     if (lane_id() < 16) {
@@ -163,7 +163,7 @@ class KeyBlock {
     __syncwarp();
   }
 
-  // Replaces keys that no query sees by zeros: inf and NaN in them would be multiplied by the zeros of dS.
+  // Replaces keys that no query sees by zeros, because their inf and NaN would be multiplied by the zeros of dS.
   __device__ void clear_unseen_rows() {
     const int thread = static_cast<int>(threadIdx.x) % 256;
     const int r = thread / 2;
@@ -186,8 +186,8 @@ class KeyBlock {
     named_barrier_sync(Kernel::consumer_barrier, 256);
   }
 
-  // With a dense mask or bias, whose loop has no registers for them: the queries that see each of the warp's 16 keys
-  // and those that see all of them.
+  // Stores the queries that see each of the warp's 16 keys and the queries that see all of them, with a dense mask or
+  // bias, whose loop has no registers for them.
   __device__ void store_ranges() {
     KeyInterval full{0, p_.backward.shape.seqlen_q};
 #pragma unroll
@@ -261,11 +261,11 @@ class KeyBlock {
 
   const BackwardKernelParams& p_;
   Storage& storage_;
-  const BackwardWork& work_;  // read again at each use: there are no registers for it
+  const BackwardWork& work_;  // read again at each use, as there are no registers for it
   const int warpgroup_;
-  KeyVisibility<rows> visible_;  // with key info
-  float bias_[2] = {};           // instead of it with a dense mask or bias
-  int full_begin_ = 0;  // without key info: the first query that sees every key of the warp
+  KeyVisibility<rows> visible_;  // used with key info
+  float bias_[2] = {};           // used instead with a dense mask or bias
+  int full_begin_ = 0;  // the first query that sees every key of the warp, without key info
   float dbias_[2] = {};
 };
 

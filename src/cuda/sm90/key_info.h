@@ -6,8 +6,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Key info in memory, which PrepareKeyInfo computes from intervals, causality, key mask and key bias, of all keys or
-// of the keys of a key list. It does not include a dense mask or bias. Rows are padded with keys that no query sees,
+// Key info in memory, which PrepareKeyInfo computes from intervals, causality, key mask and key bias, for all keys or
+// for the keys of a key list. It does not include a dense mask or bias. Rows are padded with keys that no query sees,
 // so that a whole tile can be copied from any multiple of 64.
 struct KeyInfo {
   static constexpr int padded(int keys) { return (keys + 63) / 64 * 64 + 128; }
@@ -19,14 +19,14 @@ struct KeyInfo {
   int batch = 1;
   int range_heads = 1;
   int bias_heads = 1;
-  // Strides in elements.
+  // Strides are in elements.
   std::int64_t range_batch = 0;
-  std::int64_t range_head = 0;  // of a kv head
+  std::int64_t range_head = 0;  // stride between kv heads
   std::int64_t bias_batch = 0;
   std::int64_t bias_head_q = 0;  // one of the two is 0
   std::int64_t bias_head_kv = 0;
 
-  // From key 0 on.
+  // The ranges from key 0 on.
   __device__ const KeyInterval* ranges_of(int batch_index, int kv_head) const {
     return ranges + batch_index * range_batch + kv_head * range_head;
   }
@@ -35,7 +35,7 @@ struct KeyInfo {
   }
 };
 
-// Their sizes follow from shapes and strides; with a list shape.seqlen_k counts its positions.
+// Allocates key info. Its size follows from shapes and strides; with a list, shape.seqlen_k counts its positions.
 KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
                           WorkspaceAllocator& workspace, const ListedKeys& list = {});
 

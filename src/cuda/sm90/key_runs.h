@@ -2,8 +2,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// The block of neighbouring keys that is `number` in the order of a head's `blocks`: the keys of runs of `run_blocks`
-// descend and ascend in turn, the first run's descend. run_blocks 1: all ascend.
+// The block of neighbouring keys that is `number` in the order of a head's `blocks`. Runs of `run_blocks` blocks
+// descend and ascend alternately, beginning with a descending run. With a `run_blocks` of 1 all blocks ascend.
 constexpr int place_in_run(int number, int blocks, int run_blocks) {
   const int run = number / run_blocks;
   if (run % 2 != 0) return number;

@@ -8,11 +8,11 @@
 #include "cuda/sm90/forward_params.h"
 #include "cuda/sm90/kernel_choice.h"
 
-// The kernels of one dtype and head-dim bucket D; instances/ has a template of their files.
+// Launches the kernels of one dtype and head-dim bucket D. instances/ has a template of their files.
 namespace flash_dmattn::cuda::sm90 {
 
-// The arrays of a forward in the caller's workspace; their sizes follow from shapes and strides. A short call, whose
-// blocks have one work tile each, has key info at most: launches less.
+// The arrays of a forward in the caller's workspace. Their sizes follow from shapes and strides. A short call, whose
+// blocks have one work tile each, has at most key info, which saves launches.
 struct ForwardWorkspace {
   KeyInfo info;
   int* next_work = nullptr;

@@ -65,7 +65,7 @@ void launch_forward(const ForwardChoice& choice, const ForwardParams& p,
   params.next_work = workspace.next_work;
   params.needs_fix = workspace.needs_fix;
   if (p.shape.seqlen_k == 0) {
-    // Every row is marked.
+    // Marks every row.
     constexpr int nan_bytes = 0xff;
     check(cudaMemsetAsync(p.lse, nan_bytes, rows * sizeof(float), stream), "cudaMemsetAsync");
     params.needs_fix = nullptr;

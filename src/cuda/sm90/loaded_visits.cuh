@@ -4,14 +4,14 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// QueryVisits of the consumers with a dense mask or bias: in shared memory, a visit in the stage of its tile of q.
-// Every member function reads it again, since there are no registers for it.
+// The consumers' QueryVisits with a dense mask or bias. A visit is in shared memory, in the stage of its tile of q.
+// Every member function reads it again, because there are no registers for it.
 template <class Kernel>
 class LoadedVisits {
   using Storage = typename Kernel::SharedStorage;
 
  public:
-  // `n`: visits of this block before.
+  // `n` is the number of earlier visits of this block.
   __device__ LoadedVisits(Storage& storage, const BackwardWork& work, int n)
       : storage_(storage), n_(n), has_(work.has_tiles()) {
     if (has_) storage_.q_pipeline.wait_full(n_);
@@ -29,8 +29,8 @@ class LoadedVisits {
   __device__ bool next_masked() const { return loaded().next_masked; }
   __device__ int next_head() const { return loaded().next_head; }
 
-  // Whether there is another visit; after the last one it stays there. The caller waits for the tile of q before it reads
-  // the visit.
+  // Moves to the next visit and returns whether there is one; after the last visit it stays there. The caller waits for
+  // the tile of q before it reads the visit.
   __device__ bool advance() {
     has_ = !is_last();
     if (has_) ++n_;

@@ -9,7 +9,7 @@ template <int Rows, int Columns>
 struct PanelTile {
   static constexpr int rows = Rows;
   static constexpr int columns = Columns;
-  static constexpr int chunks = Columns / 8;  // of 16 bytes in a row
+  static constexpr int chunks = Columns / 8;  // 16-byte chunks of a row
   static constexpr int panels = Columns / panel_columns;
   static constexpr int panel_bytes = Rows * panel_row_bytes;
   static constexpr int bytes = panels * panel_bytes;

@@ -5,8 +5,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A pipeline of buffers that one warpgroup fills and others read, in order. `n` counts uses: use n is of buffer
-// n % Stages, whose barriers have completed n / Stages phases before it.
+// A pipeline of buffers that one warpgroup fills and others read, in order. `n` counts uses: use n takes buffer n %
+// Stages, whose barriers have completed n / Stages phases before.
 template <int Stages>
 struct Pipeline {
   static constexpr int stages = Stages;
@@ -16,7 +16,7 @@ struct Pipeline {
 
   __device__ static int stage(int n) { return static_cast<int>(static_cast<unsigned>(n) % Stages); }
 
-  // By one thread.
+  // Called by one thread.
   __device__ void init(int producer_arrivals, int consumer_arrivals) {
     for (int i = 0; i < Stages; ++i) {
       mbarrier_init(shared_address(&full[i]), producer_arrivals);
@@ -26,16 +26,17 @@ struct Pipeline {
 
   __device__ void wait_empty(int n) const { mbarrier_wait(empty_of(n), phase(n) ^ 1); }
   __device__ void wait_full(int n) const { mbarrier_wait(full_of(n), phase(n)); }
-  // Waits until use n itself is released.
+  // Waits until use n is released.
   __device__ void wait_released(int n) const { mbarrier_wait(empty_of(n), phase(n)); }
-  // By a warp, with one arrival: the barrier of the warp orders the reads of all lanes before the arrival of one.
+  // Releases use n with one arrival of a warp. The barrier of the warp orders the reads of all lanes before the arrival
+  // of one lane.
   __device__ void release(int n) const {
     __syncwarp();
     if (elect_lane()) mbarrier_arrive(empty_of(n));
   }
 
-  // The same of a buffer that only products read, for which the whole warp has waited, or whose numbers every lane has used:
-  // no read is left to order. In the forward the barrier and its branch cost 1 to 2 %.
+  // The same for a buffer that only products read, for which the whole warp has waited, or whose numbers every lane has
+  // used. No read is left to order then. In the forward the barrier and its branch cost 1 to 2 %.
   __device__ void release_operand(int n) const {
     if (lane_id() == 0) mbarrier_arrive(empty_of(n));
   }

@@ -6,30 +6,31 @@
 // Tile policies of the forward as data.
 namespace flash_dmattn::cuda::sm90 {
 
-// How K and V are loaded to shared memory.
+// The way in which K and V are loaded to shared memory.
 enum class KeyLoad : std::uint8_t {
   tma,     // consecutive keys, tiles by the TMA unit
   gather,  // rows of a key list, or of consecutive keys, by cp.async
-  any,     // the same of rows with any strides, q included
+  any,     // the same for rows with any strides, including q
 };
 
-// How a mask and a bias with a query dimension are read.
+// The way in which a mask and a bias with a query dimension are read.
 enum class DenseAccess : std::uint8_t {
   none,      // there are none
-  tiles,     // from shared memory, the mask packed; key tiles that are empty in it are skipped
-  elements,  // one by one, of any dtype and strides
+  tiles,     // from shared memory, with the mask packed; key tiles that it leaves empty are skipped
+  elements,  // one by one, with any dtype and strides
 };
 
-// Whether kernels of a head-dim bucket support ranks: at D 256 there are no registers for them.
+// Whether kernels of a head-dim bucket support ranks. At D 256 there are no registers for them.
 constexpr bool has_ranks(int head_dim_bucket) { return head_dim_bucket <= 128; }
 
 // The compile-time choices of a forward kernel.
 struct ForwardVariant {
   KeyLoad load = KeyLoad::tma;
-  bool has_key_info = false;  // intervals, mask or bias of keys; without it TMA tiles alone
+  bool has_key_info = false;  // intervals, mask or bias of keys; without it only TMA tiles
   DenseAccess dense = DenseAccess::none;
-  bool shapes = false;   // has shapes_scores(), too
-  bool overlaps = true;  // else each batch of products runs alone, with the same bits: for tests
+  bool shapes = false;  // supports shapes_scores()
+  // If false, each batch of products runs alone, with the same bits, for tests.
+  bool overlaps = true;
 
   bool operator==(const ForwardVariant&) const = default;
 };
@@ -45,13 +46,13 @@ inline constexpr std::array forward_variants = {
         .load = KeyLoad::any, .has_key_info = true, .dense = DenseAccess::elements, .shapes = true},
 };
 
-// Whether a call with few work tiles has neither a work counter nor a flag for rows that are computed again: a test for them
-// would spill registers where a mask or bias has a query dimension.
+// Whether a call with few work tiles has neither a work counter nor a flag for rows that are recomputed. With a dense
+// mask or bias, a test for them would spill registers.
 constexpr bool can_be_short(const ForwardVariant& variant) {
   return variant.dense == DenseAccess::none;
 }
 
-// Whether a block that has one work tile recomputes rows itself (fix_forward.cuh). In other kernels the call for it would
+// Whether a block that has one work tile recomputes rows itself (fix_forward.cuh). In other kernels that call would
 // spill registers of the main loop.
 constexpr bool fixes_rows(int head_dim_bucket, const ForwardVariant& variant) {
   return can_be_short(variant) && head_dim_bucket <= 128;
@@ -63,13 +64,13 @@ constexpr ForwardVariant with_overlap(ForwardVariant variant, bool overlaps) {
 }
 
 struct ForwardPolicy {
-  int warpgroups;       // that compute, 64 queries each
-  int keys;             // of a tile
+  int warpgroups;       // consumers, with 64 queries each
+  int keys;             // keys of a tile
   int q_stages;         // tiles of q in shared memory
-  int stages;           // of K and of V
-  int dense_stages;     // of a dense mask and bias, for a warpgroup's queries each
-  bool has_mask_bytes;  // whether there is room for a mask that has not been packed
-  // Of a thread, by setmaxnreg: 128 * producer + 128 * warpgroups * consumer <= 64512.
+  int stages;           // stages of K and of V
+  int dense_stages;     // stages of a dense mask and bias, each for a warpgroup's queries
+  bool has_mask_bytes;  // whether there is room for an unpacked mask
+  // The registers of a thread, set by setmaxnreg: 128 * producer + 128 * warpgroups * consumer <= 64512.
   int producer_registers;
   int consumer_registers;
 
@@ -77,13 +78,18 @@ struct ForwardPolicy {
   constexpr int threads() const { return 128 * (1 + warpgroups); }
 };
 
-// Three warpgroups where their registers suffice: without key info, and 80 keys at D 128, so that K and V are read from
-// the L2 once for 192 queries. With biases and ranges 160 registers are not enough. D 128 with key info: 128 keys in two
-// stages; lists are of 128 queries (192 of them against 80 keys would be 4 % faster). Slower: 64 keys in four stages, 25
-// %; 56 registers for the producer, 7 %. D 256: the accumulators of 256 columns take 128 registers of a thread, and K and
-// V all of shared memory: 80 keys, 64 with key info. With a dense mask and bias a second tile of q fits at D 64 alone,
-// and three warpgroups, which read biases only when they add them, and the bytes of masks: 19 % faster, launch of the
-// packing included. At D 128 these leave two dense stages, and each byte is of one row of scores: as fast as packing.
+// There are three warpgroups where their registers suffice, which is without key info, with 80 keys at D 128, so that K
+// and V are read from the L2 once for 192 queries. With biases and ranges 160 registers are not enough.
+//
+// D 128 with key info has 128 keys in two stages. Four stages of 64 keys are 25 % slower, and 56 registers for the
+// producer 7 %. Lists are of 128 queries; 192 queries against 80 keys would be 4 % faster.
+//
+// At D 256 the accumulators of 256 columns take 128 registers of a thread, and K and V take all of shared memory, for
+// 80 keys, or for 64 with key info.
+//
+// With a dense mask and bias, only D 64 has room for a second tile of q, for three warpgroups, which read biases when
+// they add them, and for the bytes of masks. This is 19 % faster, including the launch of the packing. At D 128 bytes
+// leave two dense stages, and each byte belongs to one row of scores, which is as fast as packing.
 constexpr ForwardPolicy forward_policy(int head_dim_bucket, const ForwardVariant& variant) {
   const bool has_dense_tiles = variant.dense == DenseAccess::tiles;
   ForwardPolicy policy{.warpgroups = 2,

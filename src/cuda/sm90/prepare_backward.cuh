@@ -4,11 +4,11 @@
 #include "cuda/params.h"
 #include "cuda/sm90/listed_keys.h"
 
-// Copies of operands and gradients around the backward's main loop.
+// Copies operands and gradients around the backward's main loop.
 namespace flash_dmattn::cuda::sm90 {
 
-// Copies rows of a tensor, one thread for 8 columns of a row: of a tensor that the TMA unit cannot read, of the keys
-// of a list, or of gradients that need not be aligned.
+// Copies rows of a tensor that the TMA unit cannot read, of the keys of a list, or of gradients that need not be
+// aligned. One thread copies 8 columns of a row.
 struct CopyRows {
   InputRows from;
   OutputRows to;
@@ -17,7 +17,8 @@ struct CopyRows {
   int batch;
   int head_dim;
   ListedKeys list = {};
-  // For every element the bits that it keeps, then the bits that are flipped: the sign, or all bits become 0.
+  // For every element, the bits that are kept and then the bits that are flipped, which can flip the sign or clear all
+  // bits.
   std::uint16_t kept_bits = 0xffff;
   std::uint16_t flipped_bits = 0;
 
@@ -47,8 +48,8 @@ struct CopyRows {
   }
 };
 
-// Copies rows of a key list's problem to the rows of its keys and zeros to all others; one thread for 8 columns of a
-// row.
+// Copies rows of a key list's problem to the rows of its keys, and zeros to all other rows. One thread copies 8 columns
+// of a row.
 struct ScatterRows {
   OutputRows from;
   OutputRows to;
@@ -77,13 +78,13 @@ struct ScatterRows {
   }
 };
 
-// The same for the sums of a key bias, [B, heads, keys] of query or kv heads: one thread for an element.
+// The same for the sums of a key bias, [B, heads, keys] with query or kv heads. One thread copies an element.
 struct ScatterSums {
   const float* from;
   float* to;
   int batch;
   int heads;
-  int group;  // of them share a list
+  int group;  // heads that share a list
   int positions;
   int keys;
   ListedKeys list;

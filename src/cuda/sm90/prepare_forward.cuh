@@ -4,7 +4,7 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Computes the KeyInfo of a forward and clears its work counter and its flag, as far as it has them.
+// Computes the KeyInfo of a forward, and clears its work counter and its flag, if it has them.
 template <class T>
 struct PrepareForward {
   PrepareKeyInfo<T> key_info;

@@ -7,8 +7,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Computes KeyInfo, one thread for each range and bias. A bias is in units of the accumulator that it initializes:
-// divided by the scale, or in units of log 2 if it is added after the scores are shaped.
+// Computes KeyInfo, with one thread for each range and bias. A bias is in units of the accumulator that it initializes,
+// that is, divided by the scale, or in units of log 2 if it is added after the scores are shaped.
 template <class T>
 struct PrepareKeyInfo {
   Shape shape;
@@ -34,7 +34,7 @@ struct PrepareKeyInfo {
   struct Place {
     int batch;
     int head;
-    int key;  // seqlen_k past the last
+    int key;  // seqlen_k past the last key
   };
 
   __device__ Place place(long i, int heads) const {

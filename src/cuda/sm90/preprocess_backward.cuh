@@ -9,21 +9,22 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// All that the main loop needs before it, in one launch: the preprocess that the families share, RowStats, zeros for
-// the sums of dq, and key info. DRAM writes the zeros while it reads out and dout, and the latencies of the small
-// arrays are hidden under both. A block has 64 rows of a head, which is padded to whole query tiles.
+// Prepares everything that the main loop needs in one launch: the preprocess that the families share, RowStats, zeros
+// for the sums of dq, and key info. DRAM writes the zeros while it reads out and dout, and both hide the latencies of
+// the small arrays. A block has 64 rows of a head, which is padded to whole query tiles.
 template <class T>
 struct PreprocessKernel {
   using Rows = BwdPreprocessKernel<T>;
   struct Params {
-    // Of the call: q as the caller has it, for the main loop's may be a copy without its inf and NaN.
+    // The parameters of the call, with the caller's q, as the main loop's q may be a copy without inf and NaN.
     BackwardParams common;
     PrepareKeyInfo<T> key_info;
-    // Blocks that compute it. If there are more than blocks of rows, the last ones have nothing else.
+    // The number of blocks that compute key info. If they outnumber the blocks of rows, the last blocks compute only
+    // that.
     long key_blocks = 0;
-    float factor = 0;  // log2 e times the scale
+    float factor = 0;  // scale log2 e
     float* row_stats = nullptr;
-    float* dq_accum = nullptr;  // null: no dq
+    float* dq_accum = nullptr;  // null without dq
     int tile_rows = 0;
     int accum_columns = 0;
 
@@ -43,7 +44,7 @@ struct PreprocessKernel {
     compute(p, blockIdx.x, gridDim.x);
   }
 
-  // The work of one of `blocks`, by all threads of a block.
+  // Does the work of block `block` of `blocks`, with all threads of a block.
   static __device__ void compute(const Params& p, long block, long blocks) {
     if (block < p.row_blocks()) {
       if (p.dq_accum != nullptr) clear_dq(p, block);
@@ -53,7 +54,7 @@ struct PreprocessKernel {
       if (mine.row >= 0) store_stats(p, head, mine);
     }
     if (p.key_blocks == 0) return;
-    // Spread over the grid, so that few of the blocks that run at once wait for its loads.
+    // Key info is spread over the grid, so that few concurrent blocks wait for its loads.
     const long stride = blocks / p.key_blocks;
     if (block % stride == 0) p.key_info(block / stride * threads + threadIdx.x);
   }
@@ -66,7 +67,7 @@ struct PreprocessKernel {
       to[i] = make_float4(0, 0, 0, 0);
   }
 
-  // RowStats has the scores of a tile's rows, then their delta.
+  // Stores RowStats, which has the scores of a tile's rows and then their delta.
   static __device__ void store_stats(const Params& p, int head, const typename Rows::Row& mine) {
     const long tile = long{head} * p.tiles() + mine.row / p.tile_rows;
     float* const to = p.row_stats + tile * 2 * p.tile_rows + mine.row % p.tile_rows;
@@ -75,8 +76,8 @@ struct PreprocessKernel {
   }
 };
 
-// The same beside a dense mask, which its first blocks pack. The others start where blocks of the mask have ended, and
-// keep DRAM busy while the last of those load.
+// The same with a dense mask, which the first blocks pack. The other blocks start where blocks of the mask have ended,
+// and keep DRAM busy while the last of these load.
 template <class T>
 struct PackAndPreprocessKernel {
   using Pack = PackMaskKernel<false>;

@@ -6,13 +6,13 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A block of keys, or of slots, of a kv head and the query tiles that it visits.
+// A block of keys or of slots of a kv head, and the query tiles that it visits.
 struct BackwardWork {
   int batch;
   int kv_head;
   int key;  // first key or slot
   int tile_begin;
-  int tile_end;      // with a dense mask or bias: visits instead of tiles
+  int tile_end;      // counts visits instead of tiles with a dense mask or bias
   int part = 0;      // SlotPart::id
   int position = 0;  // SlotPartition::position
 
@@ -27,9 +27,9 @@ __device__ inline std::int64_t tile_index(const Shape& shape, int rows, int batc
          tile;
 }
 
-// Iterates over the query tiles of a work, of all heads of the group: with neighbouring keys one head after the other,
-// because heads may differ in mask and bias; with slots the heads of a tile together, because slots change keys between
-// tiles.
+// Iterates over the query tiles of a work, in all heads of the group. With neighbouring keys it visits one head after
+// another, because heads may differ in mask and bias. With slots it visits the heads of a tile together, because slots
+// change keys between tiles.
 template <BackwardVariant Variant>
 class QueryVisits {
  public:
@@ -52,7 +52,7 @@ class QueryVisits {
   __device__ bool is_first_head() const { return head_ == head_begin_; }
   __device__ bool is_last_head() const { return head_ + 1 == head_begin_ + group_; }
 
-  // Whether there is another visit.
+  // Moves to the next visit and returns whether there is one.
   __device__ bool advance() {
     const bool has_next = !is_last();
     --left_;
@@ -89,13 +89,13 @@ struct alignas(16) LoadedVisit {
   QueryVisit visit;
   bool is_last_of_head;
   bool is_last;
-  // The next visit has a mask or a bias that this one has not, and whether it is masked.
+  // Whether the next visit has another mask or bias than this visit, and whether it is masked.
   bool loads_next;
   bool next_masked;
-  int next_head;  // after the last visit its own
+  int next_head;  // after the last visit, the visit's own head
 };
 
-// With a dense mask or bias: the visits of a list in memory, each read one visit ahead.
+// Iterates over the visits of a list in memory, with a dense mask or bias. Each visit is read one visit ahead.
 template <BackwardVariant Variant>
   requires(Variant.has_dense())
 class QueryVisits<Variant> {

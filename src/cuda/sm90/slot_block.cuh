@@ -8,11 +8,11 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A block of 128 slots, for a warpgroup with 64 of them; the counterpart of KeyBlock. When a key leaves its slot, its
-// rows of dk and dv and the sum of its dS are stored.
+// A block of 128 slots, for a warpgroup with 64 of them. It is the counterpart of KeyBlock. When a key leaves its slot,
+// its rows of dk and dv and the sum of its dS are stored.
 //
 // Rows are stored when no product of this warpgroup is in flight, in branches that are uniform over the warp and
-// without branches between lanes: ptxas serializes all products of a kernel that accesses accumulators elsewhere.
+// without branches between lanes. ptxas serializes all products of a kernel that accesses accumulators elsewhere.
 template <class Kernel>
 class SlotBlock {
   using T = typename Kernel::Element;
@@ -29,7 +29,8 @@ class SlotBlock {
 
   __device__ void begin(int work_count) { work_ = &storage_.work[work_count % 2]; }
 
-  // Before the scores of a query tile are initialized: loads the keys of the slots and the queries that see them.
+  // Loads the keys of the slots and the queries that see them. Called before the scores of a query tile are
+  // initialized.
   __device__ void begin_tile(const Visit& at) {
     if (!at.is_first_head()) return;
     const int round = round_ends_ ? round_ + 1 : round_;
@@ -43,7 +44,7 @@ class SlotBlock {
 
   __device__ float bias(int h) const { return visible_.bias(h); }
 
-  // Before the products of a query tile.
+  // Stores the rows of leaving keys. Called before the products of a query tile.
   __device__ void leave(const Visit& at, float (&dk)[gradients], float (&dv)[gradients]) {
     if (!at.is_first_head()) return;
     leave<0>(visible_.is_gone(0), dk, dv);
@@ -71,12 +72,12 @@ class SlotBlock {
     part_ends_ = at.is_last();
   }
 
-  // No product of the query tile is in flight. The records of a part's last query tile are read once more.
+  // Called when no product of the query tile is in flight. The records of a part's last query tile are read once more.
   __device__ void release() {
     if (round_ends_ && !part_ends_) end_round();
   }
 
-  // At the end of a part: stores the rows of the keys that are still in slots.
+  // Stores the rows of the keys that are still in slots at the end of a part.
   __device__ void store(float (&dk)[gradients], float (&dv)[gradients]) {
     leave<0>(is_here(0), dk, dv);
     leave<1>(is_here(1), dk, dv);
@@ -102,8 +103,8 @@ class SlotBlock {
     return !visible_.is_gone(h) && record(h).first < work_->tile_end * rows;
   }
 
-  // Stores the rows of keys that are `on` and clears their sums: dk and dv in 16 bits of a key that was in the slot
-  // throughout, else a part of them in fp32.
+  // Stores the rows of keys that are `on` and clears their sums. A key whose whole lifetime was in the slot gets dk and
+  // dv in 16 bits, any other key a part of them in fp32.
   template <int H>
   __device__ void leave(bool on, float (&dk)[gradients], float (&dv)[gradients]) {
     if (!warp_any(on)) return;
@@ -142,15 +143,15 @@ class SlotBlock {
     }
   }
 
-  // Each lane stores its two columns of eight. An exchange of words among the lanes of a row, for stores of 16 bytes,
-  // takes more instructions than it saves, and the other warps wait for this one.
+  // Each lane stores its two columns of eight. Exchanging words among the lanes of a row, for stores of 16 bytes, takes
+  // more instructions than it saves, and the other warps wait for this warp.
   template <int H>
   __device__ void store_row(bool on, const OutputRows& to, int key, const float (&sums)[gradients],
                             float scale) const {
     on = on && to.data != nullptr;
     std::byte* const row = to.data + work_->batch * to.batch + work_->kv_head * to.head +
                            key * to.row + lane_id() % 4 * 4;
-    // A minimum with NaN is the other number: no limit.
+    // NaN means no limit, because a minimum with NaN is the other number.
     const std::uint32_t limit =
         p_.backward.saturate ? Element<T>::gradient_limit_packed2 : 0x7fff7fffu;
 #pragma unroll
@@ -172,7 +173,7 @@ class SlotBlock {
   Storage& storage_;
   const int warpgroup_;
   const BackwardWork* work_ = nullptr;
-  int round_ = 0;  // query tiles of this block before
+  int round_ = 0;  // number of earlier query tiles of this block
   bool round_ends_ = false;
   bool part_ends_ = false;
   KeyVisibility<rows> visible_;

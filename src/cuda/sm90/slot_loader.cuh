@@ -5,10 +5,11 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A warp that loads keys into slots. While query tile t is computed it prepares tile t + 1: a slot whose key was last
-// seen before t rests during t (cuda/selection/key_slots.h), and the rows of K and V of its next key are loaded. Scores
-// of a resting slot are initialized with -inf, so that its rows may change during the products. The record of the next
-// key is loaded with its predecessor: with one head in a group a round is no longer than two latencies of the L2.
+// A warp that loads keys into slots. While query tile t is computed, it prepares tile t + 1. A slot whose key was last
+// seen before t is empty during t (cuda/selection/key_slots.h), and the rows of K and V of its next key are loaded.
+// Scores of an empty slot are initialized with -inf, so that its rows may change during the products. The record of a
+// key is loaded together with its predecessor, because a round with one head per group is no longer than two latencies
+// of the L2.
 template <class Kernel>
 struct SlotLoader {
   using Storage = typename Kernel::SharedStorage;
@@ -19,7 +20,7 @@ struct SlotLoader {
   const BackwardKernelParams& p;
   Storage& storage;
 
-  // `round`: query tiles of this block before, `work_count`: parts before.
+  // `round` is the number of earlier query tiles of this block, and `work_count` the number of earlier parts.
   __device__ int run(const BackwardWork& work, const SlotPart& part, int work_count,
                      int round) const {
     if (round > 0) storage.slots.pipeline.wait_released(round - 1);
@@ -45,7 +46,7 @@ struct SlotLoader {
     return p.slots.slots.successor + row(work) * p.backward.shape.seqlen_k;
   }
 
-  // Loads the keys of the slots at the beginning of a part, some of which arrive later.
+  // Loads the keys of the slots at the beginning of a part. Some of these keys arrive later.
   __device__ void begin(const BackwardWork& work, const SlotPart& part, int round) const {
     const KeySlotShape& shape = p.slots.slots.shape;
     const int* const starts =
@@ -93,7 +94,7 @@ struct SlotLoader {
 
   static __device__ KeyRecord no_key() { return {no_query, no_query, -1, 0}; }
 
-  // Puts a key into a slot and starts the load of its successor's record; negative: no successor.
+  // Puts a key into a slot and starts the load of its successor's record; a negative `successor` means none.
   __device__ void put(const BackwardWork& work, const KeyRecord& record, int successor, int slot,
                       int round) const {
     storage.slots.records[round % 2][slot] = record;
@@ -104,7 +105,7 @@ struct SlotLoader {
                true);
   }
 
-  // The first lanes copy a row of K, the next ones a row of V; zeros for a negative key.
+  // The first lanes copy a row of K, the following lanes a row of V; a negative key gives zeros.
   __device__ void copy_rows(const BackwardWork& work, int slot, int key) const {
     const int tensor = lane_id() / Tile::chunks;
     const int chunk = lane_id() % Tile::chunks;

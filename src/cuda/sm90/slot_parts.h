@@ -6,10 +6,10 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Where the pieces that are divided among blocks are cut.
+// The places at which the pieces that are divided among blocks are cut.
 enum class RestCuts : std::uint8_t {
-  even,    // all blocks have as many units
-  common,  // every piece at the same units, by as many blocks
+  even,    // all blocks have the same number of units
+  common,  // every piece is cut at the same units, among the same number of blocks
 };
 
 // Units [unit_begin, unit_end) of a chain, the sequence of keys of 128 slots of a kv head. A unit is a segment of query
@@ -23,24 +23,24 @@ struct SlotPart {
 };
 
 // The partition of the chains among the blocks of a persistent grid. If there are more blocks than chains, each chain
-// is cut into `cuts` pieces, all at the same units: blocks of a kv head then visit the same query tiles at the same
-// time and share them through the L2. Each block takes the same number of whole pieces; the rest is divided evenly,
-// in units, into at most two parts for each block, which it computes first.
+// is cut into `cuts` pieces, all at the same units. Blocks of a kv head then visit the same query tiles at the same
+// time and share them through the L2. Each block takes the same number of whole pieces. The rest is divided evenly, in
+// units, into at most two parts for each block, which it computes first.
 struct SlotPartition {
-  static constexpr int rest_parts = 2;  // of a block
+  static constexpr int rest_parts = 2;  // most parts of a block
 
   int chains = 0;
-  int units = 0;  // of a chain
+  int units = 0;  // units of a chain
   int blocks = 1;
   int cuts = 1;
   int piece_units = 0;
   int whole = 0;        // pieces that are not divided
-  int rest_units = 0;   // of the others
-  int rest_blocks = 1;  // that take them
+  int rest_units = 0;   // units of the divided pieces
+  int rest_blocks = 1;  // blocks that take these units
 
   constexpr SlotPartition() = default;
-  // Blocks that add in a fixed order take common cuts. A part that begins within a part of the chain before it waits
-  // until that has come so far; the next chain waits for this one, and so on.
+  // Blocks that add in a fixed order use common cuts. Otherwise a part that begins within a part of the preceding chain
+  // would wait until that part has reached the same tile, the next chain would wait for this one, and so on.
   constexpr SlotPartition(int chains_, int units_, int blocks_, RestCuts rest_cuts)
       : chains(chains_), units(units_), blocks(blocks_) {
     cuts = ceil_div(blocks, chains);
@@ -48,7 +48,7 @@ struct SlotPartition {
     piece_units = ceil_div(units, cuts);
     whole = chains * cuts / blocks * blocks;
     rest_units = (chains * cuts - whole) * piece_units;
-    // Fewer pieces than blocks, and no smaller ones.
+    // There are fewer pieces than blocks, and pieces cannot be smaller.
     if (whole == 0 && piece_units == 1) {
       whole = chains * cuts;
       rest_units = 0;
@@ -61,7 +61,7 @@ struct SlotPartition {
   // Parts that begin or end inside a chain have ids [0, cut_parts()).
   constexpr int cut_parts() const { return rest_parts * blocks + (cuts > 1 ? whole : 0); }
 
-  // Part 0, 1, ... of block `block`, until one has no chain; a part may have no units.
+  // Part 0, 1, ... of block `block`, until a part has no chain. A part may have no units.
   constexpr SlotPart part(int block, int number) const {
     if (number < rest_parts) {
       const int begin = first_rest_unit(block);
@@ -82,7 +82,7 @@ struct SlotPartition {
     return result;
   }
 
-  // The part that has a unit of a chain.
+  // The part that contains a unit of a chain.
   constexpr SlotPart part_of(int chain, int unit) const {
     const int cut = unit / piece_units;
     const int piece = cut * chains + chain;
@@ -93,7 +93,7 @@ struct SlotPartition {
   }
 
   // The number of the `row_blocks` chains of a kv head that precede a part in the fixed order of additions to the same
-  // sums: divided pieces first, as blocks compute them first.
+  // sums. Divided pieces come first, because blocks compute them first.
   constexpr int position(const SlotPart& part, int row_blocks) const {
     const int block = part.chain % row_blocks;
     const int first_piece = part.piece - block;
@@ -108,7 +108,7 @@ struct SlotPartition {
     return static_cast<int>(rest_block * rest_units / rest_blocks);
   }
 
-  // Pieces are numbered by cuts, within these by chains.
+  // Pieces are numbered by cut, and within a cut by chain.
   constexpr SlotPart in_piece(int piece, int begin, int end) const {
     const int first = piece / chains * piece_units;
     const int last = first + end < units ? first + end : units;

@@ -4,10 +4,10 @@
 #include "cuda/common/postprocess.cuh"
 #include "cuda/sm90/backward_work.cuh"
 
-// Before and after a main loop over slots.
+// Kernels before and after a main loop over slots.
 namespace flash_dmattn::cuda::sm90 {
 
-// Computes SlotParams::records from the key info, one thread for each arrival.
+// Computes SlotParams::records from the key info, with one thread for each arrival.
 struct PrepareSlotRecords {
   Shape shape;
   KeyInfo info;
@@ -29,8 +29,8 @@ struct PrepareSlotRecords {
   }
 };
 
-// Adds the fp32 parts of a key that cuts divide, in the order of query tiles. A warp computes a slot of a part: the
-// part in which its key arrives and at whose end it stays.
+// Adds the fp32 parts of a key that cuts divide, in the order of query tiles. A warp computes a slot of the part in
+// which the slot's key arrives and at whose end the key stays.
 template <class T, int D>
 struct AddSlotParts {
   using Params = BackwardKernelParams;
@@ -40,7 +40,7 @@ struct AddSlotParts {
   static constexpr int min_blocks = 1;
   static constexpr int block_slots = SlotParams::block_slots;
   static constexpr int columns = 2 * D;        // dk, then dv
-  static constexpr int steps = columns / 128;  // of four columns a lane
+  static constexpr int steps = columns / 128;  // with four columns per lane
 
   static long blocks(const Params& p) {
     return long{p.slots.partition.cut_parts()} * (block_slots / warps);
@@ -89,7 +89,7 @@ struct AddSlotParts {
     float dbias = 0;
 
     Sums() = default;
-    // The sums of a slot in a part, of the key that the part begins or ends with.
+    // Loads the sums of a slot in a part, for the key that the part begins or ends with.
     __device__ Sums(const SlotParams& slots, int part, int stays, int slot) {
       const std::int64_t index = (std::int64_t{part} * 2 + stays) * block_slots + slot;
       const auto* const from = reinterpret_cast<const float4*>(slots.part_sums + index * columns);
@@ -106,8 +106,8 @@ struct AddSlotParts {
     }
   };
 
-  // Adds the parts of a chain after `part`, up to unit `end`. A key of a whole sequence has dozens of them: a lane
-  // finds the part of a unit, and the loads of several parts are in flight together.
+  // Adds the parts of a chain after `part`, up to unit `end`. A key that is visible in a whole sequence has dozens of
+  // parts. A lane finds the part of a unit, and the loads of several parts are in flight together.
   static __device__ void add_later_parts(const SlotParams& slots, const SlotPart& part, int end,
                                          int slot, Sums& sums) {
     constexpr int at_once = 4;

@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::int64_t max_stride = std::int64_t{1} << 40;
 
-// A dimension of one element may have any stride; the TMA unit takes only some.
+// A dimension of one element may have any stride, but the TMA unit accepts only some.
 std::uint64_t stride_of(std::int64_t bytes, int size) {
   return size > 1 ? static_cast<std::uint64_t>(bytes) : 16;
 }
@@ -22,7 +22,7 @@ bool is_readable(std::int64_t bytes, int size) {
   return size <= 1 || (bytes > 0 && bytes % 16 == 0 && bytes < max_stride);
 }
 
-// The function of the driver, which the library does not link to.
+// Gets the driver's function, as the library does not link to the driver.
 auto encode_function() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found{};

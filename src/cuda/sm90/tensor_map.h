@@ -4,23 +4,23 @@
 
 #include "cuda/params.h"
 
-// Tensor maps: descriptors of tensors for the TMA unit.
+// Tensor maps are descriptors of tensors for the TMA unit.
 namespace flash_dmattn::cuda::sm90 {
 
-// Whether the TMA unit can read a tensor: 16-byte aligned strides of less than 2^40 bytes, none of them 0 or
-// negative where there is more than one element to step to.
+// Whether the TMA unit can read a tensor. Its strides must be multiples of 16 bytes below 2^40 bytes, and positive in
+// dimensions with more than one element.
 bool has_tensor_map(const InputRows& tensor, int seqlen, int heads, int batch);
 
 // The map of a [B, S, H, D] tensor, with boxes of 64 columns x box_rows rows of box_heads heads, swizzled by 128 bytes.
 CUtensorMap make_tensor_map(const InputRows& tensor, int head_dim, int seqlen, int heads, int batch,
                             int box_rows, bool bf16, int box_heads = 1);
 
-// A dense bias, its gradient, or a dense mask as rows of keys, in 16-bit elements: two keys of a mask are one. The TMA
-// unit reads and writes them if has_tensor_map().
+// A dense bias, its gradient, or a dense mask as rows of keys in 16-bit elements, where two keys of a mask are one
+// element. The TMA unit reads and writes them if has_tensor_map() is true.
 struct DenseRows {
   InputRows rows;
   int columns = 0;
-  int heads = 1;  // 1: broadcast
+  int heads = 1;  // 1 if broadcast
   int batch = 1;
 
   template <class Byte>
@@ -49,7 +49,7 @@ struct DenseRows {
   int seqlen_q_;
 };
 
-// Its head and batch element that a head of the problem has.
+// The head and batch element of the tensor that belong to a head of the problem.
 template <class Byte>
 __device__ inline int2 index_in_map(const BroadcastView<Byte>& bias, int batch, int head,
                                     int kv_head) {

@@ -6,9 +6,9 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Stores zeros in dk and dv of keys that no query sees and that never have a slot: three of four keys of a selection,
-// 0.1 GB at 8 x 32768. One warp of each block stores them during the main loop, which does not use the bandwidth of
-// memory; 32 keys at a time.
+// Stores zeros in dk and dv of keys that no query sees and that never have a slot. These are three of four keys of a
+// selection, or 0.1 GB at 8 x 32768. One warp of each block stores them during the main loop, which leaves memory
+// bandwidth unused, 32 keys at a time.
 template <class Kernel>
 struct UnseenKeys {
   const BackwardKernelParams& p;
@@ -22,7 +22,7 @@ struct UnseenKeys {
       const int batch = i / groups / shape.heads_kv;
       const int kv_head = i / groups % shape.heads_kv;
       const int first = i % groups * warp_size;
-      // Padded with keys that no query sees.
+      // Keys past the end are padded with keys that no query sees.
       const KeyInterval seen =
           p.info
               .ranges[batch * p.info.range_batch + kv_head * p.info.range_head + first + lane_id()];
@@ -34,7 +34,7 @@ struct UnseenKeys {
   }
 
  private:
-  // The first lanes store a row of dk, the next ones a row of dv.
+  // The first lanes store a row of dk, the following lanes a row of dv.
   __device__ void clear_rows(int batch, int kv_head, int key) const {
     constexpr int chunks = Kernel::head_dim / 8;
     const int chunk = lane_id() % chunks;

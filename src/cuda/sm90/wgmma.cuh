@@ -6,17 +6,17 @@
 #include <cstdint>
 #include <type_traits>
 
-// Products of a warpgroup: D[64, N] += A[64, 16] B[16, N], D in registers, B in shared memory. They run
-// asynchronously; a batch is fenced, issued, committed and waited for.
+// Products of a warpgroup: D[64, N] += A[64, 16] B[16, N], with D in registers and B in shared memory. They run
+// asynchronously; a batch is fenced, issued, committed and awaited.
 //
-// A thread's accumulators d[4 i + e] are row lane / 4 + 8 (e / 2) of its warp's 16, column 8 i +
-// 2 (lane % 4) + e % 2: packed to 16 bits, those of 16 columns are A's registers of the next product.
+// A thread's accumulator d[4 i + e] is row lane / 4 + 8 (e / 2) of its warp's 16 and column 8 i + 2 (lane % 4) + e % 2.
+// Packed to 16 bits, the accumulators of 16 columns are A's registers of the next product.
 namespace flash_dmattn::cuda::sm90 {
 
 // ---- Order -----------------------------------------------------------------------------------------
 
-// Orders earlier writes of registers before products that read them. Every batch needs a fence of its own: for a batch
-// without one ptxas adds it and serializes the products (C7520).
+// Orders earlier writes of registers before products that read them. Every batch needs its own fence. If it is missing,
+// ptxas adds one and serializes the products (C7520).
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ inline void wgmma_commit() {
@@ -29,7 +29,7 @@ __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Batches) : "memory");
 }
 
-// After a wait: no read of d moves before this point.
+// Keeps reads of d after this point. Called after a wait.
 template <int N>
 __device__ inline void pin(float (&d)[N]) {
 #pragma unroll
@@ -38,9 +38,9 @@ __device__ inline void pin(float (&d)[N]) {
 
 // ---- Operands in shared memory ---------------------------------------------------------------------
 //
-// Tiles of rows are kept in panels of 64 columns: 128 bytes a row, 16-byte chunks swizzled by the row's
-// lowest three bits (the TMA unit's SWIZZLE_128B), panels at multiples of 1024 bytes. A descriptor counts
-// in 16 bytes.
+// Tiles of rows consist of panels of 64 columns, with 128 bytes a row and 16-byte chunks swizzled by the row's lowest
+// three bits (the TMA unit's SWIZZLE_128B). Panels are at multiples of 1024 bytes. A descriptor counts in units of 16
+// bytes.
 
 inline constexpr int panel_columns = 64;
 inline constexpr int panel_row_bytes = 128;
@@ -53,7 +53,7 @@ __device__ inline std::uint64_t swizzled_descriptor(std::uint32_t address,
          static_cast<std::uint64_t>(leading_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
-// An operand of Rows rows whose columns are summed over, at 16 columns a step.
+// An operand of Rows rows whose columns are summed over, in steps of 16 columns.
 template <int Rows>
 struct KMajorOperand {
   std::uint64_t descriptor;
@@ -69,7 +69,7 @@ struct KMajorOperand {
   }
 };
 
-// An operand of Rows rows that are summed over, at 16 rows a step.
+// An operand of Rows rows that are summed over, in steps of 16 rows.
 template <int Rows>
 struct RowMajorOperand {
   std::uint64_t descriptor;
@@ -87,7 +87,7 @@ struct RowMajorOperand {
 // The layout of an operand in shared memory: rows whose columns are summed over, or rows that are summed over.
 enum class Major : std::uint8_t { k, mn };
 
-// Lists of an instruction's accumulators: inline assembly needs each by name.
+// Lists of an instruction's accumulators, each of which inline assembly needs by name.
 #define WGMMA_NAMES_32                                                                         \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
   "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -102,7 +102,7 @@ enum class Major : std::uint8_t { k, mn };
   "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, "   \
   "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, "   \
   "%115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-// ACCESS: "+f" of accumulators that are added to, "=f" of those that are only written.
+// ACCESS is "+f" for accumulators that are added to, and "=f" for accumulators that are only written.
 #define WGMMA_FLOATS_8(ACCESS, i)                                                       \
   ACCESS(d[i]), ACCESS(d[i + 1]), ACCESS(d[i + 2]), ACCESS(d[i + 3]), ACCESS(d[i + 4]), \
       ACCESS(d[i + 5]), ACCESS(d[i + 6]), ACCESS(d[i + 7])
@@ -118,7 +118,8 @@ enum class Major : std::uint8_t { k, mn };
       WGMMA_FLOATS_8(ACCESS, 80), WGMMA_FLOATS_8(ACCESS, 88), WGMMA_FLOATS_8(ACCESS, 96), \
       WGMMA_FLOATS_8(ACCESS, 104), WGMMA_FLOATS_8(ACCESS, 112), WGMMA_FLOATS_8(ACCESS, 120)
 
-// A and B from shared memory. A, B, ADD, MAJOR_A, MAJOR_B: operand numbers; ADD: whether d is added to.
+// A and B are in shared memory. A, B, ADD, MAJOR_A and MAJOR_B are operand numbers; operand ADD is whether d is added
+// to.
 #define WGMMA_SS_OF(TYPE, SHAPE, N, ACCESS, A, B, ADD, MAJOR_A, MAJOR_B)                        \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD                                    \
                ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE                \
@@ -128,7 +129,7 @@ enum class Major : std::uint8_t { k, mn };
                : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(MajorA)),     \
                  "n"(static_cast<int>(MajorB)))
 
-// A from registers, B row-major; added.
+// A is in registers, B is row-major, and the product is added to d.
 #define WGMMA_RS_OF(TYPE, SHAPE, N, ACCESS, A0, A1, A2, A3, B)                                     \
   asm volatile("{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\nwgmma.mma_async.sync.aligned." SHAPE   \
                ".f32." TYPE "." TYPE " {" WGMMA_NAMES_##N "}, {%" #A0 ", %" #A1 ", %" #A2          \
@@ -136,7 +137,7 @@ enum class Major : std::uint8_t { k, mn };
                : WGMMA_FLOATS_##N(ACCESS)                                                          \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
-// The same for the dtype T.
+// Selects the instruction for the dtype T.
 #define WGMMA_SS(...)                               \
   if constexpr (std::is_same_v<T, __nv_bfloat16>) { \
     WGMMA_SS_OF("bf16", __VA_ARGS__);               \
@@ -166,7 +167,8 @@ __device__ inline void wgmma(float (&d)[32], std::uint64_t a, std::uint64_t b, b
   WGMMA_SS("m64n64k16", 32, "+f", 32, 33, 34, 35, 36)
 }
 
-// d = a b. With one of the above as the first step of a sum, the old values of d would stay live throughout a loop.
+// d = a b. If one of the functions above were the first step of a sum, the old values of d would stay live throughout a
+// loop.
 template <class T, Major MajorA, Major MajorB = MajorA>
 __device__ inline void wgmma_first(float (&d)[64], std::uint64_t a, std::uint64_t b) {
   constexpr bool add = false;

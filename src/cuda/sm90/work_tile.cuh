@@ -8,18 +8,18 @@
 namespace flash_dmattn::cuda::sm90 {
 
 // A tile of queries of one head and the key tiles that it visits. Persistent blocks take work tiles in the order of
-// their numbers, longest first. Key tiles are numbered in the order of visits: partial tiles first, from the end of
-// the keys and then from their beginning; the first tile is always tested.
+// their numbers, longest first. Key tiles are numbered in the order of visits: partial tiles come first, from the end
+// of the keys and then from their beginning. The first tile is always tested.
 struct WorkTile {
   int batch;
   int head;
   int kv_head;
   int row;    // first query
-  int begin;  // keys [begin, end); of a list: its entries [0, end)
+  int begin;  // keys [begin, end), or entries [0, end) of a list
   int end;
-  int visits;          // key tiles; 0: end of work
-  int partial;         // of these, the first that are tested
-  int partial_at_end;  // of these, those that come from the end of the keys
+  int visits;          // number of key tiles; 0 at the end of work
+  int partial;         // the first visits, which are tested
+  int partial_at_end;  // tested visits at the end of the keys
 
   static int count(const Shape& shape, int rows) {
     return static_cast<int>(QueryTile::count(shape, rows));
@@ -44,8 +44,8 @@ struct WorkTile {
   }
 };
 
-// Keys [begin, end) of a query tile, consecutive or places of its list; every query sees those of [full_begin,
-// full_end) as far as position and intervals go.
+// The keys [begin, end) of a query tile, consecutive or places of its list. By position and interval, every query sees
+// the keys [full_begin, full_end).
 struct KeyBounds {
   int begin;
   int end;
@@ -53,23 +53,24 @@ struct KeyBounds {
   int full_end;
 };
 
-// Whether all heads are one section (QueryTile): then no long tile runs last. With lists 4 % faster, with intervals 1
-// to 5 %, causal with 16 heads of 8192 keys 8 %; with 16 heads of 32768 keys 3 % slower, without causality 5 %.
+// Whether all heads are one section (QueryTile), so that no long tile runs last. One section is 4 % faster with lists,
+// 1 to 5 % with intervals, and 8 % for 16 causal heads of 8192 keys. Without causality
+// it is 5 % slower, and for 16 heads of 32768 keys 3 %.
 __device__ inline bool is_one_section(const ForwardParams& p) {
-  constexpr std::int64_t causal_bytes = 96 << 20;  // of K and V
+  constexpr std::int64_t causal_bytes = 96 << 20;  // K and V
   const std::int64_t bytes = 4 * static_cast<std::int64_t>(p.shape.seqlen_k) * p.shape.head_dim *
                              p.shape.heads_kv * p.shape.batch;
   return p.tile_lists.keys != nullptr || p.key_ranges.data != nullptr ||
          (p.score.causal && bytes <= causal_bytes);
 }
 
-// Of queries a and b together.
+// The bounds of the queries of a and b together.
 __device__ inline KeyBounds merge(const KeyBounds& a, const KeyBounds& b) {
   return {min(a.begin, b.begin), max(a.end, b.end), max(a.full_begin, b.full_begin),
           min(a.full_end, b.full_end)};
 }
 
-// The keys of `rows` queries; where there are lists or key ranges, those of the first query's list or range.
+// The keys of `rows` queries. With lists or key ranges, these are the keys of the first query's list or range.
 __device__ inline KeyBounds key_bounds(const ForwardParams& p, const WorkTile& work, int rows) {
   if (p.tile_lists.keys != nullptr) {
     const std::int64_t list = list_of(p.tile_lists, work);
@@ -90,22 +91,22 @@ __device__ inline KeyBounds key_bounds(const ForwardParams& p, const WorkTile& w
   return {0, visible(last), 0, p.score.intervals.data == nullptr ? visible(work.row) : 0};
 }
 
-// The place in the order of lengths, longest first, of the work tile that is `number` in the order of execution. Blocks
-// that take two to three work tiles of a triangle, longest first, all end their second at once, and the third comes on
-// top, 12 % of the time at most. So the first are those with which the longest add up to a block's share, and the shortest
-// come last.
+// The place, in the order of lengths with the longest first, of the work tile that is `number` in the order of
+// execution. If blocks take two to three work tiles of a triangle, longest first, all end their second tile at the same
+// time, and the third adds up to 12 % of the time. The first tiles are therefore those that together with the longest
+// make up a block's share, and the shortest tiles come last.
 __device__ inline int place_by_length(const ForwardParams& p, int count, int number) {
   const int blocks = static_cast<int>(gridDim.x);
   const bool is_triangle = p.score.causal && is_one_section(p) && p.tile_lists.keys == nullptr &&
                            p.key_ranges.data == nullptr;
   if (!is_triangle || count <= 2 * blocks || count >= 3 * blocks) return number;
   const int share = count * count / (2 * blocks);
-  const int longer = 2 * count - blocks - share - count / 64;  // than those that begin
+  const int longer = 2 * count - blocks - share - count / 64;  // tiles longer than those that start
   if (number < blocks) return number + longer;
   return number < blocks + longer ? number - blocks : number;
 }
 
-// Work tile `number` without its keys, of `rows` queries of a head.
+// Work tile `number`, with `rows` queries of a head, without its keys.
 __device__ inline WorkTile get_queries(const ForwardParams& p, const Shape& shape, int rows,
                                        int number) {
   const int count = ceil_div(shape.seqlen_q, rows) * shape.heads_q * shape.batch;
@@ -118,7 +119,7 @@ __device__ inline WorkTile get_queries(const ForwardParams& p, const Shape& shap
   return work;
 }
 
-// Work tile `number`, of Rows queries against tiles of Keys keys.
+// Work tile `number`, with Rows queries against tiles of Keys keys.
 template <int Rows, int Keys>
 __device__ inline WorkTile get_work_tile(const ForwardParams& p, int number) {
   WorkTile work = get_queries(p, p.shape, Rows, number);

@@ -14,7 +14,7 @@
 
 namespace flash_dmattn::testing {
 
-// A correct call of forward and of backward, to be spoiled.
+// A correct call of forward and of backward, which tests then spoil.
 struct Call {
   Data data;
   Results results;
@@ -90,7 +90,7 @@ struct Call {
   }
 };
 
-// Calls `action`, which has to throw InvalidArgument for `argument` with exactly this text after it.
+// Expects `action` to throw InvalidArgument for `argument` with exactly this text after it.
 inline void expect_invalid(const std::function<void()>& action, const std::string& argument,
                            const std::string& message) {
   try {

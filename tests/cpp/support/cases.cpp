@@ -32,7 +32,7 @@ DType dtype_of(const std::string& word) {
       word, {{"f32", DType::f32}, {"bf16", DType::bf16}, {"f16", DType::f16}, {"f64", DType::f64}});
 }
 
-// "b1qk" -> {B, 1, Sq, Sk}; h is Hq, v is Hkv.
+// Maps "b1qk" to {B, 1, Sq, Sk}; h is Hq, v is Hkv.
 BroadcastShape shape_of(const std::string& word, const Problem& p) {
   if (word == "none") return {};
   BroadcastShape shape{};
@@ -56,8 +56,8 @@ Case parse(const CaseWords& words) {
   p.seqlen_k = integer("seqlen_k");
   p.head_dim = integer("head_dim");
   p.dtype = dtype_of(word("dtype"));
-  p.scale = word("scale") == "default" ? default_scale(p.head_dim) : std::stof(word("scale"));
-  p.softcap = std::stof(word("softcap"));
+  p.scale = word("scale") == "default" ? default_scale(p.head_dim) : std::stod(word("scale"));
+  p.softcap = std::stod(word("softcap"));
   p.causal = integer("causal") != 0;
   p.nonfinite = one_of<NonFinite>(
       word("nonfinite"), {{"saturate", NonFinite::saturate}, {"propagate", NonFinite::propagate}});
@@ -84,7 +84,7 @@ Case parse(const CaseWords& words) {
   return c;
 }
 
-// The rows of the table, the defaults first.
+// Reads the rows of the table, the defaults first.
 std::vector<CaseWords> read_table() {
   const char* moved = std::getenv("FLASH_DMATTN_CASES_DIR");  // tests that run on another machine
   const std::string folder = moved == nullptr ? FLASH_DMATTN_CASES_DIR : moved;

@@ -10,11 +10,11 @@
 
 namespace flash_dmattn::testing {
 
-// A row of tests/cases/attention.csv. The comment on top of that file explains the words; the
-// fills stay words here and get their meaning in data.cpp.
+// A row of tests/cases/attention.csv. The comment at the top of that file explains the words. Fills stay
+// words here; data.cpp interprets them.
 struct Case {
   std::string name;
-  Problem problem;  // whole, with the shapes of mask, bias and intervals
+  Problem problem;  // complete, with the shapes of mask, bias and intervals
   std::string mask_fill;
   std::string bias_fill;
   std::string intervals;  // the kind of intervals; "none"
@@ -25,16 +25,16 @@ struct Case {
   bool slow = false;
 };
 
-// With FLASH_DMATTN_QUICK_TESTS, under sanitizers and emulators: cases that are slow are left out, and random tests draw
-// fewer.
+// True with FLASH_DMATTN_QUICK_TESTS, under sanitizers and emulators. Slow cases are then skipped, and random tests draw
+// fewer samples.
 bool is_quick_run();
 
-// A row as column name -> word. Columns that are not there have the table's defaults, so a test can
-// write down only what is special about its case.
+// A row as a map from column name to word. Missing columns have the table's defaults, so a test needs to name
+// only what is special about its case.
 using CaseWords = std::map<std::string, std::string>;
 Case case_from(const CaseWords& words);
 
-// The table, in its order. Throws std::runtime_error that names a malformed line.
+// The table in its order. Throws a std::runtime_error that names a malformed line.
 const std::vector<Case>& attention_cases();
 const Case& attention_case(const std::string& name);
 

@@ -44,7 +44,7 @@ double smallest(Element element) {
          << expected.get(worst) << ", actual " << actual.get(worst);
 }
 
-// Limits exact values to the range of the dtype, as a store does.
+// Limits exact values to the range of the dtype, like a store.
 void limit(const Problem& p, double largest, Tensor& tensor) {
   tensor.fill([&](const Index& i) {
     const double value = tensor.get(i);

@@ -7,7 +7,7 @@
 
 namespace flash_dmattn::testing {
 
-// The largest and the mean distance of the finite elements of `expected`.
+// The largest and the mean error over the finite elements of `expected`.
 struct Errors {
   double max = 0;
   double mean = 0;
@@ -15,24 +15,24 @@ struct Errors {
 };
 Errors errors(const Tensor& actual, const Tensor& expected);
 
-// Every element is infinite or NaN exactly where the expected one is, with the same sign.
+// Whether every element is infinite or NaN exactly where the expected element is, with the same sign.
 ::testing::AssertionResult same_nonfinite(const Tensor& actual, const Tensor& expected);
 
-// Non-finite elements first; then the largest and the mean error within
+// Compares non-finite elements first, and then requires the largest and the mean error to be within
 //   2 * (error of the yardstick) + one unit in the last place of `expected` + noise.
-// A yardstick that is not finite bounds nothing: then only the non-finite elements are compared.
+// A yardstick that is not finite gives no bound, so then only non-finite elements are compared.
 ::testing::AssertionResult within_bound(const Tensor& actual, const Tensor& expected,
                                         const Tensor& yardstick, const Noise& noise);
 
 bool all_finite(const Tensor& tensor);
 
-// The exact results of a problem, in f64, by the reference: limited as the dtype limits them.
+// The exact results of a problem, computed by the reference in f64 and limited to the range of the dtype.
 Results oracle(const Data& data);
 
 // Expects bit-identical out and gradients.
 void expect_same_bits(const Results& actual, const Results& expected);
 
-// Expects the outputs that were wanted within their bounds.
+// Expects the wanted outputs to be within their bounds.
 void expect_close(const Data& data, const Results& actual, const Results& expected,
                   const Yardstick& yardstick, const Wanted& wanted = {});
 

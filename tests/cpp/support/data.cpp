@@ -16,7 +16,7 @@ std::runtime_error unknown(const std::string& column, const std::string& word) {
   return std::runtime_error("no " + column + " '" + word + "'");
 }
 
-// The first key of batch b that padding leaves.
+// The first key of batch b that is not padding.
 std::int64_t padding(const Problem& p, std::int64_t b) { return (b + 1) * p.seqlen_k / 7; }
 
 void fill_inputs(const Case& c, Random& random, Data& data) {
@@ -46,7 +46,7 @@ void fill_inputs(const Case& c, Random& random, Data& data) {
   }
 }
 
-// The value of a mask element for the fills that decide each on its own.
+// The value of a mask element, for the fills that decide each element separately.
 std::function<bool(const Index&)> mask_values(const Case& c, Random& random) {
   const Problem& p = c.problem;
   if (c.mask_fill == "full") return [](const Index&) { return true; };
@@ -145,7 +145,7 @@ void select(const Case& c, Random& random, Data& data) {
   select_key_intervals(args, execution);
 }
 
-// An end of an interval: of six, three are an ordinary one, the others far from the queries.
+// A random end of an interval. Three of six are ordinary, and three are far from the queries.
 std::int64_t end_outside(Random& random, std::int64_t seqlen_q) {
   using Limits = std::numeric_limits<std::int32_t>;
   switch (random.below(6)) {

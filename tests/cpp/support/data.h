@@ -11,12 +11,12 @@
 
 namespace flash_dmattn::testing {
 
-// The data of a case: what its words mean, drawn from its seed.
+// The data of a case, drawn from its seed according to its words.
 struct Data {
   Problem problem;
   Layout layout;
   Tensor q, k, v;
-  Tensor mask;  // without elements when there is none, as is the bias
+  Tensor mask;  // empty if there is none, like the bias
   Tensor bias;
   Tensor dout;
   std::vector<KeyInterval> intervals;  // [B|1, Hkv|1, Sk]
@@ -31,17 +31,17 @@ struct Data {
   KeyIntervals intervals_view() const;
   Inputs inputs() const;
 
-  // vis_ij of attention.h for query head `head`; an implementation of the definition of its own.
+  // vis_ij of attention.h for query head `head`, implemented independently of the library.
   bool visible(std::int64_t batch, std::int64_t head, std::int64_t query, std::int64_t key) const;
-  // The element of `tensor`, a mask or a bias, of (query, key).
+  // The element of `tensor`, a mask or a bias, for (query, key).
   double broadcast(const Tensor& tensor, std::int64_t batch, std::int64_t head, std::int64_t query,
                    std::int64_t key) const;
 
-  // The same in f64 without rounding. A bias that masks becomes -inf, so that it still does.
+  // The same data in f64, without rounding. A masking bias becomes -inf, so that it still masks.
   Data to_f64() const;
 
  private:
-  // A comparison with an empty shape is a call of memcmp, which takes longer than the rest of visible().
+  // A comparison with an empty shape calls memcmp, which takes longer than the rest of visible().
   template <std::size_t dims>
   static bool any(const std::array<std::int64_t, dims>& shape) {
     for (const std::int64_t size : shape) {

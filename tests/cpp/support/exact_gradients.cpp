@@ -31,7 +31,7 @@ void ExactGradients::add_row(const Data& data, std::int64_t b, std::int64_t h, s
       const double term = data.dout.get({b, i, h, d}) * data.v.get({b, j, kv, d});
       product.add(1, {term, std::abs(term)});
     }
-    score = score * double{p.scale} + (data.has_bias() ? data.bias.get({b, kv, 0, j}) : 0.0);
+    score = score * p.scale + (data.has_bias() ? data.bias.get({b, kv, 0, j}) : 0.0);
     scores.push_back(std::clamp(score, -largest(DType::f32), largest(DType::f32)));
     dp.push_back(product);
   }
@@ -51,9 +51,9 @@ void ExactGradients::add_row(const Data& data, std::int64_t b, std::int64_t h, s
       const double dout = data.dout.get({b, i, h, d});
       const std::size_t to = at({b, key, kv, d}, p.seqlen_k, p.heads_kv, p.head_dim);
       dv[to].add(probability, {dout, std::abs(dout)});
-      dk[to].add(data.q.get({b, i, h, d}) * double{p.scale}, ds);
+      dk[to].add(data.q.get({b, i, h, d}) * p.scale, ds);
       dq[at({b, i, h, d}, p.seqlen_q, p.heads_q, p.head_dim)].add(
-          data.k.get({b, key, kv, d}) * double{p.scale}, ds);
+          data.k.get({b, key, kv, d}) * p.scale, ds);
     }
   }
 }

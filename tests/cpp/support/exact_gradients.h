@@ -9,7 +9,7 @@
 
 namespace flash_dmattn::testing {
 
-// A sum and the sum of the magnitudes of what it was made from.
+// A sum, and the sum of the magnitudes of its terms.
 struct Sum {
   double value = 0;
   double magnitude = 0;
@@ -20,7 +20,7 @@ struct Sum {
   }
 };
 
-// dq, dk, dv and dbias in double for problems without a mask, whose bias, if any, is [B, Hkv, 1, Sk].
+// dq, dk, dv and dbias in double, for problems without a mask and with at most a bias [B, Hkv, 1, Sk].
 struct ExactGradients {
   std::vector<Sum> dq, dk, dv, dbias;
 

@@ -8,7 +8,7 @@
 
 namespace flash_dmattn::testing {
 
-// Calls test() on each instruction set that this process may use, and leaves the largest in use.
+// Calls test() on each instruction set that this process may use, and then selects the largest again.
 template <class Test>
 void on_each_instruction_set(const Test& test) {
   for (const cpu::Candidate& candidate : cpu::allowed()) {

@@ -18,7 +18,7 @@ namespace {
 
 constexpr float nan = std::numeric_limits<float>::quiet_NaN();
 
-// Calls function(execution) with a workspace of its own.
+// Calls function(execution) with a new workspace.
 template <class Function>
 void with_workspace(std::size_t bytes, const Function& function) {
   GuardedBuffer workspace(bytes, "workspace");
@@ -102,7 +102,7 @@ void KvStream::expect_row(const Input& input, std::int64_t b, std::int64_t i,
                           const std::vector<Token>& past, const std::vector<std::byte>& out,
                           const std::vector<float>& lse) const {
   const KvCacheShape& s = options_.shape;
-  const double scale = static_cast<double>(default_scale(s.head_dim));
+  const double scale = default_scale(s.head_dim);
   const double tolerance = s.dtype == DType::f32 ? 2e-5 : s.dtype == DType::f16 ? 4e-3 : 3e-2;
   const std::int64_t heads_q = s.heads_kv * options_.group;
   for (std::int64_t hq = 0; hq < heads_q; ++hq) {
@@ -119,8 +119,7 @@ void KvStream::expect_row(const Input& input, std::int64_t b, std::int64_t i,
       }
       score *= scale;
       if (options_.softcap > 0) {
-        const double cap = static_cast<double>(options_.softcap);
-        score = cap * std::tanh(score / cap);
+        score = options_.softcap * std::tanh(score / options_.softcap);
       }
       if (options_.use == ScoreUse::choose_and_bias) {
         score += static_cast<double>(past[j].scores[static_cast<std::size_t>(h)]);

@@ -8,8 +8,8 @@
 #include "support/buffer.h"
 #include "support/random.h"
 
-// A KV cache beside the definition: a random stream of tokens, in which every query's result is compared with full
-// attention over the w best of all the keys before it.
+// A KV cache and its definition: for a random stream of tokens, every query's result is compared with full attention
+// over the w best of all keys before it.
 namespace flash_dmattn::testing {
 
 enum class StreamScores : std::uint8_t { normal, ties, equal };
@@ -20,7 +20,7 @@ struct StreamOptions {
   StreamScores scores = StreamScores::normal;
   double nan_share = 0;     // of scores
   double masked_share = 0;  // of tokens
-  float softcap = 0;
+  double softcap = 0;
   ScoreUse use = ScoreUse::choose_and_bias;
   std::uint64_t seed = 0;
   std::string_view backend;
@@ -30,14 +30,14 @@ class KvStream {
  public:
   explicit KvStream(const StreamOptions& options);
 
-  // Each calls the library and fails the running test where a result differs.
-  void fill(std::int64_t length);    // rows of different lengths
-  void step();                       // one token of every row
-  void append(std::int64_t length);  // and attends
-  void commit(bool rows_differ);     // a random number of the pending tokens
-  void reorder();                    // rows of the batch, through a second cache
-  void save_and_restore();           // the bytes of the cache
-  void check_slots() const;          // they hold the w best keys
+  // Each function calls the library and fails the running test where a result differs.
+  void fill(std::int64_t length);    // fills rows of different lengths
+  void step();                       // decodes one token of every row
+  void append(std::int64_t length);  // appends, and attends
+  void commit(bool rows_differ);     // commits a random number of the pending tokens
+  void reorder();                    // reorders the batch through a second cache
+  void save_and_restore();           // saves and restores the bytes of the cache
+  void check_slots() const;          // expects the w best keys in the slots
 
   std::int64_t pending() const { return cache_.pending; }
   Random& random() { return random_; }
@@ -47,7 +47,7 @@ class KvStream {
     std::vector<double> k, v;   // [Hkv, D], as stored
     std::vector<float> scores;  // [Hkv], NaN where the token is masked
   };
-  // Tokens of every row, as the library takes them.
+  // Tokens of every row, in the form that the library takes.
   struct Input {
     std::int64_t length;
     std::vector<std::byte> q, k, v;
@@ -57,7 +57,7 @@ class KvStream {
   };
 
   Input draw(std::int64_t length);
-  // The result of query i of `input` at the end of `past`.
+  // Checks the result of query i of `input` at the end of `past`.
   void expect_row(const Input& input, std::int64_t b, std::int64_t i,
                   const std::vector<Token>& past, const std::vector<std::byte>& out,
                   const std::vector<float>& lse) const;

@@ -6,8 +6,7 @@
 
 namespace flash_dmattn::testing {
 
-// The same numbers on every platform, which std's distributions do not promise (splitmix64, Steele et
-// al. 2014).
+// Gives the same numbers on every platform, unlike the distributions of std (splitmix64, Steele et al. 2014).
 class Random {
  public:
   explicit Random(std::uint64_t seed) : state_(seed * 0x9E3779B97F4A7C15u + 1) {}
@@ -20,10 +19,10 @@ class Random {
     return x ^ (x >> 31);
   }
 
-  // In [0, 1).
+  // A uniform number in [0, 1).
   double uniform() { return static_cast<double>(bits() >> 11) * 0x1p-53; }
 
-  // In [0, end).
+  // A uniform integer in [0, end).
   std::int64_t below(std::int64_t end) {
     return static_cast<std::int64_t>(uniform() * static_cast<double>(end));
   }

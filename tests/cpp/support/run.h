@@ -13,18 +13,18 @@
 namespace flash_dmattn::testing {
 
 // Executions without a workspace.
-Execution in_turn(int workers);     // on the calling thread, one after the other
-Execution on_threads(int workers);  // a thread for each, started in descending order
-Execution on_pool();                // the library's own pool, two threads, one for the process
+Execution in_turn(int workers);     // runs workers one after the other on the calling thread
+Execution on_threads(int workers);  // starts a thread for each worker, in descending order
+Execution on_pool();                // uses one pool of the library per process, with two threads
 
-// Tile lists and what they point to, from guarded buffers.
+// Tile lists that own their memory, in guarded buffers.
 struct OwnedTileLists {
   QueryTileLists lists;
   GuardedBuffer begin, count, full, keys;
 };
 OwnedTileLists make_tile_lists(const TileListArgs& args, Execution execution);
 
-// The schedule of `data` for a direction, in a guarded buffer of its size.
+// The schedule of `data` for a direction, in a guarded buffer of exactly its size.
 struct OwnedSchedule {
   Schedule schedule;
   GuardedBuffer memory;
@@ -46,19 +46,19 @@ struct RunOptions {
   std::byte workspace_fill{0xFF};
 };
 
-// The outputs of a problem, poisoned until something writes them.
+// The outputs of a problem, poisoned until they are written.
 struct Results {
   Tensor out, lse, lse_low, dq, dk, dv, dbias;
   explicit Results(const Data& data);
 };
 
-// lse or lse_low, of the type that a problem's dtype gives them.
+// A view of lse or lse_low with the type that the problem's dtype requires.
 RowValues row_values(Tensor& tensor);
 
-// Both fill a workspace of exactly workspace_size bytes, and fail the running test when
-// anything outside of the outputs' elements and the workspace was written.
+// Both functions use a workspace of exactly workspace_size bytes, and fail the running test if anything outside
+// of the outputs' elements and the workspace was written.
 void run_forward(const Data& data, const RunOptions& options, Results& results);
 void run_backward(const Data& data, const RunOptions& options, Results& results);
-Results run(const Data& data, const RunOptions& options);  // one after the other
+Results run(const Data& data, const RunOptions& options);  // runs both
 
 }  // namespace flash_dmattn::testing

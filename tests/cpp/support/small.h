@@ -8,7 +8,7 @@
 #include "support/data.h"
 #include "support/run.h"
 
-// Problems small enough to know the result by hand, on the reference backend.
+// Problems that are small enough for results computed by hand, on the reference backend.
 namespace flash_dmattn::testing {
 
 inline RunOptions reference(int workers = 1) {
@@ -20,7 +20,7 @@ inline RunOptions reference(int workers = 1) {
 
 using Values = std::vector<double>;
 
-// B1 H1 problems whose tensors are set element by element; everything starts as zero.
+// Makes a problem with B = H = 1 whose tensors start as zero.
 inline Data small(std::int64_t seqlen_q, std::int64_t seqlen_k, std::int64_t head_dim,
                   DType dtype = DType::f32, BroadcastShape bias_shape = {},
                   BroadcastShape mask_shape = {}, DType bias_dtype = no_dtype) {

@@ -27,7 +27,7 @@ struct Placement {
 
 Placement place(const Shape& shape, Layout layout, bool broadcast) {
   const bool padded = layout == Layout::padded;
-  std::array<int, 4> order{0, 1, 2, 3};  // from the outermost in memory
+  std::array<int, 4> order{0, 1, 2, 3};  // dimensions from outermost to innermost in memory
   if (layout == Layout::permuted) std::swap(order[1], order[2]);
   Placement place;
   std::int64_t step = 1;

@@ -15,19 +15,19 @@ using Index = std::array<std::int64_t, 4>;
 
 enum class Element : std::uint8_t { f32, bf16, f16, f64, u8 };
 Element element_of(DType dtype);
-double largest(Element element);  // that is finite
+double largest(Element element);  // the largest finite number
 inline double largest(DType dtype) { return largest(element_of(dtype)); }
-// The limits of gradients: NonFinite::saturate in attention.h.
+// The limit of gradients under NonFinite::saturate (attention.h).
 double gradient_limit(DType dtype);
 
-// The layout of the elements of a tensor in memory. The gaps between them stay poisoned.
+// The layout of a tensor's elements in memory. The gaps between elements stay poisoned.
 enum class Layout : std::uint8_t {
   contiguous,
-  permuted,  // the two middle dimensions swapped: [B, H, S, D] memory behind a [B, S, H, D] view
+  permuted,  // the two middle dimensions swapped: [B, H, S, D] memory under a [B, S, H, D] view
   padded,    // gaps after every row, matrix and batch, and a start off any vector alignment
   gaps,      // after every row, up to a multiple of 16 elements
   reversed,  // the first three dimensions run backwards
-  expanded,  // stride 0 over dimension 2: all heads are one (inputs only)
+  expanded,  // stride 0 over dimension 2, so all heads share memory (inputs only)
 };
 
 // Rounds to the element's format and back; overflow becomes inf.
@@ -60,24 +60,24 @@ class Tensor {
   std::int64_t elements() const { return shape_[0] * shape_[1] * shape_[2] * shape_[3]; }
 
   double get(const Index& index) const;
-  // Indices of size-1 dimensions are taken as 0.
+  // Treats indices of size-1 dimensions as 0.
   double get_broadcast(const Index& index) const;
   void set(const Index& index, double value);
-  // Every element becomes value(index).
+  // Sets every element to value(index).
   template <class Value>
   void fill(const Value& value) {
     for_each_index(shape_, [&](const Index& index) { set(index, value(index)); });
   }
-  // visit(index, element) for every element, in row-major order.
+  // Calls visit(index, element) for every element in row-major order.
   template <class Visit>
   void for_each(const Visit& visit) const {
     for_each_index(shape_, [&](const Index& index) { visit(index, get(index)); });
   }
 
   void poison() { buffer_.poison(); }
-  // True when every byte between the elements still is poison.
+  // True if every byte between the elements is still poison.
   bool gaps_intact() const;
-  // The same elements, bit for bit, whatever the layout.
+  // True if all elements are equal bit for bit; layouts may differ.
   bool same_bits(const Tensor& other) const;
 
   Tensor4 view();

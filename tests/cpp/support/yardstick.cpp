@@ -24,12 +24,12 @@ double norm(const float* x, std::int64_t size, std::int64_t stride) {
   return std::sqrt(sum);
 }
 
-// The keys that a query row sees, and some between them.
+// A range that covers the keys that a query row sees.
 struct KeyRange {
   std::int64_t begin, end;
 };
 
-// One kv head of k or v. Every sum runs in the order of its terms; the two layouts let the compiler
+// One kv head of k or v. Every sum runs in the order of its terms, and the two layouts let the compiler
 // compute many such sums at once. Values are finite, so a weight of 0 adds nothing.
 struct Keys {
   std::int64_t count, dim;
@@ -98,6 +98,8 @@ class Computation {
       : data_(data),
         p_(data.problem),
         element_(data.q.element()),
+        scale_(static_cast<float>(data.problem.scale)),
+        softcap_(static_cast<float>(data.problem.softcap)),
         y_(yardstick),
         scores_(index(p_.seqlen_k)),
         slopes_(index(p_.seqlen_k)),
@@ -136,7 +138,7 @@ class Computation {
     }
   }
 
-  // Scores added to a wider bias are as wide.
+  // A score that is added to a wider bias has the bias's precision.
   float round_score(float x) const {
     return data_.has_bias() && data_.bias.element() == Element::f32 ? x : round(x);
   }
@@ -170,19 +172,19 @@ class Computation {
     return keys;
   }
 
-  // scores_ with -inf where a key is not visible, and slopes_.
+  // Computes scores_, with -inf where a key is not visible, and slopes_.
   void score(KeyRange keys, std::int64_t b, std::int64_t h, std::int64_t i) {
     for (std::int64_t j = keys.begin; j < keys.end; ++j) {
       if (!data_.visible(b, h, i, j)) {
         scores_[index(j)] = -infinity;
         continue;
       }
-      float s = round(round(scores_[index(j)]) * p_.scale);
+      float s = round(round(scores_[index(j)]) * scale_);
       float slope = 1;
-      if (p_.softcap > 0) {
-        const float tanh = round(std::tanh(round(s / p_.softcap)));
+      if (softcap_ > 0) {
+        const float tanh = round(std::tanh(round(s / softcap_)));
         slope = round(1 - tanh * tanh);
-        s = round(tanh * p_.softcap);
+        s = round(tanh * softcap_);
       }
       if (data_.has_bias()) {
         s = round_score(s + static_cast<float>(data_.broadcast(data_.bias, b, h, i, j)));
@@ -232,7 +234,7 @@ class Computation {
     for (std::int64_t j = keys.begin; j < keys.end; ++j) {
       float& ds = ds_[index(j)];
       if (data_.has_bias()) dbias_[bias_row + index(bias_per_key ? j : 0)] += ds;
-      ds = round(round(ds * slopes_[index(j)]) * p_.scale);
+      ds = round(round(ds * slopes_[index(j)]) * scale_);
     }
     k.add_to_gradient(keys, ds_, q);
     Vector dq(index(p_.head_dim));
@@ -240,20 +242,20 @@ class Computation {
     store_row(y_.results.dq, b, h, i, dq);
   }
 
-  // Where the sums of a query's bias begin, of which key j has the j-th or all keys the first.
+  // The index where the sums of a query's bias begin. Key j has the j-th sum, or all keys share the first.
   std::size_t index_of_row(std::int64_t b, std::int64_t h, std::int64_t i) const {
     if (!data_.has_bias()) return 0;
     const bool per_query_head = p_.bias_shape[1] == p_.heads_q;
     return bias_index({b, per_query_head ? h : h / (p_.heads_q / p_.heads_kv), i, 0});
   }
 
-  // The errors of one row to first order, independent ones added by their squares. A score is a sum
-  // of products in fp32 and perturbs its probability by as much relatively; ds = p (dp - delta)
-  // cancels two such sums, and delta comes from an `out` that was rounded to the dtype, an error that
-  // all keys of the row share.
+  // Adds the errors of one row to first order, independent errors by their squares. A score is a sum of
+  // products in fp32, and its absolute error is the relative error of its probability. ds = p (dp - delta)
+  // cancels two such sums, and delta comes from an `out` that was rounded to the dtype, which is an error
+  // that all keys of the row share.
   void add_noise(KeyRange keys, std::int64_t b, std::int64_t h, std::int64_t i, const Vector& q,
                  const Vector& dout, const Vector& out, const Keys& k, const Keys& v, float lse) {
-    const double scale = std::abs(double{p_.scale});
+    const double scale = std::abs(p_.scale);
     const double dims = std::sqrt(static_cast<double>(p_.head_dim));
     const double score = scale * norm(q.data(), p_.head_dim, 1) * k.largest_norm / dims +
                          (std::isfinite(lse) ? std::abs(double{lse}) : 0);
@@ -287,8 +289,9 @@ class Computation {
   const Data& data_;
   const Problem& p_;
   Element element_;
+  float scale_, softcap_;
   Yardstick& y_;
-  Vector scores_, slopes_, probabilities_, ds_;  // [Sk]; ds_ holds dp first
+  Vector scores_, slopes_, probabilities_, ds_;  // [Sk]; ds_ first contains dp
   Vector dbias_;                                 // as a dense array
   std::vector<double> dk_variance_, dv_variance_, dbias_variance_;
 };

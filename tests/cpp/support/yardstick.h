@@ -5,8 +5,8 @@
 
 namespace flash_dmattn::testing {
 
-// Rounding errors to expect of an implementation with this one's intermediate precisions, in units of
-// the tensor: the floor of the bound where the yardstick happens to be exact.
+// The rounding errors to expect from an implementation with the yardstick's intermediate precisions, in units
+// of the tensor. They are the floor of the bound where the yardstick happens to be exact.
 struct Noise {
   double max = 0;
   double sum = 0;
@@ -16,8 +16,8 @@ struct Noise {
   double mean() const { return count == 0 ? 0 : sum / static_cast<double>(count); }
 };
 
-// The result of a plain implementation in the dtype of the problem: matrix products that accumulate in
-// fp32, everything between them rounded to the dtype. Its error is the measure of ours.
+// The result of a plain implementation in the dtype of the problem: matrix products accumulate in fp32, and
+// everything between them is rounded to the dtype. Its error is the measure of the library's error.
 struct Yardstick {
   Results results;
   Noise out, lse, dq, dk, dv, dbias;

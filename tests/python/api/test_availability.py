@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import flash_dmattn
-from flash_dmattn import availability
-from flash_dmattn import flash_dmattn_interface as interface
+from flash_dmattn import functional
+from flash_dmattn._core import availability
 
 CUDA = next(backend for backend in flash_dmattn.backends() if backend.name == "cuda")
 
@@ -27,7 +27,7 @@ def test_constants_and_list_agree():
 def test_importing_asks_nothing_of_cuda():
     """A process that has asked CUDA anything cannot use the GPU in forked children."""
     program = (
-        "import flash_dmattn.availability as availability\n"
+        "import flash_dmattn._core.availability as availability\n"
         "assert availability.backends.cache_info().currsize == 0"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -100,8 +100,8 @@ def test_everything_works_beside_a_broken_triton(tmp_path):
 @pytest.mark.parametrize("best", ["triton", "flex", "cuda", "cpu"])
 def test_the_default_is_the_best_backend(best, monkeypatch):
     """Triton and flex where a GPU is not the library's; else the library, which takes tensors of both."""
-    monkeypatch.setattr(interface, "get_available_backends", lambda: [best, "cpu", "reference"])
-    monkeypatch.setattr(interface, "unavailable_reason", lambda name: "")
+    monkeypatch.setattr(functional, "get_available_backends", lambda: [best, "cpu", "reference"])
+    monkeypatch.setattr(functional, "unavailable_reason", lambda name: "")
     function = flash_dmattn.flash_dmattn_func_auto()
     if best in ("triton", "flex"):
         assert function.keywords["backend"] == best

@@ -45,7 +45,14 @@ BIAS = torch.zeros(2, 2, 9)
         (ValueError, "keep_window_size: got no scores", {"keep_window_size": 100}),
         (ValueError, "keep_window_size: got attn_bias of shape",
          {"keep_window_size": 9, "attn_bias": torch.zeros(2, 2, 9, 9)}),
+        (TypeError, "attn_mask: got a torch.sparse_coo tensor, expected a dense one",
+         {"attn_mask": torch.ones(2, 9).bool().to_sparse()}),
+        (TypeError, "attn_bias: got a torch.sparse_coo tensor", {"attn_bias": BIAS.to_sparse()}),
+        (TypeError, "selection_scores: got a torch.sparse_coo tensor",
+         {"keep_window_size": 3, "selection_scores": BIAS.to_sparse()}),
         (ValueError, "scale: got 1e+300", {"scale": 1e300}),
+        (ValueError, "scale: got 0, expected another number", {"scale": 0}),
+        (ValueError, "softmax_scale: got 0, expected another number", {"softmax_scale": -0.0}),
         (ValueError, "softcap: got 1e+300", {"softcap": 1e300}),
         (TypeError, "unexpected keyword argument", {"keep_windw_size": 3}),
     ],
@@ -70,6 +77,8 @@ def test_numbers_that_are_flags_are_taken(flag):
     "error, message, options",
     [
         (TypeError, "attn_bias: got list", {"attn_bias": [1]}),
+        (TypeError, "attn_bias: got a torch.sparse_coo tensor",
+         {"attn_bias": torch.zeros(9, 2).to_sparse()}),
         (ValueError, "attn_bias: got shape (2, 9), expected [total_k, H] with total_k = 9 and H = 4, 2",
          {"attn_bias": torch.zeros(2, 9)}),
         (ValueError, "attn_bias: got shape (8, 2)", {"attn_bias": torch.zeros(8, 2)}),
@@ -80,6 +89,7 @@ def test_numbers_that_are_flags_are_taken(flag):
         (TypeError, "is_causal: got 'False'", {"is_causal": "False"}),
         (ValueError, "selection: got 'bogus'", {"selection": "bogus"}),
         (ValueError, "block_table: got", {"block_table": torch.zeros(1, 1)}),
+        (ValueError, "softmax_scale: got 0", {"softmax_scale": 0}),
     ],
 )  # fmt: skip
 def test_of_packed_attention(error, message, options):
@@ -87,6 +97,13 @@ def test_of_packed_attention(error, message, options):
     with pytest.raises(error) as caught:
         flash_dmattn_varlen_func(*(t[0] for t in qkv()), offsets, offsets, **options)
     assert message in str(caught.value)
+
+
+def test_zero_in_the_place_of_flash_attentions_dropout_raises():
+    offsets = torch.tensor([0, 4, 9])
+    packed = (*(t[0] for t in qkv()), offsets, offsets, 5, 5)
+    with pytest.raises(ValueError, match="softmax_scale: got 0.*dropout_p.*leave it out"):
+        flash_dmattn_varlen_func(*packed, 0.0, is_causal=True)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +141,8 @@ def test_of_packed_attention(error, message, options):
          lambda: intersect(*(
              KeyIntervals(torch.zeros(1, heads, 5, 2, dtype=torch.int32), 5) for heads in (2, 3)))),
         (TypeError, "scores: got list", lambda: select_key_intervals([1.0], 2)),
+        (TypeError, "scores: got a torch.sparse_coo tensor",
+         lambda: select_key_intervals(BIAS.to_sparse(), 2)),
         (ValueError, "query_length: got -8",
          lambda: select_key_intervals(BIAS, 2, query_length=-8)),
         (TypeError, "is_causal: got 'False'",

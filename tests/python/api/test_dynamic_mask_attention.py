@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from flash_dmattn import DynamicMaskAttention
+from flash_dmattn.layers import scores_of
 
 B, S, HIDDEN, HEADS, KV_HEADS, WINDOW = 2, 40, 32, 4, 2, 7
 
@@ -109,6 +110,48 @@ def test_a_fresh_layer_keeps_the_recent_keys_and_learns():
     torch.testing.assert_close(layer(hidden)[:, -1], alone, atol=1e-5, rtol=1e-5)
     layer(hidden).square().sum().backward()
     assert layer.A.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scores_of_the_ordinary_range_have_the_bits_of_exp(dtype):
+    A, step = torch.tensor([0.0, -2.0, 1.5], dtype=dtype), torch.randn(B, S, 3, dtype=dtype)
+    step[0, :2] = torch.tensor([[15.0], [21.0]], dtype=dtype)  # up to exp(31.5)
+    inputs = [t.requires_grad_() for t in (A, step)]
+    ours, theirs = scores_of(*inputs), (A * F.softplus(step)).exp().transpose(1, 2)
+    assert torch.equal(ours, theirs)
+    direction = torch.randn_like(ours)
+    for mine, expected in zip(
+        *(torch.autograd.grad(x, inputs, direction) for x in (ours, theirs)), strict=True
+    ):
+        torch.testing.assert_close(mine, expected, atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("A", [20.0, 80.0, 1e4, 1e30, 3e38, -80.0, -3e38])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_no_A_makes_a_number_that_is_not_finite(A, repeated):
+    """Equal tokens tie: where all keys do, scores have a gradient, however large they are."""
+    layer, hidden = make_layer(), torch.randn(B, S, HIDDEN)
+    hidden = (hidden[:, :1].expand(B, S, HIDDEN) if repeated else hidden).clone().requires_grad_()
+    torch.nn.init.constant_(layer.A, A)
+    scores = scores_of(layer.A, layer.dt_proj(layer.v_proj(hidden)))
+    assert scores.isfinite().all()
+    out = layer(hidden)
+    gradients = torch.autograd.grad(out.square().sum(), [hidden, *layer.parameters()])
+    assert all(t.isfinite().all() for t in (out, *gradients))
+    with torch.no_grad():
+        assert torch.equal(scores_of(layer.A, layer.dt_proj(layer.v_proj(hidden))), scores)
+
+
+def test_optimizer_steps_with_scores_at_the_end_of_float32_stay_finite():
+    layer, hidden = make_layer(), torch.randn(B, S, HIDDEN)
+    torch.nn.init.constant_(layer.A, 100.0)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    for _ in range(20):
+        optimizer.zero_grad()
+        (layer(hidden) - hidden).square().mean().backward()
+        optimizer.step()
+        assert all(p.isfinite().all() for p in layer.parameters())
+        assert all(t.isfinite().all() for s in optimizer.state.values() for t in s.values())
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ SIGNATURES = [
      "query key value cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale is_causal softcap "
      "deterministic return_attn_probs block_table",
      "attn_bias keep_window_size selection nonfinite"),
-    ("key_intervals", "select_key_intervals",
+    ("keys.intervals", "select_key_intervals",
      "scores keep_window_size", "selection is_causal key_mask query_length"),
     ("utils.mask", "create_mask",
      "attention_bias attention_mask batch_size query_len key_len window_size min_dtype block_size type", ""),
@@ -110,8 +110,8 @@ def test_auto_takes_the_best_backend():
 @pytest.mark.parametrize("name", ["triton_dmattn_func", "flex_dmattn_func"])
 def test_functions_of_missing_backends_say_so(name, monkeypatch):
     missing = "this machine is too small"
-    monkeypatch.setattr("flash_dmattn._arguments.unavailable_reason", lambda backend: missing)
-    monkeypatch.setattr("flash_dmattn._arguments._runs_on_cpu", lambda backend: False)
+    monkeypatch.setattr("flash_dmattn._core.checks.unavailable_reason", lambda backend: missing)
+    monkeypatch.setattr("flash_dmattn._core.checks._runs_on_cpu", lambda backend: False)
     with pytest.raises(RuntimeError, match=f"{missing}. Use flash_dmattn_func instead"):
         getattr(flash_dmattn, name)(*qkv())
 
@@ -126,13 +126,13 @@ def test_float32_on_a_cuda_gpu_takes_triton(monkeypatch):
     monkeypatch.setattr("flash_dmattn.attention._run_in_python", run_in_python)
     with FakeTensorMode():
         inputs = [torch.empty(2, 9, heads, 8, device="cuda") for heads in (4, 2, 2)]
-        monkeypatch.setattr("flash_dmattn._arguments.unavailable_reason", lambda backend: "")
+        monkeypatch.setattr("flash_dmattn._core.checks.unavailable_reason", lambda backend: "")
         flash_dmattn_func(*inputs)
         assert taken == ["triton"]
         with pytest.raises(TypeError, match="query: got torch.float32 on cuda"):
             flash_dmattn_func(*inputs, backend="cuda")
         reason = "there is none"
-        monkeypatch.setattr("flash_dmattn._arguments.unavailable_reason", lambda backend: reason)
+        monkeypatch.setattr("flash_dmattn._core.checks.unavailable_reason", lambda backend: reason)
         with pytest.raises(TypeError, match="float32 takes Triton's kernels, but there is none"):
             flash_dmattn_func(*inputs)
 
@@ -164,8 +164,6 @@ VALUE_ERRORS = {
     "keep_window_size: got -1": lambda q, k, v: (q, k, v, {"keep_window_size": -1}),
     "selection: got 'best'": lambda q, k, v: (
         q, k, v, {"keep_window_size": 3, "selection": "best", "attn_bias": torch.ones(2, 2, 9)}),
-    "key_intervals: got them together": lambda q, k, v: (
-        q, k, v, {"keep_window_size": 3, "attn_bias": torch.ones(2, 2, 9), "key_intervals": sliding_window(9, 2)}),
     "key_intervals: got intervals of shape": lambda q, k, v: (q, k, v, {"key_intervals": sliding_window(10, 2)}),
 }  # fmt: skip
 

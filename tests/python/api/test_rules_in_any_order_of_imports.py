@@ -49,25 +49,13 @@ assert not {{{COUNTER!r}, {SHARDED!r}}} & sys.modules.keys()
     )
 
 
-def test_looking_for_the_module_does_not_use_up_the_rules():
-    """Nor does the module keep another loader than its own."""
-    run(
-        f"""
-import importlib.util, torch, flash_dmattn
-spec = importlib.util.find_spec({COUNTER!r})
-assert "flop_formula" in spec.loader.get_source({COUNTER!r})
-import torch.utils.flop_counter as module
-assert type(module.__loader__) is type(module.__spec__.loader) is type(torch.__loader__)
-{COUNT}"""
-    )
-
-
-def test_the_finders_of_two_versions_of_the_package_take_turns():
-    run(f"""
-import sys, torch, flash_dmattn
-from flash_dmattn._after_import import _Finder
-sys.meta_path.insert(0, _Finder())
-{COUNT}""")
+def test_import_leaves_the_import_system_as_it_is():
+    run("""
+import sys, torch
+before = [*sys.meta_path], [*sys.path_hooks]
+import flash_dmattn
+assert before == (sys.meta_path, sys.path_hooks)
+""")
 
 
 @pytest.mark.parametrize("first", ["torch's module", "the package"])
@@ -80,7 +68,8 @@ def test_a_rule_that_torch_refuses_is_a_warning(first):
 import sys
 sys.modules["flash_dmattn.flops"] = None  # its import raises
 import torch, {", ".join(names)}
-assert {COUNTER!r} in sys.modules and flash_dmattn.flash_dmattn_func
+q = torch.randn(1, 4, 1, 8)
+flash_dmattn.flash_dmattn_func(q, q, q)
 """
     )
     assert f"{COUNTER} is without the rules of flash_dmattn.flops" in warned

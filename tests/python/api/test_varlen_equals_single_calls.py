@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func
-from flash_dmattn.packed import select_packed
+from flash_dmattn.keys.packed import select_packed
 
 LENGTHS = {
     "equal": ([5, 17, 1, 40], None),

@@ -6,17 +6,17 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_dmattn import (
     KeyIntervals,
-    _ops,
     flash_dmattn_func,
     flash_dmattn_func_auto,
     flash_dmattn_varlen_func,
     select_key_intervals,
     sliding_window,
 )
-from flash_dmattn.allowed_keys import AllowedPairs
-from flash_dmattn.choice import Choice
-from flash_dmattn.numerics import Numerics
-from flash_dmattn.visibility import BestByBias, KeyList, KeyRanks, Visibility
+from flash_dmattn._core import ops as _ops
+from flash_dmattn._core.numerics import Numerics
+from flash_dmattn.keys.recognise import AllowedPairs
+from flash_dmattn.keys.selection import Choice
+from flash_dmattn.keys.visibility import BestByBias, KeyList, KeyRanks, Visibility
 
 ops = torch.ops.flash_dmattn
 

@@ -170,8 +170,8 @@ def test_check_mode_names_an_output_gradient(monkeypatch):
 
 
 def test_the_block_mask_is_made_without_a_quadratic_tensor():
-    from flash_dmattn.flex import _blocks
-    from flash_dmattn.visibility import Visibility
+    from flash_dmattn._backends.flex import _blocks
+    from flash_dmattn.keys.visibility import Visibility
 
     length = 2000
     q = torch.empty(1, 2, length, 16)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from biases_that_mask import FORMS, check_bias_that_masks
-from flash_dmattn import _ops
+from flash_dmattn._core import ops as _ops
 from flash_dmattn.check.cases import CASES, Case, make_case, run, shrunk
 from flash_dmattn.check.compare import assert_matches_oracle
 from flash_dmattn.check.oracle import Problem, Result, select

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash_dmattn import availability
+from flash_dmattn._core import availability
 
 triton = pytest.importorskip("triton")
 TARGETS = {"MI300": ("hip", "gfx942", "64", 64), "RTX 30": ("cuda", "86", "32", 99)}  # KB last

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from flash_dmattn import _ops
+from flash_dmattn._core import ops as _ops
 
 triton = pytest.importorskip("triton")
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch.utils import deterministic
 
-from flash_dmattn import _ops
+from flash_dmattn._core import ops as _ops
 from guarded_memory import GuardedMemory
 from largest_tensor import LargestTensor
 
 triton = pytest.importorskip("triton")
 
 from flash_dmattn import select_key_intervals, sliding_window, triton_dmattn_func  # noqa: E402
-from flash_dmattn.triton import launch  # noqa: E402
+from flash_dmattn._backends.triton import launch  # noqa: E402
 
 # Warnings of numpy about inf and NaN in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

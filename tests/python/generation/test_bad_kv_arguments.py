@@ -69,6 +69,7 @@ def test_of_tensors_of_slots_on_a_gpu():
         ("mask: got Float", {"key_mask": torch.ones(2, 1)}),
         ("heads_q: got 3", {"query": torch.randn(2, 1, 3, 8)}),
         ("scale: got inf", {"scale": float("inf")}),
+        ("scale: got 0", {"scale": 0.0}),
         ("softcap: got -1.0", {"softcap": -1.0}),
         ("nonfinite: got 'no'", {"nonfinite": "no"}),
         ("key: got list", {"key": [1.0]}),
@@ -91,6 +92,7 @@ def test_of_chunks_and_rows():
         "key: got 2 tokens, expected 1 or fewer": lambda: cache.append(**tokens(2)),
         "pending: got 2 tokens": lambda: cache.step(**STEP),
         "query: got 3 queries": lambda: cache.attend(torch.randn(2, 3, 4, 8)),
+        "scale: got 0": lambda: cache.attend(torch.randn(2, 1, 4, 8), scale=0.0),
         "keep: got 3": lambda: cache.commit(3),
         "keep[1]: got 5": lambda: cache.commit(torch.tensor([0, 5])),
         "keep: got [3]": lambda: cache.commit(torch.tensor([0, 1, 2])),
@@ -145,6 +147,7 @@ def test_tangents_are_refused():
         ("score_cache: got None", {"score_cache": None, "scores": None}),
         ("keep_window_size: got -1", {"keep_window_size": -1}),
         ("cache_seqlens: got list", {"cache_seqlens": [1, 2]}),
+        ("softmax_scale: got 0", {"softmax_scale": 0.0}),
     ],
 )
 def test_of_with_kvcache(message, spoiled):

@@ -49,6 +49,7 @@ def unchanged(cache, message):
         ("key_mask: got torch.float32", {"key_mask": torch.ones(B, 5)}),
         ("key: got shape (2, 2, 8)", {"key": torch.randn(B, HKV, D)}),
         ("scale: got nan", {"scale": float("nan")}),
+        ("scale: got 0", {"scale": 0.0}),
         ("softcap: got -1.0", {"softcap": -1.0}),
         ("nonfinite: got 'no'", {"nonfinite": "no"}),
         ("scores_are_bias: got 'False'", {"scores_are_bias": "False"}),

@@ -7,7 +7,7 @@ from gpu import needs_gpu
 
 transformers = pytest.importorskip("transformers")
 
-from flash_dmattn.demo.training import make_model, precision_of  # noqa: E402
+from doge_demo.training import make_model, precision_of  # noqa: E402
 
 pytestmark = needs_gpu
 

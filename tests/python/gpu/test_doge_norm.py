@@ -8,7 +8,7 @@ from gpu import needs_gpu
 transformers = pytest.importorskip("transformers")
 from transformers.models.doge.modeling_doge import DogeRMSNorm  # noqa: E402
 
-from flash_dmattn.integrations.doge import _normalize  # noqa: E402
+from flash_dmattn.integrations.transformers.doge import _normalize  # noqa: E402
 
 pytestmark = needs_gpu
 

@@ -9,7 +9,7 @@ from gpu import capture, needs_gpu
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
-from flash_dmattn.demo.training import make_model  # noqa: E402
+from doge_demo.training import make_model  # noqa: E402
 
 pytestmark = needs_gpu
 

@@ -15,10 +15,10 @@ from flash_dmattn import (
     KeyIntervals,
     flash_dmattn_func,
     flash_dmattn_varlen_func,
-    numerics,
     select_key_intervals,
     sliding_window,
 )
+from flash_dmattn._core import numerics
 from gpu import capture, needs_gpu
 from gpu_calls import FUNCTIONS, OFFSETS, PACKED, assert_close, attend, gradients, leaves
 

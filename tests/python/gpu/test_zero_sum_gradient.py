@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from flash_dmattn import _ops
-from flash_dmattn.dynamic_mask_attention import with_zero_sum_gradient
+from flash_dmattn._core import ops as _ops
+from flash_dmattn.layers import with_zero_sum_gradient
 from gpu import needs_gpu
 
 pytestmark = needs_gpu

@@ -8,11 +8,11 @@ transformers = pytest.importorskip("transformers")
 from transformers import DogeConfig, DogeForCausalLM, masking_utils  # noqa: E402
 
 from flash_dmattn import KeyIntervals, sliding_window  # noqa: E402
-from flash_dmattn.allowed_keys import select_among  # noqa: E402
 from flash_dmattn.integrations.transformers import (  # noqa: E402
     enable_flash_dmattn,
     key_interval_mask,
 )
+from flash_dmattn.keys.recognise import select_among  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 # transformers 4 builds the causal mask from lengths that it takes as constants, and does not name packed sequences.
@@ -148,8 +148,11 @@ def test_export():
 def test_documents_become_intervals_without_reading_a_mask():
     positions = torch.cat([torch.arange(13), torch.arange(7)]).expand(B, -1)
     documents = masking_utils.find_packed_sequence_indices(positions)
-    combine = masking_utils.packed_sequence_compatibility_function
-    function = combine(masking_utils.causal_mask_function, positions, documents)
+    causal = masking_utils.causal_mask_function
+    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # since 5.22
+        causal = masking_utils.remap_positions_for_packed_sequence(causal, positions)
+    packed = masking_utils.packed_sequence_mask_function(documents)
+    function = masking_utils.and_masks(causal, packed)
     intervals = key_interval_mask(B, S, S, mask_function=function)
     shape = {"batch_size": B, "q_length": S, "kv_length": S}
     dense = masking_utils.sdpa_mask(**shape, mask_function=function, allow_is_causal_skip=False)

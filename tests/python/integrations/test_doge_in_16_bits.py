@@ -13,7 +13,7 @@ from doge_gradients import (  # noqa: E402
     make_doge,
     median_distances,
 )
-from flash_dmattn.integrations import doge as integration  # noqa: E402
+from flash_dmattn.integrations.transformers import doge as integration  # noqa: E402
 from flash_dmattn.integrations.transformers import enable_flash_dmattn  # noqa: E402
 
 pytestmark = pytest.mark.transformers

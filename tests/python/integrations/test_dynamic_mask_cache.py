@@ -10,11 +10,11 @@ transformers = pytest.importorskip("transformers")
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from doge_generation import WINDOW, make_ids, make_model, make_pair  # noqa: E402
-from flash_dmattn.integrations.dynamic_mask_cache import DynamicMaskLayer  # noqa: E402
 from flash_dmattn.integrations.transformers import (  # noqa: E402
     DynamicMaskCache,
     enable_flash_dmattn,
 )
+from flash_dmattn.integrations.transformers.cache import DynamicMaskLayer  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 TRANSFORMERS_4 = transformers.__version__ < "5"
@@ -400,6 +400,8 @@ def test_tokens_that_have_evicted_others_cannot_be_dropped():
         cache.crop(S if TRANSFORMERS_4 else -3)
     with pytest.raises(ValueError, match="chunk: got 0, expected places"):
         DynamicMaskCache(ours.config, static=True, chunk=0).activate_past_recording()
+    with pytest.raises(ValueError, match=f"got -100, expected -{S + 3} or more: the text has"):
+        cache.crop(-100)
     if not TRANSFORMERS_4:
         with pytest.raises(ValueError, match="got 3, expected 0 or less"):
             cache.crop(3)

@@ -17,6 +17,13 @@ from flash_dmattn import (
 )
 from flash_dmattn.check.oracle import causal_pairs, select
 
+
+def test_repr_has_the_shape_and_not_the_numbers():
+    assert repr(sliding_window(4096, 8)) == (
+        "KeyIntervals(intervals=<torch.int32 (1, 1, 4096, 2) on cpu>, query_length=4096, bound=(8, 1), consecutive=True)"
+    )
+
+
 # Few different values, so that ties are the rule; and values that compare in unusual ways.
 SCORE_VALUES = [-1e38, -1.5, -0.0, 0.0, 0.25, 0.5, 3e38, -torch.inf, torch.inf, torch.nan]
 

@@ -5,7 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_dmattn import KeyIntervals, _ops, portable, select_key_intervals
+from flash_dmattn import KeyIntervals, select_key_intervals
+from flash_dmattn._core import ops as _ops
+from flash_dmattn._core import torch_ops as portable
 from flash_dmattn.check.oracle import causal_pairs, select
 from largest_tensor import LargestTensor
 

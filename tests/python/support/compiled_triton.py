@@ -12,7 +12,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from flash_dmattn import sliding_window
-from flash_dmattn.triton import configs, launch
+from flash_dmattn._backends.triton import configs, launch
 
 LENGTH = 256
 

@@ -1,5 +1,6 @@
-"""`python -m flash_dmattn`, at a size where nothing is learnt."""
+"""examples/demo.py, at a size where nothing is learnt."""
 
+import argparse
 import signal
 import subprocess
 import sys
@@ -7,66 +8,119 @@ import sys
 import pytest
 import torch
 
+import demo
 import flash_dmattn
-from flash_dmattn.__main__ import main
 
 for needed in ("matplotlib", "tqdm", "transformers"):
     pytest.importorskip(needed)
 
-from flash_dmattn.demo import corpus, cost, run, token_cost, training  # noqa: E402
+from doge_demo import corpus, cost, pictures, run, token_cost, training  # noqa: E402
 
-TINY = ["demo", "--context", "48", "--window", "8", "--seed", "3"]
-
-
-def test_info_says_what_runs_and_why_the_rest_does_not(capsys):
-    assert main(["info"]) == 0
-    printed = capsys.readouterr().out
-    assert f"flash_dmattn {flash_dmattn.__version__}" in printed
-    assert "instruction sets" in printed
-    for backend in flash_dmattn.backends():
-        assert backend.name in printed and backend.reason in printed
+TINY = ["--context", "48", "--window", "8", "--seed", "3"]
 
 
 def test_the_demo_from_beginning_to_end(tmp_path, capsys, monkeypatch):
+    """Without time for measurements there are three points for each side, and the rest is named."""
     for lengths in ("LENGTHS", "LENGTHS_ON_GPU"):
-        monkeypatch.setattr(cost, lengths, {"eager": (32, 64), "flash_dmattn": (32, 64, 128)})
-    monkeypatch.setattr(token_cost, "CONTEXTS", (16, 96))
-    monkeypatch.setattr(run, "_COST_SECONDS", 600)  # so that a busy machine measures them all
-    assert main([*TINY, "--steps", "2", "--output", str(tmp_path)]) == 0
+        monkeypatch.setattr(
+            cost, lengths, {"eager": (16, 32, 64), "flash_dmattn": (16, 32, 64, 128)}
+        )
+    for module in (token_cost, run):
+        monkeypatch.setattr(module, "CONTEXTS", (16, 32, 64, 96))
+    monkeypatch.setattr(run, "_COST_SECONDS", 0)
+    assert demo.main([*TINY, "--steps", "2", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert ("on cuda" if flash_dmattn.is_available("cuda") else "on cpu") in printed
-    lines = ("held-out bits per byte", "all finite", "one layer, N = 64", "one layer, N = 128")
-    for line in (*lines, "generating after 96 bytes", "cache 0.0 MiB"):
+    for line in (
+        "held-out bits per byte",
+        "  | import os",
+        "all finite",
+        "one layer, N = 64",
+        "generating after 64 bytes",
+        "cache 0.0 MiB",
+        "flash_dmattn ends at 64 of 128: more",
+        "eager ends at 64 of 96, flash_dmattn ends at 64 of 96: more",
+    ):
         assert line in printed
+    assert "steps in" not in printed
     for name in ("loss.png", "keys.png", "cost.png", "token.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "sample.txt").read_text().startswith("import os")
 
 
+def test_missing_steps_name_the_time_that_all_need():
+    history = training.History([8.0] * 23, seconds=156.0, bytes_seen=1, gradients_checked=1)
+    options = argparse.Namespace(steps=400, seconds=150)
+    expected = "23 of 400 steps in 150 s; all need --seconds 2713 on this machine"
+    assert run._missing_steps(history, options) == expected
+    options.steps = 23
+    assert run._missing_steps(history, options) == ""
+
+
+def test_no_point_of_both_leaves_the_rows_out():
+    ours = [token_cost.TokenCost(16, 0.1, 1.0)]
+    assert run._token_rows({"eager": [], "flash_dmattn": ours}) == []
+
+
+def test_axes_of_a_narrow_range_have_plain_numbers():
+    points = [token_cost.TokenCost(n, 0.6, 1.015 + n / 1e5) for n in (256, 512, 1024)]
+    costs, labels = {"eager": points, "flash_dmattn": []}, {"eager": "", "flash_dmattn": ""}
+    figure, panels = pictures._draw_by_length(costs, labels, 1e3, "bytes")
+    figure.canvas.draw()
+    for axes, expected in zip(panels, (["100", "1000"], ["1", "10"]), strict=True):
+        low, high = axes.get_ylim()
+        ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+        assert [text.get_text() for y, text in ticks if low <= y <= high] == expected
+        assert not any(text.get_text() for text in axes.get_yticklabels(minor=True))
+
+
 def test_an_interrupt_is_clean(tmp_path):
-    command = [sys.executable, "-m", "flash_dmattn", *TINY, "--output", str(tmp_path)]
+    command = [sys.executable, demo.__file__, *TINY, "--output", str(tmp_path)]
     command += ["--steps", "1000000", "--seconds", "600"]
     # Run in the background, these tests ignore SIGINT, and what they start would do so too.
     heeding = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **heeding
-    ) as demo:
+    ) as running:
         progress = b""
-        while b"tokens/s" not in progress:
-            read = demo.stderr.read1()
+        while b"bytes/s" not in progress:
+            read = running.stderr.read1()
             assert read, progress.decode()
             progress += read
-        demo.send_signal(signal.SIGINT)
-        last_words = demo.stderr.read().decode()
-        assert demo.wait() == 130
+        running.send_signal(signal.SIGINT)
+        last_words = running.stderr.read().decode()
+        assert running.wait() == 130
     assert "Traceback" not in last_words
     assert last_words.rstrip().endswith(f"Interrupted. What is finished is in {tmp_path}/.")
 
 
-def test_bad_options_are_named(capsys):
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--steps", "0"], "argument --steps: got 0, expected 1 to"),
+        (["--context", "1"], "argument --context: got 1, expected 2 to 32768"),
+        (["--device", "bogus"], "argument --device: got bogus: Expected one of"),
+    ],
+)
+def test_bad_option_is_named(arguments, message, capsys):
     with pytest.raises(SystemExit):
-        main(["demo", "--steps", "0"])
-    assert "--steps: got '0', expected an integer, 1 or more" in capsys.readouterr().err
+        demo.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_folder_that_cannot_be_written_is_one_line(capsys, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    assert demo.main([*TINY, "--output", str(file)]) == 1
+    assert capsys.readouterr().err == f"--output: [Errno 17] File exists: '{file}'\n"
+
+
+def test_context_beyond_the_held_out_text_is_an_error(capsys, monkeypatch, tmp_path):
+    few = torch.zeros(100, dtype=torch.uint8)
+    monkeypatch.setattr(run, "standard_library", lambda: corpus.Corpus(few, few, 2))
+    assert demo.main(["--context", "101", "--output", str(tmp_path / "output")]) == 2
+    assert "--context: got 101, expected at most the 100 bytes" in capsys.readouterr().err
+    assert not (tmp_path / "output").exists()
 
 
 @pytest.mark.parametrize(
@@ -81,7 +135,7 @@ def test_memory_that_runs_out_is_one_line(error, monkeypatch, capsys, tmp_path):
         raise error
 
     monkeypatch.setattr(run, "make_model", exhausted)
-    assert main([*TINY, "--output", str(tmp_path)]) == 1
+    assert demo.main([*TINY, "--output", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert "out of memory" in said and said.count("\n") == 1
 

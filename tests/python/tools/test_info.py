@@ -7,14 +7,37 @@ import sys
 import pytest
 import torch
 
+import flash_dmattn
 from flash_dmattn import flash_dmattn_func, is_available
 from flash_dmattn.__main__ import main
-from flash_dmattn.kernels import kernel_names, recorded_kernels
+from flash_dmattn.kernels import kernel_names, recorded_kernels, recorded_large_rows
+
+
+def test_no_command_lists_the_commands(capsys):
+    assert main([]) == 2
+    listed = capsys.readouterr().err
+    assert all(f"\n    {command} " in listed for command in ("info", "check"))
+
+
+def test_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"flash_dmattn {flash_dmattn.__version__}\n"
+
+
+def test_info_says_what_runs_and_why_the_rest_does_not(capsys):
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert f"flash_dmattn {flash_dmattn.__version__}" in printed
+    assert "instruction sets" in printed
+    for backend in flash_dmattn.backends():
+        assert backend.name in printed and backend.reason in printed
 
 
 def test_where_float32_runs_on_a_gpu_is_printed(capsys):
     assert main(["info"]) == 0
-    on_gpu = "triton" if is_available("triton") else "no, it takes triton"
+    on_gpu = "triton" if is_available("triton") else "not available (needs triton)"
     assert f"float32 on CUDA GPUs: {on_gpu}" in capsys.readouterr().out
 
 
@@ -48,6 +71,18 @@ def test_recorded_kernels_are_those_of_the_block_alone():
     with recorded_kernels() as kernels:
         flash_dmattn_func(q, q, q).sum().backward()
     assert kernels == kernel_names("cpu")
+
+
+def test_recorded_large_rows_are_those_of_each_call():
+    q, bias = torch.randn(1, 9, 2, 8, requires_grad=True), torch.zeros(1, 2, 9)
+    with recorded_large_rows() as rows:
+        for score in (100.0, 5_600.0, 5_800.0, 1e30):
+            bias[0, 1, 6] = score  # seen by the last three queries of a head
+            flash_dmattn_func(q, q, q, attn_bias=bias, is_causal=True).sum().backward()
+        flash_dmattn_func(q, q, q, attn_mask=torch.zeros(1, 9, dtype=torch.bool))  # lse is -inf
+        assert rows == []
+    flash_dmattn_func(q, q, q, attn_bias=bias)
+    assert rows == [0, 0, 3, 3, 0]
 
 
 def test_kernel_names_of_an_unknown_backend_raise():

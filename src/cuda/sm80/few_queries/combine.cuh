@@ -4,8 +4,8 @@
 
 namespace flash_dmattn::cuda::sm80::few_queries {
 
-// Adds the sums of the blocks of SplitForwardKernel in a fixed order and stores the output and lse. A block computes a
-// row, a warp every warps-th split of it.
+// Adds the sums of the blocks of SplitForwardKernel in a fixed order, and stores the output and lse. A block computes a
+// row, and a warp every warps-th split of the row.
 template <class T, int D>
 struct CombineKernel {
   using Params = few_queries::Params;
@@ -38,7 +38,7 @@ struct CombineKernel {
   }
 
   static __device__ void add_splits(const Params& p, SharedStorage& shared, int keys) {
-    const std::int64_t index = blockIdx.x;  // in [B, Hq, Sq]
+    const std::int64_t index = blockIdx.x;  // index in [B, Hq, Sq]
     const RowSums* const sums = p.sums + index * p.split.splits;
     const float* const outs = p.outs + index * p.split.splits * D;
     const QueryHead head = head_of(p, index);

@@ -4,7 +4,7 @@
 #include "cuda/common/key_tiles.cuh"
 #include "cuda/sm80/few_queries/rows.cuh"
 
-// The score policy where rows are queries of several heads.
+// The score policy for rows that are queries of several heads.
 namespace flash_dmattn::cuda::sm80::few_queries {
 
 // The two rows that a lane has of a fragment of 16.
@@ -25,8 +25,8 @@ struct NoElements {
                         float (&)[1][N8][4]) const {}
 };
 
-// Masks, biases and ranks that differ between the rows of a block, read element by element: they are few bytes compared
-// to K and V.
+// Masks, biases and ranks that differ between the rows of a block. They are read element by element, as they have few
+// bytes compared to K and V.
 template <class T>
 class RowElements {
  public:
@@ -47,8 +47,8 @@ class RowElements {
     }
   }
 
-  // x = scale x + bias (x without a dense bias), -inf where masked. Elements that the key info hides are not
-  // read. `partial`: the state of the key info, which may not be loaded if it is not set.
+  // x = scale x + bias (or x without a dense bias), -inf where masked. Elements that the key info hides are not read.
+  // `partial` is the state of the key info, which may be missing if `partial` is false.
   template <int N8, class KeyInfo, class Positions>
   __device__ void apply(const KeyInfo& key_info, bool partial, const Positions& keys,
                         const LaneRows& rows, int column, float (&x)[1][N8][4]) const {

@@ -14,7 +14,7 @@
 namespace flash_dmattn::cuda::sm80::few_queries {
 namespace {
 
-// Memory for the sums of the blocks, unless a cluster adds them.
+// Allocates memory for the sums of the blocks, unless a cluster adds them.
 void allocate_sums(const Problem& p, const Choice& choice, Params& params,
                    WorkspaceAllocator& workspace) {
   if (params.split.in_cluster) return;
@@ -45,7 +45,7 @@ struct Call {
   }
 
  private:
-  // A mask or a bias that differs between the query heads of a group is read as one with a query dimension.
+  // A mask or a bias that differs between the query heads of a group is read like one with a query dimension.
   static void mark_elementwise(ScoreParams& score, const Problem& p) {
     if (p.heads_q == p.heads_kv) return;
     if (score.mask.head_q != 0) score.mask.dense = true;
@@ -56,7 +56,7 @@ struct Call {
   }
 };
 
-// A decode step's attention to the slots; the kernel hides slots without a key.
+// The attention of a decode step over the slots; the kernel hides slots without a key.
 Problem step_problem(const DecodeStepArgs& args) {
   Problem p = pending_problem(args.cache, args.heads_q, 1, args.scale, args.score_use);
   p.softcap = args.softcap;

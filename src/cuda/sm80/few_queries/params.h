@@ -6,8 +6,8 @@
 
 namespace flash_dmattn::cuda::sm80::few_queries {
 
-// A row over some of its keys: the maximum of the scores in units of log 2 (or the value that weights are scaled by
-// instead), and the sum of the weights.
+// The result of a row over some of its keys: the maximum of the scores in units of log 2 (or the value by which weights
+// are scaled instead), and the sum of the weights.
 struct RowSums {
   float max;
   float sum;
@@ -18,8 +18,8 @@ struct Params : ForwardParams {
   explicit Params(const ForwardParams& forward) : ForwardParams(forward) {}
 
   Split split;
-  // The sums of each block over its keys, unless a cluster adds them: [B, Hq, Sq, splits]
-  // and [B, Hq, Sq, splits, D], D the bucket.
+  // The sums of each block over its keys, unless a cluster adds them: [B, Hq, Sq, splits] and [B, Hq, Sq, splits, D],
+  // where D is the bucket.
   RowSums* sums = nullptr;
   float* outs = nullptr;
 };
@@ -31,7 +31,7 @@ struct Victim {
   std::int32_t slot;
 };
 
-// A decode step: the keys are the slots of a KV cache. One slot takes the new token before its query attends.
+// A decode step, whose keys are the slots of a KV cache. The new token enters a slot before its query attends.
 struct StepParams : Params {
   StepParams() = default;
   explicit StepParams(const ForwardParams& forward) : Params(forward) {}
@@ -49,8 +49,8 @@ struct StepParams : Params {
   ScoreRows new_scores;
   TokenMask mask;
 
-  // Workspace, unless a cluster has the rows of a kv head: [B, Hkv, splits] the worst key of each block, and
-  // [B, Hkv] how many slots hold keys afterwards.
+  // Workspace, unless a cluster has the rows of a kv head: [B, Hkv, splits] the worst key of each block, and [B, Hkv]
+  // the number of occupied slots after the step.
   Victim* victims = nullptr;
   std::int32_t* counts_after = nullptr;
 };

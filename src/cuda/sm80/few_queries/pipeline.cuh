@@ -9,8 +9,9 @@
 
 namespace flash_dmattn::cuda::sm80::few_queries {
 
-// The tiles of `N` keys of one of the `splits` blocks that share a row tile's keys: every splits-th tile. Blocks thus
-// have equally many even if a mask hides consecutive keys, and blocks that run together read neighbouring tiles.
+// The tiles of `N` keys of one of the `splits` blocks that share a row tile's keys, which are every splits-th tile.
+// Blocks thus have equally many tiles even if a mask hides consecutive keys, and concurrent blocks read neighbouring
+// tiles.
 template <int N>
 class SplitTiles {
  public:
@@ -19,13 +20,13 @@ class SplitTiles {
     end_ = max(ceil_div(keys.end - keys.begin, N), 0);
   }
 
-  // A division would give how many there are, and delay the first load.
+  // A division would give the number of tiles, and delay the first load.
   __device__ bool has(int n) const { return split_ + n * splits_ < end_; }
-  // Where the keys of the block's tile n begin in the list or the sequence.
+  // The position in the list or the sequence where the keys of the block's tile n begin.
   __device__ int first(int n) const { return keys_.begin + (split_ + n * splits_) * N; }
-  // Keys of tile n that exist: columns i with i < size(n).
+  // The number of existing keys of tile n, which are columns i < size(n).
   __device__ int size(int n) const { return min(keys_.end - first(n), N); }
-  // Full: every row sees all keys, by position and interval, and no key has a mask or a bias.
+  // Whether every row sees all keys by position and interval, and no key has a mask or a bias.
   __device__ bool is_full(int n) const {
     return !has_key_values_ && first(n) >= keys_.full_begin && first(n) + N <= keys_.full_end;
   }
@@ -36,16 +37,16 @@ class SplitTiles {
   bool has_key_values_;
   int split_;
   int splits_;
-  int end_;  // of the row tile's tiles
+  int end_;  // end of the row tile's tiles
 };
 
-// Stages and barriers of a block's tiles. While tile n is computed, copies are in flight: the rows of the next
-// stages - 1 tiles to shared memory, the key info of one more tile to registers, and the listed keys of another. A tile
-// whose key info hides all its keys is not loaded. All stages are filled before the first tile: a block with few keys
-// has no more tiles, and waits for memory once.
+// Stages and barriers of a block's tiles. While tile n is computed, these copies are in flight: the rows of the next
+// stages - 1 tiles to shared memory, the key info of one more tile to registers, and the listed keys of another tile. A
+// tile whose key info hides all its keys is not loaded. All stages are filled before the first tile, so that a block
+// with few keys waits for memory once.
 //
-// `Info` reads and stores the key info of single keys, as KeyInfoLoader does; load_token() is called before the rows are
-// loaded, prepare() before the first store, when the first loads are in flight.
+// `Info` reads and stores the key info of single keys, like KeyInfoLoader. load_token() is called before the rows are
+// loaded, and prepare() before the first store, when the first loads are in flight.
 template <int D, Policy P, class Info>
 class SplitPipeline {
  public:
@@ -77,8 +78,8 @@ class SplitPipeline {
         row_begin_(rows.first_query()),
         row_end_(rows.end_query()) {}
 
-  // Before the first tile, after the loader's init. `also` starts copies of the caller; the wait for the first tile
-  // includes them.
+  // Called before the first tile and after the loader's init. `also` starts copies of the caller, which the wait for
+  // the first tile includes.
   template <class Also>
   __device__ void start(const Also& also) {
 #pragma unroll
@@ -87,7 +88,7 @@ class SplitPipeline {
       store_positions(n);
     }
     __syncthreads();
-    // Key info first: after the rows its loads, and so the first tile, would wait for all of them.
+    // Key info is loaded first. After the rows, its loads, and thus the first tile, would wait for all rows.
     typename Info::Key keys[stages];
 #pragma unroll
     for (int n = 0; n < stages; ++n) {
@@ -107,10 +108,10 @@ class SplitPipeline {
     }
   }
 
-  // for (int n = 0; has(n); ++n) { acquire(n); ...; release(n); }
+  // Usage: for (int n = 0; has(n); ++n) { acquire(n); ...; release(n); }
   __device__ bool has(int n) const { return tiles_.has(n); }
 
-  // Makes tile n ready and starts copies of the next ones.
+  // Makes tile n ready and starts copies of the next tiles.
   __device__ void acquire(int n) {
     if (n == 0) {
       cp_async_wait<stages - 1>();
@@ -119,7 +120,7 @@ class SplitPipeline {
       cp_async_wait<stages - 2>();
       __syncthreads();
       const int next =
-          n + stages - 1;  // in the stage of the previous tile, which all warps have read
+          n + stages - 1;  // goes to the stage of the previous tile, which all warps have read
       if (has(next) && (state(next) & KeyInfo::touched) != 0) load_rows(next);
       cp_async_commit();
     }
@@ -127,7 +128,7 @@ class SplitPipeline {
     load_positions(n + stages + 1);
   }
 
-  // After the work on tile n.
+  // Called after the work on tile n.
   __device__ void release(int n) {
     if (has_key_info(n + stages)) store_key_info(n + stages, key_);
     store_positions(n + stages + 1);
@@ -159,7 +160,7 @@ class SplitPipeline {
   __device__ bool is_listed(int n) const { return tiles_.list() != nullptr && has_key() && has(n); }
   __device__ void load_positions(int n) {
     if (!is_listed(n)) return;
-    // Past the end of the list: any key that exists.
+    // Columns past the end of the list take any existing key.
     position_ =
         group().rank < tiles_.size(n) ? __ldg(tiles_.list() + tiles_.first(n) + group().rank) : 0;
   }
@@ -186,7 +187,7 @@ class SplitPipeline {
   Info info_;
   int row_begin_;
   int row_end_;
-  // Of the key whose loads are in flight.
+  // The key whose loads are in flight.
   typename Info::Key key_;
   int position_ = 0;
 };

@@ -65,10 +65,10 @@ Choice choose(const Problem& p, SharedClass shared) {
 
 namespace {
 
-// The time of a split call, in tiles: a block's tiles and one more, in which it fills its pipeline.
+// The time of a split call, in tiles: the tiles of a block, and one more in which it fills its pipeline.
 struct SplitTime {
   std::int64_t units;   // kv heads and row tiles
-  std::int64_t tiles;   // of each
+  std::int64_t tiles;   // tiles of each unit
   std::int64_t places;  // blocks that run at a time
 
   std::int64_t operator()(std::int64_t splits) const {
@@ -76,7 +76,7 @@ struct SplitTime {
   }
 };
 
-// The smallest of the splits 1, next(1), ... up to `most` that takes the least time, or 2 % more.
+// The smallest of the splits 1, next(1), ... up to `most` whose time is at most 2 % above the least.
 template <class Next>
 int best_split(const SplitTime& time, std::int64_t most, const Next& next) {
   std::int64_t best = time(1);

@@ -7,12 +7,11 @@
 #include "cuda/sm80/policy.h"
 #include "flash_dmattn/attention.h"
 
-// Which kernel computes few queries over many keys, and over how many blocks it splits the keys.
+// Chooses the kernel for few queries over many keys, and the number of blocks that share the keys.
 namespace flash_dmattn::cuda::sm80::few_queries {
 
-// A block computes 16 row_warps rows against tiles of `keys` keys, of which `stages` are in shared memory. A row
-// is a query of one of the heads that share a kv head. The key_warps warps that have the same rows split the keys
-// of each tile.
+// A block computes 16 row_warps rows against tiles of `keys` keys, of which `stages` are in shared memory. A row is a
+// query of one of the heads that share a kv head. The key_warps warps with the same rows divide the keys of each tile.
 struct Policy {
   int row_warps;
   int key_warps;
@@ -29,14 +28,14 @@ struct Choice {
   DType dtype = DType::bf16;
   int head_dim = 0;  // the bucket: 64, 128 or 256
   SharedClass shared = SharedClass::kb163;
-  bool many_rows = false;  // of a kv head: more than 16
+  bool many_rows = false;  // a kv head has more than 16 rows
   bool elementwise =
       false;  // masks, biases and ranks that differ between rows are read element by element
 };
 
-// The loads of the next tiles must be in flight while one is computed: 64 KB for each multiprocessor or more.
-// Blocks of two stages, three to a multiprocessor, take 125.7 us on an H200 for 131,072 keys of D 128; two of three
-// stages 127.4, one of four 134.5.
+// The loads of the next tiles must be in flight while a tile is computed: at least 64 KB for each multiprocessor. On an
+// H200, 131,072 keys of D 128 take 125.7 us with three blocks of two stages per multiprocessor, 127.4 with two blocks
+// of three stages, and 134.5 with one block of four.
 constexpr Policy policy(int head_dim_bucket, SharedClass shared, bool many_rows) {
   const bool small = shared == SharedClass::kb99;
   if (many_rows) {
@@ -64,27 +63,27 @@ constexpr Policy policy(int head_dim_bucket, SharedClass shared, bool many_rows)
 
 constexpr Policy policy(const Choice& c) { return policy(c.head_dim, c.shared, c.many_rows); }
 
-// "sm80 few_queries bf16 d128 rows16 163KB"
+// The name of a choice, such as "sm80 few_queries bf16 d128 rows16 163KB".
 std::string name(const Choice& choice);
-// "sm80 decode_step bf16 d128 rows16 163KB"
+// The name of a decode step, such as "sm80 decode_step bf16 d128 rows16 163KB".
 std::string step_name(const Choice& choice);
 
 std::vector<Choice> choices(SharedClass shared);
-// Of decode steps, which have no masks or biases that differ between rows.
+// The choices for decode steps, which have no masks or biases that differ between rows.
 std::vector<Choice> step_choices(SharedClass shared);
 
 Choice choose(const Problem& p, SharedClass shared);
 
-// The blocks that share the rows and keys of a call. It depends on shapes and the GPU alone, so that a call can be
+// The division of a call's rows and keys among blocks. It depends on shapes and the GPU alone, so that a call can be
 // captured in a graph.
 struct Split {
-  int row_tiles = 0;  // of a kv head
+  int row_tiles = 0;  // row tiles of a kv head
   int splits = 1;     // blocks that share the keys of a row tile
   bool in_cluster =
-      false;  // these blocks are a cluster and add their parts; else another kernel does
+      false;  // these blocks are a cluster and add their parts; otherwise another kernel does
 };
 
-// `most_keys`: that a row tile visits.
+// `most_keys` is the most keys that a row tile visits.
 Split split_keys(const Problem& p, const Policy& policy, std::int64_t most_keys,
                  const DeviceProperties& device);
 

@@ -5,20 +5,20 @@
 
 namespace flash_dmattn::cuda::sm80::few_queries {
 
-// The rows of a block: the queries of all heads that share a kv head, so that one tile of K and V serves all of them.
-// The heads of a query are adjacent.
+// The rows of a block are the queries of all heads that share a kv head, so that one tile of K and V is used for all of
+// them. The heads of a query are adjacent.
 struct GroupRows {
   int batch;
   int kv_head;
   int group;
   int first;  // row of the block, in [0, Sq group)
-  int count;  // that exist
+  int count;  // rows that exist
 
-  // In [0, group), and the query. A row that does not exist has those of the last one.
+  // The head of a row, in [0, group), and its query. A row that does not exist has those of the last row.
   __device__ int member(int row) const { return (first + min(row, count - 1)) % group; }
   __device__ int query(int row) const { return (first + min(row, count - 1)) / group; }
 
-  // As a tile of queries.
+  // The rows as a tile of queries.
   struct Queries {
     int batch;
     int kv_head;

@@ -7,10 +7,10 @@
 #include "cuda/sm80/few_queries/elements.cuh"
 #include "cuda/sm80/few_queries/pipeline.cuh"
 
-// The slots of a KV cache as keys. A token is inserted, and the next victim found, while they are read.
+// The slots of a KV cache as keys. While they are read, a token is inserted and the next victim is found.
 namespace flash_dmattn::cuda::sm80::few_queries {
 
-// The worse of two keys: the lower score, or of equal ones the older position.
+// The worse of two keys: the key with the lower score, or with the older position if scores are equal.
 __device__ inline Victim worse(Victim a, Victim b) {
   return b.score < a.score || (b.score == a.score && b.position < a.position) ? b : a;
 }
@@ -26,16 +26,16 @@ __device__ inline Victim worst_of_warp(Victim mine) {
   return mine;
 }
 
-// Of a block, in shared memory.
+// The data of a block, in shared memory.
 struct SlotStorage {
-  static constexpr int most_warps = 2;  // that load key info
+  static constexpr int most_warps = 2;  // warps that load key info
 
   bool entered;  // the token has a slot
   Victim victims[most_warps];
 };
 
-// Key info of slots, as KeyInfoLoader. The slot for a token follows from the count and the last victim; the thread that
-// loads the info of that slot decides whether the token enters.
+// The key info of slots, with the interface of KeyInfoLoader. The slot for a token follows from the count and the last
+// victim. The thread that loads the info of that slot decides whether the token enters.
 class SlotInfo {
  public:
   using Key = Victim;
@@ -49,7 +49,7 @@ class SlotInfo {
     if (threadIdx.x == 0) storage.entered = false;
   }
 
-  // Loads the data for the decision before the rows.
+  // Loads, before the rows, the data for the decision.
   __device__ void load_token() {
     before_ = p_.counts[row_];
     seen_ = p_.seen[batch_];
@@ -57,7 +57,7 @@ class SlotInfo {
                        kv_head_ * p_.new_scores.stride[1]);
     if (p_.mask.data != nullptr) mask_ = __ldg(p_.mask.data + batch_ * p_.mask.stride[0]);
   }
-  // Decides how the step changes the slots; rows and key info need not wait for it.
+  // Decides how the step changes the slots. Rows and key info need not wait for it.
   __device__ void prepare() {
     const bool offered = mask_ != 0 && !isnan(score_new_);
     has_room_ = before_.count < p_.shape.seqlen_k;
@@ -66,9 +66,9 @@ class SlotInfo {
   }
 
   __device__ bool has_values() const { return true; }
-  // The slot for the token; -1: none.
+  // The slot for the token, or -1 if there is none.
   __device__ int target() const { return target_; }
-  // The number of slots that hold keys afterwards.
+  // The number of occupied slots after the step.
   __device__ int count() const { return count_; }
   __device__ int row() const { return row_; }
   __device__ Victim victim() const { return victim_; }
@@ -93,7 +93,7 @@ class SlotInfo {
 
  private:
   __device__ void insert(Key& key) {
-    // Of equal scores the token is the more recent key.
+    // If scores are equal, the token is the more recent key.
     if (!has_room_ && score_new_ < key.score) return;
     key = {score_new_, seen_, key.slot};
     p_.scores[row_ * p_.slots + key.slot] = key.score;
@@ -105,7 +105,7 @@ class SlotInfo {
   SlotStorage& storage_;
   int batch_;
   int kv_head_;
-  std::int64_t row_;  // in [B, Hkv]
+  std::int64_t row_;  // index in [B, Hkv]
   SlotCount before_{};
   int seen_ = 0;
   float score_new_ = 0;
@@ -116,7 +116,7 @@ class SlotInfo {
   Victim victim_ = no_victim();
 };
 
-// The new rows of K and V, a chunk of 16 bytes in each of the first threads. Every block loads them with its first
+// The new rows of K and V, with a chunk of 16 bytes in each of the first threads. Every block loads them with its first
 // tiles, before the block with the target slot is known.
 template <class Tile, class Group>
 class TokenRows {
@@ -135,7 +135,7 @@ class TokenRows {
                      : RowSource<Tile, Group>::load_elements(from_);
   }
 
-  // Stores them to row `column` of the tiles and to the slot.
+  // Stores the new rows to row `column` of the tiles and to the slot.
   __device__ void store(const StepParams& p, const GroupRows& rows, int slot, int column,
                         std::uint32_t k_tile, std::uint32_t v_tile) const {
     if (!exists_) return;
@@ -157,7 +157,7 @@ class TokenRows {
   uint4 data_{};
 };
 
-// As TensorKeys.
+// The counterpart of TensorKeys for slots.
 template <class T>
 struct SlotKeys {
   using Params = StepParams;
@@ -212,7 +212,7 @@ struct SlotKeys {
   }
 };
 
-// CombineKernel for a decode step; it also stores the new state of the cache.
+// The CombineKernel of a decode step, which also stores the new state of the cache.
 template <class T, int D>
 struct CombineStepKernel : CombineKernel<T, D> {
   using Params = StepParams;
@@ -237,7 +237,7 @@ struct CombineStepKernel : CombineKernel<T, D> {
   }
 };
 
-// If clusters compute the step: counts the tokens of a row when no block of any head will read their number again. The
+// Counts the tokens of a row, if clusters compute the step, when no block of any head will read their number again. The
 // kernel starts when all blocks of the step have called allow_next_kernel, and ends after them.
 template <SharedClass S>
 __global__ void __launch_bounds__(256) count_tokens(std::int32_t* seen, int batch) {

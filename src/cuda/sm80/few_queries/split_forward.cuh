@@ -11,8 +11,8 @@
 
 namespace flash_dmattn::cuda::sm80::few_queries {
 
-// The keys of k and v. The members that only SlotKeys (slots.cuh) needs are empty here. `Elementwise`: masks, biases or
-// ranks differ between rows.
+// The keys of k and v. The members that only SlotKeys (slots.cuh) needs are empty here. With `Elementwise`, masks,
+// biases or ranks differ between rows.
 template <class T, bool Elementwise>
 struct TensorKeys {
   using Params = few_queries::Params;
@@ -35,14 +35,14 @@ struct TensorKeys {
   static __device__ TileKeys tile_keys(const Params& p, const GroupRows& rows) {
     return {p, rows.queries(), rows.end_query()};
   }
-  // How many keys there are.
+  // The number of keys.
   static __device__ int count(const Params& p, const Info&) { return p.shape.seqlen_k; }
 
-  // After tile n is loaded, before its products.
+  // Called after tile n is loaded and before its products.
   template <class Pipeline>
   static __device__ void complete(const Params&, const GroupRows&, const Pipeline&, int,
                                   const Storage&, const Extra<Pipeline>&) {}
-  // After all tiles: stores the block's results about its keys, for all blocks of a cluster or to memory.
+  // Called after all tiles. It stores the block's results about its keys, for all blocks of a cluster or to memory.
   static __device__ void finish(const Info&, Storage&) {}
   static __device__ void store_cluster(const Params&, const GroupRows&, const Info&, const Storage&,
                                        int) {}
@@ -50,9 +50,9 @@ struct TensorKeys {
                                      int) {}
 };
 
-// A block computes a tile of rows over its part of the keys. If all parts are in a cluster, its blocks add them, else
-// CombineKernel does. A warp computes 16 rows over its part of each tile of keys, so that neither softmax nor products
-// need other warps; the results of warps that share rows are added at the end.
+// A block computes a tile of rows over its part of the keys. If all parts are in a cluster, its blocks add them,
+// otherwise CombineKernel does. A warp computes 16 rows over its part of each tile of keys, so that neither softmax nor
+// products need other warps. The results of warps that share rows are added at the end.
 template <class T, int D, Policy P, class Keys>
 struct SplitForwardKernel {
   using Params = typename Keys::Params;
@@ -66,12 +66,12 @@ struct SplitForwardKernel {
   using Pipeline = SplitPipeline<D, P, Info>;
   using KeyRows = typename Pipeline::RowTile;
 
-  // The sums of each warp, in the memory of K and V.
+  // The sums of each warp, which use the memory of K and V.
   struct WarpSums {
     static constexpr int columns = D + 8;  // rows begin 8 banks apart
     alignas(16) float out[P.key_warps][P.rows()][columns];
     RowSums sums[P.key_warps][P.rows()];
-    RowSums total[P.rows()];  // of the block, whose output is in out[0]
+    RowSums total[P.rows()];  // the block's sums, whose output is in out[0]
   };
   struct SharedStorage {
     alignas(1024) std::byte q[QueryRows::bytes];
@@ -115,7 +115,7 @@ struct SplitForwardKernel {
                 typename Pipeline::Tiles(Keys::tile_keys(p, rows), info.has_values(), split,
                                          p.split.splits),
                 loader, info, rows);
-    // The queries are few: K and V do not wait for their addresses.
+    // The queries are few, so the copies of K and V do not wait for the addresses of queries.
     kv.start([&] {
       copy_g2s(
           block, queries, q_tile, [&](int r) { return r < rows.count; },
@@ -192,7 +192,7 @@ struct SplitForwardKernel {
     }
   }
 
-  // Adds the warps that share rows: calls store(row, column, sums, four columns).
+  // Adds the results of warps that share rows, and calls store(row, column, sums, four columns).
   template <class Store>
   static __device__ void add_warps(const GroupRows& rows, const WarpSums& warps,
                                    const Store& store) {
@@ -228,7 +228,7 @@ struct SplitForwardKernel {
     });
   }
 
-  // The rows of a cluster are shared among its warps, which read the sums of all its blocks.
+  // Divides the rows of a cluster among its warps, which read the sums of all its blocks.
   template <class Also>
   static __device__ void add_cluster(const Params& p, const GroupRows& rows, int keys, int rank,
                                      WarpSums& warps, const Also& also) {
@@ -238,7 +238,8 @@ struct SplitForwardKernel {
     });
     cluster_sync();
     const int blocks = p.split.splits;
-    // Loads from another block's shared memory are bound by latency: many at once, 64 registers of columns.
+    // Latency binds loads from another block's shared memory, so many are in flight at once, with 64 registers of
+    // columns.
     constexpr int together = D <= 128 ? 16 : 8;
     for (int row = warp_id() * blocks + rank; row < rows.count; row += P.warps() * blocks) {
       RowTotal<D> total;

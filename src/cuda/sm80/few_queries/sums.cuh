@@ -4,28 +4,28 @@
 #include "cuda/sm80/few_queries/rows.cuh"
 #include "cuda/sm80/forward_epilogue.cuh"
 
-// Sums over parts of the keys, and their combination.
+// Combines sums over parts of the keys.
 namespace flash_dmattn::cuda::sm80::few_queries {
 
-// Whether a row sees no key of a part. Its output of that part is then skipped: 0 times a value that is not finite
-// is NaN.
+// Whether a row sees no key of a part. Its output of that part is then skipped, because 0 times a non-finite value is
+// NaN.
 __device__ inline bool sees_nothing(RowSums sums) {
   return sums.max == negative_infinity && sums.sum == 0;
 }
 
-// The factor of a part's weights when the maximum becomes `larger`.
+// The factor for a part's weights when the maximum becomes `larger`.
 __device__ inline float rescale(float max, float larger) {
   return exp2_approx(max - (larger == negative_infinity ? 0 : larger));
 }
 
-// A lane's columns of an output of D, lane_columns * lane and the next.
+// A lane's columns of an output with D columns, beginning at lane_columns * lane.
 template <int D>
 struct alignas(D == 64 ? 8 : 16) LaneColumns {
   static constexpr int count = D / warp_size;
   float x[count] = {};
 };
 
-// The sum of parts, by a warp. Its rounding depends on their order, which is fixed.
+// The sum of parts, computed by a warp. Its rounding depends on the order of the parts, which is fixed.
 template <int D>
 struct RowTotal {
   using Columns = LaneColumns<D>;
@@ -54,8 +54,8 @@ struct RowTotal {
     }
   }
 
-  // Adds parts first, first + step, ... of `parts`; the loads of Batch of them are in flight at once. `sums_of(i)` and
-  // `columns_of(i)`: pointers to those of part i.
+  // Adds parts first, first + step, ... of `parts`, with the loads of Batch parts in flight at once. `sums_of(i)` and
+  // `columns_of(i)` return pointers to the sums and columns of part i.
   template <int Batch, class SumsOf, class ColumnsOf>
   __device__ void add_parts(int first, int step, int parts, const SumsOf& sums_of,
                             const ColumnsOf& columns_of) {
@@ -75,7 +75,7 @@ struct RowTotal {
   }
 };
 
-// Stores the output and lse of a row, by one warp. Rows that overflow fp32 are recomputed in double, over the first
+// Stores the output and lse of a row with one warp. Rows that overflow fp32 are recomputed in double, over the first
 // `keys` keys.
 template <class T, int D>
 __device__ inline void store_row(const ForwardParams& p, const QueryHead& head, int query, int keys,

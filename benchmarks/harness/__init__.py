@@ -1,0 +1,1 @@
+"""What benchmarks/bench.py measures, how it times, and what it writes."""

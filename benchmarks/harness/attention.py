@@ -1,0 +1,73 @@
+"""Forward, backward and the peak of memory of the cases of attention, sides in turn."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator
+
+import torch
+
+from flash_dmattn import select_key_intervals
+
+from . import record, sides
+from .cases import Case, cases_of
+from .clock import costs, timed
+
+
+def measured(name: str, options: argparse.Namespace) -> Iterator[dict]:
+    if name == "selection":
+        yield from _selections(options)
+    chosen = options.side or sides.default_sides(options.device)
+    names = [side for side in sides.NAMES if side in chosen]
+    for case in cases_of(options.device, name, options.length, options.window):
+        for dtype in options.dtype:
+            yield from measure(case, dtype, options.device, names, options.repeats)
+
+
+def _selections(options: argparse.Namespace) -> Iterator[dict]:
+    """The choice of keys alone."""
+    for length in options.length or [32768, 524288]:
+        scores = torch.randn(1, 8, length, device=options.device)
+        for selection in ("per_query", "global"):
+
+            def select(selection=selection, scores=scores):
+                return select_key_intervals(scores, 2048, selection=selection)
+
+            select()
+            times = [timed(select, options.device)[0] for _ in range(2 * options.repeats)]
+            case = f"selection {selection} 8 rows N{length} w2048"
+            yield record.row(case, options.device, "float32", forward=statistics.median(times))
+
+
+def measure(case: Case, dtype: str, device: str, names: list[str], repeats: int) -> list[dict]:
+    """The rows of one case. A side that has none prints the reason."""
+
+    def decline(names, reason: Exception) -> None:
+        for name in names:
+            print(record.declined(case, name, dtype, reason), flush=True)
+
+    try:
+        inputs = sides.draw(case, getattr(torch, dtype), device)
+    except sides.REASONS as reason:
+        decline(names, reason)
+        return []
+    steps = {}
+    for name in names:
+        try:
+            step = sides.build(name, inputs)
+            step.backward(step.forward())  # compiles, and raises where it cannot
+            steps[name] = step
+        except sides.REASONS as reason:
+            decline([name], reason)
+    try:
+        found = costs(steps, device, repeats) if steps else {}
+    except RuntimeError as reason:  # all sides together may need more memory than there is
+        decline(steps, reason)
+        return []
+    return [
+        record.row(
+            case, name, dtype, cost.forward_ms, cost.backward_ms, peak_mb=cost.peak_bytes / 1e6
+        )
+        for name, cost in found.items()
+    ]

@@ -1,0 +1,124 @@
+"""Attention that is measured: cases by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+DENSE, PER_QUERY, GLOBAL, SLIDING = "dense causal", "per_query", "global", "sliding"
+DOCUMENTS, DENSE_MASKS = "documents", "dense_masks"
+KINDS = (DENSE, PER_QUERY, GLOBAL, SLIDING, DOCUMENTS, DENSE_MASKS)
+_TITLE = re.compile(rf"({'|'.join(KINDS)}) B(\d+) H(\d+)(?: Hkv(\d+))? N(\d+) D(\d+)(?: w(\d+))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Causal attention of `batch` sequences.
+
+    kind: DENSE; PER_QUERY and GLOBAL: a query sees the `window` keys with the highest bias, one bias per
+        key; SLIDING: the last `window` keys; DOCUMENTS: packed documents of `window` tokens each; DENSE_MASKS:
+        a dense mask and bias, about `window` random keys per query.
+    """
+
+    kind: str
+    seqlen: int
+    head_dim: int
+    window: int | None = None  # None where dense
+    heads_q: int = 8
+    heads_kv: int = 8
+    batch: int = 1
+
+    def __str__(self) -> str:
+        heads = f"H{self.heads_q}" + (
+            f" Hkv{self.heads_kv}" if self.heads_kv != self.heads_q else ""
+        )
+        window = f" w{self.window}" if self.window else ""
+        return f"{self.kind} B{self.batch} {heads} N{self.seqlen} D{self.head_dim}{window}"
+
+    @classmethod
+    def parse(cls, title: str) -> Case | None:
+        """The case of this title; None for that of other work."""
+        found = _TITLE.fullmatch(title)
+        if found is None:
+            return None
+        batch, heads_q, heads_kv, seqlen, head_dim, window = (
+            number and int(number) for number in found.groups()[1:]
+        )
+        return cls(found[1], seqlen, head_dim, window, heads_q, heads_kv or heads_q, batch)
+
+    @property
+    def pairs(self) -> int:
+        """Visible (query, key) pairs of all heads: query i sees min(i + 1, window) keys."""
+        n, w = self.seqlen, min(self.window or self.seqlen, self.seqlen)
+        first = w * (w + 1) // 2
+        later = (n // w - 1) * first if self.kind == DOCUMENTS else (n - w) * w
+        return self.batch * self.heads_q * (first + later)
+
+    def useful_flops(self, direction: str) -> int:
+        """Two products of 2 D FLOPs per (query, key) pair forward, five backward."""
+        return {"forward": 4, "backward": 10}[direction] * self.head_dim * self.pairs
+
+
+def _sweep(lengths, windows, **rest) -> list[Case]:
+    return [Case(PER_QUERY, n, window=w, **rest) for n in lengths for w in windows]
+
+
+_GPU_HEADS = {"heads_q": 16, "heads_kv": 8, "head_dim": 128}
+# {device type: {name: cases}}
+CASES = {
+    "cpu": {
+        "dense": [Case(DENSE, 4096, 128)],
+        "dma": [Case(PER_QUERY, 8192, 64, 1024)],
+        "scaling": _sweep((4096, 8192, 16384, 32768, 65536), (1024,), head_dim=64),
+        "windows": _sweep((8192,), (128, 256, 512, 1024, 2048, 4096), head_dim=64),
+        "global": [Case(GLOBAL, 8192, 64, 1024)],
+        "sliding": [Case(SLIDING, 8192, 64, 1024)],
+        "dense_masks": [Case(DENSE_MASKS, 4096, 64, 512, heads_q=2, heads_kv=1)],
+    },
+    "cuda": {
+        "dense": [Case(DENSE, n, 128, heads_q=16, heads_kv=16) for n in (8192, 32768)],
+        "head_dims": [Case(DENSE, 32768, d, heads_q=16, heads_kv=16) for d in (64, 256)],
+        "dma": _sweep((32768,), (2048,), **_GPU_HEADS),
+        "groups": [
+            Case(PER_QUERY, 32768, 128, 2048, heads_q=16, heads_kv=16),
+            Case(PER_QUERY, 32768, 128, 2048, heads_q=16, heads_kv=2),
+            Case(PER_QUERY, 4096, 128, 2048, heads_q=32, heads_kv=32, batch=2),
+            Case(PER_QUERY, 32768, 64, 1024, heads_q=16, heads_kv=8),
+            Case(PER_QUERY, 131072, window=2048, **_GPU_HEADS),
+        ],
+        "scaling": _sweep((4096, 8192, 16384, 32768, 65536), (2048,), **_GPU_HEADS),
+        "windows": _sweep((32768,), (256, 512, 1024, 2048, 4096, 8192), **_GPU_HEADS),
+        "global": [Case(GLOBAL, 32768, window=2048, **_GPU_HEADS)],
+        "sliding": [Case(SLIDING, 32768, window=2048, **_GPU_HEADS)],
+        "documents": [
+            Case(DOCUMENTS, 32768, window=2048, **_GPU_HEADS),
+            Case(DENSE, 2048, heads_q=16, heads_kv=8, head_dim=128, batch=16),
+        ],
+        "dense_masks": [
+            Case(DENSE_MASKS, 32768, 64, 1024, heads_q=2, heads_kv=1),
+            Case(DENSE_MASKS, 4096, 128, 2048),
+        ],
+    },
+}
+NAMES = tuple(dict.fromkeys(name for table in CASES.values() for name in table))
+
+
+def cases_of(device: str, name: str, lengths=None, windows=None) -> list[Case]:
+    """The cases of a name; `lengths` and `windows` replace their own."""
+    found = [
+        dataclasses.replace(case, seqlen=n, window=w)
+        for case in CASES[device].get(name, [])
+        for n in lengths or [case.seqlen]
+        for w in (windows if windows and case.window else [case.window])
+    ]
+    return list(dict.fromkeys(found))
+
+
+def useful_tflops(row: dict) -> tuple[float | None, float | None] | None:
+    """Of a row's forward and backward, None where that was not measured; None for other work than attention."""
+    case = Case.parse(row["case"])
+    if case is None:
+        return None
+    return tuple(
+        row[way] and case.useful_flops(way) / row[way] * 1e-9 for way in ("forward", "backward")
+    )

@@ -1,0 +1,99 @@
+"""Ratios of times: of the sides of one record, of two records, or of two builds that are measured in turns."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from . import record
+
+_TIMES = (*record.TIMES, "both")
+_WHEN = ("before", "after")
+
+
+def main(options: argparse.Namespace) -> int:
+    paths = [Path(source).resolve() for source in options.sources]
+    builds = [path for path in paths if path.is_dir()]
+    if len(paths) > 2 or len(builds) not in (0, 2):
+        options.fail("SOURCE: expected a record, two records, or two builds")
+    if builds:
+        found = _measure_builds(builds, options)
+        if options.json:
+            record.write(options.json, found)
+        rows = found["rows"]
+    else:
+        try:
+            records = [record.read(path) for path in paths]
+        except ValueError as error:
+            options.fail(str(error))
+        rows = records[0]["rows"] if len(records) == 1 else _before_and_after(*records)
+    print("\n".join(ratios(rows)))
+    return 0
+
+
+def ratios(rows: list[dict]) -> list[str]:
+    """A line for each side of a case: medians of its runs, and their ratios to those of the case's first side. Sides
+    called "before X" and "after X" are compared with each other alone."""
+    groups: dict[tuple, dict[str, list[dict]]] = {}
+    for row in rows:
+        when, _, side = row["side"].partition(" ")
+        group = groups.setdefault((row["case"], row["dtype"], side if when in _WHEN else ""), {})
+        group.setdefault(row["side"], []).append(row)
+    lines = []
+    for (case, dtype, _), found in groups.items():
+        base = None
+        for side, runs in found.items():
+            values = {t: [run[t] for run in runs if run.get(t) is not None] for t in _TIMES}
+            medians = {time: statistics.median(few) for time, few in values.items() if few}
+            base = base or medians
+            times = " / ".join(f"{time:.4g}" for time in medians.values())
+            ratio = " / ".join(f"{medians[t] / base[t]:.3f}" for t in medians if t in base)
+            unit = runs[0]["unit"]
+            lines.append(f"{case:<46} {dtype:<9}{side:<14} {times} {unit}, ratio {ratio}")
+    return lines
+
+
+def _before_and_after(before: dict, after: dict) -> list[dict]:
+    return [
+        row | {"side": f"{when} {row['side']}"}
+        for when, found in zip(_WHEN, (before, after), strict=True)
+        for row in found["rows"]
+    ]
+
+
+def _measure_builds(builds: list[Path], options: argparse.Namespace) -> dict:
+    """A record of rounds, each of which measures both builds in processes of their own, in random order."""
+    rows: dict[str, list[dict]] = {when: [] for when in _WHEN}
+    for number in range(options.rounds):
+        for when in random.sample(_WHEN, 2):
+            found = _measure(builds[_WHEN.index(when)], options.run)
+            place = {"commit": found["commit"], "run": number}
+            rows[when] += [row | place | {"side": f"{when} {row['side']}"} for row in found["rows"]]
+            print(f"round {number + 1} of {options.rounds}: {when}", flush=True)
+    command = " ".join(["bench.py", *sys.argv[1:]])
+    return found | {"command": command, "rows": rows["before"] + rows["after"]}
+
+
+def _measure(build: Path, arguments: list[str]) -> dict:
+    """The record of this driver's `run` with the package of a build."""
+    driver = Path(__file__).parents[1] / "bench.py"
+    commit = (build / "commit").read_text().strip()
+    package = {
+        "PYTHONPATH": str(build / "python"),
+        "FLASH_DMATTN_LIBRARY": str(build / "_C.so"),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "record.json"
+        done = subprocess.run(
+            [sys.executable, driver, "run", "--json", path, "--commit", commit, *arguments],
+            capture_output=True, text=True, env=os.environ | package,
+        )  # fmt: skip
+        if done.returncode != 0:
+            raise SystemExit(f"{build}: {done.stdout}{done.stderr}")
+        return record.read(path)

@@ -1,0 +1,179 @@
+"""A token at a time, from a cache of slots and from all keys, compared with the bandwidth of a copy.
+
+Rows have the time of cold caches as their forward: calls cycle through so many caches that each comes from memory. The part
+`warm` is of one cache. On a GPU both are from replays of a CUDA graph of at least 24 calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flash_dmattn import KVSlots, flash_dmattn_func, flash_dmattn_with_kvcache
+
+from . import record
+from .clock import graph_ms, timed
+from .machine import working_set
+from .sides import REASONS, expect_memory
+
+_GPU_CACHE_BYTES = 240 * 10**6  # four times an L2 of 60 MB
+_GPU_COPY_BYTES = 1 << 30
+# torch's implementations on a GPU.
+_SDPA = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeCase:
+    """One token per sequence. keys: in the cache; slots: they are the w best of any context."""
+
+    keys: int
+    slots: bool = False
+    batch: int = 1
+    heads_q: int = 16
+    heads_kv: int = 8
+    head_dim: int = 128
+
+    def __str__(self) -> str:
+        kind = f"slots w{self.keys}, any context" if self.slots else f"all of N{self.keys}"
+        return f"{kind} B{self.batch} H{self.heads_q} Hkv{self.heads_kv} D{self.head_dim}"
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of keys and values, each counted once."""
+        return 2 * self.batch * self.heads_kv * self.keys * self.head_dim * dtype.itemsize
+
+
+CASES = {
+    "cpu": [
+        DecodeCase(2048, slots=True),
+        DecodeCase(2048, slots=True, batch=8),
+        *(DecodeCase(n) for n in (2048, 8192, 65536)),
+    ],
+    "cuda": [
+        DecodeCase(2048, slots=True),
+        DecodeCase(2048, slots=True, batch=64),
+        *(DecodeCase(n) for n in (1024, 8192, 131072, 524288)),
+        DecodeCase(4096, batch=64),
+    ],
+}
+
+
+def measured(name: str, options: argparse.Namespace) -> Iterator[dict]:
+    device, repeats = options.device, options.repeats
+    cases = [
+        dataclasses.replace(case, keys=keys)
+        for case in CASES[device]
+        for keys in (options.window if case.slots else options.length) or [case.keys]
+    ]
+    bandwidth = copy_bandwidth(device, 5 * repeats)
+    print(f"a copy moves {bandwidth:.1f} GB/s", flush=True)
+    for case in dict.fromkeys(cases):
+        for dtype in options.dtype:
+            for side, make in _sides(case, device).items():
+                if options.side and side not in options.side:
+                    continue
+                try:
+                    yield _row(case, dtype, side, make, device, repeats, bandwidth)
+                except REASONS as reason:
+                    print(record.declined(case, side, dtype, reason), flush=True)
+
+
+def cache_bytes(device: str) -> int:
+    """Bytes of the caches that cold calls cycle through: the last one read has then left the processor's caches."""
+    return _GPU_CACHE_BYTES if device == "cuda" else working_set()
+
+
+def copy_bandwidth(device: str, repeats: int) -> float:
+    """GB/s that a plain copy reads and writes: the best of several; on a GPU the better of a copy by the driver and one
+    by a kernel."""
+    size = _GPU_COPY_BYTES if device == "cuda" else cache_bytes(device)
+    source = torch.ones(size // 4, dtype=torch.float32, device=device)
+    target = torch.ones_like(source)
+    if device == "cuda":
+        ways = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
+        best = min(graph_ms([way], 8, repeats) for way in ways)
+    else:
+        best = min(timed(target.copy_, device, source)[0] for _ in range(max(repeats, 3)))
+    return 2 * source.nbytes / best * 1e-6
+
+
+def _normal(dtype: torch.dtype, device: str, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def _slots(case: DecodeCase, dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
+    """With insertion; half of the tokens are good enough to evict a key."""
+    sizes = (case.batch, case.heads_kv, case.keys, case.head_dim)
+    cache = KVSlots(*sizes, dtype=dtype, device=device)
+    prompt = (case.batch, case.keys, case.heads_kv, case.head_dim)
+    scores = torch.randn(case.batch, case.heads_kv, case.keys, device=device)
+    cache.fill(_normal(dtype, device, *prompt), _normal(dtype, device, *prompt), scores)
+    q = _normal(dtype, device, case.batch, 1, case.heads_q, case.head_dim)
+    k = _normal(dtype, device, case.batch, 1, case.heads_kv, case.head_dim)
+    score = torch.randn(case.batch, case.heads_kv, 1, device=device)
+    return lambda: cache.step(q, k, k, score)
+
+
+def _all_keys(case: DecodeCase, dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
+    shape = (case.batch, case.heads_kv, case.keys, case.head_dim)
+    k, v = (_normal(dtype, device, *shape).transpose(1, 2) for _ in range(2))
+    q = _normal(dtype, device, case.batch, 1, case.heads_q, case.head_dim)
+    if device == "cuda":
+        # Without lengths, like SDPA: kernels of their own would make intervals of them.
+        return lambda: flash_dmattn_func(q, k, v)
+    lengths = torch.full((case.batch,), case.keys, dtype=torch.int32, device=device)
+    return lambda: flash_dmattn_with_kvcache(q, k, v, cache_seqlens=lengths)
+
+
+def _sdpa(
+    case: DecodeCase, dtype: torch.dtype, device: str, backend: SDPBackend | None = None
+) -> Callable[[], Tensor]:
+    shape = (case.batch, case.heads_kv, case.keys, case.head_dim)
+    k, v = (_normal(dtype, device, *shape) for _ in range(2))
+    q = _normal(dtype, device, case.batch, case.heads_q, 1, case.head_dim)
+    grouped = case.heads_q != case.heads_kv
+
+    def attend() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+
+    return attend if backend is None else sdpa_kernel(backend)(attend)
+
+
+def _sides(case: DecodeCase, device: str) -> dict[str, Callable[..., Callable[[], Tensor]]]:
+    if case.slots:
+        return {"ours": _slots}
+    if device == "cpu":
+        return {"ours": _all_keys, "sdpa": _sdpa}
+    rivals = {name: functools.partial(_sdpa, backend=one) for name, one in _SDPA.items()}
+    return {"ours": _all_keys} | rivals
+
+
+def _row(case, dtype_name, side, make, device, repeats, bandwidth) -> dict:
+    dtype = getattr(torch, dtype_name)
+    size = case.bytes(dtype)
+    count = cache_bytes(device) // size + 2
+    expect_memory(count * size, "caches take", device)
+    steps = [make(case, dtype, device) for _ in range(count)]
+    if device == "cuda":
+        cold, warm = (graph_ms(some, 24, repeats) for some in (steps, steps[:1]))
+    else:
+        turns = steps * (repeats + 1)
+        cold = statistics.median([timed(step, device)[0] for step in turns][len(steps) :])
+        turns = [timed(steps[0], device)[0] for _ in range(20 * repeats)]
+        warm = statistics.median(turns[repeats:])
+    return record.row(
+        f"decode {case}", side, dtype_name, forward=1e3 * cold, unit="us", parts={"warm": 1e3 * warm},
+        of_copy_bandwidth=size / cold * 1e-6 / bandwidth, cache_mib=size / 2**20,
+        visited_mib=count * size / 2**20,
+    )  # fmt: skip

@@ -1,0 +1,89 @@
+"""The host's time for a call: attention so short that kernels take none of it.
+
+A time is the least of many short runs, which other programs of the machine disturb least. On a GPU calls are issued without
+waiting for them, so kernels must take less time than the host needs to launch them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+
+from flash_dmattn import flash_dmattn_func, sliding_window
+
+from . import record
+from .clock import wait
+
+_HEADS_Q, _HEADS_KV, _HEAD_DIM, _WINDOW = 4, 2, 64, 16
+_RUNS, _CALLS = 300, 10
+
+
+def _sdpa(q, k, v, bias):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def _ours(**options) -> Callable:
+    return lambda q, k, v, bias: flash_dmattn_func(q, k, v, is_causal=True, **options)
+
+
+def _biased(**options) -> Callable:
+    return lambda q, k, v, bias: _ours(attn_bias=bias, **options)(q, k, v, bias)
+
+
+def measured(name: str, options: argparse.Namespace) -> Iterator[dict]:
+    device, threads = options.device, torch.get_num_threads()
+    torch.set_num_threads(1)
+    for length in options.length or [128 if device == "cuda" else 8]:
+        window = sliding_window(length, _WINDOW, device=device)
+        calls = {
+            ("dense", "sdpa"): _sdpa,
+            ("dense", "ours"): _ours(),
+            ("key bias", "ours"): _biased(),
+            ("window", "ours"): lambda q, k, v, bias: flash_dmattn_func(
+                q, k, v, key_intervals=window
+            ),
+            ("top-w", "ours"): _biased(keep_window_size=_WINDOW),
+            ("global top-w", "ours"): _biased(keep_window_size=_WINDOW, selection="global"),
+        }
+        for (kind, side), call in calls.items():
+            if not options.side or side in options.side:
+                yield _row(f"call N{length} {kind}", side, call, device, length)
+    torch.set_num_threads(threads)
+
+
+def _row(case: str, side: str, call: Callable, device: str, length: int) -> dict:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    shapes = [(1, length, h, _HEAD_DIM) for h in (_HEADS_Q, _HEADS_KV, _HEADS_KV)]
+    shapes.append((1, _HEADS_KV, length))
+    leaves = [torch.randn(s, device=device, dtype=dtype, requires_grad=True) for s in shapes]
+    dout = torch.randn_like(leaves[0])
+
+    def without_gradients():
+        with torch.no_grad():
+            call(*leaves)
+
+    def both():
+        torch.autograd.grad(call(*leaves), leaves, dout, allow_unused=True)
+
+    graph = _least_us(lambda: call(*leaves), device)
+    return record.row(
+        case, side, str(dtype).removeprefix("torch."), forward=_least_us(without_gradients, device), unit="us",
+        both=_least_us(both, device), parts={"forward with graph": graph},
+    )  # fmt: skip
+
+
+def _least_us(call: Callable, device: str) -> float:
+    times = []
+    for _ in range(_RUNS):
+        wait(device)
+        begin = time.perf_counter()
+        for _ in range(_CALLS):
+            call()
+        times.append((time.perf_counter() - begin) / _CALLS)
+    wait(device)
+    return 1e6 * min(times)

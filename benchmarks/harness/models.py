@@ -1,0 +1,292 @@
+"""A Doge: a training step, the loss of a training, and a generated token as the text before it grows."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from transformers import DogeConfig, DogeForCausalLM, DynamicCache, StaticCache
+
+from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
+
+from . import record
+from .clock import captured, elapsed_ms, kernels
+from .machine import BENCHMARKS
+
+_REPEATS = 9  # training steps, of which the median counts
+_ROUNDS = 7  # of tokens timed together; the median counts on a GPU, the least on the CPU
+_TOKENS = {"cuda": 50, "cpu": 12}
+_ROOM = 2048  # tokens after the context in a static cache of all keys
+_PART = 16384  # tokens of a prompt that the model reads at a time
+_CHUNK = 1024  # of these, attended to together by a DynamicMaskCache
+_LENGTHS = {"cuda": [4096, 524288], "cpu": [256, 1024, 4096, 16384]}  # before a generated token
+_DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
+_SIZES = {
+    "cuda": {
+        "vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 8,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "keep_window_size": 1024,
+    },
+    "cpu": {
+        "vocab_size": 256, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "keep_window_size": 256,
+    },
+}  # fmt: skip
+
+
+def _make_model(device: str) -> DogeForCausalLM:
+    torch.manual_seed(0)
+    config = DogeConfig(**_SIZES[device], max_position_embeddings=1 << 20, eos_token_id=None)
+    with torch.device(device):
+        model = DogeForCausalLM(config).to(getattr(torch, _DTYPES[device]))
+    for layer in model.model.layers:  # otherwise all scores tie
+        torch.nn.init.normal_(layer.self_attn.A)
+        torch.nn.init.normal_(layer.self_attn.dt_proj.weight, std=0.1)
+    return model
+
+
+def _title(device: str) -> str:
+    sizes = _SIZES[device]
+    return (
+        f"Doge L{sizes['num_hidden_layers']} hidden {sizes['hidden_size']} H{sizes['num_attention_heads']} "
+        f"Hkv{sizes['num_key_value_heads']} w{sizes['keep_window_size']}"
+    )
+
+
+def _random_ids(device: str, length: int) -> Tensor:
+    generator = torch.Generator(device).manual_seed(0)
+    size = (1, length)
+    return torch.randint(_SIZES[device]["vocab_size"], size, generator=generator, device=device)
+
+
+def _rows(case: str, sides: dict[str, Callable], options: argparse.Namespace) -> Iterator[dict]:
+    """A row of what each side returns; a side that fails prints the reason."""
+    dtype = _DTYPES[options.device]
+    for side, measure in sides.items():
+        torch._dynamo.reset()
+        try:
+            yield record.row(case, side, dtype, **measure())
+        except Exception as error:  # the other sides are worth their time
+            print(record.declined(case, side, dtype, error), flush=True)
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _kernels(step: Callable[[], None], device: str) -> dict:
+    """The launches of a step and the sum of their times, in a row's fields; nothing on the CPU."""
+    if device == "cpu":
+        return {}
+    count, ms = kernels(step)
+    return {"kernels": count, "parts": {"kernels": ms}}
+
+
+def measured(name: str, options: argparse.Namespace) -> Iterator[dict]:
+    measure = {"training": _trainings, "training_step": _training_steps, "token": _tokens}[name]
+    yield from measure(options)
+
+
+# ---- Training ----------------------------------------------------------------------------------------
+
+_ATTENTION = ("ours", "ours_compiled", "eager", "eager_compiled")
+# On request: scores rounded to the dtype as in eager attention, which shows what float32 scores cost.
+TRAINING_SIDES = (*_ATTENTION, "rounded", "rounded_compiled")
+
+
+def _training_steps(options: argparse.Namespace) -> Iterator[dict]:
+    """Forward, loss and backward, launches included."""
+    for length in options.length or [2048, 8192]:
+        chosen = [side for side in TRAINING_SIDES if side in (options.side or _ATTENTION)]
+        sides = {
+            side: functools.partial(_training_step, side, options.device, length) for side in chosen
+        }
+        yield from _rows(f"training step N{length}, {_title(options.device)}", sides, options)
+
+
+def _training_step(side: str, device: str, length: int) -> dict:
+    model = _make_model(device)
+    model.config.use_cache = False
+    attention, _, compiled = side.partition("_")
+    if attention == "eager":
+        model.set_attn_implementation("eager")
+    else:
+        enable_flash_dmattn(model, round_scores_like_eager=attention == "rounded")
+    ids = _random_ids(device, length)
+
+    def loss(ids: Tensor) -> Tensor:
+        return model(input_ids=ids, labels=ids).loss
+
+    compute = torch.compile(loss, fullgraph=True) if compiled else loss
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        compute(ids).backward()
+
+    for _ in range(3):
+        step()
+    times = [elapsed_ms(step, device) for _ in range(_REPEATS)]
+    return {"both": statistics.median(times)} | _kernels(step, device)
+
+
+# With another seed eager attention shows how far apart two equally good trainings are.
+LEARNING_SIDES = {"ours": 0, "eager": 0, "eager_other_seed": 1}
+
+
+def _trainings(options: argparse.Namespace) -> Iterator[dict]:
+    """The model of examples/demo.py, trained on the same batches by each side."""
+    sides = {
+        side: functools.partial(_training, side.split("_")[0], seed, options.device)
+        for side, seed in LEARNING_SIDES.items()
+        if side in (options.side or LEARNING_SIDES)
+    }
+    yield from _rows("training of 200 steps N2048 w256", sides, options)
+
+
+def _training(attention: str, seed: int, device: str) -> dict:
+    sys.path.append(str(BENCHMARKS.parent / "examples"))
+    from doge_demo.corpus import standard_library
+    from doge_demo.training import make_model, train
+
+    torch.manual_seed(seed)
+    model = make_model(2048, 256).to(device)
+    for layer in model.model.layers:  # otherwise all scores tie, and eager keeps arbitrary keys
+        torch.nn.init.normal_(layer.self_attn.A, std=0.1)
+    model.set_attn_implementation("flash_dmattn" if attention == "ours" else attention)
+    size = {"steps": 200, "seconds": 600, "context": 2048, "batch_size": 2, "seed": 0}
+    history = train(model, standard_library(), **size)
+    late = history.bits_per_byte[-50:]
+    return {"both": 1e3 * history.seconds / 200, "bits_per_byte": statistics.mean(late)}
+
+
+# ---- Generation --------------------------------------------------------------------------------------
+
+
+def _tokens(options: argparse.Namespace) -> Iterator[dict]:
+    """A token of a text alone in its batch. On a GPU `ours` and `sdpa_compiled` are a CUDA graph per token, the latter
+    over transformers' StaticCache of all keys; `generate` compiles the step by itself, its own work included; `eager` is
+    transformers' DynamicCache without a graph. Ours reads its text; random keys stand for that of the others."""
+    default = GENERATION_SIDES if options.device == "cuda" else ("ours", "eager")
+    for context in options.length or _LENGTHS[options.device]:
+        sides = {
+            side: functools.partial(measure, options.device, context)
+            for side, measure in GENERATION_SIDES.items()
+            if side in (options.side or default)
+        }
+        with torch.no_grad():
+            yield from _rows(f"token after {context}, {_title(options.device)}", sides, options)
+
+
+def _ours(device: str, context: int, compiled: bool = False) -> dict:
+    model, cache = _reader(device, context)
+    forward = torch.compile(model, fullgraph=True) if compiled else model
+    return _timed_token(_greedy_step(forward, cache, device), cache, device)
+
+
+def _generate(device: str, context: int) -> dict:
+    model, cache = _reader(device, context)
+    text = _random_ids(device, context)
+
+    def more(count: int) -> None:
+        nonlocal text
+        text = model.generate(
+            text, past_key_values=cache, max_new_tokens=count, do_sample=False, use_cache=True,
+            attention_mask=torch.ones_like(text),
+        )  # fmt: skip
+
+    more(20)  # compiles
+    few, many = (elapsed_ms(lambda n=n: more(n), device) for n in (20, 220))
+    return {"forward": (many - few) / 200, "cache_mib": _cache_mib(cache)}
+
+
+def _sdpa_compiled(device: str, context: int) -> dict:
+    model = _make_model(device).eval()
+    model.set_attn_implementation("sdpa")
+    cache = StaticCache(config=model.config, max_cache_len=context + _ROOM)
+    _fill_with_random_keys(cache, model, context)
+    step = _greedy_step(torch.compile(model, fullgraph=True), cache, device)
+    return _timed_token(step, cache, device)
+
+
+def _eager(device: str, context: int) -> dict:
+    model = _make_model(device).eval()
+    model.set_attn_implementation("eager")
+    cache = DynamicCache()
+    _fill_with_random_keys(cache, model, context)
+    return _timed_token(_greedy_step(model, cache, device), cache, device, graph=False)
+
+
+GENERATION_SIDES = {
+    "ours": _ours,
+    "ours_compiled": functools.partial(_ours, compiled=True),
+    "generate": _generate,
+    "sdpa_compiled": _sdpa_compiled,
+    "eager": _eager,
+}
+
+
+def _reader(device: str, context: int) -> tuple[DogeForCausalLM, DynamicMaskCache]:
+    """A model with our attention, and a cache that has read all of a text but its last token."""
+    model = enable_flash_dmattn(_make_model(device)).eval()
+    return model, copy.deepcopy(_read_cache(device, context))
+
+
+@functools.lru_cache(maxsize=1)
+def _read_cache(device: str, context: int) -> DynamicMaskCache:
+    """Every side's model has the same weights, so that a text is read once."""
+    model = enable_flash_dmattn(_make_model(device)).eval()
+    static = {"static": True, "chunk": _CHUNK} if device == "cuda" else {}
+    cache = DynamicMaskCache(model.config, **static)
+    for part in _random_ids(device, context)[:, :-1].split(_PART, dim=1):
+        model(part, past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+def _fill_with_random_keys(cache: DynamicCache, model: DogeForCausalLM, context: int) -> None:
+    config = model.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    shape = (2, 1, config.num_key_value_heads, context, head_dim)
+    for index in range(config.num_hidden_layers):
+        cache.update(*torch.randn(shape, dtype=model.dtype, device=model.device), index)
+
+
+def _greedy_step(forward: Callable, cache: DynamicCache, device: str) -> Callable[[], None]:
+    """A call that reads the last token and writes the next one in its place."""
+    token = _random_ids(device, 1)
+
+    def step() -> None:
+        logits = forward(token, past_key_values=cache, use_cache=True).logits
+        token.copy_(logits[:, -1:].argmax(-1))
+
+    return step
+
+
+def _timed_token(step: Callable, cache: DynamicCache, device: str, graph: bool = True) -> dict:
+    """Milliseconds of a token among many, and what it launches."""
+    step()
+    if device == "cuda" and graph:
+        for _ in range(2):
+            step()
+        step = captured([step])
+    step()
+    count = _TOKENS[device]
+    times = [
+        elapsed_ms(lambda: [step() for _ in range(count)], device) / count for _ in range(_ROUNDS)
+    ]
+    ms = statistics.median(times) if device == "cuda" else min(times)
+    return {"forward": ms, "cache_mib": _cache_mib(cache)} | _kernels(step, device)
+
+
+def _cache_mib(cache: DynamicCache) -> float:
+    tensors = (
+        tensor
+        for layer in cache.layers
+        for tensor in (
+            layer.slots.tensors if hasattr(layer, "slots") else (layer.keys, layer.values)
+        )
+    )
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors) / 2**20

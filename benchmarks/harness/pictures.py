@@ -1,0 +1,133 @@
+"""Time and memory against the length and against the window."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+from .cases import Case  # noqa: E402
+
+_COLOURS = {
+    "cuda": "tab:blue", "cpu": "tab:blue", "triton": "tab:cyan", "sdpa": "tab:gray", "flex": "tab:orange",
+    "fa2": "tab:green", "fa3": "tab:red", "fa4": "tab:purple", "cudnn": "tab:olive",
+}  # fmt: skip
+_LABELS = {
+    "cuda": "flash_dmattn, CUDA", "cpu": "flash_dmattn, CPU", "triton": "flash_dmattn, Triton",
+    "sdpa": "torch SDPA", "flex": "flex_attention", "fa2": "FlashAttention-2, dense",
+    "cudnn": "cuDNN, dense", "fa3": "FlashAttention-3, dense", "fa4": "FlashAttention-4",
+}  # fmt: skip
+_STYLES = {"bfloat16": ("s", "-"), "float32": ("o", "--"), "float16": ("^", ":")}
+_AXES = {"seqlen": "sequence length N", "window": "window w"}
+PANEL = (4.2, 4.0)  # inches of a picture of one panel
+_FIXED = ("kind", "batch", "heads_q", "heads_kv", "head_dim")
+
+
+def seconds(row: dict) -> float | None:
+    """Of forward and backward."""
+    backward = row["backward"]
+    return None if backward is None else (row["forward"] + backward) / 1e3
+
+
+def memory(row: dict) -> float | None:
+    return row["peak_mb"] / 1e3 if "peak_mb" in row else None
+
+
+def sweep(rows: Iterable[dict], along: str) -> list[dict]:
+    """Rows of one kind of attention that differ in `along` alone: the largest such set with several values. A row has
+    the fields of its case, too."""
+    other = "window" if along == "seqlen" else "seqlen"
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        case = Case.parse(row["case"])
+        fields = dataclasses.asdict(case) if case else {}
+        if fields.get(along):  # dense attention has no window
+            group = tuple(fields[key] for key in (*_FIXED, other))
+            groups.setdefault(group, []).append(row | fields)
+    sizes = {key: len({row[along] for row in group}) for key, group in groups.items()}
+    best = max(groups, key=lambda key: sizes[key], default=None)
+    return groups[best] if best is not None and sizes[best] > 1 else []
+
+
+def _label(side: str, row: dict) -> str:
+    masked = side == "sdpa" and row["window"]
+    return _LABELS[side] + (", N×N mask" if masked else "")
+
+
+def draw_sweep(
+    axes: plt.Axes, rows: list[dict], along: str, value: Callable[[dict], float | None]
+) -> None:
+    """A line for every side and dtype, log-log."""
+    one = rows[0]
+    for side, dtype in dict.fromkeys((row["side"], row["dtype"]) for row in rows):
+        mine = [row for row in rows if (row["side"], row["dtype"]) == (side, dtype)]
+        points = {row[along]: value(row) for row in mine if value(row) is not None}
+        if not points:
+            continue
+        marker, style = _STYLES[dtype]
+        axes.loglog(
+            *zip(*sorted(points.items()), strict=True), marker=marker, linestyle=style, markersize=4,
+            color=_COLOURS[side], label=f"{_label(side, one)}, {dtype}",
+        )  # fmt: skip
+    ticks = sorted({row[along] for row in rows})
+    axes.set_xticks(ticks, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in ticks])
+    axes.xaxis.minorticks_off()
+    axes.set_xlabel(_AXES[along])
+    axes.set_ylabel(
+        "seconds, forward + backward" if value is seconds else "GB beyond q, k, v and bias"
+    )
+    fixed = f"N = {one['seqlen']}"
+    if along == "seqlen":
+        fixed = f"w = {one['window']}" if one["window"] else one["kind"]
+    axes.set_title(
+        f"{fixed}, B{one['batch']} H{one['heads_q']} Hkv{one['heads_kv']} D{one['head_dim']}",
+        fontsize=9,
+    )
+    axes.grid(alpha=0.3)
+
+
+def _sweeps(rows: list[dict]) -> dict[str, list[dict]]:
+    """Those of N and w that the rows vary, and the rows of each."""
+    found = {along: sweep(rows, along) for along in _AXES}
+    return {along: rows for along, rows in found.items() if rows}
+
+
+def draw(rows: list[dict], path: Path) -> bool:
+    """Time and memory, a row of panels for each of N and w that the rows vary. False if they vary neither."""
+    sweeps = _sweeps(rows)
+    if not sweeps:
+        return False
+    figure, panels = plt.subplots(
+        len(sweeps), 2, figsize=(9, 3.4 * len(sweeps)), layout="constrained", squeeze=False
+    )
+    for (along, found), (left, right) in zip(sweeps.items(), panels, strict=True):
+        draw_sweep(left, found, along, seconds)
+        draw_sweep(right, found, along, memory)
+        left.legend(fontsize=7)
+    save(figure, path)
+    return True
+
+
+def draw_panels(rows: list[dict], folder: Path, name: str) -> None:
+    """The panels of `draw` as files of their own, which are legible on a phone: <name>-<seqlen or window>-<seconds or
+    memory>.svg."""
+    for along, found in _sweeps(rows).items():
+        for value in (seconds, memory):
+            if any(value(row) is not None for row in found):
+                figure, axes = plt.subplots(figsize=PANEL, layout="constrained")
+                draw_sweep(axes, found, along, value)
+                figure.legend(loc="outside lower center", fontsize=9)  # no room over the lines
+                save(figure, folder / f"{name}-{along}-{value.__name__}.svg")
+
+
+def save(figure: plt.Figure, path: Path) -> None:
+    """The same numbers give the same file."""
+    plt.rcParams["svg.hashsalt"] = "flash_dmattn"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)

@@ -1,0 +1,143 @@
+"""Records: one schema for every measurement, one line of JSON per row."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from .cases import useful_tflops
+
+_NUMBER = (int, float)
+_NULLABLE = (int, float, type(None))
+TIMES = ("forward", "backward")
+_RECORD = {"machine": dict, "commit": str, "command": str, "versions": dict, "rows": list}
+_RECORD_OPTIONS = {
+    "note": str,  # the method, and what else one has to know
+    "tests": list,  # what gpu_session.sh ran, and how it ended
+}
+_ROW = {
+    "case": str,
+    "side": str,  # what ran the case: a backend, a rival, or before and after a change
+    "dtype": str,
+    "unit": str,  # of all times of the row
+    "forward": _NULLABLE,
+    "backward": _NULLABLE,
+}
+_MEASUREMENTS = {
+    "both": _NUMBER,  # forward and backward timed as one
+    "parts": dict,  # further times, by name
+    "peak_mb": _NUMBER,  # allocated by forward and backward beyond query, key, value and bias
+    "results_mb": _NUMBER,  # outputs and gradients among it
+    "cache_mib": _NUMBER,  # KV cache
+    "visited_mib": _NUMBER,  # all KV caches that cold calls cycle through
+    "of_copy_bandwidth": _NUMBER,  # bandwidth over keys and values / bandwidth of a copy
+    "kernels": int,  # launches
+    "bits_per_byte": _NUMBER,  # loss, mean of the last steps of a training
+}
+_ROW_OPTIONS = {
+    "commit": str,  # the build of this row, where it is not the record's
+    "run": int,  # tells repetitions apart
+}
+_TEST = {"part": str, "result": str}
+_TEST_OPTIONS = {"took": str, "last_words": str, "commit": str}
+
+
+def validate(record: dict) -> dict:
+    """The record. Raises ValueError for one that the schema does not allow."""
+    _check(record, "record", _RECORD, _RECORD_OPTIONS)
+    _check(record["machine"], "machine", {"name": str}, dict.fromkeys(record["machine"], object))
+    _check(record["versions"], "versions", {"torch": str}, dict.fromkeys(record["versions"], str))
+    for number, test in enumerate(record.get("tests", [])):
+        _check(test, f"tests[{number}]", _TEST, _TEST_OPTIONS)
+    seen = set()
+    for number, row in enumerate(record["rows"]):
+        name = f"rows[{number}]"
+        _check(row, name, _ROW, _MEASUREMENTS | _ROW_OPTIONS)
+        parts = row.get("parts", {})
+        _check(parts, f"{name}.parts", {}, dict.fromkeys(parts, _NUMBER))
+        if row["unit"] not in ("ms", "us"):
+            raise ValueError(f"{name}.unit: got {row['unit']!r}, expected ms or us")
+        if all(row.get(field) is None for field in (*TIMES, *_MEASUREMENTS)):
+            raise ValueError(f"{name}: got no measurement, expected one")
+        key = tuple(row.get(field) for field in ("case", "side", "dtype", *_ROW_OPTIONS))
+        if key in seen:
+            raise ValueError(f"{name}: got {key} again, expected a `run` that tells them apart")
+        seen.add(key)
+    return record
+
+
+def _check(found: object, name: str, required: dict, options: dict) -> None:
+    """Raises ValueError unless `found` has the required fields, no others than the options, and their types."""
+    if not isinstance(found, dict):
+        raise ValueError(f"{name}: got {found!r}, expected an object")
+    kinds = options | required
+    for field in dict.fromkeys([*required, *found]):
+        if field not in found:
+            raise ValueError(f"{name}.{field}: got none, expected one")
+        if field not in kinds:
+            raise ValueError(f"{name}: got {field!r}, expected one of {', '.join(kinds)}")
+        value, kind = found[field], kinds[field]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not object):
+            raise ValueError(f"{name}.{field}: got {value!r}, expected {kind}")
+    if "commit" in found and not re.fullmatch("[0-9a-f]{7,40}(-dirty)?", found["commit"]):
+        raise ValueError(f"{name}.commit: got {found['commit']!r}, expected a commit's hash")
+
+
+def row(case, side, dtype, forward=None, backward=None, unit="ms", **rest) -> dict:
+    """A row with six digits of every number, without what is None in `rest`."""
+    found = {"case": str(case), "side": side, "dtype": dtype, "unit": unit}
+    found |= {"forward": forward, "backward": backward}
+    return _rounded(found | {key: value for key, value in rest.items() if value is not None})
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def line(row: dict) -> str:
+    """A row for a reader: forward / backward, useful TFLOP/s of attention, and the rest by name."""
+    cells = []
+    if any(row[way] is not None for way in TIMES):
+        cells.append(f"{both_ways(row)} {row['unit']}")
+    if rates := useful_tflops(row):
+        cells.append(f"{both_ways(dict(zip(TIMES, rates, strict=True)))} TFLOP/s")
+    rest = {field: row[field] for field in (*_MEASUREMENTS, *_ROW_OPTIONS) if field in row}
+    cells += [f"{name} {number:.5g}" for name, number in rest.pop("parts", {}).items()]
+    cells += [f"{name} {value}" for name, value in rest.items()]
+    return f"{row['case']:<46} {row['side']:<14}{row['dtype']:<9}  {', '.join(cells)}"
+
+
+def declined(case: object, side: str, dtype: str, reason: Exception) -> str:
+    """The line of a side that has no row."""
+    text = (str(reason) or type(reason).__name__).splitlines()[0]
+    return f"{case!s:<46} {side:<14}{dtype:<9}  declined: {text}"
+
+
+def both_ways(numbers: dict) -> str:
+    """Three digits of forward / backward."""
+    shown = [numbers[way] for way in TIMES]
+    return " / ".join("–" if x is None else f"{x:.0f}" if x >= 100 else f"{x:.3g}" for x in shown)
+
+
+def read(path: Path) -> dict:
+    """Raises ValueError for a file that is no record."""
+    try:
+        return validate(json.loads(path.read_text()))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def write(path: Path, record: dict) -> None:
+    """Makes the folder, too."""
+    lists = [key for key in ("tests", "rows") if key in validate(record)]
+    fields = [
+        f" {json.dumps(key)}: {json.dumps(record[key])}" for key in record if key not in lists
+    ]
+    for key in lists:
+        items = ",\n".join(f"  {json.dumps(item)}" for item in record[key])
+        fields.append(f" {json.dumps(key)}: [\n{items}\n ]")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{\n" + ",\n".join(fields) + "\n}\n")

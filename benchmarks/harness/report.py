@@ -1,0 +1,242 @@
+"""Writes the tables and pictures of the documents from the newest records, so that none is ever typed by hand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from flash_dmattn import KVSlots, select_key_intervals
+
+from . import pictures
+from .cases import Case, useful_tflops
+from .machine import RECORDS
+from .pictures import plt  # after pictures has chosen how matplotlib draws
+from .record import TIMES, both_ways, read
+
+ROOT = RECORDS.parents[1]
+DOCS = ROOT / "docs"
+IMAGES = DOCS / "images"
+PANELS = IMAGES / "panels"
+NAMES = {
+    "cuda": "ours", "cpu": "ours", "triton": "our Triton backend", "sdpa": "torch SDPA", "flex": "flex_attention",
+    "fa2": "FlashAttention-2", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4", "cudnn": "cuDNN",
+}  # fmt: skip
+KINDS = {
+    "per_query": "dynamic mask", "sliding": "sliding window", "documents": "packed documents",
+    "dense_masks": "dense mask and bias",
+}  # fmt: skip
+# README's rows: three cases in two dtypes on a CPU, six cases in one dtype on a GPU.
+README_CASES = {
+    "dense causal B1 H8 N4096 D128",
+    "per_query B1 H8 N8192 D64 w1024",
+    "per_query B1 H8 N16384 D64 w1024",
+    "dense causal B1 H16 N8192 D128",
+    "dense causal B1 H16 N32768 D128",
+    "per_query B1 H16 Hkv8 N32768 D128 w2048",
+    "per_query B2 H32 N4096 D128 w2048",
+    "sliding B1 H16 Hkv8 N32768 D128 w2048",
+    "dense_masks B1 H2 Hkv1 N32768 D64 w1024",
+}
+
+_TOKEN_CASE = re.compile(r"token after (\d+), (.*)")
+TOKENS_BEFORE = (256, 1024, 4096, 16384)  # the columns of the table of a generated token
+
+
+def newest_records(suffix: str) -> list[tuple[str, dict]]:
+    """The newest `*-<suffix>.json` of every machine, as (path, record)."""
+    newest = {path.parent: path for path in sorted(RECORDS.glob(f"*/*-{suffix}.json"))}
+    return [(str(p.relative_to(ROOT)), read(p)) for p in newest.values()]
+
+
+def table(records: list[tuple[str, dict]], to_root: str = "", cases: set[str] | None = None) -> str:
+    """A block per machine, a Markdown row per case and dtype: ours, and the rivals of the same run.
+
+    to_root: the relative path from the document to the root. cases: the rows to write; None: all of attention.
+    """
+    lines = []
+    for path, record in records:
+        rows = [
+            row
+            for row in record["rows"]
+            if Case.parse(row["case"]) and (cases is None or row["case"] in cases)
+        ]
+        sides = list(dict.fromkeys(row["side"] for row in rows))
+        work: dict[tuple[str, str], dict[str, dict]] = {}
+        for row in rows:
+            work.setdefault((row["case"], row["dtype"]), {})[row["side"]] = row
+        lines += [
+            f"{_source(path, record, to_root)}; ms, forward / backward:",
+            "",
+            f"| work | dtype | {' | '.join(NAMES[side] for side in sides)} | {NAMES[sides[0]]}, useful TFLOP/s |",
+            f"|---|---|{'---|' * len(sides)}---|",
+        ]
+        for (case, dtype), found in work.items():
+            times = [both_ways(found[side]) if side in found else "" for side in sides]
+            rates = dict(zip(TIMES, useful_tflops(found[sides[0]]), strict=True))
+            cells = [_title(case), dtype, *times, both_ways(rates)]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _source(path: str, record: dict, to_root: str) -> str:
+    """Where numbers come from: the machine, the version of torch, the commit, and a link to the record."""
+    about = record["machine"]
+    threads = ""
+    if "threads" in about:
+        count = about["threads"]
+        threads = f" ({about['isa']}), {count} {'thread' if count == 1 else 'threads'}"
+    return (
+        f"{about['name']}{threads}, torch {record['versions']['torch']}, commit `{record['commit']}` "
+        f"([record]({to_root}{path}))"
+    )
+
+
+def token_table(path: str, record: dict) -> str:
+    """A generated token with either cache, a column per length of the text before it."""
+    found = {}
+    for row in record["rows"]:
+        if title := _TOKEN_CASE.fullmatch(row["case"]):
+            found[row["side"], int(title[1])] = row
+            model = title[2]
+    lengths = [n for n in TOKENS_BEFORE if ("eager", n) in found]
+    sides = {
+        "eager": ("eager attention, `DynamicCache`", "its keys and values"),
+        "ours": ("ours, `DynamicMaskCache`", "its slots"),
+    }
+    lines = [
+        f"A token of a {model}, float32, batch 1: {_source(path, record, '../')}; the fastest of many:",
+        "",
+        f"| tokens before | {' | '.join(f'{n:,}' for n in lengths)} |",
+        f"|---|{'---|' * len(lengths)}",
+    ]
+    for side, (times, memory) in sides.items():
+        rows = [found[side, n] for n in lengths]
+        cells = [f"{row['forward']:.1f} ms, {1e3 / row['forward']:.0f} tokens/s" for row in rows]
+        lines.append(f"| {times} | {' | '.join(cells)} |")
+        cells = [f"{row['cache_mib']:.1f} MiB" for row in rows]
+        lines.append(f"| {memory} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _title(case: str) -> str:
+    kind, _, rest = case.partition(" ")
+    return f"{KINDS.get(kind, kind)} {rest}"
+
+
+def put_between_markers(text: str, name: str, content: str) -> str:
+    """Replaces the text between `<!-- name -->` and the next `<!-- end -->`."""
+    markers = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+    return markers.sub(lambda found: found[1] + content + found[2], text)
+
+
+def draw_intervals(axes: plt.Axes) -> None:
+    """The visible keys of each query: n = 96, w = 16, scores with a few strong keys."""
+    torch.manual_seed(3)
+    n = 96
+    scores = torch.randn(1, 1, n) + 3 * (torch.rand(1, 1, n) < 0.06)
+    seen = select_key_intervals(scores, 16).to_mask()[0, 0]
+    axes.imshow(seen, cmap="Blues", vmin=0, vmax=1.4, interpolation="nearest")
+    axes.set(xlabel="key", ylabel="query", title="16 best keys of every query:\none interval a key")
+
+
+def draw_slots(path: Path) -> None:
+    """A cache of 5 slots and two key heads while 14 tokens arrive: the tokens that it holds after each."""
+    torch.manual_seed(5)
+    heads, window, tokens, width = 2, 5, 14, 8
+    cache = KVSlots(1, heads, window, width)
+    scores = torch.randn(1, heads, tokens)
+    figure, panels = plt.subplots(  # so narrow that its text is legible on a phone
+        1, heads, figsize=(4.7, 4.4), sharey=True, gridspec_kw={"wspace": 0}, layout="constrained"
+    )
+    for token in range(tokens):
+        one = slice(token, token + 1)
+        states = (torch.zeros(1, 1, h, width) for h in (heads, heads, heads))
+        cache.step(*states, scores[..., one])
+        for head, axes in enumerate(panels):
+            count = int(cache.counts[0, head, 0])
+            held = cache.positions[0, head, :count].tolist()
+            for slot, position in enumerate(held):
+                rank = float(scores[0, head, position].sigmoid())
+                box = {"facecolor": plt.cm.Blues(0.1 + 0.7 * rank), "edgecolor": "white", "lw": 1.5}
+                if position == token:
+                    box |= {"edgecolor": "black", "zorder": 2}
+                axes.add_patch(plt.Rectangle((slot, token), 1, 1, **box))
+                colour = "white" if rank > 0.6 else "black"
+                middle = {"ha": "center", "va": "center", "fontsize": 8, "zorder": 3}
+                axes.text(slot + 0.5, token + 0.5, position, color=colour, **middle)
+            if token not in held:
+                where = (window + 0.2, token + 0.5)
+                axes.text(*where, f"{token} is worse", va="center", fontsize=8, color="tab:red")
+    for head, axes in enumerate(panels):
+        axes.set(
+            xlim=(0, window + 2.6), ylim=(tokens, 0), xlabel="slot", title=f"key head {head}",
+            xticks=[s + 0.5 for s in range(window)], xticklabels=range(window),
+            yticks=[t + 0.5 for t in range(tokens)], yticklabels=range(tokens),
+        )  # fmt: skip
+        axes.tick_params(length=0)
+        for side in axes.spines.values():
+            side.set_visible(False)
+    panels[0].set_ylabel("token that arrives")
+    pictures.save(figure, path)
+
+
+def draw_overview(record: dict, path: Path) -> None:
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    draw_intervals(axes[0])
+    rows = pictures.sweep(record["rows"], "seqlen")
+    pictures.draw_sweep(axes[1], rows, "seqlen", pictures.seconds)
+    axes[1].legend(fontsize=7, loc="lower right")
+    pictures.save(figure, path)
+
+
+def draw_panels(on_cpu: dict, on_gpu: dict) -> None:
+    """The pictures of the site's pages, one panel each."""
+    figure, axes = plt.subplots(figsize=pictures.PANEL, layout="constrained")
+    draw_intervals(axes)
+    pictures.save(figure, PANELS / "intervals.svg")
+    pictures.draw_panels(on_cpu["rows"], PANELS, "cpu")
+    pictures.draw_panels(on_gpu["rows"], PANELS, "gpu")
+
+
+def with_tables(document: Path, tables: dict[str, str]) -> str:
+    """The text of a document with these tables, by the names of their markers."""
+    text = document.read_text()
+    for name, content in tables.items():
+        text = put_between_markers(text, name, content)
+    return text
+
+
+def documents() -> dict[Path, dict[str, str]]:
+    """The tables of the newest records, by document."""
+    on_cpus, on_gpus = newest_records("cpu"), newest_records("torch")
+    found = {
+        ROOT / "README.md": {
+            "cpu table": table(on_cpus, cases=README_CASES),
+            "gpu table": table(on_gpus, cases=README_CASES),
+        },
+        DOCS / "benchmarks.md": {
+            "cpu table": table(on_cpus, "../"),
+            "gpu table": table(on_gpus, "../"),
+        },
+        DOCS / "kernels" / "triton.md": {"triton table": table(newest_records("triton"), "../../")},
+    }
+    for path, record in newest_records("token"):
+        if "threads" in record["machine"]:  # of a CPU
+            found[DOCS / "generation.md"] = {"token table": token_table(path, record)}
+    return found
+
+
+def main(options: object) -> int:
+    """Writes all tables and pictures."""
+    for document, tables in documents().items():
+        document.write_text(with_tables(document, tables))
+    on_cpu = newest_records("cpu")[0][1]
+    draw_overview(on_cpu, IMAGES / "overview.svg")
+    draw_slots(IMAGES / "slots.svg")
+    for _, record in newest_records("sweeps"):
+        pictures.draw(record["rows"], IMAGES / "cost.svg")
+        draw_panels(on_cpu, record)
+    return 0

@@ -1,0 +1,253 @@
+"""The measured sides of attention: our backends, and the rivals. All get the same numbers."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flash_dmattn import (
+    KeyIntervals,
+    flash_dmattn_func_auto,
+    get_available_backends,
+    packed_documents,
+    select_key_intervals,
+    sliding_window,
+)
+from flash_dmattn._core.availability import unavailable_reason
+from flash_dmattn.check.memory import bytes_of
+
+from .cases import DENSE, DENSE_MASKS, DOCUMENTS, GLOBAL, PER_QUERY, SLIDING, Case
+from .clock import Step
+
+OURS = ("cuda", "triton", "cpu")
+MODULES = {"fa3": "fa3_fwd_interface", "fa4": "flash_attn.cute"}  # of rivals outside torch
+
+
+class Declined(Exception):
+    """A side does not run a case, for the reason in the message."""
+
+
+# What drawing, building and timing a side may raise.
+REASONS = (Declined, MemoryError, RuntimeError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    case: Case
+    q: Tensor  # [B, N, Hq, D]
+    k: Tensor  # [B, N, Hkv, D]
+    v: Tensor
+    dout: Tensor  # as q
+    bias: Tensor | None = None  # [B, Hkv, N], with DENSE_MASKS [B, Hkv, N, N]
+    mask: Tensor | None = None  # [B, Hkv, N, N]
+    intervals: KeyIntervals | None = None
+
+
+def draw(case: Case, dtype: torch.dtype, device: str) -> Inputs:
+    """Raises Declined where the device cannot hold them."""
+    batch, n, heads, heads_kv = case.batch, case.seqlen, case.heads_q, case.heads_kv
+    needed = 4 * batch * n * (heads + heads_kv) * case.head_dim * dtype.itemsize
+    if case.kind == DENSE_MASKS:
+        needed += batch * heads_kv * n**2 * (dtype.itemsize + 1)
+    expect_memory(needed, "inputs, output and gradients take", device)
+
+    def normal(*shape):
+        return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
+
+    q, dout = (normal(batch, n, heads, case.head_dim) for _ in range(2))
+    k, v = (normal(batch, n, heads_kv, case.head_dim) for _ in range(2))
+    if case.kind == DENSE:
+        return Inputs(case, q, k, v, dout)
+    if case.kind == SLIDING:
+        return Inputs(case, q, k, v, dout, intervals=sliding_window(n, case.window, device=device))
+    if case.kind == DOCUMENTS:
+        begins = torch.arange(0, n + 1, case.window, dtype=torch.int32, device=device)
+        documents = packed_documents(begins, key_length=n, max_length=case.window)
+        return Inputs(case, q, k, v, dout, intervals=documents)
+    if case.kind != DENSE_MASKS:
+        return Inputs(case, q, k, v, dout, bias=normal(batch, heads_kv, n))
+    bias = torch.empty(batch, heads_kv, n, n, device=device, dtype=dtype).normal_()
+    mask = torch.empty(bias.shape, device=device, dtype=torch.bool)
+    seen = torch.arange(1, n + 1, device=device)[:, None]
+    for of_head in mask.flatten(0, 1):  # random keys, so that no tile is empty
+        of_head.copy_((torch.rand(n, n, device=device) * seen < case.window).tril())
+    return Inputs(case, q, k, v, dout, bias, mask)
+
+
+def _leaves(*tensors: Tensor | None) -> list[Tensor]:
+    return [t.detach().requires_grad_() for t in tensors if t is not None]
+
+
+def _our(backend: str, inputs: Inputs) -> Step:
+    """The call as a user makes it: with selection, schedule, and the gradient of the bias."""
+    case, attention = inputs.case, flash_dmattn_func_auto(backend)
+    leaves = _leaves(inputs.q, inputs.k, inputs.v, inputs.bias)
+    q, k, v, *bias = leaves
+    options = {"attn_bias": bias[0] if bias else None, "is_causal": True}
+    if case.kind == DENSE_MASKS:
+        options["attn_mask"] = inputs.mask
+    elif inputs.intervals is not None:
+        options = {"key_intervals": inputs.intervals}
+    elif case.kind != DENSE:
+        options |= {"keep_window_size": case.window, "selection": case.kind}
+    return Step(lambda: attention(q, k, v, **options), leaves, inputs.dout)
+
+
+def _torchs(inputs: Inputs, mask: Tensor | None = None, backend: SDPBackend | None = None) -> Step:
+    """scaled_dot_product_attention, causal or with a mask that is ready before the clock starts."""
+    case = inputs.case
+    q, k, v = _leaves(*(t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)))
+    leaves = [q, k, v] if mask is None or not mask.requires_grad else [q, k, v, mask]
+    group = case.heads_q // case.heads_kv
+    options = {"attn_mask": mask}
+    if mask is None:
+        options, group = {"is_causal": True, "enable_gqa": group > 1}, 1
+
+    def forward():
+        # With enable_gqa and a mask torch would hold the N x N scores: keys are repeated, as its users do.
+        keys, values = k, v
+        if group > 1:
+            keys, values = (t.repeat_interleave(group, 1) for t in (k, v))
+        if backend is None:
+            return F.scaled_dot_product_attention(q, keys, values, **options)
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, keys, values, **options)
+
+    mask_bytes = 0 if mask is None else bytes_of([mask])
+    return Step(forward, leaves, inputs.dout.transpose(1, 2), mask_bytes)
+
+
+def _per_query_head(mask: Tensor, case: Case) -> Tensor:
+    """Repeated to one mask per query head, as torch requires."""
+    if mask.shape[1] in (1, case.heads_q):
+        return mask
+    return mask.repeat_interleave(case.heads_q // mask.shape[1], 1)
+
+
+def _sdpa(inputs: Inputs) -> Step:
+    """Whichever implementation torch chooses for a mask of N x N."""
+    case = inputs.case
+    if case.kind == DENSE:
+        return _torchs(inputs)
+    heads = 1 if case.kind in (SLIDING, DOCUMENTS) else case.heads_q
+    needed = 5 * case.batch * heads * case.seqlen**2  # torch converts it to numbers
+    expect_memory(2 * needed, "mask and a copy of it take", inputs.q.device)
+    if case.kind == DENSE_MASKS:  # one tensor is mask and bias, and has one gradient
+        both = inputs.bias.masked_fill(~inputs.mask, -torch.inf)
+        return _torchs(inputs, _per_query_head(both, case).requires_grad_())
+    intervals = inputs.intervals
+    if intervals is None:
+        intervals = select_key_intervals(inputs.bias, case.window, selection=case.kind)
+    return _torchs(inputs, _per_query_head(intervals.to_mask(), case))
+
+
+def _dense_only(backend: SDPBackend) -> Callable[[Inputs], Step]:
+    def build(inputs: Inputs) -> Step:
+        if inputs.case.kind != DENSE:
+            raise Declined("has no masks")
+        return _torchs(inputs, backend=backend)
+
+    return build
+
+
+def _flex(inputs: Inputs) -> Step:
+    """torch's FlexAttention itself; its mask, by blocks and by elements, is ready before the clock starts."""
+    from flash_dmattn._backends.flex import compiled_flex, masking
+    from flash_dmattn.keys.visibility import Visibility
+
+    case, intervals = inputs.case, inputs.intervals
+    if case.kind in (PER_QUERY, GLOBAL):
+        intervals = select_key_intervals(inputs.bias, case.window, selection=case.kind)
+    leaves = _leaves(*(t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)), inputs.bias)
+    q, k, v, *bias = leaves
+    dense = [t if t.dim() == 4 else t[:, :, None] for t in bias]
+    visible = Visibility(inputs.mask, inputs.intervals is None, intervals)
+    bias = dense[0] if bias else None
+    options = masking(q, k, bias, visible) | {"enable_gqa": case.heads_q != case.heads_kv}
+    return Step(lambda: compiled_flex(q, k, v, **options), leaves, inputs.dout.transpose(1, 2))
+
+
+def _fa3(inputs: Inputs) -> Step:
+    """FlashAttention-3's forward, of the package fa3-fwd, which has no backward and no window."""
+    if inputs.case.kind != DENSE:
+        raise Declined("its package has no masks")
+    attention = _imported("fa3").flash_attn_func
+    q, k, v = inputs.q, inputs.k, inputs.v
+    return Step(lambda: attention(q, k, v, causal=True), [], inputs.dout)
+
+
+def _fa4(inputs: Inputs) -> Step:
+    """FlashAttention-4, of the package flash-attn-4: causal, with a window where there is one."""
+    case = inputs.case
+    if case.kind not in (DENSE, SLIDING):
+        raise Declined("has no masks here")
+    attention = _imported("fa4").flash_attn_func
+    leaves = q, k, v = _leaves(inputs.q, inputs.k, inputs.v)
+    window = (case.window - 1, 0) if case.kind == SLIDING else (None, None)
+
+    def forward():
+        out = attention(q, k, v, causal=True, window_size=window)
+        return out[0] if isinstance(out, tuple) else out
+
+    return Step(forward, leaves, inputs.dout)
+
+
+def _imported(rival: str):
+    module = MODULES[rival]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Declined(f"cannot import {module}: {error}") from error
+
+
+def expect_memory(needed: int, what: str, device: torch.device | str) -> None:
+    """Raises Declined for more bytes than the device has."""
+    if torch.device(device).type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > total:
+        raise Declined(f"its {what} {needed / 1e9:.0f} of {total / 1e9:.0f} GB")
+
+
+RIVALS: dict[str, Callable[[Inputs], Step]] = {
+    "sdpa": _sdpa,
+    "fa2": _dense_only(SDPBackend.FLASH_ATTENTION),
+    "cudnn": _dense_only(SDPBackend.CUDNN_ATTENTION),
+    "flex": _flex,
+    "fa3": _fa3,
+    "fa4": _fa4,
+}
+
+
+NAMES = (*OURS, *RIVALS)
+
+
+def build(name: str, inputs: Inputs) -> Step:
+    """The step of a side. Raises Declined where it does not run the case."""
+    return RIVALS[name](inputs) if name in RIVALS else _our(name, inputs)
+
+
+def expect_runs(name: str, device: str) -> None:
+    """Raises Declined for a side that runs no case on this device."""
+    if device not in {"cpu": ("cpu",), "sdpa": ("cpu", "cuda")}.get(name, ("cuda",)):
+        raise Declined(f"does not run on {device}")
+    if name in OURS and (reason := unavailable_reason(name)):
+        raise Declined(reason)
+    if name in MODULES:
+        _imported(name)
+
+
+def default_sides(device: str) -> list[str]:
+    """Our best backend and torch's implementations that run without compiling."""
+    if device == "cpu":
+        return ["cpu", "sdpa"]
+    ours = [name for name in get_available_backends() if name in OURS]
+    return [*ours[:1], "sdpa", "fa2", "cudnn"]

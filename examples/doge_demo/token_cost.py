@@ -1,0 +1,73 @@
+"""Time and memory of a generated token as the text grows: eager attention over all keys, and ours over the window's."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from transformers import DynamicCache
+
+from flash_dmattn.integrations.transformers import DynamicMaskCache
+
+from .cost import LEAST_POINTS
+from .training import precision_of
+
+CONTEXTS = (256, 512, 1024, 2048, 4096, 8192, 16384)
+_CACHES = {"eager": DynamicCache, "flash_dmattn": DynamicMaskCache}
+_TOKENS = 12
+
+
+@dataclass
+class TokenCost:
+    """One token behind `length` others, of a text alone in its batch."""
+
+    length: int
+    seconds: float
+    mebibytes: float  # of the cache
+
+    @property
+    def per_second(self) -> float:
+        return 1 / self.seconds
+
+
+@torch.no_grad()
+def measure_tokens(
+    model: torch.nn.Module, implementation: str, seconds: float, seed: int
+) -> list[TokenCost]:
+    """At as many of `CONTEXTS` as fit into `seconds`, but `LEAST_POINTS` at least. The model reads random bytes, always with
+    flash_dmattn."""
+    deadline = time.perf_counter() + seconds
+    ids = torch.randint(
+        256, (1, CONTEXTS[-1] + _TOKENS), generator=torch.Generator().manual_seed(seed)
+    )
+    ids = ids.to(model.device)
+    model.eval()
+    costs, took = [], 0.0
+    for length in CONTEXTS:
+        if len(costs) >= LEAST_POINTS and time.perf_counter() + 2 * took > deadline:
+            break
+        began = time.perf_counter()
+        cache = _CACHES[implementation](config=model.config)
+        with precision_of(model.device):
+            model(ids[:, :length], past_key_values=cache, logits_to_keep=1)
+            model.set_attn_implementation(implementation)
+            steps = [_timed(model, ids[:, [at]], cache) for at in range(length, length + _TOKENS)]
+            model.set_attn_implementation("flash_dmattn")
+        costs.append(TokenCost(length, min(steps), _mebibytes(cache)))
+        took = time.perf_counter() - began
+    return costs
+
+
+def _timed(model: torch.nn.Module, token: torch.Tensor, cache: DynamicCache) -> float:
+    began = time.perf_counter()
+    model(token, past_key_values=cache).logits.sum().item()  # waits for a GPU
+    return time.perf_counter() - began
+
+
+def _mebibytes(cache: DynamicCache | DynamicMaskCache) -> float:
+    is_ours = isinstance(cache, DynamicMaskCache)
+    tensors = (
+        tensor
+        for layer in cache.layers
+        for tensor in (layer.slots.tensors if is_ours else (layer.keys, layer.values))
+    )
+    return sum(tensor.nbytes for tensor in tensors) / 2**20

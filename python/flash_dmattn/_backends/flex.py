@@ -1,0 +1,280 @@
+"""The FlexAttention backend: torch.nn.attention.flex_attention with our masks and biases."""
+
+from __future__ import annotations
+
+import math
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._core.checks import MASK_VALUE
+from .._core.numerics import Numerics
+from ..keys.visibility import Visibility
+
+_BLOCK = 128  # queries and keys of a block of the BlockMask
+_RECOMPILATIONS = (
+    256  # beyond torch's limit of 8 per function, flex would quietly make N x N tensors
+)
+# Below 128 queries torch 2.10 to 2.13 take their decoding kernel, which has no tiles for lengths that are no
+# power of 2 and then raises.
+_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
+# torch keeps as many tiles of dense masks and biases in shared memory as of keys: 278 KB of an H200's
+# 227 at head dimension 128.
+_DENSE_OPTIONS = _OPTIONS | {"bwd_num_stages": 1}
+_NARROW_DENSE_OPTIONS = _DENSE_OPTIONS | {
+    "fwd_num_stages": 2
+}  # and forward up to head dimension 64
+# The end of the scores' range: times log2(e) it is still within fp32.
+_LARGEST_SCORE = 1e38
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    visible: Visibility,
+    numerics: Numerics,
+) -> tuple[Tensor, Tensor | None]:
+    """out and lse of arguments in normal form; lse is None on the CPU."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    _refuse(q, k, v, bias, numerics)
+    head_dim = q.shape[3]
+    heads_q, heads_kv = q.shape[2], k.shape[2]
+    # In torch's kernels what is not finite would reach rows of a tile that do not see it.
+    undefined = [~t.isfinite().all(-1) for t in (q, k)]
+    q, k = (
+        _Saturated.apply(t, partial(_signs_of_infinities, undefined=rows))
+        for t, rows in zip((q, k), undefined, strict=True)
+    )
+    v = _Saturated.apply(v, _limited)
+    bias = None if bias is None else _Saturated.apply(bias, None)
+    if bias is not None and bias.requires_grad and bias.shape[2] == bias.shape[3] == 1:
+        # torch's kernels do not compile the gradient of a number per head: it becomes one per query, of two at least.
+        bias = bias.expand(-1, -1, max(2, q.shape[1]), 1).contiguous()
+    padding = max(16, 1 << (head_dim - 1).bit_length()) - head_dim  # flex requires powers of 2
+    if padding:
+        q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out, aux = compiled_flex(
+        q,
+        k,
+        v,
+        **masking(
+            q, k, bias, visible, numerics.softcap, [rows.transpose(1, 2) for rows in undefined]
+        ),
+        scale=numerics.scale,
+        enable_gqa=heads_q > heads_kv,
+        return_aux=AuxRequest(lse=q.device.type != "cpu"),
+    )
+    return _SanitisedOutput.apply(out.transpose(1, 2)[..., :head_dim]), aux.lse
+
+
+def masking(
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    visible: Visibility,
+    softcap: float = 0.0,
+    undefined: list[Tensor] | None = None,
+) -> dict[str, object]:
+    """Keyword arguments of flex_attention. q, k: [B, H, S, D]; the others in normal form.
+
+    undefined: which rows of q and k had inf or NaN, bool [B, H, S], and are now the signs of their inf.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    score_mod, mask_mod = _modifications(q, k, bias, visible, softcap, undefined)
+    block_mask = BlockMask.from_kv_blocks(
+        *_blocks(q, k, bias, visible),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=mask_mod,
+        seq_lengths=(q.shape[2], k.shape[2]),
+    )
+    dense = any(t is not None and t.shape[2] > 1 and t.shape[3] > 1 for t in (visible.mask, bias))
+    dense_options = _NARROW_DENSE_OPTIONS if q.shape[3] <= 64 else _DENSE_OPTIONS
+    options = dense_options if dense else _OPTIONS
+    return {"score_mod": score_mod, "block_mask": block_mask, "kernel_options": options}
+
+
+def compiled_flex(*arguments, **options):
+    with torch._dynamo.config.patch(
+        recompile_limit=_RECOMPILATIONS, fail_on_recompile_limit_hit=True
+    ):
+        return _flex()(*arguments, **options)
+
+
+def _refuse(q, k, v, bias, numerics: Numerics) -> None:
+    if not numerics.saturate:
+        raise NotImplementedError(
+            "nonfinite: got 'propagate' for FlexAttention, expected 'saturate': in torch's kernels inf and NaN also reach "
+            "rows that do not see them; flash_dmattn_func and triton_dmattn_func propagate them"
+        )
+    wanted = [t is not None and t.requires_grad for t in (q, k, v, bias)]
+    if q.device.type == "cpu" and torch.is_grad_enabled() and any(wanted):
+        raise NotImplementedError(
+            "flex_dmattn_func: torch's FlexAttention has no backward on the CPU; use flash_dmattn_func there, "
+            "or torch.no_grad()"
+        )
+    if q.dtype == torch.float64:
+        raise TypeError("query: got float64, expected float32, bfloat16 or float16")
+    if 0 in q.shape or 0 in k.shape:
+        raise ValueError(
+            f"query, key: got shapes {tuple(q.shape)}, {tuple(k.shape)}: flex takes no empty ones"
+        )
+    if numerics.deterministic and wanted[3]:
+        raise NotImplementedError(
+            "flex_dmattn_func: torch adds the gradients of a bias in an order that varies; expected "
+            "deterministic=False, or a bias that needs no gradient"
+        )
+
+
+class _Saturated(torch.autograd.Function):
+    """What `cleaned` makes of a tensor; its gradient is that of the tensor, and saturates."""
+
+    @staticmethod
+    def forward(ctx, x, cleaned):
+        return x.view_as(x) if cleaned is None else cleaned(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        limit = torch.finfo(gradient.dtype).max
+        limit = limit / 2 if gradient.dtype == torch.bfloat16 else limit
+        return gradient.nan_to_num(limit, limit, -limit).clamp_(-limit, limit), None
+
+
+class _SanitisedOutput(torch.autograd.Function):
+    """Output that saturates, whose gradients count as 0 where they are not finite."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return _limited(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.nan_to_num(0, 0, 0)
+
+
+def _limited(x: Tensor) -> Tensor:
+    limit = torch.finfo(x.dtype).max
+    return x.nan_to_num(limit, limit, -limit)
+
+
+def _signs_of_infinities(x: Tensor, undefined: Tensor) -> Tensor:
+    """undefined: the rows that have one or NaN. Those with inf become its signs, with zeros beside them; rows with NaN zeros. The product with one then has the
+    sign of what would be infinite, and is 0 where that would be NaN, 0 * inf included; inf - inf has either."""
+    signs = torch.where(x.isinf(), x.sign(), 0)
+    signs = torch.where(x.isnan().any(-1, keepdim=True), 0, signs)
+    return torch.where(undefined[..., None], signs, x)
+
+
+@cache
+def _flex():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _modifications(q, k, bias, visible, softcap, undefined):
+    """score_mod and mask_mod."""
+    mask, is_causal, intervals = visible.mask, visible.is_causal, _intervals_of(visible)
+    heads_q, heads_kv, seqlen_q, seqlen_k = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+    group, reach = heads_q // heads_kv, seqlen_k - seqlen_q
+    hiding_bias = None if bias is None else bias.detach()
+
+    def element(tensor, b, h, i, j):
+        """Of a tensor that may broadcast: [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
+        head = h if tensor.shape[1] == heads_q else h // group
+        zero = 0 * b  # torch 2.10 does not support integers beside tensors as indices
+        return tensor[
+            b if tensor.shape[0] > 1 else zero,
+            head if tensor.shape[1] > 1 else zero,
+            i if tensor.shape[2] > 1 else zero,
+            j if tensor.shape[3] > 1 else zero,
+        ]
+
+    def visible(b, h, i, j):
+        shown = (i < seqlen_q) & (j < seqlen_k)
+        if is_causal:
+            shown = shown & (j <= i + reach)
+        if mask is not None:
+            shown = shown & element(mask, b, h, i, j)
+        if hiding_bias is not None:
+            shown = shown & (element(hiding_bias, b, h, i, j) > MASK_VALUE[bias.dtype])
+        if intervals is not None:
+            zero = 0 * b
+            row = b if intervals.shape[0] > 1 else zero
+            head = h // group if intervals.shape[1] > 1 else zero
+            first, last = intervals[row, head, j, zero], intervals[row, head, j, zero + 1]
+            shown = shown & (first <= i) & (i < last)
+        return shown
+
+    def score_mod(score, b, h, i, j):
+        if undefined is not None:
+            infinite = torch.where(score < 0, -math.inf, math.nan)
+            infinite = torch.where(score > 0, math.inf, infinite)
+            undefined_q, undefined_k = undefined[0][..., None], undefined[1][:, :, None]
+            changed = element(undefined_q, b, h, i, j) | element(undefined_k, b, h, i, j)
+            score = torch.where(changed, infinite, score)
+        if softcap > 0:
+            score = softcap * torch.tanh(score / softcap)
+        if bias is not None:
+            score = score + element(bias, b, h, i, j)
+        if undefined is None:
+            return score
+        score = torch.where(score.isnan(), -_LARGEST_SCORE, score)
+        return score.clamp(-_LARGEST_SCORE, _LARGEST_SCORE)
+
+    modified = undefined is not None or softcap > 0 or bias is not None
+    return score_mod if modified else None, visible
+
+
+def _intervals_of(visible: Visibility) -> Tensor | None:
+    return None if visible.keys is None else visible.keys.intervals
+
+
+def _blocks(q, k, bias, visible):
+    """The four tensors of a BlockMask: the partial and the full blocks, from causality and intervals alone;
+    masks and biases make full blocks partial. O((N / 128)^2)."""
+    mask, is_causal, intervals = visible.mask, visible.is_causal, _intervals_of(visible)
+    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+    rows, columns = math.ceil(seqlen_q / _BLOCK), math.ceil(seqlen_k / _BLOCK)
+    row_begin = torch.arange(rows, device=q.device)[:, None] * _BLOCK
+    row_end = (row_begin + _BLOCK).clamp(max=seqlen_q)
+    column_begin = torch.arange(columns, device=q.device) * _BLOCK
+    shown = torch.ones(1, 1, rows, columns, dtype=torch.bool, device=q.device)
+    # A block that reaches past the end has elements that do not exist.
+    whole = shown & (row_begin + _BLOCK <= seqlen_q) & (column_begin + _BLOCK <= seqlen_k)
+    if is_causal:
+        reach = seqlen_k - seqlen_q
+        shown = shown & (column_begin <= row_end - 1 + reach)
+        whole = whole & (column_begin + _BLOCK - 1 <= row_begin + reach)
+    if intervals is not None:
+        padding = columns * _BLOCK - seqlen_k
+        empty = intervals[..., 0] >= intervals[..., 1]
+        first = intervals[..., 0].masked_fill(empty, seqlen_q)
+        last = intervals[..., 1].masked_fill(empty, 0)
+        first = F.pad(first, (0, padding), value=seqlen_q).unflatten(-1, (columns, _BLOCK))
+        last = F.pad(last, (0, padding), value=0).unflatten(-1, (columns, _BLOCK))
+        earliest, latest = first.amin(-1)[:, :, None], last.amax(-1)[:, :, None]
+        shown = shown & (earliest < row_end) & (latest > row_begin)
+        whole = (
+            whole
+            & (first.amax(-1)[:, :, None] <= row_begin)
+            & (last.amin(-1)[:, :, None] >= row_end)
+        )
+        if intervals.shape[1] > 1:
+            group = q.shape[1] // intervals.shape[1]
+            shown, whole = (t.repeat_interleave(group, 1) for t in (shown, whole))
+    if mask is not None or bias is not None:
+        whole = torch.zeros_like(shown)
+    return *_indices(shown & ~whole), *_indices(shown & whole)
+
+
+def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of each row are set, and their columns first."""
+    columns = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), columns.int()

@@ -1,0 +1,38 @@
+"""The C++ library's backends."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._core import ops
+from .._core.numerics import Numerics
+from ..keys.visibility import BestByBias, Visibility
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    visible: Visibility,
+    numerics: Numerics,
+    backend: str = "",
+) -> tuple[Tensor, Tensor]:
+    """out and statistics [2, B, Hq, Sq] of arguments in normal form: lse, and what rounding removed from it.
+
+    Here the operator's arguments are put in a row, and nowhere else.
+    """
+    head_dim = q.shape[3]
+    # The GPU's kernels load 16 bytes at a time.
+    padding = -head_dim % 8 if q.is_cuda else 0
+    if padding:
+        q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
+    if isinstance(visible.keys, BestByBias):
+        choice = (visible.keys.window, visible.is_causal)
+        out, statistics, _ = ops.attend_to_best(q, k, v, bias, *choice, *numerics, backend)
+    else:
+        out, statistics = ops.attend(
+            q, k, v, visible.mask, bias, *visible.operands(), visible.is_causal, *numerics, backend
+        )
+    return out[..., :head_dim] if padding else out, statistics

@@ -1,0 +1,150 @@
+"""The torch operators of the Triton backend: shape inference and derivatives."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from ..._core.numerics import Numerics
+from ..._core.ops import NAMESPACE
+from ...keys.visibility import Visibility
+from . import launch
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    visible: Visibility,
+    numerics: Numerics,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of arguments in normal form."""
+    keys = visible.operands()
+    base, per_query, _ = keys.key_bound or (-1, 0, 0)
+    out, lse, *_ = forward(
+        q,
+        k,
+        v,
+        visible.mask,
+        bias,
+        keys.key_intervals,
+        [] if base < 0 else [base, per_query],
+        visible.is_causal,
+        numerics.scale,
+        numerics.softcap,
+        numerics.saturate,
+    )
+    return out, lse
+
+
+def _problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap):
+    if q.dtype == torch.float64:
+        raise TypeError(
+            "query: got float64, expected float32, bfloat16 or float16; the reference backend has float64"
+        )
+    if q.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        raise RuntimeError(
+            "query: got a tensor on the CPU, where Triton has no kernels; expected a GPU's"
+        )
+    return launch.Problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::triton_forward", mutates_args=())
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    key_intervals: Tensor | None,
+    key_bound: list[int],
+    is_causal: bool,
+    scale: float,
+    softcap: float,
+    saturate: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, lse, lse_low, and int32 [B, Hkv]: 1 for heads that were computed in fp64."""
+    problem = _problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap)
+    with _device_of(q):
+        return launch.forward(problem, saturate)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::triton_backward", mutates_args=())
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    key_intervals: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    lse_low: Tensor,
+    careful: Tensor,
+    key_bound: list[int],
+    is_causal: bool,
+    scale: float,
+    softcap: float,
+    saturate: bool,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dbias; empty where `needs` is False."""
+    problem = _problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap)
+    with _device_of(q):
+        gradients = launch.backward(problem, dout, out, lse, lse_low, careful, saturate, needs)
+    return tuple(q.new_empty(0) if g is None else g for g in gradients)
+
+
+def _device_of(tensor: Tensor):
+    """Triton launches on the current device."""
+    if tensor.device.type == "cpu":
+        return torch.device("cpu")
+    return torch.get_device_module(tensor.device).device(tensor.device)
+
+
+@forward.register_fake
+def _forward_fake(q, k, *others):
+    batch, seqlen_q, heads_q, _ = q.shape
+    lse = q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
+    careful = q.new_empty((batch, k.shape[2]), dtype=torch.int32)
+    return q.new_empty(q.shape), lse, torch.empty_like(lse), careful
+
+
+@backward.register_fake
+def _backward_fake(dout, q, k, v, mask, bias, *others):
+    needs = others[-1]
+    tensors = (q, k, v, q if bias is None else bias)
+    return tuple(
+        t.new_empty(t.shape if needed else (0,)) for t, needed in zip(tensors, needs, strict=True)
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    tensors, ctx.options = inputs[:6], inputs[6:]
+    _, lse, lse_low, careful = output
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(lse, lse_low, careful)
+    ctx.set_materialize_grads(False)
+
+
+def _forward_derivative(ctx, dout, dlse, dlse_low, dcareful):
+    if dout is None:
+        return (None,) * len(ctx.needs_input_grad)
+    wanted = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4)]
+    gradients = backward(dout, *ctx.saved_tensors, *ctx.options, wanted)
+    dq, dk, dv, dbias = (g if w else None for g, w in zip(gradients, wanted, strict=True))
+    return dq, dk, dv, None, dbias, *(None,) * (len(ctx.needs_input_grad) - 5)
+
+
+def _backward_derivative(ctx, *gradients):
+    raise RuntimeError(
+        "flash_dmattn: a second derivative was asked for (create_graph=True), but attention has only the "
+        "first one. For double backward use torch's math attention."
+    )
+
+
+forward.register_autograd(_forward_derivative, setup_context=_setup_context)
+backward.register_autograd(_backward_derivative)

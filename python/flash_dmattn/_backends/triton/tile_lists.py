@@ -1,0 +1,51 @@
+"""The order in which kernels visit the keys of key intervals."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, frexp
+
+from ..._core import ops, torch_ops
+
+TILE_ROWS = 128  # queries of a list's tile, a multiple of those of every kernel's
+
+
+class TileLists(NamedTuple):
+    """Of every TILE_ROWS queries the keys that at least one of them sees: first those that all see (`full`).
+
+    Tile t of (b, h) has keys[begin[.., t]] to keys[begin[.., t] + count[.., t]].
+    """
+
+    keys: Any  # int32 [entries]
+    begin: Any  # int64 [rows, tiles]
+    count: Any  # int32 [rows, tiles]
+    full: Any  # int32 [rows, tiles]
+    batch: int  # strides in rows; a row is one [Sk] of intervals
+    head: int
+
+
+def build_tile_lists(intervals: Tensor, seqlen_q: int, bound: list[int]) -> TileLists:
+    """intervals: int32 [B or 1, Hkv or 1, Sk, 2].
+
+    bound: (base, per_query) where n consecutive queries together see at most base + per_query n keys; or
+    nothing, and then the keys are counted first, which waits for the device.
+    """
+    build = ops.build_tile_lists if ops.has_kernels_for(intervals) else torch_ops.build_tile_lists
+    keys, begin, count, full = build(intervals, TILE_ROWS, seqlen_q, bound)
+    batch, heads = intervals.shape[:2]
+    return TileLists(keys, begin, count, full, heads if batch > 1 else 0, 1 if heads > 1 else 0)
+
+
+def lifetime_order(intervals: Tensor) -> Tensor:
+    """[B or 1, Hkv or 1, Sk] int32: the keys by the octave of their lifetime, then by their first query.
+
+    The cost of a key-major kernel is the number of queries from the earliest `first` to the latest `last`
+    of each block of keys. In this order that is at most twice the mean lifetime, and the spread of their firsts adds
+    at most one sequence per octave: Sq log2(Sq) in all, for any intervals.
+    """
+    first, last = intervals.long().unbind(-1)
+    lifetime = (last - first).clamp(min=0)
+    octave = frexp(lifetime.float()).exponent  # 0 for keys that no query sees
+    rank = octave.long() << 32 | first.clamp(min=0)
+    return rank.sort(dim=-1, stable=True).indices.int()

@@ -1,0 +1,111 @@
+"""The backends of this machine in order of preference, and the reasons why others do not run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from . import ops
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One backend. `reason`: the hardware it runs on when it is available, else why it is not."""
+
+    name: str
+    available: bool
+    reason: str
+
+
+# The versions 3.6 and 3.9 have compiled the kernels. For AMD 3.6 does not compile fp64 products.
+_OLDEST_TRITON, _OLDEST_TRITON_OF_AMD = (3, 6), (3, 9)
+_ON_GPU = ("cuda", "triton", "flex", "cpu", "reference")
+_ON_CPU = ("cpu", "flex", "triton", "cuda", "reference")
+
+
+def gpu() -> str | None:
+    """The kind of GPU that torch can use, "cuda" or "xpu"."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator and accelerator.type in ("cuda", "xpu") else None
+
+
+def _triton() -> Backend:
+    try:
+        import triton
+
+        return _usable(triton)
+    except Exception as error:  # a broken installation fails in ways of its own
+        reason = f"triton cannot be imported: {type(error).__name__}: {error}"
+        return Backend("triton", False, reason)
+
+
+def _usable(triton) -> Backend:
+    version = f"triton {triton.__version__}"
+    oldest, where = _OLDEST_TRITON, ""
+    if torch.version.hip is not None:
+        oldest, where = _OLDEST_TRITON_OF_AMD, " on AMD's GPUs"
+    if tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < oldest:
+        expected = ".".join(map(str, oldest))
+        return Backend(
+            "triton", False, f"{version} is too old, expected {expected} or newer{where}"
+        )
+    if triton.knobs.runtime.interpret:
+        return Backend(
+            "triton", False, f"{version} is interpreted (TRITON_INTERPRET), for tests only"
+        )
+    if gpu() is None:
+        missing = "needs a GPU that torch can use (for tests, TRITON_INTERPRET=1)"
+        return Backend("triton", False, f"{version} {missing}")
+    return Backend("triton", True, f"{version} on {gpu()}")
+
+
+def _flex() -> Backend:
+    try:
+        from torch.nn.attention import flex_attention  # noqa: F401
+    except Exception as error:
+        reason = f"torch {torch.__version__} has no FlexAttention: {type(error).__name__}: {error}"
+        return Backend("flex", False, reason)
+    if gpu() is None:
+        return Backend("flex", False, "FlexAttention has no backward without a GPU")
+    return Backend("flex", True, f"torch {torch.__version__} on {gpu()}")
+
+
+@cache
+def backends() -> tuple[Backend, ...]:
+    """All backends, those that run first and in order of preference."""
+    found = [_triton(), _flex()]
+    for line in ops.backends().splitlines():
+        name, available, reason = line.split("\t")
+        if name == "cuda" and available == "1" and not torch.cuda.is_available():
+            available, reason = "0", f"torch {torch.__version__} cannot use the GPU ({reason})"
+        found.append(Backend(name, available == "1", reason))
+    order = _ON_CPU if gpu() is None else _ON_GPU
+    return tuple(sorted(found, key=lambda b: (not b.available, order.index(b.name))))
+
+
+def get_available_backends() -> list[str]:
+    """Names of the backends that run here, the preferred one first; the slow "reference" is the last."""
+    return [backend.name for backend in backends() if backend.available]
+
+
+def is_available(name: str) -> bool:
+    return name in get_available_backends()
+
+
+def unavailable_reason(name: str) -> str:
+    """Why the backend `name` does not run here, and which ones do; "" when it runs."""
+    for backend in backends():
+        if backend.name == name:
+            if backend.available:
+                return ""
+            return f"{backend.reason}; available: {', '.join(get_available_backends())}"
+    known = ", ".join(backend.name for backend in backends())
+    raise ValueError(f"backend: got {name!r}, expected one of {known}")
+
+
+# Constants of torch.compile, which would trace into the cached function and its imports.
+get_available_backends._dynamo_marked_constant = True
+unavailable_reason._dynamo_marked_constant = True

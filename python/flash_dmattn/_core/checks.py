@@ -1,0 +1,308 @@
+"""Checks and normal forms of the arguments that the functions share."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from numbers import Integral, Real
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack as _innermost_transform
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from .availability import unavailable_reason
+from .ops import NO_FUNCTIONAL_GRADIENT, NO_TANGENT
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+GPU_DTYPES = (torch.bfloat16, torch.float16)
+
+# By the dtype of a bias: at or below this it masks its element; see mask_value in include/flash_dmattn/types.h.
+MASK_VALUE = {
+    torch.float64: -1e30,
+    torch.float32: -1e30,
+    torch.bfloat16: -1e30,
+    torch.float16: -1e4,
+}
+
+
+# The types accepted as numbers: also those of numpy, of torch.compile, and tensors of one element. Python's own come
+# first: an abstract class takes a microsecond to compare with.
+NUMBERS = (float, int, Real, torch.SymFloat, torch.SymInt, Tensor)
+_INTEGERS = (int, Integral, torch.SymInt)
+_BOOLS = (bool, torch.SymBool)
+FLOAT32_MAX = torch.finfo(torch.float32).max  # of scale and softcap, which kernels round to float32
+
+
+def attention_inputs(
+    query: Tensor, key: Tensor, value: Tensor, layout: str, backend: str = ""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Checks query, key and value, casts them as torch.autocast prescribes, and pads them to one head dimension: zeros add
+    nothing to query . key.
+
+    A bias is not cast: one in fp32 beside low precision inputs is welcome.
+    layout: "B, S, H, D", or "total, H, D" for packed sequences.
+    backend: its name where one is named.
+    """
+    _check_tensors(query, key, value, layout)
+    if torch._C._is_any_autocast_enabled():
+        query, key, value = _autocast(query, key, value)
+    _check_types(query, key, value)
+    check_device(query, backend)
+    missing = _check_shapes(query, key, value)
+    if missing > 0:
+        value = F.pad(value, (0, missing))
+    elif missing < 0:
+        query, key = (F.pad(t, (0, -missing)) for t in (query, key))
+    return query, key, value
+
+
+def _autocast(query: Tensor, *others: Tensor) -> list[Tensor]:
+    device_type = query.device.type
+    tensors = [query, *others]
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return [
+        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+    ]
+
+
+def of_value_dim(out: Tensor, value: Tensor) -> Tensor:
+    """The columns of out that `value` had before it was padded."""
+    value_dim = value.shape[-1]
+    return out if out.shape[-1] == value_dim else out[..., :value_dim]
+
+
+def check_tensor(value: object, name: str) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a torch.Tensor")
+    if value.layout is not torch.strided or value.is_nested:
+        layout = "nested" if value.is_nested else value.layout
+        raise TypeError(
+            f"{name}: got a {layout} tensor, expected a dense one; sequences of different lengths go packed into "
+            "flash_dmattn_varlen_func"
+        )
+
+
+def check_positions(positions: Tensor, name: str) -> None:
+    """Of tokens."""
+    check_tensor(positions, name)
+    if positions.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name}: got {positions.dtype}, expected int64 or int32")
+
+
+def check_count(value: object, name: str) -> None:
+    """An integer, 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, _INTEGERS):
+        raise TypeError(f"{name}: got {value!r}, expected an integer")
+    if value < 0:
+        raise ValueError(f"{name}: got {value}, expected 0 or more")
+
+
+def resolve_flag(value: object, name: str) -> bool:
+    """A bool; None is False. A text like "False" would be true."""
+    if value is None or isinstance(value, _BOOLS):
+        return bool(value)
+    if not isinstance(value, (str, Tensor)) and value in (0, 1):  # numpy's bool, for one
+        return bool(value)
+    raise TypeError(f"{name}: got {value!r}, expected True or False")
+
+
+def may_read() -> bool:
+    """Whether values of tensors may be read: not in compiled code, nor while a CUDA graph is captured."""
+    if is_compiling():
+        return False
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is active."""
+    return _innermost_transform() is not None or forward_ad._current_level >= 0
+
+
+def refuse_transforms(**tensors: Tensor | None) -> None:
+    """Forward-mode derivatives do not exist, and torch would silently make them 0. torch.func's reverse mode
+    does not look into custom operators."""
+    if is_compiling() or not is_transformed():
+        return
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise RuntimeError(f"{name}: {NO_TANGENT}")
+        if torch._C._functorch.is_gradtrackingtensor(tensor):
+            raise RuntimeError(f"{name}: {NO_FUNCTIONAL_GRADIENT}")
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None:
+    dims = layout.count(",") + 1
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(tensor, name)
+        if tensor.dim() != dims:
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected [{layout}]")
+
+
+def _check_types(query: Tensor, key: Tensor, value: Tensor) -> None:
+    dtype, device = query.dtype, query.device
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != dtype or tensor.device != device:
+            raise TypeError(
+                f"{name}: got {tensor.dtype} on {tensor.device}, expected that of query, {dtype} on {device}"
+            )
+    if dtype not in DTYPES:
+        raise TypeError(f"query: got {dtype}, expected float32, bfloat16, float16 or float64")
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """By how much the head dimension of value is smaller than that of query and key."""
+    of_query, of_key, of_value = query.shape, key.shape, value.shape
+    if of_value != of_key and (of_value[-1] > 256 or of_value[:-1] != of_key[:-1]):
+        raise ValueError(
+            f"value: got shape {tuple(value.shape)}, expected that of key, {tuple(key.shape)}, or another head dimension up "
+            "to 256"
+        )
+    heads_q, head_dim = of_query[-2], of_query[-1]
+    heads_kv = of_key[-2]
+    has_batch = len(of_query) == 4
+    if of_key[-1] != head_dim or (has_batch and of_key[0] != of_query[0]):
+        raise ValueError(
+            f"key: got shape {tuple(key.shape)}, expected batch and head dimension of query, "
+            f"{tuple(query.shape)}"
+        )
+    if heads_q % heads_kv != 0 if heads_kv > 0 else heads_q > 0:
+        raise ValueError(
+            f"key: got {heads_kv} heads, expected a divisor of the {heads_q} heads of query"
+        )
+    if not 1 <= head_dim <= 256:
+        raise ValueError(f"query: got head dimension {head_dim}, expected 1 to 256")
+    return head_dim - of_value[-1]
+
+
+def _runs_on_cpu(backend: str) -> bool:
+    if backend == "flex":
+        return True
+    return (
+        importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+    )
+
+
+def check_device(query: Tensor, backend: str) -> None:
+    if backend in ("triton", "flex"):
+        # On the CPU: Triton interpreted, and the forward of FlexAttention, which raise their own errors.
+        allowed = is_compiling() or (query.is_cpu and _runs_on_cpu(backend))
+        reason = "" if allowed else unavailable_reason(backend)
+        if reason:
+            raise RuntimeError(f"{backend}_dmattn_func: {reason}. Use flash_dmattn_func instead.")
+        return
+    if not (query.is_cpu or query.is_cuda or query.is_meta):
+        raise RuntimeError(
+            f"flash_dmattn: no backend runs on {query.device}, only on the CPU and on CUDA GPUs"
+        )
+    if query.is_cuda:
+        needed = backend_of(query, backend) or "cuda"
+        reason = "" if is_compiling() else unavailable_reason(needed)
+        if needed == "triton" and not reason:
+            return
+        if reason and needed == "cuda":
+            raise RuntimeError(f"flash_dmattn: cannot run on {query.device}: {reason}")
+        if query.dtype not in GPU_DTYPES:
+            only = f"; float32 takes Triton's kernels, but {reason}" if reason else ""
+            raise TypeError(
+                f"query: got {query.dtype} on {query.device}, expected bfloat16 or float16 (convert with .to(), or "
+                f'compute under torch.autocast("cuda", torch.bfloat16)){only}'
+            )
+
+
+def backend_of(query: Tensor, backend: str) -> str:
+    """The one that is named; without a name Triton's for float32 on a CUDA GPU, for which the library has no kernels,
+    and else the library's ("")."""
+    on_triton = not backend and query.dtype == torch.float32 and query.is_cuda
+    return "triton" if on_triton else backend
+
+
+def broadcast_argument(tensor: Tensor, name: str, query: Tensor, key: Tensor) -> Tensor:
+    """A mask or bias as [B or 1, Hq or Hkv or 1, Sk or 1], the same for every query, or with Sq or 1 as the third of four
+    dimensions; nothing expanded.
+
+    2-d is [B, Sk].
+    """
+    check_tensor(tensor, name)
+    shape = tensor.shape
+    if tensor.dim() == 2:
+        tensor = tensor.unsqueeze(1)
+    batch, seqlen_q, heads_q, _ = query.shape
+    _, seqlen_k, heads_kv, _ = key.shape
+    dims = tensor.dim()
+    fits = dims == 3 or dims == 4
+    if fits:
+        b, h, *sq, sk = tensor.shape
+        fits = (
+            (b == batch or b == 1)
+            and (h == heads_q or h == heads_kv or h == 1)
+            and (sk == seqlen_k or sk == 1)
+            and (dims == 3 or sq[0] == seqlen_q or sq[0] == 1)
+        )
+    if not fits:
+        raise ValueError(
+            f"{name}: got shape {tuple(shape)}, expected [B, Sk], [B, H, Sk] or [B, H, Sq, Sk] with B = {batch}, "
+            f"H = {heads_q} or {heads_kv}, Sq = {seqlen_q}, Sk = {seqlen_k}, any of them 1"
+        )
+    if tensor.device != query.device:
+        raise TypeError(f"{name}: got a tensor on {tensor.device}, expected {query.device}")
+    return tensor
+
+
+def with_queries(tensor: Tensor) -> Tensor:
+    """A mask or bias with all four dimensions."""
+    return tensor.unsqueeze(2) if tensor.dim() == 3 else tensor
+
+
+def mask_argument(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """[B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
+    if mask is None:
+        return None
+    mask = with_queries(broadcast_argument(mask, "attn_mask", query, key))
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"attn_mask: got {mask.dtype}, expected torch.bool (True: visible); "
+            "additive masks go into attn_bias"
+        )
+    return mask
+
+
+def bias_argument(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """[B or 1, Hq or Hkv or 1, Sk or 1] or [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
+    if bias is None:
+        return None
+    bias = check_bias(bias, "attn_bias", query, key)
+    return bias if bias.dtype == query.dtype else widen_bias(bias, query.dtype)
+
+
+def widen_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bias in float32, or in float64 where that is `dtype`. What masks by the rule of its own dtype still masks."""
+    if bias.dtype == torch.float16:  # whose fills are numbers in a wider dtype
+        bias = bias.masked_fill(bias <= MASK_VALUE[torch.float16], float("-inf"))
+    return bias.to(torch.promote_types(dtype, torch.float32))
+
+
+def check_bias(bias: Tensor, name: str, query: Tensor, key: Tensor) -> Tensor:
+    """`bias_argument` in the dtype that it has."""
+    bias = broadcast_argument(bias, name, query, key)
+    if not bias.is_floating_point():
+        masks = "; boolean masks go into attn_mask" if bias.dtype == torch.bool else ""
+        raise TypeError(f"{name}: got {bias.dtype}, expected a floating dtype{masks}")
+    return bias
+
+
+def selection_scores_argument(scores: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    check_tensor(scores, "selection_scores")
+    scores = check_bias(scores.detach(), "selection_scores", query, key)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return scores if scores.dtype == query.dtype else scores.to(wide)
+
+
+def check_window(keep_window_size: int) -> None:
+    check_count(keep_window_size, "keep_window_size")

@@ -1,0 +1,151 @@
+"""Checks of the arguments of KV caches. A cache changes in place, so all of them come before the first write."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checks import check_count, check_tensor, refuse_transforms
+
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+
+
+def expect(
+    tensor: object, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    check_tensor(tensor, name)
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {shape}")
+    _expect_like(tensor, name, dtype, device)
+
+
+def _expect_like(tensor: Tensor, name: str, dtype: torch.dtype, device: torch.device) -> None:
+    if tensor.dtype != dtype or tensor.device != device:
+        raise TypeError(
+            f"{name}: got {tensor.dtype} on {tensor.device}, expected {dtype} on {device}"
+        )
+
+
+def expect_memory(tensor: Tensor, name: str) -> None:
+    """Of a tensor that is written to: no element stands for several."""
+    if any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        raise ValueError(f"{name}: got an expanded tensor, expected memory for every element")
+
+
+def check_chunk(cache: Tensor, key_mask: Tensor | None, **tensors: Tensor) -> int:
+    """The number of new tokens, each with a query.
+
+    cache: the cache's keys as [B, any number, Hkv, D].
+    tensors: query, key, value and scores by the caller's names, in this order.
+    """
+    (name, query), *tokens = tensors.items()
+    count = check_tokens(cache, **dict(tokens))
+    queries = check_query(cache, **{name: query})
+    if queries != count:
+        raise ValueError(f"{name}: got {queries} queries, expected one for each of {count} tokens")
+    if key_mask is not None:
+        check_mask(key_mask, (cache.shape[0], count), cache.device)
+    return count
+
+
+def check_tokens(cache: Tensor, **tensors: Tensor | None) -> int:
+    """The number n of tokens: key and value [B, n, Hkv, D], and scores float32 [B, Hkv, n] or None, in this order."""
+    (_, key), _, (name, scores) = tensors.items()
+    batch, _, heads, head_dim = cache.shape
+    count = key.shape[1] if isinstance(key, Tensor) and key.dim() == 4 else 0
+    for name_of_state, state in tuple(tensors.items())[:2]:
+        expect(state, name_of_state, (batch, count, heads, head_dim), cache.dtype, cache.device)
+    if scores is not None:
+        expect(scores, name, (batch, heads, count), torch.float32, cache.device)
+    return count
+
+
+def check_query(cache: Tensor, **tensor: Tensor) -> int:
+    """The number n of queries [B, n, Hq, D]."""
+    ((name, query),) = tensor.items()
+    check_tensor(query, name)
+    batch, _, heads, head_dim = cache.shape
+    fits = query.dim() == 4 and (query.shape[0], query.shape[3]) == (batch, head_dim)
+    if not fits or (query.shape[2] % heads if heads else query.shape[2]):
+        raise ValueError(
+            f"{name}: got shape {tuple(query.shape)}, expected [{batch}, n, Hq, {head_dim}] with Hq a multiple of "
+            f"{heads}"
+        )
+    _expect_like(query, name, cache.dtype, cache.device)
+    return query.shape[1]
+
+
+def check_mask(mask: Tensor, shape: tuple[int, int], device: torch.device) -> None:
+    expect(mask, "key_mask", shape, torch.bool, device)
+
+
+def check_slots(window: int, pending: int, slots: int) -> None:
+    check_count(window, "window")
+    if not 1 <= window <= slots:
+        raise ValueError(f"window: got {window}, expected 1 to {slots}, the slots of k")
+    check_count(pending, "pending")
+    if pending > slots - window:
+        raise ValueError(f"pending: got {pending}, expected at most {slots - window}, the chunk")
+
+
+def check_kernels_of_slots(
+    name: str, dtype: torch.dtype, head_dim: int, device: torch.device, *, instead: str
+) -> None:
+    """Of slots on a CUDA GPU, where no backend but "cuda" keeps them.
+
+    name: of the argument that brings the dtype. instead: what else there is for float32.
+    """
+    if device.type != "cuda":
+        return
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(
+            f"{name}: got {dtype} on {device}, expected bfloat16 or float16: there are no kernels for slots of another "
+            f"dtype on a GPU. {instead}"
+        )
+    if head_dim % 8:
+        raise ValueError(
+            f"head_dim: got {head_dim} on {device}, expected a multiple of 8 for slots on a GPU"
+        )
+
+
+def row_numbers(numbers: Tensor, name: str, rows: int | None = None) -> Tensor:
+    """int32 [rows] of integers, dense; `rows` may be any number."""
+    _check_row_numbers(numbers, name, rows)
+    if numbers.dtype == torch.int64:  # beyond int32 they stay out of range
+        numbers = numbers.clamp(-1, 2**31 - 1)
+    return numbers.to(torch.int32).contiguous()
+
+
+def _check_row_numbers(numbers: Tensor, name: str, rows: int | None) -> None:
+    check_tensor(numbers, name)
+    if numbers.dim() != 1 or (rows is not None and numbers.shape[0] != rows):
+        expected = "one dimension" if rows is None else (rows,)
+        raise ValueError(f"{name}: got shape {tuple(numbers.shape)}, expected {expected}")
+    if numbers.dtype not in _INTEGERS:
+        raise TypeError(f"{name}: got {numbers.dtype}, expected torch.int32")
+
+
+def check_places(numbers: Tensor, name: str, rows: int, most: int, device: torch.device) -> None:
+    """Of integers [rows], 0 to `most`. Values are only read on the CPU: on a GPU the check would wait for it."""
+    _check_row_numbers(numbers, name, rows)
+    if numbers.device != device:
+        raise TypeError(f"{name}: got a tensor on {numbers.device}, expected {device}")
+    if type(numbers) is not Tensor or device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    for row, number in enumerate(numbers.tolist()):
+        if not 0 <= number <= most:
+            raise ValueError(f"{name}[{row}]: got {number}, expected 0 to {most}")
+
+
+def refuse_gradients(**tensors: Tensor | None) -> None:
+    refuse_transforms(**tensors)
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise RuntimeError(
+                f"{name}: got a tensor that requires a gradient, expected none: a KV cache changes in place and has no "
+                "derivative. Generate under torch.inference_mode() or torch.no_grad()"
+            )

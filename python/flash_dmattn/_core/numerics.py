@@ -1,0 +1,108 @@
+"""How attention computes, whatever it looks at: one value from the functions to the operators."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import FLOAT32_MAX, NUMBERS, resolve_flag
+
+
+class Numerics(NamedTuple):
+    """In the order of the operators' arguments."""
+
+    scale: float | None  # the factor on query . key; None: 1 / sqrt(D)
+    softcap: float  # 0: none
+    saturate: bool
+    deterministic: bool
+
+    @staticmethod
+    def of(
+        scale: float | None,
+        softmax_scale: float | None,
+        softcap: float | None,
+        nonfinite: str,
+        deterministic: bool | None,
+    ) -> Numerics:
+        """From the arguments of the public functions, whose errors name them."""
+        return Numerics(
+            _resolve_scale(scale, softmax_scale),
+            _resolve_softcap(softcap),
+            _resolve_nonfinite(nonfinite),
+            resolve_deterministic(deterministic),
+        )
+
+    def for_head_dim(self, head_dim: int) -> Numerics:
+        scale, softcap, saturate, deterministic = self
+        if scale is not None:
+            return self
+        return Numerics(1.0 / math.sqrt(head_dim), softcap, saturate, deterministic)
+
+
+def _resolve_scale(scale: float | None, softmax_scale: float | None) -> float | None:
+    if scale is not None and softmax_scale is not None:
+        raise ValueError(
+            f"scale, softmax_scale: got {scale} and {softmax_scale}, "
+            "expected one of them: they are two names of one thing"
+        )
+    if scale is not None:
+        return resolve_scale(scale, "scale")
+    return None if softmax_scale is None else resolve_scale(softmax_scale, "softmax_scale")
+
+
+def resolve_scale(scale: object, name: str) -> float:
+    _check_number(scale, name)  # True is most often is_causal in the place of softmax_scale
+    if not abs(scale) <= FLOAT32_MAX:
+        raise ValueError(f"{name}: got {scale}, expected a number within the range of float32")
+    if scale == 0:
+        raise ValueError(
+            f"{name}: got 0, expected another number: a scale of 0 gives every key the same weight. If this 0 is the dropout_p "
+            "of FlashAttention's argument order, leave it out: there is no dropout"
+        )
+    return float(scale)
+
+
+def _check_number(value: object, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, NUMBERS):
+        raise TypeError(f"{name}: got {value!r}, expected a number")
+    if not isinstance(value, Tensor):
+        return
+    if value.numel() != 1:
+        raise TypeError(f"{name}: got a tensor of shape {tuple(value.shape)}, expected a number")
+    if value.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name}: got a tensor that requires a gradient, expected a number: it has no derivative; multiply query "
+            "by a factor that learns"
+        )
+
+
+def _resolve_softcap(softcap: float | None) -> float:
+    if softcap is None:
+        return 0.0
+    _check_number(softcap, "softcap")
+    softcap = float(softcap)
+    if not 0.0 <= softcap <= FLOAT32_MAX:
+        raise ValueError(
+            f"softcap: got {softcap}, expected 0 (none) or a positive number within the range of float32"
+        )
+    return softcap
+
+
+def _resolve_nonfinite(nonfinite: str) -> bool:
+    """Whether non-finite values saturate."""
+    if nonfinite not in ("saturate", "propagate"):
+        raise ValueError(f"nonfinite: got {nonfinite!r}, expected 'saturate' or 'propagate'")
+    return nonfinite == "saturate"
+
+
+def resolve_deterministic(deterministic: bool | None) -> bool:
+    if deterministic is None:
+        return default_deterministic()
+    return resolve_flag(deterministic, "deterministic")
+
+
+def default_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled()

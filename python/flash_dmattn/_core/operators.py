@@ -1,0 +1,64 @@
+"""What each operator's tensors are, by name: shape inference, derivatives, sharding and FLOP rules read it here.
+
+The schemas in C++ are the one list of arguments; a rule asks for an argument by its name and never counts positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+
+
+class Layout(Enum):
+    """Which dimensions of a tensor are the batch and the heads."""
+
+    ROWS = (0, 2)  # [B, S, H, D]
+    STATISTICS = (1, 2)  # [2, B, H, S]
+    SHARED = (0, 1)  # [B or 1, H or 1, ...]: masks, biases and choices
+
+    def dim_of(self, axis: int) -> int:
+        """The dimension of the batch (0) or of the heads (1)."""
+        return self.value[axis]
+
+
+# Of every tensor among the arguments and results of the operators that compute attention or choose keys.
+LAYOUTS = {
+    **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), Layout.ROWS),
+    "lse": Layout.STATISTICS,
+    **dict.fromkeys(
+        (
+            "mask", "bias", "dbias", "key_intervals", "key_list", "key_count", "key_rank", "rank_limit", "scores",
+            "key_mask", "keys", "count", "",
+        ),
+        Layout.SHARED,
+    ),
+}  # fmt: skip
+GRADIENTS = {"q": "dq", "k": "dk", "v": "dv", "bias": "dbias"}  # of the arguments that have one
+
+
+class Signature:
+    """The names of an operator's arguments and results."""
+
+    def __init__(self, overload: torch._ops.OpOverload):
+        schema = overload._schema
+        self.arguments = tuple(argument.name for argument in schema.arguments)
+        self.results = tuple(result.name for result in schema.returns)
+        self.tensors = tuple(a.name for a in schema.arguments if _is_tensor(a.type))
+        self.options = self.arguments[len(self.tensors) :]
+        assert self.arguments[: len(self.tensors)] == self.tensors, (
+            f"{schema.name}: tensors come first"
+        )
+        # The positions of the arguments that have a gradient, in the order of backward's results.
+        self.differentiable = tuple(
+            self.arguments.index(name) for name in GRADIENTS if name in self.arguments
+        )
+
+    def named(self, arguments: Sequence) -> dict[str, object]:
+        """The positional arguments of a call by their names."""
+        return dict(zip(self.arguments, arguments, strict=False))
+
+
+def _is_tensor(argument_type: torch._C.JitType) -> bool:
+    return str(argument_type) in ("Tensor", "Optional[Tensor]")

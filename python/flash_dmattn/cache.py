@@ -1,0 +1,444 @@
+"""The KV cache of exactly w keys: what any later query can see under per-query top-w selection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ._core import ops
+from ._core.checks import check_count, check_tensor, resolve_flag
+from ._core.kv_checks import (
+    check_chunk,
+    check_kernels_of_slots,
+    check_mask,
+    check_query,
+    check_slots,
+    expect_memory,
+    refuse_gradients,
+    row_numbers,
+)
+from ._core.numerics import Numerics
+from .attention import run
+from .keys.intervals import KeyIntervals, select_key_intervals
+from .keys.visibility import Visibility
+
+_ARRAYS = ("k", "v", "scores", "positions", "counts", "seen")
+_NUMBERS = ("window", "pending", "is_empty")
+_FLOAT32_ON_A_GPU = "Use one of them, or flash_dmattn_with_kvcache on a cache of all keys"
+
+
+class KVSlots:
+    """The keys of one attention layer, in `window` slots per (batch, kv head) and at any context length.
+
+    A key that `window` better keys beat never returns, so attention over the slots equals attention over the whole
+    past with ``keep_window_size=window``, exactly. Slots are in no order: each carries its score and position, and of
+    equal scores the more recent key wins. A NaN score and a masked token never enter, but count as tokens.
+
+    chunk: room for so many pending tokens, which `append` adds: a chunk of a prompt, or speculated tokens. Queries see
+        them, and `commit` moves any number of them to the slots and drops the others.
+
+    All methods but `select`, `repeat` and `snapshot` change the tensors in place, wait for no device and can be captured
+    in a CUDA graph. Rows of the batch are independent, and may have different numbers of tokens.
+
+    On a CUDA GPU slots are bfloat16 or float16 with a head_dim that is a multiple of 8, and `step` takes at most 64 query
+    heads for each kv head (32 with a head_dim above 128 where a block has 99 KB of shared memory).
+
+    Attributes: k, v [B, Hkv, window + chunk, D]; scores float32 [B, Hkv, window + chunk]; positions int32 of the same
+    shape; counts int32 [B, Hkv, 2], of which [..., 0] is the number of taken slots; seen int32 [B], the number of tokens
+    so far (where the next one stands: what RoPE needs); pending, the number of pending tokens, the same in every row;
+    is_empty, whether there has been no token since the cache was made or cleared.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        heads_kv: int,
+        window: int,
+        head_dim: int,
+        *,
+        chunk: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        backend: str = "",
+    ):
+        sizes = {"batch": batch, "heads_kv": heads_kv, "window": window, "head_dim": head_dim}
+        for name, value in (sizes | {"chunk": chunk}).items():
+            check_count(value, name)
+        if window < 1:
+            raise ValueError(f"window: got {window}, expected 1 or more")
+        if not 1 <= head_dim <= 256:
+            raise ValueError(f"head_dim: got {head_dim}, expected 1 to 256")
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise TypeError(f"dtype: got {dtype}, expected float32, bfloat16 or float16")
+        self.window, self.pending, self.backend = window, 0, backend
+        self.is_empty = True
+        shape = (batch, heads_kv, window + chunk)
+        # Zeros: a kernel may load a slot without a key.
+        self.k = torch.zeros((*shape, head_dim), dtype=dtype, device=device)
+        check_kernels_of_slots("dtype", dtype, head_dim, self.k.device, instead=_FLOAT32_ON_A_GPU)
+        self.v = torch.zeros_like(self.k)
+        self.scores = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.positions = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.counts = torch.zeros((batch, heads_kv, 2), dtype=torch.int32, device=device)
+        self.seen = torch.zeros(batch, dtype=torch.int32, device=device)
+
+    @classmethod
+    def over(
+        cls,
+        window: int,
+        k: Tensor,
+        v: Tensor,
+        scores: Tensor,
+        positions: Tensor,
+        counts: Tensor,
+        seen: Tensor,
+        *,
+        pending: int = 0,
+        backend: str = "",
+    ) -> KVSlots:
+        """A cache over tensors that exist, which it changes in place."""
+        cache = object.__new__(cls)
+        for name, tensor in zip(_ARRAYS, (k, v, scores, positions, counts, seen), strict=True):
+            check_tensor(tensor, name)
+            expect_memory(tensor, name)
+            setattr(cache, name, tensor)
+        if k.dim() != 4:
+            raise ValueError(f"k: got shape {tuple(k.shape)}, expected [B, Hkv, window + chunk, D]")
+        check_slots(window, pending, k.shape[2])
+        check_kernels_of_slots("k", k.dtype, k.shape[3], k.device, instead=_FLOAT32_ON_A_GPU)
+        cache.window, cache.pending, cache.backend = window, pending, backend
+        cache.is_empty = False
+        return cache
+
+    @property
+    def batch(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def chunk(self) -> int:
+        return self.k.shape[2] - self.window
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """In the order of the operators' arguments."""
+        return tuple(getattr(self, name) for name in _ARRAYS)
+
+    def clear(self) -> None:
+        """Empties every row."""
+        self.counts.zero_()
+        self.seen.zero_()
+        self.pending = 0
+        self.is_empty = True
+
+    # ---- Tokens ------------------------------------------------------------------------------------
+
+    def fill(
+        self,
+        key: Tensor,
+        value: Tensor,
+        scores: Tensor,
+        intervals: KeyIntervals | None = None,
+        *,
+        lengths: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> None:
+        """Replaces the content by the keys of a prompt that attention has run over with keep_window_size=window.
+
+        key, value: [B, S, Hkv, D]; scores: float32 [B, Hkv, S].
+        intervals: the result of select_key_intervals for this window and these scores, for all heads; made anew by
+            default.
+        lengths: int32 [B], the tokens of each row where S is more (padding on the right).
+        key_mask: bool [B, S], False for padding, where intervals are made here.
+        """
+        self._check_tokens(key, value, scores)
+        length = key.shape[1]
+        if lengths is not None:
+            lengths = row_numbers(lengths, "lengths", self.batch)
+        if key_mask is not None:
+            if intervals is not None:
+                raise ValueError("key_mask: got it together with intervals, expected one of them")
+            check_mask(key_mask, (self.batch, length), self.k.device)
+        if intervals is None:
+            expected = (self.batch, self.k.shape[1], length)
+            if tuple(scores.shape) != expected:
+                raise ValueError(f"scores: got shape {tuple(scores.shape)}, expected {expected}")
+            if lengths is not None:
+                real = torch.arange(length, device=key.device) < lengths[:, None]
+                key_mask = real if key_mask is None else key_mask & real
+            mask = None if key_mask is None else key_mask[:, None]
+            intervals = select_key_intervals(scores, self.window, key_mask=mask, query_length=1)
+        heads = (self.batch, self.k.shape[1])
+        _check_intervals(intervals, *heads, length)
+        ops.kv_fill(
+            *self.tensors,
+            self.window,
+            key,
+            value,
+            scores,
+            intervals.intervals.expand(*heads, -1, -1),
+            lengths,
+            intervals.query_length,
+            self.backend,
+        )
+        self.pending = 0
+        self.is_empty = False
+
+    def step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scores: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        nonfinite: str = "saturate",
+        scores_are_bias: bool = True,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """One token of every row enters, the worst key leaves, and the token's query attends: out [B, 1, Hq, D].
+
+        query: [B, 1, Hq, D]; key, value: [B, 1, Hkv, D]; scores: float32 [B, Hkv, 1]. The token may itself be the worst
+            key, and is then invisible to its own query.
+        key_mask: bool [B, 1], False for a token that is padding.
+        scores_are_bias: a key's score is added to its attention score, as in dynamic mask attention.
+        scale, softcap, nonfinite: as in flash_dmattn_func. return_lse: also return lse [B, Hq, 1].
+        """
+        self._check_tokens(key, value, scores, query)
+        if self.pending:
+            raise ValueError(
+                f"pending: got {self.pending} tokens, expected none; commit them first"
+            )
+        numerics = Numerics.of(scale, None, softcap, nonfinite, None).for_head_dim(key.shape[3])
+        out, lse = ops.kv_decode_step(
+            *self.tensors,
+            self.window,
+            query,
+            key,
+            value,
+            scores,
+            key_mask,
+            numerics.scale,
+            numerics.softcap,
+            numerics.saturate,
+            scores_are_bias,
+            self.backend,
+        )
+        self.is_empty = False
+        return (out, lse) if return_lse else out
+
+    def extend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scores: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        nonfinite: str = "saturate",
+        scores_are_bias: bool = True,
+    ) -> Tensor:
+        """New tokens of every row attend to the slots and to each other, and enter, `chunk` at a time: out [B, n, Hq, D].
+
+        query, key, value, scores, key_mask: as in `step`, of n tokens. So are the options.
+        """
+        check_tensor(query, "query")
+        options = {
+            "scale": scale,
+            "softcap": softcap,
+            "nonfinite": nonfinite,
+            "scores_are_bias": resolve_flag(scores_are_bias, "scores_are_bias"),
+        }
+        if query.dim() == 4 and query.shape[1] == 1 and not self.pending:
+            return self.step(query, key, value, scores, key_mask=key_mask, **options)
+        self._check_tokens(key, value, scores, query)
+        Numerics.of(scale, None, softcap, nonfinite, None)
+        by_token = self.k.transpose(1, 2)
+        length = check_chunk(by_token, key_mask, query=query, key=key, value=value, scores=scores)
+        room = self.chunk - self.pending
+        if room < 1:
+            raise ValueError(
+                f"chunk: got {self.chunk} with {self.pending} tokens pending, expected room for one more at least"
+            )
+        parts = []
+        for start in range(0, length, room):
+            part = slice(start, start + room)
+            mask = None if key_mask is None else key_mask[:, part]
+            self.append(key[:, part], value[:, part], scores[..., part], key_mask=mask)
+            parts.append(self.attend(query[:, part], **options))
+            self.commit()
+        return torch.cat(parts, dim=1) if parts else torch.empty_like(query)
+
+    def append(
+        self, key: Tensor, value: Tensor, scores: Tensor, *, key_mask: Tensor | None = None
+    ) -> None:
+        """Adds n tokens behind the pending ones: key, value [B, n, Hkv, D], scores float32 [B, Hkv, n], key_mask bool
+        [B, n], False for padding."""
+        self._check_tokens(key, value, scores)
+        room = self.chunk - self.pending
+        if key.shape[1] > room:
+            raise ValueError(
+                f"key: got {key.shape[1]} tokens, expected {room} or fewer: {self.pending} are pending and chunk is "
+                f"{self.chunk}"
+            )
+        ops.kv_append(
+            *self.tensors, self.window, self.pending, key, value, scores, key_mask, self.backend
+        )
+        self.pending += key.shape[1]
+        self.is_empty = False
+
+    def pending_intervals(self, query_length: int) -> KeyIntervals:
+        """The slots that the last `query_length` pending tokens see, causality included."""
+        if not 0 <= query_length <= self.pending:
+            raise ValueError(
+                f"query: got {query_length} queries, expected at most the {self.pending} pending tokens"
+            )
+        intervals = ops.kv_pending_intervals(
+            *self.tensors, self.window, self.pending, query_length, self.backend
+        )
+        return KeyIntervals(intervals, query_length, (self.window, int(query_length > 1)))
+
+    def attend(
+        self,
+        query: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        nonfinite: str = "saturate",
+        scores_are_bias: bool = True,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of the last pending tokens, query [B, n, Hq, D], to slots and pending tokens."""
+        refuse_gradients(query=query)
+        queries = check_query(self.k.transpose(1, 2), query=query)
+        scores_are_bias = resolve_flag(scores_are_bias, "scores_are_bias")
+        visible = Visibility(keys=self.pending_intervals(queries))
+        end = self.window + self.pending
+        bias = self.scores[:, :, None, :end] if scores_are_bias else None
+        numerics = Numerics.of(scale, None, softcap, nonfinite, None)
+        k, v = (t[:, :, :end].transpose(1, 2) for t in (self.k, self.v))
+        out, statistics = run(query, k, v, bias, visible, numerics, self.backend)
+        return (out, statistics[0]) if return_lse else out
+
+    def commit(self, keep: int | Tensor | None = None) -> None:
+        """The first `keep` pending tokens enter the slots, each evicting the worst key once all are taken; the others
+        are dropped. keep: a number, or int32 [B] on the cache's device; all by default."""
+        pending = self.pending
+        if isinstance(keep, Tensor):
+            keep = row_numbers(keep, "keep")
+        elif keep is not None:
+            check_count(keep, "keep")
+            if keep > pending:
+                raise ValueError(f"keep: got {keep}, expected at most the {pending} pending tokens")
+            pending, keep = keep, None
+        ops.kv_commit(*self.tensors, self.window, pending, keep, self.backend)
+        self.pending = 0
+
+    def drop(self, count: int) -> None:
+        """The last `count` pending tokens are dropped; the others stay pending."""
+        check_count(count, "count")
+        if count > self.pending:
+            raise ValueError(
+                f"count: got {count}, expected at most the {self.pending} pending tokens"
+            )
+        self.pending -= count
+
+    # ---- Rows --------------------------------------------------------------------------------------
+
+    def select(self, index: Tensor) -> KVSlots:
+        """A new cache whose row i is a copy of row index[i]."""
+        index = row_numbers(index, "index")
+        selected = self._empty(index.shape[0])
+        ops.kv_copy_rows(
+            *selected.tensors, *self.tensors, self.window, self.pending, index, self.backend
+        )
+        return selected
+
+    def repeat(self, count: int) -> KVSlots:
+        """A new cache in which every row is there `count` times, one behind the other."""
+        check_count(count, "count")
+        rows = torch.arange(self.batch, dtype=torch.int32, device=self.k.device)
+        return self.select(rows.repeat_interleave(count))
+
+    def reorder(self, index: Tensor) -> None:
+        """Row i becomes row index[i], in place (through a copy): beams."""
+        self.restore(self.select(row_numbers(index, "index", self.batch)))
+
+    def snapshot(self) -> KVSlots:
+        """A copy, for `restore`: the way back to an earlier token, as evicted keys do not return."""
+        return self.select(torch.arange(self.batch, dtype=torch.int32, device=self.k.device))
+
+    def restore(self, snapshot: KVSlots) -> None:
+        """The content of a snapshot, in place. One of a single row (a shared prefix) goes to every row."""
+        if not isinstance(snapshot, KVSlots):
+            raise TypeError(f"snapshot: got {type(snapshot).__name__}, expected KVSlots")
+        if snapshot.window != self.window:
+            raise ValueError(f"snapshot: got window {snapshot.window}, expected {self.window}")
+        if snapshot.batch not in (1, self.batch):
+            raise ValueError(f"snapshot: got {snapshot.batch} rows, expected {self.batch} or one")
+        rows = torch.arange(self.batch, dtype=torch.int32, device=self.k.device)
+        ops.kv_copy_rows(
+            *self.tensors,
+            *snapshot.tensors,
+            self.window,
+            snapshot.pending,
+            rows if snapshot.batch == self.batch else torch.zeros_like(rows),
+            self.backend,
+        )
+        self.pending, self.is_empty = snapshot.pending, snapshot.is_empty
+
+    def state_dict(self) -> dict[str, Tensor | int]:
+        """To save: the tensors themselves, not copies."""
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        return dict(zip(_ARRAYS, self.tensors, strict=True)) | numbers
+
+    def load_state_dict(self, state: Mapping[str, Tensor | int]) -> None:
+        """Copies a saved state into the tensors, which may have another dtype and device."""
+        missing = [name for name in (*_ARRAYS, "window", "pending") if name not in state]
+        if missing:
+            raise ValueError(
+                f"state: got none of {', '.join(missing)}, expected a state_dict of KVSlots"
+            )
+        if state["window"] != self.window:
+            raise ValueError(f"state: got window {state['window']}, expected {self.window}")
+        for name in _ARRAYS:
+            own = getattr(self, name)
+            check_tensor(state[name], f"state[{name!r}]")
+            if state[name].shape != own.shape:
+                raise ValueError(
+                    f"state: got {name} of shape {tuple(state[name].shape)}, expected {tuple(own.shape)}"
+                )
+        check_slots(self.window, state["pending"], self.k.shape[2])
+        for name in _ARRAYS:
+            getattr(self, name).copy_(state[name])
+        self.pending, self.is_empty = state["pending"], state.get("is_empty", False)
+
+    def _empty(self, batch: int) -> KVSlots:
+        arrays = (own.new_zeros((batch, *own.shape[1:])) for own in self.tensors)
+        cache = KVSlots.over(self.window, *arrays, pending=self.pending, backend=self.backend)
+        cache.is_empty = self.is_empty
+        return cache
+
+    def _check_tokens(
+        self, key: Tensor, value: Tensor, scores: Tensor, query: Tensor | None = None
+    ) -> None:
+        for name, tensor in (("key", key), ("value", value), ("scores", scores)):
+            check_tensor(tensor, name)
+        if key.dim() != 4:
+            raise ValueError(f"key: got shape {tuple(key.shape)}, expected [B, n, Hkv, D]")
+        refuse_gradients(query=query, key=key, value=value, scores=scores)
+
+
+def _check_intervals(intervals: KeyIntervals, batch: int, heads: int, length: int) -> None:
+    if not isinstance(intervals, KeyIntervals):
+        raise TypeError(f"intervals: got {type(intervals).__name__}, expected KeyIntervals")
+    if not intervals.fits(batch, heads, length):
+        got = tuple(intervals.intervals.shape[:3])
+        raise ValueError(
+            f"intervals: got them for (batch, heads, keys) {got}, expected {(batch, heads, length)}"
+        )

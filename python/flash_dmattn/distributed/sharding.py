@@ -1,0 +1,92 @@
+"""How attention and selection are sharded over devices: torch.distributed.tensor's rules for the operators.
+
+Importing this module registers them. The first call of attention after an import of torch.distributed.tensor does so, too.
+
+A call is computed without communication where all tensors are sharded alike: by batch elements, or by heads of key with
+the query heads of their groups. A mask, bias or choice that all of them share is replicated, and the gradient of such a
+bias is a partial sum. Other placements are redistributed to one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+from torch.distributed.tensor.experimental import register_sharding
+
+from .._core import ops
+from .._core.operators import GRADIENTS, LAYOUTS, Layout, Signature
+
+
+def _register(operator) -> None:
+    signature = Signature(operator)
+
+    @register_sharding(operator)
+    def placements(*arguments):
+        named = signature.named(arguments)
+        return [_replicated(signature, named)] + [
+            _split(signature, named, axis, size) for axis, size in _splits(named)
+        ]
+
+    # torch keeps a rule's result by the tensors alone where no argument is declared to matter.
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    tensors = len(signature.tensors)
+    propagator.op_to_schema_info[operator] = RuntimeSchemaInfo(tensors, needs_pytree=True)
+
+
+def _splits(named: dict[str, object]) -> list[tuple[int, int]]:
+    """(axis, size): the batch (0) and the key heads (1), where a call may be split by them."""
+    if "k" in named:
+        tensor, sizes = named["k"], (named["k"].shape[0], named["k"].shape[2])
+    else:
+        tensor, sizes = named["scores"], named["scores"].shape[:2]
+    most = max(tensor.mesh.shape)
+    return [(axis, size) for axis, size in enumerate(sizes) if size > 1 and size % most == 0]
+
+
+def _replicated(signature: Signature, named: dict[str, object]) -> tuple[Sequence, Sequence]:
+    inputs = [None if named[name] is None else Replicate() for name in signature.tensors]
+    return [Replicate()] * len(signature.results), _with_options(signature, inputs)
+
+
+def _split(
+    signature: Signature, named: dict[str, object], axis: int, size: int
+) -> tuple[Sequence, Sequence]:
+    """The placements of results and arguments where an axis of this size is split."""
+    inputs = [_placement(name, named[name], axis, size) for name in signature.tensors]
+    outputs = [_result(name, named, axis, size) for name in signature.results]
+    return outputs, _with_options(signature, inputs)
+
+
+def _placement(name: str, tensor, axis: int, size: int) -> Placement | None:
+    if tensor is None:
+        return None
+    dim = LAYOUTS[name].dim_of(axis)
+    is_shared = LAYOUTS[name] is Layout.SHARED and tensor.shape[dim] == 1 and size > 1
+    return Replicate() if is_shared else Shard(dim)
+
+
+def _result(name: str, named: dict[str, object], axis: int, size: int) -> Placement:
+    if not named.get(f"need_{name}", True):
+        return Replicate()  # of no elements
+    if name == GRADIENTS["bias"]:
+        bias = _placement("bias", named["bias"], axis, size)
+        return Partial() if bias == Replicate() else bias
+    if name == "key_intervals":  # of a choice by the bias
+        return _placement("bias", named["bias"], axis, size)
+    return Shard(LAYOUTS[name].dim_of(axis))
+
+
+def _with_options(signature: Signature, placements: list) -> list:
+    return placements + [None] * len(signature.options)
+
+
+for _operator in (
+    ops.forward,
+    ops.select_and_attend,
+    ops.backward,
+    ops.select_key_intervals,
+    ops.select_key_list,
+):
+    _register(_operator)

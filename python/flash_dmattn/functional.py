@@ -1,0 +1,318 @@
+"""Dynamic mask attention on torch tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ._core import ops
+from ._core.availability import get_available_backends, unavailable_reason
+from ._core.checks import (
+    attention_inputs,
+    bias_argument,
+    check_count,
+    check_tensor,
+    check_window,
+    of_value_dim,
+    refuse_transforms,
+    resolve_flag,
+)
+from ._core.numerics import Numerics
+from .attention import attention, run, with_statistics
+from .keys.intervals import KeyIntervals, check_offsets, check_selection, packed_documents
+from .keys.selection import Choice
+from .keys.visibility import Visibility
+
+
+def flash_dmattn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    return_attn_probs: bool | None = None,
+    *,
+    scale: float | None = None,
+    keep_window_size: int | None = None,
+    selection: str = "per_query",
+    selection_scores: Tensor | None = None,
+    key_intervals: KeyIntervals | None = None,
+    nonfinite: str = "saturate",
+    backend: str = "",
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """Exact softmax attention over the visible keys, with an additive bias.
+
+    query: [B, Sq, Hq, D]; key, value: [B, Sk, Hkv, D], Hq a multiple of Hkv: the length comes before the heads, and where
+        both have one size nothing can notice the other order, that of torch; D from 1 to 256; bfloat16, float16 or
+        float32, on the CPU float64 too (through the slow reference backend); any strides. On a GPU float32 takes
+        Triton's kernels, and is an error without Triton. value may have another D, up to 256, which is that of out.
+    attn_mask: bool, True where visible: [B, Sk] (padding), [B, H, Sk] (the same for every query) or
+        [B, H, Sq, Sk]; H is Hq, Hkv or 1, every dimension may be 1. Two dimensions are always padding: write a mask of
+        pairs [Sq, Sk] as mask[None, None].
+    attn_bias: added to the scaled scores; shapes as attn_mask; dtype of query or float32. Values mask by the rule of
+        its own dtype: at or below -1e4 in float16, -1e30 in others. Its gradient has its own shape.
+        One that chooses keys is best in float32: in 16 bits many scores are equal, and rounding decides.
+    softmax_scale, scale: the factor on query . key, 1 / sqrt(D) by default. Two names of one thing; 0 is refused. Scaled
+        scores are clamped to the range of float32, which a scale of 1e38 reaches.
+    is_causal: query i sees keys up to i + Sk - Sq.
+    softcap: c > 0 replaces a scaled score s by c * tanh(s / c).
+    deterministic: gradients that are bit-identical from run to run; by default as set
+        by torch.use_deterministic_algorithms. Always so on the CPU.
+    return_attn_probs: also return the log-sum-exp of the scores (which is not differentiable).
+    keep_window_size: every query keeps this many keys, those with the highest scores.
+    selection: "per_query": the best among the keys the query may see; "global": the best of the row, the
+        same for all queries. Of equal scores the more recent key wins.
+    selection_scores: the scores by which keep_window_size chooses, one value per key: [B, H, Sk] or
+        [B, H, 1, Sk]. By default the bias, which then must have one of these shapes. The choice has no
+        gradient. With more heads than key has (H = Hq), every query head chooses for itself; key and value are
+        then repeated, unless a mask with a query dimension makes the choice one of ranks.
+    key_intervals: visible query rows of each key, instead of a mask or together with it.
+    nonfinite: "saturate": gradients are always finite; "propagate": inf and NaN stay visible, as GradScaler
+        needs them.
+    backend: the name of one (see get_available_backends); by default the first that supports the problem.
+
+    Returns out [B, Sq, Hq, D], or (out, softmax_lse [B, Hq, Sq], None) with return_attn_probs. A query that
+    sees no key has out = 0 and softmax_lse = -inf.
+    """
+    out, statistics = attention(
+        query,
+        key,
+        value,
+        attn_bias,
+        Visibility(attn_mask, is_causal, key_intervals),
+        Choice(keep_window_size, selection, selection_scores),
+        Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
+        backend,
+    )
+    return with_statistics(out, statistics, return_attn_probs)
+
+
+def flash_dmattn_varlen_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    return_attn_probs: bool | None = None,
+    block_table: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    attn_bias: Tensor | None = None,
+    keep_window_size: int | None = None,
+    selection: str = "per_query",
+    nonfinite: str = "saturate",
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """flash_dmattn_func for sequences of different lengths, packed one after the other.
+
+    query: [total_q, Hq, D]; key, value: [total_k, Hkv, D].
+    cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], where each sequence begins in the packed dimension,
+        and the total at the end; tokens past it are padding, whose out is 0. Sequence lengths may differ between
+        query and key and may be 0; causality is aligned to the bottom right corner of each sequence.
+    max_seqlen_q, max_seqlen_k: the longest sequences. On a GPU max_seqlen_k saves a wait for the device
+        when cu_seqlens_q is cu_seqlens_k and keep_window_size is not given; it must not be too small then.
+    attn_bias: [total_k, H], one value per key, added to its scores; H is Hq, Hkv or 1.
+    keep_window_size: chooses by attn_bias within each sequence.
+    block_table: not supported.
+
+    Returns out [total_q, Hq, D], or (out, softmax_lse [Hq, total_q], None) with return_attn_probs.
+    """
+    if block_table is not None:
+        raise ValueError(
+            "block_table: got a paged key cache, expected None; gather the pages into packed keys and values"
+        )
+    numerics = Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic)
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if length is not None:
+            check_count(length, name)
+    is_causal = resolve_flag(is_causal, "is_causal")
+    check_selection(selection)
+    given = value
+    inputs = attention_inputs(query, key, value, "total, H, D")
+    numerics = numerics.for_head_dim(query.shape[2])
+    query, key, value = inputs
+    total_q, total_k = query.shape[0], key.shape[0]
+    same_offsets = cu_seqlens_q is cu_seqlens_k
+    cu_seqlens_q = check_offsets(cu_seqlens_q, "cu_seqlens_q", total_q).to(torch.int32).contiguous()
+    check_offsets(
+        cu_seqlens_k, "cu_seqlens_k", total_k, longest=max_seqlen_k, name_of_longest="max_seqlen_k"
+    )
+    cu_seqlens_k = cu_seqlens_k.to(torch.int32).contiguous()
+    if same_offsets:
+        cu_seqlens_q = cu_seqlens_k
+    query, key, value = query[None], key[None], value[None]
+    bias = _packed_bias(attn_bias, query, key)
+    refuse_transforms(query=query, key=key, value=value, attn_bias=bias)
+    if keep_window_size is not None:
+        check_window(keep_window_size)
+        if bias is None:
+            raise ValueError(
+                "keep_window_size: got no attn_bias, which has the scores to choose by"
+            )
+    if keep_window_size is None or keep_window_size >= total_k:
+        intervals = packed_documents(
+            cu_seqlens_k,
+            cu_seqlens_q,
+            is_causal=is_causal,
+            key_length=total_k,
+            query_length=total_q,
+            max_length=max_seqlen_k,
+        )
+    else:
+        intervals = KeyIntervals(
+            ops.select_key_intervals_varlen(
+                bias.detach(),
+                cu_seqlens_q,
+                cu_seqlens_k,
+                keep_window_size,
+                selection,
+                is_causal,
+                total_q,
+            ),
+            total_q,
+            _packed_bound(keep_window_size, selection, is_causal, same_offsets),
+        )
+    out, statistics = run(query, key, value, bias, Visibility(keys=intervals), numerics)
+    return with_statistics(of_value_dim(out[0], given), statistics[:, 0], return_attn_probs)
+
+
+def _packed_bias(attn_bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """[1, H, total_k] of [total_k, H]."""
+    if attn_bias is None:
+        return None
+    check_tensor(attn_bias, "attn_bias")
+    total_k, heads = key.shape[1], (query.shape[2], key.shape[2], 1)
+    shape = tuple(attn_bias.shape)
+    if len(shape) != 2 or shape[0] not in (total_k, 1) or shape[1] not in heads:
+        raise ValueError(
+            f"attn_bias: got shape {shape}, expected [total_k, H] with total_k = {total_k} and H = {heads[0]}, {heads[1]} or 1"
+        )
+    return bias_argument(attn_bias.t()[None], query, key)
+
+
+def _packed_bound(
+    keep_window_size: int, selection: str, is_causal: bool, same_offsets: bool
+) -> tuple[int, int] | None:
+    """KeyIntervals.bound of a selection within packed sequences, where it follows from the window."""
+    if not same_offsets:
+        return None  # every query may be of another sequence and see keys of its own
+    # Of the sequences of n queries, the first and the last show the keys that they keep, those between no
+    # more keys than they have queries; and where keys are kept per query, each query brings one at most.
+    arriving = is_causal and selection == "per_query"
+    return (keep_window_size if arriving else 2 * keep_window_size, 1)
+
+
+def flash_dmattn_func_auto(backend: str | None = None, **options) -> Callable:
+    """The attention function of a backend (see get_available_backends), by default of the best one: cuda,
+    triton, flex, cpu.
+
+    Keyword arguments become defaults of the function. Raises RuntimeError with the reason where a backend cannot
+    run, and TypeError for an argument that the function does not have.
+    """
+    for name in options.keys() - inspect.signature(flash_dmattn_func).parameters.keys():
+        raise TypeError(
+            f"flash_dmattn_func_auto: got {name!r}, expected arguments of flash_dmattn_func"
+        )
+    if backend is None and get_available_backends()[0] in ("triton", "flex"):
+        backend = get_available_backends()[0]  # a GPU without kernels of the library
+    if backend is None:
+        return partial(flash_dmattn_func, **options) if options else flash_dmattn_func
+    reason = unavailable_reason(backend)
+    if reason:
+        raise RuntimeError(f"flash_dmattn: the backend {backend!r} cannot run: {reason}")
+    return partial(flash_dmattn_func, backend=backend, **options)
+
+
+def triton_dmattn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    is_causal: bool | None = False,
+    softmax_scale: float | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    keep_window_size: int | None = None,
+    selection: str = "per_query",
+    selection_scores: Tensor | None = None,
+    key_intervals: KeyIntervals | None = None,
+    deterministic: bool | None = None,
+    nonfinite: str = "saturate",
+    return_attn_probs: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """flash_dmattn_func by Triton kernels, for GPUs of any vendor. The arguments mean what they mean there.
+
+    query, key, value: float32, bfloat16 or float16, head dimension 1 to 256, on a GPU; on the CPU with
+        TRITON_INTERPRET=1, which is for tests, and multiplies bfloat16 wrongly.
+    deterministic: without effect; gradients are always bit-identical from run to run.
+
+    Raises RuntimeError with the reason where it cannot run.
+    """
+    out, statistics = attention(
+        query,
+        key,
+        value,
+        attn_bias,
+        Visibility(attn_mask, is_causal, key_intervals),
+        Choice(keep_window_size, selection, selection_scores),
+        Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
+        "triton",
+    )
+    return with_statistics(out, statistics, return_attn_probs)
+
+
+def flex_dmattn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    is_causal: bool | None = None,
+    softmax_scale: float | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    keep_window_size: int | None = None,
+    selection: str = "per_query",
+    selection_scores: Tensor | None = None,
+    key_intervals: KeyIntervals | None = None,
+    deterministic: bool | None = None,
+    nonfinite: str = "saturate",
+    return_attn_probs: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """flash_dmattn_func by torch's FlexAttention, compiled for each new shape. The arguments mean what they
+    mean there; is_causal=None is False.
+
+    It skips empty blocks of 128 x 128, so with scattered keys it does the work of dense attention. Numbers
+    beyond fp32 inside a score are not handled: finite inputs as large as the dtype allows can give NaN.
+    Inf and NaN saturate, invisible ones show nowhere; v counts as its dtype's largest number, and the end of scores
+    is 1e38 (docs/numerics.md). nonfinite="propagate" raises NotImplementedError, as torch's kernels spread 0 * NaN.
+    Sequences may not be empty. On the CPU torch has neither a backward of it nor the log-sum-exp, which is
+    None there.
+    """
+    out, statistics = attention(
+        query,
+        key,
+        value,
+        attn_bias,
+        Visibility(attn_mask, is_causal, key_intervals),
+        Choice(keep_window_size, selection, selection_scores),
+        Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
+        "flex",
+    )
+    return with_statistics(out, statistics, return_attn_probs)

@@ -1,0 +1,40 @@
+"""Dynamic mask attention for transformers: a named attention implementation, and Doge models.
+
+Importing this module registers the names "flash_dmattn" and "dynamic_mask_attention" with transformers:
+
+    import flash_dmattn.integrations.transformers
+
+    model = AutoModel.from_pretrained(..., attn_implementation="flash_dmattn")
+
+is exact attention for models without scores (docs/transformers.md lists those that equal eager attention, and those that are
+refused when the name is set). A Doge chooses its keys by learned scores:
+
+    from flash_dmattn.integrations.transformers import enable_flash_dmattn
+
+    model = enable_flash_dmattn(DogeForCausalLM.from_pretrained(...))
+"""
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ..attention import eager_like_attention_forward
+from .cache import DynamicMaskCache
+from .compat import look_at_models
+from .doge import NAME as _DOGE_NAME
+from .doge import doge_scores
+from .enable import NAME, NAMES, enable_flash_dmattn, resolve_name
+from .masks import key_interval_mask, mask_of_name
+
+__all__ = [
+    "NAME",
+    "DynamicMaskCache",
+    "doge_scores",
+    "enable_flash_dmattn",
+    "key_interval_mask",
+]
+
+for _name in NAMES:
+    AttentionInterface.register(_name, eager_like_attention_forward)
+    AttentionMaskInterface.register(_name, mask_of_name)
+AttentionInterface.register(_DOGE_NAME, eager_like_attention_forward)
+AttentionMaskInterface.register(_DOGE_NAME, key_interval_mask)
+look_at_models(resolve_name)

@@ -1,0 +1,464 @@
+"""A transformers `Cache` that holds the keys of the window, however long the text.
+
+A key that `keep_window_size` better keys beat is never seen again, so each key head keeps its best keys in slots, and
+attention over them is attention over all keys. The price: slots of different heads hold different positions, so only
+attention that chooses by the same scores can read them.
+"""
+
+import torch
+import transformers
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.configuration_utils import PretrainedConfig
+
+from ..._core.checks import check_count, resolve_flag
+from ..._core.kv_checks import check_kernels_of_slots
+from ...cache import KVSlots
+
+_CROPS_TO_A_LENGTH = int(transformers.__version__.split(".")[0]) < 5
+_RECORDED = 128  # tokens that can be dropped again, at least
+
+
+class DynamicMaskLayer(CacheLayerMixin):
+    """The slots of one attention layer.
+
+    The first tokens come by `fill`, after attention over them; later ones by `attend`, which is their attention too.
+    Their number is `get_seq_length`, though no more than `window` (and pending ones) are held.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(
+        self, window: int, *, static: bool = False, chunk: int = 0, counts_on_device: bool = True
+    ):
+        """
+        Args:
+            window: the number of keys that a query sees.
+            static: memory stays in place and lengths on the device, for CUDA graphs and torch.compile.
+            chunk: places for tokens that are attended to before they are committed; without `static` there come
+                more by themselves.
+            counts_on_device: a static layer counts its tokens in a tensor that compiled code may read. Every layer of
+                a cache has as many, and models ask the first one: in the others each token would take a kernel more.
+        """
+        super().__init__()
+        self.window, self.chunk = window, chunk
+        self.is_compileable = static
+        self.record_past = False
+        self.slots: KVSlots | None = None
+        self._counts_on_device = static and counts_on_device
+        # Tokens so far, pending ones included; of a static layer, whether there are any. _length counts them there.
+        self._seen = 0
+        self._length: torch.Tensor | None = None
+
+    # ---- What attention uses ------------------------------------------------------------------------
+
+    @property
+    def is_empty(self) -> bool:
+        return self._seen == 0
+
+    @torch.no_grad()
+    def fill(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: torch.Tensor,
+        present: torch.Tensor | None = None,
+    ) -> None:
+        """Takes over the first tokens, to which attention has been computed already.
+
+        Args:
+            key, value: [B, Hkv, S, D].
+            scores: float32 [B, Hkv, S].
+            present: bool [B, S], False for padding; None: all are tokens.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key, value)
+        self._check_rows(key)
+        self.prefetch()
+        length = key.shape[2]
+        pending = 0
+        if self.record_past:
+            self._resize(max(self.chunk, _RECORDED))
+            pending = min(length, self.slots.chunk)
+        filled = length - pending
+        first, last = slice(0, filled), slice(filled, length)
+        if filled:
+            keys, values, of_keys = key[:, :, first], value[:, :, first], scores[..., first]
+            mask = None if present is None else present[:, first]
+            self.slots.fill(*_by_token(keys, values), of_keys, key_mask=mask)
+        if pending:
+            keys, values, of_keys = key[:, :, last], value[:, :, last], scores[..., last]
+            mask = None if present is None else present[:, last]
+            self.slots.append(*_by_token(keys, values), of_keys, key_mask=mask)
+        self._seen = length
+        if self._counts_on_device:
+            self._length.fill_(length)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: torch.Tensor,
+        present: torch.Tensor | None = None,
+        *,
+        scale: float,
+    ) -> torch.Tensor:
+        """Adds tokens and computes their attention: [B, S, Hq, D].
+
+        Args:
+            query: [B, Hq, S, D].
+            key, value, scores, present: as in `fill`.
+        """
+        self._check_rows(query)
+        length = query.shape[2]
+        if self.is_compileable and not self.chunk and length > 1:
+            raise ValueError(
+                f"past_key_values: got {length} tokens at a time for a static cache without places for them, expected "
+                "one; give it some by DynamicMaskCache(chunk=...)"
+            )
+        query, key, value = _by_token(query, key, value)
+        self.prefetch()
+        self._make_room(length)
+        if not self.record_past:
+            out = self.slots.extend(query, key, value, scores, key_mask=present, scale=scale)
+        else:
+            parts = []
+            for start in range(0, length, self.slots.chunk):
+                part = slice(start, start + self.slots.chunk)
+                self._commit_oldest(query[:, part].shape[1])
+                mask = None if present is None else present[:, part]
+                self.slots.append(key[:, part], value[:, part], scores[..., part], key_mask=mask)
+                parts.append(self.slots.attend(query[:, part], scale=scale))
+            out = torch.cat(parts, dim=1)
+        self._count(length)
+        return out
+
+    def _check_rows(self, states: torch.Tensor) -> None:
+        if states.shape[0] != self.batch_size:
+            raise ValueError(
+                f"past_key_values holds {self.batch_size} rows, and {states.shape[0]} come; expected as many"
+            )
+
+    @staticmethod
+    def check_kernels(key: torch.Tensor) -> None:
+        """Raises where no kernel keeps keys like these, [B, Hkv, S, D], in slots."""
+        check_kernels_of_slots(
+            "past_key_values", key.dtype, key.shape[3], key.device,
+            instead="Load the model with dtype=torch.bfloat16, generate under torch.autocast, or use transformers' "
+            "DynamicCache",
+        )  # fmt: skip
+
+    # ---- What transformers uses ---------------------------------------------------------------------
+
+    def lazy_initialization(
+        self, key_states: torch.Tensor, value_states: torch.Tensor | None = None
+    ) -> None:
+        """Memory for keys like these, [B, Hkv, any number, D]."""
+        batch, heads, _, head_dim = key_states.shape
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.check_kernels(key_states)
+        if self._counts_on_device:
+            # Not slots.seen, which a step changes: compiled code would read it again for the layers behind.
+            self._length = torch.zeros((), dtype=torch.int64, device=self.device)
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(self._length)
+        self._hold(
+            KVSlots(
+                batch,
+                heads,
+                self.window,
+                head_dim,
+                chunk=self.chunk,
+                dtype=self.dtype,
+                device=self.device,
+            )
+        )
+        self.is_initialized = True
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args,
+        scores: torch.Tensor | None = None,
+        present: torch.Tensor | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds tokens, and returns copies of the keys and values that some of them may see.
+
+        Attention uses `fill` and `attend` instead.
+        """
+        if scores is None:
+            raise ValueError(
+                "scores: got none; a DynamicMaskCache holds the keys with the best scores, which only Doge's attention "
+                "as flash_dmattn has. Call enable_flash_dmattn(model), or use transformers' DynamicCache"
+            )
+        if self.is_empty:
+            self.fill(key_states, value_states, scores, present)
+            return key_states, value_states
+        self.prefetch()
+        held = self.window + self.slots.pending
+        before = (t[:, :, :held].clone() for t in (self.keys, self.values))
+        self.attend(key_states, key_states, value_states, scores, present, scale=1.0)
+        new = (key_states, value_states)
+        return tuple(torch.cat(parts, dim=2) for parts in zip(before, new, strict=True))
+
+    def get_seq_length(self) -> int | torch.Tensor:
+        """The tokens so far; of a static cache a number on the device."""
+        if self.is_empty or not self.is_compileable:
+            return self._seen
+        if self._counts_on_device:
+            return self._length
+        return self.slots.seen[0].long() + self.slots.pending
+
+    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int | torch.Tensor]:
+        """A mask is over new tokens only: one per head would be needed for those in slots."""
+        if isinstance(query_length, torch.Tensor):  # transformers 4: the positions of the queries
+            query_length = query_length.shape[0]
+        return query_length, self.get_seq_length()
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def activate_past_recording(self) -> None:
+        """From now on new tokens stay pending, until `crop` drops some of them and commits the others."""
+        if self.is_compileable and not self.chunk:
+            raise ValueError("chunk: got 0, expected places for the tokens that crop may drop")
+        self.record_past = True
+
+    @torch.no_grad()
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drops the last `-tokens_to_remove` tokens and commits the others; in transformers 4 a positive number is
+        the length to cut the text to."""
+        if self.is_empty:
+            return
+        tokens_to_remove = int(tokens_to_remove)  # a tensor in some versions of transformers
+        if tokens_to_remove > 0:
+            if not _CROPS_TO_A_LENGTH:
+                raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected 0 or less")
+            tokens_to_remove = min(0, tokens_to_remove - int(self.get_seq_length()))
+        kept = self.slots.pending + tokens_to_remove
+        if kept < 0:
+            length = int(self.get_seq_length())
+            if tokens_to_remove < -length:
+                raise ValueError(
+                    f"tokens_to_remove: got {tokens_to_remove}, expected {-length} or more: the text has {length} tokens"
+                )
+            raise RuntimeError(
+                f"tokens_to_remove: got {tokens_to_remove}, but {self.slots.pending} tokens are pending, and the others "
+                "have evicted keys; call activate_past_recording before the tokens are added"
+            )
+        self._commit(kept)
+        self._count(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forgets all tokens; the memory stays. New ones are not recorded until that is activated again."""
+        self.record_past = False
+        if self.is_initialized:
+            self.slots.clear()
+        self._seen = 0
+        if self._length is not None:
+            self._length.zero_()
+
+    def offload(self) -> None:
+        """Moves the slots to the CPU. They come back by `prefetch`, or with the next tokens."""
+        if self.is_compileable:
+            raise ValueError(
+                "static: got True, expected a cache without it to offload: graphs and compiled code go on with its memory"
+            )
+        if self.is_initialized:
+            self._move("cpu")
+
+    def prefetch(self) -> None:
+        """Moves offloaded slots back to their device."""
+        if self.is_initialized and self.keys.device != self.device:
+            self._move(self.device)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if not self.is_empty:
+            rows = torch.arange(self.batch_size, device=self.keys.device)
+            self._select(rows.repeat_interleave(repeats))
+
+    # ---- Memory -------------------------------------------------------------------------------------
+
+    def _hold(self, slots: KVSlots) -> None:
+        self.slots = slots
+        self.keys, self.values = slots.k, slots.v
+        self.batch_size = self.max_batch_size = slots.batch
+        if self.is_compileable and not torch.compiler.is_compiling():
+            for tensor in slots.tensors:
+                torch._dynamo.mark_static_address(tensor)
+
+    def _count(self, tokens: int) -> None:
+        if not self.is_compileable:
+            self._seen += tokens
+        elif self._counts_on_device:
+            self._length.add_(tokens)
+
+    @torch.no_grad()
+    def _select(self, rows: torch.Tensor) -> None:
+        """The rows of the batch with these numbers; in a static layer of as many rows, in the same memory."""
+        if self.is_empty:
+            return
+        rows = rows.to(self.keys.device)
+        if self.is_compileable and len(rows) == self.batch_size:
+            self.slots.reorder(rows)
+        else:
+            self._hold(self.slots.select(rows))
+
+    def _move(self, device: torch.device | str) -> None:
+        """The host waits: it may read what it offloaded at once."""
+        tensors = (tensor.to(device) for tensor in self.slots.tensors)
+        self._hold(KVSlots.over(self.window, *tensors, pending=self.slots.pending))
+
+    def _resize(self, chunk: int) -> None:
+        """Other places for pending tokens; the memory of a static layer stays."""
+        if self.is_compileable or chunk == self.slots.chunk:
+            return
+        batch, heads, _, head_dim = self.keys.shape
+        resized = KVSlots(
+            batch, heads, self.window, head_dim, chunk=chunk, dtype=self.dtype, device=self.device
+        )
+        held = self.window + self.slots.pending
+        for new, old in zip(resized.tensors, self.slots.tensors, strict=True):
+            if new.shape == old.shape:
+                new.copy_(old)
+            else:
+                new[:, :, :held] = old[:, :, :held]
+        resized.pending = self.slots.pending
+        self._hold(resized)
+
+    def _make_room(self, tokens: int) -> None:
+        """Places for new tokens: all of them where they are recorded, else as many as there are keys in the window.
+
+        Without any to come they are given back.
+        """
+        if self.record_past:
+            self._resize(max(tokens, _RECORDED, self.slots.chunk))
+            return
+        self._commit()
+        if tokens == 1:
+            self._resize(self.chunk)
+        else:
+            self._resize(max(min(tokens, max(self.window, _RECORDED)), self.slots.chunk))
+
+    def _commit_oldest(self, tokens: int) -> None:
+        """So many pending tokens that there is a place for new ones."""
+        slots = self.slots
+        excess = slots.pending + tokens - slots.chunk
+        if excess <= 0:
+            return
+        later = slice(self.window + excess, self.window + slots.pending)
+        keys, values = (t[:, :, later].clone() for t in (slots.k, slots.v))
+        scores = slots.scores[:, :, later].clone()
+        self._commit(excess)
+        if keys.shape[2]:
+            slots.append(*_by_token(keys, values), scores)
+
+    def _commit(self, tokens: int | None = None) -> None:
+        """The first pending tokens, by default all, enter the slots; the others are dropped."""
+        if self.slots.pending:
+            self.slots.commit(tokens)
+
+
+class DynamicMaskCache(Cache):
+    """A cache of `DynamicMaskLayer`s for a model with dynamic masks, which `enable_flash_dmattn` has prepared.
+
+        model.generate(**inputs, past_key_values=DynamicMaskCache(model.config))
+
+    Every result is that of a cache of all keys, to rounding, but for the rows of left padding in a prompt that comes
+    in several chunks (see docs/generation.md).
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        static: bool = False,
+        selection: str = "per_query",
+        chunk: int | None = None,
+    ):
+        """
+        Args:
+            config: of the model; `keep_window_size` is its window.
+            static: memory stays in place and no step of decoding reads from the device, for CUDA graphs and
+                torch.compile; `generate` compiles the model then on a GPU.
+            selection: "per_query" is possible.
+            chunk: places in memory for tokens beside the window, that a chunk of a prompt and assisted decoding need:
+                by default 128 with `static`, else as many as there are at a time.
+
+        Raises:
+            ValueError: a choice of keys under which evicted keys return.
+        """
+        if not isinstance(config, PretrainedConfig):
+            raise TypeError(
+                f"config: got {type(config).__name__}, expected that of a model (model.config)"
+            )
+        config = config.get_text_config(decoder=True)
+        if selection != "per_query":
+            raise ValueError(
+                f"selection: got {selection!r}, expected 'per_query'; with one choice for all queries a new key changes "
+                "which keys the others see, so none can be evicted. Use transformers' DynamicCache"
+            )
+        if getattr(config, "sliding_window", None) is not None:
+            raise ValueError(
+                f"config.sliding_window is {config.sliding_window}; expected None: a key that leaves the window makes "
+                "place for others, which would have been evicted. Use transformers' DynamicCache"
+            )
+        static = resolve_flag(static, "static")
+        if chunk is None:
+            chunk = _RECORDED if static else 0
+        check_count(chunk, "chunk")
+        layers = [
+            DynamicMaskLayer(window, static=static, chunk=chunk, counts_on_device=index == 0)
+            for index, window in enumerate(_windows(config))
+        ]
+        super().__init__(layers=layers)
+
+    def activate_past_recording(self) -> None:
+        """For `crop`: new tokens stay pending until it is called. Assisted decoding calls it (transformers 5)."""
+        for layer in self.layers:
+            layer.activate_past_recording()
+
+    def offload(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
+        """Moves a layer, by default all of them, to the CPU: between two turns of a chat. What comes next brings it back.
+
+        Not for a static cache. `only_non_sliding`: no layer here slides.
+        """
+        for layer in self.layers if layer_idx is None else [self.layers[layer_idx]]:
+            layer.offload()
+
+    def prefetch(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
+        """Moves an offloaded layer, by default all of them, back to its device, on the current stream."""
+        for layer in self.layers if layer_idx is None else [self.layers[layer_idx]]:
+            layer.prefetch()
+
+
+def _windows(config: PretrainedConfig) -> list[int]:
+    """The window of every layer."""
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    windows = [getattr(layer, "keep_window_size", None) for layer in layers]
+    if None in windows:
+        raise ValueError(
+            f"config is a {type(config).__name__} without keep_window_size; expected that of a model with dynamic masks "
+            "(Doge)"
+        )
+    for window in windows:
+        check_count(window, "config.keep_window_size")
+    if 0 in windows:
+        raise ValueError("config.keep_window_size: got 0, expected 1 or more")
+    return windows
+
+
+def _by_token(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[B, H, S, D] as [B, S, H, D]."""
+    return tuple(t.transpose(1, 2) for t in states)

@@ -1,0 +1,90 @@
+"""What transformers does not offer, each with the versions that need it and what it waits for.
+
+Everything else goes through transformers' registries: `AttentionInterface` and `AttentionMaskInterface`.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+
+import torch
+from transformers import PreTrainedModel, masking_utils
+from transformers.models.doge.modeling_doge import DogeModel
+
+# The arguments of DogeModel.forward, in order. The cache is `past_key_values` in 4.57 to 5.23 and `cache` since 5.24.
+MODEL_ARGUMENTS = tuple(inspect.signature(DogeModel.forward).parameters)[1:]
+CACHE = "cache" if "cache" in MODEL_ARGUMENTS else "past_key_values"
+_CACHE_NAMES = ("cache", "past_key_values")
+
+
+def given_cache(options: Mapping[str, object]) -> object | None:
+    """The cache among the arguments of a call, under either of its names."""
+    return next((options[name] for name in _CACHE_NAMES if options.get(name) is not None), None)
+
+
+def take_cache(options: dict) -> object | None:
+    """`given_cache`, which is no longer among the arguments then."""
+    cache = given_cache(options)
+    for name in _CACHE_NAMES:
+        options.pop(name, None)
+    return cache
+
+
+def look_at_models(resolve: Callable[[PreTrainedModel, str], str | None]) -> None:
+    """Lets `resolve(model, name)` replace the name of an attention implementation when it is set for a model.
+
+    4.57 to 5.24: the registries of transformers never see the model for which a name is set, so that no
+    implementation can refuse one. 5.x also takes every name with "flash" in it for a package of FlashAttention
+    and tries to load it. This waits for a hook of `AttentionInterface` that gets the model.
+    """
+    original = PreTrainedModel.get_correct_attn_implementation
+
+    @functools.wraps(original)
+    def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
+        name = resolve(self, requested_attention)
+        return name or original(self, requested_attention, *args, **kwargs)
+
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+
+
+def documents_of(mask_function: Callable) -> torch.Tensor | None:
+    """The number of each token's document, int [B, S], where a mask function is causality within packed documents.
+
+    4.57 to 5.24: the functions are closures. This waits for mask functions that say what they are. Compiled code
+    cannot look into a closure, and gets None.
+    """
+    if torch.compiler.is_compiling() or not _is_local_of(mask_function, "and_masks"):
+        return None
+    documents = None
+    for part in _closure(mask_function)["mask_functions"]:
+        if _is_local_of(part, "packed_sequence_mask_function"):
+            documents = _closure(part)["packed_sequence_mask"]
+        elif _is_local_of(part, "remap_positions_for_packed_sequence"):
+            part = _closure(part)["mask_function"]
+            if part is not masking_utils.causal_mask_function:
+                return None
+        elif part is not masking_utils.causal_mask_function:
+            return None
+    return documents
+
+
+def _is_local_of(function: Callable, maker: str) -> bool:
+    """Whether a function of transformers' masking module made another one."""
+    is_of_module = getattr(function, "__module__", None) == masking_utils.__name__
+    return is_of_module and function.__qualname__.startswith(f"{maker}.<locals>")
+
+
+def _closure(function: Callable) -> dict[str, object]:
+    cells = (cell.cell_contents for cell in function.__closure__)
+    return dict(zip(function.__code__.co_freevars, cells, strict=True))
+
+
+def adopt_hooked_forward(layer: torch.nn.Module, replaced: torch.nn.Module) -> None:
+    """Accelerate's hooks (`device_map`) keep the `forward` of a layer beneath their own; `layer` has taken over the
+    attributes of `replaced`, and gets its own `forward` there."""
+    if "_old_forward" not in vars(replaced):
+        return
+    layer._old_forward = types.MethodType(type(layer).forward, layer)
+    hooked = vars(replaced)["forward"].func
+    layer.forward = functools.update_wrapper(functools.partial(hooked, layer), layer._old_forward)

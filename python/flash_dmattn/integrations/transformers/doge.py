@@ -1,0 +1,365 @@
+"""The attention layer of a Doge with one score per key instead of a mask per (query, key) pair."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.modules.module import _has_any_global_hook
+from transformers.cache_utils import Cache
+from transformers.models.doge import modeling_doge
+from transformers.models.doge.modeling_doge import DogeAttention
+
+from ..._core.checks import may_read
+from ...keys.intervals import KeyIntervals, select_key_intervals
+from ...keys.recognise import Memo, derive, intervals_of_mask, split_additive, visible_counts
+from ...layers import scores_of, with_zero_sum_gradient
+from ..attention import (
+    as_key_intervals,
+    attend_by_token,
+    fdma_peft_integration_check,
+    is_causal_mask,
+    target_dtype,
+)
+from ..keywords import refuse_in_doge
+from .cache import DynamicMaskCache, DynamicMaskLayer
+from .compat import adopt_hooked_forward, take_cache
+from .scored_cache import update_with_scores
+
+NAME = "doge_dynamic_mask_attention"  # of the implementation, in a config; transformers has "doge_flex_attention"
+CONTEXT = (
+    "flash_dmattn_context"  # the keyword by which a DogeModel passes a `Context` to its layers
+)
+
+
+class Context(NamedTuple):
+    """What a DogeModel knows at the beginning of a forward, for all of its layers.
+
+    mask_kind: "causal": the mask is no more than that; "padded": causal among the keys that it shows at all; "packed":
+        causal within documents, so that every query sees its own key; None: another mask, or keys of a cache.
+    memo: what the layers derive from the tensors that they share.
+    """
+
+    mask_kind: str | None = None
+    memo: Memo | None = None
+
+
+class FlashDogeAttention(DogeAttention):
+    """`DogeAttention` that chooses its keys by intervals, and builds no tensor with one element per (query, key) pair.
+
+    Under another implementation than `NAME` (after `model.set_attn_implementation("eager")`) it is its base class.
+    """
+
+    round_scores_like_eager = False
+
+    @classmethod
+    def of_layer(cls, layer: DogeAttention) -> FlashDogeAttention:
+        """A layer with the parameters, modules, buffers and hooks of `layer`, which is not to be used any more."""
+        flash = cls.__new__(cls)
+        vars(flash).update(vars(layer))
+        adopt_hooked_forward(flash, layer)
+        return flash
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, None]:
+        if self.config._attn_implementation != NAME:
+            return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
+        context = kwargs.pop(CONTEXT, None) or Context()
+        cache = take_cache(kwargs)
+        cache_position = kwargs.pop("cache_position", None)
+        if context.mask_kind == "causal" or is_causal_mask(attention_mask):
+            attention_mask = None
+        refuse_in_doge(kwargs, has_mask=attention_mask is not None)
+        per_head = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = _normalize(self.q_norm, self.q_proj(hidden_states).view(per_head))
+        key = _normalize(self.k_norm, self.k_proj(hidden_states).view(per_head))
+        value = self.v_proj(hidden_states)
+        scores = doge_scores(self, self.dt_proj(value))
+        value = value.view(per_head)
+        # In the order of attention's dimensions. Transposed to that of caches before, compiled code writes both twice, once
+        # for each order.
+        query, key = _rotate(query, key, *position_embeddings, context.memo)
+        if isinstance(cache, DynamicMaskCache):
+            slots = _layer_of(cache, self.layer_idx)
+            out = _attend_with_slots(
+                self, slots, query, key, value, scores, attention_mask, context
+            )
+            return self.o_proj(out.flatten(2)), None
+        if cache is not None:
+            check_cache(cache)
+            where = () if cache_position is None else ({"cache_position": cache_position},)
+            key, value, scores = update_with_scores(
+                cache, *_heads_first(key, value), scores, self.layer_idx, where
+            )
+            key, value = _heads_first(key, value)  # and back
+            if (
+                scores is None or self.round_scores_like_eager
+            ):  # eager attention rounds all of them together
+                scores = doge_scores(self, self.dt_proj(value.flatten(2)))
+        out = _attend(self, query, key, value, scores, attention_mask, context, kwargs)
+        return self.o_proj(out.flatten(2)), None
+
+
+def check_cache(cache: object) -> None:
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"cache: got {type(cache).__name__}, expected a transformers Cache; continuous batching (a paged cache) is not "
+            "supported. Use another attn_implementation"
+        )
+
+
+def _normalize(norm: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
+    """norm(states). Of a DogeRMSNorm that nobody replaced or watches, uncompiled, it is torch's function, which rounds
+    where that does and is one kernel on a GPU."""
+    is_compiled = torch.compiler.is_compiling()  # and fuses the kernels of its own
+    if is_compiled or states.dtype == torch.float64 or not _is_stock_norm(norm):
+        return norm(states)  # which rounds float64 to float32
+    normalized = F.rms_norm(states, states.shape[-1:], None, norm.variance_epsilon)
+    return norm.weight * normalized.to(states.dtype)  # float32 under autocast
+
+
+def _rotate(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    memo: Memo | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`apply_rotary_pos_emb` of [B, S, H, D]. Where nobody replaced it, uncompiled, the sign of `rotate_half` goes to the
+    sines, which all layers share: the same bits by four operations a tensor, not seven."""
+    rotate = modeling_doge.apply_rotary_pos_emb
+    if (
+        not may_read()
+        or sin.requires_grad
+        or not _is_stock(rotate)
+        or not _is_stock(modeling_doge.rotate_half)
+    ):
+        return rotate(query, key, cos, sin, unsqueeze_dim=2)
+    half = sin.shape[-1] // 2
+    cos, sin = cos.unsqueeze(2), derive(memo, "signed by head", sin, _signed_by_head)
+    return query * cos + query.roll(half, -1) * sin, key * cos + key.roll(half, -1) * sin
+
+
+def _signed_by_head(sin: torch.Tensor) -> torch.Tensor:
+    """Of sines [B, S, D] those of `rotate_half`, [B, S, 1, D]."""
+    signed = sin.unsqueeze(2).clone()
+    signed.narrow(-1, 0, sin.shape[-1] // 2).neg_()
+    return signed
+
+
+def _is_stock_norm(norm: torch.nn.Module) -> bool:
+    """Whether norm(x) is `DogeRMSNorm.forward` and no more."""
+    return _is_stock(norm.forward) and not (
+        norm._forward_pre_hooks
+        or norm._forward_hooks
+        or norm._backward_pre_hooks
+        or norm._backward_hooks
+        or _has_any_global_hook()
+    )
+
+
+def _is_stock(function) -> bool:
+    """Whether a function is of transformers' Doge: kernels of the hub, other libraries and users put theirs in the place
+    of one."""
+    return getattr(function, "__globals__", None) is vars(modeling_doge)
+
+
+def _layer_of(cache: DynamicMaskCache, index: int) -> DynamicMaskLayer:
+    if index >= len(cache.layers):
+        raise ValueError(
+            f"past_key_values has {len(cache.layers)} layers, and layer {index} has none; expected a "
+            "DynamicMaskCache(model.config) of this model"
+        )
+    return cache.layers[index]
+
+
+def _attend_with_slots(
+    self: DogeAttention,
+    slots: DynamicMaskLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scores: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    context: Context,
+) -> torch.Tensor:
+    """Attention of new tokens [B, S, H, D] to those of the cache and to each other: [B, S, Hq, D]."""
+    if slots.window != self.keep_window_size:
+        raise ValueError(
+            f"past_key_values holds {slots.window} keys and layer {self.layer_idx} keeps {self.keep_window_size}; "
+            "expected a DynamicMaskCache(model.config) of this model"
+        )
+    present = _present_tokens(attention_mask, query.shape[1])
+    dtype = target_dtype(self, query)
+    query, key, value, _ = fdma_peft_integration_check(query, key, value, None, dtype)
+    if not slots.is_empty:
+        states = _heads_first(query, key, value)
+        return slots.attend(*states, scores.float(), present, scale=self.scaling)
+    slots.check_kernels(key)  # before attention that the slots could not take over
+    out = _attend(self, query, key, value, scores, attention_mask, context, {})
+    slots.fill(*_heads_first(key, value), scores.float(), present)
+    return out
+
+
+def _heads_first(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[B, S, H, D] as [B, H, S, D], the order of caches."""
+    return tuple(t.transpose(1, 2) for t in states)
+
+
+def _attend(
+    self: DogeAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scores: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    context: Context,
+    options: dict,
+) -> torch.Tensor:
+    """Attention of queries [B, Sq, Hq, D] over all keys of the text so far: [B, Sq, Hq, D]."""
+    query_length, key_length = query.shape[1], key.shape[1]
+    allowed = _doge_mask(attention_mask, query_length, key_length, context.memo)
+    mask, window = allowed, self.keep_window_size
+    is_padded = context.mask_kind == "padded" and isinstance(allowed, KeyIntervals)
+    if key_length > window and (allowed is None or is_padded):
+        shown = None
+        if is_padded:
+            first, last = allowed.intervals.unbind(-1)
+            shown = first < last
+        mask = select_key_intervals(scores, window, key_mask=shown, query_length=query_length)
+        window = key_length  # chosen already
+    if not self.round_scores_like_eager:
+        scores = with_zero_sum_gradient(scores)
+    out = attend_by_token(
+        self,
+        query,
+        key,
+        value,
+        mask,
+        scores,
+        scaling=self.scaling,
+        window_size=window,
+        dropout=self.attention_dropout if self.training else 0.0,
+        output_attentions=options.get("output_attentions"),
+        is_causal=True,
+        memo=context.memo,
+    )
+    if attention_mask is not None and context.mask_kind != "packed":
+        out = _fill_blind_rows(
+            out, allowed, *_heads_first(query, key, value), self.scaling, context.memo
+        )
+    return out
+
+
+def _present_tokens(mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
+    """Which of the new tokens are not padding, bool [B, S]; None: all."""
+    if mask is None:
+        return None
+    intervals = as_key_intervals(mask, length)
+    if intervals is None or mask.shape[1:3] != (1, length):
+        raise ValueError(
+            f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)}, expected padding [B, tokens]; slots of a "
+            "DynamicMaskCache hold other positions for every head, which no mask over queries and keys describes"
+        )
+    first, last = intervals.intervals[:, 0].unbind(-1)
+    return first < last
+
+
+def doge_scores(attention: DogeAttention, step: torch.Tensor) -> torch.Tensor:
+    """`exp(A · softplus(step))`: how much a key adds to its scores, and by which it is chosen.
+
+    Args:
+        attention: a Doge attention layer.
+        step: result of its `dt_proj`, [B, Sk, Hkv].
+
+    Returns:
+        [B, Hkv, Sk]: float32 (float64 in a float64 model), under autocast too; with
+        `enable_flash_dmattn(..., round_scores_like_eager=True)` in the dtypes of eager attention.
+    """
+    if getattr(attention, "round_scores_like_eager", False):
+        return torch.exp(attention.A * F.softplus(step)).transpose(-1, -2)
+    return scores_of(attention.A, step)
+
+
+def _doge_mask(
+    mask: torch.Tensor | None, query_length: int, key_length: int, memo: Memo | None
+) -> torch.Tensor | KeyIntervals | None:
+    """A mask by the rule of Doge: in one that is not bool, every value but 0 masks."""
+    if mask is None:
+        return None
+
+    def find(mask: torch.Tensor) -> torch.Tensor | KeyIntervals:
+        return _find_doge_mask(mask, query_length, key_length)
+
+    return derive(memo, "mask", mask, find)
+
+
+def _find_doge_mask(
+    mask: torch.Tensor, query_length: int, key_length: int
+) -> torch.Tensor | KeyIntervals:
+    intervals = as_key_intervals(mask, query_length)
+    if intervals is not None:
+        return intervals
+    if not mask.is_floating_point() and mask.dtype != torch.bool:
+        mask = mask == 0
+
+    def fit(dense: torch.Tensor) -> torch.Tensor:
+        if dense.shape[2:] == (query_length, key_length):
+            return dense
+        return dense[..., :key_length].expand(-1, -1, query_length, -1)
+
+    if query_length > 1:
+        intervals = intervals_of_mask(fit(mask))
+        if intervals is not None:
+            return intervals
+        if mask.is_floating_point():
+            allowed, adds = split_additive(mask)
+            if not adds:
+                return fit(allowed)
+    mask = fit(mask)
+    return mask if mask.dtype == torch.bool else mask == 0
+
+
+def _fill_blind_rows(
+    out: torch.Tensor,
+    mask: torch.Tensor | KeyIntervals,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    memo: Memo | None,
+) -> torch.Tensor:
+    """Gives queries that may see no key the result of eager attention: the mean of all values.
+
+    With padding on the left there are such queries, and they have an effect: the last one predicts
+    the first token, and Doge's mixture of experts routes by all rows. Eager's softmax runs
+    over equal fill values there, whose derivative by the scores is still that of a softmax,
+    `d out = scaling / Sk * sum_j (v_j - mean) d(q . k_j)`: one D x D matrix per head.
+    """
+    blind = _blind_rows(mask, memo)
+    if blind is None:
+        return out
+    groups = query.shape[1] // key.shape[1]
+    mean = value.mean(2, keepdim=True)
+    slope = (value - mean).detach().mT @ key * (scaling / key.shape[2])
+    slope, mean = (t.repeat_interleave(groups, dim=1) for t in (slope, mean))
+    change = query @ slope.mT
+    filled = (mean + (change - change.detach())).transpose(1, 2).to(out.dtype)
+    return torch.where(blind.transpose(1, 2)[..., None], filled, out)
+
+
+def _blind_rows(mask: torch.Tensor | KeyIntervals, memo: Memo | None) -> torch.Tensor | None:
+    """The queries that may see no key, bool [B, H, Sq]; None where it is known that there are none."""
+
+    def find(_: torch.Tensor) -> torch.Tensor | None:
+        blind = visible_counts(mask) == 0 if isinstance(mask, KeyIntervals) else ~mask.any(-1)
+        return None if may_read() and not blind.any() else blind
+
+    shared = mask.intervals if isinstance(mask, KeyIntervals) else mask
+    return derive(memo, "blind rows", shared, find)

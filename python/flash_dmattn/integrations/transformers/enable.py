@@ -1,0 +1,264 @@
+"""`enable_flash_dmattn`: a Doge model whose layers choose their keys by intervals."""
+
+from __future__ import annotations
+
+import copy
+import types
+
+import torch
+from transformers import PreTrainedModel
+from transformers.configuration_utils import PretrainedConfig
+from transformers.models.doge.modeling_doge import DogeAttention, DogeModel, DogePreTrainedModel
+
+from ..._core.checks import may_read, resolve_flag
+from ...keys.recognise import Memo
+from ..attention import causal_mask
+from .cache import DynamicMaskCache
+from .compat import CACHE, MODEL_ARGUMENTS, given_cache
+from .doge import CONTEXT, Context, FlashDogeAttention, check_cache
+from .doge import NAME as DOGE_NAME
+from .families import reason_to_refuse
+from .masks import documents_of_positions, intervals_of_documents
+
+NAME = "flash_dmattn"
+# What a user may call this attention. A config stores the second name: transformers 5 branches on "flash" in a name.
+NAMES = (NAME, "dynamic_mask_attention")
+_CACHE = "dynamic_mask"
+_DEFAULT_CACHE = "_flash_dmattn_cache"  # attribute of a model
+
+
+def enable_flash_dmattn(
+    model: torch.nn.Module,
+    *,
+    round_scores_like_eager: bool = False,
+    cache: str | None = None,
+) -> torch.nn.Module:
+    """Makes every Doge attention layer of a model choose its keys by intervals.
+
+    No layer then builds a tensor with one element per (query, key) pair. Loss, gradients and generated
+    tokens are those of `attn_implementation="eager"` to rounding, except where eager leaves the choice
+    open: of equal scores (all of them in a fresh model, and those of equal tokens in the first layer)
+    the more recent keys are kept. `model.set_attn_implementation("eager")` undoes it.
+
+    In a 16-bit model the scores of keys are float32 all the same, so that the choice is the float32
+    model's; eager attention rounds them, and its choice is partly noise.
+
+    Only this model changes: its attention layers become `FlashDogeAttention`, with the same parameters and hooks, and its
+    config becomes a copy, because others may share it.
+
+    Args:
+        model: a Doge model, or anything that contains its attention layers (a PEFT model, for one).
+        round_scores_like_eager: scores in the model's dtype, to reproduce a run of eager attention.
+        cache: "dynamic_mask" makes `DynamicMaskCache` the cache of calls that bring none and of `generate`, so that
+            memory and time of a token do not grow with the text; None: that of transformers, which holds all keys.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the model has no Doge attention layer, has attention dropout, or cannot have this cache.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+    round_scores_like_eager = resolve_flag(round_scores_like_eager, "round_scores_like_eager")
+    _check_layers(model)
+    if cache not in (None, _CACHE):
+        raise ValueError(f"cache: got {cache!r}, expected {_CACHE!r} or None")
+    doge_models = [module for module in model.modules() if isinstance(module, DogePreTrainedModel)]
+    if cache is not None:
+        for module in doge_models:
+            DynamicMaskCache(module.config)  # raises where it cannot be
+    replace_layers(model, round_scores_like_eager=round_scores_like_eager)
+    for module in model.modules():
+        if isinstance(module, FlashDogeAttention):
+            module.config._attn_implementation_internal = DOGE_NAME
+    for module in doge_models:
+        _set_default_cache(module, cache)
+    return model
+
+
+def resolve_name(model: PreTrainedModel, name: str | None) -> str | None:
+    """The name that a config stores when one of ours is set for a model; None: it is none of ours.
+
+    Raises:
+        ValueError: attention of this name would not equal the model's own.
+    """
+    if name not in (*NAMES, DOGE_NAME):
+        return None
+    if any(isinstance(module, DogeAttention) for module in model.modules()):
+        _check_layers(model)
+        replace_layers(model)
+        return DOGE_NAME
+    reason = reason_to_refuse(model)
+    if reason is not None:
+        raise ValueError(
+            f"attn_implementation: got {name!r} for {type(model).__name__}, which {reason}. Use another one"
+        )
+    return NAMES[-1]
+
+
+def _check_layers(model: torch.nn.Module) -> None:
+    """Raises where the attention layers of a model cannot be replaced."""
+    layers = [module for module in model.modules() if isinstance(module, DogeAttention)]
+    if not layers:
+        raise ValueError(
+            f"model: got a {type(model).__name__} without any DogeAttention layer, expected a Doge model. For exact attention "
+            f'without scores, call model.set_attn_implementation("{NAME}")'
+        )
+    if model is layers[0]:
+        raise ValueError(
+            f"model: got a single {type(model).__name__}, expected the model that contains it"
+        )
+    for layer in layers:
+        if type(layer) not in (DogeAttention, FlashDogeAttention):
+            raise ValueError(
+                f"model: got attention layers of class {type(layer).__name__}, expected DogeAttention itself; call "
+                "enable_flash_dmattn before something else changes their class (fully_shard of the layer itself, for one)"
+            )
+    dropout = max(layer.attention_dropout for layer in layers)
+    if dropout:
+        raise ValueError(
+            f"attention_dropout: got {dropout}, which flash_dmattn does not have, expected 0: load the model with "
+            "from_pretrained(..., attention_dropout=0.0), which changes nothing but its training"
+        )
+
+
+def replace_layers(model: torch.nn.Module, **settings: bool) -> None:
+    """Gives a model Doge layers of ours, and a config of its own."""
+    _own_config(model)
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is DogeAttention:
+                layer = FlashDogeAttention.of_layer(layer)
+                setattr(parent, name, layer)
+            if isinstance(layer, FlashDogeAttention):
+                vars(layer).update(settings)
+        if isinstance(parent, DogeModel):
+            _hook(parent, _begin_forward)
+
+
+def _own_config(model: torch.nn.Module) -> None:
+    """Copies the configs that modules of a model hold. Another model may share them, and would change with them."""
+    copies: dict[int, object] = {}
+    for module in model.modules():
+        config = vars(module).get("config")
+        if isinstance(config, PretrainedConfig):
+            module.config = copy.deepcopy(config, copies)
+
+
+def _hook(model: torch.nn.Module, hook) -> None:
+    """Registers a pre-hook once."""
+    if hook not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+# ---- The beginning of a forward ---------------------------------------------------------------------
+
+
+def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple, dict] | None:
+    """Before DogeModel.forward: the default cache, and the context of the layers."""
+    if model.config._attn_implementation != DOGE_NAME:
+        return None
+    given = {**dict(zip(MODEL_ARGUMENTS, args, strict=False)), **options}
+    padding = given.get("attention_mask")
+    _refuse_additive_padding(padding)
+    changes = {}
+    use_cache = given.get("use_cache")
+    use_cache = model.config.use_cache if use_cache is None else use_cache
+    cache = given_cache(given)
+    if cache is not None:
+        check_cache(cache)
+    # Not for training, which reads no cache.
+    if use_cache and cache is None and not torch.is_grad_enabled() and _has_default_cache(model):
+        cache = changes[CACHE] = DynamicMaskCache(model.config)
+    kind, mask = None, None
+    if cache is None and given.get("cache_position") is None and _is_causal(model):
+        kind, mask = _mask_kind(given, bool(use_cache))
+    if mask is not None:
+        changes["attention_mask"] = mask
+    changes[CONTEXT] = Context(kind, Memo() if may_read() else None)
+    arguments = dict(zip(MODEL_ARGUMENTS, args, strict=False)) | options | changes
+    return (), arguments
+
+
+def _is_causal(model: DogeModel) -> bool:
+    """Whether transformers' mask of all tokens would be plain causality."""
+    config = model.config
+    has_window = getattr(config, "sliding_window", None) is not None
+    return not has_window and getattr(config, "is_causal", True)
+
+
+def _mask_kind(given: dict, use_cache: bool) -> tuple[str | None, torch.Tensor | None]:
+    """The kind of mask that transformers makes of a call's arguments (see `Context`), and the mask where it is known.
+
+    The mask itself shows its kind only to those who read its values, which compiled code cannot.
+    """
+    padding, positions = given.get("attention_mask"), given.get("position_ids")
+    tokens = given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    if padding is not None:
+        return (
+            "padded" if isinstance(padding, torch.Tensor) and padding.dim() == 2 else None
+        ), None
+    if not isinstance(tokens, torch.Tensor):
+        return None, None  # an error of the model
+    batch = tokens.shape[0]
+    if positions is None:
+        return "causal", causal_mask(batch, tokens.device)
+    if use_cache:  # transformers then does not look where positions begin again
+        return None, None
+    documents = documents_of_positions(positions.expand(batch, -1))
+    if may_read() and not documents.any():
+        return "causal", causal_mask(batch, tokens.device)
+    return "packed", intervals_of_documents(documents)
+
+
+def _refuse_additive_padding(padding: object) -> None:
+    """transformers takes every number but 0 in a mask [B, S] for a token. Where none can be read, an additive mask is not
+    told from one of ones and zeros, and neither is taken."""
+    is_float = isinstance(padding, torch.Tensor) and padding.is_floating_point()
+    if not is_float or padding.dim() > 3:
+        return
+    found = "whose numbers compiled code cannot read"
+    if may_read():
+        if not (padding < 0).any():
+            return
+        found = "with negative numbers"
+    raise ValueError(
+        f"attention_mask: got {padding.dtype} of shape {tuple(padding.shape)} {found}, expected bool or integers, nonzero "
+        "for tokens and 0 for padding; an additive mask has four dimensions, [B, 1, S, S]"
+    )
+
+
+# ---- The default cache, and generation --------------------------------------------------------------
+
+
+def _set_default_cache(model: DogePreTrainedModel, cache: str | None) -> None:
+    """The attribute for calls of the model, and a method of this model for `generate`."""
+    setattr(model, _DEFAULT_CACHE, cache)
+    if cache is not None and hasattr(model, "_prepare_cache_for_generation"):
+        model._prepare_cache_for_generation = types.MethodType(_prepare_cache, model)
+
+
+def _has_default_cache(model: torch.nn.Module) -> bool:
+    return (
+        getattr(model, _DEFAULT_CACHE, None) == _CACHE
+        and model.config._attn_implementation == DOGE_NAME
+    )
+
+
+def _prepare_cache(self, generation_config, model_kwargs, *args, **kwargs):
+    """`_prepare_cache_for_generation`: `generate` makes the cache of a model before it calls it."""
+    given = given_cache(model_kwargs), generation_config.cache_implementation
+    if (
+        given == (None, None)
+        and generation_config.use_cache is not False
+        and _has_default_cache(self)
+    ):
+        cache = DynamicMaskCache(self.config)
+        if getattr(generation_config, "is_assistant", False):
+            cache.activate_past_recording()
+        model_kwargs[CACHE] = cache
+        return None
+    prepare = type(self)._prepare_cache_for_generation
+    return prepare(self, generation_config, model_kwargs, *args, **kwargs)

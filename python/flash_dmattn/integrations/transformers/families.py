@@ -1,0 +1,56 @@
+"""The models for which attention under our name would not equal their own."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+from transformers.configuration_utils import PretrainedConfig
+
+_SINKS = "has attention sinks, which flash_dmattn does not have"
+_INDEXER = (
+    "adds the attention mask to the scores of an indexer; masks of flash_dmattn are key intervals"
+)
+_ARITHMETIC = (
+    "computes with the values of the attention mask; masks of flash_dmattn are key intervals"
+)
+# By `config.model_type`: what the layers of these models do shows only in their code.
+_REASONS = {
+    **dict.fromkeys(
+        (
+            "deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "inkling2", "inkling2_loop",
+            "mimo_v2_flash",
+        ),
+        _SINKS,
+    ),
+    **dict.fromkeys(
+        ("axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4", "mistral_large4"), _INDEXER
+    ),
+    **dict.fromkeys(("bigbird_pegasus", "longformer", "t5gemma2"), _ARITHMETIC),
+}  # fmt: skip
+_MOST_CHANNELS = 256
+
+
+def reason_to_refuse(model: PreTrainedModel) -> str | None:
+    """Why attention under our name would not equal a model's eager attention; None where it does.
+
+    Under our name the mask alone decides what a query sees, as in eager attention. So a model works if its layers pass
+    the mask that transformers' mask functions make to transformers' `AttentionInterface`, and do nothing else with it.
+    """
+    config = model.config
+    reason = _REASONS.get(config.model_type)
+    if reason is not None:
+        return reason
+    if not model._can_set_attn_implementation():
+        return "computes attention itself, without transformers' AttentionInterface"
+    channels = _head_dim(config)
+    if channels > _MOST_CHANNELS:
+        return f"has a head dimension of {channels}; flash_dmattn has 1 to {_MOST_CHANNELS}"
+    return None
+
+
+def _head_dim(config: PretrainedConfig) -> int:
+    """The largest head dimension that a config names."""
+    layers = getattr(config, "per_layer_config", None) or [config]
+    values = [
+        getattr(layer, name, None) for layer in layers for name in ("head_dim", "global_head_dim")
+    ]
+    return max([value for value in values if isinstance(value, int)], default=0)

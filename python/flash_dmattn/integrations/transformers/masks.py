@@ -1,0 +1,237 @@
+"""The masks of transformers' models as key intervals: a function of its mask interface."""
+
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from transformers import masking_utils
+from transformers.configuration_utils import PretrainedConfig
+
+from ..._core.checks import may_read
+from ...keys.recognise import intervals_of_mask, intervals_of_rows
+from ..attention import causal_mask
+from ..keywords import refuse_unknown
+from .compat import documents_of
+
+# For implementations that do not evaluate `mask_function`, or make additive masks; and whether None may stand for causality,
+# which the result of this function includes either way.
+_OF_OTHERS = frozenset({"allow_is_causal_skip", "allow_torch_fix", "config", "dtype", "local_size"})
+
+
+def key_interval_mask(
+    batch_size: int,
+    kv_length: int,
+    q_length: int | None = None,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int | torch.Tensor = 0,
+    mask_function: Callable = masking_utils.causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    cache_position: torch.Tensor | None = None,
+    device: torch.device | str | None = None,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    **kwargs,
+) -> torch.Tensor | None:
+    """The attention mask of a model as key intervals; a function of transformers' mask interface.
+
+    Args:
+        batch_size, q_length, kv_length: B, Sq and Sk.
+        q_offset, kv_offset: positions of the first query and key, on the device in a static cache; or all query
+            positions in `cache_position`, int [Sq] (transformers 4).
+        mask_function: (batch, head, query position, key position) -> bool, on tensors that broadcast.
+        attention_mask: padding, bool [B, positions], True for real tokens; missing ones are padding.
+        allow_is_bidirectional_skip: a mask that allows everything may be None.
+        use_vmap: `mask_function` is custom and takes scalars; its mask is built and then read.
+        kwargs: what transformers gives the masks of its other implementations, and nothing else.
+
+    Returns:
+        None where every query is known to see every key. Else int32 [B, 1, 0, 2], where causality is known to be all of
+        the mask (see `causal_mask`); or intervals, int32 [B, 1, Sk, 2]; or, when no intervals describe the mask,
+        bool [B, 1, Sq, Sk].
+
+    Raises:
+        TypeError: an unknown keyword; padding of floating point.
+    """
+    refuse_unknown(kwargs, _OF_OTHERS)
+    if attention_mask is not None and attention_mask.is_floating_point():
+        raise TypeError(
+            f"attention_mask: got {attention_mask.dtype} of shape {tuple(attention_mask.shape)}, expected bool or "
+            "integers, nonzero for real tokens; as a bool an additive one would be its opposite"
+        )
+    if use_vmap:
+        mask = masking_utils.sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            use_vmap=True,
+            device=device,
+        )
+        if mask is None:
+            return None
+        intervals = intervals_of_mask(mask)
+        return mask if intervals is None else intervals.intervals
+
+    if cache_position is not None:
+        # Not len(), which makes it a constant of torch.compile.
+        q_length, device = cache_position.shape[0], cache_position.device
+    positions = _Positions(q_length, kv_length, q_offset, kv_offset, cache_position, device)
+    present = positions.present_keys(attention_mask)
+    documents = documents_of(mask_function)
+
+    if mask_function is masking_utils.causal_mask_function:
+        end_together = positions.end_together()
+        if end_together and positions.shows_all(present):
+            return None if q_length == 1 else causal_mask(batch_size, device)
+        if end_together and q_length == 1:  # it sees every token
+            every = torch.arange(2, dtype=torch.int32, device=device)
+            return _of_tokens(every, present, batch_size)
+        first = positions.first_queries()
+    elif documents is not None:
+        return _of_tokens(intervals_of_documents(documents), present, batch_size)
+    elif mask_function is getattr(masking_utils, "bidirectional_mask_function", None):
+        if allow_is_bidirectional_skip and positions.shows_all(present):
+            return None
+        first = torch.zeros(kv_length, dtype=torch.int32, device=device)
+    else:
+        return _mask_of_function(mask_function, batch_size, positions, present)
+
+    intervals = torch.stack([first, torch.full_like(first, q_length)], dim=-1)
+    return _of_tokens(intervals, present, batch_size)
+
+
+def mask_of_name(*args, config: PretrainedConfig | None = None, **kwargs) -> torch.Tensor | None:
+    """`key_interval_mask`, but for a Doge whose layers are transformers' own: they add their scores to a mask of all
+    pairs, bool [B, 1, Sq, Sk]."""
+    if getattr(config, "model_type", None) != "doge":
+        return key_interval_mask(*args, **kwargs)
+    warnings.warn(
+        "attn_implementation: got a Doge model with transformers' own attention layers, which build masks of the size "
+        "N x N; call flash_dmattn.integrations.transformers.enable_flash_dmattn(model)",
+        stacklevel=2,
+    )
+    return masking_utils.sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
+
+
+def documents_of_positions(position_ids: torch.Tensor) -> torch.Tensor:
+    """The number of each token's document, int64 [B, S], where positions [B, S] begin again with each."""
+    return F.pad(position_ids.diff() != 1, (1, 0)).cumsum(1)
+
+
+def intervals_of_documents(documents: torch.Tensor) -> torch.Tensor:
+    """Causality within documents of these numbers, which do not fall: int32 [B, 1, S, 2]."""
+    last = torch.searchsorted(documents, documents, right=True, out_int32=True)
+    first = torch.arange(last.shape[1], dtype=torch.int32, device=last.device).expand_as(last)
+    return torch.stack([first, last], dim=-1)[:, None]
+
+
+class _Positions(NamedTuple):
+    """Where queries and keys stand, by the arguments of `key_interval_mask`. Offsets on the device are not read."""
+
+    q_length: int
+    kv_length: int
+    q_offset: int | torch.Tensor
+    kv_offset: int | torch.Tensor
+    cache_position: torch.Tensor | None
+    device: torch.device | str | None
+
+    def numbers_of_keys(self) -> torch.Tensor:
+        """int32 [Sk]: 0, 1, ..."""
+        return torch.arange(self.kv_length, dtype=torch.int32, device=self.device)
+
+    def of_keys(self) -> torch.Tensor:
+        return torch.arange(self.kv_length, device=self.device) + self.kv_offset
+
+    def of_queries(self) -> torch.Tensor:
+        if self.cache_position is not None:
+            return self.cache_position
+        return torch.arange(self.q_length, device=self.device) + self.q_offset
+
+    def are_the_same(self) -> bool:
+        """Whether the keys are known to be those of the queries alone. A static DynamicMaskCache has one tensor for both
+        offsets."""
+        return (
+            self.cache_position is None
+            and self.q_offset is self.kv_offset
+            and self.q_length == self.kv_length
+        )
+
+    def end_together(self) -> bool:
+        """Whether the last query is known to stand at the last key; `cache_position` is read where that is allowed."""
+        if self.cache_position is not None:
+            return may_read() and bool(self.cache_position[-1] == self.of_keys()[-1])
+        if self.are_the_same():
+            return True
+        if isinstance(self.q_offset, torch.Tensor) or isinstance(self.kv_offset, torch.Tensor):
+            return False
+        return self.q_length + self.q_offset == self.kv_length + self.kv_offset
+
+    def first_queries(self) -> torch.Tensor:
+        """The first query at or behind each key, int32 [Sk]; where there is none, the number of queries."""
+        if self.cache_position is not None:
+            return torch.searchsorted(self.cache_position, self.of_keys(), out_int32=True)
+        if self.are_the_same():
+            return self.numbers_of_keys()
+        first = self.numbers_of_keys() + (
+            self.kv_offset - self.q_offset
+        )  # int64 beside offsets [1]
+        return first.clamp(0, self.q_length).int()
+
+    def present_keys(self, padding: torch.Tensor | None) -> torch.Tensor | None:
+        """Which keys are real tokens, bool [B, Sk]; None without padding."""
+        if padding is None:
+            return None
+        length = padding.shape[-1]
+        if isinstance(self.kv_offset, torch.Tensor):
+            key = self.of_keys()
+            return padding.index_select(1, key.clamp(max=length - 1)).bool() & (key < length)
+        end = self.kv_length + self.kv_offset
+        if end > length:
+            padding = F.pad(padding, (0, end - length))
+        return padding[:, self.kv_offset : end].bool()
+
+    def shows_all(self, present: torch.Tensor | None) -> bool:
+        """Whether all keys are known to be real tokens; `present` is read where that is allowed, but not beside an offset
+        of the keys on the device."""
+        if present is None:
+            return True
+        return may_read() and not isinstance(self.kv_offset, torch.Tensor) and bool(present.all())
+
+
+def _of_tokens(
+    intervals: torch.Tensor, present: torch.Tensor | None, batch_size: int
+) -> torch.Tensor:
+    """The intervals, which broadcast to [B, 1, Sk, 2], where a key is a real token, elsewhere (0, 0): [B, 1, Sk, 2]."""
+    if present is None:
+        return intervals.expand(batch_size, 1, -1, -1)
+    rows = intervals * present.view(present.shape[0], 1, present.shape[1], 1)
+    return rows if rows.shape[0] == batch_size else rows.expand(batch_size, -1, -1, -1)
+
+
+def _mask_of_function(
+    mask_function: Callable,
+    batch_size: int,
+    positions: _Positions,
+    present: torch.Tensor | None,
+) -> torch.Tensor:
+    """Sliding windows and custom masks: evaluated exactly, a block of rows at a time. Compiled code cannot find
+    out whether intervals describe them, and takes the mask."""
+    query, key = positions.of_queries(), positions.of_keys()
+    batch = torch.arange(batch_size, device=key.device)[:, None, None, None]
+    head = torch.zeros_like(batch[:1])
+    shape = torch.Size((batch_size, 1, len(query), len(key)))
+
+    def rows(start: int, stop: int) -> torch.Tensor:
+        block = mask_function(batch, head, query[None, None, start:stop, None], key)
+        if present is not None:
+            block = block & present[:, None, None]
+        return block.expand(batch_size, 1, stop - start, len(key))
+
+    intervals = intervals_of_rows(rows, shape, key.device) if may_read() else None
+    return rows(0, len(query)).contiguous() if intervals is None else intervals.intervals

@@ -1,0 +1,131 @@
+"""The scores of keys in transformers' own caches: computed when a key is written, like the key itself.
+
+A layer of scores has the class of the layer of keys (or that of what it grows like), so that it is cut, reordered and
+repeated alike: a score is to it a key with one channel.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from transformers import cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+def update_with_scores(
+    past: Cache,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scores: torch.Tensor,
+    index: int,
+    where: tuple,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`past.update` for layer `index`.
+
+    Args:
+        key, value: of the new tokens, [B, Hkv, S, D].
+        scores: of the new tokens, [B, Hkv, S].
+        where: further arguments of `update`.
+
+    Returns:
+        Keys and values of all tokens, and their scores [B, Hkv, Sk], or None where some have come without: then they have
+        to be computed again from the values.
+    """
+    layer = past.layers[index] if index < len(past.layers) else None
+    is_first = layer is None or _is_empty(layer)
+    if isinstance(layer, _ScoredLayer) and layer.is_behind:
+        past.layers[index] = layer.without_scores()
+    key, value = past.update(key, value, index, *where)
+    layer = past.layers[index]
+    if is_first and not isinstance(layer, _ScoredLayer):
+        layer = past.layers[index] = _with_scores(layer)
+    if not isinstance(layer, _ScoredLayer):
+        return key, value, None
+    scores, _ = layer.score_layer.update(scores[..., None], scores[..., None], *where)
+    layer.is_behind = False
+    return key, value, scores[..., 0]
+
+
+class _ScoredLayer(CacheLayerMixin):
+    """A layer with a second one for scores, which stays on the device when the layer is offloaded."""
+
+    score_layer: CacheLayerMixin
+    is_behind: bool  # tokens have come whose scores have not
+
+    def update(self, *args, **kwargs):
+        self.is_behind = True
+        return super().update(*args, **kwargs)
+
+    def reset(self) -> None:
+        super().reset()
+        self.score_layer.reset()
+        self.is_behind = False
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.score_layer.reorder_cache(beam_idx)
+
+    def crop(self, tokens: int) -> None:
+        super().crop(tokens)
+        self.score_layer.crop(tokens)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.score_layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.score_layer.batch_select_indices(indices)
+
+    def activate_past_recording(self) -> None:
+        for layer in (super(), self.score_layer):
+            if hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+
+    def without_scores(self) -> CacheLayerMixin:
+        """A layer of transformers' own class with the same tokens."""
+        attributes = {**vars(self)}
+        del attributes["score_layer"], attributes["is_behind"]
+        return _make(type(self).__mro__[2], attributes)
+
+    def __reduce__(self):
+        return _make_scored, (type(self).__mro__[2], vars(self))
+
+
+def _with_scores(layer: CacheLayerMixin) -> _ScoredLayer:
+    """A layer with the same tokens as one of transformers, and room for their scores."""
+    attributes = {**vars(layer), "score_layer": _layer_of_scores(layer), "is_behind": False}
+    return _make_scored(type(layer), attributes)
+
+
+@cache
+def _scored_class(layer_class: type[CacheLayerMixin]) -> type[_ScoredLayer]:
+    return type(layer_class.__name__, (_ScoredLayer, layer_class), {})
+
+
+def _make_scored(layer_class: type[CacheLayerMixin], attributes: dict) -> _ScoredLayer:
+    return _make(_scored_class(layer_class), attributes)
+
+
+def _make(layer_class: type[CacheLayerMixin], attributes: dict) -> CacheLayerMixin:
+    layer = layer_class.__new__(layer_class)
+    vars(layer).update(attributes)
+    return layer
+
+
+def _is_empty(layer: CacheLayerMixin) -> bool:
+    """Where it can be known without a graph break."""
+    if not layer.is_initialized:
+        return True
+    return not torch.compiler.is_compiling() and int(layer.get_seq_length()) == 0
+
+
+def _layer_of_scores(layer: CacheLayerMixin) -> CacheLayerMixin:
+    if isinstance(layer, cache_utils.StaticSlidingWindowLayer):
+        return cache_utils.StaticSlidingWindowLayer(layer.max_cache_len, layer.max_cache_len)
+    if isinstance(layer, cache_utils.StaticLayer):
+        return cache_utils.StaticLayer(layer.max_cache_len)
+    if isinstance(layer, cache_utils.DynamicSlidingWindowLayer):
+        return cache_utils.DynamicSlidingWindowLayer(layer.sliding_window)
+    return cache_utils.DynamicLayer()

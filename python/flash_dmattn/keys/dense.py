@@ -1,0 +1,232 @@
+"""Boolean masks made from attention scores, for callers that want the mask itself.
+
+The attention functions do not need such a mask: they take `keep_window_size` or key intervals, which cost
+O(N) memory. A mask made here has one element per (query, key) pair that it distinguishes.
+
+Every mask is a choice, not a function to differentiate: scores are detached, and no gradient flows
+through the result.
+"""
+
+import torch
+
+from .._core.checks import MASK_VALUE, check_count, check_tensor
+
+_ROW_CHUNK_ELEMENTS = 1 << 24  # scores in one step; bounds the temporaries of a 4-d mask
+
+
+def topk_indices(attention_bias: torch.Tensor, window_size: int, **kwargs) -> torch.Tensor:
+    """The positions of the `window_size` best keys of every row, in ascending order.
+
+    Args:
+        attention_bias: scores, float [..., K]. Equal scores: the more recent key is better; NaN is worst.
+        window_size: how many keys to keep; more than K keeps all K.
+
+    Returns:
+        int64 [..., min(window_size, K)].
+    """
+    check_tensor(attention_bias, "attention_bias")
+    check_count(window_size, "window_size")
+    _refuse(kwargs)
+    scores = attention_bias.detach()
+    newest_first = scores.masked_fill(scores.isnan(), float("-inf")).flip(-1)
+    order = newest_first.sort(dim=-1, descending=True, stable=True).indices[..., :window_size]
+    return (scores.shape[-1] - 1 - order).sort(dim=-1).values
+
+
+def topk_mask(
+    attention_bias: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    window_size: int,
+    min_dtype: float | None,
+    block_size: int | None = None,
+    **kwargs,
+) -> torch.Tensor:
+    """True where a key is among the `window_size` best allowed keys of its row.
+
+    Args:
+        attention_bias: scores, float [B, H, K] or [B, H, Q, K]; sizes of 1 broadcast.
+        attention_mask: allowed keys, bool, broadcastable against the scores after 3-d shapes got a
+            query dimension of 1; None allows all.
+        window_size: how many keys a row keeps. Equal scores: the more recent key wins.
+        min_dtype: a score at or below it is never kept; None: no score is too low. NaN is never kept.
+        block_size: when given, blocks of so many neighbouring keys are kept or dropped together, by
+            majority; a key that is not allowed stays out.
+
+    Returns:
+        bool, 3-d when both inputs are 3-d (or the mask is None), else 4-d.
+    """
+    check_count(window_size, "window_size")
+    _refuse(kwargs)
+    scores, allowed = _align(attention_bias, attention_mask)
+    kept = scores.new_empty(torch.broadcast_shapes(scores.shape, allowed.shape), dtype=torch.bool)
+    rows = kept.shape[-2]
+    if torch.compiler.is_compiling():  # a loop would make the number of rows a constant
+        steps = [slice(None)]
+    else:
+        step = max(1, _ROW_CHUNK_ELEMENTS * rows // max(1, kept.numel()))
+        steps = [slice(start, start + step) for start in range(0, rows, step)]
+    for some in steps:
+        some_scores, some_allowed = (
+            t[..., some, :] if t.shape[-2] > 1 else t for t in (scores, allowed)
+        )
+        numbers = ~some_scores.isnan() if min_dtype is None else some_scores > min_dtype
+        some_allowed = some_allowed & numbers
+        some_kept = _keep_best(some_scores, some_allowed, window_size)
+        if block_size is not None:
+            some_kept = _keep_by_block(some_kept, block_size) & some_allowed
+        kept[..., some, :] = some_kept
+    return kept if max(attention_bias.dim(), _dim(attention_mask)) == 4 else kept.squeeze(-2)
+
+
+def relu_mask(
+    attention_bias: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    min_dtype: float,
+    block_size: int | None = None,
+    **kwargs,
+) -> torch.Tensor:
+    """True where an allowed key has a positive score. Arguments and result as in `topk_mask`."""
+    _refuse(kwargs)
+    scores, allowed = _align(attention_bias, attention_mask)
+    allowed = allowed & (scores > min_dtype)
+    kept = allowed & (scores > 0)
+    if block_size is not None:
+        kept = _keep_by_block(kept, block_size) & allowed
+    return kept if max(attention_bias.dim(), _dim(attention_mask)) == 4 else kept.squeeze(-2)
+
+
+def create_mask(
+    attention_bias: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    batch_size: int,
+    query_len: int,
+    key_len: int,
+    window_size: int,
+    min_dtype: float | None,
+    block_size: int | None = None,
+    type: str = "topk",
+) -> torch.Tensor:
+    """The mask of dynamic mask attention: the keys that every query keeps.
+
+    | bias       | mask               | choice                                  | result       |
+    |------------|--------------------|-----------------------------------------|--------------|
+    | [B, H, K]  | None               | one for all queries                     | [B, H, K]    |
+    | [B, H, K]  | [B, H, K] or 2-d   | one for all queries, among allowed keys | [B, H, K]    |
+    | [B, H, K]  | [B, H, Q, K]       | per query, among allowed keys           | [B, H, Q, K] |
+    | 4-d        | 4-d, 2-d or None   | per query, among allowed keys           | [B, H, Q, K] |
+
+    Args:
+        attention_bias: scores, float; B, H and Q may be 1. Beside 16-bit tensors keep them in float32: in 16
+            bits many scores are equal, and rounding then decides which keys are kept.
+        attention_mask: allowed keys, bool; also padding [B, key_len], or [B, query_len] when earlier
+            keys (a cache) are all allowed.
+        batch_size, query_len, key_len: B, Q and K.
+        window_size: keys to keep per row (type "topk").
+        min_dtype: a score at or below it is never kept; None: the value at which a bias of its dtype masks, -1e4 in
+            float16 and -1e30 in others.
+        block_size: see `topk_mask`.
+        type: "topk", or "relu" for all keys with a positive score.
+
+    Raises:
+        ValueError: unknown type, another shape than B, H, Q and K have, or a block size below 1.
+        TypeError: a mask of floating point, which may be an additive one.
+    """
+    _check_shape(attention_bias, "attention_bias", batch_size, query_len, key_len)
+    if min_dtype is None:
+        min_dtype = MASK_VALUE[attention_bias.dtype]
+    if attention_mask is not None and attention_mask.dim() == 2:
+        attention_mask = _padding_mask(attention_mask, batch_size, query_len, key_len)
+        attention_mask = attention_mask[:, None, :]
+    elif attention_mask is not None:
+        _check_shape(attention_mask, "attention_mask", batch_size, query_len, key_len)
+    if type == "topk":
+        return topk_mask(attention_bias, attention_mask, window_size, min_dtype, block_size)
+    if type == "relu":
+        return relu_mask(attention_bias, attention_mask, min_dtype, block_size)
+    raise ValueError(f"type is {type!r}; expected 'topk' or 'relu'")
+
+
+def _refuse(keywords: dict[str, object]) -> None:
+    """Of keywords that other versions have taken, those that are given."""
+    for name, value in keywords.items():
+        if value is not None:
+            raise TypeError(f"{name}: got an unknown keyword, which could change the result")
+
+
+def _check_shape(
+    tensor: torch.Tensor, name: str, batch_size: int, query_len: int, key_len: int
+) -> None:
+    check_tensor(tensor, name)
+    shape = tuple(tensor.shape)
+    fits = len(shape) in (3, 4) and shape[0] in (1, batch_size) and shape[-1] in (1, key_len)
+    if not fits or (len(shape) == 4 and shape[2] not in (1, query_len)):
+        raise ValueError(
+            f"{name}: got shape {shape}, expected [B, H, K] or [B, H, Q, K] with B = {batch_size}, Q = {query_len} and "
+            f"K = {key_len}"
+        )
+
+
+def _as_bool(mask: torch.Tensor) -> torch.Tensor:
+    check_tensor(mask, "attention_mask")
+    if mask.is_floating_point():  # an additive one allows where it is 0
+        raise TypeError(
+            f"attention_mask: got {mask.dtype}, expected torch.bool, True where allowed"
+        )
+    return mask.bool()
+
+
+def _dim(mask: torch.Tensor | None) -> int:
+    return 0 if mask is None else mask.dim()
+
+
+def _align(scores: torch.Tensor, allowed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and allowed keys, both 4-d."""
+    check_tensor(scores, "attention_bias")
+    if not scores.is_floating_point():
+        raise TypeError(f"attention_bias: got {scores.dtype}, expected a floating dtype")
+    scores = scores.detach()
+    if allowed is None:
+        allowed = scores.new_ones((1,) * (scores.dim() - 1) + (scores.shape[-1],), dtype=torch.bool)
+    return tuple(t.unsqueeze(-2) if t.dim() == 3 else t for t in (scores, _as_bool(allowed)))
+
+
+def _keep_best(scores: torch.Tensor, allowed: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` best allowed keys of every row; of equal scores, the last ones."""
+    if count >= allowed.shape[-1]:
+        return allowed
+    if count == 0:
+        return torch.zeros_like(allowed)
+    scores = torch.where(allowed, scores, float("-inf"))
+    worst_kept = scores.topk(count, dim=-1).values[..., -1:]
+    better = scores > worst_kept
+    equal = (scores == worst_kept) & allowed
+    rank_from_last = equal.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1)
+    return better | equal & (rank_from_last <= count - better.sum(-1, keepdim=True))
+
+
+def _keep_by_block(kept: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Every block of `block_size` keys (the last may be shorter) takes the value of its majority."""
+    check_count(block_size, "block_size")
+    if block_size < 1:
+        raise ValueError(f"block_size is {block_size}; expected at least 1")
+    length = kept.shape[-1]
+    block_of_key = torch.arange(length, device=kept.device) // block_size
+    blocks = torch.bincount(block_of_key)
+    votes = torch.zeros(*kept.shape[:-1], len(blocks), dtype=torch.int32, device=kept.device)
+    votes.index_add_(-1, block_of_key, kept.int())
+    return (2 * votes > blocks).index_select(-1, block_of_key)
+
+
+def _padding_mask(
+    mask: torch.Tensor, batch_size: int, query_len: int, key_len: int
+) -> torch.Tensor:
+    """A padding mask [B, key_len]; one of the queries' length is preceded by allowed keys."""
+    mask = _as_bool(mask)
+    if mask.shape == (batch_size, key_len):
+        return mask
+    if mask.shape == (batch_size, query_len) and query_len < key_len:
+        return torch.nn.functional.pad(mask, (key_len - query_len, 0), value=True)
+    raise ValueError(
+        f"attention_mask has shape {tuple(mask.shape)}; expected ({batch_size}, {key_len}) "
+        f"or ({batch_size}, {query_len})"
+    )

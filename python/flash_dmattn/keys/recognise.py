@@ -1,0 +1,336 @@
+"""Masks with a query dimension as key intervals, and the per-query choice among the keys they allow.
+
+The masks of language models (causal, padded, packed, prefix, sliding window) show every key to
+consecutive queries: `KeyIntervals` describe them exactly.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .._core.checks import MASK_VALUE, may_read
+from .intervals import KeyIntervals, select_key_intervals
+from .packed import rank_by_document
+
+# Mask elements per step: bounds the memory for recognising a mask.
+_BLOCK_ELEMENTS = 1 << 22
+
+
+class Memo:
+    """What the layers of one model derive from the tensors that they share, during one forward of the model.
+
+    The model makes a memo when a forward begins and passes it to its layers. Nothing outlives the forward: a tensor
+    can change between two of them without a trace (collectives, DLPack, raw pointers, graph replay).
+    """
+
+    def __init__(self):
+        self._known: dict[str, tuple[torch.Tensor, object]] = {}
+
+    def derive(self, name: str, tensor: torch.Tensor, find: Callable):
+        """find(tensor), called once for this name as long as the layers pass the same tensor.
+
+        The layers of a forward ask the same of a tensor, so a name says what is found and no lengths, which compiled
+        code would take for constants.
+        """
+        known = self._known.get(name)
+        if known is None or known[0] is not tensor:
+            known = self._known[name] = (tensor, find(tensor))
+        return known[1]
+
+
+def derive(memo: Memo | None, name: str, tensor: torch.Tensor, find: Callable):
+    """find(tensor), by the memo where there is one. Compiled code does not read values, so it shares no readings."""
+    if memo is None or not may_read():
+        return find(tensor)
+    return memo.derive(name, tensor, find)
+
+
+class AllowedPairs(NamedTuple):
+    """The keys that queries may see besides causality: where a mask is True and a bias does not mask.
+
+    Both are [B or 1, H or 1, Sq or 1, Sk], with or without heads of their own; one of them may be None.
+    """
+
+    mask: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    # A method: torch.compile of torch 2.10 cannot trace properties of a named tuple.
+    def shape(self) -> torch.Size:
+        """[B or 1, H or 1, Sq or 1, Sk]."""
+        sizes = zip(*(part.shape for part in self.parts()), strict=True)
+        return torch.Size(0 if 0 in of_dim else max(of_dim) for of_dim in sizes)
+
+    def parts(self) -> list[torch.Tensor]:
+        return [part for part in (self.mask, self.bias) if part is not None]
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """bool [B or 1, H or 1, stop - start, Sk]."""
+        heads = self.shape()[1]
+        allowed = None
+        for part in self.parts():
+            block = part[:, :, start:stop] if part.shape[2] > 1 else part
+            block = block if part is self.mask else block > MASK_VALUE[block.dtype]
+            if block.shape[1] not in (1, heads):
+                block = block.repeat_interleave(heads // block.shape[1], 1)
+            allowed = block if allowed is None else allowed & block
+        return allowed
+
+    def to_mask(self) -> torch.Tensor:
+        """One bool mask of both: the mask itself where there is no bias."""
+        return self.mask if self.bias is None else self.rows(0, self.shape()[2])
+
+    def to_any_query(self) -> torch.Tensor:
+        """The keys that some query may see, bool [B, H, Sk]."""
+        if self.bias is None:
+            return self.mask.any(2)
+        batch, heads, seqlen_q, seqlen_k = self.shape()
+        seen = self.bias.new_zeros((batch, heads, seqlen_k), dtype=torch.bool)
+        step = _rows_of_block(batch * heads * seqlen_k)
+        for start in range(0, seqlen_q, step):
+            seen |= self.rows(start, min(start + step, seqlen_q)).any(2)
+        return seen
+
+    def to_intervals(self, memo: Memo | None = None) -> KeyIntervals | None:
+        """As `intervals_of_mask`."""
+        if self.bias is None:
+            return intervals_of_mask(self.mask, memo)
+        if _has_no_values(self.bias):
+            return None
+        return intervals_of_rows(self.rows, self.shape(), self.bias.device)
+
+
+def intervals_of_mask(mask: torch.Tensor, memo: Memo | None = None) -> KeyIntervals | None:
+    """The key intervals of a mask [B, H, Sq, Sk], or None when no intervals describe it.
+
+    Every element is read (a sample would prove nothing), in blocks of rows, so the extra memory is
+    O(B H Sk). Only a memo saves the second reading.
+
+    Args:
+        mask: bool, or additive floating point where 0 allows and anything at or below -1e4 (float16) or -1e30
+            (other dtypes) masks. Dimensions expanded with stride 0 are read once.
+
+    Returns:
+        None also when an additive mask holds other values, and for a tensor without values (on meta).
+    """
+    if _has_no_values(mask):
+        return None
+    return derive(memo, "intervals", mask, _find_intervals)
+
+
+def refuse_negative(mask: torch.Tensor, memo: Memo | None = None) -> None:
+    """Raises for negative integers, where values may be read: nonzero integers show keys, and a negative one suggests an
+    additive mask, which means the opposite."""
+    if mask.is_floating_point() or mask.dtype == torch.bool or _has_no_values(mask):
+        return
+    if derive(memo, "negative", mask, lambda numbers: bool((numbers < 0).any())):
+        raise ValueError(
+            f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)} with negative numbers, expected bool or "
+            "integers, nonzero for visible keys; an additive mask has four dimensions and is of floating point"
+        )
+
+
+def split_additive(mask: torch.Tensor, memo: Memo | None = None) -> tuple[torch.Tensor, bool]:
+    """The elements that an additive mask allows, as bool, and whether it also adds other values than 0 to them."""
+    return derive(memo, "dense", mask, _split_additive)
+
+
+def mask_of_intervals(allowed: KeyIntervals, memo: Memo | None = None) -> torch.Tensor:
+    """The mask of intervals, for a choice that no intervals describe."""
+
+    def make(intervals: torch.Tensor) -> torch.Tensor:
+        mask = allowed.with_intervals(_unexpanded(intervals)).to_mask()
+        return mask.expand(*intervals.shape[:2], -1, -1)
+
+    return derive(memo, "dense of intervals", allowed.intervals, make)
+
+
+def _find_intervals(mask: torch.Tensor) -> KeyIntervals | None:
+    distinct = _unexpanded(mask)
+    return intervals_of_rows(
+        lambda start, stop: _allowed_block(distinct[:, :, start:stop]), distinct.shape, mask.device
+    )
+
+
+def _split_additive(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    distinct = _unexpanded(mask)
+    allowed = distinct > MASK_VALUE[mask.dtype]
+    step = _rows_of_block(distinct.numel() // max(1, distinct.shape[2]))
+    blocks = zip(distinct.split(step, 2), allowed.split(step, 2), strict=True)
+    adds = any(bool((seen & (block != 0)).any()) for block, seen in blocks)
+    return allowed.expand(mask.shape), adds
+
+
+def _unexpanded(mask: torch.Tensor) -> torch.Tensor:
+    """The mask with each batch element and head that is in memory, once."""
+    for dim in (0, 1):
+        if mask.shape[dim] > 1 and mask.stride(dim) == 0:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
+
+
+def intervals_of_rows(
+    rows: Callable[[int, int], torch.Tensor | None], shape: torch.Size, device: torch.device
+) -> KeyIntervals | None:
+    """The key intervals of a mask of `shape` [B, H, Sq, Sk] that is read by blocks of rows.
+
+    Args:
+        rows: (start, stop) -> bool [B, H, stop - start, Sk], or None to give up.
+
+    Returns:
+        None when a key is visible to queries with a gap between them.
+    """
+    batch, heads, query_length, key_length = shape
+    first = torch.full((batch, heads, key_length), query_length, dtype=torch.int32, device=device)
+    last = torch.zeros_like(first)
+    count = torch.zeros_like(first)
+    step = _rows_of_block(batch * heads * key_length)
+    for start in range(0, query_length, step):
+        stop = min(start + step, query_length)
+        block = rows(start, stop)
+        if block is None:
+            return None
+        seen = block.sum(2, dtype=torch.int32)
+        # argmax finds the first of equal elements. It reads bytes: indices of all rows would be four times the block.
+        bits = block.to(torch.uint8)
+        begin = start + bits.argmax(2).int()
+        end = stop - bits.flip(2).argmax(2).int()
+        first = torch.where(seen > 0, torch.minimum(first, begin), first)
+        last = torch.where(seen > 0, end, last)
+        count += seen
+        if (count < last - first).any():
+            return None
+    intervals = torch.stack([torch.minimum(first, last), last], dim=-1)
+    return KeyIntervals(intervals, query_length).measured()
+
+
+def visible_counts(allowed: KeyIntervals) -> torch.Tensor:
+    """How many keys every query sees: int32 [B, H, Sq]."""
+    batch, heads = allowed.intervals.shape[:2]
+    first, last = allowed.intervals.long().unbind(-1)
+    change = allowed.intervals.new_zeros(batch, heads, allowed.query_length + 1)
+    one = change.new_ones(()).expand(first.shape)
+    change.scatter_add_(-1, first, one).scatter_add_(-1, last, -one)
+    return change.cumsum(-1, dtype=torch.int32)[..., :-1]
+
+
+class _Order(NamedTuple):
+    """The numbers that a choice among intervals reads from the device."""
+
+    most_visible: int  # keys that a query sees
+    is_kept: bool  # that in which keys appear and leave, as `select_among` needs it
+    documents: int  # of any row
+
+
+def _order_of(allowed: KeyIntervals) -> _Order:
+    visible, _, left_before, in_order = _appearance(allowed.intervals)
+    documents = _documents(visible, allowed.intervals[..., 1], left_before)
+    return _Order(
+        int(visible_counts(allowed).max()),
+        bool((in_order | ~visible).all()),
+        int(documents.max()),
+    )
+
+
+def _appearance(intervals: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of each key: whether any query sees it; when it appears, at the earliest; when the keys before it have left; whether
+    it comes after those that appear before it, and leaves with them or comes when they have left."""
+    first, last = intervals.unbind(-1)
+    visible = last > first
+    appears = torch.where(visible, first, 0).cummax(-1).values
+    left_before = F.pad(last.cummax(-1).values[..., :-1], (1, 0))
+    in_order = (first == appears) & ((last == left_before) | (first >= left_before))
+    return visible, appears, left_before, in_order
+
+
+def _documents(
+    visible: torch.Tensor, last: torch.Tensor, left_before: torch.Tensor
+) -> torch.Tensor:
+    """The number of each key's group of keys that leave together."""
+    return (visible & (last > left_before)).cumsum(-1)
+
+
+def select_among(
+    scores: torch.Tensor, allowed: KeyIntervals, keep_window_size: int, memo: Memo | None = None
+) -> KeyIntervals | None:
+    """The `keep_window_size` best allowed keys of every query, as intervals where that is possible.
+
+    It usually is, because while a key is visible, ever more keys that beat it appear, so once it is out it
+    stays out, provided that no key that beats it leaves. So keys must appear in the order of their
+    position and leave together (causal, padding, prefix), or leave in groups, each before the next
+    appears (packed documents).
+
+    Args:
+        scores: float [B or 1, H or 1, Sk]; higher is better, equal scores: the later key; NaN: never.
+        allowed: [B or 1, H or 1, Sk, 2].
+        keep_window_size: at least 1.
+
+    Compiled code reads no values, nor does a CUDA graph that is captured. They take intervals without a bound, which
+    the masks of models are, and assert that order when they run, and that keys appear one at a time except at the
+    first query: the bound of the result.
+
+    Returns:
+        None when no intervals describe the choice (under a sliding window wider than `keep_window_size`, for
+        one).
+    """
+    reading = may_read()
+    if 0 in allowed.intervals.shape or allowed.query_length == 0:
+        return allowed
+    if not reading:
+        if allowed.bound is not None:
+            return None  # windows, for one; masks of models come without a bound
+    else:
+        order = derive(
+            memo,
+            "order",
+            allowed.intervals,
+            lambda _: _order_of(allowed),
+        )
+        if order.most_visible <= keep_window_size and not scores.isnan().any():
+            return allowed
+        if not order.is_kept:
+            return None
+    first, last = allowed.intervals.unbind(-1)
+    visible, appears, left_before, in_order = _appearance(allowed.intervals)
+    if not reading:
+        one_at_a_time = (first == 0) | (first > F.pad(appears[..., :-1], (1, 0)))
+        torch._assert_async(
+            ((in_order & one_at_a_time) | ~visible).all(),
+            "flash_dmattn: a compiled choice among keys of these intervals is not supported; expected keys that "
+            "appear one by one and leave together",
+        )
+
+    scores = scores.detach().expand(torch.broadcast_shapes(scores.shape, first.shape))
+    if not reading or order.documents > 1:
+        scores = rank_by_document(scores, _documents(visible, last, left_before))
+    scores = torch.where(visible, scores, float("nan"))
+    # Chosen as if every key appeared with a query of its own: row t is the moment when key t appears.
+    moments = select_key_intervals(scores, keep_window_size).intervals
+    never = torch.full_like(appears[..., :1], allowed.query_length)
+    row_of_moment = torch.cat([appears, never], dim=-1)
+    beaten_at = row_of_moment.expand(*scores.shape[:2], -1).gather(-1, moments[..., 1].long())
+    last = torch.where(moments[..., 1] > moments[..., 0], torch.minimum(last, beaten_at), 0)
+    first, last = torch.broadcast_tensors(first, last)
+    intervals = torch.stack([first, last], dim=-1) * (last > first).unsqueeze(-1)
+    if not reading:  # every query sees keep_window_size keys at most and brings one at most
+        return KeyIntervals(intervals, allowed.query_length, (keep_window_size, 1))
+    return KeyIntervals(intervals, allowed.query_length).measured()
+
+
+def _has_no_values(tensor: torch.Tensor) -> bool:
+    """Also of tensors that may not be read."""
+    return not may_read() or tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def _rows_of_block(row_elements: int) -> int:
+    return max(1, _BLOCK_ELEMENTS // max(1, row_elements))
+
+
+def _allowed_block(block: torch.Tensor) -> torch.Tensor | None:
+    """The allowed elements of a few rows of a bool or additive mask; None when it adds other values."""
+    if not block.is_floating_point():
+        return block.bool()
+    allowed = block == 0
+    return allowed if (allowed | (block <= MASK_VALUE[block.dtype])).all() else None

@@ -1,0 +1,251 @@
+"""The choice of the best keys of every query, made before attention, as a form of visibility."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._core import ops
+from .._core.checks import MASK_VALUE, check_window, may_read, selection_scores_argument
+from .dense import topk_mask
+from .intervals import KeyIntervals, check_selection, intersect, prefix_lm, select
+from .recognise import AllowedPairs, Memo, mask_of_intervals, select_among
+from .visibility import BestByBias, KeyList, KeyRanks, Visibility
+
+
+class Choice(NamedTuple):
+    """A choice of keys: keep_window_size, selection and selection_scores of the public functions."""
+
+    window: int | None = None  # None: no choice
+    selection: str = "per_query"
+    scores: Tensor | None = None  # None: the bias
+
+    def checked(self, query: Tensor, key: Tensor) -> Choice:
+        window, selection, scores = self
+        check_selection(selection)
+        if window is not None:
+            check_window(window)
+        if scores is None:
+            return self
+        checked = selection_scores_argument(scores, query, key)
+        if window is None:
+            raise ValueError(
+                f"selection_scores: got shape {tuple(scores.shape)} without keep_window_size, by which they choose; expected "
+                "both or neither"
+            )
+        return Choice(window, selection, checked)
+
+
+def choose(
+    choice: Choice,
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    visible: Visibility,
+    by_library: bool,
+    memo: Memo | None = None,
+) -> Visibility:
+    """The best of the visible keys for every query.
+
+    bias: 3-d where it has one value per key.
+    by_library: the library's backends compute attention. They choose by the bias themselves, and on a GPU take lists and
+        ranks.
+    memo: what the layers of a model share.
+    """
+    scores, allowed = _scores_and_allowed(query, key, visible.mask, bias, choice.scores)
+    if choice.window >= key.shape[1] and choice.scores is None:
+        return visible  # a key whose bias is NaN is masked by it
+    if query.shape[1] == 0:
+        return visible
+    is_plain = visible.keys is None and allowed is None
+    by_bias = choice.scores is None and is_plain and choice.selection == "per_query"
+    if by_library and by_bias and scores.shape[1] in (1, key.shape[2]):
+        return Visibility(None, visible.is_causal, BestByBias(choice.window))
+    if scores.requires_grad:
+        scores = scores.detach()
+    on_gpu = by_library and scores.is_cuda
+    if visible.keys is not None:
+        return _choose_among_intervals(
+            choice, query, key, scores, allowed, visible.keys, visible.is_causal, on_gpu, memo
+        )
+    is_dense = allowed is not None and allowed.shape()[2] > 1
+    if is_dense and choice.selection == "per_query":
+        return _choose_under_dense_mask(
+            choice.window, query, key, scores, allowed, visible.is_causal, on_gpu, memo
+        )
+    key_mask = None
+    if allowed is not None:
+        scores, key_mask = match_heads(query, key, scores, allowed.to_any_query())
+    remaining_mask = visible.mask if is_dense else None  # its part outside the choice
+    scores, key_mask = _matched(scores, key_mask)
+    if on_gpu and choice.selection == "global" and choice.window > 0:
+        chosen = KeyList(*ops.select_key_list(scores, key_mask, choice.window))
+        return Visibility(remaining_mask, visible.is_causal, chosen)
+    chosen = select(
+        scores,
+        key_mask,
+        choice.window,
+        choice.selection,
+        visible.is_causal,
+        query.shape[1],
+    )
+    return Visibility(remaining_mask, False, chosen)
+
+
+def _choose_among_intervals(
+    choice: Choice,
+    query: Tensor,
+    key: Tensor,
+    scores: Tensor,
+    allowed: AllowedPairs | None,
+    shown: KeyIntervals,
+    is_causal: bool,
+    by_rank: bool,
+    memo: Memo | None,
+) -> Visibility:
+    """The best keys among those that intervals show; `allowed`: a mask or a bias that hides some of them."""
+    if choice.selection == "global":
+        first, last = shown.intervals.unbind(-1)
+        key_mask = first < last
+        if allowed is not None:
+            key_mask = key_mask & allowed.to_any_query()
+        scores, key_mask = _matched(*match_heads(query, key, scores, key_mask))
+        best = select(scores, key_mask, choice.window, "global", is_causal, shown.query_length)
+        best, intervals = match_heads(query, key, best.intervals, shown.intervals)
+        chosen = intersect(KeyIntervals(best, shown.query_length), shown.with_intervals(intervals))
+        is_dense = allowed is not None and allowed.shape()[2] > 1
+        return Visibility(allowed.mask if is_dense else None, False, chosen)
+    if allowed is None:
+        chosen = _best_of_intervals(choice.window, query, key, scores, shown, is_causal, memo)
+        if chosen is not None:
+            return Visibility(keys=chosen)
+        allowed = AllowedPairs(mask_of_intervals(shown, memo), None, 0.0)
+    else:
+        mask = mask_of_intervals(shown, memo)
+        if allowed.mask is not None:
+            mask = torch.logical_and(*match_heads(query, key, mask, allowed.mask))
+        allowed = allowed._replace(mask=mask)
+    return _choose_under_dense_mask(
+        choice.window, query, key, scores, allowed, is_causal, by_rank, memo
+    )
+
+
+def _best_of_intervals(
+    window: int,
+    query: Tensor,
+    key: Tensor,
+    scores: Tensor,
+    shown: KeyIntervals,
+    is_causal: bool,
+    memo: Memo | None,
+) -> KeyIntervals | None:
+    """The best keys among those that intervals show, where intervals describe the choice."""
+    if is_causal:
+        shown = intersect(shown, _past(query, key))
+    scores, intervals = match_heads(query, key, scores, shown.intervals)
+    if intervals is not shown.intervals:
+        shown = shown.with_intervals(intervals)
+    return select_among(scores, shown, window, memo)
+
+
+def _past(query: Tensor, key: Tensor) -> KeyIntervals:
+    """Causality as intervals."""
+    return prefix_lm(key.shape[1], 0, query_length=query.shape[1], device=key.device)
+
+
+def _matched(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Both in one shape."""
+    if key_mask is None:
+        return scores, None
+    shape = torch.broadcast_shapes(scores.shape, key_mask.shape)
+    return scores.expand(shape), key_mask.expand(shape)
+
+
+def _choose_under_dense_mask(
+    window: int,
+    query: Tensor,
+    key: Tensor,
+    scores: Tensor,
+    allowed: AllowedPairs,
+    is_causal: bool,
+    by_rank: bool,
+    memo: Memo | None,
+) -> Visibility:
+    """The best keys among those that a mask with a query dimension allows.
+
+    They are intervals under the usual masks, which are recognised by reading the mask. That can neither be compiled
+    nor captured in a CUDA graph; then, and under any other mask, they are ranks beside the mask, or without the
+    GPU's kernels a mask of the size of the given one.
+    """
+    if any(map(torch._C._functorch.is_batchedtensor, allowed.parts())):
+        raise RuntimeError(
+            "keep_window_size: got it under torch.func.vmap over a mask with a query dimension, which attention "
+            "does not support; expected the mask's own batch dimension"
+        )
+    shown = allowed.to_intervals(memo) if may_read() else None
+    if shown is not None:
+        chosen = _best_of_intervals(window, query, key, scores, shown, is_causal, memo)
+        if chosen is not None:
+            return Visibility(keys=chosen)
+    if by_rank:
+        ranks = KeyRanks(*ops.rank_keys(scores, *allowed, window, is_causal))
+        mask = allowed.mask
+        if mask is None:  # attention applies its bias itself
+            mask = scores.new_ones((1, 1, 1, key.shape[1]), dtype=torch.bool)
+        return Visibility(mask, is_causal, ranks)
+    scores, mask = match_heads(query, key, scores, allowed.to_mask())
+    mask = mask & _past(query, key).to_mask() if is_causal else mask
+    return Visibility(topk_mask(scores[:, :, None], mask, window, None))
+
+
+def one_per_key(scores: Tensor | None) -> Tensor | None:
+    """Scores or a bias as [B, H, Sk] where they are the same for every query."""
+    has_one_query = scores is not None and scores.dim() == 4 and scores.shape[2] == 1
+    return scores.squeeze(2) if has_one_query else scores
+
+
+def _scores_and_allowed(query, key, mask, bias, selection_scores):
+    """Scores [B, H, Sk], and the dense mask to choose under, or None for all keys."""
+    seqlen_k = key.shape[1]
+    name, scores, hiding = "attn_bias", bias, None
+    if selection_scores is not None:
+        name, scores = "selection_scores", one_per_key(selection_scores)
+    if scores is None or scores.dim() != 3 or scores.shape[2] != seqlen_k:
+        got = "no scores" if scores is None else f"{name} of shape {tuple(scores.shape)}"
+        raise ValueError(
+            f"keep_window_size: got {got}, expected one score per key in attn_bias or selection_scores: "
+            f"[B, H, {seqlen_k}] or [B, H, 1, {seqlen_k}]. For scores per pair, build a mask with "
+            "flash_dmattn.utils.mask.create_mask"
+        )
+    # A bias that masks hides its keys from the choice. Where it is the score, these are the worst keys anyway.
+    if selection_scores is not None and bias is not None:
+        if bias.dim() == 4:
+            hiding = bias.detach()
+        else:
+            unmasked = bias.detach() > MASK_VALUE[bias.dtype]
+            scores, unmasked = match_heads(query, key, scores, unmasked)
+            scores = torch.where(unmasked, scores, float("nan"))
+    if mask is None and hiding is None:
+        return scores, None
+    mask, hiding = (
+        t if t is None or t.shape[3] == seqlen_k else t.expand(-1, -1, -1, seqlen_k)
+        for t in (mask, hiding)
+    )
+    return scores, AllowedPairs(mask, hiding)
+
+
+def match_heads(query, key, *parts):
+    """The parts for every query head, unless all of them are one for each key head or for all."""
+    if all(part.shape[1] in (1, key.shape[2]) for part in parts):
+        return parts
+    return tuple(repeat_heads(part, query, key) for part in parts)
+
+
+def repeat_heads(tensor: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """Repeats the key heads of a mask or bias for every query head of their groups."""
+    heads_q, heads_kv = query.shape[2], key.shape[2]
+    if tensor is None or tensor.shape[1] in (1, heads_q):
+        return tensor
+    return tensor.repeat_interleave(heads_q // heads_kv, 1)

@@ -1,0 +1,87 @@
+"""Which keys a query sees: one value from the functions to the operators."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .intervals import KeyIntervals
+
+
+class Operands(NamedTuple):
+    """Keys in the order of the operators' arguments."""
+
+    key_intervals: Tensor | None = None
+    key_list: Tensor | None = None
+    key_count: Tensor | None = None
+    key_rank: Tensor | None = None
+    rank_limit: Tensor | None = None
+    key_bound: tuple[int, ...] = ()  # base (-1: unknown), per_query, consecutive; of key_intervals
+
+
+_ALL_KEYS = Operands()
+
+
+class KeyList(NamedTuple):
+    """The keys that every query sees (or with causality, those of them in its past), in ascending order.
+
+    The form of a global selection on a GPU: less memory than intervals, and much less for its schedule.
+    """
+
+    keys: Tensor  # int32 [B or 1, Hkv or 1, n]
+    count: Tensor  # int32 [B or 1, Hkv or 1]: how many of them there are
+
+    def heads(self) -> int:
+        return self.keys.shape[1]
+
+    def operands(self) -> Operands:
+        return Operands(key_list=self.keys, key_count=self.count)
+
+
+class KeyRanks(NamedTuple):
+    """A choice under a dense mask or bias: query i keeps the allowed keys whose rank is below its limit."""
+
+    rank: Tensor  # int32 [B or 1, H or 1, 1, Sk]
+    limit: Tensor  # int32 [B or 1, H or 1, Sq, 1]
+
+    def heads(self) -> int:
+        return 1  # ranks of query heads need no keys of query heads
+
+    def operands(self) -> Operands:
+        return Operands(key_rank=self.rank, rank_limit=self.limit)
+
+
+class BestByBias(NamedTuple):
+    """The keys with the highest bias among those that causality lets a query see.
+
+    The operator select_and_attend chooses them itself: the most frequent choice, with a trip through the dispatcher, views
+    and a function of autograd less than one made before.
+    """
+
+    window: int
+
+    def heads(self) -> int:
+        return 1  # a bias of query heads is no such choice
+
+
+class Visibility(NamedTuple):
+    """A query sees the keys that the mask, causality and `keys` all show. A bias may hide some of them."""
+
+    mask: Tensor | None = None  # bool [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]
+    is_causal: bool = False  # row i sees keys up to i + Sk - Sq
+    keys: KeyIntervals | KeyList | KeyRanks | BestByBias | None = None
+
+    # A method, as in all named tuples here: torch.compile of torch 2.10 cannot trace properties of one.
+    def heads(self) -> int:
+        """Those that `keys` has: 1, Hkv, or Hq where every query head has its own."""
+        if self.keys is None:
+            return 1
+        return self.keys.heads if isinstance(self.keys, KeyIntervals) else self.keys.heads()
+
+    def operands(self) -> Operands:
+        if self.keys is None:
+            return _ALL_KEYS
+        if isinstance(self.keys, KeyIntervals):
+            return Operands(key_intervals=self.keys.intervals, key_bound=self.keys.bound_operand())
+        return self.keys.operands()

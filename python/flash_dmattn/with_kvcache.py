@@ -1,0 +1,263 @@
+"""Attention with a KV cache that is updated in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._core.availability import unavailable_reason
+from ._core.checks import DTYPES, check_device, check_tensor, check_window, resolve_flag
+from ._core.kv_checks import (
+    check_chunk,
+    check_places,
+    check_query,
+    check_tokens,
+    expect,
+    expect_memory,
+    refuse_gradients,
+)
+from ._core.numerics import Numerics
+from .attention import IN_PYTHON, run, with_statistics
+from .cache import KVSlots
+from .keys.intervals import KeyIntervals, select_key_intervals
+from .keys.visibility import Visibility
+
+__all__ = ["KVSlots", "flash_dmattn_with_kvcache"]
+
+
+def flash_dmattn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    score_cache: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    scores: Tensor | None = None,
+    cache_seqlens: Tensor,
+    slot_positions: Tensor | None = None,
+    slot_counts: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    keep_window_size: int | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    scores_are_bias: bool = True,
+    return_softmax_lse: bool = False,
+    nonfinite: str = "saturate",
+    backend: str = "",
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """Adds new tokens to a cache in place and attends causally to its keys: the last query sees the last key.
+
+    The cache holds either all keys or the slots of KVSlots; nothing converts one into the other. On a GPU the host
+    does not read lengths, so that calls can be captured in a CUDA graph.
+
+    **All keys** (slot_positions not given): token t is in place t.
+    q: [B, n, Hq, D]; k_cache, v_cache: [B, S, Hkv, D]; score_cache: float32 [B, Hkv, S], one score per key, or None
+        where there is neither a bias nor a choice.
+    k, v, scores: the new tokens, [B, m, Hkv, D] twice and float32 [B, Hkv, m], which are written to the places from
+        cache_seqlens on. None: the cache holds them already.
+    cache_seqlens: int32 [B], the tokens of each row before the call. It is not changed.
+    cache_leftpad: int32 [B], where the tokens of each row begin.
+    keep_window_size: every query keeps this many keys, those with the highest scores; None: all.
+
+    **Slots** (slot_positions and slot_counts given): the tensors of a KVSlots cache with keep_window_size slots and room
+    for S - keep_window_size pending tokens. On a GPU they are bfloat16 or float16.
+    k_cache, v_cache: [B, S, Hkv, D], for example KVSlots.k.transpose(1, 2); score_cache: float32 [B, Hkv, S].
+    slot_positions: int32 [B, Hkv, S]; slot_counts: int32 [B, Hkv, 2].
+    k, v, scores: as above, one token or up to S - keep_window_size, with a query for each; all of them are committed.
+    cache_seqlens: int32 [B], the tokens that each row has seen. The call adds the new ones.
+    key_mask: bool [B, m], False for new tokens that are padding.
+
+    softmax_scale, softcap, nonfinite, backend: as in flash_dmattn_func.
+    scores_are_bias: the score of a key is added to its attention score, as in dynamic mask attention.
+
+    Returns out [B, n, Hq, D], or (out, softmax_lse [B, Hq, n], None) with return_softmax_lse. There is no gradient.
+    """
+    caches = {"k_cache": k_cache, "v_cache": v_cache, "score_cache": score_cache}
+    for name, tensor in {"q": q, **caches, "cache_seqlens": cache_seqlens}.items():
+        if name != "score_cache" or tensor is not None:
+            check_tensor(tensor, name)
+    refuse_gradients(**caches, q=q, k=k, v=v, scores=scores)
+    together = (k, v) if score_cache is None else (k, v, scores)
+    if len({t is None for t in together}) > 1 or (score_cache is None and scores is not None):
+        raise ValueError(
+            "k, v, scores: got some of the new tokens' tensors, expected all or none, and scores with score_cache only"
+        )
+    numerics = Numerics.of(None, softmax_scale, softcap, nonfinite, None)
+    scores_are_bias = resolve_flag(scores_are_bias, "scores_are_bias")
+    return_softmax_lse = resolve_flag(return_softmax_lse, "return_softmax_lse")
+    if (slot_positions is None) != (slot_counts is None):
+        raise ValueError("slot_positions, slot_counts: got one of them, expected both or none")
+    if slot_positions is None:
+        if key_mask is not None:
+            raise ValueError("key_mask: got it for a cache of all keys, expected cache_leftpad")
+        _check_all_keys(q, caches, k, v, scores, cache_seqlens, cache_leftpad)
+        _check_choice(score_cache, keep_window_size)
+        _check_backend(q, backend)
+        _write(k_cache, v_cache, score_cache, k, v, scores, cache_seqlens)
+        lengths = cache_seqlens if k is None else cache_seqlens + k.shape[1]
+        everything = cache_leftpad is None and keep_window_size is None
+        length = _host_length(lengths, q.shape[1], k_cache.shape[1]) if everything else None
+        if length is None:
+            keys = _visible(score_cache, lengths, cache_leftpad, keep_window_size, q, k_cache)
+            visible = Visibility(keys=keys)
+        else:
+            visible = Visibility(is_causal=q.shape[1] > 1)
+            k_cache, v_cache = k_cache[:, :length], v_cache[:, :length]
+        bias = None
+        if scores_are_bias and score_cache is not None:
+            bias = score_cache[:, :, None, :length].to(torch.promote_types(q.dtype, torch.float32))
+        out, statistics = run(q, k_cache, v_cache, bias, visible, numerics, backend)
+        return with_statistics(out, statistics, return_softmax_lse)
+    if cache_leftpad is not None:
+        raise ValueError("cache_leftpad: got it for a cache of slots, expected key_mask")
+    if keep_window_size is None or score_cache is None or k is None:
+        raise ValueError(
+            "keep_window_size, score_cache, k: got no value for one of them, which a cache of slots needs"
+        )
+    slots = KVSlots.over(
+        keep_window_size,
+        k_cache.transpose(1, 2),
+        v_cache.transpose(1, 2),
+        score_cache,
+        slot_positions,
+        slot_counts,
+        cache_seqlens,
+        backend=backend,
+    )
+    options = {
+        "scale": softmax_scale,
+        "softcap": softcap,
+        "nonfinite": nonfinite,
+        "scores_are_bias": scores_are_bias,
+    }
+    if k.dim() == 4 and k.shape[1] == 1:  # the operator checks all of them
+        out, lse = slots.step(q, k, v, scores, key_mask=key_mask, return_lse=True, **options)
+    else:
+        check_chunk(k_cache, key_mask, q=q, k=k, v=v, scores=scores)
+        slots.append(k, v, scores, key_mask=key_mask)
+        out, lse = slots.attend(q, return_lse=True, **options)
+        slots.commit()
+    return (out, lse, None) if return_softmax_lse else out
+
+
+def _check_all_keys(
+    q: Tensor,
+    caches: dict[str, Tensor | None],
+    k: Tensor | None,
+    v: Tensor | None,
+    scores: Tensor | None,
+    cache_seqlens: Tensor,
+    cache_leftpad: Tensor | None,
+) -> None:
+    k_cache, v_cache, score_cache = caches.values()
+    if k_cache.dim() != 4:
+        raise ValueError(f"k_cache: got shape {tuple(k_cache.shape)}, expected [B, S, Hkv, D]")
+    batch, size, heads, head_dim = k_cache.shape
+    device = k_cache.device
+    if k_cache.dtype not in DTYPES:
+        raise TypeError(
+            f"k_cache: got {k_cache.dtype}, expected float32, bfloat16, float16 or float64"
+        )
+    if not 1 <= head_dim <= 256:
+        raise ValueError(f"k_cache: got head dimension {head_dim}, expected 1 to 256")
+    expect(v_cache, "v_cache", tuple(k_cache.shape), k_cache.dtype, device)
+    if score_cache is not None:
+        expect(score_cache, "score_cache", (batch, heads, size), torch.float32, device)
+    check_query(k_cache, q=q)
+    new = 0
+    if k is not None:
+        new = check_tokens(k_cache, k=k, v=v, scores=scores)
+        for name, cache in caches.items():
+            if cache is not None:
+                expect_memory(cache, name)
+    if new > size:
+        raise ValueError(f"k: got {new} tokens, expected at most {size}, the places of k_cache")
+    check_places(cache_seqlens, "cache_seqlens", batch, size - new, device)
+    if cache_leftpad is not None:
+        check_places(cache_leftpad, "cache_leftpad", batch, size, device)
+
+
+def _check_backend(q: Tensor, backend: str) -> None:
+    check_device(q, backend)
+    if backend in ("", *IN_PYTHON) or torch.compiler.is_compiling():
+        return
+    reason = unavailable_reason(backend)
+    if reason:
+        raise RuntimeError(f"backend: {backend!r} cannot run: {reason}")
+
+
+def _check_choice(score_cache: Tensor | None, window: int | None) -> None:
+    if window is None:
+        return
+    check_window(window)
+    if score_cache is None:
+        raise ValueError(
+            "score_cache: got None, expected the scores that keep_window_size chooses by"
+        )
+
+
+def _write(k_cache, v_cache, score_cache, k, v, scores, cache_seqlens) -> None:
+    """Puts new tokens behind those of the cache."""
+    if k is None:
+        return
+    rows = torch.arange(k.shape[0], device=k.device)[:, None]
+    places = cache_seqlens[:, None].long() + torch.arange(k.shape[1], device=k.device)
+    k_cache[rows, places] = _apart(k, k_cache)
+    v_cache[rows, places] = _apart(v, v_cache)
+    if score_cache is not None:
+        new = _apart(scores, score_cache)
+        score_cache.transpose(1, 2)[rows, places] = new.transpose(1, 2)
+
+
+def _apart(new: Tensor, cache: Tensor) -> Tensor:
+    """New tokens that may be a part of the cache itself."""
+    shares = not torch.compiler.is_compiling() and torch._C._is_alias_of(new, cache)
+    return new.clone() if shares else new
+
+
+def _host_length(lengths: Tensor, queries: int, size: int) -> int | None:
+    """The length of all rows where they have the same and the host reads it for nothing: on the CPU, outside of a trace.
+
+    All keys up to it are visible then, and intervals need not be made, which take a fifth of a call over 8,192 keys.
+    """
+    if type(lengths) is not Tensor or lengths.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    found = set(lengths.tolist())
+    length = found.pop() if len(found) == 1 else 0
+    return length if queries <= length <= size else None
+
+
+def _visible(
+    scores: Tensor | None,
+    lengths: Tensor,
+    leftpad: Tensor | None,
+    window: int | None,
+    q: Tensor,
+    k_cache: Tensor,
+) -> KeyIntervals:
+    """The intervals of the keys of rows of these lengths, for the last queries of each."""
+    size, queries = k_cache.shape[1], q.shape[1]
+    place = torch.arange(size, device=q.device, dtype=torch.int32)
+    lengths = lengths.to(torch.int32)[:, None]
+    real = place < lengths
+    if leftpad is not None:
+        real = real & (place >= leftpad[:, None])
+    if window is None:
+        first = (place - (lengths - queries)).clamp(min=0)
+        last = torch.where(real, queries, 0).to(torch.int32)
+        intervals = torch.stack((first.expand_as(last), last), -1)[:, None]
+        return KeyIntervals(intervals, queries, (size, 0), consecutive=True)
+    # Selection ends with the last key, so the rows are shifted to end together.
+    shift = size - lengths
+    from_end = (place - shift).clamp(min=0)
+    batch, heads = scores.shape[:2]
+    index = from_end[:, None].expand(batch, heads, size).long()
+    shown = (place >= shift) & real.gather(1, from_end.long())
+    chosen = select_key_intervals(
+        scores.gather(2, index), window, key_mask=shown[:, None], query_length=queries
+    )
+    back = (place + shift).clamp(max=size - 1)[:, None, :, None].expand(batch, heads, size, 2)
+    intervals = chosen.intervals.gather(2, back.long()) * real[:, None, :, None]
+    return chosen.with_intervals(intervals.to(torch.int32))

@@ -1,0 +1,130 @@
+"""float64 calls are right to float64: no number of them passes through a narrower type."""
+
+import pytest
+import torch
+
+from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, select_key_intervals
+from flash_dmattn.check.oracle import Problem, attention, causal_pairs, select
+
+B, S, HQ, HKV = 2, 30, 4, 2
+OFFSETS = torch.tensor([0, 11, 12, S], dtype=torch.int32)
+
+
+def tensors(head_dim=16, batch=B):
+    q, dout = (torch.randn(batch, S, HQ, head_dim, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(batch, S, HKV, head_dim, dtype=torch.float64) for _ in range(2))
+    return q, k, v, dout
+
+
+def assert_equals_oracle(problem, **options):
+    inputs = [problem.q, problem.k, problem.v]
+    inputs += [] if problem.bias is None else [problem.bias]
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    bias = leaves[3] if len(leaves) > 3 else None
+    out, lse, _ = flash_dmattn_func(
+        *leaves[:3], problem.mask, bias, is_causal=problem.causal, return_attn_probs=True, **options
+    )
+    gradients = torch.autograd.grad(out, leaves, problem.dout)
+    expected = attention(problem)
+    names = ("out", "lse", "dq", "dk", "dv", "dbias")
+    for name, found in zip(names, (out, lse, *gradients), strict=False):
+        wanted = getattr(expected, name)
+        size = max(wanted.abs().max().item(), 0.1)
+        torch.testing.assert_close(
+            found, wanted, rtol=0, atol=2e-14 * size, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 80, 96, 128])
+@pytest.mark.parametrize("scale", [None, 0.1, -1 / 3])
+@pytest.mark.parametrize("softcap", [None, 0.3, 30.0])
+def test_scale_and_softcap_are_not_rounded(head_dim, scale, softcap):
+    q, k, v, dout = tensors(head_dim)
+    problem = Problem(q, k, v, dout, causal=True, scale=scale, softcap=softcap or 0.0)
+    assert_equals_oracle(problem, scale=scale, softcap=softcap)
+
+
+@pytest.mark.parametrize("shape", [(B, HQ, 1, S), (1, HKV, 1, S), (B, 1, S, S), (B, HQ, S, S)])
+def test_bias_and_its_gradient(shape):
+    q, k, v, dout = tensors()
+    bias = torch.randn(shape, dtype=torch.float64)
+    assert_equals_oracle(Problem(q, k, v, dout, bias=bias, causal=True))
+
+
+@pytest.mark.parametrize("size", [1e-100, 1e100])
+def test_values_beyond_the_range_of_float32(size):
+    q, k, v, dout = tensors()
+    leaves = [t.clone().requires_grad_() for t in (q, k, v * size)]
+    out = flash_dmattn_func(*leaves, is_causal=True)
+    gradients = torch.autograd.grad(out, leaves, dout)
+    expected = attention(Problem(q, k, v, dout, causal=True))
+    for found, wanted in zip(
+        (out / size, gradients[0] / size, gradients[1] / size, gradients[2]),
+        (expected.out, expected.dq, expected.dk, expected.dv),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
+
+
+# ---- Choices of keys by scores that are one number in float32 ---------------------------------------
+
+
+def nearly_equal_scores(batch=B):
+    order = torch.rand(batch, HKV, S).argsort(-1)
+    return 1 + order.double() * 1e-13
+
+
+@pytest.mark.parametrize("selection", ["per_query", "global"])
+@pytest.mark.parametrize("is_bias", [True, False])
+def test_choice_among_all_keys(selection, is_bias):
+    q, k, v, dout = tensors()
+    scores, causal = nearly_equal_scores(), causal_pairs(S, S).expand(B, HKV, S, S)
+    allowed = causal if selection == "per_query" else torch.ones_like(causal)
+    bias = scores[:, :, None] if is_bias else None
+    problem = Problem(q, k, v, dout, bias=bias, shown=select(scores, 7, allowed), causal=True)
+    assert_equals_oracle(
+        problem,
+        keep_window_size=7,
+        selection=selection,
+        selection_scores=None if is_bias else scores,
+    )
+
+
+def documents():
+    """[Sq, Sk]: pairs in one document, causal."""
+    document = torch.searchsorted(OFFSETS[1:].long(), torch.arange(S), right=True)
+    return causal_pairs(S, S) & (document[:, None] == document)
+
+
+@pytest.mark.parametrize("kind", ["documents", "window", "random"])
+def test_choice_under_a_dense_mask(kind):
+    q, k, v, dout = tensors()
+    mask = {
+        "documents": documents(),
+        "window": causal_pairs(S, S).triu(-12),
+        "random": torch.rand(S, S) < 0.7,
+    }[kind].expand(B, 1, S, S)
+    scores = nearly_equal_scores()
+    allowed = (mask & causal_pairs(S, S)).expand(B, HKV, S, S)
+    problem = Problem(
+        q, k, v, dout, mask, scores[:, :, None], select(scores, 4, allowed), causal=True
+    )
+    assert_equals_oracle(problem, keep_window_size=4)
+
+
+def test_choice_within_packed_documents():
+    q, k, v, _ = tensors(batch=1)
+    scores = nearly_equal_scores(1)
+    shown = select(scores, 4, documents().expand(1, HKV, S, S))
+    expected = attention(Problem(q, k, v, bias=scores[:, :, None], shown=shown)).out
+    found = flash_dmattn_varlen_func(
+        q[0], k[0], v[0], OFFSETS, OFFSETS, S, S, attn_bias=scores[0].mT, is_causal=True,
+        keep_window_size=4,
+    )  # fmt: skip
+    torch.testing.assert_close(found, expected[0], rtol=0, atol=1e-14)
+
+
+def test_intervals_of_a_choice():
+    scores = nearly_equal_scores()
+    chosen = select_key_intervals(scores, 5).to_mask()
+    assert torch.equal(chosen, select(scores, 5, causal_pairs(S, S).expand(B, HKV, S, S)))

@@ -1,0 +1,174 @@
+"""enable_flash_dmattn changes the model that it is given, and nothing else."""
+
+import copy
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from transformers import DogeConfig, DogeForCausalLM  # noqa: E402
+from transformers.models.doge.modeling_doge import DogeAttention  # noqa: E402
+
+from flash_dmattn.integrations.transformers import enable_flash_dmattn  # noqa: E402
+from flash_dmattn.integrations.transformers.doge import NAME, FlashDogeAttention  # noqa: E402
+
+pytestmark = pytest.mark.transformers
+
+IMPORT = """
+import sys
+import transformers, transformers.masking_utils, transformers.modeling_utils, transformers.cache_utils
+import transformers.generation.utils, transformers.models.doge.modeling_doge
+def members():
+    found = {}
+    for module in [m for n, m in sys.modules.items() if n.split(".")[0] == "transformers" and m is not None]:
+        for name, value in list(vars(module).items()):
+            if not callable(value) or getattr(value, "__module__", None) != module.__name__:
+                continue
+            found[module.__name__, name] = id(value)
+            if isinstance(value, type):
+                found |= {(module.__name__, name, key): id(member) for key, member in vars(value).items()}
+    return found
+before = members()
+finders, hooks = list(sys.meta_path), list(sys.path_hooks)
+import flash_dmattn.integrations.transformers
+after = members()
+changed = sorted(".".join(key) for key in before if after.get(key) != before[key])
+print(*changed, sep="\\n")
+"""
+
+
+def make_config(**options):
+    return DogeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, keep_window_size=5, eos_token_id=None, **options,
+    )  # fmt: skip
+
+
+def make_ids():
+    return torch.randint(3, 64, (2, 17))
+
+
+def test_import_patches_only_what_compat_describes():
+    printed = subprocess.run(
+        [sys.executable, "-c", IMPORT], check=True, capture_output=True, text=True
+    ).stdout
+    assert printed.split() == [
+        "transformers.modeling_utils.PreTrainedModel.get_correct_attn_implementation"
+    ]
+
+
+def test_model_of_the_same_config_stays_as_it_is():
+    config = make_config()
+    first, second = DogeForCausalLM(config), DogeForCausalLM(config)
+    enable_flash_dmattn(first)
+    third = DogeForCausalLM(config)
+    assert config._attn_implementation != NAME
+    for model in (second, third):
+        assert model.config is config
+        assert all(type(layer.self_attn) is DogeAttention for layer in model.model.layers)
+    assert all(type(layer.self_attn) is FlashDogeAttention for layer in first.model.layers)
+
+
+def test_name_set_on_one_model_leaves_the_config_of_others():
+    config = make_config()
+    first, second = DogeForCausalLM(config), DogeForCausalLM(config)
+    first.set_attn_implementation("flash_dmattn")
+    assert first.config._attn_implementation == NAME
+    assert second.config._attn_implementation != NAME
+
+
+def test_layers_keep_parameters_and_hooks():
+    model = DogeForCausalLM(make_config())
+    names = dict(model.named_parameters())
+    seen = []
+    handle = model.model.layers[0].self_attn.register_forward_hook(
+        lambda layer, inputs, output: seen.append(layer)
+    )
+    enable_flash_dmattn(model)
+    assert all(parameter is names[name] for name, parameter in model.named_parameters())
+    model(make_ids())
+    assert seen == [model.model.layers[0].self_attn]
+    handle.remove()
+    model(make_ids())
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "saved and loaded", "pickled"])
+def test_copies_compute_the_same(copied, tmp_path):
+    model, ids = enable_flash_dmattn(DogeForCausalLM(make_config())).eval(), make_ids()
+    expected = model(ids).logits
+    if copied == "deepcopy":
+        other = copy.deepcopy(model)
+        assert other.config is not model.config
+    elif copied == "pickled":
+        torch.save(model, tmp_path / "model.pt")
+        other = torch.load(tmp_path / "model.pt", weights_only=False)
+    else:
+        model.save_pretrained(tmp_path)
+        other = DogeForCausalLM.from_pretrained(tmp_path)
+        assert all(type(layer.self_attn) is DogeAttention for layer in other.model.layers)
+        enable_flash_dmattn(other.eval())
+    assert torch.equal(other(ids).logits, expected)
+    other.set_attn_implementation("eager")
+    assert model.config._attn_implementation == NAME
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_eager_gets_its_own_arguments_back():
+    model, ids = DogeForCausalLM(make_config()).eval(), make_ids()
+    model.set_attn_implementation("eager")
+    expected = model(ids).logits
+    enable_flash_dmattn(model, cache="dynamic_mask")
+    model.set_attn_implementation("eager")
+    assert torch.equal(model(ids).logits, expected)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_subclass_of_the_layer_is_refused():
+    class Own(DogeAttention):
+        pass
+
+    model = DogeForCausalLM(make_config())
+    model.model.layers[1].self_attn = Own(model.config, 1)
+    with pytest.raises(ValueError, match="^model: got attention layers of class Own, expected"):
+        enable_flash_dmattn(model)
+
+
+def test_layer_alone_is_refused():
+    with pytest.raises(ValueError, match="^model: got a single DogeAttention, expected the model"):
+        enable_flash_dmattn(DogeAttention(make_config(), 0))
+
+
+def test_model_without_scores_is_refused_with_what_to_use():
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r'set_attn_implementation\("flash_dmattn"\)'):
+        enable_flash_dmattn(transformers.LlamaForCausalLM(config))
+
+
+def test_keywords_of_the_loss_pass():
+    model, ids = enable_flash_dmattn(DogeForCausalLM(make_config())), make_ids()
+    labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    loss = model(ids, labels=ids, shift_labels=labels, use_cache=False).loss
+    torch.testing.assert_close(loss, model(ids, labels=ids, use_cache=False).loss)
+
+
+def test_both_names_of_the_cache_are_taken():
+    """`past_key_values` until transformers 5.23, `cache` since."""
+    model, ids = enable_flash_dmattn(DogeForCausalLM(make_config())).eval(), make_ids()
+    expected = model(ids, use_cache=False).logits
+    names = set(inspect.signature(DogeForCausalLM.forward).parameters) & {
+        "cache",
+        "past_key_values",
+    }
+    for name in names | {"past_key_values"}:
+        cache = transformers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(ids[:, :9], **{name: cache})
+            rest = model(ids[:, 9:], **{name: cache}).logits
+        torch.testing.assert_close(rest, expected[:, 9:], atol=1e-5, rtol=1e-4)

@@ -1,0 +1,92 @@
+"""Records of benchmarks: their schema, and that those of this repository follow it."""
+
+import copy
+
+import pytest
+
+from harness import record, report
+from harness.compare import ratios
+from harness.machine import RECORDS
+
+COMMIT = "0123456789ab"
+ROW = record.row("dense causal B1 H2 N64 D64", "cpu", "float32", 1.25, 3.5, peak_mb=2)
+VALID = {
+    "machine": {"name": "a processor", "threads": 2},
+    "commit": COMMIT,
+    "command": "bench.py run",
+    "versions": {"torch": "2.13.0"},
+    "rows": [ROW],
+}
+
+
+@pytest.mark.parametrize("path", sorted(RECORDS.glob("*/*.json")), ids=lambda path: path.stem)
+def test_record_of_this_repository_is_valid(path):
+    found = record.read(path)
+    assert found["rows"] and all(record.line(row) for row in found["rows"])
+
+
+def test_documents_hold_the_tables_of_the_newest_records():
+    for document, tables in report.documents().items():
+        assert report.with_tables(document, tables) == document.read_text(), document
+
+
+def test_written_record_is_read_back_with_one_line_per_row(tmp_path):
+    path = tmp_path / "folder" / "record.json"
+    found = VALID | {
+        "tests": [{"part": "cpp", "result": "passed"}],
+        "rows": [ROW, ROW | {"run": 1}],
+    }
+    record.write(path, found)
+    assert record.read(path) == found
+    assert sum('"case"' in line for line in path.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "place, value, message",
+    [
+        (["commit"], "before the first", "record.commit: got 'before the first', expected a commit"),
+        (["machine"], {}, "machine.name: got none"),
+        (["versions"], {}, "versions.torch: got none"),
+        (["speed"], [], "record: got 'speed', expected one of"),
+        (["rows", 0, "unit"], "s", "rows\\[0\\].unit: got 's', expected ms or us"),
+        (["rows", 0, "forward"], "1.25", "rows\\[0\\].forward: got '1.25', expected"),
+        (["rows", 0, "forward"], True, "rows\\[0\\].forward: got True, expected"),
+        (["rows", 0, "kind"], "dense", "rows\\[0\\]: got 'kind', expected one of"),
+        (["rows", 0, "parts"], {"warm": None}, "rows\\[0\\].parts.warm: got None, expected"),
+        (["rows", 0], {}, "rows\\[0\\].case: got none"),
+        (["rows", 0], ROW | {"forward": None, "backward": None, "peak_mb": None}, "expected"),
+        (["rows"], [ROW, ROW], "expected a `run` that tells them apart"),
+        (["tests"], [{"part": "cpp"}], "tests\\[0\\].result: got none"),
+    ],
+)  # fmt: skip
+def test_invalid_record_names_the_field(place, value, message):
+    found = copy.deepcopy(VALID)
+    parent = found
+    for key in place[:-1]:
+        parent = parent[key]
+    parent[place[-1]] = value
+    with pytest.raises(ValueError, match=message):
+        record.validate(found)
+
+
+def test_ratios_compare_medians_with_the_first_side():
+    def row(side, run, ms):
+        return record.row("a case", side, "float32", ms, 2 * ms, run=run)
+
+    rows = [row("cpu", run, ms) for run, ms in enumerate([1, 9, 2])] + [row("sdpa", 0, 3)]
+    first, second = ratios(rows)
+    assert first.endswith("2 / 4 ms, ratio 1.000 / 1.000")
+    assert second.endswith("3 / 6 ms, ratio 1.500 / 1.500")
+
+
+def test_ratios_before_and_after_are_of_the_same_side():
+    rows = [
+        record.row("a case", f"{when} {side}", "float32", forward=ms)
+        for when, side, ms in [("before", "cpu", 2), ("before", "sdpa", 5), ("after", "cpu", 1), ("after", "sdpa", 5)]
+    ]  # fmt: skip
+    assert [line.partition("ratio ")[2] for line in ratios(rows)] == [
+        "1.000",
+        "0.500",
+        "1.000",
+        "1.000",
+    ]

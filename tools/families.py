@@ -1,0 +1,130 @@
+"""Compares every family of transformers with eager attention, and writes the list in docs/transformers.md.
+
+python tools/families.py [CLASS ...] [--name NAME] [--no-docs]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no family is built from the network
+
+import torch
+import transformers
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "python" / "support"))
+
+import flash_dmattn.integrations.transformers  # noqa: E402, F401
+from eager_comparison import Verdict, compare  # noqa: E402
+from tiny_models import TASKS, ModelClass, model_classes  # noqa: E402
+
+PAGE = ROOT / "docs" / "transformers.md"
+BEGIN, END = "<!-- families -->", "<!-- end -->"
+TITLES = {
+    "wrong": "**wrong**",
+    "equal": "equal",
+    "own": "equal, because it computes attention itself",
+    "raises": "raises at the first call",
+    "refused": "refused when the model is built",
+    "none": "no softmax attention",
+    "untested": "not tested",
+}
+
+Found = dict[ModelClass, Verdict]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("classes", nargs="*", help="these alone; then the page stays as it is")
+    parser.add_argument("--name", default="flash_dmattn", help="of attn_implementation")
+    parser.add_argument("--no-docs", action="store_true", help="the page stays as it is")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found: Found = {}
+    for model_class in model_classes():
+        if not options.classes or model_class.name in options.classes:
+            verdict = found[model_class] = compare(model_class, options.name)
+            print(
+                f"{model_class.name}: {verdict.kind} {verdict.error:.1e} {verdict.reason}",
+                flush=True,
+            )
+    if not options.classes and not options.no_docs:
+        write(found)
+    wrong = [model_class.name for model_class, verdict in found.items() if verdict.kind == "wrong"]
+    print(f"{len(found)} classes, wrong: {', '.join(wrong) or 'none'}")
+    return 1 if wrong else 0
+
+
+def write(found: Found) -> None:
+    """Replaces what is between the markers of the page."""
+    before, rest = PAGE.read_text().split(BEGIN)
+    after = rest.split(END, 1)[1]
+    PAGE.write_text(f"{before}{BEGIN}\n{section(found)}\n{END}{after}")
+
+
+def section(found: Found) -> str:
+    """Two tables: the tasks, and text and image models of other families."""
+    main = {c: v for c, v in found.items() if "BASE" not in c.tasks}
+    others = {c: v for c, v in found.items() if "BASE" in c.tasks}
+    families = {c.family for c in main}
+    return "\n".join(
+        [
+            f"transformers {transformers.__version__}: {len(main)} classes of {len(families)} families, all that it has for "
+            f"{', '.join(task.lower().replace('_', ' ') for task in TASKS)}. {_counts(main)}.",
+            "",
+            *_table(main),
+            "",
+            f"Base models of families without these tasks, and parts of composite ones: {_counts(others)}.",
+            "",
+            *_table(others),
+        ]
+    )
+
+
+def _counts(found: Found) -> str:
+    kinds = [verdict.kind for verdict in found.values()]
+    return ", ".join(f"{kinds.count(kind)} {TITLES[kind]}" for kind in TITLES if kind in kinds)
+
+
+def _table(found: Found) -> list[str]:
+    rows: dict[tuple[str, str], list[ModelClass]] = {}
+    for model_class, verdict in found.items():
+        rows.setdefault((verdict.kind, _reason(verdict)), []).append(model_class)
+    order = list(TITLES)
+    lines = ["| verdict | why | families |", "|---|---|---|"]
+    for kind, reason in sorted(rows, key=lambda row: (order.index(row[0]), -len(rows[row]))):
+        lines.append(f"| {TITLES[kind]} | {reason} | {_families(rows[kind, reason], found)} |")
+    return lines
+
+
+def _families(classes: list[ModelClass], found: Found) -> str:
+    """Families, with the names of classes where not all of the family are among them."""
+    names = []
+    for family in dict.fromkeys(c.family for c in classes):
+        here = [c for c in classes if c.family == family]
+        everywhere = [c for c in found if c.family == family]
+        names.append(
+            family
+            if len(here) == len(everywhere)
+            else f"{family} ({', '.join(c.name for c in here)})"
+        )
+    return ", ".join(sorted(names))
+
+
+def _reason(verdict: Verdict) -> str:
+    """The message without what differs between models of one kind."""
+    reason = re.sub(r"^(.*?: )?(\w+(Error|Built|Exception): )", r"\1", verdict.reason)
+    reason = re.sub(r"\d[\d,]*|\bTrue\b|\bFalse\b", "…", reason)
+    return reason.replace("|", "\\|")[:140]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# test_newest.sh PACKAGE...: the tests marked `transformers`, on the newest releases of these packages that pip finds now, in front of
+# the other packages of the Python that is first on the PATH. They go into build/newest. Releases that this Python has already are
+# not tested again. Prints versions and verdict in a box.
+set -uo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+folder=build/newest log=build/newest.log
+
+# in_box LINE...
+in_box() {
+  local width=0 line bar
+  for line in "$@"; do width=$((${#line} > width ? ${#line} : width)); done
+  bar=$(printf '%*s' $((width + 2)) '' | tr ' ' '=')
+  printf '\n+%s+\n' "$bar"
+  for line in "$@"; do printf '| %-*s |\n' "$width" "$line"; done
+  printf '+%s+\n' "$bar"
+}
+
+# install OPTION... PACKAGE...
+install() { python -m pip --disable-pip-version-check --quiet install "$@"; }
+
+# versions PACKAGE...: those that Python imports.
+versions() {
+  python -c 'import importlib.metadata as m, sys; print(*(f"{p} {m.version(p)}" for p in sys.argv[1:]), sep=", ")' "$@"
+}
+
+newest=$(
+  report=$(install --dry-run --ignore-installed --no-deps --report - "$@") && python -c '
+import json, sys
+found = (item["metadata"] for item in json.load(sys.stdin)["install"])
+print(*sorted("{name} {version}".format(**one) for one in found), sep=", ")' <<<"$report"
+)
+if [ -z "$newest" ]; then
+  in_box "newest releases of $*: NOT TESTED, pip finds none"
+  exit 1
+elif [ "$newest" = "$(versions $(printf '%s\n' "$@" | sort))" ]; then
+  in_box "newest releases: $newest" "the same as in this environment, which make test tests"
+  exit 0
+fi
+rm -rf "$folder" "$log"
+if ! install --no-compile --target "$folder" "$@"; then
+  in_box "newest releases: $newest" "NOT TESTED, pip cannot install them"
+  exit 1
+fi
+export PYTHONPATH=$PWD/$folder OMP_NUM_THREADS=1
+{
+  python -m flash_dmattn info &&
+    python -m pytest --numprocesses "${JOBS:-2}" --dist worksteal -m transformers tests/python/integrations
+} 2>&1 | tee "$log"
+status=${PIPESTATUS[0]}
+verdict=PASSED
+[ "$status" = 0 ] || verdict=FAILED
+in_box "newest releases: $newest; with $(versions transformers torch)" "$verdict: $(tail -1 "$log" | tr -d =)"
+exit "$status"
