@@ -8,8 +8,10 @@ from torch import Tensor
 BOOKKEEPING = frozenset(
     {
         "cache_position",
+        "grid_thw",  # of an encoder of images; its mask or offsets follow from it
         "ignore_index",  # of the loss, as shift_labels
         "implementation",
+        "input_ids",
         "layer_idx",
         "logits_to_keep",
         "mm_token_type_ids",

@@ -375,10 +375,12 @@ def tiny_model(
     torch.manual_seed(0)
     model = cls._from_config(copy.deepcopy(config), attn_implementation=attn_implementation)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point() and parameter.dim() > 1:
+        for parameter in filter(torch.is_floating_point, model.parameters()):
+            if parameter.dim() > 1:
                 fan_in = parameter.shape[-1] if parameter.dim() < 4 else parameter[0].numel()
                 parameter.normal_(std=min(0.3, 1.5 / math.sqrt(fan_in)))
+            else:  # gates that begin at 0 and scales that begin at 1e-5 would hide attention
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
     return model.eval()
 
 

@@ -12,17 +12,18 @@ _INDEXER = (
 _ARITHMETIC = (
     "computes with the values of the attention mask; masks of flash_dmattn are key intervals"
 )
-# By `config.model_type`: what the layers of these models do shows only in their code.
+# By `config.model_type`, without "_text": what the layers of these models do shows only in their code.
 _REASONS = {
     **dict.fromkeys(
         (
             "deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "inkling2", "inkling2_loop",
-            "mimo_v2_flash",
+            "mimo_v2_flash", "openai_privacy_filter",
         ),
         _SINKS,
     ),
     **dict.fromkeys(
-        ("axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4", "mistral_large4"), _INDEXER
+        ("axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4", "hy_v4_vl", "mistral_large4", "qwen4_exp"),
+        _INDEXER,
     ),
     **dict.fromkeys(("bigbird_pegasus", "longformer", "t5gemma2"), _ARITHMETIC),
 }  # fmt: skip
@@ -36,7 +37,7 @@ def reason_to_refuse(model: PreTrainedModel) -> str | None:
     the mask that transformers' mask functions make to transformers' `AttentionInterface`, and do nothing else with it.
     """
     config = model.config
-    reason = _REASONS.get(config.model_type)
+    reason = _REASONS.get(config.model_type.removesuffix("_text"))
     if reason is not None:
         return reason
     if not model._can_set_attn_implementation():

@@ -48,8 +48,8 @@ def key_interval_mask(
 
     Returns:
         None where every query is known to see every key. Else int32 [B, 1, 0, 2], where causality is known to be all of
-        the mask (see `causal_mask`); or intervals, int32 [B, 1, Sk, 2]; or, when no intervals describe the mask,
-        bool [B, 1, Sq, Sk].
+        the mask (see `causal_mask`); or intervals, int32 [B, 1, Sk, 2]; or bool [B, 1, Sq, Sk] when no intervals describe
+        the mask, or one query sees the future.
 
     Raises:
         TypeError: an unknown keyword; padding of floating point.
@@ -98,6 +98,11 @@ def key_interval_mask(
     elif mask_function is getattr(masking_utils, "bidirectional_mask_function", None):
         if allow_is_bidirectional_skip and positions.shows_all(present):
             return None
+        if q_length == 1:
+            # Models use the mask of one query for all of theirs, too. Intervals that end at 1 would show them nothing.
+            if present is None:
+                present = torch.ones(1, kv_length, dtype=torch.bool, device=device)
+            return present[:, None, None].expand(batch_size, -1, -1, -1)
         first = torch.zeros(kv_length, dtype=torch.int32, device=device)
     else:
         return _mask_of_function(mask_function, batch_size, positions, present)
