@@ -61,11 +61,11 @@ bench: $(STAMPS)/package $(STAMPS)/demo ## measure against PyTorch on this machi
 	$(BIN)/python benchmarks/bench.py run --record cpu --device cpu --threads 2 $(ARGS)
 
 .PHONY: test
-test: plan check-format docs test-cpp test-python test-transformers-4 test-sanitize test-kernels test-cuda-build ## everything a change has to pass
+test: plan check-format docs test-cpp test-python test-python-avx2 test-transformers-4 test-sanitize test-kernels test-cuda-build ## everything a change has to pass
 
 .PHONY: plan
 plan:
-	@echo "make test: format, documents, C++, Python, transformers 4.57, C++ under sanitizers, two versions in a process, CUDA kernels."
+	@echo "make test: format, documents, C++, Python, Python with AVX2, transformers 4.57, C++ under sanitizers, two versions in a process, CUDA kernels."
 	@echo "It takes 12 to 18 minutes on two idle cores, and ends at the first failure."
 
 .PHONY: test-cpp
@@ -89,6 +89,15 @@ test-python: $(STAMPS)/package $(STAMPS)/test ## Python tests, on the installed 
 .PHONY: families
 families: $(STAMPS)/package $(STAMPS)/test ## compare every family of transformers with eager attention, write docs/transformers.md (options: ARGS=...)
 	OMP_NUM_THREADS=1 $(BIN)/python tools/families.py $(ARGS)
+
+# Of these tests, those whose results the kernels of the CPU compute.
+.PHONY: test-python-avx2
+test-python-avx2: $(STAMPS)/package $(STAMPS)/test ## Python tests with AVX2, the largest instruction set of most desktops, where the processor has more
+	@$(BIN)/python -m flash_dmattn info | grep -E '^ *cpu +yes +(avx512|amx)' >/dev/null || { \
+	  echo "SKIPPED test-python-avx2: this processor has no more than AVX2, which test-python runs on"; exit 0; }; \
+	FLASH_DMATTN_MAX_ISA=avx2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal \
+	  -k 'not triton and not compile and not import and not memory and not instruction_sets' \
+	  tests/python/api tests/python/autograd tests/python/selection tests/python/generation $(ARGS)
 
 # Two of the architectures that a release has: one of each class of shared memory, each with its own kernels.
 CUDA_TEST_ARCHITECTURES ?= 86-real;90-real

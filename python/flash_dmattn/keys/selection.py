@@ -121,7 +121,7 @@ def _choose_among_intervals(
         chosen = _best_of_intervals(choice.window, query, key, scores, shown, is_causal, memo)
         if chosen is not None:
             return Visibility(keys=chosen)
-        allowed = AllowedPairs(mask_of_intervals(shown, memo), None, 0.0)
+        allowed = AllowedPairs(mask_of_intervals(shown, memo), None)
     else:
         mask = mask_of_intervals(shown, memo)
         if allowed.mask is not None:

@@ -154,7 +154,9 @@ struct TmaProducer : ProducerBase<Kernel> {
 // + 8 of rows r, r + 16, ..., so that its addresses in shared memory are one register and constants. The order of a
 // list's keys in a tile is free: row r + 16 i has entry r * steps + i, so that a thread loads its indices at once.
 // Consecutive keys keep their order, so that results have the same bits as with TMA tiles. Indices are loaded one tile
-// ahead, before the copies of V, which hide their latency.
+// ahead, before the copies of V, which hide their latency. The tensor cores read the rows through the async proxy. With
+// any strides the consumers fence; otherwise each thread waits for its copies to a buffer, fences and arrives, after it
+// has issued those to the next buffer or before it waits for consumers that may need the last one.
 template <class Kernel>
 struct GatherProducer : ProducerBase<Kernel> {
   using Base = ProducerBase<Kernel>;
@@ -197,9 +199,15 @@ struct GatherProducer : ProducerBase<Kernel> {
       for (int visit = 0; visit < visits; ++visit, ++n) {
         if (threadIdx.x == 0 && visit == visits - 1) taken = this->take_work();
         load_k(source, of_k, visit, n);
+        if (visit > 0 && n > 1) announce<1>(storage.v_pipeline, n - 2);
         Indices ahead = of_k;
         if (visit + 1 < visits) ahead = fetch(source, visit + 1);
-        if (n > 0) load_v(v, of_v, n - 1);
+        if (n > 0) {
+          load_v(v, of_v, n - 1);
+          announce<1>(storage.k_pipeline, n);
+        } else {
+          announce<0>(storage.k_pipeline, n);
+        }
         of_v = of_k;
         of_k = ahead;
         v = source.v;
@@ -213,8 +221,10 @@ struct GatherProducer : ProducerBase<Kernel> {
         source = get_source(number);
         of_k = fetch(source, 0);
       }
+      if (n > 1) announce<0>(storage.v_pipeline, n - 2);
     }
     load_v(v, of_v, n - 1);
+    announce<0>(storage.v_pipeline, n - 1);
     if (threadIdx.x == 0) this->load_end_of_work(work_count);
   }
 
@@ -294,14 +304,14 @@ struct GatherProducer : ProducerBase<Kernel> {
     pipeline.wait_empty(n);
     copy_tile<KeyTile>(p.forward.k, source.k, shared_address(storage.k[pipeline.stage(n)]), at.row);
     load_info(source, at.info, visit, n);
-    arrive(pipeline.full_of(n));
+    end_copies(pipeline.full_of(n));
   }
 
   __device__ void load_v(const std::byte* v, const Indices& at, int n) const {
     auto& pipeline = storage.v_pipeline;
     pipeline.wait_empty(n);
     copy_tile<KeyTile>(p.forward.v, v, shared_address(storage.v[pipeline.stage(n)]), at.row);
-    arrive(pipeline.full_of(n));
+    end_copies(pipeline.full_of(n));
   }
 
   __device__ void hand_over(const WorkTile& work, int n) const {
@@ -318,17 +328,29 @@ struct GatherProducer : ProducerBase<Kernel> {
         row[i] = min(work.row + copy_row() + rows_at_once * i, p.forward.shape.seqlen_q - 1);
       copy_tile<QTile>(p.forward.q, rows_of_head(p.forward.q, work.batch, work.head),
                        shared_address(storage.q[pipeline.stage(n)]), row);
-      arrive(pipeline.full_of(n));
+      end_copies(pipeline.full_of(n));
     }
   }
 
-  // Arrives when this thread's copies are complete, and with any strides once more for its stores.
-  static __device__ void arrive(std::uint32_t full) {
+  // After this thread's copies to a buffer. With any strides it arrives for its stores, and again when its copies are
+  // complete.
+  static __device__ void end_copies(std::uint32_t full) {
     if constexpr (any_strides) {
       fence_async_proxy();
       mbarrier_arrive(full);
+      cp_async_arrive(full);
+    } else {
+      cp_async_commit();
     }
-    cp_async_arrive(full);
+  }
+
+  // Passes this thread's rows of buffer n to the consumers. It has issued copies to `Pending` buffers since.
+  template <int Pending, class AnyPipeline>
+  static __device__ void announce(const AnyPipeline& pipeline, int n) {
+    if constexpr (any_strides) return;
+    cp_async_wait<Pending>();
+    fence_async_proxy();
+    mbarrier_arrive(pipeline.full_of(n));
   }
 
   // Copies rows; columns from head_dim on become zero. `data` is this thread's chunk of row 0.

@@ -129,7 +129,7 @@ __device__ inline void cp_async_arrive(std::uint32_t barrier) {
 
 // Orders this thread's accesses to shared memory before later accesses of the tensor cores and the TMA unit, which are in
 // another proxy. The threads that have written fence, before the barrier at which readers wait; docs/kernels/sm90.md
-// lists the exceptions.
+// has the exception.
 __device__ inline void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

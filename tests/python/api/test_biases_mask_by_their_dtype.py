@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from flash_dmattn.allowed_keys import intervals_of_mask, split_additive
 
 from biases_that_mask import FORMS, check_bias_that_masks
 from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, sliding_window
 from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
     _flash_dynamic_mask_attention_forward,
 )
+from flash_dmattn.keys.recognise import intervals_of_mask, split_additive
 from flash_dmattn.utils.mask import create_mask
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -15,6 +15,7 @@ from token_streams import (
     check_drops,
     check_not_finite,
     check_ragged,
+    check_scores_that_mask,
     check_speculation,
     check_split,
     check_with_kvcache,
@@ -88,6 +89,7 @@ def test_scores_mask_by_the_rule_of_float32(dtype, mode):
     stream = Stream(30, 6, dtype=dtype, kind="low")
     check_with_kvcache(stream, (1, 1, 9, 1, 13, 1, 1, 3), mode, "by token")
     check_split(stream, 5, (1, 1, 4, 1, 7, 11))
+    check_scores_that_mask(dtype)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from token_streams import (
     check_drops,
     check_not_finite,
     check_ragged,
+    check_scores_that_mask,
     check_speculation,
     check_split,
     check_with_kvcache,
@@ -55,6 +56,7 @@ def test_any_split_of_a_stream(first):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scores_mask_by_the_rule_of_float32(dtype):
+    check_scores_that_mask(dtype, DEVICE)
     for seed in range(8):
         stream = Stream(30, 6, dtype=dtype, kind="low", seed=seed, device=DEVICE)
         check_split(stream, 5, (1, 1, 4, 1, 7, 11))

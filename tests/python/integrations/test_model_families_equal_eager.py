@@ -5,7 +5,7 @@
 
 import pytest
 
-transformers = pytest.importorskip("transformers", minversion="5")
+transformers = pytest.importorskip("transformers", minversion="5.24")
 
 import flash_dmattn.integrations.transformers  # noqa: E402, F401
 from eager_comparison import compare  # noqa: E402

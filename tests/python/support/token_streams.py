@@ -90,6 +90,15 @@ class Stream:
         torch.testing.assert_close(out, expected, atol=self.atol, rtol=self.rtol)
 
 
+def check_scores_that_mask(dtype, device="cpu"):
+    """Scores are float32, whatever the dtype of the cache: -2e4 is a number, -1e30 masks."""
+    q, k, v = (torch.randn(1, 1, 1, 8, dtype=dtype, device=device) for _ in range(3))
+    for score, visible in ((-2e4, True), (-0.99e30, True), (-1e30, False)):
+        cache = KVSlots(1, 1, 4, 8, dtype=dtype, device=device)
+        out = cache.step(q, k, v, torch.full((1, 1, 1), score, device=device))
+        assert torch.equal(out, v if visible else torch.zeros_like(v))
+
+
 def check_split(stream, prefill, pieces, backend=""):
     """A prompt of `prefill` tokens, then pieces: one token by a step, several by a chunk."""
     cache = stream.slots(chunk=max(pieces), backend=backend)

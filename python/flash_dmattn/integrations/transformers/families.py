@@ -50,9 +50,10 @@ def reason_to_refuse(model: PreTrainedModel) -> str | None:
 
 def _head_dim(config: PretrainedConfig) -> int:
     """The largest head dimension that a config names."""
-    has_layers = hasattr(config, "num_hidden_layers")  # a composite config has none
-    layers = getattr(config, "per_layer_config", None) if has_layers else None
-    layers = layers or [config]
+    try:
+        layers = list(config.per_layer_config)
+    except AttributeError:  # earlier versions, and configs without layers of their own
+        layers = [config]
     values = [
         getattr(layer, name, None) for layer in layers for name in ("head_dim", "global_head_dim")
     ]
