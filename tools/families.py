@@ -30,10 +30,10 @@ BEGIN, END = "<!-- families -->", "<!-- end -->"
 TITLES = {
     "wrong": "**wrong**",
     "equal": "equal",
-    "own": "equal, because it computes attention itself",
-    "raises": "raises at the first call",
+    "own": "equal: attention of its own, whatever the name",
+    "raises": "an error at the first call",
     "refused": "refused when the model is built",
-    "none": "no softmax attention",
+    "none": "without softmax attention",
     "untested": "not tested",
 }
 
@@ -43,8 +43,8 @@ SHORT = {
     r", which (.*)\. Use another one": r"\1",
     r"requires the (\w+) library|No module named '(\w+)'": r"needs \1\2",
     r"KeyError: '\w+'": "looks its layers up in a table of names",
-    r"is not supported when (.*?):": r"refuses names with \"flash\" in them when \1",
-    r"`kernels` is": 'takes every name with "flash" in it for a kernel of the hub',
+    r"is not supported when (.*?):": r'refuses names with "flash" in them where \1',
+    r"`kernels` is|FlashAttention\d has been": 'takes every name with "flash" in it for a kernel of the hub',
 }
 
 Found = dict[ModelClass, Verdict]
