@@ -60,7 +60,10 @@ def step_of(model, ids, options, compiled):
 
 
 def assert_same(actual, expected, exact):
-    """Not further apart than bf16 takes the step from float32's: operators may round elsewhere."""
+    """Not further apart than bf16 takes the step from float32's: operators may round elsewhere.
+
+    The error of the loss, one number, can be small by chance; it is allowed a sixteenth of bf16's unit of rounding.
+    """
     for i, (got, wanted, wide) in enumerate(zip(actual, expected, exact, strict=True)):
         if wanted is None:
             assert got is None
@@ -68,7 +71,8 @@ def assert_same(actual, expected, exact):
         got, wanted, wide = (t.float().cpu() for t in (got, wanted, wide))
         off, bf16 = torch.dist(got, wanted), torch.dist(wanted, wide)
         what = "loss" if i == 0 else f"gradient {i} of shape {tuple(got.shape)}"
-        assert off <= bf16 + 1e-6 * wide.norm(), f"{what}: off by {off}, bf16 by {bf16}"
+        chance = 2.0**-12 if i == 0 else 1e-6
+        assert off <= bf16 + chance * wide.norm(), f"{what}: off by {off}, bf16 by {bf16}"
 
 
 def in_float32(model, ids, options):
