@@ -30,11 +30,21 @@ BEGIN, END = "<!-- families -->", "<!-- end -->"
 TITLES = {
     "wrong": "**wrong**",
     "equal": "equal",
-    "own": "equal, because it computes attention itself",
-    "raises": "raises at the first call",
+    "own": "equal: attention of its own, whatever the name",
+    "raises": "an error at the first call",
     "refused": "refused when the model is built",
-    "none": "no softmax attention",
+    "none": "without softmax attention",
     "untested": "not tested",
+}
+
+# What a message says, without what differs between models of one kind.
+SHORT = {
+    r", which (has a head dimension).*": r"\1 above 256",
+    r", which (.*)\. Use another one": r"\1",
+    r"requires the (\w+) library|No module named '(\w+)'": r"needs \1\2",
+    r"KeyError: '\w+'": "looks its layers up in a table of names",
+    r"is not supported when (.*?):": r'refuses names with "flash" in them where \1',
+    r"`kernels` is|FlashAttention\d has been": 'takes every name with "flash" in it for a kernel of the hub',
 }
 
 Found = dict[ModelClass, Verdict]
@@ -97,7 +107,8 @@ def _counts(found: Found) -> str:
 def _table(found: Found) -> list[str]:
     rows: dict[tuple[str, str], list[ModelClass]] = {}
     for model_class, verdict in found.items():
-        rows.setdefault((verdict.kind, _reason(verdict)), []).append(model_class)
+        reason = _reason(model_class, verdict)
+        rows.setdefault((verdict.kind, reason), []).append(model_class)
     order = list(TITLES)
     lines = ["| verdict | why | families |", "|---|---|---|"]
     for kind, reason in sorted(rows, key=lambda row: (order.index(row[0]), -len(rows[row]))):
@@ -119,11 +130,15 @@ def _families(classes: list[ModelClass], found: Found) -> str:
     return ", ".join(sorted(names))
 
 
-def _reason(verdict: Verdict) -> str:
+def _reason(model_class: ModelClass, verdict: Verdict) -> str:
     """The message without what differs between models of one kind."""
-    reason = re.sub(r"^(.*?: )?(\w+(Error|Built|Exception): )", r"\1", verdict.reason)
-    reason = re.sub(r"\d[\d,]*|\bTrue\b|\bFalse\b", "…", reason)
-    return reason.replace("|", "\\|")[:140]
+    if verdict.kind == "untested" and "BASE" in model_class.tasks:
+        return "other inputs, another package, or a config that is not shrunk by names; the run prints which"
+    for pattern, words in SHORT.items():
+        match = re.search(pattern, verdict.reason)
+        if match is not None:
+            return match.expand(words)
+    return verdict.reason.replace("|", "\\|")[:140]
 
 
 if __name__ == "__main__":

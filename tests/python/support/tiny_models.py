@@ -5,7 +5,6 @@ A default config is shrunk by the names of its attributes, which most families s
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -128,20 +127,8 @@ _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 # Arguments of a config by its `model_type`, in the place of what `shrink` makes of the defaults.
 _CONVOLUTIONS = {"hidden_sizes": (16, 16), "depths": (1, 1), "num_stages": 2}
-_VQ = {
-    "base_channels": 32,
-    "channel_multiplier": [1, 1],
-    "num_res_blocks": 1,
-    "latent_channels": 8,
-    "embed_dim": 8,
-}
-_WINDOWS = {
-    "embed_dim": 16,
-    "depths": [2, 1],
-    "num_heads": [2, 4],
-    "window_size": 4,
-    "patch_size": 4,
-}
+_VQ = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "latent_channels": 8, "embed_dim": 8}  # fmt: skip
+_WINDOWS = {"embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4], "window_size": 4, "patch_size": 4}  # fmt: skip
 FAMILIES = {
     "apertus1p5": {"image_token_offset": 128, "audio_token_offset": 160},
     "apertus1p5_text": {"vocab_size": 4256},
@@ -161,14 +148,18 @@ FAMILIES = {
     "cvt": {"embed_dim": (16, 32, 64), "num_heads": (1, 2, 4), "depth": (1, 2, 3), "drop_path_rate": (0.0, 0.0, 0.0)},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "diffusion_gemma_text": {
-        "global_head_dim": 16,"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+        "global_head_dim": 16, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16,
+    },
     "deepseek_ocr2_text": {
         "mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
         "num_key_value_heads": 4,
     },
     "donut-swin": _WINDOWS,
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "dory": {"num_hidden_layers": 3, "n_input_layers": 1, "n_output_layers": 1, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "dory": {
+        "num_hidden_layers": 3, "n_input_layers": 1, "n_output_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64, "downsample_hidden_size": 16},
     "dots3_note_text": {
         "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -201,6 +192,7 @@ FAMILIES = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "kosmos-2": {"latent_query_num": PADDED},
     "levit": {"image_size": 64, "patch_size": 16},
+    "lilt": {"hidden_size": 96},
     "longcat_flash": {"head_dim": 8, "num_layers": 1, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "mistral_large4_text": {"kv_source_layers": [0, 1, 2]},
@@ -380,29 +372,36 @@ def tiny_model(
                 fan_in = parameter.shape[-1] if parameter.dim() < 4 else parameter[0].numel()
                 parameter.normal_(std=min(0.3, 1.5 / math.sqrt(fan_in)))
             else:  # gates that begin at 0 and scales that begin at 1e-5 would hide attention
-                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+                noise = 0.2 * torch.randn_like(parameter)
+                parameter.add_(torch.where(parameter.abs() < 0.01, noise, parameter * noise))
     return model.eval()
 
 
 def inputs_for(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The simplest inputs without padding that `forward` takes: tokens alone, pixels alone, tokens of images, sound or
-    video, or tokens and pixels.
+    """The simplest inputs without padding that `forward` takes: tokens, pixels, both, tokens of images, sound or video.
 
     Raises:
-        Exception: what `forward` raises for tokens and pixels.
+        Exception: what `forward` raises for the first of these.
     """
     names = inspect.signature(model.forward).parameters
     text, pixels = _text(names), _pixels(model, names)
     others = (functools.partial(_sound_or_video, names, *kind) for kind in _SOUND_AND_VIDEO)
-    for make in (lambda: text, lambda: pixels, lambda: inputs_with_images(model), *others):
-        with contextlib.suppress(Exception), torch.no_grad():
+    errors = []
+    for make in (
+        lambda: text,
+        lambda: pixels,
+        lambda: {**text, **pixels},
+        lambda: inputs_with_images(model),
+        *others,
+    ):
+        try:
             inputs = make()
-            model(**inputs)
+            with torch.no_grad():
+                model(**inputs)
             return inputs
-    both = {**text, **pixels}
-    with torch.no_grad():
-        model(**both)
-    return both
+        except Exception as error:
+            errors.append(error)
+    raise errors[0 if text else 1]
 
 
 def inputs_with_images(model: torch.nn.Module) -> dict[str, torch.Tensor]:
