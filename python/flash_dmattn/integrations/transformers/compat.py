@@ -6,7 +6,7 @@ Everything else goes through transformers' registries: `AttentionInterface` and 
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 import torch
 from transformers import PreTrainedModel, masking_utils
@@ -46,6 +46,26 @@ def look_at_models(resolve: Callable[[PreTrainedModel, str], str | None]) -> Non
         return name or original(self, requested_attention, *args, **kwargs)
 
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+
+
+def refuse_continuous_batching(model: PreTrainedModel, names: Container[str]) -> None:
+    """Makes this model refuse continuous batching at its start, under implementations of these names.
+
+    4.57: it begins with any implementation, in a thread whose errors are only logged, and answers are cut off. Later
+    versions refuse what they do not know. This waits until 4.57 is no longer supported.
+    """
+
+    def init_continuous_batching(self, *args, **kwargs):
+        name = str(self.config._attn_implementation).removeprefix("paged|")
+        if name in names:
+            raise ValueError(
+                f"attn_implementation: got {name!r}, expected another one: continuous batching (generate_batch) has a paged "
+                "cache, which flash_dmattn does not support. Use generate"
+            )
+        return type(self).init_continuous_batching(self, *args, **kwargs)
+
+    if hasattr(model, "init_continuous_batching"):
+        model.init_continuous_batching = types.MethodType(init_continuous_batching, model)
 
 
 def documents_of(mask_function: Callable) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ from ..._core.checks import may_read, resolve_flag
 from ...keys.recognise import Memo
 from ..attention import causal_mask
 from .cache import DynamicMaskCache
-from .compat import CACHE, MODEL_ARGUMENTS, given_cache
+from .compat import CACHE, MODEL_ARGUMENTS, given_cache, refuse_continuous_batching
 from .doge import CONTEXT, Context, FlashDogeAttention, check_cache
 from .doge import NAME as DOGE_NAME
 from .families import reason_to_refuse
@@ -23,6 +23,7 @@ from .masks import documents_of_positions, intervals_of_documents
 NAME = "flash_dmattn"
 # What a user may call this attention. A config stores the second name: transformers 5 branches on "flash" in a name.
 NAMES = (NAME, "dynamic_mask_attention")
+_STORED_NAMES = (NAMES[-1], DOGE_NAME)
 _CACHE = "dynamic_mask"
 _DEFAULT_CACHE = "_flash_dmattn_cache"  # attribute of a model
 
@@ -73,6 +74,7 @@ def enable_flash_dmattn(
         if isinstance(module, FlashDogeAttention):
             module.config._attn_implementation_internal = DOGE_NAME
     for module in doge_models:
+        refuse_continuous_batching(module, _STORED_NAMES)
         _set_default_cache(module, cache)
     return model
 
@@ -83,8 +85,9 @@ def resolve_name(model: PreTrainedModel, name: str | None) -> str | None:
     Raises:
         ValueError: attention of this name would not equal the model's own.
     """
-    if name not in (*NAMES, DOGE_NAME):
+    if name not in _STORED_NAMES and name != NAME:
         return None
+    refuse_continuous_batching(model, _STORED_NAMES)
     if any(isinstance(module, DogeAttention) for module in model.modules()):
         _check_layers(model)
         replace_layers(model)
@@ -237,7 +240,7 @@ def _set_default_cache(model: DogePreTrainedModel, cache: str | None) -> None:
     """The attribute for calls of the model, and a method of this model for `generate`."""
     setattr(model, _DEFAULT_CACHE, cache)
     if cache is not None and hasattr(model, "_prepare_cache_for_generation"):
-        model._prepare_cache_for_generation = types.MethodType(_prepare_cache, model)
+        model._prepare_cache_for_generation = types.MethodType(_prepare_cache_for_generation, model)
 
 
 def _has_default_cache(model: torch.nn.Module) -> bool:
@@ -247,7 +250,7 @@ def _has_default_cache(model: torch.nn.Module) -> bool:
     )
 
 
-def _prepare_cache(self, generation_config, model_kwargs, *args, **kwargs):
+def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
     """`_prepare_cache_for_generation`: `generate` makes the cache of a model before it calls it."""
     given = given_cache(model_kwargs), generation_config.cache_implementation
     if (
