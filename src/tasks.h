@@ -9,8 +9,8 @@
 
 namespace flash_dmattn {
 
-// While it lives, the thread computes in the floating-point environment of another: a thread has a rounding mode and a
-// flushing of subnormal numbers of its own, and a result must not depend on whose it was.
+// Gives the current thread the floating-point environment of another for a scope. Every thread has a rounding mode and a
+// flushing of subnormal numbers of its own, and results must not depend on which thread computes them.
 class BorrowedEnvironment {
  public:
   explicit BorrowedEnvironment(const std::fenv_t& other) {

@@ -244,14 +244,15 @@ struct BackwardUnit {
     return exponents;
   }
 
-  // products = q k^T of the tile, as the forward of few queries forms it.
+  // products = q k^T of all rows of the tile, by the function that the forward of few queries calls. Returns whether
+  // k_exponents scale them. The keys have just been packed.
   template <class KeyRow>
   bool multiply_rows(const Tile& tile, const KeyBlock& block, const KeyRow& k_rows) {
     const int visible = visible_keys(t, tile, block, tile.rows - 1);
     const RowAddresses<Storage> rows(k_rows, visible, [&](int) { return k_rows(0); });
-    return multiply_keys_of_any_size<In, Element>(q.row_major.words, q.row_major.ld, tile.rows,
-                                                  rows, visible, round_up(visible, panel_columns),
-                                                  t.head_dim, products, staged, k_exponents);
+    return multiply_keys_without_overflow<In, Element, RowsIn::cache>(
+        q.row_major.words, q.row_major.ld, tile.rows, rows, visible,
+        round_up(visible, panel_columns), t.head_dim, products, staged, k_exponents);
   }
 
   void copy_products(const Tile& tile, int row, int columns, float* s_rows) const {
@@ -307,7 +308,7 @@ struct BackwardUnit {
                  dp_rows + r * block_keys);
       }
       if (dense_sums != nullptr) continue;
-      // Of each head about as many rows as a strip has.
+      // Each head then has about as many rows in column_sums as a strip has.
       if (per_key && (row / strip % t.key_sum_heads == 0 || row + strip >= row_end)) {
         add_column_sums();
       }
@@ -382,7 +383,7 @@ struct BackwardUnit {
     }
   }
 
-  // Sums of many rows in fp32 would be off by more than their terms are.
+  // fp32 sums of all rows of a tile have two to five times the error of their terms.
   void add_column_sums() {
     for (int i = 0; i < t.key_sum_heads * block_keys; ++i) {
       block_sums[i] += static_cast<double>(column_sums[i]);

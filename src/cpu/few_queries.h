@@ -84,8 +84,8 @@ struct FewQueries {
       const auto values = addresses(t.v, tile, block, visible, blocks);
       ScoreExponents exponents;
       if (q_large) exponents.queries = q_exponents;
-      if (multiply_keys_of_any_size<In, Element>(q, q_ld, tile.rows, keys, visible, columns,
-                                                 t.head_dim, s, staged, k_exponents)) {
+      if (multiply_keys_without_overflow<In, Element, RowsIn::memory>(
+              q, q_ld, tile.rows, keys, visible, columns, t.head_dim, s, staged, k_exponents)) {
         exponents.keys = k_exponents;
       }
       const bool general = needs_score_rows(t, terms, exponents);

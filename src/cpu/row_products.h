@@ -78,12 +78,15 @@ struct RowAddresses {
   }
 };
 
+// Where rows of keys are when they are multiplied: those in memory are prefetched.
+enum class RowsIn : std::uint8_t { memory, cache };
+
 // s[r][n] = q_r . k_n for Rows rows and lanes / Rows keys: as many sums as a vector has lanes. Four rows share the loads
 // of q among all of the keys, because then products cost more than memory.
-template <class In, class Element, int Rows>
+template <class In, class Element, RowsIn where, int Rows>
 [[gnu::always_inline]] inline void score_group(const float* q, std::int64_t ld,
                                                const typename In::Storage* const* keys,
-                                               int head_dim, float* s, std::int64_t s_ld) {
+                                               int head_dim, float* s) {
   constexpr int group = lanes / Rows;
   constexpr int together = Rows < 4 ? 1 : group;
   constexpr int step = lanes * Element::per_word;
@@ -94,7 +97,7 @@ template <class In, class Element, int Rows>
       Vec key[together];
 #pragma GCC unroll 4
       for (int i = 0; i < together; ++i) {
-        prefetch_lines(keys + n + i, d, step);
+        if constexpr (where == RowsIn::memory) prefetch_lines(keys + n + i, d, step);
         key[i] = Element::template load_words<In>(keys[n + i] + d, count);
       }
 #pragma GCC unroll 4
@@ -116,7 +119,7 @@ template <class In, class Element, int Rows>
   const Vec total = row_sums(sums);
 #pragma GCC unroll 4
   for (int r = 0; r < Rows; ++r) {
-    __builtin_memcpy(s + r * s_ld, reinterpret_cast<const float*>(&total) + r * group,
+    __builtin_memcpy(s + r * block_keys, reinterpret_cast<const float*>(&total) + r * group,
                      group * sizeof(float));
   }
 }
@@ -133,25 +136,25 @@ void for_each_row_group(int rows, const Body& body) {
   for (; row < rows; ++row) body.template operator()<1>(row);
 }
 
-// s [rows, s_ld] = q [rows, ld words] times the keys, with zeros from `count` up to `columns`, a multiple of
+// s [rows, block_keys] = q [rows, ld words] times the keys, with zeros from `count` up to `columns`, a multiple of
 // 2 * lanes.
-template <class In, class Element>
+template <class In, class Element, RowsIn where>
 void multiply_keys(const float* q, std::int64_t ld, int rows,
                    const RowAddresses<typename In::Storage>& keys, int count, int columns,
-                   int head_dim, float* s, std::int64_t s_ld) {
+                   int head_dim, float* s) {
   for (int n = 0; n < count; n += lanes) {
-    keys.prefetch_pages(n, lanes);
+    if constexpr (where == RowsIn::memory) keys.prefetch_pages(n, lanes);
     for_each_row_group(rows, [&]<int Rows>(int row) {
       constexpr int group = lanes / Rows;
 #pragma GCC unroll 4
       for (int i = 0; i < lanes; i += group) {
-        score_group<In, Element, Rows>(q + row * ld, ld, keys.row + n + i, head_dim,
-                                       s + row * s_ld + n + i, s_ld);
+        score_group<In, Element, where, Rows>(q + row * ld, ld, keys.row + n + i, head_dim,
+                                              s + row * block_keys + n + i);
       }
     });
   }
   for (int r = 0; r < rows; ++r) {
-    for (int n = count; n < columns; ++n) s[r * s_ld + n] = 0;
+    for (int n = count; n < columns; ++n) s[r * block_keys + n] = 0;
   }
 }
 
@@ -166,28 +169,28 @@ inline Int largest_magnitude(const float* data, int rows, int columns, std::int6
   return largest;
 }
 
-// Rows in `staged`, behind which nothing is read.
+// Rows in `staged`, after which nothing is read.
 template <class Storage>
 RowAddresses<Storage> staged_addresses(const Storage* staged, int count, int head_dim) {
   return {staged_rows(staged, head_dim), count, [staged](int) { return staged; }};
 }
 
-// The same for numbers of any size, s [rows, block_keys]. Where sums leave the range that score.h expects, all are made
-// again from keys that are staged times 2^-exponents[n], and the result is true. Forward and backward call this for all
-// rows of a tile, so that their scores are the same to the bit.
-template <class In, class Element>
-bool multiply_keys_of_any_size(const float* q, std::int64_t ld, int rows,
-                               const RowAddresses<typename In::Storage>& keys, int count,
-                               int columns, int head_dim, float* s, typename In::Storage* staged,
-                               std::int32_t* exponents) {
-  multiply_keys<In, Element>(q, ld, rows, keys, count, columns, head_dim, s, block_keys);
+// The same for numbers of any size. Where sums leave the range that score.h expects, all are formed again from keys that
+// are staged times 2^-exponents[n], and the result is true. Forward and backward call this for all rows of a tile, so that
+// their scores are the same to the bit.
+template <class In, class Element, RowsIn where>
+bool multiply_keys_without_overflow(const float* q, std::int64_t ld, int rows,
+                                    const RowAddresses<typename In::Storage>& keys, int count,
+                                    int columns, int head_dim, float* s,
+                                    typename In::Storage* staged, std::int32_t* exponents) {
+  multiply_keys<In, Element, where>(q, ld, rows, keys, count, columns, head_dim, s);
   // A bound of q . k of small elements (magnitude.h, score.h).
   constexpr std::int32_t limit = (127 + 64) << 23;
   if (!any(largest_magnitude(s, rows, columns, block_keys) > limit)) return false;
   for (int n = 0; n < block_keys; ++n) exponents[n] = 0;
   stage_rows<In>(keys, count, head_dim, NonFiniteInput::keep, staged, exponents);
-  multiply_keys<In, Element>(q, ld, rows, staged_addresses(staged, count, head_dim), count, columns,
-                             head_dim, s, block_keys);
+  multiply_keys<In, Element, RowsIn::cache>(q, ld, rows, staged_addresses(staged, count, head_dim),
+                                            count, columns, head_dim, s);
   return true;
 }
 

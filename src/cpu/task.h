@@ -59,7 +59,8 @@ struct Task {
   QueryTileLists tile_lists;  // begin is null without intervals
   int tile_queries;
   std::int64_t tiles;
-  bool few_queries;  // forward is few_queries.h, and backward adds q . k in its order
+  bool
+      few_queries;  // the forward runs few_queries.h, and the backward adds q . k in the same order
 
   // Without intervals: k and v of all blocks in the layouts of products, [B, Hkv, blocks of keys] of
   // packed_block_bytes. Null: every tile packs the keys that it sees.

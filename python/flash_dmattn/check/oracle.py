@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FLOAT32_MAX = torch.finfo(torch.float32).max
-
 
 @dataclass
 class Problem:
@@ -94,7 +92,8 @@ def attention(problem: Problem, dtype: torch.dtype = torch.float64) -> Result:
         scores, slope = problem.softcap * squashed, 1 - squashed * squashed
     if problem.bias is not None:
         scores = scores + per_head(problem.bias.detach().to(wide), problem)
-    scores = scores.clamp(-FLOAT32_MAX, FLOAT32_MAX)
+    largest = torch.finfo(torch.promote_types(problem.q.dtype, torch.float32)).max
+    scores = scores.clamp(-largest, largest)
     scores = scores.masked_fill(~visible, -torch.inf)
 
     highest = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.sum(-1, keepdim=True)

@@ -68,6 +68,14 @@ def test_values_beyond_the_range_of_float32(size):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
 
 
+def test_scores_beyond_the_range_of_float32():
+    q, k, v, _ = tensors()
+    out, lse, _ = flash_dmattn_func(q * 1e50, k, v, is_causal=True, return_attn_probs=True)
+    expected = attention(Problem(q * 1e50, k, v, causal=True))
+    torch.testing.assert_close(out, expected.out, rtol=0, atol=1e-14)
+    torch.testing.assert_close(lse, expected.lse, rtol=1e-14, atol=0)
+
+
 # ---- Choices of keys by scores that are one number in float32 ---------------------------------------
 
 
