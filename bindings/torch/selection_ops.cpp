@@ -21,8 +21,8 @@ SelectionArgs selection_args(const Tensor& scores, const OptionalTensor& key_mas
   args.batch = scores.size(0);
   args.heads = scores.size(1);
   args.seqlen_k = scores.size(2);
-  args.window = window;
-  args.selection = selection_of(selection);
+  args.keep.window = window;
+  args.keep.selection = selection_of(selection);
   args.causal = is_causal;
   args.scores = scores.const_data_ptr();
   args.scores_dtype = dtype_of(scores, "scores");

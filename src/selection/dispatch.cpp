@@ -67,11 +67,6 @@ TileListArgs tile_list_args(const MeasureArgs& args) {
 
 }  // namespace
 
-KeyBound key_bound(const SelectionArgs& args) {
-  const bool arriving = args.causal && args.selection == Selection::per_query;
-  return {.base = std::min(args.window, args.seqlen_k), .per_query = arriving ? 1 : 0};
-}
-
 std::size_t select_workspace_size(const SelectionArgs& args, const Execution& execution) {
   return on_gpu(args.device) ? cuda::select_workspace_size(args)
                              : cpu::select_workspace_size(args, execution);

@@ -4,6 +4,7 @@
 #include "arguments.h"
 #include "cuda/selection/device.cuh"
 #include "cuda/selection/selection.h"
+#include "cuda/selection/widen.h"
 
 // Makes a global selection a list, which is the tile list of the intervals of a single query that sees every key.
 namespace flash_dmattn::cuda {
@@ -13,7 +14,7 @@ SelectionArgs for_one_query(const SelectionArgs& args, KeyInterval* intervals) {
   SelectionArgs one = args;
   one.seqlen_q = 1;
   one.causal = false;
-  one.selection = Selection::global;
+  one.keep.selection = Selection::global;
   one.intervals = intervals;
   return one;
 }
@@ -26,7 +27,7 @@ TileListArgs list_args(const SelectionArgs& select) {
           .tile_rows = 1,
           .causal = false,
           .intervals = {select.intervals, select.heads * select.seqlen_k, select.seqlen_k},
-          .bound = {std::min(select.window, select.seqlen_k), 0}};
+          .bound = {std::min(select.keep.window, select.seqlen_k), 0}};
 }
 
 struct ListWorkspace {
@@ -57,6 +58,10 @@ std::int64_t key_list_stride(const SelectionArgs& args) {
 }
 
 std::size_t select_list_workspace_size(const SelectionArgs& args) {
+  if (widens(args.keep)) {
+    throw InvalidArgument("keep", "recent keys, sinks or a window for each head",
+                          "a window or a threshold alone, for a key list");
+  }
   return ListWorkspace(args, nullptr).bytes;
 }
 
