@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/common/launch.h"
+#include "cuda/primitives/launch.h"
 #include "device.h"
 #include "flash_dmattn/calls.h"
 

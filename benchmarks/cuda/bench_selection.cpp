@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/selection/key_slots.h"
+#include "cuda/schedule/slots/key_slots.h"
 #include "cuda/selection/selection.h"
 #include "device.h"
 #include "float_types.h"

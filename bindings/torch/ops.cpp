@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "arguments.h"
-#include "cuda/zero_sum.h"
+#include "cuda/stages/zero_sum.h"
 #include "device.h"
 #include "selection_ops.h"
 

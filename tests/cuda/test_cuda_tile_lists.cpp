@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "cuda/selection/schedule.h"
+#include "cuda/schedule/schedule.h"
 #include "cuda/selection/selection.h"
 #include "device.h"
 #include "flash_dmattn/error.h"

@@ -3,8 +3,8 @@
 #include <string>
 
 #include "arguments.h"
-#include "cuda/selection/global.cuh"
-#include "cuda/selection/per_query.h"
+#include "cuda/selection/global/global.cuh"
+#include "cuda/selection/per_query/per_query.h"
 #include "cuda/selection/selection.h"
 #include "cuda/selection/widen.h"
 #include "selection/key_selection.h"
