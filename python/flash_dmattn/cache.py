@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._core import ops
-from ._core.checks import check_count, check_tensor, resolve_flag
+from ._core.checks import check_count, check_tensor, resolve_backend, resolve_flag
 from ._core.kv_checks import (
     check_chunk,
     check_kernels_of_slots,
@@ -61,7 +61,7 @@ class KVSlots:
         chunk: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
-        backend: str = "",
+        backend: str | None = None,
     ):
         sizes = {"batch": batch, "heads_kv": heads_kv, "window": window, "head_dim": head_dim}
         for name, value in (sizes | {"chunk": chunk}).items():
@@ -72,7 +72,7 @@ class KVSlots:
             raise ValueError(f"head_dim: got {head_dim}, expected 1 to 256")
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(f"dtype: got {dtype}, expected float32, bfloat16 or float16")
-        self.window, self.pending, self.backend = window, 0, backend
+        self.window, self.pending, self.backend = window, 0, resolve_backend(backend)
         self.is_empty = True
         shape = (batch, heads_kv, window + chunk)
         # Zeros: a kernel may load a slot without a key.
@@ -96,7 +96,7 @@ class KVSlots:
         seen: Tensor,
         *,
         pending: int = 0,
-        backend: str = "",
+        backend: str | None = None,
     ) -> KVSlots:
         """A cache over tensors that exist, which it changes in place."""
         cache = object.__new__(cls)
@@ -108,7 +108,7 @@ class KVSlots:
             raise ValueError(f"k: got shape {tuple(k.shape)}, expected [B, Hkv, window + chunk, D]")
         check_slots(window, pending, k.shape[2])
         check_kernels_of_slots("k", k.dtype, k.shape[3], k.device, instead=_FLOAT32_ON_A_GPU)
-        cache.window, cache.pending, cache.backend = window, pending, backend
+        cache.window, cache.pending, cache.backend = window, pending, resolve_backend(backend)
         cache.is_empty = False
         return cache
 
@@ -242,10 +242,11 @@ class KVSlots:
         softcap: float | None = None,
         nonfinite: str = "saturate",
         scores_are_bias: bool = True,
-    ) -> Tensor:
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """New tokens of every row attend to the slots and to each other, and enter, `chunk` at a time: out [B, n, Hq, D].
 
-        query, key, value, scores, key_mask: as in `step`, of n tokens. So are the options.
+        query, key, value, scores, key_mask: as in `step`, of n tokens. So are the options; lse is [B, Hq, n].
         """
         check_tensor(query, "query")
         options = {
@@ -255,7 +256,9 @@ class KVSlots:
             "scores_are_bias": resolve_flag(scores_are_bias, "scores_are_bias"),
         }
         if query.dim() == 4 and query.shape[1] == 1 and not self.pending:
-            return self.step(query, key, value, scores, key_mask=key_mask, **options)
+            return self.step(
+                query, key, value, scores, key_mask=key_mask, return_lse=return_lse, **options
+            )
         self._check_tokens(key, value, scores, query)
         Numerics.of(scale, None, softcap, nonfinite, None)
         by_token = self.k.transpose(1, 2)
@@ -270,9 +273,14 @@ class KVSlots:
             part = slice(start, start + room)
             mask = None if key_mask is None else key_mask[:, part]
             self.append(key[:, part], value[:, part], scores[..., part], key_mask=mask)
-            parts.append(self.attend(query[:, part], **options))
+            parts.append(self.attend(query[:, part], return_lse=True, **options))
             self.commit()
-        return torch.cat(parts, dim=1) if parts else torch.empty_like(query)
+        if not parts:
+            out, lse = torch.empty_like(query), self.scores.new_empty(self.batch, query.shape[2], 0)
+        else:
+            outs, lses = zip(*parts, strict=True)
+            out, lse = torch.cat(outs, dim=1), torch.cat(lses, dim=2)
+        return (out, lse) if return_lse else out
 
     def append(
         self, key: Tensor, value: Tensor, scores: Tensor, *, key_mask: Tensor | None = None

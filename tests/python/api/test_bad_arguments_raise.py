@@ -41,6 +41,7 @@ BIAS = torch.zeros(2, 2, 9)
         (TypeError, "is_causal: got 'False'", {"is_causal": "False"}),
         (TypeError, "deterministic: got 'no'", {"deterministic": "no"}),
         (TypeError, "return_attn_probs: got 'no'", {"return_attn_probs": "no"}),
+        (TypeError, "return_lse: got 'no'", {"return_lse": "no"}),
         (ValueError, "keep_window_size: got no scores", {"keep_window_size": 9}),
         (ValueError, "keep_window_size: got no scores", {"keep_window_size": 100}),
         (ValueError, "keep_window_size: got attn_bias of shape",
@@ -90,6 +91,7 @@ def test_numbers_that_are_flags_are_taken(flag):
         (ValueError, "selection: got 'bogus'", {"selection": "bogus"}),
         (ValueError, "block_table: got", {"block_table": torch.zeros(1, 1)}),
         (ValueError, "softmax_scale: got 0", {"softmax_scale": 0}),
+        (TypeError, "backend: got 3, expected a name", {"backend": 3}),
     ],
 )  # fmt: skip
 def test_of_packed_attention(error, message, options):

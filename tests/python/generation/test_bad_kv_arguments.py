@@ -147,7 +147,7 @@ def test_tangents_are_refused():
         ("score_cache: got None", {"score_cache": None, "scores": None}),
         ("keep_window_size: got -1", {"keep_window_size": -1}),
         ("cache_seqlens: got list", {"cache_seqlens": [1, 2]}),
-        ("softmax_scale: got 0", {"softmax_scale": 0.0}),
+        ("scale: got 0", {"scale": 0.0}),
     ],
 )
 def test_of_with_kvcache(message, spoiled):

@@ -193,7 +193,7 @@ def all_keys(**spoiled):
         ("keep_window_size: got 2.5", {"keep_window_size": 2.5}),
         ("backend: got 'abacus'", {"backend": "abacus"}),
         ("scores_are_bias: got 'no'", {"scores_are_bias": "no"}),
-        ("return_softmax_lse: got 'no'", {"return_softmax_lse": "no"}),
+        ("return_lse: got 'no'", {"return_lse": "no"}),
         ("k_cache: got an expanded tensor", {"k_cache": torch.zeros(1, PLACES, HKV, D).expand(B, -1, -1, -1)}),
         ("k_cache: got a tensor that requires a gradient",
          {"k_cache": torch.zeros(B, PLACES, HKV, D, requires_grad=True)}),
