@@ -79,7 +79,7 @@ def run(case: Case, function=flash_dmattn_func, **options) -> Result:
     q, k, v, bias = (
         t if t is None else t.detach().requires_grad_() for t in (p.q, p.k, p.v, p.bias)
     )
-    out, lse, _ = function(
+    out, lse = function(
         q,
         k,
         v,
@@ -90,7 +90,7 @@ def run(case: Case, function=flash_dmattn_func, **options) -> Result:
         softcap=p.softcap,
         key_intervals=case.key_intervals,
         nonfinite=case.nonfinite,
-        return_attn_probs=True,
+        return_lse=True,
         **options,
     )
     if p.dlse is None or lse is None:
