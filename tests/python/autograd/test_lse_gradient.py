@@ -188,7 +188,10 @@ def test_sink_equals_a_key_without_a_value(backend):
 
     def by_softmax(q, k, v, bias, sinks):
         k, v = (t.double().repeat_interleave(2, 2).transpose(1, 2) for t in (k, v))
-        scores = q.double().transpose(1, 2) @ k.mT / 4 + bias.double().repeat_interleave(2, 1)[:, :, None]
+        scores = (
+            q.double().transpose(1, 2) @ k.mT / 4
+            + bias.double().repeat_interleave(2, 1)[:, :, None]
+        )
         scores = scores.masked_fill(~causal(37), -torch.inf)
         logits = torch.cat([scores, sinks.double()[:, None, None].expand(2, -1, 37, 1)], -1)
         return (logits.softmax(-1)[..., :-1] @ v).transpose(1, 2), logits.logsumexp(-1)
@@ -205,9 +208,13 @@ def test_varlen_has_a_gradient_of_lse_and_sinks():
     options = {"is_causal": True, "return_lse": True, "sink_logits": sinks}
     packed = flash_dmattn_varlen_func(q[0], k[0], v[0], offsets, offsets, **options)
     singles = [
-        flash_dmattn_func(*(t[:, a:b] for t in (q, k, v)), **options) for a, b in ((0, 20), (20, 37))
+        flash_dmattn_func(*(t[:, a:b] for t in (q, k, v)), **options)
+        for a, b in ((0, 20), (20, 37))
     ]
-    expected = torch.cat([out[0] for out, _ in singles]), torch.cat([lse[0] for _, lse in singles], 1)
+    expected = (
+        torch.cat([out[0] for out, _ in singles]),
+        torch.cat([lse[0] for _, lse in singles], 1),
+    )
     leaves = (q, k, v, sinks)
     for actual, exact in zip(packed, expected, strict=True):
         assert torch.allclose(actual, exact, atol=2e-6)
