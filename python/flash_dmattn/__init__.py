@@ -21,6 +21,7 @@ from .keys.intervals import (
     sliding_window,
 )
 from .layers import DynamicMaskAttention
+from .scores import make_scores
 from .with_kvcache import KVSlots, flash_dmattn_with_kvcache
 
 ops.register_rules()
@@ -59,6 +60,7 @@ __all__ = [
     "from_padding",
     "get_available_backends",
     "intersect",
+    "make_scores",
     "packed_documents",
     "prefix_lm",
     "select_key_intervals",
