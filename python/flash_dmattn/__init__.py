@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ._core import ops
 from ._core.availability import backends, get_available_backends, is_available
+from .forgetting import forgetting_attention
 from .functional import (
     flash_dmattn_func,
     flash_dmattn_func_auto,
@@ -57,6 +58,7 @@ __all__ = [
     "flash_dmattn_varlen_func",
     "flash_dmattn_with_kvcache",
     "flex_dmattn_func",
+    "forgetting_attention",
     "from_padding",
     "get_available_backends",
     "intersect",
