@@ -114,6 +114,7 @@ test-cuda-build: $(STAMPS)/tools $(STAMPS)/test $(STAMPS)/cuda build/googletest/
 	CUDACXX=$(NVCC) cmake --preset cuda -D FLASH_DMATTN_TORCH=ON -D FLASH_DMATTN_TESTS=ON -D FLASH_DMATTN_BENCHMARKS=ON \
 	  -D Python_EXECUTABLE=$(BIN)/python -D "FLASH_DMATTN_CUDA_ARCHITECTURES=$(CUDA_TEST_ARCHITECTURES)" \
 	  -D FLASH_DMATTN_CUDA_ONLY_COMPILE=$(CUDA_ONLY_COMPILE) $(CMAKE_OPTIONS) \
+	  -D FLASH_DMATTN_CUDA_EXTRA_FAMILIES=$(CURDIR)/tests/cuda/families/empty \
 	  -D "CMAKE_PROGRAM_PATH=$$(echo $(CURDIR)/.venv/lib/python*/site-packages/nvidia/cu*/bin)"
 	cmake --build --preset cuda --target flash_dmattn_torch cuda_tests bench_attention bench_selection
 	@tools/compile_seconds.sh build/cuda

@@ -120,7 +120,7 @@ void run(const Options& options) {
       .heads = heads_kv,
       .seqlen_q = seqlen,
       .seqlen_k = seqlen,
-      .window = window,
+      .keep = {.window = window},
       .scores = bias.data(),
       .scores_dtype = dtype,
       .intervals = intervals.data(),

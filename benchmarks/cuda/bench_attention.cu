@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/common/launch.h"
+#include "cuda/primitives/launch.h"
 #include "device.h"
 #include "flash_dmattn/calls.h"
 
@@ -91,7 +91,7 @@ const KeyInterval* select(const Problem& p, int window, const Bf16* scores, Aren
                      .heads = p.heads_kv,
                      .seqlen_q = p.seqlen_q,
                      .seqlen_k = p.seqlen_k,
-                     .window = window,
+                     .keep = {.window = window},
                      .scores = scores,
                      .scores_dtype = DType::bf16,
                      .intervals = arena.take<KeyInterval>(p.batch * p.heads_kv * p.seqlen_k)};

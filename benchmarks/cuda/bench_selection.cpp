@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/selection/key_slots.h"
+#include "cuda/schedule/slots/key_slots.h"
 #include "cuda/selection/selection.h"
 #include "device.h"
 #include "float_types.h"
@@ -69,8 +69,8 @@ struct Steps {
     select.heads = c.rows;
     select.seqlen_k = c.seqlen;
     select.seqlen_q = c.seqlen_q > 0 ? c.seqlen_q : c.seqlen;
-    select.window = c.window;
-    select.selection = c.selection;
+    select.keep.window = c.window;
+    select.keep.selection = c.selection;
     select.scores_dtype = c.dtype;
     select.scores_stride = {0, c.seqlen, 1};
     select.intervals = arena.take<KeyInterval>(c.rows * c.seqlen);

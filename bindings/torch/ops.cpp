@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "arguments.h"
-#include "cuda/zero_sum.h"
+#include "cuda/stages/zero_sum.h"
 #include "device.h"
 #include "selection_ops.h"
 
@@ -315,7 +315,7 @@ std::tuple<Tensor, Tensor, Tensor> select_and_attend_op(const Tensor& q, const T
   }
   dtype_of(bias, "bias");
   expect_on_device_of(bias, "bias", q, "q");
-  const Tensor intervals = select_op(bias, {}, window, "per_query", is_causal, q.size(1));
+  const Tensor intervals = select_op(bias, {}, {window}, "per_query", is_causal, q.size(1), 0, true, 0, {});
   const auto [out, lse] =
       forward_op(q, k, v, {}, bias, intervals, {}, {}, {}, {}, {window, is_causal ? 1 : 0}, false,
                  scale, softcap, saturate, deterministic, std::move(backend));
@@ -430,11 +430,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
       "float scale, float softcap, bool saturate, bool deterministic, str backend) -> (Tensor out, "
       "Tensor lse, Tensor key_intervals)");
   m.def(
-      "select_key_intervals(Tensor scores, Tensor? key_mask, SymInt window, str selection, "
-      "bool is_causal, SymInt query_length) -> Tensor");
-  m.def(
-      "select_key_intervals_varlen(Tensor scores, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-      "SymInt window, str selection, bool is_causal, SymInt query_length) -> Tensor");
+      "select_key_intervals(Tensor scores, Tensor? key_mask, SymInt[] windows, str selection, "
+      "bool is_causal, SymInt query_length, SymInt recent_window=0, bool recent_competes=True, "
+      "SymInt sink_tokens=0, float? score_threshold=None) -> Tensor");
   m.def(
       "select_key_list(Tensor scores, Tensor? key_mask, SymInt window) -> (Tensor keys, Tensor "
       "count)");
@@ -459,7 +457,6 @@ STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CPU, m) {
   m.impl("select_key_intervals", TORCH_BOX(&select_op));
   m.impl("measure_key_bound", TORCH_BOX(&measure_op));
   m.impl("build_tile_lists", TORCH_BOX(&tile_lists_op));
-  m.impl("select_key_intervals_varlen", TORCH_BOX(&select_varlen_op));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CUDA, m) {

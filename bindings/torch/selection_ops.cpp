@@ -21,8 +21,8 @@ SelectionArgs selection_args(const Tensor& scores, const OptionalTensor& key_mas
   args.batch = scores.size(0);
   args.heads = scores.size(1);
   args.seqlen_k = scores.size(2);
-  args.window = window;
-  args.selection = selection_of(selection);
+  args.keep.window = window;
+  args.keep.selection = selection_of(selection);
   args.causal = is_causal;
   args.scores = scores.const_data_ptr();
   args.scores_dtype = dtype_of(scores, "scores");
@@ -47,26 +47,6 @@ SelectionArgs selection_args(const Tensor& scores, const OptionalTensor& key_mas
   return args;
 }
 
-// Offsets of packed documents: int32, non-decreasing from 0, the last one at most `total`.
-const std::int32_t* offsets_of(const Tensor& cu_seqlens, std::string_view argument,
-                               std::int64_t total) {
-  const bool right_type = cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1 &&
-                          cu_seqlens.scalar_type() == ScalarType::Int && cu_seqlens.is_contiguous();
-  if (!right_type) {
-    throw InvalidArgument(argument, shape_text(cu_seqlens),
-                          "contiguous int32 of shape [documents + 1]");
-  }
-  const auto* offsets = static_cast<const std::int32_t*>(cu_seqlens.const_data_ptr());
-  const std::int64_t documents = cu_seqlens.size(0) - 1;
-  bool rising = offsets[0] == 0;
-  for (std::int64_t i = 0; i < documents; ++i) rising = rising && offsets[i] <= offsets[i + 1];
-  if (!rising || offsets[documents] > total) {
-    throw InvalidArgument(argument, "last offset " + std::to_string(offsets[documents]),
-                          "offsets that rise from 0 to at most " + std::to_string(total));
-  }
-  return offsets;
-}
-
 }  // namespace
 
 KeyBound given_bound(const std::vector<std::int64_t>& given) {
@@ -84,11 +64,26 @@ KeyBound measured_bound(const MeasureArgs& args, Execution execution, const Tens
   return measure_key_bound(args, execution);
 }
 
-Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask, std::int64_t window,
-                 std::string selection, bool is_causal, std::int64_t query_length) {
+Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask,
+                 std::vector<std::int64_t> windows, std::string selection, bool is_causal,
+                 std::int64_t query_length, std::int64_t recent_window, bool recent_competes,
+                 std::int64_t sink_tokens, std::optional<double> score_threshold) {
   const CallDevice device(scores);
+  const std::int64_t window = windows.empty() ? every_key : windows[0];
   SelectionArgs args = selection_args(scores, key_mask, window, selection, is_causal);
   args.device = device.device();
+  args.keep.recent_window = recent_window;
+  args.keep.recent_competes = recent_competes;
+  args.keep.sink_tokens = sink_tokens;
+  if (score_threshold) args.keep.score_threshold = *score_threshold;
+  if (windows.size() > 1) {
+    if (static_cast<std::int64_t>(windows.size()) != args.heads) {
+      throw InvalidArgument("windows", std::to_string(windows.size()) + " numbers",
+                            "none, one, or one for each of " + std::to_string(args.heads) +
+                                " heads");
+    }
+    args.keep.head_windows = windows.data();
+  }
   args.seqlen_q = query_length;
   const Tensor intervals =
       allocate({args.batch, args.heads, args.seqlen_k, 2}, ScalarType::Int, scores);
@@ -275,52 +270,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> tile_lists_op(const Tensor& key_inter
                     .keys = static_cast<std::int32_t*>(keys.mutable_data_ptr())},
                    execution);
   return {keys, begin, count, full};
-}
-
-// Selection within each of the documents packed into one row; scores and intervals [1, H, total_k]. On a
-// GPU, where the offsets cannot be read, it is in python/flash_dmattn/keys/packed.py.
-Tensor select_varlen_op(const Tensor& scores, const Tensor& cu_seqlens_q,
-                        const Tensor& cu_seqlens_k, std::int64_t window, std::string selection,
-                        bool is_causal, std::int64_t query_length) {
-  SelectionArgs args = selection_args(scores, std::nullopt, window, selection, is_causal);
-  const std::int64_t total_k = args.seqlen_k;
-  const std::int64_t documents = cu_seqlens_k.size(0) - 1;
-  if (args.batch != 1 || cu_seqlens_q.numel() != cu_seqlens_k.numel()) {
-    throw InvalidArgument("cu_seqlens_q", shape_text(cu_seqlens_q),
-                          "the shape of cu_seqlens_k, and scores of shape [1, H, total_k]");
-  }
-  const std::int32_t* begin_q = offsets_of(cu_seqlens_q, "cu_seqlens_q", query_length);
-  const std::int32_t* begin_k = offsets_of(cu_seqlens_k, "cu_seqlens_k", total_k);
-  const Tensor intervals =
-      torch::stable::new_zeros(scores, {1, args.heads, total_k, 2}, ScalarType::Int);
-  auto* const packed = static_cast<KeyInterval*>(intervals.mutable_data_ptr());
-
-  std::int64_t longest = 0;
-  for (std::int64_t d = 0; d < documents; ++d) {
-    longest = std::max<std::int64_t>(longest, begin_k[d + 1] - begin_k[d]);
-  }
-  Execution execution = CallDevice(scores).execution(scores.numel());
-  args.seqlen_k = longest;
-  args.seqlen_q = query_length;
-  const OptionalTensor workspace =
-      give_workspace(execution, select_workspace_size(args, execution), scores);
-  const Tensor scratch =
-      allocate_bytes(static_cast<std::size_t>(args.heads * longest) * sizeof(KeyInterval), scores);
-  args.intervals = static_cast<KeyInterval*>(scratch.mutable_data_ptr());
-  for (std::int64_t d = 0; d < documents; ++d) {
-    args.seqlen_q = begin_q[d + 1] - begin_q[d];
-    args.seqlen_k = begin_k[d + 1] - begin_k[d];
-    args.scores = static_cast<const char*>(scores.const_data_ptr()) +
-                  begin_k[d] * args.scores_stride[2] * size_of(args.scores_dtype);
-    select_key_intervals(args, execution);
-    for (std::int64_t h = 0; h < args.heads; ++h) {
-      for (std::int64_t j = 0; j < args.seqlen_k; ++j) {
-        const KeyInterval own = args.intervals[h * args.seqlen_k + j];
-        packed[h * total_k + begin_k[d] + j] = {own.first + begin_q[d], own.last + begin_q[d]};
-      }
-    }
-  }
-  return intervals;
 }
 
 }  // namespace flash_dmattn::binding

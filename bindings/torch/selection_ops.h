@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -15,15 +16,15 @@ KeyBound given_bound(const std::vector<std::int64_t>& given);
 // The result of measure_key_bound.
 KeyBound measured_bound(const MeasureArgs& args, Execution execution, const Tensor& like);
 
-Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask, std::int64_t window,
-                 std::string selection, bool is_causal, std::int64_t query_length);
+// windows: none, one for all heads, or one for each.
+Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask,
+                 std::vector<std::int64_t> windows, std::string selection, bool is_causal,
+                 std::int64_t query_length, std::int64_t recent_window, bool recent_competes,
+                 std::int64_t sink_tokens, std::optional<double> score_threshold);
 std::tuple<Tensor, Tensor> select_list_op(const Tensor& scores, const OptionalTensor& key_mask,
                                           std::int64_t window);
 std::tuple<Tensor, Tensor> rank_op(const Tensor& scores, const OptionalTensor& mask,
                                    const OptionalTensor& bias, std::int64_t window, bool is_causal);
-Tensor select_varlen_op(const Tensor& scores, const Tensor& cu_seqlens_q,
-                        const Tensor& cu_seqlens_k, std::int64_t window, std::string selection,
-                        bool is_causal, std::int64_t query_length);
 std::vector<std::int64_t> measure_op(const Tensor& key_intervals, std::int64_t query_length);
 std::tuple<Tensor, Tensor, Tensor, Tensor> tile_lists_op(const Tensor& key_intervals,
                                                          std::int64_t tile_rows,

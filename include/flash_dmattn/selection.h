@@ -3,6 +3,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "flash_dmattn/execution.h"
 #include "flash_dmattn/types.h"
@@ -16,18 +17,38 @@ enum class Selection : std::uint8_t {
   global,     // the w best keys of the row, the same for all queries (then causal)
 };
 
-// Arguments of select_key_intervals. A key beats another when its score is higher, or equal and the
-// key is more recent (larger j). A NaN score and a masked key are never chosen and beat nobody.
-// window >= the number of visible keys keeps them all. Without `causal`, every query may see every
-// key, and per_query equals global.
+// No budget: `window` of a selection that a threshold alone limits.
+inline constexpr std::int64_t every_key = std::numeric_limits<std::int64_t>::max();
+
+// Which present keys a query sees. With `causal`, the query at position t sees key j <= t when
+//   - j is one of the first `sink_tokens` present keys of the row, or
+//   - t - j < recent_window (the query's own key is the first of them), or
+//   - its score is not NaN, score >= score_threshold, and it is among the best `window` of the keys that compete.
+// Sinks do not compete. A key beats another when its score is higher, or equal and the key is more recent (larger j).
+// Without `causal`, every query may see every key, per_query equals global, and no key is recent.
+struct KeySelection {
+  std::int64_t window = -1;  // w >= 0, or every_key; to be given
+  Selection selection = Selection::per_query;
+  std::int64_t recent_window = 0;  // W >= 0; above 0 with `causal` only
+  // True: a key competes from the moment it is written, so that a query sees the recent keys and the w best of all.
+  // False: only keys with t - j >= recent_window compete, and the w best of these are seen beside the recent ones.
+  bool recent_competes = true;
+  std::int64_t sink_tokens = 0;  // s >= 0
+  double score_threshold = -std::numeric_limits<double>::infinity();
+  const std::int64_t* head_windows =
+      nullptr;  // [heads] in host memory: w of each head; null: `window` for all
+
+  bool operator==(const KeySelection&) const = default;
+};
+
+// Arguments of select_key_intervals. A key whose mask is 0 is not present: it is never visible and competes with none.
 struct SelectionArgs {
   Device device = Device::cpu;  // of scores, key_mask, intervals and workspace
   std::int64_t batch = -1;      // B of the result
   std::int64_t heads = -1;      // Hkv of the result, or 1
   std::int64_t seqlen_q = -1;   // Sq; intervals are clipped to [0, Sq)
   std::int64_t seqlen_k = -1;   // Sk, below 2^31 as Sq is
-  std::int64_t window = -1;     // w >= 0, to be given
-  Selection selection = Selection::per_query;
+  KeySelection keep;
   bool causal = true;  // aligned to the bottom right corner: key j from query j - (Sk - Sq) on
 
   const void* scores = nullptr;   // [B, Hkv, Sk]; compared as stored, so -0 and +0 tie

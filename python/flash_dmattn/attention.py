@@ -18,7 +18,7 @@ from ._core.checks import (
 )
 from ._core.numerics import Numerics
 from .kernels import record_large_rows
-from .keys.intervals import KeyIntervals
+from .keys.intervals import KeyIntervals, broadcasts
 from .keys.recognise import Memo
 from .keys.selection import Choice, choose, one_per_key, repeat_heads
 from .keys.visibility import Visibility
@@ -60,7 +60,7 @@ def attention(
         _check_intervals(keys, query, key)
     mask = mask_argument(mask, query, key)
     visible = Visibility(mask, resolve_flag(is_causal, "is_causal"), keys)
-    if choice.window is not None:
+    if choice.is_made():
         by_library = backend_of(query, backend) not in IN_PYTHON
         bias = one_per_key(bias)
         visible = choose(choice, query, key, bias, visible, by_library, memo)
@@ -84,7 +84,7 @@ def run(
     """
     backend = backend_of(query, backend)
     numerics = numerics.for_head_dim(query.shape[3])
-    if visible.heads() not in (1, key.shape[2]):
+    if not broadcasts(visible.heads(), key.shape[2]):
         # Every query head chose for itself, so each gets a key head of its own.
         mask, bias = (repeat_heads(t, query, key) for t in (visible.mask, bias))
         visible = visible._replace(mask=mask)

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ._core import ops
 from ._core.availability import get_available_backends, unavailable_reason
 from ._core.checks import (
     attention_inputs,
     bias_argument,
     check_count,
     check_tensor,
-    check_window,
     of_value_dim,
     refuse_transforms,
     resolve_flag,
 )
 from ._core.numerics import Numerics
 from .attention import attention, run, with_statistics
-from .keys.intervals import KeyIntervals, check_offsets, check_selection, packed_documents
+from .keys.intervals import KeyIntervals, packed_documents, select_key_intervals
+from .keys.places import check_offsets
+from .keys.rule import KeySelection
 from .keys.selection import Choice
 from .keys.visibility import Visibility
 
@@ -41,9 +41,13 @@ def flash_dmattn_func(
     return_attn_probs: bool | None = None,
     *,
     scale: float | None = None,
-    keep_window_size: int | None = None,
+    keep_window_size: int | Sequence[int] | None = None,
     selection: str = "per_query",
     selection_scores: Tensor | None = None,
+    recent_window: int = 0,
+    recent_competes: bool = True,
+    sink_tokens: int = 0,
+    score_threshold: float | None = None,
     key_intervals: KeyIntervals | None = None,
     nonfinite: str = "saturate",
     backend: str = "",
@@ -67,13 +71,16 @@ def flash_dmattn_func(
     deterministic: gradients that are bit-identical from run to run; by default as set
         by torch.use_deterministic_algorithms. Always so on the CPU.
     return_attn_probs: also return the log-sum-exp of the scores (which is not differentiable).
-    keep_window_size: every query keeps this many keys, those with the highest scores.
+    keep_window_size: every query keeps this many keys, those with the highest scores; a sequence has a number for each key
+        head.
     selection: "per_query": the best among the keys the query may see; "global": the best of the row, the
         same for all queries. Of equal scores the more recent key wins.
     selection_scores: the scores by which keep_window_size chooses, one value per key: [B, H, Sk] or
         [B, H, 1, Sk]. By default the bias, which then must have one of these shapes. The choice has no
         gradient. With more heads than key has (H = Hq), every query head chooses for itself; key and value are
         then repeated, unless a mask with a query dimension makes the choice one of ranks.
+    recent_window, recent_competes, sink_tokens, score_threshold: keys that are visible whatever their scores, and the least
+        score of the others; as in select_key_intervals, with one document in each row, or those that key_intervals show.
     key_intervals: visible query rows of each key, instead of a mask or together with it.
     nonfinite: "saturate": gradients are always finite; "propagate": inf and NaN stay visible, as GradScaler
         needs them.
@@ -88,7 +95,17 @@ def flash_dmattn_func(
         value,
         attn_bias,
         Visibility(attn_mask, is_causal, key_intervals),
-        Choice(keep_window_size, selection, selection_scores),
+        Choice(
+            KeySelection(
+                keep_window_size,
+                selection,
+                recent_window,
+                recent_competes,
+                sink_tokens,
+                score_threshold,
+            ),
+            selection_scores,
+        ),
         Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
         backend,
     )
@@ -112,8 +129,13 @@ def flash_dmattn_varlen_func(
     *,
     scale: float | None = None,
     attn_bias: Tensor | None = None,
-    keep_window_size: int | None = None,
+    keep_window_size: int | Sequence[int] | None = None,
     selection: str = "per_query",
+    selection_scores: Tensor | None = None,
+    recent_window: int = 0,
+    recent_competes: bool = True,
+    sink_tokens: int = 0,
+    score_threshold: float | None = None,
     nonfinite: str = "saturate",
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """flash_dmattn_func for sequences of different lengths, packed one after the other.
@@ -125,7 +147,9 @@ def flash_dmattn_varlen_func(
     max_seqlen_q, max_seqlen_k: the longest sequences. On a GPU max_seqlen_k saves a wait for the device
         when cu_seqlens_q is cu_seqlens_k and keep_window_size is not given; it must not be too small then.
     attn_bias: [total_k, H], one value per key, added to its scores; H is Hq, Hkv or 1.
-    keep_window_size: chooses by attn_bias within each sequence.
+    keep_window_size, selection: as in flash_dmattn_func, within each sequence.
+    selection_scores: [total_k, H], the scores by which keep_window_size chooses; by default attn_bias.
+    recent_window, recent_competes, sink_tokens, score_threshold: as in select_key_intervals.
     block_table: not supported.
 
     Returns out [total_q, Hq, D], or (out, softmax_lse [Hq, total_q], None) with return_attn_probs.
@@ -139,7 +163,9 @@ def flash_dmattn_varlen_func(
         if length is not None:
             check_count(length, name)
     is_causal = resolve_flag(is_causal, "is_causal")
-    check_selection(selection)
+    rule = KeySelection(
+        keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
+    ).checked()
     given = value
     inputs = attention_inputs(query, key, value, "total, H, D")
     numerics = numerics.for_head_dim(query.shape[2])
@@ -154,15 +180,20 @@ def flash_dmattn_varlen_func(
     if same_offsets:
         cu_seqlens_q = cu_seqlens_k
     query, key, value = query[None], key[None], value[None]
-    bias = _packed_bias(attn_bias, query, key)
-    refuse_transforms(query=query, key=key, value=value, attn_bias=bias)
-    if keep_window_size is not None:
-        check_window(keep_window_size)
-        if bias is None:
+    bias = _packed_bias(attn_bias, query, key, "attn_bias")
+    scores = bias
+    if selection_scores is not None:
+        scores = _packed_bias(selection_scores, query, key, "selection_scores")
+    refuse_transforms(
+        query=query, key=key, value=value, attn_bias=bias, selection_scores=selection_scores
+    )
+    if scores is None and rule.limits():
+        if rule.reads_scores():
             raise ValueError(
-                "keep_window_size: got no attn_bias, which has the scores to choose by"
+                "keep_window_size: got no attn_bias and no selection_scores, which have the scores to choose by"
             )
-    if keep_window_size is None or keep_window_size >= total_k:
+        scores = query.new_zeros((1, 1, total_k))
+    if rule.has_room_for(total_k):
         intervals = packed_documents(
             cu_seqlens_k,
             cu_seqlens_q,
@@ -172,47 +203,30 @@ def flash_dmattn_varlen_func(
             max_length=max_seqlen_k,
         )
     else:
-        intervals = KeyIntervals(
-            ops.select_key_intervals_varlen(
-                bias.detach(),
-                cu_seqlens_q,
-                cu_seqlens_k,
-                keep_window_size,
-                selection,
-                is_causal,
-                total_q,
-            ),
-            total_q,
-            _packed_bound(keep_window_size, selection, is_causal, same_offsets),
+        intervals = select_key_intervals(
+            scores,
+            **rule._asdict(),
+            is_causal=is_causal,
+            query_length=total_q,
+            cu_seqlens_k=cu_seqlens_k,
+            cu_seqlens_q=cu_seqlens_q,
         )
     out, statistics = run(query, key, value, bias, Visibility(keys=intervals), numerics)
     return with_statistics(of_value_dim(out[0], given), statistics[:, 0], return_attn_probs)
 
 
-def _packed_bias(attn_bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+def _packed_bias(bias: Tensor | None, query: Tensor, key: Tensor, name: str) -> Tensor | None:
     """[1, H, total_k] of [total_k, H]."""
-    if attn_bias is None:
+    if bias is None:
         return None
-    check_tensor(attn_bias, "attn_bias")
+    check_tensor(bias, name)
     total_k, heads = key.shape[1], (query.shape[2], key.shape[2], 1)
-    shape = tuple(attn_bias.shape)
+    shape = tuple(bias.shape)
     if len(shape) != 2 or shape[0] not in (total_k, 1) or shape[1] not in heads:
         raise ValueError(
-            f"attn_bias: got shape {shape}, expected [total_k, H] with total_k = {total_k} and H = {heads[0]}, {heads[1]} or 1"
+            f"{name}: got shape {shape}, expected [total_k, H] with total_k = {total_k} and H = {heads[0]}, {heads[1]} or 1"
         )
-    return bias_argument(attn_bias.t()[None], query, key)
-
-
-def _packed_bound(
-    keep_window_size: int, selection: str, is_causal: bool, same_offsets: bool
-) -> tuple[int, int] | None:
-    """KeyIntervals.bound of a selection within packed sequences, where it follows from the window."""
-    if not same_offsets:
-        return None  # every query may be of another sequence and see keys of its own
-    # Of the sequences of n queries, the first and the last show the keys that they keep, those between no
-    # more keys than they have queries; and where keys are kept per query, each query brings one at most.
-    arriving = is_causal and selection == "per_query"
-    return (keep_window_size if arriving else 2 * keep_window_size, 1)
+    return bias_argument(bias.t()[None], query, key)
 
 
 def flash_dmattn_func_auto(backend: str | None = None, **options) -> Callable:
@@ -247,9 +261,13 @@ def triton_dmattn_func(
     *,
     scale: float | None = None,
     softcap: float | None = None,
-    keep_window_size: int | None = None,
+    keep_window_size: int | Sequence[int] | None = None,
     selection: str = "per_query",
     selection_scores: Tensor | None = None,
+    recent_window: int = 0,
+    recent_competes: bool = True,
+    sink_tokens: int = 0,
+    score_threshold: float | None = None,
     key_intervals: KeyIntervals | None = None,
     deterministic: bool | None = None,
     nonfinite: str = "saturate",
@@ -269,7 +287,17 @@ def triton_dmattn_func(
         value,
         attn_bias,
         Visibility(attn_mask, is_causal, key_intervals),
-        Choice(keep_window_size, selection, selection_scores),
+        Choice(
+            KeySelection(
+                keep_window_size,
+                selection,
+                recent_window,
+                recent_competes,
+                sink_tokens,
+                score_threshold,
+            ),
+            selection_scores,
+        ),
         Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
         "triton",
     )
@@ -287,9 +315,13 @@ def flex_dmattn_func(
     *,
     scale: float | None = None,
     softcap: float | None = None,
-    keep_window_size: int | None = None,
+    keep_window_size: int | Sequence[int] | None = None,
     selection: str = "per_query",
     selection_scores: Tensor | None = None,
+    recent_window: int = 0,
+    recent_competes: bool = True,
+    sink_tokens: int = 0,
+    score_threshold: float | None = None,
     key_intervals: KeyIntervals | None = None,
     deterministic: bool | None = None,
     nonfinite: str = "saturate",
@@ -311,7 +343,17 @@ def flex_dmattn_func(
         value,
         attn_bias,
         Visibility(attn_mask, is_causal, key_intervals),
-        Choice(keep_window_size, selection, selection_scores),
+        Choice(
+            KeySelection(
+                keep_window_size,
+                selection,
+                recent_window,
+                recent_competes,
+                sink_tokens,
+                score_threshold,
+            ),
+            selection_scores,
+        ),
         Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
         "flex",
     )

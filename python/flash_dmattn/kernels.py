@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._core import ops
 
-# From here on the backward of a CUDA kernel needs lse as two floats (src/cuda/common/preprocess.cuh), and a single such row
+# From here on the backward of a CUDA kernel needs lse as two floats (src/cuda/stages/preprocess.cuh), and a single such row
 # makes it compute the gradients of the whole call in double.
 LARGE_LSE = 8192 * math.log(2)
 

@@ -6,8 +6,6 @@ import argparse
 import os
 from typing import NoReturn
 
-CUDA_FAMILIES = ("sm90", "sm80")  # also where this build has no CUDA kernels
-
 
 class Parser(argparse.ArgumentParser):
     """Prints the one line that matters, without the usage before it."""
@@ -18,10 +16,6 @@ class Parser(argparse.ArgumentParser):
 
 def check_settings() -> None:
     """Raises for values in the environment that have no meaning, in the words of the builds that read them."""
-    family = os.environ.get("FLASH_DMATTN_CUDA_FAMILY", "")
-    if family not in ("", *CUDA_FAMILIES):
-        expected = ", ".join(CUDA_FAMILIES)
-        raise ValueError(f"FLASH_DMATTN_CUDA_FAMILY: got {family}, expected {expected}")
     shared = os.environ.get("FLASH_DMATTN_MAX_SHARED_KB", "") or "1"
     if not (shared.isdecimal() and len(shared) <= 4 and 1 <= int(shared) <= 1024):
         expected = "a number of KB in [1, 1024]"

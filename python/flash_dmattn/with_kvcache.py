@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ._core.availability import unavailable_reason
-from ._core.checks import DTYPES, check_device, check_tensor, check_window, resolve_flag
+from ._core.checks import DTYPES, check_device, check_tensor, resolve_flag
 from ._core.kv_checks import (
     check_chunk,
     check_places,
@@ -20,6 +22,7 @@ from ._core.numerics import Numerics
 from .attention import IN_PYTHON, run, with_statistics
 from .cache import KVSlots
 from .keys.intervals import KeyIntervals, select_key_intervals
+from .keys.rule import KeySelection
 from .keys.visibility import Visibility
 
 __all__ = ["KVSlots", "flash_dmattn_with_kvcache"]
@@ -39,7 +42,11 @@ def flash_dmattn_with_kvcache(
     slot_counts: Tensor | None = None,
     key_mask: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
-    keep_window_size: int | None = None,
+    keep_window_size: int | Sequence[int] | None = None,
+    recent_window: int = 0,
+    recent_competes: bool = True,
+    sink_tokens: int = 0,
+    score_threshold: float | None = None,
     softmax_scale: float | None = None,
     softcap: float | None = None,
     scores_are_bias: bool = True,
@@ -59,7 +66,8 @@ def flash_dmattn_with_kvcache(
         cache_seqlens on. None: the cache holds them already.
     cache_seqlens: int32 [B], the tokens of each row before the call. It is not changed.
     cache_leftpad: int32 [B], where the tokens of each row begin.
-    keep_window_size: every query keeps this many keys, those with the highest scores; None: all.
+    keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: which keys a query sees, as in
+        select_key_intervals; by default all.
 
     **Slots** (slot_positions and slot_counts given): the tensors of a KVSlots cache with keep_window_size slots and room
     for S - keep_window_size pending tokens. On a GPU they are bfloat16 or float16.
@@ -85,6 +93,13 @@ def flash_dmattn_with_kvcache(
             "k, v, scores: got some of the new tokens' tensors, expected all or none, and scores with score_cache only"
         )
     numerics = Numerics.of(None, softmax_scale, softcap, nonfinite, None)
+    rule = KeySelection(
+        keep_window_size,
+        recent_window=recent_window,
+        recent_competes=recent_competes,
+        sink_tokens=sink_tokens,
+        score_threshold=score_threshold,
+    ).checked()
     scores_are_bias = resolve_flag(scores_are_bias, "scores_are_bias")
     return_softmax_lse = resolve_flag(return_softmax_lse, "return_softmax_lse")
     if (slot_positions is None) != (slot_counts is None):
@@ -93,14 +108,17 @@ def flash_dmattn_with_kvcache(
         if key_mask is not None:
             raise ValueError("key_mask: got it for a cache of all keys, expected cache_leftpad")
         _check_all_keys(q, caches, k, v, scores, cache_seqlens, cache_leftpad)
-        _check_choice(score_cache, keep_window_size)
+        if score_cache is None and rule.limits() and rule.reads_scores():
+            raise ValueError(
+                "score_cache: got None, expected the scores that keep_window_size chooses by"
+            )
         _check_backend(q, backend)
         _write(k_cache, v_cache, score_cache, k, v, scores, cache_seqlens)
         lengths = cache_seqlens if k is None else cache_seqlens + k.shape[1]
-        everything = cache_leftpad is None and keep_window_size is None
+        everything = cache_leftpad is None and not rule.limits()
         length = _host_length(lengths, q.shape[1], k_cache.shape[1]) if everything else None
         if length is None:
-            keys = _visible(score_cache, lengths, cache_leftpad, keep_window_size, q, k_cache)
+            keys = _visible(score_cache, lengths, cache_leftpad, rule, q, k_cache)
             visible = Visibility(keys=keys)
         else:
             visible = Visibility(is_causal=q.shape[1] > 1)
@@ -115,6 +133,11 @@ def flash_dmattn_with_kvcache(
     if keep_window_size is None or score_cache is None or k is None:
         raise ValueError(
             "keep_window_size, score_cache, k: got no value for one of them, which a cache of slots needs"
+        )
+    if not rule.is_window():
+        raise ValueError(
+            "keep_window_size: got a rule with recent keys, sinks, a threshold or a window for each head, expected the number "
+            "of slots alone for a cache of slots"
         )
     slots = KVSlots.over(
         keep_window_size,
@@ -188,16 +211,6 @@ def _check_backend(q: Tensor, backend: str) -> None:
         raise RuntimeError(f"backend: {backend!r} cannot run: {reason}")
 
 
-def _check_choice(score_cache: Tensor | None, window: int | None) -> None:
-    if window is None:
-        return
-    check_window(window)
-    if score_cache is None:
-        raise ValueError(
-            "score_cache: got None, expected the scores that keep_window_size chooses by"
-        )
-
-
 def _write(k_cache, v_cache, score_cache, k, v, scores, cache_seqlens) -> None:
     """Puts new tokens behind those of the cache."""
     if k is None:
@@ -233,7 +246,7 @@ def _visible(
     scores: Tensor | None,
     lengths: Tensor,
     leftpad: Tensor | None,
-    window: int | None,
+    rule: KeySelection,
     q: Tensor,
     k_cache: Tensor,
 ) -> KeyIntervals:
@@ -244,7 +257,7 @@ def _visible(
     real = place < lengths
     if leftpad is not None:
         real = real & (place >= leftpad[:, None])
-    if window is None:
+    if not rule.limits():
         first = (place - (lengths - queries)).clamp(min=0)
         last = torch.where(real, queries, 0).to(torch.int32)
         intervals = torch.stack((first.expand_as(last), last), -1)[:, None]
@@ -252,11 +265,16 @@ def _visible(
     # Selection ends with the last key, so the rows are shifted to end together.
     shift = size - lengths
     from_end = (place - shift).clamp(min=0)
+    if scores is None:
+        scores = q.new_zeros((q.shape[0], 1, size))
     batch, heads = scores.shape[:2]
     index = from_end[:, None].expand(batch, heads, size).long()
     shown = (place >= shift) & real.gather(1, from_end.long())
     chosen = select_key_intervals(
-        scores.gather(2, index), window, key_mask=shown[:, None], query_length=queries
+        scores.gather(2, index),
+        **rule._asdict(),
+        key_mask=shown[:, None],
+        query_length=queries,
     )
     back = (place + shift).clamp(max=size - 1)[:, None, :, None].expand(batch, heads, size, 2)
     intervals = chosen.intervals.gather(2, back.long()) * real[:, None, :, None]

@@ -1,7 +1,7 @@
 #include "backend.h"
-#include "cuda/check_finite.h"
 #include "cuda/selection/selection.h"
-#include "cuda/zero_sum.h"
+#include "cuda/stages/check_finite.h"
+#include "cuda/stages/zero_sum.h"
 #include "flash_dmattn/error.h"
 
 // Replaces the CUDA backend in a build without one. Everything declines with the same reason.

@@ -2,8 +2,8 @@
 
 #include <stdexcept>
 
-#include "cuda/params.h"
-#include "cuda/selection/schedule.h"
+#include "cuda/attention/params.h"
+#include "cuda/schedule/schedule.h"
 #include "family_table.h"
 #include "flash_dmattn/error.h"
 
@@ -111,9 +111,10 @@ std::vector<std::string> kernel_names() {
 }
 
 BackendInfo info() {
+  const std::span<const Family* const> table = families();
   if (!decline_driver().empty()) return {"cuda", false, decline_driver()};
   std::string reasons;
-  for (const Family* family : families()) {
+  for (const Family* family : table) {
     const std::string reason = family->decline_device(current_device());
     if (reason.empty()) return {"cuda", true, device_name()};
     reasons.append(reasons.empty() ? "" : "; ").append(family->name).append(": ").append(reason);

@@ -6,7 +6,7 @@
 #include <limits>
 #include <system_error>
 
-#include "cuda/common/launch.h"
+#include "cuda/primitives/launch.h"
 #include "flash_dmattn/error.h"
 
 namespace flash_dmattn::cuda {

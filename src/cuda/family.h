@@ -63,11 +63,11 @@ struct Family {
   std::string_view name;
   // The reason why the family does not run on a GPU; "" if it does.
   std::string (*decline_device)(const DeviceProperties&);
-  Kernels<ForwardArgs> forward;
+  Kernels<ForwardArgs> forward = {};
   // Kernels for few queries over many keys, which split the keys over the whole GPU. The backend tries them before any
   // family's `forward`.
-  Kernels<ForwardArgs> few_queries;
-  Kernels<BackwardArgs> backward;
+  Kernels<ForwardArgs> few_queries = {};
+  Kernels<BackwardArgs> backward = {};
   DecodeStep decode_step = {};
 };
 

@@ -12,19 +12,25 @@ namespace {
 
 struct Key {
   double score;
-  bool eligible;  // not masked, and its score is a number
+  bool present;
+  bool sink;  // among the first present keys
+  bool
+      eligible;  // may compete: present, no sink, and its score is a number at or above the threshold
 };
 
 std::vector<Key> load_keys(const SelectionArgs& args, std::int64_t batch, std::int64_t head) {
   std::vector<Key> keys;
+  std::int64_t present_keys = 0;
   for (std::int64_t j = 0; j < args.seqlen_k; ++j) {
     const auto offset = [&](const std::array<std::int64_t, 3>& stride) {
       return batch * stride[0] + head * stride[1] + j * stride[2];
     };
     const double score = load(args.scores, args.scores_dtype, offset(args.scores_stride));
-    const bool masked =
-        args.key_mask != nullptr && args.key_mask[offset(args.key_mask_stride)] == 0;
-    keys.push_back({score, !masked && !std::isnan(score)});
+    const bool present =
+        args.key_mask == nullptr || args.key_mask[offset(args.key_mask_stride)] != 0;
+    const bool sink = present && present_keys++ < args.keep.sink_tokens;
+    const bool eligible = present && !sink && score >= args.keep.score_threshold;
+    keys.push_back({score, present, sink, eligible});
   }
   return keys;
 }
@@ -33,27 +39,33 @@ std::vector<Key> load_keys(const SelectionArgs& args, std::int64_t batch, std::i
 
 std::vector<std::uint8_t> visible_pairs(const SelectionArgs& args, std::int64_t batch,
                                         std::int64_t head) {
+  const KeySelection& keep = args.keep;
   const std::vector<Key> keys = load_keys(args, batch, head);
   const std::size_t count = keys.size();
+  const std::int64_t window = keep.head_windows == nullptr ? keep.window : keep.head_windows[head];
   const auto beats = [&](std::size_t a, std::size_t b) {
     return keys[a].score > keys[b].score || (keys[a].score == keys[b].score && a > b);
   };
   std::vector<std::uint8_t> visible;
   for (std::int64_t i = 0; i < args.seqlen_q; ++i) {
     const std::int64_t position = i + args.seqlen_k - args.seqlen_q;
-    const auto in_past = [&](std::size_t j) {
-      return !args.causal || static_cast<std::int64_t>(j) <= position;
-    };
-    // The candidates of the choice. `global` chooses from the row and hides the future afterwards.
+    // The position at which the choice is made: `global` chooses once, from the row, and hides the future afterwards.
+    const std::int64_t chosen_at =
+        keep.selection == Selection::global ? args.seqlen_k - 1 : position;
+    const std::int64_t delay = keep.recent_competes ? 0 : keep.recent_window;
     const auto candidate = [&](std::size_t j) {
-      return keys[j].eligible && (args.selection == Selection::global || in_past(j));
+      const auto age = chosen_at - static_cast<std::int64_t>(j);
+      return keys[j].eligible && (!args.causal || age >= delay);
     };
     for (std::size_t j = 0; j < count; ++j) {
+      const std::int64_t age = position - static_cast<std::int64_t>(j);
       std::int64_t beaten_by = 0;
       for (std::size_t other = 0; other < count; ++other) {
         if (candidate(other) && beats(other, j)) ++beaten_by;
       }
-      visible.push_back(candidate(j) && in_past(j) && beaten_by < args.window);
+      const bool recent = args.causal && age < keep.recent_window;
+      const bool kept = keys[j].sink || recent || (candidate(j) && beaten_by < window);
+      visible.push_back(keys[j].present && kept && (!args.causal || age >= 0));
     }
   }
   return visible;

@@ -136,9 +136,10 @@ TEST(Allocations, SelectionAndScheduleAllocateNothing) {
   for (float& score : scores) score = static_cast<float>(random.normal());
   std::vector<KeyInterval> intervals(scores.size());
   for (const Selection kind : {Selection::per_query, Selection::global}) {
-    SelectionArgs args{.heads = heads, .seqlen_q = seqlen, .seqlen_k = seqlen, .window = 60};
+    SelectionArgs args{
+        .heads = heads, .seqlen_q = seqlen, .seqlen_k = seqlen, .keep = {.window = 60}};
     args.batch = 1;
-    args.selection = kind;
+    args.keep.selection = kind;
     args.scores = scores.data();
     args.scores_dtype = DType::f32;
     args.intervals = intervals.data();

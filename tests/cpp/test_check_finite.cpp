@@ -5,7 +5,7 @@
 #include <limits>
 #include <string>
 
-#include "check_finite.h"
+#include "api/check_finite.h"
 #include "flash_dmattn/flash_dmattn.h"
 #include "support/cases.h"
 #include "support/data.h"

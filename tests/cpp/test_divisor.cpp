@@ -4,7 +4,7 @@
 #include <limits>
 #include <random>
 
-#include "cuda/common/divisor.h"
+#include "cuda/primitives/divisor.h"
 
 namespace flash_dmattn::cuda {
 namespace {

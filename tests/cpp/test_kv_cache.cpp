@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "check_finite.h"
+#include "api/check_finite.h"
 #include "flash_dmattn/flash_dmattn.h"
 #include "support/cases.h"
 #include "support/kv_stream.h"

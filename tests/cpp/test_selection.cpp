@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -11,6 +12,7 @@
 #include "float_types.h"
 #include "reference/selection.h"
 #include "support/buffer.h"
+#include "support/key_selection.h"
 #include "support/random.h"
 #include "support/run.h"
 #include "support/tensor.h"
@@ -103,7 +105,7 @@ SelectionArgs shape_of(std::int64_t seqlen_q, std::int64_t seqlen_k, std::int64_
   args.heads = 1;
   args.seqlen_q = seqlen_q;
   args.seqlen_k = seqlen_k;
-  args.window = window;
+  args.keep.window = window;
   args.scores_dtype = DType::f32;
   return args;
 }
@@ -140,14 +142,14 @@ TEST(Selection, RandomRowsMatchDefinition) {
           SelectionArgs args = shape_of(random.below(24), random.below(24), random.below(28));
           args.batch = 2;
           args.heads = 1 + random.below(3);
-          args.selection = selection;
+          args.keep.selection = selection;
           args.causal = causal;
           args.scores_dtype = static_cast<DType>(random.below(4));
           const auto layout = static_cast<Layout>(random.below(4));
           SelectionProblem problem(args, kind, random.below(2) == 0, layout, random);
           expect_as_defined(problem, "round " + std::to_string(round) + ", scores " +
                                          std::to_string(static_cast<int>(kind)) + ", window " +
-                                         std::to_string(args.window) + ", " +
+                                         std::to_string(args.keep.window) + ", " +
                                          std::to_string(args.seqlen_q) + " queries, " +
                                          std::to_string(args.seqlen_k) + " keys, causal " +
                                          std::to_string(causal));
@@ -158,6 +160,84 @@ TEST(Selection, RandomRowsMatchDefinition) {
     }
   }
   EXPECT_GT(rows, 3000);
+}
+
+// The most keys that `queries` consecutive queries of a row see together.
+std::int64_t most_keys(const SelectionArgs& args, const KeyInterval* row, std::int64_t queries) {
+  std::int64_t most = 0;
+  for (std::int64_t i = 0; i < args.seqlen_q; ++i) {
+    most = std::max<std::int64_t>(
+        most, std::count_if(row, row + args.seqlen_k, [&](const KeyInterval& key) {
+          return key.first < i + queries && key.last > i;
+        }));
+  }
+  return most;
+}
+
+TEST(Selection, RandomRulesMatchDefinition) {
+  Random random(7);
+  int rows = 0;
+  while (rows < 12000) {
+    SelectionArgs args = shape_of(random.below(24), random.below(24), 0);
+    args.batch = 2;
+    args.heads = 1 + random.below(3);
+    args.causal = random.below(5) != 0;
+    args.scores_dtype = static_cast<DType>(random.below(4));
+    std::vector<std::int64_t> head_windows;
+    args.keep = testing::random_rule(args, head_windows, random);
+    const auto layout = static_cast<Layout>(random.below(4));
+    const Scores kind = all_scores[random.below(std::size(all_scores))];
+    SelectionProblem problem(args, kind, random.below(2) == 0, layout, random);
+    expect_as_defined(problem, testing::text_of(args));
+    if (HasFatalFailure()) return;
+    const KeyBound bound = key_bound(args);
+    for (std::int64_t row = 0; row < args.batch * args.heads; ++row) {
+      const KeyInterval* intervals = problem.result() + row * args.seqlen_k;
+      for (const std::int64_t queries : {1, 3, 8}) {
+        ASSERT_LE(most_keys(args, intervals, queries), bound.base + bound.per_query * queries)
+            << testing::text_of(args) << ", " << queries << " consecutive queries";
+      }
+    }
+    rows += static_cast<int>(args.batch * args.heads);
+  }
+}
+
+TEST(Selection, LongRowsWithRulesMatchDefinition) {
+  Random random(8);
+  for (int round = 0; round < 24; ++round) {
+    SelectionArgs args = shape_of(1 + random.below(300), 1 + random.below(600), 0);
+    std::vector<std::int64_t> head_windows;
+    args.keep = testing::random_rule(args, head_windows, random);
+    SelectionProblem problem(args, all_scores[random.below(std::size(all_scores))],
+                             random.below(2) == 0, Layout::contiguous, random);
+    expect_as_defined(problem, testing::text_of(args));
+  }
+}
+
+TEST(Selection, RecentKeysCompeteOrWait) {
+  SelectionArgs args = shape_of(6, 6, 1);
+  args.keep.recent_window = 2;
+  const std::vector<float> scores = {1, 5, 2, 3, 9, 4};
+  // Key 1 is beaten by key 4 when that is written, or when it is no longer recent.
+  expect_intervals(select(args, scores), {{0, 2}, {1, 4}, {2, 4}, {3, 5}, {4, 6}, {5, 6}});
+  args.keep.recent_competes = false;
+  expect_intervals(select(args, scores), {{0, 3}, {1, 6}, {2, 4}, {3, 5}, {4, 6}, {5, 6}});
+}
+
+TEST(Selection, SinksAreTheFirstPresentKeys) {
+  SelectionArgs args = shape_of(5, 5, 0);
+  args.keep.sink_tokens = 2;
+  const std::uint8_t mask[] = {0, 1, 0, 1, 1};
+  args.key_mask = mask;
+  args.key_mask_stride = {0, 0, 1};
+  expect_intervals(select(args, {9, NAN, 9, 1, 9}), {{0, 0}, {1, 5}, {0, 0}, {3, 5}, {0, 0}});
+}
+
+TEST(Selection, ThresholdKeepsScoresAtOrAboveIt) {
+  SelectionArgs args = shape_of(4, 4, every_key);
+  args.keep.score_threshold = 0.5;
+  args.keep.recent_window = 1;
+  expect_intervals(select(args, {0.5f, 0.25f, NAN, 1}), {{0, 4}, {1, 2}, {2, 3}, {3, 4}});
 }
 
 TEST(Selection, LongRowsOfEveryDtypeMatchDefinition) {
@@ -313,7 +393,7 @@ TEST_F(SelectionArguments, InvalidArgumentThrows) {
     change();
     expect_rejected(argument);
   };
-  with([&] { args_.window = -1; }, "window");
+  with([&] { args_.keep.window = -1; }, "window");
   with([&] { args_.batch = -1; }, "batch");
   with([&] { args_.heads = -1; }, "heads");
   with([&] { args_.seqlen_q = -1; }, "seqlen_q");
@@ -322,7 +402,18 @@ TEST_F(SelectionArguments, InvalidArgumentThrows) {
   with([&] { args_.batch = args_.heads = args_.seqlen_k = longest; }, "batch");
   with([&] { args_.scores = nullptr; }, "scores");
   with([&] { args_.intervals = nullptr; }, "intervals");
-  with([&] { args_.selection = static_cast<Selection>(9); }, "selection");
+  with([&] { args_.keep.selection = static_cast<Selection>(9); }, "selection");
+  with([&] { args_.keep.recent_window = -1; }, "recent_window");
+  with(
+      [&] {
+        args_.keep.recent_window = 1;
+        args_.causal = false;
+      },
+      "recent_window");
+  with([&] { args_.keep.sink_tokens = -1; }, "sink_tokens");
+  with([&] { args_.keep.score_threshold = NAN; }, "score_threshold");
+  const std::int64_t bad_windows[] = {-2};
+  with([&] { args_.keep.head_windows = bad_windows; }, "head_windows");
   with([&] { args_.scores_dtype = static_cast<DType>(9); }, "scores_dtype");
   with([&] { args_.scores_dtype = SelectionArgs{}.scores_dtype; }, "scores_dtype");
   with([&] { execution_.workers = 0; }, "execution.workers");

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/sm90/slot_parts.h"
+#include "cuda/sm90/slots/parts.h"
 #include "support/random.h"
 
 // The division of chains of slots among blocks, as host and device compute it.

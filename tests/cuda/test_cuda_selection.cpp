@@ -9,6 +9,7 @@
 #include "device.h"
 #include "flash_dmattn/error.h"
 #include "float_types.h"
+#include "support/key_selection.h"
 #include "support/random.h"
 #include "tile_list_comparison.h"
 
@@ -57,11 +58,7 @@ struct Layout {
 
 std::string describe(const SelectionArgs& args, Scores kind) {
   return "scores " + std::to_string(static_cast<int>(kind)) + " " +
-         std::string(name_of(args.scores_dtype)) + ", B " + std::to_string(args.batch) + ", H " +
-         std::to_string(args.heads) + ", Sq " + std::to_string(args.seqlen_q) + ", Sk " +
-         std::to_string(args.seqlen_k) + ", w " + std::to_string(args.window) + ", selection " +
-         std::to_string(static_cast<int>(args.selection)) + ", causal " +
-         std::to_string(args.causal);
+         std::string(name_of(args.scores_dtype)) + ", " + testing::text_of(args);
 }
 
 // One selection and its tile lists, on the host and on the device.
@@ -176,23 +173,28 @@ SelectionArgs shape_of(std::int64_t rows, std::int64_t seqlen, std::int64_t wind
   args.heads = rows;
   args.seqlen_q = seqlen;
   args.seqlen_k = seqlen;
-  args.window = window;
+  args.keep.window = window;
   args.scores_dtype = DType::f32;
   return args;
 }
 
-void compare_random(std::uint64_t seed, int rounds, std::int64_t longest) {
+enum class Rules { windows, any };
+
+void compare_random(std::uint64_t seed, int rounds, std::int64_t longest,
+                    Rules rules = Rules::windows) {
   Random random(seed);
   for (int round = 0; round < rounds; ++round) {
+    std::vector<std::int64_t> head_windows;
     SelectionArgs args = shape_of(1 + random.below(3), 1 + random.below(longest), 0);
     args.batch = 1 + random.below(2);
     if (random.below(3) == 0) args.seqlen_q = random.below(args.seqlen_k + 100);
     if (random.below(3) == 0) args.seqlen_q = random.below(70);  // a chunk behind many keys
-    args.window = random.below(args.seqlen_k + 3);
-    if (random.below(2) == 0) args.window = random.below(args.seqlen_k / 4 + 2);
-    if (random.below(10) == 0) args.window = 512 * random.below(4);
-    args.selection = random.below(3) == 0 ? Selection::global : Selection::per_query;
+    args.keep.window = random.below(args.seqlen_k + 3);
+    if (random.below(2) == 0) args.keep.window = random.below(args.seqlen_k / 4 + 2);
+    if (random.below(10) == 0) args.keep.window = 512 * random.below(4);
+    args.keep.selection = random.below(3) == 0 ? Selection::global : Selection::per_query;
     args.causal = random.below(6) != 0;
+    if (rules == Rules::any) args.keep = testing::random_rule(args, head_windows, random);
     args.scores_dtype = static_cast<DType>(random.below(3));
     Layout layout;
     layout.key_stride = random.below(4) == 0 ? 2 : 1;
@@ -208,6 +210,7 @@ void compare_random(std::uint64_t seed, int rounds, std::int64_t longest) {
 }
 
 TEST_F(SmallCudaSelection, Random) { compare_random(1, 12, 1500); }
+TEST_F(SmallCudaSelection, RandomRules) { compare_random(21, 24, 1500, Rules::any); }
 
 // Rows of each kind of sort: a block for each, with its order in shared memory and without, a larger one, digit by digit.
 // The first ranks of the last lie sparsely.
@@ -246,6 +249,9 @@ TEST_F(SmallCudaSelection, Clusters) {
 TEST_F(CudaSelection, RandomShort) { compare_random(2, 300, 600); }
 TEST_F(CudaSelection, RandomMiddle) { compare_random(3, 150, 9000); }
 TEST_F(CudaSelection, RandomLong) { compare_random(4, 20, 70000); }
+TEST_F(CudaSelection, RandomRulesShort) { compare_random(22, 600, 600, Rules::any); }
+TEST_F(CudaSelection, RandomRulesMiddle) { compare_random(23, 150, 9000, Rules::any); }
+TEST_F(CudaSelection, RandomRulesLong) { compare_random(24, 20, 70000, Rules::any); }
 
 TEST_F(CudaSelection, EveryKindOfScoresAtFullSize) {
   Random random(5);
@@ -299,7 +305,7 @@ TEST_F(CudaSelection, MillionKeys) {
   for (const Scores kind : {Scores::normal, Scores::equal, Scores::two_ramps}) {
     for (const Selection selection : {Selection::per_query, Selection::global}) {
       SelectionArgs args = shape_of(1, (1 << 20) - 3, 1000);
-      args.selection = selection;
+      args.keep.selection = selection;
       Comparison comparison(args, kind, {}, random);
       comparison.tile_rows = 512;
       comparison.expect_same();
@@ -313,7 +319,7 @@ TEST_F(CudaSelection, ThousandsOfRows) {
   Random random(7);
   for (const Selection selection : {Selection::per_query, Selection::global}) {
     SelectionArgs args = shape_of(3000, 700, 100);
-    args.selection = selection;
+    args.keep.selection = selection;
     args.scores_dtype = DType::bf16;
     Comparison comparison(args, Scores::normal, {}, random);
     comparison.tile_rows = 128;
@@ -370,7 +376,7 @@ TEST_F(CudaSelection, BadArgumentsAreNamed) {
     return "nothing";
   };
   SelectionArgs args = good;
-  args.window = -1;
+  args.keep.window = -1;
   EXPECT_EQ(rejected(args), "window");
   for (const DType dtype : {DType::f64, SelectionArgs{}.scores_dtype}) {
     args = good;

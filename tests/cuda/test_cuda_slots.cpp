@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "cuda/device.h"
-#include "cuda/selection/key_slots.h"
-#include "cuda/selection/schedule.h"
+#include "cuda/schedule/schedule.h"
+#include "cuda/schedule/slots/key_slots.h"
 #include "cuda/selection/selection.h"
 #include "device.h"
 #include "least_bound.h"

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "cuda/selection/schedule.h"
+#include "cuda/schedule/schedule.h"
 #include "cuda/selection/selection.h"
 #include "device.h"
 #include "flash_dmattn/error.h"
@@ -125,8 +125,8 @@ TEST_F(SmallCudaTileLists, KeyList) {
     select.heads = 1 + random.below(3);
     select.seqlen_q = 1 + random.below(700);
     select.seqlen_k = 1 + random.below(1500);
-    select.window = 1 + random.below(select.seqlen_k);
-    select.selection = Selection::global;
+    select.keep.window = 1 + random.below(select.seqlen_k);
+    select.keep.selection = Selection::global;
     select.causal = round % 3 != 0;
     const std::int64_t rows = select.batch * select.heads;
     std::vector<float> scores(static_cast<std::size_t>(rows * select.seqlen_k));

@@ -54,7 +54,7 @@ def _resolve_scale(scale: float | None, softmax_scale: float | None) -> float | 
 
 
 def resolve_scale(scale: object, name: str) -> float:
-    _check_number(scale, name)  # True is most often is_causal in the place of softmax_scale
+    check_number(scale, name)  # True is most often is_causal in the place of softmax_scale
     if not abs(scale) <= FLOAT32_MAX:
         raise ValueError(f"{name}: got {scale}, expected a number within the range of float32")
     if scale == 0:
@@ -65,7 +65,7 @@ def resolve_scale(scale: object, name: str) -> float:
     return float(scale)
 
 
-def _check_number(value: object, name: str) -> None:
+def check_number(value: object, name: str) -> None:
     if isinstance(value, bool) or not isinstance(value, NUMBERS):
         raise TypeError(f"{name}: got {value!r}, expected a number")
     if not isinstance(value, Tensor):
@@ -82,7 +82,7 @@ def _check_number(value: object, name: str) -> None:
 def _resolve_softcap(softcap: float | None) -> float:
     if softcap is None:
         return 0.0
-    _check_number(softcap, "softcap")
+    check_number(softcap, "softcap")
     softcap = float(softcap)
     if not 0.0 <= softcap <= FLOAT32_MAX:
         raise ValueError(

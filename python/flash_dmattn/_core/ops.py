@@ -59,7 +59,6 @@ forward = operators.forward.default
 backward = operators.backward.default
 select_and_attend = operators.select_and_attend.default
 select_key_intervals = operators.select_key_intervals.default
-select_key_intervals_varlen = operators.select_key_intervals_varlen.default
 select_key_list = operators.select_key_list.default
 rank_keys = operators.rank_keys.default
 measure_key_bound = operators.measure_key_bound.default
@@ -146,16 +145,8 @@ def _backward_fake(*arguments):
 
 
 @torch.library.register_fake(f"{NAMESPACE}::select_key_intervals")
-def _select_fake(scores, key_mask, window, selection, is_causal, query_length):
+def _select_fake(scores, key_mask, *options):
     _require_device_of(scores, key_mask=key_mask)
-    return scores.new_empty((*scores.shape, 2), dtype=torch.int32)
-
-
-@torch.library.register_fake(f"{NAMESPACE}::select_key_intervals_varlen")
-def _select_varlen_fake(
-    scores, cu_seqlens_q, cu_seqlens_k, window, selection, is_causal, query_length
-):
-    _require_device_of(scores, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return scores.new_empty((*scores.shape, 2), dtype=torch.int32)
 
 

@@ -5,6 +5,8 @@ No tensor here is of the size Sq x Sk: time O(Sk log Sk) and O(entries log entri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,12 +17,17 @@ MOST_ENTRIES = 2**24  # of lists whose sizes are not known; beyond that they are
 def select_key_intervals(
     scores: Tensor,
     key_mask: Tensor | None,
-    window: int,
+    windows: Sequence[int],
     selection: str,
     is_causal: bool,
     query_length: int,
+    recent_window: int = 0,
+    recent_competes: bool = True,
+    sink_tokens: int = 0,
+    score_threshold: float | None = None,
 ) -> Tensor:
-    """The operator of that name: int32 [B, H, Sk, 2] of scores [B, H, Sk]."""
+    """The operator of that name: int32 [B, H, Sk, 2] of scores [B, H, Sk], for rules of windows alone."""
+    assert (recent_window, sink_tokens, score_threshold) == (0, 0, None)
     key_length = scores.shape[-1]
     eligible = ~scores.isnan()
     if key_mask is not None:
@@ -29,11 +36,13 @@ def select_key_intervals(
     rank = torch.arange(key_length, device=scores.device)
     shift = key_length - query_length  # of rows to positions
     first = ranked - shift if is_causal else torch.zeros_like(ranked)
+    # [heads or 1, 1]
+    window = torch.tensor(windows or [key_length], device=scores.device)[:, None]
     last = torch.where(rank < window, query_length, 0).expand_as(ranked)
-    if is_causal and selection == "per_query" and 0 < window < key_length:
+    if is_causal and selection == "per_query" and any(0 < w < key_length for w in windows):
         # From the position of the window-th key that beats this one on, it is never visible again.
-        out_at = _kth_smallest_before(ranked, window - 1)
-        last = torch.where(rank < window, last, out_at - shift)
+        out_at = _kth_smallest_before(ranked, (window - 1).clamp(min=0))
+        last = torch.where((rank < window) | (window == 0), last, out_at - shift)
     first, last = first.clamp(min=0), last.clamp(max=query_length)
     visible = (first < last) & eligible.gather(-1, ranked)
     by_rank = torch.stack([first, last], -1) * visible[..., None]
@@ -52,9 +61,9 @@ def _positions_by_rank(scores: Tensor, eligible: Tensor) -> Tensor:
     )
 
 
-def _kth_smallest_before(values: Tensor, k: int) -> Tensor:
-    """[.., n] for a permutation of 0..n - 1 in each row: at r the k-th smallest (from 0) of values[: r].
-    Undefined where r <= k.
+def _kth_smallest_before(values: Tensor, k: Tensor) -> Tensor:
+    """[B, H, n] for a permutation of 0..n - 1 in each row: at r the k-th smallest (from 0) of values[: r].
+    Undefined where r <= k. k: [H or 1, 1].
 
     A wavelet matrix: bit by bit from the highest, every r counts how many of its values have a 0 there, goes
     to the half with its value, and the values are partitioned by that bit, stably.
@@ -62,7 +71,7 @@ def _kth_smallest_before(values: Tensor, k: int) -> Tensor:
     n = values.shape[-1]
     index = torch.arange(n, device=values.device).expand_as(values)
     begin, end = torch.zeros_like(values), index
-    remaining, found = torch.full_like(values, k), torch.zeros_like(values)
+    remaining, found = k.expand_as(values), torch.zeros_like(values)
     for bit in reversed(range(max(n - 1, 1).bit_length())):
         ones = values >> bit & 1
         zeros_before = F.pad((1 - ones).cumsum(-1), (1, 0))

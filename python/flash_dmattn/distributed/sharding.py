@@ -41,6 +41,8 @@ def _splits(named: dict[str, object]) -> list[tuple[int, int]]:
         tensor, sizes = named["k"], (named["k"].shape[0], named["k"].shape[2])
     else:
         tensor, sizes = named["scores"], named["scores"].shape[:2]
+    if len(named.get("windows", ())) > 1:
+        sizes = sizes[:1]  # heads with windows of their own stay together
     most = max(tensor.mesh.shape)
     return [(axis, size) for axis, size in enumerate(sizes) if size > 1 and size % most == 0]
 

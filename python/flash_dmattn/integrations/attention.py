@@ -21,6 +21,7 @@ from ..keys.dense import topk_mask
 from ..keys.intervals import KeyIntervals, intersect, prefix_lm
 from ..keys.intervals import sliding_window as sliding_window_of
 from ..keys.recognise import Memo, intervals_of_mask, refuse_negative, split_additive
+from ..keys.rule import KeySelection
 from ..keys.selection import Choice, match_heads
 from ..keys.visibility import Visibility
 from . import keywords, packed_sequences
@@ -456,7 +457,7 @@ def _flash_dynamic_mask_attention_forward(
         else:
             has_no_queries = intervals is None and (mask is None or mask.dim() == 3)
             selection = "global" if has_no_queries else "per_query"
-            choice = Choice(keep, selection, scores)
+            choice = Choice(KeySelection(keep, selection), scores)
     out, _ = attention(
         *_cast(states, target_dtype),
         bias,

@@ -7,7 +7,8 @@ import torch
 
 from .._core.checks import check_count, may_read
 from ..functional import flash_dmattn_varlen_func
-from ..keys.intervals import KeyIntervals, check_offsets
+from ..keys.intervals import KeyIntervals
+from ..keys.places import check_offsets
 from ..keys.recognise import Memo, derive, split_additive
 
 

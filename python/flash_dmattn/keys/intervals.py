@@ -7,6 +7,7 @@ the query_length x key_length mask, and every constructor here takes O(key_lengt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
@@ -17,9 +18,10 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from .._core import ops, torch_ops
-from .._core.checks import check_count, check_tensor, check_window, resolve_flag
+from .._core.checks import check_count, check_tensor, resolve_flag
+from .places import Places, check_length, check_offsets
+from .rule import KeySelection, choose_among
 
-SELECTIONS = ("per_query", "global")
 _NEVER = 2**31 - 1
 
 
@@ -46,7 +48,7 @@ class KeyIntervals:
 
     def __post_init__(self):
         check_tensor(self.intervals, "intervals")
-        _check_length(self.query_length, "query_length")
+        check_length(self.query_length, "query_length")
         _check_bound(self.bound)
         resolve_flag(self.consecutive, "consecutive")
         shape = tuple(self.intervals.shape)
@@ -76,7 +78,8 @@ class KeyIntervals:
     def fits(self, batch: int, heads: int, key_length: int) -> bool:
         """Whether there is an interval for each key of [batch, heads], if only by broadcasting."""
         own_batch, own_heads, own_length, _ = self.intervals.shape
-        return own_batch in (1, batch) and own_heads in (1, heads) and own_length == key_length
+        fits = broadcasts(own_batch, batch) and broadcasts(own_heads, heads)
+        return fits and own_length == key_length
 
     def bound_operand(self) -> tuple[int, int, int]:
         """The operators' key_bound."""
@@ -107,6 +110,11 @@ class KeyIntervals:
         rows = torch.arange(self.query_length, device=self.intervals.device)[:, None]
         first, last = self.intervals[:, :, None].unbind(-1)
         return (first <= rows) & (rows < last)
+
+
+def broadcasts(size: int, to: int) -> bool:
+    """Not `size in (1, to)`: compiled code takes a number and a symbol for different there, even where they are equal."""
+    return size == 1 or size == to
 
 
 def _are_consecutive(intervals: Tensor) -> bool:
@@ -147,30 +155,61 @@ def _unchecked(leaf, query_length, bound, consecutive=False) -> KeyIntervals:
 
 def select_key_intervals(
     scores: Tensor,
-    keep_window_size: int,
+    keep_window_size: int | Sequence[int] | None = None,
     *,
     selection: str = "per_query",
     is_causal: bool = True,
+    recent_window: int = 0,
+    recent_competes: bool = True,
+    sink_tokens: int = 0,
+    score_threshold: float | None = None,
     key_mask: Tensor | None = None,
     query_length: int | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    query_position: int | Tensor | None = None,
 ) -> KeyIntervals:
-    """The keys with the highest scores, for every query.
+    """The keys that a rule keeps by their scores, for every query.
+
+    With causality, the query at position t sees a present key at position j <= t when
+        - it is one of the first `sink_tokens` present keys (of its document), or
+        - t - j < recent_window: its own key is the first of these, or
+        - its score is not NaN, at or above `score_threshold`, and among the best `keep_window_size` of those that compete.
 
     scores: [B, H, key_length] (or [B, H, 1, key_length], or [B, key_length]), any floating dtype. The
         choice is not differentiable: no gradient flows to the scores.
-    keep_window_size: how many keys a query keeps.
+    keep_window_size: how many of the keys that compete a query keeps; 0 or more, or a sequence with a number for each head
+        of the scores. None: all that reach the threshold.
     selection: "per_query": query i keeps the best among the keys it may see; "global": the best of the
         row, the same for all queries (then causal).
     is_causal: query row i may see keys up to i + key_length - query_length.
-    key_mask: bool, False hides the key: [B, key_length] or [B, H, key_length].
+    recent_window: the most recent keys that a query sees whatever their scores, its own among them. DMS trains with
+        t - j <= W, which is recent_window=W + 1; WG-KV with t - j < W. Needs is_causal.
+    recent_competes: True: every key competes from the moment it is written, so that a query sees the recent keys and the
+        best of all. False: only keys with t - j >= recent_window compete, so that it sees the best of the older ones.
+    sink_tokens: the first present keys, which stay visible and do not compete.
+    score_threshold: the least score. Without keep_window_size the number of visible keys is not known from the shapes:
+        `measured` counts it once, where otherwise every call on a GPU waits for a count.
+    key_mask: bool, False: the key is not present. [B, key_length] or [B, H, key_length].
     query_length: defaults to key_length.
+    cu_seqlens_k, cu_seqlens_q: documents packed one after the other, as in packed_documents; int32 [documents + 1], or
+        [B, documents + 1] where rows of the batch have documents of their own. A query chooses among the keys of its own.
+    key_positions: the position of each key in its row, where it is not the key's index: integers [key_length],
+        [B, key_length] or [B, H, key_length], no two of a row alike. With documents, cu_seqlens_k are offsets of positions.
+    query_position: the position of the first query row; integer, or integers [B]. The other rows follow it. By default
+        key_length - query_length; with documents 0.
 
     Higher scores win; of equal ones the more recent key. NaN and hidden keys are never chosen. Returns
-    intervals of shape [B, H, key_length, 2], is_causal included. O(key_length log keep_window_size).
+    intervals of shape [B, H, key_length, 2], is_causal included. O(key_length log keep_window_size); with documents or
+    positions the keys are sorted first.
     """
-    check_selection(selection)
-    check_window(keep_window_size)
+    rule = KeySelection(
+        keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
+    ).checked()
     is_causal = resolve_flag(is_causal, "is_causal")
+    if not rule.limits():
+        raise TypeError("keep_window_size: got None, expected it or score_threshold")
     scores = _per_key(scores, "scores").detach()
     if not scores.is_floating_point():
         raise TypeError(f"scores: got {scores.dtype}, expected a floating dtype")
@@ -181,25 +220,58 @@ def select_key_intervals(
         shape = _broadcast(scores.shape, key_mask.shape, "key_mask")
         scores, key_mask = scores.expand(shape), key_mask.expand(shape)
     query_length = scores.shape[2] if query_length is None else query_length
-    check_count(query_length, "query_length")
-    return select(scores, key_mask, keep_window_size, selection, is_causal, query_length)
+    check_length(query_length, "query_length")
+    if cu_seqlens_k is None and key_positions is None and query_position is None:
+        if cu_seqlens_q is not None:
+            raise ValueError("cu_seqlens_q: got it without cu_seqlens_k, expected both or neither")
+        return select(scores, key_mask, rule, is_causal, query_length)
+    places = Places.of(
+        scores.shape[2],
+        query_length,
+        cu_seqlens_k=cu_seqlens_k,
+        cu_seqlens_q=cu_seqlens_q,
+        key_mask=key_mask,
+        key_positions=key_positions,
+        query_position=query_position,
+        device=scores.device,
+    )
+    return select_at(places, scores, rule, is_causal)
 
 
 def select(
     scores: Tensor,
     key_mask: Tensor | None,
-    keep_window_size: int,
-    selection: str,
+    rule: KeySelection,
     is_causal: bool,
     query_length: int,
 ) -> KeyIntervals:
-    """select_key_intervals of arguments in normal form: scores and key_mask [B, H, key_length]."""
+    """The keys that a rule keeps, of arguments in normal form: scores and key_mask [B, H, key_length]."""
+    if rule.recent_window > 0 and not is_causal:
+        raise ValueError(
+            f"recent_window: got {rule.recent_window} with is_causal=False, expected 0, as no key is recent then"
+        )
+    if not ops.has_kernels_for(scores) and not rule.is_window():
+        places = Places.of(scores.shape[2], query_length, key_mask=key_mask, device=scores.device)
+        return select_at(places, scores, rule, is_causal)
+    scores = rule.for_heads(scores)
+    if key_mask is not None:
+        key_mask = key_mask.expand(scores.shape)
     library = ops if ops.has_kernels_for(scores) else torch_ops
     intervals = library.select_key_intervals(
-        scores, key_mask, keep_window_size, selection, is_causal, query_length
+        scores, key_mask, rule.windows(), rule.selection, is_causal, query_length, *rule.options()
     )
-    arriving = is_causal and selection == "per_query"
-    return _unchecked(intervals, query_length, (keep_window_size, int(arriving)))
+    return _unchecked(intervals, query_length, rule.bound(is_causal))
+
+
+def select_at(places: Places, scores: Tensor, rule: KeySelection, is_causal: bool) -> KeyIntervals:
+    """The keys that a rule keeps where they do not stand at their index, or in documents; scores [B, H, key_length]."""
+    chosen = choose_among(
+        places.by_position(scores), places.shown(is_causal), rule, is_causal, places.query_length
+    )
+    bound = None
+    if places.same_length:
+        bound = rule.bound(is_causal, documents=places.document is not None)
+    return _unchecked(places.by_index(chosen), places.query_length, bound)
 
 
 def sliding_window(
@@ -209,14 +281,17 @@ def sliding_window(
     lookahead: int = 0,
     query_length: int | None = None,
     device: torch.device | str | None = None,
+    **places,
 ) -> KeyIntervals:
-    """Every query sees its own position, the `window` - 1 before it and the `lookahead` after it."""
+    """Every query sees its own position, the `window` - 1 before it and the `lookahead` after it.
+
+    places: key_mask, cu_seqlens_k, cu_seqlens_q, key_positions and query_position, as in select_key_intervals.
+    """
     check_count(window, "window")
     check_count(lookahead, "lookahead")
-    query_length = _check_lengths(key_length, query_length)
-    diagonal = _diagonal(key_length, query_length, device)
-    bound = (window + lookahead, 1)
-    return _clipped(diagonal - lookahead, diagonal + window, query_length, bound)
+    keys = Places.of(key_length, query_length, device=device, **places)
+    bound = (window + lookahead, 1) if keys.same_length else None
+    return _shown(keys, keys.own - lookahead, keys.own + window, bound)
 
 
 def prefix_lm(
@@ -225,17 +300,19 @@ def prefix_lm(
     *,
     query_length: int | None = None,
     device: torch.device | str | None = None,
+    **places,
 ) -> KeyIntervals:
-    """The first `prefix_length` keys are visible to every query, the others causally.
+    """The first `prefix_length` keys (of each document) are visible to every query (of it), the others causally.
 
     prefix_length: an int, or an integer tensor [B].
+    places: key_mask, cu_seqlens_k, cu_seqlens_q, key_positions and query_position, as in select_key_intervals.
     """
-    query_length = _check_lengths(key_length, query_length)
-    prefix = _check_prefix(prefix_length, device).reshape(-1, 1, 1)
-    keys = torch.arange(key_length, device=prefix.device)
-    first = torch.where(keys < prefix, 0, _diagonal(key_length, query_length, prefix.device))
-    bound = (key_length, 0)
-    return _clipped(first, torch.full_like(first, query_length), query_length, bound)
+    prefix = _check_prefix(prefix_length, device)
+    if device is None and isinstance(prefix_length, Tensor):
+        device = prefix.device
+    keys = Places.of(key_length, query_length, device=device, **places)
+    first = torch.where(keys.position < prefix.reshape(-1, 1, 1), 0, keys.own)
+    return _shown(keys, first, None, (key_length, 0))
 
 
 def packed_documents(
@@ -246,63 +323,56 @@ def packed_documents(
     key_length: int | None = None,
     query_length: int | None = None,
     max_length: int | None = None,
+    **places,
 ) -> KeyIntervals:
     """Documents packed one after the other: a query sees the keys of its own document only.
 
     cu_seqlens_k, cu_seqlens_q: integer [documents + 1], where each document begins, and the total at the
-        end; rising from 0. cu_seqlens_q defaults to cu_seqlens_k. Empty documents are allowed.
+        end; rising from 0. cu_seqlens_q defaults to cu_seqlens_k. Empty documents are allowed. [B, documents + 1] where
+        rows of the batch have documents of their own.
     is_causal: aligned to the bottom right corner of each document.
     key_length, query_length: the packed lengths, by default the last offsets (reading them synchronises
         with a GPU). Keys past the last document are never visible.
     max_length: the number of keys of the longest document, where it is known. For documents that have as
         many queries as keys (cu_seqlens_q is not given, or is cu_seqlens_k) it makes the `bound`.
+    places: key_mask, key_positions and query_position, as in select_key_intervals.
     """
     is_causal = resolve_flag(is_causal, "is_causal")
     if max_length is not None:
         check_count(max_length, "max_length")
     for name, length in (("key_length", key_length), ("query_length", query_length)):
         if length is not None:
-            _check_length(length, name)
-    check_offsets(cu_seqlens_k, "cu_seqlens_k", key_length, longest=max_length)
-    if cu_seqlens_q is not None and cu_seqlens_q is not cu_seqlens_k:
-        check_offsets(cu_seqlens_q, "cu_seqlens_q", query_length)
+            check_length(length, name)
+    check_offsets(cu_seqlens_k, "cu_seqlens_k", key_length, longest=max_length, batched=True)
+    offsets_q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
+    if offsets_q is not cu_seqlens_k:
+        check_offsets(offsets_q, "cu_seqlens_q", query_length, batched=True)
+    key_length = int(cu_seqlens_k[..., -1].max()) if key_length is None else key_length
+    query_length = int(offsets_q[..., -1].max()) if query_length is None else query_length
+    keys = Places.of(
+        key_length, query_length, cu_seqlens_k=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q, **places
+    )
     bound = None
-    if max_length is not None and (cu_seqlens_q is None or cu_seqlens_q is cu_seqlens_k):
+    if max_length is not None and keys.same_length:
         bound = (max_length if is_causal else 2 * max_length, 1)
-    cu_k = cu_seqlens_k.long()
-    cu_q = cu_k if cu_seqlens_q is None else cu_seqlens_q.long()
-    if cu_k.shape != cu_q.shape:
-        raise ValueError(
-            f"cu_seqlens_k, cu_seqlens_q: got shapes {tuple(cu_k.shape)}, {tuple(cu_q.shape)}, "
-            "expected [documents + 1] both"
-        )
-    if cu_q.device != cu_k.device:
-        raise TypeError(f"cu_seqlens_q: got a tensor on {cu_q.device}, expected {cu_k.device}")
-    key_length = int(cu_k[-1]) if key_length is None else key_length
-    query_length = int(cu_q[-1]) if query_length is None else query_length
-    keys = torch.arange(key_length, device=cu_k.device)
-    document = torch.searchsorted(cu_k[1:].contiguous(), keys, right=True)
-    past_the_end = cu_q[-1:]  # an empty interval for keys after the last document
-    first = torch.cat([cu_q[:-1], past_the_end])[document]
-    last = torch.cat([cu_q[1:], past_the_end])[document]
-    if is_causal:
-        # Counted from their ends, query and key have the same position in a document.
-        end_k = torch.cat([cu_k[1:], cu_k[-1:]])[document]
-        first = torch.maximum(first, keys - end_k + last)
-    return _clipped(first[None, None], last[None, None], query_length, bound)
+    return _shown(keys, keys.own if is_causal else None, None, bound)
 
 
-def from_padding(key_mask: Tensor, query_length: int | None = None) -> KeyIntervals:
-    """Hides padding from every query. key_mask: bool [B, key_length], False for padding on any side."""
+def from_padding(key_mask: Tensor, query_length: int | None = None, **places) -> KeyIntervals:
+    """Hides padding from every query.
+
+    key_mask: bool [B, key_length], False for padding on any side.
+    places: cu_seqlens_k, cu_seqlens_q, key_positions and query_position, as in select_key_intervals.
+    """
     check_tensor(key_mask, "key_mask")
     if key_mask.dim() != 2 or key_mask.dtype != torch.bool:
         raise ValueError(
             f"key_mask: got {key_mask.dtype} of shape {tuple(key_mask.shape)}, "
             "expected bool of shape [B, key_length]"
         )
-    query_length = _check_lengths(key_mask.shape[1], query_length)
-    last = key_mask[:, None] * query_length
-    return _clipped(torch.zeros_like(last), last, query_length, (key_mask.shape[1], 0))
+    key_length = key_mask.shape[1]
+    keys = Places.of(key_length, query_length, key_mask=key_mask, **places)
+    return _shown(keys, None, None, (key_length, 0))
 
 
 def until_faded(
@@ -359,47 +429,6 @@ def intersect(*parts: KeyIntervals) -> KeyIntervals:
     return _clipped(first, last, query_length, bound, consecutive)
 
 
-def check_selection(selection: str) -> None:
-    if selection not in SELECTIONS:
-        raise ValueError(f"selection: got {selection!r}, expected one of {SELECTIONS}")
-
-
-def check_offsets(
-    offsets: Tensor,
-    name: str,
-    total: int | None = None,
-    *,
-    longest: int | None = None,
-    name_of_longest: str = "max_length",
-) -> Tensor:
-    """Offsets of packed documents. Their values are checked on the CPU only: on a GPU the check would wait for it.
-
-    longest: how long the documents are at most, as the caller's argument of that name has it.
-    """
-    check_tensor(offsets, name)
-    is_integer = not (offsets.is_floating_point() or offsets.is_complex())
-    if offsets.dim() != 1 or not is_integer or offsets.dtype == torch.bool or 0 in offsets.shape:
-        raise ValueError(
-            f"{name}: got {offsets.dtype} of shape {tuple(offsets.shape)}, "
-            "expected int32 of shape [sequences + 1]"
-        )
-    readable = type(offsets) is Tensor and offsets.device.type == "cpu"
-    if readable and not torch.compiler.is_compiling():
-        values = offsets.tolist()
-        fits = total is None or values[-1] <= total
-        if values[0] != 0 or values != sorted(values) or not fits:
-            end = "" if total is None else f" and end at {total} at most"
-            raise ValueError(
-                f"{name}: got {values}, expected offsets that begin at 0, never fall{end}"
-            )
-        length = max((b - a for a, b in pairwise(values)), default=0)
-        if longest is not None and length > longest:
-            raise ValueError(
-                f"{name_of_longest}: got {longest}, expected at least {length}, the longest of {name}"
-            )
-    return offsets
-
-
 def _check_bound(bound: tuple[int, int] | None) -> None:
     if bound is None:
         return
@@ -407,22 +436,6 @@ def _check_bound(bound: tuple[int, int] | None) -> None:
         raise TypeError(f"bound: got {bound!r}, expected None or two integers")
     for value in bound:
         check_count(value, "bound")
-
-
-def _check_lengths(key_length: int, query_length: int | None) -> int:
-    """The query length."""
-    _check_length(key_length, "key_length")
-    if query_length is None:
-        return key_length
-    _check_length(query_length, "query_length")
-    return query_length
-
-
-def _check_length(length: int, name: str) -> None:
-    """Rows are int32."""
-    check_count(length, name)
-    if length >= 2**31:
-        raise ValueError(f"{name}: got {length}, expected less than 2^31")
 
 
 def _check_prefix(prefix_length: int | Tensor, device) -> Tensor:
@@ -439,10 +452,14 @@ def _check_prefix(prefix_length: int | Tensor, device) -> Tensor:
     return prefix_length.to(device=device)
 
 
-def _diagonal(key_length: int, query_length: int, device) -> Tensor:
-    """[1, 1, key_length]: the query row that stands at each key's position; may lie outside the rows."""
-    keys = torch.arange(key_length, device=device)
-    return (keys - (key_length - query_length))[None, None]
+def _shown(
+    keys: Places, first: Tensor | None, last: Tensor | None, bound: tuple[int, int] | None
+) -> KeyIntervals:
+    """Rows [first, last) of each key, of those that it may be shown to; None: from the first, to the last of them."""
+    first = keys.begin if first is None else torch.maximum(first, keys.begin)
+    last = keys.end if last is None else torch.minimum(last, keys.end)
+    in_order = keys.order is None
+    return _clipped(*torch.broadcast_tensors(first, last), keys.query_length, bound, in_order)
 
 
 def _clipped(

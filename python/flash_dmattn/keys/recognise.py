@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .._core.checks import MASK_VALUE, may_read
-from .intervals import KeyIntervals, select_key_intervals
-from .packed import rank_by_document
+from .intervals import KeyIntervals
+from .rule import KeySelection, ShownKeys, choose_among
 
 # Mask elements per step: bounds the memory for recognising a mask.
 _BLOCK_ELEMENTS = 1 << 22
@@ -253,19 +253,18 @@ def _documents(
 
 
 def select_among(
-    scores: torch.Tensor, allowed: KeyIntervals, keep_window_size: int, memo: Memo | None = None
+    scores: torch.Tensor, allowed: KeyIntervals, rule: KeySelection, memo: Memo | None = None
 ) -> KeyIntervals | None:
-    """The `keep_window_size` best allowed keys of every query, as intervals where that is possible.
+    """The keys that a rule keeps of those that every query is allowed, as intervals where that is possible.
 
     It usually is, because while a key is visible, ever more keys that beat it appear, so once it is out it
     stays out, provided that no key that beats it leaves. So keys must appear in the order of their
     position and leave together (causal, padding, prefix), or leave in groups, each before the next
-    appears (packed documents).
+    appears (packed documents). Query i stands at position i + Sk - Sq.
 
     Args:
         scores: float [B or 1, H or 1, Sk]; higher is better, equal scores: the later key; NaN: never.
         allowed: [B or 1, H or 1, Sk, 2].
-        keep_window_size: at least 1.
 
     Compiled code reads no values, nor does a CUDA graph that is captured. They take intervals without a bound, which
     the masks of models are, and assert that order when they run, and that keys appear one at a time except at the
@@ -288,7 +287,7 @@ def select_among(
             allowed.intervals,
             lambda _: _order_of(allowed),
         )
-        if order.most_visible <= keep_window_size and not scores.isnan().any():
+        if rule.has_room_for(order.most_visible) and not scores.isnan().any():
             return allowed
         if not order.is_kept:
             return None
@@ -301,21 +300,15 @@ def select_among(
             "flash_dmattn: a compiled choice among keys of these intervals is not supported; expected keys that "
             "appear one by one and leave together",
         )
-
-    scores = scores.detach().expand(torch.broadcast_shapes(scores.shape, first.shape))
+    document = None
     if not reading or order.documents > 1:
-        scores = rank_by_document(scores, _documents(visible, last, left_before))
-    scores = torch.where(visible, scores, float("nan"))
-    # Chosen as if every key appeared with a query of its own: row t is the moment when key t appears.
-    moments = select_key_intervals(scores, keep_window_size).intervals
-    never = torch.full_like(appears[..., :1], allowed.query_length)
-    row_of_moment = torch.cat([appears, never], dim=-1)
-    beaten_at = row_of_moment.expand(*scores.shape[:2], -1).gather(-1, moments[..., 1].long())
-    last = torch.where(moments[..., 1] > moments[..., 0], torch.minimum(last, beaten_at), 0)
-    first, last = torch.broadcast_tensors(first, last)
-    intervals = torch.stack([first, last], dim=-1) * (last > first).unsqueeze(-1)
-    if not reading:  # every query sees keep_window_size keys at most and brings one at most
-        return KeyIntervals(intervals, allowed.query_length, (keep_window_size, 1))
+        document = _documents(visible, last, left_before)
+    own = torch.arange(allowed.key_length, device=first.device)[None, None]
+    own = own - (allowed.key_length - allowed.query_length)
+    shown = ShownKeys(first.long(), last.long(), own, appears.long(), document)
+    intervals = choose_among(scores, shown, rule, True, allowed.query_length)
+    if not reading:  # every query sees no more keys than the rule keeps, and brings one at most
+        return KeyIntervals(intervals, allowed.query_length, rule.bound(True))
     return KeyIntervals(intervals, allowed.query_length).measured()
 
 

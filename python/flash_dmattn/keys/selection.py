@@ -8,34 +8,34 @@ import torch
 from torch import Tensor
 
 from .._core import ops
-from .._core.checks import MASK_VALUE, check_window, may_read, selection_scores_argument
+from .._core.checks import MASK_VALUE, may_read, selection_scores_argument
 from .dense import topk_mask
-from .intervals import KeyIntervals, check_selection, intersect, prefix_lm, select
+from .intervals import KeyIntervals, broadcasts, intersect, prefix_lm, select
 from .recognise import AllowedPairs, Memo, mask_of_intervals, select_among
+from .rule import KeySelection
 from .visibility import BestByBias, KeyList, KeyRanks, Visibility
 
 
 class Choice(NamedTuple):
-    """A choice of keys: keep_window_size, selection and selection_scores of the public functions."""
+    """A choice of keys: its rule, and selection_scores of the public functions."""
 
-    window: int | None = None  # None: no choice
-    selection: str = "per_query"
+    rule: KeySelection = KeySelection()
     scores: Tensor | None = None  # None: the bias
 
+    def is_made(self) -> bool:
+        return self.rule.limits()
+
     def checked(self, query: Tensor, key: Tensor) -> Choice:
-        window, selection, scores = self
-        check_selection(selection)
-        if window is not None:
-            check_window(window)
-        if scores is None:
-            return self
-        checked = selection_scores_argument(scores, query, key)
-        if window is None:
+        rule = self.rule.checked()
+        if self.scores is None:
+            return Choice(rule)
+        checked = selection_scores_argument(self.scores, query, key)
+        if not rule.limits():
             raise ValueError(
-                f"selection_scores: got shape {tuple(scores.shape)} without keep_window_size, by which they choose; expected "
-                "both or neither"
+                f"selection_scores: got shape {tuple(self.scores.shape)} without keep_window_size, by which they choose; "
+                "expected both or neither"
             )
-        return Choice(window, selection, checked)
+        return Choice(rule, checked)
 
 
 def choose(
@@ -54,15 +54,21 @@ def choose(
         ranks.
     memo: what the layers of a model share.
     """
-    scores, allowed = _scores_and_allowed(query, key, visible.mask, bias, choice.scores)
-    if choice.window >= key.shape[1] and choice.scores is None:
+    rule = choice.rule
+    if rule.recent_window > 0 and not visible.is_causal and visible.keys is None:
+        raise ValueError(
+            f"recent_window: got {rule.recent_window} without causality, expected is_causal=True, without which no key is "
+            "recent"
+        )
+    scores, allowed = _scores_and_allowed(query, key, visible.mask, bias, choice)
+    if rule.has_room_for(key.shape[1]) and choice.scores is None:
         return visible  # a key whose bias is NaN is masked by it
     if query.shape[1] == 0:
         return visible
-    is_plain = visible.keys is None and allowed is None
-    by_bias = choice.scores is None and is_plain and choice.selection == "per_query"
-    if by_library and by_bias and scores.shape[1] in (1, key.shape[2]):
-        return Visibility(None, visible.is_causal, BestByBias(choice.window))
+    by_bias = choice.scores is None and visible.keys is None and allowed is None
+    by_bias = by_bias and rule.is_window() and rule.selection == "per_query"
+    if by_library and by_bias and broadcasts(scores.shape[1], key.shape[2]):
+        return Visibility(None, visible.is_causal, BestByBias(rule.keep_window_size))
     if scores.requires_grad:
         scores = scores.detach()
     on_gpu = by_library and scores.is_cuda
@@ -71,26 +77,19 @@ def choose(
             choice, query, key, scores, allowed, visible.keys, visible.is_causal, on_gpu, memo
         )
     is_dense = allowed is not None and allowed.shape()[2] > 1
-    if is_dense and choice.selection == "per_query":
+    if is_dense and rule.selection == "per_query":
         return _choose_under_dense_mask(
-            choice.window, query, key, scores, allowed, visible.is_causal, on_gpu, memo
+            rule, query, key, scores, allowed, visible.is_causal, on_gpu, memo
         )
     key_mask = None
     if allowed is not None:
         scores, key_mask = match_heads(query, key, scores, allowed.to_any_query())
     remaining_mask = visible.mask if is_dense else None  # its part outside the choice
     scores, key_mask = _matched(scores, key_mask)
-    if on_gpu and choice.selection == "global" and choice.window > 0:
-        chosen = KeyList(*ops.select_key_list(scores, key_mask, choice.window))
+    if on_gpu and rule.selection == "global" and rule.is_window() and rule.keep_window_size > 0:
+        chosen = KeyList(*ops.select_key_list(scores, key_mask, rule.keep_window_size))
         return Visibility(remaining_mask, visible.is_causal, chosen)
-    chosen = select(
-        scores,
-        key_mask,
-        choice.window,
-        choice.selection,
-        visible.is_causal,
-        query.shape[1],
-    )
+    chosen = select(scores, key_mask, rule, visible.is_causal, query.shape[1])
     return Visibility(remaining_mask, False, chosen)
 
 
@@ -106,19 +105,20 @@ def _choose_among_intervals(
     memo: Memo | None,
 ) -> Visibility:
     """The best keys among those that intervals show; `allowed`: a mask or a bias that hides some of them."""
-    if choice.selection == "global":
+    rule = choice.rule
+    if rule.selection == "global":
         first, last = shown.intervals.unbind(-1)
         key_mask = first < last
         if allowed is not None:
             key_mask = key_mask & allowed.to_any_query()
         scores, key_mask = _matched(*match_heads(query, key, scores, key_mask))
-        best = select(scores, key_mask, choice.window, "global", is_causal, shown.query_length)
+        best = select(scores, key_mask, rule, is_causal, shown.query_length)
         best, intervals = match_heads(query, key, best.intervals, shown.intervals)
         chosen = intersect(KeyIntervals(best, shown.query_length), shown.with_intervals(intervals))
         is_dense = allowed is not None and allowed.shape()[2] > 1
         return Visibility(allowed.mask if is_dense else None, False, chosen)
     if allowed is None:
-        chosen = _best_of_intervals(choice.window, query, key, scores, shown, is_causal, memo)
+        chosen = _best_of_intervals(rule, query, key, scores, shown, is_causal, memo)
         if chosen is not None:
             return Visibility(keys=chosen)
         allowed = AllowedPairs(mask_of_intervals(shown, memo), None)
@@ -127,13 +127,11 @@ def _choose_among_intervals(
         if allowed.mask is not None:
             mask = torch.logical_and(*match_heads(query, key, mask, allowed.mask))
         allowed = allowed._replace(mask=mask)
-    return _choose_under_dense_mask(
-        choice.window, query, key, scores, allowed, is_causal, by_rank, memo
-    )
+    return _choose_under_dense_mask(rule, query, key, scores, allowed, is_causal, by_rank, memo)
 
 
 def _best_of_intervals(
-    window: int,
+    rule: KeySelection,
     query: Tensor,
     key: Tensor,
     scores: Tensor,
@@ -147,7 +145,7 @@ def _best_of_intervals(
     scores, intervals = match_heads(query, key, scores, shown.intervals)
     if intervals is not shown.intervals:
         shown = shown.with_intervals(intervals)
-    return select_among(scores, shown, window, memo)
+    return select_among(scores, shown, rule, memo)
 
 
 def _past(query: Tensor, key: Tensor) -> KeyIntervals:
@@ -164,7 +162,7 @@ def _matched(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | 
 
 
 def _choose_under_dense_mask(
-    window: int,
+    rule: KeySelection,
     query: Tensor,
     key: Tensor,
     scores: Tensor,
@@ -186,9 +184,15 @@ def _choose_under_dense_mask(
         )
     shown = allowed.to_intervals(memo) if may_read() else None
     if shown is not None:
-        chosen = _best_of_intervals(window, query, key, scores, shown, is_causal, memo)
+        chosen = _best_of_intervals(rule, query, key, scores, shown, is_causal, memo)
         if chosen is not None:
             return Visibility(keys=chosen)
+    if not rule.is_window():
+        raise ValueError(
+            "keep_window_size: got a rule with recent keys, sinks, a threshold or a window for each head under a mask or bias "
+            "with a query dimension that no key intervals of documents describe; expected padding [B, Sk], or key_intervals"
+        )
+    window = rule.keep_window_size
     if by_rank:
         ranks = KeyRanks(*ops.rank_keys(scores, *allowed, window, is_causal))
         mask = allowed.mask
@@ -206,12 +210,14 @@ def one_per_key(scores: Tensor | None) -> Tensor | None:
     return scores.squeeze(2) if has_one_query else scores
 
 
-def _scores_and_allowed(query, key, mask, bias, selection_scores):
+def _scores_and_allowed(query, key, mask, bias, choice: Choice):
     """Scores [B, H, Sk], and the dense mask to choose under, or None for all keys."""
     seqlen_k = key.shape[1]
     name, scores, hiding = "attn_bias", bias, None
-    if selection_scores is not None:
-        name, scores = "selection_scores", one_per_key(selection_scores)
+    if choice.scores is not None:
+        name, scores = "selection_scores", one_per_key(choice.scores)
+    elif not choice.rule.reads_scores() and (bias is None or bias.dim() == 4):
+        scores = query.new_zeros((1, 1, seqlen_k))
     if scores is None or scores.dim() != 3 or scores.shape[2] != seqlen_k:
         got = "no scores" if scores is None else f"{name} of shape {tuple(scores.shape)}"
         raise ValueError(
@@ -220,7 +226,7 @@ def _scores_and_allowed(query, key, mask, bias, selection_scores):
             "flash_dmattn.utils.mask.create_mask"
         )
     # A bias that masks hides its keys from the choice. Where it is the score, these are the worst keys anyway.
-    if selection_scores is not None and bias is not None:
+    if scores is not bias and bias is not None:
         if bias.dim() == 4:
             hiding = bias.detach()
         else:
@@ -238,7 +244,7 @@ def _scores_and_allowed(query, key, mask, bias, selection_scores):
 
 def match_heads(query, key, *parts):
     """The parts for every query head, unless all of them are one for each key head or for all."""
-    if all(part.shape[1] in (1, key.shape[2]) for part in parts):
+    if all(broadcasts(part.shape[1], key.shape[2]) for part in parts):
         return parts
     return tuple(repeat_heads(part, query, key) for part in parts)
 
@@ -246,6 +252,6 @@ def match_heads(query, key, *parts):
 def repeat_heads(tensor: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """Repeats the key heads of a mask or bias for every query head of their groups."""
     heads_q, heads_kv = query.shape[2], key.shape[2]
-    if tensor is None or tensor.shape[1] in (1, heads_q):
+    if tensor is None or broadcasts(tensor.shape[1], heads_q):
         return tensor
     return tensor.repeat_interleave(heads_q // heads_kv, 1)

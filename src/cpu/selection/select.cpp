@@ -8,35 +8,73 @@
 #include "cpu/selection/rank.h"
 #include "cpu/selection/selection.h"
 #include "float_types.h"
+#include "selection/key_selection.h"
 #include "tasks.h"
 
 // Selection sweeps over the positions of a row with a heap of the w best keys so far, the worst on top. An
 // arriving key that beats the top replaces it. Under causal per-query selection, the interval of the replaced
 // key ends at the position of the arrival. Under global selection, the keys in the heap at the end are selected.
+//
+// Keys that compete with a delay of W arrive in the same order, each W positions later, so the same sweep finds who
+// replaces whom, and every interval ends W later.
 namespace flash_dmattn::cpu {
 namespace {
 
 std::size_t heap_bytes(const SelectionArgs& args) {
   const std::size_t rank_bytes =
       args.scores_dtype == DType::f64 ? sizeof(WideRank) : sizeof(NarrowRank);
-  const std::int64_t size = std::min(args.window, args.seqlen_k);
-  return align_up(static_cast<std::size_t>(size) * rank_bytes);
+  return align_up(static_cast<std::size_t>(widest_window(args)) * rank_bytes);
 }
+
+// The rows of queries to which keys are visible. Row i is at position i + shift.
+class QueryRows {
+ public:
+  explicit QueryRows(const SelectionArgs& args)
+      : rows_(args.seqlen_q),
+        shift_(args.causal ? args.seqlen_k - args.seqlen_q : 0),
+        causal_(args.causal) {}
+
+  // The interval of key j, which the queries at positions below `end` see.
+  KeyInterval until(std::int64_t j, std::int64_t end) const {
+    const std::int64_t first = causal_ ? std::max(j - shift_, std::int64_t{0}) : 0;
+    const std::int64_t last = std::min(end - shift_, rows_);
+    if (first >= last) return {0, 0};
+    return {static_cast<std::int32_t>(first), static_cast<std::int32_t>(last)};
+  }
+
+  KeyInterval forever(std::int64_t j) const { return until(j, rows_ + shift_); }
+
+ private:
+  std::int64_t rows_;
+  std::int64_t shift_;
+  bool causal_;
+};
 
 // Sweeps over one row. read(j) is the score of key j, a float or a double.
 template <class Rank, class Read>
-void select_row(const SelectionArgs& args, const Read& read, const std::uint8_t* key_mask,
-                Rank* heap, KeyInterval* intervals) {
-  const std::int64_t capacity = std::min(args.window, args.seqlen_k);
-  const std::int64_t rows = args.seqlen_q;
-  const std::int64_t shift = args.seqlen_k - args.seqlen_q;  // position of query 0
-  const bool closes = args.causal && args.selection == Selection::per_query;
+void select_row(const SelectionArgs& args, std::int64_t capacity, const Read& read,
+                const std::uint8_t* key_mask, Rank* heap, KeyInterval* intervals) {
+  const KeySelection& keep = args.keep;
+  const QueryRows rows(args);
+  const std::int64_t recent = keep.recent_window;
+  const std::int64_t delay = delay_of(keep);
+  const bool closes = args.causal && keep.selection == Selection::per_query;
+  // A global selection is made at the last position, where the latest keys do not compete yet.
+  const std::int64_t competing = closes ? args.seqlen_k : args.seqlen_k - delay;
+  std::int64_t sinks = keep.sink_tokens;
   std::int64_t size = 0;
   for (std::int64_t j = 0; j < args.seqlen_k; ++j) {
     intervals[j] = {0, 0};
     if (key_mask != nullptr && key_mask[j * args.key_mask_stride[2]] == 0) continue;
+    if (sinks > 0) {
+      --sinks;
+      intervals[j] = rows.forever(j);
+      continue;
+    }
+    if (recent > 0) intervals[j] = rows.until(j, j + recent);
     const auto score = read(j);
-    if (std::isnan(score) || capacity == 0) continue;
+    if (!(static_cast<double>(score) >= keep.score_threshold) || capacity == 0 || j >= competing)
+      continue;
     const Rank rank = rank_of(score, j);
     if (size < capacity) {
       heap[size++] = rank;
@@ -44,14 +82,13 @@ void select_row(const SelectionArgs& args, const Read& read, const std::uint8_t*
     } else if (rank < heap[0]) {
       continue;
     } else {
-      KeyInterval& beaten = intervals[position_of(heap[0])];
-      const auto last =
-          static_cast<std::int32_t>(closes ? std::clamp(j - shift, std::int64_t{0}, rows) : 0);
-      beaten = beaten.first < last ? KeyInterval{beaten.first, last} : KeyInterval{0, 0};
+      const std::int64_t beaten = position_of(heap[0]);
+      const std::int64_t kept_until = closes ? j + delay : 0;
+      const std::int64_t recent_until = recent > 0 ? beaten + recent : 0;
+      intervals[beaten] = rows.until(beaten, std::max(kept_until, recent_until));
       replace_top(heap, size, rank);
     }
-    const std::int64_t first = args.causal ? std::max(j - shift, std::int64_t{0}) : 0;
-    intervals[j] = {static_cast<std::int32_t>(first), static_cast<std::int32_t>(rows)};
+    intervals[j] = rows.forever(j);
   }
 }
 
@@ -66,7 +103,7 @@ void select_row(const SelectionArgs& args, std::int64_t b, std::int64_t h, void*
   const auto sweep = [&]<class Stored>(const Stored* stored, const auto& widen) {
     const auto read = [=](std::int64_t j) { return widen(stored[offset + j * stride[2]]); };
     using Rank = decltype(rank_of(read(0), 0));
-    select_row(args, read, key_mask, static_cast<Rank*>(heap), intervals);
+    select_row(args, window_of(args, h), read, key_mask, static_cast<Rank*>(heap), intervals);
   };
   switch (args.scores_dtype) {
     case DType::f32:
@@ -89,13 +126,7 @@ void validate(const SelectionArgs& args, const Execution& execution) {
   require_length("seqlen_k", args.seqlen_k);
   require_rows(args.batch, args.heads, args.seqlen_k);
   require_workers(execution);
-  if (args.window < 0) {
-    throw InvalidArgument("window", std::to_string(args.window), "at least 0");
-  }
-  if (args.selection != Selection::per_query && args.selection != Selection::global) {
-    throw InvalidArgument("selection", std::to_string(static_cast<int>(args.selection)),
-                          "per_query or global");
-  }
+  require_key_selection(args);
   if (args.scores_dtype > DType::f64) {
     throw InvalidArgument("scores_dtype", name_of(args.scores_dtype), "f32, bf16, f16 or f64");
   }

@@ -1,10 +1,10 @@
 #include "backend.h"
-#include "cuda/common/device_workspace.h"
-#include "cuda/common/launch.h"
 #include "cuda/family.h"
 #include "cuda/kv_cache/fill.cuh"
 #include "cuda/kv_cache/pending.cuh"
 #include "cuda/kv_cache/rows.cuh"
+#include "cuda/primitives/device_workspace.h"
+#include "cuda/primitives/launch.h"
 
 namespace flash_dmattn::cuda {
 namespace {

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "cuda/common/integers.h"
 #include "cuda/kv_cache/slots.cuh"
+#include "cuda/primitives/integers.h"
 
 // A key is evicted by the first pending token with which w keys beat it. The number of keys that beat it only grows, so
 // each key can be compared with all others in any order.

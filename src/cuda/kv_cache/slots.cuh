@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/common/warp.cuh"
+#include "cuda/primitives/warp.cuh"
 #include "flash_dmattn/kv_cache.h"
 
 // The kernels' view of a KV cache.

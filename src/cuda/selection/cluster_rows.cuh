@@ -4,8 +4,8 @@
 #include <bit>
 #include <cstdint>
 
-#include "cuda/common/ptx.cuh"
 #include "cuda/device.h"
+#include "cuda/primitives/ptx.cuh"
 #include "cuda/selection/device.cuh"
 
 // The shape of clusters of blocks that each compute a row of keys, and the sum of a cluster's counts.

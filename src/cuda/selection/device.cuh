@@ -4,10 +4,10 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda/common/device_workspace.h"
-#include "cuda/common/integers.h"
-#include "cuda/common/launch.h"
-#include "cuda/common/warp.cuh"
+#include "cuda/primitives/device_workspace.h"
+#include "cuda/primitives/integers.h"
+#include "cuda/primitives/launch.h"
+#include "cuda/primitives/warp.cuh"
 
 // Functions that the kernels of selection and schedules share.
 namespace flash_dmattn::cuda {

@@ -5,6 +5,7 @@
 
 #include "cuda/selection/device.cuh"
 #include "flash_dmattn/selection.h"
+#include "float_types.h"
 
 namespace flash_dmattn::cuda {
 
@@ -14,6 +15,7 @@ struct ScoredKeys {
   const std::uint8_t* mask = nullptr;  // null if no key is masked
   DType dtype = DType::f32;
   int heads = 1;
+  std::uint32_t least_code = 0;  // that of the threshold
   std::int64_t stride[3] = {};
   std::int64_t mask_stride[3] = {};
 
@@ -22,12 +24,13 @@ struct ScoredKeys {
       : scores(args.scores),
         mask(args.key_mask),
         dtype(args.scores_dtype),
-        heads(static_cast<int>(args.heads)) {
+        heads(static_cast<int>(args.heads)),
+        least_code(code_at_or_above(args.keep.score_threshold, args.scores_dtype)) {
     std::copy(args.scores_stride.begin(), args.scores_stride.end(), stride);
     std::copy(args.key_mask_stride.begin(), args.key_mask_stride.end(), mask_stride);
   }
 
-  // The code of NaN and masked keys. No valid score has it, as it would be the code of a negative NaN.
+  // The code of NaN, of masked keys and of those below the threshold. No valid score has it, as it would be the code of a negative NaN.
   static constexpr std::uint32_t never = 0;
 
   // `never` for a key that must not be chosen, otherwise a code that is higher for a higher score.
@@ -39,8 +42,8 @@ struct ScoredKeys {
       return never;
     }
     const std::int64_t at = b * stride[0] + h * stride[1] + key * stride[2];
-    return of_bits(dtype == DType::f32 ? static_cast<const std::uint32_t*>(scores)[at]
-                                       : static_cast<const std::uint16_t*>(scores)[at]);
+    return code_of_bits(dtype == DType::f32 ? static_cast<const std::uint32_t*>(scores)[at]
+                                            : static_cast<const std::uint16_t*>(scores)[at]);
   }
 
   // The codes of the keys first, first + step, ..., whose loads are in flight together; `never` for keys outside [0,
@@ -66,7 +69,7 @@ struct ScoredKeys {
       for (int i = 0; i < Count; ++i) code[i] = allowed[i] == 0 ? nan : code[i];
     }
 #pragma unroll
-    for (int i = 0; i < Count; ++i) code[i] = of_bits(code[i]);
+    for (int i = 0; i < Count; ++i) code[i] = code_of_bits(code[i]);
   }
 
  private:
@@ -80,9 +83,14 @@ struct ScoredKeys {
     for (int i = 0; i < Count; ++i, from += step) to[i] = is_key(i) ? *from : nan;
   }
 
+  __device__ std::uint32_t code_of_bits(std::uint32_t bits) const {
+    const std::uint32_t code = code_of_bits(bits, dtype);
+    return code < least_code ? never : code;
+  }
+
   // Works on the bits, so that subnormal scores keep their order in every compilation mode, and without branches,
   // because the signs of neighbouring keys differ.
-  __device__ std::uint32_t of_bits(std::uint32_t bits) const {
+  static __host__ __device__ std::uint32_t code_of_bits(std::uint32_t bits, DType dtype) {
     const std::uint32_t sign = dtype == DType::f32 ? 0x80000000u : 0x8000u;
     const std::uint32_t infinity = dtype == DType::f32    ? 0x7f800000u
                                    : dtype == DType::bf16 ? 0x7f80u
@@ -91,6 +99,14 @@ struct ScoredKeys {
     const bool is_negative = bits > sign;  // -0 and +0 tie
     const std::uint32_t code = is_negative ? sign - 1u - magnitude : sign + magnitude;
     return magnitude > infinity ? never : code;
+  }
+
+  // The code that the scores at or above a threshold have at least.
+  static std::uint32_t code_at_or_above(double threshold, DType dtype) {
+    std::uint64_t bits = 0;  // room for any dtype
+    flash_dmattn::store(&bits, dtype, 0, threshold);
+    const double rounded = flash_dmattn::load(&bits, dtype, 0);
+    return code_of_bits(static_cast<std::uint32_t>(bits), dtype) + (rounded < threshold ? 1 : 0);
   }
 };
 

@@ -3,9 +3,11 @@
 #include <string>
 
 #include "arguments.h"
-#include "cuda/selection/global.cuh"
-#include "cuda/selection/per_query.h"
+#include "cuda/selection/global/global.cuh"
+#include "cuda/selection/per_query/per_query.h"
 #include "cuda/selection/selection.h"
+#include "cuda/selection/widen.h"
+#include "selection/key_selection.h"
 
 namespace flash_dmattn::cuda {
 namespace {
@@ -24,8 +26,8 @@ global::ClusterRows chunk_rows(const SelectionArgs& args) {
   const auto rows = static_cast<int>(args.batch * args.heads);
   const std::int64_t past = args.seqlen_k - args.seqlen_q;
   const bool is_chunk =
-      args.seqlen_q <= std::min<std::int64_t>(global::most_chunk, args.window - 1);
-  if (!is_chunk || past <= args.window) return {};
+      args.seqlen_q <= std::min<std::int64_t>(global::most_chunk, args.keep.window - 1);
+  if (!is_chunk || past <= args.keep.window) return {};
   WorkspaceAllocator none(nullptr);
   global::ClusterRows chunk{.rows = global::lay_out(args, rows, none),
                             .blocks = global::cluster_blocks(rows, static_cast<int>(past)),
@@ -35,9 +37,9 @@ global::ClusterRows chunk_rows(const SelectionArgs& args) {
 }
 
 Method method_of(const SelectionArgs& args) {
-  if (args.window == 0) return Method::none;
-  const bool per_query = args.selection == Selection::per_query && args.causal &&
-                         args.seqlen_q > 1 && args.window < args.seqlen_k;
+  if (args.keep.window == 0) return Method::none;
+  const bool per_query = args.keep.selection == Selection::per_query && args.causal &&
+                         args.seqlen_q > 1 && args.keep.window < args.seqlen_k;
   if (!per_query) return Method::global;
   return chunk_rows(args).blocks > 0 ? Method::chunk : Method::per_query;
 }
@@ -60,13 +62,7 @@ void validate(const SelectionArgs& args) {
     throw InvalidArgument("seqlen_k", std::to_string(args.seqlen_k),
                           "at most " + std::to_string(per_query::max_keys) + " on a GPU");
   }
-  if (args.window < 0) {
-    throw InvalidArgument("window", std::to_string(args.window), "at least 0");
-  }
-  if (args.selection != Selection::per_query && args.selection != Selection::global) {
-    throw InvalidArgument("selection", std::to_string(static_cast<int>(args.selection)),
-                          "per_query or global");
-  }
+  require_key_selection(args);
   if (args.scores_dtype > DType::f16) {
     throw InvalidArgument("scores_dtype", name_of(args.scores_dtype), "f32, bf16 or f16 on a GPU");
   }
@@ -89,8 +85,9 @@ void for_each_batch(Rows& rows, std::int64_t all_rows, const Enqueue& enqueue) {
 
 std::size_t select_workspace_size(const SelectionArgs& args) {
   validate(args);
-  WorkspaceAllocator workspace(nullptr);
   if (args.batch * args.heads * args.seqlen_k == 0) return 0;
+  if (widens(args.keep)) return widened_workspace_size(args);
+  WorkspaceAllocator workspace(nullptr);
   if (method_of(args) == Method::global) global::lay_out(args, rows_per_batch(args), workspace);
   if (method_of(args) == Method::per_query) {
     per_query::lay_out(args, rows_per_batch(args), per_query::Result::intervals, workspace);
@@ -108,6 +105,7 @@ void select_key_intervals(const SelectionArgs& args, const Execution& execution)
     throw InvalidArgument("intervals", "a misaligned address", "an address aligned to 8 bytes");
   }
   require_workspace(execution, bytes);
+  if (widens(args.keep)) return select_widened(args, execution);
 
   const auto stream = static_cast<cudaStream_t>(execution.stream);
   const Method method = method_of(args);
@@ -141,7 +139,7 @@ namespace {
 // The layout for a selection of one key, whose intervals are not read.
 per_query::Work ordered_rows(const SelectionArgs& args, WorkspaceAllocator& workspace) {
   SelectionArgs of_one = args;
-  of_one.window = 1;
+  of_one.keep.window = 1;
   of_one.intervals = workspace.take<KeyInterval>(args.batch * args.heads * args.seqlen_k);
   return per_query::lay_out(of_one, rows_per_batch(of_one), per_query::Result::order, workspace);
 }

@@ -6,22 +6,15 @@
 #include <stdexcept>
 
 #include "cuda/sm80/kernel_choice.h"
+#include "sm80/compiled.h"
 
 namespace flash_dmattn::cuda::sm80 {
-
-// Whether the build has forward kernels of a class.
-constexpr bool has_forward(int head_dim_bucket, SharedClass shared) {
-  return head_dim_bucket > most_sm90_forward ||
-         (shared == SharedClass::kb99 ? FLASH_DMATTN_HAS_KB99_FORWARD != 0
-                                      : FLASH_DMATTN_HAS_KB163_FORWARD != 0);
-}
 
 // Calls body.template operator()<T, D, S>() for a choice.
 template <class Choice, class Body>
 void dispatch(const Choice& choice, const Body& body) {
   const auto compiled = [&]<class T, int D, SharedClass S>() {
-    if constexpr (S == SharedClass::kb99 ? FLASH_DMATTN_HAS_KB99 != 0
-                                         : FLASH_DMATTN_HAS_KB163 != 0) {
+    if constexpr (has_kernels(S)) {
       body.template operator()<T, D, S>();
     } else {
       throw std::logic_error("not compiled: " + name(choice));

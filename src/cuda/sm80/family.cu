@@ -1,12 +1,12 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "cuda/common/launch.h"
-#include "cuda/problem.h"
+#include "cuda/attention/problem.h"
+#include "cuda/primitives/launch.h"
+#include "cuda/sm80/backward/postprocess.cuh"
 #include "cuda/sm80/dispatch.h"
 #include "cuda/sm80/few_queries/few_queries.h"
 #include "cuda/sm80/launch.h"
-#include "cuda/sm80/postprocess.cuh"
 #include "cuda/sm80/workspace.h"
 #include "family_table.h"
 
@@ -18,7 +18,7 @@ std::string decline_device(const DeviceProperties& device) {
   if (device.compute_capability < 80) {
     return "it needs compute capability 8.0, and the GPU has " + compute_capability(device);
   }
-  if (!is_compiled(shared_class(device))) {
+  if (!has_kernels(shared_class(device))) {
     return "this build has no kernels for a GPU with " +
            std::to_string(device.shared_bytes / 1024) + " KB of shared memory for a block";
   }
@@ -35,9 +35,10 @@ std::vector<std::string> names_of(const Choices& choices) {
 // ---- Forward --------------------------------------------------------------------------------------------
 
 std::string decline_forward(const Problem& p) {
-  if (p.head_dim <= most_sm90_forward && leaves_forward(current_device())) {
-    return "this build has no kernels of its forward for compute capability 9.0 and a head_dim up "
-           "to 128, which those of sm90 compute";
+  const DeviceProperties& device = current_device();
+  if (omits_forward(head_dim_bucket(static_cast<int>(p.head_dim)), device)) {
+    return "this build has no kernels of its forward for compute capability " +
+           compute_capability(device) + " and such a head_dim, which a newer family computes";
   }
   return decline(p);
 }
@@ -78,9 +79,7 @@ std::string forward_name(const ForwardArgs& args, const DeviceProperties& device
 
 std::vector<std::string> forward_names(const DeviceProperties& device) {
   std::vector<ForwardChoice> choices = forward_choices(shared_class(device));
-  if (leaves_forward(device)) {
-    std::erase_if(choices, [](const ForwardChoice& c) { return c.head_dim <= most_sm90_forward; });
-  }
+  std::erase_if(choices, [&](const ForwardChoice& c) { return omits_forward(c.head_dim, device); });
   return names_of(choices);
 }
 

@@ -5,8 +5,9 @@
 #include <limits>
 #include <string_view>
 
-#include "cuda/common/integers.h"
-#include "cuda/problem.h"
+#include "cuda/attention/problem.h"
+#include "cuda/primitives/integers.h"
+#include "sm80/compiled.h"
 
 namespace flash_dmattn::cuda::sm80 {
 namespace {
@@ -75,12 +76,12 @@ SharedClass shared_class(const DeviceProperties& device) {
              : SharedClass::kb99;
 }
 
-bool is_compiled(SharedClass shared) {
-  return shared == SharedClass::kb99 ? FLASH_DMATTN_HAS_KB99 != 0 : FLASH_DMATTN_HAS_KB163 != 0;
-}
-
-bool leaves_forward(const DeviceProperties& device) {
-  return FLASH_DMATTN_LEAVES_SM90_FORWARD != 0 && device.compute_capability == 90;
+bool omits_forward(int head_dim_bucket, const DeviceProperties& device) {
+  return std::any_of(omitted_forwards.begin(), omitted_forwards.end(),
+                     [&](const OmittedForward& omitted) {
+                       return omitted.head_dim_bucket == head_dim_bucket &&
+                              omitted.compute_capability == device.compute_capability;
+                     });
 }
 
 std::vector<ForwardChoice> forward_choices(SharedClass shared) {

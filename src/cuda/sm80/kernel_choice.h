@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "cuda/attention/params.h"
 #include "cuda/device.h"
-#include "cuda/params.h"
 #include "cuda/sm80/policy.h"
 #include "flash_dmattn/attention.h"
 
@@ -71,14 +71,8 @@ std::string decline(const Problem& p);
 
 SharedClass shared_class(const DeviceProperties& device);
 
-// Whether the build has kernels for GPUs with this much shared memory.
-bool is_compiled(SharedClass shared);
-
-// The largest head-dim bucket for which the family sm90 takes every forward.
-inline constexpr int most_sm90_forward = 128;
-
-// Whether the build omits these forwards for a GPU because the family sm90 computes them.
-bool leaves_forward(const DeviceProperties& device);
+// Whether the build omits the forwards of a head-dim bucket for a GPU, on which a newer family computes them.
+bool omits_forward(int head_dim_bucket, const DeviceProperties& device);
 
 // All kernels of the build for a GPU with this much shared memory.
 std::vector<ForwardChoice> forward_choices(SharedClass shared);

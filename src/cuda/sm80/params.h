@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "cuda/params.h"
+#include "cuda/attention/params.h"
 
 // Parameters of this family's backward kernels, and the layout of their fp32 sums.
 namespace flash_dmattn::cuda::sm80 {

@@ -1,7 +1,7 @@
 #include "cuda/sm80/workspace.h"
 
-#include "cuda/common/integers.h"
-#include "cuda/problem.h"
+#include "cuda/attention/problem.h"
+#include "cuda/primitives/integers.h"
 
 namespace flash_dmattn::cuda::sm80 {
 namespace {

@@ -5,7 +5,7 @@
 
 #include "cuda/sm80/kernel_choice.h"
 #include "cuda/sm80/params.h"
-#include "cuda/stages.h"
+#include "cuda/stages/stages.h"
 
 // The layout of the caller's workspace. One function lays out its arrays, and also computes its size if the base is
 // null.

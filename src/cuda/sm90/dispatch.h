@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "cuda/common/convert.cuh"
+#include "cuda/primitives/convert.cuh"
 #include "cuda/sm90/kernel_choice.h"
 
 namespace flash_dmattn::cuda::sm90 {

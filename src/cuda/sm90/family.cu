@@ -1,7 +1,7 @@
-#include "cuda/problem.h"
-#include "cuda/sm90/backward_launch.h"
-#include "cuda/sm90/launch.h"
-#include "cuda/stages.h"
+#include "cuda/attention/problem.h"
+#include "cuda/sm90/backward/launch.h"
+#include "cuda/sm90/forward/launch.h"
+#include "cuda/stages/stages.h"
 #include "family_table.h"
 
 // The family for compute capability 9.0. It multiplies by wgmma tiles that the TMA unit or cp.async copies to shared
@@ -101,7 +101,6 @@ const Family sm90_family = {
                 .run = sm90::forward,
                 .name = sm90::forward_name,
                 .names = sm90::forward_names},
-    .few_queries = {},
     .backward = {.decline = sm90::decline_backward,
                  .schedule = {ScheduleKind::key_slots, sm90::slot_tile_rows, sm90::slot_segments},
                  .workspace_size = sm90::backward_workspace_size,

@@ -4,10 +4,10 @@
 #include <cstdlib>
 #include <limits>
 
-#include "cuda/common/integers.h"
-#include "cuda/problem.h"
-#include "cuda/sm90/forward_params.h"
-#include "cuda/sm90/tensor_map.h"
+#include "cuda/attention/problem.h"
+#include "cuda/primitives/integers.h"
+#include "cuda/sm90/dense/rows.h"
+#include "cuda/sm90/forward/params.h"
 
 namespace flash_dmattn::cuda::sm90 {
 namespace {

@@ -5,7 +5,7 @@
 #include <string_view>
 #include <vector>
 
-#include "cuda/params.h"
+#include "cuda/attention/params.h"
 #include "cuda/sm90/policy.h"
 #include "flash_dmattn/attention.h"
 

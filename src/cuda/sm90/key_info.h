@@ -1,7 +1,7 @@
 #pragma once
 
-#include "cuda/common/device_workspace.h"
-#include "cuda/params.h"
+#include "cuda/attention/params.h"
+#include "cuda/primitives/device_workspace.h"
 #include "cuda/sm90/listed_keys.h"
 
 namespace flash_dmattn::cuda::sm90 {

@@ -52,7 +52,7 @@ constexpr bool can_be_short(const ForwardVariant& variant) {
   return variant.dense == DenseAccess::none;
 }
 
-// Whether a block that has one work tile recomputes rows itself (fix_forward.cuh). In other kernels that call would
+// Whether a block that has one work tile recomputes rows itself (forward/fix_rows.cuh). In other kernels that call would
 // spill registers of the main loop.
 constexpr bool fixes_rows(int head_dim_bucket, const ForwardVariant& variant) {
   return can_be_short(variant) && head_dim_bucket <= 128;

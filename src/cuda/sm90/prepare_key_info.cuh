@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "cuda/common/score.cuh"
+#include "cuda/attention/score.cuh"
 #include "cuda/sm90/key_info.h"
 
 namespace flash_dmattn::cuda::sm90 {

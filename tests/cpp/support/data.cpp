@@ -132,8 +132,8 @@ void select(const Case& c, Random& random, Data& data) {
   args.heads = p.intervals_shape[1];
   args.seqlen_q = p.seqlen_q;
   args.seqlen_k = p.seqlen_k;
-  args.window = c.window;
-  args.selection = c.intervals == "global" ? Selection::global : Selection::per_query;
+  args.keep.window = c.window;
+  args.keep.selection = c.intervals == "global" ? Selection::global : Selection::per_query;
   args.causal = p.causal;
   args.scores = scores.data();
   args.scores_dtype = DType::f32;

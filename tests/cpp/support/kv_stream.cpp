@@ -162,7 +162,7 @@ void KvStream::fill(std::int64_t length) {
                                 .heads = s.heads_kv,
                                 .seqlen_q = length,
                                 .seqlen_k = length,
-                                .window = s.window,
+                                .keep = {.window = s.window},
                                 .scores = input.scores.data(),
                                 .scores_dtype = DType::f32,
                                 .key_mask = mask.data(),

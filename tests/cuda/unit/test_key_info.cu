@@ -3,7 +3,7 @@
 #include <limits>
 #include <vector>
 
-#include "cuda/common/key_info.cuh"
+#include "cuda/sm80/tile/key_info.cuh"
 #include "float_types.h"
 #include "support/random.h"
 #include "unit.cuh"

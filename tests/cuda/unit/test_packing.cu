@@ -3,8 +3,8 @@
 #include <cstring>
 #include <vector>
 
-#include "cuda/common/convert.cuh"
-#include "cuda/common/math.cuh"
+#include "cuda/primitives/convert.cuh"
+#include "cuda/primitives/math.cuh"
 #include "float_types.h"
 #include "unit.cuh"
 

@@ -1,7 +1,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "cuda/common/semaphore.cuh"
+#include "cuda/primitives/semaphore.cuh"
 #include "unit.cuh"
 
 // Blocks that add to the same elements add in the order of their work, at every element.

@@ -2,7 +2,7 @@
 #include <limits>
 #include <vector>
 
-#include "cuda/common/softmax.cuh"
+#include "cuda/attention/softmax.cuh"
 #include "support/random.h"
 #include "unit.cuh"
 

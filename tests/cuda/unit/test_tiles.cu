@@ -2,8 +2,8 @@
 #include <set>
 #include <vector>
 
-#include "cuda/common/tile_copy.cuh"
-#include "cuda/sm80/tile.cuh"
+#include "cuda/primitives/tile_copy.cuh"
+#include "cuda/sm80/tile/tile.cuh"
 #include "unit.cuh"
 
 // Tiles in shared memory: where elements lie, how operands are read from them, and copies to and from them.

@@ -1,7 +1,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "cuda/common/warp.cuh"
+#include "cuda/primitives/warp.cuh"
 #include "unit.cuh"
 
 // Warp primitives against loops over the lanes.

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <vector>
 
-#include "cuda/zero_sum.h"
+#include "cuda/stages/zero_sum.h"
 #include "support/random.h"
 #include "unit.cuh"
 

@@ -314,9 +314,9 @@ def test_operators_check_what_they_are_given():
                 q, q, k, v, None, None, None, *options[:4], out, wrong, *options[4:], *wanted
             )
     with pytest.raises((ValueError, RuntimeError), match="scores: got"):
-        ops.select_key_intervals(torch.zeros(9), None, 3, "global", True, 9)
+        ops.select_key_intervals(torch.zeros(9), None, [3], "global", True, 9)
     with pytest.raises((ValueError, RuntimeError), match="selection"):
-        ops.select_key_intervals(torch.zeros(1, 1, 9), None, 3, "best", True, 9)
+        ops.select_key_intervals(torch.zeros(1, 1, 9), None, [3], "best", True, 9)
     for tile_rows in (0, 2**32):
         with pytest.raises((ValueError, RuntimeError), match=f"tile_rows: got {tile_rows}"):
             ops.build_tile_lists(torch.zeros(1, 1, 9, 2, dtype=torch.int32), tile_rows, 9, [])

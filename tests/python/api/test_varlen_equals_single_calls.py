@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func
-from flash_dmattn.keys.packed import select_packed
 
 LENGTHS = {
     "equal": ([5, 17, 1, 40], None),
@@ -117,24 +116,3 @@ def test_bad_arguments_are_named(change, message):
     arguments = {"cu_seqlens_q": offsets[0], "cu_seqlens_k": offsets[1], **change}
     with pytest.raises((ValueError, RuntimeError), match=message):
         flash_dmattn_varlen_func(q, k, v, **arguments)
-
-
-@pytest.mark.parametrize("selection", ["per_query", "global"])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_selection_in_torch_operations_is_that_of_the_library(selection, is_causal):
-    """The computation of a GPU, on the CPU."""
-    rows = torch.arange(200)
-    for trial in range(40):
-        lengths_q, lengths_k = torch.randint(0, 12, (2, int(torch.randint(1, 6, ()))))
-        lengths_q = lengths_k if trial % 2 else lengths_q
-        offsets = [torch.tensor([0, *n]).cumsum(0).int() for n in (lengths_q, lengths_k)]
-        total_q, total_k = (int(o[-1]) + 2 for o in offsets)  # and some that are no document's
-        scores = torch.randint(-2, 3, (1, 2, total_k)).float()
-        scores[torch.rand(scores.shape) < 0.1] = torch.nan
-        scores[torch.rand(scores.shape) < 0.1] = -0.0
-        for window in (0, 1, 3, 7, 100):
-            arguments = (scores, *offsets, window, selection, is_causal, total_q)
-            ours = select_packed(*arguments)
-            library = torch.ops.flash_dmattn.select_key_intervals_varlen(*arguments)
-            visible = ((t[..., :1] <= rows) & (rows < t[..., 1:]) for t in (ours, library))
-            assert torch.equal(*visible)

@@ -190,11 +190,11 @@ def test_opcheck_backward(needs, bias_dims):
 def test_opcheck_selection():
     scores = torch.randn(2, 3, 50)
     for key_mask in (None, torch.rand(2, 1, 50) < 0.7):
-        arguments = (scores, key_mask, 7, "per_query", True, 20)
+        arguments = (scores, key_mask, [7], "per_query", True, 20)
         torch.library.opcheck(ops.select_key_intervals.default, arguments)
-    offsets = torch.tensor([0, 20, 20, 50], dtype=torch.int32)
-    arguments = (scores[:1], offsets, offsets, 7, "global", True, 50)
-    torch.library.opcheck(ops.select_key_intervals_varlen.default, arguments)
+        rule = (5, False, 2, -0.5)
+        arguments = (scores, key_mask, [7, 0, 60], "per_query", True, 20, *rule)
+        torch.library.opcheck(ops.select_key_intervals.default, arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -22,6 +22,25 @@ def choice(q, k, v, bias):
     return flash_dmattn_func(q, k, v, attn_bias=bias, keep_window_size=4, is_causal=True)
 
 
+RULE = {"recent_window": 3, "recent_competes": False, "sink_tokens": 1, "score_threshold": -1.5}
+
+
+def rule(q, k, v, bias):
+    return flash_dmattn_func(q, k, v, attn_bias=bias, keep_window_size=4, is_causal=True, **RULE)
+
+
+def rule_in_documents(q, k, v, bias):
+    offsets = torch.tensor([0, 5, 0]) + torch.tensor([0, 0, 1]) * q.shape[1]
+    options = {"selection_scores": bias[0].t(), "keep_window_size": [3, 2], "is_causal": True}
+    return flash_dmattn_varlen_func(q[0], k[0], v[0], offsets, offsets, **options, **RULE)
+
+
+def rule_at_positions(q, k, v, bias):
+    positions = torch.arange(q.shape[1]).flip(0)
+    chosen = select_key_intervals(bias, 4, key_positions=positions, query_position=0, **RULE)
+    return flash_dmattn_func(q, k, v, attn_bias=bias, key_intervals=chosen)
+
+
 def global_choice(q, k, v, bias):
     options = {"keep_window_size": 4, "selection": "global"}
     return flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, **options)
@@ -83,6 +102,9 @@ def made_mask(q, k, v, bias):
 
 FUNCTIONS = [
     choice,
+    rule,
+    rule_in_documents,
+    rule_at_positions,
     global_choice,
     intersection,
     intersection_with_padding,

@@ -41,6 +41,7 @@ from flash_dmattn.keys.recognise import (
     select_among,
     split_additive,
 )
+from flash_dmattn.keys.rule import KeySelection
 from flash_dmattn.utils.mask import topk_mask
 from largest_tensor import LargestTensor
 from peak_memory import run_measured
@@ -342,7 +343,7 @@ def test_choice_among_intervals(data):
     )
     present = torch.tensor(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)))
     allowed = KeyIntervals(allowed.intervals * present[:, None], allowed.query_length)
-    chosen = select_among(scores, allowed, keep)
+    chosen = select_among(scores, allowed, KeySelection(keep))
     if chosen is None:
         return
     # Where few keys are allowed nothing is chosen, and a NaN is left to the bias to mask.
@@ -354,9 +355,9 @@ def test_choice_among_intervals(data):
 def test_which_masks_keep_the_choice_in_intervals():
     scores = torch.randn(1, 1, S)
     for allowed in (prefix_lm(S, 0), prefix_lm(S, 5), packed_documents(torch.tensor([0, 14, S]))):
-        assert select_among(scores, allowed, 4) is not None
-    assert select_among(scores, sliding_window(S, 4), 4) is not None
-    assert select_among(scores, sliding_window(S, 5), 4) is None
+        assert select_among(scores, allowed, KeySelection(4)) is not None
+    assert select_among(scores, sliding_window(S, 4), KeySelection(4)) is not None
+    assert select_among(scores, sliding_window(S, 5), KeySelection(4)) is None
 
 
 @pytest.mark.parametrize("make", [torch.from_numpy, torch.from_dlpack])

@@ -13,6 +13,7 @@ from flash_dmattn.integrations.transformers import (  # noqa: E402
     key_interval_mask,
 )
 from flash_dmattn.keys.recognise import select_among  # noqa: E402
+from flash_dmattn.keys.rule import KeySelection  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 # transformers 4 builds the causal mask from lengths that it takes as constants, and does not name packed sequences.
@@ -164,7 +165,7 @@ def test_a_choice_that_no_intervals_describe():
     """Where that is known before the values are, the choice has another form; else it raises when it runs."""
     torch._dynamo.reset()
     window, scores = sliding_window(S, 9), torch.randn(1, 1, S)
-    assert select_among(scores, window, KEEP) is None
+    assert select_among(scores, window, KeySelection(KEEP)) is None
     compiled = torch.compile(select_among, backend="eager", fullgraph=True)
     assert compiled(scores, window, KEEP) is None
     with pytest.raises(RuntimeError, match="compiled choice"):

@@ -35,14 +35,14 @@ def test_selection_is_the_librarys(
     if special is not None:
         scores[torch.rand(shape, generator=generator) < 0.3] = special
     key_mask = torch.rand(1, *shape[1:], generator=generator) < 0.7 if masked else None
-    arguments = (scores, key_mask, window, selection, is_causal, query_length)
+    arguments = (scores, key_mask, [window], selection, is_causal, query_length)
     expected = _ops.select_key_intervals(*arguments)
     assert torch.equal(portable.select_key_intervals(*arguments), expected)
 
 
 def test_selection_by_its_definition():
     scores = torch.randint(6, (2, 3, 90)).float()
-    found = portable.select_key_intervals(scores, None, 11, "per_query", True, 90)
+    found = portable.select_key_intervals(scores, None, [11], "per_query", True, 90)
     assert torch.equal(KeyIntervals(found, 90).to_mask(), select(scores, 11, causal_pairs(90, 90)))
 
 
@@ -96,6 +96,6 @@ def test_nothing_is_quadratic():
     length, window = 4096, 64
     scores = torch.randn(1, 1, length)
     with LargestTensor() as largest:
-        intervals = portable.select_key_intervals(scores, None, window, "per_query", True, length)
+        intervals = portable.select_key_intervals(scores, None, [window], "per_query", True, length)
         portable.build_tile_lists(intervals, 128, length, [window, 1])
     assert largest.elements <= 2 * length * (1 + window // 128 + 2)

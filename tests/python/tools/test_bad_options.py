@@ -77,7 +77,6 @@ def test_record_needs_a_commit(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "name, value, expected",
     [
-        ("FLASH_DMATTN_CUDA_FAMILY", "bogus", "sm90, sm80"),
         ("FLASH_DMATTN_MAX_SHARED_KB", "1025", "a number of KB in [1, 1024]"),
         ("FLASH_DMATTN_CHECK_FINITE", "maybe", "0 or 1"),
     ],

@@ -1,8 +1,8 @@
 #pragma once
 
-#include "cuda/common/fragment.cuh"
-#include "cuda/common/key_tiles.cuh"
+#include "cuda/attention/key_tiles.cuh"
 #include "cuda/sm80/few_queries/rows.cuh"
+#include "cuda/sm80/tile/fragment.cuh"
 
 // The score policy for rows that are queries of several heads.
 namespace flash_dmattn::cuda::sm80::few_queries {

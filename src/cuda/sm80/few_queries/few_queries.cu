@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <limits>
 
-#include "cuda/common/math.cuh"
-#include "cuda/problem.h"
+#include "cuda/attention/problem.h"
+#include "cuda/primitives/math.cuh"
 #include "cuda/sm80/dispatch.h"
 #include "cuda/sm80/few_queries/launch.h"
-#include "cuda/stages.h"
+#include "cuda/stages/stages.h"
 #include "flash_dmattn/error.h"
 #include "selection/schedule_contents.h"
 

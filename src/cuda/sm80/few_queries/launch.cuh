@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/common/launch.h"
+#include "cuda/primitives/launch.h"
 #include "cuda/sm80/few_queries/combine.cuh"
 #include "cuda/sm80/few_queries/launch.h"
 #include "cuda/sm80/few_queries/slots.cuh"

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/params.h"
+#include "cuda/attention/params.h"
 #include "cuda/sm80/few_queries/policy.h"
 #include "flash_dmattn/kv_cache.h"
 

@@ -1,11 +1,11 @@
 #pragma once
 
-#include "cuda/common/key_info.cuh"
-#include "cuda/common/key_tiles.cuh"
-#include "cuda/common/kv_loader.cuh"
+#include "cuda/attention/key_tiles.cuh"
 #include "cuda/sm80/few_queries/policy.h"
 #include "cuda/sm80/few_queries/rows.cuh"
-#include "cuda/sm80/tile.cuh"
+#include "cuda/sm80/tile/key_info.cuh"
+#include "cuda/sm80/tile/kv_loader.cuh"
+#include "cuda/sm80/tile/tile.cuh"
 
 namespace flash_dmattn::cuda::sm80::few_queries {
 

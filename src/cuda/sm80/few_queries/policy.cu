@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <string_view>
 
-#include "cuda/common/integers.h"
-#include "cuda/problem.h"
+#include "cuda/attention/problem.h"
+#include "cuda/primitives/integers.h"
 
 namespace flash_dmattn::cuda::sm80::few_queries {
 

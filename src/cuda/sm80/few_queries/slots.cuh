@@ -2,7 +2,7 @@
 
 #include <climits>
 
-#include "cuda/common/tile_copy.cuh"
+#include "cuda/primitives/tile_copy.cuh"
 #include "cuda/sm80/few_queries/combine.cuh"
 #include "cuda/sm80/few_queries/elements.cuh"
 #include "cuda/sm80/few_queries/pipeline.cuh"

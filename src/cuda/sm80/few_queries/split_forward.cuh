@@ -2,12 +2,12 @@
 
 #include <type_traits>
 
-#include "cuda/common/softmax.cuh"
-#include "cuda/common/tile_copy.cuh"
+#include "cuda/attention/softmax.cuh"
+#include "cuda/primitives/tile_copy.cuh"
 #include "cuda/sm80/few_queries/elements.cuh"
 #include "cuda/sm80/few_queries/pipeline.cuh"
 #include "cuda/sm80/few_queries/sums.cuh"
-#include "cuda/sm80/forward_epilogue.cuh"
+#include "cuda/sm80/forward/epilogue.cuh"
 
 namespace flash_dmattn::cuda::sm80::few_queries {
 

@@ -1,8 +1,8 @@
 #pragma once
 
-#include "cuda/common/fp64_fallback.cuh"
+#include "cuda/attention/fp64_fallback.cuh"
 #include "cuda/sm80/few_queries/rows.cuh"
-#include "cuda/sm80/forward_epilogue.cuh"
+#include "cuda/sm80/forward/epilogue.cuh"
 
 // Combines sums over parts of the keys.
 namespace flash_dmattn::cuda::sm80::few_queries {

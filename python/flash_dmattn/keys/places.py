@@ -1,0 +1,261 @@
+"""Where keys stand: their positions, their documents, and whether they are present."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._core.checks import check_count, check_tensor
+from .rule import ShownKeys
+
+
+class Places(NamedTuple):
+    """The rows of the query that stand at keys, and those that they may be shown to.
+
+    Tensors are [B or 1, H or 1, key_length], int64. Row `own` stands at the key's position; it may lie outside of the query.
+    """
+
+    own: Tensor
+    begin: Tensor  # the rows of its document, or all: [begin, end); empty for a key that is not present
+    end: Tensor
+    position: Tensor  # in its document
+    document: Tensor | None  # its number; None: all keys are of one
+    order: Tensor | None  # the indices of keys by position; None: they are in this order
+    query_length: int
+    same_length: bool  # documents have as many queries as keys, in the same places
+
+    @classmethod
+    def of(
+        cls,
+        key_length: int,
+        query_length: int | None = None,
+        *,
+        cu_seqlens_k: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        key_positions: Tensor | None = None,
+        query_position: int | Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> Places:
+        """The arguments are those of the constructors of KeyIntervals, of which select_key_intervals describes them."""
+        given = {
+            "key_positions": key_positions,
+            "cu_seqlens_k": cu_seqlens_k,
+            "cu_seqlens_q": cu_seqlens_q,
+            "key_mask": key_mask,
+            "query_position": query_position if isinstance(query_position, Tensor) else None,
+        }
+        device = _common_device(given, device)
+        query_length = check_lengths(key_length, query_length)
+        if cu_seqlens_q is cu_seqlens_k:
+            cu_seqlens_q = None
+        if cu_seqlens_q is not None and (key_positions is not None or query_position is not None):
+            name = "key_positions" if key_positions is not None else "query_position"
+            raise ValueError(
+                f"{name}: got it together with cu_seqlens_q, expected cu_seqlens_k alone, whose offsets are positions then"
+            )
+        position = torch.arange(key_length, device=device)[None, None]
+        if key_positions is not None:
+            position = _per_key_integers(key_positions, "key_positions", key_length)
+        documents = cu_seqlens_k is not None
+        shift = key_length - query_length if not documents else 0
+        if query_position is not None:
+            shift = _position(query_position)
+        own = position - shift
+        begin, end = torch.zeros_like(own), torch.full_like(own, query_length)
+        document = None
+        if documents:
+            own, begin, end, position, document = _in_documents(
+                position, shift, query_length, cu_seqlens_k, cu_seqlens_q
+            )
+        if key_mask is not None:
+            end = torch.where(_present(key_mask, key_length), end, 0)
+        order = None
+        if key_positions is not None:
+            by_position = own if document is None else (document << 32) + position
+            order = by_position.argsort(dim=-1, stable=True)
+        same_length = cu_seqlens_q is None
+        return cls(own, begin, end, position, document, order, query_length, same_length)
+
+    def shown(self, is_causal: bool) -> ShownKeys:
+        """The keys for a choice, by position."""
+        first = torch.maximum(self.begin, self.own) if is_causal else self.begin
+        keys = (first, self.end, self.own, first, self.document)
+        if self.order is not None:
+            keys = (self._by_position(key) for key in keys)
+        first, last, own, appears, document = keys
+        # A key that is not present has rows of its own only, which nobody else is beaten at.
+        return ShownKeys(first, last, own, appears.clamp(min=0), document)
+
+    def _by_position(self, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        tensor, order = torch.broadcast_tensors(tensor, self.order)
+        return tensor.gather(-1, order)
+
+    def by_position(self, scores: Tensor) -> Tensor:
+        """scores [B, H, key_length] in the order of `shown`."""
+        return scores if self.order is None else self._by_position(scores)
+
+    def by_index(self, intervals: Tensor) -> Tensor:
+        """Intervals [B, H, key_length, 2] in the order of the keys."""
+        if self.order is None:
+            return intervals
+        order = self.order.expand(intervals.shape[:3])
+        return torch.empty_like(intervals).scatter_(
+            2, order[..., None].expand_as(intervals), intervals
+        )
+
+
+def check_lengths(key_length: int, query_length: int | None) -> int:
+    """The query length."""
+    check_length(key_length, "key_length")
+    if query_length is None:
+        return key_length
+    check_length(query_length, "query_length")
+    return query_length
+
+
+def check_length(length: int, name: str) -> None:
+    """Rows are int32."""
+    check_count(length, name)
+    if length >= 2**31:
+        raise ValueError(f"{name}: got {length}, expected less than 2^31")
+
+
+def check_offsets(
+    offsets: Tensor,
+    name: str,
+    total: int | None = None,
+    *,
+    longest: int | None = None,
+    name_of_longest: str = "max_length",
+    batched: bool = False,
+) -> Tensor:
+    """Offsets of packed documents. Their values are checked on the CPU only: on a GPU the check would wait for it.
+
+    longest: how long the documents are at most, as the caller's argument of that name has it.
+    batched: rows [B, sequences + 1] are allowed, too.
+    """
+    check_tensor(offsets, name)
+    dims = (1, 2) if batched else (1,)
+    if offsets.dim() not in dims or not _is_integer(offsets) or 0 in offsets.shape:
+        shapes = "[sequences + 1] or [B, sequences + 1]" if batched else "[sequences + 1]"
+        raise ValueError(
+            f"{name}: got {offsets.dtype} of shape {tuple(offsets.shape)}, expected int32 of shape {shapes}"
+        )
+    readable = type(offsets) is Tensor and offsets.device.type == "cpu"
+    if readable and not torch.compiler.is_compiling():
+        for values in offsets.reshape(-1, offsets.shape[-1]).tolist():
+            _check_rising(values, name, total, longest, name_of_longest)
+    return offsets
+
+
+def _check_rising(
+    values: list[int], name: str, total: int | None, longest: int | None, name_of_longest: str
+) -> None:
+    fits = total is None or values[-1] <= total
+    if values[0] != 0 or values != sorted(values) or not fits:
+        end = "" if total is None else f" and end at {total} at most"
+        raise ValueError(f"{name}: got {values}, expected offsets that begin at 0, never fall{end}")
+    length = max((b - a for a, b in pairwise(values)), default=0)
+    if longest is not None and length > longest:
+        raise ValueError(
+            f"{name_of_longest}: got {longest}, expected at least {length}, the longest of {name}"
+        )
+
+
+def _in_documents(
+    position: Tensor,
+    shift: int | Tensor,
+    query_length: int,
+    cu_seqlens_k: Tensor,
+    cu_seqlens_q: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """own, begin, end, position in the document, document; of keys at positions in the packed row."""
+    cu_k = check_offsets(cu_seqlens_k, "cu_seqlens_k", batched=True).long()
+    cu_k = cu_k.reshape(-1, 1, cu_k.shape[-1])
+    batch = torch.broadcast_shapes(position.shape[:2], cu_k.shape[:2])
+    position, cu_k = position.expand(*batch, -1), cu_k.expand(*batch, -1)
+    document = torch.searchsorted(cu_k[..., 1:].contiguous(), position.contiguous(), right=True)
+
+    def offsets_of_keys(offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Begin and end of each key's document; keys after the last document are in an empty one."""
+        offsets = torch.cat([offsets, offsets[..., -1:]], dim=-1)
+        return offsets.gather(-1, document), offsets.gather(-1, document + 1)
+
+    begin_k, end_k = offsets_of_keys(cu_k)
+    if cu_seqlens_q is None:
+        own, begin, end = position - shift, begin_k - shift, end_k - shift
+    else:
+        cu_q = check_offsets(cu_seqlens_q, "cu_seqlens_q", batched=True).long()
+        if cu_q.shape[-1] != cu_k.shape[-1]:
+            raise ValueError(
+                f"cu_seqlens_k, cu_seqlens_q: got shapes {tuple(cu_seqlens_k.shape)}, {tuple(cu_seqlens_q.shape)}, "
+                "expected as many documents in both"
+            )
+        begin, end = offsets_of_keys(cu_q.reshape(-1, 1, cu_q.shape[-1]).expand(*batch, -1))
+        # Counted from their ends, query and key have the same position in a document.
+        own = position - end_k + end
+    return own, begin.clamp(min=0), end.clamp(max=query_length), position - begin_k, document
+
+
+def _present(key_mask: Tensor, key_length: int) -> Tensor:
+    check_tensor(key_mask, "key_mask")
+    fits = key_mask.dim() in (2, 3) and key_mask.shape[-1] == key_length
+    if not fits or key_mask.dtype != torch.bool:
+        raise ValueError(
+            f"key_mask: got {key_mask.dtype} of shape {tuple(key_mask.shape)}, "
+            f"expected bool of shape [B, {key_length}] or [B, H, {key_length}]"
+        )
+    return key_mask[:, None] if key_mask.dim() == 2 else key_mask
+
+
+def _per_key_integers(tensor: Tensor, name: str, key_length: int) -> Tensor:
+    check_tensor(tensor, name)
+    fits = tensor.dim() in (1, 2, 3) and tensor.shape[-1] == key_length
+    if not fits or not _is_integer(tensor):
+        raise ValueError(
+            f"{name}: got {tensor.dtype} of shape {tuple(tensor.shape)}, "
+            f"expected integers of shape [{key_length}], [B, {key_length}] or [B, H, {key_length}]"
+        )
+    tensor = tensor.long()
+    if tensor.dim() == 1:
+        return tensor[None, None]
+    return tensor[:, None] if tensor.dim() == 2 else tensor
+
+
+def _position(query_position: int | Tensor) -> int | Tensor:
+    """[B, 1, 1], or a number."""
+    if not isinstance(query_position, Tensor):
+        check_count(query_position, "query_position")
+        return query_position
+    if query_position.dim() > 1 or not _is_integer(query_position):
+        raise ValueError(
+            f"query_position: got {query_position.dtype} of shape {tuple(query_position.shape)}, "
+            "expected an integer or integers of shape [B]"
+        )
+    return query_position.long().reshape(-1, 1, 1)
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def _common_device(
+    tensors: dict[str, Tensor | None], device: torch.device | str | None
+) -> torch.device | str | None:
+    """That of the tensors, which have to agree; `device` where there are none."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        check_tensor(tensor, name)
+        if device is None:
+            device = tensor.device
+        expected = torch.device(device)
+        if tensor.device.type != expected.type or expected.index not in (None, tensor.device.index):
+            raise TypeError(f"{name}: got a tensor on {tensor.device}, expected {expected}")
+    return device

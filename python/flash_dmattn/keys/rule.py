@@ -1,0 +1,250 @@
+"""Which keys a query sees by their scores, as a rule and in torch operations.
+
+The operator select_key_intervals follows a rule where keys stand at their index in one row. The functions here also serve
+documents, explicit positions and keys that other intervals show. No value is read back from a GPU, so none of them waits
+for it, and all can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._core import ops, torch_ops
+from .._core.checks import check_count, check_window, resolve_flag
+from .._core.numerics import check_number
+
+SELECTIONS = ("per_query", "global")
+
+
+class KeySelection(NamedTuple):
+    """A rule: the arguments of these names of the public functions, which describe them.
+
+    The query at position t sees a present key at position j <= t when it is one of the first `sink_tokens` present keys,
+    or t - j < recent_window, or its score is not NaN, at or above `score_threshold`, and among the best
+    `keep_window_size` of the keys that compete. Sinks never compete; with recent_competes=False only keys with
+    t - j >= recent_window do.
+    """
+
+    keep_window_size: int | Sequence[int] | None = None  # None: no limit
+    selection: str = "per_query"
+    recent_window: int = 0
+    recent_competes: bool = True
+    sink_tokens: int = 0
+    score_threshold: float | None = None  # None: no threshold
+
+    def checked(self) -> KeySelection:
+        window = self.keep_window_size
+        if isinstance(window, Sequence) and not isinstance(window, str):
+            if not window:
+                raise ValueError("keep_window_size: got no sizes, expected one for each key head")
+            for size in window:
+                check_window(size)
+            window = tuple(window)
+        elif window is not None:
+            check_window(window)
+        if self.selection not in SELECTIONS:
+            raise ValueError(f"selection: got {self.selection!r}, expected one of {SELECTIONS}")
+        check_count(self.recent_window, "recent_window")
+        check_count(self.sink_tokens, "sink_tokens")
+        threshold = self.score_threshold
+        if threshold is not None:
+            check_number(threshold, "score_threshold")
+            threshold = float(threshold)
+            if threshold != threshold:
+                raise ValueError("score_threshold: got nan, expected a number")
+        rule = self._replace(
+            keep_window_size=window,
+            recent_competes=resolve_flag(self.recent_competes, "recent_competes"),
+            score_threshold=threshold,
+        )
+        if rule.widens() and not rule.limits():
+            name = "recent_window" if rule.recent_window else "sink_tokens"
+            raise ValueError(
+                f"{name}: got {getattr(rule, name)} without keep_window_size and score_threshold, so that every key is "
+                "visible; expected one of them (keep_window_size=0 where no other key is to be seen)"
+            )
+        return rule
+
+    def limits(self) -> bool:
+        """Whether any key is hidden."""
+        return self.keep_window_size is not None or self.score_threshold is not None
+
+    def widens(self) -> bool:
+        """Whether keys are visible that were not chosen."""
+        return self.recent_window > 0 or self.sink_tokens > 0
+
+    def is_window(self) -> bool:
+        """Whether it is one number of keys and nothing else."""
+        return not (
+            self.widens()
+            or self.keep_window_size is None
+            or isinstance(self.keep_window_size, tuple)
+            or self.score_threshold is not None
+        )
+
+    def reads_scores(self) -> bool:
+        """Whether scores decide anything."""
+        return self.score_threshold is not None or any(self.windows() or (1,))
+
+    def windows(self) -> Sequence[int]:
+        """The operators' form: none, one for all heads, or one for each."""
+        if self.keep_window_size is None:
+            return ()
+        if isinstance(self.keep_window_size, tuple):
+            return self.keep_window_size
+        return (self.keep_window_size,)
+
+    def options(self) -> tuple:
+        """The operators' arguments after query_length."""
+        return self.recent_window, self.recent_competes, self.sink_tokens, self.score_threshold
+
+    def has_room_for(self, key_length: int) -> bool:
+        """Whether it hides no key whose score is a number."""
+        return self.score_threshold is None and all(w >= key_length for w in self.windows())
+
+    def bound(self, is_causal: bool, documents: bool = False) -> tuple[int, int] | None:
+        """KeyIntervals.bound where it follows from the rule; None for a threshold alone.
+
+        documents: rows consist of documents, with as many queries as keys.
+        """
+        if self.keep_window_size is None:
+            return None
+        seen = max(self.windows()) + self.recent_window + self.sink_tokens
+        arriving = is_causal and self.selection == "per_query"
+        if documents and not arriving:
+            # Of documents with n queries in all, the first and the last show the keys that they keep, those between no more
+            # keys than they have queries.
+            return 2 * seen, 1
+        return seen, int(arriving or self.recent_window > 0)
+
+    def competing(self, scores: Tensor, eligible: Tensor | None) -> Tensor:
+        """The scores of the keys that compete, NaN for the others."""
+        if self.score_threshold is not None:
+            above = scores.double() >= self.score_threshold
+            eligible = above if eligible is None else eligible & above
+        return scores if eligible is None else torch.where(eligible, scores, float("nan"))
+
+    def for_heads(self, scores: Tensor) -> Tensor:
+        """scores [B, H, Sk] for as many heads as have a window."""
+        windows = len(self.windows())
+        if windows < 2 or scores.shape[1] == windows:
+            return scores
+        if scores.shape[1] != 1:
+            raise ValueError(
+                f"keep_window_size: got {windows} sizes, expected one, or {scores.shape[1]} for as many heads of scores"
+            )
+        return scores.expand(-1, windows, -1)
+
+
+class ShownKeys(NamedTuple):
+    """The rows of the query to which keys are shown before any choice; all [B or 1, H or 1, Sk], int64.
+
+    A key is beaten by keys that appear later; so keys appear in their order and leave together, or in groups that are
+    documents, each before the next one appears.
+    """
+
+    first: Tensor  # the row from which it is shown
+    last: Tensor  # the end of these rows; `first` or less: never shown
+    own: Tensor  # the row that stands at the key's position, perhaps outside of the query's rows
+    appears: Tensor  # the row at which it competes unless it does so later, rising
+    document: Tensor | None = None  # its number, rising; None: all keys leave together
+
+
+def choose_among(
+    scores: Tensor, shown: ShownKeys, rule: KeySelection, is_causal: bool, query_length: int
+) -> Tensor:
+    """int32 intervals [B, H, Sk, 2] of the keys that a rule leaves of those that are shown.
+
+    scores: [B or 1, H or 1, Sk].
+    """
+    first, last, own, appears, document = shown
+    scores = rule.for_heads(scores)
+    shape = torch.broadcast_shapes(scores.shape, first.shape, last.shape)
+    visible = first < last
+    competes_at = appears
+    if not rule.recent_competes:
+        competes_at = torch.maximum(appears, own + rule.recent_window)
+    eligible = visible
+    is_sink = None
+    if rule.sink_tokens > 0:
+        is_sink = visible & (_rank_in_document(visible, document) < rule.sink_tokens)
+        eligible = eligible & ~is_sink
+    per_query = is_causal and rule.selection == "per_query"
+    if not per_query and not rule.recent_competes:
+        eligible = eligible & (competes_at < last)  # a global choice is made at the last row
+    scores = rule.competing(scores.detach(), eligible).expand(shape)
+    if document is not None:
+        scores = rank_by_document(scores, document)
+    # Chosen as if every key appeared with a query of its own: row t is the moment when key t appears.
+    library = ops if ops.has_kernels_for(scores) else torch_ops
+    length = shape[-1]
+    moments = library.select_key_intervals(
+        scores, None, rule.windows(), "per_query", True, length
+    ).long()
+    chosen = moments[..., 1] > moments[..., 0]
+    beaten_by = moments[..., 1]
+    if not per_query:
+        # A key of a later document beats every earlier one, after those have left.
+        leaves_before = length if document is None else _end_of_document(document, length)
+        chosen = chosen & (beaten_by >= leaves_before)
+        kept_until = last
+    else:
+        never = torch.full_like(competes_at[..., :1], 2**31 - 1)
+        rows = torch.cat([competes_at, never], dim=-1).expand(*shape[:2], -1)
+        kept_until = torch.minimum(last, rows.gather(-1, beaten_by))
+    end = torch.where(chosen, kept_until, 0)
+    if rule.recent_window > 0:
+        end = torch.maximum(end, torch.minimum(last, own + rule.recent_window))
+    if is_sink is not None:
+        end = torch.where(is_sink, last, end)
+    first, end = torch.broadcast_tensors(first.clamp(min=0), end.clamp(max=query_length))
+    is_seen = visible & (first < end)
+    return (torch.stack([first, end], dim=-1) * is_seen.unsqueeze(-1)).int()
+
+
+def rank_by_document(scores: Tensor, document: Tensor) -> Tensor:
+    """Scores with the same order inside a document, and above those of every earlier document.
+
+    A key is then never beaten by one of a document that ended before it appeared. Of equal scores the
+    later key has the higher rank; NaN stays NaN.
+    """
+    if scores.dtype == torch.float64:  # 64 bits leave no room for the document
+        in_document = _rank(scores)
+    else:
+        # As integers, floats are in their order but for the sign, so that one sort has the documents in the upper halves.
+        bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0: -0 and +0 are equal
+        in_document = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    rank = _rank((document.long() << 32) + in_document)
+    return rank.float().masked_fill(scores.isnan(), float("nan"))
+
+
+def _rank(values: Tensor) -> Tensor:
+    """The number of values that each one beats; of equal ones the later beats the others."""
+    order = values.argsort(dim=-1, stable=True)
+    rank = torch.empty_like(order)
+    return rank.scatter_(
+        -1, order, torch.arange(order.shape[-1], device=order.device).expand(order.shape)
+    )
+
+
+def _rank_in_document(visible: Tensor, document: Tensor | None) -> Tensor:
+    """The number of visible keys before each one in its document."""
+    before = visible.long().cumsum(-1) - visible.long()
+    if document is None:
+        return before
+    begins = F.pad(document[..., 1:] != document[..., :-1], (1, 0), value=True)
+    before, begins = torch.broadcast_tensors(before, begins)
+    return before - torch.where(begins, before, 0).cummax(-1).values
+
+
+def _end_of_document(document: Tensor, length: int) -> Tensor:
+    """The index after the last key of each key's document."""
+    keys = torch.arange(length, device=document.device)
+    ends = F.pad(document[..., 1:] != document[..., :-1], (0, 1), value=True)
+    end = torch.where(ends, keys + 1, length)
+    return end.flip(-1).cummin(-1).values.flip(-1)

@@ -1,0 +1,357 @@
+#include "api/validate.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <sstream>
+#include <string>
+#include <string_view>
+
+#include "arguments.h"
+#include "flash_dmattn/error.h"
+
+namespace flash_dmattn {
+namespace {
+
+using Shape4 = std::array<std::int64_t, 4>;
+
+std::string text(double value) {
+  std::ostringstream stream;
+  stream << value;
+  return stream.str();
+}
+
+// "1", or "{size|1}" with every size once.
+std::string choice(std::initializer_list<std::int64_t> sizes) {
+  std::string result;
+  std::int64_t before = 1;
+  for (const std::int64_t size : sizes) {
+    if (size != 1 && size != before) result += std::to_string(size) + "|";
+    before = size;
+  }
+  return result.empty() ? "1" : "{" + result + "1}";
+}
+
+// ---- Problem -------------------------------------------------------------------------------------
+
+void check_broadcast_shape(std::string_view argument, const Problem& p,
+                           const BroadcastShape& shape) {
+  if (!is_given(shape)) return;
+  const bool fits = (shape[0] == p.batch || shape[0] == 1) &&
+                    (shape[1] == p.heads_q || shape[1] == p.heads_kv || shape[1] == 1) &&
+                    (shape[2] == p.seqlen_q || shape[2] == 1) &&
+                    (shape[3] == p.seqlen_k || shape[3] == 1);
+  if (!fits) {
+    throw InvalidArgument(argument, shape_text(shape),
+                          "(" + choice({p.batch}) + ", " + choice({p.heads_q, p.heads_kv}) + ", " +
+                              choice({p.seqlen_q}) + ", " + choice({p.seqlen_k}) +
+                              "), or all zero for none");
+  }
+  if (!product_fits({shape[0], shape[1], shape[2], shape[3]})) {
+    throw InvalidArgument(argument, shape_text(shape), "at most 2^56 elements");
+  }
+}
+
+// [B|1, Hkv|1] of intervals or of a key list.
+void check_row_shape(std::string_view argument, const Problem& p,
+                     const std::array<std::int64_t, 2>& shape) {
+  const auto [batch, heads] = shape;
+  const bool fits = (batch == p.batch || batch == 1) && (heads == p.heads_kv || heads == 1);
+  if (is_given(shape) && !fits) {
+    throw InvalidArgument(
+        argument, shape_text(shape),
+        "(" + choice({p.batch}) + ", " + choice({p.heads_kv}) + "), or all zero for none");
+  }
+}
+
+void check_bias_dtype(const Problem& p) {
+  const bool fits =
+      p.bias_dtype == p.dtype || (p.bias_dtype == DType::f32 && p.dtype != DType::f64);
+  if (is_given(p.bias_shape) && !fits) {
+    std::string expected(name_of(p.dtype));
+    if (p.dtype == DType::bf16 || p.dtype == DType::f16) expected += " or f32";
+    throw InvalidArgument("problem.bias_dtype", name_of(p.bias_dtype),
+                          expected + " with problem.dtype " + std::string(name_of(p.dtype)));
+  }
+}
+
+// Kernels round both to fp32.
+void check_scale_and_softcap(const Problem& p) {
+  const bool wide = p.dtype == DType::f64;
+  const double largest =
+      wide ? std::numeric_limits<double>::max() : double{std::numeric_limits<float>::max()};
+  const std::string finite = wide ? "a finite f64" : "a finite f32";
+  if (!(std::abs(p.scale) <= largest)) {
+    throw InvalidArgument("problem.scale", text(p.scale), finite);
+  }
+  if (!(p.softcap >= 0 && p.softcap <= largest)) {
+    throw InvalidArgument("problem.softcap", text(p.softcap), finite + " >= 0 (0 = none)");
+  }
+}
+
+void check_rank_shapes(const Problem& p) {
+  if (!is_given(p.rank_shape) && !is_given(p.limit_shape)) return;
+  check_broadcast_shape("problem.rank_shape", p, p.rank_shape);
+  check_broadcast_shape("problem.limit_shape", p, p.limit_shape);
+  if (p.rank_shape[2] != 1 || p.rank_shape[3] != p.seqlen_k) {
+    throw InvalidArgument("problem.rank_shape", shape_text(p.rank_shape),
+                          "one rank for each of " + std::to_string(p.seqlen_k) +
+                              " keys, and problem.limit_shape with it");
+  }
+  if (p.limit_shape[2] != p.seqlen_q || p.limit_shape[3] != 1) {
+    throw InvalidArgument("problem.limit_shape", shape_text(p.limit_shape),
+                          "one limit for each of " + std::to_string(p.seqlen_q) +
+                              " queries, and problem.rank_shape with it");
+  }
+  if (!is_given(p.mask_shape) || is_given(p.intervals_shape) || is_given(p.key_list_shape)) {
+    throw InvalidArgument("problem.rank_shape", shape_text(p.rank_shape),
+                          "ranks only with a mask and without intervals");
+  }
+}
+
+// ---- Tensors -------------------------------------------------------------------------------------
+
+void check_span(std::string_view argument, const ConstTensor4& tensor, const Shape4& shape) {
+  std::int64_t room = max_elements;
+  for (std::size_t i = 0; i < shape.size(); ++i) {
+    if (shape[i] <= 1) continue;
+    const std::int64_t most = room / (shape[i] - 1);
+    if (tensor.stride[i] > most || tensor.stride[i] < -most) {
+      throw InvalidArgument(
+          argument, "strides " + shape_text(tensor.stride) + " for shape " + shape_text(shape),
+          "a span of at most 2^56 elements");
+    }
+    room -= std::abs(tensor.stride[i]) * (shape[i] - 1);
+  }
+}
+
+}  // namespace
+
+void check_input(std::string_view argument, const ConstTensor4& tensor, const Shape4& shape) {
+  if (!has_elements(shape)) return;
+  if (tensor.data == nullptr) {
+    throw InvalidArgument(argument, "null data", "data of shape " + shape_text(shape));
+  }
+  if (shape[3] > 1 && tensor.stride[3] != 1) {
+    throw InvalidArgument(argument, "strides " + shape_text(tensor.stride),
+                          "a last dimension that is contiguous (stride 1)");
+  }
+  check_span(argument, tensor, shape);
+}
+
+void check_output(std::string_view argument, const Tensor4& tensor, const Shape4& shape) {
+  check_input(argument, tensor, shape);
+  for (std::size_t i = 0; i < shape.size(); ++i) {
+    if (has_elements(shape) && shape[i] > 1 && tensor.stride[i] == 0) {
+      throw InvalidArgument(
+          argument, "strides " + shape_text(tensor.stride) + " for shape " + shape_text(shape),
+          "an output whose elements do not overlap");
+    }
+  }
+}
+
+namespace {
+
+void check_gradient(std::string_view argument, const Tensor4& tensor, const Shape4& shape) {
+  if (tensor.data != nullptr) check_output(argument, tensor, shape);
+}
+
+void check_absent(std::string_view argument, const void* data, std::string_view shape) {
+  if (data != nullptr) {
+    throw InvalidArgument(argument, "data",
+                          "null data while " + std::string(shape) + " is all zero");
+  }
+}
+
+Shape4 broadcast_strides(const Shape4& stride, const BroadcastShape& shape) {
+  Shape4 result{};
+  for (std::size_t i = 0; i < shape.size(); ++i) result[i] = shape[i] == 1 ? 0 : stride[i];
+  return result;
+}
+
+ConstTensor4 validated_broadcast(std::string_view argument, const ConstTensor4& tensor,
+                                 std::string_view shape_argument, const BroadcastShape& shape) {
+  if (!is_given(shape)) {
+    check_absent(argument, tensor.data, shape_argument);
+    return {};
+  }
+  check_input(argument, tensor, shape);
+  return {tensor.data, broadcast_strides(tensor.stride, shape)};
+}
+
+// ---- Visibility ----------------------------------------------------------------------------------
+
+KeyIntervals validated_intervals(const Problem& p, const KeyIntervals& intervals) {
+  if (!is_given(p.intervals_shape)) {
+    check_absent("visibility.intervals", intervals.data, "problem.intervals_shape");
+    return {nullptr, 0, 0};
+  }
+  const auto [batch, heads] = p.intervals_shape;
+  const KeyIntervals result = with_resolved_strides(intervals, batch, heads, p.seqlen_k);
+  check_input("visibility.intervals",
+              {result.data, {result.stride_batch, result.stride_head, 0, 1}},
+              {batch, heads, 1, p.seqlen_k});
+  return result;
+}
+
+KeyList validated_key_list(const Problem& p, const KeyList& list) {
+  if (!is_given(p.key_list_shape)) {
+    check_absent("visibility.key_list", list.keys, "problem.key_list_shape");
+    return {};
+  }
+  if (!has_elements(p.key_list_shape)) return list;
+  if (list.keys == nullptr || list.count == nullptr) {
+    throw InvalidArgument(
+        "visibility.key_list", "null data",
+        "keys and their counts for each row of shape " + shape_text(p.key_list_shape));
+  }
+  if (list.stride <= 0 || list.stride % 4 != 0) {
+    throw InvalidArgument("visibility.key_list.stride", std::to_string(list.stride),
+                          "a positive multiple of 4");
+  }
+  if (reinterpret_cast<std::uintptr_t>(list.keys) % 16 != 0) {
+    throw InvalidArgument("visibility.key_list", "a misaligned address",
+                          "keys aligned to 16 bytes");
+  }
+  return list;
+}
+
+// ---- Statistics of rows --------------------------------------------------------------------------
+
+void check_row_dtype(std::string_view argument, const ConstRowValues& values, const Problem& p) {
+  const DType expected = p.dtype == DType::f64 ? DType::f64 : DType::f32;
+  if (values.data != nullptr && values.dtype != expected) {
+    throw InvalidArgument(
+        argument, name_of(values.dtype),
+        std::string(name_of(expected)) + " with problem.dtype " + std::string(name_of(p.dtype)));
+  }
+}
+
+void check_lse(const ConstRowValues& lse, const ConstRowValues& lse_low, const Problem& p) {
+  const std::array shape = {p.batch, p.heads_q, p.seqlen_q};
+  if (lse.data == nullptr && has_elements(shape)) {
+    throw InvalidArgument("lse", "null data", "data of shape " + shape_text(shape));
+  }
+  check_row_dtype("lse", lse, p);
+  check_row_dtype("lse_low", lse_low, p);
+}
+
+Shape4 query_shape(const Problem& p) { return {p.batch, p.seqlen_q, p.heads_q, p.head_dim}; }
+Shape4 key_shape(const Problem& p) { return {p.batch, p.seqlen_k, p.heads_kv, p.head_dim}; }
+
+}  // namespace
+
+void validate(const Problem& p) {
+  require_length("problem.batch", p.batch);
+  require_length("problem.heads_q", p.heads_q);
+  require_length("problem.heads_kv", p.heads_kv);
+  require_length("problem.seqlen_q", p.seqlen_q);
+  require_length("problem.seqlen_k", p.seqlen_k);
+  require_range("problem.head_dim", p.head_dim, 1, 256);
+  if (p.heads_kv == 0 ? p.heads_q != 0 : p.heads_q % p.heads_kv != 0) {
+    throw InvalidArgument("problem.heads_q", std::to_string(p.heads_q),
+                          "a multiple of problem.heads_kv = " + std::to_string(p.heads_kv));
+  }
+  if (!product_fits({p.batch, std::max(p.heads_q, p.heads_kv), std::max(p.seqlen_q, p.seqlen_k),
+                     p.head_dim})) {
+    throw InvalidArgument(
+        "problem",
+        "batch, heads_q, seqlen_q, seqlen_k, head_dim " +
+            shape_text(std::array{p.batch, p.heads_q, p.seqlen_q, p.seqlen_k, p.head_dim}),
+        "tensors of at most 2^56 elements");
+  }
+  if (p.dtype > DType::f64) {
+    throw InvalidArgument("problem.dtype", name_of(p.dtype), "f32, bf16, f16 or f64");
+  }
+  if (p.device > Device::cuda) {
+    throw InvalidArgument("problem.device", std::to_string(static_cast<int>(p.device)),
+                          "cpu or cuda");
+  }
+  if (p.nonfinite > NonFinite::propagate) {
+    throw InvalidArgument("problem.nonfinite", std::to_string(static_cast<int>(p.nonfinite)),
+                          "saturate or propagate");
+  }
+  check_scale_and_softcap(p);
+  check_broadcast_shape("problem.mask_shape", p, p.mask_shape);
+  check_broadcast_shape("problem.bias_shape", p, p.bias_shape);
+  check_bias_dtype(p);
+  check_row_shape("problem.intervals_shape", p, p.intervals_shape);
+  check_row_shape("problem.key_list_shape", p, p.key_list_shape);
+  if (is_given(p.intervals_shape) && is_given(p.key_list_shape)) {
+    throw InvalidArgument("problem.key_list_shape", shape_text(p.key_list_shape),
+                          "all zero with problem.intervals_shape");
+  }
+  check_rank_shapes(p);
+}
+
+Visibility validated(const Problem& p, const Visibility& visibility) {
+  Visibility result = visibility;
+  result.intervals = validated_intervals(p, visibility.intervals);
+  result.key_list = validated_key_list(p, visibility.key_list);
+  result.ranks.key_rank = validated_broadcast(
+      "visibility.ranks.key_rank", visibility.ranks.key_rank, "problem.rank_shape", p.rank_shape);
+  result.ranks.rank_limit =
+      validated_broadcast("visibility.ranks.rank_limit", visibility.ranks.rank_limit,
+                          "problem.limit_shape", p.limit_shape);
+  return result;
+}
+
+namespace {
+
+Inputs validated(const Problem& p, const Inputs& in) {
+  check_input("q", in.q, query_shape(p));
+  check_input("k", in.k, key_shape(p));
+  check_input("v", in.v, key_shape(p));
+  Inputs result = in;
+  result.mask = validated_broadcast("mask", in.mask, "problem.mask_shape", p.mask_shape);
+  result.bias = validated_broadcast("bias", in.bias, "problem.bias_shape", p.bias_shape);
+  result.visibility = validated(p, in.visibility);
+  return result;
+}
+
+}  // namespace
+
+ForwardArgs with_validated_inputs(const ForwardArgs& args, const Backend& backend) {
+  ForwardArgs result = args;
+  result.in = validated(args.problem, args.in);
+  check_schedule(args.problem, args.schedule, Direction::forward, backend);
+  return result;
+}
+
+BackwardArgs with_validated_inputs(const BackwardArgs& args, const Backend& backend) {
+  BackwardArgs result = args;
+  result.in = validated(args.problem, args.in);
+  check_schedule(args.problem, args.schedule, Direction::backward, backend);
+  return result;
+}
+
+ForwardArgs validated(const ForwardArgs& args, const Backend& backend) {
+  const Problem& p = args.problem;
+  ForwardArgs result = with_validated_inputs(args, backend);
+  check_output("out", args.out, query_shape(p));
+  check_lse(args.lse, args.lse_low, p);
+  return result;
+}
+
+BackwardArgs validated(const BackwardArgs& args, const Backend& backend) {
+  const Problem& p = args.problem;
+  BackwardArgs result = with_validated_inputs(args, backend);
+  check_input("out", args.out, query_shape(p));
+  check_lse(args.lse, args.lse_low, p);
+  check_input("dout", args.dout, query_shape(p));
+  check_gradient("dq", args.dq, query_shape(p));
+  check_gradient("dk", args.dk, key_shape(p));
+  check_gradient("dv", args.dv, key_shape(p));
+  if (!is_given(p.bias_shape)) {
+    check_absent("dbias", args.dbias.data, "problem.bias_shape");
+  } else {
+    check_gradient("dbias", args.dbias, p.bias_shape);
+    result.dbias.stride = broadcast_strides(args.dbias.stride, p.bias_shape);
+  }
+  return result;
+}
+
+}  // namespace flash_dmattn

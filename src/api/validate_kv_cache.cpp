@@ -1,0 +1,203 @@
+#include "api/validate_kv_cache.h"
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "api/validate.h"
+#include "arguments.h"
+
+namespace flash_dmattn {
+namespace {
+
+// The names of a cache's members in errors.
+struct CacheNames {
+  std::string_view k, v, scores, positions, counts, seen, pending;
+};
+constexpr CacheNames cache_names = {"cache.k",      "cache.v",    "cache.scores", "cache.positions",
+                                    "cache.counts", "cache.seen", "cache.pending"};
+constexpr CacheNames from_names = {"from.k",      "from.v",    "from.scores", "from.positions",
+                                   "from.counts", "from.seen", "from.pending"};
+constexpr CacheNames to_names = {"to.k",      "to.v",    "to.scores", "to.positions",
+                                 "to.counts", "to.seen", "to.pending"};
+
+void check_members(const KvCache& cache, const CacheNames& names) {
+  const KvCacheShape& s = cache.shape;
+  check_shape(s);
+  const std::array shape = {s.batch, s.heads_kv, s.slots(), s.head_dim};
+  check_output(names.k, cache.k, shape);
+  check_output(names.v, cache.v, shape);
+  require_pointer(names.scores, cache.scores, has_rows(s));
+  require_pointer(names.positions, cache.positions, has_rows(s));
+  require_pointer(names.counts, cache.counts, has_rows(s));
+  require_pointer(names.seen, cache.seen, s.batch > 0);
+  require_range(names.pending, cache.pending, 0, s.chunk);
+}
+
+// Values that a GPU's callers keep on the device are only read on the CPU.
+void check_values(std::string_view argument, const KvCacheShape& s, const std::int32_t* values,
+                  std::int64_t count, std::int64_t most) {
+  if (values == nullptr || s.device != Device::cpu) return;
+  for (std::int64_t i = 0; i < count; ++i) {
+    if (values[i] >= 0 && values[i] <= most) continue;
+    throw InvalidArgument(std::string(argument) + "[" + std::to_string(i) + "]",
+                          std::to_string(values[i]), "0 to " + std::to_string(most));
+  }
+}
+
+ScoreRows validated_scores(const KvCacheShape& s, const ScoreRows& scores, std::int64_t length) {
+  require_pointer("scores", scores.data, has_rows(s) && length > 0);
+  return {scores.data, resolved_strides(scores.stride, {s.batch, s.heads_kv, length})};
+}
+
+TokenMask validated_mask(const KvCacheShape& s, const TokenMask& mask, std::int64_t length) {
+  return {mask.data, resolved_strides(mask.stride, {s.batch, length})};
+}
+
+// k and v of new tokens.
+void check_tokens(const KvCacheShape& s, const ConstTensor4& k, const ConstTensor4& v,
+                  std::int64_t length) {
+  require_length("seqlen", length);
+  const std::array shape = {s.batch, length, s.heads_kv, s.head_dim};
+  check_input("k", k, shape);
+  check_input("v", v, shape);
+}
+
+}  // namespace
+
+void check_shape(const KvCacheShape& s) {
+  require_length("cache.shape.batch", s.batch);
+  require_length("cache.shape.heads_kv", s.heads_kv);
+  require_length("cache.shape.window", s.window);
+  require_length("cache.shape.chunk", s.chunk);
+  if (s.window < 1) throw InvalidArgument("cache.shape.window", "0", "at least 1");
+  require_length("cache.shape.window + chunk", s.slots());
+  require_range("cache.shape.head_dim", s.head_dim, 1, 256);
+  if (s.dtype > DType::f16) {
+    throw InvalidArgument("cache.shape.dtype", name_of(s.dtype), "f32, bf16 or f16");
+  }
+  if (s.device > Device::cuda) {
+    throw InvalidArgument("cache.shape.device", std::to_string(static_cast<int>(s.device)),
+                          "cpu or cuda");
+  }
+  if (!product_fits({s.batch, s.heads_kv, s.slots(), s.head_dim})) {
+    throw InvalidArgument("cache.shape",
+                          std::to_string(s.batch) + " rows of " + std::to_string(s.heads_kv) +
+                              " heads of " + std::to_string(s.slots()) + " slots",
+                          "at most 2^56 elements");
+  }
+}
+
+void check_cache(const KvCache& cache) { check_members(cache, cache_names); }
+
+void check_counts(const KvCache& cache, std::string_view name) {
+  const KvCacheShape& s = cache.shape;
+  if (s.device != Device::cpu) return;
+  for (std::int64_t row = 0; row < s.batch * s.heads_kv; ++row) {
+    const SlotCount& slots = cache.counts[row];
+    const auto check = [&](std::string_view member, std::int64_t value, std::int64_t most) {
+      if (value >= 0 && value <= most) return;
+      throw InvalidArgument(
+          std::string(name) + "[" + std::to_string(row) + "]." + std::string(member),
+          std::to_string(value), "0 to " + std::to_string(most));
+    };
+    check("count", slots.count, s.window);
+    if (slots.count == s.window) check("victim", slots.victim, s.window - 1);
+  }
+}
+
+CopyRowsArgs validated(const CopyRowsArgs& args) {
+  check_members(args.from, from_names);
+  check_members(args.to, to_names);
+  const KvCacheShape& from = args.from.shape;
+  const KvCacheShape& to = args.to.shape;
+  const auto same = [](std::string_view field, std::int64_t got, std::int64_t expected) {
+    require_range(field, got, expected, expected);
+  };
+  same("to.shape.heads_kv", to.heads_kv, from.heads_kv);
+  same("to.shape.window", to.window, from.window);
+  same("to.shape.head_dim", to.head_dim, from.head_dim);
+  same("to.shape.dtype", static_cast<int>(to.dtype), static_cast<int>(from.dtype));
+  same("to.shape.device", static_cast<int>(to.device), static_cast<int>(from.device));
+  same("to.pending", args.to.pending, args.from.pending);
+  require_pointer("index", args.index, to.batch > 0);
+  check_values("index", to, args.index, to.batch, from.batch - 1);
+  return args;
+}
+
+FillArgs validated(const FillArgs& args) {
+  check_cache(args.cache);
+  const KvCacheShape& s = args.cache.shape;
+  require_length("seqlen_q", args.seqlen_q);
+  check_tokens(s, args.k, args.v, args.seqlen_k);
+  require_pointer("intervals", args.intervals.data, has_rows(s) && args.seqlen_k > 0);
+  check_values("lengths", s, args.lengths, s.batch, args.seqlen_k);
+  FillArgs result = args;
+  result.scores = validated_scores(s, args.scores, args.seqlen_k);
+  result.intervals = with_resolved_strides(args.intervals, s.batch, s.heads_kv, args.seqlen_k);
+  return result;
+}
+
+AppendArgs validated(const AppendArgs& args) {
+  check_cache(args.cache);
+  const KvCacheShape& s = args.cache.shape;
+  check_tokens(s, args.k, args.v, args.seqlen);
+  const std::int64_t room = s.chunk - args.cache.pending;
+  if (args.seqlen > room) {
+    throw InvalidArgument("seqlen", std::to_string(args.seqlen),
+                          "at most " + std::to_string(room) + ": cache.shape.chunk has room for " +
+                              std::to_string(s.chunk) + " pending tokens, of which " +
+                              std::to_string(args.cache.pending) + " are taken");
+  }
+  AppendArgs result = args;
+  result.scores = validated_scores(s, args.scores, args.seqlen);
+  result.mask = validated_mask(s, args.mask, args.seqlen);
+  return result;
+}
+
+PendingIntervalsArgs validated(const PendingIntervalsArgs& args) {
+  check_cache(args.cache);
+  require_range("seqlen_q", args.seqlen_q, 0, args.cache.pending);
+  return args;
+}
+
+CommitArgs validated(const CommitArgs& args) {
+  check_cache(args.cache);
+  check_values("keep", args.cache.shape, args.keep, args.cache.shape.batch, args.cache.pending);
+  return args;
+}
+
+DecodeStepArgs validated(const DecodeStepArgs& args) {
+  check_cache(args.cache);
+  const KvCacheShape& s = args.cache.shape;
+  require_range("cache.pending", args.cache.pending, 0, 0);
+  // The attention to the slots is a problem of its own, with the same checks as any other.
+  validate(Problem{.batch = s.batch,
+                   .heads_q = args.heads_q,
+                   .heads_kv = s.heads_kv,
+                   .seqlen_q = 1,
+                   .seqlen_k = s.window,
+                   .head_dim = s.head_dim,
+                   .dtype = s.dtype,
+                   .device = s.device,
+                   .scale = args.scale,
+                   .softcap = args.softcap,
+                   .nonfinite = args.nonfinite});
+  check_input("q", args.q, {s.batch, 1, args.heads_q, s.head_dim});
+  check_tokens(s, args.k, args.v, 1);
+  DecodeStepArgs result = args;
+  result.scores = validated_scores(s, args.scores, 1);
+  result.mask = validated_mask(s, args.mask, 1);
+  return result;
+}
+
+DecodeStepArgs with_validated_outputs(const DecodeStepArgs& args) {
+  const KvCacheShape& s = args.cache.shape;
+  check_output("out", args.out, {s.batch, 1, args.heads_q, s.head_dim});
+  require_pointer("lse", args.lse.data, s.batch > 0 && args.heads_q > 0);
+  if (args.lse.dtype != DType::f32) throw InvalidArgument("lse", name_of(args.lse.dtype), "f32");
+  return args;
+}
+
+}  // namespace flash_dmattn

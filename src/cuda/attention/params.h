@@ -1,0 +1,139 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/primitives/semaphore.h"
+#include "cuda/primitives/views.h"
+#include "flash_dmattn/visibility.h"
+#include "selection/query_tile_lists.h"
+
+// Parameters of the kernels. They are plain values, and all pointers point to device memory.
+namespace flash_dmattn::cuda {
+
+// A mask with a query dimension, which PackMaskKernel (stages/packed_mask.cuh) packs to a bit for each element, with a
+// state for each tile of 64 x 64 elements. With ranks, only elements that the ranks select have their bit set. Matrices
+// are [B|1, H|1]; their strides count matrices, and the head's stride is split as in Broadcast.
+struct PackedMask {
+  static constexpr int side = 64;
+  static constexpr int shared_row_tiles = 3;  // most row tiles of a kernel's work tile
+  static constexpr std::uint8_t some = 1;     // some element of the tile is visible
+  static constexpr std::uint8_t all = 2;      // every existing element is visible
+
+  // [matrices, ceil(Sq / 64), words, 64 queries]: bit j of word w is key 64 w + j. If it is null and there are states,
+  // the kernel reads the mask's bytes, and FindMaskStates (stages/mask_states.cuh) finds the tiles with some visible
+  // element.
+  std::uint64_t* bits = nullptr;
+  std::uint8_t* states = nullptr;  // [matrices, ceil(Sq / 64), words]
+  int words = 0;                   // ceil(Sk / 64)
+  int batch = 0;
+  int head_q = 0;
+  int head_kv = 0;
+
+  constexpr std::int64_t matrix(int batch_index, int head, int kv_head) const {
+    return batch_index * batch + head * head_q + kv_head * head_kv;
+  }
+};
+
+// The number of queries of a tile of key lists and of key ranges. The rows of a kernel's tile divide it, except for
+// some kernels with dense masks, which have no lists.
+inline constexpr int query_tile_rows = 128;
+
+// The keys that a tile of query_tile_rows queries visits if there are key intervals and no list: from the first to
+// the last key that any query sees (stages/key_ranges.cuh). Bounds are multiples of `keys` or the end of the
+// sequence.
+struct alignas(16) KeyRange {
+  static constexpr int keys = 64;
+
+  int begin, end;
+  int full_begin,
+      full_end;  // keys among these that every query sees, unless a mask or a bias hides them
+};
+
+struct KeyRanges {
+  const KeyRange* data = nullptr;  // [batch, heads, tiles]
+  int batch = 0;                   // strides, in ranges
+  int head = 0;
+};
+
+// The form of a score before the bias is added, x = q . k.
+enum class ScoreForm : std::uint8_t {
+  product,            // s = factor x
+  nonpositive_scale,  // x is multiplied by `inner` first, as only a positive factor may follow the max
+  capped,             // x becomes tanh(x scale / c) first
+};
+
+// Scores are in units of log 2, so that exp is a single ex2. All factors include log2 e unless stated otherwise.
+struct ScoreParams {
+  ScoreForm form = ScoreForm::product;
+  float inner = 0;             // nonpositive_scale: scale log2 e; capped: 2 log2 e scale / c
+  float factor = 0;            // > 0: scale log2 e, 1 or c log2 e
+  float dense_factor = 0;      // `factor` without log2 e, for a dense bias, which is added unscaled
+  float final_log2_scale = 0;  // multiplies a finished score: factor without a bias
+  float mask_value = 0;        // biases at or below it mask
+  Broadcast mask;
+  Broadcast key_rank;      // int32; with ranks the mask counts as dense
+  Broadcast rank_limit;    // int32
+  PackedMask packed_mask;  // the dense mask and the ranks, if there are no tile lists
+  Broadcast bias;
+  KeyIntervals intervals;
+  bool causal = false;
+  // These are for the fp64 fallback, which computes in natural units.
+  float scale = 0;
+  float softcap = 0;
+};
+
+struct Shape {
+  int batch = 0;
+  int heads_q = 0;
+  int heads_kv = 0;
+  int seqlen_q = 0;
+  int seqlen_k = 0;
+  int head_dim = 0;
+};
+
+struct ForwardParams {
+  Shape shape;
+  ScoreParams score;
+  InputRows q, k, v;
+  OutputRows out;
+  QueryTileLists tile_lists;  // empty where there are no lists
+  KeyRanges key_ranges;       // for calls without lists; empty: every key is visited
+  float* lse = nullptr;
+  float* lse_low = nullptr;  // may be null
+  bool saturate = true;
+};
+
+// Conditions that the preprocess finds in some row, or that a main loop finds. Each enables a slow path.
+enum BackwardFlag : std::uint32_t {
+  dout_not_finite = 1,
+  lse_has_low = 2,     // lse_log2_low is significant
+  lse_is_extreme = 4,  // scores may have overflowed
+  dq_not_finite = 8,   // before it was converted (stages/dq_fixup.cuh)
+  q_not_finite = 16,   // without `saturate`
+  row_not_finite =
+      32,  // without `saturate`: P or dS of a row that sees a key (stages/nonfinite_rows.cuh)
+};
+
+// The parameters of every kernel of a backward; a main loop's parameters derive from them.
+struct BackwardParams {
+  Shape shape;
+  ScoreParams score;
+  InputRows q, k, v, out, dout;
+  OutputRows dq, dk, dv;
+  QueryTileLists tile_lists;  // the keys that a row may see; all keys if it is empty
+  const float* lse = nullptr;
+  const float* lse_low = nullptr;  // may be null
+  OutputBroadcast dbias;           // receives ds, stored or added in fp32; null if not wanted
+  bool dbias_accumulates =
+      false;  // elements of ds that share an element of dbias are added in fp32
+  bool saturate = true;
+
+  // Workspace.
+  float* lse_log2 = nullptr;       // [B, Hq, Sq] lse log2 e, +inf for a row without visible keys
+  float* lse_log2_low = nullptr;   // [B, Hq, Sq] rounding error of lse_log2
+  float* delta = nullptr;          // [B, Hq, Sq]
+  std::uint32_t* flags = nullptr;  // [1] BackwardFlag
+};
+
+}  // namespace flash_dmattn::cuda

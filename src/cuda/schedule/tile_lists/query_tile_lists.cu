@@ -1,0 +1,230 @@
+#include "cuda/schedule/tile_lists/partition_row.cuh"
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <limits>
+
+#include "cuda/schedule/tile_list_arguments.h"
+#include "cuda/selection/selection.h"
+
+namespace flash_dmattn::cuda {
+namespace {
+
+// The number of tiles of a node as a power of two, from the lowest level up. 8 tiles with two lists each keep a CTA's
+// stores busy; above that a node has 32 children.
+constexpr std::array<int, 3> node_tile_bits = {3, 8, 13};
+constexpr int node_tiles = 1 << node_tile_bits[0];
+
+// The steps of a warp's batch. Lists of nodes are mostly one batch of 4096 keys. Rows are cut into parts, which are
+// short as long as there are few of them.
+constexpr int node_steps = 8;
+constexpr int row_steps = 1;
+constexpr std::int64_t max_parts = 128;
+
+// The most keys that `queries` consecutive queries see.
+std::int64_t max_keys(const TileListArgs& args, std::int64_t queries) {
+  return std::min(
+      args.seqlen_k,
+      args.bound.base + args.bound.per_query * std::min(queries, args.tile_rows * args.tiles()));
+}
+
+void validate(const TileListArgs& args) {
+  validate_tile_list_args(args);
+  if (args.key_list.keys != nullptr) return;
+  if (!args.bound.known()) {
+    throw InvalidArgument("visibility.bound", "unknown", "one of key_bound or measure_key_bound");
+  }
+  require_length("visibility.bound.base", args.bound.base);
+  require_length("visibility.bound.per_query", args.bound.per_query);
+}
+
+key_tree::Parts row_parts(const TileListArgs& args) {
+  constexpr std::int64_t batch = key_tree::threads * row_steps;
+  const std::int64_t batches = ceil_div(std::max<std::int64_t>(args.seqlen_k, 1), batch);
+  const std::int64_t part_batches = ceil_div(batches, max_parts);
+  key_tree::Parts parts;
+  parts.parts = static_cast<int>(ceil_div(batches, part_batches));
+  parts.items = static_cast<int>(part_batches * batch);
+  return parts;
+}
+
+using PartitionRowKernel = key_tree::PartitionRowKernel<key_tree::Tiles<node_tiles>>;
+
+// The lists between the intervals and the tiles, from the lowest level up.
+struct Tree {
+  std::array<key_tree::Level, node_tile_bits.size()> levels;
+  std::size_t count = 0;
+  bool is_one_kernel = false;  // no lists of nodes in memory
+  key_tree::Parts parts;
+  std::size_t bytes = 0;
+};
+
+Tree make_tree(const TileListArgs& args, void* workspace) {
+  Tree tree;
+  WorkspaceAllocator allocator(workspace);
+  const std::int64_t rows = args.batch * args.heads;
+  const std::int64_t tiles = args.tiles();
+  // A row has at most 32 nodes as children, or 16 tiles.
+  for (std::int64_t children = 2 * tiles; children > key_tree::max_lists; ++tree.count) {
+    const int tile_bits = node_tile_bits[tree.count];
+    const std::int64_t queries = args.tile_rows << tile_bits;
+    key_tree::Level& level = tree.levels[tree.count];
+    level = key_tree::Level(tile_bits, static_cast<int>(tiles),
+                            static_cast<int>(max_keys(args, queries)));
+    children = level.nodes();
+  }
+  tree.is_one_kernel = tree.count == 1 && PartitionRowKernel::takes(tree.levels[0], args.seqlen_k);
+  if (tree.is_one_kernel) return tree;
+  for (std::size_t i = 0; i < tree.count; ++i) tree.levels[i].allocate(rows, allocator);
+  tree.parts = row_parts(args);
+  tree.parts.counts = allocator.take<int>(rows * tree.parts.parts * key_tree::max_lists);
+  tree.bytes = allocator.used();
+  return tree;
+}
+
+// Partitions with a CTA for each of the parent's nodes.
+template <class Parent, class Children>
+void partition_nodes(const TileListArgs& args, const Parent& parent, const Children& children,
+                     cudaStream_t stream) {
+  key_tree::Parts whole;
+  whole.items = std::numeric_limits<int>::max();
+  launch_grid<key_tree::partition_keys<node_steps, Parent, Children>>(
+      {args.batch * args.heads * parent.nodes(), key_tree::threads}, stream, parent, children,
+      whole);
+}
+
+template <class Children>
+void partition_rows(const TileListArgs& args, const Tree& tree, const Children& children,
+                    cudaStream_t stream) {
+  const key_tree::AllKeys all(args);
+  if (args.seqlen_k <= key_tree::threads * node_steps) {  // one batch, counted while it is stored
+    partition_nodes(args, all, children, stream);
+    return;
+  }
+  const std::int64_t ctas = args.batch * args.heads * tree.parts.parts;
+  launch_grid<key_tree::count_part<row_steps, Children>>({ctas, key_tree::threads}, stream, all,
+                                                         children, tree.parts);
+  launch_grid<key_tree::partition_keys<row_steps, key_tree::AllKeys, Children>>(
+      {ctas, key_tree::threads}, stream, all, children, tree.parts);
+}
+
+// The number of keys before `end` in an ascending list.
+__device__ int keys_before(const std::int32_t* keys, int count, int end) {
+  int low = 0;
+  while (low < count) {
+    const int middle = (low + count) / 2;
+    if (keys[middle] < end) {
+      low = middle + 1;
+    } else {
+      count = middle;
+    }
+  }
+  return low;
+}
+
+// The tiles of a key list. The list of each tile is a prefix of its row's list.
+struct TilesOfList {
+  KeyList list;
+  TileListBuffers buffers;
+  int tiles;
+  int tile_rows;
+  int seqlen_q;
+  int shift;  // position of query 0
+  bool causal;
+
+  __device__ void operator()(long i) const {
+    const long row = i / tiles;
+    const int first_query = static_cast<int>(i % tiles) * tile_rows;
+    const int last_query = min(first_query + tile_rows, seqlen_q) - 1;
+    const std::int32_t* const keys = list.keys + row * list.stride;
+    const int all = list.count[row];
+    buffers.begin[i] = row * list.stride;
+    buffers.count[i] = causal ? keys_before(keys, all, last_query + shift + 1) : all;
+    buffers.full[i] = causal ? keys_before(keys, all, first_query + shift + 1) : all;
+  }
+};
+
+QueryTileLists lists_of_key_list(const TileListArgs& args, const TileListBuffers& buffers,
+                                 const Execution& execution) {
+  validate(args);
+  const std::int64_t tiles = args.tiles();
+  const std::int64_t lists = args.batch * args.heads * tiles;
+  require_pointer("list.count", args.key_list.count, lists > 0);
+  require_pointer("begin", buffers.begin, lists > 0);
+  require_pointer("count", buffers.count, lists > 0);
+  require_pointer("full", buffers.full, lists > 0);
+  const TilesOfList body{.list = args.key_list,
+                         .buffers = buffers,
+                         .tiles = static_cast<int>(tiles),
+                         .tile_rows = static_cast<int>(std::min(args.tile_rows, args.seqlen_q)),
+                         .seqlen_q = static_cast<int>(args.seqlen_q),
+                         .shift = static_cast<int>(args.seqlen_k - args.seqlen_q),
+                         .causal = args.causal};
+  for_each(lists, body, static_cast<cudaStream_t>(execution.stream));
+  TileListBuffers with_keys = buffers;
+  with_keys.keys = nullptr;
+  QueryTileLists result = view_of(with_keys, args);
+  result.keys = args.key_list.keys;
+  return result;
+}
+
+}  // namespace
+
+std::int64_t tile_list_capacity(const TileListArgs& args) {
+  validate(args);
+  return ceil_div(max_keys(args, args.tile_rows), tile_list_block) * tile_list_block;
+}
+
+std::size_t tile_lists_workspace_size(const TileListArgs& args) {
+  validate(args);
+  return args.key_list.keys != nullptr ? 0 : make_tree(args, nullptr).bytes;
+}
+
+QueryTileLists build_tile_lists(const TileListArgs& args, const TileListBuffers& buffers,
+                                const Execution& execution) {
+  if (args.key_list.keys != nullptr) return lists_of_key_list(args, buffers, execution);
+  const std::int64_t capacity = tile_list_capacity(args);
+  const std::int64_t rows = args.batch * args.heads;
+  const std::int64_t tiles = args.tiles();
+  const bool has_tiles = rows * tiles > 0;
+  require_pointer("begin", buffers.begin, has_tiles);
+  require_pointer("count", buffers.count, has_tiles);
+  require_pointer("full", buffers.full, has_tiles);
+  require_pointer("keys", buffers.keys, has_tiles && capacity > 0);
+  const QueryTileLists result = view_of(buffers, args);
+  if (!has_tiles) return result;
+  require_workspace(execution, tile_lists_workspace_size(args));
+
+  const auto stream = static_cast<cudaStream_t>(execution.stream);
+  const Tree tree = make_tree(args, execution.workspace);
+  const auto tiles_of_node = [&]<int NodeTiles>() {
+    return key_tree::Tiles<NodeTiles>{.tiles = static_cast<int>(tiles),
+                                      .by_position = args.by_position,
+                                      .padding = static_cast<int>(tile_list_block),
+                                      .capacity = static_cast<int>(capacity),
+                                      .begin = buffers.begin,
+                                      .count = buffers.count,
+                                      .full = buffers.full,
+                                      .keys = buffers.keys};
+  };
+  if (tree.count == 0) {
+    partition_rows(args, tree, tiles_of_node.template operator()<key_tree::max_lists / 2>(),
+                   stream);
+    return result;
+  }
+  const auto tiles_of_nodes = tiles_of_node.template operator()<node_tiles>();
+  if (tree.is_one_kernel) {
+    launch<PartitionRowKernel>(rows * tree.levels[0].nodes(),
+                               {key_tree::AllKeys(args), tree.levels[0], tiles_of_nodes}, stream);
+    return result;
+  }
+  partition_rows(args, tree, tree.levels[tree.count - 1], stream);
+  for (std::size_t i = tree.count - 1; i > 0; --i) {
+    partition_nodes(args, tree.levels[i], tree.levels[i - 1], stream);
+  }
+  partition_nodes(args, tree.levels[0], tiles_of_nodes, stream);
+  return result;
+}
+
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,294 @@
+#pragma once
+
+#include "cuda/attention/fp64_fallback.cuh"
+#include "cuda/attention/scheduler.cuh"
+#include "cuda/primitives/semaphore.cuh"
+#include "cuda/primitives/tile_copy.cuh"
+#include "cuda/sm80/backward/dkv_accumulate.cuh"
+#include "cuda/sm80/backward/query_major_bias_gradient.cuh"
+#include "cuda/sm80/dense/elements.cuh"
+#include "cuda/sm80/params.h"
+#include "cuda/sm80/policy.h"
+#include "cuda/sm80/tile/clear_non_finite.cuh"
+#include "cuda/sm80/tile/fragment.cuh"
+#include "cuda/sm80/tile/kv_pipeline.cuh"
+#include "cuda/sm80/tile/warp_tile.cuh"
+
+namespace flash_dmattn::cuda::sm80 {
+
+// lse and delta of the rows of a lane's score accumulators, which begin at query `warp_row`.
+template <int M16>
+struct QueryRowValues {
+  float lse_log2[M16][2];
+  float lse_low[M16][2];
+  float delta[M16][2];
+
+  __device__ QueryRowValues(const BackwardParams& p, QueryHead head, int warp_row, int row_end,
+                            bool has_low) {
+    const std::int64_t begin = head.row_index(p.shape, 0);
+#pragma unroll
+    for (int m = 0; m < M16; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = warp_row + 16 * m + 8 * h + lane_id() / 4;
+        const bool exists = row < row_end;
+        lse_log2[m][h] = exists ? p.lse_log2[begin + row] : -negative_infinity;
+        lse_low[m][h] = exists && has_low ? p.lse_log2_low[begin + row] : 0;
+        delta[m][h] = exists ? p.delta[begin + row] : 0;
+      }
+    }
+  }
+};
+
+// The query-major backward. A block owns a tile of queries of one head and visits the key tiles that the forward
+// visited. dq stays in accumulators. A key tile's rows of dk and dv are summed over the block's queries and added to
+// fp32 sums in memory, over the heads of a group and the query tiles. With `HasDense`, the mask or the bias has a query
+// dimension. With `Ordered`, additions have a fixed order.
+template <class T, int D, BackwardPolicy P, bool HasDense, bool Ordered>
+struct QueryMajorBackwardKernel {
+  using Params = QueryMajorParams;
+  static constexpr int threads = P.warps * warp_size;
+  static constexpr int min_blocks = P.min_blocks;
+
+  using Block = ThreadGroup<threads>;
+  using Semaphore = OrderSemaphore<Ordered, threads>;
+  using QueryRows = SharedTile<P.rows, D>;
+  using Scores = SharedTile<P.rows, P.keys>;
+  using Iterator = KeyTileIterator<P.keys, KvSource::either, EveryTile>;
+  using Pipeline =
+      KvPipeline<T, D, Iterator, P.stages, threads, InOrder, NoExtra, typename Semaphore::Storage>;
+  using KeyRows = typename Pipeline::RowTile;
+
+  struct SharedStorage {
+    alignas(1024) std::byte q[QueryRows::bytes];
+    alignas(1024) std::byte dout[QueryRows::bytes];
+    alignas(1024) std::byte p[Scores::bytes];
+    alignas(1024) std::byte ds[Scores::bytes];
+    typename Pipeline::Storage kv;
+  };
+
+  static long blocks(const Params& p) { return QueryTile::count(p.shape, P.rows); }
+
+  __device__ void operator()(const Params& p, SharedStorage& shared) const {
+    Mainloop(p, shared).run();
+  }
+
+ private:
+  // The tiles that the warps divide: S and dS, dk and dv, dq.
+  using ScoreTile = WarpTile<P.warps, P.rows, P.keys, P.score_warps>;
+  using DkvTile = WarpTile<P.warps, P.keys, D, P.key_warps>;
+  using DqTile = WarpTile<P.warps, P.rows, D, P.query_warps>;
+  using ScoreAccumulators = typename ScoreTile::Accumulators;
+  using BiasGradient = QueryMajorBiasGradient<T, ScoreTile, HasDense, Ordered>;
+  using RowValues = QueryRowValues<ScoreTile::m / 16>;
+
+  struct Mainloop {
+    __device__ Mainloop(const Params& params, SharedStorage& storage)
+        : p(params),
+          shared(storage),
+          tile(p.shape, P.rows, Ordered || neighbours_share_keys(p),
+               Semaphore::take_work(p.order, storage.kv.tail, Block::of_block())),
+          row_end(min(tile.row + P.rows, p.shape.seqlen_q)),
+          position(LanePosition::of(tile.row + ScoreTile::row(), ScoreTile::column())) {}
+
+    __device__ void run() {
+      const Block block = Block::of_block();
+      load_queries(block);
+      const KeyInfoLoader<T> key_info(p.score, p.shape, tile.batch, tile.head, tile.kv_head);
+      Pipeline kv(shared.kv,
+                  Iterator(TileKeys(p, tile, row_end), EveryTile(), key_info.has_values()),
+                  typename Pipeline::Loader(block, shared.kv.loader, p, tile.batch, tile.kv_head),
+                  key_info, NoExtra(), tile.row, row_end);
+      kv.start();
+      const std::uint32_t flags = *p.flags;
+      clean_queries(block, flags);
+      const RowValues rows(p, head(), tile.row + ScoreTile::row(), row_end,
+                           (flags & lse_has_low) != 0);
+      const Semaphore semaphore(p.order, shared.kv.tail, block, tile.before_of_keys,
+                                p.order.across_heads ? tile.before_of_rows : -1);
+      const BiasGradient dbias(p, tile);
+      typename DqTile::Accumulators dq;
+      clear(dq);
+
+      const bool keys_ascend = Ordered && has_ascending_keys();
+      dbias.clear(row_end, P.warps, 0, kv.begin() * P.keys);
+      for (int n = kv.begin(); kv.has(n); ++n) {
+        const int order = keys_ascend ? kv.key(n, kv.size(n) - 1) : last_order_index;
+        kv.acquire(n);
+        if (keys_ascend) semaphore.advance(order);
+        if ((kv.state(n) & Pipeline::KeyInfo::touched) != 0) {
+          ScoreAccumulators probabilities;
+          ScoreAccumulators slopes;
+          compute_p(kv, n, rows, flags, probabilities, slopes);
+          ScoreAccumulators ds;
+          compute_ds(kv, n, rows, probabilities, ds);
+          if (dbias.wanted()) {
+            if (Ordered && p.dbias_accumulates) {
+              semaphore.wait(order);
+              __syncthreads();
+            }
+            dbias.add(kv.positions(n), kv.size(n), ds);
+          }
+          store_ds(slopes, ds);
+          semaphore.wait(order);
+          __syncthreads();
+          add_dkv(kv, n);
+          multiply<T, P.keys>(dq,
+                              OperandA<Scores, Major::k>(shared_address(shared.ds), DqTile::row()),
+                              OperandB<KeyRows, Major::mn>(kv.k_tile(n), DqTile::column()));
+        } else {
+          semaphore.wait(order);
+          dbias.clear(row_end, P.warps, n * P.keys, n * P.keys + kv.size(n));
+        }
+        kv.release(n);
+      }
+      cp_async_wait_all();
+      semaphore.finish();
+      dbias.clear(row_end, P.warps, kv.tiles().end(), p.shape.seqlen_k);
+      store_dq(block, dq);
+    }
+
+    __device__ void load_queries(Block block) const {
+      const auto copy = [&](const InputRows& rows, std::byte* to) {
+        const RowSource<QueryRows, Block> source(block, rows, tile.batch, tile.head,
+                                                 p.shape.head_dim);
+        copy_g2s(block, source, shared_address(to), row_end - tile.row,
+                 [&](int r) { return tile.row + r; });
+      };
+      copy(p.q, shared.q);
+      copy(p.dout, shared.dout);
+    }
+
+    // Replaces non-finite elements of q and dout by 0.
+    __device__ void clean_queries(Block block, std::uint32_t flags) const {
+      if ((flags & dout_not_finite) != 0)
+        clear_non_finite<T, QueryRows>(block, shared_address(shared.dout));
+      if ((flags & q_not_finite) != 0)
+        clear_non_finite<T, QueryRows>(block, shared_address(shared.q));
+    }
+
+    // Whether the keys that the block visits can be its order indices. The full and the partial keys of a list ascend
+    // separately, but not together.
+    __device__ bool has_ascending_keys() const {
+      if (p.tile_lists.keys == nullptr) return true;
+      const std::int64_t list = tile.batch * p.tile_lists.stride_batch +
+                                tile.kv_head * p.tile_lists.stride_head +
+                                tile.row / static_cast<int>(p.tile_lists.tile_rows);
+      const int* const keys = p.tile_lists.keys + p.tile_lists.begin[list];
+      const int full = p.tile_lists.full[list];
+      return full == 0 || full == p.tile_lists.count[list] || keys[full - 1] < keys[full];
+    }
+
+    // Computes P of a key tile, also in shared memory, and the slope of a softcap.
+    __device__ void compute_p(const Pipeline& kv, int n, const RowValues& rows, std::uint32_t flags,
+                              ScoreAccumulators& x, ScoreAccumulators& slopes) const {
+      clear(x);
+      multiply<T, D>(x, OperandA<QueryRows, Major::k>(shared_address(shared.q), ScoreTile::row()),
+                     OperandB<KeyRows, Major::k>(kv.k_tile(n), ScoreTile::column()));
+      shape_scores(p.score, x);
+      if (has_softcap()) {
+        // The slope is at least 0, and 0 instead of NaN, which the zeros of dS would be multiplied by.
+        for_each_element(x, [&](float& tanh, int m, int k, int e) {
+          slopes[m][k][e] = __saturatef(fmaf(-tanh, tanh, 1.0f));
+        });
+      }
+      finish_scores(kv, n, x);
+      exponentiate(kv, n, rows, flags, x);
+      copy_r2s<Scores>(x, shared_address(shared.p), ScoreTile::row(), ScoreTile::column(),
+                       [](float a, float b, int, int) { return pack<T>(a, b); });
+    }
+
+    // Adds biases, and sets scores to -inf where masked.
+    __device__ void finish_scores(const Pipeline& kv, int n, ScoreAccumulators& x) const {
+      const auto& key_info = kv.key_info(n);
+      const bool partial = (kv.state(n) & key_info.partial) != 0;
+      if (p.score.bias.data != nullptr && !(HasDense && p.score.bias.dense))
+        add_column_bias(p.score.factor, key_info, position, x);
+      if constexpr (HasDense) {
+        DenseElements<T, typename Pipeline::Positions>(p.score, tile, p.shape.seqlen_q, kv.size(n),
+                                                       kv.positions(n))
+            .apply_x2(key_info, partial, position, x);
+      }
+      if (partial) mask_columns(key_info, position, x);
+    }
+
+    // Computes P by the same instructions in the same order as the forward, so that s and lse are consistent. P is at
+    // most 1, and NaN, from a score that overflowed far below the maximum, becomes 0.
+    __device__ void exponentiate(const Pipeline& kv, int n, const RowValues& rows,
+                                 std::uint32_t flags, ScoreAccumulators& x) const {
+      if ((flags & lse_has_low) != 0) {
+        for_each_element(x, [&](float& s, int m, int k, int e) {
+          const int row = position.row + 16 * m + 8 * (e / 2);
+          const int column = position.column + 8 * k + e % 2;
+          const bool may_overflow =
+              (flags & lse_is_extreme) != 0 && row < p.shape.seqlen_q && column < kv.size(n);
+          s = probability_with_fallback<T, HasDense>(
+              p, head(), row, may_overflow ? kv.key(n, column) : 0, may_overflow, s,
+              rows.lse_log2[m][e / 2], rows.lse_low[m][e / 2]);
+        });
+      } else {
+        for_each_element(x, [&](float& s, int m, int, int e) {
+          s = exp2_approx(fmaf(s, p.score.final_log2_scale, -rows.lse_log2[m][e / 2]));
+        });
+      }
+      for_each_element(x, [&](float& s, int, int, int) { s = __saturatef(s); });
+    }
+
+    // Computes dS = P (dP - delta), which is 0 where P is 0, even if dP is not finite.
+    __device__ void compute_ds(const Pipeline& kv, int n, const RowValues& rows,
+                               const ScoreAccumulators& probabilities,
+                               ScoreAccumulators& ds) const {
+      clear(ds);
+      multiply<T, D>(ds,
+                     OperandA<QueryRows, Major::k>(shared_address(shared.dout), ScoreTile::row()),
+                     OperandB<KeyRows, Major::k>(kv.v_tile(n), ScoreTile::column()));
+      for_each_element(ds, [&](float& x, int m, int k, int e) {
+        const float probability = probabilities[m][k][e];
+        x = probability == 0 ? 0.0f : probability * (x - rows.delta[m][e / 2]);
+      });
+    }
+
+    // Stores the derivative with respect to scale q . k to shared memory.
+    __device__ void store_ds(const ScoreAccumulators& slopes, ScoreAccumulators& ds) const {
+      if (has_softcap())
+        for_each_element(ds, [&](float& x, int m, int k, int e) { x *= slopes[m][k][e]; });
+      copy_r2s<Scores>(
+          ds, shared_address(shared.ds), ScoreTile::row(), ScoreTile::column(),
+          [&](float a, float b, int, int) { return pack_gradient<T>(a, b, p.saturate); });
+    }
+
+    __device__ void add_dkv(const Pipeline& kv, int n) const {
+      const DkvAccumulator<T, D, DkvTile, Scores, QueryRows> sums(
+          p, tile, kv.size(n), [&](int r) { return kv.key(n, r); });
+      sums.add(p.dv_accum, shared_address(shared.p), shared_address(shared.dout));
+      sums.add(p.dk_accum, shared_address(shared.ds), shared_address(shared.q));
+    }
+
+    __device__ void store_dq(Block block, const typename DqTile::Accumulators& dq) const {
+      if (p.dq.data == nullptr) return;
+      __syncthreads();  // all warps have read q
+      const std::uint32_t staged = shared_address(shared.q);
+      float check = 0;
+      copy_r2s<QueryRows>(
+          dq, staged, DqTile::row(), DqTile::column(), [&](float x, float y, int, int) {
+            check += zero_if_finite(x, y);
+            return pack_gradient<T>(x * p.score.scale, y * p.score.scale, p.saturate);
+          });
+      if (check != 0) atomicOr(p.flags, dq_not_finite);
+      __syncthreads();
+      copy_s2g<QueryRows>(block, staged, 0, row_end - tile.row, tile.row, p.dq, tile.batch,
+                          tile.head, p.shape.head_dim);
+    }
+
+    __device__ QueryHead head() const { return {tile.batch, tile.head, tile.kv_head}; }
+    __device__ bool has_softcap() const { return p.score.form == ScoreForm::capped; }
+
+    const Params& p;
+    SharedStorage& shared;
+    const QueryTile tile;
+    const int row_end;
+    const LanePosition position;
+  };
+};
+
+}  // namespace flash_dmattn::cuda::sm80

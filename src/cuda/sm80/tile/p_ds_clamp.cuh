@@ -1,0 +1,90 @@
+#pragma once
+
+#include "cuda/attention/fp64_fallback.cuh"
+#include "cuda/sm80/tile/fragment.cuh"
+
+// Slow paths of the key-major backward, for P and dS that are not finite or out of range. The main loop only tests
+// whether it needs them.
+namespace flash_dmattn::cuda::sm80 {
+
+// The address of the lane's 16 bytes of block (m, k) of an operand in shared memory, [M16][K16][32 lanes]. `words` is
+// the address for block (0, 0).
+template <int K16>
+__device__ inline std::uint32_t exchange_address(std::uint32_t words, int m, int k) {
+  return words + static_cast<std::uint32_t>((m * K16 + k) * warp_size * 16);
+}
+
+template <int M16, int K16>
+__device__ inline void store_exchange_block(std::uint32_t words, int m, int k,
+                                            const std::uint32_t (&operand)[M16][K16][4]) {
+  store_shared_16(exchange_address<K16>(words, m, k),
+                  {operand[m][k][0], operand[m][k][1], operand[m][k][2], operand[m][k][3]});
+}
+
+// Clamps P, in registers and in shared memory, to [0, 1]. NaN, from a score that overflowed far below the maximum,
+// becomes 0. It is called if some P is 2 or more, negative or NaN; values between 1 and 2 come from rounding.
+template <class T, int M16, int K16>
+__device__ inline void clamp_p(std::uint32_t words, std::uint32_t (&p)[M16][K16][4]) {
+#pragma unroll
+  for (int m = 0; m < M16; ++m) {
+#pragma unroll
+    for (int k = 0; k < K16; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p[m][k][i] = saturate_packed2<T>(p[m][k][i]);
+      store_exchange_block(words, m, k, p);
+    }
+  }
+}
+
+// Clamps dS to the limit of gradients if `saturate`; dS is 0 where P in shared memory is 0, even if dP is not finite.
+template <class T, int M16, int K16>
+__device__ inline void clamp_ds(std::uint32_t words, bool saturate,
+                                std::uint32_t (&ds)[M16][K16][4]) {
+  const auto zero = Element<T>::pack(0, 0);
+#pragma unroll
+  for (int m = 0; m < M16; ++m) {
+#pragma unroll
+    for (int k = 0; k < K16; ++k) {
+      const uint4 block = load_shared_16(exchange_address<K16>(words, m, k));
+      const std::uint32_t p[4] = {block.x, block.y, block.z, block.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const auto both = reinterpret_cast<const typename Element<T>::Packed2&>(p[i]);
+        if (saturate)
+          ds[m][k][i] = clamp_packed2<T>(ds[m][k][i], Element<T>::gradient_limit_packed2);
+        ds[m][k][i] &= __hne2_mask(both, zero);
+      }
+    }
+  }
+}
+
+// Computes P of scores [keys, queries] if lse needs more than one float or scores may have overflowed. It is a loop
+// over local memory, because the unrolled loop would be a third of the kernel's code. `lse` has the values of the
+// lane's columns of the tile, whose first query is first_row. key_of(m, h) returns the key of the lane's accumulator
+// rows.
+template <class T, bool HasDense, int M16, int N8, class KeyOf>
+__device__ inline void compute_p_with_fallback(const BackwardParams& p, QueryHead head,
+                                               int first_row, std::uint32_t flags, const float* lse,
+                                               const KeyOf& key_of, float (&s)[M16][N8][4]) {
+  const float* const lse_low = p.lse_log2_low + head.row_index(p.shape, first_row);
+  float all[M16][N8][4];
+  for_each_element(s, [&](float& x, int m, int n, int e) { all[m][n][e] = x; });
+#pragma unroll 1
+  for (int i = 0; i < M16 * N8 * 4; ++i) {
+    const int m = i / (N8 * 4);
+    const int n = i / 4 % N8;
+    const int e = i % 4;
+    const int column = 8 * n + e % 2;  // relative to the lane's first column
+    const int row = 2 * (lane_id() % 4) + column;
+    const int key = key_of(m, e / 2);
+    const bool row_exists = first_row + row < p.shape.seqlen_q;
+    const bool may_overflow = (flags & lse_is_extreme) != 0 && row_exists && key < p.shape.seqlen_k;
+    float& x = all[m][n][e];
+    x = probability_with_fallback<T, HasDense>(p, head, first_row + row, key, may_overflow, x,
+                                               lse[column], row_exists ? lse_low[row] : 0.0f);
+    x = __saturatef(x);
+  }
+  for_each_element(s, [&](float& x, int m, int n, int e) { x = all[m][n][e]; });
+}
+
+}  // namespace flash_dmattn::cuda::sm80

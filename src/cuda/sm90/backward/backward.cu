@@ -1,0 +1,138 @@
+#include <string_view>
+
+#include "cuda/attention/problem.h"
+#include "cuda/primitives/integers.h"
+#include "cuda/primitives/launch.h"
+#include "cuda/sm90/backward/call.h"
+#include "cuda/sm90/backward/launch.h"
+#include "cuda/sm90/dense/rows.h"
+#include "cuda/sm90/kernel_choice.h"
+#include "cuda/stages/stages.h"
+
+// Computes a backward, from its arguments to its launches.
+namespace flash_dmattn::cuda::sm90 {
+namespace {
+
+constexpr bool is_compiled = FLASH_DMATTN_HAS_SM90 != 0;
+
+std::string_view name_of(const BackwardVariant& variant) {
+  if (variant.dense != DenseAccess::none) return sm90::name_of(variant.dense);
+  switch (variant.placement) {
+    case KeyPlacement::block: return "block";
+    case KeyPlacement::block_key_info: return "block_key_info";
+    case KeyPlacement::slots: return "slots";
+  }
+  return "";
+}
+
+BackwardVariant choose_variant(const BackwardArgs& args) {
+  const Problem& p = args.problem;
+  if (is_dense(p.mask_shape) || is_dense(p.bias_shape)) {
+    const ScoreParams score = score_of(p, args.in);
+    const bool tiles =
+        !has_list(p) && (!score.bias.dense || DenseRows(shape_of(p), score.bias).has_tensor_map());
+    return {KeyPlacement::block_key_info, tiles ? DenseAccess::tiles : DenseAccess::elements};
+  }
+  const bool has_intervals = args.in.visibility.intervals.data != nullptr;
+  // The heads of a group visit a slot together, so they must not differ.
+  const auto differs_in_group = [&](const BroadcastShape& shape) {
+    return shape[1] == p.heads_q && p.heads_q != p.heads_kv && shape[1] > 1;
+  };
+  if (has_intervals && !args.schedule.empty() && !differs_in_group(p.mask_shape) &&
+      !differs_in_group(p.bias_shape)) {
+    return {KeyPlacement::slots};
+  }
+  const bool has_info = has_intervals || has_list(p) || has(p.mask_shape) || has(p.bias_shape);
+  return {has_info ? KeyPlacement::block_key_info : KeyPlacement::block};
+}
+
+BackwardChoice choose(const BackwardArgs& args) {
+  const Problem& p = args.problem;
+  const int head_dim = head_dim_bucket(static_cast<int>(p.head_dim));
+  return {p.dtype, head_dim, with_overlap(choose_variant(args), overlaps(p.dtype, head_dim))};
+}
+
+}  // namespace
+
+std::string name(const BackwardChoice& choice) {
+  return kernel_name("backward", choice.dtype, choice.head_dim, name_of(choice.variant),
+                     choice.variant.overlaps);
+}
+
+std::string decline_backward(const Problem& p) {
+  if (std::string reason = decline_shape(p); !reason.empty()) return reason;
+  if (p.head_dim > 128) return "it has no backward for a head_dim above 128";
+  if (p.softcap > 0) return "it has no backward for a softcap";
+  if (has(p.limit_shape)) return "it has no kernels for ranks";
+  if (p.batch * p.heads_q * p.seqlen_q * p.seqlen_k == 0) {
+    return "it needs at least one query and one key";
+  }
+  if (is_dense(p.bias_shape) && p.bias_dtype != p.dtype) {
+    return "it makes the gradient of a dense bias from dS in 16 bits";
+  }
+  if (p.deterministic && is_dense(p.bias_shape) && !is_dbias_of_one_block(p)) {
+    return "it has no order for the gradient of a dense bias that key heads, batch elements or "
+           "keys share";
+  }
+  return "";
+}
+
+std::size_t backward_workspace_size(const BackwardArgs& args, const DeviceProperties&) {
+  WorkspaceAllocator workspace(nullptr);
+  BackwardCall(args, choose(args), workspace);
+  return workspace.used();
+}
+
+void run_backward(const BackwardArgs& args, const DeviceProperties&, const Execution& execution) {
+  const auto stream = static_cast<cudaStream_t>(execution.stream);
+  WorkspaceAllocator workspace(execution.workspace);
+  const BackwardCall call(args, choose(args), workspace);
+  const BackwardParams& p = call.common;
+  const Problem& problem = args.problem;
+  const DType dtype = problem.dtype;
+  const bool stores_dbias = p.dbias.data != nullptr && call.has_dbias_sums();
+  check(cudaMemsetAsync(call.zeroed, 0, call.zeroed_bytes, stream), "cudaMemsetAsync");
+  for (const Source* source : {&call.q, &call.k, &call.v, &call.dout}) source->make(stream);
+  // A main loop that follows a list stores only the elements of its keys.
+  if (p.dbias.data != nullptr && !call.has_dbias_sums() && has_list(problem))
+    store_dbias(args, nullptr, stream);
+  const auto launch_dtype = [&]<class T>() {
+    if constexpr (is_compiled) {
+      using Preprocess = PreprocessKernel<T>;
+      const typename Preprocess::Params params = call.preprocess_params<T>();
+      if (p.score.packed_mask.states != nullptr) {
+        using Kernel = PackAndPreprocessKernel<T>;
+        const typename Kernel::Params both{pack_mask_params(problem, p.score), params};
+        launch<Kernel>(Kernel::blocks(both), both, stream);
+      } else {
+        launch<Preprocess>(Preprocess::blocks(params), params, stream);
+      }
+      call.choice.head_dim == 64 ? launch_backward<T, 64>(call.choice, call.params, stream)
+                                 : launch_backward<T, 128>(call.choice, call.params, stream);
+    }
+  };
+  dtype == DType::bf16 ? launch_dtype.template operator()<__nv_bfloat16>()
+                       : launch_dtype.template operator()<__half>();
+  call.dk.store(p.shape, call.params.list, stream);
+  call.dv.store(p.shape, call.params.list, stream);
+  call.scatter_dbias(stream);
+  fix_or_recompute_gradients(p, dtype, stream);
+  if (stores_dbias) store_dbias(args, call.dbias_sums, stream);
+}
+
+std::string backward_name(const BackwardArgs& args, const DeviceProperties&) {
+  return name(choose(args));
+}
+
+std::vector<std::string> backward_names(const DeviceProperties&) {
+  std::vector<std::string> names;
+  for (const DType dtype : {DType::bf16, DType::f16}) {
+    for (const int head_dim : {64, 128}) {
+      for (const BackwardVariant& variant : backward_variants)
+        names.push_back(name({dtype, head_dim, with_overlap(variant, overlaps(dtype, head_dim))}));
+    }
+  }
+  return names;
+}
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,296 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "cuda/attention/problem.h"
+#include "cuda/device.h"
+#include "cuda/primitives/integers.h"
+#include "cuda/schedule/schedule.h"
+#include "cuda/sm90/backward/launch.h"
+#include "cuda/sm90/backward/preprocess.cuh"
+#include "cuda/sm90/backward/tensors.h"
+#include "cuda/sm90/dense/rows.h"
+#include "cuda/stages/stages.h"
+
+// The parameters of a backward, for the call and for its main loop, which computes another problem if keys are listed
+// or the scale is not positive.
+namespace flash_dmattn::cuda::sm90 {
+
+inline bool has_list(const Problem& p) { return p.key_list_shape[0] != 0; }
+
+inline ListedKeys listed_keys(const BackwardArgs& args) {
+  const Problem& p = args.problem;
+  ListedKeys list;
+  if (!has_list(p)) return list;
+  const auto [batch, heads] = p.key_list_shape;
+  const KeyList& given = args.in.visibility.key_list;
+  list.keys = given.keys;
+  list.count = given.count;
+  list.stride = given.stride;
+  list.row_batch = batch > 1 ? heads : 0;
+  list.row_head = heads > 1 ? 1 : 0;
+  return list;
+}
+
+// The problem of the main loop, whose keys are the keys of the list, if there is one. The list may be empty.
+inline Problem main_loop_problem(const BackwardArgs& args) {
+  Problem p = args.problem;
+  if (has_list(p)) p.seqlen_k = std::max(args.in.visibility.key_list.stride, std::int64_t{1});
+  return p;
+}
+
+// The main loop needs a positive scale. A copy of q takes the sign of a negative scale. For a scale of 0, where scores
+// are only biases, the copy is 0. Accumulators begin with (bias - lse) / scale; the divisor is at least 1e-30, below
+// which q . k has no effect.
+inline SourceForm query_form(float scale) {
+  SourceForm form;
+  if (scale < 0) form.flipped_bits = 0x8000;
+  if (scale == 0) form.kept_bits = 0;
+  return form;
+}
+inline float score_unit(float scale) { return scale == 0 ? 1 : std::max(std::abs(scale), 1e-30F); }
+
+// Whether one block of keys computes all dS of an element of a dense dbias, one head after another.
+inline bool is_dbias_of_one_block(const Problem& p) {
+  const BroadcastShape& bias = p.bias_shape;
+  return bias[0] == p.batch && bias[3] == p.seqlen_k && bias[3] > 1 &&
+         (bias[1] == p.heads_q || bias[1] == p.heads_kv);
+}
+
+// Whether the block can store the element, which is one dS or the sum of dS of two heads.
+inline bool owns_dense_dbias(const Problem& p) {
+  return is_dbias_of_one_block(p) && (p.bias_shape[1] == p.heads_q || p.heads_q == 2 * p.heads_kv);
+}
+
+// The arrays of a call in the caller's workspace. Constructed with a null base it only counts them.
+struct BackwardCall {
+  Problem problem;  // problem of the main loop
+  BackwardChoice choice;
+  BackwardParams common;  // parameters of the call, for kernels before and after the main loop
+  BackwardKernelParams params{};
+  Source q, k, v, dout;
+  Sink dk, dv;
+  // Memory that is zeroed before the preprocess.
+  std::byte* zeroed = nullptr;
+  std::size_t zeroed_bytes = 0;
+  float* dbias_sums = nullptr;    // dbias_accum_shape
+  float* listed_dbias = nullptr;  // the same for the keys of a list
+
+  BackwardCall(const BackwardArgs& args, const BackwardChoice& choice_,
+               WorkspaceAllocator& workspace)
+      : problem(main_loop_problem(args)),
+        choice(choice_),
+        common(params_of(args)),
+        q(common.shape, args.in.q, common.shape.seqlen_q, common.shape.heads_q,
+          query_form(common.score.scale), workspace),
+        k(common.shape, args.in.k, shape().seqlen_k, common.shape.heads_kv,
+          {.list = listed_keys(args)}, workspace),
+        v(common.shape, args.in.v, shape().seqlen_k, common.shape.heads_kv,
+          {.list = listed_keys(args)}, workspace),
+        dout(common.shape, args.dout, common.shape.seqlen_q, common.shape.heads_q, {}, workspace),
+        dk(shape(), rows_of(args.dk), variant().has_slots(), has_list(problem), workspace),
+        dv(shape(), rows_of(args.dv), variant().has_slots(), has_list(problem), workspace) {
+    const Problem& p = problem;
+    const std::int64_t rows = p.batch * p.heads_q * p.seqlen_q;
+    common.lse_log2 = workspace.take<float>(rows);
+    common.lse_log2_low = workspace.take<float>(rows);
+    common.delta = workspace.take<float>(rows);
+    // Listed keys need no packed mask, because elements are read one by one and no tile is skipped.
+    common.score.packed_mask = allocate_packed_mask(p, has_list(p), workspace);
+    if (has_list(p)) {
+      common.tile_lists =
+          query_tile_lists(args.schedule, args.in.visibility.key_list, query_tile_rows);
+    }
+    const std::int64_t tile_rows = backward_policy(choice.head_dim, variant()).rows;
+    const std::int64_t padded_rows =
+        p.batch * p.heads_q * ceil_div(p.seqlen_q, tile_rows) * tile_rows;
+    params.row_stats = workspace.take<float>(2 * padded_rows);
+    params.list = listed_keys(args);
+    params.info_shape = common.shape;
+    if (variant().has_info())
+      params.info = allocate_key_info(shape(), common.score, workspace, params.list);
+    if (variant().has_dense()) place_visits(workspace);
+    if (variant().has_slots()) place_slots(args, workspace);
+
+    const std::size_t begin = workspace.used();
+    zeroed = workspace.take<std::byte>(0);
+    common.flags = workspace.take<std::uint32_t>(1);
+    if (p.deterministic) {
+      const std::int64_t key_blocks = ceil_div(p.seqlen_k, std::int64_t{BackwardPolicy::keys});
+      const bool slots = variant().has_slots();
+      if (!slots) params.order.started = workspace.take<int>(1);
+      const std::int64_t steps = ceil_div(p.seqlen_q, tile_rows) *
+                                 ceil_div(p.heads_q / p.heads_kv, std::int64_t{order_heads});
+      params.order.published =
+          workspace.take<int>(p.batch * p.heads_kv * (slots ? steps : key_blocks));
+    }
+    if (has_dbias_sums())
+      dbias_sums = workspace.take<float>(elements(dbias_accum_shape(args.problem)));
+    if (has_listed_dbias()) listed_dbias = workspace.take<float>(elements(dbias_accum_shape(p)));
+    zeroed_bytes = workspace.used() - begin;
+    params.dq_accum = workspace.take<float>(padded_rows * choice.head_dim);
+    if (args.dbias.data != nullptr) set_dbias(args);
+    set_main_loop();
+    if (args.dq.data == nullptr) {
+      params.dq_accum = nullptr;
+      params.order = {};
+    }
+    set_block_order(args.in.visibility.bound.consecutive);
+  }
+
+  const BackwardVariant& variant() const { return choice.variant; }
+  bool has_dbias_sums() const {
+    return has(problem.bias_shape) && !(is_dense(problem.bias_shape) && owns_dbias());
+  }
+
+  template <class T>
+  typename PreprocessKernel<T>::Params preprocess_params() const {
+    const ScoreParams& score = params.backward.score;
+    const PrepareKeyInfo<T> key_info{params.info_shape, score, params.info, params.bias_factor,
+                                     params.list};
+    return {.common = common,
+            .key_info = key_info,
+            .key_blocks = ceil_div(key_info.items(), PreprocessKernel<T>::threads),
+            .factor = score.factor,
+            .row_stats = params.row_stats,
+            .dq_accum = params.dq_accum,
+            .tile_rows = backward_policy(choice.head_dim, variant()).rows,
+            .accum_columns = choice.head_dim};
+  }
+
+  // Copies the sums of the keys of a list to the sums of all keys.
+  void scatter_dbias(cudaStream_t stream) const {
+    if (!has_listed_dbias() || common.dbias.data == nullptr) return;
+    const BroadcastShape sums = dbias_accum_shape(problem);
+    const auto heads = static_cast<int>(sums[1]);
+    const ScatterSums body{.from = listed_dbias,
+                           .to = dbias_sums,
+                           .batch = common.shape.batch,
+                           .heads = heads,
+                           .group = heads / common.shape.heads_kv,
+                           .positions = shape().seqlen_k,
+                           .keys = common.shape.seqlen_k,
+                           .list = params.list};
+    for_each(body.items(), body, stream);
+  }
+
+ private:
+  // The shape with the keys of the main loop.
+  Shape shape() const { return shape_of(problem); }
+
+  bool owns_dbias() const {
+    Problem p = problem;
+    p.seqlen_k = common.shape.seqlen_k;
+    return owns_dense_dbias(p);
+  }
+  bool has_listed_dbias() const {
+    return has(problem.bias_shape) && !is_dense(problem.bias_shape) && has_list(problem);
+  }
+
+  // Sets the order of blocks of neighbouring keys. All heads are one section for windows and documents, which read few
+  // queries (the shorter blocks of a document run last). They are also one section for blocks that add to dq in a fixed
+  // order, because these wait for each other, with the exceptions below. Under causality a head's blocks end at the
+  // same query, and of two neighbours the block with later keys begins two tiles later. Two blocks that start together
+  // in descending order are therefore two tiles apart, and neither waits.
+  // - The blocks of a head that are in flight form a run, and the longest runs come first. The blocks of a run start
+  //   when the blocks of the previous run end, two tiles apart. In another descending run their distance would grow to
+  //   four tiles, so the run ascends. With several query heads per kv head, the distance grows by two tiles for each;
+  //   the L2 has room for two heads.
+  // - Fewer heads per section give longer runs and less DRAM traffic, as a run reads q, dout and dq from DRAM once. But
+  //   in an ascending run every block first falls one tile behind the previous block, so a section has many runs.
+  // - With many short heads in one section, each would have few blocks in flight. Such heads form sections of the L2,
+  //   each of which descends as a whole. With fewer heads, the longest blocks of the last section, which run last, cost
+  //   more.
+  void set_block_order(bool consecutive) {
+    constexpr int section_rounds = 16;  // rounds of blocks on all multiprocessors
+    constexpr int many_heads = 32;
+    const Shape shape = this->shape();
+    const int heads = KeyTile::all_heads(shape);
+    const bool ordered = params.order.started != nullptr;
+    params.section_heads = ordered || consecutive ? heads : KeyTile::heads_of_l2(shape);
+    if (!ordered || consecutive || variant().has_dense()) return;
+    const int group = shape.heads_q / shape.heads_kv;
+    const int key_blocks = ceil_div(shape.seqlen_k, BackwardPolicy::keys);
+    const int multiprocessors = current_device().multiprocessors;
+    const int most_heads = std::max(section_rounds * multiprocessors / key_blocks, 1);
+    const bool is_triangle =
+        problem.causal && !has_list(problem) && shape.seqlen_q >= shape.seqlen_k;
+    if (is_triangle && group <= 2 && std::min(heads, most_heads) < many_heads) {
+      params.section_heads = ceil_div(heads, ceil_div(heads, most_heads));
+      params.run_blocks = std::max(multiprocessors / params.section_heads, 1);
+    } else if (group == 1 && heads >= many_heads) {
+      params.section_heads = KeyTile::heads_of_l2(shape);
+      params.run_blocks = key_blocks;
+    }
+  }
+
+  void set_dbias(const BackwardArgs& args) {
+    const Problem& p = args.problem;
+    common.dbias_accumulates = has_dbias_sums();
+    common.dbias = has_dbias_sums() ? cuda::dbias_sums(p, dbias_sums)
+                                    : broadcast_of(p, p.bias_shape, args.dbias.data,
+                                                   args.dbias.stride, size_of(p.bias_dtype));
+    if (has_dbias_sums() || !is_dense(p.bias_shape)) return;
+    const bool sums_heads = p.bias_shape[1] != p.heads_q && common.dbias.data != nullptr;
+    // The TMA unit writes 16 bytes at once, also at the end of a row.
+    const bool by_tma = !has_list(p) && p.seqlen_k % 8 == 0 &&
+                        DenseRows(common.shape, common.dbias).has_tensor_map();
+    params.dense_dbias = {.sums_heads = sums_heads, .clears = !has_list(p), .by_tma = by_tma};
+  }
+
+  void set_main_loop() {
+    const float scale = common.score.scale;
+    const float unit = score_unit(scale);
+    BackwardParams& main_loop = params.backward;
+    main_loop = common;
+    main_loop.shape = shape();
+    main_loop.q = q.rows();
+    main_loop.k = k.rows();
+    main_loop.v = v.rows();
+    main_loop.dout = dout.rows();
+    main_loop.dk = dk.rows;
+    main_loop.dv = dv.rows;
+    main_loop.score.factor = unit * log2e;
+    main_loop.score.scale = std::abs(scale);  // for dk; q has the sign
+    if (has_listed_dbias() && common.dbias.data != nullptr)
+      main_loop.dbias = cuda::dbias_sums(problem, listed_dbias);
+    params.bias_factor = 1 / unit;
+    params.dq_scale = scale;
+  }
+
+  void place_visits(WorkspaceAllocator& workspace) {
+    const Problem& p = problem;
+    const std::int64_t blocks =
+        p.batch * p.heads_kv * ceil_div(p.seqlen_k, std::int64_t{BackwardPolicy::keys});
+    QueryVisitLists& lists = params.visits;
+    lists.capacity = static_cast<int>(p.heads_q / p.heads_kv *
+                                      ceil_div(p.seqlen_q, std::int64_t{PackedMask::side}));
+    lists.visits = workspace.take<QueryVisit>(blocks * lists.capacity);
+    lists.count = workspace.take<int>(blocks);
+    lists.heads_together = is_dense(p.bias_shape);
+  }
+
+  void place_slots(const BackwardArgs& args, WorkspaceAllocator& workspace) {
+    const Problem& p = args.problem;
+    SlotParams& slots = params.slots;
+    slots.slots = key_slots(args.schedule, {slot_tile_rows, slot_segments});
+    const auto [batch, heads] = p.intervals_shape;
+    slots.row_head = heads > 1 ? 1 : 0;
+    slots.row_batch = batch > 1 ? heads : 0;
+    slots.row_blocks =
+        static_cast<int>(ceil_div(slots.slots.shape.slots, std::int64_t{SlotParams::block_slots}));
+    const auto tiles = static_cast<int>(ceil_div(p.seqlen_q, std::int64_t{slot_tile_rows}));
+    slots.segment_tiles = ceil_div(tiles, slot_segments);
+    slots.partition =
+        SlotPartition(static_cast<int>(p.batch * p.heads_kv) * slots.row_blocks,
+                      ceil_div(tiles, slots.segment_tiles), current_device().multiprocessors,
+                      p.deterministic ? RestCuts::common : RestCuts::even);
+    slots.records = workspace.take<KeyRecord>(p.batch * p.heads_kv * p.seqlen_k);
+    const std::int64_t rows = std::int64_t{slots.partition.cut_parts()} * SlotParams::part_rows;
+    slots.part_sums = workspace.take<float>(rows * 2 * choice.head_dim);
+    slots.part_dbias = workspace.take<float>(rows);
+  }
+};
+
+}  // namespace flash_dmattn::cuda::sm90

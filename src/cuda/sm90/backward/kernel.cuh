@@ -1,0 +1,175 @@
+#pragma once
+
+#include "cuda/sm90/backward/consumer.cuh"
+#include "cuda/sm90/backward/dq_writer.cuh"
+#include "cuda/sm90/backward/key_block.cuh"
+#include "cuda/sm90/backward/key_runs.h"
+#include "cuda/sm90/backward/producer.cuh"
+#include "cuda/sm90/backward/unseen_keys.cuh"
+#include "cuda/sm90/dense/backward_loader.cuh"
+#include "cuda/sm90/dense/backward_scores.cuh"
+#include "cuda/sm90/dense/dbias_writer.cuh"
+#include "cuda/sm90/slots/block.cuh"
+#include "cuda/sm90/slots/loader.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// The role of a warp of the producer warpgroup; the other warpgroups are consumers.
+enum class WarpRole : std::uint8_t {
+  load_tiles,
+  write_dq,
+  load_slots,
+  clear_unseen_keys,         // with slots
+  write_dbias = load_slots,  // with a dense mask or bias
+  load_dense = clear_unseen_keys,
+};
+
+// The key-major backward of sm_90a. A block keeps K, V, dK, dV and the gradient of the key biases of 128 keys, and
+// visits the query tiles that see some of them. dq is added to fp32 sums in memory. The keys are 128 neighbours, with a
+// block for each such tile, or the changing keys of 128 slots, in persistent blocks.
+template <class T, int D, BackwardVariant Variant>
+struct BackwardKernel {
+  using Element = T;
+  using Params = BackwardKernelParams;
+  static constexpr int head_dim = D;
+  static constexpr BackwardVariant variant = Variant;
+  static constexpr bool has_slots = Variant.has_slots();
+  static constexpr bool overlaps = Variant.overlaps;
+  static constexpr BackwardPolicy policy = backward_policy(D, Variant);
+  static constexpr int threads = BackwardPolicy::threads;
+  static constexpr int min_blocks = 1;
+
+  using SharedStorage = BackwardStorage<D, Variant>;
+  using DqLayout = DqAccumLayout<D, Variant>;
+  using Keys = std::conditional_t<has_slots, SlotBlock<BackwardKernel>, KeyBlock<BackwardKernel>>;
+  using DenseReader =
+      std::conditional_t<Variant.dense == DenseAccess::tiles, DenseTileScores<BackwardKernel>,
+                         DenseElementScores<BackwardKernel>>;
+  using Dense = std::conditional_t<Variant.has_dense(), DenseReader, NoDenseScores<BackwardKernel>>;
+
+  // Numbers for bar.sync; 0 is __syncthreads, and 1 is the storage's.
+  static constexpr int consumer_barrier = 2;
+  static constexpr int dq_full_barrier = 3;  // one for each part
+  static constexpr int dq_free_barrier = 5;
+
+  static long blocks(const Params& p) {
+    return has_slots ? p.slots.partition.blocks
+                     : KeyTile::count(p.backward.shape, BackwardPolicy::keys);
+  }
+
+  __device__ void operator()(const Params& p, SharedStorage& storage) const {
+    const bool ordered = p.order.started != nullptr;
+    if (threadIdx.x == 0) {
+      constexpr int consumer_warps = 4 * BackwardPolicy::warpgroups;
+      storage.key_pipeline.init(1, consumer_warps);
+      storage.q_pipeline.init(1, consumer_warps);
+      storage.dout_pipeline.init(1, consumer_warps);
+      if constexpr (has_slots) storage.slots.pipeline.init(warp_size, consumer_warps);
+      if constexpr (Variant.has_dense()) {
+        storage.dense.computed.init(consumer_warps, 1);
+      }
+      if constexpr (Variant.dense == DenseAccess::tiles) {
+        storage.dense.loaded.init(1, consumer_warps);
+      }
+      fence_mbarrier_init();
+      storage.order = ordered ? atomicAdd(p.order.started, 1) : static_cast<int>(blockIdx.x);
+    }
+    __syncthreads();
+    const int predecessor = has_slots ? -1 : find_work(p, storage);
+    if (threadIdx.x < 128) {
+      decrease_registers<BackwardPolicy::producer_registers>();
+      const int warp = warp_id();
+      if (warp == static_cast<int>(WarpRole::load_tiles)) {
+        const TileLoader<BackwardKernel> loader{p, storage};
+        int n = 0;
+        for_each_work(p, storage, [&](const BackwardWork& work, const SlotPart&, int) {
+          n = loader.run(work, n);
+        });
+      } else if (warp == static_cast<int>(WarpRole::write_dq)) {
+        storage.semaphore.work = storage.order;
+        using Writer = DqWriter<BackwardKernel>;
+        typename Writer::Order order(p, storage, predecessor);
+        const Writer writer{p, storage, order};
+        for_each_work(p, storage,
+                      [&](const BackwardWork& work, const SlotPart&, int) { writer.run(work); });
+        order.finish();
+      } else if (has_slots && warp == static_cast<int>(WarpRole::load_slots)) {
+        if constexpr (has_slots) {
+          const SlotLoader<BackwardKernel> loader{p, storage};
+          int round = 0;
+          for_each_work(p, storage,
+                        [&](const BackwardWork& work, const SlotPart& part, int work_count) {
+                          round = loader.run(work, part, work_count, round);
+                        });
+        }
+      } else if (has_slots && warp == static_cast<int>(WarpRole::clear_unseen_keys)) {
+        if constexpr (has_slots) UnseenKeys<BackwardKernel>{p}.clear();
+      } else if (Variant.has_dense() && warp == static_cast<int>(WarpRole::write_dbias)) {
+        if constexpr (Variant.has_dense())
+          DbiasWriter<BackwardKernel>{p, storage}.run(storage.work[0]);
+      } else if (Variant.has_dense() && warp == static_cast<int>(WarpRole::load_dense)) {
+        if constexpr (Variant.dense == DenseAccess::tiles) {
+          DenseTileLoader<BackwardKernel>{p, storage}.run(storage.work[0]);
+        } else if constexpr (Variant.has_dense()) {
+          DbiasClearer<BackwardKernel>(p, storage, storage.work[0]).finish();
+        }
+      }
+    } else {
+      increase_registers<BackwardPolicy::consumer_registers>();
+      BackwardConsumer<BackwardKernel> consumer(p, storage);
+      int n = 0;
+      for_each_work(p, storage, [&](const BackwardWork& work, const SlotPart&, int work_count) {
+        n = consumer.run(work, work_count, n);
+      });
+    }
+  }
+
+ private:
+  // Finds the work of a block of neighbouring keys. Returns the preceding work that adds to the same dq.
+  static __device__ int find_work(const Params& p, SharedStorage& storage) {
+    constexpr int keys = BackwardPolicy::keys;
+    const Shape& shape = p.backward.shape;
+    KeyTile tile(shape, keys, p.section_heads, storage.order);
+    tile.key = place_in_run(tile.key / keys, ceil_div(shape.seqlen_k, keys), p.run_blocks) * keys;
+    if constexpr (Variant.has_dense()) {
+      if (threadIdx.x == 0) {
+        const int list = QueryVisitLists::list(shape, tile.batch, tile.kv_head, tile.key);
+        storage.work[0] = {tile.batch, tile.kv_head, tile.key, 0, p.visits.count[list]};
+      }
+    } else {
+      KeyRecord* records = nullptr;
+      if constexpr (Variant.placement == KeyPlacement::block_key_info) {
+        records = storage.block.records;
+      }
+      const int2 queries = find_queries<Variant>(p, tile, storage.bounds, records);
+      if (threadIdx.x == 0) {
+        const int tile_end = ceil_div(queries.y, policy.rows);
+        storage.work[0] = {tile.batch, tile.kv_head, tile.key,
+                           min(queries.x / policy.rows, tile_end), tile_end};
+      }
+    }
+    __syncthreads();
+    return tile.before;
+  }
+
+  // Calls body(work, part, work_count) for every work of a block.
+  template <class Body>
+  static __device__ void for_each_work(const Params& p, const SharedStorage& storage,
+                                       const Body& body) {
+    if constexpr (has_slots) {
+      int work_count = 0;
+#pragma unroll 1
+      for (int i = 0;; ++i) {
+        const SlotPart part = p.slots.partition.part(static_cast<int>(blockIdx.x), i);
+        if (part.chain < 0) break;
+        if (part.unit_begin >= part.unit_end) continue;
+        const BackwardWork work = work_of(p, part);
+        if (work.has_tiles()) body(work, part, work_count++);
+      }
+    } else {
+      body(storage.work[0], SlotPart{}, 0);
+    }
+  }
+};
+
+}  // namespace flash_dmattn::cuda::sm90

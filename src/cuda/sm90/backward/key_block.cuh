@@ -1,0 +1,272 @@
+#pragma once
+
+#include "cuda/attention/bias_gradient.cuh"
+#include "cuda/primitives/tile_copy.cuh"
+#include "cuda/sm90/backward/key_visibility.cuh"
+#include "cuda/sm90/backward/loaded_visits.cuh"
+#include "cuda/sm90/backward/storage.cuh"
+#include "cuda/sm90/backward/work.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// A block of 128 neighbouring keys, for a warpgroup with 64 of them. It knows the queries that see a thread's two keys,
+// and the keys' biases and gradients. Keys are the rows of the accumulators; a thread has row() and row() + 8.
+template <class Kernel>
+class KeyBlock {
+  using T = typename Kernel::Element;
+  using Storage = typename Kernel::SharedStorage;
+  using Rows = typename Storage::KeyTile;
+  static constexpr int rows = Kernel::policy.rows;
+  static constexpr int columns = rows / 2;  // a thread's score accumulators
+  static constexpr bool has_info = Kernel::variant.has_info();
+  static constexpr bool has_dense = Kernel::variant.has_dense();
+
+ public:
+  using Visit = std::conditional_t<has_dense, LoadedVisits<Kernel>, QueryVisits<Kernel::variant>>;
+
+  __device__ KeyBlock(const BackwardKernelParams& p, Storage& storage, int warpgroup)
+      : p_(p), storage_(storage), work_(storage.work[0]), warpgroup_(warpgroup) {}
+
+  // Called before the first query tile, when K and V are loaded.
+  __device__ void begin(int) {
+    if constexpr (has_dense) {
+      store_ranges();
+    } else if constexpr (!has_info) {
+      full_begin_ = warp_max(max(first_query_of(0), first_query_of(1)));
+    }
+    if constexpr (has_info) clear_unseen_rows();
+  }
+
+  // Called before the scores of a query tile are initialized; with a dense mask or bias only for the first tile.
+  __device__ void begin_tile(const Visit& at) {
+    if constexpr (has_dense) {
+      load_biases(at.head());
+    } else if constexpr (has_info) {
+      // The comparison reads the work in shared memory. With the visit's registers ptxas treats the branch, and thus
+      // the whole loop, as divergent (docs/kernels/sm90-backward.md).
+      if (p_.info.bias_head_q != 0 && at.tile() == work_.tile_begin) change_biases(at.head());
+    }
+  }
+
+  // No key leaves before the end.
+  __device__ void leave(const Visit&, float (&)[Kernel::head_dim / 2],
+                        float (&)[Kernel::head_dim / 2]) {}
+
+  // The bias of a row in units of the accumulator.
+  __device__ float bias(int h) const {
+    if constexpr (has_dense) {
+      return bias_[h];
+    } else {
+      return visible_.bias(h);
+    }
+  }
+
+  // Loads the biases of the next tile, with a dense mask or bias, during the products of a tile.
+  __device__ void load_next(const Visit& at) { load_biases(at.next_head()); }
+
+  // Called while the scores of a tile are computed.
+  __device__ void prepare_mask(const Visit& at) {
+    if constexpr (has_info && !has_dense) {
+      const int first_query = at.tile() * rows;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        visible_.see(h, record(h), first_query);
+        if (visible_.is_partial(h)) visible_.prepare_mask(h, record(h), first_query);
+      }
+    }
+  }
+
+  // Sets scores of keys that a query does not see to -inf. Queries past the end have no P.
+  __device__ void mask(const Visit& at, float (&scores)[columns]) const {
+    const int first_query = at.tile() * rows;
+    if constexpr (has_dense) {
+      mask_by_ranges(first_query, scores);
+    } else if constexpr (has_info) {
+      if (visible_.is_partial(0)) visible_.template mask<0>(scores);
+      if (visible_.is_partial(1)) visible_.template mask<1>(scores);
+    } else {
+      if (first_query >= full_begin_) return;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int first = first_query_of(h) - first_query - 2 * (lane_id() % 4);
+#pragma unroll
+        for (int j = 0; j < rows / 8; ++j) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (8 * j + e < first) scores[4 * j + 2 * h + e] = negative_infinity;
+        }
+      }
+    }
+  }
+
+  // Whether the sums of dS, the gradient of a key bias, are wanted.
+  __device__ bool wants_sums() const {
+    const OutputBroadcast& dbias = p_.backward.dbias;
+    return has_info && dbias.data != nullptr && !dbias.dense;
+  }
+
+  // Adds the sums of a tile's dS over this thread's rows.
+  __device__ void add_dbias(const float (&sums)[2]) {
+    if constexpr (has_info) {
+      dbias_[0] += sums[0];
+      dbias_[1] += sums[1];
+    }
+  }
+
+  // Called after a query tile.
+  __device__ void end_tile(const Visit& at) {
+    if (!wants_sums()) return;
+    const bool ends = p_.backward.dbias.head_q != 0 ? at.is_last_of_head() : at.is_last();
+    if (ends) store_dbias(at.head());
+  }
+
+  __device__ void release() {}
+
+  // Stores dk and dv through the rows of V in shared memory, which only this warpgroup has read.
+  __device__ void store(float (&dk)[Kernel::head_dim / 2], float (&dv)[Kernel::head_dim / 2]) {
+    store_rows(dk, p_.backward.dk, p_.backward.score.scale);
+    store_rows(dv, p_.backward.dv, 1);
+  }
+
+ private:
+  __device__ int warp_row() const {
+    return warpgroup_ * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
+  }
+  __device__ int row() const { return warp_row() + lane_id() / 4; }
+  __device__ int key(int h) const { return work_.key + row() + 8 * h; }
+
+  // The first query that sees a key, without key info.
+  __device__ int first_query_of(int h) const {
+    const Shape& shape = p_.backward.shape;
+    const int first =
+        p_.backward.score.causal ? max(key(h) - (shape.seqlen_k - shape.seqlen_q), 0) : 0;
+    return key(h) < shape.seqlen_k ? first : 0x7fffffff;
+  }
+
+  __device__ const KeyInterval* ranges() const {
+    return p_.info.ranges_of(work_.batch, work_.kv_head) + work_.key;
+  }
+
+  __device__ const float* biases(int head) const {
+    return p_.info.biases_of(work_.batch, head, work_.kv_head);
+  }
+
+  __device__ const KeyRecord& record(int h) const { return storage_.block.records[row() + 8 * h]; }
+
+  // Loads the biases of the warp's 16 keys for another head. No other warp reads them.
+  __device__ void change_biases(int head) {
+    __syncwarp();
+    if (lane_id() < 16) {
+      const int row = warp_row() + lane_id();
+      storage_.block.records[row].bias = biases(head)[work_.key + row];
+    }
+    __syncwarp();
+  }
+
+  // Replaces keys that no query sees by zeros, because their inf and NaN would be multiplied by the zeros of dS.
+  __device__ void clear_unseen_rows() {
+    const int thread = static_cast<int>(threadIdx.x) % 256;
+    const int r = thread / 2;
+    const KeyRecord record = [&] {
+      if constexpr (has_dense) {
+        const KeyInterval seen = ranges()[r];
+        return KeyRecord{seen.first, seen.last, work_.key + r, biases(0)[work_.key + r]};
+      } else {
+        return storage_.block.records[r];
+      }
+    }();
+    const bool hidden = p_.info.bias_head_q == 0 && record.bias == negative_infinity;
+    if (record.first >= record.last || hidden) {
+#pragma unroll 1
+      for (int chunk = thread % 2; chunk < Rows::chunks; chunk += 2) {
+        store_shared_16(shared_address(storage_.k) + Rows::offset(r, chunk), {0, 0, 0, 0});
+      }
+    }
+    fence_async_proxy();
+    named_barrier_sync(Kernel::consumer_barrier, 256);
+  }
+
+  // Stores the queries that see each of the warp's 16 keys and the queries that see all of them, with a dense mask or
+  // bias, whose loop has no registers for them.
+  __device__ void store_ranges() {
+    KeyInterval full{0, p_.backward.shape.seqlen_q};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const KeyInterval seen = ranges()[row() + 8 * h];
+      full = {max(full.first, seen.first), min(full.last, seen.last)};
+      storage_.dense.ranges[row() + 8 * h] = seen;
+    }
+    storage_.dense.full_queries[warp_row() / 16] = {warp_max(full.first), warp_min(full.last)};
+    __syncwarp();
+  }
+
+  __device__ void load_biases(int head) {
+    bias_[0] = biases(head)[key(0)];
+    bias_[1] = biases(head)[key(1)];
+  }
+
+  __device__ void mask_by_ranges(int first_query, float (&scores)[columns]) const {
+    const KeyInterval full = storage_.dense.full_queries[warp_row() / 16];
+    if (first_query >= full.first && first_query + rows <= full.last) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const KeyInterval seen = storage_.dense.ranges[row() + 8 * h];
+      const int column = first_query + 2 * (lane_id() % 4);
+      const int first = seen.first - column;
+      const int last = seen.last - column;
+#pragma unroll
+      for (int j = 0; j < rows / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int query = 8 * j + e;
+          if (query < first || query >= last) scores[4 * j + 2 * h + e] = negative_infinity;
+        }
+      }
+    }
+  }
+
+  __device__ void store_dbias(int head) {
+    const OutputBroadcast& dbias = p_.backward.dbias;
+    float* const to = reinterpret_cast<float*>(dbias.data) + work_.batch * dbias.batch +
+                      head * dbias.head_q + work_.kv_head * dbias.head_kv;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float sum = quad_reduce(dbias_[h], [](float x, float y) { return x + y; });
+      if (lane_id() % 4 == 0 && key(h) < p_.backward.shape.seqlen_k) to[key(h)] = sum;
+      dbias_[h] = 0;
+    }
+  }
+
+  __device__ void store_rows(const float (&sums)[Kernel::head_dim / 2], const OutputRows& to,
+                             float scale) const {
+    if (to.data == nullptr) return;
+    const std::uint32_t staged = shared_address(storage_.v);
+#pragma unroll
+    for (int j = 0; j < Kernel::head_dim / 8; j += 2) {
+      std::uint32_t block[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* const two = sums + 4 * (j + i / 2) + 2 * (i % 2);
+        block[i] = pack_gradient<T>(two[0] * scale, two[1] * scale, p_.backward.saturate);
+      }
+      store_block<Rows>(staged, [&](int r) { return warp_row() + r; }, 8 * j, block);
+    }
+    __syncwarp();
+    const Shape& shape = p_.backward.shape;
+    copy_s2g<Rows>(ThreadGroup<warp_size>::of_warp(), staged, warp_row(),
+                   min(warp_row() + 16, shape.seqlen_k - work_.key), work_.key, to, work_.batch,
+                   work_.kv_head, shape.head_dim);
+    __syncwarp();
+  }
+
+  const BackwardKernelParams& p_;
+  Storage& storage_;
+  const BackwardWork& work_;  // read again at each use, as there are no registers for it
+  const int warpgroup_;
+  KeyVisibility<rows> visible_;  // used with key info
+  float bias_[2] = {};           // used instead with a dense mask or bias
+  int full_begin_ = 0;  // the first query that sees every key of the warp, without key info
+  float dbias_[2] = {};
+};
+
+}  // namespace flash_dmattn::cuda::sm90

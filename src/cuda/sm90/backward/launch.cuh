@@ -1,0 +1,62 @@
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/primitives/launch.h"
+#include "cuda/sm90/backward/find_visits.cuh"
+#include "cuda/sm90/backward/kernel.cuh"
+#include "cuda/sm90/backward/launch.h"
+#include "cuda/sm90/dense/rows.h"
+#include "cuda/sm90/dispatch.h"
+#include "cuda/sm90/slots/rows.cuh"
+#include "cuda/stages/postprocess.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <class T, int D, BackwardVariant Variant>
+void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
+  using Kernel = BackwardKernel<T, D, Variant>;
+  constexpr int rows = Kernel::policy.rows;
+  static_assert(sizeof(typename Kernel::SharedStorage) <= 227 * 1024);
+  const BackwardParams& p = params.backward;
+  const Shape& shape = p.shape;
+  const auto map = [&](const InputRows& tensor, int seqlen, int heads, int box_rows) {
+    return make_tensor_map(tensor, shape.head_dim, seqlen, heads, shape.batch, box_rows,
+                           std::is_same_v<T, __nv_bfloat16>);
+  };
+  params.q_map = map(p.q, shape.seqlen_q, shape.heads_q, rows);
+  params.dout_map = map(p.dout, shape.seqlen_q, shape.heads_q, rows);
+  params.k_map = map(p.k, shape.seqlen_k, shape.heads_kv, BackwardPolicy::keys);
+  params.v_map = map(p.v, shape.seqlen_k, shape.heads_kv, BackwardPolicy::keys);
+  constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
+  if (Variant.dense == DenseAccess::tiles && p.score.bias.dense)
+    params.bias_map = DenseRows(shape, p.score.bias).map(rows, bf16);
+  if (Variant.has_dense() && params.dense_dbias.by_tma)
+    params.dbias_map = DenseRows(shape, p.dbias).map(rows, bf16);
+
+  if constexpr (Variant.has_dense()) launch<FindVisits>(FindVisits::blocks(params), params, stream);
+  if constexpr (Variant.has_slots()) {
+    const PrepareSlotRecords records{shape, params.info, params.slots};
+    for_each(records.items(), records, stream);
+  }
+  launch<Kernel>(Kernel::blocks(params), params, stream,
+                 {.cooperative = Variant.has_slots() && params.order.published != nullptr});
+  if constexpr (Variant.has_slots()) {
+    using Add = AddSlotParts<T, D>;
+    launch<Add>(Add::blocks(params), params, stream);
+  }
+  if (params.dq_accum == nullptr) return;
+  const BwdPostprocessDq<T, typename Kernel::DqLayout> store{
+      shape, params.dq_accum, p.dq, params.dq_scale, p.saturate, p.flags};
+  for_each(store.items(), store, stream);
+}
+
+template <class T, int D>
+void launch_backward(const BackwardChoice& choice, const BackwardKernelParams& params,
+                     cudaStream_t stream) {
+  dispatch<T, D, backward_variants>(choice, [&]<BackwardVariant Variant>() {
+    launch_backward_kernel<T, D, Variant>(params, stream);
+  });
+}
+
+}  // namespace flash_dmattn::cuda::sm90

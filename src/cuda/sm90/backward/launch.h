@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <string>
+#include <vector>
+
+#include "cuda/device.h"
+#include "cuda/primitives/device_workspace.h"
+#include "cuda/sm90/backward/params.h"
+#include "cuda/sm90/backward/policy.h"
+#include "flash_dmattn/attention.h"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// The kernel of a backward that runs, as a value. A call chooses it once and dispatches on it; printed, it is the
+// kernel's name.
+struct BackwardChoice {
+  DType dtype = DType::bf16;
+  int head_dim = 0;  // the bucket: 64 or 128
+  BackwardVariant variant;
+};
+
+// The name of a choice, such as "sm90 backward bf16 d128 block".
+std::string name(const BackwardChoice& choice);
+
+// Launches the kernels of one dtype and head-dim bucket D, with the kernels before and after them. instances/ has a
+// template of their files.
+template <class T, int D>
+void launch_backward(const BackwardChoice& choice, const BackwardKernelParams& params,
+                     cudaStream_t stream);
+
+// The functions of the backward for the family's table (cuda/family.h).
+std::string decline_backward(const Problem& problem);
+std::size_t backward_workspace_size(const BackwardArgs& args, const DeviceProperties& device);
+void run_backward(const BackwardArgs& args, const DeviceProperties& device,
+                  const Execution& execution);
+std::string backward_name(const BackwardArgs& args, const DeviceProperties& device);
+std::vector<std::string> backward_names(const DeviceProperties& device);
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,123 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "cuda/sm90/policy.h"
+
+// Tile policies of the backward as data.
+namespace flash_dmattn::cuda::sm90 {
+
+// The placement of the 128 keys of a block.
+enum class KeyPlacement : std::uint8_t {
+  block,  // neighbouring keys, each seen by every query or by those from its own position on
+  block_key_info,  // neighbouring keys with ranges of queries, masks or biases
+  slots,           // slots whose keys change (cuda/schedule/slots/key_slots.h)
+};
+
+// The compile-time choices of a backward kernel.
+struct BackwardVariant {
+  KeyPlacement placement = KeyPlacement::block;
+  DenseAccess dense = DenseAccess::none;  // only with block_key_info
+  // If false, each batch of products runs alone, for tests. Bits are the same, except for the order of additions to dq.
+  bool overlaps = true;
+
+  constexpr bool has_info() const { return placement != KeyPlacement::block; }
+  constexpr bool has_slots() const { return placement == KeyPlacement::slots; }
+  constexpr bool has_dense() const { return dense != DenseAccess::none; }
+
+  bool operator==(const BackwardVariant&) const = default;
+};
+
+inline constexpr std::array backward_variants = {
+    BackwardVariant{},
+    BackwardVariant{.placement = KeyPlacement::block_key_info},
+    BackwardVariant{.placement = KeyPlacement::block_key_info, .dense = DenseAccess::tiles},
+    BackwardVariant{.placement = KeyPlacement::block_key_info, .dense = DenseAccess::elements},
+    BackwardVariant{.placement = KeyPlacement::slots},
+};
+
+constexpr BackwardVariant with_overlap(BackwardVariant variant, bool overlaps) {
+  variant.overlaps = overlaps;
+  return variant;
+}
+
+// The division of dq of a query tile between the two warpgroups. Each part is a product of 64 queries over all keys.
+enum class DqSplit : std::uint8_t {
+  columns,      // half of the columns each
+  alternating,  // every other tile each, so dS is read once and there are twice as many accumulators
+  rows,         // 64 of 128 queries each
+};
+
+struct BackwardPolicy {
+  int rows;  // rows of a query tile
+  DqSplit dq;
+  int score_tiles = 2;  // tiles of dS in shared memory
+  // Whether registers keep the biases of a dense tile around the loop, so that heads that share them load them once.
+  bool keeps_biases = false;
+
+  static constexpr int keys = 128;
+  static constexpr int warpgroups = 2;  // consumers, with 64 keys each
+  static constexpr int stages = 2;      // stages of q and dout
+  static constexpr int threads = 128 * (1 + warpgroups);
+  // 128 * producer + 256 * consumer <= 64512; this is the only pair with 240 registers for a consumer.
+  static constexpr int producer_registers = 24;
+  static constexpr int consumer_registers = 240;
+
+  constexpr int dq_parts() const { return dq == DqSplit::alternating ? 1 : 2; }
+  constexpr int dq_part_columns(int head_dim) const {
+    return dq == DqSplit::columns ? head_dim / 2 : head_dim;
+  }
+};
+
+// The queries of a tile, between which slots change keys, and the maximum number of segments of a chain of slots.
+inline constexpr int slot_tile_rows = 64;
+inline constexpr int slot_segments = 64;
+// The heads of a group whose additions to dq are published together, if they have an order.
+inline constexpr int order_heads = 2;
+
+// Shared memory binds: the reads of a tile's operands take longer than the MMA. At D 64, dk and dv are half as large,
+// so that 128 queries fit, which share a read of K and V. At D 128 DqSplit::alternating reads less, but a block of
+// neighbouring keys loses 3 % in waits. With slots there is other work meanwhile, and it is 5 % faster. Dense masks and
+// biases have tiles of 64 queries also at D 64, like the packed mask. They have three tiles of dS, because two heads
+// are summed while the biases of a third tile are loaded; a fourth fits at D 64.
+constexpr BackwardPolicy backward_policy(int head_dim, const BackwardVariant& variant) {
+  if (variant.has_slots()) return {.rows = slot_tile_rows, .dq = DqSplit::alternating};
+  if (variant.has_dense()) {
+    const DqSplit dq = head_dim == 64 ? DqSplit::alternating : DqSplit::columns;
+    return {.rows = 64,
+            .dq = dq,
+            .score_tiles = head_dim == 64 ? 4 : 3,
+            .keeps_biases = head_dim == 64};
+  }
+  if (head_dim == 64) return {.rows = 128, .dq = DqSplit::rows};
+  return {.rows = 64, .dq = DqSplit::columns};
+}
+
+// The sums of dq in memory are tiles of `rows` queries, each in one or two parts of 64 queries, in the order of the
+// accumulators. Block j of eight columns has the four floats of 128 threads: two columns of a row and of row + 8.
+template <int D, BackwardVariant Variant>
+struct DqAccumLayout {
+  static constexpr BackwardPolicy policy = backward_policy(D, Variant);
+  static constexpr int rows = policy.rows;
+  static constexpr int columns = D;
+  static constexpr int floats = rows * D;
+  static constexpr int part_columns = policy.dq_part_columns(D);
+  static constexpr int part_floats = 64 * part_columns;
+
+  template <class Shape>
+  static constexpr std::int64_t count(const Shape& shape) {
+    return static_cast<std::int64_t>(shape.batch) * shape.heads_q *
+           ((shape.seqlen_q + rows - 1) / rows);
+  }
+  // The offset of a thread's four floats of block `block`.
+  static constexpr int thread_offset(int block, int thread) { return (block * 128 + thread) * 4; }
+  // The offset of eight columns of a row and of the row 8 below it.
+  static constexpr int offset(int row, int chunk) {
+    const int part = policy.dq == DqSplit::rows ? row / 64 : chunk / (part_columns / 8);
+    const int thread = row % 64 / 16 * 32 + row % 8 * 4;
+    return part * part_floats + thread_offset(chunk % (part_columns / 8), thread);
+  }
+};
+
+}  // namespace flash_dmattn::cuda::sm90

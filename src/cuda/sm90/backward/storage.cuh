@@ -1,0 +1,103 @@
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/hopper/panel_tile.cuh"
+#include "cuda/hopper/pipeline.cuh"
+#include "cuda/primitives/semaphore.cuh"
+#include "cuda/sm90/backward/work.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// The values of the rows of a query tile. Every score of a row is initialized with `score`, which is -lse / scale, or
+// -inf for rows that do not exist or have no P.
+template <int Rows>
+struct RowStats {
+  float score[Rows];
+  float delta[Rows];
+};
+
+// The keys in a block's slots, for the current query tile and the next.
+template <bool Exists>
+struct SlotStorage {
+  alignas(16) KeyRecord records[2][SlotParams::block_slots];
+  // The next key of each slot, by arrival, with its record and its successor, for the later of the two tiles.
+  int successor[SlotParams::block_slots];
+  int after_successor[SlotParams::block_slots];
+  alignas(16) KeyRecord coming[SlotParams::block_slots];
+  Pipeline<2> pipeline;  // one use per query tile
+};
+template <>
+struct SlotStorage<false> {};
+
+// A block's neighbouring keys, with their biases for the current head.
+template <bool Exists>
+struct BlockStorage {
+  alignas(
+      16) KeyRecord records[BackwardPolicy::keys];  // find_queries stores those of the first head
+};
+template <>
+struct BlockStorage<false> {};
+
+// The storage for a dense mask or bias.
+template <int Tiles>
+struct ScoreTilePipelines {
+  LoadedVisit visits[BackwardPolicy::stages];  // loaded with q
+  // The ranges of the block's keys and of each consumer warp's keys (KeyBlock), for which the loop has no registers.
+  KeyInterval ranges[BackwardPolicy::keys];
+  KeyInterval full_queries[4 * BackwardPolicy::warpgroups];
+  Pipeline<Tiles> computed;  // passes dS from the consumers to the writer of dbias
+  // Zeros for the tiles of dbias that no visit computes, with DenseDbias::by_tma.
+  alignas(128) std::byte zeros[PanelTile<PackedMask::side, panel_columns>::bytes];
+};
+
+template <DenseAccess Access, int Tiles>
+struct DenseStorage {};
+// A tile of dS is first a tile of biases. A warp reads the biases of its 16 keys and later overwrites them with dS.
+template <int Tiles>
+struct DenseStorage<DenseAccess::tiles, Tiles> : ScoreTilePipelines<Tiles> {
+  static constexpr int words = BackwardPolicy::keys / PackedMask::side;
+
+  // The bits of 64 keys for each of 64 queries.
+  alignas(128) std::uint64_t bits[Tiles][words][PackedMask::side];
+  Pipeline<Tiles> loaded;  // passes bits and biases from the loader to the consumers
+};
+template <int Tiles>
+struct DenseStorage<DenseAccess::elements, Tiles> : ScoreTilePipelines<Tiles> {
+  int keys[BackwardPolicy::keys];  // keys that exist, even if the block reaches past the end
+};
+
+template <int D, BackwardVariant Variant>
+struct BackwardStorage {
+  static constexpr BackwardPolicy policy = backward_policy(D, Variant);
+  using KeyTile = PanelTile<policy.keys, D>;
+  using QueryTile = PanelTile<policy.rows, D>;
+  // dS has keys as rows, but with a dense mask or bias it has queries as rows, as in memory.
+  using ScoreTile = std::conditional_t<Variant.has_dense(), PanelTile<policy.rows, policy.keys>,
+                                       PanelTile<policy.keys, policy.rows>>;
+  using Stats = RowStats<policy.rows>;
+  // The warp that adds dq to memory orders its additions.
+  static constexpr int order_barrier = 1;
+  using Semaphore = OrderSemaphore<true, warp_size, order_barrier>;
+
+  alignas(1024) std::byte k[KeyTile::bytes];
+  alignas(1024) std::byte v[KeyTile::bytes];
+  alignas(1024) std::byte q[policy.stages][QueryTile::bytes];
+  alignas(1024) std::byte dout[policy.stages][QueryTile::bytes];
+  alignas(1024) std::byte ds[policy.score_tiles][ScoreTile::bytes];
+  alignas(1024) float dq[policy.rows * D];
+  alignas(128) Stats stats[policy.stages];
+  Pipeline<1> key_pipeline;
+  Pipeline<policy.stages> q_pipeline;  // q and its stats
+  Pipeline<policy.stages> dout_pipeline;
+  typename Semaphore::Storage semaphore;
+  int order;      // number of the block in the order of additions
+  int bounds[2];  // queries that see some key of the block
+  // A block of neighbouring keys uses one; parts of chains of slots alternate between both.
+  BackwardWork work[2];
+  BlockStorage<Variant.has_info() && !Variant.has_slots() && !Variant.has_dense()> block;
+  SlotStorage<Variant.has_slots()> slots;
+  DenseStorage<Variant.dense, policy.score_tiles> dense;
+};
+
+}  // namespace flash_dmattn::cuda::sm90

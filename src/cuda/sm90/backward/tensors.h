@@ -1,0 +1,88 @@
+#pragma once
+
+#include "cuda/attention/problem.h"
+#include "cuda/hopper/tensor_map.h"
+#include "cuda/primitives/launch.h"
+#include "cuda/sm90/backward/prepare.cuh"
+
+// Copies of a call's tensors for its main loop.
+namespace flash_dmattn::cuda::sm90 {
+
+// Allocates [B, S, H, D] without gaps in the workspace.
+inline OutputRows dense_rows(const Shape& shape, int seqlen, int heads,
+                             WorkspaceAllocator& workspace) {
+  OutputRows rows;
+  rows.row_step = heads * shape.head_dim * 2;
+  rows.row = rows.row_step;
+  rows.head = shape.head_dim * 2;
+  rows.batch = rows.row * seqlen;
+  rows.aligned = true;
+  rows.data = workspace.take<std::byte>(rows.batch * shape.batch);
+  return rows;
+}
+
+// The way in which the main loop's copy of a tensor differs from the tensor.
+struct SourceForm {
+  ListedKeys list = {};  // the copy has only their rows
+  std::uint16_t kept_bits = 0xffff;
+  std::uint16_t flipped_bits = 0;
+
+  bool changes() const { return list.keys != nullptr || kept_bits != 0xffff || flipped_bits != 0; }
+};
+
+// A tensor, or memory for a dense copy if the TMA unit cannot read the tensor or the copy differs from it.
+struct Source {
+  CopyRows copy;
+  bool copied;
+
+  Source(const Shape& shape, const ConstTensor4& tensor, int seqlen, int heads,
+         const SourceForm& form, WorkspaceAllocator& workspace)
+      : copy{.from = rows_of(tensor),
+             .to = {},
+             .seqlen = seqlen,
+             .heads = heads,
+             .batch = shape.batch,
+             .head_dim = shape.head_dim,
+             .list = form.list,
+             .kept_bits = form.kept_bits,
+             .flipped_bits = form.flipped_bits},
+        copied(form.changes() || !has_tensor_map(copy.from, seqlen, heads, shape.batch)) {
+    if (copied) copy.to = dense_rows(shape, seqlen, heads, workspace);
+  }
+
+  // The rows that the kernels read.
+  InputRows rows() const {
+    if (!copied) return copy.from;
+    const OutputRows& to = copy.to;
+    return {to.data, to.batch, to.row, to.head, to.aligned, to.row_step};
+  }
+
+  void make(cudaStream_t stream) const {
+    if (copied) for_each(copy.items(), copy, stream);
+  }
+};
+
+// A gradient of keys, or memory for a dense copy if its rows are unaligned (rows of slots must be aligned) or if it
+// belongs to the keys of a list. When the workspace is sized without outputs, the alignment is unknown.
+struct Sink {
+  OutputRows original;
+  OutputRows rows;  // written by the kernels
+
+  Sink(const Shape& main_loop, const OutputRows& to, bool needs_alignment, bool listed,
+       WorkspaceAllocator& workspace)
+      : original(to), rows(to) {
+    const bool fits = to.data != nullptr && (to.aligned || !needs_alignment);
+    if (!listed && (fits || !needs_alignment)) return;
+    rows = dense_rows(main_loop, main_loop.seqlen_k, main_loop.heads_kv, workspace);
+    if (to.data == nullptr) rows.data = nullptr;
+  }
+
+  // `shape` is the shape of the call, with all keys.
+  void store(const Shape& shape, const ListedKeys& list, cudaStream_t stream) const {
+    if (original.data == nullptr || rows.data == original.data) return;
+    const ScatterRows body{rows, original, shape, list};
+    for_each(body.items(), body, stream);
+  }
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,78 @@
+#pragma once
+
+#include "cuda/attention/scheduler.cuh"
+#include "cuda/hopper/ptx.cuh"
+#include "cuda/sm90/backward/query_visits.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// The work of a part: its query tiles from the first tile that sees a key of its slots.
+__device__ inline BackwardWork work_of(const BackwardKernelParams& p, const SlotPart& part) {
+  const SlotParams& slots = p.slots;
+  const Shape& shape = p.backward.shape;
+  const int head_index = part.chain / slots.row_blocks;
+  const int slot = part.chain % slots.row_blocks * SlotParams::block_slots;
+  BackwardWork work;
+  work.batch = head_index / shape.heads_kv;
+  work.kv_head = head_index % shape.heads_kv;
+  work.key = slot;
+  work.part = part.id;
+  work.position = slots.partition.position(part, slots.row_blocks);
+  const std::int64_t row = work.batch * slots.row_batch + work.kv_head * slots.row_head;
+  const int tiles = ceil_div(shape.seqlen_q, slot_tile_rows);
+  work.tile_begin = part.unit_begin * slots.segment_tiles;
+  work.tile_end = min(part.unit_end * slots.segment_tiles, tiles);
+  // Keys arrive in the order of slots. With ordered additions each block adds to every tile in order.
+  if (p.order.published != nullptr) return work;
+  if (slot >= slots.slots.count[row]) {
+    work.tile_begin = work.tile_end;
+  } else {
+    const std::int64_t first = std::int64_t{head_index} * shape.seqlen_k + slot;
+    work.tile_begin = max(work.tile_begin, slots.records[first].first / slot_tile_rows);
+  }
+  return work;
+}
+
+// The record of key tile.key + i, with the bias for the first head of the group.
+__device__ inline KeyRecord first_record(const BackwardKernelParams& p, const KeyTile& tile,
+                                         int i) {
+  const int key = tile.key + i;
+  const int head = tile.kv_head * (p.backward.shape.heads_q / p.backward.shape.heads_kv);
+  const KeyInterval seen = p.info.ranges_of(tile.batch, tile.kv_head)[key];
+  return {seen.first, seen.last, key, p.info.biases_of(tile.batch, head, tile.kv_head)[key]};
+}
+
+// Finds the queries [begin, end) that see some key of a block of neighbouring keys. Called by all threads of the block.
+// `records`, unless it is null, receives the records of all its keys.
+template <BackwardVariant Variant>
+__device__ inline int2 find_queries(const BackwardKernelParams& p, const KeyTile& tile,
+                                    int (&shared_bounds)[2], KeyRecord* records) {
+  const Shape& shape = p.backward.shape;
+  if constexpr (!Variant.has_info()) {
+    const int first =
+        p.backward.score.causal ? max(tile.key - (shape.seqlen_k - shape.seqlen_q), 0) : 0;
+    return {first, shape.seqlen_q};
+  } else {
+    const int thread = static_cast<int>(threadIdx.x);
+    const bool has_key = thread < BackwardPolicy::keys;
+    KeyRecord record{};
+    if (has_key) record = first_record(p, tile, thread);
+    if (thread == 0) shared_bounds[0] = shape.seqlen_q;
+    if (thread == 0) shared_bounds[1] = 0;
+    __syncthreads();
+    if (has_key) {
+      if (records != nullptr) records[thread] = record;
+      const bool seen = record.first < record.last;
+      const int begin = warp_min(seen ? record.first : shape.seqlen_q);
+      const int end = warp_max(seen ? record.last : 0);
+      if (lane_id() == 0) {
+        atomicMin(&shared_bounds[0], begin);
+        atomicMax(&shared_bounds[1], end);
+      }
+    }
+    __syncthreads();
+    return {shared_bounds[0], shared_bounds[1]};
+  }
+}
+
+}  // namespace flash_dmattn::cuda::sm90

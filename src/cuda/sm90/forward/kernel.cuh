@@ -1,0 +1,76 @@
+#pragma once
+
+#include "cuda/sm90/dense/forward_producer.cuh"
+#include "cuda/sm90/forward/consumer.cuh"
+#include "cuda/sm90/forward/producer.cuh"
+
+// The forward of sm_90a, with one producer warpgroup and two or three consumer warpgroups of 64 queries each.
+// Persistent blocks take work tiles from a counter.
+namespace flash_dmattn::cuda::sm90 {
+
+template <class T, int D, ForwardVariant Variant>
+struct ForwardKernel {
+  using Element = T;
+  using Params = ForwardKernelParams;
+  static constexpr int head_dim = D;
+  static constexpr KeyLoad load = Variant.load;
+  static constexpr bool has_key_info = Variant.has_key_info;
+  static constexpr DenseAccess dense = Variant.dense;
+  static constexpr bool shapes = Variant.shapes;
+  static constexpr bool overlaps = Variant.overlaps;
+  static constexpr bool can_be_short = sm90::can_be_short(Variant);
+  static constexpr bool fixes_rows = sm90::fixes_rows(D, Variant);
+  static constexpr ForwardPolicy policy = forward_policy(D, Variant);
+  static_assert(has_key_info || (load == KeyLoad::tma && dense == DenseAccess::none));
+  static_assert(!has_key_info || dense == DenseAccess::tiles || policy.rows() == query_tile_rows);
+  static_assert(!shapes || has_key_info);
+  static_assert(dense != DenseAccess::tiles || (load == KeyLoad::tma && !shapes));
+  static_assert(dense != DenseAccess::elements || load == KeyLoad::any);
+  static constexpr int threads = policy.threads();
+  static constexpr int min_blocks = 1;
+  // The number of arrivals at the barrier of a filled buffer: one by one producer thread, or one by each thread for its
+  // cp.async copies, and with KeyLoad::any one more for its stores.
+  static constexpr int key_arrivals = load == KeyLoad::tma ? 1 : load == KeyLoad::any ? 256 : 128;
+  static constexpr int q_arrivals = load == KeyLoad::any ? 256 : 1;
+  static constexpr int dense_arrivals = 2;  // one each by the warps that load biases and bits
+  // Named barriers; 0 is __syncthreads.
+  static constexpr int producer_barrier = 1;
+  static constexpr int first_scheduler_barrier = 2;
+
+  using SharedStorage = ForwardStorage<D, policy, has_key_info>;
+  static_assert(sizeof(SharedStorage) <= 227 * 1024);
+  using Producer =
+      std::conditional_t<dense == DenseAccess::tiles, DenseProducer<ForwardKernel>,
+                         std::conditional_t<load == KeyLoad::tma, TmaProducer<ForwardKernel>,
+                                            GatherProducer<ForwardKernel>>>;
+
+  static int work_tiles(const Params& p) {
+    if constexpr (dense == DenseAccess::tiles) {
+      return DenseWork<policy.warpgroups, policy.keys>::count(p);
+    }
+    return WorkTile::count(p.forward.shape, policy.rows());
+  }
+
+  __device__ void operator()(const Params& p, SharedStorage& storage) const {
+    if (threadIdx.x == 0) {
+      constexpr int consumer_warps = 4 * policy.warpgroups;
+      storage.q_pipeline.init(q_arrivals, consumer_warps);
+      storage.k_pipeline.init(key_arrivals, consumer_warps);
+      storage.v_pipeline.init(key_arrivals, consumer_warps);
+      if constexpr (dense == DenseAccess::tiles) {
+        storage.dense.pipeline.init(dense_arrivals, consumer_warps / policy.warpgroups);
+      }
+      fence_mbarrier_init();
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+      decrease_registers<policy.producer_registers>();
+      Producer{{p, storage}}.run();
+    } else {
+      increase_registers<policy.consumer_registers>();
+      ForwardConsumer<ForwardKernel>(p, storage).run();
+    }
+  }
+};
+
+}  // namespace flash_dmattn::cuda::sm90

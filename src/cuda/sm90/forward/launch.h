@@ -1,0 +1,29 @@
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "cuda/primitives/device_workspace.h"
+#include "cuda/sm90/forward/params.h"
+#include "cuda/sm90/kernel_choice.h"
+
+// Launches the kernels of one dtype and head-dim bucket D. instances/ has a template of their files.
+namespace flash_dmattn::cuda::sm90 {
+
+// The arrays of a forward in the caller's workspace. Their sizes follow from shapes and strides. A short call, whose
+// blocks have one work tile each, has at most key info, which saves launches.
+struct ForwardWorkspace {
+  KeyInfo info;
+  int* next_work = nullptr;
+  std::uint32_t* needs_fix = nullptr;
+
+  ForwardWorkspace(const ForwardChoice& choice, const ForwardParams& params, int multiprocessors,
+                   WorkspaceAllocator& workspace);
+};
+
+template <class T, int D>
+void launch_forward(const ForwardChoice& choice, const ForwardParams& params,
+                    const ForwardWorkspace& workspace, cudaStream_t stream);
+
+}  // namespace flash_dmattn::cuda::sm90

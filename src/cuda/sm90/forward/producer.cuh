@@ -1,0 +1,402 @@
+#pragma once
+
+#include "cuda/sm90/forward/storage.cuh"
+
+// The producer warpgroup loads q, K and V to shared memory in the order of the products:
+//
+//   q(0) K(0) | K(1) V(0) | K(2) V(1) | ...   and at the end of a work tile   | q(1) K(n) V(n - 1) | ...
+namespace flash_dmattn::cuda::sm90 {
+
+// The common part of all producers, for work tiles and for tiles of q by the TMA unit.
+template <class Kernel>
+struct ProducerBase {
+  using Storage = typename Kernel::SharedStorage;
+  static constexpr int keys = Kernel::policy.keys;
+  static constexpr int rows = Kernel::policy.rows();
+
+  const ForwardKernelParams& p;
+  Storage& storage;
+
+  __device__ WorkTile get_work(int number) const {
+    return get_work_tile<rows, keys>(p.forward, number);
+  }
+
+  // Takes the next work tile as late as the latency can be hidden. The longest work tiles come first, and a block that
+  // takes the next one early leaves too few for blocks that end before it.
+  __device__ int take_work() const {
+    if (Kernel::can_be_short && p.next_work == nullptr) return p.work_tiles;
+    return atomicAdd(p.next_work, 1) + static_cast<int>(gridDim.x);
+  }
+
+  // Passes work tile `n` of this block and its q to the consumers. Called by one thread.
+  __device__ void load_q(const WorkTile& work, int n) const {
+    auto& pipeline = storage.q_pipeline;
+    pipeline.wait_empty(n);
+    storage.work[pipeline.stage(n)] = work;
+    const std::uint32_t full = pipeline.full_of(n);
+    mbarrier_arrive_expect(full, Storage::QTile::bytes);
+    const std::uint32_t tile = shared_address(storage.q[pipeline.stage(n)]);
+    // A box has all rows, or with two heads eight queries of one head and the same eight of the other.
+    const int boxes = Kernel::dense == DenseAccess::tiles && p.two_heads ? rows / 16 : 1;
+#pragma unroll
+    for (int i = 0; i < Storage::QTile::panels; ++i) {
+#pragma unroll 1
+      for (int j = 0; j < boxes; ++j) {
+        tma_load(tile + i * Storage::QTile::panel_bytes + j * 16 * panel_row_bytes, p.q_map, full,
+                 i * panel_columns, work.row + 8 * j, work.head, work.batch);
+      }
+    }
+  }
+
+  // Passes the end of work to the consumers. Called by one thread.
+  __device__ void load_end_of_work(int n) const {
+    auto& pipeline = storage.q_pipeline;
+    pipeline.wait_empty(n);
+    storage.work[pipeline.stage(n)] = WorkTile::end_of_work();
+    for (int i = 0; i < Kernel::q_arrivals; ++i) mbarrier_arrive(pipeline.full_of(n));
+  }
+
+  __device__ const KeyInterval* ranges(const WorkTile& work) const {
+    return p.info.ranges_of(work.batch, work.kv_head);
+  }
+  __device__ const float* biases(const WorkTile& work) const {
+    return p.info.biases_of(work.batch, work.head, work.kv_head);
+  }
+};
+
+// Loads consecutive keys with one thread.
+template <class Kernel>
+struct TmaProducer : ProducerBase<Kernel> {
+  using Base = ProducerBase<Kernel>;
+  using Storage = typename Base::Storage;
+  using Base::keys, Base::p, Base::storage;
+  using KeyTile = typename Storage::KeyTile;
+
+  // The coordinates of a key tile.
+  struct Place {
+    int batch;
+    int kv_head;
+    int key;
+  };
+  // The key info of a work tile, from key 0 on.
+  struct Info {
+    const float* biases = nullptr;
+    const KeyInterval* ranges = nullptr;
+  };
+
+  __device__ void run() const {
+    if (warp_id() != 0 || !elect_lane()) return;
+    int n = 0;
+    int work_count = 0;
+    Place before{};
+    for (int number = static_cast<int>(blockIdx.x); number < p.work_tiles; ++work_count) {
+      const WorkTile work = this->get_work(number);
+      const Info info = info_of(work);
+      this->load_q(work, work_count);
+      for (int visit = 0; visit < work.visits; ++visit, ++n) {
+        if (visit == work.visits - 1) number = this->take_work();
+        const Place here{work.batch, work.kv_head, work.template first_key<keys>(visit)};
+        load_k(info, here, work.is_partial(visit), n);
+        if (n > 0) load_v(before, n - 1);
+        before = here;
+      }
+    }
+    if (n > 0) load_v(before, n - 1);
+    this->load_end_of_work(work_count);
+  }
+
+ protected:
+  __device__ Info info_of(const WorkTile& work) const {
+    if constexpr (Kernel::has_key_info) return {this->biases(work), this->ranges(work)};
+    return {};
+  }
+
+  __device__ void load_k(const Info& info, const Place& at, bool partial, int n) const {
+    auto& pipeline = storage.k_pipeline;
+    pipeline.wait_empty(n);
+    const std::uint32_t full = pipeline.full_of(n);
+    if constexpr (Kernel::has_key_info) {
+      const int stage = Storage::info_stage(n);
+      constexpr int bias_bytes = keys * static_cast<int>(sizeof(float));
+      constexpr int range_bytes = keys * static_cast<int>(sizeof(KeyInterval));
+      mbarrier_arrive_expect(full, KeyTile::bytes + bias_bytes + (partial ? range_bytes : 0));
+      bulk_load(shared_address(storage.info.bias[stage]), info.biases + at.key, bias_bytes, full);
+      if (partial) {
+        bulk_load(shared_address(storage.info.range[stage]), info.ranges + at.key, range_bytes,
+                  full);
+      }
+    } else {
+      mbarrier_arrive_expect(full, KeyTile::bytes);
+    }
+    load_tile(p.k_map, shared_address(storage.k[pipeline.stage(n)]), full, at);
+  }
+
+  __device__ void load_v(const Place& at, int n) const {
+    auto& pipeline = storage.v_pipeline;
+    pipeline.wait_empty(n);
+    const std::uint32_t full = pipeline.full_of(n);
+    mbarrier_arrive_expect(full, KeyTile::bytes);
+    load_tile(p.v_map, shared_address(storage.v[pipeline.stage(n)]), full, at);
+  }
+
+ private:
+  __device__ static void load_tile(const CUtensorMap& map, std::uint32_t tile, std::uint32_t full,
+                                   const Place& at) {
+#pragma unroll
+    for (int i = 0; i < KeyTile::panels; ++i) {
+      tma_load(tile + i * KeyTile::panel_bytes, map, full, i * panel_columns, at.key, at.kv_head,
+               at.batch);
+    }
+  }
+};
+
+// Gathers rows of a key list or of consecutive keys by index, with all 128 threads. Thread (r, c) copies chunks c and c
+// + 8 of rows r, r + 16, ..., so that its addresses in shared memory are one register and constants. The order of a
+// list's keys in a tile is free: row r + 16 i has entry r * steps + i, so that a thread loads its indices at once.
+// Consecutive keys keep their order, so that results have the same bits as with TMA tiles. Indices are loaded one tile
+// ahead, before the copies of V, which hide their latency. The tensor cores read the rows through the async proxy. With
+// any strides the consumers fence; otherwise each thread waits for its copies to a buffer, fences and arrives, after it
+// has issued those to the next buffer or before it waits for consumers that may need the last one.
+template <class Kernel>
+struct GatherProducer : ProducerBase<Kernel> {
+  using Base = ProducerBase<Kernel>;
+  using Storage = typename Base::Storage;
+  using Base::keys, Base::p, Base::storage;
+  using KeyTile = typename Storage::KeyTile;
+  static constexpr bool any_strides = Kernel::load == KeyLoad::any;
+  static constexpr int rows_at_once = 16;
+  static constexpr int steps = keys / rows_at_once;
+
+  // This thread's rows of a tile, and the key whose info it copies.
+  struct Indices {
+    int row[steps];
+    int info;
+  };
+
+  // A work tile and this thread's addresses for it. They are computed once, so that the copies of a tile are issued as
+  // soon as its buffer is free.
+  struct Source {
+    WorkTile work;
+    const std::byte* k;  // this thread's chunk of row 0
+    const std::byte* v;
+    const std::int32_t* list;  // null for consecutive keys
+    const float* biases;
+  };
+
+  __device__ void run() const {
+    int n = 0;
+    int work_count = 0;
+    int number = static_cast<int>(blockIdx.x);
+    Source source = get_source(number);  // there is work for every block
+    Indices of_k = fetch(source, 0);
+    Indices of_v{};
+    const std::byte* v = nullptr;
+    for (; number < p.work_tiles; ++work_count) {
+      int taken = 0;
+      hand_over(source.work, work_count);
+      const int visits = source.work.visits;
+#pragma unroll 1
+      for (int visit = 0; visit < visits; ++visit, ++n) {
+        if (threadIdx.x == 0 && visit == visits - 1) taken = this->take_work();
+        load_k(source, of_k, visit, n);
+        if (visit > 0 && n > 1) announce<1>(storage.v_pipeline, n - 2);
+        Indices ahead = of_k;
+        if (visit + 1 < visits) ahead = fetch(source, visit + 1);
+        if (n > 0) {
+          load_v(v, of_v, n - 1);
+          announce<1>(storage.k_pipeline, n);
+        } else {
+          announce<0>(storage.k_pipeline, n);
+        }
+        of_v = of_k;
+        of_k = ahead;
+        v = source.v;
+      }
+      // The consumers still compute two tiles, which hides the latency of the counter.
+      int& shared_number = storage.next_work[work_count % 2];
+      if (threadIdx.x == 0) shared_number = taken;
+      named_barrier_sync(Kernel::producer_barrier, 128);
+      number = shared_number;
+      if (number < p.work_tiles) {
+        source = get_source(number);
+        of_k = fetch(source, 0);
+      }
+      if (n > 1) announce<0>(storage.v_pipeline, n - 2);
+    }
+    load_v(v, of_v, n - 1);
+    announce<0>(storage.v_pipeline, n - 1);
+    if (threadIdx.x == 0) this->load_end_of_work(work_count);
+  }
+
+ private:
+  static __device__ int copy_row() { return static_cast<int>(threadIdx.x) / 8; }
+  static __device__ int copy_chunk() { return static_cast<int>(threadIdx.x) % 8; }
+
+  static __device__ const std::byte* rows_of_head(const InputRows& rows, int batch, int head) {
+    return rows.data + batch * rows.batch + head * rows.head + copy_chunk() * 16;
+  }
+
+  __device__ Source get_source(int number) const {
+    Source source;
+    source.work = this->get_work(number);
+    const WorkTile& work = source.work;
+    source.k = rows_of_head(p.forward.k, work.batch, work.kv_head);
+    source.v = rows_of_head(p.forward.v, work.batch, work.kv_head);
+    source.list = nullptr;
+    if (p.forward.tile_lists.keys != nullptr) {
+      source.list = p.forward.tile_lists.keys +
+                    __ldg(p.forward.tile_lists.begin + list_of(p.forward.tile_lists, work));
+    }
+    source.biases = this->biases(work);
+    // Keeps the addresses in registers instead of recomputing them at each use.
+    make_opaque(source.k, source.v, source.biases);
+    return source;
+  }
+
+  // The keys of this thread's rows; key 0 for entries past the end.
+  __device__ Indices fetch(const Source& source, int visit) const {
+    const int tile = source.work.template first_key<keys>(visit);
+    const int first = tile + copy_row() * steps;
+    const int mine = tile + static_cast<int>(threadIdx.x);
+    Indices indices;
+    if (source.list == nullptr) {
+#pragma unroll
+      for (int i = 0; i < steps; ++i)
+        indices.row[i] = min(tile + copy_row() + rows_at_once * i, p.forward.shape.seqlen_k - 1);
+      indices.info = mine;
+      return indices;
+    }
+    const std::int32_t* const from = source.list + first;
+    const int end = source.work.end;
+    if (first + steps <= end && reinterpret_cast<std::uintptr_t>(from) % 16 == 0) {
+#pragma unroll
+      for (int i = 0; i < steps; i += 4) {
+        const int4 four = __ldg(reinterpret_cast<const int4*>(from + i));
+        indices.row[i] = four.x;
+        indices.row[i + 1] = four.y;
+        indices.row[i + 2] = four.z;
+        indices.row[i + 3] = four.w;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < steps; ++i) indices.row[i] = first + i < end ? __ldg(from + i) : 0;
+    }
+    indices.info = mine < end ? __ldg(source.list + mine) : 0;
+    return indices;
+  }
+
+  // Copies bias and range of entry threadIdx.x to the row of shared memory that has its key.
+  __device__ void load_info(const Source& source, int key, int visit, int n) const {
+    const int place = static_cast<int>(threadIdx.x);
+    if (place >= keys) return;
+    const int row = source.list == nullptr ? place : place / steps + rows_at_once * (place % steps);
+    const int stage = Storage::info_stage(n);
+    cp_async_4(shared_address(&storage.info.bias[stage][row]), source.biases + key, true);
+    if (source.work.is_partial(visit)) {
+      const bool exists = source.work.template first_key<keys>(visit) + place < source.work.end;
+      cp_async_8(shared_address(&storage.info.range[stage][row]), this->ranges(source.work) + key,
+                 exists);
+    }
+  }
+
+  __device__ void load_k(const Source& source, const Indices& at, int visit, int n) const {
+    auto& pipeline = storage.k_pipeline;
+    pipeline.wait_empty(n);
+    copy_tile<KeyTile>(p.forward.k, source.k, shared_address(storage.k[pipeline.stage(n)]), at.row);
+    load_info(source, at.info, visit, n);
+    end_copies(pipeline.full_of(n));
+  }
+
+  __device__ void load_v(const std::byte* v, const Indices& at, int n) const {
+    auto& pipeline = storage.v_pipeline;
+    pipeline.wait_empty(n);
+    copy_tile<KeyTile>(p.forward.v, v, shared_address(storage.v[pipeline.stage(n)]), at.row);
+    end_copies(pipeline.full_of(n));
+  }
+
+  __device__ void hand_over(const WorkTile& work, int n) const {
+    if constexpr (!any_strides) {
+      if (threadIdx.x == 0) this->load_q(work, n);
+    } else {
+      using QTile = typename Storage::QTile;
+      auto& pipeline = storage.q_pipeline;
+      pipeline.wait_empty(n);
+      if (threadIdx.x == 0) storage.work[pipeline.stage(n)] = work;
+      int row[QTile::rows / rows_at_once];
+#pragma unroll
+      for (int i = 0; i < QTile::rows / rows_at_once; ++i)
+        row[i] = min(work.row + copy_row() + rows_at_once * i, p.forward.shape.seqlen_q - 1);
+      copy_tile<QTile>(p.forward.q, rows_of_head(p.forward.q, work.batch, work.head),
+                       shared_address(storage.q[pipeline.stage(n)]), row);
+      end_copies(pipeline.full_of(n));
+    }
+  }
+
+  // After this thread's copies to a buffer. With any strides it arrives for its stores, and again when its copies are
+  // complete.
+  static __device__ void end_copies(std::uint32_t full) {
+    if constexpr (any_strides) {
+      fence_async_proxy();
+      mbarrier_arrive(full);
+      cp_async_arrive(full);
+    } else {
+      cp_async_commit();
+    }
+  }
+
+  // Passes this thread's rows of buffer n to the consumers. It has issued copies to `Pending` buffers since.
+  template <int Pending, class AnyPipeline>
+  static __device__ void announce(const AnyPipeline& pipeline, int n) {
+    if constexpr (any_strides) return;
+    cp_async_wait<Pending>();
+    fence_async_proxy();
+    mbarrier_arrive(pipeline.full_of(n));
+  }
+
+  // Copies rows; columns from head_dim on become zero. `data` is this thread's chunk of row 0.
+  template <class Tile, int Steps>
+  __device__ void copy_tile(const InputRows& rows, const std::byte* data, std::uint32_t tile,
+                            const int (&index)[Steps]) const {
+    const int chunk = copy_chunk();
+    const int chunks = p.forward.shape.head_dim / 8;
+    const std::uint32_t to = tile + Tile::offset(copy_row(), chunk);
+    if (any_strides && !rows.aligned) {
+#pragma unroll 1
+      for (int j = 0; j < Tile::panels; ++j) {
+#pragma unroll
+        for (int i = 0; i < Steps; ++i) {
+          uint4 value{0, 0, 0, 0};
+          if (chunk + 8 * j < chunks) value = load_elements(data + index[i] * rows.row + j * 128);
+          store_shared_16(to + j * Tile::panel_bytes + i * rows_at_once * panel_row_bytes, value);
+        }
+      }
+      return;
+    }
+    int bytes[Tile::panels];
+#pragma unroll
+    for (int j = 0; j < Tile::panels; ++j) bytes[j] = chunk + 8 * j < chunks ? 16 : 0;
+#pragma unroll
+    for (int i = 0; i < Steps; ++i) {
+      // The address is one multiply-add if strides are known to be nonnegative.
+      const std::byte* const row =
+          any_strides ? data + index[i] * rows.row
+                      : data + static_cast<std::uint64_t>(static_cast<unsigned>(index[i])) *
+                                   static_cast<unsigned>(rows.row_step);
+#pragma unroll
+      for (int j = 0; j < Tile::panels; ++j) {
+        cp_async_part(to + j * Tile::panel_bytes + i * rows_at_once * panel_row_bytes,
+                      row + j * 128, bytes[j]);
+      }
+    }
+  }
+
+  static __device__ uint4 load_elements(const std::byte* from) {
+    const auto* const elements = reinterpret_cast<const std::uint16_t*>(from);
+    const auto two = [&](int i) {
+      return elements[i] | static_cast<std::uint32_t>(elements[i + 1]) << 16;
+    };
+    return {two(0), two(2), two(4), two(6)};
+  }
+};
+
+}  // namespace flash_dmattn::cuda::sm90

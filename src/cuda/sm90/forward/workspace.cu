@@ -1,0 +1,46 @@
+#include "cuda/sm90/forward/launch.h"
+#include "cuda/sm90/forward/work_tile.cuh"
+#include "cuda/sm90/key_info.h"
+
+namespace flash_dmattn::cuda::sm90 {
+
+KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
+                          WorkspaceAllocator& workspace, const ListedKeys& list) {
+  KeyInfo info;
+  const auto of_keys = [](const Broadcast& b) { return b.dense ? Broadcast{} : b; };
+  const Broadcast mask = of_keys(score.mask);
+  const Broadcast bias = of_keys(score.bias);
+  const bool per_batch = mask.batch != 0 || bias.batch != 0 || score.intervals.stride_batch != 0 ||
+                         list.row_batch != 0;
+  info.batch = per_batch ? shape.batch : 1;
+  const bool per_head = score.intervals.stride_head != 0 || list.row_head != 0;
+  info.range_heads = per_head ? shape.heads_kv : 1;
+  if (mask.head_q != 0 || bias.head_q != 0) {
+    info.bias_heads = shape.heads_q;
+  } else if (mask.head_kv != 0 || bias.head_kv != 0 || list.row_head != 0) {
+    info.bias_heads = shape.heads_kv;
+  }
+  info.padded_keys = KeyInfo::padded(shape.seqlen_k);
+  const std::int64_t keys = info.padded_keys;
+  info.ranges = workspace.take<KeyInterval>(keys * info.batch * info.range_heads);
+  info.biases = workspace.take<float>(keys * info.batch * info.bias_heads);
+  if (info.batch > 1) {
+    info.range_batch = keys * info.range_heads;
+    info.bias_batch = keys * info.bias_heads;
+  }
+  if (info.range_heads > 1) info.range_head = keys;
+  if (info.bias_heads > 1)
+    (info.bias_heads == shape.heads_kv ? info.bias_head_kv : info.bias_head_q) = keys;
+  return info;
+}
+
+ForwardWorkspace::ForwardWorkspace(const ForwardChoice& choice, const ForwardParams& p,
+                                   int multiprocessors, WorkspaceAllocator& workspace) {
+  if (choice.variant.has_key_info) info = allocate_key_info(p.shape, p.score, workspace);
+  const int rows = forward_policy(choice.head_dim, choice.variant).rows();
+  if (can_be_short(choice.variant) && WorkTile::count(p.shape, rows) <= multiprocessors) return;
+  next_work = workspace.take<int>(1);
+  needs_fix = workspace.take<std::uint32_t>(1);
+}
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,157 @@
+#pragma once
+
+#include "cuda/attention/params.h"
+#include "cuda/attention/rows.cuh"
+#include "cuda/primitives/convert.cuh"
+#include "cuda/primitives/math.cuh"
+#include "cuda/primitives/warp.cuh"
+#include "cuda/stages/nonfinite_rows.cuh"
+
+namespace flash_dmattn::cuda {
+
+// Runs before the backward's main loop. It computes delta = dout . out and lse in units of log 2 for every query row,
+// and sets flags. 16 lanes share a row. A thread has four rows of a head, so that their loads are in flight together,
+// and head and batch element are computed once for all four.
+template <class T>
+struct BwdPreprocessKernel {
+  using Params = BackwardParams;
+  struct SharedStorage {};
+  static constexpr int threads = 256;
+  static constexpr int min_blocks = 3;
+  static constexpr int row_lanes = 16;
+  static constexpr int rows_at_once = threads / row_lanes;
+  static constexpr int steps = 4;
+  static constexpr int block_rows = rows_at_once * steps;
+
+  static long blocks(const Params& p) {
+    return long{p.shape.batch} * p.shape.heads_q * ceil_div(p.shape.seqlen_q, block_rows);
+  }
+
+  __device__ void operator()(const Params& p, SharedStorage&) const {
+    const int tiles = ceil_div(p.shape.seqlen_q, block_rows);
+    const int block = static_cast<int>(blockIdx.x);
+    compute(p, block / tiles, block % tiles * block_rows);
+  }
+
+  // A thread's row, if it has one. A row past the end of a head sees nothing.
+  struct Row {
+    int row = -1;
+    float lse_log2 = -negative_infinity;
+    float delta = 0;
+  };
+
+  // Computes block_rows rows, by all threads of a block.
+  static __device__ Row compute(const Params& p, int head_index, int first_row) {
+    const Shape& shape = p.shape;
+    const int thread = static_cast<int>(threadIdx.x);
+    const int lane = thread % row_lanes;
+    const int batch = head_index / shape.heads_q;
+    const int head = head_index % shape.heads_q;
+    const int first = first_row + thread / row_lanes;
+
+    // lse is loaded together with out and dout.
+    const int row = first + lane * rows_at_once;
+    const bool exists = lane < steps && row < shape.seqlen_q;
+    const std::int64_t index = std::int64_t{head_index} * shape.seqlen_q + row;
+    const float lse = exists ? p.lse[index] : 0;
+    const float lse_low = exists && p.lse_low != nullptr ? p.lse_low[index] : 0;
+
+    float delta[steps] = {};
+    // The loop exists in two copies, because conditional loads would be awaited one by one.
+    const bool aligned = p.out.aligned && p.dout.aligned && p.q.aligned;
+    aligned ? add_delta<true>(p, batch, head, first, lane, delta)
+            : add_delta<false>(p, batch, head, first, lane, delta);
+    float mine = 0;  // the sum of row `lane`
+#pragma unroll
+    for (int i = 0; i < steps; ++i) {
+      for (int step = 1; step < row_lanes; step *= 2) delta[i] += shuffle_xor(delta[i], step);
+      if (lane == i) mine = delta[i];
+    }
+    if (lane >= steps) return {};
+    if (!exists) return {.row = row};
+    p.delta[index] = mine;
+    if (!p.saturate && has_nonfinite_ds(lse, mine)) atomicOr(p.flags, row_not_finite);
+    return {.row = row, .lse_log2 = store_lse(p, index, lse, lse_low), .delta = mine};
+  }
+
+ private:
+  // Eight elements.
+  struct Chunk {
+    std::uint32_t words[4];
+  };
+
+  // A lane's part of dout . out for its rows. Rows past the end repeat the last row.
+  template <bool Aligned>
+  static __device__ void add_delta(const Params& p, int batch, int head, int first, int lane,
+                                   float (&delta)[steps]) {
+    const auto row = [&](int i) { return min(first + i * rows_at_once, p.shape.seqlen_q - 1); };
+    bool dout_finite = true;
+    bool q_finite = true;
+    for (int chunk = lane; chunk < p.shape.head_dim / 8; chunk += row_lanes) {
+      Chunk out[steps];
+      Chunk dout[steps];
+#pragma unroll
+      for (int i = 0; i < steps; ++i) {
+        out[i] = load_chunk<Aligned>(row_of<T>(p.out, batch, row(i), head) + chunk * 8);
+        dout[i] = load_chunk<Aligned>(row_of<T>(p.dout, batch, row(i), head) + chunk * 8);
+      }
+#pragma unroll
+      for (int i = 0; i < steps; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 value = Element<T>::widen_packed2(out[i].words[j]);
+          const float2 gradient = Element<T>::widen_packed2(dout[i].words[j]);
+          if (isfinite(gradient.x) || !p.saturate) delta[i] += gradient.x * value.x;
+          if (isfinite(gradient.y) || !p.saturate) delta[i] += gradient.y * value.y;
+          dout_finite = dout_finite && isfinite(gradient.x) && isfinite(gradient.y);
+        }
+      }
+      if (p.saturate) continue;
+#pragma unroll 1
+      for (int i = 0; i < steps; ++i) {
+        const Chunk q = load_chunk<Aligned>(row_of<T>(p.q, batch, row(i), head) + chunk * 8);
+        for (const std::uint32_t two : q.words) {
+          const float2 x = Element<T>::widen_packed2(two);
+          q_finite = q_finite && isfinite(x.x) && isfinite(x.y);
+        }
+      }
+    }
+    if (!dout_finite) atomicOr(p.flags, dout_not_finite);
+    if (!q_finite) atomicOr(p.flags, q_not_finite);
+  }
+
+  // Stores lse log2 e as the sum of two floats and returns the first. It is +inf for a row that sees nothing, so that
+  // its P is 0, and for a row without P, which NonFiniteRowsKernel adds.
+  static __device__ float store_lse(const Params& p, std::int64_t index, float lse, float lse_low) {
+    const bool has_p = isfinite(lse);
+    const double lse_log2 =
+        (static_cast<double>(lse) + static_cast<double>(lse_low)) * 1.4426950408889634;
+    const float limit = 3.4028235e38f;
+    const float high =
+        has_p ? fmaxf(fminf(static_cast<float>(lse_log2), limit), -limit) : -negative_infinity;
+    const float rest = has_p ? static_cast<float>(lse_log2 - static_cast<double>(high)) : 0;
+    p.lse_log2[index] = high;
+    p.lse_log2_low[index] = rest;
+    // A smaller rest changes a probability by less than the precision of bf16.
+    if (fabsf(rest) > 0x1p-12f) atomicOr(p.flags, lse_has_low);
+    // Scores of this magnitude may have overflowed in an intermediate result.
+    if (fabsf(lse) > 1e30f && has_p) atomicOr(p.flags, lse_has_low | lse_is_extreme);
+    return high;
+  }
+
+  template <bool Aligned>
+  static __device__ Chunk load_chunk(const T* from) {
+    if constexpr (Aligned) {
+      const uint4 all = __ldg(reinterpret_cast<const uint4*>(from));
+      return {{all.x, all.y, all.z, all.w}};
+    } else {
+      const auto* const elements = reinterpret_cast<const std::uint16_t*>(from);
+      const auto two = [&](int i) {
+        return elements[i] | static_cast<std::uint32_t>(elements[i + 1]) << 16;
+      };
+      return {{two(0), two(2), two(4), two(6)}};
+    }
+  }
+};
+
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,63 @@
+#include "selection/key_selection.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "arguments.h"
+
+namespace flash_dmattn {
+namespace {
+
+void require_window(std::string_view argument, std::int64_t window) {
+  if (window < 0) throw InvalidArgument(argument, std::to_string(window), "at least 0");
+}
+
+}  // namespace
+
+void require_key_selection(const SelectionArgs& args) {
+  const KeySelection& keep = args.keep;
+  require_window("window", keep.window);
+  for (std::int64_t h = 0; keep.head_windows != nullptr && h < args.heads; ++h) {
+    require_window("head_windows", keep.head_windows[h]);
+  }
+  if (keep.selection != Selection::per_query && keep.selection != Selection::global) {
+    throw InvalidArgument("selection", std::to_string(static_cast<int>(keep.selection)),
+                          "per_query or global");
+  }
+  require_length("recent_window", keep.recent_window);
+  if (keep.recent_window > 0 && !args.causal) {
+    throw InvalidArgument("recent_window", std::to_string(keep.recent_window),
+                          "0 without causality, as no key is recent then");
+  }
+  require_length("sink_tokens", keep.sink_tokens);
+  if (std::isnan(keep.score_threshold)) {
+    throw InvalidArgument("score_threshold", "NaN", "a number, or -inf for none");
+  }
+}
+
+std::int64_t window_of(const SelectionArgs& args, std::int64_t head) {
+  const KeySelection& keep = args.keep;
+  return std::min(keep.head_windows == nullptr ? keep.window : keep.head_windows[head],
+                  args.seqlen_k);
+}
+
+std::int64_t widest_window(const SelectionArgs& args) {
+  if (args.keep.head_windows == nullptr) return window_of(args, 0);
+  std::int64_t widest = 0;
+  for (std::int64_t h = 0; h < args.heads; ++h) widest = std::max(widest, window_of(args, h));
+  return widest;
+}
+
+// A query sees its window, the recent keys and the sinks; each following query one more key. The keys that compete
+// later than they are written have been counted as recent ones.
+KeyBound key_bound(const SelectionArgs& args) {
+  const KeySelection& keep = args.keep;
+  const bool arriving = args.causal && keep.selection == Selection::per_query;
+  const bool is_recent = keep.recent_window > 0;
+  return {
+      .base = std::min(widest_window(args) + keep.recent_window + keep.sink_tokens, args.seqlen_k),
+      .per_query = arriving || is_recent ? 1 : 0};
+}
+
+}  // namespace flash_dmattn

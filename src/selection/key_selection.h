@@ -1,0 +1,24 @@
+#pragma once
+
+#include <cstdint>
+
+#include "flash_dmattn/selection.h"
+
+// What the devices share of a selection's rule.
+namespace flash_dmattn {
+
+// Throws InvalidArgument for a rule that is none. The sizes of the arguments have been checked.
+void require_key_selection(const SelectionArgs& args);
+
+// The number of keys that a head keeps, at most Sk.
+std::int64_t window_of(const SelectionArgs& args, std::int64_t head);
+
+// The largest of them.
+std::int64_t widest_window(const SelectionArgs& args);
+
+// The number of positions for which a key does not compete.
+inline std::int64_t delay_of(const KeySelection& keep) {
+  return keep.recent_competes ? 0 : keep.recent_window;
+}
+
+}  // namespace flash_dmattn

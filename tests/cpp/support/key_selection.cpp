@@ -1,0 +1,42 @@
+#include "support/key_selection.h"
+
+#include <iterator>
+#include <limits>
+
+namespace flash_dmattn::testing {
+
+KeySelection random_rule(const SelectionArgs& shape, std::vector<std::int64_t>& head_windows,
+                         Random& random) {
+  constexpr double infinity = std::numeric_limits<double>::infinity();
+  constexpr double thresholds[] = {-infinity, 0.0, -0.5, 0.25, 2.0, 1e30, infinity};
+  const std::int64_t keys = shape.seqlen_k;
+  KeySelection keep;
+  keep.window = random.below(5) == 0 ? every_key : random.below(keys + 3);
+  keep.selection = random.below(4) == 0 ? Selection::global : Selection::per_query;
+  if (shape.causal && random.below(4) != 0) keep.recent_window = random.below(keys + 3);
+  keep.recent_competes = random.below(2) == 0;
+  if (random.below(2) == 0) keep.sink_tokens = random.below(keys + 2);
+  if (random.below(2) == 0) {
+    keep.score_threshold =
+        thresholds[random.below(static_cast<std::int64_t>(std::size(thresholds)))];
+  }
+  if (random.below(3) == 0) {
+    for (std::int64_t h = 0; h < shape.heads; ++h) head_windows.push_back(random.below(keys + 3));
+    keep.head_windows = head_windows.data();
+  }
+  return keep;
+}
+
+std::string text_of(const SelectionArgs& args) {
+  const KeySelection& keep = args.keep;
+  return "B " + std::to_string(args.batch) + ", H " + std::to_string(args.heads) + ", Sq " +
+         std::to_string(args.seqlen_q) + ", Sk " + std::to_string(args.seqlen_k) + ", causal " +
+         std::to_string(args.causal) + ", w " + std::to_string(keep.window) +
+         (keep.head_windows != nullptr ? " (by head)" : "") + ", selection " +
+         std::to_string(static_cast<int>(keep.selection)) + ", recent " +
+         std::to_string(keep.recent_window) + (keep.recent_competes ? "" : " (do not compete)") +
+         ", sinks " + std::to_string(keep.sink_tokens) + ", threshold " +
+         std::to_string(keep.score_threshold);
+}
+
+}  // namespace flash_dmattn::testing

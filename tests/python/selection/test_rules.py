@@ -1,0 +1,316 @@
+"""Rules of recent keys, sinks, thresholds and windows of heads, against their definition."""
+
+import pytest
+import torch
+
+from flash_dmattn import (
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+    from_padding,
+    packed_documents,
+    prefix_lm,
+    select_key_intervals,
+    sliding_window,
+)
+from flash_dmattn.keys.rule import KeySelection
+from rules_by_definition import visible_keys
+
+THRESHOLDS = [None, None, -torch.inf, torch.inf, 0.0, 0.5, 1.0, 0.3]
+
+
+def pick(generator, choices):
+    return choices[int(torch.randint(len(choices), (), generator=generator))]
+
+
+def below(generator, end):
+    return int(torch.randint(end, (), generator=generator))
+
+
+def random_rule(generator, length, heads, is_causal):
+    window = below(generator, length + 3)
+    if below(generator, 3) == 0:
+        window = [below(generator, length + 3) for _ in range(heads)]
+    threshold = pick(generator, THRESHOLDS)
+    if threshold is not None and below(generator, 3) == 0:
+        window = None
+    return KeySelection(
+        window,
+        pick(generator, ["per_query", "per_query", "global"]),
+        pick(generator, [0, 1, 3, length, length + 5]) if is_causal else 0,
+        below(generator, 2) == 0,
+        pick(generator, [0, 0, 1, 3, length + 2]),
+        threshold,
+    ).checked()
+
+
+def random_scores(generator, *shape):
+    if below(generator, 2):
+        scores = torch.randint(-2, 3, shape, generator=generator) / 2
+    else:
+        scores = torch.randn(shape, generator=generator)
+    for value in (torch.nan, -0.0, torch.inf, -torch.inf):
+        if below(generator, 2):
+            scores[torch.rand(shape, generator=generator) < 0.1] = value
+    return scores.to(pick(generator, [torch.float32, torch.bfloat16, torch.float16, torch.float64]))
+
+
+def definition(scores, rule, mask, **places):
+    """[B, H, Sq, Sk] of scores [B, H, Sk]."""
+    batch, heads, _ = scores.shape
+    windows = list(rule.windows()) or [None]
+    rows = []
+    for b in range(batch):
+        own = {
+            name: value[b] if value.dim() == 2 else value
+            for name, value in places.items()
+            if name != "is_causal"
+        }
+        for h in range(heads):
+            of_head = rule._replace(keep_window_size=windows[h % len(windows)])
+            rows.append(
+                visible_keys(scores[b, h], of_head, present=mask[b, h], is_causal=places["is_causal"], **own)
+            )  # fmt: skip
+    return torch.stack(rows).unflatten(0, (batch, heads))
+
+
+def assert_bound_holds(chosen):
+    if chosen.bound is None:
+        return
+    base, per_query = chosen.bound
+    seen = chosen.to_mask()
+    for queries in (1, 3):
+        if queries <= chosen.query_length:
+            together = seen.unfold(2, queries, 1).any(-1).sum(-1)
+            assert together.numel() == 0 or int(together.max()) <= base + per_query * queries
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rule_in_one_row_equals_definition(seed):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(30):
+        length, queries = 1 + below(generator, 20), 1 + below(generator, 24)
+        heads, is_causal = 1 + below(generator, 3), below(generator, 4) > 0
+        scores = random_scores(generator, 2, heads, length)
+        mask = torch.rand(scores.shape, generator=generator) < 0.8
+        rule = random_rule(generator, length, heads, is_causal)
+        chosen = select_key_intervals(
+            scores, **rule._asdict(), key_mask=mask, query_length=queries, is_causal=is_causal
+        )
+        rows = torch.arange(queries)
+        expected = definition(
+            scores, rule, mask, is_causal=is_causal,
+            query_positions=rows + length - queries, query_documents=torch.zeros_like(rows),
+            key_positions=torch.arange(length), key_documents=torch.zeros(length, dtype=torch.long),
+            last_position=torch.tensor([length - 1]),
+        )  # fmt: skip
+        assert torch.equal(chosen.to_mask(), expected), rule
+        assert_bound_holds(chosen)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rule_in_documents_equals_definition(seed):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(20):
+        documents = below(generator, 5)
+        lengths_k = torch.randint(0, 9, (2, documents), generator=generator)
+        same = below(generator, 2) == 0
+        lengths_q = lengths_k if same else torch.randint(0, 9, (2, documents), generator=generator)
+        if below(generator, 2):  # the same documents in all rows
+            lengths_k, lengths_q = lengths_k[:1].expand(2, -1), lengths_q[:1].expand(2, -1)
+        cu_k, cu_q = (
+            torch.cat([n.new_zeros(2, 1), n.cumsum(1)], 1).int() for n in (lengths_k, lengths_q)
+        )
+        total_k, total_q = int(cu_k[:, -1].max()) + 2, int(cu_q[:, -1].max()) + 2
+        heads, is_causal = 1 + below(generator, 2), below(generator, 4) > 0
+        scores = random_scores(generator, 2, heads, total_k)
+        mask = torch.rand(scores.shape, generator=generator) < 0.8
+        rule = random_rule(generator, 8, heads, is_causal)
+        offsets = {"cu_seqlens_k": cu_k, "cu_seqlens_q": None if same else cu_q}
+        chosen = select_key_intervals(
+            scores, **rule._asdict(), key_mask=mask, query_length=total_q, is_causal=is_causal, **offsets
+        )  # fmt: skip
+        places = {
+            name: []
+            for name in ("query_positions", "query_documents", "key_positions", "key_documents")
+        }
+        for b in range(2):
+            # Counted from their ends, query and key have the same position in a document.
+            for name, cu, total in (("query", cu_q[b], total_q), ("key", cu_k[b], total_k)):
+                index = torch.arange(total)
+                document = torch.searchsorted(cu[1:].contiguous(), index, right=True)
+                end = torch.cat([cu[1:], cu[-1:]])[document]
+                places[f"{name}_positions"].append(index - end)
+                # Queries and keys after the last document see and are seen by nobody.
+                nobody = -1 if name == "key" else documents
+                places[f"{name}_documents"].append(
+                    torch.where(document < documents, document, nobody)
+                )
+        expected = definition(
+            scores, rule, mask, is_causal=is_causal, last_position=torch.full((documents + 1,), -1),
+            **{name: torch.stack(value).long() for name, value in places.items()},
+        )  # fmt: skip
+        assert torch.equal(chosen.to_mask(), expected), rule
+        if same:
+            assert_bound_holds(chosen)
+
+
+def document_of(position, offsets):
+    return torch.searchsorted(offsets[1:].contiguous(), position, right=True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rule_at_positions_equals_definition(seed):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(20):
+        length, queries = 1 + below(generator, 16), 1 + below(generator, 12)
+        begin = below(generator, 20)
+        end = begin + queries + length
+        positions = torch.stack(
+            [torch.randperm(end, generator=generator)[:length] for _ in range(2)]
+        )
+        scores = random_scores(generator, 2, 2, length)
+        mask = torch.rand(scores.shape, generator=generator) < 0.8
+        rule = random_rule(generator, length, 2, True)
+        documents = below(generator, 2) == 0
+        cu = torch.tensor([0, 4, 4, 9, end]).clamp(max=end).int()
+        chosen = select_key_intervals(
+            scores, **rule._asdict(), key_mask=mask, query_length=queries, key_positions=positions,
+            query_position=begin, cu_seqlens_k=cu if documents else None,
+        )  # fmt: skip
+        query_positions = begin + torch.arange(queries)
+
+        offsets = cu if documents else torch.tensor([0, end])
+        last = torch.tensor([begin + queries - 1] * 5)
+        if documents:
+            last = torch.minimum(last, torch.cat([cu[1:], cu[-1:]]) - 1)
+        expected = definition(
+            scores, rule, mask, is_causal=True, query_positions=query_positions,
+            query_documents=document_of(query_positions, offsets), key_positions=positions,
+            key_documents=torch.stack([document_of(p, offsets) for p in positions]), last_position=last.long(),
+        )  # fmt: skip
+        assert torch.equal(chosen.to_mask(), expected), rule
+        assert_bound_holds(chosen)
+
+
+def dense(q, k, v, seen, bias):
+    scores = (
+        q.double().transpose(1, 2) @ k.double().transpose(1, 2).transpose(2, 3) / q.shape[3] ** 0.5
+    )
+    scores = scores + bias.double()[:, :, None]
+    p = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()
+    return (p @ v.double().transpose(1, 2)).transpose(1, 2)
+
+
+RULES = {
+    "window and recent": {"keep_window_size": 7, "recent_window": 5},
+    "recent do not compete": {"keep_window_size": 7, "recent_window": 5, "recent_competes": False},
+    "sinks": {"keep_window_size": 3, "sink_tokens": 4},
+    "threshold": {"score_threshold": 0.5, "recent_window": 4, "sink_tokens": 2},
+    "windows of heads": {"keep_window_size": [3, 9], "recent_window": 2},
+    "recent and sinks alone": {"keep_window_size": 0, "recent_window": 6, "sink_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("backend", ["", "triton", "reference"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_attention_under_a_rule_equals_dense_attention(rule, backend):
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, 40, heads, 16) for heads in (4, 2, 2))
+    bias = torch.randn(2, 2, 40)
+    padding = torch.ones(2, 40, dtype=torch.bool)
+    padding[0, :5] = False
+    chosen = select_key_intervals(bias, **rule, key_mask=padding)
+    expected = dense(q, *(t.repeat_interleave(2, 2) for t in (k, v)), chosen.to_mask().repeat_interleave(2, 1),
+                     bias.repeat_interleave(2, 1))  # fmt: skip
+    options = {"attn_bias": bias, "is_causal": True, "backend": backend, **rule}
+    actual = flash_dmattn_func(q, k, v, attn_mask=padding, **options)
+    assert torch.allclose(actual.double(), expected, atol=2e-6)
+    by_intervals = flash_dmattn_func(q, k, v, key_intervals=from_padding(padding), **options)
+    assert torch.equal(by_intervals, actual)
+    without_bias = {**options, "attn_bias": None, "selection_scores": bias}
+    apart = flash_dmattn_func(q, k, v, attn_mask=padding, **without_bias)
+    again = flash_dmattn_func(q, k, v, key_intervals=chosen, backend=backend)
+    assert torch.equal(apart, again)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_varlen_under_a_rule_equals_single_sequences(rule):
+    torch.manual_seed(2)
+    lengths = [13, 1, 0, 26]
+    total = sum(lengths)
+    q, k, v = (torch.randn(total, heads, 16) for heads in (4, 2, 2))
+    scores = torch.randn(total, 2)
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    packed = flash_dmattn_varlen_func(
+        q, k, v, offsets, offsets, is_causal=True, selection_scores=scores, **rule
+    )
+    for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        single = flash_dmattn_func(
+            *(t[None, begin:end] for t in (q, k, v)), is_causal=True,
+            selection_scores=scores[None, begin:end].transpose(1, 2), **rule,
+        )  # fmt: skip
+        assert torch.allclose(packed[begin:end], single[0], atol=1e-6)
+
+
+def test_constructors_take_documents_masks_and_positions():
+    cu = torch.tensor([0, 4, 10]).int()
+    mask = torch.rand(2, 10) < 0.7
+    documents = packed_documents(cu).to_mask() & mask[:, None, None]
+    places = {"cu_seqlens_k": cu, "key_mask": mask}
+    window = sliding_window(10, 3).to_mask()
+    assert torch.equal(sliding_window(10, 3, **places).to_mask(), documents & window)
+    assert torch.equal(packed_documents(cu, key_mask=mask).to_mask(), documents)
+    whole = packed_documents(cu, is_causal=False).to_mask() & mask[:, None, None]
+    assert torch.equal(from_padding(mask, cu_seqlens_k=cu).to_mask(), whole)
+    prefix = torch.arange(10) - torch.tensor([0] * 4 + [4] * 6) < 2
+    assert torch.equal(prefix_lm(10, 2, **places).to_mask(), documents | (whole & prefix))
+    order = torch.randperm(10)
+    shuffled = {"key_positions": order, "key_mask": mask[:, order], "query_position": 0}
+    for make in (
+        lambda **places: sliding_window(10, 3, **places),
+        lambda **places: prefix_lm(10, 2, **places),
+        lambda **places: packed_documents(cu, **places),
+    ):
+        expected = make(key_mask=mask).to_mask()
+        assert torch.equal(make(**shuffled).to_mask(), expected[..., order])
+
+
+@pytest.mark.parametrize(
+    "message, change",
+    [
+        ("recent_window: got -1", {"recent_window": -1}),
+        ("recent_window: got 3 with is_causal=False", {"recent_window": 3, "is_causal": False}),
+        ("sink_tokens: got 'two'", {"sink_tokens": "two"}),
+        ("score_threshold: got nan", {"score_threshold": float("nan")}),
+        ("score_threshold: got '0.5'", {"score_threshold": "0.5"}),
+        ("recent_competes: got 'no'", {"recent_competes": "no"}),
+        ("keep_window_size: got 3 sizes, expected one, or 2", {"keep_window_size": [1, 2, 3]}),
+        ("keep_window_size: got no sizes", {"keep_window_size": []}),
+        ("keep_window_size: got -1", {"keep_window_size": [1, -1]}),
+        ("keep_window_size: got None", {"keep_window_size": None}),
+        ("cu_seqlens_q: got it without cu_seqlens_k", {"cu_seqlens_q": torch.tensor([0, 9])}),
+        ("key_positions: got torch.float32", {"key_positions": torch.zeros(9)}),
+        ("key_positions: got torch.int64 of shape (8,)", {"key_positions": torch.arange(8)}),
+        ("query_position: got -2", {"query_position": -2}),
+        ("cu_seqlens_k: got torch.int64 of shape (1, 1, 1)", {"cu_seqlens_k": torch.zeros(1, 1, 1).long()}),
+        ("key_positions: got it together with cu_seqlens_q",
+         {"key_positions": torch.arange(9), "cu_seqlens_k": torch.tensor([0, 9]), "cu_seqlens_q": torch.tensor([0, 8])}),
+    ],
+)  # fmt: skip
+def test_bad_rule_is_named(message, change):
+    arguments = {"keep_window_size": 3, **change}
+    with pytest.raises((ValueError, TypeError)) as caught:
+        select_key_intervals(torch.randn(1, 2, 9), **arguments)
+    assert message in str(caught.value)
+
+
+def test_rule_without_a_limit_is_refused():
+    q = torch.randn(1, 9, 1, 8)
+    with pytest.raises(ValueError, match="recent_window: got 4 without keep_window_size"):
+        flash_dmattn_func(q, q, q, is_causal=True, recent_window=4)
+
+
+def test_rule_without_causality_is_refused():
+    q = torch.randn(1, 9, 1, 8)
+    with pytest.raises(ValueError, match="recent_window: got 4 without causality"):
+        flash_dmattn_func(q, q, q, recent_window=4, keep_window_size=0)

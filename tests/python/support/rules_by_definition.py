@@ -1,0 +1,37 @@
+"""Which keys a query sees under a rule, by the rule's words: for each query, key and competitor."""
+
+import torch
+
+
+def visible_keys(
+    scores, rule, *, is_causal, query_positions, query_documents, key_positions, key_documents, present, last_position
+):  # fmt: skip
+    """bool [Sq, Sk].
+
+    scores, key_positions, key_documents, present: [Sk]; query_positions, query_documents: [Sq].
+    last_position: [documents], that of the last query of each, at which a global choice is made.
+    """
+    scores = scores.double()
+    window = len(scores) if rule.keep_window_size is None else rule.keep_window_size
+    threshold = -torch.inf if rule.score_threshold is None else rule.score_threshold
+    sink = torch.zeros(len(scores), dtype=torch.bool)
+    for document in key_documents.unique():
+        own = ((key_documents == document) & present).nonzero()[:, 0]
+        sink[own[key_positions[own].argsort()][: rule.sink_tokens]] = True
+    later = key_positions[:, None] > key_positions
+    beats = (scores[:, None] > scores) | ((scores[:, None] == scores) & later)
+    same = query_documents[:, None] == key_documents
+    age = query_positions[:, None] - key_positions
+    chosen_at = query_positions
+    if rule.selection == "global":
+        chosen_at = last_position[query_documents]
+    delay = 0 if rule.recent_competes else rule.recent_window
+    competes = same & present & ~sink & (scores >= threshold)
+    if is_causal:
+        competes &= chosen_at[:, None] - key_positions >= delay
+    beaten_by = (competes[:, :, None] & beats).sum(1)
+    kept = sink | (competes & (beaten_by < window))
+    if is_causal:
+        kept |= age < rule.recent_window
+    seen = same & present & kept
+    return seen & (age >= 0) if is_causal else seen
