@@ -375,6 +375,30 @@ def from_padding(key_mask: Tensor, query_length: int | None = None, **places) ->
     return _shown(keys, None, None, (key_length, 0))
 
 
+def until_faded(
+    cumulative: Tensor, prune: float, heads: int, query_length: int | None = None
+) -> KeyIntervals:
+    """Causality among keys of which a query at position t sees j while cumulative[t] - cumulative[j] >= prune.
+
+    cumulative: [B, H, key_length], never rising; prune: at most 0; heads: H, or a divisor of it: heads of a group see what
+        any of them does.
+    """
+    length = cumulative.shape[2]
+    query_length = _check_lengths(length, query_length)
+    falling = -cumulative.contiguous()
+    last = torch.searchsorted(falling, falling - prune, right=True)  # the first position past prune
+    if last.shape[1] not in (1, heads):
+        last = last.unflatten(1, (heads, -1)).amax(2)
+    first = _diagonal(length, query_length, last.device)
+    return _clipped(first.expand_as(last), last - (length - query_length), query_length, None)
+
+
+def rows_of(intervals: KeyIntervals, begin: int, end: int, key_length: int) -> KeyIntervals:
+    """Of the query rows begin to end, and the first keys."""
+    first, last = (intervals.intervals[:, :, :key_length] - begin).unbind(-1)
+    return _clipped(first, last, end - begin, intervals.bound, intervals.consecutive)
+
+
 def intersect(*parts: KeyIntervals) -> KeyIntervals:
     """The keys that all parts show. Batch and head dimensions broadcast."""
     if not parts:

@@ -14,7 +14,7 @@ from transformers.models.doge.modeling_doge import DogeAttention
 from ..._core.checks import may_read
 from ...keys.intervals import KeyIntervals, select_key_intervals
 from ...keys.recognise import Memo, derive, intervals_of_mask, split_additive, visible_counts
-from ...layers import scores_of, with_zero_sum_gradient
+from ...scores import doge_scores_of, with_zero_sum_gradient
 from ..attention import (
     as_key_intervals,
     attend_by_token,
@@ -284,7 +284,7 @@ def doge_scores(attention: DogeAttention, step: torch.Tensor) -> torch.Tensor:
     """
     if getattr(attention, "round_scores_like_eager", False):
         return torch.exp(attention.A * F.softplus(step)).transpose(-1, -2)
-    return scores_of(attention.A, step)
+    return doge_scores_of(attention.A, step)
 
 
 def _doge_mask(
