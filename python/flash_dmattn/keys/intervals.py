@@ -383,14 +383,12 @@ def until_faded(
     cumulative: [B, H, key_length], never rising; prune: at most 0; heads: H, or a divisor of it: heads of a group see what
         any of them does.
     """
-    length = cumulative.shape[2]
-    query_length = _check_lengths(length, query_length)
+    keys = Places.of(cumulative.shape[2], query_length, device=cumulative.device)
     falling = -cumulative.contiguous()
     last = torch.searchsorted(falling, falling - prune, right=True)  # the first position past prune
     if last.shape[1] not in (1, heads):
         last = last.unflatten(1, (heads, -1)).amax(2)
-    first = _diagonal(length, query_length, last.device)
-    return _clipped(first.expand_as(last), last - (length - query_length), query_length, None)
+    return _shown(keys, keys.own, last - (keys.position - keys.own), None)
 
 
 def rows_of(intervals: KeyIntervals, begin: int, end: int, key_length: int) -> KeyIntervals:
