@@ -102,7 +102,7 @@ def test_only_what_the_mask_needs_is_compiled(name, absent):
 
 
 def inputs_of_length(name, length):
-    """Those of a case, for two rows of another length."""
+    """Inputs of a case, for two rows of another length."""
     if name in ("padding", "few_keys"):
         mask = torch.ones(B, length, dtype=torch.long)
         mask[0, :4] = 0

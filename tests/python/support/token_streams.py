@@ -165,7 +165,7 @@ def _junk_after(tokens, count, generator):
 
 
 def check_drops(stream, pieces, dropped):
-    """Behind the pending tokens of each piece come others, good enough for any slot, which are dropped."""
+    """Appends further tokens after each piece, with scores good enough for any slot, and drops them."""
     cache = stream.slots(chunk=max(pieces) + max(dropped))
     begin = 0
     for size, junk in zip(pieces, dropped, strict=True):

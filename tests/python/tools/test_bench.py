@@ -217,7 +217,7 @@ def test_useful_work_counts_visible_pairs(window):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sides_give_same_result(kind):
-    """Attention that is timed side by side is the same, but for the bias, by which torch's side only chooses."""
+    """Attention that is timed side by side is the same, except for the bias, by which torch's side only selects."""
     window = None if kind == DENSE else 16
     inputs = draw(Case(kind, 96, 16, window, heads_q=4, heads_kv=2, batch=2), torch.float32, "cpu")
     if kind in (PER_QUERY, GLOBAL):

@@ -1,4 +1,4 @@
-"""Records of benchmarks: their schema, and that those of this repository follow it."""
+"""Records of benchmarks: their schema, and that the records of this repository follow it."""
 
 import copy
 
