@@ -24,7 +24,7 @@
 # decode: decode.json, token_4096.json and token_524288.json. All of them are records (benchmarks/harness/record.py).
 set -euo pipefail
 
-# on_gpu N COMMAND...: with the Nth GPU of this machine first among those that the command sees, the others behind it.
+# on_gpu N COMMAND...: runs COMMAND with GPU N first in CUDA_VISIBLE_DEVICES.
 on_gpu() {
   local gpus n=$1
   shift
@@ -66,8 +66,7 @@ pack() {
     "$(sed -n 's/^CMAKE_CUDA_COMPILER:.*=//p' "$build/CMakeCache.txt")" --version | sed -n 's/.*release.*, V/nvcc /p'
     sed -nE 's/^(CMAKE_CUDA_FLAGS_RELEASE|FLASH_DMATTN_CUDA_ARCHITECTURES):[A-Z]*=//p' "$build/CMakeCache.txt"
   } | paste -sd, - >"$work/build"
-  # Every test program has all kernels: a dictionary that reaches back to those of the program before, and no threads, which divide
-  # the input.
+  # Every test program has all kernels. The dictionary spans two programs, and there are no threads, which divide the input.
   XZ_OPT="--lzma2=preset=1,dict=256MiB" tar -C "$work" -cJf "$folder/session.tar.xz" .
   rm -rf "$work"
   cp "${BASH_SOURCE[0]}" "$folder/"
@@ -142,7 +141,7 @@ rivals() {
 
 decode() {
   bench decode decode --case decode
-  # A context of its own for each program: what is slow at the longer one costs nothing at the other.
+  # Each context has its own program, so that a slow long context does not delay the short one.
   local context
   for context in 4096 524288; do
     bench "token_$context" "token_$context" --case token --length "$context"

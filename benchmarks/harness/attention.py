@@ -1,4 +1,4 @@
-"""Forward, backward and the peak of memory of the cases of attention, sides in turn."""
+"""Forward, backward and peak memory of attention cases, with alternating sides."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def cases_of(device: str, name: str, lengths=None, windows=None) -> list[Case]:
 
 
 def useful_tflops(row: dict) -> tuple[float | None, float | None] | None:
-    """Of a row's forward and backward, None where that was not measured; None for other work than attention."""
+    """Useful TFLOP/s of a row's forward and backward (None if not measured); None for rows that are not attention."""
     case = Case.parse(row["case"])
     if case is None:
         return None

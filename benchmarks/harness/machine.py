@@ -16,7 +16,7 @@ RECORDS = BENCHMARKS / "records"
 
 
 def output_of(*command: str) -> str:
-    """What a command prints; "" where it fails or does not exist."""
+    """Output of a command; "" if it fails or does not exist."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=BENCHMARKS, check=False)
     except OSError:

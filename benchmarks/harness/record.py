@@ -13,7 +13,7 @@ _NULLABLE = (int, float, type(None))
 TIMES = ("forward", "backward")
 _RECORD = {"machine": dict, "commit": str, "command": str, "versions": dict, "rows": list}
 _RECORD_OPTIONS = {
-    "note": str,  # the method, and what else one has to know
+    "note": str,  # the method, and other facts that a reader needs
     "tests": list,  # what gpu_session.sh ran, and how it ended
 }
 _ROW = {
