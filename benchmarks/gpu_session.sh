@@ -135,7 +135,7 @@ compare() {
 }
 
 rivals() {
-  bench bench_triton triton --case dense dma sliding dense_masks --side cuda triton fa2 cudnn sdpa flex
+  bench bench_triton triton --case dense dynamic_mask sliding dense_masks --side cuda triton fa2 cudnn sdpa flex
   bench bench_sweeps sweeps --case scaling windows --side cuda triton sdpa flex
 }
 
@@ -153,7 +153,7 @@ speed() {
   local sides=(cuda fa2 cudnn flex)
   if python3 -c 'import fa3_fwd_interface' 2>/dev/null; then sides+=(fa3); fi
   if python3 -c 'import flash_attn.cute' 2>/dev/null; then sides+=(fa4); fi
-  bench speed record --case dense head_dims dma groups sliding documents dense_masks selection memory \
+  bench speed record --case dense head_dims dynamic_mask groups sliding documents dense_masks selection memory \
     --side "${sides[@]}" --repeats 9
   bench training training --case training
 }

@@ -15,7 +15,12 @@ from .cases import Case, cases_of
 from .clock import costs, timed
 
 
-def measured(name: str, options: argparse.Namespace) -> Iterator[dict]:
+def side_names(name: str, device: str) -> tuple[str, ...]:
+    """Sides that `--side` can choose for a case; none where it chooses nothing."""
+    return () if name == "selection" else sides.names_on(device)
+
+
+def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
     if name == "selection":
         yield from _selections(options)
     chosen = options.side or sides.default_sides(options.device)

@@ -68,7 +68,7 @@ _GPU_HEADS = {"heads_q": 16, "heads_kv": 8, "head_dim": 128}
 CASES = {
     "cpu": {
         "dense": [Case(DENSE, 4096, 128)],
-        "dma": [Case(PER_QUERY, 8192, 64, 1024)],
+        "dynamic_mask": [Case(PER_QUERY, 8192, 64, 1024)],
         "scaling": _sweep((4096, 8192, 16384, 32768, 65536), (1024,), head_dim=64),
         "windows": _sweep((8192,), (128, 256, 512, 1024, 2048, 4096), head_dim=64),
         "global": [Case(GLOBAL, 8192, 64, 1024)],
@@ -78,7 +78,7 @@ CASES = {
     "cuda": {
         "dense": [Case(DENSE, n, 128, heads_q=16, heads_kv=16) for n in (8192, 32768)],
         "head_dims": [Case(DENSE, 32768, d, heads_q=16, heads_kv=16) for d in (64, 256)],
-        "dma": _sweep((32768,), (2048,), **_GPU_HEADS),
+        "dynamic_mask": _sweep((32768,), (2048,), **_GPU_HEADS),
         "groups": [
             Case(PER_QUERY, 32768, 128, 2048, heads_q=16, heads_kv=16),
             Case(PER_QUERY, 32768, 128, 2048, heads_q=16, heads_kv=2),

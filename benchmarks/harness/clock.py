@@ -96,7 +96,7 @@ def graph_ms(calls: list[Callable[[], object]], at_least: int, repeats: int) -> 
     return statistics.median(times) / (rounds * len(calls))
 
 
-def kernels(call: Callable[[], object]) -> tuple[int, float]:
+def count_kernels(call: Callable[[], object]) -> tuple[int, float]:
     """How many kernels and copies a call launches, and the sum of their milliseconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()

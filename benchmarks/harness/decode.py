@@ -69,7 +69,11 @@ CASES = {
 }
 
 
-def measured(name: str, options: argparse.Namespace) -> Iterator[dict]:
+def side_names(name: str, device: str) -> tuple[str, ...]:
+    return ("ours", *(_SDPA if device == "cuda" else ("sdpa",)))
+
+
+def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
     device, repeats = options.device, options.repeats
     cases = [
         dataclasses.replace(case, keys=keys)

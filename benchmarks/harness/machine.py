@@ -49,7 +49,7 @@ def machine(device: str) -> dict:
     }
 
 
-def place(name: str, machine: dict) -> Path:
+def record_path(name: str, machine: dict) -> Path:
     """records/<machine>/<date>-<name>.json"""
     words = re.sub(r"\(\w+\)|\b(NVIDIA|CPU|Processor)\b|@.*", "", machine["name"]).split()
     folder = "-".join([*words, machine.get("isa", "")]).strip("-").lower()

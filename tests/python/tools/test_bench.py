@@ -144,7 +144,7 @@ def test_last_level_cache_is_the_highest_level(tmp_path):
     ],
 )
 def test_record_path_names_its_machine(name, isa, folder):
-    place = machine.place("cpu", {"name": name, "isa": isa})
+    place = machine.record_path("cpu", {"name": name, "isa": isa})
     assert place.parent == machine.RECORDS / folder
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-cpu\.json", place.name)
 
@@ -202,7 +202,7 @@ def test_side_without_a_backward_has_a_row_without_one():
     (cost,) = costs({"fa3": step}, "cpu", 1).values()
     assert cost.backward_ms is None
     row = record.row(Case(DENSE, 32, 16), "fa3", "float32", cost.forward_ms)
-    assert record.line(row).count(" / –") == 2
+    assert record.format_row(row).count(" / –") == 2
 
 
 @pytest.mark.parametrize("window", [None, 5, 40, 100])
