@@ -17,6 +17,14 @@ _RECORD_OPTIONS = {
     "note": str,  # the method, and other facts that a reader needs
     "tests": list,  # what gpu_session.sh ran, and how it ended
 }
+_MACHINE_OPTIONS = {
+    "family_model": str,  # of a CPU
+    "isa": str,
+    "last_level_cache_mib": _NUMBER,
+    "threads": int,
+    "driver": str,  # of a GPU
+    "clocks": str,  # SM and memory now, highest SM
+}
 _ROW = {
     "case": str,
     "side": str,  # what ran the case: a backend, a rival, or before and after a change
@@ -47,7 +55,7 @@ _TEST_OPTIONS = {"took": str, "last_words": str, "commit": str}
 def validate(record: dict) -> dict:
     """The record. Raises ValueError for one that the schema does not allow."""
     _check(record, "record", _RECORD, _RECORD_OPTIONS)
-    _check(record["machine"], "machine", {"name": str}, dict.fromkeys(record["machine"], object))
+    _check(record["machine"], "machine", {"name": str}, _MACHINE_OPTIONS)
     _check(record["versions"], "versions", {"torch": str}, dict.fromkeys(record["versions"], str))
     for number, test in enumerate(record.get("tests", [])):
         _check(test, f"tests[{number}]", _TEST, _TEST_OPTIONS)
@@ -79,7 +87,7 @@ def _check(found: object, name: str, required: dict, options: dict) -> None:
         if field not in kinds:
             raise ValueError(f"{name}: got {field!r}, expected one of {', '.join(kinds)}")
         value, kind = found[field], kinds[field]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not object):
+        if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(f"{name}.{field}: got {value!r}, expected {kind}")
     commit = found.get("commit")
     if commit is not None and not re.fullmatch("[0-9a-f]{7,40}(-dirty)?", commit):

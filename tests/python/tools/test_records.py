@@ -60,6 +60,7 @@ def test_written_record_is_read_back_with_one_line_per_row(tmp_path):
     [
         (["commit"], "before the first", "record.commit: got 'before the first', expected a commit"),
         (["machine"], {}, "machine.name: got none"),
+        (["machine", "speed"], 1, "machine: got 'speed', expected one of"),
         (["versions"], {}, "versions.torch: got none"),
         (["speed"], [], "record: got 'speed', expected one of"),
         (["rows", 0, "commit"], "", "rows\\[0\\].commit: got '', expected a commit"),
