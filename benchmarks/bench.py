@@ -106,6 +106,17 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
+def add_tests(options: argparse.Namespace) -> int:
+    """Writes the build and the results of tests into a record, as gpu_session.sh leaves them."""
+    found = record.read(options.record)
+    found["versions"]["build"] = options.build.read_text().strip()
+    fields = ("part", "result", "took", "last_words")
+    tests = options.tests.read_text().splitlines()
+    found["tests"] = [dict(zip(fields, test.split("\t"), strict=True)) for test in tests]
+    record.write(options.record, found)
+    return 0
+
+
 def _call(module: str) -> Callable[[argparse.Namespace], int]:
     """The `main` of a module of the harness."""
     return lambda options: importlib.import_module(f"harness.{module}").main(options)
@@ -179,6 +190,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     one.add_argument("--json", type=Path, metavar="FILE", help="write the record of two builds")
     one.add_argument("--run", nargs=argparse.REMAINDER, metavar="OPTION", help="of `run`, for two builds",
         default=["--case", "dense", "dynamic_mask", "groups", "sliding", "dense_masks", "--side", "cuda"])  # fmt: skip
+
+    one = commands.add_parser("add", help="write build and test results into a record")
+    one.set_defaults(call=add_tests, fail=one.error)
+    one.add_argument("record", type=Path, metavar="RECORD")
+    one.add_argument("--build", type=Path, required=True, metavar="FILE", help="compiler, flags")
+    one.add_argument("--tests", type=Path, required=True, metavar="FILE",
+        help="a line per test: part, result, time and last words, separated by tabs")  # fmt: skip
 
     one = commands.add_parser("report", help="write the documents' tables and pictures")
     one.set_defaults(call=_call("report"), fail=one.error)

@@ -158,23 +158,6 @@ speed() {
   bench training training --case training
 }
 
-# The build and the results of tests and sanitizers, in the record of the times.
-add_to_record() {
-  python3 - "$results" "$folder" <<'PYTHON'
-import sys
-from pathlib import Path
-results, folder = map(Path, sys.argv[1:])
-sys.path.insert(0, str(folder / "benchmarks"))
-from harness import record
-found = record.read(results / "record.json")
-found["versions"]["build"] = (folder / "build").read_text().strip()
-names = ("part", "result", "took", "last_words")
-rows = (results / "table.tsv").read_text().splitlines()
-found["tests"] = [dict(zip(names, row.split("\t"), strict=True)) for row in rows]
-record.write(results / "record.json", found)
-PYTHON
-}
-
 run() {
   local packed
   packed=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -208,7 +191,9 @@ run() {
     esac
   done
   wait
-  if [ -e "$results/record.json" ]; then add_to_record; fi
+  if [ -e "$results/record.json" ]; then
+    python3 "$folder/benchmarks/bench.py" add "$results/record.json" --build "$folder/build" --tests "$results/table.tsv"
+  fi
   cat "$results/speed.log" "$results/compare.log" 2>/dev/null || true
   awk -F '\t' '{ printf "%-16s %-12s %6s  %s\n", $1, $2, $3, $4 }' "$results/table.tsv"
   ! grep -q FAILED "$results/table.tsv"
