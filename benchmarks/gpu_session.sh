@@ -153,7 +153,8 @@ speed() {
   local sides=(cuda fa2 cudnn flex)
   if python3 -c 'import fa3_fwd_interface' 2>/dev/null; then sides+=(fa3); fi
   if python3 -c 'import flash_attn.cute' 2>/dev/null; then sides+=(fa4); fi
-  bench speed record --case dense head_dims dynamic_mask groups sliding documents dense_masks selection memory \
+  if python3 -c 'import fla' 2>/dev/null; then sides+=(fla); fi
+  bench speed record --case dense head_dims dynamic_mask groups sliding documents dense_masks forgetting selection memory \
     --side "${sides[@]}" --repeats 9
   bench training training --case training
 }

@@ -6,8 +6,8 @@ import dataclasses
 import re
 
 DENSE, PER_QUERY, GLOBAL, SLIDING = "dense causal", "per_query", "global", "sliding"
-DOCUMENTS, DENSE_MASKS = "documents", "dense_masks"
-KINDS = (DENSE, PER_QUERY, GLOBAL, SLIDING, DOCUMENTS, DENSE_MASKS)
+DOCUMENTS, DENSE_MASKS, FORGETTING = "documents", "dense_masks", "forgetting"
+KINDS = (DENSE, PER_QUERY, GLOBAL, SLIDING, DOCUMENTS, DENSE_MASKS, FORGETTING)
 _TITLE = re.compile(rf"({'|'.join(KINDS)}) B(\d+) H(\d+)(?: Hkv(\d+))? N(\d+) D(\d+)(?: w(\d+))?")
 
 
@@ -17,7 +17,8 @@ class Case:
 
     kind: DENSE; PER_QUERY and GLOBAL: a query sees the `window` keys with the highest bias, one bias per
         key; SLIDING: the last `window` keys; DOCUMENTS: packed documents of `window` tokens each; DENSE_MASKS:
-        a dense mask and bias, about `window` random keys per query.
+        a dense mask and bias, about `window` random keys per query; FORGETTING: forget gates of every query head, under
+        which a key fades within `window` queries and is pruned then, without a window never.
     """
 
     kind: str
@@ -74,6 +75,7 @@ CASES = {
         "global": [Case(GLOBAL, 8192, 64, 1024)],
         "sliding": [Case(SLIDING, 8192, 64, 1024)],
         "dense_masks": [Case(DENSE_MASKS, 4096, 64, 512, heads_q=2, heads_kv=1)],
+        "forgetting": [Case(FORGETTING, 4096, 64), Case(FORGETTING, 8192, 64, 1024)],
     },
     "cuda": {
         "dense": [Case(DENSE, n, 128, heads_q=16, heads_kv=16) for n in (8192, 32768)],
@@ -98,6 +100,7 @@ CASES = {
             Case(DENSE_MASKS, 32768, 64, 1024, heads_q=2, heads_kv=1),
             Case(DENSE_MASKS, 4096, 128, 2048),
         ],
+        "forgetting": [Case(FORGETTING, 32768, window=w, **_GPU_HEADS) for w in (None, 2048)],
     },
 }
 NAMES = tuple(dict.fromkeys(name for table in CASES.values() for name in table))

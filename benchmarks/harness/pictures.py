@@ -15,12 +15,13 @@ from .cases import Case  # noqa: E402
 
 _COLOURS = {
     "cuda": "tab:blue", "cpu": "tab:blue", "triton": "tab:cyan", "sdpa": "tab:gray", "flex": "tab:orange",
-    "fa2": "tab:green", "fa3": "tab:red", "fa4": "tab:purple", "cudnn": "tab:olive",
+    "fa2": "tab:green", "fa3": "tab:red", "fa4": "tab:purple", "cudnn": "tab:olive", "fla": "tab:brown",
 }  # fmt: skip
 _LABELS = {
     "cuda": "flash_dmattn, CUDA", "cpu": "flash_dmattn, CPU", "triton": "flash_dmattn, Triton",
     "sdpa": "torch SDPA", "flex": "flex_attention", "fa2": "FlashAttention-2, dense",
     "cudnn": "cuDNN, dense", "fa3": "FlashAttention-3, dense", "fa4": "FlashAttention-4",
+    "fla": "flash-linear-attention",
 }  # fmt: skip
 _STYLES = {"bfloat16": ("s", "-"), "float32": ("o", "--"), "float16": ("^", ":")}
 _AXES = {"seqlen": "sequence length N", "window": "window w"}

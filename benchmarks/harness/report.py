@@ -22,10 +22,11 @@ PANELS = IMAGES / "panels"
 NAMES = {
     "cuda": "ours", "cpu": "ours", "triton": "our Triton backend", "sdpa": "torch SDPA", "flex": "flex_attention",
     "fa2": "FlashAttention-2", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4", "cudnn": "cuDNN",
+    "fla": "flash-linear-attention",
 }  # fmt: skip
 KINDS = {
     "per_query": "dynamic mask", "sliding": "sliding window", "documents": "packed documents",
-    "dense_masks": "dense mask and bias",
+    "dense_masks": "dense mask and bias", "forgetting": "forgetting attention",
 }  # fmt: skip
 # README's rows: three cases in two dtypes on a CPU, six cases in one dtype on a GPU.
 README_CASES = {

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flash_dmattn import (
     KeyIntervals,
     flash_dmattn_func_auto,
+    forgetting_attention,
     get_available_backends,
     packed_documents,
     select_key_intervals,
@@ -23,11 +24,14 @@ from flash_dmattn import (
 from flash_dmattn._core.availability import unavailable_reason
 from flash_dmattn.check.memory import bytes_of
 
-from .cases import DENSE, DENSE_MASKS, DOCUMENTS, GLOBAL, PER_QUERY, SLIDING, Case
+from .cases import DENSE, DENSE_MASKS, DOCUMENTS, FORGETTING, GLOBAL, PER_QUERY, SLIDING, Case
 from .clock import Step
 
 OURS = ("cuda", "triton", "cpu")
-MODULES = {"fa3": "fa3_fwd_interface", "fa4": "flash_attn.cute"}  # of rivals outside torch
+MODULES = {  # of rivals outside torch
+    "fa3": "fa3_fwd_interface", "fa4": "flash_attn.cute", "fla": "fla.ops.forgetting_attn.parallel",
+}  # fmt: skip
+PRUNE = -16.0  # of FORGETTING
 
 
 class Declined(Exception):
@@ -48,6 +52,7 @@ class Inputs:
     bias: Tensor | None = None  # [B, Hkv, N], with DENSE_MASKS [B, Hkv, N, N]
     mask: Tensor | None = None  # [B, Hkv, N, N]
     intervals: KeyIntervals | None = None
+    log_fgate: Tensor | None = None  # float32 [B, N, Hq]
 
 
 def draw(case: Case, dtype: torch.dtype, device: str) -> Inputs:
@@ -69,8 +74,14 @@ def draw(case: Case, dtype: torch.dtype, device: str) -> Inputs:
         return Inputs(case, q, k, v, dout, intervals=sliding_window(n, case.window, device=device))
     if case.kind == DOCUMENTS:
         begins = torch.arange(0, n + 1, case.window, dtype=torch.int32, device=device)
-        documents = packed_documents(begins, key_length=n, max_length=case.window)
+        documents = packed_documents(begins, key_length=n, max_seqlen_k=case.window)
         return Inputs(case, q, k, v, dout, intervals=documents)
+    if case.kind == FORGETTING:
+        if case.window:  # the pair at this distance has faded
+            gates = torch.full((batch, n, heads), PRUNE / (case.window - 0.5), device=device)
+        else:
+            gates = F.logsigmoid(6 + torch.randn(batch, n, heads, device=device))
+        return Inputs(case, q, k, v, dout, log_fgate=gates)
     if case.kind != DENSE_MASKS:
         return Inputs(case, q, k, v, dout, bias=normal(batch, heads_kv, n))
     bias = torch.empty(batch, heads_kv, n, n, device=device, dtype=dtype).normal_()
@@ -88,6 +99,12 @@ def _leaves(*tensors: Tensor | None) -> list[Tensor]:
 def _our_step(backend: str, inputs: Inputs) -> Step:
     """The call as a user makes it: with selection, schedule, and the gradient of the bias."""
     case, attention = inputs.case, flash_dmattn_func_auto(backend)
+    if case.kind == FORGETTING:
+        leaves = _leaves(inputs.q, inputs.k, inputs.v, inputs.log_fgate)
+        prune = PRUNE if case.window else None
+        return Step(
+            lambda: forgetting_attention(*leaves, prune, backend=backend), leaves, inputs.dout
+        )
     leaves = _leaves(inputs.q, inputs.k, inputs.v, inputs.bias)
     q, k, v, *bias = leaves
     options = {"attn_bias": bias[0] if bias else None, "is_causal": True}
@@ -139,11 +156,19 @@ def _sdpa(inputs: Inputs) -> Step:
     if case.kind == DENSE:
         return _sdpa_step(inputs)
     heads = 1 if case.kind in (SLIDING, DOCUMENTS) else case.heads_q
-    needed = 5 * case.batch * heads * case.seqlen**2  # torch converts it to numbers
+    needed = (
+        (9 if case.kind == FORGETTING else 5) * case.batch * heads * case.seqlen**2
+    )  # torch converts it to numbers
     expect_memory(2 * needed, "mask and a copy of it take", inputs.q.device)
     if case.kind == DENSE_MASKS:  # one tensor is mask and bias, and has one gradient
         both = inputs.bias.masked_fill(~inputs.mask, -torch.inf)
         return _sdpa_step(inputs, _per_query_head(both, case).requires_grad_())
+    if case.kind == FORGETTING:
+        sums = inputs.log_fgate.cumsum(1).mT
+        fading = sums[..., None] - sums[..., None, :]
+        shown = torch.ones(fading.shape[2:], dtype=torch.bool, device=fading.device).tril()
+        shown = shown & (fading >= PRUNE) if case.window else shown
+        return _sdpa_step(inputs, fading.masked_fill(~shown, -torch.inf).to(inputs.q.dtype))
     intervals = inputs.intervals
     if intervals is None:
         intervals = select_key_intervals(inputs.bias, case.window, selection=case.kind)
@@ -165,6 +190,8 @@ def _flex(inputs: Inputs) -> Step:
     from flash_dmattn.keys.visibility import Visibility
 
     case, intervals = inputs.case, inputs.intervals
+    if case.kind == FORGETTING:
+        raise Declined("has no gates here")
     if case.kind in (PER_QUERY, GLOBAL):
         intervals = select_key_intervals(inputs.bias, case.window, selection=case.kind)
     leaves = _leaves(*(t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)), inputs.bias)
@@ -201,6 +228,17 @@ def _fa4(inputs: Inputs) -> Step:
     return Step(forward, leaves, inputs.dout)
 
 
+def _fla(inputs: Inputs) -> Step:
+    """flash-linear-attention's Triton kernel of forgetting attention. It prunes nothing, but has windows."""
+    case = inputs.case
+    if case.kind != FORGETTING:
+        raise Declined("has gates, and no masks")
+    attention = _imported("fla").parallel_forgetting_attn
+    leaves = _leaves(inputs.q, inputs.k, inputs.v, inputs.log_fgate)
+    options = {"window_size": case.window} if case.window else {}
+    return Step(lambda: attention(*leaves, **options), leaves, inputs.dout)
+
+
 def _imported(rival: str):
     module = MODULES[rival]
     try:
@@ -226,6 +264,7 @@ RIVALS: dict[str, Callable[[Inputs], Step]] = {
     "flex": _flex,
     "fa3": _fa3,
     "fa4": _fa4,
+    "fla": _fla,
 }
 
 

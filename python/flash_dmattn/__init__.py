@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ._core import ops
 from ._core.availability import backends, get_available_backends, is_available
+from .forgetting import forgetting_attention
 from .functional import (
     flash_dmattn_func,
     flash_dmattn_func_auto,
@@ -21,6 +22,8 @@ from .keys.intervals import (
     sliding_window,
 )
 from .layers import DynamicMaskAttention
+from .merge import merge_attention
+from .scores import make_scores
 from .with_kvcache import KVSlots, flash_dmattn_with_kvcache
 
 ops.register_rules()
@@ -56,9 +59,12 @@ __all__ = [
     "flash_dmattn_varlen_func",
     "flash_dmattn_with_kvcache",
     "flex_dmattn_func",
+    "forgetting_attention",
     "from_padding",
     "get_available_backends",
     "intersect",
+    "make_scores",
+    "merge_attention",
     "packed_documents",
     "prefix_lm",
     "select_key_intervals",

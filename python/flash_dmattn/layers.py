@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
-from ._core import ops
-from ._core.checks import check_count, check_positions, check_tensor, is_transformed
+from ._core.checks import check_count, check_positions, check_tensor
 from ._core.kv_checks import check_mask
 from .cache import KVSlots
 from .functional import flash_dmattn_func
+from .scores import make_scores, with_zero_sum_gradient
+
+SCORE_INPUTS = ("hidden", "value")
 
 
 class DynamicMaskAttention(nn.Module):
-    """Causal self-attention in which every query keeps the `window` keys with the highest learned scores.
+    """Causal self-attention in which every query keeps the `keep_window_size` keys with the highest learned scores.
 
-        attention = DynamicMaskAttention(512, heads=8, kv_heads=4, window=1024, rope=rope)
+        attention = DynamicMaskAttention(512, heads_q=8, heads_kv=4, keep_window_size=1024, rope=rope)
         out = attention(hidden)                         # training: [B, S, 512] -> [B, S, 512]
 
         cache = attention.make_cache(batch=1)           # generation, under torch.no_grad()
         out = attention(prompt, cache=cache)
         out = attention(token, cache=cache)             # [B, 1, 512], at any length in the same time and memory
 
-    The score of a key is ``exp(A * softplus(dt_proj(values)))``, float32 in every precision, and is added to its
-    attention scores, so that A and dt_proj learn. A is 0 at first: all scores are equal then, which keeps the most recent
-    keys. Scores end at the largest float32, and the factor exp(...) of their gradient at 2^46 (docs/numerics.md).
+    A key's score, float32 in every precision, is added to its attention scores, through which it learns. By default it is
+    a gate, log sigmoid(z) of a projection z of the layer's input that begins near 3: from there gates close on keys that
+    nobody needs. Which form to choose: docs/quality.md.
 
     Args:
         hidden_size: features of input and output.
-        heads, kv_heads: of the queries; of keys and values, by default as many.
-        window: the number of keys that a query keeps.
-        head_dim: up to 256; by default hidden_size / heads.
-        bias: whether the projections have one.
-        rope: (query [B, S, heads, D], key [B, S, kv_heads, D], positions int64 [B or 1, S]) -> (query, key): a rotary
+        heads_q: query heads.
+        heads_kv: key and value heads, by default heads_q.
+        keep_window_size: the number of keys that a query keeps.
+        head_dim: up to 256; by default hidden_size / heads_q.
+        bias: whether the projections of queries, keys, values and output have one.
+        score: "gate", "linear", "doge" or a function, as in `make_scores`.
+        score_input: what scores are made from: "hidden", the layer's input [B, S, hidden_size], or "value", the values
+            [B, S, heads_kv * head_dim]; by default hidden, of "doge" the values.
+        rope: (query [B, S, heads_q, D], key [B, S, heads_kv, D], positions int64 [B or 1, S]) -> (query, key): a rotary
             embedding, or whatever else happens to queries and keys.
         device, dtype: of the parameters.
     """
@@ -45,48 +48,63 @@ class DynamicMaskAttention(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        heads: int,
-        kv_heads: int | None = None,
-        window: int = 2048,
+        heads_q: int,
+        heads_kv: int | None = None,
+        keep_window_size: int = 2048,
         *,
         head_dim: int | None = None,
         bias: bool = False,
+        score: str | Callable[[Tensor], Tensor] = "gate",
+        score_input: str | None = None,
         rope: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
-        sizes = {"hidden_size": hidden_size, "heads": heads, "kv_heads": kv_heads, "window": window}
+        heads_kv = heads_q if heads_kv is None else heads_kv
+        sizes = {
+            "hidden_size": hidden_size,
+            "heads_q": heads_q,
+            "heads_kv": heads_kv,
+            "keep_window_size": keep_window_size,
+        }
         for name, value in sizes.items():
             check_count(value, name)
             if not value:
                 raise ValueError(f"{name}: got 0, expected 1 or more")
-        if heads % kv_heads:
-            raise ValueError(f"heads: got {heads}, expected a multiple of kv_heads, {kv_heads}")
+        if heads_q % heads_kv:
+            raise ValueError(f"heads_q: got {heads_q}, expected a multiple of heads_kv, {heads_kv}")
         if head_dim is None:
-            if hidden_size % heads:
+            if hidden_size % heads_q:
                 raise ValueError(
-                    f"hidden_size: got {hidden_size}, expected a multiple of heads, {heads}, where head_dim is not given"
+                    f"hidden_size: got {hidden_size}, expected a multiple of heads_q, {heads_q}, where head_dim is not given"
                 )
-            head_dim = hidden_size // heads
+            head_dim = hidden_size // heads_q
         check_count(head_dim, "head_dim")
         if not 1 <= head_dim <= 256:
             raise ValueError(f"head_dim: got {head_dim}, expected 1 to 256")
         if rope is not None and not callable(rope):
             raise TypeError(f"rope: got {type(rope).__name__}, expected a function or None")
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.hidden_size, self.window, self.rope = hidden_size, window, rope
+        if score_input is None:
+            score_input = "value" if score == "doge" else "hidden"
+        if score_input not in SCORE_INPUTS:
+            raise ValueError(f"score_input: got {score_input!r}, expected one of {SCORE_INPUTS}")
+        self.heads_q, self.heads_kv, self.head_dim = heads_q, heads_kv, head_dim
+        self.score_input = score_input
+        self.hidden_size, self.keep_window_size, self.rope = hidden_size, keep_window_size, rope
         options = {"bias": bias, "device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(hidden_size, heads * head_dim, **options)
-        self.k_proj = nn.Linear(hidden_size, kv_heads * head_dim, **options)
-        self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, **options)
-        self.dt_proj = nn.Linear(kv_heads * head_dim, kv_heads, **options)
-        self.A = nn.Parameter(torch.zeros(kv_heads, device=device, dtype=dtype))
-        self.o_proj = nn.Linear(heads * head_dim, hidden_size, **options)
+        self.q_proj = nn.Linear(hidden_size, heads_q * head_dim, **options)
+        self.k_proj = nn.Linear(hidden_size, heads_kv * head_dim, **options)
+        self.v_proj = nn.Linear(hidden_size, heads_kv * head_dim, **options)
+        features = hidden_size if score_input == "hidden" else heads_kv * head_dim
+        self.scores = make_scores(features, heads_kv, score, device=device, dtype=dtype)
+        self.o_proj = nn.Linear(heads_q * head_dim, hidden_size, **options)
 
     def extra_repr(self) -> str:
-        return f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, window={self.window}"
+        return (
+            f"heads_q={self.heads_q}, heads_kv={self.heads_kv}, head_dim={self.head_dim}, "
+            f"keep_window_size={self.keep_window_size}"
+        )
 
     def make_cache(
         self, batch: int, *, chunk: int = 128, dtype: torch.dtype | None = None
@@ -98,7 +116,7 @@ class DynamicMaskAttention(nn.Module):
         """
         weight = self.k_proj.weight
         return KVSlots(
-            batch, self.kv_heads, self.window, self.head_dim,
+            batch, self.heads_kv, self.keep_window_size, self.head_dim,
             chunk=chunk, dtype=weight.dtype if dtype is None else dtype, device=weight.device,
         )  # fmt: skip
 
@@ -124,12 +142,12 @@ class DynamicMaskAttention(nn.Module):
         self._check(hidden, cache, key_mask)
         _check_positions(positions, hidden)
         batch, length, _ = hidden.shape
-        query = self.q_proj(hidden).view(batch, length, self.heads, self.head_dim)
+        query = self.q_proj(hidden).view(batch, length, self.heads_q, self.head_dim)
         key, value = (
-            project(hidden).view(batch, length, self.kv_heads, self.head_dim)
+            project(hidden).view(batch, length, self.heads_kv, self.head_dim)
             for project in (self.k_proj, self.v_proj)
         )
-        scores = scores_of(self.A, self.dt_proj(value.flatten(2)))
+        scores = self.scores(hidden if self.score_input == "hidden" else value.flatten(2))
         if self.rope is not None:
             query, key = self.rope(query, key, self._positions(length, cache, positions, hidden))
         dtype = value.dtype
@@ -145,7 +163,7 @@ class DynamicMaskAttention(nn.Module):
             attn_mask=key_mask,
             attn_bias=with_zero_sum_gradient(scores),
             is_causal=True,
-            keep_window_size=self.window,
+            keep_window_size=self.keep_window_size,
         )
         if cache is not None:
             with torch.no_grad():
@@ -164,11 +182,11 @@ class DynamicMaskAttention(nn.Module):
             return
         if not isinstance(cache, KVSlots):
             raise TypeError(f"cache: got {type(cache).__name__}, expected KVSlots (make_cache)")
-        got = (cache.batch, cache.k.shape[1], cache.window, cache.k.shape[3])
-        expected = (hidden.shape[0], self.kv_heads, self.window, self.head_dim)
+        got = (cache.batch, cache.k.shape[1], cache.keep_window_size, cache.k.shape[3])
+        expected = (hidden.shape[0], self.heads_kv, self.keep_window_size, self.head_dim)
         if got != expected:
             raise ValueError(
-                f"cache: got one of (batch, kv_heads, window, head_dim) {got}, expected {expected}"
+                f"cache: got one of (batch, heads_kv, keep_window_size, head_dim) {got}, expected {expected}"
             )
 
     def _positions(
@@ -189,93 +207,3 @@ def _check_positions(positions: Tensor | None, hidden: Tensor) -> None:
         raise ValueError(
             f"positions: got shape {tuple(positions.shape)}, expected [B or 1, S] of hidden, ({batch}, {length})"
         )
-
-
-# The largest factor exp(x) in the gradient of a score. A score above 2^24 leaves query . key no bits of float32, so that
-# attention sees the key with the highest score alone; the square of 2^46, of which Adam keeps sums, is 2^92.
-_LARGEST_FACTOR = 2.0**46
-
-
-def scores_of(A: Tensor, step: Tensor) -> Tensor:
-    """``exp(A * softplus(step))`` for A [H] and step [B, S, H]: [B, H, S], float32 or wider, under autocast too.
-
-    In 16 bits hundreds of keys share a few values, and rounding decides which of them are kept. An exponent beyond that
-    of the dtype's largest number counts as this one.
-    """
-    wide = torch.promote_types(step.dtype, torch.float32)
-    # In 16 bits the copy that widens also transposes: elementwise kernels over other strides take twice as long.
-    step = step.transpose(-1, -2).to(wide, memory_format=torch.contiguous_format)
-    info = torch.finfo(wide)
-    # Half a unit of rounding below the exponent of the largest number, whose exp may round to inf.
-    largest = math.log(info.max) * (1 - info.eps / 2)
-    exponent = (A.to(wide)[:, None] * F.softplus(step)).clamp(max=largest)
-    if torch.is_grad_enabled() and exponent.requires_grad:
-        return _Exp.apply(exponent)
-    return exponent.exp()
-
-
-class _Exp(torch.autograd.Function):
-    """exp, in whose gradient the factor exp(x) ends at `_LARGEST_FACTOR`: times the gradient of a score it would leave float32
-    long before the score does."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(exponent: Tensor) -> Tensor:
-        return exponent.exp()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        (scores,) = ctx.saved_tensors
-        return gradient * scores.clamp(max=_LARGEST_FACTOR)
-
-
-def with_zero_sum_gradient(scores: Tensor) -> Tensor:
-    """The scores of all keys, [B, H, S]. Their gradient sums to 0, as that of a softmax's input does."""
-    if not (torch.is_grad_enabled() and scores.requires_grad):
-        return scores
-    return _WithZeroSumGradient.apply(scores)
-
-
-class _WithZeroSumGradient(torch.autograd.Function):
-    """In 16 bits the gradient's error has a part that all keys of a head share: attention takes delta = dO . O from the
-    rounded O. It adds up in A, one number for all of them (docs/numerics.md). A gradient of 0 is that of an invisible
-    key, which stays."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(scores: Tensor) -> Tensor:
-        return scores.view_as(scores)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        if _takes_one_kernel(gradient):
-            return ops.zero_sum(gradient)
-        seen = gradient != 0
-        # Divided before they are added: a sum of the largest numbers overflows.
-        shared = (gradient / seen.sum(-1, keepdim=True)).sum(-1, keepdim=True)
-        limit = torch.finfo(gradient.dtype).max
-        return torch.where(seen, gradient - shared, gradient).clamp(-limit, limit)
-
-
-def _takes_one_kernel(gradient: Tensor) -> bool:
-    """Whether the operator zero_sum may replace torch's seven kernels: not under torch.compile, which fuses them, and not
-    where autograd, torch.func, forward mode or a subclass of tensors has to see torch's operators."""
-    return (
-        not is_compiling()
-        and type(gradient) is Tensor
-        and gradient.is_cuda
-        and gradient.dtype == torch.float32
-        and not gradient.requires_grad
-        and not is_transformed()
-        and ops.has_kernels_for(gradient)
-    )

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from flash_dmattn import DynamicMaskAttention
-from flash_dmattn.layers import scores_of
+from flash_dmattn.scores import doge_scores_of
 
 B, S, HIDDEN, HEADS, KV_HEADS, WINDOW = 2, 40, 32, 4, 2, 7
 
@@ -24,23 +24,33 @@ def rope(query, key, positions):
 
 
 def make_layer(**options):
-    layer = DynamicMaskAttention(HIDDEN, HEADS, KV_HEADS, WINDOW, **{"rope": rope, **options})
-    torch.nn.init.normal_(layer.A)
+    options = {"rope": rope, "score": "doge", **options}
+    layer = DynamicMaskAttention(HIDDEN, HEADS, KV_HEADS, WINDOW, **options)
+    if options["score"] != "gate":
+        torch.nn.init.normal_(layer.scores.A)
     return layer
 
 
-def dense(layer, hidden, present):
+FORMULAS = {
+    "gate": lambda z, _: z.sigmoid().log(),
+    "linear": lambda z, A: A * F.softplus(z),
+    "doge": lambda z, A: (A * F.softplus(z)).exp(),
+}
+
+
+def dense(layer, hidden, present, score="doge"):
     """The paper's equations with a mask over pairs."""
     length = hidden.shape[1]
     q, k, v = (
         project(hidden).view(B, length, -1, layer.head_dim)
         for project in (layer.q_proj, layer.k_proj, layer.v_proj)
     )
-    scores = (layer.A * F.softplus(layer.dt_proj(v.flatten(2)))).exp().transpose(1, 2)
+    z = layer.scores.proj(hidden if layer.score_input == "hidden" else v.flatten(2))
+    scores = FORMULAS[score](z, getattr(layer.scores, "A", None)).transpose(1, 2)
     if layer.rope is not None:
         q, k = layer.rope(q, k, torch.arange(length)[None])
     allowed = torch.ones(length, length, dtype=torch.bool).tril() & present[:, None, None]
-    ranked = scores[:, :, None].masked_fill(~allowed, -1.0).flip(-1)  # scores are above 0
+    ranked = scores[:, :, None].masked_fill(~allowed, -torch.inf).flip(-1)
     best = ranked.sort(dim=-1, descending=True, stable=True).indices[..., :WINDOW]
     kept = torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, length - 1 - best, True) & allowed
     groups = HEADS // KV_HEADS
@@ -62,12 +72,22 @@ def padding(kind):
 
 
 @pytest.mark.parametrize("kind", ["none", "left", "right"])
-@pytest.mark.parametrize("options", [{}, {"rope": None, "bias": True, "head_dim": 24}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"score": "gate"},
+        {"score": "linear"},
+        {"score": "doge"},
+        {"score": "gate", "score_input": "value", "rope": None, "bias": True, "head_dim": 24},
+        {"score": "doge", "score_input": "hidden"},
+    ],
+    ids=str,
+)
 def test_training_is_that_of_the_equations(options, kind):
     layer, hidden = make_layer(**options), torch.randn(B, S, HIDDEN, requires_grad=True)
     present = padding(kind)
     out = layer(hidden, key_mask=None if kind == "none" else present)
-    expected = dense(layer, hidden, present)
+    expected = dense(layer, hidden, present, options["score"])
     inputs, direction = [hidden, *layer.parameters()], torch.randn_like(out)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     gradients = [torch.autograd.grad(o, inputs, direction) for o in (out, expected)]
@@ -104,12 +124,12 @@ def test_positions_that_are_given():
 
 
 def test_fresh_layer_keeps_the_recent_keys_and_learns():
-    layer = DynamicMaskAttention(HIDDEN, HEADS, KV_HEADS, WINDOW)
+    layer = DynamicMaskAttention(HIDDEN, HEADS, KV_HEADS, WINDOW, score="doge")
     hidden = torch.randn(1, S, HIDDEN)
     alone = layer(hidden[:, -WINDOW:])[:, -1]
     torch.testing.assert_close(layer(hidden)[:, -1], alone, atol=1e-5, rtol=1e-5)
     layer(hidden).square().sum().backward()
-    assert layer.A.grad.abs().min() > 0
+    assert layer.scores.A.grad.abs().min() > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -117,7 +137,7 @@ def test_scores_of_the_ordinary_range_have_the_bits_of_exp(dtype):
     A, step = torch.tensor([0.0, -2.0, 1.5], dtype=dtype), torch.randn(B, S, 3, dtype=dtype)
     step[0, :2] = torch.tensor([[15.0], [21.0]], dtype=dtype)  # up to exp(31.5)
     inputs = [t.requires_grad_() for t in (A, step)]
-    ours, theirs = scores_of(*inputs), (A * F.softplus(step)).exp().transpose(1, 2)
+    ours, theirs = doge_scores_of(*inputs), (A * F.softplus(step)).exp().transpose(1, 2)
     assert torch.equal(ours, theirs)
     direction = torch.randn_like(ours)
     for mine, expected in zip(
@@ -132,19 +152,19 @@ def test_every_A_gives_finite_numbers(A, repeated):
     """Equal tokens tie: where all keys do, scores have a gradient, however large they are."""
     layer, hidden = make_layer(), torch.randn(B, S, HIDDEN)
     hidden = (hidden[:, :1].expand(B, S, HIDDEN) if repeated else hidden).clone().requires_grad_()
-    torch.nn.init.constant_(layer.A, A)
-    scores = scores_of(layer.A, layer.dt_proj(layer.v_proj(hidden)))
+    torch.nn.init.constant_(layer.scores.A, A)
+    scores = layer.scores(layer.v_proj(hidden))
     assert scores.isfinite().all()
     out = layer(hidden)
     gradients = torch.autograd.grad(out.square().sum(), [hidden, *layer.parameters()])
     assert all(t.isfinite().all() for t in (out, *gradients))
     with torch.no_grad():
-        assert torch.equal(scores_of(layer.A, layer.dt_proj(layer.v_proj(hidden))), scores)
+        assert torch.equal(layer.scores(layer.v_proj(hidden)), scores)
 
 
 def test_optimizer_steps_with_scores_at_the_end_of_float32_stay_finite():
     layer, hidden = make_layer(), torch.randn(B, S, HIDDEN)
-    torch.nn.init.constant_(layer.A, 100.0)
+    torch.nn.init.constant_(layer.scores.A, 100.0)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
     for _ in range(20):
         optimizer.zero_grad()
@@ -180,9 +200,9 @@ def test_compiled_steps_share_one_graph():
 
 
 def test_bad_argument_raises_naming_it():
-    with pytest.raises(ValueError, match="heads: got 4, expected a multiple of kv_heads, 3"):
+    with pytest.raises(ValueError, match="heads_q: got 4, expected a multiple of heads_kv, 3"):
         DynamicMaskAttention(HIDDEN, 4, 3)
-    with pytest.raises(ValueError, match="hidden_size: got 30, expected a multiple of heads, 4"):
+    with pytest.raises(ValueError, match="hidden_size: got 30, expected a multiple of heads_q, 4"):
         DynamicMaskAttention(30, 4)
     with pytest.raises(TypeError, match="rope: got int, expected a function or None"):
         DynamicMaskAttention(HIDDEN, 4, rope=10000)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flash_dmattn.layers import with_zero_sum_gradient
+from flash_dmattn.scores import with_zero_sum_gradient
 
 
 def gradient_for(wanted):

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 from flash_dmattn._core import ops as _ops
-from flash_dmattn.layers import with_zero_sum_gradient
+from flash_dmattn.scores import with_zero_sum_gradient
 from gpu import needs_gpu
 
 pytestmark = needs_gpu

@@ -14,6 +14,7 @@ from harness.cases import (
     DENSE,
     DENSE_MASKS,
     DOCUMENTS,
+    FORGETTING,
     GLOBAL,
     KINDS,
     NAMES,
@@ -167,6 +168,17 @@ def test_side_that_cannot_run_a_case_says_so(capsys):
     assert attention.measure(case, "float32", "cpu", ["fa2", "cudnn", "fa3", "fa4"], 1) == []
     printed = capsys.readouterr().out
     assert printed.count("declined: ") == printed.count("has no masks") == 4
+
+
+def test_forgetting_attention_is_measured_beside_torchs_mask(capsys):
+    printed = run(capsys, "--case", "forgetting", *SMALL)
+    for title in ("forgetting B1 H8 N64 D64", "forgetting B1 H8 N96 D64 w16"):
+        assert printed.count(f"{title} ") == printed.count(title)
+    assert "declined" not in printed
+    inputs = draw(Case(FORGETTING, 32, 16), torch.float32, "cpu")
+    for rival in ("fa2", "flex", "fa4"):
+        with pytest.raises(sides.Declined, match="has no"):
+            build(rival, inputs)
 
 
 def test_case_that_no_memory_holds_is_a_line_for_every_side(capsys):

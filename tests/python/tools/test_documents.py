@@ -9,7 +9,10 @@ import torch
 import flash_dmattn
 
 DOCS = Path(__file__).parents[3] / "docs"
-PAGES = [DOCS.parent / "README.md", DOCS / "index.md", DOCS / "generation.md"]
+PAGES = [
+    DOCS.parent / "README.md",
+    *(DOCS / f"{name}.md" for name in ("index", "generation", "quality")),
+]
 PAGES += [*sorted(DOCS.glob("tutorial/*.md")), *sorted(DOCS.glob("howto/*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 

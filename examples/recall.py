@@ -1,0 +1,227 @@
+"""Associative recall: does a layer learn which keys to keep? Trains small models, one for each score of keys.
+
+python examples/recall.py [--length 128] [--window 16] [--output recall.svg]
+
+A text is filler, with (key, value) pairs scattered over its first half. Its last quarter asks for the keys again, and the
+answer is the value. A query keeps `--window` of the `--length` keys before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_dmattn import DynamicMaskAttention
+
+IGNORED = -100  # of the cross entropy: a place that asks for nothing
+Score = str | Callable[[Tensor], Tensor]
+KINDS = {
+    "gate": "log sigmoid(z)",
+    "linear": "A softplus(z)",
+    "doge": "exp(A softplus(z))",
+    "window": "none: the most recent keys",
+}
+
+
+class Task:
+    """Words 0 to 2 `words` - 1: keys, values, and as many of filler."""
+
+    def __init__(self, length: int, pairs: int, words: int, batch: int, device: str, seed: int):
+        self.length, self.pairs, self.words, self.batch = length, pairs, words, batch
+        self.random = torch.Generator(device).manual_seed(seed)
+        self.device = device
+
+    def draw(self) -> tuple[Tensor, Tensor]:
+        """Texts [B, N] and their answers [B, N]."""
+        half, asked = self.words // 2, self.length // 4
+        text = self.words + self._integers(self.words, (self.batch, self.length))
+        keys = self._distinct(half)
+        values = half + self._integers(half, keys.shape)
+        first = 2 * self._distinct(self.length // 4)
+        last = self.length - asked + self._distinct(asked)
+        text.scatter_(1, first, keys).scatter_(1, first + 1, values).scatter_(1, last, keys)
+        answers = torch.full_like(text, IGNORED).scatter_(1, last, values)
+        return text, answers
+
+    def _integers(self, high: int, shape: tuple[int, ...]) -> Tensor:
+        return torch.randint(high, shape, device=self.device, generator=self.random)
+
+    def _distinct(self, high: int) -> Tensor:
+        """[B, pairs] different numbers below `high`."""
+        order = torch.rand(self.batch, high, device=self.device, generator=self.random)
+        return order.argsort(1)[:, : self.pairs]
+
+
+class Model(nn.Module):
+    """Embedding with a share of the word before, layers of attention and MLP, and the embedding again."""
+
+    def __init__(self, words: int, width: int, heads: int, window: int, score: Score, layers: int):
+        super().__init__()
+        self.embedding = nn.Embedding(2 * words, width)
+        nn.init.normal_(self.embedding.weight, std=0.5)
+        self.previous = nn.Linear(width, width, bias=False)
+        self.layers = nn.ModuleList(Layer(width, heads, window, score) for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+
+    def forward(self, text: Tensor) -> Tensor:
+        embedded = self.embedding(text)
+        hidden = embedded + self.previous(F.pad(embedded, (0, 0, 1, -1)))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.norm(hidden) @ self.embedding.weight.t() / hidden.shape[-1] ** 0.5
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, heads: int, window: int, score: Score):
+        super().__init__()
+        self.attention = DynamicMaskAttention(width, heads, window=window, score=score, rope=rotate)
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.attention(self.norms[0](hidden))
+        return hidden + self.mlp(self.norms[1](hidden))
+
+
+def rotate(query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """A rotary embedding."""
+    half = query.shape[-1] // 2
+    frequency = 10000.0 ** (-torch.arange(half, device=query.device) / half)
+    angles = positions[..., None, None] * frequency
+    cos, sin = angles.cos(), angles.sin()
+
+    def turn(t: Tensor) -> Tensor:
+        a, b = t.float().chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(t.dtype)
+
+    return turn(query), turn(key)
+
+
+def equal_scores(heads: int) -> Callable[[Tensor], Tensor]:
+    """Scores by which a query keeps the most recent keys."""
+    return lambda hidden: hidden.new_zeros((*hidden.shape[:2], heads))
+
+
+def window_of(kind: str, options: argparse.Namespace) -> int:
+    """The most recent keys get twice the room, and still recall nothing."""
+    return 2 * options.window if kind == "window" else options.window
+
+
+def train(kind: str, options: argparse.Namespace) -> list[float]:
+    """The share of right answers at every step."""
+    torch.manual_seed(options.seed)
+    task = Task(
+        options.length, options.pairs, options.words, options.batch, options.device, options.seed
+    )
+    score = equal_scores(options.heads) if kind == "window" else kind
+    window = window_of(kind, options)
+    model = Model(options.words, options.width, options.heads, window, score, options.layers)
+    model.to(options.device)
+    if kind == "doge":  # whose factors begin at 0
+        for layer in model.layers:
+            nn.init.constant_(layer.attention.scores.A, 0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), options.rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, options.rate, options.steps, pct_start=0.1
+    )
+    recall = []
+    for _ in range(options.steps):
+        text, answers = task.draw()
+        with torch.autocast(options.device, torch.bfloat16, enabled=options.device == "cuda"):
+            logits = model(text)
+        asked = answers != IGNORED
+        logits, answers = logits[asked].float(), answers[asked]
+        optimizer.zero_grad()
+        F.cross_entropy(logits, answers).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        recall.append((logits.argmax(-1) == answers).float().mean())
+    return torch.stack(recall).tolist()
+
+
+def at_the_end(recall: list[float]) -> float:
+    """Of the last steps."""
+    last = recall[-max(1, min(50, len(recall) // 10)) :]
+    return sum(last) / len(last)
+
+
+def draw(curves: dict[str, list[float]], options: argparse.Namespace, path: Path) -> None:
+    """Right answers against steps, a mean of ten steps each."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "flash_dmattn"  # the same numbers give the same file
+    figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+    for kind, recall in curves.items():
+        means = [
+            sum(recall[i : i + 10]) / len(recall[i : i + 10]) for i in range(0, len(recall), 10)
+        ]
+        axes.plot(
+            range(0, len(recall), 10), means, label=f"{KINDS[kind]}, w = {window_of(kind, options)}"
+        )
+    axes.set(xlabel="step", ylabel="right answers", ylim=(-0.02, 1.02))
+    axes.set_title(
+        f"Associative recall: {options.pairs} pairs in {options.length} tokens", fontsize=11
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="scores that are trained")
+    add("--length", type=int, default=128, help="tokens of a text")
+    add("--pairs", type=int, default=8, help="at most an eighth of the length")
+    add(
+        "--window",
+        type=int,
+        default=16,
+        help="keys that a query keeps; of the most recent ones twice as many",
+    )
+    add("--words", type=int, default=64, help="of pairs, and as many of filler")
+    add("--width", type=int, default=64, help="features of a token")
+    add("--heads", type=int, default=2, help="of attention")
+    add("--layers", type=int, default=2, help="of attention and MLP")
+    add("--steps", type=int, default=300, help="of training")
+    add("--batch", type=int, default=32, help="texts of a step")
+    add("--rate", type=float, default=3e-3, help="the largest learning rate")
+    add("--seed", type=int, default=0, help="of parameters and texts")
+    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--output", type=Path, default=None, help="a picture, .svg or .png, which needs matplotlib")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    curves = {}
+    for kind in options.kinds:
+        begin = time.perf_counter()
+        curves[kind] = train(kind, options)
+        print(
+            f"{KINDS[kind]:28} w {window_of(kind, options):4}  recall {at_the_end(curves[kind]):.3f}  "
+            f"{time.perf_counter() - begin:.0f} s",
+            flush=True,
+        )
+    if options.output is not None:
+        draw(curves, options, options.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Forgetting attention (FoX): softmax attention whose keys fade by the product of the gates that follow them."""
+
+from __future__ import annotations
+
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from ._core.checks import check_tensor
+from .functional import flash_dmattn_func
+from .keys.intervals import (
+    KeyIntervals,
+    check_offsets,
+    intersect,
+    packed_documents,
+    rows_of,
+    until_faded,
+)
+from .scores import with_zero_sum_gradient
+
+# Rows of a call. Scores have the magnitude of c over half of them: gates of 1/16 make 5,678 of it, where a GPU begins to
+# compute backwards in double. In 16 bits the error of the gates' gradient grows with the root of this number.
+ROWS = 2**12
+LOWEST = -1e4  # log of a gate: smaller ones, and -inf, count as this one
+
+
+def forgetting_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_fgate: Tensor,
+    prune: float | None = None,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    deterministic: bool | None = None,
+    backend: str = "",
+) -> Tensor:
+    """Causal attention with forget gates f in (0, 1]: key j fades for query i by the product of f[j + 1] to f[i].
+
+    The scores are scale * q_i . k_j + c_i - c_j with c = cumsum(log_fgate). c_i is the same for all keys of a query and
+    cancels in the softmax, so -c_j is a bias per key, with the gradient of the gates.
+
+        log_fgate = F.logsigmoid(f_proj(hidden).float())
+        out = forgetting_attention(q, k, v, log_fgate, prune=-40.0)
+
+    query: [B, Sq, Hq, D]; key, value: [B, Sk, Hkv, D]: as in flash_dmattn_func. The last query is at the last key.
+    log_fgate: [B, Sk, H], at most 0, best float32; H is Hq (as in the paper), Hkv (shared by the heads of a group) or 1.
+        -inf, of a gate that is 0, counts as -1e4. The first gate of a sequence has no effect.
+    prune: at most 0; a query sees key j only where c_i - c_j >= prune, and the work on all others is left out (adaptive
+        computation pruning). Heads of a group that share a key see it until it has faded for all of them. With scaled
+        products within +-U, the keys left out have at most exp(2 U + prune) of the query's own weight each.
+    scale: the factor on query . key, 1 / sqrt(D) by default.
+    cu_seqlens: int32 [sequences + 1], where packed sequences begin and the total, for B = 1 and Sq = Sk.
+    deterministic, backend: as in flash_dmattn_func.
+
+    c is summed in double. Each 4,096 queries are a call of their own, in which c counts from the middle before it is rounded
+    to float32: the error of a score is 2^-24 |c_i - c_middle|, at any length. With bf16 q, k and v the gradient of the
+    gates has an error of 1 to 7 % (docs/numerics.md).
+
+    Returns out [B, Sq, Hq, D].
+    """
+    cumulative = _cumulative(log_fgate, query, key)
+    length, rows = key.shape[1], query.shape[1]
+    shown = _shown(cumulative.detach(), prune, cu_seqlens, query, key)
+    parts = []
+    for begin in range(0, max(rows, 1), ROWS):
+        end = min(begin + ROWS, rows)
+        seen = length - rows + end  # by the last of these rows
+        middle = max(seen - (end - begin + 1) // 2 - 1, 0)
+        bias = cumulative[..., middle : middle + 1].detach() - cumulative[..., :seen]
+        parts.append(
+            flash_dmattn_func(
+                query[:, begin:end],
+                key[:, :seen],
+                value[:, :seen],
+                attn_bias=with_zero_sum_gradient(
+                    bias.to(torch.promote_types(query.dtype, torch.float32))
+                ),
+                is_causal=shown is None,
+                key_intervals=None if shown is None else rows_of(shown, begin, end, seen),
+                scale=scale,
+                deterministic=deterministic,
+                backend=backend,
+            )
+        )
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _cumulative(log_fgate: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """cumsum(log_fgate), float64 [B or 1, H, Sk]."""
+    for name, tensor in (("query", query), ("key", key), ("log_fgate", log_fgate)):
+        check_tensor(tensor, name)
+        if tensor.dim() != (3 if name == "log_fgate" else 4):
+            layout = "[B, Sk, H]" if name == "log_fgate" else "[B, S, H, D]"
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {layout}")
+    batch, length, heads = log_fgate.shape
+    allowed = (query.shape[2], key.shape[2], 1)
+    if batch not in (1, key.shape[0]) or length != key.shape[1] or heads not in allowed:
+        raise ValueError(
+            f"log_fgate: got shape {tuple(log_fgate.shape)}, expected [B, Sk, H] with B = {key.shape[0]} or 1, "
+            f"Sk = {key.shape[1]} and H = {allowed[0]}, {allowed[1]} or 1"
+        )
+    if not log_fgate.is_floating_point():
+        raise TypeError(f"log_fgate: got {log_fgate.dtype}, expected a floating dtype")
+    if query.shape[1] > length:
+        raise ValueError(
+            f"query: got {query.shape[1]} queries, expected at most {length}, one for each key"
+        )
+    return log_fgate.transpose(1, 2).double().clamp(min=LOWEST).cumsum(-1)
+
+
+def _shown(
+    cumulative: Tensor,
+    prune: float | None,
+    cu_seqlens: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+) -> KeyIntervals | None:
+    """None: causality alone."""
+    rows, length = query.shape[1], key.shape[1]
+    parts = []
+    if prune is not None:
+        if isinstance(prune, bool) or not isinstance(prune, Real) or not prune <= 0:
+            raise ValueError(f"prune: got {prune!r}, expected a number of at most 0, or None")
+        parts.append(until_faded(cumulative, prune, key.shape[2], rows))
+    if cu_seqlens is not None:
+        if query.shape[0] != 1 or rows != length:
+            raise ValueError(
+                f"cu_seqlens: got it with query of shape {tuple(query.shape)} and {length} keys, expected B = 1 and as "
+                "many queries as keys"
+            )
+        check_offsets(cu_seqlens, "cu_seqlens", length)
+        parts.append(packed_documents(cu_seqlens, key_length=length, query_length=length))
+    return intersect(*parts) if parts else None

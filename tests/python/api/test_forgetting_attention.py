@@ -1,0 +1,200 @@
+"""Forgetting attention against its formula over all pairs, in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flash_dmattn import flash_dmattn_func, forgetting, forgetting_attention
+
+B, N, D = 2, 70, 16
+
+
+def draw(heads=4, kv_heads=2, gates=None, rows=N, length=N, batch=B, mean=2.0):
+    shapes = [(batch, rows, heads, D), *[(batch, length, kv_heads, D)] * 2]
+    q, k, v = (torch.randn(shape) for shape in shapes)
+    logits = torch.randn(batch, length, heads if gates is None else gates) + mean
+    return [t.requires_grad_() for t in (q, k, v, F.logsigmoid(logits).detach())]
+
+
+def formula(q, k, v, log_fgate, prune=None, documents=None, scale=None):
+    """As flash-linear-attention's naive_forgetting_attn has it, with pairs left out."""
+    rows, length, heads = q.shape[1], k.shape[1], q.shape[2]
+    k, v = (t.repeat_interleave(heads // k.shape[2], 2) for t in (k, v))
+    c = log_fgate.cumsum(1).transpose(1, 2)
+    per_gate = heads // c.shape[1]
+    fading = c[:, :, length - rows :, None] - c[:, :, None]
+    shown = torch.ones(rows, length, dtype=torch.bool).tril(length - rows).expand_as(fading)
+    if prune is not None:
+        shown = shown & (fading >= prune)
+    fading, shown = (t.repeat_interleave(per_gate, 1) for t in (fading, shown))
+    if documents is not None:
+        shown = shown & (documents[:, None] == documents)
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * (D**-0.5 if scale is None else scale) + fading
+    weights = logits.masked_fill(~shown, -torch.inf).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v), shown
+
+
+def assert_equal(inputs, expected_of, tolerance=2e-5, **options):
+    out = forgetting_attention(*inputs, **options)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    expected = expected_of(*exact)
+    direction = torch.randn_like(out)
+    ours = [out, *torch.autograd.grad(out, inputs, direction)]
+    theirs = [expected, *torch.autograd.grad(expected, exact, direction.double())]
+    for name, a, b in zip(("out", "dq", "dk", "dv", "dlog_fgate"), ours, theirs, strict=True):
+        assert a.dtype == out.dtype
+        torch.testing.assert_close(
+            a.double(),
+            b,
+            atol=tolerance * b.abs().max().item(),
+            rtol=tolerance,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, gates", [(4, 4, 4), (4, 2, 4), (4, 2, 2), (4, 2, 1), (4, 1, 4)]
+)
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_results_are_those_of_the_formula(heads, kv_heads, gates, scale):
+    inputs = draw(heads, kv_heads, gates)
+    assert_equal(inputs, lambda *t: formula(*t, scale=scale)[0], scale=scale)
+
+
+@pytest.mark.parametrize("rows", [1, 33])
+def test_the_last_query_is_at_the_last_key(rows):
+    assert_equal(draw(rows=rows), lambda *t: formula(*t)[0])
+
+
+@pytest.mark.parametrize("prune", [-0.5, -3.0, -1e3, 0.0])
+def test_pruned_pairs_are_left_out(prune):
+    inputs = draw(4, 4)
+    assert_equal(inputs, lambda *t: formula(*t, prune=prune)[0], prune=prune)
+    _, shown = formula(*inputs, prune=prune)
+    assert (shown.sum(-1) < torch.arange(1, N + 1)).any() == (prune > -1e3)
+
+
+def test_a_group_sees_a_key_until_it_has_faded_for_all_of_its_heads():
+    inputs, prune = draw(4, 2), -1.5
+    _, shown = formula(*inputs, prune=prune)
+    shown = shown.unflatten(1, (2, 2)).any(2)
+    k, v = (t.repeat_interleave(2, 2) for t in inputs[1:3])
+    expected = flash_dmattn_func(
+        inputs[0], k, v, attn_mask=shown.repeat_interleave(2, 1), attn_bias=-inputs[3].cumsum(1).mT
+    )
+    out = forgetting_attention(*inputs, prune=prune)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(out, forgetting_attention(*inputs), atol=1e-3)
+
+
+@pytest.mark.parametrize("prune", [None, -2.0])
+@pytest.mark.parametrize(
+    "lengths", [[20, 1, 0, 49], [70], [30, 30]], ids=str
+)  # 10 tokens of padding
+def test_packed_sequences_do_not_see_each_other(prune, lengths):
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    total = int(offsets[-1])
+    inputs = draw(4, 4, batch=1, length=N, rows=N)
+    documents = torch.bucketize(torch.arange(N), offsets[1:], right=True)
+
+    def expected(*tensors):
+        out = formula(*(t[:, :total] for t in tensors), prune, documents[:total])[0]
+        return F.pad(out, (0, 0, 0, 0, 0, N - total))
+
+    assert_equal(inputs, expected, prune=prune, cu_seqlens=offsets)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prune": -2.0}, {"prune": -2.0, "rows": 41}, {"rows": 1}, {"packed": True}],
+    ids=str,
+)
+def test_several_calls_are_one(options, monkeypatch):
+    options = dict(options)
+    packed = options.pop("packed", False)
+    inputs = draw(4, 2, rows=options.pop("rows", N), batch=1)
+    if packed:
+        options["cu_seqlens"] = torch.tensor([0, 30, 70], dtype=torch.int32)
+    results = []
+    for rows in (forgetting.ROWS, 16, 7):
+        monkeypatch.setattr(forgetting, "ROWS", rows)
+        out = forgetting_attention(*inputs, **options)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("closed", [-torch.inf, -1e6, -200.0])
+def test_a_closed_gate_resets(closed):
+    """Queries after it see only keys after it, at the same numbers as without what was before."""
+    q, k, v, log_fgate = draw(4, 4)
+    with torch.no_grad():
+        log_fgate[:, [20, 45]] = closed
+    out = forgetting_attention(q, k, v, log_fgate)
+    expected = torch.cat(
+        [
+            forgetting_attention(*(t[:, part] for t in (q, k, v, log_fgate)))
+            for part in (slice(0, 20), slice(20, 45), slice(45, N))
+        ],
+        1,
+    )
+    torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-3)
+    gradients = torch.autograd.grad(out.square().sum(), (q, k, v, log_fgate))
+    assert all(t.isfinite().all() for t in (out, *gradients))
+
+
+def test_float64_is_exact():
+    inputs = [t.detach().double().requires_grad_() for t in draw()]
+    assert_equal(inputs, lambda *t: formula(*t)[0], tolerance=1e-12)
+
+
+@pytest.mark.slow
+def test_digits_are_kept_at_131072_keys():
+    """c falls to -14,000, where the digits of a float32 end at 1e-3. Those of a call's scores end at 2e-5."""
+    n, rows = 2**17, 64
+    q, k, v = torch.randn(3, 1, n, 1, D)
+    log_fgate = F.logsigmoid(torch.randn(1, n, 1) + 2.6)
+    assert log_fgate.sum() < -13e3
+    seen = 4096  # of keys before these nothing is left
+    last = (
+        t[:, -size:].double()
+        for t, size in zip((q, k, v, log_fgate), (rows, *[seen] * 3), strict=True)
+    )
+    exact, _ = formula(*last)
+    out = forgetting_attention(q, k, v, log_fgate, prune=-100.0)[:, -rows:]
+    assert (out - exact).abs().max() < 2e-5
+    plain = flash_dmattn_func(q[:, -rows:], k, v, attn_bias=-log_fgate.cumsum(1).mT, is_causal=True)
+    assert (plain - exact).abs().max() > 2e-4
+
+
+def test_one_graph():
+    torch._dynamo.reset()
+    inputs = draw()
+    compiled = torch.compile(forgetting_attention, backend="aot_eager", fullgraph=True)
+    results = []
+    for function in (forgetting_attention, compiled):
+        out = function(*inputs, prune=-2.0)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+
+
+def test_no_queries_and_no_keys():
+    q, k, v, log_fgate = draw(length=0, rows=0)
+    assert forgetting_attention(q, k, v, log_fgate).shape == q.shape
+    assert forgetting_attention(q, k, v, log_fgate, prune=-1.0).shape == q.shape
+
+
+def test_bad_arguments():
+    q, k, v, log_fgate = draw()
+    for wrong in (log_fgate[:, :-1], log_fgate[:, :, :3], log_fgate[..., None]):
+        with pytest.raises(ValueError, match="log_fgate: got shape"):
+            forgetting_attention(q, k, v, wrong)
+    with pytest.raises(TypeError, match="log_fgate: got torch.int64"):
+        forgetting_attention(q, k, v, log_fgate.long())
+    for prune in (1.0, float("nan"), "-1", True):
+        with pytest.raises(ValueError, match="prune: got .*, expected a number of at most 0"):
+            forgetting_attention(q, k, v, log_fgate, prune)
+    with pytest.raises(ValueError, match="query: got 70 queries, expected at most 69"):
+        forgetting_attention(q, k[:, :-1], v[:, :-1], log_fgate[:, :-1])
+    with pytest.raises(ValueError, match="cu_seqlens: got it with query of shape"):
+        forgetting_attention(q, k, v, log_fgate, cu_seqlens=torch.tensor([0, N]))

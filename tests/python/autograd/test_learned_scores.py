@@ -1,0 +1,151 @@
+"""Scores of keys: their formulas, their dtype in every precision, and numbers at the ends of the range."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flash_dmattn import DynamicMaskAttention, make_scores
+from flash_dmattn.scores import doge_scores_of
+
+B, S, C, H = 2, 7, 12, 3
+NAMES = ("gate", "linear", "doge")
+
+
+def formula(module, hidden):
+    z = F.linear(hidden, module.proj.weight.double(), module.proj.bias.double()).mT
+    if not hasattr(module, "A"):
+        return z.sigmoid().log()
+    product = module.A.double()[:, None] * F.softplus(z, threshold=60)
+    return product.exp() if "Doge" in type(module).__name__ else product
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_scores_are_those_of_the_formula_in_float32(name, dtype):
+    module, hidden = make_scores(C, H, name, dtype=dtype), torch.randn(B, S, C, dtype=dtype)
+    if name != "gate":
+        torch.nn.init.normal_(module.A)
+    scores, expected = module(hidden), formula(module, hidden.double())
+    assert scores.shape == (B, H, S)
+    assert scores.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(scores.double(), expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast_changes_no_bit_of_the_scores(name):
+    module, hidden = make_scores(C, H, name), torch.randn(B, S, C)
+    expected = module(hidden)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(module(hidden), expected)
+
+
+def test_gates_begin_open():
+    layer = DynamicMaskAttention(64, 4, 2, window=8)
+    gates = layer.scores(torch.randn(B, S, 64)).detach()
+    assert gates.max() <= 0 and gates.mean().item() == pytest.approx(-0.05, abs=0.03)
+    assert (layer.scores.proj.bias == 3).all()
+
+
+def test_a_function_scores_widened_input_without_autocast():
+    seen = []
+    mlp = torch.nn.Sequential(torch.nn.Linear(C, 5), torch.nn.GELU(), torch.nn.Linear(5, H))
+
+    def score(hidden):
+        seen.append((hidden.dtype, torch.is_autocast_enabled("cpu")))
+        return mlp(hidden)
+
+    hidden = torch.randn(B, S, C, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = make_scores(C, H, score)(hidden)
+    assert seen == [(torch.float32, False)]
+    assert torch.equal(scores, mlp(hidden.float()).mT)
+
+
+def test_a_module_that_scores_has_its_parameters_in_the_layer_and_learns():
+    mlp = torch.nn.Sequential(torch.nn.Linear(C, H), torch.nn.LogSigmoid())
+    layer = DynamicMaskAttention(C, H, window=3, score=mlp)
+    layer(torch.randn(B, S, C)).square().sum().backward()
+    assert "scores.function.0.weight" in layer.state_dict()
+    assert mlp[0].weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("gradient", [0.0, 1.0, -3e38])
+def test_no_finite_numbers_make_doge_scores_or_gradients_that_are_not_finite(dtype, gradient):
+    info = torch.finfo(dtype)
+    sizes = torch.tensor([0.0, info.tiny, 1e-3, 1.0, 20.0, 88.0, 1e3, info.max], dtype=dtype)
+    A = torch.cat([sizes, -sizes]).requires_grad_()
+    lines = torch.cat([sizes, -sizes, torch.linspace(-100, 100, 401, dtype=dtype)])
+    # What a projection in 16 bits gives beyond its range.
+    step = torch.cat([lines, torch.tensor([torch.inf, -torch.inf], dtype=dtype)])
+    step = step[None, :, None].repeat(1, 1, len(A)).requires_grad_()
+    scores = doge_scores_of(A, step)
+    assert scores.isfinite().all() and scores.min() >= 0
+    scores.backward(torch.full_like(scores, gradient))
+    assert A.grad.isfinite().all() and step.grad.isfinite().all()
+
+
+def test_the_slope_of_a_doge_score_is_that_of_the_formula_where_a_factor_is_beyond_its_end():
+    """A 3e36 and softplus 2.4e-36 make an exponent of 7: the gradient of softplus is beyond 2^64, that of step is not."""
+    A = torch.tensor([3e36], requires_grad=True)
+    step = torch.full((1, 1, 1), -82.0, requires_grad=True)
+    doge_scores_of(A, step).backward(torch.full((1, 1, 1), 1e-20))
+    exact = [t.detach().double().requires_grad_() for t in (A, step)]
+    (exact[0] * F.softplus(exact[1])).exp().backward(torch.full((1, 1, 1), 1e-20).double())
+    torch.testing.assert_close(step.grad.double(), exact[1].grad, atol=0, rtol=1e-4)
+
+
+def test_second_derivatives_of_doge_scores_are_those_of_the_formula():
+    A = torch.randn(H, dtype=torch.float64, requires_grad=True)
+    step = torch.randn(B, S, H, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(doge_scores_of, (A, step))
+    assert torch.autograd.gradgradcheck(doge_scores_of, (A, step))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_doge_layer_loads_the_state_of_one_from_before_make_scores(bias):
+    layer = DynamicMaskAttention(C, 4, 2, 3, score="doge", bias=bias)
+    torch.nn.init.normal_(layer.scores.A)
+    state = layer.state_dict()
+    state["A"] = state.pop("scores.A")
+    state["dt_proj.weight"] = state.pop("scores.proj.weight")
+    old_bias = state.pop("scores.proj.bias")
+    if bias:
+        state["dt_proj.bias"] = old_bias.normal_()
+    other = torch.nn.Sequential(DynamicMaskAttention(C, 4, 2, 3, score="doge", bias=bias))
+    other.load_state_dict({f"0.{name}": tensor for name, tensor in state.items()})
+    hidden = torch.randn(B, S, C)
+    assert torch.equal(other(hidden), layer(hidden))
+
+
+def test_a_layer_on_meta_and_one_graph():
+    assert DynamicMaskAttention(C, 4, 2, 3, device="meta")(
+        torch.empty(B, S, C, device="meta")
+    ).is_meta
+    torch._dynamo.reset()
+    for name in NAMES:
+        layer, hidden = DynamicMaskAttention(C, 4, 2, 3, score=name), torch.randn(B, S, C)
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        results = []
+        for call in (layer, compiled):
+            out = call(hidden)
+            results.append([out, *torch.autograd.grad(out.square().sum(), layer.parameters())])
+        torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+
+
+def test_bad_arguments_of_scores():
+    with pytest.raises(
+        ValueError,
+        match="score: got 'exp', expected one of 'gate', 'linear', 'doge', or a function",
+    ):
+        make_scores(C, H, "exp")
+    with pytest.raises(ValueError, match="heads: got 0, expected 1 or more"):
+        make_scores(C, 0)
+    with pytest.raises(ValueError, match=r"hidden: got shape \(2, 7, 13\), expected \[B, S, 12\]"):
+        make_scores(C, H)(torch.randn(B, S, C + 1))
+    with pytest.raises(
+        ValueError, match=r"score: got torch.float32 of shape \(2, 7, 12\), expected .* \(2, 7, 3\)"
+    ):
+        make_scores(C, H, lambda hidden: hidden)(torch.randn(B, S, C))
+    with pytest.raises(ValueError, match="score_input: got 'key', expected one of"):
+        DynamicMaskAttention(C, 4, score_input="key")

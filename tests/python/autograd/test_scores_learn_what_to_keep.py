@@ -1,0 +1,37 @@
+"""Associative recall with a fifth of the keys: what a layer's scores learn from the gradient of attention alone."""
+
+import pytest
+import torch
+
+import recall
+
+# With gates each of twelve seeds recalled 0.996 or more.
+SIZES = "--length 64 --pairs 6 --window 12 --layers 1 --steps 250 --rate 7e-3".split()
+
+
+@pytest.fixture
+def one_thread():
+    """Tensors are so small that threads wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_gates_recall_and_a_window_of_twice_the_size_does_not():
+    options = recall.parse([*SIZES, "--device", "cpu"])
+    assert recall.at_the_end(recall.train("gate", options)) >= 0.95
+    assert recall.at_the_end(recall.train("window", options)) <= 0.1  # by chance 1 of 32
+
+
+def test_the_example_from_beginning_to_end(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "recall.svg"
+    recall.main(
+        [*SIZES, "--steps", "3", "--batch", "2", "--device", "cpu", "--output", str(picture)]
+    )
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed] == ["log", "A", "exp(A", "none:"]
+    assert "<svg" in picture.read_text()
