@@ -38,7 +38,7 @@ class Declined(Exception):
     """A side does not run a case, for the reason in the message."""
 
 
-# What drawing, building and timing a side may raise.
+# Exceptions of drawing, building and timing a side.
 REASONS = (Declined, MemoryError, RuntimeError, TypeError, ValueError)
 
 

@@ -80,7 +80,7 @@ def test_compiled_training_equals_eager(name):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
-# Of the choice within documents, and of the output of queries that see no key.
+# Operators of the selection within documents, and of the output of queries that see no key.
 RANKS, BLIND = "argsort", "scatter_add_"
 
 

@@ -10,7 +10,7 @@ from flash_dmattn import KVSlots, flash_dmattn_func, flash_dmattn_with_kvcache
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 KINDS = ("normal", "ties", "equal", "nan")
 PADDINGS = ("none", "left", "anywhere")
-# What an attention score is made of; None: 1 / sqrt(D), and no softcap. The last makes scores choose, and no more.
+# Options of attention scores; defaults: 1 / sqrt(D), no softcap. With scores_are_bias False scores only select keys.
 NUMERICS = (
     {},
     {"scale": 0.7},
