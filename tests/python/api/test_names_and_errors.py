@@ -1,4 +1,4 @@
-"""Names, defaults, errors and the helpers beside the attention functions."""
+"""Names, defaults and errors of the attention functions, and their helpers."""
 
 import importlib
 import inspect

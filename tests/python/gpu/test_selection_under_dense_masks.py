@@ -1,4 +1,4 @@
-"""A choice per query under a mask of pairs, on the GPU: as ranks of keys beside the mask, never as a second
+"""Per-query selection under a dense mask, on the GPU: ranks of keys in addition to the mask, never a second
 mask. It must equal the mask that torch makes of it on the CPU."""
 
 import itertools

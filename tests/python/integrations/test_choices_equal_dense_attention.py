@@ -362,7 +362,7 @@ def test_which_masks_keep_the_choice_in_intervals():
 
 @pytest.mark.parametrize("make", [torch.from_numpy, torch.from_dlpack])
 def test_masks_over_foreign_memory_are_read_at_every_call(make):
-    """Whoever owns the memory may write to it without torch's counting it."""
+    """The owner of the memory may write to it without raising the version that torch counts."""
     memory = np.ones((1, 1, 4, 4), dtype=np.float32)
     mask = make(memory)
     q, k, v = (torch.randn(1, 4, 1, 8) for _ in range(3))

@@ -168,7 +168,7 @@ def test_offloaded_slots_come_back_with_the_next_tokens(use):
 
 
 def test_row_operations_work_on_offloaded_slots():
-    """What needs no new tokens works where they are."""
+    """Operations without new tokens work on the device of the slots."""
     _, ours = make_pair()
     caches = [DynamicMaskCache(ours.config) for _ in range(2)]
     for cache in caches:
