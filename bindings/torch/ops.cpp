@@ -226,6 +226,21 @@ std::array<RowValues, 2> row_values(const Tensor& both) {
                                                   : parts(static_cast<float*>(data));
 }
 
+// Dense numbers of rows [B, Hq, Sq].
+Tensor take_dlse(const Problem& p, const Tensor& dlse, const Tensor& q) {
+  const bool fits = dlse.dim() == 3 && dlse.size(0) == p.batch && dlse.size(1) == p.heads_q &&
+                    dlse.size(2) == p.seqlen_q && dlse.scalar_type() == row_type(p);
+  if (!fits) {
+    throw InvalidArgument(
+        "dlse",
+        std::string(torch::headeronly::toString(dlse.scalar_type())) + " of shape " +
+            shape_text(dlse),
+        "the shape and the dtype of lse");
+  }
+  expect_on_device_of(dlse, "dlse", q, "q");
+  return as_contiguous(dlse);
+}
+
 // The main kernels that calls have started while recording is on. Autograd calls backward on threads of its own, so
 // there is one for the process.
 class KernelRecorder {
@@ -327,8 +342,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
     const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_intervals,
     const OptionalTensor& key_list, const OptionalTensor& key_count, const OptionalTensor& key_rank,
     const OptionalTensor& rank_limit, const Tensor& out, const Tensor& lse,
-    std::vector<std::int64_t> key_bound, bool is_causal, double scale, double softcap,
-    bool saturate, bool deterministic, std::string backend, bool need_dq, bool need_dk,
+    const OptionalTensor& dlse, std::vector<std::int64_t> key_bound, bool is_causal, double scale,
+    double softcap, bool saturate, bool deterministic, std::string backend, bool need_dq, bool need_dk,
     bool need_dv, bool need_dbias) {
   const Options options{key_list,  key_count,     key_rank, rank_limit,
                         key_bound, is_causal,     scale,    softcap,
@@ -375,6 +390,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
   args.dout = take_rows(call, dout);
   args.lse = rows[0];
   args.lse_low = rows[1];
+  const OptionalTensor dense_dlse = dlse ? OptionalTensor(take_dlse(p, *dlse, q)) : std::nullopt;
+  if (dense_dlse) {
+    args.dlse.data = dense_dlse->const_data_ptr();
+    args.dlse.dtype = p.dtype == DType::f64 ? DType::f64 : DType::f32;
+  }
   args.dq = view(need_dq, dq);
   args.dk = view(need_dk, dk);
   args.dv = view(need_dv, dv);
@@ -421,7 +441,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
   m.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, "
       "Tensor? key_intervals, Tensor? key_list, Tensor? key_count, Tensor? key_rank, "
-      "Tensor? rank_limit, Tensor out, Tensor lse, SymInt[] key_bound, "
+      "Tensor? rank_limit, Tensor out, Tensor lse, Tensor? dlse, SymInt[] key_bound, "
       "bool is_causal, float scale, float softcap, bool saturate, bool deterministic, str backend, "
       "bool need_dq, bool need_dk, bool need_dv, bool need_dbias) -> (Tensor dq, Tensor dk, Tensor "
       "dv, Tensor dbias)");

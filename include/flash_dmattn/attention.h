@@ -85,6 +85,7 @@ struct BackwardArgs {
   ConstRowValues lse{};
   ConstRowValues lse_low{};  // may be null
   ConstTensor4 dout{};       // [B, Sq, Hq, D]
+  ConstRowValues dlse{};     // the gradient of lse; may be null: 0
   // Gradients; written, not added to. Null data: not wanted.
   Tensor4 dq{};  // [B, Sq, Hq, D]
   Tensor4 dk{};  // [B, Sk, Hkv, D]

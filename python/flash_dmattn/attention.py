@@ -13,6 +13,7 @@ from ._core.checks import (
     mask_argument,
     of_value_dim,
     refuse_transforms,
+    resolve_backend,
     resolve_flag,
     with_queries,
 )
@@ -34,19 +35,16 @@ def attention(
     visible: Visibility,
     choice: Choice,
     numerics: Numerics,
-    backend: str = "",
+    backend: str | None = None,
     memo: Memo | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """out and statistics of arguments as the public functions take them.
 
-    backend: "" takes the first one that supports the problem.
+    backend: None takes the first one that supports the problem.
     memo: what the layers of a model share.
     """
     given = value
-    if not isinstance(backend, str):
-        raise TypeError(
-            f'backend: got {backend!r}, expected a name, or "" for the first that supports the problem'
-        )
+    backend = resolve_backend(backend)
     inputs = attention_inputs(query, key, value, "B, S, H, D", backend)
     numerics = numerics.for_head_dim(query.shape[3])
     query, key, value = inputs
@@ -98,13 +96,26 @@ def run(
     return out, statistics
 
 
-def with_statistics(
-    out: Tensor, statistics: Tensor | None, wanted: bool | None
-) -> Tensor | tuple[Tensor, Tensor | None, None]:
-    """The result of the public functions; the third place is that of the probabilities elsewhere."""
-    if not resolve_flag(wanted, "return_attn_probs"):
-        return out
-    return out, statistics if statistics is None else statistics[0], None
+def with_lse(
+    out: Tensor,
+    statistics: Tensor | None,
+    return_lse: bool,
+    return_attn_probs: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, None]:
+    """The result of the public functions: out, (out, lse), or in the form of 1.x (out, lse, None).
+
+    statistics: [.., B, Hq, Sq], of which the first is lse.
+    """
+    with_probabilities = resolve_flag(return_attn_probs, "return_attn_probs")
+    if not resolve_flag(return_lse, "return_lse"):
+        if not with_probabilities:
+            return out
+    elif with_probabilities:
+        raise ValueError(
+            "return_lse, return_attn_probs: got True for both, expected one of them (2 and 3 results)"
+        )
+    lse = statistics if statistics is None else statistics[0]
+    return (out, lse, None) if with_probabilities else (out, lse)
 
 
 def _run_in_python(

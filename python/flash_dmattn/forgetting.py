@@ -9,14 +9,8 @@ from torch import Tensor
 
 from ._core.checks import check_tensor
 from .functional import flash_dmattn_func
-from .keys.intervals import (
-    KeyIntervals,
-    check_offsets,
-    intersect,
-    packed_documents,
-    rows_of,
-    until_faded,
-)
+from .keys.intervals import KeyIntervals, packed_documents, rows_of, until_faded
+from .keys.places import check_offsets
 from .scores import with_zero_sum_gradient
 
 # Rows of a call. Scores have the magnitude of c over half of them: gates of 1/16 make 5,678 of it, where a GPU begins to
@@ -35,7 +29,7 @@ def forgetting_attention(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     deterministic: bool | None = None,
-    backend: str = "",
+    backend: str | None = None,
 ) -> Tensor:
     """Causal attention with forget gates f in (0, 1]: key j fades for query i by the product of f[j + 1] to f[i].
 
@@ -52,7 +46,8 @@ def forgetting_attention(
         computation pruning). Heads of a group that share a key see it until it has faded for all of them. With scaled
         products within +-U, the keys left out have at most exp(2 U + prune) of the query's own weight each.
     scale: the factor on query . key, 1 / sqrt(D) by default.
-    cu_seqlens: int32 [sequences + 1], where packed sequences begin and the total, for B = 1 and Sq = Sk.
+    cu_seqlens: where packed sequences begin, and the total at the end: int32 [sequences + 1], or [B, sequences + 1] where rows
+        of the batch have sequences of their own. Sq is Sk then.
     deterministic, backend: as in flash_dmattn_func.
 
     c is summed in double. Each 4,096 queries are a call of their own, in which c counts from the middle before it is rounded
@@ -119,18 +114,17 @@ def _shown(
     key: Tensor,
 ) -> KeyIntervals | None:
     """None: causality alone."""
-    rows, length = query.shape[1], key.shape[1]
-    parts = []
+    rows, length, heads = query.shape[1], key.shape[1], key.shape[2]
+    if cu_seqlens is not None:
+        if rows != length:
+            raise ValueError(
+                f"cu_seqlens: got it with {rows} queries and {length} keys, expected as many queries as keys"
+            )
+        check_offsets(cu_seqlens, "cu_seqlens", length, batched=True)
     if prune is not None:
         if isinstance(prune, bool) or not isinstance(prune, Real) or not prune <= 0:
             raise ValueError(f"prune: got {prune!r}, expected a number of at most 0, or None")
-        parts.append(until_faded(cumulative, prune, key.shape[2], rows))
+        return until_faded(cumulative, prune, heads, rows, cu_seqlens_k=cu_seqlens)
     if cu_seqlens is not None:
-        if query.shape[0] != 1 or rows != length:
-            raise ValueError(
-                f"cu_seqlens: got it with query of shape {tuple(query.shape)} and {length} keys, expected B = 1 and as "
-                "many queries as keys"
-            )
-        check_offsets(cu_seqlens, "cu_seqlens", length)
-        parts.append(packed_documents(cu_seqlens, key_length=length, query_length=length))
-    return intersect(*parts) if parts else None
+        return packed_documents(cu_seqlens, key_length=length, query_length=rows)
+    return None

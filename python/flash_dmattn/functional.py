@@ -17,10 +17,11 @@ from ._core.checks import (
     check_tensor,
     of_value_dim,
     refuse_transforms,
+    resolve_backend,
     resolve_flag,
 )
 from ._core.numerics import Numerics
-from .attention import attention, run, with_statistics
+from .attention import IN_PYTHON, attention, run, with_lse
 from .keys.intervals import KeyIntervals, packed_documents, select_key_intervals
 from .keys.places import check_offsets
 from .keys.rule import KeySelection
@@ -50,8 +51,9 @@ def flash_dmattn_func(
     score_threshold: float | None = None,
     key_intervals: KeyIntervals | None = None,
     nonfinite: str = "saturate",
-    backend: str = "",
-) -> Tensor | tuple[Tensor, Tensor, None]:
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
     """Exact softmax attention over the visible keys, with an additive bias.
 
     query: [B, Sq, Hq, D]; key, value: [B, Sk, Hkv, D], Hq a multiple of Hkv: the length comes before the heads, and where
@@ -64,13 +66,14 @@ def flash_dmattn_func(
     attn_bias: added to the scaled scores; shapes as attn_mask; dtype of query or float32. Values mask by the rule of
         its own dtype: at or below -1e4 in float16, -1e30 in others. Its gradient has its own shape.
         One that chooses keys is best in float32: in 16 bits many scores are equal, and rounding decides.
-    softmax_scale, scale: the factor on query . key, 1 / sqrt(D) by default. Two names of one thing; 0 is refused. Scaled
-        scores are clamped to the range of float32, which a scale of 1e38 reaches.
+    scale: the factor on query . key, 1 / sqrt(D) by default; 0 raises. Scaled scores are clamped to the range of float32,
+        which a scale of 1e38 reaches. `softmax_scale` is the name of 1.x.
     is_causal: query i sees keys up to i + Sk - Sq.
     softcap: c > 0 replaces a scaled score s by c * tanh(s / c).
     deterministic: gradients that are bit-identical from run to run; by default as set
         by torch.use_deterministic_algorithms. Always so on the CPU.
-    return_attn_probs: also return the log-sum-exp of the scores (which is not differentiable).
+    return_lse: also return the log-sum-exp of the scores, which is not differentiable.
+    return_attn_probs: the same by the name of 1.x, with None as a third result.
     keep_window_size: every query keeps this many keys, those with the highest scores; a sequence has a number for each key
         head.
     selection: "per_query": the best among the keys the query may see; "global": the best of the row, the
@@ -86,8 +89,8 @@ def flash_dmattn_func(
         needs them.
     backend: the name of one (see get_available_backends); by default the first that supports the problem.
 
-    Returns out [B, Sq, Hq, D], or (out, softmax_lse [B, Hq, Sq], None) with return_attn_probs. A query that
-    sees no key has out = 0 and softmax_lse = -inf.
+    Returns out [B, Sq, Hq, D], or (out, lse [B, Hq, Sq]) with return_lse. A query that sees no key has out = 0 and
+    lse = -inf.
     """
     out, statistics = attention(
         query,
@@ -109,7 +112,7 @@ def flash_dmattn_func(
         Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
         backend,
     )
-    return with_statistics(out, statistics, return_attn_probs)
+    return with_lse(out, statistics, return_lse, return_attn_probs)
 
 
 def flash_dmattn_varlen_func(
@@ -137,7 +140,9 @@ def flash_dmattn_varlen_func(
     sink_tokens: int = 0,
     score_threshold: float | None = None,
     nonfinite: str = "saturate",
-) -> Tensor | tuple[Tensor, Tensor, None]:
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
     """flash_dmattn_func for sequences of different lengths, packed one after the other.
 
     query: [total_q, Hq, D]; key, value: [total_k, Hkv, D].
@@ -151,8 +156,9 @@ def flash_dmattn_varlen_func(
     selection_scores: [total_k, H], the scores by which keep_window_size chooses; by default attn_bias.
     recent_window, recent_competes, sink_tokens, score_threshold: as in select_key_intervals.
     block_table: not supported.
+    scale, softcap, deterministic, nonfinite, return_lse, return_attn_probs, backend: as in flash_dmattn_func.
 
-    Returns out [total_q, Hq, D], or (out, softmax_lse [Hq, total_q], None) with return_attn_probs.
+    Returns out [total_q, Hq, D], or (out, lse [Hq, total_q]) with return_lse.
     """
     if block_table is not None:
         raise ValueError(
@@ -167,15 +173,14 @@ def flash_dmattn_varlen_func(
         keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
     ).checked()
     given = value
-    inputs = attention_inputs(query, key, value, "total, H, D")
+    backend = resolve_backend(backend)
+    inputs = attention_inputs(query, key, value, "total, H, D", backend)
     numerics = numerics.for_head_dim(query.shape[2])
     query, key, value = inputs
     total_q, total_k = query.shape[0], key.shape[0]
     same_offsets = cu_seqlens_q is cu_seqlens_k
     cu_seqlens_q = check_offsets(cu_seqlens_q, "cu_seqlens_q", total_q).to(torch.int32).contiguous()
-    check_offsets(
-        cu_seqlens_k, "cu_seqlens_k", total_k, longest=max_seqlen_k, name_of_longest="max_seqlen_k"
-    )
+    check_offsets(cu_seqlens_k, "cu_seqlens_k", total_k, max_seqlen_k=max_seqlen_k)
     cu_seqlens_k = cu_seqlens_k.to(torch.int32).contiguous()
     if same_offsets:
         cu_seqlens_q = cu_seqlens_k
@@ -196,11 +201,11 @@ def flash_dmattn_varlen_func(
     if rule.has_room_for(total_k):
         intervals = packed_documents(
             cu_seqlens_k,
-            cu_seqlens_q,
+            cu_seqlens_q=cu_seqlens_q,
             is_causal=is_causal,
             key_length=total_k,
             query_length=total_q,
-            max_length=max_seqlen_k,
+            max_seqlen_k=max_seqlen_k,
         )
     else:
         intervals = select_key_intervals(
@@ -211,8 +216,10 @@ def flash_dmattn_varlen_func(
             cu_seqlens_k=cu_seqlens_k,
             cu_seqlens_q=cu_seqlens_q,
         )
-    out, statistics = run(query, key, value, bias, Visibility(keys=intervals), numerics)
-    return with_statistics(of_value_dim(out[0], given), statistics[:, 0], return_attn_probs)
+    out, statistics = run(query, key, value, bias, Visibility(keys=intervals), numerics, backend)
+    if statistics is not None:
+        statistics = statistics[:, 0]
+    return with_lse(of_value_dim(out[0], given), statistics, return_lse, return_attn_probs)
 
 
 def _packed_bias(bias: Tensor | None, query: Tensor, key: Tensor, name: str) -> Tensor | None:
@@ -240,9 +247,10 @@ def flash_dmattn_func_auto(backend: str | None = None, **options) -> Callable:
         raise TypeError(
             f"flash_dmattn_func_auto: got {name!r}, expected arguments of flash_dmattn_func"
         )
-    if backend is None and get_available_backends()[0] in ("triton", "flex"):
+    backend = resolve_backend(backend)
+    if not backend and get_available_backends()[0] in IN_PYTHON:
         backend = get_available_backends()[0]  # a GPU without kernels of the library
-    if backend is None:
+    if not backend:
         return partial(flash_dmattn_func, **options) if options else flash_dmattn_func
     reason = unavailable_reason(backend)
     if reason:
@@ -271,8 +279,9 @@ def triton_dmattn_func(
     key_intervals: KeyIntervals | None = None,
     deterministic: bool | None = None,
     nonfinite: str = "saturate",
+    return_lse: bool = False,
     return_attn_probs: bool | None = None,
-) -> Tensor | tuple[Tensor, Tensor, None]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
     """flash_dmattn_func by Triton kernels, for GPUs of any vendor. The arguments mean what they mean there.
 
     query, key, value: float32, bfloat16 or float16, head dimension 1 to 256, on a GPU; on the CPU with
@@ -301,7 +310,7 @@ def triton_dmattn_func(
         Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
         "triton",
     )
-    return with_statistics(out, statistics, return_attn_probs)
+    return with_lse(out, statistics, return_lse, return_attn_probs)
 
 
 def flex_dmattn_func(
@@ -325,8 +334,9 @@ def flex_dmattn_func(
     key_intervals: KeyIntervals | None = None,
     deterministic: bool | None = None,
     nonfinite: str = "saturate",
+    return_lse: bool = False,
     return_attn_probs: bool | None = None,
-) -> Tensor | tuple[Tensor, Tensor, None]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
     """flash_dmattn_func by torch's FlexAttention, compiled for each new shape. The arguments mean what they
     mean there; is_causal=None is False.
 
@@ -357,4 +367,4 @@ def flex_dmattn_func(
         Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
         "flex",
     )
-    return with_statistics(out, statistics, return_attn_probs)
+    return with_lse(out, statistics, return_lse, return_attn_probs)

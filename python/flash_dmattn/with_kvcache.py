@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._core.availability import unavailable_reason
-from ._core.checks import DTYPES, check_device, check_tensor, resolve_flag
+from ._core.checks import DTYPES, check_device, check_tensor, resolve_backend, resolve_flag
 from ._core.kv_checks import (
     check_chunk,
     check_places,
@@ -19,7 +19,7 @@ from ._core.kv_checks import (
     refuse_gradients,
 )
 from ._core.numerics import Numerics
-from .attention import IN_PYTHON, run, with_statistics
+from .attention import IN_PYTHON, run, with_lse
 from .cache import KVSlots
 from .keys.intervals import KeyIntervals, select_key_intervals
 from .keys.rule import KeySelection
@@ -47,13 +47,13 @@ def flash_dmattn_with_kvcache(
     recent_competes: bool = True,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
-    softmax_scale: float | None = None,
+    scale: float | None = None,
     softcap: float | None = None,
     scores_are_bias: bool = True,
-    return_softmax_lse: bool = False,
     nonfinite: str = "saturate",
-    backend: str = "",
-) -> Tensor | tuple[Tensor, Tensor, None]:
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Adds new tokens to a cache in place and attends causally to its keys: the last query sees the last key.
 
     The cache holds either all keys or the slots of KVSlots; nothing converts one into the other. On a GPU the host
@@ -77,10 +77,10 @@ def flash_dmattn_with_kvcache(
     cache_seqlens: int32 [B], the tokens that each row has seen. The call adds the new ones.
     key_mask: bool [B, m], False for new tokens that are padding.
 
-    softmax_scale, softcap, nonfinite, backend: as in flash_dmattn_func.
+    scale, softcap, nonfinite, backend: as in flash_dmattn_func.
     scores_are_bias: the score of a key is added to its attention score, as in dynamic mask attention.
 
-    Returns out [B, n, Hq, D], or (out, softmax_lse [B, Hq, n], None) with return_softmax_lse. There is no gradient.
+    Returns out [B, n, Hq, D], or (out, lse [B, Hq, n]) with return_lse. There is no gradient.
     """
     caches = {"k_cache": k_cache, "v_cache": v_cache, "score_cache": score_cache}
     for name, tensor in {"q": q, **caches, "cache_seqlens": cache_seqlens}.items():
@@ -92,7 +92,8 @@ def flash_dmattn_with_kvcache(
         raise ValueError(
             "k, v, scores: got some of the new tokens' tensors, expected all or none, and scores with score_cache only"
         )
-    numerics = Numerics.of(None, softmax_scale, softcap, nonfinite, None)
+    backend = resolve_backend(backend)
+    numerics = Numerics.of(scale, None, softcap, nonfinite, None)
     rule = KeySelection(
         keep_window_size,
         recent_window=recent_window,
@@ -101,7 +102,7 @@ def flash_dmattn_with_kvcache(
         score_threshold=score_threshold,
     ).checked()
     scores_are_bias = resolve_flag(scores_are_bias, "scores_are_bias")
-    return_softmax_lse = resolve_flag(return_softmax_lse, "return_softmax_lse")
+    return_lse = resolve_flag(return_lse, "return_lse")
     if (slot_positions is None) != (slot_counts is None):
         raise ValueError("slot_positions, slot_counts: got one of them, expected both or none")
     if slot_positions is None:
@@ -127,7 +128,7 @@ def flash_dmattn_with_kvcache(
         if scores_are_bias and score_cache is not None:
             bias = score_cache[:, :, None, :length].to(torch.promote_types(q.dtype, torch.float32))
         out, statistics = run(q, k_cache, v_cache, bias, visible, numerics, backend)
-        return with_statistics(out, statistics, return_softmax_lse)
+        return with_lse(out, statistics, return_lse)
     if cache_leftpad is not None:
         raise ValueError("cache_leftpad: got it for a cache of slots, expected key_mask")
     if keep_window_size is None or score_cache is None or k is None:
@@ -150,7 +151,7 @@ def flash_dmattn_with_kvcache(
         backend=backend,
     )
     options = {
-        "scale": softmax_scale,
+        "scale": scale,
         "softcap": softcap,
         "nonfinite": nonfinite,
         "scores_are_bias": scores_are_bias,
@@ -162,7 +163,7 @@ def flash_dmattn_with_kvcache(
         slots.append(k, v, scores, key_mask=key_mask)
         out, lse = slots.attend(q, return_lse=True, **options)
         slots.commit()
-    return (out, lse, None) if return_softmax_lse else out
+    return (out, lse) if return_lse else out
 
 
 def _check_all_keys(

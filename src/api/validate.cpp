@@ -342,6 +342,7 @@ BackwardArgs validated(const BackwardArgs& args, const Backend& backend) {
   check_input("out", args.out, query_shape(p));
   check_lse(args.lse, args.lse_low, p);
   check_input("dout", args.dout, query_shape(p));
+  check_row_dtype("dlse", args.dlse, p);
   check_gradient("dq", args.dq, query_shape(p));
   check_gradient("dk", args.dk, key_shape(p));
   check_gradient("dv", args.dv, key_shape(p));

@@ -116,6 +116,7 @@ BackwardLayout lay_out(const BackwardArgs& args, const Execution& execution, voi
   t.dout = rows_of(args.dout);
   t.lse = static_cast<const float*>(args.lse.data);
   t.lse_low = static_cast<const float*>(args.lse_low.data);
+  t.dlse = static_cast<const float*>(args.dlse.data);
   t.dq = rows_of(args.dq);
   t.dk = rows_of(args.dk);
   t.dv = rows_of(args.dv);

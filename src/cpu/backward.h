@@ -25,6 +25,8 @@ template <class In, class Element>
 struct BackwardUnit {
   static constexpr int strip = Element::strip_rows;
   static constexpr int key_words = Shape<Element>::key_words;
+  // The bits of 2^64. A larger delta is above the product of dout and v of its tile: some other v is large.
+  static constexpr std::int32_t largest_delta = (127 + 64) << 23;
   using Storage = typename In::Storage;
 
   const BackwardTask& t;
@@ -40,7 +42,7 @@ struct BackwardUnit {
   float* dq;                  // [padded_rows, head_columns]
   float* product;             // [block_keys, head_columns]; only for gathered keys
   float *lse, *lse_low;       // [padded_rows]
-  float* delta;               // [padded_rows]
+  float* delta;               // [padded_rows]: dout . out - dlse
   double* row_sums;           // [padded_rows]
   float* column_sums;         // [key_sum_heads, block_keys]: of ds, in a few rows
   double* block_sums;         // the same, in all rows of the tile
@@ -157,6 +159,7 @@ struct BackwardUnit {
       drop_nonfinite<In>(dout_rows, tile.rows, t.head_dim, staged);
       load_dout(staged_rows(staged, t.head_dim), out_rows, tile.rows);
     }
+    if (t.dlse != nullptr) subtract_dlse(tile);
     large_rows = large_rows || q.large;
     large.has_dq = false;
     if (dense_sums != nullptr) return;
@@ -193,8 +196,21 @@ struct BackwardUnit {
       for (int i = 0; i < lanes; ++i) sums = fma(elements[i], factors[i], sums);
     }
     for (int i = 0; i < count; ++i) delta[row + i] = sums[i];
-    // Above the product of dout and v of this tile: some other v is large.
-    large_rows = large_rows || any((bits(sums) & 0x7fffffff) > ((127 + 64) << 23));
+    large_rows = large_rows || any((bits(sums) & 0x7fffffff) > largest_delta);
+  }
+
+  // The gradient of a row's lse. If gradients saturate, one that is not finite counts as 0, like such an element of dout.
+  float dlse(const Tile& tile, int r) const {
+    if (t.dlse == nullptr) return 0.0f;
+    const float value = t.dlse[row_index(tile, r)];
+    return t.saturate && !(value - value == 0.0f) ? 0.0f : value;
+  }
+
+  void subtract_dlse(const Tile& tile) {
+    for (int r = 0; r < tile.rows; ++r) delta[r] -= dlse(tile, r);
+    for (int r = 0; r < shape.padded_rows; r += lanes) {
+      large_rows = large_rows || any((bits(load(delta + r)) & 0x7fffffff) > largest_delta);
+    }
   }
 
   void store_tile(const Tile& tile) {

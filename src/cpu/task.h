@@ -107,6 +107,7 @@ struct BackwardTask : Task {
   Rows out, dout;
   const float* lse;
   const float* lse_low;  // may be null
+  const float* dlse;     // may be null
   Rows dq, dk, dv;       // null data: not wanted
   Term dbias;
   DbiasKind dbias_kind;

@@ -344,6 +344,13 @@ void store_gradient_row(const Problem& p, const Tensor4& tensor, std::int64_t of
   }
 }
 
+double load_dlse(const BackwardArgs& args, std::int64_t index) {
+  const Problem& p = args.problem;
+  if (args.dlse.data == nullptr) return 0;
+  const double dlse = load(args.dlse.data, softmax_dtype(p.dtype), index);
+  return p.nonfinite == NonFinite::saturate && !std::isfinite(dlse) ? 0 : dlse;
+}
+
 // Writes one row of dq and adds to the sums of dk, dv and dbias; dbias_sums is null without a bias.
 void backward_row(const BackwardArgs& args, const Row& row, const BackwardScratch& scratch,
                   double* dbias_sums) {
@@ -362,7 +369,7 @@ void backward_row(const BackwardArgs& args, const Row& row, const BackwardScratc
   const double lse = load(args.lse.data, lse_dtype, index);
   const double lse_low =
       args.lse_low.data == nullptr ? 0 : load(args.lse_low.data, lse_dtype, index);
-  const double delta = dot(dout, out, p.head_dim);
+  const double delta = dot(dout, out, p.head_dim) - load_dlse(args, index);
   for (std::int64_t j = 0; j < p.seqlen_k; ++j) {
     if (scratch.scores[j] == -infinity) continue;
     const double probability = std::exp((scratch.scores[j] - lse) - lse_low);

@@ -54,6 +54,7 @@ class DeviceCase {
         mask_(data.mask),
         bias_(data.bias),
         dout_(data.dout),
+        dlse_(data.dlse),
         out_(results_.out),
         lse_(results_.lse),
         lse_low_(results_.lse_low),
@@ -79,6 +80,7 @@ class DeviceCase {
                       .lse = lse_.data<float>(),
                       .lse_low = lse_low_.data<float>(),
                       .dout = dout_.view(),
+                      .dlse = data.has_dlse() ? ConstRowValues(dlse_.data<float>()) : nullptr,
                       .dq = dq_.view(),
                       .dk = dk_.view(),
                       .dv = dv_.view(),
@@ -187,7 +189,7 @@ class DeviceCase {
   }
 
   Results results_;
-  DeviceTensor q_, k_, v_, mask_, bias_, dout_;
+  DeviceTensor q_, k_, v_, mask_, bias_, dout_, dlse_;
   DeviceTensor out_, lse_, lse_low_, dq_, dk_, dv_, dbias_;
   DeviceKeyChoice choice_;
   Problem problem_;

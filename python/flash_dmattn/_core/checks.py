@@ -216,6 +216,17 @@ def check_device(query: Tensor, backend: str) -> None:
             )
 
 
+def resolve_backend(backend: object) -> str:
+    """The name of a backend; "" for None, which takes the first that supports the problem."""
+    if backend is None:
+        return ""
+    if not isinstance(backend, str):
+        raise TypeError(
+            f"backend: got {backend!r}, expected a name, or None for the first that supports the problem"
+        )
+    return backend
+
+
 def backend_of(query: Tensor, backend: str) -> str:
     """The one that is named; without a name Triton's for float32 on a CUDA GPU, for which the library has no kernels,
     and else the library's ("")."""

@@ -16,7 +16,7 @@ class Layout(Enum):
 
     ROWS = (0, 2)  # [B, S, H, D]
     STATISTICS = (1, 2)  # [2, B, H, S]
-    SHARED = (0, 1)  # [B or 1, H or 1, ...]: masks, biases and choices
+    SHARED = (0, 1)  # [B or 1, H or 1, ...]: masks, biases and choices; dlse [B, H, S]
 
     def dim_of(self, axis: int) -> int:
         """The dimension of the batch (0) or of the heads (1)."""
@@ -30,7 +30,7 @@ LAYOUTS = {
     **dict.fromkeys(
         (
             "mask", "bias", "dbias", "key_intervals", "key_list", "key_count", "key_rank", "rank_limit", "scores",
-            "key_mask", "keys", "count", "",
+            "key_mask", "keys", "count", "dlse", "",
         ),
         Layout.SHARED,
     ),

@@ -97,8 +97,8 @@ def has_kernels_for(tensor: Tensor) -> bool:
 
 
 FORWARD, BACKWARD, SELECT_AND_ATTEND = map(Signature, (forward, backward, select_and_attend))
-# All but which gradients are needed: what forward takes and gives, in its order.
-_BACKWARD_INPUTS = ("dout", *FORWARD.tensors, *FORWARD.results, *FORWARD.options)
+# All but which gradients are needed: what forward takes and gives, in its order, and the gradient of lse.
+_BACKWARD_INPUTS = ("dout", *FORWARD.tensors, *FORWARD.results, "dlse", *FORWARD.options)
 assert BACKWARD.arguments == (*_BACKWARD_INPUTS, *(f"need_{name}" for name in GRADIENTS.values()))
 
 
@@ -236,10 +236,11 @@ class _Attention(torch.autograd.Function):
         return _saved(ctx, FORWARD, inputs, results)
 
     @staticmethod
-    def backward(ctx, dout, *_):
-        if dout is None:
+    def backward(ctx, dout, dstatistics):
+        if dout is None and dstatistics is None:
             return (None,) * len(ctx.needs_input_grad)
-        arguments = (dout, *ctx.saved_tensors, *ctx.options)
+        dout, dlse = _row_gradients(ctx, dout, dstatistics)
+        arguments = (dout, *ctx.saved_tensors, dlse, *ctx.options)
         return _input_gradients(ctx, FORWARD, arguments)
 
 
@@ -253,15 +254,17 @@ class _SelectAndAttend(torch.autograd.Function):
         return _saved(ctx, SELECT_AND_ATTEND, inputs, results)
 
     @staticmethod
-    def backward(ctx, dout, *_):
-        if dout is None:
+    def backward(ctx, dout, dstatistics, _):
+        if dout is None and dstatistics is None:
             return (None,) * len(ctx.needs_input_grad)
+        dout, dlse = _row_gradients(ctx, dout, dstatistics)
         signature = SELECT_AND_ATTEND
         names = (*signature.tensors, *signature.results, *signature.options)
         named = dict(zip(names, (*ctx.saved_tensors, *ctx.options), strict=True))
         bound = (named["window"], int(named["is_causal"]))
         named |= {
             "dout": dout,
+            "dlse": dlse,
             "key_bound": bound,
             "is_causal": False,
         }  # intervals include causality
@@ -271,16 +274,25 @@ class _SelectAndAttend(torch.autograd.Function):
 def _saved(
     ctx, signature: Signature, inputs: tuple, results: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """The results, of which out alone has a derivative, saved with the inputs for backward.
+    """The results, of which out and lse have a derivative, saved with the inputs for backward.
 
     The tensors come first among the arguments of an operator.
     """
     tensors = len(inputs) - len(signature.options)
     ctx.save_for_backward(*inputs[:tensors], *results)
     ctx.options = inputs[tensors:]
-    ctx.mark_non_differentiable(*results[1:])
+    ctx.mark_non_differentiable(*results[2:])
     ctx.set_materialize_grads(False)
     return results
+
+
+def _row_gradients(
+    ctx, dout: Tensor | None, dstatistics: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """dout and the gradient of lse, which is the first of the statistics."""
+    if dout is None:
+        dout = torch.zeros_like(ctx.saved_tensors[0])
+    return dout, None if dstatistics is None else dstatistics[0]
 
 
 def _input_gradients(ctx, signature: Signature, arguments: tuple) -> tuple[Tensor | None, ...]:

@@ -79,7 +79,7 @@ def run(case: Case, function=flash_dmattn_func, **options) -> Result:
     q, k, v, bias = (
         t if t is None else t.detach().requires_grad_() for t in (p.q, p.k, p.v, p.bias)
     )
-    out, lse, _ = function(
+    out, lse = function(
         q,
         k,
         v,
@@ -90,10 +90,13 @@ def run(case: Case, function=flash_dmattn_func, **options) -> Result:
         softcap=p.softcap,
         key_intervals=case.key_intervals,
         nonfinite=case.nonfinite,
-        return_attn_probs=True,
+        return_lse=True,
         **options,
     )
-    out.backward(p.dout)
+    if p.dlse is None or lse is None:
+        out.backward(p.dout)
+    else:
+        torch.autograd.backward((out, lse), (p.dout, p.dlse.to(lse.dtype)))
     return Result(out, lse, q.grad, k.grad, v.grad, None if bias is None else bias.grad)
 
 
@@ -121,6 +124,7 @@ class _Maker:
         problem = Problem(
             *(self._lay_out(t, head_dim=2) for t in (q, k, v)),
             dout=self._lay_out(dout, head_dim=None),
+            dlse=self._dlse(),
             mask=self._lay_out(self._mask(), None) if row["mask"] != "none" else None,
             bias=self._lay_out(self._bias(), None) if row["bias"] != "none" else None,
             shown=None if intervals is None else intervals.to_mask(),
@@ -161,6 +165,11 @@ class _Maker:
         elif kind != "normal":
             raise ValueError(f"inputs: no {kind!r}")
         return tuple(t.to(self.dtype) for t in (q, k, v, dout))
+
+    def _dlse(self) -> Tensor | None:
+        if self.row["dlse"] == "none":
+            return None
+        return self._normal(self.batch, self.heads_q, self.seqlen_q)
 
     def _padding(self) -> Tensor:
         """[B, 1, 1, 1]: how many keys padding takes from each batch."""

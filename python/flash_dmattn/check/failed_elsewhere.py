@@ -41,9 +41,9 @@ def forward_and_backward(
     """All inputs require gradients; mask and bias are passed in the 4-d form of the problem."""
     q, k, v = (t.detach().requires_grad_() for t in (problem.q, problem.k, problem.v))
     bias = None if problem.bias is None else problem.bias.detach().requires_grad_()
-    out, lse, _ = function(
+    out, lse = function(
         q, k, v, attn_mask=problem.mask, attn_bias=bias, is_causal=problem.causal,
-        return_attn_probs=True, **options,
+        return_lse=True, **options,
     )  # fmt: skip
     out.backward(problem.dout)
     return Result(out, lse, q.grad, k.grad, v.grad, None if bias is None else bias.grad)
@@ -170,9 +170,9 @@ def memory(setting: Setting) -> Iterator[Verdict]:
     for name, mask in masks.items():
 
         def step(mask=mask):
-            out, lse, _ = setting.function(
+            out, lse = setting.function(
                 q, k, v, attn_mask=mask, attn_bias=bias, is_causal=True, keep_window_size=window,
-                return_attn_probs=True,
+                return_lse=True,
             )  # fmt: skip
             return out, lse, *torch.autograd.grad(out, leaves, dout)
 

@@ -21,6 +21,7 @@ class Problem:
     k: Tensor
     v: Tensor
     dout: Tensor | None = None
+    dlse: Tensor | None = None  # [B, Hq, Sq]
     mask: Tensor | None = None
     bias: Tensor | None = None
     shown: Tensor | None = None
@@ -114,6 +115,8 @@ def attention(problem: Problem, dtype: torch.dtype = torch.float64) -> Result:
     dout = problem.dout.detach().to(dtype).transpose(1, 2)
     dp = (dout @ v.mT).to(wide)
     delta = (dout.to(wide) * out).sum(-1, keepdim=True)
+    if problem.dlse is not None:
+        delta = delta - problem.dlse.to(wide)[..., None]
     ds = dp.sub_(delta).mul_(p).masked_fill_(p == 0, 0)
     dt = (ds * slope).to(dtype)
     dk = scale * (dt.mT @ q).to(wide)

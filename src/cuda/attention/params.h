@@ -124,6 +124,7 @@ struct BackwardParams {
   QueryTileLists tile_lists;  // the keys that a row may see; all keys if it is empty
   const float* lse = nullptr;
   const float* lse_low = nullptr;  // may be null
+  const float* dlse = nullptr;     // may be null
   OutputBroadcast dbias;           // receives ds, stored or added in fp32; null if not wanted
   bool dbias_accumulates =
       false;  // elements of ds that share an element of dbias are added in fp32
@@ -132,7 +133,7 @@ struct BackwardParams {
   // Workspace.
   float* lse_log2 = nullptr;       // [B, Hq, Sq] lse log2 e, +inf for a row without visible keys
   float* lse_log2_low = nullptr;   // [B, Hq, Sq] rounding error of lse_log2
-  float* delta = nullptr;          // [B, Hq, Sq]
+  float* delta = nullptr;          // [B, Hq, Sq] dout . out - dlse
   std::uint32_t* flags = nullptr;  // [1] BackwardFlag
 };
 

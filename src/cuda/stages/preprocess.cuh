@@ -9,8 +9,8 @@
 
 namespace flash_dmattn::cuda {
 
-// Runs before the backward's main loop. It computes delta = dout . out and lse in units of log 2 for every query row,
-// and sets flags. 16 lanes share a row. A thread has four rows of a head, so that their loads are in flight together,
+// Runs before the backward's main loop. It computes delta = dout . out - dlse and lse in units of log 2 for every query
+// row, and sets flags. 16 lanes share a row. A thread has four rows of a head, so that their loads are in flight together,
 // and head and batch element are computed once for all four.
 template <class T>
 struct BwdPreprocessKernel {
@@ -55,6 +55,7 @@ struct BwdPreprocessKernel {
     const std::int64_t index = std::int64_t{head_index} * shape.seqlen_q + row;
     const float lse = exists ? p.lse[index] : 0;
     const float lse_low = exists && p.lse_low != nullptr ? p.lse_low[index] : 0;
+    const float dlse = exists && p.dlse != nullptr ? p.dlse[index] : 0;
 
     float delta[steps] = {};
     // The loop exists in two copies, because conditional loads would be awaited one by one.
@@ -69,12 +70,15 @@ struct BwdPreprocessKernel {
     }
     if (lane >= steps) return {};
     if (!exists) return {.row = row};
+    if (p.dlse != nullptr) mine = subtract_dlse(mine, dlse, p.saturate);
     p.delta[index] = mine;
     if (!p.saturate && has_nonfinite_ds(lse, mine)) atomicOr(p.flags, row_not_finite);
     return {.row = row, .lse_log2 = store_lse(p, index, lse, lse_low), .delta = mine};
   }
 
  private:
+  static constexpr float largest_float = 3.4028235e38f;
+
   // Eight elements.
   struct Chunk {
     std::uint32_t words[4];
@@ -120,15 +124,21 @@ struct BwdPreprocessKernel {
     if (!q_finite) atomicOr(p.flags, q_not_finite);
   }
 
+  // If gradients saturate, a dlse that is not finite counts as 0, like such an element of dout.
+  static __device__ float subtract_dlse(float delta, float dlse, bool saturate) {
+    if (!saturate) return delta - dlse;
+    return isfinite(dlse) ? fmaxf(fminf(delta - dlse, largest_float), -largest_float) : delta;
+  }
+
   // Stores lse log2 e as the sum of two floats and returns the first. It is +inf for a row that sees nothing, so that
   // its P is 0, and for a row without P, which NonFiniteRowsKernel adds.
   static __device__ float store_lse(const Params& p, std::int64_t index, float lse, float lse_low) {
     const bool has_p = isfinite(lse);
     const double lse_log2 =
         (static_cast<double>(lse) + static_cast<double>(lse_low)) * 1.4426950408889634;
-    const float limit = 3.4028235e38f;
     const float high =
-        has_p ? fmaxf(fminf(static_cast<float>(lse_log2), limit), -limit) : -negative_infinity;
+        has_p ? fmaxf(fminf(static_cast<float>(lse_log2), largest_float), -largest_float)
+              : -negative_infinity;
     const float rest = has_p ? static_cast<float>(lse_log2 - static_cast<double>(high)) : 0;
     p.lse_log2[index] = high;
     p.lse_log2_low[index] = rest;

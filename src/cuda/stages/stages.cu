@@ -69,6 +69,7 @@ BackwardParams params_of(const BackwardArgs& args) {
   params.dv = rows_of(args.dv);
   params.lse = static_cast<const float*>(args.lse.data);
   params.lse_low = static_cast<const float*>(args.lse_low.data);
+  params.dlse = static_cast<const float*>(args.dlse.data);
   params.saturate = args.problem.nonfinite == NonFinite::saturate;
   return params;
 }

@@ -42,6 +42,7 @@ struct Call {
     backward_args.out = results.out.const_view();
     backward_args.lse = row_values(results.lse);
     backward_args.dout = data.dout.const_view();
+    backward_args.dlse = data.dlse_values();
     backward_args.dq = results.dq.view();
     backward_args.dk = results.dk.view();
     backward_args.dv = results.dv.view();

@@ -79,6 +79,7 @@ Case parse(const CaseWords& words) {
                                              {"gaps", Layout::gaps},
                                              {"reversed", Layout::reversed},
                                              {"expanded", Layout::expanded}});
+  c.has_dlse = one_of<bool>(word("dlse"), {{"none", false}, {"normal", true}});
   c.seed = static_cast<std::uint64_t>(integer("seed"));
   c.slow = integer("slow") != 0;
   return c;

@@ -21,6 +21,7 @@ struct Case {
   std::int64_t window = 0;
   std::string inputs;
   Layout layout = Layout::contiguous;
+  bool has_dlse = false;
   std::uint64_t seed = 0;
   bool slow = false;
 };

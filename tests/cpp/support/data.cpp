@@ -212,6 +212,21 @@ Data::Data(const Case& c) : Data(c.problem, c.layout) {
   if (has_mask()) fill_mask(c, random, *this);
   if (has_bias()) fill_bias(c, random, *this);
   if (has_intervals()) fill_intervals(c, random, *this);
+  if (c.has_dlse) {
+    add_dlse();
+    dlse.fill([&](const Index&) { return random.normal(); });
+  }
+}
+
+void Data::add_dlse() {
+  const Element element = problem.dtype == DType::f64 ? Element::f64 : Element::f32;
+  dlse = Tensor("dlse", element, {problem.batch, problem.heads_q, problem.seqlen_q, 1});
+}
+
+ConstRowValues Data::dlse_values() const {
+  if (!has_dlse()) return nullptr;
+  if (dlse.element() == Element::f64) return dlse.data<double>();
+  return dlse.data<float>();
 }
 
 KeyIntervals Data::intervals_view() const {
@@ -274,6 +289,10 @@ Data Data::to_f64() const {
                                                   : -std::numeric_limits<double>::infinity();
   });
   result.intervals = intervals;
+  if (has_dlse()) {
+    result.add_dlse();
+    result.dlse.fill(copy(dlse));
+  }
   return result;
 }
 

@@ -19,17 +19,23 @@ struct Data {
   Tensor mask;  // empty if there is none, like the bias
   Tensor bias;
   Tensor dout;
+  Tensor dlse;  // [B, Hq, Sq, 1]; empty if there is none
   std::vector<KeyInterval> intervals;  // [B|1, Hkv|1, Sk]
 
   explicit Data(const Case& c);
   explicit Data(const Problem& problem, Layout layout = Layout::contiguous);  // all poisoned
 
   bool has_mask() const { return any(problem.mask_shape); }
+  bool has_dlse() const { return any(dlse.shape()); }
   bool has_bias() const { return any(problem.bias_shape); }
   bool has_intervals() const { return any(problem.intervals_shape); }
 
   KeyIntervals intervals_view() const;
   Inputs inputs() const;
+  ConstRowValues dlse_values() const;
+
+  // Gives the data a dlse of unknown numbers.
+  void add_dlse();
 
   // vis_ij of attention.h for query head `head`, implemented independently of the library.
   bool visible(std::int64_t batch, std::int64_t head, std::int64_t query, std::int64_t key) const;

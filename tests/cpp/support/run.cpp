@@ -132,6 +132,7 @@ void run_backward(const Data& data, const RunOptions& options, Results& results)
   args.lse = row_values(results.lse);
   if (options.lse_low) args.lse_low = row_values(results.lse_low);
   args.dout = data.dout.const_view();
+  args.dlse = data.dlse_values();
   if (options.wanted.dq) args.dq = results.dq.view();
   if (options.wanted.dk) args.dk = results.dk.view();
   if (options.wanted.dv) args.dv = results.dv.view();

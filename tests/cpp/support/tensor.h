@@ -86,6 +86,10 @@ class Tensor {
   T* data() {
     return reinterpret_cast<T*>(buffer_.data());
   }
+  template <class T>
+  const T* data() const {
+    return reinterpret_cast<const T*>(buffer_.data());
+  }
 
  private:
   std::int64_t offset_of(const Index& index) const;  // in elements

@@ -224,6 +224,7 @@ class Computation {
       ds_[index(j)] = round(ds_[index(j)]);
       delta += probabilities_[index(j)] * ds_[index(j)];
     }
+    if (data_.has_dlse()) delta -= static_cast<float>(data_.dlse.get({b, h, i, 0}));
     v.add_to_gradient(keys, probabilities_, dout);
     for (std::int64_t j = keys.begin; j < keys.end; ++j) {
       ds_[index(j)] = round_score(probabilities_[index(j)] * (ds_[index(j)] - delta));

@@ -41,6 +41,7 @@ BIAS = torch.zeros(2, 2, 9)
         (TypeError, "is_causal: got 'False'", {"is_causal": "False"}),
         (TypeError, "deterministic: got 'no'", {"deterministic": "no"}),
         (TypeError, "return_attn_probs: got 'no'", {"return_attn_probs": "no"}),
+        (TypeError, "return_lse: got 'no'", {"return_lse": "no"}),
         (ValueError, "keep_window_size: got no scores", {"keep_window_size": 9}),
         (ValueError, "keep_window_size: got no scores", {"keep_window_size": 100}),
         (ValueError, "keep_window_size: got attn_bias of shape",
@@ -90,6 +91,7 @@ def test_numbers_that_are_flags_are_taken(flag):
         (ValueError, "selection: got 'bogus'", {"selection": "bogus"}),
         (ValueError, "block_table: got", {"block_table": torch.zeros(1, 1)}),
         (ValueError, "softmax_scale: got 0", {"softmax_scale": 0}),
+        (TypeError, "backend: got 3, expected a name", {"backend": 3}),
     ],
 )  # fmt: skip
 def test_of_packed_attention(error, message, options):
@@ -134,7 +136,7 @@ def test_zero_in_the_place_of_flash_attentions_dropout_raises():
         (ValueError, "cu_seqlens_k: got [0, 9]",
          lambda: packed_documents(torch.tensor([0, 9]), key_length=8)),
         (ValueError, "cu_seqlens_q: got [0, 9, 8]",
-         lambda: packed_documents(torch.tensor([0, 5, 9]), torch.tensor([0, 9, 8]))),
+         lambda: packed_documents(torch.tensor([0, 5, 9]), cu_seqlens_q=torch.tensor([0, 9, 8]))),
         (TypeError, "key_mask: got list", lambda: from_padding([[True]])),
         (TypeError, "intersect: got NoneType", lambda: intersect(sliding_window(5, 2), None)),
         (ValueError, "intersect: got shape (1, 3, 5, 2)",

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import flash_dmattn
 from flash_dmattn import (
     flash_dmattn_func,
     flash_dmattn_varlen_func,
@@ -28,7 +29,7 @@ def test_one_visible_key_is_copied(dtype):
     q, k, v = qkv(dtype=dtype)
     chosen = torch.randint(23, (2, 2, 17))
     mask = torch.nn.functional.one_hot(chosen, 23).bool()
-    out, lse, _ = flash_dmattn_func(q, k, v, mask, return_attn_probs=True)
+    out, lse = flash_dmattn_func(q, k, v, mask, return_lse=True)
     for b in range(2):
         for h in range(4):
             assert torch.equal(out[b, :, h], v[b, chosen[b, h // 2], h // 2])
@@ -41,7 +42,7 @@ def test_equal_scores_give_the_mean(dtype):
     q, _, _ = qkv(dtype=dtype)
     k = torch.zeros(2, 16, 2, 16, dtype=dtype)
     v = torch.randint(-8, 8, (2, 16, 2, 16)).to(dtype)
-    out, lse, _ = flash_dmattn_func(q, k, v, return_attn_probs=True)
+    out, lse = flash_dmattn_func(q, k, v, return_lse=True)
     mean = v.double().mean(1, keepdim=True).repeat_interleave(2, 2).expand_as(q)
     torch.testing.assert_close(out.double(), mean, rtol=0, atol=1e-6)
     torch.testing.assert_close(lse, torch.full_like(lse, math.log(16)))
@@ -52,14 +53,14 @@ def test_rows_that_see_nothing(dtype):
     q, k, v = qkv(dtype=dtype)
     mask = torch.ones(1, 1, 17, 23, dtype=torch.bool)
     mask[..., 3:6, :] = False
-    out, lse, _ = flash_dmattn_func(q, k, v, mask, return_attn_probs=True)
+    out, lse = flash_dmattn_func(q, k, v, mask, return_lse=True)
     assert (out[:, 3:6] == 0).all() and (lse[..., 3:6] == -torch.inf).all()
     assert out.isfinite().all() and lse[..., :3].isfinite().all() and lse[..., 6:].isfinite().all()
 
 
 def test_more_queries_than_keys_and_causal():
     q, k, v = qkv(seqlen_q=9, seqlen_k=4)
-    out, lse, _ = flash_dmattn_func(q, k, v, is_causal=True, return_attn_probs=True)
+    out, lse = flash_dmattn_func(q, k, v, is_causal=True, return_lse=True)
     assert (out[:, :5] == 0).all() and (lse[..., :5] == -torch.inf).all()
     expected = attention(Problem(q, k, v, causal=True))
     assert_close("out", out, expected.out, expected.out.float())
@@ -116,8 +117,8 @@ def test_inputs_are_views_of_one_projection():
 def test_empty_sequences(length):
     q, k, v = (t.requires_grad_() for t in qkv(seqlen_q=length[0], seqlen_k=length[1]))
     bias = torch.randn(2, 2, length[1], requires_grad=True)
-    out, lse, _ = flash_dmattn_func(
-        q, k, v, attn_bias=bias, is_causal=True, keep_window_size=3, return_attn_probs=True
+    out, lse = flash_dmattn_func(
+        q, k, v, attn_bias=bias, is_causal=True, keep_window_size=3, return_lse=True
     )
     assert out.shape == q.shape and (out == 0).all() and (lse == -torch.inf).all()
     out.sum().backward()
@@ -144,6 +145,40 @@ def test_scale_and_softmax_scale_are_one_thing():
     expected = attention(Problem(q, k, v, scale=0.3)).out.float()
     for arguments in ({"scale": 0.3}, {"softmax_scale": 0.3}):
         torch.testing.assert_close(flash_dmattn_func(q, k, v, **arguments), expected)
+
+
+@pytest.mark.parametrize("name", ["flash_dmattn_func", "flash_dmattn_varlen_func"])
+def test_return_attn_probs_has_none_as_third_result(name):
+    inputs = [t[:1] for t in qkv()]
+    if name == "flash_dmattn_varlen_func":
+        inputs = [t[0] for t in inputs]
+        inputs += [torch.tensor([0, len(t)]) for t in inputs[:2]]
+    function = getattr(flash_dmattn, name)
+    out, lse = function(*inputs, return_lse=True)
+    *first, third = function(*inputs, return_attn_probs=True)
+    assert third is None and all(map(torch.equal, first, (out, lse)))
+    with pytest.raises(ValueError, match="return_lse, return_attn_probs: got True for both"):
+        function(*inputs, return_lse=True, return_attn_probs=True)
+
+
+def test_flex_returns_lse_as_second_result():
+    with torch.no_grad():
+        results = flash_dmattn.flex_dmattn_func(*qkv(), return_lse=True)
+    assert len(results) == 2
+
+
+@pytest.mark.parametrize("backend", [None, ""])
+def test_no_backend_is_first_that_supports_the_problem(backend):
+    q, k, v = qkv()
+    expected = flash_dmattn_func(q, k, v)
+    assert torch.equal(flash_dmattn_func(q, k, v, backend=backend), expected)
+    assert torch.equal(flash_dmattn.flash_dmattn_func_auto(backend)(q, k, v), expected)
+    assert flash_dmattn.KVSlots(1, 1, 4, 8, backend=backend).backend == ""
+    lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32)
+    with torch.no_grad():
+        flash_dmattn.flash_dmattn_with_kvcache(
+            q[:, -1:], k, v, cache_seqlens=lengths, backend=backend
+        )
 
 
 def test_intervals_and_causal_both_apply():

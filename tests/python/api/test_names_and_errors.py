@@ -205,7 +205,7 @@ def test_bad_types_are_named(message, change):
 @pytest.mark.parametrize(
     "message, options",
     [
-        ("backend: got None, expected a name", {"backend": None}),
+        ("backend: got 3, expected a name", {"backend": 3}),
         ("softcap: got a tensor of shape (2,)", {"softcap": torch.ones(2)}),
         ("scale: got a tensor of shape (2,)", {"scale": torch.ones(2)}),
         ("scale: got a tensor that requires a gradient", {"scale": torch.ones((), requires_grad=True)}),

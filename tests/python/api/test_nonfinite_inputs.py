@@ -81,8 +81,8 @@ def test_propagate_shows_what_visible_pairs_touch_and_nothing_else(name, kind, b
         inputs[name][at] = value
         options, shown = visibility(kind)
         q, k, v, bias = (inputs[n].requires_grad_() for n in ("q", "k", "v", "bias"))
-        out, lse, _ = BACKENDS[backend](
-            q, k, v, attn_bias=bias, nonfinite="propagate", return_attn_probs=True, **options
+        out, lse = BACKENDS[backend](
+            q, k, v, attn_bias=bias, nonfinite="propagate", return_lse=True, **options
         )
         gradients = torch.autograd.grad(out, (q, k, v, bias), inputs["dout"])
         with torch.no_grad():
@@ -100,7 +100,7 @@ def test_propagate_shows_what_visible_pairs_touch_and_nothing_else(name, kind, b
 
 def attend(backend):
     def out_and_lse(q, k, v, bias):
-        return BACKENDS[backend](q, k, v, attn_bias=bias, return_attn_probs=True)[:2]
+        return BACKENDS[backend](q, k, v, attn_bias=bias, return_lse=True)
 
     return out_and_lse
 

@@ -33,10 +33,20 @@ def one_by_one(leaves, offsets, **options):
         outs.append(
             flash_dmattn_func(
                 q[None, rows], k[None, keys], v[None, keys], attn_bias=bias[keys].t()[None],
-                return_attn_probs=True, **options,
+                return_lse=True, **options,
             )
         )  # fmt: skip
-    return torch.cat([out[0] for out, _, _ in outs]), torch.cat([lse[0] for _, lse, _ in outs], 1)
+    return torch.cat([out[0] for out, _ in outs]), torch.cat([lse[0] for _, lse in outs], 1)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference", "flex"])
+def test_named_backend_equals_default(backend):
+    (q, k, v, bias), offsets = packed(LENGTHS["longer_keys"], 2, torch.float32)
+    options = {"attn_bias": bias.detach(), "is_causal": True, "keep_window_size": 6}
+    with torch.no_grad():
+        expected = flash_dmattn_varlen_func(q, k, v, *offsets, **options)
+        out = flash_dmattn_varlen_func(q, k, v, *offsets, **options, backend=backend)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", LENGTHS)
@@ -51,8 +61,8 @@ def test_packed_equals_one_by_one(name, is_causal, heads_bias, options):
     expected, expected_lse = one_by_one(leaves, offsets, is_causal=is_causal, **options)
     longest = [int(o.diff().max()) for o in offsets]
     q, k, v, bias = leaves
-    out, lse, _ = flash_dmattn_varlen_func(
-        q, k, v, *offsets, *longest, attn_bias=bias, is_causal=is_causal, return_attn_probs=True,
+    out, lse = flash_dmattn_varlen_func(
+        q, k, v, *offsets, *longest, attn_bias=bias, is_causal=is_causal, return_lse=True,
         **options,
     )  # fmt: skip
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)

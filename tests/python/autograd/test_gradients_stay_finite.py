@@ -41,8 +41,8 @@ def test_inputs_at_the_limit_of_the_dtype(dtype, largest, window):
         for name, tensor in {"q": q, "k": k, "v": v, "dout": dout}.items():
             if largest in (name, "all"):
                 tensor.copy_(torch.where(torch.rand_like(tensor.float()) < 0.5, edge, -edge))
-    out, lse, _ = flash_dmattn_func(
-        q, k, v, attn_bias=bias, is_causal=True, keep_window_size=window, return_attn_probs=True
+    out, lse = flash_dmattn_func(
+        q, k, v, attn_bias=bias, is_causal=True, keep_window_size=window, return_lse=True
     )
     out.backward(dout)
     assert_finite(out, lse, q.grad, k.grad, v.grad, bias.grad)
@@ -103,7 +103,7 @@ def test_masking_biases_mask(dtype, fill, dims):
     hidden = torch.rand(shape) < 0.4
     bias = torch.randn(shape).to(dtype).masked_fill(hidden, value).requires_grad_()
     dout = torch.randn_like(q)
-    out, lse, _ = flash_dmattn_func(q, k, v, attn_bias=bias, return_attn_probs=True)
+    out, lse = flash_dmattn_func(q, k, v, attn_bias=bias, return_lse=True)
     out.backward(dout)
     assert (bias.grad[hidden] == 0).all()
     four = (lambda t: t[:, :, None]) if dims == 3 else (lambda t: t)
@@ -127,7 +127,7 @@ def test_rows_that_see_nothing_get_and_give_no_gradient(dtype):
 def test_scores_beyond_fp32_saturate():
     q, k, v = (torch.full((1, 3, 1, 8), 3e38, requires_grad=True) for _ in range(3))
     bias = torch.tensor([3e38, -1e38, 3e38]).view(1, 1, 3).requires_grad_()
-    out, lse, _ = flash_dmattn_func(q, k, v, attn_bias=bias, return_attn_probs=True)
+    out, lse = flash_dmattn_func(q, k, v, attn_bias=bias, return_lse=True)
     out.sum().backward()
     assert_finite(out, lse, q.grad, k.grad, v.grad, bias.grad)
 

@@ -40,7 +40,7 @@ def test_autocast_changes_no_bit_of_the_scores(name):
 
 
 def test_gates_begin_open():
-    layer = DynamicMaskAttention(64, 4, 2, window=8)
+    layer = DynamicMaskAttention(64, 4, 2, keep_window_size=8)
     gates = layer.scores(torch.randn(B, S, 64)).detach()
     assert gates.max() <= 0 and gates.mean().item() == pytest.approx(-0.05, abs=0.03)
     assert (layer.scores.proj.bias == 3).all()
@@ -63,7 +63,7 @@ def test_a_function_scores_widened_input_without_autocast():
 
 def test_a_module_that_scores_has_its_parameters_in_the_layer_and_learns():
     mlp = torch.nn.Sequential(torch.nn.Linear(C, H), torch.nn.LogSigmoid())
-    layer = DynamicMaskAttention(C, H, window=3, score=mlp)
+    layer = DynamicMaskAttention(C, H, keep_window_size=3, score=mlp)
     layer(torch.randn(B, S, C)).square().sum().backward()
     assert "scores.function.0.weight" in layer.state_dict()
     assert mlp[0].weight.grad.abs().max() > 0

@@ -99,9 +99,9 @@ def test_keep_window_size(selection, dtype):
     )
     device = "cuda" if ON_GPU else "cpu"
     leaves = [t.to(device).requires_grad_() for t in (q, k, v, bias)]
-    out, lse, _ = triton_dmattn_func(
+    out, lse = triton_dmattn_func(
         *leaves[:3], attn_bias=leaves[3], is_causal=True, keep_window_size=window,
-        selection=selection, return_attn_probs=True,
+        selection=selection, return_lse=True,
     )  # fmt: skip
     out.backward(dout.to(device))
     dq, dk, dv, dbias = (t.grad.cpu() for t in leaves)

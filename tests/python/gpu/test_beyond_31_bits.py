@@ -45,8 +45,8 @@ def test_rows(way):
     else:  # of equal scores the most recent are the best: the same window, but by lists
         equal = torch.zeros(1, heads, length, device="cuda")
         options = {"keep_window_size": window, "selection_scores": equal}
-    out, lse, _ = flash_dmattn_func(
-        q, k, v, attn_bias=bias, is_causal=True, return_attn_probs=True, **options
+    out, lse = flash_dmattn_func(
+        q, k, v, attn_bias=bias, is_causal=True, return_lse=True, **options
     )
     out.backward(dout)
     results = (out, lse.mT, q.grad, k.grad, v.grad, bias.grad.mT)

@@ -129,17 +129,19 @@ def test_packed_documents(is_causal, options, same_lengths):
     leaves = [torch.randn(n, h, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
               for n, h in ((total, 4), (total_k, 2), (total_k, 2))]  # fmt: skip
     bias = torch.randn(total_k, 2, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    out, lse, _ = flash_dmattn_varlen_func(
+    out, lse = flash_dmattn_varlen_func(
         *leaves, offsets, offsets_k, 170, int(lengths_k.max()), attn_bias=bias, is_causal=is_causal,
-        return_attn_probs=True, **options,
+        return_lse=True, **options,
     )  # fmt: skip
     dout = torch.randn_like(out)
     out.backward(dout)
 
-    shown = packed_documents(offsets_k, offsets, is_causal=is_causal).to_mask()
+    shown = packed_documents(offsets_k, cu_seqlens_q=offsets, is_causal=is_causal).to_mask()
     if options:
         one_choice = options.get("selection") == "global"
-        pairs = packed_documents(offsets_k, offsets, is_causal=is_causal and not one_choice)
+        pairs = packed_documents(
+            offsets_k, cu_seqlens_q=offsets, is_causal=is_causal and not one_choice
+        )
         pairs, shown = pairs.to_mask().cpu(), shown.cpu()
         scores = bias.detach().t()[None].float().cpu()
         shown = (select(scores, 6, pairs.expand(1, 2, -1, -1)) & shown).cuda()

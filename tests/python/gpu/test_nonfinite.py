@@ -118,8 +118,8 @@ def test_gradients_saturate_or_overflow(route, dtype):
 
 def out_and_lse(backend):
     def attend(q, k, v, bias):
-        options = {"backend": backend, "return_attn_probs": True}
-        return flash_dmattn_func(q, k, v, attn_bias=bias, **options)[:2]
+        options = {"backend": backend, "return_lse": True}
+        return flash_dmattn_func(q, k, v, attn_bias=bias, **options)
 
     return attend
 
@@ -329,8 +329,8 @@ def test_tiles_of_queries_that_see_nothing_show_no_hidden_value(dtype, nonfinite
     q = torch.randn(1, 300, 4, head_dim, device="cuda").to(dtype)
     k, v = (torch.full((1, 100, 2, head_dim), torch.nan, device="cuda").to(dtype) for _ in range(2))
     bias = torch.zeros(1, 2, 100, device="cuda") if scored else None
-    out, lse, _ = flash_dmattn_func(
-        q, k, v, None, bias, is_causal=True, nonfinite=nonfinite, return_attn_probs=True
+    out, lse = flash_dmattn_func(
+        q, k, v, None, bias, is_causal=True, nonfinite=nonfinite, return_lse=True
     )
     assert (out[:, :200] == 0).all()
     assert (lse[..., :200] == -torch.inf).all()

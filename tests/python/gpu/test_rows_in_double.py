@@ -31,7 +31,7 @@ def test_a_head_alone_and_among_others(head_dim, form, strided):
         options["attn_bias"] = torch.randn(1, 1, LENGTH, device="cuda")
 
     def attend(*heads):
-        out, lse, _ = flash_dmattn_func(*heads, is_causal=True, return_attn_probs=True, **options)
+        out, lse = flash_dmattn_func(*heads, is_causal=True, return_lse=True, **options)
         return out, lse
 
     out, lse = attend(q, k, v)

@@ -139,9 +139,7 @@ def test_nothing(name, options):
     elif options != "plain":
         selection = "global" if options == "global" else "per_query"
         keep = {"keep_window_size": 3, "selection": selection}
-    out, lse, _ = flash_dmattn_func(
-        q, k, v, mask, bias, is_causal=True, return_attn_probs=True, **keep
-    )
+    out, lse = flash_dmattn_func(q, k, v, mask, bias, is_causal=True, return_lse=True, **keep)
     assert out.shape == q.shape and (out == 0).all()
     assert lse.shape == (batch, heads_q, seqlen_q) and (lse == -torch.inf).all()
     out.backward(torch.ones_like(out))
@@ -221,7 +219,7 @@ def test_where_a_mask_lies_changes_no_bit(heads):
     other_bytes = (mask * torch.randint(1, 256, shape, device="cuda")).byte().view(torch.bool)
     bias = normal(*shape)
     results = [
-        flash_dmattn_func(problem.q, problem.k, problem.v, m, bias, is_causal=True, return_attn_probs=True)[:2]
+        flash_dmattn_func(problem.q, problem.k, problem.v, m, bias, is_causal=True, return_lse=True)
         for m in (mask, apart[..., :length], other_bytes)
     ]  # fmt: skip
     for other in results[1:]:

@@ -35,10 +35,10 @@ class Text:
         self.next = torch.arange(tokens, device=device)
         self.options = {
             "keep_window_size": window,
-            "softmax_scale": stream.options["scale"],
+            "scale": stream.options["scale"],
             "softcap": stream.options["softcap"],
             "scores_are_bias": stream.options["scores_are_bias"],
-            "return_softmax_lse": True,
+            "return_lse": True,
         }
         begin = max(BEGIN)
         k, v, scores = stream.tokens(0, begin)
@@ -69,7 +69,7 @@ class Text:
         options = dict(self.options)
         if self.mode == "slots":
             options["key_mask"] = stream.mask[self.rows, places]
-        out, lse, _ = flash_dmattn_with_kvcache(
+        out, lse = flash_dmattn_with_kvcache(
             q, *self.caches, k, v, scores=scores, cache_seqlens=self.lengths, **options
         )
         if self.mode == "all keys":  # slots count their tokens themselves

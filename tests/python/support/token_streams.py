@@ -61,10 +61,10 @@ class Stream:
         self.options = {"scale": scale, "softcap": softcap, "scores_are_bias": scores_are_bias}
         self.out = torch.full_like(self.q, torch.nan)
         self.lse = torch.full((batch, heads * group, length), torch.nan)
-        self.out[:, first:], self.lse[..., first:], _ = flash_dmattn_func(
+        self.out[:, first:], self.lse[..., first:] = flash_dmattn_func(
             self.q[:, first:], self.k, self.v, self.mask, self.scores if scores_are_bias else None,
             selection_scores=self.scores, is_causal=True, scale=scale, softcap=softcap,
-            keep_window_size=window, return_attn_probs=True, backend="reference",
+            keep_window_size=window, return_lse=True, backend="reference",
         )  # fmt: skip
         for name in ("q", "k", "v", "scores", "mask", "out", "lse"):
             setattr(self, name, getattr(self, name).to(device))
@@ -212,9 +212,6 @@ def check_with_kvcache(stream, pieces, mode, layout):
         size = stream.window + max(pieces) + 3
     bounds = {} if device == "cpu" else {"atol": stream.atol, "rtol": stream.rtol}
     batch, _, heads, head_dim = stream.k.shape
-    numerics = {
-        {"scale": "softmax_scale"}.get(name, name): value for name, value in stream.options.items()
-    }
 
     def cache_of_keys():
         if layout == "by token":
@@ -227,8 +224,8 @@ def check_with_kvcache(stream, pieces, mode, layout):
     options = {
         "keep_window_size": stream.window,
         "cache_seqlens": seqlens,
-        "return_softmax_lse": True,
-        **numerics,
+        "return_lse": True,
+        **stream.options,
     }
     if mode == "slots":
         integers = {"dtype": torch.int32, "device": device}
@@ -243,7 +240,7 @@ def check_with_kvcache(stream, pieces, mode, layout):
         if is_padded and mode == "slots":
             options["key_mask"] = stream.mask[:, part]
         before = seqlens.clone()
-        out, lse, _ = flash_dmattn_with_kvcache(
+        out, lse = flash_dmattn_with_kvcache(
             stream.q[:, part], *caches, k, v, scores=scores, **left, **options
         )
         stream.check(out, begin, begin + count)
@@ -253,8 +250,9 @@ def check_with_kvcache(stream, pieces, mode, layout):
         seqlens.fill_(begin)
     if mode == "all keys":  # without new tokens, and all keys seen
         out = flash_dmattn_with_kvcache(
-            stream.q[:, :begin], *caches, cache_seqlens=seqlens, **left, **numerics
+            stream.q[:, :begin], *caches, cache_seqlens=seqlens, **left, **stream.options
         )
+        numerics = dict(stream.options)
         is_bias = numerics.pop("scores_are_bias")
         full = flash_dmattn_func(
             stream.q[:, :begin], stream.k[:, :begin], stream.v[:, :begin],

@@ -34,7 +34,9 @@ class Statistics(NamedTuple):
 
     lse: Any
     lse_low: Any
-    delta: Any
+    delta: Any  # dout . out - dlse
+    dlse: Any  # the gradient of lse; not read where has_dlse is 0
+    has_dlse: int
 
 
 class BiasSums(NamedTuple):
@@ -55,10 +57,24 @@ def load_dout(head, dout, rows, exists, shape, BLOCK_D: tl.constexpr, EVEN_D: tl
 
 
 @triton.jit
+def load_dlse(statistics, batch, head, rows, shape):
+    index = (batch * shape.heads_q + head).to(tl.int64) * shape.seqlen_q + rows
+    given = (rows < shape.seqlen_q) & (statistics.has_dlse != 0)
+    return tl.load(statistics.dlse + index, mask=given, other=0.0)
+
+
+@triton.jit
 def delta_kernel(
-    dout, out, delta, flags, shape, M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr
+    dout,
+    out,
+    statistics,
+    flags,
+    shape,
+    M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    EVEN_D: tl.constexpr,
 ):
-    """delta = dout . out [B, Hq, Sq], and the check that dout is fit for the plain kernels.
+    """delta = dout . out - dlse [B, Hq, Sq], and the check that dout and dlse are fit for the plain kernels.
 
     In fp32, summed in the order of dp = dout . v, so that ds of a row that sees only one key is exactly 0.
     """
@@ -79,9 +95,10 @@ def delta_kernel(
         total = tl.sum(tl.where(on_diagonal, products, 0.0), 1)
     else:
         total = tl.sum(gradient.to(tl.float32) * result.to(tl.float32), 1)
+    dlse = load_dlse(statistics, batch, head, rows, shape)
     index = (batch * shape.heads_q + head).to(tl.int64) * shape.seqlen_q + rows
-    tl.store(delta + index, total, mask=exists)
-    if out_of_range(gradient):
+    tl.store(statistics.delta + index, total - dlse, mask=exists)
+    if out_of_range(gradient) | out_of_range(dlse):
         heads_kv = shape.heads_q // shape.group
         tl.atomic_or(flags + batch * heads_kv + head // shape.group, 1)
 
@@ -128,10 +145,12 @@ def gradients_of_scores(
 
 @triton.jit
 def careful_delta(
-    gradient, out_head, out, rows, exists, shape, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr
-):
+    gradient, out_head, out, statistics, batch, head, rows, exists, shape, BLOCK_D: tl.constexpr,
+    EVEN_D: tl.constexpr,
+):  # fmt: skip
     result = load_rows(out_head, out, rows, exists, shape, BLOCK_D, EVEN_D, True)
-    return tl.sum(gradient * result, 1)
+    dlse = load_dlse(statistics, batch, head, rows, shape)
+    return tl.sum(gradient * result, 1) - dlse.to(tl.float64)
 
 
 @triton.jit
@@ -201,8 +220,9 @@ def query_gradient_kernel(
     lse, lse_low, delta = row_statistics(statistics, batch, head, rows, shape, CAREFUL)
     if CAREFUL:
         delta = careful_delta(
-            gradient, head_rows(out, batch, head), out, rows, exists, shape, BLOCK_D, EVEN_D
-        )
+            gradient, head_rows(out, batch, head), out, statistics, batch, head, rows, exists,
+            shape, BLOCK_D, EVEN_D,
+        )  # fmt: skip
     k_head, v_head = head_rows(k, batch, head_kv), head_rows(v, batch, head_kv)
     mask_head = broadcast_head(mask, batch, head, shape.group)
     bias_head = broadcast_head(bias, batch, head, shape.group)

@@ -89,7 +89,10 @@ def bias_gradient_kernel(
         lse, lse_low, delta = row_statistics(statistics, batch, head, rows, shape, CAREFUL)
         if CAREFUL:
             out_head = head_rows(out, batch, head)
-            delta = careful_delta(gradient, out_head, out, rows, row_exists, shape, BLOCK_D, EVEN_D)
+            delta = careful_delta(
+                gradient, out_head, out, statistics, batch, head, rows, row_exists, shape, BLOCK_D,
+                EVEN_D,
+            )  # fmt: skip
         products = matmul(query, tl.trans(key), CAREFUL)
         dp = matmul(gradient, tl.trans(value), CAREFUL)
         score, slope = scores(

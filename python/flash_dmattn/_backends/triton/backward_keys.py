@@ -39,7 +39,10 @@ def key_gradient_tiles(
         )
         lse, lse_low, delta = row_statistics(statistics, batch, head, rows, shape, CAREFUL)
         if CAREFUL:
-            delta = careful_delta(gradient, out_head, out, rows, row_exists, shape, BLOCK_D, EVEN_D)
+            delta = careful_delta(
+                gradient, out_head, out, statistics, batch, head, rows, row_exists, shape, BLOCK_D,
+                EVEN_D,
+            )  # fmt: skip
         products = matmul(key, tl.trans(query), CAREFUL)
         dp = matmul(value, tl.trans(gradient), CAREFUL)
         # AMD's compiler cannot bring the bits of a `where` into the layout of the transposed tile.

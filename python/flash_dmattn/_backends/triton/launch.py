@@ -204,7 +204,7 @@ def forward(problem: Problem, saturate: bool) -> tuple[Tensor, Tensor, Tensor, T
     return out, lse, lse_low, flags
 
 
-def backward(problem, dout, out, lse, lse_low, flags, saturate, needs) -> list[Tensor | None]:
+def backward(problem, dout, out, lse, lse_low, dlse, flags, saturate, needs) -> list[Tensor | None]:
     """The gradients of q, k, v and bias, None where not needed."""
     p, shape = problem, problem.shape
     need_dq, need_dk, need_dv, need_dbias = needs
@@ -219,11 +219,16 @@ def backward(problem, dout, out, lse, lse_low, flags, saturate, needs) -> list[T
 
     delta = torch.empty_like(lse)
     flags = flags.clone()
-    statistics = Statistics(lse, lse_low, delta)
+    has_dlse = dlse is not None
+    if has_dlse:
+        dlse = dlse.contiguous()
+        if saturate:  # like an element of dout
+            dlse = torch.where(dlse.isfinite(), dlse, 0.0)
+    statistics = Statistics(lse, lse_low, delta, dlse if has_dlse else lse, int(has_dlse))
     if shape.seqlen_q:
         config = p.config("delta")
         delta_kernel[(heads * triton.cdiv(shape.seqlen_q, config.queries),)](
-            rows(dout), rows(out), delta, flags, shape, M=config.queries, **p.common
+            rows(dout), rows(out), statistics, flags, shape, M=config.queries, **p.common
         )
 
     dq = torch.empty(p.q.data.shape, dtype=p.dtype, device=p.device)

@@ -84,6 +84,7 @@ def backward(
     lse: Tensor,
     lse_low: Tensor,
     careful: Tensor,
+    dlse: Tensor | None,
     key_bound: list[int],
     is_causal: bool,
     scale: float,
@@ -94,7 +95,9 @@ def backward(
     """dq, dk, dv, dbias; empty where `needs` is False."""
     problem = _problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap)
     with _device_of(q):
-        gradients = launch.backward(problem, dout, out, lse, lse_low, careful, saturate, needs)
+        gradients = launch.backward(
+            problem, dout, out, lse, lse_low, dlse, careful, saturate, needs
+        )
     return tuple(q.new_empty(0) if g is None else g for g in gradients)
 
 
@@ -124,17 +127,19 @@ def _backward_fake(dout, q, k, v, mask, bias, *others):
 
 def _setup_context(ctx, inputs, output):
     tensors, ctx.options = inputs[:6], inputs[6:]
-    _, lse, lse_low, careful = output
+    _, _, lse_low, careful = output
     ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(lse, lse_low, careful)
+    ctx.mark_non_differentiable(lse_low, careful)
     ctx.set_materialize_grads(False)
 
 
 def _forward_derivative(ctx, dout, dlse, dlse_low, dcareful):
-    if dout is None:
+    if dout is None and dlse is None:
         return (None,) * len(ctx.needs_input_grad)
+    if dout is None:
+        dout = torch.zeros_like(ctx.saved_tensors[0])
     wanted = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4)]
-    gradients = backward(dout, *ctx.saved_tensors, *ctx.options, wanted)
+    gradients = backward(dout, *ctx.saved_tensors, dlse, *ctx.options, wanted)
     dq, dk, dv, dbias = (g if w else None for g, w in zip(gradients, wanted, strict=True))
     return dq, dk, dv, None, dbias, *(None,) * (len(ctx.needs_input_grad) - 5)
 

@@ -1,0 +1,76 @@
+"""What follows from the gradient of the log-sum-exp: attention over sets of keys that are merged, and sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._core.checks import check_tensor
+
+
+def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over the union of disjoint sets of keys, from the attention of the same queries over each.
+
+        recent, lse_recent, _ = flash_dmattn_func(q, k, v, key_intervals=a, return_attn_probs=True)
+        old, lse_old, _ = flash_dmattn_func(q, k, v, key_intervals=b, return_attn_probs=True)
+        out, lse = merge_attention([recent, old], [lse_recent, lse_old])
+
+    outs: [B, Sq, Hq, D] each, one or more, of one dtype.
+    lses: [B, Hq, Sq] each, the log-sum-exp of the same calls; -inf for a query that sees no key of the set.
+
+    Returns out [B, Sq, Hq, D] in the dtype of outs, summed in float32, and lse [B, Hq, Sq] of the union, with the exact
+    gradient of both. A query that sees no key at all has out = 0 and lse = -inf, and gradients of 0.
+    """
+    if len(outs) != len(lses) or not outs:
+        raise ValueError(
+            f"outs, lses: got {len(outs)} and {len(lses)} tensors, expected one or more of both, as many"
+        )
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        check_tensor(out, f"outs[{i}]")
+        check_tensor(lse, f"lses[{i}]")
+        if out.dim() != 4 or out.shape != outs[0].shape or out.dtype != outs[0].dtype:
+            raise ValueError(
+                f"outs[{i}]: got {out.dtype} of shape {tuple(out.shape)}, expected [B, Sq, Hq, D], all alike"
+            )
+        batch, queries, heads, _ = out.shape
+        if lse.shape != (batch, heads, queries):
+            raise ValueError(
+                f"lses[{i}]: got shape {tuple(lse.shape)}, expected {(batch, heads, queries)}"
+            )
+    each = torch.stack(list(lses))
+    highest = each.detach().amax(0)
+    # Of a query that sees no key: -inf - 0 has a weight and a gradient of 0, -inf - -inf has neither.
+    highest = highest.masked_fill(highest == -torch.inf, 0)
+    weights = (each - highest).exp()
+    total = weights.sum(0)
+    shares = (weights / total.masked_fill(total == 0, 1)).transpose(2, 3)[..., None]
+    out = sum(share * out for share, out in zip(shares, outs, strict=True))
+    sees_keys = total > 0
+    lse = (total.masked_fill(~sees_keys, 1).log() + highest).masked_fill(~sees_keys, -torch.inf)
+    return out.to(outs[0].dtype), lse
+
+
+def add_sink(out: Tensor, lse: Tensor, sink_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention in which every softmax has one more logit, that of a key without a value.
+
+    out: [B, Sq, Hq, D]; lse: [B, Hq, Sq]; sink_logits: [Hq]. Returns both with the sink, with their gradients.
+    """
+    sink = sink_logits.to(lse.dtype)[:, None]
+    share = torch.sigmoid(lse - sink).transpose(1, 2)[..., None]
+    return (share * out).to(out.dtype), torch.logaddexp(lse, sink)
+
+
+def check_sink_logits(sink_logits: Tensor, query: Tensor) -> None:
+    check_tensor(sink_logits, "sink_logits")
+    heads = query.shape[2]
+    if sink_logits.shape != (heads,) or not sink_logits.is_floating_point():
+        raise ValueError(
+            f"sink_logits: got {sink_logits.dtype} of shape {tuple(sink_logits.shape)}, expected a floating dtype of "
+            f"shape [Hq], ({heads},)"
+        )
+    if sink_logits.device != query.device:
+        raise TypeError(
+            f"sink_logits: got a tensor on {sink_logits.device}, expected {query.device}"
+        )

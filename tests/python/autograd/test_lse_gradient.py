@@ -1,0 +1,241 @@
+"""The gradient of the log-sum-exp, and what is made of it: merged attention and sinks."""
+
+import pytest
+import torch
+
+from flash_dmattn import (
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+    merge_attention,
+    select_key_intervals,
+    sliding_window,
+)
+from flash_dmattn.keys.intervals import KeyIntervals
+
+BACKENDS = ["", "reference", "triton"]
+
+
+def inputs(dtype=torch.float32, length=37, heads=(4, 2), batch=2, head_dim=16):
+    torch.manual_seed(0)
+    shapes = [(batch, length, n, head_dim) for n in (heads[0], heads[1], heads[1])]
+    q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+    bias = torch.randn(batch, heads[1], length, dtype=dtype, requires_grad=True)
+    return q, k, v, bias
+
+
+def dense(q, k, v, bias, seen, softcap=0.0):
+    """out and lse by torch's own operators, in double."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
+    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    scores = q @ k.mT / q.shape[3] ** 0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + bias.double().repeat_interleave(group, 1)[:, :, None]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1)
+
+
+def gradients(function, tensors, weights):
+    results = function(*tensors)
+    loss = sum((r.double() * w).sum() for r, w in zip(results, weights, strict=True))
+    return torch.autograd.grad(loss, tensors)
+
+
+def causal(length):
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradient_of_out_and_lse_equals_dense_attention(backend, window, softcap):
+    tensors = inputs()
+    weights = [torch.randn(2, 37, 4, 16).double(), torch.randn(2, 4, 37).double()]
+    seen = causal(37)
+    if window is not None:
+        seen = select_key_intervals(tensors[3], window).to_mask().repeat_interleave(2, 1)
+
+    def ours(q, k, v, bias):
+        options = {"is_causal": True, "keep_window_size": window, "backend": backend}
+        return flash_dmattn_func(
+            q, k, v, attn_bias=bias, softcap=softcap, return_lse=True, **options
+        )
+
+    expected = gradients(lambda *t: dense(*t, seen, softcap), tensors, weights)
+    for actual, exact in zip(gradients(ours, tensors, weights), expected, strict=True):
+        assert torch.allclose(actual.double(), exact.double(), atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_gradcheck_of_out_and_lse(window):
+    tensors = inputs(torch.float64, length=9, batch=1, head_dim=3)
+
+    def attend(q, k, v, bias):
+        options = {"is_causal": True, "keep_window_size": window}
+        return flash_dmattn_func(q, k, v, attn_bias=bias, return_lse=True, **options)
+
+    assert torch.autograd.gradcheck(attend, tensors)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradient_of_lse_alone(backend):
+    q, k, v, bias = inputs()
+    _, lse = flash_dmattn_func(
+        q, k, v, attn_bias=bias, is_causal=True, backend=backend, return_lse=True
+    )
+    lse.sum().backward()
+    # The gradient of a row's lse by its scores are the probabilities, which sum to 1; v has no part in it.
+    assert torch.allclose(bias.grad.sum(), torch.tensor(2.0 * 37 * 4), rtol=1e-5)
+    assert (v.grad == 0).all()
+
+
+@pytest.mark.parametrize("nonfinite", ["saturate", "propagate"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradient_of_lse_that_is_not_finite(backend, nonfinite):
+    tensors = inputs()
+    out, lse = flash_dmattn_func(
+        *tensors[:3], attn_bias=tensors[3], is_causal=True, backend=backend, nonfinite=nonfinite, return_lse=True
+    )  # fmt: skip
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    dlse[0, 1, 5], dlse[0, 1, 9], dlse[1, 2, 3] = torch.inf, torch.nan, 3e38
+    grads = torch.autograd.grad((out, lse), tensors, (dout, dlse))
+    if nonfinite == "saturate":
+        assert all(grad.isfinite().all() for grad in grads)
+        return
+    dq = grads[0]
+    assert not dq[0, 5, 1].isfinite().any() and not dq[0, 9, 1].isfinite().any()
+    assert dq[0, :5].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_row_without_keys_has_no_gradient_of_lse(backend):
+    q, k, v, bias = inputs()
+    hidden = sliding_window(37, 3).intervals.clone()
+    hidden[:, :, 10:20] = 0
+    shown = KeyIntervals(hidden, 37)
+    _, lse = flash_dmattn_func(
+        q, k, v, attn_bias=bias, key_intervals=shown, backend=backend, return_lse=True
+    )
+    lse.backward(torch.ones_like(lse))
+    assert (lse[:, :, 14] == -torch.inf).all() and (q.grad[:, 14] == 0).all()
+    assert all(t.grad.isfinite().all() for t in (q, k, bias))
+
+
+def test_compiled_gradient_of_lse():
+    torch._dynamo.reset()
+    tensors = inputs()
+    weights = [torch.randn(2, 37, 4, 16).double(), torch.randn(2, 4, 37).double()]
+
+    def attend(q, k, v, bias):
+        options = {"is_causal": True, "keep_window_size": 5, "return_lse": True}
+        return flash_dmattn_func(q, k, v, attn_bias=bias, **options)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for ours, expected in zip(
+        gradients(compiled, tensors, weights), gradients(attend, tensors, weights), strict=True
+    ):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_merged_attention_equals_attention_over_all_keys(backend):
+    tensors = inputs()
+    weights = [torch.randn(2, 37, 4, 16).double(), torch.randn(2, 4, 37).double()]
+    window = sliding_window(37, 6)
+    first, last = window.intervals.unbind(-1)
+    older = KeyIntervals(torch.stack([last, torch.full_like(last, 37)], -1), 37)
+
+    def whole(q, k, v, bias):
+        return flash_dmattn_func(
+            q, k, v, attn_bias=bias, is_causal=True, backend=backend, return_lse=True
+        )
+
+    def merged(q, k, v, bias):
+        parts = [
+            flash_dmattn_func(
+                q, k, v, attn_bias=bias, key_intervals=keys, backend=backend, return_lse=True
+            )
+            for keys in (window, older)
+        ]
+        return merge_attention(*zip(*parts, strict=True))
+
+    for actual, expected in zip(merged(*tensors), whole(*tensors), strict=True):
+        assert torch.allclose(actual, expected, atol=2e-6)
+    for actual, expected in zip(
+        gradients(merged, tensors, weights), gradients(whole, tensors, weights), strict=True
+    ):
+        assert torch.allclose(actual, expected, atol=2e-5)
+
+
+def test_merged_attention_of_no_keys_is_zero_with_zero_gradients():
+    outs = [torch.zeros(1, 2, 1, 4, requires_grad=True) for _ in range(2)]
+    lses = [torch.full((1, 1, 2), -torch.inf, requires_grad=True) for _ in range(2)]
+    out, lse = merge_attention(outs, lses)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+    out.sum().backward()
+    assert all((t.grad == 0).all() for t in (*outs, *lses))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sink_equals_a_key_without_a_value(backend):
+    tensors = (*inputs(), torch.randn(4, requires_grad=True))
+    weights = [torch.randn(2, 37, 4, 16).double(), torch.randn(2, 4, 37).double()]
+
+    def ours(q, k, v, bias, sinks):
+        options = {"is_causal": True, "backend": backend, "return_lse": True}
+        return flash_dmattn_func(q, k, v, attn_bias=bias, sink_logits=sinks, **options)
+
+    def by_softmax(q, k, v, bias, sinks):
+        k, v = (t.double().repeat_interleave(2, 2).transpose(1, 2) for t in (k, v))
+        scores = (
+            q.double().transpose(1, 2) @ k.mT / 4
+            + bias.double().repeat_interleave(2, 1)[:, :, None]
+        )
+        scores = scores.masked_fill(~causal(37), -torch.inf)
+        logits = torch.cat([scores, sinks.double()[:, None, None].expand(2, -1, 37, 1)], -1)
+        return (logits.softmax(-1)[..., :-1] @ v).transpose(1, 2), logits.logsumexp(-1)
+
+    expected = gradients(by_softmax, tensors, weights)
+    for actual, exact in zip(gradients(ours, tensors, weights), expected, strict=True):
+        assert torch.allclose(actual.double(), exact.double(), atol=2e-5)
+
+
+def test_varlen_has_a_gradient_of_lse_and_sinks():
+    q, k, v, _ = inputs(batch=1)
+    sinks = torch.randn(4, requires_grad=True)
+    offsets = torch.tensor([0, 20, 20, 37]).int()
+    options = {"is_causal": True, "return_lse": True, "sink_logits": sinks}
+    packed = flash_dmattn_varlen_func(q[0], k[0], v[0], offsets, offsets, **options)
+    singles = [
+        flash_dmattn_func(*(t[:, a:b] for t in (q, k, v)), **options)
+        for a, b in ((0, 20), (20, 37))
+    ]
+    expected = (
+        torch.cat([out[0] for out, _ in singles]),
+        torch.cat([lse[0] for _, lse in singles], 1),
+    )
+    leaves = (q, k, v, sinks)
+    for actual, exact in zip(packed, expected, strict=True):
+        assert torch.allclose(actual, exact, atol=2e-6)
+    for actual, exact in zip(
+        torch.autograd.grad(sum(r.sum() for r in packed), leaves, retain_graph=True),
+        torch.autograd.grad(sum(r.sum() for r in expected), leaves),
+        strict=True,
+    ):
+        assert torch.allclose(actual, exact, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "message, call",
+    [
+        ("sink_logits: got torch.float32 of shape (3,)", lambda q: flash_dmattn_func(q, q, q, sink_logits=torch.zeros(3))),
+        ("sink_logits: got list", lambda q: flash_dmattn_func(q, q, q, sink_logits=[0.0] * 2)),
+        ("outs, lses: got 1 and 2", lambda q: merge_attention([q], [q, q])),
+        ("lses[0]: got shape (1, 9, 2, 8)", lambda q: merge_attention([q], [q])),
+    ],
+)  # fmt: skip
+def test_bad_argument_is_named(message, call):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call(torch.randn(1, 9, 2, 8))
+    assert message in str(caught.value)
