@@ -13,10 +13,11 @@ from .keys.intervals import KeyIntervals, packed_documents, rows_of, until_faded
 from .keys.places import check_offsets
 from .scores import with_zero_sum_gradient
 
-# Rows of a call. Scores have the magnitude of c over half of them: gates of 1/16 make 5,678 of it, where a GPU begins to
-# compute backwards in double. In 16 bits the error of the gates' gradient grows with the root of this number.
-ROWS = 2**12
-LOWEST = -1e4  # log of a gate: smaller ones, and -inf, count as this one
+# Rows of a call. Scores have the magnitude of c over half of them: gates of 1/4 make 5,678 of it, where a GPU begins to
+# compute backwards in double. In 16 bits the error of the gates' gradient grows with the root of this number. Each call
+# writes gradients of all keys before it: the more calls, the more of the time.
+ROWS = 2**13
+LOWEST = -1e3  # log of a gate: smaller ones, and -inf, count as this one
 
 
 def forgetting_attention(
@@ -41,7 +42,7 @@ def forgetting_attention(
 
     query: [B, Sq, Hq, D]; key, value: [B, Sk, Hkv, D]: as in flash_dmattn_func. The last query is at the last key.
     log_fgate: [B, Sk, H], at most 0, best float32; H is Hq (as in the paper), Hkv (shared by the heads of a group) or 1.
-        -inf, of a gate that is 0, counts as -1e4. The first gate of a sequence has no effect.
+        -inf, of a gate that is 0, counts as -1000. The first gate of a sequence has no effect.
     prune: at most 0; a query sees key j only where c_i - c_j >= prune, and the work on all others is left out (adaptive
         computation pruning). Heads of a group that share a key see it until it has faded for all of them. With scaled
         products within +-U, the keys left out have at most exp(2 U + prune) of the query's own weight each.
@@ -50,7 +51,7 @@ def forgetting_attention(
         of the batch have sequences of their own. Sq is Sk then.
     deterministic, backend: as in flash_dmattn_func.
 
-    c is summed in double. Each 4,096 queries are a call of their own, in which c counts from the middle before it is rounded
+    c is summed in double. Each 8,192 queries are a call of their own, in which c counts from the middle before it is rounded
     to float32: the error of a score is 2^-24 |c_i - c_middle|, at any length. With bf16 q, k and v the gradient of the
     gates has an error of 1 to 7 % (docs/numerics.md).
 

@@ -35,8 +35,8 @@ class Statistics(NamedTuple):
     lse: Any
     lse_low: Any
     delta: Any  # dout . out - dlse
-    dlse: Any  # the gradient of lse; not read where has_dlse is 0
-    has_dlse: int
+    dlse: Any  # the gradient of lse, of this many rows:
+    dlse_rows: Any  # Sq, or 0 where there is none
 
 
 class BiasSums(NamedTuple):
@@ -59,8 +59,7 @@ def load_dout(head, dout, rows, exists, shape, BLOCK_D: tl.constexpr, EVEN_D: tl
 @triton.jit
 def load_dlse(statistics, batch, head, rows, shape):
     index = (batch * shape.heads_q + head).to(tl.int64) * shape.seqlen_q + rows
-    given = (rows < shape.seqlen_q) & (statistics.has_dlse != 0)
-    return tl.load(statistics.dlse + index, mask=given, other=0.0)
+    return tl.load(statistics.dlse + index, mask=rows < statistics.dlse_rows, other=0.0)
 
 
 @triton.jit

@@ -219,12 +219,12 @@ def backward(problem, dout, out, lse, lse_low, dlse, flags, saturate, needs) -> 
 
     delta = torch.empty_like(lse)
     flags = flags.clone()
-    has_dlse = dlse is not None
-    if has_dlse:
-        dlse = dlse.contiguous()
+    if dlse is None:
+        statistics = Statistics(lse, lse_low, delta, lse, 0)
+    else:
         if saturate:  # like an element of dout
             dlse = torch.where(dlse.isfinite(), dlse, 0.0)
-    statistics = Statistics(lse, lse_low, delta, dlse if has_dlse else lse, int(has_dlse))
+        statistics = Statistics(lse, lse_low, delta, dlse.contiguous(), shape.seqlen_q)
     if shape.seqlen_q:
         config = p.config("delta")
         delta_kernel[(heads * triton.cdiv(shape.seqlen_q, config.queries),)](
