@@ -87,7 +87,7 @@ test-python: $(STAMPS)/package $(STAMPS)/test ## Python tests, on the installed 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 .PHONY: families
-families: $(STAMPS)/package $(STAMPS)/test ## compare every family of transformers with eager attention, write docs/transformers.md (options: ARGS=...)
+families: $(STAMPS)/package $(STAMPS)/test ## compare every family of transformers with eager attention, write docs/model-families.md (options: ARGS=...)
 	OMP_NUM_THREADS=1 $(BIN)/python tools/families.py $(ARGS)
 
 # Of these tests, those whose results the kernels of the CPU compute.

@@ -52,7 +52,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--batch-size", type=between(1, 1024), default=1, help="sequences per step")
     add("--device", type=device, default="auto", help="a device of torch; auto: the GPU where there is one (in bfloat16)")  # fmt: skip
     add("--output", type=Path, default=Path("demo-output"), help="folder for text and pictures")
-    add("--seed", type=int, default=0, help="of initial weights, batches and generated text")
+    add("--seed", type=between(0), default=0, help="of initial weights, batches and generated text")
     return parser.parse_args(arguments)
 
 

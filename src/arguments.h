@@ -86,7 +86,7 @@ inline void require_memory(std::span<const std::byte> memory, std::size_t bytes)
   }
 }
 
-// Strides of a [sizes] array, those that are dense_stride resolved.
+// Strides of a [sizes] array, with dense_stride replaced by the stride of a dense array.
 template <std::size_t Rank>
 std::array<std::int64_t, Rank> resolved_strides(std::array<std::int64_t, Rank> stride,
                                                 const std::array<std::int64_t, Rank>& sizes) {

@@ -76,8 +76,8 @@ void for_each_task(const Execution& execution, std::int64_t count, const Task& t
   pull_tasks<1>(execution, count, task);
 }
 
-// The same, but each worker begins with a part of [0, count) of its own and then helps with the others: where a task goes
-// on reading memory behind the one before it, a worker reads one stream.
+// The same, but each worker begins with its own part of [0, count) and then helps with the others: if consecutive tasks
+// read consecutive memory, each worker reads one stream.
 template <class Task>
 void for_each_task_in_parts(const Execution& execution, std::int64_t count, const Task& task) {
   pull_tasks<64>(execution, count, task);

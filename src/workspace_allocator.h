@@ -39,7 +39,7 @@ class BasicWorkspaceAllocator {
 };
 
 using WorkspaceAllocator = BasicWorkspaceAllocator<HostWorkspaceLayout>;
-// Of the memory of a schedule, which is laid out the same on every device.
+// Allocator of schedules, whose layout is the same on every device.
 using ScheduleAllocator = BasicWorkspaceAllocator<HostWorkspaceLayout>;
 
 }  // namespace flash_dmattn

@@ -1,4 +1,4 @@
-"""Compares every family of transformers with eager attention, and writes the list in docs/transformers.md.
+"""Compares every family of transformers with eager attention, and writes the list in docs/model-families.md.
 
 python tools/families.py [CLASS ...] [--name NAME] [--no-docs]
 """
@@ -25,7 +25,7 @@ import flash_dmattn.integrations.transformers  # noqa: E402, F401
 from eager_comparison import Verdict, compare  # noqa: E402
 from tiny_models import TASKS, ModelClass, model_classes  # noqa: E402
 
-PAGE = ROOT / "docs" / "transformers.md"
+PAGE = ROOT / "docs" / "model-families.md"
 BEGIN, END = "<!-- families -->", "<!-- end -->"
 TITLES = {
     "wrong": "**wrong**",
@@ -37,14 +37,18 @@ TITLES = {
     "untested": "not tested",
 }
 
-# What a message says, without what differs between models of one kind.
-SHORT = {
+# A pattern in a message, and the words for all models of its kind.
+REASONS = {
     r", which (has a head dimension).*": r"\1 above 256",
     r", which (.*)\. Use another one": r"\1",
     r"requires the (\w+) library|No module named '(\w+)'": r"needs \1\2",
     r"KeyError: '\w+'": "looks its layers up in a table of names",
     r"is not supported when (.*?):": r'refuses names with "flash" in them where \1',
     r"`kernels` is|FlashAttention\d has been": 'takes every name with "flash" in it for a kernel of the hub',
+    r"ValidationError|CannotBeBuilt|Config' object has no attribute": "its config is not shrunk by names",
+    r"required positional|cannot be None|You must specify|has no attribute 'image_outputs'": "other inputs",
+    r"The size of tensor|torch\.finfo\(\)": "computes with the attention mask as a tensor of numbers",
+    r"is_causal: got False": "asks for attention without causality under a causal mask",
 }
 
 Found = dict[ModelClass, Verdict]
@@ -81,17 +85,19 @@ def write(found: Found) -> None:
 
 
 def section(found: Found) -> str:
-    """Two tables: the tasks, and text and image models of other families."""
+    """Two lists: the models of tasks, and text and image models of other families."""
     main = {c: v for c, v in found.items() if "BASE" not in c.tasks}
     others = {c: v for c, v in found.items() if "BASE" in c.tasks}
     families = {c.family for c in main}
     return "\n".join(
         [
-            f"transformers {transformers.__version__}: {len(main)} classes of {len(families)} families, all that it has for "
-            f"{', '.join(task.lower().replace('_', ' ') for task in TASKS)}. {_counts(main)}.",
+            "## Models of a task",
+            f"All classes that transformers {transformers.__version__} has for "
+            f"{', '.join(task.lower().replace('_', ' ') for task in TASKS)}: {len(main)} classes of {len(families)} families. {_counts(main)}.",
             "",
             *_table(main),
             "",
+            "## Base models",
             f"Base models of families without these tasks, and parts of composite ones: {_counts(others)}.",
             "",
             *_table(others),
@@ -110,7 +116,13 @@ def _table(found: Found) -> list[str]:
         reason = _reason(model_class, verdict)
         rows.setdefault((verdict.kind, reason), []).append(model_class)
     order = list(TITLES)
-    lines = ["| verdict | why | families |", "|---|---|---|"]
+    equal = rows.pop(("equal", ""), [])
+    lines = [
+        f"Equal: {_families(equal, found)}.",
+        "",
+        "| verdict | why | families |",
+        "|---|---|---|",
+    ]
     for kind, reason in sorted(rows, key=lambda row: (order.index(row[0]), -len(rows[row]))):
         lines.append(f"| {TITLES[kind]} | {reason} | {_families(rows[kind, reason], found)} |")
     return lines
@@ -131,10 +143,10 @@ def _families(classes: list[ModelClass], found: Found) -> str:
 
 
 def _reason(model_class: ModelClass, verdict: Verdict) -> str:
-    """The message without what differs between models of one kind."""
+    """The message without its model-specific parts."""
     if verdict.kind == "untested" and "BASE" in model_class.tasks:
         return "other inputs, another package, or a config that is not shrunk by names; the run prints which"
-    for pattern, words in SHORT.items():
+    for pattern, words in REASONS.items():
         match = re.search(pattern, verdict.reason)
         if match is not None:
             return match.expand(words)

@@ -1,4 +1,7 @@
-"""Time and memory of a generated token as the text grows: eager attention over all keys, and ours over the window's."""
+"""Time and memory of a generated token as the text grows: eager attention over all keys, and ours over the window's.
+
+A token of the demo's model is a byte.
+"""
 
 import time
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ _TOKENS = 12
 
 @dataclass
 class TokenCost:
-    """One token behind `length` others, of a text alone in its batch."""
+    """One token after `length` others, of a text alone in its batch."""
 
     length: int
     seconds: float
@@ -33,7 +36,7 @@ class TokenCost:
 def measure_tokens(
     model: torch.nn.Module, implementation: str, seconds: float, seed: int
 ) -> list[TokenCost]:
-    """At as many of `CONTEXTS` as fit into `seconds`, but `LEAST_POINTS` at least. The model reads random bytes, always with
+    """Costs at as many of `CONTEXTS` as fit into `seconds`, at least `LEAST_POINTS`. The model reads random bytes, always with
     flash_dmattn."""
     deadline = time.perf_counter() + seconds
     ids = torch.randint(

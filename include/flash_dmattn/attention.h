@@ -34,7 +34,7 @@
 // (Flash attention: Dao et al., arXiv 2205.14135 and 2307.08691; dynamic masks: arXiv 2508.02124.)
 namespace flash_dmattn {
 
-// The inputs both directions share. Strides in elements; that of a dimension of size 1 is not used.
+// The inputs both directions share. Strides are in elements; the stride of a dimension of size 1 is ignored.
 struct Inputs {
   ConstTensor4 q{};     // [B, Sq, Hq, D]   D contiguous, here and below
   ConstTensor4 k{};     // [B, Sk, Hkv, D]
@@ -44,7 +44,7 @@ struct Inputs {
   Visibility visibility{};
 };
 
-// [B, Hq, Sq] dense numbers of rows: of double when the problem's dtype is f64, of float otherwise.
+// One number per row, [B, Hq, Sq] dense: double for an f64 problem, else float.
 struct RowValues {
   void* data = nullptr;
   DType dtype = DType::f32;

@@ -15,7 +15,7 @@ using ParallelFor = void (*)(void* context, int workers, void (*body)(void* argu
 // The resources of a call. The caller owns them; the library allocates nothing and starts no thread.
 struct Execution {
   int workers = 1;                     // >= 1; the workspace size depends on it
-  ParallelFor parallel_for = nullptr;  // null: the calling thread runs every worker in turn
+  ParallelFor parallel_for = nullptr;  // null: the calling thread runs all workers one by one
   void* parallel_context = nullptr;
   void* workspace = nullptr;  // aligned to workspace_alignment; its content need not be initialised
   std::size_t workspace_bytes = 0;  // at least the matching *_workspace_size

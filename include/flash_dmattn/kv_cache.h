@@ -31,11 +31,11 @@
 // does a masked token; both have a position nevertheless. Rows of the batch are independent: each has its own
 // number of tokens, and each (batch, kv head) its own keys.
 //
-// The state with no token pending is also what the keys before a border of a sequence mean to the keys behind it:
-// a shard of a context-parallel model sends it to the next one, whose tokens are the pending ones there.
+// A cache without pending tokens also summarises the first part of a sequence for the rest: a shard of a
+// context-parallel model sends it to the next shard, which adds its own tokens as pending.
 //
-// Functions change the arrays in place. They allocate nothing and, on a GPU, only enqueue work: every length that
-// is not known on the host lives on the device, so all of them can be captured in a CUDA graph. They check their
+// Functions change the arrays in place. They allocate nothing and, on a GPU, only enqueue work: lengths unknown to
+// the host are in device memory, so all functions can be captured in a CUDA graph. They check their
 // arguments first and throw InvalidArgument with nothing written.
 namespace flash_dmattn {
 
@@ -62,8 +62,8 @@ struct KvCache {
   std::int32_t* positions = nullptr;  // [B, Hkv, w + g] dense, 0 for the row's first token
   SlotCount* counts = nullptr;        // [B, Hkv] dense
   std::int32_t* seen = nullptr;       // [B]: tokens of the row so far, pending ones not included
-  // Tokens that are pending, the same number in every row: slots [w, w + pending). The caller keeps it: append
-  // adds its tokens behind them, and commit leaves none.
+  // Number of pending tokens, the same in every row, in slots [w, w + pending). The caller updates it: += seqlen
+  // after append, 0 after commit.
   std::int64_t pending = 0;
 };
 
@@ -81,7 +81,7 @@ struct TokenMask {
 
 // ---- Memory --------------------------------------------------------------------------------------
 
-// Bytes of a cache whose arrays lie dense behind one another, and the cache in that memory, which has to be
+// Size in bytes of a cache with dense, consecutive arrays, and such a cache in given memory, which must be
 // aligned to workspace_alignment. The content is undefined until `clear`; a copy of the memory is a copy of the cache.
 std::size_t kv_cache_size(const KvCacheShape& shape);
 KvCache kv_cache_in(std::span<std::byte> memory, const KvCacheShape& shape);
@@ -90,7 +90,7 @@ KvCache kv_cache_in(std::span<std::byte> memory, const KvCacheShape& shape);
 void clear(const KvCache& cache, const Execution& execution, std::string_view backend = {});
 
 // Makes row b of `to` a copy of row index[b] of `from`, its pending tokens included: reorders, repeats and selects
-// rows. The shapes are the same but for the batch, the pending tokens as many, and the memory is not shared.
+// rows. Both caches have equal shapes except for the batch, equal `pending`, and separate memory.
 struct CopyRowsArgs {
   KvCache from{};
   KvCache to{};
@@ -107,11 +107,12 @@ struct FillArgs {
   ConstTensor4 k{};            // [B, S, Hkv, D]
   ConstTensor4 v{};            // [B, S, Hkv, D]
   ScoreRows scores{};          // [B, Hkv, S]
-  // As select_key_intervals wrote them for `seqlen_q` queries, window w and these scores: the keys with last =
-  // seqlen_q are those that later queries see. At most w of a row are taken.
+  // As select_key_intervals wrote them for `seqlen_q` queries, window w and these scores: keys with last =
+  // seqlen_q are visible to later queries. At most w per row are stored.
   KeyIntervals intervals{};  // [B, Hkv, S]
   std::int64_t seqlen_q = -1;
-  const std::int32_t* lengths = nullptr;  // [B]: tokens of each row, those behind are not; null: S
+  const std::int32_t* lengths =
+      nullptr;  // [B]: tokens of each row, later ones are ignored; null: S
 };
 std::size_t fill_workspace_size(const FillArgs& args, const Execution& execution,
                                 std::string_view backend = {});
@@ -119,7 +120,7 @@ void fill(const FillArgs& args, const Execution& execution, std::string_view bac
 
 // ---- Chunks --------------------------------------------------------------------------------------
 
-// Adds tokens behind the pending ones; the caller then counts them: cache.pending += seqlen.
+// Appends pending tokens. The caller then does cache.pending += seqlen.
 struct AppendArgs {
   KvCache cache{};
   std::int64_t seqlen = -1;  // n; cache.pending + n <= g

@@ -12,10 +12,10 @@ namespace flash_dmattn {
 enum class NonFinite : std::uint8_t {
   // Non-finite elements of dout count as 0. Gradients saturate on conversion: bf16 at +-1.69e38 (half
   // its maximum), f16 at +-65504, f32 at its maximum; a NaN becomes the positive limit. On a GPU dt
-  // saturates in the same way before it is multiplied in low precision; on the CPU nothing is limited
-  // but what is stored. out saturates at its dtype's maximum.
+  // saturates in the same way before it is multiplied in low precision; on the CPU only stored
+  // results are limited. out saturates at its dtype's maximum.
   saturate,
-  // inf and NaN pass through, as GradScaler and the hunt for a divergence need them.
+  // inf and NaN pass through, as GradScaler and the search for a divergence need them.
   propagate,
 };
 
@@ -35,8 +35,8 @@ struct Problem {
   DType dtype = no_dtype;       // of q, k, v, out and their gradients
   Device device = Device::cpu;  // of every pointer of the call, workspace included
 
-  // The factor on q . k; default_scale(head_dim) is customary. It and the softcap are finite in fp32, to which kernels
-  // round them once; those of an f64 problem in double.
+  // The factor on q . k; default_scale(head_dim) is customary. scale and softcap must be finite in fp32 (in double for
+  // an f64 problem); kernels round them once.
   double scale = std::numeric_limits<double>::quiet_NaN();
   double softcap = 0;  // c; 0 = none
   bool causal = false;
@@ -47,7 +47,7 @@ struct Problem {
   BroadcastShape bias_shape{};
   DType bias_dtype = no_dtype;  // where there is a bias: dtype, or f32; dbias has it too
 
-  // Of Inputs::visibility, at most one of the three; all zero: it is not given.
+  // Shapes of Inputs::visibility. At most one of the three is given; all zeros mean not given.
   std::array<std::int64_t, 2> intervals_shape{};  // [B|1, Hkv|1] of the key intervals
   std::array<std::int64_t, 2> key_list_shape{};   // [B|1, Hkv|1] of the key list
   BroadcastShape rank_shape{};   // ({B|1}, {Hq|Hkv|1}, 1, Sk) of the ranks, which go with a mask

@@ -40,8 +40,8 @@ std::size_t schedule_workspace_size(const Problem& problem, const Visibility& vi
                                     Direction direction, const Execution& execution,
                                     std::string_view backend = {});
 
-// Builds the schedule into `memory`, of schedule_size bytes or more, aligned to workspace_alignment, which has
-// to live as long as the schedule is used. The result does not depend on the number of workers. Throws
+// Builds the schedule into `memory`, of schedule_size bytes or more, aligned to workspace_alignment, which must
+// stay valid as long as the schedule is used. The result does not depend on the number of workers. Throws
 // InvalidArgument. On a GPU the call only enqueues work on execution.stream; intervals that break their bound
 // make a schedule that lacks keys, but nothing is written outside `memory`.
 Schedule build_schedule(const Problem& problem, const Visibility& visibility, Direction direction,

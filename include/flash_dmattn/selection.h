@@ -31,7 +31,7 @@ struct KeySelection {
   Selection selection = Selection::per_query;
   std::int64_t recent_window = 0;  // W >= 0; above 0 with `causal` only
   // True: a key competes from the moment it is written, so that a query sees the recent keys and the w best of all.
-  // False: only keys with t - j >= recent_window compete, and the w best of these are seen beside the recent ones.
+  // False: only keys with t - j >= recent_window compete, and a query sees the w best of these and the recent ones.
   bool recent_competes = true;
   std::int64_t sink_tokens = 0;  // s >= 0
   double score_threshold = -std::numeric_limits<double>::infinity();
@@ -120,7 +120,7 @@ std::size_t rank_workspace_size(const RankArgs& args);
 // workspace.
 void rank_keys(const RankArgs& args, const Execution& execution);
 
-// Of the intervals that select_key_intervals would write.
+// Bound of the intervals that select_key_intervals writes for these arguments.
 KeyBound key_bound(const SelectionArgs& args);
 
 // Arguments of measure_key_bound.

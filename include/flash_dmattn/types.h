@@ -11,10 +11,10 @@ namespace flash_dmattn {
 
 // f64 is served by the reference backend alone: it exists for oracles and finite differences.
 enum class DType : std::uint8_t { f32, bf16, f16, f64 };
-// The default beside an untyped pointer: calls refuse it.
+// The default dtype of an untyped pointer; calls throw for it.
 inline constexpr DType no_dtype{0xff};
 
-// Where memory lives: all pointers of one call point to the same. `cuda` is the current CUDA device.
+// The memory space of all pointers of a call. `cuda` is the current CUDA device.
 enum class Device : std::uint8_t { cpu, cuda };
 
 constexpr std::string_view name_of(Device device) { return device == Device::cpu ? "cpu" : "cuda"; }
@@ -67,14 +67,14 @@ constexpr std::array<std::int64_t, 4> contiguous_strides(const std::array<std::i
   return {shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1};
 }
 
-// Of the slots of a (batch, kv head) of a KV cache (kv_cache.h).
+// The slots of one (batch, kv head) of a KV cache (kv_cache.h).
 struct SlotCount {
   std::int32_t count;  // slots [0, count) hold keys
   std::int32_t
-      victim;  // of them the worst, the first to leave once all are taken; any value before
+      victim;  // index of the worst slot, evicted next when all are taken; undefined before
 };
 
-// As a stride: that of a dense row-major array, which the comment of the field describes.
+// A stride value that means dense row-major; the comment of the field describes the array.
 inline constexpr std::int64_t dense_stride = std::numeric_limits<std::int64_t>::min();
 
 namespace detail {

@@ -4,7 +4,7 @@
 
 #include "flash_dmattn/types.h"
 
-// Which keys a query sees, beside masks, biases and causality.
+// Keys that a query sees, in addition to masks, biases and causality.
 //
 // The score of dynamic mask attention belongs to the key, not to the (query, key) pair. Under causal per-query
 // top-w selection key j is visible to a query at position t >= j while fewer than w of the keys at

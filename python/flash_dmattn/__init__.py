@@ -22,6 +22,7 @@ from .keys.intervals import (
     sliding_window,
 )
 from .layers import DynamicMaskAttention
+from .merge import merge_attention
 from .scores import make_scores
 from .with_kvcache import KVSlots, flash_dmattn_with_kvcache
 
@@ -63,6 +64,7 @@ __all__ = [
     "get_available_backends",
     "intersect",
     "make_scores",
+    "merge_attention",
     "packed_documents",
     "prefix_lm",
     "select_key_intervals",

@@ -23,6 +23,7 @@ from .keys.intervals import KeyIntervals, broadcasts
 from .keys.recognise import Memo
 from .keys.selection import Choice, choose, one_per_key, repeat_heads
 from .keys.visibility import Visibility
+from .merge import add_sink, check_sink_logits
 
 IN_PYTHON = ("triton", "flex")
 
@@ -101,11 +102,20 @@ def with_lse(
     statistics: Tensor | None,
     return_lse: bool,
     return_attn_probs: bool | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, None]:
     """The result of the public functions: out, (out, lse), or in the form of 1.x (out, lse, None).
 
     statistics: [.., B, Hq, Sq], of which the first is lse.
     """
+    lse = statistics if statistics is None else statistics[0]
+    if sink_logits is not None:
+        if lse is None:
+            raise NotImplementedError(
+                "sink_logits: got it for FlexAttention on the CPU, where torch has no log-sum-exp; expected another backend"
+            )
+        check_sink_logits(sink_logits, out)
+        out, lse = add_sink(out, lse, sink_logits)
     with_probabilities = resolve_flag(return_attn_probs, "return_attn_probs")
     if not resolve_flag(return_lse, "return_lse"):
         if not with_probabilities:
@@ -114,7 +124,6 @@ def with_lse(
         raise ValueError(
             "return_lse, return_attn_probs: got True for both, expected one of them (2 and 3 results)"
         )
-    lse = statistics if statistics is None else statistics[0]
     return (out, lse, None) if with_probabilities else (out, lse)
 
 

@@ -49,6 +49,7 @@ def flash_dmattn_func(
     recent_competes: bool = True,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
+    sink_logits: Tensor | None = None,
     key_intervals: KeyIntervals | None = None,
     nonfinite: str = "saturate",
     return_lse: bool = False,
@@ -72,7 +73,7 @@ def flash_dmattn_func(
     softcap: c > 0 replaces a scaled score s by c * tanh(s / c).
     deterministic: gradients that are bit-identical from run to run; by default as set
         by torch.use_deterministic_algorithms. Always so on the CPU.
-    return_lse: also return the log-sum-exp of the scores, which is not differentiable.
+    return_lse: also return the log-sum-exp of the scores, float32 and differentiable (see merge_attention).
     return_attn_probs: the same by the name of 1.x, with None as a third result.
     keep_window_size: every query keeps this many keys, those with the highest scores; a sequence has a number for each key
         head.
@@ -84,6 +85,7 @@ def flash_dmattn_func(
         then repeated, unless a mask with a query dimension makes the choice one of ranks.
     recent_window, recent_competes, sink_tokens, score_threshold: keys that are visible whatever their scores, and the least
         score of the others; as in select_key_intervals, with one document in each row, or those that key_intervals show.
+    sink_logits: [Hq], a logit of each head that takes part in every softmax as a key without a value, with a gradient.
     key_intervals: visible query rows of each key, instead of a mask or together with it.
     nonfinite: "saturate": gradients are always finite; "propagate": inf and NaN stay visible, as GradScaler
         needs them.
@@ -112,7 +114,7 @@ def flash_dmattn_func(
         Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
         backend,
     )
-    return with_lse(out, statistics, return_lse, return_attn_probs)
+    return with_lse(out, statistics, return_lse, return_attn_probs, sink_logits)
 
 
 def flash_dmattn_varlen_func(
@@ -139,6 +141,7 @@ def flash_dmattn_varlen_func(
     recent_competes: bool = True,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
+    sink_logits: Tensor | None = None,
     nonfinite: str = "saturate",
     return_lse: bool = False,
     backend: str | None = None,
@@ -155,6 +158,7 @@ def flash_dmattn_varlen_func(
     keep_window_size, selection: as in flash_dmattn_func, within each sequence.
     selection_scores: [total_k, H], the scores by which keep_window_size chooses; by default attn_bias.
     recent_window, recent_competes, sink_tokens, score_threshold: as in select_key_intervals.
+    sink_logits: [Hq], as in flash_dmattn_func.
     block_table: not supported.
     scale, softcap, deterministic, nonfinite, return_lse, return_attn_probs, backend: as in flash_dmattn_func.
 
@@ -219,7 +223,9 @@ def flash_dmattn_varlen_func(
     out, statistics = run(query, key, value, bias, Visibility(keys=intervals), numerics, backend)
     if statistics is not None:
         statistics = statistics[:, 0]
-    return with_lse(of_value_dim(out[0], given), statistics, return_lse, return_attn_probs)
+    return with_lse(
+        of_value_dim(out[0], given), statistics, return_lse, return_attn_probs, sink_logits
+    )
 
 
 def _packed_bias(bias: Tensor | None, query: Tensor, key: Tensor, name: str) -> Tensor | None:
@@ -276,6 +282,7 @@ def triton_dmattn_func(
     recent_competes: bool = True,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
+    sink_logits: Tensor | None = None,
     key_intervals: KeyIntervals | None = None,
     deterministic: bool | None = None,
     nonfinite: str = "saturate",
@@ -310,7 +317,7 @@ def triton_dmattn_func(
         Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
         "triton",
     )
-    return with_lse(out, statistics, return_lse, return_attn_probs)
+    return with_lse(out, statistics, return_lse, return_attn_probs, sink_logits)
 
 
 def flex_dmattn_func(
@@ -331,6 +338,7 @@ def flex_dmattn_func(
     recent_competes: bool = True,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
+    sink_logits: Tensor | None = None,
     key_intervals: KeyIntervals | None = None,
     deterministic: bool | None = None,
     nonfinite: str = "saturate",
@@ -367,4 +375,4 @@ def flex_dmattn_func(
         Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
         "flex",
     )
-    return with_lse(out, statistics, return_lse, return_attn_probs)
+    return with_lse(out, statistics, return_lse, return_attn_probs, sink_logits)

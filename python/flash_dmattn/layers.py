@@ -90,8 +90,8 @@ class DynamicMaskAttention(nn.Module):
         if score_input not in SCORE_INPUTS:
             raise ValueError(f"score_input: got {score_input!r}, expected one of {SCORE_INPUTS}")
         self.heads_q, self.heads_kv, self.head_dim = heads_q, heads_kv, head_dim
-        self.hidden_size, self.keep_window_size, self.rope = hidden_size, keep_window_size, rope
         self.score_input = score_input
+        self.hidden_size, self.keep_window_size, self.rope = hidden_size, keep_window_size, rope
         options = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(hidden_size, heads_q * head_dim, **options)
         self.k_proj = nn.Linear(hidden_size, heads_kv * head_dim, **options)
@@ -99,17 +99,6 @@ class DynamicMaskAttention(nn.Module):
         features = hidden_size if score_input == "hidden" else heads_kv * head_dim
         self.scores = make_scores(features, heads_kv, score, device=device, dtype=dtype)
         self.o_proj = nn.Linear(heads_q * head_dim, hidden_size, **options)
-
-    def _load_from_state_dict(self, state_dict, prefix, *options):
-        """Takes the scores of a layer from before `make_scores`, of the Doge form, under their old names."""
-        names = ("dt_proj.weight", "dt_proj.bias", "A")
-        for name in (name for name in names if prefix + name in state_dict):
-            now = f"{prefix}scores.{name.replace('dt_proj', 'proj')}"
-            state_dict[now] = state_dict.pop(prefix + name)
-            if name == "dt_proj.weight":  # whose bias was optional
-                zeros = torch.zeros_like(state_dict[now][:, 0])
-                state_dict.setdefault(f"{prefix}scores.proj.bias", zeros)
-        super()._load_from_state_dict(state_dict, prefix, *options)
 
     def extra_repr(self) -> str:
         return (

@@ -55,22 +55,20 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 def add_sink(out: Tensor, lse: Tensor, sink_logits: Tensor) -> tuple[Tensor, Tensor]:
     """Attention in which every softmax has one more logit, that of a key without a value.
 
-    out: [B, Sq, Hq, D]; lse: [B, Hq, Sq]; sink_logits: [Hq]. Returns both with the sink, with their gradients.
+    out: [.., Sq, Hq, D]; lse: [.., Hq, Sq]; sink_logits: [Hq]. Returns both with the sink, with their gradients.
     """
     sink = sink_logits.to(lse.dtype)[:, None]
-    share = torch.sigmoid(lse - sink).transpose(1, 2)[..., None]
+    share = torch.sigmoid(lse - sink).transpose(-2, -1)[..., None]
     return (share * out).to(out.dtype), torch.logaddexp(lse, sink)
 
 
-def check_sink_logits(sink_logits: Tensor, query: Tensor) -> None:
+def check_sink_logits(sink_logits: Tensor, out: Tensor) -> None:
     check_tensor(sink_logits, "sink_logits")
-    heads = query.shape[2]
+    heads = out.shape[-2]
     if sink_logits.shape != (heads,) or not sink_logits.is_floating_point():
         raise ValueError(
             f"sink_logits: got {sink_logits.dtype} of shape {tuple(sink_logits.shape)}, expected a floating dtype of "
             f"shape [Hq], ({heads},)"
         )
-    if sink_logits.device != query.device:
-        raise TypeError(
-            f"sink_logits: got a tensor on {sink_logits.device}, expected {query.device}"
-        )
+    if sink_logits.device != out.device:
+        raise TypeError(f"sink_logits: got a tensor on {sink_logits.device}, expected {out.device}")

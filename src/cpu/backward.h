@@ -148,7 +148,7 @@ struct BackwardUnit {
       q.template pack_row_major<In>(shape, t, staged_rows(staged, t.head_dim), tile.rows);
     }
     for (int r = 0; r < shape.padded_rows; ++r) {
-      // A row without keys, like one behind the end, has p = exp(s - inf) = 0.
+      // A row without keys, or past the end, has p = exp(s - inf) = 0.
       const float row_lse = r < tile.rows ? t.lse[row_index(tile, r)] : -infinity;
       lse[r] = row_lse == -infinity ? infinity : row_lse;
       lse_low[r] = r < tile.rows && t.lse_low != nullptr ? t.lse_low[row_index(tile, r)] : 0.0f;
@@ -234,8 +234,8 @@ struct BackwardUnit {
 
   // ---- Blocks -----------------------------------------------------------------------------------
 
-  // Sets `keys` to the factors of the block. Products must not use those of large keys, except
-  // k_transposed, which then has exponents.
+  // Sets `keys` to the factors of the block. For large keys only k_transposed
+  // may be multiplied; it then has exponents.
   ScoreExponents load_keys(const Tile& tile, const KeyBlock& block) {
     ScoreExponents exponents;
     if (q.large) exponents.queries = q_exponents;

@@ -12,15 +12,15 @@
 #include "cpu/task.h"
 #include "cpu/worst_slot.h"
 
-// Forward of few queries: bound by the bandwidth of memory, which k and v cross once for all heads of a group. The keys of
-// a tile are split, and one item is a split: blocks of keys, straight from memory, into sums of its own. Whoever computes
-// the last split of a tile merges the sums of all in their order. (Flash decoding.)
+// Forward of few queries (flash decoding), bound by memory bandwidth: k and v are read once for all heads of a group. The
+// keys of a tile are split over work items, each with its own sums. The worker that finishes the last split of a tile
+// merges the sums in order.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 // The results of a split, until they are merged.
 struct SplitSums {
   OnlineSoftmax softmax;
-  WorstSlot* worst;  // of the slots of the split, where keys are slots
+  WorstSlot* worst;  // worst slot of the split, if keys are slots
 
   SplitSums(const ForwardTask& t, ScratchAllocator& allocator)
       : softmax(t, t.tile_queries * static_cast<int>(t.group), allocator),
@@ -111,7 +111,7 @@ struct FewQueries {
     pack_rows<In, Element>(staged_rows(staged, t.head_dim), tile.rows, rows, t.head_dim, q, q_ld);
   }
 
-  // Of a block in k or v, and behind them those of the same array that come next.
+  // Row addresses of a block of k or v and of the first rows of the block after it.
   RowAddresses<Storage> addresses(const Rows& array, const Tile& tile, const KeyBlock& block,
                                   int visible, const KeyBlockIterator& blocks) const {
     const auto* first =
@@ -120,7 +120,7 @@ struct FewQueries {
             [&](int i) { return first + blocks.peek(i) * array.row; }};
   }
 
-  // out += p v. Sums that overflow, or meet inf and NaN, are made again from scaled rows in a larger unit.
+  // out += p v. Sums that overflow or contain inf or NaN are recomputed from scaled rows in a larger unit.
   void multiply_values_of(const Tile& tile, const KeyBlock& block,
                           const RowAddresses<Storage>& values, int visible,
                           const OnlineSoftmax& softmax) {

@@ -27,7 +27,7 @@ int splits_of(const Task& t) {
 
 struct ForwardLayout {
   ForwardTask task;
-  int* splits_left;  // of few queries: [B, Hkv, tiles], those that are yet to be computed
+  int* splits_left;  // few queries: [B, Hkv, tiles], splits not yet computed
   char* scratch;
   std::int64_t scratch_bytes;
   std::size_t bytes;

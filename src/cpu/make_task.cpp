@@ -5,10 +5,9 @@
 namespace flash_dmattn::cpu {
 namespace {
 
-// A call of few queries is bound by the bandwidth of memory up to so many rows of a tile; beyond, packing a block of keys
-// for fast products pays.
-constexpr std::int64_t most_queries = 64;
-constexpr std::int64_t most_rows = 64;
+// Up to these limits a call is bound by memory bandwidth. Above them, packing a block of keys for fast products pays.
+constexpr std::int64_t max_queries = 64;
+constexpr std::int64_t max_rows = 64;
 
 }  // namespace
 
@@ -56,7 +55,7 @@ Task task_of(const Problem& p, const Inputs& in, const Schedule& schedule) {
   t.tile_queries = static_cast<int>(tile_queries(p));
   t.tile_lists = query_tile_lists(schedule, {}, t.tile_queries);
   t.tiles = (p.seqlen_q + t.tile_queries - 1) / t.tile_queries;
-  t.few_queries = t.seqlen_q <= most_queries && t.tile_queries * t.group <= most_rows;
+  t.few_queries = t.seqlen_q <= max_queries && t.tile_queries * t.group <= max_rows;
   return t;
 }
 

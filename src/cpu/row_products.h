@@ -12,10 +12,10 @@
 // block costs more than multiplying it.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
-// Adds neighbouring vectors, two and two, until one is left, whose lane i is the sum of rows[i].
+// Adds pairs of neighbouring vectors until one is left; its lane i is the sum of rows[i].
 template <int Step, int... I>
 Vec add_two(Vec a, Vec b, std::integer_sequence<int, I...>) {
-  // Lanes of a with bit Step clear fold onto themselves, of b into those with it set.
+  // a folds into the lanes with bit Step clear, b into the lanes with it set.
   const Vec low = __builtin_shuffle(a, b, Int{((I & Step) != 0 ? lanes + (I ^ Step) : I)...});
   const Vec high = __builtin_shuffle(a, b, Int{((I & Step) != 0 ? lanes + I : (I ^ Step))...});
   return low + high;
@@ -30,18 +30,18 @@ template <int Step = 1>
   return rows[0];
 }
 
-// Rows are used one after the other, each from its first line to its last: memory delivers that order at the speed of a
-// plain read, and a line of several rows in turn a fifth slower. With every line that is used two are prefetched, as products
-// keep the processor from looking far enough ahead by itself: into L1 from 5 KiB ahead in each array at D 128 (further ahead,
-// an L1 of 32 KiB loses lines before they are used; less far, fast memory is waited for), and into L2 from 15 KiB ahead, as
-// more requests of a core can be in flight there.
+// Rows are read one after another, each from its first line to its last: interleaving the lines of rows is a fifth slower.
+// Each line read prefetches two lines, because products keep the out-of-order window from reaching far enough ahead. One
+// is 5 KiB ahead in the array (at D 128) and goes into L1: farther ahead, an L1 of 32 KiB evicts lines before they are
+// used; nearer, reads stall on fast memory. The other is 15 KiB ahead and goes into L2, which allows a core more requests
+// in flight.
 template <class Storage>
 inline constexpr int prefetch_rows = sizeof(Storage) == 4 ? 10 : 20;
 template <class Storage>
 inline constexpr int far_prefetch_rows = 3 * prefetch_rows<Storage>;
 
-// Prefetches the lines of element d of the rows that follow rows[0] at these distances: once for each line, where steps of
-// `step` elements share it.
+// Prefetches the line of element d in the rows at these distances after rows[0], once per line: steps of `step` elements
+// may share one.
 template <class Storage>
 [[gnu::always_inline]] inline void prefetch_lines(const Storage* const* rows, int d, int step) {
   constexpr int line = 64 / sizeof(Storage);
@@ -50,39 +50,39 @@ template <class Storage>
   __builtin_prefetch(rows[far_prefetch_rows<Storage>] + d, 0, 2);
 }
 
-// The addresses of the rows of a block in k or v, and behind them those of the rows of the next one, `then`: to be asked
-// for, or read with the last of the block where products take whole vectors of keys. k and v are a stream each: a block's
-// first rows wait in the second-level cache while the other array is read, and after the softmax products begin at once.
+// Row addresses of a block of k or v, followed by the first rows of the next block (`then`), which are prefetched, or read
+// if products take whole vectors of keys. k and v are separate streams: the first rows of a block are in L2 while the
+// other array is read, so products begin without a wait after the softmax.
 template <class Storage>
 struct RowAddresses {
-  static constexpr int behind = far_prefetch_rows<Storage> + lanes;
-  const Storage* row[block_keys + behind];
+  static constexpr int ahead = far_prefetch_rows<Storage> + lanes;
+  const Storage* row[block_keys + ahead];
 
-  // One of so many rows that are read then is asked for a whole block ahead, for the translation of its page's address:
-  // in pages of 4 KiB a stream waits longer for those than for its lines.
+  // Every page_rows-th row is prefetched one block ahead to fill the TLB: with 4 KiB pages a stream waits longer for
+  // translations than for lines.
   static constexpr int page_rows = 8;
   const Storage* page[block_keys / page_rows];
 
   template <class RowAt, class ThenAt>
   RowAddresses(const RowAt& row_at, int count, const ThenAt& then) {
     for (int n = 0; n < count; ++n) row[n] = row_at(n);
-    for (int n = 0; n < behind; ++n) row[count + n] = then(n);
+    for (int n = 0; n < ahead; ++n) row[count + n] = then(n);
     for (int n = 0; n < block_keys; n += page_rows) page[n / page_rows] = then(n);
   }
 
   const Storage* operator()(int n) const { return row[n]; }
 
-  // Those at the places of rows [n, n + count).
+  // Prefetches the pages of the next block at the indices of rows [n, n + count).
   void prefetch_pages(int n, int count) const {
     for (int i = n; i < n + count; i += page_rows) __builtin_prefetch(page[i / page_rows], 0, 2);
   }
 };
 
-// Where rows of keys are when they are multiplied: those in memory are prefetched.
+// Where key rows are read from. Only rows in memory are prefetched.
 enum class RowsIn : std::uint8_t { memory, cache };
 
 // s[r][n] = q_r . k_n for Rows rows and lanes / Rows keys: as many sums as a vector has lanes. Four rows share the loads
-// of q among all of the keys, because then products cost more than memory.
+// of q among all keys, because at four rows products cost more than memory.
 template <class In, class Element, RowsIn where, int Rows>
 [[gnu::always_inline]] inline void score_group(const float* q, std::int64_t ld,
                                                const typename In::Storage* const* keys,
@@ -169,15 +169,15 @@ inline Int largest_magnitude(const float* data, int rows, int columns, std::int6
   return largest;
 }
 
-// Rows in `staged`, after which nothing is read.
+// Addresses of the rows in `staged`. Prefetches after the last row repeat row 0.
 template <class Storage>
 RowAddresses<Storage> staged_addresses(const Storage* staged, int count, int head_dim) {
   return {staged_rows(staged, head_dim), count, [staged](int) { return staged; }};
 }
 
-// The same for numbers of any size. Where sums leave the range that score.h expects, all are formed again from keys that
-// are staged times 2^-exponents[n], and the result is true. Forward and backward call this for all rows of a tile, so that
-// their scores are the same to the bit.
+// As multiply_keys, for numbers of any size. If a sum leaves the range that score.h expects, recomputes all from keys
+// scaled by 2^-exponents[n] and returns true. Forward and backward call it for the same rows, so their scores are
+// bit-identical.
 template <class In, class Element, RowsIn where>
 bool multiply_keys_without_overflow(const float* q, std::int64_t ld, int rows,
                                     const RowAddresses<typename In::Storage>& keys, int count,

@@ -33,7 +33,7 @@ struct Term {
   std::int64_t key = 0;
 };
 
-// Where the keys are the slots of a KV cache: those of a (batch, kv head) are [0, count). All [B, Hkv, ...] dense.
+// Slots of a KV cache as keys; [0, count) hold keys in each (batch, kv head). Arrays are [B, Hkv, ...] dense.
 struct Slots {
   SlotCount* counts = nullptr;
   const float* scores = nullptr;  // [B, Hkv, stride], as are the positions
@@ -55,7 +55,7 @@ struct Task {
   Rows q, k, v;
   Term mask, bias;
   KeyIntervals intervals;
-  Slots slots;                // of few queries
+  Slots slots;                // few queries only
   QueryTileLists tile_lists;  // begin is null without intervals
   int tile_queries;
   std::int64_t tiles;
@@ -75,8 +75,8 @@ struct ForwardTask : Task {
   float* lse;      // [B, Hq, Sq]
   float* lse_low;  // the same, may be null
 
-  // Few queries: each tile goes through its keys in so many splits, whose sums [B, Hkv, tiles, splits] of
-  // split_bytes are merged. 0: in one go.
+  // Few queries: the number of splits of each tile's keys, and their sums [B, Hkv, tiles, splits] of split_bytes
+  // each. 0: not split.
   int splits;
   char* split_sums;
   std::int64_t split_bytes;

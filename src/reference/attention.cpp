@@ -63,7 +63,7 @@ void store_limited(const Tensor4& tensor, DType dtype, NonFinite nonfinite, doub
         nonfinite == NonFinite::saturate ? saturated(value, limit) : value);
 }
 
-// Of a visible element, whose p may have underflowed.
+// Whether a visible element adds nothing because its p underflowed.
 bool multiplies_nothing(const Problem& p, double probability) {
   return probability == 0 && p.nonfinite == NonFinite::saturate;
 }
@@ -133,7 +133,7 @@ bool chosen(const Problem& p, const Inputs& in, const Row& row, std::int64_t key
          load(in.visibility.ranks.rank_limit, p.limit_shape);
 }
 
-// vis_ij but for the bias.
+// vis_ij without the bias.
 bool allowed(const Problem& p, const Inputs& in, const Row& row, std::int64_t key) {
   if (p.causal && key > row.query + p.seqlen_k - p.seqlen_q) return false;
   if (in.mask.data != nullptr &&

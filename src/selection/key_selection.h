@@ -4,10 +4,10 @@
 
 #include "flash_dmattn/selection.h"
 
-// What the devices share of a selection's rule.
+// The parts of a selection rule that all devices share.
 namespace flash_dmattn {
 
-// Throws InvalidArgument for a rule that is none. The sizes of the arguments have been checked.
+// Throws InvalidArgument for an invalid rule. The sizes of the arguments have been checked.
 void require_key_selection(const SelectionArgs& args);
 
 // The number of keys that a head keeps, at most Sk.

@@ -83,7 +83,7 @@ QueryTileLists query_tile_lists(const Schedule& schedule, const KeyList& key_lis
 std::size_t tile_lists_workspace_size(Device device, const TileListArgs& args,
                                       const Execution& execution);
 
-// Of all lists together: on a GPU each has the same capacity, which follows from the bound.
+// Number of entries of all lists. On a GPU all lists have one capacity, given by the bound.
 std::int64_t tile_list_entries(Device device, const TileListArgs& args, const Execution& execution);
 QueryTileLists build_tile_lists(Device device, const TileListArgs& args,
                                 const TileListBuffers& buffers, const Execution& execution);

@@ -35,7 +35,7 @@ std::vector<Case> supported_cases() {
 
 class CudaTable : public ::testing::TestWithParam<Case> {};
 
-TEST_P(CudaTable, IsWithinItsBounds) {
+TEST_P(CudaTable, ResultsAreWithinBounds) {
   const Case& c = GetParam();
   if (c.slow && testing::is_quick_run())
     GTEST_SKIP() << "slow, and FLASH_DMATTN_QUICK_TESTS is set";
@@ -68,8 +68,8 @@ INSTANTIATE_TEST_SUITE_P(Cases, CudaTable, ::testing::ValuesIn(supported_cases()
 
 // ---- Kernels ----------------------------------------------------------------------------------------------
 
-// IsWithinItsBounds runs these combinations of every case.
-TEST(CudaKernels, AreAllRunBySomeCase) {
+// ResultsAreWithinBounds runs these combinations of every case.
+TEST(CudaKernels, EachIsRunByACase) {
   const BackendInfo info = cuda_backend.info();
   if (!info.available) GTEST_SKIP() << info.reason;
   std::set<std::string> run;
@@ -154,7 +154,7 @@ struct DeterminismCase {
 
 class CudaDeterminism : public ::testing::TestWithParam<DeterminismCase> {};
 
-TEST_P(CudaDeterminism, GivesTheSameBitsInTwentyRuns) {
+TEST_P(CudaDeterminism, TwentyRunsGiveSameBits) {
   const BackendInfo info = cuda_backend.info();
   if (!info.available) GTEST_SKIP() << info.reason;
   testing::CaseWords words = GetParam().words;

@@ -42,7 +42,7 @@ void expect_agreement(const Tensor& actual, const Tensor& expected) {
   EXPECT_LE(std::sqrt(difference), 0x1p-7 * std::sqrt(size)) << actual.name();
 }
 
-TEST_P(CudaFamilies, AgreeWithTheCpu) {
+TEST_P(CudaFamilies, EachMatchesCpu) {
   const BackendInfo info = cuda_backend.info();
   if (!info.available) GTEST_SKIP() << info.reason;
   CaseWords words = GetParam().words;

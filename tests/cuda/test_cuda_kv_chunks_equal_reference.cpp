@@ -86,7 +86,7 @@ void commit_both(Caches& caches, Random& random, bool all) {
 
 class CudaKvChunks : public KvCachesOfDevice {};
 
-TEST_P(CudaKvChunks, ChunksEqualTheReference) {
+TEST_P(CudaKvChunks, ChunksMatchReference) {
   const KvSizes& sizes = GetParam();
   Random random(2);
   Caches caches(sizes.shape);

@@ -70,7 +70,7 @@ void step(const KvSizes& sizes, Caches& caches, Random& random, ScoreUse use, do
 
 class CudaKvSteps : public KvCachesOfDevice {};
 
-TEST_P(CudaKvSteps, StepsEqualTheReference) {
+TEST_P(CudaKvSteps, StepsMatchReference) {
   const KvSizes& sizes = GetParam();
   Random random(1);
   Caches caches(sizes.shape);
@@ -85,7 +85,7 @@ TEST_P(CudaKvSteps, StepsEqualTheReference) {
 }
 
 // The same steps one by one, and as a graph that is replayed.
-TEST_P(CudaKvSteps, GraphsOfStepsEqualSteps) {
+TEST_P(CudaKvSteps, CapturedStepsEqualSteps) {
   const KvSizes& sizes = GetParam();
   const KvCacheShape& s = sizes.shape;
   Random random(4);
@@ -155,7 +155,7 @@ std::string kernel_of(const KvSizes& sizes) {
   return "";
 }
 
-TEST(CudaKvStepKernels, AreAllRunBySomeSize) {
+TEST(CudaKvStepKernels, EachIsRunBySomeSize) {
   const BackendInfo info = cuda_backend.info();
   if (!info.available) GTEST_SKIP() << info.reason;
   std::set<std::string> run;

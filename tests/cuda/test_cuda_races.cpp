@@ -140,7 +140,7 @@ class CudaRaces : public ::testing::TestWithParam<RaceCase> {
   }
 };
 
-TEST_P(CudaRaces, GiveTheSameBitsInAThousandForwards) {
+TEST_P(CudaRaces, ThousandForwardsGiveSameBits) {
   for (const char* const head_dim : {"64", "128", "256"}) {
     Data data = data_of(GetParam(), head_dim);
     DeviceCase device_case(data, Walk::full_first, GetParam().choice);
@@ -148,7 +148,7 @@ TEST_P(CudaRaces, GiveTheSameBitsInAThousandForwards) {
   }
 }
 
-TEST_P(CudaRaces, GiveTheSameBitsInAThousandDeterministicBackwards) {
+TEST_P(CudaRaces, ThousandDeterministicBackwardsGiveSameBits) {
   for (const char* const head_dim : {"64", "128"}) {
     Data data = data_of(GetParam(), head_dim);
     data.problem.deterministic = true;
@@ -158,7 +158,7 @@ TEST_P(CudaRaces, GiveTheSameBitsInAThousandDeterministicBackwards) {
 }
 
 // Without an order of additions a block waits for no other, so that their times differ more.
-TEST_P(CudaRaces, GiveTheSameKeyGradientsInAThousandBackwards) {
+TEST_P(CudaRaces, ThousandBackwardsGiveSameKeyGradients) {
   int compared = 0;
   for (const char* const head_dim : {"64", "128"}) {
     Data data = data_of(GetParam(), head_dim);
@@ -180,7 +180,7 @@ class WithoutOverlap {
   WithoutOverlap& operator=(const WithoutOverlap&) = delete;
 };
 
-TEST_P(CudaRaces, GiveTheBitsOfForwardsWithoutOverlap) {
+TEST_P(CudaRaces, ForwardMatchesKernelWithoutOverlap) {
   Data data = data_of(GetParam(), "128");
   DeviceCase device_case(data, Walk::full_first, GetParam().choice);
   std::optional<LaunchBits> bits;
@@ -196,7 +196,7 @@ TEST_P(CudaRaces, GiveTheBitsOfForwardsWithoutOverlap) {
   EXPECT_TRUE(bits->are_the_same()) << device_case.forward_kernel();
 }
 
-TEST_P(CudaRaces, GiveTheBitsOfBackwardsWithoutOverlap) {
+TEST_P(CudaRaces, BackwardMatchesKernelWithoutOverlap) {
   Data data = data_of(GetParam(), "128");
   data.problem.deterministic = true;
   DeviceCase device_case(data, Walk::full_first, GetParam().choice);
@@ -241,7 +241,7 @@ class CudaProxyFence : public ::testing::Test {
 };
 
 // Rows of K and V. A head has 32 query tiles of 8 or 9 tiles of its list, but for the first eight.
-TEST_F(CudaProxyFence, GivesTheSameBitsInAMillionGatheredTiles) {
+TEST_F(CudaProxyFence, MillionGatheredTilesGiveSameBits) {
   Data data = long_data(selection.words);
   DeviceCase device_case(data, Walk::full_first);
   constexpr int tiles_of_launch = heads * (32 * 8 - 8 * 8 / 2);
@@ -249,7 +249,7 @@ TEST_F(CudaProxyFence, GivesTheSameBitsInAMillionGatheredTiles) {
 }
 
 // dS for the products dQ, and dQ for its additions in memory. Key tile i of 32 has 64 - 2 i query tiles of 64.
-TEST_F(CudaProxyFence, GivesTheSameBitsInAMillionTilesOfBlocks) {
+TEST_F(CudaProxyFence, MillionBlockTilesGiveSameBits) {
   Data data = long_data({});
   data.problem.deterministic = true;
   DeviceCase device_case(data, Walk::full_first);
@@ -258,7 +258,7 @@ TEST_F(CudaProxyFence, GivesTheSameBitsInAMillionTilesOfBlocks) {
 }
 
 // The same, and rows of K and V that come while products run. Nine blocks of slots visit 64 query tiles.
-TEST_F(CudaProxyFence, GivesTheSameBitsInAMillionTilesOfSlots) {
+TEST_F(CudaProxyFence, MillionSlotTilesGiveSameBits) {
   Data data = long_data(selection.words);
   data.problem.deterministic = true;
   DeviceCase device_case(data, Walk::full_first);
@@ -268,7 +268,7 @@ TEST_F(CudaProxyFence, GivesTheSameBitsInAMillionTilesOfSlots) {
 
 // The same, and dS for the sums of dbias of two heads, which the TMA unit stores. Key tile i of 16 has 32 - 2 i query
 // tiles; the elements above the diagonal become zero.
-TEST_F(CudaProxyFence, GivesTheSameBitsInAMillionTilesOfDenseBiases) {
+TEST_F(CudaProxyFence, MillionDenseBiasTilesGiveSameBits) {
   Data data = long_data({{"bias", "bvqk"}, {"bias_fill", "normal"}}, 2048);
   data.problem.deterministic = true;
   DeviceCase device_case(data, Walk::full_first);
@@ -299,7 +299,7 @@ Data deterministic_data(const RaceCase& c) {
 }
 
 // Two calls at once share the multiprocessors, and those whose blocks wait for each other have to end.
-TEST_P(CudaRaces, GiveTheSameBitsBesideAnotherStream) {
+TEST_P(CudaRaces, ConcurrentStreamsGiveSameBits) {
   Data data = deterministic_data(GetParam());
   Data other_data = deterministic_data(selection);  // blocks wait in both directions
   DeviceCase here(data, Walk::full_first, GetParam().choice);
@@ -347,7 +347,7 @@ std::vector<std::byte> bits_on_device(int device, const RaceCase& c) {
 }
 
 // At once, a thread for each: what the library keeps for a device is that device's.
-TEST_P(CudaRaces, GiveTheSameBitsOnTwoDevices) {
+TEST_P(CudaRaces, TwoDevicesGiveSameBits) {
   int devices = 0;
   testing::check_cuda(cudaGetDeviceCount(&devices));
   if (devices < 2) GTEST_SKIP() << "there is one GPU";

@@ -169,7 +169,7 @@ void expect_the_choice(const Shape& shape, bool causal, Random& random) {
   }
 }
 
-TEST_F(SmallCudaRanks, AreTheChoice) {
+TEST_F(SmallCudaRanks, RanksMatchDefinition) {
   Random random(1);
   const std::vector<Shape> shapes = {
       {{7, 9}, {1, 1}, 5, 1, 1, 0},
@@ -194,12 +194,12 @@ TEST_F(SmallCudaRanks, AreTheChoice) {
   }
 }
 
-TEST_F(CudaRanks, OfRowsThatAreSortedDigitByDigit) {
+TEST_F(CudaRanks, DigitSortedRowsMatchDefinition) {
   Random random(2);
   expect_the_choice({{2, 3}, {2, 1}, 70, 9000, 700, 0}, true, random);
 }
 
-TEST_F(CudaRanks, BadArgumentsAreNamed) {
+TEST_F(CudaRanks, InvalidArgumentIsNamed) {
   const RankArgs good = args_of({{2, 2}, {1, 4}, 5, 7, 3, 0}, true);
   const auto rejected = [](const RankArgs& args) -> std::string {
     try {

@@ -209,12 +209,12 @@ void compare_random(std::uint64_t seed, int rounds, std::int64_t longest,
   }
 }
 
-TEST_F(SmallCudaSelection, Random) { compare_random(1, 12, 1500); }
-TEST_F(SmallCudaSelection, RandomRules) { compare_random(21, 24, 1500, Rules::any); }
+TEST_F(SmallCudaSelection, ShortRandomRowsMatchCpu) { compare_random(1, 12, 1500); }
+TEST_F(SmallCudaSelection, RandomRulesMatchCpu) { compare_random(21, 24, 1500, Rules::any); }
 
 // Rows of each kind of sort: a block for each, with its order in shared memory and without, a larger one, digit by digit.
 // The first ranks of the last lie sparsely.
-TEST_F(SmallCudaSelection, EveryWayToSort) {
+TEST_F(SmallCudaSelection, EachRowSortMatchesCpu) {
   Random random(11);
   for (const std::int64_t seqlen : {700, 1024, 1025, 5000, 10000}) {
     SelectionArgs args = shape_of(2, seqlen, 150);
@@ -228,7 +228,7 @@ TEST_F(SmallCudaSelection, EveryWayToSort) {
 
 // Rows of one block, of clusters of two and of more, with keys that fill neither blocks nor warps; one choice for all
 // queries, and chunks whose keys evict each other and some of the kept ones.
-TEST_F(SmallCudaSelection, Clusters) {
+TEST_F(SmallCudaSelection, ClusteredRowsMatchCpu) {
   Random random(12);
   for (const std::int64_t past : {40, 1100, 2100, 9001}) {
     for (const std::int64_t queries : {1, 2, 30, 64, 65}) {
@@ -246,14 +246,18 @@ TEST_F(SmallCudaSelection, Clusters) {
   }
 }
 
-TEST_F(CudaSelection, RandomShort) { compare_random(2, 300, 600); }
-TEST_F(CudaSelection, RandomMiddle) { compare_random(3, 150, 9000); }
-TEST_F(CudaSelection, RandomLong) { compare_random(4, 20, 70000); }
-TEST_F(CudaSelection, RandomRulesShort) { compare_random(22, 600, 600, Rules::any); }
-TEST_F(CudaSelection, RandomRulesMiddle) { compare_random(23, 150, 9000, Rules::any); }
-TEST_F(CudaSelection, RandomRulesLong) { compare_random(24, 20, 70000, Rules::any); }
+TEST_F(CudaSelection, RandomRowsOf600KeysMatchCpu) { compare_random(2, 300, 600); }
+TEST_F(CudaSelection, RandomRowsOf9000KeysMatchCpu) { compare_random(3, 150, 9000); }
+TEST_F(CudaSelection, RandomRowsOf70000KeysMatchCpu) { compare_random(4, 20, 70000); }
+TEST_F(CudaSelection, RandomRulesOver600KeysMatchCpu) { compare_random(22, 600, 600, Rules::any); }
+TEST_F(CudaSelection, RandomRulesOver9000KeysMatchCpu) {
+  compare_random(23, 150, 9000, Rules::any);
+}
+TEST_F(CudaSelection, RandomRulesOver70000KeysMatchCpu) {
+  compare_random(24, 20, 70000, Rules::any);
+}
 
-TEST_F(CudaSelection, EveryKindOfScoresAtFullSize) {
+TEST_F(CudaSelection, EachScoreKindMatchesCpuAtFullSize) {
   Random random(5);
   for (int kind = 0; kind < score_kinds; ++kind) {
     for (const DType dtype : {DType::f32, DType::bf16}) {
@@ -268,7 +272,7 @@ TEST_F(CudaSelection, EveryKindOfScoresAtFullSize) {
 }
 
 // Windows of ranks that are far apart in long rows, sorted by digits and by CUB.
-TEST_F(CudaSelection, SparseRanks) {
+TEST_F(CudaSelection, SparseRankWindowsMatchCpu) {
   Random random(13);
   for (const std::int64_t seqlen : {16384, 40001, 140003}) {
     for (const std::int64_t window : {1, 1024, 3000}) {
@@ -285,7 +289,7 @@ TEST_F(CudaSelection, SparseRanks) {
 }
 
 // The most keys that a cluster has room for.
-TEST_F(CudaSelection, ClustersAtFullSize) {
+TEST_F(CudaSelection, ClusteredRowsMatchCpuAtFullSize) {
   Random random(13);
   for (const Scores kind : {Scores::normal, Scores::equal, Scores::few, Scores::rising}) {
     for (const std::int64_t rows : {8, 9}) {
@@ -300,7 +304,7 @@ TEST_F(CudaSelection, ClustersAtFullSize) {
   }
 }
 
-TEST_F(CudaSelection, MillionKeys) {
+TEST_F(CudaSelection, MillionKeyRowsMatchCpu) {
   Random random(6);
   for (const Scores kind : {Scores::normal, Scores::equal, Scores::two_ramps}) {
     for (const Selection selection : {Selection::per_query, Selection::global}) {
@@ -315,7 +319,7 @@ TEST_F(CudaSelection, MillionKeys) {
 }
 
 // More rows than a batch of the sort holds.
-TEST_F(CudaSelection, ThousandsOfRows) {
+TEST_F(CudaSelection, ThousandsOfRowsMatchCpu) {
   Random random(7);
   for (const Selection selection : {Selection::per_query, Selection::global}) {
     SelectionArgs args = shape_of(3000, 700, 100);
@@ -329,7 +333,7 @@ TEST_F(CudaSelection, ThousandsOfRows) {
 }
 
 // Scores change between replays; the graph's own stream is not the default one.
-TEST_F(CudaSelection, ReplaysFromAGraph) {
+TEST_F(CudaSelection, GraphReplayMatchesCpu) {
   Random random(8);
   SelectionArgs args = shape_of(4, 20000, 300);
   Comparison comparison(args, Scores::normal, {}, random);
@@ -365,7 +369,7 @@ TEST_F(CudaSelection, ReplaysFromAGraph) {
   check_cuda(cudaStreamDestroy(stream));
 }
 
-TEST_F(CudaSelection, BadArgumentsAreNamed) {
+TEST_F(CudaSelection, InvalidArgumentIsNamed) {
   const SelectionArgs good = shape_of(1, 100, 10);
   const auto rejected = [](const SelectionArgs& args) -> std::string {
     try {

@@ -150,7 +150,7 @@ void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest) {
   EXPECT_GT(with_slots, rounds / 4);
 }
 
-TEST_F(SmallCudaSlots, AreNoneWhereNoKeyIsVisible) {
+TEST_F(SmallCudaSlots, NoVisibleKeyGivesEmptySchedule) {
   Problem problem;
   problem.batch = problem.heads_q = problem.heads_kv = 1;
   problem.seqlen_q = problem.seqlen_k = 300;
@@ -161,7 +161,7 @@ TEST_F(SmallCudaSlots, AreNoneWhereNoKeyIsVisible) {
 }
 
 // Tiles are numbered with 16 bits.
-TEST_F(SmallCudaSlots, AreNoneForTooManyTiles) {
+TEST_F(SmallCudaSlots, TooManyTilesGiveEmptySchedule) {
   Problem problem;
   problem.batch = problem.heads_q = problem.heads_kv = 1;
   problem.seqlen_q = problem.seqlen_k = 64 * (max_query_tiles + 1);
@@ -173,8 +173,8 @@ TEST_F(SmallCudaSlots, AreNoneForTooManyTiles) {
   EXPECT_EQ(cuda::slot_schedule_workspace_size(problem, visibility, geometry), 0);
 }
 
-TEST_F(SmallCudaSlots, Random) { compare_slots(21, 12, 1500); }
-TEST_F(CudaSlots, RandomLong) { compare_slots(22, 60, 30000); }
+TEST_F(SmallCudaSlots, RandomIntervalsGiveValidSlots) { compare_slots(21, 12, 1500); }
+TEST_F(CudaSlots, LongRandomIntervalsGiveValidSlots) { compare_slots(22, 60, 30000); }
 
 }  // namespace
 }  // namespace flash_dmattn

@@ -24,7 +24,7 @@ using testing::Random;
 class SmallCudaTileLists : public testing::OnDevice {};
 
 // Intervals of every form and a bound that holds for them.
-TEST_F(SmallCudaTileLists, HandMadeIntervals) {
+TEST_F(SmallCudaTileLists, HandmadeIntervalsMatchCpu) {
   Random random(9);
   for (int round = 0; round < 40; ++round) {
     TileListArgs args;
@@ -69,7 +69,7 @@ TEST_F(SmallCudaTileLists, HandMadeIntervals) {
 }
 
 // So many tiles that the lists are split at every level of the tree.
-TEST_F(SmallCudaTileLists, ThousandsOfTiles) {
+TEST_F(SmallCudaTileLists, ThousandsOfTilesMatchCpu) {
   TileListArgs args;
   args.batch = 1;
   args.heads = 1;
@@ -87,7 +87,7 @@ TEST_F(SmallCudaTileLists, ThousandsOfTiles) {
 }
 
 // The guards of the buffers say whether anything was written outside.
-TEST_F(SmallCudaTileLists, BrokenBoundStaysInsideTheBuffers) {
+TEST_F(SmallCudaTileLists, BrokenBoundWritesNothingOutside) {
   TileListArgs args;
   args.batch = 1;
   args.heads = 1;
@@ -117,7 +117,7 @@ TEST_F(SmallCudaTileLists, BrokenBoundStaysInsideTheBuffers) {
 }
 
 // The schedule of a key list against the host's lists of the intervals of the same selection.
-TEST_F(SmallCudaTileLists, KeyList) {
+TEST_F(SmallCudaTileLists, KeyListMatchesIntervals) {
   Random random(31);
   for (int round = 0; round < 12; ++round) {
     SelectionArgs select;
@@ -195,7 +195,7 @@ TEST_F(SmallCudaTileLists, KeyList) {
 }
 
 // The schedule of a direction follows from shapes and bound alone.
-TEST(CudaTileListSchedules, FollowFromShapesAndBound) {
+TEST(CudaTileListSchedules, SizeFollowsFromShapesAndBound) {
   Problem p;
   p.batch = 1;
   p.heads_q = p.heads_kv = 2;

@@ -92,7 +92,7 @@ _has_cuda._dynamo_marked_constant = True
 
 
 def has_kernels_for(tensor: Tensor) -> bool:
-    """Whether selection and tile lists are the library's on the device of `tensor`; else they are in portable.py."""
+    """Whether selection and tile lists are the library's on the device of `tensor`; torch_ops.py has the others."""
     return tensor.is_cpu or tensor.is_meta or (tensor.is_cuda and _has_cuda())
 
 

@@ -316,7 +316,7 @@ def _flash_dynamic_mask_attention_forward(
     | any                         | 4-d        | per query                                     |
 
     A 3-d bias costs O(N) memory with every mask that shows each key to consecutive queries: causal,
-    padded, packed. Such a 4-d mask is recognised by reading it, in every call (see `allowed_keys`). Under any other mask
+    padded, packed. Such a 4-d mask is recognised by reading it, in every call (keys/recognise.py). Under any other mask
     a GPU needs one more bit for each (query, key) and head of the choice.
 
     Args:

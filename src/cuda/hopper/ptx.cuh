@@ -6,8 +6,8 @@
 
 #include "cuda/primitives/ptx.cuh"
 
-// Instructions of sm_90a beside those of primitives/ptx.cuh, one wrapper each; the matrix products have a file of
-// their own, wgmma.cuh. Addresses are of shared memory unless they are pointers.
+// Instructions of sm_90a that primitives/ptx.cuh does not have, one wrapper each; the matrix products are in
+// wgmma.cuh. Addresses are of shared memory unless they are pointers.
 namespace flash_dmattn::cuda {
 
 // ---- Barriers in shared memory ---------------------------------------------------------------------
@@ -58,7 +58,7 @@ __device__ inline void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// True in one lane of a warp, without a register for the lane's number. By all lanes.
+// True in one lane of a warp; needs no register for the lane number. Called by all lanes.
 __device__ inline bool elect_lane() {
   std::uint32_t elected;
   asm volatile(
@@ -83,7 +83,7 @@ __device__ inline void tma_load(std::uint32_t to, const CUtensorMap& map, std::u
       : "memory");
 }
 
-// The way back; without a commit.
+// Stores a tile from shared to global memory; the caller commits.
 __device__ inline void tma_store(const CUtensorMap& map, std::uint32_t from, int column, int row,
                                  int head, int batch) {
   asm volatile(
@@ -94,7 +94,7 @@ __device__ inline void tma_store(const CUtensorMap& map, std::uint32_t from, int
 }
 __device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Consecutive bytes, a multiple of 16 from a multiple of 16.
+// Copies consecutive bytes; size and addresses are multiples of 16.
 __device__ inline void bulk_load(std::uint32_t to, const void* from, std::uint32_t bytes,
                                  std::uint32_t barrier) {
   asm volatile(
@@ -104,7 +104,7 @@ __device__ inline void bulk_load(std::uint32_t to, const void* from, std::uint32
       : "memory");
 }
 
-// Adds consecutive floats of shared memory to global memory, in the L2; a group of its own.
+// Adds consecutive floats of shared memory to global memory, in the L2, and commits the group.
 __device__ inline void bulk_add(float* to, std::uint32_t from, std::uint32_t bytes) {
   asm volatile(
       "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
@@ -134,13 +134,13 @@ __device__ inline void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// The same for global memory.
+// Orders accesses of global memory between the generic and the async proxy.
 __device__ inline void fence_async_proxy_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// The inverse of ldmatrix_x4_trans: of each 8x8 matrix, which a lane holds as elements (l / 4, 2 (l % 4)) and the
-// right neighbour, column i becomes the 16 bytes at the address of lane i of its eight.
+// The inverse of ldmatrix_x4_trans. Each 8x8 matrix is held as elements (l / 4, 2 (l % 4)) and the right neighbour;
+// column i is stored as 16 bytes at the address of lane i of its eight.
 __device__ inline void stmatrix_x4_trans(std::uint32_t address, const std::uint32_t (&block)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),

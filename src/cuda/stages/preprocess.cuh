@@ -142,7 +142,7 @@ struct BwdPreprocessKernel {
     const float rest = has_p ? static_cast<float>(lse_log2 - static_cast<double>(high)) : 0;
     p.lse_log2[index] = high;
     p.lse_log2_low[index] = rest;
-    // A smaller rest changes a probability by less than the precision of bf16.
+    // A smaller remainder changes a probability by less than the precision of bf16.
     if (fabsf(rest) > 0x1p-12f) atomicOr(p.flags, lse_has_low);
     // Scores of this magnitude may have overflowed in an intermediate result.
     if (fabsf(lse) > 1e30f && has_p) atomicOr(p.flags, lse_has_low | lse_is_extreme);

@@ -62,12 +62,12 @@ OutputBroadcast dbias_sums(const Problem& p, float* sums);
 // Stores dbias from `sums` of dbias_accum_shape, or zeros if `sums` is null.
 void store_dbias(const BackwardArgs& args, const float* sums, cudaStream_t stream);
 
-// Corrects gradients where an operand is not finite; called before store_dbias. It recomputes rows of dq that met such
-// keys without seeing them. Without saturation it writes NaN to the dk, dv and dbias that depend on such an element.
+// Corrects gradients where an operand is not finite; called before store_dbias. It recomputes rows of dq to which such
+// keys contributed that the rows do not see. Without saturation it writes NaN to the dk, dv and dbias that depend on such an element.
 void fix_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream);
 
-// The same for main loops without a slow path for extreme numbers: where a main loop met such numbers, every gradient
-// is recomputed in double.
+// The same for main loops without a slow path for extreme numbers: if such numbers occurred in a main loop, every
+// gradient is recomputed in double.
 void fix_or_recompute_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda

@@ -148,7 +148,7 @@ void expect_key_info(const KeyInfoCase& c) {
   }
 }
 
-TEST_F(KeyInfo, IsTheDefinitionOfVisibility) {
+TEST_F(KeyInfo, MatchesDefinition) {
   for (const auto& [seqlen_q, seqlen_k] : {std::pair{50, 141}, {100, 61}, {1, 64}, {128, 128}}) {
     for (int form = 0; form < 32; ++form) {
       const KeyInfoCase c{.seqlen_q = seqlen_q,

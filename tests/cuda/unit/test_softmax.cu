@@ -130,12 +130,12 @@ void expect_softmax(float factor) {
   }
 }
 
-TEST_F(Softmax, RowsAreThoseOfDoubleInBf16) {
+TEST_F(Softmax, Bf16RowsMatchDouble) {
   for (const float factor : {1.4426950408889634f, 0.1803f, 37.5f}) {
     expect_softmax<__nv_bfloat16>(factor);
   }
 }
-TEST_F(Softmax, RowsAreThoseOfDoubleInF16) {
+TEST_F(Softmax, F16RowsMatchDouble) {
   for (const float factor : {1.4426950408889634f, 0.1803f, 37.5f}) expect_softmax<__half>(factor);
 }
 

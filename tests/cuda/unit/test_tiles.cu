@@ -117,7 +117,7 @@ void expect_blocks() {
   }
 }
 
-TEST_F(Tiles, OperandsAreTheBlocksThatMmaTakes) {
+TEST_F(Tiles, OperandsMatchMmaLayout) {
   expect_blocks<SharedTile<64, 64>, Major::k, true>();
   expect_blocks<SharedTile<64, 64>, Major::k, false>();
   expect_blocks<SharedTile<64, 64>, Major::mn, true>();
@@ -211,7 +211,7 @@ void expect_all_copied_in(std::initializer_list<int> head_dims) {
   }
 }
 
-TEST_F(Tiles, RowsArriveWithZerosPastTheirEnds) {
+TEST_F(Tiles, CopiedRowsAreZeroPastTheirEnds) {
   expect_all_copied_in<SharedTile<64, 64>, 128>({64, 40, 8});
   expect_all_copied_in<SharedTile<64, 64>, 32>({64, 24});  // fewer than 8 rows at once
   expect_all_copied_in<SharedTile<64, 128>, 256>({128, 80});
@@ -275,7 +275,7 @@ void expect_copied_out(int head_dim, int begin, int end, int first, bool aligned
   ASSERT_EQ(to.values(), expected);
 }
 
-TEST_F(Tiles, AccumulatorsLeaveAndNothingElseIsWritten) {
+TEST_F(Tiles, StoreWritesOnlyItsTile) {
   for (const bool aligned : {true, false}) {
     expect_copied_out<SharedTile<64, 64>>(64, 0, 64, 5, aligned);
     expect_copied_out<SharedTile<64, 64>>(40, 3, 50, 20, aligned);

@@ -53,7 +53,7 @@ struct AllPrimitives {
   }
 };
 
-TEST_F(Warp, PrimitivesAreTheirDefinitions) {
+TEST_F(Warp, PrimitivesMatchDefinition) {
   const std::vector<std::uint32_t> input = words();
   const DeviceArray<std::uint32_t> from(input);
   const DeviceArray<WarpResults> to(lanes);

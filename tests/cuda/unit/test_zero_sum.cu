@@ -22,7 +22,7 @@ std::vector<float> zero_sum_of(const std::vector<float>& rows, std::int64_t colu
   return out.values();
 }
 
-TEST_F(ZeroSum, WhatIsSharedIsRemovedAndZerosStay) {
+TEST_F(ZeroSum, SharedPartIsRemovedAndZerosStay) {
   for (const std::int64_t columns : {1, 31, 1000, 1024, 5003}) {
     constexpr std::int64_t rows = 3;
     testing::Random random(static_cast<std::uint64_t>(columns));
@@ -46,7 +46,7 @@ TEST_F(ZeroSum, WhatIsSharedIsRemovedAndZerosStay) {
   }
 }
 
-TEST_F(ZeroSum, TheLargestNumbersStayFinite) {
+TEST_F(ZeroSum, LargestNumbersStayFinite) {
   std::vector<float> gradient(40, -FLT_MAX);
   gradient[7] = FLT_MAX;
   const std::vector<float> out = zero_sum_of(gradient, 40);

@@ -24,7 +24,7 @@ def test_constants_and_list_agree():
         _ = flash_dmattn.TPU_AVAILABLE
 
 
-def test_importing_asks_nothing_of_cuda():
+def test_import_does_not_initialise_cuda():
     """A process that has asked CUDA anything cannot use the GPU in forked children."""
     program = (
         "import flash_dmattn._core.availability as availability\n"
@@ -44,7 +44,7 @@ def test_importing_asks_nothing_of_cuda():
         ("__version__ = '3.2.0'", "triton 3.2.0 is too old, expected 3.6 or newer"),
     ],
 )
-def test_a_broken_triton_is_reported(module, words, tmp_path, monkeypatch):
+def test_broken_triton_is_reported(module, words, tmp_path, monkeypatch):
     (tmp_path / "triton.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "triton", raising=False)
@@ -52,7 +52,7 @@ def test_a_broken_triton_is_reported(module, words, tmp_path, monkeypatch):
     assert not found.available and words in found.reason
 
 
-def test_a_triton_too_old_for_amd_is_reported(tmp_path, monkeypatch):
+def test_old_triton_on_amd_is_reported(tmp_path, monkeypatch):
     (tmp_path / "triton.py").write_text("__version__ = '3.6.0'")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "triton", raising=False)
@@ -62,7 +62,7 @@ def test_a_triton_too_old_for_amd_is_reported(tmp_path, monkeypatch):
     assert "triton 3.6.0 is too old, expected 3.9 or newer on AMD's GPUs" in found.reason
 
 
-def test_a_torch_without_flex_attention_is_reported(monkeypatch):
+def test_torch_without_flex_attention_is_reported(monkeypatch):
     monkeypatch.delattr(torch.nn.attention, "flex_attention", raising=False)
     monkeypatch.setitem(sys.modules, "torch.nn.attention.flex_attention", None)
     found = availability._flex()
@@ -98,7 +98,7 @@ def test_everything_works_beside_a_broken_triton(tmp_path):
 
 
 @pytest.mark.parametrize("best", ["triton", "flex", "cuda", "cpu"])
-def test_the_default_is_the_best_backend(best, monkeypatch):
+def test_default_is_best_backend(best, monkeypatch):
     """Triton and flex where a GPU is not the library's; else the library, which takes tensors of both."""
     monkeypatch.setattr(functional, "get_available_backends", lambda: [best, "cpu", "reference"])
     monkeypatch.setattr(functional, "unavailable_reason", lambda name: "")
@@ -121,7 +121,7 @@ def test_without_cuda_everything_else_works_and_the_reason_is_given():
 @pytest.mark.skipif(
     "FLASH_DMATTN_TEST_CUDA_BUILD" not in os.environ, reason="not the build of make test-cuda-build"
 )
-def test_a_build_with_cuda_loads_anywhere_and_keeps_its_symbols():
+def test_build_with_cuda_loads_anywhere_and_keeps_its_symbols():
     assert CUDA.available or "build" not in CUDA.reason, CUDA.reason
     if shutil.which("nm") is None:
         pytest.skip("no nm to list symbols with")

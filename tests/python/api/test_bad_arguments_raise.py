@@ -61,14 +61,14 @@ BIAS = torch.zeros(2, 2, 9)
 @pytest.mark.parametrize(
     "function", ["flash_dmattn_func", "triton_dmattn_func", "flex_dmattn_func"]
 )
-def test_of_attention(function, error, message, options):
+def test_bad_attention_argument_raises_naming_it(function, error, message, options):
     with pytest.raises(error) as caught, torch.no_grad():
         getattr(flash_dmattn, function)(*qkv(), **options)
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("flag", [True, np.True_, 1])
-def test_numbers_that_are_flags_are_taken(flag):
+def test_flag_given_as_number_is_accepted(flag):
     q, k, v = qkv()
     expected = flash_dmattn_func(q, k, v, is_causal=True)
     assert torch.equal(flash_dmattn_func(q, k, v, is_causal=flag), expected)
@@ -94,7 +94,7 @@ def test_numbers_that_are_flags_are_taken(flag):
         (TypeError, "backend: got 3, expected a name", {"backend": 3}),
     ],
 )  # fmt: skip
-def test_of_packed_attention(error, message, options):
+def test_bad_varlen_argument_raises_naming_it(error, message, options):
     offsets = torch.tensor([0, 4, 9])
     with pytest.raises(error) as caught:
         flash_dmattn_varlen_func(*(t[0] for t in qkv()), offsets, offsets, **options)
@@ -151,7 +151,7 @@ def test_zero_in_the_place_of_flash_attentions_dropout_raises():
          lambda: select_key_intervals(BIAS, 2, is_causal="False")),
     ],
 )  # fmt: skip
-def test_of_key_intervals(error, message, make):
+def test_bad_interval_argument_raises_naming_it(error, message, make):
     with pytest.raises(error) as caught:
         make()
     assert message in str(caught.value)
@@ -173,7 +173,7 @@ def attend(query):
         lambda q: torch.func.vmap(torch.func.grad(attend))(q[None]),
     ],
 )
-def test_transforms_of_torch_func_are_refused_by_name(transform):
+def test_torch_func_transform_raises(transform):
     with pytest.raises(RuntimeError, match="query: got a tensor of torch.func.grad"):
         transform(qkv()[0])
 
@@ -188,7 +188,7 @@ def test_vmap_over_a_mask_of_a_choice_is_refused_by_name():
         torch.func.vmap(choose)(torch.ones(3, 9, 9, dtype=torch.bool))
 
 
-def test_unknown_arguments_of_the_function_of_a_backend():
+def test_unknown_argument_of_func_auto_raises():
     with pytest.raises(TypeError, match="flash_dmattn_func_auto: got 'nonfinit', expected"):
         flash_dmattn_func_auto(nonfinit="saturate")
     with pytest.raises(TypeError, match="flash_dmattn_func_auto: got 'bogus', expected"):

@@ -45,7 +45,7 @@ def test_bias_of_any_dtype_matches_oracle(dtype, bias_dtype, form):
 @pytest.mark.parametrize("bias_dtype, value, visible", VALUES)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("backend", ["", "reference"])
-def test_bias_alone_in_its_row(backend, dtype, bias_dtype, value, visible):
+def test_lone_masking_bias_gives_zero_row(backend, dtype, bias_dtype, value, visible):
     q, k, v = (torch.randn(1, 1, 2, 8, dtype=dtype) for _ in range(3))
     for shape in ((1, 2, 1), (1, 2, 1, 1)):
         bias = torch.full(shape, value, dtype=bias_dtype, requires_grad=True)

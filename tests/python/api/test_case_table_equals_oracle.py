@@ -13,6 +13,6 @@ from flash_dmattn.check.compare import assert_matches_oracle
         for name, row in CASES.items()
     ],
 )
-def test_case(name):
+def test_case_matches_oracle(name):
     case = make_case(CASES[name])
     assert_matches_oracle(run(case), case.problem, saturate=case.nonfinite == "saturate")

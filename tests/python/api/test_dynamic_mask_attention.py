@@ -100,7 +100,7 @@ def test_training_is_that_of_the_equations(options, kind):
     "lengths", [[1] * S, [17, *[1] * 23], [17, 1, 5, 1, 16], [3, 37], [S]], ids=str
 )
 @torch.no_grad()
-def test_the_cache_changes_nothing(lengths, kind):
+def test_cache_gives_same_results(lengths, kind):
     layer, hidden, present = make_layer(), torch.randn(B, S, HIDDEN), padding(kind)
     whole = layer(hidden, key_mask=present)
     cache = layer.make_cache(B, chunk=4)
@@ -123,7 +123,7 @@ def test_positions_that_are_given():
     assert not torch.allclose(layer(hidden, positions=2 * shifted), layer(hidden))
 
 
-def test_a_fresh_layer_keeps_the_recent_keys_and_learns():
+def test_fresh_layer_keeps_the_recent_keys_and_learns():
     layer = DynamicMaskAttention(HIDDEN, HEADS, KV_HEADS, WINDOW, score="doge")
     hidden = torch.randn(1, S, HIDDEN)
     alone = layer(hidden[:, -WINDOW:])[:, -1]
@@ -148,7 +148,7 @@ def test_scores_of_the_ordinary_range_have_the_bits_of_exp(dtype):
 
 @pytest.mark.parametrize("A", [20.0, 80.0, 1e4, 1e30, 3e38, -80.0, -3e38])
 @pytest.mark.parametrize("repeated", [False, True])
-def test_no_A_makes_a_number_that_is_not_finite(A, repeated):
+def test_every_A_gives_finite_numbers(A, repeated):
     """Equal tokens tie: where all keys do, scores have a gradient, however large they are."""
     layer, hidden = make_layer(), torch.randn(B, S, HIDDEN)
     hidden = (hidden[:, :1].expand(B, S, HIDDEN) if repeated else hidden).clone().requires_grad_()
@@ -175,7 +175,7 @@ def test_optimizer_steps_with_scores_at_the_end_of_float32_stay_finite():
 
 
 @torch.no_grad()
-def test_sixteen_bits():
+def test_16_bit_layer_matches_float32():
     layer, hidden = make_layer(), torch.randn(B, S, HIDDEN)
     expected = layer(hidden)
     with torch.autocast("cpu", torch.bfloat16):
@@ -188,7 +188,7 @@ def test_sixteen_bits():
 
 
 @torch.no_grad()
-def test_one_graph_for_all_steps():
+def test_compiled_steps_share_one_graph():
     torch._dynamo.reset()
     layer, hidden = make_layer(), torch.randn(B, S, HIDDEN)
     expected, cache = layer(hidden), layer.make_cache(B)
@@ -199,7 +199,7 @@ def test_one_graph_for_all_steps():
     torch.testing.assert_close(torch.cat(steps, dim=1), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_bad_arguments():
+def test_bad_argument_raises_naming_it():
     with pytest.raises(ValueError, match="heads_q: got 4, expected a multiple of heads_kv, 3"):
         DynamicMaskAttention(HIDDEN, 4, 3)
     with pytest.raises(ValueError, match="hidden_size: got 30, expected a multiple of heads_q, 4"):

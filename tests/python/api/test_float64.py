@@ -47,14 +47,14 @@ def test_scale_and_softcap_are_not_rounded(head_dim, scale, softcap):
 
 
 @pytest.mark.parametrize("shape", [(B, HQ, 1, S), (1, HKV, 1, S), (B, 1, S, S), (B, HQ, S, S)])
-def test_bias_and_its_gradient(shape):
+def test_float64_bias_gradient_matches_oracle(shape):
     q, k, v, dout = tensors()
     bias = torch.randn(shape, dtype=torch.float64)
     assert_equals_oracle(Problem(q, k, v, dout, bias=bias, causal=True))
 
 
 @pytest.mark.parametrize("size", [1e-100, 1e100])
-def test_values_beyond_the_range_of_float32(size):
+def test_values_beyond_float32_stay_exact(size):
     q, k, v, dout = tensors()
     leaves = [t.clone().requires_grad_() for t in (q, k, v * size)]
     out = flash_dmattn_func(*leaves, is_causal=True)
@@ -68,7 +68,7 @@ def test_values_beyond_the_range_of_float32(size):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
 
 
-def test_scores_beyond_the_range_of_float32():
+def test_scores_beyond_float32_stay_exact():
     q, k, v, _ = tensors()
     out, lse = flash_dmattn_func(q * 1e50, k, v, is_causal=True, return_lse=True)
     expected = attention(Problem(q * 1e50, k, v, causal=True))
@@ -86,7 +86,7 @@ def nearly_equal_scores(batch=B):
 
 @pytest.mark.parametrize("selection", ["per_query", "global"])
 @pytest.mark.parametrize("is_bias", [True, False])
-def test_choice_among_all_keys(selection, is_bias):
+def test_selection_matches_oracle(selection, is_bias):
     q, k, v, dout = tensors()
     scores, causal = nearly_equal_scores(), causal_pairs(S, S).expand(B, HKV, S, S)
     allowed = causal if selection == "per_query" else torch.ones_like(causal)
@@ -122,7 +122,7 @@ def test_choice_under_a_dense_mask(kind):
     assert_equals_oracle(problem, keep_window_size=4)
 
 
-def test_choice_within_packed_documents():
+def test_selection_within_documents_matches_oracle():
     q, k, v, _ = tensors(batch=1)
     scores = nearly_equal_scores(1)
     shown = select(scores, 4, documents().expand(1, HKV, S, S))
@@ -134,7 +134,7 @@ def test_choice_within_packed_documents():
     torch.testing.assert_close(found, expected[0], rtol=0, atol=1e-14)
 
 
-def test_intervals_of_a_choice():
+def test_selected_intervals_match_oracle():
     scores = nearly_equal_scores()
     chosen = select_key_intervals(scores, 5).to_mask()
     assert torch.equal(chosen, select(scores, 5, causal_pairs(S, S).expand(B, HKV, S, S)))

@@ -49,7 +49,7 @@ def test_equal_scores_give_the_mean(dtype):
 
 
 @pytest.mark.parametrize("dtype", LOW_AND_FULL)
-def test_rows_that_see_nothing(dtype):
+def test_rows_without_keys_are_zero(dtype):
     q, k, v = qkv(dtype=dtype)
     mask = torch.ones(1, 1, 17, 23, dtype=torch.bool)
     mask[..., 3:6, :] = False
@@ -58,7 +58,7 @@ def test_rows_that_see_nothing(dtype):
     assert out.isfinite().all() and lse[..., :3].isfinite().all() and lse[..., 6:].isfinite().all()
 
 
-def test_more_queries_than_keys_and_causal():
+def test_causal_with_more_queries_than_keys_gives_zero_rows():
     q, k, v = qkv(seqlen_q=9, seqlen_k=4)
     out, lse = flash_dmattn_func(q, k, v, is_causal=True, return_lse=True)
     assert (out[:, :5] == 0).all() and (lse[..., :5] == -torch.inf).all()
@@ -100,7 +100,7 @@ def test_strided_masks_and_biases_are_read_where_they_are():
     assert torch.equal(out, expected)
 
 
-def test_inputs_with_a_strided_head_dimension():
+def test_strided_head_dim_equals_contiguous():
     q, k, v = (t.mT.contiguous().mT for t in qkv())
     expected = flash_dmattn_func(q.contiguous(), k.contiguous(), v.contiguous())
     assert torch.equal(flash_dmattn_func(q, k, v), expected)
@@ -114,7 +114,7 @@ def test_inputs_are_views_of_one_projection():
 
 
 @pytest.mark.parametrize("length", [(0, 5), (5, 0), (0, 0)])
-def test_empty_sequences(length):
+def test_empty_sequences_give_zeros(length):
     q, k, v = (t.requires_grad_() for t in qkv(seqlen_q=length[0], seqlen_k=length[1]))
     bias = torch.randn(2, 2, length[1], requires_grad=True)
     out, lse = flash_dmattn_func(
@@ -126,12 +126,12 @@ def test_empty_sequences(length):
         assert t.grad.shape == t.shape and (t.grad == 0).all()
 
 
-def test_empty_batch():
+def test_empty_batch_gives_empty_result():
     q, k, v = qkv(batch=0)
     assert flash_dmattn_func(q, k, v).shape == q.shape
 
 
-def test_no_heads():
+def test_zero_heads_give_empty_result():
     q, k, v = (t.requires_grad_() for t in qkv(heads_q=0, heads_kv=0))
     bias = torch.randn(2, 1, 23, requires_grad=True)
     out = flash_dmattn_func(q, k, v, attn_bias=bias, keep_window_size=3)
@@ -198,7 +198,7 @@ def test_one_query_against_a_cache_equals_the_last_row():
 
 
 @pytest.mark.parametrize("selection", ["per_query", "global"])
-def test_a_choice_for_no_queries(selection):
+def test_selection_without_queries_gives_empty_result(selection):
     """A bias with a query dimension has no elements then."""
     q, k, v = qkv(seqlen_q=0)
     q.requires_grad_()
@@ -209,7 +209,7 @@ def test_a_choice_for_no_queries(selection):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bias_beside_float64_inputs(dtype):
+def test_float32_bias_with_float64_inputs_is_exact(dtype):
     q, k, v = qkv(dtype=torch.float64)
     bias = torch.randn(2, 2, 23).to(dtype)
     expected = attention(Problem(q, k, v, bias=bias[:, :, None])).out
@@ -218,7 +218,7 @@ def test_bias_beside_float64_inputs(dtype):
     )
 
 
-def test_shapes_on_meta():
+def test_meta_tensors_give_shapes():
     """Masks have no values there, and nothing may ask for them."""
     q, k, v = (t.to("meta") for t in qkv())
     mask = torch.ones(2, 1, 17, 23, dtype=torch.bool, device="meta")
@@ -228,7 +228,7 @@ def test_shapes_on_meta():
 
 
 @pytest.mark.parametrize("dtype", LOW_AND_FULL)
-def test_float32_bias_beside_low_precision_inputs(dtype):
+def test_float32_bias_with_16_bit_inputs_keeps_its_dtype(dtype):
     q, k, v = qkv(dtype=dtype)
     bias = torch.randn(2, 2, 23)
     problem = Problem(q, k, v, bias=bias[:, :, None])

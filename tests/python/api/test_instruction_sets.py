@@ -34,7 +34,7 @@ NAMES = ["generic", "avx2", "avx512", "avx512_bf16", "amx_bf16"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_cases_on_instruction_set(name):
+def test_each_instruction_set_matches_oracle(name):
     largest = next(b.reason for b in flash_dmattn.backends() if b.name == "cpu")
     if NAMES.index(name) > NAMES.index(largest):
         pytest.skip(f"this machine and build run up to {largest}")

@@ -108,7 +108,7 @@ def test_auto_takes_the_best_backend():
 
 
 @pytest.mark.parametrize("name", ["triton_dmattn_func", "flex_dmattn_func"])
-def test_functions_of_missing_backends_say_so(name, monkeypatch):
+def test_missing_backend_raises_reason(name, monkeypatch):
     missing = "this machine is too small"
     monkeypatch.setattr("flash_dmattn._core.checks.unavailable_reason", lambda backend: missing)
     monkeypatch.setattr("flash_dmattn._core.checks._runs_on_cpu", lambda backend: False)
@@ -137,7 +137,7 @@ def test_float32_on_a_cuda_gpu_takes_triton(monkeypatch):
             flash_dmattn_func(*inputs)
 
 
-def test_a_backend_that_declines_says_why():
+def test_declining_backend_raises_reason():
     q, k, v = qkv(torch.float64)
     with pytest.raises((ValueError, RuntimeError), match="cpu.*f64"):
         flash_dmattn.flash_dmattn_func_auto("cpu")(q, k, v)
@@ -346,7 +346,7 @@ def test_ranks_and_limits_choose_among_what_the_mask_shows():
 # ---- Padding -----------------------------------------------------------------------------------------
 
 
-def test_unpad_and_pad():
+def test_pad_input_inverts_unpad_input():
     mask = torch.tensor([[1, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]])
     states = torch.randn(3, 4, 5, 2, requires_grad=True)
     packed, indices, cu_seqlens, longest, used = unpad_input(states, mask)
@@ -360,7 +360,7 @@ def test_unpad_and_pad():
     assert torch.equal(states.grad, mask[..., None, None].expand_as(states).float())
 
 
-def test_unpad_with_unused_tokens():
+def test_unpad_drops_unused_tokens():
     mask = torch.tensor([[1, 0, 0], [1, 1, 0]])
     unused = torch.tensor([[0, 1, 0], [0, 0, 0]])
     packed, indices, cu_seqlens, longest, used = unpad_input(torch.randn(2, 3, 1), mask, unused)
@@ -379,7 +379,7 @@ def test_unpad_with_unused_tokens():
         ("batch: got -2", lambda x: pad_input(x, torch.arange(2), -2, -5)),
     ],
 )  # fmt: skip
-def test_padding_of_another_shape(message, call):
+def test_mask_of_another_shape_raises(message, call):
     """A shorter mask would pack other tokens than those it keeps."""
     with pytest.raises((ValueError, TypeError)) as caught:
         call(torch.randn(2, 5, 3))

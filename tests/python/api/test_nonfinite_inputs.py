@@ -107,7 +107,7 @@ def attend(backend):
 
 @backends
 @pytest.mark.parametrize("row", ROWS)
-def test_what_saturate_makes_of_nonfinite_inputs(row, backend):
+def test_saturated_nonfinite_inputs_match_rule(row, backend):
     """The table of docs/numerics.md."""
     if backend == "triton":  # interpreted, it is slow, and multiplies bf16 wrongly
         assert_row(attend(backend), row, torch.float32, backward="dout" in ROWS[row])
@@ -123,7 +123,7 @@ def test_what_saturate_makes_of_nonfinite_inputs(row, backend):
 @backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("gap", [200.0, 5000.0])
-def test_a_visible_pair_shows_inf_and_nan_though_its_probability_is_zero(gap, dtype, backend):
+def test_visible_element_of_zero_probability_propagates(gap, dtype, backend):
     """Where the probability underflows depends on the precision of a backend; visibility does not."""
 
     def results(nonfinite, hidden=False, **wrong):

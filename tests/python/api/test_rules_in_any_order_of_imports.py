@@ -40,7 +40,7 @@ def test_either_may_be_imported_first(first):
     run(f"import torch, {', '.join(order)}\n{uses}")
 
 
-def test_the_package_imports_neither():
+def test_package_import_loads_neither_module():
     run(
         f"""
 import sys, flash_dmattn
@@ -59,7 +59,7 @@ assert before == (sys.meta_path, sys.path_hooks)
 
 
 @pytest.mark.parametrize("first", ["torch's module", "the package"])
-def test_a_rule_that_torch_refuses_is_a_warning(first):
+def test_rule_that_torch_refuses_is_a_warning(first):
     names = [COUNTER, "flash_dmattn"]
     if first == "the package":
         names.reverse()

@@ -67,7 +67,7 @@ def test_16_bits_choose_by_a_float32_bias():
 
 
 @pytest.mark.parametrize("window", [W, None])
-def test_strided_and_expanded_biases(window):
+def test_strided_bias_gives_same_result_and_gradient(window):
     """A bias for each key as it lies in memory, and its gradient."""
     q, k, v, _ = tensors((1,))
     forms = {
@@ -93,7 +93,7 @@ def test_strided_and_expanded_biases(window):
         torch.testing.assert_close(of_base, wanted.float(), msg=name)
 
 
-def test_vmap():
+def test_vmap_equals_loop():
     inputs = [torch.randn(3, *t.shape, requires_grad=True) for t in tensors((B, HKV, SK))]
 
     def attend(q, k, v, bias):
@@ -106,7 +106,7 @@ def test_vmap():
     torch.testing.assert_close(*gradients)
 
 
-def test_other_choices_are_made_before():
+def test_other_selections_use_the_forward_operator():
     q, k, v, bias = tensors((B, HKV, SK))
     every_query_head_for_itself = torch.randn(B, HQ, SK)
     for options in (

@@ -74,7 +74,7 @@ def test_packed_equals_one_by_one(name, is_causal, heads_bias, options):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision(dtype):
+def test_16_bit_varlen_equals_single_calls(dtype):
     leaves, offsets = packed(LENGTHS["longer_keys"], 2, dtype)
     q, k, v, bias = leaves
     out = flash_dmattn_varlen_func(

@@ -110,7 +110,7 @@ def test_compiles_with_dynamic_lengths():
         assert_same(gradients(compiled, inputs), gradients(function, inputs))
 
 
-def test_intervals_cross_the_border_of_a_compiled_function():
+def test_intervals_pass_into_compiled_function():
     torch._dynamo.reset()
     q, k, v, bias = tensors()
 
@@ -150,7 +150,7 @@ FORWARD_CASES = {
 
 
 @pytest.mark.parametrize("name", FORWARD_CASES)
-def test_opcheck_forward(name):
+def test_forward_operator_passes_opcheck(name):
     case = FORWARD_CASES[name]
     requires_grad = case.get("requires_grad", True)
     q, k, v, scores = tensors(dtype=case.get("dtype", torch.float32), requires_grad=requires_grad)
@@ -178,7 +178,7 @@ def test_opcheck_select_and_attend(requires_grad):
 
 @pytest.mark.parametrize("bias_dims", [3, 4])
 @pytest.mark.parametrize("needs", [(1, 1, 1, 1), (1, 0, 1, 0), (0, 0, 0, 1)])
-def test_opcheck_backward(needs, bias_dims):
+def test_backward_operator_passes_opcheck(needs, bias_dims):
     q, k, v, scores = tensors(requires_grad=False)
     bias = scores if bias_dims == 3 else scores[:, :, None]
     options = ([], True, 0.25, 0.0, True, False, "")
@@ -187,7 +187,7 @@ def test_opcheck_backward(needs, bias_dims):
     torch.library.opcheck(ops.backward.default, (*arguments, *map(bool, needs)))
 
 
-def test_opcheck_selection():
+def test_selection_operators_pass_opcheck():
     scores = torch.randn(2, 3, 50)
     for key_mask in (None, torch.rand(2, 1, 50) < 0.7):
         arguments = (scores, key_mask, [7], "per_query", True, 20)
@@ -199,7 +199,7 @@ def test_opcheck_selection():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_autocast(dtype, compiled):
+def test_autocast_casts_inputs(dtype, compiled):
     torch._dynamo.reset()
     inputs = tensors()
 
@@ -219,7 +219,7 @@ def test_autocast(dtype, compiled):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_checkpointing(use_reentrant):
+def test_checkpointing_gives_same_gradients(use_reentrant):
     inputs = tensors()
     intervals = sliding_window(33, 7)
 
@@ -232,7 +232,7 @@ def test_gradient_checkpointing(use_reentrant):
     assert_same(gradients(checkpointed, inputs), gradients(attend, inputs))
 
 
-def test_compiled_checkpointing():
+def test_compiled_checkpointing_gives_same_gradients():
     torch._dynamo.reset()
     inputs = tensors()
 
@@ -271,7 +271,7 @@ def test_whether_the_library_has_cuda_is_a_constant():
 
 
 @pytest.mark.parametrize("backend", [None, "cpu"])
-def test_the_backends_of_this_machine_are_constants(backend):
+def test_backends_of_this_machine_are_constants(backend):
     torch._dynamo.reset()
     q, k, v, _ = (t.detach() for t in tensors())
     compiled = torch.compile(

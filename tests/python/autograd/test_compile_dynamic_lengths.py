@@ -124,7 +124,7 @@ def tensors(length, requires_grad=False):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_lengths(function):
+def test_lengths_share_one_graph(function):
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(function, backend=counter, fullgraph=True, dynamic=True)
@@ -135,7 +135,7 @@ def test_lengths(function):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_lengths_in_training(function):
+def test_training_lengths_share_one_graph(function):
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -153,7 +153,7 @@ def test_lengths_in_training(function):
 
 
 @pytest.mark.parametrize("function", [choice, intersection, packed_with_longest])
-def test_export(function):
+def test_exported_program_equals_eager(function):
     class Layer(torch.nn.Module):
         def forward(self, q, k, v, bias):
             return function(q, k, v, bias)
@@ -166,7 +166,7 @@ def test_export(function):
         torch.testing.assert_close(exported(*inputs), function(*inputs))
 
 
-def test_scales():
+def test_each_scale_compiles_its_own_graph():
     """A graph for each: the float of an operator is a constant of its graph, torch's own attention included."""
     compiled = torch.compile(
         lambda q, scale: flash_dmattn_func(q, q, q, scale=scale),

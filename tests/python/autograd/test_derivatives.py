@@ -36,7 +36,7 @@ def test_any_subset_of_inputs_may_require_gradients(wanted):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_output_gradients_of_any_strides(dtype):
+def test_strided_output_gradient_equals_contiguous(dtype):
     leaves = inputs(dtype=dtype)
     dense = torch.randn(2, 29, 4, 16, dtype=dtype)
     gaps = torch.full((2, 29, 5, 40), torch.nan, dtype=dtype)
@@ -83,7 +83,7 @@ def test_gradient_of_an_expanded_bias_is_its_sum():
     torch.testing.assert_close(summed, kept, rtol=1e-4, atol=1e-5)
 
 
-def test_the_choice_of_keys_has_no_gradient():
+def test_selection_has_no_gradient():
     q, k, v, bias = inputs()
     scores = torch.randn(2, 2, 37, requires_grad=True)
     attend(q, k, v, bias, keep_window_size=5, selection_scores=scores).sum().backward()
@@ -138,7 +138,7 @@ GRADCHECKS = {
 
 @pytest.mark.parametrize("bias_shape", [(1, 2, 7), (2, 1, 5, 7)])
 @pytest.mark.parametrize("name", GRADCHECKS)
-def test_gradcheck(name, bias_shape):
+def test_attention_passes_gradcheck(name, bias_shape):
     options = GRADCHECKS[name]
     if len(bias_shape) == 4 and "keep_window_size" in options:
         options = {**options, "selection_scores": torch.randn(1, 2, 7, dtype=torch.float64)}
@@ -149,7 +149,7 @@ def test_gradcheck(name, bias_shape):
     )
 
 
-def test_gradcheck_varlen():
+def test_varlen_passes_gradcheck():
     shapes = [(9, 4, 3), (11, 2, 3), (11, 2, 3), (11, 2)]
     leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
     offsets_q, offsets_k = torch.tensor([0, 4, 4, 9]), torch.tensor([0, 3, 6, 11])
@@ -202,7 +202,7 @@ def test_transforms_of_compiled_and_raw_calls_are_refused():
             assert f"got a tensor {message}" in str(caught.value), (name, message)
 
 
-def test_a_dual_tensor_in_a_compiled_call_is_refused():
+def test_dual_tensor_in_a_compiled_call_is_refused():
     q, *others = (t.detach() for t in inputs())
     compiled = torch.compile(attend, backend="aot_eager")
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="got a tensor with a tangent"):

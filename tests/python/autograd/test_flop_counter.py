@@ -25,5 +25,5 @@ def counted(**options):
         ({"attn_bias": torch.zeros(B, 2, S), "keep_window_size": 9, "is_causal": True}, 9 + 1),
     ],
 )
-def test_two_products_forward_and_five_backward(options, keys):
+def test_forward_counts_two_products_and_backward_five(options, keys):
     assert counted(**options) == (4 + 10) * B * H * S * keys * D

@@ -32,7 +32,7 @@ def assert_finite(*tensors):
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("largest", ["all", "q", "v", "dout"])
 @pytest.mark.parametrize("window", [None, 20])
-def test_inputs_at_the_limit_of_the_dtype(dtype, largest, window):
+def test_inputs_at_dtype_limit_give_finite_gradients(dtype, largest, window):
     q, k, v = leaves(dtype)
     bias = torch.randn(1, 2, 150, dtype=dtype, requires_grad=True)
     dout = torch.randn_like(q)

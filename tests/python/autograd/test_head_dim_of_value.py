@@ -52,21 +52,21 @@ def test_equals_torch(value_dim, call):
     torch.testing.assert_close(found[1], found[0], **tolerance)
 
 
-def test_the_scale_is_that_of_the_queries():
+def test_default_scale_follows_query_head_dim():
     for function in (flash_dmattn_func, triton_dmattn_func):
         q, k, v, bias = (t.detach() for t in leaves_of(40, torch.float32))
         given = function(q, k, v, attn_bias=bias, softmax_scale=D**-0.5)
         torch.testing.assert_close(function(q, k, v, attn_bias=bias), given)
 
 
-def test_compiled():
+def test_compiled_equals_eager():
     leaves = leaves_of(40, torch.float32)
     compiled = torch.compile(chosen, fullgraph=True)
     found = [torch.autograd.grad(f(*leaves).sum(), leaves) for f in (chosen, compiled)]
     torch.testing.assert_close(found[1], found[0])
 
 
-def test_other_sizes_are_refused():
+def test_unsupported_value_head_dim_raises():
     q, k, v, _ = leaves_of(257, torch.float32)
     with pytest.raises(ValueError, match="value: got shape .*257.*up to 256"):
         flash_dmattn_func(q, k, v)

@@ -102,22 +102,6 @@ def test_second_derivatives_of_doge_scores_are_those_of_the_formula():
     assert torch.autograd.gradgradcheck(doge_scores_of, (A, step))
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_doge_layer_loads_the_state_of_one_from_before_make_scores(bias):
-    layer = DynamicMaskAttention(C, 4, 2, 3, score="doge", bias=bias)
-    torch.nn.init.normal_(layer.scores.A)
-    state = layer.state_dict()
-    state["A"] = state.pop("scores.A")
-    state["dt_proj.weight"] = state.pop("scores.proj.weight")
-    old_bias = state.pop("scores.proj.bias")
-    if bias:
-        state["dt_proj.bias"] = old_bias.normal_()
-    other = torch.nn.Sequential(DynamicMaskAttention(C, 4, 2, 3, score="doge", bias=bias))
-    other.load_state_dict({f"0.{name}": tensor for name, tensor in state.items()})
-    hidden = torch.randn(B, S, C)
-    assert torch.equal(other(hidden), layer(hidden))
-
-
 def test_a_layer_on_meta_and_one_graph():
     assert DynamicMaskAttention(C, 4, 2, 3, device="meta")(
         torch.empty(B, S, C, device="meta")

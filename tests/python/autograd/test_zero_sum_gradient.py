@@ -14,7 +14,7 @@ def gradient_for(wanted):
     return scores.grad
 
 
-def test_what_all_keys_share_is_removed():
+def test_shared_part_of_bias_gradient_is_removed():
     exact = torch.randn(2, 3, 50, dtype=torch.float64)
     exact -= exact.mean(-1, keepdim=True)
     torch.testing.assert_close(gradient_for(exact + 0.25), exact)
@@ -29,7 +29,7 @@ def test_invisible_keys_keep_a_gradient_of_0():
     torch.testing.assert_close(got.sum(-1), torch.zeros(2, 3), atol=1e-5, rtol=0)
 
 
-def test_the_largest_numbers_stay_finite():
+def test_largest_numbers_stay_finite():
     largest = torch.finfo(torch.float32).max
     for wanted in (largest, -largest):
         assert gradient_for(torch.full((1, 1, 40), wanted)).isfinite().all()
@@ -47,7 +47,7 @@ def test_nothing_is_recorded_without_a_gradient():
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(dynamic):
+def test_compiled_equals_eager(dynamic):
     def loss(scores):
         return (with_zero_sum_gradient(scores) * weights[..., : scores.shape[-1]]).sum()
 

@@ -25,7 +25,7 @@ needs_gpu = pytest.mark.skipif(
 
 # Every case takes torch a quarter of a minute to compile on the CPU.
 @pytest.mark.parametrize("intervals", [True, False])
-def test_forward(intervals):
+def test_forward_matches_oracle(intervals):
     q, k, v = (torch.randn(2, n, h, 40) for n, h in ((140, 4), (210, 2), (210, 2)))
     bias = torch.randn(2, 2, 210)
     bias[:, :, 7:20] = torch.finfo(torch.float32).min
@@ -68,13 +68,13 @@ def test_bias_masks_by_the_rule_of_its_dtype(dtype, bias_dtype, form):
 
 
 @pytest.mark.skipif(ON_GPU, reason="GPUs have the backward")
-def test_no_backward_on_the_cpu_is_said():
+def test_backward_on_cpu_raises():
     q = torch.randn(1, 20, 2, 16, requires_grad=True)
     with pytest.raises(RuntimeError, match="no backward on the CPU"):
         flex_dmattn_func(q, q, q)
 
 
-def test_what_flex_cannot_do_is_said():
+def test_unsupported_flex_call_raises_reason():
     q = torch.randn(1, 20, 2, 16, device=DEVICE)
     with pytest.raises(TypeError, match="float64"):
         flex_dmattn_func(*(q.double(),) * 3)
@@ -86,7 +86,7 @@ def test_what_flex_cannot_do_is_said():
 
 # All but those of more than one infinite term, which flex adds up as signs.
 @pytest.mark.parametrize("row", [r for r in ROWS if "inf - inf" not in r and r != "q and k = inf"])
-def test_what_saturate_makes_of_nonfinite_inputs(row):
+def test_saturated_nonfinite_inputs_match_rule(row):
     """The table of docs/numerics.md."""
     inputs = make_inputs(row, 41, 16, torch.float32, DEVICE)
     leaves = [inputs[name].requires_grad_(ON_GPU) for name in ("q", "k", "v", "bias")]
@@ -169,7 +169,7 @@ def test_check_mode_names_an_output_gradient(monkeypatch):
         flex_dmattn_func(q, q, q).backward(dout)
 
 
-def test_the_block_mask_is_made_without_a_quadratic_tensor():
+def test_block_mask_needs_no_quadratic_tensor():
     from flash_dmattn._backends.flex import _blocks
     from flash_dmattn.keys.visibility import Visibility
 
@@ -191,7 +191,7 @@ def test_the_block_mask_is_made_without_a_quadratic_tensor():
 # Numbers beyond fp32 inside a score are torch's affair.
 @needs_gpu
 @pytest.mark.parametrize("name", [n for n, row in CASES.items() if row["inputs"] != "limits"])
-def test_case_on_the_gpu(name):
+def test_gpu_case_matches_oracle(name):
     try:
         assert_case(CASES[name])
     except (TypeError, ValueError, NotImplementedError) as error:

@@ -43,7 +43,7 @@ def results_on_cpu(case: Case) -> Result:
 
 
 @pytest.mark.parametrize("name", CASES if ON_GPU else INTERPRETED)
-def test_case(name):
+def test_case_matches_oracle(name):
     case = make_case(CASES[name] if ON_GPU else shrunk(CASES[name]))
     assert_matches_oracle(results_on_cpu(case), case.problem, saturate=case.nonfinite == "saturate")
 
@@ -54,11 +54,11 @@ def test_case(name):
 def test_case_without_the_librarys_selection_and_tile_lists(name, monkeypatch):
     """As on GPUs that the library has no kernels for."""
     monkeypatch.setattr(_ops, "has_kernels_for", lambda tensor: False)
-    test_case(name)
+    test_case_matches_oracle(name)
 
 
 @pytest.mark.parametrize("seed", range(200 if ON_GPU else 2))
-def test_dv_of_every_seed(seed):
+def test_dv_is_finite_for_every_seed(seed):
     """Here another Triton backward had NaN and inf in dv alone: from memory that nothing had written, and
     from lanes past the end."""
     generator = torch.Generator().manual_seed(seed)

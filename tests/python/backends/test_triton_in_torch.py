@@ -56,7 +56,7 @@ def reversed_strides(tensor):
 
 @pytest.mark.parametrize("lay_out", [odd_strides, reversed_strides])
 @pytest.mark.parametrize("window", [None, WINDOW])
-def test_any_strides(lay_out, window):
+def test_strided_inputs_equal_contiguous(lay_out, window):
     tensors = leaves()
     dout = torch.randn_like(tensors[0]).detach()
     laid_out = [lay_out(t).requires_grad_() for t in tensors]
@@ -64,7 +64,7 @@ def test_any_strides(lay_out, window):
     assert_same(found, results(tensors, dout=dout, keep_window_size=window))
 
 
-def test_broadcast_tensors():
+def test_broadcast_inputs_equal_expanded():
     """Strides of 0 in every dimension but the last; a gradient of one element."""
     wide = leaves()
     tensors = [t[:1, :1, :1].expand(t.shape).detach().requires_grad_() for t in wide]
@@ -87,7 +87,7 @@ def test_empty_tensors_have_empty_or_zero_gradients(size, window):
         assert gradient.shape == tensor.shape and not gradient.any()
 
 
-def test_only_some_gradients():
+def test_subset_of_gradients_equals_all():
     tensors = leaves(seqlen_q=5, seqlen_k=9)
     out, *gradients = results(tensors)
     for wanted in itertools.product([False, True], repeat=4):
@@ -96,7 +96,7 @@ def test_only_some_gradients():
             assert_same(results(some), [out, *itertools.compress(gradients, wanted)])
 
 
-def test_a_row_with_one_key_has_no_gradient():
+def test_row_with_one_key_has_no_gradient():
     """In fp32: dout . out is summed as dout . v is."""
     tensors = leaves(seqlen_k=1)
     _, dq, dk, _, dbias = results(tensors, dout=torch.randn_like(tensors[0]))
@@ -104,7 +104,7 @@ def test_a_row_with_one_key_has_no_gradient():
         assert not gradient.any() if DEVICE == "cuda" else gradient.abs().max() < 1e-5
 
 
-def test_autocast():
+def test_autocast_casts_inputs():
     tensors = leaves()
     with torch.autocast(DEVICE, torch.float16):
         out, *gradients = results(tensors)
@@ -114,7 +114,7 @@ def test_autocast():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints(reentrant):
+def test_checkpointing_gives_same_gradients(reentrant):
     def sparse(*tensors):
         return attention(*tensors, keep_window_size=WINDOW)
 
@@ -136,7 +136,7 @@ def test_compiles_without_graph_breaks(window):
 
 
 @needs_gpu
-def test_another_stream():
+def test_side_stream_gives_same_result():
     tensors = leaves(torch.bfloat16, 2000, 2000)
     expected = results(tensors, keep_window_size=200)
     torch.cuda.synchronize()
@@ -153,7 +153,7 @@ def test_another_stream():
 
 @needs_gpu
 @pytest.mark.parametrize("hidden", [False, True])
-def test_cuda_graphs(hidden, monkeypatch):
+def test_graph_replay_gives_same_result(hidden, monkeypatch):
     if hidden:
         monkeypatch.setattr(_ops, "has_kernels_for", lambda tensor: False)
     tensors = leaves(torch.bfloat16)
@@ -166,7 +166,7 @@ def test_cuda_graphs(hidden, monkeypatch):
 
 
 @needs_gpu
-def test_offsets_beyond_31_bits():
+def test_offsets_beyond_31_bits_match_oracle():
     wide = torch.randn(1, 70000, 4, 80 * 128, device=DEVICE, dtype=torch.bfloat16)[..., :64]
     q, k, v = wide[:, -130:], wide[:, -130:, :2], wide[:, -130:, 2:]
     bias = torch.zeros(1, 2, 130, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
@@ -176,7 +176,7 @@ def test_offsets_beyond_31_bits():
 
 
 @needs_gpu
-def test_another_device():
+def test_second_device_gives_same_result():
     if torch.cuda.device_count() < 2:
         pytest.skip("there is one GPU")
     tensors = leaves(torch.bfloat16)

@@ -122,7 +122,7 @@ def test_hidden_keys_may_hold_anything(value, nonfinite):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 9])
-def test_inputs_at_the_limit_of_the_dtype(dtype, window):
+def test_inputs_at_dtype_limit_give_finite_gradients(dtype, window):
     tensors = leaves(dtype)
     edge = torch.finfo(dtype).max
     with torch.no_grad():
@@ -163,7 +163,7 @@ def test_nothing_past_the_end_is_written(bias, by_intervals):
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_a_selection_makes_no_quadratic_tensor(hidden, monkeypatch):
+def test_selection_needs_no_quadratic_tensor(hidden, monkeypatch):
     """Also where selection and tile lists are not the library's, as on GPUs that it has no kernels for."""
     if hidden:
         monkeypatch.setattr(_ops, "has_kernels_for", lambda tensor: False)

@@ -25,7 +25,7 @@ STEP = {"query": torch.randn(2, 1, 4, 8)} | tokens()
         ("dtype: got torch.float64", {"dtype": torch.float64}),
     ],
 )
-def test_of_the_cache(message, options):
+def test_bad_kv_slots_size_raises(message, options):
     sizes = {"batch": 2, "heads_kv": 2, "keep_window_size": 4, "head_dim": 8}
     with pytest.raises((ValueError, TypeError)) as caught:
         KVSlots(**(sizes | options))
@@ -39,14 +39,14 @@ def test_of_the_cache(message, options):
         ("head_dim: got 12 on cuda:0, expected a multiple of 8", {"dtype": torch.float16, "head_dim": 12}),
     ],
 )  # fmt: skip
-def test_of_a_cache_on_a_gpu(message, options):
+def test_unsupported_slots_on_gpu_raise(message, options):
     sizes = {"batch": 2, "heads_kv": 2, "keep_window_size": 4, "head_dim": 8, "device": "cuda"}
     with FakeTensorMode(), pytest.raises((ValueError, TypeError)) as caught:
         KVSlots(**(sizes | options))
     assert message in str(caught.value)
 
 
-def test_of_tensors_of_slots_on_a_gpu():
+def test_float32_slot_tensors_on_gpu_raise():
     with FakeTensorMode(), pytest.raises(TypeError, match="k: got torch.float32 on cuda:0"):
         k = torch.zeros(2, 2, 4, 8, device="cuda")
         integers = [
@@ -78,7 +78,7 @@ def test_of_tensors_of_slots_on_a_gpu():
         ("key: got list", {"key": [1.0]}),
     ],
 )
-def test_of_a_step(message, spoiled):
+def test_bad_step_argument_raises_and_leaves_cache(message, spoiled):
     cache = KVSlots(2, 2, 4, 8)
     cache.step(**STEP)
     before = [t.clone() for t in cache.tensors]
@@ -88,7 +88,7 @@ def test_of_a_step(message, spoiled):
     assert all(torch.equal(a, b) for a, b in zip(before, cache.tensors, strict=True))
 
 
-def test_of_chunks_and_rows():
+def test_bad_chunk_or_row_argument_raises():
     cache = KVSlots(2, 2, 4, 8, chunk=3)
     cache.append(**tokens(2))
     for message, call in {
@@ -153,7 +153,7 @@ def test_tangents_are_refused():
         ("scale: got 0", {"scale": 0.0}),
     ],
 )
-def test_of_with_kvcache(message, spoiled):
+def test_bad_with_kvcache_argument_raises(message, spoiled):
     options = {
         "q": STEP["query"],
         "k_cache": torch.zeros(2, 9, 2, 8),

@@ -56,18 +56,18 @@ def unchanged(cache, message):
         ("scal", {"scal": 1.0}),
     ],
 )  # fmt: skip
-def test_chunks_that_do_not_fit(message, spoiled):
+def test_bad_chunk_leaves_cache_unchanged(message, spoiled):
     cache = filled()
     with unchanged(cache, message):
         cache.extend(**(chunk(5) | spoiled))
 
 
-def test_no_tokens_at_all():
+def test_extend_without_tokens_returns_empty():
     cache = filled()
     assert cache.extend(**chunk(0)).shape == (B, 0, HQ, D)
 
 
-def test_rows_and_saved_states():
+def test_bad_row_or_state_leaves_cache_unchanged():
     cache, other = filled(), KVSlots(B, HKV, WINDOW + 1, D, chunk=CHUNK - 1)
     cache.append(**tokens(2))
     state = filled().state_dict()
@@ -103,7 +103,7 @@ def test_commits_of_a_backend_that_is_not_there():
         cache.commit(1)
 
 
-def test_the_backend_of_a_cache_attends():
+def test_attend_uses_backend_of_cache():
     cache = filled()
     cache.append(**tokens(1))
     intervals = cache.pending_intervals(1)
@@ -143,7 +143,7 @@ def test_counts_beyond_the_window():
         cache.step(**chunk(1))
 
 
-def test_states_of_an_empty_cache_and_of_another_dtype():
+def test_state_of_another_dtype_raises():
     empty = KVSlots(B, HKV, WINDOW, D, chunk=CHUNK)
     empty.load_state_dict(KVSlots(B, HKV, WINDOW, D, chunk=CHUNK).state_dict())
     assert empty.is_empty
@@ -199,7 +199,7 @@ def all_keys(**spoiled):
          {"k_cache": torch.zeros(B, PLACES, HKV, D, requires_grad=True)}),
     ],
 )  # fmt: skip
-def test_of_a_cache_of_all_keys(message, spoiled):
+def test_bad_full_cache_argument_leaves_cache_unchanged(message, spoiled):
     arguments = all_keys(**spoiled)
     caches = [arguments[name] for name in ("k_cache", "v_cache", "score_cache", "cache_seqlens")]
     before = [t.clone() for t in caches]
@@ -235,7 +235,7 @@ def test_double_precision_takes_scores_in_float32():
 
 
 @torch.no_grad()
-def test_of_a_layer():
+def test_bad_layer_argument_leaves_cache_unchanged():
     layer, hidden = DynamicMaskAttention(32, HQ, HKV, WINDOW), torch.randn(B, 6, 32)
     cache = layer.make_cache(B)
     layer(hidden, cache=cache)
@@ -256,7 +256,7 @@ def test_of_a_layer():
 
 
 @torch.no_grad()
-def test_a_layer_with_a_cache_of_another_dtype():
+def test_layer_with_cache_of_another_dtype_raises():
     layer, hidden = DynamicMaskAttention(32, HQ, HKV, WINDOW), torch.randn(B, 9, 32)
     cache = layer.make_cache(B, dtype=torch.bfloat16)
     parts = [layer(part, cache=cache) for part in hidden.split([5, 1, 3], dim=1)]
@@ -272,7 +272,7 @@ def test_a_layer_with_a_cache_of_another_dtype():
         ("hidden_size: got 32.0", {"hidden_size": 32.0}),
     ],
 )
-def test_sizes_of_a_layer(message, sizes):
+def test_bad_layer_size_raises(message, sizes):
     with pytest.raises((ValueError, TypeError), match=message):
         DynamicMaskAttention(
             **({"hidden_size": 32, "heads_q": HQ, "keep_window_size": WINDOW} | sizes)

@@ -38,7 +38,7 @@ STREAMS = {
     backend=st.sampled_from(["", "reference"]),
     numerics=st.sampled_from(NUMERICS),
 )
-def test_any_split_of_a_stream(pieces, prefill, dtype, backend, numerics, **options):
+def test_any_split_equals_full_attention(pieces, prefill, dtype, backend, numerics, **options):
     stream = Stream(prefill + sum(pieces), dtype=dtype, **numerics, **options)
     check_split(stream, prefill, pieces, backend)
 
@@ -51,7 +51,7 @@ def test_any_split_of_a_stream(pieces, prefill, dtype, backend, numerics, **opti
     ),
     numerics=st.sampled_from(NUMERICS),
 )
-def test_speculation_with_any_rollback(speculated, numerics, **options):
+def test_speculation_with_rollback_equals_full_attention(speculated, numerics, **options):
     """Rows accept different numbers of the pending tokens."""
     stream = Stream(sum(size for size, *_ in speculated), **numerics, **options)
     check_speculation(stream, speculated, options["seed"])
@@ -62,14 +62,14 @@ def test_speculation_with_any_rollback(speculated, numerics, **options):
     **STREAMS,
     pieces=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=6),
 )
-def test_dropped_tokens(pieces, **options):
+def test_dropped_tokens_leave_no_trace(pieces, **options):
     sizes, dropped = zip(*pieces, strict=True)
     check_drops(Stream(sum(sizes), **options), sizes, dropped)
 
 
 @settings(max_examples=60, deadline=None)
 @given(**STREAMS, begin=st.integers(1, 10), dtype=st.sampled_from(list(TOLERANCE)))
-def test_rows_of_different_lengths(begin, dtype, **options):
+def test_ragged_rows_equal_single_rows(begin, dtype, **options):
     check_ragged(Stream(24, dtype=dtype, **options), begin, steps=10)
 
 
@@ -78,7 +78,7 @@ def test_rows_of_different_lengths(begin, dtype, **options):
 @pytest.mark.parametrize("kind", ["normal", "ties"])
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("numerics", NUMERICS, ids=str)
-def test_with_kvcache(mode, layout, kind, padding, numerics):
+def test_with_kvcache_equals_full_attention(mode, layout, kind, padding, numerics):
     stream = Stream(30, 6, kind=kind, padding=padding, **numerics)
     check_with_kvcache(stream, (1, 1, 9, 1, 13, 1, 1, 3), mode, layout)
 
@@ -95,7 +95,7 @@ def test_scores_mask_by_the_rule_of_float32(dtype, mode):
 @pytest.mark.parametrize(
     "name, other", [("scale", 0.5), ("softcap", 4.0), ("scores_are_bias", True)]
 )
-def test_the_options_matter(name, other):
+def test_each_option_changes_the_result(name, other):
     """Else the other tests would prove nothing of them."""
     stream = Stream(30, 6, scale=0.9, softcap=2.0, scores_are_bias=False)
     stream.options[name] = other
@@ -103,7 +103,7 @@ def test_the_options_matter(name, other):
         check_split(stream, 5, (1, 7, 1, 13))
 
 
-def test_full_cache_with_rows_of_different_lengths_and_left_padding():
+def test_ragged_padded_full_cache_equals_single_rows():
     stream = Stream(20, 5, padding="left")
     caches = [torch.zeros(2, 25, 2, 8), torch.zeros(2, 25, 2, 8), torch.zeros(2, 2, 25)]
     lengths = torch.tensor([20, 13], dtype=torch.int32)
@@ -121,7 +121,7 @@ def test_full_cache_with_rows_of_different_lengths_and_left_padding():
 
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("length", [2, 3, 20, 25])
-def test_full_cache_with_rows_of_the_same_length(length, queries):
+def test_full_cache_equals_left_padding_of_zero(length, queries):
     """The same as through intervals, which a left padding of no tokens brings."""
     caches = [torch.randn(2, 25, 2, 8), torch.randn(2, 25, 2, 8), torch.randn(2, 2, 25)]
     for cache, tokens in zip(caches, (1, 1, 2), strict=True):
@@ -142,7 +142,7 @@ def test_numbers_that_are_not_finite(value, name, mode):
     check_not_finite(Stream(9, 4, batch=1), name, value, mode)
 
 
-def test_snapshots_rows_and_saved_states():
+def test_restored_snapshot_gives_same_steps():
     stream = Stream(20, 4, kind="ties", batch=1)
     cache = stream.slots(chunk=3)
 
@@ -174,7 +174,7 @@ def test_snapshots_rows_and_saved_states():
     stream.check(run(cache, 0, 8), 0, 8)
 
 
-def test_compiled_without_a_break():
+def test_compiled_step_has_one_graph():
     stream = Stream(12, 3)
     cache = stream.slots(chunk=4)
 
@@ -196,7 +196,7 @@ def test_compiled_without_a_break():
 
 
 @pytest.mark.parametrize("mode", ["all keys", "slots"])
-def test_with_kvcache_compiled_without_a_break(mode):
+def test_compiled_with_kvcache_has_one_graph(mode):
     """Lengths are read on the device only: one graph for all steps."""
     torch._dynamo.reset()
     stream, size = Stream(12, 3), 15

@@ -9,7 +9,7 @@ from harness import decode, record
 pytestmark = needs_gpu
 
 
-def test_rows_of_decoding(monkeypatch, tmp_path):
+def test_decode_case_prints_valid_rows(monkeypatch, tmp_path):
     monkeypatch.setattr(decode, "cache_bytes", lambda device: 1 << 18)
     monkeypatch.setattr(decode, "_GPU_COPY_BYTES", 1 << 18)
     file = tmp_path / "bench.json"

@@ -33,7 +33,7 @@ def normal(*shape):
 
 
 @pytest.mark.parametrize("way", ["intervals", "selection"])
-def test_rows(way):
+def test_rows_beyond_31_bits_match_oracle(way):
     """q, k, v, out, their gradients and the fp32 sums; the last rows by the oracle, which sees only these."""
     length, heads, head_dim, window = 2**20 + 77, 17, 128, 64
     q, k, v = (normal(1, length, heads, head_dim).requires_grad_() for _ in range(3))
@@ -71,7 +71,7 @@ def _by_rows(result):
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("length", [8192, 8191])
-def test_pairs(length, batch):
+def test_elements_beyond_31_bits_match_oracle(length, batch):
     """A mask, a bias and its gradient; a batch that shares the bias adds to fp32 sums of its size."""
     heads = 33
     q, k, v = (normal(batch, length, heads, 64).requires_grad_() for _ in range(3))
@@ -118,7 +118,7 @@ def apart(tensor, dim, step):
     ],
 )
 @pytest.mark.parametrize("window", [None, 2])
-def test_strides(length, dim, step, window):
+def test_strides_beyond_31_bits_match_oracle(length, dim, step, window):
     tensors = [normal(2, length, h, 64).requires_grad_() for h in (4, 4, 4, 4)]
     bias = normal(2, 4, length).requires_grad_()
     results = []

@@ -23,6 +23,6 @@ def test_gradients_are_nearer_to_the_float32_models(dtype):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_gradient_of_A_without_a_selection(autocast):
+def test_gradient_of_A_without_selection_is_near_float32(autocast):
     distances = median_distances(torch.bfloat16, "cuda", autocast=autocast, window=LENGTH)
     assert_the_error_of_delta_does_not_add_up(distances)

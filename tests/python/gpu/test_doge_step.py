@@ -97,7 +97,7 @@ def test_compiled_it_reads_nothing_from_the_device(model, kind):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "padding", "packed"])
-def test_a_graph_of_the_whole_step(model, kind, compiled):
+def test_captured_step_equals_eager_step(model, kind, compiled):
     ids, options = inputs(kind)
     step = step_of(model, ids, options, compiled)
     graph, captured = capture(step)
@@ -109,7 +109,7 @@ def test_a_graph_of_the_whole_step(model, kind, compiled):
         assert_same(captured, step(), in_float32(model, ids, options))
 
 
-def test_a_graph_with_an_optimizer(model):
+def test_captured_optimizer_step_equals_eager_step(model):
     ids, options = inputs("plain")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
 

@@ -28,7 +28,7 @@ GPU_CASES = [
 
 
 @pytest.mark.parametrize("name", GPU_CASES)
-def test_case(name):
+def test_case_matches_oracle(name):
     case = on_gpu(make_case(CASES[name]))
     assert_matches_oracle(run(case), case.problem, saturate=case.nonfinite == "saturate")
 
@@ -54,7 +54,7 @@ def random_problem(seqlen, heads_q, heads_kv, head_dim, dtype=torch.bfloat16, ba
 
 
 @pytest.mark.parametrize("seqlen, keys, head_dim", [(256, 256, 64), (192, 192, 64), (256, 192, 80)])
-def test_gradients_of_200_seeds(seqlen, keys, head_dim):
+def test_gradients_are_finite_for_200_seeds(seqlen, keys, head_dim):
     """Here dV held NaN and inf for some seeds: lanes past the end of a tile entered its sums."""
     for seed in range(200):
         torch.manual_seed(seed)
@@ -79,7 +79,7 @@ def test_length_4096_window_2048_with_4d_mask_and_4d_bias():
 
 @pytest.mark.parametrize("selection", ["per_query", "global"])
 @pytest.mark.parametrize("seqlen, window", [(300, 32), (2048, 100), (1000, 999)])
-def test_selection_inside_the_call(selection, seqlen, window):
+def test_selection_inside_the_call_matches_oracle(selection, seqlen, window):
     problem = random_problem(seqlen, 4, 2, 64, batch=2)
     scores = torch.randint(-20, 20, (2, 2, seqlen), device="cuda") / 8
     problem.bias = scores[:, :, None].bfloat16()
@@ -119,7 +119,7 @@ def test_agrees_with_the_cpu(name):
     "options", [{}, {"keep_window_size": 6}, {"keep_window_size": 6, "selection": "global"}]
 )
 @pytest.mark.parametrize("same_lengths", [False, True])
-def test_packed_documents(is_causal, options, same_lengths):
+def test_packed_documents_match_oracle(is_causal, options, same_lengths):
     lengths = torch.tensor([0, 5, 0, 170, 1, 40])
     lengths_k = lengths if same_lengths else torch.tensor([3, 9, 0, 300, 30, 11])
     offsets, offsets_k = (n.cumsum(0).int().cuda() for n in (lengths, lengths_k))
@@ -152,7 +152,7 @@ def test_packed_documents(is_causal, options, same_lengths):
     assert_matches_oracle(actual, problem)
 
 
-def test_named_backend():
+def test_named_backend_matches_oracle():
     problem = random_problem(100, 2, 2, 64)
     cuda = flash_dmattn_func_auto("cuda")
     assert torch.equal(

@@ -38,7 +38,7 @@ def test_equals_the_cpu(name):
     )
 
 
-def test_packed_sequences():
+def test_float32_packed_sequences_match_oracle():
     offsets = torch.tensor([0, 60, N])
     q, k, v = (torch.randn(N, heads, 32) for heads in (4, 2, 2))
     expected = flash_dmattn_varlen_func(q, k, v, offsets, offsets, is_causal=True)
@@ -47,7 +47,7 @@ def test_packed_sequences():
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_doge_in_the_dtype_that_transformers_loads():
+def test_float32_doge_equals_eager():
     transformers = pytest.importorskip("transformers")
     from flash_dmattn.integrations.transformers import enable_flash_dmattn
 

@@ -72,7 +72,7 @@ PROMPT, CHUNKS, TURNS = [S, *[1] * 80], [100, 100, 100, *[1] * 80], [S, 30, 1, 4
     ],
 )
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_as_near_to_float32_as_eager(static, lengths, pad):
+def test_logits_are_as_near_to_float32_as_eager(static, lengths, pad):
     """Of all tokens; rows of padding are what they are."""
     model, ids = make_large(), make_ids(B, S + 80).cuda()
     mask = left_padding(B, S + 80, pad).to(ids.device) if pad else None
@@ -90,7 +90,7 @@ def test_as_near_to_float32_as_eager(static, lengths, pad):
 
 @pytest.mark.parametrize("way", ["greedy", "beams", "sampling"])
 @pytest.mark.parametrize("pad", [0, 90])
-def test_generate_with_slots_and_with_all_keys(way, pad):
+def test_slots_and_full_cache_give_same_tokens(way, pad):
     """The same kernels choose the same keys: a token differs only where two logits nearly tie."""
     options = {"greedy": {}, "beams": {"num_beams": 3}, "sampling": {"do_sample": True}}[way]
     model, ids = ours_in_bfloat16(make_large()), make_ids(B, S).cuda()
@@ -110,7 +110,7 @@ def test_generate_with_slots_and_with_all_keys(way, pad):
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_prompt_lookup(static):
+def test_prompt_lookup_gives_greedy_tokens(static):
     """Compared as greedy generation is."""
     model, ids = ours_in_bfloat16(make_large()), make_ids(1, S).cuda()
     ids = torch.cat([ids, ids[:, 2:4]], dim=1)
@@ -158,7 +158,7 @@ def test_nothing_waits_for_the_device():
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_one_graph_for_all_tokens(is_compiled):
+def test_one_graph_serves_all_tokens(is_compiled):
     """Replayed a thousand times, far beyond the window, against the same steps without a graph."""
     torch._dynamo.reset()
     model, ids = ours_in_bfloat16(make_large()), make_ids(B, S).cuda()
@@ -202,7 +202,7 @@ def test_generate_compiles_a_static_cache():
     assert same > STEPS / 3, same
 
 
-def test_memory_of_half_a_million_tokens():
+def test_half_a_million_tokens_need_constant_memory():
     """8 layers; the text is read in parts, so nothing grows with it but the list of its tokens."""
     model = ours_in_bfloat16(
         make_large(num_hidden_layers=8, window=256, max_position_embeddings=1 << 20)
@@ -225,7 +225,7 @@ def test_memory_of_half_a_million_tokens():
 
 
 @pytest.mark.parametrize("way", ["all layers", "one layer", "prefetch", "rows"])
-def test_offloading_between_two_turns(way):
+def test_offloading_between_turns_keeps_tokens(way):
     model, ids = ours_in_bfloat16(make_large()), make_ids(B, S + 20).cuda()
     cache = DynamicMaskCache(model.config)
     model(ids[:, :S], past_key_values=cache)
@@ -248,7 +248,7 @@ def test_offloading_between_two_turns(way):
             assert moved.device.type == "cuda" and torch.equal(moved, expected), name
 
 
-def test_the_layer_in_a_graph():
+def test_captured_layer_equals_eager():
     attention = DynamicMaskAttention(512, 8, 4, WINDOW, device="cuda", dtype=torch.bfloat16)
     torch.nn.init.normal_(attention.A)
     hidden = torch.randn(B, S + STEPS, 512, device="cuda", dtype=torch.bfloat16)

@@ -23,7 +23,7 @@ def family_of(kernel):
     return kernel.split()[0]
 
 
-def test_a_cap_leaves_its_family_and_older_ones():
+def test_family_cap_keeps_itself_and_older_ones():
     families = list(dict.fromkeys(map(family_of, kernel_names("cuda"))))  # the newest first
     for i, cap in enumerate(families):
         run = run_with_cap(cap)
@@ -32,7 +32,7 @@ def test_a_cap_leaves_its_family_and_older_ones():
 
 
 @pytest.mark.parametrize("cap", ["sm75", "SM80", "sm80 "])
-def test_a_cap_that_is_no_family_is_refused_with_those_that_are(cap):
+def test_unknown_family_cap_raises_naming_families(cap):
     run = run_with_cap(cap)
     assert run.returncode != 0
     assert f"FLASH_DMATTN_CUDA_FAMILY: got {cap}, expected" in run.stderr

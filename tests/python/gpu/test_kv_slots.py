@@ -48,7 +48,7 @@ def pieces_of(seed, most=7):
 
 
 @pytest.mark.parametrize("first", range(0, 160, 20))
-def test_any_split_of_a_stream(first):
+def test_any_split_equals_cpu(first):
     for seed in range(first, first + 20):
         pieces, prefill = pieces_of(seed), random.Random(seed).randint(0, 9)
         check_split(drawn(seed, prefill + sum(pieces)), prefill, pieces)
@@ -86,7 +86,7 @@ def pieces_for_many_slots(seed):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("first", range(0, 24, 12))
-def test_any_split_of_a_stream_with_many_slots(first, head_dim):
+def test_any_split_with_many_slots_equals_cpu(first, head_dim):
     """The keys of a step are split over blocks, and its victim may be in any of them."""
     for seed in range(first, first + 12):
         window, prefill, pieces = pieces_for_many_slots(seed)
@@ -95,7 +95,7 @@ def test_any_split_of_a_stream_with_many_slots(first, head_dim):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_any_split_of_a_stream_with_more_blocks_than_a_cluster(head_dim):
+def test_split_over_more_than_a_cluster_equals_cpu(head_dim):
     """A second kernel adds their sums and finds the victim among theirs."""
     for seed, prefill in enumerate((4090, 4110, 4200)):
         pieces = [1, 1, 1, 9, 1, 1, 40, 1, 1, 1]
@@ -117,7 +117,7 @@ def test_speculation_and_drops_with_many_slots(head_dim):
 
 @pytest.mark.parametrize("mode", ["all keys", "slots"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_with_kvcache_with_many_slots(mode, head_dim):
+def test_with_kvcache_with_many_slots_equals_cpu(mode, head_dim):
     for seed in range(8):
         window, prefill, pieces = pieces_for_many_slots(seed)
         stream = Stream(
@@ -140,7 +140,7 @@ def test_numbers_that_are_not_finite(value, name, mode):
 
 
 @pytest.mark.parametrize("first", range(0, 80, 20))
-def test_speculation_with_any_rollback(first):
+def test_speculation_with_rollback_equals_cpu(first):
     for seed in range(first, first + 20):
         draw = random.Random(seed)
         sizes = [draw.randint(1, 5) for _ in range(draw.randint(1, 6))]
@@ -149,14 +149,14 @@ def test_speculation_with_any_rollback(first):
 
 
 @pytest.mark.parametrize("first", range(0, 40, 20))
-def test_dropped_tokens(first):
+def test_dropped_tokens_leave_no_trace(first):
     for seed in range(first, first + 20):
         pieces, draw = pieces_of(seed), random.Random(seed)
         check_drops(drawn(seed, sum(pieces)), pieces, [draw.randint(0, 3) for _ in pieces])
 
 
 @pytest.mark.parametrize("first", range(0, 40, 20))
-def test_rows_of_different_lengths(first):
+def test_ragged_rows_equal_cpu(first):
     for seed in range(first, first + 20):
         check_ragged(drawn(seed, 24), random.Random(seed).randint(1, 10), steps=10)
 
@@ -164,7 +164,7 @@ def test_rows_of_different_lengths(first):
 @pytest.mark.parametrize("mode", ["all keys", "slots"])
 @pytest.mark.parametrize("layout", ["by token", "by head"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_kvcache(mode, layout, kind):
+def test_with_kvcache_equals_cpu(mode, layout, kind):
     for seed in range(10):
         dtype = DTYPES[seed % 2]
         pieces = pieces_of(seed, most=13)
@@ -217,7 +217,7 @@ def tokens_with_queries(stream, begin, end):
 
 
 @pytest.mark.parametrize("size", [1, CHUNK])
-def test_chunks_in_a_graph(size):
+def test_captured_chunk_equals_eager(size):
     """append, pending_intervals, attention and commit, captured once; one pending token is a chunk, too."""
     stream = long_stream()
     eager, captured = stream.slots(chunk=size), stream.slots(chunk=size)
@@ -234,7 +234,7 @@ def test_chunks_in_a_graph(size):
     assert_same_cache(captured, eager)
 
 
-def test_steps_in_a_graph():
+def test_captured_step_equals_eager():
     stream = long_stream(kind="nan")
     cache = stream.slots()
     q, k, v, scores, mask = static = [t.clone() for t in tokens_with_queries(stream, 0, 1)]
@@ -247,7 +247,7 @@ def test_steps_in_a_graph():
     assert cache.seen.tolist() == [LENGTH] * 2
 
 
-def test_prompts_in_a_graph():
+def test_captured_fill_equals_eager():
     """fill, of prompts of different lengths, captured once."""
     streams = [long_stream(seed) for seed in range(4)]
     cache = streams[0].slots()
@@ -264,7 +264,7 @@ def test_prompts_in_a_graph():
         assert_same_cache(cache, expected)
 
 
-def test_rows_in_a_graph():
+def test_captured_copy_rows_equals_eager():
     """copy_rows: a snapshot comes back and its rows change places, captured once."""
     stream = long_stream(batch=4)
     source = stream.slots(chunk=CHUNK)
@@ -302,7 +302,7 @@ def full_attention_of(stream, rows, begin, end):
 # ---- Streams and devices ---------------------------------------------------------------------------
 
 
-def test_two_streams_with_a_cache_each():
+def test_caches_on_two_streams_do_not_interfere():
     streams = [torch.cuda.Stream() for _ in range(2)]
     texts = [long_stream(seed, head_dim=dim) for seed, dim in ((0, 64), (1, 128))]
     caches = [text.slots(chunk=CHUNK) for text in texts]
@@ -325,7 +325,7 @@ def test_two_streams_with_a_cache_each():
 
 
 @needs_two_gpus
-def test_a_cache_of_another_device():
+def test_cache_of_another_device_equals_cpu():
     """The current device is another one."""
     assert torch.cuda.current_device() == 0
     for seed in range(10):
@@ -340,7 +340,7 @@ def test_a_cache_of_another_device():
 
 @needs_two_gpus
 @pytest.mark.parametrize("queries", [1, 5, 64])
-def test_few_queries_of_another_device(queries):
+def test_few_queries_on_another_device_equal_cpu(queries):
     stream = long_stream(device="cuda:1", padding="none")
     out = flash_dmattn_func(
         stream.q[:, -queries:], stream.k, stream.v, attn_bias=stream.scores, is_causal=True,
@@ -351,7 +351,7 @@ def test_few_queries_of_another_device(queries):
 
 
 @needs_two_gpus
-def test_a_graph_of_another_device():
+def test_graph_on_another_device_equals_eager():
     stream = long_stream(device="cuda:1")
     with torch.cuda.device(1):
         cache = stream.slots(chunk=CHUNK)

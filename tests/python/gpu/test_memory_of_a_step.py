@@ -23,7 +23,7 @@ def leaves_of(batch, heads_q, heads_kv, length, head_dim):
 
 
 @pytest.mark.parametrize("mask_dims", [None, 3, 4, "any", "additive"])
-def test_masks(mask_dims):
+def test_mask_backward_needs_no_quadratic_tensor(mask_dims):
     batch, heads, length, window = 2, 32, 4096, 2048
     q, k, v, bias = leaves = leaves_of(batch, heads, heads, length, 128)
     dout = torch.randn_like(q)
@@ -73,7 +73,7 @@ def test_masks(mask_dims):
 
 
 @pytest.mark.parametrize("mask_heads", [None, 1])
-def test_choice_under_a_bias_of_pairs(mask_heads):
+def test_selection_under_dense_bias_needs_one_bit_per_element(mask_heads):
     """Neither a mask of the choice nor one of what the bias hides: a bit for each pair."""
     heads, length, window = 16, 4096, 512
     q, k, v, scores = (t.detach() for t in leaves_of(1, heads, heads, length, 128))
@@ -94,7 +94,7 @@ def test_choice_under_a_bias_of_pairs(mask_heads):
     assert 0 <= extra <= bound, f"{extra / 1e6:.2f} MB, expected at most {bound / 1e6:.2f}"
 
 
-def test_long_sequence():
+def test_long_sequence_needs_linear_memory():
     length, window = 131072, 2048
     leaves = leaves_of(1, 16, 8, length, 128)
     q, k, v, bias = leaves

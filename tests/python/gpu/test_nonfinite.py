@@ -55,7 +55,7 @@ class Setting:
 @routes
 @dtypes
 @pytest.mark.parametrize("largest", ["all", "q", "v", "dout"])
-def test_inputs_at_the_limit_of_the_dtype(route, dtype, largest):
+def test_inputs_at_dtype_limit_give_finite_gradients(route, dtype, largest):
     setting = Setting(route, dtype)
     edge = torch.finfo(dtype).max
     q, k, v, bias = setting.leaves
@@ -127,24 +127,24 @@ def out_and_lse(backend):
 @dtypes
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("length, head_dim", [(41, 64), (LENGTH, 64), (LENGTH, 128), (LENGTH, 256)])
-def test_what_saturate_makes_of_nonfinite_inputs(length, head_dim, row, dtype):
+def test_saturated_nonfinite_inputs_match_rule(length, head_dim, row, dtype):
     """The table of docs/numerics.md; 41 queries are few."""
     options = {"length": length, "head_dim": head_dim, "device": "cuda"}
     assert_row(out_and_lse("cuda"), row, dtype, **options)
 
 
-def test_the_older_family_makes_the_same_of_nonfinite_inputs():
+def test_older_family_gives_same_nonfinite_results():
     families = {name.split()[0] for name in kernel_names("cuda")}
     if families == {"sm80"}:
         return  # this process
-    names = "test_what_saturate_makes_of_nonfinite_inputs"
+    names = "test_saturated_nonfinite_inputs_match_rule"
     assert_passes_in_the_older_family(__file__, names)
 
 
 @pytest.mark.skipif(not is_available("triton"), reason="float32 on a GPU takes Triton")
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("length", [41, LENGTH])
-def test_what_saturate_makes_of_nonfinite_inputs_in_float32(length, row):
+def test_saturated_nonfinite_inputs_match_rule_in_float32(length, row):
     options = {"length": length, "head_dim": 64, "device": "cuda"}
     assert_row(out_and_lse("triton"), row, torch.float32, **options)
 
@@ -194,7 +194,7 @@ def test_nonfinite_inputs_reach_the_rows_that_see_them_when_propagated(route, dt
 @routes
 @dtypes
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_a_visible_value_shows_though_its_probability_is_zero(route, dtype, value):
+def test_visible_value_of_zero_probability_propagates(route, dtype, value):
     setting = Setting(route, dtype)
     winner, key, column = 10, 70, 3
     q, k, v, bias = setting.leaves

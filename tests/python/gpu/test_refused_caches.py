@@ -19,7 +19,7 @@ pytestmark = needs_gpu
 
 @torch.no_grad()
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_a_float32_model(static):
+def test_float32_model_cache_raises(static):
     model = enable_flash_dmattn(make_model().cuda())
     ids = make_ids(1, 40).cuda()
     for _ in range(2):
@@ -33,7 +33,7 @@ def test_a_float32_model(static):
 
 
 @pytest.mark.parametrize("options", [{"dtype": torch.float32}, {"head_dim": 12}])
-def test_slots(options):
+def test_unsupported_slots_raise(options):
     sizes = {
         "batch": 1,
         "heads_kv": 1,

@@ -14,7 +14,7 @@ HEADS, LENGTH, HIDDEN_KEYS = 16, 2048, 70
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("form", ["dense", "padded", "softcap", "top_w"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_head_alone_and_among_others(head_dim, form, strided):
+def test_head_alone_equals_head_among_others(head_dim, form, strided):
     """16 heads have more tiles than a GPU has multiprocessors, one head has fewer."""
     # Rows of an odd number of elements cannot be copied 16 bytes at a time.
     shape = (1, LENGTH, HEADS, head_dim + (1 if strided else 0))

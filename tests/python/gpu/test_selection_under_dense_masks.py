@@ -67,7 +67,7 @@ def test_ranks_and_limits_are_the_choice(of_scores, of_mask, lengths, fill):
         assert torch.equal(actual, expected), (dtype, window, causal)
 
 
-def test_ranks_with_any_strides_and_without_elements():
+def test_strided_and_empty_ranks_match_oracle():
     scores, mask = torch.randn(2, 2, 300), random_mask(2, 1, 70, 300)
     expected = rank_keys(scores.cuda(), mask.cuda(), 40, True)
     strided = torch.empty(2, 300, 2).transpose(1, 2).copy_(scores)
@@ -130,11 +130,11 @@ def assert_same_choice(with_ranks, with_mask, units=None):
             torch.testing.assert_close(got / unit, wanted / unit, rtol=2e-2, atol=2e-2)
 
 
-def test_one_family_compares_bits():
+def test_single_family_process_passes_bit_tests():
     """The tests that compare bits, in a process whose kernels are all of one family."""
     if len(set(families(kernel_names("cuda")))) == 1:
         return  # this process
-    names = "chosen_pairs or overflow or has_its_gradient or bias_of_keys"
+    names = "chosen_pairs or overflow or has_its_gradient or key_bias"
     assert_passes_in_the_older_family(__file__, names)
 
 
@@ -196,7 +196,7 @@ def test_every_query_head_chooses_under_a_mask_that_they_share(head_dim):
     torch.testing.assert_close(actual, flash_dmattn_func(q, k, v, chosen), rtol=2e-2, atol=2e-2)
 
 
-def test_where_scores_overflow():
+def test_overflowing_scores_respect_ranks():
     """Rows that are computed in double look at ranks too."""
     inputs = tensors((96, 160), (2, 2), 64)
     with torch.no_grad():
@@ -240,7 +240,7 @@ PAIR_BIASES = {  # batch and heads of the bias, of the mask, of the scores
 @pytest.mark.parametrize("selection", ["per_query", "global"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("name", PAIR_BIASES)
-def test_selection_scores_under_a_bias_of_pairs(name, dtype, selection):
+def test_selection_scores_under_dense_bias_match_oracle(name, dtype, selection):
     of_bias, of_mask, of_scores = PAIR_BIASES[name]
     lengths = (130, 264)
     q, k, v, _ = tensors(lengths, (4, 2), 64)
@@ -257,7 +257,7 @@ def test_selection_scores_under_a_bias_of_pairs(name, dtype, selection):
     torch.testing.assert_close(actual.cpu().float(), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_a_choice_under_a_bias_of_pairs_has_its_gradient():
+def test_selection_under_dense_bias_has_its_gradient():
     q, k, v, _ = inputs = tensors((130, 264), (4, 2), 64)
     bias = bias_that_masks(2, 2, 130, 264)
     scores, mask = torch.randn(2, 2, 264), random_mask(2, 1, 130, 264)
@@ -271,7 +271,7 @@ def test_a_choice_under_a_bias_of_pairs_has_its_gradient():
     )
 
 
-def test_selection_scores_under_a_bias_of_keys():
+def test_selection_scores_under_key_bias_match_oracle():
     q, k, v, scores = tensors((130, 130), (2, 2), 64)
     bias = torch.randn(2, 2, 130, device="cuda", dtype=torch.bfloat16)
     bias[..., ::3] = float("-inf")

@@ -21,7 +21,7 @@ def on(device, tensors):
 
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_any_device_may_be_current(name, current):
+def test_result_does_not_depend_on_current_device(name, current):
     inputs = leaves()
     expected = gradients(FUNCTIONS[name], inputs)
     with torch.cuda.device(current):
@@ -50,7 +50,7 @@ def test_work_follows_the_streams_of_its_device():
     assert_close([t.to("cuda:0") for t in actual], expected)
 
 
-def test_threads_of_several_devices():
+def test_threads_on_devices_give_same_bits():
     inputs = leaves(seqlen=700)
     expected = gradients(FUNCTIONS["per_query"], inputs)
     copies = [on(device, inputs) for device in (0, 1)]
@@ -65,7 +65,7 @@ def test_threads_of_several_devices():
             assert_close(actual, expected)
 
 
-def test_cuda_graph_of_another_device():
+def test_graph_on_another_device_equals_eager():
     inputs = on(1, leaves())
     dout = torch.randn(inputs[0].shape, dtype=torch.bfloat16, device="cuda:1")
 
@@ -78,7 +78,7 @@ def test_cuda_graph_of_another_device():
         assert_close(captured, step())
 
 
-def test_selection_and_its_bound_on_another_device():
+def test_selection_on_another_device_matches_cpu():
     scores = torch.randn(2, 3, 1000, device="cuda:1")
     for selection in ("per_query", "global"):
         actual = select_key_intervals(scores, 90, selection=selection)

@@ -33,7 +33,7 @@ HEAD_DIMS = [*range(8, 257, 8), 1, 3, 33, 65, 100, 127, 129, 250]
 
 @pytest.mark.parametrize("route", ["one for each key", "selection", "pairs"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_head_dim(head_dim, route):
+def test_every_head_dim_matches_oracle(head_dim, route):
     dtype = torch.float16 if head_dim % 16 == 0 else torch.bfloat16
     seqlen_k = 132 if route == "pairs" else 131  # of pairs in fours, a kernel of their own
     problem = problem_of(head_dim, seqlen_k=seqlen_k, dtype=dtype)
@@ -70,7 +70,7 @@ def with_list(problem):
 
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids="".join)
-def test_mask(shape, listed):
+def test_mask_shapes_match_oracle(shape, listed):
     problem = problem_of(40, 67, 133, torch.float16 if listed else torch.bfloat16)
     problem.mask = torch.rand(sizes(shape, 67, 133), device="cuda") < 0.6
     options = with_list(problem) if listed else {}
@@ -80,7 +80,7 @@ def test_mask(shape, listed):
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("bias_dtype", ["same", "f32"])
 @pytest.mark.parametrize("shape", SHAPES, ids="".join)
-def test_bias(shape, bias_dtype, listed):
+def test_bias_shapes_match_oracle(shape, bias_dtype, listed):
     dtype = torch.bfloat16 if listed else torch.float16
     for seqlen_k in (133, 136):  # odd rows; rows whose elements lie in eights
         problem = problem_of(40, 67, seqlen_k, dtype)
@@ -98,7 +98,7 @@ def test_bias(shape, bias_dtype, listed):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_lone_pairs(head_dim):
+def test_lone_visible_elements_match_oracle(head_dim):
     """Tiles of a mask with one visible pair, in each of its rows once, beside empty ones; any byte but 0 is True."""
     rows, keys = torch.arange(232, device="cuda"), torch.arange(4096, device="cuda")
     row_tile, key_tile = (rows // 64)[:, None], keys // 64
@@ -127,7 +127,7 @@ EMPTY = {
 
 @pytest.mark.parametrize("options", ["plain", "selection", "global", "pairs"])
 @pytest.mark.parametrize("name", EMPTY)
-def test_nothing(name, options):
+def test_empty_problem_gives_empty_result(name, options):
     batch, seqlen_q, seqlen_k, heads_q, heads_kv = EMPTY[name]
     q = normal(batch, seqlen_q, heads_q, 64).requires_grad_()
     k, v = (normal(batch, seqlen_k, heads_kv, 64).requires_grad_() for _ in range(2))
@@ -148,7 +148,7 @@ def test_nothing(name, options):
     torch.cuda.synchronize()
 
 
-def test_nothing_packed():
+def test_empty_packed_problem_gives_empty_result():
     q, k, v = (normal(0, 4, 64).requires_grad_() for _ in range(3))
     offsets = torch.zeros(3, dtype=torch.int32, device="cuda")
     out = flash_dmattn_varlen_func(q, k, v, offsets, offsets, 0, 0, is_causal=True)
@@ -228,7 +228,7 @@ def test_where_a_mask_lies_changes_no_bit(heads):
 
 
 @pytest.mark.parametrize("shape", ["mask", "bias", "both"])
-def test_layout_of_pairs(shape):
+def test_dense_layouts_match_oracle(shape):
     """Masks and biases of pairs whose rows lie anywhere: every width of load, and the slow path."""
     problem = problem_of(64, 130, 264)
     mask = torch.rand(BATCH, HEADS_KV, 130, 264, device="cuda") < 0.6
@@ -252,7 +252,7 @@ def test_layout_of_pairs(shape):
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_strides_of_zero(dim):
+def test_zero_strides_match_oracle(dim):
     """One batch element, one row or one head behind many."""
 
     def shared(heads):

@@ -43,7 +43,7 @@ def test_nothing_waits_for_the_device(name):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_cuda_graph_of_forward_and_backward(name):
+def test_graph_replay_equals_eager(name):
     static = leaves()
     dout = torch.randn(static[0].shape, dtype=torch.bfloat16, device="cuda")
 
@@ -60,7 +60,7 @@ def test_cuda_graph_of_forward_and_backward(name):
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_cuda_graph_of_packed_sequences(name):
+def test_packed_graph_replay_equals_eager(name):
     """Of forward and backward, replayed with other values and with sequences of other lengths."""
     static = leaves(batch=1)
     dout = torch.randn(static[0].shape, dtype=torch.bfloat16, device="cuda")
@@ -180,7 +180,7 @@ def test_consecutive_keys_need_neither_bound_nor_list():
     assert_close(captured, step(listed))
 
 
-def test_other_streams():
+def test_side_streams_give_same_bits():
     inputs = leaves(seqlen=2000)
     expected = gradients(FUNCTIONS["per_query"], inputs)
     stream = torch.cuda.Stream()
@@ -263,7 +263,7 @@ def test_compiles_varlen():
 
 
 @pytest.mark.parametrize("bound", [[], [50, 1]])
-def test_opcheck(bound):
+def test_operators_pass_opcheck(bound):
     q, k, v, bias = leaves()
     intervals = select_key_intervals(bias, 50).intervals
     options = (bound, True, 0.125, 0.0, True, True, "")  # deterministic: results are compared
@@ -298,7 +298,7 @@ def test_key_list_is_the_global_selection():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype):
+def test_autocast_casts_inputs(dtype):
     inputs = leaves(dtype=torch.float32)
 
     def under_autocast(*t):
@@ -315,7 +315,7 @@ def test_autocast(dtype):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing(use_reentrant):
+def test_checkpointing_gives_same_gradients(use_reentrant):
     inputs = leaves()
     function = FUNCTIONS["per_query"]
     actual = gradients(lambda *t: checkpoint(function, *t, use_reentrant=use_reentrant), inputs)

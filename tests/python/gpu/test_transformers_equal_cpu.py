@@ -64,7 +64,7 @@ class Layer(torch.nn.Linear):
     keep_window_size = KEEP
 
 
-def test_attention_function_of_a_layer():
+def test_attention_function_casts_float32_to_weight_dtype():
     """[B, H, S, D]; float32, as PEFT leaves it, becomes the dtype of the layer's weights."""
     states, bias = make_states(), torch.randn(BATCH, HEADS_KV, LENGTH).bfloat16()
     results = []

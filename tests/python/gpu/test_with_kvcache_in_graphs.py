@@ -92,7 +92,7 @@ def assert_same_bits(actual, expected, where):
 
 @pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("mode", MODES)
-def test_one_graph_for_all_tokens(mode, tokens):
+def test_one_graph_serves_all_tokens(mode, tokens):
     captured = Text(mode, tokens)
     called = captured.copy()
     graph, (places, out, lse) = capture(captured.call)  # which adds the first tokens, once
@@ -130,7 +130,7 @@ def test_one_graph_for_all_tokens(mode, tokens):
     ],
     ids=str,
 )
-def test_no_call_waits_for_the_device(mode, options, tokens):
+def test_calls_do_not_wait_for_the_device(mode, options, tokens):
     text = Text(mode, tokens, **options)
     text.call()  # kernels are loaded at their first use
     torch.cuda.synchronize()

@@ -37,7 +37,7 @@ def test_rows_that_are_not_contiguous():
     torch.testing.assert_close(gradient_for(wanted.cuda()).cpu(), gradient_for(wanted))
 
 
-def test_of_other_dtypes_and_under_vmap():
+def test_zero_sum_holds_for_every_dtype_and_vmap():
     wanted = random((2, 3, 50))
     torch.testing.assert_close(
         gradient_for(wanted.double().cuda()).cpu(), gradient_for(wanted.double())
@@ -54,7 +54,7 @@ def test_of_other_dtypes_and_under_vmap():
         torch.testing.assert_close(got, gradient(one))
 
 
-def test_a_gradient_with_a_derivative_is_torchs():
+def test_differentiable_gradient_equals_torch():
     wanted = random((2, 3, 50)).cuda().requires_grad_()
     scores = torch.zeros_like(wanted, requires_grad=True)
     through = with_zero_sum_gradient(scores)
@@ -63,7 +63,7 @@ def test_a_gradient_with_a_derivative_is_torchs():
     torch.testing.assert_close(second, 2 * got.detach())
 
 
-def test_a_tangent_is_torchs():
+def test_tangent_equals_torch():
     wanted, tangent = random((2, 3, 50)), random((2, 3, 50), 1)
     found = []
     for device in ("cpu", "cuda"):
@@ -75,6 +75,6 @@ def test_a_tangent_is_torchs():
     torch.testing.assert_close(*found)
 
 
-def test_an_operator_names_what_it_does_not_take():
+def test_bad_operator_argument_raises_naming_it():
     with pytest.raises(ValueError, match="gradient: got .*, expected float32"):
         _ops.zero_sum(torch.zeros(3, dtype=torch.float64, device="cuda"))

@@ -51,7 +51,7 @@ from peak_memory import run_measured
 
 @pytest.mark.parametrize("bias_heads", [1, HKV, HQ])
 @pytest.mark.parametrize("mask_shape", [None, (B, S), (B, 1, S), (B, HKV, S), (B, 1, 1, S)])
-def test_one_choice_for_all_queries(mask_shape, bias_heads):
+def test_global_selection_equals_dense_mask(mask_shape, bias_heads):
     states = make_states()
     bias = torch.randn(B, bias_heads, S, requires_grad=True)
     mask = None if mask_shape is None else torch.rand(mask_shape) > 0.3
@@ -67,7 +67,7 @@ def test_one_choice_for_all_queries(mask_shape, bias_heads):
 
 @pytest.mark.parametrize("query_length", [S, 11, 1])
 @pytest.mark.parametrize("kind", ["causal", "padded", "additive", "arbitrary", "per head"])
-def test_one_choice_per_query(kind, query_length):
+def test_per_query_selection_equals_dense_mask(kind, query_length):
     states = make_states(query_length)
     bias = torch.randn(B, HKV, S, requires_grad=True)
     allowed = padded_causal(query_length)
@@ -90,7 +90,7 @@ def test_one_choice_per_query(kind, query_length):
 
 @pytest.mark.parametrize("mask_shape", [None, (B, S), (B, 1, S, S), (B, HQ, S, S)])
 @pytest.mark.parametrize("heads", [1, HKV, HQ])
-def test_scores_per_pair(mask_shape, heads):
+def test_4d_scores_equal_dense_mask(mask_shape, heads):
     states = make_states()
     bias = torch.randn(B, heads, S, S, requires_grad=True)
     mask = None if mask_shape is None else torch.rand(mask_shape) > 0.3
@@ -116,7 +116,7 @@ def test_every_key_is_kept_when_the_window_is_not_smaller(mask, keep):
     assert_same((*states, bias), attend(*states, given, bias, keep_window_size=keep), expected)
 
 
-def test_an_additive_mask_with_other_values_is_a_bias():
+def test_additive_mask_with_other_values_acts_as_bias():
     states, bias = make_states(), torch.randn(B, HKV, S, requires_grad=True)
     distance = torch.where(padded_causal(), -0.1 * torch.rand(B, HQ, S, S), LOWEST)
     expected = dense_attention(
@@ -150,7 +150,7 @@ def test_window_size_is_another_name():
 
 
 @pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens"])
-def test_packed_sequences(by):
+def test_packed_selection_equals_dense_mask(by):
     lengths = (20, 1, 16)
     states = make_states(batch=1)
     bias = torch.randn(1, HKV, S, requires_grad=True)
@@ -172,7 +172,7 @@ def test_packed_sequences(by):
         attend(*states, None, torch.randn(1, HKV, S, S), **packed)
 
 
-def test_a_mask_of_another_length_is_an_error():
+def test_mask_of_another_length_raises():
     with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 30\); expected 37 keys"):
         attend(*make_states(), torch.ones(B, 30, dtype=torch.bool), torch.randn(B, HKV, S))
 
@@ -207,7 +207,7 @@ def test_other_masks_are_not_recognised():
     assert intervals_of_mask(torch.where(prefix_lm(S, 0).to_mask(), -1.0, LOWEST)) is None
 
 
-def test_memo_derives_once_per_tensor():
+def test_memo_computes_once_per_tensor():
     memo, mask = Memo(), prefix_lm(S, 0).to_mask()
     first = intervals_of_mask(mask, memo)
     assert intervals_of_mask(mask, memo) is first
@@ -322,7 +322,7 @@ def test_expanded_intervals_become_one_mask():
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_choice_among_intervals(data):
+def test_selection_among_intervals_equals_dense_mask(data):
     """Padding, prefixes and documents, with many equal scores."""
     length = data.draw(st.integers(1, 24))
     keep = data.draw(st.integers(1, 8))
@@ -378,7 +378,7 @@ def test_masks_over_foreign_memory_are_read_at_every_call(make):
 # ---- What brought this package about ---------------------------------------------------------------
 
 
-def test_topk_gradient_safety():
+def test_topk_mask_gives_finite_gradients():
     """No gradient flows through the choice, none to masked keys, and none is not finite."""
     for fill in (LOWEST, float("-inf")):
         states = make_states()
@@ -419,7 +419,7 @@ for mask in (None, three_d, four_d):
 """
 
 
-def test_memory_of_the_three_shape_scenarios():
+def test_three_shape_scenarios_need_linear_memory():
     """A 3-d bias with no mask, a 3-d and a 4-d mask: nothing of N x N is made, per head or at all."""
     no_mask, three_d, four_d = run_measured(MEMORY)
     pairs = 6144 * 6144  # bytes of one mask for all heads

@@ -70,7 +70,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training(name):
+def test_compiled_training_equals_eager(name):
     torch._dynamo.reset()
     options, inputs = CASES[name]
     model, ids = make_model(**options), torch.randint(0, VOCABULARY, (B, S))
@@ -115,7 +115,7 @@ def inputs_of_length(name, length):
 
 @since_transformers_5
 @pytest.mark.parametrize("name", CASES)
-def test_lengths(name):
+def test_lengths_share_one_graph(name):
     torch._dynamo.reset()
     counter = CompileCounter()
     loss = training_of(make_model(**CASES[name][0]))
@@ -128,7 +128,7 @@ def test_lengths(name):
 
 
 @since_transformers_5
-def test_export():
+def test_exported_program_equals_eager():
     model = make_model().eval()
 
     class Logits(torch.nn.Module):
@@ -161,7 +161,7 @@ def test_documents_become_intervals_without_reading_a_mask():
     torch.testing.assert_close(KeyIntervals(intervals, S).to_mask(), dense)
 
 
-def test_a_choice_that_no_intervals_describe():
+def test_selection_without_intervals_equals_eager_or_raises():
     """Where that is known before the values are, the choice has another form; else it raises when it runs."""
     torch._dynamo.reset()
     window, scores = sliding_window(S, 9), torch.randn(1, 1, S)

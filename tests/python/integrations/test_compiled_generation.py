@@ -59,7 +59,7 @@ def test_decoding_reads_nothing(pad):
 
 @pytest.mark.parametrize("pad", [0, 13])
 @torch.no_grad()
-def test_one_graph_for_all_steps(pad):
+def test_one_graph_serves_all_steps(pad):
     torch._dynamo.reset()
     _, ours = make_pair()
     expected = decode(ours, prefilled(ours, pad), pad)
@@ -94,7 +94,7 @@ def test_memory_stays_in_place():
 
 
 @torch.no_grad()
-def test_memory_before_the_first_token():
+def test_static_cache_allocates_before_first_token():
     """As torch.export and a compiled prefill need it."""
     _, ours = make_pair()
     expected = decode(ours, prefilled(ours))

@@ -123,7 +123,7 @@ def rounded_anew(model, seed):
 
 @pytest.mark.parametrize("pad", [None, "left", "right"])
 @pytest.mark.parametrize("keep", [KEEP, S, 2048])
-def test_same_loss_and_gradients(pad, keep):
+def test_loss_and_gradients_equal_eager(pad, keep):
     model, ids = make_model(keep_window_size=keep), make_ids()
     mask = None if pad is None else padding(pad)
     labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
@@ -131,12 +131,12 @@ def test_same_loss_and_gradients(pad, keep):
 
 
 @pytest.mark.parametrize("window", [5, 20])
-def test_sliding_window_layers(window):
+def test_sliding_window_layers_equal_eager(window):
     model, ids = make_model(sliding_window=window), make_ids()
     assert_same_training(model, enabled(model), ids, ids)
 
 
-def test_packed_sequences():
+def test_packed_sequences_equal_eager():
     model, ids = make_model(), make_ids()
     positions = torch.cat([torch.arange(15), torch.arange(25)])[None].expand(B, -1)
     assert_same_training(model, enabled(model), ids, ids, position_ids=positions)
@@ -162,7 +162,7 @@ def test_four_dimensional_masks(kind, additive):
     transformers.__version__ < "5", reason="DogeCDMoE of transformers 4 fails itself"
 )
 @pytest.mark.parametrize("pad", ["left", "right"])
-def test_mixture_of_experts(pad):
+def test_mixture_of_experts_equals_eager(pad):
     model, ids = make_model(is_moe=True, num_experts=16, num_experts_per_tok=4), make_ids()
     mask = padding(pad)
     labels = ids.masked_fill(mask == 0, -100)
@@ -170,7 +170,7 @@ def test_mixture_of_experts(pad):
     assert_same_training(model, enabled(model), ids, labels, **options)
 
 
-def test_gradient_checkpointing():
+def test_checkpointing_equals_eager():
     model, ids = make_model(), make_ids()
     ours = enabled(model).train()
     ours.gradient_checkpointing_enable({"use_reentrant": False})
@@ -179,7 +179,7 @@ def test_gradient_checkpointing():
 
 
 @pytest.mark.parametrize("enable_first", [True, False])
-def test_lora(enable_first):
+def test_lora_equals_eager(enable_first):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
         target_modules=["q_proj", "v_proj", "dt_proj"], init_lora_weights=False
@@ -222,7 +222,7 @@ def test_gradients_reach_the_scores():
             assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 0
 
 
-def test_a_fresh_model_learns_its_scores():
+def test_fresh_model_learns_its_scores():
     """A is 0 at first, which makes all scores equal: a sliding window, and A has a gradient."""
     torch.manual_seed(0)
     model = enable_flash_dmattn(DogeForCausalLM(copy.deepcopy(make_model().config)))
@@ -244,7 +244,7 @@ def test_a_fresh_model_learns_its_scores():
     ids=lambda options: "-".join(map(str, options)) or "greedy",
 )
 @pytest.mark.parametrize("pad", [None, "left"])
-def test_same_generation(pad, options):
+def test_generated_tokens_equal_eager(pad, options):
     model, ids = make_model().eval(), make_ids()
     mask = torch.ones_like(ids) if pad is None else padding(pad)
     options = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False, **options}
@@ -252,7 +252,7 @@ def test_same_generation(pad, options):
     assert torch.equal(actual, expected)
 
 
-def test_the_cache_changes_nothing():
+def test_cache_gives_same_results():
     """Token by token as all at once: the same keys are chosen."""
     model, ids = enabled(make_model()).eval(), make_ids()
     with torch.no_grad():
@@ -265,7 +265,7 @@ def test_the_cache_changes_nothing():
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-4, rtol=1e-4)
 
 
-def test_bfloat16_and_autocast():
+def test_bfloat16_and_autocast_are_near_float32():
     model, ids = make_model(), make_ids()
     with torch.autocast("cpu", torch.bfloat16):
         eager, ours = (m(ids, labels=ids) for m in (model, enabled(model)))
@@ -289,7 +289,7 @@ def test_sixteen_thousand_tokens_train_without_a_pair_tensor():
     assert largest.elements <= length * VOCABULARY  # the logits
 
 
-def test_switching_back_and_forth():
+def test_switching_implementation_restores_eager():
     model, ids = make_model(), make_ids()
     expected = model(ids).logits
     for name in ("flash_dmattn", "eager", "flash_dmattn"):
@@ -306,7 +306,7 @@ def test_switching_back_and_forth():
     torch.testing.assert_close(named(ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_model_dispatched_by_accelerate():
+def test_dispatched_model_equals_eager():
     hooks = pytest.importorskip("accelerate.hooks")
     model, ids = make_model(), make_ids()
     expected = model(ids).logits
@@ -317,7 +317,7 @@ def test_a_model_dispatched_by_accelerate():
     )
 
 
-def test_what_cannot_be_done_is_said():
+def test_unsupported_setting_raises_reason():
     with pytest.raises(ValueError, match="Linear without any DogeAttention layer"):
         enable_flash_dmattn(torch.nn.Linear(2, 2))
     model = make_model(attention_dropout=0.1)
@@ -386,7 +386,7 @@ def test_bookkeeping_and_packed_sequences_pass():
     assert not torch.equal(alone, expected)
 
 
-def test_an_additive_mask_of_padding_is_refused():
+def test_additive_padding_mask_raises():
     """transformers would hide the tokens and show the padding."""
     ours, ids = enabled(make_model()), make_ids(2, 12)
     additive = torch.zeros(2, 12)

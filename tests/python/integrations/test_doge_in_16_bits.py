@@ -50,7 +50,7 @@ def test_gradients_are_nearer_to_the_float32_models(dtype):
 
 
 @pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_gradient_of_A_without_a_selection(autocast):
+def test_gradient_of_A_without_selection_is_near_float32(autocast):
     distances = median_distances(torch.bfloat16, autocast=autocast, window=LENGTH)
     assert_the_error_of_delta_does_not_add_up(distances)
 
@@ -112,7 +112,7 @@ def test_cached_keys_have_the_scores_they_had(scores_of_calls):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_option_has_the_scores_of_eager(precision, scores_of_calls, monkeypatch):
+def test_option_gives_scores_of_eager(precision, scores_of_calls, monkeypatch):
     model, ids = make_doge(0)
     model, context = in_precision(model, precision)
     of_eager = []

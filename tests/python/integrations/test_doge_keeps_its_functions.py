@@ -69,7 +69,7 @@ def with_their_functions(layer, monkeypatch):
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_same_bits(dtype, autocast, monkeypatch):
+def test_norm_and_rope_give_same_bits(dtype, autocast, monkeypatch):
     layer, inputs = make_layer()
     layer.to(dtype)
     hidden = inputs["hidden_states"].to(dtype)
@@ -81,7 +81,7 @@ def test_same_bits(dtype, autocast, monkeypatch):
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
 
-def test_a_layer_that_nobody_touched_has_fewer_calls():
+def test_unmodified_layer_makes_fewer_calls():
     model, ids = make_model(), torch.arange(S)[None]
     calls = names_of_calls(lambda: model(input_ids=ids, labels=ids).loss.backward())
     assert calls.count("aten::rms_norm") == 2 * LAYERS
@@ -90,7 +90,7 @@ def test_a_layer_that_nobody_touched_has_fewer_calls():
     assert calls.count("aten::neg_") == 1 and "aten::neg" not in calls
 
 
-def test_compiled_code_fuses_their_operations():
+def test_compiled_norm_and_rope_are_fused():
     torch._dynamo.reset()
     layer, inputs = make_layer()
     counter = CompileCounterWithBackend("eager")
@@ -229,7 +229,7 @@ def test_sines_can_have_a_gradient():
         assert gradient.abs().max() > 0
 
 
-def test_inference_mode():
+def test_inference_mode_gives_same_bits():
     layer, inputs = make_layer()
     expected = layer(**inputs)[0]
     with torch.inference_mode():

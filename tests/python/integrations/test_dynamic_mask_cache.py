@@ -137,7 +137,7 @@ def test_recording_without_a_crop_changes_nothing():
         torch.testing.assert_close(next_logits(ours, cache), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_offloading_and_coming_back():
+def test_prefetch_restores_offloaded_slots():
     _, ours = make_pair()
     cache = filled(ours, S)
     expected = next_logits(ours, copy.deepcopy(cache))
@@ -167,7 +167,7 @@ def test_offloaded_slots_come_back_with_the_next_tokens(use):
     assert set(moves) == {torch.device("cuda")}
 
 
-def test_rows_and_dropped_tokens_of_offloaded_slots():
+def test_row_operations_work_on_offloaded_slots():
     """What needs no new tokens works where they are."""
     _, ours = make_pair()
     caches = [DynamicMaskCache(ours.config) for _ in range(2)]
@@ -181,7 +181,7 @@ def test_rows_and_dropped_tokens_of_offloaded_slots():
     assert torch.equal(*(next_logits(ours, cache) for cache in caches))
 
 
-def test_a_static_cache_is_not_offloaded():
+def test_static_cache_is_not_offloaded():
     _, ours = make_pair()
     cache = filled(ours, S, static=True)
     expected = next_logits(ours, copy.deepcopy(cache))
@@ -215,7 +215,7 @@ def test_reset_ends_recording():
 @pytest.mark.parametrize(
     "method", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave"]
 )
-def test_rows_of_an_empty_cache(method):
+def test_row_operations_on_empty_cache_do_nothing(method):
     _, ours = make_pair()
     cache = DynamicMaskCache(ours.config)
     getattr(cache, method)(3 if "repeat" in method else torch.tensor([1, 0]))
@@ -223,7 +223,7 @@ def test_rows_of_an_empty_cache(method):
 
 
 @pytest.mark.skipif(TRANSFORMERS_4, reason="transformers 4 has one config for all layers")
-def test_layers_with_windows_of_their_own():
+def test_each_layer_keeps_its_window():
     model = make_model()
     model.config.per_layer_config = {0: {"keep_window_size": 20}}
     cache = DynamicMaskCache(model.config)
@@ -302,26 +302,26 @@ def test_keys_without_kernels_on_a_gpu_are_refused_with_what_to_do():
         layer.lazy_initialization(key.bfloat16())
 
 
-def test_models_without_a_window():
+def test_model_without_window_raises():
     with pytest.raises(ValueError, match="LlamaConfig without keep_window_size"):
         DynamicMaskCache(LlamaConfig())
 
 
-def test_the_cache_of_another_model():
+def test_cache_of_another_model_raises():
     _, ours = make_pair()
     other = make_model(window=WINDOW + 1)
     with pytest.raises(ValueError, match="holds 10 keys and layer 0 keeps 9"):
         ours(make_ids(B, S), past_key_values=DynamicMaskCache(other.config))
 
 
-def test_the_cache_of_a_model_with_fewer_layers():
+def test_cache_with_fewer_layers_raises():
     _, ours = make_pair()
     cache = DynamicMaskCache(make_model(num_hidden_layers=2).config)
     with pytest.raises(ValueError, match="past_key_values has 2 layers, and layer 2 has none"):
         ours(make_ids(B, S), past_key_values=cache)
 
 
-def test_another_number_of_rows_changes_nothing():
+def test_wrong_number_of_rows_leaves_cache_unchanged():
     _, ours = make_pair()
     cache = filled(ours, S)
     before = [[t.clone() for t in layer.slots.tensors] for layer in cache.layers]
@@ -333,7 +333,7 @@ def test_another_number_of_rows_changes_nothing():
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_another_number_of_rows_after_a_reset(static):
+def test_reset_cache_accepts_another_batch(static):
     _, ours = make_pair()
     cache = filled(ours, S, static=static)
     cache.reset()
@@ -341,7 +341,7 @@ def test_another_number_of_rows_after_a_reset(static):
         ours(make_ids(3, S), past_key_values=cache)
 
 
-def test_tokens_without_places_in_a_static_cache():
+def test_static_cache_without_room_raises():
     _, ours = make_pair()
     cache = filled(ours, S, static=True, chunk=0)
     with pytest.raises(
@@ -352,7 +352,7 @@ def test_tokens_without_places_in_a_static_cache():
 
 
 @pytest.mark.parametrize("window", [0, -3])
-def test_windows_without_keys(window):
+def test_window_without_keys_raises(window):
     _, ours = make_pair()
     ours.config.keep_window_size = window
     with pytest.raises(ValueError, match=f"config.keep_window_size: got {window}, expected"):
@@ -366,7 +366,7 @@ def test_unknown_names_of_caches():
         enable_flash_dmattn(make_model(sliding_window=16), cache="dynamic_mask")
 
 
-def test_arguments_of_another_type():
+def test_argument_of_another_type_raises():
     """A text such as "no" would be true, and a missing config an error of its attributes."""
     config = make_model().config
     for message, call in {
@@ -407,7 +407,7 @@ def test_tokens_that_have_evicted_others_cannot_be_dropped():
             cache.crop(3)
 
 
-def test_gradients_through_cached_keys():
+def test_cached_keys_have_no_gradient():
     _, ours = make_pair()
     with torch.enable_grad():
         cache = DynamicMaskCache(ours.config)

@@ -41,7 +41,7 @@ WAYS = {
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("pad", [0, 13, 33])
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_generate(way, pad, static):
+def test_each_generation_mode_gives_tokens_of_full_cache(way, pad, static):
     oracle, ours = make_pair()
     cache = DynamicMaskCache(ours.config, static=static)
     mask = left_padding(B, S, pad)
@@ -51,7 +51,7 @@ def test_every_way_to_generate(way, pad, static):
     assert static or cache.layers[1].keys.shape[2] == WINDOW
 
 
-def test_the_choice_of_keys_matters():
+def test_other_window_gives_other_tokens():
     """Else the other tests would prove nothing."""
     oracle, ours = make_pair()
     for layer in oracle.model.layers:
@@ -61,7 +61,7 @@ def test_the_choice_of_keys_matters():
 
 
 @pytest.mark.parametrize("length", [1, WINDOW - 1, WINDOW, WINDOW + 1])
-def test_prompts_about_as_long_as_the_window(length):
+def test_prompts_near_window_length_give_same_tokens(length):
     oracle, ours = make_pair()
     assert_same_generation(
         oracle, ours, make_ids(B, length), DynamicMaskCache(ours.config), **FRESH
@@ -74,7 +74,7 @@ def test_windows_at_the_ends(window):
     assert_same_generation(oracle, ours, make_ids(B, S), DynamicMaskCache(ours.config), **FRESH)
 
 
-def test_a_prompt_without_a_mask():
+def test_prompt_without_mask_gives_same_tokens():
     oracle, ours = make_pair()
     cache = DynamicMaskCache(ours.config)
     assert_same_generation(oracle, ours, make_ids(1, S), cache, attention_mask=None, **FRESH)
@@ -101,7 +101,7 @@ def recording_cache(model, **options):
     ids=["dynamic", "static"],
 )
 @pytest.mark.parametrize("length", [6, S, 120])
-def test_prompt_lookup(length, static):
+def test_prompt_lookup_gives_greedy_tokens(length, static):
     """Some guesses are accepted, some dropped; `crop` follows every step."""
     oracle, ours = make_pair()
     ids, options = make_ids(1, length), {"logits_processor": [RepeatsOfThree()]}
@@ -118,7 +118,7 @@ def test_prompt_lookup(length, static):
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02])
-def test_an_assistant_model(noise):
+def test_assistant_model_gives_greedy_tokens(noise):
     """It keeps a cache of its own over several steps, and drops what was not accepted."""
     oracle, ours = make_pair()
     _, assistant = make_pair()
@@ -133,7 +133,7 @@ def test_an_assistant_model(noise):
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("pad", [0, 13])
-def test_several_turns_of_a_chat(pad, static):
+def test_chat_turns_give_tokens_of_one_text(pad, static):
     """Each turn continues the cache of the one before: many tokens, one token, many again."""
     oracle, ours = make_pair()
     caches = [transformers.DynamicCache(), DynamicMaskCache(ours.config, static=static)]
@@ -153,7 +153,7 @@ def test_several_turns_of_a_chat(pad, static):
         texts = [torch.cat([text, said], dim=1) for text in texts]
 
 
-def test_the_default_cache_of_a_model():
+def test_enabled_model_uses_dynamic_mask_cache():
     oracle, ours = make_pair()
     enable_flash_dmattn(ours, cache="dynamic_mask")
     ids = make_ids(B, S)
@@ -211,7 +211,7 @@ def test_model_loaded_by_name_has_no_scores_for_slots(tmp_path):
         stock(make_ids(B, S), past_key_values=DynamicMaskCache(stock.config))
 
 
-def test_repeating_and_selecting_rows():
+def test_repeated_and_selected_rows_equal_full_cache():
     """As contrastive search does: every row three times, then some of them."""
     oracle, ours = make_pair()
     caches = [transformers.DynamicCache(), DynamicMaskCache(ours.config)]
@@ -229,7 +229,7 @@ def test_repeating_and_selecting_rows():
     torch.testing.assert_close(logits[1], logits[0], atol=2e-4, rtol=2e-4)
 
 
-def test_a_new_text_in_the_same_memory():
+def test_reset_static_cache_gives_same_tokens():
     oracle, ours = make_pair()
     cache = DynamicMaskCache(ours.config, static=True)
     assert_same_generation(oracle, ours, make_ids(B, S), cache, **FRESH)
@@ -239,7 +239,7 @@ def test_a_new_text_in_the_same_memory():
     assert memory == [layer.keys.data_ptr() for layer in cache.layers]
 
 
-def test_padding_between_turns():
+def test_padded_turns_equal_unpadded():
     """New tokens of a ragged batch are padding in some rows: they enter no cache."""
     oracle, ours = make_pair()
     caches = [transformers.DynamicCache(), DynamicMaskCache(ours.config)]

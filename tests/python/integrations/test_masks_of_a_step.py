@@ -58,7 +58,7 @@ def make_step(cache, padding):
         ("static slots", True, 9),
     ],
 )
-def test_operators(cache, is_padded, most):
+def test_step_mask_needs_at_most_n_operators(cache, is_padded, most):
     """The host launches each of them for every token, outside of the graph of a compiled step; static caches have their
     lengths on the device, which it does not wait for."""
     padding = left_padding(B, S + 1, MISSING).bool() if is_padded else None
@@ -108,7 +108,7 @@ def test_equals_the_mask_of_transformers(cache, padding, tokens):
     assert torch.equal(shown, expected)
 
 
-def test_positions_with_gaps():
+def test_positions_with_gaps_give_right_mask():
     """transformers 4 gives the positions of all queries."""
     position, padding = torch.tensor([3, 4, 8]), torch.arange(12)[None] != 5
     made = key_interval_mask(1, 12, cache_position=position, attention_mask=padding)
@@ -121,7 +121,7 @@ def test_positions_with_gaps():
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
-def test_a_length_of_one_dimension(is_padded):
+def test_length_tensor_of_one_dimension_is_accepted(is_padded):
     """As static caches of transformers 5.4 and 5.5 have it."""
     padding = left_padding(B, 8, 3).bool() if is_padded else None
     expected = key_interval_mask(B, 8, 3, torch.tensor(4), 0, attention_mask=padding)
@@ -130,7 +130,7 @@ def test_a_length_of_one_dimension(is_padded):
     assert torch.equal(made, expected)
 
 
-def test_the_batch_of_the_mask_is_that_of_the_model():
+def test_mask_has_batch_of_the_model():
     padding = left_padding(1, 8, 3).bool()
     for queries, offset in ((8, 0), (1, 7)):
         made, expected = (

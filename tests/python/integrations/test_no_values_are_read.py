@@ -62,14 +62,14 @@ def make_leaves():
 
 
 @pytest.mark.parametrize("name", MAKES)
-def test_of_intervals(name):
+def test_intervals_read_no_values(name):
     leaves = make_leaves()
     with RefuseReads():
         gradients(leaves, key_intervals=MAKES[name](leaves[3]))
 
 
 @pytest.mark.parametrize("selection", ["per_query", "global"])
-def test_of_a_choice(selection):
+def test_selection_reads_no_values(selection):
     with RefuseReads():
         gradients(
             make_leaves(),
@@ -83,7 +83,7 @@ def test_of_a_choice(selection):
 @pytest.mark.transformers
 @pytest.mark.parametrize("inputs", ["no_mask", "padding", "packed"])
 @pytest.mark.parametrize("family", ["Doge", "Llama"])
-def test_of_a_model_whose_step_is_captured(family, inputs, monkeypatch):
+def test_captured_model_step_reads_no_values(family, inputs, monkeypatch):
     """Outside of a CUDA graph transformers itself reads positions, and our masks are read to be known exactly."""
     transformers = pytest.importorskip("transformers", minversion="5")
     from transformers.utils import import_utils

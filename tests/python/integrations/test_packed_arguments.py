@@ -55,7 +55,7 @@ def test_rows_of_different_documents_choose_alone():
 
 
 @pytest.mark.parametrize("name", [*OF_OFFSETS, *LONGEST])
-def test_some_of_the_arguments_of_packed_sequences_are_refused(name):
+def test_incomplete_packed_arguments_raise(name):
     given = {name: (OF_OFFSETS | LONGEST)[name]}
     with pytest.raises(ValueError, match="cu_seq_lens_[qk]: got None"):
         attend(*make_states(batch=1), None, None, **given)

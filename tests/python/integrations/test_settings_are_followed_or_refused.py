@@ -51,7 +51,7 @@ def test_settings_come_from_the_module_or_the_call():
     assert torch.equal(out, attend(*states, None, bias, is_causal=False))
 
 
-def test_a_mask_with_a_query_dimension_says_everything():
+def test_mask_with_query_dimension_adds_no_causality():
     states = make_states()
     full = torch.ones(B, 1, S, S, dtype=torch.bool)
     out, _ = flash_dynamic_mask_attention_forward(
@@ -60,7 +60,7 @@ def test_a_mask_with_a_query_dimension_says_everything():
     assert_same(states, out, dense_attention(*states, full, None))
 
 
-def test_what_cannot_be_done_is_said():
+def test_unsupported_setting_raises_reason():
     states = [t.transpose(1, 2) for t in make_states()]
     bias = torch.randn(B, HKV, S)
     with pytest.raises(ValueError, match="dropout is 0.1"):
@@ -73,13 +73,13 @@ def test_what_cannot_be_done_is_said():
         flash_dynamic_mask_attention_forward(Layer(), *states, None, bias, output_attentions=True)
 
 
-def test_availability():
+def test_availability_is_reported():
     assert is_flash_dmattn_available() is True
 
 
 @pytest.mark.transformers
 @pytest.mark.parametrize("window", [None, 7])
-def test_other_models_by_name(window):
+def test_named_implementation_equals_function(window):
     """attn_implementation="flash_dmattn" is exact attention for models that have no scores."""
     transformers = pytest.importorskip("transformers")
     import flash_dmattn.integrations.transformers  # noqa: F401
@@ -109,7 +109,7 @@ def test_other_models_by_name(window):
 
 
 @pytest.mark.parametrize("name", ["window_size", "keep_window_size"])
-def test_a_window_of_the_call_without_scores_is_refused(name):
+def test_window_without_scores_raises(name):
     """One of the module is the default of calls that have scores."""
     states, lengths = make_states(), {"query_length": S, "key_length": S, "is_causal": True}
     with pytest.raises(ValueError, match="window_size is 3 without an attention_bias"):
@@ -272,7 +272,7 @@ def test_bookkeeping_of_transformers_passes():
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_a_sliding_window_holds_where_no_mask_says_it(is_causal):
+def test_sliding_window_without_mask_is_applied(is_causal):
     states, window = make_states(), 5
     actual, _ = flash_dynamic_mask_attention_forward(
         Layer(),
@@ -312,7 +312,7 @@ def test_additive_masks_of_integers_are_refused(dtype, lowest, shape):
 
 
 @pytest.mark.transformers
-def test_a_window_reaches_a_model_without_one_of_its_own():
+def test_window_of_enable_reaches_model_without_one():
     transformers = pytest.importorskip("transformers")
     import flash_dmattn.integrations.transformers  # noqa: F401
 
@@ -374,7 +374,7 @@ def test_values_may_have_a_smaller_head_dimension():
     assert torch.equal(out, expected[..., :5])
 
 
-def test_peft_cast():
+def test_peft_check_casts_to_target_dtype():
     tensors = [torch.randn(3) for _ in range(4)]
     assert all(
         t.dtype == torch.bfloat16 for t in fdma_peft_integration_check(*tensors, torch.bfloat16)
@@ -388,7 +388,7 @@ def test_peft_cast():
     assert fdma_peft_integration_check(None, None, None, None, torch.half) == (None,) * 4
 
 
-def test_peft_cast_of_a_layer():
+def test_float32_inputs_are_cast_to_layer_dtype():
     """Float32 inputs of a layer with bfloat16 weights are attended to in bfloat16."""
     layer = torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.bfloat16))
     states = [t.transpose(1, 2) for t in make_states()]

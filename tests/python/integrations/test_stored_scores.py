@@ -50,7 +50,7 @@ def caches(config):
 
 @pytest.mark.parametrize("name", ["dynamic", "dynamic of a config", "static"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prefill_chunk_size": 15}], ids=str)
-def test_one_score_a_token(name, options, scored):
+def test_step_computes_one_score_per_token(name, options, scored):
     oracle, ours = make_pair()
     cache = caches(ours.config)[name]
     assert_same_generation(oracle, ours, make_ids(B, S), cache, **FRESH, **options)
@@ -59,7 +59,7 @@ def test_one_score_a_token(name, options, scored):
 
 
 @pytest.mark.parametrize("name", ["dynamic of a config", "static"])
-def test_sliding_windows(name, scored):
+def test_sliding_window_cache_keeps_scores(name, scored):
     oracle, ours = make_pair(sliding_window=16)
     cache = caches(ours.config)[name]
     assert_same_generation(oracle, ours, make_ids(B, S), cache, **FRESH)
@@ -100,7 +100,7 @@ def test_rows_and_lengths_change_with_those_of_the_keys(scored):
 
 
 @torch.no_grad()
-def test_tokens_that_another_attention_wrote(scored):
+def test_keys_without_scores_get_scores(scored):
     """Eager attention, before or in between, writes keys without scores."""
     oracle, ours = make_pair()
     keep_recent_of_equal_scores(ours)
@@ -135,7 +135,7 @@ def test_stored_scores_are_float32():
 
 @since_transformers_5
 @torch.no_grad()
-def test_one_graph_with_a_static_cache():
+def test_static_cache_steps_share_one_graph():
     torch._dynamo.reset()
     oracle, ours = make_pair()
     counter = CompileCounterWithBackend("aot_eager")

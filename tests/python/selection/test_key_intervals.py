@@ -103,7 +103,7 @@ def positions(seqlen_q, seqlen_k):
 
 @pytest.mark.parametrize("seqlen_q, seqlen_k", LENGTHS)
 @pytest.mark.parametrize("window, lookahead", [(1, 0), (3, 0), (3, 2), (0, 2), (50, 50)])
-def test_sliding_window(seqlen_q, seqlen_k, window, lookahead):
+def test_sliding_window_matches_definition(seqlen_q, seqlen_k, window, lookahead):
     query, key = positions(seqlen_q, seqlen_k)
     expected = (key > query - window) & (key <= query + lookahead)
     actual = sliding_window(seqlen_k, window, lookahead=lookahead, query_length=seqlen_q)
@@ -112,7 +112,7 @@ def test_sliding_window(seqlen_q, seqlen_k, window, lookahead):
 
 @pytest.mark.parametrize("seqlen_q, seqlen_k", LENGTHS)
 @pytest.mark.parametrize("prefix", [0, 3, torch.tensor([0, 2, 40])])
-def test_prefix_lm(seqlen_q, seqlen_k, prefix):
+def test_prefix_lm_matches_definition(seqlen_q, seqlen_k, prefix):
     query, key = positions(seqlen_q, seqlen_k)
     actual = prefix_lm(seqlen_k, prefix, query_length=seqlen_q).to_mask()
     for row, length in zip(actual, torch.as_tensor(prefix).reshape(-1), strict=True):
@@ -124,7 +124,7 @@ def test_prefix_lm(seqlen_q, seqlen_k, prefix):
     "lengths_k, lengths_q",
     [([3, 5, 1], None), ([3, 0, 4], [3, 0, 4]), ([4, 2, 6], [2, 5, 6]), ([0], [3]), ([3], [0]), ([], [])],
 )  # fmt: skip
-def test_packed_documents(lengths_k, lengths_q, is_causal):
+def test_packed_documents_match_definition(lengths_k, lengths_q, is_causal):
     cu_k = torch.tensor([0, *lengths_k]).cumsum(0).int()
     cu_q = None if lengths_q is None else torch.tensor([0, *lengths_q]).cumsum(0).int()
     lengths_q = lengths_k if lengths_q is None else lengths_q
@@ -142,7 +142,7 @@ def test_packed_documents(lengths_k, lengths_q, is_causal):
     assert torch.equal(actual.to_mask()[0, 0], expected)
 
 
-def test_from_padding_and_intersect():
+def test_intersection_with_padding_matches_definition():
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]], dtype=torch.bool)
     padding = from_padding(mask, query_length=4)
     assert torch.equal(padding.to_mask(), mask[:, None, None].expand(3, 1, 4, 5))
@@ -157,7 +157,7 @@ def test_from_padding_and_intersect():
         intersect()
 
 
-def test_what_is_known_of_intervals_travels_with_them():
+def test_intervals_keep_their_properties():
     window = sliding_window(9, 4)
     chosen = select_key_intervals(torch.randn(1, 1, 9), 4)
     assert window.consecutive and not chosen.consecutive
@@ -286,7 +286,7 @@ def test_keys_that_the_bias_masks_are_not_chosen():
 
 @pytest.mark.parametrize("selection", ["per_query", "global"])
 @pytest.mark.parametrize("heads", [(2, 2, 2), (4, 1, 2), (1, 2, 4), (2, None, 1)])
-def test_a_choice_under_a_mask_and_a_bias_of_pairs(heads, selection):
+def test_selection_under_dense_mask_and_bias_matches_definition(heads, selection):
     """Heads of the bias, of the mask, and of the scores."""
     of_bias, of_mask, of_scores = heads
     q, k, v = (torch.randn(2, 40, h, 16) for h in (4, 2, 2))
@@ -335,7 +335,7 @@ def test_scores_that_are_not_finite(mask, window):
 
 
 @pytest.mark.parametrize("window", [40, 1000])
-def test_a_window_of_all_keys_selects_nothing(window):
+def test_window_of_all_keys_selects_all(window):
     q, k, v = (torch.randn(1, 40, 2, 16) for _ in range(3))
     bias = torch.randn(1, 1, 40)
     actual = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, keep_window_size=window)
@@ -345,7 +345,7 @@ def test_a_window_of_all_keys_selects_nothing(window):
 @pytest.mark.parametrize(
     "mask", [None, torch.ones(1, 1, 40, 40).bool(), torch.rand(1, 1, 40, 40) < 0.5]
 )
-def test_a_window_of_no_keys_shows_nothing(mask):
+def test_window_of_zero_keys_shows_none(mask):
     q, k, v = (torch.randn(1, 40, 2, 16) for _ in range(3))
     out = flash_dmattn_func(q, k, v, mask, torch.randn(1, 1, 40), keep_window_size=0)
     assert (out == 0).all()
@@ -363,7 +363,7 @@ def test_a_window_of_no_keys_shows_nothing(mask):
         ("max_seqlen_k: got 3, expected at least 6", lambda: packed_documents(torch.tensor([0, 3, 9]), max_seqlen_k=3)),
     ],
 )  # fmt: skip
-def test_lengths_beyond_int32_and_other_kinds(message, call):
+def test_length_beyond_int32_raises(message, call):
     """Rows of queries are int32: a larger one would turn negative, and its keys invisible."""
     with pytest.raises((ValueError, TypeError)) as caught:
         call()

@@ -55,7 +55,7 @@ B, H, Q, K = 2, 3, 5, 11
     ],
 )
 @pytest.mark.parametrize("window", [1, 4, K, K + 3])
-def test_topk_shapes_and_choice(bias_shape, mask_shape, result_shape, window):
+def test_topk_mask_matches_torch_topk(bias_shape, mask_shape, result_shape, window):
     bias = make_scores(*bias_shape)
     mask = None if mask_shape is None else make_mask(*mask_shape)
     kept = create_mask(bias, mask, B, Q, K, window, LOWEST)
@@ -72,7 +72,7 @@ def test_topk_shapes_and_choice(bias_shape, mask_shape, result_shape, window):
     st.integers(1, 26),
     st.integers(0, 2**24 - 1),
 )
-def test_topk_of_any_row(scores, window, mask_bits):
+def test_topk_mask_matches_definition(scores, window, mask_bits):
     row = torch.tensor(scores, dtype=torch.float32)[None, None]
     allowed = torch.tensor([bool(mask_bits >> j & 1) for j in range(len(scores))])[None, None]
     kept = topk_mask(row, allowed, window, LOWEST)
@@ -148,7 +148,7 @@ def test_errors_name_the_argument():
         ("attention_mask: got list", lambda b: topk_mask(b, [True], 4, None)),
     ],
 )  # fmt: skip
-def test_arguments_that_would_be_taken_for_others(message, call):
+def test_ambiguous_argument_raises(message, call):
     """An additive mask of zeros allows everything; as a bool it would allow nothing."""
     with pytest.raises((ValueError, TypeError)) as caught:
         call(torch.randn(B, 2, K))

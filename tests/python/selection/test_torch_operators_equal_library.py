@@ -40,7 +40,7 @@ def test_selection_is_the_librarys(
     assert torch.equal(portable.select_key_intervals(*arguments), expected)
 
 
-def test_selection_by_its_definition():
+def test_torch_selection_matches_definition():
     scores = torch.randint(6, (2, 3, 90)).float()
     found = portable.select_key_intervals(scores, None, [11], "per_query", True, 90)
     assert torch.equal(KeyIntervals(found, 90).to_mask(), select(scores, 11, causal_pairs(90, 90)))
@@ -84,7 +84,7 @@ def test_tile_lists_of_a_selection(device):
     assert_same_lists(portable.build_tile_lists(*arguments), _ops.build_tile_lists(*arguments))
 
 
-def test_a_broken_bound_loses_keys_and_reads_nothing_else():
+def test_broken_bound_loses_keys_and_reads_nothing_else():
     intervals = torch.tensor([0, 300]).expand(1, 1, 400, 2).int()
     keys, begin, count, full = portable.build_tile_lists(intervals, 128, 300, [10, 0])
     assert keys.shape[0] == 30 and (full <= count).all()

@@ -40,7 +40,7 @@ def error_of(command, arguments, capsys):
         (["check", "--json", "{file}/x.json"], "--json: [Errno 17] File exists: '{file}'"),
     ],
 )  # fmt: skip
-def test_package_command_says_it_in_one_line(arguments, message, capsys, tmp_path):
+def test_bad_option_prints_one_line(arguments, message, capsys, tmp_path):
     file = tmp_path / "file"
     file.touch()
     error = error_of(main, [argument.format(file=file) for argument in arguments], capsys)
@@ -81,13 +81,13 @@ def test_record_needs_a_commit(capsys, monkeypatch, tmp_path):
         ("FLASH_DMATTN_CHECK_FINITE", "maybe", "0 or 1"),
     ],
 )
-def test_setting_without_a_meaning(name, value, expected, capsys, monkeypatch):
+def test_meaningless_setting_is_refused(name, value, expected, capsys, monkeypatch):
     monkeypatch.setenv(name, value)
     error = error_of(main, ["info"], capsys)
     assert f"{name}: got {value}, expected {expected}" in error and error.count("\n") == 1
 
 
-def test_setting_that_the_library_refuses(capsys, monkeypatch):
+def test_refused_setting_prints_reason(capsys, monkeypatch):
     def no_backends():
         raise ValueError("FLASH_DMATTN_MAX_ISA: got bogus, expected one of generic, avx2")
 

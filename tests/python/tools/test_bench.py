@@ -144,7 +144,7 @@ def test_last_level_cache_is_the_highest_level(tmp_path):
         ("Intel(R) Xeon(R) CPU E5-2690 v4 @ 2.60GHz", "avx2", "intel-xeon-e5-2690-v4-avx2"),
     ],
 )
-def test_record_lies_in_the_folder_of_its_machine(name, isa, folder):
+def test_record_path_names_its_machine(name, isa, folder):
     place = machine.place("cpu", {"name": name, "isa": isa})
     assert place.parent == machine.RECORDS / folder
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-cpu\.json", place.name)
@@ -228,7 +228,7 @@ def test_useful_work_counts_visible_pairs(window):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ours_and_torchs_compute_the_same(kind):
+def test_sides_give_same_result(kind):
     """Attention that is timed side by side is the same, but for the bias, by which torch's side only chooses."""
     window = None if kind == DENSE else 16
     inputs = draw(Case(kind, 96, 16, window, heads_q=4, heads_kv=2, batch=2), torch.float32, "cpu")
@@ -251,7 +251,7 @@ def test_peak_counts_the_mask_that_a_rival_needs():
     assert peak_of(step, "cpu") > step.mask_bytes
 
 
-def test_lengths_and_windows_replace_those_of_the_cases():
+def test_length_option_replaces_case_length():
     found = cases_of("cpu", "scaling", [128], [32, 64])
     assert [(case.seqlen, case.window) for case in found] == [(128, 32), (128, 64)]
     assert [case.window for case in cases_of("cpu", "dense", [128], [32, 64])] == [None]

@@ -30,7 +30,7 @@ def check_of(function, monkeypatch, *arguments):
     return main(["check", "--backend", "cpu", *arguments])
 
 
-def test_a_right_backend_passes(small, capsys, tmp_path):
+def test_right_backend_passes(small, capsys, tmp_path):
     file = tmp_path / "check.json"
     assert main(["check", "--backend", "cpu", "--quick", "--json", str(file)]) == 0
     printed = capsys.readouterr().out
@@ -59,7 +59,7 @@ class Spoilt(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("value, words", [(40.0, "maximum error"), (torch.nan, "got nan")])
-def test_a_wrong_backend_fails(small, capsys, monkeypatch, tmp_path, value, words):
+def test_wrong_backend_fails(small, capsys, monkeypatch, tmp_path, value, words):
     file = tmp_path / "check.json"
 
     def spoilt(q, k, v, **options):
@@ -82,7 +82,7 @@ def test_results_that_change_from_run_to_run_fail(small, capsys, monkeypatch):
     assert "values differ from run to run" in capsys.readouterr().out
 
 
-def test_a_backend_that_declines_everything_proves_nothing(small, capsys, monkeypatch):
+def test_backend_that_declines_everything_fails_check(small, capsys, monkeypatch):
     def declines(*args, **kwargs):
         raise NotImplementedError("not today")
 
@@ -97,7 +97,7 @@ def test_a_backend_that_declines_everything_proves_nothing(small, capsys, monkey
         TypeError("f() got an unexpected keyword argument 'x'"),
     ],
 )
-def test_an_error_that_is_no_refusal_is_a_failure(small, capsys, monkeypatch, error):
+def test_error_other_than_refusal_fails(small, capsys, monkeypatch, error):
     def breaks(*args, **kwargs):
         raise error
 
@@ -106,7 +106,7 @@ def test_an_error_that_is_no_refusal_is_a_failure(small, capsys, monkeypatch, er
     assert expected in capsys.readouterr().out
 
 
-def test_an_interrupt_keeps_what_is_finished(small, capsys, monkeypatch, tmp_path):
+def test_interrupt_keeps_what_is_finished(small, capsys, monkeypatch, tmp_path):
     calls = []
 
     def interrupted(*args, **options):
@@ -122,7 +122,7 @@ def test_an_interrupt_keeps_what_is_finished(small, capsys, monkeypatch, tmp_pat
     assert not found["complete"] and {row["case"] for row in found["rows"]} == {"plain_f32"}
 
 
-def test_a_missing_backend_says_why(capsys, tmp_path):
+def test_missing_backend_prints_reason(capsys, tmp_path):
     backends, file = flash_dmattn.backends(), tmp_path / "check.json"
     missing = [b for b in backends if not b.available and not check_run.interpreted(b.name)]
     for backend in missing:
@@ -157,7 +157,7 @@ def test_triton_is_checked_in_its_interpreter(small, capsys):
     assert "per_query_f32" in printed and "determinism" in printed
 
 
-def test_the_equivalence_of_some_results(small, capsys):
+def test_equal_results_pass_comparison(small, capsys):
     arguments = ["--test-type", "cpu", "--dtype", "f32"]
     with pytest.raises(SystemExit) as finished:
         equivalence.main("out and lse", ("out", "lse"), arguments)

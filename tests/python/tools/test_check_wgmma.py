@@ -45,14 +45,14 @@ def test_loops_in_registers_pass():
     assert list(check_wgmma.faults_of(listing(FORWARD_128, "STL [R1], R2", "EXIT"))) == []
 
 
-def test_an_innermost_loop_with_products_may_not_touch_local_memory():
+def test_local_memory_in_innermost_product_loop_fails():
     for name in (FORWARD_128, FORWARD_256):
         (fault,) = faults(name, innermost="LDL.LU R2, [R1+0x8]")
         assert fault.startswith(name) and "1 accesses to local memory in innermost loops" in fault
 
 
 @pytest.mark.parametrize(("name", "expected"), [(FORWARD_128, 1), (FORWARD_256, 0)])
-def test_the_loops_around_it_have_a_recorded_number(name, expected):
+def test_outer_loops_have_a_recorded_count(name, expected):
     found = faults(name, outer="@P2 STL.64 [R1], R2")
     assert len(found) == expected
     assert all("loops around those" in fault for fault in found)

@@ -19,7 +19,7 @@ from doge_demo import corpus, cost, pictures, run, token_cost, training  # noqa:
 TINY = ["--context", "48", "--window", "8", "--seed", "3"]
 
 
-def test_the_demo_from_beginning_to_end(tmp_path, capsys, monkeypatch):
+def test_demo_runs_to_the_end(tmp_path, capsys, monkeypatch):
     """Without time for measurements there are three points for each side, and the rest is named."""
     for lengths in ("LENGTHS", "LENGTHS_ON_GPU"):
         monkeypatch.setattr(
@@ -57,7 +57,7 @@ def test_missing_steps_name_the_time_that_all_need():
     assert run._missing_steps(history, options) == ""
 
 
-def test_no_point_of_both_leaves_the_rows_out():
+def test_missing_common_point_omits_rows():
     ours = [token_cost.TokenCost(16, 0.1, 1.0)]
     assert run._token_rows({"eager": [], "flash_dmattn": ours}) == []
 
@@ -74,7 +74,7 @@ def test_axes_of_a_narrow_range_have_plain_numbers():
         assert not any(text.get_text() for text in axes.get_yticklabels(minor=True))
 
 
-def test_an_interrupt_is_clean(tmp_path):
+def test_interrupt_is_clean(tmp_path):
     command = [sys.executable, demo.__file__, *TINY, "--output", str(tmp_path)]
     command += ["--steps", "1000000", "--seconds", "600"]
     # Run in the background, these tests ignore SIGINT, and what they start would do so too.
@@ -99,6 +99,7 @@ def test_an_interrupt_is_clean(tmp_path):
     [
         (["--steps", "0"], "argument --steps: got 0, expected 1 to"),
         (["--context", "1"], "argument --context: got 1, expected 2 to 32768"),
+        (["--seed", "-1"], "argument --seed: got -1, expected 0 to"),
         (["--device", "bogus"], "argument --device: got bogus: Expected one of"),
     ],
 )
@@ -140,7 +141,7 @@ def test_memory_that_runs_out_is_one_line(error, monkeypatch, capsys, tmp_path):
     assert "out of memory" in said and said.count("\n") == 1
 
 
-def test_a_gradient_that_is_not_finite_stops_the_training():
+def test_nonfinite_gradient_stops_training():
     model = torch.nn.Linear(2, 2)
     model(torch.randn(1, 2)).sum().backward()
     assert training.check_gradients(model, 0) == 2

@@ -57,6 +57,6 @@ def test_blocks_run_in_their_order(page, tmp_path):
     exec(compile(code, str(page), "exec"), {"__name__": page.stem})
 
 
-def test_the_reference_has_every_public_name():
+def test_reference_has_every_public_name():
     reference = "".join(page.read_text() for page in DOCS.glob("reference/*.md"))
     assert [name for name in flash_dmattn.__all__ if not re.search(rf"\b{name}\b", reference)] == []

@@ -13,7 +13,7 @@ from flash_dmattn.__main__ import main
 from flash_dmattn.kernels import kernel_names, recorded_kernels, recorded_large_rows
 
 
-def test_no_command_lists_the_commands(capsys):
+def test_missing_command_lists_the_commands(capsys):
     assert main([]) == 2
     listed = capsys.readouterr().err
     assert all(f"\n    {command} " in listed for command in ("info", "check"))
@@ -41,7 +41,7 @@ def test_where_float32_runs_on_a_gpu_is_printed(capsys):
     assert f"float32 on CUDA GPUs: {on_gpu}" in capsys.readouterr().out
 
 
-def test_a_case_is_printed_with_the_kernels_of_both_directions(capsys):
+def test_case_is_printed_with_the_kernels_of_both_directions(capsys):
     assert main(["info", "--case", "plain_bf16"]) == 0
     lines = capsys.readouterr().out.splitlines()
     reference = lines.index("reference")
@@ -50,7 +50,7 @@ def test_a_case_is_printed_with_the_kernels_of_both_directions(capsys):
     assert [line.strip() for line in lines[cpu + 1 : cpu + 3]] == kernel_names("cpu")
 
 
-def test_an_unknown_case_is_one_line_and_status_2(capsys):
+def test_unknown_case_prints_one_line_and_returns_2(capsys):
     assert main(["info", "--case", "nonsense"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -90,7 +90,7 @@ def test_kernel_names_of_an_unknown_backend_raise():
         kernel_names("nonsense")
 
 
-def test_a_reader_may_stop_reading():
+def test_closed_pipe_is_no_error():
     command = [sys.executable, "-m", "flash_dmattn", "info"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as info:
         info.stdout.close()

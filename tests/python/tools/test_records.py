@@ -69,7 +69,7 @@ def test_invalid_record_names_the_field(place, value, message):
         record.validate(found)
 
 
-def test_ratios_compare_medians_with_the_first_side():
+def test_ratio_is_median_over_first_side():
     def row(side, run, ms):
         return record.row("a case", side, "float32", ms, 2 * ms, run=run)
 

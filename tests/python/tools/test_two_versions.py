@@ -70,7 +70,7 @@ def test_two_versions_live_in_one_process():
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_a_compiled_function_takes_its_own_version(folder):
+def test_compiled_function_takes_its_own_version(folder):
     module, graphs = load(folder), []
 
     def backend(graph, inputs):

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(pack_threads)
 }
 
 // A CTA for each group of chunks inverts the order, counts the positions of the chunks by block, and writes the
-// intervals that do not depend on T, which are those of the w best keys and of keys that are never chosen.
+// intervals that do not depend on T: the w best keys and keys that are never chosen.
 __global__ void __launch_bounds__(threads)
     scatter_ranks(OrderedRows rows, const std::uint64_t* sorted) {
   wait_for_previous_kernel();

@@ -14,7 +14,7 @@ struct GroupRows {
   int first;  // row of the block, in [0, Sq group)
   int count;  // rows that exist
 
-  // The head of a row, in [0, group), and its query. A row that does not exist has those of the last row.
+  // The head of a row, in [0, group), and its query. Rows past the end map to the last row.
   __device__ int member(int row) const { return (first + min(row, count - 1)) % group; }
   __device__ int query(int row) const { return (first + min(row, count - 1)) / group; }
 

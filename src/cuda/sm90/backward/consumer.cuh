@@ -29,19 +29,19 @@ class BackwardConsumer {
   static constexpr int head_dim = Kernel::head_dim;
   static constexpr int rows = policy.rows;
   static constexpr int keys = policy.keys;
-  static constexpr int scores = rows / 2;         // of a thread
-  static constexpr int gradients = head_dim / 2;  // the same, of dk and of dv
+  static constexpr int scores = rows / 2;         // per thread
+  static constexpr int gradients = head_dim / 2;  // elements of dk and of dv per thread
   static constexpr int dq_part = Layout::part_columns / 2;
-  // With 128 queries there are registers neither for P in fp32 nor to load delta ahead; with a dense mask or bias only
-  // for P.
+  // Registers: 128 queries leave none for P in fp32 or for loading delta ahead; with a dense mask or bias they suffice
+  // for P only.
   static constexpr bool has_room = rows == 64;
   static constexpr bool loads_delta_ahead = has_room && !variant.has_dense();
   // Key biases are a term of the exponent, where they cost no instruction; with a dense mask or bias, of the initial
-  // scores, since they would occupy registers all round the loop.
+  // scores, since they would occupy registers throughout the loop.
   static constexpr bool bias_in_exponent = variant.has_info() && !variant.has_dense();
-  // The sums of dS for the gradient of a key bias are made beside dS, wanted or not, or behind it where they are wanted.
-  // With slots they nearly always are; for elements in global memory a branch would need more registers.
-  static constexpr bool sums_beside = variant.has_slots() || variant.dense == DenseAccess::elements;
+  // Whether the sums of dS for the gradient of a key bias are computed together with dS in every call, instead of after
+  // dS if needed. Slots nearly always need them; for elements in global memory a branch needs more registers.
+  static constexpr bool sums_always = variant.has_slots() || variant.dense == DenseAccess::elements;
 
  public:
   __device__ BackwardConsumer(const BackwardKernelParams& p, Storage& storage)
@@ -309,14 +309,14 @@ class BackwardConsumer {
             has_room ? float2{s_[2 * i], s_[2 * i + 1]} : Element<T>::widen_packed2(p_operand_[i]);
         const float x = p.x * (dp_[2 * i] - delta_of[j].x);
         const float y = p.y * (dp_[2 * i + 1] - delta_of[j].y);
-        if constexpr (sums_beside) sums[h] += x + y;
+        if constexpr (sums_always) sums[h] += x + y;
         dp_[2 * i] = x;
         dp_[2 * i + 1] = y;
         ds_operand_[i] = pack<T>(x, y);
         magnitude[i % 4] = add_magnitude<T>(magnitude[i % 4], ds_operand_[i]);
       }
     }
-    if constexpr (variant.has_info() && !sums_beside) {
+    if constexpr (variant.has_info() && !sums_always) {
       if (keys_.wants_sums()) {
 #pragma unroll
         for (int i = 0; i < scores / 2; ++i) sums[i % 2] += dp_[2 * i] + dp_[2 * i + 1];
@@ -356,7 +356,7 @@ class BackwardConsumer {
   // [keys, queries], the layout of the registers.
   __device__ void store_ds_by_keys(std::uint32_t tile) const {
     const int row = warpgroup_ * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane_id() % 16;
-    // The address of the lane's row and chunk lane / 16; those of the next chunks differ by an exclusive or.
+    // The address of the lane's row and chunk lane / 16; an exclusive or gives the addresses of the next chunks.
     const std::uint32_t to = tile + ScoreTile::offset(row, lane_id() / 16);
 #pragma unroll
     for (int i = 0; i < rows / 16; ++i) {
@@ -369,7 +369,7 @@ class BackwardConsumer {
     fence_async_proxy();
   }
 
-  // Mask and bias of the visit behind `at`, visit n, while the threads wait for dQ and dK.
+  // Loads mask and bias of visit n, the one after `at`, while the threads wait for dQ and dK.
   __device__ void load_next(const Visit& at, int n) {
     if constexpr (variant.has_dense()) {
       dense_.load_next(at, n);

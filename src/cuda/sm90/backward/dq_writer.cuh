@@ -130,7 +130,7 @@ struct DqWriter {
   Storage& storage;
   Order& order;
 
-  // By a warp.
+  // Called by all lanes of one warp.
   __device__ void run(const BackwardWork& work) const {
     const bool ordered = p.order.published != nullptr;
 #pragma unroll 1

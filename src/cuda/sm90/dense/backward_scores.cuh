@@ -5,9 +5,8 @@
 #include "cuda/sm90/backward/query_visits.cuh"
 #include "cuda/sm90/backward/storage.cuh"
 
-// A dense mask and a dense bias in the scores of a warp of the backward, [16 keys, 64 queries]: they are in the initial
-// values of the accumulators of S, -inf where the mask or the bias masks. Also the stores of dS for the gradient of the
-// bias.
+// Adds a dense mask and bias to a backward warp's scores, [16 keys, 64 queries], through the initial values of the
+// accumulators of S (-inf where masked), and stores dS for the gradient of the bias.
 namespace flash_dmattn::cuda::sm90 {
 
 template <class Kernel>
@@ -29,7 +28,7 @@ class DenseScores {
   using Storage = typename Kernel::SharedStorage;
   using ScoreTile = typename Storage::ScoreTile;
   static constexpr int rows = Kernel::policy.rows;
-  static constexpr int block_bytes = 16 * panel_row_bytes;  // of 16 queries
+  static constexpr int block_bytes = 16 * panel_row_bytes;  // 16 queries
 
  public:
   __device__ DenseScores(const BackwardKernelParams& p, Storage& storage, int warpgroup)
@@ -50,9 +49,9 @@ class DenseScores {
     if (!at.is_second_of_two()) hand_over(n);
   }
 
-  // Adds dS of the second of two heads to the first one's, in the tile of the first: dQ of the second reads its own. By
-  // the warps that have stored both, after a barrier of all consumers, so that dQ of the first has been computed.
-  // Beside dQ, before dK reads the registers of dS. Rounds as a sum in fp32 does when it is stored.
+  // Adds dS of the second of two heads to dS of the first, in the first's tile, because dQ of the second reads its own.
+  // Called by the warps that stored both, after a barrier of all consumers, when dQ of the first is complete. Runs
+  // during dQ of the second, before dK reads the registers of dS. Rounds like an fp32 sum that is stored.
   template <class Visit>
   __device__ void sum_heads(const Visit& at, const std::uint32_t (&ds)[rows / 4], int n) const {
     if (!at.is_second_of_two()) return;
@@ -79,7 +78,7 @@ class DenseScores {
            fragment_offset();
   }
 
-  // To the writer of dbias, with one arrival of the warp.
+  // Hands the tile to the writer of dbias; one lane arrives for the warp.
   __device__ void hand_over(int n) const {
     __syncwarp();
     if (lane_id() == 0) mbarrier_arrive(storage_.dense.computed.full_of(n));
@@ -87,8 +86,8 @@ class DenseScores {
 
   __device__ int warp() const { return static_cast<int>(threadIdx.x) / 32 % 4; }
 
-  // In a tile of [queries][keys], of the lane's row of the warp's first 16 x 16 block: 8 x 8 matrices of queries and
-  // keys (0, 0), (0, 8), (8, 0), (8, 8), as the registers of an A operand have them transposed.
+  // Offset of the lane's row in the warp's first 16 x 16 block of a [queries][keys] tile. Its 8 x 8 matrices are of
+  // queries and keys (0, 0), (0, 8), (8, 0), (8, 8), as the registers of an A operand have them transposed.
   __device__ std::uint32_t fragment_offset() const {
     // Recomputed at each use: the loop has no register for it.
     int lane = lane_id();
@@ -103,8 +102,8 @@ class DenseScores {
   const int warpgroup_;
 };
 
-// From shared memory, DenseAccess::tiles. A thread keeps the biases of its scores in 16 bits, -inf where the mask or the
-// bias masks: they are loaded beside the products of the tile before, and serve all heads that share them.
+// Reads from shared memory (DenseAccess::tiles). A thread keeps its biases in 16 bits, -inf where masked. It loads them
+// during the products of the previous tile, once for all heads that share them.
 template <class Kernel>
 class DenseTileScores : public DenseScores<Kernel> {
   using Base = DenseScores<Kernel>;
@@ -119,8 +118,8 @@ class DenseTileScores : public DenseScores<Kernel> {
     load(at.masked(), n);
   }
 
-  // For the visit behind `at`, which is visit n. After the last one that is loaded again: in a branch the old values
-  // would occupy registers.
+  // Loads the biases for the visit after `at`, which is visit n. After the last visit it loads that one again, because
+  // a branch would keep old values in registers.
   template <class Visit>
   __device__ void load_next(const Visit& at, int n) {
     if constexpr (Kernel::policy.keeps_biases) {
@@ -139,8 +138,8 @@ class DenseTileScores : public DenseScores<Kernel> {
       scores[2 * i] = fmaf(bias.x, factor, scores[2 * i]);
       scores[2 * i + 1] = fmaf(bias.y, factor, scores[2 * i + 1]);
     }
-    // The tile is free for dS, too: its loader has waited for the writer of dbias. Here and not before dS is stored, since
-    // no compiler moves these instructions behind this wait, as it would behind that for a product.
+    // The tile may now take dS: its loader has waited for the writer of dbias. The wait is here and not before dS is
+    // stored, because the compiler would move these instructions past a wait for a product.
     pin(scores);
     storage_.dense.loaded.wait_full(n);
   }
@@ -150,14 +149,14 @@ class DenseTileScores : public DenseScores<Kernel> {
     storage_.dense.loaded.wait_full(n);
     const int tile = Pipeline<Kernel::policy.score_tiles>::stage(n);
     const std::uint32_t biases = this->fragment_of(n);
-    // A warpgroup's 64 keys are a word of each query, a warp's 16 a half of one half of it.
+    // Per query, a warpgroup's 64 keys are one 64-bit word and a warp's 16 keys a quarter of it.
     const std::uint32_t bits =
         shared_address(storage_.dense.bits[tile][warpgroup_]) +
         static_cast<std::uint32_t>(lane_id() % 4 * 16 + this->warp() / 2 * 4);
     // Moves the thread's keys to the highest bits of two bytes, which spread to the two queries' elements.
     const int shift = 7 - lane_id() / 4;
     const std::uint32_t bytes = 0xcc88u + static_cast<std::uint32_t>(this->warp() % 2) * 0x2222u;
-    // Without branches: a missing mask shows all, a missing bias is 0.
+    // Branch-free: a missing mask shows all, a missing bias is 0.
     const std::uint32_t unmasked = masked ? 0 : ~0u;
     const std::uint32_t has_bias = p_.backward.score.bias.dense ? ~0u : 0;
     const std::uint32_t mask_values = packed_mask_value<T>(p_.backward.score);
@@ -185,7 +184,7 @@ class DenseTileScores : public DenseScores<Kernel> {
   std::uint32_t biases_[rows / 4];
 };
 
-// From global memory, of any dtype and strides, DenseAccess::elements. Keys and queries past the end read the last
+// Reads from global memory (DenseAccess::elements), any dtype and strides. Keys and queries past the end read the last
 // ones: the key info hides such keys, and such queries have no P.
 template <class Kernel>
 class DenseElementScores : public DenseScores<Kernel> {

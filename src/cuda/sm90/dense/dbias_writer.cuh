@@ -28,9 +28,9 @@ class DbiasRows {
   // The chunk of the lane's keys in a row of a tile.
   static __device__ int chunk() { return lane_id() % chunks; }
 
-  // Stores or adds queries [first_query, first_query + rows). eight(row): the lane's elements of a row.
-  template <class Eight>
-  __device__ void put_rows(int first_query, const Eight& eight) const {
+  // Stores or adds queries [first_query, first_query + rows). chunk_of(row): the lane's eight elements of a row.
+  template <class ChunkOf>
+  __device__ void store_or_add_rows(int first_query, const ChunkOf& chunk_of) const {
     const OutputBroadcast& dbias = p_.backward.dbias;
     const int existing = min(rows, p_.backward.shape.seqlen_q - first_query);
     const int first_row = lane_id() / chunks;
@@ -39,13 +39,13 @@ class DbiasRows {
           dbias.data + 2 * (begin_ + (first_query + first_row) * dbias.query + first_key_);
 #pragma unroll 4
       for (int row = first_row; row < existing; row += rows_at_once) {
-        *reinterpret_cast<uint4*>(to) = eight(row);
+        *reinterpret_cast<uint4*>(to) = chunk_of(row);
         to += 2 * rows_at_once * dbias.query;
       }
     } else {
 #pragma unroll 1
       for (int row = first_row; row < existing; row += rows_at_once)
-        put(begin_ + (first_query + row) * dbias.query, eight(row));
+        store_or_add_chunk(begin_ + (first_query + row) * dbias.query, chunk_of(row));
     }
   }
 
@@ -58,14 +58,14 @@ class DbiasRows {
 
  private:
   // Stores or adds eight elements. `row`: the first element of the query's row.
-  __device__ void put(std::int64_t row, uint4 eight) const {
+  __device__ void store_or_add_chunk(std::int64_t row, uint4 eight) const {
     const OutputBroadcast& dbias = p_.backward.dbias;
     if (p_.list.keys != nullptr || dbias.key != 1) {
-      put_one_by_one(row, eight);
+      store_or_add_one_by_one(row, eight);
     } else if (dbias.f32) {
       auto* const to = reinterpret_cast<float*>(dbias.data) + row + first_key_;
-      put_four(to, count_, eight.x, eight.y);
-      put_four(to + 4, count_ - 4, eight.z, eight.w);
+      store_or_add_four(to, count_, eight.x, eight.y);
+      store_or_add_four(to + 4, count_ - 4, eight.z, eight.w);
     } else {
       auto* const to = reinterpret_cast<std::uint16_t*>(dbias.data) + row + first_key_;
       const std::uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
@@ -76,8 +76,9 @@ class DbiasRows {
     }
   }
 
-  // The first `count` of four in fp32.
-  __device__ void put_four(float* to, int count, std::uint32_t low, std::uint32_t high) const {
+  // Stores or adds the first `count` of four fp32 elements.
+  __device__ void store_or_add_four(float* to, int count, std::uint32_t low,
+                                    std::uint32_t high) const {
     const float2 x = Element<T>::widen_packed2(low);
     const float2 y = Element<T>::widen_packed2(high);
     const float four[4] = {x.x, x.y, y.x, y.y};
@@ -102,7 +103,7 @@ class DbiasRows {
     }
   }
 
-  __device__ void put_one_by_one(std::int64_t row, uint4 eight) const {
+  __device__ void store_or_add_one_by_one(std::int64_t row, uint4 eight) const {
     const OutputBroadcast& dbias = p_.backward.dbias;
 #pragma unroll 1
     for (int i = 0; i < count_; ++i) {
@@ -120,10 +121,11 @@ class DbiasRows {
   const BackwardWork& work_;
   std::int64_t begin_;
   int first_key_;  // the first of the lane's eight, a position in the block's problem
-  int count_;      // of them that exist
+  int count_;      // how many of the eight exist
 };
 
-// Stores a tile of dbias by the TMA unit, panel i from `from + i * panel_stride`. By one lane, a group of its own.
+// Stores a tile of dbias by the TMA unit, panel i from `from + i * panel_stride`. Called by one lane; commits its own bulk
+// group.
 template <class Kernel>
 __device__ inline void store_dbias_by_tma(const BackwardKernelParams& p, const BackwardWork& work,
                                           int head, int tile, std::uint32_t from,
@@ -145,7 +147,7 @@ struct DbiasWriter {
   using ScoreTile = typename Storage::ScoreTile;
   using Visits = QueryVisits<Kernel::variant>;
   static constexpr int rows = Kernel::policy.rows;
-  static constexpr int chunks = ScoreTile::chunks;  // of eight keys in a row
+  static constexpr int chunks = ScoreTile::chunks;  // chunks of eight keys per row
 
   const BackwardKernelParams& p;
   Storage& storage;
@@ -190,7 +192,7 @@ struct DbiasWriter {
 
   __device__ void store(const BackwardWork& work, const Visits& at, std::uint32_t from) const {
     using Rows = DbiasRows<Kernel>;
-    Rows(p, work, at.head()).put_rows(at.tile() * rows, [&](int row) {
+    Rows(p, work, at.head()).store_or_add_rows(at.tile() * rows, [&](int row) {
       return load_shared_16(from + ScoreTile::offset(row, Rows::chunk()));
     });
   }
@@ -214,8 +216,8 @@ struct DbiasWriter {
   }
 };
 
-// Zeros for the tiles that no visit computes, stored by a warp step by step. The TMA unit stores one panel of zeros
-// again and again, for which the warp waits at the end alone: plain stores would hold up its loads.
+// Stores zeros to the tiles that no visit computes, one tile per step. The TMA unit stores one panel of zeros repeatedly
+// and the warp waits once at the end; plain stores would delay its loads.
 template <class Kernel>
 class DbiasClearer {
   using Storage = typename Kernel::SharedStorage;
@@ -232,7 +234,7 @@ class DbiasClearer {
     __syncwarp();
   }
 
-  // Steps between two visits that spread the zeros over all of them.
+  // Number of steps per visit, so that the zeros are spread over all visits.
   __device__ int steps_of_visit() const { return 1 + tiles() / max(work_.tile_end, 1); }
 
   // Stores the zeros of one tile or passes one visit; returns false when all is done.
@@ -261,7 +263,7 @@ class DbiasClearer {
   static constexpr int rows = Kernel::policy.rows;
 
   __device__ int group() const { return p_.backward.shape.heads_q / p_.backward.shape.heads_kv; }
-  // Heads of the group with elements of their own.
+  // Heads of the group that have their own dbias.
   __device__ int heads() const { return p_.backward.dbias.head_q != 0 ? group() : 1; }
   __device__ int tiles() const { return ceil_div(p_.backward.shape.seqlen_q, rows) * heads(); }
   __device__ std::uint32_t zeros() const { return shared_address(storage_.dense.zeros); }
@@ -279,7 +281,7 @@ class DbiasClearer {
       __syncwarp();
     } else {
       const DbiasRows<Kernel> dbias(p_, work_, head);
-      dbias.put_rows(tile * rows, [](int) { return uint4{0, 0, 0, 0}; });
+      dbias.store_or_add_rows(tile * rows, [](int) { return uint4{0, 0, 0, 0}; });
     }
   }
 

@@ -33,21 +33,21 @@ class ForwardConsumer {
   // Whether a dense mask and bias are read while the scores are computed, and kept. Three warpgroups have no registers
   // for that, and need it less.
   static constexpr bool keeps_dense = has_dense_tiles && warpgroups == 2;
-  static constexpr float max_growth = 8;  // log2; of a row's maximum before O is rescaled
-  // Whether each lane votes on the maximum of its own columns, and those of a quad are compared where O is rescaled
-  // alone. D 128: 2 % faster. D 64: 4 % slower over lists, level elsewhere.
+  static constexpr float max_growth = 8;  // in log2: growth of a row's maximum that O tolerates
+  // Whether each lane votes by the maximum of its own columns, and a quad compares maxima only when O is rescaled.
+  // D 128: 2 % faster. D 64: 4 % slower over lists, level elsewhere.
   static constexpr bool lanes_vote = head_dim > 64;
 
  public:
   __device__ ForwardConsumer(const ForwardKernelParams& p, Storage& storage)
       : p_(p),
         storage_(storage),
-        // Uniform over the warp, also for the compiler.
+        // Uniform over the warp, and known so to the compiler.
         warpgroup_(shuffle(static_cast<int>(threadIdx.x) / 128 - 1, 0)),
         shapes_(Kernel::shapes && shapes_scores(p.forward)),
         factor_(shapes_ ? 1.0f : p.forward.score.factor),
         warpgroup_query_(first_warpgroup_query()) {
-    // One register rather than its summands.
+    // Keeps the sum in one register instead of its summands.
     if constexpr (has_dense_tiles) make_opaque(warpgroup_query_);
   }
 
@@ -57,7 +57,7 @@ class ForwardConsumer {
     // There is work for every block.
     WorkTile work = storage_.work[0];
     storage_.k_pipeline.wait_full(0);
-    see_copies();
+    fence_copies();
     begin_scores(0);
     issue_scores(0, 0);
     load_dense_scores(0);
@@ -96,7 +96,7 @@ class ForwardConsumer {
       work = next;
     }
     storage_.v_pipeline.wait_full(n - 1);
-    see_copies();
+    fence_copies();
     issue_out(n - 1);
     wait_out(n - 1);
     const float offsets[2] = {offset<true>(0), offset<true>(1)};
@@ -120,23 +120,23 @@ class ForwardConsumer {
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % warp_size; }
   // This thread's first column in a key tile.
   static __device__ int column() { return 2 * (lane() % 4); }
-  // Its two rows are 8 apart: two queries of a head; or, with two heads, one query of both, so that its dense bias and
+  // A thread's two rows are 8 apart: two queries of a head; or, with two heads, one query of both, so that its dense bias and
   // the bits of its mask are read, combined and widened once.
   __device__ bool has_two_heads() const { return has_dense_tiles && p_.two_heads; }
-  // The query of its first row among those of the warpgroup.
+  // Query of the thread's first row, relative to the warpgroup.
   __device__ int first_warpgroup_query() const {
     const int warp = static_cast<int>(threadIdx.x) / warp_size % 4;
     return warp * (has_two_heads() ? 8 : 16) + lane() / 4;
   }
-  // The same in the work tile, and the distance to that of its second row.
+  // Query of the thread's first row, relative to the work tile, and the step to the query of its second row.
   __device__ int first_query() const {
     return warpgroup_ * (has_two_heads() ? 32 : 64) + warpgroup_query_;
   }
   __device__ int query_step() const { return has_two_heads() ? 0 : 8; }
 
-  // After a wait for rows of any strides, which cp.async has copied: the tensor cores read them through the async proxy
-  // (docs/kernels/sm90.md).
-  static __device__ void see_copies() {
+  // Fences rows of any strides that cp.async copied, because the tensor cores read them through the async proxy
+  // (docs/kernels/sm90.md). Called after the wait for the copies.
+  static __device__ void fence_copies() {
     if constexpr (Kernel::load == KeyLoad::any) fence_async_proxy();
   }
 
@@ -163,13 +163,13 @@ class ForwardConsumer {
   // Issues S of tile n and O of tile n - 1 together; returns when S is complete.
   __device__ void issue(int n, int work_count) {
     storage_.k_pipeline.wait_full(n);
-    see_copies();
+    fence_copies();
     begin_scores(n);
     wait_for_turn();
     issue_scores(n, work_count);
     if constexpr (!Kernel::overlaps) wgmma_wait<0>();
     storage_.v_pipeline.wait_full(n - 1);
-    see_copies();
+    fence_copies();
     issue_out(n - 1);
     if constexpr (!Kernel::overlaps) wgmma_wait<0>();
     give_turn_to((warpgroup_ + 1) % warpgroups);
@@ -278,7 +278,7 @@ class ForwardConsumer {
     }
   }
 
-  // Adds the dense mask and bias, and the key biases, which are seldom there beside them.
+  // Adds the dense mask and bias, and key biases, which rarely occur together with them.
   __device__ void add_dense_scores(int n) {
     if constexpr (keeps_dense) {
       const bool has_dense = p_.forward.score.bias.dense || (tile_flags_ & is_masked_tile) != 0;
@@ -303,7 +303,7 @@ class ForwardConsumer {
     }
   }
 
-  // Between loads from shared memory, which hoisted together need more registers than there are.
+  // Keeps loads from shared memory apart; hoisted together they exceed the registers.
   static __device__ void keep_loads_apart() { compiler_fence(); }
 
   // Softcap or a factor that is not positive, and the bias, in units of log 2. A product that has overflowed
@@ -330,7 +330,7 @@ class ForwardConsumer {
   __device__ void mask_scores(const WorkTile& work, int n, int visit) {
     if (has_dense_tiles && (tile_flags_ & is_partial_tile) == 0) return;
     int first = first_query();
-    // Added for each partial tile: there is no register for the sum, which would be kept over all tiles.
+    // Recomputed for each partial tile to save the register that would hold the sum.
     if constexpr (has_dense_tiles) make_opaque(first);
     first += work.row;
     if constexpr (has_info) {
@@ -446,7 +446,7 @@ class ForwardConsumer {
     for (int i = 0; i < keys / 4; ++i) weights_[i] = pack<T>(scores_[2 * i], scores_[2 * i + 1]);
   }
 
-  // Row h of this thread's two.
+  // The h-th (0 or 1) of the thread's rows.
   __device__ OutputRow row(const WorkTile& work, int h) const {
     return {work.head + (has_two_heads() ? h : 0), work.row + first_query() + h * query_step()};
   }
@@ -456,7 +456,7 @@ class ForwardConsumer {
     store_output<Kernel>(p_, work, rows, out_, sums, offsets);
   }
 
-  // The rows that have just been stored and marked, the only ones of the block.
+  // Recomputes the rows just stored and marked, the only ones of the block.
   __device__ void fix(const WorkTile& work) const {
     __syncwarp();
 #pragma unroll 1

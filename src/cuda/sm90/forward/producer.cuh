@@ -155,8 +155,8 @@ struct TmaProducer : ProducerBase<Kernel> {
 // list's keys in a tile is free: row r + 16 i has entry r * steps + i, so that a thread loads its indices at once.
 // Consecutive keys keep their order, so that results have the same bits as with TMA tiles. Indices are loaded one tile
 // ahead, before the copies of V, which hide their latency. The tensor cores read the rows through the async proxy. With
-// any strides the consumers fence; otherwise each thread waits for its copies to a buffer, fences and arrives, after it
-// has issued those to the next buffer or before it waits for consumers that may need the last one.
+// any strides the consumers fence; otherwise each thread waits for its copies to a buffer, fences and arrives, after
+// issuing the copies to the next buffer, or before waiting for consumers that may need the last one.
 template <class Kernel>
 struct GatherProducer : ProducerBase<Kernel> {
   using Base = ProducerBase<Kernel>;
@@ -332,8 +332,8 @@ struct GatherProducer : ProducerBase<Kernel> {
     }
   }
 
-  // After this thread's copies to a buffer. With any strides it arrives for its stores, and again when its copies are
-  // complete.
+  // Called after the thread's copies to a buffer. With any strides the thread arrives once for its stores and once when
+  // its copies complete.
   static __device__ void end_copies(std::uint32_t full) {
     if constexpr (any_strides) {
       fence_async_proxy();

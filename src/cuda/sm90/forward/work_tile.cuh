@@ -93,15 +93,15 @@ __device__ inline KeyBounds key_bounds(const ForwardParams& p, const WorkTile& w
 
 // The place, in the order of lengths with the longest first, of the work tile that is `number` in the order of
 // execution. If blocks take two to three work tiles of a triangle, longest first, all end their second tile at the same
-// time, and the third adds up to 12 % of the time. The first tiles are therefore those that together with the longest
-// make up a block's share, and the shortest tiles come last.
+// time, and the third adds up to 12 % of the time. The first tiles are therefore the ones that fill a block's share
+// together with the longest, and the shortest tiles come last.
 __device__ inline int place_by_length(const ForwardParams& p, int count, int number) {
   const int blocks = static_cast<int>(gridDim.x);
   const bool is_triangle = p.score.causal && is_one_section(p) && p.tile_lists.keys == nullptr &&
                            p.key_ranges.data == nullptr;
   if (!is_triangle || count <= 2 * blocks || count >= 3 * blocks) return number;
   const int share = count * count / (2 * blocks);
-  const int longer = 2 * count - blocks - share - count / 64;  // tiles longer than those that start
+  const int longer = 2 * count - blocks - share - count / 64;  // tiles longer than the first ones
   if (number < blocks) return number + longer;
   return number < blocks + longer ? number - blocks : number;
 }
