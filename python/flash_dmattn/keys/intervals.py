@@ -376,19 +376,20 @@ def from_padding(key_mask: Tensor, query_length: int | None = None, **places) ->
 
 
 def until_faded(
-    cumulative: Tensor, prune: float, heads: int, query_length: int | None = None
+    cumulative: Tensor, prune: float, heads: int, query_length: int, **places
 ) -> KeyIntervals:
-    """Causality among keys of which a query at position t sees j while cumulative[t] - cumulative[j] >= prune.
+    """A query at position t sees key j <= t while cumulative[t] - cumulative[j] >= prune.
 
-    cumulative: [B, H, key_length], never rising; prune: at most 0; heads: H, or a divisor of it: heads of a group see what
-        any of them does.
+    cumulative: [B, H, key_length], never rising; prune: at most 0.
+    heads: H, or a divisor of it: heads of a group see what any of them does.
     """
-    keys = Places.of(cumulative.shape[2], query_length, device=cumulative.device)
+    key_length = cumulative.shape[2]
     falling = -cumulative.contiguous()
     last = torch.searchsorted(falling, falling - prune, right=True)  # the first position past prune
     if last.shape[1] not in (1, heads):
         last = last.unflatten(1, (heads, -1)).amax(2)
-    return _shown(keys, keys.own, last - (keys.position - keys.own), None)
+    keys = Places.of(key_length, query_length, device=cumulative.device, **places)
+    return _shown(keys, keys.own, last - (key_length - query_length), None)
 
 
 def rows_of(intervals: KeyIntervals, begin: int, end: int, key_length: int) -> KeyIntervals:
