@@ -69,7 +69,7 @@ def draw(case: Case, dtype: torch.dtype, device: str) -> Inputs:
         return Inputs(case, q, k, v, dout, intervals=sliding_window(n, case.window, device=device))
     if case.kind == DOCUMENTS:
         begins = torch.arange(0, n + 1, case.window, dtype=torch.int32, device=device)
-        documents = packed_documents(begins, key_length=n, max_length=case.window)
+        documents = packed_documents(begins, key_length=n, max_seqlen_k=case.window)
         return Inputs(case, q, k, v, dout, intervals=documents)
     if case.kind != DENSE_MASKS:
         return Inputs(case, q, k, v, dout, bias=normal(batch, heads_kv, n))

@@ -25,15 +25,15 @@ from .keys.intervals import KeyIntervals, select_key_intervals
 from .keys.visibility import Visibility
 
 _ARRAYS = ("k", "v", "scores", "positions", "counts", "seen")
-_NUMBERS = ("window", "pending", "is_empty")
+_NUMBERS = ("keep_window_size", "pending", "is_empty")
 _FLOAT32_ON_A_GPU = "Use one of them, or flash_dmattn_with_kvcache on a cache of all keys"
 
 
 class KVSlots:
-    """The keys of one attention layer, in `window` slots per (batch, kv head) and at any context length.
+    """The keys of one attention layer, in `keep_window_size` = w slots per (batch, kv head) and at any context length.
 
-    A key that `window` better keys beat never returns, so attention over the slots equals attention over the whole
-    past with ``keep_window_size=window``, exactly. Slots are in no order: each carries its score and position, and of
+    A key that w better keys beat never returns, so attention over the slots equals attention over the whole past with
+    the same keep_window_size, exactly. Slots are in no order: each carries its score and position, and of
     equal scores the more recent key wins. A NaN score and a masked token never enter, but count as tokens.
 
     chunk: room for so many pending tokens, which `append` adds: a chunk of a prompt, or speculated tokens. Queries see
@@ -45,7 +45,7 @@ class KVSlots:
     On a CUDA GPU slots are bfloat16 or float16 with a head_dim that is a multiple of 8, and `step` takes at most 64 query
     heads for each kv head (32 with a head_dim above 128 where a block has 99 KB of shared memory).
 
-    Attributes: k, v [B, Hkv, window + chunk, D]; scores float32 [B, Hkv, window + chunk]; positions int32 of the same
+    Attributes: k, v [B, Hkv, w + chunk, D]; scores float32 [B, Hkv, w + chunk]; positions int32 of the same
     shape; counts int32 [B, Hkv, 2], of which [..., 0] is the number of taken slots; seen int32 [B], the number of tokens
     so far (where the next one stands: what RoPE needs); pending, the number of pending tokens, the same in every row;
     is_empty, whether there has been no token since the cache was made or cleared.
@@ -55,7 +55,7 @@ class KVSlots:
         self,
         batch: int,
         heads_kv: int,
-        window: int,
+        keep_window_size: int,
         head_dim: int,
         *,
         chunk: int = 0,
@@ -63,18 +63,24 @@ class KVSlots:
         device: torch.device | str | None = None,
         backend: str | None = None,
     ):
-        sizes = {"batch": batch, "heads_kv": heads_kv, "window": window, "head_dim": head_dim}
+        sizes = {
+            "batch": batch,
+            "heads_kv": heads_kv,
+            "keep_window_size": keep_window_size,
+            "head_dim": head_dim,
+        }
         for name, value in (sizes | {"chunk": chunk}).items():
             check_count(value, name)
-        if window < 1:
-            raise ValueError(f"window: got {window}, expected 1 or more")
+        if keep_window_size < 1:
+            raise ValueError(f"keep_window_size: got {keep_window_size}, expected 1 or more")
         if not 1 <= head_dim <= 256:
             raise ValueError(f"head_dim: got {head_dim}, expected 1 to 256")
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(f"dtype: got {dtype}, expected float32, bfloat16 or float16")
-        self.window, self.pending, self.backend = window, 0, resolve_backend(backend)
-        self.is_empty = True
-        shape = (batch, heads_kv, window + chunk)
+        self.keep_window_size = keep_window_size
+        self.backend = resolve_backend(backend)
+        self.pending, self.is_empty = 0, True
+        shape = (batch, heads_kv, keep_window_size + chunk)
         # Zeros: a kernel may load a slot without a key.
         self.k = torch.zeros((*shape, head_dim), dtype=dtype, device=device)
         check_kernels_of_slots("dtype", dtype, head_dim, self.k.device, instead=_FLOAT32_ON_A_GPU)
@@ -87,7 +93,7 @@ class KVSlots:
     @classmethod
     def over(
         cls,
-        window: int,
+        keep_window_size: int,
         k: Tensor,
         v: Tensor,
         scores: Tensor,
@@ -105,11 +111,14 @@ class KVSlots:
             expect_memory(tensor, name)
             setattr(cache, name, tensor)
         if k.dim() != 4:
-            raise ValueError(f"k: got shape {tuple(k.shape)}, expected [B, Hkv, window + chunk, D]")
-        check_slots(window, pending, k.shape[2])
+            raise ValueError(
+                f"k: got shape {tuple(k.shape)}, expected [B, Hkv, keep_window_size + chunk, D]"
+            )
+        check_slots(keep_window_size, pending, k.shape[2])
         check_kernels_of_slots("k", k.dtype, k.shape[3], k.device, instead=_FLOAT32_ON_A_GPU)
-        cache.window, cache.pending, cache.backend = window, pending, resolve_backend(backend)
-        cache.is_empty = False
+        cache.keep_window_size = keep_window_size
+        cache.backend = resolve_backend(backend)
+        cache.pending, cache.is_empty = pending, False
         return cache
 
     @property
@@ -118,7 +127,7 @@ class KVSlots:
 
     @property
     def chunk(self) -> int:
-        return self.k.shape[2] - self.window
+        return self.k.shape[2] - self.keep_window_size
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -144,10 +153,10 @@ class KVSlots:
         lengths: Tensor | None = None,
         key_mask: Tensor | None = None,
     ) -> None:
-        """Replaces the content by the keys of a prompt that attention has run over with keep_window_size=window.
+        """Replaces the content by the keys of a prompt that attention has run over with the same keep_window_size.
 
         key, value: [B, S, Hkv, D]; scores: float32 [B, Hkv, S].
-        intervals: the result of select_key_intervals for this window and these scores, for all heads; made anew by
+        intervals: the result of select_key_intervals for this keep_window_size and these scores, for all heads; made anew by
             default.
         lengths: int32 [B], the tokens of each row where S is more (padding on the right).
         key_mask: bool [B, S], False for padding, where intervals are made here.
@@ -168,12 +177,14 @@ class KVSlots:
                 real = torch.arange(length, device=key.device) < lengths[:, None]
                 key_mask = real if key_mask is None else key_mask & real
             mask = None if key_mask is None else key_mask[:, None]
-            intervals = select_key_intervals(scores, self.window, key_mask=mask, query_length=1)
+            intervals = select_key_intervals(
+                scores, self.keep_window_size, key_mask=mask, query_length=1
+            )
         heads = (self.batch, self.k.shape[1])
         _check_intervals(intervals, *heads, length)
         ops.kv_fill(
             *self.tensors,
-            self.window,
+            self.keep_window_size,
             key,
             value,
             scores,
@@ -207,7 +218,7 @@ class KVSlots:
         scores_are_bias: a key's score is added to its attention score, as in dynamic mask attention.
         scale, softcap, nonfinite: as in flash_dmattn_func. return_lse: also return lse [B, Hq, 1].
         """
-        self._check_tokens(key, value, scores, query)
+        self._check_tokens(key, value, scores, query, key_mask=key_mask)
         if self.pending:
             raise ValueError(
                 f"pending: got {self.pending} tokens, expected none; commit them first"
@@ -215,7 +226,7 @@ class KVSlots:
         numerics = Numerics.of(scale, None, softcap, nonfinite, None).for_head_dim(key.shape[3])
         out, lse = ops.kv_decode_step(
             *self.tensors,
-            self.window,
+            self.keep_window_size,
             query,
             key,
             value,
@@ -287,7 +298,7 @@ class KVSlots:
     ) -> None:
         """Adds n tokens behind the pending ones: key, value [B, n, Hkv, D], scores float32 [B, Hkv, n], key_mask bool
         [B, n], False for padding."""
-        self._check_tokens(key, value, scores)
+        self._check_tokens(key, value, scores, key_mask=key_mask)
         room = self.chunk - self.pending
         if key.shape[1] > room:
             raise ValueError(
@@ -295,7 +306,14 @@ class KVSlots:
                 f"{self.chunk}"
             )
         ops.kv_append(
-            *self.tensors, self.window, self.pending, key, value, scores, key_mask, self.backend
+            *self.tensors,
+            self.keep_window_size,
+            self.pending,
+            key,
+            value,
+            scores,
+            key_mask,
+            self.backend,
         )
         self.pending += key.shape[1]
         self.is_empty = False
@@ -307,9 +325,9 @@ class KVSlots:
                 f"query: got {query_length} queries, expected at most the {self.pending} pending tokens"
             )
         intervals = ops.kv_pending_intervals(
-            *self.tensors, self.window, self.pending, query_length, self.backend
+            *self.tensors, self.keep_window_size, self.pending, query_length, self.backend
         )
-        return KeyIntervals(intervals, query_length, (self.window, int(query_length > 1)))
+        return KeyIntervals(intervals, query_length, (self.keep_window_size, int(query_length > 1)))
 
     def attend(
         self,
@@ -326,7 +344,7 @@ class KVSlots:
         queries = check_query(self.k.transpose(1, 2), query=query)
         scores_are_bias = resolve_flag(scores_are_bias, "scores_are_bias")
         visible = Visibility(keys=self.pending_intervals(queries))
-        end = self.window + self.pending
+        end = self.keep_window_size + self.pending
         bias = self.scores[:, :, None, :end] if scores_are_bias else None
         numerics = Numerics.of(scale, None, softcap, nonfinite, None)
         k, v = (t[:, :, :end].transpose(1, 2) for t in (self.k, self.v))
@@ -344,7 +362,7 @@ class KVSlots:
             if keep > pending:
                 raise ValueError(f"keep: got {keep}, expected at most the {pending} pending tokens")
             pending, keep = keep, None
-        ops.kv_commit(*self.tensors, self.window, pending, keep, self.backend)
+        ops.kv_commit(*self.tensors, self.keep_window_size, pending, keep, self.backend)
         self.pending = 0
 
     def drop(self, count: int) -> None:
@@ -363,7 +381,12 @@ class KVSlots:
         index = row_numbers(index, "index")
         selected = self._empty(index.shape[0])
         ops.kv_copy_rows(
-            *selected.tensors, *self.tensors, self.window, self.pending, index, self.backend
+            *selected.tensors,
+            *self.tensors,
+            self.keep_window_size,
+            self.pending,
+            index,
+            self.backend,
         )
         return selected
 
@@ -385,15 +408,17 @@ class KVSlots:
         """The content of a snapshot, in place. One of a single row (a shared prefix) goes to every row."""
         if not isinstance(snapshot, KVSlots):
             raise TypeError(f"snapshot: got {type(snapshot).__name__}, expected KVSlots")
-        if snapshot.window != self.window:
-            raise ValueError(f"snapshot: got window {snapshot.window}, expected {self.window}")
+        if snapshot.keep_window_size != self.keep_window_size:
+            raise ValueError(
+                f"snapshot: got keep_window_size {snapshot.keep_window_size}, expected {self.keep_window_size}"
+            )
         if snapshot.batch not in (1, self.batch):
             raise ValueError(f"snapshot: got {snapshot.batch} rows, expected {self.batch} or one")
         rows = torch.arange(self.batch, dtype=torch.int32, device=self.k.device)
         ops.kv_copy_rows(
             *self.tensors,
             *snapshot.tensors,
-            self.window,
+            self.keep_window_size,
             snapshot.pending,
             rows if snapshot.batch == self.batch else torch.zeros_like(rows),
             self.backend,
@@ -407,13 +432,15 @@ class KVSlots:
 
     def load_state_dict(self, state: Mapping[str, Tensor | int]) -> None:
         """Copies a saved state into the tensors, which may have another dtype and device."""
-        missing = [name for name in (*_ARRAYS, "window", "pending") if name not in state]
+        missing = [name for name in (*_ARRAYS, "keep_window_size", "pending") if name not in state]
         if missing:
             raise ValueError(
                 f"state: got none of {', '.join(missing)}, expected a state_dict of KVSlots"
             )
-        if state["window"] != self.window:
-            raise ValueError(f"state: got window {state['window']}, expected {self.window}")
+        if state["keep_window_size"] != self.keep_window_size:
+            raise ValueError(
+                f"state: got keep_window_size {state['keep_window_size']}, expected {self.keep_window_size}"
+            )
         for name in _ARRAYS:
             own = getattr(self, name)
             check_tensor(state[name], f"state[{name!r}]")
@@ -421,24 +448,34 @@ class KVSlots:
                 raise ValueError(
                     f"state: got {name} of shape {tuple(state[name].shape)}, expected {tuple(own.shape)}"
                 )
-        check_slots(self.window, state["pending"], self.k.shape[2])
+        check_slots(self.keep_window_size, state["pending"], self.k.shape[2])
         for name in _ARRAYS:
             getattr(self, name).copy_(state[name])
         self.pending, self.is_empty = state["pending"], state.get("is_empty", False)
 
     def _empty(self, batch: int) -> KVSlots:
         arrays = (own.new_zeros((batch, *own.shape[1:])) for own in self.tensors)
-        cache = KVSlots.over(self.window, *arrays, pending=self.pending, backend=self.backend)
+        cache = KVSlots.over(
+            self.keep_window_size, *arrays, pending=self.pending, backend=self.backend
+        )
         cache.is_empty = self.is_empty
         return cache
 
     def _check_tokens(
-        self, key: Tensor, value: Tensor, scores: Tensor, query: Tensor | None = None
+        self,
+        key: Tensor,
+        value: Tensor,
+        scores: Tensor,
+        query: Tensor | None = None,
+        *,
+        key_mask: Tensor | None = None,
     ) -> None:
         for name, tensor in (("key", key), ("value", value), ("scores", scores)):
             check_tensor(tensor, name)
         if key.dim() != 4:
             raise ValueError(f"key: got shape {tuple(key.shape)}, expected [B, n, Hkv, D]")
+        if key_mask is not None:
+            check_mask(key_mask, (self.batch, key.shape[1]), self.k.device)
         refuse_gradients(query=query, key=key, value=value, scores=scores)
 
 

@@ -180,9 +180,7 @@ def flash_dmattn_varlen_func(
     total_q, total_k = query.shape[0], key.shape[0]
     same_offsets = cu_seqlens_q is cu_seqlens_k
     cu_seqlens_q = check_offsets(cu_seqlens_q, "cu_seqlens_q", total_q).to(torch.int32).contiguous()
-    check_offsets(
-        cu_seqlens_k, "cu_seqlens_k", total_k, longest=max_seqlen_k, name_of_longest="max_seqlen_k"
-    )
+    check_offsets(cu_seqlens_k, "cu_seqlens_k", total_k, longest=max_seqlen_k)
     cu_seqlens_k = cu_seqlens_k.to(torch.int32).contiguous()
     if same_offsets:
         cu_seqlens_q = cu_seqlens_k
@@ -203,11 +201,11 @@ def flash_dmattn_varlen_func(
     if rule.has_room_for(total_k):
         intervals = packed_documents(
             cu_seqlens_k,
-            cu_seqlens_q,
+            cu_seqlens_q=cu_seqlens_q,
             is_causal=is_causal,
             key_length=total_k,
             query_length=total_q,
-            max_length=max_seqlen_k,
+            max_seqlen_k=max_seqlen_k,
         )
     else:
         intervals = select_key_intervals(

@@ -18,9 +18,9 @@ from .functional import flash_dmattn_func
 
 
 class DynamicMaskAttention(nn.Module):
-    """Causal self-attention in which every query keeps the `window` keys with the highest learned scores.
+    """Causal self-attention in which every query keeps the `keep_window_size` keys with the highest learned scores.
 
-        attention = DynamicMaskAttention(512, heads=8, kv_heads=4, window=1024, rope=rope)
+        attention = DynamicMaskAttention(512, heads_q=8, heads_kv=4, keep_window_size=1024, rope=rope)
         out = attention(hidden)                         # training: [B, S, 512] -> [B, S, 512]
 
         cache = attention.make_cache(batch=1)           # generation, under torch.no_grad()
@@ -33,11 +33,12 @@ class DynamicMaskAttention(nn.Module):
 
     Args:
         hidden_size: features of input and output.
-        heads, kv_heads: of the queries; of keys and values, by default as many.
-        window: the number of keys that a query keeps.
-        head_dim: up to 256; by default hidden_size / heads.
+        heads_q: query heads.
+        heads_kv: key and value heads, by default heads_q.
+        keep_window_size: the number of keys that a query keeps.
+        head_dim: up to 256; by default hidden_size / heads_q.
         bias: whether the projections have one.
-        rope: (query [B, S, heads, D], key [B, S, kv_heads, D], positions int64 [B or 1, S]) -> (query, key): a rotary
+        rope: (query [B, S, heads_q, D], key [B, S, heads_kv, D], positions int64 [B or 1, S]) -> (query, key): a rotary
             embedding, or whatever else happens to queries and keys.
         device, dtype: of the parameters.
     """
@@ -45,9 +46,9 @@ class DynamicMaskAttention(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        heads: int,
-        kv_heads: int | None = None,
-        window: int = 2048,
+        heads_q: int,
+        heads_kv: int | None = None,
+        keep_window_size: int = 2048,
         *,
         head_dim: int | None = None,
         bias: bool = False,
@@ -56,37 +57,45 @@ class DynamicMaskAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
-        sizes = {"hidden_size": hidden_size, "heads": heads, "kv_heads": kv_heads, "window": window}
+        heads_kv = heads_q if heads_kv is None else heads_kv
+        sizes = {
+            "hidden_size": hidden_size,
+            "heads_q": heads_q,
+            "heads_kv": heads_kv,
+            "keep_window_size": keep_window_size,
+        }
         for name, value in sizes.items():
             check_count(value, name)
             if not value:
                 raise ValueError(f"{name}: got 0, expected 1 or more")
-        if heads % kv_heads:
-            raise ValueError(f"heads: got {heads}, expected a multiple of kv_heads, {kv_heads}")
+        if heads_q % heads_kv:
+            raise ValueError(f"heads_q: got {heads_q}, expected a multiple of heads_kv, {heads_kv}")
         if head_dim is None:
-            if hidden_size % heads:
+            if hidden_size % heads_q:
                 raise ValueError(
-                    f"hidden_size: got {hidden_size}, expected a multiple of heads, {heads}, where head_dim is not given"
+                    f"hidden_size: got {hidden_size}, expected a multiple of heads_q, {heads_q}, where head_dim is not given"
                 )
-            head_dim = hidden_size // heads
+            head_dim = hidden_size // heads_q
         check_count(head_dim, "head_dim")
         if not 1 <= head_dim <= 256:
             raise ValueError(f"head_dim: got {head_dim}, expected 1 to 256")
         if rope is not None and not callable(rope):
             raise TypeError(f"rope: got {type(rope).__name__}, expected a function or None")
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.hidden_size, self.window, self.rope = hidden_size, window, rope
+        self.heads_q, self.heads_kv, self.head_dim = heads_q, heads_kv, head_dim
+        self.hidden_size, self.keep_window_size, self.rope = hidden_size, keep_window_size, rope
         options = {"bias": bias, "device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(hidden_size, heads * head_dim, **options)
-        self.k_proj = nn.Linear(hidden_size, kv_heads * head_dim, **options)
-        self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, **options)
-        self.dt_proj = nn.Linear(kv_heads * head_dim, kv_heads, **options)
-        self.A = nn.Parameter(torch.zeros(kv_heads, device=device, dtype=dtype))
-        self.o_proj = nn.Linear(heads * head_dim, hidden_size, **options)
+        self.q_proj = nn.Linear(hidden_size, heads_q * head_dim, **options)
+        self.k_proj = nn.Linear(hidden_size, heads_kv * head_dim, **options)
+        self.v_proj = nn.Linear(hidden_size, heads_kv * head_dim, **options)
+        self.dt_proj = nn.Linear(heads_kv * head_dim, heads_kv, **options)
+        self.A = nn.Parameter(torch.zeros(heads_kv, device=device, dtype=dtype))
+        self.o_proj = nn.Linear(heads_q * head_dim, hidden_size, **options)
 
     def extra_repr(self) -> str:
-        return f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, window={self.window}"
+        return (
+            f"heads_q={self.heads_q}, heads_kv={self.heads_kv}, head_dim={self.head_dim}, "
+            f"keep_window_size={self.keep_window_size}"
+        )
 
     def make_cache(
         self, batch: int, *, chunk: int = 128, dtype: torch.dtype | None = None
@@ -98,7 +107,7 @@ class DynamicMaskAttention(nn.Module):
         """
         weight = self.k_proj.weight
         return KVSlots(
-            batch, self.kv_heads, self.window, self.head_dim,
+            batch, self.heads_kv, self.keep_window_size, self.head_dim,
             chunk=chunk, dtype=weight.dtype if dtype is None else dtype, device=weight.device,
         )  # fmt: skip
 
@@ -124,9 +133,9 @@ class DynamicMaskAttention(nn.Module):
         self._check(hidden, cache, key_mask)
         _check_positions(positions, hidden)
         batch, length, _ = hidden.shape
-        query = self.q_proj(hidden).view(batch, length, self.heads, self.head_dim)
+        query = self.q_proj(hidden).view(batch, length, self.heads_q, self.head_dim)
         key, value = (
-            project(hidden).view(batch, length, self.kv_heads, self.head_dim)
+            project(hidden).view(batch, length, self.heads_kv, self.head_dim)
             for project in (self.k_proj, self.v_proj)
         )
         scores = scores_of(self.A, self.dt_proj(value.flatten(2)))
@@ -145,7 +154,7 @@ class DynamicMaskAttention(nn.Module):
             attn_mask=key_mask,
             attn_bias=with_zero_sum_gradient(scores),
             is_causal=True,
-            keep_window_size=self.window,
+            keep_window_size=self.keep_window_size,
         )
         if cache is not None:
             with torch.no_grad():
@@ -164,11 +173,11 @@ class DynamicMaskAttention(nn.Module):
             return
         if not isinstance(cache, KVSlots):
             raise TypeError(f"cache: got {type(cache).__name__}, expected KVSlots (make_cache)")
-        got = (cache.batch, cache.k.shape[1], cache.window, cache.k.shape[3])
-        expected = (hidden.shape[0], self.kv_heads, self.window, self.head_dim)
+        got = (cache.batch, cache.k.shape[1], cache.keep_window_size, cache.k.shape[3])
+        expected = (hidden.shape[0], self.heads_kv, self.keep_window_size, self.head_dim)
         if got != expected:
             raise ValueError(
-                f"cache: got one of (batch, kv_heads, window, head_dim) {got}, expected {expected}"
+                f"cache: got one of (batch, heads_kv, keep_window_size, head_dim) {got}, expected {expected}"
             )
 
     def _positions(

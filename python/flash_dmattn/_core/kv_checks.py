@@ -81,13 +81,16 @@ def check_mask(mask: Tensor, shape: tuple[int, int], device: torch.device) -> No
     expect(mask, "key_mask", shape, torch.bool, device)
 
 
-def check_slots(window: int, pending: int, slots: int) -> None:
-    check_count(window, "window")
-    if not 1 <= window <= slots:
-        raise ValueError(f"window: got {window}, expected 1 to {slots}, the slots of k")
+def check_slots(keep_window_size: int, pending: int, slots: int) -> None:
+    check_count(keep_window_size, "keep_window_size")
+    if not 1 <= keep_window_size <= slots:
+        raise ValueError(
+            f"keep_window_size: got {keep_window_size}, expected 1 to {slots}, the slots of k"
+        )
+    chunk = slots - keep_window_size
     check_count(pending, "pending")
-    if pending > slots - window:
-        raise ValueError(f"pending: got {pending}, expected at most {slots - window}, the chunk")
+    if pending > chunk:
+        raise ValueError(f"pending: got {pending}, expected at most {chunk}, the chunk")
 
 
 def check_kernels_of_slots(

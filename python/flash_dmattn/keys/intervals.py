@@ -317,12 +317,12 @@ def prefix_lm(
 
 def packed_documents(
     cu_seqlens_k: Tensor,
-    cu_seqlens_q: Tensor | None = None,
     *,
+    cu_seqlens_q: Tensor | None = None,
     is_causal: bool = True,
     key_length: int | None = None,
     query_length: int | None = None,
-    max_length: int | None = None,
+    max_seqlen_k: int | None = None,
     **places,
 ) -> KeyIntervals:
     """Documents packed one after the other: a query sees the keys of its own document only.
@@ -333,17 +333,17 @@ def packed_documents(
     is_causal: aligned to the bottom right corner of each document.
     key_length, query_length: the packed lengths, by default the last offsets (reading them synchronises
         with a GPU). Keys past the last document are never visible.
-    max_length: the number of keys of the longest document, where it is known. For documents that have as
+    max_seqlen_k: the number of keys of the longest document, where it is known. For documents that have as
         many queries as keys (cu_seqlens_q is not given, or is cu_seqlens_k) it makes the `bound`.
     places: key_mask, key_positions and query_position, as in select_key_intervals.
     """
     is_causal = resolve_flag(is_causal, "is_causal")
-    if max_length is not None:
-        check_count(max_length, "max_length")
+    if max_seqlen_k is not None:
+        check_count(max_seqlen_k, "max_seqlen_k")
     for name, length in (("key_length", key_length), ("query_length", query_length)):
         if length is not None:
             check_length(length, name)
-    check_offsets(cu_seqlens_k, "cu_seqlens_k", key_length, longest=max_length, batched=True)
+    check_offsets(cu_seqlens_k, "cu_seqlens_k", key_length, longest=max_seqlen_k, batched=True)
     offsets_q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
     if offsets_q is not cu_seqlens_k:
         check_offsets(offsets_q, "cu_seqlens_q", query_length, batched=True)
@@ -353,8 +353,8 @@ def packed_documents(
         key_length, query_length, cu_seqlens_k=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q, **places
     )
     bound = None
-    if max_length is not None and keys.same_length:
-        bound = (max_length if is_causal else 2 * max_length, 1)
+    if max_seqlen_k is not None and keys.same_length:
+        bound = (max_seqlen_k if is_causal else 2 * max_seqlen_k, 1)
     return _shown(keys, keys.own if is_causal else None, None, bound)
 
 

@@ -132,12 +132,12 @@ def check_offsets(
     total: int | None = None,
     *,
     longest: int | None = None,
-    name_of_longest: str = "max_length",
+    name_of_longest: str = "max_seqlen_k",
     batched: bool = False,
 ) -> Tensor:
     """Offsets of packed documents. Their values are checked on the CPU only: on a GPU the check would wait for it.
 
-    longest: how long the documents are at most, as the caller's argument of that name has it.
+    longest: the greatest length of a document, which the caller's argument of that name promises.
     batched: rows [B, sequences + 1] are allowed, too.
     """
     check_tensor(offsets, name)

@@ -136,7 +136,7 @@ def test_zero_in_the_place_of_flash_attentions_dropout_raises():
         (ValueError, "cu_seqlens_k: got [0, 9]",
          lambda: packed_documents(torch.tensor([0, 9]), key_length=8)),
         (ValueError, "cu_seqlens_q: got [0, 9, 8]",
-         lambda: packed_documents(torch.tensor([0, 5, 9]), torch.tensor([0, 9, 8]))),
+         lambda: packed_documents(torch.tensor([0, 5, 9]), cu_seqlens_q=torch.tensor([0, 9, 8]))),
         (TypeError, "key_mask: got list", lambda: from_padding([[True]])),
         (TypeError, "intersect: got NoneType", lambda: intersect(sliding_window(5, 2), None)),
         (ValueError, "intersect: got shape (1, 3, 5, 2)",

@@ -180,9 +180,9 @@ def test_one_graph_for_all_steps():
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="heads: got 4, expected a multiple of kv_heads, 3"):
+    with pytest.raises(ValueError, match="heads_q: got 4, expected a multiple of heads_kv, 3"):
         DynamicMaskAttention(HIDDEN, 4, 3)
-    with pytest.raises(ValueError, match="hidden_size: got 30, expected a multiple of heads, 4"):
+    with pytest.raises(ValueError, match="hidden_size: got 30, expected a multiple of heads_q, 4"):
         DynamicMaskAttention(30, 4)
     with pytest.raises(TypeError, match="rope: got int, expected a function or None"):
         DynamicMaskAttention(HIDDEN, 4, rope=10000)

@@ -18,15 +18,15 @@ STEP = {"query": torch.randn(2, 1, 4, 8)} | tokens()
 @pytest.mark.parametrize(
     "message, options",
     [
-        ("window: got 0", {"window": 0}),
-        ("window: got -1", {"window": -1}),
+        ("keep_window_size: got 0", {"keep_window_size": 0}),
+        ("keep_window_size: got -1", {"keep_window_size": -1}),
         ("batch: got 1.5", {"batch": 1.5}),
         ("chunk: got -2", {"chunk": -2}),
         ("dtype: got torch.float64", {"dtype": torch.float64}),
     ],
 )
 def test_of_the_cache(message, options):
-    sizes = {"batch": 2, "heads_kv": 2, "window": 4, "head_dim": 8}
+    sizes = {"batch": 2, "heads_kv": 2, "keep_window_size": 4, "head_dim": 8}
     with pytest.raises((ValueError, TypeError)) as caught:
         KVSlots(**(sizes | options))
     assert message in str(caught.value)
@@ -40,7 +40,7 @@ def test_of_the_cache(message, options):
     ],
 )  # fmt: skip
 def test_of_a_cache_on_a_gpu(message, options):
-    sizes = {"batch": 2, "heads_kv": 2, "window": 4, "head_dim": 8, "device": "cuda"}
+    sizes = {"batch": 2, "heads_kv": 2, "keep_window_size": 4, "head_dim": 8, "device": "cuda"}
     with FakeTensorMode(), pytest.raises((ValueError, TypeError)) as caught:
         KVSlots(**(sizes | options))
     assert message in str(caught.value)
@@ -65,8 +65,11 @@ def test_of_tensors_of_slots_on_a_gpu():
         ("v: got [1, 1, 2, 8]", {"value": torch.randn(1, 1, 2, 8)}),
         ("scores: got [2, 2, 2]", {"scores": torch.randn(2, 2, 2)}),
         ("scores: got BFloat16", {"scores": torch.randn(2, 2, 1).bfloat16()}),
-        ("mask: got [2, 2]", {"key_mask": torch.ones(2, 2, dtype=torch.bool)}),
-        ("mask: got Float", {"key_mask": torch.ones(2, 1)}),
+        (
+            "key_mask: got shape (2, 2), expected (2, 1)",
+            {"key_mask": torch.ones(2, 2, dtype=torch.bool)},
+        ),
+        ("key_mask: got torch.float32", {"key_mask": torch.ones(2, 1)}),
         ("heads_q: got 3", {"query": torch.randn(2, 1, 3, 8)}),
         ("scale: got inf", {"scale": float("inf")}),
         ("scale: got 0", {"scale": 0.0}),
@@ -99,7 +102,7 @@ def test_of_chunks_and_rows():
         "count: got 3": lambda: cache.drop(3),
         "index[1]: got 2": lambda: cache.select(torch.tensor([0, 2])),
         "index: got list": lambda: cache.select([0]),
-        "state: got window 5": lambda: cache.load_state_dict(
+        "state: got keep_window_size 5": lambda: cache.load_state_dict(
             KVSlots(2, 2, 5, 8, chunk=3).state_dict()
         ),
         "snapshot: got 3 rows": lambda: cache.restore(KVSlots(3, 2, 4, 8, chunk=3)),

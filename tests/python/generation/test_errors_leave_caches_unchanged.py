@@ -72,7 +72,7 @@ def test_rows_and_saved_states():
     cache.append(**tokens(2))
     state = filled().state_dict()
     for message, call in {
-        "snapshot: got window 5": lambda: cache.restore(
+        "snapshot: got keep_window_size 5": lambda: cache.restore(
             other
         ),  # as many places, of another meaning
         "snapshot: got dict": lambda: cache.restore(state),
@@ -241,7 +241,7 @@ def test_of_a_layer():
     layer(hidden, cache=cache)
     other = DynamicMaskAttention(32, HQ, HKV, WINDOW + 1)
     for message, call in {
-        "cache: got one of (batch, kv_heads, window, head_dim) (2, 2, 4, 8), expected (2, 2, 5, 8)": (
+        "cache: got one of (batch, heads_kv, keep_window_size, head_dim) (2, 2, 4, 8), expected (2, 2, 5, 8)": (
             lambda: other(hidden[:, :1], cache=cache)
         ),
         "expected (1, 2, 4, 8)": lambda: layer(hidden[:1, :1], cache=cache),
@@ -266,11 +266,14 @@ def test_a_layer_with_a_cache_of_another_dtype():
 @pytest.mark.parametrize(
     "message, sizes",
     [
-        ("window: got 0", {"window": 0}),
+        ("keep_window_size: got 0", {"keep_window_size": 0}),
+        ("heads_q: got 3, expected a multiple of heads_kv, 2", {"heads_q": 3, "heads_kv": 2}),
         ("head_dim: got 257", {"head_dim": 257}),
         ("hidden_size: got 32.0", {"hidden_size": 32.0}),
     ],
 )
 def test_sizes_of_a_layer(message, sizes):
     with pytest.raises((ValueError, TypeError), match=message):
-        DynamicMaskAttention(**({"hidden_size": 32, "heads": HQ, "window": WINDOW} | sizes))
+        DynamicMaskAttention(
+            **({"hidden_size": 32, "heads_q": HQ, "keep_window_size": WINDOW} | sizes)
+        )

@@ -136,10 +136,12 @@ def test_packed_documents(is_causal, options, same_lengths):
     dout = torch.randn_like(out)
     out.backward(dout)
 
-    shown = packed_documents(offsets_k, offsets, is_causal=is_causal).to_mask()
+    shown = packed_documents(offsets_k, cu_seqlens_q=offsets, is_causal=is_causal).to_mask()
     if options:
         one_choice = options.get("selection") == "global"
-        pairs = packed_documents(offsets_k, offsets, is_causal=is_causal and not one_choice)
+        pairs = packed_documents(
+            offsets_k, cu_seqlens_q=offsets, is_causal=is_causal and not one_choice
+        )
         pairs, shown = pairs.to_mask().cpu(), shown.cpu()
         scores = bias.detach().t()[None].float().cpu()
         shown = (select(scores, 6, pairs.expand(1, 2, -1, -1)) & shown).cuda()

@@ -187,7 +187,7 @@ def long_stream(seed=0, device=DEVICE, **options):
 
 def held(cache):
     """The positions, scores, keys and values in the slots, by position."""
-    window, far = cache.window, 2**31 - 1
+    window, far = cache.keep_window_size, 2**31 - 1
     free = torch.arange(window, device=cache.k.device) >= cache.counts[..., :1]
     positions, slots = cache.positions[..., :window].masked_fill(free, far).sort(-1)
     free = free.gather(-1, slots)

@@ -34,7 +34,13 @@ def test_a_float32_model(static):
 
 @pytest.mark.parametrize("options", [{"dtype": torch.float32}, {"head_dim": 12}])
 def test_slots(options):
-    sizes = {"batch": 1, "heads_kv": 1, "window": 4, "head_dim": 64, "dtype": torch.bfloat16}
+    sizes = {
+        "batch": 1,
+        "heads_kv": 1,
+        "keep_window_size": 4,
+        "head_dim": 64,
+        "dtype": torch.bfloat16,
+    }
     with pytest.raises((TypeError, ValueError), match=f"{next(iter(options))}: got .* on cuda:0"):
         KVSlots(**(sizes | options), device="cuda")
 

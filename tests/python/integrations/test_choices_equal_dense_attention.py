@@ -266,7 +266,7 @@ def test_choice_among_key_intervals_equals_choice_under_mask(name, heads, select
     shown = {
         "prefix": prefix_lm(S, 4),
         "window": sliding_window(S, 11),
-        "packed": packed_documents(torch.tensor([0, S // 3, S]), max_length=S),
+        "packed": packed_documents(torch.tensor([0, S // 3, S]), max_seqlen_k=S),
         "bidirectional": packed_documents(torch.tensor([0, S // 3, S]), is_causal=False),
     }[name]
     for is_causal in (False, True):

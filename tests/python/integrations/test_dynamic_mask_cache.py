@@ -227,7 +227,7 @@ def test_layers_with_windows_of_their_own():
     model = make_model()
     model.config.per_layer_config = {0: {"keep_window_size": 20}}
     cache = DynamicMaskCache(model.config)
-    assert [layer.window for layer in cache.layers] == [20, WINDOW, WINDOW]
+    assert [layer.keep_window_size for layer in cache.layers] == [20, WINDOW, WINDOW]
 
 
 # ---- Precision -------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ MAKES = {
     "prefix": lambda scores: prefix_lm(N, torch.tensor([3, 5])),
     "padding": lambda scores: from_padding(PADDING),
     "packed": lambda scores: packed_documents(
-        OFFSETS, key_length=N, query_length=N, max_length=N - 13
+        OFFSETS, key_length=N, query_length=N, max_seqlen_k=N - 13
     ),
     "choice": lambda scores: select_key_intervals(scores, 6, key_mask=PADDING),
     "intersection": lambda scores: intersect(

@@ -136,9 +136,9 @@ def test_packed_documents(lengths_k, lengths_q, is_causal):
     expected = torch.zeros(total_q, total_k + 2, dtype=torch.bool)
     if blocks:
         expected[:, :total_k] = torch.block_diag(*(block.int() for block in blocks)).bool()
-    actual = packed_documents(cu_k, cu_q, is_causal=is_causal)
+    actual = packed_documents(cu_k, cu_seqlens_q=cu_q, is_causal=is_causal)
     assert torch.equal(actual.to_mask()[0, 0], expected[:, :total_k])
-    actual = packed_documents(cu_k, cu_q, is_causal=is_causal, key_length=total_k + 2)
+    actual = packed_documents(cu_k, cu_seqlens_q=cu_q, is_causal=is_causal, key_length=total_k + 2)
     assert torch.equal(actual.to_mask()[0, 0], expected)
 
 
@@ -360,7 +360,7 @@ def test_a_window_of_no_keys_shows_nothing(mask):
          lambda: packed_documents(torch.tensor([0, 9]), query_length=2**31)),
         ("consecutive: got 'no'",
          lambda: KeyIntervals(torch.zeros(1, 1, 9, 2).int(), 9, None, "no")),
-        ("max_length: got 3, expected at least 6", lambda: packed_documents(torch.tensor([0, 3, 9]), max_length=3)),
+        ("max_seqlen_k: got 3, expected at least 6", lambda: packed_documents(torch.tensor([0, 3, 9]), max_seqlen_k=3)),
     ],
 )  # fmt: skip
 def test_lengths_beyond_int32_and_other_kinds(message, call):

@@ -70,7 +70,7 @@ def attend_varlen(q, k, v, bias, offsets, **options):
 def attend_documents(q, k, v, bias, offsets):
     length = q.shape[1]
     documents = packed_documents(
-        offsets, key_length=length, query_length=length, max_length=LONGEST
+        offsets, key_length=length, query_length=length, max_seqlen_k=LONGEST
     )
     return flash_dmattn_func(q, k, v, attn_bias=bias, key_intervals=documents)
 

@@ -22,18 +22,23 @@ class DynamicMaskLayer(CacheLayerMixin):
     """The slots of one attention layer.
 
     The first tokens come by `fill`, after attention over them; later ones by `attend`, which is their attention too.
-    Their number is `get_seq_length`, though no more than `window` (and pending ones) are held.
+    Their number is `get_seq_length`, though no more than `keep_window_size` (and pending ones) are held.
     """
 
     is_sliding = False
     is_croppable = True
 
     def __init__(
-        self, window: int, *, static: bool = False, chunk: int = 0, counts_on_device: bool = True
+        self,
+        keep_window_size: int,
+        *,
+        static: bool = False,
+        chunk: int = 0,
+        counts_on_device: bool = True,
     ):
         """
         Args:
-            window: the number of keys that a query sees.
+            keep_window_size: the number of keys that a query sees.
             static: memory stays in place and lengths on the device, for CUDA graphs and torch.compile.
             chunk: places for tokens that are attended to before they are committed; without `static` there come
                 more by themselves.
@@ -41,7 +46,7 @@ class DynamicMaskLayer(CacheLayerMixin):
                 a cache has as many, and models ask the first one: in the others each token would take a kernel more.
         """
         super().__init__()
-        self.window, self.chunk = window, chunk
+        self.keep_window_size, self.chunk = keep_window_size, chunk
         self.is_compileable = static
         self.record_past = False
         self.slots: KVSlots | None = None
@@ -62,14 +67,14 @@ class DynamicMaskLayer(CacheLayerMixin):
         key: torch.Tensor,
         value: torch.Tensor,
         scores: torch.Tensor,
-        present: torch.Tensor | None = None,
+        key_mask: torch.Tensor | None = None,
     ) -> None:
         """Takes over the first tokens, to which attention has been computed already.
 
         Args:
             key, value: [B, Hkv, S, D].
             scores: float32 [B, Hkv, S].
-            present: bool [B, S], False for padding; None: all are tokens.
+            key_mask: bool [B, S], False for padding; None: all are tokens.
         """
         if not self.is_initialized:
             self.lazy_initialization(key, value)
@@ -84,11 +89,11 @@ class DynamicMaskLayer(CacheLayerMixin):
         first, last = slice(0, filled), slice(filled, length)
         if filled:
             keys, values, of_keys = key[:, :, first], value[:, :, first], scores[..., first]
-            mask = None if present is None else present[:, first]
+            mask = None if key_mask is None else key_mask[:, first]
             self.slots.fill(*_by_token(keys, values), of_keys, key_mask=mask)
         if pending:
             keys, values, of_keys = key[:, :, last], value[:, :, last], scores[..., last]
-            mask = None if present is None else present[:, last]
+            mask = None if key_mask is None else key_mask[:, last]
             self.slots.append(*_by_token(keys, values), of_keys, key_mask=mask)
         self._seen = length
         if self._counts_on_device:
@@ -100,7 +105,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         key: torch.Tensor,
         value: torch.Tensor,
         scores: torch.Tensor,
-        present: torch.Tensor | None = None,
+        key_mask: torch.Tensor | None = None,
         *,
         scale: float,
     ) -> torch.Tensor:
@@ -108,7 +113,7 @@ class DynamicMaskLayer(CacheLayerMixin):
 
         Args:
             query: [B, Hq, S, D].
-            key, value, scores, present: as in `fill`.
+            key, value, scores, key_mask: as in `fill`.
         """
         self._check_rows(query)
         length = query.shape[2]
@@ -121,13 +126,13 @@ class DynamicMaskLayer(CacheLayerMixin):
         self.prefetch()
         self._make_room(length)
         if not self.record_past:
-            out = self.slots.extend(query, key, value, scores, key_mask=present, scale=scale)
+            out = self.slots.extend(query, key, value, scores, key_mask=key_mask, scale=scale)
         else:
             parts = []
             for start in range(0, length, self.slots.chunk):
                 part = slice(start, start + self.slots.chunk)
                 self._commit_oldest(query[:, part].shape[1])
-                mask = None if present is None else present[:, part]
+                mask = None if key_mask is None else key_mask[:, part]
                 self.slots.append(key[:, part], value[:, part], scores[..., part], key_mask=mask)
                 parts.append(self.slots.attend(query[:, part], scale=scale))
             out = torch.cat(parts, dim=1)
@@ -167,7 +172,7 @@ class DynamicMaskLayer(CacheLayerMixin):
             KVSlots(
                 batch,
                 heads,
-                self.window,
+                self.keep_window_size,
                 head_dim,
                 chunk=self.chunk,
                 dtype=self.dtype,
@@ -182,7 +187,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         value_states: torch.Tensor,
         *args,
         scores: torch.Tensor | None = None,
-        present: torch.Tensor | None = None,
+        key_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds tokens, and returns copies of the keys and values that some of them may see.
@@ -195,12 +200,12 @@ class DynamicMaskLayer(CacheLayerMixin):
                 "as flash_dmattn has. Call enable_flash_dmattn(model), or use transformers' DynamicCache"
             )
         if self.is_empty:
-            self.fill(key_states, value_states, scores, present)
+            self.fill(key_states, value_states, scores, key_mask)
             return key_states, value_states
         self.prefetch()
-        held = self.window + self.slots.pending
+        held = self.keep_window_size + self.slots.pending
         before = (t[:, :, :held].clone() for t in (self.keys, self.values))
-        self.attend(key_states, key_states, value_states, scores, present, scale=1.0)
+        self.attend(key_states, key_states, value_states, scores, key_mask, scale=1.0)
         new = (key_states, value_states)
         return tuple(torch.cat(parts, dim=2) for parts in zip(before, new, strict=True))
 
@@ -318,7 +323,7 @@ class DynamicMaskLayer(CacheLayerMixin):
     def _move(self, device: torch.device | str) -> None:
         """The host waits: it may read what it offloaded at once."""
         tensors = (tensor.to(device) for tensor in self.slots.tensors)
-        self._hold(KVSlots.over(self.window, *tensors, pending=self.slots.pending))
+        self._hold(KVSlots.over(self.keep_window_size, *tensors, pending=self.slots.pending))
 
     def _resize(self, chunk: int) -> None:
         """Other places for pending tokens; the memory of a static layer stays."""
@@ -326,9 +331,15 @@ class DynamicMaskLayer(CacheLayerMixin):
             return
         batch, heads, _, head_dim = self.keys.shape
         resized = KVSlots(
-            batch, heads, self.window, head_dim, chunk=chunk, dtype=self.dtype, device=self.device
+            batch,
+            heads,
+            self.keep_window_size,
+            head_dim,
+            chunk=chunk,
+            dtype=self.dtype,
+            device=self.device,
         )
-        held = self.window + self.slots.pending
+        held = self.keep_window_size + self.slots.pending
         for new, old in zip(resized.tensors, self.slots.tensors, strict=True):
             if new.shape == old.shape:
                 new.copy_(old)
@@ -349,7 +360,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         if tokens == 1:
             self._resize(self.chunk)
         else:
-            self._resize(max(min(tokens, max(self.window, _RECORDED)), self.slots.chunk))
+            self._resize(max(min(tokens, max(self.keep_window_size, _RECORDED)), self.slots.chunk))
 
     def _commit_oldest(self, tokens: int) -> None:
         """So many pending tokens that there is a place for new ones."""
@@ -357,7 +368,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         excess = slots.pending + tokens - slots.chunk
         if excess <= 0:
             return
-        later = slice(self.window + excess, self.window + slots.pending)
+        later = slice(self.keep_window_size + excess, self.keep_window_size + slots.pending)
         keys, values = (t[:, :, later].clone() for t in (slots.k, slots.v))
         scores = slots.scores[:, :, later].clone()
         self._commit(excess)
@@ -419,8 +430,8 @@ class DynamicMaskCache(Cache):
             chunk = _RECORDED if static else 0
         check_count(chunk, "chunk")
         layers = [
-            DynamicMaskLayer(window, static=static, chunk=chunk, counts_on_device=index == 0)
-            for index, window in enumerate(_windows(config))
+            DynamicMaskLayer(size, static=static, chunk=chunk, counts_on_device=index == 0)
+            for index, size in enumerate(_keep_window_sizes(config))
         ]
         super().__init__(layers=layers)
 
@@ -443,20 +454,20 @@ class DynamicMaskCache(Cache):
             layer.prefetch()
 
 
-def _windows(config: PretrainedConfig) -> list[int]:
-    """The window of every layer."""
+def _keep_window_sizes(config: PretrainedConfig) -> list[int]:
+    """keep_window_size of every layer."""
     layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
-    windows = [getattr(layer, "keep_window_size", None) for layer in layers]
-    if None in windows:
+    sizes = [getattr(layer, "keep_window_size", None) for layer in layers]
+    if None in sizes:
         raise ValueError(
             f"config is a {type(config).__name__} without keep_window_size; expected that of a model with dynamic masks "
             "(Doge)"
         )
-    for window in windows:
-        check_count(window, "config.keep_window_size")
-    if 0 in windows:
+    for size in sizes:
+        check_count(size, "config.keep_window_size")
+    if 0 in sizes:
         raise ValueError("config.keep_window_size: got 0, expected 1 or more")
-    return windows
+    return sizes
 
 
 def _by_token(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:

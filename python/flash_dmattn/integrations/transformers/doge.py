@@ -190,20 +190,20 @@ def _attend_with_slots(
     context: Context,
 ) -> torch.Tensor:
     """Attention of new tokens [B, S, H, D] to those of the cache and to each other: [B, S, Hq, D]."""
-    if slots.window != self.keep_window_size:
+    if slots.keep_window_size != self.keep_window_size:
         raise ValueError(
-            f"past_key_values holds {slots.window} keys and layer {self.layer_idx} keeps {self.keep_window_size}; "
+            f"past_key_values holds {slots.keep_window_size} keys and layer {self.layer_idx} keeps {self.keep_window_size}; "
             "expected a DynamicMaskCache(model.config) of this model"
         )
-    present = _present_tokens(attention_mask, query.shape[1])
+    key_mask = _present_tokens(attention_mask, query.shape[1])
     dtype = target_dtype(self, query)
     query, key, value, _ = fdma_peft_integration_check(query, key, value, None, dtype)
     if not slots.is_empty:
         states = _heads_first(query, key, value)
-        return slots.attend(*states, scores.float(), present, scale=self.scaling)
+        return slots.attend(*states, scores.float(), key_mask, scale=self.scaling)
     slots.check_kernels(key)  # before attention that the slots could not take over
     out = _attend(self, query, key, value, scores, attention_mask, context, {})
-    slots.fill(*_heads_first(key, value), scores.float(), present)
+    slots.fill(*_heads_first(key, value), scores.float(), key_mask)
     return out
 
 
