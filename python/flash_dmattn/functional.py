@@ -254,7 +254,7 @@ def flash_dmattn_func_auto(backend: str | None = None, **options) -> Callable:
         return partial(flash_dmattn_func, **options) if options else flash_dmattn_func
     reason = unavailable_reason(backend)
     if reason:
-        raise RuntimeError(f"flash_dmattn: the backend {backend!r} cannot run: {reason}")
+        raise RuntimeError(f"backend: got {backend!r}, which cannot run: {reason}")
     return partial(flash_dmattn_func, backend=backend, **options)
 
 

@@ -209,7 +209,7 @@ def _check_backend(q: Tensor, backend: str) -> None:
         return
     reason = unavailable_reason(backend)
     if reason:
-        raise RuntimeError(f"backend: {backend!r} cannot run: {reason}")
+        raise RuntimeError(f"backend: got {backend!r}, which cannot run: {reason}")
 
 
 def _write(k_cache, v_cache, score_cache, k, v, scores, cache_seqlens) -> None:

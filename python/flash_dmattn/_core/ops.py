@@ -221,6 +221,10 @@ NO_FUNCTIONAL_GRADIENT = (
     "got a tensor of torch.func.grad, vjp, jacrev or hessian, which attention does not support; expected an ordinary "
     "one: use torch.autograd.grad or backward()"
 )
+NO_SECOND_DERIVATIVE = (
+    "create_graph: got True, expected False: attention has first derivatives only. Use torch's math attention for double "
+    "backward"
+)
 
 # torch.library.register_autograd would do the same in 90 µs a call more: it fills in defaults by the schema and
 # passes through the dispatcher twice.
@@ -307,10 +311,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise RuntimeError(
-            "flash_dmattn: a second derivative was asked for (create_graph=True), but attention has only the "
-            "first one. For double backward use torch's math attention."
-        )
+        raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
 def _differentiable(operator, function: type[torch.autograd.Function]):

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from ..._core.numerics import Numerics
-from ..._core.ops import NAMESPACE
+from ..._core.ops import NAMESPACE, NO_SECOND_DERIVATIVE
 from ...keys.visibility import Visibility
 from . import launch
 
@@ -140,10 +140,7 @@ def _forward_derivative(ctx, dout, dlse, dlse_low, dcareful):
 
 
 def _backward_derivative(ctx, *gradients):
-    raise RuntimeError(
-        "flash_dmattn: a second derivative was asked for (create_graph=True), but attention has only the "
-        "first one. For double backward use torch's math attention."
-    )
+    raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
 forward.register_autograd(_forward_derivative, setup_context=_setup_context)
