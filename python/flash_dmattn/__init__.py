@@ -2,8 +2,8 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ._core import ops
-from ._core.availability import backends, get_available_backends, is_available
+from ._core import autograd, rules, shapes  # noqa: F401
+from ._core.availability import Backend, backends, get_available_backends, is_available
 from .functional import (
     flash_dmattn_func,
     flash_dmattn_func_auto,
@@ -23,7 +23,7 @@ from .keys.intervals import (
 from .layers import DynamicMaskAttention
 from .with_kvcache import KVSlots, flash_dmattn_with_kvcache
 
-ops.register_rules()
+rules.register()
 
 try:
     __version__ = version("flash-dmattn")
@@ -43,6 +43,7 @@ def __getattr__(name: str):
 
 
 __all__ = [
+    "Backend",
     "CPU_AVAILABLE",
     "CUDA_AVAILABLE",
     "DynamicMaskAttention",
@@ -59,6 +60,7 @@ __all__ = [
     "from_padding",
     "get_available_backends",
     "intersect",
+    "is_available",
     "packed_documents",
     "prefix_lm",
     "select_key_intervals",

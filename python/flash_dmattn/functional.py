@@ -21,7 +21,7 @@ from ._core.checks import (
     resolve_flag,
 )
 from ._core.numerics import Numerics
-from .attention import IN_PYTHON, attention, run, with_lse
+from .dispatch import IN_PYTHON, attention, run, with_lse
 from .keys.intervals import KeyIntervals, packed_documents, select_key_intervals
 from .keys.places import check_offsets
 from .keys.rule import KeySelection

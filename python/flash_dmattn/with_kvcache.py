@@ -19,8 +19,8 @@ from ._core.kv_checks import (
     refuse_gradients,
 )
 from ._core.numerics import Numerics
-from .attention import IN_PYTHON, run, with_lse
 from .cache import KVSlots
+from .dispatch import IN_PYTHON, run, with_lse
 from .keys.intervals import KeyIntervals, select_key_intervals
 from .keys.rule import KeySelection
 from .keys.visibility import Visibility

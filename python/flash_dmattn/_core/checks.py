@@ -13,8 +13,8 @@ from torch._C._functorch import peek_interpreter_stack as _innermost_transform
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from .autograd import NO_FUNCTIONAL_GRADIENT, NO_TANGENT
 from .availability import unavailable_reason
-from .ops import NO_FUNCTIONAL_GRADIENT, NO_TANGENT
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 GPU_DTYPES = (torch.bfloat16, torch.float16)

@@ -11,7 +11,7 @@ from .._core.checks import (
     resolve_flag,
 )
 from .._core.numerics import Numerics, resolve_scale
-from ..attention import attention
+from ..dispatch import attention
 from ..keys.intervals import KeyIntervals, intersect
 from ..keys.recognise import Memo, refuse_negative
 from ..keys.rule import KeySelection

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree
 
-from .._core import ops, torch_ops
+from .._core import ops
 from .._core.checks import check_count, check_tensor, resolve_flag
+from . import torch_selection
 from .places import Places, check_length, check_offsets
 from .rule import KeySelection, choose_among
 
@@ -256,7 +257,7 @@ def select(
     scores = rule.for_heads(scores)
     if key_mask is not None:
         key_mask = key_mask.expand(scores.shape)
-    library = ops if ops.has_kernels_for(scores) else torch_ops
+    library = ops if ops.has_kernels_for(scores) else torch_selection
     intervals = library.select_key_intervals(
         scores, key_mask, rule.windows(), rule.selection, is_causal, query_length, *rule.options()
     )

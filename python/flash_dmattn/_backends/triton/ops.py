@@ -6,8 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
+from ..._core.autograd import NO_SECOND_DERIVATIVE
+from ..._core.library import NAMESPACE
 from ..._core.numerics import Numerics
-from ..._core.ops import NAMESPACE, NO_SECOND_DERIVATIVE
 from ...keys.visibility import Visibility
 from . import launch
 
