@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from ._backends import library
@@ -10,6 +12,7 @@ from ._core.checks import (
     attention_inputs,
     backend_of,
     bias_argument,
+    check_count,
     mask_argument,
     of_value_dim,
     refuse_transforms,
@@ -19,11 +22,11 @@ from ._core.checks import (
 )
 from ._core.numerics import Numerics
 from .kernels import record_large_rows
-from .keys.intervals import KeyIntervals, broadcasts
+from .keys.intervals import KeyIntervals, broadcasts, intersect, prefix_lm, split_by_age
 from .keys.recognise import Memo
-from .keys.selection import Choice, choose, one_per_key, repeat_heads
+from .keys.selection import Choice, choose, one_per_key, past_of, repeat_heads
 from .keys.visibility import Visibility
-from .merge import add_sink, check_sink_logits
+from .merge import add_sink, check_sink_logits, merge_attention
 
 IN_PYTHON = ("triton", "flex")
 
@@ -38,6 +41,7 @@ def attention(
     numerics: Numerics,
     backend: str | None = None,
     memo: Memo | None = None,
+    bias_delay: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """out and statistics of arguments as the public functions take them.
 
@@ -59,11 +63,18 @@ def attention(
         _check_intervals(keys, query, key)
     mask = mask_argument(mask, query, key)
     visible = Visibility(mask, resolve_flag(is_causal, "is_causal"), keys)
+    check_count(bias_delay, "bias_delay")
     if choice.is_made():
-        by_library = backend_of(query, backend) not in IN_PYTHON
+        # A delayed bias needs intervals: it splits them.
+        by_library = backend_of(query, backend) not in IN_PYTHON and not bias_delay
         bias = one_per_key(bias)
         visible = choose(choice, query, key, bias, visible, by_library, memo)
-    out, statistics = run(query, key, value, bias, visible, numerics, backend)
+    if bias_delay and bias is not None:
+        bias = one_per_key(bias)
+        run_parts = partial(run_with_delayed_bias, bias_delay=bias_delay)
+        out, statistics = run_parts(query, key, value, bias, visible, numerics, backend)
+    else:
+        out, statistics = run(query, key, value, bias, visible, numerics, backend)
     return out if value is given else of_value_dim(out, given), statistics
 
 
@@ -95,6 +106,47 @@ def run(
         out, statistics = library.attention(query, key, value, bias, visible, numerics, backend)
     record_large_rows(statistics)
     return out, statistics
+
+
+def run_with_delayed_bias(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    visible: Visibility,
+    numerics: Numerics,
+    backend: str = "",
+    *,
+    bias_delay: int,
+    own_row: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same as `run`, with the bias [B, H, Sk] of a key added for queries `bias_delay` or more positions after it.
+
+    Recent keys, without a bias, and older keys, with theirs, are disjoint sets, so that each element is computed once.
+    own_row: as in split_by_age.
+    """
+    if bias.dim() != 3:
+        raise ValueError(
+            f"bias_delay: got {bias_delay} with a bias of shape {tuple(bias.shape)}, expected one value for each key"
+        )
+    keys = visible.keys
+    if keys is None:
+        length = key.shape[1]
+        prefix = 0 if visible.is_causal else length
+        keys = prefix_lm(length, prefix, query_length=query.shape[1], device=key.device)
+    elif visible.is_causal:
+        keys = intersect(keys, past_of(query, key))
+    recent, old = split_by_age(keys, bias_delay, own_row)
+    parts = []
+    for part_bias, part in ((None, recent), (bias, old)):
+        part_visible = Visibility(visible.mask, False, part)
+        parts.append(run(query, key, value, part_bias, part_visible, numerics, backend))
+    if any(statistics is None for _, statistics in parts):
+        raise NotImplementedError(
+            "bias_delay: got it for FlexAttention on the CPU, where torch has no log-sum-exp; expected another backend"
+        )
+    out, lse = merge_attention(*zip(*((out, s[0]) for out, s in parts), strict=True))
+    return out, lse.unsqueeze(0)
 
 
 def with_lse(

@@ -21,9 +21,9 @@ from ._core.checks import (
     resolve_flag,
 )
 from ._core.numerics import Numerics
-from .dispatch import IN_PYTHON, attention, run, with_lse
+from .dispatch import IN_PYTHON, attention, run, run_with_delayed_bias, with_lse
 from .keys.intervals import KeyIntervals, packed_documents, select_key_intervals
-from .keys.places import check_offsets
+from .keys.places import Places, check_offsets
 from .keys.rule import KeySelection
 from .keys.selection import Choice
 from .keys.visibility import Visibility
@@ -49,6 +49,7 @@ def flash_dmattn_func(
     recent_competes: bool = True,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
+    bias_delay: int = 0,
     sink_logits: Tensor | None = None,
     key_intervals: KeyIntervals | None = None,
     nonfinite: str = "saturate",
@@ -85,6 +86,8 @@ def flash_dmattn_func(
         then repeated, unless a mask with a query dimension makes the choice one of ranks.
     recent_window, recent_competes, sink_tokens, score_threshold: keys that are visible whatever their scores, and the least
         score of the others; as in select_key_intervals, with one document in each row, or those that key_intervals show.
+    bias_delay: the bias of a key is added for the queries that many positions after it or more, so that recent keys have
+        none; for a bias with one value per key. Its choice by keep_window_size is not delayed (see recent_window).
     sink_logits: [Hq], a logit of each head that takes part in every softmax as a key without a value, with a gradient.
     key_intervals: visible query rows of each key, instead of a mask or together with it.
     nonfinite: "saturate": gradients are always finite; "propagate": inf and NaN stay visible, as GradScaler
@@ -113,6 +116,7 @@ def flash_dmattn_func(
         ),
         Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
         backend,
+        bias_delay=bias_delay,
     )
     return with_lse(out, statistics, return_lse, return_attn_probs, sink_logits)
 
@@ -141,6 +145,7 @@ def flash_dmattn_varlen_func(
     recent_competes: bool = True,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
+    bias_delay: int = 0,
     sink_logits: Tensor | None = None,
     nonfinite: str = "saturate",
     return_lse: bool = False,
@@ -158,7 +163,7 @@ def flash_dmattn_varlen_func(
     keep_window_size, selection: as in flash_dmattn_func, within each sequence.
     selection_scores: [total_k, H], the scores by which keep_window_size chooses; by default attn_bias.
     recent_window, recent_competes, sink_tokens, score_threshold: as in select_key_intervals.
-    sink_logits: [Hq], as in flash_dmattn_func.
+    bias_delay, sink_logits: as in flash_dmattn_func.
     block_table: not supported.
     scale, softcap, deterministic, nonfinite, return_lse, return_attn_probs, backend: as in flash_dmattn_func.
 
@@ -173,6 +178,7 @@ def flash_dmattn_varlen_func(
         if length is not None:
             check_count(length, name)
     is_causal = resolve_flag(is_causal, "is_causal")
+    check_count(bias_delay, "bias_delay")
     rule = KeySelection(
         keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
     ).checked()
@@ -220,7 +226,15 @@ def flash_dmattn_varlen_func(
             cu_seqlens_k=cu_seqlens_k,
             cu_seqlens_q=cu_seqlens_q,
         )
-    out, statistics = run(query, key, value, bias, Visibility(keys=intervals), numerics, backend)
+    visible = Visibility(keys=intervals)
+    if bias_delay and bias is not None:
+        places = Places.of(total_k, total_q, cu_seqlens_k=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q)
+        out, statistics = run_with_delayed_bias(
+            query, key, value, bias, visible, numerics, backend,
+            bias_delay=bias_delay, own_row=places.own,
+        )  # fmt: skip
+    else:
+        out, statistics = run(query, key, value, bias, visible, numerics, backend)
     if statistics is not None:
         statistics = statistics[:, 0]
     return with_lse(
@@ -282,6 +296,7 @@ def triton_dmattn_func(
     recent_competes: bool = True,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
+    bias_delay: int = 0,
     sink_logits: Tensor | None = None,
     key_intervals: KeyIntervals | None = None,
     deterministic: bool | None = None,
@@ -316,6 +331,7 @@ def triton_dmattn_func(
         ),
         Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
         "triton",
+        bias_delay=bias_delay,
     )
     return with_lse(out, statistics, return_lse, return_attn_probs, sink_logits)
 
@@ -338,6 +354,7 @@ def flex_dmattn_func(
     recent_competes: bool = True,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
+    bias_delay: int = 0,
     sink_logits: Tensor | None = None,
     key_intervals: KeyIntervals | None = None,
     deterministic: bool | None = None,
@@ -374,5 +391,6 @@ def flex_dmattn_func(
         ),
         Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
         "flex",
+        bias_delay=bias_delay,
     )
     return with_lse(out, statistics, return_lse, return_attn_probs, sink_logits)

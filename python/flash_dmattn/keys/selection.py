@@ -141,14 +141,14 @@ def _best_of_intervals(
 ) -> KeyIntervals | None:
     """The best keys among those that intervals show, where intervals describe the choice."""
     if is_causal:
-        shown = intersect(shown, _past(query, key))
+        shown = intersect(shown, past_of(query, key))
     scores, intervals = match_heads(query, key, scores, shown.intervals)
     if intervals is not shown.intervals:
         shown = shown.with_intervals(intervals)
     return select_among(scores, shown, rule, memo)
 
 
-def _past(query: Tensor, key: Tensor) -> KeyIntervals:
+def past_of(query: Tensor, key: Tensor) -> KeyIntervals:
     """Causality as intervals."""
     return prefix_lm(key.shape[1], 0, query_length=query.shape[1], device=key.device)
 
@@ -200,7 +200,7 @@ def _choose_under_dense_mask(
             mask = scores.new_ones((1, 1, 1, key.shape[1]), dtype=torch.bool)
         return Visibility(mask, is_causal, ranks)
     scores, mask = match_heads(query, key, scores, allowed.to_mask())
-    mask = mask & _past(query, key).to_mask() if is_causal else mask
+    mask = mask & past_of(query, key).to_mask() if is_causal else mask
     return Visibility(topk_mask(scores[:, :, None], mask, window, None))
 
 
@@ -222,7 +222,7 @@ def select_elements(
     if mask is not None:
         scores, mask = match_heads(query, key, scores, with_queries(mask))
     if is_causal:
-        past = _past(query, key).to_mask()
+        past = past_of(query, key).to_mask()
         mask = past if mask is None else past & mask
     return topk_mask(scores, mask, keep_window_size, MASK_VALUE[scores.dtype])
 
