@@ -339,7 +339,7 @@ def test_graph_compile_and_opcheck():
     results = ops.forward(*detached, *of_call)
     needs = (True, True, True, True)
     dout = torch.randn_like(results[0])
-    torch.library.opcheck(ops.backward.default, (dout, *detached, *results, *of_call, *needs))
+    torch.library.opcheck(ops.backward.default, (dout, *detached, *results, None, *of_call, *needs))
 
 
 @pytest.mark.parametrize("of_pairs", [False, True])

@@ -274,7 +274,10 @@ def test_operators_pass_opcheck(bound):
     results = ops.forward(*detached, *options)
     dout = torch.randn_like(results[0])
     needs = (True, True, True, True)
-    torch.library.opcheck(ops.backward.default, (dout, *detached, *results, *options, *needs))
+    torch.library.opcheck(
+        ops.backward.default,
+        (dout, *detached, *results, torch.randn_like(results[1][0]), *options, *needs),
+    )
     torch.library.opcheck(
         ops.select_key_intervals.default, (bias.detach(), None, 50, "per_query", True, 300)
     )
