@@ -102,7 +102,7 @@ def test_second_derivatives_of_doge_scores_pass_gradgradcheck():
     assert torch.autograd.gradgradcheck(doge_scores_of, (A, step))
 
 
-def test_a_layer_on_meta_and_one_graph():
+def test_layer_runs_on_meta_and_compiles_to_one_graph():
     assert DynamicMaskAttention(C, 4, 2, 3, device="meta")(
         torch.empty(B, S, C, device="meta")
     ).is_meta
