@@ -1,4 +1,4 @@
-"""The common body of the public functions: arguments in normal form, the choice of keys, a backend."""
+"""The common body of the public functions: arguments in normal form, the selection of keys, a backend."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ._core.checks import (
     backend_of,
     bias_argument,
     mask_argument,
-    of_value_dim,
     refuse_transforms,
     resolve_backend,
     resolve_flag,
+    unpad_value_dim,
     with_queries,
 )
 from ._core.numerics import Numerics
 from .kernels import record_large_rows
 from .keys.intervals import KeyIntervals, broadcasts
 from .keys.recognise import Memo
-from .keys.selection import Choice, choose, one_per_key, repeat_heads
+from .keys.selection import Selection, apply_selection, repeat_heads, squeeze_query_dimension
 from .keys.visibility import Visibility
 
 IN_PYTHON = ("triton", "flex")
@@ -33,7 +33,7 @@ def attention(
     value: Tensor,
     bias: Tensor | None,
     visible: Visibility,
-    choice: Choice,
+    selection: Selection,
     numerics: Numerics,
     backend: str | None = None,
     memo: Memo | None = None,
@@ -41,29 +41,29 @@ def attention(
     """out and statistics of arguments as the public functions take them.
 
     backend: None takes the first one that supports the problem.
-    memo: what the layers of a model share.
+    memo: results that the layers of one forward share, or None.
     """
-    given = value
+    original_value = value
     backend = resolve_backend(backend)
     inputs = attention_inputs(query, key, value, "B, S, H, D", backend)
     numerics = numerics.for_head_dim(query.shape[3])
     query, key, value = inputs
     bias = bias_argument(bias, query, key)
-    choice = choice.checked(query, key)
+    selection = selection.checked(query, key)
     refuse_transforms(
-        query=query, key=key, value=value, attn_bias=bias, selection_scores=choice.scores
+        query=query, key=key, value=value, attn_bias=bias, selection_scores=selection.scores
     )
     mask, is_causal, keys = visible
     if keys is not None:
         _check_intervals(keys, query, key)
     mask = mask_argument(mask, query, key)
     visible = Visibility(mask, resolve_flag(is_causal, "is_causal"), keys)
-    if choice.is_made():
-        by_library = backend_of(query, backend) not in IN_PYTHON
-        bias = one_per_key(bias)
-        visible = choose(choice, query, key, bias, visible, by_library, memo)
+    if selection.rule.limits():
+        uses_library_kernels = backend_of(query, backend) not in IN_PYTHON
+        bias = squeeze_query_dimension(bias)
+        visible = apply_selection(selection, query, key, bias, visible, uses_library_kernels, memo)
     out, statistics = run(query, key, value, bias, visible, numerics, backend)
-    return out if value is given else of_value_dim(out, given), statistics
+    return out if value is original_value else unpad_value_dim(out, original_value), statistics
 
 
 def run(
@@ -128,9 +128,9 @@ def _run_in_python(
     backend: str,
 ) -> tuple[Tensor, Tensor | None]:
     bias = bias if bias is None else with_queries(bias)
-    checked = finite.enabled()
+    checked = finite.is_enabled()
     if checked:
-        query, key, value, bias = finite.inputs(q=query, k=key, v=value, bias=bias)
+        query, key, value, bias = finite.check_inputs(q=query, k=key, v=value, bias=bias)
     if backend == "triton":
         from ._backends.triton.ops import (
             attention as implementation,  # imports triton, which may be missing
@@ -139,7 +139,7 @@ def _run_in_python(
         from ._backends.flex import attention as implementation
     out, lse = implementation(query, key, value, bias, visible, numerics)
     if checked:
-        out, lse = finite.outputs(out, lse)
+        out, lse = finite.check_outputs(out, lse)
     return out, lse if lse is None else lse.unsqueeze(0)
 
 
