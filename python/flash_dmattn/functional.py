@@ -15,17 +15,17 @@ from ._core.checks import (
     bias_argument,
     check_count,
     check_tensor,
-    of_value_dim,
     refuse_transforms,
     resolve_backend,
     resolve_flag,
+    unpad_value_dim,
 )
 from ._core.numerics import Numerics
 from .dispatch import IN_PYTHON, attention, run, run_with_delayed_bias, with_lse
 from .keys.intervals import KeyIntervals, packed_documents, select_key_intervals
 from .keys.places import Places, check_offsets
 from .keys.rule import KeySelection
-from .keys.selection import Choice
+from .keys.selection import Selection
 from .keys.visibility import Visibility
 
 
@@ -76,14 +76,14 @@ def flash_dmattn_func(
         by torch.use_deterministic_algorithms. Always so on the CPU.
     return_lse: also return the log-sum-exp of the scores, float32 and differentiable (see merge_attention).
     return_attn_probs: the same by the name of 1.x, with None as a third result.
-    keep_window_size: every query keeps this many keys, those with the highest scores; a sequence has a number for each key
-        head.
-    selection: "per_query": the best among the keys the query may see; "global": the best of the row, the
-        same for all queries. Of equal scores the more recent key wins.
+    keep_window_size: number of keys that a query keeps: the ones with the highest scores, the more recent of equal
+        ones; a sequence has a number for each key head.
+    selection: "per_query": the best among the keys the query may see; "global": the best of the row, the same for all
+        queries.
     selection_scores: the scores by which keep_window_size chooses, one value per key: [B, H, Sk] or
-        [B, H, 1, Sk]. By default the bias, which then must have one of these shapes. The choice has no
+        [B, H, 1, Sk]. By default the bias, which then must have one of these shapes. The selection has no
         gradient. With more heads than key has (H = Hq), every query head chooses for itself; key and value are
-        then repeated, unless a mask with a query dimension makes the choice one of ranks.
+        then repeated, unless a mask with a query dimension makes the selection one of ranks.
     recent_window, recent_competes, sink_tokens, score_threshold: keys that are visible whatever their scores, and the least
         score of the others; as in select_key_intervals, with one document in each row, or those that key_intervals show.
     bias_delay: the bias of a key is added for the queries that many positions after it or more, so that recent keys have
@@ -103,7 +103,7 @@ def flash_dmattn_func(
         value,
         attn_bias,
         Visibility(attn_mask, is_causal, key_intervals),
-        Choice(
+        Selection(
             KeySelection(
                 keep_window_size,
                 selection,
@@ -182,7 +182,7 @@ def flash_dmattn_varlen_func(
     rule = KeySelection(
         keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
     ).checked()
-    given = value
+    original_value = value
     backend = resolve_backend(backend)
     inputs = attention_inputs(query, key, value, "total, H, D", backend)
     numerics = numerics.for_head_dim(query.shape[2])
@@ -238,7 +238,11 @@ def flash_dmattn_varlen_func(
     if statistics is not None:
         statistics = statistics[:, 0]
     return with_lse(
-        of_value_dim(out[0], given), statistics, return_lse, return_attn_probs, sink_logits
+        unpad_value_dim(out[0], original_value),
+        statistics,
+        return_lse,
+        return_attn_probs,
+        sink_logits,
     )
 
 
@@ -304,7 +308,7 @@ def triton_dmattn_func(
     return_lse: bool = False,
     return_attn_probs: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
-    """flash_dmattn_func by Triton kernels, for GPUs of any vendor. The arguments mean what they mean there.
+    """flash_dmattn_func by Triton kernels, for GPUs of any vendor. Arguments as in flash_dmattn_func, except:
 
     query, key, value: float32, bfloat16 or float16, head dimension 1 to 256, on a GPU; on the CPU with
         TRITON_INTERPRET=1, which is for tests, and multiplies bfloat16 wrongly.
@@ -318,7 +322,7 @@ def triton_dmattn_func(
         value,
         attn_bias,
         Visibility(attn_mask, is_causal, key_intervals),
-        Choice(
+        Selection(
             KeySelection(
                 keep_window_size,
                 selection,
@@ -362,8 +366,7 @@ def flex_dmattn_func(
     return_lse: bool = False,
     return_attn_probs: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
-    """flash_dmattn_func by torch's FlexAttention, compiled for each new shape. The arguments mean what they
-    mean there; is_causal=None is False.
+    """flash_dmattn_func by torch's FlexAttention, compiled for each new shape. Arguments as in flash_dmattn_func.
 
     It skips empty blocks of 128 x 128, so with scattered keys it does the work of dense attention. Numbers
     beyond fp32 inside a score are not handled: finite inputs as large as the dtype allows can give NaN.
@@ -378,7 +381,7 @@ def flex_dmattn_func(
         value,
         attn_bias,
         Visibility(attn_mask, is_causal, key_intervals),
-        Choice(
+        Selection(
             KeySelection(
                 keep_window_size,
                 selection,
