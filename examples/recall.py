@@ -80,7 +80,9 @@ class Model(nn.Module):
 class Layer(nn.Module):
     def __init__(self, width: int, heads: int, window: int, score: Score):
         super().__init__()
-        self.attention = DynamicMaskAttention(width, heads, window=window, score=score, rope=rotate)
+        self.attention = DynamicMaskAttention(
+            width, heads, keep_window_size=window, score=score, rope=rotate
+        )
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
@@ -149,7 +151,7 @@ def train(kind: str, options: argparse.Namespace) -> list[float]:
 
 
 def at_the_end(recall: list[float]) -> float:
-    """Of the last steps."""
+    """Mean recall of the last steps."""
     last = recall[-max(1, min(50, len(recall) // 10)) :]
     return sum(last) / len(last)
 

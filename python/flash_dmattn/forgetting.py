@@ -9,20 +9,15 @@ from torch import Tensor
 
 from ._core.checks import check_tensor
 from .functional import flash_dmattn_func
-from .keys.intervals import (
-    KeyIntervals,
-    check_offsets,
-    intersect,
-    packed_documents,
-    rows_of,
-    until_faded,
-)
+from .keys.intervals import KeyIntervals, packed_documents, rows_of, until_faded
+from .keys.places import check_offsets
 from .scores import with_zero_sum_gradient
 
-# Rows of a call. Scores have the magnitude of c over half of them: gates of 1/16 make 5,678 of it, where a GPU begins to
-# compute backwards in double. In 16 bits the error of the gates' gradient grows with the root of this number.
-ROWS = 2**12
-LOWEST = -1e4  # log of a gate: smaller ones, and -inf, count as this one
+# Rows of a call. Scores have the magnitude of c over half of them: gates of 1/4 make 5,678 of it, where a GPU begins to
+# compute backwards in double. In 16 bits the error of the gates' gradient grows with the root of this number. Each call
+# writes gradients of all keys before it: the more calls, the more of the time.
+ROWS = 2**13
+LOWEST = -1e3  # log of a gate: smaller ones, and -inf, count as this one
 
 
 def forgetting_attention(
@@ -35,7 +30,7 @@ def forgetting_attention(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     deterministic: bool | None = None,
-    backend: str = "",
+    backend: str | None = None,
 ) -> Tensor:
     """Causal attention with forget gates f in (0, 1]: key j fades for query i by the product of f[j + 1] to f[i].
 
@@ -47,15 +42,16 @@ def forgetting_attention(
 
     query: [B, Sq, Hq, D]; key, value: [B, Sk, Hkv, D]: as in flash_dmattn_func. The last query is at the last key.
     log_fgate: [B, Sk, H], at most 0, best float32; H is Hq (as in the paper), Hkv (shared by the heads of a group) or 1.
-        -inf, of a gate that is 0, counts as -1e4. The first gate of a sequence has no effect.
+        -inf, of a gate that is 0, counts as -1000. The first gate of a sequence has no effect.
     prune: at most 0; a query sees key j only where c_i - c_j >= prune, and the work on all others is left out (adaptive
         computation pruning). Heads of a group that share a key see it until it has faded for all of them. With scaled
         products within +-U, the keys left out have at most exp(2 U + prune) of the query's own weight each.
     scale: the factor on query . key, 1 / sqrt(D) by default.
-    cu_seqlens: int32 [sequences + 1], where packed sequences begin and the total, for B = 1 and Sq = Sk.
+    cu_seqlens: where packed sequences begin, and the total at the end: int32 [sequences + 1], or [B, sequences + 1] where rows
+        of the batch have sequences of their own. Sq is Sk then.
     deterministic, backend: as in flash_dmattn_func.
 
-    c is summed in double. Each 4,096 queries are a call of their own, in which c counts from the middle before it is rounded
+    c is summed in double. Each 8,192 queries are a call of their own, in which c counts from the middle before it is rounded
     to float32: the error of a score is 2^-24 |c_i - c_middle|, at any length. With bf16 q, k and v the gradient of the
     gates has an error of 1 to 7 % (docs/numerics.md).
 
@@ -119,18 +115,17 @@ def _shown(
     key: Tensor,
 ) -> KeyIntervals | None:
     """None: causality alone."""
-    rows, length = query.shape[1], key.shape[1]
-    parts = []
+    rows, length, heads = query.shape[1], key.shape[1], key.shape[2]
+    if cu_seqlens is not None:
+        if rows != length:
+            raise ValueError(
+                f"cu_seqlens: got it with {rows} queries and {length} keys, expected as many queries as keys"
+            )
+        check_offsets(cu_seqlens, "cu_seqlens", length, batched=True)
     if prune is not None:
         if isinstance(prune, bool) or not isinstance(prune, Real) or not prune <= 0:
             raise ValueError(f"prune: got {prune!r}, expected a number of at most 0, or None")
-        parts.append(until_faded(cumulative, prune, key.shape[2], rows))
+        return until_faded(cumulative, prune, heads, rows, cu_seqlens_k=cu_seqlens)
     if cu_seqlens is not None:
-        if query.shape[0] != 1 or rows != length:
-            raise ValueError(
-                f"cu_seqlens: got it with query of shape {tuple(query.shape)} and {length} keys, expected B = 1 and as "
-                "many queries as keys"
-            )
-        check_offsets(cu_seqlens, "cu_seqlens", length)
-        parts.append(packed_documents(cu_seqlens, key_length=length, query_length=length))
-    return intersect(*parts) if parts else None
+        return packed_documents(cu_seqlens, key_length=length, query_length=rows)
+    return None

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree
 
-from .._core import ops, torch_ops
+from .._core import ops
 from .._core.checks import check_count, check_tensor, resolve_flag
+from . import torch_selection
 from .places import Places, check_length, check_offsets
 from .rule import KeySelection, choose_among
 
@@ -256,7 +257,7 @@ def select(
     scores = rule.for_heads(scores)
     if key_mask is not None:
         key_mask = key_mask.expand(scores.shape)
-    library = ops if ops.has_kernels_for(scores) else torch_ops
+    library = ops if ops.has_kernels_for(scores) else torch_selection
     intervals = library.select_key_intervals(
         scores, key_mask, rule.windows(), rule.selection, is_causal, query_length, *rule.options()
     )
@@ -343,7 +344,7 @@ def packed_documents(
     for name, length in (("key_length", key_length), ("query_length", query_length)):
         if length is not None:
             check_length(length, name)
-    check_offsets(cu_seqlens_k, "cu_seqlens_k", key_length, max_seqlen_k=max_seqlen_k, batched=True)
+    check_offsets(cu_seqlens_k, "cu_seqlens_k", key_length, longest=max_seqlen_k, batched=True)
     offsets_q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
     if offsets_q is not cu_seqlens_k:
         check_offsets(offsets_q, "cu_seqlens_q", query_length, batched=True)
@@ -376,21 +377,20 @@ def from_padding(key_mask: Tensor, query_length: int | None = None, **places) ->
 
 
 def until_faded(
-    cumulative: Tensor, prune: float, heads: int, query_length: int | None = None
+    cumulative: Tensor, prune: float, heads: int, query_length: int, **places
 ) -> KeyIntervals:
-    """Causality among keys of which a query at position t sees j while cumulative[t] - cumulative[j] >= prune.
+    """A query at position t sees key j <= t while cumulative[t] - cumulative[j] >= prune.
 
-    cumulative: [B, H, key_length], never rising; prune: at most 0; heads: H, or a divisor of it: heads of a group see what
-        any of them does.
+    cumulative: [B, H, key_length], never rising; prune: at most 0.
+    heads: H, or a divisor of it: heads of a group see what any of them does.
     """
-    length = cumulative.shape[2]
-    query_length = _check_lengths(length, query_length)
+    key_length = cumulative.shape[2]
     falling = -cumulative.contiguous()
     last = torch.searchsorted(falling, falling - prune, right=True)  # the first position past prune
     if last.shape[1] not in (1, heads):
         last = last.unflatten(1, (heads, -1)).amax(2)
-    first = _diagonal(length, query_length, last.device)
-    return _clipped(first.expand_as(last), last - (length - query_length), query_length, None)
+    keys = Places.of(key_length, query_length, device=cumulative.device, **places)
+    return _shown(keys, keys.own, last - (key_length - query_length), None)
 
 
 def rows_of(intervals: KeyIntervals, begin: int, end: int, key_length: int) -> KeyIntervals:
