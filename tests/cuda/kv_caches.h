@@ -218,7 +218,7 @@ inline void fill_both(const KvSizes& sizes, Caches& caches, Random& random, bool
                              .heads = s.heads_kv,
                              .seqlen_q = sizes.prompt,
                              .seqlen_k = sizes.prompt,
-                             .window = s.window,
+                             .keep = {.window = s.window},
                              .scores = tokens.scores.data<float>(),
                              .scores_dtype = DType::f32,
                              .intervals = intervals.data()};
