@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -8,35 +9,87 @@
 #include <vector>
 
 #include "flash_dmattn/attention.h"
-#include "kv_backend.h"
+#include "flash_dmattn/kv_cache.h"
+#include "flash_dmattn/plan.h"
+#include "flash_dmattn/selection.h"
+#include "selection/query_tile_lists.h"
 #include "selection/schedule_contents.h"
 
-// The one interface between the API and the backends. Arguments have been validated when a backend
-// sees them, and the stride of every dimension of size 1 of mask, bias, dbias and intervals is 0;
-// a backend only declines problems, in words.
+// The one interface between the API and the backends: everything that a device does is a member of its Backend.
+// Arguments have been validated when a backend sees them, the stride of every dimension of size 1 of mask, bias, dbias
+// and intervals is 0, and no stride is dense_stride. A backend only declines problems, in words.
 namespace flash_dmattn {
+
+// The kernels of a backend that compute the problems of one direction, or the decode steps of a cache. Each backend has
+// its own type.
+struct KernelSet;
+
+// The functions of selection.h, and the tile lists of query_tile_lists.h. Sizes follow from the arguments alone on a GPU.
+struct SelectionBackend {
+  void (*plan_select)(const SelectionArgs&, const Execution&, Plan<SelectionArgs>&);
+
+  std::size_t (*tile_lists_workspace_size)(const TileListArgs&, const Execution&);
+  std::int64_t (*tile_list_entries)(const TileListArgs&, const Execution&);
+  QueryTileLists (*build_tile_lists)(const TileListArgs&, const TileListBuffers&, const Execution&);
+  std::size_t (*measure_workspace_size)(const TileListArgs&, const Execution&);
+  KeyBound (*measure_key_bound)(const TileListArgs&, const Execution&);
+
+  // Null where the device has no key lists and no ranks.
+  std::int64_t (*key_list_stride)(const SelectionArgs&) = nullptr;
+  std::size_t (*select_list_workspace_size)(const SelectionArgs&) = nullptr;
+  KeyList (*select_key_list)(const SelectionArgs&, std::int32_t* keys, std::int32_t* count,
+                             const Execution&) = nullptr;
+  std::size_t (*rank_workspace_size)(const RankArgs&) = nullptr;
+  void (*rank_keys)(const RankArgs&, const Execution&) = nullptr;
+};
+
+// The functions of kv_cache.h.
+struct KvBackend {
+  // The kernels of the decode steps of such a cache; null, with the reason, if the backend keeps none.
+  const KernelSet* (*find_kernels)(const KvCacheShape&, std::string& reason);
+  void (*clear)(const KvCache&, const Execution&);
+  void (*copy_rows)(const CopyRowsArgs&, const Execution&);
+  void (*fill)(const FillArgs&, const Execution&);
+  void (*append)(const AppendArgs&, const Execution&);
+  void (*plan_pending_intervals)(const PendingIntervalsArgs&, const Execution&,
+                                 Plan<PendingIntervalsArgs>&);
+  void (*plan_commit)(const CommitArgs&, const Execution&, Plan<CommitArgs>&);
+  void (*plan_decode_step)(const KernelSet&, const DecodeStepArgs&, const Execution&,
+                           Plan<DecodeStepArgs>&);
+};
+
+struct NonFiniteElement {
+  std::int64_t index = -1;  // index in row-major order, without strides; -1 if there is none
+  double value = 0;
+};
 
 struct Backend {
   std::string_view name;
   Device device;  // where it computes
   BackendInfo (*info)();
-  std::string (*supports)(const Problem&);  // "" = yes, else why not
-  // Of the problem's intervals or key list; see schedule.h. The API fills in what a schedule was built for.
-  std::size_t (*schedule_size)(const Problem&, const Visibility&, Direction, const Execution&);
-  std::size_t (*schedule_workspace_size)(const Problem&, const Visibility&, Direction,
-                                         const Execution&);
-  ScheduleContents (*build_schedule)(const Problem&, const Visibility&, Direction,
-                                     std::span<std::byte> memory, const Execution&);
-  std::size_t (*forward_workspace_size)(const ForwardArgs&, const Execution&);
-  std::size_t (*backward_workspace_size)(const BackwardArgs&, const Execution&);
-  void (*forward)(const ForwardArgs&, const Execution&);
-  void (*backward)(const BackwardArgs&, const Execution&);
-  // Names of the main kernel that a call would run, and of all that can run on this machine.
-  std::string (*forward_kernel)(const ForwardArgs&);
-  std::string (*backward_kernel)(const BackwardArgs&);
+  // The kernels that compute a problem; null, with the reason, if the backend has none.
+  const KernelSet* (*find_kernels)(const Problem&, Direction, std::string& reason);
+  // Of the problem's intervals or key list. The API fills in what the schedule was built for.
+  SchedulePlan (*plan_schedule)(const KernelSet&, const Problem&, const Visibility&, Direction,
+                                const Execution&);
+  // Outputs without data are not known yet: the workspace suffices for any. A run writes none of them.
+  void (*plan_forward)(const KernelSet&, const ForwardArgs&, const Execution&, Plan<ForwardArgs>&);
+  void (*plan_backward)(const KernelSet&, const BackwardArgs&, const Execution&,
+                        Plan<BackwardArgs>&);
+  // The names of all main kernels that can run on this machine.
   std::vector<std::string> (*kernels)();
   bool needs_schedule;  // where there are intervals
-  const KvBackend* kv;  // null: it keeps no KV caches
+
+  // The rest is null if the backend lacks it.
+  const SelectionBackend* selection = nullptr;
+  const KvBackend* kv = nullptr;
+  // The first element that is inf or NaN; with `minus_inf`, -inf counts as finite.
+  NonFiniteElement (*first_nonfinite)(const ConstTensor4&, const std::array<std::int64_t, 4>& shape,
+                                      DType, bool minus_inf, const Execution&) = nullptr;
+  // Subtracts the mean of each row's nonzero elements from these elements. Both arrays are dense, [rows, columns], and may
+  // be the same.
+  void (*zero_sum)(const float* gradient, float* out, std::int64_t rows, std::int64_t columns,
+                   const Execution&) = nullptr;
 };
 
 // "" when the problem's memory is where a backend computes, else why it declines.
@@ -60,5 +113,8 @@ std::span<const Backend* const> backend_table();
 
 // Throws InvalidArgument for a name that no backend has.
 const Backend& backend_named(std::string_view name);
+
+// The first backend of a device, which has its selection. Throws InvalidArgument, with the reason, if the build has none.
+const Backend& backend_of(Device device);
 
 }  // namespace flash_dmattn

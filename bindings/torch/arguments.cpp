@@ -171,6 +171,11 @@ Tensor allocate_bytes(std::size_t bytes, const Tensor& like) {
   return allocate({static_cast<std::int64_t>(bytes)}, ScalarType::Byte, like);
 }
 
+std::span<std::byte> bytes_of(const Tensor& tensor) {
+  return {static_cast<std::byte*>(tensor.mutable_data_ptr()),
+          static_cast<std::size_t>(tensor.numel())};
+}
+
 OptionalTensor give_workspace(Execution& execution, std::size_t bytes, const Tensor& like) {
   if (bytes == 0) return {};
   Tensor storage = allocate_bytes(bytes, like);

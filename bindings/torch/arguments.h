@@ -5,8 +5,10 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -64,6 +66,16 @@ Tensor allocate(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarType type,
 
 // Uninitialised memory that lives as long as the returned tensor.
 Tensor allocate_bytes(std::size_t bytes, const Tensor& like);
+
+// The memory of a tensor of bytes.
+std::span<std::byte> bytes_of(const Tensor& tensor);
+
+// Runs a call in a workspace of its own, on the device of `like`.
+template <class Args>
+void run(const CheckedCall<Args>& call, const Tensor& like) {
+  if (call.workspace_size() == 0) return call.run({});
+  call.run(bytes_of(allocate_bytes(call.workspace_size(), like)));
+}
 
 // Gives `execution` a workspace that lives as long as the returned tensor; none where no byte is needed.
 [[nodiscard]] OptionalTensor give_workspace(Execution& execution, std::size_t bytes,

@@ -167,10 +167,7 @@ void fill_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_c
       .intervals = {.data = static_cast<const KeyInterval*>(intervals.const_data_ptr())},
       .seqlen_q = query_length,
       .lengths = row_numbers(lengths, "lengths", s.batch, k_cache)};
-  Execution execution = device.execution(work_of(cache, s.window));
-  const OptionalTensor workspace =
-      give_workspace(execution, fill_workspace_size(args, execution, backend), k_cache);
-  fill(args, execution, backend);
+  fill(args, device.execution(work_of(cache, s.window)), backend);
 }
 
 void append_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_cache,
@@ -202,10 +199,8 @@ Tensor pending_intervals_op(const Tensor& k_cache, const Tensor& v_cache, const 
       allocate({s.batch, s.heads_kv, s.window + pending, 2}, ScalarType::Int, k_cache);
   const PendingIntervalsArgs args{
       .cache = cache, .seqlen_q = query_length, .intervals = data_of<KeyInterval>(intervals)};
-  Execution execution = device.execution(s.batch * s.heads_kv * s.slots());
-  const OptionalTensor workspace = give_workspace(
-      execution, pending_intervals_workspace_size(args, execution, backend), k_cache);
-  pending_intervals(args, execution, backend);
+  const Execution execution = device.execution(s.batch * s.heads_kv * s.slots());
+  run(PendingIntervalsCall(args, execution, backend), k_cache);
   return intervals;
 }
 
@@ -218,10 +213,7 @@ void commit_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score
       cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device, window, pending);
   const CommitArgs args{.cache = cache,
                         .keep = row_numbers(keep, "keep", cache.shape.batch, k_cache)};
-  Execution execution = device.execution(work_of(cache, pending));
-  const OptionalTensor workspace =
-      give_workspace(execution, commit_workspace_size(args, execution, backend), k_cache);
-  commit(args, execution, backend);
+  run(CommitCall(args, device.execution(work_of(cache, pending)), backend), k_cache);
 }
 
 void copy_rows_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_cache,
@@ -274,10 +266,7 @@ std::tuple<Tensor, Tensor> decode_step_op(const Tensor& k_cache, const Tensor& v
       .mask = tokens.mask,
       .out = mutable_view4(out),
       .lse = data_of<float>(lse)};
-  Execution execution = device.execution(work_of(cache, s.window));
-  const OptionalTensor workspace =
-      give_workspace(execution, decode_step_workspace_size(args, execution, backend), k_cache);
-  decode_step(args, execution, backend);
+  run(DecodeStepCall(args, device.execution(work_of(cache, s.window)), backend), k_cache);
   return {out, lse};
 }
 

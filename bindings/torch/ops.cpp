@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "arguments.h"
-#include "cuda/stages/zero_sum.h"
 #include "device.h"
 #include "selection_ops.h"
 
@@ -131,11 +130,6 @@ KeyBound take_bound(const Attention& call, const Tensor& like, const Options& op
                         call.execution, like);
 }
 
-std::span<std::byte> bytes_of(const Tensor& tensor) {
-  return {static_cast<std::byte*>(tensor.mutable_data_ptr()),
-          static_cast<std::size_t>(tensor.numel())};
-}
-
 // The schedule lives as long as one call. Keeping it from forward to backward would save its construction,
 // which is a small part of either, and cost its memory in every layer of a model in between. Its workspace lies behind
 // it: one allocation of either size takes the host as long as a third of a launch.
@@ -152,9 +146,10 @@ void take_schedule(Attention& call, const Tensor& like, const Options& options) 
   call.schedule = scheduling.build(bytes_of(memory).first(bytes), call.workspace);
 }
 
-Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
-                  const OptionalTensor& bias, const OptionalTensor& key_intervals,
-                  const Options& options, bool bias_needs_gradient) {
+// q, k, v, mask and bias.
+Attention take_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
+                      const OptionalTensor& bias, const Options& options,
+                      bool bias_needs_gradient) {
   if (q.dim() != 4) throw InvalidArgument("q", shape_text(q), "shape [B, Sq, Hq, D]");
   if (k.dim() != 4) throw InvalidArgument("k", shape_text(k), "shape [B, Sk, Hkv, D]");
   Attention call(q);
@@ -198,6 +193,14 @@ Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
     p.bias_shape = b.shape;
     p.bias_dtype = dtype_of(*bias, "bias");
   }
+  return call;
+}
+
+// The same, what is visible, and its schedule.
+Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
+                  const OptionalTensor& bias, const OptionalTensor& key_intervals,
+                  const Options& options, bool bias_needs_gradient) {
+  Attention call = take_inputs(q, k, v, mask, bias, options, bias_needs_gradient);
   if (options.key_rank || options.rank_limit) {
     take_ranks(call, options.key_rank, options.rank_limit, q);
   }
@@ -231,11 +234,10 @@ Tensor take_dlse(const Problem& p, const Tensor& dlse, const Tensor& q) {
   const bool fits = dlse.dim() == 3 && dlse.size(0) == p.batch && dlse.size(1) == p.heads_q &&
                     dlse.size(2) == p.seqlen_q && dlse.scalar_type() == row_type(p);
   if (!fits) {
-    throw InvalidArgument(
-        "dlse",
-        std::string(torch::headeronly::toString(dlse.scalar_type())) + " of shape " +
-            shape_text(dlse),
-        "the shape and the dtype of lse");
+    throw InvalidArgument("dlse",
+                          std::string(torch::headeronly::toString(dlse.scalar_type())) +
+                              " of shape " + shape_text(dlse),
+                          "the shape and the dtype of lse");
   }
   expect_on_device_of(dlse, "dlse", q, "q");
   return as_contiguous(dlse);
@@ -279,24 +281,16 @@ std::string kernel_names_op(std::string backend) {
   return lines;
 }
 
+// Runs a call in `workspace`, or in one of its own if that is too small.
 template <class Args>
 void run(const CheckedCall<Args>& call, std::span<std::byte> workspace, const Tensor& like) {
   kernel_recorder().add(call);
-  if (call.workspace_size() <= workspace.size()) return call.run(workspace);
-  const Tensor own = allocate_bytes(call.workspace_size(), like);
-  call.run(bytes_of(own));
+  call.workspace_size() <= workspace.size() ? call.run(workspace) : binding::run(call, like);
 }
 
-std::tuple<Tensor, Tensor> forward_op(
-    const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
-    const OptionalTensor& bias, const OptionalTensor& key_intervals, const OptionalTensor& key_list,
-    const OptionalTensor& key_count, const OptionalTensor& key_rank,
-    const OptionalTensor& rank_limit, std::vector<std::int64_t> key_bound, bool is_causal,
-    double scale, double softcap, bool saturate, bool deterministic, std::string backend) {
-  const Options options{key_list,  key_count,     key_rank, rank_limit,
-                        key_bound, is_causal,     scale,    softcap,
-                        saturate,  deterministic, backend,  Direction::forward};
-  const Attention call = prepare(q, k, v, mask, bias, key_intervals, options, false);
+// out and lse of a call that has its schedule.
+std::tuple<Tensor, Tensor> attend(const Attention& call, const Tensor& q,
+                                  const std::string& backend) {
   const Problem& p = call.problem;
   const Tensor out = allocate(query_shape(p), q.scalar_type(), q);
   const Tensor lse = allocate({2, p.batch, p.heads_q, p.seqlen_q}, row_type(p), q);
@@ -312,6 +306,18 @@ std::tuple<Tensor, Tensor> forward_op(
   return {out, lse};
 }
 
+std::tuple<Tensor, Tensor> forward_op(
+    const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
+    const OptionalTensor& bias, const OptionalTensor& key_intervals, const OptionalTensor& key_list,
+    const OptionalTensor& key_count, const OptionalTensor& key_rank,
+    const OptionalTensor& rank_limit, std::vector<std::int64_t> key_bound, bool is_causal,
+    double scale, double softcap, bool saturate, bool deterministic, std::string backend) {
+  const Options options{key_list,  key_count,     key_rank, rank_limit,
+                        key_bound, is_causal,     scale,    softcap,
+                        saturate,  deterministic, backend,  Direction::forward};
+  return attend(prepare(q, k, v, mask, bias, key_intervals, options, false), q, backend);
+}
+
 // The choice of the `window` keys with the highest bias [B or 1, Hkv or 1, Sk] for each query, and attention to them: one
 // trip through the dispatcher. The derivative is that of forward with the returned intervals.
 std::tuple<Tensor, Tensor, Tensor> select_and_attend_op(const Tensor& q, const Tensor& k,
@@ -319,21 +325,29 @@ std::tuple<Tensor, Tensor, Tensor> select_and_attend_op(const Tensor& q, const T
                                                         std::int64_t window, bool is_causal,
                                                         double scale, double softcap, bool saturate,
                                                         bool deterministic, std::string backend) {
-  if (q.dim() != 4) throw InvalidArgument("q", shape_text(q), "shape [B, Sq, Hq, D]");
-  if (k.dim() != 4) throw InvalidArgument("k", shape_text(k), "shape [B, Sk, Hkv, D]");
+  const Options options{{},       {},
+                        {},       {},
+                        {},       is_causal,
+                        scale,    softcap,
+                        saturate, deterministic,
+                        backend,  Direction::forward};
+  Attention call = take_inputs(q, k, v, {}, bias, options, false);
+  Problem& p = call.problem;
   const auto fits = [&](std::int64_t dim, std::int64_t size) {
     return bias.size(dim) == 1 || bias.size(dim) == size;
   };
-  if (bias.dim() != 3 || !fits(0, q.size(0)) || !fits(1, k.size(2)) || bias.size(2) != k.size(1)) {
+  if (bias.dim() != 3 || !fits(0, p.batch) || !fits(1, p.heads_kv) || bias.size(2) != p.seqlen_k) {
     throw InvalidArgument("bias", shape_text(bias),
-                          "shape [B or 1, Hkv or 1, " + std::to_string(k.size(1)) + "]");
+                          "shape [B or 1, Hkv or 1, " + std::to_string(p.seqlen_k) + "]");
   }
-  dtype_of(bias, "bias");
-  expect_on_device_of(bias, "bias", q, "q");
-  const Tensor intervals = select_op(bias, {}, {window}, "per_query", is_causal, q.size(1), 0, true, 0, {});
-  const auto [out, lse] =
-      forward_op(q, k, v, {}, bias, intervals, {}, {}, {}, {}, {window, is_causal ? 1 : 0}, false,
-                 scale, softcap, saturate, deterministic, std::move(backend));
+  const Tensor intervals =
+      select_op(bias, {}, {window}, "per_query", is_causal, p.seqlen_q, 0, true, 0, {});
+  p.intervals_shape = {intervals.size(0), intervals.size(1)};
+  call.in.visibility.intervals.data = static_cast<const KeyInterval*>(call.own(intervals));
+  call.in.visibility.bound = {.base = window, .per_query = is_causal ? 1 : 0};
+  p.causal = false;  // intervals include causality
+  take_schedule(call, q, options);
+  const auto [out, lse] = attend(call, q, backend);
   return {out, lse, intervals};
 }
 
@@ -343,8 +357,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
     const OptionalTensor& key_list, const OptionalTensor& key_count, const OptionalTensor& key_rank,
     const OptionalTensor& rank_limit, const Tensor& out, const Tensor& lse,
     const OptionalTensor& dlse, std::vector<std::int64_t> key_bound, bool is_causal, double scale,
-    double softcap, bool saturate, bool deterministic, std::string backend, bool need_dq, bool need_dk,
-    bool need_dv, bool need_dbias) {
+    double softcap, bool saturate, bool deterministic, std::string backend, bool need_dq,
+    bool need_dk, bool need_dv, bool need_dbias) {
   const Options options{key_list,  key_count,     key_rank, rank_limit,
                         key_bound, is_causal,     scale,    softcap,
                         saturate,  deterministic, backend,  Direction::backward};
@@ -413,9 +427,12 @@ Tensor zero_sum_op(const Tensor& gradient) {
   const Tensor out = torch::stable::empty_like(dense);
   const std::int64_t columns = dense.size(dense.dim() - 1);
   const std::int64_t rows = columns == 0 ? 0 : dense.numel() / columns;
-  cuda::make_zero_sum(static_cast<const float*>(dense.const_data_ptr()),
-                      static_cast<float*>(out.mutable_data_ptr()), rows, columns,
-                      device.execution(dense.numel()));
+  zero_sum({.device = device.device(),
+            .gradient = static_cast<const float*>(dense.const_data_ptr()),
+            .out = static_cast<float*>(out.mutable_data_ptr()),
+            .rows = rows,
+            .columns = columns},
+           device.execution(dense.numel()));
   return out;
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "device.h"
-#include "selection/query_tile_lists.h"
 
 namespace flash_dmattn::binding {
 namespace {
@@ -78,9 +77,9 @@ Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask,
   if (score_threshold) args.keep.score_threshold = *score_threshold;
   if (windows.size() > 1) {
     if (static_cast<std::int64_t>(windows.size()) != args.heads) {
-      throw InvalidArgument("windows", std::to_string(windows.size()) + " numbers",
-                            "none, one, or one for each of " + std::to_string(args.heads) +
-                                " heads");
+      throw InvalidArgument(
+          "windows", std::to_string(windows.size()) + " numbers",
+          "none, one, or one for each of " + std::to_string(args.heads) + " heads");
     }
     args.keep.head_windows = windows.data();
   }
@@ -88,10 +87,7 @@ Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask,
   const Tensor intervals =
       allocate({args.batch, args.heads, args.seqlen_k, 2}, ScalarType::Int, scores);
   args.intervals = static_cast<KeyInterval*>(intervals.mutable_data_ptr());
-  Execution execution = device.execution(scores.numel());
-  const OptionalTensor workspace =
-      give_workspace(execution, select_workspace_size(args, execution), scores);
-  select_key_intervals(args, execution);
+  run(SelectCall(args, device.execution(scores.numel())), scores);
   return intervals;
 }
 

@@ -95,8 +95,7 @@ class Decoder {
     lse_.resize(static_cast<std::size_t>(heads_q * length));
     const fd::PendingIntervalsArgs seen = {
         .cache = cache_, .seqlen_q = length, .intervals = intervals_.data()};
-    fd::pending_intervals(seen,
-                          with_workspace(fd::pending_intervals_workspace_size(seen, threads_)));
+    run(fd::PendingIntervalsCall(seen, threads_));
     fd::ForwardArgs args = {
         .problem = fd::pending_problem(cache_, heads_q, length, fd::default_scale(head_dim)),
         .in = fd::pending_inputs(cache_, {tokens.q.data() + begin * q_stride[1], q_stride}, length,
@@ -107,11 +106,9 @@ class Decoder {
                                       threads_);
     args.schedule = scheduling.build(schedule_.of(scheduling.size()),
                                      workspace_.of(scheduling.workspace_size()));
-    const fd::ForwardCall call(args, threads_);
-    call.run(workspace_.of(call.workspace_size()));
+    run(fd::ForwardCall(args, threads_));
 
-    const fd::CommitArgs all = {.cache = cache_};
-    fd::commit(all, with_workspace(fd::commit_workspace_size(all, threads_)));
+    run(fd::CommitCall({.cache = cache_}, threads_));
     cache_.pending = 0;
   }
 
@@ -128,17 +125,15 @@ class Decoder {
         .scores = {tokens.scores.data() + index * heads_kv, score_stride},
         .out = {out, q_stride},
         .lse = lse_.data()};
-    fd::decode_step(args, with_workspace(fd::decode_step_workspace_size(args, threads_)));
+    run(fd::DecodeStepCall(args, threads_));
   }
 
   std::int64_t seen() const { return cache_.seen[0]; }
 
  private:
-  fd::Execution with_workspace(std::size_t bytes) {
-    fd::Execution execution = threads_;
-    execution.workspace = workspace_.of(bytes).data();
-    execution.workspace_bytes = bytes;
-    return execution;
+  template <class Args>
+  void run(const fd::CheckedCall<Args>& call) {
+    call.run(workspace_.of(call.workspace_size()));
   }
 
   fd::Execution threads_;

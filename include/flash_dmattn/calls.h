@@ -6,14 +6,20 @@
 #include <string_view>
 
 #include "flash_dmattn/attention.h"
+#include "flash_dmattn/kv_cache.h"
+#include "flash_dmattn/plan.h"
+#include "flash_dmattn/selection.h"
 
-// Calls whose arguments are checked and whose backend is chosen once, before the caller allocates memory for
-// them. The functions of attention.h and schedule.h do both anew each.
+// Calls whose arguments are checked, and for which backend, kernel and memory are decided, once, before the caller
+// allocates: `workspace_size`, `kernel_name` and `run` read one plan. Calls can be copied, and run more than once.
 //
 //   const ScheduleCall scheduling(problem, visibility, Direction::forward, execution);
 //   args.schedule = scheduling.build(allocate(scheduling.size()), allocate(scheduling.workspace_size()));
 //   const ForwardCall call(args, execution);
 //   call.run(allocate(call.workspace_size()));
+//
+// The functions of attention.h, schedule.h and selection.h that take their workspace from an Execution make such a call
+// each.
 namespace flash_dmattn {
 
 struct Backend;
@@ -23,17 +29,15 @@ class ScheduleCall {
   ScheduleCall(const Problem& problem, const Visibility& visibility, Direction direction,
                const Execution& execution, std::string_view backend = {});
 
-  std::size_t size() const;
-  std::size_t workspace_size() const noexcept { return workspace_size_; }
+  std::size_t size() const noexcept { return plan_.size; }
+  std::size_t workspace_size() const noexcept { return plan_.workspace_size; }
   Schedule build(std::span<std::byte> memory, std::span<std::byte> workspace) const;
 
  private:
   const Backend* backend_;
   Problem problem_;
-  Visibility visibility_;
-  Direction direction_;
   Execution execution_;
-  std::size_t workspace_size_;
+  SchedulePlan plan_;
 };
 
 template <class Args>
@@ -41,20 +45,28 @@ class CheckedCall {
  public:
   CheckedCall(const Args& args, const Execution& execution, std::string_view backend = {});
 
-  std::size_t workspace_size() const noexcept { return workspace_size_; }
-  // The main kernel that `run` starts, one of kernel_names.
-  std::string kernel_name() const;
+  std::size_t workspace_size() const noexcept { return plan_.workspace_size; }
+  // The main kernel that `run` starts, one of kernel_names; "" for calls that have none.
+  std::string kernel_name() const { return plan_.kernel_name(plan_); }
   void run(std::span<std::byte> workspace) const;
 
  private:
-  const Backend* backend_;
   Args args_;
   Execution execution_;
-  std::size_t workspace_size_;
+  Plan<Args> plan_;
 };
 using ForwardCall = CheckedCall<ForwardArgs>;
 using BackwardCall = CheckedCall<BackwardArgs>;
+using SelectCall =
+    CheckedCall<SelectionArgs>;  // computes where its data is; `backend` has to be empty
+using PendingIntervalsCall = CheckedCall<PendingIntervalsArgs>;
+using CommitCall = CheckedCall<CommitArgs>;
+using DecodeStepCall = CheckedCall<DecodeStepArgs>;
 extern template class CheckedCall<ForwardArgs>;
 extern template class CheckedCall<BackwardArgs>;
+extern template class CheckedCall<SelectionArgs>;
+extern template class CheckedCall<PendingIntervalsArgs>;
+extern template class CheckedCall<CommitArgs>;
+extern template class CheckedCall<DecodeStepArgs>;
 
 }  // namespace flash_dmattn

@@ -22,9 +22,11 @@
 // tokens that attention sees, and of which any number is then committed to the slots and the rest dropped.
 //
 //   prefill at once      select_key_intervals, forward, then `fill`: the keys visible past the last query
-//   prefill by chunks    append, pending_intervals, forward over the slots and the pending tokens, commit
+//   prefill by chunks    append, PendingIntervalsCall, forward over the slots and the pending tokens, CommitCall
 //   speculation          the same, and commit as many tokens as were accepted
-//   decoding             decode_step: inserts a token, evicts the worst, attends, in one call
+//   decoding             DecodeStepCall: inserts a token, evicts the worst, attends, in one call
+//
+// What needs a workspace is a call of calls.h, made of its arguments here.
 //
 // A slot carries (score, position), as the order of slots has no meaning: a key beats another when its score is
 // higher, or equal and its position is larger. A key with a NaN score never enters and beats nobody, and neither
@@ -114,8 +116,6 @@ struct FillArgs {
   const std::int32_t* lengths =
       nullptr;  // [B]: tokens of each row, later ones are ignored; null: S
 };
-std::size_t fill_workspace_size(const FillArgs& args, const Execution& execution,
-                                std::string_view backend = {});
 void fill(const FillArgs& args, const Execution& execution, std::string_view backend = {});
 
 // ---- Chunks --------------------------------------------------------------------------------------
@@ -131,43 +131,35 @@ struct AppendArgs {
 };
 void append(const AppendArgs& args, const Execution& execution, std::string_view backend = {});
 
-// The slots that the last `seqlen_q` pending tokens see as queries, one interval for each of w + pending slots.
+// Of PendingIntervalsCall: the slots that the last `seqlen_q` pending tokens see as queries, one interval for each of w + pending slots.
 // Slots are in no order, so the intervals contain causality: the attention over them is not `causal`.
 struct PendingIntervalsArgs {
   KvCache cache{};
   std::int64_t seqlen_q = -1;        // <= cache.pending
   KeyInterval* intervals = nullptr;  // out: [B, Hkv, w + pending] dense
 };
-std::size_t pending_intervals_workspace_size(const PendingIntervalsArgs& args,
-                                             const Execution& execution,
-                                             std::string_view backend = {});
-void pending_intervals(const PendingIntervalsArgs& args, const Execution& execution,
-                       std::string_view backend = {});
 
 // Whether the score of a key is also the bias of its attention score, as in dynamic mask attention, or serves the
 // choice alone.
 enum class ScoreUse : std::uint8_t { choose_and_bias, choose };
 
 // The problem and the inputs of attention by the last seqlen_q pending tokens, q [B, seqlen_q, Hq, D], with the result
-// of pending_intervals.
+// of a PendingIntervalsCall.
 Problem pending_problem(const KvCache& cache, std::int64_t heads_q, std::int64_t seqlen_q,
                         double scale, ScoreUse use = ScoreUse::choose_and_bias);
 Inputs pending_inputs(const KvCache& cache, const ConstTensor4& q, std::int64_t seqlen_q,
                       const KeyInterval* intervals, ScoreUse use = ScoreUse::choose_and_bias);
 
-// The first keep[b] pending tokens of row b enter the slots in their order, each evicting the worst key once all
+// Of CommitCall: the first keep[b] pending tokens of row b enter the slots in their order, each evicting the worst key once all
 // slots are taken; the others are dropped. No token is pending afterwards: cache.pending = 0.
 struct CommitArgs {
   KvCache cache{};
   const std::int32_t* keep = nullptr;  // [B], each in [0, cache.pending]; null: all
 };
-std::size_t commit_workspace_size(const CommitArgs& args, const Execution& execution,
-                                  std::string_view backend = {});
-void commit(const CommitArgs& args, const Execution& execution, std::string_view backend = {});
 
 // ---- Decoding ------------------------------------------------------------------------------------
 
-// One token of every row: it is inserted and the worst key evicted, then its query attends to the slots. The token may
+// Of DecodeStepCall, one token of every row: it is inserted and the worst key evicted, then its query attends to the slots. The token may
 // be the one that is evicted, and is then invisible to its own query. No token may be pending.
 struct DecodeStepArgs {
   KvCache cache{};
@@ -185,10 +177,6 @@ struct DecodeStepArgs {
   Tensor4 out{};       // [B, 1, Hq, D]
   RowValues lse{};     // [B, Hq, 1]
 };
-std::size_t decode_step_workspace_size(const DecodeStepArgs& args, const Execution& execution,
-                                       std::string_view backend = {});
-void decode_step(const DecodeStepArgs& args, const Execution& execution,
-                 std::string_view backend = {});
 
 // "" when `backend` (or, with an empty name, any backend) has these functions for a cache of this shape, else why not.
 std::string supports(const KvCacheShape& shape, std::string_view backend = {});

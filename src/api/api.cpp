@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "api/check_finite.h"
+#include "api/checked_call.h"
 #include "api/validate.h"
 #include "arguments.h"
 #include "backend.h"
@@ -22,37 +22,42 @@ std::string quoted(std::string_view name) {
   return result.append(name) += '"';
 }
 
-struct Choice {
-  const Backend* backend = nullptr;  // null: none can, for these reasons
+struct Found {
+  const Backend* backend = nullptr;
+  const KernelSet* kernels = nullptr;  // null: no backend computes the problem, for these reasons
   std::string reasons;
 };
 
-// The backend of that name, or with an empty one the first in the table, that supports the problem.
-Choice find_backend(const Problem& problem, std::string_view name) {
-  validate(problem);
+// The backend of that name, or with an empty one the first in the table, that computes a validated problem in a
+// direction.
+Found find_backend(const Problem& problem, Direction direction, std::string_view name) {
   if (!name.empty()) backend_named(name);
   const auto asked = [&](const Backend& backend) { return name.empty() || backend.name == name; };
   // A reason takes memory, so backends of other devices give theirs only when none can compute the problem.
+  std::string reason;
   for (const Backend* backend : backend_table()) {
-    const bool here = backend->device == problem.device;
-    if (asked(*backend) && here && backend->supports(problem).empty()) return {backend, ""};
+    if (!asked(*backend) || backend->device != problem.device) continue;
+    const KernelSet* const kernels = backend->find_kernels(problem, direction, reason);
+    if (kernels != nullptr) return {backend, kernels, ""};
   }
-  Choice choice;
+  Found none;
   for (const Backend* backend : backend_table()) {
     if (!asked(*backend)) continue;
-    choice.reasons += (choice.reasons.empty() ? "" : "; ") + std::string(backend->name) + ": " +
-                      backend->supports(problem);
+    reason.clear();
+    backend->find_kernels(problem, direction, reason);
+    none.reasons += (none.reasons.empty() ? "" : "; ") + std::string(backend->name) + ": " + reason;
   }
-  return choice;
+  return none;
 }
 
-const Backend& choose_backend(const Problem& problem, std::string_view name) {
-  const Choice choice = find_backend(problem, name);
-  if (choice.backend == nullptr) {
+Found choose_backend(const Problem& problem, Direction direction, std::string_view name) {
+  validate(problem);
+  Found found = find_backend(problem, direction, name);
+  if (found.kernels == nullptr) {
     throw InvalidArgument("backend", quoted(name),
-                          "one that supports the problem (" + choice.reasons + ")");
+                          "one that supports the problem (" + found.reasons + ")");
   }
-  return *choice.backend;
+  return found;
 }
 
 }  // namespace
@@ -85,50 +90,44 @@ std::vector<std::string> kernel_names(std::string_view name) {
 }
 
 std::string supports(const Problem& problem, std::string_view name) {
-  return find_backend(problem, name).reasons;
+  validate(problem);
+  std::string reasons = find_backend(problem, Direction::forward, name).reasons;
+  return reasons.empty() ? find_backend(problem, Direction::backward, name).reasons : reasons;
+}
+
+const Backend& backend_of(Device device) {
+  if (device > Device::cuda) {
+    throw InvalidArgument("device", std::to_string(static_cast<int>(device)), "cpu or cuda");
+  }
+  std::string reason;
+  for (const Backend* backend : backend_table()) {
+    if (backend->device != device) continue;
+    if (backend->selection != nullptr) return *backend;
+    reason = backend->info().reason;
+  }
+  throw InvalidArgument("device", name_of(device), "cpu: " + reason);
 }
 
 // ---- Schedules -----------------------------------------------------------------------------------
 
-namespace {
-
-const Execution& with_workers(const Execution& execution) {
-  require_workers(execution);
-  return execution;
-}
-
-std::span<std::byte> workspace_of(const Execution& execution) {
-  return {static_cast<std::byte*>(execution.workspace), execution.workspace_bytes};
-}
-
-}  // namespace
-
 ScheduleCall::ScheduleCall(const Problem& problem, const Visibility& visibility,
                            Direction direction, const Execution& execution, std::string_view name)
-    : backend_(&choose_backend(problem, name)),
-      problem_(problem),
-      visibility_(validated(problem, visibility)),
-      direction_(direction),
-      execution_(with_workers(execution)),
-      workspace_size_(
-          backend_->schedule_workspace_size(problem_, visibility_, direction_, execution_)) {}
-
-std::size_t ScheduleCall::size() const {
-  return backend_->schedule_size(problem_, visibility_, direction_, execution_);
+    : problem_(problem), execution_(execution) {
+  require_workers(execution);
+  const Found found = choose_backend(problem, direction, name);
+  backend_ = found.backend;
+  plan_ = backend_->plan_schedule(*found.kernels, problem, validated(problem, visibility),
+                                  direction, execution);
 }
 
 Schedule ScheduleCall::build(std::span<std::byte> memory, std::span<std::byte> workspace) const {
-  Execution execution = execution_;
-  execution.workspace = workspace.data();
-  execution.workspace_bytes = workspace.size();
-  require_workspace(execution, workspace_size_);
+  const Execution execution = with_workspace(execution_, workspace, plan_.workspace_size);
   if (reinterpret_cast<std::uintptr_t>(memory.data()) % workspace_alignment != 0) {
     throw InvalidArgument(
         "memory", "a misaligned address",
         "an address aligned to " + std::to_string(workspace_alignment) + " bytes");
   }
-  return stamped(backend_->build_schedule(problem_, visibility_, direction_, memory, execution),
-                 problem_, *backend_);
+  return stamped(ScheduleContents::of(plan_.build(plan_, memory, execution)), problem_, *backend_);
 }
 
 std::size_t schedule_size(const Problem& problem, const Visibility& visibility, Direction direction,
@@ -149,63 +148,49 @@ Schedule build_schedule(const Problem& problem, const Visibility& visibility, Di
   return call.build(memory, workspace_of(execution));
 }
 
-// ---- Calls ---------------------------------------------------------------------------------------
+// ---- Attention -----------------------------------------------------------------------------------
 
 namespace {
 
-std::size_t workspace_size(const Backend& backend, const ForwardArgs& args,
-                           const Execution& execution) {
-  return backend.forward_workspace_size(args, execution);
+void plan_with(const Found& found, const ForwardArgs& args, const Execution& execution,
+               Plan<ForwardArgs>& plan) {
+  found.backend->plan_forward(*found.kernels, args, execution, plan);
 }
-std::size_t workspace_size(const Backend& backend, const BackwardArgs& args,
-                           const Execution& execution) {
-  return backend.backward_workspace_size(args, execution);
-}
-std::string kernel_name_of(const Backend& backend, const ForwardArgs& args) {
-  return backend.forward_kernel(args);
-}
-std::string kernel_name_of(const Backend& backend, const BackwardArgs& args) {
-  return backend.backward_kernel(args);
-}
-void compute(const Backend& backend, const ForwardArgs& args, const Execution& execution) {
-  backend.forward(args, execution);
-}
-void compute(const Backend& backend, const BackwardArgs& args, const Execution& execution) {
-  backend.backward(args, execution);
+void plan_with(const Found& found, const BackwardArgs& args, const Execution& execution,
+               Plan<BackwardArgs>& plan) {
+  found.backend->plan_backward(*found.kernels, args, execution, plan);
 }
 
-// Of a call whose outputs are not set yet.
+// The workspace of a call whose outputs are not set yet.
 template <class Args>
-std::size_t size_alone(const Args& args, const Execution& execution, std::string_view name) {
-  const Backend& backend = choose_backend(args.problem, name);
+std::size_t size_alone(const Args& args, Direction direction, const Execution& execution,
+                       std::string_view name) {
+  const Found found = choose_backend(args.problem, direction, name);
   require_workers(execution);
-  return workspace_size(backend, with_validated_inputs(args, backend), execution);
+  Plan<Args> plan;
+  plan_with(found, with_validated_inputs(args, *found.backend), execution, plan);
+  return plan.workspace_size;
+}
+
+template <class Args>
+Args plan_attention(const Args& args, Direction direction, const Execution& execution,
+                    std::string_view name, Plan<Args>& plan) {
+  const Found found = choose_backend(args.problem, direction, name);
+  Args valid = validated(args, *found.backend);
+  plan_with(found, valid, execution, plan);
+  return valid;
 }
 
 }  // namespace
 
-template <class Args>
-CheckedCall<Args>::CheckedCall(const Args& args, const Execution& execution, std::string_view name)
-    : backend_(&choose_backend(args.problem, name)),
-      args_(validated(args, *backend_)),
-      execution_(with_workers(execution)),
-      workspace_size_(flash_dmattn::workspace_size(*backend_, args_, execution_)) {}
-
-template <class Args>
-std::string CheckedCall<Args>::kernel_name() const {
-  return kernel_name_of(*backend_, args_);
+ForwardArgs plan_call(const ForwardArgs& args, const Execution& execution, std::string_view name,
+                      Plan<ForwardArgs>& plan) {
+  return plan_attention(args, Direction::forward, execution, name, plan);
 }
 
-template <class Args>
-void CheckedCall<Args>::run(std::span<std::byte> workspace) const {
-  Execution execution = execution_;
-  execution.workspace = workspace.data();
-  execution.workspace_bytes = workspace.size();
-  require_workspace(execution, workspace_size_);
-  const bool check_finite = check_finite_enabled();
-  if (check_finite) check_inputs_finite(args_, execution);
-  compute(*backend_, args_, execution);
-  if (check_finite) check_outputs_finite(args_, execution);
+BackwardArgs plan_call(const BackwardArgs& args, const Execution& execution, std::string_view name,
+                       Plan<BackwardArgs>& plan) {
+  return plan_attention(args, Direction::backward, execution, name, plan);
 }
 
 template class CheckedCall<ForwardArgs>;
@@ -213,12 +198,12 @@ template class CheckedCall<BackwardArgs>;
 
 std::size_t forward_workspace_size(const ForwardArgs& args, const Execution& execution,
                                    std::string_view name) {
-  return size_alone(args, execution, name);
+  return size_alone(args, Direction::forward, execution, name);
 }
 
 std::size_t backward_workspace_size(const BackwardArgs& args, const Execution& execution,
                                     std::string_view name) {
-  return size_alone(args, execution, name);
+  return size_alone(args, Direction::backward, execution, name);
 }
 
 void forward(const ForwardArgs& args, const Execution& execution, std::string_view name) {

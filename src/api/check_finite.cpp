@@ -8,7 +8,7 @@
 #include <string>
 #include <string_view>
 
-#include "cuda/stages/check_finite.h"
+#include "backend.h"
 #include "flash_dmattn/error.h"
 #include "float_types.h"
 
@@ -57,7 +57,7 @@ Found first_nonfinite(const ConstTensor4& tensor, const Shape4& shape, DType dty
   return {};
 }
 
-Found at_index(const cuda::NonFiniteElement& element, const Shape4& shape) {
+Found at_index(const NonFiniteElement& element, const Shape4& shape) {
   if (element.index < 0) return {};
   Found found{true, {}, element.value};
   std::int64_t rest = element.index;
@@ -79,7 +79,9 @@ struct Stage {
     const Found found =
         problem.device == Device::cpu
             ? first_nonfinite(tensor, shape, dtype, minus_inf)
-            : at_index(cuda::first_nonfinite(tensor, shape, dtype, minus_inf, execution), shape);
+            : at_index(backend_of(problem.device)
+                           .first_nonfinite(tensor, shape, dtype, minus_inf, execution),
+                       shape);
     if (!found.exists) return;
     throw NonFiniteError(std::string(name) + " " + std::string(tensor_name) +
                          index_text(found.index.data() + 4 - rank, rank) + " is " +
@@ -159,6 +161,30 @@ void check_outputs_finite(const BackwardArgs& args, const Execution& execution) 
   stage.check_key("dk", args.dk);
   stage.check_key("dv", args.dv);
   stage.check("dbias", args.dbias, args.problem.bias_shape, args.problem.bias_dtype);
+}
+
+namespace {
+
+// The new tokens and the results as those of attention among the tokens.
+ForwardArgs token_attention(const DecodeStepArgs& args) {
+  ForwardArgs result;
+  result.problem = pending_problem(args.cache, args.heads_q, 1, args.scale, ScoreUse::choose);
+  result.problem.seqlen_k = 1;
+  result.problem.intervals_shape = {};
+  result.in = {.q = args.q, .k = args.k, .v = args.v};
+  result.out = args.out;
+  result.lse = args.lse;
+  return result;
+}
+
+}  // namespace
+
+void check_inputs_finite(const DecodeStepArgs& args, const Execution& execution) {
+  check_inputs_finite(token_attention(args), execution);
+}
+
+void check_outputs_finite(const DecodeStepArgs& args, const Execution& execution) {
+  check_outputs_finite(token_attention(args), execution);
 }
 
 }  // namespace flash_dmattn

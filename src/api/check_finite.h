@@ -3,6 +3,7 @@
 #include <string_view>
 
 #include "flash_dmattn/attention.h"
+#include "flash_dmattn/kv_cache.h"
 
 // Check mode: FLASH_DMATTN_CHECK_FINITE=1 makes every call name the first non-finite element of its
 // inputs, before it computes, and of its outputs, after. On a GPU it waits for the device each time.
@@ -24,5 +25,8 @@ void check_inputs_finite(const ForwardArgs& args, const Execution& execution);
 void check_outputs_finite(const ForwardArgs& args, const Execution& execution);
 void check_inputs_finite(const BackwardArgs& args, const Execution& execution);
 void check_outputs_finite(const BackwardArgs& args, const Execution& execution);
+// The tokens of the step; the slots hold only what has been checked before.
+void check_inputs_finite(const DecodeStepArgs& args, const Execution& execution);
+void check_outputs_finite(const DecodeStepArgs& args, const Execution& execution);
 
 }  // namespace flash_dmattn

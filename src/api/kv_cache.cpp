@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-#include "api/check_finite.h"
+#include "api/checked_call.h"
 #include "api/validate_kv_cache.h"
 #include "arguments.h"
 #include "backend.h"
@@ -18,47 +18,54 @@ namespace {
 
 // ---- Backends ------------------------------------------------------------------------------------
 
-// "" or why this backend does not keep a cache of the shape.
-std::string why_not(const Backend& backend, const KvCacheShape& shape) {
+// The kernels of the decode steps of such a cache; null, with the reason, if the backend keeps none.
+const KernelSet* find_kernels(const Backend& backend, const KvCacheShape& shape,
+                              std::string& reason) {
   if (backend.device != shape.device) {
-    return "computes in " + std::string(name_of(backend.device)) + " memory";
+    reason = "computes in " + std::string(name_of(backend.device)) + " memory";
+    return nullptr;
   }
   if (backend.kv == nullptr) {
     const BackendInfo info = backend.info();
-    return info.available ? "keeps no KV caches" : info.reason;
+    reason = info.available ? "keeps no KV caches" : info.reason;
+    return nullptr;
   }
-  return backend.kv->supports(shape);
+  return backend.kv->find_kernels(shape, reason);
 }
 
 struct Found {
-  const KvBackend* kv = nullptr;  // null: none, for these reasons
+  const KvBackend* kv = nullptr;
+  const KernelSet* kernels = nullptr;  // null: no backend keeps the cache, for these reasons
   std::string reasons;
 };
 
 Found find_backend(const KvCacheShape& shape, std::string_view name) {
   if (!name.empty()) backend_named(name);
-  Found found;
+  std::string reason;
   for (const Backend* backend : backend_table()) {
     if (!name.empty() && backend->name != name) continue;
     // A reason takes memory, so backends of other devices give theirs only when none keeps the cache.
-    if (backend->device == shape.device && why_not(*backend, shape).empty())
-      return {backend->kv, ""};
+    if (backend->device != shape.device) continue;
+    const KernelSet* const kernels = find_kernels(*backend, shape, reason);
+    if (kernels != nullptr) return {backend->kv, kernels, ""};
   }
+  Found none;
   for (const Backend* backend : backend_table()) {
     if (!name.empty() && backend->name != name) continue;
-    found.reasons += (found.reasons.empty() ? "" : "; ") + std::string(backend->name) + ": " +
-                     why_not(*backend, shape);
+    reason.clear();
+    find_kernels(*backend, shape, reason);
+    none.reasons += (none.reasons.empty() ? "" : "; ") + std::string(backend->name) + ": " + reason;
   }
-  return found;
+  return none;
 }
 
-const KvBackend& choose_backend(const KvCacheShape& shape, std::string_view name) {
-  const Found found = find_backend(shape, name);
-  if (found.kv == nullptr) {
+Found choose_backend(const KvCacheShape& shape, std::string_view name) {
+  Found found = find_backend(shape, name);
+  if (found.kernels == nullptr) {
     throw InvalidArgument("backend", "\"" + std::string(name) + "\"",
                           "one that keeps the cache (" + found.reasons + ")");
   }
-  return *found.kv;
+  return found;
 }
 
 const Execution& checked(const Execution& execution) {
@@ -114,51 +121,31 @@ KvCache kv_cache_in(std::span<std::byte> memory, const KvCacheShape& shape) {
 
 void clear(const KvCache& cache, const Execution& execution, std::string_view backend) {
   check_cache(cache);
-  choose_backend(cache.shape, backend).clear(cache, checked(execution));
+  choose_backend(cache.shape, backend).kv->clear(cache, checked(execution));
 }
 
 void copy_rows(const CopyRowsArgs& args, const Execution& execution, std::string_view backend) {
   const CopyRowsArgs valid = validated(args);
-  check_counts(valid.from, "from.counts");
-  choose_backend(valid.to.shape, backend).copy_rows(valid, checked(execution));
+  choose_backend(valid.to.shape, backend).kv->copy_rows(valid, checked(execution));
 }
 
 // ---- Prefill and chunks --------------------------------------------------------------------------
 
-std::size_t fill_workspace_size(const FillArgs& args, const Execution& execution,
-                                std::string_view backend) {
-  const FillArgs valid = validated(args);
-  return choose_backend(valid.cache.shape, backend).fill_workspace_size(valid, checked(execution));
-}
-
 void fill(const FillArgs& args, const Execution& execution, std::string_view backend) {
   const FillArgs valid = validated(args);
-  const KvBackend& kv = choose_backend(valid.cache.shape, backend);
-  require_workspace(execution, kv.fill_workspace_size(valid, checked(execution)));
-  kv.fill(valid, execution);
+  choose_backend(valid.cache.shape, backend).kv->fill(valid, checked(execution));
 }
 
 void append(const AppendArgs& args, const Execution& execution, std::string_view backend) {
   const AppendArgs valid = validated(args);
-  check_counts(valid.cache);
-  choose_backend(valid.cache.shape, backend).append(valid, checked(execution));
+  choose_backend(valid.cache.shape, backend).kv->append(valid, checked(execution));
 }
 
-std::size_t pending_intervals_workspace_size(const PendingIntervalsArgs& args,
-                                             const Execution& execution, std::string_view backend) {
+PendingIntervalsArgs plan_call(const PendingIntervalsArgs& args, const Execution& execution,
+                               std::string_view backend, Plan<PendingIntervalsArgs>& plan) {
   const PendingIntervalsArgs valid = validated(args);
-  return choose_backend(valid.cache.shape, backend)
-      .pending_intervals_workspace_size(valid, checked(execution));
-}
-
-void pending_intervals(const PendingIntervalsArgs& args, const Execution& execution,
-                       std::string_view backend) {
-  const PendingIntervalsArgs valid = validated(args);
-  check_counts(valid.cache);
-  require_pointer("intervals", args.intervals, has_rows(args.cache.shape));
-  const KvBackend& kv = choose_backend(valid.cache.shape, backend);
-  require_workspace(execution, kv.pending_intervals_workspace_size(valid, checked(execution)));
-  kv.pending_intervals(valid, execution);
+  choose_backend(valid.cache.shape, backend).kv->plan_pending_intervals(valid, execution, plan);
+  return valid;
 }
 
 Problem pending_problem(const KvCache& cache, std::int64_t heads_q, std::int64_t seqlen_q,
@@ -198,55 +185,25 @@ Inputs pending_inputs(const KvCache& cache, const ConstTensor4& q, std::int64_t 
   return in;
 }
 
-std::size_t commit_workspace_size(const CommitArgs& args, const Execution& execution,
-                                  std::string_view backend) {
+CommitArgs plan_call(const CommitArgs& args, const Execution& execution, std::string_view backend,
+                     Plan<CommitArgs>& plan) {
   const CommitArgs valid = validated(args);
-  return choose_backend(valid.cache.shape, backend)
-      .commit_workspace_size(valid, checked(execution));
-}
-
-void commit(const CommitArgs& args, const Execution& execution, std::string_view backend) {
-  const CommitArgs valid = validated(args);
-  check_counts(valid.cache);
-  const KvBackend& kv = choose_backend(valid.cache.shape, backend);
-  require_workspace(execution, kv.commit_workspace_size(valid, checked(execution)));
-  kv.commit(valid, execution);
+  choose_backend(valid.cache.shape, backend).kv->plan_commit(valid, execution, plan);
+  return valid;
 }
 
 // ---- Decoding ------------------------------------------------------------------------------------
 
-std::size_t decode_step_workspace_size(const DecodeStepArgs& args, const Execution& execution,
-                                       std::string_view backend) {
+DecodeStepArgs plan_call(const DecodeStepArgs& args, const Execution& execution,
+                         std::string_view backend, Plan<DecodeStepArgs>& plan) {
   const DecodeStepArgs valid = validated(args);
-  return choose_backend(valid.cache.shape, backend)
-      .decode_step_workspace_size(valid, checked(execution));
+  const Found found = choose_backend(valid.cache.shape, backend);
+  found.kv->plan_decode_step(*found.kernels, valid, execution, plan);
+  return valid;
 }
 
-namespace {
-
-// The new tokens and the results as those of attention among the tokens, for check mode.
-ForwardArgs token_attention(const DecodeStepArgs& args) {
-  ForwardArgs result;
-  result.problem = pending_problem(args.cache, args.heads_q, 1, args.scale, ScoreUse::choose);
-  result.problem.seqlen_k = 1;
-  result.problem.intervals_shape = {};
-  result.in = {.q = args.q, .k = args.k, .v = args.v};
-  result.out = args.out;
-  result.lse = args.lse;
-  return result;
-}
-
-}  // namespace
-
-void decode_step(const DecodeStepArgs& args, const Execution& execution, std::string_view backend) {
-  const DecodeStepArgs valid = with_validated_outputs(validated(args));
-  check_counts(valid.cache);
-  const KvBackend& kv = choose_backend(valid.cache.shape, backend);
-  require_workspace(execution, kv.decode_step_workspace_size(valid, checked(execution)));
-  const bool check_finite = check_finite_enabled();
-  if (check_finite) check_inputs_finite(token_attention(valid), execution);
-  kv.decode_step(valid, execution);
-  if (check_finite) check_outputs_finite(token_attention(valid), execution);
-}
+template class CheckedCall<PendingIntervalsArgs>;
+template class CheckedCall<CommitArgs>;
+template class CheckedCall<DecodeStepArgs>;
 
 }  // namespace flash_dmattn

@@ -1,28 +1,27 @@
 #include <algorithm>
+#include <array>
 #include <cstdint>
-#include <limits>
 #include <string>
 
+#include "api/checked_call.h"
 #include "arguments.h"
-#include "cpu/selection/selection.h"
-#include "cuda/selection/selection.h"
+#include "backend.h"
 #include "flash_dmattn/error.h"
+#include "flash_dmattn/zero_sum.h"
 
-// Selection on the device of the data.
+// Selection, tile lists and the gradient of scores, on the device of the data.
 namespace flash_dmattn {
 namespace {
 
-bool on_gpu(Device device) {
-  if (device != Device::cpu && device != Device::cuda) {
-    throw InvalidArgument("device", std::to_string(static_cast<int>(device)), "cpu or cuda");
-  }
-  return device == Device::cuda;
-}
+const SelectionBackend& selection_of(Device device) { return *backend_of(device).selection; }
 
-void require_gpu(Device device, const char* what) {
-  if (!on_gpu(device)) {
+// A member that only backends of GPUs have.
+template <class Function>
+Function gpu_function(Function function, Device device, const char* what) {
+  if (function == nullptr) {
     throw InvalidArgument("device", name_of(device), std::string("cuda, for ") + what);
   }
+  return function;
 }
 
 SelectionArgs with_resolved_strides(const SelectionArgs& args) {
@@ -45,8 +44,6 @@ RankArgs with_resolved_strides(const RankArgs& args) {
   return result;
 }
 
-constexpr std::int64_t unlimited_keys = std::numeric_limits<std::int64_t>::max();
-
 // A measured bound holds for consecutive tiles of this many queries; every schedule's tiles on a GPU consist of them.
 std::int64_t measured_tile_rows(std::int64_t seqlen_q) {
   std::int64_t rows = 64;
@@ -67,72 +64,108 @@ TileListArgs tile_list_args(const MeasureArgs& args) {
 
 }  // namespace
 
+// ---- Selection -----------------------------------------------------------------------------------
+
+namespace {
+
+SelectionArgs plan_selection(const SelectionArgs& args, const Execution& execution,
+                             Plan<SelectionArgs>& plan) {
+  const SelectionArgs resolved = with_resolved_strides(args);
+  selection_of(args.device).plan_select(resolved, execution, plan);
+  return resolved;
+}
+
+}  // namespace
+
+SelectionArgs plan_call(const SelectionArgs& args, const Execution& execution,
+                        std::string_view backend, Plan<SelectionArgs>& plan) {
+  if (!backend.empty()) {
+    throw InvalidArgument("backend", "\"" + std::string(backend) + "\"",
+                          "\"\", as the device of the scores selects");
+  }
+  const SelectionArgs resolved = plan_selection(args, execution, plan);
+  const bool has_keys = args.batch * args.heads * args.seqlen_k > 0;
+  require_pointer("scores", args.scores, has_keys);
+  require_pointer("intervals", args.intervals, has_keys);
+  return resolved;
+}
+
+template class CheckedCall<SelectionArgs>;
+
 std::size_t select_workspace_size(const SelectionArgs& args, const Execution& execution) {
-  return on_gpu(args.device) ? cuda::select_workspace_size(args)
-                             : cpu::select_workspace_size(args, execution);
+  Plan<SelectionArgs> plan;
+  plan_selection(args, execution, plan);
+  return plan.workspace_size;
 }
 
 void select_key_intervals(const SelectionArgs& args, const Execution& execution) {
-  const SelectionArgs resolved = with_resolved_strides(args);
-  on_gpu(args.device) ? cuda::select_key_intervals(resolved, execution)
-                      : cpu::select_key_intervals(resolved, execution);
+  SelectCall(args, execution).run(workspace_of(execution));
 }
 
 std::int64_t key_list_stride(const SelectionArgs& args) {
-  require_gpu(args.device, "key lists");
-  return cuda::key_list_stride(args);
+  const auto stride =
+      gpu_function(selection_of(args.device).key_list_stride, args.device, "key lists");
+  return stride(args);
 }
 
 std::size_t select_list_workspace_size(const SelectionArgs& args) {
-  require_gpu(args.device, "key lists");
-  return cuda::select_list_workspace_size(args);
+  const auto size =
+      gpu_function(selection_of(args.device).select_list_workspace_size, args.device, "key lists");
+  return size(args);
 }
 
 KeyList select_key_list(const SelectionArgs& args, std::int32_t* keys, std::int32_t* count,
                         const Execution& execution) {
-  require_gpu(args.device, "key lists");
-  return cuda::select_key_list(with_resolved_strides(args), keys, count, execution);
+  const auto select =
+      gpu_function(selection_of(args.device).select_key_list, args.device, "key lists");
+  return select(with_resolved_strides(args), keys, count, execution);
 }
 
 std::size_t rank_workspace_size(const RankArgs& args) {
-  require_gpu(args.device, "ranks of keys");
-  return cuda::rank_workspace_size(args);
+  const auto size =
+      gpu_function(selection_of(args.device).rank_workspace_size, args.device, "ranks of keys");
+  return size(args);
 }
 
 void rank_keys(const RankArgs& args, const Execution& execution) {
-  require_gpu(args.device, "ranks of keys");
-  cuda::rank_keys(with_resolved_strides(args), execution);
+  const auto rank = gpu_function(selection_of(args.device).rank_keys, args.device, "ranks of keys");
+  rank(with_resolved_strides(args), execution);
+}
+
+void zero_sum(const ZeroSumArgs& args, const Execution& execution) {
+  require_length("rows", args.rows);
+  require_length("columns", args.columns);
+  require_pointer("gradient", args.gradient, args.rows * args.columns > 0);
+  require_pointer("out", args.out, args.rows * args.columns > 0);
+  const auto zero_sum =
+      gpu_function(backend_of(args.device).zero_sum, args.device, "gradients that sum to 0");
+  zero_sum(args.gradient, args.out, args.rows, args.columns, execution);
 }
 
 // ---- Query tiles' key lists ----------------------------------------------------------------------
 
 std::size_t tile_lists_workspace_size(Device device, const TileListArgs& args,
                                       const Execution& execution) {
-  return on_gpu(device) ? cuda::tile_lists_workspace_size(args)
-                        : cpu::tile_lists_workspace_size(args, execution);
+  return selection_of(device).tile_lists_workspace_size(args, execution);
 }
 
 std::int64_t tile_list_entries(Device device, const TileListArgs& args,
                                const Execution& execution) {
-  return on_gpu(device) ? args.lists() * cuda::tile_list_capacity(args)
-                        : cpu::tile_list_entries(args, execution);
+  return selection_of(device).tile_list_entries(args, execution);
 }
 
 QueryTileLists build_tile_lists(Device device, const TileListArgs& args,
                                 const TileListBuffers& buffers, const Execution& execution) {
-  return on_gpu(device) ? cuda::build_tile_lists(args, buffers, execution)
-                        : cpu::build_tile_lists(args, buffers, unlimited_keys, execution);
+  return selection_of(device).build_tile_lists(args, buffers, execution);
 }
 
 std::size_t measure_workspace_size(Device device, const TileListArgs& args,
                                    const Execution& execution) {
-  return on_gpu(device) ? cuda::measure_workspace_size(args)
-                        : cpu::measure_workspace_size(args, execution);
+  return selection_of(device).measure_workspace_size(args, execution);
 }
 
 KeyBound measure_key_bound(Device device, const TileListArgs& args, const Execution& execution) {
-  return on_gpu(device) ? cuda::measure_key_bound(args, execution)
-                        : cpu::measure_key_bound(args, execution);
+  return selection_of(device).measure_key_bound(args, execution);
 }
 
 std::size_t measure_workspace_size(const MeasureArgs& args, const Execution& execution) {

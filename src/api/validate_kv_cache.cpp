@@ -91,7 +91,11 @@ void check_shape(const KvCacheShape& s) {
 
 void check_cache(const KvCache& cache) { check_members(cache, cache_names); }
 
-void check_counts(const KvCache& cache, std::string_view name) {
+namespace {
+
+// Checks a cache whose content is read: counts of another window, or of memory without `clear`, would be read as slots
+// that do not exist. On the CPU only, because a GPU's callers keep them on the device. `name` is the argument in errors.
+void check_counts(const KvCache& cache, std::string_view name = "cache.counts") {
   const KvCacheShape& s = cache.shape;
   if (s.device != Device::cpu) return;
   for (std::int64_t row = 0; row < s.batch * s.heads_kv; ++row) {
@@ -106,6 +110,8 @@ void check_counts(const KvCache& cache, std::string_view name) {
     if (slots.count == s.window) check("victim", slots.victim, s.window - 1);
   }
 }
+
+}  // namespace
 
 CopyRowsArgs validated(const CopyRowsArgs& args) {
   check_members(args.from, from_names);
@@ -123,6 +129,7 @@ CopyRowsArgs validated(const CopyRowsArgs& args) {
   same("to.pending", args.to.pending, args.from.pending);
   require_pointer("index", args.index, to.batch > 0);
   check_values("index", to, args.index, to.batch, from.batch - 1);
+  check_counts(args.from, "from.counts");
   return args;
 }
 
@@ -153,18 +160,22 @@ AppendArgs validated(const AppendArgs& args) {
   AppendArgs result = args;
   result.scores = validated_scores(s, args.scores, args.seqlen);
   result.mask = validated_mask(s, args.mask, args.seqlen);
+  check_counts(args.cache);
   return result;
 }
 
 PendingIntervalsArgs validated(const PendingIntervalsArgs& args) {
   check_cache(args.cache);
   require_range("seqlen_q", args.seqlen_q, 0, args.cache.pending);
+  check_counts(args.cache);
+  require_pointer("intervals", args.intervals, has_rows(args.cache.shape));
   return args;
 }
 
 CommitArgs validated(const CommitArgs& args) {
   check_cache(args.cache);
   check_values("keep", args.cache.shape, args.keep, args.cache.shape.batch, args.cache.pending);
+  check_counts(args.cache);
   return args;
 }
 
@@ -189,15 +200,11 @@ DecodeStepArgs validated(const DecodeStepArgs& args) {
   DecodeStepArgs result = args;
   result.scores = validated_scores(s, args.scores, 1);
   result.mask = validated_mask(s, args.mask, 1);
-  return result;
-}
-
-DecodeStepArgs with_validated_outputs(const DecodeStepArgs& args) {
-  const KvCacheShape& s = args.cache.shape;
   check_output("out", args.out, {s.batch, 1, args.heads_q, s.head_dim});
   require_pointer("lse", args.lse.data, s.batch > 0 && args.heads_q > 0);
   if (args.lse.dtype != DType::f32) throw InvalidArgument("lse", name_of(args.lse.dtype), "f32");
-  return args;
+  check_counts(args.cache);
+  return result;
 }
 
 }  // namespace flash_dmattn

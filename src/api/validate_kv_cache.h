@@ -14,10 +14,6 @@ void check_shape(const KvCacheShape& shape);
 
 void check_cache(const KvCache& cache);
 
-// Of a cache whose content is read: counts of another window, or of memory without `clear`, would be read as slots that
-// do not exist. On the CPU only: a GPU's callers keep them on the device. `name`: of the argument, in errors.
-void check_counts(const KvCache& cache, std::string_view name = "cache.counts");
-
 // Return the arguments as backends see them: no stride is dense_stride.
 CopyRowsArgs validated(const CopyRowsArgs& args);
 FillArgs validated(const FillArgs& args);
@@ -25,8 +21,5 @@ AppendArgs validated(const AppendArgs& args);
 PendingIntervalsArgs validated(const PendingIntervalsArgs& args);
 CommitArgs validated(const CommitArgs& args);
 DecodeStepArgs validated(const DecodeStepArgs& args);
-
-// Checks what workspace sizes do not depend on.
-DecodeStepArgs with_validated_outputs(const DecodeStepArgs& args);
 
 }  // namespace flash_dmattn

@@ -7,11 +7,14 @@
 
 #include "cpu/dispatch.h"
 #include "cpu/forward_call.h"
+#include "cpu/kv_cache.h"
 #include "cpu/make_task.h"
 #include "cpu/schedule.h"
+#include "cpu/selection/selection.h"
 #include "cpu/task.h"
 #include "flash_dmattn/error.h"
 #include "float_types.h"
+#include "plan.h"
 #include "tasks.h"
 #include "workspace_allocator.h"
 
@@ -94,23 +97,32 @@ std::int64_t unit_slots(const BackwardTask& t, std::int64_t unit) {
   return std::clamp<std::int64_t>(end + t.seqlen_k - t.seqlen_q, 0, t.seqlen_k);
 }
 
-struct BackwardLayout {
-  BackwardTask task;
-  std::int64_t* slot_begin;
-  std::int64_t* slot_count;
-  std::int32_t* slot_keys;
-  char* scratch;
-  std::int64_t scratch_bytes;
-  std::size_t bytes;
+class BackwardCall {
+ public:
+  std::size_t bytes = 0;  // of the workspace
 
-  std::int64_t units() const { return task.segments * task.batch * task.heads_kv; }
+  BackwardCall(const BackwardArgs& args, const Execution& execution);
+  void run(const BackwardArgs& args, const Execution& execution) const;
+  std::string kernel_name() const { return cpu::kernel_name("backward", candidate_->isa); }
+
+ private:
+  std::int64_t units() const { return task_.segments * task_.batch * task_.heads_kv; }
+  // Sets the pointers into the workspace, and returns its size. With a null base it only counts.
+  std::size_t place(void* base, int workers);
+
+  const Candidate* candidate_ = &chosen();
+  BackwardTask task_{};
+  std::int64_t* slot_begin_ = nullptr;
+  std::int64_t* slot_count_ = nullptr;
+  std::int32_t* slot_keys_ = nullptr;
+  char* scratch_ = nullptr;
+  std::int64_t scratch_bytes_ = 0;
 };
 
-// Lays out `workspace`, or only measures its size if it is null.
-BackwardLayout lay_out(const BackwardArgs& args, const Execution& execution, void* workspace) {
+BackwardCall::BackwardCall(const BackwardArgs& args, const Execution& execution) {
   const Problem& p = args.problem;
-  BackwardLayout layout{};
-  BackwardTask& t = layout.task;
+  if (is_empty(p)) return;
+  BackwardTask& t = task_;
   static_cast<Task&>(t) = task_of(p, args.in, args.schedule);
   t.out = rows_of(args.out);
   t.dout = rows_of(args.dout);
@@ -122,50 +134,45 @@ BackwardLayout lay_out(const BackwardArgs& args, const Execution& execution, voi
   t.dv = rows_of(args.dv);
   t.dbias = term_of(args.dbias, p.bias_dtype, p, p.bias_shape);
   t.dbias_kind = dbias_kind(t, t.dbias);
+  t.key_sum_heads = t.dbias.group_head != 0 ? static_cast<int>(t.group) : 1;
   cut_segments(t);
+  static constexpr std::int32_t some_keys = 0;  // scratch depends only on whether slots have keys
+  t.slot_keys = t.intervals.data == nullptr ? nullptr : &some_keys;
+  const Kernels& kernels = *candidate_->kernels;
+  if (shares_keys(t)) t.packed_block_bytes = kernels.backward_block_bytes(t);
+  scratch_bytes_ = kernels.backward_scratch(t);
+  bytes = place(nullptr, execution.workers);
+}
 
-  WorkspaceAllocator space(workspace);
-  const std::int64_t units = layout.units();
-  layout.slot_begin = space.take<std::int64_t>(units + 1);
-  layout.slot_count = space.take<std::int64_t>(units);
+std::size_t BackwardCall::place(void* base, int workers) {
+  BackwardTask& t = task_;
+  WorkspaceAllocator space(base);
+  slot_begin_ = space.take<std::int64_t>(units() + 1);
+  slot_count_ = space.take<std::int64_t>(units());
   std::int64_t slots = 0;
-  for (std::int64_t unit = 0; unit < units; ++unit) {
+  for (std::int64_t unit = 0; unit < units(); ++unit) {
     const std::int64_t count = unit_slots(t, unit);
-    if (workspace != nullptr) {
-      layout.slot_begin[unit] = slots;
-      layout.slot_count[unit] = count;
+    if (base != nullptr) {
+      slot_begin_[unit] = slots;
+      slot_count_[unit] = count;
     }
     // Without intervals products add to whole blocks of slots, so their number is rounded up.
     slots +=
         t.intervals.data != nullptr ? count : (count + block_keys - 1) / block_keys * block_keys;
   }
-  t.slot_begin = layout.slot_begin;
-  t.slot_count = layout.slot_count;
-  static constexpr std::int32_t some_keys = 0;  // measuring needs to know only that slots exist
-  layout.slot_keys = space.take<std::int32_t>(t.intervals.data == nullptr ? 0 : slots);
-  t.slot_keys = t.intervals.data == nullptr ? nullptr
-                : workspace == nullptr      ? &some_keys
-                                            : layout.slot_keys;
+  t.slot_begin = slot_begin_;
+  t.slot_count = slot_count_;
+  slot_keys_ = space.take<std::int32_t>(t.intervals.data == nullptr ? 0 : slots);
+  if (t.intervals.data != nullptr) t.slot_keys = slot_keys_;
   t.dk_sums = space.take<float>(slots * t.head_dim_padded);
   t.dv_sums = space.take<float>(slots * t.head_dim_padded);
   t.slot_forms = space.take<SlotForm>(slots);
-  t.key_sum_heads = t.dbias.group_head != 0 ? static_cast<int>(t.group) : 1;
   t.key_sums = space.take<double>(t.dbias_kind == DbiasKind::per_key ? slots * t.key_sum_heads : 0);
   t.query_sums = space.take<double>(
       t.dbias_kind == DbiasKind::per_query ? t.batch * t.heads_kv * t.group * t.seqlen_q : 0);
-  const Kernels& kernels = *chosen().kernels;
-  if (shares_keys(t)) {
-    t.packed_block_bytes = kernels.backward_block_bytes(t);
-    t.packed_keys = space.take<char>(all_key_blocks(t) * t.packed_block_bytes);
-  }
-  layout.scratch_bytes = kernels.backward_scratch(t);
-  layout.scratch = space.take<char>(layout.scratch_bytes * execution.workers);
-  layout.bytes = space.used();
-  return layout;
-}
-
-std::size_t backward_workspace_size(const BackwardArgs& args, const Execution& execution) {
-  return is_empty(args.problem) ? 0 : lay_out(args, execution, nullptr).bytes;
+  if (shares_keys(t)) t.packed_keys = space.take<char>(all_key_blocks(t) * t.packed_block_bytes);
+  scratch_ = space.take<char>(scratch_bytes_ * workers);
+  return space.used();
 }
 
 // ---- The gradient of a bias without a key or without a query dimension -----------------------------
@@ -259,7 +266,7 @@ void store_zeros(const Tensor4& tensor, DType dtype, const std::array<std::int64
   }
 }
 
-void backward(const BackwardArgs& args, const Execution& execution) {
+void BackwardCall::run(const BackwardArgs& args, const Execution& execution) const {
   if (const Problem& p = args.problem; is_empty(p)) {
     const std::array<std::int64_t, 4> key_shape{p.batch, p.seqlen_k, p.heads_kv, p.head_dim};
     store_zeros(args.dk, p.dtype, key_shape);
@@ -267,13 +274,12 @@ void backward(const BackwardArgs& args, const Execution& execution) {
     store_zeros(args.dbias, p.bias_dtype, p.bias_shape);
     return;
   }
-  const Kernels& kernels = *chosen().kernels;
-  const BackwardLayout layout = lay_out(args, execution, execution.workspace);
-  const BackwardTask& t = layout.task;
-  const std::int64_t units = layout.units();
-  const auto scratch_of = [&](int worker) {
-    return layout.scratch + worker * layout.scratch_bytes;
-  };
+  const Kernels& kernels = *candidate_->kernels;
+  BackwardCall placed = *this;
+  placed.place(execution.workspace, execution.workers);
+  const BackwardTask& t = placed.task_;
+  const std::int64_t units = this->units();
+  const auto scratch_of = [&](int worker) { return placed.scratch_ + worker * scratch_bytes_; };
   if (t.packed_keys != nullptr) {
     for_each_task(execution, all_key_blocks(t),
                   [&](std::int64_t item, int) { kernels.pack_backward(t, item); });
@@ -281,7 +287,7 @@ void backward(const BackwardArgs& args, const Execution& execution) {
   for_each_task(execution, units, [&](std::int64_t item, int worker) {
     const std::int64_t unit = units - 1 - item;  // the last units take longest under a causal mask
     if (t.slot_keys != nullptr) {
-      std::int32_t* to = layout.slot_keys + layout.slot_begin[unit];
+      std::int32_t* to = placed.slot_keys_ + placed.slot_begin_[unit];
       for_each_key(t, unit, [&](std::int64_t key) { *to++ = static_cast<std::int32_t>(key); });
     }
     kernels.backward(t, unit, scratch_of(worker));
@@ -299,8 +305,10 @@ void backward(const BackwardArgs& args, const Execution& execution) {
                 [&](std::int64_t item, int) { kernels.reduce(t, item); });
 }
 
-std::string kernel_name(const char* direction) {
-  return "cpu " + std::string(direction) + " " + std::string(name_of(chosen().isa));
+// One set of kernels for every problem, of the chosen instruction set.
+const KernelSet* find_kernels(const Problem& p, Direction, std::string& reason) {
+  reason = why_not(p);
+  return reason.empty() ? kernel_set() : nullptr;
 }
 
 }  // namespace
@@ -312,24 +320,24 @@ const Backend cpu_backend = {
     .name = "cpu",
     .device = Device::cpu,
     .info = [] { return BackendInfo{"cpu", true, std::string(name_of(cpu::chosen().isa))}; },
-    .supports = cpu::why_not,
-    .schedule_size = cpu::schedule_size,
-    .schedule_workspace_size = cpu::schedule_workspace_size,
-    .build_schedule = cpu::build_schedule,
-    .forward_workspace_size =
-        [](const ForwardArgs& args, const Execution& execution) {
-          return cpu::forward_workspace_size(args, execution);
-        },
-    .backward_workspace_size = cpu::backward_workspace_size,
-    .forward = [](const ForwardArgs& args,
-                  const Execution& execution) { cpu::forward(args, execution); },
-    .backward = cpu::backward,
-    .forward_kernel = [](const ForwardArgs&) { return cpu::kernel_name("forward"); },
-    .backward_kernel = [](const BackwardArgs&) { return cpu::kernel_name("backward"); },
+    .find_kernels = cpu::find_kernels,
+    .plan_schedule =
+        [](const KernelSet&, const Problem& p, const Visibility& visibility, Direction,
+           const Execution& execution) { return cpu::plan_schedule(p, visibility, execution); },
+    .plan_forward =
+        [](const KernelSet&, const ForwardArgs& args, const Execution& execution,
+           Plan<ForwardArgs>& plan) { make_plan<cpu::ForwardCall>(args, execution, plan); },
+    .plan_backward =
+        [](const KernelSet&, const BackwardArgs& args, const Execution& execution,
+           Plan<BackwardArgs>& plan) { make_plan<cpu::BackwardCall>(args, execution, plan); },
     .kernels =
-        [] { return std::vector{cpu::kernel_name("forward"), cpu::kernel_name("backward")}; },
+        [] {
+          const cpu::InstructionSet isa = cpu::chosen().isa;
+          return std::vector{cpu::kernel_name("forward", isa), cpu::kernel_name("backward", isa)};
+        },
     .needs_schedule = true,
-    .kv = &cpu_kv_backend,
+    .selection = &cpu::selection_backend,
+    .kv = &cpu::kv_backend,
 };
 
 }  // namespace flash_dmattn

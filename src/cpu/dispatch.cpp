@@ -62,6 +62,11 @@ std::span<const Candidate> allowed() {
 
 const Candidate& chosen() { return *current(); }
 
+std::string kernel_name(std::string_view direction, InstructionSet isa) {
+  std::string name = "cpu ";
+  return name.append(direction).append(" ").append(name_of(isa));
+}
+
 void choose(const Candidate& candidate) { current() = &candidate; }
 
 }  // namespace flash_dmattn::cpu

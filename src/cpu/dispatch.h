@@ -1,7 +1,10 @@
 #pragma once
 
 #include <span>
+#include <string>
+#include <string_view>
 
+#include "backend.h"
 #include "cpu/cpuid.h"
 #include "cpu/task.h"
 
@@ -19,6 +22,14 @@ std::span<const Candidate> allowed();
 
 // The largest allowed instruction set, unless choose() was called.
 const Candidate& chosen();
+
+// The kernels of all problems. A plan takes those of chosen().
+inline const KernelSet* kernel_set() {
+  return reinterpret_cast<const KernelSet*>(chosen().kernels);
+}
+
+// The name of the main kernel of a direction.
+std::string kernel_name(std::string_view direction, InstructionSet isa);
 
 // For tests, while no computation runs. `candidate` is an element of allowed().
 void choose(const Candidate& candidate);

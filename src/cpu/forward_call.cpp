@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cstdint>
 
-#include "cpu/dispatch.h"
 #include "cpu/make_task.h"
 #include "tasks.h"
 #include "workspace_allocator.h"
@@ -25,67 +24,56 @@ int splits_of(const Task& t) {
   return static_cast<int>(std::clamp<std::int64_t>(std::min(wanted, most), 1, target_items));
 }
 
-struct ForwardLayout {
-  ForwardTask task;
-  int* splits_left;  // few queries: [B, Hkv, tiles], splits not yet computed
-  char* scratch;
-  std::int64_t scratch_bytes;
-  std::size_t bytes;
-};
+}  // namespace
 
-// Lays out `workspace`; a null one is only measured.
-ForwardLayout lay_out(const ForwardArgs& args, const Slots& slots, const Execution& execution,
-                      void* workspace) {
-  const Kernels& kernels = *chosen().kernels;
-  ForwardLayout layout{};
-  ForwardTask& t = layout.task;
+ForwardCall::ForwardCall(const ForwardArgs& args, const Execution& execution, const Slots& slots) {
+  if (is_empty(args.problem)) return;
+  const Kernels& kernels = *candidate_->kernels;
+  ForwardTask& t = task_;
   static_cast<Task&>(t) = task_of(args.problem, args.in, args.schedule);
   t.slots = slots;
   t.out = rows_of(args.out);
   t.lse = static_cast<float*>(args.lse.data);
   t.lse_low = static_cast<float*>(args.lse_low.data);
   t.splits = splits_of(t);
-  WorkspaceAllocator space(workspace);
   if (t.splits > 0) {
     t.split_bytes = kernels.split_bytes(t);
-    t.split_sums = space.take<char>(t.batch * t.heads_kv * t.tiles * t.splits * t.split_bytes);
-    layout.splits_left = space.take<int>(t.batch * t.heads_kv * t.tiles);
-    layout.scratch_bytes = kernels.few_queries_scratch(t);
+    scratch_bytes_ = kernels.few_queries_scratch(t);
   } else {
-    if (shares_keys(t)) {
-      t.packed_block_bytes = kernels.forward_block_bytes(t);
-      t.packed_keys = space.take<char>(all_key_blocks(t) * t.packed_block_bytes);
-    }
-    layout.scratch_bytes = kernels.forward_scratch(t);
+    if (shares_keys(t)) t.packed_block_bytes = kernels.forward_block_bytes(t);
+    scratch_bytes_ = kernels.forward_scratch(t);
   }
-  layout.scratch = space.take<char>(layout.scratch_bytes * execution.workers);
-  layout.bytes = space.used();
-  return layout;
+  bytes = place(nullptr, execution.workers);
 }
 
-}  // namespace
-
-std::size_t forward_workspace_size(const ForwardArgs& args, const Execution& execution,
-                                   const Slots& slots) {
-  return is_empty(args.problem) ? 0 : lay_out(args, slots, execution, nullptr).bytes;
-}
-
-void forward(const ForwardArgs& args, const Execution& execution, const Slots& slots) {
-  if (is_empty(args.problem)) return;
-  const Kernels& kernels = *chosen().kernels;
-  const ForwardLayout layout = lay_out(args, slots, execution, execution.workspace);
-  const ForwardTask& t = layout.task;
-  const std::int64_t tiles = t.batch * t.heads_kv * t.tiles;
-  const auto scratch_of = [&](int worker) {
-    return layout.scratch + worker * layout.scratch_bytes;
-  };
+std::size_t ForwardCall::place(void* base, int workers) {
+  ForwardTask& t = task_;
+  WorkspaceAllocator space(base);
   if (t.splits > 0) {
-    std::fill_n(layout.splits_left, tiles, t.splits);
+    t.split_sums = space.take<char>(t.batch * t.heads_kv * t.tiles * t.splits * t.split_bytes);
+    splits_left_ = space.take<int>(t.batch * t.heads_kv * t.tiles);
+  } else if (shares_keys(t)) {
+    t.packed_keys = space.take<char>(all_key_blocks(t) * t.packed_block_bytes);
+  }
+  scratch_ = space.take<char>(scratch_bytes_ * workers);
+  return space.used();
+}
+
+void ForwardCall::run(const ForwardArgs& args, const Execution& execution) const {
+  if (is_empty(args.problem)) return;
+  const Kernels& kernels = *candidate_->kernels;
+  ForwardCall placed = *this;
+  placed.place(execution.workspace, execution.workers);
+  const ForwardTask& t = placed.task_;
+  const std::int64_t tiles = t.batch * t.heads_kv * t.tiles;
+  const auto scratch_of = [&](int worker) { return placed.scratch_ + worker * scratch_bytes_; };
+  if (t.splits > 0) {
+    std::fill_n(placed.splits_left_, tiles, t.splits);
     for_each_task_in_parts(execution, tiles * t.splits, [&](std::int64_t item, int worker) {
       kernels.few_queries(t, item, scratch_of(worker));
       // The worker of a tile's last split merges them all.
       const std::int64_t tile = item / t.splits;
-      std::atomic_ref<int> left(layout.splits_left[tile]);
+      std::atomic_ref<int> left(placed.splits_left_[tile]);
       if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) kernels.merge_splits(t, tile);
     });
     return;

@@ -1,7 +1,10 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <string>
 
+#include "cpu/dispatch.h"
 #include "cpu/task.h"
 #include "flash_dmattn/attention.h"
 
@@ -9,8 +12,23 @@
 // occupied slots of a KV cache, and the call also finds the cache's next victim.
 namespace flash_dmattn::cpu {
 
-std::size_t forward_workspace_size(const ForwardArgs& args, const Execution& execution,
-                                   const Slots& slots = {});
-void forward(const ForwardArgs& args, const Execution& execution, const Slots& slots = {});
+class ForwardCall {
+ public:
+  std::size_t bytes = 0;  // of the workspace
+
+  ForwardCall(const ForwardArgs& args, const Execution& execution, const Slots& slots = {});
+  void run(const ForwardArgs& args, const Execution& execution) const;
+  std::string kernel_name() const { return cpu::kernel_name("forward", candidate_->isa); }
+
+ private:
+  // Sets the pointers into the workspace, and returns its size. With a null base it only counts.
+  std::size_t place(void* base, int workers);
+
+  const Candidate* candidate_ = &chosen();
+  ForwardTask task_{};
+  int* splits_left_ = nullptr;  // few queries: [B, Hkv, tiles], splits not yet computed
+  char* scratch_ = nullptr;
+  std::int64_t scratch_bytes_ = 0;
+};
 
 }  // namespace flash_dmattn::cpu

@@ -7,10 +7,11 @@
 #include <string>
 
 #include "arguments.h"
-#include "backend.h"
 #include "cpu/forward_call.h"
+#include "cpu/kv_cache.h"
 #include "cpu/make_task.h"
 #include "cpu/selection/rank.h"
+#include "plan.h"
 #include "tasks.h"
 
 // KV caches on the workers, one (batch, kv head) per task. Decoding attends like any forward of few queries.
@@ -294,28 +295,33 @@ Slots slots_of(const KvCache& cache) {
   return {cache.counts, cache.scores, cache.positions, cache.shape.slots()};
 }
 
-std::size_t decode_step_workspace_size(const DecodeStepArgs& args, const Execution& execution) {
-  if (args.cache.shape.heads_kv > 0 && args.heads_q / args.cache.shape.heads_kv > largest_group) {
-    throw InvalidArgument("heads_q", std::to_string(args.heads_q),
-                          "at most " + std::to_string(largest_group) + " for each kv head");
+struct DecodeStepCall {
+  ForwardCall attention;
+  std::size_t bytes;
+
+  DecodeStepCall(const DecodeStepArgs& args, const Execution& execution)
+      : attention(checked(args), execution, slots_of(args.cache)), bytes(attention.bytes) {}
+
+  void run(const DecodeStepArgs& args, const Execution& execution) const {
+    // A single thread writes a few rows faster than other threads wake up.
+    constexpr std::int64_t few = 64;
+    Execution inserting = execution;
+    if (rows_of(args.cache) <= few) inserting.workers = 1;
+    for_each_row(args.cache, inserting, [&](const Row& row, int) { insert(args, row); });
+    for (std::int64_t b = 0; b < args.cache.shape.batch; ++b) ++args.cache.seen[b];
+    attention.run(attention_of(args), execution);
   }
-  return cpu::forward_workspace_size(attention_of(args), execution, slots_of(args.cache));
-}
 
-void decode_step(const DecodeStepArgs& args, const Execution& execution) {
-  // A single thread writes a few rows faster than other threads wake up.
-  constexpr std::int64_t few = 64;
-  Execution inserting = execution;
-  if (rows_of(args.cache) <= few) inserting.workers = 1;
-  for_each_row(args.cache, inserting, [&](const Row& row, int) { insert(args, row); });
-  for (std::int64_t b = 0; b < args.cache.shape.batch; ++b) ++args.cache.seen[b];
-  cpu::forward(attention_of(args), execution, slots_of(args.cache));
-}
-
-template <class Args>
-std::size_t no_workspace(const Args&, const Execution&) {
-  return 0;
-}
+ private:
+  static ForwardArgs checked(const DecodeStepArgs& args) {
+    const KvCacheShape& s = args.cache.shape;
+    if (s.heads_kv > 0 && args.heads_q / s.heads_kv > largest_group) {
+      throw InvalidArgument("heads_q", std::to_string(args.heads_q),
+                            "at most " + std::to_string(largest_group) + " for each kv head");
+    }
+    return attention_of(args);
+  }
+};
 
 template <class Args>
 std::size_t scratch_workspace(const Args& args, const Execution& execution) {
@@ -323,23 +329,22 @@ std::size_t scratch_workspace(const Args& args, const Execution& execution) {
 }
 
 }  // namespace
-}  // namespace flash_dmattn::cpu
 
-namespace flash_dmattn {
-
-const KvBackend cpu_kv_backend = {
-    .supports = [](const KvCacheShape&) { return std::string(); },
-    .clear = cpu::clear,
-    .copy_rows = cpu::copy_rows,
-    .fill_workspace_size = cpu::no_workspace<FillArgs>,
-    .fill = cpu::fill,
-    .append = cpu::append,
-    .pending_intervals_workspace_size = cpu::scratch_workspace<PendingIntervalsArgs>,
-    .pending_intervals = cpu::pending_intervals,
-    .commit_workspace_size = cpu::scratch_workspace<CommitArgs>,
-    .commit = cpu::commit,
-    .decode_step_workspace_size = cpu::decode_step_workspace_size,
-    .decode_step = cpu::decode_step,
+const KvBackend kv_backend = {
+    .find_kernels = [](const KvCacheShape&, std::string&) { return kernel_set(); },
+    .clear = clear,
+    .copy_rows = copy_rows,
+    .fill = fill,
+    .append = append,
+    .plan_pending_intervals =
+        make_plan<DirectCall<PendingIntervalsArgs, scratch_workspace<PendingIntervalsArgs>,
+                             pending_intervals>,
+                  PendingIntervalsArgs, Execution>,
+    .plan_commit = make_plan<DirectCall<CommitArgs, scratch_workspace<CommitArgs>, commit>,
+                             CommitArgs, Execution>,
+    .plan_decode_step =
+        [](const KernelSet&, const DecodeStepArgs& args, const Execution& execution,
+           Plan<DecodeStepArgs>& plan) { make_plan<DecodeStepCall>(args, execution, plan); },
 };
 
-}  // namespace flash_dmattn
+}  // namespace flash_dmattn::cpu

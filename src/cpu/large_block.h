@@ -116,8 +116,7 @@ void add_large_row(Unit& u, const Tile& tile, const KeyBlock& block, const Score
     u.large.dout[d] = static_cast<double>(dout[d]);
   }
   // delta is computed like dp below: where a query sees one key, out = v, and their difference is exactly 0.
-  const double delta =
-      dot(u.large.dout, out, columns) - static_cast<double>(u.dlse(tile, row));
+  const double delta = dot(u.large.dout, out, columns) - static_cast<double>(u.dlse(tile, row));
   const float* const column = u.terms.columns_of(row);
   // An inf or NaN among the inputs of the scores has made lse NaN and has to propagate. Such a row also has
   // out = NaN, so all its blocks take this path.

@@ -5,6 +5,7 @@
 
 #include "arguments.h"
 #include "cpu/selection/selection.h"
+#include "plan.h"
 
 namespace flash_dmattn::cpu {
 namespace {
@@ -16,10 +17,6 @@ constexpr std::int64_t dense_rows = 384;
 constexpr std::int64_t interval_rows = 96;
 constexpr std::int64_t least_queries = 8;
 
-TileListArgs tile_list_args(const Problem& p, const Visibility& visibility) {
-  return flash_dmattn::tile_list_args(p, visibility, tile_queries(p));
-}
-
 }  // namespace
 
 std::int64_t tile_queries(const Problem& p) {
@@ -29,34 +26,41 @@ std::int64_t tile_queries(const Problem& p) {
   return std::clamp<std::int64_t>(p.seqlen_q, 1, queries);
 }
 
-std::size_t schedule_size(const Problem& p, const Visibility& visibility, Direction,
-                          const Execution& execution) {
-  const TileListArgs args = tile_list_args(p, visibility);
-  if (args.lists() == 0) return 0;
-  return tile_list_bytes(args.lists(), tile_list_entries(args, execution));
-}
+namespace {
 
-std::size_t schedule_workspace_size(const Problem& p, const Visibility& visibility, Direction,
-                                    const Execution& execution) {
-  return tile_lists_workspace_size(tile_list_args(p, visibility), execution);
-}
+struct ListSchedule {
+  TileListArgs args;
+  std::size_t size = 0;
+  std::size_t bytes;
 
-ScheduleContents build_schedule(const Problem& p, const Visibility& visibility, Direction,
-                                std::span<std::byte> memory, const Execution& execution) {
-  const TileListArgs args = tile_list_args(p, visibility);
-  if (args.lists() == 0) return {};
-  const std::size_t without_keys = tile_list_bytes(args.lists(), 0);
-  require_memory(memory, without_keys);
-  const auto capacity =
-      static_cast<std::int64_t>((memory.size() - without_keys) / sizeof(std::int32_t));
-  ScheduleAllocator allocator(memory.data());
-  build_tile_lists(args, take_tile_lists(allocator, args.lists(), capacity), capacity, execution);
-  return {.kind = ScheduleKind::query_tile_lists,
-          .serves_forward = true,
-          .serves_backward = true,
-          .data = memory.data(),
-          .bytes = memory.size(),
-          .tile_rows = args.tile_rows};
+  ListSchedule(const Problem& p, const Visibility& visibility, const Execution& execution)
+      : args(tile_list_args(p, visibility, tile_queries(p))),
+        bytes(tile_lists_workspace_size(args, execution)) {
+    if (args.lists() > 0) size = tile_list_bytes(args.lists(), tile_list_entries(args, execution));
+  }
+
+  ScheduleContents build(std::span<std::byte> memory, const Execution& execution) const {
+    if (args.lists() == 0) return {};
+    const std::size_t without_keys = tile_list_bytes(args.lists(), 0);
+    require_memory(memory, without_keys);
+    const auto capacity =
+        static_cast<std::int64_t>((memory.size() - without_keys) / sizeof(std::int32_t));
+    ScheduleAllocator allocator(memory.data());
+    build_tile_lists(args, take_tile_lists(allocator, args.lists(), capacity), capacity, execution);
+    return {.kind = ScheduleKind::query_tile_lists,
+            .serves_forward = true,
+            .serves_backward = true,
+            .data = memory.data(),
+            .bytes = memory.size(),
+            .tile_rows = args.tile_rows};
+  }
+};
+
+}  // namespace
+
+SchedulePlan plan_schedule(const Problem& p, const Visibility& visibility,
+                           const Execution& execution) {
+  return schedule_plan(ListSchedule(p, visibility, execution));
 }
 
 }  // namespace flash_dmattn::cpu

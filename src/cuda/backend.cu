@@ -3,7 +3,11 @@
 #include <stdexcept>
 
 #include "cuda/attention/params.h"
+#include "cuda/kv_cache/kv_cache.h"
 #include "cuda/schedule/schedule.h"
+#include "cuda/selection/selection.h"
+#include "cuda/stages/check_finite.h"
+#include "cuda/stages/zero_sum.h"
 #include "family_table.h"
 #include "flash_dmattn/error.h"
 
@@ -27,70 +31,117 @@ std::span<const Family* const> capped_families() {
 // The first kernels that compute a problem, where the first member of every family is tried before the second member of
 // any. Null, with the reasons, if no kernels do.
 template <class Args>
-struct Choice {
-  const Kernels<Args>* kernels = nullptr;
-  std::string reasons;
-
-  Choice(const Problem& p, std::initializer_list<Kernels<Args> Family::*> seats,
-         const DeviceProperties& device) {
-    for (const auto seat : seats) {
-      for (const Family* family : families()) {
-        const Kernels<Args>& candidate = family->*seat;
-        if (!candidate) continue;
-        std::string reason = family->decline_device(device);
-        if (reason.empty()) reason = candidate.decline(p);
-        if (reason.empty()) {
-          kernels = &candidate;
-          return;
-        }
-        reasons.append(reasons.empty() ? "" : "; ").append(family->name).append(": ");
-        reasons.append(reason);
-      }
+const Kernels<Args>* find(const Problem& p, std::initializer_list<Kernels<Args> Family::*> seats,
+                          std::string& reasons) {
+  const DeviceProperties& device = current_device();
+  for (const auto seat : seats) {
+    for (const Family* family : families()) {
+      const Kernels<Args>& candidate = family->*seat;
+      if (!candidate) continue;
+      std::string reason = family->decline_device(device);
+      if (reason.empty()) reason = candidate.decline(p);
+      if (reason.empty()) return &candidate;
+      reasons.append(reasons.empty() ? "" : "; ").append(family->name).append(": ");
+      reasons.append(reason);
     }
   }
+  return nullptr;
+}
+
+const Kernels<ForwardArgs>* find_forward(const Problem& p, std::string& reasons) {
+  return find<ForwardArgs>(p, {&Family::few_queries, &Family::forward}, reasons);
+}
+
+const Kernels<BackwardArgs>* find_backward(const Problem& p, std::string& reasons) {
+  return find<BackwardArgs>(p, {&Family::backward}, reasons);
+}
+
+// The kernels as the API knows them.
+template <class Kernels>
+const KernelSet* set_of(const Kernels* kernels) {
+  return reinterpret_cast<const KernelSet*>(kernels);
+}
+template <class Kernels>
+const Kernels& kernels_of(const KernelSet& set) {
+  return reinterpret_cast<const Kernels&>(set);
+}
+
+const KernelSet* find_kernels(const Problem& p, Direction direction, std::string& reason) {
+  reason = decline_other_device(p, "cuda", Device::cuda);
+  if (reason.empty()) reason = decline_driver();
+  if (!reason.empty()) return nullptr;
+  const bool forward = direction == Direction::forward;
+  const KernelSet* const set =
+      forward ? set_of(find_forward(p, reason)) : set_of(find_backward(p, reason));
+  if (set == nullptr) reason.insert(0, forward ? "forward: " : "backward: ");
+  return set;
+}
+
+template <class Args>
+void plan(const KernelSet& set, const Args& args, const Execution&, Plan<Args>& plan) {
+  kernels_of<Kernels<Args>>(set).plan(args, current_device(), plan);
+}
+
+// ---- Schedules ------------------------------------------------------------------------------------------
+
+// With a key list, every family uses prefixes of the list as tile lists. With intervals, each family has its own form
+// of schedule.
+SchedulePlan plan_schedule(const KernelSet& set, const Problem& p, const Visibility& visibility,
+                           Direction direction, const Execution&) {
+  if (p.key_list_shape[0] != 0) {
+    return schedule_plan(ListSchedule(p, visibility, direction, query_tile_rows, true));
+  }
+  std::string unused;
+  ScheduleForm form, other_form;
+  if (direction == Direction::forward) {
+    form = kernels_of<Kernels<ForwardArgs>>(set).schedule;
+    if (const auto* other = find_backward(p, unused)) other_form = other->schedule;
+  } else {
+    form = kernels_of<Kernels<BackwardArgs>>(set).schedule;
+    if (const auto* other = find_forward(p, unused)) other_form = other->schedule;
+  }
+  switch (form.kind) {
+    case ScheduleKind::query_tile_lists:
+      return schedule_plan(
+          ListSchedule(p, visibility, direction, form.tile_rows, form == other_form));
+    case ScheduleKind::key_slots:
+      return schedule_plan(SlotSchedule(p, visibility, direction, {form.tile_rows, form.segments}));
+    default: throw std::logic_error("a family of kernels names a schedule that it cannot have");
+  }
+}
+
+// ---- KV caches ------------------------------------------------------------------------------------------
+
+// The decode step of the first family that supports a cache.
+const KernelSet* find_step(const KvCacheShape& shape, std::string& reason) {
+  reason = decline_driver();
+  if (!reason.empty()) return nullptr;
+  for (const Family* family : families()) {
+    if (!family->decode_step) continue;
+    std::string declined = family->decline_device(current_device());
+    if (declined.empty()) declined = family->decode_step.decline(shape);
+    if (declined.empty()) return set_of(&family->decode_step);
+    reason.append(reason.empty() ? "" : "; ").append(family->name).append(": ").append(declined);
+  }
+  return nullptr;
+}
+
+constexpr KvBackend kv_backend = {
+    .find_kernels = find_step,
+    .clear = kv::clear,
+    .copy_rows = kv::copy_rows,
+    .fill = kv::fill,
+    .append = kv::append,
+    .plan_pending_intervals = kv::plan_pending_intervals,
+    .plan_commit = kv::plan_commit,
+    .plan_decode_step =
+        [](const KernelSet& set, const DecodeStepArgs& args, const Execution&,
+           Plan<DecodeStepArgs>& plan) {
+          kernels_of<DecodeStep>(set).plan(args, current_device(), plan);
+        },
 };
 
-Choice<ForwardArgs> choose_forward(const Problem& p, const DeviceProperties& device) {
-  return {p, {&Family::few_queries, &Family::forward}, device};
-}
-
-Choice<BackwardArgs> choose_backward(const Problem& p, const DeviceProperties& device) {
-  return {p, {&Family::backward}, device};
-}
-
-// Returns the kernels of a call that the backend is known to support.
-template <class Args>
-const Kernels<Args>& chosen(const Choice<Args>& choice) {
-  if (choice.kernels != nullptr) return *choice.kernels;
-  throw std::runtime_error("CUDA: the current device is not the one that the call was made for: " +
-                           choice.reasons);
-}
-
-const Kernels<ForwardArgs>& kernels_of(const ForwardArgs& args, const DeviceProperties& device) {
-  return chosen(choose_forward(args.problem, device));
-}
-
-const Kernels<BackwardArgs>& kernels_of(const BackwardArgs& args, const DeviceProperties& device) {
-  return chosen(choose_backward(args.problem, device));
-}
-
-template <class Args>
-std::size_t workspace_size(const Args& args, const Execution&) {
-  const DeviceProperties& device = current_device();
-  return kernels_of(args, device).workspace_size(args, device);
-}
-
-template <class Args>
-void run(const Args& args, const Execution& execution) {
-  const DeviceProperties& device = current_device();
-  kernels_of(args, device).run(args, device, execution);
-}
-
-template <class Args>
-std::string kernel_name(const Args& args) {
-  const DeviceProperties& device = current_device();
-  return kernels_of(args, device).name(args, device);
-}
+// ---- The row of the table -------------------------------------------------------------------------------
 
 std::vector<std::string> kernel_names() {
   std::vector<std::string> result;
@@ -122,74 +173,6 @@ BackendInfo info() {
   return {"cuda", false, reasons};
 }
 
-std::string supports(const Problem& p) {
-  if (p.device != Device::cuda) return decline_other_device(p, "cuda", Device::cuda);
-  if (!decline_driver().empty()) return decline_driver();
-  const DeviceProperties& device = current_device();
-  const Choice<ForwardArgs> forward = choose_forward(p, device);
-  if (forward.kernels == nullptr) return "forward: " + forward.reasons;
-  const Choice<BackwardArgs> backward = choose_backward(p, device);
-  return backward.kernels == nullptr ? "backward: " + backward.reasons : "";
-}
-
-// With a key list, every family uses prefixes of the list as tile lists. With intervals, each family has its own form
-// of schedule.
-ScheduleForm schedule_form(const Problem& p, Direction direction) {
-  if (p.key_list_shape[0] != 0) return {ScheduleKind::query_tile_lists, query_tile_rows};
-  const DeviceProperties& device = current_device();
-  return direction == Direction::forward ? chosen(choose_forward(p, device)).schedule
-                                         : chosen(choose_backward(p, device)).schedule;
-}
-
-// Calls the body that belongs to a form's kind of schedule.
-template <class Lists, class Slots>
-auto with_kind(const ScheduleForm& form, const Lists& lists, const Slots& slots) {
-  switch (form.kind) {
-    case ScheduleKind::query_tile_lists: return lists();
-    case ScheduleKind::key_slots:
-      return slots(SlotGeometry{.tile_rows = form.tile_rows, .segments = form.segments});
-    default: throw std::logic_error("a family of kernels names a schedule that it cannot have");
-  }
-}
-
-std::size_t schedule_size(const Problem& p, const Visibility& visibility, Direction direction,
-                          const Execution&) {
-  const ScheduleForm form = schedule_form(p, direction);
-  return with_kind(
-      form, [&] { return tile_list_schedule_size(p, visibility, direction, form.tile_rows); },
-      [&](const SlotGeometry& geometry) { return slot_schedule_size(p, visibility, geometry); });
-}
-
-std::size_t schedule_workspace_size(const Problem& p, const Visibility& visibility,
-                                    Direction direction, const Execution&) {
-  const ScheduleForm form = schedule_form(p, direction);
-  return with_kind(
-      form,
-      [&] { return tile_list_schedule_workspace_size(p, visibility, direction, form.tile_rows); },
-      [&](const SlotGeometry& geometry) {
-        return slot_schedule_workspace_size(p, visibility, geometry);
-      });
-}
-
-ScheduleContents build_schedule(const Problem& p, const Visibility& visibility, Direction direction,
-                                std::span<std::byte> memory, const Execution& execution) {
-  const ScheduleForm form = schedule_form(p, direction);
-  ScheduleContents schedule = with_kind(
-      form,
-      [&] {
-        return build_tile_list_schedule(p, visibility, direction, form.tile_rows, memory,
-                                        execution);
-      },
-      [&](const SlotGeometry& geometry) {
-        return build_slot_schedule(p, visibility, direction, geometry, memory, execution);
-      });
-  if (schedule_form(p, Direction::forward) != schedule_form(p, Direction::backward)) {
-    schedule.serves_forward = direction == Direction::forward;
-    schedule.serves_backward = direction == Direction::backward;
-  }
-  return schedule;
-}
-
 }  // namespace
 
 std::span<const Family* const> families() {
@@ -203,19 +186,16 @@ const Backend cuda_backend = {
     .name = "cuda",
     .device = Device::cuda,
     .info = cuda::info,
-    .supports = cuda::supports,
-    .schedule_size = cuda::schedule_size,
-    .schedule_workspace_size = cuda::schedule_workspace_size,
-    .build_schedule = cuda::build_schedule,
-    .forward_workspace_size = cuda::workspace_size<ForwardArgs>,
-    .backward_workspace_size = cuda::workspace_size<BackwardArgs>,
-    .forward = cuda::run<ForwardArgs>,
-    .backward = cuda::run<BackwardArgs>,
-    .forward_kernel = cuda::kernel_name<ForwardArgs>,
-    .backward_kernel = cuda::kernel_name<BackwardArgs>,
+    .find_kernels = cuda::find_kernels,
+    .plan_schedule = cuda::plan_schedule,
+    .plan_forward = cuda::plan<ForwardArgs>,
+    .plan_backward = cuda::plan<BackwardArgs>,
     .kernels = cuda::kernel_names,
     .needs_schedule = false,
-    .kv = &cuda_kv_backend,
+    .selection = &cuda::selection_backend,
+    .kv = &cuda::kv_backend,
+    .first_nonfinite = cuda::first_nonfinite,
+    .zero_sum = cuda::make_zero_sum,
 };
 
 }  // namespace flash_dmattn

@@ -10,6 +10,7 @@
 #include "cuda/device.h"
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/kv_cache.h"
+#include "plan.h"
 #include "selection/schedule_contents.h"
 
 // A family is a set of kernels for one generation of matrix instructions. One table lists the families, newest
@@ -36,27 +37,23 @@ struct Kernels {
   std::string (*decline)(const Problem&) = nullptr;
   // The schedule that these kernels follow if there are intervals.
   ScheduleForm schedule;
-  std::size_t (*workspace_size)(const Args&, const DeviceProperties&) = nullptr;
-  void (*run)(const Args&, const DeviceProperties&, const Execution&) = nullptr;
-  // The name of the main kernel that `run` would start, one of `names`.
-  std::string (*name)(const Args&, const DeviceProperties&) = nullptr;
+  // Chooses a kernel, whose name is one of `names`, and lays out the workspace.
+  void (*plan)(const Args&, const DeviceProperties&, Plan<Args>&) = nullptr;
   // The names of all main kernels that the build has for a GPU.
   std::vector<std::string> (*names)(const DeviceProperties&) = nullptr;
 
-  explicit operator bool() const { return run != nullptr; }
+  explicit operator bool() const { return plan != nullptr; }
 };
 
 // The step of a KV cache, which inserts a token and computes its query's attention over the slots.
 struct DecodeStep {
   // The reason why the step does not support such a cache; "" if it does.
   std::string (*decline)(const KvCacheShape&) = nullptr;
-  std::size_t (*workspace_size)(const DecodeStepArgs&, const DeviceProperties&) = nullptr;
-  void (*run)(const DecodeStepArgs&, const DeviceProperties&, const Execution&) = nullptr;
   // The same as in Kernels.
-  std::string (*name)(const DecodeStepArgs&, const DeviceProperties&) = nullptr;
+  void (*plan)(const DecodeStepArgs&, const DeviceProperties&, Plan<DecodeStepArgs>&) = nullptr;
   std::vector<std::string> (*names)(const DeviceProperties&) = nullptr;
 
-  explicit operator bool() const { return run != nullptr; }
+  explicit operator bool() const { return plan != nullptr; }
 };
 
 struct Family {

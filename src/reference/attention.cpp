@@ -4,8 +4,9 @@
 #include <cstdint>
 #include <limits>
 
-#include "backend.h"
 #include "float_types.h"
+#include "plan.h"
+#include "reference/kernels.h"
 #include "tasks.h"
 
 // The definition in attention.h as plain loops in double: the oracle of the tests, and the backend
@@ -20,7 +21,7 @@
 //   out        saturate: to the maximum of the dtype, on store
 // An element that is not visible contributes to nothing, whatever its operands hold, and where gradients saturate
 // neither does a visible one with p = 0. propagate: 0 * inf is NaN there.
-namespace flash_dmattn {
+namespace flash_dmattn::reference {
 namespace {
 
 constexpr std::int64_t max_head_dim = 256;
@@ -436,37 +437,56 @@ void backward(const BackwardArgs& args, const Execution& execution) {
   if (dbias_sums != nullptr) store_dbias(args, dbias_sums);
 }
 
-std::string supports(const Problem& p) {
-  if (p.key_list_shape != std::array<std::int64_t, 2>{}) {
-    return "reference takes key intervals, not key lists";
-  }
-  return decline_other_device(p, "reference", Device::cpu);
+const KernelSet* find_kernels(const Problem& p, Direction, std::string& reason) {
+  reason = p.key_list_shape != std::array<std::int64_t, 2>{}
+               ? "reference takes key intervals, not key lists"
+               : decline_other_device(p, "reference", Device::cpu);
+  return reason.empty() ? kernel_set() : nullptr;
 }
 
-std::size_t no_schedule(const Problem&, const Visibility&, Direction, const Execution&) {
-  return 0;
-}
+struct ForwardCall : DirectCall<ForwardArgs, forward_workspace_size, forward> {
+  using DirectCall::DirectCall;
+  std::string kernel_name() const { return "reference forward"; }
+};
+
+struct BackwardCall : DirectCall<BackwardArgs, backward_workspace_size, backward> {
+  using DirectCall::DirectCall;
+  std::string kernel_name() const { return "reference backward"; }
+};
+
+struct NoSchedule {
+  std::size_t size = 0;
+  std::size_t bytes = 0;
+  ScheduleContents build(std::span<std::byte>, const Execution&) const { return {}; }
+};
 
 }  // namespace
+
+const KernelSet* kernel_set() {
+  static constexpr char kernels = 0;
+  return reinterpret_cast<const KernelSet*>(&kernels);
+}
+
+}  // namespace flash_dmattn::reference
+
+namespace flash_dmattn {
 
 const Backend reference_backend = {
     .name = "reference",
     .device = Device::cpu,
     .info = [] { return BackendInfo{"reference", true, "loops in double"}; },
-    .supports = supports,
-    .schedule_size = no_schedule,
-    .schedule_workspace_size = no_schedule,
-    .build_schedule = [](const Problem&, const Visibility&, Direction, std::span<std::byte>,
-                         const Execution&) { return ScheduleContents{}; },
-    .forward_workspace_size = forward_workspace_size,
-    .backward_workspace_size = backward_workspace_size,
-    .forward = forward,
-    .backward = backward,
-    .forward_kernel = [](const ForwardArgs&) { return std::string("reference forward"); },
-    .backward_kernel = [](const BackwardArgs&) { return std::string("reference backward"); },
+    .find_kernels = reference::find_kernels,
+    .plan_schedule = [](const KernelSet&, const Problem&, const Visibility&, Direction,
+                        const Execution&) { return schedule_plan(reference::NoSchedule()); },
+    .plan_forward =
+        [](const KernelSet&, const ForwardArgs& args, const Execution& execution,
+           Plan<ForwardArgs>& plan) { make_plan<reference::ForwardCall>(args, execution, plan); },
+    .plan_backward =
+        [](const KernelSet&, const BackwardArgs& args, const Execution& execution,
+           Plan<BackwardArgs>& plan) { make_plan<reference::BackwardCall>(args, execution, plan); },
     .kernels = [] { return std::vector<std::string>{"reference forward", "reference backward"}; },
     .needs_schedule = false,
-    .kv = &reference_kv_backend,
+    .kv = &reference::kv_backend,
 };
 
 }  // namespace flash_dmattn

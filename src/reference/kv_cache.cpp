@@ -6,10 +6,12 @@
 #include <string>
 
 #include "arguments.h"
-#include "backend.h"
+#include "flash_dmattn/calls.h"
+#include "plan.h"
+#include "reference/kernels.h"
 
 // The KV cache as plain loops: tokens enter one after the other, and the worst key is searched for each.
-namespace flash_dmattn {
+namespace flash_dmattn::reference {
 namespace {
 
 // The slots of a (batch, kv head).
@@ -211,28 +213,39 @@ ForwardArgs attention_of(const DecodeStepArgs& args, const KeyInterval* interval
   return forward;
 }
 
-std::size_t decode_step_workspace_size(const DecodeStepArgs& args, const Execution& execution) {
-  static constexpr KeyInterval some{};
-  return intervals_bytes(args.cache.shape) +
-         forward_workspace_size(attention_of(args, &some), execution, "reference");
-}
+// The intervals [B, Hkv, w] of the slots, then the workspace of attention.
+struct DecodeStepCall {
+  std::size_t bytes;
 
-void decode_step(const DecodeStepArgs& args, const Execution& execution) {
-  const KvCacheShape& s = args.cache.shape;
-  auto* const intervals = static_cast<KeyInterval*>(execution.workspace);
-  for_each_row(args.cache, [&](const Row& row) {
-    row.insert(token(args.k, row, 0), token(args.v, row, 0),
-               score_of(args.scores, args.mask, row, 0), args.cache.seen[row.b]);
-    for (std::int64_t slot = 0; slot < s.window; ++slot) {
-      intervals[row.index() * s.window + slot] = {0, slot < row.count().count ? 1 : 0};
-    }
-  });
-  for (std::int64_t b = 0; b < s.batch; ++b) ++args.cache.seen[b];
-  Execution rest = execution;
-  rest.workspace = static_cast<char*>(execution.workspace) + intervals_bytes(s);
-  rest.workspace_bytes = execution.workspace_bytes - intervals_bytes(s);
-  forward(attention_of(args, intervals), rest, "reference");
-}
+  DecodeStepCall(const DecodeStepArgs& args, const Execution& execution)
+      : bytes(intervals_bytes(args.cache.shape) +
+              attention(args, &some_intervals, execution).workspace_size()) {}
+
+  void run(const DecodeStepArgs& args, const Execution& execution) const {
+    const KvCacheShape& s = args.cache.shape;
+    auto* const intervals = static_cast<KeyInterval*>(execution.workspace);
+    for_each_row(args.cache, [&](const Row& row) {
+      row.insert(token(args.k, row, 0), token(args.v, row, 0),
+                 score_of(args.scores, args.mask, row, 0), args.cache.seen[row.b]);
+      for (std::int64_t slot = 0; slot < s.window; ++slot) {
+        intervals[row.index() * s.window + slot] = {0, slot < row.count().count ? 1 : 0};
+      }
+    });
+    for (std::int64_t b = 0; b < s.batch; ++b) ++args.cache.seen[b];
+    const std::size_t used = intervals_bytes(s);
+    attention(args, intervals, execution)
+        .run({static_cast<std::byte*>(execution.workspace) + used,
+              execution.workspace_bytes - used});
+  }
+
+ private:
+  static constexpr KeyInterval some_intervals{};
+
+  static ForwardCall attention(const DecodeStepArgs& args, const KeyInterval* intervals,
+                               const Execution& execution) {
+    return ForwardCall(attention_of(args, intervals), execution, "reference");
+  }
+};
 
 template <class Args>
 std::size_t no_workspace(const Args&, const Execution&) {
@@ -241,19 +254,20 @@ std::size_t no_workspace(const Args&, const Execution&) {
 
 }  // namespace
 
-const KvBackend reference_kv_backend = {
-    .supports = [](const KvCacheShape&) { return std::string(); },
+const KvBackend kv_backend = {
+    .find_kernels = [](const KvCacheShape&, std::string&) { return kernel_set(); },
     .clear = clear,
     .copy_rows = copy_rows,
-    .fill_workspace_size = no_workspace<FillArgs>,
     .fill = fill,
     .append = append,
-    .pending_intervals_workspace_size = no_workspace<PendingIntervalsArgs>,
-    .pending_intervals = pending_intervals,
-    .commit_workspace_size = no_workspace<CommitArgs>,
-    .commit = commit,
-    .decode_step_workspace_size = decode_step_workspace_size,
-    .decode_step = decode_step,
+    .plan_pending_intervals = make_plan<
+        DirectCall<PendingIntervalsArgs, no_workspace<PendingIntervalsArgs>, pending_intervals>,
+        PendingIntervalsArgs, Execution>,
+    .plan_commit =
+        make_plan<DirectCall<CommitArgs, no_workspace<CommitArgs>, commit>, CommitArgs, Execution>,
+    .plan_decode_step =
+        [](const KernelSet&, const DecodeStepArgs& args, const Execution& execution,
+           Plan<DecodeStepArgs>& plan) { make_plan<DecodeStepCall>(args, execution, plan); },
 };
 
-}  // namespace flash_dmattn
+}  // namespace flash_dmattn::reference

@@ -190,44 +190,48 @@ TEST(Allocations, KvCachesAllocateNothing) {
   const auto one = contiguous_strides({2, 1, 2, 16});
   const auto of_q = contiguous_strides({2, 1, 4, 16});
   const WithWorkspace space(1 << 20, execution);
+  const std::span<std::byte> workspace = testing::workspace_of(space.execution);
   for (const char* backend : {"cpu", "reference"}) {
-    EXPECT_EQ(allocations_of([&] {
-                clear(cache, execution, backend);
-                append({.cache = cache,
-                        .seqlen = 5,
-                        .k = {numbers.data(), stride},
-                        .v = {numbers.data(), stride},
-                        .scores = {scores.data()}},
-                       execution, backend);
-                cache.pending = 5;
-                pending_intervals({.cache = cache, .seqlen_q = 5, .intervals = intervals.data()},
-                                  space.execution, backend);
-                commit({.cache = cache, .keep = index.data()}, space.execution, backend);
-                cache.pending = 0;
-                fill({.cache = cache,
-                      .seqlen_k = 5,
-                      .k = {numbers.data(), stride},
-                      .v = {numbers.data(), stride},
-                      .scores = {scores.data()},
-                      .intervals = {intervals.data()},
-                      .seqlen_q = 5},
-                     space.execution, backend);
-                copy_rows({.from = cache,
-                           .to = kv_cache_in({other.data(), other.size()}, shape),
-                           .index = index.data()},
-                          execution, backend);
-                decode_step({.cache = cache,
-                             .heads_q = 4,
-                             .scale = 1,
-                             .q = {numbers.data(), of_q},
-                             .k = {numbers.data(), one},
-                             .v = {numbers.data(), one},
-                             .scores = {scores.data()},
-                             .out = {numbers.data(), of_q},
-                             .lse = lse.data()},
-                            space.execution, backend);
-              }),
-              0)
+    EXPECT_EQ(
+        allocations_of([&] {
+          clear(cache, execution, backend);
+          append({.cache = cache,
+                  .seqlen = 5,
+                  .k = {numbers.data(), stride},
+                  .v = {numbers.data(), stride},
+                  .scores = {scores.data()}},
+                 execution, backend);
+          cache.pending = 5;
+          PendingIntervalsCall({.cache = cache, .seqlen_q = 5, .intervals = intervals.data()},
+                               execution, backend)
+              .run(workspace);
+          CommitCall({.cache = cache, .keep = index.data()}, execution, backend).run(workspace);
+          cache.pending = 0;
+          fill({.cache = cache,
+                .seqlen_k = 5,
+                .k = {numbers.data(), stride},
+                .v = {numbers.data(), stride},
+                .scores = {scores.data()},
+                .intervals = {intervals.data()},
+                .seqlen_q = 5},
+               execution, backend);
+          copy_rows({.from = cache,
+                     .to = kv_cache_in({other.data(), other.size()}, shape),
+                     .index = index.data()},
+                    execution, backend);
+          DecodeStepCall({.cache = cache,
+                          .heads_q = 4,
+                          .scale = 1,
+                          .q = {numbers.data(), of_q},
+                          .k = {numbers.data(), one},
+                          .v = {numbers.data(), one},
+                          .scores = {scores.data()},
+                          .out = {numbers.data(), of_q},
+                          .lse = lse.data()},
+                         execution, backend)
+              .run(workspace);
+        }),
+        0)
         << backend;
   }
 }

@@ -125,15 +125,13 @@ TEST(KvCache, HalfAMillionTokensLeaveTheBestKeys) {
                       .lse = &lse};
   float score = 0;
   args.scores.data = &score;
-  GuardedBuffer workspace(decode_step_workspace_size(args, in_turn(1)), "workspace");
-  Execution execution = in_turn(1);
-  execution.workspace = workspace.data();
-  execution.workspace_bytes = workspace.size();
+  const DecodeStepCall step(args, in_turn(1));
+  GuardedBuffer workspace(step.workspace_size(), "workspace");
   for (std::int64_t t = 0; t < tokens; ++t) {
     score = static_cast<float>(random.normal());
     scores.push_back(score);
     for (float& x : row) x = static_cast<float>(t);  // the key is its position
-    decode_step(args, execution);
+    step.run({workspace.data(), workspace.size()});
   }
   EXPECT_EQ(cache.seen[0], tokens);
   std::vector<float> best = scores;
@@ -203,10 +201,10 @@ struct KvCalls {
   void run() const {
     append(append_args, execution);
     fill(fill_args, execution);
-    pending_intervals(intervals_args, execution);
-    commit(commit_args, execution);
+    PendingIntervalsCall(intervals_args, execution).run(workspace_of(execution));
+    CommitCall(commit_args, execution).run(workspace_of(execution));
     copy_rows(copy_args, execution);
-    decode_step(step_args, execution);
+    DecodeStepCall(step_args, execution).run(workspace_of(execution));
   }
 };
 
@@ -292,7 +290,7 @@ TEST(KvCacheArguments, CheckModeNamesNonFiniteToken) {
   calls.numbers[17] = std::numeric_limits<float>::infinity();
   set_check_finite(true);
   try {
-    decode_step(calls.step_args, calls.execution);
+    DecodeStepCall(calls.step_args, calls.execution).run(workspace_of(calls.execution));
     ADD_FAILURE() << "no error";
   } catch (const NonFiniteError& error) {
     EXPECT_NE(std::string(error.what()).find("[0, 0, 2, 1]"), std::string::npos) << error.what();

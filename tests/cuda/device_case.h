@@ -179,12 +179,13 @@ class DeviceCase {
 
   template <class Args>
   static void run_kernels(const cuda::Kernels<Args>& kernels, const Args& args) {
-    const cuda::DeviceProperties& device = cuda::current_device();
+    Plan<Args> plan;
+    kernels.plan(args, cuda::current_device(), plan);
+    const DeviceBuffer workspace(plan.workspace_size);
     Execution execution;
-    execution.workspace_bytes = kernels.workspace_size(args, device);
-    const DeviceBuffer workspace(execution.workspace_bytes);
     execution.workspace = workspace.data();
-    kernels.run(args, device, execution);
+    execution.workspace_bytes = plan.workspace_size;
+    plan.run(plan, args, execution);
     check_cuda(cudaDeviceSynchronize());
   }
 

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstdint>
 #include <map>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -55,12 +54,12 @@ inline std::vector<KvSizes> kv_sizes() {
           {"many_splits_dim_200", shape(1, 1, 1500, 9, 200, DType::f16), 1, 1500}};
 }
 
-inline Execution with_workspace(std::optional<DeviceBuffer>& memory, std::size_t bytes) {
-  memory.emplace(bytes);
-  Execution execution;
-  execution.workspace = memory->data();
-  execution.workspace_bytes = bytes;
-  return execution;
+// Runs a call with a workspace on the device, and waits for it.
+template <class Args>
+void run_on_device(const CheckedCall<Args>& call) {
+  const DeviceBuffer workspace(call.workspace_size());
+  call.run({workspace.data(), call.workspace_size()});
+  check_cuda(cudaDeviceSynchronize());
 }
 
 inline Execution with_workspace(GuardedBuffer& memory) {
@@ -219,7 +218,7 @@ inline void fill_both(const KvSizes& sizes, Caches& caches, Random& random, bool
                              .heads = s.heads_kv,
                              .seqlen_q = sizes.prompt,
                              .seqlen_k = sizes.prompt,
-                             .window = s.window,
+                             .keep = {.window = s.window},
                              .scores = tokens.scores.data<float>(),
                              .scores_dtype = DType::f32,
                              .intervals = intervals.data()};

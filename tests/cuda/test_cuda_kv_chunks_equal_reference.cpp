@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <map>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -42,11 +41,10 @@ void expect_same_intervals(const Caches& caches, std::int64_t queries) {
   DeviceBuffer on_device(expected.size() * sizeof(KeyInterval));
   PendingIntervalsArgs args{
       .cache = caches.host, .seqlen_q = queries, .intervals = expected.data()};
-  pending_intervals(args, {}, "reference");
+  PendingIntervalsCall(args, {}, "reference").run({});
   args.cache = caches.device;
   args.intervals = reinterpret_cast<KeyInterval*>(on_device.data());
-  pending_intervals(args, {}, "cuda");
-  check_cuda(cudaDeviceSynchronize());
+  run_on_device(PendingIntervalsCall(args, {}, "cuda"));
   on_device.download(got.data());
   const std::vector<std::int32_t> host_positions = caches.positions(caches.host, false);
   const std::vector<std::int32_t> device_positions = caches.positions(caches.device, true);
@@ -74,12 +72,10 @@ void commit_both(Caches& caches, Random& random, bool all) {
   DeviceBuffer device_keep(keep.size() * 4);
   device_keep.upload(keep.data());
   CommitArgs args{.cache = caches.host, .keep = all ? nullptr : keep.data()};
-  commit(args, {}, "reference");
+  CommitCall(args, {}, "reference").run({});
   args.cache = caches.device;
   if (!all) args.keep = reinterpret_cast<const std::int32_t*>(device_keep.data());
-  std::optional<DeviceBuffer> memory;
-  commit(args, with_workspace(memory, commit_workspace_size(args, {}, "cuda")), "cuda");
-  check_cuda(cudaDeviceSynchronize());
+  run_on_device(CommitCall(args, {}, "cuda"));
   caches.host.pending = 0;
   caches.device.pending = 0;
 }

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <optional>
 #include <set>
+#include <span>
 #include <string>
 
 #include "cuda/family.h"
@@ -48,8 +48,9 @@ void step(const KvSizes& sizes, Caches& caches, Random& random, ScoreUse use, do
                       .mask = tokens.token_mask(false),
                       .out = out.view(),
                       .lse = lse.data<float>()};
-  GuardedBuffer workspace(decode_step_workspace_size(args, {}, "reference"), "workspace");
-  decode_step(args, with_workspace(workspace), "reference");
+  const DecodeStepCall reference(args, {}, "reference");
+  GuardedBuffer workspace(reference.workspace_size(), "workspace");
+  reference.run({workspace.data(), workspace.size()});
 
   args.cache = caches.device;
   args.q = tokens.device_q.view();
@@ -59,9 +60,7 @@ void step(const KvSizes& sizes, Caches& caches, Random& random, ScoreUse use, do
   args.mask = tokens.token_mask(true);
   args.out = device_out.view();
   args.lse = device_lse.data<float>();
-  std::optional<DeviceBuffer> memory;
-  decode_step(args, with_workspace(memory, decode_step_workspace_size(args, {}, "cuda")), "cuda");
-  check_cuda(cudaDeviceSynchronize());
+  run_on_device(DecodeStepCall(args, {}, "cuda"));
   device_out.download();
   device_lse.download();
   expect_close(got_lse, lse, 1e-4);
@@ -111,21 +110,21 @@ TEST_P(CudaKvSteps, CapturedStepsEqualSteps) {
                       .scores = tokens.score_rows(true),
                       .out = device_out.view(),
                       .lse = reinterpret_cast<float*>(lse.data())};
-  std::optional<DeviceBuffer> memory;
-  Execution execution = with_workspace(memory, decode_step_workspace_size(args, {}, "cuda"));
+  const DecodeStepCall eager_step(args, {}, "cuda");
+  const DeviceBuffer memory(eager_step.workspace_size());
+  const std::span<std::byte> workspace(memory.data(), eager_step.workspace_size());
   constexpr int steps = 1000;
-  for (int i = 0; i < steps; ++i) decode_step(args, execution, "cuda");
+  for (int i = 0; i < steps; ++i) eager_step.run(workspace);
   check_cuda(cudaDeviceSynchronize());
 
   cudaStream_t stream;
   check_cuda(cudaStreamCreate(&stream));
-  execution.stream = stream;
   args.cache = captured.device;
   args.out = device_graph_out.view();
   cudaGraph_t graph;
   cudaGraphExec_t executable;
   check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  decode_step(args, execution, "cuda");
+  DecodeStepCall(args, {.stream = stream}, "cuda").run(workspace);
   check_cuda(cudaStreamEndCapture(stream, &graph));
   check_cuda(cudaGraphInstantiate(&executable, graph, 0));
   for (int i = 0; i < steps; ++i) check_cuda(cudaGraphLaunch(executable, stream));
@@ -150,7 +149,10 @@ std::string kernel_of(const KvSizes& sizes) {
   for (const cuda::Family* family : cuda::families()) {
     const cuda::DecodeStep& step = family->decode_step;
     if (!step || !family->decline_device(device).empty()) continue;
-    if (step.decline(args.cache.shape).empty()) return step.name(args, device);
+    if (!step.decline(args.cache.shape).empty()) continue;
+    Plan<DecodeStepArgs> plan;
+    step.plan(args, device, plan);
+    return plan.kernel_name(plan);
   }
   return "";
 }

@@ -114,27 +114,26 @@ void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest) {
                                 : testing::least_bound(on_host, problem);
     const Visibility visibility{.intervals = args.intervals, .bound = args.bound};
     const cuda::SlotGeometry geometry{.tile_rows = args.tile_rows, .segments = 1 + random.below(5)};
-    const std::size_t bytes = cuda::slot_schedule_size(problem, visibility, geometry);
+    const cuda::SlotSchedule plan(problem, visibility, Direction::backward, geometry);
     TileListArgs two_tiles = args;
     two_tiles.tile_rows *= 2;
     const std::int64_t slot_count = cuda::tile_list_capacity(two_tiles);
     if (2 * slot_count > args.seqlen_k) {
-      ASSERT_EQ(bytes, 0);
+      ASSERT_EQ(plan.size, 0);
       continue;
     }
     ++with_slots;
-    DeviceBuffer memory(bytes);
-    DeviceBuffer workspace(cuda::slot_schedule_workspace_size(problem, visibility, geometry));
+    DeviceBuffer memory(plan.size);
+    DeviceBuffer workspace(plan.bytes);
     Execution execution;
     execution.workspace = workspace.data();
-    execution.workspace_bytes = cuda::slot_schedule_workspace_size(problem, visibility, geometry);
-    ScheduleContents schedule = cuda::build_slot_schedule(
-        problem, visibility, Direction::backward, geometry, {memory.data(), bytes}, execution);
+    execution.workspace_bytes = plan.bytes;
+    ScheduleContents schedule = plan.build({memory.data(), plan.size}, execution);
     ASSERT_EQ(schedule.kind, ScheduleKind::key_slots);
     ASSERT_FALSE(schedule.serves(Direction::forward));
     schedule.problem = problem;  // as the API does
 
-    std::vector<std::byte> host(bytes);
+    std::vector<std::byte> host(plan.size);
     memory.download(host.data());
     schedule.data = host.data();
     const cuda::KeySlots slots = cuda::key_slots(schedule.schedule(), geometry);
@@ -157,7 +156,9 @@ TEST_F(SmallCudaSlots, NoVisibleKeyGivesEmptySchedule) {
   problem.intervals_shape = {1, 1};
   const std::vector<KeyInterval> intervals(300);
   const Visibility visibility{.intervals = {.data = intervals.data()}, .bound = {.base = 0}};
-  EXPECT_EQ(cuda::slot_schedule_size(problem, visibility, {.tile_rows = 64, .segments = 8}), 0);
+  const cuda::SlotSchedule plan(problem, visibility, Direction::backward,
+                                {.tile_rows = 64, .segments = 8});
+  EXPECT_EQ(plan.size, 0);
 }
 
 // Tiles are numbered with 16 bits.
@@ -169,8 +170,9 @@ TEST_F(SmallCudaSlots, TooManyTilesGiveEmptySchedule) {
   const KeyInterval not_read{};
   const Visibility visibility{.intervals = {.data = &not_read}, .bound = {.base = 9}};
   const cuda::SlotGeometry geometry{.tile_rows = 64, .segments = 8};
-  EXPECT_EQ(cuda::slot_schedule_size(problem, visibility, geometry), 0);
-  EXPECT_EQ(cuda::slot_schedule_workspace_size(problem, visibility, geometry), 0);
+  const cuda::SlotSchedule plan(problem, visibility, Direction::backward, geometry);
+  EXPECT_EQ(plan.size, 0);
+  EXPECT_EQ(plan.bytes, 0);
 }
 
 TEST_F(SmallCudaSlots, RandomIntervalsGiveValidSlots) { compare_slots(21, 12, 1500); }

@@ -171,15 +171,13 @@ TEST_F(SmallCudaTileLists, KeyListMatchesIntervals) {
     const testing::OwnedTileLists owned = testing::make_tile_lists(args, testing::in_turn(1));
     const QueryTileLists& expected = owned.lists;
     const std::int64_t lists = args.lists();
-    const auto size =
-        cuda::tile_list_schedule_size(problem, visibility, Direction::forward, tile_rows);
-    EXPECT_EQ(size, tile_list_bytes(lists, 0));
-    DeviceBuffer memory(size);
-    const ScheduleContents schedule = cuda::build_tile_list_schedule(
-        problem, visibility, Direction::forward, tile_rows, {memory.data(), size}, execution);
+    const cuda::ListSchedule plan(problem, visibility, Direction::forward, tile_rows, true);
+    EXPECT_EQ(plan.size, tile_list_bytes(lists, 0));
+    DeviceBuffer memory(plan.size);
+    const ScheduleContents schedule = plan.build({memory.data(), plan.size}, execution);
     EXPECT_EQ(schedule.kind, ScheduleKind::key_list_tiles);
 
-    std::vector<std::byte> host(size);
+    std::vector<std::byte> host(plan.size);
     memory.download(host.data());
     ScheduleAllocator allocator(host.data());
     const TileListBuffers actual = take_tile_lists(allocator, lists, 0);
@@ -205,7 +203,7 @@ TEST(CudaTileListSchedules, SizeFollowsFromShapesAndBound) {
   static constexpr KeyInterval interval{0, 1};
   const auto size = [&](const KeyBound& bound) {
     const Visibility visibility{.intervals = {&interval, 0, 0}, .bound = bound};
-    return cuda::tile_list_schedule_size(p, visibility, Direction::backward, 128);
+    return cuda::ListSchedule(p, visibility, Direction::backward, 128, true).size;
   };
   constexpr std::int64_t lists = 2 * 1024;
   EXPECT_EQ(size({.base = 1000, .per_query = 1}), tile_list_bytes(lists, lists * 1152));

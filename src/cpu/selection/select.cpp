@@ -2,12 +2,14 @@
 #include <cmath>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <string>
 
 #include "arguments.h"
 #include "cpu/selection/rank.h"
 #include "cpu/selection/selection.h"
 #include "float_types.h"
+#include "plan.h"
 #include "selection/key_selection.h"
 #include "tasks.h"
 
@@ -132,29 +134,40 @@ void validate(const SelectionArgs& args, const Execution& execution) {
   }
 }
 
+// The choice of keys, with a heap for each worker. Every row in progress has a heap, so there are no more heaps than rows.
+struct SelectCall {
+  std::size_t bytes;
+
+  SelectCall(const SelectionArgs& args, const Execution& execution) {
+    validate(args, execution);
+    const std::int64_t heaps = std::min<std::int64_t>(execution.workers, args.batch * args.heads);
+    bytes = static_cast<std::size_t>(heaps) * heap_bytes(args);
+  }
+
+  void run(const SelectionArgs& args, const Execution& execution) const {
+    if (args.seqlen_k == 0) return;
+    auto* const heaps = static_cast<char*>(execution.workspace);
+    for_each_task(execution, args.batch * args.heads, [&](std::int64_t row, int worker) {
+      void* heap = heaps + static_cast<std::size_t>(worker) * heap_bytes(args);
+      select_row(args, row / args.heads, row % args.heads, heap);
+    });
+  }
+};
+
+constexpr std::int64_t unlimited_keys = std::numeric_limits<std::int64_t>::max();
+
 }  // namespace
 
-std::size_t select_workspace_size(const SelectionArgs& args, const Execution& execution) {
-  validate(args, execution);
-  // Every row in progress has a heap, so there are no more heaps than rows.
-  const std::int64_t heaps = std::min<std::int64_t>(execution.workers, args.batch * args.heads);
-  return static_cast<std::size_t>(heaps) * heap_bytes(args);
-}
-
-void select_key_intervals(const SelectionArgs& args, const Execution& execution) {
-  const std::size_t bytes = cpu::select_workspace_size(args, execution);
-  const std::int64_t rows = args.batch * args.heads;
-  const bool has_keys = rows > 0 && args.seqlen_k > 0;
-  require_pointer("scores", args.scores, has_keys);
-  require_pointer("intervals", args.intervals, has_keys);
-  if (!has_keys) return;
-  require_workspace(execution, bytes);
-
-  auto* heaps = static_cast<char*>(execution.workspace);
-  for_each_task(execution, rows, [&](std::int64_t row, int worker) {
-    void* heap = heaps + static_cast<std::size_t>(worker) * heap_bytes(args);
-    select_row(args, row / args.heads, row % args.heads, heap);
-  });
-}
+const SelectionBackend selection_backend = {
+    .plan_select = make_plan<SelectCall>,
+    .tile_lists_workspace_size = tile_lists_workspace_size,
+    .tile_list_entries = tile_list_entries,
+    .build_tile_lists =
+        [](const TileListArgs& args, const TileListBuffers& buffers, const Execution& execution) {
+          return build_tile_lists(args, buffers, unlimited_keys, execution);
+        },
+    .measure_workspace_size = measure_workspace_size,
+    .measure_key_bound = measure_key_bound,
+};
 
 }  // namespace flash_dmattn::cpu

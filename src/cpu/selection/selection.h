@@ -1,14 +1,13 @@
 #pragma once
 
+#include "backend.h"
 #include "flash_dmattn/selection.h"
 #include "selection/query_tile_lists.h"
 
 // Selection and tile lists in host memory.
 namespace flash_dmattn::cpu {
 
-// These functions implement those of the same names in flash_dmattn/selection.h.
-std::size_t select_workspace_size(const SelectionArgs& args, const Execution& execution);
-void select_key_intervals(const SelectionArgs& args, const Execution& execution);
+extern const SelectionBackend selection_backend;  // select.cpp
 
 std::size_t tile_lists_workspace_size(const TileListArgs& args, const Execution& execution);
 

@@ -1,15 +1,14 @@
-#include "backend.h"
-#include "cuda/family.h"
+#include "cuda/kv_cache/kv_cache.h"
+
 #include "cuda/kv_cache/fill.cuh"
 #include "cuda/kv_cache/pending.cuh"
 #include "cuda/kv_cache/rows.cuh"
 #include "cuda/primitives/device_workspace.h"
 #include "cuda/primitives/launch.h"
+#include "plan.h"
 
-namespace flash_dmattn::cuda {
+namespace flash_dmattn::cuda::kv {
 namespace {
-
-using namespace kv;
 
 cudaStream_t stream_of(const Execution& execution) {
   return static_cast<cudaStream_t>(execution.stream);
@@ -60,6 +59,8 @@ template <class Kernel>
 void launch_rows(const typename Kernel::Params& params, const Execution& execution) {
   launch<Kernel>(Kernel::blocks(params), params, stream_of(execution));
 }
+
+}  // namespace
 
 // ---- Memory ---------------------------------------------------------------------------------------------
 
@@ -121,6 +122,10 @@ void append(const AppendArgs& args, const Execution& execution) {
            stream_of(execution));
 }
 
+// ---- Chunks ---------------------------------------------------------------------------------------------
+
+namespace {
+
 PendingParams pending_params(const KvCache& cache) {
   return {.cache = slots_of(cache),
           .batch = static_cast<int>(cache.shape.batch),
@@ -164,33 +169,6 @@ void commit(const CommitArgs& args, const Execution& execution) {
   launch_rows<CommitKernel>({params, copy, memory.places}, execution);
 }
 
-// ---- Decoding -------------------------------------------------------------------------------------------
-
-// Finds the step of the first family that supports a cache. Returns null, with the reasons, if none does.
-const DecodeStep* find_step(const KvCacheShape& shape, std::string& reasons) {
-  for (const Family* family : families()) {
-    if (!family->decode_step) continue;
-    std::string reason = family->decline_device(current_device());
-    if (reason.empty()) reason = family->decode_step.decline(shape);
-    if (reason.empty()) return &family->decode_step;
-    reasons.append(reasons.empty() ? "" : "; ").append(family->name).append(": ").append(reason);
-  }
-  return nullptr;
-}
-
-const DecodeStep& step_of(const KvCacheShape& shape) {
-  std::string reasons;
-  const DecodeStep* const step = find_step(shape, reasons);
-  if (step == nullptr) throw std::runtime_error("CUDA: " + reasons);
-  return *step;
-}
-
-std::string supports(const KvCacheShape& shape) {
-  if (!decline_driver().empty()) return decline_driver();
-  std::string reasons;
-  return find_step(shape, reasons) != nullptr ? "" : reasons;
-}
-
 template <class Args>
 std::size_t no_workspace(const Args&, const Execution&) {
   return 0;
@@ -198,29 +176,15 @@ std::size_t no_workspace(const Args&, const Execution&) {
 
 }  // namespace
 
-}  // namespace flash_dmattn::cuda
+void plan_pending_intervals(const PendingIntervalsArgs& args, const Execution& execution,
+                            Plan<PendingIntervalsArgs>& plan) {
+  make_plan<
+      DirectCall<PendingIntervalsArgs, no_workspace<PendingIntervalsArgs>, pending_intervals>>(
+      args, execution, plan);
+}
 
-namespace flash_dmattn {
+void plan_commit(const CommitArgs& args, const Execution& execution, Plan<CommitArgs>& plan) {
+  make_plan<DirectCall<CommitArgs, commit_workspace_size, commit>>(args, execution, plan);
+}
 
-const KvBackend cuda_kv_backend = {
-    .supports = cuda::supports,
-    .clear = cuda::clear,
-    .copy_rows = cuda::copy_rows,
-    .fill_workspace_size = cuda::no_workspace<FillArgs>,
-    .fill = cuda::fill,
-    .append = cuda::append,
-    .pending_intervals_workspace_size = cuda::no_workspace<PendingIntervalsArgs>,
-    .pending_intervals = cuda::pending_intervals,
-    .commit_workspace_size = cuda::commit_workspace_size,
-    .commit = cuda::commit,
-    .decode_step_workspace_size =
-        [](const DecodeStepArgs& args, const Execution&) {
-          return cuda::step_of(args.cache.shape).workspace_size(args, cuda::current_device());
-        },
-    .decode_step =
-        [](const DecodeStepArgs& args, const Execution& execution) {
-          cuda::step_of(args.cache.shape).run(args, cuda::current_device(), execution);
-        },
-};
-
-}  // namespace flash_dmattn
+}  // namespace flash_dmattn::cuda::kv

@@ -7,6 +7,7 @@
 #include "cuda/selection/per_query/per_query.h"
 #include "cuda/selection/selection.h"
 #include "cuda/selection/widen.h"
+#include "plan.h"
 #include "selection/key_selection.h"
 
 namespace flash_dmattn::cuda {
@@ -83,54 +84,92 @@ void for_each_batch(Rows& rows, std::int64_t all_rows, const Enqueue& enqueue) {
 
 }  // namespace
 
-std::size_t select_workspace_size(const SelectionArgs& args) {
-  validate(args);
-  if (args.batch * args.heads * args.seqlen_k == 0) return 0;
-  if (widens(args.keep)) return widened_workspace_size(args);
-  WorkspaceAllocator workspace(nullptr);
-  if (method_of(args) == Method::global) global::lay_out(args, rows_per_batch(args), workspace);
-  if (method_of(args) == Method::per_query) {
-    per_query::lay_out(args, rows_per_batch(args), per_query::Result::intervals, workspace);
+namespace {
+
+// The choice of keys, with the method and the layout of the workspace that shapes and the GPU determine.
+class SelectCall {
+ public:
+  std::size_t bytes = 0;
+
+  SelectCall(const SelectionArgs& args, const Execution&) {
+    validate(args);
+    if (reinterpret_cast<std::uintptr_t>(args.intervals) % sizeof(KeyInterval) != 0) {
+      throw InvalidArgument("intervals", "a misaligned address", "an address aligned to 8 bytes");
+    }
+    if (args.batch * args.heads * args.seqlen_k == 0) return;
+    if (widens(args.keep)) {
+      bytes = widened_workspace_size(args);
+      return;
+    }
+    method_ = method_of(args);
+    WorkspaceAllocator workspace(nullptr);
+    if (method_ == Method::global) global::lay_out(args, rows_per_batch(args), workspace);
+    if (method_ == Method::per_query) {
+      per_query::lay_out(args, rows_per_batch(args), per_query::Result::intervals, workspace);
+    }
+    bytes = workspace.used();
   }
-  return workspace.used();
-}
+
+  void run(const SelectionArgs& args, const Execution& execution) const {
+    const std::int64_t all_rows = args.batch * args.heads;
+    if (all_rows * args.seqlen_k == 0) return;
+    if (widens(args.keep)) return select_widened(args, execution);
+    const auto stream = static_cast<cudaStream_t>(execution.stream);
+    if (method_ == Method::none) {
+      const auto count = static_cast<std::size_t>(all_rows * args.seqlen_k);
+      check(cudaMemsetAsync(args.intervals, 0, count * sizeof(KeyInterval), stream),
+            "clearing intervals");
+      return;
+    }
+    if (method_ == Method::chunk) {
+      global::select_in_clusters(chunk_rows(args), stream);
+      return;
+    }
+    WorkspaceAllocator workspace(execution.workspace);
+    if (method_ == Method::per_query) {
+      per_query::Work work =
+          per_query::lay_out(args, rows_per_batch(args), per_query::Result::intervals, workspace);
+      for_each_batch(work.rows, all_rows, [&] {
+        per_query::compute_intervals(per_query::sort_keys(work, stream), stream);
+      });
+      return;
+    }
+    global::RadixRows rows = global::lay_out(args, rows_per_batch(args), workspace);
+    for_each_batch(rows, all_rows, [&] { global::select_best(rows, stream); });
+  }
+
+ private:
+  Method method_ = Method::none;
+};
+
+}  // namespace
+
+std::size_t select_workspace_size(const SelectionArgs& args) { return SelectCall(args, {}).bytes; }
 
 void select_key_intervals(const SelectionArgs& args, const Execution& execution) {
-  const std::size_t bytes = select_workspace_size(args);
-  const std::int64_t all_rows = args.batch * args.heads;
-  if (all_rows * args.seqlen_k == 0) return;
-  require_pointer("scores", args.scores, true);
-  require_pointer("intervals", args.intervals, true);
-  if (reinterpret_cast<std::uintptr_t>(args.intervals) % sizeof(KeyInterval) != 0) {
-    throw InvalidArgument("intervals", "a misaligned address", "an address aligned to 8 bytes");
-  }
-  require_workspace(execution, bytes);
-  if (widens(args.keep)) return select_widened(args, execution);
-
-  const auto stream = static_cast<cudaStream_t>(execution.stream);
-  const Method method = method_of(args);
-  if (method == Method::none) {
-    const auto count = static_cast<std::size_t>(all_rows * args.seqlen_k);
-    check(cudaMemsetAsync(args.intervals, 0, count * sizeof(KeyInterval), stream),
-          "clearing intervals");
-    return;
-  }
-  if (method == Method::chunk) {
-    global::select_in_clusters(chunk_rows(args), stream);
-    return;
-  }
-  WorkspaceAllocator workspace(execution.workspace);
-  if (method == Method::per_query) {
-    per_query::Work work =
-        per_query::lay_out(args, rows_per_batch(args), per_query::Result::intervals, workspace);
-    for_each_batch(work.rows, all_rows, [&] {
-      per_query::compute_intervals(per_query::sort_keys(work, stream), stream);
-    });
-    return;
-  }
-  global::RadixRows rows = global::lay_out(args, rows_per_batch(args), workspace);
-  for_each_batch(rows, all_rows, [&] { global::select_best(rows, stream); });
+  const SelectCall call(args, execution);
+  require_pointer("scores", args.scores, args.batch * args.heads * args.seqlen_k > 0);
+  require_pointer("intervals", args.intervals, args.batch * args.heads * args.seqlen_k > 0);
+  require_workspace(execution, call.bytes);
+  call.run(args, execution);
 }
+
+const SelectionBackend selection_backend = {
+    .plan_select = make_plan<SelectCall>,
+    .tile_lists_workspace_size = [](const TileListArgs& args,
+                                    const Execution&) { return tile_lists_workspace_size(args); },
+    .tile_list_entries = [](const TileListArgs& args,
+                            const Execution&) { return args.lists() * tile_list_capacity(args); },
+    .build_tile_lists = build_tile_lists,
+    .measure_workspace_size = [](const TileListArgs& args,
+                                 const Execution&) { return measure_workspace_size(args); },
+    .measure_key_bound = measure_key_bound,
+    .key_list_stride = key_list_stride,
+    .select_list_workspace_size = select_list_workspace_size,
+    .select_key_list = select_key_list,
+    .rank_workspace_size = rank_workspace_size,
+    .rank_keys = rank_keys,
+};
 
 // ---- The order alone ----------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "backend.h"
 #include "flash_dmattn/execution.h"
 #include "flash_dmattn/selection.h"
 #include "selection/query_tile_lists.h"
@@ -13,6 +14,8 @@
 // graph. All sizes follow from shapes and TileListArgs::bound. Bad arguments throw InvalidArgument, and failures of the
 // CUDA runtime std::runtime_error.
 namespace flash_dmattn::cuda {
+
+extern const SelectionBackend selection_backend;  // select.cu
 
 // ---- Selection ----------------------------------------------------------------------------------
 

@@ -171,8 +171,7 @@ class WidenedSelection {
     const std::int64_t rows = args.batch * args.heads;
     const bool masks_sinks = args.key_mask != nullptr && keep.sink_tokens > 0;
     begin_ = args.key_mask == nullptr ? std::min(keep.sink_tokens, args.seqlen_k) : 0;
-    competing_.seqlen_k =
-        std::max<std::int64_t>(args.seqlen_k - delay_of(keep) - begin_, 0);
+    competing_.seqlen_k = std::max<std::int64_t>(args.seqlen_k - delay_of(keep) - begin_, 0);
     WorkspaceAllocator workspace(base);
     if (masks_sinks) {
       sink_ends_ = workspace.take<std::int32_t>(rows);
@@ -210,11 +209,11 @@ class WidenedSelection {
     const Chosen chosen{chosen_, by_head() ? keys : args_.heads * keys,
                         by_head() ? args_.batch * keys : keys, static_cast<int>(begin_),
                         static_cast<int>(keys)};
-    launch<AddUnchosen>(blocks,
-                        {chosen, mask, sink_ends, QueryClip(args_),
-                         static_cast<int>(args_.keep.recent_window), heads, seqlen_k,
-                         args_.intervals},
-                        stream);
+    launch<AddUnchosen>(
+        blocks,
+        {chosen, mask, sink_ends, QueryClip(args_), static_cast<int>(args_.keep.recent_window),
+         heads, seqlen_k, args_.intervals},
+        stream);
   }
 
  private:
@@ -228,8 +227,8 @@ class WidenedSelection {
                        .selection = args_.keep.selection,
                        .score_threshold = args_.keep.score_threshold};
     competing_.intervals = chosen_;
-    competing_.scores = after(args_.scores, begin_ * args_.scores_stride[2],
-                              size_of(args_.scores_dtype));
+    competing_.scores =
+        after(args_.scores, begin_ * args_.scores_stride[2], size_of(args_.scores_dtype));
     if (competes_ != nullptr) {
       competing_.key_mask = competes_;
       competing_.key_mask_stride = {args_.heads * args_.seqlen_k, args_.seqlen_k, 1};
@@ -244,8 +243,8 @@ class WidenedSelection {
       SelectionArgs one = competing_;
       one.heads = 1;
       one.keep.window = args_.keep.head_windows[h];
-      one.scores = after(competing_.scores, h * args_.scores_stride[1],
-                         size_of(args_.scores_dtype));
+      one.scores =
+          after(competing_.scores, h * args_.scores_stride[1], size_of(args_.scores_dtype));
       one.key_mask = static_cast<const std::uint8_t*>(
           after(competing_.key_mask, h * competing_.key_mask_stride[1], 1));
       if (chosen_ != nullptr) one.intervals = chosen_ + h * args_.batch * competing_.seqlen_k;

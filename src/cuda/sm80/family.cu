@@ -48,34 +48,44 @@ bool has_lists(const Args& args) {
   return !args.schedule.empty();
 }
 
-ForwardParams params_of(const ForwardArgs& args, const ForwardWorkspace& workspace) {
-  ForwardParams params = cuda::params_of(args);
-  params.score.packed_mask = workspace.packed_mask;
-  return params;
-}
+class ForwardCall {
+ public:
+  std::size_t bytes;
 
-std::size_t forward_workspace_size(const ForwardArgs& args, const DeviceProperties&) {
-  return ForwardWorkspace(args.problem, args.in, has_lists(args), nullptr).bytes;
-}
+  ForwardCall(const ForwardArgs& args, const DeviceProperties& device)
+      : params_(cuda::params_of(args)) {
+    bytes = place(args, nullptr);
+    choice_ = choose_forward(args.problem, params_, shared_class(device));
+  }
 
-void forward(const ForwardArgs& args, const DeviceProperties& device, const Execution& execution) {
-  const Problem& p = args.problem;
-  const auto stream = static_cast<cudaStream_t>(execution.stream);
-  const ForwardWorkspace workspace(p, args.in, has_lists(args), execution.workspace);
-  ForwardParams params = params_of(args, workspace);
-  const ForwardChoice choice = choose_forward(p, params, shared_class(device));
+  void run(const ForwardArgs& args, const Execution& execution) const {
+    const Problem& p = args.problem;
+    const auto stream = static_cast<cudaStream_t>(execution.stream);
+    ForwardCall placed = *this;
+    placed.place(args, execution.workspace);
+    ForwardParams& params = placed.params_;
+    pack_mask(p, params.score, stream);
+    params.key_ranges = find_key_ranges(p, args.in, placed.key_ranges_, stream);
+    dispatch(choice_, [&]<class T, int D, SharedClass S>() {
+      if constexpr (has_forward(D, S)) launch_forward<T, D, S>(choice_.loop, params, stream);
+    });
+  }
 
-  pack_mask(p, params.score, stream);
-  params.key_ranges = find_key_ranges(p, args.in, workspace.key_ranges, stream);
-  dispatch(choice, [&]<class T, int D, SharedClass S>() {
-    if constexpr (has_forward(D, S)) launch_forward<T, D, S>(choice.loop, params, stream);
-  });
-}
+  std::string kernel_name() const { return name(choice_); }
 
-std::string forward_name(const ForwardArgs& args, const DeviceProperties& device) {
-  const ForwardWorkspace workspace(args.problem, args.in, has_lists(args), nullptr);
-  return name(choose_forward(args.problem, params_of(args, workspace), shared_class(device)));
-}
+ private:
+  // Sets the pointers into the workspace, and returns its size. With a null base it only counts.
+  std::size_t place(const ForwardArgs& args, void* base) {
+    WorkspaceAllocator workspace(base);
+    params_.score.packed_mask = allocate_packed_mask(args.problem, has_lists(args), workspace);
+    key_ranges_ = allocate_key_ranges(args.problem, args.in, has_lists(args), workspace);
+    return workspace.used();
+  }
+
+  ForwardParams params_;
+  KeyRangeWorkspace key_ranges_;
+  ForwardChoice choice_;
+};
 
 std::vector<std::string> forward_names(const DeviceProperties& device) {
   std::vector<ForwardChoice> choices = forward_choices(shared_class(device));
@@ -92,14 +102,6 @@ bool is_dbias_aligned(const BackwardArgs& args) {
   };
   return is_aligned(args.in.bias.data, args.in.bias.stride) &&
          (args.dbias.data == nullptr || is_aligned(args.dbias.data, args.dbias.stride));
-}
-
-BackwardChoice choose(const BackwardArgs& args, const DeviceProperties& device) {
-  return choose_backward(args.problem,
-                         {.has_lists = has_lists(args),
-                          .dbias_aligned = is_dbias_aligned(args),
-                          .wants_dq = args.dq.data != nullptr},
-                         shared_class(device));
 }
 
 BackwardParams params_of(const BackwardArgs& args, const BackwardWorkspace& workspace) {
@@ -168,47 +170,59 @@ void run_key_major(const BackwardArgs& args, const BackwardChoice& choice,
   });
 }
 
-void backward(const BackwardArgs& args, const DeviceProperties& device,
-              const Execution& execution) {
-  const Problem& p = args.problem;
-  const auto stream = static_cast<cudaStream_t>(execution.stream);
-  const BackwardChoice choice = choose(args, device);
-  const bool adds_in_memory = !is_key_major(choice.loop) || args.dq.data != nullptr;
-  if (p.deterministic && adds_in_memory && !choice.ordered) {
-    throw std::logic_error("a deterministic backward without an order: " + name(choice));
+class BackwardCall {
+ public:
+  std::size_t bytes;
+
+  BackwardCall(const BackwardArgs& args, const DeviceProperties& device)
+      : choice_(choose(args, is_dbias_aligned(args), args.dq.data != nullptr, device)) {
+    // The workspace suffices for any set of gradients and any alignment of dbias.
+    const auto bytes_of = [&](bool aligned) {
+      return BackwardWorkspace(args.problem, args.in, has_lists(args),
+                               choose(args, aligned, true, device), nullptr)
+          .bytes;
+    };
+    const bool is_known = args.dbias.data != nullptr && is_dbias_aligned(args);
+    bytes = is_known ? bytes_of(true) : std::max(bytes_of(true), bytes_of(false));
   }
-  const BackwardWorkspace workspace(p, args.in, has_lists(args), choice, execution.workspace);
-  const BackwardParams params = params_of(args, workspace);
-  const bool wants_dbias = params.dbias.data != nullptr;
 
-  check(cudaMemsetAsync(workspace.zeroed_begin, 0, workspace.zeroed_bytes, stream),
-        "cudaMemsetAsync");
-  // A main loop that follows lists stores only the elements of dbias that it visits.
-  if (wants_dbias && !params.dbias_accumulates && has_lists(args))
-    store_dbias(args, nullptr, stream);
-  preprocess_backward(params, p.dtype, stream);
-  is_key_major(choice.loop) ? run_key_major(args, choice, workspace, params, stream)
-                            : run_query_major(args, choice, workspace, params, stream);
-  fix_gradients(params, p.dtype, stream);
-  if (wants_dbias && params.dbias_accumulates)
-    store_dbias(args, workspace.zeroed.dbias_accum, stream);
-}
+  void run(const BackwardArgs& args, const Execution& execution) const {
+    const Problem& p = args.problem;
+    const auto stream = static_cast<cudaStream_t>(execution.stream);
+    const bool adds_in_memory = !is_key_major(choice_.loop) || args.dq.data != nullptr;
+    if (p.deterministic && adds_in_memory && !choice_.ordered) {
+      throw std::logic_error("a deterministic backward without an order: " + name(choice_));
+    }
+    const BackwardWorkspace workspace(p, args.in, has_lists(args), choice_, execution.workspace);
+    const BackwardParams params = params_of(args, workspace);
+    const bool wants_dbias = params.dbias.data != nullptr;
 
-// The workspace suffices for any set of gradients and any alignment of dbias.
-std::size_t backward_workspace_size(const BackwardArgs& args, const DeviceProperties& device) {
-  const bool lists = has_lists(args);
-  const auto bytes = [&](bool aligned) {
-    const BackwardChoice choice = choose_backward(
-        args.problem, {.has_lists = lists, .dbias_aligned = aligned}, shared_class(device));
-    return BackwardWorkspace(args.problem, args.in, lists, choice, nullptr).bytes;
-  };
-  const bool is_known = args.dbias.data != nullptr && is_dbias_aligned(args);
-  return is_known ? bytes(true) : std::max(bytes(true), bytes(false));
-}
+    check(cudaMemsetAsync(workspace.zeroed_begin, 0, workspace.zeroed_bytes, stream),
+          "cudaMemsetAsync");
+    // A main loop that follows lists stores only the elements of dbias that it visits.
+    if (wants_dbias && !params.dbias_accumulates && has_lists(args))
+      store_dbias(args, nullptr, stream);
+    preprocess_backward(params, p.dtype, stream);
+    is_key_major(choice_.loop) ? run_key_major(args, choice_, workspace, params, stream)
+                               : run_query_major(args, choice_, workspace, params, stream);
+    fix_gradients(params, p.dtype, stream);
+    if (wants_dbias && params.dbias_accumulates)
+      store_dbias(args, workspace.zeroed.dbias_accum, stream);
+  }
 
-std::string backward_name(const BackwardArgs& args, const DeviceProperties& device) {
-  return name(choose(args, device));
-}
+  std::string kernel_name() const { return name(choice_); }
+
+ private:
+  static BackwardChoice choose(const BackwardArgs& args, bool dbias_aligned, bool wants_dq,
+                               const DeviceProperties& device) {
+    return choose_backward(
+        args.problem,
+        {.has_lists = has_lists(args), .dbias_aligned = dbias_aligned, .wants_dq = wants_dq},
+        shared_class(device));
+  }
+
+  BackwardChoice choice_;
+};
 
 std::vector<std::string> backward_names(const DeviceProperties& device) {
   return names_of(backward_choices(shared_class(device)));
@@ -224,26 +238,18 @@ const Family sm80_family = {
     .decline_device = sm80::decline_device,
     .forward = {.decline = sm80::decline_forward,
                 .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
-                .workspace_size = sm80::forward_workspace_size,
-                .run = sm80::forward,
-                .name = sm80::forward_name,
+                .plan = make_plan<sm80::ForwardCall>,
                 .names = sm80::forward_names},
     .few_queries = {.decline = sm80::few_queries::decline,
                     .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
-                    .workspace_size = sm80::few_queries::workspace_size,
-                    .run = sm80::few_queries::run,
-                    .name = sm80::few_queries::name,
+                    .plan = sm80::few_queries::plan,
                     .names = sm80::few_queries::names},
     .backward = {.decline = sm80::decline,
                  .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
-                 .workspace_size = sm80::backward_workspace_size,
-                 .run = sm80::backward,
-                 .name = sm80::backward_name,
+                 .plan = make_plan<sm80::BackwardCall>,
                  .names = sm80::backward_names},
     .decode_step = {.decline = sm80::few_queries::decline_cache,
-                    .workspace_size = sm80::few_queries::step_workspace_size,
-                    .run = sm80::few_queries::run_step,
-                    .name = sm80::few_queries::step_name,
+                    .plan = sm80::few_queries::plan_step,
                     .names = sm80::few_queries::step_names},
 };
 

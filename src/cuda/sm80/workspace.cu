@@ -45,13 +45,6 @@ ZeroedArrays take_zeroed(const Problem& p, const BackwardChoice& choice,
 
 }  // namespace
 
-ForwardWorkspace::ForwardWorkspace(const Problem& p, const Inputs& in, bool has_lists, void* base) {
-  WorkspaceAllocator workspace(base);
-  packed_mask = allocate_packed_mask(p, has_lists, workspace);
-  key_ranges = allocate_key_ranges(p, in, has_lists, workspace);
-  bytes = workspace.used();
-}
-
 BackwardWorkspace::BackwardWorkspace(const Problem& p, const Inputs& in, bool has_lists,
                                      const BackwardChoice& choice, void* base) {
   WorkspaceAllocator workspace(base);

@@ -7,17 +7,9 @@
 #include "cuda/sm80/params.h"
 #include "cuda/stages/stages.h"
 
-// The layout of the caller's workspace. One function lays out its arrays, and also computes its size if the base is
-// null.
+// The layout of the caller's workspace for a backward. One function lays out its arrays, and also computes its size if
+// the base is null.
 namespace flash_dmattn::cuda::sm80 {
-
-struct ForwardWorkspace {
-  PackedMask packed_mask;
-  KeyRangeWorkspace key_ranges;
-  std::size_t bytes;
-
-  ForwardWorkspace(const Problem& p, const Inputs& in, bool has_lists, void* base);
-};
 
 // Arrays that are zeroed before the main loop. Arrays that the kernel does not use are null.
 struct ZeroedArrays {

@@ -30,56 +30,59 @@ std::string decline_forward(const Problem& p) {
   return decline_shape(p);
 }
 
-struct ForwardCall {
-  ForwardParams params;
-  ForwardChoice choice;
-  KeyRangeWorkspace key_ranges;
-  ForwardWorkspace workspace;
+class ForwardCall {
+ public:
+  std::size_t bytes;
 
-  ForwardCall(const ForwardArgs& args, const DeviceProperties& device,
-              WorkspaceAllocator& allocator)
-      : params(params_of(args)),
-        choice(choose_forward(args.problem.dtype, params)),
-        key_ranges(allocate_key_ranges(args.problem, args.in, has_lists(), allocator)),
-        workspace(choice, params, device.multiprocessors, allocator) {
-    params.score.packed_mask = reads_mask_bytes(params)
-                                   ? allocate_mask_states(args.problem, allocator)
-                                   : allocate_packed_mask(args.problem, has_lists(), allocator);
+  ForwardCall(const ForwardArgs& args, const DeviceProperties& device)
+      : params_(params_of(args)),
+        choice_(choose_forward(args.problem.dtype, params_)),
+        multiprocessors_(device.multiprocessors) {
+    bytes = place(args, nullptr);
   }
 
-  bool has_lists() const { return params.tile_lists.keys != nullptr; }
-};
-
-std::size_t forward_workspace_size(const ForwardArgs& args, const DeviceProperties& device) {
-  WorkspaceAllocator allocator(nullptr);
-  ForwardCall(args, device, allocator);
-  return allocator.used();
-}
-
-void forward(const ForwardArgs& args, const DeviceProperties& device, const Execution& execution) {
-  const auto stream = static_cast<cudaStream_t>(execution.stream);
-  WorkspaceAllocator allocator(execution.workspace);
-  ForwardCall call(args, device, allocator);
-  const ForwardChoice& choice = call.choice;
-  if (choice.variant.dense == DenseAccess::tiles || has(args.problem.limit_shape))
-    pack_mask(args.problem, call.params.score, stream);
-  call.params.key_ranges = find_key_ranges(args.problem, args.in, call.key_ranges, stream);
-  const auto launch_dtype = [&]<class T>() {
-    if constexpr (is_compiled) {
-      switch (choice.head_dim) {
-        case 64: return launch_forward<T, 64>(choice, call.params, call.workspace, stream);
-        case 128: return launch_forward<T, 128>(choice, call.params, call.workspace, stream);
-        default: return launch_forward<T, 256>(choice, call.params, call.workspace, stream);
+  void run(const ForwardArgs& args, const Execution& execution) const {
+    const auto stream = static_cast<cudaStream_t>(execution.stream);
+    ForwardCall placed = *this;
+    placed.place(args, execution.workspace);
+    ForwardParams& params = placed.params_;
+    if (choice_.variant.dense == DenseAccess::tiles || has(args.problem.limit_shape))
+      pack_mask(args.problem, params.score, stream);
+    params.key_ranges = find_key_ranges(args.problem, args.in, placed.key_ranges_, stream);
+    const auto launch_dtype = [&]<class T>() {
+      if constexpr (is_compiled) {
+        switch (choice_.head_dim) {
+          case 64: return launch_forward<T, 64>(choice_, params, placed.workspace_, stream);
+          case 128: return launch_forward<T, 128>(choice_, params, placed.workspace_, stream);
+          default: return launch_forward<T, 256>(choice_, params, placed.workspace_, stream);
+        }
       }
-    }
-  };
-  choice.dtype == DType::bf16 ? launch_dtype.template operator()<__nv_bfloat16>()
-                              : launch_dtype.template operator()<__half>();
-}
+    };
+    choice_.dtype == DType::bf16 ? launch_dtype.template operator()<__nv_bfloat16>()
+                                 : launch_dtype.template operator()<__half>();
+  }
 
-std::string forward_name(const ForwardArgs& args, const DeviceProperties&) {
-  return name(choose_forward(args.problem.dtype, params_of(args)));
-}
+  std::string kernel_name() const { return name(choice_); }
+
+ private:
+  // Sets the pointers into the workspace, and returns its size. With a null base it only counts.
+  std::size_t place(const ForwardArgs& args, void* base) {
+    WorkspaceAllocator allocator(base);
+    const bool has_lists = params_.tile_lists.keys != nullptr;
+    key_ranges_ = allocate_key_ranges(args.problem, args.in, has_lists, allocator);
+    workspace_ = ForwardWorkspace(choice_, params_, multiprocessors_, allocator);
+    params_.score.packed_mask = reads_mask_bytes(choice_, params_)
+                                    ? allocate_mask_states(args.problem, allocator)
+                                    : allocate_packed_mask(args.problem, has_lists, allocator);
+    return allocator.used();
+  }
+
+  ForwardParams params_;
+  ForwardChoice choice_;
+  int multiprocessors_;
+  KeyRangeWorkspace key_ranges_;
+  ForwardWorkspace workspace_;
+};
 
 std::vector<std::string> forward_names(const DeviceProperties&) {
   std::vector<std::string> names;
@@ -97,15 +100,11 @@ const Family sm90_family = {
     .decline_device = sm90::decline_device,
     .forward = {.decline = sm90::decline_forward,
                 .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
-                .workspace_size = sm90::forward_workspace_size,
-                .run = sm90::forward,
-                .name = sm90::forward_name,
+                .plan = make_plan<sm90::ForwardCall>,
                 .names = sm90::forward_names},
     .backward = {.decline = sm90::decline_backward,
                  .schedule = {ScheduleKind::key_slots, sm90::slot_tile_rows, sm90::slot_segments},
-                 .workspace_size = sm90::backward_workspace_size,
-                 .run = sm90::run_backward,
-                 .name = sm90::backward_name,
+                 .plan = sm90::plan_backward,
                  .names = sm90::backward_names},
 };
 

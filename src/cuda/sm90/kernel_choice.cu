@@ -118,10 +118,10 @@ bool has_two_heads(const ForwardParams& p) {
          score.packed_mask.head_q == 0 && score.bias.head_q == 0;
 }
 
-bool reads_mask_bytes(const ForwardParams& p) {
+bool reads_mask_bytes(const ForwardChoice& choice, const ForwardParams& p) {
   const ScoreParams& score = p.score;
-  return forward_policy(head_dim_bucket(p.shape.head_dim), choose_variant(p)).has_mask_bytes &&
-         score.mask.dense && score.rank_limit.data == nullptr && p.shape.seqlen_k % 16 == 0 &&
+  return forward_policy(choice.head_dim, choice.variant).has_mask_bytes && score.mask.dense &&
+         score.rank_limit.data == nullptr && p.shape.seqlen_k % 16 == 0 &&
          DenseRows(p.shape, score.mask, 1).has_tensor_map();
 }
 

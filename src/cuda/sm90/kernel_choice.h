@@ -47,6 +47,6 @@ ForwardChoice choose_forward(DType dtype, const ForwardParams& params);
 bool has_two_heads(const ForwardParams& params);
 
 // Whether the kernel reads the bytes of a dense mask, which is otherwise packed together with the ranks.
-bool reads_mask_bytes(const ForwardParams& params);
+bool reads_mask_bytes(const ForwardChoice& choice, const ForwardParams& params);
 
 }  // namespace flash_dmattn::cuda::sm90

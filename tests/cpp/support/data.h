@@ -19,7 +19,7 @@ struct Data {
   Tensor mask;  // empty if there is none, like the bias
   Tensor bias;
   Tensor dout;
-  Tensor dlse;  // [B, Hq, Sq, 1]; empty if there is none
+  Tensor dlse;                         // [B, Hq, Sq, 1]; empty if there is none
   std::vector<KeyInterval> intervals;  // [B|1, Hkv|1, Sk]
 
   explicit Data(const Case& c);

@@ -18,14 +18,11 @@ namespace {
 
 constexpr float nan = std::numeric_limits<float>::quiet_NaN();
 
-// Calls function(execution) with a new workspace.
-template <class Function>
-void with_workspace(std::size_t bytes, const Function& function) {
-  GuardedBuffer workspace(bytes, "workspace");
-  Execution execution = in_turn(2);
-  execution.workspace = workspace.data();
-  execution.workspace_bytes = bytes;
-  function(execution);
+// Runs a call with a new workspace.
+template <class Call>
+void run(const Call& call) {
+  GuardedBuffer workspace(call.workspace_size(), "workspace");
+  call.run({workspace.data(), workspace.size()});
 }
 
 std::array<std::int64_t, 4> by_token(std::int64_t batch, std::int64_t length, std::int64_t heads,
@@ -168,8 +165,7 @@ void KvStream::fill(std::int64_t length) {
                                 .key_mask = mask.data(),
                                 .key_mask_stride = {length, 0, 1},
                                 .intervals = intervals.data()};
-  with_workspace(select_workspace_size(selection, in_turn(2)),
-                 [&](const Execution& e) { select_key_intervals(selection, e); });
+  run(SelectCall(selection, in_turn(2)));
   const auto stride = by_token(s.batch, length, s.heads_kv, s.head_dim);
   const FillArgs args{.cache = cache_,
                       .seqlen_k = length,
@@ -179,8 +175,7 @@ void KvStream::fill(std::int64_t length) {
                       .intervals = {intervals.data()},
                       .seqlen_q = length,
                       .lengths = lengths.data()};
-  with_workspace(fill_workspace_size(args, in_turn(2), options_.backend),
-                 [&](const Execution& e) { flash_dmattn::fill(args, e, options_.backend); });
+  flash_dmattn::fill(args, in_turn(2), options_.backend);
   cache_.pending = 0;
   for (std::size_t b = 0; b < committed_.size(); ++b) {
     committed_[b] = input.tokens[b];
@@ -209,8 +204,7 @@ void KvStream::step() {
                             .mask = {input.mask.data()},
                             .out = {out.data(), q_stride},
                             .lse = lse.data()};
-  with_workspace(decode_step_workspace_size(args, in_turn(2), options_.backend),
-                 [&](const Execution& e) { decode_step(args, e, options_.backend); });
+  run(DecodeStepCall(args, in_turn(2), options_.backend));
   for (std::int64_t b = 0; b < s.batch; ++b) {
     auto& past = committed_[static_cast<std::size_t>(b)];
     past.push_back(input.tokens[static_cast<std::size_t>(b)][0]);
@@ -238,8 +232,7 @@ void KvStream::append(std::int64_t length) {
       "intervals");
   auto* const intervals = reinterpret_cast<KeyInterval*>(memory.data());
   const PendingIntervalsArgs seen{.cache = cache_, .seqlen_q = length, .intervals = intervals};
-  with_workspace(pending_intervals_workspace_size(seen, in_turn(2), options_.backend),
-                 [&](const Execution& e) { pending_intervals(seen, e, options_.backend); });
+  run(PendingIntervalsCall(seen, in_turn(2), options_.backend));
   std::vector<std::byte> out(input.q.size(), std::byte{0xff});
   std::vector<float> lse(static_cast<std::size_t>(s.batch * heads_q * length), nan);
   const auto q_stride = by_token(s.batch, length, heads_q, s.head_dim);
@@ -257,8 +250,7 @@ void KvStream::append(std::int64_t length) {
                                            {schedule_space.data(), schedule_space.size()});
   forward_args.out = {out.data(), q_stride};
   forward_args.lse = lse.data();
-  with_workspace(forward_workspace_size(forward_args, in_turn(2), options_.backend),
-                 [&](const Execution& e) { forward(forward_args, e, options_.backend); });
+  run(ForwardCall(forward_args, in_turn(2), options_.backend));
   for (std::int64_t b = 0; b < s.batch; ++b) {
     auto& waiting = pending_tokens_[static_cast<std::size_t>(b)];
     std::vector<Token> past = committed_[static_cast<std::size_t>(b)];
@@ -282,8 +274,7 @@ void KvStream::commit(bool rows_differ) {
     waiting.clear();
   }
   const CommitArgs args{.cache = cache_, .keep = rows_differ ? keep.data() : nullptr};
-  with_workspace(commit_workspace_size(args, in_turn(2), options_.backend),
-                 [&](const Execution& e) { flash_dmattn::commit(args, e, options_.backend); });
+  run(CommitCall(args, in_turn(2), options_.backend));
   cache_.pending = 0;
 }
 

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -16,6 +17,11 @@ namespace flash_dmattn::testing {
 Execution in_turn(int workers);     // runs workers one after the other on the calling thread
 Execution on_threads(int workers);  // starts a thread for each worker, in descending order
 Execution on_pool();                // uses one pool of the library per process, with two threads
+
+// The workspace of an execution.
+inline std::span<std::byte> workspace_of(const Execution& execution) {
+  return {static_cast<std::byte*>(execution.workspace), execution.workspace_bytes};
+}
 
 // Tile lists that own their memory, in guarded buffers.
 struct OwnedTileLists {

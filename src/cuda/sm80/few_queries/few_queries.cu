@@ -23,28 +23,43 @@ void allocate_sums(const Problem& p, const Choice& choice, Params& params,
   params.outs = workspace.take<float>(parts * choice.head_dim);
 }
 
-// Everything about a call, with its workspace at `base`, which may be null.
-struct Call {
-  Choice choice;
-  Params params;
-  KeyRangeWorkspace key_ranges;
+// A call of few queries.
+class SplitCall {
+ public:
   std::size_t bytes;
 
-  Call(const ForwardArgs& args, const DeviceProperties& device, void* base)
-      : choice(choose(args.problem, shared_class(device))), params(cuda::params_of(args)) {
+  SplitCall(const ForwardArgs& args, const DeviceProperties& device)
+      : choice_(choose(args.problem, shared_class(device))), params_(cuda::params_of(args)) {
     const Problem& p = args.problem;
-    mark_elementwise(params.score, p);
+    mark_elementwise(params_.score, p);
     const std::int64_t most_keys =
         args.schedule.empty() ? p.seqlen_k
                               : std::min(p.seqlen_k, ScheduleContents::of(args.schedule).capacity);
-    params.split = split_keys(p, policy(choice), most_keys, device);
-    WorkspaceAllocator workspace(base);
-    key_ranges = allocate_key_ranges(p, args.in, !args.schedule.empty(), workspace);
-    allocate_sums(p, choice, params, workspace);
-    bytes = workspace.used();
+    params_.split = split_keys(p, policy(choice_), most_keys, device);
+    bytes = place(args, nullptr);
   }
 
+  void run(const ForwardArgs& args, const Execution& execution) const {
+    const auto stream = static_cast<cudaStream_t>(execution.stream);
+    SplitCall placed = *this;
+    placed.place(args, execution.workspace);
+    placed.params_.key_ranges = find_key_ranges(args.problem, args.in, placed.key_ranges_, stream);
+    dispatch(choice_, [&]<class T, int D, SharedClass S>() {
+      launch_split<T, D, S>(choice_, placed.params_, stream);
+    });
+  }
+
+  std::string kernel_name() const { return name(choice_); }
+
  private:
+  // Sets the pointers into the workspace, and returns its size. With a null base it only counts.
+  std::size_t place(const ForwardArgs& args, void* base) {
+    WorkspaceAllocator workspace(base);
+    key_ranges_ = allocate_key_ranges(args.problem, args.in, !args.schedule.empty(), workspace);
+    allocate_sums(args.problem, choice_, params_, workspace);
+    return workspace.used();
+  }
+
   // A mask or a bias that differs between the query heads of a group is read like one with a query dimension.
   static void mark_elementwise(ScoreParams& score, const Problem& p) {
     if (p.heads_q == p.heads_kv) return;
@@ -54,6 +69,10 @@ struct Call {
       score.final_log2_scale = log2e;
     }
   }
+
+  Choice choice_;
+  Params params_;
+  KeyRangeWorkspace key_ranges_;
 };
 
 // The attention of a decode step over the slots; the kernel hides slots without a key.
@@ -65,41 +84,59 @@ Problem step_problem(const DecodeStepArgs& args) {
   return p;
 }
 
-// Everything about a decode step.
-struct Step {
-  Problem problem;
-  Choice choice;
-  StepParams params;
+// A decode step.
+class StepCall {
+ public:
   std::size_t bytes;
 
-  Step(const DecodeStepArgs& args, const DeviceProperties& device, void* base)
-      : problem(step_problem(args)),
-        choice(choose(problem, shared_class(device))),
-        params(forward_params(args, problem)) {
+  StepCall(const DecodeStepArgs& args, const DeviceProperties& device)
+      : problem_(step_problem(args)),
+        choice_(choose(problem_, shared_class(device))),
+        params_(forward_params(args, problem_)) {
     const KvCache& cache = args.cache;
-    params.split = split_keys(problem, policy(choice), cache.shape.window, device);
-    params.scores = cache.scores;
-    params.positions = cache.positions;
-    params.counts = cache.counts;
-    params.seen = cache.seen;
-    params.slots = cache.shape.slots();
-    params.k_slots = rows_of(by_token(cache.k));
-    params.v_slots = rows_of(by_token(cache.v));
-    params.new_k = rows_of(args.k);
-    params.new_v = rows_of(args.v);
-    params.new_scores = args.scores;
-    params.mask = args.mask;
-    WorkspaceAllocator workspace(base);
-    allocate_sums(problem, choice, params, workspace);
-    if (!params.split.in_cluster) {
-      const std::int64_t rows = problem.batch * problem.heads_kv;
-      params.victims = workspace.take<Victim>(rows * params.split.splits);
-      params.counts_after = workspace.take<std::int32_t>(rows);
+    params_.split = split_keys(problem_, policy(choice_), cache.shape.window, device);
+    if (params_.split.row_tiles > 1) {
+      throw InvalidArgument(
+          "heads_q", std::to_string(args.heads_q),
+          "at most " + std::to_string(policy(choice_).rows()) + " for each kv head on this GPU");
     }
-    bytes = workspace.used();
+    params_.scores = cache.scores;
+    params_.positions = cache.positions;
+    params_.counts = cache.counts;
+    params_.seen = cache.seen;
+    params_.slots = cache.shape.slots();
+    params_.k_slots = rows_of(by_token(cache.k));
+    params_.v_slots = rows_of(by_token(cache.v));
+    params_.new_k = rows_of(args.k);
+    params_.new_v = rows_of(args.v);
+    params_.new_scores = args.scores;
+    params_.mask = args.mask;
+    bytes = place(nullptr);
   }
 
+  void run(const DecodeStepArgs&, const Execution& execution) const {
+    StepCall placed = *this;
+    placed.place(execution.workspace);
+    dispatch(choice_, [&]<class T, int D, SharedClass S>() {
+      launch_step<T, D, S>(choice_, placed.params_, static_cast<cudaStream_t>(execution.stream));
+    });
+  }
+
+  std::string kernel_name() const { return step_name(choice_); }
+
  private:
+  // As of SplitCall.
+  std::size_t place(void* base) {
+    WorkspaceAllocator workspace(base);
+    allocate_sums(problem_, choice_, params_, workspace);
+    if (!params_.split.in_cluster) {
+      const std::int64_t rows = problem_.batch * problem_.heads_kv;
+      params_.victims = workspace.take<Victim>(rows * params_.split.splits);
+      params_.counts_after = workspace.take<std::int32_t>(rows);
+    }
+    return workspace.used();
+  }
+
   static Tensor4 by_token(const Tensor4& t) {  // [B, slots, Hkv, D]
     return {t.data, {t.stride[0], t.stride[2], t.stride[1], t.stride[3]}};
   }
@@ -112,6 +149,10 @@ struct Step {
     forward.lse = args.lse;
     return cuda::params_of(forward);
   }
+
+  Problem problem_;
+  Choice choice_;
+  StepParams params_;
 };
 
 }  // namespace
@@ -127,21 +168,8 @@ std::string decline(const Problem& p) {
   return sm80::decline(p);
 }
 
-std::size_t workspace_size(const ForwardArgs& args, const DeviceProperties& device) {
-  return Call(args, device, nullptr).bytes;
-}
-
-void run(const ForwardArgs& args, const DeviceProperties& device, const Execution& execution) {
-  const auto stream = static_cast<cudaStream_t>(execution.stream);
-  Call call(args, device, execution.workspace);
-  call.params.key_ranges = find_key_ranges(args.problem, args.in, call.key_ranges, stream);
-  dispatch(call.choice, [&]<class T, int D, SharedClass S>() {
-    launch_split<T, D, S>(call.choice, call.params, stream);
-  });
-}
-
-std::string name(const ForwardArgs& args, const DeviceProperties& device) {
-  return name(choose(args.problem, shared_class(device)));
+void plan(const ForwardArgs& args, const DeviceProperties& device, Plan<ForwardArgs>& plan) {
+  make_plan<SplitCall>(args, device, plan);
 }
 
 std::vector<std::string> names(const DeviceProperties& device) {
@@ -161,25 +189,9 @@ std::string decline_cache(const KvCacheShape& shape) {
   return "";
 }
 
-std::size_t step_workspace_size(const DecodeStepArgs& args, const DeviceProperties& device) {
-  return Step(args, device, nullptr).bytes;
-}
-
-void run_step(const DecodeStepArgs& args, const DeviceProperties& device,
-              const Execution& execution) {
-  const Step step(args, device, execution.workspace);
-  if (step.params.split.row_tiles > 1) {
-    throw InvalidArgument(
-        "heads_q", std::to_string(args.heads_q),
-        "at most " + std::to_string(policy(step.choice).rows()) + " for each kv head on this GPU");
-  }
-  dispatch(step.choice, [&]<class T, int D, SharedClass S>() {
-    launch_step<T, D, S>(step.choice, step.params, static_cast<cudaStream_t>(execution.stream));
-  });
-}
-
-std::string step_name(const DecodeStepArgs& args, const DeviceProperties& device) {
-  return step_name(choose(step_problem(args), shared_class(device)));
+void plan_step(const DecodeStepArgs& args, const DeviceProperties& device,
+               Plan<DecodeStepArgs>& plan) {
+  make_plan<StepCall>(args, device, plan);
 }
 
 std::vector<std::string> step_names(const DeviceProperties& device) {

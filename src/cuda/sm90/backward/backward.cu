@@ -8,6 +8,7 @@
 #include "cuda/sm90/dense/rows.h"
 #include "cuda/sm90/kernel_choice.h"
 #include "cuda/stages/stages.h"
+#include "plan.h"
 
 // Computes a backward, from its arguments to its launches.
 namespace flash_dmattn::cuda::sm90 {
@@ -46,13 +47,13 @@ BackwardVariant choose_variant(const BackwardArgs& args) {
   return {has_info ? KeyPlacement::block_key_info : KeyPlacement::block};
 }
 
-BackwardChoice choose(const BackwardArgs& args) {
+}  // namespace
+
+BackwardChoice choose_backward(const BackwardArgs& args) {
   const Problem& p = args.problem;
   const int head_dim = head_dim_bucket(static_cast<int>(p.head_dim));
   return {p.dtype, head_dim, with_overlap(choose_variant(args), overlaps(p.dtype, head_dim))};
 }
-
-}  // namespace
 
 std::string name(const BackwardChoice& choice) {
   return kernel_name("backward", choice.dtype, choice.head_dim, name_of(choice.variant),
@@ -77,16 +78,10 @@ std::string decline_backward(const Problem& p) {
   return "";
 }
 
-std::size_t backward_workspace_size(const BackwardArgs& args, const DeviceProperties&) {
-  WorkspaceAllocator workspace(nullptr);
-  BackwardCall(args, choose(args), workspace);
-  return workspace.used();
-}
-
-void run_backward(const BackwardArgs& args, const DeviceProperties&, const Execution& execution) {
+void BackwardCall::run(const BackwardArgs& args, const Execution& execution) const {
   const auto stream = static_cast<cudaStream_t>(execution.stream);
-  WorkspaceAllocator workspace(execution.workspace);
-  const BackwardCall call(args, choose(args), workspace);
+  BackwardCall call = *this;
+  call.place(args, execution.workspace);
   const BackwardParams& p = call.common;
   const Problem& problem = args.problem;
   const DType dtype = problem.dtype;
@@ -120,8 +115,9 @@ void run_backward(const BackwardArgs& args, const DeviceProperties&, const Execu
   if (stores_dbias) store_dbias(args, call.dbias_sums, stream);
 }
 
-std::string backward_name(const BackwardArgs& args, const DeviceProperties&) {
-  return name(choose(args));
+void plan_backward(const BackwardArgs& args, const DeviceProperties& device,
+                   Plan<BackwardArgs>& plan) {
+  make_plan<BackwardCall>(args, device, plan);
 }
 
 std::vector<std::string> backward_names(const DeviceProperties&) {

@@ -63,8 +63,10 @@ inline bool owns_dense_dbias(const Problem& p) {
   return is_dbias_of_one_block(p) && (p.bias_shape[1] == p.heads_q || p.heads_q == 2 * p.heads_kv);
 }
 
-// The arrays of a call in the caller's workspace. Constructed with a null base it only counts them.
+// A backward: its kernel, the parameters of its launches, and its arrays in the caller's workspace.
 struct BackwardCall {
+  std::size_t bytes;  // of the workspace
+
   Problem problem;  // problem of the main loop
   BackwardChoice choice;
   BackwardParams common;  // parameters of the call, for kernels before and after the main loop
@@ -77,66 +79,44 @@ struct BackwardCall {
   float* dbias_sums = nullptr;    // dbias_accum_shape
   float* listed_dbias = nullptr;  // the same for the keys of a list
 
-  BackwardCall(const BackwardArgs& args, const BackwardChoice& choice_,
-               WorkspaceAllocator& workspace)
+  BackwardCall(const BackwardArgs& args, const DeviceProperties& device)
       : problem(main_loop_problem(args)),
-        choice(choice_),
+        choice(choose_backward(args)),
         common(params_of(args)),
         q(common.shape, args.in.q, common.shape.seqlen_q, common.shape.heads_q,
-          query_form(common.score.scale), workspace),
+          query_form(common.score.scale)),
         k(common.shape, args.in.k, shape().seqlen_k, common.shape.heads_kv,
-          {.list = listed_keys(args)}, workspace),
+          {.list = listed_keys(args)}),
         v(common.shape, args.in.v, shape().seqlen_k, common.shape.heads_kv,
-          {.list = listed_keys(args)}, workspace),
-        dout(common.shape, args.dout, common.shape.seqlen_q, common.shape.heads_q, {}, workspace),
-        dk(shape(), rows_of(args.dk), variant().has_slots(), has_list(problem), workspace),
-        dv(shape(), rows_of(args.dv), variant().has_slots(), has_list(problem), workspace) {
-    const Problem& p = problem;
-    const std::int64_t rows = p.batch * p.heads_q * p.seqlen_q;
-    common.lse_log2 = workspace.take<float>(rows);
-    common.lse_log2_low = workspace.take<float>(rows);
-    common.delta = workspace.take<float>(rows);
-    // Listed keys need no packed mask, because elements are read one by one and no tile is skipped.
-    common.score.packed_mask = allocate_packed_mask(p, has_list(p), workspace);
-    if (has_list(p)) {
+          {.list = listed_keys(args)}),
+        dout(common.shape, args.dout, common.shape.seqlen_q, common.shape.heads_q, {}),
+        dk(rows_of(args.dk), variant().has_slots(), has_list(problem)),
+        dv(rows_of(args.dv), variant().has_slots(), has_list(problem)) {
+    if (has_list(problem)) {
       common.tile_lists =
           query_tile_lists(args.schedule, args.in.visibility.key_list, query_tile_rows);
     }
-    const std::int64_t tile_rows = backward_policy(choice.head_dim, variant()).rows;
-    const std::int64_t padded_rows =
-        p.batch * p.heads_q * ceil_div(p.seqlen_q, tile_rows) * tile_rows;
-    params.row_stats = workspace.take<float>(2 * padded_rows);
     params.list = listed_keys(args);
     params.info_shape = common.shape;
-    if (variant().has_info())
-      params.info = allocate_key_info(shape(), common.score, workspace, params.list);
-    if (variant().has_dense()) place_visits(workspace);
-    if (variant().has_slots()) place_slots(args, workspace);
+    if (variant().has_dense()) set_visits();
+    if (variant().has_slots()) set_slots(args, device);
+    const bool ordered = problem.deterministic && !variant().has_slots() && args.dq.data != nullptr;
+    set_block_order(args.in.visibility.bound.consecutive, ordered, device);
+    bytes = allocate(args, nullptr);
+  }
 
-    const std::size_t begin = workspace.used();
-    zeroed = workspace.take<std::byte>(0);
-    common.flags = workspace.take<std::uint32_t>(1);
-    if (p.deterministic) {
-      const std::int64_t key_blocks = ceil_div(p.seqlen_k, std::int64_t{BackwardPolicy::keys});
-      const bool slots = variant().has_slots();
-      if (!slots) params.order.started = workspace.take<int>(1);
-      const std::int64_t steps = ceil_div(p.seqlen_q, tile_rows) *
-                                 ceil_div(p.heads_q / p.heads_kv, std::int64_t{order_heads});
-      params.order.published =
-          workspace.take<int>(p.batch * p.heads_kv * (slots ? steps : key_blocks));
-    }
-    if (has_dbias_sums())
-      dbias_sums = workspace.take<float>(elements(dbias_accum_shape(args.problem)));
-    if (has_listed_dbias()) listed_dbias = workspace.take<float>(elements(dbias_accum_shape(p)));
-    zeroed_bytes = workspace.used() - begin;
-    params.dq_accum = workspace.take<float>(padded_rows * choice.head_dim);
+  void run(const BackwardArgs& args, const Execution& execution) const;
+  std::string kernel_name() const { return name(choice); }
+
+  // Sets all that depends on the address of the workspace.
+  void place(const BackwardArgs& args, void* base) {
+    allocate(args, base);
     if (args.dbias.data != nullptr) set_dbias(args);
     set_main_loop();
     if (args.dq.data == nullptr) {
       params.dq_accum = nullptr;
       params.order = {};
     }
-    set_block_order(args.in.visibility.bound.consecutive);
   }
 
   const BackwardVariant& variant() const { return choice.variant; }
@@ -202,17 +182,16 @@ struct BackwardCall {
   // - With many short heads in one section, each would have few blocks in flight. Such heads form sections of the L2,
   //   each of which descends as a whole. With fewer heads, the longest blocks of the last section, which run last, cost
   //   more.
-  void set_block_order(bool consecutive) {
+  void set_block_order(bool consecutive, bool ordered, const DeviceProperties& device) {
     constexpr int section_rounds = 16;  // rounds of blocks on all multiprocessors
     constexpr int many_heads = 32;
     const Shape shape = this->shape();
     const int heads = KeyTile::all_heads(shape);
-    const bool ordered = params.order.started != nullptr;
     params.section_heads = ordered || consecutive ? heads : KeyTile::heads_of_l2(shape);
     if (!ordered || consecutive || variant().has_dense()) return;
     const int group = shape.heads_q / shape.heads_kv;
     const int key_blocks = ceil_div(shape.seqlen_k, BackwardPolicy::keys);
-    const int multiprocessors = current_device().multiprocessors;
+    const int multiprocessors = device.multiprocessors;
     const int most_heads = std::max(section_rounds * multiprocessors / key_blocks, 1);
     const bool is_triangle =
         problem.causal && !has_list(problem) && shape.seqlen_q >= shape.seqlen_k;
@@ -223,6 +202,47 @@ struct BackwardCall {
       params.section_heads = KeyTile::heads_of_l2(shape);
       params.run_blocks = key_blocks;
     }
+  }
+
+  // Sets the pointers into the workspace, and returns its size. With a null base it only counts.
+  std::size_t allocate(const BackwardArgs& args, void* base) {
+    WorkspaceAllocator workspace(base);
+    for (Source* const source : {&q, &k, &v, &dout}) source->place(common.shape, workspace);
+    for (Sink* const sink : {&dk, &dv}) sink->place(shape(), workspace);
+    const Problem& p = problem;
+    const std::int64_t rows = p.batch * p.heads_q * p.seqlen_q;
+    common.lse_log2 = workspace.take<float>(rows);
+    common.lse_log2_low = workspace.take<float>(rows);
+    common.delta = workspace.take<float>(rows);
+    // Listed keys need no packed mask, because elements are read one by one and no tile is skipped.
+    common.score.packed_mask = allocate_packed_mask(p, has_list(p), workspace);
+    const std::int64_t tile_rows = backward_policy(choice.head_dim, variant()).rows;
+    const std::int64_t padded_rows =
+        p.batch * p.heads_q * ceil_div(p.seqlen_q, tile_rows) * tile_rows;
+    params.row_stats = workspace.take<float>(2 * padded_rows);
+    if (variant().has_info())
+      params.info = allocate_key_info(shape(), common.score, workspace, params.list);
+    if (variant().has_dense()) allocate_visits(workspace);
+    if (variant().has_slots()) allocate_slots(workspace);
+
+    const std::size_t begin = workspace.used();
+    zeroed = workspace.take<std::byte>(0);
+    common.flags = workspace.take<std::uint32_t>(1);
+    if (p.deterministic) {
+      const std::int64_t key_blocks = ceil_div(p.seqlen_k, std::int64_t{BackwardPolicy::keys});
+      const bool slots = variant().has_slots();
+      if (!slots) params.order.started = workspace.take<int>(1);
+      const std::int64_t steps = ceil_div(p.seqlen_q, tile_rows) *
+                                 ceil_div(p.heads_q / p.heads_kv, std::int64_t{order_heads});
+      params.order.published =
+          workspace.take<int>(p.batch * p.heads_kv * (slots ? steps : key_blocks));
+    }
+    if (has_dbias_sums())
+      dbias_sums = workspace.take<float>(elements(dbias_accum_shape(args.problem)));
+    if (has_listed_dbias()) listed_dbias = workspace.take<float>(elements(dbias_accum_shape(p)));
+    zeroed_bytes = workspace.used() - begin;
+    params.dq_accum = workspace.take<float>(padded_rows * choice.head_dim);
+    return workspace.used();
   }
 
   void set_dbias(const BackwardArgs& args) {
@@ -259,19 +279,24 @@ struct BackwardCall {
     params.dq_scale = scale;
   }
 
-  void place_visits(WorkspaceAllocator& workspace) {
+  void set_visits() {
+    const Problem& p = problem;
+    QueryVisitLists& lists = params.visits;
+    lists.capacity = static_cast<int>(p.heads_q / p.heads_kv *
+                                      ceil_div(p.seqlen_q, std::int64_t{PackedMask::side}));
+    lists.heads_together = is_dense(p.bias_shape);
+  }
+
+  void allocate_visits(WorkspaceAllocator& workspace) {
     const Problem& p = problem;
     const std::int64_t blocks =
         p.batch * p.heads_kv * ceil_div(p.seqlen_k, std::int64_t{BackwardPolicy::keys});
     QueryVisitLists& lists = params.visits;
-    lists.capacity = static_cast<int>(p.heads_q / p.heads_kv *
-                                      ceil_div(p.seqlen_q, std::int64_t{PackedMask::side}));
     lists.visits = workspace.take<QueryVisit>(blocks * lists.capacity);
     lists.count = workspace.take<int>(blocks);
-    lists.heads_together = is_dense(p.bias_shape);
   }
 
-  void place_slots(const BackwardArgs& args, WorkspaceAllocator& workspace) {
+  void set_slots(const BackwardArgs& args, const DeviceProperties& device) {
     const Problem& p = args.problem;
     SlotParams& slots = params.slots;
     slots.slots = key_slots(args.schedule, {slot_tile_rows, slot_segments});
@@ -282,10 +307,14 @@ struct BackwardCall {
         static_cast<int>(ceil_div(slots.slots.shape.slots, std::int64_t{SlotParams::block_slots}));
     const auto tiles = static_cast<int>(ceil_div(p.seqlen_q, std::int64_t{slot_tile_rows}));
     slots.segment_tiles = ceil_div(tiles, slot_segments);
-    slots.partition =
-        SlotPartition(static_cast<int>(p.batch * p.heads_kv) * slots.row_blocks,
-                      ceil_div(tiles, slots.segment_tiles), current_device().multiprocessors,
-                      p.deterministic ? RestCuts::common : RestCuts::even);
+    slots.partition = SlotPartition(static_cast<int>(p.batch * p.heads_kv) * slots.row_blocks,
+                                    ceil_div(tiles, slots.segment_tiles), device.multiprocessors,
+                                    p.deterministic ? RestCuts::common : RestCuts::even);
+  }
+
+  void allocate_slots(WorkspaceAllocator& workspace) {
+    const Problem& p = problem;
+    SlotParams& slots = params.slots;
     slots.records = workspace.take<KeyRecord>(p.batch * p.heads_kv * p.seqlen_k);
     const std::int64_t rows = std::int64_t{slots.partition.cut_parts()} * SlotParams::part_rows;
     slots.part_sums = workspace.take<float>(rows * 2 * choice.head_dim);

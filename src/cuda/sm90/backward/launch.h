@@ -12,6 +12,7 @@
 #include "cuda/sm90/backward/params.h"
 #include "cuda/sm90/backward/policy.h"
 #include "flash_dmattn/attention.h"
+#include "flash_dmattn/plan.h"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -26,6 +27,8 @@ struct BackwardChoice {
 // The name of a choice, such as "sm90 backward bf16 d128 block".
 std::string name(const BackwardChoice& choice);
 
+BackwardChoice choose_backward(const BackwardArgs& args);
+
 // Launches the kernels of one dtype and head-dim bucket D, with the kernels before and after them. instances/ has a
 // template of their files.
 template <class T, int D>
@@ -34,10 +37,8 @@ void launch_backward(const BackwardChoice& choice, const BackwardKernelParams& p
 
 // The functions of the backward for the family's table (cuda/family.h).
 std::string decline_backward(const Problem& problem);
-std::size_t backward_workspace_size(const BackwardArgs& args, const DeviceProperties& device);
-void run_backward(const BackwardArgs& args, const DeviceProperties& device,
-                  const Execution& execution);
-std::string backward_name(const BackwardArgs& args, const DeviceProperties& device);
+void plan_backward(const BackwardArgs& args, const DeviceProperties& device,
+                   Plan<BackwardArgs>& plan);
 std::vector<std::string> backward_names(const DeviceProperties& device);
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -36,7 +36,7 @@ struct Source {
   bool copied;
 
   Source(const Shape& shape, const ConstTensor4& tensor, int seqlen, int heads,
-         const SourceForm& form, WorkspaceAllocator& workspace)
+         const SourceForm& form)
       : copy{.from = rows_of(tensor),
              .to = {},
              .seqlen = seqlen,
@@ -46,8 +46,10 @@ struct Source {
              .list = form.list,
              .kept_bits = form.kept_bits,
              .flipped_bits = form.flipped_bits},
-        copied(form.changes() || !has_tensor_map(copy.from, seqlen, heads, shape.batch)) {
-    if (copied) copy.to = dense_rows(shape, seqlen, heads, workspace);
+        copied(form.changes() || !has_tensor_map(copy.from, seqlen, heads, shape.batch)) {}
+
+  void place(const Shape& shape, WorkspaceAllocator& workspace) {
+    if (copied) copy.to = dense_rows(shape, copy.seqlen, copy.heads, workspace);
   }
 
   // The rows that the kernels read.
@@ -67,14 +69,17 @@ struct Source {
 struct Sink {
   OutputRows original;
   OutputRows rows;  // written by the kernels
+  bool copied;
 
-  Sink(const Shape& main_loop, const OutputRows& to, bool needs_alignment, bool listed,
-       WorkspaceAllocator& workspace)
-      : original(to), rows(to) {
+  Sink(const OutputRows& to, bool needs_alignment, bool listed) : original(to), rows(to) {
     const bool fits = to.data != nullptr && (to.aligned || !needs_alignment);
-    if (!listed && (fits || !needs_alignment)) return;
+    copied = listed || (needs_alignment && !fits);
+  }
+
+  void place(const Shape& main_loop, WorkspaceAllocator& workspace) {
+    if (!copied) return;
     rows = dense_rows(main_loop, main_loop.seqlen_k, main_loop.heads_kv, workspace);
-    if (to.data == nullptr) rows.data = nullptr;
+    if (original.data == nullptr) rows.data = nullptr;
   }
 
   // `shape` is the shape of the call, with all keys.

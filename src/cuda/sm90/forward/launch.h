@@ -18,6 +18,7 @@ struct ForwardWorkspace {
   int* next_work = nullptr;
   std::uint32_t* needs_fix = nullptr;
 
+  ForwardWorkspace() = default;
   ForwardWorkspace(const ForwardChoice& choice, const ForwardParams& params, int multiprocessors,
                    WorkspaceAllocator& workspace);
 };

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <span>
+#include <string>
+
+#include "flash_dmattn/execution.h"
+#include "flash_dmattn/schedule.h"
+
+// What a backend decides before the caller allocates memory, once: the kernel, and the layout of the workspace or of the
+// schedule. The content belongs to the library. A plan is a value, and points to nothing but what the arguments of its
+// call point to, so that a copy is as good as the plan.
+namespace flash_dmattn {
+
+inline constexpr std::size_t plan_alignment = 128;  // of tensor maps in a plan
+
+template <class Args>
+struct Plan {
+  std::size_t workspace_size = 0;
+  std::string (*kernel_name)(const Plan&) = nullptr;
+  // Adds the address of the workspace and computes.
+  void (*run)(const Plan&, const Args&, const Execution&) = nullptr;
+  alignas(plan_alignment) std::array<std::byte, 4608> call;  // of the backend's own type
+};
+
+struct SchedulePlan {
+  std::size_t size = 0;  // of the schedule
+  std::size_t workspace_size = 0;
+  Schedule (*build)(const SchedulePlan&, std::span<std::byte> memory, const Execution&) = nullptr;
+  alignas(plan_alignment) std::array<std::byte, 512> call;
+};
+
+}  // namespace flash_dmattn

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+#include "api/check_finite.h"
+#include "arguments.h"
+#include "flash_dmattn/calls.h"
+
+// The definition of CheckedCall.
+namespace flash_dmattn {
+
+// Each checks arguments, chooses a backend and has it plan the call. Returns the arguments as backends see them.
+ForwardArgs plan_call(const ForwardArgs& args, const Execution& execution, std::string_view backend,
+                      Plan<ForwardArgs>& plan);
+BackwardArgs plan_call(const BackwardArgs& args, const Execution& execution,
+                       std::string_view backend, Plan<BackwardArgs>& plan);
+SelectionArgs plan_call(const SelectionArgs& args, const Execution& execution,
+                        std::string_view backend, Plan<SelectionArgs>& plan);
+PendingIntervalsArgs plan_call(const PendingIntervalsArgs& args, const Execution& execution,
+                               std::string_view backend, Plan<PendingIntervalsArgs>& plan);
+CommitArgs plan_call(const CommitArgs& args, const Execution& execution, std::string_view backend,
+                     Plan<CommitArgs>& plan);
+DecodeStepArgs plan_call(const DecodeStepArgs& args, const Execution& execution,
+                         std::string_view backend, Plan<DecodeStepArgs>& plan);
+
+inline std::span<std::byte> workspace_of(const Execution& execution) {
+  return {static_cast<std::byte*>(execution.workspace), execution.workspace_bytes};
+}
+
+inline Execution with_workspace(const Execution& execution, std::span<std::byte> workspace,
+                                std::size_t needed) {
+  Execution result = execution;
+  result.workspace = workspace.data();
+  result.workspace_bytes = workspace.size();
+  require_workspace(result, needed);
+  return result;
+}
+
+template <class Args>
+CheckedCall<Args>::CheckedCall(const Args& args, const Execution& execution, std::string_view name)
+    : execution_(execution) {
+  require_workers(execution);
+  args_ = plan_call(args, execution, name, plan_);
+}
+
+template <class Args>
+void CheckedCall<Args>::run(std::span<std::byte> workspace) const {
+  const Execution execution = with_workspace(execution_, workspace, plan_.workspace_size);
+  if constexpr (requires { check_inputs_finite(args_, execution); }) {
+    if (check_finite_enabled()) {
+      check_inputs_finite(args_, execution);
+      plan_.run(plan_, args_, execution);
+      return check_outputs_finite(args_, execution);
+    }
+  }
+  plan_.run(plan_, args_, execution);
+}
+
+}  // namespace flash_dmattn

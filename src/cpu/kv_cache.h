@@ -1,0 +1,9 @@
+#pragma once
+
+#include "backend.h"
+
+namespace flash_dmattn::cpu {
+
+extern const KvBackend kv_backend;
+
+}  // namespace flash_dmattn::cpu
