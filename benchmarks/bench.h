@@ -14,7 +14,7 @@
 
 #include "flash_dmattn/flash_dmattn.h"
 
-// What the programs share: medians and rows. A program prints rows of the records
+// Shared by the programs: medians and output rows. A program prints rows of the records
 // (benchmarks/harness/record.py), one line of JSON each; `bench.py run --case kernels` reads them.
 namespace flash_dmattn::benchmark {
 
@@ -56,7 +56,7 @@ inline void print(const Row& row) {
   std::fflush(stdout);
 }
 
-// What attention's cases are called in benchmarks/harness/cases.py.
+// The name of a case of attention in benchmarks/harness/cases.py.
 inline std::string title(const std::string& kind, const Problem& p, std::int64_t window) {
   std::string text = kind + " B" + std::to_string(p.batch) + " H" + std::to_string(p.heads_q);
   if (p.heads_kv != p.heads_q) text += " Hkv" + std::to_string(p.heads_kv);
@@ -64,7 +64,7 @@ inline std::string title(const std::string& kind, const Problem& p, std::int64_t
   return window > 0 ? text + " w" + std::to_string(window) : text;
 }
 
-// Runs a program; what it throws is a line and exit status 1.
+// Runs a program; prints an exception as one line and returns 1.
 template <class Body>
 int run_main(Body&& body) {
   try {

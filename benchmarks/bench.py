@@ -1,6 +1,6 @@
 """The one driver of the benchmarks: measures, shows and compares records, and writes the tables of the documents.
 
-python benchmarks/bench.py run --case dense dma --json mine.json
+python benchmarks/bench.py run --case dense dynamic_mask --json mine.json
 python benchmarks/bench.py show mine.json --plot mine.svg
 python benchmarks/bench.py compare BEFORE.json AFTER.json
 python benchmarks/bench.py report
@@ -13,6 +13,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -20,7 +21,7 @@ from harness import cases, machine, record, sides
 
 # The module that measures a case; all others are of attention.
 _MODULES = {
-    "decode": "decode", "host": "host", "kernels": "kernels", "memory": "memory", "token": "models",
+    "decode": "decode", "host": "host", "kernels": "core_programs", "memory": "memory", "token": "models",
     "training": "models", "training_step": "models",
 }  # fmt: skip
 CASES = (*cases.NAMES, "selection", *_MODULES)
@@ -33,11 +34,7 @@ INTERRUPTED = 130
 
 def run(options: argparse.Namespace) -> int:
     """Measures, prints every row at once, and writes it into the record at once."""
-    for side in set(options.side).intersection(sides.NAMES):
-        try:
-            sides.expect_runs(side, options.device)
-        except sides.Declined as reason:
-            options.fail(f"--side: got {side}, which {reason}")
+    _check_sides(options)
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -50,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     }
     path = options.json
     if options.record:
-        path = machine.place(options.record, found["machine"])
+        path = machine.record_path(options.record, found["machine"])
     if path and not found["commit"]:
         options.fail("--commit: got none outside a Git checkout, expected that of the sources")
     if path:
@@ -58,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"{found['machine']['name']}, torch {torch.__version__}", flush=True)
     try:
         for row in _measured(options):
-            print(record.line(row), flush=True)
+            print(record.format_row(row), flush=True)
             found["rows"].append(row)
             if path:
                 record.write(path, found)
@@ -73,15 +70,33 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_sides(options: argparse.Namespace) -> None:
+    """Ends the program for a side that cannot run here, and for a case that none of the sides measures."""
+    for side in set(options.side).intersection(sides.NAMES):
+        try:
+            sides.expect_runs(side, options.device)
+        except sides.Declined as reason:
+            options.fail(f"--side: got {side}, which {reason}")
+    for name in options.case:
+        known = _module(name).side_names(name, options.device)
+        if options.side and known and not set(options.side).intersection(known):
+            got, expected = ", ".join(options.side), ", ".join(known)
+            options.fail(f"--side: got {got}, expected one of {expected} for the case {name}")
+
+
+def _module(case: str) -> ModuleType:
+    """The module of the harness that measures a case."""
+    return importlib.import_module(f"harness.{_MODULES.get(case, 'attention')}")
+
+
 def _measured(options: argparse.Namespace) -> Iterator[dict]:
     for name in options.case:
-        module = importlib.import_module(f"harness.{_MODULES.get(name, 'attention')}")
-        yield from module.measured(name, options)
+        yield from _module(name).measure_rows(name, options)
 
 
 def show(options: argparse.Namespace) -> int:
     rows = [row for found in options.records for row in found["rows"]]
-    print("\n".join(map(record.line, rows)))
+    print("\n".join(map(record.format_row, rows)))
     if options.plot is None:
         return 0
     from harness import pictures  # needs matplotlib, which nothing else does
@@ -91,9 +106,25 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
+def add_tests(options: argparse.Namespace) -> int:
+    """Writes the build and the results of tests into a record, as gpu_session.sh leaves them."""
+    found = record.read(options.record)
+    found["versions"]["build"] = options.build.read_text().strip()
+    fields = ("part", "result", "took", "last_words")
+    tests = options.tests.read_text().splitlines()
+    found["tests"] = [dict(zip(fields, test.split("\t"), strict=True)) for test in tests]
+    record.write(options.record, found)
+    return 0
+
+
 def _call(module: str) -> Callable[[argparse.Namespace], int]:
     """The `main` of a module of the harness."""
     return lambda options: importlib.import_module(f"harness.{module}").main(options)
+
+
+def _case(text: str) -> str:
+    """The name of a case. Commands in older records have `dma`."""
+    return {"dma": "dynamic_mask"}.get(text, text)
 
 
 def _positive(text: str) -> int:
@@ -126,8 +157,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     one = commands.add_parser("run", help="measure on this machine")
     one.set_defaults(call=run, fail=one.error)
     add = one.add_argument
-    add("--case", nargs="+", choices=CASES, default=["dense", "dma", "scaling"], metavar="CASE",
-        help=f"any of {', '.join(CASES)}; default: dense dma scaling")  # fmt: skip
+    add("--case", nargs="+", type=_case, choices=CASES, default=["dense", "dynamic_mask", "scaling"], metavar="CASE",
+        help=f"any of {', '.join(CASES)}; default: dense dynamic_mask scaling")  # fmt: skip
     add("--side", nargs="+", choices=SIDES, default=[], metavar="SIDE",
         help=f"any of {', '.join(SIDES)}; default: ours, and the rivals of torch that run here without compiling")  # fmt: skip
     add("--dtype", nargs="+", choices=("float32", "bfloat16", "float16"),
@@ -154,11 +185,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     one.set_defaults(call=_call("compare"), fail=one.error)
     one.add_argument("sources", nargs="+", metavar="SOURCE",
         help="a record: its sides; two records or two builds: after and before. A build is a folder with python/, _C.so and "
-        "commit, as gpu_session.sh packs it: both are measured in turns, in random order")  # fmt: skip
+        "commit, as gpu_session.sh packs it: both are measured alternately, in random order")  # fmt: skip
     one.add_argument("--rounds", type=_positive, default=5, help="of two builds")
     one.add_argument("--json", type=Path, metavar="FILE", help="write the record of two builds")
     one.add_argument("--run", nargs=argparse.REMAINDER, metavar="OPTION", help="of `run`, for two builds",
-        default=["--case", "dense", "dma", "groups", "sliding", "dense_masks", "--side", "cuda"])  # fmt: skip
+        default=["--case", "dense", "dynamic_mask", "groups", "sliding", "dense_masks", "--side", "cuda"])  # fmt: skip
+
+    one = commands.add_parser("add", help="write build and test results into a record")
+    one.set_defaults(call=add_tests, fail=one.error)
+    one.add_argument("record", type=Path, metavar="RECORD")
+    one.add_argument("--build", type=Path, required=True, metavar="FILE", help="compiler, flags")
+    one.add_argument("--tests", type=Path, required=True, metavar="FILE",
+        help="a line per test: part, result, time and last words, separated by tabs")  # fmt: skip
 
     one = commands.add_parser("report", help="write the documents' tables and pictures")
     one.set_defaults(call=_call("report"), fail=one.error)

@@ -24,7 +24,7 @@
 # decode: decode.json, token_4096.json and token_524288.json. All of them are records (benchmarks/harness/record.py).
 set -euo pipefail
 
-# on_gpu N COMMAND...: with the Nth GPU of this machine first among those that the command sees, the others behind it.
+# on_gpu N COMMAND...: runs COMMAND with GPU N first in CUDA_VISIBLE_DEVICES.
 on_gpu() {
   local gpus n=$1
   shift
@@ -66,8 +66,7 @@ pack() {
     "$(sed -n 's/^CMAKE_CUDA_COMPILER:.*=//p' "$build/CMakeCache.txt")" --version | sed -n 's/.*release.*, V/nvcc /p'
     sed -nE 's/^(CMAKE_CUDA_FLAGS_RELEASE|FLASH_DMATTN_CUDA_ARCHITECTURES):[A-Z]*=//p' "$build/CMakeCache.txt"
   } | paste -sd, - >"$work/build"
-  # Every test program has all kernels: a dictionary that reaches back to those of the program before, and no threads, which divide
-  # the input.
+  # Every test program has all kernels. The dictionary spans two programs, and there are no threads, which divide the input.
   XZ_OPT="--lzma2=preset=1,dict=256MiB" tar -C "$work" -cJf "$folder/session.tar.xz" .
   rm -rf "$work"
   cp "${BASH_SOURCE[0]}" "$folder/"
@@ -136,13 +135,13 @@ compare() {
 }
 
 rivals() {
-  bench bench_triton triton --case dense dma sliding dense_masks --side cuda triton fa2 cudnn sdpa flex
+  bench bench_triton triton --case dense dynamic_mask sliding dense_masks --side cuda triton fa2 cudnn sdpa flex
   bench bench_sweeps sweeps --case scaling windows --side cuda triton sdpa flex
 }
 
 decode() {
   bench decode decode --case decode
-  # A context of its own for each program: what is slow at the longer one costs nothing at the other.
+  # Each context has its own program, so that a slow long context does not delay the short one.
   local context
   for context in 4096 524288; do
     bench "token_$context" "token_$context" --case token --length "$context"
@@ -155,26 +154,9 @@ speed() {
   if python3 -c 'import fa3_fwd_interface' 2>/dev/null; then sides+=(fa3); fi
   if python3 -c 'import flash_attn.cute' 2>/dev/null; then sides+=(fa4); fi
   if python3 -c 'import fla' 2>/dev/null; then sides+=(fla); fi
-  bench speed record --case dense head_dims dma groups sliding documents dense_masks forgetting selection memory \
+  bench speed record --case dense head_dims dynamic_mask groups sliding documents dense_masks forgetting selection memory \
     --side "${sides[@]}" --repeats 9
   bench training training --case training
-}
-
-# The build and the results of tests and sanitizers, in the record of the times.
-add_to_record() {
-  python3 - "$results" "$folder" <<'PYTHON'
-import sys
-from pathlib import Path
-results, folder = map(Path, sys.argv[1:])
-sys.path.insert(0, str(folder / "benchmarks"))
-from harness import record
-found = record.read(results / "record.json")
-found["versions"]["build"] = (folder / "build").read_text().strip()
-names = ("part", "result", "took", "last_words")
-rows = (results / "table.tsv").read_text().splitlines()
-found["tests"] = [dict(zip(names, row.split("\t"), strict=True)) for row in rows]
-record.write(results / "record.json", found)
-PYTHON
 }
 
 run() {
@@ -210,7 +192,9 @@ run() {
     esac
   done
   wait
-  if [ -e "$results/record.json" ]; then add_to_record; fi
+  if [ -e "$results/record.json" ]; then
+    python3 "$folder/benchmarks/bench.py" add "$results/record.json" --build "$folder/build" --tests "$results/table.tsv"
+  fi
   cat "$results/speed.log" "$results/compare.log" 2>/dev/null || true
   awk -F '\t' '{ printf "%-16s %-12s %6s  %s\n", $1, $2, $3, $4 }' "$results/table.tsv"
   ! grep -q FAILED "$results/table.tsv"

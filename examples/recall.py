@@ -151,7 +151,7 @@ def train(kind: str, options: argparse.Namespace) -> list[float]:
 
 
 def at_the_end(recall: list[float]) -> float:
-    """Of the last steps."""
+    """Mean recall of the last steps."""
     last = recall[-max(1, min(50, len(recall) // 10)) :]
     return sum(last) / len(last)
 

@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
-"""Compiles a CUDA source and fails where its wgmma kernels are not what they were written to be.
+"""Compiles a CUDA source and fails if a wgmma kernel was serialized or spills.
 
     check_wgmma.py CUOBJDUMP COMPILER ARGUMENTS... -o OBJECT ...
 
 A compiler launcher (CMake: CUDA_COMPILER_LAUNCHER). It runs the command and then fails if
 - ptxas reports that it has serialized wgmma or ignored setmaxnreg (C7508 to C7520), or
 - an innermost loop with matrix products (HGMMA) reads or writes local memory: registers that did not suffice, or
-- the loops around those, or the rest of such a kernel, which is that of the producers, has more such instructions
-  than ALLOWED records.
-Where there is no cuobjdump (CMake's ...-NOTFOUND) the loops are not looked at, and CMake has said so.
+- the enclosing loops, or the rest of such a kernel (mostly producers), have more such instructions than ALLOWED.
+Without cuobjdump (CMake's ...-NOTFOUND) the loops are not checked, and CMake has warned.
 """
 
 import re
@@ -31,7 +30,7 @@ class LocalAccesses(NamedTuple):
     rest: int  # elsewhere: producers, with 24 to 40 registers, prologue and epilogue
 
 
-# At most, by direction and head-dim bucket. Behind them what CUDA 13.0 leaves; the rest is for other compilers.
+# Limits by direction and head-dim bucket. The comments have CUDA 13.0's counts; the margin is for other compilers.
 ALLOWED = {
     ("Forward", 64): LocalAccesses(0, 16, 128),  # 0, 12, 86
     ("Forward", 128): LocalAccesses(0, 0, 144),  # 0, 0, 130
@@ -62,7 +61,7 @@ def functions(listing):
 
 
 def successors(body):
-    """For each instruction, the indices of those that may follow it."""
+    """For each instruction, the indices of the instructions that may follow it."""
     index = {address: i for i, (address, _) in enumerate(body)}
     result = []
     for i, (_, text) in enumerate(body):
@@ -91,7 +90,7 @@ def blocks_of(body):
 
 
 def natural_loops(edges):
-    """The loops of a flow graph as sets of blocks: those of a back edge, whose target dominates its source."""
+    """The loops of a flow graph as sets of blocks. A loop has a back edge, whose target dominates its source."""
     everything = (1 << len(edges)) - 1
     before = [[] for _ in edges]
     for block, targets in enumerate(edges):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# check_wheel.sh WHEEL TORCH...: installs a wheel beside each of these versions of torch, in a fresh virtual environment, and
+# check_wheel.sh WHEEL TORCH...: installs a wheel together with each of these versions of torch, in a fresh virtual environment, and
 # compares the backends that run with double precision there. PYTHON chooses the interpreter.
 set -euo pipefail
 

@@ -3,7 +3,7 @@
 # something or the test fails. Without the tool or a GPU it says so and is reported as skipped (exit status 77).
 #
 # racecheck leaves out the main loops of sm90. It orders a read before the write that comes after it by an mbarrier only where the
-# thread that reads arrives there itself. There one lane arrives for a warp, behind a __syncwarp; the tool does not follow that, nor a
+# thread that reads arrives there itself. There one lane arrives for a warp, after a __syncwarp; the tool does not follow that, nor a
 # bar.sync before the arrival (CUDA 13.0). test_cuda_races compares the bits of a thousand launches of these kernels instead.
 set -euo pipefail
 

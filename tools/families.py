@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def write(found: Found) -> None:
-    """Replaces what is between the markers of the page."""
+    """Replaces the text between the markers of the page."""
     before, rest = PAGE.read_text().split(BEGIN)
     after = rest.split(END, 1)[1]
     PAGE.write_text(f"{before}{BEGIN}\n{section(found)}\n{END}{after}")
@@ -129,7 +129,7 @@ def _table(found: Found) -> list[str]:
 
 
 def _families(classes: list[ModelClass], found: Found) -> str:
-    """Families, with the names of classes where not all of the family are among them."""
+    """Families, with the names of classes if only some of a family are listed."""
     names = []
     for family in dict.fromkeys(c.family for c in classes):
         here = [c for c in classes if c.family == family]

@@ -6,7 +6,7 @@
     FOLDER/build.toml            for kernel-builder, which has not been run on it; the CPU's kernels only
     FOLDER/{bindings,include,src,torch-ext}
 
-The namespace is that of the operators in torch.ops, and the name of the Python module: two of them live in one process.
+The namespace is that of the operators in torch.ops, and the name of the Python module: two of them can be in one process.
 """
 
 from __future__ import annotations

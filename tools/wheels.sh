@@ -3,7 +3,7 @@
 #
 #   cpu      x86_64
 #   aarch64  cross-compiled (Debian: g++-aarch64-linux-gnu); its C++ tests run under qemu (qemu-user)
-#   cuda     x86_64 with the CUDA kernels, version 2.0.0+cu130 and the like; takes twenty minutes of a core.
+#   cuda     x86_64 with the CUDA kernels, for example version 2.0.0+cu130; takes twenty minutes of a core.
 #            CUDA_ARCHITECTURES="90-real" builds a part of them
 #
 # The Python that is first on the PATH has torch and the groups `tools` and `wheels` of pyproject.toml, and `cuda` for CUDA: see

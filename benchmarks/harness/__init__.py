@@ -1,1 +1,1 @@
-"""What benchmarks/bench.py measures, how it times, and what it writes."""
+"""Cases, timing and records of benchmarks/bench.py."""

@@ -1,4 +1,4 @@
-"""Forward, backward and the peak of memory of the cases of attention, sides in turn."""
+"""Forward, backward and peak memory of attention cases, with alternating sides."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from .cases import Case, cases_of
 from .clock import costs, timed
 
 
-def measured(name: str, options: argparse.Namespace) -> Iterator[dict]:
+def side_names(name: str, device: str) -> tuple[str, ...]:
+    """Sides that `--side` can choose for a case; none where it chooses nothing."""
+    return () if name == "selection" else sides.names_on(device)
+
+
+def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
     if name == "selection":
         yield from _selections(options)
     chosen = options.side or sides.default_sides(options.device)

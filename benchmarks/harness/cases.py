@@ -69,7 +69,7 @@ _GPU_HEADS = {"heads_q": 16, "heads_kv": 8, "head_dim": 128}
 CASES = {
     "cpu": {
         "dense": [Case(DENSE, 4096, 128)],
-        "dma": [Case(PER_QUERY, 8192, 64, 1024)],
+        "dynamic_mask": [Case(PER_QUERY, 8192, 64, 1024)],
         "scaling": _sweep((4096, 8192, 16384, 32768, 65536), (1024,), head_dim=64),
         "windows": _sweep((8192,), (128, 256, 512, 1024, 2048, 4096), head_dim=64),
         "global": [Case(GLOBAL, 8192, 64, 1024)],
@@ -80,7 +80,7 @@ CASES = {
     "cuda": {
         "dense": [Case(DENSE, n, 128, heads_q=16, heads_kv=16) for n in (8192, 32768)],
         "head_dims": [Case(DENSE, 32768, d, heads_q=16, heads_kv=16) for d in (64, 256)],
-        "dma": _sweep((32768,), (2048,), **_GPU_HEADS),
+        "dynamic_mask": _sweep((32768,), (2048,), **_GPU_HEADS),
         "groups": [
             Case(PER_QUERY, 32768, 128, 2048, heads_q=16, heads_kv=16),
             Case(PER_QUERY, 32768, 128, 2048, heads_q=16, heads_kv=2),
@@ -118,7 +118,7 @@ def cases_of(device: str, name: str, lengths=None, windows=None) -> list[Case]:
 
 
 def useful_tflops(row: dict) -> tuple[float | None, float | None] | None:
-    """Of a row's forward and backward, None where that was not measured; None for other work than attention."""
+    """Useful TFLOP/s of a row's forward and backward (None if not measured); None for rows that are not attention."""
     case = Case.parse(row["case"])
     if case is None:
         return None

@@ -96,7 +96,7 @@ def graph_ms(calls: list[Callable[[], object]], at_least: int, repeats: int) -> 
     return statistics.median(times) / (rounds * len(calls))
 
 
-def kernels(call: Callable[[], object]) -> tuple[int, float]:
+def count_kernels(call: Callable[[], object]) -> tuple[int, float]:
     """How many kernels and copies a call launches, and the sum of their milliseconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
@@ -108,8 +108,8 @@ def kernels(call: Callable[[], object]) -> tuple[int, float]:
 
 
 def costs(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Cost]:
-    """Of every side: medians of `repeats` rounds, after rounds that warm up. The order of the sides is drawn anew for
-    each round, so that neither a drifting clock nor the preceding side favours one. A round times all forwards, then all
+    """Median costs of each side over `repeats` rounds after warm-up. Each round has a random order of sides, so that
+    neither a drifting clock nor the preceding side favours one. A round times all forwards, then all
     backwards, because a call starts at the clock that the preceding one has left. On an H200 that is 1.65 to 1.68 GHz
     after long forwards and 1.70 to 1.82 GHz after backwards: a side without a backward would slow the next forward."""
     draw = random.Random(0)

@@ -1,4 +1,4 @@
-"""Ratios of times: of the sides of one record, of two records, or of two builds that are measured in turns."""
+"""Ratios of times: of the sides of one record, of two records, or of two builds measured alternately."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 def ratios(rows: list[dict]) -> list[str]:
-    """A line for each side of a case: medians of its runs, and their ratios to those of the case's first side. Sides
-    called "before X" and "after X" are compared with each other alone."""
+    """A line for each side of a case: medians of its runs, and their ratios to the medians of the case's first side.
+    Sides called "before X" and "after X" are compared with each other alone."""
     groups: dict[tuple, dict[str, list[dict]]] = {}
     for row in rows:
         when, _, side = row["side"].partition(" ")

@@ -1,7 +1,7 @@
 """A token at a time, from a cache of slots and from all keys, compared with the bandwidth of a copy.
 
-Rows have the time of cold caches as their forward: calls cycle through so many caches that each comes from memory. The part
-`warm` is of one cache. On a GPU both are from replays of a CUDA graph of at least 24 calls.
+`forward` is the time with cold caches: calls cycle through enough KV caches that each is read from memory. The part `warm`
+reuses one. On a GPU both are from replays of a CUDA graph of at least 24 calls.
 """
 
 from __future__ import annotations
@@ -69,7 +69,11 @@ CASES = {
 }
 
 
-def measured(name: str, options: argparse.Namespace) -> Iterator[dict]:
+def side_names(name: str, device: str) -> tuple[str, ...]:
+    return ("ours", *(_SDPA if device == "cuda" else ("sdpa",)))
+
+
+def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
     device, repeats = options.device, options.repeats
     cases = [
         dataclasses.replace(case, keys=keys)

@@ -27,22 +27,26 @@ def _sdpa(q, k, v, bias):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-def _ours(**options) -> Callable:
+def _our_call(**options) -> Callable:
     return lambda q, k, v, bias: flash_dmattn_func(q, k, v, is_causal=True, **options)
 
 
 def _biased(**options) -> Callable:
-    return lambda q, k, v, bias: _ours(attn_bias=bias, **options)(q, k, v, bias)
+    return lambda q, k, v, bias: _our_call(attn_bias=bias, **options)(q, k, v, bias)
 
 
-def measured(name: str, options: argparse.Namespace) -> Iterator[dict]:
+def side_names(name: str, device: str) -> tuple[str, ...]:
+    return ("ours", "sdpa")
+
+
+def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
     device, threads = options.device, torch.get_num_threads()
     torch.set_num_threads(1)
     for length in options.length or [128 if device == "cuda" else 8]:
         window = sliding_window(length, _WINDOW, device=device)
         calls = {
             ("dense", "sdpa"): _sdpa,
-            ("dense", "ours"): _ours(),
+            ("dense", "ours"): _our_call(),
             ("key bias", "ours"): _biased(),
             ("window", "ours"): lambda q, k, v, bias: flash_dmattn_func(
                 q, k, v, key_intervals=window

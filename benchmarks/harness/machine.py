@@ -16,7 +16,7 @@ RECORDS = BENCHMARKS / "records"
 
 
 def output_of(*command: str) -> str:
-    """What a command prints; "" where it fails or does not exist."""
+    """Output of a command; "" if it fails or does not exist."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=BENCHMARKS, check=False)
     except OSError:
@@ -32,12 +32,9 @@ def commit() -> str:
 def machine(device: str) -> dict:
     if device == "cuda":
         query = "--query-gpu=driver_version,clocks.sm,clocks.mem,clocks.max.sm"
-        return {
-            "name": torch.cuda.get_device_name(),
-            "driver, SM and memory clock now, highest SM clock": output_of(
-                "nvidia-smi", query, "--format=csv,noheader"
-            ),
-        }
+        of_gpus = output_of("nvidia-smi", query, "--format=csv,noheader")
+        driver, _, clocks = of_gpus.partition("\n")[0].partition(", ")
+        return {"name": torch.cuda.get_device_name(), "driver": driver, "clocks": clocks}
     text = Path("/proc/cpuinfo").read_text()
     fields = dict(re.findall(r"^(\w[\w ]*?)\s*: (.*)$", text, re.MULTILINE))
     return {
@@ -49,7 +46,7 @@ def machine(device: str) -> dict:
     }
 
 
-def place(name: str, machine: dict) -> Path:
+def record_path(name: str, machine: dict) -> Path:
     """records/<machine>/<date>-<name>.json"""
     words = re.sub(r"\(\w+\)|\b(NVIDIA|CPU|Processor)\b|@.*", "", machine["name"]).split()
     folder = "-".join([*words, machine.get("isa", "")]).strip("-").lower()

@@ -16,7 +16,7 @@ from transformers import DogeConfig, DogeForCausalLM, DynamicCache, StaticCache
 from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
 
 from . import record
-from .clock import captured, elapsed_ms, kernels
+from .clock import captured, count_kernels, elapsed_ms
 from .machine import BENCHMARKS
 
 _REPEATS = 9  # training steps, of which the median counts
@@ -81,11 +81,19 @@ def _kernels(step: Callable[[], None], device: str) -> dict:
     """The launches of a step and the sum of their times, in a row's fields; nothing on the CPU."""
     if device == "cpu":
         return {}
-    count, ms = kernels(step)
+    count, ms = count_kernels(step)
     return {"kernels": count, "parts": {"kernels": ms}}
 
 
-def measured(name: str, options: argparse.Namespace) -> Iterator[dict]:
+def side_names(name: str, device: str) -> tuple[str, ...]:
+    return tuple(
+        {"training": LEARNING_SIDES, "training_step": TRAINING_SIDES, "token": GENERATION_SIDES}[
+            name
+        ]
+    )
+
+
+def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
     measure = {"training": _trainings, "training_step": _training_steps, "token": _tokens}[name]
     yield from measure(options)
 
@@ -181,7 +189,7 @@ def _tokens(options: argparse.Namespace) -> Iterator[dict]:
             yield from _rows(f"token after {context}, {_title(options.device)}", sides, options)
 
 
-def _ours(device: str, context: int, compiled: bool = False) -> dict:
+def _our_token(device: str, context: int, compiled: bool = False) -> dict:
     model, cache = _reader(device, context)
     forward = torch.compile(model, fullgraph=True) if compiled else model
     return _timed_token(_greedy_step(forward, cache, device), cache, device)
@@ -221,8 +229,8 @@ def _eager(device: str, context: int) -> dict:
 
 
 GENERATION_SIDES = {
-    "ours": _ours,
-    "ours_compiled": functools.partial(_ours, compiled=True),
+    "ours": _our_token,
+    "ours_compiled": functools.partial(_our_token, compiled=True),
     "generate": _generate,
     "sdpa_compiled": _sdpa_compiled,
     "eager": _eager,
@@ -266,7 +274,7 @@ def _greedy_step(forward: Callable, cache: DynamicCache, device: str) -> Callabl
 
 
 def _timed_token(step: Callable, cache: DynamicCache, device: str, graph: bool = True) -> dict:
-    """Milliseconds of a token among many, and what it launches."""
+    """Milliseconds and kernel launches per token in a long run."""
     step()
     if device == "cuda" and graph:
         for _ in range(2):

@@ -30,7 +30,7 @@ _FIXED = ("kind", "batch", "heads_q", "heads_kv", "head_dim")
 
 
 def seconds(row: dict) -> float | None:
-    """Of forward and backward."""
+    """Seconds of forward plus backward."""
     backward = row["backward"]
     return None if backward is None else (row["forward"] + backward) / 1e3
 
@@ -93,7 +93,7 @@ def draw_sweep(
 
 
 def _sweeps(rows: list[dict]) -> dict[str, list[dict]]:
-    """Those of N and w that the rows vary, and the rows of each."""
+    """Rows by the parameter (N or w) that they vary."""
     found = {along: sweep(rows, along) for along in _AXES}
     return {along: rows for along, rows in found.items() if rows}
 

@@ -11,10 +11,19 @@ from .cases import useful_tflops
 _NUMBER = (int, float)
 _NULLABLE = (int, float, type(None))
 TIMES = ("forward", "backward")
+_COMMIT = (str, type(None))  # None: a build that was never committed; the note describes it
 _RECORD = {"machine": dict, "commit": str, "command": str, "versions": dict, "rows": list}
 _RECORD_OPTIONS = {
-    "note": str,  # the method, and what else one has to know
+    "note": str,  # the method, and other facts that a reader needs
     "tests": list,  # what gpu_session.sh ran, and how it ended
+}
+_MACHINE_OPTIONS = {
+    "family_model": str,  # of a CPU
+    "isa": str,
+    "last_level_cache_mib": _NUMBER,
+    "threads": int,
+    "driver": str,  # of a GPU
+    "clocks": str,  # SM and memory now, highest SM
 }
 _ROW = {
     "case": str,
@@ -36,7 +45,7 @@ _MEASUREMENTS = {
     "bits_per_byte": _NUMBER,  # loss, mean of the last steps of a training
 }
 _ROW_OPTIONS = {
-    "commit": str,  # the build of this row, where it is not the record's
+    "commit": _COMMIT,  # the build of this row, where it is not the record's
     "run": int,  # tells repetitions apart
 }
 _TEST = {"part": str, "result": str}
@@ -46,7 +55,7 @@ _TEST_OPTIONS = {"took": str, "last_words": str, "commit": str}
 def validate(record: dict) -> dict:
     """The record. Raises ValueError for one that the schema does not allow."""
     _check(record, "record", _RECORD, _RECORD_OPTIONS)
-    _check(record["machine"], "machine", {"name": str}, dict.fromkeys(record["machine"], object))
+    _check(record["machine"], "machine", {"name": str}, _MACHINE_OPTIONS)
     _check(record["versions"], "versions", {"torch": str}, dict.fromkeys(record["versions"], str))
     for number, test in enumerate(record.get("tests", [])):
         _check(test, f"tests[{number}]", _TEST, _TEST_OPTIONS)
@@ -78,10 +87,11 @@ def _check(found: object, name: str, required: dict, options: dict) -> None:
         if field not in kinds:
             raise ValueError(f"{name}: got {field!r}, expected one of {', '.join(kinds)}")
         value, kind = found[field], kinds[field]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not object):
+        if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(f"{name}.{field}: got {value!r}, expected {kind}")
-    if "commit" in found and not re.fullmatch("[0-9a-f]{7,40}(-dirty)?", found["commit"]):
-        raise ValueError(f"{name}.commit: got {found['commit']!r}, expected a commit's hash")
+    commit = found.get("commit")
+    if commit is not None and not re.fullmatch("[0-9a-f]{7,40}(-dirty)?", commit):
+        raise ValueError(f"{name}.commit: got {commit!r}, expected a commit's hash")
 
 
 def row(case, side, dtype, forward=None, backward=None, unit="ms", **rest) -> dict:
@@ -97,13 +107,13 @@ def _rounded(value: object) -> object:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def line(row: dict) -> str:
+def format_row(row: dict) -> str:
     """A row for a reader: forward / backward, useful TFLOP/s of attention, and the rest by name."""
     cells = []
     if any(row[way] is not None for way in TIMES):
-        cells.append(f"{both_ways(row)} {row['unit']}")
+        cells.append(f"{forward_and_backward(row)} {row['unit']}")
     if rates := useful_tflops(row):
-        cells.append(f"{both_ways(dict(zip(TIMES, rates, strict=True)))} TFLOP/s")
+        cells.append(f"{forward_and_backward(dict(zip(TIMES, rates, strict=True)))} TFLOP/s")
     rest = {field: row[field] for field in (*_MEASUREMENTS, *_ROW_OPTIONS) if field in row}
     cells += [f"{name} {number:.5g}" for name, number in rest.pop("parts", {}).items()]
     cells += [f"{name} {value}" for name, value in rest.items()]
@@ -116,7 +126,7 @@ def declined(case: object, side: str, dtype: str, reason: Exception) -> str:
     return f"{case!s:<46} {side:<14}{dtype:<9}  declined: {text}"
 
 
-def both_ways(numbers: dict) -> str:
+def forward_and_backward(numbers: dict) -> str:
     """Three digits of forward / backward."""
     shown = [numbers[way] for way in TIMES]
     return " / ".join("–" if x is None else f"{x:.0f}" if x >= 100 else f"{x:.3g}" for x in shown)

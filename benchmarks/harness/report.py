@@ -13,7 +13,7 @@ from . import pictures
 from .cases import Case, useful_tflops
 from .machine import RECORDS
 from .pictures import plt  # after pictures has chosen how matplotlib draws
-from .record import TIMES, both_ways, read
+from .record import TIMES, forward_and_backward, read
 
 ROOT = RECORDS.parents[1]
 DOCS = ROOT / "docs"
@@ -74,9 +74,9 @@ def table(records: list[tuple[str, dict]], to_root: str = "", cases: set[str] | 
             f"|---|---|{'---|' * len(sides)}---|",
         ]
         for (case, dtype), found in work.items():
-            times = [both_ways(found[side]) if side in found else "" for side in sides]
+            times = [forward_and_backward(found[side]) if side in found else "" for side in sides]
             rates = dict(zip(TIMES, useful_tflops(found[sides[0]]), strict=True))
-            cells = [_title(case), dtype, *times, both_ways(rates)]
+            cells = [_title(case), dtype, *times, forward_and_backward(rates)]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)

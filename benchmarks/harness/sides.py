@@ -38,7 +38,7 @@ class Declined(Exception):
     """A side does not run a case, for the reason in the message."""
 
 
-# What drawing, building and timing a side may raise.
+# Exceptions of drawing, building and timing a side.
 REASONS = (Declined, MemoryError, RuntimeError, TypeError, ValueError)
 
 
@@ -96,7 +96,7 @@ def _leaves(*tensors: Tensor | None) -> list[Tensor]:
     return [t.detach().requires_grad_() for t in tensors if t is not None]
 
 
-def _our(backend: str, inputs: Inputs) -> Step:
+def _our_step(backend: str, inputs: Inputs) -> Step:
     """The call as a user makes it: with selection, schedule, and the gradient of the bias."""
     case, attention = inputs.case, flash_dmattn_func_auto(backend)
     if case.kind == FORGETTING:
@@ -117,7 +117,9 @@ def _our(backend: str, inputs: Inputs) -> Step:
     return Step(lambda: attention(q, k, v, **options), leaves, inputs.dout)
 
 
-def _torchs(inputs: Inputs, mask: Tensor | None = None, backend: SDPBackend | None = None) -> Step:
+def _sdpa_step(
+    inputs: Inputs, mask: Tensor | None = None, backend: SDPBackend | None = None
+) -> Step:
     """scaled_dot_product_attention, causal or with a mask that is ready before the clock starts."""
     case = inputs.case
     q, k, v = _leaves(*(t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)))
@@ -152,7 +154,7 @@ def _sdpa(inputs: Inputs) -> Step:
     """Whichever implementation torch chooses for a mask of N x N."""
     case = inputs.case
     if case.kind == DENSE:
-        return _torchs(inputs)
+        return _sdpa_step(inputs)
     heads = 1 if case.kind in (SLIDING, DOCUMENTS) else case.heads_q
     needed = (
         (9 if case.kind == FORGETTING else 5) * case.batch * heads * case.seqlen**2
@@ -160,24 +162,24 @@ def _sdpa(inputs: Inputs) -> Step:
     expect_memory(2 * needed, "mask and a copy of it take", inputs.q.device)
     if case.kind == DENSE_MASKS:  # one tensor is mask and bias, and has one gradient
         both = inputs.bias.masked_fill(~inputs.mask, -torch.inf)
-        return _torchs(inputs, _per_query_head(both, case).requires_grad_())
+        return _sdpa_step(inputs, _per_query_head(both, case).requires_grad_())
     if case.kind == FORGETTING:
         sums = inputs.log_fgate.cumsum(1).mT
         fading = sums[..., None] - sums[..., None, :]
         shown = torch.ones(fading.shape[2:], dtype=torch.bool, device=fading.device).tril()
         shown = shown & (fading >= PRUNE) if case.window else shown
-        return _torchs(inputs, fading.masked_fill(~shown, -torch.inf).to(inputs.q.dtype))
+        return _sdpa_step(inputs, fading.masked_fill(~shown, -torch.inf).to(inputs.q.dtype))
     intervals = inputs.intervals
     if intervals is None:
         intervals = select_key_intervals(inputs.bias, case.window, selection=case.kind)
-    return _torchs(inputs, _per_query_head(intervals.to_mask(), case))
+    return _sdpa_step(inputs, _per_query_head(intervals.to_mask(), case))
 
 
 def _dense_only(backend: SDPBackend) -> Callable[[Inputs], Step]:
     def build(inputs: Inputs) -> Step:
         if inputs.case.kind != DENSE:
             raise Declined("has no masks")
-        return _torchs(inputs, backend=backend)
+        return _sdpa_step(inputs, backend=backend)
 
     return build
 
@@ -267,16 +269,22 @@ RIVALS: dict[str, Callable[[Inputs], Step]] = {
 
 
 NAMES = (*OURS, *RIVALS)
+_DEVICES = {"cpu": ("cpu",), "sdpa": ("cpu", "cuda")}  # all others: a GPU
 
 
 def build(name: str, inputs: Inputs) -> Step:
     """The step of a side. Raises Declined where it does not run the case."""
-    return RIVALS[name](inputs) if name in RIVALS else _our(name, inputs)
+    return RIVALS[name](inputs) if name in RIVALS else _our_step(name, inputs)
+
+
+def names_on(device: str) -> tuple[str, ...]:
+    """The sides that run on a device."""
+    return tuple(name for name in NAMES if device in _DEVICES.get(name, ("cuda",)))
 
 
 def expect_runs(name: str, device: str) -> None:
     """Raises Declined for a side that runs no case on this device."""
-    if device not in {"cpu": ("cpu",), "sdpa": ("cpu", "cuda")}.get(name, ("cuda",)):
+    if name not in names_on(device):
         raise Declined(f"does not run on {device}")
     if name in OURS and (reason := unavailable_reason(name)):
         raise Declined(reason)

@@ -108,7 +108,7 @@ def main() -> None:
 
 
 class _ProcessMemory:
-    """Of this process, in MiB."""
+    """Memory of this process, in MiB."""
 
     def forget_peak(self) -> None:
         """Resets the peak (man 5 proc, clear_refs)."""
@@ -129,7 +129,7 @@ class _ProcessMemory:
 
 
 class _DeviceMemory:
-    """Of torch on the GPU, in MiB."""
+    """Memory of torch on the GPU, in MiB."""
 
     def forget_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats()

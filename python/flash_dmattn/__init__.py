@@ -2,8 +2,8 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ._core import ops
-from ._core.availability import backends, get_available_backends, is_available
+from ._core import autograd, rules, shapes  # noqa: F401
+from ._core.availability import Backend, backends, get_available_backends, is_available
 from .forgetting import forgetting_attention
 from .functional import (
     flash_dmattn_func,
@@ -26,7 +26,7 @@ from .merge import merge_attention
 from .scores import make_scores
 from .with_kvcache import KVSlots, flash_dmattn_with_kvcache
 
-ops.register_rules()
+rules.register()
 
 try:
     __version__ = version("flash-dmattn")
@@ -46,6 +46,7 @@ def __getattr__(name: str):
 
 
 __all__ = [
+    "Backend",
     "CPU_AVAILABLE",
     "CUDA_AVAILABLE",
     "DynamicMaskAttention",
@@ -63,6 +64,7 @@ __all__ = [
     "from_padding",
     "get_available_backends",
     "intersect",
+    "is_available",
     "make_scores",
     "merge_attention",
     "packed_documents",

@@ -6,15 +6,15 @@ import sys
 
 import flash_dmattn
 
-from . import usage
 from ._core import finite
 from ._core.availability import backends
+from .check import cli
 from .check import info as info_options
 from .check import options as check_options
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = usage.Parser(prog="python -m flash_dmattn", description=flash_dmattn.__doc__)
+    parser = cli.Parser(prog="python -m flash_dmattn", description=flash_dmattn.__doc__)
     version = f"flash_dmattn {flash_dmattn.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         backends()
         finite.enabled()
-        usage.check_settings()
+        cli.check_settings()
     except (ValueError, RuntimeError) as error:  # a setting in the environment that has no meaning
         parser.error(str(error).splitlines()[0])
     if parsed.command == "info":

@@ -20,7 +20,7 @@ from ._core.kv_checks import (
     row_numbers,
 )
 from ._core.numerics import Numerics
-from .attention import run
+from .dispatch import run
 from .keys.intervals import KeyIntervals, select_key_intervals
 from .keys.visibility import Visibility
 

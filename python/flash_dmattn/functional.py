@@ -21,7 +21,7 @@ from ._core.checks import (
     resolve_flag,
 )
 from ._core.numerics import Numerics
-from .attention import IN_PYTHON, attention, run, with_lse
+from .dispatch import IN_PYTHON, attention, run, with_lse
 from .keys.intervals import KeyIntervals, packed_documents, select_key_intervals
 from .keys.places import check_offsets
 from .keys.rule import KeySelection
@@ -184,7 +184,7 @@ def flash_dmattn_varlen_func(
     total_q, total_k = query.shape[0], key.shape[0]
     same_offsets = cu_seqlens_q is cu_seqlens_k
     cu_seqlens_q = check_offsets(cu_seqlens_q, "cu_seqlens_q", total_q).to(torch.int32).contiguous()
-    check_offsets(cu_seqlens_k, "cu_seqlens_k", total_k, max_seqlen_k=max_seqlen_k)
+    check_offsets(cu_seqlens_k, "cu_seqlens_k", total_k, longest=max_seqlen_k)
     cu_seqlens_k = cu_seqlens_k.to(torch.int32).contiguous()
     if same_offsets:
         cu_seqlens_q = cu_seqlens_k
@@ -260,7 +260,7 @@ def flash_dmattn_func_auto(backend: str | None = None, **options) -> Callable:
         return partial(flash_dmattn_func, **options) if options else flash_dmattn_func
     reason = unavailable_reason(backend)
     if reason:
-        raise RuntimeError(f"flash_dmattn: the backend {backend!r} cannot run: {reason}")
+        raise RuntimeError(f"backend: got {backend!r}, which cannot run: {reason}")
     return partial(flash_dmattn_func, backend=backend, **options)
 
 

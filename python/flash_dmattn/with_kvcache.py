@@ -19,8 +19,8 @@ from ._core.kv_checks import (
     refuse_gradients,
 )
 from ._core.numerics import Numerics
-from .attention import IN_PYTHON, run, with_lse
 from .cache import KVSlots
+from .dispatch import IN_PYTHON, run, with_lse
 from .keys.intervals import KeyIntervals, select_key_intervals
 from .keys.rule import KeySelection
 from .keys.visibility import Visibility
@@ -209,7 +209,7 @@ def _check_backend(q: Tensor, backend: str) -> None:
         return
     reason = unavailable_reason(backend)
     if reason:
-        raise RuntimeError(f"backend: {backend!r} cannot run: {reason}")
+        raise RuntimeError(f"backend: got {backend!r}, which cannot run: {reason}")
 
 
 def _write(k_cache, v_cache, score_cache, k, v, scores, cache_seqlens) -> None:

@@ -3,7 +3,7 @@
 file(REMOVE_RECURSE ${WORK_DIR})
 file(WRITE ${WORK_DIR}/gpu "")
 
-# An nvcc of that release which compiles nothing, as beside a host compiler that it does not support.
+# An nvcc of that release which compiles nothing, as with a host compiler that it does not support.
 function(write_nvcc release)
   file(WRITE ${WORK_DIR}/${release}/nvcc "#!/bin/sh\n[ \"$1\" = --version ] && echo release ${release}, V${release}.1\n")
   file(CHMOD ${WORK_DIR}/${release}/nvcc PERMISSIONS OWNER_READ OWNER_EXECUTE)

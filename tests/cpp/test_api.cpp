@@ -8,7 +8,7 @@
 
 #include "support/call.h"
 
-// What all backends share: the backend table, and calls with unusual but legal arguments.
+// Behaviour that all backends share: the backend table, and calls with unusual but legal arguments.
 namespace flash_dmattn::testing {
 namespace {
 

@@ -91,12 +91,12 @@ class DeviceCase {
   std::string forward_kernel() const { return ForwardCall(forward_args_, {}).kernel_name(); }
   std::string backward_kernel() const { return BackwardCall(backward_args_, {}).kernel_name(); }
 
-  // Begin a direction anew, in the order of a stream, and return at once. Its outputs are poisoned before.
+  // Enqueue a direction again, in the order of a stream, and return at once. Its outputs are poisoned before.
   void launch_forward(cudaStream_t stream = nullptr) {
     poison({&out_, &lse_, &lse_low_}, stream);
     launch(forward_args_, forward_workspace_, stream);
   }
-  // Of what the last forward has left.
+  // Uses the results of the last forward.
   void launch_backward(cudaStream_t stream = nullptr) {
     poison({&dq_, &dk_, &dv_, &dbias_}, stream);
     launch(backward_args_, backward_workspace_, stream);
@@ -117,8 +117,8 @@ class DeviceCase {
     return take_results();
   }
 
-  // The same by one family of kernels, but for a direction that it declines. The schedules are of the family that the
-  // API chooses; another has none.
+  // The same with the kernels of one family, except a direction that it declines. The schedules are of the family that
+  // the API chooses; another has none.
   Results run_by(const cuda::Family& family) && {
     const auto belongs = [&](const std::string& kernel) {
       return kernel.starts_with(std::string(family.name) + " ");

@@ -14,7 +14,7 @@ namespace flash_dmattn::testing {
 enum class KeyChoice : std::uint8_t {
   intervals,  // or none
   key_list,   // of the keys whose interval is not empty: those of a global selection
-  ranks,      // of the keys, in an order that is mixed, beside the mask of a case without intervals
+  ranks,      // of the keys, in mixed order, with the mask of a case without intervals
 };
 
 class DeviceKeyChoice {

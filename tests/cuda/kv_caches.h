@@ -16,7 +16,7 @@
 #include "support/random.h"
 #include "support/tensor.h"
 
-// KV caches on the device beside those of the reference, over the same random streams of tokens.
+// KV caches on the device paired with caches of the reference, over the same random streams of tokens.
 namespace flash_dmattn::testing {
 
 struct KvSizes {

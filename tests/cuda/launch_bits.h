@@ -32,8 +32,8 @@ class PinnedBuffer {
   std::size_t bytes_;
 };
 
-// The bits that the launches of a test leave in some tensors, beside those of the first. In pinned memory, as a test
-// downloads them a thousand times.
+// The bits that the launches of a test leave in some tensors, compared with the bits of the first launch. They are in
+// pinned memory, as a test downloads them a thousand times.
 class LaunchBits {
  public:
   explicit LaunchBits(std::vector<const DeviceTensor*> tensors)
@@ -66,7 +66,7 @@ class LaunchBits {
   PinnedBuffer now_;
 };
 
-// bf16 sums whose terms come in any order, beside those of the first launch.
+// bf16 sums whose terms come in any order, compared with the sums of the first launch.
 class LaunchSums {
  public:
   explicit LaunchSums(const DeviceTensor& tensor) : tensor_(tensor), now_(tensor.bytes()) {

@@ -12,8 +12,8 @@ namespace flash_dmattn::testing {
 
 // The least bound of intervals, in host memory, that grows by one key for each query.
 //
-// Queries [a, b) together see the keys that come before b without those that go before or at a; that is at most
-// base + b - a for all a < b.
+// Queries [a, b) together see the keys that arrive before b, except the keys that leave at or before a: at most
+// base + b - a keys for all a < b.
 inline KeyBound least_bound(const KeyIntervals& intervals, const Problem& p) {
   const auto [batch, heads] = p.intervals_shape;
   const auto queries = static_cast<std::size_t>(p.seqlen_q);

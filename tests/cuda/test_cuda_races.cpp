@@ -240,7 +240,7 @@ class CudaProxyFence : public ::testing::Test {
   }
 };
 
-// Rows of K and V. A head has 32 query tiles of 8 or 9 tiles of its list, but for the first eight.
+// Rows of K and V. A head has 32 query tiles of 8 or 9 tiles of its list, except for the first eight.
 TEST_F(CudaProxyFence, MillionGatheredTilesGiveSameBits) {
   Data data = long_data(selection.words);
   DeviceCase device_case(data, Walk::full_first);
@@ -346,7 +346,7 @@ std::vector<std::byte> bits_on_device(int device, const RaceCase& c) {
   return bits;
 }
 
-// At once, a thread for each: what the library keeps for a device is that device's.
+// One thread per device at the same time: the state that the library keeps for a device belongs to that device.
 TEST_P(CudaRaces, TwoDevicesGiveSameBits) {
   int devices = 0;
   testing::check_cuda(cudaGetDeviceCount(&devices));

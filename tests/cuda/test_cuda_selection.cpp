@@ -188,7 +188,7 @@ void compare_random(std::uint64_t seed, int rounds, std::int64_t longest,
     SelectionArgs args = shape_of(1 + random.below(3), 1 + random.below(longest), 0);
     args.batch = 1 + random.below(2);
     if (random.below(3) == 0) args.seqlen_q = random.below(args.seqlen_k + 100);
-    if (random.below(3) == 0) args.seqlen_q = random.below(70);  // a chunk behind many keys
+    if (random.below(3) == 0) args.seqlen_q = random.below(70);  // a chunk after many keys
     args.keep.window = random.below(args.seqlen_k + 3);
     if (random.below(2) == 0) args.keep.window = random.below(args.seqlen_k / 4 + 2);
     if (random.below(10) == 0) args.keep.window = 512 * random.below(4);

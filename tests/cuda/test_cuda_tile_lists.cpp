@@ -68,7 +68,7 @@ TEST_F(SmallCudaTileLists, HandmadeIntervalsMatchCpu) {
   }
 }
 
-// So many tiles that the lists are split at every level of the tree.
+// Enough tiles that the lists are split at every level of the tree.
 TEST_F(SmallCudaTileLists, ThousandsOfTilesMatchCpu) {
   TileListArgs args;
   args.batch = 1;

@@ -116,19 +116,19 @@ def _refuse(q, k, v, bias, numerics: Numerics) -> None:
     wanted = [t is not None and t.requires_grad for t in (q, k, v, bias)]
     if q.device.type == "cpu" and torch.is_grad_enabled() and any(wanted):
         raise NotImplementedError(
-            "flex_dmattn_func: torch's FlexAttention has no backward on the CPU; use flash_dmattn_func there, "
-            "or torch.no_grad()"
+            "query, key, value, attn_bias: got a tensor on cpu that requires a gradient, expected none: torch's FlexAttention "
+            "has no backward on the CPU. Use flash_dmattn_func there, or torch.no_grad()"
         )
     if q.dtype == torch.float64:
         raise TypeError("query: got float64, expected float32, bfloat16 or float16")
     if 0 in q.shape or 0 in k.shape:
         raise ValueError(
-            f"query, key: got shapes {tuple(q.shape)}, {tuple(k.shape)}: flex takes no empty ones"
+            f"query, key: got shapes {tuple(q.shape)}, {tuple(k.shape)}, expected no dimension of size 0"
         )
     if numerics.deterministic and wanted[3]:
         raise NotImplementedError(
-            "flex_dmattn_func: torch adds the gradients of a bias in an order that varies; expected "
-            "deterministic=False, or a bias that needs no gradient"
+            "deterministic: got True with a bias that requires a gradient, expected False: torch's FlexAttention adds the "
+            "gradients of a bias in an order that varies"
         )
 
 

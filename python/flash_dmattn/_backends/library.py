@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._core import ops
+from .._core.autograd import forward_direct, select_and_attend_direct
 from .._core.numerics import Numerics
 from ..keys.visibility import BestByBias, Visibility
 
@@ -30,9 +30,9 @@ def attention(
         q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
     if isinstance(visible.keys, BestByBias):
         choice = (visible.keys.window, visible.is_causal)
-        out, statistics, _ = ops.attend_to_best(q, k, v, bias, *choice, *numerics, backend)
+        out, statistics, _ = select_and_attend_direct(q, k, v, bias, *choice, *numerics, backend)
     else:
-        out, statistics = ops.attend(
+        out, statistics = forward_direct(
             q, k, v, visible.mask, bias, *visible.operands(), visible.is_causal, *numerics, backend
         )
     return out[..., :head_dim] if padding else out, statistics

@@ -13,8 +13,8 @@ from torch._C._functorch import peek_interpreter_stack as _innermost_transform
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from .autograd import NO_FUNCTIONAL_GRADIENT, NO_TANGENT
 from .availability import unavailable_reason
-from .ops import NO_FUNCTIONAL_GRADIENT, NO_TANGENT
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 GPU_DTYPES = (torch.bfloat16, torch.float16)
@@ -195,19 +195,17 @@ def check_device(query: Tensor, backend: str) -> None:
         allowed = is_compiling() or (query.is_cpu and _runs_on_cpu(backend))
         reason = "" if allowed else unavailable_reason(backend)
         if reason:
-            raise RuntimeError(f"{backend}_dmattn_func: {reason}. Use flash_dmattn_func instead.")
+            raise RuntimeError(f"backend: got {backend!r}, which cannot run: {reason}")
         return
     if not (query.is_cpu or query.is_cuda or query.is_meta):
-        raise RuntimeError(
-            f"flash_dmattn: no backend runs on {query.device}, only on the CPU and on CUDA GPUs"
-        )
+        raise RuntimeError(f"query: got a tensor on {query.device}, expected cpu or cuda")
     if query.is_cuda:
         needed = backend_of(query, backend) or "cuda"
         reason = "" if is_compiling() else unavailable_reason(needed)
         if needed == "triton" and not reason:
             return
         if reason and needed == "cuda":
-            raise RuntimeError(f"flash_dmattn: cannot run on {query.device}: {reason}")
+            raise RuntimeError(f"query: got a tensor on {query.device}, expected cpu: {reason}")
         if query.dtype not in GPU_DTYPES:
             only = f"; float32 takes Triton's kernels, but {reason}" if reason else ""
             raise TypeError(

@@ -45,8 +45,7 @@ class Numerics(NamedTuple):
 def _resolve_scale(scale: float | None, softmax_scale: float | None) -> float | None:
     if scale is not None and softmax_scale is not None:
         raise ValueError(
-            f"scale, softmax_scale: got {scale} and {softmax_scale}, "
-            "expected one of them: they are two names of one thing"
+            f"scale, softmax_scale: got {scale} and {softmax_scale}, expected one of them (aliases)"
         )
     if scale is not None:
         return resolve_scale(scale, "scale")

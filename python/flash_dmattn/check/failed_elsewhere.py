@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..functional import flash_dmattn_func
-from ..integrations.modeling_flash_dynamic_mask_attention_utils import fdma_peft_integration_check
+from ..integrations.dtypes import fdma_peft_integration_check
 from .compare import Verdict, judge_all
 from .memory import bytes_of, peak_bytes
 from .oracle import Problem, Result, causal_pairs, select

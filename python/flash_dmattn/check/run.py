@@ -15,8 +15,7 @@ import torch
 
 from .._core import numerics
 from .._core.availability import backends, gpu
-from ..flash_dmattn_triton import triton_dmattn_func
-from ..functional import flash_dmattn_func_auto
+from ..functional import flash_dmattn_func_auto, triton_dmattn_func
 from . import report
 from .cases import CASES, DTYPES, make_case, run, shrunk, to_device
 from .compare import Verdict, judge_all

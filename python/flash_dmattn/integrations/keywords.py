@@ -44,30 +44,30 @@ _REASONS = {
 }
 
 
-_OF_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_PACKED_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
-def refuse(keywords: Mapping[str, object]) -> None:
-    """Raises for keywords that could change the result: all but bookkeeping and those that are None."""
+def check_keywords(keywords: Mapping[str, object]) -> None:
+    """Raises ValueError or TypeError for a keyword that is neither None nor bookkeeping."""
     for name, value in keywords.items():
         if value is not None and name in _REASONS:
             raise ValueError(
                 f"{name}: got a {type(value).__name__}, expected None; it belongs to {_REASONS[name]}. "
                 "Use another attn_implementation"
             )
-        refuse_unknown({name: value}, BOOKKEEPING)
+        check_known_keywords({name: value}, BOOKKEEPING)
 
 
-def refuse_unknown(keywords: Mapping[str, object], known: frozenset[str]) -> None:
-    """Raises for keywords that are neither known nor None."""
+def check_known_keywords(keywords: Mapping[str, object], known: frozenset[str]) -> None:
+    """Raises TypeError for a keyword that is neither None nor known."""
     for name, value in keywords.items():
         if value is not None and name not in known:
             raise TypeError(f"{name}: got an unknown keyword, which could change the result")
 
 
-def refuse_in_doge(keywords: Mapping[str, object], has_mask: bool) -> None:
-    """The same for a layer of a Doge, to which packed sequences and causality come as its mask."""
-    packed = {name: keywords.get(name) for name in _OF_PACKED}
+def check_doge_keywords(keywords: Mapping[str, object], has_mask: bool) -> None:
+    """As `check_keywords` for Doge layers, whose mask contains packing and causality."""
+    packed = {name: keywords.get(name) for name in _PACKED_KEYWORDS}
     refuse_packed_by_layer(**packed)
     for name, offsets in packed.items():
         if isinstance(offsets, Tensor) and offsets.dim() == 1 and len(offsets) > 2 and not has_mask:
@@ -75,14 +75,14 @@ def refuse_in_doge(keywords: Mapping[str, object], has_mask: bool) -> None:
                 f"{name}: got offsets of {len(offsets) - 1} sequences without a mask; expected position_ids that begin "
                 "again with every sequence, and use_cache=False, of which the model makes one"
             )
-    known = {*_OF_PACKED, "position_ids", "output_attentions"}
+    known = {*_PACKED_KEYWORDS, "position_ids", "output_attentions"}
     if keywords.get("is_causal") is True:
         known.add("is_causal")
-    refuse({name: value for name, value in keywords.items() if name not in known})
+    check_keywords({name: value for name, value in keywords.items() if name not in known})
 
 
 def refuse_packed_by_layer(**lengths: object) -> None:
-    """Continuous batching has lengths per kind of layer."""
+    """Raises ValueError for lengths per kind of layer, which continuous batching passes."""
     for name, value in lengths.items():
         if isinstance(value, Mapping):
             raise ValueError(

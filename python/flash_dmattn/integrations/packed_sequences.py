@@ -5,23 +5,70 @@ from typing import NamedTuple
 
 import torch
 
-from .._core.checks import check_count, may_read
+from .._core.checks import check_count, check_positions, may_read
 from ..functional import flash_dmattn_varlen_func
 from ..keys.intervals import KeyIntervals
 from ..keys.places import check_offsets
 from ..keys.recognise import Memo, derive, split_additive
+from .keywords import refuse_packed_by_layer
 
 
-class Packed(NamedTuple):
-    """Of the tokens of all rows, one row after the other: offsets int [sequences + 1], and lengths where known."""
+class PackedArguments(NamedTuple):
+    """The arguments of transformers' attention functions that describe packed sequences."""
+
+    position_ids: torch.Tensor | None
+    cu_seq_lens_q: torch.Tensor | None
+    cu_seq_lens_k: torch.Tensor | None
+    max_length_q: int | torch.Tensor | None
+    max_length_k: int | torch.Tensor | None
+
+    def check(self) -> None:
+        position_ids, *lengths = self
+        refuse_packed_by_layer(**dict(zip(self._fields[1:], lengths, strict=True)))
+        if position_ids is not None:
+            check_positions(position_ids, "position_ids")
+
+
+class PackedSequences(NamedTuple):
+    """Sequences packed over all rows: offsets int [sequences + 1], and maximum lengths if known."""
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
-    longest_q: int | None
-    longest_k: int | None
+    max_length_q: int | None
+    max_length_k: int | None
 
 
-def of_offsets(
+def find_sequences(
+    arguments: PackedArguments,
+    key_mask: torch.Tensor | None,
+    batch: int,
+    query_length: int,
+    key_length: int,
+    *,
+    is_causal: bool,
+    selects: bool,
+    memo: Memo | None,
+) -> PackedSequences | KeyIntervals | None:
+    """The sequences that the arguments describe, or None.
+
+    key_mask: a mask without a query dimension.
+    selects: keys are selected in each sequence, which takes its offsets. Without that, code that may not read positions
+        gets intervals, which include the mask and causality.
+    """
+    packed = _packed_from_offsets(
+        *arguments[1:], key_mask, total_q=batch * query_length, total_k=batch * key_length
+    )
+    if packed is not None or query_length != key_length:
+        return packed
+    positions = arguments.position_ids
+    if may_read() or selects:
+        return _packed_from_positions(positions, key_mask, batch, query_length, memo)
+    if key_mask is not None and key_mask.is_floating_point():
+        return None
+    return _intervals_from_positions(positions, key_mask, batch, query_length, is_causal)
+
+
+def _packed_from_offsets(
     cu_seq_lens_q: torch.Tensor | None,
     cu_seq_lens_k: torch.Tensor | None,
     max_length_q: int | torch.Tensor | None,
@@ -30,33 +77,36 @@ def of_offsets(
     *,
     total_q: int,
     total_k: int,
-) -> Packed | None:
-    """None where nothing is packed. `key_mask`: a mask without a query dimension."""
-    given = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    if all(value is None for value in given):
+) -> PackedSequences | None:
+    arguments = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if all(value is None for value in arguments):
         return None
     for name, offsets in (("cu_seq_lens_q", cu_seq_lens_q), ("cu_seq_lens_k", cu_seq_lens_k)):
         if offsets is None:
             raise ValueError(
-                f"{name}: got None beside another argument of packed sequences, expected both cu_seq_lens_q and "
+                f"{name}: got None with another argument of packed sequences, expected both cu_seq_lens_q and "
                 "cu_seq_lens_k"
             )
-    longest_q = _length(max_length_q, "max_length_q")
-    longest_k = _length(max_length_k, "max_length_k")
+    max_length_q = _as_host_length(max_length_q, "max_length_q")
+    max_length_k = _as_host_length(max_length_k, "max_length_k")
     check_offsets(cu_seq_lens_q, "cu_seq_lens_q", total_q)
     check_offsets(
-        cu_seq_lens_k, "cu_seq_lens_k", total_k, longest=longest_k, name_of_longest="max_length_k"
+        cu_seq_lens_k,
+        "cu_seq_lens_k",
+        total_k,
+        longest=max_length_k,
+        name_of_longest="max_length_k",
     )
     if key_mask is not None and not (may_read() and _allows_all(key_mask)):
         raise ValueError(
-            f"attention_mask: got shape {tuple(key_mask.shape)} beside cu_seq_lens_q, expected None or, where values "
+            f"attention_mask: got shape {tuple(key_mask.shape)} with cu_seq_lens_q, expected None or, where values "
             "can be read, a mask that allows every key: packed sequences have no padding"
         )
-    return Packed(cu_seq_lens_q, cu_seq_lens_k, longest_q, longest_k)
+    return PackedSequences(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
 
 
-def _length(value: int | torch.Tensor | None, name: str) -> int | None:
-    """transformers has them on the device where it makes them of positions."""
+def _as_host_length(value: int | torch.Tensor | None, name: str) -> int | None:
+    """Returns the length as int; transformers passes a tensor if it computes it from positions."""
     if value is None:
         return None
     if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -65,22 +115,22 @@ def _length(value: int | torch.Tensor | None, name: str) -> int | None:
     return value
 
 
-def of_positions(
+def _packed_from_positions(
     position_ids: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     batch: int,
     length: int,
-    memo: Memo | None = None,
-) -> Packed | None:
-    """Where positions begin again inside a row. None: nowhere, or these are not positions [1 or B, length].
+    memo: Memo | None,
+) -> PackedSequences | None:
+    """Sequences begin where positions begin again inside a row. None: nowhere, or these are not positions [1 or B, length].
 
     With padding, positions begin again where it ends; only between two visible tokens do they begin a sequence.
     """
     if position_ids is None:
         return None
 
-    def find(positions: torch.Tensor) -> Packed | None:
-        return _packed_of(_begins(positions, None, batch, length), batch * length)
+    def find(positions: torch.Tensor) -> PackedSequences | None:
+        return _packed_from_starts(_begins(positions, None, batch, length), batch * length)
 
     packed = derive(memo, "sequences", position_ids, find)
     if packed is None or key_mask is None:
@@ -89,30 +139,30 @@ def of_positions(
         return None
     if not _allows_all(key_mask):
         raise ValueError(
-            f"position_ids: got positions that begin again beside an attention_mask of shape {tuple(key_mask.shape)} "
+            f"position_ids: got positions that begin again with an attention_mask of shape {tuple(key_mask.shape)} "
             "that hides keys, expected one without padding, or a mask with a query dimension"
         )
     return packed
 
 
-def _packed_of(begins: torch.Tensor | None, total: int) -> Packed | None:
-    """`begins`: see `_begins`."""
+def _packed_from_starts(begins: torch.Tensor | None, total: int) -> PackedSequences | None:
+    """begins: as from `_begins`."""
     if begins is None or not begins.any():
         return None
     starts = torch.nn.functional.pad(begins, (1, 0), value=True).flatten().nonzero().flatten()
     offsets = torch.nn.functional.pad(starts, (0, 1), value=total).int()
     longest = int(offsets.diff().max())
-    return Packed(offsets, offsets, longest, longest)
+    return PackedSequences(offsets, offsets, longest, longest)
 
 
-def intervals_of_positions(
+def _intervals_from_positions(
     position_ids: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     batch: int,
     length: int,
     is_causal: bool,
 ) -> KeyIntervals | None:
-    """The same without reading a value: every key, if it is visible, to the queries of its sequence."""
+    """As `_packed_from_positions` without reading values: shows each allowed key to the queries of its sequence."""
     begins = _begins(position_ids, key_mask, batch, length)
     if begins is None:
         return None
@@ -132,25 +182,25 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     bias: torch.Tensor | None,
-    packed: Packed,
-    keep: int | None,
+    packed: PackedSequences,
+    keep_window_size: int | None,
     **options,
 ) -> torch.Tensor:
-    """Attention inside every packed sequence; one choice of keys for each."""
+    """Attention inside each packed sequence, with a global selection in each."""
     if bias is not None:
         if bias.dim() != 3:
             raise ValueError(
-                f"attention_bias has shape {tuple(bias.shape)}; packed sequences take [B, H, Sk]"
+                f"attention_bias: got shape {tuple(bias.shape)}, expected [B, H, Sk] for packed sequences"
             )
         bias = bias.expand(key.shape[0], -1, -1).transpose(1, 2).flatten(0, 1)
     out = flash_dmattn_varlen_func(
         *(t.flatten(0, 1) for t in (query, key, value)),
         packed.cu_seqlens_q,
         packed.cu_seqlens_k,
-        packed.longest_q,
-        packed.longest_k,
+        packed.max_length_q,
+        packed.max_length_k,
         attn_bias=bias,
-        keep_window_size=None if bias is None else keep,
+        keep_window_size=None if bias is None else keep_window_size,
         selection="global",
         **options,
     )

@@ -143,7 +143,7 @@ def create_mask(
         return topk_mask(attention_bias, attention_mask, window_size, min_dtype, block_size)
     if type == "relu":
         return relu_mask(attention_bias, attention_mask, min_dtype, block_size)
-    raise ValueError(f"type is {type!r}; expected 'topk' or 'relu'")
+    raise ValueError(f"type: got {type!r}, expected 'topk' or 'relu'")
 
 
 def _refuse(keywords: dict[str, object]) -> None:
@@ -208,7 +208,7 @@ def _keep_by_block(kept: torch.Tensor, block_size: int) -> torch.Tensor:
     """Every block of `block_size` keys (the last may be shorter) takes the value of its majority."""
     check_count(block_size, "block_size")
     if block_size < 1:
-        raise ValueError(f"block_size is {block_size}; expected at least 1")
+        raise ValueError(f"block_size: got {block_size}, expected at least 1")
     length = kept.shape[-1]
     block_of_key = torch.arange(length, device=kept.device) // block_size
     blocks = torch.bincount(block_of_key)
@@ -227,6 +227,6 @@ def _padding_mask(
     if mask.shape == (batch_size, query_len) and query_len < key_len:
         return torch.nn.functional.pad(mask, (key_len - query_len, 0), value=True)
     raise ValueError(
-        f"attention_mask has shape {tuple(mask.shape)}; expected ({batch_size}, {key_len}) "
+        f"attention_mask: got shape {tuple(mask.shape)}, expected ({batch_size}, {key_len}) "
         f"or ({batch_size}, {query_len})"
     )

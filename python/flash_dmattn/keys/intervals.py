@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree
 
-from .._core import ops, torch_ops
+from .._core import ops
 from .._core.checks import check_count, check_tensor, resolve_flag
+from . import torch_selection
 from .places import Places, check_length, check_offsets
 from .rule import KeySelection, choose_among
 
@@ -256,7 +257,7 @@ def select(
     scores = rule.for_heads(scores)
     if key_mask is not None:
         key_mask = key_mask.expand(scores.shape)
-    library = ops if ops.has_kernels_for(scores) else torch_ops
+    library = ops if ops.has_kernels_for(scores) else torch_selection
     intervals = library.select_key_intervals(
         scores, key_mask, rule.windows(), rule.selection, is_causal, query_length, *rule.options()
     )
@@ -343,7 +344,7 @@ def packed_documents(
     for name, length in (("key_length", key_length), ("query_length", query_length)):
         if length is not None:
             check_length(length, name)
-    check_offsets(cu_seqlens_k, "cu_seqlens_k", key_length, max_seqlen_k=max_seqlen_k, batched=True)
+    check_offsets(cu_seqlens_k, "cu_seqlens_k", key_length, longest=max_seqlen_k, batched=True)
     offsets_q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
     if offsets_q is not cu_seqlens_k:
         check_offsets(offsets_q, "cu_seqlens_q", query_length, batched=True)

@@ -131,12 +131,13 @@ def check_offsets(
     name: str,
     total: int | None = None,
     *,
-    max_seqlen_k: int | None = None,
+    longest: int | None = None,
+    name_of_longest: str = "max_seqlen_k",
     batched: bool = False,
 ) -> Tensor:
     """Offsets of packed documents. Their values are checked on the CPU only: on a GPU the check would wait for it.
 
-    max_seqlen_k: the greatest length of a document that the caller promises.
+    longest: the greatest length of a document, which the caller's argument of that name promises.
     batched: rows [B, sequences + 1] are allowed, too.
     """
     check_tensor(offsets, name)
@@ -149,21 +150,21 @@ def check_offsets(
     readable = type(offsets) is Tensor and offsets.device.type == "cpu"
     if readable and not torch.compiler.is_compiling():
         for values in offsets.reshape(-1, offsets.shape[-1]).tolist():
-            _check_rising(values, name, total, max_seqlen_k)
+            _check_rising(values, name, total, longest, name_of_longest)
     return offsets
 
 
 def _check_rising(
-    values: list[int], name: str, total: int | None, max_seqlen_k: int | None
+    values: list[int], name: str, total: int | None, longest: int | None, name_of_longest: str
 ) -> None:
     fits = total is None or values[-1] <= total
     if values[0] != 0 or values != sorted(values) or not fits:
         end = "" if total is None else f" and end at {total} at most"
         raise ValueError(f"{name}: got {values}, expected offsets that begin at 0, never fall{end}")
     length = max((b - a for a, b in pairwise(values)), default=0)
-    if max_seqlen_k is not None and length > max_seqlen_k:
+    if longest is not None and length > longest:
         raise ValueError(
-            f"max_seqlen_k: got {max_seqlen_k}, expected at least {length}, the longest of {name}"
+            f"{name_of_longest}: got {longest}, expected at least {length}, the longest of {name}"
         )
 
 

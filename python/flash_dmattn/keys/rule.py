@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._core import ops, torch_ops
+from .._core import ops
 from .._core.checks import check_count, check_window, resolve_flag
 from .._core.numerics import check_number
+from . import torch_selection
 
 SELECTIONS = ("per_query", "global")
 
@@ -181,7 +182,7 @@ def choose_among(
     if document is not None:
         scores = rank_by_document(scores, document)
     # Chosen as if every key appeared with a query of its own: row t is the moment when key t appears.
-    library = ops if ops.has_kernels_for(scores) else torch_ops
+    library = ops if ops.has_kernels_for(scores) else torch_selection
     length = shape[-1]
     moments = library.select_key_intervals(
         scores, None, rule.windows(), "per_query", True, length

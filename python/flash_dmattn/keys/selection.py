@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._core import ops
-from .._core.checks import MASK_VALUE, may_read, selection_scores_argument
+from .._core.checks import MASK_VALUE, may_read, selection_scores_argument, with_queries
 from .dense import topk_mask
 from .intervals import KeyIntervals, broadcasts, intersect, prefix_lm, select
 from .recognise import AllowedPairs, Memo, mask_of_intervals, select_among
@@ -202,6 +202,29 @@ def _choose_under_dense_mask(
     scores, mask = match_heads(query, key, scores, allowed.to_mask())
     mask = mask & _past(query, key).to_mask() if is_causal else mask
     return Visibility(topk_mask(scores[:, :, None], mask, window, None))
+
+
+def select_elements(
+    scores: torch.Tensor,
+    mask: torch.Tensor | None,
+    intervals: KeyIntervals | None,
+    keep_window_size: int,
+    is_causal: bool,
+    query: torch.Tensor,
+    key: torch.Tensor,
+) -> torch.Tensor:
+    """Selects the best allowed keys of every query by dense scores [B, H, Sq, Sk], as a mask.
+
+    mask: bool [B, H, Sk] or [B, H, Sq, Sk]; at most one of mask and intervals is given.
+    """
+    if intervals is not None:
+        mask = intervals.to_mask()
+    if mask is not None:
+        scores, mask = match_heads(query, key, scores, with_queries(mask))
+    if is_causal:
+        past = _past(query, key).to_mask()
+        mask = past if mask is None else past & mask
+    return topk_mask(scores, mask, keep_window_size, MASK_VALUE[scores.dtype])
 
 
 def one_per_key(scores: Tensor | None) -> Tensor | None:

@@ -63,7 +63,8 @@ OutputBroadcast dbias_sums(const Problem& p, float* sums);
 void store_dbias(const BackwardArgs& args, const float* sums, cudaStream_t stream);
 
 // Corrects gradients where an operand is not finite; called before store_dbias. It recomputes rows of dq to which such
-// keys contributed that the rows do not see. Without saturation it writes NaN to the dk, dv and dbias that depend on such an element.
+// keys contributed that the rows do not see. Without saturation it writes NaN to the dk, dv and dbias that depend on
+// such an element.
 void fix_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream);
 
 // The same for main loops without a slow path for extreme numbers: if such numbers occurred in a main loop, every

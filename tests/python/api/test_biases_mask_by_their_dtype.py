@@ -95,7 +95,7 @@ def test_additive_mask_and_bias_of_other_dtypes(dtype, of_bias, of_mask):
     q, k, v = (torch.randn(1, 12, 2, 16, dtype=dtype) for _ in range(3))
     mask = torch.randn(1, 1, 12, 12).to(of_mask)
     bias = torch.randn(1, 2, 12).to(of_bias)
-    if of_mask != of_bias:  # the keys that are not hidden are lower than those that are
+    if of_mask != of_bias:  # visible keys have lower values than hidden ones
         wide = mask if of_mask == torch.float32 else bias
         wide -= torch.full((12,), 6e4).index_fill(0, torch.tensor([3, 5]), 0)
     hidden = {torch.float16: -1e4, torch.float32: -1e30}

@@ -56,13 +56,13 @@ def assert_equal(inputs, expected_of, tolerance=2e-5, **options):
     "heads, kv_heads, gates", [(4, 4, 4), (4, 2, 4), (4, 2, 2), (4, 2, 1), (4, 1, 4)]
 )
 @pytest.mark.parametrize("scale", [None, 0.5])
-def test_results_are_those_of_the_formula(heads, kv_heads, gates, scale):
+def test_results_match_formula(heads, kv_heads, gates, scale):
     inputs = draw(heads, kv_heads, gates)
     assert_equal(inputs, lambda *t: formula(*t, scale=scale)[0], scale=scale)
 
 
 @pytest.mark.parametrize("rows", [1, 33])
-def test_the_last_query_is_at_the_last_key(rows):
+def test_last_query_is_at_last_key(rows):
     assert_equal(draw(rows=rows), lambda *t: formula(*t)[0])
 
 
@@ -74,7 +74,7 @@ def test_pruned_pairs_are_left_out(prune):
     assert (shown.sum(-1) < torch.arange(1, N + 1)).any() == (prune > -1e3)
 
 
-def test_a_group_sees_a_key_until_it_has_faded_for_all_of_its_heads():
+def test_group_sees_key_until_it_has_faded_for_all_heads():
     inputs, prune = draw(4, 2), -1.5
     _, shown = formula(*inputs, prune=prune)
     shown = shown.unflatten(1, (2, 2)).any(2)
@@ -119,7 +119,7 @@ def test_rows_of_a_batch_have_sequences_of_their_own():
     [{}, {"prune": -2.0}, {"prune": -2.0, "rows": 41}, {"rows": 1}, {"packed": True}],
     ids=str,
 )
-def test_several_calls_are_one(options, monkeypatch):
+def test_several_calls_equal_one(options, monkeypatch):
     options = dict(options)
     packed = options.pop("packed", False)
     inputs = draw(4, 2, rows=options.pop("rows", N), batch=1)
@@ -135,7 +135,7 @@ def test_several_calls_are_one(options, monkeypatch):
 
 
 @pytest.mark.parametrize("closed", [-torch.inf, -1e6, -200.0])
-def test_a_closed_gate_resets(closed):
+def test_closed_gate_resets(closed):
     """Queries after it see only keys after it, at the same numbers as without what was before."""
     q, k, v, log_fgate = draw(4, 4)
     with torch.no_grad():
@@ -177,7 +177,7 @@ def test_digits_are_kept_at_131072_keys():
     assert (plain - exact).abs().max() > 2e-4
 
 
-def test_one_graph():
+def test_compiled_call_has_one_graph():
     torch._dynamo.reset()
     inputs = draw()
     compiled = torch.compile(forgetting_attention, backend="aot_eager", fullgraph=True)
@@ -188,13 +188,13 @@ def test_one_graph():
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
-def test_no_queries_and_no_keys():
+def test_empty_sequences_give_empty_result():
     q, k, v, log_fgate = draw(length=0, rows=0)
     assert forgetting_attention(q, k, v, log_fgate).shape == q.shape
     assert forgetting_attention(q, k, v, log_fgate, prune=-1.0).shape == q.shape
 
 
-def test_bad_arguments():
+def test_bad_argument_raises_naming_it():
     q, k, v, log_fgate = draw()
     for wrong in (log_fgate[:, :-1], log_fgate[:, :, :3], log_fgate[..., None]):
         with pytest.raises(ValueError, match="log_fgate: got shape"):

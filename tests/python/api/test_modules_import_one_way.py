@@ -31,6 +31,19 @@ def level_of(name):
     return LEVELS.index(folder if folder in LEVELS else "others")
 
 
+SHIMS = {name for name, path in FILES.items() if path.read_text().startswith('"""The 1.x module')}
+
+
+def test_no_module_imports_a_module_of_1_x():
+    assert SHIMS
+    found = [
+        f"{name} imports {other}"
+        for name, path in FILES.items()
+        for other in SHIMS & set(imported(name, path))
+    ]
+    assert not found
+
+
 def test_modules_import_without_circles():
     graph = {name: set(imported(name, path)) for name, path in FILES.items()}
     list(TopologicalSorter(graph).static_order())  # raises CycleError with the circle

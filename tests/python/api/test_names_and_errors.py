@@ -1,4 +1,4 @@
-"""Names, defaults, errors and the helpers beside the attention functions."""
+"""Names, defaults and errors of the attention functions, and their helpers."""
 
 import importlib
 import inspect
@@ -112,7 +112,7 @@ def test_missing_backend_raises_reason(name, monkeypatch):
     missing = "this machine is too small"
     monkeypatch.setattr("flash_dmattn._core.checks.unavailable_reason", lambda backend: missing)
     monkeypatch.setattr("flash_dmattn._core.checks._runs_on_cpu", lambda backend: False)
-    with pytest.raises(RuntimeError, match=f"{missing}. Use flash_dmattn_func instead"):
+    with pytest.raises(RuntimeError, match=f"backend: got .*, which cannot run: {missing}"):
         getattr(flash_dmattn, name)(*qkv())
 
 
@@ -123,7 +123,7 @@ def test_float32_on_a_cuda_gpu_takes_triton(monkeypatch):
         taken.append(backend)
         return query, None
 
-    monkeypatch.setattr("flash_dmattn.attention._run_in_python", run_in_python)
+    monkeypatch.setattr("flash_dmattn.dispatch._run_in_python", run_in_python)
     with FakeTensorMode():
         inputs = [torch.empty(2, 9, heads, 8, device="cuda") for heads in (4, 2, 2)]
         monkeypatch.setattr("flash_dmattn._core.checks.unavailable_reason", lambda backend: "")
@@ -303,15 +303,17 @@ def test_operators_check_what_they_are_given():
         ops.forward(q, k, v, mask, None, None, None, None, rank, rank.mT, *options[4:-1], "cpu")
     out, lse = ops.forward(q, k, v, None, None, None, *options)
     wanted = (True, True, True, False)
-    for name, wrong in [
-        ("lse: got Byte", lse.byte()),
-        ("lse: got Double", lse.double()),
-        ("lse: got Float of shape", lse.flatten()),
-        ("lse: got Float of shape", lse[:1]),
+    for name, *wrong in [
+        ("lse: got Byte", lse.byte(), None),
+        ("lse: got Double", lse.double(), None),
+        ("lse: got Float of shape", lse.flatten(), None),
+        ("lse: got Float of shape", lse[:1], None),
+        ("dlse: got Double", lse, lse[0].double()),
+        ("dlse: got Float of shape", lse, lse),
     ]:
         with pytest.raises((ValueError, RuntimeError), match=name):
             ops.backward(
-                q, q, k, v, None, None, None, *options[:4], out, wrong, *options[4:], *wanted
+                q, q, k, v, None, None, None, *options[:4], out, *wrong, *options[4:], *wanted
             )
     with pytest.raises((ValueError, RuntimeError), match="scores: got"):
         ops.select_key_intervals(torch.zeros(9), None, [3], "global", True, 9)
@@ -337,7 +339,7 @@ def test_ranks_and_limits_choose_among_what_the_mask_shows():
     assert all(map(torch.equal, results, expected))
     wanted = (True, True, True, False)
     of_ranks, of_mask = (
-        ops.backward(q, q, k, v, shown, *nothing, *ranks, *results, *options, *wanted)
+        ops.backward(q, q, k, v, shown, *nothing, *ranks, *results, None, *options, *wanted)
         for shown, ranks in [(mask, (rank, limit)), (chosen, (None, None))]
     )
     assert all(map(torch.equal, of_ranks, of_mask))

@@ -42,7 +42,7 @@ def visibility(kind):
 
 
 def expected_positions(inputs, shown):
-    """Of out, lse, dq, dk, dv and dbias: whether an element is to be non-finite."""
+    """Masks of the elements of out, lse, dq, dk, dv and dbias that must be non-finite."""
     group = HQ // HKV
     wrong = {name: ~t.float()[0].isfinite() for name, t in inputs.items()}
     q, dout = (wrong[name].transpose(0, 1) for name in ("q", "dout"))  # [H, S, D]

@@ -183,7 +183,8 @@ def test_backward_operator_passes_opcheck(needs, bias_dims):
     bias = scores if bias_dims == 3 else scores[:, :, None]
     options = ([], True, 0.25, 0.0, True, False, "")
     results = ops.forward(q, k, v, None, bias, *(None,) * 5, *options)
-    arguments = (torch.randn_like(q), q, k, v, None, bias, *(None,) * 5, *results, *options)
+    dlse = torch.randn_like(results[1][0]) if bias_dims == 3 else None
+    arguments = (torch.randn_like(q), q, k, v, None, bias, *(None,) * 5, *results, dlse, *options)
     torch.library.opcheck(ops.backward.default, (*arguments, *map(bool, needs)))
 
 

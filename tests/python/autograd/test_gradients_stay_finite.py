@@ -1,4 +1,4 @@
-"""Finite gradients for finite inputs, and what happens to those that are not finite."""
+"""Finite gradients for finite inputs, and the treatment of inputs that are not finite."""
 
 import os
 import subprocess

@@ -21,7 +21,7 @@ def formula(module, hidden):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_scores_are_those_of_the_formula_in_float32(name, dtype):
+def test_scores_match_formula_in_float32(name, dtype):
     module, hidden = make_scores(C, H, name, dtype=dtype), torch.randn(B, S, C, dtype=dtype)
     if name != "gate":
         torch.nn.init.normal_(module.A)
@@ -46,7 +46,7 @@ def test_gates_begin_open():
     assert (layer.scores.proj.bias == 3).all()
 
 
-def test_a_function_scores_widened_input_without_autocast():
+def test_function_scores_widened_input_without_autocast():
     seen = []
     mlp = torch.nn.Sequential(torch.nn.Linear(C, 5), torch.nn.GELU(), torch.nn.Linear(5, H))
 
@@ -61,7 +61,7 @@ def test_a_function_scores_widened_input_without_autocast():
     assert torch.equal(scores, mlp(hidden.float()).mT)
 
 
-def test_a_module_that_scores_has_its_parameters_in_the_layer_and_learns():
+def test_scoring_module_is_part_of_the_layer_and_learns():
     mlp = torch.nn.Sequential(torch.nn.Linear(C, H), torch.nn.LogSigmoid())
     layer = DynamicMaskAttention(C, H, keep_window_size=3, score=mlp)
     layer(torch.randn(B, S, C)).square().sum().backward()
@@ -71,12 +71,12 @@ def test_a_module_that_scores_has_its_parameters_in_the_layer_and_learns():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("gradient", [0.0, 1.0, -3e38])
-def test_no_finite_numbers_make_doge_scores_or_gradients_that_are_not_finite(dtype, gradient):
+def test_finite_numbers_give_finite_doge_scores_and_gradients(dtype, gradient):
     info = torch.finfo(dtype)
     sizes = torch.tensor([0.0, info.tiny, 1e-3, 1.0, 20.0, 88.0, 1e3, info.max], dtype=dtype)
     A = torch.cat([sizes, -sizes]).requires_grad_()
     lines = torch.cat([sizes, -sizes, torch.linspace(-100, 100, 401, dtype=dtype)])
-    # What a projection in 16 bits gives beyond its range.
+    # A projection in 16 bits gives inf beyond its range.
     step = torch.cat([lines, torch.tensor([torch.inf, -torch.inf], dtype=dtype)])
     step = step[None, :, None].repeat(1, 1, len(A)).requires_grad_()
     scores = doge_scores_of(A, step)
@@ -85,7 +85,7 @@ def test_no_finite_numbers_make_doge_scores_or_gradients_that_are_not_finite(dty
     assert A.grad.isfinite().all() and step.grad.isfinite().all()
 
 
-def test_the_slope_of_a_doge_score_is_that_of_the_formula_where_a_factor_is_beyond_its_end():
+def test_slope_of_doge_score_matches_formula_beyond_the_limit_of_a_factor():
     """A 3e36 and softplus 2.4e-36 make an exponent of 7: the gradient of softplus is beyond 2^64, that of step is not."""
     A = torch.tensor([3e36], requires_grad=True)
     step = torch.full((1, 1, 1), -82.0, requires_grad=True)
@@ -95,7 +95,7 @@ def test_the_slope_of_a_doge_score_is_that_of_the_formula_where_a_factor_is_beyo
     torch.testing.assert_close(step.grad.double(), exact[1].grad, atol=0, rtol=1e-4)
 
 
-def test_second_derivatives_of_doge_scores_are_those_of_the_formula():
+def test_second_derivatives_of_doge_scores_pass_gradgradcheck():
     A = torch.randn(H, dtype=torch.float64, requires_grad=True)
     step = torch.randn(B, S, H, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(doge_scores_of, (A, step))
@@ -118,7 +118,7 @@ def test_a_layer_on_meta_and_one_graph():
         torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
-def test_bad_arguments_of_scores():
+def test_bad_score_argument_raises_naming_it():
     with pytest.raises(
         ValueError,
         match="score: got 'exp', expected one of 'gate', 'linear', 'doge', or a function",

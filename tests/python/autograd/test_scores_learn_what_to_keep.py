@@ -26,7 +26,7 @@ def test_gates_recall_and_a_window_of_twice_the_size_does_not():
     assert recall.at_the_end(recall.train("window", options)) <= 0.1  # by chance 1 of 32
 
 
-def test_the_example_from_beginning_to_end(tmp_path, capsys):
+def test_example_runs_to_the_end(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "recall.svg"
     recall.main(

@@ -1,4 +1,4 @@
-"""The gradient of scores sums to 0 over the keys, whatever rounding does to that of the attention behind them."""
+"""The gradient of scores sums to 0 over the keys, whatever rounding does to the gradient that attention returns."""
 
 import pytest
 import torch

@@ -39,7 +39,7 @@ def inputs(kind):
 
 
 def positions(first):
-    """Of a text of `first` tokens and one of the others, in one row."""
+    """Positions of a text of `first` tokens and a text of the others, in one row."""
     return torch.cat([torch.arange(first), torch.arange(LENGTH - first)])[None].cuda()
 
 

@@ -34,7 +34,7 @@ def no_gradients():
 
 
 def make_large(**options):
-    """Of sizes that kernels are for; float32."""
+    """A float32 model of sizes that the kernels support."""
     return make_model(
         **{"window": WINDOW, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 4096,
            **options}
@@ -73,7 +73,7 @@ PROMPT, CHUNKS, TURNS = [S, *[1] * 80], [100, 100, 100, *[1] * 80], [S, 30, 1, 4
 )
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_logits_are_as_near_to_float32_as_eager(static, lengths, pad):
-    """Of all tokens; rows of padding are what they are."""
+    """Compares the logits of all tokens; rows of padding are ignored."""
     model, ids = make_large(), make_ids(B, S + 80).cuda()
     mask = left_padding(B, S + 80, pad).to(ids.device) if pad else None
     exact = logits_of(brute_force_of(model), ids, [S + 80], mask=mask)

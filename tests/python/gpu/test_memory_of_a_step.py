@@ -1,4 +1,4 @@
-"""The memory that a step on the GPU allocates beside inputs, results, gradients and their fp32 sums."""
+"""The memory that a step on the GPU allocates in addition to inputs, results, gradients and their fp32 sums."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_mask_backward_needs_no_quadratic_tensor(mask_dims):
         return out, *torch.autograd.grad(out, leaves, dout)
 
     with recorded_kernels() as kernels:
-        step()  # what is loaded at first use is not of the step
+        step()  # excludes memory that is loaded at first use
     peak, kept = peak_bytes(step, "cuda")
     rest = peak - bytes_of(kept) - 4 * bias.numel()
     # The backward adds in fp32 to dk and dv, or where blocks own keys to dq.
@@ -57,7 +57,7 @@ def test_mask_backward_needs_no_quadratic_tensor(mask_dims):
     # lse and what rounding took from it, as the forward saves them and as the backward's exponents take them.
     numbers = 4
     if any(name.endswith("block_key_info") for name in kernels):
-        # Of a row also delta and what a query tile brings, two; of a key its queries, two, and its bias.
+        # A row also has delta and two numbers of its query tile; a key has two queries and its bias.
         numbers += 3 + 3
     extra = rest - 4 * numbers * batch * heads * length
     bound = 2e6
@@ -74,7 +74,7 @@ def test_mask_backward_needs_no_quadratic_tensor(mask_dims):
 
 @pytest.mark.parametrize("mask_heads", [None, 1])
 def test_selection_under_dense_bias_needs_one_bit_per_element(mask_heads):
-    """Neither a mask of the choice nor one of what the bias hides: a bit for each pair."""
+    """One bit for each element, instead of a mask of the selection and a mask of what the bias hides."""
     heads, length, window = 16, 4096, 512
     q, k, v, scores = (t.detach() for t in leaves_of(1, heads, heads, length, 128))
     bias = torch.randn(1, heads, length, length, dtype=torch.bfloat16, device="cuda")

@@ -187,7 +187,7 @@ def test_nonfinite_inputs_reach_the_rows_that_see_them_when_propagated(route, dt
         assert torch.equal(out.isnan().all(-1), sees)
         out = out.masked_fill(sees[..., None], 0)
         expected = expected.masked_fill(sees[..., None], 0)
-    # Not the same bits: rows that meet the value in a tile without seeing it are computed again, in double.
+    # Not the same bits: rows whose tile has the value, but which do not see it, are recomputed in double.
     torch.testing.assert_close(out, expected, rtol=4e-2, atol=4e-2)
 
 
@@ -238,7 +238,7 @@ def test_nonfinite_inputs_reach_the_gradients_of_visible_keys_when_propagated(
             out = flash_dmattn_func(q, k, probe, setting.mask, bias, **setting.options)
             rows = out[0, ..., 0] != 0
             rows[:, 2:] &= name == "bias"  # else only the first key head has the value
-    # The keys that they see, [key, key head]: those with a weight in one of the rows.
+    # The keys that they see, [key, key head]: keys with a weight in one of the rows.
     seen = rows[None, ..., None].to(dtype).expand_as(setting.dout)
     keys = setting.gradients(seen, **options)[3][0, ..., 0] != 0
     assert keys.any()

@@ -1,4 +1,4 @@
-"""A choice per query under a mask of pairs, on the GPU: as ranks of keys beside the mask, never as a second
+"""Per-query selection under a dense mask, on the GPU: ranks of keys in addition to the mask, never a second
 mask. It must equal the mask that torch makes of it on the CPU."""
 
 import itertools
@@ -339,7 +339,7 @@ def test_graph_compile_and_opcheck():
     results = ops.forward(*detached, *of_call)
     needs = (True, True, True, True)
     dout = torch.randn_like(results[0])
-    torch.library.opcheck(ops.backward.default, (dout, *detached, *results, *of_call, *needs))
+    torch.library.opcheck(ops.backward.default, (dout, *detached, *results, None, *of_call, *needs))
 
 
 @pytest.mark.parametrize("of_pairs", [False, True])

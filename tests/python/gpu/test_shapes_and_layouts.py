@@ -61,7 +61,7 @@ def sizes(shape, seqlen_q, seqlen_k):
 
 
 def with_list(problem):
-    """Keys chosen by other scores than the bias; what the call takes beside the problem."""
+    """Selects keys by other scores than the bias. Returns the arguments that the call takes in addition to the problem."""
     seqlen_q, seqlen_k = problem.q.shape[1], problem.k.shape[1]
     intervals = select_key_intervals(normal(BATCH, HEADS_KV, seqlen_k), 50, query_length=seqlen_q)
     problem.shown = intervals.to_mask()
@@ -90,7 +90,7 @@ def test_bias_shapes_match_oracle(shape, bias_dtype, listed):
         result = forward_and_backward(problem, **options)
         assert result.dbias.shape == problem.bias.shape and result.dbias.dtype == wide
         if "k" not in shape:
-            # A term that all keys of a row share changes nothing: 0, but for the rounding of the rows' outputs.
+            # A term that all keys of a row share changes nothing: 0, except for the rounding of the rows' outputs.
             rows = BATCH * HEADS_Q * 67 / problem.bias.numel()
             assert result.dbias.abs().max() <= 2 * torch.finfo(dtype).eps * rows**0.5
             result.dbias = None
@@ -99,7 +99,7 @@ def test_bias_shapes_match_oracle(shape, bias_dtype, listed):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_lone_visible_elements_match_oracle(head_dim):
-    """Tiles of a mask with one visible pair, in each of its rows once, beside empty ones; any byte but 0 is True."""
+    """Mask tiles with one visible element, in each of their rows once, between empty tiles; any byte but 0 is True."""
     rows, keys = torch.arange(232, device="cuda"), torch.arange(4096, device="cuda")
     row_tile, key_tile = (rows // 64)[:, None], keys // 64
     in_row = (rows % 64)[:, None] == (key_tile + 17 * row_tile) % torch.where(row_tile < 3, 64, 40)
@@ -253,7 +253,7 @@ def test_dense_layouts_match_oracle(shape):
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_zero_strides_match_oracle(dim):
-    """One batch element, one row or one head behind many."""
+    """One batch element, one row or one head that is expanded to many."""
 
     def shared(heads):
         shape = [2, 150, heads, 64]

@@ -61,7 +61,7 @@ def test_graph_replay_equals_eager(name):
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_graph_replay_equals_eager(name):
-    """Of forward and backward, replayed with other values and with sequences of other lengths."""
+    """A graph of forward and backward, replayed with other values and with sequences of other lengths."""
     static = leaves(batch=1)
     dout = torch.randn(static[0].shape, dtype=torch.bfloat16, device="cuda")
     rows = torch.tensor(OFFSETS, dtype=torch.int32, device="cuda")
@@ -111,7 +111,7 @@ def torch_is_deterministic():
     "shape", [(2, 2, 1, 1500), (1, 1, 1, 1500), (2, 4, 1500, 1500), (2, 2, 1500, 1500)]
 )
 def test_bias_gradients_repeat_where_blocks_own_them(shape):
-    """Without being asked to: those of a bias per key, and of pairs that nothing shares but two heads of a group."""
+    """Without deterministic=True: gradients of a key bias, and of a dense bias that only two heads of a group share."""
     q, k, v, _ = leaves(seqlen=1500)
     bias = torch.randn(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     dout = torch.randn_like(q)
@@ -274,7 +274,10 @@ def test_operators_pass_opcheck(bound):
     results = ops.forward(*detached, *options)
     dout = torch.randn_like(results[0])
     needs = (True, True, True, True)
-    torch.library.opcheck(ops.backward.default, (dout, *detached, *results, *options, *needs))
+    torch.library.opcheck(
+        ops.backward.default,
+        (dout, *detached, *results, torch.randn_like(results[1][0]), *options, *needs),
+    )
     torch.library.opcheck(
         ops.select_key_intervals.default, (bias.detach(), None, 50, "per_query", True, 300)
     )

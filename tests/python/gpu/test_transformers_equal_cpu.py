@@ -53,7 +53,7 @@ def test_results_are_those_of_the_cpu(mask, bias_shape):
     exact = run("cpu", torch.float32, *arguments)
     on_cpu = run("cpu", torch.bfloat16, *arguments)
     on_gpu = run("cuda", torch.bfloat16, *arguments)
-    # Not further from float32 than the CPU, but for the order of roundings: with 128 queries to a tile P is a bf16 number
+    # No further from float32 than the CPU, except for the order of roundings: with 128 queries to a tile P is a bf16 number
     # in dS, as in FlashAttention, which the CPU rounds later.
     for wanted, cpu, gpu in zip(exact, on_cpu, on_gpu, strict=True):
         assert torch.dist(gpu, wanted) <= 2.5 * torch.dist(cpu, wanted)

@@ -145,7 +145,7 @@ def test_window_size_is_another_name():
     out = attend(*states, None, bias)
     assert torch.equal(attend(*states, None, bias, keep_window_size=None, window_size=KEEP), out)
     assert torch.equal(attend(*states, None, bias, window_size=KEEP), out)
-    with pytest.raises(ValueError, match="window_size is 3 and keep_window_size is 9"):
+    with pytest.raises(ValueError, match="window_size: got 3 together with keep_window_size 9"):
         attend(*states, None, bias, window_size=3)
 
 
@@ -168,12 +168,12 @@ def test_packed_selection_equals_dense_mask(by):
         packed |= {"max_length_q": 20, "max_length_k": torch.tensor(20)}
     out = attend(*states, None, bias, **packed)
     assert_same((*states, bias), out, torch.cat(expected, dim=1))
-    with pytest.raises(ValueError, match="attention_bias has shape"):
+    with pytest.raises(ValueError, match="attention_bias: got shape"):
         attend(*states, None, torch.randn(1, HKV, S, S), **packed)
 
 
 def test_mask_of_another_length_raises():
-    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 30\); expected 37 keys"):
+    with pytest.raises(ValueError, match=r"attention_mask: got shape \(2, 30\), expected 37 keys"):
         attend(*make_states(), torch.ones(B, 30, dtype=torch.bool), torch.randn(B, HKV, S))
 
 
@@ -362,7 +362,7 @@ def test_which_masks_keep_the_choice_in_intervals():
 
 @pytest.mark.parametrize("make", [torch.from_numpy, torch.from_dlpack])
 def test_masks_over_foreign_memory_are_read_at_every_call(make):
-    """Whoever owns the memory may write to it without torch's counting it."""
+    """The owner of the memory may write to it without raising the version that torch counts."""
     memory = np.ones((1, 1, 4, 4), dtype=np.float32)
     mask = make(memory)
     q, k, v = (torch.randn(1, 4, 1, 8) for _ in range(3))

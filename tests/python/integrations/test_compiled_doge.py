@@ -80,7 +80,7 @@ def test_compiled_training_equals_eager(name):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
-# Of the choice within documents, and of the output of queries that see no key.
+# Operators of the selection within documents, and of the output of queries that see no key.
 RANKS, BLIND = "argsort", "scatter_add_"
 
 
@@ -102,7 +102,7 @@ def test_only_what_the_mask_needs_is_compiled(name, absent):
 
 
 def inputs_of_length(name, length):
-    """Those of a case, for two rows of another length."""
+    """Inputs of a case, for two rows of another length."""
     if name in ("padding", "few_keys"):
         mask = torch.ones(B, length, dtype=torch.long)
         mask[0, :4] = 0

@@ -72,7 +72,7 @@ def test_one_graph_serves_all_steps(pad):
 
 @torch.no_grad()
 def test_inductor_reads_lengths_before_they_change():
-    """Its kernels compute again what they read, and positions serve layers behind the first, which counts the token."""
+    """Fused kernels recompute their inputs, and later layers use positions after the first layer has counted the token."""
     torch._dynamo.reset()
     _, ours = make_pair()
     expected = decode(ours, prefilled(ours))

@@ -10,7 +10,7 @@ from largest_tensor import LargestTensor
 transformers = pytest.importorskip("transformers")
 from transformers import DogeConfig, DogeForCausalLM  # noqa: E402
 
-from flash_dmattn.integrations.attention import is_causal_mask  # noqa: E402
+from flash_dmattn.integrations.masks import is_causal_mask  # noqa: E402
 from flash_dmattn.integrations.transformers import (  # noqa: E402
     enable_flash_dmattn,
     key_interval_mask,
@@ -61,8 +61,8 @@ def enabled(model):
 def assert_same_training(eager, ours, ids, labels, **inputs):
     """Loss, logits and the gradient of every parameter, as near to eager in float64 as eager in float32 is.
 
-    Gradients of few elements (A) cancel, and what is left of them is rounding noise of larger numbers:
-    hence what is allowed beyond twice eager's own error, in units of float32.
+    Gradients of few elements (A) cancel, and their remainder is rounding noise of larger numbers:
+    hence an allowance beyond twice eager's own error, in units of float32.
     """
 
     def trained(model):
@@ -330,7 +330,7 @@ def test_unsupported_setting_raises_reason():
 
 @pytest.mark.parametrize("pad", [None, "left", "right"])
 def test_masks_are_made_as_intervals(pad):
-    """What transformers' own function makes, in O(N)."""
+    """The masks of transformers' own function, in O(N) memory."""
     mask = None if pad is None else padding(pad).bool()
     positions = {"cache_position": torch.arange(S)}
     if transformers.__version__ >= "5":

@@ -25,13 +25,13 @@ PRECISIONS = ["bfloat16", "float16", "autocast"]
 def scores_of_calls(monkeypatch):
     """The scores of every call of our attention, in order."""
     seen = []
-    attend = integration.attend_by_token
+    attend = integration.attention_bshd
 
     def watch(module, query, key, value, mask, scores, **options):
         seen.append(scores.detach())
         return attend(module, query, key, value, mask, scores, **options)
 
-    monkeypatch.setattr(integration, "attend_by_token", watch)
+    monkeypatch.setattr(integration, "attention_bshd", watch)
     return seen
 
 

@@ -1,4 +1,4 @@
-"""What the model's own norm and rotary embedding compute stays theirs, to the bit; whoever replaces them is called, and
+"""Results of the model's own norm and rotary embedding keep their bits; a replacement of either is called, and
 hooks run."""
 
 import copy

@@ -168,7 +168,7 @@ def test_offloaded_slots_come_back_with_the_next_tokens(use):
 
 
 def test_row_operations_work_on_offloaded_slots():
-    """What needs no new tokens works where they are."""
+    """Operations without new tokens work on the device of the slots."""
     _, ours = make_pair()
     caches = [DynamicMaskCache(ours.config) for _ in range(2)]
     for cache in caches:
@@ -277,7 +277,7 @@ def test_attention_of_others_is_an_error(family):
     [
         (
             {"sliding_window": 16},
-            "sliding_window is 16; expected None: a key that leaves the window",
+            "config.sliding_window: got 16, expected None: a key that leaves the window",
         ),
         ({"selection": "global"}, "got 'global', expected 'per_query'; with one choice for all"),
     ],
@@ -310,14 +310,14 @@ def test_model_without_window_raises():
 def test_cache_of_another_model_raises():
     _, ours = make_pair()
     other = make_model(window=WINDOW + 1)
-    with pytest.raises(ValueError, match="holds 10 keys and layer 0 keeps 9"):
+    with pytest.raises(ValueError, match="got keep_window_size 10 in layer 0, expected 9"):
         ours(make_ids(B, S), past_key_values=DynamicMaskCache(other.config))
 
 
 def test_cache_with_fewer_layers_raises():
     _, ours = make_pair()
     cache = DynamicMaskCache(make_model(num_hidden_layers=2).config)
-    with pytest.raises(ValueError, match="past_key_values has 2 layers, and layer 2 has none"):
+    with pytest.raises(ValueError, match="past_key_values: got 2 layers, expected more than 2"):
         ours(make_ids(B, S), past_key_values=cache)
 
 
@@ -325,7 +325,7 @@ def test_wrong_number_of_rows_leaves_cache_unchanged():
     _, ours = make_pair()
     cache = filled(ours, S)
     before = [[t.clone() for t in layer.slots.tensors] for layer in cache.layers]
-    with pytest.raises(ValueError, match="past_key_values holds 2 rows, and 3 come"):
+    with pytest.raises(ValueError, match="past_key_values: got tokens of 3 rows, expected 2"):
         ours(make_ids(3, 2), past_key_values=cache)
     after = [layer.slots.tensors for layer in cache.layers]
     assert all(map(torch.equal, sum(before, []), sum(after, ())))
@@ -337,7 +337,7 @@ def test_reset_cache_accepts_another_batch(static):
     _, ours = make_pair()
     cache = filled(ours, S, static=static)
     cache.reset()
-    with pytest.raises(ValueError, match="past_key_values holds 2 rows, and 3 come"):
+    with pytest.raises(ValueError, match="past_key_values: got tokens of 3 rows, expected 2"):
         ours(make_ids(3, S), past_key_values=cache)
 
 

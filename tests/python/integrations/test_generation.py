@@ -24,7 +24,7 @@ from flash_dmattn.integrations.transformers import (  # noqa: E402
 pytestmark = pytest.mark.transformers
 
 B, S = 2, 40
-# Equal hidden states have equal scores but for rounding: without repetition there are none.
+# Equal hidden states have equal scores except for rounding; text without repetition has none.
 FRESH = {"no_repeat_ngram_size": 1}
 WAYS = {
     "greedy": {},

@@ -12,7 +12,7 @@ from eager_comparison import compare  # noqa: E402
 from tiny_models import model_classes  # noqa: E402
 
 CLASSES = {model_class.name: model_class for model_class in model_classes()}
-# What a class is here for. Layers of encoders, of decoders and of cross attention differ in `is_causal`, where they have it.
+# The reason why a class is here. Layers of encoders, of decoders and of cross attention differ in `is_causal`, where they have it.
 EQUAL = {
     "AlignTextModel": "an encoder whose layers say nothing of causality",
     "BartForCausalLM": "a decoder alone",

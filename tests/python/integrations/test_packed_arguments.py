@@ -1,4 +1,4 @@
-"""Packed sequences in a call of the attention function: attended to alone, or refused, in whatever form they come."""
+"""Packed sequences in a call of the attention function: attended to alone, or refused, in every form."""
 
 import pytest
 import torch

@@ -33,7 +33,7 @@ def documents():
 
 
 def collated(texts):
-    """What TRL's padding-free collator makes of them."""
+    """The batch that TRL's padding-free collator makes of the texts."""
     lengths = torch.tensor([len(text) for text in texts])
     ids = torch.tensor([sum(texts, [])])
     positions = torch.cat([torch.arange(n) for n in lengths.tolist()])[None]

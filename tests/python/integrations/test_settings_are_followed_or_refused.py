@@ -63,11 +63,13 @@ def test_mask_with_query_dimension_adds_no_causality():
 def test_unsupported_setting_raises_reason():
     states = [t.transpose(1, 2) for t in make_states()]
     bias = torch.randn(B, HKV, S)
-    with pytest.raises(ValueError, match="dropout is 0.1"):
+    with pytest.raises(ValueError, match="dropout: got 0.1, expected 0"):
         flash_dynamic_mask_attention_forward(Layer(), *states, None, bias, dropout=0.1)
-    with pytest.raises(ValueError, match="give one"):
+    with pytest.raises(
+        ValueError, match="attention_bias: got a tensor together with position_bias"
+    ):
         flash_dynamic_mask_attention_forward(Layer(), *states, None, bias, position_bias=bias)
-    with pytest.raises(ValueError, match="no dimension of 0"):
+    with pytest.raises(ValueError, match="query: got shape .*, expected no dimension of size 0"):
         flash_dynamic_mask_attention_forward(Layer(), states[0][:, :, :0], *states[1:], None)
     with pytest.warns(UserWarning, match="output_attentions"):
         flash_dynamic_mask_attention_forward(Layer(), *states, None, bias, output_attentions=True)
@@ -112,10 +114,10 @@ def test_named_implementation_equals_function(window):
 def test_window_without_scores_raises(name):
     """One of the module is the default of calls that have scores."""
     states, lengths = make_states(), {"query_length": S, "key_length": S, "is_causal": True}
-    with pytest.raises(ValueError, match="window_size is 3 without an attention_bias"):
+    with pytest.raises(ValueError, match="window_size: got 3 without attention_bias"):
         _flash_dynamic_mask_attention_forward(*states, None, None, **lengths, **{name: 3})
     if name == "window_size":
-        with pytest.raises(ValueError, match="window_size is 3 without an attention_bias"):
+        with pytest.raises(ValueError, match="window_size: got 3 without attention_bias"):
             flash_dynamic_mask_attention_forward(Layer(), *heads_first(), None, window_size=3)
 
 
@@ -128,7 +130,7 @@ def test_is_causal_is_a_bool():
 
 @pytest.mark.parametrize("lengths", [(1, S), (S, 1)])
 def test_lengths_are_those_of_the_tensors(lengths):
-    with pytest.raises(ValueError, match="query_length and key_length are"):
+    with pytest.raises(ValueError, match="query_length, key_length: got"):
         _flash_dynamic_mask_attention_forward(*make_states(), None, None, *lengths, True)
 
 
@@ -151,7 +153,9 @@ def test_intervals_of_two_queries_remain_intervals():
     expected, _ = flash_dynamic_mask_attention_forward(Layer(), *states, None)
     torch.testing.assert_close(found, expected)
     either = torch.tensor([[0, 1], [0, 0]], dtype=torch.int32).expand(B, 1, 2, 2)
-    with pytest.raises(ValueError, match="could be a mask as well as intervals"):
+    with pytest.raises(
+        ValueError, match="attention_mask: got int32 of shape .* which is a mask or intervals"
+    ):
         flash_dynamic_mask_attention_forward(Layer(), *states, either)
 
 
@@ -286,7 +290,7 @@ def test_sliding_window_without_mask_is_applied(is_causal):
     mask = (seen & (distance >= 0) if is_causal else seen).expand(B, 1, S, S)
     assert_same(states, actual, dense_attention(*states, mask, None))
     packed = {"position_ids": (torch.arange(S) % 20)[None], "sliding_window": window}
-    with pytest.raises(ValueError, match="sliding_window is 5 for packed sequences"):
+    with pytest.raises(ValueError, match="sliding_window: got 5 for packed sequences"):
         flash_dynamic_mask_attention_forward(
             Layer(), *(t[:1].transpose(1, 2) for t in states), None, **packed
         )
@@ -294,7 +298,7 @@ def test_sliding_window_without_mask_is_applied(is_causal):
 
 @pytest.mark.parametrize("shape", [(B, S), (B, 1, S)])
 def test_additive_masks_without_a_query_dimension_are_refused(shape):
-    with pytest.raises(TypeError, match="attention_mask is torch.float32 of shape"):
+    with pytest.raises(TypeError, match="attention_mask: got torch.float32 of shape"):
         flash_dynamic_mask_attention_forward(Layer(), *heads_first(), torch.zeros(shape))
 
 
@@ -323,7 +327,7 @@ def test_window_of_enable_reaches_model_without_one():
     model = transformers.LlamaForCausalLM(config).eval()
     model.set_attn_implementation("flash_dmattn")
     ids, bias = torch.arange(8)[None], torch.randn(1, 2, 8)
-    with pytest.raises(ValueError, match="^keep_window_size is 3 without an attention_bias"):
+    with pytest.raises(ValueError, match="^keep_window_size: got 3 without attention_bias"):
         model(ids, keep_window_size=3)
     with torch.no_grad():
         all_keys = model(ids, attention_bias=bias).logits

@@ -245,7 +245,7 @@ def test_every_query_head_chooses_for_itself():
     shown = select(bias, 9, causal_pairs(seqlen, seqlen).expand(2, 4, -1, -1))
     actual = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, keep_window_size=9)
     torch.testing.assert_close(actual, attend_by_mask(q, k, v, bias, shown), rtol=1e-5, atol=1e-6)
-    # Scores of query heads beside a bias and a mask of key heads.
+    # Scores of query heads with a bias and a mask of key heads.
     small = torch.randn(2, 2, seqlen)
     actual = flash_dmattn_func(
         q, k, v, attn_bias=small, is_causal=True, keep_window_size=9, selection_scores=bias

@@ -120,11 +120,11 @@ def test_masks_are_detached():
 
 def test_errors_name_the_argument():
     bias = torch.randn(B, H, K)
-    with pytest.raises(ValueError, match="type is 'best'"):
+    with pytest.raises(ValueError, match="type: got 'best'"):
         create_mask(bias, None, B, Q, K, 4, LOWEST, type="best")
-    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 7\)"):
+    with pytest.raises(ValueError, match=r"attention_mask: got shape \(2, 7\)"):
         create_mask(bias, torch.ones(B, 7, dtype=torch.bool), B, Q, K, 4, LOWEST)
-    with pytest.raises(ValueError, match="block_size is 0"):
+    with pytest.raises(ValueError, match="block_size: got 0"):
         create_mask(bias, None, B, Q, K, 4, LOWEST, block_size=0)
 
 

@@ -1,4 +1,4 @@
-"""Biases around the number at which those of their dtype mask, in every form that attention takes them."""
+"""Biases around the mask value of their dtype, in every form that attention takes."""
 
 import torch
 
@@ -7,7 +7,7 @@ from flash_dmattn.check.compare import assert_matches_oracle
 from flash_dmattn.check.failed_elsewhere import forward_and_backward
 from flash_dmattn.check.oracle import Problem, causal_pairs, select
 
-# A bias of keys or of pairs; keys that are chosen by it, or by scores beside it.
+# A key bias or a dense bias; keys selected by it, or by separate scores.
 FORMS = ("keys", "pairs", "chosen keys", "keys beside scores", "pairs beside scores")
 WINDOW = 9
 
@@ -17,7 +17,7 @@ def mask_value(dtype):
 
 
 def bias_around_mask_value(*shape, dtype):
-    """Normal numbers; beside them some that mask, and low ones that do not."""
+    """Normal numbers, some values that mask, and low values that do not."""
     masking = [mask_value(dtype), torch.finfo(dtype).min, -torch.inf, torch.nan]
     low = [0.99 * mask_value(dtype)]
     if dtype != torch.float16:

@@ -14,7 +14,7 @@ VOCABULARY, WINDOW = 397, 9
 def make_model(window=WINDOW, **options):
     """A float32 model whose keys differ in score; in the first layer all tie, and the recent ones are kept.
 
-    (Equal tokens would have equal scores there but for rounding, which depends on how many tokens a product has.)
+    (Equal tokens would have equal scores there except for rounding, which depends on how many tokens a product has.)
     """
     config = DogeConfig(
         **{

@@ -37,7 +37,7 @@ def make_doge(seed: int, window: int = WINDOW) -> tuple[DogeForCausalLM, torch.T
 def median_distances(
     dtype: torch.dtype, device: str = "cpu", *, autocast: bool = False, window: int = WINDOW
 ) -> dict[str, dict[str, float]]:
-    """Of "eager" and "ours": the relative distance of each kind of parameter's gradient, its worst layer.
+    """Relative distance of each kind of parameter's gradient for "eager" and "ours", in the worst layer.
 
     The median over the seeds. The yardstick is eager attention in float32 on the CPU.
     """
@@ -66,7 +66,7 @@ def assert_the_choice_is_that_of_float32(distances: dict[str, dict[str, float]])
 
 
 def assert_the_error_of_delta_does_not_add_up(distances: dict[str, dict[str, float]]) -> None:
-    """Of models without a selection: on a CPU A's distance is 3 to 4 times eager's where it does."""
+    """Distances of models without a selection. If the error added up, A's would be 3 to 4 times eager's on a CPU."""
     ours, eager = (distances[side]["A"] for side in ("ours", "eager"))
     assert ours <= 2 * eager, (ours, eager)
 

@@ -34,7 +34,7 @@ Results = dict[str, "torch.Tensor | list[torch.Tensor] | Exception"]
 
 
 class Verdict(NamedTuple):
-    """What a class does under a name.
+    """The behaviour of a class under a name.
 
     kind: "equal"; "own", it computes attention itself and equals eager; "refused", it raises when it is built; "raises" at a
         call, `reason` says with which inputs; "wrong"; "none", it has no attention; "untested".
@@ -85,8 +85,8 @@ def compare(model_class: ModelClass, name: str) -> Verdict:
 
 
 def _results_that_see_padding(eager: torch.nn.Module, inputs: dict, expected: Results) -> set[str]:
-    """Those that change, for real tokens, with the tokens in the place of padding. What a query without visible keys gets
-    is then part of them: the mean of all values in eager attention, 0 in others, torch's among them."""
+    """Names of results of real tokens that change with the tokens in the place of padding. The result of a query without
+    visible keys is then part of them: the mean of all values in eager attention, 0 in others, torch's among them."""
     found = set()
     for key, padded in _padded(inputs).items():
         if isinstance(expected.get(key), torch.Tensor):
@@ -192,7 +192,7 @@ def _short(inputs: dict, length: int) -> dict:
 
 
 def _real(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Those of real tokens, where there are some for each token."""
+    """Logits of real tokens, if there are logits for each token."""
     return logits[mask.bool()] if logits.shape[:2] == mask.shape else logits
 
 
@@ -207,7 +207,7 @@ def _leak(logits: Callable[..., torch.Tensor], inputs: dict, key: str) -> torch.
 
 
 def _gradients(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
-    """Of a random sum of all logits, by all parameters."""
+    """Gradients of a random sum of all logits with respect to all parameters."""
     model.zero_grad()
     out = _logits(model(**inputs))
     out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(4)))

@@ -19,12 +19,12 @@ needs_gpu = pytest.mark.skipif(
 
 
 def on_gpu(value, device="cuda"):
-    """A copy in GPU memory: of tensors with their strides, of problems and cases with all they hold."""
+    """Copies a tensor (keeping strides), problem or case to GPU memory."""
     return to_device(value, device)
 
 
 def capture(step):
-    """A graph of `step` on the current device, run once before, and what it will write."""
+    """A graph of `step` on the current device, run once before, and the tensors that it writes."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

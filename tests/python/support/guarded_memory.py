@@ -1,4 +1,4 @@
-"""Guards around what is allocated: the proof that nothing beside the results was written."""
+"""Guards around allocated memory, which show that nothing but the results was written."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class LargestTensor(TorchDispatchMode):
     """Within the context, `elements` is the number of elements of the largest result so far.
 
-    Views count by the memory they show, so a broadcast (stride 0) is as small as what is behind it.
+    Views count by the memory they show, so a broadcast (stride 0) is as small as its source.
     """
 
     def __init__(self):

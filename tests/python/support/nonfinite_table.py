@@ -1,4 +1,4 @@
-"""The table of docs/numerics.md: what becomes of inputs that are not finite where they saturate."""
+"""The table of docs/numerics.md: results of inputs that are not finite under saturation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INF, _NAN = torch.inf, torch.nan
 _FLOAT_MAX = torch.finfo(torch.float32).max
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
-# Values by tensor and column; of a bias, the column is of no account.
+# Values by tensor and column; the column of a bias is ignored.
 ROWS: dict[str, dict[str, dict[int, float]]] = {
     **{
         f"{name} = {value}": {name: {3: value}}

@@ -1,6 +1,6 @@
 """Tiny random models of every family of transformers, and inputs for them.
 
-A default config is shrunk by the names of its attributes, which most families share; `FAMILIES` has what is different in one.
+A default config is shrunk by the names of its attributes, which most families share; `FAMILIES` has the differences of single families.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ PARTS = {
 
 
 def model_classes() -> list[ModelClass]:
-    """All classes of `TASKS`, and for the task "BASE" those of `PARTS` and the base models of other families."""
+    """All classes of `TASKS`, and for the task "BASE" the classes of `PARTS` and the base models of other families."""
     tasks: dict[tuple[str, str], list[str]] = {}
     for task in TASKS:
         mapping = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")
@@ -241,7 +241,7 @@ FAMILIES = {
 
 
 def tiny_config(model_class: ModelClass) -> PreTrainedConfig:
-    """The config that the class takes; of a composite family, for a class of its text model, that of the text."""
+    """The config that the class takes: for the text model of a composite family, the config of the text."""
     config = shrink(CONFIG_MAPPING[model_class.family]())
     wanted = getattr(transformers, model_class.name).config_class
     if wanted is not None and not isinstance(config, wanted):
@@ -253,8 +253,8 @@ def tiny_config(model_class: ModelClass) -> PreTrainedConfig:
 
 
 def shrink(config: PreTrainedConfig, special: list[str] | None = None) -> PreTrainedConfig:
-    """A config of the same class with small sizes. `special` collects the names of special tokens, which get ids of their
-    own behind the words."""
+    """A config of the same class with small sizes. `special` collects the names of special tokens, which get ids
+    after the words'."""
     special = [] if special is None else special
     cls = type(config)
     alias = {real: name for name, real in cls.attribute_map.items()}

@@ -10,7 +10,7 @@ from flash_dmattn import KVSlots, flash_dmattn_func, flash_dmattn_with_kvcache
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 KINDS = ("normal", "ties", "equal", "nan")
 PADDINGS = ("none", "left", "anywhere")
-# What an attention score is made of; None: 1 / sqrt(D), and no softcap. The last makes scores choose, and no more.
+# Options of attention scores; defaults: 1 / sqrt(D), no softcap. With scores_are_bias False scores only select keys.
 NUMERICS = (
     {},
     {"scale": 0.7},
@@ -165,7 +165,7 @@ def _junk_after(tokens, count, generator):
 
 
 def check_drops(stream, pieces, dropped):
-    """Behind the pending tokens of each piece come others, good enough for any slot, which are dropped."""
+    """Appends further tokens after each piece, with scores good enough for any slot, and drops them."""
     cache = stream.slots(chunk=max(pieces) + max(dropped))
     begin = 0
     for size, junk in zip(pieces, dropped, strict=True):

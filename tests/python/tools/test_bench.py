@@ -127,6 +127,19 @@ def test_programs_print_rows(capsys, tmp_path):
     assert record.read(file)["rows"] == [row]
 
 
+def test_add_writes_build_and_tests_into_record(capsys, tmp_path):
+    file, build, tests = (tmp_path / name for name in ("record.json", "build", "table.tsv"))
+    run(capsys, "--case", "dense", "--length", "32", "--dtype", "float32", "--json", str(file))
+    build.write_text("nvcc 13.0,-O3\n")
+    tests.write_text("cpp\tpassed\t202 s\t100% tests passed\nspeed\tFAILED (1)\t3 s\t\n")
+    assert bench.main(["add", str(file), "--build", str(build), "--tests", str(tests)]) == 0
+    found = record.read(file)
+    assert found["versions"]["build"] == "nvcc 13.0,-O3"
+    assert [(test["part"], test["result"], test["took"]) for test in found["tests"]] == [
+        ("cpp", "passed", "202 s"), ("speed", "FAILED (1)", "3 s"),
+    ]  # fmt: skip
+
+
 def test_last_level_cache_is_the_highest_level(tmp_path):
     assert machine.last_level_cache(tmp_path) == 0
     for level, size in [(1, "48K"), (3, "266240K"), (2, "2048K")]:
@@ -145,7 +158,7 @@ def test_last_level_cache_is_the_highest_level(tmp_path):
     ],
 )
 def test_record_path_names_its_machine(name, isa, folder):
-    place = machine.place("cpu", {"name": name, "isa": isa})
+    place = machine.record_path("cpu", {"name": name, "isa": isa})
     assert place.parent == machine.RECORDS / folder
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-cpu\.json", place.name)
 
@@ -214,7 +227,7 @@ def test_side_without_a_backward_has_a_row_without_one():
     (cost,) = costs({"fa3": step}, "cpu", 1).values()
     assert cost.backward_ms is None
     row = record.row(Case(DENSE, 32, 16), "fa3", "float32", cost.forward_ms)
-    assert record.line(row).count(" / –") == 2
+    assert record.format_row(row).count(" / –") == 2
 
 
 @pytest.mark.parametrize("window", [None, 5, 40, 100])
@@ -229,7 +242,7 @@ def test_useful_work_counts_visible_pairs(window):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sides_give_same_result(kind):
-    """Attention that is timed side by side is the same, but for the bias, by which torch's side only chooses."""
+    """Attention that is timed side by side is the same, except for the bias, by which torch's side only selects."""
     window = None if kind == DENSE else 16
     inputs = draw(Case(kind, 96, 16, window, heads_q=4, heads_kv=2, batch=2), torch.float32, "cpu")
     if kind in (PER_QUERY, GLOBAL):

@@ -1,4 +1,4 @@
-"""What tools/check_wgmma.py finds in listings of cuobjdump."""
+"""Findings of tools/check_wgmma.py in listings of cuobjdump."""
 
 import importlib.util
 from pathlib import Path
@@ -15,7 +15,7 @@ FORWARD_256 = "_ZN4sm9013ForwardKernelI6__halfLi256EEE"
 
 
 def listing(name, *instructions):
-    """Of instructions at 0x00, 0x10, 0x20 ..."""
+    """A listing of instructions at 0x00, 0x10, 0x20 ..."""
     lines = [
         f"        /*{16 * i:04x}*/                   {text} ;"
         for i, text in enumerate(instructions)

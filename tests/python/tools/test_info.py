@@ -1,4 +1,4 @@
-"""`python -m flash_dmattn info` names kernels, and recorded_kernels names those that calls run."""
+"""`python -m flash_dmattn info` names kernels, and recorded_kernels names the kernels that calls run."""
 
 import signal
 import subprocess

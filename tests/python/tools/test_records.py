@@ -1,4 +1,4 @@
-"""Records of benchmarks: their schema, and that those of this repository follow it."""
+"""Records of benchmarks: their schema, and that the records of this repository follow it."""
 
 import copy
 
@@ -6,7 +6,7 @@ import pytest
 
 from harness import record, report
 from harness.compare import ratios
-from harness.machine import RECORDS
+from harness.machine import RECORDS, output_of
 
 COMMIT = "0123456789ab"
 ROW = record.row("dense causal B1 H2 N64 D64", "cpu", "float32", 1.25, 3.5, peak_mb=2)
@@ -22,7 +22,21 @@ VALID = {
 @pytest.mark.parametrize("path", sorted(RECORDS.glob("*/*.json")), ids=lambda path: path.stem)
 def test_record_of_this_repository_is_valid(path):
     found = record.read(path)
-    assert found["rows"] and all(record.line(row) for row in found["rows"])
+    assert found["rows"] and all(record.format_row(row) for row in found["rows"])
+
+
+def test_commits_of_records_are_in_history():
+    history = output_of("git", "rev-list", "HEAD").split()
+    if not history or output_of("git", "rev-parse", "--is-shallow-repository") != "false":
+        pytest.skip("the checkout has no history")
+    missing = []
+    for path in sorted(RECORDS.glob("*/*.json")):
+        found = record.read(path)
+        parts = [found, *found["rows"], *found.get("tests", [])]
+        for commit in sorted({part["commit"] for part in parts if part.get("commit")}):
+            if not any(one.startswith(commit.removesuffix("-dirty")) for one in history):
+                missing.append(f"{path.name}: {commit}")
+    assert missing == []
 
 
 def test_documents_hold_the_tables_of_the_newest_records():
@@ -46,8 +60,10 @@ def test_written_record_is_read_back_with_one_line_per_row(tmp_path):
     [
         (["commit"], "before the first", "record.commit: got 'before the first', expected a commit"),
         (["machine"], {}, "machine.name: got none"),
+        (["machine", "speed"], 1, "machine: got 'speed', expected one of"),
         (["versions"], {}, "versions.torch: got none"),
         (["speed"], [], "record: got 'speed', expected one of"),
+        (["rows", 0, "commit"], "", "rows\\[0\\].commit: got '', expected a commit"),
         (["rows", 0, "unit"], "s", "rows\\[0\\].unit: got 's', expected ms or us"),
         (["rows", 0, "forward"], "1.25", "rows\\[0\\].forward: got '1.25', expected"),
         (["rows", 0, "forward"], True, "rows\\[0\\].forward: got True, expected"),

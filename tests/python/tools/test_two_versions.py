@@ -32,7 +32,7 @@ def load(folder: str):
 
 
 class Namespaces(TorchDispatchMode):
-    """Those of the operators that are called."""
+    """Namespaces of the operators that are called."""
 
     def __init__(self):
         super().__init__()

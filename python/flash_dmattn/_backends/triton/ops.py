@@ -6,8 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
+from ..._core.autograd import NO_SECOND_DERIVATIVE
+from ..._core.library import NAMESPACE
 from ..._core.numerics import Numerics
-from ..._core.ops import NAMESPACE
 from ...keys.visibility import Visibility
 from . import launch
 
@@ -145,10 +146,7 @@ def _forward_derivative(ctx, dout, dlse, dlse_low, dcareful):
 
 
 def _backward_derivative(ctx, *gradients):
-    raise RuntimeError(
-        "flash_dmattn: a second derivative was asked for (create_graph=True), but attention has only the "
-        "first one. For double backward use torch's math attention."
-    )
+    raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
 forward.register_autograd(_forward_derivative, setup_context=_setup_context)

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, frexp
 
-from ..._core import ops, torch_ops
+from ..._core import ops
+from ...keys import torch_selection
 
 TILE_ROWS = 128  # queries of a list's tile, a multiple of those of every kernel's
 
@@ -31,8 +32,8 @@ def build_tile_lists(intervals: Tensor, seqlen_q: int, bound: list[int]) -> Tile
     bound: (base, per_query) where n consecutive queries together see at most base + per_query n keys; or
     nothing, and then the keys are counted first, which waits for the device.
     """
-    build = ops.build_tile_lists if ops.has_kernels_for(intervals) else torch_ops.build_tile_lists
-    keys, begin, count, full = build(intervals, TILE_ROWS, seqlen_q, bound)
+    library = ops if ops.has_kernels_for(intervals) else torch_selection
+    keys, begin, count, full = library.build_tile_lists(intervals, TILE_ROWS, seqlen_q, bound)
     batch, heads = intervals.shape[:2]
     return TileLists(keys, begin, count, full, heads if batch > 1 else 0, 1 if heads > 1 else 0)
 

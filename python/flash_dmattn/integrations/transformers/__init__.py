@@ -16,7 +16,7 @@ refused when the name is set). A Doge chooses its keys by learned scores:
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..attention import eager_like_attention_forward
+from ..attention import mask_driven_attention_forward
 from .cache import DynamicMaskCache
 from .compat import look_at_models
 from .doge import NAME as _DOGE_NAME
@@ -33,8 +33,8 @@ __all__ = [
 ]
 
 for _name in NAMES:
-    AttentionInterface.register(_name, eager_like_attention_forward)
+    AttentionInterface.register(_name, mask_driven_attention_forward)
     AttentionMaskInterface.register(_name, mask_of_name)
-AttentionInterface.register(_DOGE_NAME, eager_like_attention_forward)
+AttentionInterface.register(_DOGE_NAME, mask_driven_attention_forward)
 AttentionMaskInterface.register(_DOGE_NAME, key_interval_mask)
 look_at_models(resolve_name)

@@ -142,7 +142,7 @@ class DynamicMaskLayer(CacheLayerMixin):
     def _check_rows(self, states: torch.Tensor) -> None:
         if states.shape[0] != self.batch_size:
             raise ValueError(
-                f"past_key_values holds {self.batch_size} rows, and {states.shape[0]} come; expected as many"
+                f"past_key_values: got tokens of {states.shape[0]} rows, expected {self.batch_size}"
             )
 
     @staticmethod
@@ -422,7 +422,7 @@ class DynamicMaskCache(Cache):
             )
         if getattr(config, "sliding_window", None) is not None:
             raise ValueError(
-                f"config.sliding_window is {config.sliding_window}; expected None: a key that leaves the window makes "
+                f"config.sliding_window: got {config.sliding_window}, expected None: a key that leaves the window makes "
                 "place for others, which would have been evicted. Use transformers' DynamicCache"
             )
         static = resolve_flag(static, "static")
@@ -460,7 +460,7 @@ def _keep_window_sizes(config: PretrainedConfig) -> list[int]:
     sizes = [getattr(layer, "keep_window_size", None) for layer in layers]
     if None in sizes:
         raise ValueError(
-            f"config is a {type(config).__name__} without keep_window_size; expected that of a model with dynamic masks "
+            f"config: got {type(config).__name__} without keep_window_size, expected that of a model with dynamic masks "
             "(Doge)"
         )
     for size in sizes:

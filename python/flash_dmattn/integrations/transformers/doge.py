@@ -15,14 +15,10 @@ from ..._core.checks import may_read
 from ...keys.intervals import KeyIntervals, select_key_intervals
 from ...keys.recognise import Memo, derive, intervals_of_mask, split_additive, visible_counts
 from ...scores import doge_scores_of, with_zero_sum_gradient
-from ..attention import (
-    as_key_intervals,
-    attend_by_token,
-    fdma_peft_integration_check,
-    is_causal_mask,
-    target_dtype,
-)
-from ..keywords import refuse_in_doge
+from ..attention import attention_bshd
+from ..dtypes import fdma_peft_integration_check, target_dtype
+from ..keywords import check_doge_keywords
+from ..masks import as_key_intervals, is_causal_mask
 from .cache import DynamicMaskCache, DynamicMaskLayer
 from .compat import adopt_hooked_forward, take_cache
 from .scored_cache import update_with_scores
@@ -75,7 +71,7 @@ class FlashDogeAttention(DogeAttention):
         cache_position = kwargs.pop("cache_position", None)
         if context.mask_kind == "causal" or is_causal_mask(attention_mask):
             attention_mask = None
-        refuse_in_doge(kwargs, has_mask=attention_mask is not None)
+        check_doge_keywords(kwargs, has_mask=attention_mask is not None)
         per_head = (*hidden_states.shape[:-1], -1, self.head_dim)
         query = _normalize(self.q_norm, self.q_proj(hidden_states).view(per_head))
         key = _normalize(self.k_norm, self.k_proj(hidden_states).view(per_head))
@@ -173,8 +169,8 @@ def _is_stock(function) -> bool:
 def _layer_of(cache: DynamicMaskCache, index: int) -> DynamicMaskLayer:
     if index >= len(cache.layers):
         raise ValueError(
-            f"past_key_values has {len(cache.layers)} layers, and layer {index} has none; expected a "
-            "DynamicMaskCache(model.config) of this model"
+            f"past_key_values: got {len(cache.layers)} layers, expected more than {index}: a DynamicMaskCache(model.config) "
+            "of this model"
         )
     return cache.layers[index]
 
@@ -192,8 +188,8 @@ def _attend_with_slots(
     """Attention of new tokens [B, S, H, D] to those of the cache and to each other: [B, S, Hq, D]."""
     if slots.keep_window_size != self.keep_window_size:
         raise ValueError(
-            f"past_key_values holds {slots.keep_window_size} keys and layer {self.layer_idx} keeps {self.keep_window_size}; "
-            "expected a DynamicMaskCache(model.config) of this model"
+            f"past_key_values: got keep_window_size {slots.keep_window_size} in layer {self.layer_idx}, expected "
+            f"{self.keep_window_size}: a DynamicMaskCache(model.config) of this model"
         )
     key_mask = _present_tokens(attention_mask, query.shape[1])
     dtype = target_dtype(self, query)
@@ -236,7 +232,7 @@ def _attend(
         window = key_length  # chosen already
     if not self.round_scores_like_eager:
         scores = with_zero_sum_gradient(scores)
-    out = attend_by_token(
+    out = attention_bshd(
         self,
         query,
         key,

@@ -12,7 +12,7 @@ from transformers.models.doge.modeling_doge import DogeAttention, DogeModel, Dog
 
 from ..._core.checks import may_read, resolve_flag
 from ...keys.recognise import Memo
-from ..attention import causal_mask
+from ..masks import causal_mask
 from .cache import DynamicMaskCache
 from .compat import CACHE, MODEL_ARGUMENTS, given_cache, refuse_continuous_batching
 from .doge import CONTEXT, Context, FlashDogeAttention, check_cache

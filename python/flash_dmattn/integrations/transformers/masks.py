@@ -11,8 +11,8 @@ from transformers.configuration_utils import PretrainedConfig
 
 from ..._core.checks import may_read
 from ...keys.recognise import intervals_of_mask, intervals_of_rows
-from ..attention import causal_mask
-from ..keywords import refuse_unknown
+from ..keywords import check_known_keywords
+from ..masks import causal_mask
 from .compat import documents_of
 
 # For implementations that do not evaluate `mask_function`, or make additive masks; and whether None may stand for causality,
@@ -54,7 +54,7 @@ def key_interval_mask(
     Raises:
         TypeError: an unknown keyword; padding of floating point.
     """
-    refuse_unknown(kwargs, _OF_OTHERS)
+    check_known_keywords(kwargs, _OF_OTHERS)
     if attention_mask is not None and attention_mask.is_floating_point():
         raise TypeError(
             f"attention_mask: got {attention_mask.dtype} of shape {tuple(attention_mask.shape)}, expected bool or "

@@ -238,8 +238,8 @@ struct SplitForwardKernel {
     });
     cluster_sync();
     const int blocks = p.split.splits;
-    // Loads from another block's shared memory are bound by latency, so many are kept in flight at once (64 registers
-    // of columns).
+    // Loads from another block's shared memory are bound by latency. Many are kept in flight at once, with 64 registers
+    // of columns.
     constexpr int together = D <= 128 ? 16 : 8;
     for (int row = warp_id() * blocks + rank; row < rows.count; row += P.warps() * blocks) {
       RowTotal<D> total;

@@ -10,7 +10,11 @@ from collections.abc import Iterator
 PROGRAMS = {"cpu": ("bench_core",), "cuda": ("bench_attention", "bench_selection")}
 
 
-def measured(name: str, options: argparse.Namespace) -> Iterator[dict]:
+def side_names(name: str, device: str) -> tuple[str, ...]:
+    return ()
+
+
+def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
     """The rows that the programs print. They run at their own sizes."""
     for program in PROGRAMS[options.device]:
         command = [options.programs / program]

@@ -1,0 +1,174 @@
+"""Derivatives of the operators; importing this module registers them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import rules
+from .library import NAMESPACE
+from .operators import GRADIENTS, Signature
+from .ops import BACKWARD, FORWARD, SELECT_AND_ATTEND, backward, forward, select_and_attend
+
+# Error texts for unsupported derivatives. The caller prefixes the package's or the argument's name.
+NO_TANGENT = (
+    "got a tensor with a tangent (forward-mode differentiation, torch.func.jvp), expected one without: attention has "
+    "reverse-mode derivatives only"
+)
+NO_FUNCTIONAL_GRADIENT = (
+    "got a tensor of torch.func.grad, vjp, jacrev or hessian, which attention does not support; expected an ordinary "
+    "one: use torch.autograd.grad or backward()"
+)
+NO_SECOND_DERIVATIVE = (
+    "create_graph: got True, expected False: attention has first derivatives only. Use torch's math attention for double "
+    "backward"
+)
+
+# Inputs of backward without the need_* flags: dout, then tensors and results of forward, dlse and forward's options.
+_BACKWARD_INPUTS = ("dout", *FORWARD.tensors, *FORWARD.results, "dlse", *FORWARD.options)
+assert BACKWARD.arguments == (*_BACKWARD_INPUTS, *(f"need_{name}" for name in GRADIENTS.values()))
+
+# torch.library.register_autograd would do the same in 90 µs a call more: it fills in defaults by the schema and
+# passes through the dispatcher twice.
+
+
+class _Attention(torch.autograd.Function):
+    """forward with its first derivative."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            results = forward(*inputs)
+        return _save_for_backward(ctx, FORWARD, inputs, results)
+
+    @staticmethod
+    def backward(ctx, dout, dstatistics):
+        if dout is None and dstatistics is None:
+            return (None,) * len(ctx.needs_input_grad)
+        dout, dlse = _row_gradients(ctx, dout, dstatistics)
+        arguments = (dout, *ctx.saved_tensors, dlse, *ctx.options)
+        return _input_gradients(ctx, FORWARD, arguments)
+
+
+class _SelectAndAttend(torch.autograd.Function):
+    """select_and_attend with its first derivative, that of forward: the choice has none."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            results = select_and_attend(*inputs)
+        return _save_for_backward(ctx, SELECT_AND_ATTEND, inputs, results)
+
+    @staticmethod
+    def backward(ctx, dout, dstatistics, _):
+        if dout is None and dstatistics is None:
+            return (None,) * len(ctx.needs_input_grad)
+        dout, dlse = _row_gradients(ctx, dout, dstatistics)
+        signature = SELECT_AND_ATTEND
+        names = (*signature.tensors, *signature.results, *signature.options)
+        named = dict(zip(names, (*ctx.saved_tensors, *ctx.options), strict=True))
+        bound = (named["window"], int(named["is_causal"]))
+        # Intervals include causality.
+        named |= {"dout": dout, "dlse": dlse, "key_bound": bound, "is_causal": False}
+        return _input_gradients(ctx, signature, tuple(map(named.get, _BACKWARD_INPUTS)))
+
+
+def _save_for_backward(
+    ctx, signature: Signature, inputs: tuple, results: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """The results, of which out and lse have a derivative, saved with the inputs for backward.
+
+    The tensors come first among the arguments of an operator.
+    """
+    tensors = len(inputs) - len(signature.options)
+    ctx.save_for_backward(*inputs[:tensors], *results)
+    ctx.options = inputs[tensors:]
+    ctx.mark_non_differentiable(*results[2:])
+    ctx.set_materialize_grads(False)
+    return results
+
+
+def _row_gradients(
+    ctx, dout: Tensor | None, dstatistics: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """dout and the gradient of lse, which is the first of the statistics."""
+    if dout is None:
+        dout = torch.zeros_like(ctx.saved_tensors[0])
+    return dout, None if dstatistics is None else dstatistics[0]
+
+
+def _input_gradients(ctx, signature: Signature, arguments: tuple) -> tuple[Tensor | None, ...]:
+    """The gradient of each input of an operator: results of backward; None for inputs that need no gradient."""
+    needed = tuple(ctx.needs_input_grad[i] for i in signature.differentiable)
+    if torch.is_grad_enabled():  # create_graph
+        gradients = backward(*arguments, *needed)
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            gradients = backward(*arguments, *needed)
+    gradients_of_inputs: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+    for i, gradient, is_needed in zip(signature.differentiable, gradients, needed, strict=True):
+        gradients_of_inputs[i] = gradient if is_needed else None
+    return tuple(gradients_of_inputs)
+
+
+class _Gradients(torch.autograd.Function):
+    """backward, which has no derivative."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            return backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(NO_SECOND_DERIVATIVE)
+
+
+def _with_autograd(operator, function: type[torch.autograd.Function]):
+    def call(*inputs):
+        _check_tangents(inputs)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+            if torch._C._are_functorch_transforms_active():
+                raise RuntimeError(f"flash_dmattn: {NO_FUNCTIONAL_GRADIENT}")
+            return function.apply(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*inputs)
+
+    return call
+
+
+def _check_tangents(inputs: tuple) -> None:
+    """Raises for inputs with tangents, whose derivative torch would silently make 0. Public functions check before and name
+    the argument; this check covers compiled calls and direct calls of operators."""
+    if forward_ad._current_level < 0:
+        return
+    for value in inputs:
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise RuntimeError(f"flash_dmattn: {NO_TANGENT}")
+
+
+def _bypass_dispatcher(operator, differentiable):
+    """`operator`, whose implementation for autograd is `differentiable`. Where nothing traces or transforms the call, it
+    does not pass through the dispatcher on its way there: 10 µs of 25."""
+
+    def call(*inputs):
+        transformed = torch._C._functorch.peek_interpreter_stack
+        if torch.compiler.is_compiling() or transformed() is not None:
+            return operator(*inputs)
+        if rules.are_missing():
+            rules.register()
+        return differentiable(*inputs)
+
+    return call
+
+
+_forward = _with_autograd(forward, _Attention)
+_select_and_attend = _with_autograd(select_and_attend, _SelectAndAttend)
+_autograd = torch.library.Library(NAMESPACE, "FRAGMENT")
+_autograd.impl("forward", _forward, "Autograd")
+_autograd.impl("select_and_attend", _select_and_attend, "Autograd")
+_autograd.impl("backward", _with_autograd(backward, _Gradients), "Autograd")
+
+forward_direct = _bypass_dispatcher(forward, _forward)
+select_and_attend_direct = _bypass_dispatcher(select_and_attend, _select_and_attend)

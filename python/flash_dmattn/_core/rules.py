@@ -1,0 +1,36 @@
+"""Rules for the operators in modules of torch that are slow to import: FLOP counting and sharding."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+
+from .library import PACKAGE
+
+# The module of torch, and ours that registers on import. torch's are slow to import, and most processes need neither.
+_missing = {
+    "torch.utils.flop_counter": ".flops",
+    "torch.distributed.tensor": ".distributed.sharding",
+}
+
+
+def register() -> None:
+    """Registers the rules of torch's modules that have been imported.
+
+    Called when this package is imported and before a call of attention, until none is missing: torch has no place for a
+    rule before it has the module.
+    """
+    for name in [name for name in _missing if name in sys.modules]:
+        rules = _missing.pop(name)
+        try:
+            importlib.import_module(rules, PACKAGE)
+        except Exception as error:  # no reason for attention not to run
+            warnings.warn(
+                f"{name} is without the rules of {PACKAGE}{rules}: {type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+
+
+def are_missing() -> bool:
+    return bool(_missing)

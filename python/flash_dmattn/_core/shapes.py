@@ -1,0 +1,115 @@
+"""Shapes, dtypes and strides of the operators' results (fake kernels); importing this module registers them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .library import NAMESPACE
+from .operators import GRADIENTS
+from .ops import BACKWARD, FORWARD
+
+
+def _require_device_of(first, **others):
+    """torch takes these functions when any argument is a meta tensor, even if the result is not one."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != first.device:
+            raise TypeError(f"{name}: got a tensor on {tensor.device}, expected {first.device}")
+
+
+@torch.library.register_fake(f"{NAMESPACE}::forward")
+def _forward_fake(*arguments):
+    named = FORWARD.named(arguments)
+    q = named["q"]
+    _require_device_of(q, **{name: named[name] for name in FORWARD.tensors})
+    return _attention_results(q)
+
+
+def _attention_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse."""
+    batch, seqlen_q, heads_q, _ = q.shape
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(q.shape), q.new_empty((2, batch, heads_q, seqlen_q), dtype=lse_dtype)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::select_and_attend")
+def _select_and_attend_fake(q, k, v, bias, *options):
+    _require_device_of(q, k=k, v=v, bias=bias)
+    return *_attention_results(q), bias.new_empty((*bias.shape, 2), dtype=torch.int32)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::backward")
+def _backward_fake(*arguments):
+    named = BACKWARD.named(arguments)
+
+    def gradient(name: str, result: str) -> Tensor:
+        tensor = named["q"] if named[name] is None else named[name]
+        return tensor.new_empty(tensor.shape if named[f"need_{result}"] else (0,))
+
+    return tuple(gradient(name, result) for name, result in GRADIENTS.items())
+
+
+@torch.library.register_fake(f"{NAMESPACE}::select_key_intervals")
+def _select_fake(scores, key_mask, *options):
+    _require_device_of(scores, key_mask=key_mask)
+    return scores.new_empty((*scores.shape, 2), dtype=torch.int32)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::select_key_list")
+def _select_list_fake(scores, key_mask, window):
+    _require_device_of(scores, key_mask=key_mask)
+    batch, heads, key_length = scores.shape
+    stride = -(-min(window, key_length) // 128) * 128  # of tile lists
+    keys = scores.new_empty((batch, heads, stride), dtype=torch.int32)
+    return keys, scores.new_empty((batch, heads), dtype=torch.int32)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::rank_keys")
+def _rank_fake(scores, mask, bias, *options):
+    _require_device_of(scores, mask=mask, bias=bias)
+    dense = [t for t in (mask, bias) if t is not None]
+    sizes = zip(scores.shape[:2], *(t.shape[:2] for t in dense), strict=True)
+    batch, heads = (0 if 0 in size else max(size) for size in sizes)
+    seqlen_q = max(t.shape[2] for t in dense)
+    rank = scores.new_empty((*scores.shape[:2], 1, scores.shape[2]), dtype=torch.int32)
+    return rank, scores.new_empty((batch, heads, seqlen_q, 1), dtype=torch.int32)
+
+
+# The six tensors of a KV cache come first: k_cache, v_cache, score_cache, positions, counts, seen.
+
+
+@torch.library.register_fake(f"{NAMESPACE}::kv_fill")
+def _kv_fill_fake(k_cache, *others):
+    return None
+
+
+@torch.library.register_fake(f"{NAMESPACE}::kv_append")
+def _kv_append_fake(k_cache, *others):
+    return None
+
+
+@torch.library.register_fake(f"{NAMESPACE}::kv_commit")
+def _kv_commit_fake(k_cache, *others):
+    return None
+
+
+@torch.library.register_fake(f"{NAMESPACE}::kv_copy_rows")
+def _kv_copy_rows_fake(k_cache, *others):
+    return None
+
+
+@torch.library.register_fake(f"{NAMESPACE}::kv_pending_intervals")
+def _kv_pending_intervals_fake(
+    k_cache, v_cache, score_cache, positions, counts, seen, window, pending, *options
+):
+    batch, heads = k_cache.shape[:2]
+    return k_cache.new_empty((batch, heads, window + pending, 2), dtype=torch.int32)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::kv_decode_step")
+def _kv_decode_step_fake(
+    k_cache, v_cache, score_cache, positions, counts, seen, window, q, *options
+):
+    _require_device_of(q, k_cache=k_cache)
+    batch, _, heads_q, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, heads_q, 1), dtype=torch.float32)

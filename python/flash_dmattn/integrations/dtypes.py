@@ -1,0 +1,49 @@
+"""The dtype in which a layer of transformers computes attention."""
+
+import torch
+
+
+def target_dtype(module: torch.nn.Module, query: torch.Tensor) -> torch.dtype | None:
+    """Dtype to which a float32 query is cast: autocast's, else the layer's weights'. None for other queries."""
+    if query.dtype != torch.float32:
+        return None
+    device_type = query.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    config = getattr(module, "config", None)
+    if hasattr(config, "_pre_quantization_dtype"):
+        return config._pre_quantization_dtype
+    weights = (m.weight for m in module.modules() if isinstance(m, torch.nn.Linear))
+    return next((w.dtype for w in weights if w.is_floating_point()), None)
+
+
+def fdma_peft_integration_check(
+    q: torch.Tensor | None,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    target_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Casts float32 tensors back to the dtype of the model.
+
+    PEFT keeps layer norms in float32 for stability, which silently turns later tensors into float32.
+
+    Args:
+        q, k, v, bias: tensors of any shape; None stays None, and so do tensors of another dtype.
+        target_dtype: the dtype that replaces float32; None leaves all tensors as they are.
+    """
+    if target_dtype is None:
+        return q, k, v, bias
+    if not isinstance(target_dtype, torch.dtype) or not target_dtype.is_floating_point:
+        raise TypeError(f"target_dtype: got {target_dtype!r}, expected a floating dtype or None")
+    return tuple(
+        t.to(target_dtype) if t is not None and t.dtype == torch.float32 else t
+        for t in (q, k, v, bias)
+    )
+
+
+def cast_states(
+    states: tuple[torch.Tensor, ...], target_dtype: torch.dtype | None
+) -> tuple[torch.Tensor, ...]:
+    """Query, key and value in the model's dtype. A float32 bias stays: rounded, it would move the scores."""
+    return fdma_peft_integration_check(*states, None, target_dtype)[:3]
