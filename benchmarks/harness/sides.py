@@ -186,7 +186,7 @@ def _dense_only(backend: SDPBackend) -> Callable[[Inputs], Step]:
 
 def _flex(inputs: Inputs) -> Step:
     """torch's FlexAttention itself; its mask, by blocks and by elements, is ready before the clock starts."""
-    from flash_dmattn._backends.flex import compiled_flex, masking
+    from flash_dmattn._backends.flex import compiled_flex, flex_mask_options
     from flash_dmattn.keys.visibility import Visibility
 
     case, intervals = inputs.case, inputs.intervals
@@ -199,7 +199,7 @@ def _flex(inputs: Inputs) -> Step:
     dense = [t if t.dim() == 4 else t[:, :, None] for t in bias]
     visible = Visibility(inputs.mask, inputs.intervals is None, intervals)
     bias = dense[0] if bias else None
-    options = masking(q, k, bias, visible) | {"enable_gqa": case.heads_q != case.heads_kv}
+    options = flex_mask_options(q, k, bias, visible) | {"enable_gqa": case.heads_q != case.heads_kv}
     return Step(lambda: compiled_flex(q, k, v, **options), leaves, inputs.dout.transpose(1, 2))
 
 

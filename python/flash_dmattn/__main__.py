@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         backends()
-        finite.enabled()
+        finite.is_enabled()
         cli.check_settings()
     except (ValueError, RuntimeError) as error:  # a setting in the environment that has no meaning
         parser.error(str(error).splitlines()[0])
@@ -54,7 +54,7 @@ if __name__ == "__main__":
     try:
         status = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads, as `head` does, has seen enough
+    except BrokenPipeError:  # the reader (for example `head`) closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         status = 128 + signal.SIGPIPE
     sys.exit(status)

@@ -1,4 +1,4 @@
-"""The KV cache of exactly w keys: what any later query can see under per-query top-w selection."""
+"""A KV cache of w keys: all that later queries can see under per-query selection."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from ._core import ops
 from ._core.checks import check_count, check_tensor, resolve_backend, resolve_flag
 from ._core.kv_checks import (
+    as_row_indices,
     check_chunk,
-    check_kernels_of_slots,
     check_mask,
+    check_not_expanded,
     check_query,
+    check_slot_kernels,
     check_slots,
-    expect_memory,
     refuse_gradients,
-    row_numbers,
 )
 from ._core.numerics import Numerics
 from .dispatch import run
@@ -36,8 +36,8 @@ class KVSlots:
     the same keep_window_size, exactly. Slots are in no order: each carries its score and position, and of
     equal scores the more recent key wins. A NaN score and a masked token never enter, but count as tokens.
 
-    chunk: room for so many pending tokens, which `append` adds: a chunk of a prompt, or speculated tokens. Queries see
-        them, and `commit` moves any number of them to the slots and drops the others.
+    chunk: maximum number of pending tokens. `append` adds them (part of a prompt, or speculated tokens), queries see
+        them, and `commit(n)` moves n of them to the slots and drops the others.
 
     All methods but `select`, `repeat` and `snapshot` change the tensors in place, wait for no device and can be captured
     in a CUDA graph. Rows of the batch are independent, and may have different numbers of tokens.
@@ -47,7 +47,7 @@ class KVSlots:
 
     Attributes: k, v [B, Hkv, w + chunk, D]; scores float32 [B, Hkv, w + chunk]; positions int32 of the same
     shape; counts int32 [B, Hkv, 2], of which [..., 0] is the number of taken slots; seen int32 [B], the number of tokens
-    so far (where the next one stands: what RoPE needs); pending, the number of pending tokens, the same in every row;
+    so far (the position of the next token, for RoPE); pending, the number of pending tokens, the same in every row;
     is_empty, whether there has been no token since the cache was made or cleared.
     """
 
@@ -83,7 +83,7 @@ class KVSlots:
         shape = (batch, heads_kv, keep_window_size + chunk)
         # Zeros: a kernel may load a slot without a key.
         self.k = torch.zeros((*shape, head_dim), dtype=dtype, device=device)
-        check_kernels_of_slots("dtype", dtype, head_dim, self.k.device, instead=_FLOAT32_ON_A_GPU)
+        check_slot_kernels("dtype", dtype, head_dim, self.k.device, instead=_FLOAT32_ON_A_GPU)
         self.v = torch.zeros_like(self.k)
         self.scores = torch.zeros(shape, dtype=torch.float32, device=device)
         self.positions = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -91,7 +91,7 @@ class KVSlots:
         self.seen = torch.zeros(batch, dtype=torch.int32, device=device)
 
     @classmethod
-    def over(
+    def from_tensors(
         cls,
         keep_window_size: int,
         k: Tensor,
@@ -108,14 +108,14 @@ class KVSlots:
         cache = object.__new__(cls)
         for name, tensor in zip(_ARRAYS, (k, v, scores, positions, counts, seen), strict=True):
             check_tensor(tensor, name)
-            expect_memory(tensor, name)
+            check_not_expanded(tensor, name)
             setattr(cache, name, tensor)
         if k.dim() != 4:
             raise ValueError(
                 f"k: got shape {tuple(k.shape)}, expected [B, Hkv, keep_window_size + chunk, D]"
             )
         check_slots(keep_window_size, pending, k.shape[2])
-        check_kernels_of_slots("k", k.dtype, k.shape[3], k.device, instead=_FLOAT32_ON_A_GPU)
+        check_slot_kernels("k", k.dtype, k.shape[3], k.device, instead=_FLOAT32_ON_A_GPU)
         cache.keep_window_size = keep_window_size
         cache.backend = resolve_backend(backend)
         cache.pending, cache.is_empty = pending, False
@@ -135,7 +135,7 @@ class KVSlots:
         return tuple(getattr(self, name) for name in _ARRAYS)
 
     def clear(self) -> None:
-        """Empties every row."""
+        """Empties every row and drops pending tokens."""
         self.counts.zero_()
         self.seen.zero_()
         self.pending = 0
@@ -156,15 +156,15 @@ class KVSlots:
         """Replaces the content by the keys of a prompt that attention has run over with the same keep_window_size.
 
         key, value: [B, S, Hkv, D]; scores: float32 [B, Hkv, S].
-        intervals: the result of select_key_intervals for this keep_window_size and these scores, for all heads; made anew by
-            default.
-        lengths: int32 [B], the tokens of each row where S is more (padding on the right).
+        intervals: the result of select_key_intervals for this keep_window_size and these scores, for all heads;
+            computed by default.
+        lengths: int32 [B], number of tokens of each row if rows are padded on the right to S.
         key_mask: bool [B, S], False for padding, where intervals are made here.
         """
         self._check_tokens(key, value, scores)
         length = key.shape[1]
         if lengths is not None:
-            lengths = row_numbers(lengths, "lengths", self.batch)
+            lengths = as_row_indices(lengths, "lengths", self.batch)
         if key_mask is not None:
             if intervals is not None:
                 raise ValueError("key_mask: got it together with intervals, expected one of them")
@@ -296,8 +296,8 @@ class KVSlots:
     def append(
         self, key: Tensor, value: Tensor, scores: Tensor, *, key_mask: Tensor | None = None
     ) -> None:
-        """Adds n tokens behind the pending ones: key, value [B, n, Hkv, D], scores float32 [B, Hkv, n], key_mask bool
-        [B, n], False for padding."""
+        """Adds n pending tokens. key, value: [B, n, Hkv, D]; scores: float32 [B, Hkv, n]; key_mask: bool [B, n],
+        False for padding. Raises ValueError for more than chunk - pending tokens."""
         self._check_tokens(key, value, scores, key_mask=key_mask)
         room = self.chunk - self.pending
         if key.shape[1] > room:
@@ -356,7 +356,7 @@ class KVSlots:
         are dropped. keep: a number, or int32 [B] on the cache's device; all by default."""
         pending = self.pending
         if isinstance(keep, Tensor):
-            keep = row_numbers(keep, "keep")
+            keep = as_row_indices(keep, "keep")
         elif keep is not None:
             check_count(keep, "keep")
             if keep > pending:
@@ -366,7 +366,7 @@ class KVSlots:
         self.pending = 0
 
     def drop(self, count: int) -> None:
-        """The last `count` pending tokens are dropped; the others stay pending."""
+        """Drops the last `count` pending tokens; the others stay pending. Raises ValueError for more than `pending`."""
         check_count(count, "count")
         if count > self.pending:
             raise ValueError(
@@ -377,8 +377,9 @@ class KVSlots:
     # ---- Rows --------------------------------------------------------------------------------------
 
     def select(self, index: Tensor) -> KVSlots:
-        """A new cache whose row i is a copy of row index[i]."""
-        index = row_numbers(index, "index")
+        """Returns a cache whose row i is a copy of row index[i], pending tokens included. index: integers [rows];
+        raises for others."""
+        index = as_row_indices(index, "index")
         selected = self._empty(index.shape[0])
         ops.kv_copy_rows(
             *selected.tensors,
@@ -391,14 +392,16 @@ class KVSlots:
         return selected
 
     def repeat(self, count: int) -> KVSlots:
-        """A new cache in which every row is there `count` times, one behind the other."""
+        """Returns a cache with each row repeated `count` times, consecutively (as torch.repeat_interleave), pending
+        tokens included."""
         check_count(count, "count")
         rows = torch.arange(self.batch, dtype=torch.int32, device=self.k.device)
         return self.select(rows.repeat_interleave(count))
 
     def reorder(self, index: Tensor) -> None:
-        """Row i becomes row index[i], in place (through a copy): beams."""
-        self.restore(self.select(row_numbers(index, "index", self.batch)))
+        """Row i becomes row index[i], in place (through a copy): beams. index: integers [B]; raises for others.
+        Pending tokens move with their rows."""
+        self.restore(self.select(as_row_indices(index, "index", self.batch)))
 
     def snapshot(self) -> KVSlots:
         """A copy, for `restore`: the way back to an earlier token, as evicted keys do not return."""
@@ -455,7 +458,7 @@ class KVSlots:
 
     def _empty(self, batch: int) -> KVSlots:
         arrays = (own.new_zeros((batch, *own.shape[1:])) for own in self.tensors)
-        cache = KVSlots.over(
+        cache = KVSlots.from_tensors(
             self.keep_window_size, *arrays, pending=self.pending, backend=self.backend
         )
         cache.is_empty = self.is_empty

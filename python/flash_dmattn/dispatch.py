@@ -1,6 +1,8 @@
-"""The common body of the public functions: arguments in normal form, the choice of keys, a backend."""
+"""The common body of the public functions: arguments in normal form, the selection of keys, a backend."""
 
 from __future__ import annotations
+
+from functools import partial
 
 from torch import Tensor
 
@@ -10,20 +12,27 @@ from ._core.checks import (
     attention_inputs,
     backend_of,
     bias_argument,
+    check_count,
     mask_argument,
-    of_value_dim,
     refuse_transforms,
     resolve_backend,
     resolve_flag,
+    unpad_value_dim,
     with_queries,
 )
 from ._core.numerics import Numerics
 from .kernels import record_large_rows
-from .keys.intervals import KeyIntervals, broadcasts
+from .keys.intervals import KeyIntervals, broadcasts, intersect, prefix_lm, split_by_age
 from .keys.recognise import Memo
-from .keys.selection import Choice, choose, one_per_key, repeat_heads
+from .keys.selection import (
+    Selection,
+    apply_selection,
+    causal_intervals,
+    repeat_heads,
+    squeeze_query_dimension,
+)
 from .keys.visibility import Visibility
-from .merge import add_sink, check_sink_logits
+from .merge import add_sink, check_sink_logits, merge_attention
 
 IN_PYTHON = ("triton", "flex")
 
@@ -34,37 +43,45 @@ def attention(
     value: Tensor,
     bias: Tensor | None,
     visible: Visibility,
-    choice: Choice,
+    selection: Selection,
     numerics: Numerics,
     backend: str | None = None,
     memo: Memo | None = None,
+    bias_delay: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """out and statistics of arguments as the public functions take them.
 
     backend: None takes the first one that supports the problem.
-    memo: what the layers of a model share.
+    memo: results that the layers of one forward share, or None.
     """
-    given = value
+    original_value = value
     backend = resolve_backend(backend)
     inputs = attention_inputs(query, key, value, "B, S, H, D", backend)
     numerics = numerics.for_head_dim(query.shape[3])
     query, key, value = inputs
     bias = bias_argument(bias, query, key)
-    choice = choice.checked(query, key)
+    selection = selection.checked(query, key)
     refuse_transforms(
-        query=query, key=key, value=value, attn_bias=bias, selection_scores=choice.scores
+        query=query, key=key, value=value, attn_bias=bias, selection_scores=selection.scores
     )
     mask, is_causal, keys = visible
     if keys is not None:
         _check_intervals(keys, query, key)
     mask = mask_argument(mask, query, key)
     visible = Visibility(mask, resolve_flag(is_causal, "is_causal"), keys)
-    if choice.is_made():
-        by_library = backend_of(query, backend) not in IN_PYTHON
-        bias = one_per_key(bias)
-        visible = choose(choice, query, key, bias, visible, by_library, memo)
-    out, statistics = run(query, key, value, bias, visible, numerics, backend)
-    return out if value is given else of_value_dim(out, given), statistics
+    check_count(bias_delay, "bias_delay")
+    if selection.rule.limits():
+        # A delayed bias needs intervals, which it splits.
+        uses_library_kernels = backend_of(query, backend) not in IN_PYTHON and not bias_delay
+        bias = squeeze_query_dimension(bias)
+        visible = apply_selection(selection, query, key, bias, visible, uses_library_kernels, memo)
+    if bias_delay and bias is not None:
+        bias = squeeze_query_dimension(bias)
+        run_parts = partial(run_with_delayed_bias, bias_delay=bias_delay)
+        out, statistics = run_parts(query, key, value, bias, visible, numerics, backend)
+    else:
+        out, statistics = run(query, key, value, bias, visible, numerics, backend)
+    return out if value is original_value else unpad_value_dim(out, original_value), statistics
 
 
 def run(
@@ -95,6 +112,47 @@ def run(
         out, statistics = library.attention(query, key, value, bias, visible, numerics, backend)
     record_large_rows(statistics)
     return out, statistics
+
+
+def run_with_delayed_bias(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    visible: Visibility,
+    numerics: Numerics,
+    backend: str = "",
+    *,
+    bias_delay: int,
+    own_row: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same as `run`, with the bias [B, H, Sk] of a key added for queries `bias_delay` or more positions after it.
+
+    Recent keys, without a bias, and older keys, with theirs, are disjoint sets, so that each element is computed once.
+    own_row: as in split_by_age.
+    """
+    if bias.dim() != 3:
+        raise ValueError(
+            f"bias_delay: got {bias_delay} with a bias of shape {tuple(bias.shape)}, expected one value for each key"
+        )
+    keys = visible.keys
+    if keys is None:
+        length = key.shape[1]
+        prefix = 0 if visible.is_causal else length
+        keys = prefix_lm(length, prefix, query_length=query.shape[1], device=key.device)
+    elif visible.is_causal:
+        keys = intersect(keys, causal_intervals(query, key))
+    recent, old = split_by_age(keys, bias_delay, own_row)
+    parts = []
+    for part_bias, part in ((None, recent), (bias, old)):
+        part_visible = Visibility(visible.mask, False, part)
+        parts.append(run(query, key, value, part_bias, part_visible, numerics, backend))
+    if any(statistics is None for _, statistics in parts):
+        raise NotImplementedError(
+            "bias_delay: got it for FlexAttention on the CPU, where torch has no log-sum-exp; expected another backend"
+        )
+    out, lse = merge_attention(*zip(*((out, s[0]) for out, s in parts), strict=True))
+    return out, lse.unsqueeze(0)
 
 
 def with_lse(
@@ -137,9 +195,9 @@ def _run_in_python(
     backend: str,
 ) -> tuple[Tensor, Tensor | None]:
     bias = bias if bias is None else with_queries(bias)
-    checked = finite.enabled()
+    checked = finite.is_enabled()
     if checked:
-        query, key, value, bias = finite.inputs(q=query, k=key, v=value, bias=bias)
+        query, key, value, bias = finite.check_inputs(q=query, k=key, v=value, bias=bias)
     if backend == "triton":
         from ._backends.triton.ops import (
             attention as implementation,  # imports triton, which may be missing
@@ -148,7 +206,7 @@ def _run_in_python(
         from ._backends.flex import attention as implementation
     out, lse = implementation(query, key, value, bias, visible, numerics)
     if checked:
-        out, lse = finite.outputs(out, lse)
+        out, lse = finite.check_outputs(out, lse)
     return out, lse if lse is None else lse.unsqueeze(0)
 
 

@@ -1,8 +1,8 @@
 """Floating point operations of attention for torch.utils.flop_counter.FlopCounterMode.
 
-Importing this module registers them. The first call of attention after an import of torch.utils.flop_counter does so, too,
-also for a counter that is active then; `import flash_dmattn` alone does not import torch's module, which imports Triton and takes
-half a second. Import this module yourself before a counter is made that becomes active only after the first call.
+Importing this module registers them. The first attention call after an import of torch.utils.flop_counter registers
+them too, including for a counter that is already active; `import flash_dmattn` alone does not import torch's module,
+which imports Triton and takes half a second. Import this module yourself before a counter is made that becomes active only after the first call.
 
 Counted are the products of D elements for each visible element as far as shapes tell: all elements of the score
 matrix, or those within the bound of key intervals, or those of a key list; two products forward, five backward.
@@ -26,7 +26,7 @@ def _register(operator, signature: Signature, products: int) -> None:
 
 
 def _elements(named: dict[str, object]) -> int:
-    """The elements of the score matrices of all heads; of tensors `named` has the shapes."""
+    """Number of elements of the score matrices of all heads. named: shapes by argument name."""
     batch, seqlen_q, heads_q, _ = named["q"]
     keys = named["k"][1]
     if "window" in named:
@@ -44,7 +44,8 @@ _register(ops.operators.forward, ops.FORWARD, products=2)
 _register(ops.operators.select_and_attend, ops.SELECT_AND_ATTEND, products=2)
 _register(ops.operators.backward, ops.BACKWARD, products=5)
 
-# A counter copies the registry when it is made. Those that are active get the formulas for the call that is counted now.
+# A counter copies the registry when it is made. Active counters get the formulas too, so that the current call is
+# counted.
 for _mode in _get_current_dispatch_mode_stack():
     _counter = getattr(_mode, "counter", None)
     if isinstance(_counter, FlopCounterMode):

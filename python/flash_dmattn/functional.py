@@ -15,17 +15,17 @@ from ._core.checks import (
     bias_argument,
     check_count,
     check_tensor,
-    of_value_dim,
     refuse_transforms,
     resolve_backend,
     resolve_flag,
+    unpad_value_dim,
 )
 from ._core.numerics import Numerics
-from .dispatch import IN_PYTHON, attention, run, with_lse
+from .dispatch import IN_PYTHON, attention, run, run_with_delayed_bias, with_lse
 from .keys.intervals import KeyIntervals, packed_documents, select_key_intervals
-from .keys.places import check_offsets
+from .keys.places import Places, check_offsets
 from .keys.rule import KeySelection
-from .keys.selection import Choice
+from .keys.selection import Selection
 from .keys.visibility import Visibility
 
 
@@ -49,6 +49,7 @@ def flash_dmattn_func(
     recent_competes: bool = True,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
+    bias_delay: int = 0,
     sink_logits: Tensor | None = None,
     key_intervals: KeyIntervals | None = None,
     nonfinite: str = "saturate",
@@ -75,16 +76,18 @@ def flash_dmattn_func(
         by torch.use_deterministic_algorithms. Always so on the CPU.
     return_lse: also return the log-sum-exp of the scores, float32 and differentiable (see merge_attention).
     return_attn_probs: the same by the name of 1.x, with None as a third result.
-    keep_window_size: every query keeps this many keys, those with the highest scores; a sequence has a number for each key
-        head.
-    selection: "per_query": the best among the keys the query may see; "global": the best of the row, the
-        same for all queries. Of equal scores the more recent key wins.
+    keep_window_size: number of keys that a query keeps: the ones with the highest scores, the more recent of equal
+        ones; a sequence has a number for each key head.
+    selection: "per_query": the best among the keys the query may see; "global": the best of the row, the same for all
+        queries.
     selection_scores: the scores by which keep_window_size chooses, one value per key: [B, H, Sk] or
-        [B, H, 1, Sk]. By default the bias, which then must have one of these shapes. The choice has no
+        [B, H, 1, Sk]. By default the bias, which then must have one of these shapes. The selection has no
         gradient. With more heads than key has (H = Hq), every query head chooses for itself; key and value are
-        then repeated, unless a mask with a query dimension makes the choice one of ranks.
+        then repeated, unless a mask with a query dimension makes the selection one of ranks.
     recent_window, recent_competes, sink_tokens, score_threshold: keys that are visible whatever their scores, and the least
         score of the others; as in select_key_intervals, with one document in each row, or those that key_intervals show.
+    bias_delay: the bias of a key is added for the queries that many positions after it or more, so that recent keys have
+        none; for a bias with one value per key. Its choice by keep_window_size is not delayed (see recent_window).
     sink_logits: [Hq], a logit of each head that takes part in every softmax as a key without a value, with a gradient.
     key_intervals: visible query rows of each key, instead of a mask or together with it.
     nonfinite: "saturate": gradients are always finite; "propagate": inf and NaN stay visible, as GradScaler
@@ -100,7 +103,7 @@ def flash_dmattn_func(
         value,
         attn_bias,
         Visibility(attn_mask, is_causal, key_intervals),
-        Choice(
+        Selection(
             KeySelection(
                 keep_window_size,
                 selection,
@@ -113,6 +116,7 @@ def flash_dmattn_func(
         ),
         Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
         backend,
+        bias_delay=bias_delay,
     )
     return with_lse(out, statistics, return_lse, return_attn_probs, sink_logits)
 
@@ -141,6 +145,7 @@ def flash_dmattn_varlen_func(
     recent_competes: bool = True,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
+    bias_delay: int = 0,
     sink_logits: Tensor | None = None,
     nonfinite: str = "saturate",
     return_lse: bool = False,
@@ -158,7 +163,7 @@ def flash_dmattn_varlen_func(
     keep_window_size, selection: as in flash_dmattn_func, within each sequence.
     selection_scores: [total_k, H], the scores by which keep_window_size chooses; by default attn_bias.
     recent_window, recent_competes, sink_tokens, score_threshold: as in select_key_intervals.
-    sink_logits: [Hq], as in flash_dmattn_func.
+    bias_delay, sink_logits: as in flash_dmattn_func.
     block_table: not supported.
     scale, softcap, deterministic, nonfinite, return_lse, return_attn_probs, backend: as in flash_dmattn_func.
 
@@ -173,10 +178,11 @@ def flash_dmattn_varlen_func(
         if length is not None:
             check_count(length, name)
     is_causal = resolve_flag(is_causal, "is_causal")
+    check_count(bias_delay, "bias_delay")
     rule = KeySelection(
         keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
     ).checked()
-    given = value
+    original_value = value
     backend = resolve_backend(backend)
     inputs = attention_inputs(query, key, value, "total, H, D", backend)
     numerics = numerics.for_head_dim(query.shape[2])
@@ -220,11 +226,23 @@ def flash_dmattn_varlen_func(
             cu_seqlens_k=cu_seqlens_k,
             cu_seqlens_q=cu_seqlens_q,
         )
-    out, statistics = run(query, key, value, bias, Visibility(keys=intervals), numerics, backend)
+    visible = Visibility(keys=intervals)
+    if bias_delay and bias is not None:
+        places = Places.of(total_k, total_q, cu_seqlens_k=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q)
+        out, statistics = run_with_delayed_bias(
+            query, key, value, bias, visible, numerics, backend,
+            bias_delay=bias_delay, own_row=places.own,
+        )  # fmt: skip
+    else:
+        out, statistics = run(query, key, value, bias, visible, numerics, backend)
     if statistics is not None:
         statistics = statistics[:, 0]
     return with_lse(
-        of_value_dim(out[0], given), statistics, return_lse, return_attn_probs, sink_logits
+        unpad_value_dim(out[0], original_value),
+        statistics,
+        return_lse,
+        return_attn_probs,
+        sink_logits,
     )
 
 
@@ -282,6 +300,7 @@ def triton_dmattn_func(
     recent_competes: bool = True,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
+    bias_delay: int = 0,
     sink_logits: Tensor | None = None,
     key_intervals: KeyIntervals | None = None,
     deterministic: bool | None = None,
@@ -289,7 +308,7 @@ def triton_dmattn_func(
     return_lse: bool = False,
     return_attn_probs: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
-    """flash_dmattn_func by Triton kernels, for GPUs of any vendor. The arguments mean what they mean there.
+    """flash_dmattn_func by Triton kernels, for GPUs of any vendor. Arguments as in flash_dmattn_func, except:
 
     query, key, value: float32, bfloat16 or float16, head dimension 1 to 256, on a GPU; on the CPU with
         TRITON_INTERPRET=1, which is for tests, and multiplies bfloat16 wrongly.
@@ -303,7 +322,7 @@ def triton_dmattn_func(
         value,
         attn_bias,
         Visibility(attn_mask, is_causal, key_intervals),
-        Choice(
+        Selection(
             KeySelection(
                 keep_window_size,
                 selection,
@@ -316,6 +335,7 @@ def triton_dmattn_func(
         ),
         Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
         "triton",
+        bias_delay=bias_delay,
     )
     return with_lse(out, statistics, return_lse, return_attn_probs, sink_logits)
 
@@ -338,6 +358,7 @@ def flex_dmattn_func(
     recent_competes: bool = True,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
+    bias_delay: int = 0,
     sink_logits: Tensor | None = None,
     key_intervals: KeyIntervals | None = None,
     deterministic: bool | None = None,
@@ -345,8 +366,7 @@ def flex_dmattn_func(
     return_lse: bool = False,
     return_attn_probs: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
-    """flash_dmattn_func by torch's FlexAttention, compiled for each new shape. The arguments mean what they
-    mean there; is_causal=None is False.
+    """flash_dmattn_func by torch's FlexAttention, compiled for each new shape. Arguments as in flash_dmattn_func.
 
     It skips empty blocks of 128 x 128, so with scattered keys it does the work of dense attention. Numbers
     beyond fp32 inside a score are not handled: finite inputs as large as the dtype allows can give NaN.
@@ -361,7 +381,7 @@ def flex_dmattn_func(
         value,
         attn_bias,
         Visibility(attn_mask, is_causal, key_intervals),
-        Choice(
+        Selection(
             KeySelection(
                 keep_window_size,
                 selection,
@@ -374,5 +394,6 @@ def flex_dmattn_func(
         ),
         Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
         "flex",
+        bias_delay=bias_delay,
     )
     return with_lse(out, statistics, return_lse, return_attn_probs, sink_logits)

@@ -19,7 +19,10 @@ _large_rows: list[Tensor] | None = None  # of the calls in a block of recorded_l
 
 
 def kernel_names(backend: str) -> list[str]:
-    """The main kernels that the backend "cuda", "cpu" or "reference" can run on this machine."""
+    """The main kernels that the backend "cuda", "cpu" or "reference" can run on this machine.
+
+    A name is family, direction, dtype and variant, separated by spaces. Raises ValueError for another backend.
+    """
     return ops.kernel_names(backend).splitlines()
 
 
@@ -44,8 +47,8 @@ def recorded_kernels() -> Iterator[list[str]]:
 
 @contextmanager
 def recorded_large_rows() -> Iterator[list[int]]:
-    """Yields a list that holds, once the block ends, how many rows of each call have scores so large that the gradients
-    of the whole call are computed in double on a GPU, several times slower: those whose log-sum-exp is beyond 5,678.
+    """Yields a list that is filled when the block ends: for each call, the number of rows whose log-sum-exp exceeds
+    5,678. On a GPU one such row makes the backward of the call compute in double, several times slower.
 
     Nothing waits for the device before the block ends. Calls in compiled code are left out, and so are the steps of KV
     caches, which have no gradients. Blocks do not nest.
@@ -66,7 +69,7 @@ def recorded_large_rows() -> Iterator[list[int]]:
 
 
 def record_large_rows(statistics: Tensor | None) -> None:
-    """Of a call with these statistics, the first of which is lse, where a block records."""
+    """Records the large rows of a call if a recorded_large_rows block is active. statistics: its first row is lse."""
     if torch.compiler.is_compiling() or _large_rows is None or statistics is None:
         return
     lse = statistics[0].detach()

@@ -122,7 +122,7 @@ class _GateScores(_ProjectedScores):
     first_bias = 3.0  # sigmoid(3) = 0.95
 
     def _form(self, z: Tensor) -> Tensor:
-        return F.logsigmoid(z.transpose(1, 2).contiguous())
+        return F.logsigmoid(z).transpose(1, 2)
 
 
 class _ScaledScores(_ProjectedScores):
@@ -139,6 +139,7 @@ class _LinearScores(_ScaledScores):
     first_factor = 0.5
 
     def _form(self, z: Tensor) -> Tensor:
+        # The order of the gradient: for another, torch's fake kernel of softplus's backward has wrong strides.
         return self.A.to(z.dtype)[:, None] * F.softplus(z.transpose(1, 2).contiguous())
 
 
@@ -177,8 +178,8 @@ class _Doge(torch.autograd.Function):
 
     @staticmethod
     def forward(A: Tensor, step: Tensor) -> Tensor:
-        exponent, largest, *_ = _Doge.exponent(A, step)
-        return exponent.clamp(max=largest).exp()
+        factor, _, softplus = _widened(A, step)
+        return (factor * softplus).clamp(max=_largest_exponent(softplus.dtype)).exp()
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -187,31 +188,35 @@ class _Doge(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
         A, step, scores = ctx.saved_tensors
-        exponent, largest, factor, wide, softplus = _Doge.exponent(A, step)
+        factor, wide, softplus = _widened(A, step)
+        is_below = factor * softplus <= _largest_exponent(wide.dtype)
         gradient = gradient * scores.clamp(max=_LARGEST_FACTOR)
-        gradient = _limited(torch.where(exponent <= largest, gradient, 0))
+        gradient = _limited(torch.where(is_below, gradient, 0))
         of_factor = _limited(gradient * softplus).sum((0, 2))
         largest = torch.finfo(wide.dtype).max
         of_softplus = (gradient * factor).clamp(-largest, largest)
-        of_step = torch.ops.aten.softplus_backward(of_softplus, wide, 1, 20)
+        z = wide.clamp(max=20).exp()  # softplus(x) is x above 20
+        of_step = torch.where(wide > 20, of_softplus, of_softplus * z / (z + 1))
         return (
             _limited(of_factor, A.dtype).to(A.dtype),
             _limited(of_step, step.dtype).to(step.dtype).transpose(1, 2),
         )
 
-    @staticmethod
-    def exponent(A: Tensor, step: Tensor) -> tuple[Tensor, float, Tensor, Tensor, Tensor]:
-        """Without an end; its end; A [H, 1], step and softplus(step) [B, H, S] of which it is made."""
-        dtype = torch.promote_types(step.dtype, torch.float32)
-        info = torch.finfo(dtype)
-        # Half a unit of rounding below the exponent of the largest number, whose exp may round to inf.
-        largest = math.log(info.max) * (1 - info.eps / 2)
-        # In 16 bits the copy that widens also transposes: elementwise kernels over other strides take twice as long.
-        step = step.transpose(-1, -2).to(dtype, memory_format=torch.contiguous_format)
-        # A projection may overflow: 0 * inf would be NaN.
-        softplus = F.softplus(step).clamp(max=info.max)
-        factor = A.to(dtype)[:, None]
-        return factor * softplus, largest, factor, step, softplus
+
+def _widened(A: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A [H, 1], step [B, H, S] and its softplus, in float32 or wider."""
+    dtype = torch.promote_types(step.dtype, torch.float32)
+    # In 16 bits the copy that widens also transposes: elementwise kernels over other strides take twice as long.
+    step = step.transpose(-1, -2).to(dtype, memory_format=torch.contiguous_format)
+    # A projection may overflow: 0 * inf would be NaN.
+    softplus = F.softplus(step).clamp(max=torch.finfo(dtype).max)
+    return A.to(dtype)[:, None], step, softplus
+
+
+def _largest_exponent(dtype: torch.dtype) -> float:
+    """Half a unit of rounding below the exponent of the largest number, whose exp may round to inf."""
+    info = torch.finfo(dtype)
+    return math.log(info.max) * (1 - info.eps / 2)
 
 
 def _limited(gradient: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

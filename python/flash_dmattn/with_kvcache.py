@@ -11,11 +11,11 @@ from ._core.availability import unavailable_reason
 from ._core.checks import DTYPES, check_device, check_tensor, resolve_backend, resolve_flag
 from ._core.kv_checks import (
     check_chunk,
-    check_places,
+    check_lengths,
+    check_like,
+    check_not_expanded,
     check_query,
     check_tokens,
-    expect,
-    expect_memory,
     refuse_gradients,
 )
 from ._core.numerics import Numerics
@@ -114,12 +114,12 @@ def flash_dmattn_with_kvcache(
                 "score_cache: got None, expected the scores that keep_window_size chooses by"
             )
         _check_backend(q, backend)
-        _write(k_cache, v_cache, score_cache, k, v, scores, cache_seqlens)
+        _write_tokens(k_cache, v_cache, score_cache, k, v, scores, cache_seqlens)
         lengths = cache_seqlens if k is None else cache_seqlens + k.shape[1]
         everything = cache_leftpad is None and not rule.limits()
-        length = _host_length(lengths, q.shape[1], k_cache.shape[1]) if everything else None
+        length = _common_length(lengths, q.shape[1], k_cache.shape[1]) if everything else None
         if length is None:
-            keys = _visible(score_cache, lengths, cache_leftpad, rule, q, k_cache)
+            keys = _cache_intervals(score_cache, lengths, cache_leftpad, rule, q, k_cache)
             visible = Visibility(keys=keys)
         else:
             visible = Visibility(is_causal=q.shape[1] > 1)
@@ -140,7 +140,7 @@ def flash_dmattn_with_kvcache(
             "keep_window_size: got a rule with recent keys, sinks, a threshold or a window for each head, expected the number "
             "of slots alone for a cache of slots"
         )
-    slots = KVSlots.over(
+    slots = KVSlots.from_tensors(
         keep_window_size,
         k_cache.transpose(1, 2),
         v_cache.transpose(1, 2),
@@ -186,21 +186,21 @@ def _check_all_keys(
         )
     if not 1 <= head_dim <= 256:
         raise ValueError(f"k_cache: got head dimension {head_dim}, expected 1 to 256")
-    expect(v_cache, "v_cache", tuple(k_cache.shape), k_cache.dtype, device)
+    check_like(v_cache, "v_cache", tuple(k_cache.shape), k_cache.dtype, device)
     if score_cache is not None:
-        expect(score_cache, "score_cache", (batch, heads, size), torch.float32, device)
+        check_like(score_cache, "score_cache", (batch, heads, size), torch.float32, device)
     check_query(k_cache, q=q)
     new = 0
     if k is not None:
         new = check_tokens(k_cache, k=k, v=v, scores=scores)
         for name, cache in caches.items():
             if cache is not None:
-                expect_memory(cache, name)
+                check_not_expanded(cache, name)
     if new > size:
         raise ValueError(f"k: got {new} tokens, expected at most {size}, the places of k_cache")
-    check_places(cache_seqlens, "cache_seqlens", batch, size - new, device)
+    check_lengths(cache_seqlens, "cache_seqlens", batch, size - new, device)
     if cache_leftpad is not None:
-        check_places(cache_leftpad, "cache_leftpad", batch, size, device)
+        check_lengths(cache_leftpad, "cache_leftpad", batch, size, device)
 
 
 def _check_backend(q: Tensor, backend: str) -> None:
@@ -212,26 +212,26 @@ def _check_backend(q: Tensor, backend: str) -> None:
         raise RuntimeError(f"backend: got {backend!r}, which cannot run: {reason}")
 
 
-def _write(k_cache, v_cache, score_cache, k, v, scores, cache_seqlens) -> None:
-    """Puts new tokens behind those of the cache."""
+def _write_tokens(k_cache, v_cache, score_cache, k, v, scores, cache_seqlens) -> None:
+    """Writes the new tokens after the cached ones."""
     if k is None:
         return
     rows = torch.arange(k.shape[0], device=k.device)[:, None]
     places = cache_seqlens[:, None].long() + torch.arange(k.shape[1], device=k.device)
-    k_cache[rows, places] = _apart(k, k_cache)
-    v_cache[rows, places] = _apart(v, v_cache)
+    k_cache[rows, places] = _without_aliasing(k, k_cache)
+    v_cache[rows, places] = _without_aliasing(v, v_cache)
     if score_cache is not None:
-        new = _apart(scores, score_cache)
+        new = _without_aliasing(scores, score_cache)
         score_cache.transpose(1, 2)[rows, places] = new.transpose(1, 2)
 
 
-def _apart(new: Tensor, cache: Tensor) -> Tensor:
+def _without_aliasing(new: Tensor, cache: Tensor) -> Tensor:
     """New tokens that may be a part of the cache itself."""
     shares = not torch.compiler.is_compiling() and torch._C._is_alias_of(new, cache)
     return new.clone() if shares else new
 
 
-def _host_length(lengths: Tensor, queries: int, size: int) -> int | None:
+def _common_length(lengths: Tensor, queries: int, size: int) -> int | None:
     """The length of all rows where they have the same and the host reads it for nothing: on the CPU, outside of a trace.
 
     All keys up to it are visible then, and intervals need not be made, which take a fifth of a call over 8,192 keys.
@@ -243,7 +243,7 @@ def _host_length(lengths: Tensor, queries: int, size: int) -> int | None:
     return length if queries <= length <= size else None
 
 
-def _visible(
+def _cache_intervals(
     scores: Tensor | None,
     lengths: Tensor,
     leftpad: Tensor | None,

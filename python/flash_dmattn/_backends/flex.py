@@ -44,7 +44,7 @@ def attention(
     _refuse(q, k, v, bias, numerics)
     head_dim = q.shape[3]
     heads_q, heads_kv = q.shape[2], k.shape[2]
-    # In torch's kernels what is not finite would reach rows of a tile that do not see it.
+    # torch's kernels would spread inf and NaN to rows of the tile that do not see them.
     undefined = [~t.isfinite().all(-1) for t in (q, k)]
     q, k = (
         _Saturated.apply(t, partial(_signs_of_infinities, undefined=rows))
@@ -63,7 +63,7 @@ def attention(
         q,
         k,
         v,
-        **masking(
+        **flex_mask_options(
             q, k, bias, visible, numerics.softcap, [rows.transpose(1, 2) for rows in undefined]
         ),
         scale=numerics.scale,
@@ -73,7 +73,7 @@ def attention(
     return _SanitisedOutput.apply(out.transpose(1, 2)[..., :head_dim]), aux.lse
 
 
-def masking(
+def flex_mask_options(
     q: Tensor,
     k: Tensor,
     bias: Tensor | None,
@@ -87,7 +87,7 @@ def masking(
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    score_mod, mask_mod = _modifications(q, k, bias, visible, softcap, undefined)
+    score_mod, mask_mod = _score_and_mask_mods(q, k, bias, visible, softcap, undefined)
     block_mask = BlockMask.from_kv_blocks(
         *_blocks(q, k, bias, visible),
         BLOCK_SIZE=_BLOCK,
@@ -133,7 +133,7 @@ def _refuse(q, k, v, bias, numerics: Numerics) -> None:
 
 
 class _Saturated(torch.autograd.Function):
-    """What `cleaned` makes of a tensor; its gradient is that of the tensor, and saturates."""
+    """Applies `cleaned`. The gradient passes through unchanged and saturates."""
 
     @staticmethod
     def forward(ctx, x, cleaned):
@@ -164,8 +164,9 @@ def _limited(x: Tensor) -> Tensor:
 
 
 def _signs_of_infinities(x: Tensor, undefined: Tensor) -> Tensor:
-    """undefined: the rows that have one or NaN. Those with inf become its signs, with zeros beside them; rows with NaN zeros. The product with one then has the
-    sign of what would be infinite, and is 0 where that would be NaN, 0 * inf included; inf - inf has either."""
+    """x with replaced rows. undefined: rows with inf or NaN. A row with inf becomes the signs of its infinities,
+    other elements 0; a row with NaN becomes 0. Its product has the sign of the infinite result, and is 0 where that
+    would be NaN (0 * inf included); inf - inf has either sign."""
     signs = torch.where(x.isinf(), x.sign(), 0)
     signs = torch.where(x.isnan().any(-1, keepdim=True), 0, signs)
     return torch.where(undefined[..., None], signs, x)
@@ -178,7 +179,7 @@ def _flex():
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _modifications(q, k, bias, visible, softcap, undefined):
+def _score_and_mask_mods(q, k, bias, visible, softcap, undefined):
     """score_mod and mask_mod."""
     mask, is_causal, intervals = visible.mask, visible.is_causal, _intervals_of(visible)
     heads_q, heads_kv, seqlen_q, seqlen_k = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
@@ -186,9 +187,9 @@ def _modifications(q, k, bias, visible, softcap, undefined):
     hiding_bias = None if bias is None else bias.detach()
 
     def element(tensor, b, h, i, j):
-        """Of a tensor that may broadcast: [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
+        """Element (b, h, i, j) of a tensor that may broadcast, [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
         head = h if tensor.shape[1] == heads_q else h // group
-        zero = 0 * b  # torch 2.10 does not support integers beside tensors as indices
+        zero = 0 * b  # torch 2.10 cannot index by integers and tensors together
         return tensor[
             b if tensor.shape[0] > 1 else zero,
             head if tensor.shape[1] > 1 else zero,

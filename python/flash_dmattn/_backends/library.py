@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._core.autograd import forward_direct, select_and_attend_direct
 from .._core.numerics import Numerics
-from ..keys.visibility import BestByBias, Visibility
+from ..keys.visibility import TopKeysByBias, Visibility
 
 
 def attention(
@@ -28,9 +28,10 @@ def attention(
     padding = -head_dim % 8 if q.is_cuda else 0
     if padding:
         q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
-    if isinstance(visible.keys, BestByBias):
-        choice = (visible.keys.window, visible.is_causal)
-        out, statistics, _ = select_and_attend_direct(q, k, v, bias, *choice, *numerics, backend)
+    if isinstance(visible.keys, TopKeysByBias):
+        out, statistics, _ = select_and_attend_direct(
+            q, k, v, bias, visible.keys.keep_window_size, visible.is_causal, *numerics, backend
+        )
     else:
         out, statistics = forward_direct(
             q, k, v, visible.mask, bias, *visible.operands(), visible.is_causal, *numerics, backend

@@ -75,7 +75,7 @@ def _flex() -> Backend:
 
 @cache
 def backends() -> tuple[Backend, ...]:
-    """All backends, those that run first and in order of preference."""
+    """All backends: available ones first, in order of preference."""
     found = [_triton(), _flex()]
     for line in ops.backends().splitlines():
         name, available, reason = line.split("\t")
@@ -92,6 +92,7 @@ def get_available_backends() -> list[str]:
 
 
 def is_available(name: str) -> bool:
+    """Whether the backend of this name runs here; False for unknown names."""
     return name in get_available_backends()
 
 

@@ -28,8 +28,8 @@ MASK_VALUE = {
 }
 
 
-# The types accepted as numbers: also those of numpy, of torch.compile, and tensors of one element. Python's own come
-# first: an abstract class takes a microsecond to compare with.
+# Types accepted as numbers: Python's, numpy's, torch.compile's, and tensors of one element. Python's are first
+# because an isinstance test of an abstract class takes a microsecond.
 NUMBERS = (float, int, Real, torch.SymFloat, torch.SymInt, Tensor)
 _INTEGERS = (int, Integral, torch.SymInt)
 _BOOLS = (bool, torch.SymBool)
@@ -42,9 +42,9 @@ def attention_inputs(
     """Checks query, key and value, casts them as torch.autocast prescribes, and pads them to one head dimension: zeros add
     nothing to query . key.
 
-    A bias is not cast: one in fp32 beside low precision inputs is welcome.
+    A bias keeps its dtype: float32 with 16-bit inputs is supported.
     layout: "B, S, H, D", or "total, H, D" for packed sequences.
-    backend: its name where one is named.
+    backend: a name, or "" if none is requested.
     """
     _check_tensors(query, key, value, layout)
     if torch._C._is_any_autocast_enabled():
@@ -70,8 +70,8 @@ def _autocast(query: Tensor, *others: Tensor) -> list[Tensor]:
     ]
 
 
-def of_value_dim(out: Tensor, value: Tensor) -> Tensor:
-    """The columns of out that `value` had before it was padded."""
+def unpad_value_dim(out: Tensor, value: Tensor) -> Tensor:
+    """Returns the columns of out that `value` had before it was padded."""
     value_dim = value.shape[-1]
     return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
@@ -88,7 +88,7 @@ def check_tensor(value: object, name: str) -> None:
 
 
 def check_positions(positions: Tensor, name: str) -> None:
-    """Of tokens."""
+    """Raises unless `positions` is an int32 or int64 tensor of token positions."""
     check_tensor(positions, name)
     if positions.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name}: got {positions.dtype}, expected int64 or int32")
@@ -157,17 +157,17 @@ def _check_types(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """By how much the head dimension of value is smaller than that of query and key."""
-    of_query, of_key, of_value = query.shape, key.shape, value.shape
-    if of_value != of_key and (of_value[-1] > 256 or of_value[:-1] != of_key[:-1]):
+    """Returns head_dim of query minus head_dim of value. Raises ValueError for shapes that do not match."""
+    query_shape, key_shape, value_shape = query.shape, key.shape, value.shape
+    if value_shape != key_shape and (value_shape[-1] > 256 or value_shape[:-1] != key_shape[:-1]):
         raise ValueError(
             f"value: got shape {tuple(value.shape)}, expected that of key, {tuple(key.shape)}, or another head dimension up "
             "to 256"
         )
-    heads_q, head_dim = of_query[-2], of_query[-1]
-    heads_kv = of_key[-2]
-    has_batch = len(of_query) == 4
-    if of_key[-1] != head_dim or (has_batch and of_key[0] != of_query[0]):
+    heads_q, head_dim = query_shape[-2], query_shape[-1]
+    heads_kv = key_shape[-2]
+    has_batch = len(query_shape) == 4
+    if key_shape[-1] != head_dim or (has_batch and key_shape[0] != query_shape[0]):
         raise ValueError(
             f"key: got shape {tuple(key.shape)}, expected batch and head dimension of query, "
             f"{tuple(query.shape)}"
@@ -178,7 +178,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> int:
         )
     if not 1 <= head_dim <= 256:
         raise ValueError(f"query: got head dimension {head_dim}, expected 1 to 256")
-    return head_dim - of_value[-1]
+    return head_dim - value_shape[-1]
 
 
 def _runs_on_cpu(backend: str) -> bool:
@@ -226,8 +226,8 @@ def resolve_backend(backend: object) -> str:
 
 
 def backend_of(query: Tensor, backend: str) -> str:
-    """The one that is named; without a name Triton's for float32 on a CUDA GPU, for which the library has no kernels,
-    and else the library's ("")."""
+    """Returns the named backend; without a name "triton" for float32 on a CUDA GPU, for which the library has no
+    kernels, otherwise "" (the library's choice)."""
     on_triton = not backend and query.dtype == torch.float32 and query.is_cuda
     return "triton" if on_triton else backend
 
@@ -291,7 +291,8 @@ def bias_argument(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | N
 
 
 def widen_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bias in float32, or in float64 where that is `dtype`. What masks by the rule of its own dtype still masks."""
+    """Returns the bias in float32 (float64 if `dtype` is). Elements that mask by the rule of the old dtype become
+    -inf."""
     if bias.dtype == torch.float16:  # whose fills are numbers in a wider dtype
         bias = bias.masked_fill(bias <= MASK_VALUE[torch.float16], float("-inf"))
     return bias.to(torch.promote_types(dtype, torch.float32))

@@ -10,7 +10,7 @@ from torch import Tensor
 _MINUS_INF_IS_FINE = ("bias", "lse")
 
 
-def enabled() -> bool:
+def is_enabled() -> bool:
     """False while torch.compile traces: it cannot trace a branch on a value."""
     if torch.compiler.is_compiling():
         return False
@@ -20,13 +20,13 @@ def enabled() -> bool:
     return value == "1"
 
 
-def inputs(**tensors: Tensor | None) -> list[Tensor | None]:
+def check_inputs(**tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors. Raises for the first value that is not finite, later also for one of their gradients."""
     stages = ("forward input", "backward output")
     return [t if t is None else _Checked.apply(t, name, *stages) for name, t in tensors.items()]
 
 
-def outputs(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def check_outputs(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
     out = _Checked.apply(out, "out", "forward output", "backward input")
     if lse is not None:
         _raise_for_first("forward output", "lse", lse)

@@ -10,24 +10,26 @@ from .checks import check_count, check_tensor, refuse_transforms
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
-def expect(
+def check_like(
     tensor: object, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     check_tensor(tensor, name)
     if tensor.shape != shape:
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {shape}")
-    _expect_like(tensor, name, dtype, device)
+    _check_dtype_and_device(tensor, name, dtype, device)
 
 
-def _expect_like(tensor: Tensor, name: str, dtype: torch.dtype, device: torch.device) -> None:
+def _check_dtype_and_device(
+    tensor: Tensor, name: str, dtype: torch.dtype, device: torch.device
+) -> None:
     if tensor.dtype != dtype or tensor.device != device:
         raise TypeError(
             f"{name}: got {tensor.dtype} on {tensor.device}, expected {dtype} on {device}"
         )
 
 
-def expect_memory(tensor: Tensor, name: str) -> None:
-    """Of a tensor that is written to: no element stands for several."""
+def check_not_expanded(tensor: Tensor, name: str) -> None:
+    """Raises ValueError for an expanded tensor (stride 0), which cannot be written in place."""
     if any(
         stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     ):
@@ -56,9 +58,9 @@ def check_tokens(cache: Tensor, **tensors: Tensor | None) -> int:
     batch, _, heads, head_dim = cache.shape
     count = key.shape[1] if isinstance(key, Tensor) and key.dim() == 4 else 0
     for name_of_state, state in tuple(tensors.items())[:2]:
-        expect(state, name_of_state, (batch, count, heads, head_dim), cache.dtype, cache.device)
+        check_like(state, name_of_state, (batch, count, heads, head_dim), cache.dtype, cache.device)
     if scores is not None:
-        expect(scores, name, (batch, heads, count), torch.float32, cache.device)
+        check_like(scores, name, (batch, heads, count), torch.float32, cache.device)
     return count
 
 
@@ -73,12 +75,12 @@ def check_query(cache: Tensor, **tensor: Tensor) -> int:
             f"{name}: got shape {tuple(query.shape)}, expected [{batch}, n, Hq, {head_dim}] with Hq a multiple of "
             f"{heads}"
         )
-    _expect_like(query, name, cache.dtype, cache.device)
+    _check_dtype_and_device(query, name, cache.dtype, cache.device)
     return query.shape[1]
 
 
 def check_mask(mask: Tensor, shape: tuple[int, int], device: torch.device) -> None:
-    expect(mask, "key_mask", shape, torch.bool, device)
+    check_like(mask, "key_mask", shape, torch.bool, device)
 
 
 def check_slots(keep_window_size: int, pending: int, slots: int) -> None:
@@ -93,12 +95,12 @@ def check_slots(keep_window_size: int, pending: int, slots: int) -> None:
         raise ValueError(f"pending: got {pending}, expected at most {chunk}, the chunk")
 
 
-def check_kernels_of_slots(
+def check_slot_kernels(
     name: str, dtype: torch.dtype, head_dim: int, device: torch.device, *, instead: str
 ) -> None:
-    """Of slots on a CUDA GPU, where no backend but "cuda" keeps them.
+    """Raises unless the CUDA backend supports slots of this dtype and head_dim; other devices pass.
 
-    name: of the argument that brings the dtype. instead: what else there is for float32.
+    name: argument whose dtype is checked, for the error. instead: alternative for float32, for the error.
     """
     if device.type != "cuda":
         return
@@ -113,15 +115,15 @@ def check_kernels_of_slots(
         )
 
 
-def row_numbers(numbers: Tensor, name: str, rows: int | None = None) -> Tensor:
+def as_row_indices(numbers: Tensor, name: str, rows: int | None = None) -> Tensor:
     """int32 [rows] of integers, dense; `rows` may be any number."""
-    _check_row_numbers(numbers, name, rows)
+    _check_row_indices(numbers, name, rows)
     if numbers.dtype == torch.int64:  # beyond int32 they stay out of range
         numbers = numbers.clamp(-1, 2**31 - 1)
     return numbers.to(torch.int32).contiguous()
 
 
-def _check_row_numbers(numbers: Tensor, name: str, rows: int | None) -> None:
+def _check_row_indices(numbers: Tensor, name: str, rows: int | None) -> None:
     check_tensor(numbers, name)
     if numbers.dim() != 1 or (rows is not None and numbers.shape[0] != rows):
         expected = "one dimension" if rows is None else (rows,)
@@ -130,9 +132,10 @@ def _check_row_numbers(numbers: Tensor, name: str, rows: int | None) -> None:
         raise TypeError(f"{name}: got {numbers.dtype}, expected torch.int32")
 
 
-def check_places(numbers: Tensor, name: str, rows: int, most: int, device: torch.device) -> None:
-    """Of integers [rows], 0 to `most`. Values are only read on the CPU: on a GPU the check would wait for it."""
-    _check_row_numbers(numbers, name, rows)
+def check_lengths(numbers: Tensor, name: str, rows: int, most: int, device: torch.device) -> None:
+    """Raises unless `numbers` are integers [rows] from 0 to `most`. Values are read on the CPU only, because reading
+    them from a GPU waits."""
+    _check_row_indices(numbers, name, rows)
     if numbers.device != device:
         raise TypeError(f"{name}: got a tensor on {numbers.device}, expected {device}")
     if type(numbers) is not Tensor or device.type != "cpu" or torch.compiler.is_compiling():

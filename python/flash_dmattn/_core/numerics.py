@@ -1,4 +1,5 @@
-"""How attention computes, whatever it looks at: one value from the functions to the operators."""
+"""Numerical options of a call (scale, softcap, nonfinite, deterministic), passed as one value from functions to
+operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each operator's tensors are, by name: shape inference, derivatives, sharding and FLOP rules read it here.
+"""Tensor layouts of each operator by argument name, read by shape inference, derivatives, sharding and FLOP rules.
 
 The schemas in C++ are the one list of arguments; a rule asks for an argument by its name and never counts positions.
 """

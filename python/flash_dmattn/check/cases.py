@@ -38,7 +38,7 @@ def read_table(path: Path = TABLE) -> list[dict[str, str]]:
 CASES = {row["name"]: row for row in read_table() if row["scale"] != "0"}
 
 
-def shrunk(row: dict[str, str]) -> dict[str, str]:
+def shrink_case(row: dict[str, str]) -> dict[str, str]:
     """The case with at most 37 queries and 45 keys: two of the smallest tiles and a tail each way."""
     largest = {"seqlen_q": 37, "seqlen_k": 45, "window": 13, "batch": 2}
     return row | {name: str(min(int(row[name]), most)) for name, most in largest.items()}
@@ -57,7 +57,7 @@ def make_case(row: dict[str, str]) -> Case:
 
 
 def to_device(value, device):
-    """A copy in the memory of `device`: of tensors with their strides, of problems and cases with all they hold."""
+    """Copies a tensor (keeping strides), problem or case to `device`."""
     if isinstance(value, Tensor):
         storage = torch.empty(0, dtype=value.dtype).set_(value.detach().untyped_storage())
         copy = storage.to(device).as_strided(value.shape, value.stride(), value.storage_offset())
@@ -257,7 +257,7 @@ class _Maker:
         return KeyIntervals(intervals.int(), self.seqlen_q)
 
     def _end_outside(self, shape) -> Tensor:
-        """Ends of intervals: of six, three are ordinary ones, the others far from the queries."""
+        """Random interval ends; half lie far outside the queries."""
         kind = self._below(6, *shape)
         end = self._below(self.seqlen_q + 1, *shape)
         limits = torch.iinfo(torch.int32)

@@ -19,7 +19,7 @@ TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias")
 class Verdict:
     """The comparison of one tensor: `message` describes the failure, and is "" without one.
 
-    error, bound: of the maximum, or of the mean where only that is exceeded; None where values are not
+    error, bound: maximum error and its bound, or mean ones if only those are exceeded; None if values are not
         comparable (no elements, non-finite ones that differ, a yardstick that overflows).
     """
 
@@ -33,7 +33,7 @@ class Verdict:
         return not self.message
 
 
-def judge(
+def compare_tensor(
     name: str,
     actual: Tensor,
     expected: Tensor,
@@ -43,8 +43,8 @@ def judge(
 ) -> Verdict:
     """Maximum and mean error at most twice the yardstick's, plus an allowance for luck of the yardstick.
 
-    expected: in double. yardstick: the same mathematics in the precision of `actual`. That luck is one unit
-    in the last place of the result, and what two units in the last place of an fp32 score do to it. terms: of a result
+    expected: in double. yardstick: the same mathematics in the precision of `actual`. The allowance is one unit in
+        the last place of the result plus the effect of two units in the last place of an fp32 score. terms: of a result
     that is a sum, the root of the sum of the terms' squares: where they cancel, their errors do not.
     Non-finite values must be the same and in the same places; a yardstick that overflows measures nothing.
     """
@@ -88,7 +88,7 @@ def judge(
     return next((verdict for verdict in verdicts if not verdict.passed), verdicts[0])
 
 
-def judge_all(actual: Result, problem: Problem, saturate: bool = True) -> list[Verdict]:
+def compare_result(actual: Result, problem: Problem, saturate: bool = True) -> list[Verdict]:
     """A verdict on every result that `actual` has, by the oracle of the problem."""
     dtype = problem.q.dtype
     expected, yardstick = attention(problem), attention(problem, dtype)
@@ -102,7 +102,9 @@ def judge_all(actual: Result, problem: Problem, saturate: bool = True) -> list[V
             wanted = _rounded_range(wanted, got.dtype, saturate, gradient=name != "out")
         terms = expected.dbias_terms if name == "dbias" else None
         verdicts.append(
-            judge(name, got, wanted, getattr(yardstick, name), expected.largest_score, terms)
+            compare_tensor(
+                name, got, wanted, getattr(yardstick, name), expected.largest_score, terms
+            )
         )
     return verdicts
 
@@ -110,12 +112,12 @@ def judge_all(actual: Result, problem: Problem, saturate: bool = True) -> list[V
 def assert_close(
     name: str, actual: Tensor, expected: Tensor, yardstick: Tensor, largest_score: float = 1.0
 ) -> None:
-    verdict = judge(name, actual, expected, yardstick, largest_score)
+    verdict = compare_tensor(name, actual, expected, yardstick, largest_score)
     assert verdict.passed, verdict.message
 
 
 def assert_matches_oracle(actual: Result, problem: Problem, saturate: bool = True) -> None:
-    for verdict in judge_all(actual, problem, saturate):
+    for verdict in compare_result(actual, problem, saturate):
         assert verdict.passed, verdict.message
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..functional import flash_dmattn_func
 from ..integrations.dtypes import fdma_peft_integration_check
-from .compare import Verdict, judge_all
+from .compare import Verdict, compare_result
 from .memory import bytes_of, peak_bytes
 from .oracle import Problem, Result, causal_pairs, select
 
@@ -57,14 +57,14 @@ def wide_mask_and_bias(setting: Setting) -> Iterator[Verdict]:
     best = bias.masked_fill(~causal, -torch.inf).topk(length // 2, dim=-1).indices
     mask = torch.zeros_like(bias, dtype=torch.bool).scatter_(-1, best, True) & causal
     problem = setting.problem(length, length, 128, mask=mask, bias=bias)
-    yield from judge_all(forward_and_backward(problem, setting.function), problem)
+    yield from compare_result(forward_and_backward(problem, setting.function), problem)
 
 
 _JUDGED_SEEDS = 12
 _SIZES = ((256, 256, 64), (256, 192, 64), (192, 192, 64), (256, 256, 80), (100, 192, 80))
 
 
-def tails(setting: Setting) -> Iterator[Verdict]:
+def sizes_without_full_tiles(setting: Setting) -> Iterator[Verdict]:
     """Lengths and head dims that fill no tile: dV held NaN and inf there, for some seeds."""
     seeds = 200 if setting.full else 2 if setting.small else _JUDGED_SEEDS
     for seqlen_q, seqlen_k, head_dim in _SIZES:
@@ -78,7 +78,7 @@ def tails(setting: Setting) -> Iterator[Verdict]:
                 result, f"Sq {seqlen_q}, Sk {seqlen_k}, D {head_dim}, seed {seed}"
             )
             if seed < _JUDGED_SEEDS:
-                yield from judge_all(result, problem)
+                yield from compare_result(result, problem)
 
 
 def all_finite(result: Result, where: str) -> Iterator[Verdict]:
@@ -104,14 +104,14 @@ def choice_of_keys(setting: Setting) -> Iterator[Verdict]:
     problem = setting.problem(length, length, 32, heads=(2, 2), batch=2, bias=bias[:, :, None])
     problem.shown = select(bias, window, allowed)
     result = forward_and_backward(problem, setting.function, keep_window_size=window)
-    yield from judge_all(result, problem)
+    yield from compare_result(result, problem)
     yield from all_finite(result, "padding filled with finfo.min")
     leak = result.dbias[0, :, :, :padding].abs().max().item()
     yield Verdict("dbias", leak, 0.0, f"dbias of padding: got {leak}, expected 0" if leak else "")
 
 
 def cast_of_peft(setting: Setting) -> Iterator[Verdict]:
-    """PEFT leaves float32 inputs beside low precision ones; None has to stay None."""
+    """PEFT leaves float32 inputs next to 16-bit ones; None must stay None."""
     problem = setting.problem(64, 64, 32)
     wide = (problem.q.float(), problem.k.float(), problem.v.float(), None)
     *cast, none = fdma_peft_integration_check(*wide, setting.dtype)
@@ -121,7 +121,7 @@ def cast_of_peft(setting: Setting) -> Iterator[Verdict]:
     )
     yield Verdict("cast", message="" if same else f"cast: got {[t.dtype for t in cast]}, {none}")
     problem.q, problem.k, problem.v = cast
-    yield from judge_all(forward_and_backward(problem, setting.function), problem)
+    yield from compare_result(forward_and_backward(problem, setting.function), problem)
 
 
 def determinism(setting: Setting) -> Iterator[Verdict]:
@@ -144,9 +144,9 @@ def determinism(setting: Setting) -> Iterator[Verdict]:
 
 
 def memory(setting: Setting) -> Iterator[Verdict]:
-    """No mask, a 3-d mask and a 4-d mask beside a 3-d bias: nothing of the size N x N is built.
+    """3-d bias with no, a 3-d and a 4-d mask: no N x N tensor is built.
 
-    The memory that a step may take beside inputs, results and gradients: the gradients once more in float32, one bit
+    Memory allowed in addition to inputs, results and gradients: the gradients once more in float32, one bit
     for every pair (a packed mask) and a mebibyte per thread for tiles.
     """
     if setting.small:
@@ -180,7 +180,7 @@ def memory(setting: Setting) -> Iterator[Verdict]:
         peak, kept = peak_bytes(step, setting.device)
         extra = peak - bytes_of(kept)
         message = (
-            f"{name}: {extra / 1e6:.1f} MB beside inputs, results and gradients, expected at most "
+            f"{name}: {extra / 1e6:.1f} MB in addition to inputs, results and gradients, expected at most "
             f"{bound / 1e6:.1f} (one N x N mask of bytes: {length * length / 1e6:.1f})"
         )
         yield Verdict(name, extra, bound, message if extra > bound else "")
@@ -188,7 +188,7 @@ def memory(setting: Setting) -> Iterator[Verdict]:
 
 FAILED_ELSEWHERE: dict[str, Callable[[Setting], Iterator[Verdict]]] = {
     "4-d mask and bias": wide_mask_and_bias,
-    "tails": tails,
+    "tails": sizes_without_full_tiles,
     "choice of keys": choice_of_keys,
     "PEFT cast": cast_of_peft,
     "determinism": determinism,

@@ -1,7 +1,7 @@
 """Attention and selection straight from their definitions, with every (query, key) element held in memory.
 
-In double precision this is what checks and tests compare with. In a low precision it is the yardstick: what
-a careful user gets from plain torch, every matrix product rounded to the dtype, the softmax in fp32.
+In double precision it is the reference of checks and tests; in low precision the yardstick: the result of plain torch
+with every matrix product rounded to the dtype and the softmax in fp32.
 It shares no code with the library.
 """
 

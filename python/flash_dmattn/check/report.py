@@ -50,7 +50,7 @@ def _closeness(verdict: Verdict) -> float:
     return verdict.error / verdict.bound if verdict.error and verdict.bound else 0.0
 
 
-def line(rows: list[Row]) -> str:
+def format_row(rows: list[Row]) -> str:
     """The rows of one case: `error/bound` of every tensor, and the verdict on all of them."""
     first = rows[0]
     head = f"{first.backend:<9} {first.dtype:<5} {first.case:<34}"

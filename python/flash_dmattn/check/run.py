@@ -17,8 +17,8 @@ from .._core import numerics
 from .._core.availability import backends, gpu
 from ..functional import flash_dmattn_func_auto, triton_dmattn_func
 from . import report
-from .cases import CASES, DTYPES, make_case, run, shrunk, to_device
-from .compare import Verdict, judge_all
+from .cases import CASES, DTYPES, make_case, run, shrink_case, to_device
+from .compare import Verdict, compare_result
 from .failed_elsewhere import FAILED_ELSEWHERE, Setting, all_finite
 from .progress import progress
 from .report import Row
@@ -43,20 +43,24 @@ def check(options: argparse.Namespace) -> int:
         except OSError as error:
             print(f"--json: {error}", file=sys.stderr)
             return 2
-    asked = {"all": None}.get(options.backend, options.backend)
+    requested = {"all": None}.get(options.backend, options.backend)
     for backend in backends():
-        if backend.name == asked == "triton" and interpreted(asked):
+        if backend.name == requested == "triton" and interpreted(requested):
             print("triton is interpreted: small cases, without bfloat16")
             continue
-        if backend.available or asked not in (None, backend.name) or backend.name == "reference":
+        if (
+            backend.available
+            or requested not in (None, backend.name)
+            or backend.name == "reference"
+        ):
             continue
         print(f"{backend.name} cannot run here: {backend.reason}", file=sys.stderr)
-        if asked is not None:
+        if requested is not None:
             return 2
     names = [b.name for b in backends() if b.available and b.name != "reference"]
     steps = [
         step
-        for name in (names if asked is None else [asked])
+        for name in (names if requested is None else [requested])
         for step in steps_of(name, options.dtype, options.full, options.tensors)
     ]
     rows: list[Row] = []
@@ -65,18 +69,18 @@ def check(options: argparse.Namespace) -> int:
     try:
         with poisoned_memory():
             for step in bar:
-                found = examine(step)
+                step_rows = run_step(step)
                 if options.tensors:
-                    found = [row for row in found if row.tensor in (*options.tensors, "-")]
-                rows += found
-                if found:
-                    bar.write(report.line(found))
+                    step_rows = [row for row in step_rows if row.tensor in (*options.tensors, "-")]
+                rows += step_rows
+                if step_rows:
+                    bar.write(report.format_row(step_rows))
     except KeyboardInterrupt:
         interrupted = True
     if rows:
         print("\n" + "\n".join(report.summary(rows)))
-    wrong = [row for row in rows if row.verdict == report.FAIL]
-    for row in wrong:
+    failures = [row for row in rows if row.verdict == report.FAIL]
+    for row in failures:
         print(f"\nFAILED {row.backend} {row.dtype} {row.case}\n  {row.message}")
     if options.json:
         report.write(options.json, rows, complete=not interrupted)
@@ -119,11 +123,11 @@ def steps_of(
 def case_verdicts(
     name: str, function: Callable, device: str, small: bool = False
 ) -> Iterator[Verdict]:
-    row = shrunk(CASES[name]) if small else CASES[name]
+    row = shrink_case(CASES[name]) if small else CASES[name]
     case = to_device(make_case(row), device)
     result = run(case, function)
     saturate = case.nonfinite == "saturate"
-    yield from judge_all(result, case.problem, saturate)
+    yield from compare_result(result, case.problem, saturate)
     if saturate:
         yield from all_finite(result, "finite inputs, nonfinite='saturate'")
 
@@ -145,16 +149,16 @@ def interpreted(backend: str) -> bool:
     return backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def examine(step: Step) -> list[Row]:
+def run_step(step: Step) -> list[Row]:
     try:
         return report.worst_rows(step.backend, step.case, step.dtype, step.verdicts())
     except Exception as error:
-        verdict = report.DECLINED if declines(error) else report.FAIL
+        verdict = report.DECLINED if is_refusal(error) else report.FAIL
         message = f"{type(error).__name__}: {error}"
         return [Row(step.backend, step.case, step.dtype, "-", verdict, message=message)]
 
 
-def declines(error: Exception) -> bool:
+def is_refusal(error: Exception) -> bool:
     """Whether a backend declines a case, rather than failing at it.
 
     It names the argument: "query: got ...". An error of the C++ library is a ValueError or a RuntimeError,

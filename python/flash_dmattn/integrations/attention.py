@@ -15,7 +15,7 @@ from ..dispatch import attention
 from ..keys.intervals import KeyIntervals, intersect
 from ..keys.recognise import Memo, refuse_negative
 from ..keys.rule import KeySelection
-from ..keys.selection import Choice, one_per_key, select_elements
+from ..keys.selection import Selection, select_elements, squeeze_query_dimension
 from ..keys.visibility import Visibility
 from . import keywords, packed_sequences
 from .dtypes import cast_states, target_dtype
@@ -145,11 +145,18 @@ def _check_causality(
             "is_causal: got True without a mask, expected a causal mask: under this attn_implementation the mask alone "
             "decides what a query sees"
         )
-    if not is_causal and is_causal_mask(mask) and getattr(module, "is_causal", False):
+    contradicts = not is_causal and is_causal_mask(mask) and getattr(module, "is_causal", False)
+    if contradicts and not _passes_flag_with_every_mask(module):
         raise ValueError(
             "is_causal: got False with a causal mask, expected None; set is_causal=False in the model's config, by which "
             "its mask functions decide"
         )
+
+
+def _passes_flag_with_every_mask(module: torch.nn.Module) -> bool:
+    """Whether a causal layer of this model passes is_causal=False with every mask, as the mask includes causality."""
+    model_type = getattr(getattr(module, "config", None), "model_type", None)
+    return model_type in ("moonshine", "moonshine_streaming")
 
 
 def attention_bshd(
@@ -237,10 +244,10 @@ def _flash_dynamic_mask_attention_forward(
 ) -> torch.Tensor:
     """Attention in which every query sees the `keep_window_size` keys with the highest bias.
 
-    The choice is made when there are more keys than that, among allowed keys only, and no gradient
+    The selection is made when there are more keys than that, among allowed keys only, and no gradient
     flows through it. Its form depends on which input has a query dimension:
 
-    | mask                        | bias       | choice                                        |
+    | mask                        | bias       | selection                                        |
     |-----------------------------|------------|-----------------------------------------------|
     | None, [B, Sk], [B, H, Sk]   | [B, H, Sk] | one for all queries; causality is applied after |
     | [B, H, Sq, Sk] or intervals | [B, H, Sk] | per query; the bias stays 3-d                 |
@@ -248,7 +255,7 @@ def _flash_dynamic_mask_attention_forward(
 
     A 3-d bias costs O(N) memory with every mask that shows each key to consecutive queries: causal,
     padded, packed. Such a 4-d mask is recognised by reading it, in every call (keys/recognise.py). Under any other mask
-    a GPU needs one more bit for each (query, key) and head of the choice.
+    a GPU needs one more bit for each (query, key) and head of the selection.
 
     Args:
         query_states: [B, Sq, Hq, D]; float32, bfloat16 or float16.
@@ -349,9 +356,9 @@ def _flash_dynamic_mask_attention_forward(
     mask, intervals, bias = normalize_mask(
         attention_mask, attention_bias, query_states, key_states, selects, memo
     )
-    choice = Choice()
+    selection = Selection()
     if selects:
-        scores = one_per_key(attention_bias.detach())
+        scores = squeeze_query_dimension(attention_bias.detach())
         if scores.dim() == 4:
             mask = select_elements(
                 scores, mask, intervals, keep, is_causal, query_states, key_states
@@ -360,12 +367,12 @@ def _flash_dynamic_mask_attention_forward(
         else:
             has_no_queries = intervals is None and (mask is None or mask.dim() == 3)
             selection = "global" if has_no_queries else "per_query"
-            choice = Choice(KeySelection(keep, selection), scores)
+            selection = Selection(KeySelection(keep, selection), scores)
     out, _ = attention(
         *states,
         bias,
         Visibility(mask, is_causal, intervals),
-        choice,
+        selection,
         Numerics.of(None, softmax_scale, softcap, "saturate", deterministic),
         memo=memo,
     )

@@ -67,7 +67,8 @@ def as_key_intervals(
 ) -> KeyIntervals | None:
     """The intervals that a model passed along as its mask, int32 [B, H, Sk, 2]; None for other masks.
 
-    Code that may not read values takes them for consecutive, which masks of models are: then no bound has to be read from a GPU.
+    Code that may not read values takes them for consecutive, which masks of models are: then no bound has to be read from
+    a GPU.
     """
     if not isinstance(mask, torch.Tensor):
         return mask

@@ -9,7 +9,7 @@ from .._core.checks import check_count, check_positions, may_read
 from ..functional import flash_dmattn_varlen_func
 from ..keys.intervals import KeyIntervals
 from ..keys.places import check_offsets
-from ..keys.recognise import Memo, derive, split_additive
+from ..keys.recognise import Memo, cached, split_additive
 from .keywords import refuse_packed_by_layer
 
 
@@ -132,7 +132,7 @@ def _packed_from_positions(
     def find(positions: torch.Tensor) -> PackedSequences | None:
         return _packed_from_starts(_begins(positions, None, batch, length), batch * length)
 
-    packed = derive(memo, "sequences", position_ids, find)
+    packed = cached(memo, "sequences", position_ids, find)
     if packed is None or key_mask is None:
         return packed
     if not _begins(position_ids, key_mask, batch, length).any():

@@ -49,7 +49,7 @@ def topk_mask(
             query dimension of 1; None allows all.
         window_size: how many keys a row keeps. Equal scores: the more recent key wins.
         min_dtype: a score at or below it is never kept; None: no score is too low. NaN is never kept.
-        block_size: when given, blocks of so many neighbouring keys are kept or dropped together, by
+        block_size: if given, blocks of this many neighbouring keys are kept or dropped together, by
             majority; a key that is not allowed stays out.
 
     Returns:
@@ -116,7 +116,7 @@ def create_mask(
     | 4-d        | 4-d, 2-d or None   | per query, among allowed keys           | [B, H, Q, K] |
 
     Args:
-        attention_bias: scores, float; B, H and Q may be 1. Beside 16-bit tensors keep them in float32: in 16
+        attention_bias: scores, float; B, H and Q may be 1. Keep them in float32 even with 16-bit tensors: in 16
             bits many scores are equal, and rounding then decides which keys are kept.
         attention_mask: allowed keys, bool; also padding [B, key_len], or [B, query_len] when earlier
             keys (a cache) are all allowed.
@@ -147,7 +147,7 @@ def create_mask(
 
 
 def _refuse(keywords: dict[str, object]) -> None:
-    """Of keywords that other versions have taken, those that are given."""
+    """Raises TypeError for a keyword that 1.x took and that is not None."""
     for name, value in keywords.items():
         if value is not None:
             raise TypeError(f"{name}: got an unknown keyword, which could change the result")

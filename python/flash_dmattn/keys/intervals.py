@@ -113,6 +113,25 @@ class KeyIntervals:
         return (first <= rows) & (rows < last)
 
 
+def split_by_age(
+    keys: KeyIntervals, age: int, own_row: Tensor | None = None
+) -> tuple[KeyIntervals, KeyIntervals]:
+    """The keys that a query sees in two parts: those fewer than `age` positions before it or after it, and the others.
+
+    own_row: the row that stands at each key's position, [B or 1, H or 1, key_length]; by default the last query stands at
+        the last key.
+    """
+    first, last = keys.intervals.long().unbind(-1)
+    if own_row is None:
+        own_row = Places.of(keys.key_length, keys.query_length, device=first.device).own
+    end = own_row + age  # where the key is no longer recent
+    parts = (first, torch.minimum(last, end)), (torch.maximum(first, end), last)
+    return tuple(
+        _clipped(*torch.broadcast_tensors(*part), keys.query_length, keys.bound, keys.consecutive)
+        for part in parts
+    )
+
+
 def broadcasts(size: int, to: int) -> bool:
     """Not `size in (1, to)`: compiled code takes a number and a symbol for different there, even where they are equal."""
     return size == 1 or size == to

@@ -41,14 +41,14 @@ class Places(NamedTuple):
         device: torch.device | str | None = None,
     ) -> Places:
         """The arguments are those of the constructors of KeyIntervals, of which select_key_intervals describes them."""
-        given = {
+        tensors = {
             "key_positions": key_positions,
             "cu_seqlens_k": cu_seqlens_k,
             "cu_seqlens_q": cu_seqlens_q,
             "key_mask": key_mask,
             "query_position": query_position if isinstance(query_position, Tensor) else None,
         }
-        device = _common_device(given, device)
+        device = _common_device(tensors, device)
         query_length = check_lengths(key_length, query_length)
         if cu_seqlens_q is cu_seqlens_k:
             cu_seqlens_q = None

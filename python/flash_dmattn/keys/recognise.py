@@ -20,7 +20,7 @@ _BLOCK_ELEMENTS = 1 << 22
 
 
 class Memo:
-    """What the layers of one model derive from the tensors that they share, during one forward of the model.
+    """Results computed from tensors that the layers of a model share, kept for one forward.
 
     The model makes a memo when a forward begins and passes it to its layers. Nothing outlives the forward: a tensor
     can change between two of them without a trace (collectives, DLPack, raw pointers, graph replay).
@@ -29,11 +29,9 @@ class Memo:
     def __init__(self):
         self._known: dict[str, tuple[torch.Tensor, object]] = {}
 
-    def derive(self, name: str, tensor: torch.Tensor, find: Callable):
-        """find(tensor), called once for this name as long as the layers pass the same tensor.
-
-        The layers of a forward ask the same of a tensor, so a name says what is found and no lengths, which compiled
-        code would take for constants.
+    def get_or_compute(self, name: str, tensor: torch.Tensor, find: Callable):
+        """Returns find(tensor), called once per name and tensor. Names must not contain lengths, which compiled code
+        would treat as constants.
         """
         known = self._known.get(name)
         if known is None or known[0] is not tensor:
@@ -41,15 +39,15 @@ class Memo:
         return known[1]
 
 
-def derive(memo: Memo | None, name: str, tensor: torch.Tensor, find: Callable):
-    """find(tensor), by the memo where there is one. Compiled code does not read values, so it shares no readings."""
+def cached(memo: Memo | None, name: str, tensor: torch.Tensor, find: Callable):
+    """Returns find(tensor), from the memo if given. Compiled code cannot read values and therefore skips the memo."""
     if memo is None or not may_read():
         return find(tensor)
-    return memo.derive(name, tensor, find)
+    return memo.get_or_compute(name, tensor, find)
 
 
-class AllowedPairs(NamedTuple):
-    """The keys that queries may see besides causality: where a mask is True and a bias does not mask.
+class AllowedElements(NamedTuple):
+    """Elements that queries may see apart from causality: where a mask is True and a bias does not mask.
 
     Both are [B or 1, H or 1, Sq or 1, Sk], with or without heads of their own; one of them may be None.
     """
@@ -82,7 +80,7 @@ class AllowedPairs(NamedTuple):
         """One bool mask of both: the mask itself where there is no bias."""
         return self.mask if self.bias is None else self.rows(0, self.shape()[2])
 
-    def to_any_query(self) -> torch.Tensor:
+    def seen_by_any_query(self) -> torch.Tensor:
         """The keys that some query may see, bool [B, H, Sk]."""
         if self.bias is None:
             return self.mask.any(2)
@@ -117,7 +115,7 @@ def intervals_of_mask(mask: torch.Tensor, memo: Memo | None = None) -> KeyInterv
     """
     if _has_no_values(mask):
         return None
-    return derive(memo, "intervals", mask, _find_intervals)
+    return cached(memo, "intervals", mask, _find_intervals)
 
 
 def refuse_negative(mask: torch.Tensor, memo: Memo | None = None) -> None:
@@ -125,7 +123,7 @@ def refuse_negative(mask: torch.Tensor, memo: Memo | None = None) -> None:
     additive mask, which means the opposite."""
     if mask.is_floating_point() or mask.dtype == torch.bool or _has_no_values(mask):
         return
-    if derive(memo, "negative", mask, lambda numbers: bool((numbers < 0).any())):
+    if cached(memo, "negative", mask, lambda numbers: bool((numbers < 0).any())):
         raise ValueError(
             f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)} with negative numbers, expected bool or "
             "integers, nonzero for visible keys; an additive mask has four dimensions and is of floating point"
@@ -134,7 +132,7 @@ def refuse_negative(mask: torch.Tensor, memo: Memo | None = None) -> None:
 
 def split_additive(mask: torch.Tensor, memo: Memo | None = None) -> tuple[torch.Tensor, bool]:
     """The elements that an additive mask allows, as bool, and whether it also adds other values than 0 to them."""
-    return derive(memo, "dense", mask, _split_additive)
+    return cached(memo, "dense", mask, _split_additive)
 
 
 def mask_of_intervals(allowed: KeyIntervals, memo: Memo | None = None) -> torch.Tensor:
@@ -144,7 +142,7 @@ def mask_of_intervals(allowed: KeyIntervals, memo: Memo | None = None) -> torch.
         mask = allowed.with_intervals(_unexpanded(intervals)).to_mask()
         return mask.expand(*intervals.shape[:2], -1, -1)
 
-    return derive(memo, "dense of intervals", allowed.intervals, make)
+    return cached(memo, "dense of intervals", allowed.intervals, make)
 
 
 def _find_intervals(mask: torch.Tensor) -> KeyIntervals | None:
@@ -220,12 +218,12 @@ class _Order(NamedTuple):
     """The numbers that a choice among intervals reads from the device."""
 
     most_visible: int  # keys that a query sees
-    is_kept: bool  # that in which keys appear and leave, as `select_among` needs it
-    documents: int  # of any row
+    is_in_order: bool  # keys appear and leave as `select_among` needs it
+    group_count: int  # of keys that leave together, at most in a row
 
 
 def _order_of(allowed: KeyIntervals) -> _Order:
-    visible, _, left_before, in_order = _appearance(allowed.intervals)
+    visible, _, left_before, in_order = _interval_order(allowed.intervals)
     documents = _documents(visible, allowed.intervals[..., 1], left_before)
     return _Order(
         int(visible_counts(allowed).max()),
@@ -234,9 +232,9 @@ def _order_of(allowed: KeyIntervals) -> _Order:
     )
 
 
-def _appearance(intervals: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of each key: whether any query sees it; when it appears, at the earliest; when the keys before it have left; whether
-    it comes after those that appear before it, and leaves with them or comes when they have left."""
+def _interval_order(intervals: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """For each key: whether any query sees it; a lower bound of its first query; the last query of all earlier keys;
+    whether its start and end are in order."""
     first, last = intervals.unbind(-1)
     visible = last > first
     appears = torch.where(visible, first, 0).cummax(-1).values
@@ -281,7 +279,7 @@ def select_among(
         if allowed.bound is not None:
             return None  # windows, for one; masks of models come without a bound
     else:
-        order = derive(
+        order = cached(
             memo,
             "order",
             allowed.intervals,
@@ -289,10 +287,10 @@ def select_among(
         )
         if rule.has_room_for(order.most_visible) and not scores.isnan().any():
             return allowed
-        if not order.is_kept:
+        if not order.is_in_order:
             return None
     first, last = allowed.intervals.unbind(-1)
-    visible, appears, left_before, in_order = _appearance(allowed.intervals)
+    visible, appears, left_before, in_order = _interval_order(allowed.intervals)
     if not reading:
         one_at_a_time = (first == 0) | (first > F.pad(appears[..., :-1], (1, 0)))
         torch._assert_async(
@@ -301,7 +299,7 @@ def select_among(
             "appear one by one and leave together",
         )
     document = None
-    if not reading or order.documents > 1:
+    if not reading or order.group_count > 1:
         document = _documents(visible, last, left_before)
     own = torch.arange(allowed.key_length, device=first.device)[None, None]
     own = own - (allowed.key_length - allowed.query_length)
@@ -313,7 +311,7 @@ def select_among(
 
 
 def _has_no_values(tensor: torch.Tensor) -> bool:
-    """Also of tensors that may not be read."""
+    """Whether values are absent (meta, fake tensors) or must not be read (compiling, capturing)."""
     return not may_read() or tensor.is_meta or isinstance(tensor, FakeTensor)
 
 

@@ -209,7 +209,7 @@ def choose_among(
 
 
 def rank_by_document(scores: Tensor, document: Tensor) -> Tensor:
-    """Scores with the same order inside a document, and above those of every earlier document.
+    """Ranks that keep the order of scores within a document and put each document above all earlier ones.
 
     A key is then never beaten by one of a document that ended before it appeared. Of equal scores the
     later key has the higher rank; NaN stays NaN.
@@ -217,7 +217,7 @@ def rank_by_document(scores: Tensor, document: Tensor) -> Tensor:
     if scores.dtype == torch.float64:  # 64 bits leave no room for the document
         in_document = _rank(scores)
     else:
-        # As integers, floats are in their order but for the sign, so that one sort has the documents in the upper halves.
+        # Float bits compare as integers except for the sign, so one sort has the documents in the upper halves.
         bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0: -0 and +0 are equal
         in_document = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     rank = _rank((document.long() << 32) + in_document)
@@ -225,7 +225,7 @@ def rank_by_document(scores: Tensor, document: Tensor) -> Tensor:
 
 
 def _rank(values: Tensor) -> Tensor:
-    """The number of values that each one beats; of equal ones the later beats the others."""
+    """For each value the number of values below it; the later of equal values counts as larger."""
     order = values.argsort(dim=-1, stable=True)
     rank = torch.empty_like(order)
     return rank.scatter_(

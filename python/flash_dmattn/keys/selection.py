@@ -1,4 +1,4 @@
-"""The choice of the best keys of every query, made before attention, as a form of visibility."""
+"""The selection of the best keys of every query, made before attention, as a form of visibility."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .._core import ops
 from .._core.checks import MASK_VALUE, may_read, selection_scores_argument, with_queries
 from .dense import topk_mask
 from .intervals import KeyIntervals, broadcasts, intersect, prefix_lm, select
-from .recognise import AllowedPairs, Memo, mask_of_intervals, select_among
+from .recognise import AllowedElements, Memo, mask_of_intervals, select_among
 from .rule import KeySelection
-from .visibility import BestByBias, KeyList, KeyRanks, Visibility
+from .visibility import KeyList, KeyRanks, TopKeysByBias, Visibility
 
 
-class Choice(NamedTuple):
-    """A choice of keys: its rule, and selection_scores of the public functions."""
+class Selection(NamedTuple):
+    """A selection of keys: its rule, and selection_scores of the public functions."""
 
     rule: KeySelection = KeySelection()
     scores: Tensor | None = None  # None: the bias
@@ -25,67 +25,67 @@ class Choice(NamedTuple):
     def is_made(self) -> bool:
         return self.rule.limits()
 
-    def checked(self, query: Tensor, key: Tensor) -> Choice:
+    def checked(self, query: Tensor, key: Tensor) -> Selection:
         rule = self.rule.checked()
         if self.scores is None:
-            return Choice(rule)
+            return Selection(rule)
         checked = selection_scores_argument(self.scores, query, key)
         if not rule.limits():
             raise ValueError(
                 f"selection_scores: got shape {tuple(self.scores.shape)} without keep_window_size, by which they choose; "
                 "expected both or neither"
             )
-        return Choice(rule, checked)
+        return Selection(rule, checked)
 
 
-def choose(
-    choice: Choice,
+def apply_selection(
+    selection: Selection,
     query: Tensor,
     key: Tensor,
     bias: Tensor | None,
     visible: Visibility,
-    by_library: bool,
+    uses_library_kernels: bool,
     memo: Memo | None = None,
 ) -> Visibility:
-    """The best of the visible keys for every query.
+    """Selects the best of the visible keys for every query.
 
     bias: 3-d where it has one value per key.
-    by_library: the library's backends compute attention. They choose by the bias themselves, and on a GPU take lists and
-        ranks.
-    memo: what the layers of a model share.
+    uses_library_kernels: whether the library's backends compute attention. They select by the bias themselves, and on a GPU
+        take lists and ranks.
+    memo: results that the layers of one forward share, or None.
     """
-    rule = choice.rule
+    rule = selection.rule
     if rule.recent_window > 0 and not visible.is_causal and visible.keys is None:
         raise ValueError(
             f"recent_window: got {rule.recent_window} without causality, expected is_causal=True, without which no key is "
             "recent"
         )
-    scores, allowed = _scores_and_allowed(query, key, visible.mask, bias, choice)
-    if rule.has_room_for(key.shape[1]) and choice.scores is None:
+    scores, allowed = _scores_and_allowed(query, key, visible.mask, bias, selection)
+    if rule.has_room_for(key.shape[1]) and selection.scores is None:
         return visible  # a key whose bias is NaN is masked by it
     if query.shape[1] == 0:
         return visible
-    by_bias = choice.scores is None and visible.keys is None and allowed is None
+    by_bias = selection.scores is None and visible.keys is None and allowed is None
     by_bias = by_bias and rule.is_window() and rule.selection == "per_query"
-    if by_library and by_bias and broadcasts(scores.shape[1], key.shape[2]):
-        return Visibility(None, visible.is_causal, BestByBias(rule.keep_window_size))
+    if uses_library_kernels and by_bias and broadcasts(scores.shape[1], key.shape[2]):
+        return Visibility(None, visible.is_causal, TopKeysByBias(rule.keep_window_size))
     if scores.requires_grad:
         scores = scores.detach()
-    on_gpu = by_library and scores.is_cuda
+    on_gpu = uses_library_kernels and scores.is_cuda
     if visible.keys is not None:
-        return _choose_among_intervals(
-            choice, query, key, scores, allowed, visible.keys, visible.is_causal, on_gpu, memo
+        return _select_among_intervals(
+            selection, query, key, scores, allowed, visible.keys, visible.is_causal, on_gpu, memo
         )
     is_dense = allowed is not None and allowed.shape()[2] > 1
     if is_dense and rule.selection == "per_query":
-        return _choose_under_dense_mask(
+        return _select_under_dense_mask(
             rule, query, key, scores, allowed, visible.is_causal, on_gpu, memo
         )
     key_mask = None
     if allowed is not None:
-        scores, key_mask = match_heads(query, key, scores, allowed.to_any_query())
+        scores, key_mask = match_heads(query, key, scores, allowed.seen_by_any_query())
     remaining_mask = visible.mask if is_dense else None  # its part outside the choice
-    scores, key_mask = _matched(scores, key_mask)
+    scores, key_mask = _expand_heads_together(scores, key_mask)
     if on_gpu and rule.selection == "global" and rule.is_window() and rule.keep_window_size > 0:
         chosen = KeyList(*ops.select_key_list(scores, key_mask, rule.keep_window_size))
         return Visibility(remaining_mask, visible.is_causal, chosen)
@@ -93,25 +93,25 @@ def choose(
     return Visibility(remaining_mask, False, chosen)
 
 
-def _choose_among_intervals(
-    choice: Choice,
+def _select_among_intervals(
+    selection: Selection,
     query: Tensor,
     key: Tensor,
     scores: Tensor,
-    allowed: AllowedPairs | None,
+    allowed: AllowedElements | None,
     shown: KeyIntervals,
     is_causal: bool,
     by_rank: bool,
     memo: Memo | None,
 ) -> Visibility:
-    """The best keys among those that intervals show; `allowed`: a mask or a bias that hides some of them."""
-    rule = choice.rule
+    """Selects the best of the keys that intervals show; `allowed`: a mask or a bias that hides some of them."""
+    rule = selection.rule
     if rule.selection == "global":
         first, last = shown.intervals.unbind(-1)
         key_mask = first < last
         if allowed is not None:
-            key_mask = key_mask & allowed.to_any_query()
-        scores, key_mask = _matched(*match_heads(query, key, scores, key_mask))
+            key_mask = key_mask & allowed.seen_by_any_query()
+        scores, key_mask = _expand_heads_together(*match_heads(query, key, scores, key_mask))
         best = select(scores, key_mask, rule, is_causal, shown.query_length)
         best, intervals = match_heads(query, key, best.intervals, shown.intervals)
         chosen = intersect(KeyIntervals(best, shown.query_length), shown.with_intervals(intervals))
@@ -121,13 +121,13 @@ def _choose_among_intervals(
         chosen = _best_of_intervals(rule, query, key, scores, shown, is_causal, memo)
         if chosen is not None:
             return Visibility(keys=chosen)
-        allowed = AllowedPairs(mask_of_intervals(shown, memo), None)
+        allowed = AllowedElements(mask_of_intervals(shown, memo), None)
     else:
         mask = mask_of_intervals(shown, memo)
         if allowed.mask is not None:
             mask = torch.logical_and(*match_heads(query, key, mask, allowed.mask))
         allowed = allowed._replace(mask=mask)
-    return _choose_under_dense_mask(rule, query, key, scores, allowed, is_causal, by_rank, memo)
+    return _select_under_dense_mask(rule, query, key, scores, allowed, is_causal, by_rank, memo)
 
 
 def _best_of_intervals(
@@ -139,43 +139,43 @@ def _best_of_intervals(
     is_causal: bool,
     memo: Memo | None,
 ) -> KeyIntervals | None:
-    """The best keys among those that intervals show, where intervals describe the choice."""
+    """Selects the best keys as intervals; None if intervals cannot describe the result."""
     if is_causal:
-        shown = intersect(shown, _past(query, key))
+        shown = intersect(shown, causal_intervals(query, key))
     scores, intervals = match_heads(query, key, scores, shown.intervals)
     if intervals is not shown.intervals:
         shown = shown.with_intervals(intervals)
     return select_among(scores, shown, rule, memo)
 
 
-def _past(query: Tensor, key: Tensor) -> KeyIntervals:
+def causal_intervals(query: Tensor, key: Tensor) -> KeyIntervals:
     """Causality as intervals."""
     return prefix_lm(key.shape[1], 0, query_length=query.shape[1], device=key.device)
 
 
-def _matched(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Both in one shape."""
+def _expand_heads_together(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Expands both to one shape."""
     if key_mask is None:
         return scores, None
     shape = torch.broadcast_shapes(scores.shape, key_mask.shape)
     return scores.expand(shape), key_mask.expand(shape)
 
 
-def _choose_under_dense_mask(
+def _select_under_dense_mask(
     rule: KeySelection,
     query: Tensor,
     key: Tensor,
     scores: Tensor,
-    allowed: AllowedPairs,
+    allowed: AllowedElements,
     is_causal: bool,
     by_rank: bool,
     memo: Memo | None,
 ) -> Visibility:
-    """The best keys among those that a mask with a query dimension allows.
+    """Selects the best of the keys that a mask with a query dimension allows.
 
     They are intervals under the usual masks, which are recognised by reading the mask. That can neither be compiled
-    nor captured in a CUDA graph; then, and under any other mask, they are ranks beside the mask, or without the
-    GPU's kernels a mask of the size of the given one.
+    nor captured in a CUDA graph; then, and under any other mask, the result is the mask plus ranks of keys, or,
+    without GPU kernels, a second mask of the same size.
     """
     if any(map(torch._C._functorch.is_batchedtensor, allowed.parts())):
         raise RuntimeError(
@@ -200,7 +200,7 @@ def _choose_under_dense_mask(
             mask = scores.new_ones((1, 1, 1, key.shape[1]), dtype=torch.bool)
         return Visibility(mask, is_causal, ranks)
     scores, mask = match_heads(query, key, scores, allowed.to_mask())
-    mask = mask & _past(query, key).to_mask() if is_causal else mask
+    mask = mask & causal_intervals(query, key).to_mask() if is_causal else mask
     return Visibility(topk_mask(scores[:, :, None], mask, window, None))
 
 
@@ -222,24 +222,24 @@ def select_elements(
     if mask is not None:
         scores, mask = match_heads(query, key, scores, with_queries(mask))
     if is_causal:
-        past = _past(query, key).to_mask()
+        past = causal_intervals(query, key).to_mask()
         mask = past if mask is None else past & mask
     return topk_mask(scores, mask, keep_window_size, MASK_VALUE[scores.dtype])
 
 
-def one_per_key(scores: Tensor | None) -> Tensor | None:
+def squeeze_query_dimension(scores: Tensor | None) -> Tensor | None:
     """Scores or a bias as [B, H, Sk] where they are the same for every query."""
     has_one_query = scores is not None and scores.dim() == 4 and scores.shape[2] == 1
     return scores.squeeze(2) if has_one_query else scores
 
 
-def _scores_and_allowed(query, key, mask, bias, choice: Choice):
+def _scores_and_allowed(query, key, mask, bias, selection: Selection):
     """Scores [B, H, Sk], and the dense mask to choose under, or None for all keys."""
     seqlen_k = key.shape[1]
     name, scores, hiding = "attn_bias", bias, None
-    if choice.scores is not None:
-        name, scores = "selection_scores", one_per_key(choice.scores)
-    elif not choice.rule.reads_scores() and (bias is None or bias.dim() == 4):
+    if selection.scores is not None:
+        name, scores = "selection_scores", squeeze_query_dimension(selection.scores)
+    elif not selection.rule.reads_scores() and (bias is None or bias.dim() == 4):
         scores = query.new_zeros((1, 1, seqlen_k))
     if scores is None or scores.dim() != 3 or scores.shape[2] != seqlen_k:
         got = "no scores" if scores is None else f"{name} of shape {tuple(scores.shape)}"
@@ -248,7 +248,7 @@ def _scores_and_allowed(query, key, mask, bias, choice: Choice):
             f"[B, H, {seqlen_k}] or [B, H, 1, {seqlen_k}]. For scores per pair, build a mask with "
             "flash_dmattn.utils.mask.create_mask"
         )
-    # A bias that masks hides its keys from the choice. Where it is the score, these are the worst keys anyway.
+    # A bias that masks hides its keys from the selection. Where it is the score, these are the worst keys anyway.
     if scores is not bias and bias is not None:
         if bias.dim() == 4:
             hiding = bias.detach()
@@ -262,7 +262,7 @@ def _scores_and_allowed(query, key, mask, bias, choice: Choice):
         t if t is None or t.shape[3] == seqlen_k else t.expand(-1, -1, -1, seqlen_k)
         for t in (mask, hiding)
     )
-    return scores, AllowedPairs(mask, hiding)
+    return scores, AllowedElements(mask, hiding)
 
 
 def match_heads(query, key, *parts):

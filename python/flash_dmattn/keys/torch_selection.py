@@ -114,7 +114,7 @@ def build_tile_lists(
     capacity = min(key_length, bound[0] + bound[1] * tile_rows) * lists if bound else None
     if capacity is None or capacity > MOST_ENTRIES:
         capacity = int(count.sum())  # waits for the device
-    # Key by key, the tiles it touches; then the entries by tile, those of full keys first.
+    # Entries in key order, then sorted by tile with full keys first.
     entries_before = (tile_end - tile_begin).flatten().cumsum(0)
     entry = torch.arange(capacity, device=intervals.device)
     key = torch.searchsorted(entries_before, entry, right=True)
@@ -134,7 +134,7 @@ def build_tile_lists(
 
 
 def _covering(begin: Tensor, end: Tensor, tiles: int) -> Tensor:
-    """[B, H, tiles]: of how many of the ranges [begin, end) each tile is part."""
+    """Number of ranges [begin, end) that contain each tile, [B, H, tiles]."""
     changes = begin.new_zeros((*begin.shape[:2], tiles + 1))
     one = torch.ones_like(begin)
     changes.scatter_add_(2, begin, one).scatter_add_(2, end, -one)

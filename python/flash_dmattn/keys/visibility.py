@@ -24,7 +24,7 @@ _ALL_KEYS = Operands()
 
 
 class KeyList(NamedTuple):
-    """The keys that every query sees (or with causality, those of them in its past), in ascending order.
+    """Keys that every query sees, in ascending order; under causality, the past ones.
 
     The form of a global selection on a GPU: less memory than intervals, and much less for its schedule.
     """
@@ -40,7 +40,7 @@ class KeyList(NamedTuple):
 
 
 class KeyRanks(NamedTuple):
-    """A choice under a dense mask or bias: query i keeps the allowed keys whose rank is below its limit."""
+    """A selection under a dense mask or bias: query i keeps the allowed keys whose rank is below its limit."""
 
     rank: Tensor  # int32 [B or 1, H or 1, 1, Sk]
     limit: Tensor  # int32 [B or 1, H or 1, Sq, 1]
@@ -52,14 +52,14 @@ class KeyRanks(NamedTuple):
         return Operands(key_rank=self.rank, rank_limit=self.limit)
 
 
-class BestByBias(NamedTuple):
-    """The keys with the highest bias among those that causality lets a query see.
+class TopKeysByBias(NamedTuple):
+    """The keys with the highest bias among a query's past keys.
 
     The operator select_and_attend chooses them itself: the most frequent choice, with a trip through the dispatcher, views
     and a function of autograd less than one made before.
     """
 
-    window: int
+    keep_window_size: int
 
     def heads(self) -> int:
         return 1  # a bias of query heads is no such choice
@@ -70,11 +70,11 @@ class Visibility(NamedTuple):
 
     mask: Tensor | None = None  # bool [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]
     is_causal: bool = False  # row i sees keys up to i + Sk - Sq
-    keys: KeyIntervals | KeyList | KeyRanks | BestByBias | None = None
+    keys: KeyIntervals | KeyList | KeyRanks | TopKeysByBias | None = None
 
     # A method, as in all named tuples here: torch.compile of torch 2.10 cannot trace properties of one.
     def heads(self) -> int:
-        """Those that `keys` has: 1, Hkv, or Hq where every query head has its own."""
+        """Heads of `keys`: 1, Hkv, or Hq if every query head has its own keys."""
         if self.keys is None:
             return 1
         return self.keys.heads if isinstance(self.keys, KeyIntervals) else self.keys.heads()

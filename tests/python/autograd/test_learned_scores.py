@@ -102,13 +102,14 @@ def test_second_derivatives_of_doge_scores_pass_gradgradcheck():
     assert torch.autograd.gradgradcheck(doge_scores_of, (A, step))
 
 
-def test_a_layer_on_meta_and_one_graph():
+def test_layer_runs_on_meta_and_compiles_to_one_graph():
     assert DynamicMaskAttention(C, 4, 2, 3, device="meta")(
         torch.empty(B, S, C, device="meta")
     ).is_meta
     torch._dynamo.reset()
-    for name in NAMES:
-        layer, hidden = DynamicMaskAttention(C, 4, 2, 3, score=name), torch.randn(B, S, C)
+    mlp = torch.nn.Sequential(torch.nn.Linear(C, 2), torch.nn.LogSigmoid())
+    for score in (*NAMES, mlp):
+        layer, hidden = DynamicMaskAttention(C, 4, 2, 3, score=score), torch.randn(B, S, C)
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
         results = []
         for call in (layer, compiled):

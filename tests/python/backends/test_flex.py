@@ -10,7 +10,7 @@ from flash_dmattn import flash_dmattn_func, flex_dmattn_func, select_key_interva
 from flash_dmattn.check.cases import CASES, make_case, run
 from flash_dmattn.check.compare import assert_close, assert_matches_oracle
 from flash_dmattn.check.oracle import Problem, Result, attention
-from flash_dmattn.check.run import declines
+from flash_dmattn.check.run import is_refusal
 from gpu import on_gpu
 from largest_tensor import LargestTensor
 from nonfinite_table import ROWS, expected, make_inputs
@@ -197,7 +197,7 @@ def test_gpu_case_matches_oracle(name):
     try:
         assert_case(CASES[name])
     except (TypeError, ValueError, NotImplementedError) as error:
-        if not declines(error):
+        if not is_refusal(error):
             raise
         pytest.skip(str(error))
 

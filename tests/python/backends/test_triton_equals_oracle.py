@@ -7,7 +7,7 @@ import torch
 
 from biases_that_mask import FORMS, check_bias_that_masks
 from flash_dmattn._core import ops as _ops
-from flash_dmattn.check.cases import CASES, Case, make_case, run, shrunk
+from flash_dmattn.check.cases import CASES, Case, make_case, run, shrink_case
 from flash_dmattn.check.compare import assert_matches_oracle
 from flash_dmattn.check.oracle import Problem, Result, select
 from gpu import on_gpu
@@ -44,7 +44,7 @@ def results_on_cpu(case: Case) -> Result:
 
 @pytest.mark.parametrize("name", CASES if ON_GPU else INTERPRETED)
 def test_case_matches_oracle(name):
-    case = make_case(CASES[name] if ON_GPU else shrunk(CASES[name]))
+    case = make_case(CASES[name] if ON_GPU else shrink_case(CASES[name]))
     assert_matches_oracle(results_on_cpu(case), case.problem, saturate=case.nonfinite == "saturate")
 
 

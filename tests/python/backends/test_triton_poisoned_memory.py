@@ -76,7 +76,7 @@ def test_nothing_past_the_end_is_read(dtype, way, monkeypatch):
     dout = torch.randn_like(tensors[0]).detach()
     surrounded = attend([inside(t) for t in tensors], inside(dout), **WAYS[way])
     assert_equal(surrounded, attend(tensors, dout, **WAYS[way]))
-    assert flags and not torch.stack(flags).any()  # the careful kernels would forgive such a read
+    assert flags and not torch.stack(flags).any()  # the fp64 kernels would forgive such a read
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])

@@ -52,7 +52,7 @@ def test_float32_slot_tensors_on_gpu_raise():
         integers = [
             torch.zeros(s, dtype=torch.int32, device="cuda") for s in ((2, 2, 4), (2, 2, 2), 2)
         ]
-        KVSlots.over(4, k, k, torch.zeros(2, 2, 4, device="cuda"), *integers)
+        KVSlots.from_tensors(4, k, k, torch.zeros(2, 2, 4, device="cuda"), *integers)
 
 
 @pytest.mark.parametrize(

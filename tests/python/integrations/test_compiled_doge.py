@@ -167,9 +167,9 @@ def test_selection_without_intervals_equals_eager_or_raises():
     window, scores = sliding_window(S, 9), torch.randn(1, 1, S)
     assert select_among(scores, window, KeySelection(KEEP)) is None
     compiled = torch.compile(select_among, backend="eager", fullgraph=True)
-    assert compiled(scores, window, KEEP) is None
+    assert compiled(scores, window, KeySelection(KEEP)) is None
     with pytest.raises(RuntimeError, match="compiled choice"):
-        compiled(scores, KeyIntervals(window.intervals, S), KEEP)
+        compiled(scores, KeyIntervals(window.intervals, S), KeySelection(KEEP))
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])

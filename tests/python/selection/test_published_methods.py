@@ -14,7 +14,7 @@ def distance():
 
 
 def best(scores, competes, count):
-    """Of the keys that compete [B, H, N, N], the `count` with the highest scores; no two are equal here."""
+    """The `count` keys with the highest scores among those that compete, [B, H, N, N]; no two scores are equal here."""
     ranked = scores[:, :, None].masked_fill(~competes, -torch.inf).argsort(-1, descending=True)
     return torch.zeros_like(competes).scatter(-1, ranked[..., :count], True) & competes
 
@@ -52,7 +52,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_call_is_the_method(method):
+def test_call_matches_method(method):
     rule, sees = METHODS[method]
     scores = torch.randn(B, HKV, N)
     visible = sees(scores) & causal(scores)
@@ -64,7 +64,7 @@ def test_the_call_is_the_method(method):
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_press_keeps_for_later_queries_what_it_would_have_cut_to():
+def test_press_keeps_the_same_keys_for_later_queries():
     """Knorm of kvpress: the keys with the smallest norms."""
     keys = torch.randn(B, HKV, N, D)
     scores = -keys.norm(dim=-1)
@@ -74,7 +74,7 @@ def test_a_press_keeps_for_later_queries_what_it_would_have_cut_to():
     )
 
 
-def test_a_constant_gate_is_alibi():
+def test_constant_gate_equals_alibi():
     q, k, v = torch.randn(3, B, N, HQ, D)
     slopes = 2.0 ** -torch.arange(2, 2 * HQ + 1, 2.0)
     bias = -slopes[:, None, None] * distance()

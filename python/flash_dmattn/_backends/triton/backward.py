@@ -48,10 +48,10 @@ class BiasSums(NamedTuple):
 
 @triton.jit
 def load_dout(head, dout, rows, exists, shape, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
-              SATURATE: tl.constexpr, CAREFUL: tl.constexpr):  # fmt: skip
+              SATURATE: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
     """dout, its non-finite elements as 0 when they must not spread; inputs of the plain kernels have none."""
-    tile = load_rows(head, dout, rows, exists, shape, BLOCK_D, EVEN_D, CAREFUL)
-    if CAREFUL and SATURATE:
+    tile = load_rows(head, dout, rows, exists, shape, BLOCK_D, EVEN_D, FP64)
+    if FP64 and SATURATE:
         tile = tl.where(tl.abs(tile) < float("inf"), tile, 0.0)
     return tile
 
@@ -103,7 +103,7 @@ def delta_kernel(
 
 
 @triton.jit
-def row_statistics(statistics, batch, head, rows, shape, CAREFUL: tl.constexpr):
+def row_statistics(statistics, batch, head, rows, shape, FP64: tl.constexpr):
     """lse (in units of log 2 if plain), the part that rounding removed, and delta. Rows past the end and
     rows that see no key get an lse that makes all their weights 0."""
     index = (batch * shape.heads_q + head).to(tl.int64) * shape.seqlen_q + rows
@@ -112,7 +112,7 @@ def row_statistics(statistics, batch, head, rows, shape, CAREFUL: tl.constexpr):
     lse = tl.where(lse == -float("inf"), float("inf"), lse)
     low = tl.load(statistics.lse_low + index, mask=exists, other=0.0)
     delta = tl.load(statistics.delta + index, mask=exists, other=0.0)
-    if not CAREFUL:
+    if not FP64:
         lse = lse * LOG2_E
     return lse, low, delta
 
@@ -120,12 +120,12 @@ def row_statistics(statistics, batch, head, rows, shape, CAREFUL: tl.constexpr):
 @triton.jit
 def gradients_of_scores(
     score, slope, dp, lse, lse_low, delta, dt_limit, SATURATE: tl.constexpr, SATURATE_DT: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    FP64: tl.constexpr,
 ):  # fmt: skip
     """p, ds and dt (ds before softcap) of a tile, and the elements that multiply inf and NaN; score is -inf where
     an element is not visible."""
     used = (score != -float("inf")) & (lse != float("inf"))  # of a row that exists and sees keys
-    if CAREFUL:
+    if FP64:
         p = weight((score - lse.to(tl.float64)) - lse_low.to(tl.float64), True)
         p = tl.where(used, p, 0.0)  # also where lse is NaN
         if SATURATE:
@@ -143,7 +143,7 @@ def gradients_of_scores(
 
 
 @triton.jit
-def careful_delta(
+def fp64_delta(
     gradient, out_head, out, statistics, batch, head, rows, exists, shape, BLOCK_D: tl.constexpr,
     EVEN_D: tl.constexpr,
 ):  # fmt: skip
@@ -158,17 +158,17 @@ def query_gradient_tiles(
     mask_head, bias_head, k, v, mask, bias, intervals, batch, head_kv, shape, dt_limit,
     PARTIAL: tl.constexpr, LISTED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, SUM_ROWS: tl.constexpr, SATURATE: tl.constexpr, SATURATE_DT: tl.constexpr,
-    CAREFUL: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
+    FP64: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
     for start in range(begin, end, N):
         index, exists = key_tile(keys, start, count, LISTED, PARTIAL, N)
-        key = load_rows(k_head, k, index, exists, shape, BLOCK_D, EVEN_D, CAREFUL)
-        value = load_rows(v_head, v, index, exists, shape, BLOCK_D, EVEN_D, CAREFUL)
-        products = matmul(query, tl.trans(key), CAREFUL)
-        dp = matmul(gradient, tl.trans(value), CAREFUL)
+        key = load_rows(k_head, k, index, exists, shape, BLOCK_D, EVEN_D, FP64)
+        value = load_rows(v_head, v, index, exists, shape, BLOCK_D, EVEN_D, FP64)
+        products = matmul(query, tl.trans(key), FP64)
+        dp = matmul(gradient, tl.trans(value), FP64)
         score, slope = scores(
             products, rows[:, None], index[None, :], mask, bias, mask_head, bias_head, shape,
-            MASK, BIAS, SOFTCAP, SATURATE, CAREFUL, VEIL=False,
+            MASK, BIAS, SOFTCAP, SATURATE, FP64, ADDEND=False,
         )  # fmt: skip
         if PARTIAL:
             visible = position_visible(
@@ -185,11 +185,11 @@ def query_gradient_tiles(
             dt_limit,
             SATURATE,
             SATURATE_DT,
-            CAREFUL,
+            FP64,
         )
         if SUM_ROWS:
             row_sum += tl.sum(ds, 1)
-        dq = add_product(dq, dt, dt != 0, key, CAREFUL)
+        dq = add_product(dq, dt, dt != 0, key, FP64)
     return dq, row_sum
 
 
@@ -198,7 +198,7 @@ def query_gradient_kernel(
     q, k, v, mask, bias, intervals, tile_lists, out, dout, statistics, dq, bias_sums, flags, shape,
     dt_limit, gradient_limit,
     LISTED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr, SUM_ROWS: tl.constexpr, SATURATE: tl.constexpr, CAREFUL: tl.constexpr,
+    SOFTCAP: tl.constexpr, SUM_ROWS: tl.constexpr, SATURATE: tl.constexpr, FP64: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
     """dq of one query tile and head, and the sums of its ds over the keys (SUM_ROWS)."""
@@ -208,17 +208,17 @@ def query_gradient_kernel(
     head = tl.program_id(0) // tiles % shape.heads_q
     head_kv = head // shape.group
     heads_kv = shape.heads_q // shape.group
-    if (tl.load(flags + batch * heads_kv + head_kv) != 0) != CAREFUL:
+    if (tl.load(flags + batch * heads_kv + head_kv) != 0) != FP64:
         return
     rows = tile * M + tl.arange(0, M)
     exists = rows < shape.seqlen_q
-    query = load_rows(head_rows(q, batch, head), q, rows, exists, shape, BLOCK_D, EVEN_D, CAREFUL)
+    query = load_rows(head_rows(q, batch, head), q, rows, exists, shape, BLOCK_D, EVEN_D, FP64)
     gradient = load_dout(
-        head_rows(dout, batch, head), dout, rows, exists, shape, BLOCK_D, EVEN_D, SATURATE, CAREFUL
+        head_rows(dout, batch, head), dout, rows, exists, shape, BLOCK_D, EVEN_D, SATURATE, FP64
     )
-    lse, lse_low, delta = row_statistics(statistics, batch, head, rows, shape, CAREFUL)
-    if CAREFUL:
-        delta = careful_delta(
+    lse, lse_low, delta = row_statistics(statistics, batch, head, rows, shape, FP64)
+    if FP64:
+        delta = fp64_delta(
             gradient, head_rows(out, batch, head), out, statistics, batch, head, rows, exists,
             shape, BLOCK_D, EVEN_D,
         )  # fmt: skip
@@ -226,22 +226,22 @@ def query_gradient_kernel(
     mask_head = broadcast_head(mask, batch, head, shape.group)
     bias_head = broadcast_head(bias, batch, head, shape.group)
 
-    WIDE: tl.constexpr = tl.float64 if CAREFUL else tl.float32
+    WIDE: tl.constexpr = tl.float64 if FP64 else tl.float32
     # In bf16 and fp32 the ds of plain kernels stays within the limits; see LARGEST_PLAIN.
-    SATURATE_DT: tl.constexpr = SATURATE and (CAREFUL or q.data.dtype.element_ty == tl.float16)
+    SATURATE_DT: tl.constexpr = SATURATE and (FP64 or q.data.dtype.element_ty == tl.float16)
     sums = tl.zeros((M, BLOCK_D), WIDE)
     row_sum = tl.zeros((M,), WIDE)
     keys, count, full = key_range(tile, tile_lists, batch, head_kv, shape, LISTED, M, N)
     sums, row_sum = query_gradient_tiles(
         sums, row_sum, query, gradient, rows, lse, lse_low, delta, keys, 0, full, count, k_head, v_head,
         mask_head, bias_head, k, v, mask, bias, intervals, batch, head_kv, shape, dt_limit,
-        False, LISTED, MASK, BIAS, SOFTCAP, SUM_ROWS, SATURATE, SATURATE_DT, CAREFUL, N, BLOCK_D,
+        False, LISTED, MASK, BIAS, SOFTCAP, SUM_ROWS, SATURATE, SATURATE_DT, FP64, N, BLOCK_D,
         EVEN_D,
     )  # fmt: skip
     sums, row_sum = query_gradient_tiles(
         sums, row_sum, query, gradient, rows, lse, lse_low, delta, keys, full, count, count, k_head,
         v_head, mask_head, bias_head, k, v, mask, bias, intervals, batch, head_kv, shape, dt_limit,
-        True, LISTED, MASK, BIAS, SOFTCAP, SUM_ROWS, SATURATE, SATURATE_DT, CAREFUL, N, BLOCK_D,
+        True, LISTED, MASK, BIAS, SOFTCAP, SUM_ROWS, SATURATE, SATURATE_DT, FP64, N, BLOCK_D,
         EVEN_D,
     )  # fmt: skip
     store_rows(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .backward import careful_delta, gradients_of_scores, load_dout, row_statistics
+from .backward import fp64_delta, gradients_of_scores, load_dout, row_statistics
 from .tiles import (
     DENSE,
     broadcast_head,
@@ -23,7 +23,7 @@ def bias_gradient_kernel(
     q, k, v, mask, bias, intervals, out, dout, statistics, dbias, flags, shape, batch_count,
     bias_batches, bias_heads, gradient_limit,
     BY_INTERVALS: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, SATURATE: tl.constexpr,
-    CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
+    FP64: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
     """CHUNK keys of M rows of dbias [.., .., Sq, Sk], summed over all (batch, head) that share the bias.
@@ -46,10 +46,10 @@ def bias_gradient_kernel(
         batch = bias_batch * batches + member // heads
         head = bias_head * heads + member % heads
         needs_care = needs_care | tl.load(flags + batch * heads_kv + head // shape.group)
-    if (needs_care != 0) != CAREFUL:
+    if (needs_care != 0) != FP64:
         return
 
-    WIDE: tl.constexpr = tl.float64 if CAREFUL else tl.float32
+    WIDE: tl.constexpr = tl.float64 if FP64 else tl.float32
     rows = tile_q * M + tl.arange(0, M)
     row_exists = rows < shape.seqlen_q
     head_at = (bias_batch * bias_heads + bias_head).to(tl.int64) * shape.seqlen_q
@@ -67,7 +67,7 @@ def bias_gradient_kernel(
         head = bias_head * heads + member % heads
         head_kv = head // shape.group
         query = load_rows(
-            head_rows(q, batch, head), q, rows, row_exists, shape, BLOCK_D, EVEN_D, CAREFUL
+            head_rows(q, batch, head), q, rows, row_exists, shape, BLOCK_D, EVEN_D, FP64
         )
         gradient = load_dout(
             head_rows(dout, batch, head),
@@ -78,28 +78,28 @@ def bias_gradient_kernel(
             BLOCK_D,
             EVEN_D,
             SATURATE,
-            CAREFUL,
+            FP64,
         )
         key = load_rows(
-            head_rows(k, batch, head_kv), k, index, exists, shape, BLOCK_D, EVEN_D, CAREFUL
+            head_rows(k, batch, head_kv), k, index, exists, shape, BLOCK_D, EVEN_D, FP64
         )
         value = load_rows(
-            head_rows(v, batch, head_kv), v, index, exists, shape, BLOCK_D, EVEN_D, CAREFUL
+            head_rows(v, batch, head_kv), v, index, exists, shape, BLOCK_D, EVEN_D, FP64
         )
-        lse, lse_low, delta = row_statistics(statistics, batch, head, rows, shape, CAREFUL)
-        if CAREFUL:
+        lse, lse_low, delta = row_statistics(statistics, batch, head, rows, shape, FP64)
+        if FP64:
             out_head = head_rows(out, batch, head)
-            delta = careful_delta(
+            delta = fp64_delta(
                 gradient, out_head, out, statistics, batch, head, rows, row_exists, shape, BLOCK_D,
                 EVEN_D,
             )  # fmt: skip
-        products = matmul(query, tl.trans(key), CAREFUL)
-        dp = matmul(gradient, tl.trans(value), CAREFUL)
+        products = matmul(query, tl.trans(key), FP64)
+        dp = matmul(gradient, tl.trans(value), FP64)
         score, slope = scores(
             products, rows[:, None], index[None, :], mask, bias,
             broadcast_head(mask, batch, head, shape.group),
             broadcast_head(bias, batch, head, shape.group), shape, MASK, DENSE, SOFTCAP, SATURATE,
-            CAREFUL, VEIL=not CAREFUL,
+            FP64, ADDEND=not FP64,
         )  # fmt: skip
         visible = exists[None, :] & (index[None, :] <= rows[:, None] + shape.reach)
         if BY_INTERVALS:
@@ -108,7 +108,7 @@ def bias_gradient_kernel(
         score = tl.where(visible, score, -float("inf"))
         _, ds, _, _ = gradients_of_scores(
             score, slope, dp, lse[:, None], lse_low[:, None], delta[:, None], 0.0, SATURATE, False,
-            CAREFUL,
+            FP64,
         )  # fmt: skip
         total = ds + tl.where(member == 0, 0.0, total)
         summed = tl.full((N,), 0, tl.int32) + member == members - 1  # over all members

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .backward import careful_delta, gradients_of_scores, load_dout, row_statistics
+from .backward import fp64_delta, gradients_of_scores, load_dout, row_statistics
 from .tiles import (
     FLOAT32_MAX,
     add_product,
@@ -26,29 +26,29 @@ def key_gradient_tiles(
     out_head, mask_head, bias_head, q, dout, out, mask, bias, statistics, batch, shape, dt_limit,
     PARTIAL: tl.constexpr, BY_INTERVALS: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, SUM_KEYS: tl.constexpr, SATURATE: tl.constexpr,
-    SATURATE_DT: tl.constexpr, CAREFUL: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.constexpr,
+    SATURATE_DT: tl.constexpr, FP64: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.constexpr,
     EVEN_D: tl.constexpr,
 ):  # fmt: skip
     """Adds the terms of queries [begin, end) of one head to a block of keys; tiles are [keys, queries]."""
     for start in range(begin, end, M):
         rows = start + tl.arange(0, M)
         row_exists = rows < shape.seqlen_q
-        query = load_rows(q_head, q, rows, row_exists, shape, BLOCK_D, EVEN_D, CAREFUL)
+        query = load_rows(q_head, q, rows, row_exists, shape, BLOCK_D, EVEN_D, FP64)
         gradient = load_dout(
-            dout_head, dout, rows, row_exists, shape, BLOCK_D, EVEN_D, SATURATE, CAREFUL
+            dout_head, dout, rows, row_exists, shape, BLOCK_D, EVEN_D, SATURATE, FP64
         )
-        lse, lse_low, delta = row_statistics(statistics, batch, head, rows, shape, CAREFUL)
-        if CAREFUL:
-            delta = careful_delta(
+        lse, lse_low, delta = row_statistics(statistics, batch, head, rows, shape, FP64)
+        if FP64:
+            delta = fp64_delta(
                 gradient, out_head, out, statistics, batch, head, rows, row_exists, shape, BLOCK_D,
                 EVEN_D,
             )  # fmt: skip
-        products = matmul(key, tl.trans(query), CAREFUL)
-        dp = matmul(value, tl.trans(gradient), CAREFUL)
+        products = matmul(key, tl.trans(query), FP64)
+        dp = matmul(value, tl.trans(gradient), FP64)
         # AMD's compiler cannot bring the bits of a `where` into the layout of the transposed tile.
         score, slope = scores(
             products, rows[None, :], index[:, None], mask, bias, mask_head, bias_head, shape,
-            MASK, BIAS, SOFTCAP, SATURATE, CAREFUL, VEIL=not CAREFUL,
+            MASK, BIAS, SOFTCAP, SATURATE, FP64, ADDEND=not FP64,
         )  # fmt: skip
         if PARTIAL:
             if BY_INTERVALS:
@@ -66,12 +66,12 @@ def key_gradient_tiles(
             dt_limit,
             SATURATE,
             SATURATE_DT,
-            CAREFUL,
+            FP64,
         )
-        dv = add_product(dv, p, used, gradient, CAREFUL)
+        dv = add_product(dv, p, used, gradient, FP64)
         if SUM_KEYS:
             key_sum += tl.sum(ds, 1)
-        dk = add_product(dk, dt, dt != 0, query, CAREFUL)
+        dk = add_product(dk, dt, dt != 0, query, FP64)
     return dk, dv, key_sum
 
 
@@ -80,7 +80,7 @@ def key_gradient_kernel(
     q, k, v, mask, bias, intervals, order, out, dout, statistics, dk, dv, bias_sums, flags, shape,
     dt_limit, gradient_limit,
     BY_INTERVALS: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-    SUM_KEYS: tl.constexpr, SATURATE: tl.constexpr, CAREFUL: tl.constexpr,
+    SUM_KEYS: tl.constexpr, SATURATE: tl.constexpr, FP64: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys, over all heads of its group, and per head the sums of ds over the
@@ -90,7 +90,7 @@ def key_gradient_kernel(
     block = tl.program_id(0) % blocks
     batch = tl.program_id(0) // blocks // heads_kv
     head_kv = tl.program_id(0) // blocks % heads_kv
-    if (tl.load(flags + batch * heads_kv + head_kv) != 0) != CAREFUL:
+    if (tl.load(flags + batch * heads_kv + head_kv) != 0) != FP64:
         return
     if BY_INTERVALS:
         block = blocks - 1 - block
@@ -118,13 +118,11 @@ def key_gradient_kernel(
         full = tl.where(
             (block + 1) * N > shape.seqlen_k, end, tl.maximum(tl.minimum(full, end), begin)
         )
-    key = load_rows(head_rows(k, batch, head_kv), k, index, exists, shape, BLOCK_D, EVEN_D, CAREFUL)
-    value = load_rows(
-        head_rows(v, batch, head_kv), v, index, exists, shape, BLOCK_D, EVEN_D, CAREFUL
-    )
+    key = load_rows(head_rows(k, batch, head_kv), k, index, exists, shape, BLOCK_D, EVEN_D, FP64)
+    value = load_rows(head_rows(v, batch, head_kv), v, index, exists, shape, BLOCK_D, EVEN_D, FP64)
 
-    WIDE: tl.constexpr = tl.float64 if CAREFUL else tl.float32
-    SATURATE_DT: tl.constexpr = SATURATE and (CAREFUL or q.data.dtype.element_ty == tl.float16)
+    WIDE: tl.constexpr = tl.float64 if FP64 else tl.float32
+    SATURATE_DT: tl.constexpr = SATURATE and (FP64 or q.data.dtype.element_ty == tl.float16)
     dk_sum = tl.zeros((N, BLOCK_D), WIDE)
     dv_sum = tl.zeros((N, BLOCK_D), WIDE)
     for member in range(0, shape.group):
@@ -138,14 +136,14 @@ def key_gradient_kernel(
             dk_sum, dv_sum, key_sum, key, value, index, exists, first, last, head, begin, full, q_head,
             dout_head, out_head, mask_head, bias_head, q, dout, out, mask, bias, statistics, batch,
             shape, dt_limit, True, BY_INTERVALS, MASK, BIAS, SOFTCAP, SUM_KEYS, SATURATE, SATURATE_DT,
-            CAREFUL, M, BLOCK_D, EVEN_D,
+            FP64, M, BLOCK_D, EVEN_D,
         )  # fmt: skip
         if not BY_INTERVALS:
             dk_sum, dv_sum, key_sum = key_gradient_tiles(
                 dk_sum, dv_sum, key_sum, key, value, index, exists, first, last, head, full, end,
                 q_head, dout_head, out_head, mask_head, bias_head, q, dout, out, mask, bias,
                 statistics, batch, shape, dt_limit, False, False, MASK, BIAS, SOFTCAP, SUM_KEYS,
-                SATURATE, SATURATE_DT, CAREFUL, M, BLOCK_D, EVEN_D,
+                SATURATE, SATURATE_DT, FP64, M, BLOCK_D, EVEN_D,
             )  # fmt: skip
         if SUM_KEYS:
             if SATURATE:

@@ -67,7 +67,7 @@ _FLOAT32_LITTLE_SHARED = {
     256: Config(16, 16, 4, 1),
 }
 # fp64, for numbers beyond fp32. Rare: small tiles compile quickly.
-_CAREFUL = {256: Config(16, 16, 4, 1)}
+_FP64 = {256: Config(16, 16, 4, 1)}
 
 
 @cache
@@ -84,11 +84,11 @@ def has_little_shared_memory(device: torch.device) -> bool:
 
 
 def choose(
-    kernel: str, dtype: torch.dtype, block_d: int, *, careful: bool, little_shared: bool
+    kernel: str, dtype: torch.dtype, block_d: int, *, fp64: bool, little_shared: bool
 ) -> Config:
     """The configuration of a kernel: a name of the table."""
-    if careful:
-        table = _CAREFUL
+    if fp64:
+        table = _FP64
     elif dtype == torch.float32:
         table = _FLOAT32_LITTLE_SHARED if little_shared else _FLOAT32
     else:

@@ -70,39 +70,39 @@ def forward_tiles(
     out, largest, total, query, rows, keys, begin, end, count, k_head, v_head, mask_head, bias_head,
     k, v, mask, bias, intervals, batch, head_kv, shape,
     PARTIAL: tl.constexpr, LISTED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr, SATURATE: tl.constexpr, CAREFUL: tl.constexpr, N: tl.constexpr,
+    SOFTCAP: tl.constexpr, SATURATE: tl.constexpr, FP64: tl.constexpr, N: tl.constexpr,
     BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the keys [begin, end) of a query tile's range."""
     for start in range(begin, end, N):
         index, exists = key_tile(keys, start, count, LISTED, PARTIAL, N)
-        key = load_rows(k_head, k, index, exists, shape, BLOCK_D, EVEN_D, CAREFUL)
-        products = matmul(query, tl.trans(key), CAREFUL)
+        key = load_rows(k_head, k, index, exists, shape, BLOCK_D, EVEN_D, FP64)
+        products = matmul(query, tl.trans(key), FP64)
         score, _ = scores(
             products, rows[:, None], index[None, :], mask, bias, mask_head, bias_head, shape,
-            MASK, BIAS, SOFTCAP, SATURATE, CAREFUL, VEIL=False,
+            MASK, BIAS, SOFTCAP, SATURATE, FP64, ADDEND=False,
         )  # fmt: skip
         if PARTIAL:
             visible = position_visible(
                 rows, index, exists, intervals, batch, head_kv, shape, LISTED
             )
             score = tl.where(visible, score, -float("inf"))
-        if CAREFUL and not SATURATE:  # a NaN stays in the sum, and from there reaches out and lse
+        if FP64 and not SATURATE:  # a NaN stays in the sum, and from there reaches out and lse
             known = score == score
             total += tl.sum(tl.where(known, 0.0, float("nan")), 1)
             score = tl.where(known, score, -float("inf"))
         larger = tl.maximum(largest, tl.max(score, 1))
         # Of a row that has seen no key yet: no inf - inf.
         base = tl.where(larger == -float("inf"), 0.0, larger)
-        rescale = weight(largest - base, CAREFUL)
-        weights = weight(score - base[:, None], CAREFUL)
+        rescale = weight(largest - base, FP64)
+        weights = weight(score - base[:, None], FP64)
         total = total * rescale + tl.sum(weights, 1)
         out = out * rescale[:, None]
-        if CAREFUL and SATURATE:  # inf * 0: the rows that had it have no weight any more
+        if FP64 and SATURATE:  # inf * 0: the rows that had it have no weight any more
             out = tl.where((rescale == 0)[:, None], 0.0, out)
-        value = load_rows(v_head, v, index, exists, shape, BLOCK_D, EVEN_D, CAREFUL)
+        value = load_rows(v_head, v, index, exists, shape, BLOCK_D, EVEN_D, FP64)
         used = (weights != 0) if SATURATE else (score != -float("inf"))
-        out = add_product(out, weights, used, value, CAREFUL)
+        out = add_product(out, weights, used, value, FP64)
         largest = larger
     return out, largest, total
 
@@ -111,7 +111,7 @@ def forward_tiles(
 def forward_kernel(
     q, k, v, mask, bias, intervals, tile_lists, out, lse, lse_low, flags, shape, out_limit,
     LISTED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr, SATURATE: tl.constexpr, CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    SOFTCAP: tl.constexpr, SATURATE: tl.constexpr, FP64: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
     """One program per query tile and head; tiles with many keys first."""
@@ -122,16 +122,16 @@ def forward_kernel(
     head_kv = head // shape.group
     heads_kv = shape.heads_q // shape.group
     flag = flags + batch * heads_kv + head_kv
-    if (tl.load(flag) != 0) != CAREFUL:
+    if (tl.load(flag) != 0) != FP64:
         return
     rows = tile * M + tl.arange(0, M)
     exists = rows < shape.seqlen_q
-    query = load_rows(head_rows(q, batch, head), q, rows, exists, shape, BLOCK_D, EVEN_D, CAREFUL)
+    query = load_rows(head_rows(q, batch, head), q, rows, exists, shape, BLOCK_D, EVEN_D, FP64)
     k_head, v_head = head_rows(k, batch, head_kv), head_rows(v, batch, head_kv)
     mask_head = broadcast_head(mask, batch, head, shape.group)
     bias_head = broadcast_head(bias, batch, head, shape.group)
 
-    WIDE: tl.constexpr = tl.float64 if CAREFUL else tl.float32
+    WIDE: tl.constexpr = tl.float64 if FP64 else tl.float32
     sums = tl.zeros((M, BLOCK_D), WIDE)
     largest = tl.full((M,), -float("inf"), WIDE)
     total = tl.zeros((M,), WIDE)
@@ -139,12 +139,12 @@ def forward_kernel(
     sums, largest, total = forward_tiles(
         sums, largest, total, query, rows, keys, 0, full, count, k_head, v_head, mask_head, bias_head,
         k, v, mask, bias, intervals, batch, head_kv, shape,
-        False, LISTED, MASK, BIAS, SOFTCAP, SATURATE, CAREFUL, N, BLOCK_D, EVEN_D,
+        False, LISTED, MASK, BIAS, SOFTCAP, SATURATE, FP64, N, BLOCK_D, EVEN_D,
     )  # fmt: skip
     sums, largest, total = forward_tiles(
         sums, largest, total, query, rows, keys, full, count, count, k_head, v_head, mask_head,
         bias_head, k, v, mask, bias, intervals, batch, head_kv, shape,
-        True, LISTED, MASK, BIAS, SOFTCAP, SATURATE, CAREFUL, N, BLOCK_D, EVEN_D,
+        True, LISTED, MASK, BIAS, SOFTCAP, SATURATE, FP64, N, BLOCK_D, EVEN_D,
     )  # fmt: skip
 
     empty = total == 0
@@ -152,11 +152,11 @@ def forward_kernel(
     # In fp16 the rounding of the weights alone can push a mean past the largest number.
     store_rows(
         head_rows(out, batch, head), out, rows, exists, sums / total[:, None], shape, out_limit,
-        BLOCK_D, SATURATE or not CAREFUL,
+        BLOCK_D, SATURATE or not FP64,
     )  # fmt: skip
     index = (batch * shape.heads_q + head).to(tl.int64) * shape.seqlen_q + rows
     largest = tl.where(empty, 0.0, largest)
-    if CAREFUL:
+    if FP64:
         high = (largest + tl.log(total)).to(tl.float32)
         low = ((largest - high.to(tl.float64)) + tl.log(total)).to(tl.float32)
     else:

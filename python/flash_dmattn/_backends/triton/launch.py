@@ -40,7 +40,7 @@ class Problem:
         if key_intervals is not None:
             self.intervals = key_intervals.contiguous()
             if is_causal:
-                self.intervals = _from_the_diagonal(self.intervals, causal_reach)
+                self.intervals = _causal_intervals(self.intervals, causal_reach)
         self.shape = Shape(
             seqlen_q,
             seqlen_k,
@@ -89,28 +89,28 @@ class Problem:
             return TileLists(*(self.q.data,) * 4, 0, 0), keywords
         return build_tile_lists(self.intervals, self.shape.seqlen_q, self.key_bound), keywords
 
-    def config(self, kernel: str, careful: bool = False) -> configs.Config:
+    def config(self, kernel: str, fp64: bool = False) -> configs.Config:
         return configs.choose(
             kernel,
             self.dtype,
             self.common["BLOCK_D"],
-            careful=careful,
+            fp64=fp64,
             little_shared=configs.has_little_shared_memory(self.device),
         )
 
-    def forms(self, kernel: str):
+    def plain_and_fp64(self, kernel: str):
         """(configuration, keywords of the launch) of the plain and the fp64 form of a kernel."""
-        for careful in (False, True):
-            config = self.config(kernel, careful)
+        for fp64 in (False, True):
+            config = self.config(kernel, fp64)
             options = {**self.options, **self.common}
-            if careful:  # the most general form: fewer kernels to compile
+            if fp64:  # the most general form: fewer kernels to compile
                 options |= {"EVEN_D": False}
                 options |= {name: 2 for name in ("MASK", "BIAS") if options[name]}
             yield (
                 config,
                 options
                 | {
-                    "CAREFUL": careful,
+                    "FP64": fp64,
                     "M": config.queries,
                     "N": config.keys,
                     "num_warps": config.warps,
@@ -136,7 +136,7 @@ def broadcast(tensor: Tensor, q: Tensor, k: Tensor) -> tuple[Broadcast, int]:
     return view, 1 if tensor.shape[2] == 1 else 2
 
 
-def _from_the_diagonal(intervals: Tensor, reach: int) -> Tensor:
+def _causal_intervals(intervals: Tensor, reach: int) -> Tensor:
     """Intersects with causality: key j from row j - reach on."""
     first, last = intervals.unbind(-1)
     diagonal = torch.arange(first.shape[-1], device=first.device, dtype=torch.int32) - reach
@@ -148,10 +148,10 @@ def range_flags(problem: Problem, *tensors: tuple[Rows, int]) -> Tensor:
     shape = problem.shape
     # Of the two factors of a score, the kernels check q . k.
     factor = shape.scale / shape.softcap if shape.softcap > 0 else shape.scale
-    all_careful = abs(factor) > LARGEST_PLAIN.value or shape.softcap > LARGEST_PLAIN.value
+    all_fp64 = abs(factor) > LARGEST_PLAIN.value or shape.softcap > LARGEST_PLAIN.value
     flags = torch.full(
         (problem.batch, problem.heads_kv),
-        int(all_careful),
+        int(all_fp64),
         dtype=torch.int32,
         device=problem.device,
     )
@@ -182,7 +182,9 @@ def forward(problem: Problem, saturate: bool) -> tuple[Tensor, Tensor, Tensor, T
     heads = p.batch * shape.heads_q
     if heads and shape.seqlen_q:
         tile_lists, listed = p.tile_lists()
-        for config, keywords in p.forms("forward" if p.intervals is None else "forward by list"):
+        for config, keywords in p.plain_and_fp64(
+            "forward" if p.intervals is None else "forward by list"
+        ):
             forward_kernel[(heads * triton.cdiv(shape.seqlen_q, config.queries),)](
                 p.q,
                 p.k,
@@ -242,7 +244,7 @@ def backward(problem, dout, out, lse, lse_low, dlse, flags, saturate, needs) -> 
     limits = (gradient_limit(p.dtype), gradient_limit(p.dtype))
     if (need_dq or by_rows) and shape.seqlen_q:
         tile_lists, listed = p.tile_lists()
-        for config, keywords in p.forms("dq"):
+        for config, keywords in p.plain_and_fp64("dq"):
             query_gradient_kernel[(heads * triton.cdiv(shape.seqlen_q, config.queries),)](
                 *inputs,
                 tile_lists,
@@ -261,7 +263,7 @@ def backward(problem, dout, out, lse, lse_low, dlse, flags, saturate, needs) -> 
             )
     if (need_dk or need_dv or by_keys) and shape.seqlen_k:
         order = p.q.data if p.intervals is None else lifetime_order(p.intervals)
-        for config, keywords in p.forms("dkdv"):
+        for config, keywords in p.plain_and_fp64("dkdv"):
             key_gradient_kernel[(p.batch * p.heads_kv * triton.cdiv(shape.seqlen_k, config.keys),)](
                 *inputs,
                 order,
@@ -282,13 +284,13 @@ def backward(problem, dout, out, lse, lse_low, dlse, flags, saturate, needs) -> 
     dbias = None
     if by_keys or by_rows:
         total = sums.keys[:, :, None] if by_keys else sums.rows[..., None]
-        dbias = _summed(total, bias, p.heads_kv, saturate)
+        dbias = _reduce_bias_sums(total, bias, p.heads_kv, saturate)
     elif by_elements:
         dbias = _bias_gradient(p, inputs, dout, out, statistics, flags, saturate)
     return [dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, dbias]
 
 
-def _summed(total: Tensor, bias: Tensor, heads_kv: int, saturate: bool) -> Tensor:
+def _reduce_bias_sums(total: Tensor, bias: Tensor, heads_kv: int, saturate: bool) -> Tensor:
     """fp32 sums of all heads, [B, Hq, ., .], to the shape and dtype of the bias."""
     if bias.shape[1] not in (1, total.shape[1]):
         total = total.unflatten(1, (heads_kv, -1)).sum(2)
@@ -302,7 +304,7 @@ def _summed(total: Tensor, bias: Tensor, heads_kv: int, saturate: bool) -> Tenso
 def _bias_gradient(p: Problem, inputs, dout, out, statistics, flags, saturate) -> Tensor:
     shape, bias = p.shape, p.bias.data
     dbias = torch.empty(bias.shape, dtype=bias.dtype, device=p.device)
-    for config, keywords in p.forms("dbias"):
+    for config, keywords in p.plain_and_fp64("dbias"):
         chunks = triton.cdiv(shape.seqlen_k, _BIAS_CHUNK)
         blocks = (
             bias.shape[0] * bias.shape[1] * triton.cdiv(shape.seqlen_q, config.queries) * chunks

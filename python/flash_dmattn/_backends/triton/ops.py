@@ -84,7 +84,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     lse_low: Tensor,
-    careful: Tensor,
+    flags: Tensor,
     dlse: Tensor | None,
     key_bound: list[int],
     is_causal: bool,
@@ -96,9 +96,7 @@ def backward(
     """dq, dk, dv, dbias; empty where `needs` is False."""
     problem = _problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap)
     with _device_of(q):
-        gradients = launch.backward(
-            problem, dout, out, lse, lse_low, dlse, careful, saturate, needs
-        )
+        gradients = launch.backward(problem, dout, out, lse, lse_low, dlse, flags, saturate, needs)
     return tuple(q.new_empty(0) if g is None else g for g in gradients)
 
 
@@ -113,8 +111,8 @@ def _device_of(tensor: Tensor):
 def _forward_fake(q, k, *others):
     batch, seqlen_q, heads_q, _ = q.shape
     lse = q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
-    careful = q.new_empty((batch, k.shape[2]), dtype=torch.int32)
-    return q.new_empty(q.shape), lse, torch.empty_like(lse), careful
+    flags = q.new_empty((batch, k.shape[2]), dtype=torch.int32)
+    return q.new_empty(q.shape), lse, torch.empty_like(lse), flags
 
 
 @backward.register_fake
@@ -128,13 +126,13 @@ def _backward_fake(dout, q, k, v, mask, bias, *others):
 
 def _setup_context(ctx, inputs, output):
     tensors, ctx.options = inputs[:6], inputs[6:]
-    _, _, lse_low, careful = output
+    _, _, lse_low, flags = output
     ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(lse_low, careful)
+    ctx.mark_non_differentiable(lse_low, flags)
     ctx.set_materialize_grads(False)
 
 
-def _forward_derivative(ctx, dout, dlse, dlse_low, dcareful):
+def _forward_derivative(ctx, dout, dlse, dlse_low, dflags):
     if dout is None and dlse is None:
         return (None,) * len(ctx.needs_input_grad)
     if dout is None:

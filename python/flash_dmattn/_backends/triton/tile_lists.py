@@ -9,11 +9,11 @@ from torch import Tensor, frexp
 from ..._core import ops
 from ...keys import torch_selection
 
-TILE_ROWS = 128  # queries of a list's tile, a multiple of those of every kernel's
+TILE_ROWS = 128  # queries per tile of a list, a multiple of every kernel's
 
 
 class TileLists(NamedTuple):
-    """Of every TILE_ROWS queries the keys that at least one of them sees: first those that all see (`full`).
+    """For each TILE_ROWS queries, the keys that any of them sees; keys that all of them see (`full`) first.
 
     Tile t of (b, h) has keys[begin[.., t]] to keys[begin[.., t] + count[.., t]].
     """

@@ -1,7 +1,7 @@
 """Shared by all kernels: views of tensors, masked loads, scores, and stores that saturate.
 
 A kernel exists in two forms. The plain one computes in the inputs' dtype with fp32 sums. Where numbers may
-leave the range of fp32 (`range_check.py` decides, per batch and key head), the form with CAREFUL computes
+leave the range of fp32 (`range_check.py` decides, per batch and key head), the form with FP64 computes
 the same in fp64, straight from the definition in docs/numerics.md.
 """
 
@@ -139,18 +139,18 @@ def load_interval(intervals, batch, head_kv, keys, exists):
 def scores(
     products, rows, keys, mask, bias, mask_head, bias_head, shape,
     MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SATURATE: tl.constexpr,
-    CAREFUL: tl.constexpr, VEIL: tl.constexpr,
+    FP64: tl.constexpr, ADDEND: tl.constexpr,
 ):  # fmt: skip
     """Scores and the slope of softcap from q . k; -inf where mask or bias hides the element.
-    NaN where a non-finite number enters and shall show (careful and not SATURATE).
+    NaN where a non-finite number enters and shall show (fp64 and not SATURATE).
 
-    In units of log 2, so that a weight is exp2 of a difference; in natural units with CAREFUL.
+    In units of log 2, so that a weight is exp2 of a difference; in natural units with FP64.
     rows, keys: of a shape that broadcasts to that of products.
-    VEIL, in plain kernels: bias and mask are one addend, -inf where they hide, instead of a score replaced by
+    ADDEND, in plain kernels: bias and mask are one addend, -inf where they hide, instead of a score replaced by
         -inf; docs/notebook/triton.md has the times of both.
     """
-    unit = 1.0 if CAREFUL else LOG2_E
-    if CAREFUL and not SATURATE:
+    unit = 1.0 if FP64 else LOG2_E
+    if FP64 and not SATURATE:
         known = tl.abs(products) < float("inf")  # in fp64 finite elements have finite products
     slope = 1.0
     if SOFTCAP:
@@ -165,26 +165,26 @@ def scores(
     if BIAS != NONE:
         value = load_broadcast(bias, bias_head, rows, keys, shape, BIAS).to(products.dtype)
         shown = value > shape.mask_value  # not for a NaN
-        if CAREFUL and not SATURATE:
+        if FP64 and not SATURATE:
             known = known & (value < float("inf"))
-        if CAREFUL:
+        if FP64:
             value = tl.where(shown, value, 0.0)
         else:
             # Biases near the limit of fp32 do not overflow here; their rows are computed again in fp64.
             value = tl.minimum(tl.maximum(value * unit, -3e38), 3e38)
-        if VEIL:
+        if ADDEND:
             veil = tl.where(shown, value, -float("inf"))
         else:
             score += value
     if MASK != NONE:
         allowed = load_broadcast(mask, mask_head, rows, keys, shape, MASK) != 0
-    if VEIL:
+    if ADDEND:
         if MASK != NONE:
             veil = tl.where(allowed, veil, -float("inf"))
         if MASK != NONE or BIAS != NONE:
             score += veil
     else:
-        if CAREFUL:  # a NaN goes to the lower end
+        if FP64:  # a NaN goes to the lower end
             score = tl.where(score > -FLOAT32_MAX, tl.minimum(score, FLOAT32_MAX), -FLOAT32_MAX)
             if not SATURATE:
                 score = tl.where(known, score, float("nan"))
@@ -196,14 +196,14 @@ def scores(
 
 
 @triton.jit
-def weight(difference, CAREFUL: tl.constexpr):
-    return tl.exp(difference) if CAREFUL else tl.exp2(difference)
+def weight(difference, FP64: tl.constexpr):
+    return tl.exp(difference) if FP64 else tl.exp2(difference)
 
 
 @triton.jit
-def matmul(a, b, CAREFUL: tl.constexpr):
-    """a @ b, summed in fp32; in fp64 with CAREFUL."""
-    if CAREFUL:
+def matmul(a, b, FP64: tl.constexpr):
+    """a @ b, summed in fp32; in fp64 if FP64."""
+    if FP64:
         # The sums over one element keep Triton 3.6 from seeing how narrow the numbers once were: from that
         # it would choose a layout of the fp64 product that it cannot compile.
         product = tl.dot(tl.sum(a[:, :, None], 2), tl.sum(b[:, :, None], 2))
@@ -213,9 +213,9 @@ def matmul(a, b, CAREFUL: tl.constexpr):
 
 
 @triton.jit
-def add_product(sums, weights, used, x, CAREFUL: tl.constexpr):
-    """sums + weights @ x. With CAREFUL inf and NaN of x count where `used`; 0 times them is NaN there."""
-    if CAREFUL:
+def add_product(sums, weights, used, x, FP64: tl.constexpr):
+    """sums + weights @ x. With FP64 inf and NaN of x count where `used`; 0 times them is NaN there."""
+    if FP64:
         infinity = float("inf")
         finite = tl.abs(x) < infinity  # not for a NaN
         product = matmul(weights, tl.where(finite, x, 0.0), True)

@@ -18,11 +18,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention import mask_driven_attention_forward
 from .cache import DynamicMaskCache
-from .compat import look_at_models
+from .compat import wrap_implementation_setter
 from .doge import NAME as _DOGE_NAME
 from .doge import doge_scores
 from .enable import NAME, NAMES, enable_flash_dmattn, resolve_name
-from .masks import key_interval_mask, mask_of_name
+from .masks import key_interval_mask, registered_attention_mask
 
 __all__ = [
     "NAME",
@@ -34,7 +34,7 @@ __all__ = [
 
 for _name in NAMES:
     AttentionInterface.register(_name, mask_driven_attention_forward)
-    AttentionMaskInterface.register(_name, mask_of_name)
+    AttentionMaskInterface.register(_name, registered_attention_mask)
 AttentionInterface.register(_DOGE_NAME, mask_driven_attention_forward)
 AttentionMaskInterface.register(_DOGE_NAME, key_interval_mask)
-look_at_models(resolve_name)
+wrap_implementation_setter(resolve_name)

@@ -1,4 +1,4 @@
-"""A transformers `Cache` that holds the keys of the window, however long the text.
+"""A transformers `Cache` of keep_window_size keys per head, for texts of any length.
 
 A key that `keep_window_size` better keys beat is never seen again, so each key head keeps its best keys in slots, and
 attention over them is attention over all keys. The price: slots of different heads hold different positions, so only
@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.configuration_utils import PretrainedConfig
 
 from ..._core.checks import check_count, resolve_flag
-from ..._core.kv_checks import check_kernels_of_slots
+from ..._core.kv_checks import check_slot_kernels
 from ...cache import KVSlots
 
 _CROPS_TO_A_LENGTH = int(transformers.__version__.split(".")[0]) < 5
@@ -21,7 +21,7 @@ _RECORDED = 128  # tokens that can be dropped again, at least
 class DynamicMaskLayer(CacheLayerMixin):
     """The slots of one attention layer.
 
-    The first tokens come by `fill`, after attention over them; later ones by `attend`, which is their attention too.
+    `fill` stores the first tokens after their attention; `attend` stores later tokens and computes their attention.
     Their number is `get_seq_length`, though no more than `keep_window_size` (and pending ones) are held.
     """
 
@@ -148,7 +148,7 @@ class DynamicMaskLayer(CacheLayerMixin):
     @staticmethod
     def check_kernels(key: torch.Tensor) -> None:
         """Raises where no kernel keeps keys like these, [B, Hkv, S, D], in slots."""
-        check_kernels_of_slots(
+        check_slot_kernels(
             "past_key_values", key.dtype, key.shape[3], key.device,
             instead="Load the model with dtype=torch.bfloat16, generate under torch.autocast, or use transformers' "
             "DynamicCache",
@@ -164,7 +164,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.check_kernels(key_states)
         if self._counts_on_device:
-            # Not slots.seen, which a step changes: compiled code would read it again for the layers behind.
+            # Not slots.seen, which a step changes: compiled code would read it again in later layers.
             self._length = torch.zeros((), dtype=torch.int64, device=self.device)
             if not torch.compiler.is_compiling():
                 torch._dynamo.mark_static_address(self._length)
@@ -210,7 +210,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         return tuple(torch.cat(parts, dim=2) for parts in zip(before, new, strict=True))
 
     def get_seq_length(self) -> int | torch.Tensor:
-        """The tokens so far; of a static cache a number on the device."""
+        """Number of tokens; for a static cache a tensor on the device."""
         if self.is_empty or not self.is_compileable:
             return self._seen
         if self._counts_on_device:
@@ -218,7 +218,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         return self.slots.seen[0].long() + self.slots.pending
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int | torch.Tensor]:
-        """A mask is over new tokens only: one per head would be needed for those in slots."""
+        """Masks cover new tokens only, because slots hold different tokens in each head."""
         if isinstance(query_length, torch.Tensor):  # transformers 4: the positions of the queries
             query_length = query_length.shape[0]
         return query_length, self.get_seq_length()
@@ -269,7 +269,7 @@ class DynamicMaskLayer(CacheLayerMixin):
             self._length.zero_()
 
     def offload(self) -> None:
-        """Moves the slots to the CPU. They come back by `prefetch`, or with the next tokens."""
+        """Moves the slots to the CPU. `prefetch` or the next call moves them back."""
         if self.is_compileable:
             raise ValueError(
                 "static: got True, expected a cache without it to offload: graphs and compiled code go on with its memory"
@@ -321,9 +321,11 @@ class DynamicMaskLayer(CacheLayerMixin):
             self._hold(self.slots.select(rows))
 
     def _move(self, device: torch.device | str) -> None:
-        """The host waits: it may read what it offloaded at once."""
+        """Synchronous, because the host may read the tensors next."""
         tensors = (tensor.to(device) for tensor in self.slots.tensors)
-        self._hold(KVSlots.over(self.keep_window_size, *tensors, pending=self.slots.pending))
+        self._hold(
+            KVSlots.from_tensors(self.keep_window_size, *tensors, pending=self.slots.pending)
+        )
 
     def _resize(self, chunk: int) -> None:
         """Other places for pending tokens; the memory of a static layer stays."""
@@ -363,7 +365,7 @@ class DynamicMaskLayer(CacheLayerMixin):
             self._resize(max(min(tokens, max(self.keep_window_size, _RECORDED)), self.slots.chunk))
 
     def _commit_oldest(self, tokens: int) -> None:
-        """So many pending tokens that there is a place for new ones."""
+        """Commits the oldest pending tokens until `tokens` new ones fit."""
         slots = self.slots
         excess = slots.pending + tokens - slots.chunk
         if excess <= 0:
@@ -386,7 +388,7 @@ class DynamicMaskCache(Cache):
 
         model.generate(**inputs, past_key_values=DynamicMaskCache(model.config))
 
-    Every result is that of a cache of all keys, to rounding, but for the rows of left padding in a prompt that comes
+    Every result is that of a cache of all keys, to rounding, except rows with left padding in a prompt that comes
     in several chunks (see docs/generation.md).
     """
 
@@ -400,12 +402,12 @@ class DynamicMaskCache(Cache):
     ):
         """
         Args:
-            config: of the model; `keep_window_size` is its window.
+            config: the model's config, with keep_window_size.
             static: memory stays in place and no step of decoding reads from the device, for CUDA graphs and
                 torch.compile; `generate` compiles the model then on a GPU.
             selection: "per_query" is possible.
-            chunk: places in memory for tokens beside the window, that a chunk of a prompt and assisted decoding need:
-                by default 128 with `static`, else as many as there are at a time.
+            chunk: number of tokens stored in addition to the window, for chunked prompts and assisted decoding;
+                default 128 with `static`, otherwise grown as needed.
 
         Raises:
             ValueError: a choice of keys under which evicted keys return.
@@ -441,7 +443,8 @@ class DynamicMaskCache(Cache):
             layer.activate_past_recording()
 
     def offload(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
-        """Moves a layer, by default all of them, to the CPU: between two turns of a chat. What comes next brings it back.
+        """Moves a layer, by default all of them, to the CPU: between two turns of a chat. The next call moves it
+        back.
 
         Not for a static cache. `only_non_sliding`: no layer here slides.
         """

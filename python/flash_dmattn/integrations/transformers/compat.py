@@ -1,4 +1,5 @@
-"""What transformers does not offer, each with the versions that need it and what it waits for.
+"""Work-arounds for missing features of transformers, each with the versions that need it and the condition for its
+removal.
 
 Everything else goes through transformers' registries: `AttentionInterface` and `AttentionMaskInterface`.
 """
@@ -18,25 +19,25 @@ CACHE = "cache" if "cache" in MODEL_ARGUMENTS else "past_key_values"
 _CACHE_NAMES = ("cache", "past_key_values")
 
 
-def given_cache(options: Mapping[str, object]) -> object | None:
+def find_cache(options: Mapping[str, object]) -> object | None:
     """The cache among the arguments of a call, under either of its names."""
     return next((options[name] for name in _CACHE_NAMES if options.get(name) is not None), None)
 
 
-def take_cache(options: dict) -> object | None:
-    """`given_cache`, which is no longer among the arguments then."""
-    cache = given_cache(options)
+def pop_cache(options: dict) -> object | None:
+    """`find_cache`, which is no longer among the arguments then."""
+    cache = find_cache(options)
     for name in _CACHE_NAMES:
         options.pop(name, None)
     return cache
 
 
-def look_at_models(resolve: Callable[[PreTrainedModel, str], str | None]) -> None:
+def wrap_implementation_setter(resolve: Callable[[PreTrainedModel, str], str | None]) -> None:
     """Lets `resolve(model, name)` replace the name of an attention implementation when it is set for a model.
 
     4.57 to 5.24: the registries of transformers never see the model for which a name is set, so that no
     implementation can refuse one. 5.x also takes every name with "flash" in it for a package of FlashAttention
-    and tries to load it. This waits for a hook of `AttentionInterface` that gets the model.
+    and tries to load it. Remove when `AttentionInterface` has a hook that gets the model.
     """
     original = PreTrainedModel.get_correct_attn_implementation
 
@@ -52,7 +53,7 @@ def refuse_continuous_batching(model: PreTrainedModel, names: Container[str]) ->
     """Makes this model refuse continuous batching at its start, under implementations of these names.
 
     4.57: it begins with any implementation, in a thread whose errors are only logged, and answers are cut off. Later
-    versions refuse what they do not know. This waits until 4.57 is no longer supported.
+    versions raise for unknown implementations. Remove with support of 4.57.
     """
 
     def init_continuous_batching(self, *args, **kwargs):
@@ -71,7 +72,7 @@ def refuse_continuous_batching(model: PreTrainedModel, names: Container[str]) ->
 def documents_of(mask_function: Callable) -> torch.Tensor | None:
     """The number of each token's document, int [B, S], where a mask function is causality within packed documents.
 
-    4.57 to 5.24: the functions are closures. This waits for mask functions that say what they are. Compiled code
+    4.57 to 5.24: the functions are closures. Remove when mask functions carry their kind. Compiled code
     cannot look into a closure, and gets None.
     """
     if torch.compiler.is_compiling() or not _is_local_of(mask_function, "and_masks"):

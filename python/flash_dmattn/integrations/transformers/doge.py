@@ -13,14 +13,14 @@ from transformers.models.doge.modeling_doge import DogeAttention
 
 from ..._core.checks import may_read
 from ...keys.intervals import KeyIntervals, select_key_intervals
-from ...keys.recognise import Memo, derive, intervals_of_mask, split_additive, visible_counts
+from ...keys.recognise import Memo, cached, intervals_of_mask, split_additive, visible_counts
 from ...scores import doge_scores_of, with_zero_sum_gradient
 from ..attention import attention_bshd
 from ..dtypes import fdma_peft_integration_check, target_dtype
 from ..keywords import check_doge_keywords
 from ..masks import as_key_intervals, is_causal_mask
 from .cache import DynamicMaskCache, DynamicMaskLayer
-from .compat import adopt_hooked_forward, take_cache
+from .compat import adopt_hooked_forward, pop_cache
 from .scored_cache import update_with_scores
 
 NAME = "doge_dynamic_mask_attention"  # of the implementation, in a config; transformers has "doge_flex_attention"
@@ -34,7 +34,7 @@ class Context(NamedTuple):
 
     mask_kind: "causal": the mask is no more than that; "padded": causal among the keys that it shows at all; "packed":
         causal within documents, so that every query sees its own key; None: another mask, or keys of a cache.
-    memo: what the layers derive from the tensors that they share.
+    memo: results that the layers share.
     """
 
     mask_kind: str | None = None
@@ -67,7 +67,7 @@ class FlashDogeAttention(DogeAttention):
         if self.config._attn_implementation != NAME:
             return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
         context = kwargs.pop(CONTEXT, None) or Context()
-        cache = take_cache(kwargs)
+        cache = pop_cache(kwargs)
         cache_position = kwargs.pop("cache_position", None)
         if context.mask_kind == "causal" or is_causal_mask(attention_mask):
             attention_mask = None
@@ -138,7 +138,7 @@ def _rotate(
     ):
         return rotate(query, key, cos, sin, unsqueeze_dim=2)
     half = sin.shape[-1] // 2
-    cos, sin = cos.unsqueeze(2), derive(memo, "signed by head", sin, _signed_by_head)
+    cos, sin = cos.unsqueeze(2), cached(memo, "signed by head", sin, _signed_by_head)
     return query * cos + query.roll(half, -1) * sin, key * cos + key.roll(half, -1) * sin
 
 
@@ -293,7 +293,7 @@ def _doge_mask(
     def find(mask: torch.Tensor) -> torch.Tensor | KeyIntervals:
         return _find_doge_mask(mask, query_length, key_length)
 
-    return derive(memo, "mask", mask, find)
+    return cached(memo, "mask", mask, find)
 
 
 def _find_doge_mask(
@@ -358,4 +358,4 @@ def _blind_rows(mask: torch.Tensor | KeyIntervals, memo: Memo | None) -> torch.T
         return None if may_read() and not blind.any() else blind
 
     shared = mask.intervals if isinstance(mask, KeyIntervals) else mask
-    return derive(memo, "blind rows", shared, find)
+    return cached(memo, "blind rows", shared, find)

@@ -14,14 +14,14 @@ from ..._core.checks import may_read, resolve_flag
 from ...keys.recognise import Memo
 from ..masks import causal_mask
 from .cache import DynamicMaskCache
-from .compat import CACHE, MODEL_ARGUMENTS, given_cache, refuse_continuous_batching
+from .compat import CACHE, MODEL_ARGUMENTS, find_cache, refuse_continuous_batching
 from .doge import CONTEXT, Context, FlashDogeAttention, check_cache
 from .doge import NAME as DOGE_NAME
 from .families import reason_to_refuse
 from .masks import documents_of_positions, intervals_of_documents
 
 NAME = "flash_dmattn"
-# What a user may call this attention. A config stores the second name: transformers 5 branches on "flash" in a name.
+# Names accepted for this attention. A config stores the second name: transformers 5 branches on "flash" in a name.
 NAMES = (NAME, "dynamic_mask_attention")
 _STORED_NAMES = (NAMES[-1], DOGE_NAME)
 _CACHE = "dynamic_mask"
@@ -51,7 +51,7 @@ def enable_flash_dmattn(
         model: a Doge model, or anything that contains its attention layers (a PEFT model, for one).
         round_scores_like_eager: scores in the model's dtype, to reproduce a run of eager attention.
         cache: "dynamic_mask" makes `DynamicMaskCache` the cache of calls that bring none and of `generate`, so that
-            memory and time of a token do not grow with the text; None: that of transformers, which holds all keys.
+            memory and time of a token do not grow with the text; None keeps transformers' default cache of all keys.
 
     Returns:
         The same model.
@@ -162,21 +162,21 @@ def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple,
     """Before DogeModel.forward: the default cache, and the context of the layers."""
     if model.config._attn_implementation != DOGE_NAME:
         return None
-    given = {**dict(zip(MODEL_ARGUMENTS, args, strict=False)), **options}
-    padding = given.get("attention_mask")
+    arguments_by_name = {**dict(zip(MODEL_ARGUMENTS, args, strict=False)), **options}
+    padding = arguments_by_name.get("attention_mask")
     _refuse_additive_padding(padding)
     changes = {}
-    use_cache = given.get("use_cache")
+    use_cache = arguments_by_name.get("use_cache")
     use_cache = model.config.use_cache if use_cache is None else use_cache
-    cache = given_cache(given)
+    cache = find_cache(arguments_by_name)
     if cache is not None:
         check_cache(cache)
     # Not for training, which reads no cache.
     if use_cache and cache is None and not torch.is_grad_enabled() and _has_default_cache(model):
         cache = changes[CACHE] = DynamicMaskCache(model.config)
     kind, mask = None, None
-    if cache is None and given.get("cache_position") is None and _is_causal(model):
-        kind, mask = _mask_kind(given, bool(use_cache))
+    if cache is None and arguments_by_name.get("cache_position") is None and _is_causal(model):
+        kind, mask = _mask_kind(arguments_by_name, bool(use_cache))
     if mask is not None:
         changes["attention_mask"] = mask
     changes[CONTEXT] = Context(kind, Memo() if may_read() else None)
@@ -191,14 +191,17 @@ def _is_causal(model: DogeModel) -> bool:
     return not has_window and getattr(config, "is_causal", True)
 
 
-def _mask_kind(given: dict, use_cache: bool) -> tuple[str | None, torch.Tensor | None]:
+def _mask_kind(arguments_by_name: dict, use_cache: bool) -> tuple[str | None, torch.Tensor | None]:
     """The kind of mask that transformers makes of a call's arguments (see `Context`), and the mask where it is known.
 
-    The mask itself shows its kind only to those who read its values, which compiled code cannot.
+    The kind can otherwise be found only by reading values, which compiled code cannot do.
     """
-    padding, positions = given.get("attention_mask"), given.get("position_ids")
-    tokens = given.get("input_ids")
-    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    padding, positions = (
+        arguments_by_name.get("attention_mask"),
+        arguments_by_name.get("position_ids"),
+    )
+    tokens = arguments_by_name.get("input_ids")
+    tokens = arguments_by_name.get("inputs_embeds") if tokens is None else tokens
     if padding is not None:
         return (
             "padded" if isinstance(padding, torch.Tensor) and padding.dim() == 2 else None
@@ -252,7 +255,7 @@ def _has_default_cache(model: torch.nn.Module) -> bool:
 
 def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
     """`_prepare_cache_for_generation`: `generate` makes the cache of a model before it calls it."""
-    given = given_cache(model_kwargs), generation_config.cache_implementation
+    given = find_cache(model_kwargs), generation_config.cache_implementation
     if (
         given == (None, None)
         and generation_config.use_cache is not False

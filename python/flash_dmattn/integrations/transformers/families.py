@@ -12,7 +12,7 @@ _INDEXER = (
 _ARITHMETIC = (
     "computes with the values of the attention mask; masks of flash_dmattn are key intervals"
 )
-# By `config.model_type`, without "_text": what the layers of these models do shows only in their code.
+# Reasons by `config.model_type` (without "_text") for models whose layers do more than their config tells.
 _REASONS = {
     **dict.fromkeys(
         (
@@ -25,7 +25,13 @@ _REASONS = {
         ("axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4", "hy_v4_vl", "mistral_large4", "qwen4_exp"),
         _INDEXER,
     ),
-    **dict.fromkeys(("bigbird_pegasus", "longformer", "t5gemma2"), _ARITHMETIC),
+    **dict.fromkeys(
+        (
+            "bigbird_pegasus", "gemma4_audio", "longformer", "nemotron3_5_asr", "nemotron_asr_streaming",
+            "nemotron_asr_streaming_encoder", "t5gemma2",
+        ),
+        _ARITHMETIC,
+    ),
 }  # fmt: skip
 _MOST_CHANNELS = 256
 

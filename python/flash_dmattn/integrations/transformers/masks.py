@@ -17,7 +17,9 @@ from .compat import documents_of
 
 # For implementations that do not evaluate `mask_function`, or make additive masks; and whether None may stand for causality,
 # which the result of this function includes either way.
-_OF_OTHERS = frozenset({"allow_is_causal_skip", "allow_torch_fix", "config", "dtype", "local_size"})
+_IGNORED_KEYWORDS = frozenset(
+    {"allow_is_causal_skip", "allow_torch_fix", "config", "dtype", "local_size"}
+)
 
 
 def key_interval_mask(
@@ -44,7 +46,7 @@ def key_interval_mask(
         attention_mask: padding, bool [B, positions], True for real tokens; missing ones are padding.
         allow_is_bidirectional_skip: a mask that allows everything may be None.
         use_vmap: `mask_function` is custom and takes scalars; its mask is built and then read.
-        kwargs: what transformers gives the masks of its other implementations, and nothing else.
+        kwargs: known arguments of transformers' other mask functions, ignored; others raise.
 
     Returns:
         None where every query is known to see every key. Else int32 [B, 1, 0, 2], where causality is known to be all of
@@ -54,7 +56,7 @@ def key_interval_mask(
     Raises:
         TypeError: an unknown keyword; padding of floating point.
     """
-    check_known_keywords(kwargs, _OF_OTHERS)
+    check_known_keywords(kwargs, _IGNORED_KEYWORDS)
     if attention_mask is not None and attention_mask.is_floating_point():
         raise TypeError(
             f"attention_mask: got {attention_mask.dtype} of shape {tuple(attention_mask.shape)}, expected bool or "
@@ -86,17 +88,17 @@ def key_interval_mask(
     documents = documents_of(mask_function)
 
     if mask_function is masking_utils.causal_mask_function:
-        end_together = positions.end_together()
-        if end_together and positions.shows_all(present):
+        last_query_is_last_key = positions.last_query_is_last_key()
+        if last_query_is_last_key and positions.all_keys_are_tokens(present):
             return None if q_length == 1 else causal_mask(batch_size, device)
-        if end_together and q_length == 1:  # it sees every token
+        if last_query_is_last_key and q_length == 1:  # it sees every token
             every = torch.arange(2, dtype=torch.int32, device=device)
-            return _of_tokens(every, present, batch_size)
+            return _hide_padding(every, present, batch_size)
         first = positions.first_queries()
     elif documents is not None:
-        return _of_tokens(intervals_of_documents(documents), present, batch_size)
+        return _hide_padding(intervals_of_documents(documents), present, batch_size)
     elif mask_function is getattr(masking_utils, "bidirectional_mask_function", None):
-        if allow_is_bidirectional_skip and positions.shows_all(present):
+        if allow_is_bidirectional_skip and positions.all_keys_are_tokens(present):
             return None
         if q_length == 1:
             # Models use the mask of one query for all of theirs, too. Intervals that end at 1 would show them nothing.
@@ -108,11 +110,13 @@ def key_interval_mask(
         return _mask_of_function(mask_function, batch_size, positions, present)
 
     intervals = torch.stack([first, torch.full_like(first, q_length)], dim=-1)
-    return _of_tokens(intervals, present, batch_size)
+    return _hide_padding(intervals, present, batch_size)
 
 
-def mask_of_name(*args, config: PretrainedConfig | None = None, **kwargs) -> torch.Tensor | None:
-    """`key_interval_mask`, but for a Doge whose layers are transformers' own: they add their scores to a mask of all
+def registered_attention_mask(
+    *args, config: PretrainedConfig | None = None, **kwargs
+) -> torch.Tensor | None:
+    """`key_interval_mask`, except for a Doge whose layers are transformers' own: they add their scores to a mask of all
     pairs, bool [B, 1, Sq, Sk]."""
     if getattr(config, "model_type", None) != "doge":
         return key_interval_mask(*args, **kwargs)
@@ -146,20 +150,20 @@ class _Positions(NamedTuple):
     cache_position: torch.Tensor | None
     device: torch.device | str | None
 
-    def numbers_of_keys(self) -> torch.Tensor:
+    def key_indices(self) -> torch.Tensor:
         """int32 [Sk]: 0, 1, ..."""
         return torch.arange(self.kv_length, dtype=torch.int32, device=self.device)
 
-    def of_keys(self) -> torch.Tensor:
+    def key_positions(self) -> torch.Tensor:
         return torch.arange(self.kv_length, device=self.device) + self.kv_offset
 
-    def of_queries(self) -> torch.Tensor:
+    def query_positions(self) -> torch.Tensor:
         if self.cache_position is not None:
             return self.cache_position
         return torch.arange(self.q_length, device=self.device) + self.q_offset
 
-    def are_the_same(self) -> bool:
-        """Whether the keys are known to be those of the queries alone. A static DynamicMaskCache has one tensor for both
+    def keys_are_queries(self) -> bool:
+        """Whether keys and queries are known to be the same tokens. A static DynamicMaskCache has one tensor for both
         offsets."""
         return (
             self.cache_position is None
@@ -167,25 +171,25 @@ class _Positions(NamedTuple):
             and self.q_length == self.kv_length
         )
 
-    def end_together(self) -> bool:
+    def last_query_is_last_key(self) -> bool:
         """Whether the last query is known to stand at the last key; `cache_position` is read where that is allowed."""
         if self.cache_position is not None:
-            return may_read() and bool(self.cache_position[-1] == self.of_keys()[-1])
-        if self.are_the_same():
+            return may_read() and bool(self.cache_position[-1] == self.key_positions()[-1])
+        if self.keys_are_queries():
             return True
         if isinstance(self.q_offset, torch.Tensor) or isinstance(self.kv_offset, torch.Tensor):
             return False
         return self.q_length + self.q_offset == self.kv_length + self.kv_offset
 
     def first_queries(self) -> torch.Tensor:
-        """The first query at or behind each key, int32 [Sk]; where there is none, the number of queries."""
+        """Index of the first query at or after each key, int32 [Sk]; where there is none, the number of queries."""
         if self.cache_position is not None:
-            return torch.searchsorted(self.cache_position, self.of_keys(), out_int32=True)
-        if self.are_the_same():
-            return self.numbers_of_keys()
-        first = self.numbers_of_keys() + (
+            return torch.searchsorted(self.cache_position, self.key_positions(), out_int32=True)
+        if self.keys_are_queries():
+            return self.key_indices()
+        first = self.key_indices() + (
             self.kv_offset - self.q_offset
-        )  # int64 beside offsets [1]
+        )  # int64 if the offsets are tensors [1]
         return first.clamp(0, self.q_length).int()
 
     def present_keys(self, padding: torch.Tensor | None) -> torch.Tensor | None:
@@ -194,22 +198,22 @@ class _Positions(NamedTuple):
             return None
         length = padding.shape[-1]
         if isinstance(self.kv_offset, torch.Tensor):
-            key = self.of_keys()
+            key = self.key_positions()
             return padding.index_select(1, key.clamp(max=length - 1)).bool() & (key < length)
         end = self.kv_length + self.kv_offset
         if end > length:
             padding = F.pad(padding, (0, end - length))
         return padding[:, self.kv_offset : end].bool()
 
-    def shows_all(self, present: torch.Tensor | None) -> bool:
-        """Whether all keys are known to be real tokens; `present` is read where that is allowed, but not beside an offset
-        of the keys on the device."""
+    def all_keys_are_tokens(self, present: torch.Tensor | None) -> bool:
+        """Whether all keys are known to be real tokens; reads `present` if values may be read and the key offset is
+        on the host."""
         if present is None:
             return True
         return may_read() and not isinstance(self.kv_offset, torch.Tensor) and bool(present.all())
 
 
-def _of_tokens(
+def _hide_padding(
     intervals: torch.Tensor, present: torch.Tensor | None, batch_size: int
 ) -> torch.Tensor:
     """The intervals, which broadcast to [B, 1, Sk, 2], where a key is a real token, elsewhere (0, 0): [B, 1, Sk, 2]."""
@@ -227,7 +231,7 @@ def _mask_of_function(
 ) -> torch.Tensor:
     """Sliding windows and custom masks: evaluated exactly, a block of rows at a time. Compiled code cannot find
     out whether intervals describe them, and takes the mask."""
-    query, key = positions.of_queries(), positions.of_keys()
+    query, key = positions.query_positions(), positions.key_positions()
     batch = torch.arange(batch_size, device=key.device)[:, None, None, None]
     head = torch.zeros_like(batch[:1])
     shape = torch.Size((batch_size, 1, len(query), len(key)))

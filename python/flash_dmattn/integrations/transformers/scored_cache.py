@@ -1,7 +1,7 @@
 """The scores of keys in transformers' own caches: computed when a key is written, like the key itself.
 
-A layer of scores has the class of the layer of keys (or that of what it grows like), so that it is cut, reordered and
-repeated alike: a score is to it a key with one channel.
+Scores are stored in a cache layer of the same class as the keys, as keys of one channel, so that cropping, reordering
+and repeating act alike.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ def update_with_scores(
     value: torch.Tensor,
     scores: torch.Tensor,
     index: int,
-    where: tuple,
+    update_arguments: tuple,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """`past.update` for layer `index`.
 
     Args:
-        key, value: of the new tokens, [B, Hkv, S, D].
-        scores: of the new tokens, [B, Hkv, S].
-        where: further arguments of `update`.
+        key, value: the new tokens, [B, Hkv, S, D].
+        scores: scores of the new tokens, [B, Hkv, S].
+        update_arguments: further arguments of `update`.
 
     Returns:
         Keys and values of all tokens, and their scores [B, Hkv, Sk], or None where some have come without: then they have
@@ -34,16 +34,16 @@ def update_with_scores(
     """
     layer = past.layers[index] if index < len(past.layers) else None
     is_first = layer is None or _is_empty(layer)
-    if isinstance(layer, _ScoredLayer) and layer.is_behind:
+    if isinstance(layer, _ScoredLayer) and layer.lacks_scores:
         past.layers[index] = layer.without_scores()
-    key, value = past.update(key, value, index, *where)
+    key, value = past.update(key, value, index, *update_arguments)
     layer = past.layers[index]
     if is_first and not isinstance(layer, _ScoredLayer):
         layer = past.layers[index] = _with_scores(layer)
     if not isinstance(layer, _ScoredLayer):
         return key, value, None
-    scores, _ = layer.score_layer.update(scores[..., None], scores[..., None], *where)
-    layer.is_behind = False
+    scores, _ = layer.score_layer.update(scores[..., None], scores[..., None], *update_arguments)
+    layer.lacks_scores = False
     return key, value, scores[..., 0]
 
 
@@ -51,16 +51,16 @@ class _ScoredLayer(CacheLayerMixin):
     """A layer with a second one for scores, which stays on the device when the layer is offloaded."""
 
     score_layer: CacheLayerMixin
-    is_behind: bool  # tokens have come whose scores have not
+    lacks_scores: bool  # some tokens have come without scores
 
     def update(self, *args, **kwargs):
-        self.is_behind = True
+        self.lacks_scores = True
         return super().update(*args, **kwargs)
 
     def reset(self) -> None:
         super().reset()
         self.score_layer.reset()
-        self.is_behind = False
+        self.lacks_scores = False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
@@ -86,7 +86,7 @@ class _ScoredLayer(CacheLayerMixin):
     def without_scores(self) -> CacheLayerMixin:
         """A layer of transformers' own class with the same tokens."""
         attributes = {**vars(self)}
-        del attributes["score_layer"], attributes["is_behind"]
+        del attributes["score_layer"], attributes["lacks_scores"]
         return _make(type(self).__mro__[2], attributes)
 
     def __reduce__(self):
@@ -95,7 +95,7 @@ class _ScoredLayer(CacheLayerMixin):
 
 def _with_scores(layer: CacheLayerMixin) -> _ScoredLayer:
     """A layer with the same tokens as one of transformers, and room for their scores."""
-    attributes = {**vars(layer), "score_layer": _layer_of_scores(layer), "is_behind": False}
+    attributes = {**vars(layer), "score_layer": _layer_of_scores(layer), "lacks_scores": False}
     return _make_scored(type(layer), attributes)
 
 

@@ -1,0 +1,167 @@
+"""A bias that counts for old keys alone, against dense attention in double."""
+
+import pytest
+import torch
+
+from flash_dmattn import (
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+    from_padding,
+    select_key_intervals,
+)
+
+BACKENDS = ["", "reference", "triton"]
+
+
+def inputs(length_q=41, length_k=41, dtype=torch.float32, bias_heads=2, head_dim=16):
+    torch.manual_seed(0)
+    shapes = [
+        (2, length_q, 4, head_dim),
+        (2, length_k, 2, head_dim),
+        (2, length_k, 2, head_dim),
+        (2, bias_heads, length_k),
+    ]
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def dense(q, k, v, bias, seen, delay, softcap=0.0):
+    q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
+    k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+    length_q, length_k = q.shape[2], k.shape[2]
+    scores = q @ k.mT / q.shape[3] ** 0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    age = torch.arange(length_q)[:, None] + length_k - length_q - torch.arange(length_k)
+    bias = bias.double().repeat_interleave(4 // bias.shape[1], 1)[:, :, None]
+    scores = torch.where(age >= delay, scores + bias, scores)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2)
+
+
+def assert_same(ours, expected, tensors, atol=2e-5):
+    weight = torch.randn_like(expected(*tensors))
+    results = []
+    for function in (ours, expected):
+        out = function(*tensors)
+        grads = torch.autograd.grad((out.double() * weight).sum(), tensors)
+        results.append([out, *grads])
+    for actual, exact in zip(*results, strict=True):
+        assert torch.allclose(actual.double(), exact.double(), atol=atol)
+
+
+def past(length_q, length_k):
+    return torch.ones(length_q, length_k, dtype=torch.bool).tril(length_k - length_q)
+
+
+@pytest.mark.parametrize(
+    "delay, lengths, bias_heads, softcap",
+    [(1, (41, 41), 2, 0.0), (6, (41, 41), 1, 3.0), (6, (7, 41), 4, 0.0), (41, (41, 41), 2, 0.0), (100, (7, 41), 2, 0.0)],
+)  # fmt: skip
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_delayed_bias_equals_dense_attention(backend, delay, lengths, bias_heads, softcap):
+    tensors = inputs(*lengths, bias_heads=bias_heads)
+
+    def ours(q, k, v, bias):
+        options = {"is_causal": True, "softcap": softcap, "backend": backend}
+        return flash_dmattn_func(q, k, v, attn_bias=bias, bias_delay=delay, **options)
+
+    assert_same(ours, lambda *t: dense(*t, past(*lengths), delay, softcap), tensors)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_delayed_bias_over_chosen_keys_equals_dense_attention(backend):
+    tensors = inputs()
+    padding = torch.ones(2, 41, dtype=torch.bool)
+    padding[1, :6] = False
+    rule = {"keep_window_size": 5, "recent_window": 4, "recent_competes": False}
+    chosen = select_key_intervals(tensors[3], **rule, key_mask=padding)
+    seen = chosen.to_mask().repeat_interleave(2, 1)
+    expected = lambda *t: dense(*t, seen, 4)  # noqa: E731
+    for visible in (
+        {"attn_mask": padding, "is_causal": True, **rule},
+        {"key_intervals": from_padding(padding), "is_causal": True, **rule},
+        {"key_intervals": chosen},
+    ):
+        assert_same(
+            lambda q, k, v, bias, visible=visible: flash_dmattn_func(
+                q, k, v, attn_bias=bias, bias_delay=4, backend=backend, **visible
+            ),
+            expected,
+            tensors,
+        )
+
+
+def test_delayed_bias_without_causality_spares_later_keys():
+    tensors = inputs()
+    everything = torch.ones(41, 41, dtype=torch.bool)
+    assert_same(
+        lambda q, k, v, bias: flash_dmattn_func(q, k, v, attn_bias=bias, bias_delay=3),
+        lambda *t: dense(*t, everything, 3),
+        tensors,
+    )
+
+
+def test_delayed_bias_under_a_dense_mask_equals_dense_attention():
+    tensors = inputs()
+    mask = torch.rand(2, 4, 41, 41) < 0.6
+    assert_same(
+        lambda q, k, v, bias: flash_dmattn_func(
+            q, k, v, attn_mask=mask, attn_bias=bias, bias_delay=3, is_causal=True
+        ),
+        lambda *t: dense(*t, mask & past(41, 41), 3),
+        tensors,
+    )
+
+
+def test_masking_bias_hides_old_keys_alone():
+    q, k, v, _ = inputs()
+    bias = torch.full((2, 2, 41), -torch.inf)
+    out = flash_dmattn_func(q, k, v, attn_bias=bias, bias_delay=5, is_causal=True)
+    window = flash_dmattn_func(
+        q, k, v, selection_scores=bias, keep_window_size=0, recent_window=5, is_causal=True
+    )
+    assert torch.allclose(out, window, atol=1e-6)
+
+
+def test_gradcheck_of_a_delayed_bias():
+    tensors = inputs(9, 9, torch.float64, head_dim=3)
+    attend = lambda q, k, v, bias: flash_dmattn_func(  # noqa: E731
+        q, k, v, attn_bias=bias, bias_delay=3, is_causal=True, return_lse=True
+    )
+    assert torch.autograd.gradcheck(attend, tensors)
+
+
+def test_varlen_with_a_delayed_bias_equals_single_sequences():
+    torch.manual_seed(1)
+    lengths_q, lengths_k = [9, 0, 14], [13, 4, 14]
+    q, k, v = (
+        torch.randn(sum(n), h, 16) for n, h in ((lengths_q, 4), (lengths_k, 2), (lengths_k, 2))
+    )
+    bias = torch.randn(sum(lengths_k), 2)
+    offsets = [torch.tensor([0, *n]).cumsum(0).int() for n in (lengths_q, lengths_k)]
+    packed = flash_dmattn_varlen_func(
+        q, k, v, *offsets, attn_bias=bias, bias_delay=4, is_causal=True
+    )
+    for a, b, c, d in zip(
+        *(o[i:][: len(lengths_q)].tolist() for o in offsets for i in (0, 1)), strict=True
+    ):
+        single = flash_dmattn_func(
+            q[None, a:b], k[None, c:d], v[None, c:d], attn_bias=bias[None, c:d].transpose(1, 2),
+            bias_delay=4, is_causal=True,
+        )  # fmt: skip
+        assert torch.allclose(packed[a:b], single[0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "message, options",
+    [
+        ("bias_delay: got -1", {"bias_delay": -1}),
+        ("bias_delay: got 0.5", {"bias_delay": 0.5}),
+        ("bias_delay: got 3 with a bias of shape", {"bias_delay": 3, "attn_bias": torch.zeros(1, 1, 9, 9)}),
+    ],
+)  # fmt: skip
+def test_bad_delay_raises(message, options):
+    q = torch.randn(1, 9, 2, 8)
+    with pytest.raises((ValueError, TypeError)) as caught:
+        flash_dmattn_func(q, q, q, **{"attn_bias": torch.zeros(1, 2, 9), **options})
+    assert message in str(caught.value)

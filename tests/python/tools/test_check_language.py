@@ -1,0 +1,41 @@
+"""tools/check_language.py, on files with one fault each."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+path = Path(__file__).parents[3] / "tools" / "check_language.py"
+spec = importlib.util.spec_from_file_location("check_language", path)
+check_language = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(check_language)
+
+
+@pytest.mark.parametrize(
+    "name, text, expected",
+    [
+        ("rows.py", '"""Of every row."""', "1: got a sentence that begins with 'Of'"),
+        ("rows.py", "x = 1\n# Those of\n# the rows", "2: got a sentence that begins with 'Those'"),
+        ("rows.h", "int x;  // rows anew", "1: got 'anew'"),
+        ("rows.md", "Rows are\nread in turn.", "2: got 'in turn'"),
+        ("test_rows.py", "def " "test_rows(): ...", "got the test name test_rows"),
+        ("test_rows.cpp", "TEST(" "Rows, TheLastRow)", "got the test name TheLastRow"),
+    ],
+)  # fmt: skip
+def test_fault_is_named_with_its_line(name, text, expected, tmp_path):
+    (tmp_path / name).write_text(text)
+    (found,) = check_language.complaints(tmp_path / name)
+    assert expected in found
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("rows.py", "# The rows\n# Of these\ny = 'beside'"),
+        ("rows.md", "The error `MB beside inputs`."),
+        ("test_rows.py", "def test_empty_rows_raise(): ..."),
+    ],
+)
+def test_good_text_passes(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    assert list(check_language.complaints(tmp_path / name)) == []
