@@ -70,8 +70,8 @@ struct Backend {
   // The kernels that compute a problem; null, with the reason, if the backend has none.
   const KernelSet* (*find_kernels)(const Problem&, Direction, std::string& reason);
   // Of the problem's intervals or key list. The API fills in what the schedule was built for.
-  SchedulePlan (*plan_schedule)(const KernelSet&, const Problem&, const Visibility&, Direction,
-                                const Execution&);
+  void (*plan_schedule)(const KernelSet&, const Problem&, const Visibility&, Direction,
+                        const Execution&, SchedulePlan&);
   // Outputs without data are not known yet: the workspace suffices for any. A run writes none of them.
   void (*plan_forward)(const KernelSet&, const ForwardArgs&, const Execution&, Plan<ForwardArgs>&);
   void (*plan_backward)(const KernelSet&, const BackwardArgs&, const Execution&,

@@ -47,8 +47,7 @@ void make_plan(const Args& args, const Context& context, Plan<Args>& plan) {
 // Plans a schedule as a value of `Call`, which has members size and bytes, the workspace's, and
 //   Schedule build(std::span<std::byte> memory, const Execution&) const
 template <class Call>
-SchedulePlan schedule_plan(const Call& call) {
-  SchedulePlan plan;
+void make_schedule_plan(const Call& call, SchedulePlan& plan) {
   detail::emplace<Call>(plan, call);
   plan.size = call.size;
   plan.workspace_size = call.bytes;
@@ -56,7 +55,6 @@ SchedulePlan schedule_plan(const Call& call) {
                   const Execution& execution) {
     return detail::call_of<Call>(own).build(memory, execution).schedule();
   };
-  return plan;
 }
 
 // A call that decides nothing: one function sizes its workspace, another runs it.

@@ -51,9 +51,9 @@ class CheckedCall {
   void run(std::span<std::byte> workspace) const;
 
  private:
-  Args args_;
   Execution execution_;
   Plan<Args> plan_;
+  Args args_;
 };
 using ForwardCall = CheckedCall<ForwardArgs>;
 using BackwardCall = CheckedCall<BackwardArgs>;

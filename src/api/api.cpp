@@ -112,12 +112,11 @@ const Backend& backend_of(Device device) {
 
 ScheduleCall::ScheduleCall(const Problem& problem, const Visibility& visibility,
                            Direction direction, const Execution& execution, std::string_view name)
-    : problem_(problem), execution_(execution) {
-  require_workers(execution);
+    : problem_(problem), execution_(with_workers(execution)) {
   const Found found = choose_backend(problem, direction, name);
   backend_ = found.backend;
-  plan_ = backend_->plan_schedule(*found.kernels, problem, validated(problem, visibility),
-                                  direction, execution);
+  backend_->plan_schedule(*found.kernels, problem, validated(problem, visibility), direction,
+                          execution, plan_);
 }
 
 Schedule ScheduleCall::build(std::span<std::byte> memory, std::span<std::byte> workspace) const {

@@ -28,6 +28,11 @@ inline std::span<std::byte> workspace_of(const Execution& execution) {
   return {static_cast<std::byte*>(execution.workspace), execution.workspace_bytes};
 }
 
+inline const Execution& with_workers(const Execution& execution) {
+  require_workers(execution);
+  return execution;
+}
+
 inline Execution with_workspace(const Execution& execution, std::span<std::byte> workspace,
                                 std::size_t needed) {
   Execution result = execution;
@@ -39,10 +44,7 @@ inline Execution with_workspace(const Execution& execution, std::span<std::byte>
 
 template <class Args>
 CheckedCall<Args>::CheckedCall(const Args& args, const Execution& execution, std::string_view name)
-    : execution_(execution) {
-  require_workers(execution);
-  args_ = plan_call(args, execution, name, plan_);
-}
+    : execution_(with_workers(execution)), args_(plan_call(args, execution, name, plan_)) {}
 
 template <class Args>
 void CheckedCall<Args>::run(std::span<std::byte> workspace) const {

@@ -68,11 +68,6 @@ Found choose_backend(const KvCacheShape& shape, std::string_view name) {
   return found;
 }
 
-const Execution& checked(const Execution& execution) {
-  require_workers(execution);
-  return execution;
-}
-
 template <class Layout>
 KvCache lay_out(BasicWorkspaceAllocator<Layout>& memory, const KvCacheShape& s) {
   const std::int64_t rows = s.batch * s.heads_kv;
@@ -121,24 +116,24 @@ KvCache kv_cache_in(std::span<std::byte> memory, const KvCacheShape& shape) {
 
 void clear(const KvCache& cache, const Execution& execution, std::string_view backend) {
   check_cache(cache);
-  choose_backend(cache.shape, backend).kv->clear(cache, checked(execution));
+  choose_backend(cache.shape, backend).kv->clear(cache, with_workers(execution));
 }
 
 void copy_rows(const CopyRowsArgs& args, const Execution& execution, std::string_view backend) {
   const CopyRowsArgs valid = validated(args);
-  choose_backend(valid.to.shape, backend).kv->copy_rows(valid, checked(execution));
+  choose_backend(valid.to.shape, backend).kv->copy_rows(valid, with_workers(execution));
 }
 
 // ---- Prefill and chunks --------------------------------------------------------------------------
 
 void fill(const FillArgs& args, const Execution& execution, std::string_view backend) {
   const FillArgs valid = validated(args);
-  choose_backend(valid.cache.shape, backend).kv->fill(valid, checked(execution));
+  choose_backend(valid.cache.shape, backend).kv->fill(valid, with_workers(execution));
 }
 
 void append(const AppendArgs& args, const Execution& execution, std::string_view backend) {
   const AppendArgs valid = validated(args);
-  choose_backend(valid.cache.shape, backend).kv->append(valid, checked(execution));
+  choose_backend(valid.cache.shape, backend).kv->append(valid, with_workers(execution));
 }
 
 PendingIntervalsArgs plan_call(const PendingIntervalsArgs& args, const Execution& execution,

@@ -321,9 +321,9 @@ const Backend cpu_backend = {
     .device = Device::cpu,
     .info = [] { return BackendInfo{"cpu", true, std::string(name_of(cpu::chosen().isa))}; },
     .find_kernels = cpu::find_kernels,
-    .plan_schedule =
-        [](const KernelSet&, const Problem& p, const Visibility& visibility, Direction,
-           const Execution& execution) { return cpu::plan_schedule(p, visibility, execution); },
+    .plan_schedule = [](const KernelSet&, const Problem& p, const Visibility& visibility, Direction,
+                        const Execution& execution,
+                        SchedulePlan& plan) { cpu::plan_schedule(p, visibility, execution, plan); },
     .plan_forward =
         [](const KernelSet&, const ForwardArgs& args, const Execution& execution,
            Plan<ForwardArgs>& plan) { make_plan<cpu::ForwardCall>(args, execution, plan); },

@@ -58,9 +58,9 @@ struct ListSchedule {
 
 }  // namespace
 
-SchedulePlan plan_schedule(const Problem& p, const Visibility& visibility,
-                           const Execution& execution) {
-  return schedule_plan(ListSchedule(p, visibility, execution));
+void plan_schedule(const Problem& p, const Visibility& visibility, const Execution& execution,
+                   SchedulePlan& plan) {
+  make_schedule_plan(ListSchedule(p, visibility, execution), plan);
 }
 
 }  // namespace flash_dmattn::cpu

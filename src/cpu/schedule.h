@@ -12,7 +12,7 @@ namespace flash_dmattn::cpu {
 // The number of queries of a tile.
 std::int64_t tile_queries(const Problem& problem);
 
-SchedulePlan plan_schedule(const Problem& problem, const Visibility& visibility,
-                           const Execution& execution);
+void plan_schedule(const Problem& problem, const Visibility& visibility, const Execution& execution,
+                   SchedulePlan& plan);
 
 }  // namespace flash_dmattn::cpu

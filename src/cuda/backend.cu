@@ -86,10 +86,10 @@ void plan(const KernelSet& set, const Args& args, const Execution&, Plan<Args>& 
 
 // With a key list, every family uses prefixes of the list as tile lists. With intervals, each family has its own form
 // of schedule.
-SchedulePlan plan_schedule(const KernelSet& set, const Problem& p, const Visibility& visibility,
-                           Direction direction, const Execution&) {
+void plan_schedule(const KernelSet& set, const Problem& p, const Visibility& visibility,
+                   Direction direction, const Execution&, SchedulePlan& plan) {
   if (p.key_list_shape[0] != 0) {
-    return schedule_plan(ListSchedule(p, visibility, direction, query_tile_rows, true));
+    return make_schedule_plan(ListSchedule(p, visibility, direction, query_tile_rows, true), plan);
   }
   std::string unused;
   ScheduleForm form, other_form;
@@ -102,10 +102,11 @@ SchedulePlan plan_schedule(const KernelSet& set, const Problem& p, const Visibil
   }
   switch (form.kind) {
     case ScheduleKind::query_tile_lists:
-      return schedule_plan(
-          ListSchedule(p, visibility, direction, form.tile_rows, form == other_form));
+      return make_schedule_plan(
+          ListSchedule(p, visibility, direction, form.tile_rows, form == other_form), plan);
     case ScheduleKind::key_slots:
-      return schedule_plan(SlotSchedule(p, visibility, direction, {form.tile_rows, form.segments}));
+      return make_schedule_plan(
+          SlotSchedule(p, visibility, direction, {form.tile_rows, form.segments}), plan);
     default: throw std::logic_error("a family of kernels names a schedule that it cannot have");
   }
 }

@@ -477,7 +477,8 @@ const Backend reference_backend = {
     .info = [] { return BackendInfo{"reference", true, "loops in double"}; },
     .find_kernels = reference::find_kernels,
     .plan_schedule = [](const KernelSet&, const Problem&, const Visibility&, Direction,
-                        const Execution&) { return schedule_plan(reference::NoSchedule()); },
+                        const Execution&,
+                        SchedulePlan& plan) { make_schedule_plan(reference::NoSchedule(), plan); },
     .plan_forward =
         [](const KernelSet&, const ForwardArgs& args, const Execution& execution,
            Plan<ForwardArgs>& plan) { make_plan<reference::ForwardCall>(args, execution, plan); },

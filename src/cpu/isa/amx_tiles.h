@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "cpu/isa/bf16_packed2.h"
-#include "cpu/multiply.h"
+#include "cpu/kernels/multiply.h"
 
 // Products of bf16 in the eight tile registers of AMX, each with 16 rows of 16 words of two elements. A tile
 // of b has 16 words of depth by 16 columns, the layout of a panel in memory.

@@ -10,7 +10,7 @@ inline constexpr int vector_strip_rows = 6;
 
 }  // namespace flash_dmattn::cpu::FLASH_DMATTN_ISA
 
-#include "cpu/vector.h"
+#include "cpu/kernels/vector.h"
 
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 

@@ -5,7 +5,7 @@ namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 using Bf16Element = Bf16Packed2;  // the factor element of bf16 arrays
 }
 
-#include "cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 
 namespace flash_dmattn::cpu {
 const Kernels avx512_bf16_kernels = FLASH_DMATTN_ISA::kernels;

@@ -6,7 +6,7 @@
 
 #include "cpu/isa/avx512.h"
 
-#include "cpu/element.h"
+#include "cpu/kernels/element.h"
 
 // Factors in bf16. A word holds two elements that are neighbours along the depth of a product.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {

@@ -2,15 +2,15 @@
 
 #include <cstdint>
 
-#include "cpu/keys.h"
-#include "cpu/magnitude.h"
-#include "cpu/online_softmax.h"
-#include "cpu/pack.h"
-#include "cpu/row_products.h"
-#include "cpu/score.h"
-#include "cpu/scratch.h"
+#include "cpu/kernels/keys.h"
+#include "cpu/kernels/magnitude.h"
+#include "cpu/kernels/online_softmax.h"
+#include "cpu/kernels/pack.h"
+#include "cpu/kernels/row_products.h"
+#include "cpu/kernels/score.h"
+#include "cpu/kernels/scratch.h"
+#include "cpu/kernels/worst_slot.h"
 #include "cpu/task.h"
-#include "cpu/worst_slot.h"
 
 // Forward of few queries (flash decoding), bound by memory bandwidth: k and v are read once for all heads of a group. The
 // keys of a tile are split over work items, each with its own sums. The worker that finishes the last split of a tile

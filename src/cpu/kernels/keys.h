@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "cpu/element.h"
+#include "cpu/kernels/element.h"
 #include "cpu/task.h"
 
 // The blocks of keys that a tile of queries visits, and the score terms that depend on the key alone.

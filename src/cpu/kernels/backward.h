@@ -2,17 +2,17 @@
 
 #include <cstdint>
 
-#include "cpu/key_factors.h"
-#include "cpu/keys.h"
-#include "cpu/large_block.h"
-#include "cpu/magnitude.h"
-#include "cpu/math.h"
-#include "cpu/multiply.h"
-#include "cpu/pack.h"
-#include "cpu/row_factors.h"
-#include "cpu/row_products.h"
-#include "cpu/score.h"
-#include "cpu/scratch.h"
+#include "cpu/kernels/key_factors.h"
+#include "cpu/kernels/keys.h"
+#include "cpu/kernels/large_block.h"
+#include "cpu/kernels/magnitude.h"
+#include "cpu/kernels/math.h"
+#include "cpu/kernels/multiply.h"
+#include "cpu/kernels/pack.h"
+#include "cpu/kernels/row_factors.h"
+#include "cpu/kernels/row_products.h"
+#include "cpu/kernels/score.h"
+#include "cpu/kernels/scratch.h"
 #include "cpu/task.h"
 
 // Backward: one unit visits a range of query tiles of one kv head, block of keys by block. Strip

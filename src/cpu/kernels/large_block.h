@@ -2,11 +2,11 @@
 
 #include <cstdint>
 
-#include "cpu/keys.h"
-#include "cpu/math.h"
-#include "cpu/multiply.h"
-#include "cpu/score.h"
-#include "cpu/scratch.h"
+#include "cpu/kernels/keys.h"
+#include "cpu/kernels/math.h"
+#include "cpu/kernels/multiply.h"
+#include "cpu/kernels/score.h"
+#include "cpu/kernels/scratch.h"
 
 // Computes blocks of the backward whose sums may leave fp32: ds alone reaches 2^265 when every input is near
 // 2^128. The common path makes the scores, since p has to equal the forward's. All later steps are in

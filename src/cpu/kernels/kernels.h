@@ -2,11 +2,11 @@
 
 #include <cstdint>
 
-#include "cpu/backward.h"
-#include "cpu/few_queries.h"
-#include "cpu/forward.h"
-#include "cpu/reduce.h"
-#include "cpu/shared_dbias.h"
+#include "cpu/kernels/backward.h"
+#include "cpu/kernels/few_queries.h"
+#include "cpu/kernels/forward.h"
+#include "cpu/kernels/reduce.h"
+#include "cpu/kernels/shared_dbias.h"
 
 // The functions of this instruction set, with one instance per dtype of the arrays and factor element.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {

@@ -2,9 +2,9 @@
 
 #include <cstdint>
 
-#include "cpu/keys.h"
-#include "cpu/magnitude.h"
-#include "cpu/math.h"
+#include "cpu/kernels/keys.h"
+#include "cpu/kernels/magnitude.h"
+#include "cpu/kernels/math.h"
 
 // Turns q . k into scores. Most blocks need one multiply-add per element, scale * (q . k) + column term,
 // which the softmax contains. All others go through score_rows first.

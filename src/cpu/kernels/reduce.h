@@ -2,8 +2,8 @@
 
 #include <cstdint>
 
-#include "cpu/element.h"
-#include "cpu/large_block.h"
+#include "cpu/kernels/element.h"
+#include "cpu/kernels/large_block.h"
 #include "cpu/task.h"
 
 // The last step of the backward. It makes dk and dv of a block of keys from the sums of all units that saw

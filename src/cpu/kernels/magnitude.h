@@ -2,8 +2,8 @@
 
 #include <cstdint>
 
-#include "cpu/element.h"
-#include "cpu/multiply.h"
+#include "cpu/kernels/element.h"
+#include "cpu/kernels/multiply.h"
 
 // Keeps products of large numbers in range. Elements up to 2^28 need no scaling: the longest chain,
 // dk = sum (dout . v) q, stays below 2^(28 + 28 + 8 + 28 + 31). A larger element, an inf or a NaN sends

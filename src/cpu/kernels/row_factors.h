@@ -2,10 +2,10 @@
 
 #include <cstdint>
 
-#include "cpu/magnitude.h"
-#include "cpu/multiply.h"
-#include "cpu/pack.h"
-#include "cpu/scratch.h"
+#include "cpu/kernels/magnitude.h"
+#include "cpu/kernels/multiply.h"
+#include "cpu/kernels/pack.h"
+#include "cpu/kernels/scratch.h"
 #include "cpu/task.h"
 
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "cpu/keys.h"
+#include "cpu/kernels/keys.h"
 #include "cpu/task.h"
 
 // Finds the next victim of a KV cache while its keys are read.

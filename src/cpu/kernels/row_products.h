@@ -2,10 +2,10 @@
 
 #include <cstdint>
 
-#include "cpu/element.h"
-#include "cpu/magnitude.h"
-#include "cpu/pack.h"
-#include "cpu/scratch.h"
+#include "cpu/kernels/element.h"
+#include "cpu/kernels/magnitude.h"
+#include "cpu/kernels/pack.h"
+#include "cpu/kernels/scratch.h"
 #include "cpu/task.h"
 
 // Products of few rows with rows of k and v as they lie in memory, each of which is read once: for few rows, packing a

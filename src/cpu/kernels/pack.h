@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "cpu/multiply.h"
+#include "cpu/kernels/multiply.h"
 
 // Copies rows of q, k, v and dout, wherever they are in memory, into the layouts of multiply.h. `row(i)` is
 // the address of row i. Tails are filled with zeros, so that a product reads only written words.

@@ -2,11 +2,11 @@
 
 #include <cstdint>
 
-#include "cpu/keys.h"
-#include "cpu/magnitude.h"
-#include "cpu/math.h"
-#include "cpu/score.h"
-#include "cpu/scratch.h"
+#include "cpu/kernels/keys.h"
+#include "cpu/kernels/magnitude.h"
+#include "cpu/kernels/math.h"
+#include "cpu/kernels/score.h"
+#include "cpu/kernels/scratch.h"
 #include "cpu/task.h"
 
 // The online softmax of the rows of a tile: sums over the keys so far, relative to each row's largest score

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "cpu/backward.h"
+#include "cpu/kernels/backward.h"
 
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 

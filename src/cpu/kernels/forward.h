@@ -2,14 +2,14 @@
 
 #include <cstdint>
 
-#include "cpu/key_factors.h"
-#include "cpu/keys.h"
-#include "cpu/magnitude.h"
-#include "cpu/multiply.h"
-#include "cpu/online_softmax.h"
-#include "cpu/pack.h"
-#include "cpu/score.h"
-#include "cpu/scratch.h"
+#include "cpu/kernels/key_factors.h"
+#include "cpu/kernels/keys.h"
+#include "cpu/kernels/magnitude.h"
+#include "cpu/kernels/multiply.h"
+#include "cpu/kernels/online_softmax.h"
+#include "cpu/kernels/pack.h"
+#include "cpu/kernels/score.h"
+#include "cpu/kernels/scratch.h"
 #include "cpu/task.h"
 
 // The forward. One item is a tile of queries of one kv head, with all heads of its group stacked. For each

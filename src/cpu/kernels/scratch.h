@@ -3,9 +3,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cpu/keys.h"
-#include "cpu/multiply.h"
-#include "cpu/pack.h"
+#include "cpu/kernels/keys.h"
+#include "cpu/kernels/multiply.h"
+#include "cpu/kernels/pack.h"
 #include "workspace_allocator.h"
 
 // The scratch memory of a worker: the sizes of its arrays, and addresses of rows.
