@@ -38,7 +38,6 @@ _REASONS = {
     "logits_indices": _PAGED,
     "page_table": _PAGED,
     "read_index": _PAGED,
-    "s_aux": _SINKS,
     "sinks": _SINKS,
     "write_index": _PAGED,
 }

@@ -16,8 +16,7 @@ _ARITHMETIC = (
 _REASONS = {
     **dict.fromkeys(
         (
-            "deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "inkling2", "inkling2_loop",
-            "mimo_v2_flash", "openai_privacy_filter",
+            "deepseek_v4", "inkling2", "inkling2_loop",
         ),
         _SINKS,
     ),
