@@ -17,6 +17,7 @@ from ..keys.recognise import Memo, refuse_negative
 from ..keys.rule import KeySelection
 from ..keys.selection import Selection, select_elements, squeeze_query_dimension
 from ..keys.visibility import Visibility
+from ..merge import check_sink_logits
 from . import keywords, packed_sequences
 from .dtypes import cast_states, target_dtype
 from .masks import has_queries, is_causal_mask, is_key_mask, normalize_mask, window_mask
@@ -310,6 +311,8 @@ def _flash_dynamic_mask_attention_forward(
         )
     if attention_bias is not None:
         attention_bias = check_bias(attention_bias, "attention_bias", query_states, key_states)
+    if s_aux is not None:
+        check_sink_logits(s_aux, query_states, "s_aux")
     if sliding_window is not None:
         check_count(sliding_window, "sliding_window")
     keep = _resolve_keep_window_size(keep_window_size, window_size, attention_bias)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
-_SINKS = "has attention sinks, which flash_dmattn does not have"
+_SINKS = "has attention sinks of each token, or an attention of its own with sinks"
 _INDEXER = (
     "adds the attention mask to the scores of an indexer; masks of flash_dmattn are key intervals"
 )
