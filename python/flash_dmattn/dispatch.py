@@ -70,12 +70,14 @@ def attention(
     mask = mask_argument(mask, query, key)
     visible = Visibility(mask, resolve_flag(is_causal, "is_causal"), keys)
     check_count(bias_delay, "bias_delay")
+    if bias_delay and bias is None:
+        raise ValueError(f"bias_delay: got {bias_delay} without attn_bias, expected a bias")
     if selection.rule.limits():
         # A delayed bias needs intervals, which it splits.
         uses_library_kernels = backend_of(query, backend) not in IN_PYTHON and not bias_delay
         bias = squeeze_query_dimension(bias)
         visible = apply_selection(selection, query, key, bias, visible, uses_library_kernels, memo)
-    if bias_delay and bias is not None:
+    if bias_delay:
         bias = squeeze_query_dimension(bias)
         run_parts = partial(run_with_delayed_bias, bias_delay=bias_delay)
         out, statistics = run_parts(query, key, value, bias, visible, numerics, backend)

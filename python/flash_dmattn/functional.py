@@ -25,7 +25,7 @@ from .dispatch import IN_PYTHON, attention, run, run_with_delayed_bias, with_lse
 from .keys.intervals import KeyIntervals, packed_documents, select_key_intervals
 from .keys.places import Places, check_offsets
 from .keys.rule import KeySelection
-from .keys.selection import Selection
+from .keys.selection import Selection, match_heads, scores_and_allowed
 from .keys.visibility import Visibility
 
 
@@ -86,8 +86,10 @@ def flash_dmattn_func(
         then repeated, unless a mask with a query dimension makes the selection one of ranks.
     recent_window, recent_competes, sink_tokens, score_threshold: keys that are visible whatever their scores, and the least
         score of the others; as in select_key_intervals, with one document in each row, or those that key_intervals show.
+        Query i stands at position i + Sk - Sq: packed documents with fewer queries than keys belong into
+        flash_dmattn_varlen_func.
     bias_delay: the bias of a key is added for the queries that many positions after it or more, so that recent keys have
-        none; for a bias with one value per key. Its choice by keep_window_size is not delayed (see recent_window).
+        none, nor have later ones; for a bias with one value per key, at positions as for recent_window. Its choice by keep_window_size is not delayed (see recent_window).
     sink_logits: [Hq], a logit of each head that takes part in every softmax as a key without a value, with a gradient.
     key_intervals: visible query rows of each key, instead of a mask or together with it.
     nonfinite: "saturate": gradients are always finite; "propagate": inf and NaN stay visible, as GradScaler
@@ -179,9 +181,8 @@ def flash_dmattn_varlen_func(
             check_count(length, name)
     is_causal = resolve_flag(is_causal, "is_causal")
     check_count(bias_delay, "bias_delay")
-    rule = KeySelection(
-        keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
-    ).checked()
+    if bias_delay and attn_bias is None:
+        raise ValueError(f"bias_delay: got {bias_delay} without attn_bias, expected a bias")
     original_value = value
     backend = resolve_backend(backend)
     inputs = attention_inputs(query, key, value, "total, H, D", backend)
@@ -195,20 +196,23 @@ def flash_dmattn_varlen_func(
     if same_offsets:
         cu_seqlens_q = cu_seqlens_k
     query, key, value = query[None], key[None], value[None]
-    bias = _packed_bias(attn_bias, query, key, "attn_bias")
-    scores = bias
-    if selection_scores is not None:
-        scores = _packed_bias(selection_scores, query, key, "selection_scores")
+    bias = bias_argument(_unpack_per_key(attn_bias, query, key, "attn_bias"), query, key)
+    chosen_by = Selection(
+        KeySelection(
+            keep_window_size,
+            selection,
+            recent_window,
+            recent_competes,
+            sink_tokens,
+            score_threshold,
+        ),
+        _unpack_per_key(selection_scores, query, key, "selection_scores"),
+    ).checked(query, key)
     refuse_transforms(
-        query=query, key=key, value=value, attn_bias=bias, selection_scores=selection_scores
+        query=query, key=key, value=value, attn_bias=bias, selection_scores=chosen_by.scores
     )
-    if scores is None and rule.limits():
-        if rule.reads_scores():
-            raise ValueError(
-                "keep_window_size: got no attn_bias and no selection_scores, which have the scores to choose by"
-            )
-        scores = query.new_zeros((1, 1, total_k))
-    if rule.has_room_for(total_k):
+    rule = chosen_by.rule
+    if rule.has_room_for(total_k) and chosen_by.scores is None:
         intervals = packed_documents(
             cu_seqlens_k,
             cu_seqlens_q=cu_seqlens_q,
@@ -218,16 +222,21 @@ def flash_dmattn_varlen_func(
             max_seqlen_k=max_seqlen_k,
         )
     else:
+        scores, allowed = scores_and_allowed(query, key, None, bias, chosen_by)
+        key_mask = None
+        if allowed is not None:
+            scores, key_mask = match_heads(query, key, scores, allowed.seen_by_any_query())
         intervals = select_key_intervals(
             scores,
             **rule._asdict(),
             is_causal=is_causal,
+            key_mask=key_mask,
             query_length=total_q,
             cu_seqlens_k=cu_seqlens_k,
             cu_seqlens_q=cu_seqlens_q,
         )
     visible = Visibility(keys=intervals)
-    if bias_delay and bias is not None:
+    if bias_delay:
         places = Places.of(total_k, total_q, cu_seqlens_k=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q)
         out, statistics = run_with_delayed_bias(
             query, key, value, bias, visible, numerics, backend,
@@ -246,18 +255,18 @@ def flash_dmattn_varlen_func(
     )
 
 
-def _packed_bias(bias: Tensor | None, query: Tensor, key: Tensor, name: str) -> Tensor | None:
+def _unpack_per_key(values: Tensor | None, query: Tensor, key: Tensor, name: str) -> Tensor | None:
     """[1, H, total_k] of [total_k, H]."""
-    if bias is None:
+    if values is None:
         return None
-    check_tensor(bias, name)
+    check_tensor(values, name)
     total_k, heads = key.shape[1], (query.shape[2], key.shape[2], 1)
-    shape = tuple(bias.shape)
+    shape = tuple(values.shape)
     if len(shape) != 2 or shape[0] not in (total_k, 1) or shape[1] not in heads:
         raise ValueError(
             f"{name}: got shape {shape}, expected [total_k, H] with total_k = {total_k} and H = {heads[0]}, {heads[1]} or 1"
         )
-    return bias_argument(bias.t()[None], query, key)
+    return values.expand(total_k, -1).t()[None]
 
 
 def flash_dmattn_func_auto(backend: str | None = None, **options) -> Callable:
@@ -316,28 +325,13 @@ def triton_dmattn_func(
 
     Raises RuntimeError with the reason where it cannot run.
     """
-    out, statistics = attention(
-        query,
-        key,
-        value,
-        attn_bias,
-        Visibility(attn_mask, is_causal, key_intervals),
-        Selection(
-            KeySelection(
-                keep_window_size,
-                selection,
-                recent_window,
-                recent_competes,
-                sink_tokens,
-                score_threshold,
-            ),
-            selection_scores,
-        ),
-        Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
-        "triton",
-        bias_delay=bias_delay,
-    )
-    return with_lse(out, statistics, return_lse, return_attn_probs, sink_logits)
+    return flash_dmattn_func(
+        query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap, deterministic, return_attn_probs,
+        scale=scale, keep_window_size=keep_window_size, selection=selection, selection_scores=selection_scores,
+        recent_window=recent_window, recent_competes=recent_competes, sink_tokens=sink_tokens,
+        score_threshold=score_threshold, bias_delay=bias_delay, sink_logits=sink_logits, key_intervals=key_intervals,
+        nonfinite=nonfinite, return_lse=return_lse, backend="triton",
+    )  # fmt: skip
 
 
 def flex_dmattn_func(
@@ -375,25 +369,10 @@ def flex_dmattn_func(
     Sequences may not be empty. On the CPU torch has neither a backward of it nor the log-sum-exp, which is
     None there.
     """
-    out, statistics = attention(
-        query,
-        key,
-        value,
-        attn_bias,
-        Visibility(attn_mask, is_causal, key_intervals),
-        Selection(
-            KeySelection(
-                keep_window_size,
-                selection,
-                recent_window,
-                recent_competes,
-                sink_tokens,
-                score_threshold,
-            ),
-            selection_scores,
-        ),
-        Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
-        "flex",
-        bias_delay=bias_delay,
-    )
-    return with_lse(out, statistics, return_lse, return_attn_probs, sink_logits)
+    return flash_dmattn_func(
+        query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap, deterministic, return_attn_probs,
+        scale=scale, keep_window_size=keep_window_size, selection=selection, selection_scores=selection_scores,
+        recent_window=recent_window, recent_competes=recent_competes, sink_tokens=sink_tokens,
+        score_threshold=score_threshold, bias_delay=bias_delay, sink_logits=sink_logits, key_intervals=key_intervals,
+        nonfinite=nonfinite, return_lse=return_lse, backend="flex",
+    )  # fmt: skip

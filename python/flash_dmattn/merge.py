@@ -30,14 +30,15 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         check_tensor(out, f"outs[{i}]")
         check_tensor(lse, f"lses[{i}]")
-        if out.dim() != 4 or out.shape != outs[0].shape or out.dtype != outs[0].dtype:
+        alike = out.shape == outs[0].shape and out.dtype == outs[0].dtype
+        if out.dim() != 4 or not alike or not out.is_floating_point():
             raise ValueError(
-                f"outs[{i}]: got {out.dtype} of shape {tuple(out.shape)}, expected [B, Sq, Hq, D], all alike"
+                f"outs[{i}]: got {out.dtype} of shape {tuple(out.shape)}, expected floating [B, Sq, Hq, D], all alike"
             )
         batch, queries, heads, _ = out.shape
-        if lse.shape != (batch, heads, queries):
+        if lse.shape != (batch, heads, queries) or lse.dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"lses[{i}]: got shape {tuple(lse.shape)}, expected {(batch, heads, queries)}"
+                f"lses[{i}]: got {lse.dtype} of shape {tuple(lse.shape)}, expected float32 of shape {(batch, heads, queries)}"
             )
     each = torch.stack(list(lses))
     highest = each.detach().amax(0)
@@ -58,8 +59,11 @@ def add_sink(out: Tensor, lse: Tensor, sink_logits: Tensor) -> tuple[Tensor, Ten
     out: [.., Sq, Hq, D]; lse: [.., Hq, Sq]; sink_logits: [Hq]. Returns both with the sink, with their gradients.
     """
     sink = sink_logits.to(lse.dtype)[:, None]
-    share = torch.sigmoid(lse - sink).transpose(-2, -1)[..., None]
-    return (share * out).to(out.dtype), torch.logaddexp(lse, sink)
+    # A query that sees no key has out = 0, and with a sink of -inf no difference.
+    sees_keys = lse > -torch.inf
+    known = torch.where(sees_keys, lse, 0)
+    share = torch.sigmoid(known - sink).transpose(-2, -1)[..., None]
+    return (share * out).to(out.dtype), torch.where(sees_keys, torch.logaddexp(known, sink), sink)
 
 
 def check_sink_logits(sink_logits: Tensor, out: Tensor, name: str = "sink_logits") -> None:

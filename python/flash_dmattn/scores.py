@@ -103,6 +103,18 @@ class _FunctionScores(_Scores):
         return scores.transpose(1, 2).to(torch.promote_types(scores.dtype, torch.float32))
 
 
+class _Projection(nn.Linear):
+    """A Linear whose bias begins at one number, also where it is initialised again after `to_empty`."""
+
+    def __init__(self, features: int, heads: int, first_bias: float, **options):
+        self.first_bias = first_bias
+        super().__init__(features, heads, **options)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.constant_(self.bias, self.first_bias)
+
+
 class _ProjectedScores(_Scores):
     """By `_form`, of a projection [B, S, heads]."""
 
@@ -110,8 +122,7 @@ class _ProjectedScores(_Scores):
 
     def __init__(self, features: int, heads: int, device, dtype):
         super().__init__(features, heads)
-        self.proj = nn.Linear(features, heads, device=device, dtype=dtype)
-        nn.init.constant_(self.proj.bias, self.first_bias)
+        self.proj = _Projection(features, heads, self.first_bias, device=device, dtype=dtype)
 
     def _of(self, hidden: Tensor) -> Tensor:
         weight, bias = (t.to(hidden.dtype) for t in (self.proj.weight, self.proj.bias))
@@ -132,7 +143,11 @@ class _ScaledScores(_ProjectedScores):
 
     def __init__(self, features: int, heads: int, device, dtype):
         super().__init__(features, heads, device, dtype)
-        self.A = nn.Parameter(torch.full((heads,), self.first_factor, device=device, dtype=dtype))
+        self.A = nn.Parameter(torch.empty(heads, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.A, self.first_factor)
 
 
 class _LinearScores(_ScaledScores):

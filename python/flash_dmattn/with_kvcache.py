@@ -279,4 +279,4 @@ def _cache_intervals(
     )
     back = (place + shift).clamp(max=size - 1)[:, None, :, None].expand(batch, heads, size, 2)
     intervals = chosen.intervals.gather(2, back.long()) * real[:, None, :, None]
-    return chosen.with_intervals(intervals.to(torch.int32))
+    return KeyIntervals(intervals.to(torch.int32), queries, chosen.bound or (size, 0))

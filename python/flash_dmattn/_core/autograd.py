@@ -46,8 +46,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, dstatistics):
         if dout is None and dstatistics is None:
             return (None,) * len(ctx.needs_input_grad)
-        dout, dlse = _row_gradients(ctx, dout, dstatistics)
-        arguments = (dout, *ctx.saved_tensors, dlse, *ctx.options)
+        saved = ctx.saved_tensors
+        dout, dlse = _row_gradients(saved[0], dout, dstatistics)
+        arguments = (dout, *saved, dlse, *ctx.options)
         return _input_gradients(ctx, FORWARD, arguments)
 
 
@@ -64,10 +65,11 @@ class _SelectAndAttend(torch.autograd.Function):
     def backward(ctx, dout, dstatistics, _):
         if dout is None and dstatistics is None:
             return (None,) * len(ctx.needs_input_grad)
-        dout, dlse = _row_gradients(ctx, dout, dstatistics)
+        saved = ctx.saved_tensors
+        dout, dlse = _row_gradients(saved[0], dout, dstatistics)
         signature = SELECT_AND_ATTEND
         names = (*signature.tensors, *signature.results, *signature.options)
-        named = dict(zip(names, (*ctx.saved_tensors, *ctx.options), strict=True))
+        named = dict(zip(names, (*saved, *ctx.options), strict=True))
         bound = (named["window"], int(named["is_causal"]))
         # Intervals include causality.
         named |= {"dout": dout, "dlse": dlse, "key_bound": bound, "is_causal": False}
@@ -90,11 +92,11 @@ def _save_for_backward(
 
 
 def _row_gradients(
-    ctx, dout: Tensor | None, dstatistics: Tensor | None
+    q: Tensor, dout: Tensor | None, dstatistics: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """dout and the gradient of lse, which is the first of the statistics."""
     if dout is None:
-        dout = torch.zeros_like(ctx.saved_tensors[0])
+        dout = torch.zeros_like(q)
     return dout, None if dstatistics is None else dstatistics[0]
 
 

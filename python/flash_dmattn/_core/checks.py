@@ -31,6 +31,7 @@ MASK_VALUE = {
 # Types accepted as numbers: Python's, numpy's, torch.compile's, and tensors of one element. Python's are first
 # because an isinstance test of an abstract class takes a microsecond.
 NUMBERS = (float, int, Real, torch.SymFloat, torch.SymInt, Tensor)
+LARGEST_COUNT = 2**31 - 1
 _INTEGERS = (int, Integral, torch.SymInt)
 _BOOLS = (bool, torch.SymBool)
 FLOAT32_MAX = torch.finfo(torch.float32).max  # of scale and softcap, which kernels round to float32
@@ -312,6 +313,11 @@ def selection_scores_argument(scores: Tensor, query: Tensor, key: Tensor) -> Ten
     scores = check_bias(scores.detach(), "selection_scores", query, key)
     wide = torch.promote_types(query.dtype, torch.float32)
     return scores if scores.dtype == query.dtype else scores.to(wide)
+
+
+def clamp_count(count: int) -> int:
+    """A count of positions, at most the largest int32, beyond which no row is: so that sums stay within int64."""
+    return LARGEST_COUNT if isinstance(count, int) and count > LARGEST_COUNT else count
 
 
 def check_window(keep_window_size: int) -> None:

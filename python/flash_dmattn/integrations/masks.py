@@ -42,10 +42,6 @@ def is_key_mask(mask: torch.Tensor | KeyIntervals, query_length: int, key_length
     return mask.shape[2] == 1 and query_length > 1
 
 
-def is_additive(mask: torch.Tensor | None) -> bool:
-    return mask is not None and mask.is_floating_point()
-
-
 def window_mask(
     window_size: int | None,
     is_causal: bool,

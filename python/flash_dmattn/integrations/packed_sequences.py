@@ -204,7 +204,7 @@ def attend(
         selection="global",
         **options,
     )
-    return out.view(query.shape)
+    return out.unflatten(0, query.shape[:2])
 
 
 def _begins(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from .._core import ops
-from .._core.checks import check_count, check_tensor, resolve_flag
+from .._core.checks import check_count, check_tensor, clamp_count, resolve_flag
 from . import torch_selection
 from .places import Places, check_length, check_offsets
 from .rule import KeySelection, choose_among
@@ -124,7 +124,7 @@ def split_by_age(
     first, last = keys.intervals.long().unbind(-1)
     if own_row is None:
         own_row = Places.of(keys.key_length, keys.query_length, device=first.device).own
-    end = own_row + age  # where the key is no longer recent
+    end = own_row + clamp_count(age)  # where the key is no longer recent
     parts = (first, torch.minimum(last, end)), (torch.maximum(first, end), last)
     return tuple(
         _clipped(*torch.broadcast_tensors(*part), keys.query_length, keys.bound, keys.consecutive)
@@ -241,9 +241,7 @@ def select_key_intervals(
         scores, key_mask = scores.expand(shape), key_mask.expand(shape)
     query_length = scores.shape[2] if query_length is None else query_length
     check_length(query_length, "query_length")
-    if cu_seqlens_k is None and key_positions is None and query_position is None:
-        if cu_seqlens_q is not None:
-            raise ValueError("cu_seqlens_q: got it without cu_seqlens_k, expected both or neither")
+    if all(t is None for t in (cu_seqlens_k, cu_seqlens_q, key_positions, query_position)):
         return select(scores, key_mask, rule, is_causal, query_length)
     places = Places.of(
         scores.shape[2],
@@ -266,10 +264,7 @@ def select(
     query_length: int,
 ) -> KeyIntervals:
     """The keys that a rule keeps, of arguments in normal form: scores and key_mask [B, H, key_length]."""
-    if rule.recent_window > 0 and not is_causal:
-        raise ValueError(
-            f"recent_window: got {rule.recent_window} with is_causal=False, expected 0, as no key is recent then"
-        )
+    rule.check_causality(is_causal)
     if not ops.has_kernels_for(scores) and not rule.is_window():
         places = Places.of(scores.shape[2], query_length, key_mask=key_mask, device=scores.device)
         return select_at(places, scores, rule, is_causal)
@@ -285,6 +280,7 @@ def select(
 
 def select_at(places: Places, scores: Tensor, rule: KeySelection, is_causal: bool) -> KeyIntervals:
     """The keys that a rule keeps where they do not stand at their index, or in documents; scores [B, H, key_length]."""
+    rule.check_causality(is_causal)
     chosen = choose_among(
         places.by_position(scores), places.shown(is_causal), rule, is_causal, places.query_length
     )
@@ -309,6 +305,7 @@ def sliding_window(
     """
     check_count(window, "window")
     check_count(lookahead, "lookahead")
+    window, lookahead = clamp_count(window), clamp_count(lookahead)
     keys = Places.of(key_length, query_length, device=device, **places)
     bound = (window + lookahead, 1) if keys.same_length else None
     return _shown(keys, keys.own - lookahead, keys.own + window, bound)
@@ -327,10 +324,10 @@ def prefix_lm(
     prefix_length: an int, or an integer tensor [B].
     places: key_mask, cu_seqlens_k, cu_seqlens_q, key_positions and query_position, as in select_key_intervals.
     """
-    prefix = _check_prefix(prefix_length, device)
     if device is None and isinstance(prefix_length, Tensor):
-        device = prefix.device
+        device = prefix_length.device
     keys = Places.of(key_length, query_length, device=device, **places)
+    prefix = _check_prefix(prefix_length, keys.own.device)
     first = torch.where(keys.position < prefix.reshape(-1, 1, 1), 0, keys.own)
     return _shown(keys, first, None, (key_length, 0))
 

@@ -52,6 +52,8 @@ class Places(NamedTuple):
         query_length = check_lengths(key_length, query_length)
         if cu_seqlens_q is cu_seqlens_k:
             cu_seqlens_q = None
+        if cu_seqlens_q is not None and cu_seqlens_k is None:
+            raise ValueError("cu_seqlens_q: got it without cu_seqlens_k, expected both or neither")
         if cu_seqlens_q is not None and (key_positions is not None or query_position is not None):
             name = "key_positions" if key_positions is not None else "query_position"
             raise ValueError(
@@ -253,9 +255,8 @@ def _common_device(
         if tensor is None:
             continue
         check_tensor(tensor, name)
-        if device is None:
-            device = tensor.device
-        expected = torch.device(device)
+        expected = tensor.device if device is None else torch.device(device)
         if tensor.device.type != expected.type or expected.index not in (None, tensor.device.index):
             raise TypeError(f"{name}: got a tensor on {tensor.device}, expected {expected}")
+        device = tensor.device
     return device

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._core import ops
-from .._core.checks import check_count, check_window, resolve_flag
+from .._core.checks import check_count, check_window, clamp_count, resolve_flag
 from .._core.numerics import check_number
 from . import torch_selection
 
@@ -40,14 +40,15 @@ class KeySelection(NamedTuple):
 
     def checked(self) -> KeySelection:
         window = self.keep_window_size
-        if isinstance(window, Sequence) and not isinstance(window, str):
+        if isinstance(window, Sequence) and not isinstance(window, (str, bytes)):
             if not window:
                 raise ValueError("keep_window_size: got no sizes, expected one for each key head")
             for size in window:
                 check_window(size)
-            window = tuple(window)
+            window = tuple(map(clamp_count, window))
         elif window is not None:
             check_window(window)
+            window = clamp_count(window)
         if self.selection not in SELECTIONS:
             raise ValueError(f"selection: got {self.selection!r}, expected one of {SELECTIONS}")
         check_count(self.recent_window, "recent_window")
@@ -60,6 +61,8 @@ class KeySelection(NamedTuple):
                 raise ValueError("score_threshold: got nan, expected a number")
         rule = self._replace(
             keep_window_size=window,
+            recent_window=clamp_count(self.recent_window),
+            sink_tokens=clamp_count(self.sink_tokens),
             recent_competes=resolve_flag(self.recent_competes, "recent_competes"),
             score_threshold=threshold,
         )
@@ -70,6 +73,12 @@ class KeySelection(NamedTuple):
                 "visible; expected one of them (keep_window_size=0 where no other key is to be seen)"
             )
         return rule
+
+    def check_causality(self, is_causal: bool) -> None:
+        if self.recent_window > 0 and not is_causal:
+            raise ValueError(
+                f"recent_window: got {self.recent_window} with is_causal=False, expected 0, as no key is recent then"
+            )
 
     def limits(self) -> bool:
         """Whether any key is hidden."""
@@ -221,7 +230,8 @@ def rank_by_document(scores: Tensor, document: Tensor) -> Tensor:
         bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0: -0 and +0 are equal
         in_document = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     rank = _rank((document.long() << 32) + in_document)
-    return rank.float().masked_fill(scores.isnan(), float("nan"))
+    exact = torch.float32 if rank.shape[-1] <= 2**24 else torch.float64
+    return rank.to(exact).masked_fill(scores.isnan(), float("nan"))
 
 
 def _rank(values: Tensor) -> Tensor:

@@ -22,11 +22,13 @@ class Selection(NamedTuple):
     rule: KeySelection = KeySelection()
     scores: Tensor | None = None  # None: the bias
 
-    def is_made(self) -> bool:
-        return self.rule.limits()
-
     def checked(self, query: Tensor, key: Tensor) -> Selection:
         rule = self.rule.checked()
+        sizes, heads = len(rule.windows()), key.shape[-2]
+        if sizes > 1 and sizes != heads:
+            raise ValueError(
+                f"keep_window_size: got {sizes} sizes, expected one, or {heads} for as many key heads"
+            )
         if self.scores is None:
             return Selection(rule)
         checked = selection_scores_argument(self.scores, query, key)
@@ -55,17 +57,14 @@ def apply_selection(
     memo: results that the layers of one forward share, or None.
     """
     rule = selection.rule
-    if rule.recent_window > 0 and not visible.is_causal and visible.keys is None:
-        raise ValueError(
-            f"recent_window: got {rule.recent_window} without causality, expected is_causal=True, without which no key is "
-            "recent"
-        )
-    scores, allowed = _scores_and_allowed(query, key, visible.mask, bias, selection)
+    if visible.keys is None:
+        rule.check_causality(visible.is_causal)
+    scores, allowed = scores_and_allowed(query, key, visible.mask, bias, selection)
     if rule.has_room_for(key.shape[1]) and selection.scores is None:
         return visible  # a key whose bias is NaN is masked by it
     if query.shape[1] == 0:
         return visible
-    by_bias = selection.scores is None and visible.keys is None and allowed is None
+    by_bias = scores is bias and visible.keys is None and allowed is None
     by_bias = by_bias and rule.is_window() and rule.selection == "per_query"
     if uses_library_kernels and by_bias and broadcasts(scores.shape[1], key.shape[2]):
         return Visibility(None, visible.is_causal, TopKeysByBias(rule.keep_window_size))
@@ -107,6 +106,10 @@ def _select_among_intervals(
     """Selects the best of the keys that intervals show; `allowed`: a mask or a bias that hides some of them."""
     rule = selection.rule
     if rule.selection == "global":
+        if rule.widens():
+            raise ValueError(
+                "selection: got 'global' with recent_window or sink_tokens and key_intervals, expected 'per_query'"
+            )
         first, last = shown.intervals.unbind(-1)
         key_mask = first < last
         if allowed is not None:
@@ -233,7 +236,7 @@ def squeeze_query_dimension(scores: Tensor | None) -> Tensor | None:
     return scores.squeeze(2) if has_one_query else scores
 
 
-def _scores_and_allowed(query, key, mask, bias, selection: Selection):
+def scores_and_allowed(query, key, mask, bias, selection: Selection):
     """Scores [B, H, Sk], and the dense mask to choose under, or None for all keys."""
     seqlen_k = key.shape[1]
     name, scores, hiding = "attn_bias", bias, None
@@ -248,8 +251,11 @@ def _scores_and_allowed(query, key, mask, bias, selection: Selection):
             f"[B, H, {seqlen_k}] or [B, H, 1, {seqlen_k}]. For scores per pair, build a mask with "
             "flash_dmattn.utils.mask.create_mask"
         )
-    # A bias that masks hides its keys from the selection. Where it is the score, these are the worst keys anyway.
-    if scores is not bias and bias is not None:
+    # A bias that masks hides its keys from the selection. Where it is the score, these are the worst keys anyway, which
+    # sinks may not be.
+    if bias is not None and bias.dim() == 3 and selection.rule.sink_tokens > 0:
+        hiding = bias.detach()[:, :, None]
+    elif scores is not bias and bias is not None:
         if bias.dim() == 4:
             hiding = bias.detach()
         else:

@@ -37,7 +37,9 @@ def select_key_intervals(
     shift = key_length - query_length  # of rows to positions
     first = ranked - shift if is_causal else torch.zeros_like(ranked)
     # [heads or 1, 1]
-    window = torch.tensor(windows or [key_length], device=scores.device)[:, None]
+    # By fill, not from a list, whose copy to a GPU would wait.
+    sizes = windows or [key_length]
+    window = torch.stack([torch.full((1,), size, device=scores.device) for size in sizes])
     last = torch.where(rank < window, query_length, 0).expand_as(ranked)
     if is_causal and selection == "per_query" and any(0 < w < key_length for w in windows):
         # From the position of the window-th key that beats this one on, it is never visible again.

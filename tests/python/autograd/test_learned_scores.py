@@ -134,3 +134,15 @@ def test_bad_score_argument_raises_naming_it():
         make_scores(C, H, lambda hidden: hidden)(torch.randn(B, S, C))
     with pytest.raises(ValueError, match="score_input: got 'key', expected one of"):
         DynamicMaskAttention(C, 4, score_input="key")
+
+
+@pytest.mark.parametrize("score", ["gate", "linear", "doge"])
+def test_scores_initialised_on_meta_begin_like_others(score):
+    made = make_scores(C, 2, score)
+    empty = make_scores(C, 2, score, device="meta").to_empty(device="cpu")
+    for module in empty.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert torch.equal(empty.proj.bias, made.proj.bias)
+    if score != "gate":
+        assert torch.equal(empty.A, made.A)

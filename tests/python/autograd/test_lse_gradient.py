@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from flash_dmattn import (
     flash_dmattn_func,
@@ -11,6 +12,7 @@ from flash_dmattn import (
     sliding_window,
 )
 from flash_dmattn.keys.intervals import KeyIntervals
+from flash_dmattn.merge import add_sink
 
 BACKENDS = ["", "reference", "triton"]
 
@@ -201,6 +203,22 @@ def test_sink_equals_a_key_without_a_value(backend):
         assert torch.allclose(actual.double(), exact.double(), atol=2e-5)
 
 
+def test_sink_of_no_weight_changes_nothing():
+    out, lse = torch.zeros(1, 2, 1, 4), torch.tensor([[[0.5, -torch.inf]]], requires_grad=True)
+    sink = torch.tensor([-torch.inf], requires_grad=True)
+    changed, changed_lse = add_sink(out, lse, sink)
+    assert torch.equal(changed, out) and torch.equal(changed_lse, lse)
+    (changed.sum() + changed_lse[..., 0].sum()).backward()
+    assert lse.grad.isfinite().all()
+
+
+def test_lse_alone_is_differentiated_under_checkpointing():
+    q, k, v, bias = inputs()
+    attend = lambda q: flash_dmattn_func(q, k, v, attn_bias=bias, return_lse=True)[1]  # noqa: E731
+    torch.utils.checkpoint.checkpoint(attend, q, use_reentrant=False).sum().backward()
+    assert q.grad.isfinite().all() and q.grad.abs().sum() > 0
+
+
 def test_varlen_has_a_gradient_of_lse_and_sinks():
     q, k, v, _ = inputs(batch=1)
     sinks = torch.randn(4, requires_grad=True)
@@ -232,7 +250,7 @@ def test_varlen_has_a_gradient_of_lse_and_sinks():
         ("sink_logits: got torch.float32 of shape (3,)", lambda q: flash_dmattn_func(q, q, q, sink_logits=torch.zeros(3))),
         ("sink_logits: got list", lambda q: flash_dmattn_func(q, q, q, sink_logits=[0.0] * 2)),
         ("outs, lses: got 1 and 2", lambda q: merge_attention([q], [q, q])),
-        ("lses[0]: got shape (1, 9, 2, 8)", lambda q: merge_attention([q], [q])),
+        ("lses[0]: got torch.float32 of shape (1, 9, 2, 8)", lambda q: merge_attention([q], [q])),
     ],
 )  # fmt: skip
 def test_bad_argument_is_named(message, call):

@@ -289,6 +289,7 @@ def test_constructors_take_documents_masks_and_positions():
         ("keep_window_size: got -1", {"keep_window_size": [1, -1]}),
         ("keep_window_size: got None", {"keep_window_size": None}),
         ("cu_seqlens_q: got it without cu_seqlens_k", {"cu_seqlens_q": torch.tensor([0, 9])}),
+        ("keep_window_size: got b'12'", {"keep_window_size": b"12"}),
         ("key_positions: got torch.float32", {"key_positions": torch.zeros(9)}),
         ("key_positions: got torch.int64 of shape (8,)", {"key_positions": torch.arange(8)}),
         ("query_position: got -2", {"query_position": -2}),
@@ -310,7 +311,65 @@ def test_rule_without_a_limit_is_refused():
         flash_dmattn_func(q, q, q, is_causal=True, recent_window=4)
 
 
+def test_recent_keys_without_causality_are_refused_in_documents():
+    scores, offsets = torch.randn(1, 1, 9), torch.tensor([0, 4, 9])
+    with pytest.raises(ValueError, match="recent_window: got 2 with is_causal=False"):
+        select_key_intervals(scores, 1, recent_window=2, is_causal=False, cu_seqlens_k=offsets)
+
+
+def test_counts_beyond_int32_show_every_key():
+    scores = torch.randn(1, 1, 9)
+    everything = sliding_window(9, 9).to_mask()
+    for count in (2**31 - 1, 2**40, 2**63):
+        assert torch.equal(sliding_window(9, count).to_mask(), everything)
+        for places in ({}, {"query_position": 0}):
+            chosen = select_key_intervals(
+                scores, 0, recent_window=count, sink_tokens=count, **places
+            )
+            assert torch.equal(chosen.to_mask(), everything)
+        assert torch.equal(select_key_intervals(scores, count).to_mask(), everything)
+
+
+def test_window_of_no_keys_needs_no_scores():
+    q = torch.randn(1, 9, 2, 8)
+    assert (flash_dmattn_func(q, q, q, keep_window_size=0, is_causal=True) == 0).all()
+
+
+def test_sinks_are_keys_that_the_bias_shows():
+    q = torch.randn(1, 9, 2, 8)
+    bias = torch.zeros(1, 2, 9)
+    bias[..., :2] = -torch.inf
+    mask = torch.arange(9)[None] >= 2
+    options = {"is_causal": True, "keep_window_size": 0, "sink_tokens": 1}
+    by_mask = flash_dmattn_func(q, q, q, attn_mask=mask, **options)
+    assert torch.allclose(flash_dmattn_func(q, q, q, attn_bias=bias, **options), by_mask)
+
+
+@pytest.mark.parametrize("window", [3, 20])
+def test_varlen_chooses_by_scores_as_single_sequences_do(window):
+    """Scores that are NaN, and keys that the bias masks, are not chosen."""
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(14, heads, 16) for heads in (4, 2, 2))
+    scores, bias = torch.randn(14, 2), torch.randn(14, 2)
+    scores[torch.rand(14, 2) < 0.3] = torch.nan
+    bias[torch.rand(14, 2) < 0.3] = -torch.inf
+    offsets = torch.tensor([0, 14]).int()
+    options = {"is_causal": True, "keep_window_size": window}
+    packed = flash_dmattn_varlen_func(
+        q, k, v, offsets, offsets, attn_bias=bias, selection_scores=scores, **options
+    )
+    single = flash_dmattn_func(
+        q[None],
+        k[None],
+        v[None],
+        attn_bias=bias.t()[None],
+        selection_scores=scores.t()[None],
+        **options,
+    )
+    assert torch.allclose(packed, single[0], atol=1e-6)
+
+
 def test_rule_without_causality_is_refused():
     q = torch.randn(1, 9, 1, 8)
-    with pytest.raises(ValueError, match="recent_window: got 4 without causality"):
+    with pytest.raises(ValueError, match="recent_window: got 4 with is_causal=False"):
         flash_dmattn_func(q, q, q, recent_window=4, keep_window_size=0)

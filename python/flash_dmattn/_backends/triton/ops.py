@@ -135,10 +135,11 @@ def _setup_context(ctx, inputs, output):
 def _forward_derivative(ctx, dout, dlse, dlse_low, dflags):
     if dout is None and dlse is None:
         return (None,) * len(ctx.needs_input_grad)
+    saved = ctx.saved_tensors
     if dout is None:
-        dout = torch.zeros_like(ctx.saved_tensors[0])
+        dout = torch.zeros_like(saved[0])
     wanted = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4)]
-    gradients = backward(dout, *ctx.saved_tensors, dlse, *ctx.options, wanted)
+    gradients = backward(dout, *saved, dlse, *ctx.options, wanted)
     dq, dk, dv, dbias = (g if w else None for g, w in zip(gradients, wanted, strict=True))
     return dq, dk, dv, None, dbias, *(None,) * (len(ctx.needs_input_grad) - 5)
 
