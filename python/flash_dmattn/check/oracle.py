@@ -21,13 +21,13 @@ class Problem:
     k: Tensor
     v: Tensor
     dout: Tensor | None = None
-    dlse: Tensor | None = None  # [B, Hq, Sq]
     mask: Tensor | None = None
     bias: Tensor | None = None
     shown: Tensor | None = None
     causal: bool = False
     scale: float | None = None
     softcap: float = 0.0
+    dlse: Tensor | None = None  # [B, Hq, Sq]
 
 
 @dataclass
