@@ -62,13 +62,13 @@ def add_sink(out: Tensor, lse: Tensor, sink_logits: Tensor) -> tuple[Tensor, Ten
     return (share * out).to(out.dtype), torch.logaddexp(lse, sink)
 
 
-def check_sink_logits(sink_logits: Tensor, out: Tensor) -> None:
-    check_tensor(sink_logits, "sink_logits")
+def check_sink_logits(sink_logits: Tensor, out: Tensor, name: str = "sink_logits") -> None:
+    check_tensor(sink_logits, name)
     heads = out.shape[-2]
     if sink_logits.shape != (heads,) or not sink_logits.is_floating_point():
         raise ValueError(
-            f"sink_logits: got {sink_logits.dtype} of shape {tuple(sink_logits.shape)}, expected a floating dtype of "
+            f"{name}: got {sink_logits.dtype} of shape {tuple(sink_logits.shape)}, expected a floating dtype of "
             f"shape [Hq], ({heads},)"
         )
     if sink_logits.device != out.device:
-        raise TypeError(f"sink_logits: got a tensor on {sink_logits.device}, expected {out.device}")
+        raise TypeError(f"{name}: got a tensor on {sink_logits.device}, expected {out.device}")

@@ -11,12 +11,13 @@ from .._core.checks import (
     resolve_flag,
 )
 from .._core.numerics import Numerics, resolve_scale
-from ..dispatch import attention
+from ..dispatch import attention, with_lse
 from ..keys.intervals import KeyIntervals, intersect
 from ..keys.recognise import Memo, refuse_negative
 from ..keys.rule import KeySelection
 from ..keys.selection import Selection, select_elements, squeeze_query_dimension
 from ..keys.visibility import Visibility
+from ..merge import check_sink_logits
 from . import keywords, packed_sequences
 from .dtypes import cast_states, target_dtype
 from .masks import has_queries, is_causal_mask, is_key_mask, normalize_mask, window_mask
@@ -239,6 +240,7 @@ def _flash_dynamic_mask_attention_forward(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     memo: Memo | None = None,
     **kwargs,
 ) -> torch.Tensor:
@@ -274,6 +276,7 @@ def _flash_dynamic_mask_attention_forward(
             with other padding they raise.
         sliding_window: how many keys a query sees, itself included, where there is no mask; a mask
             already includes it.
+        s_aux: [Hq], a logit of each head that takes part in every softmax as a key without a value (sinks).
         memo: results that the layers of one forward share, or None.
         kwargs: see `keywords`.
 
@@ -308,6 +311,8 @@ def _flash_dynamic_mask_attention_forward(
         )
     if attention_bias is not None:
         attention_bias = check_bias(attention_bias, "attention_bias", query_states, key_states)
+    if s_aux is not None:
+        check_sink_logits(s_aux, query_states, "s_aux")
     if sliding_window is not None:
         check_count(sliding_window, "sliding_window")
     keep = _resolve_keep_window_size(keep_window_size, window_size, attention_bias)
@@ -347,6 +352,7 @@ def _flash_dynamic_mask_attention_forward(
             softmax_scale=softmax_scale,
             softcap=softcap,
             deterministic=deterministic,
+            sink_logits=s_aux,
         )
     if window is not None:
         attention_mask = window if sequences is None else intersect(window, sequences)
@@ -368,7 +374,7 @@ def _flash_dynamic_mask_attention_forward(
             has_no_queries = intervals is None and (mask is None or mask.dim() == 3)
             selection = "global" if has_no_queries else "per_query"
             selection = Selection(KeySelection(keep, selection), scores)
-    out, _ = attention(
+    out, statistics = attention(
         *states,
         bias,
         Visibility(mask, is_causal, intervals),
@@ -376,7 +382,7 @@ def _flash_dynamic_mask_attention_forward(
         Numerics.of(None, softmax_scale, softcap, "saturate", deterministic),
         memo=memo,
     )
-    return out
+    return with_lse(out, statistics, return_lse=False, sink_logits=s_aux)
 
 
 def _resolve_keep_window_size(

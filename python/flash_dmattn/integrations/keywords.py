@@ -26,7 +26,7 @@ BOOKKEEPING = frozenset(
     }
 )
 _PAGED = "continuous batching (a paged cache), which flash_dmattn does not support"
-_SINKS = "attention sinks, which flash_dmattn does not have"
+_SINKS = "attention sinks of each token, which flash_dmattn does not have"
 _SPARSE = "keys chosen by an indexer, which flash_dmattn does not take"
 _REASONS = {
     "block_indices": _SPARSE,
@@ -38,7 +38,6 @@ _REASONS = {
     "logits_indices": _PAGED,
     "page_table": _PAGED,
     "read_index": _PAGED,
-    "s_aux": _SINKS,
     "sinks": _SINKS,
     "write_index": _PAGED,
 }

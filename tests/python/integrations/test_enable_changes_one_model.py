@@ -56,7 +56,8 @@ def test_import_patches_only_what_compat_describes():
         [sys.executable, "-c", IMPORT], check=True, capture_output=True, text=True
     ).stdout
     assert printed.split() == [
-        "transformers.modeling_utils.PreTrainedModel.get_correct_attn_implementation"
+        "transformers.modeling_utils.PreTrainedModel._check_and_adjust_attn_implementation",
+        "transformers.modeling_utils.PreTrainedModel.get_correct_attn_implementation",
     ]
 
 

@@ -170,7 +170,7 @@ def heads_first():
         (ValueError, "block_table", torch.zeros(1, 1)),
         (ValueError, "cu_seq_lens_k", {"full_attention": torch.zeros(2)}),
         (ValueError, "max_length_k", {"full_attention": 3}),
-        (ValueError, "s_aux", torch.zeros(HQ)),
+        (ValueError, "s_aux", torch.zeros(HQ + 1)),
         (ValueError, "sinks", torch.zeros(HQ)),
         (ValueError, "head_mask", torch.ones(HQ)),
         (ValueError, "block_indices", torch.zeros(1)),

@@ -37,4 +37,4 @@ for _name in NAMES:
     AttentionMaskInterface.register(_name, registered_attention_mask)
 AttentionInterface.register(_DOGE_NAME, mask_driven_attention_forward)
 AttentionMaskInterface.register(_DOGE_NAME, key_interval_mask)
-wrap_implementation_setter(resolve_name)
+wrap_implementation_setter(resolve_name, {NAME: NAMES[-1]})

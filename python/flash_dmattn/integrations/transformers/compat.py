@@ -32,13 +32,23 @@ def pop_cache(options: dict) -> object | None:
     return cache
 
 
-def wrap_implementation_setter(resolve: Callable[[PreTrainedModel, str], str | None]) -> None:
+def wrap_implementation_setter(
+    resolve: Callable[[PreTrainedModel, str], str | None], aliases: Mapping[str, str]
+) -> None:
     """Lets `resolve(model, name)` replace the name of an attention implementation when it is set for a model.
 
     4.57 to 5.24: the registries of transformers never see the model for which a name is set, so that no
     implementation can refuse one. 5.x also takes every name with "flash" in it for a package of FlashAttention
-    and tries to load it. Remove when `AttentionInterface` has a hook that gets the model.
+    and tries to load it, before it asks a model that lists its own such packages (GPT-OSS): `aliases` are names without
+    that word. Remove when `AttentionInterface` has a hook that gets the model.
     """
+    check = PreTrainedModel._check_and_adjust_attn_implementation
+
+    @functools.wraps(check)
+    def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
+        return check(self, aliases.get(attn_implementation, attn_implementation), *args, **kwargs)
+
+    PreTrainedModel._check_and_adjust_attn_implementation = _check_and_adjust_attn_implementation
     original = PreTrainedModel.get_correct_attn_implementation
 
     @functools.wraps(original)

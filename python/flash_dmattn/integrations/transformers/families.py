@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
-_SINKS = "has attention sinks, which flash_dmattn does not have"
+_SINKS = "has attention sinks of each token, or an attention of its own with sinks"
 _INDEXER = (
     "adds the attention mask to the scores of an indexer; masks of flash_dmattn are key intervals"
 )
@@ -16,8 +16,7 @@ _ARITHMETIC = (
 _REASONS = {
     **dict.fromkeys(
         (
-            "deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "inkling2", "inkling2_loop",
-            "mimo_v2_flash", "openai_privacy_filter",
+            "deepseek_v4", "inkling2", "inkling2_loop",
         ),
         _SINKS,
     ),
