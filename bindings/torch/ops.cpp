@@ -214,7 +214,7 @@ Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
   return call;
 }
 
-// Of lse and lse_low.
+// The dtype of lse and lse_low.
 ScalarType row_type(const Problem& p) {
   return p.dtype == DType::f64 ? ScalarType::Double : ScalarType::Float;
 }

@@ -10,16 +10,16 @@
 #include "flash_dmattn/plan.h"
 #include "flash_dmattn/selection.h"
 
-// Calls whose arguments are checked, and for which backend, kernel and memory are decided, once, before the caller
-// allocates: `workspace_size`, `kernel_name` and `run` read one plan. Calls can be copied, and run more than once.
+// A call checks its arguments and decides backend, kernel and memory once, before the caller allocates:
+// `workspace_size`, `kernel_name` and `run` read one plan. Calls can be copied, and run more than once.
 //
 //   const ScheduleCall scheduling(problem, visibility, Direction::forward, execution);
 //   args.schedule = scheduling.build(allocate(scheduling.size()), allocate(scheduling.workspace_size()));
 //   const ForwardCall call(args, execution);
 //   call.run(allocate(call.workspace_size()));
 //
-// The functions of attention.h, schedule.h and selection.h that take their workspace from an Execution make such a call
-// each.
+// The functions of attention.h, schedule.h and selection.h that take their workspace from an Execution construct such a
+// call.
 namespace flash_dmattn {
 
 struct Backend;

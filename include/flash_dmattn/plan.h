@@ -8,9 +8,9 @@
 #include "flash_dmattn/execution.h"
 #include "flash_dmattn/schedule.h"
 
-// What a backend decides before the caller allocates memory, once: the kernel, and the layout of the workspace or of the
-// schedule. The content belongs to the library. A plan is a value, and points to nothing but what the arguments of its
-// call point to, so that a copy is as good as the plan.
+// A plan is the decision of a backend, made once, before the caller allocates memory: the kernel, and the layout of the
+// workspace or of the schedule. Its content is internal to the library. It is a value that holds no pointers except those
+// of the call's arguments, so a copy is as good as the original.
 namespace flash_dmattn {
 
 inline constexpr std::size_t plan_alignment = 128;  // of tensor maps in a plan

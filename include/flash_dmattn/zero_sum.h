@@ -7,7 +7,7 @@
 
 namespace flash_dmattn {
 
-// A gradient of scores whose rows have to sum to 0, as that of scores to which a softmax over the keys is invariant.
+// A gradient of scores whose rows have to sum to 0, because a softmax ignores what all scores of a row share.
 struct ZeroSumArgs {
   Device device = Device::cuda;     // of both arrays
   const float* gradient = nullptr;  // [rows, columns] dense
@@ -16,8 +16,8 @@ struct ZeroSumArgs {
   std::int64_t columns = -1;
 };
 
-// Subtracts the mean of each row's nonzero elements from these elements, limited to the largest float. GPU only; the call
-// only enqueues work.
+// Subtracts the mean of each row's nonzero elements from these elements. Results are limited to the largest float. Only
+// GPUs have it, and the call only enqueues work.
 void zero_sum(const ZeroSumArgs& args, const Execution& execution);
 
 }  // namespace flash_dmattn
