@@ -230,8 +230,7 @@ class _Maker:
         if kind in ("per_query", "global"):
             scores = self._below(64, batch, heads, self.seqlen_k) / 16
             return select_key_intervals(
-                scores, self.window, selection=kind, is_causal=self.causal,
-                query_length=self.seqlen_q,
+                scores, **self._rule(), selection=kind, is_causal=self.causal, query_length=self.seqlen_q
             )  # fmt: skip
         shift = self.seqlen_k - self.seqlen_q
         keys = torch.arange(self.seqlen_k).expand(batch, heads, -1)
@@ -255,6 +254,17 @@ class _Maker:
             raise ValueError(f"intervals: no {kind!r}")
         intervals = torch.stack([first, last], -1).clamp(0, self.seqlen_q)
         return KeyIntervals(intervals.int(), self.seqlen_q)
+
+    def _rule(self) -> dict[str, object]:
+        kind = self.row["rule"]
+        rule = {"keep_window_size": self.window, "recent_window": 24, "sink_tokens": 3}
+        if kind == "none":
+            return {"keep_window_size": self.window}
+        if kind == "threshold":
+            return rule | {"keep_window_size": None, "score_threshold": 1.0}
+        if kind in ("recent", "delayed"):
+            return rule | {"recent_competes": kind == "recent"}
+        raise ValueError(f"rule: no {kind!r}")
 
     def _end_outside(self, shape) -> Tensor:
         """Random interval ends; half lie far outside the queries."""

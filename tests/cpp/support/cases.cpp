@@ -72,6 +72,7 @@ Case parse(const CaseWords& words) {
     p.intervals_shape = {shape[0], shape[1]};
   }
   c.window = integer("window");
+  c.rule = word("rule");
   c.inputs = word("inputs");
   c.layout = one_of<Layout>(word("layout"), {{"contiguous", Layout::contiguous},
                                              {"permuted", Layout::permuted},

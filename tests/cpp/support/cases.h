@@ -19,6 +19,7 @@ struct Case {
   std::string bias_fill;
   std::string intervals;  // the kind of intervals; "none"
   std::int64_t window = 0;
+  std::string rule;
   std::string inputs;
   Layout layout = Layout::contiguous;
   bool has_dlse = false;
