@@ -81,3 +81,13 @@ def test_constant_gate_equals_alibi():
     expected = flash_dmattn_func(q, k, v, attn_bias=bias[None], is_causal=True)
     out = forgetting_attention(q, k, v, -slopes.expand(B, N, HQ))
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_soft_phase_adds_gates_to_old_keys():
+    """DMS, WG-KV, SP-KV in training: every key is visible, and the gates of recent ones do not count."""
+    q, k, v = (torch.randn(B, N, heads, D) for heads in (HQ, HKV, HKV))
+    gates = torch.nn.functional.logsigmoid(torch.randn(B, HKV, N))
+    actual = flash_dmattn_func(q, k, v, attn_bias=gates, bias_delay=W, is_causal=True)
+    bias = gates[:, :, None] * (distance() >= W)
+    expected = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True)
+    assert torch.allclose(actual, expected, atol=2e-6)
