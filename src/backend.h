@@ -69,7 +69,7 @@ struct Backend {
   BackendInfo (*info)();
   // The kernels that compute a problem; null, with the reason, if the backend has none.
   const KernelSet* (*find_kernels)(const Problem&, Direction, std::string& reason);
-  // Of the problem's intervals or key list. The API fills in what the schedule was built for.
+  // Plans the schedule of the problem's intervals or key list. The API fills in what it was built for.
   void (*plan_schedule)(const KernelSet&, const Problem&, const Visibility&, Direction,
                         const Execution&, SchedulePlan&);
   // Outputs without data are not known yet: the workspace suffices for any. A run writes none of them.

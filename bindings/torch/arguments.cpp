@@ -124,7 +124,7 @@ void ask_for_huge_pages([[maybe_unused]] void* begin, [[maybe_unused]] std::size
 #endif
 }
 
-// Of up to 4 dimensions.
+// The strides of a dense array of up to 4 dimensions.
 std::array<std::int64_t, 4> contiguous_strides(torch::headeronly::IntHeaderOnlyArrayRef shape) {
   std::array<std::int64_t, 4> strides{};
   std::int64_t stride = 1;

@@ -45,7 +45,7 @@ void expect(const Tensor& tensor, const char* name, std::initializer_list<std::i
   expect_on_device_of(tensor, name, like, "k_cache");
 }
 
-// Of an array that is changed in place, so that no copy can make it dense.
+// The array is changed in place, so that no copy can make it dense.
 void expect_dense(const Tensor& tensor, const char* name, std::initializer_list<std::int64_t> shape,
                   ScalarType type, const Tensor& like) {
   expect(tensor, name, shape, type, like);

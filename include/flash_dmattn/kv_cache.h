@@ -26,7 +26,7 @@
 //   speculation          the same, and commit as many tokens as were accepted
 //   decoding             DecodeStepCall: inserts a token, evicts the worst, attends, in one call
 //
-// What needs a workspace is a call of calls.h, made of its arguments here.
+// The functions that need a workspace are calls of calls.h. Their arguments are below.
 //
 // A slot carries (score, position), as the order of slots has no meaning: a key beats another when its score is
 // higher, or equal and its position is larger. A key with a NaN score never enters and beats nobody, and neither
@@ -131,8 +131,8 @@ struct AppendArgs {
 };
 void append(const AppendArgs& args, const Execution& execution, std::string_view backend = {});
 
-// Of PendingIntervalsCall: the slots that the last `seqlen_q` pending tokens see as queries, one interval for each of w + pending slots.
-// Slots are in no order, so the intervals contain causality: the attention over them is not `causal`.
+// PendingIntervalsCall finds the slots that the last `seqlen_q` pending tokens see as queries, one interval for each of
+// w + pending slots. Slots are in no order, so the intervals contain causality: the attention over them is not `causal`.
 struct PendingIntervalsArgs {
   KvCache cache{};
   std::int64_t seqlen_q = -1;        // <= cache.pending
@@ -150,8 +150,8 @@ Problem pending_problem(const KvCache& cache, std::int64_t heads_q, std::int64_t
 Inputs pending_inputs(const KvCache& cache, const ConstTensor4& q, std::int64_t seqlen_q,
                       const KeyInterval* intervals, ScoreUse use = ScoreUse::choose_and_bias);
 
-// Of CommitCall: the first keep[b] pending tokens of row b enter the slots in their order, each evicting the worst key once all
-// slots are taken; the others are dropped. No token is pending afterwards: cache.pending = 0.
+// CommitCall lets the first keep[b] pending tokens of row b enter the slots in their order, each evicting the worst key
+// once all slots are taken, and drops the others. No token is pending afterwards: cache.pending = 0.
 struct CommitArgs {
   KvCache cache{};
   const std::int32_t* keep = nullptr;  // [B], each in [0, cache.pending]; null: all
@@ -159,8 +159,8 @@ struct CommitArgs {
 
 // ---- Decoding ------------------------------------------------------------------------------------
 
-// Of DecodeStepCall, one token of every row: it is inserted and the worst key evicted, then its query attends to the slots. The token may
-// be the one that is evicted, and is then invisible to its own query. No token may be pending.
+// DecodeStepCall inserts one token of every row and evicts the worst key, then the token's query attends to the slots.
+// The token may be the one that is evicted, and is then invisible to its own query. No token may be pending.
 struct DecodeStepArgs {
   KvCache cache{};
   std::int64_t heads_q = -1;

@@ -8,12 +8,13 @@
 #include "flash_dmattn/execution.h"
 #include "flash_dmattn/schedule.h"
 
-// What a backend decides before the caller allocates memory, once: the kernel, and the layout of the workspace or of the
-// schedule. The content belongs to the library. A plan is a value, and points to nothing but what the arguments of its
+// A backend decides the kernel, and the layout of the workspace or of the schedule, once, before the caller allocates
+// memory, and writes it to a plan. The content belongs to the library. A plan is a value, and points to nothing but what the arguments of its
 // call point to, so that a copy is as good as the plan.
 namespace flash_dmattn {
 
-inline constexpr std::size_t plan_alignment = 128;  // of tensor maps in a plan
+// A plan may hold tensor maps, which the GPU reads at addresses aligned to 64 bytes and CUDA 13 declares with 128.
+inline constexpr std::size_t plan_alignment = 128;
 
 template <class Args>
 struct Plan {
