@@ -11,7 +11,8 @@
 #include "flash_dmattn/selection.h"
 
 // Calls whose arguments are checked, and for which backend, kernel and memory are decided, once, before the caller
-// allocates: `workspace_size`, `kernel_name` and `run` read one plan. Calls can be copied, and run more than once.
+// allocates: `workspace_size`, `kernel_name` and `run` read one plan. Calls can be copied, and run more than once. On a
+// GPU a call is for the device that was current when it was made: on another one it throws std::runtime_error.
 //
 //   const ScheduleCall scheduling(problem, visibility, Direction::forward, execution);
 //   args.schedule = scheduling.build(allocate(scheduling.size()), allocate(scheduling.workspace_size()));
