@@ -57,6 +57,13 @@ inline void require_pointer(std::string_view argument, const void* pointer, bool
   if (needed && pointer == nullptr) throw InvalidArgument(argument, "null", "a pointer");
 }
 
+inline void require_aligned(std::string_view argument, const void* pointer, std::size_t alignment) {
+  const std::size_t excess = reinterpret_cast<std::uintptr_t>(pointer) % alignment;
+  if (excess == 0) return;
+  throw InvalidArgument(argument, "an address " + std::to_string(excess) + " bytes off alignment",
+                        "an address aligned to " + std::to_string(alignment) + " bytes");
+}
+
 inline void require_workers(const Execution& execution) {
   if (execution.workers < 1) {
     throw InvalidArgument("execution.workers", std::to_string(execution.workers), "at least 1");
@@ -68,14 +75,9 @@ inline void require_workspace(const Execution& execution, std::size_t bytes) {
     throw InvalidArgument("execution.workspace_bytes", std::to_string(execution.workspace_bytes),
                           "at least " + std::to_string(bytes));
   }
-  require_pointer("execution.workspace", execution.workspace, bytes > 0);
-  const auto address = reinterpret_cast<std::uintptr_t>(execution.workspace);
-  if (bytes > 0 && address % workspace_alignment != 0) {
-    throw InvalidArgument(
-        "execution.workspace",
-        "an address " + std::to_string(address % workspace_alignment) + " bytes off alignment",
-        "an address aligned to " + std::to_string(workspace_alignment) + " bytes");
-  }
+  if (bytes == 0) return;
+  require_pointer("execution.workspace", execution.workspace, true);
+  require_aligned("execution.workspace", execution.workspace, workspace_alignment);
 }
 
 // Memory of a schedule.

@@ -67,4 +67,10 @@ struct DirectCall {
   void run(const Args& args, const Execution& execution) const { function(args, execution); }
 };
 
+// The workspace size of a DirectCall that needs none.
+template <class Args>
+std::size_t no_workspace(const Args&, const Execution&) {
+  return 0;
+}
+
 }  // namespace flash_dmattn

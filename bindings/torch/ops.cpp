@@ -10,7 +10,8 @@
 #include "selection_ops.h"
 
 // The torch operators. Each one checks its tensors, makes the structs of the C++ API, allocates outputs
-// and workspace from torch, and calls. Derivatives and shape inference are in python/flash_dmattn/_core/ops.py.
+// and workspace from torch, and calls. Derivatives are in python/flash_dmattn/_core/autograd.py,
+// shapes in python/flash_dmattn/_core/shapes.py.
 namespace flash_dmattn::binding {
 namespace {
 

@@ -22,7 +22,7 @@
 //   p_ij   = exp(s_ij - lse_i) where visible, else 0           lse_i = log sum_j exp s_ij
 //   out_i  = sum_j p_ij v_j
 //
-//   dp_ij  = dout_i . v_j                                      delta_i = dout_i . out_i
+//   dp_ij  = dout_i . v_j                                      delta_i = dout_i . out_i - dlse_i
 //   ds_ij  = p_ij (dp_ij - delta_i), 0 wherever p_ij is 0      dbias = ds, summed over what broadcast
 //   dt_ij  = ds_ij (1 - tanh^2(scale q_i . k_j / c))           (dt = ds without softcap)
 //   dq_i   = scale sum_j dt_ij k_j,  dk_j = scale sum_i dt_ij q_i,  dv_j = sum_i p_ij dout_i

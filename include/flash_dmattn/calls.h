@@ -12,6 +12,7 @@
 
 // A call checks its arguments and decides backend, kernel and memory once, before the caller allocates:
 // `workspace_size`, `kernel_name` and `run` read one plan. Calls can be copied, and run more than once.
+// On a GPU a call is for the device that was current when it was made: on another one it throws std::runtime_error.
 //
 //   const ScheduleCall scheduling(problem, visibility, Direction::forward, execution);
 //   args.schedule = scheduling.build(allocate(scheduling.size()), allocate(scheduling.workspace_size()));

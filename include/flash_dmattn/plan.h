@@ -13,7 +13,8 @@
 // of the call's arguments, so a copy is as good as the original.
 namespace flash_dmattn {
 
-inline constexpr std::size_t plan_alignment = 128;  // of tensor maps in a plan
+// A plan may hold tensor maps, which the GPU reads at addresses aligned to 64 bytes and CUDA 13 declares with 128.
+inline constexpr std::size_t plan_alignment = 128;
 
 template <class Args>
 struct Plan {

@@ -10,8 +10,8 @@ namespace flash_dmattn {
 
 // The treatment of non-finite values. Finite inputs give finite results either way up to overflow.
 enum class NonFinite : std::uint8_t {
-  // Non-finite elements of dout count as 0. Gradients saturate on conversion: bf16 at +-1.69e38 (half
-  // its maximum), f16 at +-65504, f32 at its maximum; a NaN becomes the positive limit. On a GPU dt
+  // Non-finite elements of dout and dlse count as 0. Gradients saturate on conversion: bf16 at +-1.69e38
+  // (half its maximum), f16 at +-65504, f32 at its maximum; a NaN becomes the positive limit. On a GPU dt
   // saturates in the same way before it is multiplied in low precision; on the CPU only stored
   // results are limited. out saturates at its dtype's maximum.
   saturate,

@@ -27,7 +27,7 @@ inline constexpr std::int64_t every_key = std::numeric_limits<std::int64_t>::max
 // Sinks do not compete. A key beats another when its score is higher, or equal and the key is more recent (larger j).
 // Without `causal`, every query may see every key, per_query equals global, and no key is recent.
 struct KeySelection {
-  std::int64_t window = -1;  // w >= 0, or every_key; to be given
+  std::int64_t window = -1;  // w >= 0, or every_key; to be given unless head_windows is
   Selection selection = Selection::per_query;
   std::int64_t recent_window = 0;  // W >= 0; above 0 with `causal` only
   // True: a key competes from the moment it is written, so that a query sees the recent keys and the w best of all.
@@ -35,8 +35,9 @@ struct KeySelection {
   bool recent_competes = true;
   std::int64_t sink_tokens = 0;  // s >= 0
   double score_threshold = -std::numeric_limits<double>::infinity();
-  const std::int64_t* head_windows =
-      nullptr;  // [heads] in host memory: w of each head; null: `window` for all
+  // [heads] in host memory: w of each head; null: `window` for all. A call of calls.h reads it when it is made and when
+  // it runs, so it must be valid and unchanged until the call has run.
+  const std::int64_t* head_windows = nullptr;
 
   bool operator==(const KeySelection&) const = default;
 };
@@ -120,7 +121,7 @@ std::size_t rank_workspace_size(const RankArgs& args);
 // workspace.
 void rank_keys(const RankArgs& args, const Execution& execution);
 
-// Bound of the intervals that select_key_intervals writes for these arguments.
+// Bound of the intervals that select_key_intervals writes for these arguments. Throws InvalidArgument.
 KeyBound key_bound(const SelectionArgs& args);
 
 // Arguments of measure_key_bound.

@@ -121,11 +121,7 @@ ScheduleCall::ScheduleCall(const Problem& problem, const Visibility& visibility,
 
 Schedule ScheduleCall::build(std::span<std::byte> memory, std::span<std::byte> workspace) const {
   const Execution execution = with_workspace(execution_, workspace, plan_.workspace_size);
-  if (reinterpret_cast<std::uintptr_t>(memory.data()) % workspace_alignment != 0) {
-    throw InvalidArgument(
-        "memory", "a misaligned address",
-        "an address aligned to " + std::to_string(workspace_alignment) + " bytes");
-  }
+  require_aligned("memory", memory.data(), workspace_alignment);
   return stamped(ScheduleContents::of(plan_.build(plan_, memory, execution)), problem_, *backend_);
 }
 

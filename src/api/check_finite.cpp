@@ -98,11 +98,15 @@ struct Stage {
     check(tensor_name, tensor, {p.batch, p.seqlen_k, p.heads_kv, p.head_dim}, p.dtype);
   }
 
-  void check_lse(const ConstRowValues& lse) const {
+  void check_rows(std::string_view values_name, const ConstRowValues& values,
+                  Accept accept = Accept::finite) const {
     const Problem& p = problem;
     const Shape4 shape = {1, p.batch, p.heads_q, p.seqlen_q};
-    check("lse", {lse.data, contiguous_strides(shape)}, shape, lse.dtype,
-          Accept::finite_and_minus_inf, 3);
+    check(values_name, {values.data, contiguous_strides(shape)}, shape, values.dtype, accept, 3);
+  }
+
+  void check_lse(const ConstRowValues& lse) const {
+    check_rows("lse", lse, Accept::finite_and_minus_inf);
   }
 
   void check_shared(const Inputs& in) const {
@@ -112,10 +116,6 @@ struct Stage {
     check("bias", in.bias, problem.bias_shape, problem.bias_dtype, Accept::finite_and_minus_inf);
   }
 };
-
-}  // namespace
-
-namespace {
 
 std::atomic<bool>& check_finite() {
   static std::atomic<bool> enabled = [] {
@@ -153,6 +153,7 @@ void check_inputs_finite(const BackwardArgs& args, const Execution& execution) {
   stage.check_query("out", args.out);
   stage.check_lse(args.lse);
   stage.check_query("dout", args.dout);
+  stage.check_rows("dlse", args.dlse);
 }
 
 void check_outputs_finite(const BackwardArgs& args, const Execution& execution) {

@@ -10,6 +10,7 @@
 #include "api/validate_kv_cache.h"
 #include "arguments.h"
 #include "backend.h"
+#include "kv_cache_views.h"
 #include "workspace_allocator.h"
 
 // The functions of kv_cache.h: one check of every argument, then the first backend that keeps such caches.
@@ -105,11 +106,7 @@ KvCache kv_cache_in(std::span<std::byte> memory, const KvCacheShape& shape) {
     throw InvalidArgument("memory", std::to_string(memory.size()) + " bytes",
                           "at least " + std::to_string(bytes) + " (kv_cache_size)");
   }
-  if (reinterpret_cast<std::uintptr_t>(memory.data()) % workspace_alignment != 0) {
-    throw InvalidArgument(
-        "memory", "a misaligned address",
-        "an address aligned to " + std::to_string(workspace_alignment) + " bytes");
-  }
+  require_aligned("memory", memory.data(), workspace_alignment);
   WorkspaceAllocator allocator(memory.data());
   return lay_out(allocator, shape);
 }
@@ -167,9 +164,6 @@ Problem pending_problem(const KvCache& cache, std::int64_t heads_q, std::int64_t
 Inputs pending_inputs(const KvCache& cache, const ConstTensor4& q, std::int64_t seqlen_q,
                       const KeyInterval* intervals, ScoreUse use) {
   const KvCacheShape& s = cache.shape;
-  const auto by_token = [](const Tensor4& t) {  // [B, slots, Hkv, D]
-    return ConstTensor4{t.data, {t.stride[0], t.stride[2], t.stride[1], t.stride[3]}};
-  };
   Inputs in{.q = q, .k = by_token(cache.k), .v = by_token(cache.v)};
   if (use == ScoreUse::choose_and_bias) {
     in.bias = {cache.scores, {s.heads_kv * s.slots(), s.slots(), 0, 1}};

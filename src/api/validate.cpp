@@ -212,10 +212,7 @@ KeyList validated_key_list(const Problem& p, const KeyList& list) {
     throw InvalidArgument("visibility.key_list.stride", std::to_string(list.stride),
                           "a positive multiple of 4");
   }
-  if (reinterpret_cast<std::uintptr_t>(list.keys) % 16 != 0) {
-    throw InvalidArgument("visibility.key_list", "a misaligned address",
-                          "keys aligned to 16 bytes");
-  }
+  require_aligned("visibility.key_list", list.keys, 16);
   return list;
 }
 

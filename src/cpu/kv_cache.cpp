@@ -312,6 +312,8 @@ struct DecodeStepCall {
     attention.run(attention_of(args), execution);
   }
 
+  std::string kernel_name() const { return attention.kernel_name(); }
+
  private:
   static ForwardArgs checked(const DecodeStepArgs& args) {
     const KvCacheShape& s = args.cache.shape;

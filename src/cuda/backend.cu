@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "cuda/attention/params.h"
+#include "cuda/device_plan.h"
 #include "cuda/kv_cache/kv_cache.h"
 #include "cuda/schedule/schedule.h"
 #include "cuda/selection/selection.h"
@@ -78,7 +79,7 @@ const KernelSet* find_kernels(const Problem& p, Direction direction, std::string
 }
 
 template <class Args>
-void plan(const KernelSet& set, const Args& args, const Execution&, Plan<Args>& plan) {
+void plan_attention(const KernelSet& set, const Args& args, const Execution&, Plan<Args>& plan) {
   kernels_of<Kernels<Args>>(set).plan(args, current_device(), plan);
 }
 
@@ -89,7 +90,8 @@ void plan(const KernelSet& set, const Args& args, const Execution&, Plan<Args>& 
 void plan_schedule(const KernelSet& set, const Problem& p, const Visibility& visibility,
                    Direction direction, const Execution&, SchedulePlan& plan) {
   if (p.key_list_shape[0] != 0) {
-    return make_schedule_plan(ListSchedule(p, visibility, direction, query_tile_rows, true), plan);
+    return make_schedule_plan(
+        OnDevice(ListSchedule(p, visibility, direction, query_tile_rows, true)), plan);
   }
   std::string unused;
   ScheduleForm form, other_form;
@@ -103,10 +105,11 @@ void plan_schedule(const KernelSet& set, const Problem& p, const Visibility& vis
   switch (form.kind) {
     case ScheduleKind::query_tile_lists:
       return make_schedule_plan(
-          ListSchedule(p, visibility, direction, form.tile_rows, form == other_form), plan);
+          OnDevice(ListSchedule(p, visibility, direction, form.tile_rows, form == other_form)),
+          plan);
     case ScheduleKind::key_slots:
       return make_schedule_plan(
-          SlotSchedule(p, visibility, direction, {form.tile_rows, form.segments}), plan);
+          OnDevice(SlotSchedule(p, visibility, direction, {form.tile_rows, form.segments})), plan);
     default: throw std::logic_error("a family of kernels names a schedule that it cannot have");
   }
 }
@@ -189,8 +192,8 @@ const Backend cuda_backend = {
     .info = cuda::info,
     .find_kernels = cuda::find_kernels,
     .plan_schedule = cuda::plan_schedule,
-    .plan_forward = cuda::plan<ForwardArgs>,
-    .plan_backward = cuda::plan<BackwardArgs>,
+    .plan_forward = cuda::plan_attention<ForwardArgs>,
+    .plan_backward = cuda::plan_attention<BackwardArgs>,
     .kernels = cuda::kernel_names,
     .needs_schedule = false,
     .selection = &cuda::selection_backend,

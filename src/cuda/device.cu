@@ -4,6 +4,7 @@
 #include <charconv>
 #include <cstdlib>
 #include <limits>
+#include <stdexcept>
 #include <system_error>
 
 #include "cuda/primitives/launch.h"
@@ -80,6 +81,13 @@ const std::string& decline_driver() {
 const DeviceProperties& current_device() {
   static PerDevice<DeviceProperties> known;
   return known.get(read_properties);
+}
+
+void require_current_device(int planned) {
+  const int current = current_device().index;
+  if (current == planned) return;
+  throw std::runtime_error("CUDA: the call was planned for device " + std::to_string(planned) +
+                           ", and the current device is " + std::to_string(current));
 }
 
 std::string compute_capability(const DeviceProperties& device) {

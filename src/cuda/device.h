@@ -26,6 +26,9 @@ const std::string& decline_driver();
 // The properties of the current device. Throws CudaError if there is none.
 const DeviceProperties& current_device();
 
+// Throws std::runtime_error if the device with this index is not the current device.
+void require_current_device(int planned);
+
 // Formats the compute capability, as in "9.0".
 std::string compute_capability(const DeviceProperties& device);
 

@@ -247,11 +247,6 @@ struct DecodeStepCall {
   }
 };
 
-template <class Args>
-std::size_t no_workspace(const Args&, const Execution&) {
-  return 0;
-}
-
 }  // namespace
 
 const KvBackend kv_backend = {

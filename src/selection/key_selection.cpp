@@ -17,9 +17,12 @@ void require_window(std::string_view argument, std::int64_t window) {
 
 void require_key_selection(const SelectionArgs& args) {
   const KeySelection& keep = args.keep;
-  require_window("window", keep.window);
-  for (std::int64_t h = 0; keep.head_windows != nullptr && h < args.heads; ++h) {
-    require_window("head_windows", keep.head_windows[h]);
+  if (keep.head_windows == nullptr) {
+    require_window("window", keep.window);
+  } else {
+    for (std::int64_t h = 0; h < args.heads; ++h) {
+      require_window("head_windows", keep.head_windows[h]);
+    }
   }
   if (keep.selection != Selection::per_query && keep.selection != Selection::global) {
     throw InvalidArgument("selection", std::to_string(static_cast<int>(keep.selection)),
@@ -52,6 +55,9 @@ std::int64_t widest_window(const SelectionArgs& args) {
 // A query sees its window, the recent keys and the sinks; each following query one more key. The keys that compete
 // later than they are written have been counted as recent ones.
 KeyBound key_bound(const SelectionArgs& args) {
+  require_length("heads", args.heads);
+  require_length("seqlen_k", args.seqlen_k);
+  require_key_selection(args);
   const KeySelection& keep = args.keep;
   const bool arriving = args.causal && keep.selection == Selection::per_query;
   const bool is_recent = keep.recent_window > 0;

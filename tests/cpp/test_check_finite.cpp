@@ -31,6 +31,7 @@ class CheckFinite : public ::testing::TestWithParam<const char*> {
                         {"bias_fill", "inf"},  // -inf here and there, which is no error
                         {"mask", "11q1"},
                         {"mask_fill", "full"},
+                        {"dlse", "normal"},
                         {"layout", "padded"},
                         {"nonfinite", "propagate"}})),
         results(data) {
@@ -79,6 +80,8 @@ TEST_P(CheckFinite, NonFiniteInputIsNamed) {
   expect_forward_error(data.bias, {0, 1, 0, 5}, nan, "forward input bias[0, 1, 0, 5] is nan");
   EXPECT_TRUE(results.out.same_bits(Results(data).out)) << "written in spite of a bad input";
   forward();
+  data.dlse.set({1, 3, 2, 0}, -infinity);
+  expect_error([&] { backward(); }, "backward input dlse[1, 3, 2] is -inf");
   data.dout.set({0, 1, 2, 3}, nan);
   expect_error([&] { backward(); }, "backward input dout[0, 1, 2, 3] is nan");
   EXPECT_TRUE(results.dq.same_bits(Results(data).dq)) << "written in spite of a bad input";

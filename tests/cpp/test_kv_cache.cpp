@@ -299,6 +299,14 @@ TEST(KvCacheArguments, CheckModeNamesNonFiniteToken) {
   EXPECT_EQ(calls.cache.seen[0], 0);
 }
 
+TEST(KvCache, DecodeStepNamesItsKernel) {
+  const KvCalls calls;
+  const DecodeStepCall step(calls.step_args, calls.execution, "cpu");
+  const std::vector<std::string> names = kernel_names("cpu");
+  EXPECT_NE(std::find(names.begin(), names.end(), step.kernel_name()), names.end())
+      << step.kernel_name();
+}
+
 TEST(KvCacheArguments, OtherDeviceIsDeclinedWithReason) {
   KvCacheShape shape{.batch = 1, .heads_kv = 1, .window = 4, .head_dim = 8, .dtype = DType::f32};
   EXPECT_EQ(supports(shape), "");

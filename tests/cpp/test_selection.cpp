@@ -367,13 +367,18 @@ class SelectionArguments : public ::testing::Test {
     execution_.workspace_bytes = workspace_.size();
   }
 
-  void expect_rejected(const std::string& argument) {
+  template <class Call>
+  static void expect_error(const std::string& argument, const Call& call) {
     try {
-      select_key_intervals(args_, execution_);
+      call();
       FAIL() << "accepted a bad " << argument;
     } catch (const InvalidArgument& error) {
       EXPECT_EQ(error.argument(), argument) << error.what();
     }
+  }
+
+  void expect_rejected(const std::string& argument) {
+    expect_error(argument, [&] { select_key_intervals(args_, execution_); });
     for (const KeyInterval& interval : intervals_) EXPECT_EQ(interval.first, -7);
   }
 
@@ -420,6 +425,26 @@ TEST_F(SelectionArguments, InvalidArgumentThrows) {
   with([&] { execution_.workspace_bytes = 0; }, "execution.workspace_bytes");
   with([&] { execution_.workspace = nullptr; }, "execution.workspace");
   with([&] { execution_.workspace = workspace_.data() + 1; }, "execution.workspace");
+}
+
+TEST_F(SelectionArguments, WindowIsNotReadWhereHeadsHaveWindows) {
+  const std::int64_t windows[] = {2};
+  args_.keep.window = KeySelection{}.window;
+  args_.keep.head_windows = windows;
+  EXPECT_NO_THROW(select_workspace_size(args_, execution_));
+  EXPECT_EQ(key_bound(args_).base, 2);
+}
+
+TEST_F(SelectionArguments, BoundOfInvalidArgumentThrows) {
+  const SelectionArgs good = args_;
+  const auto with = [&](auto change, const std::string& argument) {
+    args_ = good;
+    change();
+    expect_error(argument, [&] { key_bound(args_); });
+  };
+  with([&] { args_.heads = -1; }, "heads");
+  with([&] { args_.seqlen_k = -1; }, "seqlen_k");
+  with([&] { args_.keep.window = -1; }, "window");
 }
 
 }  // namespace

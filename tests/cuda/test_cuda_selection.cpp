@@ -2,11 +2,13 @@
 
 #include <cmath>
 #include <limits>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "cuda/selection/selection.h"
 #include "device.h"
+#include "flash_dmattn/calls.h"
 #include "flash_dmattn/error.h"
 #include "float_types.h"
 #include "support/key_selection.h"
@@ -105,17 +107,18 @@ class Comparison {
     scores.upload(this->scores());
     mask.upload(mask_.data());
     SelectionArgs on_device = args_;
+    on_device.device = Device::cuda;
     on_device.scores = scores.data();
     if (layout_.mask_one_in > 0) {
       on_device.key_mask = reinterpret_cast<const std::uint8_t*>(mask.data());
     }
     on_device.intervals = reinterpret_cast<KeyInterval*>(intervals.data());
-    const std::size_t bytes = cuda::select_workspace_size(on_device);
-    DeviceBuffer workspace(bytes);
     Execution execution;
+    const std::size_t bytes = select_workspace_size(on_device, execution);
+    DeviceBuffer workspace(bytes);
     execution.workspace = workspace.data();
     execution.workspace_bytes = bytes;
-    cuda::select_key_intervals(on_device, execution);
+    select_key_intervals(on_device, execution);
     compare_intervals(intervals);
     if (!::testing::Test::HasFatalFailure() && tile_rows > 0)
       compare_tile_lists(on_device.intervals);
@@ -339,10 +342,11 @@ TEST_F(CudaSelection, GraphReplayMatchesCpu) {
   Comparison comparison(args, Scores::normal, {}, random);
   DeviceBuffer scores(comparison.scores_bytes());
   DeviceBuffer intervals(4 * 20000 * sizeof(KeyInterval));
+  args.device = Device::cuda;
   args.scores = scores.data();
   args.scores_stride = {4 * 20000, 20000, 1};
   args.intervals = reinterpret_cast<KeyInterval*>(intervals.data());
-  const std::size_t bytes = cuda::select_workspace_size(args);
+  const std::size_t bytes = select_workspace_size(args, Execution{});
   DeviceBuffer workspace(bytes);
   cudaStream_t stream = nullptr;
   check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -353,7 +357,7 @@ TEST_F(CudaSelection, GraphReplayMatchesCpu) {
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t replay = nullptr;
   check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  cuda::select_key_intervals(args, execution);
+  select_key_intervals(args, execution);
   check_cuda(cudaStreamEndCapture(stream, &graph));
   check_cuda(cudaGraphInstantiate(&replay, graph, 0));
   for (int i = 0; i < 3; ++i) {
@@ -369,11 +373,35 @@ TEST_F(CudaSelection, GraphReplayMatchesCpu) {
   check_cuda(cudaStreamDestroy(stream));
 }
 
+TEST_F(CudaSelection, CallOfAnotherDeviceThrows) {
+  int devices = 0;
+  check_cuda(cudaGetDeviceCount(&devices));
+  if (devices < 2) GTEST_SKIP() << "needs two GPUs";
+  SelectionArgs args = shape_of(1, 100, 10);
+  args.device = Device::cuda;
+  DeviceBuffer scores(100 * sizeof(float));
+  DeviceBuffer intervals(100 * sizeof(KeyInterval));
+  args.scores = scores.data();
+  args.intervals = reinterpret_cast<KeyInterval*>(intervals.data());
+  const SelectCall call(args, {});
+  DeviceBuffer workspace(call.workspace_size());
+  check_cuda(cudaSetDevice(1));
+  try {
+    call.run({workspace.data(), call.workspace_size()});
+    ADD_FAILURE() << "it ran on another device";
+  } catch (const std::runtime_error& error) {
+    EXPECT_STREQ(error.what(),
+                 "CUDA: the call was planned for device 0, and the current device is 1");
+  }
+  check_cuda(cudaSetDevice(0));
+}
+
 TEST_F(CudaSelection, InvalidArgumentIsNamed) {
-  const SelectionArgs good = shape_of(1, 100, 10);
+  SelectionArgs good = shape_of(1, 100, 10);
+  good.device = Device::cuda;
   const auto rejected = [](const SelectionArgs& args) -> std::string {
     try {
-      cuda::select_key_intervals(args, Execution{});
+      select_key_intervals(args, Execution{});
     } catch (const InvalidArgument& error) {
       return error.argument();
     }

@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <string>
 #include <vector>
 
 #include "cuda/schedule/schedule.h"
@@ -190,6 +191,35 @@ TEST_F(SmallCudaTileLists, KeyListMatchesIntervals) {
       ASSERT_TRUE(std::equal(listed, listed + actual.count[t], wanted)) << "list " << t;
     }
   }
+}
+
+// It needs no GPU.
+TEST(CudaKeyLists, SelectionThatNoListExpressesThrows) {
+  SelectionArgs good;
+  good.device = Device::cuda;
+  good.batch = good.heads = 1;
+  good.seqlen_k = 100;
+  good.keep.window = 10;
+  good.scores_dtype = DType::f32;
+  const auto expect_error = [&](const auto& change, const std::string& argument) {
+    SelectionArgs args = good;
+    change(args);
+    for (const bool stride : {true, false}) {
+      try {
+        stride ? static_cast<void>(key_list_stride(args))
+               : static_cast<void>(select_list_workspace_size(args));
+        ADD_FAILURE() << "accepted a bad " << argument;
+      } catch (const InvalidArgument& error) {
+        EXPECT_EQ(error.argument(), argument) << error.what();
+      }
+    }
+  };
+  static constexpr std::int64_t windows[] = {10};
+  expect_error([](SelectionArgs& args) { args.keep.recent_window = 1; }, "recent_window");
+  expect_error([](SelectionArgs& args) { args.keep.sink_tokens = 1; }, "sink_tokens");
+  expect_error([](SelectionArgs& args) { args.keep.head_windows = windows; }, "head_windows");
+  expect_error([](SelectionArgs& args) { args.keep.window = -1; }, "window");
+  expect_error([](SelectionArgs& args) { args.heads = -1; }, "heads");
 }
 
 // The schedule of a direction follows from shapes and bound alone.

@@ -135,23 +135,28 @@ void validate(const SelectionArgs& args, const Execution& execution) {
 }
 
 // The choice of keys, with a heap for each worker. Every row in progress has a heap, so there are no more heaps than rows.
-struct SelectCall {
+class SelectCall {
+ public:
   std::size_t bytes;
 
   SelectCall(const SelectionArgs& args, const Execution& execution) {
     validate(args, execution);
+    heap_bytes_ = heap_bytes(args);
     const std::int64_t heaps = std::min<std::int64_t>(execution.workers, args.batch * args.heads);
-    bytes = static_cast<std::size_t>(heaps) * heap_bytes(args);
+    bytes = static_cast<std::size_t>(heaps) * heap_bytes_;
   }
 
   void run(const SelectionArgs& args, const Execution& execution) const {
     if (args.seqlen_k == 0) return;
     auto* const heaps = static_cast<char*>(execution.workspace);
     for_each_task(execution, args.batch * args.heads, [&](std::int64_t row, int worker) {
-      void* heap = heaps + static_cast<std::size_t>(worker) * heap_bytes(args);
+      void* heap = heaps + static_cast<std::size_t>(worker) * heap_bytes_;
       select_row(args, row / args.heads, row % args.heads, heap);
     });
   }
+
+ private:
+  std::size_t heap_bytes_;
 };
 
 constexpr std::int64_t unlimited_keys = std::numeric_limits<std::int64_t>::max();

@@ -1,11 +1,11 @@
 #include "cuda/kv_cache/kv_cache.h"
 
+#include "cuda/device_plan.h"
 #include "cuda/kv_cache/fill.cuh"
 #include "cuda/kv_cache/pending.cuh"
 #include "cuda/kv_cache/rows.cuh"
 #include "cuda/primitives/device_workspace.h"
 #include "cuda/primitives/launch.h"
-#include "plan.h"
 
 namespace flash_dmattn::cuda::kv {
 namespace {
@@ -169,22 +169,17 @@ void commit(const CommitArgs& args, const Execution& execution) {
   launch_rows<CommitKernel>({params, copy, memory.places}, execution);
 }
 
-template <class Args>
-std::size_t no_workspace(const Args&, const Execution&) {
-  return 0;
-}
-
 }  // namespace
 
 void plan_pending_intervals(const PendingIntervalsArgs& args, const Execution& execution,
                             Plan<PendingIntervalsArgs>& plan) {
-  make_plan<
-      DirectCall<PendingIntervalsArgs, no_workspace<PendingIntervalsArgs>, pending_intervals>>(
+  make_plan<OnDevice<
+      DirectCall<PendingIntervalsArgs, no_workspace<PendingIntervalsArgs>, pending_intervals>>>(
       args, execution, plan);
 }
 
 void plan_commit(const CommitArgs& args, const Execution& execution, Plan<CommitArgs>& plan) {
-  make_plan<DirectCall<CommitArgs, commit_workspace_size, commit>>(args, execution, plan);
+  make_plan<OnDevice<DirectCall<CommitArgs, commit_workspace_size, commit>>>(args, execution, plan);
 }
 
 }  // namespace flash_dmattn::cuda::kv

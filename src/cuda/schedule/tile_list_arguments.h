@@ -21,9 +21,7 @@ inline void validate_tile_list_args(const TileListArgs& args) {
     throw InvalidArgument("tile_rows", std::to_string(args.tile_rows),
                           "at most " + std::to_string(max_query_tiles) + " tiles");
   }
-  if (reinterpret_cast<std::uintptr_t>(args.intervals.data) % sizeof(KeyInterval) != 0) {
-    throw InvalidArgument("intervals", "a misaligned address", "an address aligned to 8 bytes");
-  }
+  require_aligned("intervals", args.intervals.data, sizeof(KeyInterval));
 }
 
 }  // namespace flash_dmattn::cuda

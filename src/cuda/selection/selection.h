@@ -19,12 +19,8 @@ extern const SelectionBackend selection_backend;  // select.cu
 
 // ---- Selection ----------------------------------------------------------------------------------
 
-// Throws InvalidArgument unless a GPU can sort the scores.
+// Throws InvalidArgument unless a GPU can sort the scores, which are f32, bf16 or f16, with Sk <= 2^23.
 void validate(const SelectionArgs& args);
-
-// Requires scores in f32, bf16 or f16, Sk <= 2^23, and `intervals` aligned to 8 bytes.
-std::size_t select_workspace_size(const SelectionArgs& args);
-void select_key_intervals(const SelectionArgs& args, const Execution& execution);
 
 std::int64_t key_list_stride(const SelectionArgs& args);
 std::size_t select_list_workspace_size(const SelectionArgs& args);

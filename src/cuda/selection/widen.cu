@@ -5,7 +5,6 @@
 
 #include "arguments.h"
 #include "cuda/selection/scored_keys.cuh"
-#include "cuda/selection/selection.h"
 #include "selection/key_selection.h"
 
 namespace flash_dmattn::cuda {
@@ -33,7 +32,7 @@ struct SinkEnds {
   __device__ int operator[](int row) const { return ends == nullptr ? sinks : ends[row]; }
 };
 
-// A block scans a row of the mask for the key after the last sink.
+// A block scans a row of the mask for the first present key that is no sink.
 struct FindSinkEnds {
   static constexpr int threads = 1024;
   static constexpr int min_blocks = 1;
@@ -45,27 +44,31 @@ struct FindSinkEnds {
     int sinks;
     std::int32_t* ends;  // [rows]
   };
-  struct SharedStorage {};
+  struct SharedStorage {
+    int count[threads / warp_size];  // present keys of each warp
+  };
 
-  __device__ void operator()(const Params& p, SharedStorage&) const {
+  __device__ void operator()(const Params& p, SharedStorage& shared) const {
     const int row = static_cast<int>(blockIdx.x);
-    const int thread = static_cast<int>(threadIdx.x);
-    const auto is_present = [&](int key) {
-      return key < p.seqlen_k && p.mask.is_present(row / p.heads, row % p.heads, key);
-    };
     int found = 0;
-    int begin = 0;
-    // All keys of a step are sinks as long as there are no more than are missing.
-    while (begin < p.seqlen_k) {
-      const int count = __syncthreads_count(is_present(begin + thread));
-      if (found + count > p.sinks) break;
-      found += count;
-      begin += threads;
+    for (int begin = 0; begin < p.seqlen_k; begin += threads) {
+      const int key = begin + static_cast<int>(threadIdx.x);
+      const bool is_present =
+          key < p.seqlen_k && p.mask.is_present(row / p.heads, row % p.heads, key);
+      const int count = __syncthreads_count(is_present);
+      if (found + count <= p.sinks) {
+        found += count;
+        continue;
+      }
+      const unsigned present = warp_ballot(is_present);
+      if (lane_id() == 0) shared.count[warp_id()] = __popc(present);
+      __syncthreads();
+      int before = found + count_before(present, lane_id());
+      for (int warp = 0; warp < warp_id(); ++warp) before += shared.count[warp];
+      if (is_present && before == p.sinks) p.ends[row] = key;
+      return;
     }
-    if (thread != 0) return;
-    int end = min(begin, p.seqlen_k);
-    for (; found < p.sinks && end < p.seqlen_k; ++end) found += is_present(end) ? 1 : 0;
-    p.ends[row] = end;
+    if (threadIdx.x == 0) p.ends[row] = p.seqlen_k;
   }
 };
 
@@ -142,140 +145,121 @@ struct AddUnchosen {
 
   __device__ void operator()(const Params& p, SharedStorage&) const {
     for_keys_of_block(p.seqlen_k, [&](int row, int key) {
-      const int batch = row / p.heads;
-      const int head = row % p.heads;
-      KeyInterval result{0, 0};
-      if (!p.mask.is_present(batch, head, key)) {
-        // It stays invisible.
-      } else if (key < p.sink_ends[row]) {
-        result = p.queries.forever(key);
-      } else {
-        const int chosen_end = p.chosen.at(batch, head, key).last + p.queries.shift;
-        const int recent_end = p.recent > 0 ? key + p.recent : p.queries.shift;
-        result = p.queries.until(key, max(chosen_end, recent_end));
-      }
-      store(&p.intervals[static_cast<std::int64_t>(row) * p.seqlen_k + key], result);
+      store(&p.intervals[static_cast<std::int64_t>(row) * p.seqlen_k + key],
+            interval_of(p, row, key));
     });
+  }
+
+  __device__ static KeyInterval interval_of(const Params& p, int row, int key) {
+    const int batch = row / p.heads;
+    const int head = row % p.heads;
+    if (!p.mask.is_present(batch, head, key)) return {0, 0};
+    if (key < p.sink_ends[row]) return p.queries.forever(key);
+    const int chosen_end = p.chosen.at(batch, head, key).last + p.queries.shift;
+    const int recent_end = p.recent > 0 ? key + p.recent : p.queries.shift;
+    return p.queries.until(key, max(chosen_end, recent_end));
   }
 };
 
-// The keys that compete, as a selection of their own, and its memory.
-//
-// Keys that compete with a delay of W do so in the order in which they are written. So the query at position t chooses
-// among the keys up to t - W, as the same queries do at the end of a row that is W keys shorter. The sinks of a row
-// without a mask are its first keys, and the row of the others begins after them.
-class WidenedSelection {
- public:
-  WidenedSelection(const SelectionArgs& args, void* base) : args_(args) {
-    const KeySelection& keep = args.keep;
-    const std::int64_t rows = args.batch * args.heads;
-    const bool masks_sinks = args.key_mask != nullptr && keep.sink_tokens > 0;
-    begin_ = args.key_mask == nullptr ? std::min(keep.sink_tokens, args.seqlen_k) : 0;
-    competing_.seqlen_k = std::max<std::int64_t>(args.seqlen_k - delay_of(keep) - begin_, 0);
-    WorkspaceAllocator workspace(base);
-    if (masks_sinks) {
-      sink_ends_ = workspace.take<std::int32_t>(rows);
-      competes_ = workspace.take<std::uint8_t>(rows * args.seqlen_k);
-    }
-    chosen_ = workspace.take<KeyInterval>(rows * competing_.seqlen_k);
-    describe_competing();
-    for_each_selection([&](const SelectionArgs& one) {
-      step_bytes_ = std::max(step_bytes_, cuda::select_workspace_size(one));
-    });
-    step_ = workspace.take<char>(static_cast<std::int64_t>(step_bytes_));
-    bytes_ = workspace.used();
-  }
+bool by_head(const SelectionArgs& args) { return args.keep.head_windows != nullptr; }
 
-  std::size_t workspace_bytes() const { return bytes_; }
-
-  void run(const Execution& execution) const {
-    const auto stream = static_cast<cudaStream_t>(execution.stream);
-    const int heads = static_cast<int>(args_.heads);
-    const int seqlen_k = static_cast<int>(args_.seqlen_k);
-    const std::int64_t rows = args_.batch * args_.heads;
-    const std::int64_t blocks = rows * ceil_div(seqlen_k, block_keys);
-    const int sinks = static_cast<int>(std::min(args_.keep.sink_tokens, args_.seqlen_k));
-    const SinkEnds sink_ends{sinks, sink_ends_};
-    const KeyMask mask(args_);
-    if (sink_ends_ != nullptr) {
-      launch<FindSinkEnds>(rows, {mask, heads, seqlen_k, sinks, sink_ends_}, stream);
-      launch<MaskSinks>(blocks, {mask, sink_ends, heads, seqlen_k, competes_}, stream);
-    }
-    Execution step = execution;
-    step.workspace = step_;
-    step.workspace_bytes = step_bytes_;
-    for_each_selection([&](const SelectionArgs& one) { cuda::select_key_intervals(one, step); });
-    const std::int64_t keys = competing_.seqlen_k;
-    const Chosen chosen{chosen_, by_head() ? keys : args_.heads * keys,
-                        by_head() ? args_.batch * keys : keys, static_cast<int>(begin_),
-                        static_cast<int>(keys)};
-    launch<AddUnchosen>(
-        blocks,
-        {chosen, mask, sink_ends, QueryClip(args_), static_cast<int>(args_.keep.recent_window),
-         heads, seqlen_k, args_.intervals},
-        stream);
-  }
-
- private:
-  bool by_head() const { return args_.keep.head_windows != nullptr; }
-
-  void describe_competing() {
-    const std::int64_t keys = competing_.seqlen_k;
-    competing_ = args_;
-    competing_.seqlen_k = keys;
-    competing_.keep = {.window = args_.keep.window,
-                       .selection = args_.keep.selection,
-                       .score_threshold = args_.keep.score_threshold};
-    competing_.intervals = chosen_;
-    competing_.scores =
-        after(args_.scores, begin_ * args_.scores_stride[2], size_of(args_.scores_dtype));
-    if (competes_ != nullptr) {
-      competing_.key_mask = competes_;
-      competing_.key_mask_stride = {args_.heads * args_.seqlen_k, args_.seqlen_k, 1};
-    }
-  }
-
-  // Calls body(selection) for all rows, or for those of each head that has its own window.
-  template <class Body>
-  void for_each_selection(const Body& body) const {
-    if (!by_head()) return body(competing_);
-    for (std::int64_t h = 0; h < args_.heads; ++h) {
-      SelectionArgs one = competing_;
-      one.heads = 1;
-      one.keep.window = args_.keep.head_windows[h];
-      one.scores =
-          after(competing_.scores, h * args_.scores_stride[1], size_of(args_.scores_dtype));
-      one.key_mask = static_cast<const std::uint8_t*>(
-          after(competing_.key_mask, h * competing_.key_mask_stride[1], 1));
-      if (chosen_ != nullptr) one.intervals = chosen_ + h * args_.batch * competing_.seqlen_k;
-      body(one);
-    }
-  }
-
-  // The address of an element, or null where there is no array.
-  static const void* after(const void* data, std::int64_t elements, std::int64_t element_size) {
-    return data == nullptr ? nullptr : static_cast<const char*>(data) + elements * element_size;
-  }
-
-  SelectionArgs args_;
-  SelectionArgs competing_;
-  std::int64_t begin_ = 0;
-  std::int32_t* sink_ends_ = nullptr;
-  std::uint8_t* competes_ = nullptr;
-  KeyInterval* chosen_ = nullptr;
-  char* step_ = nullptr;
-  std::size_t step_bytes_ = 0;
-  std::size_t bytes_ = 0;
-};
+// The address of an element, or null where there is no array.
+const void* after(const void* data, std::int64_t elements, std::int64_t element_size) {
+  return data == nullptr ? nullptr : static_cast<const char*>(data) + elements * element_size;
+}
 
 }  // namespace
 
-std::size_t widened_workspace_size(const SelectionArgs& args) {
-  return WidenedSelection(args, nullptr).workspace_bytes();
+WidenedSelection::WidenedSelection(const SelectionArgs& args, const Execution&) {
+  if (args.batch * args.heads * args.seqlen_k == 0) return;
+  const KeySelection& keep = args.keep;
+  begin_ = args.key_mask == nullptr ? std::min(keep.sink_tokens, args.seqlen_k) : 0;
+  competing_ = args;
+  competing_.seqlen_k = std::max<std::int64_t>(args.seqlen_k - delay_of(keep) - begin_, 0);
+  competing_.keep = {
+      .window = keep.window, .selection = keep.selection, .score_threshold = keep.score_threshold};
+  competing_.scores =
+      after(args.scores, begin_ * args.scores_stride[2], size_of(args.scores_dtype));
+  if (by_head(args)) {
+    for (std::int64_t h = 0; h < args.heads; ++h) {
+      step_bytes_ = std::max(step_bytes_, BestKeys(competing_of_head(args, h)).bytes);
+    }
+  } else {
+    best_ = BestKeys(competing_);
+    step_bytes_ = best_.bytes;
+  }
+  bytes = place(args, nullptr);
 }
 
-void select_widened(const SelectionArgs& args, const Execution& execution) {
-  WidenedSelection(args, execution.workspace).run(execution);
+void WidenedSelection::run(const SelectionArgs& args, const Execution& execution) const {
+  if (args.batch * args.heads * args.seqlen_k == 0) return;
+  WidenedSelection placed = *this;
+  placed.place(args, execution.workspace);
+  placed.launch_all(args, execution);
+}
+
+std::size_t WidenedSelection::place(const SelectionArgs& args, void* base) {
+  const std::int64_t rows = args.batch * args.heads;
+  WorkspaceAllocator workspace(base);
+  if (args.key_mask != nullptr && args.keep.sink_tokens > 0) {
+    sink_ends_ = workspace.take<std::int32_t>(rows);
+    competes_ = workspace.take<std::uint8_t>(rows * args.seqlen_k);
+    competing_.key_mask = competes_;
+    competing_.key_mask_stride = {args.heads * args.seqlen_k, args.seqlen_k, 1};
+  }
+  chosen_ = workspace.take<KeyInterval>(rows * competing_.seqlen_k);
+  competing_.intervals = chosen_;
+  step_ = workspace.take<char>(static_cast<std::int64_t>(step_bytes_));
+  return workspace.used();
+}
+
+void WidenedSelection::launch_all(const SelectionArgs& args, const Execution& execution) const {
+  const auto stream = static_cast<cudaStream_t>(execution.stream);
+  const int heads = static_cast<int>(args.heads);
+  const int seqlen_k = static_cast<int>(args.seqlen_k);
+  const std::int64_t rows = args.batch * args.heads;
+  const std::int64_t blocks = rows * ceil_div(seqlen_k, block_keys);
+  // As many sinks and recent keys as there are keys are all of them, and their sums with a position fit 32 bits.
+  const int sinks = static_cast<int>(std::min(args.keep.sink_tokens, args.seqlen_k));
+  const int recent = static_cast<int>(std::min(args.keep.recent_window, args.seqlen_k));
+  const SinkEnds sink_ends{sinks, sink_ends_};
+  const KeyMask mask(args);
+  if (sink_ends_ != nullptr) {
+    launch<FindSinkEnds>(rows, {mask, heads, seqlen_k, sinks, sink_ends_}, stream);
+    launch<MaskSinks>(blocks, {mask, sink_ends, heads, seqlen_k, competes_}, stream);
+  }
+  select_competing(args, execution);
+  const std::int64_t keys = competing_.seqlen_k;
+  const Chosen chosen{chosen_, by_head(args) ? keys : args.heads * keys,
+                      by_head(args) ? args.batch * keys : keys, static_cast<int>(begin_),
+                      static_cast<int>(keys)};
+  launch<AddUnchosen>(
+      blocks, {chosen, mask, sink_ends, QueryClip(args), recent, heads, seqlen_k, args.intervals},
+      stream);
+}
+
+void WidenedSelection::select_competing(const SelectionArgs& args,
+                                        const Execution& execution) const {
+  Execution step = execution;
+  step.workspace = step_;
+  step.workspace_bytes = step_bytes_;
+  if (!by_head(args)) return best_.run(competing_, step);
+  for (std::int64_t h = 0; h < args.heads; ++h) {
+    const SelectionArgs one = competing_of_head(args, h);
+    BestKeys(one).run(one, step);
+  }
+}
+
+SelectionArgs WidenedSelection::competing_of_head(const SelectionArgs& args,
+                                                  std::int64_t head) const {
+  SelectionArgs one = competing_;
+  one.heads = 1;
+  one.keep.window = args.keep.head_windows[head];
+  one.scores = after(one.scores, head * one.scores_stride[1], size_of(one.scores_dtype));
+  one.key_mask =
+      static_cast<const std::uint8_t*>(after(one.key_mask, head * one.key_mask_stride[1], 1));
+  if (chosen_ != nullptr) one.intervals = chosen_ + head * one.batch * one.seqlen_k;
+  return one;
 }
 
 }  // namespace flash_dmattn::cuda

@@ -2,6 +2,7 @@
 #include <stdexcept>
 
 #include "cuda/attention/problem.h"
+#include "cuda/device_plan.h"
 #include "cuda/primitives/launch.h"
 #include "cuda/sm80/backward/postprocess.cuh"
 #include "cuda/sm80/dispatch.h"
@@ -104,11 +105,16 @@ bool is_dbias_aligned(const BackwardArgs& args) {
          (args.dbias.data == nullptr || is_aligned(args.dbias.data, args.dbias.stride));
 }
 
-BackwardParams params_of(const BackwardArgs& args, const BackwardWorkspace& workspace) {
-  const Problem& p = args.problem;
+BackwardParams params_of(const BackwardArgs& args) {
   BackwardParams params = cuda::params_of(args);
-  params.score.packed_mask = workspace.packed_mask;
   params.tile_lists = query_tile_lists(args.schedule, args.in.visibility.key_list, query_tile_rows);
+  return params;
+}
+
+BackwardParams with_workspace(BackwardParams params, const BackwardArgs& args,
+                              const BackwardWorkspace& workspace) {
+  const Problem& p = args.problem;
+  params.score.packed_mask = workspace.packed_mask;
   params.lse_log2 = workspace.lse_log2;
   params.lse_log2_low = workspace.lse_log2_low;
   params.delta = workspace.delta;
@@ -175,7 +181,8 @@ class BackwardCall {
   std::size_t bytes;
 
   BackwardCall(const BackwardArgs& args, const DeviceProperties& device)
-      : choice_(choose(args, is_dbias_aligned(args), args.dq.data != nullptr, device)) {
+      : choice_(choose(args, is_dbias_aligned(args), args.dq.data != nullptr, device)),
+        params_(params_of(args)) {
     // The workspace suffices for any set of gradients and any alignment of dbias.
     const auto bytes_of = [&](bool aligned) {
       return BackwardWorkspace(args.problem, args.in, has_lists(args),
@@ -194,7 +201,7 @@ class BackwardCall {
       throw std::logic_error("a deterministic backward without an order: " + name(choice_));
     }
     const BackwardWorkspace workspace(p, args.in, has_lists(args), choice_, execution.workspace);
-    const BackwardParams params = params_of(args, workspace);
+    const BackwardParams params = with_workspace(params_, args, workspace);
     const bool wants_dbias = params.dbias.data != nullptr;
 
     check(cudaMemsetAsync(workspace.zeroed_begin, 0, workspace.zeroed_bytes, stream),
@@ -222,6 +229,7 @@ class BackwardCall {
   }
 
   BackwardChoice choice_;
+  BackwardParams params_;
 };
 
 std::vector<std::string> backward_names(const DeviceProperties& device) {
@@ -238,7 +246,7 @@ const Family sm80_family = {
     .decline_device = sm80::decline_device,
     .forward = {.decline = sm80::decline_forward,
                 .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
-                .plan = make_plan<sm80::ForwardCall>,
+                .plan = make_plan<OnDevice<sm80::ForwardCall>>,
                 .names = sm80::forward_names},
     .few_queries = {.decline = sm80::few_queries::decline,
                     .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
@@ -246,7 +254,7 @@ const Family sm80_family = {
                     .names = sm80::few_queries::names},
     .backward = {.decline = sm80::decline,
                  .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
-                 .plan = make_plan<sm80::BackwardCall>,
+                 .plan = make_plan<OnDevice<sm80::BackwardCall>>,
                  .names = sm80::backward_names},
     .decode_step = {.decline = sm80::few_queries::decline_cache,
                     .plan = sm80::few_queries::plan_step,

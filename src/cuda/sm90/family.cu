@@ -1,4 +1,5 @@
 #include "cuda/attention/problem.h"
+#include "cuda/device_plan.h"
 #include "cuda/sm90/backward/launch.h"
 #include "cuda/sm90/forward/launch.h"
 #include "cuda/stages/stages.h"
@@ -100,7 +101,7 @@ const Family sm90_family = {
     .decline_device = sm90::decline_device,
     .forward = {.decline = sm90::decline_forward,
                 .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
-                .plan = make_plan<sm90::ForwardCall>,
+                .plan = make_plan<OnDevice<sm90::ForwardCall>>,
                 .names = sm90::forward_names},
     .backward = {.decline = sm90::decline_backward,
                  .schedule = {ScheduleKind::key_slots, sm90::slot_tile_rows, sm90::slot_segments},

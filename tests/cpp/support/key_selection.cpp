@@ -8,14 +8,18 @@ namespace flash_dmattn::testing {
 KeySelection random_rule(const SelectionArgs& shape, std::vector<std::int64_t>& head_windows,
                          Random& random) {
   constexpr double infinity = std::numeric_limits<double>::infinity();
+  constexpr std::int64_t longest = std::numeric_limits<std::int32_t>::max();
   constexpr double thresholds[] = {-infinity, 0.0, -0.5, 0.25, 2.0, 1e30, infinity};
   const std::int64_t keys = shape.seqlen_k;
+  const auto length = [&](std::int64_t end) {
+    return random.below(16) == 0 ? longest : random.below(end);
+  };
   KeySelection keep;
   keep.window = random.below(5) == 0 ? every_key : random.below(keys + 3);
   keep.selection = random.below(4) == 0 ? Selection::global : Selection::per_query;
-  if (shape.causal && random.below(4) != 0) keep.recent_window = random.below(keys + 3);
+  if (shape.causal && random.below(4) != 0) keep.recent_window = length(keys + 3);
   keep.recent_competes = random.below(2) == 0;
-  if (random.below(2) == 0) keep.sink_tokens = random.below(keys + 2);
+  if (random.below(2) == 0) keep.sink_tokens = length(keys + 2);
   if (random.below(2) == 0) {
     keep.score_threshold =
         thresholds[random.below(static_cast<std::int64_t>(std::size(thresholds)))];

@@ -1,10 +1,11 @@
 #include <algorithm>
 #include <cstdint>
+#include <string>
 
 #include "arguments.h"
+#include "cuda/selection/best_keys.h"
 #include "cuda/selection/device.cuh"
 #include "cuda/selection/selection.h"
-#include "cuda/selection/widen.h"
 
 // Makes a global selection a list, which is the tile list of the intervals of a single query that sees every key.
 namespace flash_dmattn::cuda {
@@ -44,36 +45,50 @@ struct ListWorkspace {
     lists.begin = allocator.take<std::int64_t>(rows);
     lists.full = allocator.take<std::int32_t>(rows);
     const SelectionArgs select = for_one_query(args, nullptr);
-    step_bytes = std::max(cuda::select_workspace_size(select),
-                          cuda::tile_lists_workspace_size(list_args(select)));
+    step_bytes =
+        std::max(BestKeys(select).bytes, cuda::tile_lists_workspace_size(list_args(select)));
     step = allocator.take<char>(static_cast<std::int64_t>(step_bytes));
     bytes = allocator.used();
   }
 };
 
+// Throws InvalidArgument unless a list can express the selection.
+void require_list(const SelectionArgs& args) {
+  const KeySelection& keep = args.keep;
+  if (keep.recent_window > 0) {
+    throw InvalidArgument("recent_window", std::to_string(keep.recent_window), "0 for a key list");
+  }
+  if (keep.sink_tokens > 0) {
+    throw InvalidArgument("sink_tokens", std::to_string(keep.sink_tokens), "0 for a key list");
+  }
+  if (keep.head_windows != nullptr) {
+    throw InvalidArgument("head_windows", "a window for each head", "null for a key list");
+  }
+  validate(for_one_query(args, nullptr));
+}
+
 }  // namespace
 
 std::int64_t key_list_stride(const SelectionArgs& args) {
+  require_list(args);
   return tile_list_capacity(list_args(for_one_query(args, nullptr)));
 }
 
 std::size_t select_list_workspace_size(const SelectionArgs& args) {
-  if (widens(args.keep)) {
-    throw InvalidArgument("keep", "recent keys, sinks or a window for each head",
-                          "a window or a threshold alone, for a key list");
-  }
+  require_list(args);
   return ListWorkspace(args, nullptr).bytes;
 }
 
 KeyList select_key_list(const SelectionArgs& args, std::int32_t* keys, std::int32_t* count,
                         const Execution& execution) {
   require_workspace(execution, cuda::select_list_workspace_size(args));
+  require_pointer("scores", args.scores, args.batch * args.heads * args.seqlen_k > 0);
   const ListWorkspace workspace(args, execution.workspace);
   const SelectionArgs select = for_one_query(args, workspace.intervals);
   Execution step = execution;
   step.workspace = workspace.step;
   step.workspace_bytes = workspace.step_bytes;
-  cuda::select_key_intervals(select, step);
+  BestKeys(select).run(select, step);
   TileListBuffers buffers = workspace.lists;
   buffers.keys = keys;
   buffers.count = count;

@@ -4,11 +4,13 @@
 #include <limits>
 
 #include "cuda/attention/problem.h"
+#include "cuda/device_plan.h"
 #include "cuda/primitives/math.cuh"
 #include "cuda/sm80/dispatch.h"
 #include "cuda/sm80/few_queries/launch.h"
 #include "cuda/stages/stages.h"
 #include "flash_dmattn/error.h"
+#include "kv_cache_views.h"
 #include "selection/schedule_contents.h"
 
 namespace flash_dmattn::cuda::sm80::few_queries {
@@ -125,7 +127,7 @@ class StepCall {
   std::string kernel_name() const { return step_name(choice_); }
 
  private:
-  // As of SplitCall.
+  // The same as in SplitCall.
   std::size_t place(void* base) {
     WorkspaceAllocator workspace(base);
     allocate_sums(problem_, choice_, params_, workspace);
@@ -135,10 +137,6 @@ class StepCall {
       params_.counts_after = workspace.take<std::int32_t>(rows);
     }
     return workspace.used();
-  }
-
-  static Tensor4 by_token(const Tensor4& t) {  // [B, slots, Hkv, D]
-    return {t.data, {t.stride[0], t.stride[2], t.stride[1], t.stride[3]}};
   }
 
   static ForwardParams forward_params(const DecodeStepArgs& args, const Problem& problem) {
@@ -169,7 +167,7 @@ std::string decline(const Problem& p) {
 }
 
 void plan(const ForwardArgs& args, const DeviceProperties& device, Plan<ForwardArgs>& plan) {
-  make_plan<SplitCall>(args, device, plan);
+  make_plan<OnDevice<SplitCall>>(args, device, plan);
 }
 
 std::vector<std::string> names(const DeviceProperties& device) {
@@ -191,7 +189,7 @@ std::string decline_cache(const KvCacheShape& shape) {
 
 void plan_step(const DecodeStepArgs& args, const DeviceProperties& device,
                Plan<DecodeStepArgs>& plan) {
-  make_plan<StepCall>(args, device, plan);
+  make_plan<OnDevice<StepCall>>(args, device, plan);
 }
 
 std::vector<std::string> step_names(const DeviceProperties& device) {

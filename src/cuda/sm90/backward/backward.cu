@@ -1,6 +1,7 @@
 #include <string_view>
 
 #include "cuda/attention/problem.h"
+#include "cuda/device_plan.h"
 #include "cuda/primitives/integers.h"
 #include "cuda/primitives/launch.h"
 #include "cuda/sm90/backward/call.h"
@@ -8,7 +9,6 @@
 #include "cuda/sm90/dense/rows.h"
 #include "cuda/sm90/kernel_choice.h"
 #include "cuda/stages/stages.h"
-#include "plan.h"
 
 // Computes a backward, from its arguments to its launches.
 namespace flash_dmattn::cuda::sm90 {
@@ -117,7 +117,7 @@ void BackwardCall::run(const BackwardArgs& args, const Execution& execution) con
 
 void plan_backward(const BackwardArgs& args, const DeviceProperties& device,
                    Plan<BackwardArgs>& plan) {
-  make_plan<BackwardCall>(args, device, plan);
+  make_plan<OnDevice<BackwardCall>>(args, device, plan);
 }
 
 std::vector<std::string> backward_names(const DeviceProperties&) {
