@@ -146,7 +146,8 @@ def launched(tensors, dout, key_intervals=None, key_bound=()):
     arguments = (None, bias, key_intervals, list(key_bound), True, 0.25, 0.0)
     problem = launch.Problem(q, k, v, *arguments)
     out, *rest = launch.forward(problem, True)
-    return launch.backward(problem, dout, out, *rest, True, [True] * 4)
+    dlse = torch.randn_like(rest[0])
+    return launch.backward(problem, dout, out, *rest, dlse, True, [True] * 4)
 
 
 @pytest.mark.parametrize("bias", [(1, 2, 45), (1, 2, 37, 1), (1, 2, 37, 45)], ids=str)

@@ -45,7 +45,7 @@ def main(kind, architecture, warp, dtype, head_dim):
     for key_intervals in (sliding_window(LENGTH, 64).intervals, None):
         problem = launch.Problem(q, k, k.clone(), mask, bias, key_intervals, [], True, 0.1, 1.0)
         out, *rest = launch.forward(problem, True)
-    launch.backward(problem, q, out, *rest, True, [True] * 4)
+    launch.backward(problem, q, out, *rest, None, True, [True] * 4)
 
 
 if __name__ == "__main__":

@@ -206,7 +206,7 @@ def forward(problem: Problem, saturate: bool) -> tuple[Tensor, Tensor, Tensor, T
     return out, lse, lse_low, flags
 
 
-def backward(problem, dout, out, lse, lse_low, dlse, flags, saturate, needs) -> list[Tensor | None]:
+def backward(problem, dout, out, lse, lse_low, flags, dlse, saturate, needs) -> list[Tensor | None]:
     """The gradients of q, k, v and bias, None where not needed."""
     p, shape = problem, problem.shape
     need_dq, need_dk, need_dv, need_dbias = needs

@@ -96,7 +96,7 @@ def backward(
     """dq, dk, dv, dbias; empty where `needs` is False."""
     problem = _problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap)
     with _device_of(q):
-        gradients = launch.backward(problem, dout, out, lse, lse_low, dlse, flags, saturate, needs)
+        gradients = launch.backward(problem, dout, out, lse, lse_low, flags, dlse, saturate, needs)
     return tuple(q.new_empty(0) if g is None else g for g in gradients)
 
 
