@@ -154,7 +154,7 @@ check-format: $(STAMPS)/tools ## check the format of every file and the words of
 	clang-format --dry-run -Werror $(CXX_FILES)
 	ruff format --check .
 	ruff check .
-	tools/check_language.py README.md CONTRIBUTING.md CHANGELOG.md benchmarks docs examples src/cpu src/cuda src/reference src/selection tests tools
+	tools/check_language.py README.md CONTRIBUTING.md CHANGELOG.md benchmarks bindings docs examples include python src tests tools
 
 .PHONY: clean
 clean: ## remove build/ (and leave .venv/)

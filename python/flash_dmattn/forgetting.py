@@ -59,7 +59,7 @@ def forgetting_attention(
     """
     cumulative = _cumulative(log_fgate, query, key)
     length, rows = key.shape[1], query.shape[1]
-    shown = _shown(cumulative.detach(), prune, cu_seqlens, query, key)
+    shown = _visible_intervals(cumulative.detach(), prune, cu_seqlens, query, key)
     parts = []
     for begin in range(0, max(rows, 1), ROWS):
         end = min(begin + ROWS, rows)
@@ -107,7 +107,7 @@ def _cumulative(log_fgate: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return log_fgate.transpose(1, 2).double().clamp(min=LOWEST).cumsum(-1)
 
 
-def _shown(
+def _visible_intervals(
     cumulative: Tensor,
     prune: float | None,
     cu_seqlens: Tensor | None,

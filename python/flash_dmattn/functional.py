@@ -88,8 +88,8 @@ def flash_dmattn_func(
         score of the others; as in select_key_intervals, with one document in each row, or those that key_intervals show.
         Query i stands at position i + Sk - Sq: packed documents with fewer queries than keys belong into
         flash_dmattn_varlen_func.
-    bias_delay: the bias of a key is added for the queries that many positions after it or more, so that recent keys have
-        none, nor have later ones; for a bias with one value per key, at positions as for recent_window. Its choice by keep_window_size is not delayed (see recent_window).
+    bias_delay: queries fewer than this many positions after a key, and those before it, do not get the key's bias. For a
+        bias with one value per key, at positions as for recent_window; keep_window_size chooses by it without a delay.
     sink_logits: [Hq], a logit of each head that takes part in every softmax as a key without a value, with a gradient.
     key_intervals: visible query rows of each key, instead of a mask or together with it.
     nonfinite: "saturate": gradients are always finite; "propagate": inf and NaN stay visible, as GradScaler

@@ -111,7 +111,7 @@ class DynamicMaskAttention(nn.Module):
     ) -> KVSlots:
         """An empty cache for generation.
 
-        chunk: after the prompt, so many tokens at a time are attended to together.
+        batch: rows. chunk: the most tokens that are attended to together after the prompt.
         dtype: of keys and values; by default that of the weights. Under torch.autocast give its dtype.
         """
         weight = self.k_proj.weight

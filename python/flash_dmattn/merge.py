@@ -1,4 +1,4 @@
-"""What follows from the gradient of the log-sum-exp: attention over sets of keys that are merged, and sinks."""
+"""Attention over sets of keys that are merged, and sinks, by the log-sum-exp and its gradient."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ._core.checks import check_tensor
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint sets of keys, from the attention of the same queries over each.
 
-        recent, lse_recent, _ = flash_dmattn_func(q, k, v, key_intervals=a, return_attn_probs=True)
-        old, lse_old, _ = flash_dmattn_func(q, k, v, key_intervals=b, return_attn_probs=True)
+        recent, lse_recent = flash_dmattn_func(q, k, v, key_intervals=a, return_lse=True)
+        old, lse_old = flash_dmattn_func(q, k, v, key_intervals=b, return_lse=True)
         out, lse = merge_attention([recent, old], [lse_recent, lse_old])
 
     outs: [B, Sq, Hq, D] each, one or more, of one dtype.
@@ -42,7 +42,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
             )
     each = torch.stack(list(lses))
     highest = each.detach().amax(0)
-    # Of a query that sees no key: -inf - 0 has a weight and a gradient of 0, -inf - -inf has neither.
+    # A query that sees no key: -inf - 0 has a weight and a gradient of 0, -inf - -inf has neither.
     highest = highest.masked_fill(highest == -torch.inf, 0)
     weights = (each - highest).exp()
     total = weights.sum(0)

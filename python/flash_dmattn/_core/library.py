@@ -45,5 +45,5 @@ def _is_command_line() -> bool:
     return sys.argv[:1] == ["-m"] and "-m" in options and PACKAGE in options
 
 
-# Of the operators in torch.ops. Two builds with a namespace each can be loaded in one process.
+# The namespace of the operators in torch.ops. Two builds with a namespace each can be loaded in one process.
 NAMESPACE = _load_library()

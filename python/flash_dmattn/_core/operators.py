@@ -23,7 +23,7 @@ class Layout(Enum):
         return self.value[axis]
 
 
-# Of every tensor among the arguments and results of the operators that compute attention or choose keys.
+# The layout of every tensor among the arguments and results of the operators that compute attention or choose keys.
 LAYOUTS = {
     **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), Layout.ROWS),
     "lse": Layout.STATISTICS,

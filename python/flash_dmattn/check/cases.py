@@ -124,13 +124,13 @@ class _Maker:
         problem = Problem(
             *(self._lay_out(t, head_dim=2) for t in (q, k, v)),
             dout=self._lay_out(dout, head_dim=None),
-            dlse=self._dlse(),
             mask=self._lay_out(self._mask(), None) if row["mask"] != "none" else None,
             bias=self._lay_out(self._bias(), None) if row["bias"] != "none" else None,
             shown=None if intervals is None else intervals.to_mask(),
             causal=self.causal,
             scale=None if row["scale"] == "default" else float(row["scale"]),
             softcap=float(row["softcap"]),
+            dlse=self._dlse(),  # the last to be drawn
         )
         return Case(problem, intervals, row["nonfinite"])
 

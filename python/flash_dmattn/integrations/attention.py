@@ -372,8 +372,8 @@ def _flash_dynamic_mask_attention_forward(
             intervals = None
         else:
             has_no_queries = intervals is None and (mask is None or mask.dim() == 3)
-            selection = "global" if has_no_queries else "per_query"
-            selection = Selection(KeySelection(keep, selection), scores)
+            mode = "global" if has_no_queries else "per_query"
+            selection = Selection(KeySelection(keep, mode), scores)
     out, statistics = attention(
         *states,
         bias,

@@ -154,7 +154,7 @@ def _are_consecutive(intervals: Tensor) -> bool:
     return bool(block * together.clamp(min=0).sum() <= 4 / 3 * with_lists)
 
 
-# So that intervals pass through torch.compile, checkpointing and the like as their tensor.
+# Intervals pass through torch.compile and checkpointing as their tensor.
 _pytree.register_pytree_node(
     KeyIntervals,
     lambda value: ([value.intervals], (value.query_length, value.bound, value.consecutive)),
@@ -410,7 +410,7 @@ def until_faded(
 
 
 def rows_of(intervals: KeyIntervals, begin: int, end: int, key_length: int) -> KeyIntervals:
-    """Of the query rows begin to end, and the first keys."""
+    """The intervals of the query rows begin to end and of the first keys."""
     first, last = (intervals.intervals[:, :, :key_length] - begin).unbind(-1)
     return _clipped(first, last, end - begin, intervals.bound, intervals.consecutive)
 

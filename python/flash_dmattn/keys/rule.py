@@ -127,8 +127,8 @@ class KeySelection(NamedTuple):
         seen = max(self.windows()) + self.recent_window + self.sink_tokens
         arriving = is_causal and self.selection == "per_query"
         if documents and not arriving:
-            # Of documents with n queries in all, the first and the last show the keys that they keep, those between no more
-            # keys than they have queries.
+            # n consecutive queries see the kept keys of their first and last document, and of those between no more keys than
+            # these have queries.
             return 2 * seen, 1
         return seen, int(arriving or self.recent_window > 0)
 

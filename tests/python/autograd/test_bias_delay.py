@@ -3,14 +3,13 @@
 import pytest
 import torch
 
+from cpu_backends import CPU_BACKENDS
 from flash_dmattn import (
     flash_dmattn_func,
     flash_dmattn_varlen_func,
     from_padding,
     select_key_intervals,
 )
-
-BACKENDS = ["", "reference", "triton"]
 
 
 def inputs(length_q=41, length_k=41, dtype=torch.float32, bias_heads=2, head_dim=16):
@@ -57,7 +56,7 @@ def past(length_q, length_k):
     "delay, lengths, bias_heads, softcap",
     [(1, (41, 41), 2, 0.0), (6, (41, 41), 1, 3.0), (6, (7, 41), 4, 0.0), (41, (41, 41), 2, 0.0), (100, (7, 41), 2, 0.0)],
 )  # fmt: skip
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_delayed_bias_equals_dense_attention(backend, delay, lengths, bias_heads, softcap):
     tensors = inputs(*lengths, bias_heads=bias_heads)
 
@@ -68,7 +67,7 @@ def test_delayed_bias_equals_dense_attention(backend, delay, lengths, bias_heads
     assert_same(ours, lambda *t: dense(*t, past(*lengths), delay, softcap), tensors)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_delayed_bias_over_chosen_keys_equals_dense_attention(backend):
     tensors = inputs()
     padding = torch.ones(2, 41, dtype=torch.bool)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
+from cpu_backends import CPU_BACKENDS
 from flash_dmattn import (
     flash_dmattn_func,
     flash_dmattn_varlen_func,
@@ -13,8 +14,6 @@ from flash_dmattn import (
 )
 from flash_dmattn.keys.intervals import KeyIntervals
 from flash_dmattn.merge import add_sink
-
-BACKENDS = ["", "reference", "triton"]
 
 
 def inputs(dtype=torch.float32, length=37, heads=(4, 2), batch=2, head_dim=16):
@@ -50,7 +49,7 @@ def causal(length):
 
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_gradient_of_out_and_lse_equals_dense_attention(backend, window, softcap):
     tensors = inputs()
     weights = [torch.randn(2, 37, 4, 16).double(), torch.randn(2, 4, 37).double()]
@@ -80,7 +79,7 @@ def test_gradcheck_of_out_and_lse(window):
     assert torch.autograd.gradcheck(attend, tensors)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_gradient_of_lse_alone(backend):
     q, k, v, bias = inputs()
     _, lse = flash_dmattn_func(
@@ -93,7 +92,7 @@ def test_gradient_of_lse_alone(backend):
 
 
 @pytest.mark.parametrize("nonfinite", ["saturate", "propagate"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_gradient_of_lse_that_is_not_finite(backend, nonfinite):
     tensors = inputs()
     out, lse = flash_dmattn_func(
@@ -110,7 +109,7 @@ def test_gradient_of_lse_that_is_not_finite(backend, nonfinite):
     assert dq[0, :5].isfinite().all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_row_without_keys_has_no_gradient_of_lse(backend):
     q, k, v, bias = inputs()
     hidden = sliding_window(37, 3).intervals.clone()
@@ -140,7 +139,7 @@ def test_compiled_gradient_of_lse():
         assert torch.equal(ours, expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_merged_attention_equals_attention_over_all_keys(backend):
     tensors = inputs()
     weights = [torch.randn(2, 37, 4, 16).double(), torch.randn(2, 4, 37).double()]
@@ -179,7 +178,7 @@ def test_merged_attention_of_no_keys_is_zero_with_zero_gradients():
     assert all((t.grad == 0).all() for t in (*outs, *lses))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_sink_equals_a_key_without_a_value(backend):
     tensors = (*inputs(), torch.randn(4, requires_grad=True))
     weights = [torch.randn(2, 37, 4, 16).double(), torch.randn(2, 4, 37).double()]

@@ -279,7 +279,7 @@ def test_operators_pass_opcheck(bound):
         (dout, *detached, *results, torch.randn_like(results[1][0]), *options, *needs),
     )
     torch.library.opcheck(
-        ops.select_key_intervals.default, (bias.detach(), None, 50, "per_query", True, 300)
+        ops.select_key_intervals.default, (bias.detach(), None, [50], "per_query", True, 300)
     )
     torch.library.opcheck(ops.select_key_list.default, (bias.detach(), None, 50))
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cpu_backends import CPU_BACKENDS
 from flash_dmattn import (
     flash_dmattn_func,
     flash_dmattn_varlen_func,
@@ -211,7 +212,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("backend", ["", "triton", "reference"])
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_attention_under_a_rule_equals_dense_attention(rule, backend):
     torch.manual_seed(1)

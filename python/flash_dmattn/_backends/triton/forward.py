@@ -92,7 +92,7 @@ def forward_tiles(
             total += tl.sum(tl.where(known, 0.0, float("nan")), 1)
             score = tl.where(known, score, -float("inf"))
         larger = tl.maximum(largest, tl.max(score, 1))
-        # Of a row that has seen no key yet: no inf - inf.
+        # A row that has seen no key yet must not compute inf - inf.
         base = tl.where(larger == -float("inf"), 0.0, larger)
         rescale = weight(largest - base, FP64)
         weights = weight(score - base[:, None], FP64)

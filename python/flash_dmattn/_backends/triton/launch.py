@@ -59,7 +59,7 @@ class Problem:
         if bias is not None:
             self.bias, self.bias_kind = broadcast(bias, q, k)
         block_d = max(16, triton.next_power_of_2(head_dim))
-        # Of every launch. Triton 3.9 warns that the next one will not contract products and sums by default.
+        # Every launch gets these options. Triton 3.9 warns that the next one will not contract products and sums by default.
         self.common = {
             "BLOCK_D": block_d,
             "EVEN_D": block_d == head_dim,
@@ -146,7 +146,7 @@ def _causal_intervals(intervals: Tensor, reach: int) -> Tensor:
 def range_flags(problem: Problem, *tensors: tuple[Rows, int]) -> Tensor:
     """int32 [B, Hkv]: 1 where the fp64 kernels compute. tensors: (rows, sequence length)."""
     shape = problem.shape
-    # Of the two factors of a score, the kernels check q . k.
+    # The kernels check q . k, one of the two factors of a score.
     factor = shape.scale / shape.softcap if shape.softcap > 0 else shape.scale
     all_fp64 = abs(factor) > LARGEST_PLAIN.value or shape.softcap > LARGEST_PLAIN.value
     flags = torch.full(

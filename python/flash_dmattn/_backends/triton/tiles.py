@@ -219,7 +219,7 @@ def add_product(sums, weights, used, x, FP64: tl.constexpr):
         infinity = float("inf")
         finite = tl.abs(x) < infinity  # not for a NaN
         product = matmul(weights, tl.where(finite, x, 0.0), True)
-        # Of the terms that are not finite: how many there are, how many more are +inf than -inf.
+        # The number of terms that are not finite, and how many more of them are +inf than -inf.
         used = tl.where(used, 1.0, 0.0).to(tl.float64)
         number = matmul(used, tl.where(finite, 0.0, 1.0).to(tl.float64), True)
         sign_of_x = tl.where(x == infinity, 1.0, tl.where(x == -infinity, -1.0, 0.0)).to(tl.float64)

@@ -30,7 +30,7 @@ CONTEXT = (
 
 
 class Context(NamedTuple):
-    """What a DogeModel knows at the beginning of a forward, for all of its layers.
+    """The state of one forward of a DogeModel, which all of its layers share.
 
     mask_kind: "causal": the mask is no more than that; "padded": causal among the keys that it shows at all; "packed":
         causal within documents, so that every query sees its own key; None: another mask, or keys of a cache.
@@ -143,7 +143,7 @@ def _rotate(
 
 
 def _signed_by_head(sin: torch.Tensor) -> torch.Tensor:
-    """Of sines [B, S, D] those of `rotate_half`, [B, S, 1, D]."""
+    """The sines of `rotate_half`, [B, S, 1, D], from sines [B, S, D]."""
     signed = sin.unsqueeze(2).clone()
     signed.narrow(-1, 0, sin.shape[-1] // 2).neg_()
     return signed
