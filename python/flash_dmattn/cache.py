@@ -322,7 +322,7 @@ class KVSlots:
         """The slots that the last `query_length` pending tokens see, causality included."""
         if not 0 <= query_length <= self.pending:
             raise ValueError(
-                f"query_length: got {query_length}, expected at most {self.pending}, the pending tokens"
+                f"query: got {query_length} queries, expected at most the {self.pending} pending tokens"
             )
         intervals = ops.kv_pending_intervals(
             *self.tensors, self.keep_window_size, self.pending, query_length, self.backend
