@@ -212,6 +212,8 @@ def flash_dmattn_varlen_func(
         query=query, key=key, value=value, attn_bias=bias, selection_scores=chosen_by.scores
     )
     rule = chosen_by.rule
+    if rule.limits():
+        scores, allowed = scores_and_allowed(query, key, None, bias, chosen_by)
     if rule.has_room_for(total_k) and chosen_by.scores is None:
         intervals = packed_documents(
             cu_seqlens_k,
@@ -222,7 +224,6 @@ def flash_dmattn_varlen_func(
             max_seqlen_k=max_seqlen_k,
         )
     else:
-        scores, allowed = scores_and_allowed(query, key, None, bias, chosen_by)
         key_mask = None
         if allowed is not None:
             scores, key_mask = match_heads(query, key, scores, allowed.seen_by_any_query())

@@ -85,6 +85,8 @@ class AllowedElements(NamedTuple):
         if self.bias is None:
             return self.mask.any(2)
         batch, heads, seqlen_q, seqlen_k = self.shape()
+        if seqlen_q == 1:  # without a loop, whose steps would be in the guards of compiled code
+            return self.rows(0, 1)[:, :, 0]
         seen = self.bias.new_zeros((batch, heads, seqlen_k), dtype=torch.bool)
         step = _rows_of_block(batch * heads * seqlen_k)
         for start in range(0, seqlen_q, step):

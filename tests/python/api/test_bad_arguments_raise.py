@@ -86,7 +86,7 @@ def test_flag_given_as_number_is_accepted(flag):
         (ValueError, "attn_bias: got shape (1, 9, 2)", {"attn_bias": torch.zeros(1, 9, 2)}),
         (TypeError, "keep_window_size: got 'a'",
          {"attn_bias": torch.zeros(9, 2), "keep_window_size": "a"}),
-        (ValueError, "keep_window_size: got no attn_bias", {"keep_window_size": 9}),
+        (ValueError, "keep_window_size: got no scores", {"keep_window_size": 9}),
         (TypeError, "is_causal: got 'False'", {"is_causal": "False"}),
         (ValueError, "selection: got 'bogus'", {"selection": "bogus"}),
         (ValueError, "block_table: got", {"block_table": torch.zeros(1, 1)}),
