@@ -64,7 +64,7 @@ void require_list(const SelectionArgs& args) {
   if (keep.head_windows != nullptr) {
     throw InvalidArgument("head_windows", "a window for each head", "null for a key list");
   }
-  validate(for_one_query(args, nullptr));
+  cuda::validate(for_one_query(args, nullptr));
 }
 
 }  // namespace
