@@ -65,6 +65,7 @@ struct Steps {
   Execution execution;
 
   Steps(const Case& c, Arena& arena) {
+    select.device = Device::cuda;
     select.batch = 1;
     select.heads = c.rows;
     select.seqlen_k = c.seqlen;
@@ -98,13 +99,13 @@ struct Steps {
     ScheduleAllocator slot_memory(arena.take<std::byte>(slot_bytes));
     slots = cuda::take_key_slots(slot_memory, slot_shape);
     execution.workspace_bytes =
-        std::max({cuda::select_workspace_size(select), cuda::tile_lists_workspace_size(lists),
+        std::max({select_workspace_size(select, execution), cuda::tile_lists_workspace_size(lists),
                   cuda::slot_workspace_size(slot_lists)});
     execution.workspace = arena.take<char>(static_cast<std::int64_t>(execution.workspace_bytes));
     fill_scores(c, arena);
   }
 
-  void run_select() const { cuda::select_key_intervals(select, execution); }
+  void run_select() const { select_key_intervals(select, execution); }
   void run_lists() const { cuda::build_tile_lists(lists, buffers, execution); }
   void run_slots() const { cuda::assign_slots(slot_lists, slot_shape, slots, execution); }
 
