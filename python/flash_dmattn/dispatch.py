@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor
 
 from ._backends import library
@@ -69,20 +67,15 @@ def attention(
         _check_intervals(keys, query, key)
     mask = mask_argument(mask, query, key)
     visible = Visibility(mask, resolve_flag(is_causal, "is_causal"), keys)
-    check_count(bias_delay, "bias_delay")
-    if bias_delay and bias is None:
-        raise ValueError(f"bias_delay: got {bias_delay} without attn_bias, expected a bias")
+    check_bias_delay(bias_delay, bias)
     if selection.rule.limits():
         # A delayed bias needs intervals, which it splits.
         uses_library_kernels = backend_of(query, backend) not in IN_PYTHON and not bias_delay
         bias = squeeze_query_dimension(bias)
         visible = apply_selection(selection, query, key, bias, visible, uses_library_kernels, memo)
-    if bias_delay:
-        bias = squeeze_query_dimension(bias)
-        run_parts = partial(run_with_delayed_bias, bias_delay=bias_delay)
-        out, statistics = run_parts(query, key, value, bias, visible, numerics, backend)
-    else:
-        out, statistics = run(query, key, value, bias, visible, numerics, backend)
+    out, statistics = run_with_bias_delay(
+        query, key, value, bias, visible, numerics, backend, bias_delay
+    )
     return out if value is original_value else unpad_value_dim(out, original_value), statistics
 
 
@@ -116,23 +109,31 @@ def run(
     return out, statistics
 
 
-def run_with_delayed_bias(
+def check_bias_delay(bias_delay: int, bias: Tensor | None) -> None:
+    check_count(bias_delay, "bias_delay")
+    if bias_delay and bias is None:
+        raise ValueError(f"bias_delay: got {bias_delay} without attn_bias, expected a bias")
+
+
+def run_with_bias_delay(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     visible: Visibility,
     numerics: Numerics,
-    backend: str = "",
-    *,
+    backend: str,
     bias_delay: int,
     own_row: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The same as `run`, with the bias [B, H, Sk] of a key added for queries `bias_delay` or more positions after it.
+) -> tuple[Tensor, Tensor | None]:
+    """`run`, where the bias of a key, one value, is added for queries `bias_delay` or more positions after it.
 
     Recent keys, without a bias, and older keys, with theirs, are disjoint sets, so that each element is computed once.
     own_row: as in split_by_age.
     """
+    if not bias_delay:
+        return run(query, key, value, bias, visible, numerics, backend)
+    bias = squeeze_query_dimension(bias)
     if bias.dim() != 3:
         raise ValueError(
             f"bias_delay: got {bias_delay} with a bias of shape {tuple(bias.shape)}, expected one value for each key"

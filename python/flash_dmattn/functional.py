@@ -21,7 +21,7 @@ from ._core.checks import (
     unpad_value_dim,
 )
 from ._core.numerics import Numerics
-from .dispatch import IN_PYTHON, attention, run, run_with_delayed_bias, with_lse
+from .dispatch import IN_PYTHON, attention, check_bias_delay, run_with_bias_delay, with_lse
 from .keys.intervals import KeyIntervals, packed_documents, select_key_intervals
 from .keys.places import Places, check_offsets
 from .keys.rule import KeySelection
@@ -180,9 +180,7 @@ def flash_dmattn_varlen_func(
         if length is not None:
             check_count(length, name)
     is_causal = resolve_flag(is_causal, "is_causal")
-    check_count(bias_delay, "bias_delay")
-    if bias_delay and attn_bias is None:
-        raise ValueError(f"bias_delay: got {bias_delay} without attn_bias, expected a bias")
+    check_bias_delay(bias_delay, attn_bias)
     original_value = value
     backend = resolve_backend(backend)
     inputs = attention_inputs(query, key, value, "total, H, D", backend)
@@ -236,15 +234,14 @@ def flash_dmattn_varlen_func(
             cu_seqlens_k=cu_seqlens_k,
             cu_seqlens_q=cu_seqlens_q,
         )
-    visible = Visibility(keys=intervals)
+    own_row = None
     if bias_delay:
-        places = Places.of(total_k, total_q, cu_seqlens_k=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q)
-        out, statistics = run_with_delayed_bias(
-            query, key, value, bias, visible, numerics, backend,
-            bias_delay=bias_delay, own_row=places.own,
-        )  # fmt: skip
-    else:
-        out, statistics = run(query, key, value, bias, visible, numerics, backend)
+        own_row = Places.of(
+            total_k, total_q, cu_seqlens_k=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q
+        ).own
+    out, statistics = run_with_bias_delay(
+        query, key, value, bias, Visibility(keys=intervals), numerics, backend, bias_delay, own_row
+    )
     if statistics is not None:
         statistics = statistics[:, 0]
     return with_lse(
