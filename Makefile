@@ -90,7 +90,7 @@ test-python: $(STAMPS)/package $(STAMPS)/test ## Python tests, on the installed 
 families: $(STAMPS)/package $(STAMPS)/test ## compare every family of transformers with eager attention, write docs/model-families.md (options: ARGS=...)
 	OMP_NUM_THREADS=1 $(BIN)/python tools/families.py $(ARGS)
 
-# Of these tests, those whose results the kernels of the CPU compute.
+# Runs only the Python tests whose results the CPU kernels compute.
 .PHONY: test-python-avx2
 test-python-avx2: $(STAMPS)/package $(STAMPS)/test ## Python tests with AVX2, the largest instruction set of most desktops, where the processor has more
 	@$(BIN)/python -m flash_dmattn info | grep -E '^ *cpu +yes +(avx512|amx)' >/dev/null || { \
