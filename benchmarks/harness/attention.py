@@ -30,19 +30,30 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
             yield from measure(case, dtype, options.device, names, options.repeats)
 
 
+_SELECTIONS = {
+    "per_query": {},
+    "global": {"selection": "global"},
+    "recent 512": {"recent_window": 512},
+    "recent 512 before it competes": {"recent_window": 512, "recent_competes": False},
+    "4 sinks, recent 512, threshold": {"recent_window": 512, "sink_tokens": 4, "score_threshold": 0.0},
+}  # fmt: skip
+
+
 def _selections(options: argparse.Namespace) -> Iterator[dict]:
-    """The choice of keys alone."""
+    """The choice of keys alone, by each rule alternately."""
     for length in options.length or [32768, 524288]:
         scores = torch.randn(1, 8, length, device=options.device)
-        for selection in ("per_query", "global"):
+        times = {rule: [] for rule in _SELECTIONS}
+        for _ in range(1 + 2 * options.repeats):
+            for rule, keywords in _SELECTIONS.items():
 
-            def select(selection=selection, scores=scores):
-                return select_key_intervals(scores, 2048, selection=selection)
+                def select(keywords=keywords, scores=scores):
+                    return select_key_intervals(scores, 2048, **keywords)
 
-            select()
-            times = [timed(select, options.device)[0] for _ in range(2 * options.repeats)]
-            case = f"selection {selection} 8 rows N{length} w2048"
-            yield record.row(case, options.device, "float32", forward=statistics.median(times))
+                times[rule].append(timed(select, options.device)[0])
+        for rule, (_, *found) in times.items():  # the first is the warm-up
+            case = f"selection {rule} 8 rows N{length} w2048"
+            yield record.row(case, options.device, "float32", forward=statistics.median(found))
 
 
 def measure(case: Case, dtype: str, device: str, names: list[str], repeats: int) -> list[dict]:

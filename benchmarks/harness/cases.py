@@ -7,7 +7,11 @@ import re
 
 DENSE, PER_QUERY, GLOBAL, SLIDING = "dense causal", "per_query", "global", "sliding"
 DOCUMENTS, DENSE_MASKS, FORGETTING = "documents", "dense_masks", "forgetting"
-KINDS = (DENSE, PER_QUERY, GLOBAL, SLIDING, DOCUMENTS, DENSE_MASKS, FORGETTING)
+BIASED, DELAYED, DELAYED_TOP = "biased", "delayed bias", "delayed bias and top-w"
+KINDS = (
+    DENSE, PER_QUERY, GLOBAL, SLIDING, DOCUMENTS, DENSE_MASKS, FORGETTING, BIASED, DELAYED_TOP, DELAYED,
+)  # fmt: skip
+DELAY = 512  # queries after which a delayed bias counts
 _TITLE = re.compile(rf"({'|'.join(KINDS)}) B(\d+) H(\d+)(?: Hkv(\d+))? N(\d+) D(\d+)(?: w(\d+))?")
 
 
@@ -18,7 +22,9 @@ class Case:
     kind: DENSE; PER_QUERY and GLOBAL: a query sees the `window` keys with the highest bias, one bias per
         key; SLIDING: the last `window` keys; DOCUMENTS: packed documents of `window` tokens each; DENSE_MASKS:
         a dense mask and bias, about `window` random keys per query; FORGETTING: forget gates of every query head, under
-        which a key fades within `window` queries and is pruned then, without a window never.
+        which a key fades within `window` queries and is pruned then, without a window never; BIASED: every earlier key,
+        with one bias per key; DELAYED: the same, where the bias counts from DELAY queries after its key; DELAYED_TOP:
+        delayed likewise, and a query sees the last DELAY keys and the `window` with the highest bias.
     """
 
     kind: str
@@ -101,6 +107,12 @@ CASES = {
             Case(DENSE_MASKS, 4096, 128, 2048),
         ],
         "forgetting": [Case(FORGETTING, 32768, window=w, **_GPU_HEADS) for w in (None, 2048)],
+        "forget_gates": [Case(FORGETTING, 16384, 128, heads_q=16, heads_kv=16)],
+        "delayed_bias": [
+            Case(BIASED, 32768, **_GPU_HEADS),
+            Case(DELAYED, 32768, **_GPU_HEADS),
+            Case(DELAYED_TOP, 32768, window=2048, **_GPU_HEADS),
+        ],
     },
 }
 NAMES = tuple(dict.fromkeys(name for table in CASES.values() for name in table))

@@ -24,7 +24,20 @@ from flash_dmattn import (
 from flash_dmattn._core.availability import unavailable_reason
 from flash_dmattn.check.memory import bytes_of
 
-from .cases import DENSE, DENSE_MASKS, DOCUMENTS, FORGETTING, GLOBAL, PER_QUERY, SLIDING, Case
+from .cases import (
+    BIASED,
+    DELAY,
+    DELAYED,
+    DELAYED_TOP,
+    DENSE,
+    DENSE_MASKS,
+    DOCUMENTS,
+    FORGETTING,
+    GLOBAL,
+    PER_QUERY,
+    SLIDING,
+    Case,
+)
 from .clock import Step
 
 OURS = ("cuda", "triton", "cpu")
@@ -112,8 +125,12 @@ def _our_step(backend: str, inputs: Inputs) -> Step:
         options["attn_mask"] = inputs.mask
     elif inputs.intervals is not None:
         options = {"key_intervals": inputs.intervals}
-    elif case.kind != DENSE:
+    elif case.kind in (PER_QUERY, GLOBAL):
         options |= {"keep_window_size": case.window, "selection": case.kind}
+    elif case.kind in (DELAYED, DELAYED_TOP):
+        options["bias_delay"] = DELAY
+        if case.kind == DELAYED_TOP:
+            options |= {"keep_window_size": case.window, "recent_window": DELAY}
     return Step(lambda: attention(q, k, v, **options), leaves, inputs.dout)
 
 
@@ -170,6 +187,8 @@ def _sdpa(inputs: Inputs) -> Step:
         shown = shown & (fading >= PRUNE) if case.window else shown
         return _sdpa_step(inputs, fading.masked_fill(~shown, -torch.inf).to(inputs.q.dtype))
     intervals = inputs.intervals
+    if case.kind in (BIASED, DELAYED, DELAYED_TOP):
+        raise Declined("has no bias per key here")
     if intervals is None:
         intervals = select_key_intervals(inputs.bias, case.window, selection=case.kind)
     return _sdpa_step(inputs, _per_query_head(intervals.to_mask(), case))
@@ -190,8 +209,8 @@ def _flex(inputs: Inputs) -> Step:
     from flash_dmattn.keys.visibility import Visibility
 
     case, intervals = inputs.case, inputs.intervals
-    if case.kind == FORGETTING:
-        raise Declined("has no gates here")
+    if case.kind in (FORGETTING, DELAYED_TOP):
+        raise Declined("has neither gates nor a selection with a delay here")
     if case.kind in (PER_QUERY, GLOBAL):
         intervals = select_key_intervals(inputs.bias, case.window, selection=case.kind)
     leaves = _leaves(*(t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)), inputs.bias)
@@ -200,7 +219,18 @@ def _flex(inputs: Inputs) -> Step:
     visible = Visibility(inputs.mask, inputs.intervals is None, intervals)
     bias = dense[0] if bias else None
     options = flex_mask_options(q, k, bias, visible) | {"enable_gqa": case.heads_q != case.heads_kv}
+    if case.kind == DELAYED:
+        options["score_mod"] = _delayed(bias[:, :, 0], case.heads_q // case.heads_kv)
     return Step(lambda: compiled_flex(q, k, v, **options), leaves, inputs.dout.transpose(1, 2))
+
+
+def _delayed(bias: Tensor, group: int) -> Callable:
+    """FlexAttention's function of a score, which adds a bias [B, Hkv, N] to those of keys DELAY queries back and more."""
+
+    def score(score, b, h, q, k):
+        return score + torch.where(q - k >= DELAY, bias[b, h // group, k], 0.0)
+
+    return score
 
 
 def _fa3(inputs: Inputs) -> Step:
