@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ._backends import library
 from ._core import finite
+from ._core.autograd import is_transformed
 from ._core.checks import (
     attention_inputs,
     backend_of,
@@ -55,17 +57,23 @@ def attention(
     original_value = value
     backend = resolve_backend(backend)
     inputs = attention_inputs(query, key, value, "B, S, H, D", backend)
-    numerics = numerics.for_head_dim(query.shape[3])
+    if (
+        inputs[0] is not query
+    ):  # padded to the head dimension of value, which has no part in the scale
+        numerics = numerics.for_head_dim(query.shape[3])
     query, key, value = inputs
-    bias = bias_argument(bias, query, key)
+    if bias is not None:
+        bias = bias_argument(bias, query, key)
     selection = selection.checked(query, key)
-    refuse_transforms(
-        query=query, key=key, value=value, attn_bias=bias, selection_scores=selection.scores
-    )
+    if not is_compiling() and is_transformed():
+        refuse_transforms(
+            query=query, key=key, value=value, attn_bias=bias, selection_scores=selection.scores
+        )
     mask, is_causal, keys = visible
     if keys is not None:
         _check_intervals(keys, query, key)
-    mask = mask_argument(mask, query, key)
+    if mask is not None:
+        mask = mask_argument(mask, query, key)
     visible = Visibility(mask, resolve_flag(is_causal, "is_causal"), keys)
     check_bias_delay(bias_delay, bias)
     if selection.rule.limits():
@@ -95,7 +103,7 @@ def run(
     """
     backend = backend_of(query, backend)
     numerics = numerics.for_head_dim(query.shape[3])
-    if not broadcasts(visible.heads(), key.shape[2]):
+    if visible.keys is not None and not broadcasts(visible.heads(), key.shape[2]):
         # Every query head chose for itself, so each gets a key head of its own.
         mask, bias = (repeat_heads(t, query, key) for t in (visible.mask, bias))
         visible = visible._replace(mask=mask)
@@ -169,6 +177,8 @@ def with_lse(
 
     statistics: [.., B, Hq, Sq], of which the first is lse.
     """
+    if return_lse is False and return_attn_probs is None and sink_logits is None:
+        return out
     lse = statistics if statistics is None else statistics[0]
     if sink_logits is not None:
         if lse is None:

@@ -24,7 +24,6 @@ from ._core.numerics import Numerics
 from .dispatch import IN_PYTHON, attention, check_bias_delay, run_with_bias_delay, with_lse
 from .keys.intervals import KeyIntervals, packed_documents, select_key_intervals
 from .keys.places import Places, check_offsets
-from .keys.rule import KeySelection
 from .keys.selection import Selection, match_heads, scores_and_allowed
 from .keys.visibility import Visibility
 
@@ -105,16 +104,14 @@ def flash_dmattn_func(
         value,
         attn_bias,
         Visibility(attn_mask, is_causal, key_intervals),
-        Selection(
-            KeySelection(
-                keep_window_size,
-                selection,
-                recent_window,
-                recent_competes,
-                sink_tokens,
-                score_threshold,
-            ),
+        Selection.of(
             selection_scores,
+            keep_window_size,
+            selection,
+            recent_window,
+            recent_competes,
+            sink_tokens,
+            score_threshold,
         ),
         Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
         backend,
@@ -195,16 +192,14 @@ def flash_dmattn_varlen_func(
         cu_seqlens_q = cu_seqlens_k
     query, key, value = query[None], key[None], value[None]
     bias = bias_argument(_unpack_per_key(attn_bias, query, key, "attn_bias"), query, key)
-    chosen_by = Selection(
-        KeySelection(
-            keep_window_size,
-            selection,
-            recent_window,
-            recent_competes,
-            sink_tokens,
-            score_threshold,
-        ),
+    chosen_by = Selection.of(
         _unpack_per_key(selection_scores, query, key, "selection_scores"),
+        keep_window_size,
+        selection,
+        recent_window,
+        recent_competes,
+        sink_tokens,
+        score_threshold,
     ).checked(query, key)
     refuse_transforms(
         query=query, key=key, value=value, attn_bias=bias, selection_scores=chosen_by.scores

@@ -98,6 +98,11 @@ def is_available(name: str) -> bool:
 
 def unavailable_reason(name: str) -> str:
     """Why the backend `name` does not run here, and which ones do; "" when it runs."""
+    return _unavailable_reason(name)
+
+
+@cache
+def _unavailable_reason(name: str) -> str:
     for backend in backends():
         if backend.name == name:
             if backend.available:

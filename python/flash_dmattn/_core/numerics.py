@@ -29,10 +29,11 @@ class Numerics(NamedTuple):
         deterministic: bool | None,
     ) -> Numerics:
         """From the arguments of the public functions, whose errors name them."""
+        has_scale = scale is not None or softmax_scale is not None
         return Numerics(
-            _resolve_scale(scale, softmax_scale),
-            _resolve_softcap(softcap),
-            _resolve_nonfinite(nonfinite),
+            _resolve_scale(scale, softmax_scale) if has_scale else None,
+            0.0 if softcap is None else _resolve_softcap(softcap),
+            nonfinite == "saturate" or _resolve_nonfinite(nonfinite),
             resolve_deterministic(deterministic),
         )
 
@@ -79,9 +80,7 @@ def check_number(value: object, name: str) -> None:
         )
 
 
-def _resolve_softcap(softcap: float | None) -> float:
-    if softcap is None:
-        return 0.0
+def _resolve_softcap(softcap: float) -> float:
     check_number(softcap, "softcap")
     softcap = float(softcap)
     if not 0.0 <= softcap <= FLOAT32_MAX:

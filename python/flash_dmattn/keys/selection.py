@@ -22,15 +22,25 @@ class Selection(NamedTuple):
     rule: KeySelection = KeySelection()
     scores: Tensor | None = None  # None: the bias
 
+    @staticmethod
+    def of(scores: Tensor | None, *rule: object) -> Selection:
+        """From the arguments of the public functions; `rule`: those of KeySelection, in its order."""
+        if scores is None and rule == _NO_RULE:
+            return NO_SELECTION
+        return Selection(KeySelection(*rule), scores)
+
     def checked(self, query: Tensor, key: Tensor) -> Selection:
+        if self is NO_SELECTION:
+            return self
         rule = self.rule.checked()
-        sizes, heads = len(rule.windows()), key.shape[-2]
-        if sizes > 1 and sizes != heads:
-            raise ValueError(
-                f"keep_window_size: got {sizes} sizes, expected one, or {heads} for as many key heads"
-            )
+        if isinstance(rule.keep_window_size, tuple):
+            sizes, heads = len(rule.keep_window_size), key.shape[-2]
+            if sizes > 1 and sizes != heads:
+                raise ValueError(
+                    f"keep_window_size: got {sizes} sizes, expected one, or {heads} for as many key heads"
+                )
         if self.scores is None:
-            return Selection(rule)
+            return self if rule is self.rule else Selection(rule)
         checked = selection_scores_argument(self.scores, query, key)
         if not rule.limits():
             raise ValueError(
@@ -38,6 +48,10 @@ class Selection(NamedTuple):
                 "expected both or neither"
             )
         return Selection(rule, checked)
+
+
+NO_SELECTION = Selection()
+_NO_RULE = tuple(NO_SELECTION.rule)
 
 
 def apply_selection(
@@ -59,15 +73,13 @@ def apply_selection(
     rule = selection.rule
     if visible.keys is None:
         rule.check_causality(visible.is_causal)
+        if uses_library_kernels and _is_by_bias(selection, query, key, bias, visible.mask):
+            return Visibility(None, visible.is_causal, TopKeysByBias(rule.keep_window_size))
     scores, allowed = scores_and_allowed(query, key, visible.mask, bias, selection)
     if rule.has_room_for(key.shape[1]) and selection.scores is None:
         return visible  # a key whose bias is NaN is masked by it
     if query.shape[1] == 0:
         return visible
-    by_bias = scores is bias and visible.keys is None and allowed is None
-    by_bias = by_bias and rule.is_window() and rule.selection == "per_query"
-    if uses_library_kernels and by_bias and broadcasts(scores.shape[1], key.shape[2]):
-        return Visibility(None, visible.is_causal, TopKeysByBias(rule.keep_window_size))
     if scores.requires_grad:
         scores = scores.detach()
     on_gpu = uses_library_kernels and scores.is_cuda
@@ -90,6 +102,20 @@ def apply_selection(
         return Visibility(remaining_mask, visible.is_causal, chosen)
     chosen = select(scores, key_mask, rule, visible.is_causal, query.shape[1])
     return Visibility(remaining_mask, False, chosen)
+
+
+def _is_by_bias(
+    selection: Selection, query: Tensor, key: Tensor, bias: Tensor | None, mask: Tensor | None
+) -> bool:
+    """Whether it is TopKeysByBias: a window that hides some key, chosen by a bias for each key or for all heads."""
+    if bias is None or bias.dim() != 3 or mask is not None or selection.scores is not None:
+        return False
+    rule = selection.rule
+    if not rule.is_window() or rule.selection != "per_query":
+        return False
+    seqlen_k = key.shape[1]
+    hides_keys = bias.shape[2] == seqlen_k > rule.keep_window_size
+    return hides_keys and broadcasts(bias.shape[1], key.shape[2]) and query.shape[1] > 0
 
 
 def _select_among_intervals(
