@@ -11,15 +11,20 @@
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/execution.h"
 #include "flash_dmattn/problem.h"
+#include "flash_dmattn/selection.h"
 #include "flash_dmattn/types.h"
 #include "flash_dmattn/visibility.h"
 
-// The KV cache of exactly w keys per kv head, for generation with causal per-query top-w selection.
+// The KV cache of exactly s + w + W keys per kv head, for generation with causal per-query selection by a rule
+// (KeySelection): s sinks, the w best of the keys that compete, and the W recent keys. Both s and W may be 0.
 //
 // A key that w better keys beat never returns: its score is fixed, and the number of better keys only grows. So the
-// w best keys of a (batch, kv head) are all that any later query can see, at any context length. The cache has w
-// *slots* for them, in no order, and g more places for *pending* tokens: a chunk of a prompt or of speculated
-// tokens that attention sees, and of which any number is then committed to the slots and the rest dropped.
+// keys that the last query sees are all that any later query can see of the past, at any context length. The cache has
+// s + w + W *slots* for them and g more for *pending* tokens: a chunk of a prompt or of speculated tokens that
+// attention sees, and of which any number is then committed to the slots and the rest dropped.
+//
+// Sinks are in the first s slots. The other keys are in no order, and stay in their slots: a key that is no longer
+// recent, and competes or stays chosen, is not moved. A token takes the slot of a key that it makes invisible.
 //
 //   prefill at once      select_key_intervals, forward, then `fill`: the keys visible past the last query
 //   prefill by chunks    append, PendingIntervalsCall, forward over the slots and the pending tokens, CommitCall
@@ -29,9 +34,9 @@
 // Functions that need a workspace are calls (calls.h); their arguments are declared here.
 //
 // A slot carries (score, position), as the order of slots has no meaning: a key beats another when its score is
-// higher, or equal and its position is larger. A key with a NaN score never enters and beats nobody, and neither
-// does a masked token; both have a position nevertheless. Rows of the batch are independent: each has its own
-// number of tokens, and each (batch, kv head) its own keys.
+// higher, or equal and its position is larger. A key whose score is NaN or below the threshold does not compete. A
+// masked token is no key, though it has a position. Rows of the batch are independent: each has its own number of
+// tokens, and each (batch, kv head) its own keys.
 //
 // A cache without pending tokens also summarises the first part of a sequence for the rest: a shard of a
 // context-parallel model sends it to the next shard, which adds its own tokens as pending.
@@ -41,31 +46,43 @@
 // arguments first and throw InvalidArgument with nothing written.
 namespace flash_dmattn {
 
-// Sizes and dtypes have no default, here and below: -1, 0 for window and head_dim, and no_dtype are refused.
+// Sizes and dtypes have no default, here and below: -1, 0 for head_dim, and no_dtype are refused.
 struct KvCacheShape {
   std::int64_t batch = -1;
   std::int64_t heads_kv = -1;
-  std::int64_t window = 0;    // w >= 1, the slots of a (batch, kv head)
+  // The rule: per_query, with at least one place for a key. `window` is w, the slots for chosen keys of every head; a
+  // head whose entry of `head_windows` is smaller leaves the others empty. A threshold has a window too, which caps it.
+  KeySelection keep{};
   std::int64_t chunk = 0;     // g >= 0, the largest number of pending tokens
   std::int64_t head_dim = 0;  // 1..256
   DType dtype = no_dtype;     // of k and v: f32, bf16 or f16
   Device device = Device::cpu;
 
-  constexpr std::int64_t slots() const { return window + chunk; }
+  // s + w + W. Pending tokens are in the slots from there on.
+  constexpr std::int64_t places() const {
+    return keep.sink_tokens + keep.window + keep.recent_window;
+  }
+  constexpr std::int64_t slots() const { return places() + chunk; }
 };
+
+// The entry in `positions` of a slot without a key. The entry of a key is its position if it competes (at once, or when
+// it is no longer recent), else -1 - position: that of a sink, of a key with NaN or a score below the threshold, and of
+// a recent key that w better ones have beaten.
+inline constexpr std::int32_t no_key = std::numeric_limits<std::int32_t>::min();
+constexpr std::int32_t position_of_entry(std::int32_t entry) { return entry < 0 ? ~entry : entry; }
 
 // The memory of a cache, which the caller owns. k and v hold numbers from the start (clear): kernels may load a slot
 // without a key, though they give it no weight.
 struct KvCache {
   KvCacheShape shape{};
-  Tensor4 k{};              // [B, Hkv, w + g, D]   D contiguous
-  Tensor4 v{};              // [B, Hkv, w + g, D]
-  float* scores = nullptr;  // [B, Hkv, w + g] dense, NaN for a pending token that never enters
-  std::int32_t* positions = nullptr;  // [B, Hkv, w + g] dense, 0 for the row's first token
+  Tensor4 k{};              // [B, Hkv, slots, D]   D contiguous
+  Tensor4 v{};              // [B, Hkv, slots, D]
+  float* scores = nullptr;  // [B, Hkv, slots] dense
+  std::int32_t* positions = nullptr;  // [B, Hkv, slots] dense; 0 is the row's first token, see no_key
   SlotCount* counts = nullptr;        // [B, Hkv] dense
   std::int32_t* seen = nullptr;       // [B]: tokens of the row so far, pending ones not included
-  // Number of pending tokens, the same in every row, in slots [w, w + pending). The caller updates it: += seqlen
-  // after append, 0 after commit.
+  // Number of pending tokens, the same in every row, in slots [places, places + pending). The caller updates it:
+  // += seqlen after append, 0 after commit.
   std::int64_t pending = 0;
 };
 
@@ -109,12 +126,13 @@ struct FillArgs {
   ConstTensor4 k{};            // [B, S, Hkv, D]
   ConstTensor4 v{};            // [B, S, Hkv, D]
   ScoreRows scores{};          // [B, Hkv, S]
-  // As select_key_intervals wrote them for `seqlen_q` queries, window w and these scores: keys with last =
-  // seqlen_q are visible to later queries. At most w per row are stored.
+  // As select_key_intervals wrote them for `seqlen_q` queries, the rule and these scores: keys with last = seqlen_q are
+  // visible to the row's last token, the last query.
   KeyIntervals intervals{};  // [B, Hkv, S]
   std::int64_t seqlen_q = -1;
   const std::int32_t* lengths =
       nullptr;  // [B]: tokens of each row, later ones are ignored; null: S
+  TokenMask mask{};  // [B, S], that of the selection
 };
 void fill(const FillArgs& args, const Execution& execution, std::string_view backend = {});
 
@@ -132,12 +150,12 @@ struct AppendArgs {
 void append(const AppendArgs& args, const Execution& execution, std::string_view backend = {});
 
 // PendingIntervalsCall finds the slots that the last `seqlen_q` pending tokens see as queries: one interval for each of
-// w + pending slots. Slots are in no order, so the intervals contain causality, and the attention over them is not
+// places + pending slots. Slots are in no order, so the intervals contain causality, and the attention over them is not
 // `causal`.
 struct PendingIntervalsArgs {
   KvCache cache{};
   std::int64_t seqlen_q = -1;        // <= cache.pending
-  KeyInterval* intervals = nullptr;  // out: [B, Hkv, w + pending] dense
+  KeyInterval* intervals = nullptr;  // out: [B, Hkv, places + pending] dense
 };
 
 // Whether the score of a key is also the bias of its attention score, as in dynamic mask attention, or serves the
@@ -151,8 +169,8 @@ Problem pending_problem(const KvCache& cache, std::int64_t heads_q, std::int64_t
 Inputs pending_inputs(const KvCache& cache, const ConstTensor4& q, std::int64_t seqlen_q,
                       const KeyInterval* intervals, ScoreUse use = ScoreUse::choose_and_bias);
 
-// CommitCall lets the first keep[b] pending tokens of row b enter the slots in their order. Each evicts the worst key once
-// all slots are taken. The other tokens are dropped, and no token is pending afterwards: cache.pending = 0.
+// CommitCall lets the first keep[b] pending tokens of row b enter the slots in their order, each as in a step. The other
+// tokens are dropped, and no token is pending afterwards: cache.pending = 0.
 struct CommitArgs {
   KvCache cache{};
   const std::int32_t* keep = nullptr;  // [B], each in [0, cache.pending]; null: all
@@ -160,8 +178,9 @@ struct CommitArgs {
 
 // ---- Decoding ------------------------------------------------------------------------------------
 
-// DecodeStepCall inserts one token of every row and evicts the worst key, then the token's query attends to the slots.
-// The token may be the one that is evicted, and is then invisible to its own query. No token may be pending.
+// DecodeStepCall inserts one token of every row and evicts what later queries do not see, then the token's query attends
+// to the slots. Where no key is recent, the token may be the one that is evicted, and is then invisible to its own
+// query. No token may be pending.
 struct DecodeStepArgs {
   KvCache cache{};
   std::int64_t heads_q = -1;

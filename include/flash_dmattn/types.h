@@ -67,11 +67,18 @@ constexpr std::array<std::int64_t, 4> contiguous_strides(const std::array<std::i
   return {shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1};
 }
 
-// The slots of one (batch, kv head) of a KV cache (kv_cache.h).
+// The slots of one (batch, kv head) of a KV cache (kv_cache.h), as a step has to know them before it reads any of them.
+// All zeros: no token has come.
 struct SlotCount {
-  std::int32_t count;  // slots [0, count) hold keys
-  std::int32_t
-      victim;  // index of the worst slot, evicted next when all are taken; undefined before
+  std::int32_t count;     // slots [0, count) have been taken; some may hold no key again
+  std::int32_t competed;  // keys that have competed so far, of which min(competed, w) are chosen
+  std::int32_t free;      // the first slot without a key; `count` if none of those taken is
+  std::int32_t leaving;   // slot of the key that is no longer recent at the next token; -1: none
+  float leaving_score;    // NaN if that key does not compete
+  // The worst chosen key, evicted next; undefined while fewer than w keys have competed.
+  std::int32_t victim;  // its slot
+  float victim_score;
+  std::int32_t victim_position;
 };
 
 // A stride value that means dense row-major; the comment of the field describes the array.

@@ -143,7 +143,7 @@ PendingIntervalsArgs plan_call(const PendingIntervalsArgs& args, const Execution
 Problem pending_problem(const KvCache& cache, std::int64_t heads_q, std::int64_t seqlen_q,
                         double scale, ScoreUse use) {
   const KvCacheShape& s = cache.shape;
-  const std::int64_t keys = s.window + cache.pending;
+  const std::int64_t keys = s.places() + cache.pending;
   Problem problem{.batch = s.batch,
                   .heads_q = heads_q,
                   .heads_kv = s.heads_kv,
@@ -169,8 +169,8 @@ Inputs pending_inputs(const KvCache& cache, const ConstTensor4& q, std::int64_t 
     in.bias = {cache.scores, {s.heads_kv * s.slots(), s.slots(), 0, 1}};
   }
   in.visibility.intervals.data = intervals;
-  // Every query sees w slots at most, and each brings one.
-  in.visibility.bound = {.base = s.window, .per_query = seqlen_q > 1 ? 1 : 0};
+  // Every query sees as many keys as a cache has places at most, and each brings one.
+  in.visibility.bound = {.base = s.places(), .per_query = seqlen_q > 1 ? 1 : 0};
   return in;
 }
 

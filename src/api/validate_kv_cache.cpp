@@ -1,7 +1,9 @@
 #include "api/validate_kv_cache.h"
 
 #include <array>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <string_view>
 
@@ -64,15 +66,44 @@ void check_tokens(const KvCacheShape& s, const ConstTensor4& k, const ConstTenso
   check_input("v", v, shape);
 }
 
+// The rule of a cache. Its memory has to be known.
+void check_rule(const KvCacheShape& s) {
+  const KeySelection& keep = s.keep;
+  if (keep.window == every_key) {
+    throw InvalidArgument("cache.shape.keep.window", "every_key",
+                          "a number of keys, with a threshold the most that it may show");
+  }
+  require_length("cache.shape.keep.window", keep.window);
+  require_length("cache.shape.keep.recent_window", keep.recent_window);
+  require_length("cache.shape.keep.sink_tokens", keep.sink_tokens);
+  if (s.places() < 1) {
+    throw InvalidArgument("cache.shape.keep.window", "0",
+                          "at least 1 where there are no recent keys and no sinks");
+  }
+  require_length("cache.shape.places()", s.places());
+  if (keep.selection != Selection::per_query) {
+    throw InvalidArgument("cache.shape.keep.selection",
+                          std::to_string(static_cast<int>(keep.selection)),
+                          "per_query: under another one keys that were evicted return");
+  }
+  if (std::isnan(keep.score_threshold)) {
+    throw InvalidArgument("cache.shape.keep.score_threshold", "NaN",
+                          "a number, or -inf for none");
+  }
+  for (std::int64_t h = 0; keep.head_windows != nullptr && h < s.heads_kv; ++h) {
+    require_range("cache.shape.keep.head_windows[" + std::to_string(h) + "]",
+                  keep.head_windows[h], 0, keep.window);
+  }
+}
+
 }  // namespace
 
 void check_shape(const KvCacheShape& s) {
   require_length("cache.shape.batch", s.batch);
   require_length("cache.shape.heads_kv", s.heads_kv);
-  require_length("cache.shape.window", s.window);
+  check_rule(s);
   require_length("cache.shape.chunk", s.chunk);
-  if (s.window < 1) throw InvalidArgument("cache.shape.window", "0", "at least 1");
-  require_length("cache.shape.window + chunk", s.slots());
+  require_length("cache.shape.places() + chunk", s.slots());
   require_range("cache.shape.head_dim", s.head_dim, 1, 256);
   if (s.dtype > DType::f16) {
     throw InvalidArgument("cache.shape.dtype", name_of(s.dtype), "f32, bf16 or f16");
@@ -93,21 +124,26 @@ void check_cache(const KvCache& cache) { check_members(cache, cache_names); }
 
 namespace {
 
-// Checks a cache whose content is read: counts of another window, or of memory without `clear`, would be read as slots
+// Checks a cache whose content is read: counts of another rule, or of memory without `clear`, would be read as slots
 // that do not exist. On the CPU only, because a GPU's callers keep them on the device. `name` is the argument in errors.
 void check_counts(const KvCache& cache, std::string_view name = "cache.counts") {
   const KvCacheShape& s = cache.shape;
   if (s.device != Device::cpu) return;
   for (std::int64_t row = 0; row < s.batch * s.heads_kv; ++row) {
     const SlotCount& slots = cache.counts[row];
-    const auto check = [&](std::string_view member, std::int64_t value, std::int64_t most) {
-      if (value >= 0 && value <= most) return;
+    const auto check = [&](std::string_view member, std::int64_t value, std::int64_t least,
+                           std::int64_t most) {
+      if (value >= least && value <= most) return;
       throw InvalidArgument(
           std::string(name) + "[" + std::to_string(row) + "]." + std::string(member),
-          std::to_string(value), "0 to " + std::to_string(most));
+          std::to_string(value), std::to_string(least) + " to " + std::to_string(most));
     };
-    check("count", slots.count, s.window);
-    if (slots.count == s.window) check("victim", slots.victim, s.window - 1);
+    const std::int64_t last = s.places() - 1;
+    check("count", slots.count, 0, s.places());
+    check("competed", slots.competed, 0, std::numeric_limits<std::int32_t>::max());
+    check("free", slots.free, 0, slots.count);
+    check("leaving", slots.leaving, -1, last);
+    if (slots.competed >= s.keep.window) check("victim", slots.victim, 0, last);
   }
 }
 
@@ -122,7 +158,9 @@ CopyRowsArgs validated(const CopyRowsArgs& args) {
     require_range(field, got, expected, expected);
   };
   same("to.shape.heads_kv", to.heads_kv, from.heads_kv);
-  same("to.shape.window", to.window, from.window);
+  same("to.shape.keep.window", to.keep.window, from.keep.window);
+  same("to.shape.keep.recent_window", to.keep.recent_window, from.keep.recent_window);
+  same("to.shape.keep.sink_tokens", to.keep.sink_tokens, from.keep.sink_tokens);
   same("to.shape.head_dim", to.head_dim, from.head_dim);
   same("to.shape.dtype", static_cast<int>(to.dtype), static_cast<int>(from.dtype));
   same("to.shape.device", static_cast<int>(to.device), static_cast<int>(from.device));
@@ -142,6 +180,7 @@ FillArgs validated(const FillArgs& args) {
   check_values("lengths", s, args.lengths, s.batch, args.seqlen_k);
   FillArgs result = args;
   result.scores = validated_scores(s, args.scores, args.seqlen_k);
+  result.mask = validated_mask(s, args.mask, args.seqlen_k);
   result.intervals = with_resolved_strides(args.intervals, s.batch, s.heads_kv, args.seqlen_k);
   return result;
 }
@@ -188,7 +227,7 @@ DecodeStepArgs validated(const DecodeStepArgs& args) {
                    .heads_q = args.heads_q,
                    .heads_kv = s.heads_kv,
                    .seqlen_q = 1,
-                   .seqlen_k = s.window,
+                   .seqlen_k = s.places(),
                    .head_dim = s.head_dim,
                    .dtype = s.dtype,
                    .device = s.device,

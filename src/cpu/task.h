@@ -33,11 +33,14 @@ struct Term {
   std::int64_t key = 0;
 };
 
-// Slots of a KV cache as keys; [0, count) hold keys in each (batch, kv head). Arrays are [B, Hkv, ...] dense.
+// Slots of a KV cache as keys: in each (batch, kv head) those of [0, count) that are not empty. Arrays are [B, Hkv, ...]
+// dense.
 struct Slots {
   SlotCount* counts = nullptr;
-  const float* scores = nullptr;  // [B, Hkv, stride], as are the positions
-  const std::int32_t* positions = nullptr;
+  const float* scores = nullptr;            // [B, Hkv, stride]
+  const std::int32_t* positions = nullptr;  // [B, Hkv, stride], entries of kv_cache.h
+  const std::int32_t* seen = nullptr;       // [B]
+  std::int64_t delay = 0;                   // the number of tokens after which a key competes
   std::int64_t stride = 0;
 };
 

@@ -4,15 +4,25 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <vector>
 
 #include "arguments.h"
 #include "flash_dmattn/calls.h"
 #include "plan.h"
 #include "reference/kernels.h"
 
-// The KV cache as plain loops: tokens enter one after the other, and the worst key is searched for each.
+// The KV cache as plain loops: tokens enter one after the other, and after each one the keys that the rule shows to its
+// query stay.
 namespace flash_dmattn::reference {
 namespace {
+
+// A key that a query may see, and where it is.
+struct Key {
+  std::int64_t slot;
+  std::int64_t position;
+  float score;
+  bool is_sink;
+};
 
 // The slots of a (batch, kv head).
 struct Row {
@@ -24,7 +34,7 @@ struct Row {
   float& score(std::int64_t slot) const {
     return cache.scores[index() * cache.shape.slots() + slot];
   }
-  std::int32_t& position(std::int64_t slot) const {
+  std::int32_t& entry(std::int64_t slot) const {
     return cache.positions[index() * cache.shape.slots() + slot];
   }
   char* address(const Tensor4& t, std::int64_t slot) const {
@@ -34,40 +44,137 @@ struct Row {
   std::size_t bytes() const {
     return static_cast<std::size_t>(cache.shape.head_dim * size_of(cache.shape.dtype));
   }
-
-  bool beats(std::int64_t slot, std::int64_t other) const {
-    return score(slot) > score(other) ||
-           (score(slot) == score(other) && position(slot) > position(other));
-  }
-
-  void find_victim() const {
-    std::int32_t worst = 0;
-    for (std::int32_t slot = 1; slot < count().count; ++slot) {
-      if (beats(worst, slot)) worst = slot;
-    }
-    count().victim = worst;
+  bool holds_key(std::int64_t slot) const {
+    const std::int64_t places = cache.shape.places();
+    return (slot < count().count || slot >= places) && entry(slot) != no_key;
   }
 
   void put(std::int64_t slot, const char* k, const char* v, float s, std::int32_t at) const {
     std::memcpy(address(cache.k, slot), k, bytes());
     std::memcpy(address(cache.v, slot), v, bytes());
     score(slot) = s;
-    position(slot) = at;
+    entry(slot) = at;
   }
 
-  // A token competes for a slot.
-  void insert(const char* k, const char* v, float s, std::int32_t at) const {
-    if (std::isnan(s)) return;
-    SlotCount& slots = count();
-    if (slots.count < cache.shape.window) {
-      put(slots.count++, k, v, s, at);
-    } else if (s > score(slots.victim) ||
-               (s == score(slots.victim) && at > position(slots.victim))) {
-      put(slots.victim, k, v, s, at);
+  // The keys in the slots and the first `pending` tokens. The first keys of the row are sinks.
+  std::vector<Key> keys(std::int64_t pending) const {
+    const std::int64_t sinks = cache.shape.keep.sink_tokens, places = cache.shape.places();
+    std::vector<Key> keys;
+    std::int64_t found = 0;
+    for (std::int64_t slot = 0; slot < places + pending; ++slot) {
+      if (!holds_key(slot)) continue;
+      const bool is_sink = slot < places ? slot < sinks : found < sinks;
+      keys.push_back({slot, position_of_entry(entry(slot)), score(slot), is_sink});
+      ++found;
     }
-    find_victim();
+    return keys;
   }
+
+  void keep_visible(const std::vector<Key>& keys, std::int64_t position) const;
 };
+
+// What the query at `position` sees of `keys`, none of which is later, by the words of the rule.
+class Rule {
+ public:
+  Rule(const Row& row, const std::vector<Key>& keys, std::int64_t position)
+      : keep_(row.cache.shape.keep),
+        window_(keep_.head_windows == nullptr ? keep_.window : keep_.head_windows[row.h]),
+        keys_(keys),
+        position_(position) {}
+
+  std::int64_t window() const { return window_; }
+  bool is_recent(const Key& key) const { return position_ - key.position < keep_.recent_window; }
+  bool is_admitted(const Key& key) const {
+    return !key.is_sink && window_ > 0 && double{key.score} >= keep_.score_threshold;
+  }
+  bool competes(const Key& key) const {
+    return is_admitted(key) && (keep_.recent_competes || !is_recent(key));
+  }
+  bool is_chosen(const Key& key) const {
+    std::int64_t beaten_by = 0;
+    for (const Key& other : keys_) {
+      const bool beats = other.score > key.score ||
+                         (other.score == key.score && other.position > key.position);
+      beaten_by += competes(other) && beats ? 1 : 0;
+    }
+    return competes(key) && beaten_by < window_;
+  }
+  bool is_visible(const Key& key) const {
+    return key.is_sink || is_recent(key) || is_chosen(key);
+  }
+  // Whether the key may be chosen by a later query.
+  bool may_be_chosen(const Key& key) const {
+    return is_chosen(key) || (is_admitted(key) && !competes(key));
+  }
+
+ private:
+  const KeySelection& keep_;
+  std::int64_t window_;
+  const std::vector<Key>& keys_;
+  std::int64_t position_;
+};
+
+// Empties the slots of the keys that the query at `position`, the last one so far, does not see, and counts the rest.
+void Row::keep_visible(const std::vector<Key>& keys, std::int64_t position) const {
+  const KeySelection& keep = cache.shape.keep;
+  const Rule rule(*this, keys, position);
+  SlotCount& slots = count();
+  slots.leaving = -1;
+  slots.leaving_score = std::numeric_limits<float>::quiet_NaN();
+  std::vector<Key> chosen;
+  for (const Key& key : keys) {
+    const auto at = static_cast<std::int32_t>(key.position);
+    entry(key.slot) = rule.may_be_chosen(key) ? at : ~at;
+    if (rule.is_chosen(key)) chosen.push_back(key);
+    if (!rule.is_visible(key)) entry(key.slot) = no_key;
+    if (!key.is_sink && position - key.position == keep.recent_window - 1) {
+      slots.leaving = static_cast<std::int32_t>(key.slot);
+      if (rule.may_be_chosen(key)) slots.leaving_score = key.score;
+    }
+  }
+  slots.free = 0;
+  while (slots.free < slots.count && entry(slots.free) != no_key) ++slots.free;
+  if (chosen.empty()) return;
+  const Key worst = *std::min_element(chosen.begin(), chosen.end(), [](const Key& x, const Key& y) {
+    return x.score < y.score || (x.score == y.score && x.position < y.position);
+  });
+  slots.victim = static_cast<std::int32_t>(worst.slot);
+  slots.victim_score = worst.score;
+  slots.victim_position = static_cast<std::int32_t>(worst.position);
+}
+
+// A token of a row. A masked one is not present.
+struct Token {
+  const char* k;
+  const char* v;
+  float score;
+  bool is_present;
+};
+
+// The token at `position` comes.
+void enter(const Row& row, const Token& token, std::int64_t position) {
+  SlotCount& slots = row.count();
+  std::vector<Key> keys = row.keys(0);
+  const Key key{-1, position, token.score, slots.count < row.cache.shape.keep.sink_tokens};
+  if (token.is_present) keys.push_back(key);
+  const Rule rule(row, keys, position), before(row, keys, position - 1);
+  // The token, or the key that has become old, or none.
+  slots.competed += static_cast<std::int32_t>(std::count_if(
+      keys.begin(), keys.end(), [&](const Key& k) {
+        return rule.competes(k) && (k.position == position || !before.competes(k));
+      }));
+  const bool stays = token.is_present && rule.is_visible(key);
+  for (const Key& old : row.keys(0)) {
+    if (!rule.is_visible(old)) row.entry(old.slot) = no_key;
+  }
+  if (stays) {
+    std::int64_t slot = 0;
+    while (slot < slots.count && row.entry(slot) != no_key) ++slot;
+    slots.count = std::max(slots.count, static_cast<std::int32_t>(slot + 1));
+    row.put(slot, token.k, token.v, token.score, static_cast<std::int32_t>(position));
+  }
+  row.keep_visible(row.keys(0), position);
+}
 
 template <class Body>
 void for_each_row(const KvCache& cache, const Body& body) {
@@ -77,26 +184,27 @@ void for_each_row(const KvCache& cache, const Body& body) {
 }
 
 // Token t of [B, S, Hkv, D].
-const char* token(const ConstTensor4& tensor, const Row& row, std::int64_t t) {
+const char* address_of(const ConstTensor4& tensor, const Row& row, std::int64_t t) {
   const std::int64_t at =
       row.b * tensor.stride[0] + t * tensor.stride[1] + row.h * tensor.stride[2];
   return static_cast<const char*>(tensor.data) + at * size_of(row.cache.shape.dtype);
 }
 
-// NaN for a masked token.
-float score_of(const ScoreRows& scores, const TokenMask& mask, const Row& row, std::int64_t t) {
-  if (mask.data != nullptr && mask.data[row.b * mask.stride[0] + t * mask.stride[1]] == 0) {
-    return std::numeric_limits<float>::quiet_NaN();
-  }
-  return scores.data[row.b * scores.stride[0] + row.h * scores.stride[1] + t * scores.stride[2]];
+template <class Args>
+Token token_of(const Args& args, const Row& row, std::int64_t t) {
+  const ScoreRows& scores = args.scores;
+  const TokenMask& mask = args.mask;
+  return {address_of(args.k, row, t), address_of(args.v, row, t),
+          scores.data[row.b * scores.stride[0] + row.h * scores.stride[1] + t * scores.stride[2]],
+          mask.data == nullptr || mask.data[row.b * mask.stride[0] + t * mask.stride[1]] != 0};
 }
 
 void clear(const KvCache& cache, const Execution&) {
   for_each_row(cache, [](const Row& row) {
-    row.count() = {0, 0};
+    row.count() = {};
     for (std::int64_t slot = 0; slot < row.cache.shape.slots(); ++slot) {
       row.score(slot) = 0;
-      row.position(slot) = 0;
+      row.entry(slot) = 0;
       std::memset(row.address(row.cache.k, slot), 0, row.bytes());
       std::memset(row.address(row.cache.v, slot), 0, row.bytes());
     }
@@ -105,100 +213,109 @@ void clear(const KvCache& cache, const Execution&) {
 }
 
 void copy_rows(const CopyRowsArgs& args, const Execution&) {
-  const std::int64_t window = args.to.shape.window;
+  const std::int64_t places = args.to.shape.places();
   for_each_row(args.to, [&](const Row& to) {
     const Row from{args.from, args.index[to.b], to.h};
     to.count() = from.count();
     const auto copy = [&](std::int64_t slot) {
       to.put(slot, from.address(args.from.k, slot), from.address(args.from.v, slot),
-             from.score(slot), from.position(slot));
+             from.score(slot), from.entry(slot));
     };
     for (std::int64_t slot = 0; slot < from.count().count; ++slot) copy(slot);
-    for (std::int64_t slot = window; slot < window + args.from.pending; ++slot) copy(slot);
+    for (std::int64_t slot = places; slot < places + args.from.pending; ++slot) copy(slot);
   });
   for (std::int64_t b = 0; b < args.to.shape.batch; ++b) {
     args.to.seen[b] = args.from.seen[args.index[b]];
   }
 }
 
+// Of the keys that the last token sees, the first are the sinks.
 void fill(const FillArgs& args, const Execution&) {
+  const KvCacheShape& s = args.cache.shape;
   const KeyIntervals& intervals = args.intervals;
   for_each_row(args.cache, [&](const Row& row) {
-    row.count() = {0, 0};
+    SlotCount& slots = row.count() = {};
     const std::int64_t length = args.lengths == nullptr ? args.seqlen_k : args.lengths[row.b];
+    std::vector<Key> all;
     for (std::int64_t j = 0; j < length; ++j) {
+      const Token token = token_of(args, row, j);
+      if (!token.is_present) continue;
+      const bool is_sink = static_cast<std::int64_t>(all.size()) < s.keep.sink_tokens;
+      all.push_back({-1, j, token.score, is_sink});
       const KeyInterval interval =
           intervals.data[row.b * intervals.stride_batch + row.h * intervals.stride_head + j];
       if (interval.first >= interval.last || interval.last < args.seqlen_q) continue;
-      row.insert(token(args.k, row, j), token(args.v, row, j), score_of(args.scores, {}, row, j),
-                 static_cast<std::int32_t>(j));
+      if (slots.count == s.places()) continue;
+      row.put(slots.count++, token.k, token.v, token.score, static_cast<std::int32_t>(j));
     }
+    const Rule rule(row, all, length - 1);
+    slots.competed = static_cast<std::int32_t>(
+        std::count_if(all.begin(), all.end(), [&](const Key& key) { return rule.competes(key); }));
+    row.keep_visible(row.keys(0), length - 1);
   });
-  for (std::int64_t b = 0; b < args.cache.shape.batch; ++b) {
+  for (std::int64_t b = 0; b < s.batch; ++b) {
     args.cache.seen[b] =
         args.lengths == nullptr ? static_cast<std::int32_t>(args.seqlen_k) : args.lengths[b];
   }
 }
 
 void append(const AppendArgs& args, const Execution&) {
-  for_each_row(args.cache, [&](const Row& row) {
+  const KvCache& cache = args.cache;
+  for_each_row(cache, [&](const Row& row) {
     for (std::int64_t t = 0; t < args.seqlen; ++t) {
-      const std::int64_t place = args.cache.pending + t;
-      row.put(args.cache.shape.window + place, token(args.k, row, t), token(args.v, row, t),
-              score_of(args.scores, args.mask, row, t),
-              static_cast<std::int32_t>(args.cache.seen[row.b] + place));
+      const Token token = token_of(args, row, t);
+      const std::int64_t place = cache.pending + t;
+      const auto position = static_cast<std::int32_t>(cache.seen[row.b] + place);
+      row.put(cache.shape.places() + place, token.k, token.v, token.score,
+              token.is_present ? position : no_key);
     }
   });
 }
 
-// By the definition: for every query, the slots that fewer than w of the keys that it may see beat.
+// By the definition, for every query.
 void pending_intervals(const PendingIntervalsArgs& args, const Execution&) {
-  const std::int64_t window = args.cache.shape.window;
-  const std::int64_t keys = window + args.cache.pending;
-  for_each_row(args.cache, [&](const Row& row) {
-    KeyInterval* const intervals = args.intervals + row.index() * keys;
-    std::fill_n(intervals, keys, KeyInterval{0, 0});
+  const KvCache& cache = args.cache;
+  const std::int64_t slots = cache.shape.places() + cache.pending;
+  for_each_row(cache, [&](const Row& row) {
+    KeyInterval* const intervals = args.intervals + row.index() * slots;
+    std::fill_n(intervals, slots, KeyInterval{0, 0});
     for (std::int64_t i = 0; i < args.seqlen_q; ++i) {
-      const std::int64_t last = keys - args.seqlen_q + i;  // the slot of the query's own key
-      const auto may_see = [&](std::int64_t slot) {
-        return (slot < row.count().count || (slot >= window && slot <= last)) &&
-               !std::isnan(row.score(slot));
-      };
-      for (std::int64_t slot = 0; slot < keys; ++slot) {
-        if (!may_see(slot)) continue;
-        std::int64_t beaten_by = 0;
-        for (std::int64_t other = 0; other < keys; ++other) {
-          beaten_by += may_see(other) && row.beats(other, slot) ? 1 : 0;
-        }
-        if (beaten_by >= window) continue;
+      const std::int64_t token = cache.pending - args.seqlen_q + i;
+      const std::vector<Key> keys = row.keys(token + 1);
+      const Rule rule(row, keys, cache.seen[row.b] + token);
+      for (const Key& key : keys) {
+        if (!rule.is_visible(key)) continue;
         const auto query = static_cast<std::int32_t>(i);
-        if (intervals[slot].last == 0) intervals[slot].first = query;
-        intervals[slot].last = query + 1;
+        if (intervals[key.slot].last == 0) intervals[key.slot].first = query;
+        intervals[key.slot].last = query + 1;
       }
     }
   });
 }
 
 void commit(const CommitArgs& args, const Execution&) {
-  const std::int64_t window = args.cache.shape.window;
+  const KvCache& cache = args.cache;
   const auto kept = [&](std::int64_t b) {
-    return args.keep == nullptr ? args.cache.pending : args.keep[b];
+    return args.keep == nullptr ? cache.pending : args.keep[b];
   };
-  for_each_row(args.cache, [&](const Row& row) {
-    for (std::int64_t slot = window; slot < window + kept(row.b); ++slot) {
-      row.insert(row.address(args.cache.k, slot), row.address(args.cache.v, slot), row.score(slot),
-                 row.position(slot));
+  for_each_row(cache, [&](const Row& row) {
+    for (std::int64_t i = 0; i < kept(row.b); ++i) {
+      const std::int64_t slot = cache.shape.places() + i;
+      enter(row,
+            {row.address(cache.k, slot), row.address(cache.v, slot), row.score(slot),
+             row.entry(slot) != no_key},
+            cache.seen[row.b] + i);
     }
   });
-  for (std::int64_t b = 0; b < args.cache.shape.batch; ++b) {
-    args.cache.seen[b] += static_cast<std::int32_t>(kept(b));
+  for (std::int64_t b = 0; b < cache.shape.batch; ++b) {
+    cache.seen[b] += static_cast<std::int32_t>(kept(b));
   }
 }
 
 // ---- Decoding ------------------------------------------------------------------------------------
 
 std::size_t intervals_bytes(const KvCacheShape& s) {
-  const auto intervals = static_cast<std::size_t>(s.batch * s.heads_kv * s.window);
+  const auto intervals = static_cast<std::size_t>(s.batch * s.heads_kv * s.places());
   return align_up(intervals * sizeof(KeyInterval));
 }
 
@@ -213,7 +330,7 @@ ForwardArgs attention_of(const DecodeStepArgs& args, const KeyInterval* interval
   return forward;
 }
 
-// The intervals [B, Hkv, w] of the slots, then the workspace of attention.
+// The intervals [B, Hkv, places] of the slots, then the workspace of attention.
 struct DecodeStepCall {
   std::size_t bytes;
 
@@ -225,10 +342,9 @@ struct DecodeStepCall {
     const KvCacheShape& s = args.cache.shape;
     auto* const intervals = static_cast<KeyInterval*>(execution.workspace);
     for_each_row(args.cache, [&](const Row& row) {
-      row.insert(token(args.k, row, 0), token(args.v, row, 0),
-                 score_of(args.scores, args.mask, row, 0), args.cache.seen[row.b]);
-      for (std::int64_t slot = 0; slot < s.window; ++slot) {
-        intervals[row.index() * s.window + slot] = {0, slot < row.count().count ? 1 : 0};
+      enter(row, token_of(args, row, 0), args.cache.seen[row.b]);
+      for (std::int64_t slot = 0; slot < s.places(); ++slot) {
+        intervals[row.index() * s.places() + slot] = {0, row.holds_key(slot) ? 1 : 0};
       }
     });
     for (std::int64_t b = 0; b < s.batch; ++b) ++args.cache.seen[b];

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 
 #include "arguments.h"
@@ -50,6 +51,14 @@ std::int64_t widest_window(const SelectionArgs& args) {
   std::int64_t widest = 0;
   for (std::int64_t h = 0; h < args.heads; ++h) widest = std::max(widest, window_of(args, h));
   return widest;
+}
+
+float least_score(double threshold) {
+  constexpr double largest = std::numeric_limits<float>::max();
+  constexpr float infinity = std::numeric_limits<float>::infinity();
+  if (std::isinf(threshold) || threshold > largest) return threshold > 0 ? infinity : -infinity;
+  const auto nearest = static_cast<float>(std::max(threshold, -largest));
+  return double{nearest} < threshold ? std::nextafter(nearest, infinity) : nearest;
 }
 
 // A query sees its window, the recent keys and the sinks; each following query one more key. The keys that compete

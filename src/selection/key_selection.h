@@ -21,4 +21,7 @@ inline std::int64_t delay_of(const KeySelection& keep) {
   return keep.recent_competes ? 0 : keep.recent_window;
 }
 
+// The lowest float at or above a threshold: the scores that reach one reach the other.
+float least_score(double threshold);
+
 }  // namespace flash_dmattn

@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -27,7 +28,7 @@ StreamOptions random_options(std::uint64_t seed, const char* backend, StreamScor
   StreamOptions options{.scores = scores, .seed = seed, .backend = backend};
   options.shape = {.batch = 1 + random.below(3),
                    .heads_kv = 1 + random.below(2),
-                   .window = 1 + random.below(9),
+                   .keep = {.window = 1 + random.below(9)},
                    .chunk = random.below(8),
                    .head_dim = 1 + random.below(20),
                    .dtype = dtype};
@@ -73,12 +74,42 @@ TEST_P(KvCacheStreams, ShortStreamEqualsAttentionOverBestKeys) {
   }
 }
 
-// The window is long enough for several blocks of keys, splits and whole vectors.
-TEST_P(KvCacheStreams, LongStreamEqualsAttentionOverBestKeys) {
+// A rule with every part as often at one of its ends as between them.
+StreamOptions random_rule_options(std::uint64_t seed, const char* backend, StreamScores scores,
+                                  DType dtype) {
+  constexpr double infinity = std::numeric_limits<double>::infinity();
+  constexpr double thresholds[] = {-infinity, -1e300, -0.5, 0.0, 1.0 / 3, 1.0, 1e300, infinity};
+  StreamOptions options = random_options(seed, backend, scores, dtype);
+  Random random(seed * 31 + 7);
+  KeySelection& keep = options.shape.keep;
+  keep.window = random.below(7);
+  keep.recent_window = random.below(3) == 0 ? 0 : random.below(8);
+  keep.recent_competes = random.below(2) == 0;
+  keep.sink_tokens = random.below(2) == 0 ? 0 : random.below(5);
+  if (random.below(3) == 0) keep.score_threshold = thresholds[random.below(8)];
+  if (options.shape.places() == 0) keep.window = 1;
+  for (std::int64_t h = 0; h < options.shape.heads_kv && seed % 3 == 0; ++h) {
+    options.head_windows.push_back(random.below(keep.window + 1));
+  }
+  return options;
+}
+
+TEST_P(KvCacheStreams, StreamUnderRuleEqualsAttentionOverShownKeys) {
   const auto& [backend, scores, dtype] = GetParam();
+  const std::uint64_t streams = testing::is_quick_run() ? 100 : 1000;
+  for (std::uint64_t seed = 0; seed < streams; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    ASSERT_NO_FATAL_FAILURE(run_stream(random_rule_options(seed, backend, scores, dtype)));
+  }
+}
+
+// The rule has enough slots for several blocks of keys, splits and whole vectors.
+void run_long_stream(const KeySelection& keep, const char* backend, StreamScores scores,
+                     DType dtype) {
   StreamOptions options{.scores = scores, .nan_share = 0.1, .seed = 3, .backend = backend};
   options.shape = {
-      .batch = 2, .heads_kv = 2, .window = 900, .chunk = 70, .head_dim = 32, .dtype = dtype};
+      .batch = 2, .heads_kv = 2, .keep = keep, .chunk = 70, .head_dim = 32, .dtype = dtype};
+  options.masked_share = keep.recent_window > 0 ? 0.1 : 0;
   options.group = 2;
   KvStream stream(options);
   ASSERT_NO_FATAL_FAILURE(stream.fill(1200));
@@ -89,6 +120,23 @@ TEST_P(KvCacheStreams, LongStreamEqualsAttentionOverBestKeys) {
   ASSERT_NO_FATAL_FAILURE(stream.commit(true));
   ASSERT_NO_FATAL_FAILURE(stream.check_slots());
   ASSERT_NO_FATAL_FAILURE(stream.step());
+}
+
+TEST_P(KvCacheStreams, LongStreamEqualsAttentionOverBestKeys) {
+  const auto& [backend, scores, dtype] = GetParam();
+  ASSERT_NO_FATAL_FAILURE(run_long_stream({.window = 900}, backend, scores, dtype));
+}
+
+TEST_P(KvCacheStreams, LongStreamUnderRuleEqualsAttentionOverShownKeys) {
+  const auto& [backend, scores, dtype] = GetParam();
+  for (const bool competes : {true, false}) {
+    const KeySelection keep{.window = 600,
+                            .recent_window = 300,
+                            .recent_competes = competes,
+                            .sink_tokens = 4,
+                            .score_threshold = -1};
+    ASSERT_NO_FATAL_FAILURE(run_long_stream(keep, backend, scores, dtype));
+  }
 }
 
 auto streams_of(const char* backend) {
@@ -105,7 +153,7 @@ TEST(KvCache, HalfAMillionTokensLeaveTheBestKeys) {
   if (testing::is_quick_run()) GTEST_SKIP() << "slow, and FLASH_DMATTN_QUICK_TESTS is set";
   constexpr std::int64_t tokens = 524288, window = 64, head_dim = 8;
   const KvCacheShape shape{
-      .batch = 1, .heads_kv = 1, .window = window, .head_dim = head_dim, .dtype = DType::f32};
+      .batch = 1, .heads_kv = 1, .keep = {.window = window}, .head_dim = head_dim, .dtype = DType::f32};
   GuardedBuffer memory(kv_cache_size(shape), "cache");
   EXPECT_LT(memory.size(), window * (2 * head_dim * 4 + 8) + 512);
   const KvCache cache = kv_cache_in({memory.data(), memory.size()}, shape);
@@ -154,7 +202,7 @@ TEST(KvCache, HalfAMillionTokensLeaveTheBestKeys) {
 // A correct call of each function, which tests then spoil.
 struct KvCalls {
   KvCacheShape shape{
-      .batch = 2, .heads_kv = 2, .window = 4, .chunk = 3, .head_dim = 8, .dtype = DType::f32};
+      .batch = 2, .heads_kv = 2, .keep = {.window = 4}, .chunk = 3, .head_dim = 8, .dtype = DType::f32};
   GuardedBuffer memory{kv_cache_size(shape), "cache"};
   GuardedBuffer other{kv_cache_size(shape), "other"};
   KvCache cache = kv_cache_in({memory.data(), memory.size()}, shape);
@@ -221,7 +269,19 @@ void expect_error(const std::string& argument, const std::function<void(KvCalls&
 }
 
 TEST(KvCacheArguments, InvalidArgumentIsNamed) {
-  expect_error("cache.shape.window", [](KvCalls& c) { c.append_args.cache.shape.window = 0; });
+  const auto expect_rule_error = [](const std::string& argument, auto spoil) {
+    expect_error("cache.shape.keep." + argument,
+                 [&](KvCalls& c) { spoil(c.append_args.cache.shape.keep); });
+  };
+  expect_rule_error("window", [](KeySelection& keep) { keep.window = 0; });
+  expect_rule_error("window", [](KeySelection& keep) { keep.window = KeySelection{}.window; });
+  expect_rule_error("window", [](KeySelection& keep) { keep.window = every_key; });
+  expect_rule_error("recent_window", [](KeySelection& keep) { keep.recent_window = -1; });
+  expect_rule_error("sink_tokens", [](KeySelection& keep) { keep.sink_tokens = -1; });
+  expect_rule_error("selection", [](KeySelection& keep) { keep.selection = Selection::global; });
+  expect_rule_error("score_threshold", [](KeySelection& keep) { keep.score_threshold = NAN; });
+  static constexpr std::int64_t windows[] = {4, 5};
+  expect_rule_error("head_windows[1]", [](KeySelection& keep) { keep.head_windows = windows; });
   expect_error("cache.shape.batch", [](KvCalls& c) { c.append_args.cache.shape.batch = -1; });
   expect_error("cache.shape.head_dim",
                [](KvCalls& c) { c.append_args.cache.shape.head_dim = 257; });
@@ -237,7 +297,11 @@ TEST(KvCacheArguments, InvalidArgumentIsNamed) {
   expect_error("cache.seen", [](KvCalls& c) { c.append_args.cache.seen = nullptr; });
   expect_error("cache.counts[1].count", [](KvCalls& c) { c.cache.counts[1].count = 5; });
   expect_error("cache.counts[0].count", [](KvCalls& c) { c.cache.counts[0].count = -1; });
-  expect_error("cache.counts[0].victim", [](KvCalls& c) { c.cache.counts[0] = {4, 4}; });
+  expect_error("cache.counts[0].victim",
+               [](KvCalls& c) { c.cache.counts[0] = {.count = 4, .competed = 4, .victim = 4}; });
+  expect_error("cache.counts[0].competed", [](KvCalls& c) { c.cache.counts[0].competed = -1; });
+  expect_error("cache.counts[0].free", [](KvCalls& c) { c.cache.counts[0].free = 5; });
+  expect_error("cache.counts[0].leaving", [](KvCalls& c) { c.cache.counts[0].leaving = 4; });
   expect_error("cache.pending", [](KvCalls& c) { c.append_args.cache.pending = 4; });
   expect_error("cache.pending", [](KvCalls& c) { c.step_args.cache.pending = 1; });
   expect_error("seqlen", [](KvCalls& c) { c.append_args.seqlen = 4; });
@@ -257,7 +321,7 @@ TEST(KvCacheArguments, InvalidArgumentIsNamed) {
   expect_error("index[1]", [](KvCalls& c) { c.index[1] = 2; });
   expect_error("keep[0]", [](KvCalls& c) { c.commit_args.keep = (c.index = {1, 0}).data(); });
   expect_error("lengths[1]", [](KvCalls& c) { c.fill_args.lengths = (c.index = {1, 2}).data(); });
-  expect_error("to.shape.window", [](KvCalls& c) { c.copy_args.to.shape.window = 3; });
+  expect_error("to.shape.keep.window", [](KvCalls& c) { c.copy_args.to.shape.keep.window = 3; });
   expect_error("cache.shape.heads_kv",
                [](KvCalls& c) { c.append_args.cache.shape.heads_kv = KvCacheShape{}.heads_kv; });
   expect_error("seqlen", [](KvCalls& c) { c.append_args.seqlen = AppendArgs{}.seqlen; });
@@ -308,7 +372,7 @@ TEST(KvCache, DecodeStepNamesItsKernel) {
 }
 
 TEST(KvCacheArguments, OtherDeviceIsDeclinedWithReason) {
-  KvCacheShape shape{.batch = 1, .heads_kv = 1, .window = 4, .head_dim = 8, .dtype = DType::f32};
+  KvCacheShape shape{.batch = 1, .heads_kv = 1, .keep = {.window = 4}, .head_dim = 8, .dtype = DType::f32};
   EXPECT_EQ(supports(shape), "");
   EXPECT_EQ(supports(shape, "reference"), "");
   EXPECT_THROW(supports(shape, "gpu"), InvalidArgument);
@@ -318,7 +382,7 @@ TEST(KvCacheArguments, OtherDeviceIsDeclinedWithReason) {
 
 TEST(KvCacheArguments, ShortOrUnalignedMemoryThrows) {
   const KvCacheShape shape{
-      .batch = 1, .heads_kv = 1, .window = 4, .head_dim = 8, .dtype = DType::f32};
+      .batch = 1, .heads_kv = 1, .keep = {.window = 4}, .head_dim = 8, .dtype = DType::f32};
   GuardedBuffer memory(kv_cache_size(shape), "cache");
   EXPECT_THROW(kv_cache_in({memory.data(), memory.size() - 1}, shape), InvalidArgument);
   EXPECT_THROW(kv_cache_in({memory.data() + 4, memory.size()}, shape), InvalidArgument);

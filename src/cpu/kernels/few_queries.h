@@ -185,7 +185,8 @@ void few_queries_item(const ForwardTask& t, std::int64_t item, void* scratch) {
   KeyBlockIterator blocks(t, at.tile, at.tile_index, KeySource::tile_list);
   blocks.take_part(at.split, t.splits);
   if (t.slots.scores != nullptr) {
-    *sums.worst = worst_slot(t.slots, at.tile.batch * t.heads_kv + at.tile.head, blocks);
+    const std::int64_t row = at.tile.batch * t.heads_kv + at.tile.head;
+    *sums.worst = worst_slot(t.slots, at.tile.batch, row, blocks);
   }
   FewQueries<In, Element>(t, allocator).run(at.tile, blocks, sums.softmax);
 }
@@ -202,7 +203,10 @@ void merge_splits(const ForwardTask& t, std::int64_t item) {
   }
   first.softmax.template finish<In>(at.tile, tile_rows<In>(t, t.out, at.tile));
   if (t.slots.scores != nullptr) {
-    t.slots.counts[at.tile.batch * t.heads_kv + at.tile.head].victim = first.worst->slot;
+    SlotCount& count = t.slots.counts[at.tile.batch * t.heads_kv + at.tile.head];
+    count.victim = first.worst->slot;
+    count.victim_score = first.worst->score;
+    count.victim_position = first.worst->position;
   }
 }
 

@@ -183,6 +183,18 @@ inline Vec load_bias(const Task& t, std::int64_t row, const KeyBlock& block, int
   return bias;
 }
 
+inline void hide_empty_slots(const Task& t, const Tile& tile, const KeyBlock& block,
+                             float* column) {
+  const std::int64_t row = tile.batch * t.heads_kv + tile.head;
+  const SlotCount& count = t.slots.counts[row];
+  if (count.free == count.count) return;
+  constexpr std::int32_t empty = -0x7fffffff - 1;  // no_key
+  const std::int32_t* entries = t.slots.positions + row * t.slots.stride;
+  for (int n = 0; n < block.count; ++n) {
+    if (entries[block.key(n)] == empty) column[n] = -infinity;
+  }
+}
+
 inline void column_terms(const Task& t, const Tile& tile, const KeyBlock& block, KeyTerms& terms) {
   for (int g = 0; g < terms.column_heads; ++g) {
     float* column = terms.columns + std::int64_t{g} * block_keys;
@@ -196,6 +208,7 @@ inline void column_terms(const Task& t, const Tile& tile, const KeyBlock& block,
       }
       store(column + n, lane_numbers() + n < block.count ? term : splat(-infinity));
     }
+    if (t.slots.counts != nullptr) hide_empty_slots(t, tile, block, column);
     if (is_per_key(t.mask)) {
       const std::uint8_t* mask = mask_at(t, tile, g, 0);
       for (int n = 0; n < block.count; ++n) {

@@ -19,11 +19,14 @@ inline WorstSlot worse(const WorstSlot& a, const WorstSlot& b) {
   return b.score < a.score || (b.score == a.score && b.position < a.position) ? b : a;
 }
 
-// The worst key among the keys of `blocks`, which are slots of `row` = b * Hkv + h. No score is NaN.
-inline WorstSlot worst_slot(const Slots& slots, std::int64_t row, const KeyBlockIterator& blocks) {
+// The worst of the keys that compete among those of `blocks`, which are slots of `row` = b * Hkv + h. None of them has a
+// score that is NaN.
+inline WorstSlot worst_slot(const Slots& slots, std::int64_t batch, std::int64_t row,
+                            const KeyBlockIterator& blocks) {
   constexpr std::int32_t latest = 0x7fffffff;
   const float* scores = slots.scores + row * slots.stride;
   const std::int32_t* positions = slots.positions + row * slots.stride;
+  const auto end = static_cast<std::int32_t>(slots.seen[batch] - slots.delay);
   Vec low = splat(infinity);
   Int oldest = Int{} + latest;
   Int found{};
@@ -31,7 +34,8 @@ inline WorstSlot worst_slot(const Slots& slots, std::int64_t row, const KeyBlock
   for (; slot + lanes <= blocks.end(); slot += lanes) {
     const Vec score = load(scores + slot);
     const Int position = load_as<Int>(positions + slot);
-    const Int is_worse = (score < low) | ((score == low) & (position < oldest));
+    const Int competes = (position >= 0) & (position < end);
+    const Int is_worse = competes & ((score < low) | ((score == low) & (position < oldest)));
     low = is_worse ? score : low;
     oldest = is_worse ? position : oldest;
     found = is_worse ? lane_numbers() + static_cast<std::int32_t>(slot) : found;
@@ -39,6 +43,7 @@ inline WorstSlot worst_slot(const Slots& slots, std::int64_t row, const KeyBlock
   WorstSlot worst{low[0], oldest[0], found[0]};
   for (int i = 1; i < lanes; ++i) worst = worse(worst, {low[i], oldest[i], found[i]});
   for (; slot < blocks.end(); ++slot) {
+    if (positions[slot] < 0 || positions[slot] >= end) continue;
     worst = worse(worst, {scores[slot], positions[slot], static_cast<std::int32_t>(slot)});
   }
   return worst;

@@ -40,6 +40,10 @@ KvStream::KvStream(const StreamOptions& options)
       cache_(kv_cache_in({memory_.data(), memory_.size()}, options.shape)),
       committed_(static_cast<std::size_t>(options.shape.batch)),
       pending_tokens_(committed_.size()) {
+  if (!options_.head_windows.empty()) {
+    options_.shape.keep.head_windows = options_.head_windows.data();
+    cache_.shape = options_.shape;
+  }
   clear(cache_, in_turn(1), options.backend);
 }
 
@@ -72,27 +76,51 @@ KvStream::Input KvStream::draw(std::int64_t length) {
         token.v.push_back(load(input.v.data(), s.dtype, at));
       }
       for (std::int64_t h = 0; h < s.heads_kv; ++h) {
-        const bool masked = input.mask[static_cast<std::size_t>(b * length + t)] == 0;
         const auto at = static_cast<std::size_t>((b * s.heads_kv + h) * length + t);
-        token.scores.push_back(masked ? nan : input.scores[at]);
+        token.scores.push_back(input.scores[at]);
       }
+      token.is_present = input.mask[static_cast<std::size_t>(b * length + t)] != 0;
       input.tokens[static_cast<std::size_t>(b)].push_back(token);
     }
   }
   return input;
 }
 
-std::vector<std::size_t> KvStream::visible(const std::vector<Token>& past, std::int64_t h) const {
+std::vector<std::size_t> KvStream::competing(const std::vector<Token>& past,
+                                             std::int64_t h) const {
+  const KeySelection& keep = options_.shape.keep;
   const auto score = [&](std::size_t j) { return past[j].scores[static_cast<std::size_t>(h)]; };
+  const std::int64_t delay = keep.recent_competes ? 0 : keep.recent_window;
+  const bool has_window = keep.head_windows == nullptr || keep.head_windows[h] > 0;
   std::vector<std::size_t> keys;
+  std::int64_t present = 0;
   for (std::size_t j = 0; j < past.size(); ++j) {
-    if (!std::isnan(score(j))) keys.push_back(j);
+    if (!past[j].is_present || present++ < keep.sink_tokens) continue;
+    const auto age = static_cast<std::int64_t>(past.size() - 1 - j);
+    if (has_window && keep.window > 0 && age >= delay && double{score(j)} >= keep.score_threshold) {
+      keys.push_back(j);
+    }
   }
   std::sort(keys.begin(), keys.end(), [&](std::size_t a, std::size_t b) {
     return score(a) > score(b) || (score(a) == score(b) && a > b);
   });
-  keys.resize(std::min(keys.size(), static_cast<std::size_t>(options_.shape.window)));
   return keys;
+}
+
+std::vector<std::size_t> KvStream::visible(const std::vector<Token>& past, std::int64_t h) const {
+  const KeySelection& keep = options_.shape.keep;
+  const auto window = static_cast<std::size_t>(keep.head_windows == nullptr ? keep.window
+                                                                           : keep.head_windows[h]);
+  std::vector<std::size_t> keys = competing(past, h);
+  keys.resize(std::min(keys.size(), window));
+  std::set<std::size_t> seen(keys.begin(), keys.end());
+  std::int64_t present = 0;
+  for (std::size_t j = 0; j < past.size(); ++j) {
+    const auto age = static_cast<std::int64_t>(past.size() - 1 - j);
+    if (!past[j].is_present) continue;
+    if (present++ < keep.sink_tokens || age < keep.recent_window) seen.insert(j);
+  }
+  return {seen.begin(), seen.end()};
 }
 
 void KvStream::expect_row(const Input& input, std::int64_t b, std::int64_t i,
@@ -104,7 +132,12 @@ void KvStream::expect_row(const Input& input, std::int64_t b, std::int64_t i,
   const std::int64_t heads_q = s.heads_kv * options_.group;
   for (std::int64_t hq = 0; hq < heads_q; ++hq) {
     const std::int64_t h = hq / options_.group;
-    const std::vector<std::size_t> keys = visible(past, h);
+    std::vector<std::size_t> keys = visible(past, h);
+    if (options_.use == ScoreUse::choose_and_bias) {  // a bias that is NaN masks
+      std::erase_if(keys, [&](std::size_t j) {
+        return std::isnan(past[j].scores[static_cast<std::size_t>(h)]);
+      });
+    }
     const std::int64_t query = ((b * input.length + i) * heads_q + hq) * s.head_dim;
     std::vector<double> weights;
     double max = -std::numeric_limits<double>::infinity(), sum = 0;
@@ -154,18 +187,28 @@ void KvStream::fill(std::int64_t length) {
       mask[static_cast<std::size_t>(b * length + t)] = 0;
     }
   }
+  // Rows end at different positions, so each is a selection of its own, for its last query.
   std::vector<KeyInterval> intervals(input.scores.size());
-  const SelectionArgs selection{.batch = s.batch,
-                                .heads = s.heads_kv,
-                                .seqlen_q = length,
-                                .seqlen_k = length,
-                                .keep = {.window = s.window},
-                                .scores = input.scores.data(),
-                                .scores_dtype = DType::f32,
-                                .key_mask = mask.data(),
-                                .key_mask_stride = {length, 0, 1},
-                                .intervals = intervals.data()};
-  run(SelectCall(selection, in_turn(2)));
+  for (std::int64_t b = 0; b < s.batch; ++b) {
+    const std::int64_t keys = lengths[static_cast<std::size_t>(b)];
+    std::vector<KeyInterval> of_row(static_cast<std::size_t>(s.heads_kv * keys));
+    const SelectionArgs selection{.batch = 1,
+                                  .heads = s.heads_kv,
+                                  .seqlen_q = keys > 0 ? 1 : 0,
+                                  .seqlen_k = keys,
+                                  .keep = s.keep,
+                                  .scores = input.scores.data() + b * s.heads_kv * length,
+                                  .scores_dtype = DType::f32,
+                                  .scores_stride = {0, length, 1},
+                                  .key_mask = mask.data() + b * length,
+                                  .key_mask_stride = {0, 0, 1},
+                                  .intervals = of_row.data()};
+    run(SelectCall(selection, in_turn(2)));
+    for (std::int64_t h = 0; h < s.heads_kv; ++h) {
+      std::copy_n(of_row.begin() + h * keys, keys,
+                  intervals.begin() + (b * s.heads_kv + h) * length);
+    }
+  }
   const auto stride = by_token(s.batch, length, s.heads_kv, s.head_dim);
   const FillArgs args{.cache = cache_,
                       .seqlen_k = length,
@@ -173,8 +216,9 @@ void KvStream::fill(std::int64_t length) {
                       .v = {input.v.data(), stride},
                       .scores = {input.scores.data()},
                       .intervals = {intervals.data()},
-                      .seqlen_q = length,
-                      .lengths = lengths.data()};
+                      .seqlen_q = 1,
+                      .lengths = lengths.data(),
+                      .mask = {mask.data()}};
   flash_dmattn::fill(args, in_turn(2), options_.backend);
   cache_.pending = 0;
   for (std::size_t b = 0; b < committed_.size(); ++b) {
@@ -227,7 +271,7 @@ void KvStream::append(std::int64_t length) {
   cache_.pending += length;
 
   GuardedBuffer memory(
-      static_cast<std::size_t>(s.batch * s.heads_kv * (s.window + cache_.pending)) *
+      static_cast<std::size_t>(s.batch * s.heads_kv * (s.places() + cache_.pending)) *
           sizeof(KeyInterval),
       "intervals");
   auto* const intervals = reinterpret_cast<KeyInterval*>(memory.data());
@@ -318,11 +362,15 @@ void KvStream::check_slots() const {
       std::set<std::size_t> expected, found;
       for (const std::size_t j : visible(past, h)) expected.insert(j);
       const std::int64_t row = b * s.heads_kv + h;
-      for (std::int64_t slot = 0; slot < cache_.counts[row].count; ++slot) {
-        found.insert(static_cast<std::size_t>(cache_.positions[row * s.slots() + slot]));
+      const SlotCount& slots = cache_.counts[row];
+      for (std::int64_t slot = 0; slot < slots.count; ++slot) {
+        const std::int32_t entry = cache_.positions[row * s.slots() + slot];
+        if (entry == no_key) continue;
+        ASSERT_TRUE(found.insert(static_cast<std::size_t>(position_of_entry(entry))).second);
       }
       ASSERT_EQ(found, expected) << "row " << b << ", head " << h;
-      ASSERT_EQ(static_cast<std::size_t>(cache_.counts[row].count), expected.size());
+      ASSERT_EQ(competing(past, h).size(), static_cast<std::size_t>(slots.competed))
+          << "row " << b << ", head " << h;
     }
   }
 }

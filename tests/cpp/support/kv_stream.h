@@ -9,13 +9,14 @@
 #include "support/random.h"
 
 // A KV cache and its definition: for a random stream of tokens, every query's result is compared with full attention
-// over the w best of all keys before it.
+// over the keys that the rule shows of all before it.
 namespace flash_dmattn::testing {
 
 enum class StreamScores : std::uint8_t { normal, ties, equal };
 
 struct StreamOptions {
   KvCacheShape shape{};
+  std::vector<std::int64_t> head_windows;  // of the rule; empty: there are none
   std::int64_t group = 1;
   StreamScores scores = StreamScores::normal;
   double nan_share = 0;     // of scores
@@ -37,7 +38,7 @@ class KvStream {
   void commit(bool rows_differ);     // commits a random number of the pending tokens
   void reorder();                    // reorders the batch through a second cache
   void save_and_restore();           // saves and restores the bytes of the cache
-  void check_slots() const;          // expects the w best keys in the slots
+  void check_slots() const;          // expects the keys that the last token sees in the slots, and no others
 
   std::int64_t pending() const { return cache_.pending; }
   Random& random() { return random_; }
@@ -45,7 +46,8 @@ class KvStream {
  private:
   struct Token {
     std::vector<double> k, v;   // [Hkv, D], as stored
-    std::vector<float> scores;  // [Hkv], NaN where the token is masked
+    std::vector<float> scores;  // [Hkv]
+    bool is_present = true;     // not masked
   };
   // Tokens of every row, in the form that the library takes.
   struct Input {
@@ -61,6 +63,8 @@ class KvStream {
   void expect_row(const Input& input, std::int64_t b, std::int64_t i,
                   const std::vector<Token>& past, const std::vector<std::byte>& out,
                   const std::vector<float>& lse) const;
+  // The keys of `past` that compete for the query of its last token, from the best on, and those that it sees.
+  std::vector<std::size_t> competing(const std::vector<Token>& past, std::int64_t h) const;
   std::vector<std::size_t> visible(const std::vector<Token>& past, std::int64_t h) const;
 
   StreamOptions options_;

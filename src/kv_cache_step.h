@@ -1,0 +1,83 @@
+#pragma once
+
+#include <cstdint>
+
+#include "flash_dmattn/kv_cache.h"
+#include "selection/key_selection.h"
+
+// How a token changes the slots of a KV cache, for the CPU and for GPUs. It follows from the SlotCount of a head, so
+// that no key has to be read first.
+namespace flash_dmattn {
+
+// The rule of a cache for one head.
+struct HeadRule {
+  std::int32_t window;  // w of the head
+  std::int32_t sinks;
+  std::int32_t recent;
+  bool delayed;  // keys compete when they are no longer recent, else when they are written
+  float threshold;
+
+  // Whether a key that is no sink competes. NaN does not.
+  constexpr bool admits(float score) const { return window > 0 && score >= threshold; }
+  // The number of tokens after which a key competes.
+  constexpr std::int32_t delay() const { return delayed ? recent : 0; }
+};
+
+inline HeadRule rule_of_head(const KvCacheShape& shape, std::int64_t head) {
+  const KeySelection& keep = shape.keep;
+  const std::int64_t window = keep.head_windows == nullptr ? keep.window : keep.head_windows[head];
+  return {.window = static_cast<std::int32_t>(window),
+          .sinks = static_cast<std::int32_t>(keep.sink_tokens),
+          .recent = static_cast<std::int32_t>(keep.recent_window),
+          .delayed = delay_of(keep) > 0,
+          .threshold = least_score(keep.score_threshold)};
+}
+
+// The slots that a token changes: its own, and perhaps one other.
+struct StepChange {
+  std::int32_t target = -1;  // the token's slot; -1: it has none
+  std::int32_t entry = 0;    // of the token in `positions`
+  std::int32_t other = -1;   // a slot whose entry becomes other_entry; -1: none
+  std::int32_t other_entry = no_key;
+  std::int32_t count = 0;  // the next two of SlotCount afterwards
+  std::int32_t competed = 0;
+};
+
+// The key that begins to compete with the token (itself, or the one that is no longer recent) is more recent than all
+// chosen ones, and wins if scores are equal.
+constexpr StepChange change_of_step(const HeadRule& rule, const SlotCount& before,
+                                    std::int32_t position, float score, bool is_present) {
+  const bool is_sink = is_present && before.count < rule.sinks;
+  const bool is_admitted = is_present && !is_sink && rule.admits(score);
+  const bool has_leaving =
+      rule.recent > 0 && 0 <= before.leaving && before.leaving < before.count;
+  const bool leaving_competes = has_leaving && before.leaving_score == before.leaving_score;
+
+  const bool competes = rule.delayed ? leaving_competes : is_admitted;
+  const bool is_full = before.competed >= rule.window;
+  const float challenger = rule.delayed ? before.leaving_score : score;
+  const bool beats_victim = competes && is_full && challenger >= before.victim_score;
+  const bool is_chosen = competes && (!is_full || beats_victim);
+
+  const bool leaves = has_leaving && !(rule.delayed ? is_chosen : leaving_competes);
+  const bool victim_leaves = beats_victim && before.victim_position <= position - rule.recent;
+  const bool is_stored = is_present && (is_sink || rule.recent > 0 || is_chosen);
+
+  StepChange change;
+  if (is_stored) {
+    change.target = leaves ? before.leaving : victim_leaves ? before.victim : before.free;
+    change.entry = (rule.delayed ? is_admitted : is_chosen) ? position : ~position;
+  }
+  if (leaves && change.target != before.leaving) {
+    change.other = before.leaving;
+  } else if (beats_victim && change.target != before.victim) {
+    // Beaten, it stays visible while it is recent.
+    change.other = before.victim;
+    if (!victim_leaves) change.other_entry = ~before.victim_position;
+  }
+  change.count = change.target < before.count ? before.count : change.target + 1;
+  change.competed = before.competed + (competes ? 1 : 0);
+  return change;
+}
+
+}  // namespace flash_dmattn
