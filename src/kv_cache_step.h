@@ -49,8 +49,7 @@ constexpr StepChange change_of_step(const HeadRule& rule, const SlotCount& befor
                                     std::int32_t position, float score, bool is_present) {
   const bool is_sink = is_present && before.count < rule.sinks;
   const bool is_admitted = is_present && !is_sink && rule.admits(score);
-  const bool has_leaving =
-      rule.recent > 0 && 0 <= before.leaving && before.leaving < before.count;
+  const bool has_leaving = rule.recent > 0 && 0 <= before.leaving && before.leaving < before.count;
   const bool leaving_competes = has_leaving && before.leaving_score == before.leaving_score;
 
   const bool competes = rule.delayed ? leaving_competes : is_admitted;

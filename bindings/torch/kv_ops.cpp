@@ -1,17 +1,23 @@
+#include <algorithm>
 #include <initializer_list>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "arguments.h"
 #include "device.h"
 
-// The operators of KV caches (kv_cache.h). A cache is six tensors that the operators change in place:
+// The operators of KV caches (kv_cache.h). A cache is six tensors that the operators change in place, of which the slots
+// beyond those of the rule are for pending tokens:
 //
-//   k_cache, v_cache  [B, Hkv, w + g, D], rows dense
-//   score_cache       float32 [B, Hkv, w + g]
-//   positions         int32 [B, Hkv, w + g]
-//   counts            int32 [B, Hkv, 2], the members of a SlotCount
+//   k_cache, v_cache  [B, Hkv, slots, D], rows dense
+//   score_cache       float32 [B, Hkv, slots]
+//   positions         int32 [B, Hkv, slots]
+//   counts            int32 [B, Hkv, 8], the members of a SlotCount
 //   seen              int32 [B]
+//
+// The rule of a cache is two arguments: integers {sink_tokens, recent_window, recent_competes, windows...}, with one window
+// or one for each kv head, and score_threshold.
 namespace flash_dmattn::binding {
 namespace {
 
@@ -68,26 +74,47 @@ T* data_of(const Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
 }
 
-KvCache cache_of(const CacheTensors& c, const CallDevice& device, std::int64_t window,
+// A rule from an operator's arguments, which it may point to.
+KeySelection rule_of(const std::vector<std::int64_t>& rule, double score_threshold,
+                     std::int64_t heads) {
+  const auto windows = static_cast<std::int64_t>(rule.size()) - 3;
+  if (windows < 1 || (windows != 1 && windows != heads)) {
+    throw InvalidArgument("rule", std::to_string(windows) + " windows",
+                          "one, or one for each of " + std::to_string(heads) + " kv heads");
+  }
+  const std::int64_t* const sizes = rule.data() + 3;
+  return {.window = *std::max_element(sizes, sizes + windows),
+          .recent_window = rule[1],
+          .recent_competes = rule[2] != 0,
+          .sink_tokens = rule[0],
+          .score_threshold = score_threshold,
+          .head_windows = windows > 1 ? sizes : nullptr};
+}
+
+KvCache cache_of(const CacheTensors& c, const CallDevice& device,
+                 const std::vector<std::int64_t>& rule, double score_threshold,
                  std::int64_t pending) {
-  if (c.k.dim() != 4) throw InvalidArgument("k_cache", shape_text(c.k), "shape [B, Hkv, w + g, D]");
+  if (c.k.dim() != 4) throw InvalidArgument("k_cache", shape_text(c.k), "shape [B, Hkv, slots, D]");
   const std::int64_t batch = c.k.size(0), heads = c.k.size(1), slots = c.k.size(2);
   expect(c.v, "v_cache", {batch, heads, slots, c.k.size(3)}, c.k.scalar_type(), c.k);
   expect_dense(c.scores, "score_cache", {batch, heads, slots}, ScalarType::Float, c.k);
   expect_dense(c.positions, "positions", {batch, heads, slots}, ScalarType::Int, c.k);
-  expect_dense(c.counts, "counts", {batch, heads, 2}, ScalarType::Int, c.k);
+  expect_dense(c.counts, "counts", {batch, heads, sizeof(SlotCount) / sizeof(std::int32_t)},
+               ScalarType::Int, c.k);
   expect_dense(c.seen, "seen", {batch}, ScalarType::Int, c.k);
-  if (window < 1 || window > slots) {
-    throw InvalidArgument("window", std::to_string(window),
-                          "1 to " + std::to_string(slots) + ", the slots of k_cache");
+  KvCacheShape shape{.batch = batch,
+                     .heads_kv = heads,
+                     .keep = rule_of(rule, score_threshold, heads),
+                     .head_dim = c.k.size(3),
+                     .dtype = dtype_of(c.k, "k_cache"),
+                     .device = device.device()};
+  shape.chunk = slots - shape.places();
+  if (shape.chunk < 0) {
+    throw InvalidArgument("k_cache", std::to_string(slots) + " slots",
+                          "at least " + std::to_string(shape.places()) +
+                              ": the sinks, the window and the recent keys");
   }
-  return {.shape = {.batch = batch,
-                    .heads_kv = heads,
-                    .window = window,
-                    .chunk = slots - window,
-                    .head_dim = c.k.size(3),
-                    .dtype = dtype_of(c.k, "k_cache"),
-                    .device = device.device()},
+  return {.shape = shape,
           .k = mutable_view4(c.k),
           .v = mutable_view4(c.v),
           .scores = data_of<float>(c.scores),
@@ -147,14 +174,16 @@ std::int64_t work_of(const KvCache& cache, std::int64_t tokens) {
 // ---- The operators -------------------------------------------------------------------------------
 
 void fill_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_cache,
-             const Tensor& positions, const Tensor& counts, const Tensor& seen, std::int64_t window,
-             const Tensor& k, const Tensor& v, const Tensor& scores, const Tensor& key_intervals,
-             const OptionalTensor& lengths, std::int64_t query_length, std::string backend) {
+             const Tensor& positions, const Tensor& counts, const Tensor& seen,
+             std::vector<std::int64_t> rule, double score_threshold, const Tensor& k,
+             const Tensor& v, const Tensor& scores, const Tensor& key_intervals,
+             const OptionalTensor& lengths, const OptionalTensor& mask, std::int64_t query_length,
+             std::string backend) {
   const CallDevice device(k_cache);
-  const KvCache cache =
-      cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device, window, 0);
+  const KvCache cache = cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device,
+                                 rule, score_threshold, 0);
   const KvCacheShape& s = cache.shape;
-  const Tokens tokens(cache, k, v, scores, std::nullopt, k_cache);
+  const Tokens tokens(cache, k, v, scores, mask, k_cache);
   expect(key_intervals, "key_intervals", {s.batch, s.heads_kv, tokens.length, 2}, ScalarType::Int,
          k_cache);
   const Tensor intervals = as_contiguous(key_intervals);
@@ -166,17 +195,19 @@ void fill_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_c
       .scores = tokens.scores,
       .intervals = {.data = static_cast<const KeyInterval*>(intervals.const_data_ptr())},
       .seqlen_q = query_length,
-      .lengths = row_numbers(lengths, "lengths", s.batch, k_cache)};
-  fill(args, device.execution(work_of(cache, s.window)), backend);
+      .lengths = row_numbers(lengths, "lengths", s.batch, k_cache),
+      .mask = tokens.mask};
+  fill(args, device.execution(work_of(cache, s.places())), backend);
 }
 
 void append_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_cache,
                const Tensor& positions, const Tensor& counts, const Tensor& seen,
-               std::int64_t window, std::int64_t pending, const Tensor& k, const Tensor& v,
-               const Tensor& scores, const OptionalTensor& mask, std::string backend) {
+               std::vector<std::int64_t> rule, double score_threshold, std::int64_t pending,
+               const Tensor& k, const Tensor& v, const Tensor& scores, const OptionalTensor& mask,
+               std::string backend) {
   const CallDevice device(k_cache);
-  const KvCache cache =
-      cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device, window, pending);
+  const KvCache cache = cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device,
+                                 rule, score_threshold, pending);
   const Tokens tokens(cache, k, v, scores, mask, k_cache);
   append({.cache = cache,
           .seqlen = tokens.length,
@@ -189,14 +220,14 @@ void append_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score
 
 Tensor pending_intervals_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_cache,
                             const Tensor& positions, const Tensor& counts, const Tensor& seen,
-                            std::int64_t window, std::int64_t pending, std::int64_t query_length,
-                            std::string backend) {
+                            std::vector<std::int64_t> rule, double score_threshold,
+                            std::int64_t pending, std::int64_t query_length, std::string backend) {
   const CallDevice device(k_cache);
-  const KvCache cache =
-      cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device, window, pending);
+  const KvCache cache = cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device,
+                                 rule, score_threshold, pending);
   const KvCacheShape& s = cache.shape;
   const Tensor intervals =
-      allocate({s.batch, s.heads_kv, s.window + pending, 2}, ScalarType::Int, k_cache);
+      allocate({s.batch, s.heads_kv, s.places() + pending, 2}, ScalarType::Int, k_cache);
   const PendingIntervalsArgs args{
       .cache = cache, .seqlen_q = query_length, .intervals = data_of<KeyInterval>(intervals)};
   const Execution execution = device.execution(s.batch * s.heads_kv * s.slots());
@@ -206,11 +237,11 @@ Tensor pending_intervals_op(const Tensor& k_cache, const Tensor& v_cache, const 
 
 void commit_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_cache,
                const Tensor& positions, const Tensor& counts, const Tensor& seen,
-               std::int64_t window, std::int64_t pending, const OptionalTensor& keep,
-               std::string backend) {
+               std::vector<std::int64_t> rule, double score_threshold, std::int64_t pending,
+               const OptionalTensor& keep, std::string backend) {
   const CallDevice device(k_cache);
-  const KvCache cache =
-      cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device, window, pending);
+  const KvCache cache = cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device,
+                                 rule, score_threshold, pending);
   const CommitArgs args{.cache = cache,
                         .keep = row_numbers(keep, "keep", cache.shape.batch, k_cache)};
   run(CommitCall(args, device.execution(work_of(cache, pending)), backend), k_cache);
@@ -220,15 +251,15 @@ void copy_rows_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& sc
                   const Tensor& positions, const Tensor& counts, const Tensor& seen,
                   const Tensor& from_k, const Tensor& from_v, const Tensor& from_scores,
                   const Tensor& from_positions, const Tensor& from_counts, const Tensor& from_seen,
-                  std::int64_t window, std::int64_t pending, const Tensor& index,
-                  std::string backend) {
+                  std::vector<std::int64_t> rule, double score_threshold, std::int64_t pending,
+                  const Tensor& index, std::string backend) {
   const CallDevice device(k_cache);
-  const KvCache to =
-      cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device, window, pending);
+  const KvCache to = cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device,
+                              rule, score_threshold, pending);
   expect_on_device_of(from_k, "from_k", k_cache, "k_cache");
   const KvCache from =
-      cache_of({from_k, from_v, from_scores, from_positions, from_counts, from_seen}, device,
-               window, pending);
+      cache_of({from_k, from_v, from_scores, from_positions, from_counts, from_seen}, device, rule,
+               score_threshold, pending);
   copy_rows({.from = from, .to = to, .index = row_numbers(index, "index", to.shape.batch, k_cache)},
             device.execution(work_of(to, to.shape.slots())), backend);
 }
@@ -236,14 +267,14 @@ void copy_rows_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& sc
 std::tuple<Tensor, Tensor> decode_step_op(const Tensor& k_cache, const Tensor& v_cache,
                                           const Tensor& score_cache, const Tensor& positions,
                                           const Tensor& counts, const Tensor& seen,
-                                          std::int64_t window, const Tensor& q, const Tensor& k,
-                                          const Tensor& v, const Tensor& scores,
-                                          const OptionalTensor& mask, double scale, double softcap,
-                                          bool saturate, bool scores_are_bias,
-                                          std::string backend) {
+                                          std::vector<std::int64_t> rule, double score_threshold,
+                                          const Tensor& q, const Tensor& k, const Tensor& v,
+                                          const Tensor& scores, const OptionalTensor& mask,
+                                          double scale, double softcap, bool saturate,
+                                          bool scores_are_bias, std::string backend) {
   const CallDevice device(k_cache);
-  const KvCache cache =
-      cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device, window, 0);
+  const KvCache cache = cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device,
+                                 rule, score_threshold, 0);
   const KvCacheShape& s = cache.shape;
   const Tokens tokens(cache, k, v, scores, mask, k_cache);
   if (tokens.length != 1) throw InvalidArgument("k", shape_text(k), "one token of every row");
@@ -266,7 +297,7 @@ std::tuple<Tensor, Tensor> decode_step_op(const Tensor& k_cache, const Tensor& v
       .mask = tokens.mask,
       .out = mutable_view4(out),
       .lse = data_of<float>(lse)};
-  run(DecodeStepCall(args, device.execution(work_of(cache, s.window)), backend), k_cache);
+  run(DecodeStepCall(args, device.execution(work_of(cache, s.places())), backend), k_cache);
   return {out, lse};
 }
 
@@ -274,32 +305,33 @@ std::tuple<Tensor, Tensor> decode_step_op(const Tensor& k_cache, const Tensor& v
 
 STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
   m.def(
-      "kv_fill(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, "
-      "Tensor(d!) positions, Tensor(e!) counts, Tensor(f!) seen, SymInt window, Tensor k, Tensor "
-      "v, Tensor scores, Tensor key_intervals, Tensor? lengths, SymInt query_length, str backend) "
-      "-> ()");
+      "kv_fill(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, Tensor(d!) "
+      "positions, Tensor(e!) counts, Tensor(f!) seen, SymInt[] rule, float score_threshold, "
+      "Tensor k, Tensor v, Tensor scores, Tensor key_intervals, Tensor? lengths, Tensor? mask, "
+      "SymInt query_length, str backend) -> ()");
   m.def(
-      "kv_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, "
-      "Tensor(d!) positions, Tensor counts, Tensor seen, SymInt window, SymInt pending, Tensor k, "
-      "Tensor v, Tensor scores, Tensor? mask, str backend) -> ()");
+      "kv_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, Tensor(d!) "
+      "positions, Tensor counts, Tensor seen, SymInt[] rule, float score_threshold, SymInt "
+      "pending, Tensor k, Tensor v, Tensor scores, Tensor? mask, str backend) -> ()");
   m.def(
-      "kv_pending_intervals(Tensor k_cache, Tensor v_cache, Tensor score_cache, Tensor positions, "
-      "Tensor counts, Tensor seen, SymInt window, SymInt pending, SymInt query_length, str "
-      "backend) -> Tensor");
+      "kv_pending_intervals(Tensor k_cache, Tensor v_cache, Tensor score_cache, Tensor "
+      "positions, Tensor counts, Tensor seen, SymInt[] rule, float score_threshold, SymInt "
+      "pending, SymInt query_length, str backend) -> Tensor");
   m.def(
-      "kv_commit(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, "
-      "Tensor(d!) positions, Tensor(e!) counts, Tensor(f!) seen, SymInt window, SymInt pending, "
-      "Tensor? keep, str backend) -> ()");
+      "kv_commit(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, Tensor(d!) "
+      "positions, Tensor(e!) counts, Tensor(f!) seen, SymInt[] rule, float score_threshold, "
+      "SymInt pending, Tensor? keep, str backend) -> ()");
   m.def(
-      "kv_copy_rows(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, "
-      "Tensor(d!) positions, Tensor(e!) counts, Tensor(f!) seen, Tensor from_k, Tensor from_v, "
-      "Tensor from_scores, Tensor from_positions, Tensor from_counts, Tensor from_seen, "
-      "SymInt window, SymInt pending, Tensor index, str backend) -> ()");
+      "kv_copy_rows(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, Tensor(d!) "
+      "positions, Tensor(e!) counts, Tensor(f!) seen, Tensor from_k, Tensor from_v, Tensor "
+      "from_scores, Tensor from_positions, Tensor from_counts, Tensor from_seen, SymInt[] "
+      "rule, float score_threshold, SymInt pending, Tensor index, str backend) -> ()");
   m.def(
       "kv_decode_step(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, "
-      "Tensor(d!) positions, Tensor(e!) counts, Tensor(f!) seen, SymInt window, Tensor q, Tensor "
-      "k, Tensor v, Tensor scores, Tensor? mask, float scale, float softcap, bool saturate, "
-      "bool scores_are_bias, str backend) -> (Tensor out, Tensor lse)");
+      "Tensor(d!) positions, Tensor(e!) counts, Tensor(f!) seen, SymInt[] rule, float "
+      "score_threshold, Tensor q, Tensor k, Tensor v, Tensor scores, Tensor? mask, float "
+      "scale, float softcap, bool saturate, bool scores_are_bias, str backend) -> (Tensor out, "
+      "Tensor lse)");
 }
 
 // The same functions for every device: the library finds the backend.

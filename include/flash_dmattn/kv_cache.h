@@ -78,9 +78,10 @@ struct KvCache {
   Tensor4 k{};              // [B, Hkv, slots, D]   D contiguous
   Tensor4 v{};              // [B, Hkv, slots, D]
   float* scores = nullptr;  // [B, Hkv, slots] dense
-  std::int32_t* positions = nullptr;  // [B, Hkv, slots] dense; 0 is the row's first token, see no_key
-  SlotCount* counts = nullptr;        // [B, Hkv] dense
-  std::int32_t* seen = nullptr;       // [B]: tokens of the row so far, pending ones not included
+  std::int32_t* positions =
+      nullptr;                   // [B, Hkv, slots] dense; 0 is the row's first token, see no_key
+  SlotCount* counts = nullptr;   // [B, Hkv] dense
+  std::int32_t* seen = nullptr;  // [B]: tokens of the row so far, pending ones not included
   // Number of pending tokens, the same in every row, in slots [places, places + pending). The caller updates it:
   // += seqlen after append, 0 after commit.
   std::int64_t pending = 0;
@@ -131,7 +132,7 @@ struct FillArgs {
   KeyIntervals intervals{};  // [B, Hkv, S]
   std::int64_t seqlen_q = -1;
   const std::int32_t* lengths =
-      nullptr;  // [B]: tokens of each row, later ones are ignored; null: S
+      nullptr;       // [B]: tokens of each row, later ones are ignored; null: S
   TokenMask mask{};  // [B, S], that of the selection
 };
 void fill(const FillArgs& args, const Execution& execution, std::string_view backend = {});

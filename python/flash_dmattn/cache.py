@@ -1,8 +1,8 @@
-"""A KV cache of w keys: all that later queries can see under per-query selection."""
+"""A KV cache of the keys that later queries can see under per-query selection by a rule, and of no others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,20 +22,27 @@ from ._core.kv_checks import (
 from ._core.numerics import Numerics
 from .dispatch import run
 from .keys.intervals import KeyIntervals, select_key_intervals
+from .keys.rule import KeySelection
 from .keys.visibility import Visibility
 
 _ARRAYS = ("k", "v", "scores", "positions", "counts", "seen")
-_NUMBERS = ("keep_window_size", "pending", "is_empty")
+_COUNTERS = 8  # numbers of a SlotCount
+_NO_KEY = -(2**31)  # in `positions`
 _FLOAT32_ON_A_GPU = "Use one of them, or flash_dmattn_with_kvcache on a cache of all keys"
 
 
 class KVSlots:
-    """The keys of one attention layer, in `keep_window_size` = w slots per (batch, kv head) and at any context length.
+    """The keys of one attention layer that a rule shows to its last token, per (batch, kv head) and at any context length.
 
-    A key that w better keys beat never returns, so attention over the slots equals attention over the whole past with
-    the same keep_window_size, exactly. Slots are in no order: each carries its score and position, and of
-    equal scores the more recent key wins. A NaN score and a masked token never enter, but count as tokens.
+    A key that no query sees any more never returns, so attention over the slots equals attention over the whole past
+    under the same rule, exactly. Slots are in no order: each carries its score and position, and of
+    equal scores the more recent key wins. A masked token is no key, but counts as a token.
 
+    keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: the rule, as in select_key_intervals,
+        with one window or one for each kv head. There are sink_tokens + keep_window_size + recent_window slots for every
+        head, with the largest window. score_threshold needs keep_window_size, the most keys that it may show; `capped`
+        counts those that it would show in addition.
+    selection: "per_query".
     chunk: maximum number of pending tokens. `append` adds them (part of a prompt, or speculated tokens), queries see
         them, and `commit(n)` moves n of them to the slots and drops the others.
 
@@ -43,57 +50,65 @@ class KVSlots:
     in a CUDA graph. Rows of the batch are independent, and may have different numbers of tokens.
 
     On a CUDA GPU slots are bfloat16 or float16 with a head_dim that is a multiple of 8, and `step` takes at most 64 query
-    heads for each kv head (32 with a head_dim above 128 where a block has 99 KB of shared memory).
+    heads for each kv head (32 with a head_dim above 128 where a block has 99 KB of shared memory). Windows of their own
+    are for at most 128 kv heads there.
 
-    Attributes: k, v [B, Hkv, w + chunk, D]; scores float32 [B, Hkv, w + chunk]; positions int32 of the same
-    shape; counts int32 [B, Hkv, 2], of which [..., 0] is the number of taken slots; seen int32 [B], the number of tokens
-    so far (the position of the next token, for RoPE); pending, the number of pending tokens, the same in every row;
-    is_empty, whether there has been no token since the cache was made or cleared.
+    Attributes: rule, a KeySelection; k, v [B, Hkv, places + chunk, D]; scores float32 [B, Hkv, places + chunk]; positions
+    int32 of the same shape: that of a key that competes, -1 - position of one that does not (a sink, a recent key with
+    too low a score), and -2**31 where there is none; counts int32 [B, Hkv, 8], of which [..., 0] is the number of slots
+    that have been taken; seen int32 [B], the number of tokens so far (the position of the next token, for RoPE); pending,
+    the number of pending tokens, the same in every row; is_empty, whether there has been no token since the cache was made
+    or cleared.
     """
 
     def __init__(
         self,
         batch: int,
         heads_kv: int,
-        keep_window_size: int,
+        keep_window_size: int | Sequence[int],
         head_dim: int,
         *,
+        selection: str = "per_query",
+        recent_window: int = 0,
+        recent_competes: bool = True,
+        sink_tokens: int = 0,
+        score_threshold: float | None = None,
         chunk: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         backend: str | None = None,
     ):
-        sizes = {
-            "batch": batch,
-            "heads_kv": heads_kv,
-            "keep_window_size": keep_window_size,
-            "head_dim": head_dim,
-        }
-        for name, value in (sizes | {"chunk": chunk}).items():
+        for name, value in (
+            ("batch", batch),
+            ("heads_kv", heads_kv),
+            ("head_dim", head_dim),
+            ("chunk", chunk),
+        ):
             check_count(value, name)
-        if keep_window_size < 1:
-            raise ValueError(f"keep_window_size: got {keep_window_size}, expected 1 or more")
+        self.rule = KeySelection(
+            keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
+        ).checked_for_cache()
+        self.rule.check_heads(heads_kv)
         if not 1 <= head_dim <= 256:
             raise ValueError(f"head_dim: got {head_dim}, expected 1 to 256")
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(f"dtype: got {dtype}, expected float32, bfloat16 or float16")
-        self.keep_window_size = keep_window_size
         self.backend = resolve_backend(backend)
         self.pending, self.is_empty = 0, True
-        shape = (batch, heads_kv, keep_window_size + chunk)
+        shape = (batch, heads_kv, self.places + chunk)
         # Zeros: a kernel may load a slot without a key.
         self.k = torch.zeros((*shape, head_dim), dtype=dtype, device=device)
         check_slot_kernels("dtype", dtype, head_dim, self.k.device, instead=_FLOAT32_ON_A_GPU)
         self.v = torch.zeros_like(self.k)
         self.scores = torch.zeros(shape, dtype=torch.float32, device=device)
         self.positions = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.counts = torch.zeros((batch, heads_kv, 2), dtype=torch.int32, device=device)
+        self.counts = torch.zeros((*shape[:2], _COUNTERS), dtype=torch.int32, device=device)
         self.seen = torch.zeros(batch, dtype=torch.int32, device=device)
 
     @classmethod
     def from_tensors(
         cls,
-        keep_window_size: int,
+        keep_window_size: int | Sequence[int],
         k: Tensor,
         v: Tensor,
         scores: Tensor,
@@ -101,25 +116,47 @@ class KVSlots:
         counts: Tensor,
         seen: Tensor,
         *,
+        selection: str = "per_query",
+        recent_window: int = 0,
+        recent_competes: bool = True,
+        sink_tokens: int = 0,
+        score_threshold: float | None = None,
         pending: int = 0,
         backend: str | None = None,
     ) -> KVSlots:
-        """A cache over tensors that exist, which it changes in place."""
+        """A cache over tensors that exist, which it changes in place. With counts of zeros it is empty."""
         cache = object.__new__(cls)
         for name, tensor in zip(_ARRAYS, (k, v, scores, positions, counts, seen), strict=True):
             check_tensor(tensor, name)
             check_not_expanded(tensor, name)
             setattr(cache, name, tensor)
         if k.dim() != 4:
-            raise ValueError(
-                f"k: got shape {tuple(k.shape)}, expected [B, Hkv, keep_window_size + chunk, D]"
-            )
-        check_slots(keep_window_size, pending, k.shape[2])
+            raise ValueError(f"k: got shape {tuple(k.shape)}, expected [B, Hkv, places + chunk, D]")
+        cache.rule = KeySelection(
+            keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
+        ).checked_for_cache()
+        cache.rule.check_heads(k.shape[1])
+        check_slots(cache.places, pending, k.shape[2])
         check_slot_kernels("k", k.dtype, k.shape[3], k.device, instead=_FLOAT32_ON_A_GPU)
-        cache.keep_window_size = keep_window_size
         cache.backend = resolve_backend(backend)
         cache.pending, cache.is_empty = pending, False
         return cache
+
+    @property
+    def keep_window_size(self) -> int | tuple[int, ...]:
+        return self.rule.keep_window_size
+
+    @property
+    def places(self) -> int:
+        """The slots of a head for its keys; pending tokens are in those after them."""
+        return self.rule.places()
+
+    @property
+    def capped(self) -> Tensor:
+        """int64 [B, Hkv]: the keys that have competed so far beyond the window, thus where it binds. Each of them, or one
+        that it beat, was hidden from some query."""
+        windows = torch.tensor(self.rule.windows(), device=self.counts.device)
+        return (self.counts[..., 1] - windows).clamp(min=0)
 
     @property
     def batch(self) -> int:
@@ -127,12 +164,17 @@ class KVSlots:
 
     @property
     def chunk(self) -> int:
-        return self.k.shape[2] - self.keep_window_size
+        return self.k.shape[2] - self.places
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """In the order of the operators' arguments."""
         return tuple(getattr(self, name) for name in _ARRAYS)
+
+    @property
+    def _arguments(self) -> tuple:
+        """The first arguments of the operators."""
+        return *self.tensors, *self.rule.cache_arguments()
 
     def clear(self) -> None:
         """Empties every row and drops pending tokens."""
@@ -153,43 +195,44 @@ class KVSlots:
         lengths: Tensor | None = None,
         key_mask: Tensor | None = None,
     ) -> None:
-        """Replaces the content by the keys of a prompt that attention has run over with the same keep_window_size.
+        """Replaces the content by the keys of a prompt that attention has run over under the same rule.
 
         key, value: [B, S, Hkv, D]; scores: float32 [B, Hkv, S].
-        intervals: the result of select_key_intervals for this keep_window_size and these scores, for all heads;
-            computed by default.
+        intervals: the result of select_key_intervals for this rule and these scores, for all heads, whose last query is
+            the last token of every row; computed by default.
         lengths: int32 [B], number of tokens of each row if rows are padded on the right to S.
-        key_mask: bool [B, S], False for padding, where intervals are made here.
+        key_mask: bool [B, S], False for padding, as in `intervals` if they are given.
         """
         self._check_tokens(key, value, scores)
         length = key.shape[1]
         if lengths is not None:
             lengths = as_row_indices(lengths, "lengths", self.batch)
         if key_mask is not None:
-            if intervals is not None:
-                raise ValueError("key_mask: got it together with intervals, expected one of them")
             check_mask(key_mask, (self.batch, length), self.k.device)
         if intervals is None:
             expected = (self.batch, self.k.shape[1], length)
             if tuple(scores.shape) != expected:
                 raise ValueError(f"scores: got shape {tuple(scores.shape)}, expected {expected}")
+            places = {}
             if lengths is not None:
                 real = torch.arange(length, device=key.device) < lengths[:, None]
                 key_mask = real if key_mask is None else key_mask & real
+                if self.rule.recent_window:
+                    places["query_position"] = lengths.long() - 1
             mask = None if key_mask is None else key_mask[:, None]
             intervals = select_key_intervals(
-                scores, self.keep_window_size, key_mask=mask, query_length=1
+                scores, **self.rule._asdict(), key_mask=mask, query_length=1, **places
             )
         heads = (self.batch, self.k.shape[1])
         _check_intervals(intervals, *heads, length)
         ops.kv_fill(
-            *self.tensors,
-            self.keep_window_size,
+            *self._arguments,
             key,
             value,
             scores,
             intervals.intervals.expand(*heads, -1, -1),
             lengths,
+            key_mask,
             intervals.query_length,
             self.backend,
         )
@@ -210,10 +253,10 @@ class KVSlots:
         scores_are_bias: bool = True,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """One token of every row enters, the worst key leaves, and the token's query attends: out [B, 1, Hq, D].
+        """One token of every row enters, keys that it hides leave, and its query attends: out [B, 1, Hq, D].
 
-        query: [B, 1, Hq, D]; key, value: [B, 1, Hkv, D]; scores: float32 [B, Hkv, 1]. The token may itself be the worst
-            key, and is then invisible to its own query.
+        query: [B, 1, Hq, D]; key, value: [B, 1, Hkv, D]; scores: float32 [B, Hkv, 1]. Without recent_window the token may
+            itself be the worst key, and is then invisible to its own query.
         key_mask: bool [B, 1], False for a token that is padding.
         scores_are_bias: a key's score is added to its attention score, as in dynamic mask attention.
         scale, softcap, nonfinite: as in flash_dmattn_func. return_lse: also return lse [B, Hq, 1].
@@ -225,8 +268,7 @@ class KVSlots:
             )
         numerics = Numerics.of(scale, None, softcap, nonfinite, None).for_head_dim(key.shape[3])
         out, lse = ops.kv_decode_step(
-            *self.tensors,
-            self.keep_window_size,
+            *self._arguments,
             query,
             key,
             value,
@@ -306,8 +348,7 @@ class KVSlots:
                 f"{self.chunk}"
             )
         ops.kv_append(
-            *self.tensors,
-            self.keep_window_size,
+            *self._arguments,
             self.pending,
             key,
             value,
@@ -318,6 +359,11 @@ class KVSlots:
         self.pending += key.shape[1]
         self.is_empty = False
 
+    def pending_mask(self) -> Tensor:
+        """bool [B, pending]: the pending tokens that are not padding."""
+        pending = self.positions[:, :, self.places : self.places + self.pending]
+        return (pending != _NO_KEY).all(1)
+
     def pending_intervals(self, query_length: int) -> KeyIntervals:
         """The slots that the last `query_length` pending tokens see, causality included."""
         if not 0 <= query_length <= self.pending:
@@ -325,9 +371,9 @@ class KVSlots:
                 f"query: got {query_length} queries, expected at most the {self.pending} pending tokens"
             )
         intervals = ops.kv_pending_intervals(
-            *self.tensors, self.keep_window_size, self.pending, query_length, self.backend
+            *self._arguments, self.pending, query_length, self.backend
         )
-        return KeyIntervals(intervals, query_length, (self.keep_window_size, int(query_length > 1)))
+        return KeyIntervals(intervals, query_length, (self.places, int(query_length > 1)))
 
     def attend(
         self,
@@ -344,7 +390,7 @@ class KVSlots:
         queries = check_query(self.k.transpose(1, 2), query=query)
         scores_are_bias = resolve_flag(scores_are_bias, "scores_are_bias")
         visible = Visibility(keys=self.pending_intervals(queries))
-        end = self.keep_window_size + self.pending
+        end = self.places + self.pending
         bias = self.scores[:, :, None, :end] if scores_are_bias else None
         numerics = Numerics.of(scale, None, softcap, nonfinite, None)
         k, v = (t[:, :, :end].transpose(1, 2) for t in (self.k, self.v))
@@ -352,8 +398,7 @@ class KVSlots:
         return (out, statistics[0]) if return_lse else out
 
     def commit(self, keep: int | Tensor | None = None) -> None:
-        """The first `keep` pending tokens enter the slots, each evicting the worst key once all are taken; the others
-        are dropped. keep: a number, or int32 [B] on the cache's device; all by default."""
+        """The first `keep` pending tokens enter the slots one after the other, as in `step`; the others are dropped. keep: a number, or int32 [B] on the cache's device; all by default."""
         pending = self.pending
         if isinstance(keep, Tensor):
             keep = as_row_indices(keep, "keep")
@@ -362,7 +407,7 @@ class KVSlots:
             if keep > pending:
                 raise ValueError(f"keep: got {keep}, expected at most the {pending} pending tokens")
             pending, keep = keep, None
-        ops.kv_commit(*self.tensors, self.keep_window_size, pending, keep, self.backend)
+        ops.kv_commit(*self._arguments, pending, keep, self.backend)
         self.pending = 0
 
     def drop(self, count: int) -> None:
@@ -383,8 +428,7 @@ class KVSlots:
         selected = self._empty(index.shape[0])
         ops.kv_copy_rows(
             *selected.tensors,
-            *self.tensors,
-            self.keep_window_size,
+            *self._arguments,
             self.pending,
             index,
             self.backend,
@@ -411,17 +455,14 @@ class KVSlots:
         """The content of a snapshot, in place. One of a single row (a shared prefix) goes to every row."""
         if not isinstance(snapshot, KVSlots):
             raise TypeError(f"snapshot: got {type(snapshot).__name__}, expected KVSlots")
-        if snapshot.keep_window_size != self.keep_window_size:
-            raise ValueError(
-                f"snapshot: got keep_window_size {snapshot.keep_window_size}, expected {self.keep_window_size}"
-            )
+        _check_rule("snapshot", snapshot.rule._asdict(), self.rule)
         if snapshot.batch not in (1, self.batch):
             raise ValueError(f"snapshot: got {snapshot.batch} rows, expected {self.batch} or one")
         rows = torch.arange(self.batch, dtype=torch.int32, device=self.k.device)
         ops.kv_copy_rows(
             *self.tensors,
             *snapshot.tensors,
-            self.keep_window_size,
+            *self.rule.cache_arguments(),
             snapshot.pending,
             rows if snapshot.batch == self.batch else torch.zeros_like(rows),
             self.backend,
@@ -430,8 +471,8 @@ class KVSlots:
 
     def state_dict(self) -> dict[str, Tensor | int]:
         """To save: the tensors themselves, not copies."""
-        numbers = {name: getattr(self, name) for name in _NUMBERS}
-        return dict(zip(_ARRAYS, self.tensors, strict=True)) | numbers
+        numbers = {"pending": self.pending, "is_empty": self.is_empty}
+        return dict(zip(_ARRAYS, self.tensors, strict=True)) | self.rule._asdict() | numbers
 
     def load_state_dict(self, state: Mapping[str, Tensor | int]) -> None:
         """Copies a saved state into the tensors, which may have another dtype and device."""
@@ -440,10 +481,7 @@ class KVSlots:
             raise ValueError(
                 f"state: got none of {', '.join(missing)}, expected a state_dict of KVSlots"
             )
-        if state["keep_window_size"] != self.keep_window_size:
-            raise ValueError(
-                f"state: got keep_window_size {state['keep_window_size']}, expected {self.keep_window_size}"
-            )
+        _check_rule("state", state, self.rule)
         for name in _ARRAYS:
             own = getattr(self, name)
             check_tensor(state[name], f"state[{name!r}]")
@@ -451,16 +489,18 @@ class KVSlots:
                 raise ValueError(
                     f"state: got {name} of shape {tuple(state[name].shape)}, expected {tuple(own.shape)}"
                 )
-        check_slots(self.keep_window_size, state["pending"], self.k.shape[2])
+        check_slots(self.places, state["pending"], self.k.shape[2])
         for name in _ARRAYS:
             getattr(self, name).copy_(state[name])
         self.pending, self.is_empty = state["pending"], state.get("is_empty", False)
 
     def _empty(self, batch: int) -> KVSlots:
         arrays = (own.new_zeros((batch, *own.shape[1:])) for own in self.tensors)
+        k, v, scores, positions, counts, seen = arrays
         cache = KVSlots.from_tensors(
-            self.keep_window_size, *arrays, pending=self.pending, backend=self.backend
-        )
+            k=k, v=v, scores=scores, positions=positions, counts=counts, seen=seen,
+            **self.rule._asdict(), pending=self.pending, backend=self.backend,
+        )  # fmt: skip
         cache.is_empty = self.is_empty
         return cache
 
@@ -480,6 +520,12 @@ class KVSlots:
         if key_mask is not None:
             check_mask(key_mask, (self.batch, key.shape[1]), self.k.device)
         refuse_gradients(query=query, key=key, value=value, scores=scores)
+
+
+def _check_rule(name: str, got: Mapping, rule: KeySelection) -> None:
+    for part, expected in rule._asdict().items():
+        if part in got and got[part] != expected:
+            raise ValueError(f"{name}: got {part} {got[part]}, expected {expected}")
 
 
 def _check_intervals(intervals: KeyIntervals, batch: int, heads: int, length: int) -> None:

@@ -69,11 +69,12 @@ def flash_dmattn_with_kvcache(
     keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: which keys a query sees, as in
         select_key_intervals; by default all.
 
-    **Slots** (slot_positions and slot_counts given): the tensors of a KVSlots cache with keep_window_size slots and room
-    for S - keep_window_size pending tokens. On a GPU they are bfloat16 or float16.
+    **Slots** (slot_positions and slot_counts given): the tensors of a KVSlots cache under this rule, whose largest window
+    is given by keep_window_size. It has KVSlots.places slots for keys, and room for S - places pending tokens. On a GPU
+    they are bfloat16 or float16.
     k_cache, v_cache: [B, S, Hkv, D], for example KVSlots.k.transpose(1, 2); score_cache: float32 [B, Hkv, S].
-    slot_positions: int32 [B, Hkv, S]; slot_counts: int32 [B, Hkv, 2].
-    k, v, scores: as above, one token or up to S - keep_window_size, with a query for each; all of them are committed.
+    slot_positions: int32 [B, Hkv, S]; slot_counts: int32 [B, Hkv, 8], zeros for an empty cache.
+    k, v, scores: as above, one token or up to S - places, with a query for each; all of them are committed.
     cache_seqlens: int32 [B], the tokens that each row has seen. The call adds the new ones.
     key_mask: bool [B, m], False for new tokens that are padding.
 
@@ -135,21 +136,10 @@ def flash_dmattn_with_kvcache(
         raise ValueError(
             "keep_window_size, score_cache, k: got no value for one of them, which a cache of slots needs"
         )
-    if not rule.is_window():
-        raise ValueError(
-            "keep_window_size: got a rule with recent keys, sinks, a threshold or a window for each head, expected the number "
-            "of slots alone for a cache of slots"
-        )
     slots = KVSlots.from_tensors(
-        keep_window_size,
-        k_cache.transpose(1, 2),
-        v_cache.transpose(1, 2),
-        score_cache,
-        slot_positions,
-        slot_counts,
-        cache_seqlens,
-        backend=backend,
-    )
+        k=k_cache.transpose(1, 2), v=v_cache.transpose(1, 2), scores=score_cache, positions=slot_positions,
+        counts=slot_counts, seen=cache_seqlens, **rule._asdict(), backend=backend,
+    )  # fmt: skip
     options = {
         "scale": scale,
         "softcap": softcap,

@@ -87,12 +87,11 @@ void check_rule(const KvCacheShape& s) {
                           "per_query: under another one keys that were evicted return");
   }
   if (std::isnan(keep.score_threshold)) {
-    throw InvalidArgument("cache.shape.keep.score_threshold", "NaN",
-                          "a number, or -inf for none");
+    throw InvalidArgument("cache.shape.keep.score_threshold", "NaN", "a number, or -inf for none");
   }
   for (std::int64_t h = 0; keep.head_windows != nullptr && h < s.heads_kv; ++h) {
-    require_range("cache.shape.keep.head_windows[" + std::to_string(h) + "]",
-                  keep.head_windows[h], 0, keep.window);
+    require_range("cache.shape.keep.head_windows[" + std::to_string(h) + "]", keep.head_windows[h],
+                  0, keep.window);
   }
 }
 

@@ -281,7 +281,8 @@ class Competition {
   std::int32_t sink_end_ = 0;  // the pending keys before it are sinks
   std::int32_t competed_ = 0;
   std::int32_t* beaten_by_;  // [places + pending]: the token with which w better keys compete
-  std::int32_t* arrivals_;   // [pending]: the slot of the key that begins to compete with a token, -1 for none
+  std::int32_t*
+      arrivals_;  // [pending]: the slot of the key that begins to compete with a token, -1 for none
 };
 
 std::size_t scratch_of_workers(const KvCache& cache, const Execution& execution) {
@@ -353,27 +354,31 @@ void commit(const CommitArgs& args, const Execution& execution) {
 
 // ---- Prefill -------------------------------------------------------------------------------------
 
-// Stores the keys that the last token of a row sees, in their order. The first of them are the sinks. Returns the
-// number of keys that have competed.
-std::int32_t store_survivors(const FillArgs& args, const Row& row, std::int32_t length) {
+// Stores the keys that the last token of a row sees, in their order, and counts those that have competed. The first of
+// them are the sinks.
+void store_survivors(const FillArgs& args, const Row& row, std::int32_t length) {
   const KeyInterval* const intervals = args.intervals.data + row.b * args.intervals.stride_batch +
                                        row.h * args.intervals.stride_head;
   const HeadRule& rule = row.rule;
-  std::int32_t present = 0, competed = 0;
-  std::int32_t& stored = row.count.count;
+  SlotCount& slots = row.count;
+  std::int32_t stored = 0;  // of those that have competed
   for (std::int32_t j = 0; j < length; ++j) {
     if (!row.is_present(args.mask, j)) continue;
     const float score = row.token_score(args.scores, j);
-    const bool is_sink = present++ < rule.sinks;
-    const bool is_admitted = !is_sink && rule.admits(score);
-    competed += is_admitted && j < length - rule.delay() ? 1 : 0;
     const bool survives =
         intervals[j].first < intervals[j].last && intervals[j].last >= args.seqlen_q;
-    if (!survives || stored == row.places) continue;
-    if (!is_sink && !is_admitted && j < length - rule.recent) continue;
-    row.put(stored++, row.token(args.k, j), row.token(args.v, j), score, is_admitted ? j : ~j);
+    const bool is_sink = survives && slots.count < rule.sinks;
+    const bool is_admitted = !is_sink && rule.admits(score);
+    const bool competes = is_admitted && j < length - rule.delay();
+    const bool is_visible = is_sink || is_admitted || j >= length - rule.recent;
+    slots.competed += competes ? 1 : 0;
+    if (!survives || !is_visible || slots.count == row.places) continue;
+    stored += competes ? 1 : 0;
+    row.put(slots.count++, row.token(args.k, j), row.token(args.v, j), score,
+            is_admitted ? j : ~j);
   }
-  return competed;
+  // All that have competed are chosen while they are no more than w. Others here are masked keys of which no mask tells.
+  if (stored < rule.window) slots.competed = stored;
 }
 
 // Where recent keys compete, w better ones may have beaten some that stay visible.
@@ -399,10 +404,10 @@ void mark_beaten(const Row& row) {
 
 void fill(const FillArgs& args, const Execution& execution) {
   for_each_row(args.cache, execution, [&](const Row& row, int) {
-    const auto length = args.lengths == nullptr ? static_cast<std::int32_t>(args.seqlen_k)
-                                                : args.lengths[row.b];
+    const auto length =
+        args.lengths == nullptr ? static_cast<std::int32_t>(args.seqlen_k) : args.lengths[row.b];
     row.count = {};
-    row.count.competed = store_survivors(args, row, length);
+    store_survivors(args, row, length);
     if (!row.rule.delayed && row.rule.recent > 0) mark_beaten(row);
     row.find_victim(length);
     row.find_leaving(length);
@@ -418,8 +423,8 @@ void fill(const FillArgs& args, const Execution& execution) {
 // Stores the new token where it is visible, and empties or marks the slots of keys that no longer are.
 void insert(const DecodeStepArgs& args, const Row& row) {
   const float score = row.token_score(args.scores, 0);
-  const StepChange change = change_of_step(row.rule, row.count, row.seen(), score,
-                                           row.is_present(args.mask, 0));
+  const StepChange change =
+      change_of_step(row.rule, row.count, row.seen(), score, row.is_present(args.mask, 0));
   if (change.target >= 0) {
     row.put(change.target, row.token(args.k, 0), row.token(args.v, 0), score, change.entry);
   }
@@ -442,8 +447,8 @@ ForwardArgs attention_of(const DecodeStepArgs& args) {
 }
 
 Slots slots_of(const KvCache& cache) {
-  return {cache.counts, cache.scores, cache.positions,
-          cache.seen,   delay_of(cache.shape.keep), cache.shape.slots()};
+  return {cache.counts,       cache.scores, cache.positions, cache.seen, delay_of(cache.shape.keep),
+          cache.shape.slots()};
 }
 
 struct DecodeStepCall {

@@ -93,15 +93,13 @@ class Rule {
   bool is_chosen(const Key& key) const {
     std::int64_t beaten_by = 0;
     for (const Key& other : keys_) {
-      const bool beats = other.score > key.score ||
-                         (other.score == key.score && other.position > key.position);
+      const bool beats =
+          other.score > key.score || (other.score == key.score && other.position > key.position);
       beaten_by += competes(other) && beats ? 1 : 0;
     }
     return competes(key) && beaten_by < window_;
   }
-  bool is_visible(const Key& key) const {
-    return key.is_sink || is_recent(key) || is_chosen(key);
-  }
+  bool is_visible(const Key& key) const { return key.is_sink || is_recent(key) || is_chosen(key); }
   // Whether the key may be chosen by a later query.
   bool may_be_chosen(const Key& key) const {
     return is_chosen(key) || (is_admitted(key) && !competes(key));
@@ -159,8 +157,8 @@ void enter(const Row& row, const Token& token, std::int64_t position) {
   if (token.is_present) keys.push_back(key);
   const Rule rule(row, keys, position), before(row, keys, position - 1);
   // The token, or the key that has become old, or none.
-  slots.competed += static_cast<std::int32_t>(std::count_if(
-      keys.begin(), keys.end(), [&](const Key& k) {
+  slots.competed +=
+      static_cast<std::int32_t>(std::count_if(keys.begin(), keys.end(), [&](const Key& k) {
         return rule.competes(k) && (k.position == position || !before.competes(k));
       }));
   const bool stays = token.is_present && rule.is_visible(key);
@@ -229,28 +227,34 @@ void copy_rows(const CopyRowsArgs& args, const Execution&) {
   }
 }
 
-// Of the keys that the last token sees, the first are the sinks.
 void fill(const FillArgs& args, const Execution&) {
   const KvCacheShape& s = args.cache.shape;
   const KeyIntervals& intervals = args.intervals;
   for_each_row(args.cache, [&](const Row& row) {
     SlotCount& slots = row.count() = {};
     const std::int64_t length = args.lengths == nullptr ? args.seqlen_k : args.lengths[row.b];
-    std::vector<Key> all;
+    std::vector<Key> hidden;
     for (std::int64_t j = 0; j < length; ++j) {
       const Token token = token_of(args, row, j);
-      if (!token.is_present) continue;
-      const bool is_sink = static_cast<std::int64_t>(all.size()) < s.keep.sink_tokens;
-      all.push_back({-1, j, token.score, is_sink});
       const KeyInterval interval =
           intervals.data[row.b * intervals.stride_batch + row.h * intervals.stride_head + j];
-      if (interval.first >= interval.last || interval.last < args.seqlen_q) continue;
-      if (slots.count == s.places()) continue;
-      row.put(slots.count++, token.k, token.v, token.score, static_cast<std::int32_t>(j));
+      const bool survives = interval.first < interval.last && interval.last >= args.seqlen_q;
+      if (!token.is_present) continue;
+      if (survives && slots.count < s.places()) {
+        row.put(slots.count++, token.k, token.v, token.score, static_cast<std::int32_t>(j));
+      } else {
+        hidden.push_back({-1, j, token.score, false});
+      }
     }
-    const Rule rule(row, all, length - 1);
-    slots.competed = static_cast<std::int32_t>(
-        std::count_if(all.begin(), all.end(), [&](const Key& key) { return rule.competes(key); }));
+    const auto count_competing = [&](const std::vector<Key>& keys) {
+      const Rule rule(row, keys, length - 1);
+      return static_cast<std::int32_t>(std::count_if(
+          keys.begin(), keys.end(), [&](const Key& key) { return rule.competes(key); }));
+    };
+    // All that have competed are chosen while they are no more than w.
+    slots.competed = count_competing(row.keys(0));
+    const Rule rule(row, hidden, length - 1);
+    if (slots.competed >= rule.window()) slots.competed += count_competing(hidden);
     row.keep_visible(row.keys(0), length - 1);
   });
   for (std::int64_t b = 0; b < s.batch; ++b) {

@@ -176,8 +176,12 @@ TEST(Allocations, SelectionAndScheduleAllocateNothing) {
 }
 
 TEST(Allocations, KvCachesAllocateNothing) {
-  const KvCacheShape shape{
-      .batch = 2, .heads_kv = 2, .keep = {.window = 300}, .chunk = 5, .head_dim = 16, .dtype = DType::bf16};
+  const KvCacheShape shape{.batch = 2,
+                           .heads_kv = 2,
+                           .keep = {.window = 300},
+                           .chunk = 5,
+                           .head_dim = 16,
+                           .dtype = DType::bf16};
   const Execution execution = testing::on_pool();
   testing::GuardedBuffer memory(kv_cache_size(shape), "cache");
   testing::GuardedBuffer other(kv_cache_size(shape), "other");

@@ -152,8 +152,11 @@ INSTANTIATE_TEST_SUITE_P(Reference, KvCacheStreams, streams_of("reference"));
 TEST(KvCache, HalfAMillionTokensLeaveTheBestKeys) {
   if (testing::is_quick_run()) GTEST_SKIP() << "slow, and FLASH_DMATTN_QUICK_TESTS is set";
   constexpr std::int64_t tokens = 524288, window = 64, head_dim = 8;
-  const KvCacheShape shape{
-      .batch = 1, .heads_kv = 1, .keep = {.window = window}, .head_dim = head_dim, .dtype = DType::f32};
+  const KvCacheShape shape{.batch = 1,
+                           .heads_kv = 1,
+                           .keep = {.window = window},
+                           .head_dim = head_dim,
+                           .dtype = DType::f32};
   GuardedBuffer memory(kv_cache_size(shape), "cache");
   EXPECT_LT(memory.size(), window * (2 * head_dim * 4 + 8) + 512);
   const KvCache cache = kv_cache_in({memory.data(), memory.size()}, shape);
@@ -201,8 +204,12 @@ TEST(KvCache, HalfAMillionTokensLeaveTheBestKeys) {
 
 // A correct call of each function, which tests then spoil.
 struct KvCalls {
-  KvCacheShape shape{
-      .batch = 2, .heads_kv = 2, .keep = {.window = 4}, .chunk = 3, .head_dim = 8, .dtype = DType::f32};
+  KvCacheShape shape{.batch = 2,
+                     .heads_kv = 2,
+                     .keep = {.window = 4},
+                     .chunk = 3,
+                     .head_dim = 8,
+                     .dtype = DType::f32};
   GuardedBuffer memory{kv_cache_size(shape), "cache"};
   GuardedBuffer other{kv_cache_size(shape), "other"};
   KvCache cache = kv_cache_in({memory.data(), memory.size()}, shape);
@@ -372,7 +379,8 @@ TEST(KvCache, DecodeStepNamesItsKernel) {
 }
 
 TEST(KvCacheArguments, OtherDeviceIsDeclinedWithReason) {
-  KvCacheShape shape{.batch = 1, .heads_kv = 1, .keep = {.window = 4}, .head_dim = 8, .dtype = DType::f32};
+  KvCacheShape shape{
+      .batch = 1, .heads_kv = 1, .keep = {.window = 4}, .head_dim = 8, .dtype = DType::f32};
   EXPECT_EQ(supports(shape), "");
   EXPECT_EQ(supports(shape, "reference"), "");
   EXPECT_THROW(supports(shape, "gpu"), InvalidArgument);

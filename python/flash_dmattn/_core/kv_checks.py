@@ -83,13 +83,13 @@ def check_mask(mask: Tensor, shape: tuple[int, int], device: torch.device) -> No
     check_like(mask, "key_mask", shape, torch.bool, device)
 
 
-def check_slots(keep_window_size: int, pending: int, slots: int) -> None:
-    check_count(keep_window_size, "keep_window_size")
-    if not 1 <= keep_window_size <= slots:
+def check_slots(places: int, pending: int, slots: int) -> None:
+    """places: the slots that the rule of a cache needs."""
+    if places > slots:
         raise ValueError(
-            f"keep_window_size: got {keep_window_size}, expected 1 to {slots}, the slots of k"
+            f"keep_window_size: got a rule with {places} keys, expected at most {slots}, the slots of k"
         )
-    chunk = slots - keep_window_size
+    chunk = slots - places
     check_count(pending, "pending")
     if pending > chunk:
         raise ValueError(f"pending: got {pending}, expected at most {chunk}, the chunk")

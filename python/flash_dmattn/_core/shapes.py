@@ -100,15 +100,17 @@ def _kv_copy_rows_fake(k_cache, *others):
 
 @torch.library.register_fake(f"{NAMESPACE}::kv_pending_intervals")
 def _kv_pending_intervals_fake(
-    k_cache, v_cache, score_cache, positions, counts, seen, window, pending, *options
+    k_cache, v_cache, score_cache, positions, counts, seen, rule, threshold, pending, *options
 ):
     batch, heads = k_cache.shape[:2]
-    return k_cache.new_empty((batch, heads, window + pending, 2), dtype=torch.int32)
+    sinks, recent, _, *windows = rule
+    places = sinks + recent + max(windows)
+    return k_cache.new_empty((batch, heads, places + pending, 2), dtype=torch.int32)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::kv_decode_step")
 def _kv_decode_step_fake(
-    k_cache, v_cache, score_cache, positions, counts, seen, window, q, *options
+    k_cache, v_cache, score_cache, positions, counts, seen, rule, threshold, q, *options
 ):
     _require_device_of(q, k_cache=k_cache)
     batch, _, heads_q, _ = q.shape

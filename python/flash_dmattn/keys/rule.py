@@ -7,6 +7,7 @@ for it, and all can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -122,6 +123,41 @@ class KeySelection(NamedTuple):
     def options(self) -> tuple:
         """The operators' arguments after query_length."""
         return self.recent_window, self.recent_competes, self.sink_tokens, self.score_threshold
+
+    def checked_for_cache(self) -> KeySelection:
+        """The rule of a cache that holds the keys which it shows, and no others."""
+        rule = self.checked()
+        if rule.selection != "per_query":
+            raise ValueError(
+                f"selection: got {rule.selection!r}, expected 'per_query': under another one keys that were evicted return"
+            )
+        if rule.keep_window_size is None:
+            raise ValueError(
+                "keep_window_size: got None, expected a number of keys, with score_threshold the most that it may show"
+            )
+        if rule.places() < 1:
+            raise ValueError(
+                "keep_window_size: got 0, expected 1 or more where there is no recent_window and no sink_tokens"
+            )
+        return rule
+
+    def check_heads(self, heads: int) -> None:
+        """Raises ValueError unless there is one window, or one for each of as many key heads."""
+        sizes = len(self.windows())
+        if sizes > 1 and sizes != heads:
+            raise ValueError(
+                f"keep_window_size: got {sizes} sizes, expected one, or {heads} for as many key heads"
+            )
+
+    def places(self) -> int:
+        """The most keys that a query sees; there has to be a window."""
+        return self.sink_tokens + max(self.windows()) + self.recent_window
+
+    def cache_arguments(self) -> tuple[list[int], float]:
+        """The operators' arguments after the six tensors of a cache."""
+        threshold = -math.inf if self.score_threshold is None else self.score_threshold
+        numbers = [self.sink_tokens, self.recent_window, int(self.recent_competes)]
+        return [*numbers, *self.windows()], threshold
 
     def has_room_for(self, key_length: int) -> bool:
         """Whether it hides no key whose score is a number."""

@@ -34,11 +34,7 @@ class Selection(NamedTuple):
             return self
         rule = self.rule.checked()
         if isinstance(rule.keep_window_size, tuple):
-            sizes, heads = len(rule.keep_window_size), key.shape[-2]
-            if sizes > 1 and sizes != heads:
-                raise ValueError(
-                    f"keep_window_size: got {sizes} sizes, expected one, or {heads} for as many key heads"
-                )
+            rule.check_heads(key.shape[-2])
         if self.scores is None:
             return self if rule is self.rule else Selection(rule)
         checked = selection_scores_argument(self.scores, query, key)

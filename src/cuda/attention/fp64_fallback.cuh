@@ -126,14 +126,20 @@ struct KeysOfRows {
   __device__ int operator[](int i) const { return listed == nullptr ? i : listed[i]; }
 };
 
+// Keys that are all present.
+struct AllKeys {
+  __device__ bool operator()(int) const { return true; }
+};
+
 // Computes the output and lse of a row with one warp. Without `saturate`, inf and NaN in the inputs of keys that the
 // row sees propagate to both.
-template <class T, bool HasDense>
-__device__ __noinline__ void fp64_row(const ForwardParams& p, QueryHead head, int row) {
+template <class T, bool HasDense, class Present = AllKeys>
+__device__ __noinline__ void fp64_row(const ForwardParams& p, QueryHead head, int row,
+                                      Present present = {}) {
   const int lane = lane_id();
   const double nothing = -__builtin_huge_val();
   const auto visible = [&](int key) {
-    return is_visible<T, HasDense>(p.score, p.shape, head, row, key);
+    return present(key) && is_visible<T, HasDense>(p.score, p.shape, head, row, key);
   };
   const auto score = [&](int key) {
     return fp64_score<T>(p.score, p.shape, p.q, p.k, p.saturate, head, row, key);

@@ -4,11 +4,13 @@
 
 namespace flash_dmattn::cuda::kv {
 
-// Gives slots, in order, to the tokens of a prompt that later queries see. A block computes a (batch, kv head).
+// Gives slots, in order, to the tokens of a prompt that its last token sees. The first of them are the sinks. A block
+// computes a (batch, kv head).
 struct FillSlotsKernel {
   struct Params {
     Slots cache;
     TokenScores scores;
+    CacheRule rule;
     KeyIntervals intervals;
     const std::int32_t* lengths;  // may be null
     int seqlen_k;
@@ -19,9 +21,11 @@ struct FillSlotsKernel {
   static constexpr int min_blocks = 1;
   static constexpr int thread_keys = 4;  // neighbouring keys
   static constexpr int step_keys = threads * thread_keys;
+  using Sum = BlockSum<threads>;
 
   struct SharedStorage {
-    typename WorstSlot<threads>::Storage worst;
+    typename BlockScan<threads>::Storage scan;
+    typename Sum::Storage sum;
     int counts[threads / warp_size];
   };
 
@@ -32,20 +36,25 @@ struct FillSlotsKernel {
     const int h = static_cast<int>(blockIdx.x) % p.cache.heads;
     const std::int64_t row = blockIdx.x;
     const int length = p.lengths == nullptr ? p.seqlen_k : p.lengths[b];
+    const HeadRule rule = p.rule.of_head(h);
     const KeyInterval* const intervals =
         p.intervals.data + b * p.intervals.stride_batch + h * p.intervals.stride_head;
     int count = 0;
+    int competed = 0;  // this and the next by this thread's keys
+    int stored = 0;    // of those that have competed
     for (int begin = 0; begin < length; begin += step_keys) {
       const int first = begin + static_cast<int>(threadIdx.x) * thread_keys;
-      float score[thread_keys];
+      bool is_present[thread_keys];
+      bool survives[thread_keys];
       int survivors = 0;
 #pragma unroll
       for (int i = 0; i < thread_keys; ++i) {
-        score[i] = nanf("");
-        if (first + i >= length) continue;
+        is_present[i] = first + i < length && p.scores.is_present(b, first + i);
+        survives[i] = false;
+        if (!is_present[i]) continue;
         const KeyInterval seen = intervals[first + i];
-        if (seen.first < seen.last && seen.last >= p.seqlen_q) score[i] = p.scores(b, h, first + i);
-        survivors += isnan(score[i]) ? 0 : 1;
+        survives[i] = seen.first < seen.last && seen.last >= p.seqlen_q;
+        survivors += survives[i] ? 1 : 0;
       }
       const int through = warp_inclusive_sum(survivors, lane_id());
       if (lane_id() == warp_size - 1) shared.counts[warp_id()] = through;
@@ -58,21 +67,70 @@ struct FillSlotsKernel {
       __syncthreads();
 #pragma unroll
       for (int i = 0; i < thread_keys; ++i) {
-        if (isnan(score[i])) continue;
-        if (slot < p.cache.window) {
+        if (!is_present[i]) continue;
+        const int key = first + i;
+        const float score = p.scores(b, h, key);
+        const bool is_admitted = !(survives[i] && slot < rule.sinks) && rule.admits(score);
+        const bool competes = is_admitted && key < length - rule.delay();
+        competed += competes ? 1 : 0;
+        if (!survives[i]) continue;
+        if (slot < p.cache.places) {
           const std::int64_t at = p.cache.place(row, slot);
-          p.cache.scores[at] = score[i];
-          p.cache.positions[at] = first + i;
+          p.cache.scores[at] = score;
+          p.cache.entries[at] = is_admitted ? key : ~key;
+          stored += competes ? 1 : 0;
         }
         ++slot;
       }
     }
-    count = min(count, p.cache.window);
-    __syncthreads();
-    const std::int32_t victim = WorstSlot<threads>::find(shared.worst, p.cache, row, count);
+    count = min(count, p.cache.places);
+    competed = Sum::of(shared.sum, competed);
+    stored = Sum::of(shared.sum, stored);
+    // All that have competed are chosen while they are no more than w. Others are masked keys of which no mask tells.
+    if (stored < rule.window) competed = stored;
+    // Where recent keys compete, w better ones may have beaten some that stay visible.
+    if (!rule.delayed && stored > rule.window)
+      mark_beaten(p.cache, shared, rule.window, row, count);
+    const SlotScan scan = BlockScan<threads>::find(shared.scan, p.cache, rule, row, count, length);
     if (threadIdx.x > 0) return;
-    p.cache.counts[row] = {count, victim};
+    p.cache.counts[row] = scan.count(count, competed);
     if (h == 0) p.cache.seen[b] = length;
+  }
+
+ private:
+  // The order of keys as that of integers. Adding 0 makes -0 a +0.
+  static __device__ std::uint64_t rank(float score, std::int32_t position) {
+    const auto bits = static_cast<std::uint32_t>(__float_as_int(score + 0.0f));
+    const std::uint32_t ordered = bits ^ ((bits >> 31) != 0 ? 0xffffffffu : 0x80000000u);
+    return std::uint64_t{ordered} << 32 | static_cast<std::uint32_t>(position);
+  }
+
+  // Calls body(at, rank) for the keys of this thread that compete.
+  template <class Body>
+  static __device__ void for_competing(const Slots& cache, std::int64_t row, int count,
+                                       const Body& body) {
+    for (int slot = static_cast<int>(threadIdx.x); slot < count; slot += threads) {
+      const std::int64_t at = cache.place(row, slot);
+      const std::int32_t entry = cache.entries[at];
+      if (entry >= 0) body(at, rank(cache.scores[at], entry));
+    }
+  }
+
+  // Marks the keys that w better ones beat. The largest rank that w keys reach is found bit by bit.
+  static __device__ void mark_beaten(const Slots& cache, SharedStorage& shared, int window,
+                                     std::int64_t row, int count) {
+    std::uint64_t least = 0;
+    for (std::uint64_t bit = std::uint64_t{1} << 63; bit != 0; bit >>= 1) {
+      int reaching = 0;
+      for_competing(cache, row, count, [&](std::int64_t, std::uint64_t rank) {
+        reaching += rank >= (least | bit) ? 1 : 0;
+      });
+      if (Sum::of(shared.sum, reaching) >= window) least |= bit;
+    }
+    for_competing(cache, row, count, [&](std::int64_t at, std::uint64_t rank) {
+      if (rank < least) cache.entries[at] = ~cache.entries[at];
+    });
+    __syncthreads();
   }
 };
 

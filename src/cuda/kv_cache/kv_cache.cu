@@ -33,11 +33,11 @@ Slots slots_of(const KvCache& cache) {
   return {.k = rows_of_slots(cache.k),
           .v = rows_of_slots(cache.v),
           .scores = cache.scores,
-          .positions = cache.positions,
+          .entries = cache.positions,
           .counts = cache.counts,
           .seen = cache.seen,
           .heads = static_cast<int>(s.heads_kv),
-          .window = static_cast<int>(s.window),
+          .places = static_cast<int>(s.places()),
           .slots = static_cast<int>(s.slots()),
           .pending = static_cast<int>(cache.pending)};
 }
@@ -88,7 +88,7 @@ void copy_rows(const CopyRowsArgs& args, const Execution& execution) {
   Slots to = slots_of(args.to);
   to.pending = from.pending;
   const RowCopy copy = row_copy(s, from.k, from.v, to.k, to.v);
-  for_each(rows_of(s) * (to.window + to.pending) * copy.units, CopyRows{from, to, args.index, copy},
+  for_each(rows_of(s) * (to.places + to.pending) * copy.units, CopyRows{from, to, args.index, copy},
            stream_of(execution));
 }
 
@@ -98,7 +98,8 @@ void fill(const FillArgs& args, const Execution& execution) {
   const KvCacheShape& s = args.cache.shape;
   const Slots cache = slots_of(args.cache);
   launch_rows<FillSlotsKernel>({.cache = cache,
-                                .scores = {args.scores, {}},
+                                .scores = {args.scores, args.mask},
+                                .rule = CacheRule(s),
                                 .intervals = args.intervals,
                                 .lengths = args.lengths,
                                 .seqlen_k = static_cast<int>(args.seqlen_k),
@@ -108,7 +109,7 @@ void fill(const FillArgs& args, const Execution& execution) {
   const ReadRows k = rows_of_tokens(args.k);
   const ReadRows v = rows_of_tokens(args.v);
   const RowCopy copy = row_copy(s, cache.k, cache.v, k, v);
-  for_each(rows_of(s) * s.window * copy.units, FillRows{cache, k, v, copy}, stream_of(execution));
+  for_each(rows_of(s) * s.places() * copy.units, FillRows{cache, k, v, copy}, stream_of(execution));
 }
 
 void append(const AppendArgs& args, const Execution& execution) {
@@ -118,7 +119,13 @@ void append(const AppendArgs& args, const Execution& execution) {
   const ReadRows v = rows_of_tokens(args.v);
   const RowCopy copy = row_copy(s, cache.k, cache.v, k, v);
   for_each(rows_of(s) * args.seqlen * copy.units,
-           AppendTokens{cache, k, v, {args.scores, args.mask}, static_cast<int>(args.seqlen), copy},
+           AppendTokens{.cache = cache,
+                        .k = k,
+                        .v = v,
+                        .scores = {args.scores, args.mask},
+                        .rule = CacheRule(s),
+                        .seqlen = static_cast<int>(args.seqlen),
+                        .copy = copy},
            stream_of(execution));
 }
 
@@ -126,45 +133,62 @@ void append(const AppendArgs& args, const Execution& execution) {
 
 namespace {
 
-PendingParams pending_params(const KvCache& cache) {
-  return {.cache = slots_of(cache),
-          .batch = static_cast<int>(cache.shape.batch),
-          .keep = nullptr,
-          .seqlen_q = 0};
-}
-
-void pending_intervals(const PendingIntervalsArgs& args, const Execution& execution) {
-  PendingParams params = pending_params(args.cache);
-  params.seqlen_q = static_cast<int>(args.seqlen_q);
-  params.intervals = args.intervals;
-  launch_rows<FindEvictionsKernel>(params, execution);
-}
-
-// The workspace of a commit.
-struct CommitMemory {
-  std::int32_t* evicted_by;
-  std::int32_t* places;
+// The workspace of the calls over pending tokens.
+struct PendingMemory {
+  std::int32_t* arrivals = nullptr;
+  std::int32_t* seen = nullptr;
+  Fate* fates = nullptr;
+  std::int32_t* places = nullptr;
   std::size_t bytes;
 
-  CommitMemory(const KvCache& cache, void* base) {
+  PendingMemory(const KvCache& cache, bool commits, void* base) {
     WorkspaceAllocator workspace(base);
-    const std::int64_t rows = rows_of(cache.shape);
-    evicted_by = workspace.take<std::int32_t>(rows * (cache.shape.window + cache.pending));
-    places = workspace.take<std::int32_t>(rows * cache.pending);
+    const KvCacheShape& s = cache.shape;
+    const std::int64_t rows = rows_of(s);
+    if (delay_of(s.keep) > 0) arrivals = workspace.take<std::int32_t>(rows * cache.pending);
+    if (commits) {
+      seen = workspace.take<std::int32_t>(rows);
+      fates = workspace.take<Fate>(rows * (s.places() + cache.pending));
+      places = workspace.take<std::int32_t>(rows * cache.pending);
+    }
     bytes = workspace.used();
   }
 };
 
+// Finds what becomes of every key, or the queries that see it.
+PendingParams follow_keys(const KvCache& cache, const PendingMemory& memory,
+                          const std::int32_t* keep, std::int64_t seqlen_q, KeyInterval* intervals,
+                          const Execution& execution) {
+  const PendingParams params{.cache = slots_of(cache),
+                             .rule = CacheRule(cache.shape),
+                             .batch = static_cast<int>(cache.shape.batch),
+                             .keep = keep,
+                             .seqlen_q = static_cast<int>(seqlen_q),
+                             .arrivals = memory.arrivals,
+                             .fates = memory.fates,
+                             .seen_before = memory.seen,
+                             .intervals = intervals};
+  if (params.arrivals != nullptr) launch_rows<FindArrivalsKernel>(params, execution);
+  launch_rows<FindFatesKernel>(params, execution);
+  return params;
+}
+
+std::size_t intervals_workspace_size(const PendingIntervalsArgs& args, const Execution&) {
+  return PendingMemory(args.cache, false, nullptr).bytes;
+}
+
+void pending_intervals(const PendingIntervalsArgs& args, const Execution& execution) {
+  const PendingMemory memory(args.cache, false, execution.workspace);
+  follow_keys(args.cache, memory, nullptr, args.seqlen_q, args.intervals, execution);
+}
+
 std::size_t commit_workspace_size(const CommitArgs& args, const Execution&) {
-  return CommitMemory(args.cache, nullptr).bytes;
+  return PendingMemory(args.cache, true, nullptr).bytes;
 }
 
 void commit(const CommitArgs& args, const Execution& execution) {
-  const CommitMemory memory(args.cache, execution.workspace);
-  PendingParams params = pending_params(args.cache);
-  params.keep = args.keep;
-  params.evicted_by = memory.evicted_by;
-  launch_rows<FindEvictionsKernel>(params, execution);
+  const PendingMemory memory(args.cache, true, execution.workspace);
+  const PendingParams params = follow_keys(args.cache, memory, args.keep, 0, nullptr, execution);
   const RowCopy copy = row_copy(args.cache.shape, params.cache.k, params.cache.v);
   launch_rows<CommitKernel>({params, copy, memory.places}, execution);
 }
@@ -173,8 +197,8 @@ void commit(const CommitArgs& args, const Execution& execution) {
 
 void plan_pending_intervals(const PendingIntervalsArgs& args, const Execution& execution,
                             Plan<PendingIntervalsArgs>& plan) {
-  make_plan<OnDevice<
-      DirectCall<PendingIntervalsArgs, no_workspace<PendingIntervalsArgs>, pending_intervals>>>(
+  make_plan<
+      OnDevice<DirectCall<PendingIntervalsArgs, intervals_workspace_size, pending_intervals>>>(
       args, execution, plan);
 }
 

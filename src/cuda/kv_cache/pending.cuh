@@ -3,33 +3,119 @@
 #include "cuda/kv_cache/slots.cuh"
 #include "cuda/primitives/integers.h"
 
-// A key is evicted by the first pending token with which w keys beat it. The number of keys that beat it only grows, so
-// each key can be compared with all others in any order.
+// Pending tokens under a rule. A key is beaten with the first token at which w better keys compete. The number of keys
+// that beat it only grows, so each key can be compared with all others in any order.
 namespace flash_dmattn::cuda::kv {
 
-inline constexpr std::int32_t stays = 0x7fffffff;
+inline constexpr std::int32_t never = 0x7fffffff;
+
+// What becomes of a key.
+enum class Fate : std::uint8_t {
+  gone,
+  stays,
+  stays_unchosen,  // and competes no more
+};
 
 struct PendingParams {
   Slots cache;
+  CacheRule rule;
   int batch;
   const std::int32_t* keep;  // [B] number of pending tokens that count; null for all
   int seqlen_q;              // number of queries of the intervals
-  // Outputs for [B, Hkv, w + pending] keys, one of which is written: the pending token that evicts each key (`stays` if
-  // none does, -1 if there is no such key), or the queries that see it.
-  std::int32_t* evicted_by = nullptr;
+  // Workspace, if keys compete with a delay: [B, Hkv, pending] the slot of the key that begins to compete with each
+  // token, -1 for none. Null: the token's own key does.
+  std::int32_t* arrivals = nullptr;
+  // Outputs for [B, Hkv, places + pending] slots, one of which is written: what becomes of each key, `gone` where there
+  // is none, or the queries that see it. With the first, also `seen` of each [B, Hkv].
+  Fate* fates = nullptr;
+  std::int32_t* seen_before = nullptr;
   KeyInterval* intervals = nullptr;
 
-  __host__ __device__ int keys() const { return cache.window + cache.pending; }
+  __host__ __device__ int keys() const { return cache.places + cache.pending; }
+  __device__ int kept(std::int64_t row) const {
+    return keep == nullptr ? cache.pending : keep[row / cache.heads];
+  }
+  __device__ HeadRule rule_of(std::int64_t row) const {
+    return rule.of_head(static_cast<int>(row % cache.heads));
+  }
+  __device__ std::int32_t entry(std::int64_t row, int slot) const {
+    return cache.entries[cache.place(row, slot)];
+  }
+  // The slot of the key that begins to compete with a token, or -1. The first sink_end tokens are sinks.
+  __device__ int arrival(std::int64_t row, int token, int sink_end) const {
+    if (arrivals != nullptr) return arrivals[row * cache.pending + token];
+    const int slot = cache.places + token;
+    return token >= sink_end && entry(row, slot) >= 0 ? slot : -1;
+  }
+};
+
+// Finds the number of the first pending tokens of a row that are sinks: until there are enough of them, all keys are.
+// Contains barriers.
+template <int Threads>
+struct PendingSinks {
+  using Numbers = BlockNumbers<Threads>;
+  struct Storage {
+    typename Numbers::Storage numbers;
+    int end;
+  };
+
+  static __device__ int find(Storage& storage, const PendingParams& p, std::int64_t row) {
+    const Slots& cache = p.cache;
+    int missing = p.rule.common.sinks - cache.counts[row].count;
+    if (missing <= 0) return 0;
+    if (threadIdx.x == 0) storage.end = cache.pending;
+    __syncthreads();
+    for (int begin = 0; begin < cache.pending && missing > 0; begin += Threads) {
+      const int token = begin + static_cast<int>(threadIdx.x);
+      const bool is_key = token < cache.pending && p.entry(row, cache.places + token) != no_key;
+      int found;
+      const int number = Numbers::number(storage.numbers, is_key, found);
+      if (is_key && number == missing - 1) storage.end = token + 1;
+      missing -= found;
+    }
+    __syncthreads();
+    return storage.end;
+  }
+};
+
+// Finds the keys that begin to compete with each pending token. A block computes a (batch, kv head).
+struct FindArrivalsKernel {
+  using Params = PendingParams;
+  static constexpr int threads = 1024;
+  static constexpr int min_blocks = 1;
+  using SharedStorage = typename PendingSinks<threads>::Storage;
+
+  static long blocks(const Params& p) { return static_cast<long>(p.batch) * p.cache.heads; }
+
+  __device__ void operator()(const Params& p, SharedStorage& shared) const {
+    const Slots& cache = p.cache;
+    const std::int64_t row = blockIdx.x;
+    const int count = cache.counts[row].count;
+    const int sink_end = PendingSinks<threads>::find(shared, p, row);
+    std::int32_t* const arrivals = p.arrivals + row * cache.pending;
+    for (int i = static_cast<int>(threadIdx.x); i < cache.pending; i += threads) arrivals[i] = -1;
+    __syncthreads();
+    // The token with which a key at position 0 would begin to compete.
+    const int first = p.rule.common.delay() - cache.seen[row / cache.heads];
+    for (int slot = static_cast<int>(threadIdx.x); slot < p.keys(); slot += threads) {
+      const int pending = slot - cache.places;
+      if (pending < 0 ? slot >= count : pending < sink_end) continue;
+      const std::int32_t entry = p.entry(row, slot);
+      const int token = entry + first;
+      if (entry >= 0 && token >= 0 && token < cache.pending) arrivals[token] = slot;
+    }
+  }
 };
 
 // A thread computes a key.
-struct FindEvictionsKernel {
+struct FindFatesKernel {
   using Params = PendingParams;
   static constexpr int threads = 256;
   static constexpr int min_blocks = 2;
 
   struct SharedStorage {
     ScoredSlot others[threads];
+    typename PendingSinks<threads>::Storage sinks;
   };
 
   static long blocks(const Params& p) {
@@ -37,42 +123,66 @@ struct FindEvictionsKernel {
   }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
+    const Slots& cache = p.cache;
     const int parts = ceil_div(p.keys(), threads);
     const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) / parts;
     const int slot = static_cast<int>(blockIdx.x) % parts * threads + static_cast<int>(threadIdx.x);
-    const int window = p.cache.window;
-    const int count = p.cache.counts[row].count;
-    const int kept = p.keep == nullptr ? p.cache.pending : p.keep[row / p.cache.heads];
-    const int token = slot - window;  // number of a pending key
-    const bool exists = slot < count || (token >= 0 && token < kept);
-    ScoredSlot key{nanf(""), 0};
-    if (exists) key = load(p, row, slot);
+    const HeadRule rule = p.rule_of(row);
+    const int count = cache.counts[row].count;
+    const int kept = p.kept(row);
+    const std::int32_t seen = cache.seen[row / cache.heads];
+    const int sink_end = PendingSinks<threads>::find(shared.sinks, p, row);
+    const int token = slot - cache.places;  // number of a pending key
+    const bool is_taken = slot < count || (token >= 0 && token < kept);
+    const std::int32_t entry = is_taken ? p.entry(row, slot) : no_key;
+    ScoredSlot key = no_slot();
+    if (entry >= 0) key = {cache.scores[cache.place(row, slot)], entry};
 
     int better = 0;
-    compare(p, shared, row, 0, count,
-            [&](int, ScoredSlot other) { better += other.beats(key) ? 1 : 0; });
-    std::int32_t evicted_by = better >= window ? 0 : stays;
-    compare(p, shared, row, window, window + kept, [&](int other_slot, ScoredSlot other) {
-      better += other.beats(key) ? 1 : 0;
-      if (better >= window) evicted_by = min(evicted_by, other_slot - window);
-    });
-    if (slot < p.keys()) store(p, row, slot, !isnan(key.score), evicted_by);
+    compare(
+        shared, count,
+        [&](int other) {
+          const std::int32_t position = p.entry(row, other);
+          const bool competes = 0 <= position && position < seen - rule.delay();
+          return competes ? load(cache, row, other) : no_slot();
+        },
+        [&](int, ScoredSlot other) { better += other.beats(key) ? 1 : 0; });
+    std::int32_t beaten_by = better >= rule.window ? 0 : never;
+    compare(
+        shared, kept,
+        [&](int i) {
+          const int other = p.arrival(row, i, sink_end);
+          return other < 0 ? no_slot() : load(cache, row, other);
+        },
+        [&](int i, ScoredSlot other) {
+          better += other.beats(key) ? 1 : 0;
+          if (better >= rule.window) beaten_by = min(beaten_by, i);
+        });
+    if (p.fates != nullptr && slot == 0) p.seen_before[row] = seen;
+    if (slot >= p.keys()) return;
+    const bool is_sink = token < 0 ? slot < rule.sinks : token < sink_end;
+    const std::int32_t recent_end = position_of_entry(entry) + rule.recent - seen;
+    const std::int32_t end = is_sink ? never : entry < 0 ? recent_end : max(recent_end, beaten_by);
+    const bool is_unchosen = is_sink || (!rule.delayed && beaten_by < kept);
+    store(p, row * p.keys() + slot, token, entry == no_key ? -1 : end, entry >= 0 && is_unchosen,
+          kept);
   }
 
  private:
-  static __device__ ScoredSlot load(const Params& p, std::int64_t row, int slot) {
-    const std::int64_t at = p.cache.place(row, slot);
-    return {p.cache.scores[at], p.cache.positions[at]};
+  static __device__ ScoredSlot no_slot() { return {nanf(""), 0}; }
+  static __device__ ScoredSlot load(const Slots& cache, std::int64_t row, int slot) {
+    const std::int64_t at = cache.place(row, slot);
+    return {cache.scores[at], cache.entries[at]};
   }
 
-  // Calls body(slot, key) for the keys in slots [begin, end), in their order.
-  template <class Body>
-  static __device__ void compare(const Params& p, SharedStorage& shared, std::int64_t row,
-                                 int begin, int end, const Body& body) {
-    for (int first = begin; first < end; first += threads) {
+  // Calls body(i, key_of(i)) for i in [0, end), in their order.
+  template <class KeyOf, class Body>
+  static __device__ void compare(SharedStorage& shared, int end, const KeyOf& key_of,
+                                 const Body& body) {
+    for (int first = 0; first < end; first += threads) {
       const int mine = first + static_cast<int>(threadIdx.x);
       __syncthreads();
-      if (mine < end) shared.others[threadIdx.x] = load(p, row, mine);
+      if (mine < end) shared.others[threadIdx.x] = key_of(mine);
       __syncthreads();
       const int size = min(end - first, threads);
 #pragma unroll 8
@@ -80,20 +190,23 @@ struct FindEvictionsKernel {
     }
   }
 
-  static __device__ void store(const Params& p, std::int64_t row, int slot, bool exists,
-                               std::int32_t evicted_by) {
-    const std::int64_t at = row * p.keys() + slot;
-    if (p.evicted_by != nullptr) p.evicted_by[at] = exists ? evicted_by : -1;
+  // `end`: the pending token that is the first to see the key no longer; -1 without a key.
+  static __device__ void store(const Params& p, std::int64_t at, int token, std::int32_t end,
+                               bool is_unchosen, int kept) {
+    if (p.fates != nullptr) {
+      p.fates[at] = end < kept || end < 0 ? Fate::gone
+                    : is_unchosen         ? Fate::stays_unchosen
+                                          : Fate::stays;
+    }
     if (p.intervals == nullptr) return;
     const int first_query = p.cache.pending - p.seqlen_q;  // its number as a pending token
-    const int first = max(slot - p.cache.window - first_query, 0);
-    const int last = evicted_by == stays ? p.seqlen_q : evicted_by - first_query;
-    p.intervals[at] = exists && first < last ? KeyInterval{first, last} : KeyInterval{0, 0};
+    const int first = max(token - first_query, 0);
+    const int last = min(end - first_query, p.seqlen_q);
+    p.intervals[at] = first < last ? KeyInterval{first, last} : KeyInterval{0, 0};
   }
 };
 
-// Pending tokens that stay take first the slots of evicted keys and then free slots, both in ascending order. A block
-// computes a (batch, kv head).
+// Pending tokens that stay take the first slots without a key, in order. A block computes a (batch, kv head).
 struct CommitKernel {
   struct Params {
     PendingParams pending;
@@ -103,10 +216,13 @@ struct CommitKernel {
   static constexpr int threads = 1024;
   static constexpr int min_blocks = 1;
   using Numbers = BlockNumbers<threads>;
+  using Sum = BlockSum<threads>;
 
   struct SharedStorage {
     typename Numbers::Storage numbers;
-    typename WorstSlot<threads>::Storage worst;
+    typename Sum::Storage sum;
+    typename BlockScan<threads>::Storage scan;
+    typename PendingSinks<threads>::Storage sinks;
   };
 
   static long blocks(const Params& p) {
@@ -114,52 +230,66 @@ struct CommitKernel {
   }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
-    const Slots& cache = p.pending.cache;
+    const PendingParams& pending = p.pending;
+    const Slots& cache = pending.cache;
     const std::int64_t row = blockIdx.x;
     const int b = static_cast<int>(row / cache.heads);
     const int h = static_cast<int>(row % cache.heads);
-    const int before = cache.counts[row].count;
-    const std::int32_t* const evicted_by = p.pending.evicted_by + row * p.pending.keys();
+    const SlotCount before = cache.counts[row];
+    const int kept = pending.kept(row);
+    const std::int32_t seen = pending.seen_before[row];
+    const int sink_end = PendingSinks<threads>::find(shared.sinks, pending, row);
+    const Fate* const fates = pending.fates + row * pending.keys();
     std::int32_t* const places = p.places + row * cache.pending;
 
-    const int free = find_places(shared, evicted_by, before, cache, places);
-    const int entered = move_tokens(p, shared, evicted_by, places, b, h);
-    const int evicted = free - (cache.window - before);
-    const int count = before - evicted + entered;
-    __syncthreads();
-    const std::int32_t victim = WorstSlot<threads>::find(shared.worst, cache, row, count);
+    for (int slot = static_cast<int>(threadIdx.x); slot < before.count; slot += threads) {
+      std::int32_t& entry = cache.entries[cache.place(row, slot)];
+      entry = entry_after(entry, fates[slot]);
+    }
+    find_places(shared, fates, before.count, cache, places);
+    const int entered = move_tokens(p, shared, fates, places, b, h);
+    const int count = entered == 0 ? before.count : max(before.count, places[entered - 1] + 1);
+    int competed = 0;
+    for (int i = static_cast<int>(threadIdx.x); i < kept; i += threads) {
+      competed += pending.arrival(row, i, sink_end) < 0 ? 0 : 1;
+    }
+    competed = before.competed + Sum::of(shared.sum, competed);
+    const SlotScan scan =
+        BlockScan<threads>::find(shared.scan, cache, pending.rule_of(row), row, count, seen + kept);
     if (threadIdx.x > 0) return;
-    cache.counts[row] = {count, victim};
-    if (h == 0) cache.seen[b] += p.pending.keep == nullptr ? cache.pending : p.pending.keep[b];
+    cache.counts[row] = scan.count(count, competed);
+    if (h == 0) cache.seen[b] = seen + kept;
   }
 
  private:
-  // Finds the first slots that tokens may take, at most as many as are pending. Returns their number.
-  static __device__ int find_places(SharedStorage& shared, const std::int32_t* evicted_by,
-                                    int before, const Slots& cache, std::int32_t* places) {
+  static __device__ std::int32_t entry_after(std::int32_t entry, Fate fate) {
+    return fate == Fate::gone ? no_key : fate == Fate::stays_unchosen ? ~entry : entry;
+  }
+
+  // Finds the first slots without a key, at most as many as tokens are pending.
+  static __device__ void find_places(SharedStorage& shared, const Fate* fates, int before,
+                                     const Slots& cache, std::int32_t* places) {
     int found = 0;
-    for (int begin = 0; begin < cache.window; begin += threads) {
+    for (int begin = 0; begin < cache.places && found < cache.pending; begin += threads) {
       const int slot = begin + static_cast<int>(threadIdx.x);
-      const bool is_free = slot < cache.window && (slot >= before || evicted_by[slot] != stays);
+      const bool is_free = slot < cache.places && (slot >= before || fates[slot] == Fate::gone);
       int total;
       const int place = found + Numbers::number(shared.numbers, is_free, total);
       if (is_free && place < cache.pending) places[place] = slot;
       found += total;
     }
     __syncthreads();
-    return found;
   }
 
   // Moves tokens to their slots. Returns their number.
-  static __device__ int move_tokens(const Params& p, SharedStorage& shared,
-                                    const std::int32_t* evicted_by, std::int32_t* places, int b,
-                                    int h) {
+  static __device__ int move_tokens(const Params& p, SharedStorage& shared, const Fate* fates,
+                                    const std::int32_t* places, int b, int h) {
     const Slots& cache = p.pending.cache;
     const std::int64_t row = cache.row(b, h);
     int entered = 0;
     for (int begin = 0; begin < cache.pending; begin += threads) {
-      const int from = cache.window + begin + static_cast<int>(threadIdx.x);
-      const bool enters = from < p.pending.keys() && evicted_by[from] == stays;
+      const int from = cache.places + begin + static_cast<int>(threadIdx.x);
+      const bool enters = from < p.pending.keys() && fates[from] != Fate::gone;
       int total;
       const int place = entered + Numbers::number(shared.numbers, enters, total);
       // Threads of a warp copy a row together.
@@ -167,7 +297,8 @@ struct CommitKernel {
       const std::int32_t to = enters ? places[place] : 0;
       if (enters) {
         cache.scores[cache.place(row, to)] = cache.scores[cache.place(row, from)];
-        cache.positions[cache.place(row, to)] = cache.positions[cache.place(row, from)];
+        cache.entries[cache.place(row, to)] =
+            entry_after(cache.entries[cache.place(row, from)], fates[from]);
       }
       for (; left != 0; left &= left - 1) {
         const int lane = __ffs(static_cast<int>(left)) - 1;
@@ -180,6 +311,7 @@ struct CommitKernel {
       }
       entered += total;
     }
+    __syncthreads();
     return entered;
   }
 };

@@ -32,20 +32,20 @@ struct CopyRows {
   __device__ void operator()(long item) const {
     const int unit = static_cast<int>(item % copy.units);
     item /= copy.units;
-    const int places = to.window + to.pending;
+    const int places = to.places + to.pending;
     const int slot = static_cast<int>(item % places);
     const int h = static_cast<int>(item / places % to.heads);
     const int b = static_cast<int>(item / places / to.heads);
     const int from_b = index[b];
     const SlotCount count = from.counts[from.row(from_b, h)];
-    if (slot >= count.count && slot < to.window && slot > 0) return;
+    if (slot >= count.count && slot < to.places && slot > 0) return;
     copy(to.k.at(b, h, slot), from.k.at(from_b, h, slot), unit);
     copy(to.v.at(b, h, slot), from.v.at(from_b, h, slot), unit);
     if (unit > 0) return;
     const std::int64_t at = to.place(to.row(b, h), slot);
     const std::int64_t from_at = from.place(from.row(from_b, h), slot);
     to.scores[at] = from.scores[from_at];
-    to.positions[at] = from.positions[from_at];
+    to.entries[at] = from.entries[from_at];
     if (slot > 0) return;
     to.counts[to.row(b, h)] = count;
     if (h == 0) to.seen[b] = from.seen[from_b];
@@ -57,6 +57,7 @@ struct AppendTokens {
   Slots cache;
   ReadRows k, v;
   TokenScores scores;
+  CacheRule rule;
   int seqlen;
   RowCopy copy;
 
@@ -66,13 +67,16 @@ struct AppendTokens {
     const int t = static_cast<int>(item % seqlen);
     const int h = static_cast<int>(item / seqlen % cache.heads);
     const int b = static_cast<int>(item / seqlen / cache.heads);
-    const int slot = cache.window + cache.pending + t;
+    const int slot = cache.places + cache.pending + t;
     copy(cache.k.at(b, h, slot), k.at(b, h, t), unit);
     copy(cache.v.at(b, h, slot), v.at(b, h, t), unit);
     if (unit > 0) return;
     const std::int64_t at = cache.place(cache.row(b, h), slot);
-    cache.scores[at] = scores(b, h, t);
-    cache.positions[at] = cache.seen[b] + cache.pending + t;
+    const float score = scores(b, h, t);
+    const std::int32_t position = cache.seen[b] + cache.pending + t;
+    const std::int32_t entry = rule.of_head(h).admits(score) ? position : ~position;
+    cache.scores[at] = score;
+    cache.entries[at] = scores.is_present(b, t) ? entry : no_key;
   }
 };
 
@@ -85,12 +89,12 @@ struct FillRows {
   __device__ void operator()(long item) const {
     const int unit = static_cast<int>(item % copy.units);
     item /= copy.units;
-    const int slot = static_cast<int>(item % cache.window);
-    const int h = static_cast<int>(item / cache.window % cache.heads);
-    const int b = static_cast<int>(item / cache.window / cache.heads);
+    const int slot = static_cast<int>(item % cache.places);
+    const int h = static_cast<int>(item / cache.places % cache.heads);
+    const int b = static_cast<int>(item / cache.places / cache.heads);
     const std::int64_t row = cache.row(b, h);
     if (slot >= cache.counts[row].count) return;
-    const std::int32_t t = cache.positions[cache.place(row, slot)];
+    const std::int32_t t = position_of_entry(cache.entries[cache.place(row, slot)]);
     copy(cache.k.at(b, h, slot), k.at(b, h, t), unit);
     copy(cache.v.at(b, h, slot), v.at(b, h, t), unit);
   }

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/attention/slot_scan.cuh"
 #include "cuda/primitives/warp.cuh"
 #include "flash_dmattn/kv_cache.h"
 
@@ -28,12 +29,12 @@ using WrittenRows = RowTensor<std::byte>;
 struct Slots {
   WrittenRows k, v;
   float* scores;
-  std::int32_t* positions;
+  std::int32_t* entries;  // `positions` of KvCache
   SlotCount* counts;
   std::int32_t* seen;
   int heads;
-  int window;
-  int slots;  // window + chunk
+  int places;
+  int slots;  // places + chunk
   int pending;
 
   __device__ std::int64_t row(int b, int h) const {
@@ -42,25 +43,24 @@ struct Slots {
   __device__ std::int64_t place(std::int64_t row, int slot) const { return row * slots + slot; }
 };
 
-// The scores of tokens, with their mask.
+// The scores of tokens, and their mask.
 struct TokenScores {
   ScoreRows scores;
   TokenMask mask;
 
-  // The score of a token, NaN if it is masked.
   __device__ float operator()(int b, int h, int t) const {
-    if (mask.data != nullptr && mask.data[b * mask.stride[0] + t * mask.stride[1]] == 0)
-      return nanf("");
     return scores.data[b * scores.stride[0] + h * scores.stride[1] + t * scores.stride[2]];
+  }
+  __device__ bool is_present(int b, int t) const {
+    return mask.data == nullptr || mask.data[b * mask.stride[0] + t * mask.stride[1]] != 0;
   }
 };
 
-// A key for comparisons with other keys.
+// A key for comparisons with other keys. One whose score is NaN beats none.
 struct ScoredSlot {
   float score;
   std::int32_t position;
 
-  // Whether this key beats another. Neither score may be NaN.
   __device__ bool beats(ScoredSlot other) const {
     return score > other.score || (score == other.score && position > other.position);
   }
@@ -106,40 +106,45 @@ class BlockNumbers {
   }
 };
 
-// Finds the slot of the worst key in [0, count) of a row; the result is in thread 0.
+// Adds a number of every thread of a block. Contains two barriers.
 template <int Threads>
-struct WorstSlot {
-  struct Key {
-    ScoredSlot key;
-    std::int32_t slot;
-  };
+class BlockSum {
+ public:
   struct Storage {
-    Key keys[Threads / warp_size];
+    int sums[Threads / warp_size];
   };
 
-  static __device__ std::int32_t find(Storage& storage, const Slots& cache, std::int64_t row,
-                                      int count) {
-    Key worst{{__builtin_huge_valf(), 0x7fffffff}, 0};
+  static __device__ int of(Storage& storage, int mine) {
+    const int of_warp = warp_sum(mine);
+    if (lane_id() == 0) storage.sums[warp_id()] = of_warp;
+    __syncthreads();
+    int sum = 0;
+    for (const int part : storage.sums) sum += part;
+    __syncthreads();
+    return sum;
+  }
+};
+
+// Finds what the next step has to know of the slots of a row that have been taken; the result is in thread 0.
+template <int Threads>
+struct BlockScan {
+  struct Storage {
+    SlotScan scans[Threads / warp_size];
+  };
+
+  static __device__ SlotScan find(Storage& storage, const Slots& cache, const HeadRule& rule,
+                                  std::int64_t row, int count, int tokens) {
+    const SlotScan::Sought sought(rule, tokens);
+    SlotScan scan = SlotScan::nothing();
     for (int slot = static_cast<int>(threadIdx.x); slot < count; slot += Threads) {
       const std::int64_t at = cache.place(row, slot);
-      worst = worse(worst, {{cache.scores[at], cache.positions[at]}, slot});
+      scan.add(sought, cache.scores[at], cache.entries[at], slot);
     }
-    worst = of_warp(worst);
-    if (lane_id() == 0) storage.keys[warp_id()] = worst;
+    scan = scan.of_warp();
+    if (lane_id() == 0) storage.scans[warp_id()] = scan;
     __syncthreads();
-    if (warp_id() > 0) return 0;
-    return of_warp(storage.keys[lane_id() % (Threads / warp_size)]).slot;
-  }
-
- private:
-  static __device__ Key worse(Key a, Key b) { return a.key.beats(b.key) ? b : a; }
-  static __device__ Key of_warp(Key mine) {
-#pragma unroll
-    for (int step = 1; step < warp_size; step *= 2) {
-      mine = worse(mine, {{shuffle_xor(mine.key.score, step), shuffle_xor(mine.key.position, step)},
-                          shuffle_xor(mine.slot, step)});
-    }
-    return mine;
+    if (warp_id() > 0) return scan;
+    return storage.scans[lane_id() % (Threads / warp_size)].of_warp();
   }
 };
 

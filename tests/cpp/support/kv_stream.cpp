@@ -86,8 +86,7 @@ KvStream::Input KvStream::draw(std::int64_t length) {
   return input;
 }
 
-std::vector<std::size_t> KvStream::competing(const std::vector<Token>& past,
-                                             std::int64_t h) const {
+std::vector<std::size_t> KvStream::competing(const std::vector<Token>& past, std::int64_t h) const {
   const KeySelection& keep = options_.shape.keep;
   const auto score = [&](std::size_t j) { return past[j].scores[static_cast<std::size_t>(h)]; };
   const std::int64_t delay = keep.recent_competes ? 0 : keep.recent_window;
@@ -109,8 +108,8 @@ std::vector<std::size_t> KvStream::competing(const std::vector<Token>& past,
 
 std::vector<std::size_t> KvStream::visible(const std::vector<Token>& past, std::int64_t h) const {
   const KeySelection& keep = options_.shape.keep;
-  const auto window = static_cast<std::size_t>(keep.head_windows == nullptr ? keep.window
-                                                                           : keep.head_windows[h]);
+  const auto window =
+      static_cast<std::size_t>(keep.head_windows == nullptr ? keep.window : keep.head_windows[h]);
   std::vector<std::size_t> keys = competing(past, h);
   keys.resize(std::min(keys.size(), window));
   std::set<std::size_t> seen(keys.begin(), keys.end());

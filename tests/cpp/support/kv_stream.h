@@ -38,7 +38,8 @@ class KvStream {
   void commit(bool rows_differ);     // commits a random number of the pending tokens
   void reorder();                    // reorders the batch through a second cache
   void save_and_restore();           // saves and restores the bytes of the cache
-  void check_slots() const;          // expects the keys that the last token sees in the slots, and no others
+  void check_slots()
+      const;  // expects the keys that the last token sees in the slots, and no others
 
   std::int64_t pending() const { return cache_.pending; }
   Random& random() { return random_; }

@@ -106,8 +106,8 @@ def test_bad_chunk_or_row_argument_raises():
             KVSlots(2, 2, 5, 8, chunk=3).state_dict()
         ),
         "snapshot: got 3 rows": lambda: cache.restore(KVSlots(3, 2, 4, 8, chunk=3)),
-        "key_mask: got it together with intervals": lambda: cache.fill(
-            **tokens(3), intervals=cache.pending_intervals(1), key_mask=torch.ones(2, 3)
+        "intervals: got them for (batch, heads, keys) (2, 2, 6)": lambda: cache.fill(
+            **tokens(3), intervals=cache.pending_intervals(1)
         ),
         "scores: got shape (2, 3, 2), expected (2, 2, 3)": lambda: cache.fill(
             **(tokens(3) | {"scores": torch.randn(2, 3, 2)})

@@ -138,7 +138,7 @@ def test_counts_beyond_the_window():
     ):
         with unchanged(cache, "counts[2].count: got 5, expected 0 to 4"):
             call()
-    cache.counts[1, 0] = torch.tensor([WINDOW, 7])
+    cache.counts[1, 0] = torch.tensor([WINDOW, WINDOW, WINDOW, -1, 0, 7, 0, 0])
     with unchanged(cache, "counts[2].victim: got 7, expected 0 to 3"):
         cache.step(**chunk(1))
 

@@ -204,7 +204,7 @@ def test_compiled_with_kvcache_has_one_graph(mode):
     options = {"keep_window_size": 3, "cache_seqlens": torch.zeros(2, dtype=torch.int32)}
     if mode == "slots":
         options["slot_positions"] = torch.zeros(2, 2, size, dtype=torch.int32)
-        options["slot_counts"] = torch.zeros(2, 2, 2, dtype=torch.int32)
+        options["slot_counts"] = torch.zeros(2, 2, 8, dtype=torch.int32)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def step(q, k, v, scores):

@@ -15,6 +15,7 @@ from flash_dmattn.integrations.transformers import (  # noqa: E402
     enable_flash_dmattn,
 )
 from flash_dmattn.integrations.transformers.cache import DynamicMaskLayer  # noqa: E402
+from flash_dmattn.keys.rule import KeySelection  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 TRANSFORMERS_4 = transformers.__version__ < "5"
@@ -152,7 +153,7 @@ def test_prefetch_restores_offloaded_slots():
 def test_offloaded_slots_come_back_with_the_next_tokens(use):
     """Here they only seem to be elsewhere; tests on a GPU move them."""
     states, scores = torch.randn(B, 2, 1, 8), torch.randn(B, 2, 1)
-    layer, moves = DynamicMaskLayer(4), []
+    layer, moves = DynamicMaskLayer(KeySelection(4)), []
     layer.fill(states, states, scores)
     layer._move, layer.device = moves.append, torch.device("cuda")
     if use == "attend":
@@ -227,7 +228,7 @@ def test_each_layer_keeps_its_window():
     model = make_model()
     model.config.per_layer_config = {0: {"keep_window_size": 20}}
     cache = DynamicMaskCache(model.config)
-    assert [layer.keep_window_size for layer in cache.layers] == [20, WINDOW, WINDOW]
+    assert [layer.rule.keep_window_size for layer in cache.layers] == [20, WINDOW, WINDOW]
 
 
 # ---- Precision -------------------------------------------------------------------------------------

@@ -230,7 +230,7 @@ def check_with_kvcache(stream, pieces, mode, layout):
     if mode == "slots":
         integers = {"dtype": torch.int32, "device": device}
         options["slot_positions"] = torch.zeros(batch, heads, size, **integers)
-        options["slot_counts"] = torch.zeros(batch, heads, 2, **integers)
+        options["slot_counts"] = torch.zeros(batch, heads, 8, **integers)
     is_padded = stream.padding != "none"
     left = {"cache_leftpad": (~stream.mask).sum(1)} if is_padded and mode == "all keys" else {}
     begin = 0

@@ -1,8 +1,8 @@
-"""A transformers `Cache` of keep_window_size keys per head, for texts of any length.
+"""A transformers `Cache` of the keys that a rule shows to the last token of each head, for texts of any length.
 
-A key that `keep_window_size` better keys beat is never seen again, so each key head keeps its best keys in slots, and
-attention over them is attention over all keys. The price: slots of different heads hold different positions, so only
-attention that chooses by the same scores can read them.
+A key that `keep_window_size` better keys beat is never seen again once it is no longer recent, so each key head keeps in
+slots what its rule shows, and attention over them is attention over all keys. The price: slots of different heads hold
+different positions, so only attention that chooses by the same scores can read them.
 """
 
 import torch
@@ -13,6 +13,7 @@ from transformers.configuration_utils import PretrainedConfig
 from ..._core.checks import check_count, resolve_flag
 from ..._core.kv_checks import check_slot_kernels
 from ...cache import KVSlots
+from ...keys.rule import KeySelection
 
 _CROPS_TO_A_LENGTH = int(transformers.__version__.split(".")[0]) < 5
 _RECORDED = 128  # tokens that can be dropped again, at least
@@ -22,7 +23,7 @@ class DynamicMaskLayer(CacheLayerMixin):
     """The slots of one attention layer.
 
     `fill` stores the first tokens after their attention; `attend` stores later tokens and computes their attention.
-    Their number is `get_seq_length`, though no more than `keep_window_size` (and pending ones) are held.
+    Their number is `get_seq_length`, though no more than the rule shows (and pending ones) are held.
     """
 
     is_sliding = False
@@ -30,7 +31,7 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     def __init__(
         self,
-        keep_window_size: int,
+        rule: KeySelection,
         *,
         static: bool = False,
         chunk: int = 0,
@@ -38,7 +39,7 @@ class DynamicMaskLayer(CacheLayerMixin):
     ):
         """
         Args:
-            keep_window_size: the number of keys that a query sees.
+            rule: which keys a query sees.
             static: memory stays in place and lengths on the device, for CUDA graphs and torch.compile.
             chunk: places for tokens that are attended to before they are committed; without `static` there come
                 more by themselves.
@@ -46,7 +47,7 @@ class DynamicMaskLayer(CacheLayerMixin):
                 a cache has as many, and models ask the first one: in the others each token would take a kernel more.
         """
         super().__init__()
-        self.keep_window_size, self.chunk = keep_window_size, chunk
+        self.rule, self.chunk = rule.checked_for_cache(), chunk
         self.is_compileable = static
         self.record_past = False
         self.slots: KVSlots | None = None
@@ -168,17 +169,7 @@ class DynamicMaskLayer(CacheLayerMixin):
             self._length = torch.zeros((), dtype=torch.int64, device=self.device)
             if not torch.compiler.is_compiling():
                 torch._dynamo.mark_static_address(self._length)
-        self._hold(
-            KVSlots(
-                batch,
-                heads,
-                self.keep_window_size,
-                head_dim,
-                chunk=self.chunk,
-                dtype=self.dtype,
-                device=self.device,
-            )
-        )
+        self._hold(self._make_slots(batch, heads, head_dim, self.chunk))
         self.is_initialized = True
 
     def update(
@@ -203,7 +194,7 @@ class DynamicMaskLayer(CacheLayerMixin):
             self.fill(key_states, value_states, scores, key_mask)
             return key_states, value_states
         self.prefetch()
-        held = self.keep_window_size + self.slots.pending
+        held = self.slots.places + self.slots.pending
         before = (t[:, :, :held].clone() for t in (self.keys, self.values))
         self.attend(key_states, key_states, value_states, scores, key_mask, scale=1.0)
         new = (key_states, value_states)
@@ -295,6 +286,12 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     # ---- Memory -------------------------------------------------------------------------------------
 
+    def _make_slots(self, batch: int, heads: int, head_dim: int, chunk: int) -> KVSlots:
+        return KVSlots(
+            batch, heads, head_dim=head_dim, **self.rule._asdict(),
+            chunk=chunk, dtype=self.dtype, device=self.device,
+        )  # fmt: skip
+
     def _hold(self, slots: KVSlots) -> None:
         self.slots = slots
         self.keys, self.values = slots.k, slots.v
@@ -322,26 +319,21 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     def _move(self, device: torch.device | str) -> None:
         """Synchronous, because the host may read the tensors next."""
-        tensors = (tensor.to(device) for tensor in self.slots.tensors)
+        k, v, scores, positions, counts, seen = (tensor.to(device) for tensor in self.slots.tensors)
         self._hold(
-            KVSlots.from_tensors(self.keep_window_size, *tensors, pending=self.slots.pending)
-        )
+            KVSlots.from_tensors(
+                k=k, v=v, scores=scores, positions=positions, counts=counts, seen=seen,
+                **self.rule._asdict(), pending=self.slots.pending,
+            )
+        )  # fmt: skip
 
     def _resize(self, chunk: int) -> None:
         """Other places for pending tokens; the memory of a static layer stays."""
         if self.is_compileable or chunk == self.slots.chunk:
             return
         batch, heads, _, head_dim = self.keys.shape
-        resized = KVSlots(
-            batch,
-            heads,
-            self.keep_window_size,
-            head_dim,
-            chunk=chunk,
-            dtype=self.dtype,
-            device=self.device,
-        )
-        held = self.keep_window_size + self.slots.pending
+        resized = self._make_slots(batch, heads, head_dim, chunk)
+        held = self.slots.places + self.slots.pending
         for new, old in zip(resized.tensors, self.slots.tensors, strict=True):
             if new.shape == old.shape:
                 new.copy_(old)
@@ -351,7 +343,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._hold(resized)
 
     def _make_room(self, tokens: int) -> None:
-        """Places for new tokens: all of them where they are recorded, else as many as there are keys in the window.
+        """Places for new tokens: all of them where they are recorded, else as many as a query sees keys.
 
         Without any to come they are given back.
         """
@@ -362,7 +354,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         if tokens == 1:
             self._resize(self.chunk)
         else:
-            self._resize(max(min(tokens, max(self.keep_window_size, _RECORDED)), self.slots.chunk))
+            self._resize(max(min(tokens, max(self.rule.places(), _RECORDED)), self.slots.chunk))
 
     def _commit_oldest(self, tokens: int) -> None:
         """Commits the oldest pending tokens until `tokens` new ones fit."""
@@ -370,12 +362,12 @@ class DynamicMaskLayer(CacheLayerMixin):
         excess = slots.pending + tokens - slots.chunk
         if excess <= 0:
             return
-        later = slice(self.keep_window_size + excess, self.keep_window_size + slots.pending)
+        later = slice(slots.places + excess, slots.places + slots.pending)
         keys, values = (t[:, :, later].clone() for t in (slots.k, slots.v))
-        scores = slots.scores[:, :, later].clone()
+        scores, is_present = slots.scores[:, :, later].clone(), slots.pending_mask()[:, excess:]
         self._commit(excess)
         if keys.shape[2]:
-            slots.append(*_by_token(keys, values), scores)
+            slots.append(*_by_token(keys, values), scores, key_mask=is_present)
 
     def _commit(self, tokens: int | None = None) -> None:
         """The first pending tokens, by default all, enter the slots; the others are dropped."""
@@ -384,7 +376,8 @@ class DynamicMaskLayer(CacheLayerMixin):
 
 
 class DynamicMaskCache(Cache):
-    """A cache of `DynamicMaskLayer`s for a model with dynamic masks, which `enable_flash_dmattn` has prepared.
+    """A cache of `DynamicMaskLayer`s for a model whose attention chooses keys by scores, such as a Doge that
+    `enable_flash_dmattn` has prepared.
 
         model.generate(**inputs, past_key_values=DynamicMaskCache(model.config))
 
@@ -402,15 +395,17 @@ class DynamicMaskCache(Cache):
     ):
         """
         Args:
-            config: the model's config, with keep_window_size.
+            config: the model's config, with the rule of its layers: keep_window_size (of all key heads, or a sequence with one
+                for each), and where they are not the defaults recent_window, recent_competes, sink_tokens and
+                score_threshold, all as in `select_key_intervals`.
             static: memory stays in place and no step of decoding reads from the device, for CUDA graphs and
                 torch.compile; `generate` compiles the model then on a GPU.
             selection: "per_query" is possible.
-            chunk: number of tokens stored in addition to the window, for chunked prompts and assisted decoding;
+            chunk: number of tokens stored in addition to the rule's keys, for chunked prompts and assisted decoding;
                 default 128 with `static`, otherwise grown as needed.
 
         Raises:
-            ValueError: a choice of keys under which evicted keys return.
+            ValueError: a choice of keys under which evicted keys return, or whose number no window limits.
         """
         if not isinstance(config, PretrainedConfig):
             raise TypeError(
@@ -432,8 +427,8 @@ class DynamicMaskCache(Cache):
             chunk = _RECORDED if static else 0
         check_count(chunk, "chunk")
         layers = [
-            DynamicMaskLayer(size, static=static, chunk=chunk, counts_on_device=index == 0)
-            for index, size in enumerate(_keep_window_sizes(config))
+            DynamicMaskLayer(rule, static=static, chunk=chunk, counts_on_device=index == 0)
+            for index, rule in enumerate(_rules(config))
         ]
         super().__init__(layers=layers)
 
@@ -457,20 +452,23 @@ class DynamicMaskCache(Cache):
             layer.prefetch()
 
 
-def _keep_window_sizes(config: PretrainedConfig) -> list[int]:
-    """keep_window_size of every layer."""
+def _rules(config: PretrainedConfig) -> list[KeySelection]:
+    """The rule of every layer."""
     layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
-    sizes = [getattr(layer, "keep_window_size", None) for layer in layers]
-    if None in sizes:
+    return [_rule_of(layer, type(config).__name__) for layer in layers]
+
+
+def _rule_of(layer: PretrainedConfig, name: str) -> KeySelection:
+    parts = {part: getattr(layer, part, None) for part in KeySelection._fields if part != "selection"}
+    if parts["keep_window_size"] is None:
         raise ValueError(
-            f"config: got {type(config).__name__} without keep_window_size, expected that of a model with dynamic masks "
-            "(Doge)"
+            f"config: got {name} without keep_window_size, expected that of a model with dynamic masks (Doge)"
         )
-    for size in sizes:
-        check_count(size, "config.keep_window_size")
-    if 0 in sizes:
-        raise ValueError("config.keep_window_size: got 0, expected 1 or more")
-    return sizes
+    rule = KeySelection(**{part: value for part, value in parts.items() if value is not None})
+    try:
+        return rule.checked_for_cache()
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"config.{error}") from None
 
 
 def _by_token(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:

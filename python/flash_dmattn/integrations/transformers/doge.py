@@ -13,6 +13,7 @@ from transformers.models.doge.modeling_doge import DogeAttention
 
 from ..._core.checks import may_read
 from ...keys.intervals import KeyIntervals, select_key_intervals
+from ...keys.rule import KeySelection
 from ...keys.recognise import Memo, cached, intervals_of_mask, split_additive, visible_counts
 from ...scores import doge_scores_of, with_zero_sum_gradient
 from ..attention import attention_bshd
@@ -186,10 +187,12 @@ def _attend_with_slots(
     context: Context,
 ) -> torch.Tensor:
     """Attention of new tokens [B, S, H, D] to those of the cache and to each other: [B, S, Hq, D]."""
-    if slots.keep_window_size != self.keep_window_size:
+    expected = KeySelection(self.keep_window_size)
+    if slots.rule != expected:
+        differs = next(name for name in expected._fields if getattr(slots.rule, name) != getattr(expected, name))
         raise ValueError(
-            f"past_key_values: got keep_window_size {slots.keep_window_size} in layer {self.layer_idx}, expected "
-            f"{self.keep_window_size}: a DynamicMaskCache(model.config) of this model"
+            f"past_key_values: got {differs} {getattr(slots.rule, differs)} in layer {self.layer_idx}, expected "
+            f"{getattr(expected, differs)}: a DynamicMaskCache(model.config) of this model"
         )
     key_mask = _present_tokens(attention_mask, query.shape[1])
     dtype = target_dtype(self, query)

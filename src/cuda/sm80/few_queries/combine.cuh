@@ -26,7 +26,7 @@ struct CombineKernel {
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
     allow_next_kernel();
     wait_for_previous_kernel();
-    add_splits(p, shared, p.shape.seqlen_k);
+    add_splits(p, shared, p.shape.seqlen_k, AllKeys());
   }
 
  protected:
@@ -37,7 +37,9 @@ struct CombineKernel {
             head / (p.shape.heads_q / p.shape.heads_kv)};
   }
 
-  static __device__ void add_splits(const Params& p, SharedStorage& shared, int keys) {
+  template <class Present>
+  static __device__ void add_splits(const Params& p, SharedStorage& shared, int keys,
+                                    const Present& present) {
     const std::int64_t index = blockIdx.x;  // index in [B, Hq, Sq]
     const RowSums* const sums = p.sums + index * p.split.splits;
     const float* const outs = p.outs + index * p.split.splits * D;
@@ -53,7 +55,7 @@ struct CombineKernel {
     RowTotal<D> row;
     row.template add_parts<warps>(
         0, 1, warps, [&](int w) { return &shared.sums[w]; }, [&](int w) { return &shared.out[w]; });
-    store_row<T, D>(p, head, static_cast<int>(index % p.shape.seqlen_q), keys, row);
+    store_row<T, D>(p, head, static_cast<int>(index % p.shape.seqlen_q), keys, present, row);
   }
 };
 

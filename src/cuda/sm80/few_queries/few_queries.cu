@@ -96,7 +96,7 @@ class StepCall {
         choice_(choose(problem_, shared_class(device))),
         params_(forward_params(args, problem_)) {
     const KvCache& cache = args.cache;
-    params_.split = split_keys(problem_, policy(choice_), cache.shape.window, device);
+    params_.split = split_keys(problem_, policy(choice_), cache.shape.places(), device);
     if (params_.split.row_tiles > 1) {
       throw InvalidArgument(
           "heads_q", std::to_string(args.heads_q),
@@ -107,6 +107,7 @@ class StepCall {
     params_.counts = cache.counts;
     params_.seen = cache.seen;
     params_.slots = cache.shape.slots();
+    params_.rule = CacheRule(cache.shape);
     params_.k_slots = rows_of(by_token(cache.k));
     params_.v_slots = rows_of(by_token(cache.v));
     params_.new_k = rows_of(args.k);
@@ -133,8 +134,8 @@ class StepCall {
     allocate_sums(problem_, choice_, params_, workspace);
     if (!params_.split.in_cluster) {
       const std::int64_t rows = problem_.batch * problem_.heads_kv;
-      params_.victims = workspace.take<Victim>(rows * params_.split.splits);
-      params_.counts_after = workspace.take<std::int32_t>(rows);
+      params_.scans = workspace.take<SlotScan>(rows * params_.split.splits);
+      params_.counts_after = workspace.take<int2>(rows);
     }
     return workspace.used();
   }
@@ -183,6 +184,9 @@ std::string decline_cache(const KvCacheShape& shape) {
   if (shape.head_dim % 8 != 0) return "it needs a head_dim that is a multiple of 8";
   if (shape.batch * shape.heads_kv * shape.slots() > std::numeric_limits<std::int32_t>::max()) {
     return "it counts slots in 31 bits";
+  }
+  if (shape.keep.head_windows != nullptr && shape.heads_kv > CacheRule::most_head_windows) {
+    return "it has windows for up to " + std::to_string(CacheRule::most_head_windows) + " heads";
   }
   return "";
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "cuda/attention/params.h"
+#include "cuda/attention/slot_scan.cuh"
 #include "cuda/sm80/few_queries/policy.h"
 #include "flash_dmattn/kv_cache.h"
 
@@ -24,13 +25,6 @@ struct Params : ForwardParams {
   float* outs = nullptr;
 };
 
-// A key of a KV cache that may be evicted.
-struct Victim {
-  float score;
-  std::int32_t position;
-  std::int32_t slot;
-};
-
 // A decode step, whose keys are the slots of a KV cache. The new token enters a slot before its query attends.
 struct StepParams : Params {
   StepParams() = default;
@@ -41,18 +35,19 @@ struct StepParams : Params {
   std::int32_t* positions = nullptr;
   SlotCount* counts = nullptr;
   std::int32_t* seen = nullptr;
-  std::int64_t slots = 0;  // w + g
+  std::int64_t slots = 0;  // places + g
   OutputRows k_slots, v_slots;
+  CacheRule rule;
 
   // The token.
   InputRows new_k, new_v;
   ScoreRows new_scores;
   TokenMask mask;
 
-  // Workspace, unless a cluster has the rows of a kv head: [B, Hkv, splits] the worst key of each block, and [B, Hkv]
-  // the number of occupied slots after the step.
-  Victim* victims = nullptr;
-  std::int32_t* counts_after = nullptr;
+  // Workspace, unless a cluster has the rows of a kv head: [B, Hkv, splits] what each block finds in its slots, and
+  // [B, Hkv] count and competed of SlotCount after the step.
+  SlotScan* scans = nullptr;
+  int2* counts_after = nullptr;
 };
 
 }  // namespace flash_dmattn::cuda::sm80::few_queries

@@ -7,47 +7,31 @@
 #include "cuda/sm80/few_queries/elements.cuh"
 #include "cuda/sm80/few_queries/pipeline.cuh"
 
-// The slots of a KV cache as keys. While they are read, a token is inserted and the next victim is found.
+// The slots of a KV cache as keys. While they are read, a token is inserted, and what the next step has to know is found.
 namespace flash_dmattn::cuda::sm80::few_queries {
-
-// The worse of two keys: the key with the lower score, or with the older position if scores are equal.
-__device__ inline Victim worse(Victim a, Victim b) {
-  return b.score < a.score || (b.score == a.score && b.position < a.position) ? b : a;
-}
-
-__device__ inline Victim no_victim() { return {-negative_infinity, INT_MAX, 0}; }
-
-__device__ inline Victim worst_of_warp(Victim mine) {
-#pragma unroll
-  for (int step = 1; step < warp_size; step *= 2) {
-    mine = worse(mine, {shuffle_xor(mine.score, step), shuffle_xor(mine.position, step),
-                        shuffle_xor(mine.slot, step)});
-  }
-  return mine;
-}
 
 // The data of a block, in shared memory.
 struct SlotStorage {
   static constexpr int most_warps = 2;  // warps that load key info
 
-  bool entered;  // the token has a slot
-  Victim victims[most_warps];
+  SlotScan scans[most_warps];
 };
 
-// The key info of slots, with the interface of KeyInfoLoader. The slot for a token follows from the count and the last
-// victim. The thread that loads the info of that slot decides whether the token enters.
+// The key info of slots, with the interface of KeyInfoLoader. What the token changes follows from its score and the
+// SlotCount, so rows and key info are loaded at the same time.
 class SlotInfo {
  public:
-  using Key = Victim;
+  struct Key {
+    float score;
+    std::int32_t entry;
+    std::int32_t slot;
+  };
 
-  __device__ SlotInfo(const StepParams& p, const GroupRows& rows, SlotStorage& storage)
+  __device__ SlotInfo(const StepParams& p, const GroupRows& rows, SlotStorage&)
       : p_(p),
-        storage_(storage),
         batch_(rows.batch),
         kv_head_(rows.kv_head),
-        row_(rows.batch * p.shape.heads_kv + rows.kv_head) {
-    if (threadIdx.x == 0) storage.entered = false;
-  }
+        row_(rows.batch * p.shape.heads_kv + rows.kv_head) {}
 
   // Loads, before the rows, the data for the decision.
   __device__ void load_token() {
@@ -59,50 +43,54 @@ class SlotInfo {
   }
   // Decides how the step changes the slots. Rows and key info need not wait for it.
   __device__ void prepare() {
-    const bool offered = mask_ != 0 && !isnan(score_new_);
-    has_room_ = before_.count < p_.shape.seqlen_k;
-    target_ = !offered ? -1 : has_room_ ? before_.count : before_.victim;
-    count_ = before_.count + (offered && has_room_ ? 1 : 0);
+    change_ = change_of_step(p_.rule.of_head(kv_head_), before_, seen_, score_new_, mask_ != 0);
   }
 
   __device__ bool has_values() const { return true; }
   // The slot for the token, or -1 if there is none.
-  __device__ int target() const { return target_; }
-  // The number of occupied slots after the step.
-  __device__ int count() const { return count_; }
+  __device__ int target() const { return change_.target; }
+  // Slots from here on hold no key after the step.
+  __device__ int count() const { return change_.count; }
+  __device__ int2 counts_after() const { return {change_.count, change_.competed}; }
   __device__ int row() const { return row_; }
-  __device__ Victim victim() const { return victim_; }
+  __device__ const SlotScan& scan() const { return scan_; }
+  // Whether a slot before count() holds a key.
+  __device__ SlotsWithKeys present() const { return {p_.positions + row_ * p_.slots}; }
 
   __device__ Key read(int slot, bool valid) const {
-    if (!valid) return {0, 0, INT_MAX};
+    if (!valid) return {0, no_key, INT_MAX};
     const std::int64_t at = row_ * p_.slots + slot;
     return {p_.scores[at], p_.positions[at], slot};
   }
 
   template <int N>
   __device__ void store(Key key, KeyInfoTile<N>& tile, int column, int, int) {
-    if (key.slot == target_) insert(key);
-    const bool holds_key = key.slot < count_;
-    if (holds_key) victim_ = worse(victim_, key);
+    change(key);
+    const bool is_taken = key.slot < change_.count;
+    if (is_taken) scan_.add({p_.rule.common, seen_ + 1}, key.score, key.entry, key.slot);
     const bool biased = p_.score.bias.data != nullptr;
-    const bool visible = holds_key && (!biased || key.score > p_.score.mask_value);
+    const bool visible =
+        is_taken && key.entry != no_key && (!biased || key.score > p_.score.mask_value);
     tile.range[column] = {0, visible ? 1 : 0};
     tile.bias[column] = visible && biased ? fminf(key.score * log2e, 3.0e38f) : 0.0f;
     tile.store_state(column, visible, visible);
   }
 
  private:
-  __device__ void insert(Key& key) {
-    // If scores are equal, the token is the more recent key.
-    if (!has_room_ && score_new_ < key.score) return;
-    key = {score_new_, seen_, key.slot};
-    p_.scores[row_ * p_.slots + key.slot] = key.score;
-    p_.positions[row_ * p_.slots + key.slot] = key.position;
-    storage_.entered = true;
+  __device__ void change(Key& key) const {
+    const std::int64_t at = row_ * p_.slots + key.slot;
+    if (key.slot == change_.target) {
+      key.score = score_new_;
+      key.entry = change_.entry;
+      p_.scores[at] = key.score;
+      p_.positions[at] = key.entry;
+    } else if (key.slot == change_.other) {
+      key.entry = change_.other_entry;
+      p_.positions[at] = key.entry;
+    }
   }
 
   const StepParams& p_;
-  SlotStorage& storage_;
   int batch_;
   int kv_head_;
   std::int64_t row_;  // index in [B, Hkv]
@@ -110,10 +98,8 @@ class SlotInfo {
   int seen_ = 0;
   float score_new_ = 0;
   std::uint8_t mask_ = 1;
-  bool has_room_ = false;
-  int target_ = -1;
-  int count_ = 0;
-  Victim victim_ = no_victim();
+  StepChange change_;
+  SlotScan scan_ = SlotScan::nothing();
 };
 
 // The new rows of K and V, with a chunk of 16 bytes in each of the first threads. Every block loads them with its first
@@ -174,41 +160,45 @@ struct SlotKeys {
     return {0, p.shape.seqlen_k};
   }
   static __device__ int count(const Params&, const Info& info) { return info.count(); }
+  static __device__ SlotsWithKeys present(const Info& info) { return info.present(); }
 
   template <class Pipeline>
   static __device__ void complete(const Params& p, const GroupRows& rows, const Pipeline& kv, int n,
-                                  const Storage& storage, const Extra<Pipeline>& token) {
+                                  const Storage&, const Extra<Pipeline>& token) {
     const int slot = kv.info().target();
     const int column = slot - kv.tiles().first(n);
-    if (slot < 0 || column < 0 || column >= Pipeline::RowTile::rows || !storage.entered) return;
+    if (slot < 0 || column < 0 || column >= Pipeline::RowTile::rows) return;
     token.store(p, rows, slot, column, kv.k_tile(n), kv.v_tile(n));
     __syncthreads();
   }
 
   static __device__ void finish(const Info& info, Storage& storage) {
     if (warp_id() >= Storage::most_warps) return;
-    const Victim worst = worst_of_warp(info.victim());
-    if (lane_id() == 0) storage.victims[warp_id()] = worst;
+    const SlotScan scan = info.scan().of_warp();
+    if (lane_id() == 0) storage.scans[warp_id()] = scan;
   }
   static __device__ void store_cluster(const Params& p, const GroupRows&, const Info& info,
                                        const Storage& storage, int rank) {
     if (rank != p.split.splits - 1 || warp_id() > 0) return;
-    Victim worst = no_victim();
+    SlotScan scan = SlotScan::nothing();
     for (int n = lane_id(); n < p.split.splits; n += warp_size)
-      worst = worse(worst, of_block(*in_cluster_block(&storage, n)));
-    worst = worst_of_warp(worst);
-    if (lane_id() == 0) p.counts[info.row()] = {info.count(), worst.slot};
+      scan.add(of_block(*in_cluster_block(&storage, n)));
+    scan = scan.of_warp();
+    const int2 after = info.counts_after();
+    if (lane_id() == 0) p.counts[info.row()] = scan.count(after.x, after.y);
   }
   static __device__ void store_split(const Params& p, const GroupRows&, const Info& info,
                                      const Storage& storage, int split) {
     if (threadIdx.x > 0) return;
-    p.victims[info.row() * p.split.splits + split] = of_block(storage);
-    if (split == 0) p.counts_after[info.row()] = info.count();
+    p.scans[info.row() * p.split.splits + split] = of_block(storage);
+    if (split == 0) p.counts_after[info.row()] = info.counts_after();
   }
 
  private:
-  static __device__ Victim of_block(const Storage& storage) {
-    return worse(storage.victims[0], storage.victims[1]);
+  static __device__ SlotScan of_block(const Storage& storage) {
+    SlotScan scan = storage.scans[0];
+    scan.add(storage.scans[1]);
+    return scan;
   }
 };
 
@@ -224,16 +214,16 @@ struct CombineStepKernel : CombineKernel<T, D> {
     const bool is_first_of_group = head.head % (p.shape.heads_q / p.shape.heads_kv) == 0;
     allow_next_kernel();
     wait_for_previous_kernel();
-    const int count = p.counts_after[row];
+    const int2 after = p.counts_after[row];
     if (is_first_of_group && warp_id() == Base::warps - 1) {
-      Victim worst = no_victim();
+      SlotScan scan = SlotScan::nothing();
       for (int n = lane_id(); n < p.split.splits; n += warp_size)
-        worst = worse(worst, p.victims[row * p.split.splits + n]);
-      worst = worst_of_warp(worst);
-      if (lane_id() == 0) p.counts[row] = {count, worst.slot};
+        scan.add(p.scans[row * p.split.splits + n]);
+      scan = scan.of_warp();
+      if (lane_id() == 0) p.counts[row] = scan.count(after.x, after.y);
     }
     if (head.head == 0 && threadIdx.x == 0) ++p.seen[head.batch];
-    Base::add_splits(p, shared, count);
+    Base::add_splits(p, shared, after.x, SlotsWithKeys{p.positions + row * p.slots});
   }
 };
 

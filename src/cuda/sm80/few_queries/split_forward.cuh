@@ -37,6 +37,8 @@ struct TensorKeys {
   }
   // The number of keys.
   static __device__ int count(const Params& p, const Info&) { return p.shape.seqlen_k; }
+  // Whether one of them is present.
+  static __device__ AllKeys present(const Info&) { return {}; }
 
   // Called after tile n is loaded and before its products.
   template <class Pipeline>
@@ -165,7 +167,8 @@ struct SplitForwardKernel {
     store_warp(shared.warp_sums, row_warp * 16, key_warp, factor, softmax, out);
     __syncthreads();
     if (p.split.in_cluster) {
-      add_cluster(p, rows, Keys::count(p, kv.info()), split, shared.warp_sums,
+      add_cluster(p, rows, Keys::count(p, kv.info()), Keys::present(kv.info()), split,
+                  shared.warp_sums,
                   [&] { Keys::store_cluster(p, rows, kv.info(), shared.keys, split); });
     } else {
       store_block(p, rows, split, shared.warp_sums);
@@ -229,9 +232,10 @@ struct SplitForwardKernel {
   }
 
   // Divides the rows of a cluster among its warps, which read the sums of all its blocks.
-  template <class Also>
-  static __device__ void add_cluster(const Params& p, const GroupRows& rows, int keys, int rank,
-                                     WarpSums& warps, const Also& also) {
+  template <class Present, class Also>
+  static __device__ void add_cluster(const Params& p, const GroupRows& rows, int keys,
+                                     const Present& present, int rank, WarpSums& warps,
+                                     const Also& also) {
     add_warps(rows, warps, [&](int row, int column, RowSums sums, float4 out) {
       *reinterpret_cast<float4*>(&warps.out[0][row][column]) = out;
       if (column == 0) warps.total[row] = sums;
@@ -246,7 +250,7 @@ struct SplitForwardKernel {
       total.template add_parts<together>(
           0, 1, blocks, [&](int n) { return in_cluster_block(&warps.total[row], n); },
           [&](int n) { return in_cluster_block(&warps.out[0][row][0], n); });
-      store_row<T, D>(p, rows.head(row), rows.query(row), keys, total);
+      store_row<T, D>(p, rows.head(row), rows.query(row), keys, present, total);
     }
     also();
     cluster_leave();

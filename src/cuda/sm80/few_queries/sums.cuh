@@ -1,6 +1,7 @@
 #pragma once
 
 #include "cuda/attention/fp64_fallback.cuh"
+#include "cuda/attention/slot_scan.cuh"
 #include "cuda/sm80/few_queries/rows.cuh"
 #include "cuda/sm80/forward/epilogue.cuh"
 
@@ -75,11 +76,18 @@ struct RowTotal {
   }
 };
 
-// Stores the output and lse of a row with one warp. Rows that overflow fp32 are recomputed in double, over the first
-// `keys` keys.
-template <class T, int D>
+// The slots of a KV cache that hold keys, of those that have been taken, as AllKeys (fp64_fallback.cuh).
+struct SlotsWithKeys {
+  const std::int32_t* entries;
+
+  __device__ bool operator()(int slot) const { return entries[slot] != no_key; }
+};
+
+// Stores the output and lse of a row with one warp. Rows that overflow fp32 are recomputed in double, over those of the
+// first `keys` keys that are present.
+template <class T, int D, class Present>
 __device__ inline void store_row(const ForwardParams& p, const QueryHead& head, int query, int keys,
-                                 const RowTotal<D>& row) {
+                                 const Present& present, const RowTotal<D>& row) {
   constexpr int lane_columns = LaneColumns<D>::count;
   float largest = 0;
 #pragma unroll
@@ -90,7 +98,7 @@ __device__ inline void store_row(const ForwardParams& p, const QueryHead& head, 
   if (!warp_all(ordinary)) {
     ForwardParams of_keys = p;
     of_keys.shape.seqlen_k = keys;
-    fp64_row<T, true>(of_keys, head, query);
+    fp64_row<T, true>(of_keys, head, query, present);
     return;
   }
   const float inverse = 1 / sums.sum;

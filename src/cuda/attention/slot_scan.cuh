@@ -1,0 +1,118 @@
+#pragma once
+
+#include <climits>
+
+#include "cuda/primitives/math.cuh"
+#include "cuda/primitives/warp.cuh"
+#include "kv_cache_step.h"
+
+// Finds, while the slots of a KV cache are read, what its next step has to know of them.
+namespace flash_dmattn::cuda {
+
+// The rule of a cache. Windows of single heads are in the parameters of a kernel, so that no call waits for a copy.
+struct CacheRule {
+  static constexpr int most_head_windows = 128;
+
+  HeadRule common{};
+  bool by_head = false;
+  std::int32_t windows[most_head_windows] = {};  // of the heads, with `by_head`
+
+  CacheRule() = default;
+  explicit CacheRule(const KvCacheShape& shape)
+      : common(rule_of_head(shape, 0)), by_head(shape.keep.head_windows != nullptr) {
+    for (std::int64_t h = 0; by_head && h < shape.heads_kv; ++h) {
+      windows[h] = static_cast<std::int32_t>(shape.keep.head_windows[h]);
+    }
+  }
+
+  __device__ HeadRule of_head(int head) const {
+    HeadRule rule = common;
+    if (by_head) rule.window = windows[head];
+    return rule;
+  }
+};
+
+// The victim, the first slot without a key, and the key that is recent for the last time, among some slots of a head.
+struct SlotScan {
+  float victim_score;
+  std::int32_t victim_position;
+  std::int32_t victim;
+  std::int32_t free;     // INT_MAX: every slot has a key
+  std::int32_t leaving;  // -1: no such key
+  float leaving_score;
+
+  // What is sought after `tokens` tokens of the row.
+  struct Sought {
+    std::int32_t sinks;
+    std::int32_t end;  // keys compete at the positions before it
+    std::int32_t
+        leaving;  // the position of the key that is recent for the last time, negative if there is none
+
+    __device__ Sought(const HeadRule& rule, std::int32_t tokens)
+        : sinks(rule.sinks),
+          end(tokens - rule.delay()),
+          leaving(rule.recent > 0 ? tokens - rule.recent : -1) {}
+  };
+
+  static __device__ SlotScan nothing() { return {-negative_infinity, INT_MAX, 0, INT_MAX, -1, 0}; }
+
+  __device__ void add(const Sought& sought, float score, std::int32_t entry, std::int32_t slot) {
+    if (entry == no_key) {
+      free = min(free, slot);
+      return;
+    }
+    if (0 <= entry && entry < sought.end) offer(score, entry, slot);
+    if (position_of_entry(entry) == sought.leaving && slot >= sought.sinks) {
+      leaving = slot;
+      leaving_score = entry < 0 ? nanf("") : score;
+    }
+  }
+
+  __device__ void add(const SlotScan& other) {
+    offer(other.victim_score, other.victim_position, other.victim);
+    free = min(free, other.free);
+    if (other.leaving >= 0) {
+      leaving = other.leaving;
+      leaving_score = other.leaving_score;
+    }
+  }
+
+  // The sum over a warp, in every lane.
+  __device__ SlotScan of_warp() const {
+    SlotScan sum = *this;
+#pragma unroll
+    for (int step = 1; step < warp_size; step *= 2) {
+      sum.offer(shuffle_xor(sum.victim_score, step), shuffle_xor(sum.victim_position, step),
+                shuffle_xor(sum.victim, step));
+    }
+    sum.free = warp_min(free);
+    const unsigned found = warp_ballot(leaving >= 0);
+    const int lane = max(__ffs(static_cast<int>(found)) - 1, 0);
+    sum.leaving = shuffle(leaving, lane);
+    sum.leaving_score = shuffle(leaving_score, lane);
+    return sum;
+  }
+
+  __device__ SlotCount count(std::int32_t taken, std::int32_t competed) const {
+    return {.count = taken,
+            .competed = competed,
+            .free = min(free, taken),
+            .leaving = leaving,
+            .leaving_score = leaving_score,
+            .victim = victim,
+            .victim_score = victim_score,
+            .victim_position = victim_position};
+  }
+
+ private:
+  // A key is worse if its score is lower, or if it is older and has the same score.
+  __device__ void offer(float score, std::int32_t position, std::int32_t slot) {
+    if (score < victim_score || (score == victim_score && position < victim_position)) {
+      victim_score = score;
+      victim_position = position;
+      victim = slot;
+    }
+  }
+};
+
+}  // namespace flash_dmattn::cuda
