@@ -36,7 +36,8 @@ class KVSlots:
 
     A key that no query sees any more never returns, so attention over the slots equals attention over the whole past
     under the same rule, exactly. Slots are in no order: each carries its score and position, and of
-    equal scores the more recent key wins. A masked token is no key, but counts as a token.
+    equal scores the more recent key wins. A masked token is no key, but counts as a token. A token whose score is NaN is
+    a key, which may be a sink or recent.
 
     keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: the rule, as in select_key_intervals,
         with one window or one for each kv head. There are sink_tokens + keep_window_size + recent_window slots for every
@@ -53,12 +54,12 @@ class KVSlots:
     heads for each kv head (32 with a head_dim above 128 where a block has 99 KB of shared memory). Windows of their own
     are for at most 128 kv heads there.
 
-    Attributes: rule, a KeySelection; k, v [B, Hkv, places + chunk, D]; scores float32 [B, Hkv, places + chunk]; positions
-    int32 of the same shape: that of a key that competes, -1 - position of one that does not (a sink, a recent key with
-    too low a score), and -2**31 where there is none; counts int32 [B, Hkv, 8], of which [..., 0] is the number of slots
-    that have been taken; seen int32 [B], the number of tokens so far (the position of the next token, for RoPE); pending,
-    the number of pending tokens, the same in every row; is_empty, whether there has been no token since the cache was made
-    or cleared.
+    Attributes: rule, a KeySelection; k, v [B, Hkv, places + chunk, D]; scores float32 [B, Hkv, places + chunk]; counts
+    int32 [B, Hkv, 8], of which [..., 0] is the number of slots that have been taken, the first ones; positions int32
+    [B, Hkv, places + chunk], in those slots that of a key that competes, -1 - position of one that does not (a sink, a
+    recent key with too low a score), and -2**31 where the key has left; seen int32 [B], the number of tokens so far (the
+    position of the next token, for RoPE); pending, the number of pending tokens, the same in every row; is_empty, whether
+    there has been no token since the cache was made or cleared.
     """
 
     def __init__(

@@ -2,8 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <string>
 #include <tuple>
@@ -25,33 +28,65 @@ struct KvSizes {
   std::int64_t prompt;  // tokens that fill brings
 };
 
+// Windows for kv heads of their own.
+inline constexpr std::int64_t windows_of_heads[] = {100, 17};
+
 // Every kernel for a decode step, with a few and with many rows (heads of a group), and splits whose parts a second
-// kernel combines.
+// kernel combines; then rules with sinks, recent keys that compete or do not, thresholds and windows of heads, where
+// clusters combine the parts and where a second kernel does.
 inline std::vector<KvSizes> kv_sizes() {
-  const auto shape = [](std::int64_t batch, std::int64_t heads, std::int64_t window,
-                        std::int64_t chunk, std::int64_t head_dim, DType dtype) {
+  const auto under_rule = [](std::int64_t batch, std::int64_t heads, const KeySelection& keep,
+                             std::int64_t chunk, std::int64_t head_dim, DType dtype) {
     return KvCacheShape{.batch = batch,
                         .heads_kv = heads,
-                        .window = window,
+                        .keep = keep,
                         .chunk = chunk,
                         .head_dim = head_dim,
                         .dtype = dtype};
   };
-  return {{"one_slot", shape(2, 2, 1, 3, 64, DType::bf16), 2, 5},
-          {"small", shape(2, 2, 33, 20, 24, DType::f16), 3, 20},
-          {"window_100", shape(3, 2, 100, 40, 128, DType::bf16), 2, 150},
-          {"dim_256", shape(1, 2, 90, 17, 256, DType::bf16), 4, 0},
-          {"dim_128_f16", shape(2, 1, 300, 64, 128, DType::f16), 20, 500},
-          {"rows_2_dim_128_f16", shape(2, 1, 100, 5, 128, DType::f16), 2, 90},
-          {"rows_20_dim_64", shape(2, 1, 100, 5, 64, DType::bf16), 20, 90},
-          {"rows_20_dim_128", shape(1, 2, 130, 5, 128, DType::bf16), 20, 150},
-          {"rows_20_dim_256", shape(1, 1, 1100, 5, 256, DType::bf16), 20, 1100},
-          {"rows_20_dim_64_f16", shape(1, 1, 2100, 5, 64, DType::f16), 20, 2100},
-          {"rows_20_dim_256_f16", shape(2, 1, 70, 5, 256, DType::f16), 20, 60},
-          {"many_splits", shape(1, 1, 3000, 6, 64, DType::bf16), 2, 4000},
-          {"many_splits_dim_128", shape(1, 2, 2500, 5, 128, DType::bf16), 2, 2400},
-          {"many_splits_dim_128_f16", shape(1, 1, 2100, 5, 128, DType::f16), 2, 2100},
-          {"many_splits_dim_200", shape(1, 1, 1500, 9, 200, DType::f16), 1, 1500}};
+  const auto shape = [&](std::int64_t batch, std::int64_t heads, std::int64_t window,
+                         std::int64_t chunk, std::int64_t head_dim, DType dtype) {
+    return under_rule(batch, heads, {.window = window}, chunk, head_dim, dtype);
+  };
+  const auto rule = [](std::int64_t sinks, std::int64_t window, std::int64_t recent, bool competes,
+                       double threshold = -std::numeric_limits<double>::infinity()) {
+    return KeySelection{.window = window,
+                        .recent_window = recent,
+                        .recent_competes = competes,
+                        .sink_tokens = sinks,
+                        .score_threshold = threshold};
+  };
+  KeySelection by_head = rule(2, 100, 40, true);
+  by_head.head_windows = windows_of_heads;
+  KeySelection by_head_delayed = rule(2, 100, 40, false, 0);
+  by_head_delayed.head_windows = windows_of_heads;
+  return {
+      {"one_slot", shape(2, 2, 1, 3, 64, DType::bf16), 2, 5},
+      {"small", shape(2, 2, 33, 20, 24, DType::f16), 3, 20},
+      {"window_100", shape(3, 2, 100, 40, 128, DType::bf16), 2, 150},
+      {"dim_256", shape(1, 2, 90, 17, 256, DType::bf16), 4, 0},
+      {"dim_128_f16", shape(2, 1, 300, 64, 128, DType::f16), 20, 500},
+      {"rows_2_dim_128_f16", shape(2, 1, 100, 5, 128, DType::f16), 2, 90},
+      {"rows_20_dim_64", shape(2, 1, 100, 5, 64, DType::bf16), 20, 90},
+      {"rows_20_dim_128", shape(1, 2, 130, 5, 128, DType::bf16), 20, 150},
+      {"rows_20_dim_256", shape(1, 1, 1100, 5, 256, DType::bf16), 20, 1100},
+      {"rows_20_dim_64_f16", shape(1, 1, 2100, 5, 64, DType::f16), 20, 2100},
+      {"rows_20_dim_256_f16", shape(2, 1, 70, 5, 256, DType::f16), 20, 60},
+      {"many_splits", shape(1, 1, 3000, 6, 64, DType::bf16), 2, 4000},
+      {"many_splits_dim_128", shape(1, 2, 2500, 5, 128, DType::bf16), 2, 2400},
+      {"many_splits_dim_128_f16", shape(1, 1, 2100, 5, 128, DType::f16), 2, 2100},
+      {"many_splits_dim_200", shape(1, 1, 1500, 9, 200, DType::f16), 1, 1500},
+      {"recent_only", under_rule(2, 2, rule(0, 0, 9, true), 5, 64, DType::bf16), 2, 7},
+      {"sinks_only", under_rule(2, 2, rule(6, 0, 0, true), 5, 64, DType::bf16), 2, 3},
+      {"sinks_from_chunks", under_rule(3, 1, rule(9, 12, 8, true), 7, 64, DType::f16), 2, 0},
+      {"recent_compete", under_rule(3, 2, rule(0, 60, 40, true), 50, 128, DType::bf16), 2, 150},
+      {"recent_delayed", under_rule(3, 2, rule(4, 60, 40, false), 50, 128, DType::f16), 2, 150},
+      {"threshold", under_rule(2, 2, rule(0, 50, 30, true, 0.25), 40, 64, DType::bf16), 2, 90},
+      {"threshold_alone", under_rule(2, 2, rule(0, 50, 0, true, 0.25), 40, 64, DType::bf16), 2, 90},
+      {"by_head", under_rule(2, 2, by_head, 30, 64, DType::bf16), 2, 300},
+      {"by_head_delayed", under_rule(2, 2, by_head_delayed, 70, 64, DType::f16), 2, 300},
+      {"many_recent", under_rule(1, 1, rule(4, 1500, 700, true), 9, 64, DType::bf16), 2, 2500},
+      {"many_delayed", under_rule(1, 1, rule(4, 1500, 700, false), 9, 64, DType::bf16), 2, 2500}};
 }
 
 // Runs a call with a workspace on the device, and waits for it.
@@ -87,7 +122,8 @@ class Caches {
     return shape;
   }
 
-  // Expects the same keys with the same scores and rows, in whichever slots, and the worst of them as victim.
+  // Expects the same keys with the same scores and rows, in whichever slots, and the same of them as victim and as the
+  // one that is recent for the last time.
   void expect_same() const {
     GuardedBuffer copy(host_memory_.size(), "copy");
     device_memory_.download(copy.data());
@@ -97,25 +133,39 @@ class Caches {
       for (std::int64_t h = 0; h < shape_.heads_kv; ++h) {
         SCOPED_TRACE("row " + std::to_string(b) + ", head " + std::to_string(h));
         const std::int64_t row = b * shape_.heads_kv + h;
-        ASSERT_EQ(got.counts[row].count, host.counts[row].count);
+        const SlotCount& slots = got.counts[row];
+        const SlotCount& expected = host.counts[row];
         ASSERT_EQ(keys_of(got, b, h), keys_of(host, b, h));
-        if (host.counts[row].count < shape_.window) continue;
-        ASSERT_EQ(position_of(got, row, got.counts[row].victim),
-                  position_of(host, row, host.counts[row].victim));
+        ASSERT_EQ(slots.competed, expected.competed);
+        ASSERT_EQ(slots.free, first_free(got, row));
+        ASSERT_EQ(slots.leaving < 0, expected.leaving < 0);
+        if (slots.leaving >= 0) {
+          ASSERT_EQ(entry_of(got, row, slots.leaving), entry_of(host, row, expected.leaving));
+          ASSERT_TRUE(slots.leaving_score == expected.leaving_score ||
+                      (std::isnan(slots.leaving_score) && std::isnan(expected.leaving_score)));
+        }
+        const KeySelection& keep = shape_.keep;
+        const std::int64_t window =
+            keep.head_windows == nullptr ? keep.window : keep.head_windows[h];
+        if (window == 0 || slots.competed < window) continue;
+        ASSERT_EQ(entry_of(got, row, slots.victim), entry_of(host, row, expected.victim));
+        ASSERT_EQ(slots.victim_score, expected.victim_score);
+        ASSERT_EQ(slots.victim_position, expected.victim_position);
       }
     }
   }
 
-  // The position of slot `slot` in the device's cache, by (batch, head) row; -1: it holds no key.
+  // The position of the key in each slot, by (batch, head) row; -1: it holds no key.
   std::vector<std::int32_t> positions(const KvCache& cache, bool is_device) const {
     GuardedBuffer copy(host_memory_.size(), "copy");
     if (is_device) device_memory_.download(copy.data());
     const KvCache read = is_device ? kv_cache_in({copy.data(), copy.size()}, shape_) : cache;
     std::vector<std::int32_t> result;
     for (std::int64_t row = 0; row < shape_.batch * shape_.heads_kv; ++row) {
-      for (std::int64_t slot = 0; slot < shape_.window + cache.pending; ++slot) {
-        const bool exists = slot < read.counts[row].count || slot >= shape_.window;
-        result.push_back(exists ? position_of(read, row, slot) : -1);
+      for (std::int64_t slot = 0; slot < shape_.places() + cache.pending; ++slot) {
+        const bool is_taken = slot < read.counts[row].count || slot >= shape_.places();
+        const std::int32_t entry = is_taken ? entry_of(read, row, slot) : no_key;
+        result.push_back(entry == no_key ? -1 : position_of_entry(entry));
       }
     }
     return result;
@@ -129,10 +179,16 @@ class Caches {
 
  private:
   using Row = std::vector<std::uint16_t>;
-  using Keys = std::map<std::int32_t, std::tuple<float, Row, Row>>;
+  // By their entries: the bits of the score, which may be NaN, k and v.
+  using Keys = std::map<std::int32_t, std::tuple<std::uint32_t, Row, Row>>;
 
-  static std::int32_t position_of(const KvCache& cache, std::int64_t row, std::int64_t slot) {
+  static std::int32_t entry_of(const KvCache& cache, std::int64_t row, std::int64_t slot) {
     return cache.positions[row * cache.shape.slots() + slot];
+  }
+  static std::int32_t first_free(const KvCache& cache, std::int64_t row) {
+    std::int32_t slot = 0;
+    while (slot < cache.counts[row].count && entry_of(cache, row, slot) != no_key) ++slot;
+    return slot;
   }
   static Row row_of(const Tensor4& t, std::int64_t b, std::int64_t h, std::int64_t slot,
                     std::int64_t head_dim) {
@@ -145,9 +201,11 @@ class Caches {
     const std::int64_t row = b * s.heads_kv + h;
     Keys keys;
     for (std::int64_t slot = 0; slot < cache.counts[row].count; ++slot) {
-      keys[position_of(cache, row, slot)] = {cache.scores[row * s.slots() + slot],
-                                             row_of(cache.k, b, h, slot, s.head_dim),
-                                             row_of(cache.v, b, h, slot, s.head_dim)};
+      const std::int32_t entry = entry_of(cache, row, slot);
+      if (entry == no_key) continue;
+      keys[entry] = {std::bit_cast<std::uint32_t>(cache.scores[row * s.slots() + slot]),
+                     row_of(cache.k, b, h, slot, s.head_dim),
+                     row_of(cache.v, b, h, slot, s.head_dim)};
     }
     return keys;
   }
@@ -213,24 +271,38 @@ inline void fill_both(const KvSizes& sizes, Caches& caches, Random& random, bool
   const KvCacheShape& s = sizes.shape;
   Tokens tokens(sizes, sizes.prompt, random);
   const auto count = static_cast<std::size_t>(s.batch * s.heads_kv * sizes.prompt);
-  std::vector<KeyInterval> intervals(count);
-  const SelectionArgs select{.batch = s.batch,
-                             .heads = s.heads_kv,
-                             .seqlen_q = sizes.prompt,
-                             .seqlen_k = sizes.prompt,
-                             .keep = {.window = s.window},
-                             .scores = tokens.scores.data<float>(),
-                             .scores_dtype = DType::f32,
-                             .intervals = intervals.data()};
-  GuardedBuffer workspace(select_workspace_size(select, {}), "workspace");
-  select_key_intervals(select, with_workspace(workspace));
-  DeviceBuffer device_intervals(count * sizeof(KeyInterval));
-  device_intervals.upload(intervals.data());
-
   std::vector<std::int32_t> lengths(static_cast<std::size_t>(s.batch));
   for (std::int32_t& length : lengths) {
     length = static_cast<std::int32_t>(ragged ? random.below(sizes.prompt + 1) : sizes.prompt);
   }
+  // Rows end at different positions, so each is a selection of its own, for its last query.
+  std::vector<KeyInterval> intervals(count);
+  const float* const scores = tokens.scores.data<float>();
+  const std::uint8_t* const mask = tokens.mask.data<std::uint8_t>();
+  for (std::int64_t b = 0; b < s.batch; ++b) {
+    const std::int64_t keys = lengths[static_cast<std::size_t>(b)];
+    std::vector<KeyInterval> of_row(static_cast<std::size_t>(s.heads_kv * keys));
+    const SelectionArgs select{.batch = 1,
+                               .heads = s.heads_kv,
+                               .seqlen_q = keys > 0 ? 1 : 0,
+                               .seqlen_k = keys,
+                               .keep = s.keep,
+                               .scores = scores + b * s.heads_kv * sizes.prompt,
+                               .scores_dtype = DType::f32,
+                               .scores_stride = {0, sizes.prompt, 1},
+                               .key_mask = mask + b * sizes.prompt,
+                               .key_mask_stride = {0, 0, 1},
+                               .intervals = of_row.data()};
+    GuardedBuffer workspace(select_workspace_size(select, {}), "workspace");
+    select_key_intervals(select, with_workspace(workspace));
+    for (std::int64_t h = 0; h < s.heads_kv; ++h) {
+      std::copy_n(of_row.begin() + h * keys, keys,
+                  intervals.begin() + (b * s.heads_kv + h) * sizes.prompt);
+    }
+  }
+  DeviceBuffer device_intervals(count * sizeof(KeyInterval));
+  device_intervals.upload(intervals.data());
+
   DeviceBuffer device_lengths(lengths.size() * 4);
   device_lengths.upload(lengths.data());
 
@@ -240,13 +312,15 @@ inline void fill_both(const KvSizes& sizes, Caches& caches, Random& random, bool
                 .v = tokens.v.const_view(),
                 .scores = tokens.score_rows(false),
                 .intervals = {intervals.data()},
-                .seqlen_q = sizes.prompt,
-                .lengths = lengths.data()};
+                .seqlen_q = 1,
+                .lengths = lengths.data(),
+                .mask = tokens.token_mask(false)};
   fill(args, {}, "reference");
   args.cache = caches.device;
   args.k = tokens.device_k.view();
   args.v = tokens.device_v.view();
   args.scores = tokens.score_rows(true);
+  args.mask = tokens.token_mask(true);
   args.intervals.data = reinterpret_cast<const KeyInterval*>(device_intervals.data());
   args.lengths = reinterpret_cast<const std::int32_t*>(device_lengths.data());
   fill(args, {}, "cuda");

@@ -35,7 +35,7 @@ void append_both(const KvSizes& sizes, Caches& caches, Random& random, std::int6
 // The intervals of the pending tokens as queries: the same for the same keys, in whichever slots.
 void expect_same_intervals(const Caches& caches, std::int64_t queries) {
   const KvCacheShape& s = caches.host.shape;
-  const std::int64_t keys = s.window + caches.host.pending;
+  const std::int64_t keys = s.places() + caches.host.pending;
   std::vector<KeyInterval> expected(static_cast<std::size_t>(s.batch * s.heads_kv * keys));
   std::vector<KeyInterval> got(expected.size());
   DeviceBuffer on_device(expected.size() * sizeof(KeyInterval));

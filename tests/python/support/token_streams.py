@@ -5,7 +5,12 @@ The checks take a stream on any device, and run on it.
 
 import torch
 
-from flash_dmattn import KVSlots, flash_dmattn_func, flash_dmattn_with_kvcache
+from flash_dmattn import (
+    KVSlots,
+    flash_dmattn_func,
+    flash_dmattn_with_kvcache,
+    select_key_intervals,
+)
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 KINDS = ("normal", "ties", "equal", "nan")
@@ -23,12 +28,12 @@ NUMERICS = (
 class Stream:
     """Tokens of a batch, and the result of full attention with per-query selection: the reference's, on the CPU.
 
-    Only from token `first` on; before it is NaN.
+    Only from token `first` on; before it is NaN. rule: the parts of the rule beside the window.
     """
 
     def __init__(self, length, window, *, batch=2, heads=2, group=2, head_dim=8, dtype=torch.float32,
                  kind="normal", padding="none", seed=0, device="cpu", scale=None, softcap=None,
-                 scores_are_bias=True, first=0):  # fmt: skip
+                 scores_are_bias=True, first=0, rule=None):  # fmt: skip
         draw = torch.Generator().manual_seed(seed)
 
         def normal(*shape):
@@ -57,14 +62,21 @@ class Stream:
             elif padding == "anywhere":
                 self.mask[row] = torch.rand(length, generator=draw) < 0.7
         self.window, self.dtype, self.length, self.device = window, dtype, length, device
+        self.rule = {"keep_window_size": window} | (rule or {})
         self.padding = padding
         self.options = {"scale": scale, "softcap": softcap, "scores_are_bias": scores_are_bias}
         self.out = torch.full_like(self.q, torch.nan)
         self.lse = torch.full((batch, heads * group, length), torch.nan)
+        choice = {"keep_window_size": window, "selection_scores": self.scores}
+        if rule:  # keys whose bias masks are keys here
+            choice = {
+                "key_intervals": select_key_intervals(
+                    self.scores, **self.rule, key_mask=self.mask, query_length=length - first
+                )
+            }
         self.out[:, first:], self.lse[..., first:] = flash_dmattn_func(
             self.q[:, first:], self.k, self.v, self.mask, self.scores if scores_are_bias else None,
-            selection_scores=self.scores, is_causal=True, scale=scale, softcap=softcap,
-            keep_window_size=window, return_lse=True, backend="reference",
+            is_causal=True, scale=scale, softcap=softcap, return_lse=True, backend="reference", **choice,
         )  # fmt: skip
         for name in ("q", "k", "v", "scores", "mask", "out", "lse"):
             setattr(self, name, getattr(self, name).to(device))
@@ -79,8 +91,8 @@ class Stream:
     def slots(self, chunk=0, backend=""):
         batch, _, heads, head_dim = self.k.shape
         return KVSlots(
-            batch, heads, self.window, head_dim, chunk=chunk, dtype=self.dtype, device=self.device,
-            backend=backend,
+            batch, heads, head_dim=head_dim, chunk=chunk, dtype=self.dtype, device=self.device,
+            backend=backend, **self.rule,
         )  # fmt: skip
 
     def check(self, out, begin, end, rows=slice(None)):
@@ -209,7 +221,7 @@ def check_with_kvcache(stream, pieces, mode, layout):
     """
     size, device = stream.length + 10, stream.device
     if mode == "slots":
-        size = stream.window + max(pieces) + 3
+        size = stream.slots().places + max(pieces) + 3
     bounds = {} if device == "cpu" else {"atol": stream.atol, "rtol": stream.rtol}
     batch, _, heads, head_dim = stream.k.shape
 
@@ -222,9 +234,9 @@ def check_with_kvcache(stream, pieces, mode, layout):
     caches = [cache_of_keys(), cache_of_keys(), scores_of_none]
     seqlens = torch.zeros(batch, dtype=torch.int32, device=device)
     options = {
-        "keep_window_size": stream.window,
         "cache_seqlens": seqlens,
         "return_lse": True,
+        **stream.rule,
         **stream.options,
     }
     if mode == "slots":

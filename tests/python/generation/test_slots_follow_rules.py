@@ -1,0 +1,218 @@
+"""Slots under rules with recent keys, sinks, thresholds and windows of heads, against attention over all tokens."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash_dmattn import KVSlots, select_key_intervals
+from token_streams import (
+    KINDS,
+    NUMERICS,
+    PADDINGS,
+    TOLERANCE,
+    Stream,
+    check_drops,
+    check_ragged,
+    check_speculation,
+    check_split,
+    check_with_kvcache,
+)
+
+BY_HEAD = {"recent_window": 3, "sink_tokens": 1}
+DELAYED = {"recent_window": 4, "recent_competes": False, "sink_tokens": 2, "score_threshold": -0.5}
+
+
+@st.composite
+def rules(draw):
+    """A window (of each head) and the other parts of a rule that shows something."""
+    window = draw(st.integers(0, 7) | st.tuples(st.integers(0, 7), st.integers(0, 7)))
+    rule = {
+        "recent_window": draw(st.integers(0, 8)),
+        "recent_competes": draw(st.booleans()),
+        "sink_tokens": draw(st.integers(0, 4)),
+        "score_threshold": draw(st.sampled_from([None, None, -0.5, 0.0, 1.0, float("inf")])),
+    }
+    if not (rule["recent_window"] or rule["sink_tokens"] or window not in (0, (0, 0))):
+        rule["recent_window"] = 1
+    return window, rule
+
+
+STREAMS = {
+    "kind": st.sampled_from(KINDS),
+    "padding": st.sampled_from(PADDINGS),
+    "seed": st.integers(0, 10**6),
+    "numerics": st.sampled_from(NUMERICS),
+}
+
+
+def stream_of(length, rule, numerics, **options):
+    return Stream(length, rule[0], rule=rule[1], **numerics, **options)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    **STREAMS,
+    rule=rules(),
+    pieces=st.lists(st.integers(1, 7), min_size=1, max_size=10),
+    prefill=st.integers(0, 12),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    backend=st.sampled_from(["", "reference"]),
+)
+def test_any_split_equals_full_attention(pieces, prefill, backend, **options):
+    check_split(stream_of(prefill + sum(pieces), **options), prefill, pieces, backend)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    **STREAMS,
+    rule=rules(),
+    speculated=st.lists(
+        st.tuples(st.integers(1, 5), st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=8
+    ),
+)
+def test_speculation_with_rollback_equals_full_attention(speculated, **options):
+    stream = stream_of(sum(size for size, *_ in speculated), **options)
+    check_speculation(stream, speculated, options["seed"])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    **STREAMS,
+    rule=rules(),
+    pieces=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=6),
+)
+def test_dropped_tokens_leave_no_trace(pieces, **options):
+    sizes, dropped = zip(*pieces, strict=True)
+    check_drops(stream_of(sum(sizes), **options), sizes, dropped)
+
+
+@settings(max_examples=100, deadline=None)
+@given(**STREAMS, rule=rules(), begin=st.integers(1, 14), dtype=st.sampled_from(list(TOLERANCE)))
+def test_ragged_rows_equal_single_rows(begin, **options):
+    check_ragged(stream_of(26, **options), begin, steps=12)
+
+
+@pytest.mark.parametrize("mode", ["all keys", "slots"])
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("window, rule", [((4, 2), BY_HEAD), (5, DELAYED)])
+def test_with_kvcache_equals_full_attention(mode, padding, window, rule):
+    stream = Stream(30, window, kind="ties", padding=padding, rule=rule)
+    check_with_kvcache(stream, (1, 1, 9, 1, 13, 1, 1, 3), mode, "by token")
+
+
+@pytest.mark.parametrize("part", ["recent_window", "recent_competes", "sink_tokens", "score_threshold"])
+def test_each_part_of_a_rule_changes_the_result(part):
+    """Else the other tests would prove nothing of it."""
+    stream = Stream(40, 5, rule=DELAYED)
+    without = {"recent_window": 0, "recent_competes": True, "sink_tokens": 0, "score_threshold": None}
+    stream.rule[part] = without[part]
+    with pytest.raises(AssertionError):
+        check_split(stream, 5, (1, 7, 1, 13, 1, 1, 1, 1))
+
+
+@pytest.mark.parametrize("window, rule", [((4, 2), BY_HEAD), (5, DELAYED)])
+def test_rows_and_states_keep_what_the_rule_needs(window, rule):
+    """Reordered, repeated, restored and saved caches go on as the one that they are copies of."""
+    stream = Stream(30, window, kind="ties", padding="anywhere", rule=rule)
+    cache = stream.slots(chunk=4)
+
+    def run(cache, begin, end, row):
+        for t in range(begin, end):
+            k, v, scores = (x[row].expand(cache.batch, *x.shape[1:]) for x in stream.tokens(t, t + 1))
+            mask = stream.mask[row, t : t + 1].expand(cache.batch, 1)
+            q = stream.q[row, t : t + 1].expand(cache.batch, -1, -1, -1)
+            out = cache.step(q, k, v, scores, key_mask=mask)
+            stream.assert_close(out, stream.out[row, t : t + 1].expand_as(out))
+
+    run(cache, 0, 12, 0)
+    saved = cache.snapshot()
+    run(cache, 12, 20, 0)
+    cache.restore(saved)
+    run(cache, 12, 20, 0)
+    beams = saved.repeat(2)
+    beams.reorder(torch.tensor([3, 1, 0, 2]))
+    run(beams, 12, 16, 0)
+    other = stream.slots(chunk=4)
+    other.load_state_dict(saved.state_dict())
+    run(other, 12, 30, 0)
+    cache.clear()
+    run(cache, 0, 30, 1)
+
+
+def test_capped_counts_the_keys_beyond_the_window():
+    stream = Stream(40, (6, 3), rule={"score_threshold": 0.0, "recent_window": 5, "sink_tokens": 2})
+    cache = stream.slots()
+    cache.fill(*stream.tokens(0, 25))
+    for t in range(25, 40):
+        cache.step(stream.q[:, t : t + 1], *stream.tokens(t, t + 1))
+    reaching = (stream.scores[..., 2:] >= 0).sum(-1)
+    assert torch.equal(cache.capped, (reaching - torch.tensor([6, 3])).clamp(min=0))
+    assert cache.capped.min() > 0
+
+
+def test_memory_holds_the_keys_of_the_rule():
+    """sink_tokens + the largest window + recent_window for every head, however long the text."""
+    cache = KVSlots(
+        1, 2, (32, 8), 8, recent_window=16, sink_tokens=4, recent_competes=False, chunk=512
+    )
+    assert cache.places == 52 and cache.k.shape == (1, 2, 52 + 512, 8)
+    scores = torch.randn(1, 2, 8192)
+    for begin in range(0, 8192, 512):
+        k = torch.arange(begin, begin + 512).float()[None, :, None, None].expand(1, 512, 2, 8)
+        cache.append(k, k, scores[..., begin : begin + 512])
+        cache.commit()
+    intervals = select_key_intervals(scores, **cache.rule._asdict(), query_length=1)
+    for head, held in enumerate((52, 28)):
+        visible = intervals.intervals[0, head, :, 1].nonzero()[:, 0]
+        assert len(visible) == held
+        taken = cache.counts[0, head, 0]
+        entries = cache.positions[0, head, :taken]
+        positions = torch.where(entries < 0, -1 - entries, entries)
+        assert torch.equal(positions.sort()[0].long(), visible)
+        assert torch.equal(cache.k[0, head, :taken, 0], positions.float())
+
+
+def test_compiled_step_has_one_graph():
+    stream = Stream(12, (3, 1), rule=DELAYED)
+    cache = stream.slots()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(q, k, v, scores):
+        return cache.step(q, k, v, scores)
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for t in range(12):
+            out = step(stream.q[:, t : t + 1], *stream.tokens(t, t + 1))
+            stream.check(out, t, t + 1)
+
+
+@pytest.mark.parametrize(
+    "message, rule",
+    [
+        ("keep_window_size: got None, expected a number of keys", {"score_threshold": 0.5}),
+        ("keep_window_size: got 0, expected 1 or more", {"keep_window_size": 0}),
+        ("keep_window_size: got 3 sizes, expected one, or 2", {"keep_window_size": (1, 2, 3)}),
+        ("keep_window_size: got no sizes", {"keep_window_size": ()}),
+        ("selection: got 'global', expected 'per_query'", {"keep_window_size": 4, "selection": "global"}),
+        ("recent_window: got -1", {"keep_window_size": 4, "recent_window": -1}),
+        ("sink_tokens: got 1.5", {"keep_window_size": 4, "sink_tokens": 1.5}),
+        ("score_threshold: got nan", {"keep_window_size": 4, "score_threshold": float("nan")}),
+        ("recent_competes: got 'no'", {"keep_window_size": 4, "recent_competes": "no"}),
+    ],
+)  # fmt: skip
+def test_bad_rule_raises(message, rule):
+    rule = {"keep_window_size": None} | rule
+    with pytest.raises((ValueError, TypeError)) as caught:
+        KVSlots(2, 2, head_dim=8, **rule)
+    assert message in str(caught.value)
+
+
+def test_states_of_other_rules_raise():
+    cache = KVSlots(1, 2, 4, 8, recent_window=2)
+    other = KVSlots(1, 2, 3, 8, recent_window=3)  # as many places
+    with pytest.raises(ValueError, match="snapshot: got keep_window_size 3, expected 4"):
+        cache.restore(other)
+    other = KVSlots(1, 2, 4, 8, recent_window=2, recent_competes=False)
+    with pytest.raises(ValueError, match="state: got recent_competes False, expected True"):
+        cache.load_state_dict(other.state_dict())
