@@ -36,10 +36,12 @@ _SDPA = {
 
 @dataclasses.dataclass(frozen=True)
 class DecodeCase:
-    """One token per sequence. keys: in the cache; slots: they are the w best of any context."""
+    """One token per sequence. keys: in the cache; slots: they are the w best of any context; recent: so many of the slots
+    are for recent keys, and the others for the best of all."""
 
     keys: int
     slots: bool = False
+    recent: int = 0
     batch: int = 1
     heads_q: int = 16
     heads_kv: int = 8
@@ -47,6 +49,8 @@ class DecodeCase:
 
     def __str__(self) -> str:
         kind = f"slots w{self.keys}, any context" if self.slots else f"all of N{self.keys}"
+        if self.recent:
+            kind = f"slots w{self.keys - self.recent} + {self.recent} recent, any context"
         return f"{kind} B{self.batch} H{self.heads_q} Hkv{self.heads_kv} D{self.head_dim}"
 
     def bytes(self, dtype: torch.dtype) -> int:
@@ -57,11 +61,13 @@ class DecodeCase:
 CASES = {
     "cpu": [
         DecodeCase(2048, slots=True),
+        DecodeCase(2048, slots=True, recent=512),
         DecodeCase(2048, slots=True, batch=8),
         *(DecodeCase(n) for n in (2048, 8192, 65536)),
     ],
     "cuda": [
         DecodeCase(2048, slots=True),
+        DecodeCase(2048, slots=True, recent=512),
         DecodeCase(2048, slots=True, batch=64),
         *(DecodeCase(n) for n in (1024, 8192, 131072, 524288)),
         DecodeCase(4096, batch=64),
@@ -118,10 +124,11 @@ def _normal(dtype: torch.dtype, device: str, *shape: int) -> Tensor:
 
 def _slots(case: DecodeCase, dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
     """With insertion; half of the tokens are good enough to evict a key."""
-    sizes = (case.batch, case.heads_kv, case.keys, case.head_dim)
-    cache = KVSlots(*sizes, dtype=dtype, device=device)
-    prompt = (case.batch, case.keys, case.heads_kv, case.head_dim)
-    scores = torch.randn(case.batch, case.heads_kv, case.keys, device=device)
+    sizes = (case.batch, case.heads_kv, case.keys - case.recent, case.head_dim)
+    cache = KVSlots(*sizes, recent_window=case.recent, dtype=dtype, device=device)
+    length = case.keys + 2 * case.recent  # so that all slots are taken
+    prompt = (case.batch, length, case.heads_kv, case.head_dim)
+    scores = torch.randn(case.batch, case.heads_kv, length, device=device)
     cache.fill(_normal(dtype, device, *prompt), _normal(dtype, device, *prompt), scores)
     q = _normal(dtype, device, case.batch, 1, case.heads_q, case.head_dim)
     k = _normal(dtype, device, case.batch, 1, case.heads_kv, case.head_dim)

@@ -87,7 +87,12 @@ class KVSlots:
         ):
             check_count(value, name)
         self.rule = KeySelection(
-            keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
+            keep_window_size,
+            selection,
+            recent_window,
+            recent_competes,
+            sink_tokens,
+            score_threshold,
         ).checked_for_cache()
         self.rule.check_heads(heads_kv)
         if not 1 <= head_dim <= 256:
@@ -134,7 +139,12 @@ class KVSlots:
         if k.dim() != 4:
             raise ValueError(f"k: got shape {tuple(k.shape)}, expected [B, Hkv, places + chunk, D]")
         cache.rule = KeySelection(
-            keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
+            keep_window_size,
+            selection,
+            recent_window,
+            recent_competes,
+            sink_tokens,
+            score_threshold,
         ).checked_for_cache()
         cache.rule.check_heads(k.shape[1])
         check_slots(cache.places, pending, k.shape[2])

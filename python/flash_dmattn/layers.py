@@ -1,8 +1,8 @@
-"""Dynamic mask attention as a layer: projections, learned scores, and a cache of the window's keys."""
+"""Dynamic mask attention as a layer: projections, learned scores, and a cache of the keys that its rule shows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from ._core.checks import check_count, check_positions, check_tensor
 from ._core.kv_checks import check_mask
 from .cache import KVSlots
 from .functional import flash_dmattn_func
+from .keys.rule import KeySelection
 from .scores import make_scores, with_zero_sum_gradient
 
 SCORE_INPUTS = ("hidden", "value")
@@ -34,7 +35,9 @@ class DynamicMaskAttention(nn.Module):
         hidden_size: features of input and output.
         heads_q: query heads.
         heads_kv: key and value heads, by default heads_q.
-        keep_window_size: the number of keys that a query keeps.
+        keep_window_size: the number of keys that a query keeps, of all key heads or of each.
+        recent_window, recent_competes, sink_tokens, score_threshold: which keys it sees beside them, or not among them, as
+            in `select_key_intervals`.
         head_dim: up to 256; by default hidden_size / heads_q.
         bias: whether the projections of queries, keys, values and output have one.
         score: "gate", "linear", "doge" or a function, as in `make_scores`.
@@ -50,8 +53,12 @@ class DynamicMaskAttention(nn.Module):
         hidden_size: int,
         heads_q: int,
         heads_kv: int | None = None,
-        keep_window_size: int = 2048,
+        keep_window_size: int | Sequence[int] = 2048,
         *,
+        recent_window: int = 0,
+        recent_competes: bool = True,
+        sink_tokens: int = 0,
+        score_threshold: float | None = None,
         head_dim: int | None = None,
         bias: bool = False,
         score: str | Callable[[Tensor], Tensor] = "gate",
@@ -62,18 +69,21 @@ class DynamicMaskAttention(nn.Module):
     ):
         super().__init__()
         heads_kv = heads_q if heads_kv is None else heads_kv
-        sizes = {
-            "hidden_size": hidden_size,
-            "heads_q": heads_q,
-            "heads_kv": heads_kv,
-            "keep_window_size": keep_window_size,
-        }
+        sizes = {"hidden_size": hidden_size, "heads_q": heads_q, "heads_kv": heads_kv}
         for name, value in sizes.items():
             check_count(value, name)
             if not value:
                 raise ValueError(f"{name}: got 0, expected 1 or more")
         if heads_q % heads_kv:
             raise ValueError(f"heads_q: got {heads_q}, expected a multiple of heads_kv, {heads_kv}")
+        self.rule = KeySelection(
+            keep_window_size,
+            recent_window=recent_window,
+            recent_competes=recent_competes,
+            sink_tokens=sink_tokens,
+            score_threshold=score_threshold,
+        ).checked_for_cache()
+        self.rule.check_heads(heads_kv)
         if head_dim is None:
             if hidden_size % heads_q:
                 raise ValueError(
@@ -91,7 +101,7 @@ class DynamicMaskAttention(nn.Module):
             raise ValueError(f"score_input: got {score_input!r}, expected one of {SCORE_INPUTS}")
         self.heads_q, self.heads_kv, self.head_dim = heads_q, heads_kv, head_dim
         self.score_input = score_input
-        self.hidden_size, self.keep_window_size, self.rope = hidden_size, keep_window_size, rope
+        self.hidden_size, self.rope = hidden_size, rope
         options = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(hidden_size, heads_q * head_dim, **options)
         self.k_proj = nn.Linear(hidden_size, heads_kv * head_dim, **options)
@@ -100,11 +110,13 @@ class DynamicMaskAttention(nn.Module):
         self.scores = make_scores(features, heads_kv, score, device=device, dtype=dtype)
         self.o_proj = nn.Linear(heads_q * head_dim, hidden_size, **options)
 
+    @property
+    def keep_window_size(self) -> int | tuple[int, ...]:
+        return self.rule.keep_window_size
+
     def extra_repr(self) -> str:
-        return (
-            f"heads_q={self.heads_q}, heads_kv={self.heads_kv}, head_dim={self.head_dim}, "
-            f"keep_window_size={self.keep_window_size}"
-        )
+        sizes = {"heads_q": self.heads_q, "heads_kv": self.heads_kv, "head_dim": self.head_dim}
+        return ", ".join(f"{name}={value}" for name, value in (sizes | self.rule.given()).items())
 
     def make_cache(
         self, batch: int, *, chunk: int = 128, dtype: torch.dtype | None = None
@@ -116,7 +128,7 @@ class DynamicMaskAttention(nn.Module):
         """
         weight = self.k_proj.weight
         return KVSlots(
-            batch, self.heads_kv, self.keep_window_size, self.head_dim,
+            batch, self.heads_kv, head_dim=self.head_dim, **self.rule._asdict(),
             chunk=chunk, dtype=weight.dtype if dtype is None else dtype, device=weight.device,
         )  # fmt: skip
 
@@ -163,7 +175,7 @@ class DynamicMaskAttention(nn.Module):
             attn_mask=key_mask,
             attn_bias=with_zero_sum_gradient(scores),
             is_causal=True,
-            keep_window_size=self.keep_window_size,
+            **self.rule._asdict(),
         )
         if cache is not None:
             with torch.no_grad():
@@ -187,6 +199,10 @@ class DynamicMaskAttention(nn.Module):
         if got != expected:
             raise ValueError(
                 f"cache: got one of (batch, heads_kv, keep_window_size, head_dim) {got}, expected {expected}"
+            )
+        if cache.rule != self.rule:
+            raise ValueError(
+                f"cache: got one of {cache.rule.given()}, expected {self.rule.given()}"
             )
 
     def _positions(

@@ -85,6 +85,14 @@ class KeySelection(NamedTuple):
             )
         return rule
 
+    def given(self) -> dict:
+        """The parts that are not the defaults."""
+        return {
+            name: value
+            for name, value in self._asdict().items()
+            if value != getattr(_DEFAULTS, name)
+        }
+
     def check_causality(self, is_causal: bool) -> None:
         if self.recent_window > 0 and not is_causal:
             raise ValueError(

@@ -101,11 +101,18 @@ def test_with_kvcache_equals_full_attention(mode, padding, window, rule):
     check_with_kvcache(stream, (1, 1, 9, 1, 13, 1, 1, 3), mode, "by token")
 
 
-@pytest.mark.parametrize("part", ["recent_window", "recent_competes", "sink_tokens", "score_threshold"])
+@pytest.mark.parametrize(
+    "part", ["recent_window", "recent_competes", "sink_tokens", "score_threshold"]
+)
 def test_each_part_of_a_rule_changes_the_result(part):
     """Else the other tests would prove nothing of it."""
     stream = Stream(40, 5, rule=DELAYED)
-    without = {"recent_window": 0, "recent_competes": True, "sink_tokens": 0, "score_threshold": None}
+    without = {
+        "recent_window": 0,
+        "recent_competes": True,
+        "sink_tokens": 0,
+        "score_threshold": None,
+    }
     stream.rule[part] = without[part]
     with pytest.raises(AssertionError):
         check_split(stream, 5, (1, 7, 1, 13, 1, 1, 1, 1))
@@ -119,7 +126,9 @@ def test_rows_and_states_keep_what_the_rule_needs(window, rule):
 
     def run(cache, begin, end, row):
         for t in range(begin, end):
-            k, v, scores = (x[row].expand(cache.batch, *x.shape[1:]) for x in stream.tokens(t, t + 1))
+            k, v, scores = (
+                x[row].expand(cache.batch, *x.shape[1:]) for x in stream.tokens(t, t + 1)
+            )
             mask = stream.mask[row, t : t + 1].expand(cache.batch, 1)
             q = stream.q[row, t : t + 1].expand(cache.batch, -1, -1, -1)
             out = cache.step(q, k, v, scores, key_mask=mask)

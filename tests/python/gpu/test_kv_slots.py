@@ -1,4 +1,4 @@
-"""KV caches of w keys on the GPU: any split of a stream, graphs, streams and several devices against full attention."""
+"""KV caches on the GPU: any split of a stream, graphs, streams and several devices against full attention."""
 
 import random
 
@@ -11,6 +11,7 @@ from token_streams import (
     KINDS,
     NUMERICS,
     PADDINGS,
+    RULES,
     Stream,
     check_drops,
     check_not_finite,
@@ -35,10 +36,11 @@ DTYPES = (torch.bfloat16, torch.float16)
 def drawn(seed, length, device=DEVICE):
     """A stream with everything drawn."""
     draw = random.Random(seed)
+    window = draw.randint(1, 12)
     return Stream(
-        length, draw.randint(1, 12), kind=draw.choice(KINDS), padding=draw.choice(PADDINGS),
-        head_dim=draw.choice((8, 16)), dtype=draw.choice(DTYPES), seed=seed, device=device,
-        **draw.choice(NUMERICS),
+        length, draw.choice((window, window, (window, window // 2))), kind=draw.choice(KINDS),
+        padding=draw.choice(PADDINGS), head_dim=draw.choice((8, 16)), dtype=draw.choice(DTYPES), seed=seed,
+        device=device, rule=draw.choice(RULES), **draw.choice(NUMERICS),
     )  # fmt: skip
 
 
@@ -64,6 +66,11 @@ def test_scores_mask_by_the_rule_of_float32(dtype):
 
 
 WINDOWS = (65, 100, 192, 300)
+RULES_OF_MANY_SLOTS = (
+    *RULES[:3],
+    {"recent_window": 90, "sink_tokens": 4},
+    {"recent_window": 70, "recent_competes": False, "score_threshold": -1.0},
+)
 
 
 def drawn_with_many_slots(seed, length, window, head_dim, **options):
@@ -72,7 +79,7 @@ def drawn_with_many_slots(seed, length, window, head_dim, **options):
     return Stream(
         length, window, kind=draw.choice(("normal", "ties", "nan")), padding=draw.choice(PADDINGS),
         group=draw.choice((1, 2, 4)), head_dim=head_dim, dtype=draw.choice(DTYPES), seed=seed,
-        device=DEVICE, **draw.choice(NUMERICS), **options,
+        device=DEVICE, rule=draw.choice(RULES_OF_MANY_SLOTS), **draw.choice(NUMERICS), **options,
     )  # fmt: skip
 
 
@@ -87,7 +94,7 @@ def pieces_for_many_slots(seed):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("first", range(0, 24, 12))
 def test_any_split_with_many_slots_equals_cpu(first, head_dim):
-    """The keys of a step are split over blocks, and its victim may be in any of them."""
+    """The keys of a step are split over blocks, and the keys that it changes may be in any of them."""
     for seed in range(first, first + 12):
         window, prefill, pieces = pieces_for_many_slots(seed)
         length = prefill + sum(pieces)
@@ -186,17 +193,19 @@ def long_stream(seed=0, device=DEVICE, **options):
 
 
 def held(cache):
-    """The positions, scores, keys and values in the slots, by position."""
-    window, far = cache.keep_window_size, 2**31 - 1
-    free = torch.arange(window, device=cache.k.device) >= cache.counts[..., :1]
-    positions, slots = cache.positions[..., :window].masked_fill(free, far).sort(-1)
+    """The entries, scores, keys and values in the slots, by entry, and the keys that have competed."""
+    places, far = cache.places, 2**31 - 1
+    entries = cache.positions[..., :places]
+    free = torch.arange(places, device=cache.k.device) >= cache.counts[..., :1]
+    free |= entries == -(2**31)
+    entries, slots = entries.masked_fill(free, far).sort(-1)
     free = free.gather(-1, slots)
     rows = slots[..., None].expand(-1, -1, -1, cache.k.shape[3])
     keys_and_values = [
-        t[:, :, :window].gather(2, rows).masked_fill(free[..., None], 0) for t in (cache.k, cache.v)
+        t[:, :, :places].gather(2, rows).masked_fill(free[..., None], 0) for t in (cache.k, cache.v)
     ]
-    scores = cache.scores[..., :window].gather(-1, slots).masked_fill(free, 0)
-    return positions, scores, *keys_and_values
+    scores = cache.scores[..., :places].gather(-1, slots).masked_fill(free, 0).nan_to_num(99)
+    return entries, scores, *keys_and_values, cache.counts[..., 1]
 
 
 def assert_same_cache(actual, expected):
@@ -216,10 +225,11 @@ def tokens_with_queries(stream, begin, end):
     return [stream.q[:, part], *stream.tokens(begin, end), stream.mask[:, part]]
 
 
+@pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("size", [1, CHUNK])
-def test_captured_chunk_equals_eager(size):
+def test_captured_chunk_equals_eager(size, rule):
     """append, pending_intervals, attention and commit, captured once; one pending token is a chunk, too."""
-    stream = long_stream()
+    stream = long_stream(rule=rule)
     eager, captured = stream.slots(chunk=size), stream.slots(chunk=size)
     static = [t.clone() for t in tokens_with_queries(stream, 0, size)]
     graph, out = capture(lambda: add_chunk(captured, *static))  # adds the first chunk
@@ -234,8 +244,9 @@ def test_captured_chunk_equals_eager(size):
     assert_same_cache(captured, eager)
 
 
-def test_captured_step_equals_eager():
-    stream = long_stream(kind="nan")
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_captured_step_equals_eager(rule):
+    stream = long_stream(kind="nan", rule=rule)
     cache = stream.slots()
     q, k, v, scores, mask = static = [t.clone() for t in tokens_with_queries(stream, 0, 1)]
     graph, out = capture(lambda: cache.step(q, k, v, scores, key_mask=mask))
@@ -247,9 +258,10 @@ def test_captured_step_equals_eager():
     assert cache.seen.tolist() == [LENGTH] * 2
 
 
-def test_captured_fill_equals_eager():
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_captured_fill_equals_eager(rule):
     """fill, of prompts of different lengths, captured once."""
-    streams = [long_stream(seed) for seed in range(4)]
+    streams = [long_stream(seed, rule=rule) for seed in range(4)]
     cache = streams[0].slots()
     lengths = torch.full((2,), LENGTH, dtype=torch.int32, device=DEVICE)
     k, v, scores = static = [t.clone() for t in streams[0].tokens(0, LENGTH)]

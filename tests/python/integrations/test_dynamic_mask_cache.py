@@ -78,7 +78,7 @@ def test_update_returns_what_new_tokens_may_see():
     keys, values = layer.update(key, value, scores=torch.randn(B, 2, 3))
     assert torch.equal(keys, torch.cat([before, key], dim=2)) and values.shape == keys.shape
     assert layer.get_seq_length() == S + 3
-    fresh = type(layer)(WINDOW)
+    fresh = type(layer)(layer.rule)
     assert fresh.update(key, value, scores=torch.randn(B, 2, 3)) == (key, value)
 
 

@@ -23,6 +23,15 @@ NUMERICS = (
     {"scores_are_bias": False},
     {"scale": 0.9, "softcap": 2.0, "scores_are_bias": False},
 )
+# The parts of rules beside the window; None: there are none.
+RULES = (
+    None,
+    {"recent_window": 5},
+    {"recent_window": 4, "recent_competes": False},
+    {"sink_tokens": 3},
+    {"score_threshold": 0.0, "sink_tokens": 1, "recent_window": 7, "recent_competes": False},
+    {"score_threshold": -0.5, "sink_tokens": 2, "recent_window": 2},
+)
 
 
 class Stream:

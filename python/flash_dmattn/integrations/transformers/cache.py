@@ -459,7 +459,9 @@ def _rules(config: PretrainedConfig) -> list[KeySelection]:
 
 
 def _rule_of(layer: PretrainedConfig, name: str) -> KeySelection:
-    parts = {part: getattr(layer, part, None) for part in KeySelection._fields if part != "selection"}
+    parts = {
+        part: getattr(layer, part, None) for part in KeySelection._fields if part != "selection"
+    }
     if parts["keep_window_size"] is None:
         raise ValueError(
             f"config: got {name} without keep_window_size, expected that of a model with dynamic masks (Doge)"

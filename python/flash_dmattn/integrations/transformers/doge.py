@@ -189,7 +189,11 @@ def _attend_with_slots(
     """Attention of new tokens [B, S, H, D] to those of the cache and to each other: [B, S, Hq, D]."""
     expected = KeySelection(self.keep_window_size)
     if slots.rule != expected:
-        differs = next(name for name in expected._fields if getattr(slots.rule, name) != getattr(expected, name))
+        differs = next(
+            name
+            for name in expected._fields
+            if getattr(slots.rule, name) != getattr(expected, name)
+        )
         raise ValueError(
             f"past_key_values: got {differs} {getattr(slots.rule, differs)} in layer {self.layer_idx}, expected "
             f"{getattr(expected, differs)}: a DynamicMaskCache(model.config) of this model"

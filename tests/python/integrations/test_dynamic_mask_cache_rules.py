@@ -1,0 +1,116 @@
+"""A DynamicMaskCache whose config has a rule, against attention over all tokens."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from transformers import LlamaConfig  # noqa: E402
+
+from flash_dmattn.integrations.transformers import DynamicMaskCache  # noqa: E402
+from token_streams import RULES, Stream  # noqa: E402
+
+WINDOWS = [6, (5, 2)]
+
+
+def config_of(stream):
+    parts = {name: value for name, value in stream.rule.items() if value is not None}
+    return LlamaConfig(num_hidden_layers=2, **parts)
+
+
+def heads_first(*states):
+    return [t.transpose(1, 2) for t in states]
+
+
+def fill(layer, stream, end):
+    k, v, scores = stream.tokens(0, end)
+    layer.fill(*heads_first(k, v), scores, stream.mask[:, :end])
+
+
+def attend(layer, stream, begin, end, change=lambda t: t):
+    q, (k, v, scores) = stream.q[:, begin:end], stream.tokens(begin, end)
+    out = layer.attend(
+        *heads_first(change(q), change(k), change(v)), scores, stream.mask[:, begin:end], scale=8**-0.5
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_chunks_and_steps_equal_full_attention(rule, window, static):
+    stream = Stream(60, window, kind="ties", padding="anywhere", rule=rule)
+    cache = DynamicMaskCache(config_of(stream), static=static, chunk=7)
+    for layer in cache.layers:
+        fill(layer, stream, 13)
+        begin = 13
+        for size in (1, 1, 9, 1, 20, 1, 1, 7, 6):
+            stream.check(attend(layer, stream, begin, begin + size), begin, begin + size)
+            begin += size
+        assert int(layer.get_seq_length()) == begin == stream.length
+        assert layer.keys.shape[2] - layer.slots.chunk == layer.rule.places() == layer.slots.places
+
+
+@pytest.mark.parametrize("prompt", [9, 200])  # more than can be dropped
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_dropped_tokens_leave_no_trace(rule, window, prompt):
+    stream = Stream(prompt + 180, window, kind="ties", padding="anywhere", rule=rule)
+    layer = DynamicMaskCache(config_of(stream)).layers[0]
+    layer.activate_past_recording()
+    fill(layer, stream, prompt)
+    begin = prompt
+    for size, dropped in ((1, 3), (5, 1), (60, 0), (90, 20), (4, 2), (1, 1)):
+        stream.check(attend(layer, stream, begin, begin + size), begin, begin + size)
+        begin += size
+        if dropped and begin + dropped <= stream.length:
+            attend(layer, stream, begin, begin + dropped, change=lambda t: t + 5)
+            layer.crop(-dropped)
+            assert int(layer.get_seq_length()) == begin
+    stream.check(attend(layer, stream, begin, begin + 1), begin, begin + 1)
+
+
+def test_rows_and_resets_keep_the_rule():
+    stream = Stream(40, (5, 2), kind="ties", rule=RULES[4])
+    cache = DynamicMaskCache(config_of(stream))
+    layer = cache.layers[0]
+    for one in cache.layers:
+        fill(one, stream, 20)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    cache.reorder_cache(torch.tensor([1, 0]))
+    again = copy.deepcopy(layer)
+    for one in (layer, again):
+        stream.check(attend(one, stream, 20, 25), 20, 25)
+    cache.reset()
+    fill(layer, stream, 11)
+    stream.check(attend(layer, stream, 11, 40), 11, 40)
+
+
+@pytest.mark.parametrize(
+    "message, parts",
+    [
+        ("config.keep_window_size: got 0, expected 1 or more", {"keep_window_size": 0}),
+        ("without keep_window_size", {"score_threshold": 0.5}),
+        ("config.recent_window: got -1", {"keep_window_size": 3, "recent_window": -1}),
+        ("config.score_threshold: got nan", {"keep_window_size": 3, "score_threshold": float("nan")}),
+    ],
+)  # fmt: skip
+def test_bad_rule_of_config_raises(message, parts):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        DynamicMaskCache(LlamaConfig(num_hidden_layers=2, **parts))
+    assert message in str(caught.value)
+
+
+def test_saved_config_has_the_rule(tmp_path):
+    rule = {
+        "keep_window_size": [5, 2],
+        "recent_window": 3,
+        "recent_competes": False,
+        "sink_tokens": 1,
+    }
+    LlamaConfig(num_hidden_layers=2, **rule).save_pretrained(tmp_path)
+    config = LlamaConfig.from_pretrained(tmp_path)
+    found = DynamicMaskCache(config).layers[1].rule
+    assert found.given() == rule | {"keep_window_size": (5, 2)}
