@@ -36,8 +36,8 @@ _SDPA = {
 
 @dataclasses.dataclass(frozen=True)
 class DecodeCase:
-    """One token per sequence. keys: in the cache; slots: they are the w best of any context; recent: so many of the slots
-    are for recent keys, and the others for the best of all."""
+    """One token per sequence. keys: in the cache; slots: they are the w best of any context; recent: the number of slots
+    for recent keys, where the others are for the best of all."""
 
     keys: int
     slots: bool = False

@@ -36,7 +36,7 @@ class DynamicMaskAttention(nn.Module):
         heads_q: query heads.
         heads_kv: key and value heads, by default heads_q.
         keep_window_size: the number of keys that a query keeps, of all key heads or of each.
-        recent_window, recent_competes, sink_tokens, score_threshold: which keys it sees beside them, or not among them, as
+        recent_window, recent_competes, sink_tokens, score_threshold: the other parts of the rule, as
             in `select_key_intervals`.
         head_dim: up to 256; by default hidden_size / heads_q.
         bias: whether the projections of queries, keys, values and output have one.

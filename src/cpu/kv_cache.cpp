@@ -9,8 +9,8 @@
 #include "arguments.h"
 #include "cpu/forward_call.h"
 #include "cpu/kv_cache.h"
+#include "cpu/kv_competition.h"
 #include "cpu/make_task.h"
-#include "cpu/selection/rank.h"
 #include "kv_cache_step.h"
 #include "plan.h"
 #include "tasks.h"
@@ -19,115 +19,17 @@
 namespace flash_dmattn::cpu {
 namespace {
 
-// The slots of a (batch, kv head).
-struct Row {
-  const KvCache& cache;
-  std::int64_t b, h;
-  std::int64_t index;
-  HeadRule rule;
-  std::int64_t places;
-  SlotCount& count;
-  float* scores;
-  std::int32_t* entries;
-
-  Row(const KvCache& c, std::int64_t index_)
-      : cache(c),
-        b(index_ / c.shape.heads_kv),
-        h(index_ % c.shape.heads_kv),
-        index(index_),
-        rule(rule_of_head(c.shape, h)),
-        places(c.shape.places()),
-        count(c.counts[index]),
-        scores(c.scores + index * c.shape.slots()),
-        entries(c.positions + index * c.shape.slots()) {}
-
-  std::int32_t seen() const { return cache.seen[b]; }
-
-  char* address(const Tensor4& t, std::int64_t slot) const {
-    const std::int64_t at = b * t.stride[0] + h * t.stride[1] + slot * t.stride[2];
-    return static_cast<char*>(t.data) + at * size_of(cache.shape.dtype);
-  }
-
-  // The row of token t in a tensor [B, S, Hkv, D].
-  const char* token(const ConstTensor4& tensor, std::int64_t t) const {
-    const std::int64_t at = b * tensor.stride[0] + t * tensor.stride[1] + h * tensor.stride[2];
-    return static_cast<const char*>(tensor.data) + at * size_of(cache.shape.dtype);
-  }
-  float token_score(const ScoreRows& s, std::int64_t t) const {
-    return s.data[b * s.stride[0] + h * s.stride[1] + t * s.stride[2]];
-  }
-  bool is_present(const TokenMask& mask, std::int64_t t) const {
-    return mask.data == nullptr || mask.data[b * mask.stride[0] + t * mask.stride[1]] != 0;
-  }
-
-  void put(std::int64_t slot, const char* k, const char* v, float score, std::int32_t entry) const {
-    const auto bytes = static_cast<std::size_t>(cache.shape.head_dim * size_of(cache.shape.dtype));
-    std::memcpy(address(cache.k, slot), k, bytes);
-    std::memcpy(address(cache.v, slot), v, bytes);
-    scores[slot] = score;
-    entries[slot] = entry;
-  }
-
-  // Copies a slot of `from`, which may be this row.
-  void copy(std::int64_t slot, const Row& from, std::int64_t source) const {
-    put(slot, from.address(from.cache.k, source), from.address(from.cache.v, source),
-        from.scores[source], from.entries[source]);
-  }
-
-  NarrowRank rank(std::int64_t slot) const { return rank_of(scores[slot], entries[slot]); }
-
-  // Whether the key in a slot competes among the first `tokens` tokens.
-  bool competes(std::int64_t slot, std::int32_t tokens) const {
-    return 0 <= entries[slot] && entries[slot] < tokens - rule.delay();
-  }
-
-  // Finds the victim among the first `tokens` tokens.
-  void find_victim(std::int32_t tokens) const {
-    std::int32_t worst = -1;
-    for (std::int32_t slot = 0; slot < count.count; ++slot) {
-      if (competes(slot, tokens) && (worst < 0 || rank(slot) < rank(worst))) worst = slot;
-    }
-    if (worst >= 0) set_victim(worst);
-  }
-  void set_victim(std::int32_t slot) const {
-    count.victim = slot;
-    count.victim_score = scores[slot];
-    count.victim_position = entries[slot];
-  }
-
-  // Finds the first slot without a key and, after `tokens` tokens, the key that is recent for the last time.
-  void find_leaving(std::int32_t tokens) const {
-    count.free = count.count;
-    count.leaving = -1;
-    if (rule.recent == 0) return;  // no key leaves without a successor either
-    const std::int32_t position = tokens - rule.recent;
-    std::int32_t free = count.count;
-    std::int32_t leaving = -1;
-    for (std::int32_t slot = rule.sinks; slot < count.count; ++slot) {
-      const std::int32_t entry = entries[slot];
-      free = entry == no_key && slot < free ? slot : free;
-      leaving = entry == position || entry == ~position ? slot : leaving;
-    }
-    if (position < 0) leaving = -1;
-    count.free = free;
-    count.leaving = leaving;
-    if (leaving < 0) return;
-    count.leaving_score =
-        entries[leaving] < 0 ? std::numeric_limits<float>::quiet_NaN() : scores[leaving];
-  }
-};
-
 std::int64_t rows_of(const KvCache& cache) { return cache.shape.batch * cache.shape.heads_kv; }
 
 template <class Body>
 void for_each_row(const KvCache& cache, const Execution& execution, const Body& body) {
   for_each_task(execution, rows_of(cache),
-                [&](std::int64_t index, int worker) { body(Row(cache, index), worker); });
+                [&](std::int64_t index, int worker) { body(CacheRow(cache, index), worker); });
 }
 
 void clear(const KvCache& cache, const Execution& execution) {
   const auto bytes = static_cast<std::size_t>(cache.shape.head_dim * size_of(cache.shape.dtype));
-  for_each_row(cache, execution, [&](const Row& row, int) {
+  for_each_row(cache, execution, [&](const CacheRow& row, int) {
     row.count = {};
     for (std::int64_t slot = 0; slot < cache.shape.slots(); ++slot) {
       std::memset(row.address(cache.k, slot), 0, bytes);
@@ -140,8 +42,8 @@ void clear(const KvCache& cache, const Execution& execution) {
 }
 
 void copy_rows(const CopyRowsArgs& args, const Execution& execution) {
-  for_each_row(args.to, execution, [&](const Row& to, int) {
-    const Row from(args.from, args.index[to.b] * args.from.shape.heads_kv + to.h);
+  for_each_row(args.to, execution, [&](const CacheRow& to, int) {
+    const CacheRow from(args.from, args.index[to.b] * args.from.shape.heads_kv + to.h);
     to.count = from.count;
     for (std::int64_t slot = 0; slot < from.count.count; ++slot) to.copy(slot, from, slot);
     const std::int64_t end = from.places + args.from.pending;
@@ -153,7 +55,7 @@ void copy_rows(const CopyRowsArgs& args, const Execution& execution) {
 }
 
 void append(const AppendArgs& args, const Execution& execution) {
-  for_each_row(args.cache, execution, [&](const Row& row, int) {
+  for_each_row(args.cache, execution, [&](const CacheRow& row, int) {
     for (std::int64_t t = 0; t < args.seqlen; ++t) {
       const std::int64_t place = args.cache.pending + t;
       const float score = row.token_score(args.scores, t);
@@ -164,126 +66,6 @@ void append(const AppendArgs& args, const Execution& execution) {
     }
   });
 }
-
-// ---- Competition ---------------------------------------------------------------------------------
-
-// The best keys of a row, at most w of them, while keys are added one by one.
-class BestKeys {
- public:
-  struct Key {
-    NarrowRank rank;
-    std::int64_t slot;
-    friend bool operator<(const Key& a, const Key& b) { return a.rank < b.rank; }
-    friend bool operator>(const Key& a, const Key& b) { return a.rank > b.rank; }
-  };
-  static constexpr std::int64_t none = -1;
-
-  BestKeys(const Row& row, Key* memory) : row_(row), keys_(memory) {}
-
-  // Adds the key in `slot`. Returns the slot of the key that leaves, possibly `slot` itself, or none if there was room.
-  std::int64_t add(std::int64_t slot) {
-    const Key key{row_.rank(slot), slot};
-    if (size_ < row_.rule.window) {
-      keys_[size_++] = key;
-      if (size_ == row_.rule.window) std::make_heap(keys_, keys_ + size_, std::greater<>());
-      return none;
-    }
-    if (key < keys_[0]) return slot;  // the worst key comes first once the heap is full
-    const std::int64_t leaving = keys_[0].slot;
-    replace_top(keys_, size_, key);
-    return leaving;
-  }
-
- private:
-  const Row& row_;
-  Key* keys_;
-  std::int64_t size_ = 0;
-};
-
-// What becomes of the keys of a row while its first `tokens` pending tokens come. A worker has memory for it.
-class Competition {
- public:
-  static constexpr std::int32_t never = std::numeric_limits<std::int32_t>::max();
-
-  static std::size_t bytes(const KvCache& cache) {
-    return align_up(places_bytes(cache.shape.keep.window, sizeof(BestKeys::Key))) +
-           align_up(places_bytes(cache.shape.places() + cache.pending, sizeof(std::int32_t))) +
-           align_up(places_bytes(cache.pending, sizeof(std::int32_t)));
-  }
-
-  Competition(const Row& row, std::int64_t tokens, char* memory)
-      : row_(row), tokens_(static_cast<std::int32_t>(tokens)) {
-    const KvCache& cache = row.cache;
-    auto* const keys = reinterpret_cast<BestKeys::Key*>(memory);
-    memory += align_up(places_bytes(cache.shape.keep.window, sizeof(BestKeys::Key)));
-    beaten_by_ = reinterpret_cast<std::int32_t*>(memory);
-    memory += align_up(places_bytes(row.places + cache.pending, sizeof(std::int32_t)));
-    arrivals_ = reinterpret_cast<std::int32_t*>(memory);
-    find_sinks();
-    std::fill_n(beaten_by_, row.places + tokens, never);
-    std::fill_n(arrivals_, tokens, -1);
-    BestKeys best(row, keys);
-    for (std::int64_t slot = 0; slot < row.count.count; ++slot) arrive(slot, best);
-    for (std::int64_t i = sink_end_; i < tokens; ++i) arrive(row.places + i, best);
-    for (std::int32_t i = 0; i < tokens_; ++i) {
-      if (arrivals_[i] < 0) continue;
-      ++competed_;
-      const std::int64_t leaving = best.add(arrivals_[i]);
-      if (leaving != BestKeys::none) beaten_by_[leaving] = i;
-    }
-  }
-
-  // Whether the key in `slot` is a sink.
-  bool is_sink(std::int64_t slot) const {
-    return slot < row_.places ? slot < row_.rule.sinks : slot - row_.places < sink_end_;
-  }
-  // The pending token that is the first to see the key no longer. That may be the token itself.
-  std::int32_t end_of(std::int64_t slot) const {
-    if (is_sink(slot)) return never;
-    const std::int32_t entry = row_.entries[slot];
-    const std::int32_t recent_end = position_of_entry(entry) + row_.rule.recent - row_.seen();
-    return entry < 0 ? recent_end : std::max(recent_end, beaten_by_[slot]);
-  }
-  // Whether a key that is no sink is or may become one of the best.
-  bool may_be_chosen(std::int64_t slot) const {
-    return row_.entries[slot] >= 0 && beaten_by_[slot] == never;
-  }
-  // The number of keys that began to compete.
-  std::int32_t competed() const { return competed_; }
-
- private:
-  static std::size_t places_bytes(std::int64_t places, std::size_t size) {
-    return static_cast<std::size_t>(places) * size;
-  }
-
-  // The first keys of a text are sinks. Until there are enough of them, no slot but theirs is taken.
-  void find_sinks() {
-    std::int32_t missing = row_.rule.sinks - row_.count.count;
-    for (; missing > 0 && sink_end_ < tokens_; ++sink_end_) {
-      missing -= row_.entries[row_.places + sink_end_] == no_key ? 0 : 1;
-    }
-  }
-
-  // Adds a key that competes before the first token, or notes when it begins to.
-  void arrive(std::int64_t slot, BestKeys& best) {
-    const std::int32_t entry = row_.entries[slot];
-    if (entry < 0) return;
-    const std::int32_t token = entry + row_.rule.delay() - row_.seen();
-    if (token < 0) {
-      best.add(slot);
-    } else if (token < tokens_) {
-      arrivals_[token] = static_cast<std::int32_t>(slot);
-    }
-  }
-
-  const Row& row_;
-  std::int32_t tokens_;
-  std::int32_t sink_end_ = 0;  // the pending keys before it are sinks
-  std::int32_t competed_ = 0;
-  std::int32_t* beaten_by_;  // [places + pending]: the token with which w better keys compete
-  std::int32_t*
-      arrivals_;  // [pending]: the slot of the key that begins to compete with a token, -1 for none
-};
 
 std::size_t scratch_of_workers(const KvCache& cache, const Execution& execution) {
   const std::int64_t workers = std::min<std::int64_t>(execution.workers, rows_of(cache));
@@ -302,7 +84,7 @@ void pending_intervals(const PendingIntervalsArgs& args, const Execution& execut
   const std::int64_t slots = cache.shape.places() + cache.pending;
   const auto queries = static_cast<std::int32_t>(args.seqlen_q);
   const auto first_query = static_cast<std::int32_t>(cache.pending - args.seqlen_q);
-  for_each_row(cache, execution, [&](const Row& row, int worker) {
+  for_each_row(cache, execution, [&](const CacheRow& row, int worker) {
     const Competition competition(row, cache.pending, scratch_of(cache, execution, worker));
     KeyInterval* const intervals = args.intervals + row.index * slots;
     for (std::int64_t slot = 0; slot < slots; ++slot) {
@@ -322,7 +104,7 @@ void commit(const CommitArgs& args, const Execution& execution) {
   const auto kept = [&](std::int64_t b) {
     return args.keep == nullptr ? cache.pending : args.keep[b];
   };
-  for_each_row(cache, execution, [&](const Row& row, int worker) {
+  for_each_row(cache, execution, [&](const CacheRow& row, int worker) {
     const auto tokens = static_cast<std::int32_t>(kept(row.b));
     const Competition competition(row, tokens, scratch_of(cache, execution, worker));
     // The entry of a key after the last token.
@@ -356,7 +138,7 @@ void commit(const CommitArgs& args, const Execution& execution) {
 
 // Stores the keys that the last token of a row sees, in their order, and counts those that have competed. The first of
 // them are the sinks.
-void store_survivors(const FillArgs& args, const Row& row, std::int32_t length) {
+void store_survivors(const FillArgs& args, const CacheRow& row, std::int32_t length) {
   const KeyInterval* const intervals = args.intervals.data + row.b * args.intervals.stride_batch +
                                        row.h * args.intervals.stride_head;
   const HeadRule& rule = row.rule;
@@ -374,15 +156,14 @@ void store_survivors(const FillArgs& args, const Row& row, std::int32_t length) 
     slots.competed += competes ? 1 : 0;
     if (!survives || !is_visible || slots.count == row.places) continue;
     stored += competes ? 1 : 0;
-    row.put(slots.count++, row.token(args.k, j), row.token(args.v, j), score,
-            is_admitted ? j : ~j);
+    row.put(slots.count++, row.token(args.k, j), row.token(args.v, j), score, is_admitted ? j : ~j);
   }
   // All that have competed are chosen while they are no more than w. Others here are masked keys of which no mask tells.
   if (stored < rule.window) slots.competed = stored;
 }
 
 // Where recent keys compete, w better ones may have beaten some that stay visible.
-void mark_beaten(const Row& row) {
+void mark_beaten(const CacheRow& row) {
   const auto reaches = [&](std::int64_t slot, NarrowRank rank) {
     return row.entries[slot] >= 0 && row.rank(slot) >= rank;
   };
@@ -403,7 +184,7 @@ void mark_beaten(const Row& row) {
 }
 
 void fill(const FillArgs& args, const Execution& execution) {
-  for_each_row(args.cache, execution, [&](const Row& row, int) {
+  for_each_row(args.cache, execution, [&](const CacheRow& row, int) {
     const auto length =
         args.lengths == nullptr ? static_cast<std::int32_t>(args.seqlen_k) : args.lengths[row.b];
     row.count = {};
@@ -421,7 +202,7 @@ void fill(const FillArgs& args, const Execution& execution) {
 // ---- Decoding ------------------------------------------------------------------------------------
 
 // Stores the new token where it is visible, and empties or marks the slots of keys that no longer are.
-void insert(const DecodeStepArgs& args, const Row& row) {
+void insert(const DecodeStepArgs& args, const CacheRow& row) {
   const float score = row.token_score(args.scores, 0);
   const StepChange change =
       change_of_step(row.rule, row.count, row.seen(), score, row.is_present(args.mask, 0));
@@ -463,7 +244,7 @@ struct DecodeStepCall {
     constexpr std::int64_t few = 64;
     Execution inserting = execution;
     if (rows_of(args.cache) <= few) inserting.workers = 1;
-    for_each_row(args.cache, inserting, [&](const Row& row, int) { insert(args, row); });
+    for_each_row(args.cache, inserting, [&](const CacheRow& row, int) { insert(args, row); });
     for (std::int64_t b = 0; b < args.cache.shape.batch; ++b) ++args.cache.seen[b];
     attention.run(attention_of(args), execution);
   }

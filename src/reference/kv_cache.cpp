@@ -73,7 +73,7 @@ struct Row {
   void keep_visible(const std::vector<Key>& keys, std::int64_t position) const;
 };
 
-// What the query at `position` sees of `keys`, none of which is later, by the words of the rule.
+// The keys of `keys` that the query at `position` sees, by the words of the rule. None of them is later.
 class Rule {
  public:
   Rule(const Row& row, const std::vector<Key>& keys, std::int64_t position)

@@ -41,7 +41,7 @@ struct SlotScan {
   std::int32_t leaving;  // -1: no such key
   float leaving_score;
 
-  // What is sought after `tokens` tokens of the row.
+  // The positions that matter after `tokens` tokens of the row.
   struct Sought {
     std::int32_t sinks;
     std::int32_t end;  // keys compete at the positions before it

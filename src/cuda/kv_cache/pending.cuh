@@ -9,7 +9,7 @@ namespace flash_dmattn::cuda::kv {
 
 inline constexpr std::int32_t never = 0x7fffffff;
 
-// What becomes of a key.
+// The fate of a key that pending tokens follow.
 enum class Fate : std::uint8_t {
   gone,
   stays,
@@ -25,7 +25,7 @@ struct PendingParams {
   // Workspace, if keys compete with a delay: [B, Hkv, pending] the slot of the key that begins to compete with each
   // token, -1 for none. Null: the token's own key does.
   std::int32_t* arrivals = nullptr;
-  // Outputs for [B, Hkv, places + pending] slots, one of which is written: what becomes of each key, `gone` where there
+  // Outputs for [B, Hkv, places + pending] slots, one of which is written: the fate of each key, `gone` where there
   // is none, or the queries that see it. With the first, also `seen` of each [B, Hkv].
   Fate* fates = nullptr;
   std::int32_t* seen_before = nullptr;

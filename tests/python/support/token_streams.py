@@ -23,7 +23,7 @@ NUMERICS = (
     {"scores_are_bias": False},
     {"scale": 0.9, "softcap": 2.0, "scores_are_bias": False},
 )
-# The parts of rules beside the window; None: there are none.
+# The parts of rules without the window; None: there are none.
 RULES = (
     None,
     {"recent_window": 5},
@@ -37,7 +37,7 @@ RULES = (
 class Stream:
     """Tokens of a batch, and the result of full attention with per-query selection: the reference's, on the CPU.
 
-    Only from token `first` on; before it is NaN. rule: the parts of the rule beside the window.
+    Only from token `first` on; before it is NaN. rule: the parts of the rule without the window.
     """
 
     def __init__(self, length, window, *, batch=2, heads=2, group=2, head_dim=8, dtype=torch.float32,

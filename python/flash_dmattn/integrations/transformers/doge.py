@@ -13,8 +13,8 @@ from transformers.models.doge.modeling_doge import DogeAttention
 
 from ..._core.checks import may_read
 from ...keys.intervals import KeyIntervals, select_key_intervals
-from ...keys.rule import KeySelection
 from ...keys.recognise import Memo, cached, intervals_of_mask, split_additive, visible_counts
+from ...keys.rule import KeySelection
 from ...scores import doge_scores_of, with_zero_sum_gradient
 from ..attention import attention_bshd
 from ..dtypes import fdma_peft_integration_check, target_dtype
