@@ -138,8 +138,10 @@ class Caches {
         ASSERT_EQ(keys_of(got, b, h), keys_of(host, b, h));
         ASSERT_EQ(slots.competed, expected.competed);
         ASSERT_EQ(slots.free, first_free(got, row));
-        ASSERT_EQ(slots.leaving < 0, expected.leaving < 0);
-        if (slots.leaving >= 0) {
+        // Before the first token, it is 0.
+        const bool is_leaving = 0 <= expected.leaving && expected.leaving < expected.count;
+        ASSERT_EQ(0 <= slots.leaving && slots.leaving < slots.count, is_leaving);
+        if (is_leaving) {
           ASSERT_EQ(entry_of(got, row, slots.leaving), entry_of(host, row, expected.leaving));
           ASSERT_TRUE(slots.leaving_score == expected.leaving_score ||
                       (std::isnan(slots.leaving_score) && std::isnan(expected.leaving_score)));
