@@ -12,6 +12,7 @@ from ._core.checks import check_count, check_tensor, resolve_backend, resolve_fl
 from ._core.kv_checks import (
     as_row_indices,
     check_chunk,
+    check_head_windows,
     check_mask,
     check_not_expanded,
     check_query,
@@ -105,6 +106,7 @@ class KVSlots:
         # Zeros: a kernel may load a slot without a key.
         self.k = torch.zeros((*shape, head_dim), dtype=dtype, device=device)
         check_slot_kernels("dtype", dtype, head_dim, self.k.device, instead=_FLOAT32_ON_A_GPU)
+        check_head_windows(len(self.rule.windows()), self.k.device)
         self.v = torch.zeros_like(self.k)
         self.scores = torch.zeros(shape, dtype=torch.float32, device=device)
         self.positions = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -149,6 +151,7 @@ class KVSlots:
         cache.rule.check_heads(k.shape[1])
         check_slots(cache.places, pending, k.shape[2])
         check_slot_kernels("k", k.dtype, k.shape[3], k.device, instead=_FLOAT32_ON_A_GPU)
+        check_head_windows(len(cache.rule.windows()), k.device)
         cache.backend = resolve_backend(backend)
         cache.pending, cache.is_empty = pending, False
         return cache

@@ -270,8 +270,13 @@ void append(const AppendArgs& args, const Execution&) {
       const Token token = token_of(args, row, t);
       const std::int64_t place = cache.pending + t;
       const auto position = static_cast<std::int32_t>(cache.seen[row.b] + place);
+      const std::vector<Key> none;
+      const Key key{-1, position, token.score, false};
+      const bool competes = Rule(row, none, position).is_admitted(key);
       row.put(cache.shape.places() + place, token.k, token.v, token.score,
-              token.is_present ? position : no_key);
+              !token.is_present ? no_key
+              : competes        ? position
+                                : ~position);
     }
   });
 }

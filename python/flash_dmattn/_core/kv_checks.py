@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .checks import check_count, check_tensor, refuse_transforms
 
+_MOST_HEAD_WINDOWS = 128  # of CacheRule, on a GPU
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
@@ -112,6 +113,14 @@ def check_slot_kernels(
     if head_dim % 8:
         raise ValueError(
             f"head_dim: got {head_dim} on {device}, expected a multiple of 8 for slots on a GPU"
+        )
+
+
+def check_head_windows(windows: int, device: torch.device) -> None:
+    """Raises for more windows of single heads than kernels take as parameters."""
+    if device.type == "cuda" and windows > _MOST_HEAD_WINDOWS:
+        raise ValueError(
+            f"keep_window_size: got {windows} sizes on {device}, expected at most {_MOST_HEAD_WINDOWS} there, or one"
         )
 
 

@@ -37,6 +37,10 @@ def test_bad_kv_slots_size_raises(message, options):
     [
         ("dtype: got torch.float32 on cuda:0, expected bfloat16 or float16", {}),
         ("head_dim: got 12 on cuda:0, expected a multiple of 8", {"dtype": torch.float16, "head_dim": 12}),
+        (
+            "keep_window_size: got 129 sizes on cuda:0, expected at most 128 there",
+            {"dtype": torch.float16, "heads_kv": 129, "keep_window_size": range(129)},
+        ),
     ],
 )  # fmt: skip
 def test_unsupported_slots_on_gpu_raise(message, options):
