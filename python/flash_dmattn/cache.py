@@ -96,6 +96,7 @@ class KVSlots:
             score_threshold,
         ).checked_for_cache()
         self.rule.check_heads(heads_kv)
+        self._rule_arguments = self.rule.cache_arguments()
         if not 1 <= head_dim <= 256:
             raise ValueError(f"head_dim: got {head_dim}, expected 1 to 256")
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -149,6 +150,7 @@ class KVSlots:
             score_threshold,
         ).checked_for_cache()
         cache.rule.check_heads(k.shape[1])
+        cache._rule_arguments = cache.rule.cache_arguments()
         check_slots(cache.places, pending, k.shape[2])
         check_slot_kernels("k", k.dtype, k.shape[3], k.device, instead=_FLOAT32_ON_A_GPU)
         check_head_windows(len(cache.rule.windows()), k.device)
@@ -188,7 +190,7 @@ class KVSlots:
     @property
     def _arguments(self) -> tuple:
         """The first arguments of the operators."""
-        return *self.tensors, *self.rule.cache_arguments()
+        return *self.tensors, *self._rule_arguments
 
     def clear(self) -> None:
         """Empties every row and drops pending tokens."""
@@ -476,7 +478,7 @@ class KVSlots:
         ops.kv_copy_rows(
             *self.tensors,
             *snapshot.tensors,
-            *self.rule.cache_arguments(),
+            *self._rule_arguments,
             snapshot.pending,
             rows if snapshot.batch == self.batch else torch.zeros_like(rows),
             self.backend,

@@ -4,7 +4,6 @@
 #include <cstring>
 #include <limits>
 #include <string>
-#include <vector>
 
 #include "arguments.h"
 #include "flash_dmattn/calls.h"
@@ -18,7 +17,7 @@ namespace {
 
 // A key that a query may see, and where it is.
 struct Key {
-  std::int64_t slot;
+  std::int64_t slot;  // -1: in none
   std::int64_t position;
   float score;
   bool is_sink;
@@ -55,30 +54,35 @@ struct Row {
     score(slot) = s;
     entry(slot) = at;
   }
-
-  // The keys in the slots and the first `pending` tokens. The first keys of the row are sinks.
-  std::vector<Key> keys(std::int64_t pending) const {
-    const std::int64_t sinks = cache.shape.keep.sink_tokens, places = cache.shape.places();
-    std::vector<Key> keys;
-    std::int64_t found = 0;
-    for (std::int64_t slot = 0; slot < places + pending; ++slot) {
-      if (!holds_key(slot)) continue;
-      const bool is_sink = slot < places ? slot < sinks : found < sinks;
-      keys.push_back({slot, position_of_entry(entry(slot)), score(slot), is_sink});
-      ++found;
-    }
-    return keys;
-  }
-
-  void keep_visible(const std::vector<Key>& keys, std::int64_t position) const;
 };
 
-// The keys of `keys` that the query at `position` sees, by the words of the rule. None of them is later.
+// The keys in the slots of a row, its first `pending` tokens, and perhaps one more. The first keys of a row are sinks.
+struct Keys {
+  const Row& row;
+  std::int64_t pending = 0;
+  const Key* more = nullptr;
+
+  template <class Body>
+  void for_each(const Body& body) const {
+    const std::int64_t sinks = row.cache.shape.keep.sink_tokens, places = row.cache.shape.places();
+    std::int64_t found = 0;
+    for (std::int64_t slot = 0; slot < places + pending; ++slot) {
+      if (!row.holds_key(slot)) continue;
+      const bool is_sink = slot < places ? slot < sinks : found < sinks;
+      body(Key{slot, position_of_entry(row.entry(slot)), row.score(slot), is_sink});
+      ++found;
+    }
+    if (more != nullptr) body(*more);
+  }
+};
+
+// The keys that the query at `position` sees, by the words of the rule. No key is later. Those that it does not see may
+// be removed meanwhile, as each of them is beaten by w others that beat all worse keys, too.
 class Rule {
  public:
-  Rule(const Row& row, const std::vector<Key>& keys, std::int64_t position)
-      : keep_(row.cache.shape.keep),
-        window_(keep_.head_windows == nullptr ? keep_.window : keep_.head_windows[row.h]),
+  Rule(const Keys& keys, std::int64_t position)
+      : keep_(keys.row.cache.shape.keep),
+        window_(keep_.head_windows == nullptr ? keep_.window : keep_.head_windows[keys.row.h]),
         keys_(keys),
         position_(position) {}
 
@@ -92,15 +96,15 @@ class Rule {
   }
   bool is_chosen(const Key& key) const {
     std::int64_t beaten_by = 0;
-    for (const Key& other : keys_) {
+    keys_.for_each([&](const Key& other) {
       const bool beats =
           other.score > key.score || (other.score == key.score && other.position > key.position);
       beaten_by += competes(other) && beats ? 1 : 0;
-    }
+    });
     return competes(key) && beaten_by < window_;
   }
   bool is_visible(const Key& key) const { return key.is_sink || is_recent(key) || is_chosen(key); }
-  // Whether the key may be chosen by a later query.
+  // Whether a query from here on may choose the key.
   bool may_be_chosen(const Key& key) const {
     return is_chosen(key) || (is_admitted(key) && !competes(key));
   }
@@ -108,34 +112,47 @@ class Rule {
  private:
   const KeySelection& keep_;
   std::int64_t window_;
-  const std::vector<Key>& keys_;
+  Keys keys_;
   std::int64_t position_;
 };
 
-// Empties the slots of the keys that the query at `position`, the last one so far, does not see, and counts the rest.
-void Row::keep_visible(const std::vector<Key>& keys, std::int64_t position) const {
-  const KeySelection& keep = cache.shape.keep;
-  const Rule rule(*this, keys, position);
-  SlotCount& slots = count();
-  slots.leaving = -1;
-  slots.leaving_score = std::numeric_limits<float>::quiet_NaN();
-  std::vector<Key> chosen;
-  for (const Key& key : keys) {
-    const auto at = static_cast<std::int32_t>(key.position);
-    entry(key.slot) = rule.may_be_chosen(key) ? at : ~at;
-    if (rule.is_chosen(key)) chosen.push_back(key);
-    if (!rule.is_visible(key)) entry(key.slot) = no_key;
-    if (!key.is_sink && position - key.position == keep.recent_window - 1) {
-      slots.leaving = static_cast<std::int32_t>(key.slot);
-      if (rule.may_be_chosen(key)) slots.leaving_score = key.score;
-    }
-  }
-  slots.free = 0;
-  while (slots.free < slots.count && entry(slots.free) != no_key) ++slots.free;
-  if (chosen.empty()) return;
-  const Key worst = *std::min_element(chosen.begin(), chosen.end(), [](const Key& x, const Key& y) {
-    return x.score < y.score || (x.score == y.score && x.position < y.position);
+// The entry of a key at a position.
+std::int32_t entry_of(std::int64_t position, bool may_be_chosen) {
+  const auto at = static_cast<std::int32_t>(position);
+  return may_be_chosen ? at : ~at;
+}
+
+// Empties the slots of keys that the query at `position`, the last one so far, does not see. `more`: the key of its own
+// token, which has no slot yet.
+void keep_visible(const Row& row, std::int64_t position, const Key* more = nullptr) {
+  const Rule rule({row, 0, more}, position);
+  Keys{row}.for_each([&](const Key& key) {
+    if (!rule.is_visible(key)) row.entry(key.slot) = no_key;
   });
+}
+
+// Describes the slots, all keys in which the query at `position` sees.
+void describe_slots(const Row& row, std::int64_t position) {
+  const Rule rule({row}, position);
+  const std::int64_t recent = row.cache.shape.keep.recent_window;
+  SlotCount& slots = row.count();
+  slots.leaving = -1;
+  Key worst{-1, 0, 0, false};
+  Keys{row}.for_each([&](const Key& key) {
+    const bool may_be_chosen = rule.may_be_chosen(key);
+    row.entry(key.slot) = entry_of(key.position, may_be_chosen);
+    if (!key.is_sink && position - key.position == recent - 1) {
+      slots.leaving = static_cast<std::int32_t>(key.slot);
+      slots.leaving_score = may_be_chosen ? key.score : std::numeric_limits<float>::quiet_NaN();
+    }
+    if (!rule.is_chosen(key)) return;
+    const bool is_worse =
+        key.score < worst.score || (key.score == worst.score && key.position < worst.position);
+    if (worst.slot < 0 || is_worse) worst = key;
+  });
+  slots.free = 0;
+  while (slots.free < slots.count && row.holds_key(slots.free)) ++slots.free;
+  if (worst.slot < 0) return;
   slots.victim = static_cast<std::int32_t>(worst.slot);
   slots.victim_score = worst.score;
   slots.victim_position = static_cast<std::int32_t>(worst.position);
@@ -152,26 +169,23 @@ struct Token {
 // The token at `position` comes.
 void enter(const Row& row, const Token& token, std::int64_t position) {
   SlotCount& slots = row.count();
-  std::vector<Key> keys = row.keys(0);
   const Key key{-1, position, token.score, slots.count < row.cache.shape.keep.sink_tokens};
-  if (token.is_present) keys.push_back(key);
-  const Rule rule(row, keys, position), before(row, keys, position - 1);
-  // The token, or the key that has become old, or none.
-  slots.competed +=
-      static_cast<std::int32_t>(std::count_if(keys.begin(), keys.end(), [&](const Key& k) {
-        return rule.competes(k) && (k.position == position || !before.competes(k));
-      }));
+  const Keys keys{row, 0, token.is_present ? &key : nullptr};
+  const Rule rule(keys, position), before(keys, position - 1);
+  // The token begins to compete, or the key that is no longer recent.
+  keys.for_each([&](const Key& k) {
+    const bool begins = k.position == position || !before.competes(k);
+    slots.competed += rule.competes(k) && begins ? 1 : 0;
+  });
   const bool stays = token.is_present && rule.is_visible(key);
-  for (const Key& old : row.keys(0)) {
-    if (!rule.is_visible(old)) row.entry(old.slot) = no_key;
-  }
+  keep_visible(row, position, keys.more);
   if (stays) {
-    std::int64_t slot = 0;
-    while (slot < slots.count && row.entry(slot) != no_key) ++slot;
-    slots.count = std::max(slots.count, static_cast<std::int32_t>(slot + 1));
+    std::int32_t slot = 0;
+    while (slot < slots.count && row.holds_key(slot)) ++slot;
+    slots.count = std::max(slots.count, slot + 1);
     row.put(slot, token.k, token.v, token.score, static_cast<std::int32_t>(position));
   }
-  row.keep_visible(row.keys(0), position);
+  describe_slots(row, position);
 }
 
 template <class Body>
@@ -233,7 +247,8 @@ void fill(const FillArgs& args, const Execution&) {
   for_each_row(args.cache, [&](const Row& row) {
     SlotCount& slots = row.count() = {};
     const std::int64_t length = args.lengths == nullptr ? args.seqlen_k : args.lengths[row.b];
-    std::vector<Key> hidden;
+    const Rule rule({row}, length - 1);
+    std::int32_t hidden = 0;  // keys that have competed, of those that are not stored
     for (std::int64_t j = 0; j < length; ++j) {
       const Token token = token_of(args, row, j);
       const KeyInterval interval =
@@ -243,19 +258,14 @@ void fill(const FillArgs& args, const Execution&) {
       if (survives && slots.count < s.places()) {
         row.put(slots.count++, token.k, token.v, token.score, static_cast<std::int32_t>(j));
       } else {
-        hidden.push_back({-1, j, token.score, false});
+        hidden += rule.competes({-1, j, token.score, false}) ? 1 : 0;
       }
     }
-    const auto count_competing = [&](const std::vector<Key>& keys) {
-      const Rule rule(row, keys, length - 1);
-      return static_cast<std::int32_t>(std::count_if(
-          keys.begin(), keys.end(), [&](const Key& key) { return rule.competes(key); }));
-    };
+    Keys{row}.for_each([&](const Key& key) { slots.competed += rule.competes(key) ? 1 : 0; });
     // All that have competed are chosen while they are no more than w.
-    slots.competed = count_competing(row.keys(0));
-    const Rule rule(row, hidden, length - 1);
-    if (slots.competed >= rule.window()) slots.competed += count_competing(hidden);
-    row.keep_visible(row.keys(0), length - 1);
+    if (slots.competed >= rule.window()) slots.competed += hidden;
+    keep_visible(row, length - 1);
+    describe_slots(row, length - 1);
   });
   for (std::int64_t b = 0; b < s.batch; ++b) {
     args.cache.seen[b] =
@@ -270,13 +280,9 @@ void append(const AppendArgs& args, const Execution&) {
       const Token token = token_of(args, row, t);
       const std::int64_t place = cache.pending + t;
       const auto position = static_cast<std::int32_t>(cache.seen[row.b] + place);
-      const std::vector<Key> none;
-      const Key key{-1, position, token.score, false};
-      const bool competes = Rule(row, none, position).is_admitted(key);
+      const bool competes = Rule({row}, position).is_admitted({-1, position, token.score, false});
       row.put(cache.shape.places() + place, token.k, token.v, token.score,
-              !token.is_present ? no_key
-              : competes        ? position
-                                : ~position);
+              token.is_present ? entry_of(position, competes) : no_key);
     }
   });
 }
@@ -290,14 +296,14 @@ void pending_intervals(const PendingIntervalsArgs& args, const Execution&) {
     std::fill_n(intervals, slots, KeyInterval{0, 0});
     for (std::int64_t i = 0; i < args.seqlen_q; ++i) {
       const std::int64_t token = cache.pending - args.seqlen_q + i;
-      const std::vector<Key> keys = row.keys(token + 1);
-      const Rule rule(row, keys, cache.seen[row.b] + token);
-      for (const Key& key : keys) {
-        if (!rule.is_visible(key)) continue;
+      const Keys keys{row, token + 1};
+      const Rule rule(keys, cache.seen[row.b] + token);
+      keys.for_each([&](const Key& key) {
+        if (!rule.is_visible(key)) return;
         const auto query = static_cast<std::int32_t>(i);
         if (intervals[key.slot].last == 0) intervals[key.slot].first = query;
         intervals[key.slot].last = query + 1;
-      }
+      });
     }
   });
 }
