@@ -414,7 +414,9 @@ class KVSlots:
         return (out, statistics[0]) if return_lse else out
 
     def commit(self, keep: int | Tensor | None = None) -> None:
-        """The first `keep` pending tokens enter the slots one after the other, as in `step`; the others are dropped. keep: a number, or int32 [B] on the cache's device; all by default."""
+        """The first `keep` pending tokens enter the slots one after the other, as in `step`; the others are dropped.
+
+        keep: a number, or int32 [B] on the cache's device; all by default."""
         pending = self.pending
         if isinstance(keep, Tensor):
             keep = as_row_indices(keep, "keep")
