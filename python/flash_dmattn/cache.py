@@ -185,7 +185,7 @@ class KVSlots:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """In the order of the operators' arguments."""
-        return tuple(getattr(self, name) for name in _ARRAYS)
+        return self.k, self.v, self.scores, self.positions, self.counts, self.seen
 
     @property
     def _arguments(self) -> tuple:
