@@ -95,19 +95,18 @@ class Rule {
     return is_admitted(key) && (keep_.recent_competes || !is_recent(key));
   }
   bool is_chosen(const Key& key) const {
+    if (!competes(key)) return false;
     std::int64_t beaten_by = 0;
     keys_.for_each([&](const Key& other) {
       const bool beats =
           other.score > key.score || (other.score == key.score && other.position > key.position);
       beaten_by += competes(other) && beats ? 1 : 0;
     });
-    return competes(key) && beaten_by < window_;
+    return beaten_by < window_;
   }
   bool is_visible(const Key& key) const { return key.is_sink || is_recent(key) || is_chosen(key); }
-  // Whether a query from here on may choose the key.
-  bool may_be_chosen(const Key& key) const {
-    return is_chosen(key) || (is_admitted(key) && !competes(key));
-  }
+  // Whether the key will compete, when it is no longer recent.
+  bool will_compete(const Key& key) const { return is_admitted(key) && !competes(key); }
 
  private:
   const KeySelection& keep_;
@@ -139,13 +138,14 @@ void describe_slots(const Row& row, std::int64_t position) {
   slots.leaving = -1;
   Key worst{-1, 0, 0, false};
   Keys{row}.for_each([&](const Key& key) {
-    const bool may_be_chosen = rule.may_be_chosen(key);
+    const bool is_chosen = rule.is_chosen(key);
+    const bool may_be_chosen = is_chosen || rule.will_compete(key);
     row.entry(key.slot) = entry_of(key.position, may_be_chosen);
     if (!key.is_sink && position - key.position == recent - 1) {
       slots.leaving = static_cast<std::int32_t>(key.slot);
       slots.leaving_score = may_be_chosen ? key.score : std::numeric_limits<float>::quiet_NaN();
     }
-    if (!rule.is_chosen(key)) return;
+    if (!is_chosen) return;
     const bool is_worse =
         key.score < worst.score || (key.score == worst.score && key.position < worst.position);
     if (worst.slot < 0 || is_worse) worst = key;
