@@ -86,7 +86,7 @@ class Competition {
   std::int32_t end_of(std::int64_t slot) const {
     if (is_sink(slot)) return never;
     const std::int32_t entry = row_.entries[slot];
-    const std::int32_t recent_end = position_of_entry(entry) + row_.rule.recent - row_.seen();
+    const std::int32_t recent_end = position_of_entry(entry) - row_.seen() + row_.rule.recent;
     return entry < 0 ? recent_end : std::max(recent_end, beaten_by_[slot]);
   }
   // Whether a key that is no sink is or may become one of the best.

@@ -161,11 +161,13 @@ struct FindFatesKernel {
     if (p.fates != nullptr && slot == 0) p.seen_before[row] = seen;
     if (slot >= p.keys()) return;
     const bool is_sink = token < 0 ? slot < rule.sinks : token < sink_end;
-    const std::int32_t recent_end = position_of_entry(entry) + rule.recent - seen;
-    const std::int32_t end = is_sink ? never : entry < 0 ? recent_end : max(recent_end, beaten_by);
+    std::int32_t end = -1;
+    if (entry != no_key) {
+      const std::int32_t recent_end = position_of_entry(entry) - seen + rule.recent;
+      end = is_sink ? never : entry < 0 ? recent_end : max(recent_end, beaten_by);
+    }
     const bool is_unchosen = is_sink || (!rule.delayed && beaten_by < kept);
-    store(p, row * p.keys() + slot, token, entry == no_key ? -1 : end, entry >= 0 && is_unchosen,
-          kept);
+    store(p, row * p.keys() + slot, token, end, entry >= 0 && is_unchosen, kept);
   }
 
  private:
