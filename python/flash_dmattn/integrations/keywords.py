@@ -64,8 +64,8 @@ def check_known_keywords(keywords: Mapping[str, object], known: frozenset[str]) 
             raise TypeError(f"{name}: got an unknown keyword, which could change the result")
 
 
-def check_doge_keywords(keywords: Mapping[str, object], has_mask: bool) -> None:
-    """As `check_keywords` for Doge layers, whose mask contains packing and causality."""
+def check_mask_keywords(keywords: Mapping[str, object], has_mask: bool) -> None:
+    """As `check_keywords` for layers whose mask contains packing and causality."""
     packed = {name: keywords.get(name) for name in _PACKED_KEYWORDS}
     refuse_packed_by_layer(**packed)
     for name, offsets in packed.items():

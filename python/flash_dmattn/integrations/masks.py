@@ -78,6 +78,20 @@ def as_key_intervals(
     return KeyIntervals(mask, query_length, consecutive=not may_read())
 
 
+def present_tokens(mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
+    """Which of the new tokens of a cache of slots are not padding, bool [B, S]; None: all."""
+    if mask is None:
+        return None
+    intervals = as_key_intervals(mask, length)
+    if intervals is None or mask.shape[1:3] != (1, length):
+        raise ValueError(
+            f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)}, expected padding [B, tokens]; slots of a "
+            "DynamicMaskCache hold other positions for every head, which no mask over queries and keys describes"
+        )
+    first, last = intervals.intervals[:, 0].unbind(-1)
+    return first < last
+
+
 def _is_two_by_two_mask(mask: torch.Tensor, query_length: int) -> bool:
     """Whether an int32 [B, H, 2, 2] argument of two queries is a dense mask. In intervals the end of a key that the last
     query sees is 2."""

@@ -239,7 +239,7 @@ def choose_among(
     eligible = visible
     is_sink = None
     if rule.sink_tokens > 0:
-        is_sink = visible & (_rank_in_document(visible, document) < rule.sink_tokens)
+        is_sink = visible & (rank_in_document(visible, document) < rule.sink_tokens)
         eligible = eligible & ~is_sink
     per_query = is_causal and rule.selection == "per_query"
     if not per_query and not rule.recent_competes:
@@ -300,7 +300,7 @@ def _rank(values: Tensor) -> Tensor:
     )
 
 
-def _rank_in_document(visible: Tensor, document: Tensor | None) -> Tensor:
+def rank_in_document(visible: Tensor, document: Tensor | None) -> Tensor:
     """The number of visible keys before each one in its document."""
     before = visible.long().cumsum(-1) - visible.long()
     if document is None:

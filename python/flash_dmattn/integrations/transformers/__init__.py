@@ -22,14 +22,28 @@ from .compat import wrap_implementation_setter
 from .doge import NAME as _DOGE_NAME
 from .doge import doge_scores
 from .enable import NAME, NAMES, enable_flash_dmattn, resolve_name
+from .learned_scores import NAME as _SCORES_NAME
+from .learned_scores import (
+    add_learned_scores,
+    load_scores,
+    remove_learned_scores,
+    save_scores,
+    scored_attention_forward,
+    set_score_phase,
+)
 from .masks import key_interval_mask, registered_attention_mask
 
 __all__ = [
     "NAME",
     "DynamicMaskCache",
+    "add_learned_scores",
     "doge_scores",
     "enable_flash_dmattn",
     "key_interval_mask",
+    "load_scores",
+    "remove_learned_scores",
+    "save_scores",
+    "set_score_phase",
 ]
 
 for _name in NAMES:
@@ -37,4 +51,6 @@ for _name in NAMES:
     AttentionMaskInterface.register(_name, registered_attention_mask)
 AttentionInterface.register(_DOGE_NAME, mask_driven_attention_forward)
 AttentionMaskInterface.register(_DOGE_NAME, key_interval_mask)
+AttentionInterface.register(_SCORES_NAME, scored_attention_forward)
+AttentionMaskInterface.register(_SCORES_NAME, key_interval_mask)
 wrap_implementation_setter(resolve_name, {NAME: NAMES[-1]})

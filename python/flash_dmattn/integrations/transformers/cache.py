@@ -7,13 +7,14 @@ different positions, so only attention that chooses by the same scores can read 
 
 import torch
 import transformers
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.configuration_utils import PretrainedConfig
 
 from ..._core.checks import check_count, resolve_flag
 from ..._core.kv_checks import check_slot_kernels
 from ...cache import KVSlots
 from ...keys.rule import KeySelection
+from .config_rules import LearnedScores
 
 _CROPS_TO_A_LENGTH = int(transformers.__version__.split(".")[0]) < 5
 _RECORDED = 128  # tokens that can be dropped again, at least
@@ -109,12 +110,15 @@ class DynamicMaskLayer(CacheLayerMixin):
         key_mask: torch.Tensor | None = None,
         *,
         scale: float,
-    ) -> torch.Tensor:
-        """Adds tokens and computes their attention: [B, S, Hq, D].
+        softcap: float = 0.0,
+        scores_are_bias: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds tokens and computes their attention: out [B, S, Hq, D] and its log-sum-exp [B, Hq, S].
 
         Args:
             query: [B, Hq, S, D].
             key, value, scores, key_mask: as in `fill`.
+            scale, softcap, scores_are_bias: as in `KVSlots.step`.
         """
         self._check_rows(query)
         length = query.shape[2]
@@ -124,10 +128,12 @@ class DynamicMaskLayer(CacheLayerMixin):
                 "one; give it some by DynamicMaskCache(chunk=...)"
             )
         query, key, value = _by_token(query, key, value)
+        options = {"scale": scale, "softcap": softcap, "scores_are_bias": scores_are_bias}
+        options["return_lse"] = True
         self.prefetch()
         self._make_room(length)
         if not self.record_past:
-            out = self.slots.extend(query, key, value, scores, key_mask=key_mask, scale=scale)
+            out, lse = self.slots.extend(query, key, value, scores, key_mask=key_mask, **options)
         else:
             parts = []
             for start in range(0, length, self.slots.chunk):
@@ -135,10 +141,11 @@ class DynamicMaskLayer(CacheLayerMixin):
                 self._commit_oldest(query[:, part].shape[1])
                 mask = None if key_mask is None else key_mask[:, part]
                 self.slots.append(key[:, part], value[:, part], scores[..., part], key_mask=mask)
-                parts.append(self.slots.attend(query[:, part], scale=scale))
-            out = torch.cat(parts, dim=1)
+                parts.append(self.slots.attend(query[:, part], **options))
+            outs, lses = zip(*parts, strict=True)
+            out, lse = torch.cat(outs, dim=1), torch.cat(lses, dim=2)
         self._count(length)
-        return out
+        return out, lse
 
     def _check_rows(self, states: torch.Tensor) -> None:
         if states.shape[0] != self.batch_size:
@@ -187,8 +194,9 @@ class DynamicMaskLayer(CacheLayerMixin):
         """
         if scores is None:
             raise ValueError(
-                "scores: got none; a DynamicMaskCache holds the keys with the best scores, which only Doge's attention "
-                "as flash_dmattn has. Call enable_flash_dmattn(model), or use transformers' DynamicCache"
+                "scores: got none; a DynamicMaskCache holds the keys with the best scores, which Doge's attention as "
+                "flash_dmattn has and other models after add_learned_scores. Call enable_flash_dmattn(model) or "
+                "add_learned_scores(model, ...), or use transformers' DynamicCache"
             )
         if self.is_empty:
             self.fill(key_states, value_states, scores, key_mask)
@@ -376,8 +384,8 @@ class DynamicMaskLayer(CacheLayerMixin):
 
 
 class DynamicMaskCache(Cache):
-    """A cache of `DynamicMaskLayer`s for a model whose attention chooses keys by scores, such as a Doge that
-    `enable_flash_dmattn` has prepared.
+    """A cache of `DynamicMaskLayer`s for a model whose attention chooses keys by scores: a Doge that `enable_flash_dmattn`
+    has prepared, or any decoder after `add_learned_scores`.
 
         model.generate(**inputs, past_key_values=DynamicMaskCache(model.config))
 
@@ -395,9 +403,9 @@ class DynamicMaskCache(Cache):
     ):
         """
         Args:
-            config: the model's config, with the rule of its layers: keep_window_size (of all key heads, or a sequence with one
-                for each), and where they are not the defaults recent_window, recent_competes, sink_tokens and
-                score_threshold, all as in `select_key_intervals`.
+            config: the model's config, with learned scores, or with the rule of its layers: keep_window_size (of all key heads,
+                or a sequence with one for each), and where they are not the defaults recent_window, recent_competes,
+                sink_tokens and score_threshold, all as in `select_key_intervals`.
             static: memory stays in place and no step of decoding reads from the device, for CUDA graphs and
                 torch.compile; `generate` compiles the model then on a GPU.
             selection: "per_query" is possible.
@@ -417,7 +425,8 @@ class DynamicMaskCache(Cache):
                 f"selection: got {selection!r}, expected 'per_query'; with one choice for all queries a new key changes "
                 "which keys the others see, so none can be evicted. Use transformers' DynamicCache"
             )
-        if getattr(config, "sliding_window", None) is not None:
+        scores = LearnedScores.of_config(config)
+        if scores is None and getattr(config, "sliding_window", None) is not None:
             raise ValueError(
                 f"config.sliding_window: got {config.sliding_window}, expected None: a key that leaves the window makes "
                 "place for others, which would have been evicted. Use transformers' DynamicCache"
@@ -426,10 +435,13 @@ class DynamicMaskCache(Cache):
         if chunk is None:
             chunk = _RECORDED if static else 0
         check_count(chunk, "chunk")
-        layers = [
-            DynamicMaskLayer(rule, static=static, chunk=chunk, counts_on_device=index == 0)
-            for index, rule in enumerate(_rules(config))
-        ]
+        if scores is not None:
+            layers = _layers_of(scores, config, static, chunk)
+        else:
+            layers = [
+                DynamicMaskLayer(rule, static=static, chunk=chunk, counts_on_device=index == 0)
+                for index, rule in enumerate(_rules(config))
+            ]
         super().__init__(layers=layers)
 
     def activate_past_recording(self) -> None:
@@ -450,6 +462,24 @@ class DynamicMaskCache(Cache):
         """Moves an offloaded layer, by default all of them, back to its device, on the current stream."""
         for layer in self.layers if layer_idx is None else [self.layers[layer_idx]]:
             layer.prefetch()
+
+
+def _layers_of(
+    scores: LearnedScores, config: PretrainedConfig, static: bool, chunk: int
+) -> list[CacheLayerMixin]:
+    """Slots for the layers that have learned scores, and transformers' layers for the others, which slide."""
+    others = DynamicCache(config=config).layers or [None] * config.num_hidden_layers
+    if static and len(scores.layers) < len(others):
+        raise ValueError(
+            f"static: got True for a model with scores in {len(scores.layers)} of {len(others)} layers, expected False"
+        )
+    options, first = {"static": static, "chunk": chunk}, scores.layers[0]
+    return [
+        DynamicMaskLayer(scores.rule, **options, counts_on_device=index == first)
+        if index in scores.layers
+        else other
+        for index, other in enumerate(others)
+    ]
 
 
 def _rules(config: PretrainedConfig) -> list[KeySelection]:

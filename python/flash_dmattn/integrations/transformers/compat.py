@@ -4,6 +4,7 @@ removal.
 Everything else goes through transformers' registries: `AttentionInterface` and `AttentionMaskInterface`.
 """
 
+import copy
 import functools
 import inspect
 import types
@@ -11,6 +12,7 @@ from collections.abc import Callable, Container, Mapping
 
 import torch
 from transformers import PreTrainedModel, masking_utils
+from transformers.configuration_utils import PretrainedConfig
 from transformers.models.doge.modeling_doge import DogeModel
 
 # The arguments of DogeModel.forward, in order. The cache is `past_key_values` in 4.57 to 5.23 and `cache` since 5.24.
@@ -111,7 +113,25 @@ def _closure(function: Callable) -> dict[str, object]:
     return dict(zip(function.__code__.co_freevars, cells, strict=True))
 
 
-def adopt_hooked_forward(layer: torch.nn.Module, replaced: torch.nn.Module) -> None:
+def own_config(model: torch.nn.Module) -> None:
+    """Copies the configs that modules of a model hold. Another model may share them, and would change with them."""
+    copies: dict[int, object] = {}
+    for module in model.modules():
+        config = vars(module).get("config")
+        if isinstance(config, PretrainedConfig):
+            module.config = copy.deepcopy(config, copies)
+
+
+def adopt_layer(layer: torch.nn.Module, layer_class: type[torch.nn.Module]) -> torch.nn.Module:
+    """A layer of another class with the parameters, modules, buffers and hooks of `layer`, which is not to be used any
+    more."""
+    adopted = layer_class.__new__(layer_class)
+    vars(adopted).update(vars(layer))
+    _adopt_hooked_forward(adopted, layer)
+    return adopted
+
+
+def _adopt_hooked_forward(layer: torch.nn.Module, replaced: torch.nn.Module) -> None:
     """Accelerate's hooks (`device_map`) keep the `forward` of a layer beneath their own; `layer` has taken over the
     attributes of `replaced`, and gets its own `forward` there."""
     if "_old_forward" not in vars(replaced):

@@ -18,10 +18,10 @@ from ...keys.rule import KeySelection
 from ...scores import doge_scores_of, with_zero_sum_gradient
 from ..attention import attention_bshd
 from ..dtypes import fdma_peft_integration_check, target_dtype
-from ..keywords import check_doge_keywords
-from ..masks import as_key_intervals, is_causal_mask
+from ..keywords import check_mask_keywords
+from ..masks import as_key_intervals, is_causal_mask, present_tokens
 from .cache import DynamicMaskCache, DynamicMaskLayer
-from .compat import adopt_hooked_forward, pop_cache
+from .compat import adopt_layer, pop_cache
 from .scored_cache import update_with_scores
 
 NAME = "doge_dynamic_mask_attention"  # of the implementation, in a config; transformers has "doge_flex_attention"
@@ -53,10 +53,7 @@ class FlashDogeAttention(DogeAttention):
     @classmethod
     def of_layer(cls, layer: DogeAttention) -> FlashDogeAttention:
         """A layer with the parameters, modules, buffers and hooks of `layer`, which is not to be used any more."""
-        flash = cls.__new__(cls)
-        vars(flash).update(vars(layer))
-        adopt_hooked_forward(flash, layer)
-        return flash
+        return adopt_layer(layer, cls)
 
     def forward(
         self,
@@ -72,7 +69,7 @@ class FlashDogeAttention(DogeAttention):
         cache_position = kwargs.pop("cache_position", None)
         if context.mask_kind == "causal" or is_causal_mask(attention_mask):
             attention_mask = None
-        check_doge_keywords(kwargs, has_mask=attention_mask is not None)
+        check_mask_keywords(kwargs, has_mask=attention_mask is not None)
         per_head = (*hidden_states.shape[:-1], -1, self.head_dim)
         query = _normalize(self.q_norm, self.q_proj(hidden_states).view(per_head))
         key = _normalize(self.k_norm, self.k_proj(hidden_states).view(per_head))
@@ -198,12 +195,12 @@ def _attend_with_slots(
             f"past_key_values: got {differs} {getattr(slots.rule, differs)} in layer {self.layer_idx}, expected "
             f"{getattr(expected, differs)}: a DynamicMaskCache(model.config) of this model"
         )
-    key_mask = _present_tokens(attention_mask, query.shape[1])
+    key_mask = present_tokens(attention_mask, query.shape[1])
     dtype = target_dtype(self, query)
     query, key, value, _ = fdma_peft_integration_check(query, key, value, None, dtype)
     if not slots.is_empty:
         states = _heads_first(query, key, value)
-        return slots.attend(*states, scores.float(), key_mask, scale=self.scaling)
+        return slots.attend(*states, scores.float(), key_mask, scale=self.scaling)[0]
     slots.check_kernels(key)  # before attention that the slots could not take over
     out = _attend(self, query, key, value, scores, attention_mask, context, {})
     slots.fill(*_heads_first(key, value), scores.float(), key_mask)
@@ -258,20 +255,6 @@ def _attend(
             out, allowed, *_heads_first(query, key, value), self.scaling, context.memo
         )
     return out
-
-
-def _present_tokens(mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
-    """Which of the new tokens are not padding, bool [B, S]; None: all."""
-    if mask is None:
-        return None
-    intervals = as_key_intervals(mask, length)
-    if intervals is None or mask.shape[1:3] != (1, length):
-        raise ValueError(
-            f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)}, expected padding [B, tokens]; slots of a "
-            "DynamicMaskCache hold other positions for every head, which no mask over queries and keys describes"
-        )
-    first, last = intervals.intervals[:, 0].unbind(-1)
-    return first < last
 
 
 def doge_scores(attention: DogeAttention, step: torch.Tensor) -> torch.Tensor:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import types
 
 import torch
 from transformers import PreTrainedModel
-from transformers.configuration_utils import PretrainedConfig
 from transformers.models.doge.modeling_doge import DogeAttention, DogeModel, DogePreTrainedModel
 
 from ..._core.checks import may_read, resolve_flag
 from ...keys.recognise import Memo
 from ..masks import causal_mask
 from .cache import DynamicMaskCache
-from .compat import CACHE, MODEL_ARGUMENTS, find_cache, refuse_continuous_batching
+from .compat import CACHE, MODEL_ARGUMENTS, find_cache, own_config, refuse_continuous_batching
 from .doge import CONTEXT, Context, FlashDogeAttention, check_cache
 from .doge import NAME as DOGE_NAME
 from .families import reason_to_refuse
@@ -128,7 +126,7 @@ def _check_layers(model: torch.nn.Module) -> None:
 
 def replace_layers(model: torch.nn.Module, **settings: bool) -> None:
     """Gives a model Doge layers of ours, and a config of its own."""
-    _own_config(model)
+    own_config(model)
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if type(layer) is DogeAttention:
@@ -138,15 +136,6 @@ def replace_layers(model: torch.nn.Module, **settings: bool) -> None:
                 vars(layer).update(settings)
         if isinstance(parent, DogeModel):
             _hook(parent, _begin_forward)
-
-
-def _own_config(model: torch.nn.Module) -> None:
-    """Copies the configs that modules of a model hold. Another model may share them, and would change with them."""
-    copies: dict[int, object] = {}
-    for module in model.modules():
-        config = vars(module).get("config")
-        if isinstance(config, PretrainedConfig):
-            module.config = copy.deepcopy(config, copies)
 
 
 def _hook(model: torch.nn.Module, hook) -> None:

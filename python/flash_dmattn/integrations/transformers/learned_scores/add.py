@@ -1,0 +1,205 @@
+"""Adds learned scores to the attention layers of a model, and removes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ....keys.rule import KeySelection
+from ..compat import own_config, refuse_continuous_batching
+from ..families import reason_to_refuse
+from .attention import NAME
+from .layers import (
+    ScoredAttention,
+    device_of,
+    is_attention,
+    reason_against_scores,
+    sizes_of,
+    with_scorer,
+    without_scorer,
+)
+from ..config_rules import CONFIG_NAME, LearnedScores, make_rule
+from .scorers import NAMES, Scorer, make_scorer
+
+PHASES = ("soft", "hard", "off")
+_METHOD = "set_score_phase"  # the attribute of a model
+
+
+def add_learned_scores(
+    model: nn.Module,
+    keep_window_size: int | Sequence[int] | None = None,
+    *,
+    recent_window: int = 0,
+    recent_competes: bool = False,
+    sink_tokens: int = 0,
+    score_threshold: float | None = None,
+    scorer: str | Scorer = "hidden",
+) -> nn.Module:
+    """Gives the attention layers of a pretrained decoder scores by which queries keep keys.
+
+        model = AutoModelForCausalLM.from_pretrained(...)
+        add_learned_scores(model, keep_window_size=1024, recent_window=256, sink_tokens=4)
+        model.set_score_phase("soft")  # training; "hard" after this call
+        model.generate(..., past_key_values=DynamicMaskCache(model.config))
+
+    Every layer that attends to the whole text gets a module `scorer`, whose parameters are float32 and part of the model's;
+    layers with a sliding window of their own stay as they are. The layers become subclasses of their classes, with the
+    same parameters and hooks, and the config becomes a copy: no other model changes. `remove_learned_scores` undoes it.
+    Before training, scores are equal and the most recent keys win.
+
+    Phases, of which `model.set_score_phase` chooses one:
+
+    - "soft": attention to all keys, with the log gates of old keys as a bias, through which they learn. Neither recent keys
+      nor sinks have one. At first nothing differs from the base model.
+    - "hard": attention to the keys that the rule leaves. Scores choose and change nothing else; where they learn, their
+      gradient is that of a bias of old keys.
+    - "off": the base model and its attention implementation, bit for bit.
+
+    Args:
+        model: a decoder of transformers, or anything that contains one (a PEFT model, a multimodal model).
+        keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: which keys a query sees, as in
+            select_key_intervals. A cache then holds sink_tokens + keep_window_size + recent_window keys for each key head.
+        scorer: what gives a key its score:
+
+            - "hidden": log sigmoid(z), z a linear projection of the layer's input; "mlp": z from two layers; "value": z a
+              projection of the values. They begin with equal gates, near 1.
+            - "key_norm": minus the length of the key; "random". They do not learn.
+            - a function or module (hidden [B, S, features], key [B, S, Hkv, D], value [B, S, Hkv, D]) -> [B, S, Hkv], for
+              the soft phase log gates, 0 or less. Every layer gets a copy of a module.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: no layer can have scores, with the reasons; the model has scores already.
+        TypeError: the model is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+    rule = make_rule(
+        keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold
+    )
+    if isinstance(scorer, str) and scorer not in NAMES:
+        make_scorer(scorer, 1, 1, 1, None)  # raises
+    layers = _layers_to_change(model)
+    own_config(model)
+    stored = LearnedScores(
+        rule,
+        scorer if isinstance(scorer, str) else "custom",
+        tuple(layer.layer_idx for _, _, layer in layers),
+    ).as_dict()
+    for parent, name, layer in layers:
+        hidden_size, heads, value_size = sizes_of(layer)
+        made = make_scorer(scorer, hidden_size, heads, value_size, device_of(layer))
+        made.train(layer.training)
+        base = layer.config._attn_implementation
+        setattr(parent, name, with_scorer(layer, made, rule, base))
+        setattr(layer.config, CONFIG_NAME, stored)
+    for module in _pretrained(model):
+        refuse_continuous_batching(module, (NAME,))
+    setattr(model, _METHOD, partial(set_score_phase, model))
+    return set_score_phase(model, "hard")
+
+
+def set_score_phase(model: nn.Module, phase: str) -> nn.Module:
+    """What the scores of a model do: "soft", "hard" or "off" (see `add_learned_scores`).
+
+    Raises:
+        ValueError: another phase, a model without scores, or "soft" with scores that are no log gates.
+    """
+    if phase not in PHASES:
+        raise ValueError(f"phase: got {phase!r}, expected one of {PHASES}")
+    layers = scored_layers(model)
+    if phase == "soft" and not all(getattr(layer.scorer, "is_gate", True) for layer in layers):
+        raise ValueError(
+            "phase: got 'soft' with scores that are no log gates, expected 'hard' or 'off'; gates are the scorers 'hidden', "
+            "'mlp', 'value' and your own"
+        )
+    for layer in layers:
+        layer.score_phase = phase
+        layer.config._attn_implementation_internal = (
+            layer.base_attention if phase == "off" else NAME
+        )
+    return model
+
+
+def remove_learned_scores(model: nn.Module) -> nn.Module:
+    """Undoes `add_learned_scores`: the layers, the config and the attention implementation of before.
+
+    Raises:
+        ValueError: the model has no scores.
+    """
+    set_score_phase(model, "off")
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, ScoredAttention):
+                vars(layer.config).pop(CONFIG_NAME, None)
+                setattr(parent, name, without_scorer(layer))
+    vars(model).pop(_METHOD, None)
+    return model
+
+
+def scored_layers(model: nn.Module) -> list[ScoredAttention]:
+    """The layers that have scores; ValueError where there is none."""
+    layers = [module for module in model.modules() if isinstance(module, ScoredAttention)]
+    if not layers:
+        raise ValueError(
+            f"model: got a {type(model).__name__} without learned scores, expected one of add_learned_scores"
+        )
+    return layers
+
+
+def rule_of(model: nn.Module) -> KeySelection:
+    return scored_layers(model)[0].score_rule
+
+
+def _pretrained(model: nn.Module) -> Iterator[PreTrainedModel]:
+    return (module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def _is_sharded(layer: nn.Module) -> bool:
+    """Whether `fully_shard` of the layer itself has changed its class."""
+    return any(base.__name__ == "FSDPModule" for base in type(layer).__mro__)
+
+
+def _layers_to_change(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """(parent, name, layer) of the layers that can have scores."""
+    found, reasons = [], {}
+    for decoder in _pretrained(model):
+        config = decoder.config
+        if getattr(config, "is_encoder_decoder", False):
+            reasons["are of an encoder-decoder"] = type(decoder).__name__
+    for parent in model.modules():
+        for name, layer in parent.named_children():
+            if isinstance(layer, ScoredAttention):
+                raise ValueError(
+                    f"model: got a {type(model).__name__} with learned scores, expected one without; call "
+                    "remove_learned_scores first"
+                )
+            if not is_attention(layer):
+                continue
+            reason = reason_against_scores(layer)
+            if _is_sharded(layer):
+                reason = "are sharded themselves; call add_learned_scores before fully_shard"
+            if reason is None:
+                found.append((parent, name, layer))
+            else:
+                reasons.setdefault(reason, type(layer).__name__)
+    for decoder in _pretrained(model):
+        if any(layer in set(decoder.modules()) for _, _, layer in found):
+            reason = reason_to_refuse(decoder)
+            if reason is not None:
+                raise ValueError(f"model: got a {type(decoder).__name__}, which {reason}")
+    if "are of an encoder-decoder" in reasons:
+        found = []
+    if not found:
+        details = "; ".join(f"{name} layers {reason}" for reason, name in reasons.items())
+        details = details or "none calls transformers' attention interface"
+        raise ValueError(
+            f"model: got a {type(model).__name__} without an attention layer that can have scores, expected a decoder of "
+            f"transformers: {details}"
+        )
+    return found

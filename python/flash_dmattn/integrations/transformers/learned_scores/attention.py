@@ -1,0 +1,303 @@
+"""The attention function of layers with learned scores."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ...._core.numerics import Numerics
+from ....dispatch import attention, with_lse
+from ....keys.intervals import KeyIntervals, select_key_intervals
+from ....keys.rule import KeySelection, rank_in_document
+from ....keys.selection import Selection
+from ....keys.visibility import Visibility
+from ....merge import add_sink
+from ...attention import mask_driven_attention_forward
+from ...dtypes import cast_states, target_dtype
+from ...keywords import check_mask_keywords
+from ...masks import as_key_intervals, is_causal_mask, normalize_mask, present_tokens
+from ..cache import DynamicMaskCache, DynamicMaskLayer
+from ..scored_cache import update_with_scores
+
+NAME = "learned_scores_attention"  # of the implementation, in a config
+KEYWORD = "flash_dmattn_scores"  # by which a layer passes a `ScoredCall` to the attention function
+
+
+class ScoredCall:
+    """One call of a layer: what the attention function needs beside the arguments of transformers.
+
+    For the layer it stands in the place of the cache, whose `update` gets the keys before attention does.
+    """
+
+    def __init__(self, layer: nn.Module, hidden: Tensor, cache: Cache | None):
+        self.layer, self.hidden, self.cache = layer, hidden, cache
+        self.slots: DynamicMaskLayer | None = None
+        self.scores: Tensor | None = None  # of all keys [B, Hkv, Sk]; of the new ones with slots
+        self.query_position: Tensor | int | None = None  # None: the last query is the last key
+        self.has_attended = False
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """As that of a cache: all keys and values so far. With slots the new ones, which attention adds later."""
+        scores = self.make_scores(key, value)
+        if isinstance(self.cache, DynamicMaskCache):
+            self.slots, self.scores = self.cache.layers[layer_idx], scores
+            return key, value
+        if not isinstance(self.cache, Cache):
+            raise TypeError(
+                f"cache: got {type(self.cache).__name__}, expected a transformers Cache; continuous batching (a paged cache) "
+                "has no learned scores"
+            )
+        self.query_position = _first_position(self.cache, layer_idx, args)
+        key, value, self.scores = update_with_scores(
+            self.cache, key, value, scores, layer_idx, args
+        )
+        if self.scores is None:
+            raise ValueError(
+                f"cache: got keys without scores in layer {layer_idx}, expected a cache that was filled by this model with its "
+                "scores on (phase 'soft' or 'hard')"
+            )
+        return key, value
+
+    def make_scores(self, key: Tensor, value: Tensor) -> Tensor:
+        """Scores [B, Hkv, S] of keys and values [B, Hkv, S, D]."""
+        return self.layer.scorer(self.hidden, key.transpose(1, 2), value.transpose(1, 2))
+
+    def scores_of(self, key: Tensor, value: Tensor) -> Tensor:
+        self.has_attended = True
+        return self.make_scores(key, value) if self.scores is None else self.scores
+
+
+def _first_position(cache: Cache, index: int, update_arguments: tuple) -> Tensor | int | None:
+    """The position of the first new token in a cache with room for later keys; None: new tokens are its last ones."""
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    if not getattr(layer, "is_compileable", False):
+        return None
+    for argument in update_arguments:  # transformers 4
+        if isinstance(argument, dict) and argument.get("cache_position") is not None:
+            return argument["cache_position"][0]
+    position = layer.get_seq_length()  # a tensor, which `update` changes
+    return position.clone() if isinstance(position, Tensor) else position
+
+
+def scored_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *args,
+    flash_dmattn_scores: ScoredCall | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Attention in the form of transformers' functions. Layers without scores see what their mask shows.
+
+    Args:
+        query: [B, Hq, Sq, D]; key, value: [B, Hkv, Sk, D].
+        attention_mask: as `key_interval_mask` makes it, or a mask of the user's.
+        flash_dmattn_scores: of a layer with scores.
+
+    Returns:
+        output [B, Sq, Hq, D], and None in the place of the probabilities.
+    """
+    if flash_dmattn_scores is None:
+        return mask_driven_attention_forward(
+            module, query, key, value, attention_mask, *args, **kwargs
+        )
+    out = _attend(flash_dmattn_scores, query, key, value, attention_mask, *args, **kwargs)
+    return out, None
+
+
+def _attend(
+    call: ScoredCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs,
+) -> Tensor:
+    if dropout:
+        raise ValueError(f"dropout: got {dropout}, expected 0: attention dropout is not supported")
+    if sliding_window is not None:
+        raise ValueError(
+            f"sliding_window: got {sliding_window} in a layer with learned scores, expected None"
+        )
+    if is_causal_mask(mask):
+        mask = None
+    check_mask_keywords(kwargs, has_mask=mask is not None)
+    layer = call.layer
+    scores = call.scores_of(key, value)
+    if scores.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"scorer: got scores of {scores.shape[1]} heads, expected {key.shape[1]}, as many as keys have"
+        )
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    query, key, value = cast_states((query, key, value), target_dtype(layer, query))
+    numerics = Numerics.of(scaling, None, softcap, "saturate", None)
+    if call.slots is not None:
+        return _attend_with_slots(call.slots, layer, query, key, value, scores, mask, numerics, s_aux)
+    if layer.score_phase == "soft":
+        out = _attend_to_all(call, query, key, value, scores, mask, numerics)
+    else:
+        out = _attend_to_chosen(call, query, key, value, scores, mask, numerics)
+    return with_lse(*out, return_lse=False, sink_logits=s_aux)
+
+
+Result = tuple[Tensor, Tensor | None]  # out and statistics
+
+
+def _attend_to_all(
+    call: ScoredCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Tensor,
+    mask: Tensor | None,
+    numerics: Numerics,
+) -> Result:
+    """The soft phase: old keys, neither recent ones nor sinks, have their log gates as a bias."""
+    layer = call.layer
+    if call.query_position is not None:
+        raise ValueError(
+            "cache: got a static one in the phase 'soft', expected a cache that grows, or the phase 'hard'"
+        )
+    mask, intervals, additive = normalize_mask(mask, None, query, key, False, None)
+    if additive is not None:
+        raise ValueError(
+            "attention_mask: got one with other values than allowing and masking ones, expected a mask or key intervals"
+        )
+    bias = scores - layer.scorer.first_score
+    if layer.score_rule.sink_tokens:
+        bias = torch.where(_sinks(layer.score_rule, intervals, key), 0, bias)
+    return attention(
+        query,
+        key,
+        value,
+        bias,
+        Visibility(mask, True, intervals),
+        Selection(),
+        numerics,
+        bias_delay=layer.score_rule.recent_window,
+    )
+
+
+def _sinks(rule: KeySelection, intervals: KeyIntervals | None, key: Tensor) -> Tensor:
+    """The first keys of each document, bool [B or 1, 1, Sk]."""
+    if intervals is None:
+        return torch.arange(key.shape[1], device=key.device)[None, None] < rule.sink_tokens
+    first, last = intervals.intervals.unbind(-1)
+    visible = first < last
+    return visible & (rank_in_document(visible, last.cummax(-1).values) < rule.sink_tokens)
+
+
+def _attend_to_chosen(
+    call: ScoredCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Tensor,
+    mask: Tensor | None,
+    numerics: Numerics,
+) -> Result:
+    """The hard phase: the keys that the rule leaves, as the base model attends to them.
+
+    Scores decide which these are and change nothing else, so that a cache holds keys and no gates. The choice has no
+    derivative; scores learn by that of a bias of old keys, whose value is 0.
+    """
+    rule = call.layer.score_rule
+    query_length, key_length = query.shape[1], key.shape[1]
+    bias, delay = None, 0
+    if torch.is_grad_enabled() and scores.requires_grad:
+        bias, delay = scores - scores.detach(), rule.recent_window
+    scores = scores.detach()
+    selection = Selection()
+    if call.query_position is not None or call.cache is not None or mask is None:
+        key_mask = _present_keys(mask, query_length, key_length)
+        visible = Visibility(
+            keys=select_key_intervals(
+                scores,
+                **rule._asdict(),
+                key_mask=key_mask,
+                query_length=query_length,
+                query_position=call.query_position,
+            )
+        )
+    else:
+        mask, intervals, additive = normalize_mask(mask, None, query, key, True, None)
+        if additive is not None:
+            raise ValueError(
+                "attention_mask: got one with other values than allowing and masking ones, expected a mask or key intervals"
+            )
+        visible = Visibility(mask, True, intervals)
+        selection = Selection(rule, scores)
+    return attention(query, key, value, bias, visible, selection, numerics, bias_delay=delay)
+
+
+def _present_keys(mask: Tensor | None, query_length: int, key_length: int) -> Tensor | None:
+    """Which keys of a cache are tokens that some query sees, bool [B, 1, Sk]; None: all.
+
+    Causality is left to the positions, and texts are not packed where there is a cache.
+    """
+    if mask is None:
+        return None
+    intervals = as_key_intervals(mask, query_length, key_length)
+    if intervals is not None:
+        first, last = intervals.intervals.unbind(-1)
+        return first < last
+    if mask.dim() == 4 and mask.shape[1] == 1 and not mask.is_floating_point():
+        return mask.bool().any(2)
+    raise ValueError(
+        f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)} with a cache, expected padding [B, tokens]"
+    )
+
+
+def _attend_with_slots(
+    slots: DynamicMaskLayer,
+    layer: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Tensor,
+    mask: Tensor | None,
+    numerics: Numerics,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Attention of new tokens to those that a DynamicMaskCache holds and to each other."""
+    if layer.score_phase != "hard":
+        raise ValueError(
+            f"cache: got a DynamicMaskCache in the phase {layer.score_phase!r}, which attends to all keys; expected the phase "
+            "'hard', or transformers' DynamicCache"
+        )
+    key_mask = present_tokens(mask, query.shape[1])
+    scores = scores.float()
+    key_heads_first = tuple(t.transpose(1, 2) for t in (key, value))
+    if slots.is_empty:
+        slots.check_kernels(key_heads_first[0])
+        chosen = select_key_intervals(
+            scores,
+            **layer.score_rule._asdict(),
+            key_mask=None if key_mask is None else key_mask[:, None],
+        )
+        out, statistics = attention(
+            query, key, value, None, Visibility(keys=chosen), Selection(), numerics
+        )
+        slots.fill(*key_heads_first, scores, key_mask)
+        return with_lse(out, statistics, return_lse=False, sink_logits=s_aux)
+    out, lse = slots.attend(
+        query.transpose(1, 2),
+        *key_heads_first,
+        scores,
+        key_mask,
+        scale=numerics.scale,
+        softcap=numerics.softcap,
+        scores_are_bias=False,
+    )
+    return out if s_aux is None else add_sink(out, lse, s_aux)[0]

@@ -1,0 +1,144 @@
+"""Attention layers of transformers that give their keys scores, and which layers can."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import torch
+from torch import nn
+
+from ....keys.rule import KeySelection
+from ..compat import adopt_layer, pop_cache
+from .attention import KEYWORD, NAME, ScoredCall
+
+# Arguments of layers whose keys are not of the layer's own input.
+_OTHER_SOURCES = ("encoder_hidden_states", "key_value_states", "cross_attention_states")
+_LOCAL_KINDS = ("sliding", "chunked", "local", "window")
+
+
+class ScoredAttention(nn.Module):
+    """The part that an attention layer of any family gets for its scores.
+
+    Under another attention implementation than `NAME`, and in the phase "off", it is its base class. Nothing is kept from
+    one call to the next: the scores go with the arguments to the attention function.
+    """
+
+    scorer: nn.Module
+    score_rule: KeySelection
+    score_phase: str
+    base_attention: str  # the implementation of the phase "off"
+
+    def forward(self, *args, **kwargs):
+        if self.score_phase == "off" or self.config._attn_implementation != NAME:
+            return super().forward(*args, **kwargs)
+        kwargs = dict(zip(self.argument_names, args, strict=False)) | kwargs
+        cache = pop_cache(kwargs)
+        call = ScoredCall(self, kwargs["hidden_states"], cache)
+        kwargs[KEYWORD] = call
+        if cache is not None:
+            kwargs[self.cache_name] = call
+        result = super().forward(**kwargs)
+        if not call.has_attended:
+            raise RuntimeError(
+                f"{KEYWORD}: {type(self).__name__} did not pass its keywords to transformers' attention function; its "
+                "layers cannot have learned scores"
+            )
+        return result
+
+    def __reduce__(self):
+        return _empty_layer, (base_class(self),), vars(self)
+
+
+@functools.cache
+def scored_class(layer_class: type[nn.Module]) -> type[ScoredAttention]:
+    """The subclass of a family's attention layer that has scores."""
+    names = tuple(inspect.signature(layer_class.forward).parameters)[1:]
+    attributes = {
+        "argument_names": names,
+        "cache_name": next(name for name in ("cache", "past_key_values") if name in names),
+        "__module__": __name__,
+    }
+    return type(f"Scored{layer_class.__name__}", (ScoredAttention, layer_class), attributes)
+
+
+def base_class(layer: ScoredAttention) -> type[nn.Module]:
+    classes = type(layer).__mro__
+    return classes[classes.index(ScoredAttention) + 1]
+
+
+def with_scorer(
+    layer: nn.Module, scorer: nn.Module, rule: KeySelection, base_attention: str
+) -> ScoredAttention:
+    """The layer with scores, which takes over everything that it has."""
+    scored = adopt_layer(layer, scored_class(type(layer)))
+    scored.score_rule, scored.score_phase, scored.base_attention = rule, "hard", base_attention
+    scored.scorer = scorer
+    return scored
+
+
+def without_scorer(layer: ScoredAttention) -> nn.Module:
+    plain = adopt_layer(layer, base_class(layer))
+    del plain.scorer
+    for name in ("score_rule", "score_phase", "base_attention"):
+        delattr(plain, name)
+    return plain
+
+
+def _empty_layer(layer_class: type[nn.Module]) -> ScoredAttention:
+    scored = scored_class(layer_class)
+    return scored.__new__(scored)
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module calls transformers' attention interface."""
+    if isinstance(module, ScoredAttention):
+        return True
+    try:
+        source = inspect.getsource(type(module).forward)
+    except (OSError, TypeError):
+        return False
+    return "ALL_ATTENTION_FUNCTIONS" in source
+
+
+def reason_against_scores(layer: nn.Module) -> str | None:
+    """Why an attention layer gets no scores; None where it can have them."""
+    parameters = inspect.signature(type(layer).forward).parameters
+    has_keywords = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+    config = getattr(layer, "config", None)
+    if getattr(layer, "layer_idx", None) is None or config is None:
+        return "are no layers of a decoder (no layer_idx)"
+    if not getattr(layer, "is_causal", True):
+        return "are not causal"
+    if any(name in parameters for name in _OTHER_SOURCES):
+        return "can attend to another input than their own"
+    if "hidden_states" not in parameters or not has_keywords:
+        return "do not pass keywords from their input to the attention function"
+    if not {"cache", "past_key_values"} & set(parameters):
+        return "have no cache"
+    if getattr(layer, "is_kv_shared_layer", False):
+        return "take their keys from another layer"
+    if _window_of_its_own(layer):
+        return "have a sliding window of their own"
+    return None
+
+
+def _window_of_its_own(layer: nn.Module) -> bool:
+    kinds = getattr(layer.config, "layer_types", None)
+    if kinds:
+        return any(kind in kinds[layer.layer_idx] for kind in _LOCAL_KINDS)
+    return any(getattr(owner, "sliding_window", None) for owner in (layer, layer.config))
+
+
+def sizes_of(layer: nn.Module) -> tuple[int, int, int]:
+    """Features of the layer's input, its key heads, and features of the values of all heads."""
+    config = layer.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(layer, "v_head_dim", None) or getattr(layer, "head_dim", None)
+    if head_dim is None:
+        head_dim = config.hidden_size // config.num_attention_heads
+    return config.hidden_size, heads, heads * head_dim
+
+
+def device_of(layer: nn.Module) -> torch.device:
+    return next(layer.parameters()).device

@@ -1,0 +1,106 @@
+"""Modules that give the keys of one attention layer their scores."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ....scores import make_scores
+
+FIRST_LOGIT = 3.0  # where the logit of every gate begins, as in make_scores
+_HIDDEN_FEATURES = 64  # of the MLP
+
+Scorer = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def make_scorer(
+    scorer: str | Scorer, hidden_size: int, heads: int, value_size: int, device: torch.device
+) -> nn.Module:
+    """A module of one layer: hidden [B, S, hidden_size], key and value [B, S, heads, D] -> scores [B, heads, S].
+
+    value_size: features of the values of all heads.
+    """
+    if isinstance(scorer, nn.Module):
+        return FunctionScorer(copy.deepcopy(scorer).to(device))
+    if callable(scorer):
+        return FunctionScorer(scorer)
+    if scorer == "hidden":
+        return GateScorer("hidden", make_scores(hidden_size, heads, device=device))
+    if scorer == "value":
+        return GateScorer("value", make_scores(value_size, heads, device=device))
+    if scorer == "mlp":
+        gates = nn.Sequential(
+            nn.Linear(hidden_size, _HIDDEN_FEATURES, device=device),
+            nn.GELU(),
+            nn.Linear(_HIDDEN_FEATURES, heads, device=device),
+            nn.LogSigmoid(),
+        )
+        return GateScorer("hidden", make_scores(hidden_size, heads, gates))
+    if scorer in _BASELINES:
+        return FunctionScorer(_BASELINES[scorer], is_gate=False)
+    names = ", ".join(map(repr, NAMES))
+    raise ValueError(f"scorer: got {scorer!r}, expected one of {names}, a function or a module")
+
+
+class GateScorer(nn.Module):
+    """Log gates, log sigmoid(z) <= 0, of the layer's input or of its values.
+
+    All gates begin at `first_score`, whatever the token: the last projection begins at 0, and z at FIRST_LOGIT, where its
+    gradient is large enough to train. A bias that all keys share changes nothing in a softmax, so that attention with
+    scores relative to `first_score` begins as attention without scores.
+    """
+
+    is_gate = True
+    first_score = -math.log1p(math.exp(-FIRST_LOGIT))
+
+    def __init__(self, source: str, scores: nn.Module):
+        super().__init__()
+        self.source, self.scores = source, scores
+        last = [module for module in scores.modules() if isinstance(module, nn.Linear)][-1]
+        nn.init.zeros_(last.weight)
+        nn.init.constant_(last.bias, FIRST_LOGIT)
+
+    def extra_repr(self) -> str:
+        return f"source={self.source!r}"
+
+    def forward(self, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.scores(hidden if self.source == "hidden" else value.flatten(2))
+
+
+class FunctionScorer(nn.Module):
+    """The scores [B, S, heads] of a function or module, as float32 [B, heads, S]."""
+
+    first_score = 0.0
+
+    def __init__(self, function: Scorer, is_gate: bool = True):
+        super().__init__()
+        self.function, self.is_gate = function, is_gate
+
+    def forward(self, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = self.function(hidden, key, value)
+        if not isinstance(scores, Tensor):
+            raise TypeError(f"scorer: got a {type(scores).__name__}, expected a torch.Tensor")
+        if scores.shape != key.shape[:3] or not scores.is_floating_point():
+            raise ValueError(
+                f"scorer: got {scores.dtype} of shape {tuple(scores.shape)}, expected floating numbers [B, S, Hkv], "
+                f"{tuple(key.shape[:3])}"
+            )
+        return scores.transpose(1, 2).to(torch.promote_types(scores.dtype, torch.float32))
+
+
+def key_norm_scores(hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Minus the length of the key, by which long keys go first (arXiv 2406.11430)."""
+    return -torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32)
+
+
+def random_scores(hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return torch.rand(key.shape[:3], device=key.device)
+
+
+_BASELINES = {"key_norm": key_norm_scores, "random": random_scores}
+TRAINABLE = ("hidden", "mlp", "value")
+NAMES = (*TRAINABLE, *_BASELINES)
