@@ -10,13 +10,12 @@ from transformers.models.doge.modeling_doge import DogeAttention, DogeModel, Dog
 
 from ..._core.checks import may_read, resolve_flag
 from ...keys.recognise import Memo
-from ..masks import causal_mask
 from .cache import DynamicMaskCache
 from .compat import CACHE, MODEL_ARGUMENTS, find_cache, own_config, refuse_continuous_batching
 from .doge import CONTEXT, Context, FlashDogeAttention, check_cache
 from .doge import NAME as DOGE_NAME
 from .families import reason_to_refuse
-from .masks import documents_of_positions, intervals_of_documents
+from .masks import is_causal_config, mask_kind
 
 NAME = "flash_dmattn"
 # Names accepted for this attention. A config stores the second name: transformers 5 branches on "flash" in a name.
@@ -164,48 +163,13 @@ def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple,
     if use_cache and cache is None and not torch.is_grad_enabled() and _has_default_cache(model):
         cache = changes[CACHE] = DynamicMaskCache(model.config)
     kind, mask = None, None
-    if cache is None and arguments_by_name.get("cache_position") is None and _is_causal(model):
-        kind, mask = _mask_kind(arguments_by_name, bool(use_cache))
+    if cache is None and arguments_by_name.get("cache_position") is None and is_causal_config(model.config):
+        kind, mask = mask_kind(arguments_by_name, bool(use_cache))
     if mask is not None:
         changes["attention_mask"] = mask
     changes[CONTEXT] = Context(kind, Memo() if may_read() else None)
     arguments = dict(zip(MODEL_ARGUMENTS, args, strict=False)) | options | changes
     return (), arguments
-
-
-def _is_causal(model: DogeModel) -> bool:
-    """Whether transformers' mask of all tokens would be plain causality."""
-    config = model.config
-    has_window = getattr(config, "sliding_window", None) is not None
-    return not has_window and getattr(config, "is_causal", True)
-
-
-def _mask_kind(arguments_by_name: dict, use_cache: bool) -> tuple[str | None, torch.Tensor | None]:
-    """The kind of mask that transformers makes of a call's arguments (see `Context`), and the mask where it is known.
-
-    The kind can otherwise be found only by reading values, which compiled code cannot do.
-    """
-    padding, positions = (
-        arguments_by_name.get("attention_mask"),
-        arguments_by_name.get("position_ids"),
-    )
-    tokens = arguments_by_name.get("input_ids")
-    tokens = arguments_by_name.get("inputs_embeds") if tokens is None else tokens
-    if padding is not None:
-        return (
-            "padded" if isinstance(padding, torch.Tensor) and padding.dim() == 2 else None
-        ), None
-    if not isinstance(tokens, torch.Tensor):
-        return None, None  # an error of the model
-    batch = tokens.shape[0]
-    if positions is None:
-        return "causal", causal_mask(batch, tokens.device)
-    if use_cache:  # transformers then does not look where positions begin again
-        return None, None
-    documents = documents_of_positions(positions.expand(batch, -1))
-    if may_read() and not documents.any():
-        return "causal", causal_mask(batch, tokens.device)
-    return "packed", intervals_of_documents(documents)
 
 
 def _refuse_additive_padding(padding: object) -> None:

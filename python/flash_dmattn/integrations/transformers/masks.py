@@ -140,6 +140,40 @@ def intervals_of_documents(documents: torch.Tensor) -> torch.Tensor:
     return torch.stack([first, last], dim=-1)[:, None]
 
 
+def is_causal_config(config: PretrainedConfig) -> bool:
+    """Whether transformers' mask of all tokens would be plain causality."""
+    has_window = getattr(config, "sliding_window", None) is not None
+    return not has_window and getattr(config, "is_causal", True)
+
+
+def mask_kind(arguments_by_name: dict, use_cache: bool) -> tuple[str | None, torch.Tensor | None]:
+    """The kind of mask that transformers makes of a call's arguments (see `doge.Context`), and the mask where it is known.
+
+    The kind can otherwise be found only by reading values, which compiled code cannot do.
+    """
+    padding, positions = (
+        arguments_by_name.get("attention_mask"),
+        arguments_by_name.get("position_ids"),
+    )
+    tokens = arguments_by_name.get("input_ids")
+    tokens = arguments_by_name.get("inputs_embeds") if tokens is None else tokens
+    if padding is not None:
+        return (
+            "padded" if isinstance(padding, torch.Tensor) and padding.dim() == 2 else None
+        ), None
+    if not isinstance(tokens, torch.Tensor):
+        return None, None  # an error of the model
+    batch = tokens.shape[0]
+    if positions is None:
+        return "causal", causal_mask(batch, tokens.device)
+    if use_cache:  # transformers then does not look where positions begin again
+        return None, None
+    documents = documents_of_positions(positions.expand(batch, -1))
+    if may_read() and not documents.any():
+        return "causal", causal_mask(batch, tokens.device)
+    return "packed", intervals_of_documents(documents)
+
+
 class _Positions(NamedTuple):
     """Where queries and keys stand, by the arguments of `key_interval_mask`. Offsets on the device are not read."""
 

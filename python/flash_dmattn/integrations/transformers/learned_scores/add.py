@@ -22,6 +22,7 @@ from .layers import (
     without_scorer,
 )
 from ..config_rules import CONFIG_NAME, LearnedScores, make_rule
+from .masks import add_mask_hooks, remove_mask_hooks
 from .scorers import NAMES, Scorer, make_scorer
 
 PHASES = ("soft", "hard", "off")
@@ -100,6 +101,7 @@ def add_learned_scores(
         setattr(layer.config, CONFIG_NAME, stored)
     for module in _pretrained(model):
         refuse_continuous_batching(module, (NAME,))
+    add_mask_hooks(model)
     setattr(model, _METHOD, partial(set_score_phase, model))
     return set_score_phase(model, "hard")
 
@@ -138,6 +140,7 @@ def remove_learned_scores(model: nn.Module) -> nn.Module:
             if isinstance(layer, ScoredAttention):
                 vars(layer.config).pop(CONFIG_NAME, None)
                 setattr(parent, name, without_scorer(layer))
+    remove_mask_hooks(model)
     vars(model).pop(_METHOD, None)
     return model
 

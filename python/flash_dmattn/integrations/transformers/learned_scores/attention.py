@@ -10,7 +10,7 @@ from ...._core.numerics import Numerics
 from ....dispatch import attention, with_lse
 from ....keys.intervals import KeyIntervals, select_key_intervals
 from ....keys.rule import KeySelection, rank_in_document
-from ....keys.selection import Selection
+from ....keys.selection import Selection, apply_selection
 from ....keys.visibility import Visibility
 from ....merge import add_sink
 from ...attention import mask_driven_attention_forward
@@ -31,7 +31,8 @@ class ScoredCall:
     """
 
     def __init__(self, layer: nn.Module, hidden: Tensor, cache: Cache | None):
-        self.layer, self.hidden, self.cache = layer, hidden, cache
+        self.layer, self.hidden = layer, hidden
+        self.cache = getattr(cache, "self_attention_cache", cache)  # of an EncoderDecoderCache
         self.slots: DynamicMaskLayer | None = None
         self.scores: Tensor | None = None  # of all keys [B, Hkv, Sk]; of the new ones with slots
         self.query_position: Tensor | int | None = None  # None: the last query is the last key
@@ -60,6 +61,10 @@ class ScoredCall:
                 "scores on (phase 'soft' or 'hard')"
             )
         return key, value
+
+    def __getattr__(self, name: str):
+        """Whatever else a layer asks its cache."""
+        return getattr(self.cache, name)
 
     def make_scores(self, key: Tensor, value: Tensor) -> Tensor:
         """Scores [B, Hkv, S] of keys and values [B, Hkv, S, D]."""
@@ -107,7 +112,7 @@ def scored_attention_forward(
             module, query, key, value, attention_mask, *args, **kwargs
         )
     out = _attend(flash_dmattn_scores, query, key, value, attention_mask, *args, **kwargs)
-    return out, None
+    return out.contiguous(), None  # of which some layers take a view
 
 
 def _attend(
@@ -182,7 +187,7 @@ def _attend_to_all(
         key,
         value,
         bias,
-        Visibility(mask, True, intervals),
+        Visibility(mask, intervals is None, intervals),  # intervals include causality
         Selection(),
         numerics,
         bias_delay=layer.score_rule.recent_window,
@@ -218,8 +223,7 @@ def _attend_to_chosen(
     if torch.is_grad_enabled() and scores.requires_grad:
         bias, delay = scores - scores.detach(), rule.recent_window
     scores = scores.detach()
-    selection = Selection()
-    if call.query_position is not None or call.cache is not None or mask is None:
+    if mask is None or call.cache is not None and _is_padding(mask, call, query_length, key_length):
         key_mask = _present_keys(mask, query_length, key_length)
         visible = Visibility(
             keys=select_key_intervals(
@@ -236,16 +240,26 @@ def _attend_to_chosen(
             raise ValueError(
                 "attention_mask: got one with other values than allowing and masking ones, expected a mask or key intervals"
             )
-        visible = Visibility(mask, True, intervals)
-        selection = Selection(rule, scores)
-    return attention(query, key, value, bias, visible, selection, numerics, bias_delay=delay)
+        visible = apply_selection(
+            Selection(rule, scores),
+            query,
+            key,
+            None,
+            Visibility(mask, intervals is None, intervals),  # intervals include causality
+            uses_library_kernels=False,
+        )
+    return attention(query, key, value, bias, visible, Selection(), numerics, bias_delay=delay)
+
+
+def _is_padding(mask: Tensor, call: ScoredCall, query_length: int, key_length: int) -> bool:
+    """Whether a mask is no more than causality and padding: every compact one with a cache is. A static cache knows where its
+    queries stand, and a mask does not tell."""
+    is_compact = as_key_intervals(mask, query_length, key_length) is not None
+    return is_compact or call.query_position is not None
 
 
 def _present_keys(mask: Tensor | None, query_length: int, key_length: int) -> Tensor | None:
-    """Which keys of a cache are tokens that some query sees, bool [B, 1, Sk]; None: all.
-
-    Causality is left to the positions, and texts are not packed where there is a cache.
-    """
+    """Which keys some query sees, bool [B, 1, Sk]; None: all."""
     if mask is None:
         return None
     intervals = as_key_intervals(mask, query_length, key_length)
@@ -255,7 +269,7 @@ def _present_keys(mask: Tensor | None, query_length: int, key_length: int) -> Te
     if mask.dim() == 4 and mask.shape[1] == 1 and not mask.is_floating_point():
         return mask.bool().any(2)
     raise ValueError(
-        f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)} with a cache, expected padding [B, tokens]"
+        f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)} with a static cache, expected padding [B, tokens]"
     )
 
 

@@ -9,11 +9,19 @@ import torch
 from torch import nn
 
 from ....keys.rule import KeySelection
-from ..compat import adopt_layer, pop_cache
+from ..compat import adopt_layer
 from .attention import KEYWORD, NAME, ScoredCall
 
 # Arguments of layers whose keys are not of the layer's own input.
 _OTHER_SOURCES = ("encoder_hidden_states", "key_value_states", "cross_attention_states")
+_CACHE_NAMES = ("cache", "past_key_values", "layer_past")
+# Reasons by `config.model_type` (without "_text") for layers that do more than their arguments tell.
+_REASONS = {
+    "diffusion_gemma": "see later tokens of a block",
+    "doge": "have scores of their own; call enable_flash_dmattn",
+    "glm5_next": "choose keys by an indexer",
+    "jetmoe": "repeat keys before the attention function gets them",
+}
 _LOCAL_KINDS = ("sliding", "chunked", "local", "window")
 
 
@@ -33,11 +41,10 @@ class ScoredAttention(nn.Module):
         if self.score_phase == "off" or self.config._attn_implementation != NAME:
             return super().forward(*args, **kwargs)
         kwargs = dict(zip(self.argument_names, args, strict=False)) | kwargs
-        cache = pop_cache(kwargs)
-        call = ScoredCall(self, kwargs["hidden_states"], cache)
-        kwargs[KEYWORD] = call
-        if cache is not None:
-            kwargs[self.cache_name] = call
+        name = next((name for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
+        call = kwargs[KEYWORD] = ScoredCall(self, kwargs["hidden_states"], kwargs.get(name))
+        if name is not None:
+            kwargs[name] = call
         result = super().forward(**kwargs)
         if not call.has_attended:
             raise RuntimeError(
@@ -56,7 +63,6 @@ def scored_class(layer_class: type[nn.Module]) -> type[ScoredAttention]:
     names = tuple(inspect.signature(layer_class.forward).parameters)[1:]
     attributes = {
         "argument_names": names,
-        "cache_name": next(name for name in ("cache", "past_key_values") if name in names),
         "__module__": __name__,
     }
     return type(f"Scored{layer_class.__name__}", (ScoredAttention, layer_class), attributes)
@@ -110,12 +116,17 @@ def reason_against_scores(layer: nn.Module) -> str | None:
         return "are no layers of a decoder (no layer_idx)"
     if not getattr(layer, "is_causal", True):
         return "are not causal"
-    if any(name in parameters for name in _OTHER_SOURCES):
+    has_other_sources = any(name in parameters for name in _OTHER_SOURCES)
+    if has_other_sources and getattr(layer, "is_cross_attention", True):
         return "can attend to another input than their own"
     if "hidden_states" not in parameters or not has_keywords:
         return "do not pass keywords from their input to the attention function"
-    if not {"cache", "past_key_values"} & set(parameters):
+    if not set(_CACHE_NAMES) & set(parameters):
         return "have no cache"
+    if "position_bias=" in inspect.getsource(type(layer).forward):
+        return "add a bias of their own"
+    if config.model_type.removesuffix("_text") in _REASONS:
+        return _REASONS[config.model_type.removesuffix("_text")]
     if getattr(layer, "is_kv_shared_layer", False):
         return "take their keys from another layer"
     if _window_of_its_own(layer):
@@ -137,7 +148,8 @@ def sizes_of(layer: nn.Module) -> tuple[int, int, int]:
     head_dim = getattr(layer, "v_head_dim", None) or getattr(layer, "head_dim", None)
     if head_dim is None:
         head_dim = config.hidden_size // config.num_attention_heads
-    return config.hidden_size, heads, heads * head_dim
+    features = getattr(layer, "attention_hidden_size", config.hidden_size)
+    return features, heads, heads * head_dim
 
 
 def device_of(layer: nn.Module) -> torch.device:

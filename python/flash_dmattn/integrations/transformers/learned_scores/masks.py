@@ -1,0 +1,68 @@
+"""Masks of compiled models, whose code cannot find out that they are no more than causality or packed texts."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...._core.checks import may_read
+from ..compat import find_cache
+from ..masks import is_causal_config, mask_kind
+from .attention import NAME
+from .layers import ScoredAttention, is_attention
+
+
+def add_mask_hooks(model: nn.Module) -> None:
+    """Lets the decoders in a model pass the masks that their layers need.
+
+    Only where all layers have scores: others need masks of their own, which transformers makes.
+    """
+    for decoder in _decoders(model):
+        attention = [module for module in decoder.modules() if is_attention(module)]
+        names = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
+        takes_masks = {"attention_mask", "position_ids"} <= set(names)
+        if takes_masks and all(isinstance(layer, ScoredAttention) for layer in attention):
+            decoder.register_forward_pre_hook(_MaskHook(names), with_kwargs=True)
+
+
+def remove_mask_hooks(model: nn.Module) -> None:
+    for module in model.modules():
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, _MaskHook):
+                del module._forward_pre_hooks[number], module._forward_pre_hooks_with_kwargs[number]
+
+
+class _MaskHook:
+    def __init__(self, names: tuple[str, ...]):
+        self.names = names  # of the decoder's arguments, in order
+
+    def __call__(
+        self, decoder: PreTrainedModel, args: tuple, options: dict
+    ) -> tuple[tuple, dict] | None:
+        """Before the decoder's forward, in code that may not read values: the mask of its arguments where it is known."""
+        config = decoder.config
+        if may_read() or config._attn_implementation != NAME or not is_causal_config(config):
+            return None
+        arguments = dict(zip(self.names, args, strict=False)) | options
+        if find_cache(arguments) is not None:
+            return None
+        use_cache = arguments.get("use_cache")
+        _, mask = mask_kind(arguments, bool(config.use_cache if use_cache is None else use_cache))
+        return None if mask is None else ((), arguments | {"attention_mask": mask})
+
+
+def _decoders(model: nn.Module) -> list[PreTrainedModel]:
+    """The innermost models that hold layers with scores."""
+    holders = [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+        and any(isinstance(layer, ScoredAttention) for layer in module.modules())
+    ]
+    return [
+        module
+        for module in holders
+        if not any(inner is not module and inner in holders for inner in module.modules())
+    ]

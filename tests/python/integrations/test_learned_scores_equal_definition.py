@@ -1,0 +1,121 @@
+"""Layers of other families with learned scores attend as their words say: to all keys with gates, or to the keys of the
+rule; forward and backward, padded and packed."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from scored_models import FAMILIES, RULES, make_base, make_ids, make_scored  # noqa: E402
+from scores_by_definition import by_definition  # noqa: E402
+
+from flash_dmattn.integrations.transformers import (  # noqa: E402
+    add_learned_scores,
+    remove_learned_scores,
+)
+
+pytestmark = pytest.mark.transformers
+S = 21
+
+
+def left_padding():
+    mask = torch.ones(2, S, dtype=torch.long)
+    mask[0, :6] = 0
+    return mask
+
+
+INPUTS = {
+    "no_mask": {},
+    "left": {"attention_mask": left_padding()},
+    "right": {"attention_mask": left_padding().flip(1)},
+    "packed": {"position_ids": torch.cat([torch.arange(8), torch.arange(S - 8)]).repeat(2, 1)},
+}
+
+
+def tokens_of(name):
+    return INPUTS[name].get("attention_mask", torch.ones(2, S, dtype=torch.long)).bool()
+
+
+def logits_and_gradients(model, name):
+    logits = model(make_ids(S), use_cache=False, **INPUTS[name]).logits[tokens_of(name)]
+    direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [logits, *torch.autograd.grad(logits, parameters, direction, allow_unused=True)]
+
+
+def assert_equals_definition(model, name, phase):
+    model.set_score_phase(phase)
+    found = logits_and_gradients(model, name)
+    with by_definition(model):
+        expected = logits_and_gradients(model, name)
+    for ours, theirs in zip(found, expected, strict=True):
+        if theirs is None:
+            assert ours is None or not ours.any()
+        else:
+            torch.testing.assert_close(ours, theirs, atol=3e-5 * theirs.abs().amax().item(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_equal_definition(family):
+    model = make_scored(family)
+    for phase in ("soft", "hard"):
+        assert_equals_definition(model, "left", phase)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_equal_definition(rule, name):
+    model = make_scored(rule=rule)
+    for phase in ("soft", "hard"):
+        assert_equals_definition(model, name, phase)
+
+
+@pytest.mark.parametrize("scorer", ["mlp", "value", "key_norm"])
+def test_scorers_equal_definition(scorer):
+    model = make_scored(scorer=scorer)
+    for phase in ("soft", "hard") if scorer != "key_norm" else ("hard",):
+        assert_equals_definition(model, "no_mask", phase)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_off_is_the_base_model_bit_for_bit(family):
+    model, ids = make_base(family), make_ids()
+    expected, names = model(ids).logits, set(model.state_dict())
+    kinds = [type(module) for module in model.modules()]
+    add_learned_scores(model, **RULES["all"])
+    assert set(model.state_dict()) > names
+    model.set_score_phase("off")
+    assert torch.equal(model(ids).logits, expected)
+    remove_learned_scores(model)
+    assert torch.equal(model(ids).logits, expected)
+    assert set(model.state_dict()) == names and [type(module) for module in model.modules()] == kinds
+    assert not hasattr(model.config, "learned_scores") and not hasattr(model, "set_score_phase")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_new_soft_scores_and_wide_windows_change_nothing(family):
+    model, ids = make_base(family), make_ids()
+    expected = model(ids).logits
+    add_learned_scores(model, keep_window_size=5, recent_window=3, sink_tokens=1)
+    hard = model(ids).logits
+    assert (hard - expected).abs().max() > 1e-2
+    model.set_score_phase("soft")
+    torch.testing.assert_close(model(ids).logits, expected, atol=2e-5, rtol=1e-4)
+    remove_learned_scores(model)
+    add_learned_scores(model, keep_window_size=len(ids[0]))
+    torch.testing.assert_close(model(ids).logits, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_custom_scorers_get_hidden_keys_and_values():
+    class Own(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = torch.nn.Linear(32 + 2 * 8 + 2 * 8, 2)
+
+        def forward(self, hidden, key, value):
+            return -self.mix(torch.cat([hidden, key.flatten(2), value.flatten(2)], -1)).square()
+
+    model = add_learned_scores(make_base(), **RULES["all"], scorer=Own())
+    first, second = (layer.self_attn.scorer for layer in model.model.layers)
+    assert first.function.mix.weight is not second.function.mix.weight
+    for phase in ("soft", "hard"):
+        assert_equals_definition(model, "left", phase)

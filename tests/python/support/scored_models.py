@@ -1,0 +1,81 @@
+"""Tiny decoders of many families, with weights large enough for attention to matter, and learned scores that differ."""
+
+import torch
+import transformers
+
+from flash_dmattn.integrations.transformers import add_learned_scores
+from flash_dmattn.integrations.transformers.learned_scores.add import scored_layers
+
+VOCABULARY = 64
+_SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+_MOE = {
+    "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+}  # fmt: skip
+FAMILIES = {
+    "Llama": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Qwen3Moe": _MOE,
+    "Mistral": {"sliding_window": None},
+    "Mixtral": {**_MOE, "sliding_window": None},
+    "Gemma2": {"sliding_window": 6, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 3.0},
+    "Gemma3": {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]},
+    "Phi3": {"sliding_window": None},
+    "Olmo2": {},
+    "SmolLM3": {"no_rope_layers": [1, 0], "layer_types": None},
+    "Granite": {"attention_multiplier": 0.2},
+    "GptOss": {**_MOE, "sliding_window": 6},
+    "GPTNeoX": {"num_key_value_heads": ...},  # not an argument
+    "GPT2": {"num_key_value_heads": ..., "intermediate_size": ..., "head_dim": ...},
+}
+RULES = {
+    "window": {"keep_window_size": 5},
+    "all": {"keep_window_size": 4, "recent_window": 3, "sink_tokens": 2},
+    "competing": {"keep_window_size": 4, "recent_window": 3, "recent_competes": True},
+    "heads": {"keep_window_size": [3, 6], "recent_window": 2},
+    "threshold": {"score_threshold": -0.7, "recent_window": 3},
+    "streaming": {"keep_window_size": 0, "recent_window": 5, "sink_tokens": 2},
+}
+
+
+def make_config(family, **options):
+    names = {"Gemma3": "Gemma3TextConfig"}
+    config_class = getattr(transformers, names.get(family, f"{family}Config"))
+    sizes = {**_SIZES, **FAMILIES[family], **options}
+    return config_class(**{name: size for name, size in sizes.items() if size is not ...})
+
+
+def make_base(family="Llama", **options):
+    torch.manual_seed(1)
+    names = {"GPT2": "GPT2LMHeadModel"}
+    model_class = getattr(transformers, names.get(family, f"{family}ForCausalLM"))
+    model = model_class(make_config(family, **options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.2
+            parameter.add_(noise * scale)
+    return model.eval()
+
+
+def make_scored(family="Llama", rule="all", scorer="hidden", **options):
+    model = add_learned_scores(make_base(family, **options), **RULES[rule], scorer=scorer)
+    spread_scores(model)
+    return model
+
+
+def spread_scores(model):
+    """Gates that differ from key to key, as after training."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for layer in scored_layers(model):
+            for parameter in layer.scorer.parameters():
+                parameter.normal_()
+
+
+def make_ids(length=21, batch=2):
+    return torch.randint(2, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(3))

@@ -1,0 +1,101 @@
+"""Attention of layers with learned scores by its words, with N x N tensors in plain torch, as an implementation of
+transformers' attention interface."""
+
+import contextlib
+
+import torch
+from rules_by_definition import visible_keys
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+from flash_dmattn.integrations.transformers.learned_scores.add import scored_layers
+
+NAME = "scores_by_definition"
+_hidden = {}  # of the layers that are running
+
+
+@contextlib.contextmanager
+def by_definition(model):
+    """Within it the layers of a model attend by definition. Rows that are not padded are comparable."""
+    layers = scored_layers(model)
+    hooks = [layer.register_forward_pre_hook(_remember, with_kwargs=True) for layer in layers]
+    names = [layer.config._attn_implementation for layer in layers]
+    for layer in layers:
+        layer.config._attn_implementation_internal = NAME
+    try:
+        yield
+    finally:
+        for layer, hook, name in zip(layers, hooks, names, strict=True):
+            hook.remove()
+            layer.config._attn_implementation_internal = name
+        _hidden.clear()
+
+
+def _remember(layer, args, kwargs):
+    _hidden[layer] = args[0] if args else kwargs["hidden_states"]
+
+
+def _attend(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **kwargs):
+    groups = query.shape[1] // key.shape[1]
+    logits = query @ key.repeat_interleave(groups, 1).mT * (scaling or query.shape[-1] ** -0.5)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    visible = attention_mask.expand(logits.shape)
+    if module in _hidden:
+        scores = module.scorer(_hidden[module], key.transpose(1, 2), value.transpose(1, 2))
+        bias, seen = _bias_and_keys(module, scores, attention_mask)
+        logits = logits + bias.repeat_interleave(groups, 1)
+        visible = visible & seen.repeat_interleave(groups, 1)
+    logits = logits.masked_fill(~visible, float("-inf"))
+    if s_aux is not None:
+        sink = s_aux.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sink], -1)
+    weights = logits.softmax(-1).nan_to_num(0.0)[..., : key.shape[2]]
+    out = weights @ value.repeat_interleave(groups, 1)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _bias_and_keys(layer, scores, mask):
+    """The bias and the visible keys, [B, Hkv, S, S], of texts under a mask of causality, padding and packing."""
+    rule, length = layer.score_rule, scores.shape[2]
+    positions = torch.arange(length)
+    old = positions[:, None] - positions >= rule.recent_window
+    if layer.score_phase == "hard":
+        return old * (scores - scores.detach())[:, :, None], _keys_of_rule(rule, scores, mask)
+    # Sinks are what a rule with no other keys shows.
+    alone = rule._replace(keep_window_size=0, recent_window=0, score_threshold=None)
+    sinks = _keys_of_rule(alone, scores, mask)
+    bias = (scores - layer.scorer.first_score)[:, :, None]
+    return torch.where(old & ~sinks, bias, 0.0), torch.ones_like(sinks)
+
+
+def _keys_of_rule(rule, scores, mask):
+    """bool [B, Hkv, S, S]."""
+    batch, heads, length = scores.shape
+    positions = torch.arange(length)
+    windows = rule.keep_window_size
+    windows = windows if isinstance(windows, tuple) else (windows,) * heads
+    seen = []
+    for row in range(batch):
+        allowed = mask[min(row, len(mask) - 1), 0]
+        present = allowed.any(0)
+        # Documents: no query sees a key of another one.
+        documents = torch.where(present, (allowed * positions[:, None]).amax(0), -1).cummax(0).values
+        seen += [
+            visible_keys(
+                scores[row, head].detach(), rule._replace(keep_window_size=window), is_causal=True,
+                query_positions=positions, query_documents=documents, key_positions=positions,
+                key_documents=documents, present=present, last_position=None,
+            )
+            for head, window in enumerate(windows)
+        ]  # fmt: skip
+    return torch.stack(seen).view(batch, heads, length, length)
+
+
+def _mask(*args, **kwargs):
+    """bool [B, 1, S, S], never None."""
+    kwargs = kwargs | {"allow_is_causal_skip": False}
+    return masking_utils.sdpa_mask(*args, **kwargs)
+
+
+AttentionInterface.register(NAME, _attend)
+AttentionMaskInterface.register(NAME, _mask)
