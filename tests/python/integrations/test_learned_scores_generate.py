@@ -1,0 +1,174 @@
+"""A model with learned scores writes what attention over the whole text gives, under every cache and way of generating."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from scored_models import RULES, make_ids, make_scored  # noqa: E402
+from scores_by_definition import by_definition  # noqa: E402
+from transformers import DynamicCache, StaticCache  # noqa: E402
+
+from flash_dmattn.integrations.transformers import DynamicMaskCache  # noqa: E402
+
+pytestmark = pytest.mark.transformers
+PROMPT, NEW = 13, 9
+FAMILIES = ("Llama", "Qwen3", "Gemma3", "GptOss", "Gemma2", "GPTNeoX")
+CACHES = {
+    "dynamic": lambda model: DynamicCache(config=model.config),
+    "static": lambda model: StaticCache(config=model.config, max_cache_len=PROMPT + NEW + 3),
+    "slots": lambda model: DynamicMaskCache(model.config),
+    "static_slots": lambda model: DynamicMaskCache(model.config, static=True),
+}
+
+
+def make_cache(model, name):
+    rule = model.config.learned_scores
+    if "slots" in name and (rule["recent_window"] or rule["sink_tokens"]):
+        pytest.skip("slots of a rule")
+    layers = len(rule["layers"])
+    if name == "static_slots" and layers < model.config.num_hidden_layers:
+        pytest.skip("static slots beside sliding layers")
+    return CACHES[name](model)
+
+
+def left_padding():
+    mask = torch.ones(2, PROMPT, dtype=torch.long)
+    mask[0, :4] = 0
+    return mask
+
+
+def padded(length):
+    return torch.nn.functional.pad(left_padding(), (0, length - PROMPT), value=1)
+
+
+def by_definition_of(model, ids, mask=None):
+    with torch.no_grad(), by_definition(model):
+        positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
+        return model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+
+
+def assert_writes_by_definition(model, written, mask=None):
+    logits = by_definition_of(model, written[:, :-1], mask)
+    assert torch.equal(logits[:, PROMPT - 1 :].argmax(-1), written[:, PROMPT:])
+
+
+def generate(model, **options):
+    ids = make_ids(PROMPT)
+    with torch.no_grad():
+        return model.generate(
+            ids, **{"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False, **options}
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("rule", ["window", "all", "competing"])
+def test_steps_and_chunks_equal_definition(rule, name):
+    """A prompt in two parts, then tokens one at a time, padded on the left."""
+    model, ids = make_scored(rule=rule), make_ids(PROMPT + NEW)
+    mask = padded(PROMPT + NEW)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache, found = make_cache(model, name), []
+    cuts = [0, 7, PROMPT, *range(PROMPT + 1, PROMPT + NEW + 1)]
+    with torch.no_grad():
+        for start, stop in zip(cuts, cuts[1:], strict=False):
+            out = model(
+                ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=positions[:, start:stop],
+                past_key_values=cache, use_cache=True,
+            )  # fmt: skip
+            found.append(out.logits)
+    found, expected = torch.cat(found, 1), by_definition_of(model, ids, mask)
+    tokens = mask.bool()
+    torch.testing.assert_close(found[tokens], expected[tokens], atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_write_by_definition(family, name):
+    for rule in ("window", "all"):
+        if rule == "all" and "slots" in name:
+            continue
+        model = make_scored(family, rule)
+        written = generate(model, past_key_values=make_cache(model, name))
+        assert_writes_by_definition(model, written)
+
+
+@pytest.mark.parametrize("rule", ["window", "all"])
+def test_ways_of_generating_agree(rule):
+    model = make_scored(rule=rule)
+    ways = {
+        "padded": {"attention_mask": left_padding()},
+        "sampling": {"do_sample": True, "top_k": 8, "num_return_sequences": 2},
+        "beams": {"num_beams": 3},
+    }
+    for way, options in ways.items():
+        written = []
+        for name in ("none", "dynamic", "static", "slots"):
+            if name == "slots" and rule == "all":
+                continue
+            cache = {} if name == "none" else {"past_key_values": make_cache(model, name)}
+            if name == "none":
+                cache["use_cache"] = False
+            if name == "static" and way in ("sampling", "beams"):
+                continue  # for another number of rows
+            torch.manual_seed(3)
+            written.append(generate(model, **options, **cache))
+        for other in written[1:]:
+            assert torch.equal(other, written[0]), way
+
+
+@pytest.mark.parametrize("rule", ["window", "all"])
+def test_assisted_decoding_writes_by_definition(rule):
+    """GPT-2, whose first layer knows positions: elsewhere equal tokens tie there, and the last digit of a score depends on
+    how many tokens a call has."""
+    model = make_scored("GPT2", rule)
+    ids = make_ids(PROMPT, batch=1)
+    cache = make_cache(model, "slots" if rule == "window" else "dynamic")
+    with torch.no_grad():
+        written = model.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=NEW, do_sample=False,
+            prompt_lookup_num_tokens=3,
+        )  # fmt: skip
+    assert_writes_by_definition(model, written)
+
+
+def test_slots_hold_a_window_at_any_length():
+    model = make_scored(rule="window")
+    cache = DynamicMaskCache(model.config)
+    generate(model, past_key_values=cache, max_new_tokens=60)
+    assert cache.layers[0].keys.shape[2] == RULES["window"]["keep_window_size"]
+
+
+def test_sliding_layers_keep_their_own_cache():
+    model = make_scored("Gemma3", "window")
+    kinds = [type(layer).__name__ for layer in DynamicMaskCache(model.config).layers]
+    assert kinds == ["DynamicMaskLayer", "DynamicSlidingWindowLayer"]
+
+
+def test_soft_phase_generates_with_gates():
+    model = make_scored(rule="all").set_score_phase("soft")
+    assert_writes_by_definition(model, generate(model))
+
+
+def test_cache_without_scores_is_refused():
+    model = make_scored(rule="window").set_score_phase("off")
+    cache, ids = DynamicCache(config=model.config), make_ids()
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        model.set_score_phase("hard")
+        with pytest.raises(ValueError, match="^cache: got keys without scores in layer 0"):
+            model(ids[:, :1], past_key_values=cache)
+
+
+def test_slots_of_a_model_without_scores_are_refused():
+    model = make_scored(rule="window")
+    cache = DynamicMaskCache(model.config)
+    with torch.no_grad(), pytest.raises(ValueError, match="scores: got none.*add_learned_scores"):
+        model.set_score_phase("off")(make_ids(), past_key_values=cache)
+    with torch.no_grad(), pytest.raises(ValueError, match="got a DynamicMaskCache in the phase"):
+        model.set_score_phase("soft")(make_ids(), past_key_values=DynamicMaskCache(model.config))
+
+
+def test_soft_phase_refuses_static_caches():
+    model = make_scored(rule="all").set_score_phase("soft")
+    with torch.no_grad(), pytest.raises(ValueError, match="^cache: got a static one"):
+        model(make_ids(PROMPT), past_key_values=CACHES["static"](model))

@@ -1,0 +1,303 @@
+"""Learned scores belong to one model: its parameters, its files and its copies have them; PEFT, FSDP2, checkpointing and
+torch.compile work on it; whatever cannot have them is refused with the reason."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+
+transformers = pytest.importorskip("transformers")
+from scored_models import RULES, make_base, make_config, make_ids, make_scored  # noqa: E402
+from two_processes import run_in_two_processes  # noqa: E402
+
+from flash_dmattn.integrations.transformers import (  # noqa: E402
+    DynamicMaskCache,
+    add_learned_scores,
+    load_scores,
+    save_scores,
+    set_score_phase,
+)
+
+pytestmark = pytest.mark.transformers
+# transformers 4 builds the causal mask from lengths that it takes as constants.
+since_transformers_5 = pytest.mark.skipif(
+    transformers.__version__ < "5", reason="transformers 4 makes its masks for one length"
+)
+
+
+def loss_and_gradients(model, ids, **inputs):
+    loss = model(ids, labels=ids, use_cache=False, **inputs).loss
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [loss, *torch.autograd.grad(loss, parameters, allow_unused=True)]
+
+
+# ---- Copies and files -------------------------------------------------------------------------------
+
+
+def test_another_model_of_the_same_config_stays_as_it_is():
+    config = make_config("Llama")
+    first, second = (transformers.LlamaForCausalLM(config).eval() for _ in range(2))
+    expected = second(make_ids()).logits
+    add_learned_scores(first, keep_window_size=3)
+    assert torch.equal(second(make_ids()).logits, expected)
+    assert not hasattr(config, "learned_scores")
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_are_of_their_own(way):
+    model, ids = make_scored(), make_ids()
+    expected = model(ids).logits
+    if way == "deepcopy":
+        other = copy.deepcopy(model)
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    assert torch.equal(other(ids).logits, expected)
+    other.set_score_phase("off")
+    assert torch.equal(model(ids).logits, expected)
+    assert not torch.equal(other(ids).logits, expected)
+
+
+@pytest.mark.parametrize("scorer", ["hidden", "mlp", "value", "key_norm"])
+def test_saved_scores_are_loaded(scorer, tmp_path):
+    model, ids = make_scored(scorer=scorer), make_ids()
+    save_scores(model, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "learned_scores.json", "learned_scores.safetensors"
+    }  # fmt: skip
+    other = load_scores(make_base(), tmp_path)
+    assert torch.equal(other(ids).logits, model(ids).logits)
+    assert other.config.learned_scores == model.config.learned_scores
+
+
+def test_saved_model_keeps_its_scores(tmp_path):
+    model, ids = make_scored("Gemma3"), make_ids()
+    model.save_pretrained(tmp_path)
+    other = load_scores(type(model).from_pretrained(tmp_path), tmp_path).eval()
+    assert torch.equal(other(ids).logits, model(ids).logits)
+
+
+def test_scores_of_a_function_need_it_again(tmp_path):
+    model = add_learned_scores(make_base(), **RULES["all"], scorer=lambda h, k, v: k[..., 0])
+    save_scores(model, tmp_path)
+    with pytest.raises(ValueError, match="^scorer: got None for the scores in"):
+        load_scores(make_base(), tmp_path)
+
+
+def test_scores_of_other_layers_are_refused(tmp_path):
+    save_scores(make_scored(), tmp_path)
+    with pytest.raises(ValueError, match=r"^model: got one with scores in layers \(0, 1, 2\)"):
+        load_scores(make_base(num_hidden_layers=3), tmp_path)
+
+
+def test_folder_without_scores_is_refused(tmp_path):
+    make_base().save_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match="^folder: got .* without learned_scores.json"):
+        load_scores(make_base(), tmp_path)
+
+
+# ---- Training ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["soft", "hard"])
+def test_checkpointed_layers_have_the_same_gradients(phase):
+    model, ids = make_scored().train().set_score_phase(phase), make_ids()
+    expected = loss_and_gradients(model, ids)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.testing.assert_close(loss_and_gradients(model, ids), expected)
+
+
+@pytest.mark.parametrize("phase", ["soft", "hard"])
+def test_bf16_models_have_float32_scores(phase):
+    model, ids = make_scored(torch_dtype=torch.bfloat16).bfloat16(), make_ids()
+    model.set_score_phase(phase)
+    seen = []
+    layer = model.model.layers[0].self_attn
+    layer.scorer.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert seen == [torch.float32]
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_peft_trains_adapters_and_scorers():
+    peft = pytest.importorskip("peft")
+    model, ids = make_scored(), make_ids()
+    expected = model(ids).logits
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["scorer"])
+    adapted = peft.get_peft_model(model, config)
+    torch.testing.assert_close(adapted(ids).logits, expected)
+    trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    assert {"lora" in name or "scorer" in name for name in trained} == {True}
+    adapted.set_score_phase("soft")
+    adapted(ids, labels=ids).loss.backward()
+    scorers = [p.grad for n, p in adapted.named_parameters() if "scorer" in n and p.requires_grad]
+    assert scorers and all(gradient.any() for gradient in scorers)
+
+
+def test_scores_are_added_to_an_adapted_model():
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(make_base(), peft.LoraConfig(target_modules=["q_proj"]))
+    expected = adapted(make_ids()).logits
+    add_learned_scores(adapted, **RULES["all"]).set_score_phase("soft")
+    torch.testing.assert_close(adapted(make_ids()).logits, expected, atol=1e-5, rtol=1e-4)
+
+
+INPUTS = {
+    "no_mask": {},
+    "padding": {"attention_mask": torch.tensor([[0] * 4 + [1] * 17, [1] * 21])},
+    "packed": {"position_ids": torch.cat([torch.arange(13), torch.arange(8)])[None]},
+}
+
+
+@since_transformers_5
+@pytest.mark.parametrize("phase", ["soft", "hard"])
+@pytest.mark.parametrize("name", INPUTS)
+def test_compiled_model_is_one_graph(name, phase):
+    torch._dynamo.reset()
+    model, ids = make_scored().set_score_phase(phase), make_ids()
+
+    def compute(ids):
+        return model(ids, labels=ids, use_cache=False, **INPUTS[name]).loss
+
+    compiled = torch.compile(compute, fullgraph=True, backend="aot_eager_decomp_partition")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found, expected = (
+        [loss, *torch.autograd.grad(loss, parameters, allow_unused=True)]
+        for loss in (compiled(ids), compute(ids))
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@since_transformers_5
+@pytest.mark.parametrize("rule", ["window", "all"])
+def test_compiled_step_of_a_static_cache_is_one_graph(rule):
+    torch._dynamo.reset()
+    model, ids = make_scored(rule=rule).requires_grad_(False), make_ids(12)
+    found = []
+    for compiled in (False, True):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+        with torch.no_grad():
+            model(ids[:, :9], past_key_values=cache)
+            step = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+            found.append([step(ids[:, i : i + 1], past_key_values=cache).logits for i in (9, 10, 11)])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def _compare_sharded(rank):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DeviceMesh, DTensor
+
+    ids = make_ids(batch=4)
+    mesh = DeviceMesh("cpu", [0, 1])
+    for phase in ("soft", "hard"):
+        model = make_scored().set_score_phase(phase)
+        model(ids, labels=ids).loss.backward()
+        expected = {name: p.grad for name, p in model.named_parameters()}
+        sharded = make_scored().set_score_phase(phase)
+        for layer in sharded.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        mine = ids[2 * rank : 2 * rank + 2]
+        sharded(mine, labels=mine).loss.backward()
+        for name, parameter in sharded.named_parameters():
+            gradient = parameter.grad
+            found = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-6)
+        with pytest.raises(ValueError, match="with learned scores, expected one without"):
+            add_learned_scores(sharded, keep_window_size=3)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+def test_sharded_model_has_the_gradients_of_one_process():
+    run_in_two_processes(_compare_sharded)
+
+
+# ---- Errors -----------------------------------------------------------------------------------------
+
+TINY = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+}  # fmt: skip
+
+
+def encoder():
+    return transformers.BertModel(transformers.BertConfig(**TINY))
+
+
+def encoder_decoder():
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=32, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8)
+    )
+
+
+def without_interface():
+    return transformers.BloomForCausalLM(
+        transformers.BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2)
+    )
+
+
+def sliding():
+    return make_base("Mistral", sliding_window=4)
+
+
+def doge():
+    return transformers.DogeForCausalLM(transformers.DogeConfig(**TINY))
+
+
+REFUSED = {
+    encoder: "not causal",
+    encoder_decoder: "encoder-decoder|interface",
+    without_interface: "none calls transformers' attention interface",
+    sliding: "have a sliding window of their own",
+    doge: "have scores of their own; call enable_flash_dmattn",
+}
+
+
+@pytest.mark.parametrize("make", REFUSED)
+def test_other_models_are_refused_with_the_reason(make):
+    with pytest.raises(ValueError, match=f"^model: got a .*without an attention layer that can have scores.*({REFUSED[make]})"):
+        add_learned_scores(make(), keep_window_size=4)
+
+
+def test_wrong_arguments_are_refused():
+    model = make_base()
+    for options, message in {
+        (("keep_window_size", 3), ("scorer", "norm")): "^scorer: got 'norm', expected one of",
+        (): "^keep_window_size: got None without score_threshold",
+        (("recent_window", 3),): "^recent_window: got 3 without keep_window_size",
+        (("keep_window_size", -1),): "^keep_window_size: got -1",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            add_learned_scores(model, **dict(options))
+    with pytest.raises(TypeError, match="^model: got LlamaConfig|^model: got a? ?LlamaConfig"):
+        add_learned_scores(model.config, keep_window_size=2)
+    with pytest.raises(ValueError, match="without learned scores"):
+        set_score_phase(model, "soft")
+    add_learned_scores(model, keep_window_size=3, scorer="random")
+    with pytest.raises(ValueError, match="^phase: got 'medium'"):
+        model.set_score_phase("medium")
+    with pytest.raises(ValueError, match="^phase: got 'soft' with scores that are no log gates"):
+        model.set_score_phase("soft")
+    with pytest.raises(ValueError, match="with learned scores, expected one without"):
+        add_learned_scores(model, keep_window_size=3)
+
+
+def test_scores_of_a_wrong_shape_are_refused():
+    model = add_learned_scores(make_base(), keep_window_size=3, scorer=lambda h, k, v: h[..., :1])
+    with pytest.raises(ValueError, match=r"^scorer: got torch.float32 of shape \(2, 21, 1\)"):
+        model(make_ids())
+
+
+def test_dropout_in_training_is_refused():
+    model = add_learned_scores(make_base(attention_dropout=0.1), keep_window_size=3).train()
+    with pytest.raises(ValueError, match="^dropout: got 0.1"):
+        model(make_ids())
+
+
+def test_slots_need_a_config_with_scores():
+    with pytest.raises(ValueError, match="without keep_window_size, expected"):
+        DynamicMaskCache(make_config("Llama"))
