@@ -5,13 +5,12 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from scored_models import FAMILIES, RULES, make_base, make_ids, make_scored  # noqa: E402
-from scores_by_definition import by_definition  # noqa: E402
-
 from flash_dmattn.integrations.transformers import (  # noqa: E402
     add_learned_scores,
     remove_learned_scores,
 )
+from scored_models import FAMILIES, RULES, make_base, make_ids, make_scored  # noqa: E402
+from scores_by_definition import by_definition  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 S = 21
@@ -51,7 +50,9 @@ def assert_equals_definition(model, name, phase):
         if theirs is None:
             assert ours is None or not ours.any()
         else:
-            torch.testing.assert_close(ours, theirs, atol=3e-5 * theirs.abs().amax().item(), rtol=1e-4)
+            torch.testing.assert_close(
+                ours, theirs, atol=3e-5 * theirs.abs().amax().item(), rtol=1e-4
+            )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -87,7 +88,9 @@ def test_off_is_the_base_model_bit_for_bit(family):
     assert torch.equal(model(ids).logits, expected)
     remove_learned_scores(model)
     assert torch.equal(model(ids).logits, expected)
-    assert set(model.state_dict()) == names and [type(module) for module in model.modules()] == kinds
+    assert (
+        set(model.state_dict()) == names and [type(module) for module in model.modules()] == kinds
+    )
     assert not hasattr(model.config, "learned_scores") and not hasattr(model, "set_score_phase")
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from scored_models import RULES, make_ids, make_scored  # noqa: E402
-from scores_by_definition import by_definition  # noqa: E402
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
 from flash_dmattn.integrations.transformers import DynamicMaskCache  # noqa: E402
+from scored_models import RULES, make_ids, make_scored  # noqa: E402
+from scores_by_definition import by_definition  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 PROMPT, NEW = 13, 9
@@ -116,6 +116,9 @@ def test_ways_of_generating_agree(rule):
             assert torch.equal(other, written[0]), way
 
 
+@pytest.mark.skipif(
+    transformers.__version__ < "5", reason="transformers 4 needs a token that ends a text"
+)
 @pytest.mark.parametrize("rule", ["window", "all"])
 def test_assisted_decoding_writes_by_definition(rule):
     """GPT-2, whose first layer knows positions: elsewhere equal tokens tie there, and the last digit of a score depends on

@@ -9,9 +9,6 @@ import torch
 import torch.distributed as dist
 
 transformers = pytest.importorskip("transformers")
-from scored_models import RULES, make_base, make_config, make_ids, make_scored  # noqa: E402
-from two_processes import run_in_two_processes  # noqa: E402
-
 from flash_dmattn.integrations.transformers import (  # noqa: E402
     DynamicMaskCache,
     add_learned_scores,
@@ -19,6 +16,8 @@ from flash_dmattn.integrations.transformers import (  # noqa: E402
     save_scores,
     set_score_phase,
 )
+from scored_models import RULES, make_base, make_config, make_ids, make_scored  # noqa: E402
+from two_processes import run_in_two_processes  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 # transformers 4 builds the causal mask from lengths that it takes as constants.
@@ -184,7 +183,9 @@ def test_compiled_step_of_a_static_cache_is_one_graph(rule):
         with torch.no_grad():
             model(ids[:, :9], past_key_values=cache)
             step = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
-            found.append([step(ids[:, i : i + 1], past_key_values=cache).logits for i in (9, 10, 11)])
+            found.append(
+                [step(ids[:, i : i + 1], past_key_values=cache).logits for i in (9, 10, 11)]
+            )
     torch.testing.assert_close(found[1], found[0])
 
 
@@ -249,7 +250,7 @@ def doge():
 
 
 REFUSED = {
-    encoder: "not causal",
+    encoder: "not causal|interface",
     encoder_decoder: "encoder-decoder|interface",
     without_interface: "none calls transformers' attention interface",
     sliding: "have a sliding window of their own",
@@ -259,7 +260,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("make", REFUSED)
 def test_other_models_are_refused_with_the_reason(make):
-    with pytest.raises(ValueError, match=f"^model: got a .*without an attention layer that can have scores.*({REFUSED[make]})"):
+    with pytest.raises(
+        ValueError,
+        match=f"^model: got a .*without an attention layer that can have scores.*({REFUSED[make]})",
+    ):
         add_learned_scores(make(), keep_window_size=4)
 
 

@@ -53,7 +53,7 @@ def make_base(family="Llama", **options):
     torch.manual_seed(1)
     names = {"GPT2": "GPT2LMHeadModel"}
     model_class = getattr(transformers, names.get(family, f"{family}ForCausalLM"))
-    model = model_class(make_config(family, **options))
+    model = model_class._from_config(make_config(family, **options), attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter)

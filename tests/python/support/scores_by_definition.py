@@ -4,10 +4,10 @@ transformers' attention interface."""
 import contextlib
 
 import torch
-from rules_by_definition import visible_keys
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from flash_dmattn.integrations.transformers.learned_scores.add import scored_layers
+from rules_by_definition import visible_keys
 
 NAME = "scores_by_definition"
 _hidden = {}  # of the layers that are running
@@ -34,7 +34,9 @@ def _remember(layer, args, kwargs):
     _hidden[layer] = args[0] if args else kwargs["hidden_states"]
 
 
-def _attend(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **kwargs):
+def _attend(
+    module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **kwargs
+):
     groups = query.shape[1] // key.shape[1]
     logits = query @ key.repeat_interleave(groups, 1).mT * (scaling or query.shape[-1] ** -0.5)
     if softcap is not None:
@@ -79,7 +81,9 @@ def _keys_of_rule(rule, scores, mask):
         allowed = mask[min(row, len(mask) - 1), 0]
         present = allowed.any(0)
         # Documents: no query sees a key of another one.
-        documents = torch.where(present, (allowed * positions[:, None]).amax(0), -1).cummax(0).values
+        documents = (
+            torch.where(present, (allowed * positions[:, None]).amax(0), -1).cummax(0).values
+        )
         seen += [
             visible_keys(
                 scores[row, head].detach(), rule._replace(keep_window_size=window), is_causal=True,

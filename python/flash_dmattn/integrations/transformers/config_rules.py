@@ -13,7 +13,7 @@ CONFIG_NAME = "learned_scores"  # the attribute of a config
 
 
 class LearnedScores(NamedTuple):
-    """What a config stores of learned scores, beside the parameters of the scorers."""
+    """The part of a config about learned scores. The parameters of the scorers are the model's."""
 
     rule: KeySelection
     scorer: str  # "custom" for a function or module

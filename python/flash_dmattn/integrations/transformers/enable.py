@@ -163,7 +163,11 @@ def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple,
     if use_cache and cache is None and not torch.is_grad_enabled() and _has_default_cache(model):
         cache = changes[CACHE] = DynamicMaskCache(model.config)
     kind, mask = None, None
-    if cache is None and arguments_by_name.get("cache_position") is None and is_causal_config(model.config):
+    if (
+        cache is None
+        and arguments_by_name.get("cache_position") is None
+        and is_causal_config(model.config)
+    ):
         kind, mask = mask_kind(arguments_by_name, bool(use_cache))
     if mask is not None:
         changes["attention_mask"] = mask

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ....keys.rule import KeySelection
 from ..compat import own_config, refuse_continuous_batching
+from ..config_rules import CONFIG_NAME, LearnedScores, make_rule
 from ..families import reason_to_refuse
 from .attention import NAME
 from .layers import (
@@ -21,7 +22,6 @@ from .layers import (
     with_scorer,
     without_scorer,
 )
-from ..config_rules import CONFIG_NAME, LearnedScores, make_rule
 from .masks import add_mask_hooks, remove_mask_hooks
 from .scorers import NAMES, Scorer, make_scorer
 
@@ -80,9 +80,7 @@ def add_learned_scores(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
-    rule = make_rule(
-        keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold
-    )
+    rule = make_rule(keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold)
     if isinstance(scorer, str) and scorer not in NAMES:
         make_scorer(scorer, 1, 1, 1, None)  # raises
     layers = _layers_to_change(model)
@@ -107,7 +105,7 @@ def add_learned_scores(
 
 
 def set_score_phase(model: nn.Module, phase: str) -> nn.Module:
-    """What the scores of a model do: "soft", "hard" or "off" (see `add_learned_scores`).
+    """Chooses what the scores of a model do: "soft", "hard" or "off" (see `add_learned_scores`).
 
     Raises:
         ValueError: another phase, a model without scores, or "soft" with scores that are no log gates.

@@ -25,7 +25,7 @@ KEYWORD = "flash_dmattn_scores"  # by which a layer passes a `ScoredCall` to the
 
 
 class ScoredCall:
-    """One call of a layer: what the attention function needs beside the arguments of transformers.
+    """One call of a layer, as the attention function needs it in addition to the arguments of transformers.
 
     For the layer it stands in the place of the cache, whose `update` gets the keys before attention does.
     """
@@ -127,6 +127,7 @@ def _attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    is_causal: bool | None = None,  # these layers are, whether their masks say it or not
     **kwargs,
 ) -> Tensor:
     if dropout:
@@ -148,7 +149,9 @@ def _attend(
     query, key, value = cast_states((query, key, value), target_dtype(layer, query))
     numerics = Numerics.of(scaling, None, softcap, "saturate", None)
     if call.slots is not None:
-        return _attend_with_slots(call.slots, layer, query, key, value, scores, mask, numerics, s_aux)
+        return _attend_with_slots(
+            call.slots, layer, query, key, value, scores, mask, numerics, s_aux
+        )
     if layer.score_phase == "soft":
         out = _attend_to_all(call, query, key, value, scores, mask, numerics)
     else:

@@ -40,9 +40,7 @@ def save_scores(model: nn.Module, folder: str | Path) -> None:
     (folder / _RULE).write_text(json.dumps(stored, indent=2) + "\n")
 
 
-def load_scores(
-    model: nn.Module, folder: str | Path, scorer: Scorer | None = None
-) -> nn.Module:
+def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = None) -> nn.Module:
     """Gives a model the scorers of `save_scores`, or those in a folder of `save_pretrained`.
 
     model: one with the same layers; where it has no scores, they are added by the rule of the folder.
