@@ -23,10 +23,13 @@ sys.path.insert(0, str(ROOT / "tests" / "python" / "support"))
 
 import flash_dmattn.integrations.transformers  # noqa: E402, F401
 from eager_comparison import Verdict, compare  # noqa: E402
+from scored_families import TASKS as GENERATING  # noqa: E402
+from scored_families import compare_scores  # noqa: E402
 from tiny_models import TASKS, ModelClass, model_classes  # noqa: E402
 
 PAGE = ROOT / "docs" / "model-families.md"
 BEGIN, END = "<!-- families -->", "<!-- end -->"
+SCORES_BEGIN = "<!-- learned scores -->"
 TITLES = {
     "wrong": "**wrong**",
     "equal": "equal",
@@ -47,6 +50,8 @@ REASONS = {
     r"`kernels` is|FlashAttention\d has been": 'takes every name with "flash" in it for a kernel of the hub',
     r"ValidationError|CannotBeBuilt|Config' object has no attribute": "its config is not shrunk by names",
     r"required positional|cannot be None|You must specify|has no attribute 'image_outputs'": "other inputs",
+    r"of transformers: (\w+ )?(layers|none) ([^;]*)": r"\2 \3",
+    r"got a \w+, which ([^.]*)": r"\1",
     r"The size of tensor|torch\.finfo\(\)": "computes with the attention mask as a tensor of numbers",
     r"is_causal: got False": "asks for attention without causality under a causal mask",
 }
@@ -70,18 +75,23 @@ def main() -> int:
                 f"{model_class.name}: {verdict.kind} {verdict.error:.1e} {verdict.reason}",
                 flush=True,
             )
+    scored = {c: compare_scores(c) for c in found if set(GENERATING) & set(c.tasks)}
+    for model_class, verdict in scored.items():
+        print(f"{model_class.name} with scores: {verdict.kind} {verdict.error:.1e} {verdict.reason}")
     if not options.classes and not options.no_docs:
-        write(found)
-    wrong = [model_class.name for model_class, verdict in found.items() if verdict.kind == "wrong"]
+        write(BEGIN, section(found))
+        write(SCORES_BEGIN, section_of_scores(scored))
+    both = [*found.items(), *scored.items()]
+    wrong = [model_class.name for model_class, verdict in both if verdict.kind == "wrong"]
     print(f"{len(found)} classes, wrong: {', '.join(wrong) or 'none'}")
     return 1 if wrong else 0
 
 
-def write(found: Found) -> None:
-    """Replaces the text between the markers of the page."""
-    before, rest = PAGE.read_text().split(BEGIN)
+def write(begin: str, text: str) -> None:
+    """Replaces the text between a marker of the page and the next end."""
+    before, rest = PAGE.read_text().split(begin)
     after = rest.split(END, 1)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{section(found)}\n{END}{after}")
+    PAGE.write_text(f"{before}{begin}\n{text}\n{END}{after}")
 
 
 def section(found: Found) -> str:
@@ -103,6 +113,10 @@ def section(found: Found) -> str:
             *_table(others),
         ]
     )
+
+
+def section_of_scores(found: Found) -> str:
+    return "\n".join([f"{len(found)} classes: {_counts(found)}.", "", *_table(found)])
 
 
 def _counts(found: Found) -> str:

@@ -108,7 +108,8 @@ def mask_driven_attention_forward(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    *args,
+    dropout: float = 0.0,
+    *,
     is_causal: bool | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
@@ -130,7 +131,7 @@ def mask_driven_attention_forward(
             2
         ]  # it is no score: a `window_size` of the layer means something else
     return flash_dynamic_mask_attention_forward(
-        module, query, key, value, attention_mask, *args, is_causal=False, **options
+        module, query, key, value, attention_mask, dropout=dropout, is_causal=False, **options
     )
 
 

@@ -18,6 +18,7 @@ class LearnedScores(NamedTuple):
     rule: KeySelection
     scorer: str  # "custom" for a function or module
     layers: tuple[int, ...]  # the layers that have scores
+    dense_prefill: bool = False
 
     def as_dict(self) -> dict:
         """Numbers, strings and lists, for JSON."""
@@ -25,12 +26,14 @@ class LearnedScores(NamedTuple):
         del rule["selection"]
         if isinstance(rule["keep_window_size"], tuple):
             rule["keep_window_size"] = list(rule["keep_window_size"])
-        return {**rule, "scorer": self.scorer, "layers": list(self.layers)}
+        others = {"scorer": self.scorer, "layers": list(self.layers), "dense_prefill": self.dense_prefill}
+        return rule | others
 
     @classmethod
     def of_dict(cls, stored: dict) -> LearnedScores:
         rule = {name: value for name, value in stored.items() if name in KeySelection._fields}
-        return cls(KeySelection(**rule).checked(), stored["scorer"], tuple(stored["layers"]))
+        rule = KeySelection(**rule).checked()
+        return cls(rule, stored["scorer"], tuple(stored["layers"]), stored["dense_prefill"])
 
     @classmethod
     def of_config(cls, config: PretrainedConfig) -> LearnedScores | None:

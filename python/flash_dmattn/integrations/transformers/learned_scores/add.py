@@ -8,6 +8,7 @@ from functools import partial
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...._core.checks import resolve_flag
 from ....keys.rule import KeySelection
 from ..compat import own_config, refuse_continuous_batching
 from ..config_rules import CONFIG_NAME, LearnedScores, make_rule
@@ -38,6 +39,7 @@ def add_learned_scores(
     sink_tokens: int = 0,
     score_threshold: float | None = None,
     scorer: str | Scorer = "hidden",
+    dense_prefill: bool = False,
 ) -> nn.Module:
     """Gives the attention layers of a pretrained decoder scores by which queries keep keys.
 
@@ -70,6 +72,8 @@ def add_learned_scores(
             - "key_norm": minus the length of the key; "random". They do not learn.
             - a function or module (hidden [B, S, features], key [B, S, Hkv, D], value [B, S, Hkv, D]) -> [B, S, Hkv], for
               the soft phase log gates, 0 or less. Every layer gets a copy of a module.
+        dense_prefill: the first tokens of a cache attend to all of themselves, and the rule begins with the tokens after
+            them: what eviction after the prompt does. By default the prompt follows the rule, in O(N w) time.
 
     Returns:
         The same model.
@@ -83,19 +87,20 @@ def add_learned_scores(
     rule = make_rule(keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold)
     if isinstance(scorer, str) and scorer not in NAMES:
         make_scorer(scorer, 1, 1, 1, None)  # raises
+    dense_prefill = resolve_flag(dense_prefill, "dense_prefill")
     layers = _layers_to_change(model)
     own_config(model)
     stored = LearnedScores(
         rule,
         scorer if isinstance(scorer, str) else "custom",
         tuple(layer.layer_idx for _, _, layer in layers),
+        dense_prefill,
     ).as_dict()
     for parent, name, layer in layers:
         hidden_size, heads, value_size = sizes_of(layer)
         made = make_scorer(scorer, hidden_size, heads, value_size, device_of(layer))
         made.train(layer.training)
-        base = layer.config._attn_implementation
-        setattr(parent, name, with_scorer(layer, made, rule, base))
+        setattr(parent, name, with_scorer(layer, made, rule, dense_prefill))
         setattr(layer.config, CONFIG_NAME, stored)
     for module in _pretrained(model):
         refuse_continuous_batching(module, (NAME,))

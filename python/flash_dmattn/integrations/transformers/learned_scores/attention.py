@@ -36,6 +36,7 @@ class ScoredCall:
         self.slots: DynamicMaskLayer | None = None
         self.scores: Tensor | None = None  # of all keys [B, Hkv, Sk]; of the new ones with slots
         self.query_position: Tensor | int | None = None  # None: the last query is the last key
+        self.is_prompt = False  # the first tokens of a cache
         self.has_attended = False
 
     def update(
@@ -43,8 +44,10 @@ class ScoredCall:
     ) -> tuple[Tensor, Tensor]:
         """As that of a cache: all keys and values so far. With slots the new ones, which attention adds later."""
         scores = self.make_scores(key, value)
+        new = key.shape[2]
         if isinstance(self.cache, DynamicMaskCache):
             self.slots, self.scores = self.cache.layers[layer_idx], scores
+            self.is_prompt = self.slots.is_empty
             return key, value
         if not isinstance(self.cache, Cache):
             raise TypeError(
@@ -60,6 +63,9 @@ class ScoredCall:
                 f"cache: got keys without scores in layer {layer_idx}, expected a cache that was filled by this model with its "
                 "scores on (phase 'soft' or 'hard')"
             )
+        # The position in a static cache without tokens is a number, later a tensor.
+        first = self.query_position
+        self.is_prompt = key.shape[2] == new if first is None else isinstance(first, int)
         return key, value
 
     def __getattr__(self, name: str):
@@ -93,7 +99,8 @@ def scored_attention_forward(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    *args,
+    dropout: float = 0.0,
+    *,
     flash_dmattn_scores: ScoredCall | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
@@ -109,9 +116,11 @@ def scored_attention_forward(
     """
     if flash_dmattn_scores is None:
         return mask_driven_attention_forward(
-            module, query, key, value, attention_mask, *args, **kwargs
+            module, query, key, value, attention_mask, dropout, **kwargs
         )
-    out = _attend(flash_dmattn_scores, query, key, value, attention_mask, *args, **kwargs)
+    if dropout:
+        raise ValueError(f"dropout: got {dropout}, expected 0: attention dropout is not supported")
+    out = _attend(flash_dmattn_scores, query, key, value, attention_mask, **kwargs)
     return out.contiguous(), None  # of which some layers take a view
 
 
@@ -124,14 +133,11 @@ def _attend(
     *,
     scaling: float | None = None,
     softcap: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,  # these layers are, whether their masks say it or not
     **kwargs,
 ) -> Tensor:
-    if dropout:
-        raise ValueError(f"dropout: got {dropout}, expected 0: attention dropout is not supported")
     if sliding_window is not None:
         raise ValueError(
             f"sliding_window: got {sliding_window} in a layer with learned scores, expected None"
@@ -177,24 +183,24 @@ def _attend_to_all(
         raise ValueError(
             "cache: got a static one in the phase 'soft', expected a cache that grows, or the phase 'hard'"
         )
-    mask, intervals, additive = normalize_mask(mask, None, query, key, False, None)
+    visible = _visible_by_mask(mask, query, key, chooses=False)
+    bias = scores - layer.scorer.first_score
+    if layer.score_rule.sink_tokens:
+        bias = torch.where(_sinks(layer.score_rule, visible.keys, key), 0, bias)
+    delay = layer.score_rule.recent_window
+    return attention(query, key, value, bias, visible, Selection(), numerics, bias_delay=delay)
+
+
+def _visible_by_mask(
+    mask: Tensor | None, query: Tensor, key: Tensor, chooses: bool
+) -> Visibility:
+    """The elements that the mask of a causal layer shows. chooses: as in normalize_mask."""
+    mask, intervals, additive = normalize_mask(mask, None, query, key, chooses, None)
     if additive is not None:
         raise ValueError(
             "attention_mask: got one with other values than allowing and masking ones, expected a mask or key intervals"
         )
-    bias = scores - layer.scorer.first_score
-    if layer.score_rule.sink_tokens:
-        bias = torch.where(_sinks(layer.score_rule, intervals, key), 0, bias)
-    return attention(
-        query,
-        key,
-        value,
-        bias,
-        Visibility(mask, intervals is None, intervals),  # intervals include causality
-        Selection(),
-        numerics,
-        bias_delay=layer.score_rule.recent_window,
-    )
+    return Visibility(mask, intervals is None, intervals)  # intervals include causality
 
 
 def _sinks(rule: KeySelection, intervals: KeyIntervals | None, key: Tensor) -> Tensor:
@@ -226,7 +232,9 @@ def _attend_to_chosen(
     if torch.is_grad_enabled() and scores.requires_grad:
         bias, delay = scores - scores.detach(), rule.recent_window
     scores = scores.detach()
-    if mask is None or call.cache is not None and _is_padding(mask, call, query_length, key_length):
+    if call.is_prompt and call.layer.dense_prefill:
+        visible = _visible_by_mask(mask, query, key, chooses=False)
+    elif mask is None or call.cache is not None and _is_padding(mask, call, query_length, key_length):
         key_mask = _present_keys(mask, query_length, key_length)
         visible = Visibility(
             keys=select_key_intervals(
@@ -238,17 +246,12 @@ def _attend_to_chosen(
             )
         )
     else:
-        mask, intervals, additive = normalize_mask(mask, None, query, key, True, None)
-        if additive is not None:
-            raise ValueError(
-                "attention_mask: got one with other values than allowing and masking ones, expected a mask or key intervals"
-            )
         visible = apply_selection(
             Selection(rule, scores),
             query,
             key,
             None,
-            Visibility(mask, intervals is None, intervals),  # intervals include causality
+            _visible_by_mask(mask, query, key, chooses=True),
             uses_library_kernels=False,
         )
     return attention(query, key, value, bias, visible, Selection(), numerics, bias_delay=delay)
@@ -298,14 +301,15 @@ def _attend_with_slots(
     key_heads_first = tuple(t.transpose(1, 2) for t in (key, value))
     if slots.is_empty:
         slots.check_kernels(key_heads_first[0])
-        chosen = select_key_intervals(
-            scores,
-            **layer.score_rule._asdict(),
-            key_mask=None if key_mask is None else key_mask[:, None],
-        )
-        out, statistics = attention(
-            query, key, value, None, Visibility(keys=chosen), Selection(), numerics
-        )
+        if layer.dense_prefill:
+            visible = _visible_by_mask(mask, query, key, chooses=False)
+        else:
+            key_mask_of_heads = None if key_mask is None else key_mask[:, None]
+            rule = layer.score_rule._asdict()
+            visible = Visibility(
+                keys=select_key_intervals(scores, **rule, key_mask=key_mask_of_heads)
+            )
+        out, statistics = attention(query, key, value, None, visible, Selection(), numerics)
         slots.fill(*key_heads_first, scores, key_mask)
         return with_lse(out, statistics, return_lse=False, sink_logits=s_aux)
     out, lse = slots.attend(

@@ -61,7 +61,8 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
         kind = scorer if scores.scorer == "custom" else scores.scorer
         rule = scores.rule._asdict()
         del rule["selection"]
-        layers = scored_layers(add_learned_scores(model, scorer=kind, **rule))
+        add_learned_scores(model, scorer=kind, dense_prefill=scores.dense_prefill, **rule)
+        layers = scored_layers(model)
     found = tuple(layer.layer_idx for layer in layers)
     if found != scores.layers:
         raise ValueError(

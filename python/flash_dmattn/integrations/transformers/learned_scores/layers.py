@@ -35,6 +35,7 @@ class ScoredAttention(nn.Module):
     scorer: nn.Module
     score_rule: KeySelection
     score_phase: str
+    dense_prefill: bool  # whether a prompt attends to all of itself
     base_attention: str  # the implementation of the phase "off"
 
     def forward(self, *args, **kwargs):
@@ -74,11 +75,12 @@ def base_class(layer: ScoredAttention) -> type[nn.Module]:
 
 
 def with_scorer(
-    layer: nn.Module, scorer: nn.Module, rule: KeySelection, base_attention: str
+    layer: nn.Module, scorer: nn.Module, rule: KeySelection, dense_prefill: bool
 ) -> ScoredAttention:
     """The layer with scores, which takes over everything that it has."""
     scored = adopt_layer(layer, scored_class(type(layer)))
-    scored.score_rule, scored.score_phase, scored.base_attention = rule, "hard", base_attention
+    scored.base_attention = layer.config._attn_implementation
+    scored.score_rule, scored.score_phase, scored.dense_prefill = rule, "hard", dense_prefill
     scored.scorer = scorer
     return scored
 
@@ -86,7 +88,7 @@ def with_scorer(
 def without_scorer(layer: ScoredAttention) -> nn.Module:
     plain = adopt_layer(layer, base_class(layer))
     del plain.scorer
-    for name in ("score_rule", "score_phase", "base_attention"):
+    for name in ("score_rule", "score_phase", "dense_prefill", "base_attention"):
         delattr(plain, name)
     return plain
 

@@ -1,0 +1,68 @@
+"""What a budget of keys costs: loss and pass keys of a model that keeps fewer and fewer, by learned scores and by others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from flash_dmattn.integrations.transformers import (
+    add_learned_scores,
+    load_scores,
+    remove_learned_scores,
+)
+
+from .text import DIGITS
+
+SINKS = 4  # of every method
+METHODS = ("learned", "streaming", "key_norm", "random")
+
+
+class Quality(NamedTuple):
+    loss: float  # nats of a byte of text, without the answers
+    pass_keys: float  # the share of right digits
+
+
+def rule_of(method: str, budget: int) -> dict:
+    """The arguments of add_learned_scores by which a query sees `budget` keys."""
+    if method == "streaming":  # sinks and recent keys (arXiv 2309.17453)
+        return {"keep_window_size": 0, "recent_window": budget - SINKS, "sink_tokens": SINKS, "scorer": "random"}  # fmt: skip
+    recent = budget // 4
+    scorer = "hidden" if method == "learned" else method
+    return {
+        "keep_window_size": budget - recent - SINKS, "recent_window": recent, "sink_tokens": SINKS, "scorer": scorer,
+    }  # fmt: skip
+
+
+def quality_by_budget(
+    model: PreTrainedModel, texts: Tensor, budgets: list[int], scores: Path
+) -> dict[str, dict[int, Quality]]:
+    """Of a model without scores; `scores`: a folder of save_scores."""
+    found = {"dense": {texts.shape[1]: quality_of(model, texts)}}
+    for method in METHODS:
+        found[method] = {}
+        for budget in budgets:
+            add_learned_scores(model, **rule_of(method, budget))
+            if method == "learned":
+                load_scores(model, scores)
+            torch.manual_seed(0)
+            found[method][budget] = quality_of(model, texts)
+            remove_learned_scores(model)
+    return found
+
+
+@torch.no_grad()
+def quality_of(model: PreTrainedModel, texts: Tensor, batch: int = 16) -> Quality:
+    model.eval()
+    losses, right = [], []
+    for ids in texts.split(batch):
+        ids = ids.to(model.device)
+        logits = model(ids, use_cache=False).logits[:, :-1].float()
+        each = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+        losses.append(each[:, :-DIGITS].flatten())
+        right.append((logits.argmax(-1) == ids[:, 1:])[:, -DIGITS:].float().flatten())
+    return Quality(torch.cat(losses).mean().item(), torch.cat(right).mean().item())

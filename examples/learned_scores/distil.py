@@ -1,0 +1,203 @@
+"""Gives a pretrained model learned scores: trains them against the model itself, and shows what budgets of keys cost.
+
+python -m learned_scores.distil                                            (in examples/; a small Llama, pretrained here)
+python -m learned_scores.distil --model Qwen/Qwen3-0.6B --text book.txt --length 4096 --recent 256
+accelerate launch -m learned_scores.distil --model ...                     (DDP, or FSDP2 by accelerate's config)
+
+The base is frozen (--train all trains it, too). The loss is the divergence from the model with its scores off, plus a term
+for gates that keep more old keys than the target, which falls from 1 to --share. The last quarter of the steps is hard.
+--resume goes on from the last checkpoint of --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from doge_demo.corpus import standard_library
+from torch import Tensor
+from torch.utils.data import Dataset
+from tqdm import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    TrainingArguments,
+    set_seed,
+)
+
+from flash_dmattn.integrations.transformers import (
+    DynamicMaskCache,
+    add_learned_scores,
+    remove_learned_scores,
+    save_scores,
+)
+
+from .budgets import SINKS, quality_by_budget
+from .text import DIGITS, PassKeyTexts, held_out_texts
+from .training import Schedule, ScoreTrainer, freeze_all_but_scores
+
+
+def small_llama(options: argparse.Namespace, texts: Dataset) -> LlamaForCausalLM:
+    """A model of bytes, trained with all keys in minutes on a core."""
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=options.width, intermediate_size=2 * options.width,
+        num_hidden_layers=options.layers, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.06,
+        max_position_embeddings=options.length, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(options.device)
+    rate, steps = 3e-3, options.pretraining_steps
+    optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, pct_start=0.05)
+    bar = tqdm(range(steps), desc="pretraining", dynamic_ncols=True)
+    for step in bar:
+        rows = range(step * options.batch, (step + 1) * options.batch)
+        ids = torch.stack([texts[row]["input_ids"] for row in rows]).to(options.device)
+        with torch.autocast(options.device, torch.bfloat16, enabled=options.device == "cuda"):
+            logits = model(ids, use_cache=False).logits[:, :-1]
+        each = F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:], reduction="none")
+        answer = each[:, -DIGITS:].mean()
+        optimizer.zero_grad()
+        (each.mean() + 2.0 * answer).backward()  # a few digits among hundreds of bytes
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 10 == 9:
+            bar.set_postfix_str(f"loss {each.mean().item():.2f}, answers {answer.item():.2f}")
+    return model
+
+
+class TokenTexts(Dataset):
+    """Rows of one long text, [length] each."""
+
+    def __init__(self, ids: Tensor, length: int):
+        self.rows = ids[: len(ids) // length * length].view(-1, length)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def training_arguments(options: argparse.Namespace) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(options.output / "checkpoints"),
+        max_steps=options.steps,
+        per_device_train_batch_size=options.batch,
+        learning_rate=options.rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, options.steps // 50),
+        max_grad_norm=1.0,
+        logging_steps=max(1, options.steps // 50),
+        save_steps=max(1, options.steps // 4),
+        save_total_limit=1,
+        use_cpu=options.device == "cpu",
+        bf16=options.device == "cuda",
+        seed=options.seed,
+        report_to=[],
+        remove_unused_columns=False,
+    )
+
+
+def train_scores(
+    model: PreTrainedModel, texts: Dataset, options: argparse.Namespace
+) -> list[dict[str, float]]:
+    """Adds scores to a model, trains and saves them, and returns the log."""
+    add_learned_scores(
+        model, options.keep, recent_window=options.recent, sink_tokens=SINKS, scorer=options.scorer
+    )
+    if options.train == "scores":
+        freeze_all_but_scores(model)
+    trainer = ScoreTrainer(
+        model=model,
+        args=training_arguments(options),
+        train_dataset=texts,
+        schedule=Schedule(share=options.share),
+        distils=options.train == "scores",
+    )
+    trainer.train(resume_from_checkpoint=options.resume or None)
+    save_scores(model, options.output / "scores")
+    return trainer.state.log_history
+
+
+def main(arguments: list[str] | None = None) -> dict:
+    options = parse(arguments)
+    torch.set_num_threads(options.threads)
+    set_seed(options.seed)
+    options.output.mkdir(parents=True, exist_ok=True)
+    held_out = None
+    if options.model is None:
+        corpus = standard_library()
+        rows = options.batch * (options.pretraining_steps + options.steps)
+        texts = PassKeyTexts(corpus.training, options.length, rows, options.seed)
+        model = small_llama(options, texts)
+        held_out = held_out_texts(corpus, options.length, options.tests)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        ids = tokenizer(options.text.read_text(), return_tensors="pt").input_ids[0]
+        texts = TokenTexts(ids, options.length)
+        model = AutoModelForCausalLM.from_pretrained(options.model).to(options.device)
+    log = train_scores(model, texts, options)
+    results = {"settings": {k: str(v) for k, v in vars(options).items()}, "log": log}
+    if held_out is not None:
+        # write(model, held_out[0], options.length)
+        remove_learned_scores(model)
+        budgets = [options.length // part for part in options.parts]
+        quality = quality_by_budget(model, held_out, budgets, options.output / "scores")
+        results["quality"] = {m: {b: q._asdict() for b, q in of.items()} for m, of in quality.items()}
+        for method, found in quality.items():
+            for budget, (loss, keys) in found.items():
+                print(f"{method:10} {budget:5} keys: loss {loss:.3f}, pass keys {keys:.2f}")
+    (options.output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    return results
+
+
+@torch.no_grad()
+def write(model: PreTrainedModel, prompt: Tensor, count: int) -> None:
+    """Generates with a cache of the rule's keys, and prints how many it holds."""
+    cache = DynamicMaskCache(model.config)
+    ids = prompt[None].to(model.device)
+    written = model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=count, do_sample=False
+    )  # fmt: skip
+    keys = cache.layers[0].keys.shape[2]
+    print(f"generated {written.shape[1]} bytes with a cache of {keys} keys a head")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", help="a folder or name of from_pretrained; by default a small Llama is trained")
+    add("--text", type=Path, help="a file of text, with --model")
+    add("--train", choices=("scores", "all"), default="scores")
+    add("--scorer", default="hidden", help="hidden, mlp or value")
+    add("--length", type=int, default=256, help="tokens of a text")
+    add("--keep", type=int, default=24, help="old keys that a query keeps in the hard phase")
+    add("--recent", type=int, default=8, help="keys that are always seen")
+    add("--share", type=float, default=1 / 8, help="of old keys, at the end")
+    add("--steps", type=int, default=400, help="of the scores' training")
+    add("--batch", type=int, default=8, help="texts of a step")
+    add("--rate", type=float, default=1e-2, help="the largest learning rate")
+    add("--seed", type=int, default=0)
+    add("--resume", action="store_true", help="from the last checkpoint")
+    add("--pretraining-steps", type=int, default=1500, help="of the small Llama")
+    add("--width", type=int, default=128, help="features of the small Llama")
+    add("--layers", type=int, default=3, help="of the small Llama")
+    add("--parts", type=int, nargs="+", default=[2, 4, 8, 16, 32], help="budgets, as length / part")
+    add("--tests", type=int, default=128, help="texts by which budgets are compared")
+    add("--threads", type=int, default=1)
+    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--output", type=Path, default=Path("build/learned_scores"), help="a folder")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

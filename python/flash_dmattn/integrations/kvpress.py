@@ -1,0 +1,128 @@
+"""Presses of NVIDIA's kvpress as scores of keys, by which keys leave the cache.
+
+kvpress itself cuts a cache after the prompt, or hides keys in it behind fake ones. Here a query sees intervals and a
+`DynamicMaskCache` holds what the rule leaves, so that keys that have left take no memory.
+
+    from kvpress import DMSPress, KVzapPress
+
+    add_press(model, DMSPress(KVzapPress(), threshold=-4.0, decoding=True), keep_window_size=4096)
+    model.generate(..., past_key_values=DynamicMaskCache(model.config))
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .transformers.learned_scores import add_learned_scores
+from .transformers.learned_scores.add import scored_layers
+
+# Classes of kvpress whose `score` needs neither attention weights nor the last queries.
+WITHOUT_QUERIES = frozenset(
+    {
+        "ExpectedAttentionPress", "ExpectedAttentionStatsPress", "KVzapPress", "KeyDiffPress", "KnormPress",
+        "LagKVPress", "LeverageScorePress", "QFilterPress", "RandomPress", "StreamingLLMPress",
+    }
+)  # fmt: skip
+
+
+def add_press(
+    model: nn.Module,
+    press: object,
+    keep_window_size: int | None = None,
+    *,
+    recent_window: int | None = None,
+    sink_tokens: int = 0,
+    dense_prefill: bool = True,
+) -> nn.Module:
+    """Lets a press of kvpress choose the keys that a model keeps. `remove_learned_scores` undoes it.
+
+    Args:
+        model: as in `add_learned_scores`.
+        press: a `ScorerPress` whose scores need no queries, one of your own, or a `DMSPress` of such a press. Its
+            compression_ratio is not used, since the number of keys is fixed.
+        keep_window_size: how many keys are kept by their scores. With a DMSPress the most that its threshold may keep; None
+            keeps all of them, for which a `DynamicMaskCache` has no room.
+        recent_window: keys that are kept whatever their scores: by default a query's own, and with a DMSPress that goes on
+            after the prompt (`decoding=True`) those of its sliding window, t - j <= sliding_window_size.
+        sink_tokens: the first keys, which are kept.
+        dense_prefill: the prompt attends to all of itself, as in kvpress. False: by intervals, in O(N w) time.
+
+    A token that comes alone, after the prompt, is scored by a DMSPress with `decoding=True`. By other presses it is kept, as
+    in kvpress, and by any other DMSPress so are the last `sliding_window_size` tokens of the prompt. But where kvpress' cache
+    grows, here the worst key makes room once keep_window_size are kept.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: a press that depends on queries, a DMSPress without a threshold, or arguments that are no rule.
+        TypeError: no press.
+    """
+    threshold, scores_tokens, kept = None, False, 0
+    if type(press).__name__ == "DMSPress":
+        if press.threshold is None:
+            raise ValueError("press: got a DMSPress without threshold, expected a number")
+        threshold, scores_tokens = float(press.threshold), press.decoding
+        if scores_tokens and recent_window is None:
+            recent_window = press.sliding_window_size + 1
+        elif recent_window is None:  # after the prompt no key leaves any more
+            kept = press.sliding_window_size
+        press = press.press
+    _check_press(press)
+    if hasattr(press, "post_init_from_model"):
+        press.post_init_from_model(model)
+    rotary = next((m.rotary_emb for m in model.modules() if hasattr(m, "rotary_emb")), None)
+    add_learned_scores(
+        model,
+        keep_window_size,
+        recent_window=1 if recent_window is None else recent_window,
+        sink_tokens=sink_tokens,
+        score_threshold=threshold,
+        scorer=press.score,
+        dense_prefill=dense_prefill,
+    )
+    for layer in scored_layers(model):
+        layer.scorer.is_gate = False
+        layer.scorer.function = _PressScorer(press, layer, rotary, scores_tokens, kept)
+    return model
+
+
+class _PressScorer:
+    """The scores [B, S, Hkv] of a press for one layer.
+
+    scores_tokens: whether a token alone is scored; else it is kept. kept: so are the last ones of a prompt.
+    """
+
+    def __init__(
+        self, press: object, layer: nn.Module, rotary: nn.Module | None, scores_tokens: bool, kept: int
+    ):
+        self.press, self.layer, self.rotary = press, layer, rotary
+        self.scores_tokens, self.kept = scores_tokens, kept
+
+    @torch.no_grad()
+    def __call__(self, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if key.shape[1] == 1 and not self.scores_tokens:
+            return key.new_full(key.shape[:3], float("inf"), dtype=torch.float32)
+        # An attribute that presses read. Not a module of the layer, which would have it in its files.
+        vars(self.layer)["rotary_emb"] = self.rotary
+        try:
+            states = hidden, key.transpose(1, 2), value.transpose(1, 2)
+            scores = self.press.score(self.layer, *states, None, {"hidden_states": hidden})
+        finally:
+            del vars(self.layer)["rotary_emb"]
+        scores = scores.transpose(1, 2).clone()
+        scores[:, max(0, key.shape[1] - self.kept) :] = float("inf")
+        return scores
+
+
+def _check_press(press: object) -> None:
+    if not callable(getattr(press, "score", None)):
+        raise TypeError(
+            f"press: got {type(press).__name__}, expected a ScorerPress or a DMSPress of kvpress"
+        )
+    if type(press).__module__.startswith("kvpress.") and type(press).__name__ not in WITHOUT_QUERIES:
+        raise ValueError(
+            f"press: got {type(press).__name__}, whose choice depends on queries or on other layers, expected one of "
+            f"{', '.join(sorted(WITHOUT_QUERIES))}, or a DMSPress of one"
+        )

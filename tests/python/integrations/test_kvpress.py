@@ -1,0 +1,190 @@
+"""Presses of kvpress as scores: the keys that are kept and the logits are kvpress' own, and presses that need queries are
+refused. Without kvpress, whose releases ask for a transformers before 5.3, presses of the same form stand in for it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from flash_dmattn.integrations.kvpress import add_press  # noqa: E402
+from flash_dmattn.integrations.transformers import (  # noqa: E402
+    DynamicMaskCache,
+    remove_learned_scores,
+)
+from scored_models import make_base, make_ids  # noqa: E402
+from transformers import DynamicCache  # noqa: E402
+
+pytestmark = pytest.mark.transformers
+PROMPT, NEW = 30, 8
+
+
+class NormPress:
+    """As kvpress' KnormPress."""
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        assert module.rotary_emb is not None and attentions is None
+        return -keys.norm(dim=-1)
+
+
+class DMSPress(SimpleNamespace):
+    """As kvpress' own."""
+
+
+def distinct_ids(length):
+    """No token twice: in the first layer keys of equal tokens have equal norms."""
+    return torch.stack([torch.randperm(62)[:length] + 2 for _ in range(2)])
+
+
+def steps(model, cache, ids):
+    """Logits of a prompt and of the tokens after it, one at a time."""
+    with torch.no_grad():
+        found = [model(ids[:, :PROMPT], past_key_values=cache).logits]
+        found += [
+            model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(PROMPT, PROMPT + NEW)
+        ]
+    return torch.cat(found, 1)
+
+
+def norms_by_definition(model, ids, visible_of):
+    """Logits where layers attend to what visible_of(norms [B, H, S]) shows, bool [B, H, S, S]."""
+
+    def attend(module, query, key, value, mask, scaling=None, **kwargs):
+        groups = query.shape[1] // key.shape[1]
+        logits = query @ key.repeat_interleave(groups, 1).mT * scaling
+        visible = visible_of(key.norm(dim=-1)).repeat_interleave(groups, 1)
+        weights = logits.masked_fill(~visible, float("-inf")).softmax(-1)
+        return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
+
+    transformers.AttentionInterface.register("norms_by_definition", attend)
+    model.config._attn_implementation_internal = "norms_by_definition"
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+def test_scored_prompt_is_cut_and_later_tokens_stay():
+    """Dense prompt; then the 9 shortest keys of the prompt and all later ones, but with w places those are the w - new."""
+    keep, ids = 9, distinct_ids(PROMPT + NEW)
+
+    def visible_of(norms):
+        length = norms.shape[-1]
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        visible = causal.expand(*norms.shape[:2], -1, -1).clone()
+        for query in range(PROMPT, length):
+            later = query - PROMPT  # keys of the prompt make room for them, for the query itself none does
+            kept = norms[..., :PROMPT].argsort(-1)[..., : keep - later]
+            visible[:, :, query, :PROMPT] = torch.zeros_like(norms[..., :PROMPT], dtype=torch.bool).scatter(-1, kept, True)
+        return visible
+
+    expected = norms_by_definition(make_base(), ids, visible_of)
+    model = add_press(make_base(), NormPress(), keep)
+    found = steps(model, DynamicCache(config=model.config), ids)
+    torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
+
+
+def test_threshold_keeps_recent_and_good_keys():
+    window, ids = 5, distinct_ids(PROMPT + NEW)
+
+    def visible_of(norms):
+        length = norms.shape[-1]
+        age = torch.arange(length)[:, None] - torch.arange(length)
+        recent = (age <= window) | (torch.arange(length)[:, None] < PROMPT)
+        return (age >= 0) & (recent | (norms <= 2.5)[:, :, None])
+
+    expected = norms_by_definition(make_base(), ids, visible_of)
+    press = DMSPress(press=NormPress(), threshold=-2.5, sliding_window_size=window, decoding=True)
+    model = add_press(make_base(), press)
+    found = steps(model, DynamicCache(config=model.config), ids)
+    torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dense_prefill", [True, False])
+def test_sparse_prefill_is_an_option(dense_prefill):
+    base, ids = make_base(), make_ids(PROMPT)
+    expected = base(ids).logits
+    model = add_press(base, NormPress(), 4, dense_prefill=dense_prefill)
+    found = model(ids, past_key_values=DynamicCache(config=model.config)).logits
+    assert ((found - expected).abs().max() < 1e-4) == dense_prefill
+    remove_learned_scores(model)
+    assert torch.equal(base(ids).logits, expected)
+    assert not any(hasattr(layer.self_attn, "rotary_emb") for layer in base.model.layers)
+
+
+def test_other_objects_are_refused():
+    with pytest.raises(TypeError, match="^press: got dict, expected a ScorerPress"):
+        add_press(make_base(), {}, 4)
+    press = DMSPress(press=NormPress(), threshold=None, sliding_window_size=4, decoding=True)
+    with pytest.raises(ValueError, match="^press: got a DMSPress without threshold"):
+        add_press(make_base(), press)
+
+
+# ---- Against kvpress itself -------------------------------------------------------------------------
+
+FAMILIES = ("Llama", "Qwen3")
+
+
+@pytest.fixture
+def kvpress():
+    return pytest.importorskip("kvpress")
+
+
+@pytest.fixture
+def their_steps(kvpress):
+    if transformers.__version__ >= "5":
+        pytest.skip("kvpress reads the arguments of layers by their names of transformers 4")
+
+    def compute(model, press, ids):
+        cache = DynamicCache(config=model.config)
+        with press(model):
+            logits = steps(model, cache, ids)
+        return logits, cache
+
+    return compute
+
+
+# LagKVPress gives equal scores to many keys, of which topk keeps any and this library the more recent ones.
+PRESSES = ("KnormPress", "KeyDiffPress", "StreamingLLMPress", "ExpectedAttentionPress", "RandomPress")
+
+
+@pytest.mark.parametrize("name", PRESSES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kept_keys_and_next_logits_are_those_of_kvpress(family, name, kvpress, their_steps):
+    options = {"RandomPress": {"seed": 0}, "ExpectedAttentionPress": {"n_future_positions": 16}}
+    press = getattr(kvpress, name)(compression_ratio=0.6, **options.get(name, {}))
+    ids = distinct_ids(PROMPT + NEW)
+    theirs = make_base(family)
+    theirs.set_attn_implementation("sdpa")  # which kvpress has patched, unlike eager attention
+    with torch.no_grad(), press(theirs):
+        cache = DynamicCache(config=theirs.config)
+        theirs(ids[:, :PROMPT], past_key_values=cache)
+    kept = [layer.keys.clone() for layer in cache.layers]
+    with torch.no_grad():
+        expected = theirs(ids[:, PROMPT : PROMPT + 1], past_key_values=cache, cache_position=torch.tensor([PROMPT]), position_ids=torch.tensor([[PROMPT]])).logits
+    keep = kept[0].shape[2]
+    model = add_press(make_base(family), press, keep)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :PROMPT], past_key_values=cache)
+        found = model(ids[:, PROMPT : PROMPT + 1], past_key_values=cache).logits
+    torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("decoding", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_thresholds_equal_kvpress(family, decoding, kvpress, their_steps):
+    press = kvpress.DMSPress(
+        kvpress.KnormPress(), threshold=-2.5, sliding_window_size=5, decoding=decoding
+    )
+    ids = distinct_ids(PROMPT + NEW)
+    theirs = make_base(family)
+    theirs.set_attn_implementation("sdpa")
+    expected, _ = their_steps(theirs, press, ids)
+    model = add_press(make_base(family), press)
+    found = steps(model, DynamicCache(config=model.config), ids)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["SnapKVPress", "TOVAPress", "ObservedAttentionPress"])
+def test_presses_that_need_queries_are_refused(name, kvpress):
+    with pytest.raises(ValueError, match=f"^press: got {name}, whose choice depends on queries"):
+        add_press(make_base(), getattr(kvpress, name)(), 4)

@@ -1,0 +1,64 @@
+"""Learned scores in every class of transformers that generates, compared with what they mean by definition."""
+
+from __future__ import annotations
+
+import torch
+
+from eager_comparison import TOLERANCE, Verdict
+from flash_dmattn.integrations.transformers import add_learned_scores, remove_learned_scores
+from flash_dmattn.integrations.transformers.learned_scores.add import scored_layers
+from scores_by_definition import by_definition
+from tiny_models import ModelClass, inputs_for, tiny_config, tiny_model
+
+TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
+RULE = {"keep_window_size": 4, "recent_window": 2, "sink_tokens": 1}
+
+
+def compare_scores(model_class: ModelClass) -> Verdict:
+    """The verdict on learned scores in a class: "equal", "refused", "raises", "wrong" or "untested"."""
+    try:
+        model = tiny_model(model_class, tiny_config(model_class), "eager")
+        inputs = inputs_for(model)
+        expected = _logits(model, inputs)
+    except Exception as error:
+        return Verdict("untested", _in_words(error))
+    try:
+        add_learned_scores(model, **RULE)
+    except ValueError as error:
+        return Verdict("refused", _in_words(error))
+    errors = []
+    try:
+        model.set_score_phase("soft")
+        errors.append(_difference(_logits(model, inputs), expected))
+        torch.manual_seed(2)
+        for layer in scored_layers(model):
+            for parameter in layer.scorer.parameters():
+                torch.nn.init.normal_(parameter)
+        for phase in ("soft", "hard"):
+            model.set_score_phase(phase)
+            found = _logits(model, inputs)
+            with by_definition(model):
+                errors.append(_difference(found, _logits(model, inputs)))
+    except Exception as error:
+        return Verdict("raises", _in_words(error))
+    if not torch.equal(_logits(model.set_score_phase("off"), inputs), expected):
+        return Verdict("wrong", "the phase 'off' differs from the base model")
+    remove_learned_scores(model)
+    if not torch.equal(_logits(model, inputs), expected):
+        return Verdict("wrong", "the model differs after remove_learned_scores")
+    return Verdict("equal" if max(errors) <= TOLERANCE else "wrong", "", max(errors))
+
+
+def _logits(model: torch.nn.Module, inputs: dict) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative to the largest expected value; NaN counts as the largest difference."""
+    error = ((found - expected).abs().amax() / expected.abs().amax()).item()
+    return error if error == error else float("inf")
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".replace("\n", " ")
