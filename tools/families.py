@@ -77,7 +77,9 @@ def main() -> int:
             )
     scored = {c: compare_scores(c) for c in found if set(GENERATING) & set(c.tasks)}
     for model_class, verdict in scored.items():
-        print(f"{model_class.name} with scores: {verdict.kind} {verdict.error:.1e} {verdict.reason}")
+        print(
+            f"{model_class.name} with scores: {verdict.kind} {verdict.error:.1e} {verdict.reason}"
+        )
     if not options.classes and not options.no_docs:
         write(BEGIN, section(found))
         write(SCORES_BEGIN, section_of_scores(scored))

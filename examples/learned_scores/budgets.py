@@ -1,4 +1,4 @@
-"""What a budget of keys costs: loss and pass keys of a model that keeps fewer and fewer, by learned scores and by others."""
+"""The cost of a budget of keys: loss and pass keys of a model that keeps fewer and fewer, by learned scores and by others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rule_of(method: str, budget: int) -> dict:
 def quality_by_budget(
     model: PreTrainedModel, texts: Tensor, budgets: list[int], scores: Path
 ) -> dict[str, dict[int, Quality]]:
-    """Of a model without scores; `scores`: a folder of save_scores."""
+    """The quality of a model without scores, with those of every method. scores: a folder of save_scores."""
     found = {"dense": {texts.shape[1]: quality_of(model, texts)}}
     for method in METHODS:
         found[method] = {}

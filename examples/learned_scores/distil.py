@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from doge_demo.corpus import standard_library
 from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
@@ -31,6 +30,7 @@ from transformers import (
     set_seed,
 )
 
+from doge_demo.corpus import standard_library
 from flash_dmattn.integrations.transformers import (
     DynamicMaskCache,
     add_learned_scores,
@@ -150,7 +150,9 @@ def main(arguments: list[str] | None = None) -> dict:
         remove_learned_scores(model)
         budgets = [options.length // part for part in options.parts]
         quality = quality_by_budget(model, held_out, budgets, options.output / "scores")
-        results["quality"] = {m: {b: q._asdict() for b, q in of.items()} for m, of in quality.items()}
+        results["quality"] = {
+            m: {b: q._asdict() for b, q in of.items()} for m, of in quality.items()
+        }
         for method, found in quality.items():
             for budget, (loss, keys) in found.items():
                 print(f"{method:10} {budget:5} keys: loss {loss:.3f}, pass keys {keys:.2f}")

@@ -138,7 +138,13 @@ def main(arguments: list[str] | None = None) -> None:
             }
             seconds = time.perf_counter() - begin
             rows.append(
-                {"kind": kind, "budget": budget, "same_words": same_words, "seed": seed, "recall": found}
+                {
+                    "kind": kind,
+                    "budget": budget,
+                    "same_words": same_words,
+                    "seed": seed,
+                    "recall": found,
+                }
             )
             print(f"{title}: recall {found}, {seconds:.0f} s", flush=True)
     settings = {name: value for name, value in vars(options).items() if name != "output"}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from doge_demo.corpus import Corpus
 from torch import Tensor
 from torch.utils.data import Dataset
+
+from doge_demo.corpus import Corpus
 
 DIGITS = 4
 _STATED, _ASKED = b"\n# KEY=", b"\n# KEY="

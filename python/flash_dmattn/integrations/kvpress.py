@@ -95,7 +95,12 @@ class _PressScorer:
     """
 
     def __init__(
-        self, press: object, layer: nn.Module, rotary: nn.Module | None, scores_tokens: bool, kept: int
+        self,
+        press: object,
+        layer: nn.Module,
+        rotary: nn.Module | None,
+        scores_tokens: bool,
+        kept: int,
     ):
         self.press, self.layer, self.rotary = press, layer, rotary
         self.scores_tokens, self.kept = scores_tokens, kept
@@ -121,7 +126,10 @@ def _check_press(press: object) -> None:
         raise TypeError(
             f"press: got {type(press).__name__}, expected a ScorerPress or a DMSPress of kvpress"
         )
-    if type(press).__module__.startswith("kvpress.") and type(press).__name__ not in WITHOUT_QUERIES:
+    if (
+        type(press).__module__.startswith("kvpress.")
+        and type(press).__name__ not in WITHOUT_QUERIES
+    ):
         raise ValueError(
             f"press: got {type(press).__name__}, whose choice depends on queries or on other layers, expected one of "
             f"{', '.join(sorted(WITHOUT_QUERIES))}, or a DMSPress of one"

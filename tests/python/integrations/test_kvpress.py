@@ -7,13 +7,13 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+from transformers import DynamicCache  # noqa: E402
+
 from flash_dmattn.integrations.kvpress import add_press  # noqa: E402
 from flash_dmattn.integrations.transformers import (  # noqa: E402
-    DynamicMaskCache,
     remove_learned_scores,
 )
 from scored_models import make_base, make_ids  # noqa: E402
-from transformers import DynamicCache  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 PROMPT, NEW = 30, 8
@@ -41,7 +41,8 @@ def steps(model, cache, ids):
     with torch.no_grad():
         found = [model(ids[:, :PROMPT], past_key_values=cache).logits]
         found += [
-            model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(PROMPT, PROMPT + NEW)
+            model(ids[:, i : i + 1], past_key_values=cache).logits
+            for i in range(PROMPT, PROMPT + NEW)
         ]
     return torch.cat(found, 1)
 
@@ -71,9 +72,13 @@ def test_scored_prompt_is_cut_and_later_tokens_stay():
         causal = torch.ones(length, length, dtype=torch.bool).tril()
         visible = causal.expand(*norms.shape[:2], -1, -1).clone()
         for query in range(PROMPT, length):
-            later = query - PROMPT  # keys of the prompt make room for them, for the query itself none does
+            later = (
+                query - PROMPT
+            )  # keys of the prompt make room for them, for the query itself none does
             kept = norms[..., :PROMPT].argsort(-1)[..., : keep - later]
-            visible[:, :, query, :PROMPT] = torch.zeros_like(norms[..., :PROMPT], dtype=torch.bool).scatter(-1, kept, True)
+            visible[:, :, query, :PROMPT] = torch.zeros_like(
+                norms[..., :PROMPT], dtype=torch.bool
+            ).scatter(-1, kept, True)
         return visible
 
     expected = norms_by_definition(make_base(), ids, visible_of)
@@ -143,7 +148,13 @@ def their_steps(kvpress):
 
 
 # LagKVPress gives equal scores to many keys, of which topk keeps any and this library the more recent ones.
-PRESSES = ("KnormPress", "KeyDiffPress", "StreamingLLMPress", "ExpectedAttentionPress", "RandomPress")
+PRESSES = (
+    "KnormPress",
+    "KeyDiffPress",
+    "StreamingLLMPress",
+    "ExpectedAttentionPress",
+    "RandomPress",
+)
 
 
 @pytest.mark.parametrize("name", PRESSES)
@@ -159,7 +170,12 @@ def test_kept_keys_and_next_logits_are_those_of_kvpress(family, name, kvpress, t
         theirs(ids[:, :PROMPT], past_key_values=cache)
     kept = [layer.keys.clone() for layer in cache.layers]
     with torch.no_grad():
-        expected = theirs(ids[:, PROMPT : PROMPT + 1], past_key_values=cache, cache_position=torch.tensor([PROMPT]), position_ids=torch.tensor([[PROMPT]])).logits
+        expected = theirs(
+            ids[:, PROMPT : PROMPT + 1],
+            past_key_values=cache,
+            cache_position=torch.tensor([PROMPT]),
+            position_ids=torch.tensor([[PROMPT]]),
+        ).logits
     keep = kept[0].shape[2]
     model = add_press(make_base(family), press, keep)
     cache = DynamicCache(config=model.config)

@@ -26,7 +26,11 @@ class LearnedScores(NamedTuple):
         del rule["selection"]
         if isinstance(rule["keep_window_size"], tuple):
             rule["keep_window_size"] = list(rule["keep_window_size"])
-        others = {"scorer": self.scorer, "layers": list(self.layers), "dense_prefill": self.dense_prefill}
+        others = {
+            "scorer": self.scorer,
+            "layers": list(self.layers),
+            "dense_prefill": self.dense_prefill,
+        }
         return rule | others
 
     @classmethod

@@ -191,9 +191,7 @@ def _attend_to_all(
     return attention(query, key, value, bias, visible, Selection(), numerics, bias_delay=delay)
 
 
-def _visible_by_mask(
-    mask: Tensor | None, query: Tensor, key: Tensor, chooses: bool
-) -> Visibility:
+def _visible_by_mask(mask: Tensor | None, query: Tensor, key: Tensor, chooses: bool) -> Visibility:
     """The elements that the mask of a causal layer shows. chooses: as in normalize_mask."""
     mask, intervals, additive = normalize_mask(mask, None, query, key, chooses, None)
     if additive is not None:
@@ -234,7 +232,9 @@ def _attend_to_chosen(
     scores = scores.detach()
     if call.is_prompt and call.layer.dense_prefill:
         visible = _visible_by_mask(mask, query, key, chooses=False)
-    elif mask is None or call.cache is not None and _is_padding(mask, call, query_length, key_length):
+    elif (
+        mask is None or call.cache is not None and _is_padding(mask, call, query_length, key_length)
+    ):
         key_mask = _present_keys(mask, query_length, key_length)
         visible = Visibility(
             keys=select_key_intervals(
