@@ -18,7 +18,7 @@ from flash_dmattn.integrations.transformers import (
 
 from .text import DIGITS
 
-SINKS = 4  # of every method
+SINKS = 2  # of every method
 METHODS = ("learned", "streaming", "key_norm", "random")
 
 
@@ -31,7 +31,7 @@ def rule_of(method: str, budget: int) -> dict:
     """The arguments of add_learned_scores by which a query sees `budget` keys."""
     if method == "streaming":  # sinks and recent keys (arXiv 2309.17453)
         return {"keep_window_size": 0, "recent_window": budget - SINKS, "sink_tokens": SINKS, "scorer": "random"}  # fmt: skip
-    recent = budget // 4
+    recent = budget // 2
     scorer = "hidden" if method == "learned" else method
     return {
         "keep_window_size": budget - recent - SINKS, "recent_window": recent, "sink_tokens": SINKS, "scorer": scorer,

@@ -39,11 +39,11 @@ from flash_dmattn.integrations.transformers import (
 )
 
 from .budgets import SINKS, quality_by_budget
-from .text import DIGITS, PassKeyTexts, held_out_texts
+from .text import PassKeyTexts, held_out_texts
 from .training import Schedule, ScoreTrainer, freeze_all_but_scores
 
 
-def small_llama(options: argparse.Namespace, texts: Dataset) -> LlamaForCausalLM:
+def small_llama(options: argparse.Namespace, texts: PassKeyTexts) -> LlamaForCausalLM:
     """A model of bytes, trained with all keys in minutes on a core."""
     config = LlamaConfig(
         vocab_size=256, hidden_size=options.width, intermediate_size=2 * options.width,
@@ -57,11 +57,14 @@ def small_llama(options: argparse.Namespace, texts: Dataset) -> LlamaForCausalLM
     bar = tqdm(range(steps), desc="pretraining", dynamic_ncols=True)
     for step in bar:
         rows = range(step * options.batch, (step + 1) * options.batch)
-        ids = torch.stack([texts[row]["input_ids"] for row in rows]).to(options.device)
+        ids, asked = (
+            torch.stack(of_rows).to(options.device)
+            for of_rows in zip(*(texts.with_answers(row) for row in rows), strict=True)
+        )
         with torch.autocast(options.device, torch.bfloat16, enabled=options.device == "cuda"):
             logits = model(ids, use_cache=False).logits[:, :-1]
         each = F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:], reduction="none")
-        answer = each[:, -DIGITS:].mean()
+        answer = each[asked[:, 1:]].mean()
         optimizer.zero_grad()
         (each.mean() + 2.0 * answer).backward()  # a few digits among hundreds of bytes
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
